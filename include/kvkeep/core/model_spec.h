@@ -1,0 +1,69 @@
+#pragma once
+/// What a policy must know of the model: shapes, RoPE, and which layers hold a cache of their own.
+
+#include <cmath>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kvkeep/core/error.h"
+#include "kvkeep/core/rope.h"
+
+namespace kvkeep {
+
+/// What a layer caches. Only `full` layers are ever cut; the others pass untouched and count in no ratio.
+enum class LayerKind : std::uint8_t {
+  full,     ///< every token attends to all earlier ones; owns its K and V
+  sliding,  ///< attends to the last `window` tokens only
+  shared,   ///< reads the cache of layer `source`
+  other,    ///< holds no K/V rows (state-space, linear attention, cross attention)
+};
+
+struct LayerSpec {
+  LayerKind kind = LayerKind::full;
+  std::int32_t window = 0;   ///< tokens, `sliding` only
+  std::int32_t source = -1;  ///< layer whose cache is read, `shared` only
+};
+
+/// Shapes and conventions of one model. Query head h reads KV head h / group().
+struct ModelSpec {
+  std::int32_t query_heads = 0;  ///< Hq
+  std::int32_t kv_heads = 0;     ///< Hkv, divides Hq
+  std::int32_t key_dim = 0;      ///< D of keys and queries
+  std::int32_t value_dim = 0;    ///< D of values; may differ
+  double softmax_scale = 0.0;    ///< factor on q.k; 0 stands for 1/sqrt(key_dim)
+  RopeSpec rope;                 ///< after scaling; rotates queries that are handed over before RoPE
+  std::vector<LayerSpec> layers;
+
+  [[nodiscard]] std::int32_t num_layers() const { return static_cast<std::int32_t>(layers.size()); }
+  [[nodiscard]] std::int32_t group() const { return query_heads / kv_heads; }
+  [[nodiscard]] double scale() const { return softmax_scale > 0 ? softmax_scale : 1.0 / std::sqrt(static_cast<double>(key_dim)); }
+
+  /// The layers a policy may cut, ascending.
+  [[nodiscard]] std::vector<std::int32_t> full_layers() const {
+    std::vector<std::int32_t> found;
+    for (std::int32_t l = 0; l < num_layers(); ++l)
+      if (layers[static_cast<std::size_t>(l)].kind == LayerKind::full) found.push_back(l);
+    return found;
+  }
+
+  /// Throws InvalidArgument with the first field that is out of range.
+  void check() const {
+    require(kv_heads >= 1, "ModelSpec: kv_heads must be positive; given ", kv_heads);
+    require(query_heads >= kv_heads && query_heads % kv_heads == 0, "ModelSpec: query_heads must be a multiple of kv_heads; given ", query_heads,
+            " query heads and ", kv_heads, " KV heads");
+    require(key_dim >= 1 && value_dim >= 1, "ModelSpec: head sizes must be positive; given key_dim ", key_dim, " and value_dim ", value_dim);
+    require(std::isfinite(softmax_scale) && softmax_scale >= 0, "ModelSpec: softmax_scale must be finite and not negative (0 means 1/sqrt(key_dim)); given ",
+            softmax_scale);
+    require(rope.rotary_dim() <= key_dim, "ModelSpec: rope.inv_freq has ", rope.inv_freq.size(), " pairs; allowed at most key_dim/2 = ", key_dim / 2);
+    require(!layers.empty(), "ModelSpec: layers is empty; a model has at least one layer");
+    for (std::int32_t l = 0; l < num_layers(); ++l) {
+      const LayerSpec& layer = layers[static_cast<std::size_t>(l)];
+      require(layer.kind != LayerKind::sliding || layer.window >= 1, "ModelSpec: layer ", l, " slides over window ", layer.window, "; allowed 1 or more");
+      require(layer.kind != LayerKind::shared || (layer.source >= 0 && layer.source < l), "ModelSpec: layer ", l, " shares the cache of layer ", layer.source,
+              "; allowed an earlier layer");
+    }
+  }
+};
+
+}  // namespace kvkeep

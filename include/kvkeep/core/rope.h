@@ -1,0 +1,65 @@
+#pragma once
+/// Rotary position embedding: what the library must know of it, and the rotation itself.
+
+#include <cmath>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "kvkeep/core/hd.h"
+
+namespace kvkeep {
+
+/// Which two components make a rotary pair f of F.
+enum class RopeStyle : std::uint8_t {
+  half,         ///< (x[f], x[f + F]): Llama, Qwen
+  interleaved,  ///< (x[2f], x[2f + 1]): GPT-J
+};
+
+/// RoPE of a model, after any scaling (llama3, YaRN). Pair f turns by position * inv_freq[f]; cos and sin are multiplied by
+/// `attention_scaling`. Components past 2 * inv_freq.size() are not rotated (partial RoPE).
+struct RopeSpec {
+  RopeStyle style = RopeStyle::half;
+  std::vector<double> inv_freq;    ///< [F] radians per position; empty: no rotation
+  double attention_scaling = 1.0;  ///< 1 except for YaRN and its like
+
+  [[nodiscard]] std::int64_t rotary_dim() const { return 2 * static_cast<std::int64_t>(inv_freq.size()); }
+};
+
+/// Component indices of pair `f` among `pairs`.
+struct RopePair {
+  std::int64_t first;
+  std::int64_t second;
+};
+KVKEEP_HD inline RopePair rope_pair(RopeStyle style, std::int64_t f, std::int64_t pairs) {
+  return style == RopeStyle::half ? RopePair{f, f + pairs} : RopePair{2 * f, 2 * f + 1};
+}
+
+/// Angle of pair f at `position`, reduced to about [-pi, pi] in double: at position 1e6 a float phase is off by 0.03 rad.
+KVKEEP_HD inline double rope_angle(std::int64_t position, double inv_freq) {
+  constexpr double kTurn = 6.283185307179586476925286766559;
+  const double angle = static_cast<double>(position) * inv_freq;
+  return angle - kTurn * floor(angle / kTurn + 0.5);
+}
+
+/// cos and sin of every pair at one position, times the attention scaling.
+/// Cost: F sine-cosine pairs in double.
+inline void rope_at(const RopeSpec& rope, std::int64_t position, float* cosines, float* sines) {
+  for (std::size_t f = 0; f < rope.inv_freq.size(); ++f) {
+    const double angle = rope_angle(position, rope.inv_freq[f]);
+    cosines[f] = static_cast<float>(std::cos(angle) * rope.attention_scaling);
+    sines[f] = static_cast<float>(std::sin(angle) * rope.attention_scaling);
+  }
+}
+
+/// Rotates one vector in place by the cos and sin of its position.
+inline void rope_rotate(RopeStyle style, std::int64_t pairs, const float* cosines, const float* sines, float* x) {
+  for (std::int64_t f = 0; f < pairs; ++f) {
+    const auto [i, j] = rope_pair(style, f, pairs);
+    const float a = x[i], b = x[j];
+    x[i] = a * cosines[f] - b * sines[f];
+    x[j] = b * cosines[f] + a * sines[f];
+  }
+}
+
+}  // namespace kvkeep
