@@ -1,0 +1,65 @@
+# How kvkeep's own targets are made: sources by folder, warnings, sanitizers, where things land and where they look for LibTorch.
+
+if(PROJECT_IS_TOP_LEVEL)
+  # Faster where they are installed, never required.
+  find_program(KVKEEP_CCACHE ccache)
+  find_program(KVKEEP_MOLD mold)
+  mark_as_advanced(KVKEEP_CCACHE KVKEEP_MOLD)
+  if(KVKEEP_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+    set(CMAKE_CXX_COMPILER_LAUNCHER "${KVKEEP_CCACHE}")
+  endif()
+  if(KVKEEP_MOLD)
+    add_link_options(-fuse-ld=mold)
+  endif()
+endif()
+
+set(CMAKE_RUNTIME_OUTPUT_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}/bin")
+set(CMAKE_LIBRARY_OUTPUT_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}/lib")
+set(CMAKE_ARCHIVE_OUTPUT_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}/lib")
+
+# The build tree needs no help: CMake puts the folder of each linked library into RPATH. Installed files find their siblings, then LibTorch.
+set(CMAKE_INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}" "$ORIGIN" "${KVKEEP_TORCH_LIBRARY_DIR}")
+
+# The sources in the given folders, each a path below the top.
+function(kvkeep_glob result)
+  set(patterns ${ARGN})
+  list(TRANSFORM patterns PREPEND "${PROJECT_SOURCE_DIR}/")
+  list(TRANSFORM patterns APPEND "/*.cpp")
+  file(GLOB sources CONFIGURE_DEPENDS ${patterns})
+  set(${result} "${sources}" PARENT_SCOPE)
+endfunction()
+
+# Language, warnings and sanitizers for a target of ours.
+function(kvkeep_own_code target)
+  target_compile_features(${target} PRIVATE cxx_std_20)
+  set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF POSITION_INDEPENDENT_CODE ON)
+  target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic -Wshadow -Wnon-virtual-dtor -Woverloaded-virtual -Wno-unknown-pragmas)
+  if(KVKEEP_WERROR)
+    target_compile_options(${target} PRIVATE -Werror)
+  endif()
+  if(KVKEEP_SANITIZE)
+    # vptr checks need the run-time type information that LibTorch's libraries hide.
+    set(flags -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined)
+    target_compile_options(${target} PRIVATE ${flags} -fno-omit-frame-pointer)
+    target_link_options(${target} PRIVATE ${flags})
+  endif()
+endfunction()
+
+# A library NAME from the .cpp files of some folders; while there are none yet, an empty name that links what it would.
+function(kvkeep_add_library name)
+  cmake_parse_arguments(arg "" "" "STEMS;LINK" ${ARGN})
+  kvkeep_glob(sources ${arg_STEMS})
+  string(REPLACE "kvkeep_" "" short "${name}")
+  if(sources)
+    add_library(${name} ${sources})
+    kvkeep_own_code(${name})
+    set_target_properties(${name} PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
+    target_link_libraries(${name} PUBLIC ${arg_LINK} Threads::Threads
+      PRIVATE kvkeep_torch::openmp hwy::hwy $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
+  else()
+    add_library(${name} INTERFACE)
+    target_link_libraries(${name} INTERFACE ${arg_LINK})
+  endif()
+  add_library(kvkeep::${short} ALIAS ${name})
+  set_target_properties(${name} PROPERTIES EXPORT_NAME ${short})
+endfunction()
