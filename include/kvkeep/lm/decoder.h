@@ -1,0 +1,112 @@
+#pragma once
+/// The reference decoder: Llama, Qwen2 and Qwen3 on a CPU, over a dense cache that the caller owns and may cut between steps.
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "kvkeep/core/tensor.h"
+#include "kvkeep/lm/config.h"
+#include "kvkeep/lm/weights.h"
+
+namespace kvkeep::lm {
+
+/// K and V of one layer, owned by the caller. Contiguous; f32, f16 or bf16.
+struct LayerCache {
+  Tensor keys;    ///< [B, Hkv, capacity, D] after RoPE
+  Tensor values;  ///< [B, Hkv, capacity, D]
+};
+
+/// Slots in use before a step: by sequence of the step, and where cuts made them differ, by layer and by KV head.
+struct SlotCounts {
+  std::span<const std::int32_t> counts;
+  std::int64_t sequence_stride = 1;
+  std::int64_t layer_stride = 0;
+  std::int64_t head_stride = 0;
+
+  SlotCounts() = default;
+  /// One count per sequence of the step, the same in every layer and head.
+  SlotCounts(std::span<const std::int32_t> per_sequence) : counts(per_sequence) {}                   // NOLINT(google-explicit-constructor)
+  SlotCounts(const std::vector<std::int32_t>& per_sequence) : counts(per_sequence) {}                // NOLINT(google-explicit-constructor)
+  SlotCounts(std::span<const std::int32_t> all, std::int64_t by_sequence, std::int64_t by_layer, std::int64_t by_head)
+      : counts(all), sequence_stride(by_sequence), layer_stride(by_layer), head_stride(by_head) {}
+
+  [[nodiscard]] std::int32_t at(std::int32_t layer, std::int32_t sequence, std::int32_t head) const {
+    return counts[static_cast<std::size_t>(layer * layer_stride + sequence * sequence_stride + head * head_stride)];
+  }
+};
+
+/// The new tokens of one step: any subset of the sequences, any number of tokens each.
+struct Step {
+  std::span<const std::int32_t> ids;        ///< [n_tokens]
+  std::span<const std::int32_t> indptr;     ///< [n_sequences + 1]; tokens of sequence s are indptr[s]..indptr[s+1]-1, at least one
+  std::span<const std::int32_t> positions;  ///< [n_tokens] logical, ascending within a sequence, not below its slots in use
+  std::span<const std::int32_t> rows;       ///< [n_sequences] where each sequence lives in the cache's first dimension, no two alike
+  SlotCounts lengths;                       ///< slots in use before the step; the new tokens go right behind them
+};
+
+/// What a hook sees once per layer: K and V of the step's tokens are in the cache, attention has not run yet.
+struct LayerSight {
+  std::int32_t layer = 0;
+  Tensor queries;  ///< f32 [n_tokens, Hq, D] before RoPE (after bias and query norm); valid during the call only
+};
+
+enum class Logits : std::uint8_t { last, all, none };
+
+struct StepOptions {
+  Logits logits = Logits::last;
+  std::function<void(const LayerSight&)> on_layer;  ///< called in layer order
+  /// Which slots attention may see: one tensor u8 [B, Hkv, capacity] per layer, 0 hides the slot. Empty: all slots in use.
+  /// The step's own tokens are always visible (to themselves and to later ones). For checks of a cut cache against a masked one.
+  std::span<const Tensor> visible;
+};
+
+/// Decodes with f32 activations; weights stay in the dtype they are stored in and are widened as they are read.
+///
+/// Every output number is one sum in an order fixed by the model's shape and the slots seen, so logits, keys, values and queries of a
+/// sequence are the same bit for bit whatever else the step holds, however its prompt is cut into steps, and for any number of threads.
+/// (On one machine: the order depends on the vector width.)
+///
+/// Sliding layers see the last `window` positions. Their slots hold consecutive positions up to the step: they are never cut inside.
+class Decoder {
+ public:
+  Decoder(LmConfig config, Weights weights);
+  ~Decoder();
+  Decoder(Decoder&&) noexcept;
+  Decoder& operator=(Decoder&&) noexcept;
+
+  /// Reads a model folder. Throws as LmConfig::read and Weights::read do. Cost: headers and vectors; matrices are mapped.
+  static Decoder open(const std::filesystem::path& folder);
+
+  [[nodiscard]] const LmConfig& config() const { return config_; }
+  [[nodiscard]] const ModelSpec& spec() const { return config_.spec; }
+  [[nodiscard]] const Weights& weights() const { return weights_; }
+
+  /// A zeroed cache for `sequences` sequences of up to `capacity` slots.
+  [[nodiscard]] std::vector<LayerCache> make_cache(std::int64_t sequences, std::int64_t capacity, ScalarType dtype = kFloat32) const;
+
+  /// Runs the model on the step's tokens and appends their K and V behind `step.lengths` in every layer.
+  /// Returns f32 [n_sequences, vocab] (the last token of each), [n_tokens, vocab] for Logits::all, an empty tensor for Logits::none.
+  /// Throws: InvalidArgument before anything is written for an id outside the vocabulary, a sequence without tokens, positions that do
+  /// not ascend, a row outside the cache or given twice, a cache that is full or has another shape or dtype.
+  /// Cost: one pass over the weights for every few tokens; attention memory is bounded by a few MB per thread.
+  Tensor forward(const Step& step, std::span<const LayerCache> cache, const StepOptions& options = {});
+
+  /// Bytes of weights that one decode step reads: all matrices but the embedding (unless tied, where it is the output matrix).
+  [[nodiscard]] std::int64_t bytes_per_step() const;
+
+ private:
+  struct Workspace;
+  LmConfig config_;
+  Weights weights_;
+  std::unique_ptr<Workspace> workspace_;
+};
+
+/// Index of the largest logit of each row, the lowest where several are equal. `logits` is f32 [n, vocab].
+/// Throws: InvalidArgument for a NaN, naming row and column.
+std::vector<std::int32_t> argmax(const Tensor& logits);
+
+}  // namespace kvkeep::lm

@@ -1,0 +1,56 @@
+#pragma once
+/// The tensors of a Hugging Face checkpoint, checked before any of them is used.
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "kvkeep/core/tensor.h"
+#include "kvkeep/lm/config.h"
+
+namespace kvkeep::lm {
+
+/// A matrix [out, in] and its bias [out]; an undefined bias stands for none.
+struct Linear {
+  Tensor weight;  ///< f32/f16/bf16 [out, in], contiguous
+  Tensor bias;    ///< f32 [out]
+};
+
+struct LayerWeights {
+  Tensor input_norm;  ///< f32 [hidden]
+  Linear q, k, v, o;
+  Tensor q_norm, k_norm;  ///< f32 [D], Qwen3 only
+  Tensor mlp_norm;        ///< f32 [hidden]
+  Linear gate, up, down;
+};
+
+/// All weights of one model. Matrices stay in the dtype they are stored in (views of the mapped files); vectors are widened to f32.
+struct Weights {
+  Tensor embedding;  ///< f32/f16/bf16 [vocab, hidden]
+  std::vector<LayerWeights> layers;
+  Tensor final_norm;  ///< f32 [hidden]
+  Tensor output;      ///< f32/f16/bf16 [vocab, hidden]; the embedding itself where tied
+
+  /// Reads `folder`/model.safetensors, or the shards that model.safetensors.index.json names.
+  /// Throws: InvalidArgument naming the tensor and the file for one that is missing, of another shape, or of a dtype other than
+  /// f32, f16, bf16; and for whatever SafetensorsFile refuses. Everything is checked before anything is returned.
+  static Weights read(const std::filesystem::path& folder, const LmConfig& config);
+};
+
+/// Name and shape of one tensor that a checkpoint must hold.
+struct TensorSpec {
+  std::string name;
+  std::vector<std::int64_t> shape;
+};
+
+/// Every tensor of a checkpoint of `config`, under its Hugging Face name, in the order it is written.
+std::vector<TensorSpec> checkpoint_tensors(const LmConfig& config);
+
+/// Writes a model folder with random weights (config.json, generation_config.json, model.safetensors or shards): for tests and benches.
+/// Matrices are normal with deviation 1/sqrt(in), norms near 1, so activations keep their size through any depth.
+/// The same `seed` gives the same bytes. `dtype` is f32, f16 or bf16.
+void write_random_checkpoint(const std::filesystem::path& folder, const LmConfig& config, std::uint64_t seed, ScalarType dtype = kFloat32,
+                             std::int32_t shards = 1, LmConfig::Layout layout = LmConfig::Layout::transformers4);
+
+}  // namespace kvkeep::lm
