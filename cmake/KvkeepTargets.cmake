@@ -43,6 +43,9 @@ function(kvkeep_own_code target)
     target_compile_options(${target} PRIVATE ${flags} -fno-omit-frame-pointer)
     target_link_options(${target} PRIVATE ${flags})
   endif()
+  if(KVKEEP_BUILD_FUZZ)
+    target_compile_options(${target} PRIVATE -fsanitize=fuzzer-no-link)
+  endif()
 endfunction()
 
 # A library NAME from the .cpp files of some folders; while there are none yet, an empty name that links what it would.

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# From a fresh machine to the table and the picture. See --help.
+set -euo pipefail
+
+usage() {
+  cat << 'TEXT'
+Builds kvkeep, then lets the shipped model solve long-decoding tasks with the full cache and under several eviction policies and budgets.
+Prints one table (accuracy, cache bytes, tokens per second, events) and draws what stayed.
+
+  bash examples/demo.sh                 the table on stdout, the picture in out/demo
+  bash examples/demo.sh --out DIR       picture and table in DIR
+
+What is missing on a Debian or Ubuntu machine is installed first, and named before it is; a second run takes seconds.
+Torch_DIR chooses a LibTorch (2.7 or newer).
+TEXT
+}
+
+out=""
+while [[ $# -gt 0 ]]; do
+  case "$1" in
+    --out)
+      [[ $# -ge 2 ]] || { echo "examples/demo.sh: --out: a folder is missing; see --help" >&2; exit 2; }
+      out="$(realpath -m -- "$2")"
+      shift
+      ;;
+    --help | -h) usage; exit 0 ;;
+    *) echo "examples/demo.sh: unknown option; given '$1'; allowed --out DIR --help" >&2; exit 2 ;;
+  esac
+  shift
+done
+
+source "$(dirname -- "${BASH_SOURCE[0]}")/../cmake/bootstrap.sh"
+[[ -n "$out" ]] || out="$kvkeep_root/out/demo"
+
+# ==== The job itself. Here kvkeep is built ("$kvkeep"), "$kvkeep_python" has matplotlib, "$out" exists. ==========================================
+run_the_job() {
+  "$kvkeep" --help
+}
+# ================================================================================================================================================
+
+kvkeep_bootstrap picture
+kvkeep_build release "$kvkeep_root/build/release" kvkeep_cli
+kvkeep="$kvkeep_root/build/release/bin/kvkeep"
+mkdir -p -- "$out"
+run_the_job

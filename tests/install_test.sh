@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Installs kvkeep to a folder of its own and builds the ten-line consumer against that folder alone.
+#
+#   tests/install_test.sh BUILD_DIR [--hide-build-tree]
+#
+# --hide-build-tree renames BUILD_DIR while the consumer is built and run, so nothing can reach into it; it is put back whatever happens.
+set -euo pipefail
+
+build_dir="$(realpath -- "$1")"
+source_dir="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
+hide="${2:-}"
+scratch="$(mktemp -d)"
+hidden="$build_dir.hidden-by-install-test"
+
+clean_up() {
+  if [[ -d "$hidden" && ! -e "$build_dir" ]]; then mv -- "$hidden" "$build_dir"; fi
+  rm -rf -- "$scratch"
+}
+trap clean_up EXIT
+trap 'exit 130' INT TERM
+
+fail() {
+  printf 'install test: %s\n' "$*" >&2
+  exit 1
+}
+
+prefix="$scratch/a prefix"  # with a space: paths must survive one
+cmake --install "$build_dir" --prefix "$prefix" > /dev/null
+
+# The LibTorch that kvkeep was built with may live in the source tree (.venv); it is the one path of this machine that may be recorded.
+config="$(find "$prefix" -name kvkeepConfig.cmake)"
+torch_root="$(sed -n 's/^set(KVKEEP_TORCH_HINT "\(.*\)")$/\1/p' "$config")"
+[[ -n "$torch_root" ]] || fail "$config does not record the LibTorch it was built with"
+
+leaks="$(find "$prefix" \( -name '*.cmake' -o -name '*.h' \) -print0 | xargs -0 sed "s|$torch_root||g" | grep -nF -e "$build_dir" -e "$source_dir" || true)"
+[[ -z "$leaks" ]] || fail "installed files name the build or source tree: $leaks"
+
+while IFS= read -r -d '' binary; do
+  runpath="$(readelf -d "$binary" 2> /dev/null | sed -n 's/.*\(RUNPATH\|RPATH\).*\[\(.*\)\]/\2/p' | sed "s|$torch_root||g")"
+  if grep -qF -e "$build_dir" -e "$source_dir" <<< "$runpath"; then fail "$binary looks for libraries in the build or source tree: $runpath"; fi
+done < <(find "$prefix/bin" "$prefix/lib" -type f \( -perm -u+x -o -name '*.so*' \) -print0)
+
+if [[ "$hide" == --hide-build-tree ]]; then mv -- "$build_dir" "$hidden"; fi
+
+cp -r -- "$source_dir/tests/consumer" "$scratch/consumer"
+env -u LD_LIBRARY_PATH cmake -G Ninja -S "$scratch/consumer" -B "$scratch/consumer/build" -DCMAKE_BUILD_TYPE=Release "-DCMAKE_PREFIX_PATH=$prefix" ||
+  fail "the consumer does not configure"
+cmake --build "$scratch/consumer/build" || fail "the consumer does not build"
+env -u LD_LIBRARY_PATH "$scratch/consumer/build/consumer" || fail "the consumer does not run"
+if [[ -x "$prefix/bin/kvkeep" ]]; then env -u LD_LIBRARY_PATH "$prefix/bin/kvkeep" --help > /dev/null || fail "the installed command does not run"; fi
+echo "install test: consumer built and ran against the installed kvkeep alone"
