@@ -57,6 +57,9 @@ function(kvkeep_add_library name)
     add_library(${name} ${sources})
     kvkeep_own_code(${name})
     set_target_properties(${name} PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
+    # Highway compiles a file once per instruction set by including it again under its own name.
+    list(TRANSFORM arg_STEMS PREPEND "${PROJECT_SOURCE_DIR}/" OUTPUT_VARIABLE folders)
+    target_include_directories(${name} PRIVATE ${folders})
     target_link_libraries(${name} PUBLIC ${arg_LINK} Threads::Threads
       PRIVATE kvkeep_torch::openmp hwy::hwy $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
   else()

@@ -128,6 +128,7 @@ kvkeep_find_drawing_python() {
   local python
   for python in "$kvkeep_venv/bin/python" python3 /usr/bin/python3; do
     if "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("matplotlib") is None)' 2> /dev/null; then
+      # shellcheck disable=SC2034  # for whoever sourced this file
       kvkeep_python="$python"
       return 0
     fi

@@ -29,6 +29,7 @@ while [[ $# -gt 0 ]]; do
   shift
 done
 
+# shellcheck source=cmake/bootstrap.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/../cmake/bootstrap.sh"
 [[ -n "$out" ]] || out="$kvkeep_root/out/demo"
 

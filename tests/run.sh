@@ -35,6 +35,7 @@ while [[ $# -gt 0 ]]; do
   shift
 done
 
+# shellcheck source=cmake/bootstrap.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/../cmake/bootstrap.sh"
 [[ -n "$folder" ]] || folder="$kvkeep_root/build/$preset"
 
