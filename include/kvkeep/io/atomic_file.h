@@ -31,7 +31,7 @@ class AtomicFile {
 };
 
 /// Writes a text file whole or not at all.
-void write_text_atomically(const std::filesystem::path& path, std::string_view text);
+void write_text_atomically(const std::filesystem::path& path, std::string_view content);
 
 /// Removes the temporary files of every AtomicFile alive. Async-signal-safe: made for a SIGINT handler that exits next.
 void remove_unfinished_files() noexcept;

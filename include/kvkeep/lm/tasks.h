@@ -62,17 +62,17 @@ struct TaskSample {
 
 /// What a sample looks like. Fields without a value take the task's own default, which may depend on `length`.
 struct TaskOptions {
-  int32_t length = 512;                  ///< tokens of prompt and trace, 16 to 65536
-  std::optional<int32_t> prompt_length;  ///< tokens, default 3/8 of length
-  std::optional<int32_t> facts;          ///< distinct keys, 2 to 96; default one per 10 tokens of trace, at most 64 (needle 8, updates 12)
-  std::optional<int32_t> sections;       ///< 1 to 8, not above `facts`; default 4 (copies 8)
-  std::optional<int32_t> copies;         ///< times the prompt states each fact, 1 to 8; default 1 (copies 3); updates: always 1
-  std::optional<int32_t> hops;           ///< ask: look-ups per question, each with the value of the last, 1 to 8; default 1
-  std::optional<int32_t> phase;          ///< ask: questions to one section before the next; 0 asks for any key; default 8
-  std::optional<int32_t> gap;            ///< needle: filler words before a question, 1 to 4096; default 32
-  std::optional<int32_t> rewrites;       ///< updates: keys the prompt assigns a second time, 0 to facts; default a third of them
-  std::optional<int32_t> update_every;   ///< updates: questions between two assignments of the trace, 0 for none; default 2
-  bool thinking = true;                  ///< seven thinking words after each look-up
+  int32_t length = 512;                       ///< tokens of prompt and trace, 16 to 65536
+  std::optional<int32_t> prompt_length = {};  ///< tokens, default 3/8 of length
+  std::optional<int32_t> facts = {};     ///< distinct keys, 2 to 96; default one per 10 tokens of trace, at most 64 (needle 8, updates 12)
+  std::optional<int32_t> sections = {};  ///< 1 to 8, not above `facts`; default 4 (copies 8)
+  std::optional<int32_t> copies = {};    ///< times the prompt states each fact, 1 to 8; default 1 (copies 3); updates: always 1
+  std::optional<int32_t> hops = {};      ///< ask: look-ups per question, each with the value of the last, 1 to 8; default 1
+  std::optional<int32_t> phase = {};     ///< ask: questions to one section before the next; 0 asks for any key; default 8
+  std::optional<int32_t> gap = {};       ///< needle: filler words before a question, 1 to 4096; default 32
+  std::optional<int32_t> rewrites = {};  ///< updates: keys the prompt assigns a second time, 0 to facts; default a third of them
+  std::optional<int32_t> update_every = {};  ///< updates: questions between two assignments of the trace, 0 for none; default 2
+  bool thinking = true;                      ///< seven thinking words after each look-up
 };
 
 /// A task and what it asks of a cache.

@@ -1,0 +1,36 @@
+#pragma once
+/// EMA credit: what a slot drew at earlier events. Source: AMS, section "credit".
+
+#include <cstdint>
+
+#include "kvkeep/allot/mass.h"
+#include "kvkeep/core/hd.h"
+
+namespace kvkeep {
+
+struct CreditOptions {
+  double decay = 0.8;  ///< lambda in [0, 1): weight of the old credit
+  double mix = 0.7;    ///< beta in [0, 1]: weight of this event's mass in what is used
+};
+
+/// `credit` holds the old credit of the oldest `known` slots and is overwritten with decay * old + (1 - decay) * mass for all `length` slots
+/// (slots past `known` enter with 0). `used` gets mix * mass + (1 - mix) * credit / sum(credit), normalised. With `raw` (the published "no mass"
+/// ablation) `mass` is usage that was not normalised, and credit enters the mixture without division by its sum.
+/// A `known` larger than `length` means that the credit is another sequence's: it counts as none. fp32 storage, sums in double.
+KVKEEP_HD inline void update_credit(const float* mass, std::int32_t length, std::int32_t known, CreditOptions options, double epsilon, bool raw,
+                                    float* credit, float* used) {
+  if (known > length) known = 0;
+  double sum = 0;
+  for (std::int32_t t = 0; t < length; ++t) {
+    const double old = t < known ? static_cast<double>(credit[t]) : 0.0;
+    credit[t] = static_cast<float>(options.decay * old + (1.0 - options.decay) * static_cast<double>(mass[t]));
+    sum += (credit[t] > 0 ? static_cast<double>(credit[t]) : 0.0) + epsilon;
+  }
+  for (std::int32_t t = 0; t < length; ++t) {
+    const double share = raw ? static_cast<double>(credit[t]) : ((credit[t] > 0 ? static_cast<double>(credit[t]) : 0.0) + epsilon) / sum;
+    used[t] = static_cast<float>(options.mix * static_cast<double>(mass[t]) + (1.0 - options.mix) * share);
+  }
+  normalise_mass(used, length, epsilon);
+}
+
+}  // namespace kvkeep

@@ -1,0 +1,73 @@
+#pragma once
+/// What a policy decided: who stays, and what becomes of the rest.
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "kvkeep/core/tensor.h"
+
+namespace kvkeep {
+
+/// Importance of every slot: any real, higher stays, NaN is lowest. Flat over the rows of an event, row r at [row.first, row.first + row.length).
+struct Scores {
+  Tensor data;  ///< f32 [slots]
+};
+
+/// Share of attention that every slot draws: not negative, each row sums to 1. A type of its own, so that it cannot be taken for Scores.
+struct Mass {
+  Tensor data;  ///< f32 [slots]
+};
+
+/// Which slots stay, per row: ascending, unique, inside [0, length).
+struct KeepSet {
+  Tensor slots;                      ///< i32 [nnz]
+  std::vector<std::int64_t> indptr;  ///< host [rows + 1]
+
+  [[nodiscard]] std::int64_t count(std::size_t row) const { return indptr[row + 1] - indptr[row]; }
+  /// Slots of one row; CPU only.
+  [[nodiscard]] std::span<const std::int32_t> row(std::size_t r) const {
+    return {slots.data_ptr<std::int32_t>() + indptr[r], static_cast<std::size_t>(count(r))};
+  }
+};
+
+/// Token rows that go on to deeper layers (prefill selection), ascending positions.
+struct TokenSet {
+  Tensor tokens;                     ///< i32 [nnz]
+  std::vector<std::int64_t> indptr;  ///< host [sequences + 1]
+};
+
+/// Runs of dropped slots that fold into spans instead of vanishing.
+struct Fold {
+  Tensor spans;                      ///< i32 [nnz, 2] first slot and one past the last
+  std::vector<std::int64_t> indptr;  ///< host [rows + 1]
+};
+
+/// How AMS divided each row: for reports and replays, read by no later stage.
+struct Allotment {
+  Mass mass;                                    ///< usage, normalised
+  Mass mass_used;                               ///< after mixing with credit; what segments and quotas follow
+  std::vector<std::vector<std::int32_t>> ends;  ///< [rows][segments] one past each segment's last slot
+  std::vector<std::vector<std::int32_t>> quotas;///< [rows][segments]
+};
+
+/// Why a decision says what it says.
+enum class Reason : std::uint8_t {
+  nothing_due,     ///< no row is over its budget
+  over_budget,     ///< rows were cut
+  select_layer,    ///< prefill: this layer selects
+};
+
+/// The outcome of one event. Indexes the rows of the event's RowTable. Everything optional is absent unless the policy uses it.
+struct Decision {
+  Reason reason = Reason::nothing_due;
+  std::optional<KeepSet> keep;
+  std::optional<Fold> fold;
+  std::optional<TokenSet> narrow;
+  std::optional<Tensor> credit;  ///< f32 [slots] new EMA credit of every slot, before compaction
+  Scores scores;                 ///< what the ranking followed; empty where the policy ranks by position only
+  std::optional<Allotment> allotment;
+};
+
+}  // namespace kvkeep

@@ -1,0 +1,81 @@
+#pragma once
+/// A row is (layer, sequence, KV head): the unit of every decision. Plain structs that a kernel can take as they are.
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "kvkeep/core/cache_view.h"
+#include "kvkeep/core/model_spec.h"
+
+namespace kvkeep {
+
+/// Where slot s of one side (keys or values) of a row lies: `base + s * stride`.
+struct SlotAddress {
+  std::byte* base = nullptr;
+  std::int64_t stride = 0;  ///< bytes from slot to slot
+  std::int64_t width = 0;   ///< bytes of one slot's vector
+
+  [[nodiscard]] std::byte* at(std::int64_t slot) const { return base + slot * stride; }
+};
+
+/// One row with the columns that travel with it.
+struct Row {
+  std::int32_t layer = 0;
+  std::int32_t sequence = 0;               ///< index into the step's sequences
+  std::int32_t head = 0;                   ///< KV head
+  std::int32_t length = 0;                 ///< slots held
+  std::int64_t first = 0;                  ///< where the row's values begin in flat f32 arrays (Scores, Mass): sum of the lengths before it
+  SlotAddress keys;
+  SlotAddress values;
+  const std::int32_t* positions = nullptr; ///< i32 [length] logical position per slot, ascending
+  const float* credit = nullptr;           ///< f32 [credit_length] EMA credit of the oldest slots; the rest hold 0
+  std::int32_t credit_length = 0;
+};
+
+/// The newest queries of one (layer, sequence), oldest first, in a ring of `ring` tokens that starts at token `begin`.
+struct QueryView {
+  const std::byte* data = nullptr;
+  ScalarType dtype = kFloat32;             ///< f32, f16 or bf16
+  std::int64_t token_stride = 0;           ///< bytes
+  std::int64_t head_stride = 0;            ///< bytes
+  const std::int32_t* positions = nullptr; ///< i32 [ring] logical
+  std::int32_t ring = 0;                   ///< tokens the ring can hold
+  std::int32_t begin = 0;                  ///< ring index of the oldest token
+  std::int32_t count = 0;                  ///< tokens held
+
+  /// Ring index of the i-th oldest token.
+  [[nodiscard]] std::int32_t index(std::int32_t i) const { return ring == 0 ? 0 : (begin + i) % ring; }
+  [[nodiscard]] const std::byte* at(std::int32_t i, std::int32_t head) const { return data + index(i) * token_stride + head * head_stride; }
+  [[nodiscard]] std::int32_t position(std::int32_t i) const { return positions[index(i)]; }
+};
+
+/// The Hkv rows of one (layer, sequence): they share queries and lie next to each other in the table.
+struct RowGroup {
+  std::int32_t layer = 0;
+  std::int32_t sequence = 0;
+  std::int64_t first_row = 0;
+  QueryView queries;
+};
+
+/// All rows of one event, in the order layer, sequence, head.
+struct RowTable {
+  std::vector<Row> rows;
+  std::vector<RowGroup> groups;
+  ScalarType key_dtype = kFloat32;
+  ScalarType value_dtype = kFloat32;
+  Device device = c10::kCPU;
+  std::int64_t slots = 0;  ///< sum of all lengths: size of a flat f32 array over the rows
+
+  [[nodiscard]] std::span<const Row> rows_of(const RowGroup& group, std::int32_t kv_heads) const {
+    return {rows.data() + group.first_row, static_cast<std::size_t>(kv_heads)};
+  }
+};
+
+/// Rows of `layers` for the sequences `due` (indices into the view), without columns and queries.
+/// Throws InvalidArgument when the view does not fit the spec: layer count, kind of cache, dtype, shape, strides, device, place or length out of range.
+/// Throws Unsupported for paged layers. Cost: O(rows), no allocation per slot.
+[[nodiscard]] RowTable make_rows(const ModelSpec& spec, const CacheView& view, std::span<const std::int32_t> layers, std::span<const std::int32_t> due);
+
+}  // namespace kvkeep

@@ -1,0 +1,23 @@
+#pragma once
+/// Compaction: kept slots move to the front of their row, in order. The only writer of K and V.
+
+#include <cstdint>
+#include <span>
+
+#include "kvkeep/core/decision.h"
+#include "kvkeep/core/row.h"
+
+namespace kvkeep {
+
+/// Moves slot `kept[j]` to slot j for every j, ascending, in place: since kept[j] >= j no unread slot is overwritten. Bytes are opaque, so any dtype travels.
+/// Requires: `kept` ascending, unique, inside the row. Cost: kept.size() * width bytes read and written, less the prefix that does not move.
+void compact_slots(const SlotAddress& side, std::span<const std::int32_t> kept);
+
+/// Bytes of K and V that `compact` will read, as many as it will write.
+[[nodiscard]] std::int64_t bytes_to_move(const RowTable& table, const KeepSet& keep);
+
+/// Compacts K and V of every row in one parallel pass.
+/// Throws InvalidArgument, before the first byte moves, when `keep` does not fit the rows: wrong row count, slots out of range or not ascending.
+void compact(const RowTable& table, const KeepSet& keep);
+
+}  // namespace kvkeep

@@ -1,0 +1,45 @@
+#pragma once
+/// Selection: which slots of a row stay, given scores, segments with quotas and protected slots.
+
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <vector>
+
+#include "kvkeep/core/hd.h"
+#include "kvkeep/keep/protect.h"
+
+namespace kvkeep {
+
+/// Order of two slots of one row as an integer: larger key stays. Score descending, then the larger (newer) slot; NaN is lowest, -0 equals +0.
+KVKEEP_HD inline std::uint64_t rank_key(float score, std::int32_t slot) {
+  std::uint32_t bits;
+  score += 0.0F;
+  memcpy(&bits, &score, sizeof bits);
+  if (score != score) bits = 0xFF800000U;
+  bits = (bits & 0x80000000U) != 0 ? ~bits : bits | 0x80000000U;
+  return (static_cast<std::uint64_t>(bits) << 32) | static_cast<std::uint32_t>(slot);
+}
+
+/// Keeps protected slots and, in each segment, the best others up to its quota. Returns ascending slots; their number is the sum of the quotas.
+/// scores: f32 [length]; ends, quotas: [segments]; quotas[i] >= protected slots in segment i. `keys`: scratch, reused.
+/// Cost: O(length) on average, no sort.
+void select_in_segments(std::span<const float> scores, std::span<const std::int32_t> ends, std::span<const std::int32_t> quotas, Protected guarded,
+                        std::vector<std::uint64_t>& keys, std::span<std::int32_t> slots);
+
+/// The published selection: in each segment the best `quota` slots (protected ones compete, `newest_first` lets the newest slot win), then
+/// protected slots plus the best candidates over the whole row up to `budget`. Trims without regard to segments, as published.
+void select_official(std::span<const float> scores, std::span<const std::int32_t> ends, std::span<const std::int32_t> quotas, Protected guarded,
+                     bool newest_first, std::vector<std::uint64_t>& keys, std::span<std::int32_t> slots);
+
+/// Top-k of a row with protected slots: one segment. slots.size() is the budget.
+inline void select(std::span<const float> scores, Protected guarded, std::vector<std::uint64_t>& keys, std::span<std::int32_t> slots) {
+  const std::int32_t length = static_cast<std::int32_t>(scores.size());
+  const std::int32_t quota = static_cast<std::int32_t>(slots.size());
+  select_in_segments(scores, {&length, 1}, {&quota, 1}, guarded, keys, slots);
+}
+
+/// Raises `slots` (ascending, `taken` of them set) to slots.size() with the best slots not yet taken; stays ascending.
+void select_rest(std::span<const float> scores, std::int32_t taken, std::vector<std::uint64_t>& keys, std::span<std::int32_t> slots);
+
+}  // namespace kvkeep

@@ -1,0 +1,25 @@
+#pragma once
+/// What an engine hands over at each layer of each step.
+
+#include <cstdint>
+#include <span>
+
+#include "kvkeep/core/cache_view.h"
+
+namespace kvkeep {
+
+/// Whether queries are handed over before or after the rotary embedding.
+enum class QueryBasis : std::uint8_t { pre_rope, post_rope };
+
+/// New tokens of one layer and step: any subset of the sequences, any number of tokens each.
+/// Offsets and counts are host integers, as every length is: an event must not wait for the device.
+struct Observation {
+  std::int32_t layer = 0;
+  std::span<const SequenceId> sequences;         ///< [n]
+  std::span<const std::int32_t> indptr;          ///< host [n + 1]: tokens of sequence i are [indptr[i], indptr[i + 1])
+  Tensor queries = {};                           ///< f32, f16 or bf16 [n_tokens, Hq, D] after bias and query norm; absent where the policy needs none
+  QueryBasis basis = QueryBasis::pre_rope;
+  std::span<const std::int32_t> positions = {};  ///< host [n_tokens] logical, ascending per sequence; empty: the next ones of each sequence
+};
+
+}  // namespace kvkeep

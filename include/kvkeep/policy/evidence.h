@@ -1,0 +1,38 @@
+#pragma once
+/// What a policy sees when it decides, and what it must be given to be able to.
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kvkeep/core/model_spec.h"
+#include "kvkeep/core/row.h"
+#include "kvkeep/observe/observation.h"
+
+namespace kvkeep {
+
+/// When a decision is asked for.
+enum class Moment : std::uint8_t {
+  prefill_layer,  ///< during prefill, after one layer's attention
+  prefill_end,    ///< the prompt is in the cache
+  step_end,       ///< every layer of a decode step has run
+};
+
+/// What a policy reads. An engine that cannot give it is told so before anything runs.
+struct Needs {
+  std::int32_t queries = 0;    ///< newest queries per (layer, sequence) to be kept; 0: none
+  bool keys = false;
+  bool values = false;
+  bool calibration = false;
+  bool surprisal = false;
+};
+
+/// Everything an event is decided on. Plain data over rows: from a running engine, or from a trace.
+struct Evidence {
+  const ModelSpec& spec;
+  const RowTable& table;
+  QueryBasis basis = QueryBasis::pre_rope;
+  Moment moment = Moment::step_end;
+};
+
+}  // namespace kvkeep

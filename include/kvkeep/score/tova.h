@@ -1,0 +1,35 @@
+#pragma once
+/// TOVA: the newest query's attention. Source: "Transformers are Multi-State RNNs" (Oren et al.), the TOVA policy.
+/// Differs: events every `interval` tokens instead of every step; the newest slot is protected instead of competing with its own weight; fp32.
+
+#include "kvkeep/score/scorer.h"
+
+namespace kvkeep {
+
+struct TovaOptions {
+  enum class Heads : std::uint8_t {
+    all,    ///< mean over every query head of the layer: all KV heads rank alike (published)
+    group,  ///< mean over the query heads of the KV head
+  };
+  Heads heads = Heads::all;
+};
+
+class Tova final : public Scorer {
+ public:
+  explicit Tova(TovaOptions options = {}) : options_(options) {}
+
+  [[nodiscard]] std::string_view name() const override { return "tova"; }
+  [[nodiscard]] Needs needs() const override { return {.queries = 1, .keys = true}; }
+  [[nodiscard]] WindowNeeds shares() const override { return {.newest = true}; }
+  [[nodiscard]] std::int32_t keeps_newest() const override { return 1; }
+
+  /// g[t] = mean over heads of softmax over all slots of scale * q.k, for the newest query; g[t] = t where no query was seen.
+  /// `Heads::all` needs rows of one length and averages by slot, also when the heads hold different tokens, as published.
+  /// Cost: O(slots) beyond the shared window attention. Workspace: none.
+  [[nodiscard]] Scores score(const Evidence& evidence, const WindowAttention& seen) const override;
+
+ private:
+  TovaOptions options_;
+};
+
+}  // namespace kvkeep

@@ -1,0 +1,42 @@
+#pragma once
+/// Attention of the newest queries over the cache, reduced while it is computed: nothing of size [Hq, W, T] is kept.
+
+#include <cstdint>
+#include <vector>
+
+#include "kvkeep/policy/evidence.h"
+
+namespace kvkeep {
+
+/// How many of a row's queries take part, and where the slots begin that some of them cannot see.
+struct RowWindow {
+  std::int32_t queries = 0;  ///< W of this row; 0: no query was seen
+  std::int32_t history = 0;  ///< slots [0, history) are visible to every window query; the rest is the suffix
+};
+
+/// Reductions of softmax(scale * q.k + causal mask) over the newest `queries` queries of each row, over all slots of the row. fp32.
+struct WindowAttention {
+  std::vector<RowWindow> windows;  ///< [rows]
+  Tensor usage;                    ///< f32 [slots] mean over window queries and the heads of the group; on the suffix the mean over the strictly
+                                   ///< later queries, 0 where there is none. Absent unless asked for.
+  Tensor newest;                   ///< f32 [slots] the newest query's probabilities, mean over the heads of the group. Absent unless asked for.
+};
+
+struct WindowNeeds {
+  bool usage = false;
+  bool newest = false;
+};
+
+/// Window of every row: W = min(window, seen, length - 1, budget) and the suffix from the oldest window query's position on (strict), or the published
+/// W = max(1, min(window, seen - 1, length - 1, budget)) with a suffix of the last W slots (official).
+[[nodiscard]] std::vector<RowWindow> row_windows(const Evidence& evidence, std::int32_t window, std::int32_t budget, bool official);
+
+/// Order: a query sees the slots whose position is at most its own. Queries handed over before RoPE are turned at their own positions.
+/// Requires: evidence.spec.check() passed; every row's positions set, each group's queries set where its windows are not 0.
+/// Throws: InvalidArgument for a query dtype that cannot be read; Unsupported for a device without kernels.
+/// Cost: 2 * Hq * W * T * D flop and one exponential per (query head, query, slot) a layer; workspace per thread: 64 * T floats plus, for 16-bit keys,
+/// 1024 * D floats. Rows run in parallel; a row's result does not depend on the other rows.
+/// Source: the observation window of SnapKV (eq. 3) and AMS. Differs: each query at its own logical position, fp32 throughout.
+[[nodiscard]] WindowAttention window_attention(const Evidence& evidence, std::vector<RowWindow> windows, WindowNeeds needs);
+
+}  // namespace kvkeep

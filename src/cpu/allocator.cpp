@@ -1,0 +1,45 @@
+#include "kvkeep/allot/allocator.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "kvkeep/core/dispatch.h"
+#include "kvkeep/keep/select.h"
+
+namespace kvkeep {
+
+KeepSet empty_keep_set(const RowTable& table, std::int32_t budget) {
+  KeepSet keep;
+  keep.indptr.reserve(table.rows.size() + 1);
+  keep.indptr.push_back(0);
+  for (const Row& row : table.rows) keep.indptr.push_back(keep.indptr.back() + std::min(row.length, budget));
+  keep.slots = at::empty({keep.indptr.back()}, at::TensorOptions().dtype(kInt32));
+  return keep;
+}
+
+void Flat::allot(const Evidence& evidence, const Retention& retention, const WindowAttention&, Decision& decision) const {
+  dispatch("flat", evidence.table.device, [&] {
+    const RowTable& table = evidence.table;
+    decision.keep = empty_keep_set(table, retention.budget);
+    const float* scores = decision.scores.data.data_ptr<float>();
+    auto* slots = decision.keep->slots.data_ptr<std::int32_t>();
+    at::parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+      std::vector<std::uint64_t> keys;
+      for (std::int64_t r = begin; r < end; ++r) {
+        const Row& row = table.rows[static_cast<std::size_t>(r)];
+        const std::span kept{slots + decision.keep->indptr[static_cast<std::size_t>(r)], static_cast<std::size_t>(std::min(row.length, retention.budget))};
+        if (row.length <= retention.budget) {
+          std::iota(kept.begin(), kept.end(), 0);
+          continue;
+        }
+        const Protected guarded = protect(row.length, retention.budget, retention.sink, retention.recent, retention.variant);
+        select({scores + row.first, static_cast<std::size_t>(row.length)}, guarded, keys, kept);
+      }
+    });
+  });
+}
+
+}  // namespace kvkeep

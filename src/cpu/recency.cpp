@@ -1,0 +1,20 @@
+#include "kvkeep/score/recency.h"
+
+#include <ATen/ops/empty.h>
+
+#include <numeric>
+
+#include "kvkeep/core/dispatch.h"
+
+namespace kvkeep {
+
+Scores Recency::score(const Evidence& evidence, const WindowAttention&) const {
+  return dispatch("recency", evidence.table.device, [&] {
+    Scores scores{at::empty({evidence.table.slots}, at::TensorOptions().dtype(kFloat32))};
+    float* out = scores.data.data_ptr<float>();
+    for (const Row& row : evidence.table.rows) std::iota(out + row.first, out + row.first + row.length, 0.0F);
+    return scores;
+  });
+}
+
+}  // namespace kvkeep

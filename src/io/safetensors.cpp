@@ -1,0 +1,292 @@
+#include "kvkeep/io/safetensors.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+#include <system_error>
+
+#include "kvkeep/core/error.h"
+#include "kvkeep/io/atomic_file.h"
+
+namespace kvkeep::io {
+namespace {
+
+using Json = nlohmann::json;
+
+struct DtypeName {
+  std::string_view name;
+  ScalarType dtype;
+};
+constexpr std::array<DtypeName, 13> kDtypes{{{"F64", ScalarType::Double},
+                                             {"F32", ScalarType::Float},
+                                             {"F16", ScalarType::Half},
+                                             {"BF16", ScalarType::BFloat16},
+                                             {"I64", ScalarType::Long},
+                                             {"I32", ScalarType::Int},
+                                             {"I16", ScalarType::Short},
+                                             {"I8", ScalarType::Char},
+                                             {"U64", ScalarType::UInt64},
+                                             {"U32", ScalarType::UInt32},
+                                             {"U16", ScalarType::UInt16},
+                                             {"U8", ScalarType::Byte},
+                                             {"BOOL", ScalarType::Bool}}};
+constexpr std::string_view kAllowedDtypes = "F64, F32, F16, BF16, I64, I32, I16, I8, U64, U32, U16, U8, BOOL";
+constexpr std::size_t kLengthBytes = 8;
+constexpr std::uint64_t kLongestHeader = 100'000'000;
+constexpr std::size_t kMostDimensions = 64;
+
+std::optional<ScalarType> dtype_called(std::string_view name) {
+  for (const DtypeName& known : kDtypes)
+    if (known.name == name) return known.dtype;
+  return std::nullopt;
+}
+
+std::optional<std::string_view> name_of(ScalarType dtype) {
+  for (const DtypeName& known : kDtypes)
+    if (known.dtype == dtype) return known.name;
+  return std::nullopt;
+}
+
+std::uint64_t little_endian_length(const std::byte* bytes) {
+  std::uint64_t length = 0;
+  for (std::size_t i = 0; i < kLengthBytes; ++i) length |= std::to_integer<std::uint64_t>(bytes[i]) << (8 * i);
+  return length;
+}
+
+// JSON lets an object say a name twice and keeps one of the two; here that would hide a tensor.
+Json parse_header(std::string_view header, const std::string& where) {
+  std::vector<std::set<std::string>> open_objects;
+  const auto refuse_repeated_names = [&](int, Json::parse_event_t event, Json& parsed) {
+    if (event == Json::parse_event_t::object_start) open_objects.emplace_back();
+    if (event == Json::parse_event_t::object_end) open_objects.pop_back();
+    if (event == Json::parse_event_t::key) {
+      const auto name = parsed.get<std::string>();
+      require(open_objects.back().insert(name).second, "read safetensors: ", where, " names '", name, "' twice in its header; allowed once");
+    }
+    return true;
+  };
+  try {
+    Json parsed = Json::parse(header.begin(), header.end(), refuse_repeated_names);
+    require(parsed.is_object(), "read safetensors: the header of ", where, " is not a JSON object");
+    return parsed;
+  } catch (const Json::exception&) {
+    refuse("read safetensors: the header of ", where, " is not JSON in UTF-8; allowed one JSON object");
+  }
+}
+
+std::map<std::string, std::string> parse_metadata(const Json& metadata, const std::string& where) {
+  require(metadata.is_object(), "read safetensors: __metadata__ of ", where, " is not an object; allowed an object of strings");
+  std::map<std::string, std::string> strings;
+  for (const auto& [key, value] : metadata.items()) {
+    require(value.is_string(), "read safetensors: __metadata__ '", key, "' of ", where, " is not a string; allowed strings only");
+    strings[key] = value.get<std::string>();
+  }
+  return strings;
+}
+
+// One sentence's beginning for everything that can be wrong with one tensor.
+std::string tensor_in(const std::string& name, const std::string& where) { return text("read safetensors: tensor '", name, "' in ", where, " "); }
+
+std::vector<std::uint64_t> whole_numbers(const Json& list, const std::string& subject, std::string_view field) {
+  require(list.is_array(), subject, "has no list ", field, "; allowed a list of whole numbers");
+  std::vector<std::uint64_t> numbers;
+  numbers.reserve(list.size());
+  for (const Json& item : list) {
+    require(item.is_number_unsigned(), subject, "has ", item.dump(-1, ' ', false, Json::error_handler_t::replace), " in ", field, "; allowed whole numbers from 0");
+    numbers.push_back(item.get<std::uint64_t>());
+  }
+  return numbers;
+}
+
+std::uint64_t bytes_of_shape(const std::vector<std::uint64_t>& shape, std::uint64_t item_bytes, const std::string& subject) {
+  constexpr std::uint64_t kMost = std::uint64_t{1} << 62;
+  const bool empty = std::find(shape.begin(), shape.end(), 0U) != shape.end();
+  std::uint64_t bytes = item_bytes;
+  for (const std::uint64_t size : shape) {
+    require(size <= kMost, subject, "has a dimension of ", size, "; allowed sizes whose product fits 2^62 bytes");
+    if (empty || size == 0) continue;
+    require(bytes <= kMost / size, subject, "has a shape whose product overflows; allowed at most 2^62 bytes");
+    bytes *= size;
+  }
+  return empty ? 0 : bytes;
+}
+
+}  // namespace
+
+struct SafetensorsFile::Bytes {
+  const std::byte* data = nullptr;
+  std::size_t size = 0;
+  void* mapping = nullptr;
+  std::unique_ptr<std::byte[]> owned;
+
+  Bytes() = default;
+  Bytes(const Bytes&) = delete;
+  Bytes& operator=(const Bytes&) = delete;
+  ~Bytes() {
+    if (mapping != nullptr) ::munmap(mapping, size);
+  }
+
+  static std::shared_ptr<const Bytes> of_file(const std::filesystem::path& path) {
+    const std::string where = path.string();
+    const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    require(descriptor >= 0, "read safetensors: cannot open ", where, " (", std::system_category().message(errno), "); allowed a file that can be read");
+    struct stat status {};
+    const bool regular = ::fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode);
+    auto bytes = std::make_shared<Bytes>();
+    if (regular && status.st_size > 0) {
+      bytes->size = static_cast<std::size_t>(status.st_size);
+      void* mapping = ::mmap(nullptr, bytes->size, PROT_READ, MAP_PRIVATE, descriptor, 0);
+      if (mapping != MAP_FAILED) bytes->mapping = mapping;
+    }
+    ::close(descriptor);
+    require(regular, "read safetensors: ", where, " is not a regular file");
+    require(bytes->mapping != nullptr || bytes->size == 0, "read safetensors: cannot map ", where, " (", std::system_category().message(errno), ")");
+    bytes->data = static_cast<const std::byte*>(bytes->mapping);
+    return bytes;
+  }
+
+  static std::shared_ptr<const Bytes> copy_of(std::string_view source) {
+    auto bytes = std::make_shared<Bytes>();
+    bytes->size = source.size();
+    bytes->owned = std::make_unique<std::byte[]>(source.size());
+    if (!source.empty()) std::memcpy(bytes->owned.get(), source.data(), source.size());
+    bytes->data = bytes->owned.get();
+    return bytes;
+  }
+};
+
+SafetensorsFile SafetensorsFile::open(const std::filesystem::path& path) { return parse(Bytes::of_file(path), path.string()); }
+
+SafetensorsFile SafetensorsFile::from_bytes(std::string_view bytes, std::string name) { return parse(Bytes::copy_of(bytes), std::move(name)); }
+
+SafetensorsFile SafetensorsFile::parse(std::shared_ptr<const Bytes> bytes, std::string where) {
+  require(bytes->size >= kLengthBytes, "read safetensors: ", where, " has ", bytes->size, " bytes; allowed 8 or more (the header's length comes first)");
+  const std::uint64_t header_bytes = little_endian_length(bytes->data);
+  require(header_bytes <= kLongestHeader, "read safetensors: ", where, " says its header has ", header_bytes, " bytes; allowed at most ", kLongestHeader);
+  require(header_bytes <= bytes->size - kLengthBytes, "read safetensors: ", where, " says its header has ", header_bytes, " bytes, but only ",
+          bytes->size - kLengthBytes, " follow; is the file truncated?");
+  const std::string_view header(reinterpret_cast<const char*>(bytes->data) + kLengthBytes, header_bytes);
+  require(!header.empty() && header.front() == '{', "read safetensors: the header of ", where, " does not begin with '{'; allowed one JSON object");
+
+  SafetensorsFile file;
+  file.where_ = std::move(where);
+  file.data_begin_ = kLengthBytes + header_bytes;
+  file.data_bytes_ = bytes->size - file.data_begin_;
+  file.bytes_ = std::move(bytes);
+  const Json parsed = parse_header(header, file.where_);
+  for (const auto& [name, described] : parsed.items()) {
+    if (name == "__metadata__") {
+      file.metadata_ = parse_metadata(described, file.where_);
+      continue;
+    }
+    const std::string subject = tensor_in(name, file.where_);
+    require(described.is_object() && described.size() == 3 && described.contains("dtype") && described.contains("shape") && described.contains("data_offsets"),
+            subject, "is not described by exactly dtype, shape and data_offsets");
+    const Json& dtype_name = described["dtype"];
+    require(dtype_name.is_string(), subject, "has a dtype that is not a string; allowed ", kAllowedDtypes);
+    const std::optional<ScalarType> dtype = dtype_called(dtype_name.get<std::string>());
+    require(dtype.has_value(), subject, "has dtype '", dtype_name.get<std::string>(), "'; allowed ", kAllowedDtypes);
+    const std::vector<std::uint64_t> shape = whole_numbers(described["shape"], subject, "shape");
+    require(shape.size() <= kMostDimensions, subject, "has ", shape.size(), " dimensions; allowed at most ", kMostDimensions);
+    const std::vector<std::uint64_t> offsets = whole_numbers(described["data_offsets"], subject, "data_offsets");
+    require(offsets.size() == 2 && offsets[0] <= offsets[1], subject, "has data_offsets that are not [begin, end] with begin <= end");
+    require(offsets[1] <= file.data_bytes_, subject, "ends at byte ", offsets[1], " of the data, but the file holds ", file.data_bytes_, "; is it truncated?");
+    const std::uint64_t expected = bytes_of_shape(shape, c10::elementSize(*dtype), subject);
+    require(offsets[1] - offsets[0] == expected, subject, "has ", offsets[1] - offsets[0], " bytes by its data_offsets but ", expected, " by its dtype and shape");
+    file.entries_.push_back({name, *dtype, {shape.begin(), shape.end()}, static_cast<std::size_t>(offsets[0]), static_cast<std::size_t>(expected)});
+  }
+
+  std::stable_sort(file.entries_.begin(), file.entries_.end(),
+                   [](const Entry& a, const Entry& b) { return a.begin != b.begin ? a.begin < b.begin : a.bytes < b.bytes; });
+  std::size_t covered = 0;
+  for (std::size_t i = 0; i < file.entries_.size(); ++i) {
+    const Entry& entry = file.entries_[i];
+    require(entry.begin == covered, tensor_in(entry.name, file.where_), "begins at byte ", entry.begin, " of the data where the one before it ends at ", covered,
+            "; allowed no overlap and no hole");
+    covered = entry.begin + entry.bytes;
+    file.by_name_[entry.name] = i;
+  }
+  require(covered == file.data_bytes_, "read safetensors: the tensors of ", file.where_, " cover ", covered, " bytes, but ", file.data_bytes_,
+          " follow the header; allowed no bytes that belong to no tensor");
+  return file;
+}
+
+bool SafetensorsFile::has(std::string_view name) const { return by_name_.find(name) != by_name_.end(); }
+
+Tensor SafetensorsFile::tensor(std::string_view name) const {
+  const auto found = by_name_.find(name);
+  require(found != by_name_.end(), "read safetensors: ", where_, " has no tensor '", name, "'");
+  const Entry& entry = entries_[found->second];
+  const auto options = at::TensorOptions(entry.dtype);
+  const std::byte* data = bytes_->data + data_begin_ + entry.begin;
+  if (entry.bytes == 0 || reinterpret_cast<std::uintptr_t>(data) % c10::elementSize(entry.dtype) != 0) {
+    Tensor copy = at::empty(entry.shape, options);
+    if (entry.bytes > 0) std::memcpy(copy.mutable_data_ptr(), data, entry.bytes);
+    return copy;
+  }
+  // from_blob wants a pointer it may write through; nothing here does, and the pages would refuse it.
+  return at::from_blob(const_cast<std::byte*>(data), entry.shape, [keep = bytes_](void*) {}, options);
+}
+
+std::vector<std::string> SafetensorsFile::names() const {
+  std::vector<std::string> names;
+  names.reserve(entries_.size());
+  for (const Entry& entry : entries_) names.push_back(entry.name);
+  return names;
+}
+
+void write_safetensors(const std::filesystem::path& path, const std::vector<std::pair<std::string, Tensor>>& tensors,
+                       const std::map<std::string, std::string>& metadata) {
+  // The header is put together by hand: its order is the order of the data, which nlohmann's sorted object would lose.
+  const auto quoted = [&](const std::string& string) {
+    try {
+      return Json(string).dump();
+    } catch (const Json::exception&) {
+      refuse("write safetensors: a name or metadata string for ", path.string(), " is not UTF-8");
+    }
+  };
+  std::string header = "{";
+  if (!metadata.empty()) {
+    header += "\"__metadata__\":{";
+    for (const auto& [key, value] : metadata) header += text(header.back() == '{' ? "" : ",", quoted(key), ":", quoted(value));
+    header += "}";
+  }
+  std::set<std::string> names{"__metadata__"};
+  std::vector<Tensor> data;
+  std::size_t begin = 0;
+  for (const auto& [name, tensor] : tensors) {
+    require(names.insert(name).second, "write safetensors: the name '", name, "' is given twice or reserved (", path.string(), ")");
+    require(tensor.defined(), "write safetensors: tensor '", name, "' is undefined (", path.string(), ")");
+    const std::optional<std::string_view> dtype = name_of(tensor.scalar_type());
+    require(dtype.has_value(), "write safetensors: tensor '", name, "' has dtype ", c10::toString(tensor.scalar_type()), "; allowed ", kAllowedDtypes);
+    data.push_back(tensor.cpu().contiguous());
+    const std::size_t end = begin + data.back().nbytes();
+    header += text(header.back() == '{' ? "" : ",", quoted(name), ":{\"dtype\":\"", *dtype, "\",\"shape\":", Json(data.back().sizes().vec()).dump(),
+                   ",\"data_offsets\":[", begin, ",", end, "]}");
+    begin = end;
+  }
+  header += "}";
+  header.append((kLengthBytes - header.size() % kLengthBytes) % kLengthBytes, ' ');
+  require(header.size() <= kLongestHeader, "write safetensors: the header of ", path.string(), " would have ", header.size(), " bytes; allowed ", kLongestHeader);
+
+  std::array<char, kLengthBytes> length{};
+  for (std::size_t i = 0; i < kLengthBytes; ++i) length[i] = static_cast<char>(header.size() >> (8 * i) & 0xff);
+  AtomicFile file(path);
+  file.write(length.data(), length.size());
+  file.write(header);
+  for (const Tensor& tensor : data) file.write(tensor.const_data_ptr(), tensor.nbytes());
+  file.commit();
+}
+
+}  // namespace kvkeep::io

@@ -1,0 +1,313 @@
+#include "kvkeep/lm/config.h"
+
+#include <algorithm>
+#include <fstream>
+#include <iterator>
+#include <nlohmann/json.hpp>
+
+#include "config_fields.h"
+#include "kvkeep/core/error.h"
+
+namespace kvkeep::lm {
+namespace {
+
+using Json = nlohmann::json;
+using detail::ConfigFields;
+
+std::string read_text(const std::filesystem::path& path) {
+  std::ifstream in(path, std::ios::binary);
+  std::string content{std::istreambuf_iterator<char>(in), {}};
+  require(!in.bad() && in.is_open(), "read config: cannot read ", path.string(), "; allowed a model folder with config.json");
+  return content;
+}
+
+Json parse_json(std::string_view content, const std::string& where) {
+  try {
+    return Json::parse(content.begin(), content.end());
+  } catch (const Json::exception&) {
+    refuse("read config: ", where, " is not JSON");
+  }
+}
+
+Architecture architecture_called(const std::string& model_type, const std::string& where) {
+  if (model_type == "llama") return Architecture::llama;
+  if (model_type == "qwen2") return Architecture::qwen2;
+  if (model_type == "qwen3") return Architecture::qwen3;
+  refuse<Unsupported>("read config: ", where, " has model_type '", model_type, "'; the decoder has code for llama, qwen2, qwen3");
+}
+
+std::string name_of(Architecture architecture) {
+  return architecture == Architecture::llama ? "llama" : architecture == Architecture::qwen2 ? "qwen2" : "qwen3";
+}
+
+RopeConfig::Type rope_type_called(const std::string& name, const std::string& where) {
+  if (name == "default") return RopeConfig::Type::standard;
+  if (name == "linear") return RopeConfig::Type::linear;
+  if (name == "llama3") return RopeConfig::Type::llama3;
+  if (name == "yarn") return RopeConfig::Type::yarn;
+  refuse<Unsupported>("read config: ", where, " has rope_type '", name, "'; the decoder has code for default, linear, llama3, yarn");
+}
+
+std::string name_of(RopeConfig::Type type) {
+  switch (type) {
+    case RopeConfig::Type::linear: return "linear";
+    case RopeConfig::Type::llama3: return "llama3";
+    case RopeConfig::Type::yarn: return "yarn";
+    default: return "default";
+  }
+}
+
+// Where the frequencies' base may stand: `rope_parameters` (transformers 5), the top level (4), seldom inside `rope_scaling`. Reading one
+// place only would fall back to 10000 in silence on a file of the other release.
+double rope_theta(const ConfigFields& config, const ConfigFields* scaling) {
+  const std::optional<double> outer = config.number("rope_theta");
+  const std::optional<double> inner = scaling != nullptr ? scaling->number("rope_theta") : std::nullopt;
+  require(!outer || !inner || *outer == *inner, "read config: ", config.where(), " has rope_theta ", outer.value_or(0), " at the top and ", inner.value_or(0),
+          " in ", scaling != nullptr ? scaling->where() : "", "; allowed one value");
+  return inner ? *inner : outer.value_or(10000.0);
+}
+
+void refuse_partial_rotation(const ConfigFields& fields) {
+  require<Unsupported>(fields.number("partial_rotary_factor").value_or(1.0) == 1.0, "read config: ", fields.where(),
+                       " has a partial_rotary_factor; the decoder rotates whole heads only");
+}
+
+RopeConfig read_rope(const ConfigFields& config) {
+  refuse_partial_rotation(config);
+  const Json* new_place = config.find("rope_parameters");
+  const Json* old_place = config.find("rope_scaling");
+  require(new_place == nullptr || old_place == nullptr || *new_place == *old_place, "read config: ", config.where(),
+          " has rope_parameters and another rope_scaling; allowed one of them");
+  const Json* place = new_place != nullptr ? new_place : old_place;
+  RopeConfig rope;
+  if (place == nullptr) {
+    rope.theta = rope_theta(config, nullptr);
+    return rope;
+  }
+  const ConfigFields scaling(*place, text(new_place != nullptr ? "rope_parameters" : "rope_scaling", " of ", config.where()));
+  for (const auto& [key, value] : place->items())
+    require<Unsupported>(!value.is_object(), "read config: ", scaling.where(), " holds parameters by layer type ('", key,
+                         "'); the decoder has one RoPE for all layers");
+  refuse_partial_rotation(scaling);
+  rope.theta = rope_theta(config, &scaling);
+  const std::optional<std::string> type = scaling.word("rope_type");
+  rope.type = rope_type_called(type ? *type : scaling.word("type").value_or("default"), config.where());
+  if (rope.type == RopeConfig::Type::standard) return rope;
+
+  const auto needed = [&](const char* name) {
+    const std::optional<double> value = scaling.number(name);
+    require(value.has_value(), "read config: ", scaling.where(), " has no ", name, "; rope_type '", name_of(rope.type), "' needs it");
+    return *value;
+  };
+  rope.original_max = scaling.whole("original_max_position_embeddings").value_or(0);
+  const std::int64_t longest = config.whole("max_position_embeddings").value_or(2048);
+  const bool ratio_stands_in = rope.type == RopeConfig::Type::yarn && rope.original_max > 0 && scaling.find("factor") == nullptr;
+  rope.factor = ratio_stands_in ? static_cast<double>(longest) / static_cast<double>(rope.original_max) : needed("factor");
+  if (rope.type == RopeConfig::Type::llama3) {
+    rope.low_freq_factor = needed("low_freq_factor");
+    rope.high_freq_factor = needed("high_freq_factor");
+    rope.original_max = static_cast<std::int64_t>(needed("original_max_position_embeddings"));
+  }
+  if (rope.type == RopeConfig::Type::yarn) {
+    // transformers takes 0 for "not set" in these three.
+    const auto set = [&](const char* name) { return scaling.number(name).value_or(0.0) != 0.0 ? scaling.number(name) : std::nullopt; };
+    rope.beta_fast = set("beta_fast").value_or(32.0);
+    rope.beta_slow = set("beta_slow").value_or(1.0);
+    rope.truncate = scaling.truth("truncate").value_or(true);
+    rope.attention_factor = scaling.number("attention_factor");
+    rope.mscale = set("mscale");
+    rope.mscale_all_dim = set("mscale_all_dim");
+  }
+  return rope;
+}
+
+// Qwen slides over the layers from `max_window_layers` up when `use_sliding_window`; newer configs also list `layer_types`.
+std::vector<LayerSpec> read_layers(const ConfigFields& config, Architecture architecture, std::int32_t count) {
+  std::vector<LayerSpec> layers(static_cast<std::size_t>(count));
+  const Json* types = config.find("layer_types");
+  const bool slides = architecture != Architecture::llama && config.truth("use_sliding_window").value_or(false);
+  const std::int32_t window = slides ? config.size("sliding_window", 4096) : 0;
+  const bool has_window = slides && config.find("sliding_window") != nullptr;
+  if (types == nullptr) {
+    const std::int64_t first_sliding = config.whole("max_window_layers").value_or(28);
+    for (std::int32_t l = 0; l < count; ++l)
+      if (has_window && l >= first_sliding) layers[static_cast<std::size_t>(l)] = {LayerKind::sliding, window, -1};
+    return layers;
+  }
+  require(types->is_array() && types->size() == layers.size(), "read config: layer_types of ", config.where(), " must list ", count, " layers");
+  for (std::size_t l = 0; l < layers.size(); ++l) {
+    const Json& type = (*types)[l];
+    if (type == "full_attention") continue;
+    require<Unsupported>(type == "sliding_attention", "read config: layer ", l, " of ", config.where(), " is of type ", type.dump(-1, ' ', false, Json::error_handler_t::replace),
+                         "; the decoder has code for full_attention and sliding_attention");
+    require(has_window, "read config: layer ", l, " of ", config.where(), " slides, but the file sets no use_sliding_window and sliding_window");
+    layers[l] = {LayerKind::sliding, window, -1};
+  }
+  return layers;
+}
+
+void refuse_what_has_no_code(const ConfigFields& config) {
+  require<Unsupported>(config.find("quantization_config") == nullptr, "read config: ", config.where(),
+                       " has a quantization_config; the decoder reads f32, f16 and bf16 weights");
+  const std::string activation = config.word("hidden_act").value_or("silu");
+  require<Unsupported>(activation == "silu" || activation == "swish", "read config: ", config.where(), " has hidden_act '", activation,
+                       "'; the decoder has code for silu");
+}
+
+std::optional<std::vector<std::int32_t>> read_end_tokens(const ConfigFields& fields) {
+  const Json* value = fields.find("eos_token_id");
+  if (value == nullptr) return std::nullopt;
+  const Json list = value->is_array() ? *value : Json::array({*value});
+  std::vector<std::int32_t> tokens;
+  for (const Json& token : list) {
+    const bool fits = token.is_number_integer() && token.get<std::int64_t>() >= 0 && token.get<std::int64_t>() <= INT32_MAX;
+    require(fits, "read config: ", fields.where(), " has eos_token_id ", value->dump(-1, ' ', false, Json::error_handler_t::replace), "; allowed a token or a list of tokens");
+    tokens.push_back(token.get<std::int32_t>());
+  }
+  return tokens;
+}
+
+void set_biases(LmConfig& model, bool attention_bias, bool mlp_bias) {
+  const bool qwen2 = model.architecture == Architecture::qwen2;
+  model.qkv_bias = qwen2 || attention_bias;
+  model.output_bias = !qwen2 && attention_bias;
+  model.mlp_bias = model.architecture == Architecture::llama && mlp_bias;
+  model.qk_norm = model.architecture == Architecture::qwen3;
+}
+
+}  // namespace
+
+bool LmConfig::ends(std::int32_t token) const { return std::find(end_tokens.begin(), end_tokens.end(), token) != end_tokens.end(); }
+
+void LmConfig::check() const {
+  require(vocab >= 1 && hidden >= 1 && intermediate >= 1, "model config: vocab, hidden and intermediate must be positive; given ", vocab, ", ", hidden, ", ",
+          intermediate);
+  require(std::isfinite(rms_eps) && rms_eps >= 0, "model config: rms_norm_eps must be finite and not negative; given ", rms_eps);
+  require(max_positions >= 1, "model config: max_position_embeddings must be positive; given ", max_positions);
+  require(spec.key_dim == spec.value_dim && spec.key_dim % 2 == 0, "model config: head_dim must be even and the same for keys and values; given ", spec.key_dim,
+          " and ", spec.value_dim);
+  spec.check();
+}
+
+LmConfig LmConfig::read(const std::filesystem::path& folder) {
+  const std::filesystem::path config = folder / "config.json", generation = folder / "generation_config.json";
+  require(std::filesystem::is_directory(folder), "read config: ", folder.string(), " is not a folder; allowed a Hugging Face model folder");
+  return parse(read_text(config), std::filesystem::exists(generation) ? read_text(generation) : std::string(), config.string());
+}
+
+LmConfig LmConfig::parse(std::string_view config_text, std::string_view generation_text, const std::string& where) {
+  const Json parsed = parse_json(config_text, where);
+  const ConfigFields config(parsed, where);
+  LmConfig model;
+  const std::optional<std::string> model_type = config.word("model_type");
+  require(model_type.has_value(), "read config: ", where, " has no model_type; the decoder has code for llama, qwen2, qwen3");
+  model.architecture = architecture_called(*model_type, where);
+  refuse_what_has_no_code(config);
+
+  model.vocab = config.size("vocab_size");
+  model.hidden = config.size("hidden_size");
+  model.intermediate = config.size("intermediate_size");
+  model.rms_eps = config.number("rms_norm_eps").value_or(1e-6);
+  model.max_positions = config.whole("max_position_embeddings").value_or(2048);
+  model.tied = config.truth("tie_word_embeddings").value_or(false);
+  set_biases(model, config.truth("attention_bias").value_or(false), config.truth("mlp_bias").value_or(false));
+
+  ModelSpec& spec = model.spec;
+  spec.query_heads = config.size("num_attention_heads");
+  spec.kv_heads = config.size("num_key_value_heads", spec.query_heads);
+  const bool head_dim_given = config.find("head_dim") != nullptr || model.architecture == Architecture::qwen3;
+  require(head_dim_given || model.hidden % spec.query_heads == 0, "read config: ", where, " has no head_dim, and hidden_size ", model.hidden,
+          " is not a multiple of num_attention_heads ", spec.query_heads);
+  // transformers' Qwen3 does not derive head_dim: it is 128 unless the file says otherwise.
+  spec.key_dim = config.size("head_dim", model.architecture == Architecture::qwen3 ? 128 : model.hidden / spec.query_heads);
+  spec.value_dim = spec.key_dim;
+  spec.layers = read_layers(config, model.architecture, config.size("num_hidden_layers"));
+  model.rope = read_rope(config);
+  spec.rope = make_rope(model.rope, spec.key_dim, model.max_positions);
+
+  if (!generation_text.empty()) {
+    const std::string generation_where = (std::filesystem::path(where).parent_path() / "generation_config.json").string();
+    const Json generation = parse_json(generation_text, generation_where);
+    if (auto tokens = read_end_tokens(ConfigFields(generation, generation_where))) model.end_tokens = *tokens;
+  }
+  if (model.end_tokens.empty()) model.end_tokens = read_end_tokens(config).value_or(std::vector<std::int32_t>{});
+  model.check();
+  return model;
+}
+
+LmConfig LmConfig::shape(Architecture architecture, std::int32_t layers, std::int32_t hidden, std::int32_t intermediate, std::int32_t query_heads,
+                         std::int32_t kv_heads, std::int32_t head_dim, std::int32_t vocab, RopeConfig rope) {
+  LmConfig model;
+  model.architecture = architecture;
+  model.vocab = vocab;
+  model.hidden = hidden;
+  model.intermediate = intermediate;
+  model.rope = rope;
+  set_biases(model, false, false);
+  model.spec.query_heads = query_heads;
+  model.spec.kv_heads = kv_heads;
+  model.spec.key_dim = model.spec.value_dim = head_dim;
+  model.spec.layers.resize(static_cast<std::size_t>(layers));
+  model.spec.rope = make_rope(rope, head_dim, model.max_positions);
+  model.check();
+  return model;
+}
+
+std::string LmConfig::json(std::string_view dtype, Layout layout) const {
+  const bool qwen = architecture != Architecture::llama;
+  const std::string class_name = architecture == Architecture::llama   ? "LlamaForCausalLM"
+                                 : architecture == Architecture::qwen2 ? "Qwen2ForCausalLM"
+                                                                       : "Qwen3ForCausalLM";
+  Json config{{"architectures", {class_name}},
+              {"model_type", name_of(architecture)},
+              {"vocab_size", vocab},
+              {"hidden_size", hidden},
+              {"intermediate_size", intermediate},
+              {"num_hidden_layers", num_layers()},
+              {"num_attention_heads", spec.query_heads},
+              {"num_key_value_heads", spec.kv_heads},
+              {"head_dim", spec.key_dim},
+              {"hidden_act", "silu"},
+              {"rms_norm_eps", rms_eps},
+              {"max_position_embeddings", max_positions},
+              {"tie_word_embeddings", tied}};
+  config[layout == Layout::transformers5 ? "dtype" : "torch_dtype"] = dtype;
+  if (architecture != Architecture::qwen2) config["attention_bias"] = qkv_bias;
+  if (!qwen) config["mlp_bias"] = mlp_bias;
+  if (end_tokens.size() == 1) config["eos_token_id"] = end_tokens[0];
+  if (end_tokens.size() > 1) config["eos_token_id"] = end_tokens;
+
+  if (qwen) {
+    const auto slides = [](const LayerSpec& layer) { return layer.kind == LayerKind::sliding; };
+    const auto first = std::find_if(spec.layers.begin(), spec.layers.end(), slides);
+    config["use_sliding_window"] = first != spec.layers.end();
+    config["sliding_window"] = first != spec.layers.end() ? Json(first->window) : Json();
+    for (const LayerSpec& layer : spec.layers) config["layer_types"].push_back(slides(layer) ? "sliding_attention" : "full_attention");
+  }
+
+  Json scaling{{"rope_type", name_of(rope.type)}};
+  if (rope.type != RopeConfig::Type::standard) scaling["factor"] = rope.factor;
+  if (rope.original_max > 0) scaling["original_max_position_embeddings"] = rope.original_max;
+  if (rope.type == RopeConfig::Type::llama3) {
+    scaling["low_freq_factor"] = rope.low_freq_factor;
+    scaling["high_freq_factor"] = rope.high_freq_factor;
+  }
+  if (rope.type == RopeConfig::Type::yarn) {
+    scaling["beta_fast"] = rope.beta_fast;
+    scaling["beta_slow"] = rope.beta_slow;
+    scaling["truncate"] = rope.truncate;
+    if (rope.attention_factor) scaling["attention_factor"] = *rope.attention_factor;
+    if (rope.mscale) scaling["mscale"] = *rope.mscale;
+    if (rope.mscale_all_dim) scaling["mscale_all_dim"] = *rope.mscale_all_dim;
+  }
+  if (layout == Layout::transformers5) {
+    scaling["rope_theta"] = rope.theta;
+    config["rope_parameters"] = scaling;
+  } else {
+    config["rope_theta"] = rope.theta;
+    config["rope_scaling"] = rope.type == RopeConfig::Type::standard ? Json() : scaling;
+  }
+  return config.dump(1) + "\n";
+}
+
+}  // namespace kvkeep::lm

@@ -1,0 +1,81 @@
+#pragma once
+/// Typed reading of one JSON object whose complaints name the file and the field.
+
+#include <cmath>
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "kvkeep/core/error.h"
+
+namespace kvkeep::lm::detail {
+
+class ConfigFields {
+ public:
+  ConfigFields(const nlohmann::json& object, std::string where) : object_(object), where_(std::move(where)) {
+    require(object_.is_object(), "read config: ", where_, " is not a JSON object");
+  }
+
+  [[nodiscard]] const std::string& where() const { return where_; }
+
+  /// The value, or null where it is missing or null: transformers writes null for "not set".
+  [[nodiscard]] const nlohmann::json* find(const char* name) const {
+    const auto found = object_.find(name);
+    return found == object_.end() || found->is_null() ? nullptr : &*found;
+  }
+
+  [[nodiscard]] std::optional<std::int64_t> whole(const char* name) const {
+    const nlohmann::json* value = find(name);
+    if (value == nullptr) return std::nullopt;
+    require(value->is_number_integer(), complaint(name, *value), "a whole number");
+    return value->get<std::int64_t>();
+  }
+
+  [[nodiscard]] std::optional<double> number(const char* name) const {
+    const nlohmann::json* value = find(name);
+    if (value == nullptr) return std::nullopt;
+    require(value->is_number(), complaint(name, *value), "a number");
+    return value->get<double>();
+  }
+
+  [[nodiscard]] std::optional<bool> truth(const char* name) const {
+    const nlohmann::json* value = find(name);
+    if (value == nullptr) return std::nullopt;
+    require(value->is_boolean(), complaint(name, *value), "true or false");
+    return value->get<bool>();
+  }
+
+  [[nodiscard]] std::optional<std::string> word(const char* name) const {
+    const nlohmann::json* value = find(name);
+    if (value == nullptr) return std::nullopt;
+    require(value->is_string(), complaint(name, *value), "a string");
+    return value->get<std::string>();
+  }
+
+  /// A size of the model: required, 1 to 2^31 - 1.
+  [[nodiscard]] std::int32_t size(const char* name) const {
+    require(find(name) != nullptr, "read config: ", where_, " has no ", name, "; a decoder needs it");
+    return checked_size(name, *whole(name));
+  }
+
+  [[nodiscard]] std::int32_t size(const char* name, std::int32_t fallback) const {
+    const std::optional<std::int64_t> value = whole(name);
+    return value ? checked_size(name, *value) : fallback;
+  }
+
+ private:
+  [[nodiscard]] std::string complaint(const char* name, const nlohmann::json& value) const {
+    return text("read config: ", where_, " has ", name, " = ", value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace), "; allowed ");
+  }
+  [[nodiscard]] std::int32_t checked_size(const char* name, std::int64_t value) const {
+    require(value >= 1 && value <= INT32_MAX, "read config: ", where_, " has ", name, " = ", value, "; allowed 1 to ", INT32_MAX);
+    return static_cast<std::int32_t>(value);
+  }
+
+  const nlohmann::json& object_;
+  std::string where_;
+};
+
+}  // namespace kvkeep::lm::detail

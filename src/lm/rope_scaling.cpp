@@ -1,0 +1,94 @@
+/// Frequencies of scaled RoPE. Source: transformers `modeling_rope_utils.py` (5.x); computed in double.
+/// Differs from transformers 4.45 to 4.57 for YaRN, which put max_position_embeddings / original_max_position_embeddings in the place of a
+/// `factor` that says otherwise; as in 5.x the written factor counts.
+
+#include <algorithm>
+#include <cmath>
+
+#include "kvkeep/core/error.h"
+#include "kvkeep/lm/config.h"
+
+namespace kvkeep::lm {
+namespace {
+
+constexpr double kPi = 3.14159265358979323846;
+
+// Long waves are stretched by `factor`, short ones kept, those between blended.
+void stretch_llama3(std::vector<double>& inv_freq, const RopeConfig& rope) {
+  const auto original = static_cast<double>(rope.original_max);
+  for (double& frequency : inv_freq) {
+    const double turns = original * frequency / (2 * kPi);  // over the original context
+    if (turns > rope.high_freq_factor) continue;
+    if (turns < rope.low_freq_factor) {
+      frequency /= rope.factor;
+      continue;
+    }
+    const double keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor);
+    frequency = (1 - keep) * frequency / rope.factor + keep * frequency;
+  }
+}
+
+// The pair (not rounded) that makes `turns` turns over the original context.
+double yarn_pair(double turns, double dim, const RopeConfig& rope, double original) {
+  return dim * std::log(original / (turns * 2 * kPi)) / (2 * std::log(rope.theta));
+}
+
+void stretch_yarn(std::vector<double>& inv_freq, const RopeConfig& rope, std::int32_t head_dim, double original) {
+  double low = yarn_pair(rope.beta_fast, head_dim, rope, original), high = yarn_pair(rope.beta_slow, head_dim, rope, original);
+  if (rope.truncate) low = std::floor(low), high = std::ceil(high);
+  low = std::max(low, 0.0);
+  high = std::min(high, head_dim - 1.0);
+  if (low == high) high += 0.001;
+  for (std::size_t f = 0; f < inv_freq.size(); ++f) {
+    const double stretch = std::clamp((static_cast<double>(f) - low) / (high - low), 0.0, 1.0);
+    inv_freq[f] = inv_freq[f] / rope.factor * stretch + inv_freq[f] * (1 - stretch);
+  }
+}
+
+double yarn_mscale(double factor, double mscale) { return factor <= 1 ? 1.0 : 0.1 * mscale * std::log(factor) + 1.0; }
+
+double yarn_attention_scaling(const RopeConfig& rope) {
+  if (rope.attention_factor) return *rope.attention_factor;
+  if (rope.mscale && rope.mscale_all_dim) return yarn_mscale(rope.factor, *rope.mscale) / yarn_mscale(rope.factor, *rope.mscale_all_dim);
+  return yarn_mscale(rope.factor, 1.0);
+}
+
+void check(const RopeConfig& rope) {
+  using Type = RopeConfig::Type;
+  require(std::isfinite(rope.theta) && rope.theta > 0, "RoPE: rope_theta must be finite and positive; given ", rope.theta);
+  require(rope.type == Type::standard || (std::isfinite(rope.factor) && rope.factor > 0), "RoPE: factor must be finite and positive; given ", rope.factor);
+  require(rope.original_max >= 0, "RoPE: original_max_position_embeddings must be positive; given ", rope.original_max);
+  if (rope.type == Type::llama3) {
+    require(rope.original_max > 0, "RoPE: llama3 needs original_max_position_embeddings; given ", rope.original_max);
+    require(rope.low_freq_factor > 0 && rope.high_freq_factor > rope.low_freq_factor, "RoPE: llama3 needs 0 < low_freq_factor < high_freq_factor; given ",
+            rope.low_freq_factor, " and ", rope.high_freq_factor);
+  }
+  if (rope.type == Type::yarn) {
+    require(rope.theta != 1.0, "RoPE: yarn needs a rope_theta other than 1");
+    require(rope.beta_slow > 0 && rope.beta_fast >= rope.beta_slow, "RoPE: yarn needs 0 < beta_slow <= beta_fast; given ", rope.beta_slow, " and ", rope.beta_fast);
+    require(!rope.attention_factor || (std::isfinite(*rope.attention_factor) && *rope.attention_factor > 0), "RoPE: attention_factor must be finite and positive");
+  }
+}
+
+}  // namespace
+
+RopeSpec make_rope(const RopeConfig& rope, std::int32_t head_dim, std::int64_t max_positions) {
+  require(head_dim >= 2 && head_dim % 2 == 0, "RoPE: head_dim must be even; given ", head_dim);
+  check(rope);
+  RopeSpec spec;
+  for (std::int32_t f = 0; f < head_dim / 2; ++f) spec.inv_freq.push_back(std::pow(rope.theta, -2.0 * f / head_dim));
+  switch (rope.type) {
+    case RopeConfig::Type::standard: break;
+    case RopeConfig::Type::linear:
+      for (double& frequency : spec.inv_freq) frequency /= rope.factor;
+      break;
+    case RopeConfig::Type::llama3: stretch_llama3(spec.inv_freq, rope); break;
+    case RopeConfig::Type::yarn:
+      stretch_yarn(spec.inv_freq, rope, head_dim, static_cast<double>(rope.original_max > 0 ? rope.original_max : max_positions));
+      spec.attention_scaling = yarn_attention_scaling(rope);
+      break;
+  }
+  return spec;
+}
+
+}  // namespace kvkeep::lm
