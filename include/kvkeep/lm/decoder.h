@@ -8,17 +8,15 @@
 #include <span>
 #include <vector>
 
+#include "kvkeep/core/cache_view.h"
 #include "kvkeep/core/tensor.h"
 #include "kvkeep/lm/config.h"
 #include "kvkeep/lm/weights.h"
 
 namespace kvkeep::lm {
 
-/// K and V of one layer, owned by the caller. Contiguous; f32, f16 or bf16.
-struct LayerCache {
-  Tensor keys;    ///< [B, Hkv, capacity, D] after RoPE
-  Tensor values;  ///< [B, Hkv, capacity, D]
-};
+/// K and V of one layer, owned by the caller: f32, f16 or bf16 [B, Hkv, capacity, D]. The last dimension contiguous, other strides free.
+using LayerCache = DenseKv;
 
 /// Slots in use before a step: by sequence of the step, and where cuts made them differ, by layer and by KV head.
 struct SlotCounts {
@@ -29,10 +27,14 @@ struct SlotCounts {
 
   SlotCounts() = default;
   /// One count per sequence of the step, the same in every layer and head.
-  SlotCounts(std::span<const std::int32_t> per_sequence) : counts(per_sequence) {}                   // NOLINT(google-explicit-constructor)
-  SlotCounts(const std::vector<std::int32_t>& per_sequence) : counts(per_sequence) {}                // NOLINT(google-explicit-constructor)
-  SlotCounts(std::span<const std::int32_t> all, std::int64_t by_sequence, std::int64_t by_layer, std::int64_t by_head)
-      : counts(all), sequence_stride(by_sequence), layer_stride(by_layer), head_stride(by_head) {}
+  SlotCounts(std::span<const std::int32_t> per_sequence) : counts(per_sequence) {}     // NOLINT(google-explicit-constructor)
+  SlotCounts(const std::vector<std::int32_t>& per_sequence) : counts(per_sequence) {}  // NOLINT(google-explicit-constructor)
+  /// Counts in the order of a CacheView's lengths: by sequence, and where they differ by row, by layer and head within.
+  SlotCounts(const Lengths& lengths, std::int32_t kv_heads)
+      : counts(lengths.data),
+        sequence_stride(lengths.rows_per_sequence),
+        layer_stride(lengths.per_row() ? kv_heads : 0),
+        head_stride(lengths.per_row() ? 1 : 0) {}
 
   [[nodiscard]] std::int32_t at(std::int32_t layer, std::int32_t sequence, std::int32_t head) const {
     return counts[static_cast<std::size_t>(layer * layer_stride + sequence * sequence_stride + head * head_stride)];
@@ -100,6 +102,7 @@ class Decoder {
 
  private:
   struct Workspace;
+  class Pass;
   LmConfig config_;
   Weights weights_;
   std::unique_ptr<Workspace> workspace_;

@@ -1,0 +1,331 @@
+#include "kvkeep/lm/decoder.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "attention.h"
+#include "kernels.h"
+#include "kvkeep/core/error.h"
+#include "step_check.h"
+
+namespace kvkeep::lm {
+namespace {
+
+using detail::Rows;
+
+Rows rows_of(const Tensor& matrix) { return {matrix.const_data_ptr(), matrix.scalar_type(), matrix.stride(0)}; }
+
+void widen_row(const Rows& from, std::int64_t n, float* to) {
+  const auto copy = [&](const auto* data) { std::transform(data, data + n, to, [](auto x) { return static_cast<float>(x); }); };
+  if (from.dtype == kFloat32) return copy(static_cast<const float*>(from.data));
+  if (from.dtype == kFloat16) return copy(static_cast<const c10::Half*>(from.data));
+  copy(static_cast<const c10::BFloat16*>(from.data));
+}
+
+void narrow_row(const float* from, std::int64_t n, ScalarType dtype, void* to) {
+  if (dtype == kFloat32) std::copy_n(from, n, static_cast<float*>(to));
+  if (dtype == kFloat16) std::copy_n(from, n, static_cast<c10::Half*>(to));
+  if (dtype == kBFloat16) std::copy_n(from, n, static_cast<c10::BFloat16*>(to));
+}
+
+// One linear map of x, and where its outputs go: [n, out].
+struct Product {
+  const Linear* map;
+  float* out;
+};
+
+// All products of the same x in one parallel region, split over output rows.
+void multiply(std::initializer_list<Product> products, const float* x, std::int64_t n) {
+  constexpr std::int64_t kBand = 16;  // rows handed out together
+  const std::int64_t in = products.begin()->map->weight.size(1);
+  std::int64_t bands = 0;
+  for (const Product& product : products) bands += (product.map->weight.size(0) + kBand - 1) / kBand;
+  constexpr std::int64_t kWorthAThread = 64 * 1024;  // multiply-adds
+  const std::int64_t grain = std::max<std::int64_t>(1, kWorthAThread / (kBand * in * n));
+  at::parallel_for(0, bands, grain, [&](std::int64_t first, std::int64_t last) {
+    std::int64_t band = 0;
+    for (const auto& [map, out] : products) {
+      const std::int64_t rows = map->weight.size(0), own_bands = (rows + kBand - 1) / kBand;
+      const std::int64_t begin = std::max<std::int64_t>(0, first - band) * kBand, end = std::min(rows, (last - band) * kBand);
+      band += own_bands;
+      // Within a thread, few rows at a time: they stay in the cache while a long prompt passes by.
+      constexpr std::int64_t kRowsAtOnce = 4 * kBand;
+      for (std::int64_t r = begin; r < end; r += kRowsAtOnce)
+        detail::dots(rows_of(map->weight).from(r), std::min(kRowsAtOnce, end - r), in, x, in, n, out + r, rows);
+      if (!map->bias.defined() || begin >= end) continue;
+      const float* bias = map->bias.const_data_ptr<float>();
+      for (std::int64_t i = 0; i < n; ++i)
+        for (std::int64_t r = begin; r < end; ++r) out[i * rows + r] += bias[r];
+    }
+  });
+}
+
+void for_tokens(std::int64_t n, std::int64_t work_per_token, const auto& f) {
+  const std::int64_t grain = std::max<std::int64_t>(1, 32 * 1024 / std::max<std::int64_t>(1, work_per_token));
+  at::parallel_for(0, n, grain, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t i = first; i < last; ++i) f(i);
+  });
+}
+
+}  // namespace
+
+// Buffers of one step, grown as needed and kept from step to step.
+struct Decoder::Workspace {
+  std::vector<float> hidden, normed, queries, keys, values, attended, projected, gate, up, cosines, sines;
+  std::vector<detail::AttentionRow> rows;
+};
+
+Decoder::Decoder(LmConfig config, Weights weights)
+    : config_(std::move(config)), weights_(std::move(weights)), workspace_(std::make_unique<Workspace>()) {
+  config_.check();
+  require(weights_.layers.size() == config_.spec.layers.size(), "decoder: weights of ", weights_.layers.size(), " layers for a config of ", config_.num_layers());
+}
+Decoder::~Decoder() = default;
+Decoder::Decoder(Decoder&&) noexcept = default;
+Decoder& Decoder::operator=(Decoder&&) noexcept = default;
+
+Decoder Decoder::open(const std::filesystem::path& folder) {
+  LmConfig config = LmConfig::read(folder);
+  Weights weights = Weights::read(folder, config);
+  return {std::move(config), std::move(weights)};
+}
+
+std::vector<LayerCache> Decoder::make_cache(std::int64_t sequences, std::int64_t capacity, ScalarType dtype) const {
+  require(sequences >= 1 && capacity >= 1, "make cache: sequences and capacity must be positive; given ", sequences, " and ", capacity);
+  require(is_scorable(dtype), "make cache: dtype is ", c10::toString(dtype), "; allowed f32, f16, bf16");
+  std::vector<LayerCache> cache;
+  const ModelSpec& model = spec();
+  for (std::int32_t l = 0; l < model.num_layers(); ++l)
+    cache.push_back({at::zeros({sequences, model.kv_heads, capacity, model.key_dim}, at::TensorOptions(dtype)),
+                     at::zeros({sequences, model.kv_heads, capacity, model.value_dim}, at::TensorOptions(dtype))});
+  return cache;
+}
+
+std::int64_t Decoder::bytes_per_step() const {
+  std::size_t bytes = weights_.output.nbytes();
+  for (const LayerWeights& layer : weights_.layers)
+    for (const Linear* map : {&layer.q, &layer.k, &layer.v, &layer.o, &layer.gate, &layer.up, &layer.down}) bytes += map->weight.nbytes();
+  return static_cast<std::int64_t>(bytes);
+}
+
+namespace {
+
+float* sized(std::vector<float>& buffer, std::int64_t n) {
+  if (buffer.size() < static_cast<std::size_t>(n)) buffer.resize(static_cast<std::size_t>(n));
+  return buffer.data();
+}
+
+}  // namespace
+
+// One step through the model.
+class Decoder::Pass {
+ public:
+  Pass(const Decoder& decoder, const Step& step, std::span<const LayerCache> cache, const StepOptions& options)
+      : config_(decoder.config_),
+        spec_(decoder.config_.spec),
+        weights_(decoder.weights_),
+        step_(step),
+        cache_(cache),
+        options_(options),
+        tokens_(static_cast<std::int64_t>(step.ids.size())),
+        sequences_(static_cast<std::int64_t>(step.rows.size())),
+        work_(*decoder.workspace_) {}
+
+  Tensor run() {
+    embed();
+    turn_tables();
+    for (std::int32_t layer = 0; layer < spec_.num_layers(); ++layer) {
+      const LayerWeights& weights = weights_.layers[static_cast<std::size_t>(layer)];
+      project_and_store(layer, weights);
+      if (options_.on_layer)
+        options_.on_layer({layer, at::from_blob(work_.queries.data(), {tokens_, spec_.query_heads, spec_.key_dim}, at::TensorOptions(kFloat32))});
+      attend(layer);
+      add_product(weights.o, work_.attended.data(), 0, tokens_);
+      feed_forward(weights);
+    }
+    return logits();
+  }
+
+ private:
+  void embed() {
+    float* hidden = sized(work_.hidden, tokens_ * config_.hidden);
+    sized(work_.normed, tokens_ * config_.hidden);
+    sized(work_.projected, tokens_ * config_.hidden);
+    const Rows embedding = rows_of(weights_.embedding);
+    for_tokens(tokens_, config_.hidden, [&](std::int64_t i) { widen_row(embedding.from(step_.ids[static_cast<std::size_t>(i)]), config_.hidden, hidden + i * config_.hidden); });
+  }
+
+  // cos and sin per token, for all layers.
+  void turn_tables() {
+    const std::int64_t pairs = spec_.rope.rotary_dim() / 2;
+    float* cosines = sized(work_.cosines, tokens_ * pairs);
+    float* sines = sized(work_.sines, tokens_ * pairs);
+    for_tokens(tokens_, pairs * 32, [&](std::int64_t i) { rope_at(spec_.rope, step_.positions[static_cast<std::size_t>(i)], cosines + i * pairs, sines + i * pairs); });
+  }
+
+  void normalise(const Tensor& weight) {
+    const float* scale = weight.const_data_ptr<float>();
+    const std::int64_t n = config_.hidden;
+    for_tokens(tokens_, n, [&](std::int64_t i) { detail::rms_norm(work_.hidden.data() + i * n, scale, epsilon(), n, work_.normed.data() + i * n); });
+  }
+
+  // Queries stay before RoPE (a hook may want them so); keys are rotated and stored with the values behind the slots in use.
+  void project_and_store(std::int32_t layer, const LayerWeights& weights) {
+    const std::int64_t heads = spec_.query_heads, kv_heads = spec_.kv_heads, dim = spec_.key_dim;
+    float* queries = sized(work_.queries, tokens_ * heads * dim);
+    float* keys = sized(work_.keys, tokens_ * kv_heads * dim);
+    float* values = sized(work_.values, tokens_ * kv_heads * spec_.value_dim);
+    normalise(weights.input_norm);
+    multiply({{&weights.q, queries}, {&weights.k, keys}, {&weights.v, values}}, work_.normed.data(), tokens_);
+    if (config_.qk_norm) {
+      normalise_heads(weights.q_norm, queries, heads);
+      normalise_heads(weights.k_norm, keys, kv_heads);
+    }
+    rotate(keys, kv_heads);
+    store(layer, keys, values);
+  }
+
+  void normalise_heads(const Tensor& weight, float* vectors, std::int64_t heads) {
+    const float* scale = weight.const_data_ptr<float>();
+    const std::int64_t dim = spec_.key_dim;
+    for_tokens(tokens_, heads * dim, [&](std::int64_t i) {
+      for (std::int64_t h = 0; h < heads; ++h) detail::rms_norm(vectors + (i * heads + h) * dim, scale, epsilon(), dim, vectors + (i * heads + h) * dim);
+    });
+  }
+
+  void rotate(float* vectors, std::int64_t heads) {
+    const std::int64_t pairs = spec_.rope.rotary_dim() / 2, dim = spec_.key_dim;
+    for_tokens(tokens_, heads * dim, [&](std::int64_t i) {
+      for (std::int64_t h = 0; h < heads; ++h)
+        rope_rotate(spec_.rope.style, pairs, work_.cosines.data() + i * pairs, work_.sines.data() + i * pairs, vectors + (i * heads + h) * dim);
+    });
+  }
+
+  void store(std::int32_t layer, const float* keys, const float* values) {
+    const LayerCache& cache = cache_[static_cast<std::size_t>(layer)];
+    for (std::int32_t s = 0; s < sequences_; ++s) {
+      const std::int64_t first = first_token(s), count = first_token(s + 1) - first;
+      for (std::int32_t h = 0; h < spec_.kv_heads; ++h)
+        for (std::int64_t i = 0; i < count; ++i) {
+          const std::int64_t slot = step_.lengths.at(layer, s, h) + i, vector = (first + i) * spec_.kv_heads + h;
+          narrow_row(keys + vector * spec_.key_dim, spec_.key_dim, cache.keys.scalar_type(), slot_of(cache.keys, s, h, slot));
+          narrow_row(values + vector * spec_.value_dim, spec_.value_dim, cache.values.scalar_type(), slot_of(cache.values, s, h, slot));
+        }
+    }
+  }
+
+  void attend(std::int32_t layer) {
+    const LayerCache& cache = cache_[static_cast<std::size_t>(layer)];
+    work_.rows.clear();
+    for (std::int32_t s = 0; s < sequences_; ++s)
+      for (std::int32_t h = 0; h < spec_.kv_heads; ++h)
+        work_.rows.push_back({.first_token = first_token(s),
+                              .new_tokens = first_token(s + 1) - first_token(s),
+                              .slots_before = step_.lengths.at(layer, s, h),
+                              .kv_head = h,
+                              .keys = {slot_of(cache.keys, s, h, 0), cache.keys.scalar_type(), cache.keys.stride(2)},
+                              .values = {slot_of(cache.values, s, h, 0), cache.values.scalar_type(), cache.values.stride(2)},
+                              .visible = visible(layer, s, h)});
+    const LayerSpec& kind = spec_.layers[static_cast<std::size_t>(layer)];
+    const detail::AttentionShape shape{.query_heads = spec_.query_heads,
+                                       .group = spec_.group(),
+                                       .key_dim = spec_.key_dim,
+                                       .value_dim = spec_.value_dim,
+                                       .scale = static_cast<float>(spec_.scale()),
+                                       .window = kind.kind == LayerKind::sliding ? kind.window : 0,
+                                       .positions = step_.positions.data()};
+    rotate(work_.queries.data(), spec_.query_heads);
+    detail::attend(work_.rows, shape, work_.queries.data(), sized(work_.attended, tokens_ * spec_.query_heads * spec_.value_dim));
+  }
+
+  // hidden[first..last) += map(x), x [last - first, in]
+  void add_product(const Linear& map, const float* x, std::int64_t first, std::int64_t last) {
+    multiply({{&map, work_.projected.data()}}, x, last - first);
+    const std::int64_t n = config_.hidden;
+    for_tokens(last - first, n, [&](std::int64_t i) {
+      float* hidden = work_.hidden.data() + (first + i) * n;
+      const float* addend = work_.projected.data() + i * n;
+      for (std::int64_t j = 0; j < n; ++j) hidden[j] += addend[j];
+    });
+  }
+
+  // A long prompt goes through in blocks, so that its inner activations stay small.
+  void feed_forward(const LayerWeights& weights) {
+    constexpr std::int64_t kBlock = 256;
+    const std::int64_t inner = config_.intermediate, block = std::min(kBlock, tokens_);
+    float* gate = sized(work_.gate, block * inner);
+    float* up = sized(work_.up, block * inner);
+    normalise(weights.mlp_norm);
+    for (std::int64_t first = 0; first < tokens_; first += kBlock) {
+      const std::int64_t last = std::min(first + kBlock, tokens_);
+      multiply({{&weights.gate, gate}, {&weights.up, up}}, work_.normed.data() + first * config_.hidden, last - first);
+      for_tokens(last - first, inner * 8, [&](std::int64_t i) { detail::silu_times(gate + i * inner, up + i * inner, inner); });
+      add_product(weights.down, gate, first, last);
+    }
+  }
+
+  Tensor logits() {
+    if (options_.logits == Logits::none) return at::empty({0, config_.vocab}, at::TensorOptions(kFloat32));
+    const bool all = options_.logits == Logits::all;
+    const std::int64_t count = all ? tokens_ : sequences_, n = config_.hidden;
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::int64_t token = all ? i : first_token(static_cast<std::int32_t>(i) + 1) - 1;
+      detail::rms_norm(work_.hidden.data() + token * n, weights_.final_norm.const_data_ptr<float>(), epsilon(), n, work_.normed.data() + i * n);
+    }
+    Tensor result = at::empty({count, config_.vocab}, at::TensorOptions(kFloat32));
+    const Linear output{weights_.output, {}};
+    multiply({{&output, result.mutable_data_ptr<float>()}}, work_.normed.data(), count);
+    return result;
+  }
+
+  [[nodiscard]] float epsilon() const { return static_cast<float>(config_.rms_eps); }
+  [[nodiscard]] std::int64_t first_token(std::int32_t sequence) const { return step_.indptr[static_cast<std::size_t>(sequence)]; }
+  [[nodiscard]] void* slot_of(const Tensor& side, std::int32_t sequence, std::int32_t head, std::int64_t slot) const {
+    const std::int64_t element = step_.rows[static_cast<std::size_t>(sequence)] * side.stride(0) + head * side.stride(1) + slot * side.stride(2);
+    return static_cast<char*>(side.mutable_data_ptr()) + element * static_cast<std::int64_t>(side.element_size());
+  }
+  [[nodiscard]] const std::uint8_t* visible(std::int32_t layer, std::int32_t sequence, std::int32_t head) const {
+    if (options_.visible.empty()) return nullptr;
+    const Tensor& mask = options_.visible[static_cast<std::size_t>(layer)];
+    return mask.const_data_ptr<std::uint8_t>() + step_.rows[static_cast<std::size_t>(sequence)] * mask.stride(0) + head * mask.stride(1);
+  }
+
+  const LmConfig& config_;
+  const ModelSpec& spec_;
+  const Weights& weights_;
+  const Step& step_;
+  std::span<const LayerCache> cache_;
+  const StepOptions& options_;
+  std::int64_t tokens_, sequences_;
+  Workspace& work_;
+};
+
+Tensor Decoder::forward(const Step& step, std::span<const LayerCache> cache, const StepOptions& options) {
+  detail::check_step(config_, step, cache, options);
+  return Pass(*this, step, cache, options).run();
+}
+
+std::vector<std::int32_t> argmax(const Tensor& logits) {
+  require(logits.dim() == 2 && logits.size(1) >= 1 && logits.scalar_type() == kFloat32, "argmax: logits must be f32 [n, vocab]; given ",
+          c10::toString(logits.scalar_type()), " ", logits.sizes());
+  const Tensor rows = logits.contiguous();
+  std::vector<std::int32_t> best;
+  for (std::int64_t i = 0; i < rows.size(0); ++i) {
+    const float* row = rows.const_data_ptr<float>() + i * rows.size(1);
+    std::int64_t top = 0;
+    for (std::int64_t j = 0; j < rows.size(1); ++j) {
+      require(!std::isnan(row[j]), "argmax: logit ", j, " of row ", i, " is not a number; allowed numbers (are the weights damaged?)");
+      if (row[j] > row[top]) top = j;
+    }
+    best.push_back(static_cast<std::int32_t>(top));
+  }
+  return best;
+}
+
+}  // namespace kvkeep::lm

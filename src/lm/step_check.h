@@ -1,0 +1,13 @@
+#pragma once
+/// Everything that can be wrong with a step, found before anything is written.
+
+#include <span>
+
+#include "kvkeep/lm/decoder.h"
+
+namespace kvkeep::lm::detail {
+
+/// Throws InvalidArgument with the first thing that is wrong.
+void check_step(const LmConfig& config, const Step& step, std::span<const LayerCache> cache, const StepOptions& options);
+
+}  // namespace kvkeep::lm::detail
