@@ -46,7 +46,7 @@ void multiply(std::initializer_list<Product> products, const float* x, std::int6
   const std::int64_t in = products.begin()->map->weight.size(1);
   std::int64_t bands = 0;
   for (const Product& product : products) bands += (product.map->weight.size(0) + kBand - 1) / kBand;
-  constexpr std::int64_t kWorthAThread = 64 * 1024;  // multiply-adds
+  constexpr std::int64_t kWorthAThread = 128 * 1024;  // multiply-adds
   const std::int64_t grain = std::max<std::int64_t>(1, kWorthAThread / (kBand * in * n));
   at::parallel_for(0, bands, grain, [&](std::int64_t first, std::int64_t last) {
     std::int64_t band = 0;

@@ -60,10 +60,10 @@ enum class Logits : std::uint8_t { last, all, none };
 
 struct StepOptions {
   Logits logits = Logits::last;
-  std::function<void(const LayerSight&)> on_layer;  ///< called in layer order
+  std::function<void(const LayerSight&)> on_layer = {};  ///< called in layer order
   /// Which slots attention may see: one tensor u8 [B, Hkv, capacity] per layer, 0 hides the slot. Empty: all slots in use.
   /// The step's own tokens are always visible (to themselves and to later ones). For checks of a cut cache against a masked one.
-  std::span<const Tensor> visible;
+  std::span<const Tensor> visible = {};
 };
 
 /// Decodes with f32 activations; weights stay in the dtype they are stored in and are widened as they are read.
