@@ -1,0 +1,41 @@
+#pragma once
+/// kvkeep: decides which entries of an LLM's key-value cache stay, and moves them. The public API in reading order.
+
+// Words: errors, tensors, the model, the cache, positions that travel.
+#include "kvkeep/core/error.h"
+#include "kvkeep/core/tensor.h"
+#include "kvkeep/core/rope.h"
+#include "kvkeep/core/model_spec.h"
+#include "kvkeep/core/cache_view.h"
+#include "kvkeep/core/row.h"
+#include "kvkeep/core/decision.h"
+#include "kvkeep/core/columns.h"
+
+// observe
+#include "kvkeep/observe/observation.h"
+#include "kvkeep/observe/query_ring.h"
+#include "kvkeep/observe/trigger.h"
+
+// decide: score, allot, select
+#include "kvkeep/score/scorer.h"
+#include "kvkeep/score/window_attention.h"
+#include "kvkeep/score/recency.h"
+#include "kvkeep/score/tova.h"
+#include "kvkeep/allot/mass.h"
+#include "kvkeep/allot/credit.h"
+#include "kvkeep/allot/segments.h"
+#include "kvkeep/allot/quotas.h"
+#include "kvkeep/allot/allocator.h"
+#include "kvkeep/allot/mass_segmented.h"
+#include "kvkeep/keep/protect.h"
+#include "kvkeep/keep/select.h"
+
+// apply
+#include "kvkeep/keep/compact.h"
+
+// The policies, and the line itself.
+#include "kvkeep/policy/policy.h"
+#include "kvkeep/policy/full.h"
+#include "kvkeep/policy/evict.h"
+#include "kvkeep/policy/registry.h"
+#include "kvkeep/policy/keeper.h"

@@ -1,0 +1,17 @@
+#pragma once
+/// Keeps everything: the outer line of every comparison, and bit for bit the engine without kvkeep.
+
+#include "kvkeep/policy/policy.h"
+
+namespace kvkeep {
+
+class Full final : public KVPolicy {
+ public:
+  [[nodiscard]] std::string_view name() const override { return "full"; }
+  [[nodiscard]] Needs needs() const override { return {}; }
+  [[nodiscard]] Trigger trigger() const override { return {.never = true}; }
+  [[nodiscard]] Decision decide(const Evidence&) const override { return {}; }
+  [[nodiscard]] std::string to_json() const override { return R"({"policy": "full"})"; }
+};
+
+}  // namespace kvkeep

@@ -1,0 +1,134 @@
+#pragma once
+/// The line: observe -> decide -> apply -> settle -> view. One object between an engine and a policy.
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "kvkeep/core/cache_view.h"
+#include "kvkeep/core/columns.h"
+#include "kvkeep/core/model_spec.h"
+#include "kvkeep/observe/query_ring.h"
+#include "kvkeep/policy/policy.h"
+
+namespace kvkeep {
+
+/// What an event does, or did, to one sequence. Lengths are those of its first row.
+struct Cut {
+  SequenceId sequence = 0;
+  std::int64_t logical_length = 0;  ///< tokens seen
+  std::int32_t length_before = 0;   ///< slots
+  std::int32_t length_after = 0;
+};
+
+/// What would happen. Refers to the view and the keeper it was made from: apply it before either changes.
+struct Plan {
+  std::vector<Cut> cuts;           ///< one per sequence that is due
+  RowTable table;                  ///< the rows of those sequences
+  Decision decision;
+  std::int64_t bytes_before = 0;   ///< K and V bytes of live slots in full layers, all sequences of the view
+  std::int64_t bytes_after = 0;
+  std::uint64_t version = 0;
+};
+
+/// What happened: proof that compression ran, in numbers.
+struct Report {
+  std::vector<Cut> cuts;
+  std::int64_t slots_dropped = 0;  ///< over all rows
+  std::int64_t bytes_before = 0;   ///< as in Plan
+  std::int64_t bytes_after = 0;
+  std::int64_t bytes_moved = 0;    ///< K and V bytes that were copied inside the cache
+};
+
+/// Counters since the keeper was made.
+struct Totals {
+  std::int64_t steps = 0;
+  std::int64_t events = 0;         ///< steps in which something was cut
+  std::int64_t sequences_cut = 0;
+  std::int64_t slots_dropped = 0;
+  std::int64_t bytes_moved = 0;
+};
+
+/// Keeps the columns and queries of the living sequences and runs the line. Not thread safe: one keeper, one thread at a time.
+///
+///     keeper.join(id);
+///     // in every layer of a step
+///     keeper.observe({.layer = l, .sequences = ids, .indptr = indptr, .queries = q});
+///     // once, after the last layer
+///     kvkeep::Report report = keeper.step(cache);
+///
+/// Positions are logical throughout: the next token of a sequence stands at logical_length(id), whatever was dropped.
+class Keeper {
+ public:
+  /// Throws InvalidArgument when the spec is inconsistent.
+  Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy);
+
+  /// A sequence begins. `tokens` of it are already in the cache (a prefix that kvkeep did not see), at positions 0..tokens-1.
+  void join(SequenceId sequence, std::int32_t tokens = 0);
+  /// A sequence ends, at any point: everything known of it is dropped.
+  void leave(SequenceId sequence);
+  /// leave and join.
+  void reset(SequenceId sequence);
+  [[nodiscard]] bool knows(SequenceId sequence) const { return sequences_.contains(sequence); }
+
+  /// Records the new tokens of one layer. Call it in every full layer, or in one of them where the policy needs no queries; other layers are ignored.
+  /// Throws: StateError for a sequence that never joined; InvalidArgument for a wrong layer, indptr, shape, dtype or device, missing queries, or positions that do
+  /// not ascend. Nothing is recorded then. Cost: copies the newest queries; no allocation after the first step but the growth of columns.
+  void observe(const Observation& observation);
+
+  /// Decides, moves nothing. Throws: StateError when the view's lengths are not what was observed; InvalidArgument and Unsupported as make_rows and the policy do.
+  [[nodiscard]] Plan plan(const CacheView& view) const;
+
+  /// Moves K, V and columns, writes the new lengths into the view. Throws StateError, before the first byte moves, for a plan that is out of date.
+  Report apply(const Plan& plan, const CacheView& view);
+
+  /// plan and apply.
+  Report step(const CacheView& view) { return apply(plan(view), view); }
+
+  /// Takes back the newest tokens (speculative decoding): the sequence is `logical_length` tokens long afterwards; the engine shortens its cache alike.
+  /// Exact, or StateError: it cannot go behind the last event, nor further than the query ring remembers.
+  void truncate(SequenceId sequence, std::int64_t logical_length);
+
+  /// Tokens seen; the position of the next one. Never shrinks at an event.
+  [[nodiscard]] std::int64_t logical_length(SequenceId sequence) const { return at(sequence).logical; }
+  /// Slots held by one row.
+  [[nodiscard]] std::int32_t physical_length(SequenceId sequence, std::int32_t layer, std::int32_t head) const;
+  /// Logical position of every slot of one row, ascending. Valid until the next call that changes the keeper.
+  [[nodiscard]] std::span<const std::int32_t> positions(SequenceId sequence, std::int32_t layer, std::int32_t head) const;
+  /// EMA credit of the oldest slots of one row (empty before the first event).
+  [[nodiscard]] std::span<const float> credit(SequenceId sequence, std::int32_t layer, std::int32_t head) const;
+
+  [[nodiscard]] const ModelSpec& spec() const { return spec_; }
+  [[nodiscard]] const KVPolicy& policy() const { return *policy_; }
+  [[nodiscard]] const Totals& totals() const { return totals_; }
+
+ private:
+  struct Sequence {
+    Columns columns;
+    QueryRing ring;
+    std::int32_t prefix = 0;         ///< tokens that were cached before the sequence joined
+    std::int64_t logical = 0;        ///< tokens seen, prefix included
+    std::int64_t last_event = 0;     ///< logical length at the last event
+    std::int32_t next_position = 0;
+  };
+  [[nodiscard]] const Sequence& at(SequenceId sequence) const;
+  [[nodiscard]] std::int32_t row_of(std::int32_t layer, std::int32_t head) const;
+  void check(const Observation& observation) const;
+  [[nodiscard]] bool leads(const Sequence& sequence, std::int32_t layer, std::int32_t tokens) const;
+
+  ModelSpec spec_;
+  std::unique_ptr<KVPolicy> policy_;
+  Needs needs_;
+  std::vector<std::int32_t> full_layers_;
+  std::vector<std::int32_t> layer_index_;  ///< [num_layers] index among full layers, -1 for the others
+  std::map<SequenceId, Sequence> sequences_;
+  QueryBasis basis_ = QueryBasis::pre_rope;
+  bool basis_known_ = false;
+  std::uint64_t version_ = 0;              ///< changes with every observation and event
+  Totals totals_;
+  std::vector<std::int32_t> positions_;    ///< scratch of observe()
+};
+
+}  // namespace kvkeep

@@ -1,0 +1,38 @@
+#pragma once
+/// The one interface behind which every method sits.
+
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <string_view>
+
+#include "kvkeep/core/decision.h"
+#include "kvkeep/observe/trigger.h"
+#include "kvkeep/policy/evidence.h"
+
+namespace kvkeep {
+
+/// Answers: who stays, and what becomes of the rest? State that belongs to slots (positions, credit) travels with the rows, in the Keeper's columns, so a
+/// policy itself stays const while it decides and one policy serves any number of sequences.
+class KVPolicy {
+ public:
+  virtual ~KVPolicy() = default;
+
+  /// Registry name, for example "ams-tova".
+  [[nodiscard]] virtual std::string_view name() const = 0;
+
+  /// What the engine must give.
+  [[nodiscard]] virtual Needs needs() const = 0;
+
+  /// When a sequence is due.
+  [[nodiscard]] virtual Trigger trigger() const = 0;
+
+  /// Decides for all rows of `evidence` together. Writes nothing. A row that is not over its budget keeps every slot.
+  /// Throws: InvalidArgument when the evidence lacks what needs() names; Unsupported for a device or dtype without a kernel.
+  [[nodiscard]] virtual Decision decide(const Evidence& evidence) const = 0;
+
+  /// The resolved options, as the JSON object that the registry reads.
+  [[nodiscard]] virtual std::string to_json() const = 0;
+};
+
+}  // namespace kvkeep

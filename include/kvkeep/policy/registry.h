@@ -1,0 +1,44 @@
+#pragma once
+/// Policies by name: from JSON, from a file, or from `name,key=value,...`.
+
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "kvkeep/policy/policy.h"
+
+namespace kvkeep {
+
+/// One option of a policy, for people.
+struct OptionInfo {
+  std::string name;      ///< as in JSON, with its sub-object: "allocator.window"
+  std::string fallback;  ///< default; "required" where there is none
+  std::string allowed;   ///< range or choices
+  std::string what;      ///< one line
+};
+
+struct PolicyInfo {
+  std::string name;
+  std::string what;    ///< one line
+  std::string source;  ///< paper
+  std::vector<OptionInfo> options;
+};
+
+/// Every policy this build knows, with all its options.
+[[nodiscard]] std::vector<PolicyInfo> policies();
+
+/// Makes a policy from a JSON object: {"policy": "ams-tova", "budget": 1024, "allocator": {"window": 64}}. Strict: an unknown key, a wrong type, a value out of
+/// range, or options that contradict each other throw InvalidArgument naming the field, the value and what is allowed. Well-known aliases of other projects
+/// are accepted (docs/policies.md lists them).
+[[nodiscard]] std::unique_ptr<KVPolicy> make_policy_from_json(std::string_view json);
+
+/// Makes a policy from "name,key=value,...": "ams-tova,budget=1024,window=64,preset=paper". Keys of sub-objects may stand alone where only one option has
+/// the name. Errors as above.
+[[nodiscard]] std::unique_ptr<KVPolicy> make_policy(std::string_view text);
+
+/// Reads a policy file. Throws InvalidArgument when it cannot be read.
+[[nodiscard]] std::unique_ptr<KVPolicy> load_policy(const std::filesystem::path& file);
+
+}  // namespace kvkeep

@@ -1,0 +1,118 @@
+#include "fields.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvkeep {
+namespace {
+
+std::string shown(double value) {
+  nlohmann::json number = value;
+  return number.dump();
+}
+
+std::string bound(std::int64_t most) { return most == INT32_MAX ? "" : std::to_string(most); }
+
+}  // namespace
+
+void Fields::bad(const char* name, const nlohmann::json& given, const std::string& allowed) const {
+  refuse("policy: ", full_name(name), " is out of range or of the wrong type; given ", given.dump(), "; allowed ", allowed);
+}
+
+const nlohmann::json* Fields::find(const char* name, Aliases aliases) {
+  offered_.push_back(full_name(name));
+  taken_.push_back(full_name(name));
+  const nlohmann::json* object = from_;
+  if (!scope_.empty()) {
+    if (!from_->contains(scope_)) return nullptr;
+    object = &(*from_)[scope_];
+  }
+  const nlohmann::json* found = object->contains(name) ? &(*object)[name] : nullptr;
+  for (const char* alias : aliases) {
+    taken_.push_back(full_name(alias));
+    if (!object->contains(alias)) continue;
+    require(found == nullptr, "policy: ", full_name(name), " is given twice, also under the alias ", alias, "; allowed once");
+    found = &(*object)[alias];
+  }
+  return found;
+}
+
+void Fields::put(const char* name, const nlohmann::ordered_json& value) {
+  if (scope_.empty()) resolved_[name] = value;
+  else resolved_[scope_][name] = value;
+}
+
+void Fields::integer(const char* name, std::int32_t& value, std::int64_t least, std::int64_t most, const char* what, Aliases aliases, bool required) {
+  const std::string allowed = bound(most).empty() ? "an integer, " + std::to_string(least) + " or more" : "an integer from " + std::to_string(least) + " to " + bound(most);
+  if (listing()) return listed_.push_back({full_name(name), required ? "required" : std::to_string(value), allowed, what});
+  const nlohmann::json* given = find(name, aliases);
+  if (given == nullptr) {
+    require(!required, "policy: ", full_name(name), " is missing; allowed ", allowed);
+    return put(name, value);
+  }
+  if (!given->is_number_integer() || (given->is_number_unsigned() && given->get<std::uint64_t>() > INT32_MAX)) bad(name, *given, allowed);
+  const auto number = given->get<std::int64_t>();
+  if (number < least || number > most) bad(name, *given, allowed);
+  value = static_cast<std::int32_t>(number);
+  put(name, value);
+}
+
+void Fields::real(const char* name, double& value, double low, bool low_open, double high, bool high_open, const char* what) {
+  const std::string allowed = text("a number in ", low_open ? "(" : "[", shown(low), ", ", shown(high), high_open ? ")" : "]");
+  if (listing()) return listed_.push_back({full_name(name), shown(value), allowed, what});
+  const nlohmann::json* given = find(name, {});
+  if (given == nullptr) return put(name, value);
+  if (!given->is_number()) bad(name, *given, allowed);
+  const auto number = given->get<double>();
+  const bool inside = (low_open ? number > low : number >= low) && (high_open ? number < high : number <= high);
+  if (!inside || !std::isfinite(number)) bad(name, *given, allowed);
+  value = number;
+  put(name, value);
+}
+
+void Fields::flag(const char* name, bool& value, const char* what) {
+  if (listing()) return listed_.push_back({full_name(name), value ? "true" : "false", "true, false", what});
+  const nlohmann::json* given = find(name, {});
+  if (given == nullptr) return put(name, value);
+  if (!given->is_boolean()) bad(name, *given, "true, false");
+  value = given->get<bool>();
+  put(name, value);
+}
+
+std::string Fields::word(const char* name, const std::string& fallback, const std::string& allowed, const char* what, Aliases aliases) {
+  if (listing()) {
+    listed_.push_back({full_name(name), fallback, allowed, what});
+    return fallback;
+  }
+  const nlohmann::json* given = find(name, aliases);
+  if (given != nullptr && !given->is_string()) bad(name, *given, "one of " + allowed);
+  std::string value = given == nullptr ? fallback : given->get<std::string>();
+  put(name, value);
+  return value;
+}
+
+void Fields::enter(const char* scope) {
+  scope_ = scope;
+  if (listing()) return;
+  resolved_[scope] = nlohmann::ordered_json::object();
+  taken_.emplace_back(scope);
+  if (from_->contains(scope)) require((*from_)[scope].is_object(), "policy: ", scope, " holds ", (*from_)[scope].dump(), "; allowed an object");
+}
+
+void Fields::leave() { scope_.clear(); }
+
+void Fields::finish(const std::string& policy) const {
+  const auto unknown = [&](const std::string& name) {
+    std::string all;
+    for (const std::string& o : offered_) all += (all.empty() ? "" : ", ") + o;
+    refuse("policy: ", policy, " has no option \"", name, "\"; allowed ", all);
+  };
+  for (const auto& [key, value] : from_->items()) {
+    if (std::find(taken_.begin(), taken_.end(), key) == taken_.end()) unknown(key);
+    if (!value.is_object()) continue;
+    for (const auto& [inner, ignored] : value.items())
+      if (std::find(taken_.begin(), taken_.end(), key + "." + inner) == taken_.end()) unknown(key + "." + inner);
+  }
+}
+
+}  // namespace kvkeep

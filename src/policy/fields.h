@@ -1,0 +1,77 @@
+#pragma once
+/// One description of an options struct serves reading JSON, writing the resolved JSON and telling people what there is.
+
+#include <cstdint>
+#include <initializer_list>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kvkeep/core/error.h"
+#include "kvkeep/policy/registry.h"
+
+namespace kvkeep {
+
+/// A description function calls integer(), real(), flag(), choice() or word() once per option. Reading fills the options and `resolved()`;
+/// listing fills `listed()` from the defaults.
+class Fields {
+ public:
+  static Fields reader(const nlohmann::json& from) { return Fields(&from); }
+  static Fields lister() { return Fields(nullptr); }
+
+  using Aliases = std::initializer_list<const char*>;
+
+  void integer(const char* name, std::int32_t& value, std::int64_t least, std::int64_t most, const char* what, Aliases aliases = {}, bool required = false);
+  /// `low_open`, `high_open`: the bound itself is not allowed.
+  void real(const char* name, double& value, double low, bool low_open, double high, bool high_open, const char* what);
+  void flag(const char* name, bool& value, const char* what);
+
+  template <class Choice>
+  void choice(const char* name, Choice& value, std::initializer_list<std::pair<const char*, Choice>> choices, const char* what, Aliases aliases = {}) {
+    std::string allowed, current;
+    for (const auto& [word, c] : choices) {
+      allowed += (allowed.empty() ? "" : ", ") + std::string(word);
+      if (c == value && current.empty()) current = word;
+    }
+    const std::string given = word(name, current, allowed, what, aliases);
+    for (const auto& [word, c] : choices)
+      if (given == word) {
+        value = c;
+        return;
+      }
+    bad(name, given, "one of " + allowed);
+  }
+
+  /// A string option of free form: what was given, or `fallback`.
+  std::string word(const char* name, const std::string& fallback, const std::string& allowed, const char* what, Aliases aliases = {});
+
+  [[noreturn]] void bad(const char* name, const nlohmann::json& given, const std::string& allowed) const;
+
+  /// Options in a sub-object of this name until leave().
+  void enter(const char* scope);
+  void leave();
+
+  /// Reading only: throws for keys that no option took.
+  void finish(const std::string& policy) const;
+
+  /// Every option with its value, defaults included.
+  [[nodiscard]] const nlohmann::ordered_json& resolved() const { return resolved_; }
+  [[nodiscard]] const std::vector<OptionInfo>& listed() const { return listed_; }
+
+ private:
+  explicit Fields(const nlohmann::json* from) : from_(from) {}
+  [[nodiscard]] bool listing() const { return from_ == nullptr; }
+  [[nodiscard]] std::string full_name(const char* name) const { return scope_.empty() ? name : scope_ + "." + name; }
+  const nlohmann::json* find(const char* name, Aliases aliases);
+  void put(const char* name, const nlohmann::ordered_json& value);
+
+  const nlohmann::json* from_;        ///< null while listing
+  std::string scope_;
+  std::vector<std::string> taken_;    ///< full names that were asked for
+  std::vector<std::string> offered_;  ///< canonical full names, for messages
+  nlohmann::ordered_json resolved_ = nlohmann::ordered_json::object();
+  std::vector<OptionInfo> listed_;
+};
+
+}  // namespace kvkeep

@@ -1,0 +1,276 @@
+#include "kvkeep/policy/keeper.h"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "kvkeep/keep/compact.h"
+
+namespace kvkeep {
+namespace {
+
+std::int64_t slot_bytes(const ModelSpec& spec, const LayerKv& layer) {
+  const auto* dense = std::get_if<DenseKv>(&layer);
+  if (dense == nullptr) return 0;
+  return spec.key_dim * static_cast<std::int64_t>(dense->keys.element_size()) + spec.value_dim * static_cast<std::int64_t>(dense->values.element_size());
+}
+
+/// K and V bytes of the live slots of all full layers.
+std::int64_t live_bytes(const ModelSpec& spec, std::span<const std::int32_t> full_layers, const CacheView& view) {
+  std::int64_t bytes = 0;
+  for (const std::int32_t l : full_layers)
+    for (std::size_t i = 0; i < view.sequences.size(); ++i)
+      for (std::int32_t h = 0; h < spec.kv_heads; ++h)
+        bytes += slot_bytes(spec, view.layers[static_cast<std::size_t>(l)]) * view.lengths.at(i, l * spec.kv_heads + h);
+  return bytes;
+}
+
+/// Rows of one sequence may end up unequal only where the view can say so.
+void require_one_length(const RowTable& table, const KeepSet& keep, const CacheView& view) {
+  if (view.lengths.per_row()) return;
+  std::vector<std::int64_t> lengths(view.sequences.size(), -1);
+  for (std::size_t r = 0; r < table.rows.size(); ++r) {
+    std::int64_t& length = lengths[static_cast<std::size_t>(table.rows[r].sequence)];
+    require(length < 0 || length == keep.count(r), "apply: rows of sequence ", view.sequences[static_cast<std::size_t>(table.rows[r].sequence)], " keep ", length, " and ",
+            keep.count(r), " slots; the view has one length a sequence, allowed with one length a row");
+    length = keep.count(r);
+  }
+}
+
+}  // namespace
+
+Keeper::Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy) : spec_(std::move(spec)), policy_(std::move(policy)) {
+  spec_.check();
+  require(policy_ != nullptr, "Keeper: there is no policy; allowed one from make_policy()");
+  needs_ = policy_->needs();
+  full_layers_ = spec_.full_layers();
+  require(!full_layers_.empty(), "Keeper: the model has no full-attention layer, so there is nothing to keep or drop; allowed one or more");
+  layer_index_.assign(spec_.layers.size(), -1);
+  for (std::size_t i = 0; i < full_layers_.size(); ++i) layer_index_[static_cast<std::size_t>(full_layers_[i])] = static_cast<std::int32_t>(i);
+}
+
+void Keeper::join(SequenceId sequence, std::int32_t tokens) {
+  require<StateError>(!knows(sequence), "join: sequence ", sequence, " is already here; allowed after leave(), or use reset()");
+  require(tokens >= 0, "join: sequence ", sequence, " begins with ", tokens, " cached tokens; allowed 0 or more");
+  const auto layers = static_cast<std::int32_t>(full_layers_.size());
+  Sequence fresh{Columns(layers * spec_.kv_heads), QueryRing(layers, needs_.queries, spec_.query_heads, spec_.key_dim)};
+  std::vector<std::int32_t> positions(static_cast<std::size_t>(tokens));
+  std::iota(positions.begin(), positions.end(), 0);
+  fresh.columns.append(positions);
+  fresh.prefix = fresh.next_position = tokens;
+  fresh.logical = tokens;
+  sequences_.emplace(sequence, std::move(fresh));
+}
+
+void Keeper::leave(SequenceId sequence) {
+  static_cast<void>(at(sequence));
+  sequences_.erase(sequence);
+  ++version_;
+}
+
+void Keeper::reset(SequenceId sequence) {
+  leave(sequence);
+  join(sequence);
+}
+
+void Keeper::check(const Observation& o) const {
+  require(o.layer >= 0 && o.layer < spec_.num_layers(), "observe: layer ", o.layer, " is out of range; allowed 0 to ", spec_.num_layers() - 1);
+  require(o.indptr.size() == o.sequences.size() + 1 && !o.indptr.empty() && o.indptr.front() == 0, "observe: indptr has ", o.indptr.size(), " entries for ",
+          o.sequences.size(), " sequences; allowed one more than sequences, the first 0");
+  const std::int32_t tokens = o.indptr.back();
+  require(o.positions.empty() || static_cast<std::int32_t>(o.positions.size()) == tokens, "observe: ", o.positions.size(), " positions for ", tokens, " tokens; allowed none or one each");
+  for (std::size_t i = 0; i < o.sequences.size(); ++i) {
+    const Sequence& s = at(o.sequences[i]);
+    require(o.indptr[i] <= o.indptr[i + 1], "observe: indptr falls from ", o.indptr[i], " to ", o.indptr[i + 1], " at sequence ", o.sequences[i], "; allowed ascending");
+    for (std::size_t e = 0; e < i; ++e) require(o.sequences[e] != o.sequences[i], "observe: sequence ", o.sequences[i], " stands twice in one step; allowed once");
+    if (o.positions.empty()) continue;
+    std::int64_t least = leads(s, o.layer, o.indptr[i + 1] - o.indptr[i]) ? s.next_position : 0;
+    for (std::int32_t t = o.indptr[i]; t < o.indptr[i + 1]; ++t) {
+      const std::int32_t p = o.positions[static_cast<std::size_t>(t)];
+      require(p >= least, "observe: token ", t - o.indptr[i], " of sequence ", o.sequences[i], " stands at position ", p, "; allowed ", least, " or more (positions are logical and ascend)");
+      least = std::int64_t{p} + 1;
+    }
+  }
+  if (needs_.queries == 0) return;
+  const Tensor& q = o.queries;
+  require(q.defined(), "observe: layer ", o.layer, " comes without queries; policy ", policy_->name(), " needs the last ", needs_.queries, " of every full layer");
+  require(q.dim() == 3 && q.size(0) == tokens && q.size(1) == spec_.query_heads && q.size(2) == spec_.key_dim, "observe: queries of layer ", o.layer, " have ", q.dim(),
+          " dimensions", q.dim() == 3 ? text(" [", q.size(0), ", ", q.size(1), ", ", q.size(2), "]") : "", "; allowed [", tokens, ", ", spec_.query_heads, ", ",
+          spec_.key_dim, "]");
+  require(is_scorable(q.scalar_type()), "observe: queries of layer ", o.layer, " are ", c10::toString(q.scalar_type()), "; allowed f32, f16, bf16");
+  require(q.stride(2) == 1 || spec_.key_dim == 1, "observe: queries of layer ", o.layer, " have stride ", q.stride(2), " in the last dimension; allowed 1");
+  require<Unsupported>(q.device().is_cpu(), "observe: queries of layer ", o.layer, " are on ", q.device().str(), "; this build reads cpu only");
+  require(!basis_known_ || o.basis == basis_, "observe: queries of layer ", o.layer, " come ", o.basis == QueryBasis::pre_rope ? "before" : "after",
+          " RoPE; earlier ones came the other way, allowed one basis");
+}
+
+/// True when these tokens are the first that any layer shows of this step.
+bool Keeper::leads(const Sequence& s, std::int32_t layer, std::int32_t tokens) const {
+  const std::int32_t index = layer_index_[static_cast<std::size_t>(layer)];
+  return s.prefix + s.ring.seen(index) + tokens > s.logical;
+}
+
+void Keeper::observe(const Observation& o) {
+  require(o.layer >= 0 && o.layer < spec_.num_layers(), "observe: layer ", o.layer, " is out of range; allowed 0 to ", spec_.num_layers() - 1);
+  const std::int32_t index = layer_index_[static_cast<std::size_t>(o.layer)];
+  if (index < 0) return;  // sliding, shared and other layers are not ours
+  check(o);
+  if (o.queries.defined()) {
+    basis_ = o.basis;
+    basis_known_ = true;
+  }
+  ++version_;
+  std::vector<std::int32_t>& positions = positions_;
+  for (std::size_t i = 0; i < o.sequences.size(); ++i) {
+    Sequence& s = sequences_.at(o.sequences[i]);
+    const std::int32_t tokens = o.indptr[i + 1] - o.indptr[i];
+    const bool first = leads(s, o.layer, tokens);
+    if (o.positions.empty()) {
+      // A layer that follows in the same step repeats the positions that the first one was given.
+      positions.resize(static_cast<std::size_t>(tokens));
+      const auto row = s.columns.positions(0);
+      if (first) std::iota(positions.begin(), positions.end(), s.next_position);
+      else std::copy(row.end() - tokens, row.end(), positions.begin());
+    } else {
+      positions.assign(o.positions.begin() + o.indptr[i], o.positions.begin() + o.indptr[i + 1]);
+    }
+    if (first) {
+      s.columns.append(positions);
+      s.logical += tokens;
+      if (tokens > 0) s.next_position = positions.back() + 1;
+    }
+    const std::byte* data = nullptr;
+    std::int64_t token_stride = 0, head_stride = 0;
+    ScalarType dtype = kFloat32;
+    if (needs_.queries > 0) {
+      const auto bytes = static_cast<std::int64_t>(o.queries.element_size());
+      dtype = o.queries.scalar_type();
+      token_stride = o.queries.stride(0) * bytes;
+      head_stride = o.queries.stride(1) * bytes;
+      data = static_cast<const std::byte*>(o.queries.const_data_ptr()) + o.indptr[i] * token_stride;
+    }
+    s.ring.push(index, data, dtype, token_stride, head_stride, positions);
+  }
+}
+
+Plan Keeper::plan(const CacheView& view) const {
+  Plan plan;
+  plan.version = version_;
+  const Trigger trigger = policy_->trigger();
+  std::vector<std::int32_t> due;
+  static_cast<void>(make_rows(spec_, view, full_layers_, {}));  // a view that does not fit is refused on every step, not only at events
+  for (std::size_t i = 0; i < view.sequences.size(); ++i) {
+    const Sequence& s = at(view.sequences[i]);
+    bool is_due = false;
+    for (const std::int32_t l : full_layers_)
+      for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
+        const std::int32_t held = view.lengths.at(i, l * spec_.kv_heads + h), known = s.columns.length(row_of(l, h));
+        require<StateError>(held == known, "step: sequence ", view.sequences[i], " holds ", held, " slots in layer ", l, ", head ", h, "; kvkeep has seen ", known,
+                            " (observe every new token, and write an event's new lengths back)");
+        is_due = is_due || trigger.due(held);
+      }
+    if (!is_due) continue;
+    due.push_back(static_cast<std::int32_t>(i));
+    for (const std::int32_t l : full_layers_) {
+      const std::int64_t seen = s.prefix + s.ring.seen(layer_index_[static_cast<std::size_t>(l)]);
+      require<StateError>(needs_.queries == 0 || seen == s.logical, "step: layer ", l, " has shown ", seen, " tokens of sequence ", view.sequences[i], ", other layers ",
+                          s.logical, "; observe every full layer in each step");
+    }
+  }
+  plan.bytes_before = plan.bytes_after = live_bytes(spec_, full_layers_, view);
+  if (due.empty()) return plan;
+
+  plan.table = make_rows(spec_, view, full_layers_, due);
+  for (Row& row : plan.table.rows) {
+    const Sequence& s = at(view.sequences[static_cast<std::size_t>(row.sequence)]);
+    const std::int32_t r = row_of(row.layer, row.head);
+    row.positions = s.columns.positions(r).data();
+    row.credit = s.columns.credit(r).data();
+    row.credit_length = static_cast<std::int32_t>(s.columns.credit(r).size());
+  }
+  for (RowGroup& group : plan.table.groups)
+    group.queries = at(view.sequences[static_cast<std::size_t>(group.sequence)]).ring.view(layer_index_[static_cast<std::size_t>(group.layer)]);
+  plan.decision = policy_->decide({spec_, plan.table, basis_, Moment::step_end});
+
+  const KeepSet* keep = plan.decision.keep ? &*plan.decision.keep : nullptr;
+  for (std::size_t r = 0; keep != nullptr && r < plan.table.rows.size(); ++r) {
+    const Row& row = plan.table.rows[r];
+    plan.bytes_after -= (row.length - keep->count(r)) * (row.keys.width + row.values.width);
+    if (row.layer != full_layers_.front() || row.head != 0) continue;
+    const SequenceId id = view.sequences[static_cast<std::size_t>(row.sequence)];
+    plan.cuts.push_back({id, at(id).logical, row.length, static_cast<std::int32_t>(keep->count(r))});
+  }
+  return plan;
+}
+
+Report Keeper::apply(const Plan& plan, const CacheView& view) {
+  require<StateError>(plan.version == version_, "apply: the plan is out of date, tokens were observed or rows were cut since; make a new one");
+  Report report{plan.cuts, 0, plan.bytes_before, plan.bytes_after, 0};
+  ++totals_.steps;
+  if (!plan.decision.keep) return report;
+  const KeepSet& keep = *plan.decision.keep;
+  require_one_length(plan.table, keep, view);
+  report.bytes_moved = bytes_to_move(plan.table, keep);
+  compact(plan.table, keep);
+
+  const float* credit = plan.decision.credit ? plan.decision.credit->data_ptr<float>() : nullptr;
+  for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
+    const Row& row = plan.table.rows[r];
+    const auto i = static_cast<std::size_t>(row.sequence);
+    Sequence& s = sequences_.at(view.sequences[i]);
+    s.columns.compact(row_of(row.layer, row.head), keep.row(r), credit == nullptr ? nullptr : credit + row.first);
+    s.last_event = s.logical;
+    view.lengths.at(i, row.layer * spec_.kv_heads + row.head) = static_cast<std::int32_t>(keep.count(r));
+    report.slots_dropped += row.length - keep.count(r);
+  }
+  ++version_;
+  ++totals_.events;
+  totals_.sequences_cut += static_cast<std::int64_t>(report.cuts.size());
+  totals_.slots_dropped += report.slots_dropped;
+  totals_.bytes_moved += report.bytes_moved;
+  return report;
+}
+
+void Keeper::truncate(SequenceId sequence, std::int64_t logical_length) {
+  Sequence& s = const_cast<Sequence&>(at(sequence));
+  const std::int64_t taken = s.logical - logical_length;
+  require(taken >= 0, "truncate: sequence ", sequence, " is ", s.logical, " tokens long; given ", logical_length, "; allowed at most that");
+  require<StateError>(logical_length >= std::max<std::int64_t>(s.last_event, s.prefix), "truncate: sequence ", sequence, " was cut at length ", s.last_event,
+                      " and what was dropped then is gone; given ", logical_length, "; allowed ", std::max<std::int64_t>(s.last_event, s.prefix), " or more");
+  require<StateError>(needs_.queries == 0 || s.ring.can_forget(taken), "truncate: ", taken, " tokens of sequence ", sequence,
+                      " reach behind what the query ring remembers; allowed at most ", QueryRing::kRollback);
+  if (taken == 0) return;
+  const auto row = s.columns.positions(0);
+  s.next_position = row[row.size() - static_cast<std::size_t>(taken)];
+  s.columns.truncate(s.next_position);
+  s.ring.forget(taken);
+  s.logical = logical_length;
+  ++version_;
+}
+
+std::int32_t Keeper::physical_length(SequenceId sequence, std::int32_t layer, std::int32_t head) const {
+  return at(sequence).columns.length(row_of(layer, head));
+}
+
+std::span<const std::int32_t> Keeper::positions(SequenceId sequence, std::int32_t layer, std::int32_t head) const {
+  return at(sequence).columns.positions(row_of(layer, head));
+}
+
+std::span<const float> Keeper::credit(SequenceId sequence, std::int32_t layer, std::int32_t head) const {
+  return at(sequence).columns.credit(row_of(layer, head));
+}
+
+const Keeper::Sequence& Keeper::at(SequenceId sequence) const {
+  const auto found = sequences_.find(sequence);
+  require<StateError>(found != sequences_.end(), "kvkeep: sequence ", sequence, " is not known; allowed after join() and before leave()");
+  return found->second;
+}
+
+std::int32_t Keeper::row_of(std::int32_t layer, std::int32_t head) const {
+  require(layer >= 0 && layer < spec_.num_layers() && layer_index_[static_cast<std::size_t>(layer)] >= 0, "kvkeep: layer ", layer,
+          " is not a full-attention layer of the model");
+  require(head >= 0 && head < spec_.kv_heads, "kvkeep: KV head ", head, " is out of range; allowed 0 to ", spec_.kv_heads - 1);
+  return layer_index_[static_cast<std::size_t>(layer)] * spec_.kv_heads + head;
+}
+
+}  // namespace kvkeep
