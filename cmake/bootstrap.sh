@@ -23,10 +23,10 @@ kvkeep_stop() {
 
 # Names of Debian packages that are needed and absent. Programs count from wherever they come; libraries by package.
 kvkeep_missing_packages() {
-  local -A programs=([g++]=g++ [cmake]=cmake [ninja]=ninja-build [ccache]=ccache [mold]=mold [python3]=python3)
+  local -A programs=([g++]=g++ [cmake]=cmake [ninja]=ninja-build [python3]=python3)
   local libraries=(libgtest-dev libbenchmark-dev nlohmann-json3-dev libcli11-dev libhwy-dev)
   local program library installed
-  for program in g++ cmake ninja ccache mold python3; do
+  for program in g++ cmake ninja python3; do
     command -v "$program" > /dev/null || echo "${programs[$program]}"
   done
   if [[ " $* " == *" fuzz "* ]] && ! command -v clang++ > /dev/null; then echo clang; fi
@@ -44,7 +44,7 @@ kvkeep_install_packages() {
   paste="apt-get update && apt-get install -y --no-install-recommends ${packages[*]}"
   if [[ $(id -u) -ne 0 ]]; then
     if ! command -v sudo > /dev/null || ! sudo -n true 2> /dev/null; then
-      kvkeep_stop "kvkeep needs system packages, and this user may not install them. Paste this, then run again:" "
+      kvkeep_stop "kvkeep needs system packages, and this user may not install them. Paste this, then run again:
   sudo sh -c '$paste'"
     fi
     as_root=(sudo)
@@ -53,7 +53,7 @@ kvkeep_install_packages() {
   kvkeep_say "  ${as_root[*]} $paste"
   if ! { "${as_root[@]}" apt-get update -qq &&
     "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends -o DPkg::Lock::Timeout=120 "${packages[@]}"; } >&2; then
-    kvkeep_stop "kvkeep: installing system packages failed, the reason stands above. kvkeep needs Debian 12, Ubuntu 24.04 or newer. By hand:" "
+    kvkeep_stop "kvkeep: installing system packages failed, the reason stands above. kvkeep needs Debian 12, Ubuntu 24.04 or newer. By hand:
   $paste"
   fi
 }
@@ -66,7 +66,11 @@ kvkeep_bootstrap_packages() {
     return
   fi
   mapfile -t missing < <(kvkeep_missing_packages "$@")
-  if [[ ${#missing[@]} -gt 0 ]]; then kvkeep_install_packages "${missing[@]}"; fi
+  if [[ ${#missing[@]} -eq 0 ]]; then return; fi
+  # Not needed, but compiling again and linking take a fraction of the time; only where something is installed anyway.
+  command -v ccache > /dev/null || missing+=(ccache)
+  command -v mold > /dev/null || missing+=(mold)
+  kvkeep_install_packages "${missing[@]}"
 }
 
 # ---- LibTorch --------------------------------------------------------------------------------------------------------------------------------
@@ -115,7 +119,7 @@ kvkeep_bootstrap_venv() {
     python3 -m venv --clear "$kvkeep_venv" >&2
   fi
   if ! "$python" -m pip install --disable-pip-version-check "${kvkeep_wheels[@]}" >&2; then
-    kvkeep_stop "kvkeep: installing LibTorch failed, the reason stands above. Run again to continue, or by hand:" "
+    kvkeep_stop "kvkeep: installing LibTorch failed, the reason stands above. Run again to continue, or by hand:
   '$python' -m pip install ${kvkeep_wheels[*]}"
   fi
   echo "${kvkeep_wheels[*]}" > "$stamp"
