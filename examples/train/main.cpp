@@ -1,0 +1,99 @@
+/// kvkeep_train: trains the small model of examples/model, or measures a trained one.
+
+#include <malloc.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+
+#include "evaluation.h"
+#include "hf_folder.h"
+#include "kvkeep/core/error.h"
+#include "llama.h"
+#include "training.h"
+
+namespace {
+
+constexpr const char* kSchedule = "32:128:400,128:32:600,256:16:800,512:10:800,768:6:500,1024:5:500";
+
+constexpr const char* kExamples = R"(
+Examples:
+  kvkeep_train --out model                      train, then write model/ in the Hugging Face layout
+  kvkeep_train --out model --resume             go on where Ctrl-C or a crash ended it
+  kvkeep_train --eval model --lengths 512,1024  measure look-ups with the full and with evicted caches
+)";
+
+/// Tensors of a few MB come and go thousands of times a second: fetching them from the kernel each time costs more than the arithmetic.
+void keep_freed_memory() {
+  mallopt(M_ARENA_MAX, 1);
+  mallopt(M_MMAP_THRESHOLD, 1 << 25);
+  mallopt(M_TRIM_THRESHOLD, 1 << 30);
+}
+
+int run(int argc, char** argv) {
+  CLI::App app("Trains a small Llama on the tasks of kvkeep, on the CPU.");
+  app.footer(kExamples);
+  std::string out, eval, schedule = kSchedule;
+  train::LlamaShape shape;
+  train::TrainingOptions training;
+  train::EvaluationOptions evaluation;
+  app.add_option("--out", out, "folder to write: the model, and the checkpoint while it trains");
+  app.add_option("--eval", eval, "folder of a trained model to measure; nothing is written")->excludes("--out");
+  app.add_flag("--resume", training.resume, "go on from the checkpoint in --out");
+  app.add_option("--seed", training.seed, "of the weights and the data")->capture_default_str();
+  app.add_option("--schedule", schedule, "stages as length:batch:steps")->capture_default_str();
+  app.add_option("--lr", training.learning_rate, "highest learning rate")->capture_default_str()->check(CLI::PositiveNumber);
+  app.add_option("--layers", shape.layers, "layers of the model")->capture_default_str()->check(CLI::Range(1, 64));
+  app.add_option("--threads", training.threads, "CPU threads")->capture_default_str()->check(CLI::Range(1, 1024));
+  app.add_option("--checkpoint-every", training.checkpoint_every, "steps between two checkpoints")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
+  app.add_option("--lengths", evaluation.lengths, "tokens per sample of --eval")->delimiter(',')->capture_default_str();
+  app.add_option("--samples", evaluation.samples, "fresh samples per task and length of --eval")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
+  app.add_option("--first-seed", evaluation.first_seed, "of the samples of --eval")->capture_default_str();
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : 2;
+  }
+  kvkeep::require(!out.empty() || !eval.empty(), "kvkeep_train: nothing to do; given neither --out nor --eval; allowed is one of them");
+
+  keep_freed_memory();
+  torch::set_num_threads(training.threads);
+  train::Llama model(shape, training.seed);
+  if (!eval.empty()) {
+    train::read_hf_weights(eval, model);
+    train::print_accuracy(model, evaluation);
+    train::print_attention(model, evaluation.lengths.front(), evaluation.first_seed);
+    return 0;
+  }
+
+  training.schedule = train::parse_schedule(schedule);
+  training.checkpoint = out + "/checkpoint.pt";
+  std::filesystem::create_directories(out);
+  if (!train::train_model(model, training)) {
+    std::fprintf(stderr, "stopped; go on with --resume\n");
+    return 130;
+  }
+  int32_t longest = 0;
+  for (const train::Stage& stage : training.schedule) longest = std::max(longest, stage.length);
+  train::write_hf_folder(out, model, longest);
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    return run(argc, argv);
+  } catch (const kvkeep::Error& error) {
+    std::fprintf(stderr, "kvkeep_train: %s\n", error.what());
+    return 2;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "kvkeep_train: %s\n", error.what());
+    return 1;
+  }
+}
