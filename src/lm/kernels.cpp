@@ -11,6 +11,7 @@
 #include "hwy/foreach_target.h"
 // Highway's own order: foreach_target first.
 #include "hwy/contrib/math/math-inl.h"
+#include "hwy/cache_control.h"
 #include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -39,7 +40,8 @@ HWY_INLINE Vector widen_first(const T* from, std::int64_t n) {
 HWY_INLINE float sum_lanes(Vector v) { return hn::GetLane(hn::SumOfLanes(kLanes32, v)); }
 
 // R rows by N vectors in registers; each of the R*N sums has its own accumulator, so its order is that of one row and one vector alone.
-template <int R, int N, class T>
+// `kAhead` asks for the next R rows meanwhile: short rows end before the machine's own prefetcher has found its pace.
+template <int R, int N, bool kAhead, class T>
 HWY_INLINE void dot_tile(const T* rows, std::int64_t stride, std::int64_t length, const float* x, std::int64_t x_stride, float* out, std::int64_t out_stride) {
   Vector sums[R][N];
 #pragma GCC unroll 4
@@ -53,6 +55,7 @@ HWY_INLINE void dot_tile(const T* rows, std::int64_t stride, std::int64_t length
     for (int n = 0; n < N; ++n) xs[n] = hn::LoadU(kLanes32, x + n * x_stride + i);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
+      if constexpr (kAhead) hwy::Prefetch(rows + (r + R) * stride + i);
       const Vector row = widen(rows + r * stride + i);
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) sums[r][n] = hn::MulAdd(row, xs[n], sums[r][n]);
@@ -67,13 +70,17 @@ HWY_INLINE void dot_tile(const T* rows, std::int64_t stride, std::int64_t length
     for (int n = 0; n < N; ++n) out[n * out_stride + r] = sum_lanes(sums[r][n]);
 }
 
-template <int R, class T>
+template <int R, bool kAhead, class T>
 HWY_INLINE void dot_rows(const T* rows, std::int64_t stride, std::int64_t length, const float* x, std::int64_t x_stride, std::int64_t n_x, float* out,
                          std::int64_t out_stride) {
-  std::int64_t i = 0;
-  for (; i + 3 <= n_x; i += 3) dot_tile<R, 3>(rows, stride, length, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
-  if (n_x - i == 2) dot_tile<R, 2>(rows, stride, length, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
-  if (n_x - i == 1) dot_tile<R, 1>(rows, stride, length, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
+  // Only the first vectors meet rows that are not in the cache yet.
+  if (n_x == 1) return dot_tile<R, 1, kAhead>(rows, stride, length, x, x_stride, out, out_stride);
+  if (n_x == 2) return dot_tile<R, 2, kAhead>(rows, stride, length, x, x_stride, out, out_stride);
+  dot_tile<R, 3, kAhead>(rows, stride, length, x, x_stride, out, out_stride);
+  std::int64_t i = 3;
+  for (; i + 3 <= n_x; i += 3) dot_tile<R, 3, false>(rows, stride, length, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
+  if (n_x - i == 2) dot_tile<R, 2, false>(rows, stride, length, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
+  if (n_x - i == 1) dot_tile<R, 1, false>(rows, stride, length, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
 }
 
 template <class T>
@@ -81,14 +88,20 @@ void dots_of(const T* rows, std::int64_t stride, std::int64_t n_rows, std::int64
              std::int64_t out_stride) {
   // Vectors in blocks that stay in the second-level cache while the rows pass by.
   constexpr std::int64_t kBlockBytes = 192 * 1024;
+  constexpr std::int64_t kShortRowBytes = 8 * 1024;
   const std::int64_t block = std::max<std::int64_t>(3, kBlockBytes / (4 * std::max<std::int64_t>(1, length)) / 3 * 3);
   for (std::int64_t first = 0; first < n_x; first += block) {
     const std::int64_t count = std::min(block, n_x - first);
     const float* xs = x + first * x_stride;
     float* outs = out + first * out_stride;
     std::int64_t r = 0;
-    for (; r + 4 <= n_rows; r += 4) dot_rows<4>(rows + r * stride, stride, length, xs, x_stride, count, outs + r, out_stride);
-    for (; r < n_rows; ++r) dot_rows<1>(rows + r * stride, stride, length, xs, x_stride, count, outs + r, out_stride);
+    for (; r + 4 <= n_rows; r += 4) {
+      if (static_cast<std::int64_t>(sizeof(T)) * length <= kShortRowBytes)
+        dot_rows<4, true>(rows + r * stride, stride, length, xs, x_stride, count, outs + r, out_stride);
+      else
+        dot_rows<4, false>(rows + r * stride, stride, length, xs, x_stride, count, outs + r, out_stride);
+    }
+    for (; r < n_rows; ++r) dot_rows<1, false>(rows + r * stride, stride, length, xs, x_stride, count, outs + r, out_stride);
   }
 }
 
