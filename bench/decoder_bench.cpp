@@ -27,11 +27,12 @@ double read_bandwidth() {
   static const double best = [] {
     constexpr std::int64_t kStreams = 4, kWords = std::int64_t{256} << 17;  // 256 MB
     const std::vector<std::uint64_t> buffer(kWords, 1);
+    const std::int64_t threads = at::get_num_threads();
     double fastest = 0;
     for (int pass = 0; pass < 16; ++pass) {
       const auto start = Clock::now();
-      at::parallel_for(0, at::get_num_threads(), 1, [&](std::int64_t first, std::int64_t last) {
-        const std::int64_t begin = first * kWords / at::get_num_threads(), stream = (last * kWords / at::get_num_threads() - begin) / kStreams / 8 * 8;
+      at::parallel_for(0, threads, 1, [&](std::int64_t first, std::int64_t last) {
+        const std::int64_t begin = first * kWords / threads, stream = (last * kWords / threads - begin) / kStreams / 8 * 8;
         std::uint64_t sums[8] = {};
         for (std::int64_t i = 0; i < stream; i += 8)
           for (std::int64_t k = 0; k < kStreams; ++k)
