@@ -20,6 +20,12 @@ KeepSet empty_keep_set(const RowTable& table, std::int32_t budget) {
   return keep;
 }
 
+KeepSet keep_everything(const RowTable& table) {
+  KeepSet keep = empty_keep_set(table, INT32_MAX);
+  for (std::size_t r = 0; r < table.rows.size(); ++r) std::iota(keep.slots.data_ptr<std::int32_t>() + keep.indptr[r], keep.slots.data_ptr<std::int32_t>() + keep.indptr[r + 1], 0);
+  return keep;
+}
+
 void Flat::allot(const Evidence& evidence, const Retention& retention, const WindowAttention&, Decision& decision) const {
   dispatch("flat", evidence.table.device, [&] {
     const RowTable& table = evidence.table;

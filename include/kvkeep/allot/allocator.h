@@ -32,6 +32,9 @@ class Allocator {
   virtual void allot(const Evidence& evidence, const Retention& retention, const WindowAttention& seen, Decision& decision) const = 0;
 };
 
+/// Every slot of every row.
+[[nodiscard]] KeepSet keep_everything(const RowTable& table);
+
 /// Where each row's kept slots lie: min(length, budget) a row. Slots are not yet written.
 [[nodiscard]] KeepSet empty_keep_set(const RowTable& table, std::int32_t budget);
 

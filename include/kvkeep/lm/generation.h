@@ -1,0 +1,142 @@
+#pragma once
+/// Decoding under a policy: sequences join and leave, a step runs all that live, and the Keeper decides after its last layer.
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "kvkeep/core/tensor.h"
+#include "kvkeep/lm/decoder.h"
+#include "kvkeep/policy/keeper.h"
+
+namespace kvkeep::lm {
+
+/// One sequence to decode.
+///
+/// Step 0 runs the whole prompt at positions 0..n-1 and predicts token 0. Step s >= 1 feeds token s-1 at position n+s-1, appends its K and
+/// V in every layer, attends to the cache as it is, and predicts token s. The last token is not fed. The policy is asked after every step
+/// but the first, when all layers have run.
+struct Request {
+  std::vector<std::int32_t> prompt;       ///< [n >= 1] token ids
+  std::int32_t new_tokens = 1;            ///< tokens to predict, 1 or more
+  std::vector<std::int32_t> forced = {};  ///< [>= new_tokens - 1] fed instead of the predictions (teacher forcing); empty: greedy
+  bool stop_at_end = false;               ///< end behind the first end token that the model names
+  bool keep_logits = false;
+  bool keep_positions = false;
+};
+
+/// What an event did to one sequence.
+struct SequenceEvent {
+  std::int32_t step = 0;           ///< it came after this step; the prefill is step 0
+  std::int32_t length_before = 0;  ///< slots of the first row
+  std::int32_t length_after = 0;
+  std::int64_t bytes_before = 0;  ///< K and V bytes of the sequence's live slots in full layers
+  std::int64_t bytes_after = 0;
+  std::vector<std::vector<std::int32_t>> positions;  ///< [full layers * Hkv] logical positions kept, ascending; empty unless asked for
+};
+
+/// What became of a Request.
+struct Completion {
+  std::vector<std::int32_t> tokens;  ///< [<= new_tokens] the argmax of every step
+  Tensor logits;                     ///< f32 [tokens, vocab], row s chose tokens[s]; undefined unless asked for
+  std::vector<SequenceEvent> events;
+  std::int64_t peak_bytes = 0;  ///< most K and V bytes in full layers at any time, before an event cuts them
+  std::int64_t kept_bytes = 0;  ///< right behind the last event; at the end where there was none
+};
+
+/// Slots that a sequence needs room for.
+[[nodiscard]] std::int64_t slots_needed(const ModelSpec& spec, const Trigger& trigger, const Request& request);
+
+/// Seconds spent, and tokens predicted in them. A step that prefills anything counts as prefill.
+struct Pace {
+  double prefill_seconds = 0;
+  double decode_seconds = 0;
+  std::int64_t prompt_tokens = 0;
+  std::int64_t decoded_tokens = 0;  ///< by steps that only decode
+};
+
+/// The sequences that the next decision is about: everything that decoded in this step, nothing that prefilled.
+struct DecisionSight {
+  const Keeper& keeper;
+  const CacheView& view;
+  std::span<const std::int32_t> steps;  ///< [n] of each sequence of the view
+};
+
+/// Called while a step runs. All optional.
+struct GenerationHooks {
+  std::function<void(const LayerSight&)> on_layer = {};
+  std::function<void(const DecisionSight&)> before_decision = {};
+  std::function<void(std::int64_t predicted)> on_step = {};  ///< after a step: tokens it predicted
+};
+
+struct GeneratorOptions {
+  std::int64_t places = 1;    ///< sequences that live at once
+  std::int64_t capacity = 0;  ///< slots of each place; see slots_needed()
+  ScalarType cache_dtype = kFloat32;
+  GenerationHooks hooks = {};
+};
+
+/// Sequences over one dense cache and one policy. What a sequence gives does not depend on the others, bit for bit.
+class Generator {
+ public:
+  /// `decoder` must outlive the generator. Throws as Keeper and Decoder::make_cache do.
+  Generator(Decoder& decoder, std::unique_ptr<KVPolicy> policy, GeneratorOptions options);
+
+  [[nodiscard]] bool has_place() const { return !free_places_.empty(); }
+
+  /// A sequence joins; its prompt runs in the next step. Throws: StateError when every place is taken; InvalidArgument for an empty prompt,
+  /// an id outside the vocabulary, too few forced tokens, or more slots than a place has.
+  SequenceId join(Request request);
+
+  /// Runs one step of every sequence that is not done. False when there is none.
+  bool step();
+
+  [[nodiscard]] bool done(SequenceId sequence) const;
+
+  /// A sequence leaves, done or not, with what it has so far. Its place is free again.
+  Completion leave(SequenceId sequence);
+
+  [[nodiscard]] const Keeper& keeper() const { return keeper_; }
+  [[nodiscard]] const Pace& pace() const { return pace_; }
+
+ private:
+  struct Sequence {
+    Request request;
+    std::int32_t place = 0;
+    std::vector<std::int32_t> lengths;  ///< [layers * Hkv] slots in use
+    std::vector<Tensor> logits;
+    Completion result;
+    bool done = false;
+  };
+  struct Batch;
+  void check(const Request& request) const;
+  [[nodiscard]] Batch gather() const;
+  Tensor run(const Batch& batch);
+  void predict(const Batch& batch, const Tensor& logits);
+  void decide(Batch& batch);
+  void record(SequenceId id, const Cut& cut, std::int64_t bytes_before);
+  [[nodiscard]] std::int64_t live_bytes(std::span<const std::int32_t> lengths) const;
+
+  Decoder& decoder_;
+  GeneratorOptions options_;
+  Keeper keeper_;
+  std::vector<LayerCache> cache_;
+  std::vector<std::int32_t> free_places_;
+  std::map<SequenceId, Sequence> sequences_;
+  SequenceId next_ = 0;
+  Pace pace_;
+};
+
+/// Decodes every request, `options.places` at a time; a new one joins as soon as one is done. Completions in the order of the requests, whose
+/// sequences are named 0, 1, 2 and so on. `options.capacity` 0 takes what the largest request needs.
+struct GenerationRun {
+  std::vector<Completion> completions;
+  Totals totals;
+  Pace pace;
+};
+GenerationRun generate(Decoder& decoder, std::unique_ptr<KVPolicy> policy, std::vector<Request> requests, GeneratorOptions options = {});
+
+}  // namespace kvkeep::lm

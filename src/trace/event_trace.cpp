@@ -1,0 +1,297 @@
+#include "kvkeep/trace/event_trace.h"
+
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <numeric>
+
+#include "kvkeep/allot/allocator.h"
+#include "kvkeep/keep/compact.h"
+#include "kvkeep/version.h"
+
+namespace kvkeep::trace {
+namespace {
+
+using nlohmann::json;
+
+/// One trace with its shapes known and checked.
+struct Event {
+  ModelSpec spec;                    ///< one full layer for each layer of the trace
+  QueryBasis basis = QueryBasis::pre_rope;
+  std::vector<std::string> prefixes; ///< "" or "layer.<l>."
+  std::int64_t batch = 0, slots = 0, queries = 0;
+  std::vector<std::int32_t> lengths;
+  std::vector<LayerKv> rows;         ///< copies, so that they can be compacted
+  std::vector<Tensor> positions;     ///< i32 [B, Hkv, T]
+  std::vector<Tensor> query_data;    ///< [B, Hq, W, D]
+  std::vector<Tensor> query_positions;  ///< i32 [B, W]
+  std::vector<Tensor> credit;        ///< f32 [B, Hkv, T'], or undefined
+};
+
+std::string shape_of(const Tensor& t) {
+  std::string out = "[";
+  for (std::int64_t d = 0; d < t.dim(); ++d) out += (d > 0 ? ", " : "") + std::to_string(t.size(d));
+  return out + "]";
+}
+
+json parsed(const io::SafetensorsFile& file, const std::string& key) {
+  const auto found = file.metadata().find(key);
+  require(found != file.metadata().end(), file.where(), ": metadata \"", key, "\" is missing; an event trace needs it");
+  json value = json::parse(found->second, nullptr, false);
+  require(!value.is_discarded(), file.where(), ": metadata \"", key, "\" is \"", found->second, "\"; allowed JSON");
+  return value;
+}
+
+double number(const io::SafetensorsFile& file, const std::string& key, double fallback) {
+  if (!file.metadata().contains(key)) return fallback;
+  const json value = parsed(file, key);
+  require(value.is_number() && std::isfinite(value.get<double>()) && value.get<double>() > 0, file.where(), ": metadata \"", key, "\" is ", value.dump(),
+          "; allowed a positive number");
+  return value.get<double>();
+}
+
+std::string choice(const io::SafetensorsFile& file, const std::string& key, const std::string& first, const std::string& second) {
+  const auto found = file.metadata().find(key);
+  require(found != file.metadata().end(), file.where(), ": metadata \"", key, "\" is missing; allowed ", first, " or ", second);
+  require(found->second == first || found->second == second, file.where(), ": metadata \"", key, "\" is \"", found->second, "\"; allowed ", first, " or ", second);
+  return found->second;
+}
+
+/// A tensor of one layer, or the one that stands for all layers.
+Tensor find(const io::SafetensorsFile& file, const std::string& prefix, const std::string& name, bool required = true) {
+  for (const std::string& full : {prefix + name, name})
+    if (file.has(full)) return file.tensor(full);
+  require(!required, file.where(), ": tensor \"", prefix, name, "\" is missing; an event trace needs it");
+  return {};
+}
+
+void want(const io::SafetensorsFile& file, const std::string& name, const Tensor& t, bool ok, const std::string& allowed) {
+  require(ok, file.where(), ": tensor \"", name, "\" has shape ", shape_of(t), " and dtype ", c10::toString(t.scalar_type()), "; allowed ", allowed);
+}
+
+Tensor integers(const io::SafetensorsFile& file, const std::string& name, const Tensor& t) {
+  want(file, name, t, t.scalar_type() == kInt32 || t.scalar_type() == c10::ScalarType::Long, "i32 or i64");
+  return t.to(kInt32).contiguous();
+}
+
+void check_ascending(const io::SafetensorsFile& file, const std::string& name, const std::int32_t* values, std::int64_t n) {
+  std::int32_t last = -1;
+  for (std::int64_t t = 0; t < n; ++t) {
+    require(values[t] > last, file.where(), ": ", name, " holds ", values[t], " after ", last, "; allowed ascending logical positions from 0");
+    last = values[t];
+  }
+}
+
+void read_layer(const io::SafetensorsFile& file, const std::string& prefix, Event& e) {
+  const Tensor keys = find(file, prefix, "keys"), values = find(file, prefix, "values"), queries = find(file, prefix, "queries");
+  const bool first = e.rows.empty();
+  want(file, "keys", keys, keys.dim() == 4 && is_scorable(keys.scalar_type()) && keys.numel() > 0, "f32, f16 or bf16 [B, Hkv, T, D]");
+  if (first) {
+    e.batch = keys.size(0);
+    e.slots = keys.size(2);
+    e.spec.kv_heads = static_cast<std::int32_t>(keys.size(1));
+    e.spec.key_dim = static_cast<std::int32_t>(keys.size(3));
+  }
+  want(file, "keys", keys, keys.size(0) == e.batch && keys.size(1) == e.spec.kv_heads && keys.size(2) == e.slots && keys.size(3) == e.spec.key_dim, "the shape of the first layer");
+  want(file, "values", values, values.dim() == 4 && values.numel() > 0 && values.size(0) == e.batch && values.size(1) == e.spec.kv_heads && values.size(2) == e.slots && is_scorable(values.scalar_type()),
+       text("f32, f16 or bf16 [", e.batch, ", ", e.spec.kv_heads, ", ", e.slots, ", Dv]"));
+  want(file, "queries", queries, queries.dim() == 4 && queries.size(0) == e.batch && queries.size(1) % e.spec.kv_heads == 0 && queries.size(1) > 0 && queries.size(3) == e.spec.key_dim && is_scorable(queries.scalar_type()),
+       text("f32, f16 or bf16 [", e.batch, ", Hq, W, ", e.spec.key_dim, "] with Hq a multiple of ", e.spec.kv_heads));
+  if (first) {
+    e.spec.value_dim = static_cast<std::int32_t>(values.size(3));
+    e.spec.query_heads = static_cast<std::int32_t>(queries.size(1));
+    e.queries = queries.size(2);
+  }
+  want(file, "values", values, values.size(3) == e.spec.value_dim, "the head size of the first layer");
+  want(file, "queries", queries, queries.size(1) == e.spec.query_heads && queries.size(2) == e.queries, "the shape of the first layer");
+
+  Tensor positions = integers(file, "positions", find(file, prefix, "positions"));
+  want(file, "positions", positions, positions.sizes() == at::IntArrayRef({e.batch, e.slots}) || positions.sizes() == at::IntArrayRef({e.batch, e.spec.kv_heads, e.slots}),
+       text("[", e.batch, ", ", e.slots, "] or [", e.batch, ", ", e.spec.kv_heads, ", ", e.slots, "]"));
+  if (positions.dim() == 2) positions = positions.unsqueeze(1).expand({e.batch, e.spec.kv_heads, e.slots}).contiguous();
+  const Tensor query_positions = integers(file, "query_positions", find(file, prefix, "query_positions"));
+  want(file, "query_positions", query_positions, query_positions.sizes() == at::IntArrayRef({e.batch, e.queries}), text("[", e.batch, ", ", e.queries, "]"));
+  for (std::int64_t b = 0; b < e.batch; ++b) {
+    check_ascending(file, "query_positions", query_positions.data_ptr<std::int32_t>() + b * e.queries, e.queries);
+    for (std::int64_t h = 0; h < e.spec.kv_heads; ++h)
+      check_ascending(file, "positions", positions.data_ptr<std::int32_t>() + (b * e.spec.kv_heads + h) * e.slots, e.lengths.empty() ? e.slots : e.lengths[static_cast<std::size_t>(b)]);
+  }
+  Tensor credit = find(file, prefix, "credit", false);
+  if (credit.defined()) {
+    want(file, "credit", credit, credit.dim() == 3 && credit.size(0) == e.batch && credit.size(1) == e.spec.kv_heads && credit.size(2) <= e.slots && is_scorable(credit.scalar_type()),
+         text("f32, f16 or bf16 [", e.batch, ", ", e.spec.kv_heads, ", at most ", e.slots, "]"));
+    credit = credit.to(kFloat32).contiguous();
+  }
+  e.rows.push_back(DenseKv{keys.clone(at::MemoryFormat::Contiguous), values.clone(at::MemoryFormat::Contiguous)});
+  e.positions.push_back(positions);
+  e.query_positions.push_back(query_positions);
+  e.query_data.push_back(queries.contiguous());
+  e.credit.push_back(credit);
+}
+
+Event read(const io::SafetensorsFile& file) {
+  require(kind_of(file) == "event", file.where(), ": the trace is of kind \"", kind_of(file), "\"; allowed here: event");
+  Event e;
+  e.basis = choice(file, "query_basis", "pre_rope", "post_rope") == "pre_rope" ? QueryBasis::pre_rope : QueryBasis::post_rope;
+  e.spec.rope.style = choice(file, "rope_style", "half", "interleaved") == "half" ? RopeStyle::half : RopeStyle::interleaved;
+  const json frequencies = parsed(file, "inv_freq");
+  require(frequencies.is_array() && std::all_of(frequencies.begin(), frequencies.end(), [](const json& f) { return f.is_number(); }), file.where(),
+          ": metadata \"inv_freq\" is not an array of numbers");
+  e.spec.rope.inv_freq = frequencies.get<std::vector<double>>();
+  e.spec.rope.attention_scaling = number(file, "attention_scaling", 1.0);
+  e.spec.softmax_scale = number(file, "softmax_scale", 0.0);
+
+  if (file.has("lengths")) {
+    const Tensor lengths = integers(file, "lengths", file.tensor("lengths"));
+    want(file, "lengths", lengths, lengths.dim() == 1, "[B]");
+    e.lengths.assign(lengths.data_ptr<std::int32_t>(), lengths.data_ptr<std::int32_t>() + lengths.numel());
+  }
+  if (file.metadata().contains("layers")) {
+    const json layers = parsed(file, "layers");
+    require(layers.is_array() && !layers.empty() && std::all_of(layers.begin(), layers.end(), [](const json& l) { return l.is_number_unsigned(); }), file.where(), ": metadata \"layers\" is ",
+            layers.dump(), "; allowed an array of layer numbers");
+    for (const json& l : layers) e.prefixes.push_back("layer." + l.dump() + ".");
+  } else {
+    e.prefixes.emplace_back();
+  }
+  if (!e.lengths.empty()) {
+    const Tensor keys = find(file, e.prefixes.front(), "keys");
+    require(keys.dim() == 4 && static_cast<std::int64_t>(e.lengths.size()) == keys.size(0), file.where(), ": lengths holds ", e.lengths.size(), " entries; allowed one for each sequence of keys");
+    for (const std::int32_t length : e.lengths)
+      require(length >= 0 && length <= keys.size(2), file.where(), ": lengths holds ", length, "; allowed 0 to ", keys.size(2));
+  }
+  for (const std::string& prefix : e.prefixes) {
+    read_layer(file, prefix, e);
+    e.spec.layers.emplace_back();
+  }
+  if (e.lengths.empty()) e.lengths.assign(static_cast<std::size_t>(e.batch), static_cast<std::int32_t>(e.slots));
+  require(e.spec.rope.rotary_dim() <= e.spec.key_dim, file.where(), ": metadata \"inv_freq\" holds ", e.spec.rope.inv_freq.size(), " numbers; allowed at most ", e.spec.key_dim / 2);
+  const json next = parsed(file, "next_position");
+  require(next.is_array() && static_cast<std::int64_t>(next.size()) == e.batch && std::all_of(next.begin(), next.end(), [](const json& n) { return n.is_number_unsigned(); }),
+          file.where(), ": metadata \"next_position\" is ", next.dump(), "; allowed an array of ", e.batch, " positions");
+  e.spec.check();
+  return e;
+}
+
+RowTable rows_of(Event& e, std::vector<std::int32_t>& layers, std::vector<std::int32_t>& due) {
+  std::vector<SequenceId> sequences(static_cast<std::size_t>(e.batch));
+  std::iota(sequences.begin(), sequences.end(), 0);
+  RowTable table = make_rows(e.spec, {.layers = e.rows, .sequences = sequences, .lengths = {e.lengths}}, layers, due);
+  for (Row& row : table.rows) {
+    const auto l = static_cast<std::size_t>(row.layer);
+    const std::int64_t plane = std::int64_t{row.sequence} * e.spec.kv_heads + row.head;
+    row.positions = e.positions[l].data_ptr<std::int32_t>() + plane * e.slots;
+    if (!e.credit[l].defined()) continue;
+    row.credit_length = static_cast<std::int32_t>(std::min<std::int64_t>(e.credit[l].size(2), row.length));
+    row.credit = e.credit[l].data_ptr<float>() + plane * e.credit[l].size(2);
+  }
+  for (RowGroup& group : table.groups) {
+    const auto l = static_cast<std::size_t>(group.layer);
+    const Tensor& q = e.query_data[l];
+    const auto bytes = static_cast<std::int64_t>(q.element_size());
+    const auto count = static_cast<std::int32_t>(e.queries);
+    group.queries = {.data = static_cast<const std::byte*>(q.const_data_ptr()) + group.sequence * q.stride(0) * bytes,
+                     .dtype = q.scalar_type(),
+                     .token_stride = q.stride(2) * bytes,
+                     .head_stride = q.stride(1) * bytes,
+                     .positions = e.query_positions[l].data_ptr<std::int32_t>() + group.sequence * e.queries,
+                     .ring = count,
+                     .begin = 0,
+                     .count = count};
+  }
+  return table;
+}
+
+/// [B, Hkv, width] from one value list per row; short rows end with `pad`.
+template <class T, class RowValues>
+Tensor stack(const Event& e, std::size_t first_row, std::int64_t width, T pad, RowValues&& values) {
+  Tensor out = at::full({e.batch, e.spec.kv_heads, width}, pad, at::TensorOptions().dtype(c10::CppTypeToScalarType<T>::value));
+  for (std::size_t r = 0; r < static_cast<std::size_t>(e.batch * e.spec.kv_heads); ++r) {
+    const auto row = values(first_row + r);
+    std::copy(row.begin(), row.end(), out.data_ptr<T>() + static_cast<std::int64_t>(r) * width);
+  }
+  return out;
+}
+
+/// Writes one layer's part of the result. Rows lie in the table in the order layer, sequence, head.
+void add_layer(Event& e, const RowTable& table, const Decision& decision, const KeepSet& keep, std::size_t layer, Result& result) {
+  const std::string& prefix = e.prefixes[layer];
+  const std::size_t first = layer * static_cast<std::size_t>(e.batch * e.spec.kv_heads);
+  const std::size_t last = first + static_cast<std::size_t>(e.batch * e.spec.kv_heads);
+  std::int64_t width = 0;
+  for (std::size_t r = first; r < last; ++r) width = std::max(width, keep.count(r));
+  const auto add = [&](const char* name, Tensor t) { result.tensors.emplace_back(prefix + name, std::move(t)); };
+  const auto flat = [&](const Tensor& data) {
+    return stack<float>(e, first, e.slots, 0.0F, [&](std::size_t r) {
+      return std::span<const float>{data.data_ptr<float>() + table.rows[r].first, static_cast<std::size_t>(table.rows[r].length)};
+    });
+  };
+  add("slots", stack<std::int32_t>(e, first, width, -1, [&](std::size_t r) { return keep.row(r); }));
+  if (decision.scores.data.defined()) add("scores", flat(decision.scores.data));
+  if (decision.credit) {
+    const float* credit = decision.credit->data_ptr<float>();
+    add("credit", flat(*decision.credit));
+    add("credit_kept", stack<float>(e, first, width, 0.0F, [&](std::size_t r) {
+          std::vector<float> kept;
+          for (const std::int32_t slot : keep.row(r)) kept.push_back(credit[table.rows[r].first + slot]);
+          return kept;
+        }));
+  }
+  if (decision.allotment) {
+    const Allotment& a = *decision.allotment;
+    add("mass", flat(a.mass.data));
+    add("mass_used", flat(a.mass_used.data));
+    std::size_t segments = 0;
+    for (std::size_t r = first; r < last; ++r) segments = std::max(segments, a.ends[r].size());
+    add("segment_ends", stack<std::int32_t>(e, first, static_cast<std::int64_t>(segments), -1, [&](std::size_t r) { return std::span(a.ends[r]); }));
+    add("quotas", stack<std::int32_t>(e, first, static_cast<std::int64_t>(segments), -1, [&](std::size_t r) { return std::span(a.quotas[r]); }));
+  }
+  add("positions", stack<std::int32_t>(e, first, width, -1, [&](std::size_t r) {
+        std::vector<std::int32_t> kept;
+        for (const std::int32_t slot : keep.row(r)) kept.push_back(table.rows[r].positions[slot]);
+        return kept;
+      }));
+  for (const bool keys : {true, false}) {
+    Tensor rows = keys ? std::get<DenseKv>(e.rows[layer]).keys : std::get<DenseKv>(e.rows[layer]).values;
+    rows = rows.slice(2, 0, width).clone();
+    for (std::size_t r = first; r < last; ++r)  // behind a row's kept slots lies what it held before
+      rows[static_cast<std::int64_t>(r - first) / e.spec.kv_heads][static_cast<std::int64_t>(r - first) % e.spec.kv_heads].slice(0, keep.count(r)).zero_();
+    add(keys ? "keys" : "values", rows);
+  }
+}
+
+}  // namespace
+
+std::string kind_of(const io::SafetensorsFile& file) {
+  const auto version = file.metadata().find("kvkeep_trace");
+  require(version != file.metadata().end(), file.where(), ": metadata \"kvkeep_trace\" is missing, so this is no trace");
+  require(version->second == "1", file.where(), ": the trace has format version ", version->second, "; allowed 1");
+  const auto kind = file.metadata().find("kind");
+  require(kind != file.metadata().end(), file.where(), ": metadata \"kind\" is missing; a trace names its kind");
+  return kind->second;
+}
+
+Result replay_event(const io::SafetensorsFile& file, const KVPolicy& policy) {
+  Event e = read(file);
+  std::vector<std::int32_t> layers(e.prefixes.size()), due(static_cast<std::size_t>(e.batch));
+  std::iota(layers.begin(), layers.end(), 0);
+  std::iota(due.begin(), due.end(), 0);
+  const RowTable table = rows_of(e, layers, due);
+  const Decision decision = policy.decide({e.spec, table, e.basis, Moment::step_end});
+  const KeepSet keep = decision.keep ? *decision.keep : keep_everything(table);
+  compact(table, keep);
+
+  Result result;
+  for (std::size_t l = 0; l < e.prefixes.size(); ++l) add_layer(e, table, decision, keep, l, result);
+  std::int64_t dropped = 0;
+  for (std::size_t r = 0; r < table.rows.size(); ++r) dropped += table.rows[r].length - keep.count(r);
+  result.metadata = {{"kvkeep_result", "1"}, {"policy", policy.to_json()}, {"kvkeep_version", kVersion}, {"rows", std::to_string(table.rows.size())},
+                     {"slots_kept", std::to_string(keep.indptr.back())}, {"slots_dropped", std::to_string(dropped)}};
+  return result;
+}
+
+}  // namespace kvkeep::trace
