@@ -2,7 +2,7 @@
 #
 #   kvkeep_torch::c10        headers, libc10
 #   kvkeep_torch::torch_cpu  the above and libtorch_cpu: all that kvkeep itself links
-#   kvkeep_torch::torch      the above and the C++ frontend (torch/torch.h, autograd, optimizers): the trainer
+#   kvkeep_torch::torch      the above, the C++ frontend (torch/torch.h, autograd, optimizers) and CUDA where the wheel has it: the trainer
 #
 # Why not find_package(Torch): the wheel most machines have is a CUDA build, and its TorchConfig.cmake looks for a CUDA toolkit even where only
 # the CPU part is wanted; it fails without one and with one that is too new. Headers and two libraries are all that is needed here.
@@ -129,7 +129,9 @@ function(_kvkeep_torch_add_targets root)
 
   add_library(kvkeep_torch::torch INTERFACE IMPORTED)
   target_include_directories(kvkeep_torch::torch SYSTEM INTERFACE "${root}/include/torch/csrc/api/include")
-  target_link_libraries(kvkeep_torch::torch INTERFACE kvkeep_torch::torch_cpu)
+  # libtorch.so is an empty library that needs all the others; an --as-needed linker drops it and with it CUDA ("is_available() is false").
+  target_link_libraries(kvkeep_torch::torch INTERFACE kvkeep_torch::torch_cpu
+    "-Wl,--push-state,--no-as-needed" "${library_dir}/${CMAKE_SHARED_LIBRARY_PREFIX}torch${CMAKE_SHARED_LIBRARY_SUFFIX}" "-Wl,--pop-state")
   _kvkeep_torch_add_openmp("${root}")
 endfunction()
 
