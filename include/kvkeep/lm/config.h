@@ -25,9 +25,9 @@ struct RopeConfig {
   double beta_fast = 32.0;         ///< yarn
   double beta_slow = 1.0;          ///< yarn
   bool truncate = true;            ///< yarn: correction range rounded to whole pairs
-  std::optional<double> attention_factor;  ///< yarn: on cos and sin; from `factor` (and the mscales) where absent
-  std::optional<double> mscale;            ///< yarn
-  std::optional<double> mscale_all_dim;    ///< yarn
+  std::optional<double> attention_factor = {};  ///< yarn: on cos and sin; from `factor` (and the mscales) where absent
+  std::optional<double> mscale = {};            ///< yarn
+  std::optional<double> mscale_all_dim = {};    ///< yarn
 };
 
 /// Frequencies after scaling, and the factor on cos and sin, for heads of `head_dim`.
