@@ -1,9 +1,15 @@
-#include <kvkeep/core/error.h>
-#include <kvkeep/version.h>
+#include <ATen/ops/zeros.h>
+#include <kvkeep/kvkeep.h>
 
-#include <iostream>
-
-int main() {
-  kvkeep::require(sizeof(kvkeep::kVersion) > 1, "consumer: no version");
-  std::cout << "kvkeep " << kvkeep::kVersion << " with LibTorch " << kvkeep::kTorchVersion << "\n";
+int main() {  // 0 when twelve cached tokens fell to six
+  kvkeep::ModelSpec model;
+  model.query_heads = model.kv_heads = 1;
+  model.key_dim = model.value_dim = 8;
+  model.layers.resize(1);
+  kvkeep::Keeper keeper(model, kvkeep::make_policy("streaming,budget=6,interval=6,sink=2"));
+  const kvkeep::SequenceId id = 1;
+  std::int32_t length = 12;
+  keeper.join(id, length);
+  const kvkeep::DenseKv rows{at::zeros({1, 1, 12, 8}), at::zeros({1, 1, 12, 8})};
+  return keeper.step({.layers = {rows}, .sequences = {&id, 1}, .lengths = {{&length, 1}}}).slots_dropped == 6 && length == 6 ? 0 : 1;
 }
