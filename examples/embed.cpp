@@ -29,7 +29,8 @@ class ToyEngine {
  public:
   ToyEngine(kvkeep::ModelSpec model, std::int64_t capacity) : model_(std::move(model)) {
     for (std::int32_t l = 0; l < model_.num_layers(); ++l)
-      cache_.push_back({at::zeros({2, model_.kv_heads, capacity, model_.key_dim}), at::zeros({2, model_.kv_heads, capacity, model_.value_dim})});
+      cache_.push_back(
+          {at::zeros({2, model_.kv_heads, capacity, model_.key_dim}), at::zeros({2, model_.kv_heads, capacity, model_.value_dim})});
   }
 
   std::vector<kvkeep::SequenceId> sequences{7, 8};
@@ -76,11 +77,12 @@ int main() {
     }
     const kvkeep::Report report = keeper.step(engine.cache());  // cuts what is due and writes engine.lengths
     for (const kvkeep::Cut& cut : report.cuts)
-      std::cout << "sequence " << cut.sequence << ", " << cut.logical_length << " tokens: " << cut.length_before << " -> " << cut.length_after << " slots a row\n";
+      std::cout << "sequence " << cut.sequence << ", " << cut.logical_length << " tokens: " << cut.length_before << " -> "
+                << cut.length_after << " slots a row\n";
   }
   // ----
 
   const kvkeep::Totals& totals = keeper.totals();
-  std::cout << totals.events << " events, " << totals.slots_dropped << " slots dropped, " << totals.bytes_moved << " bytes moved; the next token of sequence 7 stands at position "
-            << keeper.logical_length(7) << "\n";
+  std::cout << totals.events << " events, " << totals.slots_dropped << " slots dropped, " << totals.bytes_moved
+            << " bytes moved; the next token of sequence 7 stands at position " << keeper.logical_length(7) << "\n";
 }
