@@ -6,7 +6,7 @@
 #include <numeric>
 
 #include "kvkeep/core/dispatch.h"
-#include "softmax_lanes.h"
+#include "attention_lanes.h"
 
 namespace kvkeep {
 
@@ -30,7 +30,7 @@ Scores Tova::score(const Evidence& evidence, const WindowAttention& seen) const 
           for (const Row& other : rows) {
             require<Unsupported>(other.length == row.length, "tova: heads \"all\" averages over heads of one length; given rows of ", row.length, " and ",
                                  other.length, " slots in layer ", row.layer, "; use heads \"group\"");
-            cpu::add_scaled(g, newest + other.first, 1.0F / static_cast<float>(heads), nullptr, 0, row.length);
+            cpu::add_scaled(g, newest + other.first, 1.0F / static_cast<float>(heads), row.length);
           }
         } else {
           std::copy_n(out + rows[0].first, row.length, g);

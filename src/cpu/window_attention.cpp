@@ -2,20 +2,19 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
-#include <ATen/ops/mm.h>
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <utility>
 
 #include "kvkeep/core/dispatch.h"
-#include "softmax_lanes.h"
+#include "attention_lanes.h"
 
 namespace kvkeep {
 namespace {
 
-constexpr std::int64_t kQueryTile = 64;   ///< query rows a product: their logits stay in the second-level cache
-constexpr std::int64_t kKeyTile = 1024;   ///< slots that are widened to fp32 at a time
+constexpr std::int64_t kPanels = 2;  ///< panels that share one reading of a key
 
 /// cos and sin of every window query of one sequence.
 struct Turns {
@@ -25,7 +24,13 @@ struct Turns {
 
 /// Buffers of one thread.
 struct Scratch {
-  std::vector<float> queries, logits, keys;
+  std::vector<float> queries;          ///< [G * W, D]
+  std::vector<float> panels;           ///< [kPanels, D, width]
+  std::vector<float> logits;           ///< [kPanels, T, width]
+  std::vector<float> usage;            ///< [T, width / 2]
+  std::vector<float> widened;          ///< [6, D]
+  std::vector<float> top, sum, weight; ///< [kPanels, width]
+  std::vector<std::int32_t> visible;   ///< [W] slots that each window query sees
 };
 
 Turns turns_of(const Evidence& evidence, const QueryView& queries, std::int32_t window) {
@@ -57,82 +62,129 @@ void gather_queries(const Evidence& evidence, const QueryView& view, std::int32_
         for (std::size_t d = 0; d < dim; ++d) q[d] = static_cast<float>(from[d]);
         if (!turns.cosines.empty())
           rope_rotate(spec.rope.style, pairs, turns.cosines.data() + (skip + i) * pairs, turns.sines.data() + (skip + i) * pairs, q);
-        for (std::size_t d = 0; d < dim; ++d) q[d] *= scale;
+        for (std::size_t d = 0; d < dim; ++d) {
+          require(std::isfinite(q[d]), "window_attention: query of head ", head * spec.group() + g, " at position ", view.position(view.count - window + i),
+                  " holds ", q[d], " in component ", d, "; allowed finite numbers");
+          q[d] *= scale;
+        }
       }
   });
 }
 
-/// logits [rows, length] = queries [rows, D] * keys^T, through LibTorch's matrix product; 16-bit keys are widened a tile at a time.
-void product(const Row& row, ScalarType dtype, std::int64_t dim, const float* queries, std::int64_t rows, Scratch& scratch) {
-  const auto f32 = at::TensorOptions().dtype(kFloat32);
-  scratch.logits.resize(static_cast<std::size_t>(kQueryTile * row.length));
-  const Tensor q = at::from_blob(const_cast<float*>(queries), {rows, dim}, f32);
-  const std::int64_t pitch = row.keys.stride / static_cast<std::int64_t>(sizeof(float));
-  const bool direct = dtype == kFloat32 && pitch >= dim && row.keys.stride % static_cast<std::int64_t>(sizeof(float)) == 0;
-  const std::int64_t tile = direct ? row.length : kKeyTile;
-  for (std::int64_t from = 0; from < row.length; from += tile) {
-    const std::int64_t n = std::min<std::int64_t>(tile, row.length - from);
-    Tensor keys;
-    if (direct) {
-      keys = at::from_blob(row.keys.at(from), {n, dim}, {pitch, 1}, f32);
-    } else {
-      scratch.keys.resize(static_cast<std::size_t>(kKeyTile * dim));
-      for (std::int64_t t = 0; t < n; ++t) cpu::widen(row.keys.at(from + t), dtype, dim, scratch.keys.data() + t * dim);
-      keys = at::from_blob(scratch.keys.data(), {n, dim}, f32);
+/// One row while its window is reduced.
+class RowReduction {
+ public:
+  RowReduction(const Evidence& evidence, const Row& row, const RowGroup& group, RowWindow window, Scratch& scratch)
+      : spec_(evidence.spec), row_(row), view_(group.queries), window_(window), scratch_(scratch), keys_{row.keys, evidence.table.key_dtype, evidence.spec.key_dim} {}
+
+  /// `usage` and `newest` are the row's own parts of the result, or null.
+  void run(const Evidence& evidence, const Turns& turns, float* usage, float* newest) {
+    gather_queries(evidence, view_, row_.head, window_.queries, turns, scratch_.queries);
+    count_visible();
+    const std::int64_t total = std::int64_t{spec_.group()} * window_.queries, tile = kPanels * width_;
+    if (usage != nullptr) {
+      scratch_.usage.assign(static_cast<std::size_t>(row_.length * width_ / 2), 0.0F);
+      std::fill_n(usage, row_.length, 0.0F);
     }
-    Tensor out = at::from_blob(scratch.logits.data() + from, {rows, n}, {row.length, 1}, f32);
-    at::mm_out(out, q, keys.t());
-  }
-}
-
-/// One row's reductions. `usage` and `newest` are the row's own part of the result, or null.
-void reduce_row(const Evidence& evidence, const Row& row, const RowGroup& group, RowWindow window, const Turns& turns, Scratch& scratch, float* usage,
-                float* newest) {
-  const ModelSpec& spec = evidence.spec;
-  const QueryView& view = group.queries;
-  const std::int32_t queries = window.queries, length = row.length;
-  const std::int32_t total = spec.group() * queries;
-  const auto per_query = 1.0F / static_cast<float>(total), per_head = 1.0F / static_cast<float>(spec.group());
-  gather_queries(evidence, view, row.head, queries, turns, scratch.queries);
-  if (usage != nullptr) std::fill_n(usage, length, 0.0F);
-  if (newest != nullptr) std::fill_n(newest, length, 0.0F);
-
-  const float* pending = nullptr;  // history sums take two queries at a time
-  float pending_weight = 0;
-  for (std::int32_t first = 0; first < total; first += kQueryTile) {
-    const std::int32_t rows = std::min<std::int32_t>(kQueryTile, total - first);
-    product(row, evidence.table.key_dtype, spec.key_dim, scratch.queries.data() + static_cast<std::int64_t>(first) * spec.key_dim, rows, scratch);
-    for (std::int32_t r = 0; r < rows; ++r) {
-      const std::int32_t i = (first + r) % queries;
-      const std::int32_t at = view.position(view.count - queries + i);
-      const auto visible = static_cast<std::int32_t>(std::upper_bound(row.positions, row.positions + length, at) - row.positions);
-      if (visible == 0) continue;  // older than every slot that is left: it sees nothing
-      float* p = scratch.logits.data() + static_cast<std::int64_t>(r) * length;
-      const float weight = 1.0F / cpu::exp_shifted(p, visible);
-      if (newest != nullptr && i == queries - 1) cpu::add_scaled(newest, p, weight * per_head, nullptr, 0, visible);
-      if (usage == nullptr) continue;
-      if (visible < window.history) std::fill(p + visible, p + window.history, 0.0F);  // official windows can reach behind an event
-      const auto earlier = static_cast<std::int32_t>(std::lower_bound(row.positions, row.positions + length, at) - row.positions);
-      if (earlier > window.history) cpu::add_scaled(usage + window.history, p + window.history, weight, nullptr, 0, earlier - window.history);
-      if (pending == nullptr) {
-        pending = p;
-        pending_weight = weight * per_query;
-      } else {
-        cpu::add_scaled(usage, pending, pending_weight, p, weight * per_query, window.history);
-        pending = nullptr;
+    if (newest != nullptr) std::fill_n(newest, row_.length, 0.0F);
+    for (std::int64_t first = 0; first < total; first += tile) {
+      const std::int64_t queries = std::min(tile, total - first), panels = (queries + width_ - 1) / width_;
+      probabilities(first, queries, panels);
+      for (std::int64_t p = 0; p < panels; ++p) {
+        const float* x = scratch_.logits.data() + p * row_.length * width_;
+        const std::int64_t begin = first + p * width_, end = std::min(begin + width_, total);
+        if (newest != nullptr) add_newest(x, begin, end, newest);
+        if (usage == nullptr) continue;
+        add_suffix(x, begin, end, usage);
+        cpu::panel_weigh(x, window_.history, scratch_.weight.data() + p * width_, scratch_.usage.data());
       }
     }
-    if (pending != nullptr) cpu::add_scaled(usage, pending, pending_weight, nullptr, 0, window.history);
-    pending = nullptr;
+    if (usage != nullptr) finish(usage, total);
   }
-  if (usage == nullptr) return;
-  std::int32_t later = queries;  // window queries strictly later than slot t; positions ascend, so this falls
-  const std::int32_t oldest = view.count - queries;
-  for (std::int32_t t = window.history; t < length; ++t) {
-    while (later > 0 && view.position(oldest + queries - later) <= row.positions[t]) --later;
-    usage[t] = later > 0 ? usage[t] / static_cast<float>(later * spec.group()) : 0.0F;
+
+ private:
+  [[nodiscard]] std::int32_t query_of(std::int64_t n) const { return static_cast<std::int32_t>(n % window_.queries); }  ///< index in the window of the n-th row of the product
+  [[nodiscard]] std::int32_t position(std::int32_t i) const { return view_.position(view_.count - window_.queries + i); }
+
+  void count_visible() {
+    scratch_.visible.clear();
+    for (std::int32_t i = 0; i < window_.queries; ++i)
+      scratch_.visible.push_back(static_cast<std::int32_t>(std::upper_bound(row_.positions, row_.positions + row_.length, position(i)) - row_.positions));
   }
-}
+
+  /// Turns scratch.logits into exp(logit - max) and scratch.weight into 1 / sum for queries [first, first + count).
+  void probabilities(std::int64_t first, std::int64_t count, std::int64_t panels) {
+    const std::int64_t dim = spec_.key_dim, length = row_.length;
+    scratch_.panels.assign(static_cast<std::size_t>(panels * dim * width_), 0.0F);
+    for (std::int64_t n = 0; n < count; ++n)
+      for (std::int64_t d = 0; d < dim; ++d)
+        scratch_.panels[static_cast<std::size_t>((n / width_ * dim + d) * width_ + n % width_)] = scratch_.queries[static_cast<std::size_t>((first + n) * dim + d)];
+    scratch_.logits.resize(static_cast<std::size_t>(kPanels * length * width_));
+    scratch_.widened.resize(static_cast<std::size_t>(6 * dim));
+    scratch_.top.assign(static_cast<std::size_t>(kPanels * width_), -std::numeric_limits<float>::infinity());
+    scratch_.sum.resize(scratch_.top.size());
+    scratch_.weight.resize(scratch_.top.size());
+
+    const std::int64_t open = scratch_.visible.front();  // slots before it are visible to every query
+    std::vector<float>& ignored = scratch_.sum;          // largest logits of the slots behind it are taken after masking
+    cpu::panel_logits(keys_, 0, open, scratch_.panels.data(), panels, length * width_, scratch_.logits.data(), scratch_.top.data(), scratch_.widened.data());
+    cpu::panel_logits(keys_, open, length, scratch_.panels.data(), panels, length * width_, scratch_.logits.data() + open * width_, ignored.data(),
+                      scratch_.widened.data());
+    for (std::int64_t p = 0; p < panels; ++p) {
+      float* x = scratch_.logits.data() + p * length * width_;
+      float *top = scratch_.top.data() + p * width_, *sum = scratch_.sum.data() + p * width_, *weight = scratch_.weight.data() + p * width_;
+      for (std::int64_t lane = 0; lane < width_; ++lane) {
+        const std::int64_t n = p * width_ + lane;
+        const std::int32_t visible = n < count ? scratch_.visible[static_cast<std::size_t>(query_of(first + n))] : row_.length;
+        for (std::int64_t t = open; t < length; ++t) {
+          float& logit = x[t * width_ + lane];
+          if (t >= visible) logit = -std::numeric_limits<float>::infinity();
+          else if (!(logit <= top[lane])) top[lane] = logit;
+        }
+        if (visible == 0) top[lane] = 0;  // older than every slot that is left: it sees nothing
+      }
+      cpu::panel_exp(x, length, top, sum);
+      for (std::int64_t lane = 0; lane < width_; ++lane) weight[lane] = p * width_ + lane < count && sum[lane] != 0 ? 1.0F / sum[lane] : 0.0F;
+    }
+  }
+
+  void add_newest(const float* x, std::int64_t begin, std::int64_t end, float* newest) const {
+    for (std::int64_t n = begin; n < end; ++n) {
+      if (query_of(n) != window_.queries - 1) continue;
+      const std::int64_t lane = n - begin;
+      const float weight = scratch_.weight[static_cast<std::size_t>((begin / width_ % kPanels) * width_ + lane)] / static_cast<float>(spec_.group());
+      for (std::int32_t t = 0; t < row_.length; ++t) newest[t] += x[t * width_ + lane] * weight;
+    }
+  }
+
+  /// On the suffix only strictly later queries count; finish() divides by their number.
+  void add_suffix(const float* x, std::int64_t begin, std::int64_t end, float* usage) const {
+    for (std::int64_t n = begin; n < end; ++n) {
+      const std::int64_t lane = n - begin;
+      const float weight = scratch_.weight[static_cast<std::size_t>((begin / width_ % kPanels) * width_ + lane)];
+      const std::int32_t at = position(query_of(n));
+      for (std::int32_t t = window_.history; t < row_.length && row_.positions[t] < at; ++t) usage[t] += x[t * width_ + lane] * weight;
+    }
+  }
+
+  void finish(float* usage, std::int64_t total) const {
+    cpu::fold_lanes(scratch_.usage.data(), window_.history, usage);
+    for (std::int32_t t = 0; t < window_.history; ++t) usage[t] /= static_cast<float>(total);
+    std::int32_t later = window_.queries;  // window queries strictly later than slot t; positions ascend, so this falls
+    for (std::int32_t t = window_.history; t < row_.length; ++t) {
+      while (later > 0 && position(window_.queries - later) <= row_.positions[t]) --later;
+      usage[t] = later > 0 ? usage[t] / static_cast<float>(later * spec_.group()) : 0.0F;
+    }
+  }
+
+  const ModelSpec& spec_;
+  const Row& row_;
+  const QueryView& view_;
+  RowWindow window_;
+  Scratch& scratch_;
+  cpu::Keys keys_;
+  std::int64_t width_ = cpu::panel_width();
+};
 
 }  // namespace
 
@@ -197,7 +249,7 @@ WindowAttention window_attention(const Evidence& evidence, std::vector<RowWindow
           if (row_newest != nullptr) std::fill_n(row_newest, row.length, 0.0F);
           continue;
         }
-        reduce_row(evidence, row, table.groups[g], window, turns[turns_index[g]], scratch, row_usage, row_newest);
+        RowReduction(evidence, row, table.groups[g], window, scratch).run(evidence, turns[turns_index[g]], row_usage, row_newest);
       }
     });
     return out;

@@ -115,10 +115,10 @@ KVKEEP_HD inline void strict_quotas(Share* s, std::int32_t count, std::int32_t b
   }
 }
 
-/// The published quotas. Falls back to `strict_quotas` when there are more segments than budget, where the published loop never ends.
+/// The published quotas. Falls back to `strict_quotas` where the published loop never ends: more segments than budget, each with a floor of at least one.
 /// Requires: budget <= sum of length.
 KVKEEP_HD inline void official_quotas(Share* s, std::int32_t count, std::int32_t budget, std::int32_t min_quota) {
-  if (count > budget) return strict_quotas(s, count, budget, min_quota);
+  if (count > budget && min_quota >= 1) return strict_quotas(s, count, budget, min_quota);
   const auto floor = [&](std::int32_t i) { return min_quota < s[i].length ? min_quota : s[i].length; };
   std::int64_t sum = 0;
   double mass = 0;
