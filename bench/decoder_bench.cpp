@@ -49,7 +49,8 @@ double read_bandwidth() {
 // A checkpoint of about 115 M (bf16) or 60 M (f32) weights in the shape of Qwen2, written once per run and removed at its end.
 class Checkpoint {
  public:
-  explicit Checkpoint(ScalarType dtype) : folder_(std::filesystem::temp_directory_path() / ("kvkeep_bench_" + std::to_string(::getpid()) + c10::toString(dtype))) {
+  explicit Checkpoint(ScalarType dtype)
+      : folder_(std::filesystem::temp_directory_path() / ("kvkeep_bench_" + std::to_string(::getpid()) + c10::toString(dtype))) {
     const std::int32_t layers = dtype == kFloat32 ? 8 : 16;
     LmConfig config = LmConfig::shape(Architecture::qwen2, layers, 896, 2432, 14, 2, 64, 16384);
     write_random_checkpoint(folder_, config, 1, dtype);

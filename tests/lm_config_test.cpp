@@ -13,9 +13,9 @@ namespace {
 using Json = nlohmann::json;
 
 Json small(const std::string& model_type) {
-  return {{"model_type", model_type}, {"vocab_size", 64},          {"hidden_size", 32},         {"intermediate_size", 48},
-          {"num_hidden_layers", 4},   {"num_attention_heads", 4}, {"num_key_value_heads", 2}, {"head_dim", 8},
-          {"max_position_embeddings", 512}};
+  return {{"model_type", model_type}, {"vocab_size", 64},       {"hidden_size", 32},
+          {"intermediate_size", 48},  {"num_hidden_layers", 4}, {"num_attention_heads", 4},
+          {"num_key_value_heads", 2}, {"head_dim", 8},          {"max_position_embeddings", 512}};
 }
 
 LmConfig parse(const Json& config, const std::string& generation = "") { return LmConfig::parse(config.dump(), generation, "config.json"); }
@@ -33,7 +33,11 @@ void expect_refused(const Json& config, std::initializer_list<const char*> named
 TEST(LmConfig, BothLayoutsOfTransformersGiveTheSameRope) {
   Json old = small("llama"), young = small("llama");
   old["rope_theta"] = 500000.0;
-  old["rope_scaling"] = {{"rope_type", "llama3"}, {"factor", 8.0}, {"low_freq_factor", 1.0}, {"high_freq_factor", 4.0}, {"original_max_position_embeddings", 64}};
+  old["rope_scaling"] = {{"rope_type", "llama3"},
+                         {"factor", 8.0},
+                         {"low_freq_factor", 1.0},
+                         {"high_freq_factor", 4.0},
+                         {"original_max_position_embeddings", 64}};
   young["rope_parameters"] = old["rope_scaling"];
   young["rope_parameters"]["rope_theta"] = 500000.0;
   const LmConfig a = parse(old), b = parse(young);
@@ -78,9 +82,12 @@ TEST(LmConfig, Llama3KeepsShortWavesStretchesLongOnesAndBlendsBetween) {
   const RopeSpec spec = make_rope(rope, 16, 256), plain = make_rope({}, 16, 256);
   for (std::size_t f = 0; f < 8; ++f) {
     const double wave = 2 * 3.14159265358979 / plain.inv_freq[f];
-    if (wave < 64 / 4.0) EXPECT_DOUBLE_EQ(spec.inv_freq[f], plain.inv_freq[f]);
-    else if (wave > 64) EXPECT_DOUBLE_EQ(spec.inv_freq[f], plain.inv_freq[f] / 8);
-    else EXPECT_TRUE(spec.inv_freq[f] > plain.inv_freq[f] / 8 && spec.inv_freq[f] < plain.inv_freq[f]);
+    if (wave < 64 / 4.0)
+      EXPECT_DOUBLE_EQ(spec.inv_freq[f], plain.inv_freq[f]);
+    else if (wave > 64)
+      EXPECT_DOUBLE_EQ(spec.inv_freq[f], plain.inv_freq[f] / 8);
+    else
+      EXPECT_TRUE(spec.inv_freq[f] > plain.inv_freq[f] / 8 && spec.inv_freq[f] < plain.inv_freq[f]);
   }
 }
 

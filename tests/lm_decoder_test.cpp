@@ -57,8 +57,8 @@ Ints counted(std::int32_t first, std::int32_t n) {
 }
 
 // One sequence's tokens in one step, at cache row `row`, behind `length` slots, at logical position `position`.
-Tensor feed(Decoder& decoder, std::span<const LayerCache> cache, const Ints& ids, std::int32_t row, std::int32_t length, std::int32_t position,
-            const StepOptions& options = {}) {
+Tensor feed(Decoder& decoder, std::span<const LayerCache> cache, const Ints& ids, std::int32_t row, std::int32_t length,
+            std::int32_t position, const StepOptions& options = {}) {
   const auto n = static_cast<std::int32_t>(ids.size());
   const Ints indptr{0, n}, positions = counted(position, n), rows{row}, lengths{length};
   return decoder.forward({ids, indptr, positions, rows, lengths}, cache, options);
@@ -66,13 +66,15 @@ Tensor feed(Decoder& decoder, std::span<const LayerCache> cache, const Ints& ids
 
 bool same_bits(const Tensor& a, const Tensor& b) {
   const Tensor x = a.contiguous(), y = b.contiguous();
-  return x.sizes() == y.sizes() && x.scalar_type() == y.scalar_type() && std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
+  return x.sizes() == y.sizes() && x.scalar_type() == y.scalar_type() &&
+         std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
 }
 
 float worst_difference(const Tensor& a, const Tensor& b) {
   EXPECT_EQ(a.sizes(), b.sizes());
   float worst = 0;
-  for (std::int64_t i = 0; i < a.numel(); ++i) worst = std::max(worst, std::abs(a.const_data_ptr<float>()[i] - b.const_data_ptr<float>()[i]));
+  for (std::int64_t i = 0; i < a.numel(); ++i)
+    worst = std::max(worst, std::abs(a.const_data_ptr<float>()[i] - b.const_data_ptr<float>()[i]));
   return worst;
 }
 
@@ -80,13 +82,15 @@ bool all_equal(const Tensor& t, float value) {
   return std::all_of(t.const_data_ptr<float>(), t.const_data_ptr<float>() + t.numel(), [&](float x) { return x == value; });
 }
 
-// ---- A plain second decoder: one sequence, no cache, everything in double, loops as in the textbook ----------------------------------------
+// ---- A plain second decoder: one sequence, no cache, everything in double, loops as in the textbook
+// ----------------------------------------
 
 class PlainDecoder {
  public:
   using Matrix = std::vector<std::vector<double>>;
 
-  PlainDecoder(const fs::path& folder, LmConfig config) : config_(std::move(config)), file_(io::SafetensorsFile::open(folder / "model.safetensors")) {}
+  PlainDecoder(const fs::path& folder, LmConfig config)
+      : config_(std::move(config)), file_(io::SafetensorsFile::open(folder / "model.safetensors")) {}
 
   // logits [n][vocab]
   Matrix run(const Ints& ids) const {
@@ -116,7 +120,9 @@ class PlainDecoder {
     const std::vector<double> flat = vector(name);
     const auto rows = static_cast<std::size_t>(file_.tensor(name).size(0)), columns = flat.size() / rows;
     Matrix m;
-    for (std::size_t r = 0; r < rows; ++r) m.emplace_back(flat.begin() + static_cast<std::ptrdiff_t>(r * columns), flat.begin() + static_cast<std::ptrdiff_t>((r + 1) * columns));
+    for (std::size_t r = 0; r < rows; ++r)
+      m.emplace_back(flat.begin() + static_cast<std::ptrdiff_t>(r * columns),
+                     flat.begin() + static_cast<std::ptrdiff_t>((r + 1) * columns));
     return m;
   }
   static Matrix times(const Matrix& w, const Matrix& x) {
@@ -154,7 +160,8 @@ class PlainDecoder {
     const std::size_t pairs = rope.inv_freq.size();
     for (std::size_t f = 0; f < pairs; ++f) {
       const double angle = static_cast<double>(position) * rope.inv_freq[f];
-      const double c = std::cos(angle) * rope.attention_scaling, s = std::sin(angle) * rope.attention_scaling, a = head[f], b = head[f + pairs];
+      const double c = std::cos(angle) * rope.attention_scaling, s = std::sin(angle) * rope.attention_scaling, a = head[f],
+                   b = head[f + pairs];
       head[f] = a * c - b * s;
       head[f + pairs] = b * c + a * s;
     }
@@ -203,7 +210,8 @@ std::vector<double> flat(const PlainDecoder::Matrix& m) {
   return all;
 }
 
-// ---- Against the plain decoder --------------------------------------------------------------------------------------------------------------
+// ---- Against the plain decoder
+// --------------------------------------------------------------------------------------------------------------
 
 // The model, and 19 tokens of it in steps of 1, 7, 1, 2, 8 against the whole sequence at once.
 void expect_as_plain(const LmConfig& config, ScalarType dtype = kFloat32) {
@@ -224,7 +232,8 @@ void expect_as_plain(const LmConfig& config, ScalarType dtype = kFloat32) {
     done += step;
   }
   double worst = 0, largest = 1;
-  for (std::size_t i = 0; i < expected.size(); ++i) worst = std::max(worst, std::abs(got[i] - expected[i])), largest = std::max(largest, std::abs(expected[i]));
+  for (std::size_t i = 0; i < expected.size(); ++i)
+    worst = std::max(worst, std::abs(got[i] - expected[i])), largest = std::max(largest, std::abs(expected[i]));
   EXPECT_LE(worst / largest, 2e-5);
 }
 
@@ -263,8 +272,10 @@ TEST(Decoder, SlidingLayersSeeTheirWindowOnly) {
 }
 
 TEST(Decoder, ScalesRopeByYarnAndLlama3) {
-  expect_as_plain(LmConfig::shape(Architecture::llama, 2, 32, 48, 4, 2, 16, 64, {.type = RopeConfig::Type::yarn, .factor = 4.0, .original_max = 8}));
-  expect_as_plain(LmConfig::shape(Architecture::llama, 2, 32, 48, 4, 2, 16, 64, {.type = RopeConfig::Type::llama3, .factor = 8.0, .original_max = 8}));
+  expect_as_plain(
+      LmConfig::shape(Architecture::llama, 2, 32, 48, 4, 2, 16, 64, {.type = RopeConfig::Type::yarn, .factor = 4.0, .original_max = 8}));
+  expect_as_plain(
+      LmConfig::shape(Architecture::llama, 2, 32, 48, 4, 2, 16, 64, {.type = RopeConfig::Type::llama3, .factor = 8.0, .original_max = 8}));
 }
 
 TEST(Decoder, ReadsShardsAsItReadsOneFile) {
@@ -277,7 +288,8 @@ TEST(Decoder, ReadsShardsAsItReadsOneFile) {
   EXPECT_TRUE(same_bits(feed(a, x, {1, 2, 3}, 0, 0, 0), feed(b, y, {1, 2, 3}, 0, 0, 0)));
 }
 
-// ---- The law: a sequence's bits depend on itself alone --------------------------------------------------------------------------------------
+// ---- The law: a sequence's bits depend on itself alone
+// --------------------------------------------------------------------------------------
 
 class DecoderLaw : public ::testing::TestWithParam<ScalarType> {
  protected:
@@ -290,7 +302,8 @@ class DecoderLaw : public ::testing::TestWithParam<ScalarType> {
   Folder folder_;
   std::unique_ptr<Decoder> decoder_;
 };
-INSTANTIATE_TEST_SUITE_P(Dtypes, DecoderLaw, ::testing::Values(kFloat32, kFloat16, kBFloat16), [](const auto& one) { return std::string(c10::toString(one.param)); });
+INSTANTIATE_TEST_SUITE_P(Dtypes, DecoderLaw, ::testing::Values(kFloat32, kFloat16, kBFloat16),
+                         [](const auto& one) { return std::string(c10::toString(one.param)); });
 
 TEST_P(DecoderLaw, NoSequenceEntersAnothersResult) {  // B4, B14
   constexpr std::int32_t kSequences = 4, kCapacity = 64;
@@ -298,7 +311,8 @@ TEST_P(DecoderLaw, NoSequenceEntersAnothersResult) {  // B4, B14
   std::vector<Ints> ids;
   for (std::int32_t s = 0; s < kSequences; ++s) ids.push_back(random_ids(kCapacity, 90, static_cast<std::uint32_t>(s)));
 
-  const auto together = decoder_->make_cache(kSequences, kCapacity, GetParam()), alone = decoder_->make_cache(kSequences, kCapacity, GetParam());
+  const auto together = decoder_->make_cache(kSequences, kCapacity, GetParam()),
+             alone = decoder_->make_cache(kSequences, kCapacity, GetParam());
   const Ints rows{2, 0, 3, 1};
   Ints done(kSequences, 0);
   for (std::size_t step = 0; step < 3; ++step) {
@@ -317,10 +331,12 @@ TEST_P(DecoderLaw, NoSequenceEntersAnothersResult) {  // B4, B14
     for (std::int32_t s = 0; s < kSequences; ++s) {
       const auto i = static_cast<std::size_t>(s);
       options.on_layer = [&](const LayerSight& sight) { queries_alone[static_cast<std::size_t>(sight.layer)] = sight.queries.clone(); };
-      const Tensor single = feed(*decoder_, alone, {ids[i].begin() + done[i], ids[i].begin() + done[i] + parts[i][step]}, rows[i], done[i], done[i], options);
+      const Tensor single =
+          feed(*decoder_, alone, {ids[i].begin() + done[i], ids[i].begin() + done[i] + parts[i][step]}, rows[i], done[i], done[i], options);
       EXPECT_TRUE(same_bits(batch.narrow(0, s, 1), single)) << "step " << step << " sequence " << s;
       for (std::size_t l = 0; l < 3; ++l)
-        EXPECT_TRUE(same_bits(queries_together[l].narrow(0, indptr[i], parts[i][step]), queries_alone[l])) << "step " << step << " sequence " << s;
+        EXPECT_TRUE(same_bits(queries_together[l].narrow(0, indptr[i], parts[i][step]), queries_alone[l]))
+            << "step " << step << " sequence " << s;
       done[i] += parts[i][step];
     }
   }
@@ -359,12 +375,14 @@ TEST_P(DecoderLaw, TheNumberOfThreadsChangesNoBit) {
   for (std::size_t i = 2; i < results.size(); ++i) EXPECT_TRUE(same_bits(results[i], results[i % 2])) << i;
 }
 
-// ---- Cut caches -----------------------------------------------------------------------------------------------------------------------------
+// ---- Cut caches
+// -----------------------------------------------------------------------------------------------------------------------------
 
 // Keeps `slots` of every layer and head of a cache row, in order, as an eviction would.
 void keep_slots(std::span<const LayerCache> cache, std::int64_t row, std::int64_t layer, std::int64_t head, const Ints& slots) {
   for (const Tensor& side : {cache[static_cast<std::size_t>(layer)].keys, cache[static_cast<std::size_t>(layer)].values})
-    for (std::size_t to = 0; to < slots.size(); ++to) side[row][head][static_cast<std::int64_t>(to)].copy_(side[row][head][slots[to]].clone());
+    for (std::size_t to = 0; to < slots.size(); ++to)
+      side[row][head][static_cast<std::int64_t>(to)].copy_(side[row][head][slots[to]].clone());
 }
 
 class CutCache : public ::testing::Test {
@@ -464,7 +482,8 @@ TEST_F(CutCache, HonoursTheStridesOfTheCallersCache) {  // B25
   const Ints ids = random_ids(9, 80, 3);
   EXPECT_TRUE(same_bits(feed(*decoder_, plain, ids, 1, 0, 0), feed(*decoder_, strided, ids, 1, 0, 0)));
   EXPECT_TRUE(same_bits(feed(*decoder_, plain, {7}, 1, 9, 9), feed(*decoder_, strided, {7}, 1, 9, 9)));
-  for (std::size_t l = 0; l < 3; ++l) EXPECT_TRUE(same_bits(plain[l].keys, strided[l].keys) && same_bits(plain[l].values, strided[l].values));
+  for (std::size_t l = 0; l < 3; ++l)
+    EXPECT_TRUE(same_bits(plain[l].keys, strided[l].keys) && same_bits(plain[l].values, strided[l].values));
 }
 
 TEST_F(CutCache, DoesNotReadWhatLiesBehindItsLength) {  // B20, B24
@@ -476,12 +495,14 @@ TEST_F(CutCache, DoesNotReadWhatLiesBehindItsLength) {  // B20, B24
   EXPECT_TRUE(std::isnan(dirty[0].keys[0][0][5][0].item<float>()));
 }
 
-// ---- What is refused ------------------------------------------------------------------------------------------------------------------------
+// ---- What is refused
+// ------------------------------------------------------------------------------------------------------------------------
 
 TEST_F(CutCache, RefusesABadStepBeforeAnythingIsWritten) {
   const auto cache = decoder_->make_cache(2, 8);
   for (const LayerCache& layer : cache) layer.keys.fill_(7), layer.values.fill_(7);
-  const auto refused = [&](const Ints& ids, const Ints& indptr, const Ints& positions, const Ints& rows, const Ints& lengths, const char* named) {
+  const auto refused = [&](const Ints& ids, const Ints& indptr, const Ints& positions, const Ints& rows, const Ints& lengths,
+                           const char* named) {
     try {
       (void)decoder_->forward({ids, indptr, positions, rows, lengths}, cache);
       ADD_FAILURE() << "accepted, should name " << named;
@@ -535,7 +556,8 @@ TEST(DecoderFolder, RefusesWeightsThatDoNotFitTheConfig) {
   const Folder folder;
   write_random_checkpoint(folder.path, config, 5);
   const io::SafetensorsFile good = io::SafetensorsFile::open(folder.path / "model.safetensors");
-  const auto refused = [&](const std::string& damaged, const std::function<Tensor(const Tensor&)>& damage, std::initializer_list<const char*> named) {
+  const auto refused = [&](const std::string& damaged, const std::function<Tensor(const Tensor&)>& damage,
+                           std::initializer_list<const char*> named) {
     const Folder other;
     fs::copy(folder.path / "config.json", other.path / "config.json");
     std::vector<std::pair<std::string, Tensor>> tensors;

@@ -64,7 +64,8 @@ TEST_P(GoldenDecoder, ComputesWhatTheModelComputesOrRefusesWithItsName) {
       (void)Decoder::open(golden.model());
       FAIL() << "accepted";
     } catch (const Error& error) {
-      for (const std::string name : golden.about["message_should_name"]) EXPECT_NE(std::string(error.what()).find(name), std::string::npos) << error.what();
+      for (const std::string name : golden.about["message_should_name"])
+        EXPECT_NE(std::string(error.what()).find(name), std::string::npos) << error.what();
     }
     return;
   }

@@ -23,14 +23,18 @@ namespace fs = std::filesystem;
 
 class Safetensors : public ::testing::Test {
  protected:
-  Safetensors() : folder_(fs::temp_directory_path() / text("kvkeep_safetensors_", ::getpid(), "_", ::testing::UnitTest::GetInstance()->current_test_info()->name())) {
+  Safetensors()
+      : folder_(fs::temp_directory_path() /
+                text("kvkeep_safetensors_", ::getpid(), "_", ::testing::UnitTest::GetInstance()->current_test_info()->name())) {
     fs::create_directories(folder_);
   }
   ~Safetensors() override {
     std::error_code ignored;
     fs::remove_all(folder_, ignored);
   }
-  [[nodiscard]] std::size_t files() const { return static_cast<std::size_t>(std::distance(fs::directory_iterator(folder_), fs::directory_iterator())); }
+  [[nodiscard]] std::size_t files() const {
+    return static_cast<std::size_t>(std::distance(fs::directory_iterator(folder_), fs::directory_iterator()));
+  }
 
   fs::path folder_;
 };
@@ -62,7 +66,8 @@ void expect_refused(const std::string& bytes, std::initializer_list<const char*>
 TEST_F(Safetensors, ComeBackBitForBitInEveryDtype) {
   std::vector<std::pair<std::string, Tensor>> tensors;
   using S = ScalarType;
-  for (const S dtype : {S::Double, S::Float, S::Half, S::BFloat16, S::Long, S::Int, S::Short, S::Char, S::Byte, S::Bool, S::UInt16, S::UInt32, S::UInt64})
+  for (const S dtype :
+       {S::Double, S::Float, S::Half, S::BFloat16, S::Long, S::Int, S::Short, S::Char, S::Byte, S::Bool, S::UInt16, S::UInt32, S::UInt64})
     tensors.emplace_back(c10::toString(dtype), at::arange(3, 24, at::TensorOptions(S::Int)).reshape({3, 7}).to(dtype));
   tensors.emplace_back("empty", at::zeros({0, 4}, at::TensorOptions(S::Half)));
   tensors.emplace_back("scalar", at::ones({}, at::TensorOptions(S::Float)));
@@ -82,7 +87,8 @@ TEST_F(Safetensors, ComeBackBitForBitInEveryDtype) {
 }
 
 TEST_F(Safetensors, AreWrittenTheSameTwiceWithAnAlignedHeader) {
-  const std::vector<std::pair<std::string, Tensor>> tensors{{"b", at::ones({3}, at::TensorOptions(ScalarType::Byte))}, {"a", at::ones({2, 2}, at::TensorOptions(kFloat32)).t()}};
+  const std::vector<std::pair<std::string, Tensor>> tensors{{"b", at::ones({3}, at::TensorOptions(ScalarType::Byte))},
+                                                            {"a", at::ones({2, 2}, at::TensorOptions(kFloat32)).t()}};
   write_safetensors(folder_ / "1", tensors);
   write_safetensors(folder_ / "2", tensors);
   const auto bytes = [](const fs::path& path) {
@@ -95,7 +101,8 @@ TEST_F(Safetensors, AreWrittenTheSameTwiceWithAnAlignedHeader) {
 }
 
 TEST_F(Safetensors, TensorsOutliveTheFileObjectAndMisalignedDataIsCopied) {
-  const std::string header = R"({"odd":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"x":{"dtype":"F32","shape":[2],"data_offsets":[1,9]}})";
+  const std::string header =
+      R"({"odd":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"x":{"dtype":"F32","shape":[2],"data_offsets":[1,9]}})";
   Tensor x;
   {
     const SafetensorsFile file = SafetensorsFile::from_bytes(file_of(header, 9));
@@ -140,7 +147,9 @@ TEST_F(Safetensors, RefuseALyingTensorByName) {
 
 TEST_F(Safetensors, RefuseOverlapsHolesAndBytesOfNobody) {
   const auto two = [](const char* a, const char* b, std::size_t bytes) {
-    return file_of(std::string(R"({"a":{"dtype":"U8","shape":[4],"data_offsets":)") + a + R"(},"b":{"dtype":"U8","shape":[4],"data_offsets":)" + b + "}}", bytes);
+    return file_of(std::string(R"({"a":{"dtype":"U8","shape":[4],"data_offsets":)") + a +
+                       R"(},"b":{"dtype":"U8","shape":[4],"data_offsets":)" + b + "}}",
+                   bytes);
   };
   EXPECT_EQ(refusal(two("[4,8]", "[0,4]", 8)), "");
   expect_refused(two("[0,4]", "[2,6]", 6), {"'b'", "overlap"});
@@ -161,7 +170,8 @@ TEST_F(Safetensors, RefuseNamesAndFieldsSaidTwice) {
 
 TEST_F(Safetensors, EveryTruncationOfAFileIsRefused) {
   const fs::path path = folder_ / "whole.safetensors";
-  write_safetensors(path, {{"a", at::ones({5}, at::TensorOptions(kFloat32))}, {"b", at::ones({3, 3}, at::TensorOptions(kFloat16))}}, {{"k", "v"}});
+  write_safetensors(path, {{"a", at::ones({5}, at::TensorOptions(kFloat32))}, {"b", at::ones({3, 3}, at::TensorOptions(kFloat16))}},
+                    {{"k", "v"}});
   std::ifstream in(path, std::ios::binary);
   const std::string whole{std::istreambuf_iterator<char>(in), {}};
   ASSERT_EQ(refusal(whole), "");

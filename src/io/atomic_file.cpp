@@ -34,7 +34,8 @@ int list_unfinished(const std::string& path) {
     file.state.store(kListed);
     return static_cast<int>(i);
   }
-  refuse<StateError>("write file: more than ", unfinished_files.size(), " files are being written at once; allowed ", unfinished_files.size());
+  refuse<StateError>("write file: more than ", unfinished_files.size(), " files are being written at once; allowed ",
+                     unfinished_files.size());
 }
 
 void unlist(int slot) {
@@ -66,7 +67,8 @@ AtomicFile::AtomicFile(const fs::path& path) : path_(through_links(path)) {
   require(path_.has_filename(), "write file: '", path.string(), "' names no file; allowed a path that ends in a file name");
   std::error_code error;
   const fs::file_status there = fs::status(path_, error);
-  require(!fs::exists(there) || fs::is_regular_file(there), "write file: '", path.string(), "' is there and is not a regular file; allowed a file or a new name");
+  require(!fs::exists(there) || fs::is_regular_file(there), "write file: '", path.string(),
+          "' is there and is not a regular file; allowed a file or a new name");
   const fs::path temporary = folder_of(path_) / text(".", path_.filename().string(), ".", ::getpid(), "-", count++, ".unfinished");
   temporary_ = temporary.string();
   require(temporary_.size() < unfinished_files[0].path.size(), "write file: the path of '", path.string(), "' is too long");
@@ -100,7 +102,8 @@ void AtomicFile::write(const void* data, std::size_t bytes) {
 
 void AtomicFile::commit() {
   require<Error>(::fsync(descriptor_) == 0, "write file: syncing '", path_.string(), "' failed (", reason(), ")");
-  require<Error>(::rename(temporary_.c_str(), path_.c_str()) == 0, "write file: putting '", path_.string(), "' in place failed (", reason(), ")");
+  require<Error>(::rename(temporary_.c_str(), path_.c_str()) == 0, "write file: putting '", path_.string(), "' in place failed (", reason(),
+                 ")");
   ::close(descriptor_);
   descriptor_ = -1;
   unlist(slot_);

@@ -72,7 +72,8 @@ Json parse_header(std::string_view header, const std::string& where) {
     if (event == Json::parse_event_t::object_end) open_objects.pop_back();
     if (event == Json::parse_event_t::key) {
       const auto name = parsed.get<std::string>();
-      require(open_objects.back().insert(name).second, "read safetensors: ", where, " names '", name, "' twice in its header; allowed once");
+      require(open_objects.back().insert(name).second, "read safetensors: ", where, " names '", name,
+              "' twice in its header; allowed once");
     }
     return true;
   };
@@ -96,14 +97,17 @@ std::map<std::string, std::string> parse_metadata(const Json& metadata, const st
 }
 
 // One sentence's beginning for everything that can be wrong with one tensor.
-std::string tensor_in(const std::string& name, const std::string& where) { return text("read safetensors: tensor '", name, "' in ", where, " "); }
+std::string tensor_in(const std::string& name, const std::string& where) {
+  return text("read safetensors: tensor '", name, "' in ", where, " ");
+}
 
 std::vector<std::uint64_t> whole_numbers(const Json& list, const std::string& subject, std::string_view field) {
   require(list.is_array(), subject, "has no list ", field, "; allowed a list of whole numbers");
   std::vector<std::uint64_t> numbers;
   numbers.reserve(list.size());
   for (const Json& item : list) {
-    require(item.is_number_unsigned(), subject, "has ", item.dump(-1, ' ', false, Json::error_handler_t::replace), " in ", field, "; allowed whole numbers from 0");
+    require(item.is_number_unsigned(), subject, "has ", item.dump(-1, ' ', false, Json::error_handler_t::replace), " in ", field,
+            "; allowed whole numbers from 0");
     numbers.push_back(item.get<std::uint64_t>());
   }
   return numbers;
@@ -140,7 +144,8 @@ struct SafetensorsFile::Bytes {
   static std::shared_ptr<const Bytes> of_file(const std::filesystem::path& path) {
     const std::string where = path.string();
     const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-    require(descriptor >= 0, "read safetensors: cannot open ", where, " (", std::system_category().message(errno), "); allowed a file that can be read");
+    require(descriptor >= 0, "read safetensors: cannot open ", where, " (", std::system_category().message(errno),
+            "); allowed a file that can be read");
     struct stat status {};
     const bool regular = ::fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode);
     auto bytes = std::make_shared<Bytes>();
@@ -151,7 +156,8 @@ struct SafetensorsFile::Bytes {
     }
     ::close(descriptor);
     require(regular, "read safetensors: ", where, " is not a regular file");
-    require(bytes->mapping != nullptr || bytes->size == 0, "read safetensors: cannot map ", where, " (", std::system_category().message(errno), ")");
+    require(bytes->mapping != nullptr || bytes->size == 0, "read safetensors: cannot map ", where, " (",
+            std::system_category().message(errno), ")");
     bytes->data = static_cast<const std::byte*>(bytes->mapping);
     return bytes;
   }
@@ -168,16 +174,21 @@ struct SafetensorsFile::Bytes {
 
 SafetensorsFile SafetensorsFile::open(const std::filesystem::path& path) { return parse(Bytes::of_file(path), path.string()); }
 
-SafetensorsFile SafetensorsFile::from_bytes(std::string_view bytes, std::string name) { return parse(Bytes::copy_of(bytes), std::move(name)); }
+SafetensorsFile SafetensorsFile::from_bytes(std::string_view bytes, std::string name) {
+  return parse(Bytes::copy_of(bytes), std::move(name));
+}
 
 SafetensorsFile SafetensorsFile::parse(std::shared_ptr<const Bytes> bytes, std::string where) {
-  require(bytes->size >= kLengthBytes, "read safetensors: ", where, " has ", bytes->size, " bytes; allowed 8 or more (the header's length comes first)");
+  require(bytes->size >= kLengthBytes, "read safetensors: ", where, " has ", bytes->size,
+          " bytes; allowed 8 or more (the header's length comes first)");
   const std::uint64_t header_bytes = little_endian_length(bytes->data);
-  require(header_bytes <= kLongestHeader, "read safetensors: ", where, " says its header has ", header_bytes, " bytes; allowed at most ", kLongestHeader);
-  require(header_bytes <= bytes->size - kLengthBytes, "read safetensors: ", where, " says its header has ", header_bytes, " bytes, but only ",
-          bytes->size - kLengthBytes, " follow; is the file truncated?");
+  require(header_bytes <= kLongestHeader, "read safetensors: ", where, " says its header has ", header_bytes, " bytes; allowed at most ",
+          kLongestHeader);
+  require(header_bytes <= bytes->size - kLengthBytes, "read safetensors: ", where, " says its header has ", header_bytes,
+          " bytes, but only ", bytes->size - kLengthBytes, " follow; is the file truncated?");
   const std::string_view header(reinterpret_cast<const char*>(bytes->data) + kLengthBytes, header_bytes);
-  require(!header.empty() && header.front() == '{', "read safetensors: the header of ", where, " does not begin with '{'; allowed one JSON object");
+  require(!header.empty() && header.front() == '{', "read safetensors: the header of ", where,
+          " does not begin with '{'; allowed one JSON object");
 
   SafetensorsFile file;
   file.where_ = std::move(where);
@@ -191,7 +202,8 @@ SafetensorsFile SafetensorsFile::parse(std::shared_ptr<const Bytes> bytes, std::
       continue;
     }
     const std::string subject = tensor_in(name, file.where_);
-    require(described.is_object() && described.size() == 3 && described.contains("dtype") && described.contains("shape") && described.contains("data_offsets"),
+    require(described.is_object() && described.size() == 3 && described.contains("dtype") && described.contains("shape") &&
+                described.contains("data_offsets"),
             subject, "is not described by exactly dtype, shape and data_offsets");
     const Json& dtype_name = described["dtype"];
     require(dtype_name.is_string(), subject, "has a dtype that is not a string; allowed ", kAllowedDtypes);
@@ -201,10 +213,13 @@ SafetensorsFile SafetensorsFile::parse(std::shared_ptr<const Bytes> bytes, std::
     require(shape.size() <= kMostDimensions, subject, "has ", shape.size(), " dimensions; allowed at most ", kMostDimensions);
     const std::vector<std::uint64_t> offsets = whole_numbers(described["data_offsets"], subject, "data_offsets");
     require(offsets.size() == 2 && offsets[0] <= offsets[1], subject, "has data_offsets that are not [begin, end] with begin <= end");
-    require(offsets[1] <= file.data_bytes_, subject, "ends at byte ", offsets[1], " of the data, but the file holds ", file.data_bytes_, "; is it truncated?");
+    require(offsets[1] <= file.data_bytes_, subject, "ends at byte ", offsets[1], " of the data, but the file holds ", file.data_bytes_,
+            "; is it truncated?");
     const std::uint64_t expected = bytes_of_shape(shape, c10::elementSize(*dtype), subject);
-    require(offsets[1] - offsets[0] == expected, subject, "has ", offsets[1] - offsets[0], " bytes by its data_offsets but ", expected, " by its dtype and shape");
-    file.entries_.push_back({name, *dtype, {shape.begin(), shape.end()}, static_cast<std::size_t>(offsets[0]), static_cast<std::size_t>(expected)});
+    require(offsets[1] - offsets[0] == expected, subject, "has ", offsets[1] - offsets[0], " bytes by its data_offsets but ", expected,
+            " by its dtype and shape");
+    file.entries_.push_back(
+        {name, *dtype, {shape.begin(), shape.end()}, static_cast<std::size_t>(offsets[0]), static_cast<std::size_t>(expected)});
   }
 
   std::stable_sort(file.entries_.begin(), file.entries_.end(),
@@ -212,13 +227,13 @@ SafetensorsFile SafetensorsFile::parse(std::shared_ptr<const Bytes> bytes, std::
   std::size_t covered = 0;
   for (std::size_t i = 0; i < file.entries_.size(); ++i) {
     const Entry& entry = file.entries_[i];
-    require(entry.begin == covered, tensor_in(entry.name, file.where_), "begins at byte ", entry.begin, " of the data where the one before it ends at ", covered,
-            "; allowed no overlap and no hole");
+    require(entry.begin == covered, tensor_in(entry.name, file.where_), "begins at byte ", entry.begin,
+            " of the data where the one before it ends at ", covered, "; allowed no overlap and no hole");
     covered = entry.begin + entry.bytes;
     file.by_name_[entry.name] = i;
   }
-  require(covered == file.data_bytes_, "read safetensors: the tensors of ", file.where_, " cover ", covered, " bytes, but ", file.data_bytes_,
-          " follow the header; allowed no bytes that belong to no tensor");
+  require(covered == file.data_bytes_, "read safetensors: the tensors of ", file.where_, " cover ", covered, " bytes, but ",
+          file.data_bytes_, " follow the header; allowed no bytes that belong to no tensor");
   return file;
 }
 
@@ -236,7 +251,8 @@ Tensor SafetensorsFile::tensor(std::string_view name) const {
     return copy;
   }
   // from_blob wants a pointer it may write through; nothing here does, and the pages would refuse it.
-  return at::from_blob(const_cast<std::byte*>(data), entry.shape, [keep = bytes_](void*) {}, options);
+  return at::from_blob(
+      const_cast<std::byte*>(data), entry.shape, [keep = bytes_](void*) {}, options);
 }
 
 std::vector<std::string> SafetensorsFile::names() const {
@@ -269,16 +285,18 @@ void write_safetensors(const std::filesystem::path& path, const std::vector<std:
     require(names.insert(name).second, "write safetensors: the name '", name, "' is given twice or reserved (", path.string(), ")");
     require(tensor.defined(), "write safetensors: tensor '", name, "' is undefined (", path.string(), ")");
     const std::optional<std::string_view> dtype = name_of(tensor.scalar_type());
-    require(dtype.has_value(), "write safetensors: tensor '", name, "' has dtype ", c10::toString(tensor.scalar_type()), "; allowed ", kAllowedDtypes);
+    require(dtype.has_value(), "write safetensors: tensor '", name, "' has dtype ", c10::toString(tensor.scalar_type()), "; allowed ",
+            kAllowedDtypes);
     data.push_back(tensor.cpu().contiguous());
     const std::size_t end = begin + data.back().nbytes();
-    header += text(header.back() == '{' ? "" : ",", quoted(name), ":{\"dtype\":\"", *dtype, "\",\"shape\":", Json(data.back().sizes().vec()).dump(),
-                   ",\"data_offsets\":[", begin, ",", end, "]}");
+    header += text(header.back() == '{' ? "" : ",", quoted(name), ":{\"dtype\":\"", *dtype,
+                   "\",\"shape\":", Json(data.back().sizes().vec()).dump(), ",\"data_offsets\":[", begin, ",", end, "]}");
     begin = end;
   }
   header += "}";
   header.append((kLengthBytes - header.size() % kLengthBytes) % kLengthBytes, ' ');
-  require(header.size() <= kLongestHeader, "write safetensors: the header of ", path.string(), " would have ", header.size(), " bytes; allowed ", kLongestHeader);
+  require(header.size() <= kLongestHeader, "write safetensors: the header of ", path.string(), " would have ", header.size(),
+          " bytes; allowed ", kLongestHeader);
 
   std::array<char, kLengthBytes> length{};
   for (std::size_t i = 0; i < kLengthBytes; ++i) length[i] = static_cast<char>(header.size() >> (8 * i) & 0xff);

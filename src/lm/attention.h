@@ -13,7 +13,7 @@ namespace kvkeep::lm::detail {
 struct AttentionRow {
   std::int64_t first_token = 0;  ///< of the sequence, in the step
   std::int64_t new_tokens = 0;
-  std::int64_t slots_before = 0;          ///< in use before the step; token i sits at slot slots_before + i
+  std::int64_t slots_before = 0;  ///< in use before the step; token i sits at slot slots_before + i
   std::int64_t kv_head = 0;
   Rows keys, values;                      ///< the row's slots
   const std::uint8_t* visible = nullptr;  ///< [slots_before], 0 hides the slot; null: all visible
@@ -23,7 +23,7 @@ struct AttentionRow {
 struct AttentionShape {
   std::int64_t query_heads = 0, group = 0, key_dim = 0, value_dim = 0;
   float scale = 1.0F;
-  std::int64_t window = 0;          ///< positions a sliding layer sees, itself included; 0: all
+  std::int64_t window = 0;                  ///< positions a sliding layer sees, itself included; 0: all
   const std::int32_t* positions = nullptr;  ///< [n_tokens] logical, of the step's tokens
 };
 

@@ -50,10 +50,14 @@ RopeConfig::Type rope_type_called(const std::string& name, const std::string& wh
 
 std::string name_of(RopeConfig::Type type) {
   switch (type) {
-    case RopeConfig::Type::linear: return "linear";
-    case RopeConfig::Type::llama3: return "llama3";
-    case RopeConfig::Type::yarn: return "yarn";
-    default: return "default";
+    case RopeConfig::Type::linear:
+      return "linear";
+    case RopeConfig::Type::llama3:
+      return "llama3";
+    case RopeConfig::Type::yarn:
+      return "yarn";
+    default:
+      return "default";
   }
 }
 
@@ -62,8 +66,8 @@ std::string name_of(RopeConfig::Type type) {
 double rope_theta(const ConfigFields& config, const ConfigFields* scaling) {
   const std::optional<double> outer = config.number("rope_theta");
   const std::optional<double> inner = scaling != nullptr ? scaling->number("rope_theta") : std::nullopt;
-  require(!outer || !inner || *outer == *inner, "read config: ", config.where(), " has rope_theta ", outer.value_or(0), " at the top and ", inner.value_or(0),
-          " in ", scaling != nullptr ? scaling->where() : "", "; allowed one value");
+  require(!outer || !inner || *outer == *inner, "read config: ", config.where(), " has rope_theta ", outer.value_or(0), " at the top and ",
+          inner.value_or(0), " in ", scaling != nullptr ? scaling->where() : "", "; allowed one value");
   return inner ? *inner : outer.value_or(10000.0);
 }
 
@@ -134,13 +138,16 @@ std::vector<LayerSpec> read_layers(const ConfigFields& config, Architecture arch
       if (has_window && l >= first_sliding) layers[static_cast<std::size_t>(l)] = {LayerKind::sliding, window, -1};
     return layers;
   }
-  require(types->is_array() && types->size() == layers.size(), "read config: layer_types of ", config.where(), " must list ", count, " layers");
+  require(types->is_array() && types->size() == layers.size(), "read config: layer_types of ", config.where(), " must list ", count,
+          " layers");
   for (std::size_t l = 0; l < layers.size(); ++l) {
     const Json& type = (*types)[l];
     if (type == "full_attention") continue;
-    require<Unsupported>(type == "sliding_attention", "read config: layer ", l, " of ", config.where(), " is of type ", type.dump(-1, ' ', false, Json::error_handler_t::replace),
+    require<Unsupported>(type == "sliding_attention", "read config: layer ", l, " of ", config.where(), " is of type ",
+                         type.dump(-1, ' ', false, Json::error_handler_t::replace),
                          "; the decoder has code for full_attention and sliding_attention");
-    require(has_window, "read config: layer ", l, " of ", config.where(), " slides, but the file sets no use_sliding_window and sliding_window");
+    require(has_window, "read config: layer ", l, " of ", config.where(),
+            " slides, but the file sets no use_sliding_window and sliding_window");
     layers[l] = {LayerKind::sliding, window, -1};
   }
   return layers;
@@ -161,7 +168,8 @@ std::optional<std::vector<std::int32_t>> read_end_tokens(const ConfigFields& fie
   std::vector<std::int32_t> tokens;
   for (const Json& token : list) {
     const bool fits = token.is_number_integer() && token.get<std::int64_t>() >= 0 && token.get<std::int64_t>() <= INT32_MAX;
-    require(fits, "read config: ", fields.where(), " has eos_token_id ", value->dump(-1, ' ', false, Json::error_handler_t::replace), "; allowed a token or a list of tokens");
+    require(fits, "read config: ", fields.where(), " has eos_token_id ", value->dump(-1, ' ', false, Json::error_handler_t::replace),
+            "; allowed a token or a list of tokens");
     tokens.push_back(token.get<std::int32_t>());
   }
   return tokens;
@@ -180,12 +188,12 @@ void set_biases(LmConfig& model, bool attention_bias, bool mlp_bias) {
 bool LmConfig::ends(std::int32_t token) const { return std::find(end_tokens.begin(), end_tokens.end(), token) != end_tokens.end(); }
 
 void LmConfig::check() const {
-  require(vocab >= 1 && hidden >= 1 && intermediate >= 1, "model config: vocab, hidden and intermediate must be positive; given ", vocab, ", ", hidden, ", ",
-          intermediate);
+  require(vocab >= 1 && hidden >= 1 && intermediate >= 1, "model config: vocab, hidden and intermediate must be positive; given ", vocab,
+          ", ", hidden, ", ", intermediate);
   require(std::isfinite(rms_eps) && rms_eps >= 0, "model config: rms_norm_eps must be finite and not negative; given ", rms_eps);
   require(max_positions >= 1, "model config: max_position_embeddings must be positive; given ", max_positions);
-  require(spec.key_dim == spec.value_dim && spec.key_dim % 2 == 0, "model config: head_dim must be even and the same for keys and values; given ", spec.key_dim,
-          " and ", spec.value_dim);
+  require(spec.key_dim == spec.value_dim && spec.key_dim % 2 == 0,
+          "model config: head_dim must be even and the same for keys and values; given ", spec.key_dim, " and ", spec.value_dim);
   spec.check();
 }
 
@@ -216,8 +224,8 @@ LmConfig LmConfig::parse(std::string_view config_text, std::string_view generati
   spec.query_heads = config.size("num_attention_heads");
   spec.kv_heads = config.size("num_key_value_heads", spec.query_heads);
   const bool head_dim_given = config.find("head_dim") != nullptr || model.architecture == Architecture::qwen3;
-  require(head_dim_given || model.hidden % spec.query_heads == 0, "read config: ", where, " has no head_dim, and hidden_size ", model.hidden,
-          " is not a multiple of num_attention_heads ", spec.query_heads);
+  require(head_dim_given || model.hidden % spec.query_heads == 0, "read config: ", where, " has no head_dim, and hidden_size ",
+          model.hidden, " is not a multiple of num_attention_heads ", spec.query_heads);
   // transformers' Qwen3 does not derive head_dim: it is 128 unless the file says otherwise.
   spec.key_dim = config.size("head_dim", model.architecture == Architecture::qwen3 ? 128 : model.hidden / spec.query_heads);
   spec.value_dim = spec.key_dim;
@@ -235,8 +243,8 @@ LmConfig LmConfig::parse(std::string_view config_text, std::string_view generati
   return model;
 }
 
-LmConfig LmConfig::shape(Architecture architecture, std::int32_t layers, std::int32_t hidden, std::int32_t intermediate, std::int32_t query_heads,
-                         std::int32_t kv_heads, std::int32_t head_dim, std::int32_t vocab, RopeConfig rope) {
+LmConfig LmConfig::shape(Architecture architecture, std::int32_t layers, std::int32_t hidden, std::int32_t intermediate,
+                         std::int32_t query_heads, std::int32_t kv_heads, std::int32_t head_dim, std::int32_t vocab, RopeConfig rope) {
   LmConfig model;
   model.architecture = architecture;
   model.vocab = vocab;

@@ -67,7 +67,8 @@ class ConfigFields {
 
  private:
   [[nodiscard]] std::string complaint(const char* name, const nlohmann::json& value) const {
-    return text("read config: ", where_, " has ", name, " = ", value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace), "; allowed ");
+    return text("read config: ", where_, " has ", name, " = ", value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace),
+                "; allowed ");
   }
   [[nodiscard]] std::int32_t checked_size(const char* name, std::int64_t value) const {
     require(value >= 1 && value <= INT32_MAX, "read config: ", where_, " has ", name, " = ", value, "; allowed 1 to ", INT32_MAX);

@@ -84,7 +84,8 @@ struct Decoder::Workspace {
 Decoder::Decoder(LmConfig config, Weights weights)
     : config_(std::move(config)), weights_(std::move(weights)), workspace_(std::make_unique<Workspace>()) {
   config_.check();
-  require(weights_.layers.size() == config_.spec.layers.size(), "decoder: weights of ", weights_.layers.size(), " layers for a config of ", config_.num_layers());
+  require(weights_.layers.size() == config_.spec.layers.size(), "decoder: weights of ", weights_.layers.size(), " layers for a config of ",
+          config_.num_layers());
 }
 Decoder::~Decoder() = default;
 Decoder::Decoder(Decoder&&) noexcept = default;
@@ -144,7 +145,8 @@ class Decoder::Pass {
       const LayerWeights& weights = weights_.layers[static_cast<std::size_t>(layer)];
       project_and_store(layer, weights);
       if (options_.on_layer)
-        options_.on_layer({layer, at::from_blob(work_.queries.data(), {tokens_, spec_.query_heads, spec_.key_dim}, at::TensorOptions(kFloat32))});
+        options_.on_layer(
+            {layer, at::from_blob(work_.queries.data(), {tokens_, spec_.query_heads, spec_.key_dim}, at::TensorOptions(kFloat32))});
       attend(layer);
       add_product(weights.o, work_.attended.data(), 0, tokens_);
       feed_forward(weights);
@@ -158,7 +160,9 @@ class Decoder::Pass {
     sized(work_.normed, tokens_ * config_.hidden);
     sized(work_.projected, tokens_ * config_.hidden);
     const Rows embedding = rows_of(weights_.embedding);
-    for_tokens(tokens_, config_.hidden, [&](std::int64_t i) { widen_row(embedding.from(step_.ids[static_cast<std::size_t>(i)]), config_.hidden, hidden + i * config_.hidden); });
+    for_tokens(tokens_, config_.hidden, [&](std::int64_t i) {
+      widen_row(embedding.from(step_.ids[static_cast<std::size_t>(i)]), config_.hidden, hidden + i * config_.hidden);
+    });
   }
 
   // cos and sin per token, for all layers.
@@ -166,13 +170,16 @@ class Decoder::Pass {
     const std::int64_t pairs = spec_.rope.rotary_dim() / 2;
     float* cosines = sized(work_.cosines, tokens_ * pairs);
     float* sines = sized(work_.sines, tokens_ * pairs);
-    for_tokens(tokens_, pairs * 32, [&](std::int64_t i) { rope_at(spec_.rope, step_.positions[static_cast<std::size_t>(i)], cosines + i * pairs, sines + i * pairs); });
+    for_tokens(tokens_, pairs * 32, [&](std::int64_t i) {
+      rope_at(spec_.rope, step_.positions[static_cast<std::size_t>(i)], cosines + i * pairs, sines + i * pairs);
+    });
   }
 
   void normalise(const Tensor& weight) {
     const float* scale = weight.const_data_ptr<float>();
     const std::int64_t n = config_.hidden;
-    for_tokens(tokens_, n, [&](std::int64_t i) { detail::rms_norm(work_.hidden.data() + i * n, scale, epsilon(), n, work_.normed.data() + i * n); });
+    for_tokens(tokens_, n,
+               [&](std::int64_t i) { detail::rms_norm(work_.hidden.data() + i * n, scale, epsilon(), n, work_.normed.data() + i * n); });
   }
 
   // Queries stay before RoPE (a hook may want them so); keys are rotated and stored with the values behind the slots in use.
@@ -195,7 +202,8 @@ class Decoder::Pass {
     const float* scale = weight.const_data_ptr<float>();
     const std::int64_t dim = spec_.key_dim;
     for_tokens(tokens_, heads * dim, [&](std::int64_t i) {
-      for (std::int64_t h = 0; h < heads; ++h) detail::rms_norm(vectors + (i * heads + h) * dim, scale, epsilon(), dim, vectors + (i * heads + h) * dim);
+      for (std::int64_t h = 0; h < heads; ++h)
+        detail::rms_norm(vectors + (i * heads + h) * dim, scale, epsilon(), dim, vectors + (i * heads + h) * dim);
     });
   }
 
@@ -203,7 +211,8 @@ class Decoder::Pass {
     const std::int64_t pairs = spec_.rope.rotary_dim() / 2, dim = spec_.key_dim;
     for_tokens(tokens_, heads * dim, [&](std::int64_t i) {
       for (std::int64_t h = 0; h < heads; ++h)
-        rope_rotate(spec_.rope.style, pairs, work_.cosines.data() + i * pairs, work_.sines.data() + i * pairs, vectors + (i * heads + h) * dim);
+        rope_rotate(spec_.rope.style, pairs, work_.cosines.data() + i * pairs, work_.sines.data() + i * pairs,
+                    vectors + (i * heads + h) * dim);
     });
   }
 
@@ -276,7 +285,8 @@ class Decoder::Pass {
     const std::int64_t count = all ? tokens_ : sequences_, n = config_.hidden;
     for (std::int64_t i = 0; i < count; ++i) {
       const std::int64_t token = all ? i : first_token(static_cast<std::int32_t>(i) + 1) - 1;
-      detail::rms_norm(work_.hidden.data() + token * n, weights_.final_norm.const_data_ptr<float>(), epsilon(), n, work_.normed.data() + i * n);
+      detail::rms_norm(work_.hidden.data() + token * n, weights_.final_norm.const_data_ptr<float>(), epsilon(), n,
+                       work_.normed.data() + i * n);
     }
     Tensor result = at::empty({count, config_.vocab}, at::TensorOptions(kFloat32));
     const Linear output{weights_.output, {}};
@@ -287,7 +297,8 @@ class Decoder::Pass {
   [[nodiscard]] float epsilon() const { return static_cast<float>(config_.rms_eps); }
   [[nodiscard]] std::int64_t first_token(std::int32_t sequence) const { return step_.indptr[static_cast<std::size_t>(sequence)]; }
   [[nodiscard]] void* slot_of(const Tensor& side, std::int32_t sequence, std::int32_t head, std::int64_t slot) const {
-    const std::int64_t element = step_.rows[static_cast<std::size_t>(sequence)] * side.stride(0) + head * side.stride(1) + slot * side.stride(2);
+    const std::int64_t element =
+        step_.rows[static_cast<std::size_t>(sequence)] * side.stride(0) + head * side.stride(1) + slot * side.stride(2);
     return static_cast<char*>(side.mutable_data_ptr()) + element * static_cast<std::int64_t>(side.element_size());
   }
   [[nodiscard]] const std::uint8_t* visible(std::int32_t layer, std::int32_t sequence, std::int32_t head) const {

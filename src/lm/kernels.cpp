@@ -10,8 +10,8 @@
 #define HWY_TARGET_INCLUDE "kernels.cpp"
 #include "hwy/foreach_target.h"
 // Highway's own order: foreach_target first.
-#include "hwy/contrib/math/math-inl.h"
 #include "hwy/cache_control.h"
+#include "hwy/contrib/math/math-inl.h"
 #include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -25,8 +25,12 @@ constexpr Lanes32 kLanes32;
 constexpr auto kStride = static_cast<std::int64_t>(hn::MaxLanes(kLanes32));
 
 HWY_INLINE Vector widen(const float* from) { return hn::LoadU(kLanes32, from); }
-HWY_INLINE Vector widen(const hwy::float16_t* from) { return hn::PromoteTo(kLanes32, hn::LoadU(hn::Rebind<hwy::float16_t, Lanes32>(), from)); }
-HWY_INLINE Vector widen(const hwy::bfloat16_t* from) { return hn::PromoteTo(kLanes32, hn::LoadU(hn::Rebind<hwy::bfloat16_t, Lanes32>(), from)); }
+HWY_INLINE Vector widen(const hwy::float16_t* from) {
+  return hn::PromoteTo(kLanes32, hn::LoadU(hn::Rebind<hwy::float16_t, Lanes32>(), from));
+}
+HWY_INLINE Vector widen(const hwy::bfloat16_t* from) {
+  return hn::PromoteTo(kLanes32, hn::LoadU(hn::Rebind<hwy::bfloat16_t, Lanes32>(), from));
+}
 
 // The last numbers of a row, zeros behind them.
 template <class T>
@@ -42,7 +46,8 @@ HWY_INLINE float sum_lanes(Vector v) { return hn::GetLane(hn::SumOfLanes(kLanes3
 // R rows by N vectors in registers; each of the R*N sums has its own accumulator, so its order is that of one row and one vector alone.
 // `kAhead` asks for the next R rows meanwhile: short rows end before the machine's own prefetcher has found its pace.
 template <int R, int N, bool kAhead, class T>
-HWY_INLINE void dot_tile(const T* rows, std::int64_t stride, std::int64_t length, const float* x, std::int64_t x_stride, float* out, std::int64_t out_stride) {
+HWY_INLINE void dot_tile(const T* rows, std::int64_t stride, std::int64_t length, const float* x, std::int64_t x_stride, float* out,
+                         std::int64_t out_stride) {
   Vector sums[R][N];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
@@ -71,8 +76,8 @@ HWY_INLINE void dot_tile(const T* rows, std::int64_t stride, std::int64_t length
 }
 
 template <int R, bool kAhead, class T>
-HWY_INLINE void dot_rows(const T* rows, std::int64_t stride, std::int64_t length, const float* x, std::int64_t x_stride, std::int64_t n_x, float* out,
-                         std::int64_t out_stride) {
+HWY_INLINE void dot_rows(const T* rows, std::int64_t stride, std::int64_t length, const float* x, std::int64_t x_stride, std::int64_t n_x,
+                         float* out, std::int64_t out_stride) {
   // Only the first vectors meet rows that are not in the cache yet.
   if (n_x == 1) return dot_tile<R, 1, kAhead>(rows, stride, length, x, x_stride, out, out_stride);
   if (n_x == 2) return dot_tile<R, 2, kAhead>(rows, stride, length, x, x_stride, out, out_stride);
@@ -84,8 +89,8 @@ HWY_INLINE void dot_rows(const T* rows, std::int64_t stride, std::int64_t length
 }
 
 template <class T>
-void dots_of(const T* rows, std::int64_t stride, std::int64_t n_rows, std::int64_t length, const float* x, std::int64_t x_stride, std::int64_t n_x, float* out,
-             std::int64_t out_stride) {
+void dots_of(const T* rows, std::int64_t stride, std::int64_t n_rows, std::int64_t length, const float* x, std::int64_t x_stride,
+             std::int64_t n_x, float* out, std::int64_t out_stride) {
   // Vectors in blocks that stay in the second-level cache while the rows pass by.
   constexpr std::int64_t kBlockBytes = 192 * 1024;
   constexpr std::int64_t kShortRowBytes = 8 * 1024;
@@ -107,8 +112,8 @@ void dots_of(const T* rows, std::int64_t stride, std::int64_t n_rows, std::int64
 
 // N outputs, V registers of each, over `n_rows` rows.
 template <int N, int V, class T>
-HWY_INLINE void weighted_tile(const T* rows, std::int64_t stride, std::int64_t n_rows, const float* weights, std::int64_t weights_stride, float* out,
-                              std::int64_t out_stride) {
+HWY_INLINE void weighted_tile(const T* rows, std::int64_t stride, std::int64_t n_rows, const float* weights, std::int64_t weights_stride,
+                              float* out, std::int64_t out_stride) {
   Vector sums[N][V];
 #pragma GCC unroll 4
   for (int n = 0; n < N; ++n)
@@ -132,10 +137,11 @@ HWY_INLINE void weighted_tile(const T* rows, std::int64_t stride, std::int64_t n
 }
 
 template <int N, class T>
-HWY_INLINE void weighted_rows(const T* rows, std::int64_t stride, std::int64_t n_rows, std::int64_t length, const float* weights, std::int64_t weights_stride, float* out,
-                              std::int64_t out_stride) {
+HWY_INLINE void weighted_rows(const T* rows, std::int64_t stride, std::int64_t n_rows, std::int64_t length, const float* weights,
+                              std::int64_t weights_stride, float* out, std::int64_t out_stride) {
   std::int64_t i = 0;
-  for (; i + 2 * kStride <= length; i += 2 * kStride) weighted_tile<N, 2>(rows + i, stride, n_rows, weights, weights_stride, out + i, out_stride);
+  for (; i + 2 * kStride <= length; i += 2 * kStride)
+    weighted_tile<N, 2>(rows + i, stride, n_rows, weights, weights_stride, out + i, out_stride);
   for (; i + kStride <= length; i += kStride) weighted_tile<N, 1>(rows + i, stride, n_rows, weights, weights_stride, out + i, out_stride);
   if (i == length) return;
   const auto bytes = static_cast<std::size_t>(length - i) * sizeof(float);
@@ -150,28 +156,35 @@ HWY_INLINE void weighted_rows(const T* rows, std::int64_t stride, std::int64_t n
 }
 
 template <class T>
-void add_weighted_rows_of(const T* rows, std::int64_t stride, std::int64_t n_rows, std::int64_t length, const float* weights, std::int64_t weights_stride,
-                          std::int64_t n_weights, float* out, std::int64_t out_stride) {
+void add_weighted_rows_of(const T* rows, std::int64_t stride, std::int64_t n_rows, std::int64_t length, const float* weights,
+                          std::int64_t weights_stride, std::int64_t n_weights, float* out, std::int64_t out_stride) {
   constexpr std::int64_t kBlock = 64;  // rows that stay in the first-level cache while the outputs pass by
   for (std::int64_t first = 0; first < n_rows; first += kBlock) {
     const std::int64_t count = std::min(kBlock, n_rows - first);
     const T* block = rows + first * stride;
     const float* w = weights + first;
     std::int64_t i = 0;
-    for (; i + 4 <= n_weights; i += 4) weighted_rows<4>(block, stride, count, length, w + i * weights_stride, weights_stride, out + i * out_stride, out_stride);
-    for (; i < n_weights; ++i) weighted_rows<1>(block, stride, count, length, w + i * weights_stride, weights_stride, out + i * out_stride, out_stride);
+    for (; i + 4 <= n_weights; i += 4)
+      weighted_rows<4>(block, stride, count, length, w + i * weights_stride, weights_stride, out + i * out_stride, out_stride);
+    for (; i < n_weights; ++i)
+      weighted_rows<1>(block, stride, count, length, w + i * weights_stride, weights_stride, out + i * out_stride, out_stride);
   }
 }
 
-void dots_any(const Rows& rows, std::int64_t n_rows, std::int64_t length, const float* x, std::int64_t x_stride, std::int64_t n_x, float* out, std::int64_t out_stride) {
-  if (rows.dtype == kFloat32) return dots_of(static_cast<const float*>(rows.data), rows.stride, n_rows, length, x, x_stride, n_x, out, out_stride);
-  if (rows.dtype == kFloat16) return dots_of(static_cast<const hwy::float16_t*>(rows.data), rows.stride, n_rows, length, x, x_stride, n_x, out, out_stride);
+void dots_any(const Rows& rows, std::int64_t n_rows, std::int64_t length, const float* x, std::int64_t x_stride, std::int64_t n_x,
+              float* out, std::int64_t out_stride) {
+  if (rows.dtype == kFloat32)
+    return dots_of(static_cast<const float*>(rows.data), rows.stride, n_rows, length, x, x_stride, n_x, out, out_stride);
+  if (rows.dtype == kFloat16)
+    return dots_of(static_cast<const hwy::float16_t*>(rows.data), rows.stride, n_rows, length, x, x_stride, n_x, out, out_stride);
   dots_of(static_cast<const hwy::bfloat16_t*>(rows.data), rows.stride, n_rows, length, x, x_stride, n_x, out, out_stride);
 }
 
-void add_weighted_rows_any(const Rows& rows, std::int64_t n_rows, std::int64_t length, const float* weights, std::int64_t weights_stride, std::int64_t n_weights,
-                           float* out, std::int64_t out_stride) {
-  const auto add = [&](const auto* data) { add_weighted_rows_of(data, rows.stride, n_rows, length, weights, weights_stride, n_weights, out, out_stride); };
+void add_weighted_rows_any(const Rows& rows, std::int64_t n_rows, std::int64_t length, const float* weights, std::int64_t weights_stride,
+                           std::int64_t n_weights, float* out, std::int64_t out_stride) {
+  const auto add = [&](const auto* data) {
+    add_weighted_rows_of(data, rows.stride, n_rows, length, weights, weights_stride, n_weights, out, out_stride);
+  };
   if (rows.dtype == kFloat32) return add(static_cast<const float*>(rows.data));
   if (rows.dtype == kFloat16) return add(static_cast<const hwy::float16_t*>(rows.data));
   add(static_cast<const hwy::bfloat16_t*>(rows.data));
@@ -245,12 +258,13 @@ HWY_EXPORT(exponentials_any);
 HWY_EXPORT(silu_times_any);
 HWY_EXPORT(rms_norm_any);
 
-void dots(const Rows& rows, std::int64_t n_rows, std::int64_t length, const float* x, std::int64_t x_stride, std::int64_t n_x, float* out, std::int64_t out_stride) {
+void dots(const Rows& rows, std::int64_t n_rows, std::int64_t length, const float* x, std::int64_t x_stride, std::int64_t n_x, float* out,
+          std::int64_t out_stride) {
   HWY_DYNAMIC_DISPATCH(dots_any)(rows, n_rows, length, x, x_stride, n_x, out, out_stride);
 }
 
-void add_weighted_rows(const Rows& rows, std::int64_t n_rows, std::int64_t length, const float* weights, std::int64_t weights_stride, std::int64_t n_weights, float* out,
-                       std::int64_t out_stride) {
+void add_weighted_rows(const Rows& rows, std::int64_t n_rows, std::int64_t length, const float* weights, std::int64_t weights_stride,
+                       std::int64_t n_weights, float* out, std::int64_t out_stride) {
   HWY_DYNAMIC_DISPATCH(add_weighted_rows_any)(rows, n_rows, length, weights, weights_stride, n_weights, out, out_stride);
 }
 
@@ -258,7 +272,9 @@ float exponentials(float* x, std::int64_t n, float scale) { return HWY_DYNAMIC_D
 
 void silu_times(float* gate, const float* up, std::int64_t n) { HWY_DYNAMIC_DISPATCH(silu_times_any)(gate, up, n); }
 
-void rms_norm(const float* x, const float* weight, float eps, std::int64_t n, float* out) { HWY_DYNAMIC_DISPATCH(rms_norm_any)(x, weight, eps, n, out); }
+void rms_norm(const float* x, const float* weight, float eps, std::int64_t n, float* out) {
+  HWY_DYNAMIC_DISPATCH(rms_norm_any)(x, weight, eps, n, out);
+}
 
 }  // namespace kvkeep::lm::detail
 #endif  // HWY_ONCE

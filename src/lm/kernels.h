@@ -22,11 +22,12 @@ struct Rows {
 };
 
 /// out[i * out_stride + r] = rows[r] . x[i] for `n_rows` rows and `n_x` vectors of `length`.
-void dots(const Rows& rows, std::int64_t n_rows, std::int64_t length, const float* x, std::int64_t x_stride, std::int64_t n_x, float* out, std::int64_t out_stride);
+void dots(const Rows& rows, std::int64_t n_rows, std::int64_t length, const float* x, std::int64_t x_stride, std::int64_t n_x, float* out,
+          std::int64_t out_stride);
 
 /// out[i][0..length) += sum over t ascending of weights[i * weights_stride + t] * rows[t].
-void add_weighted_rows(const Rows& rows, std::int64_t n_rows, std::int64_t length, const float* weights, std::int64_t weights_stride, std::int64_t n_weights, float* out,
-                       std::int64_t out_stride);
+void add_weighted_rows(const Rows& rows, std::int64_t n_rows, std::int64_t length, const float* weights, std::int64_t weights_stride,
+                       std::int64_t n_weights, float* out, std::int64_t out_stride);
 
 /// x[t] = exp(scale * (x[t] - max)), and returns their sum. -inf gives 0 and leaves the sum as it is, so a row may be padded with it.
 float exponentials(float* x, std::int64_t n, float scale);

@@ -40,12 +40,13 @@ class Checkpoint {
   // Checks dtype and shape; the returned view costs nothing yet.
   [[nodiscard]] Tensor matrix(const TensorSpec& wanted) const {
     const auto found = file_of_.find(wanted.name);
-    require(found != file_of_.end(), "read weights: tensor '", wanted.name, "' is missing in ", where_, "; the model of config.json needs it");
+    require(found != file_of_.end(), "read weights: tensor '", wanted.name, "' is missing in ", where_,
+            "; the model of config.json needs it");
     Tensor tensor = files_.at(found->second).tensor(wanted.name);
-    require(is_scorable(tensor.scalar_type()), "read weights: tensor '", wanted.name, "' in ", found->second, " has dtype ", c10::toString(tensor.scalar_type()),
-            "; allowed f32, f16, bf16");
-    require(tensor.sizes().vec() == wanted.shape, "read weights: tensor '", wanted.name, "' in ", found->second, " has shape ", tensor.sizes(), "; config.json asks for ",
-            at::IntArrayRef(wanted.shape));
+    require(is_scorable(tensor.scalar_type()), "read weights: tensor '", wanted.name, "' in ", found->second, " has dtype ",
+            c10::toString(tensor.scalar_type()), "; allowed f32, f16, bf16");
+    require(tensor.sizes().vec() == wanted.shape, "read weights: tensor '", wanted.name, "' in ", found->second, " has shape ",
+            tensor.sizes(), "; config.json asks for ", at::IntArrayRef(wanted.shape));
     return tensor;
   }
 
@@ -54,13 +55,14 @@ class Checkpoint {
     std::ifstream in(path, std::ios::binary);
     const std::string content{std::istreambuf_iterator<char>(in), {}};
     const Json parsed = Json::parse(content, nullptr, false);
-    require(parsed.is_object() && parsed.contains("weight_map") && parsed["weight_map"].is_object(), "read weights: ", where_, " is not JSON with an object weight_map");
+    require(parsed.is_object() && parsed.contains("weight_map") && parsed["weight_map"].is_object(), "read weights: ", where_,
+            " is not JSON with an object weight_map");
     for (const auto& [tensor, file] : parsed["weight_map"].items()) {
       require(file.is_string(), "read weights: weight_map of ", where_, " gives no file name for '", tensor, "'");
       const fs::path name = file.get<std::string>();
       // A shard lies beside its index; anything else would let a downloaded file name any file of this machine.
-      require(name == name.filename() && !name.empty() && name != "..", "read weights: weight_map of ", where_, " sends '", tensor, "' to '", name.string(),
-              "'; allowed a file in the same folder");
+      require(name == name.filename() && !name.empty() && name != "..", "read weights: weight_map of ", where_, " sends '", tensor,
+              "' to '", name.string(), "'; allowed a file in the same folder");
       const std::string shard = (folder / name).string();
       if (!files_.contains(shard)) files_.emplace(shard, io::SafetensorsFile::open(shard));
       require(files_.at(shard).has(tensor), "read weights: tensor '", tensor, "' is missing in ", shard, ", where ", where_, " says it is");
@@ -83,7 +85,8 @@ struct LinearSpec {
 };
 
 std::vector<LinearSpec> linears_of(const LmConfig& config, std::int32_t layer) {
-  const std::int64_t query = std::int64_t{config.spec.query_heads} * config.spec.key_dim, kv = std::int64_t{config.spec.kv_heads} * config.spec.key_dim;
+  const std::int64_t query = std::int64_t{config.spec.query_heads} * config.spec.key_dim,
+                     kv = std::int64_t{config.spec.kv_heads} * config.spec.key_dim;
   const std::string attention = layer_prefix(layer) + "self_attn.", mlp = layer_prefix(layer) + "mlp.";
   return {{attention + "q_proj", query, config.hidden, config.qkv_bias},
           {attention + "k_proj", kv, config.hidden, config.qkv_bias},
@@ -104,7 +107,9 @@ Linear linear_from(const Checkpoint& checkpoint, const LinearSpec& linear) {
 
 LayerWeights layer_from(const Checkpoint& checkpoint, const LmConfig& config, std::int32_t layer) {
   const std::string prefix = layer_prefix(layer);
-  const auto norm = [&](const std::string& name, std::int64_t size) { return widened(checkpoint.matrix({prefix + name + ".weight", {size}})); };
+  const auto norm = [&](const std::string& name, std::int64_t size) {
+    return widened(checkpoint.matrix({prefix + name + ".weight", {size}}));
+  };
   const std::vector<LinearSpec> linears = linears_of(config, layer);
   LayerWeights weights;
   Linear* const targets[] = {&weights.q, &weights.k, &weights.v, &weights.o, &weights.gate, &weights.up, &weights.down};
@@ -181,21 +186,25 @@ Weights Weights::read(const fs::path& folder, const LmConfig& config) {
   return weights;
 }
 
-void write_random_checkpoint(const fs::path& folder, const LmConfig& config, std::uint64_t seed, ScalarType dtype, std::int32_t shards, LmConfig::Layout layout) {
+void write_random_checkpoint(const fs::path& folder, const LmConfig& config, std::uint64_t seed, ScalarType dtype, std::int32_t shards,
+                             LmConfig::Layout layout) {
   config.check();
   require(is_scorable(dtype), "write random checkpoint: dtype is ", c10::toString(dtype), "; allowed f32, f16, bf16");
   const std::vector<TensorSpec> tensors = checkpoint_tensors(config);
-  require(shards >= 1 && static_cast<std::size_t>(shards) <= tensors.size(), "write random checkpoint: shards is ", shards, "; allowed 1 to ", tensors.size());
+  require(shards >= 1 && static_cast<std::size_t>(shards) <= tensors.size(), "write random checkpoint: shards is ", shards,
+          "; allowed 1 to ", tensors.size());
   fs::create_directories(folder);
   io::write_text_atomically(folder / "config.json", config.json(dtype_name(dtype), layout));
-  if (!config.end_tokens.empty()) io::write_text_atomically(folder / "generation_config.json", Json{{"eos_token_id", config.end_tokens}}.dump(1) + "\n");
+  if (!config.end_tokens.empty())
+    io::write_text_atomically(folder / "generation_config.json", Json{{"eos_token_id", config.end_tokens}}.dump(1) + "\n");
 
   Normal normal(seed);
   Json index{{"metadata", Json::object()}, {"weight_map", Json::object()}};
   const auto count = static_cast<std::size_t>(shards);
   const auto numbered = [](std::size_t n) { return text(n < 10 ? "0000" : "000", n); };
   for (std::size_t shard = 0; shard < count; ++shard) {
-    const std::string file = shards == 1 ? "model.safetensors" : text("model-", numbered(shard + 1), "-of-", numbered(count), ".safetensors");
+    const std::string file =
+        shards == 1 ? "model.safetensors" : text("model-", numbered(shard + 1), "-of-", numbered(count), ".safetensors");
     std::vector<std::pair<std::string, Tensor>> part;
     for (std::size_t i = shard * tensors.size() / count; i < (shard + 1) * tensors.size() / count; ++i) {
       part.emplace_back(tensors[i].name, random_tensor(tensors[i], normal, dtype));

@@ -62,8 +62,8 @@ class SafetensorsFile {
   std::shared_ptr<const Bytes> bytes_;
   std::size_t data_begin_ = 0;
   std::size_t data_bytes_ = 0;
-  std::vector<Entry> entries_;                                 // in file order
-  std::map<std::string, std::size_t, std::less<>> by_name_;    // name -> entry
+  std::vector<Entry> entries_;                               // in file order
+  std::map<std::string, std::size_t, std::less<>> by_name_;  // name -> entry
   std::map<std::string, std::string> metadata_;
 };
 

@@ -18,13 +18,13 @@ struct RopeConfig {
 
   Type type = Type::standard;
   double theta = 10000.0;
-  double factor = 1.0;             ///< all but `standard`
-  std::int64_t original_max = 0;   ///< `original_max_position_embeddings`: llama3, yarn (0: the model's max_positions)
-  double low_freq_factor = 1.0;    ///< llama3
-  double high_freq_factor = 4.0;   ///< llama3
-  double beta_fast = 32.0;         ///< yarn
-  double beta_slow = 1.0;          ///< yarn
-  bool truncate = true;            ///< yarn: correction range rounded to whole pairs
+  double factor = 1.0;                          ///< all but `standard`
+  std::int64_t original_max = 0;                ///< `original_max_position_embeddings`: llama3, yarn (0: the model's max_positions)
+  double low_freq_factor = 1.0;                 ///< llama3
+  double high_freq_factor = 4.0;                ///< llama3
+  double beta_fast = 32.0;                      ///< yarn
+  double beta_slow = 1.0;                       ///< yarn
+  bool truncate = true;                         ///< yarn: correction range rounded to whole pairs
   std::optional<double> attention_factor = {};  ///< yarn: on cos and sin; from `factor` (and the mscales) where absent
   std::optional<double> mscale = {};            ///< yarn
   std::optional<double> mscale_all_dim = {};    ///< yarn
@@ -43,11 +43,11 @@ struct LmConfig {
   std::int32_t intermediate = 0;
   double rms_eps = 1e-6;
   std::int64_t max_positions = 2048;
-  bool tied = false;        ///< the output matrix is the embedding
+  bool tied = false;  ///< the output matrix is the embedding
   bool qkv_bias = false;
-  bool output_bias = false; ///< on o_proj
+  bool output_bias = false;  ///< on o_proj
   bool mlp_bias = false;
-  bool qk_norm = false;     ///< RMSNorm on each query and key head, before RoPE
+  bool qk_norm = false;  ///< RMSNorm on each query and key head, before RoPE
   RopeConfig rope;
   std::vector<std::int32_t> end_tokens;  ///< of generation_config.json; of config.json where that names none; may be empty
   ModelSpec spec;                        ///< heads, head size, layers and their kinds, final RoPE
@@ -68,8 +68,8 @@ struct LmConfig {
   static LmConfig parse(std::string_view config, std::string_view generation, const std::string& where);
 
   /// A small valid model to start from (tests, benches, the trainer): set the fields, then `spec` follows from `shape()`.
-  static LmConfig shape(Architecture architecture, std::int32_t layers, std::int32_t hidden, std::int32_t intermediate, std::int32_t query_heads,
-                        std::int32_t kv_heads, std::int32_t head_dim, std::int32_t vocab, RopeConfig rope = {});
+  static LmConfig shape(Architecture architecture, std::int32_t layers, std::int32_t hidden, std::int32_t intermediate,
+                        std::int32_t query_heads, std::int32_t kv_heads, std::int32_t head_dim, std::int32_t vocab, RopeConfig rope = {});
 
   /// config.json as transformers saves it; reading it back gives an equal config.
   enum class Layout : std::uint8_t { transformers4, transformers5 };
