@@ -361,15 +361,21 @@ TEST_P(DecoderLaw, APromptGivesTheSameBitsHoweverItIsCutIntoSteps) {  // B19
   }
 }
 
+// Large enough that every stage is really shared out.
 TEST_P(DecoderLaw, TheNumberOfThreadsChangesNoBit) {
-  const Ints ids = random_ids(40, 90, 9);
+  const Folder folder;
+  LmConfig config = LmConfig::shape(Architecture::qwen3, 2, 256, 704, 8, 2, 32, 2000);
+  config.spec.layers[1] = {LayerKind::sliding, 50, -1};
+  write_random_checkpoint(folder.path, config, 22, GetParam());
+  Decoder decoder = Decoder::open(folder.path);
+  const Ints ids = random_ids(200, 2000, 9);
   const int before = at::get_num_threads();
   std::vector<Tensor> results;
   for (const int threads : {1, 2, 3}) {
     at::set_num_threads(threads);
-    const auto cache = decoder_->make_cache(1, 64, GetParam());
-    results.push_back(feed(*decoder_, cache, ids, 0, 0, 0));
-    results.push_back(feed(*decoder_, cache, {5}, 0, 40, 40));
+    const auto cache = decoder.make_cache(1, 256, GetParam());
+    results.push_back(feed(decoder, cache, ids, 0, 0, 0));
+    results.push_back(feed(decoder, cache, {5}, 0, 200, 200));
   }
   at::set_num_threads(before);
   for (std::size_t i = 2; i < results.size(); ++i) EXPECT_TRUE(same_bits(results[i], results[i % 2])) << i;

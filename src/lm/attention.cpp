@@ -109,7 +109,7 @@ void attend(std::span<const AttentionRow> rows, const AttentionShape& shape, con
   for (const AttentionRow& row : rows)
     work += row.new_tokens * (row.slots_before + row.new_tokens) * shape.group * (shape.key_dim + shape.value_dim);
   const auto count = static_cast<std::int64_t>(tiles.size());
-  constexpr std::int64_t kWorthAThread = 128 * 1024;
+  constexpr std::int64_t kWorthAThread = 512 * 1024;
   const std::int64_t grain =
       std::clamp<std::int64_t>(count * kWorthAThread / std::max<std::int64_t>(1, work), 1, std::max<std::int64_t>(1, count));
   at::parallel_for(0, count, grain, [&](std::int64_t first, std::int64_t last) {

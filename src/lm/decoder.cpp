@@ -46,8 +46,9 @@ void multiply(std::initializer_list<Product> products, const float* x, std::int6
   const std::int64_t in = products.begin()->map->weight.size(1);
   std::int64_t bands = 0;
   for (const Product& product : products) bands += (product.map->weight.size(0) + kBand - 1) / kBand;
-  constexpr std::int64_t kWorthAThread = 128 * 1024;  // multiply-adds
-  const std::int64_t grain = std::max<std::int64_t>(1, kWorthAThread / (kBand * in * n));
+  // A thread is worth waking for about 25 us: reading a weight takes 0.2 ns, each multiply-add with it 0.03 ns.
+  const double band_ns = static_cast<double>(kBand * in) * (0.2 + 0.03 * static_cast<double>(n));
+  const std::int64_t grain = std::max<std::int64_t>(1, static_cast<std::int64_t>(25'000 / band_ns));
   at::parallel_for(0, bands, grain, [&](std::int64_t first, std::int64_t last) {
     std::int64_t band = 0;
     for (const auto& [map, out] : products) {
