@@ -35,7 +35,7 @@ struct SequenceEvent {
   std::int32_t length_after = 0;
   std::int64_t bytes_before = 0;  ///< K and V bytes of the sequence's live slots in full layers
   std::int64_t bytes_after = 0;
-  std::vector<std::vector<std::int32_t>> positions;  ///< [full layers * Hkv] logical positions kept, ascending; empty unless asked for
+  std::vector<std::vector<std::int32_t>> positions = {};  ///< [full layers * Hkv] logical positions kept, ascending; empty unless asked for
 };
 
 /// What became of a Request.
@@ -106,9 +106,9 @@ class Generator {
   struct Sequence {
     Request request;
     std::int32_t place = 0;
-    std::vector<std::int32_t> lengths;  ///< [layers * Hkv] slots in use
-    std::vector<Tensor> logits;
-    Completion result;
+    std::vector<std::int32_t> lengths = {};  ///< [layers * Hkv] slots in use
+    std::vector<Tensor> logits = {};
+    Completion result = {};
     bool done = false;
   };
   struct Batch;

@@ -1,0 +1,18 @@
+#pragma once
+// The sub-commands. Each adds itself to the command line and gives back what to run when it was chosen.
+
+#include <CLI/App.hpp>
+#include <functional>
+
+namespace kvkeep::cli {
+
+using Run = std::function<void()>;
+
+Run add_generate(CLI::App& app);
+Run add_eval(CLI::App& app);
+Run add_replay(CLI::App& app);
+Run add_record(CLI::App& app);
+Run add_policies(CLI::App& app);
+Run add_doctor(CLI::App& app);
+
+}  // namespace kvkeep::cli

@@ -1,0 +1,125 @@
+// kvkeep doctor: does this build fit this machine?
+
+#include <ATen/Parallel.h>
+#include <ATen/Version.h>
+#include <hwy/targets.h>
+
+#include <CLI/Option.hpp>
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <filesystem>
+#include <regex>
+#include <thread>
+#include <vector>
+
+#include "commands.h"
+#include "kvkeep/core/error.h"
+#include "kvkeep/policy/registry.h"
+#include "kvkeep/version.h"
+#include "options.h"
+
+namespace kvkeep::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kExamples = R"(
+Examples:
+  kvkeep doctor             versions, CPU, threads, memory, CUDA, and a verdict; exit status 0 when kvkeep works here
+  kvkeep doctor -o json     the same for a bug report
+  kvkeep doctor --quick     without measuring the memory bandwidth
+)";
+
+struct Options {
+  bool quick = false;
+  OutputOptions output;
+};
+
+struct Finding {
+  std::string what, value;
+  bool fine = true;
+};
+
+std::string first_match(const std::string& text, const char* pattern, const char* otherwise) {
+  std::smatch found;
+  return std::regex_search(text, found, std::regex(pattern)) ? found[1].str() : std::string(otherwise);
+}
+
+// The best instruction set that is both compiled in and here. Lower bits are better targets.
+std::string simd_target() {
+  const std::int64_t usable = hwy::SupportedTargets();
+  return usable == 0 ? "none" : hwy::TargetName(usable & -usable);
+}
+
+// Bytes read and written a second by one thread's memcpy of 256 MiB, the best of three.
+double memcpy_bandwidth() {
+  constexpr std::size_t kBytes = std::size_t{256} << 20;
+  std::vector<char> from(kBytes, 1), to(kBytes, 2);
+  double best = 0;
+  for (int i = 0; i < 3; ++i) {
+    const auto start = std::chrono::steady_clock::now();
+    std::memcpy(to.data(), from.data(), kBytes);
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    best = std::max(best, 2.0 * static_cast<double>(kBytes) / seconds);
+  }
+  return best;
+}
+
+Finding torch_finding() {
+  const std::string loaded = first_match(at::show_config(), "TORCH_VERSION=([0-9.]+)", "unknown");
+  const std::string compiled = kTorchVersion;
+  const bool same = loaded == "unknown" || compiled.starts_with(loaded) || loaded.starts_with(compiled);
+  return {"LibTorch", text("compiled against ", compiled, ", loaded ", loaded, same ? "" : "; they differ: build kvkeep again for the one that is loaded"), same};
+}
+
+Finding abi_finding() {
+#ifdef _GLIBCXX_USE_CXX11_ABI
+  const std::string compiled = std::to_string(_GLIBCXX_USE_CXX11_ABI);
+  const std::string loaded = first_match(at::show_config(), "_GLIBCXX_USE_CXX11_ABI=([01])", compiled.c_str());
+  return {"C++ ABI", text("_GLIBCXX_USE_CXX11_ABI=", compiled, compiled == loaded ? ", as LibTorch" : ", LibTorch has " + loaded), compiled == loaded};
+#else
+  return {"C++ ABI", "not libstdc++"};
+#endif
+}
+
+Finding cuda_finding() {
+  const bool card = fs::exists("/dev/nvidiactl") || fs::exists("/proc/driver/nvidia/version");
+  return {"CUDA", text("no: this build has no CUDA kernels", card ? " (there is an NVIDIA driver here)" : ", and there is no NVIDIA driver here"), true};
+}
+
+std::vector<Finding> look(const Options& o) {
+  std::vector<Finding> all{{"kvkeep", kVersion},
+                           torch_finding(),
+                           abi_finding(),
+                           {"CPU", text("kvkeep uses ", simd_target(), ", LibTorch ", at::get_cpu_capability())},
+                           {"threads", text(at::get_num_threads(), " of ", std::thread::hardware_concurrency(), " hardware threads")}};
+  if (!o.quick) all.push_back({"memory", text("memcpy ", real_cell(memcpy_bandwidth() / 1e9, 1).shown, " GB/s read and written, one thread")});
+  all.push_back(cuda_finding());
+  all.push_back({"policies", text(policies().size(), " known; kvkeep policies lists them")});
+  return all;
+}
+
+void run(const Options& o) {
+  const std::vector<Finding> findings = look(o);
+  const bool fine = std::all_of(findings.begin(), findings.end(), [](const Finding& f) { return f.fine; });
+  const std::string verdict = fine ? "kvkeep works here, on the CPU" : "kvkeep does not fit this machine; see what is marked";
+  Table table({{"what", "what", false}, {"value", "found", false}, {"fine", "fine", false}});
+  for (const Finding& f : findings) table.add({f.what, f.value, Cell(f.fine, f.fine ? "yes" : "NO")});
+  table.add({"verdict", verdict, Cell(fine, fine ? "yes" : "NO")});
+  print(table.text(o.output.format));
+  require<Error>(fine, "doctor: ", verdict);
+}
+
+}  // namespace
+
+Run add_doctor(CLI::App& app) {
+  CLI::App* sub = app.add_subcommand("doctor", "does this build fit this machine: versions, ABI, CPU, CUDA, one verdict");
+  auto o = std::make_shared<Options>();
+  sub->add_flag("--quick", o->quick, "do not measure the memory bandwidth");
+  o->output.add(*sub);
+  sub->footer(kExamples);
+  return [o] { run(*o); };
+}
+
+}  // namespace kvkeep::cli

@@ -1,0 +1,183 @@
+// kvkeep generate: decodes, and says what every event kept.
+
+#include <CLI/Option.hpp>
+#include <CLI/Validators.hpp>
+#include <sstream>
+
+#include "commands.h"
+#include "kvkeep/core/error.h"
+#include "kvkeep/io/atomic_file.h"
+#include "kvkeep/lm/generation.h"
+#include "options.h"
+#include "oracle.h"
+#include "progress.h"
+#include "retention.h"
+
+namespace kvkeep::cli {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr const char* kExamples = R"(
+Examples:
+  kvkeep generate --model examples/model --task chain --seed 7 --policy ams-tova,budget=96,interval=32 --max-new-tokens 200
+  kvkeep generate --model examples/model --ids 1,8,20,150,160 --policy full --max-new-tokens 16 -o json
+  kvkeep generate --model examples/model --task ask --forced --policy tova,budget=64,interval=32 --retention tova.json
+)";
+
+struct Options {
+  ModelOptions model;
+  OutputOptions output;
+  PromptOptions prompt;
+  std::string policy = "full", retention;
+  std::int32_t new_tokens = 0;
+  bool forced = false, stop_at_end = false;
+};
+
+struct Outcome {
+  std::string policy_json;
+  ModelSpec spec;
+  lm::Completion done;
+  lm::Pace pace;
+};
+
+// One row a layer and head.
+void add_event_rows(Table& table, const lm::SequenceEvent& event, const ModelSpec& spec) {
+  const std::vector<std::int32_t> layers = spec.full_layers();
+  for (std::size_t r = 0; r < event.positions.size(); ++r) {
+    const auto head = static_cast<std::int32_t>(r) % spec.kv_heads;
+    const std::string kept = compact_ranges(event.positions[r]);
+    table.add({event.step, layers[r / static_cast<std::size_t>(spec.kv_heads)], head, event.length_before, static_cast<std::int64_t>(event.positions[r].size()),
+               bytes_cell(event.bytes_before), bytes_cell(event.bytes_after), kept});
+  }
+}
+
+Table event_table(const Outcome& outcome) {
+  Table table({{"step", "step"},
+               {"layer", "layer"},
+               {"head", "KV head"},
+               {"length_before", "slots before"},
+               {"length_after", "after"},
+               {"bytes_before", "cache before"},
+               {"bytes_after", "cache after"},
+               {"kept", "logical positions kept", false}});
+  for (const lm::SequenceEvent& event : outcome.done.events) add_event_rows(table, event, outcome.spec);
+  return table;
+}
+
+std::string markdown(const Outcome& outcome) {
+  const std::size_t events = outcome.done.events.size();
+  std::ostringstream out;
+  out << "Tokens:";
+  for (const std::int32_t token : outcome.done.tokens) out << " " << token;
+  out << "\n\nCache: peak " << bytes_cell(outcome.done.peak_bytes).shown << ", kept " << bytes_cell(outcome.done.kept_bytes).shown << ", " << events
+      << (events == 1 ? " event\n" : " events\n");
+  if (events > 0) out << "\n" << event_table(outcome).markdown();
+  return out.str();
+}
+
+Json json(const Outcome& outcome) {
+  Json events = Json::array();
+  for (const lm::SequenceEvent& event : outcome.done.events) {
+    Json kept = Json::array();
+    for (std::size_t r = 0; r < event.positions.size(); ++r) {
+      if (r % static_cast<std::size_t>(outcome.spec.kv_heads) == 0) kept.push_back(Json::array());
+      kept.back().push_back(event.positions[r]);
+    }
+    events.push_back({{"step", event.step},
+                      {"length_before", event.length_before},
+                      {"length_after", event.length_after},
+                      {"bytes_before", event.bytes_before},
+                      {"bytes_after", event.bytes_after},
+                      {"kept", kept}});
+  }
+  return {{"policy", Json::parse(outcome.policy_json)}, {"tokens", outcome.done.tokens},         {"peak_bytes", outcome.done.peak_bytes},
+          {"kept_bytes", outcome.done.kept_bytes},      {"layers", outcome.spec.full_layers()}, {"events", events}};
+}
+
+// Tokens and events in one table: a token's row has no layer, an event's row has no token.
+std::string csv(const Outcome& outcome) {
+  Table table({{"kind", ""}, {"step", ""}, {"token", ""}, {"layer", ""}, {"head", ""}, {"length_before", ""}, {"length_after", ""}, {"bytes_before", ""}, {"bytes_after", ""}, {"kept", ""}});
+  const Cell none(nullptr, "");
+  for (std::size_t s = 0; s < outcome.done.tokens.size(); ++s)
+    table.add({"token", static_cast<std::int64_t>(s), outcome.done.tokens[s], none, none, none, none, none, none, none});
+  const std::vector<std::int32_t> layers = outcome.spec.full_layers();
+  for (const lm::SequenceEvent& event : outcome.done.events)
+    for (std::size_t r = 0; r < event.positions.size(); ++r)
+      table.add({"event", event.step, none, layers[r / static_cast<std::size_t>(outcome.spec.kv_heads)], static_cast<std::int32_t>(r) % outcome.spec.kv_heads, event.length_before,
+                 static_cast<std::int64_t>(event.positions[r].size()), event.bytes_before, event.bytes_after, compact_ranges(event.positions[r])});
+  return table.csv();
+}
+
+lm::Request request_of(const Options& o, const PromptOptions::Prompt& prompt) {
+  lm::Request request{.prompt = prompt.ids, .new_tokens = o.new_tokens};
+  if (o.forced) {
+    require(prompt.sample.has_value(), "generate: --forced feeds a task's own trace; allowed with --task");
+    request = forced_request(*prompt.sample);
+    if (o.new_tokens > 0) request.new_tokens = std::min(request.new_tokens, o.new_tokens);
+  } else {
+    require(o.new_tokens >= 1, "generate: --max-new-tokens is missing; allowed 1 or more");
+  }
+  request.stop_at_end = o.stop_at_end;
+  request.keep_positions = true;
+  return request;
+}
+
+Outcome decode(const Options& o, const PolicyText& policy_text, const PromptOptions::Prompt& prompt) {
+  std::unique_ptr<KVPolicy> policy = policy_text.make();
+  if (!o.output.quiet) warn_about(*policy);
+  lm::Request request = request_of(o, prompt);
+  lm::Decoder decoder = o.model.open();
+  Progress progress(request.new_tokens, o.output.quiet);
+  lm::GeneratorOptions options{.cache_dtype = o.model.dtype()};
+  options.hooks.on_step = [&](std::int64_t predicted) { progress.advance(predicted); };
+  if (auto* oracle = dynamic_cast<Oracle*>(policy.get())) {
+    require(prompt.sample.has_value(), "policy: oracle must know what is needed; allowed with --task");
+    oracle->tell(0, prompt.sample->needed);
+    options.hooks.before_decision = [oracle](const lm::DecisionSight& sight) { oracle->face(sight.view.sequences); };
+  }
+  Outcome outcome{policy->to_json(), decoder.spec(), {}, {}};
+  const Trigger trigger = policy->trigger();
+  lm::GenerationRun run = lm::generate(decoder, std::move(policy), {std::move(request)}, std::move(options));
+  progress.clear();
+  outcome.done = std::move(run.completions.front());
+  outcome.pace = run.pace;
+  if (outcome.done.events.empty() && !trigger.never && !o.output.quiet)
+    note(text("note: no event came; the policy is due at budget + interval = ", trigger.due_length(), " slots"));
+  return outcome;
+}
+
+void run(const Options& o) {
+  if (!o.retention.empty()) require_folder_of(o.retention, "--retention");
+  const PolicyText policy(o.policy);
+  const PromptOptions::Prompt prompt = o.prompt.read();
+  const Outcome outcome = decode(o, policy, prompt);
+  if (!o.retention.empty()) {
+    const RetentionAbout about{o.model.folder, policy.label(), outcome.policy_json, o.prompt.task, o.prompt.seed, static_cast<std::int32_t>(prompt.ids.size()), o.forced, prompt.sample};
+    io::write_text_atomically(o.retention, retention_json(about, outcome.spec, outcome.done).dump() + "\n");
+  }
+  const std::string shown = o.output.format == Format::md ? markdown(outcome) : o.output.format == Format::csv ? csv(outcome) : text(json(outcome).dump(), "\n");
+  print(shown);
+  if (!o.output.quiet && outcome.pace.decode_seconds > 0)
+    note(text(real_cell(static_cast<double>(outcome.pace.decoded_tokens) / outcome.pace.decode_seconds, 1).shown, " tokens/s, prompt in ",
+              real_cell(outcome.pace.prefill_seconds, 2).shown, " s"));
+}
+
+}  // namespace
+
+Run add_generate(CLI::App& app) {
+  CLI::App* sub = app.add_subcommand("generate", "decode under a policy: the tokens, and what every event kept");
+  auto o = std::make_shared<Options>();
+  o->model.add(*sub);
+  o->prompt.add(*sub);
+  sub->add_option("--policy", o->policy, kPolicyHelp)->option_text("POLICY [full]");
+  sub->add_option("--max-new-tokens", o->new_tokens, "tokens to predict")->check(CLI::Range(1, 1 << 24))->option_text("N");
+  sub->add_flag("--forced", o->forced, "feed the task's own trace instead of the model's tokens (teacher forcing)");
+  sub->add_flag("--stop", o->stop_at_end, "end behind an end token of the model");
+  sub->add_option("--retention", o->retention, "write what stayed over time, for examples/plot_retention.py")->option_text("FILE.json");
+  o->output.add(*sub);
+  sub->footer(kExamples);
+  return [o] { run(*o); };
+}
+
+}  // namespace kvkeep::cli

@@ -1,0 +1,181 @@
+#include "options.h"
+
+#include <ATen/Parallel.h>
+
+#include <CLI/Option.hpp>
+#include <CLI/Validators.hpp>
+#include <algorithm>
+#include <charconv>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+
+#include "kvkeep/core/error.h"
+#include "kvkeep/policy/registry.h"
+#include "oracle.h"
+#include "progress.h"
+
+namespace kvkeep::cli {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+std::vector<std::string> split(const std::string& text, char by) {
+  std::vector<std::string> parts;
+  std::size_t begin = 0;
+  while (true) {
+    const std::size_t end = text.find(by, begin);
+    parts.push_back(text.substr(begin, end - begin));
+    if (end == std::string::npos) return parts;
+    begin = end + 1;
+  }
+}
+
+// Items of name,key=value,... but budget and interval.
+std::string without_budget(const std::string& text) {
+  std::string kept;
+  for (const std::string& item : split(text, ','))
+    if (!item.starts_with("budget=") && !item.starts_with("interval=")) kept += (kept.empty() ? "" : ",") + item;
+  return kept;
+}
+
+bool is_name(const std::string& text) {
+  const std::string name = text.substr(0, text.find(','));
+  const std::vector<PolicyInfo> known = policies();
+  return name == kOracle || std::any_of(known.begin(), known.end(), [&](const PolicyInfo& p) { return p.name == name; });
+}
+
+std::string read_file(const std::string& file, const char* what) {
+  std::ifstream in(file, std::ios::binary);
+  require(in.good() && !fs::is_directory(file), what, ": cannot read '", file, "'; allowed a file that is there and can be read");
+  return {std::istreambuf_iterator<char>(in), {}};
+}
+
+}  // namespace
+
+void OutputOptions::add(CLI::App& app) {
+  static const std::map<std::string, Format> kFormats{{"md", Format::md}, {"csv", Format::csv}, {"json", Format::json}};
+  app.add_option("-o,--output", format, "of the results on stdout")->transform(CLI::CheckedTransformer(kFormats).description("md|csv|json"))->option_text("md|csv|json [md]");
+  app.add_flag("--quiet", quiet, "no progress, no warnings");
+}
+
+void ModelOptions::add(CLI::App& app) {
+  app.add_option("--model", folder, "folder of a Llama, Qwen2 or Qwen3 checkpoint (config.json, *.safetensors)")->required()->option_text("DIR");
+  app.add_option("--threads", threads, "CPU threads; 0 takes what LibTorch takes")->check(CLI::Range(0, 4096))->option_text("N [0]");
+  app.add_option("--cache-dtype", cache_dtype, "of the KV cache")->check(CLI::IsMember({"f32", "f16", "bf16"}))->option_text("f32|f16|bf16 [f32]");
+}
+
+void set_threads(int threads) {
+  if (threads > 0) at::set_num_threads(threads);
+}
+
+lm::Decoder ModelOptions::open() const {
+  set_threads(threads);
+  return lm::Decoder::open(folder);
+}
+
+ScalarType ModelOptions::dtype() const { return cache_dtype == "f16" ? kFloat16 : cache_dtype == "bf16" ? kBFloat16 : kFloat32; }
+
+PolicyText::PolicyText(std::string text) : text_(std::move(text)) {
+  require(!text_.empty(), "policy: the option is empty; allowed a JSON file, or name,key=value,...");
+  if (is_name(text_) || (!fs::exists(text_) && !text_.ends_with(".json"))) {
+    label_ = without_budget(text_);
+    return;
+  }
+  json_ = read_file(text_, "policy");
+  label_ = fs::path(text_).filename().string();
+}
+
+std::unique_ptr<KVPolicy> PolicyText::make() const {
+  if (name() == kOracle) return make_oracle(text_);
+  if (json_.empty()) return make_policy(text_);
+  try {
+    return make_policy_from_json(json_);
+  } catch (const InvalidArgument& error) {
+    refuse(text_, ": ", error.what());
+  }
+}
+
+PolicyText PolicyText::with(std::int32_t budget, std::optional<std::int32_t> interval) const {
+  PolicyText changed = *this;
+  if (json_.empty()) {
+    std::string kept;
+    for (const std::string& item : split(text_, ','))
+      if (!item.starts_with("budget=") && !(interval && item.starts_with("interval="))) kept += (kept.empty() ? "" : ",") + item;
+    changed.text_ = kvkeep::text(kept, ",budget=", budget, interval ? kvkeep::text(",interval=", *interval) : "");
+    return changed;
+  }
+  json object = json::parse(json_, nullptr, false);
+  require(object.is_object(), "policy: ", text_, " holds no JSON object");
+  object["budget"] = budget;
+  if (interval) object["interval"] = *interval;
+  changed.json_ = object.dump();
+  return changed;
+}
+
+std::string PolicyText::name() const {
+  if (json_.empty()) return text_.substr(0, text_.find(','));
+  const json object = json::parse(json_, nullptr, false);
+  return object.is_object() && object.contains("policy") && object["policy"].is_string() ? object["policy"].get<std::string>() : std::string();
+}
+
+std::string PolicyText::label() const { return label_; }
+
+std::int32_t budget_of(const KVPolicy& policy) { return json::parse(policy.to_json()).value("budget", 0); }
+
+void warn_about(const KVPolicy& policy) {
+  const json options = json::parse(policy.to_json());
+  const std::int64_t sink = options.value("sink", 0), recent = options.value("recent", 0), budget = options.value("budget", 0);
+  if (budget > 0 && sink + recent > budget / 2)
+    note(text("warning: sink + recent = ", sink + recent, " of ", policy.name(), " protect more than half of the budget of ", budget, "; little is left to choose"));
+}
+
+std::vector<std::int32_t> parse_ids(const std::string& text, const std::string& where) {
+  std::vector<std::int32_t> ids;
+  const char *at = text.data(), *end = text.data() + text.size();
+  while (true) {
+    at = std::find_if(at, end, [](char c) { return std::string_view(", \t\r\n").find(c) == std::string_view::npos; });
+    if (at == end) break;
+    std::int32_t id = 0;
+    const auto [next, error] = std::from_chars(at, end, id);
+    const bool whole = next == end || std::string_view(", \t\r\n").find(*next) != std::string_view::npos;
+    const char* stop = std::find_if(at, end, [](char c) { return std::string_view(", \t\r\n").find(c) != std::string_view::npos; });
+    require(error == std::errc() && whole && id >= 0, where, ": '", std::string(at, std::min<std::ptrdiff_t>(stop - at, 40)), "' at place ", ids.size(),
+            " is no token id; allowed integers from 0 separated by white space or commas");
+    ids.push_back(id);
+    at = next;
+  }
+  require(!ids.empty(), where, ": there are no token ids; allowed one or more");
+  return ids;
+}
+
+std::vector<std::int32_t> read_ids(const std::string& file) { return parse_ids(read_file(file, "--ids-file"), file); }
+
+void PromptOptions::add(CLI::App& app) {
+  CLI::Option_group* source = app.add_option_group("prompt (one of)");
+  source->add_option("--ids", ids, "token ids")->option_text("1,2,3");
+  source->add_option("--ids-file", ids_file, "token ids in a file, separated by white space or commas")->option_text("FILE");
+  source->add_option("--task", task, "a task of kvkeep: chain, ask, needle, updates, copies")->option_text("NAME");
+  source->require_option(1);
+  app.add_option("--seed", seed, "of the task's sample")->option_text("N [0]");
+  app.add_option("--length", shape.length, "tokens of the task's prompt and trace")->option_text("N [512]");
+}
+
+PromptOptions::Prompt PromptOptions::read() const {
+  if (!task.empty()) {
+    lm::TaskSample sample = lm::make_task(task, seed, shape);
+    std::vector<std::int32_t> prompt(sample.ids.begin(), sample.ids.begin() + sample.prompt_length);
+    return {std::move(prompt), std::move(sample)};
+  }
+  return {ids_file.empty() ? parse_ids(ids, "--ids") : read_ids(ids_file), std::nullopt};
+}
+
+void require_folder_of(const std::string& file, const char* option) {
+  const fs::path folder = fs::path(file).parent_path();
+  require(folder.empty() || fs::is_directory(folder), option, ": the folder of '", file, "' is not there; allowed a file in a folder that is");
+  require(!fs::is_directory(file), option, ": '", file, "' is a folder; allowed a file");
+}
+
+}  // namespace kvkeep::cli

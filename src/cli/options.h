@@ -1,0 +1,91 @@
+#pragma once
+// Options that several sub-commands share, and what they stand for.
+
+#include <CLI/App.hpp>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "kvkeep/core/tensor.h"
+#include "kvkeep/lm/decoder.h"
+#include "kvkeep/lm/tasks.h"
+#include "kvkeep/policy/policy.h"
+#include "table.h"
+
+namespace kvkeep::cli {
+
+// -o, --quiet
+struct OutputOptions {
+  Format format = Format::md;
+  bool quiet = false;
+  void add(CLI::App& app);
+};
+
+// Threads of the CPU kernels; 0 leaves LibTorch's choice.
+void set_threads(int threads);
+
+// --model, --threads, --cache-dtype
+struct ModelOptions {
+  std::string folder;
+  int threads = 0;
+  std::string cache_dtype = "f32";
+  void add(CLI::App& app);
+  [[nodiscard]] lm::Decoder open() const;  // sets the number of threads
+  [[nodiscard]] ScalarType dtype() const;
+};
+
+// A policy as it was written: a file, or name,key=value,...
+class PolicyText {
+ public:
+  explicit PolicyText(std::string text);
+
+  // Throws as make_policy and load_policy do.
+  [[nodiscard]] std::unique_ptr<KVPolicy> make() const;
+  // With another budget, and another interval where one is given.
+  [[nodiscard]] PolicyText with(std::int32_t budget, std::optional<std::int32_t> interval) const;
+
+  // The registry name, without making the policy.
+  [[nodiscard]] std::string name() const;
+  // For tables: as written, without budget and interval.
+  [[nodiscard]] std::string label() const;
+  [[nodiscard]] const std::string& text() const { return text_; }
+
+ private:
+  std::string text_;
+  std::string json_;  // of a file, or resolved from one; empty for name,key=value
+  std::string label_;
+};
+
+// The text of --policy in every sub-command.
+inline constexpr const char* kPolicyHelp = "a JSON file, or name,key=value,... (see kvkeep policies)";
+
+// `budget` of a policy's JSON, 0 where it has none.
+std::int32_t budget_of(const KVPolicy& policy);
+
+// Says on stderr what is allowed but hardly meant: protected slots that fill more than half of the budget.
+void warn_about(const KVPolicy& policy);
+
+// Token ids separated by white space or commas. Throws InvalidArgument for anything else; `where` names the source.
+std::vector<std::int32_t> parse_ids(const std::string& text, const std::string& where);
+std::vector<std::int32_t> read_ids(const std::string& file);
+
+// --ids, --ids-file, --task with --seed and --length: exactly one of the three sources.
+struct PromptOptions {
+  std::string ids, ids_file, task;
+  std::uint64_t seed = 0;
+  lm::TaskOptions shape;
+  void add(CLI::App& app);
+
+  struct Prompt {
+    std::vector<std::int32_t> ids;
+    std::optional<lm::TaskSample> sample;  // of --task
+  };
+  [[nodiscard]] Prompt read() const;
+};
+
+// Throws unless a file can be written beside others in the folder of `file`; `option` names it.
+void require_folder_of(const std::string& file, const char* option);
+
+}  // namespace kvkeep::cli

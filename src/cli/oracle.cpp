@@ -1,0 +1,71 @@
+#include "oracle.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <charconv>
+#include <nlohmann/json.hpp>
+
+#include "kvkeep/core/error.h"
+
+namespace kvkeep::cli {
+
+std::vector<std::int32_t> Oracle::keep(const Row& row) const {
+  const std::vector<std::int32_t>& needed = needed_.at(facing_.at(static_cast<std::size_t>(row.sequence)));
+  std::vector<bool> stays(static_cast<std::size_t>(row.length));
+  std::int32_t room = budget_;
+  const auto take = [&](std::int32_t slot) {
+    if (room == 0 || stays[static_cast<std::size_t>(slot)]) return;
+    stays[static_cast<std::size_t>(slot)] = true;
+    --room;
+  };
+  for (std::int32_t slot = 0; slot < std::min(sink_, row.length); ++slot) take(slot);
+  take(row.length - 1);
+  for (std::int32_t slot = row.length - 1; slot >= 0; --slot)
+    if (std::binary_search(needed.begin(), needed.end(), row.positions[slot])) take(slot);
+  for (std::int32_t slot = row.length - 1; slot >= 0; --slot) take(slot);
+  std::vector<std::int32_t> kept;
+  for (std::int32_t slot = 0; slot < row.length; ++slot)
+    if (stays[static_cast<std::size_t>(slot)]) kept.push_back(slot);
+  return kept;
+}
+
+Decision Oracle::decide(const Evidence& evidence) const {
+  std::vector<std::int32_t> slots;
+  KeepSet set;
+  set.indptr.push_back(0);
+  for (const Row& row : evidence.table.rows) {
+    const std::vector<std::int32_t> kept = keep(row);
+    slots.insert(slots.end(), kept.begin(), kept.end());
+    set.indptr.push_back(static_cast<std::int64_t>(slots.size()));
+  }
+  set.slots = at::empty({static_cast<std::int64_t>(slots.size())}, at::TensorOptions(kInt32));
+  std::copy(slots.begin(), slots.end(), set.slots.mutable_data_ptr<std::int32_t>());
+  Decision decision;
+  decision.reason = Reason::over_budget;
+  decision.keep = std::move(set);
+  return decision;
+}
+
+std::string Oracle::to_json() const {
+  return nlohmann::ordered_json{{"policy", kOracle}, {"budget", budget_}, {"interval", interval_}, {"sink", sink_}}.dump();
+}
+
+std::unique_ptr<Oracle> make_oracle(std::string_view text) {
+  std::map<std::string, std::int32_t> options{{"budget", 0}, {"interval", 128}, {"sink", 4}};
+  while (text.find(',') != std::string_view::npos) {
+    text.remove_prefix(text.find(',') + 1);
+    const std::string_view item = text.substr(0, text.find(','));
+    const std::size_t equals = std::min(item.find('='), item.size());
+    const auto found = options.find(std::string(item.substr(0, equals)));
+    require(found != options.end() && equals < item.size(), "policy: oracle has no option \"", item, "\"; allowed budget=, interval=, sink=");
+    const std::string_view value = item.substr(equals + 1);
+    const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), found->second);
+    require(error == std::errc() && end == value.data() + value.size() && found->second >= 0, "policy: ", found->first, " of oracle is \"", value,
+            "\"; allowed an integer, 0 or more");
+  }
+  require(options["budget"] >= options["sink"] + 1, "policy: budget of oracle is ", options["budget"], "; allowed at least sink + 1 = ", options["sink"] + 1);
+  return std::make_unique<Oracle>(options["budget"], options["interval"], options["sink"]);
+}
+
+}  // namespace kvkeep::cli

@@ -1,0 +1,44 @@
+#pragma once
+// A policy of the evaluation only: it is told which positions a task will need. What it loses no policy could keep.
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "kvkeep/core/cache_view.h"
+#include "kvkeep/policy/policy.h"
+
+namespace kvkeep::cli {
+
+inline constexpr std::string_view kOracle = "oracle";
+
+// Keeps the sinks, then the needed positions (the newest of them where they do not fit), then the newest slots, up to the budget.
+class Oracle final : public KVPolicy {
+ public:
+  Oracle(std::int32_t budget, std::int32_t interval, std::int32_t sink) : budget_(budget), interval_(interval), sink_(sink) {}
+
+  // Tells what sequence `id` will need: ascending logical positions.
+  void tell(SequenceId id, std::vector<std::int32_t> needed) { needed_[id] = std::move(needed); }
+  // Tells which sequences the next decision is about, in the order of the view.
+  void face(std::span<const SequenceId> sequences) { facing_.assign(sequences.begin(), sequences.end()); }
+
+  [[nodiscard]] std::string_view name() const override { return kOracle; }
+  [[nodiscard]] Needs needs() const override { return {}; }
+  [[nodiscard]] Trigger trigger() const override { return {budget_, interval_}; }
+  [[nodiscard]] Decision decide(const Evidence& evidence) const override;
+  [[nodiscard]] std::string to_json() const override;
+
+ private:
+  [[nodiscard]] std::vector<std::int32_t> keep(const Row& row) const;
+  std::int32_t budget_, interval_, sink_;
+  std::map<SequenceId, std::vector<std::int32_t>> needed_;
+  std::vector<SequenceId> facing_;
+};
+
+// From "oracle,budget=96,interval=32,sink=4". Throws InvalidArgument as make_policy does.
+std::unique_ptr<Oracle> make_oracle(std::string_view text);
+
+}  // namespace kvkeep::cli

@@ -1,0 +1,107 @@
+// kvkeep record: writes traces from a run of the model.
+
+#include <CLI/Option.hpp>
+#include <CLI/Validators.hpp>
+#include <filesystem>
+
+#include "commands.h"
+#include "kvkeep/core/error.h"
+#include "kvkeep/io/safetensors.h"
+#include "kvkeep/lm/record.h"
+#include "options.h"
+#include "progress.h"
+#include "retention.h"
+
+namespace kvkeep::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kExamples = R"(
+Examples:
+  kvkeep record --model examples/model --ids-file prompt.txt --policy tova,budget=96,interval=32 --out event.safetensors
+  kvkeep record --model examples/model --task ask --forced --policy ams-tova,budget=96,interval=32 --event 130 --out event.safetensors
+  kvkeep record --model examples/model --ids-file prompt.txt --kind prefill --window 32 --out prefill.safetensors
+
+Then: kvkeep replay event.safetensors --policy ams-tova,budget=96 --out kept.safetensors
+
+Kinds: event      what a policy sees right before it decides after decode step STEP: all full layers; events before STEP have happened
+       prefill    keys and queries of every layer after RoPE, as the prompt leaves them
+       decoder, generate    the ids and the place of the checkpoint, to be run again by replay
+)";
+
+struct Options {
+  ModelOptions model;
+  OutputOptions output;
+  PromptOptions prompt;
+  std::string kind = "event", policy = "full", out;
+  std::int32_t step = 0, new_tokens = 0, queries = 256, window = 0, query_tail = 8;
+  bool forced = false;
+};
+
+// The checkpoint as seen from the folder of the trace.
+fs::path model_from(const Options& o) { return fs::proximate(fs::absolute(o.model.folder), fs::absolute(o.out).parent_path()); }
+
+trace::Result event_of(const Options& o, lm::Decoder& decoder, const PromptOptions::Prompt& prompt, std::unique_ptr<KVPolicy> policy) {
+  lm::Request request{.prompt = prompt.ids};
+  if (o.forced) {
+    require(prompt.sample.has_value(), "record: --forced feeds a task's own trace; allowed with --task");
+    request = lm::Request(forced_request(*prompt.sample));
+    require(o.step < request.new_tokens, "record: --event ", o.step, " is behind the trace of the sample; allowed 1 to ", request.new_tokens - 1);
+  } else {
+    const Trigger trigger = policy->trigger();
+    const std::int64_t due = trigger.never ? 1 : trigger.due_length() - static_cast<std::int64_t>(prompt.ids.size());
+    require(o.step > 0 || !trigger.never, "record: policy full never decides; allowed with --event STEP, or name an evicting --policy");
+    request.new_tokens = o.new_tokens > 0 ? o.new_tokens : static_cast<std::int32_t>(std::max<std::int64_t>({due, o.step, 1})) + 1;
+  }
+  const lm::EventRecording recording{.step = o.step > 0 ? std::optional(o.step) : std::nullopt, .queries = o.queries, .cache_dtype = o.model.dtype()};
+  return lm::record_event(decoder, std::move(policy), std::move(request), recording);
+}
+
+trace::Result record(const Options& o) {
+  std::unique_ptr<KVPolicy> policy = PolicyText(o.policy).make();
+  const PromptOptions::Prompt prompt = o.prompt.read();
+  lm::Decoder decoder = o.model.open();
+  for (std::size_t i = 0; i < prompt.ids.size(); ++i)
+    require(prompt.ids[i] < decoder.config().vocab, "record: token id ", prompt.ids[i], " at place ", i, " is outside the vocabulary; allowed 0 to ", decoder.config().vocab - 1);
+  if (o.kind == "event") return event_of(o, decoder, prompt, std::move(policy));
+  if (o.kind == "prefill") return lm::record_prefill(decoder, prompt.ids, o.window);
+  const std::int32_t new_tokens = o.new_tokens > 0 ? o.new_tokens : 32;
+  if (o.kind == "decoder") return lm::record_decoder(model_from(o), prompt.ids, new_tokens, std::min<std::int32_t>(o.query_tail, static_cast<std::int32_t>(prompt.ids.size())));
+  return lm::record_generate(model_from(o), prompt.ids, new_tokens);
+}
+
+void run(const Options& o) {
+  require_folder_of(o.out, "--out");
+  const trace::Result trace = record(o);
+  io::write_safetensors(o.out, trace.tensors, trace.metadata);
+  std::int64_t bytes = 0;
+  for (const auto& [name, tensor] : trace.tensors) bytes += static_cast<std::int64_t>(tensor.nbytes());
+  const auto step = trace.metadata.find("step");
+  Table table({{"kind", "kind", false}, {"step", "step"}, {"tensors", "tensors"}, {"bytes", "bytes"}, {"trace", "trace", false}});
+  table.add({o.kind, step == trace.metadata.end() ? Cell(nullptr, "-") : Cell(std::int64_t{std::stoll(step->second)}), static_cast<std::int64_t>(trace.tensors.size()), bytes_cell(bytes), o.out});
+  if (o.output.format == Format::json) print(table.json().front().dump() + "\n");
+  else print(table.text(o.output.format));
+}
+
+}  // namespace
+
+Run add_record(CLI::App& app) {
+  CLI::App* sub = app.add_subcommand("record", "write a trace from a run, to replay any policy on");
+  auto o = std::make_shared<Options>();
+  o->model.add(*sub);
+  o->prompt.add(*sub);
+  sub->add_option("--kind", o->kind, "of the trace")->check(CLI::IsMember({"event", "prefill", "decoder", "generate"}))->option_text("event|prefill|decoder|generate [event]");
+  sub->add_option("--policy", o->policy, std::string("event: what runs before and decides when one is due; ") + kPolicyHelp)->option_text("POLICY [full]");
+  sub->add_option("--event", o->step, "event: after which decode step; without it the first at which the policy is due")->check(CLI::Range(1, 1 << 24))->option_text("STEP");
+  sub->add_flag("--forced", o->forced, "event: feed the task's own trace instead of the model's tokens");
+  sub->add_option("--queries", o->queries, "event: newest queries to keep")->check(CLI::Range(1, 1 << 20))->option_text("N [256]");
+  sub->add_option("--window", o->window, "prefill: newest queries to keep; 0 keeps all")->check(CLI::Range(0, 1 << 24))->option_text("N [0]");
+  sub->add_option("--max-new-tokens", o->new_tokens, "tokens to predict")->check(CLI::Range(1, 1 << 24))->option_text("N");
+  sub->add_option("--out", o->out, "the trace file to write (safetensors)")->required()->option_text("FILE");
+  o->output.add(*sub);
+  sub->footer(kExamples);
+  return [o] { run(*o); };
+}
+
+}  // namespace kvkeep::cli

@@ -1,0 +1,77 @@
+// kvkeep replay: runs a policy on a trace.
+
+#include <CLI/Option.hpp>
+#include <chrono>
+#include <filesystem>
+
+#include "commands.h"
+#include "kvkeep/core/error.h"
+#include "kvkeep/io/safetensors.h"
+#include "kvkeep/lm/decoder_trace.h"
+#include "kvkeep/trace/event_trace.h"
+#include "options.h"
+
+namespace kvkeep::cli {
+namespace {
+
+constexpr const char* kExamples = R"(
+Examples:
+  kvkeep replay event.safetensors --policy ams-tova,budget=1024 --out kept.safetensors
+  kvkeep replay event.safetensors --policy policy.json --out kept.safetensors -o json
+  kvkeep replay generate.safetensors --policy tova,budget=64,interval=32 --out tokens.safetensors
+
+Kinds of traces: event, decoder, generate. What is refused ends with exit status 2 and a sentence, and no result is written.
+)";
+
+struct Options {
+  std::string trace, policy, out;
+  int threads = 0;
+  OutputOptions output;
+};
+
+trace::Result replay(const io::SafetensorsFile& file, const std::filesystem::path& folder, std::unique_ptr<KVPolicy> policy) {
+  const std::string kind = trace::kind_of(file);
+  if (kind == "event") return trace::replay_event(file, *policy);
+  if (kind == "decoder") return lm::replay_decoder(file, folder, *policy);
+  if (kind == "generate") return lm::replay_generate(file, folder, std::move(policy));
+  const bool known = kind == "prefill" || kind == "span" || kind == "span_train";
+  require<Unsupported>(!known, file.where(), ": this build cannot replay a trace of kind \"", kind, "\"; it replays event, decoder and generate");
+  refuse(file.where(), ": a trace of kind \"", kind, "\" is not known; this build replays event, decoder and generate");
+}
+
+void run(const Options& o) {
+  require_folder_of(o.out, "--out");
+  const io::SafetensorsFile file = io::SafetensorsFile::open(o.trace);
+  const std::string kind = trace::kind_of(file);
+  set_threads(o.threads);
+  std::unique_ptr<KVPolicy> policy = PolicyText(o.policy).make();
+  if (!o.output.quiet) warn_about(*policy);
+  const std::string name(policy->name());
+  const auto start = std::chrono::steady_clock::now();
+  const trace::Result result = replay(file, std::filesystem::path(o.trace).parent_path(), std::move(policy));
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  io::write_safetensors(o.out, result.tensors, result.metadata);
+
+  Table table({{"kind", "kind", false}, {"policy", "policy", false}, {"tensors", "tensors"}, {"slots_dropped", "slots dropped"}, {"ms", "ms"}, {"result", "result", false}});
+  const auto dropped = result.metadata.find("slots_dropped");
+  table.add({kind, name, static_cast<std::int64_t>(result.tensors.size()), dropped == result.metadata.end() ? std::int64_t{0} : std::int64_t{std::stoll(dropped->second)},
+             real_cell(seconds * 1000, 2), o.out});
+  if (o.output.format == Format::json) print(table.json().front().dump() + "\n");
+  else print(table.text(o.output.format));
+}
+
+}  // namespace
+
+Run add_replay(CLI::App& app) {
+  CLI::App* sub = app.add_subcommand("replay", "run a policy on a recorded trace");
+  auto o = std::make_shared<Options>();
+  sub->add_option("trace", o->trace, "a trace file (docs/trace-format.md)")->required()->option_text("TRACE");
+  sub->add_option("--policy", o->policy, kPolicyHelp)->required()->option_text("POLICY");
+  sub->add_option("--out", o->out, "where the result goes (safetensors)")->required()->option_text("FILE");
+  sub->add_option("--threads", o->threads, "CPU threads; 0 takes what LibTorch takes")->check(CLI::Range(0, 4096))->option_text("N [0]");
+  o->output.add(*sub);
+  sub->footer(kExamples);
+  return [o] { run(*o); };
+}
+
+}  // namespace kvkeep::cli

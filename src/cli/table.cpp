@@ -1,0 +1,131 @@
+#include "table.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <sstream>
+#include <stdexcept>
+
+#include "kvkeep/core/error.h"
+
+namespace kvkeep::cli {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+std::string formatted(const char* format, double number) {
+  char text[64];
+  std::snprintf(text, sizeof text, format, number);
+  return text;
+}
+
+std::string csv_cell(const Json& value) {
+  const std::string text = value.is_null() ? "" : value.is_string() ? value.get<std::string>() : value.dump();
+  if (text.find_first_of(",\"\n") == std::string::npos) return text;
+  std::string quoted = "\"";
+  for (const char c : text) quoted += c == '"' ? std::string("\"\"") : std::string(1, c);
+  return quoted + "\"";
+}
+
+// Characters, not bytes, so that columns line up.
+std::size_t width(const std::string& text) {
+  return static_cast<std::size_t>(std::count_if(text.begin(), text.end(), [](char c) { return (static_cast<unsigned char>(c) & 0xC0U) != 0x80U; }));
+}
+
+std::string padded(const std::string& text, std::size_t to, bool right) {
+  const std::string space(to - std::min(to, width(text)), ' ');
+  return right ? space + text : text + space;
+}
+
+}  // namespace
+
+Cell bytes_cell(std::int64_t bytes) {
+  const auto number = static_cast<double>(bytes);
+  if (bytes < 1024) return {bytes, std::to_string(bytes) + " B"};
+  if (bytes < 1024 * 1024) return {bytes, formatted("%.1f KiB", number / 1024)};
+  if (bytes < std::int64_t{1} << 30) return {bytes, formatted("%.2f MiB", number / (1024 * 1024))};
+  return {bytes, formatted("%.2f GiB", number / (1024.0 * 1024 * 1024))};
+}
+
+Cell real_cell(double number, int digits) {
+  if (!std::isfinite(number)) return {nullptr, "-"};
+  char text[64];
+  std::snprintf(text, sizeof text, "%.*f", digits, number);
+  return {Json::parse(text), text};
+}
+
+Cell share_cell(double share) {
+  if (!std::isfinite(share)) return {nullptr, "-"};
+  return {Json::parse(formatted("%.5f", share)), formatted("%.1f %%", 100 * share)};
+}
+
+void Table::add(std::vector<Cell> row) {
+  if (row.size() != columns_.size()) throw std::logic_error("table: a row of another width");
+  rows_.push_back(std::move(row));
+}
+
+std::string Table::markdown() const {
+  std::vector<std::size_t> widths;
+  for (std::size_t c = 0; c < columns_.size(); ++c) {
+    std::size_t widest = std::max<std::size_t>(3, width(columns_[c].title));
+    for (const auto& row : rows_) widest = std::max(widest, width(row[c].shown));
+    widths.push_back(widest);
+  }
+  std::ostringstream out;
+  out << "|";
+  for (std::size_t c = 0; c < columns_.size(); ++c) out << " " << padded(columns_[c].title, widths[c], columns_[c].number) << " |";
+  out << "\n|";
+  for (std::size_t c = 0; c < columns_.size(); ++c) out << std::string(widths[c] + 1, '-') << (columns_[c].number ? ":|" : "-|");
+  for (const auto& row : rows_) {
+    out << "\n|";
+    for (std::size_t c = 0; c < row.size(); ++c) out << " " << padded(row[c].shown, widths[c], columns_[c].number) << " |";
+  }
+  out << "\n";
+  return out.str();
+}
+
+std::string Table::csv() const {
+  std::ostringstream out;
+  for (std::size_t c = 0; c < columns_.size(); ++c) out << (c > 0 ? "," : "") << columns_[c].key;
+  out << "\n";
+  for (const auto& row : rows_) {
+    for (std::size_t c = 0; c < row.size(); ++c) out << (c > 0 ? "," : "") << csv_cell(row[c].value);
+    out << "\n";
+  }
+  return out.str();
+}
+
+Json Table::json() const {
+  Json all = Json::array();
+  for (const auto& row : rows_) {
+    Json object = Json::object();
+    for (std::size_t c = 0; c < row.size(); ++c) object[columns_[c].key] = row[c].value;
+    all.push_back(std::move(object));
+  }
+  return all;
+}
+
+std::string Table::text(Format format) const {
+  if (format == Format::csv) return csv();
+  if (format == Format::json) return json().dump(2) + "\n";
+  return markdown();
+}
+
+void print(const std::string& text) {
+  const bool whole = std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0;
+  require<Error>(whole, "stdout: the result could not be written; is the disk full or the pipe closed?");
+}
+
+std::string compact_ranges(const std::vector<std::int32_t>& ascending) {
+  std::ostringstream out;
+  for (std::size_t i = 0; i < ascending.size();) {
+    std::size_t last = i;
+    while (last + 1 < ascending.size() && ascending[last + 1] == ascending[last] + 1) ++last;
+    out << (i > 0 ? "," : "") << ascending[i];
+    if (last > i) out << "-" << ascending[last];
+    i = last + 1;
+  }
+  return out.str();
+}
+
+}  // namespace kvkeep::cli

@@ -1,0 +1,231 @@
+#include "kvkeep/lm/generation.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <chrono>
+#include <numeric>
+#include <utility>
+
+#include "kvkeep/core/error.h"
+
+namespace kvkeep::lm {
+namespace {
+
+bool cuts_every_layer(const ModelSpec& spec) { return static_cast<std::int32_t>(spec.full_layers().size()) == spec.num_layers(); }
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+}  // namespace
+
+std::int64_t slots_needed(const ModelSpec& spec, const Trigger& trigger, const Request& request) {
+  const auto prompt = static_cast<std::int64_t>(request.prompt.size());
+  const std::int64_t all = prompt + request.new_tokens - 1;
+  if (!cuts_every_layer(spec)) return all;  // sliding layers are never cut
+  return std::min(all, std::max(prompt + 1, trigger.due_length()));
+}
+
+// The tokens of one step. Sequences that decode stand before those that prefill, so that a view of the front is what the policy may cut.
+struct Generator::Batch {
+  std::vector<SequenceId> ids;
+  std::vector<std::int32_t> tokens, indptr{0}, positions, places;
+  std::vector<std::int32_t> lengths;  ///< [sequences * layers * Hkv]
+  std::vector<std::int32_t> steps;    ///< [sequences]
+  std::size_t decoding = 0;
+
+  [[nodiscard]] std::int32_t tokens_of(std::size_t i) const { return indptr[i + 1] - indptr[i]; }
+};
+
+Generator::Generator(Decoder& decoder, std::unique_ptr<KVPolicy> policy, GeneratorOptions options)
+    : decoder_(decoder), options_(std::move(options)), keeper_(decoder.spec(), std::move(policy)), cache_(decoder.make_cache(options_.places, options_.capacity, options_.cache_dtype)) {
+  free_places_.resize(static_cast<std::size_t>(options_.places));
+  std::iota(free_places_.rbegin(), free_places_.rend(), 0);
+}
+
+void Generator::check(const Request& request) const {
+  require(!request.prompt.empty(), "generate: the prompt is empty; allowed one token or more");
+  require(request.new_tokens >= 1, "generate: new_tokens is ", request.new_tokens, "; allowed 1 or more");
+  require(request.forced.empty() || static_cast<std::int64_t>(request.forced.size()) + 1 >= request.new_tokens, "generate: ", request.forced.size(),
+          " forced tokens for ", request.new_tokens, " steps; allowed none, or ", request.new_tokens - 1, " and more");
+  const auto check_ids = [&](const std::vector<std::int32_t>& ids, const char* which) {
+    for (std::size_t i = 0; i < ids.size(); ++i)
+      require(ids[i] >= 0 && ids[i] < decoder_.config().vocab, "generate: token id ", ids[i], " at place ", i, " of the ", which, " is outside the vocabulary; allowed 0 to ",
+              decoder_.config().vocab - 1);
+  };
+  check_ids(request.prompt, "prompt");
+  check_ids(request.forced, "forced tokens");
+  const std::int64_t needed = slots_needed(keeper_.spec(), keeper_.policy().trigger(), request);
+  require(needed <= options_.capacity, "generate: a prompt of ", request.prompt.size(), " with ", request.new_tokens, " new tokens needs ", needed,
+          " slots; the cache has room for ", options_.capacity);
+}
+
+SequenceId Generator::join(Request request) {
+  check(request);
+  require<StateError>(has_place(), "generate: every place of the cache is taken; allowed ", options_.places, " sequences at once");
+  const SequenceId id = next_++;
+  keeper_.join(id);
+  Sequence sequence{.request = std::move(request), .place = free_places_.back()};
+  sequence.lengths.assign(static_cast<std::size_t>(keeper_.spec().num_layers() * keeper_.spec().kv_heads), 0);
+  free_places_.pop_back();
+  sequences_.emplace(id, std::move(sequence));
+  return id;
+}
+
+bool Generator::done(SequenceId sequence) const {
+  const auto found = sequences_.find(sequence);
+  require<StateError>(found != sequences_.end(), "generate: sequence ", sequence, " is not here; allowed after join() and before leave()");
+  return found->second.done;
+}
+
+Completion Generator::leave(SequenceId id) {
+  static_cast<void>(done(id));
+  Sequence& sequence = sequences_.at(id);
+  Completion result = std::move(sequence.result);
+  if (result.events.empty()) result.kept_bytes = live_bytes(sequence.lengths);
+  if (sequence.request.keep_logits)
+    result.logits = sequence.logits.empty() ? at::empty({0, decoder_.config().vocab}, at::TensorOptions(kFloat32)) : at::cat(sequence.logits);
+  free_places_.push_back(sequence.place);
+  keeper_.leave(id);
+  sequences_.erase(id);
+  return result;
+}
+
+Generator::Batch Generator::gather() const {
+  Batch batch;
+  const auto add = [&](SequenceId id, const Sequence& sequence) {
+    const Request& request = sequence.request;
+    const std::size_t predicted = sequence.result.tokens.size();
+    const auto position = static_cast<std::int32_t>(keeper_.logical_length(id));
+    batch.ids.push_back(id);
+    batch.places.push_back(sequence.place);
+    batch.steps.push_back(static_cast<std::int32_t>(predicted));
+    batch.lengths.insert(batch.lengths.end(), sequence.lengths.begin(), sequence.lengths.end());
+    if (predicted == 0) batch.tokens.insert(batch.tokens.end(), request.prompt.begin(), request.prompt.end());
+    else batch.tokens.push_back(request.forced.empty() ? sequence.result.tokens.back() : request.forced[predicted - 1]);
+    batch.indptr.push_back(static_cast<std::int32_t>(batch.tokens.size()));
+    for (std::int32_t i = 0; i < batch.tokens_of(batch.ids.size() - 1); ++i) batch.positions.push_back(position + i);
+  };
+  for (const auto& [id, sequence] : sequences_)
+    if (!sequence.done && !sequence.result.tokens.empty()) add(id, sequence);
+  batch.decoding = batch.ids.size();
+  for (const auto& [id, sequence] : sequences_)
+    if (!sequence.done && sequence.result.tokens.empty()) add(id, sequence);
+  return batch;
+}
+
+bool Generator::step() {
+  Batch batch = gather();
+  if (batch.ids.empty()) return false;
+  const auto start = std::chrono::steady_clock::now();
+  const Tensor logits = run(batch);
+  predict(batch, logits);
+  decide(batch);
+  const double seconds = seconds_since(start);
+  const bool prefilled = batch.decoding < batch.ids.size();
+  (prefilled ? pace_.prefill_seconds : pace_.decode_seconds) += seconds;
+  if (prefilled) pace_.prompt_tokens += static_cast<std::int64_t>(batch.tokens.size() - batch.decoding);
+  else pace_.decoded_tokens += static_cast<std::int64_t>(batch.decoding);
+  if (options_.hooks.on_step) options_.hooks.on_step(static_cast<std::int64_t>(batch.ids.size()));
+  return true;
+}
+
+Tensor Generator::run(const Batch& batch) {
+  const Lengths lengths{const_cast<Batch&>(batch).lengths, keeper_.spec().num_layers() * keeper_.spec().kv_heads};
+  const Step step{batch.tokens, batch.indptr, batch.positions, batch.places, SlotCounts(lengths, keeper_.spec().kv_heads)};
+  StepOptions options;
+  options.on_layer = [&](const LayerSight& sight) {
+    keeper_.observe({.layer = sight.layer, .sequences = batch.ids, .indptr = batch.indptr, .queries = sight.queries, .positions = batch.positions});
+    if (options_.hooks.on_layer) options_.hooks.on_layer(sight);
+  };
+  return decoder_.forward(step, cache_, options);
+}
+
+void Generator::predict(const Batch& batch, const Tensor& logits) {
+  const std::vector<std::int32_t> best = argmax(logits);
+  for (std::size_t i = 0; i < batch.ids.size(); ++i) {
+    Sequence& sequence = sequences_.at(batch.ids[i]);
+    sequence.result.tokens.push_back(best[i]);
+    if (sequence.request.keep_logits) sequence.logits.push_back(logits.narrow(0, static_cast<std::int64_t>(i), 1).clone());
+    for (std::int32_t& length : sequence.lengths) length += batch.tokens_of(i);
+    sequence.result.peak_bytes = std::max(sequence.result.peak_bytes, live_bytes(sequence.lengths));
+    sequence.done = static_cast<std::int32_t>(sequence.result.tokens.size()) >= sequence.request.new_tokens ||
+                    (sequence.request.stop_at_end && decoder_.config().ends(best[i]));
+  }
+}
+
+void Generator::decide(Batch& batch) {
+  if (batch.decoding == 0) return;
+  const std::size_t rows = sequences_.at(batch.ids.front()).lengths.size();
+  const auto lengths = std::span(batch.lengths).first(batch.decoding * rows);
+  for (std::int32_t& length : lengths) ++length;
+  CacheView view{.layers = {cache_.begin(), cache_.end()},
+                 .sequences = std::span(batch.ids).first(batch.decoding),
+                 .lengths = {lengths, static_cast<std::int32_t>(rows)},
+                 .places = std::span(batch.places).first(batch.decoding)};
+  if (options_.hooks.before_decision) options_.hooks.before_decision({keeper_, view, std::span(batch.steps).first(batch.decoding)});
+  const Report report = keeper_.step(view);
+  for (const Cut& cut : report.cuts) {
+    const auto i = static_cast<std::size_t>(std::find(batch.ids.begin(), batch.ids.end(), cut.sequence) - batch.ids.begin());
+    Sequence& sequence = sequences_.at(cut.sequence);
+    const std::int64_t bytes_before = live_bytes(sequence.lengths);
+    std::copy_n(lengths.begin() + static_cast<std::ptrdiff_t>(i * rows), rows, sequence.lengths.begin());
+    record(cut.sequence, cut, bytes_before);
+  }
+}
+
+void Generator::record(SequenceId id, const Cut& cut, std::int64_t bytes_before) {
+  Sequence& sequence = sequences_.at(id);
+  SequenceEvent event{.step = static_cast<std::int32_t>(sequence.result.tokens.size()) - 1,
+                      .length_before = cut.length_before,
+                      .length_after = cut.length_after,
+                      .bytes_before = bytes_before,
+                      .bytes_after = live_bytes(sequence.lengths)};
+  if (sequence.request.keep_positions)
+    for (const std::int32_t layer : keeper_.spec().full_layers())
+      for (std::int32_t head = 0; head < keeper_.spec().kv_heads; ++head) {
+        const auto kept = keeper_.positions(id, layer, head);
+        event.positions.emplace_back(kept.begin(), kept.end());
+      }
+  sequence.result.kept_bytes = event.bytes_after;
+  sequence.result.events.push_back(std::move(event));
+}
+
+std::int64_t Generator::live_bytes(std::span<const std::int32_t> lengths) const {
+  const ModelSpec& spec = keeper_.spec();
+  const std::int64_t slot = (spec.key_dim + spec.value_dim) * static_cast<std::int64_t>(c10::elementSize(options_.cache_dtype));
+  std::int64_t slots = 0;
+  for (const std::int32_t layer : spec.full_layers())
+    for (std::int32_t head = 0; head < spec.kv_heads; ++head) slots += lengths[static_cast<std::size_t>(layer * spec.kv_heads + head)];
+  return slots * slot;
+}
+
+GenerationRun generate(Decoder& decoder, std::unique_ptr<KVPolicy> policy, std::vector<Request> requests, GeneratorOptions options) {
+  require(policy != nullptr, "generate: there is no policy; allowed one from make_policy()");
+  GenerationRun run;
+  run.completions.resize(requests.size());
+  if (requests.empty()) return run;
+  if (options.capacity == 0) {
+    options.capacity = 1;
+    for (const Request& request : requests) options.capacity = std::max(options.capacity, slots_needed(decoder.spec(), policy->trigger(), request));
+  }
+  Generator generator(decoder, std::move(policy), std::move(options));
+  std::vector<SequenceId> alive;
+  std::size_t next = 0;
+  while (true) {
+    while (next < requests.size() && generator.has_place()) alive.push_back(generator.join(std::move(requests[next++])));
+    if (!generator.step()) break;
+    std::erase_if(alive, [&](SequenceId id) {
+      if (!generator.done(id)) return false;
+      run.completions[static_cast<std::size_t>(id)] = generator.leave(id);
+      return true;
+    });
+  }
+  run.totals = generator.keeper().totals();
+  run.pace = generator.pace();
+  return run;
+}
+
+}  // namespace kvkeep::lm

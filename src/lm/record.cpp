@@ -1,0 +1,193 @@
+#include "kvkeep/lm/record.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cstring>
+#include <nlohmann/json.hpp>
+#include <numeric>
+#include <string>
+#include <utility>
+
+#include "kvkeep/core/error.h"
+#include "kvkeep/core/rope.h"
+#include "kvkeep/observe/query_ring.h"
+
+namespace kvkeep::lm {
+namespace {
+
+using nlohmann::json;
+using trace::Result;
+
+Tensor i32_tensor(std::span<const std::int32_t> values, at::IntArrayRef shape) {
+  Tensor t = at::empty(shape, at::TensorOptions(kInt32));
+  std::copy(values.begin(), values.end(), t.mutable_data_ptr<std::int32_t>());
+  return t;
+}
+
+std::map<std::string, std::string> about_model(const ModelSpec& spec) {
+  return {{"kvkeep_trace", "1"},
+          {"rope_style", spec.rope.style == RopeStyle::half ? "half" : "interleaved"},
+          {"inv_freq", json(spec.rope.inv_freq).dump()},
+          {"attention_scaling", json(spec.rope.attention_scaling).dump()},
+          {"softmax_scale", json(spec.scale()).dump()},
+          {"num_layers", std::to_string(spec.num_layers())}};
+}
+
+/// The queries of one layer, oldest first: [1, Hq, W, D] before RoPE.
+Tensor queries_of(const QueryView& view, std::int32_t heads, std::int32_t dim) {
+  Tensor queries = at::empty({1, heads, view.count, dim}, at::TensorOptions(kFloat32));
+  float* to = queries.mutable_data_ptr<float>();
+  for (std::int32_t h = 0; h < heads; ++h)
+    for (std::int32_t i = 0; i < view.count; ++i, to += dim) std::memcpy(to, view.at(i, h), static_cast<std::size_t>(dim) * sizeof(float));
+  return queries;
+}
+
+// Follows one sequence and takes its picture before the decision that was asked for.
+class EventRecorder {
+ public:
+  EventRecorder(const ModelSpec& spec, std::int32_t queries, std::optional<std::int32_t> step, Trigger trigger)
+      : spec_(spec), full_layers_(spec.full_layers()), ring_(static_cast<std::int32_t>(full_layers_.size()), queries, spec.query_heads, spec.key_dim), step_(step), trigger_(trigger) {}
+
+  void see(const LayerSight& sight) {
+    const auto found = std::find(full_layers_.begin(), full_layers_.end(), sight.layer);
+    if (found == full_layers_.end()) return;
+    const Tensor& q = sight.queries;
+    std::vector<std::int32_t> positions(static_cast<std::size_t>(q.size(0)));
+    const auto index = static_cast<std::int32_t>(found - full_layers_.begin());
+    std::iota(positions.begin(), positions.end(), static_cast<std::int32_t>(ring_.seen(index)));
+    constexpr auto kBytes = static_cast<std::int64_t>(sizeof(float));
+    ring_.push(index, static_cast<const std::byte*>(q.const_data_ptr()), kFloat32, q.stride(0) * kBytes, q.stride(1) * kBytes, positions);
+  }
+
+  void before(const DecisionSight& sight) {
+    const bool due = trigger_.due(sight.view.lengths.at(0, full_layers_.front() * spec_.kv_heads));
+    if (taken() || (step_ ? sight.steps[0] != *step_ : !due)) return;
+    const SequenceId id = sight.view.sequences[0];
+    for (const std::int32_t layer : full_layers_) take(layer, sight, id);
+    const QueryView view = ring_.view(0);
+    std::vector<std::int32_t> positions;
+    for (std::int32_t i = 0; i < view.count; ++i) positions.push_back(view.position(i));
+    add("query_positions", i32_tensor(positions, {1, view.count}));
+    result_.metadata = about_model(spec_);
+    result_.metadata["kind"] = "event";
+    result_.metadata["query_basis"] = "pre_rope";
+    result_.metadata["layers"] = json(full_layers_).dump();
+    result_.metadata["next_position"] = json{sight.keeper.logical_length(id)}.dump();
+    result_.metadata["step"] = std::to_string(sight.steps[0]);
+    result_.metadata["recorded_under"] = sight.keeper.policy().to_json();
+  }
+
+  [[nodiscard]] bool taken() const { return !result_.tensors.empty(); }
+  [[nodiscard]] Result result() { return std::move(result_); }
+
+ private:
+  void add(std::string name, Tensor t) { result_.tensors.emplace_back(std::move(name), std::move(t)); }
+
+  void take(std::int32_t layer, const DecisionSight& sight, SequenceId id) {
+    const std::string prefix = text("layer.", layer, ".");
+    const auto length = static_cast<std::int64_t>(sight.keeper.positions(id, layer, 0).size());
+    std::vector<std::int32_t> positions;
+    std::vector<float> credit;
+    for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
+      const auto row = sight.keeper.positions(id, layer, h);
+      const auto paid = sight.keeper.credit(id, layer, h);
+      require(static_cast<std::int64_t>(row.size()) == length, "record: layer ", layer, " holds ", length, " slots in head 0 and ", row.size(), " in head ", h,
+              "; an event trace holds rows of one length");
+      positions.insert(positions.end(), row.begin(), row.end());
+      credit.insert(credit.end(), paid.begin(), paid.end());
+    }
+    const auto& rows = std::get<DenseKv>(sight.view.layers[static_cast<std::size_t>(layer)]);
+    const std::int64_t place = sight.view.places[0];
+    add(prefix + "keys", rows.keys.narrow(0, place, 1).narrow(2, 0, length).clone());
+    add(prefix + "values", rows.values.narrow(0, place, 1).narrow(2, 0, length).clone());
+    add(prefix + "positions", i32_tensor(positions, {1, spec_.kv_heads, length}));
+    const auto index = static_cast<std::int32_t>(std::find(full_layers_.begin(), full_layers_.end(), layer) - full_layers_.begin());
+    add(prefix + "queries", queries_of(ring_.view(index), spec_.query_heads, spec_.key_dim));
+    if (credit.empty()) return;
+    Tensor paid = at::empty({1, spec_.kv_heads, static_cast<std::int64_t>(credit.size()) / spec_.kv_heads}, at::TensorOptions(kFloat32));
+    std::copy(credit.begin(), credit.end(), paid.mutable_data_ptr<float>());
+    add(prefix + "credit", paid);
+  }
+
+  const ModelSpec& spec_;
+  std::vector<std::int32_t> full_layers_;
+  QueryRing ring_;
+  std::optional<std::int32_t> step_;
+  Trigger trigger_;
+  Result result_;
+};
+
+/// [T, H, D] before RoPE at positions 0..T-1 -> the last W of them, [H, W, D] after RoPE.
+Tensor rotated_tail(const RopeSpec& rope, const Tensor& vectors, std::int64_t window) {
+  const std::int64_t first = vectors.size(0) - window, heads = vectors.size(1), dim = vectors.size(2), pairs = rope.rotary_dim() / 2;
+  Tensor tail = vectors.narrow(0, first, window).permute({1, 0, 2}).contiguous().clone();
+  std::vector<float> cosines(static_cast<std::size_t>(pairs)), sines(static_cast<std::size_t>(pairs));
+  for (std::int64_t i = 0; i < window; ++i) {
+    rope_at(rope, first + i, cosines.data(), sines.data());
+    for (std::int64_t h = 0; h < heads; ++h) rope_rotate(rope.style, pairs, cosines.data(), sines.data(), tail.mutable_data_ptr<float>() + (h * window + i) * dim);
+  }
+  return tail;
+}
+
+Result name_the_model(const char* kind, const char* ids_name, const std::filesystem::path& model, const std::vector<std::int32_t>& ids, std::int32_t new_tokens) {
+  Result result;
+  result.tensors.emplace_back(ids_name, i32_tensor(ids, {static_cast<std::int64_t>(ids.size())}));
+  result.metadata = {{"kvkeep_trace", "1"}, {"kind", kind}, {"model", model.generic_string()}, {"new_tokens", std::to_string(new_tokens)}, {"compute_dtype", "f32"}};
+  return result;
+}
+
+}  // namespace
+
+Result record_event(Decoder& decoder, std::unique_ptr<KVPolicy> policy, Request request, const EventRecording& options) {
+  require(policy != nullptr, "record: there is no policy; allowed one from make_policy()");
+  require(!options.step || *options.step >= 1, "record: event step is ", options.step.value_or(0), "; allowed 1 or more (the prefill is step 0 and is never cut)");
+  require(options.queries >= 1, "record: ", options.queries, " queries are to be kept; allowed 1 or more");
+  if (options.step) request.new_tokens = std::max(request.new_tokens, *options.step + 1);
+  const Trigger trigger = policy->trigger();
+  EventRecorder recorder(decoder.spec(), std::max(options.queries, policy->needs().queries), options.step, trigger);
+  GeneratorOptions generator_options{.capacity = slots_needed(decoder.spec(), trigger, request), .cache_dtype = options.cache_dtype};
+  generator_options.hooks.on_layer = [&](const LayerSight& sight) { recorder.see(sight); };
+  generator_options.hooks.before_decision = [&](const DecisionSight& sight) { recorder.before(sight); };
+  const std::int32_t steps = request.new_tokens - 1;
+  Generator generator(decoder, std::move(policy), std::move(generator_options));
+  generator.join(std::move(request));
+  while (!recorder.taken() && generator.step()) {
+  }
+  require(recorder.taken(), "record: the run of ", steps, " decode steps has no event",
+          options.step ? text(" step ", *options.step) : text(" (the policy is due at ", trigger.never ? std::string("no length") : std::to_string(trigger.due_length()), " slots)"),
+          "; allowed an --event STEP within the run, or more new tokens");
+  return recorder.result();
+}
+
+Result record_prefill(Decoder& decoder, const std::vector<std::int32_t>& prompt, std::int32_t window) {
+  const auto n = static_cast<std::int32_t>(prompt.size());
+  require(n >= 1, "record: the prompt is empty; allowed one token or more");
+  require(window >= 0 && window <= n, "record: the last ", window, " queries of a prompt of ", n, " tokens; allowed 0 (all) to ", n);
+  const std::vector<LayerCache> cache = decoder.make_cache(1, n);
+  std::vector<std::int32_t> positions(prompt.size());
+  std::iota(positions.begin(), positions.end(), 0);
+  Result result;
+  StepOptions options{.logits = Logits::none};
+  options.on_layer = [&](const LayerSight& sight) {
+    result.tensors.emplace_back(text("layer.", sight.layer, ".queries"), rotated_tail(decoder.spec().rope, sight.queries, window == 0 ? n : window));
+    result.tensors.emplace_back(text("layer.", sight.layer, ".keys"), cache[static_cast<std::size_t>(sight.layer)].keys[0].contiguous());
+  };
+  const std::vector<std::int32_t> whole{0, n}, row{0}, none{0};
+  decoder.forward({prompt, whole, positions, row, none}, cache, options);
+  result.metadata = about_model(decoder.spec());
+  result.metadata["kind"] = "prefill";
+  return result;
+}
+
+Result record_decoder(const std::filesystem::path& model, const std::vector<std::int32_t>& ids, std::int32_t new_tokens, std::int32_t query_tail) {
+  Result result = name_the_model("decoder", "input_ids", model, ids, new_tokens);
+  result.metadata["query_tail"] = std::to_string(query_tail);
+  return result;
+}
+
+Result record_generate(const std::filesystem::path& model, const std::vector<std::int32_t>& prompt, std::int32_t new_tokens) {
+  return name_the_model("generate", "prompt", model, prompt, new_tokens);
+}
+
+}  // namespace kvkeep::lm
