@@ -10,6 +10,10 @@
 #include "kvkeep/core/row.h"
 #include "kvkeep/core/decision.h"
 #include "kvkeep/core/columns.h"
+#include "kvkeep/core/variant.h"
+#include "kvkeep/core/protect.h"
+#include "kvkeep/core/window.h"
+#include "kvkeep/core/evidence.h"
 
 // observe
 #include "kvkeep/observe/observation.h"
@@ -27,7 +31,6 @@
 #include "kvkeep/allot/quotas.h"
 #include "kvkeep/allot/allocator.h"
 #include "kvkeep/allot/mass_segmented.h"
-#include "kvkeep/keep/protect.h"
 #include "kvkeep/keep/select.h"
 
 // apply

@@ -26,7 +26,7 @@ KeepSet keep_everything(const RowTable& table) {
   return keep;
 }
 
-void Flat::allot(const Evidence& evidence, const Retention& retention, const WindowAttention&, Decision& decision) const {
+void Flat::allot(const Evidence& evidence, const Retention& retention, WindowAttention&, Decision& decision) const {
   dispatch("flat", evidence.table.device, [&] {
     const RowTable& table = evidence.table;
     decision.keep = empty_keep_set(table, retention.budget);
@@ -41,7 +41,8 @@ void Flat::allot(const Evidence& evidence, const Retention& retention, const Win
           std::iota(kept.begin(), kept.end(), 0);
           continue;
         }
-        const Protected guarded = protect(row.length, retention.budget, retention.sink, retention.recent, retention.variant);
+        const std::int32_t recent = std::max(retention.recent, retention.newest_ranks_first ? 1 : 0);  // over a whole row, ranking first is staying
+        const Protected guarded = protect(row.length, retention.budget, retention.sink, recent, retention.variant);
         select({scores + row.first, static_cast<std::size_t>(row.length)}, guarded, keys, kept);
       }
     });

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <utility>
 
 #include "kvkeep/core/dispatch.h"
 #include "kvkeep/keep/select.h"
@@ -30,13 +31,6 @@ struct Scratch {
   }
 };
 
-/// One row's slices of the flat results.
-struct RowResult {
-  float* mass;
-  float* used;
-  float* credit;  ///< null when credit is off
-};
-
 /// Fills the suffix of `usage` and pools its history. Returns the largest pooled history usage.
 float pool_history(const MassSegmentedOptions& options, float* usage, std::int32_t history, std::vector<float>& scratch) {
   if (options.pool > 1) {
@@ -54,24 +48,20 @@ void fill_suffix(SuffixFill fill, const Row& row, const QueryView& queries, std:
   }
 }
 
-/// Mass, credit and what segments follow.
-void weigh(const MassSegmentedOptions& options, const Row& row, const float* usage, Scratch& scratch, const RowResult& out) {
+/// Turns usage into mass in place; with `credit` (or null), updates it and writes the mixture that segments follow to `used`, which may be `usage`.
+void weigh(const MassSegmentedOptions& options, const Row& row, float* usage, Scratch& scratch, float* credit, float* used) {
   const std::int32_t length = row.length;
   const bool raw = options.quotas == QuotaWeight::raw_mass;
-  std::copy_n(usage, length, out.mass);
-  normalise_mass(out.mass, length, kMassEpsilon);
-  if (out.credit == nullptr) {
-    std::copy_n(out.mass, length, out.used);
+  if (raw && credit != nullptr)
+    for (std::int32_t t = 0; t < length; ++t) scratch.fed[static_cast<std::size_t>(t)] = std::max(usage[t], 0.0F) + static_cast<float>(kMassEpsilon);
+  normalise_mass(usage, length, kMassEpsilon);
+  if (credit == nullptr) {
+    if (used != usage) std::copy_n(usage, length, used);
     return;
   }
-  const float* fed = out.mass;
-  if (raw) {
-    for (std::int32_t t = 0; t < length; ++t) scratch.fed[static_cast<std::size_t>(t)] = std::max(usage[t], 0.0F) + static_cast<float>(kMassEpsilon);
-    fed = scratch.fed.data();
-  }
   const std::int32_t known = row.credit == nullptr ? 0 : row.credit_length;
-  std::copy_n(row.credit, std::min(known, length), out.credit);
-  update_credit(fed, length, known, {options.credit_decay, options.credit_mix}, kMassEpsilon, raw, out.credit, out.used);
+  std::copy_n(row.credit, std::min(known, length), credit);
+  update_credit(raw ? scratch.fed.data() : usage, length, known, {options.credit_decay, options.credit_mix}, kMassEpsilon, raw, credit, used);
 }
 
 double weight_of(QuotaWeight quotas, double mass, std::int32_t length) {
@@ -113,7 +103,7 @@ std::int32_t covered(double coverage, std::int32_t budget, Protected guarded) {
 
 }  // namespace
 
-void MassSegmented::allot(const Evidence& evidence, const Retention& retention, const WindowAttention& seen, Decision& decision) const {
+void MassSegmented::allot(const Evidence& evidence, const Retention& retention, WindowAttention& seen, Decision& decision) const {
   dispatch("mass_segmented", evidence.table.device, [&] {
     const RowTable& table = evidence.table;
     const auto count = static_cast<std::int64_t>(table.rows.size());
@@ -124,16 +114,15 @@ void MassSegmented::allot(const Evidence& evidence, const Retention& retention, 
     decision.keep = empty_keep_set(table, retention.budget);
     decision.allotment.emplace();
     Allotment& allotment = *decision.allotment;
-    allotment.mass.data = at::empty({table.slots}, f32);
-    allotment.mass_used.data = at::empty({table.slots}, f32);
+    allotment.mass.data = std::exchange(seen.usage, Tensor());
+    if (evidence.explain) allotment.mass_used.data = at::empty({table.slots}, f32);
     allotment.ends.resize(table.rows.size());
     allotment.quotas.resize(table.rows.size());
     if (options_.credit) decision.credit = at::empty({table.slots}, f32);
 
-    float* usage = seen.usage.data_ptr<float>();
-    const float* scores = decision.scores.data.data_ptr<float>();
     float* mass = allotment.mass.data.data_ptr<float>();
-    float* used = allotment.mass_used.data.data_ptr<float>();
+    float* used = evidence.explain ? allotment.mass_used.data.data_ptr<float>() : mass;
+    const float* scores = decision.scores.data.data_ptr<float>();
     float* credit = options_.credit ? decision.credit->data_ptr<float>() : nullptr;
     auto* slots = decision.keep->slots.data_ptr<std::int32_t>();
 
@@ -144,7 +133,7 @@ void MassSegmented::allot(const Evidence& evidence, const Retention& retention, 
         const Row& row = table.rows[static_cast<std::size_t>(r)];
         if (row.length <= retention.budget) continue;
         scratch.resize(static_cast<std::size_t>(row.length));
-        tops[static_cast<std::size_t>(r)] = pool_history(options_, usage + row.first, seen.windows[static_cast<std::size_t>(r)].history, scratch);
+        tops[static_cast<std::size_t>(r)] = pool_history(options_, mass + row.first, seen.windows[static_cast<std::size_t>(r)].history, scratch);
       }
     });
     if (options_.suffix_fill == SuffixFill::max_global)
@@ -158,28 +147,27 @@ void MassSegmented::allot(const Evidence& evidence, const Retention& retention, 
       for (std::int64_t n = begin; n < end; ++n) {
         const auto r = static_cast<std::size_t>(n);
         const Row& row = table.rows[r];
-        const RowResult out{mass + row.first, used + row.first, credit == nullptr ? nullptr : credit + row.first};
+        float *row_mass = mass + row.first, *row_used = used + row.first, *row_credit = credit == nullptr ? nullptr : credit + row.first;
         const std::span kept{slots + decision.keep->indptr[r], static_cast<std::size_t>(std::min(row.length, retention.budget))};
         if (row.length <= retention.budget) {
           std::iota(kept.begin(), kept.end(), 0);
-          std::fill_n(out.mass, row.length, 0.0F);
-          std::fill_n(out.used, row.length, 0.0F);
-          if (out.credit != nullptr) {
+          std::fill_n(row_mass, row.length, 0.0F);
+          std::fill_n(row_used, row.length, 0.0F);
+          if (row_credit != nullptr) {
             const std::int32_t known = row.credit_length <= row.length ? row.credit_length : 0;
-            std::copy_n(row.credit, known, out.credit);
-            std::fill_n(out.credit + known, row.length - known, 0.0F);
+            std::copy_n(row.credit, known, row_credit);
+            std::fill_n(row_credit + known, row.length - known, 0.0F);
           }
           continue;
         }
         scratch.fit(row.length);
-        float* row_usage = usage + row.first;
         if (seen.windows[r].queries > 0)
-          fill_suffix(options_.suffix_fill, row, table.groups[static_cast<std::size_t>(n / heads)].queries, seen.windows[r].history, tops[r], row_usage);
-        weigh(options_, row, row_usage, scratch, out);
+          fill_suffix(options_.suffix_fill, row, table.groups[static_cast<std::size_t>(n / heads)].queries, seen.windows[r].history, tops[r], row_mass);
+        weigh(options_, row, row_mass, scratch, row_credit, row_used);
 
         const Protected guarded = protect(row.length, retention.budget, retention.sink, retention.recent, retention.variant);
         const std::int32_t share = official ? retention.budget : covered(options_.coverage, retention.budget, guarded);
-        const std::int32_t segments = divide(options_, retention.variant, out.used, row.length, share, guarded, scratch);
+        const std::int32_t segments = divide(options_, retention.variant, row_used, row.length, share, guarded, scratch);
         allotment.ends[r].assign(scratch.ends.begin(), scratch.ends.begin() + segments);
         for (const Share& s : scratch.shares) allotment.quotas[r].push_back(s.quota);
 

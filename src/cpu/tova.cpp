@@ -1,40 +1,33 @@
 #include "kvkeep/score/tova.h"
 
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 #include "kvkeep/core/dispatch.h"
 #include "attention_lanes.h"
 
 namespace kvkeep {
 
-Scores Tova::score(const Evidence& evidence, const WindowAttention& seen) const {
+Scores Tova::score(const Evidence& evidence, WindowAttention& seen) const {
   return dispatch("tova", evidence.table.device, [&] {
-    Scores scores{at::empty({evidence.table.slots}, at::TensorOptions().dtype(kFloat32))};
-    float* out = scores.data.data_ptr<float>();
-    const float* newest = seen.newest.data_ptr<float>();
+    Scores scores{std::exchange(seen.newest, Tensor())};
+    float* g = scores.data.data_ptr<float>();
     const std::int32_t heads = evidence.spec.kv_heads;
     for (const RowGroup& group : evidence.table.groups) {
       const auto rows = evidence.table.rows_of(group, heads);
-      for (std::int32_t h = 0; h < heads; ++h) {
-        const Row& row = rows[static_cast<std::size_t>(h)];
-        float* g = out + row.first;
-        if (seen.windows[static_cast<std::size_t>(group.first_row + h)].queries == 0) {
-          std::iota(g, g + row.length, 0.0F);
-        } else if (options_.heads == TovaOptions::Heads::group) {
-          std::copy_n(newest + row.first, row.length, g);
-        } else if (h == 0) {
-          std::fill_n(g, row.length, 0.0F);
-          for (const Row& other : rows) {
-            require<Unsupported>(other.length == row.length, "tova: heads \"all\" averages over heads of one length; given rows of ", row.length, " and ",
-                                 other.length, " slots in layer ", row.layer, "; use heads \"group\"");
-            cpu::add_scaled(g, newest + other.first, 1.0F / static_cast<float>(heads), row.length);
-          }
-        } else {
-          std::copy_n(out + rows[0].first, row.length, g);
+      const Row& first = rows.front();
+      if (seen.windows[static_cast<std::size_t>(group.first_row)].queries == 0) {
+        for (const Row& row : rows) std::iota(g + row.first, g + row.first + row.length, 0.0F);
+      } else if (options_.heads == TovaOptions::Heads::all) {
+        for (const Row& row : rows.subspan(1)) {
+          require<Unsupported>(row.length == first.length, "tova: heads \"all\" averages over heads of one length; given rows of ", first.length, " and ",
+                               row.length, " slots in layer ", row.layer, "; use heads \"group\"");
+          cpu::add_scaled(g + first.first, g + row.first, 1.0F, first.length);
         }
+        const auto share = 1.0F / static_cast<float>(heads);
+        std::transform(g + first.first, g + first.first + first.length, g + first.first, [share](float x) { return x * share; });
+        for (const Row& row : rows.subspan(1)) std::copy_n(g + first.first, first.length, g + row.first);
       }
     }
     return scores;

@@ -213,6 +213,7 @@ std::vector<RowWindow> row_windows(const Evidence& evidence, std::int32_t window
 WindowAttention window_attention(const Evidence& evidence, std::vector<RowWindow> windows, WindowNeeds needs) {
   return dispatch("window_attention", evidence.table.device, [&] {
     const RowTable& table = evidence.table;
+    require(is_scorable(table.key_dtype), "window_attention: keys are ", c10::toString(table.key_dtype), "; allowed f32, f16, bf16 (other rows can be moved, not scored)");
     WindowAttention out;
     out.windows = std::move(windows);
     const auto f32 = at::TensorOptions().dtype(kFloat32);

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "kvkeep/score/window_attention.h"
+
 namespace kvkeep {
 
 Evict::Evict(std::string name, std::unique_ptr<Scorer> scorer, std::unique_ptr<Allocator> allocator, Retention retention, std::int32_t interval, std::string json)

@@ -83,9 +83,15 @@ void Keeper::check(const Observation& o) const {
     const Sequence& s = at(o.sequences[i]);
     require(o.indptr[i] <= o.indptr[i + 1], "observe: indptr falls from ", o.indptr[i], " to ", o.indptr[i + 1], " at sequence ", o.sequences[i], "; allowed ascending");
     for (std::size_t e = 0; e < i; ++e) require(o.sequences[e] != o.sequences[i], "observe: sequence ", o.sequences[i], " stands twice in one step; allowed once");
-    if (o.positions.empty()) continue;
-    std::int64_t least = leads(s, o.layer, o.indptr[i + 1] - o.indptr[i]) ? s.next_position : 0;
-    for (std::int32_t t = o.indptr[i]; t < o.indptr[i + 1]; ++t) {
+    const std::int32_t tokens = o.indptr[i + 1] - o.indptr[i];
+    if (!leads(s, o.layer, tokens)) {
+      const auto shown = already_shown(s, o.layer, tokens);
+      require(o.positions.empty() || std::equal(shown.begin(), shown.end(), o.positions.begin() + o.indptr[i]), "observe: layer ", o.layer, " gives sequence ",
+              o.sequences[i], " other positions than an earlier layer of the step; allowed the same in every layer");
+      continue;
+    }
+    std::int64_t least = s.next_position;
+    for (std::int32_t t = o.indptr[i]; !o.positions.empty() && t < o.indptr[i + 1]; ++t) {
       const std::int32_t p = o.positions[static_cast<std::size_t>(t)];
       require(p >= least, "observe: token ", t - o.indptr[i], " of sequence ", o.sequences[i], " stands at position ", p, "; allowed ", least, " or more (positions are logical and ascend)");
       least = std::int64_t{p} + 1;
@@ -98,6 +104,9 @@ void Keeper::check(const Observation& o) const {
           " dimensions", q.dim() == 3 ? text(" [", q.size(0), ", ", q.size(1), ", ", q.size(2), "]") : "", "; allowed [", tokens, ", ", spec_.query_heads, ", ",
           spec_.key_dim, "]");
   require(is_scorable(q.scalar_type()), "observe: queries of layer ", o.layer, " are ", c10::toString(q.scalar_type()), "; allowed f32, f16, bf16");
+  for (const SequenceId id : o.sequences)
+    require(at(id).ring.takes(q.scalar_type()), "observe: queries of layer ", o.layer, ", sequence ", id, ", are ", c10::toString(q.scalar_type()), "; earlier ones were ",
+            c10::toString(at(id).ring.dtype()), ", allowed one dtype");
   require(q.stride(2) == 1 || spec_.key_dim == 1, "observe: queries of layer ", o.layer, " have stride ", q.stride(2), " in the last dimension; allowed 1");
   require<Unsupported>(q.device().is_cpu(), "observe: queries of layer ", o.layer, " are on ", q.device().str(), "; this build reads cpu only");
   require(!basis_known_ || o.basis == basis_, "observe: queries of layer ", o.layer, " come ", o.basis == QueryBasis::pre_rope ? "before" : "after",
@@ -108,6 +117,14 @@ void Keeper::check(const Observation& o) const {
 bool Keeper::leads(const Sequence& s, std::int32_t layer, std::int32_t tokens) const {
   const std::int32_t index = layer_index_[static_cast<std::size_t>(layer)];
   return s.prefix + s.ring.seen(index) + tokens > s.logical;
+}
+
+/// Positions that an earlier layer gave to the tokens that this one shows now.
+std::span<const std::int32_t> Keeper::already_shown(const Sequence& s, std::int32_t layer, std::int32_t tokens) const {
+  const std::int64_t behind = s.logical - s.prefix - s.ring.seen(layer_index_[static_cast<std::size_t>(layer)]);
+  const auto row = s.columns.positions(0);
+  require<StateError>(behind <= static_cast<std::int64_t>(row.size()), "observe: layer ", layer, " is ", behind, " tokens behind the other layers; observe every full layer in each step");
+  return row.subspan(row.size() - static_cast<std::size_t>(behind), static_cast<std::size_t>(tokens));
 }
 
 void Keeper::observe(const Observation& o) {
@@ -126,11 +143,9 @@ void Keeper::observe(const Observation& o) {
     const std::int32_t tokens = o.indptr[i + 1] - o.indptr[i];
     const bool first = leads(s, o.layer, tokens);
     if (o.positions.empty()) {
-      // A layer that follows in the same step repeats the positions that the first one was given.
       positions.resize(static_cast<std::size_t>(tokens));
-      const auto row = s.columns.positions(0);
       if (first) std::iota(positions.begin(), positions.end(), s.next_position);
-      else std::copy(row.end() - tokens, row.end(), positions.begin());
+      else std::ranges::copy(already_shown(s, o.layer, tokens), positions.begin());
     } else {
       positions.assign(o.positions.begin() + o.indptr[i], o.positions.begin() + o.indptr[i + 1]);
     }

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "kvkeep/core/error.h"
 
 namespace kvkeep {
 
@@ -26,7 +25,6 @@ void QueryRing::push(std::int32_t layer, const std::byte* data, ScalarType dtype
       dtype_ = dtype;
       data_.resize(layers_.size() * static_cast<std::size_t>(capacity_ * token_bytes));
     }
-    require(dtype == dtype_, "observe: queries of layer index ", layer, " are ", c10::toString(dtype), "; allowed ", c10::toString(dtype_), " as before");
     for (std::int64_t i = std::max<std::int64_t>(0, tokens - capacity_); i < tokens; ++i) {
       const std::int64_t place = (state.seen + i) % capacity_;
       positions_[static_cast<std::size_t>(place)] = positions[static_cast<std::size_t>(i)];

@@ -106,7 +106,7 @@ void describe_mass_segmented(Fields& f, MassSegmentedOptions& o) {
   f.integer("pool", o.pool, 0, 4095, "slots averaged over, odd; 0 or 1: none");
   f.choice("suffix_fill", o.suffix_fill,
            {{"max_head", SuffixFill::max_head}, {"max_global", SuffixFill::max_global}, {"causal_mean", SuffixFill::causal_mean}, {"exclude", SuffixFill::exclude}},
-           "mass of the slots that part of the window cannot see");
+           "mass of the slots that part of the window cannot see (variant official: max_global)");
   describe_segments(f, o);
   f.choice("quotas", o.quotas,
            {{"mass", QuotaWeight::mass}, {"equal", QuotaWeight::equal}, {"length", QuotaWeight::length}, {"raw_mass", QuotaWeight::raw_mass}},
@@ -150,6 +150,7 @@ void describe_evict(Fields& f, const ScorerEntry& entry, bool ams, EvictParts& p
   parts.scorer = entry.make(f);
   f.leave();
   f.enter("allocator");
+  if (ams && parts.common.retention.variant == Variant::official) parts.mass.suffix_fill = SuffixFill::max_global;  // as published
   if (ams) describe_mass_segmented(f, parts.mass);
   f.leave();
 }
@@ -190,6 +191,7 @@ std::unique_ptr<KVPolicy> from_object(const json& object) {
   describe_evict(reader, *entry, ams, parts);
   reader.finish(name);
   check(name, parts.common);
+  if (!parts.scorer->needs().keys) parts.common.retention.variant = Variant::strict;  // by age alone there is one reading: sinks, then the newest
   if (ams) check(parts.mass, parts.common.retention.variant);
 
   nlohmann::ordered_json resolved = {{"policy", name}};

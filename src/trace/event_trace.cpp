@@ -281,7 +281,7 @@ Result replay_event(const io::SafetensorsFile& file, const KVPolicy& policy) {
   std::iota(layers.begin(), layers.end(), 0);
   std::iota(due.begin(), due.end(), 0);
   const RowTable table = rows_of(e, layers, due);
-  const Decision decision = policy.decide({e.spec, table, e.basis, Moment::step_end});
+  const Decision decision = policy.decide({e.spec, table, e.basis, Moment::step_end, true});
   const KeepSet keep = decision.keep ? *decision.keep : keep_everything(table);
   compact(table, keep);
 

@@ -4,9 +4,9 @@
 #include <string_view>
 
 #include "kvkeep/core/decision.h"
-#include "kvkeep/keep/protect.h"
-#include "kvkeep/policy/evidence.h"
-#include "kvkeep/score/window_attention.h"
+#include "kvkeep/core/protect.h"
+#include "kvkeep/core/evidence.h"
+#include "kvkeep/core/window.h"
 
 namespace kvkeep {
 
@@ -28,8 +28,9 @@ class Allocator {
   [[nodiscard]] virtual std::int32_t window() const { return 0; }
 
   /// Fills `decision.keep` and, where it has them, credit and allotment. `decision.scores` is set. A row of at most `budget` slots keeps everything
-  /// and its credit as it was. Rows run in parallel; no row reads another's data, except the published `max_global` fill inside one (layer, sequence).
-  virtual void allot(const Evidence& evidence, const Retention& retention, const WindowAttention& seen, Decision& decision) const = 0;
+  /// and its credit as it was. Rows run in parallel; no row reads another's data, except the published `max_global` fill inside one (layer, sequence). `seen.usage` is the allocator's own and may become
+  /// its mass.
+  virtual void allot(const Evidence& evidence, const Retention& retention, WindowAttention& seen, Decision& decision) const = 0;
 };
 
 /// Every slot of every row.
@@ -42,7 +43,7 @@ class Allocator {
 class Flat final : public Allocator {
  public:
   [[nodiscard]] std::string_view name() const override { return "flat"; }
-  void allot(const Evidence& evidence, const Retention& retention, const WindowAttention& seen, Decision& decision) const override;
+  void allot(const Evidence& evidence, const Retention& retention, WindowAttention& seen, Decision& decision) const override;
 };
 
 }  // namespace kvkeep

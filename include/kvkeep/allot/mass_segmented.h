@@ -36,7 +36,8 @@ class MassSegmented final : public Allocator {
   [[nodiscard]] std::int32_t window() const override { return options_.window; }
 
   /// Cost: O(length) a row beyond the window attention, no sort. Workspace per thread: about 40 bytes a slot of its longest row.
-  void allot(const Evidence& evidence, const Retention& retention, const WindowAttention& seen, Decision& decision) const override;
+  /// Between window attention and compaction an event holds scores, mass and credit: 12 bytes a slot and row.
+  void allot(const Evidence& evidence, const Retention& retention, WindowAttention& seen, Decision& decision) const override;
 
  private:
   MassSegmentedOptions options_;

@@ -7,11 +7,9 @@
 #include <cstdint>
 
 #include "kvkeep/core/hd.h"
+#include "kvkeep/core/variant.h"
 
 namespace kvkeep {
-
-/// `strict`: our corrected form, every guarantee kept. `official`: the published code, slot for slot, where it terminates.
-enum class Variant : std::uint8_t { strict, official };
 
 enum class Segmentation : std::uint8_t {
   mass,   ///< about `segment_mass` each, within [min_segment, max_segment] slots

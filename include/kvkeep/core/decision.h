@@ -46,8 +46,8 @@ struct Fold {
 
 /// How AMS divided each row: for reports and replays, read by no later stage.
 struct Allotment {
-  Mass mass;                                    ///< usage, normalised
-  Mass mass_used;                               ///< after mixing with credit; what segments and quotas follow
+  Mass mass;                                    ///< usage, normalised; mixed with credit unless the evidence asks for explanations
+  Mass mass_used;                               ///< only with explanations: after mixing with credit, what segments and quotas follow
   std::vector<std::vector<std::int32_t>> ends;  ///< [rows][segments] one past each segment's last slot
   std::vector<std::vector<std::int32_t>> quotas;///< [rows][segments]
 };

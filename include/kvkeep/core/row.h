@@ -34,6 +34,9 @@ struct Row {
   std::int32_t credit_length = 0;
 };
 
+/// Whether queries are handed over before or after the rotary embedding.
+enum class QueryBasis : std::uint8_t { pre_rope, post_rope };
+
 /// The newest queries of one (layer, sequence), oldest first, in a ring of `ring` tokens that starts at token `begin`.
 struct QueryView {
   const std::byte* data = nullptr;

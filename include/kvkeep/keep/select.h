@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "kvkeep/core/hd.h"
-#include "kvkeep/keep/protect.h"
+#include "kvkeep/core/protect.h"
 
 namespace kvkeep {
 

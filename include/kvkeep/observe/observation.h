@@ -5,11 +5,9 @@
 #include <span>
 
 #include "kvkeep/core/cache_view.h"
+#include "kvkeep/core/row.h"
 
 namespace kvkeep {
-
-/// Whether queries are handed over before or after the rotary embedding.
-enum class QueryBasis : std::uint8_t { pre_rope, post_rope };
 
 /// New tokens of one layer and step: any subset of the sequences, any number of tokens each.
 /// Offsets and counts are host integers, as every length is: an event must not wait for the device.

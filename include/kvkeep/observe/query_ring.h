@@ -19,9 +19,13 @@ class QueryRing {
   QueryRing(std::int32_t layers, std::int32_t wanted, std::int32_t query_heads, std::int32_t key_dim);
 
   /// Adds the queries of new tokens of one layer. data: [tokens, Hq, D] with strides in bytes, the D elements of a head contiguous.
-  /// Throws InvalidArgument when `dtype` is not that of the first push. Cost: copies at most wanted + kRollback tokens of Hq * D elements.
+  /// Requires: takes(dtype). Cost: copies at most wanted + kRollback tokens of Hq * D elements.
   void push(std::int32_t layer, const std::byte* data, ScalarType dtype, std::int64_t token_stride, std::int64_t head_stride,
             std::span<const std::int32_t> positions);
+
+  /// True when queries of this dtype can be pushed: any at first, then the same.
+  [[nodiscard]] bool takes(ScalarType dtype) const { return data_.empty() || dtype == dtype_; }
+  [[nodiscard]] ScalarType dtype() const { return dtype_; }
 
   /// The last `wanted` queries of one layer (fewer where fewer were seen).
   [[nodiscard]] QueryView view(std::int32_t layer) const;

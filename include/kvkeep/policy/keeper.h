@@ -10,6 +10,7 @@
 #include "kvkeep/core/cache_view.h"
 #include "kvkeep/core/columns.h"
 #include "kvkeep/core/model_spec.h"
+#include "kvkeep/observe/observation.h"
 #include "kvkeep/observe/query_ring.h"
 #include "kvkeep/policy/policy.h"
 
@@ -59,7 +60,8 @@ struct Totals {
 ///     // once, after the last layer
 ///     kvkeep::Report report = keeper.step(cache);
 ///
-/// Positions are logical throughout: the next token of a sequence stands at logical_length(id), whatever was dropped.
+/// Positions are logical throughout: the next token of a sequence stands at logical_length(id), whatever was dropped (or behind the last position that the
+/// engine gave, where it gives its own with gaps).
 class Keeper {
  public:
   /// Throws InvalidArgument when the spec is inconsistent.
@@ -116,6 +118,7 @@ class Keeper {
   [[nodiscard]] const Sequence& at(SequenceId sequence) const;
   [[nodiscard]] std::int32_t row_of(std::int32_t layer, std::int32_t head) const;
   void check(const Observation& observation) const;
+  [[nodiscard]] std::span<const std::int32_t> already_shown(const Sequence& sequence, std::int32_t layer, std::int32_t tokens) const;
   [[nodiscard]] bool leads(const Sequence& sequence, std::int32_t layer, std::int32_t tokens) const;
 
   ModelSpec spec_;

@@ -8,7 +8,7 @@
 
 #include "kvkeep/core/decision.h"
 #include "kvkeep/observe/trigger.h"
-#include "kvkeep/policy/evidence.h"
+#include "kvkeep/core/evidence.h"
 
 namespace kvkeep {
 

@@ -1,7 +1,7 @@
 #pragma once
 /// Recency: newer stays. With protected sinks it is StreamingLLM.
-/// Source: "Efficient Streaming Language Models with Attention Sinks" (Xiao et al.). Differs: kept keys keep their rotation (see keep/rerotate.h for the
-/// paper's re-indexed positions).
+/// Source: "Efficient Streaming Language Models with Attention Sinks" (Xiao et al.). Differs: kept keys keep their rotation;
+/// keep/rerotate.h turns them to the paper's positions inside the cache.
 
 #include "kvkeep/score/scorer.h"
 
@@ -12,7 +12,7 @@ class Recency final : public Scorer {
   [[nodiscard]] std::string_view name() const override { return "recency"; }
 
   /// g[t] = t. Exact up to 2^24 slots. Cost: O(slots).
-  [[nodiscard]] Scores score(const Evidence& evidence, const WindowAttention& seen) const override;
+  [[nodiscard]] Scores score(const Evidence& evidence, WindowAttention& seen) const override;
 };
 
 }  // namespace kvkeep

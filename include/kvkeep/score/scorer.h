@@ -4,8 +4,8 @@
 #include <string_view>
 
 #include "kvkeep/core/decision.h"
-#include "kvkeep/policy/evidence.h"
-#include "kvkeep/score/window_attention.h"
+#include "kvkeep/core/evidence.h"
+#include "kvkeep/core/window.h"
 
 namespace kvkeep {
 
@@ -25,8 +25,8 @@ class Scorer {
   /// Newest slots that the method itself never drops (TOVA: 1).
   [[nodiscard]] virtual std::int32_t keeps_newest() const { return 0; }
 
-  /// Scores of every slot of every row. `seen` holds at least the reductions of `shares()`.
-  [[nodiscard]] virtual Scores score(const Evidence& evidence, const WindowAttention& seen) const = 0;
+  /// Scores of every slot of every row. `seen` holds at least the reductions of `shares()`; those are the scorer's own and may become its result.
+  [[nodiscard]] virtual Scores score(const Evidence& evidence, WindowAttention& seen) const = 0;
 };
 
 }  // namespace kvkeep

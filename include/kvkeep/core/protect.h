@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "kvkeep/allot/segments.h"
 #include "kvkeep/core/hd.h"
+#include "kvkeep/core/variant.h"
 
 namespace kvkeep {
 

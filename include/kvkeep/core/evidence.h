@@ -7,7 +7,6 @@
 
 #include "kvkeep/core/model_spec.h"
 #include "kvkeep/core/row.h"
-#include "kvkeep/observe/observation.h"
 
 namespace kvkeep {
 
@@ -33,6 +32,7 @@ struct Evidence {
   const RowTable& table;
   QueryBasis basis = QueryBasis::pre_rope;
   Moment moment = Moment::step_end;
+  bool explain = false;  ///< also keep what only reports read: the mass before credit was mixed in
 };
 
 }  // namespace kvkeep
