@@ -35,6 +35,7 @@
 
 // apply
 #include "kvkeep/keep/compact.h"
+#include "kvkeep/keep/rerotate.h"
 
 // The policies, and the line itself.
 #include "kvkeep/policy/policy.h"
