@@ -1,6 +1,7 @@
 #pragma once
 /// One description of an options struct serves reading JSON, writing the resolved JSON and telling people what there is.
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <nlohmann/json.hpp>
@@ -35,12 +36,11 @@ class Fields {
       if (c == value && current.empty()) current = word;
     }
     const std::string given = word(name, current, allowed, what, aliases);
-    for (const auto& [word, c] : choices)
-      if (given == word) {
-        value = c;
-        return;
-      }
-    bad(name, given, "one of " + allowed);
+    const auto chosen = std::find_if(choices.begin(), choices.end(), [&](const auto& choice) { return given == choice.first; });
+    if (chosen == choices.end()) bad(name, given, "one of " + allowed);
+    value = chosen->second;
+    const auto canonical = std::find_if(choices.begin(), choices.end(), [&](const auto& choice) { return choice.second == value; });
+    if (!listing()) put(name, canonical->first);
   }
 
   /// A string option of free form: what was given, or `fallback`.
