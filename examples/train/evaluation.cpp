@@ -30,8 +30,8 @@ Tensor visible_part(const TaskSample& sample, Cache cache) {
     const bool whole = query < sample.prompt_length;
     for (int32_t slot = 0; slot <= query; ++slot) cell[0][query][slot] = whole || slot < kSinks || query - slot < window;
     if (whole || cache != Cache::kNeeded) continue;
-    for (int32_t slot : sample.needed)
-      if (slot <= query) cell[0][query][slot] = true;
+    for (size_t i = 0; i < sample.needed.size(); ++i)
+      if (sample.needed[i] <= query && query < sample.needed_until[i]) cell[0][query][sample.needed[i]] = true;
   }
   return visible;
 }

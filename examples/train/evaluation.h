@@ -18,7 +18,8 @@ struct EvaluationOptions {
 /// A Markdown table on stdout: look-ups, accuracy and 95 % interval (Wilson) for
 ///   full     the whole cache;
 ///   newest   after the prompt, only the first 4 positions and the newest quarter of the length;
-///   needed   after the prompt, only the first 4 positions, TaskSample::needed and the newest 32.
+///   needed   after the prompt, only the first 4 positions, what TaskSample::needed still
+///            says is needed, and the newest 32.
 void print_accuracy(const Llama& model, const EvaluationOptions& options);
 
 /// A Markdown table on stdout: per layer and head, the share of a look-up's attention on each kind of token. 20 samples per task.

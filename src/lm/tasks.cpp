@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <map>
+#include <numeric>
 #include <utility>
 
 #include "kvkeep/core/error.h"
@@ -91,7 +93,7 @@ void refuse_foreign(std::string_view task, std::string_view option, bool given, 
 
 int32_t default_facts(std::string_view task, int32_t trace_tokens, int32_t longest) {
   if (task == kNeedle) return std::min(8, longest);
-  if (task == kUpdates) return std::min(12, longest);
+  if (task == kUpdates) return std::min(24, longest);
   const int32_t lap = trace_tokens / (3 + kThoughtWords);  // chain then visits each fact once
   return std::clamp(task == kCopies ? lap / 2 : lap, 2, std::min(64, longest));
 }
@@ -149,8 +151,8 @@ class Writer {
   void look_up(Fact fact, TargetKind key_kind) {
     mention_[fact.key - kFirstEntity] = size();
     put(fact.key, key_kind);
-    if (!full())
-      sample_.needed.insert(sample_.needed.end(), {statement_[fact.key - kFirstEntity], statement_[fact.key - kFirstEntity] + 1});
+    const int32_t statement = statement_[fact.key - kFirstEntity];
+    if (!full()) last_use_[statement] = last_use_[statement + 1] = size();
     put(fact.value, kLookUp);
     if (!shape_.thinking) return;
     const int32_t first = kFirstThought + 10 * ((fact.value - kFirstEntity) % 4);
@@ -162,8 +164,10 @@ class Writer {
   void end_prompt() { sample_.prompt_length = size(); }
 
   TaskSample take() {
-    std::sort(sample_.needed.begin(), sample_.needed.end());
-    sample_.needed.erase(std::unique(sample_.needed.begin(), sample_.needed.end()), sample_.needed.end());
+    for (const auto& [position, last_use] : last_use_) {
+      sample_.needed.push_back(position);
+      sample_.needed_until.push_back(last_use);
+    }
     return std::move(sample_);
   }
 
@@ -172,6 +176,7 @@ class Writer {
 
   const Shape& shape_;
   TaskSample sample_;
+  std::map<int32_t, int32_t> last_use_;          // position of a needed token -> position of the last look-up that reads it
   std::array<int32_t, kEntityCount> statement_;  // where the prompt or a SET last stated a key
   std::array<int32_t, kEntityCount> mention_;    // where any token pair last did
 };
@@ -326,15 +331,18 @@ TaskSample make_updates(Dice& dice, const Shape& shape) {
   std::vector<Fact> facts = random_values(dice, dice.distinct_entities(shape.facts));
   const std::vector<Fact> first = facts;
   write_prompt(writer, dice, shape, in_order_of_assignment(dice, shape, first, facts));
-  for (int32_t turn = 0; !writer.full(); ++turn) {
-    if (shape.update_every > 0 && turn % shape.update_every == 0) {
+  std::vector<int32_t> order(facts.size());
+  std::iota(order.begin(), order.end(), 0);
+  for (size_t turn = 0; !writer.full(); ++turn) {
+    if (shape.update_every > 0 && turn % static_cast<size_t>(shape.update_every) == 0) {
       Fact& fact = key_to_assign(writer, dice, facts);
       fact.value = dice.entity_but(fact.value);
       writer.put(kSet);
       writer.state(fact);
     }
+    if (turn % order.size() == 0) dice.shuffle(order);
     writer.put(kAsk);
-    writer.look_up(facts[dice.below(shape.facts)], kUnpredictable);
+    writer.look_up(facts[order[turn % order.size()]], kUnpredictable);
   }
   return writer.take();
 }

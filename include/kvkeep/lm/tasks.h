@@ -10,7 +10,7 @@
 ///     chain, copies: trace := ASK step*             step := GO key value thought(value); the next key is this value
 ///     ask:           trace := (ASK key value thought (GO key value thought)^(hops - 1))*
 ///     needle:        trace := (filler^gap ASK key value thought)*
-///     updates:       trace := (SET key value | ASK key value thought)*
+///     updates:       trace := (SET key value | ASK key value thought)*             no key is asked twice before all are asked once
 ///     thought(v): seven words chosen by v mod 4, or none
 ///
 /// No LibTorch here, and no random distributions of the standard library: a seed gives the same sample on every platform.
@@ -58,13 +58,14 @@ struct TaskSample {
   int32_t prompt_length = 0;    ///< tokens of the prompt, BOS included
   std::vector<uint8_t> target;  ///< [length] TargetKind of ids[i] as predicted from ids[0 .. i-1]
   std::vector<int32_t> needed;  ///< ascending, unique: the positions that hold every fact a look-up of the trace reads (key and value)
+  std::vector<int32_t> needed_until;  ///< [needed.size()] the position of the last look-up that reads needed[i]: from there on it may go
 };
 
 /// What a sample looks like. Fields without a value take the task's own default, which may depend on `length`.
 struct TaskOptions {
   int32_t length = 512;                       ///< tokens of prompt and trace, 16 to 65536
   std::optional<int32_t> prompt_length = {};  ///< tokens, default 3/8 of length
-  std::optional<int32_t> facts = {};     ///< distinct keys, 2 to 96; default one per 10 tokens of trace, at most 64 (needle 8, updates 12)
+  std::optional<int32_t> facts = {};     ///< distinct keys, 2 to 96; default one per 10 tokens of trace, at most 64 (needle 8, updates 24)
   std::optional<int32_t> sections = {};  ///< 1 to 8, not above `facts`; default 4 (copies 8)
   std::optional<int32_t> copies = {};    ///< times the prompt states each fact, 1 to 8; default 1 (copies 3); updates: always 1
   std::optional<int32_t> hops = {};      ///< ask: look-ups per question, each with the value of the last, 1 to 8; default 1
