@@ -28,10 +28,10 @@ class Choice {
 std::string_view choose_task(Choice& choice, bool dense) {
   const int32_t roll = choice.between(1, 100);
   if (dense) return roll <= 50 ? "chain" : "ask";
-  if (roll <= 25) return "chain";
-  if (roll <= 50) return "ask";
-  if (roll <= 60) return "needle";
-  if (roll <= 70) return "copies";
+  if (roll <= 20) return "chain";
+  if (roll <= 40) return "ask";
+  if (roll <= 47) return "needle";
+  if (roll <= 55) return "copies";
   return "updates";
 }
 
@@ -59,6 +59,7 @@ TaskOptions mixed_options(Choice& choice, std::string_view task, int32_t length)
   }
   if (task == "needle") options.gap = choice.between(4, std::min(64, length / 6));
   if (task == "updates") {
+    options.late = choice.between(0, *options.facts / 3);
     options.rewrites = choice.between(0, *options.facts / 2);
     options.update_every = choice.between(1, 4);
   }

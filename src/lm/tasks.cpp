@@ -70,7 +70,7 @@ class Dice {
 
 /// The options with every default filled in.
 struct Shape {
-  int32_t length, prompt_length, facts, sections, copies, hops, phase, gap, rewrites, update_every;
+  int32_t length, prompt_length, facts, sections, copies, hops, phase, gap, rewrites, update_every, late;
   bool thinking;
 };
 
@@ -104,6 +104,7 @@ Shape resolve(std::string_view task, const TaskOptions& options) {
   refuse_foreign(task, "gap", options.gap.has_value(), task == kNeedle);
   refuse_foreign(task, "rewrites", options.rewrites.has_value(), task == kUpdates);
   refuse_foreign(task, "update_every", options.update_every.has_value(), task == kUpdates);
+  refuse_foreign(task, "late", options.late.has_value(), task == kUpdates);
 
   Shape shape{};
   shape.thinking = options.thinking;
@@ -120,10 +121,14 @@ Shape resolve(std::string_view task, const TaskOptions& options) {
   shape.hops = in_range(task, "hops", options.hops.value_or(1), 1, 8);
   shape.phase = in_range(task, "phase", options.phase.value_or(8), 0, 65536);
   shape.gap = in_range(task, "gap", options.gap.value_or(32), 1, 4096);
-  shape.rewrites = task == kUpdates ? in_range(task, "rewrites", options.rewrites.value_or(shape.facts / 3), 0, shape.facts) : 0;
   shape.update_every = in_range(task, "update_every", options.update_every.value_or(2), 0, 65536);
+  const bool introduces = task == kUpdates && shape.update_every > 0;
+  shape.late = in_range(task, "late", options.late.value_or(introduces ? shape.facts / 4 : 0), 0, introduces ? shape.facts - 2 : 0);
+  const int32_t stated = shape.facts - shape.late;
+  shape.rewrites =
+      task == kUpdates ? in_range(task, "rewrites", options.rewrites.value_or(std::min(shape.facts / 3, stated)), 0, stated) : 0;
 
-  const int32_t shortest = shortest_prompt(shape.facts, shape.sections, shape.copies) + 3 * shape.rewrites;
+  const int32_t shortest = shortest_prompt(stated, shape.sections, shape.copies) + 3 * shape.rewrites;
   require(shortest <= shape.prompt_length, "make_task(", task, "): ", shape.facts, " facts in ", shape.sections, " sections, ",
           shape.copies, " times each and ", shape.rewrites, " rewritten, do not fit the prompt; given prompt_length ", shape.prompt_length,
           "; allowed ", shortest, " or more");
@@ -296,10 +301,10 @@ TaskSample make_needle(Dice& dice, const Shape& shape) {
   return writer.take();
 }
 
-/// The keys to rewrite first, their second values last, keys with one value in between and on both sides.
+/// Without the late keys: the keys to rewrite first, their second values last, keys with one value in between and on both sides.
 Sections in_order_of_assignment(Dice& dice, const Shape& shape, const std::vector<Fact>& facts, std::vector<Fact>& latest) {
   std::vector<std::vector<Fact>> thirds(3);
-  for (int32_t i = 0; i < shape.facts; ++i) {
+  for (int32_t i = 0; i < shape.facts - shape.late; ++i) {
     if (i >= shape.rewrites) {
       thirds[dice.below(3)].push_back(facts[i]);
       continue;
@@ -318,11 +323,12 @@ Sections in_order_of_assignment(Dice& dice, const Shape& shape, const std::vecto
   return sections;
 }
 
-Fact& key_to_assign(Writer& writer, Dice& dice, std::vector<Fact>& facts) {
+/// One of the first `known` facts.
+Fact& fact_to_rewrite(Writer& writer, Dice& dice, std::vector<Fact>& facts, size_t known) {
   std::vector<size_t> settled;
-  for (size_t i = 0; i < facts.size(); ++i)
+  for (size_t i = 0; i < known; ++i)
     if (writer.settled(facts[i].key)) settled.push_back(i);
-  if (settled.empty()) return facts[dice.below(static_cast<int32_t>(facts.size()))];
+  if (settled.empty()) return facts[dice.below(static_cast<int32_t>(known))];
   return facts[settled[dice.below(static_cast<int32_t>(settled.size()))]];
 }
 
@@ -331,18 +337,30 @@ TaskSample make_updates(Dice& dice, const Shape& shape) {
   std::vector<Fact> facts = random_values(dice, dice.distinct_entities(shape.facts));
   const std::vector<Fact> first = facts;
   write_prompt(writer, dice, shape, in_order_of_assignment(dice, shape, first, facts));
-  std::vector<int32_t> order(facts.size());
-  std::iota(order.begin(), order.end(), 0);
-  for (size_t turn = 0; !writer.full(); ++turn) {
-    if (shape.update_every > 0 && turn % static_cast<size_t>(shape.update_every) == 0) {
-      Fact& fact = key_to_assign(writer, dice, facts);
-      fact.value = dice.entity_but(fact.value);
+
+  size_t known = static_cast<size_t>(shape.facts - shape.late);
+  bool introduce = true;  // assignments take turns: a late key, a new value of a known key
+  std::vector<size_t> to_ask;
+  for (int32_t turn = 0; !writer.full(); ++turn) {
+    if (shape.update_every > 0 && turn % shape.update_every == 0) {
       writer.put(kSet);
-      writer.state(fact);
+      if (introduce && known < facts.size()) {
+        writer.state(facts[known++]);
+      } else {
+        Fact& fact = fact_to_rewrite(writer, dice, facts, known);
+        fact.value = dice.entity_but(fact.value);
+        writer.state(fact);
+      }
+      introduce = !introduce;
     }
-    if (turn % order.size() == 0) dice.shuffle(order);
+    if (to_ask.empty()) {
+      to_ask.resize(known);
+      std::iota(to_ask.begin(), to_ask.end(), size_t{0});
+      dice.shuffle(to_ask);
+    }
     writer.put(kAsk);
-    writer.look_up(facts[order[turn % order.size()]], kUnpredictable);
+    writer.look_up(facts[to_ask.back()], kUnpredictable);
+    to_ask.pop_back();
   }
   return writer.take();
 }

@@ -71,9 +71,10 @@ struct TaskOptions {
   std::optional<int32_t> hops = {};      ///< ask: look-ups per question, each with the value of the last, 1 to 8; default 1
   std::optional<int32_t> phase = {};     ///< ask: questions to one section before the next; 0 asks for any key; default 8
   std::optional<int32_t> gap = {};       ///< needle: filler words before a question, 1 to 4096; default 32
-  std::optional<int32_t> rewrites = {};  ///< updates: keys the prompt assigns a second time, 0 to facts; default a third of them
+  std::optional<int32_t> rewrites = {};  ///< updates: keys the prompt assigns a second time, 0 to facts - late; default a third of facts
   std::optional<int32_t> update_every = {};  ///< updates: questions between two assignments of the trace, 0 for none; default 2
-  bool thinking = true;                      ///< seven thinking words after each look-up
+  std::optional<int32_t> late = {};  ///< updates: keys of `facts` that only the trace assigns, 0 to facts - 2; default a quarter of them
+  bool thinking = true;              ///< seven thinking words after each look-up
 };
 
 /// A task and what it asks of a cache.
