@@ -438,6 +438,25 @@ TEST_F(CutCache, GivesWhatTheFullCacheGivesUnderAMaskTokenByToken) {  // B1, B28
   }
 }
 
+TEST_F(CutCache, TakesAChunkLongerThanWhatIsLeft) {  // B28: more queries than slots, so a square causal mask would be wrong
+  constexpr std::int32_t kPrompt = 30, kCapacity = 80, kChunk = 20;
+  const auto cut = decoder_->make_cache(1, kCapacity), full = decoder_->make_cache(1, kCapacity);
+  const Ints prompt = random_ids(kPrompt, 80, 3), chunk = random_ids(kChunk, 80, 4), slots{0, 1, 9, 29};
+  feed(*decoder_, cut, prompt, 0, 0, 0);
+  feed(*decoder_, full, prompt, 0, 0, 0);
+  std::vector<Tensor> visible(3);
+  for (auto& mask : visible) {
+    mask = at::ones({1, 2, kCapacity}, at::TensorOptions(ScalarType::Byte));
+    mask.narrow(2, 0, kPrompt).zero_();
+    for (const auto slot : slots) mask.select(2, slot).fill_(1);
+  }
+  for (std::int64_t layer = 0; layer < 3; ++layer)
+    for (std::int64_t head = 0; head < 2; ++head) keep_slots(cut, 0, layer, head, slots);
+  StepOptions masked;
+  masked.visible = visible;
+  EXPECT_LE(worst_difference(feed(*decoder_, cut, chunk, 0, 4, kPrompt), feed(*decoder_, full, chunk, 0, kPrompt, kPrompt, masked)), 2e-5F);
+}
+
 TEST_F(CutCache, HoldsRowsOfDifferentLength) {
   constexpr std::int32_t kPrompt = 24, kCapacity = 40;
   const auto cut = decoder_->make_cache(1, kCapacity), full = decoder_->make_cache(1, kCapacity);
