@@ -46,6 +46,13 @@ Turns turns_of(const Evidence& evidence, const QueryView& queries, std::int32_t 
   return turns;
 }
 
+bool same_positions(const QueryView& a, const QueryView& b) {
+  if (a.count != b.count) return false;
+  for (std::int32_t i = 0; i < a.count; ++i)
+    if (a.position(i) != b.position(i)) return false;
+  return true;
+}
+
 /// Queries of the group of `head`, [G * W, D] f32, rotated and multiplied by the softmax scale.
 void gather_queries(const Evidence& evidence, const QueryView& view, std::int32_t head, std::int32_t window, const Turns& turns, std::vector<float>& out) {
   const ModelSpec& spec = evidence.spec;
@@ -223,14 +230,14 @@ WindowAttention window_attention(const Evidence& evidence, std::vector<RowWindow
     float* newest = needs.newest ? out.newest.data_ptr<float>() : nullptr;
 
     const std::int32_t heads = evidence.spec.kv_heads;
-    std::vector<Turns> turns(table.groups.size());  // a sequence's queries stand at the same positions in every layer
+    std::vector<Turns> turns(table.groups.size());  // shared by the layers of a sequence: its queries stand at the same positions in each
     std::vector<std::size_t> turns_index(table.groups.size());
     for (std::size_t g = 0; g < table.groups.size(); ++g) {
       std::int32_t widest = 0;
       for (std::int32_t h = 0; h < heads; ++h) widest = std::max(widest, out.windows[static_cast<std::size_t>(table.groups[g].first_row + h)].queries);
       turns_index[g] = g;
       for (std::size_t e = 0; e < g; ++e)
-        if (table.groups[e].sequence == table.groups[g].sequence) {
+        if (table.groups[e].sequence == table.groups[g].sequence && same_positions(table.groups[e].queries, table.groups[g].queries)) {
           turns_index[g] = turns_index[e];
           break;
         }
