@@ -12,7 +12,7 @@ kvkeep_root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 kvkeep_venv="$kvkeep_root/.venv"
 kvkeep_wheels=(torch==2.11.0 matplotlib)
 
-kvkeep_say() { printf '%s\n' "$*" >&2; }
+kvkeep_say() { printf '%s\n' "$@" >&2; }
 
 kvkeep_stop() {
   kvkeep_say "$@"
@@ -61,8 +61,8 @@ kvkeep_install_packages() {
 kvkeep_bootstrap_packages() {
   local missing
   if ! command -v dpkg-query > /dev/null || ! command -v apt-get > /dev/null; then
-    kvkeep_say "kvkeep: not a Debian or Ubuntu machine; going on with what is here. It needs a C++20 compiler, CMake 3.25, Ninja, and the libraries" \
-      "Highway 1.0, nlohmann-json 3.10, CLI11, GoogleTest, Google Benchmark."
+    kvkeep_say "kvkeep: not a Debian or Ubuntu machine; going on with what is here. It needs a C++20 compiler, CMake 3.25, Ninja," \
+      "and the libraries Highway 1.0, nlohmann-json 3.10, CLI11, GoogleTest, Google Benchmark."
     return
   fi
   mapfile -t missing < <(kvkeep_missing_packages "$@")

@@ -33,11 +33,22 @@ done
 source "$(dirname -- "${BASH_SOURCE[0]}")/../cmake/bootstrap.sh"
 [[ -n "$out" ]] || out="$kvkeep_root/out/demo"
 
-# ==== The job itself. Here kvkeep is built ("$kvkeep"), "$kvkeep_python" has matplotlib, "$out" exists. ==========================================
+# The job itself. Here kvkeep is built ("$kvkeep"), "$kvkeep_python" has matplotlib, "$out" exists.
 run_the_job() {
-  "$kvkeep" --help
+  local model="$kvkeep_root/examples/model" policy pictured=()
+
+  "$kvkeep" eval --model "$model" --task ask,updates --budgets 256,128,64 \
+    --policy full --policy streaming --policy tova --policy ams-tova --policy ams-tova,variant=official --policy oracle > "$out/table.md"
+
+  for policy in tova ams-tova oracle; do
+    "$kvkeep" generate --model "$model" --task ask --forced --policy "$policy,budget=96,interval=32" --retention "$out/$policy.json" --quiet > /dev/null
+    pictured+=("$out/$policy.json")
+  done
+  "$kvkeep_python" "$kvkeep_root/examples/plot_retention.py" "${pictured[@]}" --out "$out/retention.png" > /dev/null
+
+  cat -- "$out/table.md"
+  kvkeep_say "" "What stayed, position against time:  $out/retention.png" "Its numbers and the table:            $out/retention.csv, $out/table.md"
 }
-# ================================================================================================================================================
 
 kvkeep_bootstrap picture
 kvkeep_build release "$kvkeep_root/build/release" kvkeep_cli
