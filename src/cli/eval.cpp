@@ -35,7 +35,7 @@ struct Options {
   OutputOptions output;
   std::vector<std::string> tasks{"ask"}, policies;
   std::vector<std::int32_t> budgets;
-  std::int32_t interval = 0, samples = 20, batch = 8;
+  std::int32_t interval = 32, recent = -1, samples = 20, batch = 8;
   std::uint64_t seed = 1000000;
   lm::TaskOptions shape;
 };
@@ -43,7 +43,7 @@ struct Options {
 struct Contest {
   PolicyText policy;
   std::int32_t budget = 0;  // 0: never cuts
-  std::string resolved = {};
+  std::string resolved = {}, warning = {};
 };
 
 struct Measured {
@@ -81,20 +81,23 @@ std::vector<Contest> contests(const Options& o) {
   std::vector<std::int32_t> budgets = o.budgets;
   if (budgets.empty() && o.policies.empty()) budgets = {o.shape.length / 4, o.shape.length / 8};
   std::sort(budgets.rbegin(), budgets.rend());
-  const std::optional<std::int32_t> interval = o.interval > 0 ? std::optional(o.interval) : std::nullopt;
   std::vector<Contest> all;
   for (const std::string& one : given) {
     const PolicyText policy(one);
     const bool fixed = policy.name() == "full";
     if (fixed || budgets.empty()) all.push_back({policy});
     else
-      for (const std::int32_t budget : budgets) all.push_back({policy.with(budget, interval)});
+      for (const std::int32_t budget : budgets) {
+        std::vector<std::pair<std::string, std::int32_t>> options{{"budget", budget}, {"interval", o.interval}};
+        if (o.recent >= 0 && policy.name() != kOracle) options.emplace_back("recent", o.recent);
+        all.push_back({policy.with(options)});
+      }
   }
   for (Contest& contest : all) {
     const std::unique_ptr<KVPolicy> made = contest.policy.make();
     contest.budget = made->trigger().never ? 0 : budget_of(*made);
     contest.resolved = made->to_json();
-    if (!o.output.quiet) warn_about(*made);
+    contest.warning = warning_about(*made);
   }
   const auto whole_first = [](std::int32_t budget) { return budget == 0 ? std::numeric_limits<std::int32_t>::max() : budget; };
   std::stable_sort(all.begin(), all.end(), [&](const Contest& a, const Contest& b) {
@@ -119,7 +122,7 @@ void measure_task(lm::Decoder& decoder, const Options& o, const Contest& contest
   lm::GeneratorOptions options{.places = std::min<std::int64_t>(o.batch, static_cast<std::int64_t>(samples.size())), .cache_dtype = o.model.dtype()};
   options.hooks.on_step = [&](std::int64_t predicted) { progress.advance(predicted); };
   if (auto* oracle = dynamic_cast<Oracle*>(policy.get())) {
-    for (std::size_t i = 0; i < samples.size(); ++i) oracle->tell(static_cast<SequenceId>(i), samples[i].needed);
+    for (std::size_t i = 0; i < samples.size(); ++i) oracle->tell(static_cast<SequenceId>(i), samples[i]);
     options.hooks.before_decision = [oracle](const lm::DecisionSight& sight) { oracle->face(sight.view.sequences); };
   }
   std::vector<lm::Request> requests;
@@ -184,6 +187,8 @@ void run(const Options& o) {
   const std::vector<Contest> all = contests(o);
   const Samples samples = draw_samples(o);
   lm::Decoder decoder = o.model.open();
+  for (const Contest& contest : all)
+    if (!o.output.quiet && !contest.warning.empty()) note(contest.warning);
   std::int64_t steps = 0;
   for (const auto& [task, drawn] : samples)
     for (const lm::TaskSample& sample : drawn) steps += static_cast<std::int64_t>(sample.ids.size()) - sample.prompt_length;
@@ -216,13 +221,13 @@ Run add_eval(CLI::App& app) {
       ->check(CLI::Range(1, 1 << 30))
       ->option_text("N,...");
   sub->add_option("--interval", o->interval, "new tokens between two events, for every policy under --budgets")->check(CLI::Range(1, 1 << 30))->option_text("N [32]");
+  sub->add_option("--recent", o->recent, "newest slots that stay, for every policy under --budgets; without it the policy's own")->check(CLI::Range(0, 1 << 30))->option_text("N");
   sub->add_option("--samples", o->samples, "samples of each task")->check(CLI::Range(1, 1 << 24))->option_text("N [20]");
   sub->add_option("--length", o->shape.length, "tokens of a sample's prompt and trace")->option_text("N [512]");
   sub->add_option("--seed", o->seed, "of the first sample; the others follow")->option_text("N [1000000]");
   sub->add_option("--batch", o->batch, "sequences decoded at once")->check(CLI::Range(1, 4096))->option_text("N [8]");
   o->output.add(*sub);
   sub->footer(kExamples);
-  o->interval = 32;
   return [o] { run(*o); };
 }
 

@@ -125,15 +125,15 @@ lm::Request request_of(const Options& o, const PromptOptions::Prompt& prompt) {
 
 Outcome decode(const Options& o, const PolicyText& policy_text, const PromptOptions::Prompt& prompt) {
   std::unique_ptr<KVPolicy> policy = policy_text.make();
-  if (!o.output.quiet) warn_about(*policy);
   lm::Request request = request_of(o, prompt);
   lm::Decoder decoder = o.model.open();
+  if (const std::string warning = warning_about(*policy); !o.output.quiet && !warning.empty()) note(warning);
   Progress progress(request.new_tokens, o.output.quiet);
   lm::GeneratorOptions options{.cache_dtype = o.model.dtype()};
   options.hooks.on_step = [&](std::int64_t predicted) { progress.advance(predicted); };
   if (auto* oracle = dynamic_cast<Oracle*>(policy.get())) {
     require(prompt.sample.has_value(), "policy: oracle must know what is needed; allowed with --task");
-    oracle->tell(0, prompt.sample->needed);
+    oracle->tell(0, *prompt.sample);
     options.hooks.before_decision = [oracle](const lm::DecisionSight& sight) { oracle->face(sight.view.sequences); };
   }
   Outcome outcome{policy->to_json(), decoder.spec(), {}, {}};

@@ -6,6 +6,7 @@
 #include <csignal>
 #include <cstdio>
 #include <exception>
+#include <string>
 #include <unistd.h>
 #include <utility>
 #include <vector>
@@ -19,6 +20,7 @@
 namespace kvkeep::cli {
 namespace {
 
+constexpr const char* kSubcommands = "generate, eval, replay, record, policies, doctor";
 constexpr int kRefused = 2, kFailed = 1, kSignalled = 128;
 
 constexpr const char* kExamples = R"(
@@ -44,7 +46,9 @@ int refuse_usage(const CLI::App& app, const CLI::ParseError& error) {
   while (!where->get_subcommands().empty()) where = where->get_subcommands().front();
   std::string full = where->get_name();
   for (const CLI::App* parent = where->get_parent(); parent != nullptr; parent = parent->get_parent()) full = parent->get_name() + " " + full;
-  note(text(error.what(), "; see ", full, " --help"));
+  const std::vector<std::string> rest = app.remaining();
+  if (where == &app && !rest.empty() && !rest.front().starts_with("-")) note(text("there is no sub-command '", rest.front(), "'; allowed ", kSubcommands));
+  else note(text(error.what(), "; see ", full, " --help"));
   return kRefused;
 }
 

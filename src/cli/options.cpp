@@ -14,7 +14,6 @@
 #include "kvkeep/core/error.h"
 #include "kvkeep/policy/registry.h"
 #include "oracle.h"
-#include "progress.h"
 
 namespace kvkeep::cli {
 namespace {
@@ -63,7 +62,7 @@ void OutputOptions::add(CLI::App& app) {
 
 void ModelOptions::add(CLI::App& app) {
   app.add_option("--model", folder, "folder of a Llama, Qwen2 or Qwen3 checkpoint (config.json, *.safetensors)")->required()->option_text("DIR");
-  app.add_option("--threads", threads, "CPU threads; 0 takes what LibTorch takes")->check(CLI::Range(0, 4096))->option_text("N [0]");
+  app.add_option("--threads", threads, "CPU threads; 0 takes one for a model below 8 MiB, else what LibTorch takes")->check(CLI::Range(0, 4096))->option_text("N [0]");
   app.add_option("--cache-dtype", cache_dtype, "of the KV cache")->check(CLI::IsMember({"f32", "f16", "bf16"}))->option_text("f32|f16|bf16 [f32]");
 }
 
@@ -73,7 +72,11 @@ void set_threads(int threads) {
 
 lm::Decoder ModelOptions::open() const {
   set_threads(threads);
-  return lm::Decoder::open(folder);
+  lm::Decoder decoder = lm::Decoder::open(folder);
+  // A step of a model that fits a core's cache is over before a second thread is awake.
+  constexpr std::int64_t kSmall = std::int64_t{8} << 20;
+  if (threads == 0 && decoder.bytes_per_step() < kSmall) set_threads(1);
+  return decoder;
 }
 
 ScalarType ModelOptions::dtype() const { return cache_dtype == "f16" ? kFloat16 : cache_dtype == "bf16" ? kBFloat16 : kFloat32; }
@@ -98,19 +101,19 @@ std::unique_ptr<KVPolicy> PolicyText::make() const {
   }
 }
 
-PolicyText PolicyText::with(std::int32_t budget, std::optional<std::int32_t> interval) const {
+PolicyText PolicyText::with(const std::vector<std::pair<std::string, std::int32_t>>& options) const {
   PolicyText changed = *this;
   if (json_.empty()) {
-    std::string kept;
+    const auto replaced = [&](const std::string& item) { return std::any_of(options.begin(), options.end(), [&](const auto& o) { return item.starts_with(o.first + "="); }); };
+    changed.text_.clear();
     for (const std::string& item : split(text_, ','))
-      if (!item.starts_with("budget=") && !(interval && item.starts_with("interval="))) kept += (kept.empty() ? "" : ",") + item;
-    changed.text_ = kvkeep::text(kept, ",budget=", budget, interval ? kvkeep::text(",interval=", *interval) : "");
+      if (!replaced(item)) changed.text_ += (changed.text_.empty() ? "" : ",") + item;
+    for (const auto& [key, value] : options) changed.text_ += kvkeep::text(",", key, "=", value);
     return changed;
   }
   json object = json::parse(json_, nullptr, false);
   require(object.is_object(), "policy: ", text_, " holds no JSON object");
-  object["budget"] = budget;
-  if (interval) object["interval"] = *interval;
+  for (const auto& [key, value] : options) object[key] = value;
   changed.json_ = object.dump();
   return changed;
 }
@@ -125,11 +128,11 @@ std::string PolicyText::label() const { return label_; }
 
 std::int32_t budget_of(const KVPolicy& policy) { return json::parse(policy.to_json()).value("budget", 0); }
 
-void warn_about(const KVPolicy& policy) {
+std::string warning_about(const KVPolicy& policy) {
   const json options = json::parse(policy.to_json());
   const std::int64_t sink = options.value("sink", 0), recent = options.value("recent", 0), budget = options.value("budget", 0);
-  if (budget > 0 && sink + recent > budget / 2)
-    note(text("warning: sink + recent = ", sink + recent, " of ", policy.name(), " protect more than half of the budget of ", budget, "; little is left to choose"));
+  if (budget == 0 || sink + recent <= budget / 2) return {};
+  return text("warning: sink + recent = ", sink + recent, " of ", policy.name(), " protect more than half of the budget of ", budget, "; little is left to choose");
 }
 
 std::vector<std::int32_t> parse_ids(const std::string& text, const std::string& where) {

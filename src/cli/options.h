@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kvkeep/core/tensor.h"
@@ -43,8 +44,8 @@ class PolicyText {
 
   // Throws as make_policy and load_policy do.
   [[nodiscard]] std::unique_ptr<KVPolicy> make() const;
-  // With another budget, and another interval where one is given.
-  [[nodiscard]] PolicyText with(std::int32_t budget, std::optional<std::int32_t> interval) const;
+  // With other values of some top-level options.
+  [[nodiscard]] PolicyText with(const std::vector<std::pair<std::string, std::int32_t>>& options) const;
 
   // The registry name, without making the policy.
   [[nodiscard]] std::string name() const;
@@ -64,8 +65,8 @@ inline constexpr const char* kPolicyHelp = "a JSON file, or name,key=value,... (
 // `budget` of a policy's JSON, 0 where it has none.
 std::int32_t budget_of(const KVPolicy& policy);
 
-// Says on stderr what is allowed but hardly meant: protected slots that fill more than half of the budget.
-void warn_about(const KVPolicy& policy);
+// What is allowed but hardly meant: protected slots that fill more than half of the budget. Empty where all is well.
+std::string warning_about(const KVPolicy& policy);
 
 // Token ids separated by white space or commas. Throws InvalidArgument for anything else; `where` names the source.
 std::vector<std::int32_t> parse_ids(const std::string& text, const std::string& where);

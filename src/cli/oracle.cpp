@@ -10,8 +10,17 @@
 
 namespace kvkeep::cli {
 
+void Oracle::tell(SequenceId id, const lm::TaskSample& sample) {
+  for (std::size_t i = 0; i < sample.needed.size(); ++i) needed_until_[id][sample.needed[i]] = sample.needed_until[i];
+}
+
 std::vector<std::int32_t> Oracle::keep(const Row& row) const {
-  const std::vector<std::int32_t>& needed = needed_.at(facing_.at(static_cast<std::size_t>(row.sequence)));
+  const std::map<std::int32_t, std::int32_t>& needed = needed_until_.at(facing_.at(static_cast<std::size_t>(row.sequence)));
+  const std::int32_t newest = row.positions[row.length - 1];
+  const auto still_needed = [&](std::int32_t position) {
+    const auto found = needed.find(position);
+    return found != needed.end() && found->second > newest + 1;  // the token behind the newest is predicted already
+  };
   std::vector<bool> stays(static_cast<std::size_t>(row.length));
   std::int32_t room = budget_;
   const auto take = [&](std::int32_t slot) {
@@ -22,7 +31,7 @@ std::vector<std::int32_t> Oracle::keep(const Row& row) const {
   for (std::int32_t slot = 0; slot < std::min(sink_, row.length); ++slot) take(slot);
   take(row.length - 1);
   for (std::int32_t slot = row.length - 1; slot >= 0; --slot)
-    if (std::binary_search(needed.begin(), needed.end(), row.positions[slot])) take(slot);
+    if (still_needed(row.positions[slot])) take(slot);
   for (std::int32_t slot = row.length - 1; slot >= 0; --slot) take(slot);
   std::vector<std::int32_t> kept;
   for (std::int32_t slot = 0; slot < row.length; ++slot)

@@ -10,6 +10,7 @@
 #include "kvkeep/lm/decoder_trace.h"
 #include "kvkeep/trace/event_trace.h"
 #include "options.h"
+#include "progress.h"
 
 namespace kvkeep::cli {
 namespace {
@@ -45,12 +46,12 @@ void run(const Options& o) {
   const std::string kind = trace::kind_of(file);
   set_threads(o.threads);
   std::unique_ptr<KVPolicy> policy = PolicyText(o.policy).make();
-  if (!o.output.quiet) warn_about(*policy);
-  const std::string name(policy->name());
+  const std::string name(policy->name()), warning = o.output.quiet ? "" : warning_about(*policy);
   const auto start = std::chrono::steady_clock::now();
   const trace::Result result = replay(file, std::filesystem::path(o.trace).parent_path(), std::move(policy));
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   io::write_safetensors(o.out, result.tensors, result.metadata);
+  if (!warning.empty()) note(warning);
 
   Table table({{"kind", "kind", false}, {"policy", "policy", false}, {"tensors", "tensors"}, {"slots_dropped", "slots dropped"}, {"ms", "ms"}, {"result", "result", false}});
   const auto dropped = result.metadata.find("slots_dropped");

@@ -51,6 +51,7 @@ Json retention_json(const RetentionAbout& about, const ModelSpec& spec, const lm
             {"kept_bytes", done.kept_bytes}};
   if (about.sample) {
     json["needed"] = about.sample->needed;
+    json["needed_until"] = about.sample->needed_until;
     if (about.forced) {
       Json look_ups = Json::array();
       for (std::size_t i = static_cast<std::size_t>(about.prompt_length); i < about.sample->ids.size(); ++i) {

@@ -1,0 +1,321 @@
+// The kvkeep command as people and scripts meet it: what it prints where, how it ends, and what it leaves behind.
+// A build without the command (KVKEEP_BUILD_CLI=OFF) has none of these tests.
+
+#ifdef KVKEEP_CLI_PATH
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kvkeep/io/safetensors.h"
+#include "kvkeep/version.h"
+
+namespace kvkeep {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+using Words = std::vector<std::string>;
+
+std::string content(const fs::path& file) {
+  std::ifstream in(file, std::ios::binary);
+  return {std::istreambuf_iterator<char>(in), {}};
+}
+
+struct Outcome {
+  int code = -1;
+  std::string out, err;
+};
+
+class Command : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    std::string pattern = (fs::temp_directory_path() / "kvkeep-cli-XXXXXX").string();
+    ASSERT_NE(::mkdtemp(pattern.data()), nullptr);
+    folder_ = pattern;
+  }
+  void TearDown() override { fs::remove_all(folder_); }
+
+  [[nodiscard]] static std::string golden(const std::string& path) { return (fs::path(KVKEEP_TEST_GOLDEN_DIR) / path).string(); }
+  [[nodiscard]] static std::string model() { return golden("decoder/llama_gqa"); }
+  [[nodiscard]] std::string place(const std::string& name) const { return (folder_ / name).string(); }
+
+  std::string write(const std::string& name, const std::string& text) const {
+    std::ofstream(folder_ / name, std::ios::binary) << text;
+    return place(name);
+  }
+
+  // Starts the command with stdout and stderr in files beside the folder under test.
+  pid_t start(const Words& words) {
+    const pid_t child = ::fork();
+    if (child != 0) return child;
+    const auto into = [](const std::string& file, int descriptor) { ::dup2(::open(file.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600), descriptor); };
+    into(folder_.string() + ".out", STDOUT_FILENO);
+    into(folder_.string() + ".err", STDERR_FILENO);
+    std::vector<char*> argv{const_cast<char*>(KVKEEP_CLI_PATH)};
+    for (const std::string& word : words) argv.push_back(const_cast<char*>(word.c_str()));
+    argv.push_back(nullptr);
+    ::execv(KVKEEP_CLI_PATH, argv.data());
+    ::_exit(99);
+  }
+
+  Outcome finish(pid_t child) {
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    Outcome outcome{WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status), content(folder_.string() + ".out"), content(folder_.string() + ".err")};
+    fs::remove(folder_.string() + ".out");
+    fs::remove(folder_.string() + ".err");
+    return outcome;
+  }
+
+  Outcome run(const Words& words) { return finish(start(words)); }
+
+  // Refused: exit status 2, one sentence on stderr that holds `names`, nothing on stdout, nothing written.
+  void expect_refused(const Words& words, const std::string& names) {
+    std::size_t before = 0, after = 0;
+    for ([[maybe_unused]] const auto& entry : fs::recursive_directory_iterator(folder_)) ++before;
+    const Outcome outcome = run(words);
+    for ([[maybe_unused]] const auto& entry : fs::recursive_directory_iterator(folder_)) ++after;
+    SCOPED_TRACE(outcome.err);
+    EXPECT_EQ(outcome.code, 2);
+    EXPECT_TRUE(outcome.err.starts_with("kvkeep: "));
+    EXPECT_EQ(std::count(outcome.err.begin(), outcome.err.end(), '\n'), 1) << "one sentence, one line";
+    EXPECT_GE(std::count(outcome.err.begin(), outcome.err.end(), ' '), 5);
+    EXPECT_NE(outcome.err.find(names), std::string::npos) << "should name " << names;
+    EXPECT_EQ(outcome.out, "");
+    EXPECT_EQ(before, after) << "something was written";
+  }
+
+  fs::path folder_;
+};
+
+// ---- Help ------------------------------------------------------------------------------------------------------------------------------------
+
+TEST_F(Command, TeachesByExampleInTheHelpOfEverySubcommand) {
+  for (const Words& words : std::vector<Words>{{"--help"}, {"generate", "--help"}, {"eval", "--help"}, {"replay", "--help"}, {"record", "--help"}, {"policies", "--help"}, {"doctor", "--help"}}) {
+    const Outcome outcome = run(words);
+    EXPECT_EQ(outcome.code, 0);
+    EXPECT_EQ(outcome.err, "");
+    const std::size_t examples = outcome.out.find("Examples:");
+    ASSERT_NE(examples, std::string::npos) << words[0];
+    const std::string shown = outcome.out.substr(examples);
+    std::size_t count = 0;
+    for (std::size_t at = shown.find("\n  kvkeep "); at != std::string::npos; at = shown.find("\n  kvkeep ", at + 1)) ++count;
+    EXPECT_GE(count, 2U) << words[0];
+  }
+}
+
+TEST_F(Command, SaysItsVersion) { EXPECT_EQ(run({"--version"}).out, std::string("kvkeep ") + kVersion + "\n"); }
+
+TEST_F(Command, ListsEveryPolicyWithDefaultsRangesAndSource) {
+  const Outcome all = run({"policies"});
+  EXPECT_EQ(all.code, 0);
+  for (const char* name : {"full", "streaming", "tova", "ams-tova"}) EXPECT_NE(all.out.find(name), std::string::npos) << name;
+  const Outcome one = run({"policies", "ams-tova", "-o", "json"});
+  const json options = json::parse(one.out);
+  const auto budget = std::find_if(options.begin(), options.end(), [](const json& o) { return o["option"] == "budget"; });
+  ASSERT_NE(budget, options.end());
+  for (const char* key : {"default", "allowed", "what", "source"}) EXPECT_FALSE((*budget)[key].get<std::string>().empty()) << key;
+  expect_refused({"policies", "lru"}, "lru");
+}
+
+TEST_F(Command, DoctorGivesAVerdict) {
+  const Outcome outcome = run({"doctor", "--quick", "-o", "json"});
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  const json findings = json::parse(outcome.out);
+  EXPECT_EQ(findings.back()["what"], "verdict");
+  EXPECT_EQ(findings.back()["fine"], true);
+}
+
+// ---- Refusals --------------------------------------------------------------------------------------------------------------------------------
+
+TEST_F(Command, RefusesWrongUsageWithTheHelpToRead) {
+  expect_refused({}, "kvkeep --help");
+  expect_refused({"frobnicate"}, "frobnicate");
+  expect_refused({"generate", "--ids", "1", "--max-new-tokens", "3"}, "--model");
+  expect_refused({"generate", "--model", model(), "--max-new-tokens", "3"}, "ids");
+  expect_refused({"generate", "--model", model(), "--ids", "1", "--task", "ask", "--max-new-tokens", "3"}, "task");
+  expect_refused({"generate", "--model", model(), "--ids", "1", "--max-new-tokens", "-3"}, "max-new-tokens");
+  expect_refused({"generate", "--model", model(), "--ids", "1", "--max-new-tokens", "3", "-o", "xml"}, "xml");
+  expect_refused({"replay", "a", "--policy", "full", "--out", place("r"), "--wrong"}, "--wrong");
+}
+
+TEST_F(Command, RefusesMissingAndDamagedFiles) {
+  const Words rest{"--ids", "1,2", "--max-new-tokens", "3"};
+  const auto with_model = [&](const std::string& folder) {
+    Words words{"generate", "--model", folder};
+    words.insert(words.end(), rest.begin(), rest.end());
+    return words;
+  };
+  expect_refused(with_model(place("nowhere")), "nowhere");
+  expect_refused(with_model(golden("decoder/broken_truncated")), "model.safetensors");
+  expect_refused(with_model(golden("decoder/broken_missing_tensor")), "model.layers.0.self_attn.k_proj.weight");
+  expect_refused({"generate", "--model", model(), "--ids-file", place("none.txt"), "--max-new-tokens", "3"}, "none.txt");
+  expect_refused({"replay", place("none.safetensors"), "--policy", "full", "--out", place("r")}, "none.safetensors");
+  expect_refused({"replay", golden("decoder/llama_one_layer/trace.safetensors"), "--policy", place("none.json"), "--out", place("r")}, "none.json");
+  expect_refused({"replay", golden("decoder/llama_one_layer/trace.safetensors"), "--policy", "full", "--out", place("no/such/folder/r")}, "no/such/folder");
+  write("short.safetensors", "12345");
+  expect_refused({"replay", place("short.safetensors"), "--policy", "full", "--out", place("r")}, "short.safetensors");
+}
+
+TEST_F(Command, RefusesEmptyPromptsAndIdsThatAreNoIds) {
+  const auto generate = [&](const std::string& option, const std::string& value) { return Words{"generate", "--model", model(), option, value, "--max-new-tokens", "3"}; };
+  expect_refused(generate("--ids-file", write("empty.txt", " \n")), "no token ids");
+  expect_refused(generate("--ids-file", write("words.txt", "1 2 three")), "three");
+  expect_refused(generate("--ids", "1,2x"), "2x");
+  expect_refused(generate("--ids", "99999999999"), "99999999999");
+  expect_refused(generate("--ids", "1,256"), "256");
+  expect_refused(generate("--task", "chess"), "chess");
+}
+
+TEST_F(Command, RefusesPoliciesThatDoNotExistOrDoNotAddUp) {
+  const auto generate = [&](const std::string& policy) { return Words{"generate", "--model", model(), "--ids", "1,2", "--max-new-tokens", "3", "--policy", policy}; };
+  expect_refused(generate("lru"), "lru");
+  expect_refused(generate("tova"), "budget");
+  expect_refused(generate("tova,budget=64,windw=3"), "windw");
+  expect_refused(generate("tova,budget=4,sink=4"), "sink + 1");
+  expect_refused(generate(write("p.json", R"({"policy": "tova", "budget": 64, "colour": 1})")), "colour");
+  expect_refused(generate(write("q.json", R"({"policy": )")), "q.json");
+  expect_refused(generate("oracle,budget=64"), "oracle");
+  expect_refused({"eval", "--model", model(), "--policy", "tova,budget=64,windw=3"}, "windw");
+  expect_refused({"eval", "--model", model(), "--task", "ask,chess"}, "chess");
+}
+
+TEST_F(Command, RefusesTracesOfKindsItCannotReplayByName) {
+  for (const std::string kind : {"prefill", "span", "span_train", "dream"}) {
+    const std::string file = place("t.safetensors");
+    io::write_safetensors(file, {}, {{"kvkeep_trace", "1"}, {"kind", kind}});
+    expect_refused({"replay", file, "--policy", "full", "--out", place("r")}, "\"" + kind + "\"");
+  }
+  const std::string file = place("t.safetensors");
+  io::write_safetensors(file, {}, {{"kvkeep_trace", "2"}, {"kind", "event"}});
+  expect_refused({"replay", file, "--policy", "full", "--out", place("r")}, "version");
+  io::write_safetensors(file, {}, {});
+  expect_refused({"replay", file, "--policy", "full", "--out", place("r")}, "kvkeep_trace");
+  expect_refused({"replay", golden("decoder/llama_one_layer/trace.safetensors"), "--policy", "tova,budget=64", "--out", place("r")}, "full");
+}
+
+TEST_F(Command, RefusesEveryGoldenCaseThatMustFail) {
+  int refused = 0;
+  for (const auto& entry : fs::recursive_directory_iterator(KVKEEP_TEST_GOLDEN_DIR)) {
+    if (entry.path().filename() != "case.json") continue;
+    const json about = json::parse(content(entry.path()));
+    if (!about.value("must_fail", false)) continue;
+    const fs::path at = entry.path().parent_path();
+    expect_refused({"replay", (at / "trace.safetensors").string(), "--policy", (at / "policy.json").string(), "--out", place("r")}, about["message_should_name"][0]);
+    ++refused;
+  }
+  EXPECT_GE(refused, 2);
+}
+
+// ---- Results ---------------------------------------------------------------------------------------------------------------------------------
+
+TEST_F(Command, GeneratesTokensAndSaysWhatEveryLayerAndHeadKept) {
+  const Words words{"generate", "--model", model(), "--task", "ask", "--seed", "3", "--length", "96", "--policy", "tova,budget=24,interval=8", "--max-new-tokens", "20"};
+  const auto as = [&](const std::string& format) {
+    Words all = words;
+    all.insert(all.end(), {"-o", format, "--quiet"});
+    return run(all);
+  };
+  const Outcome outcome = as("json");
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_EQ(outcome.err, "");
+  const json result = json::parse(outcome.out);
+  EXPECT_EQ(result["tokens"].size(), 20U);
+  ASSERT_GE(result["events"].size(), 2U);
+  for (const json& event : result["events"]) {
+    EXPECT_GT(event["bytes_before"], event["bytes_after"]);
+    ASSERT_EQ(event["kept"].size(), 3U);
+    for (const json& layer : event["kept"]) {
+      ASSERT_EQ(layer.size(), 2U);
+      for (const json& head : layer) EXPECT_EQ(head.size(), 24U);
+    }
+  }
+  const Outcome table = as("csv");
+  EXPECT_TRUE(table.out.starts_with("kind,step,token,layer,head,"));
+  EXPECT_EQ(std::count(table.out.begin(), table.out.end(), '\n'), 1 + 20 + static_cast<std::ptrdiff_t>(result["events"].size()) * 6);
+  EXPECT_TRUE(as("md").out.starts_with("Tokens: "));
+}
+
+TEST_F(Command, EvaluatesPoliciesUnderBudgetsInOneTable) {
+  const Outcome outcome = run({"eval", "--model", model(), "--task", "ask,chain", "--length", "96", "--samples", "2", "--budgets", "24,40", "--interval", "8", "--policy", "full", "--policy",
+                               "tova", "--policy", "oracle", "-o", "json"});
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const json rows = json::parse(outcome.out);
+  ASSERT_EQ(rows.size(), 2U * (1 + 2 + 2));
+  EXPECT_EQ(rows[0]["policy"], "full");
+  EXPECT_EQ(rows[0]["events"], 0);
+  EXPECT_EQ(rows[2]["budget"], 40);
+  EXPECT_EQ(rows[4]["budget"], 24);
+  for (const json& row : rows) {
+    EXPECT_GT(row["look_ups"], 0);
+    EXPECT_LE(row["accuracy_low"], row["accuracy"]);
+    EXPECT_GE(row["accuracy_high"], row["accuracy"]);
+    if (row["budget"].is_number()) {
+      EXPECT_GT(row["events"], 0);
+      EXPECT_LT(row["kept_bytes"], row["peak_bytes"]);
+    }
+  }
+}
+
+TEST_F(Command, RecordsAnEventThatItsOwnReplayCuts) {
+  const std::string trace = place("event.safetensors"), result = place("kept.safetensors");
+  const Outcome recorded = run({"record", "--model", model(), "--task", "chain", "--length", "96", "--policy", "tova,budget=24,interval=8", "--out", trace});
+  ASSERT_EQ(recorded.code, 0) << recorded.err;
+  const Outcome replayed = run({"replay", trace, "--policy", "ams-tova,budget=16,window=8,min_segment=4,max_segment=16", "--out", result, "-o", "json"});
+  ASSERT_EQ(replayed.code, 0) << replayed.err;
+  EXPECT_EQ(json::parse(replayed.out)["kind"], "event");
+  EXPECT_EQ(io::SafetensorsFile::open(result).tensor("layer.0.slots").size(2), 16);
+}
+
+TEST_F(Command, RecordsRunsThatReplayRunsAgainFromAnotherFolder) {
+  fs::create_directory(folder_ / "deep");
+  const std::string trace = place("deep/run.safetensors"), result = place("tokens.safetensors");
+  for (const std::string kind : {"decoder", "generate"}) {
+    const Outcome recorded = run({"record", "--kind", kind, "--model", model(), "--ids", "5,6,7,8", "--max-new-tokens", "6", "--out", trace});
+    ASSERT_EQ(recorded.code, 0) << recorded.err;
+    const Outcome replayed = run({"replay", trace, "--policy", "full", "--out", result});
+    ASSERT_EQ(replayed.code, 0) << replayed.err;
+    EXPECT_EQ(io::SafetensorsFile::open(result).tensor(kind == "decoder" ? "greedy" : "tokens").size(0), 6);
+  }
+}
+
+TEST_F(Command, WarnsOnStderrOnlyAndNotWhenQuiet) {
+  const Words words{"generate", "--model", model(), "--ids", "1,2,3", "--max-new-tokens", "4", "--policy", "tova,budget=24,interval=8,sink=8,recent=8"};
+  const Outcome loud = run(words);
+  EXPECT_EQ(loud.code, 0);
+  EXPECT_NE(loud.err.find("warning"), std::string::npos);
+  EXPECT_EQ(loud.out.find("warning"), std::string::npos);
+  Words quiet = words;
+  quiet.emplace_back("--quiet");
+  EXPECT_EQ(run(quiet).err, "");
+}
+
+// ---- Ctrl-C ----------------------------------------------------------------------------------------------------------------------------------
+
+TEST_F(Command, EndsAtCtrlCWith130AndLeavesNoFile) {
+  const pid_t child = start({"generate", "--model", model(), "--ids", "1,2,3", "--policy", "tova,budget=64,interval=32", "--max-new-tokens", "10000000", "--retention", place("r.json")});
+  std::this_thread::sleep_for(std::chrono::milliseconds(700));
+  ASSERT_EQ(::kill(child, SIGINT), 0);
+  const Outcome outcome = finish(child);
+  EXPECT_EQ(outcome.code, 130) << outcome.err;
+  EXPECT_EQ(outcome.out, "");
+  EXPECT_TRUE(fs::is_empty(folder_));
+}
+
+}  // namespace
+}  // namespace kvkeep
+
+#endif  // KVKEEP_CLI_PATH

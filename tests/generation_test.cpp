@@ -1,0 +1,304 @@
+// Decoding under a policy: the golden runs, and that neither company nor the place in a cache changes what a sequence says.
+
+#include "kvkeep/lm/generation.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/ones.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <numeric>
+#include <random>
+#include <unistd.h>
+
+#include "kvkeep/core/error.h"
+#include "kvkeep/lm/decoder_trace.h"
+#include "kvkeep/lm/record.h"
+#include "kvkeep/policy/registry.h"
+
+namespace kvkeep::lm {
+namespace {
+
+namespace fs = std::filesystem;
+
+fs::path golden() { return KVKEEP_TEST_GOLDEN_DIR; }
+fs::path llama() { return golden() / "decoder" / "llama_gqa"; }
+
+std::vector<std::int32_t> random_ids(std::int32_t n, std::uint32_t seed, std::int32_t vocab = 256) {
+  std::mt19937 random(seed);
+  std::vector<std::int32_t> ids(static_cast<std::size_t>(n));
+  for (std::int32_t& id : ids) id = static_cast<std::int32_t>(random() % static_cast<std::uint32_t>(vocab));
+  return ids;
+}
+
+Request request(std::int32_t prompt, std::int32_t new_tokens, std::uint32_t seed) {
+  return {.prompt = random_ids(prompt, seed), .new_tokens = new_tokens, .keep_logits = true, .keep_positions = true};
+}
+
+Completion alone(Decoder& decoder, const std::string& policy, Request one) {
+  return std::move(generate(decoder, make_policy(policy), {std::move(one)}).completions.front());
+}
+
+void expect_the_same(const Completion& a, const Completion& b) {
+  EXPECT_EQ(a.tokens, b.tokens);
+  EXPECT_TRUE(at::equal(a.logits, b.logits)) << "logits differ";
+  EXPECT_EQ(a.peak_bytes, b.peak_bytes);
+  EXPECT_EQ(a.kept_bytes, b.kept_bytes);
+  ASSERT_EQ(a.events.size(), b.events.size());
+  for (std::size_t i = 0; i < a.events.size(); ++i) {
+    EXPECT_EQ(a.events[i].step, b.events[i].step);
+    EXPECT_EQ(a.events[i].length_before, b.events[i].length_before);
+    EXPECT_EQ(a.events[i].positions, b.events[i].positions) << "event " << i;
+  }
+}
+
+// ---- Golden runs -----------------------------------------------------------------------------------------------------------------------------
+
+void compare(const std::string& name, const nlohmann::json& rule, const Tensor& got, const Tensor& expected) {
+  ASSERT_EQ(got.sizes(), expected.sizes()) << name;
+  if (rule == "exact") {
+    EXPECT_TRUE(at::equal(got, expected)) << name;
+    return;
+  }
+  const double atol = rule["atol"], rtol = rule["rtol"];
+  const Tensor a = got.contiguous(), b = expected.contiguous();
+  double worst = 0;
+  for (std::int64_t i = 0; i < a.numel(); ++i) {
+    const double x = a.const_data_ptr<float>()[i], y = b.const_data_ptr<float>()[i];
+    worst = std::max(worst, std::abs(x - y) - atol - rtol * std::abs(y));
+  }
+  EXPECT_LE(worst, 0) << name;
+}
+
+class GoldenGenerate : public ::testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Cases, GoldenGenerate, ::testing::Values("streaming_llama", "tova_llama", "tova_llama_short_prompt"));
+
+TEST_P(GoldenGenerate, SaysTheTokensAndKeepsThePositionsOfTheReference) {
+  const fs::path folder = golden() / "generate" / GetParam();
+  std::ifstream in(folder / "case.json");
+  const nlohmann::json about = nlohmann::json::parse(in);
+  const trace::Result result = replay_generate(io::SafetensorsFile::open(folder / "trace.safetensors"), folder, load_policy(folder / "policy.json"));
+  const io::SafetensorsFile expected = io::SafetensorsFile::open(folder / "expected.safetensors");
+  for (const auto& [name, rule] : about["compare"].items()) {
+    const auto found = std::find_if(result.tensors.begin(), result.tensors.end(), [&](const auto& t) { return t.first == name; });
+    ASSERT_NE(found, result.tensors.end()) << name;
+    compare(name, rule, found->second, expected.tensor(name));
+  }
+}
+
+// ---- Full is no library ----------------------------------------------------------------------------------------------------------------------
+
+TEST(Generation, UnderFullIsBitForBitTheDecoderWithoutKvkeepB36) {
+  Decoder decoder = Decoder::open(llama());
+  const Request one = request(37, 40, 1);
+  const Completion done = alone(decoder, "full", one);
+
+  std::vector<LayerCache> cache = decoder.make_cache(1, 80);
+  std::vector<std::int32_t> positions(37), tokens;
+  std::iota(positions.begin(), positions.end(), 0);
+  const std::vector<std::int32_t> whole{0, 37}, row{0}, none{0}, single{0, 1};
+  Tensor last = decoder.forward({one.prompt, whole, positions, row, none}, cache);
+  std::vector<Tensor> logits{last};
+  tokens = argmax(last);
+  while (tokens.size() < 40) {
+    const std::vector<std::int32_t> id{tokens.back()}, at{37 + static_cast<std::int32_t>(tokens.size()) - 1};
+    last = decoder.forward({id, single, at, row, at}, cache);
+    logits.push_back(last);
+    tokens.push_back(argmax(last)[0]);
+  }
+  EXPECT_EQ(done.tokens, tokens);
+  EXPECT_TRUE(at::equal(done.logits, at::cat(logits)));
+  EXPECT_TRUE(done.events.empty());
+}
+
+// ---- Company does not matter -----------------------------------------------------------------------------------------------------------------
+
+class InCompany : public ::testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Policies, InCompany,
+                         ::testing::Values("streaming,budget=24,interval=8", "tova,budget=24,interval=8,sink=2,recent=4",
+                                           "ams-tova,budget=32,interval=8,window=8,min_segment=4,max_segment=16,sink=2,recent=4",
+                                           "ams-tova,variant=official,budget=32,interval=8,window=8,min_segment=4,max_segment=16"),
+                         [](const auto& one) { return "Case" + std::to_string(one.index); });
+
+TEST_P(InCompany, RaggedSequencesThatJoinAndLeaveSayWhatEachSaysAloneB4B14) {
+  Decoder decoder = Decoder::open(llama());
+  const std::vector<Request> requests{request(50, 60, 2), request(3, 40, 3), request(33, 1, 4), request(20, 70, 5), request(64, 30, 6)};
+  GeneratorOptions options;
+  options.places = 3;
+  const GenerationRun together = generate(decoder, make_policy(GetParam()), requests, std::move(options));
+  std::int64_t events = 0;
+  for (std::size_t i = 0; i < requests.size(); ++i) {
+    SCOPED_TRACE("sequence " + std::to_string(i));
+    expect_the_same(together.completions[i], alone(decoder, GetParam(), requests[i]));
+    events += static_cast<std::int64_t>(together.completions[i].events.size());
+  }
+  EXPECT_EQ(together.totals.sequences_cut, events);
+  EXPECT_GT(together.totals.slots_dropped, 0) << "nothing was ever cut, so nothing was tested (B35)";
+}
+
+TEST(Generation, ASequenceThatLeavesInMidIntervalLeavesNothingBehindB5) {
+  Decoder decoder = Decoder::open(llama());
+  const std::string policy = "tova,budget=24,interval=8";
+  Generator generator(decoder, make_policy(policy), {.places = 1, .capacity = 100});
+  const SequenceId first = generator.join(request(30, 60, 7));
+  for (int i = 0; i < 13; ++i) generator.step();
+  generator.leave(first);
+  EXPECT_FALSE(generator.keeper().knows(first));
+  const SequenceId second = generator.join(request(41, 30, 8));
+  while (generator.step()) {
+  }
+  expect_the_same(generator.leave(second), alone(decoder, policy, request(41, 30, 8)));
+}
+
+// ---- The cut cache is the masked cache -------------------------------------------------------------------------------------------------------
+
+// Runs `forced` over a full cache and hides from step to step what the events dropped.
+std::vector<Tensor> masked_run(Decoder& decoder, const Request& one, const Completion& cut) {
+  const auto n = static_cast<std::int32_t>(one.prompt.size());
+  const std::int64_t capacity = n + one.new_tokens;
+  const std::int32_t heads = decoder.spec().kv_heads;
+  std::vector<LayerCache> cache = decoder.make_cache(1, capacity);
+  std::vector<Tensor> visible;
+  for (std::int32_t l = 0; l < decoder.spec().num_layers(); ++l) visible.push_back(at::ones({1, heads, capacity}, at::TensorOptions(c10::ScalarType::Byte)));
+  std::vector<std::int32_t> positions(one.prompt.size());
+  std::iota(positions.begin(), positions.end(), 0);
+  const std::vector<std::int32_t> whole{0, n}, row{0}, none{0}, single{0, 1};
+  std::vector<Tensor> logits{decoder.forward({one.prompt, whole, positions, row, none}, cache)};
+  std::size_t next_event = 0;
+  for (std::int32_t step = 1; step < one.new_tokens; ++step) {
+    const std::vector<std::int32_t> id{cut.tokens[static_cast<std::size_t>(step) - 1]}, at{n + step - 1};
+    logits.push_back(decoder.forward({id, single, at, row, at}, cache, {.visible = visible}));
+    if (next_event == cut.events.size() || cut.events[next_event].step != step) continue;
+    const auto& kept = cut.events[next_event++].positions;
+    for (std::int32_t r = 0; r < decoder.spec().num_layers() * heads; ++r) {
+      Tensor mask = visible[static_cast<std::size_t>(r / heads)][0][r % heads];
+      mask.narrow(0, 0, at[0] + 1).zero_();
+      for (const std::int32_t position : kept[static_cast<std::size_t>(r)]) mask.mutable_data_ptr<std::uint8_t>()[position] = 1;
+    }
+  }
+  return logits;
+}
+
+double largest_difference(const Tensor& a, const Tensor& b) {
+  double most = 0;
+  for (std::int64_t i = 0; i < a.numel(); ++i) most = std::max(most, std::abs(double{a.const_data_ptr<float>()[i]} - double{b.const_data_ptr<float>()[i]}));
+  return most;
+}
+
+TEST_P(InCompany, TheCompactedCacheSaysWhatTheMaskedFullCacheSaysTokenByToken) {
+  Decoder decoder = Decoder::open(llama());
+  const Request one = request(40, 80, 9);
+  const Completion cut = alone(decoder, GetParam(), one);
+  ASSERT_GE(cut.events.size(), 5U);
+  const std::vector<Tensor> masked = masked_run(decoder, one, cut);
+  for (std::size_t s = 0; s < masked.size(); ++s) {
+    EXPECT_EQ(argmax(masked[s])[0], cut.tokens[s]) << "step " << s;
+    EXPECT_LE(largest_difference(masked[s], cut.logits.narrow(0, static_cast<std::int64_t>(s), 1)), 1e-4) << "step " << s;
+  }
+}
+
+// ---- Bytes, events, edges --------------------------------------------------------------------------------------------------------------------
+
+TEST(Generation, CountsBytesOfLiveSlotsAtThePeakAndBehindTheLastEvent) {
+  Decoder decoder = Decoder::open(llama());
+  const ModelSpec& spec = decoder.spec();
+  const std::int64_t slot = 4 * (spec.key_dim + spec.value_dim) * spec.kv_heads * spec.num_layers();
+  const Completion done = alone(decoder, "streaming,budget=24,interval=8", request(50, 30, 10));
+  EXPECT_EQ(done.peak_bytes, 51 * slot);
+  EXPECT_EQ(done.kept_bytes, 24 * slot);
+  ASSERT_FALSE(done.events.empty());
+  EXPECT_EQ(done.events[0].step, 1);  // the prefill never fires
+  EXPECT_EQ(done.events[0].bytes_before, 51 * slot);
+  EXPECT_EQ(done.events[0].bytes_after, 24 * slot);
+  EXPECT_EQ(done.events[1].step, 9);
+}
+
+TEST(Generation, ForcedTokensAreFedAndPredictionsStayTheModels) {
+  Decoder decoder = Decoder::open(llama());
+  Request free = request(20, 12, 11);
+  const Completion greedy = alone(decoder, "full", free);
+  Request forced = free;
+  forced.forced.assign(greedy.tokens.begin(), greedy.tokens.end());
+  expect_the_same(alone(decoder, "full", forced), greedy);
+  forced.forced = random_ids(12, 12);
+  EXPECT_FALSE(at::equal(alone(decoder, "full", forced).logits, greedy.logits));
+}
+
+TEST(Generation, RefusesWhatCannotBeDecoded) {
+  Decoder decoder = Decoder::open(llama());
+  const auto refused = [&](Request one, const std::string& names) {
+    try {
+      static_cast<void>(alone(decoder, "tova,budget=24,interval=8", std::move(one)));
+      ADD_FAILURE() << "accepted; should name " << names;
+    } catch (const InvalidArgument& error) {
+      EXPECT_NE(std::string(error.what()).find(names), std::string::npos) << error.what();
+    }
+  };
+  refused({.prompt = {}, .new_tokens = 3}, "empty");
+  refused({.prompt = {1, 256}, .new_tokens = 3}, "256");
+  refused({.prompt = {1, -1}, .new_tokens = 3}, "-1");
+  refused({.prompt = {1, 2}, .new_tokens = 0}, "new_tokens");
+  refused({.prompt = {1, 2}, .new_tokens = 5, .forced = {1, 2}}, "forced");
+  Generator full(decoder, make_policy("full"), {.places = 1, .capacity = 10});
+  EXPECT_THROW(full.join(request(8, 4, 1)), InvalidArgument);
+  full.join(request(8, 3, 1));
+  EXPECT_THROW(full.join(request(2, 3, 1)), StateError);
+}
+
+// ---- Recording -------------------------------------------------------------------------------------------------------------------------------
+
+class Recorded : public ::testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Policies, Recorded,
+                         ::testing::Values("tova,budget=24,interval=8", "ams-tova,budget=32,interval=8,window=8,min_segment=4,max_segment=16",
+                                           "ams-tova,variant=official,budget=32,interval=8,window=8,min_segment=4,max_segment=16"),
+                         [](const auto& one) { return "Case" + std::to_string(one.index); });
+
+TEST_P(Recorded, AReplayOfTheRecordedEventKeepsWhatTheRunKept) {
+  Decoder decoder = Decoder::open(llama());
+  const Request one = request(50, 40, 13);
+  const Completion run = alone(decoder, GetParam(), one);
+  ASSERT_GE(run.events.size(), 3U);
+  const fs::path file = fs::temp_directory_path() / ("kvkeep-record-" + std::to_string(::getpid()) + ".safetensors");
+  for (std::size_t e = 0; e < run.events.size(); ++e) {
+    const trace::Result recorded = record_event(decoder, make_policy(GetParam()), one, {.step = run.events[e].step});
+    io::write_safetensors(file, recorded.tensors, recorded.metadata);
+    const trace::Result replayed = trace::replay_event(io::SafetensorsFile::open(file), *make_policy(GetParam()));
+    for (const auto& [name, tensor] : replayed.tensors) {
+      if (!name.ends_with(".positions")) continue;
+      const std::int32_t layer = std::stoi(name.substr(6));
+      for (std::int32_t h = 0; h < decoder.spec().kv_heads; ++h) {
+        const Tensor row = tensor[0][h].contiguous();
+        const std::vector<std::int32_t> kept(row.const_data_ptr<std::int32_t>(), row.const_data_ptr<std::int32_t>() + row.numel());
+        EXPECT_EQ(kept, run.events[e].positions[static_cast<std::size_t>(layer * decoder.spec().kv_heads + h)]) << "event " << e << " " << name;
+      }
+    }
+  }
+  fs::remove(file);
+}
+
+TEST(Recording, PrefillHoldsKeysAndQueriesAfterRoPE) {
+  Decoder decoder = Decoder::open(llama());
+  const std::vector<std::int32_t> prompt = random_ids(30, 14);
+  const trace::Result all = record_prefill(decoder, prompt, 0), tail = record_prefill(decoder, prompt, 5);
+  const ModelSpec& spec = decoder.spec();
+  ASSERT_EQ(all.tensors.size(), 2U * static_cast<std::size_t>(spec.num_layers()));
+  EXPECT_EQ(all.metadata.at("kind"), "prefill");
+  EXPECT_EQ(all.tensors[0].first, "layer.0.queries");
+  EXPECT_EQ(all.tensors[0].second.sizes(), at::IntArrayRef({spec.query_heads, 30, spec.key_dim}));
+  EXPECT_EQ(all.tensors[1].second.sizes(), at::IntArrayRef({spec.kv_heads, 30, spec.key_dim}));
+  EXPECT_TRUE(at::equal(all.tensors[0].second.narrow(1, 25, 5), tail.tensors[0].second));
+  EXPECT_THROW(static_cast<void>(record_prefill(decoder, prompt, 31)), InvalidArgument);
+}
+
+TEST(Recording, AStepOutsideTheRunIsRefusedWithItsNumber) {
+  Decoder decoder = Decoder::open(llama());
+  EXPECT_THROW(static_cast<void>(record_event(decoder, make_policy("full"), request(10, 5, 1), {.step = std::nullopt})), InvalidArgument);
+  EXPECT_THROW(static_cast<void>(record_event(decoder, make_policy("full"), request(10, 5, 1), {.step = 0})), InvalidArgument);
+}
+
+}  // namespace
+}  // namespace kvkeep::lm
