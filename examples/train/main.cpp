@@ -15,7 +15,7 @@
 
 namespace {
 
-constexpr const char* kSchedule = "32:128:400,128:32:600,256:16:800,512:10:800,768:6:500,1024:5:500";
+constexpr const char* kSchedule = "32:128:400,128:32:500,256:16:500,512:10:500,768:6:300,1024:5:300,512:10:200,1024:5:300";
 
 constexpr const char* kExamples = R"(
 Examples:
@@ -59,7 +59,7 @@ int run(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : 2;
   }
-  kvkeep::require(!out.empty() || !eval.empty(), "kvkeep_train: nothing to do; given neither --out nor --eval; allowed is one of them");
+  kvkeep::require(!out.empty() || !eval.empty(), "nothing to do; given neither --out nor --eval; allowed is one of them");
 
   keep_freed_memory();
   torch::set_num_threads(training.threads);

@@ -12,7 +12,8 @@ namespace {
 
 using kvkeep::lm::TaskOptions;
 
-constexpr int32_t kDenseLength = 48;  // up to here: nothing but look-ups, on which induction forms within minutes
+constexpr int32_t kDenseLength = 48;   // up to here: nothing but look-ups, on which induction forms within minutes
+constexpr int32_t kMixedLength = 128;  // from here on: all tasks; shorter prompts do not hold them
 
 class Choice {
  public:
@@ -75,9 +76,10 @@ std::vector<Stage> parse_schedule(const std::string& text) {
     long long length = 0, batch = 0, steps = 0;
     char rest = 0;
     const bool read = std::sscanf(part.c_str(), "%lld:%lld:%lld%c", &length, &batch, &steps, &rest) == 3;
-    kvkeep::require(read && 24 <= length && length <= 65536 && 1 <= batch && batch <= 65536 && 1 <= steps && steps <= 100000000,
-                    "--schedule: cannot read a stage; given \"", part,
-                    "\"; allowed length:batch:steps, length 24 to 65536, the others at least 1");
+    const bool fits = (24 <= length && length <= kDenseLength) || (kMixedLength <= length && length <= 65536);
+    kvkeep::require(read && fits && 1 <= batch && batch <= 65536 && 1 <= steps && steps <= 100000000,
+                    "--schedule: cannot use a stage; given \"", part, "\"; allowed length:batch:steps, length 24 to ", kDenseLength,
+                    " (look-ups alone) or ", kMixedLength, " to 65536 (all tasks), batch and steps at least 1");
     schedule.push_back({static_cast<int32_t>(length), static_cast<int32_t>(batch), steps});
   }
   kvkeep::require(!schedule.empty(), "--schedule: no stage; given \"", text, "\"; allowed length:batch:steps[,...]");
