@@ -61,7 +61,9 @@ class Command : public ::testing::Test {
   pid_t start(const Words& words) {
     const pid_t child = ::fork();
     if (child != 0) return child;
-    const auto into = [](const std::string& file, int descriptor) { ::dup2(::open(file.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600), descriptor); };
+    const auto into = [](const std::string& file, int descriptor) {
+      ::dup2(::open(file.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600), descriptor);
+    };
     into(folder_.string() + ".out", STDOUT_FILENO);
     into(folder_.string() + ".err", STDERR_FILENO);
     std::vector<char*> argv{const_cast<char*>(KVKEEP_CLI_PATH)};
@@ -74,7 +76,8 @@ class Command : public ::testing::Test {
   Outcome finish(pid_t child) {
     int status = 0;
     ::waitpid(child, &status, 0);
-    Outcome outcome{WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status), content(folder_.string() + ".out"), content(folder_.string() + ".err")};
+    Outcome outcome{WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status), content(folder_.string() + ".out"),
+                    content(folder_.string() + ".err")};
     fs::remove(folder_.string() + ".out");
     fs::remove(folder_.string() + ".err");
     return outcome;
@@ -101,10 +104,17 @@ class Command : public ::testing::Test {
   fs::path folder_;
 };
 
-// ---- Help ------------------------------------------------------------------------------------------------------------------------------------
+// ---- Help
+// ------------------------------------------------------------------------------------------------------------------------------------
 
 TEST_F(Command, TeachesByExampleInTheHelpOfEverySubcommand) {
-  for (const Words& words : std::vector<Words>{{"--help"}, {"generate", "--help"}, {"eval", "--help"}, {"replay", "--help"}, {"record", "--help"}, {"policies", "--help"}, {"doctor", "--help"}}) {
+  for (const Words& words : std::vector<Words>{{"--help"},
+                                               {"generate", "--help"},
+                                               {"eval", "--help"},
+                                               {"replay", "--help"},
+                                               {"record", "--help"},
+                                               {"policies", "--help"},
+                                               {"doctor", "--help"}}) {
     const Outcome outcome = run(words);
     EXPECT_EQ(outcome.code, 0);
     EXPECT_EQ(outcome.err, "");
@@ -139,7 +149,8 @@ TEST_F(Command, DoctorGivesAVerdict) {
   EXPECT_EQ(findings.back()["fine"], true);
 }
 
-// ---- Refusals --------------------------------------------------------------------------------------------------------------------------------
+// ---- Refusals
+// --------------------------------------------------------------------------------------------------------------------------------
 
 TEST_F(Command, RefusesWrongUsageWithTheHelpToRead) {
   expect_refused({}, "kvkeep --help");
@@ -164,14 +175,18 @@ TEST_F(Command, RefusesMissingAndDamagedFiles) {
   expect_refused(with_model(golden("decoder/broken_missing_tensor")), "model.layers.0.self_attn.k_proj.weight");
   expect_refused({"generate", "--model", model(), "--ids-file", place("none.txt"), "--max-new-tokens", "3"}, "none.txt");
   expect_refused({"replay", place("none.safetensors"), "--policy", "full", "--out", place("r")}, "none.safetensors");
-  expect_refused({"replay", golden("decoder/llama_one_layer/trace.safetensors"), "--policy", place("none.json"), "--out", place("r")}, "none.json");
-  expect_refused({"replay", golden("decoder/llama_one_layer/trace.safetensors"), "--policy", "full", "--out", place("no/such/folder/r")}, "no/such/folder");
+  expect_refused({"replay", golden("decoder/llama_one_layer/trace.safetensors"), "--policy", place("none.json"), "--out", place("r")},
+                 "none.json");
+  expect_refused({"replay", golden("decoder/llama_one_layer/trace.safetensors"), "--policy", "full", "--out", place("no/such/folder/r")},
+                 "no/such/folder");
   write("short.safetensors", "12345");
   expect_refused({"replay", place("short.safetensors"), "--policy", "full", "--out", place("r")}, "short.safetensors");
 }
 
 TEST_F(Command, RefusesEmptyPromptsAndIdsThatAreNoIds) {
-  const auto generate = [&](const std::string& option, const std::string& value) { return Words{"generate", "--model", model(), option, value, "--max-new-tokens", "3"}; };
+  const auto generate = [&](const std::string& option, const std::string& value) {
+    return Words{"generate", "--model", model(), option, value, "--max-new-tokens", "3"};
+  };
   expect_refused(generate("--ids-file", write("empty.txt", " \n")), "no token ids");
   expect_refused(generate("--ids-file", write("words.txt", "1 2 three")), "three");
   expect_refused(generate("--ids", "1,2x"), "2x");
@@ -181,7 +196,9 @@ TEST_F(Command, RefusesEmptyPromptsAndIdsThatAreNoIds) {
 }
 
 TEST_F(Command, RefusesPoliciesThatDoNotExistOrDoNotAddUp) {
-  const auto generate = [&](const std::string& policy) { return Words{"generate", "--model", model(), "--ids", "1,2", "--max-new-tokens", "3", "--policy", policy}; };
+  const auto generate = [&](const std::string& policy) {
+    return Words{"generate", "--model", model(), "--ids", "1,2", "--max-new-tokens", "3", "--policy", policy};
+  };
   expect_refused(generate("lru"), "lru");
   expect_refused(generate("tova"), "budget");
   expect_refused(generate("tova,budget=64,windw=3"), "windw");
@@ -204,7 +221,8 @@ TEST_F(Command, RefusesTracesOfKindsItCannotReplayByName) {
   expect_refused({"replay", file, "--policy", "full", "--out", place("r")}, "version");
   io::write_safetensors(file, {}, {});
   expect_refused({"replay", file, "--policy", "full", "--out", place("r")}, "kvkeep_trace");
-  expect_refused({"replay", golden("decoder/llama_one_layer/trace.safetensors"), "--policy", "tova,budget=64", "--out", place("r")}, "full");
+  expect_refused({"replay", golden("decoder/llama_one_layer/trace.safetensors"), "--policy", "tova,budget=64", "--out", place("r")},
+                 "full");
 }
 
 TEST_F(Command, RefusesEveryGoldenCaseThatMustFail) {
@@ -214,16 +232,20 @@ TEST_F(Command, RefusesEveryGoldenCaseThatMustFail) {
     const json about = json::parse(content(entry.path()));
     if (!about.value("must_fail", false)) continue;
     const fs::path at = entry.path().parent_path();
-    expect_refused({"replay", (at / "trace.safetensors").string(), "--policy", (at / "policy.json").string(), "--out", place("r")}, about["message_should_name"][0]);
+    expect_refused({"replay", (at / "trace.safetensors").string(), "--policy", (at / "policy.json").string(), "--out", place("r")},
+                   about["message_should_name"][0]);
     ++refused;
   }
   EXPECT_GE(refused, 2);
 }
 
-// ---- Results ---------------------------------------------------------------------------------------------------------------------------------
+// ---- Results
+// ---------------------------------------------------------------------------------------------------------------------------------
 
 TEST_F(Command, GeneratesTokensAndSaysWhatEveryLayerAndHeadKept) {
-  const Words words{"generate", "--model", model(), "--task", "ask", "--seed", "3", "--length", "96", "--policy", "tova,budget=24,interval=8", "--max-new-tokens", "20"};
+  const Words words{
+      "generate",         "--model", model(), "--task", "ask", "--seed", "3", "--length", "96", "--policy", "tova,budget=24,interval=8",
+      "--max-new-tokens", "20"};
   const auto as = [&](const std::string& format) {
     Words all = words;
     all.insert(all.end(), {"-o", format, "--quiet"});
@@ -250,8 +272,9 @@ TEST_F(Command, GeneratesTokensAndSaysWhatEveryLayerAndHeadKept) {
 }
 
 TEST_F(Command, EvaluatesPoliciesUnderBudgetsInOneTable) {
-  const Outcome outcome = run({"eval", "--model", model(), "--task", "ask,chain", "--length", "96", "--samples", "2", "--budgets", "24,40", "--interval", "8", "--policy", "full", "--policy",
-                               "tova", "--policy", "oracle", "-o", "json"});
+  const Outcome outcome =
+      run({"eval",       "--model", model(),    "--task", "ask,chain", "--length", "96",       "--samples", "2",  "--budgets", "24,40",
+           "--interval", "8",       "--policy", "full",   "--policy",  "tova",     "--policy", "oracle",    "-o", "json"});
   ASSERT_EQ(outcome.code, 0) << outcome.err;
   const json rows = json::parse(outcome.out);
   ASSERT_EQ(rows.size(), 2U * (1 + 2 + 2));
@@ -272,9 +295,11 @@ TEST_F(Command, EvaluatesPoliciesUnderBudgetsInOneTable) {
 
 TEST_F(Command, RecordsAnEventThatItsOwnReplayCuts) {
   const std::string trace = place("event.safetensors"), result = place("kept.safetensors");
-  const Outcome recorded = run({"record", "--model", model(), "--task", "chain", "--length", "96", "--policy", "tova,budget=24,interval=8", "--out", trace});
+  const Outcome recorded =
+      run({"record", "--model", model(), "--task", "chain", "--length", "96", "--policy", "tova,budget=24,interval=8", "--out", trace});
   ASSERT_EQ(recorded.code, 0) << recorded.err;
-  const Outcome replayed = run({"replay", trace, "--policy", "ams-tova,budget=16,window=8,min_segment=4,max_segment=16", "--out", result, "-o", "json"});
+  const Outcome replayed =
+      run({"replay", trace, "--policy", "ams-tova,budget=16,window=8,min_segment=4,max_segment=16", "--out", result, "-o", "json"});
   ASSERT_EQ(replayed.code, 0) << replayed.err;
   EXPECT_EQ(json::parse(replayed.out)["kind"], "event");
   EXPECT_EQ(io::SafetensorsFile::open(result).tensor("layer.0.slots").size(2), 16);
@@ -284,7 +309,8 @@ TEST_F(Command, RecordsRunsThatReplayRunsAgainFromAnotherFolder) {
   fs::create_directory(folder_ / "deep");
   const std::string trace = place("deep/run.safetensors"), result = place("tokens.safetensors");
   for (const std::string kind : {"decoder", "generate"}) {
-    const Outcome recorded = run({"record", "--kind", kind, "--model", model(), "--ids", "5,6,7,8", "--max-new-tokens", "6", "--out", trace});
+    const Outcome recorded =
+        run({"record", "--kind", kind, "--model", model(), "--ids", "5,6,7,8", "--max-new-tokens", "6", "--out", trace});
     ASSERT_EQ(recorded.code, 0) << recorded.err;
     const Outcome replayed = run({"replay", trace, "--policy", "full", "--out", result});
     ASSERT_EQ(replayed.code, 0) << replayed.err;
@@ -293,7 +319,8 @@ TEST_F(Command, RecordsRunsThatReplayRunsAgainFromAnotherFolder) {
 }
 
 TEST_F(Command, WarnsOnStderrOnlyAndNotWhenQuiet) {
-  const Words words{"generate", "--model", model(), "--ids", "1,2,3", "--max-new-tokens", "4", "--policy", "tova,budget=24,interval=8,sink=8,recent=8"};
+  const Words words{
+      "generate", "--model", model(), "--ids", "1,2,3", "--max-new-tokens", "4", "--policy", "tova,budget=24,interval=8,sink=8,recent=8"};
   const Outcome loud = run(words);
   EXPECT_EQ(loud.code, 0);
   EXPECT_NE(loud.err.find("warning"), std::string::npos);
@@ -303,11 +330,23 @@ TEST_F(Command, WarnsOnStderrOnlyAndNotWhenQuiet) {
   EXPECT_EQ(run(quiet).err, "");
 }
 
-// ---- Ctrl-C ----------------------------------------------------------------------------------------------------------------------------------
+// ---- Ctrl-C
+// ----------------------------------------------------------------------------------------------------------------------------------
+
+// Loading LibTorch takes a while on a busy machine: before it is done, the signal would find no handler.
+void wait_until_it_catches_sigint(pid_t child) {
+  for (int i = 0; i < 600; ++i, std::this_thread::sleep_for(std::chrono::milliseconds(50))) {
+    const std::string status = content("/proc/" + std::to_string(child) + "/status");
+    const std::size_t caught = status.find("SigCgt:");
+    if (caught != std::string::npos && (std::stoull(status.substr(caught + 7), nullptr, 16) >> (SIGINT - 1) & 1U) != 0) return;
+  }
+}
 
 TEST_F(Command, EndsAtCtrlCWith130AndLeavesNoFile) {
-  const pid_t child = start({"generate", "--model", model(), "--ids", "1,2,3", "--policy", "tova,budget=64,interval=32", "--max-new-tokens", "10000000", "--retention", place("r.json")});
-  std::this_thread::sleep_for(std::chrono::milliseconds(700));
+  const pid_t child = start({"generate", "--model", model(), "--ids", "1,2,3", "--policy", "tova,budget=64,interval=32", "--max-new-tokens",
+                             "10000000", "--retention", place("r.json")});
+  wait_until_it_catches_sigint(child);
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
   ASSERT_EQ(::kill(child, SIGINT), 0);
   const Outcome outcome = finish(child);
   EXPECT_EQ(outcome.code, 130) << outcome.err;

@@ -7,13 +7,13 @@
 #include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
 
+#include <unistd.h>
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <random>
-#include <unistd.h>
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/lm/decoder_trace.h"
@@ -56,7 +56,8 @@ void expect_the_same(const Completion& a, const Completion& b) {
   }
 }
 
-// ---- Golden runs -----------------------------------------------------------------------------------------------------------------------------
+// ---- Golden runs
+// -----------------------------------------------------------------------------------------------------------------------------
 
 void compare(const std::string& name, const nlohmann::json& rule, const Tensor& got, const Tensor& expected) {
   ASSERT_EQ(got.sizes(), expected.sizes()) << name;
@@ -81,7 +82,8 @@ TEST_P(GoldenGenerate, SaysTheTokensAndKeepsThePositionsOfTheReference) {
   const fs::path folder = golden() / "generate" / GetParam();
   std::ifstream in(folder / "case.json");
   const nlohmann::json about = nlohmann::json::parse(in);
-  const trace::Result result = replay_generate(io::SafetensorsFile::open(folder / "trace.safetensors"), folder, load_policy(folder / "policy.json"));
+  const trace::Result result =
+      replay_generate(io::SafetensorsFile::open(folder / "trace.safetensors"), folder, load_policy(folder / "policy.json"));
   const io::SafetensorsFile expected = io::SafetensorsFile::open(folder / "expected.safetensors");
   for (const auto& [name, rule] : about["compare"].items()) {
     const auto found = std::find_if(result.tensors.begin(), result.tensors.end(), [&](const auto& t) { return t.first == name; });
@@ -90,7 +92,8 @@ TEST_P(GoldenGenerate, SaysTheTokensAndKeepsThePositionsOfTheReference) {
   }
 }
 
-// ---- Full is no library ----------------------------------------------------------------------------------------------------------------------
+// ---- Full is no library
+// ----------------------------------------------------------------------------------------------------------------------
 
 TEST(Generation, UnderFullIsBitForBitTheDecoderWithoutKvkeepB36) {
   Decoder decoder = Decoder::open(llama());
@@ -115,7 +118,8 @@ TEST(Generation, UnderFullIsBitForBitTheDecoderWithoutKvkeepB36) {
   EXPECT_TRUE(done.events.empty());
 }
 
-// ---- Company does not matter -----------------------------------------------------------------------------------------------------------------
+// ---- Company does not matter
+// -----------------------------------------------------------------------------------------------------------------
 
 class InCompany : public ::testing::TestWithParam<const char*> {};
 INSTANTIATE_TEST_SUITE_P(Policies, InCompany,
@@ -154,7 +158,8 @@ TEST(Generation, ASequenceThatLeavesInMidIntervalLeavesNothingBehindB5) {
   expect_the_same(generator.leave(second), alone(decoder, policy, request(41, 30, 8)));
 }
 
-// ---- The cut cache is the masked cache -------------------------------------------------------------------------------------------------------
+// ---- The cut cache is the masked cache
+// -------------------------------------------------------------------------------------------------------
 
 // Runs `forced` over a full cache and hides from step to step what the events dropped.
 std::vector<Tensor> masked_run(Decoder& decoder, const Request& one, const Completion& cut) {
@@ -163,7 +168,8 @@ std::vector<Tensor> masked_run(Decoder& decoder, const Request& one, const Compl
   const std::int32_t heads = decoder.spec().kv_heads;
   std::vector<LayerCache> cache = decoder.make_cache(1, capacity);
   std::vector<Tensor> visible;
-  for (std::int32_t l = 0; l < decoder.spec().num_layers(); ++l) visible.push_back(at::ones({1, heads, capacity}, at::TensorOptions(c10::ScalarType::Byte)));
+  for (std::int32_t l = 0; l < decoder.spec().num_layers(); ++l)
+    visible.push_back(at::ones({1, heads, capacity}, at::TensorOptions(c10::ScalarType::Byte)));
   std::vector<std::int32_t> positions(one.prompt.size());
   std::iota(positions.begin(), positions.end(), 0);
   const std::vector<std::int32_t> whole{0, n}, row{0}, none{0}, single{0, 1};
@@ -185,7 +191,8 @@ std::vector<Tensor> masked_run(Decoder& decoder, const Request& one, const Compl
 
 double largest_difference(const Tensor& a, const Tensor& b) {
   double most = 0;
-  for (std::int64_t i = 0; i < a.numel(); ++i) most = std::max(most, std::abs(double{a.const_data_ptr<float>()[i]} - double{b.const_data_ptr<float>()[i]}));
+  for (std::int64_t i = 0; i < a.numel(); ++i)
+    most = std::max(most, std::abs(double{a.const_data_ptr<float>()[i]} - double{b.const_data_ptr<float>()[i]}));
   return most;
 }
 
@@ -201,7 +208,8 @@ TEST_P(InCompany, TheCompactedCacheSaysWhatTheMaskedFullCacheSaysTokenByToken) {
   }
 }
 
-// ---- Bytes, events, edges --------------------------------------------------------------------------------------------------------------------
+// ---- Bytes, events, edges
+// --------------------------------------------------------------------------------------------------------------------
 
 TEST(Generation, CountsBytesOfLiveSlotsAtThePeakAndBehindTheLastEvent) {
   Decoder decoder = Decoder::open(llama());
@@ -249,11 +257,13 @@ TEST(Generation, RefusesWhatCannotBeDecoded) {
   EXPECT_THROW(full.join(request(2, 3, 1)), StateError);
 }
 
-// ---- Recording -------------------------------------------------------------------------------------------------------------------------------
+// ---- Recording
+// -------------------------------------------------------------------------------------------------------------------------------
 
 class Recorded : public ::testing::TestWithParam<const char*> {};
 INSTANTIATE_TEST_SUITE_P(Policies, Recorded,
-                         ::testing::Values("tova,budget=24,interval=8", "ams-tova,budget=32,interval=8,window=8,min_segment=4,max_segment=16",
+                         ::testing::Values("tova,budget=24,interval=8",
+                                           "ams-tova,budget=32,interval=8,window=8,min_segment=4,max_segment=16",
                                            "ams-tova,variant=official,budget=32,interval=8,window=8,min_segment=4,max_segment=16"),
                          [](const auto& one) { return "Case" + std::to_string(one.index); });
 
@@ -273,7 +283,8 @@ TEST_P(Recorded, AReplayOfTheRecordedEventKeepsWhatTheRunKept) {
       for (std::int32_t h = 0; h < decoder.spec().kv_heads; ++h) {
         const Tensor row = tensor[0][h].contiguous();
         const std::vector<std::int32_t> kept(row.const_data_ptr<std::int32_t>(), row.const_data_ptr<std::int32_t>() + row.numel());
-        EXPECT_EQ(kept, run.events[e].positions[static_cast<std::size_t>(layer * decoder.spec().kv_heads + h)]) << "event " << e << " " << name;
+        EXPECT_EQ(kept, run.events[e].positions[static_cast<std::size_t>(layer * decoder.spec().kv_heads + h)])
+            << "event " << e << " " << name;
       }
     }
   }

@@ -70,14 +70,18 @@ Finding torch_finding() {
   const std::string loaded = first_match(at::show_config(), "TORCH_VERSION=([0-9.]+)", "unknown");
   const std::string compiled = kTorchVersion;
   const bool same = loaded == "unknown" || compiled.starts_with(loaded) || loaded.starts_with(compiled);
-  return {"LibTorch", text("compiled against ", compiled, ", loaded ", loaded, same ? "" : "; they differ: build kvkeep again for the one that is loaded"), same};
+  return {
+      "LibTorch",
+      text("compiled against ", compiled, ", loaded ", loaded, same ? "" : "; they differ: build kvkeep again for the one that is loaded"),
+      same};
 }
 
 Finding abi_finding() {
 #ifdef _GLIBCXX_USE_CXX11_ABI
   const std::string compiled = std::to_string(_GLIBCXX_USE_CXX11_ABI);
   const std::string loaded = first_match(at::show_config(), "_GLIBCXX_USE_CXX11_ABI=([01])", compiled.c_str());
-  return {"C++ ABI", text("_GLIBCXX_USE_CXX11_ABI=", compiled, compiled == loaded ? ", as LibTorch" : ", LibTorch has " + loaded), compiled == loaded};
+  return {"C++ ABI", text("_GLIBCXX_USE_CXX11_ABI=", compiled, compiled == loaded ? ", as LibTorch" : ", LibTorch has " + loaded),
+          compiled == loaded};
 #else
   return {"C++ ABI", "not libstdc++"};
 #endif
@@ -85,7 +89,9 @@ Finding abi_finding() {
 
 Finding cuda_finding() {
   const bool card = fs::exists("/dev/nvidiactl") || fs::exists("/proc/driver/nvidia/version");
-  return {"CUDA", text("no: this build has no CUDA kernels", card ? " (there is an NVIDIA driver here)" : ", and there is no NVIDIA driver here"), true};
+  return {"CUDA",
+          text("no: this build has no CUDA kernels", card ? " (there is an NVIDIA driver here)" : ", and there is no NVIDIA driver here"),
+          true};
 }
 
 std::vector<Finding> look(const Options& o) {
@@ -94,7 +100,8 @@ std::vector<Finding> look(const Options& o) {
                            abi_finding(),
                            {"CPU", text("kvkeep uses ", simd_target(), ", LibTorch ", at::get_cpu_capability())},
                            {"threads", text(at::get_num_threads(), " of ", std::thread::hardware_concurrency(), " hardware threads")}};
-  if (!o.quick) all.push_back({"memory", text("memcpy ", real_cell(memcpy_bandwidth() / 1e9, 1).shown, " GB/s read and written, one thread")});
+  if (!o.quick)
+    all.push_back({"memory", text("memcpy ", real_cell(memcpy_bandwidth() / 1e9, 1).shown, " GB/s read and written, one thread")});
   all.push_back(cuda_finding());
   all.push_back({"policies", text(policies().size(), " known; kvkeep policies lists them")});
   return all;

@@ -52,7 +52,9 @@ struct Measured {
   std::int64_t peak_bytes = 0, kept_bytes = 0, events = 0;
   double decode_seconds = 0;
   std::int64_t decoded_tokens = 0;
-  [[nodiscard]] double tokens_per_second() const { return decode_seconds > 0 ? static_cast<double>(decoded_tokens) / decode_seconds : std::nan(""); }
+  [[nodiscard]] double tokens_per_second() const {
+    return decode_seconds > 0 ? static_cast<double>(decoded_tokens) / decode_seconds : std::nan("");
+  }
 };
 
 // Wilson's score interval at 95 %.
@@ -65,7 +67,9 @@ std::pair<double, double> wilson(std::int64_t right, std::int64_t asked) {
   return {std::max(0.0, middle - reach), std::min(1.0, middle + reach)};
 }
 
-double share(std::int64_t right, std::int64_t asked) { return asked == 0 ? std::nan("") : static_cast<double>(right) / static_cast<double>(asked); }
+double share(std::int64_t right, std::int64_t asked) {
+  return asked == 0 ? std::nan("") : static_cast<double>(right) / static_cast<double>(asked);
+}
 
 std::string with_interval(std::int64_t right, std::int64_t asked) {
   if (asked == 0) return "-";
@@ -73,7 +77,9 @@ std::string with_interval(std::int64_t right, std::int64_t asked) {
   return text(real_cell(100 * share(right, asked), 1).shown, " (", real_cell(100 * low, 1).shown, "-", real_cell(100 * high, 1).shown, ")");
 }
 
-std::vector<std::string> default_policies() { return {"full", "streaming", "tova", "ams-tova", "ams-tova,variant=official", std::string(kOracle)}; }
+std::vector<std::string> default_policies() {
+  return {"full", "streaming", "tova", "ams-tova", "ams-tova,variant=official", std::string(kOracle)};
+}
 
 // Every policy under every budget. A policy is made once here, so that a wrong option is refused before the model is opened.
 std::vector<Contest> contests(const Options& o) {
@@ -85,7 +91,8 @@ std::vector<Contest> contests(const Options& o) {
   for (const std::string& one : given) {
     const PolicyText policy(one);
     const bool fixed = policy.name() == "full";
-    if (fixed || budgets.empty()) all.push_back({policy});
+    if (fixed || budgets.empty())
+      all.push_back({policy});
     else
       for (const std::int32_t budget : budgets) {
         std::vector<std::pair<std::string, std::int32_t>> options{{"budget", budget}, {"interval", o.interval}};
@@ -112,14 +119,16 @@ using Samples = std::map<std::string, std::vector<lm::TaskSample>>;
 Samples draw_samples(const Options& o) {
   Samples samples;
   for (const std::string& task : o.tasks)
-    for (std::int32_t i = 0; i < o.samples; ++i) samples[task].push_back(lm::make_task(task, o.seed + static_cast<std::uint64_t>(i), o.shape));
+    for (std::int32_t i = 0; i < o.samples; ++i)
+      samples[task].push_back(lm::make_task(task, o.seed + static_cast<std::uint64_t>(i), o.shape));
   return samples;
 }
 
-void measure_task(lm::Decoder& decoder, const Options& o, const Contest& contest, const std::string& task, const std::vector<lm::TaskSample>& samples, Progress& progress,
-                  Measured& sum) {
+void measure_task(lm::Decoder& decoder, const Options& o, const Contest& contest, const std::string& task,
+                  const std::vector<lm::TaskSample>& samples, Progress& progress, Measured& sum) {
   std::unique_ptr<KVPolicy> policy = contest.policy.make();
-  lm::GeneratorOptions options{.places = std::min<std::int64_t>(o.batch, static_cast<std::int64_t>(samples.size())), .cache_dtype = o.model.dtype()};
+  lm::GeneratorOptions options{.places = std::min<std::int64_t>(o.batch, static_cast<std::int64_t>(samples.size())),
+                               .cache_dtype = o.model.dtype()};
   options.hooks.on_step = [&](std::int64_t predicted) { progress.advance(predicted); };
   if (auto* oracle = dynamic_cast<Oracle*>(policy.get())) {
     for (std::size_t i = 0; i < samples.size(); ++i) oracle->tell(static_cast<SequenceId>(i), samples[i]);
@@ -146,7 +155,11 @@ Table wide_table(const Options& o, const std::vector<Contest>& all, const std::v
   std::vector<Column> columns{{"policy", "policy", false}, {"budget", "budget"}};
   for (const std::string& task : o.tasks) columns.push_back({task, task + " % (95 %)"});
   if (o.tasks.size() > 1) columns.push_back({"all", "all % (95 %)"});
-  for (const Column& column : std::vector<Column>{{"late", "late %"}, {"peak_bytes", "cache peak"}, {"kept_bytes", "kept"}, {"tokens_per_second", "tokens/s"}, {"events", "events"}})
+  for (const Column& column : std::vector<Column>{{"late", "late %"},
+                                                  {"peak_bytes", "cache peak"},
+                                                  {"kept_bytes", "kept"},
+                                                  {"tokens_per_second", "tokens/s"},
+                                                  {"events", "events"}})
     columns.push_back(column);
   Table table(std::move(columns));
   for (std::size_t i = 0; i < all.size(); ++i) {
@@ -167,8 +180,8 @@ Table wide_table(const Options& o, const std::vector<Contest>& all, const std::v
 // One row a policy, budget and task: for programs.
 Table long_table(const Options& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
   std::vector<Column> columns;
-  for (const char* key : {"policy", "budget", "task", "length", "samples", "look_ups", "right", "accuracy", "accuracy_low", "accuracy_high", "late_look_ups", "late_accuracy", "peak_bytes",
-                          "kept_bytes", "tokens_per_second", "events", "resolved"})
+  for (const char* key : {"policy", "budget", "task", "length", "samples", "look_ups", "right", "accuracy", "accuracy_low", "accuracy_high",
+                          "late_look_ups", "late_accuracy", "peak_bytes", "kept_bytes", "tokens_per_second", "events", "resolved"})
     columns.push_back({key, key});
   Table table(std::move(columns));
   for (std::size_t i = 0; i < all.size(); ++i)
@@ -176,9 +189,10 @@ Table long_table(const Options& o, const std::vector<Contest>& all, const std::v
       const Measured& m = measured[i];
       const LookUps& count = m.by_task.at(task);
       const auto [low, high] = count.asked > 0 ? wilson(count.right, count.asked) : std::pair(std::nan(""), std::nan(""));
-      table.add({all[i].policy.label(), all[i].budget == 0 ? Cell(nullptr, "-") : Cell(all[i].budget), task, o.shape.length, o.samples, count.asked, count.right,
-                 share_cell(share(count.right, count.asked)), share_cell(low), share_cell(high), count.late_asked, share_cell(share(count.late_right, count.late_asked)),
-                 bytes_cell(m.peak_bytes), bytes_cell(m.kept_bytes), real_cell(m.tokens_per_second(), 1), m.events, all[i].resolved});
+      table.add({all[i].policy.label(), all[i].budget == 0 ? Cell(nullptr, "-") : Cell(all[i].budget), task, o.shape.length, o.samples,
+                 count.asked, count.right, share_cell(share(count.right, count.asked)), share_cell(low), share_cell(high), count.late_asked,
+                 share_cell(share(count.late_right, count.late_asked)), bytes_cell(m.peak_bytes), bytes_cell(m.kept_bytes),
+                 real_cell(m.tokens_per_second(), 1), m.events, all[i].resolved});
     }
   return table;
 }
@@ -202,7 +216,8 @@ void run(const Options& o) {
   progress.clear();
   for (std::size_t i = 0; i < all.size(); ++i)
     if (measured[i].events == 0 && all[i].budget > 0 && !o.output.quiet)
-      note(text("note: ", all[i].policy.label(), " with budget ", all[i].budget, " never came to an event; its samples stay below budget + interval"));
+      note(text("note: ", all[i].policy.label(), " with budget ", all[i].budget,
+                " never came to an event; its samples stay below budget + interval"));
   print((o.output.format == Format::md ? wide_table(o, all, measured) : long_table(o, all, measured)).text(o.output.format));
 }
 
@@ -213,15 +228,21 @@ Run add_eval(CLI::App& app) {
   auto o = std::make_shared<Options>();
   o->model.add(*sub);
   sub->add_option("--task", o->tasks, "tasks: chain, ask, needle, updates, copies")->delimiter(',')->option_text("NAME,... [ask]");
-  sub->add_option("--policy", o->policies, std::string("repeatable: ") + kPolicyHelp + ", or oracle; without it: full, streaming, tova, ams-tova strict and official, oracle")
+  sub->add_option(
+         "--policy", o->policies,
+         std::string("repeatable: ") + kPolicyHelp + ", or oracle; without it: full, streaming, tova, ams-tova strict and official, oracle")
       ->take_all()
       ->option_text("POLICY");
   sub->add_option("--budgets", o->budgets, "runs every evicting policy under each of these budgets; without --policy: length/4,length/8")
       ->delimiter(',')
       ->check(CLI::Range(1, 1 << 30))
       ->option_text("N,...");
-  sub->add_option("--interval", o->interval, "new tokens between two events, for every policy under --budgets")->check(CLI::Range(1, 1 << 30))->option_text("N [32]");
-  sub->add_option("--recent", o->recent, "newest slots that stay, for every policy under --budgets; without it the policy's own")->check(CLI::Range(0, 1 << 30))->option_text("N");
+  sub->add_option("--interval", o->interval, "new tokens between two events, for every policy under --budgets")
+      ->check(CLI::Range(1, 1 << 30))
+      ->option_text("N [32]");
+  sub->add_option("--recent", o->recent, "newest slots that stay, for every policy under --budgets; without it the policy's own")
+      ->check(CLI::Range(0, 1 << 30))
+      ->option_text("N");
   sub->add_option("--samples", o->samples, "samples of each task")->check(CLI::Range(1, 1 << 24))->option_text("N [20]");
   sub->add_option("--length", o->shape.length, "tokens of a sample's prompt and trace")->option_text("N [512]");
   sub->add_option("--seed", o->seed, "of the first sample; the others follow")->option_text("N [1000000]");

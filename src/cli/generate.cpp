@@ -47,8 +47,8 @@ void add_event_rows(Table& table, const lm::SequenceEvent& event, const ModelSpe
   for (std::size_t r = 0; r < event.positions.size(); ++r) {
     const auto head = static_cast<std::int32_t>(r) % spec.kv_heads;
     const std::string kept = compact_ranges(event.positions[r]);
-    table.add({event.step, layers[r / static_cast<std::size_t>(spec.kv_heads)], head, event.length_before, static_cast<std::int64_t>(event.positions[r].size()),
-               bytes_cell(event.bytes_before), bytes_cell(event.bytes_after), kept});
+    table.add({event.step, layers[r / static_cast<std::size_t>(spec.kv_heads)], head, event.length_before,
+               static_cast<std::int64_t>(event.positions[r].size()), bytes_cell(event.bytes_before), bytes_cell(event.bytes_after), kept});
   }
 }
 
@@ -70,8 +70,8 @@ std::string markdown(const Outcome& outcome) {
   std::ostringstream out;
   out << "Tokens:";
   for (const std::int32_t token : outcome.done.tokens) out << " " << token;
-  out << "\n\nCache: peak " << bytes_cell(outcome.done.peak_bytes).shown << ", kept " << bytes_cell(outcome.done.kept_bytes).shown << ", " << events
-      << (events == 1 ? " event\n" : " events\n");
+  out << "\n\nCache: peak " << bytes_cell(outcome.done.peak_bytes).shown << ", kept " << bytes_cell(outcome.done.kept_bytes).shown << ", "
+      << events << (events == 1 ? " event\n" : " events\n");
   if (events > 0) out << "\n" << event_table(outcome).markdown();
   return out.str();
 }
@@ -91,32 +91,42 @@ Json json(const Outcome& outcome) {
                       {"bytes_after", event.bytes_after},
                       {"kept", kept}});
   }
-  return {{"policy", Json::parse(outcome.policy_json)}, {"tokens", outcome.done.tokens},         {"peak_bytes", outcome.done.peak_bytes},
+  return {{"policy", Json::parse(outcome.policy_json)}, {"tokens", outcome.done.tokens},        {"peak_bytes", outcome.done.peak_bytes},
           {"kept_bytes", outcome.done.kept_bytes},      {"layers", outcome.spec.full_layers()}, {"events", events}};
 }
 
 // Tokens and events in one table: a token's row has no layer, an event's row has no token.
 std::string csv(const Outcome& outcome) {
-  Table table({{"kind", ""}, {"step", ""}, {"token", ""}, {"layer", ""}, {"head", ""}, {"length_before", ""}, {"length_after", ""}, {"bytes_before", ""}, {"bytes_after", ""}, {"kept", ""}});
+  Table table({{"kind", ""},
+               {"step", ""},
+               {"token", ""},
+               {"layer", ""},
+               {"head", ""},
+               {"length_before", ""},
+               {"length_after", ""},
+               {"bytes_before", ""},
+               {"bytes_after", ""},
+               {"kept", ""}});
   const Cell none(nullptr, "");
   for (std::size_t s = 0; s < outcome.done.tokens.size(); ++s)
     table.add({"token", static_cast<std::int64_t>(s), outcome.done.tokens[s], none, none, none, none, none, none, none});
   const std::vector<std::int32_t> layers = outcome.spec.full_layers();
   for (const lm::SequenceEvent& event : outcome.done.events)
     for (std::size_t r = 0; r < event.positions.size(); ++r)
-      table.add({"event", event.step, none, layers[r / static_cast<std::size_t>(outcome.spec.kv_heads)], static_cast<std::int32_t>(r) % outcome.spec.kv_heads, event.length_before,
-                 static_cast<std::int64_t>(event.positions[r].size()), event.bytes_before, event.bytes_after, compact_ranges(event.positions[r])});
+      table.add({"event", event.step, none, layers[r / static_cast<std::size_t>(outcome.spec.kv_heads)],
+                 static_cast<std::int32_t>(r) % outcome.spec.kv_heads, event.length_before,
+                 static_cast<std::int64_t>(event.positions[r].size()), event.bytes_before, event.bytes_after,
+                 compact_ranges(event.positions[r])});
   return table.csv();
 }
 
 lm::Request request_of(const Options& o, const PromptOptions::Prompt& prompt) {
-  lm::Request request{.prompt = prompt.ids, .new_tokens = o.new_tokens};
+  constexpr std::int32_t kNewTokens = 128;
+  lm::Request request{.prompt = prompt.ids, .new_tokens = o.new_tokens > 0 ? o.new_tokens : kNewTokens};
   if (o.forced) {
     require(prompt.sample.has_value(), "generate: --forced feeds a task's own trace; allowed with --task");
     request = forced_request(*prompt.sample);
     if (o.new_tokens > 0) request.new_tokens = std::min(request.new_tokens, o.new_tokens);
-  } else {
-    require(o.new_tokens >= 1, "generate: --max-new-tokens is missing; allowed 1 or more");
   }
   request.stop_at_end = o.stop_at_end;
   request.keep_positions = true;
@@ -153,10 +163,14 @@ void run(const Options& o) {
   const PromptOptions::Prompt prompt = o.prompt.read();
   const Outcome outcome = decode(o, policy, prompt);
   if (!o.retention.empty()) {
-    const RetentionAbout about{o.model.folder, policy.label(), outcome.policy_json, o.prompt.task, o.prompt.seed, static_cast<std::int32_t>(prompt.ids.size()), o.forced, prompt.sample};
+    const RetentionAbout about{o.model.folder, policy.label(), outcome.policy_json,
+                               o.prompt.task,  o.prompt.seed,  static_cast<std::int32_t>(prompt.ids.size()),
+                               o.forced,       prompt.sample};
     io::write_text_atomically(o.retention, retention_json(about, outcome.spec, outcome.done).dump() + "\n");
   }
-  const std::string shown = o.output.format == Format::md ? markdown(outcome) : o.output.format == Format::csv ? csv(outcome) : text(json(outcome).dump(), "\n");
+  const std::string shown = o.output.format == Format::md    ? markdown(outcome)
+                            : o.output.format == Format::csv ? csv(outcome)
+                                                             : text(json(outcome).dump(), "\n");
   print(shown);
   if (!o.output.quiet && outcome.pace.decode_seconds > 0)
     note(text(real_cell(static_cast<double>(outcome.pace.decoded_tokens) / outcome.pace.decode_seconds, 1).shown, " tokens/s, prompt in ",
@@ -171,7 +185,9 @@ Run add_generate(CLI::App& app) {
   o->model.add(*sub);
   o->prompt.add(*sub);
   sub->add_option("--policy", o->policy, kPolicyHelp)->option_text("POLICY [full]");
-  sub->add_option("--max-new-tokens", o->new_tokens, "tokens to predict")->check(CLI::Range(1, 1 << 24))->option_text("N");
+  sub->add_option("--max-new-tokens", o->new_tokens, "tokens to predict")
+      ->check(CLI::Range(1, 1 << 24))
+      ->option_text("N [128; all of the trace with --forced]");
   sub->add_flag("--forced", o->forced, "feed the task's own trace instead of the model's tokens (teacher forcing)");
   sub->add_flag("--stop", o->stop_at_end, "end behind an end token of the model");
   sub->add_option("--retention", o->retention, "write what stayed over time, for examples/plot_retention.py")->option_text("FILE.json");

@@ -1,5 +1,6 @@
 // kvkeep: the command.
 
+#include <unistd.h>
 #include <CLI/App.hpp>
 #include <CLI/Config.hpp>
 #include <CLI/Formatter.hpp>
@@ -7,7 +8,6 @@
 #include <cstdio>
 #include <exception>
 #include <string>
-#include <unistd.h>
 #include <utility>
 #include <vector>
 
@@ -45,10 +45,13 @@ int refuse_usage(const CLI::App& app, const CLI::ParseError& error) {
   const CLI::App* where = &app;
   while (!where->get_subcommands().empty()) where = where->get_subcommands().front();
   std::string full = where->get_name();
-  for (const CLI::App* parent = where->get_parent(); parent != nullptr; parent = parent->get_parent()) full = parent->get_name() + " " + full;
+  for (const CLI::App* parent = where->get_parent(); parent != nullptr; parent = parent->get_parent())
+    full = parent->get_name() + " " + full;
   const std::vector<std::string> rest = app.remaining();
-  if (where == &app && !rest.empty() && !rest.front().starts_with("-")) note(text("there is no sub-command '", rest.front(), "'; allowed ", kSubcommands));
-  else note(text(error.what(), "; see ", full, " --help"));
+  if (where == &app && !rest.empty() && !rest.front().starts_with("-"))
+    note(text("there is no sub-command '", rest.front(), "'; allowed ", kSubcommands));
+  else
+    note(text(error.what(), "; see ", full, " --help"));
   return kRefused;
 }
 

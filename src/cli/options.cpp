@@ -56,14 +56,22 @@ std::string read_file(const std::string& file, const char* what) {
 
 void OutputOptions::add(CLI::App& app) {
   static const std::map<std::string, Format> kFormats{{"md", Format::md}, {"csv", Format::csv}, {"json", Format::json}};
-  app.add_option("-o,--output", format, "of the results on stdout")->transform(CLI::CheckedTransformer(kFormats).description("md|csv|json"))->option_text("md|csv|json [md]");
+  app.add_option("-o,--output", format, "of the results on stdout")
+      ->transform(CLI::CheckedTransformer(kFormats).description("md|csv|json"))
+      ->option_text("md|csv|json [md]");
   app.add_flag("--quiet", quiet, "no progress, no warnings");
 }
 
 void ModelOptions::add(CLI::App& app) {
-  app.add_option("--model", folder, "folder of a Llama, Qwen2 or Qwen3 checkpoint (config.json, *.safetensors)")->required()->option_text("DIR");
-  app.add_option("--threads", threads, "CPU threads; 0 takes one for a model below 8 MiB, else what LibTorch takes")->check(CLI::Range(0, 4096))->option_text("N [0]");
-  app.add_option("--cache-dtype", cache_dtype, "of the KV cache")->check(CLI::IsMember({"f32", "f16", "bf16"}))->option_text("f32|f16|bf16 [f32]");
+  app.add_option("--model", folder, "folder of a Llama, Qwen2 or Qwen3 checkpoint (config.json, *.safetensors)")
+      ->required()
+      ->option_text("DIR");
+  app.add_option("--threads", threads, "CPU threads; 0 takes one for a model below 8 MiB, else what LibTorch takes")
+      ->check(CLI::Range(0, 4096))
+      ->option_text("N [0]");
+  app.add_option("--cache-dtype", cache_dtype, "of the KV cache")
+      ->check(CLI::IsMember({"f32", "f16", "bf16"}))
+      ->option_text("f32|f16|bf16 [f32]");
 }
 
 void set_threads(int threads) {
@@ -104,7 +112,9 @@ std::unique_ptr<KVPolicy> PolicyText::make() const {
 PolicyText PolicyText::with(const std::vector<std::pair<std::string, std::int32_t>>& options) const {
   PolicyText changed = *this;
   if (json_.empty()) {
-    const auto replaced = [&](const std::string& item) { return std::any_of(options.begin(), options.end(), [&](const auto& o) { return item.starts_with(o.first + "="); }); };
+    const auto replaced = [&](const std::string& item) {
+      return std::any_of(options.begin(), options.end(), [&](const auto& o) { return item.starts_with(o.first + "="); });
+    };
     changed.text_.clear();
     for (const std::string& item : split(text_, ','))
       if (!replaced(item)) changed.text_ += (changed.text_.empty() ? "" : ",") + item;
@@ -121,7 +131,8 @@ PolicyText PolicyText::with(const std::vector<std::pair<std::string, std::int32_
 std::string PolicyText::name() const {
   if (json_.empty()) return text_.substr(0, text_.find(','));
   const json object = json::parse(json_, nullptr, false);
-  return object.is_object() && object.contains("policy") && object["policy"].is_string() ? object["policy"].get<std::string>() : std::string();
+  return object.is_object() && object.contains("policy") && object["policy"].is_string() ? object["policy"].get<std::string>()
+                                                                                         : std::string();
 }
 
 std::string PolicyText::label() const { return label_; }
@@ -132,7 +143,8 @@ std::string warning_about(const KVPolicy& policy) {
   const json options = json::parse(policy.to_json());
   const std::int64_t sink = options.value("sink", 0), recent = options.value("recent", 0), budget = options.value("budget", 0);
   if (budget == 0 || sink + recent <= budget / 2) return {};
-  return text("warning: sink + recent = ", sink + recent, " of ", policy.name(), " protect more than half of the budget of ", budget, "; little is left to choose");
+  return text("warning: sink + recent = ", sink + recent, " of ", policy.name(), " protect more than half of the budget of ", budget,
+              "; little is left to choose");
 }
 
 std::vector<std::int32_t> parse_ids(const std::string& text, const std::string& where) {
@@ -145,8 +157,8 @@ std::vector<std::int32_t> parse_ids(const std::string& text, const std::string& 
     const auto [next, error] = std::from_chars(at, end, id);
     const bool whole = next == end || std::string_view(", \t\r\n").find(*next) != std::string_view::npos;
     const char* stop = std::find_if(at, end, [](char c) { return std::string_view(", \t\r\n").find(c) != std::string_view::npos; });
-    require(error == std::errc() && whole && id >= 0, where, ": '", std::string(at, std::min<std::ptrdiff_t>(stop - at, 40)), "' at place ", ids.size(),
-            " is no token id; allowed integers from 0 separated by white space or commas");
+    require(error == std::errc() && whole && id >= 0, where, ": '", std::string(at, std::min<std::ptrdiff_t>(stop - at, 40)), "' at place ",
+            ids.size(), " is no token id; allowed integers from 0 separated by white space or commas");
     ids.push_back(id);
     at = next;
   }
@@ -177,7 +189,8 @@ PromptOptions::Prompt PromptOptions::read() const {
 
 void require_folder_of(const std::string& file, const char* option) {
   const fs::path folder = fs::path(file).parent_path();
-  require(folder.empty() || fs::is_directory(folder), option, ": the folder of '", file, "' is not there; allowed a file in a folder that is");
+  require(folder.empty() || fs::is_directory(folder), option, ": the folder of '", file,
+          "' is not there; allowed a file in a folder that is");
   require(!fs::is_directory(file), option, ": '", file, "' is a folder; allowed a file");
 }
 

@@ -67,13 +67,15 @@ std::unique_ptr<Oracle> make_oracle(std::string_view text) {
     const std::string_view item = text.substr(0, text.find(','));
     const std::size_t equals = std::min(item.find('='), item.size());
     const auto found = options.find(std::string(item.substr(0, equals)));
-    require(found != options.end() && equals < item.size(), "policy: oracle has no option \"", item, "\"; allowed budget=, interval=, sink=");
+    require(found != options.end() && equals < item.size(), "policy: oracle has no option \"", item,
+            "\"; allowed budget=, interval=, sink=");
     const std::string_view value = item.substr(equals + 1);
     const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), found->second);
-    require(error == std::errc() && end == value.data() + value.size() && found->second >= 0, "policy: ", found->first, " of oracle is \"", value,
-            "\"; allowed an integer, 0 or more");
+    require(error == std::errc() && end == value.data() + value.size() && found->second >= 0, "policy: ", found->first, " of oracle is \"",
+            value, "\"; allowed an integer, 0 or more");
   }
-  require(options["budget"] >= options["sink"] + 1, "policy: budget of oracle is ", options["budget"], "; allowed at least sink + 1 = ", options["sink"] + 1);
+  require(options["budget"] >= options["sink"] + 1, "policy: budget of oracle is ", options["budget"],
+          "; allowed at least sink + 1 = ", options["sink"] + 1);
   return std::make_unique<Oracle>(options["budget"], options["interval"], options["sink"]);
 }
 

@@ -16,7 +16,8 @@ namespace kvkeep::cli {
 
 inline constexpr std::string_view kOracle = "oracle";
 
-// Keeps the sinks, then the positions that are still needed (the newest of them where they do not fit), then the newest slots, up to the budget.
+// Keeps the sinks, then the positions that are still needed (the newest of them where they do not fit), then the newest slots, up to the
+// budget.
 class Oracle final : public KVPolicy {
  public:
   Oracle(std::int32_t budget, std::int32_t interval, std::int32_t sink) : budget_(budget), interval_(interval), sink_(sink) {}

@@ -31,14 +31,21 @@ struct Options {
 
 Table overview(const std::vector<PolicyInfo>& known) {
   Table table({{"policy", "policy", false}, {"options", "options"}, {"what", "what", false}, {"source", "source", false}});
-  for (const PolicyInfo& policy : known) table.add({policy.name, static_cast<std::int64_t>(policy.options.size()), policy.what, policy.source});
+  for (const PolicyInfo& policy : known)
+    table.add({policy.name, static_cast<std::int64_t>(policy.options.size()), policy.what, policy.source});
   return table;
 }
 
 Table options_of(const std::vector<PolicyInfo>& shown) {
-  Table table({{"policy", "policy", false}, {"option", "option", false}, {"default", "default", false}, {"allowed", "allowed", false}, {"what", "what", false}, {"source", "source", false}});
+  Table table({{"policy", "policy", false},
+               {"option", "option", false},
+               {"default", "default", false},
+               {"allowed", "allowed", false},
+               {"what", "what", false},
+               {"source", "source", false}});
   for (const PolicyInfo& policy : shown) {
-    for (const OptionInfo& option : policy.options) table.add({policy.name, option.name, option.fallback, option.allowed, option.what, policy.source});
+    for (const OptionInfo& option : policy.options)
+      table.add({policy.name, option.name, option.fallback, option.allowed, option.what, policy.source});
     if (policy.options.empty()) table.add({policy.name, "-", "-", "-", policy.what, policy.source});
   }
   return table;

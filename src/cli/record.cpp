@@ -47,14 +47,16 @@ trace::Result event_of(const Options& o, lm::Decoder& decoder, const PromptOptio
   if (o.forced) {
     require(prompt.sample.has_value(), "record: --forced feeds a task's own trace; allowed with --task");
     request = lm::Request(forced_request(*prompt.sample));
-    require(o.step < request.new_tokens, "record: --event ", o.step, " is behind the trace of the sample; allowed 1 to ", request.new_tokens - 1);
+    require(o.step < request.new_tokens, "record: --event ", o.step, " is behind the trace of the sample; allowed 1 to ",
+            request.new_tokens - 1);
   } else {
     const Trigger trigger = policy->trigger();
     const std::int64_t due = trigger.never ? 1 : trigger.due_length() - static_cast<std::int64_t>(prompt.ids.size());
     require(o.step > 0 || !trigger.never, "record: policy full never decides; allowed with --event STEP, or name an evicting --policy");
     request.new_tokens = o.new_tokens > 0 ? o.new_tokens : static_cast<std::int32_t>(std::max<std::int64_t>({due, o.step, 1})) + 1;
   }
-  const lm::EventRecording recording{.step = o.step > 0 ? std::optional(o.step) : std::nullopt, .queries = o.queries, .cache_dtype = o.model.dtype()};
+  const lm::EventRecording recording{
+      .step = o.step > 0 ? std::optional(o.step) : std::nullopt, .queries = o.queries, .cache_dtype = o.model.dtype()};
   return lm::record_event(decoder, std::move(policy), std::move(request), recording);
 }
 
@@ -63,11 +65,14 @@ trace::Result record(const Options& o) {
   const PromptOptions::Prompt prompt = o.prompt.read();
   lm::Decoder decoder = o.model.open();
   for (std::size_t i = 0; i < prompt.ids.size(); ++i)
-    require(prompt.ids[i] < decoder.config().vocab, "record: token id ", prompt.ids[i], " at place ", i, " is outside the vocabulary; allowed 0 to ", decoder.config().vocab - 1);
+    require(prompt.ids[i] < decoder.config().vocab, "record: token id ", prompt.ids[i], " at place ", i,
+            " is outside the vocabulary; allowed 0 to ", decoder.config().vocab - 1);
   if (o.kind == "event") return event_of(o, decoder, prompt, std::move(policy));
   if (o.kind == "prefill") return lm::record_prefill(decoder, prompt.ids, o.window);
   const std::int32_t new_tokens = o.new_tokens > 0 ? o.new_tokens : 32;
-  if (o.kind == "decoder") return lm::record_decoder(model_from(o), prompt.ids, new_tokens, std::min<std::int32_t>(o.query_tail, static_cast<std::int32_t>(prompt.ids.size())));
+  if (o.kind == "decoder")
+    return lm::record_decoder(model_from(o), prompt.ids, new_tokens,
+                              std::min<std::int32_t>(o.query_tail, static_cast<std::int32_t>(prompt.ids.size())));
   return lm::record_generate(model_from(o), prompt.ids, new_tokens);
 }
 
@@ -79,9 +84,12 @@ void run(const Options& o) {
   for (const auto& [name, tensor] : trace.tensors) bytes += static_cast<std::int64_t>(tensor.nbytes());
   const auto step = trace.metadata.find("step");
   Table table({{"kind", "kind", false}, {"step", "step"}, {"tensors", "tensors"}, {"bytes", "bytes"}, {"trace", "trace", false}});
-  table.add({o.kind, step == trace.metadata.end() ? Cell(nullptr, "-") : Cell(std::int64_t{std::stoll(step->second)}), static_cast<std::int64_t>(trace.tensors.size()), bytes_cell(bytes), o.out});
-  if (o.output.format == Format::json) print(table.json().front().dump() + "\n");
-  else print(table.text(o.output.format));
+  table.add({o.kind, step == trace.metadata.end() ? Cell(nullptr, "-") : Cell(std::int64_t{std::stoll(step->second)}),
+             static_cast<std::int64_t>(trace.tensors.size()), bytes_cell(bytes), o.out});
+  if (o.output.format == Format::json)
+    print(table.json().front().dump() + "\n");
+  else
+    print(table.text(o.output.format));
 }
 
 }  // namespace
@@ -91,12 +99,19 @@ Run add_record(CLI::App& app) {
   auto o = std::make_shared<Options>();
   o->model.add(*sub);
   o->prompt.add(*sub);
-  sub->add_option("--kind", o->kind, "of the trace")->check(CLI::IsMember({"event", "prefill", "decoder", "generate"}))->option_text("event|prefill|decoder|generate [event]");
-  sub->add_option("--policy", o->policy, std::string("event: what runs before and decides when one is due; ") + kPolicyHelp)->option_text("POLICY [full]");
-  sub->add_option("--event", o->step, "event: after which decode step; without it the first at which the policy is due")->check(CLI::Range(1, 1 << 24))->option_text("STEP");
+  sub->add_option("--kind", o->kind, "of the trace")
+      ->check(CLI::IsMember({"event", "prefill", "decoder", "generate"}))
+      ->option_text("event|prefill|decoder|generate [event]");
+  sub->add_option("--policy", o->policy, std::string("event: what runs before and decides when one is due; ") + kPolicyHelp)
+      ->option_text("POLICY [full]");
+  sub->add_option("--event", o->step, "event: after which decode step; without it the first at which the policy is due")
+      ->check(CLI::Range(1, 1 << 24))
+      ->option_text("STEP");
   sub->add_flag("--forced", o->forced, "event: feed the task's own trace instead of the model's tokens");
   sub->add_option("--queries", o->queries, "event: newest queries to keep")->check(CLI::Range(1, 1 << 20))->option_text("N [256]");
-  sub->add_option("--window", o->window, "prefill: newest queries to keep; 0 keeps all")->check(CLI::Range(0, 1 << 24))->option_text("N [0]");
+  sub->add_option("--window", o->window, "prefill: newest queries to keep; 0 keeps all")
+      ->check(CLI::Range(0, 1 << 24))
+      ->option_text("N [0]");
   sub->add_option("--max-new-tokens", o->new_tokens, "tokens to predict")->check(CLI::Range(1, 1 << 24))->option_text("N");
   sub->add_option("--out", o->out, "the trace file to write (safetensors)")->required()->option_text("FILE");
   o->output.add(*sub);

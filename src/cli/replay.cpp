@@ -36,7 +36,8 @@ trace::Result replay(const io::SafetensorsFile& file, const std::filesystem::pat
   if (kind == "decoder") return lm::replay_decoder(file, folder, *policy);
   if (kind == "generate") return lm::replay_generate(file, folder, std::move(policy));
   const bool known = kind == "prefill" || kind == "span" || kind == "span_train";
-  require<Unsupported>(!known, file.where(), ": this build cannot replay a trace of kind \"", kind, "\"; it replays event, decoder and generate");
+  require<Unsupported>(!known, file.where(), ": this build cannot replay a trace of kind \"", kind,
+                       "\"; it replays event, decoder and generate");
   refuse(file.where(), ": a trace of kind \"", kind, "\" is not known; this build replays event, decoder and generate");
 }
 
@@ -53,12 +54,20 @@ void run(const Options& o) {
   io::write_safetensors(o.out, result.tensors, result.metadata);
   if (!warning.empty()) note(warning);
 
-  Table table({{"kind", "kind", false}, {"policy", "policy", false}, {"tensors", "tensors"}, {"slots_dropped", "slots dropped"}, {"ms", "ms"}, {"result", "result", false}});
+  Table table({{"kind", "kind", false},
+               {"policy", "policy", false},
+               {"tensors", "tensors"},
+               {"slots_dropped", "slots dropped"},
+               {"ms", "ms"},
+               {"result", "result", false}});
   const auto dropped = result.metadata.find("slots_dropped");
-  table.add({kind, name, static_cast<std::int64_t>(result.tensors.size()), dropped == result.metadata.end() ? std::int64_t{0} : std::int64_t{std::stoll(dropped->second)},
-             real_cell(seconds * 1000, 2), o.out});
-  if (o.output.format == Format::json) print(table.json().front().dump() + "\n");
-  else print(table.text(o.output.format));
+  table.add({kind, name, static_cast<std::int64_t>(result.tensors.size()),
+             dropped == result.metadata.end() ? std::int64_t{0} : std::int64_t{std::stoll(dropped->second)}, real_cell(seconds * 1000, 2),
+             o.out});
+  if (o.output.format == Format::json)
+    print(table.json().front().dump() + "\n");
+  else
+    print(table.text(o.output.format));
 }
 
 }  // namespace

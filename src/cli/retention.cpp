@@ -69,7 +69,8 @@ Json retention_json(const RetentionAbout& about, const ModelSpec& spec, const lm
       if (r % static_cast<std::size_t>(spec.kv_heads) == 0) kept.push_back(Json::array());
       kept.back().push_back(event.positions[r]);
     }
-    json["events"].push_back({{"step", event.step}, {"length_before", event.length_before}, {"length_after", event.length_after}, {"kept", kept}});
+    json["events"].push_back(
+        {{"step", event.step}, {"length_before", event.length_before}, {"length_after", event.length_after}, {"kept", kept}});
   }
   return json;
 }

@@ -15,10 +15,10 @@ struct Cell {
   nlohmann::ordered_json value;
   std::string shown;
 
-  Cell(const char* text) : value(text), shown(text) {}                        // NOLINT(google-explicit-constructor)
-  Cell(const std::string& text) : value(text), shown(text) {}                 // NOLINT(google-explicit-constructor)
+  Cell(const char* text) : value(text), shown(text) {}                         // NOLINT(google-explicit-constructor)
+  Cell(const std::string& text) : value(text), shown(text) {}                  // NOLINT(google-explicit-constructor)
   Cell(std::int64_t number) : value(number), shown(std::to_string(number)) {}  // NOLINT(google-explicit-constructor)
-  Cell(std::int32_t number) : Cell(std::int64_t{number}) {}                   // NOLINT(google-explicit-constructor)
+  Cell(std::int32_t number) : Cell(std::int64_t{number}) {}                    // NOLINT(google-explicit-constructor)
   Cell(nlohmann::ordered_json raw, std::string people) : value(std::move(raw)), shown(std::move(people)) {}
 };
 

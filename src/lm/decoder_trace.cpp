@@ -20,25 +20,28 @@ using trace::Result;
 
 std::int32_t number(const io::SafetensorsFile& file, const std::string& key, std::int32_t least) {
   const auto found = file.metadata().find(key);
-  require(found != file.metadata().end(), file.where(), ": metadata \"", key, "\" is missing; a trace of kind \"", trace::kind_of(file), "\" needs it");
+  require(found != file.metadata().end(), file.where(), ": metadata \"", key, "\" is missing; a trace of kind \"", trace::kind_of(file),
+          "\" needs it");
   const std::string& written = found->second;
   std::int32_t value = 0;
   const auto [end, error] = std::from_chars(written.data(), written.data() + written.size(), value);
-  require(error == std::errc() && end == written.data() + written.size() && value >= least, file.where(), ": metadata \"", key, "\" is \"", written, "\"; allowed an integer, ", least,
-          " or more");
+  require(error == std::errc() && end == written.data() + written.size() && value >= least, file.where(), ": metadata \"", key, "\" is \"",
+          written, "\"; allowed an integer, ", least, " or more");
   return value;
 }
 
 std::vector<std::int32_t> ids(const io::SafetensorsFile& file, const char* name) {
   const Tensor stored = file.tensor(name);
-  require(stored.dim() == 1 && (stored.scalar_type() == kInt32 || stored.scalar_type() == c10::ScalarType::Long), file.where(), ": tensor \"", name, "\" is ",
-          c10::toString(stored.scalar_type()), " with ", stored.dim(), " dimensions; allowed i32 or i64 [n]");
+  require(stored.dim() == 1 && (stored.scalar_type() == kInt32 || stored.scalar_type() == c10::ScalarType::Long), file.where(),
+          ": tensor \"", name, "\" is ", c10::toString(stored.scalar_type()), " with ", stored.dim(),
+          " dimensions; allowed i32 or i64 [n]");
   require(stored.numel() >= 1, file.where(), ": tensor \"", name, "\" is empty; allowed one token or more");
   std::vector<std::int32_t> values(static_cast<std::size_t>(stored.numel()));
   const Tensor wide = stored.to(c10::ScalarType::Long).contiguous();
   for (std::size_t i = 0; i < values.size(); ++i) {
     const std::int64_t id = wide.const_data_ptr<std::int64_t>()[i];
-    require(id >= 0 && id <= INT32_MAX, file.where(), ": tensor \"", name, "\" holds ", id, " at place ", i, "; allowed token ids of the model's vocabulary");
+    require(id >= 0 && id <= INT32_MAX, file.where(), ": tensor \"", name, "\" holds ", id, " at place ", i,
+            "; allowed token ids of the model's vocabulary");
     values[i] = static_cast<std::int32_t>(id);
   }
   return values;
@@ -46,7 +49,8 @@ std::vector<std::int32_t> ids(const io::SafetensorsFile& file, const char* name)
 
 Decoder open_model(const io::SafetensorsFile& file, const std::filesystem::path& folder) {
   const auto model = file.metadata().find("model"), dtype = file.metadata().find("compute_dtype");
-  require(model != file.metadata().end(), file.where(), ": metadata \"model\" is missing; allowed a checkpoint's folder, relative to the trace");
+  require(model != file.metadata().end(), file.where(),
+          ": metadata \"model\" is missing; allowed a checkpoint's folder, relative to the trace");
   require<Unsupported>(dtype == file.metadata().end() || dtype->second == "f32", file.where(), ": metadata \"compute_dtype\" is \"",
                        dtype == file.metadata().end() ? "" : dtype->second, "\"; allowed f32");
   return Decoder::open(folder / model->second);
@@ -58,10 +62,13 @@ Tensor i32_tensor(const std::vector<std::int32_t>& values, at::IntArrayRef shape
   return t;
 }
 
-std::map<std::string, std::string> about(const KVPolicy& policy) { return {{"kvkeep_result", "1"}, {"policy", policy.to_json()}, {"kvkeep_version", kVersion}}; }
+std::map<std::string, std::string> about(const KVPolicy& policy) {
+  return {{"kvkeep_result", "1"}, {"policy", policy.to_json()}, {"kvkeep_version", kVersion}};
+}
 
 /// Argmax from the last logits on, ending with an end token. `cache` holds `n` slots.
-std::vector<std::int32_t> continue_greedily(Decoder& decoder, std::span<const LayerCache> cache, Tensor last, std::int32_t n, std::int32_t new_tokens) {
+std::vector<std::int32_t> continue_greedily(Decoder& decoder, std::span<const LayerCache> cache, Tensor last, std::int32_t n,
+                                            std::int32_t new_tokens) {
   std::vector<std::int32_t> greedy;
   while (static_cast<std::int32_t>(greedy.size()) < new_tokens) {
     const std::vector<std::int32_t> token = argmax(last);
@@ -76,7 +83,8 @@ std::vector<std::int32_t> continue_greedily(Decoder& decoder, std::span<const La
 }  // namespace
 
 Result replay_decoder(const io::SafetensorsFile& file, const std::filesystem::path& folder, const KVPolicy& policy) {
-  require(policy.name() == "full", file.where(), ": a trace of kind \"decoder\" runs without eviction; given policy ", policy.name(), "; allowed full");
+  require(policy.name() == "full", file.where(), ": a trace of kind \"decoder\" runs without eviction; given policy ", policy.name(),
+          "; allowed full");
   const std::vector<std::int32_t> prompt = ids(file, "input_ids");
   const auto n = static_cast<std::int32_t>(prompt.size());
   const std::int32_t new_tokens = number(file, "new_tokens", 0);
@@ -131,8 +139,9 @@ Result replay_generate(const io::SafetensorsFile& file, const std::filesystem::p
       kept.insert(kept.end(), width - row.size(), -1);
     }
     const std::int64_t heads = decoder.spec().kv_heads;
-    result.tensors.emplace_back(text("event.", i, ".positions"),
-                                i32_tensor(kept, {static_cast<std::int64_t>(done.events[i].positions.size()) / heads, heads, static_cast<std::int64_t>(width)}));
+    result.tensors.emplace_back(
+        text("event.", i, ".positions"),
+        i32_tensor(kept, {static_cast<std::int64_t>(done.events[i].positions.size()) / heads, heads, static_cast<std::int64_t>(width)}));
   }
   result.metadata["tokens"] = std::to_string(tokens);
   result.metadata["events"] = std::to_string(events);

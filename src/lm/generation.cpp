@@ -40,7 +40,10 @@ struct Generator::Batch {
 };
 
 Generator::Generator(Decoder& decoder, std::unique_ptr<KVPolicy> policy, GeneratorOptions options)
-    : decoder_(decoder), options_(std::move(options)), keeper_(decoder.spec(), std::move(policy)), cache_(decoder.make_cache(options_.places, options_.capacity, options_.cache_dtype)) {
+    : decoder_(decoder),
+      options_(std::move(options)),
+      keeper_(decoder.spec(), std::move(policy)),
+      cache_(decoder.make_cache(options_.places, options_.capacity, options_.cache_dtype)) {
   free_places_.resize(static_cast<std::size_t>(options_.places));
   std::iota(free_places_.rbegin(), free_places_.rend(), 0);
 }
@@ -48,18 +51,19 @@ Generator::Generator(Decoder& decoder, std::unique_ptr<KVPolicy> policy, Generat
 void Generator::check(const Request& request) const {
   require(!request.prompt.empty(), "generate: the prompt is empty; allowed one token or more");
   require(request.new_tokens >= 1, "generate: new_tokens is ", request.new_tokens, "; allowed 1 or more");
-  require(request.forced.empty() || static_cast<std::int64_t>(request.forced.size()) + 1 >= request.new_tokens, "generate: ", request.forced.size(),
-          " forced tokens for ", request.new_tokens, " steps; allowed none, or ", request.new_tokens - 1, " and more");
+  require(request.forced.empty() || static_cast<std::int64_t>(request.forced.size()) + 1 >= request.new_tokens,
+          "generate: ", request.forced.size(), " forced tokens for ", request.new_tokens, " steps; allowed none, or ",
+          request.new_tokens - 1, " and more");
   const auto check_ids = [&](const std::vector<std::int32_t>& ids, const char* which) {
     for (std::size_t i = 0; i < ids.size(); ++i)
-      require(ids[i] >= 0 && ids[i] < decoder_.config().vocab, "generate: token id ", ids[i], " at place ", i, " of the ", which, " is outside the vocabulary; allowed 0 to ",
-              decoder_.config().vocab - 1);
+      require(ids[i] >= 0 && ids[i] < decoder_.config().vocab, "generate: token id ", ids[i], " at place ", i, " of the ", which,
+              " is outside the vocabulary; allowed 0 to ", decoder_.config().vocab - 1);
   };
   check_ids(request.prompt, "prompt");
   check_ids(request.forced, "forced tokens");
   const std::int64_t needed = slots_needed(keeper_.spec(), keeper_.policy().trigger(), request);
-  require(needed <= options_.capacity, "generate: a prompt of ", request.prompt.size(), " with ", request.new_tokens, " new tokens needs ", needed,
-          " slots; the cache has room for ", options_.capacity);
+  require(needed <= options_.capacity, "generate: a prompt of ", request.prompt.size(), " with ", request.new_tokens, " new tokens needs ",
+          needed, " slots; the cache has room for ", options_.capacity);
 }
 
 SequenceId Generator::join(Request request) {
@@ -86,7 +90,8 @@ Completion Generator::leave(SequenceId id) {
   Completion result = std::move(sequence.result);
   if (result.events.empty()) result.kept_bytes = live_bytes(sequence.lengths);
   if (sequence.request.keep_logits)
-    result.logits = sequence.logits.empty() ? at::empty({0, decoder_.config().vocab}, at::TensorOptions(kFloat32)) : at::cat(sequence.logits);
+    result.logits =
+        sequence.logits.empty() ? at::empty({0, decoder_.config().vocab}, at::TensorOptions(kFloat32)) : at::cat(sequence.logits);
   free_places_.push_back(sequence.place);
   keeper_.leave(id);
   sequences_.erase(id);
@@ -103,8 +108,10 @@ Generator::Batch Generator::gather() const {
     batch.places.push_back(sequence.place);
     batch.steps.push_back(static_cast<std::int32_t>(predicted));
     batch.lengths.insert(batch.lengths.end(), sequence.lengths.begin(), sequence.lengths.end());
-    if (predicted == 0) batch.tokens.insert(batch.tokens.end(), request.prompt.begin(), request.prompt.end());
-    else batch.tokens.push_back(request.forced.empty() ? sequence.result.tokens.back() : request.forced[predicted - 1]);
+    if (predicted == 0)
+      batch.tokens.insert(batch.tokens.end(), request.prompt.begin(), request.prompt.end());
+    else
+      batch.tokens.push_back(request.forced.empty() ? sequence.result.tokens.back() : request.forced[predicted - 1]);
     batch.indptr.push_back(static_cast<std::int32_t>(batch.tokens.size()));
     for (std::int32_t i = 0; i < batch.tokens_of(batch.ids.size() - 1); ++i) batch.positions.push_back(position + i);
   };
@@ -126,8 +133,10 @@ bool Generator::step() {
   const double seconds = seconds_since(start);
   const bool prefilled = batch.decoding < batch.ids.size();
   (prefilled ? pace_.prefill_seconds : pace_.decode_seconds) += seconds;
-  if (prefilled) pace_.prompt_tokens += static_cast<std::int64_t>(batch.tokens.size() - batch.decoding);
-  else pace_.decoded_tokens += static_cast<std::int64_t>(batch.decoding);
+  if (prefilled)
+    pace_.prompt_tokens += static_cast<std::int64_t>(batch.tokens.size() - batch.decoding);
+  else
+    pace_.decoded_tokens += static_cast<std::int64_t>(batch.decoding);
   if (options_.hooks.on_step) options_.hooks.on_step(static_cast<std::int64_t>(batch.ids.size()));
   return true;
 }
@@ -137,7 +146,8 @@ Tensor Generator::run(const Batch& batch) {
   const Step step{batch.tokens, batch.indptr, batch.positions, batch.places, SlotCounts(lengths, keeper_.spec().kv_heads)};
   StepOptions options;
   options.on_layer = [&](const LayerSight& sight) {
-    keeper_.observe({.layer = sight.layer, .sequences = batch.ids, .indptr = batch.indptr, .queries = sight.queries, .positions = batch.positions});
+    keeper_.observe(
+        {.layer = sight.layer, .sequences = batch.ids, .indptr = batch.indptr, .queries = sight.queries, .positions = batch.positions});
     if (options_.hooks.on_layer) options_.hooks.on_layer(sight);
   };
   return decoder_.forward(step, cache_, options);
@@ -209,7 +219,8 @@ GenerationRun generate(Decoder& decoder, std::unique_ptr<KVPolicy> policy, std::
   if (requests.empty()) return run;
   if (options.capacity == 0) {
     options.capacity = 1;
-    for (const Request& request : requests) options.capacity = std::max(options.capacity, slots_needed(decoder.spec(), policy->trigger(), request));
+    for (const Request& request : requests)
+      options.capacity = std::max(options.capacity, slots_needed(decoder.spec(), policy->trigger(), request));
   }
   Generator generator(decoder, std::move(policy), std::move(options));
   std::vector<SequenceId> alive;

@@ -47,7 +47,11 @@ Tensor queries_of(const QueryView& view, std::int32_t heads, std::int32_t dim) {
 class EventRecorder {
  public:
   EventRecorder(const ModelSpec& spec, std::int32_t queries, std::optional<std::int32_t> step, Trigger trigger)
-      : spec_(spec), full_layers_(spec.full_layers()), ring_(static_cast<std::int32_t>(full_layers_.size()), queries, spec.query_heads, spec.key_dim), step_(step), trigger_(trigger) {}
+      : spec_(spec),
+        full_layers_(spec.full_layers()),
+        ring_(static_cast<std::int32_t>(full_layers_.size()), queries, spec.query_heads, spec.key_dim),
+        step_(step),
+        trigger_(trigger) {}
 
   void see(const LayerSight& sight) {
     const auto found = std::find(full_layers_.begin(), full_layers_.end(), sight.layer);
@@ -92,8 +96,8 @@ class EventRecorder {
     for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
       const auto row = sight.keeper.positions(id, layer, h);
       const auto paid = sight.keeper.credit(id, layer, h);
-      require(static_cast<std::int64_t>(row.size()) == length, "record: layer ", layer, " holds ", length, " slots in head 0 and ", row.size(), " in head ", h,
-              "; an event trace holds rows of one length");
+      require(static_cast<std::int64_t>(row.size()) == length, "record: layer ", layer, " holds ", length, " slots in head 0 and ",
+              row.size(), " in head ", h, "; an event trace holds rows of one length");
       positions.insert(positions.end(), row.begin(), row.end());
       credit.insert(credit.end(), paid.begin(), paid.end());
     }
@@ -125,15 +129,21 @@ Tensor rotated_tail(const RopeSpec& rope, const Tensor& vectors, std::int64_t wi
   std::vector<float> cosines(static_cast<std::size_t>(pairs)), sines(static_cast<std::size_t>(pairs));
   for (std::int64_t i = 0; i < window; ++i) {
     rope_at(rope, first + i, cosines.data(), sines.data());
-    for (std::int64_t h = 0; h < heads; ++h) rope_rotate(rope.style, pairs, cosines.data(), sines.data(), tail.mutable_data_ptr<float>() + (h * window + i) * dim);
+    for (std::int64_t h = 0; h < heads; ++h)
+      rope_rotate(rope.style, pairs, cosines.data(), sines.data(), tail.mutable_data_ptr<float>() + (h * window + i) * dim);
   }
   return tail;
 }
 
-Result name_the_model(const char* kind, const char* ids_name, const std::filesystem::path& model, const std::vector<std::int32_t>& ids, std::int32_t new_tokens) {
+Result name_the_model(const char* kind, const char* ids_name, const std::filesystem::path& model, const std::vector<std::int32_t>& ids,
+                      std::int32_t new_tokens) {
   Result result;
   result.tensors.emplace_back(ids_name, i32_tensor(ids, {static_cast<std::int64_t>(ids.size())}));
-  result.metadata = {{"kvkeep_trace", "1"}, {"kind", kind}, {"model", model.generic_string()}, {"new_tokens", std::to_string(new_tokens)}, {"compute_dtype", "f32"}};
+  result.metadata = {{"kvkeep_trace", "1"},
+                     {"kind", kind},
+                     {"model", model.generic_string()},
+                     {"new_tokens", std::to_string(new_tokens)},
+                     {"compute_dtype", "f32"}};
   return result;
 }
 
@@ -141,7 +151,8 @@ Result name_the_model(const char* kind, const char* ids_name, const std::filesys
 
 Result record_event(Decoder& decoder, std::unique_ptr<KVPolicy> policy, Request request, const EventRecording& options) {
   require(policy != nullptr, "record: there is no policy; allowed one from make_policy()");
-  require(!options.step || *options.step >= 1, "record: event step is ", options.step.value_or(0), "; allowed 1 or more (the prefill is step 0 and is never cut)");
+  require(!options.step || *options.step >= 1, "record: event step is ", options.step.value_or(0),
+          "; allowed 1 or more (the prefill is step 0 and is never cut)");
   require(options.queries >= 1, "record: ", options.queries, " queries are to be kept; allowed 1 or more");
   if (options.step) request.new_tokens = std::max(request.new_tokens, *options.step + 1);
   const Trigger trigger = policy->trigger();
@@ -155,7 +166,9 @@ Result record_event(Decoder& decoder, std::unique_ptr<KVPolicy> policy, Request 
   while (!recorder.taken() && generator.step()) {
   }
   require(recorder.taken(), "record: the run of ", steps, " decode steps has no event",
-          options.step ? text(" step ", *options.step) : text(" (the policy is due at ", trigger.never ? std::string("no length") : std::to_string(trigger.due_length()), " slots)"),
+          options.step
+              ? text(" step ", *options.step)
+              : text(" (the policy is due at ", trigger.never ? std::string("no length") : std::to_string(trigger.due_length()), " slots)"),
           "; allowed an --event STEP within the run, or more new tokens");
   return recorder.result();
 }
@@ -170,7 +183,8 @@ Result record_prefill(Decoder& decoder, const std::vector<std::int32_t>& prompt,
   Result result;
   StepOptions options{.logits = Logits::none};
   options.on_layer = [&](const LayerSight& sight) {
-    result.tensors.emplace_back(text("layer.", sight.layer, ".queries"), rotated_tail(decoder.spec().rope, sight.queries, window == 0 ? n : window));
+    result.tensors.emplace_back(text("layer.", sight.layer, ".queries"),
+                                rotated_tail(decoder.spec().rope, sight.queries, window == 0 ? n : window));
     result.tensors.emplace_back(text("layer.", sight.layer, ".keys"), cache[static_cast<std::size_t>(sight.layer)].keys[0].contiguous());
   };
   const std::vector<std::int32_t> whole{0, n}, row{0}, none{0};
@@ -180,7 +194,8 @@ Result record_prefill(Decoder& decoder, const std::vector<std::int32_t>& prompt,
   return result;
 }
 
-Result record_decoder(const std::filesystem::path& model, const std::vector<std::int32_t>& ids, std::int32_t new_tokens, std::int32_t query_tail) {
+Result record_decoder(const std::filesystem::path& model, const std::vector<std::int32_t>& ids, std::int32_t new_tokens,
+                      std::int32_t query_tail) {
   Result result = name_the_model("decoder", "input_ids", model, ids, new_tokens);
   result.metadata["query_tail"] = std::to_string(query_tail);
   return result;

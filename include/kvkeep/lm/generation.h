@@ -130,8 +130,8 @@ class Generator {
   Pace pace_;
 };
 
-/// Decodes every request, `options.places` at a time; a new one joins as soon as one is done. Completions in the order of the requests, whose
-/// sequences are named 0, 1, 2 and so on. `options.capacity` 0 takes what the largest request needs.
+/// Decodes every request, `options.places` at a time; a new one joins as soon as one is done. Completions in the order of the requests,
+/// whose sequences are named 0, 1, 2 and so on. `options.capacity` 0 takes what the largest request needs.
 struct GenerationRun {
   std::vector<Completion> completions;
   Totals totals;
