@@ -85,7 +85,9 @@ inline void expect_as_golden(const GoldenCase& c, const trace::Result& got) {
       continue;
     }
     const bool exact = rule.is_string();
-    if (exact && want.is_floating_point()) EXPECT_EQ(want.scalar_type(), have.scalar_type()) << c.folder << ": " << name;
+    if (exact && want.is_floating_point()) {
+      EXPECT_EQ(want.scalar_type(), have.scalar_type()) << c.folder << ": " << name;
+    }
     const double atol = exact ? 0 : rule["atol"].get<double>(), rtol = exact ? 0 : rule["rtol"].get<double>();
     const auto limits = c.rules.value("compare_slots", nlohmann::json::object()).value(name, nlohmann::json());
     const Tensor w = want.to(c10::ScalarType::Double).contiguous(), h = have.to(c10::ScalarType::Double).contiguous();

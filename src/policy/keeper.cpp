@@ -83,9 +83,9 @@ void Keeper::check(const Observation& o) const {
     const Sequence& s = at(o.sequences[i]);
     require(o.indptr[i] <= o.indptr[i + 1], "observe: indptr falls from ", o.indptr[i], " to ", o.indptr[i + 1], " at sequence ", o.sequences[i], "; allowed ascending");
     for (std::size_t e = 0; e < i; ++e) require(o.sequences[e] != o.sequences[i], "observe: sequence ", o.sequences[i], " stands twice in one step; allowed once");
-    const std::int32_t tokens = o.indptr[i + 1] - o.indptr[i];
-    if (!leads(s, o.layer, tokens)) {
-      const auto shown = already_shown(s, o.layer, tokens);
+    const std::int32_t own_tokens = o.indptr[i + 1] - o.indptr[i];
+    if (!leads(s, o.layer, own_tokens)) {
+      const auto shown = already_shown(s, o.layer, own_tokens);
       require(o.positions.empty() || std::equal(shown.begin(), shown.end(), o.positions.begin() + o.indptr[i]), "observe: layer ", o.layer, " gives sequence ",
               o.sequences[i], " other positions than an earlier layer of the step; allowed the same in every layer");
       continue;
