@@ -52,7 +52,7 @@ TEST(Docs, TheReadmeShowsTheLinesThatTheEmbeddingExampleCompiles) {
   const std::size_t begin = example.find("  kvkeep::Keeper keeper("), end = example.find("  // ----\n", begin);
   ASSERT_NE(begin, std::string::npos);
   ASSERT_NE(end, std::string::npos);
-  const std::string lines = std::regex_replace("\n" + example.substr(begin, end - begin), std::regex("\n  "), "\n");
+  const std::string lines = std::regex_replace(std::string("\n").append(example, begin, end - begin), std::regex("\n  "), "\n");
   EXPECT_NE(read(root() / "README.md").find("```cpp" + lines + "```"), std::string::npos) << "README.md should hold:" << lines;
 }
 
