@@ -56,7 +56,8 @@ class Run:
         return held
 
     def name(self):
-        return self.policy["policy"] + (", official" if self.policy.get("variant") == "official" else "")
+        about = {"official": ", official"}.get(self.policy.get("variant"), "")
+        return self.policy["policy"] + (" (is told the questions)" if self.policy["policy"] == "oracle" else about)
 
     def accuracy(self):
         return sum(x["right"] for x in self.look_ups) / len(self.look_ups) if self.look_ups else None
@@ -187,7 +188,7 @@ def draw(runs, out, shown_rows):
               Line2D([], [], color="black", lw=0.8, ls=(0, (5, 3)), label="end of the prompt"), Line2D([], [], color="black", marker="|", ls="", ms=7, label="event: the policy cuts")]
     figure.legend(handles=legend, loc="lower left", bbox_to_anchor=(0.008, 0.36 / height), ncol=3, fontsize=9, frameon=False, handlelength=1.6)
     caption = "One sample of task %s (seed %s): prompt %d tokens, %d decode steps%s. Model %s. Numbers in the .csv beside this picture." % (
-        first.task or "-", first.seed, first.prompt, first.steps, ", the sample's own trace fed" if first.look_ups else "", first.model)
+        first.task or "-", first.seed, first.prompt, first.steps, ", the sample's own trace fed" if first.look_ups else "", os.path.join(*os.path.normpath(first.model).split(os.sep)[-2:]))
     figure.text(0.012, 0.12 / height, caption, fontsize=8, color="#444444", va="bottom")
     figure.subplots_adjust(left=0.85 / width, right=0.988, top=1 - 1.85 / height, bottom=1.42 / height)
     figure.savefig(out)

@@ -66,11 +66,12 @@ void Table::add(std::vector<Cell> row) {
 }
 
 std::string Table::markdown() const {
+  constexpr std::size_t kWidest = 60;  // longer texts in the last column are not padded to one length
   std::vector<std::size_t> widths;
   for (std::size_t c = 0; c < columns_.size(); ++c) {
     std::size_t widest = std::max<std::size_t>(3, width(columns_[c].title));
     for (const auto& row : rows_) widest = std::max(widest, width(row[c].shown));
-    widths.push_back(widest);
+    widths.push_back(c + 1 < columns_.size() ? widest : std::min(widest, kWidest));
   }
   std::ostringstream out;
   out << "|";

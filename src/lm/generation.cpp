@@ -141,8 +141,8 @@ bool Generator::step() {
   return true;
 }
 
-Tensor Generator::run(const Batch& batch) {
-  const Lengths lengths{const_cast<Batch&>(batch).lengths, keeper_.spec().num_layers() * keeper_.spec().kv_heads};
+Tensor Generator::run(Batch& batch) {
+  const Lengths lengths{batch.lengths, keeper_.spec().num_layers() * keeper_.spec().kv_heads};
   const Step step{batch.tokens, batch.indptr, batch.positions, batch.places, SlotCounts(lengths, keeper_.spec().kv_heads)};
   StepOptions options;
   options.on_layer = [&](const LayerSight& sight) {

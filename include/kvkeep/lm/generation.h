@@ -114,7 +114,7 @@ class Generator {
   struct Batch;
   void check(const Request& request) const;
   [[nodiscard]] Batch gather() const;
-  Tensor run(const Batch& batch);
+  Tensor run(Batch& batch);
   void predict(const Batch& batch, const Tensor& logits);
   void decide(Batch& batch);
   void record(SequenceId id, const Cut& cut, std::int64_t bytes_before);
