@@ -30,26 +30,33 @@ struct Options {
   OutputOptions output;
 };
 
-trace::Result replay(const io::SafetensorsFile& file, const std::filesystem::path& folder, std::unique_ptr<KVPolicy> policy) {
+// Named before the policy is read: its kind says what a trace is about.
+std::string known_kind(const io::SafetensorsFile& file) {
+  constexpr const char* kReplayed = "this build replays event, decoder and generate";
   const std::string kind = trace::kind_of(file);
+  require<Unsupported>(kind != "prefill" && kind != "span" && kind != "span_train", file.where(), ": a trace of kind \"", kind,
+                       "\" cannot be replayed yet; ", kReplayed);
+  require(kind == "event" || kind == "decoder" || kind == "generate", file.where(), ": a trace of kind \"", kind, "\" is not known; ",
+          kReplayed);
+  return kind;
+}
+
+trace::Result replay(const std::string& kind, const io::SafetensorsFile& file, const std::filesystem::path& folder,
+                     std::unique_ptr<KVPolicy> policy) {
   if (kind == "event") return trace::replay_event(file, *policy);
   if (kind == "decoder") return lm::replay_decoder(file, folder, *policy);
-  if (kind == "generate") return lm::replay_generate(file, folder, std::move(policy));
-  const bool known = kind == "prefill" || kind == "span" || kind == "span_train";
-  require<Unsupported>(!known, file.where(), ": this build cannot replay a trace of kind \"", kind,
-                       "\"; it replays event, decoder and generate");
-  refuse(file.where(), ": a trace of kind \"", kind, "\" is not known; this build replays event, decoder and generate");
+  return lm::replay_generate(file, folder, std::move(policy));
 }
 
 void run(const Options& o) {
   require_folder_of(o.out, "--out");
   const io::SafetensorsFile file = io::SafetensorsFile::open(o.trace);
-  const std::string kind = trace::kind_of(file);
+  const std::string kind = known_kind(file);
   set_threads(o.threads);
   std::unique_ptr<KVPolicy> policy = PolicyText(o.policy).make();
   const std::string name(policy->name()), warning = o.output.quiet ? "" : warning_about(*policy);
   const auto start = std::chrono::steady_clock::now();
-  const trace::Result result = replay(file, std::filesystem::path(o.trace).parent_path(), std::move(policy));
+  const trace::Result result = replay(kind, file, std::filesystem::path(o.trace).parent_path(), std::move(policy));
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   io::write_safetensors(o.out, result.tensors, result.metadata);
   if (!warning.empty()) note(warning);
