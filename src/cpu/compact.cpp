@@ -5,15 +5,32 @@
 #include <cstring>
 
 #include "kvkeep/core/dispatch.h"
+#include "stream_lanes.h"
 
 namespace kvkeep {
 namespace {
+
+/// Events that move more than this write past the caches: what they overwrite need not be read first, and nobody reads it soon.
+constexpr std::int64_t kCachedBytes = std::int64_t{16} << 20;
 
 /// Slots that already stand where they belong.
 std::size_t unmoved(std::span<const std::int32_t> kept) {
   std::size_t j = 0;
   while (j < kept.size() && kept[j] == static_cast<std::int32_t>(j)) ++j;
   return j;
+}
+
+/// Calls move(to, from, bytes) for every run of neighbouring kept slots that does not already stand where it belongs, ascending.
+template <class Move>
+void move_runs(const SlotAddress& side, std::span<const std::int32_t> kept, const Move& move) {
+  const bool packed = side.stride == side.width;
+  for (std::size_t j = unmoved(kept); j < kept.size();) {
+    std::size_t run = 1;
+    if (packed)
+      while (j + run < kept.size() && kept[j + run] == kept[j] + static_cast<std::int32_t>(run)) ++run;
+    move(side.at(static_cast<std::int64_t>(j)), side.at(kept[j]), side.width * static_cast<std::int64_t>(run));
+    j += run;
+  }
 }
 
 void check(const RowTable& table, const KeepSet& keep) {
@@ -32,14 +49,7 @@ void check(const RowTable& table, const KeepSet& keep) {
 }  // namespace
 
 void compact_slots(const SlotAddress& side, std::span<const std::int32_t> kept) {
-  const bool packed = side.stride == side.width;
-  for (std::size_t j = unmoved(kept); j < kept.size();) {
-    std::size_t run = 1;
-    if (packed)
-      while (j + run < kept.size() && kept[j + run] == kept[j] + static_cast<std::int32_t>(run)) ++run;
-    std::memmove(side.at(static_cast<std::int64_t>(j)), side.at(kept[j]), static_cast<std::size_t>(side.width) * run);
-    j += run;
-  }
+  move_runs(side, kept, [](std::byte* to, const std::byte* from, std::int64_t bytes) { std::memmove(to, from, static_cast<std::size_t>(bytes)); });
 }
 
 std::int64_t bytes_to_move(const RowTable& table, const KeepSet& keep) {
@@ -54,11 +64,14 @@ std::int64_t bytes_to_move(const RowTable& table, const KeepSet& keep) {
 void compact(const RowTable& table, const KeepSet& keep) {
   dispatch("compact", table.device, [&] {
     check(table, keep);
+    const bool stream = bytes_to_move(table, keep) > kCachedBytes;
     at::parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
       for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r) {
-        compact_slots(table.rows[r].keys, keep.row(r));
-        compact_slots(table.rows[r].values, keep.row(r));
+        for (const SlotAddress& side : {table.rows[r].keys, table.rows[r].values})
+          if (stream) move_runs(side, keep.row(r), cpu::stream_forward);
+          else compact_slots(side, keep.row(r));
       }
+      if (stream) cpu::flush_streams();
     });
   });
 }
