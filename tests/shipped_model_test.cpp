@@ -47,7 +47,9 @@ double accuracy(Decoder& decoder, const std::string& task, const std::string& po
     request.forced.assign(sample.ids.begin() + sample.prompt_length, sample.ids.end());
     request.new_tokens = static_cast<std::int32_t>(request.forced.size());
     const GenerationRun run = generate(decoder, policy_for(policy, sample), {request});
-    if (policy != "full") EXPECT_GT(run.totals.events, 5) << "nothing was cut, so nothing was shown";
+    if (policy != "full") {
+      EXPECT_GT(run.totals.events, 5) << "nothing was cut, so nothing was shown";
+    }
     for (std::size_t s = 0; s < request.forced.size(); ++s) {
       const std::size_t i = static_cast<std::size_t>(sample.prompt_length) + s;
       if (sample.target[i] != kLookUp) continue;
