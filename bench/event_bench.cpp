@@ -133,15 +133,16 @@ void Event(benchmark::State& state, const Shape& shape, ScalarType dtype, bool p
     Keeper keeper = subject.ready();
     const Plan plan = keeper.plan(subject.view_);
     const Evidence evidence{subject.spec_, plan.table};
+    const Limits limits = even_limits(plan.table, kAfter, 4, 32);
     WindowAttention seen;
     window_part.push_back(milliseconds([&] {
-      seen = window_attention(evidence, row_windows(evidence, window, kAfter, false), {.usage = true, .newest = true});
+      seen = window_attention(evidence, row_windows(evidence, limits, window, false), {.usage = true, .newest = true});
     }));
     Decision decision;
-    scoring.push_back(milliseconds([&] { decision.scores = Tova().score(evidence, seen); }));
+    scoring.push_back(milliseconds([&] { decision.scores = Tova().score(evidence, limits, seen); }));
     MassSegmentedOptions options;
     if (paper) options = {.window = 128, .segment_mass = 0.1, .min_segment = 16, .max_segment = 256, .min_quota = 1, .credit_decay = 0.9, .credit_mix = 0.9};
-    allot.push_back(milliseconds([&] { MassSegmented(options).allot(evidence, {.budget = kAfter}, seen, decision); }));
+    allot.push_back(milliseconds([&] { MassSegmented(options).allot(evidence, limits, seen, decision); }));
     moving.push_back(milliseconds([&] { compact(plan.table, *decision.keep); }));
     copying.push_back(milliseconds([&] { Subject::copy(bytes, from, to); }));
   }

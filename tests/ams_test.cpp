@@ -147,7 +147,7 @@ TEST(Selection, OfTheWorkedExample) {
   const auto mass = mass_of(kHistory, 4);
   std::vector<std::uint64_t> keys;
   std::vector<std::int32_t> slots(12);
-  select_official(kScores, segments(mass, Variant::official), std::vector<std::int32_t>{2, 3, 2, 2, 3}, protect(24, 12, 1, 2, Variant::official), false, keys, slots);
+  select_official(kScores, segments(mass, Variant::official), std::vector<std::int32_t>{2, 3, 2, 2, 3}, protect(24, 12, 1, 2, Variant::official), Padding{}, keys, slots);
   EXPECT_EQ(slots, (std::vector<std::int32_t>{0, 1, 3, 4, 7, 11, 12, 17, 19, 21, 22, 23}));
   select_in_segments(kScores, segments(mass, Variant::strict), std::vector<std::int32_t>{3, 2, 2, 3, 2}, protect(24, 12, 1, 2, Variant::strict), keys, slots);
   EXPECT_EQ(slots, (std::vector<std::int32_t>{0, 1, 2, 3, 4, 11, 12, 19, 20, 21, 22, 23}));

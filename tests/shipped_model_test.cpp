@@ -18,7 +18,7 @@ class Needed final : public Scorer {
  public:
   explicit Needed(std::vector<std::int32_t> positions) : positions_(std::move(positions)) {}
   [[nodiscard]] std::string_view name() const override { return "needed"; }
-  [[nodiscard]] Scores score(const Evidence& evidence, WindowAttention&) const override {
+  [[nodiscard]] Scores score(const Evidence& evidence, const Limits&, WindowAttention&) const override {
     Scores scores{at::empty({evidence.table.slots}, at::TensorOptions().dtype(kFloat32))};
     for (const Row& row : evidence.table.rows)
       for (std::int32_t t = 0; t < row.length; ++t) {
@@ -34,7 +34,8 @@ class Needed final : public Scorer {
 
 std::unique_ptr<KVPolicy> policy_for(const std::string& text, const TaskSample& sample) {
   if (text != "needed") return make_policy(text);
-  return std::make_unique<Evict>("needed", std::make_unique<Needed>(sample.needed), std::make_unique<Flat>(), Retention{.budget = 160, .sink = 4, .recent = 16}, 32, "{}");
+  return std::make_unique<Evict>("needed", std::make_unique<Needed>(sample.needed), std::make_unique<Flat>(), 
+                                 Retention{.trigger = {.budget = {.slots = 160}, .interval = 32}, .sink = 4, .recent = 16}, "{}");
 }
 
 /// Share of look-ups answered, teacher-forced, over a few samples of one task.

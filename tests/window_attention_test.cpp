@@ -15,6 +15,13 @@
 namespace kvkeep {
 namespace {
 
+Limits every_row_due(const RowTable& table, std::int32_t budget) {
+  Limits limits = even_limits(table, budget);
+  for (RowLimit& row : limits.rows) row.due = true;
+  return limits;
+}
+
+
 /// One layer, one sequence, positions 0..T-1, window queries at the last positions.
 struct Case {
   ModelSpec spec;
@@ -65,7 +72,7 @@ WindowAttention run(const Case& c, QueryBasis basis) {
                              .begin = 0,
                              .count = c.window};
   const Evidence evidence{c.spec, table, basis};
-  return window_attention(evidence, row_windows(evidence, c.window, c.length, false), {.usage = true, .newest = true});
+  return window_attention(evidence, row_windows(evidence, every_row_due(table, c.length), c.window, false), {.usage = true, .newest = true});
 }
 
 void expect_as_in_plain_loops(const Case& c, const WindowAttention& got) {
@@ -182,11 +189,12 @@ TEST(Allocator, LeavesTheCallersScoresAlone) {  // B18
   options.max_segment = 16;
   const oracle::RandomCase c = oracle::random_case(4, options, 200);
   const testing::OracleCache cache({c.sequence});
-  WindowAttention seen = window_attention(cache.evidence(), row_windows(cache.evidence(), 32, 20, false), {.usage = true, .newest = true});
+  const Limits limits = even_limits(cache.table(), 20, 4, 32);
+  WindowAttention seen = window_attention(cache.evidence(), row_windows(cache.evidence(), limits, 32, false), {.usage = true, .newest = true});
   Decision decision;
-  decision.scores = Tova().score(cache.evidence(), seen);
+  decision.scores = Tova().score(cache.evidence(), limits, seen);
   const Tensor before = decision.scores.data.clone();
-  MassSegmented({.min_segment = 4, .max_segment = 16}).allot(cache.evidence(), {.budget = 20}, seen, decision);
+  MassSegmented({.min_segment = 4, .max_segment = 16}).allot(cache.evidence(), limits, seen, decision);
   EXPECT_TRUE(decision.scores.data.equal(before));
 }
 

@@ -153,7 +153,7 @@ Outcome decode(const Options& o, const PolicyText& policy_text, const PromptOpti
   outcome.done = std::move(run.completions.front());
   outcome.pace = run.pace;
   if (outcome.done.events.empty() && !trigger.never && !o.output.quiet)
-    note(text("note: no event came; the policy is due at budget + interval = ", trigger.due_length(), " slots"));
+    note("note: no event came; the policy is due at budget + interval slots, and the run did not get there");
   return outcome;
 }
 

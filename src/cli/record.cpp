@@ -51,7 +51,9 @@ trace::Result event_of(const Options& o, lm::Decoder& decoder, const PromptOptio
             request.new_tokens - 1);
   } else {
     const Trigger trigger = policy->trigger();
-    const std::int64_t due = trigger.never ? 1 : trigger.due_length() - static_cast<std::int64_t>(prompt.ids.size());
+    const ModelSpec& spec = decoder.spec();
+    const std::int64_t slot_bytes = (spec.key_dim + spec.value_dim) * static_cast<std::int64_t>(spec.full_layers().size()) * spec.kv_heads * static_cast<std::int64_t>(c10::elementSize(o.model.dtype()));
+    const std::int64_t due = trigger.never ? 1 : trigger.first_event(static_cast<std::int64_t>(prompt.ids.size()), slot_bytes, 1 << 20);
     require(o.step > 0 || !trigger.never, "record: policy full never decides; allowed with --event STEP, or name an evicting --policy");
     request.new_tokens = o.new_tokens > 0 ? o.new_tokens : static_cast<std::int32_t>(std::max<std::int64_t>({due, o.step, 1})) + 1;
   }

@@ -11,38 +11,41 @@
 
 namespace kvkeep {
 
-KeepSet empty_keep_set(const RowTable& table, std::int32_t budget) {
+KeepSet empty_keep_set(const RowTable& table, const Limits& limits) {
   KeepSet keep;
   keep.indptr.reserve(table.rows.size() + 1);
   keep.indptr.push_back(0);
-  for (const Row& row : table.rows) keep.indptr.push_back(keep.indptr.back() + std::min(row.length, budget));
+  for (std::size_t r = 0; r < table.rows.size(); ++r)
+    keep.indptr.push_back(keep.indptr.back() + (limits.rows[r].due ? std::min(table.rows[r].length, limits.rows[r].budget) : table.rows[r].length));
   keep.slots = at::empty({keep.indptr.back()}, at::TensorOptions().dtype(kInt32));
   return keep;
 }
 
 KeepSet keep_everything(const RowTable& table) {
-  KeepSet keep = empty_keep_set(table, INT32_MAX);
+  KeepSet keep = empty_keep_set(table, {.rows = std::vector<RowLimit>(table.rows.size())});
   for (std::size_t r = 0; r < table.rows.size(); ++r) std::iota(keep.slots.data_ptr<std::int32_t>() + keep.indptr[r], keep.slots.data_ptr<std::int32_t>() + keep.indptr[r + 1], 0);
   return keep;
 }
 
-void Flat::allot(const Evidence& evidence, const Retention& retention, WindowAttention&, Decision& decision) const {
+void Flat::allot(const Evidence& evidence, const Limits& limits, WindowAttention&, Decision& decision) const {
   dispatch("flat", evidence.table.device, [&] {
     const RowTable& table = evidence.table;
-    decision.keep = empty_keep_set(table, retention.budget);
+    decision.keep = empty_keep_set(table, limits);
     const float* scores = decision.scores.data.data_ptr<float>();
     auto* slots = decision.keep->slots.data_ptr<std::int32_t>();
     at::parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
       std::vector<std::uint64_t> keys;
       for (std::int64_t r = begin; r < end; ++r) {
         const Row& row = table.rows[static_cast<std::size_t>(r)];
-        const std::span kept{slots + decision.keep->indptr[static_cast<std::size_t>(r)], static_cast<std::size_t>(std::min(row.length, retention.budget))};
-        if (row.length <= retention.budget) {
+        const RowLimit& limit = limits.rows[static_cast<std::size_t>(r)];
+        const std::span kept{slots + decision.keep->indptr[static_cast<std::size_t>(r)], static_cast<std::size_t>(decision.keep->count(static_cast<std::size_t>(r)))};
+        if (!limit.due) {
           std::iota(kept.begin(), kept.end(), 0);
           continue;
         }
-        const std::int32_t recent = std::max(retention.recent, retention.newest_ranks_first ? 1 : 0);  // over a whole row, ranking first is staying
-        const Protected guarded = protect(row.length, retention.budget, retention.sink, recent, retention.variant);
+        Protected guarded = limit.guarded;
+        if (limits.variant == Variant::official)  // over a whole row, ranking first is staying
+          guarded = protect(row.length, limit.budget, std::max(guarded.sinks, limits.padding.oldest), std::max(guarded.recents, limits.padding.newest), limits.variant);
         select({scores + row.first, static_cast<std::size_t>(row.length)}, guarded, keys, kept);
       }
     });

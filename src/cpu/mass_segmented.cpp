@@ -103,15 +103,15 @@ std::int32_t covered(double coverage, std::int32_t budget, Protected guarded) {
 
 }  // namespace
 
-void MassSegmented::allot(const Evidence& evidence, const Retention& retention, WindowAttention& seen, Decision& decision) const {
+void MassSegmented::allot(const Evidence& evidence, const Limits& limits, WindowAttention& seen, Decision& decision) const {
   dispatch("mass_segmented", evidence.table.device, [&] {
     const RowTable& table = evidence.table;
     const auto count = static_cast<std::int64_t>(table.rows.size());
     const std::int32_t heads = evidence.spec.kv_heads;
     const auto f32 = at::TensorOptions().dtype(kFloat32);
-    const bool official = retention.variant == Variant::official;
+    const bool official = limits.variant == Variant::official;
 
-    decision.keep = empty_keep_set(table, retention.budget);
+    decision.keep = empty_keep_set(table, limits);
     decision.allotment.emplace();
     Allotment& allotment = *decision.allotment;
     allotment.mass.data = std::exchange(seen.usage, Tensor());
@@ -131,7 +131,7 @@ void MassSegmented::allot(const Evidence& evidence, const Retention& retention, 
       std::vector<float> scratch;
       for (std::int64_t r = begin; r < end; ++r) {
         const Row& row = table.rows[static_cast<std::size_t>(r)];
-        if (row.length <= retention.budget) continue;
+        if (!limits.rows[static_cast<std::size_t>(r)].due) continue;
         scratch.resize(static_cast<std::size_t>(row.length));
         tops[static_cast<std::size_t>(r)] = pool_history(options_, mass + row.first, seen.windows[static_cast<std::size_t>(r)].history, scratch);
       }
@@ -148,8 +148,9 @@ void MassSegmented::allot(const Evidence& evidence, const Retention& retention, 
         const auto r = static_cast<std::size_t>(n);
         const Row& row = table.rows[r];
         float *row_mass = mass + row.first, *row_used = used + row.first, *row_credit = credit == nullptr ? nullptr : credit + row.first;
-        const std::span kept{slots + decision.keep->indptr[r], static_cast<std::size_t>(std::min(row.length, retention.budget))};
-        if (row.length <= retention.budget) {
+        const RowLimit& limit = limits.rows[r];
+        const std::span kept{slots + decision.keep->indptr[r], static_cast<std::size_t>(decision.keep->count(r))};
+        if (!limit.due) {
           std::iota(kept.begin(), kept.end(), 0);
           std::fill_n(row_mass, row.length, 0.0F);
           std::fill_n(row_used, row.length, 0.0F);
@@ -165,15 +166,15 @@ void MassSegmented::allot(const Evidence& evidence, const Retention& retention, 
           fill_suffix(options_.suffix_fill, row, table.groups[static_cast<std::size_t>(n / heads)].queries, seen.windows[r].history, tops[r], row_mass);
         weigh(options_, row, row_mass, scratch, row_credit, row_used);
 
-        const Protected guarded = protect(row.length, retention.budget, retention.sink, retention.recent, retention.variant);
-        const std::int32_t share = official ? retention.budget : covered(options_.coverage, retention.budget, guarded);
-        const std::int32_t segments = divide(options_, retention.variant, row_used, row.length, share, guarded, scratch);
+        const Protected guarded = limit.guarded;
+        const std::int32_t share = official ? limit.budget : covered(options_.coverage, limit.budget, guarded);
+        const std::int32_t segments = divide(options_, limits.variant, row_used, row.length, share, guarded, scratch);
         allotment.ends[r].assign(scratch.ends.begin(), scratch.ends.begin() + segments);
         for (const Share& s : scratch.shares) allotment.quotas[r].push_back(s.quota);
 
         const std::span row_scores{scores + row.first, static_cast<std::size_t>(row.length)};
         if (official) {
-          select_official(row_scores, allotment.ends[r], allotment.quotas[r], guarded, retention.newest_ranks_first, scratch.keys, kept);
+          select_official(row_scores, allotment.ends[r], allotment.quotas[r], guarded, limits.padding, scratch.keys, kept);
         } else {
           select_in_segments(row_scores, allotment.ends[r], allotment.quotas[r], guarded, scratch.keys, kept.first(static_cast<std::size_t>(share)));
           select_rest(row_scores, share, scratch.keys, kept);

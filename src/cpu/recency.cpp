@@ -8,7 +8,7 @@
 
 namespace kvkeep {
 
-Scores Recency::score(const Evidence& evidence, WindowAttention&) const {
+Scores Recency::score(const Evidence& evidence, const Limits&, WindowAttention&) const {
   return dispatch("recency", evidence.table.device, [&] {
     Scores scores{at::empty({evidence.table.slots}, at::TensorOptions().dtype(kFloat32))};
     float* out = scores.data.data_ptr<float>();

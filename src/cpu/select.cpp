@@ -40,10 +40,11 @@ void select_in_segments(std::span<const float> scores, std::span<const std::int3
 }
 
 void select_official(std::span<const float> scores, std::span<const std::int32_t> ends, std::span<const std::int32_t> quotas, Protected guarded,
-                     bool newest_first, std::vector<std::uint64_t>& keys, std::span<std::int32_t> slots) {
+                     Padding padding, std::vector<std::uint64_t>& keys, std::span<std::int32_t> slots) {
   const auto length = static_cast<std::int32_t>(scores.size());
+  constexpr std::uint64_t kFirst = std::uint64_t{0xFFFFFFFF} << 32;  // above every score's key
   const auto key_of = [&](std::int32_t t) {
-    return newest_first && t == length - 1 ? ~std::uint64_t{0} : rank_key(scores[static_cast<std::size_t>(t)], t);
+    return padding.holds(t, length) ? kFirst | static_cast<std::uint32_t>(t) : rank_key(scores[static_cast<std::size_t>(t)], t);
   };
   std::vector<std::uint64_t> candidates;
   std::int32_t start = 0;
@@ -53,7 +54,7 @@ void select_official(std::span<const float> scores, std::span<const std::int32_t
     largest_first(keys, static_cast<std::size_t>(quotas[i]));
     for (std::int32_t n = 0; n < quotas[i]; ++n) {
       const std::uint64_t key = keys[static_cast<std::size_t>(n)];
-      const std::int32_t slot = key == ~std::uint64_t{0} ? length - 1 : slot_of(key);
+      const std::int32_t slot = slot_of(key);
       if (!guarded.holds(slot, length)) candidates.push_back(key);
     }
   }
@@ -61,7 +62,7 @@ void select_official(std::span<const float> scores, std::span<const std::int32_t
   largest_first(candidates, wanted);
   std::size_t out = 0;
   for (std::int32_t t = 0; t < guarded.sinks; ++t) slots[out++] = t;
-  for (std::size_t n = 0; n < wanted; ++n) slots[out++] = candidates[n] == ~std::uint64_t{0} ? length - 1 : slot_of(candidates[n]);
+  for (std::size_t n = 0; n < wanted; ++n) slots[out++] = slot_of(candidates[n]);
   for (std::int32_t t = length - guarded.recents; t < length; ++t) slots[out++] = t;
   std::sort(slots.begin(), slots.end());
 }

@@ -9,7 +9,7 @@
 
 namespace kvkeep {
 
-Scores Tova::score(const Evidence& evidence, WindowAttention& seen) const {
+Scores Tova::score(const Evidence& evidence, const Limits&, WindowAttention& seen) const {
   return dispatch("tova", evidence.table.device, [&] {
     Scores scores{std::exchange(seen.newest, Tensor())};
     float* g = scores.data.data_ptr<float>();

@@ -195,15 +195,15 @@ class RowReduction {
 
 }  // namespace
 
-std::vector<RowWindow> row_windows(const Evidence& evidence, std::int32_t window, std::int32_t budget, bool official) {
+std::vector<RowWindow> row_windows(const Evidence& evidence, const Limits& limits, std::int32_t window, bool official) {
   std::vector<RowWindow> windows(evidence.table.rows.size());
   for (const RowGroup& group : evidence.table.groups) {
     const std::int32_t seen = group.queries.count;
     for (std::int32_t h = 0; h < evidence.spec.kv_heads; ++h) {
       const auto r = static_cast<std::size_t>(group.first_row + h);
       const Row& row = evidence.table.rows[r];
-      const std::int32_t fits = std::min({window, official ? seen - 1 : seen, row.length - 1, budget});
-      if (seen == 0 || row.length == 0 || (fits < 1 && !official)) {
+      const std::int32_t fits = std::min({window, official ? seen - 1 : seen, row.length - 1, limits.rows[r].budget});
+      if (!limits.rows[r].due || seen == 0 || row.length == 0 || (fits < 1 && !official)) {
         windows[r] = {0, row.length};
       } else if (official) {
         const std::int32_t queries = std::max(1, fits);

@@ -109,6 +109,12 @@ std::vector<LayerCache> Decoder::make_cache(std::int64_t sequences, std::int64_t
   return cache;
 }
 
+std::vector<Tensor> Decoder::output_projections() const {
+  std::vector<Tensor> all;
+  for (const LayerWeights& layer : weights_.layers) all.push_back(layer.o.weight);
+  return all;
+}
+
 std::int64_t Decoder::bytes_per_step() const {
   std::size_t bytes = weights_.output.nbytes();
   for (const LayerWeights& layer : weights_.layers)

@@ -24,11 +24,12 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 std::int64_t slots_needed(const ModelSpec& spec, const Trigger& trigger, const Request& request) {
   const auto prompt = static_cast<std::int64_t>(request.prompt.size());
   const std::int64_t all = prompt + request.new_tokens - 1;
-  if (!cuts_every_layer(spec)) return all;  // sliding layers are never cut
-  return std::min(all, std::max(prompt + 1, trigger.due_length()));
+  const bool bounded = trigger.kind == Trigger::Kind::slack && trigger.budget.unit == Budget::Unit::slots && trigger.prefill != Trigger::Prefill::only && !trigger.ragged;
+  if (!cuts_every_layer(spec) || trigger.never || !bounded) return all;  // sliding layers are never cut
+  return std::min(all, std::max(prompt + 1, trigger.budget.resolve(all, prompt, 0) + std::int64_t{trigger.interval}));
 }
 
-// The tokens of one step. Sequences that decode stand before those that prefill, so that a view of the front is what the policy may cut.
+// The tokens of one step. Sequences that decode stand before those that prefill.
 struct Generator::Batch {
   std::vector<SequenceId> ids;
   std::vector<std::int32_t> tokens, indptr{0}, positions, places;
@@ -42,7 +43,7 @@ struct Generator::Batch {
 Generator::Generator(Decoder& decoder, std::unique_ptr<KVPolicy> policy, GeneratorOptions options)
     : decoder_(decoder),
       options_(std::move(options)),
-      keeper_(decoder.spec(), std::move(policy)),
+      keeper_(decoder.spec(), std::move(policy), {.output_projections = decoder.output_projections()}),
       cache_(decoder.make_cache(options_.places, options_.capacity, options_.cache_dtype)) {
   free_places_.resize(static_cast<std::size_t>(options_.places));
   std::iota(free_places_.rbegin(), free_places_.rend(), 0);
@@ -70,7 +71,7 @@ SequenceId Generator::join(Request request) {
   check(request);
   require<StateError>(has_place(), "generate: every place of the cache is taken; allowed ", options_.places, " sequences at once");
   const SequenceId id = next_++;
-  keeper_.join(id);
+  keeper_.join(id, 0, static_cast<std::int32_t>(request.prompt.size()));
   Sequence sequence{.request = std::move(request), .place = free_places_.back()};
   sequence.lengths.assign(static_cast<std::size_t>(keeper_.spec().num_layers() * keeper_.spec().kv_heads), 0);
   free_places_.pop_back();
@@ -167,15 +168,14 @@ void Generator::predict(const Batch& batch, const Tensor& logits) {
 }
 
 void Generator::decide(Batch& batch) {
-  if (batch.decoding == 0) return;
   const std::size_t rows = sequences_.at(batch.ids.front()).lengths.size();
-  const auto lengths = std::span(batch.lengths).first(batch.decoding * rows);
-  for (std::int32_t& length : lengths) ++length;
+  const std::span lengths{batch.lengths};
+  for (std::size_t i = 0; i < lengths.size(); ++i) lengths[i] += batch.tokens_of(i / rows);
   CacheView view{.layers = {cache_.begin(), cache_.end()},
-                 .sequences = std::span(batch.ids).first(batch.decoding),
+                 .sequences = batch.ids,
                  .lengths = {lengths, static_cast<std::int32_t>(rows)},
-                 .places = std::span(batch.places).first(batch.decoding)};
-  if (options_.hooks.before_decision) options_.hooks.before_decision({keeper_, view, std::span(batch.steps).first(batch.decoding)});
+                 .places = batch.places};
+  if (options_.hooks.before_decision) options_.hooks.before_decision({keeper_, view, batch.steps});
   const Report report = keeper_.step(view);
   for (const Cut& cut : report.cuts) {
     const auto i = static_cast<std::size_t>(std::find(batch.ids.begin(), batch.ids.end(), cut.sequence) - batch.ids.begin());

@@ -46,12 +46,11 @@ Tensor queries_of(const QueryView& view, std::int32_t heads, std::int32_t dim) {
 // Follows one sequence and takes its picture before the decision that was asked for.
 class EventRecorder {
  public:
-  EventRecorder(const ModelSpec& spec, std::int32_t queries, std::optional<std::int32_t> step, Trigger trigger)
+  EventRecorder(const ModelSpec& spec, std::int32_t queries, std::optional<std::int32_t> step)
       : spec_(spec),
         full_layers_(spec.full_layers()),
         ring_(static_cast<std::int32_t>(full_layers_.size()), queries, spec.query_heads, spec.key_dim),
-        step_(step),
-        trigger_(trigger) {}
+        step_(step) {}
 
   void see(const LayerSight& sight) {
     const auto found = std::find(full_layers_.begin(), full_layers_.end(), sight.layer);
@@ -65,8 +64,7 @@ class EventRecorder {
   }
 
   void before(const DecisionSight& sight) {
-    const bool due = trigger_.due(sight.view.lengths.at(0, full_layers_.front() * spec_.kv_heads));
-    if (taken() || (step_ ? sight.steps[0] != *step_ : !due)) return;
+    if (taken() || (step_ ? sight.steps[0] != *step_ : sight.keeper.plan(sight.view).cuts.empty())) return;
     const SequenceId id = sight.view.sequences[0];
     for (const std::int32_t layer : full_layers_) take(layer, sight, id);
     const QueryView view = ring_.view(0);
@@ -118,7 +116,6 @@ class EventRecorder {
   std::vector<std::int32_t> full_layers_;
   QueryRing ring_;
   std::optional<std::int32_t> step_;
-  Trigger trigger_;
   Result result_;
 };
 
@@ -156,7 +153,7 @@ Result record_event(Decoder& decoder, std::unique_ptr<KVPolicy> policy, Request 
   require(options.queries >= 1, "record: ", options.queries, " queries are to be kept; allowed 1 or more");
   if (options.step) request.new_tokens = std::max(request.new_tokens, *options.step + 1);
   const Trigger trigger = policy->trigger();
-  EventRecorder recorder(decoder.spec(), std::max(options.queries, policy->needs().queries), options.step, trigger);
+  EventRecorder recorder(decoder.spec(), std::max(options.queries, policy->needs().queries), options.step);
   GeneratorOptions generator_options{.capacity = slots_needed(decoder.spec(), trigger, request), .cache_dtype = options.cache_dtype};
   generator_options.hooks.on_layer = [&](const LayerSight& sight) { recorder.see(sight); };
   generator_options.hooks.before_decision = [&](const DecisionSight& sight) { recorder.before(sight); };
@@ -168,7 +165,7 @@ Result record_event(Decoder& decoder, std::unique_ptr<KVPolicy> policy, Request 
   require(recorder.taken(), "record: the run of ", steps, " decode steps has no event",
           options.step
               ? text(" step ", *options.step)
-              : text(" (the policy is due at ", trigger.never ? std::string("no length") : std::to_string(trigger.due_length()), " slots)"),
+              : std::string(trigger.never ? " (the policy never cuts)" : " (the policy was not due in it)"),
           "; allowed an --event STEP within the run, or more new tokens");
   return recorder.result();
 }

@@ -6,35 +6,107 @@
 #include "kvkeep/score/window_attention.h"
 
 namespace kvkeep {
+namespace {
 
-Evict::Evict(std::string name, std::unique_ptr<Scorer> scorer, std::unique_ptr<Allocator> allocator, Retention retention, std::int32_t interval, std::string json)
-    : name_(std::move(name)), scorer_(std::move(scorer)), allocator_(std::move(allocator)), retention_(retention), interval_(interval), json_(std::move(json)) {
-  if (retention_.variant == Variant::official) retention_.newest_ranks_first = scorer_->keeps_newest() > 0;
-  else retention_.recent = std::max(retention_.recent, scorer_->keeps_newest());
+/// Gives rows that share one selection the same scores, in place. Rows lie in the order layer, sequence, head; a sequence's rows are equally long.
+void share_scores(const Evidence& evidence, const Limits& limits, Sharing share, float* g) {
+  const RowTable& table = evidence.table;
+  const auto heads = static_cast<std::size_t>(evidence.spec.kv_heads);
+  const std::size_t sequences = [&] {
+    std::size_t n = 0;
+    while (n < table.groups.size() && table.groups[n].layer == table.groups.front().layer) ++n;
+    return n;
+  }();
+  const std::size_t stride = sequences * heads, layers = table.rows.size() / std::max<std::size_t>(stride, 1);
+  const auto each_sharing_row = [&](std::size_t sequence, std::size_t head, auto&& body) {
+    for (std::size_t l = 0; l < layers; ++l)
+      for (std::size_t h = share == Sharing::all ? 0 : head; h < (share == Sharing::all ? heads : head + 1); ++h) body(l * stride + sequence * heads + h);
+  };
+  for (std::size_t s = 0; s < sequences; ++s)
+    for (std::size_t head = 0; head < (share == Sharing::all ? 1 : heads); ++head) {
+      const std::size_t first = s * heads + head;
+      const Row& row = table.rows[first];
+      if (!limits.rows[first].due) continue;
+      float* shared = g + row.first;
+      each_sharing_row(s, head, [&](std::size_t r) {
+        const Row& other = table.rows[r];
+        require<Unsupported>(other.length == row.length, "share: rows that share one selection hold ", row.length, " and ", other.length,
+                             " slots (layer ", other.layer, ", head ", other.head, "); allowed rows of one length");
+        if (r == first) return;
+        const float* from = g + other.first;
+        if (share == Sharing::all) std::transform(from, from + row.length, shared, shared, [](float a, float b) { return a > b || b != b ? a : b; });
+        else std::transform(from, from + row.length, shared, shared, [](float a, float b) { return a + b; });
+      });
+      if (share == Sharing::per_head) std::transform(shared, shared + row.length, shared, [layers](float x) { return x / static_cast<float>(layers); });
+      each_sharing_row(s, head, [&](std::size_t r) {
+        if (r != first) std::copy_n(shared, row.length, g + table.rows[r].first);
+      });
+    }
+}
+
+}  // namespace
+
+Evict::Evict(std::string name, std::unique_ptr<Scorer> scorer, std::unique_ptr<Allocator> allocator, Retention retention, std::string json)
+    : name_(std::move(name)), scorer_(std::move(scorer)), allocator_(std::move(allocator)), retention_(retention), json_(std::move(json)) {
+  if (retention_.variant == Variant::strict) retention_.recent = std::max(retention_.recent, scorer_->keeps_newest());
+  Budget& budget = retention_.trigger.budget;
+  budget.least = std::max(budget.least, retention_.sink + 1);
+  if (retention_.protect_prompt) budget.beyond_prompt = std::max(retention_.recent, 1);
+  retention_.trigger.ragged = allocator_->ragged();
 }
 
 Needs Evict::needs() const {
   Needs needs = scorer_->needs();
   // The published window leaves out one query that was seen.
   if (allocator_->window() > 0) needs.queries = std::max(needs.queries, allocator_->window() + (retention_.variant == Variant::official ? 1 : 0));
+  const Needs own = allocator_->needs();
+  needs.queries = std::max(needs.queries, own.queries);
+  needs.keys = needs.keys || own.keys;
+  needs.values = needs.values || own.values;
+  needs.output_projection = needs.output_projection || own.output_projection;
   return needs;
 }
 
+Limits Evict::limits(const Evidence& evidence) const {
+  const RowTable& table = evidence.table;
+  const auto heads = static_cast<std::size_t>(evidence.spec.kv_heads);
+  Limits limits{retention_.variant, retention_.variant == Variant::official ? scorer_->padding() : Padding{}, std::vector<RowLimit>(table.rows.size())};
+  for (const RowGroup& group : table.groups) {
+    const Row& first = table.rows[static_cast<std::size_t>(group.first_row)];
+    const std::int64_t slot_bytes = (first.keys.width + first.values.width) * static_cast<std::int64_t>(heads * evidence.spec.full_layers().size());
+    const std::int32_t budget = retention_.trigger.budget.resolve(group.next_position, group.prompt, slot_bytes);
+    for (std::size_t h = 0; h < heads; ++h) {
+      const std::size_t r = static_cast<std::size_t>(group.first_row) + h;
+      limits.rows[r] = {budget, table.rows[r].length > budget, {}};
+    }
+  }
+  allocator_->spread(evidence, retention_.sink + scorer_->keeps_newest(), limits.rows);
+  for (std::size_t r = 0; r < table.rows.size(); ++r) {
+    const Row& row = table.rows[r];
+    std::int32_t sink = retention_.sink;
+    if (retention_.protect_prompt) {
+      const std::int32_t prompt = table.groups[r / heads].prompt;
+      sink = std::max(sink, static_cast<std::int32_t>(std::lower_bound(row.positions, row.positions + row.length, prompt) - row.positions));
+    }
+    limits.rows[r].guarded = protect(row.length, limits.rows[r].budget, sink, retention_.recent, retention_.variant);
+  }
+  return limits;
+}
+
 Decision Evict::decide(const Evidence& evidence) const {
+  const Limits limits = this->limits(evidence);
   WindowNeeds shared = scorer_->shares();
   shared.usage = allocator_->window() > 0;
   WindowAttention seen;
-  if (shared.usage || shared.newest) {
-    std::vector<RowWindow> windows =
-        row_windows(evidence, std::max(allocator_->window(), 1), retention_.budget, retention_.variant == Variant::official);
-    for (std::size_t r = 0; r < windows.size(); ++r)
-      if (evidence.table.rows[r].length <= retention_.budget) windows[r].queries = 0;  // keeps everything, so nothing needs to be known
-    seen = window_attention(evidence, std::move(windows), shared);
-  }
+  if (shared.usage || shared.newest)
+    seen = window_attention(evidence, row_windows(evidence, limits, std::max(allocator_->window(), 1), retention_.variant == Variant::official), shared);
   Decision decision;
   decision.reason = Reason::over_budget;
-  decision.scores = scorer_->score(evidence, seen);
-  allocator_->allot(evidence, retention_, seen, decision);
+  decision.scores = scorer_->score(evidence, limits, seen);
+  decision.scores_travel = scorer_->accumulates();
+  decision.share = retention_.share;
+  if (retention_.share != Sharing::per_layer_per_head) share_scores(evidence, limits, retention_.share, decision.scores.data.data_ptr<float>());
+  allocator_->allot(evidence, limits, seen, decision);
   return decision;
 }
 

@@ -11,7 +11,7 @@ std::string shown(double value) {
   return number.dump();
 }
 
-std::string bound(std::int64_t most) { return most == INT32_MAX ? "" : std::to_string(most); }
+std::string bound(std::int64_t most) { return most >= INT32_MAX ? "" : std::to_string(most); }
 
 }  // namespace
 
@@ -42,32 +42,75 @@ void Fields::put(const char* name, const nlohmann::ordered_json& value) {
   else resolved_[scope_][name] = value;
 }
 
-void Fields::integer(const char* name, std::int32_t& value, std::int64_t least, std::int64_t most, const char* what, Aliases aliases, bool required) {
+bool Fields::integer(const char* name, std::int64_t& value, std::int64_t least, std::int64_t most, const char* what, Aliases aliases, const char* fallback) {
   const std::string allowed = bound(most).empty() ? "an integer, " + std::to_string(least) + " or more" : "an integer from " + std::to_string(least) + " to " + bound(most);
-  if (listing()) return listed_.push_back({full_name(name), required ? "required" : std::to_string(value), allowed, what});
+  if (listing()) {
+    listed_.push_back({full_name(name), fallback != nullptr ? fallback : std::to_string(value), allowed, what});
+    return false;
+  }
   const nlohmann::json* given = find(name, aliases);
   if (given == nullptr) {
-    require(!required, "policy: ", full_name(name), " is missing; allowed ", allowed);
-    return put(name, value);
+    if (fallback == nullptr) put(name, value);
+    return false;
   }
-  if (!given->is_number_integer() || (given->is_number_unsigned() && given->get<std::uint64_t>() > INT32_MAX)) bad(name, *given, allowed);
+  if (!given->is_number_integer() || (given->is_number_unsigned() && given->get<std::uint64_t>() > INT64_MAX)) bad(name, *given, allowed);
   const auto number = given->get<std::int64_t>();
   if (number < least || number > most) bad(name, *given, allowed);
-  value = static_cast<std::int32_t>(number);
+  value = number;
   put(name, value);
+  return true;
 }
 
-void Fields::real(const char* name, double& value, double low, bool low_open, double high, bool high_open, const char* what) {
+bool Fields::integer(const char* name, std::int32_t& value, std::int64_t least, std::int64_t most, const char* what, Aliases aliases, const char* fallback) {
+  std::int64_t wide = value;
+  const bool given = integer(name, wide, least, std::min<std::int64_t>(most, INT32_MAX), what, aliases, fallback);
+  value = static_cast<std::int32_t>(wide);
+  return given;
+}
+
+bool Fields::real(const char* name, double& value, double low, bool low_open, double high, bool high_open, const char* what, Aliases aliases, const char* fallback) {
   const std::string allowed = text("a number in ", low_open ? "(" : "[", shown(low), ", ", shown(high), high_open ? ")" : "]");
-  if (listing()) return listed_.push_back({full_name(name), shown(value), allowed, what});
-  const nlohmann::json* given = find(name, {});
-  if (given == nullptr) return put(name, value);
+  if (listing()) {
+    listed_.push_back({full_name(name), fallback != nullptr ? fallback : shown(value), allowed, what});
+    return false;
+  }
+  const nlohmann::json* given = find(name, aliases);
+  if (given == nullptr) {
+    if (fallback == nullptr) put(name, value);
+    return false;
+  }
   if (!given->is_number()) bad(name, *given, allowed);
   const auto number = given->get<double>();
   const bool inside = (low_open ? number > low : number >= low) && (high_open ? number < high : number <= high);
   if (!inside || !std::isfinite(number)) bad(name, *given, allowed);
   value = number;
   put(name, value);
+  return true;
+}
+
+void Fields::exactly_one(std::initializer_list<std::pair<const char*, bool>> given) const {
+  if (listing()) return;
+  std::string names, found;
+  int count = 0;
+  for (const auto& [name, is] : given) {
+    names += (names.empty() ? "" : ", ") + full_name(name);
+    if (is) found += (count++ > 0 ? ", " : "") + full_name(name);
+  }
+  require(count != 0, "policy: ", full_name(given.begin()->first), " is missing; allowed exactly one of ", names);
+  require(count == 1, "policy: ", found, " are given together; allowed exactly one of ", names);
+}
+
+std::filesystem::path Fields::file(const char* name, const char* what) {
+  if (listing()) {
+    listed_.push_back({full_name(name), "required", "a file, relative to the policy file", what});
+    return {};
+  }
+  const nlohmann::json* given = find(name, {});
+  require(given != nullptr, "policy: ", full_name(name), " is missing; allowed the name of a file, relative to the policy file");
+  if (!given->is_string() || given->get<std::string>().empty()) bad(name, *given, "the name of a file");
+  const std::filesystem::path path = given->get<std::string>();
+  put(name, path.is_absolute() ? path.string() : (folder_ / path).string());
+  return path.is_absolute() ? path : folder_ / path;
 }
 
 void Fields::flag(const char* name, bool& value, const char* what) {

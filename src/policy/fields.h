@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <filesystem>
 #include <initializer_list>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -18,14 +19,21 @@ namespace kvkeep {
 /// listing fills `listed()` from the defaults.
 class Fields {
  public:
-  static Fields reader(const nlohmann::json& from) { return Fields(&from); }
-  static Fields lister() { return Fields(nullptr); }
+  /// `folder`: where relative file names are taken from.
+  static Fields reader(const nlohmann::json& from, std::filesystem::path folder = {}) { return Fields(&from, std::move(folder)); }
+  static Fields lister() { return Fields(nullptr, {}); }
+  [[nodiscard]] bool listing() const { return from_ == nullptr; }
 
   using Aliases = std::initializer_list<const char*>;
 
-  void integer(const char* name, std::int32_t& value, std::int64_t least, std::int64_t most, const char* what, Aliases aliases = {}, bool required = false);
+  /// True when it was given. `fallback`, where set, stands for the default in lists; an option that is not given is then left out of `resolved()`.
+  bool integer(const char* name, std::int64_t& value, std::int64_t least, std::int64_t most, const char* what, Aliases aliases = {}, const char* fallback = nullptr);
+  bool integer(const char* name, std::int32_t& value, std::int64_t least, std::int64_t most, const char* what, Aliases aliases = {}, const char* fallback = nullptr);
   /// `low_open`, `high_open`: the bound itself is not allowed.
-  void real(const char* name, double& value, double low, bool low_open, double high, bool high_open, const char* what);
+  bool real(const char* name, double& value, double low, bool low_open, double high, bool high_open, const char* what, Aliases aliases = {},
+            const char* fallback = nullptr);
+  /// Reading only: throws unless exactly one of these options was given.
+  void exactly_one(std::initializer_list<std::pair<const char*, bool>> given) const;
   void flag(const char* name, bool& value, const char* what);
 
   template <class Choice>
@@ -46,6 +54,9 @@ class Fields {
   /// A string option of free form: what was given, or `fallback`.
   std::string word(const char* name, const std::string& fallback, const std::string& allowed, const char* what, Aliases aliases = {});
 
+  /// A file that must be named; relative to the reader's folder. Empty while listing.
+  std::filesystem::path file(const char* name, const char* what);
+
   [[noreturn]] void bad(const char* name, const nlohmann::json& given, const std::string& allowed) const;
 
   /// Options in a sub-object of this name until leave().
@@ -60,13 +71,13 @@ class Fields {
   [[nodiscard]] const std::vector<OptionInfo>& listed() const { return listed_; }
 
  private:
-  explicit Fields(const nlohmann::json* from) : from_(from) {}
-  [[nodiscard]] bool listing() const { return from_ == nullptr; }
+  Fields(const nlohmann::json* from, std::filesystem::path folder) : from_(from), folder_(std::move(folder)) {}
   [[nodiscard]] std::string full_name(const char* name) const { return scope_.empty() ? name : scope_ + "." + name; }
   const nlohmann::json* find(const char* name, Aliases aliases);
   void put(const char* name, const nlohmann::ordered_json& value);
 
   const nlohmann::json* from_;        ///< null while listing
+  std::filesystem::path folder_;
   std::string scope_;
   std::vector<std::string> taken_;    ///< full names that were asked for
   std::vector<std::string> offered_;  ///< canonical full names, for messages

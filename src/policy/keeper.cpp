@@ -39,9 +39,41 @@ void require_one_length(const RowTable& table, const KeepSet& keep, const CacheV
 
 }  // namespace
 
-Keeper::Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy) : spec_(std::move(spec)), policy_(std::move(policy)) {
+std::vector<std::string> problems(const KVPolicy& policy, const ModelSpec& spec, const Provided& provided) {
+  std::vector<std::string> found = policy.problems(spec);
+  const Needs needs = policy.needs();
+  if (needs.queries > 0 && !provided.queries)
+    found.push_back(text("queries: ", policy.name(), " reads the newest ", needs.queries, " of every full layer; the engine gives none"));
+  if (needs.queries > 0 && spec.query_heads == 0) found.push_back(text("query_heads: ", policy.name(), " reads queries; the model spec does not say how many heads they have"));
+  if (!needs.output_projection) return found;
+  const auto& given = provided.output_projections;
+  if (given.empty()) {
+    found.push_back(text("output_projections: ", policy.name(), " weighs values by W_o; the engine gives none"));
+  } else if (given.size() != spec.layers.size()) {
+    found.push_back(text("output_projections: there are ", given.size(), "; allowed one for each of ", spec.layers.size(), " layers"));
+  } else {
+    const std::int64_t width = std::int64_t{spec.query_heads} * spec.value_dim;
+    for (const std::int32_t l : spec.full_layers()) {
+      const Tensor& w = given[static_cast<std::size_t>(l)];
+      if (!w.defined() || w.dim() != 2 || w.size(1) != width || !w.is_contiguous() || !is_scorable(w.scalar_type()))
+        found.push_back(text("output_projections: that of layer ", l, w.defined() ? " does not fit" : " is missing", "; allowed a contiguous f32, f16 or bf16 [hidden, ", width, "]"));
+    }
+  }
+  return found;
+}
+
+void check(const KVPolicy& policy, const ModelSpec& spec, const Provided& provided) {
+  const std::vector<std::string> found = problems(policy, spec, provided);
+  if (found.empty()) return;
+  std::string all = text("policy ", policy.name(), " cannot run here:");
+  for (const std::string& one : found) all += "\n  " + one;
+  refuse(all);
+}
+
+Keeper::Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy, Provided provided) : spec_(std::move(spec)), policy_(std::move(policy)), provided_(std::move(provided)) {
   spec_.check();
   require(policy_ != nullptr, "Keeper: there is no policy; allowed one from make_policy()");
+  kvkeep::check(*policy_, spec_, provided_);
   needs_ = policy_->needs();
   full_layers_ = spec_.full_layers();
   require(!full_layers_.empty(), "Keeper: the model has no full-attention layer, so there is nothing to keep or drop; allowed one or more");
@@ -49,16 +81,19 @@ Keeper::Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy) : spec_(std::mo
   for (std::size_t i = 0; i < full_layers_.size(); ++i) layer_index_[static_cast<std::size_t>(full_layers_[i])] = static_cast<std::int32_t>(i);
 }
 
-void Keeper::join(SequenceId sequence, std::int32_t tokens) {
+void Keeper::join(SequenceId sequence, std::int32_t tokens, std::int32_t prompt) {
   require<StateError>(!knows(sequence), "join: sequence ", sequence, " is already here; allowed after leave(), or use reset()");
   require(tokens >= 0, "join: sequence ", sequence, " begins with ", tokens, " cached tokens; allowed 0 or more");
+  require(prompt == -1 || prompt >= tokens, "join: sequence ", sequence, " has a prompt of ", prompt, " tokens and ", tokens,
+          " of them cached; allowed at least as many as are cached, or -1 for not known");
   const auto layers = static_cast<std::int32_t>(full_layers_.size());
   Sequence fresh{Columns(layers * spec_.kv_heads), QueryRing(layers, needs_.queries, spec_.query_heads, spec_.key_dim)};
   std::vector<std::int32_t> positions(static_cast<std::size_t>(tokens));
   std::iota(positions.begin(), positions.end(), 0);
   fresh.columns.append(positions);
   fresh.prefix = fresh.next_position = tokens;
-  fresh.logical = tokens;
+  fresh.logical = fresh.asked = tokens;
+  fresh.prompt = prompt == -1 && tokens > 0 ? tokens : prompt;
   sequences_.emplace(sequence, std::move(fresh));
 }
 
@@ -172,19 +207,22 @@ Plan Keeper::plan(const CacheView& view) const {
   Plan plan;
   plan.version = version_;
   const Trigger trigger = policy_->trigger();
+  const std::int64_t rows = static_cast<std::int64_t>(full_layers_.size()) * spec_.kv_heads;
   std::vector<std::int32_t> due;
   static_cast<void>(make_rows(spec_, view, full_layers_, {}));  // a view that does not fit is refused on every step, not only at events
   for (std::size_t i = 0; i < view.sequences.size(); ++i) {
     const Sequence& s = at(view.sequences[i]);
-    bool is_due = false;
-    for (const std::int32_t l : full_layers_)
+    Occasion occasion{.rows = rows, .seen = s.logical, .prompt = s.prompt < 0 ? s.logical : s.prompt, .step = s.logical - s.asked};
+    for (const std::int32_t l : full_layers_) {
+      occasion.slot_bytes += spec_.kv_heads * slot_bytes(spec_, view.layers[static_cast<std::size_t>(l)]);
       for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
         const std::int32_t held = view.lengths.at(i, l * spec_.kv_heads + h), known = s.columns.length(row_of(l, h));
         require<StateError>(held == known, "step: sequence ", view.sequences[i], " holds ", held, " slots in layer ", l, ", head ", h, "; kvkeep has seen ", known,
                             " (observe every new token, and write an event's new lengths back)");
-        is_due = is_due || trigger.due(held);
+        occasion.slots += held;
       }
-    if (!is_due) continue;
+    }
+    if (!trigger.due(occasion)) continue;
     due.push_back(static_cast<std::int32_t>(i));
     for (const std::int32_t l : full_layers_) {
       const std::int64_t seen = s.prefix + s.ring.seen(layer_index_[static_cast<std::size_t>(l)]);
@@ -202,18 +240,29 @@ Plan Keeper::plan(const CacheView& view) const {
     row.positions = s.columns.positions(r).data();
     row.credit = s.columns.credit(r).data();
     row.credit_length = static_cast<std::int32_t>(s.columns.credit(r).size());
+    row.tally = s.columns.tally(r).data();
+    row.tally_length = static_cast<std::int32_t>(s.columns.tally(r).size());
   }
-  for (RowGroup& group : plan.table.groups)
-    group.queries = at(view.sequences[static_cast<std::size_t>(group.sequence)]).ring.view(layer_index_[static_cast<std::size_t>(group.layer)]);
-  plan.decision = policy_->decide({spec_, plan.table, basis_, Moment::step_end});
+  for (RowGroup& group : plan.table.groups) {
+    const Sequence& s = at(view.sequences[static_cast<std::size_t>(group.sequence)]);
+    group.queries = s.ring.view(layer_index_[static_cast<std::size_t>(group.layer)]);
+    group.next_position = s.next_position;
+    group.prompt = static_cast<std::int32_t>(s.prompt < 0 ? s.logical : s.prompt);
+  }
+  plan.decision = policy_->decide(
+      {.spec = spec_, .table = plan.table, .basis = basis_, .moment = Moment::step_end, .output_projections = provided_.output_projections});
 
   const KeepSet* keep = plan.decision.keep ? &*plan.decision.keep : nullptr;
   for (std::size_t r = 0; keep != nullptr && r < plan.table.rows.size(); ++r) {
     const Row& row = plan.table.rows[r];
     plan.bytes_after -= (row.length - keep->count(r)) * (row.keys.width + row.values.width);
-    if (row.layer != full_layers_.front() || row.head != 0) continue;
     const SequenceId id = view.sequences[static_cast<std::size_t>(row.sequence)];
-    plan.cuts.push_back({id, at(id).logical, row.length, static_cast<std::int32_t>(keep->count(r))});
+    const auto known = std::find_if(plan.cuts.begin(), plan.cuts.end(), [id](const Cut& c) { return c.sequence == id; });
+    Cut& cut = known != plan.cuts.end() ? *known : plan.cuts.emplace_back(Cut{.sequence = id, .logical_length = at(id).logical});
+    cut.length_before = std::max(cut.length_before, row.length);
+    cut.length_after = std::max(cut.length_after, static_cast<std::int32_t>(keep->count(r)));
+    cut.slots_before += row.length;
+    cut.slots_after += keep->count(r);
   }
   return plan;
 }
@@ -221,19 +270,26 @@ Plan Keeper::plan(const CacheView& view) const {
 Report Keeper::apply(const Plan& plan, const CacheView& view) {
   require<StateError>(plan.version == version_, "apply: the plan is out of date, tokens were observed or rows were cut since; make a new one");
   Report report{plan.cuts, 0, plan.bytes_before, plan.bytes_after, 0};
+  if (plan.decision.keep) require_one_length(plan.table, *plan.decision.keep, view);
   ++totals_.steps;
+  for (const SequenceId id : view.sequences) {
+    Sequence& s = sequences_.at(id);
+    if (s.prompt < 0 && s.logical > 0) s.prompt = s.logical;
+    s.asked = s.logical;
+  }
   if (!plan.decision.keep) return report;
   const KeepSet& keep = *plan.decision.keep;
-  require_one_length(plan.table, keep, view);
   report.bytes_moved = bytes_to_move(plan.table, keep);
   compact(plan.table, keep);
 
   const float* credit = plan.decision.credit ? plan.decision.credit->data_ptr<float>() : nullptr;
+  const float* tally = plan.decision.scores_travel ? plan.decision.scores.data.data_ptr<float>() : nullptr;
   for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
     const Row& row = plan.table.rows[r];
     const auto i = static_cast<std::size_t>(row.sequence);
     Sequence& s = sequences_.at(view.sequences[i]);
-    s.columns.compact(row_of(row.layer, row.head), keep.row(r), credit == nullptr ? nullptr : credit + row.first);
+    s.columns.compact(row_of(row.layer, row.head), keep.row(r), credit == nullptr ? nullptr : credit + row.first,
+                      tally == nullptr ? nullptr : tally + row.first);
     s.last_event = s.logical;
     view.lengths.at(i, row.layer * spec_.kv_heads + row.head) = static_cast<std::int32_t>(keep.count(r));
     report.slots_dropped += row.length - keep.count(r);
@@ -260,6 +316,7 @@ void Keeper::truncate(SequenceId sequence, std::int64_t logical_length) {
   s.columns.truncate(s.next_position);
   s.ring.forget(taken);
   s.logical = logical_length;
+  s.asked = std::min(s.asked, s.logical);
   ++version_;
 }
 

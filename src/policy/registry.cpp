@@ -22,7 +22,8 @@ using nlohmann::json;
 /// A scorer by the name it has in policies, its options, and where it comes from.
 struct ScorerEntry {
   const char* policy;  ///< as a policy of its own
-  const char* name;    ///< behind "ams-"; null: not offered with AMS
+  const char* name;    ///< behind an allocator's name, "ams-" and its like; null: not offered so
+  bool probability;    ///< shares of attention: not negative and comparable between heads, as AdaKV and CriticalKV need
   const char* what;
   const char* source;
   std::function<std::unique_ptr<Scorer>(Fields&)> make;
@@ -30,9 +31,9 @@ struct ScorerEntry {
 
 const std::vector<ScorerEntry>& scorers() {
   static const std::vector<ScorerEntry> all = {
-      {"streaming", nullptr, "the oldest `sink` slots and the newest", "Xiao et al., Efficient Streaming Language Models with Attention Sinks",
+      {"streaming", nullptr, false, "the oldest `sink` slots and the newest", "Xiao et al., Efficient Streaming Language Models with Attention Sinks",
        [](Fields&) { return std::make_unique<Recency>(); }},
-      {"tova", "tova", "attention of the newest query", "Oren et al., Transformers are Multi-State RNNs (TOVA)",
+      {"tova", "tova", true, "attention of the newest query", "Oren et al., Transformers are Multi-State RNNs (TOVA)",
        [](Fields& f) {
          TovaOptions o;
          f.choice("heads", o.heads, {{"all", TovaOptions::Heads::all}, {"group", TovaOptions::Heads::group}}, "query heads that are averaged: of the layer, or of the KV head");
@@ -42,25 +43,34 @@ const std::vector<ScorerEntry>& scorers() {
   return all;
 }
 
-struct Common {
-  Retention retention;
-  std::int32_t interval = 512;
-};
-
-enum class Share : std::uint8_t { per_layer_per_head };
 enum class Preset : std::uint8_t { registry, paper };
 
-void describe_common(Fields& f, Common& c) {
-  Share share = Share::per_layer_per_head;
-  f.integer("budget", c.retention.budget, 1, INT32_MAX, "slots every (layer, sequence, KV head) keeps at an event, at least sink + 1",
-            {"kv_budget", "target_size", "max_cache_size", "max_capacity_prompt"}, true);
-  f.integer("interval", c.interval, 1, INT32_MAX, "new slots between events: one is due at budget + interval slots",
+void describe_budget(Fields& f, Budget& b) {
+  std::int32_t slots = 0;
+  double ratio = -1;
+  std::int64_t bytes = 0;
+  const bool given = f.integer("budget", slots, 1, INT32_MAX, "slots every (layer, sequence, KV head) keeps at an event, at least sink + 1",
+                               {"kv_budget", "target_size", "max_cache_size", "max_capacity_prompt"}, "one of budget, ratio, bytes");
+  const bool by_ratio = f.real("ratio", ratio, 0, false, 1, true, "instead of `budget`: share of the tokens seen that is dropped, rounded so that fewer stay", {"compression_ratio"}, "-");
+  const bool by_bytes = f.integer("bytes", bytes, 1, INT64_MAX, "instead of `budget`: K and V bytes a sequence may hold over all layers and heads", {}, "-");
+  f.exactly_one({{"budget", given}, {"ratio", by_ratio}, {"bytes", by_bytes}});
+  b = {.unit = by_ratio ? Budget::Unit::ratio : by_bytes ? Budget::Unit::bytes : Budget::Unit::slots, .slots = slots, .dropped = by_ratio ? ratio : 0, .bytes = bytes};
+}
+
+void describe_common(Fields& f, Retention& r) {
+  describe_budget(f, r.trigger.budget);
+  f.integer("interval", r.trigger.interval, 1, INT32_MAX, "new slots between events: one is due at budget + interval slots",
             {"compression_interval", "divide_length", "prune_interval"});
-  f.integer("sink", c.retention.sink, 0, INT32_MAX, "oldest slots that always stay", {"n_sink", "start_size", "sink_tokens"});
-  f.integer("recent", c.retention.recent, 0, INT32_MAX, "newest slots that always stay; they shrink first when the budget is small", {"n_last", "recent_size"});
-  f.choice("variant", c.retention.variant, {{"strict", Variant::strict}, {"official", Variant::official}}, "our corrected form, or the published code slot for slot");
-  f.choice("share", share, {{"per_layer_per_head", Share::per_layer_per_head}, {"per_layer_perhead", Share::per_layer_per_head}}, "who shares one selection",
-           {"eviction_mode"});
+  f.choice("trigger", r.trigger.kind, {{"slack", Trigger::Kind::slack}, {"counter", Trigger::Kind::counter}},
+           "an event at budget + interval slots, or every `interval` decoded tokens if there are more slots than the budget");
+  f.choice("prefill", r.trigger.prefill, {{"keep", Trigger::Prefill::keep}, {"cut", Trigger::Prefill::cut}, {"only", Trigger::Prefill::only}},
+           "when the prompt ends: leave it to the first event of decoding, cut it to the budget, or cut it and never cut again");
+  f.integer("sink", r.sink, 0, INT32_MAX, "oldest slots that always stay", {"n_sink", "start_size", "sink_tokens"});
+  f.integer("recent", r.recent, 0, INT32_MAX, "newest slots that always stay; they shrink first when the budget is small", {"n_last", "recent_size"});
+  f.flag("protect_prompt", r.protect_prompt, "the prompt always stays, inside the budget; a prompt that does not fit raises the budget to prompt + recent");
+  f.choice("variant", r.variant, {{"strict", Variant::strict}, {"official", Variant::official}}, "our corrected form, or the published code slot for slot");
+  f.choice("share", r.share, {{"per_layer_per_head", Sharing::per_layer_per_head}, {"per_layer_perhead", Sharing::per_layer_per_head}, {"per_head", Sharing::per_head}, {"union", Sharing::all}},
+           "who shares one selection: nobody, the layers of a KV head (mean of scores), or all layers and heads (maximum)", {"eviction_mode"});
 }
 
 MassSegmentedOptions preset_options(Preset preset) {
@@ -114,10 +124,11 @@ void describe_mass_segmented(Fields& f, MassSegmentedOptions& o) {
   f.real("coverage", o.coverage, 0, false, 1, false, "share of the budget above the protected slots that goes through segments; 0 is top-k");
 }
 
-void check(const std::string& policy, const Common& c) {
-  require(std::int64_t{c.retention.sink} + 1 <= c.retention.budget, "policy: budget of ", policy, " is ", c.retention.budget,
-          "; allowed at least sink + 1 = ", std::int64_t{c.retention.sink} + 1);
-  require(std::int64_t{c.retention.budget} + c.interval <= INT32_MAX, "policy: budget + interval of ", policy, " is above ", INT32_MAX);
+void check(const std::string& policy, const Retention& r) {
+  const Budget& b = r.trigger.budget;
+  if (b.unit == Budget::Unit::slots)
+    require(std::int64_t{r.sink} + 1 <= b.slots, "policy: budget of ", policy, " is ", b.slots, "; allowed at least sink + 1 = ", std::int64_t{r.sink} + 1);
+  require(std::int64_t{b.slots} + r.trigger.interval <= INT32_MAX, "policy: budget + interval of ", policy, " is above ", INT32_MAX);
 }
 
 void check(const MassSegmentedOptions& o, Variant variant) {
@@ -131,38 +142,77 @@ void check(const MassSegmentedOptions& o, Variant variant) {
   }
 }
 
-/// The options of an evicting policy.
+/// The parts of an evicting policy while its options are read.
 struct EvictParts {
-  Common common;
-  MassSegmentedOptions mass;
+  Retention retention;
   std::unique_ptr<Scorer> scorer;
+  std::unique_ptr<Allocator> allocator;
 };
 
-void describe_evict(Fields& f, const ScorerEntry& entry, bool ams, EvictParts& parts) {
-  describe_common(f, parts.common);
-  if (ams) {
-    Preset preset = Preset::registry;
-    f.choice("preset", preset, {{"registry", Preset::registry}, {"paper", Preset::paper}},
-             "defaults of `allocator`: of the released scripts, or of the paper's Table 15 (window 128, segment_mass 0.1, segments 16 to 256, min_quota 1, decay and mix 0.9)");
-    if (preset == Preset::paper) parts.mass = preset_options(preset);
-  }
-  f.enter("scorer");
-  parts.scorer = entry.make(f);
-  f.leave();
-  f.enter("allocator");
-  if (ams && parts.common.retention.variant == Variant::official) parts.mass.suffix_fill = SuffixFill::max_global;  // as published
-  if (ams) describe_mass_segmented(f, parts.mass);
-  f.leave();
+/// An allocator by the name it has in policies ("ams-tova" is allocator "ams" over scorer "tova").
+struct AllocatorEntry {
+  const char* name;            ///< null: plain top-k, whose policies are named by their scorer
+  const char* scorer;          ///< scorer behind the bare name ("adakv"); null: the bare name is no policy
+  bool probability;            ///< takes scores that are shares of attention only
+  const char* what;
+  const char* source;
+  /// Reads the options (top level first, then `enter("scorer")`, `make_scorer`, `enter("allocator")`) and makes the allocator.
+  std::function<void(Fields&, EvictParts&, const std::function<void()>& make_scorer)> make;
+};
+
+const std::vector<AllocatorEntry>& allocators() {
+  static const std::vector<AllocatorEntry> all = {
+      {nullptr, nullptr, false, "", "",
+       [](Fields& f, EvictParts& parts, const std::function<void()>& make_scorer) {
+         make_scorer();
+         f.enter("allocator");
+         f.leave();
+         if (!parts.scorer->needs().keys) parts.retention.variant = Variant::strict;  // by age alone there is one reading: sinks, then the newest
+         parts.allocator = std::make_unique<Flat>();
+       }},
+      {"ams", nullptr, false, "budget spread over segments of equal attention mass, inside them", "Adaptive Mass-Segmented KV compression (AMS)",
+       [](Fields& f, EvictParts& parts, const std::function<void()>& make_scorer) {
+         Preset preset = Preset::registry;
+         f.choice("preset", preset, {{"registry", Preset::registry}, {"paper", Preset::paper}},
+                  "defaults of `allocator`: of the released scripts, or of the paper's Table 15 (window 128, segment_mass 0.1, segments 16 to 256, min_quota 1, decay and mix 0.9)");
+         MassSegmentedOptions o = preset_options(preset);
+         make_scorer();
+         f.enter("allocator");
+         if (parts.retention.variant == Variant::official) o.suffix_fill = SuffixFill::max_global;  // as published
+         describe_mass_segmented(f, o);
+         f.leave();
+         if (!f.listing()) check(o, parts.retention.variant);
+         parts.allocator = std::make_unique<MassSegmented>(o);
+       }},
+  };
+  return all;
 }
 
-const ScorerEntry* scorer_of(const std::string& policy, bool& ams) {
-  for (const ScorerEntry& entry : scorers()) {
-    ams = false;
-    if (policy == entry.policy) return &entry;
-    ams = true;
-    if (entry.name != nullptr && policy == std::string("ams-") + entry.name) return &entry;
-  }
-  return nullptr;
+/// Whether a policy of these two exists.
+bool fit(const AllocatorEntry& allocator, const ScorerEntry& scorer) {
+  if (allocator.name == nullptr) return true;
+  return scorer.name != nullptr && (scorer.probability || !allocator.probability);
+}
+
+void describe_evict(Fields& f, const AllocatorEntry& allocator, const ScorerEntry& scorer, EvictParts& parts) {
+  parts.retention.trigger.interval = 512;
+  describe_common(f, parts.retention);
+  allocator.make(f, parts, [&] {
+    f.enter("scorer");
+    parts.scorer = scorer.make(f);
+    f.leave();
+  });
+}
+
+/// Calls body(name, allocator, scorer) for every policy, those without an allocator first.
+template <class Body>
+void each_policy(Body&& body) {
+  for (const AllocatorEntry& a : allocators())
+    for (const ScorerEntry& s : scorers()) {
+      if (!fit(a, s)) continue;
+      if (a.scorer != nullptr && std::string_view(a.scorer) == s.policy) body(std::string(a.name), a, s);
+      body(a.name == nullptr ? std::string(s.policy) : std::string(a.name) + "-" + s.name, a, s);
+    }
 }
 
 std::string known_policies() {
@@ -171,35 +221,31 @@ std::string known_policies() {
   return names;
 }
 
-std::unique_ptr<KVPolicy> from_object(const json& object) {
+std::unique_ptr<KVPolicy> from_object(const json& object, const std::filesystem::path& folder = {}) {
   require(object.is_object(), "policy: the file holds ", object.type_name(), "; allowed a JSON object");
   require(object.contains("policy") && object["policy"].is_string(), "policy: \"policy\" is missing or not a string; allowed one of ", known_policies());
   const auto name = object["policy"].get<std::string>();
   json rest = object;
   rest.erase("policy");
   if (name == "full") {
-    Fields none = Fields::reader(rest);
+    Fields none = Fields::reader(rest, folder);
     none.finish(name);
     return std::make_unique<Full>();
   }
-  bool ams = false;
-  const ScorerEntry* entry = scorer_of(name, ams);
-  require(entry != nullptr, "policy: there is no policy \"", name, "\"; allowed ", known_policies());
-
-  EvictParts parts;
-  Fields reader = Fields::reader(rest);
-  describe_evict(reader, *entry, ams, parts);
-  reader.finish(name);
-  check(name, parts.common);
-  if (!parts.scorer->needs().keys) parts.common.retention.variant = Variant::strict;  // by age alone there is one reading: sinks, then the newest
-  if (ams) check(parts.mass, parts.common.retention.variant);
-
-  nlohmann::ordered_json resolved = {{"policy", name}};
-  resolved.update(reader.resolved());
-  std::unique_ptr<Allocator> allocator;
-  if (ams) allocator = std::make_unique<MassSegmented>(parts.mass);
-  else allocator = std::make_unique<Flat>();
-  return std::make_unique<Evict>(name, std::move(parts.scorer), std::move(allocator), parts.common.retention, parts.common.interval, resolved.dump());
+  std::unique_ptr<KVPolicy> made;
+  each_policy([&](const std::string& policy, const AllocatorEntry& allocator, const ScorerEntry& scorer) {
+    if (policy != name) return;
+    EvictParts parts;
+    Fields reader = Fields::reader(rest, folder);
+    describe_evict(reader, allocator, scorer, parts);
+    reader.finish(name);
+    check(name, parts.retention);
+    nlohmann::ordered_json resolved = {{"policy", name}};
+    resolved.update(reader.resolved());
+    made = std::make_unique<Evict>(name, std::move(parts.scorer), std::move(parts.allocator), parts.retention, resolved.dump());
+  });
+  require(made != nullptr, "policy: there is no policy \"", name, "\"; allowed ", known_policies());
+  return made;
 }
 
 /// A JSON value from the text of "key=value": a number or a boolean where it reads as one, else a string.
@@ -225,21 +271,17 @@ std::string full_key(const PolicyInfo& policy, const std::string& key) {
 
 std::vector<PolicyInfo> policies() {
   std::vector<PolicyInfo> all{{"full", "keeps everything", "the engine without kvkeep", {}}};
-  const auto add = [&](const ScorerEntry& entry, bool ams) {
+  each_policy([&](const std::string& name, const AllocatorEntry& allocator, const ScorerEntry& scorer) {
     Fields lister = Fields::lister();
     EvictParts parts;
-    describe_evict(lister, entry, ams, parts);
-    const std::string name = ams ? std::string("ams-") + entry.name : entry.policy;
-    const std::string source = ams ? std::string("Adaptive Mass-Segmented KV compression (AMS), over ") + entry.source : entry.source;
-    all.push_back({name, ams ? std::string("budget spread over segments of equal attention mass, inside them: ") + entry.what : entry.what, source, lister.listed()});
-  };
-  for (const ScorerEntry& entry : scorers()) add(entry, false);
-  for (const ScorerEntry& entry : scorers())
-    if (entry.name != nullptr) add(entry, true);
+    describe_evict(lister, allocator, scorer, parts);
+    if (allocator.name == nullptr) all.push_back({name, scorer.what, scorer.source, lister.listed()});
+    else all.push_back({name, std::string(allocator.what) + ": " + scorer.what, std::string(allocator.source) + ", over " + scorer.source, lister.listed()});
+  });
   return all;
 }
 
-std::unique_ptr<KVPolicy> make_policy_from_json(std::string_view text) {
+std::unique_ptr<KVPolicy> make_policy_from_json(std::string_view text, const std::filesystem::path& folder) {
   json object;
   std::string twice;
   std::vector<std::vector<std::string>> open;
@@ -259,7 +301,7 @@ std::unique_ptr<KVPolicy> make_policy_from_json(std::string_view text) {
     refuse("policy: this is not JSON (", e.what(), "); allowed an object such as {\"policy\": \"ams-tova\", \"budget\": 1024}");
   }
   require(twice.empty(), "policy: the key \"", twice, "\" stands twice in one object; allowed once");
-  return from_object(object);
+  return from_object(object, folder);
 }
 
 std::unique_ptr<KVPolicy> make_policy(std::string_view text) {
@@ -288,7 +330,7 @@ std::unique_ptr<KVPolicy> load_policy(const std::filesystem::path& file) {
   require(in.good() && !std::filesystem::is_directory(file), "policy: cannot read ", file.string());
   const std::string text{std::istreambuf_iterator<char>(in), {}};
   try {
-    return make_policy_from_json(text);
+    return make_policy_from_json(text, file.parent_path());
   } catch (const InvalidArgument& e) {
     refuse(file.string(), ": ", e.what());
   }

@@ -20,16 +20,19 @@ using nlohmann::json;
 
 /// One trace with its shapes known and checked.
 struct Event {
-  ModelSpec spec;                    ///< one full layer for each layer of the trace
+  ModelSpec spec;                    ///< the model's layers; those that the trace does not hold are `elsewhere`
   QueryBasis basis = QueryBasis::pre_rope;
   std::vector<std::string> prefixes; ///< "" or "layer.<l>."
+  std::vector<std::int32_t> layers;  ///< number of each layer of the trace
   std::int64_t batch = 0, slots = 0, queries = 0;
+  std::vector<std::int32_t> next_positions;
   std::vector<std::int32_t> lengths;
   std::vector<LayerKv> rows;         ///< copies, so that they can be compacted
   std::vector<Tensor> positions;     ///< i32 [B, Hkv, T]
   std::vector<Tensor> query_data;    ///< [B, Hq, W, D]
   std::vector<Tensor> query_positions;  ///< i32 [B, W]
-  std::vector<Tensor> credit;        ///< f32 [B, Hkv, T'], or undefined
+  std::vector<Tensor> credit, tally; ///< f32 [B, Hkv, T'], or undefined
+  std::vector<Tensor> output_projections;  ///< [num_layers], or empty
 };
 
 std::string shape_of(const Tensor& t) {
@@ -87,8 +90,8 @@ void check_ascending(const io::SafetensorsFile& file, const std::string& name, c
 }
 
 void read_layer(const io::SafetensorsFile& file, const std::string& prefix, Event& e) {
-  const Tensor keys = find(file, prefix, "keys"), values = find(file, prefix, "values"), queries = find(file, prefix, "queries");
-  const bool first = e.rows.empty();
+  const Tensor keys = find(file, prefix, "keys"), values = find(file, prefix, "values"), queries = find(file, prefix, "queries", false);
+  const bool first = e.positions.empty();
   want(file, "keys", keys, keys.dim() == 4 && is_scorable(keys.scalar_type()) && keys.numel() > 0, "f32, f16 or bf16 [B, Hkv, T, D]");
   if (first) {
     e.batch = keys.size(0);
@@ -99,44 +102,87 @@ void read_layer(const io::SafetensorsFile& file, const std::string& prefix, Even
   want(file, "keys", keys, keys.size(0) == e.batch && keys.size(1) == e.spec.kv_heads && keys.size(2) == e.slots && keys.size(3) == e.spec.key_dim, "the shape of the first layer");
   want(file, "values", values, values.dim() == 4 && values.numel() > 0 && values.size(0) == e.batch && values.size(1) == e.spec.kv_heads && values.size(2) == e.slots && is_scorable(values.scalar_type()),
        text("f32, f16 or bf16 [", e.batch, ", ", e.spec.kv_heads, ", ", e.slots, ", Dv]"));
-  want(file, "queries", queries, queries.dim() == 4 && queries.size(0) == e.batch && queries.size(1) % e.spec.kv_heads == 0 && queries.size(1) > 0 && queries.size(3) == e.spec.key_dim && is_scorable(queries.scalar_type()),
+  if (queries.defined()) want(file, "queries", queries, queries.dim() == 4 && queries.size(0) == e.batch && queries.size(1) % e.spec.kv_heads == 0 && queries.size(1) > 0 && queries.size(3) == e.spec.key_dim && is_scorable(queries.scalar_type()),
        text("f32, f16 or bf16 [", e.batch, ", Hq, W, ", e.spec.key_dim, "] with Hq a multiple of ", e.spec.kv_heads));
   if (first) {
     e.spec.value_dim = static_cast<std::int32_t>(values.size(3));
-    e.spec.query_heads = static_cast<std::int32_t>(queries.size(1));
-    e.queries = queries.size(2);
+    e.spec.query_heads = queries.defined() ? static_cast<std::int32_t>(queries.size(1)) : 0;
+    e.queries = queries.defined() ? queries.size(2) : 0;
   }
   want(file, "values", values, values.size(3) == e.spec.value_dim, "the head size of the first layer");
-  want(file, "queries", queries, queries.size(1) == e.spec.query_heads && queries.size(2) == e.queries, "the shape of the first layer");
+  require(queries.defined() == (e.spec.query_heads > 0), file.where(), ": some layers come with queries and some without; allowed all or none");
+  if (queries.defined()) want(file, "queries", queries, queries.size(1) == e.spec.query_heads && queries.size(2) == e.queries, "the shape of the first layer");
 
   Tensor positions = integers(file, "positions", find(file, prefix, "positions"));
   want(file, "positions", positions, positions.sizes() == at::IntArrayRef({e.batch, e.slots}) || positions.sizes() == at::IntArrayRef({e.batch, e.spec.kv_heads, e.slots}),
        text("[", e.batch, ", ", e.slots, "] or [", e.batch, ", ", e.spec.kv_heads, ", ", e.slots, "]"));
   if (positions.dim() == 2) positions = positions.unsqueeze(1).expand({e.batch, e.spec.kv_heads, e.slots}).contiguous();
-  const Tensor query_positions = integers(file, "query_positions", find(file, prefix, "query_positions"));
-  want(file, "query_positions", query_positions, query_positions.sizes() == at::IntArrayRef({e.batch, e.queries}), text("[", e.batch, ", ", e.queries, "]"));
+  Tensor query_positions;
+  if (queries.defined()) {
+    query_positions = integers(file, "query_positions", find(file, prefix, "query_positions"));
+    want(file, "query_positions", query_positions, query_positions.sizes() == at::IntArrayRef({e.batch, e.queries}), text("[", e.batch, ", ", e.queries, "]"));
+  }
   for (std::int64_t b = 0; b < e.batch; ++b) {
-    check_ascending(file, "query_positions", query_positions.data_ptr<std::int32_t>() + b * e.queries, e.queries);
+    if (queries.defined()) check_ascending(file, "query_positions", query_positions.data_ptr<std::int32_t>() + b * e.queries, e.queries);
     for (std::int64_t h = 0; h < e.spec.kv_heads; ++h)
       check_ascending(file, "positions", positions.data_ptr<std::int32_t>() + (b * e.spec.kv_heads + h) * e.slots, e.lengths.empty() ? e.slots : e.lengths[static_cast<std::size_t>(b)]);
   }
-  Tensor credit = find(file, prefix, "credit", false);
-  if (credit.defined()) {
-    want(file, "credit", credit, credit.dim() == 3 && credit.size(0) == e.batch && credit.size(1) == e.spec.kv_heads && credit.size(2) <= e.slots && is_scorable(credit.scalar_type()),
+  const auto column = [&](const char* name) {
+    Tensor t = find(file, prefix, name, false);
+    if (!t.defined()) return t;
+    want(file, name, t, t.dim() == 3 && t.size(0) == e.batch && t.size(1) == e.spec.kv_heads && t.size(2) <= e.slots && is_scorable(t.scalar_type()),
          text("f32, f16 or bf16 [", e.batch, ", ", e.spec.kv_heads, ", at most ", e.slots, "]"));
-    credit = credit.to(kFloat32).contiguous();
+    return t.to(kFloat32).contiguous();
+  };
+  e.credit.push_back(column("credit"));
+  e.tally.push_back(column("tally"));
+  const auto layer = static_cast<std::size_t>(e.layers[e.positions.size()]);
+  const Tensor projection = find(file, prefix, "o_proj", false);
+  if (projection.defined()) {
+    want(file, "o_proj", projection, projection.dim() == 2 && is_scorable(projection.scalar_type()) && e.spec.query_heads > 0 && projection.size(1) == std::int64_t{e.spec.query_heads} * e.spec.value_dim,
+         text("f32, f16 or bf16 [hidden, Hq * Dv = ", std::int64_t{e.spec.query_heads} * e.spec.value_dim, "], with queries in the trace"));
+    e.output_projections.resize(e.spec.layers.size());
+    e.output_projections[layer] = projection.contiguous();
   }
-  e.rows.push_back(DenseKv{keys.clone(at::MemoryFormat::Contiguous), values.clone(at::MemoryFormat::Contiguous)});
+  e.spec.layers[layer] = {};
+  e.rows[layer] = (DenseKv{keys.clone(at::MemoryFormat::Contiguous), values.clone(at::MemoryFormat::Contiguous)});
   e.positions.push_back(positions);
   e.query_positions.push_back(query_positions);
-  e.query_data.push_back(queries.contiguous());
-  e.credit.push_back(credit);
+  e.query_data.push_back(queries.defined() ? queries.contiguous() : Tensor());
+}
+
+/// Which layers the trace holds, and how many the model has.
+void read_layer_numbers(const io::SafetensorsFile& file, Event& e) {
+  constexpr std::int64_t kMost = 1 << 16;
+  const auto layer_number = [&](const char* key, const json& value) {
+    require(value.is_number_unsigned() && value.get<std::int64_t>() < kMost, file.where(), ": metadata \"", key, "\" names layer ", value.dump(), "; allowed 0 to ", kMost - 1);
+    return value.get<std::int32_t>();
+  };
+  if (file.metadata().contains("layers")) {
+    const json layers = parsed(file, "layers");
+    require(layers.is_array() && !layers.empty(), file.where(), ": metadata \"layers\" is ", layers.dump(), "; allowed an array of layer numbers");
+    for (const json& l : layers) {
+      e.layers.push_back(layer_number("layers", l));
+      e.prefixes.push_back("layer." + l.dump() + ".");
+      require(std::find(e.layers.begin(), e.layers.end() - 1, e.layers.back()) == e.layers.end() - 1, file.where(), ": metadata \"layers\" names layer ", l.dump(), " twice");
+    }
+  } else {
+    e.layers.push_back(file.metadata().contains("layer") ? layer_number("layer", parsed(file, "layer")) : 0);
+    e.prefixes.emplace_back();
+  }
+  const std::int32_t most = *std::max_element(e.layers.begin(), e.layers.end());
+  std::int32_t count = most + 1;
+  if (file.metadata().contains("num_layers")) count = layer_number("num_layers", parsed(file, "num_layers"));
+  require(count > most, file.where(), ": metadata \"num_layers\" is ", count, "; allowed more than the largest layer number, ", most);
+  e.spec.layers.assign(static_cast<std::size_t>(count), {.kind = LayerKind::elsewhere});
+  e.rows.resize(static_cast<std::size_t>(count));
 }
 
 Event read(const io::SafetensorsFile& file) {
   require(kind_of(file) == "event", file.where(), ": the trace is of kind \"", kind_of(file), "\"; allowed here: event");
   Event e;
-  e.basis = choice(file, "query_basis", "pre_rope", "post_rope") == "pre_rope" ? QueryBasis::pre_rope : QueryBasis::post_rope;
+  if (file.metadata().contains("query_basis") || file.has("queries"))
+    e.basis = choice(file, "query_basis", "pre_rope", "post_rope") == "pre_rope" ? QueryBasis::pre_rope : QueryBasis::post_rope;
   e.spec.rope.style = choice(file, "rope_style", "half", "interleaved") == "half" ? RopeStyle::half : RopeStyle::interleaved;
   const json frequencies = parsed(file, "inv_freq");
   require(frequencies.is_array() && std::all_of(frequencies.begin(), frequencies.end(), [](const json& f) { return f.is_number(); }), file.where(),
@@ -150,48 +196,51 @@ Event read(const io::SafetensorsFile& file) {
     want(file, "lengths", lengths, lengths.dim() == 1, "[B]");
     e.lengths.assign(lengths.data_ptr<std::int32_t>(), lengths.data_ptr<std::int32_t>() + lengths.numel());
   }
-  if (file.metadata().contains("layers")) {
-    const json layers = parsed(file, "layers");
-    require(layers.is_array() && !layers.empty() && std::all_of(layers.begin(), layers.end(), [](const json& l) { return l.is_number_unsigned(); }), file.where(), ": metadata \"layers\" is ",
-            layers.dump(), "; allowed an array of layer numbers");
-    for (const json& l : layers) e.prefixes.push_back("layer." + l.dump() + ".");
-  } else {
-    e.prefixes.emplace_back();
-  }
+  read_layer_numbers(file, e);
   if (!e.lengths.empty()) {
     const Tensor keys = find(file, e.prefixes.front(), "keys");
     require(keys.dim() == 4 && static_cast<std::int64_t>(e.lengths.size()) == keys.size(0), file.where(), ": lengths holds ", e.lengths.size(), " entries; allowed one for each sequence of keys");
     for (const std::int32_t length : e.lengths)
       require(length >= 0 && length <= keys.size(2), file.where(), ": lengths holds ", length, "; allowed 0 to ", keys.size(2));
   }
-  for (const std::string& prefix : e.prefixes) {
-    read_layer(file, prefix, e);
-    e.spec.layers.emplace_back();
-  }
+  for (const std::string& prefix : e.prefixes) read_layer(file, prefix, e);
   if (e.lengths.empty()) e.lengths.assign(static_cast<std::size_t>(e.batch), static_cast<std::int32_t>(e.slots));
   require(e.spec.rope.rotary_dim() <= e.spec.key_dim, file.where(), ": metadata \"inv_freq\" holds ", e.spec.rope.inv_freq.size(), " numbers; allowed at most ", e.spec.key_dim / 2);
   const json next = parsed(file, "next_position");
   require(next.is_array() && static_cast<std::int64_t>(next.size()) == e.batch && std::all_of(next.begin(), next.end(), [](const json& n) { return n.is_number_unsigned(); }),
           file.where(), ": metadata \"next_position\" is ", next.dump(), "; allowed an array of ", e.batch, " positions");
+  for (const json& n : next) {
+    require(n.get<std::uint64_t>() <= INT32_MAX, file.where(), ": metadata \"next_position\" holds ", n.dump(), "; allowed up to ", INT32_MAX);
+    e.next_positions.push_back(n.get<std::int32_t>());
+  }
   e.spec.check();
   return e;
 }
 
-RowTable rows_of(Event& e, std::vector<std::int32_t>& layers, std::vector<std::int32_t>& due) {
+RowTable rows_of(Event& e, std::vector<std::int32_t>& due) {
   std::vector<SequenceId> sequences(static_cast<std::size_t>(e.batch));
   std::iota(sequences.begin(), sequences.end(), 0);
-  RowTable table = make_rows(e.spec, {.layers = e.rows, .sequences = sequences, .lengths = {e.lengths}}, layers, due);
-  for (Row& row : table.rows) {
-    const auto l = static_cast<std::size_t>(row.layer);
-    const std::int64_t plane = std::int64_t{row.sequence} * e.spec.kv_heads + row.head;
+  RowTable table = make_rows(e.spec, {.layers = e.rows, .sequences = sequences, .lengths = {e.lengths}}, e.layers, due);
+  const std::int64_t planes = e.batch * e.spec.kv_heads;  // rows of one layer of the trace
+  const auto column = [](const Tensor& t, std::int64_t plane, std::int32_t length, const float*& data, std::int32_t& known) {
+    if (!t.defined()) return;
+    known = static_cast<std::int32_t>(std::min<std::int64_t>(t.size(2), length));
+    data = t.data_ptr<float>() + plane * t.size(2);
+  };
+  for (std::size_t r = 0; r < table.rows.size(); ++r) {
+    Row& row = table.rows[r];
+    const std::size_t l = r / static_cast<std::size_t>(planes);
+    const std::int64_t plane = static_cast<std::int64_t>(r) % planes;
     row.positions = e.positions[l].data_ptr<std::int32_t>() + plane * e.slots;
-    if (!e.credit[l].defined()) continue;
-    row.credit_length = static_cast<std::int32_t>(std::min<std::int64_t>(e.credit[l].size(2), row.length));
-    row.credit = e.credit[l].data_ptr<float>() + plane * e.credit[l].size(2);
+    column(e.credit[l], plane, row.length, row.credit, row.credit_length);
+    column(e.tally[l], plane, row.length, row.tally, row.tally_length);
   }
-  for (RowGroup& group : table.groups) {
-    const auto l = static_cast<std::size_t>(group.layer);
+  for (std::size_t g = 0; g < table.groups.size(); ++g) {
+    RowGroup& group = table.groups[g];
+    group.next_position = e.next_positions[static_cast<std::size_t>(group.sequence)];
+    const std::size_t l = g / static_cast<std::size_t>(e.batch);
     const Tensor& q = e.query_data[l];
+    if (!q.defined()) continue;
     const auto bytes = static_cast<std::int64_t>(q.element_size());
     const auto count = static_cast<std::int32_t>(e.queries);
     group.queries = {.data = static_cast<const std::byte*>(q.const_data_ptr()) + group.sequence * q.stride(0) * bytes,
@@ -225,13 +274,17 @@ void add_layer(Event& e, const RowTable& table, const Decision& decision, const 
   std::int64_t width = 0;
   for (std::size_t r = first; r < last; ++r) width = std::max(width, keep.count(r));
   const auto add = [&](const char* name, Tensor t) { result.tensors.emplace_back(prefix + name, std::move(t)); };
+  const auto add_shared = [&](const char* name, Tensor t) {  // one selection for all layers stands once, without a prefix
+    if (decision.share == Sharing::per_layer_per_head) add(name, std::move(t));
+    else if (layer == 0) result.tensors.emplace_back(name, std::move(t));
+  };
   const auto flat = [&](const Tensor& data) {
     return stack<float>(e, first, e.slots, 0.0F, [&](std::size_t r) {
       return std::span<const float>{data.data_ptr<float>() + table.rows[r].first, static_cast<std::size_t>(table.rows[r].length)};
     });
   };
-  add("slots", stack<std::int32_t>(e, first, width, -1, [&](std::size_t r) { return keep.row(r); }));
-  if (decision.scores.data.defined()) add("scores", flat(decision.scores.data));
+  add_shared("slots", stack<std::int32_t>(e, first, width, -1, [&](std::size_t r) { return keep.row(r); }));
+  if (decision.scores.data.defined()) add_shared("scores", flat(decision.scores.data));
   if (decision.credit) {
     const float* credit = decision.credit->data_ptr<float>();
     add("credit", flat(*decision.credit));
@@ -255,8 +308,9 @@ void add_layer(Event& e, const RowTable& table, const Decision& decision, const 
         for (const std::int32_t slot : keep.row(r)) kept.push_back(table.rows[r].positions[slot]);
         return kept;
       }));
+  const LayerKv& rows_of_layer = e.rows[static_cast<std::size_t>(e.layers[layer])];
   for (const bool keys : {true, false}) {
-    Tensor rows = keys ? std::get<DenseKv>(e.rows[layer]).keys : std::get<DenseKv>(e.rows[layer]).values;
+    Tensor rows = keys ? std::get<DenseKv>(rows_of_layer).keys : std::get<DenseKv>(rows_of_layer).values;
     rows = rows.slice(2, 0, width).clone();
     for (std::size_t r = first; r < last; ++r)  // behind a row's kept slots lies what it held before
       rows[static_cast<std::int64_t>(r - first) / e.spec.kv_heads][static_cast<std::int64_t>(r - first) % e.spec.kv_heads].slice(0, keep.count(r)).zero_();
@@ -277,11 +331,11 @@ std::string kind_of(const io::SafetensorsFile& file) {
 
 Result replay_event(const io::SafetensorsFile& file, const KVPolicy& policy) {
   Event e = read(file);
-  std::vector<std::int32_t> layers(e.prefixes.size()), due(static_cast<std::size_t>(e.batch));
-  std::iota(layers.begin(), layers.end(), 0);
+  check(policy, e.spec, {.queries = e.spec.query_heads > 0, .output_projections = e.output_projections});
+  std::vector<std::int32_t> due(static_cast<std::size_t>(e.batch));
   std::iota(due.begin(), due.end(), 0);
-  const RowTable table = rows_of(e, layers, due);
-  const Decision decision = policy.decide({e.spec, table, e.basis, Moment::step_end, true});
+  const RowTable table = rows_of(e, due);
+  const Decision decision = policy.decide({e.spec, table, e.basis, Moment::step_end, true, e.output_projections});
   const KeepSet keep = decision.keep ? *decision.keep : keep_everything(table);
   compact(table, keep);
 

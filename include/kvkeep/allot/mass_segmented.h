@@ -37,7 +37,7 @@ class MassSegmented final : public Allocator {
 
   /// Cost: O(length) a row beyond the window attention, no sort. Workspace per thread: about 40 bytes a slot of its longest row.
   /// Between window attention and compaction an event holds scores, mass and credit: 12 bytes a slot and row.
-  void allot(const Evidence& evidence, const Retention& retention, WindowAttention& seen, Decision& decision) const override;
+  void allot(const Evidence& evidence, const Limits& limits, WindowAttention& seen, Decision& decision) const override;
 
  private:
   MassSegmentedOptions options_;

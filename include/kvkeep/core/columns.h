@@ -1,5 +1,5 @@
 #pragma once
-/// Columns: what travels with every slot of a sequence through the same compaction: its logical position and its EMA credit.
+/// Columns: what travels with every slot of a sequence through the same compaction: its logical position, its EMA credit, the tally of its scores.
 
 #include <cstdint>
 #include <span>
@@ -12,11 +12,11 @@ class Columns {
  public:
   explicit Columns(std::int32_t rows) : rows_(static_cast<std::size_t>(rows)) {}
 
-  /// Adds new slots at the end of every row. Credit of new slots is 0.
+  /// Adds new slots at the end of every row. Credit and tally of new slots are 0.
   void append(std::span<const std::int32_t> positions);
 
-  /// Keeps `kept` (ascending) of one row; `credit` (or null) holds the new credit of every slot before compaction.
-  void compact(std::int32_t row, std::span<const std::int32_t> kept, const float* credit);
+  /// Keeps `kept` (ascending) of one row; `credit` and `tally` (or null) hold the new value of every slot before compaction.
+  void compact(std::int32_t row, std::span<const std::int32_t> kept, const float* credit, const float* tally = nullptr);
 
   /// Drops the slots of every row from logical position `end` on.
   void truncate(std::int32_t end);
@@ -26,11 +26,14 @@ class Columns {
   [[nodiscard]] std::span<const std::int32_t> positions(std::int32_t row) const { return at(row).positions; }
   /// Credit of the oldest slots of a row; the slots past its end have none.
   [[nodiscard]] std::span<const float> credit(std::int32_t row) const { return at(row).credit; }
+  /// The same of the tally.
+  [[nodiscard]] std::span<const float> tally(std::int32_t row) const { return at(row).tally; }
 
  private:
   struct RowColumns {
     std::vector<std::int32_t> positions;
     std::vector<float> credit;
+    std::vector<float> tally;
   };
   [[nodiscard]] const RowColumns& at(std::int32_t row) const { return rows_[static_cast<std::size_t>(row)]; }
   std::vector<RowColumns> rows_;

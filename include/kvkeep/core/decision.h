@@ -52,6 +52,13 @@ struct Allotment {
   std::vector<std::vector<std::int32_t>> quotas;///< [rows][segments]
 };
 
+/// Which rows share one selection.
+enum class Sharing : std::uint8_t {
+  per_layer_per_head,  ///< none
+  per_head,            ///< a KV head's rows in all layers
+  all,                 ///< all rows of a sequence ("union")
+};
+
 /// Why a decision says what it says.
 enum class Reason : std::uint8_t {
   nothing_due,     ///< no row is over its budget
@@ -67,6 +74,8 @@ struct Decision {
   std::optional<TokenSet> narrow;
   std::optional<Tensor> credit;  ///< f32 [slots] new EMA credit of every slot, before compaction
   Scores scores;                 ///< what the ranking followed; empty where the policy ranks by position only
+  bool scores_travel = false;    ///< the scores of what stays are the rows' tally at the next event
+  Sharing share = Sharing::per_layer_per_head;  ///< who got one selection; `scores` then repeat in every row that shares
   std::optional<Allotment> allotment;
 };
 

@@ -2,6 +2,7 @@
 /// What a policy sees when it decides, and what it must be given to be able to.
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -22,7 +23,7 @@ struct Needs {
   std::int32_t queries = 0;    ///< newest queries per (layer, sequence) to be kept; 0: none
   bool keys = false;
   bool values = false;
-  bool calibration = false;
+  bool output_projection = false;  ///< W_o of every full layer
   bool surprisal = false;
 };
 
@@ -33,6 +34,7 @@ struct Evidence {
   QueryBasis basis = QueryBasis::pre_rope;
   Moment moment = Moment::step_end;
   bool explain = false;  ///< also keep what only reports read: the mass before credit was mixed in
+  std::span<const Tensor> output_projections = {};  ///< [num_layers] f32, f16 or bf16 [hidden, Hq * Dv] W_o, CPU, contiguous; empty where nobody needs it
 };
 
 }  // namespace kvkeep

@@ -14,6 +14,7 @@ namespace kvkeep {
 /// What a layer caches. Only `full` layers are ever cut; the others pass untouched and count in no ratio.
 enum class LayerKind : std::uint8_t {
   full,     ///< every token attends to all earlier ones; owns its K and V
+  elsewhere,  ///< full too, but its rows are not in this cache: another device holds them, or a trace left them out
   sliding,  ///< attends to the last `window` tokens only
   shared,   ///< reads the cache of layer `source`
   other,    ///< holds no K/V rows (state-space, linear attention, cross attention)
@@ -27,7 +28,7 @@ struct LayerSpec {
 
 /// Shapes and conventions of one model. Query head h reads KV head h / group().
 struct ModelSpec {
-  std::int32_t query_heads = 0;  ///< Hq
+  std::int32_t query_heads = 0;  ///< Hq; 0: not known, for policies that read no queries
   std::int32_t kv_heads = 0;     ///< Hkv, divides Hq
   std::int32_t key_dim = 0;      ///< D of keys and queries
   std::int32_t value_dim = 0;    ///< D of values; may differ
@@ -50,7 +51,7 @@ struct ModelSpec {
   /// Throws InvalidArgument with the first field that is out of range.
   void check() const {
     require(kv_heads >= 1, "ModelSpec: kv_heads must be positive; given ", kv_heads);
-    require(query_heads >= kv_heads && query_heads % kv_heads == 0, "ModelSpec: query_heads must be a multiple of kv_heads; given ", query_heads,
+    require(query_heads == 0 || (query_heads >= kv_heads && query_heads % kv_heads == 0), "ModelSpec: query_heads must be a multiple of kv_heads; given ", query_heads,
             " query heads and ", kv_heads, " KV heads");
     require(key_dim >= 1 && value_dim >= 1, "ModelSpec: head sizes must be positive; given key_dim ", key_dim, " and value_dim ", value_dim);
     require(std::isfinite(softmax_scale) && softmax_scale >= 0, "ModelSpec: softmax_scale must be finite and not negative (0 means 1/sqrt(key_dim)); given ",

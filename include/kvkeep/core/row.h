@@ -32,6 +32,8 @@ struct Row {
   const std::int32_t* positions = nullptr; ///< i32 [length] logical position per slot, ascending
   const float* credit = nullptr;           ///< f32 [credit_length] EMA credit of the oldest slots; the rest hold 0
   std::int32_t credit_length = 0;
+  const float* tally = nullptr;            ///< f32 [tally_length] what an accumulating scorer gave the oldest slots at the last event; the rest hold 0
+  std::int32_t tally_length = 0;
 };
 
 /// Whether queries are handed over before or after the rotary embedding.
@@ -60,6 +62,8 @@ struct RowGroup {
   std::int32_t sequence = 0;
   std::int64_t first_row = 0;
   QueryView queries;
+  std::int32_t next_position = 0;  ///< logical position of the next token: tokens seen, where positions have no gaps
+  std::int32_t prompt = 0;         ///< tokens of the sequence that are its prompt: positions [0, prompt)
 };
 
 /// All rows of one event, in the order layer, sequence, head.

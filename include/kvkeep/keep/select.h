@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "kvkeep/core/hd.h"
-#include "kvkeep/core/protect.h"
+#include "kvkeep/core/limits.h"
 
 namespace kvkeep {
 
@@ -27,10 +27,10 @@ KVKEEP_HD inline std::uint64_t rank_key(float score, std::int32_t slot) {
 void select_in_segments(std::span<const float> scores, std::span<const std::int32_t> ends, std::span<const std::int32_t> quotas, Protected guarded,
                         std::vector<std::uint64_t>& keys, std::span<std::int32_t> slots);
 
-/// The published selection: in each segment the best `quota` slots (protected ones compete, `newest_first` lets the newest slot win), then
+/// The published selection: in each segment the best `quota` slots (protected ones compete, those of `padding` rank first, newer before older), then
 /// protected slots plus the best candidates over the whole row up to `budget`. Trims without regard to segments, as published.
 void select_official(std::span<const float> scores, std::span<const std::int32_t> ends, std::span<const std::int32_t> quotas, Protected guarded,
-                     bool newest_first, std::vector<std::uint64_t>& keys, std::span<std::int32_t> slots);
+                     Padding padding, std::vector<std::uint64_t>& keys, std::span<std::int32_t> slots);
 
 /// Top-k of a row with protected slots: one segment. slots.size() is the budget.
 inline void select(std::span<const float> scores, Protected guarded, std::vector<std::uint64_t>& keys, std::span<std::int32_t> slots) {

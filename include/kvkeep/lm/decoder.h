@@ -87,6 +87,9 @@ class Decoder {
   [[nodiscard]] const ModelSpec& spec() const { return config_.spec; }
   [[nodiscard]] const Weights& weights() const { return weights_; }
 
+  /// W_o of every layer as the policies want it that weigh values by it: [num_layers] [hidden, Hq * Dv], sharing the weights' memory.
+  [[nodiscard]] std::vector<Tensor> output_projections() const;
+
   /// A zeroed cache for `sequences` sequences of up to `capacity` slots.
   [[nodiscard]] std::vector<LayerCache> make_cache(std::int64_t sequences, std::int64_t capacity, ScalarType dtype = kFloat32) const;
 

@@ -17,8 +17,8 @@ namespace kvkeep::lm {
 /// One sequence to decode.
 ///
 /// Step 0 runs the whole prompt at positions 0..n-1 and predicts token 0. Step s >= 1 feeds token s-1 at position n+s-1, appends its K and
-/// V in every layer, attends to the cache as it is, and predicts token s. The last token is not fed. The policy is asked after every step
-/// but the first, when all layers have run.
+/// V in every layer, attends to the cache as it is, and predicts token s. The last token is not fed. The policy is asked after every step, when all layers have
+/// run; step 0 is the end of the prompt.
 struct Request {
   std::vector<std::int32_t> prompt;       ///< [n >= 1] token ids
   std::int32_t new_tokens = 1;            ///< tokens to predict, 1 or more
@@ -58,7 +58,7 @@ struct Pace {
   std::int64_t decoded_tokens = 0;  ///< by steps that only decode
 };
 
-/// The sequences that the next decision is about: everything that decoded in this step, nothing that prefilled.
+/// The sequences that the next decision is about: everything that ran in this step.
 struct DecisionSight {
   const Keeper& keeper;
   const CacheView& view;

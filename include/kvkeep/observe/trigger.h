@@ -2,21 +2,57 @@
 /// When a sequence is due for an event.
 
 #include <cstdint>
-#include <limits>
+
+#include "kvkeep/core/budget.h"
 
 namespace kvkeep {
 
-/// A sequence is due when it holds at least budget + interval slots: it then falls to `budget`, so the cache swings between budget and
-/// budget + interval. Slots are counted, not calls. Source: TriAttention's slack trigger; in steady state the schedule of the published AMS runs.
-struct Trigger {
-  std::int32_t budget = 0;
-  std::int32_t interval = 0;
-  bool never = false;
+/// Where a sequence stands behind a step. Host integers only.
+struct Occasion {
+  std::int64_t slots = 0;       ///< slots held, summed over its rows
+  std::int64_t rows = 1;        ///< full layers x KV heads
+  std::int64_t seen = 0;        ///< tokens so far, this step's included
+  std::int64_t prompt = 0;      ///< how many of them are its prompt
+  std::int64_t step = 0;        ///< tokens since the policy was last asked
+  std::int64_t slot_bytes = 0;  ///< K and V bytes of one slot in every row
+};
 
-  [[nodiscard]] std::int64_t due_length() const {
-    return never ? std::numeric_limits<std::int64_t>::max() : static_cast<std::int64_t>(budget) + interval;
+/// A sequence is due when its rows hold, on average, at least budget + interval slots: they then fall to the budget, so the cache swings between budget and
+/// budget + interval. Slots are counted, not calls. Before its prompt has ended a sequence is never due.
+/// Source: slack is TriAttention's trigger, counter that of the published AMS and of kvpress. In steady state both run the same schedule.
+struct Trigger {
+  enum class Kind : std::uint8_t {
+    slack,    ///< at budget + interval slots
+    counter,  ///< every `interval` decoded tokens, if there are more slots than the budget
+  };
+  enum class Prefill : std::uint8_t {
+    keep,  ///< the prompt is not cut when it ends; the first decoded token may find it over the budget
+    cut,   ///< the prompt is cut to the budget as soon as it has ended, whatever the interval
+    only,  ///< cut there, and never again
+  };
+  Budget budget;
+  std::int32_t interval = 0;
+  Kind kind = Kind::slack;
+  Prefill prefill = Prefill::keep;
+  bool never = false;
+  bool ragged = false;  ///< rows of one sequence may end up unequal
+
+  [[nodiscard]] bool due(const Occasion& o) const {
+    const std::int64_t decoded = o.seen - o.prompt;
+    if (never || decoded < 0) return false;
+    const std::int64_t kept = budget.resolve(o.seen, o.prompt, o.slot_bytes) * o.rows;
+    if (decoded == 0 || decoded < o.step) return prefill != Prefill::keep && o.slots > kept;
+    if (prefill == Prefill::only) return false;
+    if (kind == Kind::counter) return o.slots > kept && decoded / interval > (decoded - o.step) / interval;
+    return o.slots >= kept + std::int64_t{interval} * o.rows;
   }
-  [[nodiscard]] bool due(std::int64_t length) const { return length >= due_length(); }
+
+  /// Decoded tokens until the first event of a sequence that decodes one at a time; -1 where none comes within `most`.
+  [[nodiscard]] std::int64_t first_event(std::int64_t prompt, std::int64_t slot_bytes, std::int64_t most) const {
+    for (std::int64_t d = 0; d <= most; ++d)
+      if (due({.slots = prompt + d, .rows = 1, .seen = prompt + d, .prompt = prompt, .step = d == 0 ? prompt : 1, .slot_bytes = slot_bytes})) return d;
+    return -1;
+  }
 };
 
 }  // namespace kvkeep

@@ -10,25 +10,40 @@
 
 namespace kvkeep {
 
+/// What every evicting policy shares.
+struct Retention {
+  Variant variant = Variant::strict;
+  Trigger trigger;                ///< budget and when it is enforced
+  std::int32_t sink = 4;          ///< oldest slots that always stay
+  std::int32_t recent = 32;       ///< newest slots that always stay, as far as the budget allows
+  bool protect_prompt = false;    ///< the prompt's slots stay like sinks
+  Sharing share = Sharing::per_layer_per_head;
+};
+
 class Evict final : public KVPolicy {
  public:
   /// `name` and `json` describe the policy to people and files; the registry makes them.
-  Evict(std::string name, std::unique_ptr<Scorer> scorer, std::unique_ptr<Allocator> allocator, Retention retention, std::int32_t interval, std::string json);
+  Evict(std::string name, std::unique_ptr<Scorer> scorer, std::unique_ptr<Allocator> allocator, Retention retention, std::string json);
 
   [[nodiscard]] std::string_view name() const override { return name_; }
   [[nodiscard]] Needs needs() const override;
-  [[nodiscard]] Trigger trigger() const override { return {retention_.budget, interval_}; }
+  [[nodiscard]] Trigger trigger() const override { return retention_.trigger; }
+  [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const override { return scorer_->problems(spec); }
+  /// Order: limits of every row, window attention, scores, sharing, allotment.
+  /// `share` other than per_layer_per_head ranks by the mean of the sharing rows' scores over layers (`per_head`) or by their maximum over layers and heads
+  /// (`all`), slot by slot; sharing rows hold the same tokens. Source of both: TriAttention's modes.
   [[nodiscard]] Decision decide(const Evidence& evidence) const override;
   [[nodiscard]] std::string to_json() const override { return json_; }
 
   [[nodiscard]] const Retention& retention() const { return retention_; }
 
  private:
+  [[nodiscard]] Limits limits(const Evidence& evidence) const;
+
   std::string name_;
   std::unique_ptr<Scorer> scorer_;
   std::unique_ptr<Allocator> allocator_;
   Retention retention_;
-  std::int32_t interval_;
   std::string json_;
 };
 

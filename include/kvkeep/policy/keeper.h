@@ -16,12 +16,14 @@
 
 namespace kvkeep {
 
-/// What an event does, or did, to one sequence. Lengths are those of its first row.
+/// What an event does, or did, to one sequence. Lengths are those of its longest row.
 struct Cut {
   SequenceId sequence = 0;
   std::int64_t logical_length = 0;  ///< tokens seen
   std::int32_t length_before = 0;   ///< slots
   std::int32_t length_after = 0;
+  std::int64_t slots_before = 0;    ///< over all its rows
+  std::int64_t slots_after = 0;
 };
 
 /// What would happen. Refers to the view and the keeper it was made from: apply it before either changes.
@@ -64,11 +66,13 @@ struct Totals {
 /// engine gave, where it gives its own with gaps).
 class Keeper {
  public:
-  /// Throws InvalidArgument when the spec is inconsistent.
-  Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy);
+  /// Throws InvalidArgument when the spec is inconsistent, or when the policy needs what the engine does not give: with every reason at once.
+  Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy, Provided provided = {});
 
   /// A sequence begins. `tokens` of it are already in the cache (a prefix that kvkeep did not see), at positions 0..tokens-1.
-  void join(SequenceId sequence, std::int32_t tokens = 0);
+  /// `prompt`: tokens of its prompt, those included; -1: the cached tokens, or where there are none, what the first step brings. No event comes before the prompt
+  /// has ended, in however many chunks it comes.
+  void join(SequenceId sequence, std::int32_t tokens = 0, std::int32_t prompt = -1);
   /// A sequence ends, at any point: everything known of it is dropped.
   void leave(SequenceId sequence);
   /// leave and join.
@@ -95,6 +99,8 @@ class Keeper {
 
   /// Tokens seen; the position of the next one. Never shrinks at an event.
   [[nodiscard]] std::int64_t logical_length(SequenceId sequence) const { return at(sequence).logical; }
+  /// Tokens of its prompt; -1 while that is not known.
+  [[nodiscard]] std::int64_t prompt_length(SequenceId sequence) const { return at(sequence).prompt; }
   /// Slots held by one row.
   [[nodiscard]] std::int32_t physical_length(SequenceId sequence, std::int32_t layer, std::int32_t head) const;
   /// Logical position of every slot of one row, ascending. Valid until the next call that changes the keeper.
@@ -113,6 +119,8 @@ class Keeper {
     std::int32_t prefix = 0;         ///< tokens that were cached before the sequence joined
     std::int64_t logical = 0;        ///< tokens seen, prefix included
     std::int64_t last_event = 0;     ///< logical length at the last event
+    std::int64_t prompt = -1;        ///< tokens of the prompt; -1 until known
+    std::int64_t asked = 0;          ///< logical length when the policy was last asked
     std::int32_t next_position = 0;
   };
   [[nodiscard]] const Sequence& at(SequenceId sequence) const;
@@ -123,6 +131,7 @@ class Keeper {
 
   ModelSpec spec_;
   std::unique_ptr<KVPolicy> policy_;
+  Provided provided_;
   Needs needs_;
   std::vector<std::int32_t> full_layers_;
   std::vector<std::int32_t> layer_index_;  ///< [num_layers] index among full layers, -1 for the others

@@ -5,12 +5,27 @@
 #include <limits>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "kvkeep/core/decision.h"
 #include "kvkeep/observe/trigger.h"
 #include "kvkeep/core/evidence.h"
 
 namespace kvkeep {
+
+/// What an engine can give to a policy beside keys and values.
+struct Provided {
+  bool queries = true;                          ///< observe() brings queries
+  std::vector<Tensor> output_projections = {};  ///< [num_layers] W_o, f32, f16 or bf16 [hidden, Hq * Dv]; undefined for layers that are not full; empty: not given
+};
+
+class KVPolicy;
+
+/// Every reason why `policy` cannot run on this model with what the engine gives, one sentence each. Empty: it can. The Keeper asks before anything runs.
+[[nodiscard]] std::vector<std::string> problems(const KVPolicy& policy, const ModelSpec& spec, const Provided& provided);
+
+/// Throws InvalidArgument with all of problems().
+void check(const KVPolicy& policy, const ModelSpec& spec, const Provided& provided);
 
 /// Answers: who stays, and what becomes of the rest? State that belongs to slots (positions, credit) travels with the rows, in the Keeper's columns, so a
 /// policy itself stays const while it decides and one policy serves any number of sequences.
@@ -23,6 +38,9 @@ class KVPolicy {
 
   /// What the engine must give.
   [[nodiscard]] virtual Needs needs() const = 0;
+
+  /// Why it cannot run on this model, one sentence each; empty: it can.
+  [[nodiscard]] virtual std::vector<std::string> problems(const ModelSpec&) const { return {}; }
 
   /// When a sequence is due.
   [[nodiscard]] virtual Trigger trigger() const = 0;

@@ -1,10 +1,13 @@
 #pragma once
 /// Scorers rank the slots of a row. A scorer is a header, its device functions, a test case and a line in the registry.
 
+#include <string>
 #include <string_view>
+#include <vector>
 
 #include "kvkeep/core/decision.h"
 #include "kvkeep/core/evidence.h"
+#include "kvkeep/core/limits.h"
 #include "kvkeep/core/window.h"
 
 namespace kvkeep {
@@ -19,14 +22,24 @@ class Scorer {
   /// What it reads.
   [[nodiscard]] virtual Needs needs() const { return {}; }
 
+  /// Why it cannot run on this model, one sentence each ("calibration: ...; given ...; allowed ..."); empty: it can.
+  [[nodiscard]] virtual std::vector<std::string> problems(const ModelSpec&) const { return {}; }
+
   /// Reductions it takes from the window attention that the policy computes anyway, so that the keys are read once.
   [[nodiscard]] virtual WindowNeeds shares() const { return {}; }
 
-  /// Newest slots that the method itself never drops (TOVA: 1).
+  /// Newest slots that the method itself never drops (TOVA: 1; SnapKV, R-KV: their window).
   [[nodiscard]] virtual std::int32_t keeps_newest() const { return 0; }
 
-  /// Scores of every slot of every row. `seen` holds at least the reductions of `shares()`; those are the scorer's own and may become its result.
-  [[nodiscard]] virtual Scores score(const Evidence& evidence, WindowAttention& seen) const = 0;
+  /// Variant official: slots that the published code lifts above all others by its own padding.
+  [[nodiscard]] virtual Padding padding() const { return {0, keeps_newest()}; }
+
+  /// True where the scores add up over events: they come back as Row::tally.
+  [[nodiscard]] virtual bool accumulates() const { return false; }
+
+  /// Scores of every slot of every due row; the rest is undefined. `seen` holds at least the reductions of `shares()`; those are the scorer's own and may
+  /// become its result. Slots that are guarded in `limits` need no meaningful score. Rows run in parallel; a row reads its own layer and sequence only.
+  [[nodiscard]] virtual Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const = 0;
 };
 
 }  // namespace kvkeep

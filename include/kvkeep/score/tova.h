@@ -26,7 +26,7 @@ class Tova final : public Scorer {
   /// g[t] = mean over heads of softmax over all slots of scale * q.k, for the newest query; g[t] = t where no query was seen.
   /// `Heads::all` needs rows of one length and averages by slot, also when the heads hold different tokens, as published.
   /// Cost: O(slots) beyond the shared window attention. Workspace: none.
-  [[nodiscard]] Scores score(const Evidence& evidence, WindowAttention& seen) const override;
+  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
 
  private:
   TovaOptions options_;

@@ -5,13 +5,14 @@
 #include <vector>
 
 #include "kvkeep/core/evidence.h"
+#include "kvkeep/core/limits.h"
 #include "kvkeep/core/window.h"
 
 namespace kvkeep {
 
 /// Window of every row: W = min(window, seen, length - 1, budget) and the suffix from the oldest window query's position on (strict), or the published
-/// W = max(1, min(window, seen - 1, length - 1, budget)) with a suffix of the last W slots (official).
-[[nodiscard]] std::vector<RowWindow> row_windows(const Evidence& evidence, std::int32_t window, std::int32_t budget, bool official);
+/// W = max(1, min(window, seen - 1, length - 1, budget)) with a suffix of the last W slots (official). Rows that are not due get W = 0.
+[[nodiscard]] std::vector<RowWindow> row_windows(const Evidence& evidence, const Limits& limits, std::int32_t window, bool official);
 
 /// Order: a query sees the slots whose position is at most its own. Queries handed over before RoPE are turned at their own positions.
 /// Requires: evidence.spec.check() passed; every row's positions set, each group's queries set where its windows are not 0.

@@ -1,0 +1,39 @@
+#pragma once
+/// How much a row may keep: so many slots, a share of what was seen, or a sequence's bytes. One rounding for all: down, and at least one slot.
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+namespace kvkeep {
+
+struct Budget {
+  enum class Unit : std::uint8_t {
+    slots,  ///< `slots` per row
+    ratio,  ///< the share `dropped` of the tokens seen goes: floor(seen * (1 - dropped)) stay
+    bytes,  ///< `bytes` of K and V per sequence, over all its rows: floor(bytes / bytes of one slot in every row)
+  };
+  Unit unit = Unit::slots;
+  std::int32_t slots = 0;
+  double dropped = 0;        ///< [0, 1)
+  std::int64_t bytes = 0;
+  std::int32_t least = 1;    ///< never fewer slots than this (sinks and one more)
+  std::int32_t beyond_prompt = -1;  ///< 0 or more: the prompt is protected, and where it leaves fewer slots than this the budget is prompt + beyond_prompt
+
+  /// Slots a row may keep. `seen`: tokens of the sequence so far; `prompt`: how many of them are its prompt; `slot_bytes`: K and V bytes of one slot in every
+  /// row of the sequence. Exact: the ratio counts in millionths, so that 10 tokens less 90 % are 1, not 0.
+  [[nodiscard]] std::int32_t resolve(std::int64_t seen, std::int64_t prompt, std::int64_t slot_bytes) const {
+    std::int64_t kept = slots;
+    if (unit == Unit::ratio) {
+      constexpr std::int64_t kParts = 1'000'000;
+      kept = seen * (kParts - std::llround(dropped * static_cast<double>(kParts))) / kParts;
+    } else if (unit == Unit::bytes) {
+      kept = slot_bytes > 0 ? bytes / slot_bytes : 0;
+    }
+    if (kept < least) kept = least;
+    if (beyond_prompt >= 0 && kept < prompt + beyond_prompt) kept = prompt + beyond_prompt;
+    return static_cast<std::int32_t>(kept < std::numeric_limits<std::int32_t>::max() ? kept : std::numeric_limits<std::int32_t>::max());
+  }
+};
+
+}  // namespace kvkeep
