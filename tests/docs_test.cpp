@@ -2,12 +2,14 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <regex>
 #include <sstream>
 #include <string>
+#include <vector>
 
 #include "kvkeep/policy/registry.h"
 
@@ -24,25 +26,33 @@ std::string read(const fs::path& file) {
   return {std::istreambuf_iterator<char>(in), {}};
 }
 
-/// The row of a Markdown table whose first cell is `name` in backticks.
-std::string table_row(const std::string& page, const std::string& name) {
-  const std::size_t begin = page.find("\n| `" + name + "` |");
-  return begin == std::string::npos ? std::string() : page.substr(begin + 1, page.find('\n', begin + 1) - begin - 1);
+/// The rows of Markdown tables whose first cell is `name` in backticks.
+std::vector<std::string> table_rows(const std::string& page, const std::string& name) {
+  std::vector<std::string> rows;
+  const std::string start = "\n| `" + name + "` |";
+  for (std::size_t at = page.find(start); at != std::string::npos; at = page.find(start, at + 1)) rows.push_back(page.substr(at + 1, page.find('\n', at + 1) - at - 1));
+  return rows;
+}
+
+/// Whether a row says what an option defaults to and may be.
+bool tells(const std::string& row, const OptionInfo& option) {
+  if (row.find(option.fallback) == std::string::npos) return false;
+  if (option.allowed.find("integer") != std::string::npos || option.allowed.find("number") != std::string::npos) return true;
+  std::istringstream choices(option.allowed);
+  for (std::string choice; std::getline(choices >> std::ws, choice, ',');)
+    if (row.find("`" + choice + "`") == std::string::npos && row.find(choice) == std::string::npos) return false;
+  return true;
 }
 
 TEST(Docs, ThePageOfPoliciesNamesEveryPolicyAndEveryOptionWithItsDefaultAndChoices) {
   const std::string page = read(root() / "docs" / "policies.md");
   for (const PolicyInfo& policy : policies()) {
-    EXPECT_NE(table_row(page, policy.name), "") << policy.name;
+    const std::string allocator = policy.name.substr(0, policy.name.find('-'));  // "ams-tova" stands on the page as `ams-<scorer>`
+    EXPECT_TRUE(!table_rows(page, policy.name).empty() || !table_rows(page, allocator + "-<scorer>").empty()) << policy.name;
     for (const OptionInfo& option : policy.options) {
-      const std::string row = table_row(page, option.name);
-      ASSERT_NE(row, "") << policy.name << " " << option.name;
-      EXPECT_NE(row.find(option.fallback), std::string::npos)
-          << option.name << " defaults to " << option.fallback << "; the page says " << row;
-      if (option.allowed.find("integer") != std::string::npos || option.allowed.find("number") != std::string::npos) continue;
-      std::istringstream choices(option.allowed);
-      for (std::string choice; std::getline(choices >> std::ws, choice, ',');)
-        EXPECT_NE(row.find("`" + choice + "`"), std::string::npos) << option.name << " may be " << choice << "; the page says " << row;
+      const auto rows = table_rows(page, option.name);
+      EXPECT_TRUE(std::any_of(rows.begin(), rows.end(), [&](const std::string& row) { return tells(row, option); }))
+          << policy.name << ": " << option.name << " defaults to " << option.fallback << " and may be " << option.allowed << "; the page says otherwise, or nothing";
     }
   }
 }

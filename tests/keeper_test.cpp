@@ -69,8 +69,8 @@ class Engine {
 
   CacheView view() { return {.layers = cache_, .sequences = ids_, .lengths = {lengths_}, .places = places_}; }
 
-  void join(SequenceId id) {
-    keeper.join(id);
+  void join(SequenceId id, std::int32_t prompt = -1) {
+    keeper.join(id, 0, prompt);
     seen_[id] = 0;
   }
   void leave(const Work& w) {
@@ -151,8 +151,115 @@ TEST(Keeper, FiresExactlyAtBudgetPlusInterval) {
   for (const int extra : {-1, 0, 1}) {
     Engine engine(kAms, 1, 64);
     engine.join(1);
-    const Report report = engine.step({{1, 0, 24 + 8 + extra}});
+    engine.step({{1, 0, 10}});
+    const Report report = engine.step({{1, 0, 14 + 8 + extra}});
     EXPECT_EQ(report.cuts.size(), extra < 0 ? 0U : 1U) << extra;
+  }
+}
+
+TEST(Keeper, LeavesThePromptToTheFirstDecodedTokenUnlessAskedToCutIt) {
+  const auto lengths = [](const std::string& prefill) {
+    Engine engine(std::string(kAms) + ",prefill=" + prefill, 1, 64);
+    engine.join(1, 40);
+    engine.step({{1, 0, 30}});
+    EXPECT_EQ(engine.keeper.physical_length(1, 0, 0), 30) << "no event in the middle of a prompt";
+    engine.step({{1, 0, 10}});
+    std::vector<std::int32_t> seen{engine.keeper.physical_length(1, 0, 0)};
+    for (int n = 0; n < 9; ++n) {
+      engine.step({{1, 0, 1}});
+      seen.push_back(engine.keeper.physical_length(1, 0, 0));
+    }
+    return seen;
+  };
+  EXPECT_EQ(lengths("keep"), (std::vector<std::int32_t>{40, 24, 25, 26, 27, 28, 29, 30, 31, 24}));
+  EXPECT_EQ(lengths("cut"), (std::vector<std::int32_t>{24, 25, 26, 27, 28, 29, 30, 31, 24, 25}));
+  EXPECT_EQ(lengths("only"), (std::vector<std::int32_t>{24, 25, 26, 27, 28, 29, 30, 31, 32, 33}));
+}
+
+TEST(Keeper, TheCounterFiresEveryIntervalDecodedTokensIfThereIsMoreThanTheBudget) {
+  Engine engine(std::string(kAms) + ",trigger=counter", 1, 64);
+  engine.join(1);
+  engine.step({{1, 0, 10}});
+  std::vector<std::int32_t> fired;
+  for (int n = 1; n <= 40; ++n)
+    if (!engine.step({{1, 0, 1}}).cuts.empty()) fired.push_back(n);
+  EXPECT_EQ(fired, (std::vector<std::int32_t>{16, 24, 32, 40})) << "at 8 there are 18 slots, not more than 24";
+  EXPECT_EQ(engine.step({{1, 0, 20}}).cuts.size(), 1U) << "tokens are counted, not steps";
+}
+
+TEST(Keeper, AProtectedPromptStaysWholeAndRaisesTheBudgetWhereItDoesNotFit) {
+  for (const std::int32_t prompt : {6, 18, 22, 40}) {
+    Engine engine(std::string(kAms) + ",protect_prompt=true", 1, 96);
+    engine.join(1, prompt);
+    engine.step({{1, 0, prompt}});
+    int events = 0;
+    for (int n = 0; n < 60; ++n) {
+      const Report report = engine.step({{1, 0, 1}});
+      if (report.cuts.empty()) continue;
+      ++events;
+      EXPECT_EQ(report.cuts[0].length_after, std::max(24, prompt + 4)) << prompt;
+      for (const auto& row : engine.kept(1)) {
+        for (std::int32_t p = 0; p < prompt; ++p) ASSERT_EQ(row[static_cast<std::size_t>(p)], p);
+        EXPECT_EQ(row.back(), engine.keeper.logical_length(1) - 1);
+      }
+    }
+    EXPECT_GE(events, 3) << prompt;
+  }
+}
+
+TEST(Keeper, CountsTheBudgetInSharesAndInBytes) {
+  Engine half("ams-tova,ratio=0.5,interval=8,sink=2,recent=4,window=8", 1, 96);
+  half.join(1);
+  half.step({{1, 0, 20}});
+  for (int n = 0; n < 60; ++n) {
+    const Report report = half.step({{1, 0, 1}});
+    for (const Cut& cut : report.cuts) EXPECT_EQ(cut.length_after, cut.logical_length / 2);
+  }
+  EXPECT_GE(half.keeper.totals().events, 2);
+
+  constexpr std::int64_t kSlot = 3 * 2 * (8 + 6) * 4;  // layers, heads, floats of K and V
+  Engine bytes("tova,bytes=" + std::to_string(20 * kSlot + 5) + ",interval=8,sink=2,recent=4", 1, 64);
+  bytes.join(1);
+  bytes.step({{1, 0, 10}});
+  for (int n = 0; n < 17; ++n) bytes.step({{1, 0, 1}});
+  const Report report = bytes.step({{1, 0, 1}});
+  ASSERT_EQ(report.cuts.size(), 1U);
+  EXPECT_EQ(report.bytes_after, 20 * kSlot);
+}
+
+TEST(Budget, IsExactForEveryRatioAndNeverNothing) {  // B11
+  for (std::int64_t n = 1; n <= 300; ++n)
+    for (std::int64_t percent = 0; percent < 100; ++percent) {
+      const Budget budget{.unit = Budget::Unit::ratio, .dropped = static_cast<double>(percent) / 100};
+      ASSERT_EQ(budget.resolve(n, 0, 1), std::max<std::int64_t>(1, n * (100 - percent) / 100)) << n << " tokens, " << percent << " %";
+    }
+}
+
+TEST(Keeper, RefusesAPolicyThatTheEngineCannotFeedWithEveryReason) {
+  ModelSpec spec{.query_heads = 0, .kv_heads = 2, .key_dim = 8, .value_dim = 6, .softmax_scale = 0, .rope = {}, .layers = std::vector<LayerSpec>(2)};
+  const auto policy = make_policy("tova,budget=24");
+  EXPECT_EQ(problems(*policy, spec, {.queries = false, .output_projections = {}}).size(), 2U);
+  try {
+    Keeper keeper(spec, make_policy("tova,budget=24"), {.queries = false, .output_projections = {}});
+    ADD_FAILURE() << "was accepted";
+  } catch (const InvalidArgument& e) {
+    EXPECT_NE(std::string(e.what()).find("tova reads the newest 1"), std::string::npos) << e.what();
+    EXPECT_NE(std::string(e.what()).find("query_heads"), std::string::npos) << e.what();
+  }
+  EXPECT_TRUE(problems(*make_policy("streaming,budget=24"), spec, {.queries = false, .output_projections = {}}).empty());
+}
+
+TEST(Keeper, SharedSelectionsAreTheSameInEveryRowThatShares) {
+  for (const std::string share : {"per_head", "union"}) {
+    Engine engine("tova,budget=24,interval=8,sink=2,recent=4,heads=group,share=" + share, 1, 64);
+    engine.join(1);
+    engine.step({{1, 0, 20}});
+    for (int n = 0; n < 30; ++n) engine.step({{1, 0, 1}});
+    EXPECT_GE(engine.keeper.totals().events, 3);
+    const auto kept = engine.kept(1);
+    for (std::size_t r = 2; r < kept.size(); ++r) EXPECT_EQ(kept[r], kept[r % 2]) << share << " row " << r;
+    EXPECT_EQ(kept[0] == kept[1], share == "union");
+    EXPECT_TRUE(engine.holds_what_it_says({1, 0, 0}));
   }
 }
 
@@ -200,9 +307,9 @@ TEST(Keeper, ASecondSequenceInTheSamePlaceIsLikeAFreshKeeper) {  // B4
 TEST(Keeper, ChunkedPrefillKeepsTheSameSet) {  // B19: exact, TOVA and AMS see the last queries only
   std::vector<std::vector<std::int32_t>> want;
   for (const int chunk : {60, 1, 7, 16, 59}) {
-    Engine engine(kAms, 1, 64);
-    engine.join(9);
-    for (int done = 0; done < 60; done += chunk) engine.step({{9, 0, std::min(chunk, 60 - done)}}, done + chunk >= 60);
+    Engine engine(std::string(kAms) + ",prefill=cut", 1, 64);
+    engine.join(9, 60);
+    for (int done = 0; done < 60; done += chunk) engine.step({{9, 0, std::min(chunk, 60 - done)}});
     if (want.empty()) want = engine.kept(9);
     EXPECT_EQ(engine.kept(9), want) << "chunks of " << chunk;
     EXPECT_EQ(engine.keeper.physical_length(9, 0, 0), 24);
@@ -212,7 +319,8 @@ TEST(Keeper, ChunkedPrefillKeepsTheSameSet) {  // B19: exact, TOVA and AMS see t
 TEST(Keeper, PlanSaysWhatApplyDoes) {
   Engine engine(kAms, 1, 64);
   engine.join(1);
-  engine.step({{1, 0, 40}}, false);
+  engine.step({{1, 0, 20}});
+  engine.step({{1, 0, 20}}, false);
   const CacheView view = engine.view();
   const Plan plan = engine.keeper.plan(view);
   ASSERT_EQ(plan.cuts.size(), 1U);
@@ -269,7 +377,8 @@ TEST(Keeper, LeavesOtherLayersAlone) {  // sliding and shared layers
   layers[3] = {LayerKind::shared, 0, 2};
   Engine engine(kAms, 1, 64, layers);
   engine.join(1);
-  engine.step({{1, 0, 40}}, false);
+  engine.step({{1, 0, 20}});
+  engine.step({{1, 0, 20}}, false);
   const CacheView view = engine.view();
   const Tensor sliding = std::get<DenseKv>(view.layers[1]).keys.clone();
   engine.keeper.step(view);

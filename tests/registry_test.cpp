@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "kvkeep/kvkeep.h"
@@ -59,7 +60,7 @@ TEST(Registry, TakesTheNamesOfOtherProjects) {
 }
 
 TEST(Registry, RefusesWithTheFieldTheValueAndWhatIsAllowed) {
-  expect_refused(R"({"policy": "ams-tova"})", {"budget is missing"});
+  expect_refused(R"({"policy": "ams-tova"})", {"budget is missing", "exactly one of budget, ratio, bytes"});
   expect_refused(R"({"policy": "nonsense", "budget": 9})", {"nonsense", "allowed", "ams-tova"});
   expect_refused(R"({"budget": 9})", {"\"policy\" is missing"});
   expect_refused(R"({"policy": "tova", "budget": 64, "budgte": 9})", {"budgte", "allowed", "interval"});
@@ -78,7 +79,11 @@ TEST(Registry, RefusesWithTheFieldTheValueAndWhatIsAllowed) {
   expect_refused(R"({"policy": "ams-tova", "budget": 64, "variant": "official", "allocator": {"coverage": 0.5}})", {"coverage", "official"});
   expect_refused(R"({"policy": "ams-tova", "budget": 64, "allocator": {"segments": "fixed:0"}})", {"segments", "fixed:0"});
   expect_refused(R"({"policy": "ams-tova", "budget": 64, "allocator": {"suffix_fill": "max"}})", {"suffix_fill", "max_head, max_global"});
-  expect_refused(R"({"policy": "tova", "budget": 64, "share": "union"})", {"share", "union", "per_layer_per_head"});
+  expect_refused(R"({"policy": "tova", "budget": 64, "share": "everybody"})", {"share", "everybody", "per_layer_per_head", "union"});
+  expect_refused(R"({"policy": "ams-tova", "budget": 64, "share": "union"})", {"share", "ams-tova", "per_layer_per_head"});
+  expect_refused(R"({"policy": "tova", "budget": 64, "ratio": 0.5})", {"budget, ratio", "exactly one", "bytes"});
+  expect_refused(R"({"policy": "tova", "ratio": 1})", {"ratio", "given 1", "[0.0, 1.0)"});
+  expect_refused(R"({"policy": "tova", "bytes": 0})", {"bytes", "given 0"});
   expect_refused(R"({"policy": "tova", "budget": 64, "budget": 65})", {"budget", "twice"});
   expect_refused(R"({"policy": "full", "budget": 64})", {"full", "budget"});
   expect_refused("", {"not JSON"});
@@ -93,9 +98,11 @@ TEST(Registry, ListsEveryOptionOfEveryPolicy) {
     EXPECT_FALSE(p.what.empty());
     EXPECT_FALSE(p.source.empty()) << p.name;
     if (p.name == "full") continue;
-    EXPECT_EQ(p.options.front().name, "budget");
-    const auto json = resolved(p.name + ",budget=64");
+    EXPECT_EQ(p.options.front().name, "budget") << p.name;
+    if (std::any_of(p.options.begin(), p.options.end(), [](const OptionInfo& o) { return o.fallback == "required"; })) continue;
+    const auto json = resolved(p.name + ",budget=512");
     for (const OptionInfo& o : p.options) {
+      if (o.fallback == "-") continue;  // resolved only where it is given
       const auto dot = o.name.find('.');
       const bool there = dot == std::string::npos ? json.contains(o.name) : json[o.name.substr(0, dot)].contains(o.name.substr(dot + 1));
       EXPECT_TRUE(there) << p.name << " lists " << o.name << " and does not resolve it";

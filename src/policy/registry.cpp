@@ -240,6 +240,8 @@ std::unique_ptr<KVPolicy> from_object(const json& object, const std::filesystem:
     describe_evict(reader, allocator, scorer, parts);
     reader.finish(name);
     check(name, parts.retention);
+    require(allocator.name == nullptr || parts.retention.share == Sharing::per_layer_per_head, "policy: share of ", name, " is not per_layer_per_head; allowed there: ",
+            "per_layer_per_head (rows of one selection would need one quota too)");
     nlohmann::ordered_json resolved = {{"policy", name}};
     resolved.update(reader.resolved());
     made = std::make_unique<Evict>(name, std::move(parts.scorer), std::move(parts.allocator), parts.retention, resolved.dump());
