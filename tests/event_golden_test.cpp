@@ -1,4 +1,4 @@
-// Events replayed against the published implementations (families `ams` and `scorers`).
+// Events replayed against the published implementations.
 
 #include "golden_case.h"
 #include "kvkeep/policy/registry.h"
@@ -33,6 +33,8 @@ void replay_family(const std::string& family, int at_least) {
 TEST(Golden, AmsEventsMatchThePublishedCodeAndTheStrictReference) { replay_family("ams", 20); }
 
 TEST(Golden, ScorersMatchThePublishedImplementations) { replay_family("scorers", 5); }
+
+TEST(Golden, RkvMatchesTheCodeOfItsAuthors) { replay_family("rkv", 0); }
 
 }  // namespace
 }  // namespace kvkeep
