@@ -17,9 +17,14 @@ Scores Tova::score(const Evidence& evidence, const Limits&, WindowAttention& see
     for (const RowGroup& group : evidence.table.groups) {
       const auto rows = evidence.table.rows_of(group, heads);
       const Row& first = rows.front();
-      if (seen.windows[static_cast<std::size_t>(group.first_row)].queries == 0) {
-        for (const Row& row : rows) std::iota(g + row.first, g + row.first + row.length, 0.0F);
-      } else if (options_.heads == TovaOptions::Heads::all) {
+      std::int32_t asked = 0;  // a row that is not due has no window
+      for (std::size_t h = 0; h < rows.size(); ++h) {
+        if (seen.windows[static_cast<std::size_t>(group.first_row) + h].queries > 0) ++asked;
+        else std::iota(g + rows[h].first, g + rows[h].first + rows[h].length, 0.0F);
+      }
+      if (asked > 0 && options_.heads == TovaOptions::Heads::all) {
+        require<Unsupported>(asked == heads, "tova: heads \"all\" averages over heads that are cut together; given ", asked, " of ", heads, " due in layer ", first.layer,
+                             "; use heads \"group\"");
         for (const Row& row : rows.subspan(1)) {
           require<Unsupported>(row.length == first.length, "tova: heads \"all\" averages over heads of one length; given rows of ", first.length, " and ",
                                row.length, " slots in layer ", row.layer, "; use heads \"group\"");
