@@ -12,6 +12,7 @@
 #include "kvkeep/core/columns.h"
 #include "kvkeep/core/variant.h"
 #include "kvkeep/core/protect.h"
+#include "kvkeep/core/pool.h"
 #include "kvkeep/core/window.h"
 #include "kvkeep/core/evidence.h"
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "attention_lanes.h"
 
@@ -164,6 +165,31 @@ void PanelExp(float* HWY_RESTRICT x, std::int64_t slots, const float* HWY_RESTRI
   hn::StoreU(sum1, d, sum + lanes);
 }
 
+void PanelGroupMax(const float* HWY_RESTRICT x, std::int64_t slots, std::int64_t heads, std::int64_t queries, std::int64_t stride, bool first,
+                   float* HWY_RESTRICT largest, float* HWY_RESTRICT top) {
+  const D d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d)), width = 2 * lanes;
+  const auto used0 = hn::FirstN(d, static_cast<std::size_t>(std::min(queries, lanes)));
+  const auto used1 = hn::FirstN(d, static_cast<std::size_t>(std::max<std::int64_t>(queries - lanes, 0)));
+  const V none = hn::Set(d, -std::numeric_limits<float>::infinity());
+  V top0 = first ? none : hn::LoadU(d, top), top1 = first ? none : hn::LoadU(d, top + lanes);
+  for (std::int64_t t = 0; t < slots; ++t, x += width, largest += width) {
+    V best0 = first ? none : hn::LoadU(d, largest), best1 = first ? none : hn::LoadU(d, largest + lanes);
+    for (std::int64_t h = 0; h < heads; ++h) {
+      best0 = hn::Max(best0, hn::LoadU(d, x + h * stride));
+      best1 = hn::Max(best1, hn::LoadU(d, x + h * stride + lanes));
+    }
+    best0 = hn::IfThenElseZero(used0, best0);  // the lanes behind hold another head's queries, or the next slot
+    best1 = hn::IfThenElseZero(used1, best1);
+    hn::StoreU(best0, d, largest);
+    hn::StoreU(best1, d, largest + lanes);
+    top0 = hn::Max(top0, best0);
+    top1 = hn::Max(top1, best1);
+  }
+  hn::StoreU(top0, d, top);
+  hn::StoreU(top1, d, top + lanes);
+}
+
 void PanelWeigh(const float* HWY_RESTRICT x, std::int64_t slots, const float* HWY_RESTRICT weight, float* HWY_RESTRICT usage) {
   const D d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
@@ -197,6 +223,7 @@ namespace kvkeep::cpu {
 HWY_EXPORT(PanelWidth);
 HWY_EXPORT(PanelLogits);
 HWY_EXPORT(PanelExp);
+HWY_EXPORT(PanelGroupMax);
 HWY_EXPORT(PanelWeigh);
 HWY_EXPORT(FoldLanes);
 HWY_EXPORT(AddScaled);
@@ -210,6 +237,10 @@ void panel_logits(const Keys& keys, std::int64_t from, std::int64_t to, const fl
 }
 
 void panel_exp(float* x, std::int64_t slots, const float* top, float* sum) { HWY_DYNAMIC_DISPATCH(PanelExp)(x, slots, top, sum); }
+
+void panel_group_max(const float* x, std::int64_t slots, std::int64_t heads, std::int64_t queries, std::int64_t stride, bool first, float* largest, float* top) {
+  HWY_DYNAMIC_DISPATCH(PanelGroupMax)(x, slots, heads, queries, stride, first, largest, top);
+}
 
 void panel_weigh(const float* x, std::int64_t slots, const float* weight, float* usage) { HWY_DYNAMIC_DISPATCH(PanelWeigh)(x, slots, weight, usage); }
 

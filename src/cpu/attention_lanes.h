@@ -26,6 +26,11 @@ void panel_logits(const Keys& keys, std::int64_t from, std::int64_t to, const fl
 /// One panel, in place: x = exp(x - top) for `slots` slots; sum[lane] gets the sums, in ascending order of slots.
 void panel_exp(float* x, std::int64_t slots, const float* top, float* sum);
 
+/// Maximum over the heads of one panel: head h has its `queries` (at most the panel's width) in lanes [h * stride, h * stride + queries).
+/// largest[t][i] = max over h of x[t][h * stride + i], and over what it holds unless `first`; top[i] likewise over t. Lanes from `queries` on become 0.
+/// Reads up to one panel's width behind x[slots]. largest: [slots, width]; top: [width].
+void panel_group_max(const float* x, std::int64_t slots, std::int64_t heads, std::int64_t queries, std::int64_t stride, bool first, float* largest, float* top);
+
 /// usage[t][half] += x[t] * weight, folded to one vector a slot; usage: [slots, width / 2].
 void panel_weigh(const float* x, std::int64_t slots, const float* weight, float* usage);
 

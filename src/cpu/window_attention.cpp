@@ -10,17 +10,12 @@
 
 #include "kvkeep/core/dispatch.h"
 #include "attention_lanes.h"
+#include "window_queries.h"
 
 namespace kvkeep {
 namespace {
 
 constexpr std::int64_t kPanels = 2;  ///< panels that share one reading of a key
-
-/// cos and sin of every window query of one sequence.
-struct Turns {
-  std::int32_t window = 0;
-  std::vector<float> cosines, sines;  ///< [window, F], newest query last
-};
 
 /// Buffers of one thread.
 struct Scratch {
@@ -33,51 +28,6 @@ struct Scratch {
   std::vector<std::int32_t> visible;   ///< [W] slots that each window query sees
 };
 
-Turns turns_of(const Evidence& evidence, const QueryView& queries, std::int32_t window) {
-  Turns turns;
-  const auto pairs = evidence.spec.rope.inv_freq.size();
-  if (evidence.basis == QueryBasis::post_rope || pairs == 0) return turns;
-  turns.window = window;
-  turns.cosines.resize(static_cast<std::size_t>(window) * pairs);
-  turns.sines.resize(turns.cosines.size());
-  for (std::int32_t i = 0; i < window; ++i)
-    rope_at(evidence.spec.rope, queries.position(queries.count - window + i), turns.cosines.data() + static_cast<std::size_t>(i) * pairs,
-            turns.sines.data() + static_cast<std::size_t>(i) * pairs);
-  return turns;
-}
-
-bool same_positions(const QueryView& a, const QueryView& b) {
-  if (a.count != b.count) return false;
-  for (std::int32_t i = 0; i < a.count; ++i)
-    if (a.position(i) != b.position(i)) return false;
-  return true;
-}
-
-/// Queries of the group of `head`, [G * W, D] f32, rotated and multiplied by the softmax scale.
-void gather_queries(const Evidence& evidence, const QueryView& view, std::int32_t head, std::int32_t window, const Turns& turns, std::vector<float>& out) {
-  const ModelSpec& spec = evidence.spec;
-  const auto dim = static_cast<std::size_t>(spec.key_dim);
-  const auto pairs = static_cast<std::int64_t>(spec.rope.inv_freq.size());
-  const auto scale = static_cast<float>(spec.scale());
-  out.resize(static_cast<std::size_t>(spec.group()) * static_cast<std::size_t>(window) * dim);
-  with_dtype("window_attention", view.dtype, [&](auto type) {
-    float* q = out.data();
-    const std::int64_t skip = turns.window - window;
-    for (std::int32_t g = 0; g < spec.group(); ++g)
-      for (std::int32_t i = 0; i < window; ++i, q += dim) {
-        const auto* from = reinterpret_cast<const decltype(type)*>(view.at(view.count - window + i, head * spec.group() + g));
-        for (std::size_t d = 0; d < dim; ++d) q[d] = static_cast<float>(from[d]);
-        if (!turns.cosines.empty())
-          rope_rotate(spec.rope.style, pairs, turns.cosines.data() + (skip + i) * pairs, turns.sines.data() + (skip + i) * pairs, q);
-        for (std::size_t d = 0; d < dim; ++d) {
-          require(std::isfinite(q[d]), "window_attention: query of head ", head * spec.group() + g, " at position ", view.position(view.count - window + i),
-                  " holds ", q[d], " in component ", d, "; allowed finite numbers");
-          q[d] *= scale;
-        }
-      }
-  });
-}
-
 /// One row while its window is reduced.
 class RowReduction {
  public:
@@ -85,8 +35,9 @@ class RowReduction {
       : spec_(evidence.spec), row_(row), view_(group.queries), window_(window), scratch_(scratch), keys_{row.keys, evidence.table.key_dtype, evidence.spec.key_dim} {}
 
   /// `usage` and `newest` are the row's own parts of the result, or null.
-  void run(const Evidence& evidence, const Turns& turns, float* usage, float* newest) {
-    gather_queries(evidence, view_, row_.head, window_.queries, turns, scratch_.queries);
+  void run(const Evidence& evidence, const cpu::Turns& turns, float* usage, float* newest) {
+    scratch_.queries.resize(static_cast<std::size_t>(std::int64_t{spec_.group()} * window_.queries * spec_.key_dim));
+    cpu::gather_queries(evidence, view_, row_.head, window_.queries, turns, scratch_.queries.data());
     count_visible();
     const std::int64_t total = std::int64_t{spec_.group()} * window_.queries, tile = kPanels * width_;
     if (usage != nullptr) {
@@ -230,20 +181,7 @@ WindowAttention window_attention(const Evidence& evidence, std::vector<RowWindow
     float* newest = needs.newest ? out.newest.data_ptr<float>() : nullptr;
 
     const std::int32_t heads = evidence.spec.kv_heads;
-    std::vector<Turns> turns(table.groups.size());  // shared by the layers of a sequence: its queries stand at the same positions in each
-    std::vector<std::size_t> turns_index(table.groups.size());
-    for (std::size_t g = 0; g < table.groups.size(); ++g) {
-      std::int32_t widest = 0;
-      for (std::int32_t h = 0; h < heads; ++h) widest = std::max(widest, out.windows[static_cast<std::size_t>(table.groups[g].first_row + h)].queries);
-      turns_index[g] = g;
-      for (std::size_t e = 0; e < g; ++e)
-        if (table.groups[e].sequence == table.groups[g].sequence && same_positions(table.groups[e].queries, table.groups[g].queries)) {
-          turns_index[g] = turns_index[e];
-          break;
-        }
-      Turns& known = turns[turns_index[g]];
-      if (known.window < widest) known = turns_of(evidence, table.groups[g].queries, widest);
-    }
+    const cpu::WindowTurns turns(evidence, out.windows);
     at::parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
       Scratch scratch;
       for (std::int64_t r = begin; r < end; ++r) {
@@ -257,7 +195,7 @@ WindowAttention window_attention(const Evidence& evidence, std::vector<RowWindow
           if (row_newest != nullptr) std::fill_n(row_newest, row.length, 0.0F);
           continue;
         }
-        RowReduction(evidence, row, table.groups[g], window, scratch).run(evidence, turns[turns_index[g]], row_usage, row_newest);
+        RowReduction(evidence, row, table.groups[g], window, scratch).run(evidence, turns.of(g), row_usage, row_newest);
       }
     });
     return out;

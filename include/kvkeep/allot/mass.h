@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kvkeep/core/hd.h"
+#include "kvkeep/core/pool.h"
 
 namespace kvkeep {
 
@@ -15,19 +16,6 @@ enum class SuffixFill : std::uint8_t {
   causal_mean,  ///< mean over the strictly later window queries; the newest slot takes the row's maximum
   exclude,      ///< nothing: segments and quotas follow the history alone
 };
-
-/// 1-D average over adjacent slots, stride 1, zeros outside [0, n), always divided by `kernel`, so that the edges are damped.
-/// `kernel` odd; 1 copies. `out` must not overlap `x`. Order: ascending slots, fp32.
-KVKEEP_HD inline void pool_average(const float* x, std::int32_t n, std::int32_t kernel, float* out) {
-  const std::int32_t reach = kernel / 2;
-  for (std::int32_t t = 0; t < n; ++t) {
-    const std::int32_t from = t - reach > 0 ? t - reach : 0;
-    const std::int32_t to = t + reach + 1 < n ? t + reach + 1 : n;
-    float sum = 0;
-    for (std::int32_t i = from; i < to; ++i) sum += x[i];
-    out[t] = sum / static_cast<float>(kernel);
-  }
-}
 
 /// Largest of x[0, n), at least 0; NaN counts as 0.
 KVKEEP_HD inline float largest(const float* x, std::int32_t n) {

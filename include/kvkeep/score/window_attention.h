@@ -2,6 +2,7 @@
 /// Attention of the newest queries over the cache, reduced while it is computed: nothing of size [Hq, W, T] is kept.
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "kvkeep/core/evidence.h"
@@ -22,5 +23,29 @@ namespace kvkeep {
 /// number of threads, or where equal keys lie.
 /// Source: the observation window of SnapKV (eq. 3) and AMS. Differs: each query at its own logical position, fp32 throughout.
 [[nodiscard]] WindowAttention window_attention(const Evidence& evidence, std::vector<RowWindow> windows, WindowNeeds needs);
+
+/// How the query heads of a KV head become one.
+enum class GroupReduce : std::uint8_t {
+  mean_prob,  ///< a softmax for each query head, then their mean
+  max_logit,  ///< the largest logit of the group, then one softmax
+};
+
+struct HistoryOptions {
+  GroupReduce group = GroupReduce::mean_prob;
+  std::int32_t newest_counts = 1;  ///< how often the newest query counts in the mean
+};
+
+/// Slice, then softmax: every window query's softmax over the slots [first, history) of its row alone, reduced over the group, mean over the window's queries;
+/// f32 [slots], 0 outside [first, history) and in rows whose window is empty. Shares therefore sum to 1 over [first, history).
+/// `first`: [rows], or empty for 0 everywhere. Where a window's history reaches behind what its oldest query sees, it ends there.
+/// Requires, throws: as window_attention. Cost: 2 * Hq * W * T * D flop a layer and one exponential per (query head, query, slot), under max_logit per (query, slot)
+/// of each KV head. Workspace per thread: history_attention_workspace() of the longest history. Rows run in parallel; a row's result depends on nothing but the row.
+/// Source: R-KV (max_logit), RPC (mean_prob). Differs: each query at its own logical position, fp32 throughout.
+[[nodiscard]] Tensor history_attention(const Evidence& evidence, std::span<const RowWindow> windows, HistoryOptions options = {}, std::span<const std::int32_t> first = {});
+
+/// Bytes of workspace per thread of history_attention for rows with `slots` slots between first and history and windows of `queries`:
+/// 4 * (G * W * D + 2 * D * w + 6 * D + 8 * w + (2.5 or, under max_logit, 3.5) * w * slots), with w = two vectors of the machine (8 floats with SSE4, 16 with
+/// AVX2, 32 with AVX-512).
+[[nodiscard]] std::int64_t history_attention_workspace(const ModelSpec& spec, std::int32_t slots, std::int32_t queries, GroupReduce group);
 
 }  // namespace kvkeep

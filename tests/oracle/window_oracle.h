@@ -1,0 +1,32 @@
+#pragma once
+/// A second implementation of what the newest queries make of a sequence, for tests only: plain loops in double, nothing shared with the library.
+
+#include <vector>
+
+#include "event_oracle.h"
+
+namespace oracle {
+
+/// One KV head of a sequence under its newest `window` queries.
+struct HistoryQuestion {
+  int window = 1;
+  int first = 0;             ///< slots [first, history) take part
+  int history = 0;
+  bool max_logit = false;    ///< largest logit of the group, then softmax; else softmax per query head, then mean
+  int newest_counts = 1;     ///< how often the newest query counts
+};
+
+/// Softmax over [first, history) only, mean over the group and the queries; [T], 0 elsewhere.
+std::vector<double> history_attention(const Sequence& sequence, int kv_head, const HistoryQuestion& question);
+
+/// Slots of a KV head older than the oldest of the newest `window` queries.
+int history_of(const Sequence& sequence, int kv_head, int window);
+
+/// Sum over the newest `window` queries of their attention to all slots they see, mean over the group; [T].
+std::vector<double> attention_sum(const Sequence& sequence, int kv_head, int window);
+
+/// Pooling over adjacent slots: zeros outside and always divided by `kernel`, or the maximum of what is inside.
+std::vector<double> average_pooled(const std::vector<double>& values, int kernel);
+std::vector<double> max_pooled(const std::vector<double>& values, int kernel);
+
+}  // namespace oracle
