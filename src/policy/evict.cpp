@@ -55,11 +55,11 @@ Evict::Evict(std::string name, std::unique_ptr<Scorer> scorer, std::unique_ptr<A
   retention_.trigger.ragged = allocator_->ragged();
 }
 
-Needs Evict::needs() const {
-  Needs needs = scorer_->needs();
+Needs needs_of(const Retention& retention, const Scorer& scorer, const Allocator& allocator) {
+  Needs needs = scorer.needs();
   // The published window leaves out one query that was seen.
-  if (allocator_->window() > 0) needs.queries = std::max(needs.queries, allocator_->window() + (retention_.variant == Variant::official ? 1 : 0));
-  const Needs own = allocator_->needs();
+  if (allocator.window() > 0) needs.queries = std::max(needs.queries, allocator.window() + (retention.variant == Variant::official ? 1 : 0));
+  const Needs own = allocator.needs();
   needs.queries = std::max(needs.queries, own.queries);
   needs.keys = needs.keys || own.keys;
   needs.values = needs.values || own.values;

@@ -215,6 +215,17 @@ void each_policy(Body&& body) {
     }
 }
 
+std::string in_words(const Needs& needs) {
+  std::string words;
+  const auto add = [&](bool is, const std::string& what) {
+    if (is) words += (words.empty() ? "" : ", ") + what;
+  };
+  add(needs.queries > 0, needs.queries == 1 ? "the newest query" : "the newest " + std::to_string(needs.queries) + " queries");
+  add(needs.calibration, "calibration");
+  add(needs.output_projection, "W_o");
+  return words.empty() ? "nothing" : words;
+}
+
 std::string known_policies() {
   std::string names;
   for (const PolicyInfo& p : policies()) names += (names.empty() ? "" : ", ") + p.name;
@@ -277,8 +288,14 @@ std::vector<PolicyInfo> policies() {
     Fields lister = Fields::lister();
     EvictParts parts;
     describe_evict(lister, allocator, scorer, parts);
-    if (allocator.name == nullptr) all.push_back({name, scorer.what, scorer.source, lister.listed()});
-    else all.push_back({name, std::string(allocator.what) + ": " + scorer.what, std::string(allocator.source) + ", over " + scorer.source, lister.listed()});
+    PolicyInfo info{name, scorer.what, scorer.source, lister.listed(), scorer.name == nullptr ? scorer.policy : scorer.name, {}, {}};
+    if (allocator.name != nullptr) {
+      info.what = std::string(allocator.what) + ": " + scorer.what;
+      info.source = std::string(allocator.source) + ", over " + scorer.source;
+      info.allocator = allocator.name;
+    }
+    info.needs = in_words(needs_of(parts.retention, *parts.scorer, *parts.allocator));
+    all.push_back(std::move(info));
   });
   return all;
 }

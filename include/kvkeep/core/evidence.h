@@ -23,6 +23,7 @@ struct Needs {
   std::int32_t queries = 0;    ///< newest queries per (layer, sequence) to be kept; 0: none
   bool keys = false;
   bool values = false;
+  bool calibration = false;        ///< a file that the policy names
   bool output_projection = false;  ///< W_o of every full layer
   bool surprisal = false;
 };

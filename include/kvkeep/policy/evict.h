@@ -20,13 +20,16 @@ struct Retention {
   Sharing share = Sharing::per_layer_per_head;
 };
 
+/// What a policy of these parts reads.
+[[nodiscard]] Needs needs_of(const Retention& retention, const Scorer& scorer, const Allocator& allocator);
+
 class Evict final : public KVPolicy {
  public:
   /// `name` and `json` describe the policy to people and files; the registry makes them.
   Evict(std::string name, std::unique_ptr<Scorer> scorer, std::unique_ptr<Allocator> allocator, Retention retention, std::string json);
 
   [[nodiscard]] std::string_view name() const override { return name_; }
-  [[nodiscard]] Needs needs() const override;
+  [[nodiscard]] Needs needs() const override { return needs_of(retention_, *scorer_, *allocator_); }
   [[nodiscard]] Trigger trigger() const override { return retention_.trigger; }
   [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const override { return scorer_->problems(spec); }
   /// Order: limits of every row, window attention, scores, sharing, allotment.

@@ -24,6 +24,9 @@ struct PolicyInfo {
   std::string what;    ///< one line
   std::string source;  ///< paper
   std::vector<OptionInfo> options;
+  std::string scorer = {};     ///< name behind "ams-" and its like, or of the policy itself; empty: `full`
+  std::string allocator = {};  ///< "ams" and its like; empty: top-k
+  std::string needs = {};      ///< what the engine must give beside keys and values, with default options
 };
 
 /// Every policy this build knows, with all its options.
