@@ -19,6 +19,7 @@ namespace kvkeep::testing {
 struct ScorerCaseOptions {
   std::int32_t longest = 200;      ///< slots of a row
   std::int32_t most_queries = 70;  ///< queries seen of a sequence; often fewer, sometimes none
+  std::int32_t least_dim = 1;      ///< head size of keys
   bool ragged = true;              ///< heads of a sequence may hold different numbers of slots
 };
 

@@ -24,6 +24,9 @@
 // decide: score, allot, select
 #include "kvkeep/score/scorer.h"
 #include "kvkeep/score/window_attention.h"
+#include "kvkeep/score/keydiff.h"
+#include "kvkeep/score/knorm.h"
+#include "kvkeep/score/random.h"
 #include "kvkeep/score/recency.h"
 #include "kvkeep/score/tova.h"
 #include "kvkeep/allot/mass.h"

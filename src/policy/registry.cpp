@@ -11,6 +11,9 @@
 #include "kvkeep/allot/mass_segmented.h"
 #include "kvkeep/policy/evict.h"
 #include "kvkeep/policy/full.h"
+#include "kvkeep/score/keydiff.h"
+#include "kvkeep/score/knorm.h"
+#include "kvkeep/score/random.h"
 #include "kvkeep/score/recency.h"
 #include "kvkeep/score/tova.h"
 
@@ -38,6 +41,16 @@ const std::vector<ScorerEntry>& scorers() {
          TovaOptions o;
          f.choice("heads", o.heads, {{"all", TovaOptions::Heads::all}, {"group", TovaOptions::Heads::group}}, "query heads that are averaged: of the layer, or of the KV head");
          return std::make_unique<Tova>(o);
+       }},
+      {"keydiff", "keydiff", false, "keys that point away from the mean direction", "Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction",
+       [](Fields&) { return std::make_unique<KeyDiff>(); }},
+      {"knorm", "knorm", false, "keys of small norm", "Devoto et al., A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
+       [](Fields&) { return std::make_unique<Knorm>(); }},
+      {"random", "random", false, "random slots: the baseline", "none",
+       [](Fields& f) {
+         RandomOptions o;
+         f.integer("seed", o.seed, 0, INT64_MAX, "a slot's draw follows from the seed, its layer, head and logical position");
+         return std::make_unique<RandomScorer>(o);
        }},
   };
   return all;

@@ -1,0 +1,162 @@
+// One layer's rows scored, beside one reading of their keys in the same run.
+//
+//   kvkeep_bench --benchmark_filter=Scorer        rows: Scorer/<name>/<model>/<dtype>/<T>
+//
+// Counters are medians over the iterations: ms of the scorer (the window attention that it shares included), keys_ms of reading the keys once with as many
+// threads, their ratio, and the bytes of the keys over the scorer's time. Keys are near one of a few directions, as keys after RoPE are;
+// "far" keys are independent of each other, which is the worst for a scorer that looks for similar ones.
+// A new scorer is one line in kSubjects.
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/randint.h>
+#include <ATen/ops/randn.h>
+#include <benchmark/benchmark.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <functional>
+#include <memory>
+#include <numeric>
+
+#include "kvkeep/kvkeep.h"
+
+namespace kvkeep {
+namespace {
+
+struct Subject {
+  const char* name;
+  bool far;  ///< keys without neighbours
+  std::function<std::unique_ptr<Scorer>()> make;
+};
+
+const Subject kSubjects[] = {
+    {"tova", false, [] { return std::make_unique<Tova>(); }},
+    {"keydiff", false, [] { return std::make_unique<KeyDiff>(); }},
+    {"knorm", false, [] { return std::make_unique<Knorm>(); }},
+    {"random", false, [] { return std::make_unique<RandomScorer>(); }},
+};
+
+struct Shape {
+  const char* name;
+  std::int32_t query_heads, kv_heads, dim;
+};
+constexpr Shape kShapes[] = {{"qwen7b", 28, 4, 128}, {"llama8b", 32, 8, 128}};
+
+double milliseconds(auto&& work) {
+  const auto start = std::chrono::steady_clock::now();
+  work();
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
+}
+
+double median(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2), values.end());
+  return values[values.size() / 2];
+}
+
+#if defined(__x86_64__) && defined(__GNUC__)
+__attribute__((target_clones("avx512f", "avx2", "default")))
+#endif
+std::uint64_t sum_of(const std::uint64_t* words, std::int64_t count) {
+  std::uint64_t sum = 0;
+  for (std::int64_t i = 0; i < count; ++i) sum += words[i];
+  return sum;
+}
+
+/// One layer of one sequence, ready to be scored.
+class Layer {
+ public:
+  Layer(const Shape& shape, ScalarType dtype, std::int32_t length, bool far, std::int32_t seen)
+      : spec_{.query_heads = shape.query_heads, .kv_heads = shape.kv_heads, .key_dim = shape.dim, .value_dim = shape.dim, .softmax_scale = 0, .rope = {}, .layers = {}},
+        length_(length),
+        positions_(static_cast<std::size_t>(length)),
+        query_positions_(static_cast<std::size_t>(seen)) {
+    spec_.layers.resize(1);
+    for (int f = 0; f < shape.dim / 2; ++f) spec_.rope.inv_freq.push_back(std::pow(1e6, -2.0 * f / shape.dim));
+    const auto options = at::TensorOptions().dtype(kFloat32);
+    Tensor keys = at::randn({1, shape.kv_heads, length, shape.dim}, options);
+    if (!far) keys = keys.mul_(0.6).add_(at::randn({8, shape.dim}, options).index_select(0, at::randint(8, {length}, at::TensorOptions().dtype(c10::ScalarType::Long))));
+    view_.layers = {DenseKv{keys.to(dtype), at::randn({1, shape.kv_heads, length, shape.dim}, options).to(dtype)}};
+    view_.sequences = {&id_, 1};
+    view_.lengths = {{&length_, 1}, 1};
+    const std::int32_t zero = 0;
+    table_ = make_rows(spec_, view_, {&zero, 1}, {&zero, 1});
+    std::iota(positions_.begin(), positions_.end(), 0);
+    std::iota(query_positions_.begin(), query_positions_.end(), length - seen);
+    for (Row& row : table_.rows) row.positions = positions_.data();
+    RowGroup& group = table_.groups[0];
+    group.next_position = length;
+    if (seen == 0) return;
+    queries_ = at::randn({seen, shape.query_heads, shape.dim}, options).to(dtype);
+    const auto bytes = static_cast<std::int64_t>(queries_.element_size());
+    group.queries = {.data = static_cast<const std::byte*>(queries_.const_data_ptr()),
+                     .dtype = dtype,
+                     .token_stride = queries_.stride(0) * bytes,
+                     .head_stride = queries_.stride(1) * bytes,
+                     .positions = query_positions_.data(),
+                     .ring = seen,
+                     .begin = 0,
+                     .count = seen};
+  }
+
+  Scores score(const Scorer& scorer) const {
+    const Evidence evidence{spec_, table_};
+    const Limits limits = even_limits(table_, length_ * 2 / 3, 4, 32);
+    WindowAttention seen;
+    const WindowNeeds shared = scorer.shares();
+    if (shared.usage || shared.newest) seen = window_attention(evidence, row_windows(evidence, limits, 1, false), shared);
+    return scorer.score(evidence, limits, seen);
+  }
+
+  /// Reads every key once and does next to nothing with it.
+  void read_keys() const {
+    std::vector<std::uint64_t> sums(table_.rows.size());
+    at::parallel_for(0, static_cast<std::int64_t>(table_.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+      for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r)
+        sums[r] = sum_of(reinterpret_cast<const std::uint64_t*>(table_.rows[r].keys.base), table_.rows[r].keys.width * table_.rows[r].length / 8);
+    });
+    benchmark::DoNotOptimize(sums.data());
+  }
+
+  [[nodiscard]] double key_bytes() const { return static_cast<double>(table_.rows.front().keys.width) * length_ * static_cast<double>(table_.rows.size()); }
+
+ private:
+  ModelSpec spec_;
+  SequenceId id_ = 0;
+  std::int32_t length_;
+  std::vector<std::int32_t> positions_, query_positions_;
+  Tensor queries_;
+  CacheView view_;
+  RowTable table_;
+};
+
+void Score(benchmark::State& state, const Subject& subject, const Shape& shape, ScalarType dtype, std::int32_t length) {
+  const std::unique_ptr<Scorer> scorer = subject.make();
+  const Layer layer(shape, dtype, length, subject.far, scorer->needs().queries);
+  benchmark::DoNotOptimize(layer.score(*scorer).data.data_ptr());
+  std::vector<double> scoring, reading;
+  for (auto _ : state) {
+    scoring.push_back(milliseconds([&] { benchmark::DoNotOptimize(layer.score(*scorer).data.data_ptr()); }));
+    state.SetIterationTime(scoring.back() / 1e3);
+    reading.push_back(milliseconds([&] { layer.read_keys(); }));
+  }
+  state.counters["ms"] = median(scoring);
+  state.counters["keys_ms"] = median(reading);
+  state.counters["ratio"] = median(scoring) / median(reading);
+  state.counters["GB/s"] = layer.key_bytes() / median(scoring) / 1e6;
+}
+
+const int kRegistered = [] {
+  for (const Subject& subject : kSubjects)
+    for (const Shape& shape : kShapes)
+      for (const ScalarType dtype : {kFloat32, kBFloat16})
+        for (const std::int32_t length : {1536, 32768}) {
+          const std::string name = std::string("Scorer/") + subject.name + "/" + shape.name + (dtype == kFloat32 ? "/f32/" : "/bf16/") + std::to_string(length);
+          benchmark::RegisterBenchmark(name.c_str(), Score, subject, shape, dtype, length)->UseManualTime()->Iterations(length > 8192 ? 9 : 41)->Unit(benchmark::kMillisecond);
+        }
+  return 0;
+}();
+
+}  // namespace
+}  // namespace kvkeep

@@ -1,0 +1,19 @@
+#pragma once
+/// Knorm: keys of small norm stay. Source: "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression" (Devoto et al.). Differs: nothing; sinks and
+/// recent slots are the policy's to protect.
+
+#include "kvkeep/score/scorer.h"
+
+namespace kvkeep {
+
+class Knorm final : public Scorer {
+ public:
+  [[nodiscard]] std::string_view name() const override { return "knorm"; }
+  [[nodiscard]] Needs needs() const override { return {.queries = 0, .keys = true}; }
+
+  /// g[t] = -|k_t| (no rotation changes it), fp32. Throws InvalidArgument for keys that are not f32, f16 or bf16.
+  /// Cost: one pass over the keys. Workspace: none.
+  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
+};
+
+}  // namespace kvkeep

@@ -1,0 +1,28 @@
+#pragma once
+/// Random: the baseline that any scorer must beat.
+
+#include <cstdint>
+
+#include "kvkeep/score/scorer.h"
+
+namespace kvkeep {
+
+struct RandomOptions {
+  std::int64_t seed = 0;
+};
+
+class RandomScorer final : public Scorer {
+ public:
+  explicit RandomScorer(RandomOptions options = {}) : options_(options) {}
+
+  [[nodiscard]] std::string_view name() const override { return "random"; }
+
+  /// g[t] in [0, 1), from (seed, layer, head, logical position of t) alone: a slot keeps its draw over events, sequences draw alike, and no thread or batch
+  /// changes it. Cost: O(slots). Workspace: none.
+  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
+
+ private:
+  RandomOptions options_;
+};
+
+}  // namespace kvkeep
