@@ -26,6 +26,7 @@
 #include "kvkeep/score/window_attention.h"
 #include "kvkeep/score/recency.h"
 #include "kvkeep/score/tova.h"
+#include "kvkeep/score/triattention.h"
 #include "kvkeep/allot/mass.h"
 #include "kvkeep/allot/credit.h"
 #include "kvkeep/allot/segments.h"
