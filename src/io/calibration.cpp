@@ -204,9 +204,9 @@ std::vector<std::string> Calibration::problems(const ModelSpec& spec) const {
   std::vector<std::string> found;
   const auto say = [&](const auto&... parts) { found.push_back(text("calibration: ", parts...)); };
   if (head_dim != spec.key_dim) say("head_dim is ", head_dim, "; allowed the model's ", spec.key_dim);
-  if (rope_style != spec.rope.style) say("rope_style is ", name_of(rope_style), "; allowed the model's ", name_of(spec.rope.style));
-  if (pairs() != static_cast<std::int64_t>(spec.rope.inv_freq.size()))
+  else if (pairs() != static_cast<std::int64_t>(spec.rope.inv_freq.size()))
     say("F = head_dim / 2 is ", pairs(), "; allowed the model's number of rotary pairs, ", spec.rope.inv_freq.size());
+  if (rope_style != spec.rope.style) say("rope_style is ", name_of(rope_style), "; allowed the model's ", name_of(spec.rope.style));
   const std::vector<std::int32_t> layers = spec.full_layers();
   const std::int32_t given = query_heads(layers), wanted = spec.query_heads > 0 ? spec.query_heads : given;
   if (given == 0) {
