@@ -113,6 +113,7 @@ TEST_F(Command, TeachesByExampleInTheHelpOfEverySubcommand) {
                                                {"eval", "--help"},
                                                {"replay", "--help"},
                                                {"record", "--help"},
+                                               {"calibrate", "--help"},
                                                {"policies", "--help"},
                                                {"doctor", "--help"}}) {
     const Outcome outcome = run(words);
@@ -316,6 +317,63 @@ TEST_F(Command, RecordsRunsThatReplayRunsAgainFromAnotherFolder) {
     ASSERT_EQ(replayed.code, 0) << replayed.err;
     EXPECT_EQ(io::SafetensorsFile::open(result).tensor(kind == "decoder" ? "greedy" : "tokens").size(0), 6);
   }
+}
+
+TEST_F(Command, CalibratesAModelAndGeneratesWithItsStatisticsInEitherLayout) {
+  std::vector<json> kept;
+  for (const std::string layout : {"safetensors", "pt"}) {
+    const std::string file = place("statistics." + layout);
+    const Outcome made = run({"calibrate", "--model", model(), "--task", "ask", "--length", "96", "--tokens", "300", "--out", file, "--layout", layout, "-o", "json"});
+    ASSERT_EQ(made.code, 0) << made.err;
+    EXPECT_EQ(made.err, "") << "progress is for terminals";
+    const json layers = json::parse(made.out);
+    ASSERT_EQ(layers.size(), 3U);
+    for (const json& layer : layers) {
+      EXPECT_EQ(layer["tokens"], 3 * (96 - 4)) << "whole samples that fit, less what is skipped";
+      EXPECT_GT(layer["least"], 0);
+      EXPECT_LE(layer["least"], layer["mean"]);
+      EXPECT_LE(layer["mean"], layer["most"]);
+      EXPECT_LE(layer["most"], 1);
+    }
+    const std::string policy = write("policy.json", R"({"policy": "triattention", "budget": 24, "interval": 8, "sink": 2, "recent": 4, "scorer": {"calibration": "statistics.)" + layout + "\"}}");
+    for (const std::string& written : {policy, "ams-triattention,budget=24,interval=8,window=8,min_segment=4,max_segment=16,calibration=" + file}) {
+      const Outcome outcome = run({"generate", "--model", model(), "--task", "ask", "--length", "96", "--policy", written, "--max-new-tokens", "20", "-o", "json", "--quiet"});
+      ASSERT_EQ(outcome.code, 0) << outcome.err;
+      kept.push_back(json::parse(outcome.out)["events"]);
+      EXPECT_GE(kept.back().size(), 2U);
+    }
+  }
+  EXPECT_EQ(kept[0], kept[2]);
+  EXPECT_EQ(kept[1], kept[3]);
+  EXPECT_NE(kept[0], kept[1]);
+  const Outcome scored = run({"eval", "--model", model(), "--task", "ask", "--length", "96", "--samples", "2", "--budgets", "24", "--interval", "8", "--policy",
+                              "triattention,calibration=" + place("statistics.pt"), "-o", "json"});
+  ASSERT_EQ(scored.code, 0) << scored.err;
+  EXPECT_GT(json::parse(scored.out)[0]["events"], 0);
+}
+
+TEST_F(Command, RefusesCalibrationsThatCannotBeMadeOrDoNotFit) {
+  const auto calibrate = [&](const Words& more) {
+    Words words{"calibrate", "--model", model(), "--out", place("c")};
+    words.insert(words.end(), more.begin(), more.end());
+    return words;
+  };
+  expect_refused(calibrate({"--ids", "1,2,3,4"}), "4 of each");
+  expect_refused(calibrate({"--ids", "1,2,3,4,999"}), "999");
+  expect_refused(calibrate({"--ids-file", place("none.txt")}), "none.txt");
+  expect_refused(calibrate({"--task", "ask", "--length", "96", "--tokens", "50"}), "96 tokens");
+  expect_refused(calibrate({"--ids", "1,2,3,4,5", "--layout", "gguf"}), "gguf");
+  expect_refused({"calibrate", "--model", model(), "--ids", "1,2,3,4,5", "--out", place("no/c")}, "no/c");
+  expect_refused({"calibrate", "--model", place("nowhere"), "--ids", "1,2,3,4,5", "--out", place("c")}, "nowhere");
+  const auto generate = [&](const std::string& file) {
+    return Words{"generate", "--model", model(), "--ids", "1,2", "--max-new-tokens", "3", "--policy", "triattention,budget=128" + file};
+  };
+  expect_refused(generate(""), "scorer.calibration");
+  expect_refused(generate(",calibration=" + place("none.pt")), "none.pt");
+  expect_refused(generate(",calibration=" + write("text.pt", "just a few words of text")), "text.pt");
+  expect_refused(generate(",calibration=" + golden("triattention/bf16_batch2/calibration.pt")), "head_dim");
+  ASSERT_EQ(run({"calibrate", "--model", golden("decoder/qwen2_bias"), "--ids", "1,2,3,4,5", "--out", place("qwen")}).code, 0);
+  expect_refused(generate(",calibration=" + place("qwen")), "inv_freq");
 }
 
 TEST_F(Command, WarnsOnStderrOnlyAndNotWhenQuiet) {

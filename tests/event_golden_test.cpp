@@ -36,5 +36,7 @@ TEST(Golden, ScorersMatchThePublishedImplementations) { replay_family("scorers",
 
 TEST(Golden, RkvMatchesTheCodeOfItsAuthors) { replay_family("rkv", 0); }
 
+TEST(Golden, TriAttentionMatchesTheCodeOfItsAuthors) { replay_family("triattention", 11); }
+
 }  // namespace
 }  // namespace kvkeep

@@ -29,6 +29,7 @@
 #include "kvkeep/score/random.h"
 #include "kvkeep/score/recency.h"
 #include "kvkeep/score/tova.h"
+#include "kvkeep/score/triattention.h"
 #include "kvkeep/allot/mass.h"
 #include "kvkeep/allot/credit.h"
 #include "kvkeep/allot/segments.h"

@@ -20,7 +20,7 @@
 namespace kvkeep::cli {
 namespace {
 
-constexpr const char* kSubcommands = "generate, eval, replay, record, policies, doctor";
+constexpr const char* kSubcommands = "generate, eval, replay, record, calibrate, policies, doctor";
 constexpr int kRefused = 2, kFailed = 1, kSignalled = 128;
 
 constexpr const char* kExamples = R"(
@@ -61,7 +61,7 @@ int run(int argc, char** argv) {
   app.require_subcommand(1);
   app.footer(kExamples);
   app.get_formatter()->column_width(42);
-  const std::vector<Run> runs{add_generate(app), add_eval(app), add_replay(app), add_record(app), add_policies(app), add_doctor(app)};
+  const std::vector<Run> runs{add_generate(app), add_eval(app), add_replay(app), add_record(app), add_calibrate(app), add_policies(app), add_doctor(app)};
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& help) {

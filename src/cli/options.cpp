@@ -103,7 +103,7 @@ std::unique_ptr<KVPolicy> PolicyText::make() const {
   if (name() == kOracle) return make_oracle(text_);
   if (json_.empty()) return make_policy(text_);
   try {
-    return make_policy_from_json(json_);
+    return make_policy_from_json(json_, fs::path(text_).parent_path());
   } catch (const InvalidArgument& error) {
     refuse(text_, ": ", error.what());
   }

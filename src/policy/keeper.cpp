@@ -66,6 +66,7 @@ void check(const KVPolicy& policy, const ModelSpec& spec, const Provided& provid
   const std::vector<std::string> found = problems(policy, spec, provided);
   if (found.empty()) return;
   std::string all = text("policy ", policy.name(), " cannot run here:");
+  if (found.size() == 1) refuse(all, " ", found.front());
   for (const std::string& one : found) all += "\n  " + one;
   refuse(all);
 }

@@ -16,6 +16,7 @@
 #include "kvkeep/score/random.h"
 #include "kvkeep/score/recency.h"
 #include "kvkeep/score/tova.h"
+#include "kvkeep/score/triattention.h"
 
 namespace kvkeep {
 namespace {
@@ -51,6 +52,18 @@ const std::vector<ScorerEntry>& scorers() {
          RandomOptions o;
          f.integer("seed", o.seed, 0, INT64_MAX, "a slot's draw follows from the seed, its layer, head and logical position");
          return std::make_unique<RandomScorer>(o);
+       }},
+      {"triattention", "triattention", false, "what queries to come will attend to, by where each head's queries lie before RoPE", "Trigonometric KV scoring with calibrated queries (TriAttention)",
+       [](Fields& f) -> std::unique_ptr<Scorer> {
+         TriAttentionOptions o;
+         const std::filesystem::path file = f.file("calibration", "query statistics of the model, as kvkeep calibrate or the published tool writes them");
+         f.choice("aggregate", o.aggregate, {{"mean", TriAttentionOptions::Aggregate::mean}, {"max", TriAttentionOptions::Aggregate::max}}, "over the future offsets");
+         f.flag("normalize", o.normalize, "z-score of each query head before the group is taken together");
+         f.choice("group", o.group, {{"max", TriAttentionOptions::Group::max}, {"mean", TriAttentionOptions::Group::mean}}, "over the query heads of the KV head");
+         f.integer("offset_max", o.offset_max, 1, 1 << 30, "future offsets are 1, 2, 4, ... up to this");
+         f.choice("std", o.deviation, {{"population", TriAttentionOptions::Deviation::population}, {"sample", TriAttentionOptions::Deviation::sample}},
+                  "deviation of the z-score: over the slots that are not protected (floor 1e-6), or with n - 1 over all slots");
+         return std::make_unique<TriAttention>(f.listing() ? Calibration() : load_calibration(file), o);
        }},
   };
   return all;
