@@ -114,6 +114,7 @@ TEST_F(Command, TeachesByExampleInTheHelpOfEverySubcommand) {
                                                {"replay", "--help"},
                                                {"record", "--help"},
                                                {"calibrate", "--help"},
+                                               {"plan", "--help"},
                                                {"policies", "--help"},
                                                {"doctor", "--help"}}) {
     const Outcome outcome = run(words);
@@ -292,6 +293,193 @@ TEST_F(Command, EvaluatesPoliciesUnderBudgetsInOneTable) {
       EXPECT_LT(row["kept_bytes"], row["peak_bytes"]);
     }
   }
+}
+
+// The words of an evaluation of two tasks on two samples.
+Words short_eval(const std::string& model, Words more) {
+  Words words{"eval", "--model", model, "--task", "ask,chain", "--length", "96", "--samples", "2", "--interval", "8", "--quiet"};
+  words.insert(words.end(), more.begin(), more.end());
+  return words;
+}
+
+TEST_F(Command, EvaluatesPoliciesThatStateARatioOrBytes) {
+  const Outcome outcome = run(short_eval(model(), {"--budgets", "24", "--policy", "tova,ratio=0.5", "--policy", "tova,bytes=30000", "--policy", "tova", "-o", "json"}));
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const json rows = json::parse(outcome.out);
+  ASSERT_EQ(rows.size(), 2U * 3);
+  EXPECT_EQ(rows[0]["budget"], 24) << "rows of one name stand together";
+  EXPECT_EQ(rows[2]["budget"], "ratio=0.5");
+  EXPECT_EQ(rows[4]["budget"], "bytes=30000");
+  for (const json& row : rows) {
+    EXPECT_EQ(row["policy"], "tova");
+    EXPECT_GT(row["events"], 0);
+    EXPECT_LT(row["kept_bytes"], row["peak_bytes"]);
+    if (row["budget"] == "bytes=30000") EXPECT_LE(row["kept_bytes"], 30000);
+  }
+}
+
+TEST_F(Command, ComparesPoliciesOverTheSameSamples) {
+  const Outcome outcome = run(short_eval(model(), {"--budgets", "40,24", "--policy", "streaming", "--policy", "tova", "--against", "tova", "-o", "json"}));
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const json rows = json::parse(outcome.out);
+  ASSERT_EQ(rows.size(), 2U * 4) << "tova runs already";
+  for (const json& row : rows) {
+    EXPECT_EQ(row["against"], "tova");
+    EXPECT_EQ(row["against_budget"], row["budget"]);
+    const auto same = std::find_if(rows.begin(), rows.end(), [&](const json& r) { return r["policy"] == "tova" && r["budget"] == row["budget"] && r["task"] == row["task"]; });
+    EXPECT_NEAR(row["difference"].get<double>(), row["accuracy"].get<double>() - (*same)["accuracy"].get<double>(), 2e-5);
+    EXPECT_LE(row["difference_low"], row["difference"]);
+    EXPECT_GE(row["difference_high"], row["difference"]);
+    EXPECT_LE(row["sample_low"], row["accuracy"]);
+    EXPECT_GE(row["sample_high"], row["accuracy"]);
+    if (row["policy"] == "tova") EXPECT_EQ(row["difference_high"], 0) << "nothing differs from itself";
+  }
+  const Outcome added = run(short_eval(model(), {"--budgets", "24", "--policy", "tova", "--against", "full"}));
+  ASSERT_EQ(added.code, 0) << added.err;
+  EXPECT_NE(added.out.find("Percentage points above full"), std::string::npos);
+  EXPECT_NE(added.out.find("| full -"), std::string::npos) << "the only reference serves every budget";
+  EXPECT_NE(added.out.find("bootstrap over whole samples (2 a task)"), std::string::npos);
+  EXPECT_NE(run(short_eval(model(), {"--policy", "full", "--intervals", "wilson"})).out.find("Wilson's interval"), std::string::npos);
+  expect_refused(short_eval(model(), {"--policy", "full", "--intervals", "normal"}), "normal");
+  expect_refused(short_eval(model(), {"--policy", "full", "--against", "lru"}), "lru");
+}
+
+TEST_F(Command, DiagnosesWhatAnEvaluationKept) {
+  const Words more{"--budgets", "24", "--policy", "full", "--policy", "tova", "--policy", "ams-tova,window=8,recent=4,min_segment=4,max_segment=16", "--diagnostics", "-o"};
+  const auto as = [&](const std::string& format) {
+    Words words = more;
+    words.push_back(format);
+    return run(short_eval(model(), words));
+  };
+  const Outcome outcome = as("json");
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const json rows = json::parse(outcome.out);
+  ASSERT_EQ(rows.size(), 2U * 3);
+  for (const json& row : rows) {
+    SCOPED_TRACE(row.dump());
+    const json& all = row["diagnostics"];
+    EXPECT_EQ(all["events"], row["events"]);
+    EXPECT_TRUE(row["repetition_4"].is_number()) << "a free run repeats itself or not, cut or uncut";
+    if (row["policy"] == "full") {
+      for (const char* key : {"iou", "survival", "wiped_32", "recall", "output_error", "segments"}) EXPECT_TRUE(row[key].is_null()) << key;
+      continue;
+    }
+    EXPECT_EQ(all["row_events"].get<int>(), 3 * 2 * all["events"].get<int>()) << "3 layers, 2 KV heads";
+    // 24 slots, 8 new ones an event: where a share x of the old ones stays, IoU is x * 24 / (48 - x * 24); it is convex in x, so its mean is not below.
+    const double x = row["survival"];
+    EXPECT_GE(x, 16.0 / 24 - 1e-9) << "at most the 8 new ones can push old ones out";
+    EXPECT_GE(row["iou"].get<double>() + 1e-5, x * 24 / (48 - x * 24));
+    EXPECT_GT(row["recall"], 0);
+    EXPECT_LT(row["recall"], 1);
+    EXPECT_LE(row["past_recall"], row["recall"]) << "what was written since is held whole";
+    EXPECT_GT(row["output_error"], 0);
+    EXPECT_EQ(all["attention_by_head"].size(), 3U * 4) << "3 layers, 4 query heads";
+    EXPECT_EQ(row["segments"].is_null(), row["policy"] == "tova");
+  }
+  const Outcome table = as("csv");
+  EXPECT_EQ(std::count(table.out.begin(), table.out.end(), '\n'), 1 + 6);
+  EXPECT_NE(table.out.find(",iou,survival,wiped_32,"), std::string::npos);
+  EXPECT_NE(as("md").out.find("Diagnostics, all tasks:"), std::string::npos);
+  EXPECT_EQ(run(short_eval(model(), {"--policy", "full", "-o", "csv"})).out.find("iou"), std::string::npos);
+}
+
+// ---- Memory plans
+// ---------------------------------------------------------------------------------------------------------------------------------
+
+TEST_F(Command, PlansMemoryByArithmetic) {
+  const auto plan = [&](Words more) {
+    Words words{"plan", "--shape", "28:28:4:128", "-o", "json", "--quiet"};
+    words.insert(words.end(), more.begin(), more.end());
+    const Outcome outcome = run(words);
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    return json::parse(outcome.out);
+  };
+  // docs/budget-and-trigger.md: 57,344 bytes a token; budget 1024 and interval 512 need 84 MiB at the peak and 56 MiB behind an event, a full cache of 32,768 tokens 1,792.
+  constexpr std::int64_t kMiB = 1 << 20;
+  const json ams = plan({"--policy", "ams-tova,budget=1024,interval=512", "--length", "32768", "--batch", "3"});
+  EXPECT_EQ(ams["token_bytes"], 57344);
+  EXPECT_EQ(ams["sequence"]["full_bytes"], 1792 * kMiB);
+  EXPECT_EQ(ams["sequence"]["peak_bytes"], 84 * kMiB);
+  EXPECT_EQ(ams["sequence"]["kept_bytes"], 56 * kMiB);
+  EXPECT_EQ(ams["total"]["peak_bytes"], 3 * 84 * kMiB);
+  EXPECT_EQ(ams["first_event"], 1536);
+  EXPECT_EQ(ams["events"], (32768 - 1024) / 512);
+  ASSERT_EQ(ams["layers"].size(), 28U);
+  EXPECT_EQ(ams["layers"][27]["kept"]["slots_most"], 1024);
+  EXPECT_EQ(ams["layers"][27]["peak"]["slots_most"], 1536);
+  constexpr std::int64_t kRows = 28 * 4, kPeak = kRows * 1536;
+  EXPECT_EQ(ams["own"]["positions"], 4 * kPeak);
+  EXPECT_EQ(ams["own"]["credit"], 4 * kPeak);
+  EXPECT_EQ(ams["own"]["event"], 12 * kPeak);
+  EXPECT_EQ(ams["own"]["queries"], std::int64_t{28} * (32 + 32) * 28 * 128 * 2) << "window and what can be rolled back";
+  EXPECT_EQ(ams["sequences_that_fit"], 3 * 1792 * kMiB / (84 * kMiB + ams["own"]["sum"].get<std::int64_t>()));
+
+  const json ratio = plan({"--policy", "streaming,ratio=0.75,interval=100", "--length", "1000", "--prompt", "600", "--dtype", "f32", "--page-size", "64"});
+  // 600 tokens are above 150 + 100 at the first decoded one: 601 * 0.25 = 150 stay. Then 151 * ... grows by a quarter slot a token: due at 0.25 s + 100.
+  EXPECT_EQ(ratio["first_event"], 601);
+  EXPECT_EQ(ratio["layers"][0]["peak"]["slots_most"], 601);
+  EXPECT_EQ(ratio["layers"][0]["peak"]["bytes"], 640 * 4 * 256 * 4) << "ten pages of 64";
+  EXPECT_EQ(ratio["layers"][0]["kept"]["slots_most"], ratio["last_event"].get<int>() / 4);
+  EXPECT_EQ(ratio["own"]["credit"], 0);
+  EXPECT_EQ(ratio["own"]["queries"], 0);
+
+  const json bytes = plan({"--policy", "tova,bytes=5734399,interval=16", "--length", "500", "--page-size", "1"});
+  EXPECT_EQ(bytes["layers"][0]["kept"]["slots_most"], 99) << "one byte short of 100 slots";
+  const json cut = plan({"--policy", "tova,budget=64,prefill=only", "--length", "500", "--prompt", "200"});
+  EXPECT_EQ(cut["events"], 1);
+  EXPECT_EQ(cut["first_event"], 200);
+  EXPECT_EQ(cut["layers"][0]["peak"]["slots_most"], 64 + 300);
+  const json full = plan({"--policy", "full", "--batch", "7", "--length", "33"});
+  EXPECT_EQ(full["sequence"]["peak_bytes"], 48 * 57344);
+  EXPECT_EQ(full["sequences_that_fit"], 7);
+  EXPECT_TRUE(full["first_event"].is_null());
+}
+
+TEST_F(Command, PlansWhatADecoderThenHolds) {
+  const std::string policy = "tova,budget=24,interval=8";
+  const Outcome planned = run({"plan", "--model", model(), "--policy", policy, "--prompt", "30", "--length", "79", "--dtype", "f32", "--page-size", "1", "-o", "json"});
+  ASSERT_EQ(planned.code, 0) << planned.err;
+  std::string ids = "1";
+  for (int i = 2; i <= 30; ++i) ids += "," + std::to_string(i);
+  const Outcome decoded = run({"generate", "--model", model(), "--ids", ids, "--policy", policy, "--max-new-tokens", "50", "-o", "json", "--quiet"});
+  ASSERT_EQ(decoded.code, 0) << decoded.err;
+  const json plan = json::parse(planned.out), real = json::parse(decoded.out);
+  EXPECT_EQ(plan["sequence"]["peak_bytes"], real["peak_bytes"]);
+  EXPECT_EQ(plan["sequence"]["kept_bytes"], real["kept_bytes"]);
+  EXPECT_EQ(plan["events"], real["events"].size());
+}
+
+TEST_F(Command, ShowsPlansAsTables) {
+  const Words words{"plan", "--shape", "qwen7b", "--policy", "ams-tova,budget=1024", "--batch", "16"};
+  const Outcome outcome = run(words);
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_NE(outcome.out.find("| 0-27 "), std::string::npos) << "layers that are alike take one row";
+  EXPECT_NE(outcome.out.find("batch of 16"), std::string::npos);
+  Words csv = words;
+  csv.insert(csv.end(), {"-o", "csv"});
+  const std::string table = run(csv).out;
+  EXPECT_EQ(std::count(table.begin(), table.end(), '\n'), 1 + 28 + 3);
+  EXPECT_NE(table.find("\nfits,,,"), std::string::npos);
+}
+
+TEST_F(Command, RefusesPlansOfWhatIsNoShape) {
+  const Words rest{"--policy", "tova,budget=64"};
+  const auto with = [&](Words words) {
+    words.insert(words.begin(), "plan");
+    words.insert(words.end(), rest.begin(), rest.end());
+    return words;
+  };
+  expect_refused(with({}), "--model");
+  expect_refused(with({"--shape", "qwen7b", "--model", model()}), "--shape");
+  for (const char* shape : {"gpt", "28:28:4", "28:28:4:128:128", "28:28:0:128", "28:28:-4:128", "28:28:4:128x", "28::4:128"}) expect_refused(with({"--shape", shape}), shape);
+  expect_refused(with({"--shape", "2:6:4:64"}), "query heads");
+  expect_refused(with({"--shape", "2:8:4:63"}), "head size");
+  expect_refused(with({"--shape", "qwen7b", "--length", "10", "--prompt", "11"}), "--prompt");
+  expect_refused(with({"--shape", "qwen7b", "--dtype", "f64"}), "f64");
+  expect_refused(with({"--shape", "qwen7b", "--page-size", "0"}), "page-size");
+  expect_refused(with({"--model", place("nowhere")}), "nowhere");
+  expect_refused({"plan", "--shape", "qwen7b", "--policy", "lru"}, "lru");
+  expect_refused({"plan", "--shape", "qwen7b"}, "--policy");
 }
 
 TEST_F(Command, RecordsAnEventThatItsOwnReplayCuts) {

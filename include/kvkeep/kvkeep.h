@@ -42,6 +42,10 @@
 #include "kvkeep/keep/compact.h"
 #include "kvkeep/keep/rerotate.h"
 
+// report: what it did, in numbers
+#include "kvkeep/report/diagnostics.h"
+#include "kvkeep/report/intervals.h"
+
 // The policies, and the line itself.
 #include "kvkeep/policy/policy.h"
 #include "kvkeep/policy/full.h"

@@ -13,6 +13,7 @@ Run add_eval(CLI::App& app);
 Run add_replay(CLI::App& app);
 Run add_record(CLI::App& app);
 Run add_calibrate(CLI::App& app);
+Run add_plan(CLI::App& app);
 Run add_policies(CLI::App& app);
 Run add_doctor(CLI::App& app);
 

@@ -6,14 +6,18 @@
 #include <cmath>
 #include <limits>
 #include <map>
+#include <optional>
 
 #include "commands.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/lm/generation.h"
+#include "kvkeep/report/diagnostics.h"
+#include "kvkeep/report/intervals.h"
 #include "options.h"
 #include "oracle.h"
 #include "progress.h"
 #include "retention.h"
+#include "watch.h"
 
 namespace kvkeep::cli {
 namespace {
@@ -23,11 +27,24 @@ Examples:
   kvkeep eval --model examples/model
   kvkeep eval --model examples/model --task ask,chain --length 1024 --budgets 256,128 --policy full --policy ams-tova --policy tova
   kvkeep eval --model examples/model --task ask --policy ams-tova,variant=official,budget=128 --samples 100 -o csv
+  kvkeep eval --model examples/model --policy tova --policy ams-tova --budgets 128 --samples 100 --against tova
+  kvkeep eval --model examples/model --policy tova,ratio=0.5 --policy ams-tova,bytes=200000 --diagnostics
 
 Teacher forced: the trace of each sample is fed, and a look-up is right when the argmax of the logits before it is the value that was asked
-for. Intervals are Wilson's at 95 %. "late" is the last third of the trace. Cache bytes are those of one sequence: the most at any time,
-and what is left behind the last event. tokens/s counts steps that only decode, events and eviction included.
+for. "late" is the last third of the trace. Cache bytes are those of one sequence: the most at any time, and what is left behind the last
+event. tokens/s counts steps that only decode, events and eviction included.
 The policy `oracle` is told which positions the sample will need: it shows what a perfect choice of the same size would give.
+
+Intervals are at 95 %. The look-ups of one sample share a prompt and a cache, so they are not independent: the table shows a bootstrap over
+whole samples (1000 resamples within each task, seeded). Wilson's interval takes each look-up as independent: --intervals wilson. CSV and
+JSON hold both: sample_low and sample_high, accuracy_low and accuracy_high.
+--against adds the difference to another policy at the same budget (or at its only one), with the interval of the paired bootstrap: both
+policies answer the same resampled samples. An interval that holds 0 shows no difference.
+A policy that states ratio or bytes keeps to that, whatever --budgets says; it takes --interval and --recent where it does not state its own.
+
+--diagnostics adds how kept sets change (IoU, survival), which regions of the text lose everything (of 32 positions), what is kept of the
+middle third, segments, and from --diagnostics-samples samples of each task what a full cache's attention would have read (recall, output
+error) and how much a free run repeats itself. docs/diagnostics.md defines each; JSON has them all.
 )";
 
 struct Options {
@@ -38,16 +55,24 @@ struct Options {
   std::int32_t interval = 32, recent = -1, samples = 20, batch = 8;
   std::uint64_t seed = 1000000;
   lm::TaskOptions shape;
+  bool wilson = false, diagnostics = false;
+  std::int32_t diagnostics_samples = 4;
+  std::string against;
 };
 
+// One policy with what it may keep: a row of the table.
 struct Contest {
   PolicyText policy;
-  std::int32_t budget = 0;  // 0: never cuts
+  bool never = false;
+  Cell budget = {nullptr, "-"};
   std::string resolved = {}, warning = {};
+  std::optional<std::size_t> against = {};  // the contest that it is compared to
 };
 
 struct Measured {
   std::map<std::string, LookUps> by_task;
+  std::map<std::string, std::vector<report::Answers>> samples;  // [samples] of each task
+  std::map<std::string, report::Diagnostics> diagnostics;       // by task
   LookUps all;
   std::int64_t peak_bytes = 0, kept_bytes = 0, events = 0;
   double decode_seconds = 0;
@@ -57,28 +82,90 @@ struct Measured {
   }
 };
 
-// Wilson's score interval at 95 %.
-std::pair<double, double> wilson(std::int64_t right, std::int64_t asked) {
-  constexpr double z = 1.959963984540054;
-  const auto n = static_cast<double>(asked);
-  const double p = static_cast<double>(right) / n;
-  const double middle = (p + z * z / (2 * n)) / (1 + z * z / n);
-  const double reach = z / (1 + z * z / n) * std::sqrt(p * (1 - p) / n + z * z / (4 * n * n));
-  return {std::max(0.0, middle - reach), std::min(1.0, middle + reach)};
-}
-
 double share(std::int64_t right, std::int64_t asked) {
   return asked == 0 ? std::nan("") : static_cast<double>(right) / static_cast<double>(asked);
 }
 
-std::string with_interval(std::int64_t right, std::int64_t asked) {
-  if (asked == 0) return "-";
-  const auto [low, high] = wilson(right, asked);
-  return text(real_cell(100 * share(right, asked), 1).shown, " (", real_cell(100 * low, 1).shown, "-", real_cell(100 * high, 1).shown, ")");
+using Strata = std::vector<std::vector<report::Answers>>;
+
+// Samples of one task, or of all tasks.
+Strata strata(const Measured& measured, const std::string& task = "") {
+  Strata all;
+  for (const auto& [name, samples] : measured.samples)
+    if (task.empty() || name == task) all.push_back(samples);
+  return all;
+}
+
+std::string with_interval(double value, const report::Interval& interval) {
+  const auto shown = [](double x) { return real_cell(100 * x, 1).shown; };
+  return std::isnan(value) ? "-" : text(shown(value), " (", std::isnan(interval.low) ? "no interval" : text(shown(interval.low), "-", shown(interval.high)), ")");
+}
+
+std::string accuracy(const Options& o, const Measured& measured, const LookUps& count, const std::string& task = "") {
+  return with_interval(share(count.right, count.asked), o.wilson ? report::wilson(count.right, count.asked) : report::bootstrap(strata(measured, task)));
+}
+
+struct Difference {
+  double value = std::nan("");
+  report::Interval interval = {std::nan(""), std::nan("")};
+  [[nodiscard]] std::string shown() const {
+    if (std::isnan(value)) return "-";
+    const auto points = [](double x) { return text(x < 0 ? "" : "+", real_cell(100 * x, 1).shown); };
+    return text(points(value), " (", std::isnan(interval.low) ? "no interval" : text(points(interval.low), " to ", points(interval.high)), ")");
+  }
+};
+
+Difference difference(const Contest& contest, const Measured& own, const std::vector<Measured>& measured, const std::string& task = "") {
+  if (!contest.against) return {};
+  const Strata ours = strata(own, task), theirs = strata(measured[*contest.against], task);
+  return {report::share(ours) - report::share(theirs), report::bootstrap_difference(ours, theirs)};
 }
 
 std::vector<std::string> default_policies() {
   return {"full", "streaming", "tova", "ams-tova", "ams-tova,variant=official", std::string(kOracle)};
+}
+
+// One policy under every budget, or as it is written where it says itself what may stay.
+std::vector<Contest> contests_of(const Options& o, const std::string& written, const std::vector<std::int32_t>& budgets) {
+  const PolicyText policy(written);
+  std::vector<Contest> all;
+  if (policy.name() != "full" && (policy.states("ratio") || policy.states("bytes"))) {
+    std::vector<std::pair<std::string, std::int32_t>> options;
+    if (!policy.states("interval")) options.emplace_back("interval", o.interval);
+    if (o.recent >= 0 && !policy.states("recent")) options.emplace_back("recent", o.recent);
+    all.push_back({.policy = policy.with(options)});
+  } else if (policy.name() == "full" || budgets.empty()) {
+    all.push_back({.policy = policy});
+  } else {
+    for (const std::int32_t budget : budgets) {
+      std::vector<std::pair<std::string, std::int32_t>> options{{"budget", budget}, {"interval", o.interval}};
+      if (o.recent >= 0 && policy.name() != kOracle) options.emplace_back("recent", o.recent);
+      all.push_back({.policy = policy.with(options)});
+    }
+  }
+  for (Contest& contest : all) {
+    const std::unique_ptr<KVPolicy> made = contest.policy.make();
+    contest.never = made->trigger().never;
+    contest.budget = budget_cell(*made);
+    contest.resolved = made->to_json();
+    contest.warning = warning_about(*made);
+  }
+  return all;
+}
+
+// Finds for every contest the one of --against at the same budget, or the only one there is. Those that do not run yet are added.
+void compare_against(const Options& o, const std::vector<std::int32_t>& budgets, std::vector<Contest>& all) {
+  std::vector<std::size_t> references;
+  for (const Contest& wanted : contests_of(o, o.against, budgets)) {
+    const auto known = std::find_if(all.begin(), all.end(), [&](const Contest& c) { return c.resolved == wanted.resolved; });
+    references.push_back(static_cast<std::size_t>(known - all.begin()));
+    if (known == all.end()) all.push_back(wanted);
+  }
+  for (Contest& contest : all) {
+    const auto same = std::find_if(references.begin(), references.end(), [&](std::size_t r) { return all[r].budget.value == contest.budget.value; });
+    if (same != references.end()) contest.against = *same;
+    else if (references.size() == 1) contest.against = references.front();
+  }
 }
 
 // Every policy under every budget. A policy is made once here, so that a wrong option is refused before the model is opened.
@@ -88,29 +175,17 @@ std::vector<Contest> contests(const Options& o) {
   if (budgets.empty() && o.policies.empty()) budgets = {o.shape.length / 4, o.shape.length / 8};
   std::sort(budgets.rbegin(), budgets.rend());
   std::vector<Contest> all;
-  for (const std::string& one : given) {
-    const PolicyText policy(one);
-    const bool fixed = policy.name() == "full";
-    if (fixed || budgets.empty())
-      all.push_back({policy});
-    else
-      for (const std::int32_t budget : budgets) {
-        std::vector<std::pair<std::string, std::int32_t>> options{{"budget", budget}, {"interval", o.interval}};
-        if (o.recent >= 0 && policy.name() != kOracle) options.emplace_back("recent", o.recent);
-        all.push_back({policy.with(options)});
-      }
-  }
-  for (Contest& contest : all) {
-    const std::unique_ptr<KVPolicy> made = contest.policy.make();
-    contest.budget = made->trigger().never ? 0 : budget_of(*made);
-    contest.resolved = made->to_json();
-    contest.warning = warning_about(*made);
-  }
-  const auto whole_first = [](std::int32_t budget) { return budget == 0 ? std::numeric_limits<std::int32_t>::max() : budget; };
+  for (const std::string& one : given)
+    for (Contest& contest : contests_of(o, one, budgets)) all.push_back(std::move(contest));
+  const auto slots = [](const Contest& c) {  // most first; what never cuts before them, what counts otherwise behind
+    return c.never ? std::numeric_limits<std::int64_t>::max() : c.budget.value.is_number() ? c.budget.value.get<std::int64_t>() : 0;
+  };
+  std::map<std::string, std::size_t> place;  // labels in the order in which they were given
+  for (const Contest& contest : all) place.try_emplace(contest.policy.label(), place.size());
   std::stable_sort(all.begin(), all.end(), [&](const Contest& a, const Contest& b) {
-    if (a.policy.label() != b.policy.label()) return false;
-    return whole_first(a.budget) > whole_first(b.budget);
+    return std::pair(place[a.policy.label()], slots(b)) < std::pair(place[b.policy.label()], slots(a));
   });
+  if (!o.against.empty()) compare_against(o, budgets, all);
   return all;
 }
 
@@ -124,23 +199,50 @@ Samples draw_samples(const Options& o) {
   return samples;
 }
 
-void measure_task(lm::Decoder& decoder, const Options& o, const Contest& contest, const std::string& task,
-                  const std::vector<lm::TaskSample>& samples, Progress& progress, Measured& sum) {
+// What --diagnostics holds every run against, by task: the first samples with a full cache.
+using FullRuns = std::map<std::string, std::vector<FullRun>>;
+
+FullRuns run_full(lm::Decoder& decoder, const Options& o, const Samples& samples) {
+  FullRuns runs;
+  for (const auto& [task, drawn] : samples)
+    for (std::size_t i = 0; o.diagnostics && i < drawn.size() && i < static_cast<std::size_t>(o.diagnostics_samples); ++i)
+      runs[task].emplace_back(decoder, drawn[i]);
+  return runs;
+}
+
+// A contest's policy over samples, each fed its own trace, or free to decode what it likes.
+lm::GenerationRun run_policy(lm::Decoder& decoder, const Options& o, const Contest& contest, std::span<const lm::TaskSample> samples, bool forced,
+                             lm::GenerationHooks hooks) {
   std::unique_ptr<KVPolicy> policy = contest.policy.make();
-  lm::GeneratorOptions options{.places = std::min<std::int64_t>(o.batch, static_cast<std::int64_t>(samples.size())),
-                               .cache_dtype = o.model.dtype()};
-  options.hooks.on_step = [&](std::int64_t predicted) { progress.advance(predicted); };
   if (auto* oracle = dynamic_cast<Oracle*>(policy.get())) {
     for (std::size_t i = 0; i < samples.size(); ++i) oracle->tell(static_cast<SequenceId>(i), samples[i]);
-    options.hooks.before_decision = [oracle](const lm::DecisionSight& sight) { oracle->face(sight.view.sequences); };
+    hooks.before_decision = [oracle](const lm::DecisionSight& sight) { oracle->face(sight.view.sequences); };
   }
   std::vector<lm::Request> requests;
-  for (const lm::TaskSample& sample : samples) requests.push_back(forced_request(sample));
-  const lm::GenerationRun run = lm::generate(decoder, std::move(policy), std::move(requests), std::move(options));
+  for (const lm::TaskSample& sample : samples) {
+    requests.push_back(forced_request(sample));
+    if (!forced) requests.back().forced.clear();
+  }
+  return lm::generate(decoder, std::move(policy), std::move(requests),
+                      {.places = std::min<std::int64_t>(o.batch, static_cast<std::int64_t>(samples.size())),
+                       .cache_dtype = o.model.dtype(),
+                       .hooks = std::move(hooks)});
+}
+
+void measure_task(lm::Decoder& decoder, const Options& o, const Contest& contest, const std::string& task,
+                  const std::vector<lm::TaskSample>& samples, const FullRuns& full, Progress& progress, Measured& sum) {
+  lm::GenerationHooks hooks{.on_step = [&](std::int64_t predicted) { progress.advance(predicted); }};
+  std::optional<Watch> watch;
+  if (o.diagnostics) {
+    watch.emplace(decoder.spec(), o.diagnostics_samples);
+    hooks.on_event = [&](const lm::EventSight& sight) { watch->see(sight); };
+  }
+  const lm::GenerationRun run = run_policy(decoder, o, contest, samples, true, std::move(hooks));
   for (std::size_t i = 0; i < samples.size(); ++i) {
     const lm::Completion& done = run.completions[i];
     const LookUps count = count_look_ups(samples[i], done.tokens);
     sum.by_task[task].add(count);
+    sum.samples[task].push_back({count.right, count.asked});
     sum.all.add(count);
     sum.peak_bytes = std::max(sum.peak_bytes, done.peak_bytes);
     sum.kept_bytes = std::max(sum.kept_bytes, done.kept_bytes);
@@ -148,6 +250,15 @@ void measure_task(lm::Decoder& decoder, const Options& o, const Contest& contest
   }
   sum.decode_seconds += run.pace.decode_seconds;
   sum.decoded_tokens += run.pace.decoded_tokens;
+  if (!watch) return;
+  watch->end();
+  const auto found = full.find(task);
+  const std::size_t compared = found == full.end() ? 0 : found->second.size();
+  for (std::size_t i = 0; i < compared; ++i) found->second[i].compare(watch->kept(static_cast<SequenceId>(i)), watch->diagnostics());
+  if (compared > 0)
+    for (const lm::Completion& free : run_policy(decoder, o, contest, std::span(samples).first(compared), false, {}).completions)
+      watch->diagnostics().add_generated(free.tokens);
+  sum.diagnostics.emplace(task, watch->diagnostics());
 }
 
 // One row a policy and budget; a column a task.
@@ -164,9 +275,9 @@ Table wide_table(const Options& o, const std::vector<Contest>& all, const std::v
   Table table(std::move(columns));
   for (std::size_t i = 0; i < all.size(); ++i) {
     const Measured& m = measured[i];
-    std::vector<Cell> row{all[i].policy.label(), all[i].budget == 0 ? Cell("-") : Cell(all[i].budget)};
-    for (const std::string& task : o.tasks) row.emplace_back(with_interval(m.by_task.at(task).right, m.by_task.at(task).asked));
-    if (o.tasks.size() > 1) row.emplace_back(with_interval(m.all.right, m.all.asked));
+    std::vector<Cell> row{all[i].policy.label(), all[i].budget};
+    for (const std::string& task : o.tasks) row.emplace_back(accuracy(o, m, m.by_task.at(task), task));
+    if (o.tasks.size() > 1) row.emplace_back(accuracy(o, m, m.all));
     row.push_back(real_cell(100 * share(m.all.late_right, m.all.late_asked), 1));
     row.push_back(bytes_cell(m.peak_bytes));
     row.push_back(bytes_cell(m.kept_bytes));
@@ -177,30 +288,133 @@ Table wide_table(const Options& o, const std::vector<Contest>& all, const std::v
   return table;
 }
 
+// The same rows: percentage points above the policy of --against.
+Table difference_table(const Options& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
+  std::vector<Column> columns{{"policy", "policy", false}, {"budget", "budget"}, {"against", "against", false}};
+  for (const std::string& task : o.tasks) columns.push_back({task, task + " (95 %)"});
+  if (o.tasks.size() > 1) columns.push_back({"all", "all (95 %)"});
+  Table table(std::move(columns));
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    if (all[i].against == i) continue;
+    const Contest* reference = all[i].against ? &all[*all[i].against] : nullptr;
+    std::vector<Cell> row{all[i].policy.label(), all[i].budget, reference == nullptr ? "-" : text(reference->policy.label(), " ", reference->budget.shown)};
+    for (const std::string& task : o.tasks) row.emplace_back(difference(all[i], measured[i], measured, task).shown());
+    if (o.tasks.size() > 1) row.emplace_back(difference(all[i], measured[i], measured).shown());
+    table.add(std::move(row));
+  }
+  return table;
+}
+
+constexpr std::int32_t kShownRegion = 32, kShownRepetition = 4;
+
+const report::WipeOut& shown_region(const report::DiagnosticsResult& r) {
+  return *std::find_if(r.wipe_out.begin(), r.wipe_out.end(), [](const auto& w) { return w.region == kShownRegion; });
+}
+const report::Repetition& shown_repetition(const report::DiagnosticsResult& r) {
+  return *std::find_if(r.repetition.begin(), r.repetition.end(), [](const auto& one) { return one.n == kShownRepetition; });
+}
+
+struct DiagnosticsColumn {
+  const char *key, *title;
+  Cell (*cell)(const report::DiagnosticsResult&);
+};
+
+const std::vector<DiagnosticsColumn>& diagnostics_columns() {
+  using Result = report::DiagnosticsResult;
+  static const std::vector<DiagnosticsColumn> kColumns{
+      {"iou", "IoU", [](const Result& r) { return real_cell(r.iou.value(), 3); }},
+      {"survival", "survive", [](const Result& r) { return share_cell(r.survival.value()); }},
+      {"wiped_32", "wiped", [](const Result& r) { return share_cell(shown_region(r).wiped.value()); }},
+      {"nearly_wiped_32", "nearly", [](const Result& r) { return share_cell(shown_region(r).nearly.value()); }},
+      {"wiped_so_far_32", "wiped so far", [](const Result& r) { return share_cell(shown_region(r).cumulative.value()); }},
+      {"longest_dropped", "longest run", [](const Result& r) { return real_cell(r.longest_dropped.value(), 1); }},
+      {"middle", "middle", [](const Result& r) { return share_cell(r.middle.value()); }},
+      {"middle_cumulative", "middle so far", [](const Result& r) { return share_cell(r.middle_cumulative.value()); }},
+      {"newest_share", "newest 32", [](const Result& r) { return share_cell(r.newest_share.value()); }},
+      {"segments", "segments", [](const Result& r) { return real_cell(r.segments.value(), 1); }},
+      {"segment_slots", "slots each", [](const Result& r) { return real_cell(r.segment_slots.value(), 1); }},
+      {"quota_share", "quota", [](const Result& r) { return share_cell(r.quota_share.value()); }},
+      {"suffix_mass", "suffix mass", [](const Result& r) { return share_cell(r.suffix_mass.value()); }},
+      {"recall", "recall", [](const Result& r) { return share_cell(r.attention.held.value()); }},
+      {"past_recall", "of the past", [](const Result& r) { return share_cell(r.attention.past.value()); }},
+      {"output_error", "output error", [](const Result& r) { return real_cell(r.attention.output_error(), 3); }},
+      {"repetition_4", "repeats", [](const Result& r) { return share_cell(shown_repetition(r).rate.value()); }},
+      {"collapsed", "collapsed", [](const Result& r) { return share_cell(r.collapsed.value()); }}};
+  return kColumns;
+}
+
+// The same rows, all tasks together.
+Table diagnostics_table(const std::vector<Contest>& all, const std::vector<Measured>& measured) {
+  std::vector<Column> columns{{"policy", "policy", false}, {"budget", "budget"}};
+  for (const DiagnosticsColumn& column : diagnostics_columns()) columns.push_back({column.key, column.title});
+  Table table(std::move(columns));
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    report::DiagnosticsResult together = measured[i].diagnostics.begin()->second.result();
+    for (auto task = std::next(measured[i].diagnostics.begin()); task != measured[i].diagnostics.end(); ++task) together.add(task->second.result());
+    std::vector<Cell> row{all[i].policy.label(), all[i].budget};
+    for (const DiagnosticsColumn& column : diagnostics_columns()) row.push_back(column.cell(together));
+    table.add(std::move(row));
+  }
+  return table;
+}
+
 // One row a policy, budget and task: for programs.
 Table long_table(const Options& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
   std::vector<Column> columns;
   for (const char* key : {"policy", "budget", "task", "length", "samples", "look_ups", "right", "accuracy", "accuracy_low", "accuracy_high",
-                          "late_look_ups", "late_accuracy", "peak_bytes", "kept_bytes", "tokens_per_second", "events", "resolved"})
+                          "sample_low", "sample_high", "late_look_ups", "late_accuracy", "peak_bytes", "kept_bytes", "tokens_per_second", "events"})
     columns.push_back({key, key});
+  if (!o.against.empty())
+    for (const char* key : {"against", "against_budget", "difference", "difference_low", "difference_high"}) columns.push_back({key, key});
+  if (o.diagnostics)
+    for (const DiagnosticsColumn& column : diagnostics_columns()) columns.push_back({column.key, column.key});
+  if (o.diagnostics && o.output.format == Format::json) columns.push_back({"diagnostics", "diagnostics"});
+  columns.push_back({"resolved", "resolved"});
   Table table(std::move(columns));
   for (std::size_t i = 0; i < all.size(); ++i)
     for (const std::string& task : o.tasks) {
       const Measured& m = measured[i];
       const LookUps& count = m.by_task.at(task);
-      const auto [low, high] = count.asked > 0 ? wilson(count.right, count.asked) : std::pair(std::nan(""), std::nan(""));
-      table.add({all[i].policy.label(), all[i].budget == 0 ? Cell(nullptr, "-") : Cell(all[i].budget), task, o.shape.length, o.samples,
-                 count.asked, count.right, share_cell(share(count.right, count.asked)), share_cell(low), share_cell(high), count.late_asked,
-                 share_cell(share(count.late_right, count.late_asked)), bytes_cell(m.peak_bytes), bytes_cell(m.kept_bytes),
-                 real_cell(m.tokens_per_second(), 1), m.events, all[i].resolved});
+      const report::Interval independent = report::wilson(count.right, count.asked), sampled = report::bootstrap(strata(m, task));
+      std::vector<Cell> row{all[i].policy.label(), all[i].budget, task, o.shape.length, o.samples, count.asked, count.right,
+                            share_cell(share(count.right, count.asked)), share_cell(independent.low), share_cell(independent.high),
+                            share_cell(sampled.low), share_cell(sampled.high), count.late_asked,
+                            share_cell(share(count.late_right, count.late_asked)), bytes_cell(m.peak_bytes), bytes_cell(m.kept_bytes),
+                            real_cell(m.tokens_per_second(), 1), m.events};
+      if (!o.against.empty()) {
+        const Difference d = difference(all[i], m, measured, task);
+        const Contest* reference = all[i].against ? &all[*all[i].against] : nullptr;
+        const Cell none(nullptr, "-");
+        for (const Cell& cell : {reference == nullptr ? none : Cell(reference->policy.label()), reference == nullptr ? none : reference->budget, share_cell(d.value),
+                                 share_cell(d.interval.low), share_cell(d.interval.high)})
+          row.push_back(cell);
+      }
+      if (o.diagnostics) {
+        const report::DiagnosticsResult& r = m.diagnostics.at(task).result();
+        for (const DiagnosticsColumn& column : diagnostics_columns()) row.push_back(column.cell(r));
+        if (o.output.format == Format::json) row.emplace_back(nlohmann::ordered_json::parse(report::to_json(r)), "");
+      }
+      row.emplace_back(all[i].resolved);
+      table.add(std::move(row));
     }
   return table;
+}
+
+std::string markdown(const Options& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
+  std::string out = wide_table(o, all, measured).markdown();
+  out += o.wilson ? "\n95 %: Wilson's interval, each look-up taken as independent.\n"
+                  : text("\n95 %: bootstrap over whole samples (", o.samples, " a task).\n");
+  if (!o.against.empty())
+    out += text("\nPercentage points above ", PolicyText(o.against).label(), ", paired bootstrap over samples:\n\n", difference_table(o, all, measured).markdown());
+  if (o.diagnostics) out += "\nDiagnostics, all tasks:\n\n" + diagnostics_table(all, measured).markdown();
+  return out;
 }
 
 void run(const Options& o) {
   const std::vector<Contest> all = contests(o);
   const Samples samples = draw_samples(o);
   lm::Decoder decoder = o.model.open();
+  const FullRuns full = run_full(decoder, o, samples);
   for (const Contest& contest : all)
     if (!o.output.quiet && !contest.warning.empty()) note(contest.warning);
   std::int64_t steps = 0;
@@ -210,15 +424,15 @@ void run(const Options& o) {
   std::vector<Measured> measured(all.size());
   for (std::size_t i = 0; i < all.size(); ++i)
     for (const std::string& task : o.tasks) {
-      progress.label(text(all[i].policy.label(), all[i].budget > 0 ? text(" ", all[i].budget) : "", ", ", task));
-      measure_task(decoder, o, all[i], task, samples.at(task), progress, measured[i]);
+      progress.label(text(all[i].policy.label(), all[i].never ? "" : " " + all[i].budget.shown, ", ", task));
+      measure_task(decoder, o, all[i], task, samples.at(task), full, progress, measured[i]);
     }
   progress.clear();
   for (std::size_t i = 0; i < all.size(); ++i)
-    if (measured[i].events == 0 && all[i].budget > 0 && !o.output.quiet)
-      note(text("note: ", all[i].policy.label(), " with budget ", all[i].budget,
+    if (measured[i].events == 0 && !all[i].never && !o.output.quiet)
+      note(text("note: ", all[i].policy.label(), " with budget ", all[i].budget.shown,
                 " never came to an event; its samples stay below budget + interval"));
-  print((o.output.format == Format::md ? wide_table(o, all, measured) : long_table(o, all, measured)).text(o.output.format));
+  print(o.output.format == Format::md ? markdown(o, all, measured) : long_table(o, all, measured).text(o.output.format));
 }
 
 }  // namespace
@@ -237,7 +451,7 @@ Run add_eval(CLI::App& app) {
       ->delimiter(',')
       ->check(CLI::Range(1, 1 << 30))
       ->option_text("N,...");
-  sub->add_option("--interval", o->interval, "new tokens between two events, for every policy under --budgets")
+  sub->add_option("--interval", o->interval, "new tokens between two events, for every policy under --budgets, a ratio or bytes")
       ->check(CLI::Range(1, 1 << 30))
       ->option_text("N [32]");
   sub->add_option("--recent", o->recent, "newest slots that stay, for every policy under --budgets; without it the policy's own")
@@ -246,6 +460,14 @@ Run add_eval(CLI::App& app) {
   sub->add_option("--samples", o->samples, "samples of each task")->check(CLI::Range(1, 1 << 24))->option_text("N [20]");
   sub->add_option("--length", o->shape.length, "tokens of a sample's prompt and trace")->option_text("N [512]");
   sub->add_option("--seed", o->seed, "of the first sample; the others follow")->option_text("N [1000000]");
+  sub->add_option("--against", o->against, "a policy that every row is compared to; it runs too where it does not yet")->option_text("POLICY");
+  sub->add_option("--intervals", o->wilson, "of the table: over whole samples, or Wilson's over look-ups")
+      ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"samples", false}, {"wilson", true}}).description("samples|wilson"))
+      ->option_text("samples|wilson [samples]");
+  sub->add_flag("--diagnostics", o->diagnostics, "what kept sets look like over time, and what attention loses");
+  sub->add_option("--diagnostics-samples", o->diagnostics_samples, "samples of each task for recall, output error and repetition; 0: none")
+      ->check(CLI::Range(0, 1 << 24))
+      ->option_text("N [4]");
   sub->add_option("--batch", o->batch, "sequences decoded at once")->check(CLI::Range(1, 4096))->option_text("N [8]");
   o->output.add(*sub);
   sub->footer(kExamples);

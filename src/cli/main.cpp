@@ -20,7 +20,7 @@
 namespace kvkeep::cli {
 namespace {
 
-constexpr const char* kSubcommands = "generate, eval, replay, record, calibrate, policies, doctor";
+constexpr const char* kSubcommands = "generate, eval, replay, record, calibrate, plan, policies, doctor";
 constexpr int kRefused = 2, kFailed = 1, kSignalled = 128;
 
 constexpr const char* kExamples = R"(
@@ -29,6 +29,7 @@ Examples:
   kvkeep eval --model examples/model --task ask --budgets 128,64
   kvkeep generate --model examples/model --task chain --seed 7 --policy ams-tova,budget=96,interval=32 --max-new-tokens 200
   kvkeep record --model examples/model --ids-file prompt.txt --policy tova,budget=96,interval=32 --out event.safetensors
+  kvkeep plan --shape qwen7b --policy ams-tova,budget=1024 --batch 16 --length 32768
   kvkeep replay event.safetensors --policy ams-tova,budget=96,interval=32 --out kept.safetensors
 
 Results go to stdout (-o md|csv|json), everything else to stderr. Exit status: 0 done; 2 the input was refused; 1 anything else; 130 Ctrl-C.
@@ -61,7 +62,7 @@ int run(int argc, char** argv) {
   app.require_subcommand(1);
   app.footer(kExamples);
   app.get_formatter()->column_width(42);
-  const std::vector<Run> runs{add_generate(app), add_eval(app), add_replay(app), add_record(app), add_calibrate(app), add_policies(app), add_doctor(app)};
+  const std::vector<Run> runs{add_generate(app), add_eval(app), add_replay(app), add_record(app), add_calibrate(app), add_plan(app), add_policies(app), add_doctor(app)};
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& help) {

@@ -32,11 +32,29 @@ std::vector<std::string> split(const std::string& text, char by) {
   }
 }
 
-// Items of name,key=value,... but budget and interval.
+// A top-level option and the other names that policies accept for it.
+const std::vector<std::string>& names_of(const std::string& option) {
+  static const std::map<std::string, std::vector<std::string>> kNames{
+      {"budget", {"budget", "kv_budget", "target_size", "max_cache_size", "max_capacity_prompt"}},
+      {"ratio", {"ratio", "compression_ratio"}},
+      {"bytes", {"bytes"}},
+      {"interval", {"interval", "compression_interval", "divide_length", "prune_interval"}},
+      {"recent", {"recent", "n_last", "recent_size"}}};
+  return kNames.at(option);
+}
+
+// Whether an item of name,key=value,... gives this option.
+bool gives(const std::string& item, const std::string& option) {
+  const std::vector<std::string>& names = names_of(option);
+  return std::any_of(names.begin(), names.end(), [&](const std::string& name) { return item.starts_with(name + "="); });
+}
+
+// Items of name,key=value,... but interval and what may be kept.
 std::string without_budget(const std::string& text) {
   std::string kept;
   for (const std::string& item : split(text, ','))
-    if (!item.starts_with("budget=") && !item.starts_with("interval=")) kept += (kept.empty() ? "" : ",") + item;
+    if (!gives(item, "budget") && !gives(item, "ratio") && !gives(item, "bytes") && !gives(item, "interval"))
+      kept += (kept.empty() ? "" : ",") + item;
   return kept;
 }
 
@@ -113,7 +131,7 @@ PolicyText PolicyText::with(const std::vector<std::pair<std::string, std::int32_
   PolicyText changed = *this;
   if (json_.empty()) {
     const auto replaced = [&](const std::string& item) {
-      return std::any_of(options.begin(), options.end(), [&](const auto& o) { return item.starts_with(o.first + "="); });
+      return std::any_of(options.begin(), options.end(), [&](const auto& o) { return gives(item, o.first); });
     };
     changed.text_.clear();
     for (const std::string& item : split(text_, ','))
@@ -123,7 +141,10 @@ PolicyText PolicyText::with(const std::vector<std::pair<std::string, std::int32_
   }
   json object = json::parse(json_, nullptr, false);
   require(object.is_object(), "policy: ", text_, " holds no JSON object");
-  for (const auto& [key, value] : options) object[key] = value;
+  for (const auto& [key, value] : options) {
+    for (const std::string& name : names_of(key)) object.erase(name);
+    object[key] = value;
+  }
   changed.json_ = object.dump();
   return changed;
 }
@@ -135,9 +156,25 @@ std::string PolicyText::name() const {
                                                                                          : std::string();
 }
 
+bool PolicyText::states(const std::string& option) const {
+  if (json_.empty()) {
+    const std::vector<std::string> items = split(text_, ',');
+    return std::any_of(items.begin(), items.end(), [&](const std::string& item) { return gives(item, option); });
+  }
+  const json object = json::parse(json_, nullptr, false);
+  const std::vector<std::string>& names = names_of(option);
+  return object.is_object() && std::any_of(names.begin(), names.end(), [&](const std::string& name) { return object.contains(name); });
+}
+
 std::string PolicyText::label() const { return label_; }
 
-std::int32_t budget_of(const KVPolicy& policy) { return json::parse(policy.to_json()).value("budget", 0); }
+Cell budget_cell(const KVPolicy& policy) {
+  if (policy.trigger().never) return {nullptr, "-"};
+  const json options = json::parse(policy.to_json());
+  for (const char* other : {"ratio", "bytes"})
+    if (options.contains(other)) return text(other, "=", options[other].dump());
+  return options.value("budget", std::int32_t{0});
+}
 
 std::string warning_about(const KVPolicy& policy) {
   const json options = json::parse(policy.to_json());

@@ -49,21 +49,23 @@ class PolicyText {
 
   // The registry name, without making the policy.
   [[nodiscard]] std::string name() const;
-  // For tables: as written, without budget and interval.
+  // True where a top-level option is written, under this name or an alias.
+  [[nodiscard]] bool states(const std::string& option) const;
+  // For tables: as written, without what it may keep (budget, ratio, bytes) and interval.
   [[nodiscard]] std::string label() const;
   [[nodiscard]] const std::string& text() const { return text_; }
 
  private:
   std::string text_;
-  std::string json_;  // of a file, or resolved from one; empty for name,key=value
+  std::string json_;  // of a file, or changed from one; empty for name,key=value
   std::string label_;
 };
 
 // The text of --policy in every sub-command.
 inline constexpr const char* kPolicyHelp = "a JSON file, or name,key=value,... (see kvkeep policies)";
 
-// `budget` of a policy's JSON, 0 where it has none.
-std::int32_t budget_of(const KVPolicy& policy);
+// What a policy may keep, for tables: slots, "ratio=0.5", "bytes=65536"; null where it never cuts.
+Cell budget_cell(const KVPolicy& policy);
 
 // What is allowed but hardly meant: protected slots that fill more than half of the budget. Empty where all is well.
 std::string warning_about(const KVPolicy& policy);

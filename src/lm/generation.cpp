@@ -176,7 +176,9 @@ void Generator::decide(Batch& batch) {
                  .lengths = {lengths, static_cast<std::int32_t>(rows)},
                  .places = batch.places};
   if (options_.hooks.before_decision) options_.hooks.before_decision({keeper_, view, batch.steps});
-  const Report report = keeper_.step(view);
+  const Plan plan = keeper_.plan(view);
+  if (options_.hooks.on_event && !plan.cuts.empty()) options_.hooks.on_event({keeper_, view, plan});
+  const Report report = keeper_.apply(plan, view);
   for (const Cut& cut : report.cuts) {
     const auto i = static_cast<std::size_t>(std::find(batch.ids.begin(), batch.ids.end(), cut.sequence) - batch.ids.begin());
     Sequence& sequence = sequences_.at(cut.sequence);

@@ -65,10 +65,18 @@ struct DecisionSight {
   std::span<const std::int32_t> steps;  ///< [n] of each sequence of the view
 };
 
+/// An event that is decided and not yet applied: rows, scores and selection are whole, the cache is as it was.
+struct EventSight {
+  const Keeper& keeper;
+  const CacheView& view;
+  const Plan& plan;  ///< its rows' `sequence` counts in `view.sequences`
+};
+
 /// Called while a step runs. All optional.
 struct GenerationHooks {
   std::function<void(const LayerSight&)> on_layer = {};
   std::function<void(const DecisionSight&)> before_decision = {};
+  std::function<void(const EventSight&)> on_event = {};  ///< where something is cut
   std::function<void(std::int64_t predicted)> on_step = {};  ///< after a step: tokens it predicted
 };
 

@@ -38,11 +38,13 @@ class Evict final : public KVPolicy {
   [[nodiscard]] Decision decide(const Evidence& evidence) const override;
   [[nodiscard]] std::string to_json() const override { return json_; }
 
-  [[nodiscard]] const Retention& retention() const { return retention_; }
-
- private:
+  /// What every row of an event may keep, before anything is scored: reads shapes, lengths and positions of `evidence`, not what is cached.
   [[nodiscard]] Limits limits(const Evidence& evidence) const;
 
+  [[nodiscard]] const Retention& retention() const { return retention_; }
+  [[nodiscard]] const Scorer& scorer() const { return *scorer_; }
+
+ private:
   std::string name_;
   std::unique_ptr<Scorer> scorer_;
   std::unique_ptr<Allocator> allocator_;

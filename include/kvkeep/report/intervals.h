@@ -1,0 +1,43 @@
+#pragma once
+/// Confidence intervals for shares of right answers.
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace kvkeep::report {
+
+struct Interval {
+  double low = 0, high = 0;  ///< NaN where there is none
+};
+
+/// Answers of one sample. They are not independent: they share a prompt and a cache.
+struct Answers {
+  std::int64_t right = 0, asked = 0;
+};
+
+/// Samples by task: resampled within each, since the tasks are no random draw.
+using Strata = std::span<const std::vector<Answers>>;
+
+struct Bootstrap {
+  std::int32_t resamples = 1000;
+  std::uint64_t seed = 1;
+  double confidence = 0.95;
+};
+
+/// right / asked over all strata; NaN where nothing was asked.
+[[nodiscard]] double share(Strata samples);
+
+/// Wilson's score interval at 95 %: right for independent answers, too narrow for answers that share a sample.
+[[nodiscard]] Interval wilson(std::int64_t right, std::int64_t asked);
+
+/// Percentile bootstrap of share() over whole samples: what another draw of samples would have given. Deterministic: the same seed gives the same interval on every
+/// platform. None with fewer than two samples in every stratum. A share of 0 or 1 in every sample gives an interval of no width: Wilson's says more there.
+/// Cost: O(resamples * samples).
+[[nodiscard]] Interval bootstrap(Strata samples, const Bootstrap& options = {});
+
+/// The same of share(a) - share(b), where sample i of both is one sample: both are drawn together, so what they have in common falls out.
+/// Throws InvalidArgument where the strata differ in size.
+[[nodiscard]] Interval bootstrap_difference(Strata a, Strata b, const Bootstrap& options = {});
+
+}  // namespace kvkeep::report

@@ -1,0 +1,53 @@
+#pragma once
+// What a policy will hold of a sequence, by its own trigger and limits: no weights, no cache.
+
+#include <cstdint>
+#include <vector>
+
+#include "kvkeep/core/model_spec.h"
+#include "kvkeep/policy/policy.h"
+
+namespace kvkeep::cli {
+
+// One sequence as it grows, and where it is held.
+struct SequencePlan {
+  std::int32_t prompt = 0, length = 1;  // tokens; `length` counts the prompt
+  std::int32_t element_bytes = 2;       // of K and V
+  std::int32_t page_size = 16;          // slots; 1: no pages
+};
+
+// Slots of the rows of one layer, and K and V bytes of all of them with pages rounded up. A layer's heads share its pages, so the longest row counts.
+struct LayerSlots {
+  std::int32_t least = 0, most = 0;
+  std::int64_t bytes = 0;
+};
+
+struct LayerForecast {
+  LayerSlots full;  // nothing dropped
+  LayerSlots peak;  // just before the event that finds most
+  LayerSlots kept;  // right behind the last event; at the end where there is none
+};
+
+struct Forecast {
+  std::vector<LayerForecast> layers;
+  std::int64_t full_bytes = 0, peak_bytes = 0, kept_bytes = 0;
+  std::int64_t peak_slots = 0;  // at once, over all rows that a policy cuts
+  std::int64_t events = 0;
+  std::int32_t first_event = -1, last_event = -1;  // tokens seen
+  std::int64_t slot_bytes = 0;                     // K and V of one token in every full layer
+};
+
+// Throws InvalidArgument with every reason why the policy cannot run on the model; Unsupported for a policy that is neither an eviction nor never cuts.
+// Rows of a policy that spreads its budget by the data (Trigger::ragged) are taken at what they may keep on average.
+Forecast forecast(const ModelSpec& spec, const KVPolicy& policy, const SequencePlan& plan);
+
+// What kvkeep itself holds for one sequence, in bytes.
+struct OwnBytes {
+  std::int64_t positions = 0, credit = 0, tally = 0;  // columns, at the peak
+  std::int64_t queries = 0;                           // the ring
+  std::int64_t event = 0;                             // scores, and for AMS mass and credit, while an event lasts
+  [[nodiscard]] std::int64_t sum() const { return positions + credit + tally + queries + event; }
+};
+OwnBytes own_bytes(const ModelSpec& spec, const KVPolicy& policy, const Forecast& forecast, std::int32_t query_bytes);
+
+}  // namespace kvkeep::cli

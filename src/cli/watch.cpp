@@ -1,0 +1,109 @@
+#include "watch.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <deque>
+#include <numeric>
+
+#include "kvkeep/core/rope.h"
+
+namespace kvkeep::cli {
+
+Watch::Watch(const ModelSpec& spec, std::int64_t traced) : spec_(spec), traced_(traced), diagnostics_({.layers = spec.num_layers()}) {}
+
+void Watch::see(const lm::EventSight& sight) {
+  const RowTable& table = sight.plan.table;
+  const Decision& decision = sight.plan.decision;
+  if (!decision.keep) return;
+  const float* mass = decision.allotment && decision.allotment->mass.data.defined() ? decision.allotment->mass.data.const_data_ptr<float>() : nullptr;
+  std::deque<std::vector<std::int32_t>> kept;
+  std::map<SequenceId, std::vector<report::RowEvent>> events;
+  for (std::size_t r = 0; r < table.rows.size(); ++r) {
+    const Row& row = table.rows[r];
+    std::vector<std::int32_t>& positions = kept.emplace_back();
+    for (const std::int32_t slot : decision.keep->row(r)) positions.push_back(row.positions[slot]);
+    const auto length = static_cast<std::size_t>(row.length);
+    report::RowEvent event{.layer = row.layer,
+                           .head = row.head,
+                           .next_position = table.groups[r / static_cast<std::size_t>(spec_.kv_heads)].next_position,
+                           .before = {row.positions, length},
+                           .kept = positions};
+    if (decision.allotment && !decision.allotment->ends[r].empty()) {
+      event.segment_ends = decision.allotment->ends[r];
+      event.quotas = decision.allotment->quotas[r];
+      if (mass != nullptr) event.mass = {mass + row.first, length};
+    }
+    events[sight.view.sequences[static_cast<std::size_t>(row.sequence)]].push_back(event);
+  }
+  for (const auto& [sequence, rows] : events) {
+    diagnostics_.add_event(sequence, rows);
+    open_[sequence] = true;
+    if (sequence >= traced_) continue;
+    KeptRows& remembered = kept_[sequence].emplace_back(KeptRows{.next_position = rows.front().next_position});
+    for (const report::RowEvent& row : rows) remembered.rows.emplace_back(row.kept.begin(), row.kept.end());
+  }
+}
+
+void Watch::end() {
+  for (const auto& [sequence, ignored] : open_) diagnostics_.end(sequence);
+  open_.clear();
+}
+
+FullRun::FullRun(lm::Decoder& decoder, const lm::TaskSample& sample)
+    : spec_(decoder.spec()), tokens_(static_cast<std::int32_t>(sample.ids.size()) - 1), cache_(decoder.make_cache(1, tokens_)) {
+  const std::vector<std::int32_t> full_layers = spec_.full_layers();
+  std::vector<std::int32_t> positions(static_cast<std::size_t>(tokens_));
+  std::iota(positions.begin(), positions.end(), 0);
+  const std::int64_t pairs = spec_.rope.rotary_dim() / 2, heads = spec_.query_heads, dim = spec_.key_dim;
+  std::vector<float> cosines(static_cast<std::size_t>(pairs)), sines(static_cast<std::size_t>(pairs));
+  lm::StepOptions options{.logits = lm::Logits::none};
+  options.on_layer = [&](const lm::LayerSight& sight) {
+    if (!std::binary_search(full_layers.begin(), full_layers.end(), sight.layer)) return;
+    const float* from = sight.queries.const_data_ptr<float>();
+    std::vector<float>& queries = queries_.emplace_back(from, from + tokens_ * heads * dim);
+    for (std::int32_t t = 0; t < tokens_; ++t) {
+      rope_at(spec_.rope, t, cosines.data(), sines.data());
+      for (std::int64_t h = 0; h < heads; ++h)
+        rope_rotate(spec_.rope.style, pairs, cosines.data(), sines.data(), queries.data() + (t * heads + h) * dim);
+    }
+  };
+  const std::vector<std::int32_t> ids(sample.ids.begin(), sample.ids.end() - 1), whole{0, tokens_}, row{0}, none{0};
+  decoder.forward({ids, whole, positions, row, none}, cache_, options);
+}
+
+void FullRun::compare(const std::vector<KeptRows>& events, report::Diagnostics& to) const {
+  if (events.empty()) return;
+  const std::vector<std::int32_t> full_layers = spec_.full_layers();
+  const std::int32_t first = events.front().next_position, kv_heads = spec_.kv_heads, group = spec_.group();
+  const std::int64_t dim = spec_.key_dim, queries = std::max(0, tokens_ - first);
+  std::vector<std::vector<report::QueryLoss>> losses(full_layers.size() * static_cast<std::size_t>(kv_heads));  // [row] [query, head of the group]
+  at::parallel_for(0, static_cast<std::int64_t>(losses.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+    std::vector<double> scratch;
+    for (std::int64_t r = begin; r < end; ++r) {
+      const auto index = static_cast<std::size_t>(r), layer = index / static_cast<std::size_t>(kv_heads);
+      const std::int64_t head = r % kv_heads;
+      const auto& [keys, values] = cache_[static_cast<std::size_t>(full_layers[layer])];
+      const report::FullRow row{.keys = keys.const_data_ptr<float>() + head * keys.stride(1),
+                                .key_stride = keys.stride(2),
+                                .values = values.const_data_ptr<float>() + head * values.stride(1),
+                                .value_stride = values.stride(2),
+                                .key_dim = spec_.key_dim,
+                                .value_dim = spec_.value_dim};
+      std::size_t event = 0;
+      for (std::int32_t t = first; t < tokens_; ++t) {
+        while (event + 1 < events.size() && events[event + 1].next_position <= t) ++event;
+        for (std::int64_t g = 0; g < group; ++g) {
+          const float* query = queries_[layer].data() + (t * std::int64_t{spec_.query_heads} + head * group + g) * dim;
+          losses[index].push_back(report::query_loss(row, query, t + 1, events[event].rows[index], events[event].next_position, spec_.scale(), scratch));
+        }
+      }
+    }
+  });
+  for (std::size_t r = 0; r < losses.size(); ++r)
+    for (std::int64_t i = 0; i < queries * group; ++i)
+      to.add_query(full_layers[r / static_cast<std::size_t>(kv_heads)],
+                   static_cast<std::int32_t>(r % static_cast<std::size_t>(kv_heads)) * group + static_cast<std::int32_t>(i % group), losses[r][static_cast<std::size_t>(i)]);
+}
+
+}  // namespace kvkeep::cli

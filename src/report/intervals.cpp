@@ -1,0 +1,114 @@
+#include "kvkeep/report/intervals.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "kvkeep/core/error.h"
+
+namespace kvkeep::report {
+namespace {
+
+constexpr double kNone = std::numeric_limits<double>::quiet_NaN();
+
+/// splitmix64: the same numbers on every platform.
+class Draw {
+ public:
+  explicit Draw(std::uint64_t seed) : state_(seed) {}
+  std::size_t below(std::size_t n) {
+    state_ += 0x9E3779B97F4A7C15U;
+    std::uint64_t z = state_;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9U;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBU;
+    return static_cast<std::size_t>((((z ^ (z >> 31)) >> 32) * n) >> 32);
+  }
+
+ private:
+  std::uint64_t state_;
+};
+
+double ratio(const Answers& a) { return a.asked > 0 ? static_cast<double>(a.right) / static_cast<double>(a.asked) : kNone; }
+
+void add(Answers& sum, const Answers& one) {
+  sum.right += one.right;
+  sum.asked += one.asked;
+}
+
+/// The value below which `part` of the sorted values lie, between neighbours in proportion.
+double quantile(const std::vector<double>& sorted, double part) {
+  const double at = part * static_cast<double>(sorted.size() - 1);
+  const auto low = static_cast<std::size_t>(at), high = std::min(low + 1, sorted.size() - 1);
+  return sorted[low] + (at - static_cast<double>(low)) * (sorted[high] - sorted[low]);
+}
+
+bool can_vary(Strata samples) {
+  return std::any_of(samples.begin(), samples.end(), [](const auto& s) { return s.size() > 1; });
+}
+
+Interval percentile(std::vector<double> values, double confidence) {
+  std::erase_if(values, [](double v) { return std::isnan(v); });
+  if (values.empty()) return {kNone, kNone};
+  std::sort(values.begin(), values.end());
+  return {quantile(values, (1 - confidence) / 2), quantile(values, (1 + confidence) / 2)};
+}
+
+void check(const Bootstrap& options) {
+  require(options.resamples >= 1, "bootstrap: resamples is ", options.resamples, "; allowed 1 or more");
+  require(options.confidence > 0 && options.confidence < 1, "bootstrap: confidence is ", options.confidence, "; allowed a number in (0, 1)");
+}
+
+}  // namespace
+
+double share(Strata samples) {
+  Answers sum;
+  for (const auto& stratum : samples)
+    for (const Answers& one : stratum) add(sum, one);
+  return ratio(sum);
+}
+
+Interval wilson(std::int64_t right, std::int64_t asked) {
+  if (asked == 0) return {kNone, kNone};
+  constexpr double z = 1.959963984540054;
+  const auto n = static_cast<double>(asked);
+  const double p = static_cast<double>(right) / n;
+  const double middle = (p + z * z / (2 * n)) / (1 + z * z / n);
+  const double reach = z / (1 + z * z / n) * std::sqrt(p * (1 - p) / n + z * z / (4 * n * n));
+  return {std::max(0.0, middle - reach), std::min(1.0, middle + reach)};
+}
+
+Interval bootstrap(Strata samples, const Bootstrap& options) {
+  check(options);
+  if (!can_vary(samples)) return {kNone, kNone};
+  Draw draw(options.seed);
+  std::vector<double> values;
+  for (std::int32_t i = 0; i < options.resamples; ++i) {
+    Answers sum;
+    for (const auto& stratum : samples)
+      for (std::size_t j = 0; j < stratum.size(); ++j) add(sum, stratum[draw.below(stratum.size())]);
+    values.push_back(ratio(sum));
+  }
+  return percentile(std::move(values), options.confidence);
+}
+
+Interval bootstrap_difference(Strata a, Strata b, const Bootstrap& options) {
+  check(options);
+  require(a.size() == b.size(), "bootstrap: ", a.size(), " strata against ", b.size(), "; allowed the same number");
+  for (std::size_t s = 0; s < a.size(); ++s)
+    require(a[s].size() == b[s].size(), "bootstrap: stratum ", s, " has ", a[s].size(), " samples against ", b[s].size(), "; allowed the same samples in both");
+  if (!can_vary(a)) return {kNone, kNone};
+  Draw draw(options.seed);
+  std::vector<double> values;
+  for (std::int32_t i = 0; i < options.resamples; ++i) {
+    Answers ours, theirs;
+    for (std::size_t s = 0; s < a.size(); ++s)
+      for (std::size_t j = 0; j < a[s].size(); ++j) {
+        const std::size_t one = draw.below(a[s].size());
+        add(ours, a[s][one]);
+        add(theirs, b[s][one]);
+      }
+    values.push_back(ratio(ours) - ratio(theirs));
+  }
+  return percentile(std::move(values), options.confidence);
+}
+
+}  // namespace kvkeep::report
