@@ -9,57 +9,14 @@
 #include "kvkeep/core/dispatch.h"
 #include "kvkeep/score/window_attention.h"
 #include "attention_lanes.h"
+#include "panel_scratch.h"
 #include "window_queries.h"
 
 namespace kvkeep {
 namespace {
 
-constexpr std::int64_t kPanels = 2;  ///< panels that share one reading of a key
-constexpr std::int64_t kKeys = 6;    ///< keys that panel_logits widens at a time
-
-/// Sizes, in floats, of what one thread needs.
-struct Sizes {
-  Sizes(const ModelSpec& spec, std::int64_t slots, std::int64_t window, GroupReduce group) {
-    const std::int64_t width = cpu::panel_width(), dim = spec.key_dim;
-    queries = spec.group() * window * dim;
-    panels = kPanels * dim * width;
-    widened = kKeys * dim;
-    lanes = kPanels * width;
-    peak = width;
-    logits = kPanels * slots * width + width;  // panel_group_max reads past the last slot
-    usage = slots * width / 2;
-    largest = group == GroupReduce::max_logit ? slots * width : 0;
-  }
-  std::int64_t queries, panels, widened, lanes, peak, logits, usage, largest;
-  [[nodiscard]] std::int64_t total() const { return queries + panels + widened + 3 * lanes + peak + logits + usage + largest; }
-};
-
-/// Buffers of one thread, all in one allocation.
-struct Scratch {
-  explicit Scratch(const Sizes& sizes) : arena(static_cast<std::size_t>(sizes.total())) {
-    float* at = arena.data();
-    const auto take = [&at](std::int64_t floats) {
-      float* taken = at;
-      at += floats;
-      return taken;
-    };
-    queries = take(sizes.queries);
-    panels = take(sizes.panels);
-    widened = take(sizes.widened);
-    top = take(sizes.lanes);
-    sum = take(sizes.lanes);
-    weight = take(sizes.lanes);
-    peak = take(sizes.peak);
-    logits = take(sizes.logits);
-    usage = take(sizes.usage);
-    largest = take(sizes.largest);
-  }
-  std::vector<float> arena;
-  float *queries, *panels, *widened;  ///< [G * W, D], [kPanels, D, width], [kKeys, D]
-  float *top, *sum, *weight;          ///< [kPanels, width]
-  float* peak;                        ///< [width] top of `largest`
-  float *logits, *usage, *largest;    ///< [kPanels, slots, width], [slots, width / 2], [slots, width]
-};
+using cpu::kPanels;
+using Scratch = cpu::PanelScratch;
 
 /// Slots [first, end) of one row, and how many queries look at them.
 struct Span {
@@ -165,7 +122,7 @@ class HistoryReduction {
 }  // namespace
 
 std::int64_t history_attention_workspace(const ModelSpec& spec, std::int32_t slots, std::int32_t queries, GroupReduce group) {
-  return Sizes(spec, slots, queries, group).total() * static_cast<std::int64_t>(sizeof(float));
+  return cpu::PanelSizes(spec, slots, queries, group == GroupReduce::max_logit).total() * static_cast<std::int64_t>(sizeof(float));
 }
 
 Tensor history_attention(const Evidence& evidence, std::span<const RowWindow> windows, HistoryOptions options, std::span<const std::int32_t> first) {
@@ -183,7 +140,7 @@ Tensor history_attention(const Evidence& evidence, std::span<const RowWindow> wi
       slots = std::max(slots, spans[r].slots());
       queries = std::max<std::int64_t>(queries, spans[r].queries);
     }
-    const Sizes sizes(evidence.spec, slots, queries, options.group);
+    const cpu::PanelSizes sizes(evidence.spec, slots, queries, options.group == GroupReduce::max_logit);
     at::parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
       Scratch scratch(sizes);
       for (std::int64_t n = begin; n < end; ++n) {

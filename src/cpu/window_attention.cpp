@@ -10,22 +10,25 @@
 
 #include "kvkeep/core/dispatch.h"
 #include "attention_lanes.h"
+#include "panel_scratch.h"
 #include "window_queries.h"
 
 namespace kvkeep {
 namespace {
 
-constexpr std::int64_t kPanels = 2;  ///< panels that share one reading of a key
+using cpu::kPanels;
 
 /// Buffers of one thread.
-struct Scratch {
-  std::vector<float> queries;          ///< [G * W, D]
-  std::vector<float> panels;           ///< [kPanels, D, width]
-  std::vector<float> logits;           ///< [kPanels, T, width]
-  std::vector<float> usage;            ///< [T, width / 2]
-  std::vector<float> widened;          ///< [6, D]
-  std::vector<float> top, sum, weight; ///< [kPanels, width]
-  std::vector<std::int32_t> visible;   ///< [W] slots that each window query sees
+struct Scratch : cpu::PanelScratch {
+  Scratch(const cpu::PanelSizes& sizes, std::int32_t queries) : cpu::PanelScratch(sizes) { visible.reserve(static_cast<std::size_t>(queries)); }
+  std::vector<std::int32_t> visible;  ///< [W] slots that each window query sees
+};
+
+/// Where the reductions of one row go; null: not asked for.
+struct Targets {
+  float* usage = nullptr;
+  float* newest = nullptr;
+  float* sum = nullptr;  ///< not together with usage
 };
 
 /// One row while its window is reduced.
@@ -34,30 +37,31 @@ class RowReduction {
   RowReduction(const Evidence& evidence, const Row& row, const RowGroup& group, RowWindow window, Scratch& scratch)
       : spec_(evidence.spec), row_(row), view_(group.queries), window_(window), scratch_(scratch), keys_{row.keys, evidence.table.key_dtype, evidence.spec.key_dim} {}
 
-  /// `usage` and `newest` are the row's own parts of the result, or null.
-  void run(const Evidence& evidence, const cpu::Turns& turns, float* usage, float* newest) {
-    scratch_.queries.resize(static_cast<std::size_t>(std::int64_t{spec_.group()} * window_.queries * spec_.key_dim));
-    cpu::gather_queries(evidence, view_, row_.head, window_.queries, turns, scratch_.queries.data());
+  void run(const Evidence& evidence, const cpu::Turns& turns, const Targets& to) {
+    cpu::gather_queries(evidence, view_, row_.head, window_.queries, turns, scratch_.queries);
     count_visible();
     const std::int64_t total = std::int64_t{spec_.group()} * window_.queries, tile = kPanels * width_;
-    if (usage != nullptr) {
-      scratch_.usage.assign(static_cast<std::size_t>(row_.length * width_ / 2), 0.0F);
-      std::fill_n(usage, row_.length, 0.0F);
-    }
-    if (newest != nullptr) std::fill_n(newest, row_.length, 0.0F);
+    if (to.usage != nullptr || to.sum != nullptr) std::fill_n(scratch_.usage, row_.length * width_ / 2, 0.0F);
+    if (to.usage != nullptr) std::fill_n(to.usage, row_.length, 0.0F);
+    if (to.newest != nullptr) std::fill_n(to.newest, row_.length, 0.0F);
     for (std::int64_t first = 0; first < total; first += tile) {
       const std::int64_t queries = std::min(tile, total - first), panels = (queries + width_ - 1) / width_;
       probabilities(first, queries, panels);
       for (std::int64_t p = 0; p < panels; ++p) {
-        const float* x = scratch_.logits.data() + p * row_.length * width_;
+        const float* x = scratch_.logits + p * row_.length * width_;
         const std::int64_t begin = first + p * width_, end = std::min(begin + width_, total);
-        if (newest != nullptr) add_newest(x, begin, end, newest);
-        if (usage == nullptr) continue;
-        add_suffix(x, begin, end, usage);
-        cpu::panel_weigh(x, window_.history, scratch_.weight.data() + p * width_, scratch_.usage.data());
+        if (to.newest != nullptr) add_newest(x, begin, end, to.newest);
+        if (to.sum != nullptr) cpu::panel_weigh(x, row_.length, scratch_.weight + p * width_, scratch_.usage);
+        if (to.usage == nullptr) continue;
+        add_suffix(x, begin, end, to.usage);
+        cpu::panel_weigh(x, window_.history, scratch_.weight + p * width_, scratch_.usage);
       }
     }
-    if (usage != nullptr) finish(usage, total);
+    if (to.usage != nullptr) finish(to.usage, total);
+    if (to.sum != nullptr) {
+      cpu::fold_lanes(scratch_.usage, row_.length, to.sum);
+      for (std::int32_t t = 0; t < row_.length; ++t) to.sum[t] /= static_cast<float>(spec_.group());
+    }
   }
 
  private:
@@ -73,24 +77,19 @@ class RowReduction {
   /// Turns scratch.logits into exp(logit - max) and scratch.weight into 1 / sum for queries [first, first + count).
   void probabilities(std::int64_t first, std::int64_t count, std::int64_t panels) {
     const std::int64_t dim = spec_.key_dim, length = row_.length;
-    scratch_.panels.assign(static_cast<std::size_t>(panels * dim * width_), 0.0F);
+    std::fill_n(scratch_.panels, panels * dim * width_, 0.0F);
     for (std::int64_t n = 0; n < count; ++n)
-      for (std::int64_t d = 0; d < dim; ++d)
-        scratch_.panels[static_cast<std::size_t>((n / width_ * dim + d) * width_ + n % width_)] = scratch_.queries[static_cast<std::size_t>((first + n) * dim + d)];
-    scratch_.logits.resize(static_cast<std::size_t>(kPanels * length * width_));
-    scratch_.widened.resize(static_cast<std::size_t>(6 * dim));
-    scratch_.top.assign(static_cast<std::size_t>(kPanels * width_), -std::numeric_limits<float>::infinity());
-    scratch_.sum.resize(scratch_.top.size());
-    scratch_.weight.resize(scratch_.top.size());
+      for (std::int64_t d = 0; d < dim; ++d) scratch_.panels[(n / width_ * dim + d) * width_ + n % width_] = scratch_.queries[(first + n) * dim + d];
+    std::fill_n(scratch_.top, kPanels * width_, -std::numeric_limits<float>::infinity());
 
     const std::int64_t open = scratch_.visible.front();  // slots before it are visible to every query
-    std::vector<float>& ignored = scratch_.sum;          // largest logits of the slots behind it are taken after masking
-    cpu::panel_logits(keys_, 0, open, scratch_.panels.data(), panels, length * width_, scratch_.logits.data(), scratch_.top.data(), scratch_.widened.data());
-    cpu::panel_logits(keys_, open, length, scratch_.panels.data(), panels, length * width_, scratch_.logits.data() + open * width_, ignored.data(),
-                      scratch_.widened.data());
+    float* ignored = scratch_.sum;                       // largest logits of the slots behind it are taken after masking
+    cpu::panel_logits(keys_, 0, open, scratch_.panels, panels, length * width_, scratch_.logits, scratch_.top, scratch_.widened);
+    cpu::panel_logits(keys_, open, length, scratch_.panels, panels, length * width_, scratch_.logits + open * width_, ignored,
+                      scratch_.widened);
     for (std::int64_t p = 0; p < panels; ++p) {
-      float* x = scratch_.logits.data() + p * length * width_;
-      float *top = scratch_.top.data() + p * width_, *sum = scratch_.sum.data() + p * width_, *weight = scratch_.weight.data() + p * width_;
+      float* x = scratch_.logits + p * length * width_;
+      float *top = scratch_.top + p * width_, *sum = scratch_.sum + p * width_, *weight = scratch_.weight + p * width_;
       for (std::int64_t lane = 0; lane < width_; ++lane) {
         const std::int64_t n = p * width_ + lane;
         const std::int32_t visible = n < count ? scratch_.visible[static_cast<std::size_t>(query_of(first + n))] : row_.length;
@@ -110,7 +109,7 @@ class RowReduction {
     for (std::int64_t n = begin; n < end; ++n) {
       if (query_of(n) != window_.queries - 1) continue;
       const std::int64_t lane = n - begin;
-      const float weight = scratch_.weight[static_cast<std::size_t>((begin / width_ % kPanels) * width_ + lane)] / static_cast<float>(spec_.group());
+      const float weight = scratch_.weight[begin / width_ % kPanels * width_ + lane] / static_cast<float>(spec_.group());
       for (std::int32_t t = 0; t < row_.length; ++t) newest[t] += x[t * width_ + lane] * weight;
     }
   }
@@ -119,14 +118,14 @@ class RowReduction {
   void add_suffix(const float* x, std::int64_t begin, std::int64_t end, float* usage) const {
     for (std::int64_t n = begin; n < end; ++n) {
       const std::int64_t lane = n - begin;
-      const float weight = scratch_.weight[static_cast<std::size_t>((begin / width_ % kPanels) * width_ + lane)];
+      const float weight = scratch_.weight[begin / width_ % kPanels * width_ + lane];
       const std::int32_t at = position(query_of(n));
       for (std::int32_t t = window_.history; t < row_.length && row_.positions[t] < at; ++t) usage[t] += x[t * width_ + lane] * weight;
     }
   }
 
   void finish(float* usage, std::int64_t total) const {
-    cpu::fold_lanes(scratch_.usage.data(), window_.history, usage);
+    cpu::fold_lanes(scratch_.usage, window_.history, usage);
     for (std::int32_t t = 0; t < window_.history; ++t) usage[t] /= static_cast<float>(total);
     std::int32_t later = window_.queries;  // window queries strictly later than slot t; positions ascend, so this falls
     for (std::int32_t t = window_.history; t < row_.length; ++t) {
@@ -168,36 +167,59 @@ std::vector<RowWindow> row_windows(const Evidence& evidence, const Limits& limit
   return windows;
 }
 
+std::int64_t window_attention_workspace(const ModelSpec& spec, std::int32_t slots, std::int32_t queries) {
+  return cpu::PanelSizes(spec, slots, queries, false).total() * static_cast<std::int64_t>(sizeof(float)) + queries * static_cast<std::int64_t>(sizeof(std::int32_t));
+}
+
+namespace {
+
+/// Reduces every row that has a window; the others get zeros.
+void reduce_rows(const Evidence& evidence, std::span<const RowWindow> windows, const Targets& to) {
+  const RowTable& table = evidence.table;
+  require(is_scorable(table.key_dtype), "window_attention: keys are ", c10::toString(table.key_dtype), "; allowed f32, f16, bf16 (other rows can be moved, not scored)");
+  const cpu::WindowTurns turns(evidence, windows);
+  std::int32_t slots = 0, queries = 0;
+  for (std::size_t r = 0; r < windows.size(); ++r) {
+    if (windows[r].queries == 0) continue;
+    slots = std::max(slots, table.rows[r].length);
+    queries = std::max(queries, windows[r].queries);
+  }
+  const cpu::PanelSizes sizes(evidence.spec, slots, queries, false);
+  at::parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+    Scratch scratch(sizes, queries);
+    for (std::int64_t r = begin; r < end; ++r) {
+      const Row& row = table.rows[static_cast<std::size_t>(r)];
+      const auto g = static_cast<std::size_t>(r / evidence.spec.kv_heads);
+      const auto part = [&](float* flat) { return flat == nullptr ? nullptr : flat + row.first; };
+      const Targets own{part(to.usage), part(to.newest), part(to.sum)};
+      if (windows[static_cast<std::size_t>(r)].queries > 0) {
+        RowReduction(evidence, row, table.groups[g], windows[static_cast<std::size_t>(r)], scratch).run(evidence, turns.of(g), own);
+        continue;
+      }
+      for (float* out : {own.usage, own.newest, own.sum})
+        if (out != nullptr) std::fill_n(out, row.length, 0.0F);
+    }
+  });
+}
+
+}  // namespace
+
 WindowAttention window_attention(const Evidence& evidence, std::vector<RowWindow> windows, WindowNeeds needs) {
   return dispatch("window_attention", evidence.table.device, [&] {
-    const RowTable& table = evidence.table;
-    require(is_scorable(table.key_dtype), "window_attention: keys are ", c10::toString(table.key_dtype), "; allowed f32, f16, bf16 (other rows can be moved, not scored)");
     WindowAttention out;
     out.windows = std::move(windows);
     const auto f32 = at::TensorOptions().dtype(kFloat32);
-    if (needs.usage) out.usage = at::empty({table.slots}, f32);
-    if (needs.newest) out.newest = at::empty({table.slots}, f32);
-    float* usage = needs.usage ? out.usage.data_ptr<float>() : nullptr;
-    float* newest = needs.newest ? out.newest.data_ptr<float>() : nullptr;
+    if (needs.usage) out.usage = at::empty({evidence.table.slots}, f32);
+    if (needs.newest) out.newest = at::empty({evidence.table.slots}, f32);
+    reduce_rows(evidence, out.windows, {.usage = needs.usage ? out.usage.data_ptr<float>() : nullptr, .newest = needs.newest ? out.newest.data_ptr<float>() : nullptr});
+    return out;
+  });
+}
 
-    const std::int32_t heads = evidence.spec.kv_heads;
-    const cpu::WindowTurns turns(evidence, out.windows);
-    at::parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-      Scratch scratch;
-      for (std::int64_t r = begin; r < end; ++r) {
-        const Row& row = table.rows[static_cast<std::size_t>(r)];
-        const auto g = static_cast<std::size_t>(r / heads);
-        const RowWindow window = out.windows[static_cast<std::size_t>(r)];
-        float* row_usage = usage == nullptr ? nullptr : usage + row.first;
-        float* row_newest = newest == nullptr ? nullptr : newest + row.first;
-        if (window.queries == 0) {
-          if (row_usage != nullptr) std::fill_n(row_usage, row.length, 0.0F);
-          if (row_newest != nullptr) std::fill_n(row_newest, row.length, 0.0F);
-          continue;
-        }
-        RowReduction(evidence, row, table.groups[g], window, scratch).run(evidence, turns.of(g), row_usage, row_newest);
-      }
-    });
+Tensor attention_sum(const Evidence& evidence, std::span<const RowWindow> windows) {
+  return dispatch("attention_sum", evidence.table.device, [&] {
+    const Tensor out = at::empty({evidence.table.slots}, at::TensorOptions().dtype(kFloat32));
+    reduce_rows(evidence, windows, {.sum = out.data_ptr<float>()});
     return out;
   });
 }

@@ -52,6 +52,7 @@ Evict::Evict(std::string name, std::unique_ptr<Scorer> scorer, std::unique_ptr<A
   Budget& budget = retention_.trigger.budget;
   budget.least = std::max(budget.least, retention_.sink + 1);
   if (retention_.protect_prompt) budget.beyond_prompt = std::max(retention_.recent, 1);
+  budget.period = retention_.trigger.interval;
   retention_.trigger.ragged = allocator_->ragged();
 }
 
@@ -103,7 +104,7 @@ Decision Evict::decide(const Evidence& evidence) const {
   Decision decision;
   decision.reason = Reason::over_budget;
   decision.scores = scorer_->score(evidence, limits, seen);
-  decision.scores_travel = scorer_->accumulates();
+  if (scorer_->accumulates()) decision.tally = decision.scores.data.clone();  // sharing and allocators may change the scores for ranking's sake
   decision.share = retention_.share;
   if (retention_.share != Sharing::per_layer_per_head) share_scores(evidence, limits, retention_.share, decision.scores.data.data_ptr<float>());
   allocator_->allot(evidence, limits, seen, decision);

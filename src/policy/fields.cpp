@@ -113,6 +113,12 @@ std::filesystem::path Fields::file(const char* name, const char* what) {
   return path.is_absolute() ? path : folder_ / path;
 }
 
+bool Fields::says(const char* scope, const char* name, const char* word) const {
+  if (listing() || !from_->contains(scope)) return false;
+  const nlohmann::json& object = (*from_)[scope];
+  return object.is_object() && object.contains(name) && object[name] == word;
+}
+
 void Fields::flag(const char* name, bool& value, const char* what) {
   if (listing()) return listed_.push_back({full_name(name), value ? "true" : "false", "true, false", what});
   const nlohmann::json* given = find(name, {});

@@ -54,6 +54,9 @@ class Fields {
   /// A string option of free form: what was given, or `fallback`.
   std::string word(const char* name, const std::string& fallback, const std::string& allowed, const char* what, Aliases aliases = {});
 
+  /// True where the option `name` of sub-object `scope` was given and is `word`: for defaults that follow from an option that is described later.
+  [[nodiscard]] bool says(const char* scope, const char* name, const char* word) const;
+
   /// A file that must be named; relative to the reader's folder. Empty while listing.
   std::filesystem::path file(const char* name, const char* what);
 

@@ -284,7 +284,7 @@ Report Keeper::apply(const Plan& plan, const CacheView& view) {
   compact(plan.table, keep);
 
   const float* credit = plan.decision.credit ? plan.decision.credit->data_ptr<float>() : nullptr;
-  const float* tally = plan.decision.scores_travel ? plan.decision.scores.data.data_ptr<float>() : nullptr;
+  const float* tally = plan.decision.tally ? plan.decision.tally->data_ptr<float>() : nullptr;
   for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
     const Row& row = plan.table.rows[r];
     const auto i = static_cast<std::size_t>(row.sequence);

@@ -14,7 +14,10 @@
 #include "kvkeep/score/keydiff.h"
 #include "kvkeep/score/knorm.h"
 #include "kvkeep/score/random.h"
+#include "kvkeep/score/h2o.h"
 #include "kvkeep/score/recency.h"
+#include "kvkeep/score/rpc.h"
+#include "kvkeep/score/snapkv.h"
 #include "kvkeep/score/tova.h"
 #include "kvkeep/score/triattention.h"
 
@@ -31,7 +34,24 @@ struct ScorerEntry {
   const char* what;
   const char* source;
   std::function<std::unique_ptr<Scorer>(Fields&)> make;
+  std::function<void(const Fields&, Retention&)> defaults = {};  ///< other defaults of the options that every policy has
 };
+
+/// Prompt kept and not counted, nothing but prompt and window protected, 256 slots more at every further 1024 tokens.
+void rpc_defaults(const Fields& f, Retention& r) {
+  if (!f.says("scorer", "style", "official")) return;
+  r.sink = 0;
+  r.protect_prompt = true;
+  r.trigger.kind = Trigger::Kind::counter;
+  r.trigger.interval = 1024;
+  r.trigger.budget.growth = 256;
+  r.trigger.budget.decoded_only = true;
+}
+
+void describe_pool(Fields& f, std::int32_t& pool, const char* what) {
+  f.integer("pool", pool, 1, 4095, what);
+  if (pool % 2 == 0) f.bad("pool", pool, "an odd number");
+}
 
 const std::vector<ScorerEntry>& scorers() {
   static const std::vector<ScorerEntry> all = {
@@ -65,6 +85,33 @@ const std::vector<ScorerEntry>& scorers() {
                   "deviation of the z-score: over the slots that are not protected (floor 1e-6), or with n - 1 over all slots");
          return std::make_unique<TriAttention>(f.listing() ? Calibration() : load_calibration(file), o);
        }},
+      {"snapkv", "snapkv", true, "attention of the newest `window` queries, pooled over neighbours", "Li et al., SnapKV: LLM Knows What You are Looking for Before Generation",
+       [](Fields& f) {
+         SnapKVOptions o;
+         f.integer("window", o.window, 1, INT32_MAX, "newest queries that are asked; their slots always stay");
+         describe_pool(f, o.pool, "slots pooled over, odd; 1: none");
+         f.choice("style", o.style, {{"snapkv", SnapKVOptions::Style::snapkv}, {"rkv", SnapKVOptions::Style::rkv}},
+                  "softmax over all slots, mean over the group, average pool; or largest logit of the group, softmax over the history alone, max pool");
+         return std::make_unique<SnapKV>(o);
+       }},
+      {"rpc", "rpc", true, "attention of the newest `window` queries to what came before them, in sum", "Song et al., Reasoning Path Compression",
+       [](Fields& f) {
+         RpcOptions o;
+         f.integer("window", o.window, 1, INT32_MAX, "newest queries that are asked; their slots always stay");
+         describe_pool(f, o.pool, "slots pooled over, odd; 1: none");
+         f.choice("style", o.style, {{"fixed", RpcOptions::Style::fixed}, {"official", RpcOptions::Style::official}},
+                  "every window query over the whole history; or as published: the newest query counted twice, the protected prompt outside the softmax, a budget that grows");
+         if (o.style == RpcOptions::Style::official) o.heads = RpcOptions::Heads::all;
+         f.choice("heads", o.heads, {{"group", RpcOptions::Heads::group}, {"all", RpcOptions::Heads::all}}, "query heads that are averaged: of the layer, or of the KV head");
+         return std::make_unique<Rpc>(o);
+       },
+       rpc_defaults},
+      {"h2o", "h2o", true, "attention of every query so far, in sum", "Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
+       [](Fields& f) {
+         H2OOptions o;
+         f.integer("window", o.window, 1, INT32_MAX, "newest queries that an event can add to the sum; those further back are not counted");
+         return std::make_unique<H2O>(o);
+       }},
   };
   return all;
 }
@@ -80,7 +127,10 @@ void describe_budget(Fields& f, Budget& b) {
   const bool by_ratio = f.real("ratio", ratio, 0, false, 1, true, "instead of `budget`: share of the tokens seen that is dropped, rounded so that fewer stay", {"compression_ratio"}, "-");
   const bool by_bytes = f.integer("bytes", bytes, 1, INT64_MAX, "instead of `budget`: K and V bytes a sequence may hold over all layers and heads", {}, "-");
   f.exactly_one({{"budget", given}, {"ratio", by_ratio}, {"bytes", by_bytes}});
-  b = {.unit = by_ratio ? Budget::Unit::ratio : by_bytes ? Budget::Unit::bytes : Budget::Unit::slots, .slots = slots, .dropped = by_ratio ? ratio : 0, .bytes = bytes};
+  b.unit = by_ratio ? Budget::Unit::ratio : by_bytes ? Budget::Unit::bytes : Budget::Unit::slots;
+  b.slots = slots;
+  b.dropped = by_ratio ? ratio : 0;
+  b.bytes = bytes;
 }
 
 void describe_common(Fields& f, Retention& r) {
@@ -91,9 +141,13 @@ void describe_common(Fields& f, Retention& r) {
            "an event at budget + interval slots, or every `interval` decoded tokens if there are more slots than the budget");
   f.choice("prefill", r.trigger.prefill, {{"keep", Trigger::Prefill::keep}, {"cut", Trigger::Prefill::cut}, {"only", Trigger::Prefill::only}},
            "when the prompt ends: leave it to the first event of decoding, cut it to the budget, or cut it and never cut again");
+  f.integer("growth", r.trigger.budget.growth, 0, INT32_MAX, "slots that the budget grows by at every further `interval` of decoded tokens");
   f.integer("sink", r.sink, 0, INT32_MAX, "oldest slots that always stay", {"n_sink", "start_size", "sink_tokens"});
   f.integer("recent", r.recent, 0, INT32_MAX, "newest slots that always stay; they shrink first when the budget is small", {"n_last", "recent_size"});
   f.flag("protect_prompt", r.protect_prompt, "the prompt always stays, inside the budget; a prompt that does not fit raises the budget to prompt + recent");
+  std::int32_t counts = r.trigger.budget.decoded_only ? 1 : 0;
+  f.choice("budget_counts", counts, {{"all", 0}, {"decoded", 1}}, "what the budget counts: every slot, or those behind the prompt, which then stays on top of it (needs protect_prompt)");
+  r.trigger.budget.decoded_only = counts == 1;
   f.choice("variant", r.variant, {{"strict", Variant::strict}, {"official", Variant::official}}, "our corrected form, or the published code slot for slot");
   f.choice("share", r.share, {{"per_layer_per_head", Sharing::per_layer_per_head}, {"per_layer_perhead", Sharing::per_layer_per_head}, {"per_head", Sharing::per_head}, {"union", Sharing::all}},
            "who shares one selection: nobody, the layers of a KV head (mean of scores), or all layers and heads (maximum)", {"eviction_mode"});
@@ -154,6 +208,7 @@ void check(const std::string& policy, const Retention& r) {
   const Budget& b = r.trigger.budget;
   if (b.unit == Budget::Unit::slots)
     require(std::int64_t{r.sink} + 1 <= b.slots, "policy: budget of ", policy, " is ", b.slots, "; allowed at least sink + 1 = ", std::int64_t{r.sink} + 1);
+  require(!b.decoded_only || r.protect_prompt, "policy: budget_counts of ", policy, " is \"decoded\" without protect_prompt; allowed with protect_prompt, or \"all\"");
   require(std::int64_t{b.slots} + r.trigger.interval <= INT32_MAX, "policy: budget + interval of ", policy, " is above ", INT32_MAX);
 }
 
@@ -222,6 +277,7 @@ bool fit(const AllocatorEntry& allocator, const ScorerEntry& scorer) {
 
 void describe_evict(Fields& f, const AllocatorEntry& allocator, const ScorerEntry& scorer, EvictParts& parts) {
   parts.retention.trigger.interval = 512;
+  if (scorer.defaults) scorer.defaults(f, parts.retention);
   describe_common(f, parts.retention);
   allocator.make(f, parts, [&] {
     f.enter("scorer");

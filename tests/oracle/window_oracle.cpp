@@ -23,7 +23,110 @@ void softmax(std::vector<double>& x) {
   for (double& v : x) v /= sum;
 }
 
+/// A KV head with its query heads, as a sequence of its own.
+Sequence alone(const ScorerInput& in, int h) {
+  const ScorerHead& head = in.heads[static_cast<size_t>(h)];
+  Sequence s;
+  s.T = head.T;
+  s.Hq = in.group();
+  s.D = in.D;
+  s.scale = in.scale;
+  s.keys = head.keys;
+  s.positions = head.positions;
+  s.query_positions = in.query_positions;
+  for (int q = h * in.group(); q < (h + 1) * in.group(); ++q)
+    for (int i = 0; i < in.N(); ++i) s.queries.insert(s.queries.end(), in.query(q, i), in.query(q, i) + in.D);
+  return s;
+}
+
+int clamped_window(const ScorerInput& in, const ScorerHead& head, int window) { return std::min({window, in.N(), head.T - 1, head.budget}); }
+
+std::vector<double> by_age(int T) {
+  std::vector<double> g;
+  for (int t = 0; t < T; ++t) g.push_back(t);
+  return g;
+}
+
+/// values[first, end) replaced by their pooled form, 0 elsewhere.
+template <class Pool>
+std::vector<double> pooled_between(const std::vector<double>& values, int first, int end, Pool&& pool) {
+  std::vector<double> out(values.size(), 0.0);
+  const std::vector<double> inside = pool(std::vector<double>(values.begin() + first, values.begin() + end));
+  std::copy(inside.begin(), inside.end(), out.begin() + first);
+  return out;
+}
+
 }  // namespace
+
+ScorerOutput snapkv(const ScorerInput& in, const SnapKVQuestion& question) {
+  ScorerOutput out;
+  for (int h = 0; h < in.Hkv; ++h) {
+    const ScorerHead& head = in.heads[static_cast<size_t>(h)];
+    const int W = clamped_window(in, head, question.window);
+    if (W < 1) {
+      out.push_back(by_age(head.T));
+      continue;
+    }
+    const Sequence s = alone(in, h);
+    const int history = history_of(s, 0, W);
+    std::vector<double> mean;
+    if (question.rkv) {
+      mean = history_attention(s, 0, {W, 0, history, true, 1});
+    } else {
+      mean = attention_sum(s, 0, W);
+      for (double& x : mean) x /= W;
+    }
+    out.push_back(pooled_between(mean, 0, history, [&](const std::vector<double>& x) { return question.rkv ? max_pooled(x, question.pool) : average_pooled(x, question.pool); }));
+  }
+  return out;
+}
+
+ScorerOutput rpc(const ScorerInput& in, const RpcQuestion& question) {
+  ScorerOutput out;
+  for (int h = 0; h < in.Hkv; ++h) {
+    const ScorerHead& head = in.heads[static_cast<size_t>(h)];
+    const int W = clamped_window(in, head, question.window);
+    if (W < 1) {
+      out.push_back(by_age(head.T));
+      continue;
+    }
+    const Sequence s = alone(in, h);
+    const int history = history_of(s, 0, W), first = question.official ? std::min(head.sinks, history) : 0;
+    std::vector<double> sum(static_cast<size_t>(head.T), 0.0);
+    for (int i = 0; i < W; ++i) {  // i queries before the newest; the published selectors end one query earlier and begin with the newest
+      const int back = question.official && i > 0 ? i - 1 : i;
+      Sequence until = s;  // the window's only query is the one `back` before the newest
+      until.query_positions.resize(s.query_positions.size() - static_cast<size_t>(back));
+      until.queries.clear();
+      for (int q = 0; q < s.Hq; ++q)
+        until.queries.insert(until.queries.end(), s.queries.begin() + static_cast<long>(q) * s.queries_seen() * s.D,
+                             s.queries.begin() + (static_cast<long>(q) * s.queries_seen() + until.queries_seen()) * s.D);
+      const std::vector<double> one = history_attention(until, 0, {1, first, history, false, 1});
+      for (size_t t = 0; t < one.size(); ++t) sum[t] += one[t];
+    }
+    out.push_back(pooled_between(sum, first, history, [&](const std::vector<double>& x) { return average_pooled(x, question.pool); }));
+  }
+  if (!question.all_heads || clamped_window(in, in.heads[0], question.window) < 1) return out;
+  std::vector<double> mean(out[0].size(), 0.0);
+  for (const auto& g : out)
+    for (size_t t = 0; t < g.size(); ++t) mean[t] += g[t] / static_cast<double>(out.size());
+  return ScorerOutput(out.size(), mean);
+}
+
+ScorerOutput h2o(const ScorerInput& in, int window) {
+  ScorerOutput out;
+  for (int h = 0; h < in.Hkv; ++h) {
+    const ScorerHead& head = in.heads[static_cast<size_t>(h)];
+    const int known = std::min(static_cast<int>(head.tally.size()), head.T);
+    const int since = known == head.T ? in.P + 1 : known == 0 ? 0 : head.positions[static_cast<size_t>(known)];
+    int fresh = 0;
+    for (const int p : in.query_positions) fresh += p >= since ? 1 : 0;
+    std::vector<double> g = attention_sum(alone(in, h), 0, std::min(fresh, window));
+    for (int t = 0; t < known; ++t) g[static_cast<size_t>(t)] += head.tally[static_cast<size_t>(t)];
+    out.push_back(g);
+  }
+  return out;
+}
 
 int history_of(const Sequence& s, int kv_head, int window) {
   const int oldest = s.query_positions[static_cast<size_t>(s.queries_seen() - window)];

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "event_oracle.h"
+#include "scorer_input.h"
 
 namespace oracle {
 
@@ -28,5 +29,21 @@ std::vector<double> attention_sum(const Sequence& sequence, int kv_head, int win
 /// Pooling over adjacent slots: zeros outside and always divided by `kernel`, or the maximum of what is inside.
 std::vector<double> average_pooled(const std::vector<double>& values, int kernel);
 std::vector<double> max_pooled(const std::vector<double>& values, int kernel);
+
+struct SnapKVQuestion {
+  int window = 64, pool = 5;
+  bool rkv = false;  ///< largest logit of the group, softmax over the history alone, max pool
+};
+ScorerOutput snapkv(const ScorerInput& input, const SnapKVQuestion& question);
+
+struct RpcQuestion {
+  int window = 32, pool = 7;
+  bool official = false;   ///< one query fewer, the newest twice, the guarded oldest slots outside
+  bool all_heads = false;
+};
+ScorerOutput rpc(const ScorerInput& input, const RpcQuestion& question);
+
+/// The tally, and the attention of all queries since, `window` at most.
+ScorerOutput h2o(const ScorerInput& input, int window);
 
 }  // namespace oracle

@@ -18,19 +18,25 @@ struct Budget {
   double dropped = 0;        ///< [0, 1)
   std::int64_t bytes = 0;
   std::int32_t least = 1;    ///< never fewer slots than this (sinks and one more)
+  std::int32_t growth = 0;   ///< slots more at the second `period` of decoded tokens, at the third, and so on
+  std::int32_t period = 0;   ///< decoded tokens; 0: no growth
+  bool decoded_only = false; ///< the budget counts slots behind the prompt: the prompt stays on top of it
   std::int32_t beyond_prompt = -1;  ///< 0 or more: the prompt is protected, and where it leaves fewer slots than this the budget is prompt + beyond_prompt
 
   /// Slots a row may keep. `seen`: tokens of the sequence so far; `prompt`: how many of them are its prompt; `slot_bytes`: K and V bytes of one slot in every
   /// row of the sequence. Exact: the ratio counts in millionths, so that 10 tokens less 90 % are 1, not 0.
   [[nodiscard]] std::int32_t resolve(std::int64_t seen, std::int64_t prompt, std::int64_t slot_bytes) const {
+    const std::int64_t decoded = seen > prompt ? seen - prompt : 0;
     std::int64_t kept = slots;
     if (unit == Unit::ratio) {
       constexpr std::int64_t kParts = 1'000'000;
-      kept = seen * (kParts - std::llround(dropped * static_cast<double>(kParts))) / kParts;
+      kept = (decoded_only ? decoded : seen) * (kParts - std::llround(dropped * static_cast<double>(kParts))) / kParts;
     } else if (unit == Unit::bytes) {
       kept = slot_bytes > 0 ? bytes / slot_bytes : 0;
     }
+    if (period > 0 && decoded / period > 1) kept += growth * (decoded / period - 1);
     if (kept < least) kept = least;
+    if (decoded_only) kept += prompt;
     if (beyond_prompt >= 0 && kept < prompt + beyond_prompt) kept = prompt + beyond_prompt;
     return static_cast<std::int32_t>(kept < std::numeric_limits<std::int32_t>::max() ? kept : std::numeric_limits<std::int32_t>::max());
   }

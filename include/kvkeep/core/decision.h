@@ -74,7 +74,7 @@ struct Decision {
   std::optional<TokenSet> narrow;
   std::optional<Tensor> credit;  ///< f32 [slots] new EMA credit of every slot, before compaction
   Scores scores;                 ///< what the ranking followed; empty where the policy ranks by position only
-  bool scores_travel = false;    ///< the scores of what stays are the rows' tally at the next event
+  std::optional<Tensor> tally;   ///< f32 [slots] what an accumulating scorer gave every slot, before compaction; what stays is Row::tally at the next event
   Sharing share = Sharing::per_layer_per_head;  ///< who got one selection; `scores` then repeat in every row that shares
   std::optional<Allotment> allotment;
 };

@@ -18,11 +18,19 @@ namespace kvkeep {
 /// Order: a query sees the slots whose position is at most its own. Queries handed over before RoPE are turned at their own positions.
 /// Requires: evidence.spec.check() passed; every row's positions set, each group's queries set where its windows are not 0.
 /// Throws: InvalidArgument for a query that is not finite or of a dtype that cannot be read; Unsupported for a device without kernels.
-/// Cost: 2 * Hq * W * T * D flop and one exponential per (query head, query, slot) a layer. Workspace per thread: 9 vectors of the machine (36 floats with SSE4,
-/// 72 with AVX2, 144 with AVX-512) for each slot of the longest row. Rows run in parallel; a row's result depends on nothing but the row: not on the batch, the
+/// Cost: 2 * Hq * W * T * D flop and one exponential per (query head, query, slot) a layer. Workspace per thread:
+/// window_attention_workspace() of the longest row. Rows run in parallel; a row's result depends on nothing but the row: not on the batch, the
 /// number of threads, or where equal keys lie.
 /// Source: the observation window of SnapKV (eq. 3) and AMS. Differs: each query at its own logical position, fp32 throughout.
 [[nodiscard]] WindowAttention window_attention(const Evidence& evidence, std::vector<RowWindow> windows, WindowNeeds needs);
+
+/// What the window queries of every row gave each slot in sum: f32 [slots], sum over the queries (each sees what window_attention lets it see, its own slot
+/// included) of the mean over the heads of the group. Rows without a window get zeros; a window's `history` is not looked at. Otherwise as window_attention.
+[[nodiscard]] Tensor attention_sum(const Evidence& evidence, std::span<const RowWindow> windows);
+
+/// Bytes of workspace per thread of window_attention and attention_sum for rows of `slots` slots and windows of `queries`:
+/// 4 * (G * W * D + 2 * D * w + 6 * D + 8 * w + 2.5 * w * slots + W), with w = two vectors of the machine (8 floats with SSE4, 16 with AVX2, 32 with AVX-512).
+[[nodiscard]] std::int64_t window_attention_workspace(const ModelSpec& spec, std::int32_t slots, std::int32_t queries);
 
 /// How the query heads of a KV head become one.
 enum class GroupReduce : std::uint8_t {

@@ -1,0 +1,37 @@
+#pragma once
+/// SnapKV: what a window of the newest queries attends to, smoothed over neighbours. Source: "SnapKV: LLM Knows What You are Looking for Before Generation"
+/// (Li et al.); style `rkv` is the form that R-KV's repository decodes with.
+/// Differs: each query at its own logical position; the window's slots are protected as a set instead of scoring the maximum; fp32.
+
+#include "kvkeep/score/scorer.h"
+
+namespace kvkeep {
+
+struct SnapKVOptions {
+  enum class Style : std::uint8_t {
+    snapkv,  ///< softmax over all slots, mean over the window and the group, average pool (published)
+    rkv,     ///< largest logit of the group, softmax over the history alone, mean over the window, max pool
+  };
+  std::int32_t window = 64;  ///< newest queries
+  std::int32_t pool = 5;     ///< slots pooled over, odd; 1: none
+  Style style = Style::snapkv;
+};
+
+class SnapKV final : public Scorer {
+ public:
+  explicit SnapKV(SnapKVOptions options = {}) : options_(options) {}
+
+  [[nodiscard]] std::string_view name() const override { return "snapkv"; }
+  [[nodiscard]] Needs needs() const override { return {.queries = options_.window, .keys = true}; }
+  [[nodiscard]] std::int32_t keeps_newest() const override { return options_.window; }
+
+  /// g[t] = pooled mean attention of the newest min(window, seen, length - 1, budget) queries for slots that all of them see, 0 for the rest; g[t] = t where
+  /// no query was seen. Pooling stays inside the history. Style `snapkv` takes the policy's window attention where that has the same window.
+  /// Cost: window attention with `window` queries. Workspace: 4 bytes a slot, and per thread window_attention_workspace() or history_attention_workspace().
+  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
+
+ private:
+  SnapKVOptions options_;
+};
+
+}  // namespace kvkeep
