@@ -28,6 +28,7 @@
 #include "kvkeep/score/knorm.h"
 #include "kvkeep/score/random.h"
 #include "kvkeep/score/recency.h"
+#include "kvkeep/score/rkv.h"
 #include "kvkeep/score/tova.h"
 #include "kvkeep/allot/mass.h"
 #include "kvkeep/allot/credit.h"
