@@ -35,6 +35,8 @@ const Subject kSubjects[] = {
     {"tova", false, [] { return std::make_unique<Tova>(); }},
     {"keydiff", false, [] { return std::make_unique<KeyDiff>(); }},
     {"knorm", false, [] { return std::make_unique<Knorm>(); }},
+    {"rkv", false, [] { return std::make_unique<Rkv>(); }},
+    {"rkv_far", true, [] { return std::make_unique<Rkv>(); }},
     {"random", false, [] { return std::make_unique<RandomScorer>(); }},
 };
 

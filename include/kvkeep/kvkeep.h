@@ -28,6 +28,7 @@
 #include "kvkeep/score/knorm.h"
 #include "kvkeep/score/random.h"
 #include "kvkeep/score/recency.h"
+#include "kvkeep/score/rkv.h"
 #include "kvkeep/score/tova.h"
 #include "kvkeep/score/triattention.h"
 #include "kvkeep/score/snapkv.h"

@@ -18,6 +18,7 @@
 #include "kvkeep/score/recency.h"
 #include "kvkeep/score/rpc.h"
 #include "kvkeep/score/snapkv.h"
+#include "kvkeep/score/rkv.h"
 #include "kvkeep/score/tova.h"
 #include "kvkeep/score/triattention.h"
 
@@ -67,6 +68,22 @@ const std::vector<ScorerEntry>& scorers() {
        [](Fields&) { return std::make_unique<KeyDiff>(); }},
       {"knorm", "knorm", false, "keys of small norm", "Devoto et al., A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
        [](Fields&) { return std::make_unique<Knorm>(); }},
+      {"rkv", "rkv", false, "what the newest queries attend to, less what repeats other keys", "Cai et al., R-KV: Redundancy-aware KV Cache Compression for Reasoning Models",
+       [](Fields& f) {
+         RkvOptions o;
+         f.integer("window", o.window, 1, INT32_MAX, "newest queries whose attention counts; their slots stay", {"window_size"});
+         f.integer("pool", o.pool, 1, 4095, "slots the largest attention is taken over, odd; 1: none", {"kernel_size"});
+         if (o.pool % 2 == 0) f.bad("pool", o.pool, "an odd number");
+         f.real("lambda", o.lambda, 0, false, 1, false, "weight of attention against redundancy", {"mix_lambda"});
+         f.real("similarity", o.similarity, 0, false, 1, false, "cosine above which two keys resemble each other");
+         f.choice("group", o.group, {{"max_logit", GroupReduce::max_logit}, {"mean_prob", GroupReduce::mean_prob}},
+                  "query heads of a KV head: the largest logit, then one softmax; or the mean of their softmaxes");
+         f.choice("redundancy", o.redundancy, {{"all", RkvOptions::Redundancy::all}, {"history", RkvOptions::Redundancy::history}},
+                  "among all slots, or among those older than the window");
+         f.choice("no_similar", o.no_similar, {{"nothing", RkvOptions::NoSimilar::nothing}, {"first", RkvOptions::NoSimilar::first}},
+                  "a key that resembles no other spares none, or slot 0 (a side effect of the published code)");
+         return std::make_unique<Rkv>(o);
+       }},
       {"random", "random", false, "random slots: the baseline", "none",
        [](Fields& f) {
          RandomOptions o;

@@ -1,0 +1,265 @@
+// Vectorised for the machine it runs on: compiled once per instruction set, chosen at run time.
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "similar_lanes.cpp"
+#include <hwy/foreach_target.h>  // must come before highway.h
+#include <hwy/highway.h>
+
+#include <algorithm>
+#include <bit>
+
+#include "similar_lanes.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace kvkeep::cpu::HWY_NAMESPACE {
+
+namespace hn = hwy::HWY_NAMESPACE;
+using P = hn::CappedTag<float, 16>;
+using Lane = hn::Vec<P>;
+
+constexpr std::int64_t kRows = 6;    ///< keys held against a panel at a time: twelve sums in registers
+constexpr std::int64_t kWidest = 32; ///< keys in a panel
+
+std::int64_t SimilarWidth() { return 2 * static_cast<std::int64_t>(hn::Lanes(P())); }
+
+HWY_INLINE std::uint32_t BitsOf(hn::Mask<P> mask) {
+  std::uint8_t bytes[8] = {};
+  hn::StoreMaskBits(P(), mask, bytes);
+  return static_cast<std::uint32_t>(bytes[0]) | static_cast<std::uint32_t>(bytes[1]) << 8;
+}
+
+/// Keys side by side, one a lane.
+struct Panel {
+  float* elements;  ///< [dim, width]
+  float inverse[kWidest];
+  std::int32_t key[kWidest];
+};
+
+/// What six keys made of a panel.
+struct Verdict {
+  std::uint32_t hits[kRows];  ///< a bit for every lane above the threshold
+  HWY_ALIGN float cosine[kRows][kWidest];  ///< set where hits is not 0
+};
+
+/// Holds six keys against a panel. `key`: f32 [dim] each.
+HWY_INLINE void Hold(const float* const* HWY_RESTRICT key, const float* HWY_RESTRICT inverse, std::int64_t dim, const Panel& panel, float threshold, Verdict& verdict) {
+  const P d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  Lane a0 = hn::Zero(d), a1 = a0, b0 = a0, b1 = a0, c0 = a0, c1 = a0, e0 = a0, e1 = a0, f0 = a0, f1 = a0, g0 = a0, g1 = a0;
+  const float *ka = key[0], *kb = key[1], *kc = key[2], *ke = key[3], *kf = key[4], *kg = key[5], *at = panel.elements;
+  for (std::int64_t i = 0; i < dim; ++i, at += 2 * lanes) {
+    const Lane q0 = hn::LoadU(d, at), q1 = hn::LoadU(d, at + lanes);
+    Lane k = hn::Set(d, ka[i]);
+    a0 = hn::MulAdd(k, q0, a0);
+    a1 = hn::MulAdd(k, q1, a1);
+    k = hn::Set(d, kb[i]);
+    b0 = hn::MulAdd(k, q0, b0);
+    b1 = hn::MulAdd(k, q1, b1);
+    k = hn::Set(d, kc[i]);
+    c0 = hn::MulAdd(k, q0, c0);
+    c1 = hn::MulAdd(k, q1, c1);
+    k = hn::Set(d, ke[i]);
+    e0 = hn::MulAdd(k, q0, e0);
+    e1 = hn::MulAdd(k, q1, e1);
+    k = hn::Set(d, kf[i]);
+    f0 = hn::MulAdd(k, q0, f0);
+    f1 = hn::MulAdd(k, q1, f1);
+    k = hn::Set(d, kg[i]);
+    g0 = hn::MulAdd(k, q0, g0);
+    g1 = hn::MulAdd(k, q1, g1);
+  }
+  const Lane bound = hn::Set(d, threshold), left = hn::LoadU(d, panel.inverse), right = hn::LoadU(d, panel.inverse + lanes);
+  const auto judge = [&](std::int64_t r, Lane x0, Lane x1) HWY_ATTR {
+    const Lane mine = hn::Set(d, inverse[r]);
+    x0 = hn::Mul(x0, hn::Mul(mine, left));
+    x1 = hn::Mul(x1, hn::Mul(mine, right));
+    const auto above0 = hn::Gt(x0, bound), above1 = hn::Gt(x1, bound);
+    verdict.hits[r] = 0;
+    if (hn::AllFalse(d, hn::Or(above0, above1))) return;
+    verdict.hits[r] = BitsOf(above0) | BitsOf(above1) << lanes;
+    hn::StoreU(x0, d, verdict.cosine[r]);
+    hn::StoreU(x1, d, verdict.cosine[r] + lanes);
+  };
+  judge(0, a0, a1);
+  judge(1, b0, b1);
+  judge(2, c0, c1);
+  judge(3, e0, e1);
+  judge(4, f0, f1);
+  judge(5, g0, g1);
+}
+
+/// The search over the keys of one row.
+class Search {
+ public:
+  Search(const Keys& keys, std::int64_t n, const float* inverse, float threshold, const SimilarWork& work)
+      : keys_(keys), n_(n), width_(SimilarWidth()), inverse_(inverse), threshold_(threshold), work_(work) {
+    panel_.elements = work.panel;
+  }
+
+  void Run() {
+    std::fill_n(work_.matched, n_, std::uint8_t{0});
+    std::fill_n(work_.spared, n_, 0.0);
+    for (std::int64_t i = 0; i < n_; ++i) work_.open[open_++] = static_cast<std::int32_t>(i);
+    for (std::int64_t first = (n_ - 1) / width_ * width_; first >= 0; first -= width_) LookAtPanel(first, std::min(width_, n_ - first));
+    LookAtLate();
+  }
+
+ private:
+  [[nodiscard]] std::uint32_t Lanes(std::int64_t count) const { return count >= 32 ? ~0U : (1U << count) - 1; }
+  [[nodiscard]] bool Few(std::uint32_t lanes) const { return 4 * std::popcount(lanes) < width_; }
+
+  void Match(std::int64_t i, std::int64_t partner, float cosine) {
+    work_.matched[i] = 1;
+    work_.spared[partner] += static_cast<double>(cosine);
+  }
+
+  void ClearPanel() {
+    std::fill_n(panel_.elements, keys_.dim * width_, 0.0F);
+    std::fill_n(panel_.inverse, kWidest, 0.0F);
+  }
+
+  void Lay(std::int64_t lane, std::int32_t key) {
+    widen(keys_.slots.at(key), keys_.dtype, keys_.dim, work_.widened);
+    for (std::int64_t d = 0; d < keys_.dim; ++d) panel_.elements[d * width_ + lane] = work_.widened[d];
+    panel_.inverse[lane] = inverse_[key];
+    panel_.key[lane] = key;
+  }
+
+  /// Holds count <= 6 keys against the panel.
+  void HoldKeys(const std::int32_t* which, std::int64_t count) {
+    const float* key[kRows];
+    float inverse[kRows];
+    for (std::int64_t r = 0; r < kRows; ++r) {
+      const std::int32_t i = which[std::min(r, count - 1)];
+      const std::byte* at = keys_.slots.at(i);
+      if (keys_.dtype == kFloat32) {
+        key[r] = reinterpret_cast<const float*>(at);
+      } else if (r < count) {
+        widen(at, keys_.dtype, keys_.dim, work_.widened + r * keys_.dim);
+        key[r] = work_.widened + r * keys_.dim;
+      } else {
+        key[r] = key[r - 1];
+      }
+      inverse[r] = inverse_[i];
+    }
+    Hold(key, inverse, keys_.dim, panel_, threshold_, verdict_);
+  }
+
+  /// Key i, without a partner among newer panels, takes the newest of the hits.
+  void MatchNewest(std::int32_t i, std::int64_t r, std::uint32_t hits) {
+    if (hits == 0) return;
+    const int lane = 31 - std::countl_zero(hits);
+    Match(i, panel_.key[lane], verdict_.cosine[r][lane]);
+  }
+
+  /// The lanes of `lanes` that key i hits take it for their partner: keys come newest first.
+  std::uint32_t MatchLanes(std::int32_t i, std::int64_t r, std::uint32_t lanes) {
+    for (std::uint32_t hits = verdict_.hits[r] & lanes; hits != 0; hits &= hits - 1) {
+      const int lane = std::countr_zero(hits);
+      Match(panel_.key[lane], i, verdict_.cosine[r][lane]);
+    }
+    return lanes & ~verdict_.hits[r];
+  }
+
+  /// Keys [first, first + count) as a panel: partners among each other, for older keys among them, and for them among older keys. Newer keys had their turn.
+  void LookAtPanel(std::int64_t first, std::int64_t count) {
+    open_ = std::remove_if(work_.open, work_.open + open_, [&](std::int32_t i) { return work_.matched[i] != 0; }) - work_.open;
+    if (open_ == 0) return;
+    ClearPanel();
+    for (std::int64_t lane = 0; lane < count; ++lane) Lay(lane, static_cast<std::int32_t>(first + lane));
+
+    std::int64_t own = open_;
+    while (own > 0 && work_.open[own - 1] >= first) --own;
+    for (std::int64_t o = own; o < open_; o += kRows) {
+      const std::int64_t group = std::min(kRows, open_ - o);
+      HoldKeys(work_.open + o, group);
+      for (std::int64_t r = 0; r < group; ++r) MatchNewest(work_.open[o + r], r, verdict_.hits[r] & ~(1U << (work_.open[o + r] - first)));
+    }
+    std::uint32_t lonely = 0;
+    for (std::int64_t o = own; o < open_; ++o)
+      if (work_.matched[work_.open[o]] == 0) lonely |= 1U << (work_.open[o] - first);
+    open_ = own;
+
+    std::int64_t below = first;
+    while (below > 0 && !Few(lonely)) {  // one product serves both: the older key, and the lanes without a partner
+      std::int32_t which[kRows];
+      const std::int64_t group = std::min(kRows, below);
+      for (std::int64_t r = 0; r < group; ++r) which[r] = static_cast<std::int32_t>(below - 1 - r);
+      HoldKeys(which, group);
+      for (std::int64_t r = 0; r < group; ++r) {
+        if (verdict_.hits[r] == 0) continue;
+        if (work_.matched[which[r]] == 0) MatchNewest(which[r], r, verdict_.hits[r]);
+        lonely = MatchLanes(which[r], r, lonely);
+      }
+      below -= group;
+    }
+    for (; below > 0 && lonely != 0; lonely &= lonely - 1) {
+      work_.late[late_] = panel_.key[std::countr_zero(lonely)];
+      work_.late_below[late_++] = static_cast<std::int32_t>(below);
+    }
+    for (std::int64_t o = std::lower_bound(work_.open, work_.open + open_, below) - work_.open; o > 0;) {
+      const std::int64_t group = std::min(kRows, o);
+      o -= group;
+      HoldKeys(work_.open + o, group);
+      for (std::int64_t r = 0; r < group; ++r) MatchNewest(work_.open[o + r], r, verdict_.hits[r]);
+    }
+  }
+
+  /// Keys that have no partner among newer ones, and were left before all older ones were looked at: a panel of them at a time, older keys newest first.
+  void LookAtLate() {
+    for (std::int64_t begin = 0; begin < late_; begin += width_) {
+      const std::int64_t count = std::min(width_, late_ - begin);
+      ClearPanel();
+      std::int32_t below = 0;
+      for (std::int64_t lane = 0; lane < count; ++lane) {
+        Lay(lane, work_.late[begin + lane]);
+        below = std::max(below, work_.late_below[begin + lane]);
+      }
+      std::uint32_t lonely = Lanes(count);
+      while (below > 0 && lonely != 0) {
+        std::int32_t which[kRows];
+        const std::int64_t group = std::min<std::int64_t>(kRows, below);
+        for (std::int64_t r = 0; r < group; ++r) which[r] = static_cast<std::int32_t>(below - 1 - r);
+        HoldKeys(which, group);
+        for (std::int64_t r = 0; r < group; ++r) {
+          if (verdict_.hits[r] == 0) continue;
+          std::uint32_t may = 0;  // lanes that were not held against this key before
+          for (std::int64_t lane = 0; lane < count; ++lane) may |= static_cast<std::uint32_t>(work_.late_below[begin + lane] > which[r]) << lane;
+          const std::uint32_t left = MatchLanes(which[r], r, lonely & may);
+          lonely = (lonely & ~may) | left;
+        }
+        below -= static_cast<std::int32_t>(group);
+      }
+    }
+  }
+
+  const Keys& keys_;
+  std::int64_t n_, width_;
+  const float* inverse_;
+  float threshold_;
+  const SimilarWork& work_;
+  Panel panel_;
+  Verdict verdict_;
+  std::int64_t open_ = 0, late_ = 0;
+};
+
+void FindSimilar(const Keys& keys, std::int64_t n, const float* inverse, float threshold, const SimilarWork& work) {
+  Search(keys, n, inverse, threshold, work).Run();
+}
+
+}  // namespace kvkeep::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace kvkeep::cpu {
+
+HWY_EXPORT(SimilarWidth);
+HWY_EXPORT(FindSimilar);
+
+std::int64_t similar_width() { return HWY_DYNAMIC_DISPATCH(SimilarWidth)(); }
+
+void find_similar(const Keys& keys, std::int64_t n, const float* inverse, float threshold, const SimilarWork& work) {
+  if (n > 0) HWY_DYNAMIC_DISPATCH(FindSimilar)(keys, n, inverse, threshold, work);
+}
+
+}  // namespace kvkeep::cpu
+#endif

@@ -1,0 +1,29 @@
+#pragma once
+/// Vectorised search for keys that resemble each other.
+
+#include <cstdint>
+
+#include "attention_lanes.h"
+
+namespace kvkeep::cpu {
+
+/// Keys that are compared at a time with one key: two vectors of the machine, at most 32.
+std::int64_t similar_width();
+
+/// Buffers of a search over n keys.
+struct SimilarWork {
+  std::uint8_t* matched;     ///< [n] result: 1 where a key has a partner
+  double* spared;            ///< [n] result: sum of the cosines with the keys whose partner this one is
+  std::int32_t* open;        ///< [n]
+  std::int32_t* late;        ///< [n]
+  std::int32_t* late_below;  ///< [n]
+  float* panel;              ///< [dim, similar_width()]
+  float* widened;            ///< [6, dim]
+};
+
+/// The partner of key i in [0, n) is the largest j != i with cosine(i, j) = (k_i . k_j) * (inverse_i * inverse_j) > threshold, threshold >= 0. Every product is one
+/// chain of multiply-adds over the dimensions in ascending order, so it does not matter which of two keys looks at the other.
+/// Cost: ends early for keys whose partner is among the newest; n^2 / 2 products of `dim` where no key has any.
+void find_similar(const Keys& keys, std::int64_t n, const float* inverse, float threshold, const SimilarWork& work);
+
+}  // namespace kvkeep::cpu
