@@ -134,7 +134,8 @@ void describe_mass_segmented(Fields& f, MassSegmentedOptions& o) {
   f.choice("quotas", o.quotas,
            {{"mass", QuotaWeight::mass}, {"equal", QuotaWeight::equal}, {"length", QuotaWeight::length}, {"raw_mass", QuotaWeight::raw_mass}},
            "what a segment's quota is proportional to");
-  f.real("coverage", o.coverage, 0, false, 1, false, "share of the budget above the protected slots that goes through segments; 0 is top-k");
+  f.real_or("coverage", o.coverage, 0, false, 1, false, "auto", o.coverage_auto,
+            "share of the budget above the protected slots that goes through segments; 0 is top-k; auto: only what every segment's `min_quota` takes");
 }
 
 void check(const std::string& policy, const Retention& r) {
@@ -148,7 +149,8 @@ void check(const MassSegmentedOptions& o, Variant variant) {
   require(o.pool <= 1 || o.pool % 2 == 1, "policy: allocator.pool is ", o.pool, "; allowed an odd number, or 0 for none");
   if (variant == Variant::official) {
     require(o.max_segment >= o.min_segment, "policy: allocator.max_segment is ", o.max_segment, "; allowed at least min_segment = ", o.min_segment);
-    require(o.coverage == 1.0, "policy: allocator.coverage is ", o.coverage, " with variant official; allowed 1 (the published code has no such share)");
+    require(!o.coverage_auto && o.coverage == 1.0, "policy: allocator.coverage is ", o.coverage_auto ? std::string("auto") : text(o.coverage),
+            " with variant official; allowed 1 (the published code has no such share)");
   } else {
     require(o.max_segment >= 2 * std::int64_t{o.min_segment}, "policy: allocator.max_segment is ", o.max_segment,
             "; allowed at least 2 * min_segment = ", 2 * std::int64_t{o.min_segment}, " (variant strict)");
