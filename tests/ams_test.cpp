@@ -153,6 +153,22 @@ TEST(Selection, OfTheWorkedExample) {
   EXPECT_EQ(slots, (std::vector<std::int32_t>{0, 1, 2, 3, 4, 11, 12, 19, 20, 21, 22, 23}));
 }
 
+TEST(Coverage, AutoOfTheWorkedExampleGivesUpOneOfTheBestForARegionThatWouldKeepTooFew) {
+  const auto mass = mass_of(kHistory, 4);
+  const auto ends = segments(mass, Variant::strict);
+  const Protected guarded = protect(24, 12, 1, 2, Variant::strict);
+  std::vector<std::uint64_t> keys;
+  std::vector<std::int32_t> slots(12);
+  select(kScores, guarded, keys, slots);
+  EXPECT_EQ(slots, (std::vector<std::int32_t>{0, 3, 4, 9, 10, 11, 12, 17, 19, 20, 22, 23})) << "top-k: segments keep 1, 3, 4, 2, 2";
+  auto floors = shares(mass, ends, guarded);
+  strict_quotas(floors.data(), 5, 10, 2);
+  EXPECT_EQ(quotas_of(floors), (std::vector<std::int32_t>{2, 2, 2, 2, 2}));
+  select_in_segments(kScores, ends, quotas_of(floors), guarded, keys, std::span(slots).first(10));
+  select_rest(kScores, 10, keys, slots);
+  EXPECT_EQ(slots, (std::vector<std::int32_t>{0, 2, 3, 4, 9, 11, 12, 17, 19, 20, 22, 23})) << "slot 2 stays in the place of slot 10";
+}
+
 TEST(Credit, OfTheWorkedExampleAtItsSecondEvent) {
   const auto first = mass_of(kHistory, 4);
   std::vector<float> credit;

@@ -2,6 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <iterator>
+#include <numeric>
+
 #include "library_event.h"
 #include "oracle/invariants.h"
 #include "oracle/random_case.h"
@@ -208,6 +212,49 @@ TEST(Event, KeepsAscendingOrderOverTwentyRounds) {  // B10, invariant 16
     }
     s = oracle::continued(s, rows, 9, static_cast<std::uint64_t>(round));
   }
+}
+
+TEST(Event, CoverageAutoIsTopKWhereNoSegmentFallsShortAndGivesUpNoMoreThanTheDeficit) {
+  int same = 0, different = 0;
+  for (std::uint64_t seed = 0; seed < 800; ++seed) {
+    oracle::RandomCase c = random_case(seed);
+    if (c.options.policy != "ams-tova" || c.options.variant == "official" || c.sequence.T <= c.options.budget) continue;
+    SCOPED_TRACE(c.description);
+    c.options.coverage_auto = true;
+    const auto found = library_event(c.options, {c.sequence})[0];
+    c.options.coverage_auto = false;
+    c.options.coverage = 0;
+    const auto best = library_event(c.options, {c.sequence})[0];
+    const oracle::MustKeep must = oracle::must_keep(c.options, c.sequence.T);
+    for (std::size_t h = 0; h < found.size(); ++h) {
+      ASSERT_EQ(found[h].segment_ends, best[h].segment_ends);
+      int start = 0, floors = 0;
+      std::vector<int> wanted, deficits;
+      for (const int end : found[h].segment_ends) {
+        const auto inside = [&](const std::vector<int>& slots) { return static_cast<int>(std::count_if(slots.begin(), slots.end(), [&](int t) { return t >= start && t < end; })); };
+        int guarded = 0;
+        for (int t = start; t < end; ++t) guarded += must.holds(t, c.sequence.T);
+        wanted.push_back(std::max(guarded, std::min(c.options.min_quota, end - start)));
+        floors += wanted.back();
+        deficits.push_back(std::max(0, wanted.back() - inside(best[h].slots)));
+        start = end;
+      }
+      const int deficit = std::accumulate(deficits.begin(), deficits.end(), 0);
+      std::vector<int> new_ones;
+      std::set_difference(found[h].slots.begin(), found[h].slots.end(), best[h].slots.begin(), best[h].slots.end(), std::back_inserter(new_ones));
+      ++(deficit == 0 ? same : different);
+      if (floors > c.options.budget) {  // not all fit: no more is given up than what fits
+        ASSERT_LE(static_cast<int>(new_ones.size()), deficit);
+        continue;
+      }
+      ASSERT_EQ(static_cast<int>(new_ones.size()), deficit);
+      start = 0;
+      for (std::size_t i = 0; i < wanted.size(); start = found[h].segment_ends[i++])
+        ASSERT_GE(std::count_if(found[h].slots.begin(), found[h].slots.end(), [&](int t) { return t >= start && t < found[h].segment_ends[i]; }), wanted[i]) << "segment " << i;
+    }
+  }
+  EXPECT_GT(same, 50);
+  EXPECT_GT(different, 50);
 }
 
 TEST(Event, IgnoresIncreasingTransformsOfScoresAndScalesOfUsage) {  // invariants 9 and 10

@@ -137,7 +137,11 @@ class InCompany : public ::testing::TestWithParam<const char*> {};
 INSTANTIATE_TEST_SUITE_P(Policies, InCompany,
                          ::testing::Values("streaming,budget=24,interval=8", "tova,budget=24,interval=8,sink=2,recent=4",
                                            "ams-tova,budget=32,interval=8,window=8,min_segment=4,max_segment=16,sink=2,recent=4",
-                                           "ams-tova,variant=official,budget=32,interval=8,window=8,min_segment=4,max_segment=16"),
+                                           "ams-tova,variant=official,budget=32,interval=8,window=8,min_segment=4,max_segment=16",
+                                           "ams-tova,budget=32,interval=8,window=8,min_segment=4,max_segment=16,coverage=auto,min_quota=2,sink=2,recent=4",
+                                           "pyramidkv-tova,budget=24,interval=8,beta=3,sink=2,recent=4", "adakv-tova,budget=24,interval=8,sink=2,recent=4",
+                                           "chunkkv-tova,budget=24,interval=8,chunk=5,sink=2,recent=4", "criticalkv-tova,budget=24,interval=8,sink=2,recent=4",
+                                           "criticalkv-tova,budget=24,interval=8,sink=2,recent=4,allocator.heads=adaptive"),
                          [](const auto& one) { return "Case" + std::to_string(one.index); });
 
 TEST_P(InCompany, RaggedSequencesThatJoinAndLeaveSayWhatEachSaysAloneB4B14) {
@@ -220,6 +224,49 @@ TEST_P(InCompany, TheCompactedCacheSaysWhatTheMaskedFullCacheSaysTokenByToken) {
   }
 }
 
+TEST(Generation, HeadsOfUnequalLengthTakeTheNextTokenRightBehindTheirOwnSlots) {
+  Decoder decoder = Decoder::open(llama());
+  const std::int32_t heads = decoder.spec().kv_heads, layers = decoder.spec().num_layers();
+  constexpr std::int32_t kPrompt = 40, kNew = 80, kBudget = 24;
+  for (const char* policy : {"adakv-tova,budget=24,interval=8,sink=2,recent=4", "criticalkv-tova,budget=24,interval=8,sink=2,recent=4,allocator.heads=adaptive"}) {
+    SCOPED_TRACE(policy);
+    const Completion cut = alone(decoder, policy, request(kPrompt, kNew, 9));
+    ASSERT_GE(cut.events.size(), 5U);
+    int unequal = 0;
+    for (std::size_t e = 0; e < cut.events.size(); ++e)
+      for (std::int32_t l = 0; l < layers; ++l) {
+        std::size_t total = 0, shortest = SIZE_MAX, longest = 0;
+        for (std::int32_t h = 0; h < heads; ++h) {
+          const std::vector<std::int32_t>& kept = cut.events[e].positions[static_cast<std::size_t>(l * heads + h)];
+          total += kept.size();
+          shortest = std::min(shortest, kept.size());
+          longest = std::max(longest, kept.size());
+          EXPECT_EQ(kept.back(), kPrompt + cut.events[e].step - 1) << "the newest token stays, at its own position";
+          EXPECT_EQ(kept[0], 0);
+          EXPECT_TRUE(std::adjacent_find(kept.begin(), kept.end(), std::greater_equal<>()) == kept.end());
+        }
+        EXPECT_EQ(total, static_cast<std::size_t>(heads * kBudget)) << "event " << e << ", layer " << l;
+        unequal += shortest != longest;
+      }
+    EXPECT_GT(unequal, static_cast<int>(cut.events.size())) << "heads hardly ever differed, so nothing was tested (B35)";
+
+    Generator generator(decoder, make_policy(policy), {.places = 1, .capacity = kPrompt + kNew});
+    const SequenceId id = generator.join(request(kPrompt, kNew, 9));
+    std::vector<std::vector<std::int32_t>> before(static_cast<std::size_t>(layers * heads));
+    const Keeper& keeper = generator.keeper();
+    for (std::int64_t events = 0; generator.step(); events = keeper.totals().events)
+      for (std::int32_t r = 0; r < layers * heads; ++r) {
+        const auto now = keeper.positions(id, r / heads, r % heads);
+        std::vector<std::int32_t>& old = before[static_cast<std::size_t>(r)];
+        if (keeper.totals().events == events && !old.empty()) {  // nothing was cut: one token more, in every row
+          old.push_back(static_cast<std::int32_t>(keeper.logical_length(id)) - 1);
+          ASSERT_EQ(std::vector(now.begin(), now.end()), old) << "row " << r;
+        }
+        old.assign(now.begin(), now.end());
+      }
+  }
+}
+
 // ---- Bytes, events, edges
 // --------------------------------------------------------------------------------------------------------------------
 
@@ -274,7 +321,8 @@ TEST(Generation, RefusesWhatCannotBeDecoded) {
 
 class Recorded : public ::testing::TestWithParam<const char*> {};
 INSTANTIATE_TEST_SUITE_P(Policies, Recorded,
-                         ::testing::Values("tova,budget=24,interval=8",
+                         ::testing::Values("tova,budget=24,interval=8", "chunkkv-tova,budget=24,interval=8,chunk=5,sink=2,recent=4",
+                                           "criticalkv-tova,budget=24,interval=8,sink=2,recent=4",
                                            "ams-tova,budget=32,interval=8,window=8,min_segment=4,max_segment=16",
                                            "ams-tova,variant=official,budget=32,interval=8,window=8,min_segment=4,max_segment=16"),
                          [](const auto& one) { return "Case" + std::to_string(one.index); });
@@ -315,6 +363,17 @@ TEST(Recording, PrefillHoldsKeysAndQueriesAfterRoPE) {
   EXPECT_EQ(all.tensors[1].second.sizes(), at::IntArrayRef({spec.kv_heads, 30, spec.key_dim}));
   EXPECT_TRUE(at::equal(all.tensors[0].second.narrow(1, 25, 5), tail.tensors[0].second));
   EXPECT_THROW(static_cast<void>(record_prefill(decoder, prompt, 31)), InvalidArgument);
+}
+
+TEST(Recording, RowsOfUnequalLengthAreRefusedAndTheirFirstEventIsNot) {
+  Decoder decoder = Decoder::open(llama());
+  for (const char* policy : {"adakv-tova,budget=24,interval=8,sink=2,recent=4", "pyramidkv-tova,budget=24,interval=8,beta=3,sink=2,recent=4"}) {
+    SCOPED_TRACE(policy);
+    const Completion run = alone(decoder, policy, request(50, 40, 13));
+    ASSERT_GE(run.events.size(), 2U);
+    EXPECT_FALSE(record_event(decoder, make_policy(policy), request(50, 40, 13), {.step = run.events[0].step}).tensors.empty());
+    EXPECT_THROW(static_cast<void>(record_event(decoder, make_policy(policy), request(50, 40, 13), {.step = run.events[1].step})), InvalidArgument);
+  }
 }
 
 TEST(Recording, AStepOutsideTheRunIsRefusedWithItsNumber) {

@@ -18,6 +18,7 @@ std::string policy_json(const oracle::Options& o) {
                            {"min_quota", o.min_quota},     {"credit_decay", o.credit_decay}, {"credit_mix", o.credit_mix},   {"credit", o.credit},
                            {"pool", o.pool},               {"suffix_fill", o.suffix_fill},   {"segments", o.segments},       {"quotas", o.quotas},
                            {"coverage", o.coverage}};
+  if (o.coverage_auto) policy["allocator"]["coverage"] = "auto";
   return policy.dump();
 }
 

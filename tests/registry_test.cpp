@@ -77,6 +77,14 @@ TEST(Registry, RefusesWithTheFieldTheValueAndWhatIsAllowed) {
   expect_refused(R"({"policy": "ams-tova", "budget": 64, "allocator": {"pool": 4}})", {"allocator.pool", "4", "odd"});
   expect_refused(R"({"policy": "ams-tova", "budget": 64, "allocator": {"min_segment": 600}})", {"max_segment", "2 * min_segment = 1200"});
   expect_refused(R"({"policy": "ams-tova", "budget": 64, "variant": "official", "allocator": {"coverage": 0.5}})", {"coverage", "official"});
+  expect_refused(R"({"policy": "ams-tova", "budget": 64, "variant": "official", "allocator": {"coverage": "auto"}})", {"coverage", "auto", "official"});
+  expect_refused(R"({"policy": "ams-tova", "budget": 64, "allocator": {"coverage": "most"}})", {"allocator.coverage", "most", "[0.0, 1.0] or auto"});
+  expect_refused(R"({"policy": "pyramidkv-tova", "budget": 32, "sink": 31, "recent": 0, "allocator": {"beta": 0.5}})", {"allocator.beta", "0.5"});
+  expect_refused(R"({"policy": "pyramidkv-tova", "budget": 64, "variant": "official"})", {"variant", "official", "pyramidkv", "strict"});
+  expect_refused(R"({"policy": "adakv-tova", "budget": 64, "share": "union"})", {"share", "adakv", "per_layer_per_head"});
+  expect_refused(R"({"policy": "adakv-tova", "budget": 64, "scorer": {"heads": "all"}})", {"scorer.heads", "all", "group"});
+  expect_refused(R"({"policy": "criticalkv-tova", "budget": 64, "allocator": {"heads": "adaptive"}, "scorer": {"heads": "all"}})", {"scorer.heads", "all", "group"});
+  expect_refused(R"({"policy": "chunkkv-tova", "budget": 64, "allocator": {"chunk": 0}})", {"allocator.chunk", "0", "1 or more"});
   expect_refused(R"({"policy": "ams-tova", "budget": 64, "allocator": {"segments": "fixed:0"}})", {"segments", "fixed:0"});
   expect_refused(R"({"policy": "ams-tova", "budget": 64, "allocator": {"suffix_fill": "max"}})", {"suffix_fill", "max_head, max_global"});
   expect_refused(R"({"policy": "tova", "budget": 64, "share": "everybody"})", {"share", "everybody", "per_layer_per_head", "union"});

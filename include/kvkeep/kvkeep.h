@@ -40,6 +40,10 @@
 #include "kvkeep/allot/quotas.h"
 #include "kvkeep/allot/allocator.h"
 #include "kvkeep/allot/mass_segmented.h"
+#include "kvkeep/allot/pyramid.h"
+#include "kvkeep/allot/adaptive_heads.h"
+#include "kvkeep/allot/chunks.h"
+#include "kvkeep/allot/critical.h"
 #include "kvkeep/keep/select.h"
 
 // apply

@@ -72,7 +72,15 @@ double weight_of(QuotaWeight quotas, double mass, std::int32_t length) {
   }
 }
 
-/// Segments of one row with their quotas for `budget` slots; the result stands in scratch.ends and scratch.shares.
+/// Slots of the budget that go through segments: all but (1 - coverage) of what is above the protected ones, or just the segments' floors.
+std::int32_t covered(const MassSegmentedOptions& options, const std::vector<Share>& shares, std::int32_t budget, Protected guarded) {
+  if (!options.coverage_auto) return guarded.count() + static_cast<std::int32_t>(std::floor(options.coverage * (budget - guarded.count()) + 0.5));
+  std::int64_t floors = 0;
+  for (const Share& s : shares) floors += detail::floor_of(s, options.min_quota);
+  return static_cast<std::int32_t>(std::min<std::int64_t>(floors, budget));
+}
+
+/// Segments of one row with their quotas, which stand in scratch.ends and scratch.shares. Returns the sum of the quotas.
 std::int32_t divide(const MassSegmentedOptions& options, Variant variant, const float* used, std::int32_t length, std::int32_t budget, Protected guarded,
                     Scratch& scratch) {
   prefix_mass(used, length, scratch.prefix.data());
@@ -91,14 +99,13 @@ std::int32_t divide(const MassSegmentedOptions& options, Variant variant, const 
     before = through;
     start = end;
   }
-  if (variant == Variant::strict) strict_quotas(scratch.shares.data(), count, budget, options.min_quota);
-  else official_quotas(scratch.shares.data(), count, budget, options.min_quota);
-  return count;
-}
-
-/// Slots of the budget that go through segments: all but (1 - coverage) of what is above the protected ones.
-std::int32_t covered(double coverage, std::int32_t budget, Protected guarded) {
-  return guarded.count() + static_cast<std::int32_t>(std::floor(coverage * (budget - guarded.count()) + 0.5));
+  if (variant == Variant::official) {
+    official_quotas(scratch.shares.data(), count, budget, options.min_quota);
+    return budget;
+  }
+  const std::int32_t through = covered(options, scratch.shares, budget, guarded);
+  strict_quotas(scratch.shares.data(), count, through, options.min_quota);
+  return through;
 }
 
 }  // namespace
@@ -167,9 +174,8 @@ void MassSegmented::allot(const Evidence& evidence, const Limits& limits, Window
         weigh(options_, row, row_mass, scratch, row_credit, row_used);
 
         const Protected guarded = limit.guarded;
-        const std::int32_t share = official ? limit.budget : covered(options_.coverage, limit.budget, guarded);
-        const std::int32_t segments = divide(options_, limits.variant, row_used, row.length, share, guarded, scratch);
-        allotment.ends[r].assign(scratch.ends.begin(), scratch.ends.begin() + segments);
+        const std::int32_t share = divide(options_, limits.variant, row_used, row.length, limit.budget, guarded, scratch);
+        allotment.ends[r].assign(scratch.ends.begin(), scratch.ends.begin() + static_cast<std::ptrdiff_t>(scratch.shares.size()));
         for (const Share& s : scratch.shares) allotment.quotas[r].push_back(s.quota);
 
         const std::span row_scores{scores + row.first, static_cast<std::size_t>(row.length)};

@@ -46,8 +46,10 @@ Tensor queries_of(const QueryView& view, std::int32_t heads, std::int32_t dim) {
 // Follows one sequence and takes its picture before the decision that was asked for.
 class EventRecorder {
  public:
-  EventRecorder(const ModelSpec& spec, std::int32_t queries, std::optional<std::int32_t> step)
+  /// `projections`: W_o of every layer, where the trace is to hold it; else empty.
+  EventRecorder(const ModelSpec& spec, std::int32_t queries, std::optional<std::int32_t> step, std::vector<Tensor> projections)
       : spec_(spec),
+        projections_(std::move(projections)),
         full_layers_(spec.full_layers()),
         ring_(static_cast<std::int32_t>(full_layers_.size()), queries, spec.query_heads, spec.key_dim),
         step_(step) {}
@@ -88,14 +90,14 @@ class EventRecorder {
 
   void take(std::int32_t layer, const DecisionSight& sight, SequenceId id) {
     const std::string prefix = text("layer.", layer, ".");
-    const auto length = static_cast<std::int64_t>(sight.keeper.positions(id, layer, 0).size());
+    const auto length = static_cast<std::int64_t>(sight.keeper.positions(id, full_layers_.front(), 0).size());
     std::vector<std::int32_t> positions;
     std::vector<float> credit;
     for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
       const auto row = sight.keeper.positions(id, layer, h);
       const auto paid = sight.keeper.credit(id, layer, h);
-      require(static_cast<std::int64_t>(row.size()) == length, "record: layer ", layer, " holds ", length, " slots in head 0 and ",
-              row.size(), " in head ", h, "; an event trace holds rows of one length");
+      require(static_cast<std::int64_t>(row.size()) == length, "record: layer ", layer, " holds ", row.size(), " slots in head ", h,
+              ", the first row ", length, "; an event trace holds rows of one length");
       positions.insert(positions.end(), row.begin(), row.end());
       credit.insert(credit.end(), paid.begin(), paid.end());
     }
@@ -104,6 +106,7 @@ class EventRecorder {
     add(prefix + "keys", rows.keys.narrow(0, place, 1).narrow(2, 0, length).clone());
     add(prefix + "values", rows.values.narrow(0, place, 1).narrow(2, 0, length).clone());
     add(prefix + "positions", i32_tensor(positions, {1, spec_.kv_heads, length}));
+    if (!projections_.empty()) add(prefix + "o_proj", projections_[static_cast<std::size_t>(layer)]);
     const auto index = static_cast<std::int32_t>(std::find(full_layers_.begin(), full_layers_.end(), layer) - full_layers_.begin());
     add(prefix + "queries", queries_of(ring_.view(index), spec_.query_heads, spec_.key_dim));
     if (credit.empty()) return;
@@ -113,6 +116,7 @@ class EventRecorder {
   }
 
   const ModelSpec& spec_;
+  std::vector<Tensor> projections_;
   std::vector<std::int32_t> full_layers_;
   QueryRing ring_;
   std::optional<std::int32_t> step_;
@@ -153,7 +157,9 @@ Result record_event(Decoder& decoder, std::unique_ptr<KVPolicy> policy, Request 
   require(options.queries >= 1, "record: ", options.queries, " queries are to be kept; allowed 1 or more");
   if (options.step) request.new_tokens = std::max(request.new_tokens, *options.step + 1);
   const Trigger trigger = policy->trigger();
-  EventRecorder recorder(decoder.spec(), std::max(options.queries, policy->needs().queries), options.step);
+  const Needs needs = policy->needs();
+  EventRecorder recorder(decoder.spec(), std::max(options.queries, needs.queries), options.step,
+                         needs.output_projection ? decoder.output_projections() : std::vector<Tensor>{});
   GeneratorOptions generator_options{.capacity = slots_needed(decoder.spec(), trigger, request), .cache_dtype = options.cache_dtype};
   generator_options.hooks.on_layer = [&](const LayerSight& sight) { recorder.see(sight); };
   generator_options.hooks.before_decision = [&](const DecisionSight& sight) { recorder.before(sight); };

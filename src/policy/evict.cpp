@@ -72,6 +72,8 @@ Limits Evict::limits(const Evidence& evidence) const {
   const RowTable& table = evidence.table;
   const auto heads = static_cast<std::size_t>(evidence.spec.kv_heads);
   Limits limits{retention_.variant, retention_.variant == Variant::official ? scorer_->padding() : Padding{}, std::vector<RowLimit>(table.rows.size())};
+  std::vector<std::int32_t> least;
+  least.reserve(table.groups.size());
   for (const RowGroup& group : table.groups) {
     const Row& first = table.rows[static_cast<std::size_t>(group.first_row)];
     const std::int64_t slot_bytes = (first.keys.width + first.values.width) * static_cast<std::int64_t>(heads * evidence.spec.full_layers().size());
@@ -80,8 +82,9 @@ Limits Evict::limits(const Evidence& evidence) const {
       const std::size_t r = static_cast<std::size_t>(group.first_row) + h;
       limits.rows[r] = {budget, table.rows[r].length > budget, {}};
     }
+    least.push_back((retention_.protect_prompt ? std::max(retention_.sink, group.prompt) : retention_.sink) + scorer_->keeps_newest());
   }
-  allocator_->spread(evidence, retention_.sink + scorer_->keeps_newest(), limits.rows);
+  allocator_->spread(evidence, least, limits.rows);
   for (std::size_t r = 0; r < table.rows.size(); ++r) {
     const Row& row = table.rows[r];
     std::int32_t sink = retention_.sink;

@@ -69,23 +69,36 @@ bool Fields::integer(const char* name, std::int32_t& value, std::int64_t least, 
 }
 
 bool Fields::real(const char* name, double& value, double low, bool low_open, double high, bool high_open, const char* what, Aliases aliases, const char* fallback) {
-  const std::string allowed = text("a number in ", low_open ? "(" : "[", shown(low), ", ", shown(high), high_open ? ")" : "]");
+  return number(name, value, {low, low_open, high, high_open}, what, aliases, fallback, nullptr) == Given::number;
+}
+
+void Fields::real_or(const char* name, double& value, double low, bool low_open, double high, bool high_open, const char* word, bool& chosen, const char* what) {
+  chosen = number(name, value, {low, low_open, high, high_open}, what, {}, nullptr, word) == Given::word;
+}
+
+Fields::Given Fields::number(const char* name, double& value, Range range, const char* what, Aliases aliases, const char* fallback, const char* word) {
+  std::string allowed = text("a number in ", range.low_open ? "(" : "[", shown(range.low), ", ", shown(range.high), range.high_open ? ")" : "]");
+  if (word != nullptr) allowed += text(" or ", word);
   if (listing()) {
     listed_.push_back({full_name(name), fallback != nullptr ? fallback : shown(value), allowed, what});
-    return false;
+    return Given::nothing;
   }
   const nlohmann::json* given = find(name, aliases);
   if (given == nullptr) {
     if (fallback == nullptr) put(name, value);
-    return false;
+    return Given::nothing;
+  }
+  if (word != nullptr && *given == word) {
+    put(name, word);
+    return Given::word;
   }
   if (!given->is_number()) bad(name, *given, allowed);
-  const auto number = given->get<double>();
-  const bool inside = (low_open ? number > low : number >= low) && (high_open ? number < high : number <= high);
-  if (!inside || !std::isfinite(number)) bad(name, *given, allowed);
-  value = number;
+  const auto wanted = given->get<double>();
+  const bool inside = (range.low_open ? wanted > range.low : wanted >= range.low) && (range.high_open ? wanted < range.high : wanted <= range.high);
+  if (!inside || !std::isfinite(wanted)) bad(name, *given, allowed);
+  value = wanted;
   put(name, value);
-  return true;
+  return Given::number;
 }
 
 void Fields::exactly_one(std::initializer_list<std::pair<const char*, bool>> given) const {

@@ -24,6 +24,9 @@ class Fields {
   static Fields lister() { return Fields(nullptr, {}); }
   [[nodiscard]] bool listing() const { return from_ == nullptr; }
 
+  bool uneven_heads = false;   ///< rows of a layer may differ in length: scorers that read them side by side have other defaults
+  bool values_weighed = false; ///< the allocator weighs values itself: scorers that do so too have other defaults
+
   using Aliases = std::initializer_list<const char*>;
 
   /// True when it was given. `fallback`, where set, stands for the default in lists; an option that is not given is then left out of `resolved()`.
@@ -32,6 +35,8 @@ class Fields {
   /// `low_open`, `high_open`: the bound itself is not allowed.
   bool real(const char* name, double& value, double low, bool low_open, double high, bool high_open, const char* what, Aliases aliases = {},
             const char* fallback = nullptr);
+  /// A number as real(), or the word, which sets `chosen`.
+  void real_or(const char* name, double& value, double low, bool low_open, double high, bool high_open, const char* word, bool& chosen, const char* what);
   /// Reading only: throws unless exactly one of these options was given.
   void exactly_one(std::initializer_list<std::pair<const char*, bool>> given) const;
   void flag(const char* name, bool& value, const char* what);
@@ -75,6 +80,14 @@ class Fields {
 
  private:
   Fields(const nlohmann::json* from, std::filesystem::path folder) : from_(from), folder_(std::move(folder)) {}
+  struct Range {
+    double low;
+    bool low_open;
+    double high;
+    bool high_open;
+  };
+  enum class Given : std::uint8_t { nothing, number, word };
+  Given number(const char* name, double& value, Range range, const char* what, Aliases aliases, const char* fallback, const char* word);
   [[nodiscard]] std::string full_name(const char* name) const { return scope_.empty() ? name : scope_ + "." + name; }
   const nlohmann::json* find(const char* name, Aliases aliases);
   void put(const char* name, const nlohmann::ordered_json& value);

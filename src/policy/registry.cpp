@@ -8,7 +8,11 @@
 #include <utility>
 
 #include "fields.h"
+#include "kvkeep/allot/adaptive_heads.h"
+#include "kvkeep/allot/chunks.h"
+#include "kvkeep/allot/critical.h"
 #include "kvkeep/allot/mass_segmented.h"
+#include "kvkeep/allot/pyramid.h"
 #include "kvkeep/policy/evict.h"
 #include "kvkeep/policy/full.h"
 #include "kvkeep/score/keydiff.h"
@@ -61,7 +65,9 @@ const std::vector<ScorerEntry>& scorers() {
       {"tova", "tova", true, "attention of the newest query", "Oren et al., Transformers are Multi-State RNNs (TOVA)",
        [](Fields& f) {
          TovaOptions o;
+         if (f.uneven_heads) o.heads = TovaOptions::Heads::group;
          f.choice("heads", o.heads, {{"all", TovaOptions::Heads::all}, {"group", TovaOptions::Heads::group}}, "query heads that are averaged: of the layer, or of the KV head");
+         if (f.uneven_heads && o.heads == TovaOptions::Heads::all) f.bad("heads", "all", "group: heads that differ in length cannot be averaged slot by slot");
          return std::make_unique<Tova>(o);
        }},
       {"keydiff", "keydiff", false, "keys that point away from the mean direction", "Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction",
@@ -218,7 +224,8 @@ void describe_mass_segmented(Fields& f, MassSegmentedOptions& o) {
   f.choice("quotas", o.quotas,
            {{"mass", QuotaWeight::mass}, {"equal", QuotaWeight::equal}, {"length", QuotaWeight::length}, {"raw_mass", QuotaWeight::raw_mass}},
            "what a segment's quota is proportional to");
-  f.real("coverage", o.coverage, 0, false, 1, false, "share of the budget above the protected slots that goes through segments; 0 is top-k");
+  f.real_or("coverage", o.coverage, 0, false, 1, false, "auto", o.coverage_auto,
+            "share of the budget above the protected slots that goes through segments; 0 is top-k; auto: only what every segment's `min_quota` takes");
 }
 
 void check(const std::string& policy, const Retention& r) {
@@ -233,7 +240,8 @@ void check(const MassSegmentedOptions& o, Variant variant) {
   require(o.pool <= 1 || o.pool % 2 == 1, "policy: allocator.pool is ", o.pool, "; allowed an odd number, or 0 for none");
   if (variant == Variant::official) {
     require(o.max_segment >= o.min_segment, "policy: allocator.max_segment is ", o.max_segment, "; allowed at least min_segment = ", o.min_segment);
-    require(o.coverage == 1.0, "policy: allocator.coverage is ", o.coverage, " with variant official; allowed 1 (the published code has no such share)");
+    require(!o.coverage_auto && o.coverage == 1.0, "policy: allocator.coverage is ", o.coverage_auto ? std::string("auto") : text(o.coverage),
+            " with variant official; allowed 1 (the published code has no such share)");
   } else {
     require(o.max_segment >= 2 * std::int64_t{o.min_segment}, "policy: allocator.max_segment is ", o.max_segment,
             "; allowed at least 2 * min_segment = ", 2 * std::int64_t{o.min_segment}, " (variant strict)");
@@ -247,6 +255,13 @@ struct EvictParts {
   std::unique_ptr<Allocator> allocator;
 };
 
+/// What allocators of our own form ask of the rest of a policy. `alike`: rows that share one selection could not be told apart.
+void check_own_form(const char* allocator, const Retention& r, bool alike) {
+  require(r.variant == Variant::strict, "policy: variant is official with allocator ", allocator, "; allowed strict (docs/allocators.md says how that differs from what is published)");
+  require(alike || r.share == Sharing::per_layer_per_head, "policy: share is not per_layer_per_head with allocator ", allocator,
+          "; allowed per_layer_per_head (its rows keep different slots)");
+}
+
 /// An allocator by the name it has in policies ("ams-tova" is allocator "ams" over scorer "tova").
 struct AllocatorEntry {
   const char* name;            ///< null: plain top-k, whose policies are named by their scorer
@@ -254,7 +269,8 @@ struct AllocatorEntry {
   bool probability;            ///< takes scores that are shares of attention only
   const char* what;
   const char* source;
-  /// Reads the options (top level first, then `enter("scorer")`, `make_scorer`, `enter("allocator")`) and makes the allocator.
+  /// Reads the options (top level, then those of the scorer with `make_scorer`, then `enter("allocator")`) and makes the allocator. Sets what scorers must know of
+  /// it in Fields before it makes the scorer.
   std::function<void(Fields&, EvictParts&, const std::function<void()>& make_scorer)> make;
 };
 
@@ -281,6 +297,58 @@ const std::vector<AllocatorEntry>& allocators() {
          f.leave();
          if (!f.listing()) check(o, parts.retention.variant);
          parts.allocator = std::make_unique<MassSegmented>(o);
+       }},
+      {"pyramidkv", "snapkv", false, "early layers keep more than late ones, each the best of its rows", "PyramidKV (Cai et al.)",
+       [](Fields& f, EvictParts& parts, const std::function<void()>& make_scorer) {
+         PyramidOptions o;
+         make_scorer();
+         f.enter("allocator");
+         f.real("beta", o.beta, 1, false, 1000, false, "the last layer keeps 1 / beta of the budget, the first 2 - 1 / beta of it, before small ones are raised to sinks and window");
+         f.leave();
+         parts.allocator = std::make_unique<Pyramid>(o);
+         if (f.listing()) return;
+         check_own_form("pyramidkv", parts.retention, false);
+         Budget& b = parts.retention.trigger.budget;
+         const std::int32_t least = parts.retention.sink + parts.scorer->keeps_newest();
+         require(b.unit != Budget::Unit::slots || b.slots >= least, "policy: budget is ", b.slots, " with allocator pyramidkv; allowed at least ", least,
+                 ", what every layer keeps: sink + the scorer's window");
+         b.least = std::max(b.least, least);
+       }},
+      {"adakv", "snapkv", true, "the heads of a layer share one budget, spent on the best of all their slots", "Ada-KV (Feng et al.)",
+       [](Fields& f, EvictParts& parts, const std::function<void()>& make_scorer) {
+         AdaptiveHeadsOptions o;
+         f.uneven_heads = true;
+         make_scorer();
+         f.enter("allocator");
+         f.real("safeguard", o.safeguard, 0, false, 1, false, "share of the budget that every head keeps by its own ranking, protected slots included");
+         f.leave();
+         parts.allocator = std::make_unique<AdaptiveHeads>(o);
+         if (!f.listing()) check_own_form("adakv", parts.retention, false);
+       }},
+      {"chunkkv", "snapkv", false, "runs of adjacent slots stay or go together", "ChunkKV (Liu et al.)",
+       [](Fields& f, EvictParts& parts, const std::function<void()>& make_scorer) {
+         ChunksOptions o;
+         make_scorer();
+         f.enter("allocator");
+         f.integer("chunk", o.chunk, 1, INT32_MAX, "slots a chunk");
+         f.choice("heads", o.heads, {{"shared", ChunksOptions::Heads::shared}, {"own", ChunksOptions::Heads::own}}, "chunks rank by the sum over the KV heads of a layer, or for each KV head");
+         f.leave();
+         parts.allocator = std::make_unique<Chunks>(o);
+         if (!f.listing()) check_own_form("chunkkv", parts.retention, true);
+       }},
+      {"criticalkv", "snapkv", true, "half of the budget by score, the rest by score times the size of the value behind the output projection", "CriticalKV (Feng et al.)",
+       [](Fields& f, EvictParts& parts, const std::function<void()>& make_scorer) {
+         CriticalOptions o;
+         f.enter("allocator");  // first: whether heads stay equal matters to scorers
+         f.real("first_stage", o.first_stage, 0, false, 1, false, "share of the budget that the score alone decides, protected slots included");
+         f.choice("heads", o.heads, {{"equal", CriticalOptions::Heads::equal}, {"adaptive", CriticalOptions::Heads::adaptive}}, "every head keeps the budget, or as much of the layer's as `adakv` would give it");
+         f.real("safeguard", o.safeguard, 0, false, 1, false, "with heads=adaptive: share of the budget that every head keeps by its own ranking");
+         f.leave();
+         f.uneven_heads = o.heads == CriticalOptions::Heads::adaptive;
+         f.values_weighed = true;
+         make_scorer();
+         parts.allocator = std::make_unique<Critical>(o);
+         if (!f.listing()) check_own_form("criticalkv", parts.retention, false);
        }},
   };
   return all;

@@ -379,6 +379,51 @@ std::vector<int> official_select(const Options& options, const std::vector<doubl
   return chosen;
 }
 
+std::vector<int> floor_quotas(const Options& options, const Weights& weights, const std::vector<int>& ends, const MustKeep& must,
+                              Margin* margin) {
+  std::vector<int> q;
+  std::vector<int> floors;
+  int start = 0;
+  for (int end : ends) {
+    int held = 0;
+    for (int t = start; t < end; ++t) held += must.holds(t, ends.back());
+    q.push_back(held);
+    floors.push_back(std::max(held, std::min(options.min_quota, end - start)));
+    start = end;
+  }
+  int left = options.budget - sum_of(q);
+  give_floors(weights, floors, q, left, margin);
+  return q;
+}
+
+/// Coverage "auto": the best of the row; then segments below their quota take their best others, each in exchange for the worst slot of
+/// the segments above theirs.
+std::vector<int> exchanged(const Options& options, const std::vector<double>& scores, const std::vector<int>& ends,
+                           const std::vector<int>& quotas, const MustKeep& must, Margin* margin) {
+  const int T = static_cast<int>(scores.size());
+  const auto segment_of = [&](int t) { return static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), t) - ends.begin()); };
+  std::vector<int> chosen = strict_select(scores, {T}, {options.budget}, must, margin);
+  for (;;) {
+    std::vector<int> count(ends.size());
+    for (int t : chosen) ++count[segment_of(t)];
+    size_t wanting = 0;
+    while (wanting < ends.size() && count[wanting] >= quotas[wanting]) ++wanting;
+    if (wanting == ends.size()) return chosen;
+    std::vector<int> takes;
+    std::vector<int> gives;
+    for (int t = 0; t < T; ++t) {
+      const bool in = std::find(chosen.begin(), chosen.end(), t) != chosen.end();
+      if (!in && segment_of(t) == wanting) takes.push_back(t);
+      if (in && !must.holds(t, T) && count[segment_of(t)] > quotas[segment_of(t)]) gives.push_back(t);
+    }
+    const std::vector<int> stay = best(scores, gives, static_cast<int>(gives.size()) - 1, margin);
+    for (int t : gives) {
+      if (std::find(stay.begin(), stay.end(), t) == stay.end()) chosen.erase(std::find(chosen.begin(), chosen.end(), t));
+    }
+    chosen.push_back(best(scores, takes, 1, margin).front());
+  }
+}
+
 /// With coverage below 1: the best slots of the row that no segment chose.
 void add_best_of_the_rest(const std::vector<double>& scores, int count, std::vector<int>& chosen, Margin* margin) {
   std::vector<int> rest;
@@ -433,6 +478,7 @@ int segment_budget(const Options& options, const MustKeep& must) {
 std::vector<int> quotas(const Options& options, const std::vector<double>& mass_used, const std::vector<int>& ends, int budget,
                         const MustKeep& must, Margin* margin) {
   const Weights weight = weights(options, mass_used, ends);
+  if (options.coverage_auto) return floor_quotas(options, weight, ends, must, margin);
   // The published loop never ends when the floors, at least one per segment, outnumber the budget. Without floors it does end.
   const bool would_hang = static_cast<int>(ends.size()) > budget && options.min_quota > 0;
   if (is_official(options) && !would_hang) return official_quotas(options, weight.value, ends_to_lengths(ends), budget, margin);
@@ -441,6 +487,11 @@ std::vector<int> quotas(const Options& options, const std::vector<double>& mass_
 
 std::vector<int> select(const Options& options, const std::vector<double>& scores, const std::vector<int>& ends,
                         const std::vector<int>& quotas, const MustKeep& must, Margin* margin) {
+  if (options.coverage_auto && !is_official(options) && ends.size() > 1) {
+    std::vector<int> kept = exchanged(options, scores, ends, quotas, must, margin);
+    std::sort(kept.begin(), kept.end());
+    return kept;
+  }
   std::vector<int> chosen = is_official(options) ? official_select(options, scores, ends, quotas, must, margin)
                                                  : strict_select(scores, ends, quotas, must, margin);
   add_best_of_the_rest(scores, options.budget - static_cast<int>(chosen.size()), chosen, margin);

@@ -31,6 +31,7 @@ struct Options {
   double credit_decay = 0.8;
   double credit_mix = 0.7;
   double coverage = 1;  ///< strict only
+  bool coverage_auto = false;  ///< strict only: floors of all segments, and the best of the row beside them; `coverage` is not read then
   bool credit = true;
   bool tova_heads_all = true;  ///< TOVA averages over all query heads, or over the heads of the group
 };
@@ -109,10 +110,10 @@ MustKeep must_keep(const Options& options, int T);
 /// One past the last slot of each segment, ascending; the last is T.
 std::vector<int> segment_ends(const Options& options, const std::vector<double>& mass_used, Margin* margin = nullptr);
 
-/// How many of the budget go through segments: all of it, unless `coverage` says less.
+/// How many of the budget go through segments: all of it, unless `coverage` says less. Not for `coverage_auto`, where it follows from the segments.
 int segment_budget(const Options& options, const MustKeep& must);
 
-/// Slots each segment may keep; they add up to `budget`, which is below T.
+/// Slots each segment may keep; they add up to `budget`, which is below T. With `coverage_auto` these are the floors, as far as all of the budget goes.
 std::vector<int> quotas(const Options& options, const std::vector<double>& mass_used, const std::vector<int>& ends, int budget,
                         const MustKeep& must, Margin* margin = nullptr);
 

@@ -72,9 +72,8 @@ Violations check_quotas(const Options& options, const std::vector<int>& ends, co
   }
   const int T = ends.back();
   const MustKeep must = must_keep(options, T);
-  const int budget = segment_budget(options, must);
-  const int sum = std::accumulate(quotas.begin(), quotas.end(), 0);
-  if (sum != budget) say(out, "quotas add up to ", sum, " instead of ", budget);
+  int budget = options.coverage_auto ? 0 : segment_budget(options, must);
+  const bool more_than_quotas = options.coverage_auto || options.coverage < 1;
 
   std::vector<int> floors;
   int start = 0;
@@ -86,12 +85,15 @@ Violations check_quotas(const Options& options, const std::vector<int>& ends, co
     if (quotas[i] < 0 || quotas[i] > length) say(out, "quota ", quotas[i], " of segment ", i, " is outside [0, ", length, "]");
     if (is_strict(options) && quotas[i] < held)
       say(out, "quota ", quotas[i], " of segment ", i, " is below its ", held, " must-keep slots");
-    if (is_strict(options) && (options.coverage < 1 ? kept < quotas[i] : kept != quotas[i])) {
+    if (is_strict(options) && (more_than_quotas ? kept < quotas[i] : kept != quotas[i])) {
       say(out, "segment ", i, " keeps ", kept, " for a quota of ", quotas[i]);
     }
     floors.push_back(std::max(held, std::min(options.min_quota, length)));
     start = ends[i];
   }
+  const int sum = std::accumulate(quotas.begin(), quotas.end(), 0);
+  if (options.coverage_auto) budget = std::min(options.budget, std::accumulate(floors.begin(), floors.end(), 0));
+  if (sum != budget) say(out, "quotas add up to ", sum, " instead of ", budget);
   if (!is_strict(options) || std::accumulate(floors.begin(), floors.end(), 0) > budget) return out;
   for (size_t i = 0; i < floors.size(); ++i) {
     if (quotas[i] < floors[i]) say(out, "quota ", quotas[i], " of segment ", i, " is below its floor of ", floors[i]);

@@ -63,7 +63,8 @@ void choose_allocator(Random& random, Options& o, int T) {
   o.suffix_fill = random.one_of({"max_head", "max_head", "max_global", "causal_mean", "exclude"});
   o.segments = random.one_of({"mass", "mass", "mass", "fixed:1", "fixed:7", "fixed:32", "none"});
   o.quotas = random.one_of({"mass", "mass", "mass", "equal", "length", "raw_mass"});
-  if (!official) o.coverage = random.one_of({1.0, 1.0, 1.0, 0.75, 0.5, 0.3, 0.0});
+  if (!official) o.coverage = random.one_of({1.0, 1.0, 1.0, 0.75, 0.5, 0.3, 0.0, -1.0, -1.0});
+  o.coverage_auto = o.coverage < 0;
 }
 
 Options random_options(Random& random, int T) {
@@ -181,7 +182,7 @@ std::string described(uint64_t seed, const Options& o, const Sequence& s, Keys k
   if (o.policy != "ams-tova") return out.str();
   out << ", window " << o.window << ", pool " << o.pool << ", segments " << o.segments << " of " << o.segment_mass << " in ["
       << o.min_segment << ", " << o.max_segment << "], quotas " << o.quotas << ", min_quota " << o.min_quota << ", fill " << o.suffix_fill
-      << ", coverage " << o.coverage;
+      << ", coverage " << (o.coverage_auto ? "auto" : std::to_string(o.coverage));
   if (o.credit) out << ", credit " << o.credit_decay << '/' << o.credit_mix << " of " << (s.credit.empty() ? 0 : s.credit[0].size());
   return out.str();
 }

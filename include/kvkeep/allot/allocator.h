@@ -1,7 +1,10 @@
 #pragma once
 /// Allocators spend a row's budget: given scores they say which slots stay.
 
+#include <cstdint>
+#include <span>
 #include <string_view>
+#include <vector>
 
 #include "kvkeep/core/decision.h"
 #include "kvkeep/core/evidence.h"
@@ -18,9 +21,9 @@ class Allocator {
   /// Window queries whose usage it reads; 0: none.
   [[nodiscard]] virtual std::int32_t window() const { return 0; }
 
-  /// Other budgets than the same for every row: changes `budget` and `due` of `rows`, which hold the policy's budget. `least`: slots that a row must keep
-  /// (sinks and what the scorer never drops). Called before anything is scored.
-  virtual void spread(const Evidence&, std::int32_t /*least*/, std::vector<RowLimit>& /*rows*/) const {}
+  /// Other budgets than the same for every row: changes `budget` and `due` of `rows`, which hold the policy's budget. `least`, one a
+  /// group: slots that each of its rows must be able to keep (sinks or a protected prompt, and what the scorer never drops). Called before anything is scored.
+  virtual void spread(const Evidence&, std::span<const std::int32_t> /*least*/, std::vector<RowLimit>& /*rows*/) const {}
 
   /// True where rows of one sequence may end up unequal.
   [[nodiscard]] virtual bool ragged() const { return false; }

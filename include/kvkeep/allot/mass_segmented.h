@@ -24,6 +24,7 @@ struct MassSegmentedOptions {
   std::int32_t pool = 5;                         ///< odd; 1 or less: no pooling
   SuffixFill suffix_fill = SuffixFill::max_head;
   double coverage = 1.0;                         ///< share of the budget above the protected slots that goes through segments, [0, 1]
+  bool coverage_auto = false;                    ///< instead: what the segments' floors take, so that `min_quota` slots of every segment stay and the rest is top-k
 };
 
 /// Added to every usage before it is normalised, so that an all-zero row becomes uniform.

@@ -10,7 +10,7 @@
 namespace kvkeep {
 
 struct RowLimit {
-  std::int32_t budget = 0;  ///< slots that may stay
+  std::int32_t budget = 0;  ///< slots that may stay; where the rows of a layer share one budget, their mean
   bool due = false;         ///< something of this row may go; a row that is not due keeps every slot, and its score is not looked at
   Protected guarded;        ///< slots that stay whatever their score, at most `budget` of them
 };

@@ -1,0 +1,39 @@
+#pragma once
+/// ChunkKV: runs of adjacent slots stay or go together. Source: "ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM Inference"
+/// (Liu et al.). Differs: exactly the budget stays; protected slots first, outside the chunks' scores; per sequence; heads may choose for themselves.
+
+#include <cstdint>
+
+#include "kvkeep/allot/allocator.h"
+
+namespace kvkeep {
+
+struct ChunksOptions {
+  std::int32_t chunk = 20;  ///< slots a chunk; the last may be shorter
+  enum class Heads : std::uint8_t {
+    shared,  ///< chunks rank by the sum over the KV heads of the layer, and every head keeps the same slots (published)
+    own,     ///< each KV head ranks its own
+  };
+  Heads heads = Heads::shared;
+};
+
+/// Protected slots stay. Chunks, cut from slot 0 on, rank by the mean score of their other slots (ties: the newer chunk; NaN last). They stay whole, best first,
+/// while they fit; of the first that does not, the best slots fill the budget.
+class Chunks final : public Allocator {
+ public:
+  explicit Chunks(ChunksOptions options) : options_(options) {}
+  [[nodiscard]] std::string_view name() const override { return "chunks"; }
+
+  /// Heads::shared needs rows of one length. Order of sums: ascending slots, heads within, fp64.
+  /// Cost: O(slots) a row, and a sort of its chunks. Workspace per thread: workspace_bytes(longest row, chunk).
+  void allot(const Evidence& evidence, const Limits& limits, WindowAttention& seen, Decision& decision) const override;
+
+  [[nodiscard]] static std::int64_t workspace_bytes(std::int64_t length, std::int64_t chunk) {
+    return 8 * length + 16 * ((length + chunk - 1) / chunk + (length < chunk ? length : chunk));
+  }
+
+ private:
+  ChunksOptions options_;
+};
+
+}  // namespace kvkeep
