@@ -104,6 +104,35 @@ TEST_P(GoldenGenerate, SaysTheTokensAndKeepsThePositionsOfTheReference) {
   }
 }
 
+// ---- What a hook sees
+// ------------------------------------------------------------------------------------------------------------------------
+
+TEST(Generation, ShowsAnEventWholeBeforeItHappens) {
+  Decoder decoder = Decoder::open(llama());
+  std::map<SequenceId, std::vector<std::vector<std::vector<std::int32_t>>>> shown;
+  GeneratorOptions options{.places = 2};
+  options.hooks.on_event = [&](const EventSight& sight) {
+    ASSERT_TRUE(sight.plan.decision.keep);
+    std::map<SequenceId, std::vector<std::vector<std::int32_t>>> rows;
+    for (std::size_t r = 0; r < sight.plan.table.rows.size(); ++r) {
+      const Row& row = sight.plan.table.rows[r];
+      const SequenceId id = sight.view.sequences[static_cast<std::size_t>(row.sequence)];
+      EXPECT_EQ(sight.keeper.physical_length(id, row.layer, row.head), row.length) << "nothing is cut yet";
+      std::vector<std::int32_t>& kept = rows[id].emplace_back();
+      for (const std::int32_t slot : sight.plan.decision.keep->row(r)) kept.push_back(row.positions[slot]);
+    }
+    for (auto& [id, kept] : rows) shown[id].push_back(std::move(kept));
+  };
+  std::vector<Request> requests{request(20, 40, 1), request(41, 30, 2), request(9, 25, 3)};
+  const GenerationRun run = generate(decoder, make_policy("ams-tova,budget=24,interval=8,window=8,recent=4,min_segment=4,max_segment=16"), requests, std::move(options));
+  for (std::size_t i = 0; i < requests.size(); ++i) {
+    const std::vector<SequenceEvent>& events = run.completions[i].events;
+    ASSERT_GE(events.size(), 1U) << i;
+    ASSERT_EQ(shown[static_cast<SequenceId>(i)].size(), events.size()) << i;
+    for (std::size_t e = 0; e < events.size(); ++e) EXPECT_EQ(shown[static_cast<SequenceId>(i)][e], events[e].positions) << i << ", event " << e;
+  }
+}
+
 // ---- Full is no library
 // ----------------------------------------------------------------------------------------------------------------------
 
