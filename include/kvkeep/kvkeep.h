@@ -19,6 +19,7 @@
 // observe
 #include "kvkeep/observe/observation.h"
 #include "kvkeep/observe/query_ring.h"
+#include "kvkeep/observe/query_statistics.h"
 #include "kvkeep/observe/trigger.h"
 
 // decide: score, allot, select
@@ -34,6 +35,7 @@
 #include "kvkeep/score/snapkv.h"
 #include "kvkeep/score/rpc.h"
 #include "kvkeep/score/h2o.h"
+#include "kvkeep/score/expected.h"
 #include "kvkeep/allot/mass.h"
 #include "kvkeep/allot/credit.h"
 #include "kvkeep/allot/segments.h"

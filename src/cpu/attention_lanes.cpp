@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "attention_lanes.h"
+#include "exponential-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace kvkeep::cpu::HWY_NAMESPACE {
@@ -18,26 +19,6 @@ using D = hn::ScalableTag<float>;
 using V = hn::Vec<D>;
 
 std::int64_t PanelWidth() { return 2 * static_cast<std::int64_t>(hn::Lanes(D())); }
-
-/// exp(x) for x <= 0: 2^n * p(r), degree-6 polynomial in fp32, relative error below 2e-7; 0 below -87 and for -inf.
-HWY_INLINE V ExpOfNegative(D d, V x) {
-  const hn::RebindToSigned<D> di;
-  const V least = hn::Set(d, -87.0F);
-  const auto tiny = hn::Lt(x, least);
-  x = hn::Max(x, least);
-  const V n = hn::Round(hn::Mul(x, hn::Set(d, 1.44269504088896341F)));
-  V r = hn::NegMulAdd(n, hn::Set(d, 0.693359375F), x);
-  r = hn::NegMulAdd(n, hn::Set(d, -2.12194440e-4F), r);
-  V p = hn::Set(d, 1.9875691500e-4F);
-  p = hn::MulAdd(p, r, hn::Set(d, 1.3981999507e-3F));
-  p = hn::MulAdd(p, r, hn::Set(d, 8.3334519073e-3F));
-  p = hn::MulAdd(p, r, hn::Set(d, 4.1665795894e-2F));
-  p = hn::MulAdd(p, r, hn::Set(d, 1.6666665459e-1F));
-  p = hn::MulAdd(p, r, hn::Set(d, 5.0000001201e-1F));
-  const V e = hn::MulAdd(p, hn::Mul(r, r), hn::Add(r, hn::Set(d, 1.0F)));
-  const auto exponent = hn::ShiftLeft<23>(hn::Add(hn::ConvertTo(di, n), hn::Set(di, 127)));
-  return hn::IfThenZeroElse(tiny, hn::Mul(e, hn::BitCast(d, exponent)));
-}
 
 template <class Half>
 HWY_INLINE void Widen(const Half* HWY_RESTRICT from, std::int64_t n, float* HWY_RESTRICT to) {

@@ -88,7 +88,8 @@ void Keeper::join(SequenceId sequence, std::int32_t tokens, std::int32_t prompt)
   require(prompt == -1 || prompt >= tokens, "join: sequence ", sequence, " has a prompt of ", prompt, " tokens and ", tokens,
           " of them cached; allowed at least as many as are cached, or -1 for not known");
   const auto layers = static_cast<std::int32_t>(full_layers_.size());
-  Sequence fresh{Columns(layers * spec_.kv_heads), QueryRing(layers, needs_.queries, spec_.query_heads, spec_.key_dim)};
+  Sequence fresh{Columns(layers * spec_.kv_heads), QueryRing(layers, needs_.queries, spec_.query_heads, spec_.key_dim), {}};
+  if (needs_.statistics_from >= 0) fresh.statistics.assign(full_layers_.size(), QueryStatistics(spec_.query_heads, spec_.key_dim, needs_.statistics_from));
   std::vector<std::int32_t> positions(static_cast<std::size_t>(tokens));
   std::iota(positions.begin(), positions.end(), 0);
   fresh.columns.append(positions);
@@ -200,6 +201,7 @@ void Keeper::observe(const Observation& o) {
       head_stride = o.queries.stride(1) * bytes;
       data = static_cast<const std::byte*>(o.queries.const_data_ptr()) + o.indptr[i] * token_stride;
     }
+    if (!s.statistics.empty()) s.statistics[static_cast<std::size_t>(index)].add(data, dtype, token_stride, head_stride, positions, o.basis, spec_.rope);
     s.ring.push(index, data, dtype, token_stride, head_stride, positions);
   }
 }
@@ -246,7 +248,9 @@ Plan Keeper::plan(const CacheView& view) const {
   }
   for (RowGroup& group : plan.table.groups) {
     const Sequence& s = at(view.sequences[static_cast<std::size_t>(group.sequence)]);
-    group.queries = s.ring.view(layer_index_[static_cast<std::size_t>(group.layer)]);
+    const std::int32_t index = layer_index_[static_cast<std::size_t>(group.layer)];
+    group.queries = s.ring.view(index);
+    if (!s.statistics.empty()) group.statistics = &s.statistics[static_cast<std::size_t>(index)];
     group.next_position = s.next_position;
     group.prompt = static_cast<std::int32_t>(s.prompt < 0 ? s.logical : s.prompt);
   }
@@ -311,11 +315,15 @@ void Keeper::truncate(SequenceId sequence, std::int64_t logical_length) {
                       " and what was dropped then is gone; given ", logical_length, "; allowed ", std::max<std::int64_t>(s.last_event, s.prefix), " or more");
   require<StateError>(needs_.queries == 0 || s.ring.can_forget(taken), "truncate: ", taken, " tokens of sequence ", sequence,
                       " reach behind what the query ring remembers; allowed at most ", QueryRing::kRollback);
+  for (const QueryStatistics& statistics : s.statistics)
+    require<StateError>(statistics.can_forget(taken), "truncate: ", taken, " tokens of sequence ", sequence, " reach behind what the query statistics can take back; allowed at most ",
+                        QueryStatistics::kRollback);
   if (taken == 0) return;
   const auto row = s.columns.positions(0);
   s.next_position = row[row.size() - static_cast<std::size_t>(taken)];
   s.columns.truncate(s.next_position);
   s.ring.forget(taken);
+  for (QueryStatistics& statistics : s.statistics) statistics.forget(taken);
   s.logical = logical_length;
   s.asked = std::min(s.asked, s.logical);
   ++version_;

@@ -19,6 +19,7 @@
 #include "kvkeep/score/knorm.h"
 #include "kvkeep/score/random.h"
 #include "kvkeep/score/h2o.h"
+#include "kvkeep/score/expected.h"
 #include "kvkeep/score/recency.h"
 #include "kvkeep/score/rpc.h"
 #include "kvkeep/score/snapkv.h"
@@ -134,6 +135,18 @@ const std::vector<ScorerEntry>& scorers() {
          H2OOptions o;
          f.integer("window", o.window, 1, INT32_MAX, "newest queries that an event can add to the sum; those further back are not counted");
          return std::make_unique<H2O>(o);
+      {"expected", "expected", true, "attention that coming queries will pay, by mean and covariance of those seen", "Devoto et al., Expected Attention",
+       [](Fields& f) {
+         ExpectedOptions o;
+         f.integer("n_future", o.future, 1, 1 << 20, "coming positions whose rotations are averaged");
+         f.integer("sink", o.sink, 0, INT32_MAX, "queries at positions below it are left out of the statistics, the oldest slots below it of the softmax");
+         f.flag("covariance", o.covariance, "use the covariance of the queries beside their mean");
+         f.flag("value_norm", o.value_norm, "weigh by the length of the value");
+         f.real("epsilon", o.epsilon, 0, false, 1, false, "added to the expected attention before it is weighed");
+         f.integer("queries", o.queries, 1, 1 << 20, "newest queries whose mean and covariance are taken (statistics window)");
+         f.choice("statistics", o.statistics, {{"window", ExpectedOptions::Statistics::window}, {"stream", ExpectedOptions::Statistics::stream}},
+                  "mean and covariance of the newest `queries`, or of every query since the sequence began");
+         return std::make_unique<Expected>(o);
        }},
   };
   return all;

@@ -26,6 +26,7 @@ struct Needs {
   bool calibration = false;        ///< a file that the policy names
   bool output_projection = false;  ///< W_o of every full layer
   bool surprisal = false;
+  std::int32_t statistics_from = -1;  ///< running mean and covariance of every query from this logical position on, per (layer, sequence); -1: none
 };
 
 /// Everything an event is decided on. Plain data over rows: from a running engine, or from a trace.

@@ -56,6 +56,8 @@ struct QueryView {
   [[nodiscard]] std::int32_t position(std::int32_t i) const { return positions[index(i)]; }
 };
 
+class QueryStatistics;
+
 /// The Hkv rows of one (layer, sequence): they share queries and lie next to each other in the table.
 struct RowGroup {
   std::int32_t layer = 0;
@@ -64,6 +66,7 @@ struct RowGroup {
   QueryView queries;
   std::int32_t next_position = 0;  ///< logical position of the next token: tokens seen, where positions have no gaps
   std::int32_t prompt = 0;         ///< tokens of the sequence that are its prompt: positions [0, prompt)
+  const QueryStatistics* statistics = nullptr;  ///< of every query so far, where a policy asked for them; null in a trace
 };
 
 /// All rows of one event, in the order layer, sequence, head.

@@ -12,6 +12,7 @@
 #include "kvkeep/core/model_spec.h"
 #include "kvkeep/observe/observation.h"
 #include "kvkeep/observe/query_ring.h"
+#include "kvkeep/observe/query_statistics.h"
 #include "kvkeep/policy/policy.h"
 
 namespace kvkeep {
@@ -116,6 +117,7 @@ class Keeper {
   struct Sequence {
     Columns columns;
     QueryRing ring;
+    std::vector<QueryStatistics> statistics;  ///< [full layers] where the policy asks for them; else none
     std::int32_t prefix = 0;         ///< tokens that were cached before the sequence joined
     std::int64_t logical = 0;        ///< tokens seen, prefix included
     std::int64_t last_event = 0;     ///< logical length at the last event
