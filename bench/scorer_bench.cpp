@@ -37,6 +37,8 @@ const Subject kSubjects[] = {
     {"knorm", false, [] { return std::make_unique<Knorm>(); }},
     {"rkv", false, [] { return std::make_unique<Rkv>(); }},
     {"rkv_far", true, [] { return std::make_unique<Rkv>(); }},
+    {"expected", false, [] { return std::make_unique<Expected>(); }},
+    {"expected_plain", false, [] { return std::make_unique<Expected>(ExpectedOptions{.matrix_unit = false}); }},
     {"random", false, [] { return std::make_unique<RandomScorer>(); }},
 };
 
