@@ -146,7 +146,7 @@ std::string markdown(const Options& o, const Outcome& out) {
   if (out.policy->trigger().never) head += text(out.policy->name(), " never cuts.\n");
   else if (s.events == 0) head += text("No event within ", o.length, " tokens.\n");
   else head += text(s.events, s.events == 1 ? " event" : " events", ", the first at token ", s.first_event, ", the last at token ", s.last_event, ".\n");
-  if (out.policy->trigger().ragged) head += "Rows of a layer end up unequal, by what they hold: slots are those of an average row.\n";
+  if (out.policy->trigger().ragged) head += "Rows may end up unequal. Where heads of a layer differ by what they hold, slots are those of an average row.\n";
   return text(head, "\n", layer_table(out).markdown(), "\n", total_table(o, out).markdown(), "\nIn the memory of ", o.batch, o.batch == 1 ? " full cache" : " full caches",
               " there is room for ", out.fits, out.fits == 1 ? " sequence" : " sequences", " under ", out.policy->name(), ": ", std::max<std::int64_t>(0, out.fits - o.batch),
               " more.\n");
