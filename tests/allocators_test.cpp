@@ -8,7 +8,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <fstream>
 #include <limits>
+#include <nlohmann/json.hpp>
 #include <numeric>
 
 #include "kvkeep/kvkeep.h"
@@ -155,6 +157,17 @@ TEST(Pyramid, BudgetsByHand) {
   EXPECT_THROW(static_cast<void>(pyramid_budgets(5, 10, 5, 11)), InvalidArgument);
   const Ints twenty = pyramid_budgets(20, 100, 20, 4);
   for (std::size_t l = 0; l < twenty.size(); ++l) EXPECT_EQ(twenty[l], 195 - 10 * static_cast<std::int32_t>(l));
+}
+
+TEST(Pyramid, BudgetsOfTheGoldenTable) {
+  std::ifstream in(KVKEEP_TEST_GOLDEN_DIR "/scorers/pyramidkv_budgets.json");
+  int compared = 0;
+  for (const auto& c : nlohmann::json::parse(in).at("cases")) {
+    if (c["kvkeep"].is_null()) continue;  // a layer is raised to its bound, which the table leaves open
+    EXPECT_EQ(pyramid_budgets(c["layers"], c["budget"], c["beta"], c["window"].get<int>() + c["sink"].get<int>()), c["kvkeep"].get<Ints>()) << c.dump();
+    ++compared;
+  }
+  EXPECT_GE(compared, 4);
 }
 
 TEST(Pyramid, BudgetsAddUpFallAndKeepTheirBound) {

@@ -170,7 +170,9 @@ INSTANTIATE_TEST_SUITE_P(Policies, InCompany,
                                            "ams-tova,budget=32,interval=8,window=8,min_segment=4,max_segment=16,coverage=auto,min_quota=2,sink=2,recent=4",
                                            "pyramidkv-tova,budget=24,interval=8,beta=3,sink=2,recent=4", "adakv-tova,budget=24,interval=8,sink=2,recent=4",
                                            "chunkkv-tova,budget=24,interval=8,chunk=5,sink=2,recent=4", "criticalkv-tova,budget=24,interval=8,sink=2,recent=4",
-                                           "criticalkv-tova,budget=24,interval=8,sink=2,recent=4,allocator.heads=adaptive"),
+                                           "criticalkv-tova,budget=24,interval=8,sink=2,recent=4,allocator.heads=adaptive",
+                                           "adakv,budget=24,interval=8,window=4,sink=2,recent=4", "pyramidkv,budget=24,interval=8,window=4,beta=3,sink=2,recent=4",
+                                           "adakv-h2o,budget=24,interval=8,sink=2,recent=4"),
                          [](const auto& one) { return "Case" + std::to_string(one.index); });
 
 TEST_P(InCompany, RaggedSequencesThatJoinAndLeaveSayWhatEachSaysAloneB4B14) {

@@ -84,6 +84,8 @@ TEST(Registry, RefusesWithTheFieldTheValueAndWhatIsAllowed) {
   expect_refused(R"({"policy": "adakv-tova", "budget": 64, "share": "union"})", {"share", "adakv", "per_layer_per_head"});
   expect_refused(R"({"policy": "adakv-tova", "budget": 64, "scorer": {"heads": "all"}})", {"scorer.heads", "all", "group"});
   expect_refused(R"({"policy": "criticalkv-tova", "budget": 64, "allocator": {"heads": "adaptive"}, "scorer": {"heads": "all"}})", {"scorer.heads", "all", "group"});
+  expect_refused(R"({"policy": "adakv-rpc", "budget": 512, "scorer": {"style": "official"}})", {"scorer.heads", "all", "group"});
+  expect_refused(R"({"policy": "pyramidkv", "budget": 67})", {"budget is 67", "pyramidkv", "68", "window"});
   expect_refused(R"({"policy": "chunkkv-tova", "budget": 64, "allocator": {"chunk": 0}})", {"allocator.chunk", "0", "1 or more"});
   expect_refused(R"({"policy": "ams-tova", "budget": 64, "allocator": {"segments": "fixed:0"}})", {"segments", "fixed:0"});
   expect_refused(R"({"policy": "ams-tova", "budget": 64, "allocator": {"suffix_fill": "max"}})", {"suffix_fill", "max_head, max_global"});
@@ -99,6 +101,15 @@ TEST(Registry, RefusesWithTheFieldTheValueAndWhatIsAllowed) {
   EXPECT_THROW(static_cast<void>(make_policy("tova,budget")), InvalidArgument);
   EXPECT_THROW(static_cast<void>(make_policy("tova,budget=5,budget=6")), InvalidArgument);
   EXPECT_THROW(static_cast<void>(load_policy("/no/such/policy.json")), InvalidArgument);
+}
+
+TEST(Registry, BareNamesOfAllocatorsStandForSnapKVScores) {
+  for (const char* name : {"pyramidkv", "adakv", "chunkkv", "criticalkv"}) {
+    const auto bare = resolved(text(name, ",budget=512")), full = resolved(text(name, "-snapkv,budget=512"));
+    EXPECT_EQ(bare["scorer"], full["scorer"]) << name;
+    EXPECT_EQ(bare["allocator"], full["allocator"]) << name;
+    EXPECT_EQ(bare["scorer"]["window"], 64) << name;
+  }
 }
 
 TEST(Registry, ListsEveryOptionOfEveryPolicy) {
