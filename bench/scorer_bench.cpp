@@ -39,6 +39,10 @@ const Subject kSubjects[] = {
     {"rkv_far", true, [] { return std::make_unique<Rkv>(); }},
     {"expected", false, [] { return std::make_unique<Expected>(); }},
     {"expected_plain", false, [] { return std::make_unique<Expected>(ExpectedOptions{.matrix_unit = false}); }},
+    {"snapkv", false, [] { return std::make_unique<SnapKV>(); }},
+    {"snapkv_rkv", false, [] { return std::make_unique<SnapKV>(SnapKVOptions{.window = 8, .pool = 7, .style = SnapKVOptions::Style::rkv}); }},
+    {"rpc", false, [] { return std::make_unique<Rpc>(); }},
+    {"h2o", false, [] { return std::make_unique<H2O>(); }},
     {"random", false, [] { return std::make_unique<RandomScorer>(); }},
 };
 

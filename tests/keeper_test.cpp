@@ -207,6 +207,27 @@ TEST(Keeper, AProtectedPromptStaysWholeAndRaisesTheBudgetWhereItDoesNotFit) {
   }
 }
 
+TEST(Keeper, ABudgetThatGrowsStandsOnTopOfThePrompt) {  // RPC as published, in small: 6 slots after 16 decoded tokens, 4 more after every further 16
+  Engine engine("rpc,budget=6,style=official,interval=16,growth=4,window=2", 1, 128);
+  engine.join(1);
+  engine.step({{1, 0, 30}});
+  std::vector<std::int32_t> lengths;
+  for (std::int32_t d = 1; d <= 70; ++d) {
+    if (engine.step({{1, 0, 1}}).cuts.empty()) continue;
+    EXPECT_EQ(d % 16, 0);
+    lengths.push_back(engine.keeper.physical_length(1, 0, 0));
+    const auto rows = engine.kept(1);
+    for (std::size_t r = 0; r < rows.size(); ++r) {
+      for (std::int32_t p = 0; p < 30; ++p) ASSERT_EQ(rows[r][static_cast<std::size_t>(p)], p) << "the prompt stays whole";
+      EXPECT_EQ(rows[r].back(), 30 + d - 1);
+      EXPECT_EQ(rows[r][rows[r].size() - 2], 30 + d - 2);
+      EXPECT_EQ(rows[r], rows[r - r % 2]) << "the heads of a layer rank alike";
+    }
+  }
+  EXPECT_EQ(lengths, (std::vector<std::int32_t>{36, 40, 44, 48}));
+  EXPECT_TRUE(engine.holds_what_it_says({1, 0, 1}));
+}
+
 TEST(Keeper, CountsTheBudgetInSharesAndInBytes) {
   Engine half("ams-tova,ratio=0.5,interval=8,sink=2,recent=4,window=8", 1, 96);
   half.join(1);

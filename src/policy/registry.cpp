@@ -46,13 +46,15 @@ struct ScorerEntry {
 /// Prompt kept and not counted, nothing but prompt and window protected, 256 slots more at every further 1024 tokens.
 void rpc_defaults(const Fields& f, Retention& r) {
   if (!f.says("scorer", "style", "official")) return;
-  r.sink = 0;
+  r.sink = r.recent = 0;
   r.protect_prompt = true;
   r.trigger.kind = Trigger::Kind::counter;
   r.trigger.interval = 1024;
   r.trigger.budget.growth = 256;
   r.trigger.budget.decoded_only = true;
 }
+
+constexpr std::int64_t kMostQueries = 1 << 20;  ///< what a ring may be asked to hold
 
 void describe_pool(Fields& f, std::int32_t& pool, const char* what) {
   f.integer("pool", pool, 1, 4095, what);
@@ -112,7 +114,7 @@ const std::vector<ScorerEntry>& scorers() {
       {"snapkv", "snapkv", true, "attention of the newest `window` queries, pooled over neighbours", "Li et al., SnapKV: LLM Knows What You are Looking for Before Generation",
        [](Fields& f) {
          SnapKVOptions o;
-         f.integer("window", o.window, 1, INT32_MAX, "newest queries that are asked; their slots always stay");
+         f.integer("window", o.window, 1, kMostQueries, "newest queries that are asked; their slots always stay");
          describe_pool(f, o.pool, "slots pooled over, odd; 1: none");
          f.choice("style", o.style, {{"snapkv", SnapKVOptions::Style::snapkv}, {"rkv", SnapKVOptions::Style::rkv}},
                   "softmax over all slots, mean over the group, average pool; or largest logit of the group, softmax over the history alone, max pool");
@@ -121,11 +123,11 @@ const std::vector<ScorerEntry>& scorers() {
       {"rpc", "rpc", true, "attention of the newest `window` queries to what came before them, in sum", "Song et al., Reasoning Path Compression",
        [](Fields& f) {
          RpcOptions o;
-         f.integer("window", o.window, 1, INT32_MAX, "newest queries that are asked; their slots always stay");
+         f.integer("window", o.window, 1, kMostQueries, "newest queries that are asked; their slots always stay");
          describe_pool(f, o.pool, "slots pooled over, odd; 1: none");
          f.choice("style", o.style, {{"fixed", RpcOptions::Style::fixed}, {"official", RpcOptions::Style::official}},
                   "every window query over the whole history; or as published: the newest query counted twice, the protected prompt outside the softmax, a budget that grows");
-         if (o.style == RpcOptions::Style::official) o.heads = RpcOptions::Heads::all;
+         if (o.style == RpcOptions::Style::official && !f.uneven_heads) o.heads = RpcOptions::Heads::all;
          f.choice("heads", o.heads, {{"group", RpcOptions::Heads::group}, {"all", RpcOptions::Heads::all}}, "query heads that are averaged: of the layer, or of the KV head");
          if (f.uneven_heads && o.heads == RpcOptions::Heads::all) f.bad("heads", "all", "group: heads that differ in length cannot be averaged slot by slot");
          return std::make_unique<Rpc>(o);
@@ -134,7 +136,7 @@ const std::vector<ScorerEntry>& scorers() {
       {"h2o", "h2o", true, "attention of every query so far, in sum", "Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
        [](Fields& f) {
          H2OOptions o;
-         f.integer("window", o.window, 1, INT32_MAX, "newest queries that an event can add to the sum; those further back are not counted");
+         f.integer("window", o.window, 1, kMostQueries, "newest queries that an event can add to the sum; those further back are not counted");
          return std::make_unique<H2O>(o);
       {"expected", "expected", true, "attention that coming queries will pay, by mean and covariance of those seen", "Devoto et al., Expected Attention",
        [](Fields& f) {
