@@ -138,6 +138,7 @@ const std::vector<ScorerEntry>& scorers() {
          H2OOptions o;
          f.integer("window", o.window, 1, kMostQueries, "newest queries that an event can add to the sum; those further back are not counted");
          return std::make_unique<H2O>(o);
+       }},
       {"expected", "expected", true, "attention that coming queries will pay, by mean and covariance of those seen", "Devoto et al., Expected Attention",
        [](Fields& f) {
          ExpectedOptions o;
