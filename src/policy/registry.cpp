@@ -127,7 +127,7 @@ const std::vector<ScorerEntry>& scorers() {
          describe_pool(f, o.pool, "slots pooled over, odd; 1: none");
          f.choice("style", o.style, {{"fixed", RpcOptions::Style::fixed}, {"official", RpcOptions::Style::official}},
                   "every window query over the whole history; or as published: the newest query counted twice, the protected prompt outside the softmax, a budget that grows");
-         if (o.style == RpcOptions::Style::official && !f.uneven_heads) o.heads = RpcOptions::Heads::all;
+         if (o.style == RpcOptions::Style::official) o.heads = RpcOptions::Heads::all;
          f.choice("heads", o.heads, {{"group", RpcOptions::Heads::group}, {"all", RpcOptions::Heads::all}}, "query heads that are averaged: of the layer, or of the KV head");
          if (f.uneven_heads && o.heads == RpcOptions::Heads::all) f.bad("heads", "all", "group: heads that differ in length cannot be averaged slot by slot");
          return std::make_unique<Rpc>(o);
