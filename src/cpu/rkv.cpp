@@ -32,6 +32,10 @@ class Scratch {
     direction = take<float>(dim);
     similar.panel = take<float>(dim * cpu::similar_width());
     similar.widened = take<float>(6 * dim);
+    similar.step = take<float>(length);
+    similar.reach = take<float>(length);
+    similar.coarse = take<std::uint8_t>(length * cpu::coarse_dim(dim));
+    similar.coarse_panel = take<std::uint32_t>(cpu::coarse_dim(dim) / 4 * cpu::similar_width());
   }
 
   [[nodiscard]] std::int64_t bytes() const { return bytes_; }

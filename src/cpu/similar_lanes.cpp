@@ -6,7 +6,10 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
+#include <cstring>
 
+#include "coarse_lanes.h"
 #include "similar_lanes.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -16,8 +19,8 @@ namespace hn = hwy::HWY_NAMESPACE;
 using P = hn::CappedTag<float, 16>;
 using Lane = hn::Vec<P>;
 
-constexpr std::int64_t kRows = 6;    ///< keys held against a panel at a time: twelve sums in registers
-constexpr std::int64_t kWidest = 32; ///< keys in a panel
+constexpr std::int64_t kRows = kCoarseRows;      ///< keys held against a panel at a time: twelve sums in registers
+constexpr std::int64_t kWidest = kCoarseWidth;   ///< keys in a panel
 
 std::int64_t SimilarWidth() { return 2 * static_cast<std::int64_t>(hn::Lanes(P())); }
 
@@ -87,11 +90,50 @@ HWY_INLINE void Hold(const float* const* HWY_RESTRICT key, const float* HWY_REST
   judge(5, g0, g1);
 }
 
+/// Slack for the rounding of the exact cosine and of the coarse one.
+constexpr float kRounding = 1e-4F;
+
+/// A unit key in 8 bits: q = round(k / step) + 128. `reach` is 1 + |k - step (q - 128)|. Keys that never resemble any (zero, not finite) get step 0, reach 0.
+HWY_INLINE void Coarsen(const float* HWY_RESTRICT key, float inverse, std::int64_t dim, std::uint8_t* HWY_RESTRICT coarse, float& step, float& reach) {
+  const P d;
+  const hn::Rebind<std::int8_t, P> d8;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  Lane top = hn::Zero(d);
+  float rest = 0;
+  std::int64_t i = 0;
+  for (; i + lanes <= dim; i += lanes) top = hn::Max(top, hn::Abs(hn::LoadU(d, key + i)));
+  for (; i < dim; ++i) rest = std::max(rest, std::abs(key[i]));
+  const float largest = std::max(rest, hn::GetLane(hn::MaxOfLanes(d, top)));
+  std::memset(coarse, 128, static_cast<std::size_t>(coarse_dim(dim)));
+  step = reach = 0;
+  if (!(largest * inverse > 0) || !std::isfinite(largest)) return;
+  const float scale = 127.0F / largest, back = largest / 127.0F;
+  const Lane up = hn::Set(d, scale), down = hn::Set(d, back);
+  Lane squares = hn::Zero(d);
+  float square = 0;
+  for (i = 0; i + lanes <= dim; i += lanes) {
+    const Lane k = hn::LoadU(d, key + i);
+    const auto q = hn::NearestInt(hn::Mul(k, up));
+    const Lane left = hn::NegMulAdd(hn::ConvertTo(d, q), down, k);
+    squares = hn::MulAdd(left, left, squares);
+    hn::StoreU(hn::Xor(hn::DemoteTo(d8, q), hn::Set(d8, -128)), d8, reinterpret_cast<std::int8_t*>(coarse) + i);
+  }
+  for (; i < dim; ++i) {
+    const float q = std::nearbyint(key[i] * scale), left = key[i] - q * back;
+    square += left * left;
+    coarse[i] = static_cast<std::uint8_t>(static_cast<int>(q) + 128);
+  }
+  square += hn::GetLane(hn::SumOfLanes(d, squares));
+  step = back * inverse;
+  reach = 1.0F + std::sqrt(square) * inverse;
+  if (!std::isfinite(step) || !std::isfinite(reach)) step = reach = 0;
+}
+
 /// The search over the keys of one row.
 class Search {
  public:
   Search(const Keys& keys, std::int64_t n, const float* inverse, float threshold, const SimilarWork& work)
-      : keys_(keys), n_(n), width_(SimilarWidth()), inverse_(inverse), threshold_(threshold), work_(work) {
+      : keys_(keys), n_(n), width_(SimilarWidth()), coarse_allowed_(width_ == kCoarseWidth && has_coarse_products()), inverse_(inverse), threshold_(threshold), work_(work) {
     panel_.elements = work.panel;
   }
 
@@ -115,6 +157,8 @@ class Search {
   void ClearPanel() {
     std::fill_n(panel_.elements, keys_.dim * width_, 0.0F);
     std::fill_n(panel_.inverse, kWidest, 0.0F);
+    laid_ = 0;
+    coarse_panel_ready_ = false;
   }
 
   void Lay(std::int64_t lane, std::int32_t key) {
@@ -122,10 +166,71 @@ class Search {
     for (std::int64_t d = 0; d < keys_.dim; ++d) panel_.elements[d * width_ + lane] = work_.widened[d];
     panel_.inverse[lane] = inverse_[key];
     panel_.key[lane] = key;
+    laid_ = std::max(laid_, lane + 1);
   }
 
-  /// Holds count <= 6 keys against the panel.
-  void HoldKeys(const std::int32_t* which, std::int64_t count) {
+  void CoarsenAll() {
+    if (coarse_) return;
+    coarse_ = true;
+    for (std::int64_t i = 0; i < n_; ++i) {
+      const std::byte* at = keys_.slots.at(i);
+      const float* key = reinterpret_cast<const float*>(at);
+      if (keys_.dtype != kFloat32) {
+        widen(at, keys_.dtype, keys_.dim, work_.widened);
+        key = work_.widened;
+      }
+      Coarsen(key, inverse_[i], keys_.dim, work_.coarse + i * coarse_dim(keys_.dim), work_.step[i], work_.reach[i]);
+    }
+  }
+
+  void LayCoarse() {
+    CoarsenAll();
+    const std::int64_t words = coarse_dim(keys_.dim) / 4;
+    std::fill_n(work_.coarse_panel, words * width_, 0U);
+    std::fill_n(lane_step_, kWidest, 0.0F);
+    std::fill_n(lane_reach_, kWidest, 0.0F);
+    std::fill_n(lane_start_, kWidest, 0);
+    for (std::int64_t lane = 0; lane < laid_; ++lane) {
+      const std::int64_t key = panel_.key[lane];
+      const std::uint8_t* from = work_.coarse + key * words * 4;
+      std::int32_t sum = 0;
+      for (std::int64_t i = 0; i < words; ++i) {
+        std::uint32_t word = 0;
+        std::memcpy(&word, from + 4 * i, 4);
+        work_.coarse_panel[i * width_ + lane] = word ^ 0x80808080U;
+      }
+      for (std::int64_t i = 0; i < 4 * words; ++i) sum += from[i];
+      lane_start_[lane] = -128 * (sum - static_cast<std::int32_t>(4 * words) * 128);
+      lane_step_[lane] = work_.step[key];
+      lane_reach_[lane] = work_.reach[key];
+    }
+    coarse_panel_ready_ = true;
+  }
+
+  /// False where the coarse cosines and their bound say that none of count <= 6 keys resembles any of the panel's.
+  bool MayHit(const std::int32_t* which, std::int64_t count, const std::uint32_t* ignore) {
+    if (!coarse_panel_ready_) LayCoarse();
+    const std::int64_t bytes = coarse_dim(keys_.dim);
+    const std::uint8_t* rows[kRows];
+    float step[kRows], reach[kRows];
+    for (std::int64_t r = 0; r < kRows; ++r) {
+      const std::int32_t i = which[std::min(r, count - 1)];
+      rows[r] = work_.coarse + i * bytes;
+      step[r] = work_.step[i];
+      reach[r] = work_.reach[i];
+    }
+    // cosine <= coarse cosine + reach * reach - 1
+    return coarse_may_hit(rows, step, reach, ignore, {bytes / 4, work_.coarse_panel, lane_start_, lane_step_, lane_reach_}, threshold_ + 1.0F - kRounding);
+  }
+
+  /// Holds count <= 6 keys against the panel; `own`: they are of the panel themselves, and not held against themselves.
+  void HoldKeys(const std::int32_t* which, std::int64_t count, bool own = false) {
+    std::uint32_t ignore[kRows] = {};
+    for (std::int64_t r = 0; own && r < kRows; ++r) ignore[r] = 1U << (which[std::min(r, count - 1)] - panel_.key[0]);
+    if (coarse_allowed_ && quiet_ >= kQuiet && !MayHit(which, count, ignore)) {
+      std::fill_n(verdict_.hits, kRows, 0U);
+      return;
+    }
     const float* key[kRows];
     float inverse[kRows];
     for (std::int64_t r = 0; r < kRows; ++r) {
@@ -142,6 +247,9 @@ class Search {
       inverse[r] = inverse_[i];
     }
     Hold(key, inverse, keys_.dim, panel_, threshold_, verdict_);
+    for (std::int64_t r = 0; r < kRows; ++r) verdict_.hits[r] &= ~ignore[r];
+    const bool any = std::any_of(verdict_.hits, verdict_.hits + kRows, [](std::uint32_t hits) { return hits != 0; });
+    quiet_ = any ? std::max(0, quiet_ - 4) : std::min(quiet_ + 1, 2 * kQuiet);
   }
 
   /// Key i, without a partner among newer panels, takes the newest of the hits.
@@ -171,8 +279,8 @@ class Search {
     while (own > 0 && work_.open[own - 1] >= first) --own;
     for (std::int64_t o = own; o < open_; o += kRows) {
       const std::int64_t group = std::min(kRows, open_ - o);
-      HoldKeys(work_.open + o, group);
-      for (std::int64_t r = 0; r < group; ++r) MatchNewest(work_.open[o + r], r, verdict_.hits[r] & ~(1U << (work_.open[o + r] - first)));
+      HoldKeys(work_.open + o, group, true);
+      for (std::int64_t r = 0; r < group; ++r) MatchNewest(work_.open[o + r], r, verdict_.hits[r]);
     }
     std::uint32_t lonely = 0;
     for (std::int64_t o = own; o < open_; ++o)
@@ -234,12 +342,18 @@ class Search {
 
   const Keys& keys_;
   std::int64_t n_, width_;
+  bool coarse_allowed_;
   const float* inverse_;
   float threshold_;
   const SimilarWork& work_;
   Panel panel_;
   Verdict verdict_;
-  std::int64_t open_ = 0, late_ = 0;
+  std::int64_t open_ = 0, late_ = 0, laid_ = 0;
+  static constexpr int kQuiet = 8;  ///< groups without a hit after which a coarse look comes first
+  int quiet_ = 0;
+  bool coarse_ = false, coarse_panel_ready_ = false;
+  float lane_step_[kWidest], lane_reach_[kWidest];
+  std::int32_t lane_start_[kWidest];
 };
 
 void FindSimilar(const Keys& keys, std::int64_t n, const float* inverse, float threshold, const SimilarWork& work) {

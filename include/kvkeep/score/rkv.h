@@ -44,8 +44,8 @@ class Rkv final : public Scorer {
   /// Workspace: 4 bytes a slot of the event, and per thread the larger of history_attention_workspace() and workspace_bytes().
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
 
-  /// Of one thread, for rows of `length` slots: 25 * length + (8 + 4 * 7 + 4 * w) * dim, rounded up to whole cache lines by part; w = two vectors of the machine
-  /// (8 floats with SSE4, 16 with AVX2, 32 with AVX-512).
+  /// Of one thread, for rows of `length` slots: (33 + dim) * length + (8 + 4 * 7 + 5 * w) * dim, dim a multiple of 4, rounded up to whole cache lines by part;
+  /// w = two vectors of the machine (8 floats with SSE4, 16 with AVX2, 32 with AVX-512).
   [[nodiscard]] static std::int64_t workspace_bytes(std::int64_t length, std::int64_t dim);
 
  private:
