@@ -25,11 +25,26 @@
 namespace kvkeep {
 namespace {
 
+struct Shape {
+  const char* name;
+  std::int32_t query_heads, kv_heads, dim;
+};
+constexpr Shape kShapes[] = {{"qwen7b", 28, 4, 128}, {"llama8b", 32, 8, 128}};
+
 struct Subject {
   const char* name;
   bool far;  ///< keys without neighbours
   std::function<std::unique_ptr<Scorer>()> make;
+  std::function<std::unique_ptr<Scorer>(const Shape&)> make_for = {};  ///< instead of `make`, where the scorer knows the model
 };
+
+/// TriAttention with any statistics: its time does not depend on them.
+std::unique_ptr<Scorer> triattention(const Shape& shape, TriAttentionOptions::Aggregate aggregate) {
+  Calibration c{.head_dim = shape.dim, .heads = {}, .inv_freq = {}, .model_name = {}};
+  for (std::int32_t h = 0; h < shape.query_heads; ++h)
+    c.heads[{0, h}] = {std::vector<std::complex<float>>(static_cast<std::size_t>(shape.dim) / 2, {0.3F, 0.2F}), std::vector<float>(static_cast<std::size_t>(shape.dim) / 2, 1.0F)};
+  return std::make_unique<TriAttention>(std::move(c), TriAttentionOptions{.aggregate = aggregate});
+}
 
 const Subject kSubjects[] = {
     {"tova", false, [] { return std::make_unique<Tova>(); }},
@@ -44,13 +59,9 @@ const Subject kSubjects[] = {
     {"rpc", false, [] { return std::make_unique<Rpc>(); }},
     {"h2o", false, [] { return std::make_unique<H2O>(); }},
     {"random", false, [] { return std::make_unique<RandomScorer>(); }},
+    {"triattention", false, {}, [](const Shape& shape) { return triattention(shape, TriAttentionOptions::Aggregate::mean); }},
+    {"triattention_max", false, {}, [](const Shape& shape) { return triattention(shape, TriAttentionOptions::Aggregate::max); }},
 };
-
-struct Shape {
-  const char* name;
-  std::int32_t query_heads, kv_heads, dim;
-};
-constexpr Shape kShapes[] = {{"qwen7b", 28, 4, 128}, {"llama8b", 32, 8, 128}};
 
 double milliseconds(auto&& work) {
   const auto start = std::chrono::steady_clock::now();
@@ -140,7 +151,7 @@ class Layer {
 };
 
 void Score(benchmark::State& state, const Subject& subject, const Shape& shape, ScalarType dtype, std::int32_t length) {
-  const std::unique_ptr<Scorer> scorer = subject.make();
+  const std::unique_ptr<Scorer> scorer = subject.make ? subject.make() : subject.make_for(shape);
   const Layer layer(shape, dtype, length, subject.far, scorer->needs().queries);
   benchmark::DoNotOptimize(layer.score(*scorer).data.data_ptr());
   std::vector<double> scoring, reading;

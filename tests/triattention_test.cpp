@@ -194,9 +194,9 @@ TEST(TriAttention, EqualKeysScoreZeroEachAndASingleSlotToo) {
 
 TEST(TriAttention, WorkspaceGrowsWithTheRowAndNotWithItsSquare) {
   const auto bytes = [](std::int64_t length, std::int64_t offsets) { return TriAttention::workspace_bytes(7, length, 64, offsets); };
-  EXPECT_EQ(bytes(2000, 1) - bytes(1000, 1), 4 * 7 * 1000);
+  EXPECT_EQ(bytes(2000, 1) - bytes(1000, 1), 4 * 7 * 1000) << "a raw score per slot and query head, nothing else";
   EXPECT_EQ(bytes(1000, 17) - bytes(1000, 1), 4 * 7 * 64 * 2 * 16);
-  EXPECT_EQ(bytes(32768, 1), 4 * (7 * 32768 + 7 * 64 * 3 + 12 * 64));
+  EXPECT_EQ(bytes(32768, 1), 4 * (7 * 32768 + 7 * 64 * 3 + 48 * 64 + 4 * 7));
 }
 
 std::string one_problem(const Calibration& c, const ModelSpec& spec) {
@@ -248,6 +248,9 @@ TEST(TriAttention, SaysWhichFieldOrHeadDoesNotFitTheModel) {
   ModelSpec deeper = spec;
   deeper.key_dim = 16;
   contains(good.problems(deeper).front(), {"head_dim", "8", "16"});
+  c = good;
+  c.head_dim = 7;
+  contains(one_problem(c, spec), {"head_dim is 7", "even"});
   ModelSpec partial = spec;
   partial.rope.inv_freq.resize(2);
   contains(good.problems(partial).front(), {"F", "4", "2"});

@@ -46,7 +46,7 @@ struct Workspace {
     trig = memory.data();
     norm = trig + group * offsets * 2 * padded;
     scratch = norm + group * padded;
-    raw = scratch + 12 * padded;
+    raw = scratch + cpu::tri_scratch(group, padded);
   }
 };
 
@@ -100,7 +100,7 @@ Standard standard_of(const float* raw, std::int64_t length, const Protected& gua
 
 std::int64_t TriAttention::workspace_bytes(std::int64_t group, std::int64_t length, std::int64_t pairs, std::int64_t offsets) {
   const std::int64_t padded = cpu::padded_pairs(pairs);
-  return static_cast<std::int64_t>(sizeof(float)) * (group * length + group * padded * (2 * offsets + 1) + 12 * padded);
+  return static_cast<std::int64_t>(sizeof(float)) * (group * length + group * padded * (2 * offsets + 1) + cpu::tri_scratch(group, padded));
 }
 
 Scores TriAttention::score(const Evidence& evidence, const Limits& limits, WindowAttention&) const {

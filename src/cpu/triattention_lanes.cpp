@@ -24,6 +24,18 @@ std::int64_t PaddedPairs(std::int64_t pairs) {
   return (pairs + lanes - 1) / lanes * lanes;
 }
 
+/// |a + ib| within 3e-7 of itself; 0 below 1e-18. A square root costs several times as much.
+HWY_INLINE V Modulus(D d, V a, V b) {
+  const V square = hn::MulAdd(a, a, hn::Mul(b, b));
+#if HWY_ARCH_X86 && HWY_TARGET != HWY_SCALAR
+  const V guess = hn::ApproximateReciprocalSqrt(square), root = hn::Mul(square, guess);  // 12 bits or more, and one step of Newton
+  const V better = hn::MulAdd(hn::Mul(root, hn::Set(d, 0.5F)), hn::NegMulAdd(root, guess, hn::Set(d, 1.0F)), root);
+  return hn::IfThenZeroElse(hn::Lt(square, hn::Set(d, 1e-36F)), better);
+#else
+  return hn::IfThenZeroElse(hn::Lt(square, hn::Set(d, 1e-36F)), hn::Sqrt(square));
+#endif
+}
+
 /// One key as [3, Fp]: first components, second components, moduli.
 template <class T>
 HWY_INLINE void Spread(const T* HWY_RESTRICT key, std::int64_t pairs, std::int64_t padded, RopeStyle style, float* HWY_RESTRICT out) {
@@ -38,7 +50,7 @@ HWY_INLINE void Spread(const T* HWY_RESTRICT key, std::int64_t pairs, std::int64
   const auto put = [&](std::int64_t f, V a, V b) HWY_ATTR {
     hn::StoreU(a, d, first + f);
     hn::StoreU(b, d, second + f);
-    hn::StoreU(hn::Sqrt(hn::MulAdd(a, a, hn::Mul(b, b))), d, moduli + f);
+    hn::StoreU(Modulus(d, a, b), d, moduli + f);
   };
   std::int64_t f = 0;
   if (style == RopeStyle::half) {
@@ -82,82 +94,107 @@ HWY_INLINE void SpreadAny(const Keys& keys, std::int64_t slot, std::int64_t padd
   else Spread(reinterpret_cast<const float*>(at), pairs, padded, style, out);
 }
 
-/// Lane k: the sum of the lanes of vector k.
+/// out[k] = sum of the lanes of vector k, always in the same order.
 HWY_INLINE void FoldFour(V a, V b, V c, V e, float* HWY_RESTRICT out) {
   const D d;
-  out[0] = hn::GetLane(hn::SumOfLanes(d, a));
-  out[1] = hn::GetLane(hn::SumOfLanes(d, b));
-  out[2] = hn::GetLane(hn::SumOfLanes(d, c));
-  out[3] = hn::GetLane(hn::SumOfLanes(d, e));
+#if HWY_TARGET == HWY_SCALAR
+  hn::StoreU(a, d, out);
+  hn::StoreU(b, d, out + 1);
+  hn::StoreU(c, d, out + 2);
+  hn::StoreU(e, d, out + 3);
+#else
+  const hn::Repartition<std::uint64_t, D> wide;
+  const V ab = hn::Add(hn::InterleaveLower(d, a, b), hn::InterleaveUpper(d, a, b)), ce = hn::Add(hn::InterleaveLower(d, c, e), hn::InterleaveUpper(d, c, e));
+  const auto low = hn::InterleaveLower(wide, hn::BitCast(wide, ab), hn::BitCast(wide, ce)), high = hn::InterleaveUpper(wide, hn::BitCast(wide, ab), hn::BitCast(wide, ce));
+  const V blocks = hn::Add(hn::BitCast(d, low), hn::BitCast(d, high));  // in every 128 bits: a, b, c, e
+  const hn::CappedTag<float, 4> four;
+  HWY_ALIGN float lanes[HWY_MAX_BYTES / sizeof(float)];
+  hn::Store(blocks, d, lanes);
+  auto sum = hn::Load(four, lanes);
+  for (std::size_t i = 4; i < hn::Lanes(d); i += 4) sum = hn::Add(sum, hn::Load(four, lanes + i));
+  hn::StoreU(sum, four, out);
+#endif
 }
 
-/// Four keys against one query head: products of all three parts in one chain.
-HWY_INLINE void MeanHead(const float* HWY_RESTRICT keys, std::int64_t padded, const float* HWY_RESTRICT trig, const float* HWY_RESTRICT norm, float* HWY_RESTRICT out) {
+/// Four keys times one or two columns: four or eight sums in registers. A column has a part for the components (trig), one for the moduli (norm), or both in one chain.
+template <int kColumns, bool kTrig, bool kNorm>
+HWY_INLINE void Columns(const float* HWY_RESTRICT keys, std::int64_t padded, const float* HWY_RESTRICT trig, std::int64_t next_trig, const float* HWY_RESTRICT norm,
+                           std::int64_t next_norm, float* HWY_RESTRICT out) {
   const D d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   const std::int64_t next = 3 * padded;
-  V a = hn::Zero(d), b = a, c = a, e = a;
+  V a0 = hn::Zero(d), b0 = a0, c0 = a0, e0 = a0, a1 = a0, b1 = a0, c1 = a0, e1 = a0;
   for (std::int64_t f = 0; f < padded; f += lanes) {
-    const V u = hn::LoadU(d, trig + f), v = hn::LoadU(d, trig + padded + f), n = hn::LoadU(d, norm + f);
-    const float* k = keys + f;
-    const auto chain = [&](const float* x, V sum) HWY_ATTR {
-      return hn::MulAdd(n, hn::LoadU(d, x + 2 * padded), hn::MulAdd(v, hn::LoadU(d, x + padded), hn::MulAdd(u, hn::LoadU(d, x), sum)));
+    const auto step = [&](const float* part, V x, V y) HWY_ATTR {
+      const V a = hn::LoadU(d, part), b = hn::LoadU(d, part + next), c = hn::LoadU(d, part + 2 * next), e = hn::LoadU(d, part + 3 * next);
+      a0 = hn::MulAdd(a, x, a0);
+      b0 = hn::MulAdd(b, x, b0);
+      c0 = hn::MulAdd(c, x, c0);
+      e0 = hn::MulAdd(e, x, e0);
+      if constexpr (kColumns == 2) {
+        a1 = hn::MulAdd(a, y, a1);
+        b1 = hn::MulAdd(b, y, b1);
+        c1 = hn::MulAdd(c, y, c1);
+        e1 = hn::MulAdd(e, y, e1);
+      }
     };
-    a = chain(k, a);
-    b = chain(k + next, b);
-    c = chain(k + 2 * next, c);
-    e = chain(k + 3 * next, e);
+    if constexpr (kTrig) {
+      step(keys + f, hn::LoadU(d, trig + f), hn::LoadU(d, trig + next_trig + f));
+      step(keys + padded + f, hn::LoadU(d, trig + padded + f), hn::LoadU(d, trig + next_trig + padded + f));
+    }
+    if constexpr (kNorm) step(keys + 2 * padded + f, hn::LoadU(d, norm + f), hn::LoadU(d, norm + next_norm + f));
   }
-  FoldFour(a, b, c, e, out);
+  FoldFour(a0, b0, c0, e0, out);
+  if constexpr (kColumns == 2) FoldFour(a1, b1, c1, e1, out + 4);
+}
+
+/// Four keys against every query head, one column each: out[g][4].
+HWY_INLINE void MeanOfFour(const float* HWY_RESTRICT keys, std::int64_t padded, const TriColumns& columns, float* HWY_RESTRICT out) {
+  std::int64_t g = 0;
+  for (; g + 2 <= columns.group; g += 2) Columns<2, true, true>(keys, padded, columns.trig + g * 2 * padded, 2 * padded, columns.norm + g * padded, padded, out + kKeys * g);
+  if (g < columns.group) Columns<1, true, true>(keys, padded, columns.trig + g * 2 * padded, 0, columns.norm + g * padded, 0, out + kKeys * g);
 }
 
 /// Four keys against one query head at every offset.
-HWY_INLINE void MaxHead(const float* HWY_RESTRICT keys, std::int64_t padded, const float* HWY_RESTRICT trig, std::int64_t offsets, const float* HWY_RESTRICT norm, float* HWY_RESTRICT out) {
-  const D d;
-  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  const std::int64_t next = 3 * padded;
+HWY_INLINE void MaxOfFour(const float* HWY_RESTRICT keys, std::int64_t padded, const float* HWY_RESTRICT trig, std::int64_t offsets, const float* HWY_RESTRICT norm, float* HWY_RESTRICT out) {
   constexpr float kLeast = -std::numeric_limits<float>::infinity();
-  float best[kKeys] = {kLeast, kLeast, kLeast, kLeast}, found[kKeys];
-  for (std::int64_t o = 0; o < offsets; ++o, trig += 2 * padded) {
-    V a = hn::Zero(d), b = a, c = a, e = a;
-    for (std::int64_t f = 0; f < padded; f += lanes) {
-      const V u = hn::LoadU(d, trig + f), v = hn::LoadU(d, trig + padded + f);
-      const float* k = keys + f;
-      const auto chain = [&](const float* x, V sum) HWY_ATTR { return hn::MulAdd(v, hn::LoadU(d, x + padded), hn::MulAdd(u, hn::LoadU(d, x), sum)); };
-      a = chain(k, a);
-      b = chain(k + next, b);
-      c = chain(k + 2 * next, c);
-      e = chain(k + 3 * next, e);
-    }
-    FoldFour(a, b, c, e, found);
-    for (std::int64_t k = 0; k < kKeys; ++k)
-      if (found[k] > best[k] || found[k] != found[k]) best[k] = found[k];
+  float best[kKeys] = {kLeast, kLeast, kLeast, kLeast}, found[2 * kKeys];
+  const auto raise = [&](std::int64_t count) HWY_ATTR {
+    for (std::int64_t k = 0; k < count; ++k)
+      if (found[k] > best[k % kKeys] || found[k] != found[k]) best[k % kKeys] = found[k];
+  };
+  std::int64_t o = 0;
+  for (; o + 2 <= offsets; o += 2, trig += 4 * padded) {
+    Columns<2, true, false>(keys, padded, trig, 2 * padded, nullptr, 0, found);
+    raise(2 * kKeys);
   }
-  V a = hn::Zero(d), b = a, c = a, e = a;
-  for (std::int64_t f = 0; f < padded; f += lanes) {
-    const V n = hn::LoadU(d, norm + f);
-    const float* k = keys + 2 * padded + f;
-    a = hn::MulAdd(n, hn::LoadU(d, k), a);
-    b = hn::MulAdd(n, hn::LoadU(d, k + next), b);
-    c = hn::MulAdd(n, hn::LoadU(d, k + 2 * next), c);
-    e = hn::MulAdd(n, hn::LoadU(d, k + 3 * next), e);
+  if (o < offsets) {
+    Columns<1, true, false>(keys, padded, trig, 0, nullptr, 0, found);
+    raise(kKeys);
   }
-  FoldFour(a, b, c, e, found);
+  Columns<1, false, true>(keys, padded, nullptr, 0, norm, 0, found);
   for (std::int64_t k = 0; k < kKeys; ++k) out[k] = best[k] + found[k];
 }
 
 void TriScores(const Keys& keys, std::int64_t length, RopeStyle style, const TriColumns& columns, float* HWY_RESTRICT scratch, float* HWY_RESTRICT raw) {
   const std::int64_t padded = PaddedPairs(keys.dim / 2);
-  for (std::int64_t t = 0; t < length; t += kKeys) {
-    const std::int64_t n = std::min(kKeys, length - t);
+  float* out = scratch + kTriKeys * 3 * padded;  // [G, 4]
+  for (std::int64_t t = 0; t < length; t += kTriKeys) {
+    const std::int64_t n = std::min(kTriKeys, length - t);
     for (std::int64_t k = 0; k < n; ++k) SpreadAny(keys, t + k, padded, style, scratch + k * 3 * padded);
-    for (std::int64_t k = n; k < kKeys; ++k) std::fill_n(scratch + k * 3 * padded, 3 * padded, 0.0F);
-    for (std::int64_t g = 0; g < columns.group; ++g) {
-      float out[kKeys];
-      const float *trig = columns.trig + g * columns.offsets * 2 * padded, *norm = columns.norm + g * padded;
-      if (columns.offsets == 1) MeanHead(scratch, padded, trig, norm, out);
-      else MaxHead(scratch, padded, trig, columns.offsets, norm, out);
-      std::copy_n(out, n, raw + g * length + t);
+    const std::int64_t whole = (n + kKeys - 1) / kKeys * kKeys;
+    std::fill_n(scratch + n * 3 * padded, (whole - n) * 3 * padded, 0.0F);
+    if (columns.offsets == 1) {
+      for (std::int64_t k = 0; k < n; k += kKeys) {
+        MeanOfFour(scratch + k * 3 * padded, padded, columns, out);
+        for (std::int64_t g = 0; g < columns.group; ++g) std::copy_n(out + kKeys * g, std::min(kKeys, n - k), raw + g * length + t + k);
+      }
+    } else {
+      for (std::int64_t g = 0; g < columns.group; ++g)  // one head's columns stay in the cache for all keys of the block
+        for (std::int64_t k = 0; k < n; k += kKeys) {
+          MaxOfFour(scratch + k * 3 * padded, padded, columns.trig + g * columns.offsets * 2 * padded, columns.offsets, columns.norm + g * padded, out);
+          std::copy_n(out, std::min(kKeys, n - k), raw + g * length + t + k);
+        }
     }
   }
 }

@@ -12,6 +12,12 @@ namespace kvkeep::cpu {
 /// Rotary pairs rounded up to whole vectors of the machine.
 std::int64_t padded_pairs(std::int64_t pairs);
 
+/// Keys that are spread at a time.
+inline constexpr std::int64_t kTriKeys = 16;
+
+/// Floats that tri_scores() works in: the spread keys, and four results of every query head.
+constexpr std::int64_t tri_scratch(std::int64_t group, std::int64_t padded) { return kTriKeys * 3 * padded + 4 * group; }
+
 /// Columns that the keys of a row are multiplied with. Fp = padded_pairs(F).
 struct TriColumns {
   std::int64_t group = 0;        ///< G query heads
@@ -21,7 +27,7 @@ struct TriColumns {
 };
 
 /// raw[g * length + t] = max over offsets of (key t . trig[g][offset]) + moduli of key t . norm[g]. NaN where one of them is.
-/// `scratch`: [4, 3, Fp] floats. Cost: one pass over the keys.
+/// `scratch`: tri_scratch(G, Fp) floats. Cost: one pass over the keys.
 void tri_scores(const Keys& keys, std::int64_t length, RopeStyle style, const TriColumns& columns, float* scratch, float* raw);
 
 /// Sum and number of the finite values of x[0, n), and with `about` the sum of their squared distances from it.

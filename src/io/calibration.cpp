@@ -203,6 +203,10 @@ std::vector<std::string> Calibration::problems(const ModelSpec& spec) const {
   constexpr double kTolerance = 1e-4;
   std::vector<std::string> found;
   const auto say = [&](const auto&... parts) { found.push_back(text("calibration: ", parts...)); };
+  if (head_dim < 2 || head_dim % 2 != 0) {
+    say("head_dim is ", head_dim, "; allowed an even number from 2");
+    return found;
+  }
   if (head_dim != spec.key_dim) say("head_dim is ", head_dim, "; allowed the model's ", spec.key_dim);
   else if (pairs() != static_cast<std::int64_t>(spec.rope.inv_freq.size()))
     say("F = head_dim / 2 is ", pairs(), "; allowed the model's number of rotary pairs, ", spec.rope.inv_freq.size());

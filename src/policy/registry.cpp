@@ -99,7 +99,7 @@ const std::vector<ScorerEntry>& scorers() {
          f.integer("seed", o.seed, 0, INT64_MAX, "a slot's draw follows from the seed, its layer, head and logical position");
          return std::make_unique<RandomScorer>(o);
        }},
-      {"triattention", "triattention", false, "what queries to come will attend to, by where each head's queries lie before RoPE", "Trigonometric KV scoring with calibrated queries (TriAttention)",
+      {"triattention", "triattention", false, "what queries to come will attend to, by where each head's queries lie before RoPE", "TriAttention (WeianMao/triattention)",
        [](Fields& f) -> std::unique_ptr<Scorer> {
          TriAttentionOptions o;
          const std::filesystem::path file = f.file("calibration", "query statistics of the model, as kvkeep calibrate or the published tool writes them");

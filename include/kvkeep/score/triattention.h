@@ -36,7 +36,7 @@ class TriAttention final : public Scorer {
   TriAttention(Calibration calibration, TriAttentionOptions options = {}) : calibration_(std::make_shared<const Calibration>(std::move(calibration))), options_(options) {}
 
   [[nodiscard]] std::string_view name() const override { return "triattention"; }
-  [[nodiscard]] Needs needs() const override { return {.keys = true}; }
+  [[nodiscard]] Needs needs() const override { return {.keys = true, .calibration = true}; }
   [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const override { return calibration_->problems(spec); }
 
   /// With z_f = x_f + i y_f the rotary pairs of a cached key, a RoPE's scaling, P the next position, and for each query head its q = q_mean and m = q_abs_mean:
@@ -47,8 +47,8 @@ class TriAttention final : public Scorer {
   /// offset and sequence. Requires: problems(spec) is empty.
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
 
-  /// Bytes a thread works in while it scores a row of `length` slots: G raw scores a slot, the products' columns, four keys as f32 with the moduli of their pairs.
-  /// 4 (G length + G Fp (2 offsets + 1) + 12 Fp), Fp = F rounded up to a vector of the machine; offsets 1 for the mean.
+  /// Bytes a thread works in while it scores a row of `length` slots: G raw scores a slot, the products' columns, 16 keys as f32 with the moduli of their pairs.
+  /// 4 (G length + G Fp (2 offsets + 1) + 48 Fp + 4 G), Fp = F rounded up to a vector of the machine; offsets 1 for the mean.
   [[nodiscard]] static std::int64_t workspace_bytes(std::int64_t group, std::int64_t length, std::int64_t pairs, std::int64_t offsets);
 
  private:
