@@ -85,6 +85,7 @@ TEST(Registry, RefusesWithTheFieldTheValueAndWhatIsAllowed) {
   expect_refused(R"({"policy": "adakv-tova", "budget": 64, "scorer": {"heads": "all"}})", {"scorer.heads", "all", "group"});
   expect_refused(R"({"policy": "criticalkv-tova", "budget": 64, "allocator": {"heads": "adaptive"}, "scorer": {"heads": "all"}})", {"scorer.heads", "all", "group"});
   expect_refused(R"({"policy": "adakv-rpc", "budget": 512, "scorer": {"style": "official"}})", {"scorer.heads", "all", "group"});
+  expect_refused(R"({"policy": "criticalkv-expected", "budget": 512, "scorer": {"value_norm": true}})", {"scorer.value_norm", "true", "false"});
   expect_refused(R"({"policy": "pyramidkv", "budget": 67})", {"budget is 67", "pyramidkv", "68", "window"});
   expect_refused(R"({"policy": "chunkkv-tova", "budget": 64, "allocator": {"chunk": 0}})", {"allocator.chunk", "0", "1 or more"});
   expect_refused(R"({"policy": "ams-tova", "budget": 64, "allocator": {"segments": "fixed:0"}})", {"segments", "fixed:0"});

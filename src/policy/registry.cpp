@@ -145,7 +145,9 @@ const std::vector<ScorerEntry>& scorers() {
          f.integer("n_future", o.future, 1, 1 << 20, "coming positions whose rotations are averaged");
          f.integer("sink", o.sink, 0, INT32_MAX, "queries at positions below it are left out of the statistics, the oldest slots below it of the softmax");
          f.flag("covariance", o.covariance, "use the covariance of the queries beside their mean");
+         if (f.values_weighed) o.value_norm = false;  // the allocator does it, behind W_o
          f.flag("value_norm", o.value_norm, "weigh by the length of the value");
+         if (f.values_weighed && o.value_norm) f.bad("value_norm", true, "false: the allocator weighs values itself");
          f.real("epsilon", o.epsilon, 0, false, 1, false, "added to the expected attention before it is weighed");
          f.integer("queries", o.queries, 1, 1 << 20, "newest queries whose mean and covariance are taken (statistics window)");
          f.choice("statistics", o.statistics, {{"window", ExpectedOptions::Statistics::window}, {"stream", ExpectedOptions::Statistics::stream}},
