@@ -162,7 +162,8 @@ TEST(Pyramid, BudgetsByHand) {
 TEST(Pyramid, BudgetsOfTheGoldenTable) {
   std::ifstream in(KVKEEP_TEST_GOLDEN_DIR "/scorers/pyramidkv_budgets.json");
   int compared = 0;
-  for (const auto& c : nlohmann::json::parse(in).at("cases")) {
+  const auto table = nlohmann::json::parse(in);
+  for (const auto& c : table.at("cases")) {
     if (c["kvkeep"].is_null()) continue;  // a layer is raised to its bound, which the table leaves open
     EXPECT_EQ(pyramid_budgets(c["layers"], c["budget"], c["beta"], c["window"].get<int>() + c["sink"].get<int>()), c["kvkeep"].get<Ints>()) << c.dump();
     ++compared;

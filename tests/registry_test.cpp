@@ -29,7 +29,9 @@ TEST(Registry, FillsDefaultsAndDescribesItself) {
   EXPECT_EQ(json["recent"], 32);
   EXPECT_EQ(json["variant"], "strict");
   EXPECT_EQ(json["allocator"]["window"], 32);
-  EXPECT_EQ(json["allocator"]["suffix_fill"], "max_head");
+  EXPECT_EQ(json["preset"], "kvkeep");
+  EXPECT_EQ(json["allocator"]["suffix_fill"], "exclude");
+  EXPECT_EQ(json["allocator"]["coverage"], 1.0);
   EXPECT_EQ(make_policy_from_json(policy->to_json())->to_json(), policy->to_json());
 }
 
@@ -44,6 +46,20 @@ TEST(Registry, KnowsBothPresetsOfThePaper) {
   EXPECT_EQ(paper["credit_mix"], 0.9);
   EXPECT_EQ(resolved("ams-tova,budget=512,preset=paper,window=64")["allocator"]["window"], 64) << "what is given beats the preset";
   EXPECT_EQ(resolved("ams-tova,budget=512")["allocator"]["min_quota"], 8);
+}
+
+TEST(Registry, AmsDefaultsAreOursUnlessAPresetOrAFillIsNamed) {
+  const auto ours = resolved("ams-keydiff,budget=512")["allocator"];
+  EXPECT_EQ(ours["suffix_fill"], "exclude");
+  EXPECT_EQ(ours["coverage"], 0.5);
+  for (const char* published : {"ams-keydiff,budget=512,preset=registry", "ams-keydiff,budget=512,preset=paper", "ams-keydiff,budget=512,suffix_fill=max_head"}) {
+    EXPECT_EQ(resolved(published)["allocator"]["suffix_fill"], "max_head") << published;
+    EXPECT_EQ(resolved(published)["allocator"]["coverage"], 1.0) << published;
+  }
+  EXPECT_EQ(resolved("ams-keydiff,budget=512,suffix_fill=exclude")["allocator"]["coverage"], 1.0) << "a named fill describes AMS as published, coverage included";
+  EXPECT_EQ(resolved("ams-keydiff,budget=512,coverage=0.25")["allocator"]["suffix_fill"], "exclude");
+  EXPECT_EQ(resolved("ams-keydiff,budget=512,variant=official")["allocator"]["coverage"], 1.0);
+  EXPECT_EQ(resolved("ams-keydiff,budget=512,variant=official")["preset"], "registry");
 }
 
 TEST(Registry, OfficialFillsTheSuffixAsPublished) {

@@ -126,6 +126,10 @@ std::filesystem::path Fields::file(const char* name, const char* what) {
   return path.is_absolute() ? path : folder_ / path;
 }
 
+bool Fields::gives(const char* scope, const char* name) const {
+  return !listing() && from_->contains(scope) && (*from_)[scope].is_object() && (*from_)[scope].contains(name);
+}
+
 bool Fields::says(const char* scope, const char* name, const char* word) const {
   if (listing() || !from_->contains(scope)) return false;
   const nlohmann::json& object = (*from_)[scope];

@@ -60,6 +60,7 @@ class Fields {
   std::string word(const char* name, const std::string& fallback, const std::string& allowed, const char* what, Aliases aliases = {});
 
   /// True where the option `name` of sub-object `scope` was given and is `word`: for defaults that follow from an option that is described later.
+  [[nodiscard]] bool gives(const char* scope, const char* name) const;
   [[nodiscard]] bool says(const char* scope, const char* name, const char* word) const;
 
   /// A file that must be named; relative to the reader's folder. Empty while listing.

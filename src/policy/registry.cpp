@@ -32,6 +32,15 @@ namespace {
 
 using nlohmann::json;
 
+/// What AMS does over a scorer unless told otherwise. Measured on three trained models (docs/results.md), not published: a scorer that ranks well over a whole
+/// row keeps half of the budget for that, one that looks at a few queries only gains most where all of it is spread over segments.
+struct AmsDefaults {
+  SuffixFill suffix_fill = SuffixFill::exclude;
+  double coverage = 0.5;
+};
+constexpr AmsDefaults kSpreadAll{SuffixFill::exclude, 1.0};
+constexpr AmsDefaults kAsPublished{SuffixFill::max_head, 1.0};
+
 /// A scorer by the name it has in policies, its options, and where it comes from.
 struct ScorerEntry {
   const char* policy;  ///< as a policy of its own
@@ -41,6 +50,7 @@ struct ScorerEntry {
   const char* source;
   std::function<std::unique_ptr<Scorer>(Fields&)> make;
   std::function<void(const Fields&, Retention&)> defaults = {};  ///< other defaults of the options that every policy has
+  AmsDefaults ams = {};
 };
 
 /// Prompt kept and not counted, nothing but prompt and window protected, 256 slots more at every further 1024 tokens.
@@ -72,11 +82,13 @@ const std::vector<ScorerEntry>& scorers() {
          f.choice("heads", o.heads, {{"all", TovaOptions::Heads::all}, {"group", TovaOptions::Heads::group}}, "query heads that are averaged: of the layer, or of the KV head");
          if (f.uneven_heads && o.heads == TovaOptions::Heads::all) f.bad("heads", "all", "group: heads that differ in length cannot be averaged slot by slot");
          return std::make_unique<Tova>(o);
-       }},
+       },
+       {}, kSpreadAll},
       {"keydiff", "keydiff", false, "keys that point away from the mean direction", "Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction",
        [](Fields&) { return std::make_unique<KeyDiff>(); }},
       {"knorm", "knorm", false, "keys of small norm", "Devoto et al., A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
-       [](Fields&) { return std::make_unique<Knorm>(); }},
+       [](Fields&) { return std::make_unique<Knorm>(); },
+       {}, kAsPublished},
       {"rkv", "rkv", false, "what the newest queries attend to, less what repeats other keys", "Cai et al., R-KV: Redundancy-aware KV Cache Compression for Reasoning Models",
        [](Fields& f) {
          RkvOptions o;
@@ -98,7 +110,8 @@ const std::vector<ScorerEntry>& scorers() {
          RandomOptions o;
          f.integer("seed", o.seed, 0, INT64_MAX, "a slot's draw follows from the seed, its layer, head and logical position");
          return std::make_unique<RandomScorer>(o);
-       }},
+       },
+       {}, kSpreadAll},
       {"triattention", "triattention", false, "what queries to come will attend to, by where each head's queries lie before RoPE", "TriAttention (WeianMao/triattention)",
        [](Fields& f) -> std::unique_ptr<Scorer> {
          TriAttentionOptions o;
@@ -110,7 +123,8 @@ const std::vector<ScorerEntry>& scorers() {
          f.choice("std", o.deviation, {{"population", TriAttentionOptions::Deviation::population}, {"sample", TriAttentionOptions::Deviation::sample}},
                   "deviation of the z-score: over the slots that are not protected (floor 1e-6), or with n - 1 over all slots");
          return std::make_unique<TriAttention>(f.listing() ? Calibration() : load_calibration(file), o);
-       }},
+       },
+       {}, kSpreadAll},
       {"snapkv", "snapkv", true, "attention of the newest `window` queries, pooled over neighbours", "Li et al., SnapKV: LLM Knows What You are Looking for Before Generation",
        [](Fields& f) {
          SnapKVOptions o;
@@ -119,7 +133,8 @@ const std::vector<ScorerEntry>& scorers() {
          f.choice("style", o.style, {{"snapkv", SnapKVOptions::Style::snapkv}, {"rkv", SnapKVOptions::Style::rkv}},
                   "softmax over all slots, mean over the group, average pool; or largest logit of the group, softmax over the history alone, max pool");
          return std::make_unique<SnapKV>(o);
-       }},
+       },
+       {}, kSpreadAll},
       {"rpc", "rpc", true, "attention of the newest `window` queries to what came before them, in sum", "Song et al., Reasoning Path Compression",
        [](Fields& f) {
          RpcOptions o;
@@ -132,7 +147,7 @@ const std::vector<ScorerEntry>& scorers() {
          if (f.uneven_heads && o.heads == RpcOptions::Heads::all) f.bad("heads", "all", "group: heads that differ in length cannot be averaged slot by slot");
          return std::make_unique<Rpc>(o);
        },
-       rpc_defaults},
+       rpc_defaults, kSpreadAll},
       {"h2o", "h2o", true, "attention of every query so far, in sum", "Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
        [](Fields& f) {
          H2OOptions o;
@@ -158,7 +173,7 @@ const std::vector<ScorerEntry>& scorers() {
   return all;
 }
 
-enum class Preset : std::uint8_t { registry, paper };
+enum class Preset : std::uint8_t { kvkeep, registry, paper };
 
 void describe_budget(Fields& f, Budget& b) {
   std::int32_t slots = 0;
@@ -197,7 +212,7 @@ void describe_common(Fields& f, Retention& r) {
 
 MassSegmentedOptions preset_options(Preset preset) {
   MassSegmentedOptions o;
-  if (preset == Preset::registry) return o;
+  if (preset != Preset::paper) return o;
   o.window = 128;
   o.segment_mass = 0.1;
   o.min_segment = 16;
@@ -272,6 +287,7 @@ struct EvictParts {
   Retention retention;
   std::unique_ptr<Scorer> scorer;
   std::unique_ptr<Allocator> allocator;
+  AmsDefaults ams;
 };
 
 /// What allocators of our own form ask of the rest of a policy. `alike`: rows that share one selection could not be told apart.
@@ -305,13 +321,21 @@ const std::vector<AllocatorEntry>& allocators() {
        }},
       {"ams", nullptr, false, "budget spread over segments of equal attention mass, inside them", "Adaptive Mass-Segmented KV compression (AMS)",
        [](Fields& f, EvictParts& parts, const std::function<void()>& make_scorer) {
-         Preset preset = Preset::registry;
-         f.choice("preset", preset, {{"registry", Preset::registry}, {"paper", Preset::paper}},
-                  "defaults of `allocator`: of the released scripts, or of the paper's Table 15 (window 128, segment_mass 0.1, segments 16 to 256, min_quota 1, decay and mix 0.9)");
+         const bool official = parts.retention.variant == Variant::official;
+         Preset preset = official ? Preset::registry : Preset::kvkeep;
+         f.choice("preset", preset, {{"kvkeep", Preset::kvkeep}, {"registry", Preset::registry}, {"paper", Preset::paper}},
+                  "defaults of `allocator`: ours (registry, with suffix_fill and coverage as measured for the scorer), of the released scripts, or of the paper's Table 15 (window 128, "
+                  "segment_mass 0.1, segments 16 to 256, min_quota 1, decay and mix 0.9)");
          MassSegmentedOptions o = preset_options(preset);
+         if (official) {
+           o.suffix_fill = SuffixFill::max_global;  // as published
+         } else if (preset == Preset::kvkeep) {
+           o.suffix_fill = parts.ams.suffix_fill;
+           // Who names a fill describes AMS as published, in which everything goes through segments.
+           o.coverage = f.gives("allocator", "suffix_fill") ? 1.0 : parts.ams.coverage;
+         }
          make_scorer();
          f.enter("allocator");
-         if (parts.retention.variant == Variant::official) o.suffix_fill = SuffixFill::max_global;  // as published
          describe_mass_segmented(f, o);
          f.leave();
          if (!f.listing()) check(o, parts.retention.variant);
@@ -381,6 +405,7 @@ bool fit(const AllocatorEntry& allocator, const ScorerEntry& scorer) {
 
 void describe_evict(Fields& f, const AllocatorEntry& allocator, const ScorerEntry& scorer, EvictParts& parts) {
   parts.retention.trigger.interval = 512;
+  parts.ams = scorer.ams;
   if (scorer.defaults) scorer.defaults(f, parts.retention);
   describe_common(f, parts.retention);
   allocator.make(f, parts, [&] {
