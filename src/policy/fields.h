@@ -59,7 +59,7 @@ class Fields {
   /// A string option of free form: what was given, or `fallback`.
   std::string word(const char* name, const std::string& fallback, const std::string& allowed, const char* what, Aliases aliases = {});
 
-  /// True where the option `name` of sub-object `scope` was given and is `word`: for defaults that follow from an option that is described later.
+  /// True where the option `name` of sub-object `scope` was given (and is `word`): for defaults that follow from an option that is described later.
   [[nodiscard]] bool gives(const char* scope, const char* name) const;
   [[nodiscard]] bool says(const char* scope, const char* name, const char* word) const;
 

@@ -110,8 +110,7 @@ const std::vector<ScorerEntry>& scorers() {
          RandomOptions o;
          f.integer("seed", o.seed, 0, INT64_MAX, "a slot's draw follows from the seed, its layer, head and logical position");
          return std::make_unique<RandomScorer>(o);
-       },
-       {}, kSpreadAll},
+       }},
       {"triattention", "triattention", false, "what queries to come will attend to, by where each head's queries lie before RoPE", "TriAttention (WeianMao/triattention)",
        [](Fields& f) -> std::unique_ptr<Scorer> {
          TriAttentionOptions o;
@@ -168,7 +167,8 @@ const std::vector<ScorerEntry>& scorers() {
          f.choice("statistics", o.statistics, {{"window", ExpectedOptions::Statistics::window}, {"stream", ExpectedOptions::Statistics::stream}},
                   "mean and covariance of the newest `queries`, or of every query since the sequence began");
          return std::make_unique<Expected>(o);
-       }},
+       },
+       {}, kSpreadAll},
   };
   return all;
 }
