@@ -22,7 +22,7 @@ KeepSet empty_keep_set(const RowTable& table, const Limits& limits) {
 }
 
 KeepSet keep_everything(const RowTable& table) {
-  KeepSet keep = empty_keep_set(table, {.rows = std::vector<RowLimit>(table.rows.size())});
+  KeepSet keep = empty_keep_set(table, {Variant::strict, {}, std::vector<RowLimit>(table.rows.size())});
   for (std::size_t r = 0; r < table.rows.size(); ++r) std::iota(keep.slots.data_ptr<std::int32_t>() + keep.indptr[r], keep.slots.data_ptr<std::int32_t>() + keep.indptr[r + 1], 0);
   return keep;
 }

@@ -20,7 +20,7 @@ using cpu::kPanels;
 
 /// Buffers of one thread.
 struct Scratch : cpu::PanelScratch {
-  Scratch(const cpu::PanelSizes& sizes, std::int32_t queries) : cpu::PanelScratch(sizes) { visible.reserve(static_cast<std::size_t>(queries)); }
+  Scratch(const cpu::PanelSizes& sizes, std::int32_t window) : cpu::PanelScratch(sizes) { visible.reserve(static_cast<std::size_t>(window)); }
   std::vector<std::int32_t> visible;  ///< [W] slots that each window query sees
 };
 

@@ -9,7 +9,7 @@ class Full final : public KVPolicy {
  public:
   [[nodiscard]] std::string_view name() const override { return "full"; }
   [[nodiscard]] Needs needs() const override { return {}; }
-  [[nodiscard]] Trigger trigger() const override { return {.never = true}; }
+  [[nodiscard]] Trigger trigger() const override { return {.budget = {}, .never = true}; }
   [[nodiscard]] Decision decide(const Evidence&) const override { return {}; }
   [[nodiscard]] std::string to_json() const override { return R"({"policy": "full"})"; }
 };
