@@ -6,6 +6,7 @@
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/observe/query_ring.h"
+#include "kvkeep/observe/query_statistics.h"
 #include "kvkeep/policy/evict.h"
 
 namespace kvkeep::cli {
@@ -133,6 +134,7 @@ OwnBytes own_bytes(const ModelSpec& spec, const KVPolicy& policy, const Forecast
   const std::int32_t queries = policy.needs().queries;
   const auto full_layers = static_cast<std::int64_t>(spec.full_layers().size());
   if (queries > 0) own.queries = full_layers * (queries + QueryRing::kRollback) * spec.query_heads * spec.key_dim * query_bytes;
+  if (const std::int32_t from = policy.needs().statistics_from; from >= 0) own.statistics = full_layers * QueryStatistics(spec.query_heads, spec.key_dim, from).bytes();
   if (policy.trigger().never) return own;
   const auto options = nlohmann::json::parse(policy.to_json());
   const auto* evict = dynamic_cast<const Evict*>(&policy);

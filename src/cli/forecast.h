@@ -45,8 +45,9 @@ Forecast forecast(const ModelSpec& spec, const KVPolicy& policy, const SequenceP
 struct OwnBytes {
   std::int64_t positions = 0, credit = 0, tally = 0;  // columns, at the peak
   std::int64_t queries = 0;                           // the ring
+  std::int64_t statistics = 0;                        // running mean and covariance of every query
   std::int64_t event = 0;                             // scores, and for AMS mass and credit, while an event lasts
-  [[nodiscard]] std::int64_t sum() const { return positions + credit + tally + queries + event; }
+  [[nodiscard]] std::int64_t sum() const { return positions + credit + tally + queries + statistics + event; }
 };
 OwnBytes own_bytes(const ModelSpec& spec, const KVPolicy& policy, const Forecast& forecast, std::int32_t query_bytes);
 

@@ -135,6 +135,7 @@ Table total_table(const Options& o, const Outcome& out) {
   if (out.own.credit > 0) add("kvkeep's own: credit", out.own.credit);
   if (out.own.tally > 0) add("kvkeep's own: tally", out.own.tally);
   if (out.own.queries > 0) add("kvkeep's own: queries", out.own.queries);
+  if (out.own.statistics > 0) add("kvkeep's own: query statistics", out.own.statistics);
   if (out.own.event > 0) add("kvkeep's own: one event", out.own.event);
   add("peak with all of that", out.sequence.peak_bytes + out.own.sum());
   return table;
@@ -162,7 +163,7 @@ std::string json(const Options& o, const Outcome& out) {
   for (std::size_t l = 0; l < s.layers.size(); ++l)
     all["layers"].push_back({{"layer", l}, {"kind", kind_text(out.spec.layers[l].kind)}, {"full", slots_json(s.layers[l].full)}, {"peak", slots_json(s.layers[l].peak)},
                              {"kept", slots_json(s.layers[l].kept)}});
-  all["own"] = {{"positions", out.own.positions}, {"credit", out.own.credit}, {"tally", out.own.tally}, {"queries", out.own.queries}, {"event", out.own.event},
+  all["own"] = {{"positions", out.own.positions}, {"credit", out.own.credit}, {"tally", out.own.tally}, {"queries", out.own.queries}, {"statistics", out.own.statistics}, {"event", out.own.event},
                 {"sum", out.own.sum()}};
   const auto totals = [&](std::int64_t n) -> Json {
     return {{"full_bytes", s.full_bytes * n}, {"peak_bytes", s.peak_bytes * n}, {"kept_bytes", s.kept_bytes * n}, {"own_bytes", out.own.sum() * n}};
