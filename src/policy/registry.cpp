@@ -167,8 +167,7 @@ const std::vector<ScorerEntry>& scorers() {
          f.choice("statistics", o.statistics, {{"window", ExpectedOptions::Statistics::window}, {"stream", ExpectedOptions::Statistics::stream}},
                   "mean and covariance of the newest `queries`, or of every query since the sequence began");
          return std::make_unique<Expected>(o);
-       },
-       {}, kSpreadAll},
+       }},
   };
   return all;
 }
