@@ -17,7 +17,7 @@ namespace kvkeep::io {
 ///
 /// Refused with one sentence: a zip directory that is missing, cut or leads outside the file, compressed or encrypted records, a record whose checksum is wrong, a
 /// pickle that ends early or asks for anything else, big-endian storages, views that leave their storage.
-/// Why not LibTorch's reader: it skips the checksums, does not check views against their storage, and lets ten bytes of pickle ask for 64 GB.
+/// Why not LibTorch's reader: here every checksum, every view against its storage and every size is checked before anything is allocated, and the message names what is wrong.
 class TorchArchive {
  public:
   enum class Kind : std::uint8_t { none, boolean, integer, real, string, list, dict, global, storage, tensor };
