@@ -92,7 +92,7 @@ const std::vector<ScorerEntry>& scorers() {
       {"rkv", "rkv", false, "what the newest queries attend to, less what repeats other keys", "Cai et al., R-KV: Redundancy-aware KV Cache Compression for Reasoning Models",
        [](Fields& f) {
          RkvOptions o;
-         f.integer("window", o.window, 1, INT32_MAX, "newest queries whose attention counts; their slots stay", {"window_size"});
+         f.integer("window", o.window, 1, kMostQueries, "newest queries whose attention counts; their slots stay", {"window_size"});
          f.integer("pool", o.pool, 1, 4095, "slots the largest attention is taken over, odd; 1: none", {"kernel_size"});
          if (o.pool % 2 == 0) f.bad("pool", o.pool, "an odd number");
          f.real("lambda", o.lambda, 0, false, 1, false, "weight of attention against redundancy", {"mix_lambda"});
@@ -241,7 +241,7 @@ void describe_segments(Fields& f, MassSegmentedOptions& o) {
 }
 
 void describe_mass_segmented(Fields& f, MassSegmentedOptions& o) {
-  f.integer("window", o.window, 1, INT32_MAX, "newest queries whose attention makes the mass");
+  f.integer("window", o.window, 1, kMostQueries, "newest queries whose attention makes the mass");
   f.real("segment_mass", o.segment_mass, 0, true, 1, false, "mass a segment aims at");
   f.integer("min_segment", o.min_segment, 1, INT32_MAX, "slots; shorter segments merge");
   f.integer("max_segment", o.max_segment, 1, INT32_MAX, "slots; longer segments are cut (strict: at least 2 * min_segment)");
