@@ -17,12 +17,12 @@
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <numeric>
 
 #include "kvkeep/kvkeep.h"
+#include "timing.h"
 
 namespace kvkeep {
 namespace {
@@ -34,17 +34,6 @@ struct Shape {
   std::int32_t layers, query_heads, kv_heads, dim;
 };
 constexpr Shape kShapes[] = {{"qwen7b", 28, 28, 4, 128}, {"llama8b", 32, 32, 8, 128}};
-
-double milliseconds(auto&& work) {
-  const auto start = std::chrono::steady_clock::now();
-  work();
-  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
-}
-
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2), values.end());
-  return values[values.size() / 2];
-}
 
 /// A cache of one sequence with 1536 slots in every layer, ready for an event.
 class Subject {

@@ -14,13 +14,13 @@
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <functional>
 #include <memory>
 #include <numeric>
 
 #include "kvkeep/kvkeep.h"
+#include "timing.h"
 
 namespace kvkeep {
 namespace {
@@ -62,17 +62,6 @@ const Subject kSubjects[] = {
     {"triattention", false, {}, [](const Shape& shape) { return triattention(shape, TriAttentionOptions::Aggregate::mean); }},
     {"triattention_max", false, {}, [](const Shape& shape) { return triattention(shape, TriAttentionOptions::Aggregate::max); }},
 };
-
-double milliseconds(auto&& work) {
-  const auto start = std::chrono::steady_clock::now();
-  work();
-  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
-}
-
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2), values.end());
-  return values[values.size() / 2];
-}
 
 #if defined(__x86_64__) && defined(__GNUC__)
 __attribute__((target_clones("avx512f", "avx2", "default")))

@@ -13,6 +13,7 @@
 #include "kvkeep/core/dispatch.h"
 #include "matrix_unit.h"
 #include "query_block.h"
+#include "window_queries.h"
 
 namespace kvkeep {
 namespace {
@@ -395,13 +396,6 @@ class RowScores {
   std::int64_t rows_ = 0;  ///< queries that stand for the factor themselves; 0: a triangular factor
 };
 
-bool same_positions(const QueryView& a, const QueryView& b) {
-  if (a.count != b.count) return false;
-  for (std::int32_t i = 0; i < a.count; ++i)
-    if (a.position(i) != b.position(i)) return false;
-  return true;
-}
-
 }  // namespace
 
 Needs Expected::needs() const {
@@ -442,7 +436,7 @@ Scores Expected::score(const Evidence& evidence, const Limits& limits, WindowAtt
       most = std::max<std::int64_t>(most, b.count);
       std::size_t twin = i;  // the layers of a sequence mostly see the same positions
       for (std::size_t e = 0; e < i && twin == i; ++e)
-        if (table.groups[e].sequence == group.sequence && table.groups[e].next_position == group.next_position && same_positions(table.groups[e].queries, view)) twin = e;
+        if (table.groups[e].sequence == group.sequence && table.groups[e].next_position == group.next_position && cpu::same_positions(table.groups[e].queries, view)) twin = e;
       turn_of[i] = twin == i ? turns.size() : turn_of[twin];
       if (twin == i) turns.emplace_back(spec.rope, group.next_position, options_.future);
       if (b.count > 0 && evidence.basis == QueryBasis::post_rope && !spec.rope.inv_freq.empty()) {

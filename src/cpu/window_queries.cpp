@@ -21,14 +21,14 @@ Turns turns_of(const Evidence& evidence, const QueryView& queries, std::int32_t 
   return turns;
 }
 
+}  // namespace
+
 bool same_positions(const QueryView& a, const QueryView& b) {
   if (a.count != b.count) return false;
   for (std::int32_t i = 0; i < a.count; ++i)
     if (a.position(i) != b.position(i)) return false;
   return true;
 }
-
-}  // namespace
 
 WindowTurns::WindowTurns(const Evidence& evidence, std::span<const RowWindow> windows) : turns_(evidence.table.groups.size()), index_(evidence.table.groups.size()) {
   const std::vector<RowGroup>& groups = evidence.table.groups;

@@ -10,6 +10,9 @@
 
 namespace kvkeep::cpu {
 
+/// True when both hold queries at the same positions, as the layers of one sequence do.
+[[nodiscard]] bool same_positions(const QueryView& a, const QueryView& b);
+
 /// cos and sin of every window query of one sequence.
 struct Turns {
   std::int32_t window = 0;
