@@ -257,17 +257,20 @@ Plan Keeper::plan(const CacheView& view) const {
   plan.decision = policy_->decide(
       {.spec = spec_, .table = plan.table, .basis = basis_, .moment = Moment::step_end, .output_projections = provided_.output_projections});
 
-  const KeepSet* keep = plan.decision.keep ? &*plan.decision.keep : nullptr;
-  for (std::size_t r = 0; keep != nullptr && r < plan.table.rows.size(); ++r) {
+  if (!plan.decision.keep) return plan;
+  const KeepSet& keep = *plan.decision.keep;
+  for (const std::int32_t i : due) {
+    const SequenceId id = view.sequences[static_cast<std::size_t>(i)];
+    plan.cuts.push_back({.sequence = id, .logical_length = at(id).logical});
+  }
+  for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
     const Row& row = plan.table.rows[r];
-    plan.bytes_after -= (row.length - keep->count(r)) * (row.keys.width + row.values.width);
-    const SequenceId id = view.sequences[static_cast<std::size_t>(row.sequence)];
-    const auto known = std::find_if(plan.cuts.begin(), plan.cuts.end(), [id](const Cut& c) { return c.sequence == id; });
-    Cut& cut = known != plan.cuts.end() ? *known : plan.cuts.emplace_back(Cut{.sequence = id, .logical_length = at(id).logical});
+    plan.bytes_after -= (row.length - keep.count(r)) * (row.keys.width + row.values.width);
+    Cut& cut = plan.cuts[r / static_cast<std::size_t>(spec_.kv_heads) % due.size()];  // rows lie in the order layer, sequence, head
     cut.length_before = std::max(cut.length_before, row.length);
-    cut.length_after = std::max(cut.length_after, static_cast<std::int32_t>(keep->count(r)));
+    cut.length_after = std::max(cut.length_after, static_cast<std::int32_t>(keep.count(r)));
     cut.slots_before += row.length;
-    cut.slots_after += keep->count(r);
+    cut.slots_after += keep.count(r);
   }
   return plan;
 }
