@@ -467,7 +467,19 @@ TEST(Keeper, RefusesBadInputBeforeAnythingChanges) {
   expect_refused<InvalidArgument>(engine, plan_with([](CacheView& v) { v.layers.pop_back(); }), "the view has 2 layers");
   expect_refused<InvalidArgument>(engine, plan_with([](CacheView& v) { std::get<DenseKv>(v.layers[1]).keys = at::zeros({1, 3, 64, 8}); }), "layer 1");
   expect_refused<InvalidArgument>(engine, plan_with([](CacheView& v) { v.layers[2] = std::monostate{}; }), "layer 2 has no rows");
-  expect_refused<Unsupported>(engine, plan_with([](CacheView& v) { v.layers[0] = PagedKv{}; }), "paged");
+  expect_refused<InvalidArgument>(engine, plan_with([](CacheView& v) { v.layers[0] = PagedKv{}; }), "allowed 4 [pages, page_size, 2, 8]");
+  const auto pages = [](std::int64_t size) { return PagedKv{at::zeros({9, size, 2, 8}), at::zeros({9, size, 2, 6})}; };
+  const auto table = [](std::int32_t page) { return at::full({1, 64}, page, at::TensorOptions().dtype(kInt32)); };
+  const auto paged = [&](std::int64_t size, const Tensor& block_table) {
+    return plan_with([&, size](CacheView& v) {
+      for (auto& l : v.layers)
+        if (!std::holds_alternative<std::monostate>(l)) l = pages(size);
+      v.block_table = block_table;
+    });
+  };
+  expect_refused<InvalidArgument>(engine, paged(16, {}), "needs a block table");
+  expect_refused<InvalidArgument>(engine, paged(24, table(0)), "pages of layer 0 hold 24 slots; allowed a power of two");
+  expect_refused<InvalidArgument>(engine, plan_with([&](CacheView& v) { v.layers[0] = pages(16), v.block_table = table(0); }), "as in the first layer");
   expect_refused<InvalidArgument>(engine, plan_with([](CacheView& v) { v.layers[0] = DenseKv{at::zeros({1, 2, 64, 8}, kInt32), std::get<DenseKv>(v.layers[0]).values}; }), "layer 1 holds");
   expect_refused<InvalidArgument>(engine, plan_with([](CacheView& v) {
                                     for (auto& l : v.layers) l = DenseKv{std::get<DenseKv>(l).keys.to(c10::ScalarType::Double), std::get<DenseKv>(l).values};

@@ -7,6 +7,7 @@
 #include "kvkeep/core/rope.h"
 #include "kvkeep/core/model_spec.h"
 #include "kvkeep/core/cache_view.h"
+#include "kvkeep/core/page_allocator.h"
 #include "kvkeep/core/row.h"
 #include "kvkeep/core/decision.h"
 #include "kvkeep/core/columns.h"
@@ -50,6 +51,7 @@
 
 // apply
 #include "kvkeep/keep/compact.h"
+#include "kvkeep/keep/pages.h"
 #include "kvkeep/keep/rerotate.h"
 
 // report: what it did, in numbers

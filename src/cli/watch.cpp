@@ -83,7 +83,8 @@ void FullRun::compare(const std::vector<KeptRows>& events, report::Diagnostics& 
     for (std::int64_t r = begin; r < end; ++r) {
       const auto index = static_cast<std::size_t>(r), layer = index / static_cast<std::size_t>(kv_heads);
       const std::int64_t head = r % kv_heads;
-      const auto& [keys, values] = cache_[static_cast<std::size_t>(full_layers[layer])];
+      const lm::LayerCache& cache = cache_[static_cast<std::size_t>(full_layers[layer])];
+      const Tensor &keys = cache.keys, &values = cache.values;
       const report::FullRow row{.keys = keys.const_data_ptr<float>() + head * keys.stride(1),
                                 .key_stride = keys.stride(2),
                                 .values = values.const_data_ptr<float>() + head * values.stride(1),

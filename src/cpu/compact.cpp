@@ -2,7 +2,9 @@
 
 #include <ATen/Parallel.h>
 
+#include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "kvkeep/core/dispatch.h"
 #include "stream_lanes.h"
@@ -13,24 +15,46 @@ namespace {
 /// Events that move more than this write past the caches: what they overwrite need not be read first, and nobody reads it soon.
 constexpr std::int64_t kCachedBytes = std::int64_t{16} << 20;
 
-/// Slots that already stand where they belong.
-std::size_t unmoved(std::span<const std::int32_t> kept) {
-  std::size_t j = 0;
-  while (j < kept.size() && kept[j] == static_cast<std::int32_t>(j)) ++j;
-  return j;
-}
-
-/// Calls move(to, from, bytes) for every run of neighbouring kept slots that does not already stand where it belongs, ascending.
+/// Calls move(to, from, bytes) for every run of neighbouring kept slots that does not already stand where it belongs, ascending. `to`: the side as it will be.
 template <class Move>
-void move_runs(const SlotAddress& side, std::span<const std::int32_t> kept, const Move& move) {
+void move_runs(const SlotAddress& side, const SlotAddress& to, std::span<const std::int32_t> kept, const Move& move) {
   const bool packed = side.stride == side.width;
-  for (std::size_t j = unmoved(kept); j < kept.size();) {
+  for (std::size_t j = 0; j < kept.size();) {
+    const auto slot = static_cast<std::int64_t>(j);
     std::size_t run = 1;
-    if (packed)
-      while (j + run < kept.size() && kept[j + run] == kept[j] + static_cast<std::int32_t>(run)) ++run;
-    move(side.at(static_cast<std::int64_t>(j)), side.at(kept[j]), side.width * static_cast<std::int64_t>(run));
+    if (packed) {
+      const auto most = static_cast<std::size_t>(std::min<std::int64_t>({side.run(kept[j]), to.run(slot), static_cast<std::int64_t>(kept.size() - j)}));
+      while (run < most && kept[j + run] == kept[j] + static_cast<std::int32_t>(run)) ++run;
+    }
+    std::byte *destination = to.at(slot), *source = side.at(kept[j]);
+    if (destination != source) move(destination, source, side.width * static_cast<std::int64_t>(run));
     j += run;
   }
+}
+
+/// Where the rows of every sequence go: null for its own pages.
+class Destinations {
+ public:
+  explicit Destinations(std::span<const PageMove> moves) {
+    for (const PageMove& move : moves) {
+      if (pages_.size() <= static_cast<std::size_t>(move.sequence)) pages_.resize(static_cast<std::size_t>(move.sequence) + 1);
+      pages_[static_cast<std::size_t>(move.sequence)] = move.after.data();
+    }
+  }
+  [[nodiscard]] SlotAddress of(const Row& row, SlotAddress side) const {
+    const auto s = static_cast<std::size_t>(row.sequence);
+    if (side.pages != nullptr && s < pages_.size() && pages_[s] != nullptr) side.pages = pages_[s];
+    return side;
+  }
+
+ private:
+  std::vector<const std::int32_t*> pages_;
+};
+
+template <class Body>
+void each_side(const Row& row, const Body& body) {
+  for (const SlotAddress& side : {row.keys, row.values, row.key_scales, row.value_scales})
+    if (side.width > 0) body(side);
 }
 
 void check(const RowTable& table, const KeepSet& keep) {
@@ -49,28 +73,34 @@ void check(const RowTable& table, const KeepSet& keep) {
 }  // namespace
 
 void compact_slots(const SlotAddress& side, std::span<const std::int32_t> kept) {
-  move_runs(side, kept, [](std::byte* to, const std::byte* from, std::int64_t bytes) { std::memmove(to, from, static_cast<std::size_t>(bytes)); });
+  move_runs(side, side, kept, [](std::byte* to, const std::byte* from, std::int64_t bytes) { std::memmove(to, from, static_cast<std::size_t>(bytes)); });
 }
 
-std::int64_t bytes_to_move(const RowTable& table, const KeepSet& keep) {
+std::int64_t bytes_to_move(const RowTable& table, const KeepSet& keep, std::span<const PageMove> moves) {
+  const Destinations destinations(moves);
   std::int64_t bytes = 0;
   for (std::size_t r = 0; r < table.rows.size(); ++r) {
+    const SlotAddress from = table.rows[r].keys, to = destinations.of(table.rows[r], from);
     const auto kept = keep.row(r);
-    bytes += static_cast<std::int64_t>(kept.size() - unmoved(kept)) * (table.rows[r].keys.width + table.rows[r].values.width);
+    std::int64_t slots = 0;
+    for (std::size_t j = 0; j < kept.size(); ++j) slots += from.at(kept[j]) != to.at(static_cast<std::int64_t>(j)) ? 1 : 0;
+    bytes += slots * table.rows[r].slot_bytes();
   }
   return bytes;
 }
 
-void compact(const RowTable& table, const KeepSet& keep) {
+void compact(const RowTable& table, const KeepSet& keep, std::span<const PageMove> moves) {
   dispatch("compact", table.device, [&] {
     check(table, keep);
-    const bool stream = bytes_to_move(table, keep) > kCachedBytes;
+    const Destinations destinations(moves);
+    const bool stream = bytes_to_move(table, keep, moves) > kCachedBytes;
     at::parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-      for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r) {
-        for (const SlotAddress& side : {table.rows[r].keys, table.rows[r].values})
-          if (stream) move_runs(side, keep.row(r), cpu::stream_forward);
-          else compact_slots(side, keep.row(r));
-      }
+      for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r)
+        each_side(table.rows[r], [&](const SlotAddress& side) {
+          const SlotAddress to = destinations.of(table.rows[r], side);
+          if (stream) move_runs(side, to, keep.row(r), cpu::stream_forward);
+          else move_runs(side, to, keep.row(r), [](std::byte* at, const std::byte* from, std::int64_t bytes) { std::memmove(at, from, static_cast<std::size_t>(bytes)); });
+        });
       if (stream) cpu::flush_streams();
     });
   });

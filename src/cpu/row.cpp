@@ -1,20 +1,72 @@
 #include "kvkeep/core/row.h"
 
+#include <bit>
+
 namespace kvkeep {
 namespace {
 
+constexpr std::int64_t kLargestPage = 1024;
 
-void check_side(const char* side, const Tensor& t, std::int32_t layer, const ModelSpec& spec, std::int32_t dim) {
-  require(t.defined() && t.dim() == 4, "cache: ", side, " of layer ", layer, " have ", t.defined() ? t.dim() : 0, " dimensions; allowed 4 [B, Hkv, capacity, D]");
-  require(t.size(1) == spec.kv_heads && t.size(3) == dim, "cache: ", side, " of layer ", layer, " have shape [", t.size(0), ", ", t.size(1), ", ", t.size(2), ", ",
-          t.size(3), "]; allowed [B, ", spec.kv_heads, ", capacity, ", dim, "] as the model spec says");
-  require(t.stride(3) == 1 || dim == 1, "cache: ", side, " of layer ", layer, " have stride ", t.stride(3), " in the last dimension; allowed 1");
+/// One layer's tensors, dense or paged, with their dimensions by meaning.
+struct Layer {
+  const Tensor &keys, &values, &key_scales, &value_scales;
+  int place, head, slot;  ///< dimension of the batch or of the pages, of KV heads, of slots
+  bool paged;
+};
+
+Layer layer_of(const LayerKv& layer) {
+  if (const auto* dense = std::get_if<DenseKv>(&layer)) return {dense->keys, dense->values, dense->key_scales, dense->value_scales, 0, 1, 2, false};
+  const auto& pages = std::get<PagedKv>(layer);
+  const bool slot_first = pages.layout == PageLayout::slot_head;
+  return {pages.keys, pages.values, pages.key_scales, pages.value_scales, 0, slot_first ? 2 : 1, slot_first ? 1 : 2, true};
 }
 
-SlotAddress address(const Tensor& t, std::int64_t place, std::int32_t head, std::int64_t start) {
+/// The shape that a layer's tensors may have, in words.
+std::string shape_of(const Layer& layer, std::int32_t heads, std::int32_t dim) {
+  if (!layer.paged) return text("[B, ", heads, ", capacity, ", dim, "]");
+  return layer.slot == 1 ? text("[pages, page_size, ", heads, ", ", dim, "]") : text("[pages, ", heads, ", page_size, ", dim, "]");
+}
+
+void check_side(const char* side, const Tensor& t, const Layer& layer, std::int32_t l, const ModelSpec& spec, std::int32_t dim) {
+  require(t.defined() && t.dim() == 4, "cache: ", side, " of layer ", l, " have ", t.defined() ? t.dim() : 0, " dimensions; allowed 4 ",
+          shape_of(layer, spec.kv_heads, dim));
+  require(t.size(layer.head) == spec.kv_heads && t.size(3) == dim, "cache: ", side, " of layer ", l, " have shape [", t.size(0), ", ", t.size(1), ", ", t.size(2), ", ",
+          t.size(3), "]; allowed ", shape_of(layer, spec.kv_heads, dim), " as the model spec says");
+  require(t.stride(3) == 1 || dim == 1, "cache: ", side, " of layer ", l, " have stride ", t.stride(3), " in the last dimension; allowed 1");
+}
+
+void check_scales(const char* side, const Tensor& scales, const Tensor& rows, std::int32_t l) {
+  if (!scales.defined()) return;
+  require(scales.dim() == 3 && scales.size(0) == rows.size(0) && scales.size(1) == rows.size(1) && scales.size(2) == rows.size(2), "cache: ", side, " of layer ", l,
+          " do not fit their rows; allowed the shape [", rows.size(0), ", ", rows.size(1), ", ", rows.size(2), "]");
+  require(scales.device() == rows.device(), "cache: ", side, " of layer ", l, " are on ", scales.device().str(), ", their rows on ", rows.device().str(),
+          "; allowed one device");
+}
+
+/// Sequence `place` of a dense tensor from slot `start` on, or the pages of a paged one.
+SlotAddress address(const Layer& layer, const Tensor& t, std::int64_t place, std::int32_t head, std::int64_t start, const std::int32_t* pages) {
+  if (!t.defined()) return {};
   const auto bytes = static_cast<std::int64_t>(t.element_size());
-  return {static_cast<std::byte*>(t.data_ptr()) + (place * t.stride(0) + head * t.stride(1) + start * t.stride(2)) * bytes, t.stride(2) * bytes,
-          t.size(3) * bytes};
+  SlotAddress side;
+  side.stride = t.stride(layer.slot) * bytes;
+  side.width = (t.dim() == 4 ? t.size(3) : 1) * bytes;
+  side.base = static_cast<std::byte*>(t.data_ptr()) + (head * t.stride(layer.head) + start * t.stride(layer.slot)) * bytes;
+  if (layer.paged) {
+    side.pages = pages;
+    side.page_stride = t.stride(0) * bytes;
+    side.page_shift = std::countr_zero(static_cast<std::uint64_t>(t.size(layer.slot)));
+  } else {
+    side.base += place * t.stride(0) * bytes;
+  }
+  return side;
+}
+
+void check_table(const CacheView& view) {
+  const Tensor& table = view.block_table;
+  require(table.defined() && table.dim() == 2 && table.scalar_type() == kInt32 && table.size(0) == static_cast<std::int64_t>(view.sequences.size()) &&
+              (table.size(1) <= 1 || table.stride(1) == 1),
+          "cache: a paged layer needs a block table; allowed i32 [", view.sequences.size(), ", max_pages] with its last dimension contiguous");
+  for (const std::int32_t start : view.starts) require(start == 0, "cache: a sequence starts at slot ", start, "; allowed 0 in pages");
 }
 
 }  // namespace
@@ -31,20 +83,27 @@ RowTable make_rows(const ModelSpec& spec, const CacheView& view, std::span<const
 
   RowTable table;
   for (const std::int32_t l : layers) {
-    const LayerKv& layer = view.layers[static_cast<std::size_t>(l)];
-    require(!std::holds_alternative<std::monostate>(layer), "cache: layer ", l, " has no rows; the model spec calls it a full layer");
-    require<Unsupported>(std::holds_alternative<DenseKv>(layer), "cache: layer ", l, " is paged; this build cuts dense caches only");
-    const auto& [keys, values] = std::get<DenseKv>(layer);
-    check_side("keys", keys, l, spec, spec.key_dim);
-    check_side("values", values, l, spec, spec.value_dim);
-    require(keys.size(0) == values.size(0) && keys.size(2) == values.size(2), "cache: keys and values of layer ", l, " differ in batch or capacity; given [",
-            keys.size(0), ", ", keys.size(2), "] and [", values.size(0), ", ", values.size(2), "]");
+    require(!std::holds_alternative<std::monostate>(view.layers[static_cast<std::size_t>(l)]), "cache: layer ", l, " has no rows; the model spec calls it a full layer");
+    const Layer layer = layer_of(view.layers[static_cast<std::size_t>(l)]);
+    const auto& [keys, values, key_scales, value_scales, place_dim, head_dim, slot_dim, paged] = layer;
+    check_side("keys", keys, layer, l, spec, spec.key_dim);
+    check_side("values", values, layer, l, spec, spec.value_dim);
+    require(keys.size(0) == values.size(0) && keys.size(slot_dim) == values.size(slot_dim), "cache: keys and values of layer ", l, " differ in ",
+            paged ? "pages or page size" : "batch or capacity", "; given [", keys.size(0), ", ", keys.size(slot_dim), "] and [", values.size(0), ", ", values.size(slot_dim), "]");
     require(keys.device() == values.device(), "cache: keys of layer ", l, " are on ", keys.device().str(), ", values on ", values.device().str(), "; allowed one device");
+    check_scales("key scales", key_scales, keys, l);
+    check_scales("value scales", value_scales, values, l);
+    const std::int64_t page_size = paged ? keys.size(slot_dim) : 0;
     if (l == layers.front()) {
       table.key_dtype = keys.scalar_type();
       table.value_dtype = values.scalar_type();
       table.device = keys.device();
+      table.page_size = static_cast<std::int32_t>(page_size);
+      if (paged) check_table(view);
     }
+    require(!paged || (page_size <= kLargestPage && std::has_single_bit(static_cast<std::uint64_t>(page_size))), "cache: pages of layer ", l, " hold ", page_size,
+            " slots; allowed a power of two up to ", kLargestPage);
+    require(page_size == table.page_size, "cache: pages of layer ", l, " hold ", page_size, " slots (0: it is dense); allowed ", table.page_size, " as in the first layer");
     require(keys.scalar_type() == table.key_dtype && values.scalar_type() == table.value_dtype, "cache: layer ", l, " holds ", c10::toString(keys.scalar_type()),
             " keys and ", c10::toString(values.scalar_type()), " values; allowed ", c10::toString(table.key_dtype), " and ", c10::toString(table.value_dtype),
             " as in the first layer");
@@ -53,21 +112,30 @@ RowTable make_rows(const ModelSpec& spec, const CacheView& view, std::span<const
       const auto s = static_cast<std::size_t>(i);
       const std::int64_t place = view.places.empty() ? i : view.places[s];
       const std::int64_t start = view.starts.empty() ? 0 : view.starts[s];
-      require(place >= 0 && place < keys.size(0), "cache: sequence ", view.sequences[s], " is at place ", place, " of the batch; allowed 0 to ", keys.size(0) - 1);
+      require(paged || (place >= 0 && place < keys.size(0)), "cache: sequence ", view.sequences[s], " is at place ", place, " of the batch; allowed 0 to ", keys.size(0) - 1);
+      const std::int32_t* pages = paged ? view.block_table.data_ptr<std::int32_t>() + i * view.block_table.stride(0) : nullptr;
+      const std::int64_t capacity = paged ? view.block_table.size(1) * page_size : keys.size(slot_dim);
+      std::int64_t longest = 0;
       table.groups.push_back({l, i, static_cast<std::int64_t>(table.rows.size()), {}});
       for (std::int32_t h = 0; h < spec.kv_heads; ++h) {
         const std::int32_t length = view.lengths.at(s, l * spec.kv_heads + h);
-        require(start >= 0 && length >= 0 && start + length <= keys.size(2), "cache: sequence ", view.sequences[s], " holds slots ", start, " to ",
-                start + std::int64_t{length}, " of layer ", l, "; allowed up to the capacity ", keys.size(2));
+        require(start >= 0 && length >= 0 && start + length <= capacity, "cache: sequence ", view.sequences[s], " holds slots ", start, " to ",
+                start + std::int64_t{length}, " of layer ", l, "; allowed up to the capacity ", capacity);
+        longest = std::max<std::int64_t>(longest, length);
         table.rows.push_back({.layer = l,
                               .sequence = i,
                               .head = h,
                               .length = length,
                               .first = table.slots,
-                              .keys = address(keys, place, h, start),
-                              .values = address(values, place, h, start)});
+                              .keys = address(layer, keys, place, h, start, pages),
+                              .values = address(layer, values, place, h, start, pages),
+                              .key_scales = address(layer, key_scales, place, h, start, pages),
+                              .value_scales = address(layer, value_scales, place, h, start, pages)});
         table.slots += length;
       }
+      if (!paged || !view.block_table.device().is_cpu()) continue;
+      for (std::int64_t p = 0; p * page_size < longest; ++p)
+        require(pages[p] >= 0 && pages[p] < keys.size(0), "cache: page ", p, " of sequence ", view.sequences[s], " is ", pages[p], "; layer ", l, " allows 0 to ", keys.size(0) - 1);
     }
   }
   return table;

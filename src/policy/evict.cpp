@@ -77,7 +77,7 @@ Limits Evict::limits(const Evidence& evidence) const {
   const auto rows_of_a_sequence = static_cast<std::int64_t>(heads * evidence.spec.full_layers().size());
   for (const RowGroup& group : table.groups) {
     const Row& first = table.rows[static_cast<std::size_t>(group.first_row)];
-    const std::int64_t slot_bytes = (first.keys.width + first.values.width) * rows_of_a_sequence;
+    const std::int64_t slot_bytes = first.slot_bytes() * rows_of_a_sequence;
     const std::int32_t budget = retention_.trigger.budget.resolve(group.next_position, group.prompt, slot_bytes);
     for (std::size_t h = 0; h < heads; ++h) {
       const std::size_t r = static_cast<std::size_t>(group.first_row) + h;

@@ -2,17 +2,28 @@
 
 #include <algorithm>
 #include <numeric>
+#include <type_traits>
 #include <utility>
+#include <variant>
 
+#include "kvkeep/core/page_allocator.h"
 #include "kvkeep/keep/compact.h"
 
 namespace kvkeep {
 namespace {
 
+/// K and V bytes of one slot of one head, scales included.
 std::int64_t slot_bytes(const ModelSpec& spec, const LayerKv& layer) {
-  const auto* dense = std::get_if<DenseKv>(&layer);
-  if (dense == nullptr) return 0;
-  return spec.key_dim * static_cast<std::int64_t>(dense->keys.element_size()) + spec.value_dim * static_cast<std::int64_t>(dense->values.element_size());
+  const auto of = [&spec](const auto& kv) -> std::int64_t {
+    if constexpr (std::is_same_v<std::decay_t<decltype(kv)>, std::monostate>) {
+      return 0;
+    } else {
+      const auto scale = [](const Tensor& t) { return t.defined() ? static_cast<std::int64_t>(t.element_size()) : 0; };
+      return spec.key_dim * static_cast<std::int64_t>(kv.keys.element_size()) + spec.value_dim * static_cast<std::int64_t>(kv.values.element_size()) +
+             scale(kv.key_scales) + scale(kv.value_scales);
+    }
+  };
+  return std::visit(of, layer);
 }
 
 /// K and V bytes of the live slots of all full layers.
@@ -35,6 +46,27 @@ void require_one_length(const RowTable& table, const KeepSet& keep, const CacheV
             keep.count(r), " slots; the view has one length a sequence, allowed with one length a row");
     length = keep.count(r);
   }
+}
+
+/// After an event that did not come about.
+void give_back_taken(std::span<const PageMove> planned, std::span<const PageMove> taken, PageAllocator* pages) {
+  for (std::size_t i = 0; i < planned.size(); ++i)
+    for (std::size_t p = 0; p < planned[i].after.size(); ++p)
+      if (planned[i].after[p] == PageMove::kTake) pages->give_back(taken[i].after[p]);
+}
+
+/// Writes the block table, then hands back what is no longer held; returns how many pages that are.
+std::int64_t settle_pages(std::span<const PageMove> moves, const CacheView& view) {
+  std::int64_t freed = 0;
+  for (const PageMove& move : moves) {
+    std::int32_t* row = view.block_table.data_ptr<std::int32_t>() + move.sequence * view.block_table.stride(0);
+    std::copy(move.after.begin(), move.after.end(), row);
+    std::fill(row + move.after.size(), row + move.before.size(), -1);
+    freed += static_cast<std::int64_t>(move.freed.size());
+    if (view.pages != nullptr)
+      for (const std::int32_t page : move.freed) view.pages->give_back(page);
+  }
+  return freed;
 }
 
 }  // namespace
@@ -265,20 +297,30 @@ Plan Keeper::plan(const CacheView& view) const {
   }
   for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
     const Row& row = plan.table.rows[r];
-    plan.bytes_after -= (row.length - keep.count(r)) * (row.keys.width + row.values.width);
+    plan.bytes_after -= (row.length - keep.count(r)) * row.slot_bytes();
     Cut& cut = plan.cuts[r / static_cast<std::size_t>(spec_.kv_heads) % due.size()];  // rows lie in the order layer, sequence, head
     cut.length_before = std::max(cut.length_before, row.length);
     cut.length_after = std::max(cut.length_after, static_cast<std::int32_t>(keep.count(r)));
     cut.slots_before += row.length;
     cut.slots_after += keep.count(r);
   }
+  if (plan.table.page_size > 0) plan.pages = plan_pages(plan.table, keep, view.sequences, view.pages, view.shared_pages);
   return plan;
 }
 
 Report Keeper::apply(const Plan& plan, const CacheView& view) {
   require<StateError>(plan.version == version_, "apply: the plan is out of date, tokens were observed or rows were cut since; make a new one");
-  Report report{plan.cuts, 0, plan.bytes_before, plan.bytes_after, 0};
+  Report report{.cuts = plan.cuts, .pages = plan.pages, .slots_dropped = 0, .bytes_before = plan.bytes_before, .bytes_after = plan.bytes_after, .bytes_moved = 0, .pages_freed = 0};
   if (plan.decision.keep) require_one_length(plan.table, *plan.decision.keep, view);
+  take_pages(report.pages, view.pages);
+  if (plan.decision.keep) {
+    try {
+      compact(plan.table, *plan.decision.keep, report.pages);
+    } catch (...) {
+      give_back_taken(plan.pages, report.pages, view.pages);
+      throw;
+    }
+  }
   ++totals_.steps;
   for (const SequenceId id : view.sequences) {
     Sequence& s = sequences_.at(id);
@@ -287,8 +329,8 @@ Report Keeper::apply(const Plan& plan, const CacheView& view) {
   }
   if (!plan.decision.keep) return report;
   const KeepSet& keep = *plan.decision.keep;
-  report.bytes_moved = bytes_to_move(plan.table, keep);
-  compact(plan.table, keep);
+  report.bytes_moved = bytes_to_move(plan.table, keep, report.pages);
+  report.pages_freed = settle_pages(report.pages, view);
 
   const float* credit = plan.decision.credit ? plan.decision.credit->data_ptr<float>() : nullptr;
   const float* tally = plan.decision.tally ? plan.decision.tally->data_ptr<float>() : nullptr;
@@ -307,6 +349,7 @@ Report Keeper::apply(const Plan& plan, const CacheView& view) {
   totals_.sequences_cut += static_cast<std::int64_t>(report.cuts.size());
   totals_.slots_dropped += report.slots_dropped;
   totals_.bytes_moved += report.bytes_moved;
+  totals_.pages_freed += report.pages_freed;
   return report;
 }
 

@@ -17,6 +17,8 @@ using SequenceId = std::int64_t;
 struct DenseKv {
   Tensor keys;    ///< any 1-, 2- or 4-byte dtype [B, Hkv, capacity, D] after RoPE; the last dimension contiguous, other strides free
   Tensor values;  ///< any 1-, 2- or 4-byte dtype [B, Hkv, capacity, Dv]
+  Tensor key_scales = {};    ///< any dtype [B, Hkv, capacity], where keys are quantised row by row: they move with their rows. Undefined: none
+  Tensor value_scales = {};  ///< the same of values
 };
 
 /// Order of the two middle dimensions of a page.
@@ -25,11 +27,15 @@ enum class PageLayout : std::uint8_t {
   head_slot,  ///< [pages, Hkv, page_size, D]
 };
 
-/// One layer's rows in pages. `CacheView::block_table` says which pages a sequence holds.
+/// One layer's rows in pages. `CacheView::block_table` says which pages a sequence holds: the same in every layer.
+/// Both sides of one tensor ([2, pages, ...] or [pages, 2, ...]) are given as two views: strides are honoured.
 struct PagedKv {
-  Tensor keys;    ///< [pages, page_size, Hkv, D] or [pages, Hkv, page_size, D] after RoPE, strides honoured
+  Tensor keys;    ///< any 1-, 2- or 4-byte dtype [pages, page_size, Hkv, D] or [pages, Hkv, page_size, D] after RoPE; page_size a power of two up to 1024, the last
+                  ///< dimension contiguous, other strides free
   Tensor values;  ///< the same with Dv
   PageLayout layout = PageLayout::slot_head;
+  Tensor key_scales = {};    ///< any dtype [pages, page_size, Hkv] or [pages, Hkv, page_size], as in DenseKv
+  Tensor value_scales = {};  ///< the same of values
 };
 
 /// `monostate` stands for a layer that has no rows of its own (see LayerKind).
@@ -46,14 +52,25 @@ struct Lengths {
   }
 };
 
-/// The cache of the sequences of one step, all layers. `lengths` is written by an event (new physical lengths), the rest is read.
+class PageAllocator;
+
+/// What an event does where it would have to write a page that others hold too.
+enum class SharedPages : std::uint8_t {
+  copy,    ///< takes a free page and copies what stays (copy on write)
+  refuse,  ///< StateError, before anything is written
+};
+
+/// The cache of the sequences of one step, all layers. An event writes `lengths` (new physical lengths) and `block_table`; the rest is read.
 struct CacheView {
   std::vector<LayerKv> layers;                ///< [num_layers]
   std::span<const SequenceId> sequences;      ///< [n] which sequences
   Lengths lengths;                            ///< physical lengths, this step's tokens included
   std::span<const std::int32_t> places = {};  ///< [n] batch index of each sequence in dense tensors; empty: 0..n-1
   std::span<const std::int32_t> starts = {};  ///< [n] first valid slot of each sequence (left padding); empty: 0
-  Tensor block_table = {};                    ///< i32 [n, max_pages], paged layers only
+  Tensor block_table = {};                    ///< i32 [n, max_pages], paged layers only: row i holds the ceil(length / page_size) pages of sequence i first; what is
+                                              ///< behind them is not read. An event writes the pages that stay, then -1 over those given back
+  PageAllocator* pages = nullptr;             ///< who counts references; null: every page belongs to one sequence, and freed ones are reported only
+  SharedPages shared_pages = SharedPages::copy;
 };
 
 }  // namespace kvkeep

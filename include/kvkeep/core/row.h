@@ -7,17 +7,28 @@
 #include <vector>
 
 #include "kvkeep/core/cache_view.h"
+#include "kvkeep/core/hd.h"
 #include "kvkeep/core/model_spec.h"
 
 namespace kvkeep {
 
-/// Where slot s of one side (keys or values) of a row lies: `base + s * stride`.
+/// Where the slots of one side (keys, values or their scales) of a row lie: side by side in a dense cache, by page in a paged one. The one place that knows.
 struct SlotAddress {
-  std::byte* base = nullptr;
-  std::int64_t stride = 0;  ///< bytes from slot to slot
-  std::int64_t width = 0;   ///< bytes of one slot's vector
+  std::byte* base = nullptr;            ///< slot 0; in pages, slot 0 of page 0
+  std::int64_t stride = 0;              ///< bytes from slot to slot, inside a page where there are pages
+  std::int64_t width = 0;               ///< bytes of one slot's vector; 0: the side is not there
+  const std::int32_t* pages = nullptr;  ///< i32 [ceil(length / page_size)] the row's pages in order; null: dense
+  std::int64_t page_stride = 0;         ///< bytes from page to page
+  std::int32_t page_shift = 0;          ///< log2 of the page size
 
-  [[nodiscard]] std::byte* at(std::int64_t slot) const { return base + slot * stride; }
+  [[nodiscard]] KVKEEP_HD std::byte* at(std::int64_t slot) const {
+    if (pages == nullptr) return base + slot * stride;
+    return base + pages[slot >> page_shift] * page_stride + (slot & ((std::int64_t{1} << page_shift) - 1)) * stride;
+  }
+  /// Slots from `slot` on that lie one stride apart.
+  [[nodiscard]] KVKEEP_HD std::int64_t run(std::int64_t slot) const {
+    return pages == nullptr ? std::int64_t{1} << 62 : (std::int64_t{1} << page_shift) - (slot & ((std::int64_t{1} << page_shift) - 1));
+  }
 };
 
 /// One row with the columns that travel with it.
@@ -27,8 +38,13 @@ struct Row {
   std::int32_t head = 0;                   ///< KV head
   std::int32_t length = 0;                 ///< slots held
   std::int64_t first = 0;                  ///< where the row's values begin in flat f32 arrays (Scores, Mass): sum of the lengths before it
-  SlotAddress keys;
-  SlotAddress values;
+  SlotAddress keys = {};
+  SlotAddress values = {};
+  SlotAddress key_scales = {};    ///< where rows are quantised and the cache brings their scales
+  SlotAddress value_scales = {};
+
+  /// K and V bytes of one slot, scales included.
+  [[nodiscard]] std::int64_t slot_bytes() const { return keys.width + values.width + key_scales.width + value_scales.width; }
   const std::int32_t* positions = nullptr; ///< i32 [length] logical position per slot, ascending
   const float* credit = nullptr;           ///< f32 [credit_length] EMA credit of the oldest slots; the rest hold 0
   std::int32_t credit_length = 0;
@@ -76,6 +92,7 @@ struct RowTable {
   ScalarType key_dtype = kFloat32;
   ScalarType value_dtype = kFloat32;
   Device device = c10::kCPU;
+  std::int32_t page_size = 0;  ///< slots of a page; 0: dense
   std::int64_t slots = 0;  ///< sum of all lengths: size of a flat f32 array over the rows
 
   [[nodiscard]] std::span<const Row> rows_of(const RowGroup& group, std::int32_t kv_heads) const {
@@ -84,8 +101,8 @@ struct RowTable {
 };
 
 /// Rows of `layers` for the sequences `due` (indices into the view), without columns and queries.
-/// Throws InvalidArgument when the view does not fit the spec: layer count, kind of cache, dtype, shape, strides, device, place or length out of range.
-/// Throws Unsupported for paged layers. Cost: O(rows), no allocation per slot.
+/// Throws InvalidArgument when the view does not fit the spec: layer count, kind of cache, dtype, shape, strides, device, page size, page, place or length out of
+/// range. Cost: O(rows), and O(pages) of the due sequences where layers are paged; no allocation per slot.
 [[nodiscard]] RowTable make_rows(const ModelSpec& spec, const CacheView& view, std::span<const std::int32_t> layers, std::span<const std::int32_t> due);
 
 }  // namespace kvkeep

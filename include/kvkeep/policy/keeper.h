@@ -10,6 +10,7 @@
 #include "kvkeep/core/cache_view.h"
 #include "kvkeep/core/columns.h"
 #include "kvkeep/core/model_spec.h"
+#include "kvkeep/keep/pages.h"
 #include "kvkeep/observe/observation.h"
 #include "kvkeep/observe/query_ring.h"
 #include "kvkeep/observe/query_statistics.h"
@@ -32,6 +33,7 @@ struct Plan {
   std::vector<Cut> cuts;           ///< one per sequence that is due
   RowTable table;                  ///< the rows of those sequences
   Decision decision;
+  std::vector<PageMove> pages;     ///< paged caches: one per sequence that is due
   std::int64_t bytes_before = 0;   ///< K and V bytes of live slots in full layers, all sequences of the view
   std::int64_t bytes_after = 0;
   std::uint64_t version = 0;
@@ -40,10 +42,12 @@ struct Plan {
 /// What happened: proof that compression ran, in numbers.
 struct Report {
   std::vector<Cut> cuts;
+  std::vector<PageMove> pages;     ///< paged caches: what each cut sequence holds now and what it gave back, as its row of the block table says
   std::int64_t slots_dropped = 0;  ///< over all rows
   std::int64_t bytes_before = 0;   ///< as in Plan
   std::int64_t bytes_after = 0;
   std::int64_t bytes_moved = 0;    ///< K and V bytes that were copied inside the cache
+  std::int64_t pages_freed = 0;    ///< holders less, over all sequences; a page that nobody holds any more is free
 };
 
 /// Counters since the keeper was made.
@@ -53,6 +57,7 @@ struct Totals {
   std::int64_t sequences_cut = 0;
   std::int64_t slots_dropped = 0;
   std::int64_t bytes_moved = 0;
+  std::int64_t pages_freed = 0;
 };
 
 /// Keeps the columns and queries of the living sequences and runs the line. Not thread safe: one keeper, one thread at a time.
@@ -88,7 +93,8 @@ class Keeper {
   /// Decides, moves nothing. Throws: StateError when the view's lengths are not what was observed; InvalidArgument and Unsupported as make_rows and the policy do.
   [[nodiscard]] Plan plan(const CacheView& view) const;
 
-  /// Moves K, V and columns, writes the new lengths into the view. Throws StateError, before the first byte moves, for a plan that is out of date.
+  /// Moves K, V and columns, writes the new lengths and, in pages, the new block table into the view, then gives back the pages that are no longer held.
+  /// Throws StateError, before the first byte moves, for a plan that is out of date, and where there are no free pages for copies of shared ones.
   Report apply(const Plan& plan, const CacheView& view);
 
   /// plan and apply.

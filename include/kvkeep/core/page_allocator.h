@@ -1,0 +1,23 @@
+#pragma once
+/// What an event asks of whoever hands out the pages of a paged cache. An engine implements it over its own block manager, or takes `PagePool`.
+
+#include <cstdint>
+
+namespace kvkeep {
+
+class PageAllocator {
+ public:
+  virtual ~PageAllocator() = default;
+
+  /// Holders of a page: 1 for a page of one sequence, more for a shared prefix. An event never writes a page of which it is more than 1.
+  [[nodiscard]] virtual std::int32_t references(std::int32_t page) const = 0;
+
+  /// A free page, from now on held once; -1: there is none.
+  [[nodiscard]] virtual std::int32_t take() = 0;
+
+  /// One holder less. A page that nobody holds is free. On a GPU the event's last reading of it may still be under way then: whoever gets the page next
+  /// must write it on the same stream, or wait for it.
+  virtual void give_back(std::int32_t page) = 0;
+};
+
+}  // namespace kvkeep
