@@ -1,0 +1,67 @@
+# The kernels in cuda/: compiled by nvcc where there is one, and by the host compiler for the tests that run without a GPU.
+#
+#   kvkeep_kernels   static library of all cuda/*.cu; only where nvcc was found
+#
+# KVKEEP_CUDA            AUTO (where nvcc is found), ON (an error without it), OFF
+# CMAKE_CUDA_ARCHITECTURES   80-real and 90-real with code that newer chips translate, unless set
+
+set(KVKEEP_CUDA AUTO CACHE STRING "Compile the CUDA kernels: AUTO, ON or OFF")
+set_property(CACHE KVKEEP_CUDA PROPERTY STRINGS AUTO ON OFF)
+set(KVKEEP_CUDA_FOUND FALSE)
+
+if(KVKEEP_CUDA)
+  if(NOT CMAKE_CUDA_ARCHITECTURES)
+    set(CMAKE_CUDA_ARCHITECTURES 80-real 90 CACHE STRING "Chips that kernels are compiled for")
+  endif()
+  find_program(CMAKE_CUDA_COMPILER nvcc HINTS "$ENV{CUDA_HOME}/bin" /usr/local/cuda/bin)
+  if(CMAKE_CUDA_COMPILER)
+    if(KVKEEP_CCACHE AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
+      set(CMAKE_CUDA_COMPILER_LAUNCHER "${KVKEEP_CCACHE}")
+    endif()
+    enable_language(CUDA)
+    find_package(CUDAToolkit REQUIRED)
+    set(KVKEEP_CUDA_FOUND TRUE)
+  elseif(NOT KVKEEP_CUDA STREQUAL "AUTO")
+    message(FATAL_ERROR "KVKEEP_CUDA is ON and no nvcc was found; set CMAKE_CUDA_COMPILER or CUDA_HOME, or KVKEEP_CUDA=OFF")
+  endif()
+endif()
+
+file(GLOB KVKEEP_KERNEL_SOURCES CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/cuda/*.cu")
+
+if(KVKEEP_CUDA_FOUND)
+  add_library(kvkeep_kernels STATIC ${KVKEEP_KERNEL_SOURCES})
+  set_target_properties(kvkeep_kernels PROPERTIES POSITION_INDEPENDENT_CODE ON)
+  target_include_directories(kvkeep_kernels PUBLIC "${PROJECT_SOURCE_DIR}/cuda" "${PROJECT_SOURCE_DIR}/include")
+  # No fused multiply-adds but where a kernel asks for them: what CPU and CUDA share must round alike.
+  # The dialect by its flag: this CMake does not know those of the newest nvcc.
+  target_compile_options(kvkeep_kernels PRIVATE -std=c++20 --fmad=false -Xcompiler=-Wall,-Wextra --Werror=all-warnings)
+  target_link_libraries(kvkeep_kernels PUBLIC CUDA::cudart)
+endif()
+
+# The kernels as C++ for the execution model: one file that includes each, since a source has one language in a folder.
+function(kvkeep_model_sources result)
+  set(sources "")
+  foreach(kernel IN LISTS KVKEEP_KERNEL_SOURCES)
+    get_filename_component(stem "${kernel}" NAME_WE)
+    set(wrapper "${PROJECT_BINARY_DIR}/generated/cuda_model/${stem}.cpp")
+    file(CONFIGURE OUTPUT "${wrapper}" CONTENT "#include \"${kernel}\"\n" @ONLY)
+    list(APPEND sources "${wrapper}")
+  endforeach()
+  set(${result} "${sources}" PARENT_SCOPE)
+endfunction()
+
+# Headers of the CUDA runtime: of a toolkit, or those that come with LibTorch's CUDA wheels. Empty: there are none.
+function(kvkeep_find_cuda_headers result)
+  if(KVKEEP_CUDA_FOUND)
+    set(${result} "${CUDAToolkit_INCLUDE_DIRS}" PARENT_SCOPE)
+    return()
+  endif()
+  file(GLOB beside_torch LIST_DIRECTORIES true "${KVKEEP_TORCH_ROOT}/../nvidia/*/include")
+  find_path(KVKEEP_CUDA_HEADERS cuda_bf16.h HINTS ${beside_torch} /usr/local/cuda/include)
+  mark_as_advanced(KVKEEP_CUDA_HEADERS)
+  if(KVKEEP_CUDA_HEADERS)
+    set(${result} "${KVKEEP_CUDA_HEADERS}" PARENT_SCOPE)
+  else()
+    set(${result} "" PARENT_SCOPE)
+  endif()
+endfunction()

@@ -1,0 +1,126 @@
+#include "compact.h"
+
+#include "launch.cuh"
+#include "tuning.cuh"
+
+namespace kvkeep::cuda {
+namespace {
+
+using tuning::kCompactThreads;
+using tuning::kCompactWords;
+
+struct alignas(16) Word16 {
+  std::uint32_t part[4];
+};
+
+/// Moves one side of one row upwards, tile by tile. Every slot of a tile has been read before the first of it is written; what is read later lies behind it.
+template <class Word>
+__device__ void move_side(const SlotAddress& from, const SlotAddress& to, const std::int32_t* kept, std::int64_t count) {
+  const auto words = static_cast<std::int32_t>(from.width / static_cast<std::int64_t>(sizeof(Word)));  // of one slot
+  constexpr std::int64_t kTile = std::int64_t{kCompactThreads} * kCompactWords;
+  const std::int64_t all = count * words;
+  for (std::int64_t first = 0; first < all; first += kTile) {
+    Word held[kCompactWords];
+    Word* target[kCompactWords];
+#pragma unroll
+    for (int i = 0; i < kCompactWords; ++i) {
+      const std::int64_t n = first + i * kCompactThreads + static_cast<std::int64_t>(threadIdx.x);
+      target[i] = nullptr;
+      if (n >= all) continue;
+      const std::int64_t slot = n / words, word = n - slot * words;
+      const auto* source = reinterpret_cast<const Word*>(from.at(kept[slot])) + word;
+      auto* destination = reinterpret_cast<Word*>(to.at(slot)) + word;
+      if (source == destination) continue;
+      held[i] = *source;
+      target[i] = destination;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kCompactWords; ++i)
+      if (target[i] != nullptr) *target[i] = held[i];
+  }
+}
+
+/// The widest word that every slot of both sides is aligned to.
+__device__ inline std::int32_t word_of(const SlotAddress& a, const SlotAddress& b) {
+  const std::uint64_t bits = reinterpret_cast<std::uintptr_t>(a.base) | reinterpret_cast<std::uintptr_t>(b.base) | static_cast<std::uint64_t>(a.stride) |
+                             static_cast<std::uint64_t>(b.stride) | static_cast<std::uint64_t>(a.width) | static_cast<std::uint64_t>(a.page_stride) |
+                             static_cast<std::uint64_t>(b.page_stride);
+  for (std::int32_t word = 16; word > 1; word /= 2)
+    if (bits % static_cast<std::uint64_t>(word) == 0) return word;
+  return 1;
+}
+
+__device__ void move_any(const SlotAddress& from, const SlotAddress& to, const std::int32_t* kept, std::int64_t count) {
+  switch (word_of(from, to)) {
+    case 16: return move_side<Word16>(from, to, kept, count);
+    case 8: return move_side<std::uint64_t>(from, to, kept, count);
+    case 4: return move_side<std::uint32_t>(from, to, kept, count);
+    case 2: return move_side<std::uint16_t>(from, to, kept, count);
+    default: return move_side<std::uint8_t>(from, to, kept, count);
+  }
+}
+
+__device__ SlotAddress column(const void* base) { return {reinterpret_cast<std::byte*>(const_cast<void*>(base)), 4, 4}; }
+
+constexpr unsigned kSides = 7;  ///< keys, values, their scales, positions, credit, tally
+
+__global__ void __launch_bounds__(tuning::kCompactThreads) compact_kernel(CompactArguments a) {
+  for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {
+    const std::int64_t begin = a.indptr[r], count = a.indptr[r + 1] - begin;
+    const std::int32_t* kept = a.slots + begin;
+    const Row& row = a.rows[r];
+    if (blockIdx.y < 4) {
+      const SlotAddress& side = blockIdx.y == 0 ? row.keys : blockIdx.y == 1 ? row.values : blockIdx.y == 2 ? row.key_scales : row.value_scales;
+      if (side.width == 0) continue;
+      SlotAddress to = side;
+      if (to.pages != nullptr && a.pages_after != nullptr) to.pages = a.pages_after + row.sequence * a.pages_stride;
+      move_any(side, to, kept, count);
+    } else if (a.columns != nullptr) {
+      const ColumnMove& move = a.columns[r];
+      const void* from = blockIdx.y == 4 ? static_cast<const void*>(move.positions) : blockIdx.y == 5 ? move.new_credit : move.new_tally;
+      const void* to = blockIdx.y == 4 ? static_cast<const void*>(move.positions) : blockIdx.y == 5 ? move.credit : move.tally;
+      if (from == nullptr || to == nullptr) continue;
+      move_side<std::uint32_t>(column(from), column(to), kept, count);
+    }
+  }
+}
+
+template <class Word>
+__device__ void gather_side(const SlotAddress& from, const std::int32_t* kept, std::int64_t count, std::byte* to) {
+  const auto words = static_cast<std::int32_t>(from.width / static_cast<std::int64_t>(sizeof(Word)));
+  for (std::int64_t n = threadIdx.x; n < count * words; n += blockDim.x) {
+    const std::int64_t slot = n / words, word = n - slot * words;
+    reinterpret_cast<Word*>(to)[n] = reinterpret_cast<const Word*>(from.at(kept[slot]))[word];
+  }
+}
+
+__global__ void __launch_bounds__(tuning::kCompactThreads) gather_kernel(GatherArguments a) {
+  for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {
+    const std::int64_t begin = a.indptr[r], count = a.indptr[r + 1] - begin;
+    const SlotAddress& side = blockIdx.y == 0 ? a.rows[r].keys : a.rows[r].values;
+    std::byte* to = blockIdx.y == 0 ? a.keys : a.values;
+    if (to == nullptr) continue;
+    to += begin * side.width;
+    const SlotAddress packed{to, side.width, side.width};
+    switch (word_of(side, packed)) {
+      case 16: gather_side<Word16>(side, a.slots + begin, count, to); break;
+      case 8: gather_side<std::uint64_t>(side, a.slots + begin, count, to); break;
+      case 4: gather_side<std::uint32_t>(side, a.slots + begin, count, to); break;
+      case 2: gather_side<std::uint16_t>(side, a.slots + begin, count, to); break;
+      default: gather_side<std::uint8_t>(side, a.slots + begin, count, to); break;
+    }
+  }
+}
+
+}  // namespace
+
+void launch_compact(const CompactArguments& arguments, Stream stream) {
+  launch("compact", compact_kernel, {.blocks = blocks_for(arguments.count, kSides), .threads = kCompactThreads}, stream, arguments);
+}
+
+void launch_gather(const GatherArguments& arguments, Stream stream) {
+  launch("gather", gather_kernel, {.blocks = blocks_for(arguments.count, 2), .threads = kCompactThreads}, stream, arguments);
+}
+
+}  // namespace kvkeep::cuda

@@ -1,0 +1,45 @@
+#pragma once
+/// The one way a kernel starts.
+
+#include <utility>
+
+#include "kvkeep/core/error.h"
+#include "platform.cuh"
+
+namespace kvkeep::cuda {
+
+/// How a kernel is spread over the machine.
+struct Grid {
+  dim3 blocks{1, 1, 1};
+  std::int32_t threads = 0;            ///< of a block, a multiple of 32
+  std::size_t shared_bytes = 0;        ///< dynamic
+};
+
+/// Blocks for `n` pieces of work in x: as many, up to what x can hold; a kernel walks the rest in strides of gridDim.x.
+inline dim3 blocks_for(std::int64_t n, unsigned y = 1, unsigned z = 1) {
+  constexpr std::int64_t kMost = 0x7FFFFFFF;
+  return {static_cast<unsigned>(n < kMost ? n : kMost), y, z};
+}
+
+/// Starts `kernel` on `stream`. Nothing happens where there is no block. Throws DeviceError with the kernel's name when CUDA refuses it.
+template <class... Parameters, class... Arguments>
+void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, cudaStream_t stream, Arguments&&... arguments) {
+  if (grid.blocks.x == 0 || grid.blocks.y == 0 || grid.blocks.z == 0) return;
+#if defined(KVKEEP_CUDA_MODEL)
+  static_cast<void>(stream);
+  model::run(name, grid.blocks, grid.threads, grid.shared_bytes, [&] { kernel(Parameters(arguments)...); });
+#else
+  constexpr std::size_t kWithoutAsking = 48 << 10;
+  cudaError_t status = cudaSuccess;
+  if (grid.shared_bytes > kWithoutAsking)
+    status = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(grid.shared_bytes));
+  if (status == cudaSuccess) {
+    kernel<<<grid.blocks, static_cast<unsigned>(grid.threads), grid.shared_bytes, stream>>>(Parameters(std::forward<Arguments>(arguments))...);
+    status = cudaGetLastError();
+  }
+  require<DeviceError>(status == cudaSuccess, name, ": the launch failed: ", cudaGetErrorString(status), "; given ", grid.blocks.x, " x ", grid.blocks.y, " x ",
+                       grid.blocks.z, " blocks of ", grid.threads, " threads with ", grid.shared_bytes, " bytes of shared memory");
+#endif
+}
+
+}  // namespace kvkeep::cuda

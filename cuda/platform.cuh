@@ -1,0 +1,27 @@
+#pragma once
+/// What every kernel stands on: CUDA itself, or, in the tests of a machine without a GPU, the execution model of tests/cuda_model, which compiles the same
+/// bodies with a host compiler. No LibTorch in this folder.
+
+#include <cstddef>
+#include <cstdint>
+
+#if defined(KVKEEP_CUDA_MODEL)
+#include "cuda_model.h"
+#else
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+#include <mma.h>
+
+namespace kvkeep::cuda {
+namespace wmma = nvcuda::wmma;
+
+/// The block's dynamic shared memory, aligned to 16 bytes.
+__device__ inline std::byte* dynamic_shared() {
+  extern __shared__ __align__(16) unsigned char kvkeep_dynamic_shared[];
+  return reinterpret_cast<std::byte*>(kvkeep_dynamic_shared);
+}
+
+}  // namespace kvkeep::cuda
+#endif

@@ -1,0 +1,10 @@
+#pragma once
+/// A CUDA stream by name alone, so that callers of launchers need no CUDA header.
+
+struct CUstream_st;
+
+namespace kvkeep::cuda {
+
+using Stream = CUstream_st*;
+
+}  // namespace kvkeep::cuda

@@ -1,0 +1,107 @@
+#pragma once
+/// Memory of the machine that a kernel test runs on: a GPU's, or under the execution model the host's. Each test runs the kernel there and compares with the CPU.
+
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <cstring>
+#include <memory>
+#include <span>
+#include <vector>
+
+#if defined(KVKEEP_CUDA_MODEL)
+#include "cuda_model.h"
+#else
+#include <cuda_runtime_api.h>
+#endif
+
+namespace kvkeep::cuda {
+
+#if !defined(KVKEEP_CUDA_MODEL)
+inline void expect(cudaError_t status) {
+  if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
+}
+#endif
+
+/// True where kernels can run. Tests without it are skipped in sight.
+inline bool has_machine() {
+#if defined(KVKEEP_CUDA_MODEL)
+  return true;
+#else
+  int devices = 0;
+  return cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0;
+#endif
+}
+
+/// Calls `body` as often as the machine has ways to run a kernel: the model runs blocks and threads upwards, then downwards.
+template <class Body>
+void in_every_order(Body&& body) {
+#if defined(KVKEEP_CUDA_MODEL)
+  for (const model::Order order : {model::Order::ascending, model::Order::descending}) {
+    model::set_order(order);
+    body();
+  }
+  model::set_order(model::Order::ascending);
+#else
+  body();
+#endif
+}
+
+/// An array on that machine. Exactly as large as asked, so that a sanitizer sees what lies beside it.
+template <class T>
+class DeviceArray {
+ public:
+  explicit DeviceArray(std::size_t count) : count_(count) {
+#if defined(KVKEEP_CUDA_MODEL)
+    data_ = reinterpret_cast<T*>(new std::byte[count * sizeof(T)]);
+#else
+    expect(cudaMalloc(reinterpret_cast<void**>(&data_), std::max<std::size_t>(count, 1) * sizeof(T)));
+#endif
+  }
+  DeviceArray(std::span<const T> from) : DeviceArray(from.size()) { upload(from); }               // NOLINT(google-explicit-constructor)
+  DeviceArray(const std::vector<T>& from) : DeviceArray(std::span<const T>(from)) {}              // NOLINT(google-explicit-constructor)
+  ~DeviceArray() {
+#if defined(KVKEEP_CUDA_MODEL)
+    delete[] reinterpret_cast<std::byte*>(data_);
+#else
+    cudaFree(data_);
+#endif
+  }
+  DeviceArray(const DeviceArray&) = delete;
+  DeviceArray& operator=(const DeviceArray&) = delete;
+
+  void upload(std::span<const T> from) {
+    if (from.empty()) return;
+#if defined(KVKEEP_CUDA_MODEL)
+    std::memcpy(static_cast<void*>(data_), from.data(), from.size_bytes());
+#else
+    expect(cudaMemcpy(data_, from.data(), from.size_bytes(), cudaMemcpyHostToDevice));
+#endif
+  }
+  [[nodiscard]] std::vector<T> download() const {
+    std::vector<T> to(count_);
+    if (count_ == 0) return to;
+#if defined(KVKEEP_CUDA_MODEL)
+    std::memcpy(static_cast<void*>(to.data()), data_, count_ * sizeof(T));
+#else
+    expect(cudaMemcpy(to.data(), data_, count_ * sizeof(T), cudaMemcpyDeviceToHost));
+#endif
+    return to;
+  }
+  [[nodiscard]] T* data() const { return data_; }
+  [[nodiscard]] std::size_t size() const { return count_; }
+
+ private:
+  std::size_t count_;
+  T* data_ = nullptr;
+};
+
+/// Skips every test where there is no machine.
+class OnDevice : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!has_machine()) GTEST_SKIP() << "no GPU here";
+  }
+};
+
+}  // namespace kvkeep::cuda

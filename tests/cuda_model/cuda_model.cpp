@@ -1,0 +1,269 @@
+#include "cuda_model.h"
+
+#include <exception>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#if defined(__SANITIZE_ADDRESS__)
+#define KVKEEP_MODEL_ASAN 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define KVKEEP_MODEL_ASAN 1
+#endif
+#endif
+#ifdef KVKEEP_MODEL_ASAN
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+#if !defined(__x86_64__)
+#include <ucontext.h>
+#endif
+
+#if defined(__x86_64__)
+/// Saves the running stack's registers and goes on where `to` was left. ucontext would do, at two system calls a switch.
+extern "C" void kvkeep_model_switch(void** from, void* to);
+asm(R"(
+.text
+.globl kvkeep_model_switch
+.type kvkeep_model_switch,@function
+kvkeep_model_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size kvkeep_model_switch,.-kvkeep_model_switch
+)");
+#endif
+
+namespace kvkeep::cuda::model {
+namespace {
+
+constexpr std::size_t kStack = std::size_t{128} << 10;
+constexpr std::size_t kExchange = 256;  ///< bytes a lane may give
+
+struct Barrier {
+  unsigned arrived = 0;
+  std::uint64_t generation = 0;
+};
+
+struct Warp {
+  std::array<std::byte, 2 * 32 * kExchange> buffer;  ///< two, so that a lane may read one exchange while the next begins
+  unsigned waiting = 0;                              ///< lanes at a barrier
+};
+
+struct Fiber {
+  Place place;
+  int number = 0;
+  bool done = false;
+  std::uint64_t exchanges = 0;
+  std::unique_ptr<std::byte[]> stack;
+#if defined(__x86_64__)
+  void* top = nullptr;
+#else
+  ucontext_t context;
+#endif
+};
+
+struct Machine {
+  Order order = Order::ascending;
+  Counters counters;
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  Barrier block;
+  int living = 0, threads = 0;
+  Fiber* running = nullptr;
+  const std::function<void()>* body = nullptr;
+  std::exception_ptr failure;
+  std::uint64_t progress = 0;  ///< barriers passed and fibers ended
+#if defined(__x86_64__)
+  void* host = nullptr;
+#else
+  ucontext_t host;
+#endif
+#ifdef KVKEEP_MODEL_ASAN
+  const void* host_stack = nullptr;
+  std::size_t host_size = 0;
+  void* host_fake = nullptr;
+#endif
+};
+thread_local Machine machine;
+
+void to_host(bool ends) {
+  Fiber& f = *machine.running;
+#ifdef KVKEEP_MODEL_ASAN
+  void* fake = nullptr;
+  __sanitizer_start_switch_fiber(ends ? nullptr : &fake, machine.host_stack, machine.host_size);
+#else
+  static_cast<void>(ends);
+#endif
+#if defined(__x86_64__)
+  kvkeep_model_switch(&f.top, machine.host);
+#else
+  swapcontext(&f.context, &machine.host);
+#endif
+#ifdef KVKEEP_MODEL_ASAN
+  __sanitizer_finish_switch_fiber(fake, &machine.host_stack, &machine.host_size);
+#endif
+}
+
+void enter() {
+#ifdef KVKEEP_MODEL_ASAN
+  __sanitizer_finish_switch_fiber(nullptr, &machine.host_stack, &machine.host_size);
+#endif
+  try {
+    (*machine.body)();
+  } catch (...) {
+    if (!machine.failure) machine.failure = std::current_exception();
+  }
+  machine.running->done = true;
+  --machine.living;
+  ++machine.progress;
+  to_host(true);
+}
+
+void resume(Fiber& f) {
+  machine.running = &f;
+#ifdef KVKEEP_MODEL_ASAN
+  __sanitizer_start_switch_fiber(&machine.host_fake, f.stack.get(), kStack);
+#endif
+#if defined(__x86_64__)
+  kvkeep_model_switch(&machine.host, f.top);
+#else
+  swapcontext(&machine.host, &f.context);
+#endif
+#ifdef KVKEEP_MODEL_ASAN
+  __sanitizer_finish_switch_fiber(machine.host_fake, nullptr, nullptr);
+#endif
+  machine.running = nullptr;
+}
+
+void prepare(Fiber& f) {
+  if (!f.stack) f.stack = std::make_unique_for_overwrite<std::byte[]>(kStack);
+#ifdef KVKEEP_MODEL_ASAN
+  __asan_unpoison_memory_region(f.stack.get(), kStack);
+#endif
+  f.done = false;
+  f.exchanges = 0;
+#if defined(__x86_64__)
+  auto* top = reinterpret_cast<void**>(reinterpret_cast<std::uintptr_t>(f.stack.get() + kStack) & ~std::uintptr_t{15});
+  *--top = nullptr;  // where enter() would return to: it never does
+  *--top = reinterpret_cast<void*>(&enter);
+  top -= 6;  // the registers that the switch restores
+  std::fill_n(top, 6, nullptr);
+  f.top = top;
+#else
+  getcontext(&f.context);
+  f.context.uc_stack.ss_sp = f.stack.get();
+  f.context.uc_stack.ss_size = kStack;
+  f.context.uc_link = nullptr;
+  makecontext(&f.context, enter, 0);
+#endif
+}
+
+[[nodiscard]] Warp& warp() { return machine.warps[static_cast<std::size_t>(machine.running->number / 32)]; }
+
+void run_block(const char* name) {
+  const std::size_t n = machine.fibers.size();
+  while (machine.living > 0) {
+    const std::uint64_t before = machine.progress;
+    for (std::size_t i = 0; i < n; ++i) {
+      Fiber& f = machine.fibers[machine.order == Order::ascending ? i : n - 1 - i];
+      if (!f.done) resume(f);
+    }
+    if (machine.failure) std::rethrow_exception(machine.failure);
+    if (machine.progress == before) throw std::logic_error(std::string(name) + ": threads wait at a barrier that others never reach");
+  }
+}
+
+}  // namespace
+
+const Place& here() { return machine.running->place; }
+int lane() { return machine.running->number % 32; }
+void set_order(Order order) { machine.order = order; }
+const Counters& counters() { return machine.counters; }
+
+void wait_block() {
+  Barrier& b = machine.block;
+  const std::uint64_t mine = b.generation;
+  ++b.arrived;
+  ++machine.counters.barriers;
+  while (b.generation == mine) {
+    if (b.arrived == static_cast<unsigned>(machine.threads)) {
+      b.arrived = 0;
+      ++b.generation;
+      ++machine.progress;
+      break;
+    }
+    to_host(false);
+  }
+}
+
+void wait_warp(unsigned mask) {
+  Warp& w = warp();
+  const unsigned mine = 1U << lane();
+  if ((mask & mine) == 0) throw std::logic_error("a lane waits for a mask that does not hold it");
+  w.waiting |= mine;
+  while ((w.waiting & mine) != 0) {
+    if ((w.waiting & mask) == mask) {
+      w.waiting &= ~mask;
+      ++machine.progress;
+      break;
+    }
+    to_host(false);
+  }
+}
+
+const std::byte* exchange(unsigned mask, const void* mine, std::size_t bytes) {
+  if (bytes > kExchange) throw std::logic_error("exchange: too many bytes a lane");
+  ++machine.counters.exchanges;
+  Warp& w = warp();
+  std::byte* buffer = w.buffer.data() + (machine.running->exchanges++ % 2) * 32 * kExchange;
+  std::memcpy(buffer + static_cast<std::size_t>(lane()) * bytes, mine, bytes);
+  wait_warp(mask);
+  return buffer;
+}
+
+void run(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, const std::function<void()>& body) {
+  if (threads <= 0 || threads > 1024 || threads % 32 != 0) throw std::logic_error(std::string(name) + ": " + std::to_string(threads) + " threads a block; allowed 32, 64 ... 1024");
+  if (blocks.y > 65535 || blocks.z > 65535) throw std::logic_error(std::string(name) + ": more than 65535 blocks in y or z");
+  if (shared_bytes > (std::size_t{227} << 10)) throw std::logic_error(std::string(name) + ": more shared memory than a block can have");
+  ++machine.counters.launches;
+  machine.body = &body;
+  machine.failure = nullptr;
+  machine.threads = threads;
+  machine.fibers.resize(static_cast<std::size_t>(threads));
+  const std::int64_t count = std::int64_t{blocks.x} * blocks.y * blocks.z;
+  for (std::int64_t n = 0; n < count; ++n) {
+    const std::int64_t b = machine.order == Order::ascending ? n : count - 1 - n;
+    const auto shared = std::make_unique_for_overwrite<std::byte[]>(shared_bytes);  // of exactly that size: the address sanitizer watches its ends
+    std::memset(shared.get(), 0xCD, shared_bytes);
+    machine.warps.assign(static_cast<std::size_t>(threads / 32), Warp{});
+    machine.block = {};
+    machine.living = threads;
+    ++machine.counters.blocks;
+    for (int t = 0; t < threads; ++t) {
+      Fiber& f = machine.fibers[static_cast<std::size_t>(t)];
+      f.number = t;
+      f.place = {dim3(static_cast<unsigned>(t)), dim3(static_cast<unsigned>(b % blocks.x), static_cast<unsigned>(b / blocks.x % blocks.y), static_cast<unsigned>(b / blocks.x / blocks.y)),
+                 dim3(static_cast<unsigned>(threads)), blocks, shared.get()};
+      prepare(f);
+    }
+    run_block(name);
+  }
+}
+
+}  // namespace kvkeep::cuda::model

@@ -1,0 +1,261 @@
+#pragma once
+/// An execution model of CUDA on the host, for tests alone: the bodies in cuda/ compiled by a host compiler and run under the address sanitizer.
+///
+/// One block after the other; the threads of a block are fibers that run until they wait for each other. Barriers, shuffles, ballots, atomics, shared memory and
+/// `wmma` fragments behave as CUDA says. Blocks and threads run in ascending or descending order (`model::set_order`): a result that depends on it is a race.
+/// What it cannot show: races between blocks that overlap in time, alignment faults of vector loads, speed.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <type_traits>
+
+#undef __global__
+#undef __device__
+#undef __host__
+#undef __shared__
+#undef __constant__
+#undef __forceinline__
+#undef __launch_bounds__
+#define __global__
+#define __device__
+#define __host__
+#define __shared__ static
+#define __constant__ static
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+namespace kvkeep::cuda {
+namespace model {
+
+/// Where the running fiber stands.
+struct Place {
+  dim3 thread, block, threads, blocks;
+  std::byte* shared = nullptr;
+};
+[[nodiscard]] const Place& here();
+
+enum class Order : std::uint8_t { ascending, descending };
+/// In which order blocks start, and threads between two barriers.
+void set_order(Order order);
+
+/// Runs `body` in every thread of the grid. Throws std::logic_error when threads wait for each other in vain. An exception of a body ends the run.
+void run(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, const std::function<void()>& body);
+
+void wait_block();
+void wait_warp(unsigned mask);
+/// Every lane of `mask` gives `bytes` and sees what all gave: [32][bytes]. Valid until the lane's next call.
+const std::byte* exchange(unsigned mask, const void* mine, std::size_t bytes);
+[[nodiscard]] int lane();
+
+/// Blocks, barriers and exchanges since the program began: proof that kernels ran.
+struct Counters {
+  std::int64_t launches = 0, blocks = 0, barriers = 0, exchanges = 0;
+};
+[[nodiscard]] const Counters& counters();
+
+template <class T>
+T from_lane(unsigned mask, T value, int source) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  const std::byte* all = exchange(mask, &value, sizeof(T));
+  T out;
+  std::memcpy(&out, all + static_cast<std::size_t>(source) * sizeof(T), sizeof(T));
+  return out;
+}
+
+}  // namespace model
+
+inline std::byte* dynamic_shared() { return model::here().shared; }
+
+}  // namespace kvkeep::cuda
+
+#define threadIdx (::kvkeep::cuda::model::here().thread)
+#define blockIdx (::kvkeep::cuda::model::here().block)
+#define blockDim (::kvkeep::cuda::model::here().threads)
+#define gridDim (::kvkeep::cuda::model::here().blocks)
+inline constexpr int warpSize = 32;
+
+inline void __syncthreads() { kvkeep::cuda::model::wait_block(); }
+inline void __syncwarp(unsigned mask = 0xFFFFFFFFU) { kvkeep::cuda::model::wait_warp(mask); }
+inline void __threadfence() {}
+inline void __threadfence_block() {}
+
+inline int __syncthreads_count(int predicate) {
+  static int count;
+  kvkeep::cuda::model::wait_block();
+  count = 0;
+  kvkeep::cuda::model::wait_block();
+  count += predicate != 0 ? 1 : 0;
+  kvkeep::cuda::model::wait_block();
+  return count;
+}
+inline int __syncthreads_or(int predicate) { return __syncthreads_count(predicate) > 0 ? 1 : 0; }
+
+template <class T>
+T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
+  const int lane = kvkeep::cuda::model::lane();
+  return kvkeep::cuda::model::from_lane(mask, value, lane / width * width + (source & (width - 1)));
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32) {
+  const int lane = kvkeep::cuda::model::lane(), source = lane ^ bits;
+  return kvkeep::cuda::model::from_lane(mask, value, source / width <= lane / width ? source : lane);
+}
+template <class T>
+T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32) {
+  const int lane = kvkeep::cuda::model::lane(), source = lane + static_cast<int>(delta);
+  return kvkeep::cuda::model::from_lane(mask, value, source / width == lane / width ? source : lane);
+}
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32) {
+  const int lane = kvkeep::cuda::model::lane(), source = lane - static_cast<int>(delta);
+  return kvkeep::cuda::model::from_lane(mask, value, source >= lane / width * width ? source : lane);
+}
+inline unsigned __ballot_sync(unsigned mask, int predicate) {
+  const auto mine = static_cast<std::uint8_t>(predicate != 0);
+  const std::byte* all = kvkeep::cuda::model::exchange(mask, &mine, 1);
+  unsigned votes = 0;
+  for (unsigned i = 0; i < 32; ++i)
+    if ((mask >> i & 1U) != 0 && all[i] != std::byte{0}) votes |= 1U << i;
+  return votes;
+}
+inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0 ? 1 : 0; }
+inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == mask ? 1 : 0; }
+inline unsigned __activemask() = delete;  // says nothing that a kernel may rely on
+
+inline int __popc(unsigned x) { return std::popcount(x); }
+inline int __popcll(unsigned long long x) { return std::popcount(x); }
+inline int __clz(int x) { return std::countl_zero(static_cast<unsigned>(x)); }
+inline int __clzll(long long x) { return std::countl_zero(static_cast<unsigned long long>(x)); }
+inline int __ffs(int x) { return x == 0 ? 0 : std::countr_zero(static_cast<unsigned>(x)) + 1; }
+
+template <class T>
+T __ldg(const T* at) {
+  return *at;
+}
+inline float __expf(float x) { return std::exp(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __frcp_rn(float x) { return 1.0F / x; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
+inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
+inline float rsqrtf(float x) { return 1.0F / std::sqrt(x); }
+using std::max;
+using std::min;
+
+// Fibers give way only where they wait, so a plain operation is atomic.
+template <class T>
+T atomicAdd(T* at, std::type_identity_t<T> x) {
+  const T old = *at;
+  *at = static_cast<T>(old + x);
+  return old;
+}
+template <class T>
+T atomicMax(T* at, std::type_identity_t<T> x) {
+  const T old = *at;
+  *at = std::max(old, x);
+  return old;
+}
+template <class T>
+T atomicMin(T* at, std::type_identity_t<T> x) {
+  const T old = *at;
+  *at = std::min(old, x);
+  return old;
+}
+template <class T>
+T atomicOr(T* at, std::type_identity_t<T> x) {
+  const T old = *at;
+  *at |= x;
+  return old;
+}
+
+namespace kvkeep::cuda {
+
+/// `nvcuda::wmma` for 16 x 16 x 16 tiles: an element's place in a fragment is the model's own, as CUDA leaves it open too.
+namespace wmma {
+
+struct matrix_a;
+struct matrix_b;
+struct accumulator;
+struct row_major;
+struct col_major;
+enum layout_t { mem_row_major, mem_col_major };
+
+template <class Use, int M, int N, int K, class T, class Layout = void>
+struct fragment {
+  static_assert(M == 16 && N == 16 && K == 16, "the model knows 16 x 16 x 16");
+  static constexpr int num_elements = 8;
+  T x[num_elements];  ///< element lane * 8 + i of the tile in row-major order
+};
+
+template <class Fragment, class T>
+void fill_fragment(Fragment& f, T value) {
+  for (auto& x : f.x) x = value;
+}
+
+namespace detail {
+template <class Layout>
+constexpr bool kColumns = std::is_same_v<Layout, col_major>;
+inline int place(int i) { return model::lane() * 8 + i; }
+}  // namespace detail
+
+template <class Use, class T, class Layout>
+void load_matrix_sync(fragment<Use, 16, 16, 16, T, Layout>& f, const T* at, unsigned stride) {
+  model::wait_warp(0xFFFFFFFFU);
+  for (int i = 0; i < 8; ++i) {
+    const int r = detail::place(i) / 16, c = detail::place(i) % 16;
+    f.x[i] = detail::kColumns<Layout> ? at[c * static_cast<int>(stride) + r] : at[r * static_cast<int>(stride) + c];
+  }
+}
+
+template <class T>
+void load_matrix_sync(fragment<accumulator, 16, 16, 16, T>& f, const T* at, unsigned stride, layout_t layout) {
+  model::wait_warp(0xFFFFFFFFU);
+  for (int i = 0; i < 8; ++i) {
+    const int r = detail::place(i) / 16, c = detail::place(i) % 16;
+    f.x[i] = layout == mem_col_major ? at[c * static_cast<int>(stride) + r] : at[r * static_cast<int>(stride) + c];
+  }
+}
+
+template <class T>
+void store_matrix_sync(T* at, const fragment<accumulator, 16, 16, 16, T>& f, unsigned stride, layout_t layout) {
+  for (int i = 0; i < 8; ++i) {
+    const int r = detail::place(i) / 16, c = detail::place(i) % 16;
+    at[layout == mem_col_major ? c * static_cast<int>(stride) + r : r * static_cast<int>(stride) + c] = f.x[i];
+  }
+  model::wait_warp(0xFFFFFFFFU);
+}
+
+template <class T, class LayoutA, class LayoutB>
+void mma_sync(fragment<accumulator, 16, 16, 16, float>& d, const fragment<matrix_a, 16, 16, 16, T, LayoutA>& a, const fragment<matrix_b, 16, 16, 16, T, LayoutB>& b,
+              const fragment<accumulator, 16, 16, 16, float>& c) {
+  struct Both {
+    T a[8], b[8];
+  } mine;
+  std::memcpy(mine.a, a.x, sizeof mine.a);
+  std::memcpy(mine.b, b.x, sizeof mine.b);
+  const auto* all = reinterpret_cast<const Both*>(model::exchange(0xFFFFFFFFU, &mine, sizeof mine));
+  for (int i = 0; i < 8; ++i) {
+    const int r = detail::place(i) / 16, col = detail::place(i) % 16;
+    float sum = c.x[i];
+    for (int k = 0; k < 16; ++k) {
+      const int ia = r * 16 + k, ib = k * 16 + col;
+      sum += static_cast<float>(all[ia / 8].a[ia % 8]) * static_cast<float>(all[ib / 8].b[ib % 8]);
+    }
+    d.x[i] = sum;
+  }
+}
+
+}  // namespace wmma
+}  // namespace kvkeep::cuda
