@@ -2,7 +2,6 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "attention_lanes.cpp"
 #include <hwy/foreach_target.h>  // must come before highway.h
-#include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
 #include <algorithm>
@@ -116,14 +115,6 @@ HWY_INLINE void OneKey(const float* HWY_RESTRICT key, std::int64_t dim, const fl
   }
 }
 
-/// Asks for a key that is read soon: a block of keys takes too long for the machine to look behind it by itself.
-HWY_INLINE void FetchKey(const Keys& keys, std::int64_t slot) {
-  const std::byte* at = keys.slots.at(slot);
-  constexpr std::int64_t kLine = 64;
-  const std::int64_t bytes = keys.dim * (keys.dtype == kFloat32 ? 4 : 2);
-  for (std::int64_t i = 0; i < bytes; i += kLine) hwy::Prefetch(at + i);
-}
-
 template <class Form>
 HWY_INLINE void Logits(const Keys& keys, std::int64_t from, std::int64_t to, const float* HWY_RESTRICT panels, std::int64_t count, std::int64_t panel_stride,
                        float* HWY_RESTRICT logits, float* HWY_RESTRICT top, float* HWY_RESTRICT widened) {
@@ -134,7 +125,7 @@ HWY_INLINE void Logits(const Keys& keys, std::int64_t from, std::int64_t to, con
     const std::int64_t n = std::min(Form::kKeys, to - t);
     for (std::int64_t j = 0; j < n; ++j) {
       const std::byte* at = keys.slots.at(t + j);
-      if (t + j + Form::kKeys < to) FetchKey(keys, t + j + Form::kKeys);
+      if (t + j + Form::kKeys < to) fetch_key(keys, t + j + Form::kKeys);
       if (keys.dtype == kFloat32) {
         key[j] = reinterpret_cast<const float*>(at);
       } else {

@@ -2,6 +2,8 @@
 /// Vectorised inner loops of window attention. Queries lie in panels: `width` of them side by side, one per lane, so every logit is one chain of
 /// multiply-adds over the head dimension in ascending order. Equal keys therefore score equal bits, wherever they lie and whatever else is there.
 
+#include <hwy/cache_control.h>
+
 #include <cstdint>
 
 #include "kvkeep/core/row.h"
@@ -26,6 +28,13 @@ struct Keys {
   ScalarType dtype;
   std::int64_t dim;
 };
+
+/// Asks for a key that is read soon: while a block of keys is multiplied the machine does not look as far ahead by itself.
+inline void fetch_key(const Keys& keys, std::int64_t slot) {
+  const std::byte* at = keys.slots.at(slot);
+  const std::int64_t bytes = keys.dim * (keys.dtype == kFloat32 ? 4 : 2);
+  for (std::int64_t i = 0; i < bytes; i += 64) hwy::Prefetch(at + i);
+}
 
 /// logits[p][t - from][lane] = panel p's query . key t, for t in [from, to). panels: [count, dim, width]; logits: `panel_stride` floats from panel to panel.
 /// Raises top[p][lane] to the largest logit seen. `widened`: scratch of kPanelKeys * dim floats. Cost: 2 * count * width * dim flop a key.

@@ -2,9 +2,9 @@
 /// What one thread needs to take softmaxes over panels of queries: sizes first, so that they can be told, then one allocation of that size.
 
 #include <cstdint>
-#include <memory>
 
 #include "kvkeep/core/model_spec.h"
+#include "aligned_floats.h"
 #include "attention_lanes.h"
 
 namespace kvkeep::cpu {
@@ -36,7 +36,7 @@ struct PanelSizes {
 };
 
 struct PanelScratch {
-  explicit PanelScratch(const PanelSizes& sizes) : arena(std::make_unique_for_overwrite<float[]>(static_cast<std::size_t>(sizes.total()))) {
+  explicit PanelScratch(const PanelSizes& sizes) : arena(aligned_floats(sizes.total())) {
     float* at = arena.get();
     const auto take = [&at](std::int64_t floats) {
       float* taken = at;
@@ -57,7 +57,7 @@ struct PanelScratch {
   PanelScratch(const PanelScratch&) = delete;
   PanelScratch& operator=(const PanelScratch&) = delete;
 
-  std::unique_ptr<float[]> arena;     ///< not cleared: pages that no row reaches are never touched
+  AlignedFloats arena;
   float *queries, *panels, *widened;  ///< [G * W, D], [panels, D, width], [kPanelKeys, D]
   float *top, *sum, *weight;          ///< [panels, width]
   float* peak;                        ///< [width] top of `largest`
