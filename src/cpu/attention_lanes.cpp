@@ -16,9 +16,29 @@ namespace kvkeep::cpu::HWY_NAMESPACE {
 
 namespace hn = hwy::HWY_NAMESPACE;
 using D = hn::ScalableTag<float>;
-using V = hn::Vec<D>;
 
-std::int64_t PanelWidth() { return 2 * static_cast<std::int64_t>(hn::Lanes(D())); }
+/// How the queries of a panel lie: in two vectors of the machine, or in one of at most eight lanes.
+struct Wide {
+  using D = hn::ScalableTag<float>;
+  static constexpr bool kTwo = true;
+  static constexpr std::int64_t kKeys = 6;  ///< multiplied at a time: twelve sums in registers
+};
+struct Narrow {
+  using D = hn::CappedTag<float, 8>;
+  static constexpr bool kTwo = false;
+  static constexpr std::int64_t kKeys = 12;
+};
+template <class Form>
+using V = hn::Vec<typename Form::D>;
+
+template <class Form>
+HWY_INLINE std::int64_t WidthOf() {
+  return (Form::kTwo ? 2 : 1) * static_cast<std::int64_t>(hn::Lanes(typename Form::D()));
+}
+
+std::int64_t WidestPanel() { return WidthOf<Wide>(); }
+std::int64_t PanelWidth(std::int64_t queries) { return queries <= WidthOf<Narrow>() ? WidthOf<Narrow>() : WidthOf<Wide>(); }
+std::int64_t PanelVector(std::int64_t width) { return width == WidthOf<Wide>() ? width / 2 : width; }
 
 template <class Half>
 HWY_INLINE void Widen(const Half* HWY_RESTRICT from, std::int64_t n, float* HWY_RESTRICT to) {
@@ -38,34 +58,30 @@ void WidenAny(const void* from, ScalarType dtype, std::int64_t n, float* to) {
   else std::memcpy(to, from, static_cast<std::size_t>(n) * sizeof(float));
 }
 
-/// Six keys against one panel: twelve sums in registers.
-HWY_INLINE void SixKeys(const float* const* HWY_RESTRICT key, std::int64_t dim, const float* HWY_RESTRICT panel, float* HWY_RESTRICT out, V& top0, V& top1) {
-  const D d;
+/// Form::kKeys keys against one panel.
+template <class Form>
+HWY_INLINE void SomeKeys(const float* const* HWY_RESTRICT key, std::int64_t dim, const float* HWY_RESTRICT panel, float* HWY_RESTRICT out, V<Form>& top0, V<Form>& top1) {
+  const typename Form::D d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  V a0 = hn::Zero(d), a1 = a0, b0 = a0, b1 = a0, c0 = a0, c1 = a0, e0 = a0, e1 = a0, f0 = a0, f1 = a0, g0 = a0, g1 = a0;
-  const float *ka = key[0], *kb = key[1], *kc = key[2], *ke = key[3], *kf = key[4], *kg = key[5];
-  for (std::int64_t i = 0; i < dim; ++i, panel += 2 * lanes) {
-    const V q0 = hn::LoadU(d, panel), q1 = hn::LoadU(d, panel + lanes);
-    V k = hn::Set(d, ka[i]);
-    a0 = hn::MulAdd(k, q0, a0);
-    a1 = hn::MulAdd(k, q1, a1);
-    k = hn::Set(d, kb[i]);
-    b0 = hn::MulAdd(k, q0, b0);
-    b1 = hn::MulAdd(k, q1, b1);
-    k = hn::Set(d, kc[i]);
-    c0 = hn::MulAdd(k, q0, c0);
-    c1 = hn::MulAdd(k, q1, c1);
-    k = hn::Set(d, ke[i]);
-    e0 = hn::MulAdd(k, q0, e0);
-    e1 = hn::MulAdd(k, q1, e1);
-    k = hn::Set(d, kf[i]);
-    f0 = hn::MulAdd(k, q0, f0);
-    f1 = hn::MulAdd(k, q1, f1);
-    k = hn::Set(d, kg[i]);
-    g0 = hn::MulAdd(k, q0, g0);
-    g1 = hn::MulAdd(k, q1, g1);
+  using Sum = V<Form>;
+  Sum a0 = hn::Zero(d), a1 = a0, b0 = a0, b1 = a0, c0 = a0, c1 = a0, e0 = a0, e1 = a0, f0 = a0, f1 = a0, g0 = a0, g1 = a0;
+  constexpr int kStep = Form::kTwo ? 1 : 2;  // a pair of sums belongs to one key or to two
+  const float *ka = key[0], *kb = key[kStep], *kc = key[2 * kStep], *ke = key[3 * kStep], *kf = key[4 * kStep], *kg = key[5 * kStep];
+  const float *la = key[kStep - 1], *lb = key[2 * kStep - 1], *lc = key[3 * kStep - 1], *le = key[4 * kStep - 1], *lf = key[5 * kStep - 1], *lg = key[6 * kStep - 1];
+  for (std::int64_t i = 0; i < dim; ++i, panel += WidthOf<Form>()) {
+    const Sum q0 = hn::LoadU(d, panel), q1 = Form::kTwo ? hn::LoadU(d, panel + lanes) : q0;
+    const auto add = [&](const float* k0, const float* k1, Sum& x0, Sum& x1) HWY_ATTR {
+      x0 = hn::MulAdd(hn::Set(d, k0[i]), q0, x0);
+      x1 = hn::MulAdd(hn::Set(d, k1[i]), q1, x1);
+    };
+    add(ka, la, a0, a1);
+    add(kb, lb, b0, b1);
+    add(kc, lc, c0, c1);
+    add(ke, le, e0, e1);
+    add(kf, lf, f0, f1);
+    add(kg, lg, g0, g1);
   }
-  const auto put = [&](V x0, V x1) HWY_ATTR {
+  const auto put = [&](Sum x0, Sum x1) HWY_ATTR {
     hn::StoreU(x0, d, out);
     hn::StoreU(x1, d, out + lanes);
     out += 2 * lanes;
@@ -81,31 +97,35 @@ HWY_INLINE void SixKeys(const float* const* HWY_RESTRICT key, std::int64_t dim, 
 }
 
 /// The last keys of a row, one at a time: the same chain of multiply-adds.
-HWY_INLINE void OneKey(const float* HWY_RESTRICT key, std::int64_t dim, const float* HWY_RESTRICT panel, float* HWY_RESTRICT out, V& top0, V& top1) {
-  const D d;
+template <class Form>
+HWY_INLINE void OneKey(const float* HWY_RESTRICT key, std::int64_t dim, const float* HWY_RESTRICT panel, float* HWY_RESTRICT out, V<Form>& top0, V<Form>& top1) {
+  const typename Form::D d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  V a0 = hn::Zero(d), a1 = a0;
-  for (std::int64_t i = 0; i < dim; ++i, panel += 2 * lanes) {
-    const V k = hn::Set(d, key[i]);
+  V<Form> a0 = hn::Zero(d), a1 = a0;
+  for (std::int64_t i = 0; i < dim; ++i, panel += WidthOf<Form>()) {
+    const V<Form> k = hn::Set(d, key[i]);
     a0 = hn::MulAdd(k, hn::LoadU(d, panel), a0);
-    a1 = hn::MulAdd(k, hn::LoadU(d, panel + lanes), a1);
+    if constexpr (Form::kTwo) a1 = hn::MulAdd(k, hn::LoadU(d, panel + lanes), a1);
   }
   hn::StoreU(a0, d, out);
-  hn::StoreU(a1, d, out + lanes);
   top0 = hn::Max(top0, a0);
-  top1 = hn::Max(top1, a1);
+  if constexpr (Form::kTwo) {
+    hn::StoreU(a1, d, out + lanes);
+    top1 = hn::Max(top1, a1);
+  }
 }
 
-void PanelLogits(const Keys& keys, std::int64_t from, std::int64_t to, const float* HWY_RESTRICT panels, std::int64_t count, std::int64_t panel_stride,
-                 float* HWY_RESTRICT logits, float* HWY_RESTRICT top, float* HWY_RESTRICT widened) {
-  constexpr std::int64_t kKeys = 6;
-  const D d;
-  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d)), width = 2 * lanes;
-  const float* key[kKeys];
+template <class Form>
+HWY_INLINE void Logits(const Keys& keys, std::int64_t from, std::int64_t to, const float* HWY_RESTRICT panels, std::int64_t count, std::int64_t panel_stride,
+                       float* HWY_RESTRICT logits, float* HWY_RESTRICT top, float* HWY_RESTRICT widened) {
+  const typename Form::D d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d)), width = WidthOf<Form>();
+  const float* key[Form::kKeys];
   for (std::int64_t t = from; t < to;) {
-    const std::int64_t n = std::min(kKeys, to - t);
+    const std::int64_t n = std::min(Form::kKeys, to - t);
     for (std::int64_t j = 0; j < n; ++j) {
       const std::byte* at = keys.slots.at(t + j);
+      if (t + j + Form::kKeys < to) fetch_key(keys, t + j + Form::kKeys);
       if (keys.dtype == kFloat32) {
         key[j] = reinterpret_cast<const float*>(at);
       } else {
@@ -115,80 +135,136 @@ void PanelLogits(const Keys& keys, std::int64_t from, std::int64_t to, const flo
     }
     for (std::int64_t p = 0; p < count; ++p) {
       const float* panel = panels + p * keys.dim * width;
-      float* out = logits + p * panel_stride + (t - from) * width;
-      V top0 = hn::LoadU(d, top + p * width), top1 = hn::LoadU(d, top + p * width + lanes);
-      if (n == kKeys) {
-        SixKeys(key, keys.dim, panel, out, top0, top1);
+      float *out = logits + p * panel_stride + (t - from) * width, *largest = top + p * width;
+      V<Form> top0 = hn::LoadU(d, largest), top1 = Form::kTwo ? hn::LoadU(d, largest + lanes) : top0;
+      if (n == Form::kKeys) {
+        SomeKeys<Form>(key, keys.dim, panel, out, top0, top1);
       } else {
-        for (std::int64_t j = 0; j < n; ++j) OneKey(key[j], keys.dim, panel, out + j * width, top0, top1);
+        for (std::int64_t j = 0; j < n; ++j) OneKey<Form>(key[j], keys.dim, panel, out + j * width, top0, top1);
       }
-      hn::StoreU(top0, d, top + p * width);
-      hn::StoreU(top1, d, top + p * width + lanes);
+      if constexpr (Form::kTwo) hn::StoreU(top1, d, largest + lanes);
+      else top0 = hn::Max(top0, top1);
+      hn::StoreU(top0, d, largest);
     }
     t += n;
   }
 }
 
-void PanelExp(float* HWY_RESTRICT x, std::int64_t slots, const float* HWY_RESTRICT top, float* HWY_RESTRICT sum) {
-  const D d;
+void PanelLogits(std::int64_t width, const Keys& keys, std::int64_t from, std::int64_t to, const float* panels, std::int64_t count, std::int64_t panel_stride, float* logits,
+                 float* top, float* widened) {
+  if (width == WidthOf<Wide>()) Logits<Wide>(keys, from, to, panels, count, panel_stride, logits, top, widened);
+  else Logits<Narrow>(keys, from, to, panels, count, panel_stride, logits, top, widened);
+}
+
+template <class Form>
+HWY_INLINE void Exp(float* HWY_RESTRICT x, std::int64_t slots, const float* HWY_RESTRICT top, float* HWY_RESTRICT sum) {
+  const typename Form::D d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  const V shift0 = hn::LoadU(d, top), shift1 = hn::LoadU(d, top + lanes);
-  V sum0 = hn::Zero(d), sum1 = sum0;
-  for (std::int64_t t = 0; t < slots; ++t, x += 2 * lanes) {
-    const V e0 = ExpOfNegative(d, hn::Sub(hn::LoadU(d, x), shift0));
-    const V e1 = ExpOfNegative(d, hn::Sub(hn::LoadU(d, x + lanes), shift1));
+  const V<Form> shift0 = hn::LoadU(d, top), shift1 = Form::kTwo ? hn::LoadU(d, top + lanes) : shift0;
+  V<Form> sum0 = hn::Zero(d), sum1 = sum0;
+  for (std::int64_t t = 0; t < slots; ++t, x += WidthOf<Form>()) {
+    const V<Form> e0 = ExpOfNegative(d, hn::Sub(hn::LoadU(d, x), shift0));
     hn::StoreU(e0, d, x);
-    hn::StoreU(e1, d, x + lanes);
     sum0 = hn::Add(sum0, e0);
-    sum1 = hn::Add(sum1, e1);
+    if constexpr (Form::kTwo) {
+      const V<Form> e1 = ExpOfNegative(d, hn::Sub(hn::LoadU(d, x + lanes), shift1));
+      hn::StoreU(e1, d, x + lanes);
+      sum1 = hn::Add(sum1, e1);
+    }
   }
   hn::StoreU(sum0, d, sum);
-  hn::StoreU(sum1, d, sum + lanes);
+  if constexpr (Form::kTwo) hn::StoreU(sum1, d, sum + lanes);
 }
 
-void PanelGroupMax(const float* HWY_RESTRICT x, std::int64_t slots, std::int64_t heads, std::int64_t queries, std::int64_t stride, bool first,
-                   float* HWY_RESTRICT largest, float* HWY_RESTRICT top) {
-  const D d;
-  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d)), width = 2 * lanes;
+void PanelExp(std::int64_t width, float* x, std::int64_t slots, const float* top, float* sum) {
+  if (width == WidthOf<Wide>()) Exp<Wide>(x, slots, top, sum);
+  else Exp<Narrow>(x, slots, top, sum);
+}
+
+template <class Form>
+HWY_INLINE void GroupMax(const float* HWY_RESTRICT x, std::int64_t slots, std::int64_t heads, std::int64_t queries, std::int64_t stride, bool first,
+                         float* HWY_RESTRICT largest, float* HWY_RESTRICT top) {
+  const typename Form::D d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d)), width = WidthOf<Form>();
   const auto used0 = hn::FirstN(d, static_cast<std::size_t>(std::min(queries, lanes)));
   const auto used1 = hn::FirstN(d, static_cast<std::size_t>(std::max<std::int64_t>(queries - lanes, 0)));
-  const V none = hn::Set(d, -std::numeric_limits<float>::infinity());
-  V top0 = first ? none : hn::LoadU(d, top), top1 = first ? none : hn::LoadU(d, top + lanes);
+  const V<Form> none = hn::Set(d, -std::numeric_limits<float>::infinity());
+  V<Form> top0 = first ? none : hn::LoadU(d, top), top1 = first || !Form::kTwo ? none : hn::LoadU(d, top + lanes);
   for (std::int64_t t = 0; t < slots; ++t, x += width, largest += width) {
-    V best0 = first ? none : hn::LoadU(d, largest), best1 = first ? none : hn::LoadU(d, largest + lanes);
+    V<Form> best0 = first ? none : hn::LoadU(d, largest), best1 = first || !Form::kTwo ? none : hn::LoadU(d, largest + lanes);
     for (std::int64_t h = 0; h < heads; ++h) {
       best0 = hn::Max(best0, hn::LoadU(d, x + h * stride));
-      best1 = hn::Max(best1, hn::LoadU(d, x + h * stride + lanes));
+      if constexpr (Form::kTwo) best1 = hn::Max(best1, hn::LoadU(d, x + h * stride + lanes));
     }
     best0 = hn::IfThenElseZero(used0, best0);  // the lanes behind hold another head's queries, or the next slot
-    best1 = hn::IfThenElseZero(used1, best1);
     hn::StoreU(best0, d, largest);
-    hn::StoreU(best1, d, largest + lanes);
     top0 = hn::Max(top0, best0);
-    top1 = hn::Max(top1, best1);
+    if constexpr (Form::kTwo) {
+      best1 = hn::IfThenElseZero(used1, best1);
+      hn::StoreU(best1, d, largest + lanes);
+      top1 = hn::Max(top1, best1);
+    }
   }
   hn::StoreU(top0, d, top);
-  hn::StoreU(top1, d, top + lanes);
+  if constexpr (Form::kTwo) hn::StoreU(top1, d, top + lanes);
 }
 
-void PanelWeigh(const float* HWY_RESTRICT x, std::int64_t slots, const float* HWY_RESTRICT weight, float* HWY_RESTRICT usage) {
-  const D d;
+void PanelGroupMax(std::int64_t width, const float* x, std::int64_t slots, std::int64_t heads, std::int64_t queries, std::int64_t stride, bool first, float* largest, float* top) {
+  if (width == WidthOf<Wide>()) GroupMax<Wide>(x, slots, heads, queries, stride, first, largest, top);
+  else GroupMax<Narrow>(x, slots, heads, queries, stride, first, largest, top);
+}
+
+template <class Form>
+HWY_INLINE void Weigh(const float* HWY_RESTRICT x, std::int64_t slots, const float* HWY_RESTRICT weight, float* HWY_RESTRICT usage) {
+  const typename Form::D d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  const V w0 = hn::LoadU(d, weight), w1 = hn::LoadU(d, weight + lanes);
-  for (std::int64_t t = 0; t < slots; ++t, x += 2 * lanes, usage += lanes)
-    hn::StoreU(hn::MulAdd(w1, hn::LoadU(d, x + lanes), hn::MulAdd(w0, hn::LoadU(d, x), hn::LoadU(d, usage))), d, usage);
+  const V<Form> w0 = hn::LoadU(d, weight), w1 = Form::kTwo ? hn::LoadU(d, weight + lanes) : w0;
+  for (std::int64_t t = 0; t < slots; ++t, x += WidthOf<Form>(), usage += lanes) {
+    V<Form> sum = hn::MulAdd(w0, hn::LoadU(d, x), hn::LoadU(d, usage));
+    if constexpr (Form::kTwo) sum = hn::MulAdd(w1, hn::LoadU(d, x + lanes), sum);
+    hn::StoreU(sum, d, usage);
+  }
 }
 
-void FoldLanes(const float* HWY_RESTRICT usage, std::int64_t slots, float* HWY_RESTRICT out) {
-  const D d;
+void PanelWeigh(std::int64_t width, const float* x, std::int64_t slots, const float* weight, float* usage) {
+  if (width == WidthOf<Wide>()) Weigh<Wide>(x, slots, weight, usage);
+  else Weigh<Narrow>(x, slots, weight, usage);
+}
+
+template <class Form>
+HWY_INLINE void Gather(const float* HWY_RESTRICT x, std::int64_t slots, const float* HWY_RESTRICT weight, float* HWY_RESTRICT out) {
+  const typename Form::D d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  const V<Form> w0 = hn::LoadU(d, weight), w1 = Form::kTwo ? hn::LoadU(d, weight + lanes) : w0;
+  const auto counts0 = hn::Ne(w0, hn::Zero(d)), counts1 = hn::Ne(w1, hn::Zero(d));
+  for (std::int64_t t = 0; t < slots; ++t, x += WidthOf<Form>()) {
+    V<Form> share = hn::IfThenElseZero(counts0, hn::Mul(w0, hn::LoadU(d, x)));
+    if constexpr (Form::kTwo) share = hn::Add(share, hn::IfThenElseZero(counts1, hn::Mul(w1, hn::LoadU(d, x + lanes))));
+    out[t] += hn::GetLane(hn::SumOfLanes(d, share));
+  }
+}
+
+void PanelGather(std::int64_t width, const float* x, std::int64_t slots, const float* weight, float* out) {
+  if (width == WidthOf<Wide>()) Gather<Wide>(x, slots, weight, out);
+  else Gather<Narrow>(x, slots, weight, out);
+}
+
+template <class Form>
+HWY_INLINE void Fold(const float* HWY_RESTRICT usage, std::int64_t slots, float* HWY_RESTRICT out) {
+  const typename Form::D d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   for (std::int64_t t = 0; t < slots; ++t, usage += lanes) out[t] = hn::GetLane(hn::SumOfLanes(d, hn::LoadU(d, usage)));
+}
+
+void FoldLanes(std::int64_t width, const float* usage, std::int64_t slots, float* out) {
+  if (width == WidthOf<Wide>()) Fold<Wide>(usage, slots, out);
+  else Fold<Narrow>(usage, slots, out);
 }
 
 void AddScaled(float* HWY_RESTRICT to, const float* HWY_RESTRICT from, float a, std::int64_t n) {
   const D d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  const V factor = hn::Set(d, a);
+  const auto factor = hn::Set(d, a);
   std::int64_t i = 0;
   for (; i + lanes <= n; i += lanes) hn::StoreU(hn::MulAdd(factor, hn::LoadU(d, from + i), hn::LoadU(d, to + i)), d, to + i);
   const hn::CappedTag<float, 1> one;
@@ -201,31 +277,40 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace kvkeep::cpu {
 
+HWY_EXPORT(WidestPanel);
 HWY_EXPORT(PanelWidth);
+HWY_EXPORT(PanelVector);
 HWY_EXPORT(PanelLogits);
 HWY_EXPORT(PanelExp);
 HWY_EXPORT(PanelGroupMax);
 HWY_EXPORT(PanelWeigh);
+HWY_EXPORT(PanelGather);
 HWY_EXPORT(FoldLanes);
 HWY_EXPORT(AddScaled);
 HWY_EXPORT(WidenAny);
 
-std::int64_t panel_width() { return HWY_DYNAMIC_DISPATCH(PanelWidth)(); }
+std::int64_t panel_width() { return HWY_DYNAMIC_DISPATCH(WidestPanel)(); }
 
-void panel_logits(const Keys& keys, std::int64_t from, std::int64_t to, const float* panels, std::int64_t count, std::int64_t panel_stride, float* logits,
+std::int64_t panel_width(std::int64_t queries) { return HWY_DYNAMIC_DISPATCH(PanelWidth)(queries); }
+
+std::int64_t panel_vector(std::int64_t width) { return HWY_DYNAMIC_DISPATCH(PanelVector)(width); }
+
+void panel_logits(std::int64_t width, const Keys& keys, std::int64_t from, std::int64_t to, const float* panels, std::int64_t count, std::int64_t panel_stride, float* logits,
                   float* top, float* widened) {
-  HWY_DYNAMIC_DISPATCH(PanelLogits)(keys, from, to, panels, count, panel_stride, logits, top, widened);
+  HWY_DYNAMIC_DISPATCH(PanelLogits)(width, keys, from, to, panels, count, panel_stride, logits, top, widened);
 }
 
-void panel_exp(float* x, std::int64_t slots, const float* top, float* sum) { HWY_DYNAMIC_DISPATCH(PanelExp)(x, slots, top, sum); }
+void panel_exp(std::int64_t width, float* x, std::int64_t slots, const float* top, float* sum) { HWY_DYNAMIC_DISPATCH(PanelExp)(width, x, slots, top, sum); }
 
-void panel_group_max(const float* x, std::int64_t slots, std::int64_t heads, std::int64_t queries, std::int64_t stride, bool first, float* largest, float* top) {
-  HWY_DYNAMIC_DISPATCH(PanelGroupMax)(x, slots, heads, queries, stride, first, largest, top);
+void panel_group_max(std::int64_t width, const float* x, std::int64_t slots, std::int64_t heads, std::int64_t queries, std::int64_t stride, bool first, float* largest, float* top) {
+  HWY_DYNAMIC_DISPATCH(PanelGroupMax)(width, x, slots, heads, queries, stride, first, largest, top);
 }
 
-void panel_weigh(const float* x, std::int64_t slots, const float* weight, float* usage) { HWY_DYNAMIC_DISPATCH(PanelWeigh)(x, slots, weight, usage); }
+void panel_weigh(std::int64_t width, const float* x, std::int64_t slots, const float* weight, float* usage) { HWY_DYNAMIC_DISPATCH(PanelWeigh)(width, x, slots, weight, usage); }
 
-void fold_lanes(const float* usage, std::int64_t slots, float* out) { HWY_DYNAMIC_DISPATCH(FoldLanes)(usage, slots, out); }
+void panel_gather(std::int64_t width, const float* x, std::int64_t slots, const float* weight, float* out) { HWY_DYNAMIC_DISPATCH(PanelGather)(width, x, slots, weight, out); }
+
+void fold_lanes(std::int64_t width, const float* usage, std::int64_t slots, float* out) { HWY_DYNAMIC_DISPATCH(FoldLanes)(width, usage, slots, out); }
 
 void add_scaled(float* to, const float* from, float a, std::int64_t n) { HWY_DYNAMIC_DISPATCH(AddScaled)(to, from, a, n); }
 

@@ -18,14 +18,13 @@ namespace {
 
 constexpr std::int64_t kPanels = 8;   ///< panels of output weights that share one reading of a value
 constexpr std::int64_t kTile = 96;    ///< slots whose products exist at once
-constexpr std::int64_t kWidened = 6;  ///< values that are widened at once
 
 /// Buffers of one thread.
 struct Scratch {
   std::vector<float> panels;    ///< [kPanels, Dv, width] output weights, one hidden unit a lane
   std::vector<float> products;  ///< [kPanels, kTile, width]
   std::vector<float> top;       ///< [kPanels, width] not used: what panel_logits keeps besides
-  std::vector<float> widened;   ///< [kWidened, Dv]
+  std::vector<float> widened;   ///< [kPanelKeys, Dv]
   std::vector<float> weights;   ///< [Dv] of one hidden unit
   std::vector<float> lanes;     ///< [T, width / 2] sums of absolute products
   std::vector<float> sizes;     ///< [T] the result
@@ -40,7 +39,7 @@ struct Scratch {
     grow(panels, kPanels * dim * width);
     grow(products, kPanels * kTile * width);
     grow(top, kPanels * width);
-    grow(widened, kWidened * dim);
+    grow(widened, cpu::kPanelKeys * dim);
     grow(weights, dim);
     grow(lanes, length * width / 2);
     grow(sizes, length);
@@ -75,11 +74,11 @@ void value_sizes(const Evidence& evidence, const Row& row, const Tensor& project
       gather_weights(projection, first, count, row.head * group + g, dim, s);
       for (std::int64_t t = 0; t < length; t += kTile) {
         const std::int64_t slots = std::min(kTile, length - t);
-        cpu::panel_logits(values, t, t + slots, s.panels.data(), panels, kTile * width, s.products.data(), s.top.data(), s.widened.data());
+        cpu::panel_logits(width, values, t, t + slots, s.panels.data(), panels, kTile * width, s.products.data(), s.top.data(), s.widened.data());
         for (std::int64_t p = 0; p < panels; ++p) cpu::panel_sizes(s.products.data() + p * kTile * width, slots, s.lanes.data() + t * width / 2);
       }
     }
-  cpu::fold_lanes(s.lanes.data(), length, s.sizes.data());
+  cpu::fold_lanes(width, s.lanes.data(), length, s.sizes.data());
   std::transform(s.sizes.begin(), s.sizes.begin() + length, s.sizes.begin(), [group](float x) { return x / static_cast<float>(group); });
 }
 
@@ -94,7 +93,7 @@ const Tensor& projection_of(const Evidence& evidence, std::int32_t layer) {
 
 std::int64_t Critical::workspace_bytes(std::int64_t length, std::int64_t value_dim) {
   const std::int64_t width = cpu::panel_width();
-  return 4 * (kPanels * width * (value_dim + kTile + 1) + (kWidened + 1) * value_dim + length * (width / 2 + 2)) + 8 * length;
+  return 4 * (kPanels * width * (value_dim + kTile + 1) + (cpu::kPanelKeys + 1) * value_dim + length * (width / 2 + 2)) + 8 * length;
 }
 
 void Critical::spread(const Evidence& evidence, std::span<const std::int32_t>, std::vector<RowLimit>& rows) const {

@@ -36,14 +36,15 @@ Span span_of(const Row& row, const QueryView& queries, RowWindow window, std::in
 class HistoryReduction {
  public:
   HistoryReduction(const Evidence& evidence, const Row& row, Span span, HistoryOptions options, Scratch& scratch)
-      : heads_(evidence.spec.group()), dim_(evidence.spec.key_dim), span_(span), options_(options), scratch_(scratch), keys_{row.keys, evidence.table.key_dtype, dim_} {}
+      : heads_(evidence.spec.group()), dim_(evidence.spec.key_dim), span_(span), options_(options), scratch_(scratch), keys_{row.keys, evidence.table.key_dtype, dim_},
+        width_(cpu::panel_width(heads_ * span.queries)) {}
 
   /// `out`: the row's part of the result from slot span.first on.
   void run(float* out) {
-    std::fill_n(scratch_.usage, span_.slots() * width_ / 2, 0.0F);
+    std::fill_n(scratch_.usage, span_.slots() * cpu::panel_vector(width_), 0.0F);
     if (options_.group == GroupReduce::mean_prob) mean_over_heads();
     else maximum_over_heads();
-    cpu::fold_lanes(scratch_.usage, span_.slots(), out);
+    cpu::fold_lanes(width_, scratch_.usage, span_.slots(), out);
     const std::int64_t heads = options_.group == GroupReduce::mean_prob ? heads_ : 1;
     const auto parts = static_cast<float>(heads * (span_.queries - 1 + options_.newest_counts));
     for (std::int64_t t = 0; t < span_.slots(); ++t) out[t] /= parts;
@@ -53,7 +54,7 @@ class HistoryReduction {
   /// How often the i-th query of the window counts.
   [[nodiscard]] float counts(std::int64_t i) const { return i == span_.queries - 1 ? static_cast<float>(options_.newest_counts) : 1.0F; }
 
-  void clear_panels() { std::fill_n(scratch_.panels, kPanels * dim_ * width_, 0.0F); }
+  void clear(std::int64_t panels) { std::fill_n(scratch_.panels, panels * dim_ * width_, 0.0F); }
 
   /// Puts query n of the product (query head by query head) into a lane of a panel.
   void place(std::int64_t n, std::int64_t panel, std::int64_t lane) {
@@ -62,26 +63,26 @@ class HistoryReduction {
   }
 
   void logits(std::int64_t panels) {
-    std::fill_n(scratch_.top, kPanels * width_, -std::numeric_limits<float>::infinity());
-    cpu::panel_logits(keys_, span_.first, span_.end, scratch_.panels, panels, span_.slots() * width_, scratch_.logits, scratch_.top, scratch_.widened);
+    std::fill_n(scratch_.top, panels * width_, -std::numeric_limits<float>::infinity());
+    cpu::panel_logits(width_, keys_, span_.first, span_.end, scratch_.panels, panels, span_.slots() * width_, scratch_.logits, scratch_.top, scratch_.widened);
   }
 
   /// Softmax of one panel x, then added to the usage; `counts_of(lane)` is 0 for lanes without a query.
   template <class CountsOf>
   void add_softmax(float* x, const float* top, CountsOf&& counts_of) {
-    cpu::panel_exp(x, span_.slots(), top, scratch_.sum);
+    cpu::panel_exp(width_, x, span_.slots(), top, scratch_.sum);
     for (std::int64_t lane = 0; lane < width_; ++lane) {
       const float counted = counts_of(lane);
       scratch_.weight[lane] = counted > 0 ? counted / scratch_.sum[lane] : 0.0F;
     }
-    cpu::panel_weigh(x, span_.slots(), scratch_.weight, scratch_.usage);
+    cpu::panel_weigh(width_, x, span_.slots(), scratch_.weight, scratch_.usage);
   }
 
   void mean_over_heads() {
     const std::int64_t total = heads_ * span_.queries, tile = kPanels * width_;
     for (std::int64_t first = 0; first < total; first += tile) {
       const std::int64_t count = std::min(tile, total - first), panels = (count + width_ - 1) / width_;
-      clear_panels();
+      clear(panels);
       for (std::int64_t n = 0; n < count; ++n) place(first + n, n / width_, n % width_);
       logits(panels);
       for (std::int64_t p = 0; p < panels; ++p)
@@ -99,13 +100,13 @@ class HistoryReduction {
       const std::int64_t queries = std::min(stride, span_.queries - first);
       for (std::int64_t head = 0; head < heads_; head += kPanels * per_panel) {
         const std::int64_t heads = std::min(kPanels * per_panel, heads_ - head), panels = (heads + per_panel - 1) / per_panel;
-        clear_panels();
+        clear(panels);
         for (std::int64_t h = 0; h < heads; ++h)
           for (std::int64_t i = 0; i < queries; ++i) place((head + h) * span_.queries + first + i, h / per_panel, h % per_panel * stride + i);
         logits(panels);
         for (std::int64_t p = 0; p < panels; ++p)
-          cpu::panel_group_max(scratch_.logits + p * span_.slots() * width_, span_.slots(), std::min(per_panel, heads - p * per_panel), queries, stride, head + p == 0,
-                               scratch_.largest, scratch_.peak);
+          cpu::panel_group_max(width_, scratch_.logits + p * span_.slots() * width_, span_.slots(), std::min(per_panel, heads - p * per_panel), queries, stride,
+                               head + p == 0, scratch_.largest, scratch_.peak);
       }
       add_softmax(scratch_.largest, scratch_.peak, [&](std::int64_t lane) { return lane < queries ? counts(first + lane) : 0.0F; });
     }
@@ -116,13 +117,13 @@ class HistoryReduction {
   HistoryOptions options_;
   Scratch& scratch_;
   cpu::Keys keys_;
-  std::int64_t width_ = cpu::panel_width();
+  std::int64_t width_;
 };
 
 }  // namespace
 
 std::int64_t history_attention_workspace(const ModelSpec& spec, std::int32_t slots, std::int32_t queries, GroupReduce group) {
-  return cpu::PanelSizes(spec, slots, queries, group == GroupReduce::max_logit).total() * static_cast<std::int64_t>(sizeof(float));
+  return cpu::PanelSizes(spec, slots, queries, {.maxima = group == GroupReduce::max_logit}).total() * static_cast<std::int64_t>(sizeof(float));
 }
 
 Tensor history_attention(const Evidence& evidence, std::span<const RowWindow> windows, HistoryOptions options, std::span<const std::int32_t> first) {
@@ -140,7 +141,7 @@ Tensor history_attention(const Evidence& evidence, std::span<const RowWindow> wi
       slots = std::max(slots, spans[r].slots());
       queries = std::max<std::int64_t>(queries, spans[r].queries);
     }
-    const cpu::PanelSizes sizes(evidence.spec, slots, queries, options.group == GroupReduce::max_logit);
+    const cpu::PanelSizes sizes(evidence.spec, slots, queries, {.maxima = options.group == GroupReduce::max_logit});
     at::parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
       Scratch scratch(sizes);
       for (std::int64_t n = begin; n < end; ++n) {

@@ -2,36 +2,42 @@
 /// What one thread needs to take softmaxes over panels of queries: sizes first, so that they can be told, then one allocation of that size.
 
 #include <cstdint>
-#include <vector>
 
 #include "kvkeep/core/model_spec.h"
+#include "aligned_floats.h"
 #include "attention_lanes.h"
 
 namespace kvkeep::cpu {
 
 inline constexpr std::int64_t kPanels = 2;  ///< panels that share one reading of a key
 
+/// What is kept beside the logits.
+struct PanelExtras {
+  bool usage = true;    ///< sums over queries
+  bool maxima = false;  ///< the largest logits of a group
+};
+
 /// In floats.
 struct PanelSizes {
-  /// `slots`: longest stretch of a row; `window`: most queries; `maxima`: also the largest logits of a group.
-  PanelSizes(const ModelSpec& spec, std::int64_t slots, std::int64_t window, bool maxima) {
-    const std::int64_t width = panel_width(), dim = spec.key_dim;
-    queries = spec.group() * window * dim;
-    panels = kPanels * dim * width;
-    widened = 6 * dim;
-    lanes = kPanels * width;
+  /// `slots`: longest stretch of a row; `window`: most queries. Rows with fewer of either fit as well.
+  PanelSizes(const ModelSpec& spec, std::int64_t slots, std::int64_t window, PanelExtras extras) {
+    const std::int64_t dim = spec.key_dim, rows = spec.group() * window, width = panel_width(rows), held = rows > width ? kPanels : 1;
+    queries = rows * dim;
+    panels = held * dim * width;
+    widened = kPanelKeys * dim;
+    lanes = held * width;
     peak = width;
-    logits = kPanels * slots * width + width;  // panel_group_max reads past the last slot
-    usage = slots * width / 2;
-    largest = maxima ? slots * width : 0;
+    logits = held * slots * width + width;  // panel_group_max reads past the last slot
+    usage = extras.usage ? slots * panel_vector(width) : 0;
+    largest = extras.maxima ? slots * width : 0;
   }
   std::int64_t queries, panels, widened, lanes, peak, logits, usage, largest;
   [[nodiscard]] std::int64_t total() const { return queries + panels + widened + 3 * lanes + peak + logits + usage + largest; }
 };
 
 struct PanelScratch {
-  explicit PanelScratch(const PanelSizes& sizes) : arena(static_cast<std::size_t>(sizes.total())) {
-    float* at = arena.data();
+  explicit PanelScratch(const PanelSizes& sizes) : arena(aligned_floats(sizes.total())) {
+    float* at = arena.get();
     const auto take = [&at](std::int64_t floats) {
       float* taken = at;
       at += floats;
@@ -51,11 +57,11 @@ struct PanelScratch {
   PanelScratch(const PanelScratch&) = delete;
   PanelScratch& operator=(const PanelScratch&) = delete;
 
-  std::vector<float> arena;
-  float *queries, *panels, *widened;  ///< [G * W, D], [kPanels, D, width], [6, D]
-  float *top, *sum, *weight;          ///< [kPanels, width]
+  AlignedFloats arena;
+  float *queries, *panels, *widened;  ///< [G * W, D], [panels, D, width], [kPanelKeys, D]
+  float *top, *sum, *weight;          ///< [panels, width]
   float* peak;                        ///< [width] top of `largest`
-  float *logits, *usage, *largest;    ///< [kPanels, slots, width], [slots, width / 2], [slots, width]
+  float *logits, *usage, *largest;    ///< [panels, slots, width], [slots, panel_vector(width)], [slots, width]
 };
 
 }  // namespace kvkeep::cpu

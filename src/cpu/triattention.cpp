@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "kvkeep/core/dispatch.h"
+#include "aligned_floats.h"
 #include "triattention_lanes.h"
 
 namespace kvkeep {
@@ -36,14 +37,19 @@ std::vector<Turn> offset_turns(const RopeSpec& rope, const Options& options) {
 
 /// One thread's memory, cut into its parts.
 struct Workspace {
-  std::vector<float> memory;
+  cpu::AlignedFloats memory;
+  std::int64_t held = 0;
   float *raw = nullptr, *trig = nullptr, *norm = nullptr, *scratch = nullptr;
 
   void fit(std::int64_t group, std::int64_t length, std::int64_t pairs, std::int64_t offsets) {
-    const auto floats = static_cast<std::size_t>(TriAttention::workspace_bytes(group, length, pairs, offsets)) / sizeof(float);
-    if (memory.size() < floats) memory.resize(floats);
+    const std::int64_t floats = TriAttention::workspace_bytes(group, length, pairs, offsets) / static_cast<std::int64_t>(sizeof(float));
+    if (held < floats) {
+      memory.reset();
+      memory = cpu::aligned_floats(floats);
+      held = floats;
+    }
     const std::int64_t padded = cpu::padded_pairs(pairs);
-    trig = memory.data();
+    trig = memory.get();
     norm = trig + group * offsets * 2 * padded;
     scratch = norm + group * padded;
     raw = scratch + cpu::tri_scratch(group, padded);

@@ -181,7 +181,10 @@ void TriScores(const Keys& keys, std::int64_t length, RopeStyle style, const Tri
   float* out = scratch + kTriKeys * 3 * padded;  // [G, 4]
   for (std::int64_t t = 0; t < length; t += kTriKeys) {
     const std::int64_t n = std::min(kTriKeys, length - t);
-    for (std::int64_t k = 0; k < n; ++k) SpreadAny(keys, t + k, padded, style, scratch + k * 3 * padded);
+    for (std::int64_t k = 0; k < n; ++k) {
+      if (t + k + kTriKeys < length) fetch_key(keys, t + k + kTriKeys);
+      SpreadAny(keys, t + k, padded, style, scratch + k * 3 * padded);
+    }
     const std::int64_t whole = (n + kKeys - 1) / kKeys * kKeys;
     std::fill_n(scratch + n * 3 * padded, (whole - n) * 3 * padded, 0.0F);
     if (columns.offsets == 1) {

@@ -35,13 +35,14 @@ struct Targets {
 class RowReduction {
  public:
   RowReduction(const Evidence& evidence, const Row& row, const RowGroup& group, RowWindow window, Scratch& scratch)
-      : spec_(evidence.spec), row_(row), view_(group.queries), window_(window), scratch_(scratch), keys_{row.keys, evidence.table.key_dtype, evidence.spec.key_dim} {}
+      : spec_(evidence.spec), row_(row), view_(group.queries), window_(window), scratch_(scratch), keys_{row.keys, evidence.table.key_dtype, evidence.spec.key_dim},
+        width_(cpu::panel_width(std::int64_t{spec_.group()} * window.queries)) {}
 
   void run(const Evidence& evidence, const cpu::Turns& turns, const Targets& to) {
     cpu::gather_queries(evidence, view_, row_.head, window_.queries, turns, scratch_.queries);
     count_visible();
     const std::int64_t total = std::int64_t{spec_.group()} * window_.queries, tile = kPanels * width_;
-    if (to.usage != nullptr || to.sum != nullptr) std::fill_n(scratch_.usage, row_.length * width_ / 2, 0.0F);
+    if (to.usage != nullptr || to.sum != nullptr) std::fill_n(scratch_.usage, row_.length * cpu::panel_vector(width_), 0.0F);
     if (to.usage != nullptr) std::fill_n(to.usage, row_.length, 0.0F);
     if (to.newest != nullptr) std::fill_n(to.newest, row_.length, 0.0F);
     for (std::int64_t first = 0; first < total; first += tile) {
@@ -51,15 +52,15 @@ class RowReduction {
         const float* x = scratch_.logits + p * row_.length * width_;
         const std::int64_t begin = first + p * width_, end = std::min(begin + width_, total);
         if (to.newest != nullptr) add_newest(x, begin, end, to.newest);
-        if (to.sum != nullptr) cpu::panel_weigh(x, row_.length, scratch_.weight + p * width_, scratch_.usage);
+        if (to.sum != nullptr) cpu::panel_weigh(width_, x, row_.length, scratch_.weight + p * width_, scratch_.usage);
         if (to.usage == nullptr) continue;
         add_suffix(x, begin, end, to.usage);
-        cpu::panel_weigh(x, window_.history, scratch_.weight + p * width_, scratch_.usage);
+        cpu::panel_weigh(width_, x, window_.history, scratch_.weight + p * width_, scratch_.usage);
       }
     }
     if (to.usage != nullptr) finish(to.usage, total);
     if (to.sum != nullptr) {
-      cpu::fold_lanes(scratch_.usage, row_.length, to.sum);
+      cpu::fold_lanes(width_, scratch_.usage, row_.length, to.sum);
       for (std::int32_t t = 0; t < row_.length; ++t) to.sum[t] /= static_cast<float>(spec_.group());
     }
   }
@@ -80,12 +81,12 @@ class RowReduction {
     std::fill_n(scratch_.panels, panels * dim * width_, 0.0F);
     for (std::int64_t n = 0; n < count; ++n)
       for (std::int64_t d = 0; d < dim; ++d) scratch_.panels[(n / width_ * dim + d) * width_ + n % width_] = scratch_.queries[(first + n) * dim + d];
-    std::fill_n(scratch_.top, kPanels * width_, -std::numeric_limits<float>::infinity());
+    std::fill_n(scratch_.top, panels * width_, -std::numeric_limits<float>::infinity());
 
     const std::int64_t open = scratch_.visible.front();  // slots before it are visible to every query
     float* ignored = scratch_.sum;                       // largest logits of the slots behind it are taken after masking
-    cpu::panel_logits(keys_, 0, open, scratch_.panels, panels, length * width_, scratch_.logits, scratch_.top, scratch_.widened);
-    cpu::panel_logits(keys_, open, length, scratch_.panels, panels, length * width_, scratch_.logits + open * width_, ignored,
+    cpu::panel_logits(width_, keys_, 0, open, scratch_.panels, panels, length * width_, scratch_.logits, scratch_.top, scratch_.widened);
+    cpu::panel_logits(width_, keys_, open, length, scratch_.panels, panels, length * width_, scratch_.logits + open * width_, ignored,
                       scratch_.widened);
     for (std::int64_t p = 0; p < panels; ++p) {
       float* x = scratch_.logits + p * length * width_;
@@ -100,18 +101,20 @@ class RowReduction {
         }
         if (visible == 0) top[lane] = 0;  // older than every slot that is left: it sees nothing
       }
-      cpu::panel_exp(x, length, top, sum);
+      cpu::panel_exp(width_, x, length, top, sum);
       for (std::int64_t lane = 0; lane < width_; ++lane) weight[lane] = p * width_ + lane < count && sum[lane] != 0 ? 1.0F / sum[lane] : 0.0F;
     }
   }
 
   void add_newest(const float* x, std::int64_t begin, std::int64_t end, float* newest) const {
-    for (std::int64_t n = begin; n < end; ++n) {
-      if (query_of(n) != window_.queries - 1) continue;
-      const std::int64_t lane = n - begin;
-      const float weight = scratch_.weight[begin / width_ % kPanels * width_ + lane] / static_cast<float>(spec_.group());
-      for (std::int32_t t = 0; t < row_.length; ++t) newest[t] += x[t * width_ + lane] * weight;
+    float* share = scratch_.sum;  // free once the weights are known
+    bool any = false;
+    for (std::int64_t lane = 0; lane < width_; ++lane) {
+      const bool counts = begin + lane < end && query_of(begin + lane) == window_.queries - 1;
+      share[lane] = counts ? scratch_.weight[begin / width_ % kPanels * width_ + lane] / static_cast<float>(spec_.group()) : 0.0F;
+      any |= counts;
     }
+    if (any) cpu::panel_gather(width_, x, row_.length, share, newest);
   }
 
   /// On the suffix only strictly later queries count; finish() divides by their number.
@@ -125,7 +128,7 @@ class RowReduction {
   }
 
   void finish(float* usage, std::int64_t total) const {
-    cpu::fold_lanes(scratch_.usage, window_.history, usage);
+    cpu::fold_lanes(width_, scratch_.usage, window_.history, usage);
     for (std::int32_t t = 0; t < window_.history; ++t) usage[t] /= static_cast<float>(total);
     std::int32_t later = window_.queries;  // window queries strictly later than slot t; positions ascend, so this falls
     for (std::int32_t t = window_.history; t < row_.length; ++t) {
@@ -140,7 +143,7 @@ class RowReduction {
   RowWindow window_;
   Scratch& scratch_;
   cpu::Keys keys_;
-  std::int64_t width_ = cpu::panel_width();
+  std::int64_t width_;
 };
 
 }  // namespace
@@ -168,7 +171,7 @@ std::vector<RowWindow> row_windows(const Evidence& evidence, const Limits& limit
 }
 
 std::int64_t window_attention_workspace(const ModelSpec& spec, std::int32_t slots, std::int32_t queries) {
-  return cpu::PanelSizes(spec, slots, queries, false).total() * static_cast<std::int64_t>(sizeof(float)) + queries * static_cast<std::int64_t>(sizeof(std::int32_t));
+  return cpu::PanelSizes(spec, slots, queries, {}).total() * static_cast<std::int64_t>(sizeof(float)) + queries * static_cast<std::int64_t>(sizeof(std::int32_t));
 }
 
 namespace {
@@ -184,7 +187,7 @@ void reduce_rows(const Evidence& evidence, std::span<const RowWindow> windows, c
     slots = std::max(slots, table.rows[r].length);
     queries = std::max(queries, windows[r].queries);
   }
-  const cpu::PanelSizes sizes(evidence.spec, slots, queries, false);
+  const cpu::PanelSizes sizes(evidence.spec, slots, queries, {.usage = to.usage != nullptr || to.sum != nullptr});
   at::parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
     Scratch scratch(sizes, queries);
     for (std::int64_t r = begin; r < end; ++r) {

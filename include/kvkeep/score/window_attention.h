@@ -18,7 +18,7 @@ namespace kvkeep {
 /// Order: a query sees the slots whose position is at most its own. Queries handed over before RoPE are turned at their own positions.
 /// Requires: evidence.spec.check() passed; every row's positions set, each group's queries set where its windows are not 0.
 /// Throws: InvalidArgument for a query that is not finite or of a dtype that cannot be read; Unsupported for a device without kernels.
-/// Cost: 2 * Hq * W * T * D flop and one exponential per (query head, query, slot) a layer. Workspace per thread:
+/// Cost: 2 * Hq * W * T * D flop and one exponential per (query head, query, slot) a layer; the queries of a KV head, G * W, count as whole panels. Workspace per thread:
 /// window_attention_workspace() of the longest row. Rows run in parallel; a row's result depends on nothing but the row: not on the batch, the
 /// number of threads, or where equal keys lie.
 /// Source: the observation window of SnapKV (eq. 3) and AMS. Differs: each query at its own logical position, fp32 throughout.
@@ -28,8 +28,9 @@ namespace kvkeep {
 /// included) of the mean over the heads of the group. Rows without a window get zeros; a window's `history` is not looked at. Otherwise as window_attention.
 [[nodiscard]] Tensor attention_sum(const Evidence& evidence, std::span<const RowWindow> windows);
 
-/// Bytes of workspace per thread of window_attention and attention_sum for rows of `slots` slots and windows of `queries`:
-/// 4 * (G * W * D + 2 * D * w + 6 * D + 8 * w + 2.5 * w * slots + W), with w = two vectors of the machine (8 floats with SSE4, 16 with AVX2, 32 with AVX-512).
+/// Bytes of workspace per thread, at most, of window_attention and attention_sum for rows of `slots` slots and windows of `queries`:
+/// 4 * (G * W * D + p * D * w + 12 * D + (3 * p + 2) * w + (p * w + v) * slots + W), in panels of w queries: one vector of the machine, of at most 8 floats, where
+/// the G * W queries fit (v = w, p = 1), else two (v = w / 2; p = 1 where they fit, else 2): 8 floats with SSE4, 16 with AVX2, 32 with AVX-512.
 [[nodiscard]] std::int64_t window_attention_workspace(const ModelSpec& spec, std::int32_t slots, std::int32_t queries);
 
 /// How the query heads of a KV head become one.
@@ -52,8 +53,7 @@ struct HistoryOptions {
 [[nodiscard]] Tensor history_attention(const Evidence& evidence, std::span<const RowWindow> windows, HistoryOptions options = {}, std::span<const std::int32_t> first = {});
 
 /// Bytes of workspace per thread of history_attention for rows with `slots` slots between first and history and windows of `queries`:
-/// 4 * (G * W * D + 2 * D * w + 6 * D + 8 * w + (2.5 or, under max_logit, 3.5) * w * slots), with w = two vectors of the machine (8 floats with SSE4, 16 with
-/// AVX2, 32 with AVX-512).
+/// 4 * (G * W * D + p * D * w + 12 * D + (3 * p + 2) * w + (p * w + v) * slots), under max_logit 4 * w * slots more, with p, w and v as in window_attention_workspace.
 [[nodiscard]] std::int64_t history_attention_workspace(const ModelSpec& spec, std::int32_t slots, std::int32_t queries, GroupReduce group);
 
 }  // namespace kvkeep
