@@ -6,6 +6,7 @@
 
 #include "kvkeep/core/hd.h"
 #include "kvkeep/core/pool.h"
+#include "kvkeep/core/team.h"
 
 namespace kvkeep {
 
@@ -17,21 +18,55 @@ enum class SuffixFill : std::uint8_t {
   exclude,      ///< nothing: segments and quotas follow the history alone
 };
 
-/// Largest of x[0, n), at least 0; NaN counts as 0.
-KVKEEP_HD inline float largest(const float* x, std::int32_t n) {
-  float best = 0;
-  for (std::int32_t t = 0; t < n; ++t) best = x[t] > best ? x[t] : best;
-  return best;
+/// A usage that can be weighed: NaN and what is below zero count as 0, infinity as the largest float.
+KVKEEP_HD inline float usable(float u) {
+  constexpr float kMost = 3.402823466e38F;
+  return u > 0 ? (u < kMost ? u : kMost) : 0.0F;
 }
 
-/// Turns usage into mass in place: m = (max(u, 0) + eps) / sum. NaN counts as 0. The sum runs in double, ascending.
-KVKEEP_HD inline void normalise_mass(float* u, std::int32_t length, double epsilon) {
-  double sum = 0;
-  for (std::int32_t t = 0; t < length; ++t) {
-    const double v = (u[t] > 0 ? static_cast<double>(u[t]) : 0.0) + epsilon;
-    sum += v;
+/// Usage as integers: sums of integers do not depend on their order, so a row is weighed and cut alike by one thread and by many. The largest usage maps to 2^52 or,
+/// in long rows, to what keeps the row's total below 2^63. Rows up to 2^30 slots.
+class IntegerMass {
+ public:
+  KVKEEP_HD IntegerMass(float top, std::int32_t length) : top_(top) {
+    int bits = 62;
+    for (std::int32_t n = length; n > 0; n >>= 1) --bits;
+    unit_ = static_cast<double>(std::uint64_t{1} << (bits < 52 ? bits : 52));
   }
-  for (std::int32_t t = 0; t < length; ++t) u[t] = static_cast<float>(((u[t] > 0 ? static_cast<double>(u[t]) : 0.0) + epsilon) / sum);
+  [[nodiscard]] KVKEEP_HD std::uint64_t operator()(float u) const {
+    return top_ > 0 ? static_cast<std::uint64_t>(static_cast<double>(usable(u)) / static_cast<double>(top_) * unit_) : 0;
+  }
+  /// What a sum of such integers stands for.
+  [[nodiscard]] KVKEEP_HD double value(std::uint64_t sum) const { return static_cast<double>(sum) / unit_ * static_cast<double>(top_); }
+
+ private:
+  float top_;
+  double unit_;
+};
+
+/// Largest usable number of x[0, n), at least 0.
+template <class Team = OneThread>
+KVKEEP_HD float largest(const float* x, std::int32_t n, Team team = {}) {
+  float best = 0;
+  for (std::int32_t t = team.rank(); t < n; t += team.size()) best = usable(x[t]) > best ? usable(x[t]) : best;
+  return team.largest(best);
+}
+
+/// Sum of the usable numbers of x[0, n), exact to 2^-50 of the largest.
+template <class Team = OneThread>
+KVKEEP_HD double total(const float* x, std::int32_t n, Team team = {}) {
+  const IntegerMass integers(largest(x, n, team), n);
+  std::uint64_t sum = 0;
+  for (std::int32_t t = team.rank(); t < n; t += team.size()) sum += integers(x[t]);
+  return integers.value(team.sum(sum));
+}
+
+/// Turns usage into mass in place: m = (max(u, 0) + eps) / sum. NaN counts as 0.
+template <class Team = OneThread>
+KVKEEP_HD void normalise_mass(float* u, std::int32_t length, double epsilon, Team team = {}) {
+  const double sum = total(u, length, team) + length * epsilon;
+  for (std::int32_t t = team.rank(); t < length; t += team.size()) u[t] = static_cast<float>((static_cast<double>(usable(u[t])) + epsilon) / sum);
+  team.sync();
 }
 
 }  // namespace kvkeep

@@ -25,7 +25,8 @@ struct Share {
   std::int32_t length;      ///< slots
   std::int32_t protect;     ///< protected slots inside
   std::int32_t quota;       ///< result
-  bool remainder;           ///< scratch: takes one of the units left after whole parts
+  std::int32_t more;        ///< scratch: slots it is about to get
+  double part = 0;          ///< scratch: its part of what is left
 };
 
 namespace detail {
@@ -35,88 +36,92 @@ KVKEEP_HD inline std::int32_t floor_of(const Share& s, std::int32_t min_quota) {
   return s.protect > least ? s.protect : least;
 }
 
-/// Heaviest segment (after rounding to fp32, lower index first) that is below its floor and lighter than, or as light and later than, `after`.
-KVKEEP_HD inline std::int32_t next_below_floor(const Share* s, std::int32_t count, std::int32_t min_quota, std::int32_t after) {
-  std::int32_t best = -1;
-  for (std::int32_t i = 0; i < count; ++i) {
-    if (s[i].quota >= floor_of(s[i], min_quota)) continue;
-    const auto mass = static_cast<float>(s[i].mass);
-    if (after >= 0) {
-      const auto last = static_cast<float>(s[after].mass);
-      if (mass > last || (mass == last && i <= after)) continue;
+/// How many i for which member(i) holds come before segment `of`: those with a larger value, among equals those with a lower index.
+template <class Member, class Value>
+KVKEEP_HD std::int32_t rank_of(std::int32_t of, std::int32_t count, const Member& member, const Value& value) {
+  const float mine = value(of);
+  std::int32_t before = 0;
+  for (std::int32_t i = 0; i < count; ++i)
+    if (member(i) && (value(i) > mine || (value(i) == mine && i < of))) ++before;
+  return before;
+}
+
+/// Floors that do not fit: every segment below its floor gets one slot a round, the heaviest (after rounding to fp32, lower index first) before the lighter,
+/// until `left` is used up.
+template <class Team>
+KVKEEP_HD void pour_floors(Share* s, std::int32_t count, std::int32_t left, std::int32_t min_quota, Team team) {
+  const auto need = [&](std::int32_t i) { return floor_of(s[i], min_quota) - s[i].protect; };
+  std::int32_t rounds = 0;
+  for (std::int64_t given = 0;; ++rounds) {  // whole rounds that fit
+    std::int64_t next = given;
+    for (std::int32_t i = 0; i < count; ++i) next += need(i) > rounds ? 1 : 0;
+    if (next > left || next == given) {
+      left -= static_cast<std::int32_t>(given);
+      break;
     }
-    if (best < 0 || mass > static_cast<float>(s[best].mass)) best = i;
+    given = next;
   }
-  return best;
+  for (std::int32_t i = team.rank(); i < count; i += team.size()) {
+    const auto wants = [&](std::int32_t n) { return need(n) > rounds; };
+    const bool last = wants(i) && rank_of(i, count, wants, [&](std::int32_t n) { return static_cast<float>(s[n].mass); }) < left;
+    s[i].quota = s[i].protect + (need(i) < rounds ? need(i) : rounds) + (last ? 1 : 0);
+  }
+  team.sync();
 }
 
 }  // namespace detail
 
 /// Strict quotas: sum is `budget`, protect <= quota <= length, and quota >= max(protect, min(min_quota, length)) whenever those floors fit.
-/// Requires: sum of protect <= budget <= sum of length. Cost: O(segments^2) at worst.
-KVKEEP_HD inline void strict_quotas(Share* s, std::int32_t count, std::int32_t budget, std::int32_t min_quota) {
+/// Requires: sum of protect <= budget <= sum of length. Cost: O(segments) a round of filling up, O(segments^2) comparisons for remainders.
+template <class Team = OneThread>
+KVKEEP_HD void strict_quotas(Share* s, std::int32_t count, std::int32_t budget, std::int32_t min_quota, Team team = {}) {
   std::int32_t left = budget;
   std::int64_t wanting = 0;
   for (std::int32_t i = 0; i < count; ++i) {
-    s[i].quota = s[i].protect;
     left -= s[i].protect;
     wanting += detail::floor_of(s[i], min_quota) - s[i].protect;
   }
-  if (wanting <= left) {
-    for (std::int32_t i = 0; i < count; ++i) s[i].quota = detail::floor_of(s[i], min_quota);
-    left -= static_cast<std::int32_t>(wanting);
-  } else {
-    while (left > 0)
-      for (std::int32_t i = detail::next_below_floor(s, count, min_quota, -1); left > 0 && i >= 0; i = detail::next_below_floor(s, count, min_quota, i)) {
-        ++s[i].quota;
-        --left;
-      }
-  }
+  if (wanting > left) return detail::pour_floors(s, count, left, min_quota, team);
+  for (std::int32_t i = team.rank(); i < count; i += team.size()) s[i].quota = detail::floor_of(s[i], min_quota);
+  team.sync();
+  left -= static_cast<std::int32_t>(wanting);
+  const auto open = [&](std::int32_t i) { return s[i].quota < s[i].length; };
   while (left > 0) {
     double active = 0;
-    std::int32_t open = 0;
+    std::int32_t opened = 0;
     for (std::int32_t i = 0; i < count; ++i)
-      if (s[i].quota < s[i].length) {
+      if (open(i)) {
         active += s[i].mass;
-        ++open;
+        ++opened;
       }
-    const auto share = [&](std::int32_t i) { return active > 0 ? left * (s[i].mass / active) : static_cast<double>(left) / open; };
-    std::int32_t filled = 0;
-    for (std::int32_t i = 0; i < count; ++i)
-      if (s[i].quota < s[i].length && s[i].quota + share(i) >= s[i].length) filled += s[i].length - s[i].quota;
-    if (filled > 0) {
-      for (std::int32_t i = 0; i < count; ++i)
-        if (s[i].quota < s[i].length && s[i].quota + share(i) >= s[i].length) s[i].quota = s[i].length;
-      left -= filled;
-      continue;
+    team.sync();
+    for (std::int32_t i = team.rank(); i < count; i += team.size()) {
+      s[i].part = active > 0 ? left * (s[i].mass / active) : static_cast<double>(left) / opened;
+      s[i].more = open(i) && s[i].quota + s[i].part >= s[i].length ? s[i].length - s[i].quota : 0;
     }
-    // No segment fills up: whole parts first, then the largest fractional parts.
-    std::int32_t units = left;
+    team.sync();
+    std::int32_t filled = 0, units = left;
     for (std::int32_t i = 0; i < count; ++i) {
-      s[i].remainder = false;
-      if (s[i].quota < s[i].length) units -= static_cast<std::int32_t>(std::floor(share(i)));
+      filled += s[i].more;
+      if (open(i)) units -= static_cast<std::int32_t>(std::floor(s[i].part));
     }
-    for (; units > 0; --units) {
-      std::int32_t best = -1;
-      float most = -1;
-      for (std::int32_t i = 0; i < count; ++i) {
-        if (s[i].remainder || s[i].quota >= s[i].length) continue;
-        const auto fraction = static_cast<float>(share(i) - std::floor(share(i)));
-        if (fraction > most) {
-          most = fraction;
-          best = i;
-        }
-      }
-      s[best].remainder = true;
+    team.sync();
+    if (filled == 0) {  // no segment fills up: whole parts first, then the largest fractional parts
+      const auto fraction = [&](std::int32_t i) { return static_cast<float>(s[i].part - std::floor(s[i].part)); };
+      for (std::int32_t i = team.rank(); i < count; i += team.size())
+        if (open(i)) s[i].more = static_cast<std::int32_t>(std::floor(s[i].part)) + (detail::rank_of(i, count, open, fraction) < units ? 1 : 0);
+      team.sync();
+      filled = left;
     }
-    for (std::int32_t i = 0; i < count; ++i)
-      if (s[i].quota < s[i].length) s[i].quota += static_cast<std::int32_t>(std::floor(share(i))) + (s[i].remainder ? 1 : 0);
-    left = 0;
+    for (std::int32_t i = team.rank(); i < count; i += team.size()) s[i].quota += s[i].more;
+    team.sync();
+    left -= filled;
   }
 }
 
 /// The published quotas. Falls back to `strict_quotas` where the published loop never ends: more segments than budget, each with a floor of at least one.
 /// Requires: budget <= sum of length.
+/// One thread's work.
 KVKEEP_HD inline void official_quotas(Share* s, std::int32_t count, std::int32_t budget, std::int32_t min_quota) {
   if (count > budget && min_quota >= 1) return strict_quotas(s, count, budget, min_quota);
   const auto floor = [&](std::int32_t i) { return min_quota < s[i].length ? min_quota : s[i].length; };

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "kvkeep/allot/mass.h"
 #include "kvkeep/core/hd.h"
 #include "kvkeep/core/variant.h"
 
@@ -26,39 +27,47 @@ struct SegmentOptions {
   std::int32_t max_segment = 1024; ///< slots, at least 2 * min_segment
 };
 
-/// Mass as integers, summed: prefix[t] is the scaled mass of slots 0..t. Sums of integers do not depend on their order, so CPU and CUDA cut at
-/// the same slots. The largest mass maps to 2^52 or, for long rows, to what keeps the total below 2^63. Order: any; rows up to 2^30 slots.
-KVKEEP_HD inline void prefix_mass(const float* mass, std::int32_t length, std::uint64_t* prefix) {
-  const float top = [&] {
-    float best = 0;
-    for (std::int32_t t = 0; t < length; ++t) best = mass[t] > best ? mass[t] : best;
-    return best;
-  }();
-  int bits = 62;
-  for (std::int32_t n = length; n > 0; n >>= 1) --bits;
-  if (bits > 52) bits = 52;
-  const double scale = static_cast<double>(std::uint64_t{1} << bits);
-  std::uint64_t sum = 0;
-  for (std::int32_t t = 0; t < length; ++t) {
-    if (top > 0 && mass[t] > 0) sum += static_cast<std::uint64_t>(static_cast<double>(mass[t]) / static_cast<double>(top) * scale);
-    prefix[t] = sum;
+/// Mass as integers, summed: prefix[t] is the integer mass of slots 0..t. Order: any.
+template <class Team = OneThread>
+KVKEEP_HD void prefix_mass(const float* mass, std::int32_t length, std::uint64_t* prefix, Team team = {}) {
+  const IntegerMass integers(largest(mass, length, team), length);
+  std::uint64_t before = 0;
+  for (std::int32_t first = 0; first < length; first += team.size()) {
+    const std::int32_t t = first + team.rank();
+    const std::uint64_t mine = t < length ? integers(mass[t]) : 0;
+    const std::uint64_t through = before + team.sum_before(mine) + mine;
+    if (t < length) prefix[t] = through;
+    before += team.sum(mine);
   }
+  team.sync();
 }
 
 namespace detail {
 
-/// Keeps cut positions ascending and inside (0, length); returns their new count.
-KVKEEP_HD inline std::int32_t cut_by_mass(const std::uint64_t* prefix, std::int32_t length, const SegmentOptions& options, std::int32_t* cuts) {
-  const auto total = static_cast<double>(prefix[length - 1]);
-  const auto thresholds = static_cast<std::int64_t>(std::ceil((1.0 - options.segment_mass) / options.segment_mass - 1e-9));
-  const bool strict = options.variant == Variant::strict;
+/// Thresholds between segments of about `segment_mass`.
+KVKEEP_HD inline std::int32_t thresholds(const SegmentOptions& options) {
+  return static_cast<std::int32_t>(std::ceil((1.0 - options.segment_mass) / options.segment_mass - 1e-9));
+}
+
+/// Where the k-th threshold cuts, k from 1: behind the first slot with which the mass so far reaches it (`official`: before that slot).
+KVKEEP_HD inline std::int32_t cut_at(const std::uint64_t* prefix, std::int32_t length, const SegmentOptions& options, std::int32_t k) {
+  const double threshold = static_cast<double>(k) * options.segment_mass * static_cast<double>(prefix[length - 1]);
+  std::int32_t low = 0, high = length - 1;
+  while (low < high) {
+    const std::int32_t middle = low + (high - low) / 2;
+    if (static_cast<double>(prefix[middle]) < threshold) low = middle + 1;
+    else high = middle;
+  }
+  if (options.variant == Variant::strict) return low + 1;
+  return low < 1 ? 1 : low;
+}
+
+/// Keeps cut positions ascending and inside (0, length); returns their new count. cut_of(k), k from 1: any function that rises with k.
+template <class CutOf>
+KVKEEP_HD std::int32_t cut_by_mass(std::int32_t length, std::int32_t thresholds, const CutOf& cut_of, std::int32_t* cuts) {
   std::int32_t count = 0;
-  std::int32_t t = 0;
-  for (std::int64_t k = 1; k <= thresholds; ++k) {
-    const double threshold = static_cast<double>(k) * options.segment_mass * total;
-    while (t < length - 1 && static_cast<double>(prefix[t]) < threshold) ++t;
-    std::int32_t cut = strict ? t + 1 : t;
-    if (!strict && cut < 1) cut = 1;
+  for (std::int32_t k = 1; k <= thresholds; ++k) {
+    const std::int32_t cut = cut_of(k);
     if (cut >= length) break;
     if (count == 0 || cuts[count - 1] != cut) cuts[count++] = cut;
   }
@@ -96,11 +105,11 @@ KVKEEP_HD inline std::int32_t split_long(const std::int32_t* from, std::int32_t 
 
 }  // namespace detail
 
-/// Writes one past each segment's last slot to `ends` (ascending, the last is `length`) and returns their number.
-/// Requires: length >= 1; `ends` and `scratch` hold `length` entries. Strict lengths lie in [min((min_segment, (max_segment + 1) / 2), max_segment],
-/// except a single segment of a shorter row. Cost: O(length + 1 / segment_mass).
-KVKEEP_HD inline std::int32_t segment_ends(const std::uint64_t* prefix, std::int32_t length, const SegmentOptions& options, std::int32_t* ends,
-                                           std::int32_t* scratch) {
+/// Writes one past each segment's last slot to `ends` (ascending, the last is `length`) and returns their number. One thread's work.
+/// `cut_of(k)` says where threshold k cuts (detail::cut_at). Requires: length >= 1; `ends` and `scratch` hold `length` entries, `cut_of` may read neither.
+/// Strict lengths lie in [min((min_segment, (max_segment + 1) / 2), max_segment], except a single segment of a shorter row.
+template <class CutOf>
+KVKEEP_HD std::int32_t segment_ends(std::int32_t length, const SegmentOptions& options, const CutOf& cut_of, std::int32_t* ends, std::int32_t* scratch) {
   if (options.kind == Segmentation::none) {
     ends[0] = length;
     return 1;
@@ -110,8 +119,8 @@ KVKEEP_HD inline std::int32_t segment_ends(const std::uint64_t* prefix, std::int
     return detail::split_long(&whole, 1, options.fixed, false, ends);
   }
   const bool strict = options.variant == Variant::strict;
-  std::int32_t count = detail::cut_by_mass(prefix, length, options, strict ? scratch : ends);
   std::int32_t* cuts = strict ? scratch : ends;
+  std::int32_t count = detail::cut_by_mass(length, detail::thresholds(options), cut_of, cuts);
   cuts[count++] = length;
   if (strict) {
     count = detail::merge_short(cuts, count, options.min_segment, true);
@@ -121,6 +130,11 @@ KVKEEP_HD inline std::int32_t segment_ends(const std::uint64_t* prefix, std::int
   count = detail::merge_short(scratch, count, options.min_segment, false);
   for (std::int32_t i = 0; i < count; ++i) ends[i] = scratch[i];
   return count;
+}
+
+/// The same from a prefix. Cost: O(1 / segment_mass * log(length) + segments).
+KVKEEP_HD inline std::int32_t segment_ends(const std::uint64_t* prefix, std::int32_t length, const SegmentOptions& options, std::int32_t* ends, std::int32_t* scratch) {
+  return segment_ends(length, options, [&](std::int32_t k) { return detail::cut_at(prefix, length, options, k); }, ends, scratch);
 }
 
 }  // namespace kvkeep
