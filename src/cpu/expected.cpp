@@ -9,6 +9,7 @@
 #include <limits>
 #include <numeric>
 
+#include "aligned.h"
 #include "expected_lanes.h"
 #include "kvkeep/core/dispatch.h"
 #include "matrix_unit.h"
@@ -18,6 +19,7 @@
 namespace kvkeep {
 namespace {
 
+using cpu::Aligned;
 using cpu::QueryBlock;
 using cpu::TurnBack;
 
@@ -100,18 +102,18 @@ struct Sizes {
 /// Buffers of one thread. bytes() and the constructor name the same ones.
 struct Workspace {
   QueryBlock block;
-  std::vector<double> matrix;        ///< [gram_rows(D), cholesky_stride(D)]
-  std::vector<float> panel;          ///< plain: [G, panel_floats]; matrix unit: of one head
-  std::vector<std::uint16_t> pairs;  ///< matrix unit: [G, 2 * panel_floats], high parts and low parts
-  std::vector<float> means;          ///< [D, mean_width]
-  std::vector<std::uint16_t> mean_pairs;
-  std::vector<float> tiles;          ///< plain: keys, widened
-  std::vector<std::uint16_t> unit_keys;  ///< matrix unit: [keys, 2 D]
-  std::vector<float> products;       ///< [keys, columns]
-  std::vector<float> linear;         ///< [keys, mean_width]
-  std::vector<float> sums;           ///< [keys, lanes]
-  std::vector<float> logits;         ///< [G, length]
-  std::vector<float> widened;        ///< [max(D, Dv)]
+  Aligned<double> matrix;        ///< [gram_rows(D), cholesky_stride(D)]
+  Aligned<float> panel;          ///< plain: [G, panel_floats]; matrix unit: of one head
+  Aligned<std::uint16_t> pairs;  ///< matrix unit: [G, 2 * panel_floats], high parts and low parts
+  Aligned<float> means;          ///< [D, mean_width]
+  Aligned<std::uint16_t> mean_pairs;
+  Aligned<float> tiles;          ///< plain: keys, widened
+  Aligned<std::uint16_t> unit_keys;  ///< matrix unit: [keys, 2 D]
+  Aligned<float> products;       ///< [keys, columns]
+  Aligned<float> linear;         ///< [keys, mean_width]
+  Aligned<float> sums;           ///< [keys, lanes]
+  Aligned<float> logits;         ///< [G, length]
+  Aligned<float> widened;        ///< [max(D, Dv)]
 
   explicit Workspace(const Sizes& s, std::int32_t value_dim) {
     block.reserve(s.queries, s.dim);
@@ -119,7 +121,7 @@ struct Workspace {
   }
   static std::int64_t bytes(const Sizes& s, std::int32_t value_dim) {
     std::int64_t sum = QueryBlock::bytes(s.queries, s.dim);
-    each(s, value_dim, [&]<class T>(std::vector<T> Workspace::*, std::int64_t n) { sum += n * static_cast<std::int64_t>(sizeof(T)); });
+    each(s, value_dim, [&]<class T>(Aligned<T> Workspace::*, std::int64_t n) { sum += n * static_cast<std::int64_t>(sizeof(T)); });
     return sum;
   }
 

@@ -37,7 +37,7 @@ constexpr std::int64_t RoundUp(std::int64_t n, std::int64_t to) { return (n + to
 
 std::int64_t ColumnWidth() { return kWidth; }
 std::int64_t TileKeys() { return kRows; }
-std::int64_t GramStride(std::int64_t dim) { return std::max(RoundUp(dim, kRows), RoundUp(dim, kWidth)); }
+std::int64_t GramStride(std::int64_t dim) { return RoundUp(dim, kWidth); }
 std::int64_t GramRows(std::int64_t dim) { return RoundUp(dim, kRows); }
 std::int64_t CholeskyStride(std::int64_t dim) { return RoundUp(dim, kRows) + 2 * kLanes<Doubles>; }
 

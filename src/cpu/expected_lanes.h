@@ -50,8 +50,8 @@ void scale_rows(float* x, std::int64_t rows, std::int64_t stride, float factor);
 /// Turns every row by the same cos and sin of each of `pairs` pairs (f, f + pairs), in place.
 void turn_rows(float* x, std::int64_t rows, std::int64_t stride, std::int64_t pairs, const float* cosines, const float* sines);
 
-/// out[i][j] = sum over rows of x[row][i] * x[row][j] for j >= i; below that, anything. x: [rows, gram_stride(dim)], 0 from column `dim` on;
-/// out: [gram_rows(dim), gram_stride(dim)] f32. Cost: rows * dim * (dim + 1) flop.
+/// out[i][j] = sum over rows of x[row][i] * x[row][j] for j >= i; below that, anything. x: [rows, gram_stride(dim)], 0 from column `dim` on, and gram_rows(dim)
+/// floats of any content behind it; out: [gram_rows(dim), gram_stride(dim)] f32. Cost: rows * dim * (dim + 1) flop.
 void gram(const float* x, std::int64_t rows, std::int64_t dim, float* out);
 
 /// Floats from row to row of the matrix that cholesky() works on, and its rows.
