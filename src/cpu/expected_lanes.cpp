@@ -124,12 +124,25 @@ void AddProductSquares(const float* HWY_RESTRICT products, std::int64_t keys, st
   }
 }
 
-void ExpectedLogits(const float* HWY_RESTRICT sums, std::int64_t keys, const float* HWY_RESTRICT linear, std::int64_t stride, float* HWY_RESTRICT logits) {
+void AddKeyProducts(const float* HWY_RESTRICT products, const std::uint16_t* HWY_RESTRICT keys, std::int64_t key_stride, std::int64_t count, std::int64_t columns,
+                    float* HWY_RESTRICT sums) {
+  const Floats d;
+  const hn::Rebind<hwy::bfloat16_t, Floats> narrow;
+  const auto* key = reinterpret_cast<const hwy::bfloat16_t*>(keys);
+  for (std::int64_t t = 0; t < count; ++t, products += columns, key += key_stride, sums += kLanes<Floats>) {
+    auto sum = hn::LoadU(d, sums);
+    for (std::int64_t c = 0; c < columns; c += kLanes<Floats>) sum = hn::MulAdd(hn::LoadU(d, products + c), hn::PromoteTo(d, hn::LoadU(narrow, key + c)), sum);
+    hn::StoreU(sum, d, sums);
+  }
+}
+
+void ExpectedLogits(const float* HWY_RESTRICT sums, std::int64_t keys, float factor, const float* HWY_RESTRICT linear, std::int64_t stride, float* HWY_RESTRICT logits) {
   constexpr float kMost = std::numeric_limits<float>::max();
   const Floats d;
   for (std::int64_t t = 0; t < keys; ++t) {
-    float square = hn::GetLane(hn::SumOfLanes(d, hn::LoadU(d, sums + t * kLanes<Floats>))), line = linear[t * stride];
-    if (square > kMost / 2) square = kMost / 2;
+    float square = factor * hn::GetLane(hn::SumOfLanes(d, hn::LoadU(d, sums + t * kLanes<Floats>))), line = linear[t * stride];
+    if (square > kMost / 2 || (std::isnan(square) && !std::isnan(line))) square = kMost / 2;
+    if (square < 0) square = 0;
     if (line > kMost / 2) line = kMost / 2;
     if (line < -kMost / 2) line = -kMost / 2;
     logits[t] = square + line;
@@ -255,28 +268,60 @@ void Cholesky(double* HWY_RESTRICT a, std::int64_t dim) {
   }
 }
 
-/// The nearest bf16 in the low half of each lane.
+/// The nearest bf16 in the high half of each lane; the rest is 0.
 template <class D, class V = hn::Vec<D>>
 HWY_INLINE auto Rounded(D, V x) {
   const hn::RebindToUnsigned<D> du;
-  const auto bits = hn::BitCast(du, x);
-  return hn::ShiftRight<16>(hn::Add(hn::Add(bits, hn::Set(du, 0x7FFF)), hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1))));
+  return hn::And(hn::Add(hn::BitCast(du, x), hn::Set(du, 0x8000)), hn::Set(du, 0xFFFF0000));
 }
 
-void SplitPairs(const float* HWY_RESTRICT panel, std::int64_t rows, std::int64_t width, std::uint16_t* HWY_RESTRICT high, std::uint16_t* HWY_RESTRICT low) {
+/// High halves of a below those of b.
+template <class U>
+HWY_INLINE auto Paired(U a, U b) {
+  return hn::Or(hn::ShiftRight<16>(a), b);
+}
+
+void SplitPairs(const float* HWY_RESTRICT panel, std::int64_t stride, std::int64_t rows, std::int64_t width, float factor, std::uint16_t* HWY_RESTRICT high,
+                std::uint16_t* HWY_RESTRICT low) {
   const hn::CappedTag<float, 16> d;
   const hn::RebindToUnsigned<decltype(d)> du;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  const auto times = hn::Set(d, factor);
   auto* to_high = reinterpret_cast<std::uint32_t*>(high);
   auto* to_low = reinterpret_cast<std::uint32_t*>(low);
-  for (std::int64_t i = 0; i < rows; i += 2)
+  for (std::int64_t i = 0; i < rows; i += 2, panel += 2 * stride)
     for (std::int64_t c = 0; c < width; c += lanes, to_high += lanes, to_low += lanes) {
-      const auto a = hn::LoadU(d, panel + i * width + c), b = hn::LoadU(d, panel + (i + 1) * width + c);
-      const auto ha = Rounded(d, a), hb = hn::ShiftLeft<16>(Rounded(d, b));
-      hn::StoreU(hn::Or(ha, hb), du, to_high);
-      const auto la = Rounded(d, hn::Sub(a, hn::BitCast(d, hn::ShiftLeft<16>(ha)))), lb = hn::ShiftLeft<16>(Rounded(d, hn::Sub(b, hn::BitCast(d, hb))));
-      hn::StoreU(hn::Or(la, lb), du, to_low);
+      const auto a = hn::Mul(hn::LoadU(d, panel + c), times), b = hn::Mul(hn::LoadU(d, panel + stride + c), times);
+      const auto ha = Rounded(d, a), hb = Rounded(d, b);
+      hn::StoreU(Paired(ha, hb), du, to_high);
+      hn::StoreU(Paired(Rounded(d, hn::Sub(a, hn::BitCast(d, ha))), Rounded(d, hn::Sub(b, hn::BitCast(d, hb)))), du, to_low);
     }
+}
+
+void TransposePairs(const std::uint16_t* HWY_RESTRICT pairs, std::int64_t rows, std::int64_t width, std::uint16_t* HWY_RESTRICT out, std::int64_t stride) {
+  const auto* from = reinterpret_cast<const std::uint32_t*>(pairs);
+  auto* to = reinterpret_cast<std::uint32_t*>(out);
+  stride /= 2;
+#if HWY_TARGET == HWY_SCALAR
+  for (std::int64_t i = 0; i < rows / 2; ++i)
+    for (std::int64_t c = 0; c < width; ++c) to[c * stride + i] = from[i * width + c];
+#else
+  const hn::Full128<std::uint32_t> d;
+  const hn::Full128<std::uint64_t> wide;
+  const auto two = [&](auto v) HWY_ATTR { return hn::BitCast(wide, v); };
+  for (std::int64_t c = 0; c < width; c += 4)  // the lines that are written stay near
+    for (std::int64_t i = 0; i < rows / 2; i += 4) {
+      const std::uint32_t* at = from + i * width + c;
+      const auto p = hn::LoadU(d, at), q = hn::LoadU(d, at + width), r = hn::LoadU(d, at + 2 * width), s = hn::LoadU(d, at + 3 * width);
+      const auto pq = two(hn::InterleaveLower(d, p, q)), rs = two(hn::InterleaveLower(d, r, s));
+      const auto pq_high = two(hn::InterleaveUpper(d, p, q)), rs_high = two(hn::InterleaveUpper(d, r, s));
+      std::uint32_t* row = to + c * stride + i;
+      hn::StoreU(hn::BitCast(d, hn::InterleaveLower(wide, pq, rs)), d, row);
+      hn::StoreU(hn::BitCast(d, hn::InterleaveUpper(wide, pq, rs)), d, row + stride);
+      hn::StoreU(hn::BitCast(d, hn::InterleaveLower(wide, pq_high, rs_high)), d, row + 2 * stride);
+      hn::StoreU(hn::BitCast(d, hn::InterleaveUpper(wide, pq_high, rs_high)), d, row + 3 * stride);
+    }
+#endif
 }
 
 float RowTop(const float* HWY_RESTRICT x, std::int64_t n) {
@@ -345,6 +390,7 @@ HWY_EXPORT(PackTiles);
 HWY_EXPORT(AddSquares);
 HWY_EXPORT(TileProducts);
 HWY_EXPORT(AddProductSquares);
+HWY_EXPORT(AddKeyProducts);
 HWY_EXPORT(ExpectedLogits);
 HWY_EXPORT(ColumnMeans);
 HWY_EXPORT(CentreRows);
@@ -353,6 +399,7 @@ HWY_EXPORT(TurnRows);
 HWY_EXPORT(Gram);
 HWY_EXPORT(Cholesky);
 HWY_EXPORT(SplitPairs);
+HWY_EXPORT(TransposePairs);
 HWY_EXPORT(RowTop);
 HWY_EXPORT(RowExp);
 HWY_EXPORT(VectorNorms);
@@ -379,8 +426,12 @@ void add_product_squares(const float* products, std::int64_t keys, std::int64_t 
   HWY_DYNAMIC_DISPATCH(AddProductSquares)(products, keys, columns, sums);
 }
 
-void expected_logits(const float* sums, std::int64_t keys, const float* linear, std::int64_t stride, float* logits) {
-  HWY_DYNAMIC_DISPATCH(ExpectedLogits)(sums, keys, linear, stride, logits);
+void add_key_products(const float* products, const std::uint16_t* keys, std::int64_t key_stride, std::int64_t count, std::int64_t columns, float* sums) {
+  HWY_DYNAMIC_DISPATCH(AddKeyProducts)(products, keys, key_stride, count, columns, sums);
+}
+
+void expected_logits(const float* sums, std::int64_t keys, float factor, const float* linear, std::int64_t stride, float* logits) {
+  HWY_DYNAMIC_DISPATCH(ExpectedLogits)(sums, keys, factor, linear, stride, logits);
 }
 
 bool column_means(const float* x, std::int64_t rows, std::int64_t dim, std::int64_t stride, double* mean) {
@@ -401,8 +452,12 @@ void gram(const float* x, std::int64_t rows, std::int64_t dim, float* out) { HWY
 
 void cholesky(double* a, std::int64_t dim) { HWY_DYNAMIC_DISPATCH(Cholesky)(a, dim); }
 
-void split_pairs(const float* panel, std::int64_t rows, std::int64_t width, std::uint16_t* high, std::uint16_t* low) {
-  HWY_DYNAMIC_DISPATCH(SplitPairs)(panel, rows, width, high, low);
+void split_pairs(const float* panel, std::int64_t stride, std::int64_t rows, std::int64_t width, float factor, std::uint16_t* high, std::uint16_t* low) {
+  HWY_DYNAMIC_DISPATCH(SplitPairs)(panel, stride, rows, width, factor, high, low);
+}
+
+void transpose_pairs(const std::uint16_t* pairs, std::int64_t rows, std::int64_t width, std::uint16_t* out, std::int64_t stride) {
+  HWY_DYNAMIC_DISPATCH(TransposePairs)(pairs, rows, width, out, stride);
 }
 
 float row_top(const float* x, std::int64_t n) { return HWY_DYNAMIC_DISPATCH(RowTop)(x, n); }
