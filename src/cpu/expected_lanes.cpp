@@ -136,28 +136,72 @@ void AddKeyProducts(const float* HWY_RESTRICT products, const std::uint16_t* HWY
   }
 }
 
-void ExpectedLogits(const float* HWY_RESTRICT sums, std::int64_t keys, float factor, const float* HWY_RESTRICT linear, std::int64_t stride, float* HWY_RESTRICT logits) {
-  constexpr float kMost = std::numeric_limits<float>::max();
-  const Floats d;
-  for (std::int64_t t = 0; t < keys; ++t) {
-    float square = factor * hn::GetLane(hn::SumOfLanes(d, hn::LoadU(d, sums + t * kLanes<Floats>))), line = linear[t * stride];
-    if (square > kMost / 2 || (std::isnan(square) && !std::isnan(line))) square = kMost / 2;
-    if (square < 0) square = 0;
-    if (line > kMost / 2) line = kMost / 2;
-    if (line < -kMost / 2) line = -kMost / 2;
-    logits[t] = square + line;
+#if HWY_TARGET == HWY_SCALAR
+using Four = Floats;
+HWY_INLINE hn::Vec<Four> RowSums(const float* sums) { return hn::LoadU(Four(), sums); }
+#else
+using Four = hn::Full128<float>;
+
+template <class D, class V = hn::Vec<D>>
+HWY_INLINE hn::Vec<Four> Folded(D d, V v) {
+  if constexpr (hn::MaxLanes(d) > 4) {
+    const hn::Half<D> half;
+    return Folded(half, hn::Add(hn::LowerHalf(half, v), hn::UpperHalf(half, v)));
+  } else {
+    return v;
   }
 }
 
-bool ColumnMeans(const float* HWY_RESTRICT x, std::int64_t rows, std::int64_t dim, std::int64_t stride, double* HWY_RESTRICT mean) {
+/// Sums over the lanes of four keys, each in the same order.
+HWY_INLINE hn::Vec<Four> RowSums(const float* sums) {
+  const Floats d;
+  const Four four;
+  const hn::Full128<double> wide;
+  const auto load = [&](int r) HWY_ATTR { return Folded(d, hn::LoadU(d, sums + r * kLanes<Floats>)); };
+  const auto p = load(0), q = load(1), r = load(2), s = load(3);
+  const auto pq = hn::BitCast(wide, hn::Add(hn::InterleaveLower(four, p, q), hn::InterleaveUpper(four, p, q)));
+  const auto rs = hn::BitCast(wide, hn::Add(hn::InterleaveLower(four, r, s), hn::InterleaveUpper(four, r, s)));
+  return hn::Add(hn::BitCast(four, hn::InterleaveLower(wide, pq, rs)), hn::BitCast(four, hn::InterleaveUpper(wide, pq, rs)));
+}
+#endif
+
+void ExpectedLogits(const float* HWY_RESTRICT sums, std::int64_t keys, float factor, const float* HWY_RESTRICT linear, std::int64_t stride, float* HWY_RESTRICT logits) {
+  const Four d;
+  constexpr std::int64_t kFour = kLanes<Four>;
+  const auto most = hn::Set(d, std::numeric_limits<float>::max() / 2), zero = hn::Zero(d);
+  for (std::int64_t t = 0; t < keys; t += kFour, linear += kFour * stride) {
+    HWY_ALIGN float lines[kFour];
+    for (std::int64_t i = 0; i < kFour; ++i) lines[i] = linear[i * stride];
+    auto line = hn::LoadU(d, lines), square = hn::Mul(hn::Set(d, factor), RowSums(sums + t * kLanes<Floats>));
+    square = hn::IfThenElse(hn::Gt(square, most), most, square);
+    square = hn::IfThenElse(hn::Lt(square, zero), zero, square);
+    square = hn::IfThenElse(hn::Eq(square, square), square, hn::IfThenElse(hn::Eq(line, line), most, line));
+    line = hn::IfThenElse(hn::Gt(line, most), most, line);
+    line = hn::IfThenElse(hn::Lt(line, hn::Neg(most)), hn::Neg(most), line);
+    hn::StoreU(hn::Add(square, line), d, logits + t);
+  }
+}
+
+/// Means of `kStrips` vectors of columns from x on.
+template <int kStrips>
+HWY_INLINE void StripMeans(const float* HWY_RESTRICT x, std::int64_t rows, std::int64_t stride, double* HWY_RESTRICT mean) {
   const Doubles d;
   const hn::Rebind<float, Doubles> half;
+  hn::Vec<Doubles> sum[kStrips];
+#pragma GCC unroll 8
+  for (auto& s : sum) s = hn::Zero(d);
+  for (std::int64_t r = 0; r < rows; ++r, x += stride)
+#pragma GCC unroll 8
+    for (int i = 0; i < kStrips; ++i) sum[i] = hn::Add(sum[i], hn::PromoteTo(d, hn::LoadU(half, x + i * kLanes<Doubles>)));
+#pragma GCC unroll 8
+  for (int i = 0; i < kStrips; ++i) hn::StoreU(hn::Div(sum[i], hn::Set(d, static_cast<double>(rows))), d, mean + i * kLanes<Doubles>);
+}
+
+bool ColumnMeans(const float* HWY_RESTRICT x, std::int64_t rows, std::int64_t dim, std::int64_t stride, double* HWY_RESTRICT mean) {
+  constexpr int kStrips = 8;
   std::int64_t c = 0;
-  for (; c + kLanes<Doubles> <= dim; c += kLanes<Doubles>) {
-    auto sum = hn::Zero(d);
-    for (std::int64_t r = 0; r < rows; ++r) sum = hn::Add(sum, hn::PromoteTo(d, hn::LoadU(half, x + r * stride + c)));
-    hn::StoreU(hn::Div(sum, hn::Set(d, static_cast<double>(rows))), d, mean + c);
-  }
+  for (; c + kStrips * kLanes<Doubles> <= dim; c += kStrips * kLanes<Doubles>) StripMeans<kStrips>(x + c, rows, stride, mean + c);
+  for (; c + kLanes<Doubles> <= dim; c += kLanes<Doubles>) StripMeans<1>(x + c, rows, stride, mean + c);
   for (; c < dim; ++c) {
     double sum = 0;
     for (std::int64_t r = 0; r < rows; ++r) sum += static_cast<double>(x[r * stride + c]);
@@ -309,18 +353,20 @@ void TransposePairs(const std::uint16_t* HWY_RESTRICT pairs, std::int64_t rows, 
   const hn::Full128<std::uint32_t> d;
   const hn::Full128<std::uint64_t> wide;
   const auto two = [&](auto v) HWY_ATTR { return hn::BitCast(wide, v); };
-  for (std::int64_t c = 0; c < width; c += 4)  // the lines that are written stay near
-    for (std::int64_t i = 0; i < rows / 2; i += 4) {
-      const std::uint32_t* at = from + i * width + c;
-      const auto p = hn::LoadU(d, at), q = hn::LoadU(d, at + width), r = hn::LoadU(d, at + 2 * width), s = hn::LoadU(d, at + 3 * width);
-      const auto pq = two(hn::InterleaveLower(d, p, q)), rs = two(hn::InterleaveLower(d, r, s));
-      const auto pq_high = two(hn::InterleaveUpper(d, p, q)), rs_high = two(hn::InterleaveUpper(d, r, s));
-      std::uint32_t* row = to + c * stride + i;
-      hn::StoreU(hn::BitCast(d, hn::InterleaveLower(wide, pq, rs)), d, row);
-      hn::StoreU(hn::BitCast(d, hn::InterleaveUpper(wide, pq, rs)), d, row + stride);
-      hn::StoreU(hn::BitCast(d, hn::InterleaveLower(wide, pq_high, rs_high)), d, row + 2 * stride);
-      hn::StoreU(hn::BitCast(d, hn::InterleaveUpper(wide, pq_high, rs_high)), d, row + 3 * stride);
-    }
+  constexpr std::int64_t kBlock = 16;  // of a line of either side
+  for (std::int64_t first = 0; first < width; first += kBlock)
+    for (std::int64_t i = 0; i < rows / 2; i += 4)
+      for (std::int64_t c = first; c < std::min(first + kBlock, width); c += 4) {
+        const std::uint32_t* at = from + i * width + c;
+        const auto p = hn::LoadU(d, at), q = hn::LoadU(d, at + width), r = hn::LoadU(d, at + 2 * width), s = hn::LoadU(d, at + 3 * width);
+        const auto pq = two(hn::InterleaveLower(d, p, q)), rs = two(hn::InterleaveLower(d, r, s));
+        const auto pq_high = two(hn::InterleaveUpper(d, p, q)), rs_high = two(hn::InterleaveUpper(d, r, s));
+        std::uint32_t* row = to + c * stride + i;
+        hn::StoreU(hn::BitCast(d, hn::InterleaveLower(wide, pq, rs)), d, row);
+        hn::StoreU(hn::BitCast(d, hn::InterleaveUpper(wide, pq, rs)), d, row + stride);
+        hn::StoreU(hn::BitCast(d, hn::InterleaveLower(wide, pq_high, rs_high)), d, row + 2 * stride);
+        hn::StoreU(hn::BitCast(d, hn::InterleaveUpper(wide, pq_high, rs_high)), d, row + 3 * stride);
+      }
 #endif
 }
 
@@ -350,29 +396,42 @@ float RowExp(float* HWY_RESTRICT x, std::int64_t n, float top) {
   return hn::GetLane(hn::SumOfLanes(d, sum));
 }
 
-void VectorNorms(const Keys& values, std::int64_t from, std::int64_t to, float* HWY_RESTRICT out, float* HWY_RESTRICT widened) {
+HWY_INLINE hn::Vec<Floats> Load(const float* from) { return hn::LoadU(Floats(), from); }
+template <class Half>
+HWY_INLINE hn::Vec<Floats> Load(const Half* from) {
+  return hn::PromoteTo(Floats(), hn::LoadU(hn::Rebind<Half, Floats>(), from));
+}
+
+template <class T>
+HWY_INLINE void Norms(const Keys& values, std::int64_t from, std::int64_t to, float* HWY_RESTRICT out, float* HWY_RESTRICT widened) {
   const Floats d;
   for (std::int64_t t = from; t < to; ++t) {
     const std::byte* at = values.slots.at(t);
-    const float* v = widened;
-    if (values.dtype == kFloat32) v = reinterpret_cast<const float*>(at);
-    else widen(at, values.dtype, values.dim, widened);
+    const auto* v = reinterpret_cast<const T*>(at);
     auto sum = hn::Zero(d);
     std::int64_t i = 0;
     for (; i + kLanes<Floats> <= values.dim; i += kLanes<Floats>) {
-      const auto x = hn::LoadU(d, v + i);
+      const auto x = Load(v + i);
       sum = hn::MulAdd(x, x, sum);
     }
     float squares = hn::GetLane(hn::SumOfLanes(d, sum));
-    for (; i < values.dim; ++i) squares += v[i] * v[i];
+    if (i < values.dim) widen(v + i, values.dtype, values.dim - i, widened + i);
+    for (; i < values.dim; ++i) squares += widened[i] * widened[i];
     if (squares > 1e-30F && squares < 1e38F) {
       out[t - from] = std::sqrt(squares);
       continue;
     }
+    widen(at, values.dtype, values.dim, widened);
     double wide = 0;
-    for (i = 0; i < values.dim; ++i) wide += static_cast<double>(v[i]) * static_cast<double>(v[i]);
+    for (i = 0; i < values.dim; ++i) wide += static_cast<double>(widened[i]) * static_cast<double>(widened[i]);
     out[t - from] = static_cast<float>(std::sqrt(wide));
   }
+}
+
+void VectorNorms(const Keys& values, std::int64_t from, std::int64_t to, float* HWY_RESTRICT out, float* HWY_RESTRICT widened) {
+  if (values.dtype == kFloat16) Norms<hwy::float16_t>(values, from, to, out, widened);
+  else if (values.dtype == kBFloat16) Norms<hwy::bfloat16_t>(values, from, to, out, widened);
+  else Norms<float>(values, from, to, out, widened);
 }
 
 }  // namespace kvkeep::cpu::HWY_NAMESPACE

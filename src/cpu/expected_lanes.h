@@ -32,7 +32,7 @@ void add_product_squares(const float* products, std::int64_t keys, std::int64_t 
 void add_key_products(const float* products, const std::uint16_t* keys, std::int64_t key_stride, std::int64_t count, std::int64_t columns, float* sums);
 
 /// logits[key] = factor * (sum over lanes of sums[key]) + linear[key * stride], the first no less than 0, both held inside +-FLT_MAX / 2. NaN in `linear` stays
-/// NaN; NaN in the sums alone is a square that left fp32.
+/// NaN; NaN in the sums alone is a square that left fp32. Reads and writes up to the next multiple of four keys.
 void expected_logits(const float* sums, std::int64_t keys, float factor, const float* linear, std::int64_t stride, float* logits);
 
 /// Floats from row to row of a matrix of `dim` columns that gram() reads or writes.
