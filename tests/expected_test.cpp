@@ -172,6 +172,29 @@ TEST(Expected, StaysFiniteWhereTheCovarianceIsHuge) {
     }
 }
 
+TEST(Expected, AKeyWhoseSquareLeavesFp32GetsTheLargestScore) {
+  for (const ScalarType dtype : {kFloat32, kBFloat16}) {
+    Small s = random_small(2, 64, 100, 200, dtype);
+    s.keys[0][0][50].mul_(1e30);
+    const Tensor g = s.score({.value_norm = false});
+    EXPECT_TRUE(at::isfinite(g).all().item<bool>());
+    EXPECT_EQ(g.argmax().item<std::int64_t>(), 0);  // a sink, which gets that of slot 50
+    EXPECT_EQ(g.slice(0, 4).argmax().item<std::int64_t>(), 46);
+  }
+}
+
+TEST(Expected, OnlyTheProductOfTheSizesOfQueriesAndKeysCounts) {
+  for (const ScalarType dtype : {kFloat32, kBFloat16})
+    for (const double size : {0x1p-70, 0x1p70})
+      for (const std::int64_t queries : {40, 200}) {
+        Small s = random_small(2, 64, 100, queries, dtype);
+        const Tensor g = s.score({.epsilon = 0});
+        s.queries = s.queries.mul(size);
+        s.keys = s.keys.mul(1 / size);
+        EXPECT_TRUE(at::allclose(s.score({.epsilon = 0}), g, 1e-5, 0)) << dtype << ", " << size << ", " << queries << " queries";
+      }
+}
+
 TEST(Expected, IsIndifferentToTheSizeOfTinyQueries) {
   const Small s = random_small(1, 16, 30, 20, kFloat32, 1e-12);
   const Tensor g = s.score({.sink = 0, .value_norm = false, .epsilon = 0});

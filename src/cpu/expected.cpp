@@ -9,6 +9,7 @@
 #include <limits>
 #include <numeric>
 
+#include "aligned.h"
 #include "expected_lanes.h"
 #include "kvkeep/core/dispatch.h"
 #include "matrix_unit.h"
@@ -18,6 +19,7 @@
 namespace kvkeep {
 namespace {
 
+using cpu::Aligned;
 using cpu::QueryBlock;
 using cpu::TurnBack;
 
@@ -85,6 +87,7 @@ struct Sizes {
   std::int64_t panels;        ///< of one head
   std::int64_t panel_floats;  ///< room for all panels of one head, fp32
   std::int64_t keys;          ///< that are multiplied together
+  std::int64_t depth;         ///< matrix unit: queries, filled up
 
   Sizes(const ModelSpec& spec, std::int64_t slots, std::int64_t rows, bool matrix_unit)
       : dim(spec.key_dim), group(spec.group()), length(round_up(slots, kPadding)), queries(rows), unit(matrix_unit) {
@@ -92,6 +95,7 @@ struct Sizes {
     panels = (dim + width - 1) / width;
     panel_floats = panels * width * dim;
     keys = unit ? kUnitKeys : kTiles * cpu::tile_keys();
+    depth = unit ? round_up(rows, kUnitDepth) : 0;
   }
   [[nodiscard]] std::int64_t mean_width() const { return unit ? round_up(group, kUnitMeans) : round_up(group, width); }
   [[nodiscard]] std::int64_t lanes() const { return cpu::column_width() / 2; }
@@ -100,26 +104,28 @@ struct Sizes {
 /// Buffers of one thread. bytes() and the constructor name the same ones.
 struct Workspace {
   QueryBlock block;
-  std::vector<double> matrix;        ///< [gram_rows(D), cholesky_stride(D)]
-  std::vector<float> panel;          ///< plain: [G, panel_floats]; matrix unit: of one head
-  std::vector<std::uint16_t> pairs;  ///< matrix unit: [G, 2 * panel_floats], high parts and low parts
-  std::vector<float> means;          ///< [D, mean_width]
-  std::vector<std::uint16_t> mean_pairs;
-  std::vector<float> tiles;          ///< plain: keys, widened
-  std::vector<std::uint16_t> unit_keys;  ///< matrix unit: [keys, 2 D]
-  std::vector<float> products;       ///< [keys, columns]
-  std::vector<float> linear;         ///< [keys, mean_width]
-  std::vector<float> sums;           ///< [keys, lanes]
-  std::vector<float> logits;         ///< [G, length]
-  std::vector<float> widened;        ///< [max(D, Dv)]
+  Aligned<double> matrix;        ///< [gram_rows(D), cholesky_stride(D)]
+  Aligned<float> panel;          ///< plain: [G, panel_floats]; matrix unit: one of [D, width]
+  Aligned<std::uint16_t> pairs;  ///< matrix unit: [G, 2 * panel_floats], high parts and low parts
+  Aligned<std::uint16_t> query_pairs, query_columns;  ///< matrix unit: low parts and high parts [2, depth / 2, D, 2]; high parts and low parts [D, 2, depth]
+  Aligned<float> factors;        ///< [G] that the sums are multiplied with
+  Aligned<float> means;          ///< [D, mean_width]
+  Aligned<std::uint16_t> mean_pairs;
+  Aligned<float> tiles;          ///< plain: keys, widened
+  Aligned<std::uint16_t> unit_keys;  ///< matrix unit: [keys, 2 D]
+  Aligned<float> products;       ///< [keys, columns]
+  Aligned<float> linear;         ///< [keys, mean_width]
+  Aligned<float> sums;           ///< [keys, lanes]
+  Aligned<float> logits;         ///< [G, length]
+  Aligned<float> widened;        ///< [max(D, Dv)]
 
   explicit Workspace(const Sizes& s, std::int32_t value_dim) {
-    block.reserve(s.queries, s.dim);
+    block.reserve(std::max(s.queries, s.depth), s.dim);
     each(s, value_dim, [&](auto Workspace::* member, std::int64_t n) { (this->*member).resize(static_cast<std::size_t>(n)); });
   }
   static std::int64_t bytes(const Sizes& s, std::int32_t value_dim) {
-    std::int64_t sum = QueryBlock::bytes(s.queries, s.dim);
-    each(s, value_dim, [&]<class T>(std::vector<T> Workspace::*, std::int64_t n) { sum += n * static_cast<std::int64_t>(sizeof(T)); });
+    std::int64_t sum = QueryBlock::bytes(std::max(s.queries, s.depth), s.dim);
+    each(s, value_dim, [&]<class T>(Aligned<T> Workspace::*, std::int64_t n) { sum += n * static_cast<std::int64_t>(sizeof(T)); });
     return sum;
   }
 
@@ -127,8 +133,11 @@ struct Workspace {
   template <class Body>
   static void each(const Sizes& s, std::int32_t value_dim, Body&& body) {
     body(&Workspace::matrix, cpu::gram_rows(s.dim) * cpu::cholesky_stride(s.dim));
-    body(&Workspace::panel, s.unit ? s.panel_floats : s.group * s.panel_floats);
+    body(&Workspace::panel, s.unit ? s.dim * s.width : s.group * s.panel_floats);
     body(&Workspace::pairs, s.unit ? 2 * s.group * s.panel_floats : 0);
+    body(&Workspace::query_pairs, 2 * s.depth * s.dim);
+    body(&Workspace::query_columns, 2 * s.depth * s.dim);
+    body(&Workspace::factors, s.group);
     body(&Workspace::means, s.dim * s.mean_width());
     body(&Workspace::mean_pairs, s.unit ? 2 * s.dim * s.mean_width() : 0);
     body(&Workspace::tiles, s.unit ? 0 : s.keys * s.dim);
@@ -180,7 +189,7 @@ class RowScores {
       if (spread && buffered.count <= dim) {  // their own factor: cheaper then, and exact where the covariance is singular
         rows_ = buffered.count;
         pack_queries(h, factor);
-      } else if (spread) {
+      } else if (spread && !sizes_.unit) {
         work_.block.multiply(buffered.count, dim);
         for (std::int64_t i = 0; i < dim; ++i)
           for (std::int64_t j = i; j < dim; ++j) a[i * stride + j] = static_cast<double>(work_.block.products[static_cast<std::size_t>(i * gram_stride + j)]);
@@ -189,9 +198,14 @@ class RowScores {
     turn_.turn(spec_.rope.style, mean.data());
     for (std::int64_t d = 0; d < dim; ++d)
       work_.means[static_cast<std::size_t>(mean_place(d, h))] = static_cast<float>(mean[static_cast<std::size_t>(d)] * scale);
+    work_.factors[static_cast<std::size_t>(h)] = 1;
     if (!spread || rows_ > 0) return spread;
-    cpu::cholesky(a, dim);
-    pack_factor(h, factor);
+    if (sizes_.unit) {
+      pack_covariance(h, factor, buffered.count);
+    } else {
+      cpu::cholesky(a, dim);
+      pack_factor(h, factor);
+    }
     return true;
   }
 
@@ -251,8 +265,7 @@ class RowScores {
   /// The rows of the factor, which are the columns that keys are multiplied with, to the panels of head h.
   void pack_factor(std::int64_t h, double factor) {
     const std::int64_t dim = sizes_.dim, width = sizes_.width, stride = cpu::cholesky_stride(dim);
-    float* panel = work_.panel.data() + (sizes_.unit ? 0 : h * sizes_.panel_floats);
-    std::uint16_t* pairs = work_.pairs.data() + (sizes_.unit ? 2 * h * sizes_.panel_floats : 0);
+    float* panel = work_.panel.data() + h * sizes_.panel_floats;
     for (std::int64_t start = 0; start < dim; start += width) {
       const std::int64_t rows = dim - start;
       std::fill_n(panel, rows * width, 0.0F);
@@ -260,13 +273,39 @@ class RowScores {
         const double* u = work_.matrix.data() + (start + c) * stride + start;
         for (std::int64_t i = c; i < rows; ++i) panel[i * width + c] = static_cast<float>(u[i] * factor);
       }
-      if (sizes_.unit) {
-        split(panel, rows, pairs);
-        pairs += 2 * rows * width;
-      } else {
-        panel += rows * width;
-      }
+      panel += rows * width;
     }
+  }
+
+  /// The covariance itself to the panels of head h, for the matrix unit: of the `count` turned queries, or for 0 what the matrix holds. k^T C k takes C once on the
+  /// panels' square blocks of the diagonal and twice below them. One factor now, one with the sums: that reaches as far as the squares of a triangular factor do.
+  void pack_covariance(std::int64_t h, double factor, std::int64_t count) {
+    const std::int64_t dim = sizes_.dim, width = sizes_.width, depth = round_up(count, kUnitDepth), stride = cpu::gram_stride(dim);
+    std::uint16_t *low = work_.query_pairs.data(), *high = low + depth * dim, *columns = work_.query_columns.data();
+    if (count > 0) {
+      std::fill(work_.block.x.data() + count * stride, work_.block.x.data() + depth * stride, 0.0F);
+      cpu::split_pairs(work_.block.x.data(), stride, depth, dim, 1, high, low);
+      cpu::transpose_pairs(high, depth, dim, columns, 2 * depth);
+      cpu::transpose_pairs(low, depth, dim, columns + depth, 2 * depth);
+    }
+    float* panel = work_.panel.data();
+    std::uint16_t* pairs = work_.pairs.data() + 2 * h * sizes_.panel_floats;
+    const auto once = static_cast<float>(std::min(factor, 1e38));
+    for (std::int64_t start = 0; start < dim; start += width) {
+      const std::int64_t rows = dim - start;
+      if (count > 0) {  // all products of high and low parts but low with low, which are rounding noise
+        cpu::multiply_pairs(rows, width, 2 * depth, columns + start * 2 * depth, 2 * depth, low + 2 * start, dim, false, panel);
+        cpu::multiply_pairs(rows, width, depth, columns + start * 2 * depth, 2 * depth, high + 2 * start, dim, true, panel);
+      } else {
+        for (std::int64_t i = 0; i < rows; ++i) {
+          const double* c = work_.matrix.data() + (start + i) * cpu::cholesky_stride(dim) + start;
+          std::transform(c, c + width, panel + i * width, [](double x) { return static_cast<float>(x); });
+        }
+      }
+      split(panel, rows, once, 2 * once, pairs);
+      pairs += 2 * rows * width;
+    }
+    work_.factors[static_cast<std::size_t>(h)] = once;
   }
 
   /// The centred queries themselves as columns.
@@ -282,7 +321,7 @@ class RowScores {
         for (std::int64_t i = 0; i < dim; ++i) panel[i * width + c] = x[i] * small;
       }
       if (sizes_.unit) {
-        split(panel, dim, pairs);
+        split(panel, dim, 1, 1, pairs);
         pairs += 2 * dim * width;
       } else {
         panel += dim * width;
@@ -290,11 +329,11 @@ class RowScores {
     }
   }
 
-  /// A panel in two parts, pieces of the low one from the last to the first.
-  void split(const float* panel, std::int64_t rows, std::uint16_t* pairs) const {
+  /// A panel in two parts, pieces of the low one from the last to the first; its first piece times `first`, the others times `others`.
+  void split(const float* panel, std::int64_t rows, float first, float others, std::uint16_t* pairs) const {
     const std::int64_t width = sizes_.width;
     for (std::int64_t i = 0; i < rows; i += width)
-      cpu::split_pairs(panel + i * width, width, width, pairs + i * width, pairs + (rows + (rows - width - i)) * width);
+      cpu::split_pairs(panel + i * width, width, width, width, i == 0 ? first : others, pairs + i * width, pairs + (rows + (rows - width - i)) * width);
   }
 
   /// Calls body(first component that is not zero) for every panel of a head, in their order.
@@ -308,8 +347,8 @@ class RowScores {
     const cpu::Keys keys{row.keys, evidence_.table.key_dtype, spec_.key_dim};
     if (sizes_.unit)
       for (std::int64_t i = 0; i < sizes_.dim; i += sizes_.width)
-        cpu::split_pairs(work_.means.data() + i * sizes_.mean_width(), sizes_.width, sizes_.mean_width(), work_.mean_pairs.data() + i * sizes_.mean_width(),
-                         work_.mean_pairs.data() + (2 * sizes_.dim - sizes_.width - i) * sizes_.mean_width());
+        cpu::split_pairs(work_.means.data() + i * sizes_.mean_width(), sizes_.mean_width(), sizes_.width, sizes_.mean_width(), 1,
+                         work_.mean_pairs.data() + i * sizes_.mean_width(), work_.mean_pairs.data() + (2 * sizes_.dim - sizes_.width - i) * sizes_.mean_width());
     for (std::int64_t from = 0; from < slots_; from += sizes_.keys) {
       const std::int64_t count = std::min(sizes_.keys, slots_ - from);
       if (sizes_.unit) unit_block(keys, from, count, spread);
@@ -332,7 +371,7 @@ class RowScores {
           cpu::add_squares(work_.tiles.data(), tiles, dim, panel, start, rows_ == 0, work_.sums.data());
           panel += (dim - start) * width;
         });
-      cpu::expected_logits(work_.sums.data(), count, work_.linear.data() + h / width * width * sizes_.keys + h % width, width, row_logits(h) + from);
+      cpu::expected_logits(work_.sums.data(), count, work_.factors[static_cast<std::size_t>(h)], work_.linear.data() + h / width * width * sizes_.keys + h % width, width, row_logits(h) + from);
     }
   }
 
@@ -349,17 +388,18 @@ class RowScores {
       std::memcpy(to, key, static_cast<std::size_t>(dim) * 2);
       for (std::int64_t i = 0; i < dim; i += width) std::memcpy(to + 2 * dim - width - i, to + i, static_cast<std::size_t>(width) * 2);
     }
-    cpu::multiply_pairs(sizes_.keys, means, 2 * dim, work_.unit_keys.data(), 2 * dim, work_.mean_pairs.data(), work_.linear.data());
+    cpu::multiply_pairs(sizes_.keys, means, 2 * dim, work_.unit_keys.data(), 2 * dim, work_.mean_pairs.data(), means, false, work_.linear.data());
     for (std::int64_t h = 0; h < sizes_.group; ++h) {
       std::fill(work_.sums.begin(), work_.sums.end(), 0.0F);
       const std::uint16_t* pairs = work_.pairs.data() + 2 * h * sizes_.panel_floats;
       if (spread)
         each_panel([&](std::int64_t start) {
-          cpu::multiply_pairs(sizes_.keys, width, 2 * (dim - start), work_.unit_keys.data() + start, 2 * dim, pairs, work_.products.data());
-          cpu::add_product_squares(work_.products.data(), count, width, work_.sums.data());
+          cpu::multiply_pairs(sizes_.keys, width, 2 * (dim - start), work_.unit_keys.data() + start, 2 * dim, pairs, width, false, work_.products.data());
+          if (rows_ > 0) cpu::add_product_squares(work_.products.data(), count, width, work_.sums.data());
+          else cpu::add_key_products(work_.products.data(), work_.unit_keys.data() + start, 2 * dim, count, width, work_.sums.data());
           pairs += 2 * (dim - start) * width;
         });
-      cpu::expected_logits(work_.sums.data(), count, work_.linear.data() + h, means, row_logits(h) + from);
+      cpu::expected_logits(work_.sums.data(), count, work_.factors[static_cast<std::size_t>(h)], work_.linear.data() + h, means, row_logits(h) + from);
     }
   }
 

@@ -37,7 +37,7 @@ constexpr std::int64_t RoundUp(std::int64_t n, std::int64_t to) { return (n + to
 
 std::int64_t ColumnWidth() { return kWidth; }
 std::int64_t TileKeys() { return kRows; }
-std::int64_t GramStride(std::int64_t dim) { return std::max(RoundUp(dim, kRows), RoundUp(dim, kWidth)); }
+std::int64_t GramStride(std::int64_t dim) { return RoundUp(dim, kWidth); }
 std::int64_t GramRows(std::int64_t dim) { return RoundUp(dim, kRows); }
 std::int64_t CholeskyStride(std::int64_t dim) { return RoundUp(dim, kRows) + 2 * kLanes<Doubles>; }
 
@@ -124,27 +124,84 @@ void AddProductSquares(const float* HWY_RESTRICT products, std::int64_t keys, st
   }
 }
 
-void ExpectedLogits(const float* HWY_RESTRICT sums, std::int64_t keys, const float* HWY_RESTRICT linear, std::int64_t stride, float* HWY_RESTRICT logits) {
-  constexpr float kMost = std::numeric_limits<float>::max();
+void AddKeyProducts(const float* HWY_RESTRICT products, const std::uint16_t* HWY_RESTRICT keys, std::int64_t key_stride, std::int64_t count, std::int64_t columns,
+                    float* HWY_RESTRICT sums) {
   const Floats d;
-  for (std::int64_t t = 0; t < keys; ++t) {
-    float square = hn::GetLane(hn::SumOfLanes(d, hn::LoadU(d, sums + t * kLanes<Floats>))), line = linear[t * stride];
-    if (square > kMost / 2) square = kMost / 2;
-    if (line > kMost / 2) line = kMost / 2;
-    if (line < -kMost / 2) line = -kMost / 2;
-    logits[t] = square + line;
+  const hn::Rebind<hwy::bfloat16_t, Floats> narrow;
+  const auto* key = reinterpret_cast<const hwy::bfloat16_t*>(keys);
+  for (std::int64_t t = 0; t < count; ++t, products += columns, key += key_stride, sums += kLanes<Floats>) {
+    auto sum = hn::LoadU(d, sums);
+    for (std::int64_t c = 0; c < columns; c += kLanes<Floats>) sum = hn::MulAdd(hn::LoadU(d, products + c), hn::PromoteTo(d, hn::LoadU(narrow, key + c)), sum);
+    hn::StoreU(sum, d, sums);
   }
 }
 
-bool ColumnMeans(const float* HWY_RESTRICT x, std::int64_t rows, std::int64_t dim, std::int64_t stride, double* HWY_RESTRICT mean) {
+#if HWY_TARGET == HWY_SCALAR
+using Four = Floats;
+HWY_INLINE hn::Vec<Four> RowSums(const float* sums) { return hn::LoadU(Four(), sums); }
+#else
+using Four = hn::Full128<float>;
+
+template <class D, class V = hn::Vec<D>>
+HWY_INLINE hn::Vec<Four> Folded(D d, V v) {
+  if constexpr (hn::MaxLanes(d) > 4) {
+    const hn::Half<D> half;
+    return Folded(half, hn::Add(hn::LowerHalf(half, v), hn::UpperHalf(half, v)));
+  } else {
+    return v;
+  }
+}
+
+/// Sums over the lanes of four keys, each in the same order.
+HWY_INLINE hn::Vec<Four> RowSums(const float* sums) {
+  const Floats d;
+  const Four four;
+  const hn::Full128<double> wide;
+  const auto load = [&](int r) HWY_ATTR { return Folded(d, hn::LoadU(d, sums + r * kLanes<Floats>)); };
+  const auto p = load(0), q = load(1), r = load(2), s = load(3);
+  const auto pq = hn::BitCast(wide, hn::Add(hn::InterleaveLower(four, p, q), hn::InterleaveUpper(four, p, q)));
+  const auto rs = hn::BitCast(wide, hn::Add(hn::InterleaveLower(four, r, s), hn::InterleaveUpper(four, r, s)));
+  return hn::Add(hn::BitCast(four, hn::InterleaveLower(wide, pq, rs)), hn::BitCast(four, hn::InterleaveUpper(wide, pq, rs)));
+}
+#endif
+
+void ExpectedLogits(const float* HWY_RESTRICT sums, std::int64_t keys, float factor, const float* HWY_RESTRICT linear, std::int64_t stride, float* HWY_RESTRICT logits) {
+  const Four d;
+  constexpr std::int64_t kFour = kLanes<Four>;
+  const auto most = hn::Set(d, std::numeric_limits<float>::max() / 2), zero = hn::Zero(d);
+  for (std::int64_t t = 0; t < keys; t += kFour, linear += kFour * stride) {
+    HWY_ALIGN float lines[kFour];
+    for (std::int64_t i = 0; i < kFour; ++i) lines[i] = linear[i * stride];
+    auto line = hn::LoadU(d, lines), square = hn::Mul(hn::Set(d, factor), RowSums(sums + t * kLanes<Floats>));
+    square = hn::IfThenElse(hn::Gt(square, most), most, square);
+    square = hn::IfThenElse(hn::Lt(square, zero), zero, square);
+    square = hn::IfThenElse(hn::Eq(square, square), square, hn::IfThenElse(hn::Eq(line, line), most, line));
+    line = hn::IfThenElse(hn::Gt(line, most), most, line);
+    line = hn::IfThenElse(hn::Lt(line, hn::Neg(most)), hn::Neg(most), line);
+    hn::StoreU(hn::Add(square, line), d, logits + t);
+  }
+}
+
+/// Means of `kStrips` vectors of columns from x on.
+template <int kStrips>
+HWY_INLINE void StripMeans(const float* HWY_RESTRICT x, std::int64_t rows, std::int64_t stride, double* HWY_RESTRICT mean) {
   const Doubles d;
   const hn::Rebind<float, Doubles> half;
+  hn::Vec<Doubles> sum[kStrips];
+#pragma GCC unroll 8
+  for (auto& s : sum) s = hn::Zero(d);
+  for (std::int64_t r = 0; r < rows; ++r, x += stride)
+#pragma GCC unroll 8
+    for (int i = 0; i < kStrips; ++i) sum[i] = hn::Add(sum[i], hn::PromoteTo(d, hn::LoadU(half, x + i * kLanes<Doubles>)));
+#pragma GCC unroll 8
+  for (int i = 0; i < kStrips; ++i) hn::StoreU(hn::Div(sum[i], hn::Set(d, static_cast<double>(rows))), d, mean + i * kLanes<Doubles>);
+}
+
+bool ColumnMeans(const float* HWY_RESTRICT x, std::int64_t rows, std::int64_t dim, std::int64_t stride, double* HWY_RESTRICT mean) {
+  constexpr int kStrips = 8;
   std::int64_t c = 0;
-  for (; c + kLanes<Doubles> <= dim; c += kLanes<Doubles>) {
-    auto sum = hn::Zero(d);
-    for (std::int64_t r = 0; r < rows; ++r) sum = hn::Add(sum, hn::PromoteTo(d, hn::LoadU(half, x + r * stride + c)));
-    hn::StoreU(hn::Div(sum, hn::Set(d, static_cast<double>(rows))), d, mean + c);
-  }
+  for (; c + kStrips * kLanes<Doubles> <= dim; c += kStrips * kLanes<Doubles>) StripMeans<kStrips>(x + c, rows, stride, mean + c);
+  for (; c + kLanes<Doubles> <= dim; c += kLanes<Doubles>) StripMeans<1>(x + c, rows, stride, mean + c);
   for (; c < dim; ++c) {
     double sum = 0;
     for (std::int64_t r = 0; r < rows; ++r) sum += static_cast<double>(x[r * stride + c]);
@@ -255,28 +312,62 @@ void Cholesky(double* HWY_RESTRICT a, std::int64_t dim) {
   }
 }
 
-/// The nearest bf16 in the low half of each lane.
+/// The nearest bf16 in the high half of each lane; the rest is 0.
 template <class D, class V = hn::Vec<D>>
 HWY_INLINE auto Rounded(D, V x) {
   const hn::RebindToUnsigned<D> du;
-  const auto bits = hn::BitCast(du, x);
-  return hn::ShiftRight<16>(hn::Add(hn::Add(bits, hn::Set(du, 0x7FFF)), hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1))));
+  return hn::And(hn::Add(hn::BitCast(du, x), hn::Set(du, 0x8000)), hn::Set(du, 0xFFFF0000));
 }
 
-void SplitPairs(const float* HWY_RESTRICT panel, std::int64_t rows, std::int64_t width, std::uint16_t* HWY_RESTRICT high, std::uint16_t* HWY_RESTRICT low) {
+/// High halves of a below those of b.
+template <class U>
+HWY_INLINE auto Paired(U a, U b) {
+  return hn::Or(hn::ShiftRight<16>(a), b);
+}
+
+void SplitPairs(const float* HWY_RESTRICT panel, std::int64_t stride, std::int64_t rows, std::int64_t width, float factor, std::uint16_t* HWY_RESTRICT high,
+                std::uint16_t* HWY_RESTRICT low) {
   const hn::CappedTag<float, 16> d;
   const hn::RebindToUnsigned<decltype(d)> du;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  const auto times = hn::Set(d, factor);
   auto* to_high = reinterpret_cast<std::uint32_t*>(high);
   auto* to_low = reinterpret_cast<std::uint32_t*>(low);
-  for (std::int64_t i = 0; i < rows; i += 2)
+  for (std::int64_t i = 0; i < rows; i += 2, panel += 2 * stride)
     for (std::int64_t c = 0; c < width; c += lanes, to_high += lanes, to_low += lanes) {
-      const auto a = hn::LoadU(d, panel + i * width + c), b = hn::LoadU(d, panel + (i + 1) * width + c);
-      const auto ha = Rounded(d, a), hb = hn::ShiftLeft<16>(Rounded(d, b));
-      hn::StoreU(hn::Or(ha, hb), du, to_high);
-      const auto la = Rounded(d, hn::Sub(a, hn::BitCast(d, hn::ShiftLeft<16>(ha)))), lb = hn::ShiftLeft<16>(Rounded(d, hn::Sub(b, hn::BitCast(d, hb))));
-      hn::StoreU(hn::Or(la, lb), du, to_low);
+      const auto a = hn::Mul(hn::LoadU(d, panel + c), times), b = hn::Mul(hn::LoadU(d, panel + stride + c), times);
+      const auto ha = Rounded(d, a), hb = Rounded(d, b);
+      hn::StoreU(Paired(ha, hb), du, to_high);
+      hn::StoreU(Paired(Rounded(d, hn::Sub(a, hn::BitCast(d, ha))), Rounded(d, hn::Sub(b, hn::BitCast(d, hb)))), du, to_low);
     }
+}
+
+void TransposePairs(const std::uint16_t* HWY_RESTRICT pairs, std::int64_t rows, std::int64_t width, std::uint16_t* HWY_RESTRICT out, std::int64_t stride) {
+  const auto* from = reinterpret_cast<const std::uint32_t*>(pairs);
+  auto* to = reinterpret_cast<std::uint32_t*>(out);
+  stride /= 2;
+#if HWY_TARGET == HWY_SCALAR
+  for (std::int64_t i = 0; i < rows / 2; ++i)
+    for (std::int64_t c = 0; c < width; ++c) to[c * stride + i] = from[i * width + c];
+#else
+  const hn::Full128<std::uint32_t> d;
+  const hn::Full128<std::uint64_t> wide;
+  const auto two = [&](auto v) HWY_ATTR { return hn::BitCast(wide, v); };
+  constexpr std::int64_t kBlock = 16;  // of a line of either side
+  for (std::int64_t first = 0; first < width; first += kBlock)
+    for (std::int64_t i = 0; i < rows / 2; i += 4)
+      for (std::int64_t c = first; c < std::min(first + kBlock, width); c += 4) {
+        const std::uint32_t* at = from + i * width + c;
+        const auto p = hn::LoadU(d, at), q = hn::LoadU(d, at + width), r = hn::LoadU(d, at + 2 * width), s = hn::LoadU(d, at + 3 * width);
+        const auto pq = two(hn::InterleaveLower(d, p, q)), rs = two(hn::InterleaveLower(d, r, s));
+        const auto pq_high = two(hn::InterleaveUpper(d, p, q)), rs_high = two(hn::InterleaveUpper(d, r, s));
+        std::uint32_t* row = to + c * stride + i;
+        hn::StoreU(hn::BitCast(d, hn::InterleaveLower(wide, pq, rs)), d, row);
+        hn::StoreU(hn::BitCast(d, hn::InterleaveUpper(wide, pq, rs)), d, row + stride);
+        hn::StoreU(hn::BitCast(d, hn::InterleaveLower(wide, pq_high, rs_high)), d, row + 2 * stride);
+        hn::StoreU(hn::BitCast(d, hn::InterleaveUpper(wide, pq_high, rs_high)), d, row + 3 * stride);
+      }
+#endif
 }
 
 float RowTop(const float* HWY_RESTRICT x, std::int64_t n) {
@@ -305,29 +396,42 @@ float RowExp(float* HWY_RESTRICT x, std::int64_t n, float top) {
   return hn::GetLane(hn::SumOfLanes(d, sum));
 }
 
-void VectorNorms(const Keys& values, std::int64_t from, std::int64_t to, float* HWY_RESTRICT out, float* HWY_RESTRICT widened) {
+HWY_INLINE hn::Vec<Floats> Load(const float* from) { return hn::LoadU(Floats(), from); }
+template <class Half>
+HWY_INLINE hn::Vec<Floats> Load(const Half* from) {
+  return hn::PromoteTo(Floats(), hn::LoadU(hn::Rebind<Half, Floats>(), from));
+}
+
+template <class T>
+HWY_INLINE void Norms(const Keys& values, std::int64_t from, std::int64_t to, float* HWY_RESTRICT out, float* HWY_RESTRICT widened) {
   const Floats d;
   for (std::int64_t t = from; t < to; ++t) {
     const std::byte* at = values.slots.at(t);
-    const float* v = widened;
-    if (values.dtype == kFloat32) v = reinterpret_cast<const float*>(at);
-    else widen(at, values.dtype, values.dim, widened);
+    const auto* v = reinterpret_cast<const T*>(at);
     auto sum = hn::Zero(d);
     std::int64_t i = 0;
     for (; i + kLanes<Floats> <= values.dim; i += kLanes<Floats>) {
-      const auto x = hn::LoadU(d, v + i);
+      const auto x = Load(v + i);
       sum = hn::MulAdd(x, x, sum);
     }
     float squares = hn::GetLane(hn::SumOfLanes(d, sum));
-    for (; i < values.dim; ++i) squares += v[i] * v[i];
+    if (i < values.dim) widen(v + i, values.dtype, values.dim - i, widened + i);
+    for (; i < values.dim; ++i) squares += widened[i] * widened[i];
     if (squares > 1e-30F && squares < 1e38F) {
       out[t - from] = std::sqrt(squares);
       continue;
     }
+    widen(at, values.dtype, values.dim, widened);
     double wide = 0;
-    for (i = 0; i < values.dim; ++i) wide += static_cast<double>(v[i]) * static_cast<double>(v[i]);
+    for (i = 0; i < values.dim; ++i) wide += static_cast<double>(widened[i]) * static_cast<double>(widened[i]);
     out[t - from] = static_cast<float>(std::sqrt(wide));
   }
+}
+
+void VectorNorms(const Keys& values, std::int64_t from, std::int64_t to, float* HWY_RESTRICT out, float* HWY_RESTRICT widened) {
+  if (values.dtype == kFloat16) Norms<hwy::float16_t>(values, from, to, out, widened);
+  else if (values.dtype == kBFloat16) Norms<hwy::bfloat16_t>(values, from, to, out, widened);
+  else Norms<float>(values, from, to, out, widened);
 }
 
 }  // namespace kvkeep::cpu::HWY_NAMESPACE
@@ -345,6 +449,7 @@ HWY_EXPORT(PackTiles);
 HWY_EXPORT(AddSquares);
 HWY_EXPORT(TileProducts);
 HWY_EXPORT(AddProductSquares);
+HWY_EXPORT(AddKeyProducts);
 HWY_EXPORT(ExpectedLogits);
 HWY_EXPORT(ColumnMeans);
 HWY_EXPORT(CentreRows);
@@ -353,6 +458,7 @@ HWY_EXPORT(TurnRows);
 HWY_EXPORT(Gram);
 HWY_EXPORT(Cholesky);
 HWY_EXPORT(SplitPairs);
+HWY_EXPORT(TransposePairs);
 HWY_EXPORT(RowTop);
 HWY_EXPORT(RowExp);
 HWY_EXPORT(VectorNorms);
@@ -379,8 +485,12 @@ void add_product_squares(const float* products, std::int64_t keys, std::int64_t 
   HWY_DYNAMIC_DISPATCH(AddProductSquares)(products, keys, columns, sums);
 }
 
-void expected_logits(const float* sums, std::int64_t keys, const float* linear, std::int64_t stride, float* logits) {
-  HWY_DYNAMIC_DISPATCH(ExpectedLogits)(sums, keys, linear, stride, logits);
+void add_key_products(const float* products, const std::uint16_t* keys, std::int64_t key_stride, std::int64_t count, std::int64_t columns, float* sums) {
+  HWY_DYNAMIC_DISPATCH(AddKeyProducts)(products, keys, key_stride, count, columns, sums);
+}
+
+void expected_logits(const float* sums, std::int64_t keys, float factor, const float* linear, std::int64_t stride, float* logits) {
+  HWY_DYNAMIC_DISPATCH(ExpectedLogits)(sums, keys, factor, linear, stride, logits);
 }
 
 bool column_means(const float* x, std::int64_t rows, std::int64_t dim, std::int64_t stride, double* mean) {
@@ -401,8 +511,12 @@ void gram(const float* x, std::int64_t rows, std::int64_t dim, float* out) { HWY
 
 void cholesky(double* a, std::int64_t dim) { HWY_DYNAMIC_DISPATCH(Cholesky)(a, dim); }
 
-void split_pairs(const float* panel, std::int64_t rows, std::int64_t width, std::uint16_t* high, std::uint16_t* low) {
-  HWY_DYNAMIC_DISPATCH(SplitPairs)(panel, rows, width, high, low);
+void split_pairs(const float* panel, std::int64_t stride, std::int64_t rows, std::int64_t width, float factor, std::uint16_t* high, std::uint16_t* low) {
+  HWY_DYNAMIC_DISPATCH(SplitPairs)(panel, stride, rows, width, factor, high, low);
+}
+
+void transpose_pairs(const std::uint16_t* pairs, std::int64_t rows, std::int64_t width, std::uint16_t* out, std::int64_t stride) {
+  HWY_DYNAMIC_DISPATCH(TransposePairs)(pairs, rows, width, out, stride);
 }
 
 float row_top(const float* x, std::int64_t n) { return HWY_DYNAMIC_DISPATCH(RowTop)(x, n); }

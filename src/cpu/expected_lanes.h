@@ -28,8 +28,12 @@ void tile_products(const float* tiles, std::int64_t count, std::int64_t dim, con
 /// sums[key][lane] += the squares of `columns` products, a multiple of column_width() / 2. sums: [keys, column_width() / 2].
 void add_product_squares(const float* products, std::int64_t keys, std::int64_t columns, float* sums);
 
-/// logits[key] = sum over lanes of sums[key] + linear[key * stride], held inside +-FLT_MAX. NaN stays NaN.
-void expected_logits(const float* sums, std::int64_t keys, const float* linear, std::int64_t stride, float* logits);
+/// sums[key][lane] += products[key][column] * keys[key][column], keys bf16, `key_stride` apart. columns and sums as there.
+void add_key_products(const float* products, const std::uint16_t* keys, std::int64_t key_stride, std::int64_t count, std::int64_t columns, float* sums);
+
+/// logits[key] = factor * (sum over lanes of sums[key]) + linear[key * stride], the first no less than 0, both held inside +-FLT_MAX / 2. NaN in `linear` stays
+/// NaN; NaN in the sums alone is a square that left fp32. Reads and writes up to the next multiple of four keys.
+void expected_logits(const float* sums, std::int64_t keys, float factor, const float* linear, std::int64_t stride, float* logits);
 
 /// Floats from row to row of a matrix of `dim` columns that gram() reads or writes.
 std::int64_t gram_stride(std::int64_t dim);
@@ -50,8 +54,8 @@ void scale_rows(float* x, std::int64_t rows, std::int64_t stride, float factor);
 /// Turns every row by the same cos and sin of each of `pairs` pairs (f, f + pairs), in place.
 void turn_rows(float* x, std::int64_t rows, std::int64_t stride, std::int64_t pairs, const float* cosines, const float* sines);
 
-/// out[i][j] = sum over rows of x[row][i] * x[row][j] for j >= i; below that, anything. x: [rows, gram_stride(dim)], 0 from column `dim` on;
-/// out: [gram_rows(dim), gram_stride(dim)] f32. Cost: rows * dim * (dim + 1) flop.
+/// out[i][j] = sum over rows of x[row][i] * x[row][j] for j >= i; below that, anything. x: [rows, gram_stride(dim)], 0 from column `dim` on, and gram_rows(dim)
+/// floats of any content behind it; out: [gram_rows(dim), gram_stride(dim)] f32. Cost: rows * dim * (dim + 1) flop.
 void gram(const float* x, std::int64_t rows, std::int64_t dim, float* out);
 
 /// Floats from row to row of the matrix that cholesky() works on, and its rows.
@@ -61,9 +65,12 @@ std::int64_t cholesky_stride(std::int64_t dim);
 /// diagonal element) makes its row 0: semidefinite matrices are fine. a: [gram_rows(dim), cholesky_stride(dim)]. Cost: dim^3 / 3 flop.
 void cholesky(double* a, std::int64_t dim);
 
-/// Panels [rows, width] f32 to pairs of bf16 as matrix units read them: [rows / 2, width, 2], `high` nearest to the number and `low` nearest to the rest.
-/// rows even, width a multiple of 16.
-void split_pairs(const float* panel, std::int64_t rows, std::int64_t width, std::uint16_t* high, std::uint16_t* low);
+/// Panels [rows, width] f32, rows `stride` apart, times `factor` to pairs of bf16 as matrix units read them: [rows / 2, width, 2], `high` nearest to the number and
+/// `low` nearest to the rest. rows even, width a multiple of 16.
+void split_pairs(const float* panel, std::int64_t stride, std::int64_t rows, std::int64_t width, float factor, std::uint16_t* high, std::uint16_t* low);
+
+/// Pairs [rows / 2, width, 2] to [width, rows], rows of the outcome `stride` apart. rows a multiple of 8, width of 4.
+void transpose_pairs(const std::uint16_t* pairs, std::int64_t rows, std::int64_t width, std::uint16_t* out, std::int64_t stride);
 
 /// Largest of x[0, n) that is not NaN; -inf for none.
 float row_top(const float* x, std::int64_t n);

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "aligned.h"
 #include "kvkeep/core/model_spec.h"
 #include "kvkeep/core/row.h"
 #include "kvkeep/observe/query_statistics.h"
@@ -38,10 +39,10 @@ struct TurnBack {
 
 /// Queries less their mean, divided by `scale`.
 struct QueryBlock {
-  std::vector<float> x;         ///< [rows, gram_stride(D)]
+  Aligned<float> x;             ///< [rows, gram_stride(D)], and as much behind it as gram() reads
   std::vector<double> mean;     ///< [D]
   std::vector<float> mean32;
-  std::vector<float> products;  ///< [gram_rows(D), gram_stride(D)] upper triangle of the sum of x x^T
+  Aligned<float> products;      ///< [gram_rows(D), gram_stride(D)] upper triangle of the sum of x x^T
   double scale = 1;             ///< a power of two that keeps the squares inside fp32
 
   /// Room for `rows` queries of `dim` numbers.

@@ -13,13 +13,13 @@ namespace kvkeep {
 namespace cpu {
 
 void QueryBlock::reserve(std::int64_t rows, std::int64_t dim) {
-  x.resize(static_cast<std::size_t>(rows * gram_stride(dim)));
+  x.resize(static_cast<std::size_t>(rows * gram_stride(dim) + gram_rows(dim)));
   products.resize(static_cast<std::size_t>(gram_rows(dim) * gram_stride(dim)));
   mean.resize(static_cast<std::size_t>(dim));
   mean32.resize(mean.size());
 }
 
-std::int64_t QueryBlock::bytes(std::int64_t rows, std::int64_t dim) { return 4 * gram_stride(dim) * (rows + gram_rows(dim)) + 12 * dim; }
+std::int64_t QueryBlock::bytes(std::int64_t rows, std::int64_t dim) { return 4 * (gram_stride(dim) * (rows + gram_rows(dim)) + gram_rows(dim)) + 12 * dim; }
 
 void QueryBlock::centre(std::int64_t rows, std::int64_t dim, std::int32_t head) {
   const std::int64_t stride = gram_stride(dim);

@@ -35,10 +35,11 @@ class Expected final : public Scorer {
   /// Slots below `sink` get the largest score of the others, as published. g[t] = t where no query was seen; no covariance where there is but one.
   /// keys, values: f32, f16, bf16. x is held inside +-FLT_MAX; a NaN in a key or value makes that slot's score NaN and no other's.
   ///
-  /// k^T C k = |L^T k|^2, C = L L^T: half the products, never negative; L is the centred queries themselves where a window holds no more than D of them. Keys are widened once for all heads of the group; or, bf16 keys in a machine with a
-  /// matrix unit, multiplied as they are with L as the sum of two bf16 parts: x then differs from that of the plain way by up to 2^-14 |L^T k| |L| |k|.
+  /// k^T C k = |L^T k|^2, C = L L^T: half the products, never negative; L is the centred queries themselves where a window holds no more than D of them. Keys are
+  /// widened once for all heads of the group. Or, bf16 keys in a machine with a matrix unit, multiplied as they are with C itself (or those queries) as the sum of
+  /// two bf16 parts, and again with the keys in fp32: x then differs from that of the plain way by up to 2^-15 scale^2 |C| |k|^2, |C| the root of the sum of squares.
   /// Which of the two ways is taken follows from dtype, head size and machine alone, so equal keys score equal bits.
-  /// Cost, flop: a row and query head T * D * (D + 1) + N * D * (D + 1) + D^3 / 3 and one exponential a slot.
+  /// Cost, flop: a row and query head T * D * (D + 1) + N * D * (D + 1) + D^3 / 3 and one exponential a slot; the matrix unit up to T * 2 D^2 + N * 4.5 D^2 of bf16.
   /// Workspace: workspace_bytes() a thread, 4 * T * G of it growing with the row.
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
 
