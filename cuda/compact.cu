@@ -116,11 +116,11 @@ __global__ void __launch_bounds__(tuning::kCompactThreads) gather_kernel(GatherA
 }  // namespace
 
 void launch_compact(const CompactArguments& arguments, Stream stream) {
-  launch("compact", compact_kernel, {.blocks = blocks_for(arguments.count, kSides), .threads = kCompactThreads}, stream, arguments);
+  launch("compact", compact_kernel, {.blocks = blocks_for(arguments.count, kSides), .threads = kCompactThreads, .shared_bytes = 0}, stream, arguments);
 }
 
 void launch_gather(const GatherArguments& arguments, Stream stream) {
-  launch("gather", gather_kernel, {.blocks = blocks_for(arguments.count, 2), .threads = kCompactThreads}, stream, arguments);
+  launch("gather", gather_kernel, {.blocks = blocks_for(arguments.count, 2), .threads = kCompactThreads, .shared_bytes = 0}, stream, arguments);
 }
 
 }  // namespace kvkeep::cuda

@@ -7,6 +7,11 @@ namespace kvkeep::cuda::tuning {
 
 inline constexpr std::int32_t kCompactThreads = 256;
 inline constexpr std::int32_t kCompactWords = 4;  ///< words of 16 bytes that a thread holds between reading and writing
-inline constexpr std::int32_t kAllotThreads = 256;  ///< of the one block that divides and selects a row
+
+/// Threads of the one block that works on a row of up to `longest` slots.
+inline constexpr std::int32_t kMostThreads = 512;
+constexpr std::int32_t threads_for(std::int32_t longest) { return longest <= 4096 ? 256 : kMostThreads; }
+
+inline constexpr std::int32_t kWarpSegment = 4096;  ///< longest segment that is left to one warp
 
 }  // namespace kvkeep::cuda::tuning

@@ -21,64 +21,16 @@ struct Scratch {
   std::vector<std::int32_t> ends, cuts;
   std::vector<Share> shares;
 
-  void fit(std::int32_t length) {
+  void fit(const MassSegmentedOptions& options, std::int32_t length) {
     const auto n = static_cast<std::size_t>(length);
     if (fed.size() >= n) return;
     fed.resize(n);
     prefix.resize(n);
-    ends.resize(n);
-    cuts.resize(n);
+    const auto most = static_cast<std::size_t>(most_segments(options, length));
+    ends.resize(most);
+    cuts.resize(most);
   }
 };
-
-/// Fills the suffix of `usage` and pools its history. Returns the largest pooled history usage.
-float pool_history(const MassSegmentedOptions& options, float* usage, std::int32_t history, std::vector<float>& scratch) {
-  if (options.pool > 1) {
-    std::copy_n(usage, history, scratch.data());
-    pool_average(scratch.data(), history, options.pool, usage);
-  }
-  return largest(usage, history);
-}
-
-void fill_suffix(SuffixFill fill, const Row& row, const QueryView& queries, std::int32_t history, float top, float* usage) {
-  const std::int32_t newest = queries.count > 0 ? queries.position(queries.count - 1) : -1;
-  for (std::int32_t t = history; t < row.length; ++t) {
-    if (fill == SuffixFill::exclude) usage[t] = 0;
-    else if (fill != SuffixFill::causal_mean || row.positions[t] >= newest) usage[t] = top;
-  }
-}
-
-/// Turns usage into mass in place; with `credit` (or null), updates it and writes the mixture that segments follow to `used`, which may be `usage`.
-void weigh(const MassSegmentedOptions& options, const Row& row, float* usage, Scratch& scratch, float* credit, float* used) {
-  const std::int32_t length = row.length;
-  const bool raw = options.quotas == QuotaWeight::raw_mass;
-  if (raw && credit != nullptr)
-    for (std::int32_t t = 0; t < length; ++t) scratch.fed[static_cast<std::size_t>(t)] = std::max(usage[t], 0.0F) + static_cast<float>(kMassEpsilon);
-  normalise_mass(usage, length, kMassEpsilon);
-  if (credit == nullptr) {
-    if (used != usage) std::copy_n(usage, length, used);
-    return;
-  }
-  const std::int32_t known = row.credit == nullptr ? 0 : row.credit_length;
-  std::copy_n(row.credit, std::min(known, length), credit);
-  update_credit(raw ? scratch.fed.data() : usage, length, known, {options.credit_decay, options.credit_mix}, kMassEpsilon, raw, credit, used);
-}
-
-double weight_of(QuotaWeight quotas, double mass, std::int32_t length) {
-  switch (quotas) {
-    case QuotaWeight::equal: return 1;
-    case QuotaWeight::length: return length;
-    default: return mass;
-  }
-}
-
-/// Slots of the budget that go through segments: all but (1 - coverage) of what is above the protected ones, or just the segments' floors.
-std::int32_t covered(const MassSegmentedOptions& options, const std::vector<Share>& shares, std::int32_t budget, Protected guarded) {
-  if (!options.coverage_auto) return guarded.count() + static_cast<std::int32_t>(std::floor(options.coverage * (budget - guarded.count()) + 0.5));
-  std::int64_t floors = 0;
-  for (const Share& s : shares) floors += detail::floor_of(s, options.min_quota);
-  return static_cast<std::int32_t>(std::min<std::int64_t>(floors, budget));
-}
 
 /// Segments of one row with their quotas, which stand in scratch.ends and scratch.shares. Returns the sum of the quotas.
 std::int32_t divide(const MassSegmentedOptions& options, Variant variant, const float* used, std::int32_t length, std::int32_t budget, Protected guarded,
@@ -86,24 +38,13 @@ std::int32_t divide(const MassSegmentedOptions& options, Variant variant, const 
   prefix_mass(used, length, scratch.prefix.data());
   const SegmentOptions segments{variant, options.segments, options.fixed, options.segment_mass, options.min_segment, options.max_segment};
   const std::int32_t count = segment_ends(scratch.prefix.data(), length, segments, scratch.ends.data(), scratch.cuts.data());
-  scratch.shares.resize(static_cast<std::size_t>(count));
-  const std::uint64_t total = scratch.prefix[static_cast<std::size_t>(length - 1)];
-  std::uint64_t before = 0;
-  std::int32_t start = 0;
-  for (std::int32_t i = 0; i < count; ++i) {
-    const std::int32_t end = scratch.ends[static_cast<std::size_t>(i)];
-    const std::uint64_t through = scratch.prefix[static_cast<std::size_t>(end - 1)];
-    const double mass = total > 0 ? static_cast<double>(through - before) / static_cast<double>(total) : 0.0;
-    const std::int32_t old = std::clamp(guarded.sinks, start, end) - start, recent = end - std::clamp(length - guarded.recents, start, end);
-    scratch.shares[static_cast<std::size_t>(i)] = {weight_of(options.quotas, mass, end - start), end - start, std::min(old + recent, end - start), 0, false};
-    before = through;
-    start = end;
-  }
+  scratch.shares.clear();
+  for (std::int32_t i = 0; i < count; ++i) scratch.shares.push_back(share_of(options.quotas, scratch.prefix.data(), scratch.ends.data(), i, length, guarded));
   if (variant == Variant::official) {
     official_quotas(scratch.shares.data(), count, budget, options.min_quota);
     return budget;
   }
-  const std::int32_t through = covered(options, scratch.shares, budget, guarded);
+  const std::int32_t through = covered(options, scratch.shares.data(), count, budget, guarded);
   strict_quotas(scratch.shares.data(), count, through, options.min_quota);
   return through;
 }
@@ -140,7 +81,9 @@ void MassSegmented::allot(const Evidence& evidence, const Limits& limits, Window
         const Row& row = table.rows[static_cast<std::size_t>(r)];
         if (!limits.rows[static_cast<std::size_t>(r)].due) continue;
         scratch.resize(static_cast<std::size_t>(row.length));
-        tops[static_cast<std::size_t>(r)] = pool_history(options_, mass + row.first, seen.windows[static_cast<std::size_t>(r)].history, scratch);
+        const std::int32_t history = seen.windows[static_cast<std::size_t>(r)].history;
+        pool_history(options_, mass + row.first, history, scratch.data(), OneThread{});
+        tops[static_cast<std::size_t>(r)] = largest(mass + row.first, history);
       }
     });
     if (options_.suffix_fill == SuffixFill::max_global)
@@ -168,10 +111,13 @@ void MassSegmented::allot(const Evidence& evidence, const Limits& limits, Window
           }
           continue;
         }
-        scratch.fit(row.length);
-        if (seen.windows[r].queries > 0)
-          fill_suffix(options_.suffix_fill, row, table.groups[static_cast<std::size_t>(n / heads)].queries, seen.windows[r].history, tops[r], row_mass);
-        weigh(options_, row, row_mass, scratch, row_credit, row_used);
+        scratch.fit(options_, row.length);
+        if (seen.windows[r].queries > 0) {
+          const QueryView& queries = table.groups[static_cast<std::size_t>(n / heads)].queries;
+          const std::int32_t newest = queries.count > 0 ? queries.position(queries.count - 1) : -1;
+          fill_suffix(options_.suffix_fill, row.positions, row.length, newest, seen.windows[r].history, tops[r], row_mass, OneThread{});
+        }
+        weigh_row(options_, row.credit, row.credit_length, row.length, row_mass, scratch.fed.data(), row_credit, row_used, OneThread{});
 
         const Protected guarded = limit.guarded;
         const std::int32_t share = divide(options_, limits.variant, row_used, row.length, limit.budget, guarded, scratch);

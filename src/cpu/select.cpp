@@ -42,9 +42,8 @@ void select_in_segments(std::span<const float> scores, std::span<const std::int3
 void select_official(std::span<const float> scores, std::span<const std::int32_t> ends, std::span<const std::int32_t> quotas, Protected guarded,
                      Padding padding, std::vector<std::uint64_t>& keys, std::span<std::int32_t> slots) {
   const auto length = static_cast<std::int32_t>(scores.size());
-  constexpr std::uint64_t kFirst = std::uint64_t{0xFFFFFFFF} << 32;  // above every score's key
   const auto key_of = [&](std::int32_t t) {
-    return padding.holds(t, length) ? kFirst | static_cast<std::uint32_t>(t) : rank_key(scores[static_cast<std::size_t>(t)], t);
+    return padding.holds(t, length) ? first_key(t) : rank_key(scores[static_cast<std::size_t>(t)], t);
   };
   std::vector<std::uint64_t> candidates;
   std::int32_t start = 0;

@@ -106,7 +106,7 @@ KVKEEP_HD inline std::int32_t split_long(const std::int32_t* from, std::int32_t 
 }  // namespace detail
 
 /// Writes one past each segment's last slot to `ends` (ascending, the last is `length`) and returns their number. One thread's work.
-/// `cut_of(k)` says where threshold k cuts (detail::cut_at). Requires: length >= 1; `ends` and `scratch` hold `length` entries, `cut_of` may read neither.
+/// `cut_of(k)` says where threshold k cuts (detail::cut_at). Requires: length >= 1; `ends` and `scratch` hold most_segments() entries, which never exceed `length`.
 /// Strict lengths lie in [min((min_segment, (max_segment + 1) / 2), max_segment], except a single segment of a shorter row.
 template <class CutOf>
 KVKEEP_HD std::int32_t segment_ends(std::int32_t length, const SegmentOptions& options, const CutOf& cut_of, std::int32_t* ends, std::int32_t* scratch) {

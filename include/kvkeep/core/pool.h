@@ -1,8 +1,8 @@
 #pragma once
 /// Pooling over adjacent slots: neighbours in time, for slots ascend by position.
 
+#include <cmath>
 #include <cstdint>
-#include <limits>
 
 #include "kvkeep/core/hd.h"
 
@@ -30,7 +30,7 @@ KVKEEP_HD inline void pool_max(const float* x, std::int32_t n, std::int32_t kern
   for (std::int32_t t = 0; t < n; ++t) {
     const std::int32_t from = t - reach > 0 ? t - reach : 0;
     const std::int32_t to = t + reach + 1 < n ? t + reach + 1 : n;
-    float best = -std::numeric_limits<float>::infinity();
+    float best = -INFINITY;
     for (std::int32_t i = from; i < to; ++i) best = x[i] > best ? x[i] : best;
     out[t] = best;
   }

@@ -2,24 +2,13 @@
 /// Selection: which slots of a row stay, given scores, segments with quotas and protected slots.
 
 #include <cstdint>
-#include <cstring>
 #include <span>
 #include <vector>
 
-#include "kvkeep/core/hd.h"
 #include "kvkeep/core/limits.h"
+#include "kvkeep/keep/rank_key.h"
 
 namespace kvkeep {
-
-/// Order of two slots of one row as an integer: larger key stays. Score descending, then the larger (newer) slot; NaN is lowest, -0 equals +0.
-KVKEEP_HD inline std::uint64_t rank_key(float score, std::int32_t slot) {
-  std::uint32_t bits;
-  score += 0.0F;
-  memcpy(&bits, &score, sizeof bits);
-  if (score != score) bits = 0xFF800000U;
-  bits = (bits & 0x80000000U) != 0 ? ~bits : bits | 0x80000000U;
-  return (static_cast<std::uint64_t>(bits) << 32) | static_cast<std::uint32_t>(slot);
-}
 
 /// Keeps protected slots and, in each segment, the best others up to its quota. Returns ascending slots; their number is the sum of the quotas.
 /// scores: f32 [length]; ends, quotas: [segments]; quotas[i] >= protected slots in segment i. `keys`: scratch, reused.

@@ -1,0 +1,220 @@
+#include "mass_segmented.h"
+
+#include "launch.cuh"
+#include "select.cuh"
+#include "tuning.cuh"
+
+namespace kvkeep::cuda {
+namespace {
+
+using tuning::kMostThreads;
+using tuning::kWarpSegment;
+
+constexpr std::int32_t kCachedCuts = 1024;  ///< cuts that are worked out side by side; where there are more, one by one
+
+/// The workspace, taken apart. Sizes and places stand here alone.
+struct Workspace {
+  std::uint64_t* prefix;   ///< [slots]
+  float* fed;              ///< [slots]
+  std::uint8_t* marks;     ///< [slots]
+  float* tops;             ///< [count]
+  Share* shares;           ///< [count, most]
+  std::int32_t *ends, *cuts;  ///< [count, most]
+  std::int64_t most;       ///< segments of a row
+  std::size_t bytes;
+
+  __host__ __device__ Workspace(const MassSegmentedOptions& options, std::int32_t count, std::int32_t longest, std::int64_t slots, std::byte* base)
+      : most(most_segments(options, longest)), bytes(0) {
+    const std::int64_t segments = count * most;
+    prefix = reinterpret_cast<std::uint64_t*>(take(base, slots * 8));
+    shares = reinterpret_cast<Share*>(take(base, segments * static_cast<std::int64_t>(sizeof(Share))));
+    ends = reinterpret_cast<std::int32_t*>(take(base, segments * 4));
+    cuts = reinterpret_cast<std::int32_t*>(take(base, segments * 4));
+    fed = reinterpret_cast<float*>(take(base, slots * 4));
+    tops = reinterpret_cast<float*>(take(base, count * std::int64_t{4}));
+    marks = reinterpret_cast<std::uint8_t*>(take(base, slots));
+  }
+
+ private:
+  __host__ __device__ std::byte* take(std::byte* base, std::int64_t n) {
+    std::byte* at = base + bytes;
+    bytes += (static_cast<std::size_t>(n) + 15) / 16 * 16;
+    return at;
+  }
+};
+
+/// Marks of a slot while a row is selected.
+enum Mark : std::uint8_t { kOut = 0, kCandidate = 1, kIn = 2 };
+
+/// The pooled usage of every row, and its largest: first where heads look at each other.
+__global__ void __launch_bounds__(kMostThreads) pool_kernel(MassSegmentedArguments a) {
+  __shared__ unsigned long long scratch[kBlockScratch];
+  const BlockTeam team(scratch);
+  const Workspace work(a.options, a.count, a.longest, a.slots_in_all, a.workspace);
+  for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {
+    if (!a.limits[r].due) continue;
+    float* usage = a.mass + a.rows[r].first;
+    pool_history(a.options, usage, a.usages[r].history, work.fed + a.rows[r].first, team);
+    const float top = largest(usage, a.usages[r].history, team);
+    if (team.rank() == 0) work.tops[r] = top;
+  }
+}
+
+/// One row's slots, selected segment by segment.
+class Selection {
+ public:
+  __device__ Selection(const BlockTeam& team, std::int32_t* histograms, const float* scores, std::uint8_t* marks, std::int32_t length, Protected guarded)
+      : team_(team), histograms_(histograms), scores_(scores), marks_(marks), length_(length), guarded_(guarded) {}
+
+  /// Calls body(team, segment, from, to) for every segment: a warp each, or the block where one is long.
+  template <class Body>
+  __device__ void each_segment(const std::int32_t* ends, std::int32_t count, const Body& body) const {
+    const auto warp = static_cast<std::int32_t>(threadIdx.x / 32), warps = static_cast<std::int32_t>(blockDim.x / 32);
+    for (std::int32_t i = 0; i < count; ++i) {
+      const std::int32_t from = i > 0 ? ends[i - 1] : 0;
+      if (ends[i] - from > kWarpSegment) body(team_, histograms_, i, from, ends[i]);
+    }
+    team_.sync();
+    for (std::int32_t i = warp; i < count; i += warps) {
+      const std::int32_t from = i > 0 ? ends[i - 1] : 0;
+      if (ends[i] - from <= kWarpSegment) body(WarpTeam{}, histograms_ + warp * kDigits, i, from, ends[i]);
+    }
+    team_.sync();
+  }
+
+  /// In each segment the protected slots, and the best others up to its quota.
+  __device__ void strict(const std::int32_t* ends, const Share* shares, std::int32_t count) const {
+    each_segment(ends, count, [&](const auto& team, std::int32_t* histogram, std::int32_t i, std::int32_t from, std::int32_t to) {
+      const std::int32_t wanted = shares[i].quota - shares[i].protect;
+      const auto key_of = [&](std::int32_t t) { return guarded_.holds(t, length_) ? 0 : rank_key(scores_[t], t); };
+      std::uint64_t least = ~std::uint64_t{0};
+      if (wanted == to - from - shares[i].protect) least = 1;
+      else if (wanted > 0) least = least_kept(team, histogram, from, to, wanted, key_of);
+      for (std::int32_t t = from + team.rank(); t < to; t += team.size()) marks_[t] = guarded_.holds(t, length_) || key_of(t) >= least ? kIn : kOut;
+    });
+  }
+
+  /// The best `wanted` of the slots that are not in yet.
+  __device__ void rest(std::int32_t wanted) const {
+    if (wanted <= 0) return;
+    const auto key_of = [&](std::int32_t t) { return marks_[t] == kIn ? 0 : rank_key(scores_[t], t); };
+    const std::uint64_t least = least_kept(team_, histograms_, 0, length_, wanted, key_of);
+    for (std::int32_t t = team_.rank(); t < length_; t += team_.size())
+      if (key_of(t) >= least) marks_[t] = kIn;
+    team_.sync();
+  }
+
+  /// As published: candidates by segment, protected slots among them; then the best candidates over the row.
+  __device__ void official(const std::int32_t* ends, const Share* shares, std::int32_t count, std::int32_t budget, Padding padding) const {
+    const auto rank = [&](std::int32_t t) { return padding.holds(t, length_) ? first_key(t) : rank_key(scores_[t], t); };
+    each_segment(ends, count, [&](const auto& team, std::int32_t* histogram, std::int32_t i, std::int32_t from, std::int32_t to) {
+      std::uint64_t least = ~std::uint64_t{0};
+      if (shares[i].quota >= to - from) least = 1;
+      else if (shares[i].quota > 0) least = least_kept(team, histogram, from, to, shares[i].quota, rank);
+      for (std::int32_t t = from + team.rank(); t < to; t += team.size())
+        marks_[t] = guarded_.holds(t, length_) ? kIn : rank(t) >= least ? kCandidate : kOut;
+    });
+    const std::int32_t wanted = budget - guarded_.count();
+    const auto key_of = [&](std::int32_t t) { return marks_[t] == kCandidate ? rank(t) : 0; };
+    const std::uint64_t least = wanted > 0 ? least_kept(team_, histograms_, 0, length_, wanted, key_of) : ~std::uint64_t{0};
+    for (std::int32_t t = team_.rank(); t < length_; t += team_.size())
+      if (marks_[t] == kCandidate && rank(t) >= least) marks_[t] = kIn;
+    team_.sync();
+  }
+
+  __device__ void write(std::int32_t* slots) const {
+    write_kept(team_, length_, [&](std::int32_t t) { return marks_[t] == kIn; }, slots);
+  }
+
+ private:
+  const BlockTeam& team_;
+  std::int32_t* histograms_;
+  const float* scores_;
+  std::uint8_t* marks_;
+  std::int32_t length_;
+  Protected guarded_;
+};
+
+/// A row that keeps everything: no mass, its credit as it was.
+__device__ void pass_over(const BlockTeam& team, const MassSegmentedArguments& a, const Row& row, std::int32_t* slots) {
+  const std::int32_t known = row.credit != nullptr && row.credit_length <= row.length ? row.credit_length : 0;
+  for (std::int32_t t = team.rank(); t < row.length; t += team.size()) {
+    slots[t] = t;
+    a.mass[row.first + t] = 0;
+    if (a.used != nullptr) a.used[row.first + t] = 0;
+    if (a.credit != nullptr) a.credit[row.first + t] = t < known ? row.credit[t] : 0.0F;
+  }
+}
+
+__global__ void __launch_bounds__(kMostThreads) mass_segmented_kernel(MassSegmentedArguments a) {
+  __shared__ unsigned long long scratch[kBlockScratch];
+  __shared__ std::int32_t histograms[kMostThreads / 32 * kDigits];
+  __shared__ std::int32_t cached[kCachedCuts];
+  const BlockTeam team(scratch);
+  const Workspace work(a.options, a.count, a.longest, a.slots_in_all, a.workspace);
+  for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {
+    const Row& row = a.rows[r];
+    const RowLimit limit = a.limits[r];
+    const RowUsage seen = a.usages[r];
+    const std::int32_t length = row.length;
+    std::int32_t* slots = a.slots + a.indptr[r];
+    if (!limit.due) {
+      pass_over(team, a, row, slots);
+      continue;
+    }
+    float* usage = a.mass + row.first;
+    float* used = a.used != nullptr ? a.used + row.first : usage;
+    float top = 0;
+    if (a.options.suffix_fill == SuffixFill::max_global) {
+      const std::int64_t first = r / a.heads * a.heads;
+      for (std::int64_t h = first; h < first + a.heads; ++h) top = work.tops[h] > top ? work.tops[h] : top;
+    } else {
+      pool_history(a.options, usage, seen.history, work.fed + row.first, team);
+      top = largest(usage, seen.history, team);
+    }
+    if (seen.queries > 0) fill_suffix(a.options.suffix_fill, row.positions, length, seen.newest, seen.history, top, usage, team);
+    weigh_row(a.options, row.credit, row.credit_length, length, usage, work.fed + row.first, a.credit != nullptr ? a.credit + row.first : nullptr, used, team);
+
+    std::uint64_t* prefix = work.prefix + row.first;
+    prefix_mass(used, length, prefix, team);
+    const SegmentOptions options{a.variant, a.options.segments, a.options.fixed, a.options.segment_mass, a.options.min_segment, a.options.max_segment};
+    const std::int32_t thresholds = options.kind == Segmentation::mass ? detail::thresholds(options) : 0;
+    if (thresholds <= kCachedCuts)
+      for (std::int32_t k = 1 + team.rank(); k <= thresholds; k += team.size()) cached[k - 1] = detail::cut_at(prefix, length, options, k);
+    team.sync();
+    std::int32_t *ends = work.ends + r * work.most, *cuts = work.cuts + r * work.most, count = 0;
+    Share* shares = work.shares + r * work.most;
+    if (team.rank() == 0)
+      count = segment_ends(length, options, [&](std::int32_t k) { return thresholds <= kCachedCuts ? cached[k - 1] : detail::cut_at(prefix, length, options, k); }, ends, cuts);
+    count = team.from_first(count);
+    for (std::int32_t i = team.rank(); i < count; i += team.size()) shares[i] = share_of(a.options.quotas, prefix, ends, i, length, limit.guarded);
+    team.sync();
+
+    const Selection selection(team, histograms, a.scores + row.first, work.marks + row.first, length, limit.guarded);
+    if (a.variant == Variant::official) {
+      if (team.rank() == 0) official_quotas(shares, count, limit.budget, a.options.min_quota);
+      team.sync();
+      selection.official(ends, shares, count, limit.budget, a.padding);
+    } else {
+      const std::int32_t through = covered(a.options, shares, count, limit.budget, limit.guarded);
+      strict_quotas(shares, count, through, a.options.min_quota, team);
+      selection.strict(ends, shares, count);
+      selection.rest(limit.budget - through);
+    }
+    selection.write(slots);
+  }
+}
+
+}  // namespace
+
+std::size_t mass_segmented_workspace_bytes(const MassSegmentedOptions& options, std::int32_t count, std::int32_t longest, std::int64_t slots_in_all) {
+  return Workspace(options, count, longest, slots_in_all, nullptr).bytes;
+}
+
+void launch_mass_segmented(const MassSegmentedArguments& arguments, Stream stream) {
+  const Grid grid{.blocks = blocks_for(arguments.count), .threads = tuning::threads_for(arguments.longest), .shared_bytes = 0};
+  if (arguments.options.suffix_fill == SuffixFill::max_global) launch("mass_segmented pool", pool_kernel, grid, stream, arguments);
+  launch("mass_segmented", mass_segmented_kernel, grid, stream, arguments);
+}
+
+}  // namespace kvkeep::cuda

@@ -1,0 +1,64 @@
+#pragma once
+/// Selection without a sort: the key that the last kept slot has is found digit by digit, then everything at or above it stays.
+
+#include "kvkeep/core/row_limit.h"
+#include "kvkeep/keep/rank_key.h"
+#include "team.cuh"
+
+namespace kvkeep::cuda {
+
+inline constexpr std::int32_t kDigits = 256;
+
+/// The least key among the `wanted` largest of key_of(t), t in [from, to). A key of 0 is no candidate; other keys differ. Low bits of the result may be 0 where no
+/// other key lies between. `histogram`: kDigits counters of shared memory for this team. Requires: 1 <= wanted <= candidates. Cost: at most 8 passes, mostly 4.
+template <class Team, class KeyOf>
+__device__ std::uint64_t least_kept(const Team& team, std::int32_t* histogram, std::int32_t from, std::int32_t to, std::int32_t wanted, const KeyOf& key_of) {
+  const WarpTeam warp;
+  std::uint64_t found = 0, mask = 0;
+  for (int shift = 56; shift >= 0; shift -= 8) {
+    for (std::int32_t i = team.rank(); i < kDigits; i += team.size()) histogram[i] = 0;
+    team.sync();
+    for (std::int32_t t = from + team.rank(); t < to; t += team.size()) {
+      const std::uint64_t key = key_of(t);
+      if (key != 0 && (key & mask) == found) atomicAdd(&histogram[key >> shift & 255U], 1);
+    }
+    team.sync();
+    // Every warp reads the counters for itself: lane l those of digits 255 - 8 l downwards.
+    std::int32_t own = 0;
+    for (int i = 0; i < 8; ++i) own += histogram[255 - 8 * warp.rank() - i];
+    const auto above = static_cast<std::int32_t>(warp.sum_before(static_cast<std::uint64_t>(own)));
+    const bool here = above < wanted && wanted <= above + own;
+    std::int32_t digit = 0, left = 0, count = 0;
+    if (here) {
+      left = wanted - above;
+      digit = 255 - 8 * warp.rank();
+      while (left > histogram[digit]) left -= histogram[digit--];
+      count = histogram[digit];
+    }
+    const unsigned votes = __ballot_sync(kWholeWarp, here ? 1 : 0);
+    const int lane = __ffs(static_cast<int>(votes)) - 1;
+    digit = __shfl_sync(kWholeWarp, digit, lane);
+    wanted = __shfl_sync(kWholeWarp, left, lane);
+    count = __shfl_sync(kWholeWarp, count, lane);
+    team.sync();
+    found |= static_cast<std::uint64_t>(digit) << shift;
+    mask |= std::uint64_t{255} << shift;
+    if (wanted == count) return found;
+  }
+  return found;
+}
+
+/// Writes the slots t of [0, length) for which keeps(t) holds to `slots`, ascending.
+template <class Team, class Keeps>
+__device__ void write_kept(const Team& team, std::int32_t length, const Keeps& keeps, std::int32_t* slots) {
+  std::int64_t written = 0;
+  for (std::int32_t first = 0; first < length; first += team.size()) {
+    const std::int32_t t = first + team.rank();
+    const std::uint64_t kept = t < length && keeps(t) ? 1 : 0;
+    const auto before = static_cast<std::int64_t>(team.sum_before(kept));
+    if (kept != 0) slots[written + before] = t;
+    written += static_cast<std::int64_t>(team.sum(kept));
+  }
+}
+
+}  // namespace kvkeep::cuda

@@ -1,0 +1,95 @@
+#pragma once
+/// Teams of CUDA threads that work on one row: a block or a warp. See kvkeep/core/team.h.
+
+#include "kvkeep/core/team.h"
+#include "platform.cuh"
+
+namespace kvkeep::cuda {
+
+inline constexpr unsigned kWholeWarp = 0xFFFFFFFFU;
+
+/// The 32 lanes of a warp.
+struct WarpTeam {
+  [[nodiscard]] __device__ std::int32_t rank() const { return static_cast<std::int32_t>(threadIdx.x % 32); }
+  [[nodiscard]] __device__ constexpr std::int32_t size() const { return 32; }
+  __device__ void sync() const { __syncwarp(kWholeWarp); }
+  [[nodiscard]] __device__ std::uint64_t sum(std::uint64_t mine) const {
+    auto x = static_cast<unsigned long long>(mine);
+    for (int bits = 16; bits > 0; bits /= 2) x += __shfl_xor_sync(kWholeWarp, x, bits);
+    return x;
+  }
+  [[nodiscard]] __device__ float largest(float mine) const {
+    for (int bits = 16; bits > 0; bits /= 2) {
+      const float other = __shfl_xor_sync(kWholeWarp, mine, bits);
+      mine = other > mine ? other : mine;
+    }
+    return mine;
+  }
+  [[nodiscard]] __device__ std::uint64_t sum_before(std::uint64_t mine) const {
+    auto x = static_cast<unsigned long long>(mine);
+    for (unsigned step = 1; step < 32; step *= 2) {
+      const unsigned long long below = __shfl_up_sync(kWholeWarp, x, step);
+      if (rank() >= static_cast<std::int32_t>(step)) x += below;
+    }
+    return x - mine;
+  }
+};
+
+/// All threads of a block, a multiple of 32. `scratch`: kBlockScratch words of shared memory that nothing else uses while the team works.
+inline constexpr std::int32_t kBlockScratch = 33;
+
+class BlockTeam {
+ public:
+  __device__ explicit BlockTeam(unsigned long long* scratch) : scratch_(scratch) {}
+  [[nodiscard]] __device__ std::int32_t rank() const { return static_cast<std::int32_t>(threadIdx.x); }
+  [[nodiscard]] __device__ std::int32_t size() const { return static_cast<std::int32_t>(blockDim.x); }
+  __device__ void sync() const { __syncthreads(); }
+
+  [[nodiscard]] __device__ std::uint64_t sum(std::uint64_t mine) const {
+    const std::uint64_t of_warp = WarpTeam{}.sum(mine);
+    publish(of_warp);
+    unsigned long long all = lane() < warps() ? scratch_[lane()] : 0;
+    all = WarpTeam{}.sum(all);
+    __syncthreads();
+    return all;
+  }
+  [[nodiscard]] __device__ float largest(float mine) const {
+    const float of_warp = WarpTeam{}.largest(mine);
+    publish(__float_as_uint(of_warp));
+    const float all = WarpTeam{}.largest(__uint_as_float(static_cast<unsigned>(scratch_[lane() < warps() ? lane() : 0])));
+    __syncthreads();
+    return all;
+  }
+  [[nodiscard]] __device__ std::uint64_t sum_before(std::uint64_t mine) const {
+    const std::uint64_t before = WarpTeam{}.sum_before(mine);
+    if (lane() == 31) scratch_[warp()] = before + mine;
+    __syncthreads();
+    const unsigned long long of_lane = lane() < warps() ? scratch_[lane()] : 0;
+    const unsigned long long before_warp = WarpTeam{}.sum_before(of_lane);
+    const unsigned long long offset = __shfl_sync(kWholeWarp, before_warp, warp());
+    __syncthreads();
+    return before + offset;
+  }
+  /// The first thread's number, for each.
+  template <class T>
+  [[nodiscard]] __device__ T from_first(T mine) const {
+    if (rank() == 0) scratch_[32] = static_cast<unsigned long long>(mine);
+    __syncthreads();
+    const T first = static_cast<T>(scratch_[32]);
+    __syncthreads();
+    return first;
+  }
+
+ private:
+  [[nodiscard]] __device__ int lane() const { return static_cast<int>(threadIdx.x % 32); }
+  [[nodiscard]] __device__ int warp() const { return static_cast<int>(threadIdx.x / 32); }
+  [[nodiscard]] __device__ int warps() const { return static_cast<int>(blockDim.x / 32); }
+  __device__ void publish(std::uint64_t of_warp) const {
+    if (lane() == 0) scratch_[warp()] = of_warp;
+    __syncthreads();
+  }
+
+  unsigned long long* scratch_;
+};
+
+}  // namespace kvkeep::cuda

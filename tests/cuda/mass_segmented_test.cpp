@@ -1,0 +1,206 @@
+// AMS in one launch: mass, credit and slots are those of the CPU bit for bit, for every option, variant and length.
+
+#include "mass_segmented.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "device.h"
+#include "kvkeep/allot/mass_segmented.h"
+#include "oracle/random_case.h"
+
+namespace kvkeep::cuda {
+namespace {
+
+using MassSegmentedKernel = OnDevice;
+
+struct Case {
+  MassSegmentedOptions options;
+  Variant variant = Variant::strict;
+  Padding padding;
+  std::int32_t heads = 1;
+  bool explain = false;
+  std::vector<Row> rows;
+  std::vector<RowLimit> limits;
+  std::vector<RowUsage> usages;
+  std::vector<std::vector<std::int32_t>> positions;
+  std::vector<std::vector<float>> old_credit;
+  std::vector<float> scores, usage;
+
+  [[nodiscard]] std::int32_t longest() const {
+    std::int32_t most = 0;
+    for (const Row& row : rows) most = std::max(most, row.length);
+    return most;
+  }
+};
+
+Case random_case(oracle::Random& random, std::initializer_list<int> lengths) {
+  Case c;
+  MassSegmentedOptions& o = c.options;
+  c.variant = random.one_of({Variant::strict, Variant::strict, Variant::official});
+  o.segments = random.one_of({Segmentation::mass, Segmentation::mass, Segmentation::mass, Segmentation::fixed, Segmentation::none});
+  o.fixed = random.one_of({1, 16, 128});
+  o.segment_mass = random.one_of({0.0005, 0.02, 0.02, 0.1, 0.3, 1.0});
+  o.min_segment = random.one_of({1, 8, 32});
+  o.max_segment = random.one_of({64, 100, 1024});
+  o.min_quota = random.one_of({0, 1, 8, 40});
+  o.quotas = random.one_of({QuotaWeight::mass, QuotaWeight::mass, QuotaWeight::equal, QuotaWeight::length, QuotaWeight::raw_mass});
+  o.credit = random.chance(0.7);
+  o.pool = random.one_of({1, 5, 7});
+  o.suffix_fill = random.one_of({SuffixFill::max_head, SuffixFill::max_global, SuffixFill::causal_mean, SuffixFill::exclude});
+  o.coverage = random.one_of({1.0, 1.0, 0.5, 0.0});
+  o.coverage_auto = random.chance(0.1);
+  c.heads = random.one_of({1, 2, 4});
+  c.explain = random.chance(0.5);
+  if (c.variant == Variant::official) {
+    o.coverage = 1.0;
+    o.coverage_auto = false;
+    c.padding = {random.between(0, 5), random.between(0, 9)};
+  }
+  for (int g = random.between(1, 2); g > 0; --g) {
+    const std::int32_t length = random.one_of(lengths), budget = random.between(1, length);
+    const bool due = length > budget && random.chance(0.9);
+    const std::int32_t window = random.between(0, std::min(40, length - 1)), history = length - random.between(window == 0 ? 0 : 1, std::max(window, 1));
+    const std::int32_t newest = 2 * length - random.between(0, 6);
+    for (std::int32_t h = 0; h < c.heads; ++h) {
+      Row row;
+      row.length = length;
+      row.first = static_cast<std::int64_t>(c.scores.size());
+      c.positions.emplace_back();
+      for (std::int32_t t = 0; t < length; ++t) c.positions.back().push_back(2 * t + random.between(0, 1));
+      c.old_credit.emplace_back(static_cast<std::size_t>(random.chance(0.8) ? random.between(0, length) : length + 3));
+      for (float& x : c.old_credit.back()) x = static_cast<float>(random.unit()) * 0.01F;
+      c.limits.push_back({budget, due, protect(length, budget, random.between(0, 5), random.between(0, 33), c.variant)});
+      c.usages.push_back({window, window == 0 ? length : std::max(0, history), newest});
+      const int kind = random.between(0, 3);
+      for (std::int32_t t = 0; t < length; ++t) {
+        c.scores.push_back(kind == 0 ? static_cast<float>(random.between(0, 3)) : static_cast<float>(random.normal()));
+        c.usage.push_back(kind == 1 ? 0.0F : kind == 2 ? static_cast<float>(random.between(0, 1)) : static_cast<float>(random.unit() * random.unit() * random.unit()) / static_cast<float>(length));
+      }
+      c.rows.push_back(row);
+    }
+  }
+  return c;
+}
+
+struct Outcome {
+  std::vector<float> mass, used, credit;
+  std::vector<std::int32_t> slots;
+  std::vector<std::int64_t> indptr;
+};
+
+Outcome on_cpu(const Case& c) {
+  const ModelSpec spec{.query_heads = c.heads, .kv_heads = c.heads, .key_dim = 4, .value_dim = 4, .softmax_scale = 0, .rope = {}, .layers = std::vector<LayerSpec>(1)};
+  RowTable table;
+  table.rows = c.rows;
+  table.slots = static_cast<std::int64_t>(c.scores.size());
+  WindowAttention seen;
+  std::vector<std::int32_t> newest(c.rows.size());
+  for (std::size_t r = 0; r < c.rows.size(); ++r) {
+    table.rows[r].positions = c.positions[r].data();
+    table.rows[r].credit = c.old_credit[r].data();
+    table.rows[r].credit_length = static_cast<std::int32_t>(c.old_credit[r].size());
+    seen.windows.push_back({c.usages[r].queries, c.usages[r].history});
+    newest[r] = c.usages[r].newest;
+    if (r % static_cast<std::size_t>(c.heads) != 0) continue;
+    RowGroup group;
+    group.first_row = static_cast<std::int64_t>(r);
+    group.queries.positions = &newest[r];
+    group.queries.ring = group.queries.count = 1;
+    table.groups.push_back(group);
+  }
+  const auto f32 = at::TensorOptions().dtype(kFloat32);
+  seen.usage = at::from_blob(const_cast<float*>(c.usage.data()), {table.slots}, f32).clone();
+  Decision decision;
+  decision.scores.data = at::from_blob(const_cast<float*>(c.scores.data()), {table.slots}, f32);
+  const Limits limits{c.variant, c.padding, c.limits};
+  MassSegmented(c.options).allot({.spec = spec, .table = table, .basis = QueryBasis::pre_rope, .moment = Moment::step_end, .explain = c.explain, .output_projections = {}}, limits, seen, decision);
+  const auto floats = [](const Tensor& t) { return std::vector<float>(t.data_ptr<float>(), t.data_ptr<float>() + t.numel()); };
+  Outcome out;
+  out.mass = floats(decision.allotment->mass.data);
+  if (c.explain) out.used = floats(decision.allotment->mass_used.data);
+  if (decision.credit) out.credit = floats(*decision.credit);
+  out.slots.assign(decision.keep->slots.data_ptr<std::int32_t>(), decision.keep->slots.data_ptr<std::int32_t>() + decision.keep->slots.numel());
+  out.indptr = decision.keep->indptr;
+  return out;
+}
+
+template <class T>
+void expect_alike(const std::vector<T>& got, const std::vector<T>& wanted, const std::string& what) {
+  ASSERT_EQ(got.size(), wanted.size()) << what;
+  const auto differs = std::mismatch(got.begin(), got.end(), wanted.begin());
+  ASSERT_TRUE(differs.first == got.end()) << what << ": at " << differs.first - got.begin() << " of " << got.size() << " stands " << *differs.first << "; the CPU has " << *differs.second;
+}
+
+void compare(const Case& c, const std::string& what) {
+  const Outcome wanted = on_cpu(c);
+  in_every_order([&] {
+    std::vector<std::int32_t> positions;
+    std::vector<float> old_credit;
+    for (std::size_t r = 0; r < c.rows.size(); ++r) {
+      positions.insert(positions.end(), c.positions[r].begin(), c.positions[r].end());
+      old_credit.insert(old_credit.end(), c.old_credit[r].begin(), c.old_credit[r].end());
+    }
+    const DeviceArray<std::int32_t> device_positions(positions);
+    const DeviceArray<float> device_credit(old_credit);
+    std::vector<Row> rows = c.rows;
+    std::size_t next = 0;
+    for (std::size_t r = 0; r < rows.size(); ++r) {
+      rows[r].positions = device_positions.data() + rows[r].first;
+      rows[r].credit = device_credit.data() + next;
+      rows[r].credit_length = static_cast<std::int32_t>(c.old_credit[r].size());
+      next += c.old_credit[r].size();
+    }
+    const DeviceArray<Row> device_rows(rows);
+    const DeviceArray<RowLimit> limits(c.limits);
+    const DeviceArray<RowUsage> usages(c.usages);
+    const DeviceArray<float> scores(c.scores), mass(c.usage), used(c.explain ? c.usage.size() : 0), credit(c.options.credit ? c.usage.size() : 0);
+    const DeviceArray<std::int64_t> indptr(wanted.indptr);
+    const DeviceArray<std::int32_t> slots(wanted.slots.size());
+    MassSegmentedArguments a;
+    a.options = c.options;
+    a.variant = c.variant;
+    a.padding = c.padding;
+    a.rows = device_rows.data();
+    a.limits = limits.data();
+    a.usages = usages.data();
+    a.count = static_cast<std::int32_t>(c.rows.size());
+    a.heads = c.heads;
+    a.longest = c.longest();
+    a.slots_in_all = static_cast<std::int64_t>(c.scores.size());
+    a.scores = scores.data();
+    a.mass = mass.data();
+    a.used = c.explain ? used.data() : nullptr;
+    a.credit = c.options.credit ? credit.data() : nullptr;
+    a.indptr = indptr.data();
+    a.slots = slots.data();
+    const std::size_t bytes = mass_segmented_workspace_bytes(c.options, a.count, a.longest, a.slots_in_all);
+    const DeviceArray<std::byte> workspace(bytes);
+    a.workspace = workspace.data();
+    launch_mass_segmented(a, nullptr);
+    expect_alike(mass.download(), wanted.mass, what + ", mass");
+    expect_alike(used.download(), wanted.used, what + ", mass with credit");
+    expect_alike(credit.download(), wanted.credit, what + ", credit");
+    expect_alike(slots.download(), wanted.slots, what + ", slots");
+  });
+}
+
+TEST_F(MassSegmentedKernel, KeepsTheCpusSlotsWithItsMassAndCreditBitForBit) {
+  oracle::Random random(21);
+  for (int round = 0; round < 120; ++round) compare(random_case(random, {1, 2, 3, 31, 64, 97, 255, 256, 257, 600}), "round " + std::to_string(round));
+}
+
+TEST_F(MassSegmentedKernel, TakesRowsThatNeedTheLargestBlockAndSegmentsTooLongForAWarp) {
+  oracle::Random random(22);
+  for (int round = 0; round < 6; ++round) {
+    Case c = random_case(random, {4097, 6000});
+    if (round % 2 == 0) c.options.segments = Segmentation::none;
+    compare(c, "round " + std::to_string(round));
+  }
+}
+
+}  // namespace
+}  // namespace kvkeep::cuda
