@@ -146,7 +146,7 @@ __device__ void pass_over(const BlockTeam& team, const MassSegmentedArguments& a
   }
 }
 
-__global__ void __launch_bounds__(kMostThreads) mass_segmented_kernel(MassSegmentedArguments a) {
+__global__ void __launch_bounds__(kMostThreads, 1) mass_segmented_kernel(MassSegmentedArguments a) {
   __shared__ unsigned long long scratch[kBlockScratch];
   __shared__ std::int32_t histograms[kMostThreads / 32 * kDigits];
   __shared__ std::int32_t cached[kCachedCuts];
