@@ -1,0 +1,242 @@
+// Kernels on a GPU against what the chip can do: bytes moved against its own copy, measured in the same run.
+//
+// Names: <kernel>/<model>/batch:<B>/<slots before>-><slots after>. Times are GPU times of one launch over all layers, medians over the repetitions that Google Benchmark asks for;
+// `copy_GBps` is a device-to-device copy of 1 GiB in the same run, read and write counted, `share` what the kernel reaches of it. Inputs lie in the GPU's memory, larger than its caches
+// from batch 8 on. Every case is checked before it is timed.
+
+#include <benchmark/benchmark.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "compact.h"
+#include "mass_segmented.h"
+#include "select.h"
+
+namespace kvkeep::cuda {
+namespace {
+
+void expect(cudaError_t status) {
+  if (status != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(status));
+}
+
+struct Shape {
+  const char* name;
+  std::int32_t layers, kv_heads, dim;
+};
+constexpr Shape kShapes[] = {{"qwen7b", 28, 4, 128}, {"llama8b", 32, 8, 128}};
+
+template <class T>
+class Device {
+ public:
+  explicit Device(std::size_t count) : count_(count) { expect(cudaMalloc(reinterpret_cast<void**>(&data_), std::max<std::size_t>(count, 1) * sizeof(T))); }
+  explicit Device(const std::vector<T>& from) : Device(from.size()) { expect(cudaMemcpy(data_, from.data(), count_ * sizeof(T), cudaMemcpyHostToDevice)); }
+  ~Device() { cudaFree(data_); }
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+  [[nodiscard]] T* data() const { return data_; }
+  [[nodiscard]] std::vector<T> download() const {
+    std::vector<T> to(count_);
+    expect(cudaMemcpy(to.data(), data_, count_ * sizeof(T), cudaMemcpyDeviceToHost));
+    return to;
+  }
+
+ private:
+  std::size_t count_;
+  T* data_ = nullptr;
+};
+
+/// GPU milliseconds of `work`, which only launches.
+template <class Work>
+double gpu_milliseconds(const Work& work) {
+  static cudaEvent_t begin = [] { cudaEvent_t e; expect(cudaEventCreate(&e)); return e; }(), end = [] { cudaEvent_t e; expect(cudaEventCreate(&e)); return e; }();
+  expect(cudaEventRecord(begin));
+  work();
+  expect(cudaEventRecord(end));
+  expect(cudaEventSynchronize(end));
+  float ms = 0;
+  expect(cudaEventElapsedTime(&ms, begin, end));
+  return static_cast<double>(ms);
+}
+
+/// GB/s that a copy inside the GPU's memory reads and writes.
+double copy_bandwidth() {
+  static const double found = [] {
+    constexpr std::size_t kBytes = std::size_t{1} << 30;
+    const Device<std::byte> from(kBytes), to(kBytes);
+    std::vector<double> ms;
+    for (int i = 0; i < 11; ++i) ms.push_back(gpu_milliseconds([&] { expect(cudaMemcpyAsync(to.data(), from.data(), kBytes, cudaMemcpyDeviceToDevice)); }));
+    std::nth_element(ms.begin(), ms.begin() + 5, ms.end());
+    return 2.0 * kBytes / ms[5] / 1e6;
+  }();
+  return found;
+}
+
+/// All rows of an event over one dense bf16 cache, with random scores and slots that stay.
+struct Event {
+  Event(const Shape& shape, std::int32_t batch, std::int32_t slots_before, std::int32_t slots_after)
+      : count(shape.layers * batch * shape.kv_heads), length(slots_before), budget(slots_after), width(shape.dim * 2), cache(std::size_t{2} * static_cast<std::size_t>(count) * length * width) {
+    std::mt19937 random(1);
+    std::normal_distribution<float> normal;
+    std::vector<Row> all(static_cast<std::size_t>(count));
+    const std::int64_t side = std::int64_t{count} * length * width;
+    for (std::int32_t r = 0; r < count; ++r) {
+      Row& row = all[static_cast<std::size_t>(r)];
+      row.layer = r / (batch * shape.kv_heads);
+      row.length = length;
+      row.first = std::int64_t{r} * length;
+      row.keys = {cache.data() + row.first * width, width, width};
+      row.values = {cache.data() + side + row.first * width, width, width};
+      indptr.push_back(std::int64_t{r} * budget);
+      std::vector<std::int32_t> order(static_cast<std::size_t>(length));
+      std::iota(order.begin(), order.end(), 0);
+      std::shuffle(order.begin() + 4, order.end(), random);
+      std::sort(order.begin(), order.begin() + budget);
+      kept.insert(kept.end(), order.begin(), order.begin() + budget);
+    }
+    indptr.push_back(std::int64_t{count} * budget);
+    rows = std::make_unique<Device<Row>>(all);
+    limits = std::make_unique<Device<RowLimit>>(std::vector<RowLimit>(static_cast<std::size_t>(count), RowLimit{budget, true, {4, 32}}));
+    usages = std::make_unique<Device<RowUsage>>(std::vector<RowUsage>(static_cast<std::size_t>(count), RowUsage{32, length - 32, length - 1}));
+    bounds = std::make_unique<Device<std::int64_t>>(indptr);
+    slots = std::make_unique<Device<std::int32_t>>(kept);
+    std::vector<float> drawn(static_cast<std::size_t>(count) * static_cast<std::size_t>(length));
+    for (float& x : drawn) x = normal(random);
+    scores = std::make_unique<Device<float>>(drawn);
+    for (float& x : drawn) x = x * x / static_cast<float>(length);
+    usage = std::make_unique<Device<float>>(drawn);
+  }
+
+  std::int32_t count, length, budget;
+  std::int64_t width;
+  Device<std::byte> cache;
+  std::vector<std::int64_t> indptr;
+  std::vector<std::int32_t> kept;
+  std::unique_ptr<Device<Row>> rows;
+  std::unique_ptr<Device<RowLimit>> limits;
+  std::unique_ptr<Device<RowUsage>> usages;
+  std::unique_ptr<Device<std::int64_t>> bounds;
+  std::unique_ptr<Device<std::int32_t>> slots;
+  std::unique_ptr<Device<float>> scores, usage;
+};
+
+/// Times `work` and reports it against `bytes` read and written.
+template <class Work>
+void time(benchmark::State& state, double bytes, const Work& work) {
+  work();
+  expect(cudaDeviceSynchronize());
+  std::vector<double> ms;
+  for (auto _ : state) {
+    ms.push_back(gpu_milliseconds(work));
+    state.SetIterationTime(ms.back() / 1e3);
+  }
+  std::nth_element(ms.begin(), ms.begin() + static_cast<std::ptrdiff_t>(ms.size() / 2), ms.end());
+  const double median = ms[ms.size() / 2];
+  state.counters["us"] = median * 1e3;
+  state.counters["GBps"] = bytes / median / 1e6;
+  state.counters["copy_GBps"] = copy_bandwidth();
+  state.counters["share"] = bytes / median / 1e6 / copy_bandwidth();
+}
+
+void Compact(benchmark::State& state, Shape shape, std::int32_t batch, std::int32_t length, std::int32_t budget) {
+  const Event event(shape, batch, length, budget);
+  const CompactArguments arguments{.rows = event.rows->data(), .columns = nullptr, .count = event.count, .slots = event.slots->data(), .indptr = event.bounds->data(), .pages_after = nullptr, .pages_stride = 0};
+  // Every key says whose it is and where it stood.
+  std::vector<std::int32_t> tags(static_cast<std::size_t>(event.cache.download().size() / 4));
+  const std::int64_t words = event.width / 4;
+  for (std::size_t i = 0; i < tags.size(); ++i) tags[i] = static_cast<std::int32_t>(static_cast<std::int64_t>(i) / words);
+  expect(cudaMemcpy(event.cache.data(), tags.data(), tags.size() * 4, cudaMemcpyHostToDevice));
+  launch_compact(arguments, nullptr);
+  const std::vector<std::byte> moved = event.cache.download();
+  for (std::int64_t r = 0; r < event.count; ++r)
+    for (std::int64_t j = 0; j < budget; ++j)
+      if (reinterpret_cast<const std::int32_t*>(moved.data())[(r * length + j) * words] != static_cast<std::int32_t>(r * length + event.kept[static_cast<std::size_t>(r * budget + j)]))
+        return state.SkipWithError("a slot holds another slot's bytes");
+  time(state, 2.0 * 2 * static_cast<double>(event.count) * budget * static_cast<double>(event.width), [&] { launch_compact(arguments, nullptr); });
+}
+
+void Select(benchmark::State& state, Shape shape, std::int32_t batch, std::int32_t length, std::int32_t budget) {
+  const Event event(shape, batch, length, budget);
+  const SelectArguments arguments{.rows = event.rows->data(),
+                                  .limits = event.limits->data(),
+                                  .count = event.count,
+                                  .longest = length,
+                                  .scores = event.scores->data(),
+                                  .indptr = event.bounds->data(),
+                                  .slots = event.slots->data()};
+  time(state, static_cast<double>(event.count) * (length + budget) * 4, [&] { launch_select(arguments, nullptr); });
+  const std::vector<std::int32_t> kept = event.slots->download();
+  for (std::size_t n = 1; n < kept.size(); ++n)
+    if (n % static_cast<std::size_t>(budget) != 0 && kept[n] <= kept[n - 1]) return state.SkipWithError("kept slots do not ascend");
+}
+
+void MassSegmented(benchmark::State& state, Shape shape, std::int32_t batch, std::int32_t length, std::int32_t budget) {
+  const Event event(shape, batch, length, budget);
+  const std::size_t slots = static_cast<std::size_t>(event.count) * static_cast<std::size_t>(length);
+  const Device<float> mass(slots), credit(slots);
+  MassSegmentedArguments a;
+  a.rows = event.rows->data();
+  a.limits = event.limits->data();
+  a.usages = event.usages->data();
+  a.count = event.count;
+  a.heads = shape.kv_heads;
+  a.longest = length;
+  a.slots_in_all = static_cast<std::int64_t>(slots);
+  a.scores = event.scores->data();
+  a.mass = mass.data();
+  a.credit = credit.data();
+  a.indptr = event.bounds->data();
+  a.slots = event.slots->data();
+  const Device<std::byte> workspace(mass_segmented_workspace_bytes(a.options, a.count, a.longest, a.slots_in_all));
+  a.workspace = workspace.data();
+  const auto again = [&] { expect(cudaMemcpyAsync(mass.data(), event.usage->data(), slots * 4, cudaMemcpyDeviceToDevice)); };
+  again();
+  time(state, static_cast<double>(event.count) * (4.0 * length + budget) * 4, [&] { launch_mass_segmented(a, nullptr); });
+  const std::vector<std::int32_t> kept = event.slots->download();
+  for (std::size_t n = 1; n < kept.size(); ++n)
+    if (n % static_cast<std::size_t>(budget) != 0 && kept[n] <= kept[n - 1]) return state.SkipWithError("kept slots do not ascend");
+}
+
+void add_all() {
+  struct Size {
+    std::int32_t batch, length, budget;
+  };
+  const auto add = [](const char* kernel, auto body, std::initializer_list<Size> sizes) {
+    for (const Shape& shape : kShapes)
+      for (const Size& s : sizes) {
+        const std::string name = std::string(kernel) + "/" + shape.name + "/batch:" + std::to_string(s.batch) + "/" + std::to_string(s.length) + "->" + std::to_string(s.budget);
+        benchmark::RegisterBenchmark(name.c_str(), body, shape, s.batch, s.length, s.budget)->UseManualTime()->Iterations(31)->Unit(benchmark::kMicrosecond);
+      }
+  };
+  add("Compact", Compact, {{1, 1536, 1024}, {1, 1024, 512}, {8, 1536, 1024}, {32, 1536, 1024}});
+  add("Select", Select, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
+  add("MassSegmented", MassSegmented, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
+}
+
+}  // namespace
+}  // namespace kvkeep::cuda
+
+int main(int argc, char** argv) {
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+    std::fprintf(stderr, "kvkeep_gpu_bench: there is no GPU here\n");
+    return 2;
+  }
+  cudaDeviceProp chip{};
+  kvkeep::cuda::expect(cudaGetDeviceProperties(&chip, 0));
+  benchmark::AddCustomContext("gpu", chip.name);
+  benchmark::AddCustomContext("copy_GBps", std::to_string(kvkeep::cuda::copy_bandwidth()));
+  kvkeep::cuda::add_all();
+  benchmark::Initialize(&argc, argv);
+  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 2;
+  benchmark::RunSpecifiedBenchmarks();
+  return 0;
+}
