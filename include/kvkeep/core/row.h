@@ -31,6 +31,12 @@ struct SlotAddress {
   }
 };
 
+/// Where one side of the row (place, head) of a dense layer lies, from slot `start` on. `side`: [B, Hkv, capacity, D], or without D for scales. Undefined: width 0.
+[[nodiscard]] SlotAddress dense_address(const Tensor& side, std::int64_t place, std::int64_t head, std::int64_t start = 0);
+
+/// The same of a paged layer, whose row holds `pages` in order.
+[[nodiscard]] SlotAddress paged_address(const Tensor& side, PageLayout layout, std::int64_t head, const std::int32_t* pages);
+
 /// One row with the columns that travel with it.
 struct Row {
   std::int32_t layer = 0;
