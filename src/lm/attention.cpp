@@ -41,6 +41,20 @@ std::int64_t first_visible(const AttentionRow& row, const AttentionShape& shape,
   return std::max<std::int64_t>(0, row.slots_before - (positions[0] - oldest));
 }
 
+// Calls f(rows, first, count) for the slots [begin, begin + slots), in order, cut where they cease to lie one stride apart. Each output of the kernels is one sum over
+// the key's numbers, or goes on where the last call left it: the cuts change no bit.
+template <class F>
+void for_runs(const SlotAddress& side, ScalarType dtype, std::int64_t begin, std::int64_t slots, const F& f) {
+  const auto bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
+  for (std::int64_t done = 0; done < slots;) {
+    const std::byte* first = side.at(begin + done);
+    std::int64_t count = std::min(side.run(begin + done), slots - done);
+    while (done + count < slots && side.at(begin + done + count) == first + count * side.stride) count += std::min(side.run(begin + done + count), slots - done - count);
+    f(Rows{first, dtype, side.stride / bytes}, done, count);
+    done += count;
+  }
+}
+
 class TileAttention {
  public:
   explicit TileAttention(const AttentionShape& shape) : shape_(shape) {}
@@ -52,7 +66,9 @@ class TileAttention {
     const std::int64_t slots = row.slots_before + tile.last - begin;
     gather(row, tile, queries);
     logits_.resize(static_cast<std::size_t>(vectors * slots));
-    dots(row.keys.from(begin), slots, shape_.key_dim, queries_.data(), shape_.key_dim, vectors, logits_.data(), slots);
+    for_runs(row.keys, row.key_dtype, begin, slots, [&](const Rows& keys, std::int64_t first, std::int64_t count) {
+      dots(keys, count, shape_.key_dim, queries_.data(), shape_.key_dim, vectors, logits_.data() + first, slots);
+    });
 
     sums_.resize(static_cast<std::size_t>(vectors));
     for (std::int64_t v = 0; v < vectors; ++v) {
@@ -61,7 +77,9 @@ class TileAttention {
       sums_[static_cast<std::size_t>(v)] = exponentials(logits, slots, shape_.scale);
     }
     outputs_.assign(static_cast<std::size_t>(vectors * shape_.value_dim), 0.0F);
-    add_weighted_rows(row.values.from(begin), slots, shape_.value_dim, logits_.data(), slots, vectors, outputs_.data(), shape_.value_dim);
+    for_runs(row.values, row.value_dtype, begin, slots, [&](const Rows& values, std::int64_t first, std::int64_t count) {
+      add_weighted_rows(values, count, shape_.value_dim, logits_.data() + first, slots, vectors, outputs_.data(), shape_.value_dim);
+    });
     scatter(row, tile, out);
   }
 
