@@ -218,12 +218,12 @@ TEST(CopyPages, CopiesTheSlotsInUseOfEverySideAndNothingElse) {
 /// An engine that decodes nothing: every slot of every row holds a number of its own, and a plain list beside says which.
 class Serving {
  public:
-  static constexpr std::int32_t kLayers = 2, kHeads = 2, kRows = kLayers * kHeads, kPages = 40;
+  static constexpr std::int32_t kLayers = 2, kHeads = 2, kRows = kLayers * kHeads;
 
   Serving(std::uint64_t seed, std::int32_t page_size, const std::string& policy)
-      : random_(seed), size_(page_size), pool_(kPages, page_size), sequences_(pool_), keeper_(spec(), make_policy(policy)) {
+      : random_(seed), size_(page_size), pages_(std::min(40, 160 / page_size)), pool_(pages_, page_size), sequences_(pool_), keeper_(spec(), make_policy(policy)) {
     for (std::int32_t l = 0; l < kLayers; ++l) {
-      const auto side = [&] { return at::full({kPages, size_, kHeads, 1}, -1, at::TensorOptions().dtype(kFloat32)); };
+      const auto side = [&] { return at::full({pages_, size_, kHeads, 1}, -1, at::TensorOptions().dtype(kFloat32)); };
       layers_.emplace_back(PagedKv{side(), side(), PageLayout::slot_head});
     }
   }
@@ -240,7 +240,7 @@ class Serving {
 
   /// No page is lost or held by more than its counter says, and every sequence reads back what it wrote.
   void check() const {
-    std::vector<std::int32_t> holders(kPages, 0);
+    std::vector<std::int32_t> holders(static_cast<std::size_t>(pages_), 0);
     for (const auto& [id, mine] : model_) {
       const auto pages = sequences_.pages(id);
       ASSERT_EQ(pages.size(), static_cast<std::size_t>((sequences_.length(id) + size_ - 1) / size_));
@@ -256,7 +256,7 @@ class Serving {
         }
     }
     std::int32_t free = 0;
-    for (std::int32_t page = 0; page < kPages; ++page) {
+    for (std::int32_t page = 0; page < pages_; ++page) {
       ASSERT_EQ(pool_.references(page), holders[static_cast<std::size_t>(page)]) << "page " << page;
       free += holders[static_cast<std::size_t>(page)] == 0 ? 1 : 0;
     }
@@ -412,7 +412,7 @@ class Serving {
     const Plan plan = keeper_.plan(view);
     const Ints before = lengths;
     Ints holders;
-    for (std::int32_t page = 0; page < kPages; ++page) holders.push_back(pool_.references(page));
+    for (std::int32_t page = 0; page < pages_; ++page) holders.push_back(pool_.references(page));
     const std::vector<Tensor> bytes = everything();
     Report report;
     try {
@@ -440,7 +440,7 @@ class Serving {
       taken.insert(move.after.begin(), move.after.end());
       count["copied by events"] += move.taken;
     }
-    for (std::int32_t page = 0; page < kPages; ++page) {
+    for (std::int32_t page = 0; page < pages_; ++page) {
       const std::int32_t before_event = holders[static_cast<std::size_t>(page)];
       if (before_event == 1 || (before_event == 0 && taken.contains(page))) continue;
       for (std::size_t side = 0; side < now.size(); ++side) ASSERT_TRUE(now[side][page].equal(bytes[side][page])) << "an event wrote page " << page << ", shared or free";
@@ -457,7 +457,7 @@ class Serving {
   }
 
   oracle::Random random_;
-  std::int32_t size_;
+  std::int32_t size_, pages_;  ///< so few pages that they run out
   PagePool pool_;
   PagedSequences sequences_;
   Keeper keeper_;
