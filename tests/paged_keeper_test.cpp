@@ -228,7 +228,7 @@ void PrintTo(const PolicyCase& one, std::ostream* out) { *out << one.name; }
 
 class PagedKeeper : public ::testing::TestWithParam<PolicyCase> {};
 
-TEST_P(PagedKeeper, KeepsOnAnyPagesExactlyWhatItKeepsInADenseCache) {  // B21, B23, B24, B25, B26
+TEST_P(PagedKeeper, KeepsOnAnyPagesExactlyWhatItKeepsInADenseCache) {  // B21, B23, B24, B25
   const auto [name, policy, ragged] = GetParam();
   int which = 0;
   for (const std::int32_t page_size : {1, 16, 32, 64, 128})

@@ -469,7 +469,7 @@ class Serving {
 
 class PageModel : public ::testing::TestWithParam<std::tuple<std::int32_t, const char*>> {};
 
-TEST_P(PageModel, EverySequenceReadsBackItsOwnSlotsAndNoPageIsLostOverManyRandomOperations) {  // B21, B23, B24
+TEST_P(PageModel, EverySequenceReadsBackItsOwnSlotsAndNoPageIsLostOverManyRandomOperations) {  // B21, B23, B24, B27
   const auto [size, policy] = GetParam();
   const int operations = oracle::random_case_count(18'000);
   const auto seed = static_cast<std::uint64_t>(1000 + size);
