@@ -55,11 +55,12 @@ Room room_of(const LayerKv& layer, const Tensor& block_table) {
 }
 
 void check_side(const Tensor& side, const Sides& sides, bool paged, std::string_view name, std::int32_t layer, std::int64_t heads, std::int64_t dim) {
-  const std::string shape = !paged            ? text("[B, ", heads, ", capacity, ", dim, "]")
-                            : sides.slot == 1 ? text("[pages, page_size, ", heads, ", ", dim, "]")
-                                              : text("[pages, ", heads, ", page_size, ", dim, "]");
-  require(side.defined() && side.dim() == 4 && side.size(sides.head) == heads && side.size(3) == dim, "decoder step: ", name, " of layer ", layer, " must be ", shape,
-          "; given ", side.defined() ? text(side.sizes()) : std::string("nothing"));
+  if (!side.defined() || side.dim() != 4 || side.size(sides.head) != heads || side.size(3) != dim) {  // the words are made only where they are needed
+    const std::string shape = !paged            ? text("[B, ", heads, ", capacity, ", dim, "]")
+                              : sides.slot == 1 ? text("[pages, page_size, ", heads, ", ", dim, "]")
+                                                : text("[pages, ", heads, ", page_size, ", dim, "]");
+    refuse("decoder step: ", name, " of layer ", layer, " must be ", shape, "; given ", side.defined() ? text(side.sizes()) : std::string("nothing"));
+  }
   require(side.device().is_cpu(), "decoder step: ", name, " of layer ", layer, " are on ", side.device().str(), "; allowed cpu");
   require(is_scorable(side.scalar_type()), "decoder step: ", name, " of layer ", layer, " are ", c10::toString(side.scalar_type()),
           "; allowed f32, f16, bf16");
