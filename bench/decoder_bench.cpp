@@ -2,6 +2,7 @@
 // A decode step must read every weight once, so `read_share` says how near it is to the least time.
 
 #include <ATen/Parallel.h>
+#include <ATen/ops/randperm.h>
 #include <benchmark/benchmark.h>
 #include <unistd.h>
 
@@ -74,22 +75,30 @@ Decoder& decoder_of(ScalarType dtype) {
   return *checkpoint->decoder;
 }
 
-void decode(benchmark::State& state, ScalarType dtype) {
+// `page_size` 0: a dense cache.
+void decode(benchmark::State& state, ScalarType dtype, std::int32_t page_size = 0) {
   Decoder& decoder = decoder_of(dtype);
   const auto batch = static_cast<std::int32_t>(state.range(0));
   constexpr std::int32_t kHeld = 256;  // slots in use, as after an eviction
-  const auto cache = decoder.make_cache(batch, kHeld + 1, dtype);
+  const std::vector<DenseKv> dense = decoder.make_cache(batch, kHeld + 1, dtype);
+  std::vector<LayerKv> cache(dense.begin(), dense.end());
+  Tensor block_table;
+  if (page_size > 0) {
+    const std::int32_t pages = kHeld / page_size + 1;
+    cache = decoder.make_pages(batch * pages, page_size, dtype);
+    block_table = at::randperm(batch * pages, at::TensorOptions().dtype(kInt32)).view({batch, pages});
+  }
   const std::vector<std::int32_t> ids(static_cast<std::size_t>(batch), 7), positions(ids.size(), 4096), lengths(ids.size(), kHeld);
   std::vector<std::int32_t> indptr(ids.size() + 1), rows(ids.size());
   std::iota(indptr.begin(), indptr.end(), 0);
   std::iota(rows.begin(), rows.end(), 0);
   const Step step{ids, indptr, positions, rows, lengths};
-  benchmark::DoNotOptimize(decoder.forward(step, cache));  // faults the weights in
+  benchmark::DoNotOptimize(decoder.forward(step, cache, block_table));  // faults the weights in
   const double bandwidth = read_bandwidth();
   double fastest = 1e9, seconds = 0;  // the bandwidth is that of the best pass, so the share compares it with the best step
   for (auto _ : state) {
     const auto start = Clock::now();
-    benchmark::DoNotOptimize(decoder.forward(step, cache));
+    benchmark::DoNotOptimize(decoder.forward(step, cache, block_table));
     const double took = seconds_since(start);
     fastest = std::min(fastest, took);
     seconds += took;
@@ -118,6 +127,7 @@ void prefill(benchmark::State& state, ScalarType dtype) {
 
 BENCHMARK_CAPTURE(decode, f32, kFloat32)->ArgName("batch")->Arg(1)->Arg(4)->UseRealTime()->Unit(benchmark::kMillisecond);
 BENCHMARK_CAPTURE(decode, bf16, kBFloat16)->ArgName("batch")->Arg(1)->Arg(4)->UseRealTime()->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(decode, bf16_pages_of_16, kBFloat16, 16)->ArgName("batch")->Arg(1)->Arg(4)->UseRealTime()->Unit(benchmark::kMillisecond);
 BENCHMARK_CAPTURE(prefill, f32, kFloat32)->ArgName("tokens")->Arg(512)->UseRealTime()->Unit(benchmark::kMillisecond);
 BENCHMARK_CAPTURE(prefill, bf16, kBFloat16)->ArgName("tokens")->Arg(512)->UseRealTime()->Unit(benchmark::kMillisecond);
 

@@ -244,6 +244,18 @@ TEST_F(Command, RefusesEveryGoldenCaseThatMustFail) {
 // ---- Results
 // ---------------------------------------------------------------------------------------------------------------------------------
 
+TEST_F(Command, GeneratesTheSameInPagesAsInADenseCache) {
+  const auto in_pages = [&](const std::string& size) {
+    return run({"generate", "--model", model(), "--task", "ask", "--seed", "3", "--length", "96", "--policy", "tova,budget=24,interval=8", "--max-new-tokens", "20", "-o", "json",
+                "--quiet", "--page-size", size});
+  };
+  const Outcome dense = in_pages("0");
+  ASSERT_EQ(dense.code, 0) << dense.err;
+  EXPECT_GE(json::parse(dense.out)["events"].size(), 2U);
+  for (const char* size : {"1", "16"}) EXPECT_EQ(in_pages(size).out, dense.out) << size;
+  expect_refused({"generate", "--model", model(), "--ids", "1", "--page-size", "12"}, "power of two");
+}
+
 TEST_F(Command, GeneratesTokensAndSaysWhatEveryLayerAndHeadKept) {
   const Words words{
       "generate",         "--model", model(), "--task", "ask", "--seed", "3", "--length", "96", "--policy", "tova,budget=24,interval=8",

@@ -52,6 +52,8 @@
 // apply
 #include "kvkeep/keep/compact.h"
 #include "kvkeep/keep/pages.h"
+#include "kvkeep/keep/page_pool.h"
+#include "kvkeep/keep/paged_sequences.h"
 #include "kvkeep/keep/rerotate.h"
 
 // report: what it did, in numbers

@@ -30,7 +30,7 @@ struct Options {
   OutputOptions output;
   PromptOptions prompt;
   std::string policy = "full", retention;
-  std::int32_t new_tokens = 0;
+  std::int32_t new_tokens = 0, page_size = 0;
   bool forced = false, stop_at_end = false;
 };
 
@@ -139,7 +139,7 @@ Outcome decode(const Options& o, const PolicyText& policy_text, const PromptOpti
   lm::Decoder decoder = o.model.open();
   if (const std::string warning = warning_about(*policy); !o.output.quiet && !warning.empty()) note(warning);
   Progress progress(request.new_tokens, o.output.quiet);
-  lm::GeneratorOptions options{.cache_dtype = o.model.dtype()};
+  lm::GeneratorOptions options{.cache_dtype = o.model.dtype(), .page_size = o.page_size};
   options.hooks.on_step = [&](std::int64_t predicted) { progress.advance(predicted); };
   if (auto* oracle = dynamic_cast<Oracle*>(policy.get())) {
     require(prompt.sample.has_value(), "policy: oracle must know what is needed; allowed with --task");
@@ -189,6 +189,7 @@ Run add_generate(CLI::App& app) {
       ->check(CLI::Range(1, 1 << 24))
       ->option_text("N [128; all of the trace with --forced]");
   sub->add_flag("--forced", o->forced, "feed the task's own trace instead of the model's tokens (teacher forcing)");
+  sub->add_option("--page-size", o->page_size, "keep the cache in pages of N slots, a power of two up to 1024; the tokens are the same")->option_text("N [0: dense]");
   sub->add_flag("--stop", o->stop_at_end, "end behind an end token of the model");
   sub->add_option("--retention", o->retention, "write what stayed over time, for examples/plot_retention.py")->option_text("FILE.json");
   o->output.add(*sub);

@@ -43,22 +43,10 @@ void check_scales(const char* side, const Tensor& scales, const Tensor& rows, st
           "; allowed one device");
 }
 
-/// Sequence `place` of a dense tensor from slot `start` on, or the pages of a paged one.
-SlotAddress address(const Layer& layer, const Tensor& t, std::int64_t place, std::int32_t head, std::int64_t start, const std::int32_t* pages) {
-  if (!t.defined()) return {};
-  const auto bytes = static_cast<std::int64_t>(t.element_size());
-  SlotAddress side;
-  side.stride = t.stride(layer.slot) * bytes;
-  side.width = (t.dim() == 4 ? t.size(3) : 1) * bytes;
-  side.base = static_cast<std::byte*>(t.data_ptr()) + (head * t.stride(layer.head) + start * t.stride(layer.slot)) * bytes;
-  if (layer.paged) {
-    side.pages = pages;
-    side.page_stride = t.stride(0) * bytes;
-    side.page_shift = std::countr_zero(static_cast<std::uint64_t>(t.size(layer.slot)));
-  } else {
-    side.base += place * t.stride(0) * bytes;
-  }
-  return side;
+/// One side of the row (place, head) of either kind of layer.
+SlotAddress address(const LayerKv& layer, const Tensor& side, std::int64_t place, std::int32_t head, std::int64_t start, const std::int32_t* pages) {
+  if (const auto* paged = std::get_if<PagedKv>(&layer)) return paged_address(side, paged->layout, head, pages);
+  return dense_address(side, place, head, start);
 }
 
 void check_table(const CacheView& view) {
@@ -69,7 +57,32 @@ void check_table(const CacheView& view) {
   for (const std::int32_t start : view.starts) require(start == 0, "cache: a sequence starts at slot ", start, "; allowed 0 in pages");
 }
 
+/// The address of a side's very first slot; `slot` says which dimension slots are.
+SlotAddress first_slot(const Tensor& side, int slot) {
+  const auto bytes = static_cast<std::int64_t>(side.element_size());
+  return {.base = static_cast<std::byte*>(side.data_ptr()), .stride = side.stride(slot) * bytes, .width = (side.dim() == 4 ? side.size(3) : 1) * bytes};
+}
+
 }  // namespace
+
+SlotAddress dense_address(const Tensor& side, std::int64_t place, std::int64_t head, std::int64_t start) {
+  if (!side.defined()) return {};
+  SlotAddress address = first_slot(side, 2);
+  address.base += (place * side.stride(0) + head * side.stride(1) + start * side.stride(2)) * static_cast<std::int64_t>(side.element_size());
+  return address;
+}
+
+SlotAddress paged_address(const Tensor& side, PageLayout layout, std::int64_t head, const std::int32_t* pages) {
+  if (!side.defined()) return {};
+  const int slot = layout == PageLayout::slot_head ? 1 : 2;
+  const auto bytes = static_cast<std::int64_t>(side.element_size());
+  SlotAddress address = first_slot(side, slot);
+  address.base += head * side.stride(3 - slot) * bytes;
+  address.pages = pages;
+  address.page_stride = side.stride(0) * bytes;
+  address.page_shift = std::countr_zero(static_cast<std::uint64_t>(side.size(slot)));
+  return address;
+}
 
 RowTable make_rows(const ModelSpec& spec, const CacheView& view, std::span<const std::int32_t> layers, std::span<const std::int32_t> due) {
   const auto n = view.sequences.size();
@@ -84,7 +97,8 @@ RowTable make_rows(const ModelSpec& spec, const CacheView& view, std::span<const
   RowTable table;
   for (const std::int32_t l : layers) {
     require(!std::holds_alternative<std::monostate>(view.layers[static_cast<std::size_t>(l)]), "cache: layer ", l, " has no rows; the model spec calls it a full layer");
-    const Layer layer = layer_of(view.layers[static_cast<std::size_t>(l)]);
+    const LayerKv& kv = view.layers[static_cast<std::size_t>(l)];
+    const Layer layer = layer_of(kv);
     const auto& [keys, values, key_scales, value_scales, place_dim, head_dim, slot_dim, paged] = layer;
     check_side("keys", keys, layer, l, spec, spec.key_dim);
     check_side("values", values, layer, l, spec, spec.value_dim);
@@ -127,10 +141,10 @@ RowTable make_rows(const ModelSpec& spec, const CacheView& view, std::span<const
                               .head = h,
                               .length = length,
                               .first = table.slots,
-                              .keys = address(layer, keys, place, h, start, pages),
-                              .values = address(layer, values, place, h, start, pages),
-                              .key_scales = address(layer, key_scales, place, h, start, pages),
-                              .value_scales = address(layer, value_scales, place, h, start, pages)});
+                              .keys = address(kv, keys, place, h, start, pages),
+                              .values = address(kv, values, place, h, start, pages),
+                              .key_scales = address(kv, key_scales, place, h, start, pages),
+                              .value_scales = address(kv, value_scales, place, h, start, pages)});
         table.slots += length;
       }
       if (!paged || !view.block_table.device().is_cpu()) continue;

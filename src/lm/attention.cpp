@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 namespace kvkeep::lm::detail {
@@ -41,6 +42,32 @@ std::int64_t first_visible(const AttentionRow& row, const AttentionShape& shape,
   return std::max<std::int64_t>(0, row.slots_before - (positions[0] - oldest));
 }
 
+// Calls f(rows, first, count) for the slots [begin, begin + slots), in order, cut where they cease to lie one stride apart; short runs (small pages) are gathered in
+// `scratch` first. Each output of the kernels is one sum over a slot's numbers, or goes on where the last call left it: the cuts change no bit.
+template <class F>
+void for_runs(const SlotAddress& side, ScalarType dtype, std::int64_t begin, std::int64_t slots, std::vector<std::byte>& scratch, const F& f) {
+  constexpr std::int64_t kShortRun = 8, kGathered = 64;
+  const auto bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
+  const auto run = [&](std::int64_t slot) {
+    std::int64_t count = std::min(side.run(slot), begin + slots - slot);
+    while (slot + count < begin + slots && side.at(slot + count) == side.at(slot) + count * side.stride)
+      count += std::min(side.run(slot + count), begin + slots - slot - count);
+    return count;
+  };
+  for (std::int64_t done = 0; done < slots;) {
+    std::int64_t count = run(begin + done);
+    if (count >= kShortRun || count == slots - done) {
+      f(Rows{side.at(begin + done), dtype, side.stride / bytes}, done, count);
+    } else {
+      count = std::min(kGathered, slots - done);
+      scratch.resize(static_cast<std::size_t>(kGathered * side.width));
+      for (std::int64_t i = 0; i < count; ++i) std::memcpy(scratch.data() + i * side.width, side.at(begin + done + i), static_cast<std::size_t>(side.width));
+      f(Rows{scratch.data(), dtype, side.width / bytes}, done, count);
+    }
+    done += count;
+  }
+}
+
 class TileAttention {
  public:
   explicit TileAttention(const AttentionShape& shape) : shape_(shape) {}
@@ -52,7 +79,9 @@ class TileAttention {
     const std::int64_t slots = row.slots_before + tile.last - begin;
     gather(row, tile, queries);
     logits_.resize(static_cast<std::size_t>(vectors * slots));
-    dots(row.keys.from(begin), slots, shape_.key_dim, queries_.data(), shape_.key_dim, vectors, logits_.data(), slots);
+    for_runs(row.keys, row.key_dtype, begin, slots, scratch_, [&](const Rows& keys, std::int64_t first, std::int64_t count) {
+      dots(keys, count, shape_.key_dim, queries_.data(), shape_.key_dim, vectors, logits_.data() + first, slots);
+    });
 
     sums_.resize(static_cast<std::size_t>(vectors));
     for (std::int64_t v = 0; v < vectors; ++v) {
@@ -61,7 +90,9 @@ class TileAttention {
       sums_[static_cast<std::size_t>(v)] = exponentials(logits, slots, shape_.scale);
     }
     outputs_.assign(static_cast<std::size_t>(vectors * shape_.value_dim), 0.0F);
-    add_weighted_rows(row.values.from(begin), slots, shape_.value_dim, logits_.data(), slots, vectors, outputs_.data(), shape_.value_dim);
+    for_runs(row.values, row.value_dtype, begin, slots, scratch_, [&](const Rows& values, std::int64_t first, std::int64_t count) {
+      add_weighted_rows(values, count, shape_.value_dim, logits_.data() + first, slots, vectors, outputs_.data(), shape_.value_dim);
+    });
     scatter(row, tile, out);
   }
 
@@ -99,6 +130,7 @@ class TileAttention {
 
   AttentionShape shape_;
   std::vector<float> queries_, logits_, sums_, outputs_;
+  std::vector<std::byte> scratch_;
 };
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <span>
 
 #include "kernels.h"
+#include "kvkeep/core/row.h"
 #include "kvkeep/core/tensor.h"
 
 namespace kvkeep::lm::detail {
@@ -15,7 +16,8 @@ struct AttentionRow {
   std::int64_t new_tokens = 0;
   std::int64_t slots_before = 0;  ///< in use before the step; token i sits at slot slots_before + i
   std::int64_t kv_head = 0;
-  Rows keys, values;                      ///< the row's slots
+  SlotAddress keys, values;               ///< the row's slots, side by side or by page
+  ScalarType key_dtype = kFloat32, value_dtype = kFloat32;
   const std::uint8_t* visible = nullptr;  ///< [slots_before], 0 hides the slot; null: all visible
 };
 

@@ -12,6 +12,7 @@
 #include "attention.h"
 #include "kernels.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/row.h"
 #include "step_check.h"
 
 namespace kvkeep::lm {
@@ -109,6 +110,19 @@ std::vector<LayerCache> Decoder::make_cache(std::int64_t sequences, std::int64_t
   return cache;
 }
 
+std::vector<LayerKv> Decoder::make_pages(std::int64_t pages, std::int64_t page_size, ScalarType dtype, PageLayout layout) const {
+  require(pages >= 1 && page_size >= 1, "make pages: pages and page size must be positive; given ", pages, " and ", page_size);
+  require(is_scorable(dtype), "make pages: dtype is ", c10::toString(dtype), "; allowed f32, f16, bf16");
+  const ModelSpec& model = spec();
+  const auto side = [&](std::int64_t dim) {
+    return layout == PageLayout::slot_head ? at::zeros({pages, page_size, model.kv_heads, dim}, at::TensorOptions(dtype))
+                                           : at::zeros({pages, model.kv_heads, page_size, dim}, at::TensorOptions(dtype));
+  };
+  std::vector<LayerKv> cache;
+  for (std::int32_t l = 0; l < model.num_layers(); ++l) cache.emplace_back(PagedKv{side(model.key_dim), side(model.value_dim), layout});
+  return cache;
+}
+
 std::vector<Tensor> Decoder::output_projections() const {
   std::vector<Tensor> all;
   for (const LayerWeights& layer : weights_.layers) all.push_back(layer.o.weight);
@@ -134,12 +148,13 @@ float* sized(std::vector<float>& buffer, std::int64_t n) {
 // One step through the model.
 class Decoder::Pass {
  public:
-  Pass(const Decoder& decoder, const Step& step, std::span<const LayerCache> cache, const StepOptions& options)
+  Pass(const Decoder& decoder, const Step& step, std::span<const LayerKv> cache, const Tensor& block_table, const StepOptions& options)
       : config_(decoder.config_),
         spec_(decoder.config_.spec),
         weights_(decoder.weights_),
         step_(step),
         cache_(cache),
+        block_table_(block_table),
         options_(options),
         tokens_(static_cast<std::int64_t>(step.ids.size())),
         sequences_(static_cast<std::int64_t>(step.rows.size())),
@@ -224,30 +239,34 @@ class Decoder::Pass {
   }
 
   void store(std::int32_t layer, const float* keys, const float* values) {
-    const LayerCache& cache = cache_[static_cast<std::size_t>(layer)];
     for (std::int32_t s = 0; s < sequences_; ++s) {
       const std::int64_t first = first_token(s), count = first_token(s + 1) - first;
-      for (std::int32_t h = 0; h < spec_.kv_heads; ++h)
+      for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
+        const Sides row = sides_of(layer, s, h);
         for (std::int64_t i = 0; i < count; ++i) {
           const std::int64_t slot = step_.lengths.at(layer, s, h) + i, vector = (first + i) * spec_.kv_heads + h;
-          narrow_row(keys + vector * spec_.key_dim, spec_.key_dim, cache.keys.scalar_type(), slot_of(cache.keys, s, h, slot));
-          narrow_row(values + vector * spec_.value_dim, spec_.value_dim, cache.values.scalar_type(), slot_of(cache.values, s, h, slot));
+          narrow_row(keys + vector * spec_.key_dim, spec_.key_dim, row.key_dtype, row.keys.at(slot));
+          narrow_row(values + vector * spec_.value_dim, spec_.value_dim, row.value_dtype, row.values.at(slot));
         }
+      }
     }
   }
 
   void attend(std::int32_t layer) {
-    const LayerCache& cache = cache_[static_cast<std::size_t>(layer)];
     work_.rows.clear();
     for (std::int32_t s = 0; s < sequences_; ++s)
-      for (std::int32_t h = 0; h < spec_.kv_heads; ++h)
+      for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
+        const Sides row = sides_of(layer, s, h);
         work_.rows.push_back({.first_token = first_token(s),
                               .new_tokens = first_token(s + 1) - first_token(s),
                               .slots_before = step_.lengths.at(layer, s, h),
                               .kv_head = h,
-                              .keys = {slot_of(cache.keys, s, h, 0), cache.keys.scalar_type(), cache.keys.stride(2)},
-                              .values = {slot_of(cache.values, s, h, 0), cache.values.scalar_type(), cache.values.stride(2)},
+                              .keys = row.keys,
+                              .values = row.values,
+                              .key_dtype = row.key_dtype,
+                              .value_dtype = row.value_dtype,
                               .visible = visible(layer, s, h)});
+      }
     const LayerSpec& kind = spec_.layers[static_cast<std::size_t>(layer)];
     const detail::AttentionShape shape{.query_heads = spec_.query_heads,
                                        .group = spec_.group(),
@@ -303,10 +322,20 @@ class Decoder::Pass {
 
   [[nodiscard]] float epsilon() const { return static_cast<float>(config_.rms_eps); }
   [[nodiscard]] std::int64_t first_token(std::int32_t sequence) const { return step_.indptr[static_cast<std::size_t>(sequence)]; }
-  [[nodiscard]] void* slot_of(const Tensor& side, std::int32_t sequence, std::int32_t head, std::int64_t slot) const {
-    const std::int64_t element =
-        step_.rows[static_cast<std::size_t>(sequence)] * side.stride(0) + head * side.stride(1) + slot * side.stride(2);
-    return static_cast<char*>(side.mutable_data_ptr()) + element * static_cast<std::int64_t>(side.element_size());
+  // One row of the cache: where its slots lie.
+  struct Sides {
+    SlotAddress keys, values;
+    ScalarType key_dtype, value_dtype;
+  };
+  [[nodiscard]] Sides sides_of(std::int32_t layer, std::int32_t sequence, std::int32_t head) const {
+    const std::int64_t place = step_.rows[static_cast<std::size_t>(sequence)];
+    const LayerKv& kv = cache_[static_cast<std::size_t>(layer)];
+    if (const auto* dense = std::get_if<DenseKv>(&kv))
+      return {dense_address(dense->keys, place, head), dense_address(dense->values, place, head), dense->keys.scalar_type(), dense->values.scalar_type()};
+    const auto& paged = std::get<PagedKv>(kv);
+    const std::int32_t* pages = block_table_.const_data_ptr<std::int32_t>() + place * block_table_.stride(0);
+    return {paged_address(paged.keys, paged.layout, head, pages), paged_address(paged.values, paged.layout, head, pages), paged.keys.scalar_type(),
+            paged.values.scalar_type()};
   }
   [[nodiscard]] const std::uint8_t* visible(std::int32_t layer, std::int32_t sequence, std::int32_t head) const {
     if (options_.visible.empty()) return nullptr;
@@ -318,15 +347,20 @@ class Decoder::Pass {
   const ModelSpec& spec_;
   const Weights& weights_;
   const Step& step_;
-  std::span<const LayerCache> cache_;
+  std::span<const LayerKv> cache_;
+  const Tensor& block_table_;
   const StepOptions& options_;
   std::int64_t tokens_, sequences_;
   Workspace& work_;
 };
 
 Tensor Decoder::forward(const Step& step, std::span<const LayerCache> cache, const StepOptions& options) {
-  detail::check_step(config_, step, cache, options);
-  return Pass(*this, step, cache, options).run();
+  return forward(step, std::vector<LayerKv>(cache.begin(), cache.end()), Tensor(), options);
+}
+
+Tensor Decoder::forward(const Step& step, std::span<const LayerKv> cache, const Tensor& block_table, const StepOptions& options) {
+  detail::check_step(config_, step, cache, block_table, options);
+  return Pass(*this, step, cache, block_table, options).run();
 }
 
 std::vector<std::int32_t> argmax(const Tensor& logits) {

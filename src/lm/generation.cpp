@@ -35,6 +35,7 @@ struct Generator::Batch {
   std::vector<std::int32_t> tokens, indptr{0}, positions, places;
   std::vector<std::int32_t> lengths;  ///< [sequences * layers * Hkv]
   std::vector<std::int32_t> steps;    ///< [sequences]
+  Tensor block_table;                 ///< where the cache is in pages; `places` are its rows then
   std::size_t decoding = 0;
 
   [[nodiscard]] std::int32_t tokens_of(std::size_t i) const { return indptr[i + 1] - indptr[i]; }
@@ -43,8 +44,18 @@ struct Generator::Batch {
 Generator::Generator(Decoder& decoder, std::unique_ptr<KVPolicy> policy, GeneratorOptions options)
     : decoder_(decoder),
       options_(std::move(options)),
-      keeper_(decoder.spec(), std::move(policy), {.output_projections = decoder.output_projections()}),
-      cache_(decoder.make_cache(options_.places, options_.capacity, options_.cache_dtype)) {
+      keeper_(decoder.spec(), std::move(policy), {.output_projections = decoder.output_projections()}) {
+  if (options_.page_size == 0) {
+    const std::vector<LayerCache> dense = decoder.make_cache(options_.places, options_.capacity, options_.cache_dtype);
+    cache_.assign(dense.begin(), dense.end());
+  } else {
+    require<Unsupported>(cuts_every_layer(decoder.spec()) || keeper_.policy().trigger().never, "generate: the model has sliding layers, and policy ", keeper_.policy().name(),
+                         " moves whole pages; allowed a dense cache (page_size=0), or policy full");
+    static_cast<void>(PagePool(0, options_.page_size));  // says what is wrong with the size
+    const std::int64_t pages = options_.places * ((options_.capacity + options_.page_size - 1) / options_.page_size);
+    cache_ = decoder.make_pages(pages, options_.page_size, options_.cache_dtype);
+    pages_ = std::make_unique<Pages>(static_cast<std::int32_t>(pages), options_.page_size);
+  }
   free_places_.resize(static_cast<std::size_t>(options_.places));
   std::iota(free_places_.rbegin(), free_places_.rend(), 0);
 }
@@ -72,6 +83,7 @@ SequenceId Generator::join(Request request) {
   require<StateError>(has_place(), "generate: every place of the cache is taken; allowed ", options_.places, " sequences at once");
   const SequenceId id = next_++;
   keeper_.join(id, 0, static_cast<std::int32_t>(request.prompt.size()));
+  if (pages_) static_cast<void>(pages_->sequences.admit(id, 0));
   Sequence sequence{.request = std::move(request), .place = free_places_.back()};
   sequence.lengths.assign(static_cast<std::size_t>(keeper_.spec().num_layers() * keeper_.spec().kv_heads), 0);
   free_places_.pop_back();
@@ -94,6 +106,7 @@ Completion Generator::leave(SequenceId id) {
     result.logits =
         sequence.logits.empty() ? at::empty({0, decoder_.config().vocab}, at::TensorOptions(kFloat32)) : at::cat(sequence.logits);
   free_places_.push_back(sequence.place);
+  if (pages_) pages_->sequences.release(id);
   keeper_.leave(id);
   sequences_.erase(id);
   return result;
@@ -143,6 +156,12 @@ bool Generator::step() {
 }
 
 Tensor Generator::run(Batch& batch) {
+  if (pages_) {
+    for (std::size_t i = 0; i < batch.ids.size(); ++i)  // nothing is shared, and every place has its pages: none are missing, none are copied
+      static_cast<void>(pages_->sequences.append(batch.ids[i], batch.tokens_of(i)));
+    batch.block_table = pages_->sequences.table(batch.ids);
+    std::iota(batch.places.begin(), batch.places.end(), 0);
+  }
   const Lengths lengths{batch.lengths, keeper_.spec().num_layers() * keeper_.spec().kv_heads};
   const Step step{batch.tokens, batch.indptr, batch.positions, batch.places, SlotCounts(lengths, keeper_.spec().kv_heads)};
   StepOptions options;
@@ -151,7 +170,7 @@ Tensor Generator::run(Batch& batch) {
         {.layer = sight.layer, .sequences = batch.ids, .indptr = batch.indptr, .queries = sight.queries, .positions = batch.positions});
     if (options_.hooks.on_layer) options_.hooks.on_layer(sight);
   };
-  return decoder_.forward(step, cache_, options);
+  return decoder_.forward(step, cache_, batch.block_table, options);
 }
 
 void Generator::predict(const Batch& batch, const Tensor& logits) {
@@ -171,14 +190,17 @@ void Generator::decide(Batch& batch) {
   const std::size_t rows = sequences_.at(batch.ids.front()).lengths.size();
   const std::span lengths{batch.lengths};
   for (std::size_t i = 0; i < lengths.size(); ++i) lengths[i] += batch.tokens_of(i / rows);
-  CacheView view{.layers = {cache_.begin(), cache_.end()},
+  CacheView view{.layers = cache_,
                  .sequences = batch.ids,
                  .lengths = {lengths, static_cast<std::int32_t>(rows)},
-                 .places = batch.places};
+                 .places = batch.places,
+                 .block_table = batch.block_table,
+                 .pages = pages_ ? &pages_->pool : nullptr};
   if (options_.hooks.before_decision) options_.hooks.before_decision({keeper_, view, batch.steps});
   const Plan plan = keeper_.plan(view);
   if (options_.hooks.on_event && !plan.cuts.empty()) options_.hooks.on_event({keeper_, view, plan});
   const Report report = keeper_.apply(plan, view);
+  if (pages_) pages_->sequences.settle(view, report.pages);
   for (const Cut& cut : report.cuts) {
     const auto i = static_cast<std::size_t>(std::find(batch.ids.begin(), batch.ids.end(), cut.sequence) - batch.ids.begin());
     Sequence& sequence = sequences_.at(cut.sequence);

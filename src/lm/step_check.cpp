@@ -1,6 +1,9 @@
 #include "step_check.h"
 
 #include <algorithm>
+#include <bit>
+#include <limits>
+#include <map>
 #include <set>
 #include <string_view>
 
@@ -25,9 +28,39 @@ void check_tokens(const LmConfig& config, const Step& step) {
             " is outside the vocabulary; allowed 0 to ", config.vocab - 1);
 }
 
-void check_side(const Tensor& side, std::string_view name, std::int32_t layer, std::int64_t heads, std::int64_t dim) {
-  require(side.defined() && side.dim() == 4 && side.size(1) == heads && side.size(3) == dim, "decoder step: ", name, " of layer ", layer,
-          " must be [B, ", heads, ", capacity, ", dim, "]; given ", side.defined() ? text(side.sizes()) : std::string("nothing"));
+/// A layer's tensors, dense or in pages, with their dimensions by meaning.
+struct Sides {
+  const Tensor &keys, &values;
+  int head, slot;
+};
+
+bool is_paged(std::span<const LayerKv> cache) { return !cache.empty() && std::holds_alternative<PagedKv>(cache.front()); }
+
+Sides sides_of(const LayerKv& layer) {
+  if (const auto* dense = std::get_if<DenseKv>(&layer)) return {dense->keys, dense->values, 1, 2};
+  const auto& pages = std::get<PagedKv>(layer);
+  const bool slot_first = pages.layout == PageLayout::slot_head;
+  return {pages.keys, pages.values, slot_first ? 2 : 1, slot_first ? 1 : 2};
+}
+
+// Where the step's sequences may live, and how many slots each has room for.
+struct Room {
+  std::int64_t places = 0, capacity = 0;
+};
+
+Room room_of(const LayerKv& layer, const Tensor& block_table) {
+  const Sides sides = sides_of(layer);
+  if (std::holds_alternative<DenseKv>(layer)) return {sides.keys.size(0), sides.keys.size(2)};
+  return {block_table.size(0), block_table.size(1) * sides.keys.size(sides.slot)};
+}
+
+void check_side(const Tensor& side, const Sides& sides, bool paged, std::string_view name, std::int32_t layer, std::int64_t heads, std::int64_t dim) {
+  if (!side.defined() || side.dim() != 4 || side.size(sides.head) != heads || side.size(3) != dim) {  // the words are made only where they are needed
+    const std::string shape = !paged            ? text("[B, ", heads, ", capacity, ", dim, "]")
+                              : sides.slot == 1 ? text("[pages, page_size, ", heads, ", ", dim, "]")
+                                                : text("[pages, ", heads, ", page_size, ", dim, "]");
+    refuse("decoder step: ", name, " of layer ", layer, " must be ", shape, "; given ", side.defined() ? text(side.sizes()) : std::string("nothing"));
+  }
   require(side.device().is_cpu(), "decoder step: ", name, " of layer ", layer, " are on ", side.device().str(), "; allowed cpu");
   require(is_scorable(side.scalar_type()), "decoder step: ", name, " of layer ", layer, " are ", c10::toString(side.scalar_type()),
           "; allowed f32, f16, bf16");
@@ -35,24 +68,45 @@ void check_side(const Tensor& side, std::string_view name, std::int32_t layer, s
           " in their last dimension; allowed 1");
 }
 
-void check_cache(const ModelSpec& spec, std::span<const LayerCache> cache) {
+void check_cache(const ModelSpec& spec, std::span<const LayerKv> cache) {
+  constexpr std::int64_t kLargestPage = 1024;
   require(cache.size() == spec.layers.size(), "decoder step: a cache of ", cache.size(), " layers for a model of ", spec.layers.size());
+  const bool paged = is_paged(cache);
+  std::int64_t page_size = 0;
   for (std::int32_t l = 0; l < spec.num_layers(); ++l) {
-    const LayerCache& layer = cache[static_cast<std::size_t>(l)];
-    check_side(layer.keys, "keys", l, spec.kv_heads, spec.key_dim);
-    check_side(layer.values, "values", l, spec.kv_heads, spec.value_dim);
-    require(layer.keys.size(0) == layer.values.size(0) && layer.keys.size(2) == layer.values.size(2), "decoder step: keys ",
-            layer.keys.sizes(), " and values ", layer.values.sizes(), " of layer ", l, " differ in sequences or capacity");
+    const LayerKv& layer = cache[static_cast<std::size_t>(l)];
+    require(!std::holds_alternative<std::monostate>(layer) && std::holds_alternative<PagedKv>(layer) == paged, "decoder step: layer ", l, " is ",
+            std::holds_alternative<std::monostate>(layer) ? "without rows" : paged ? "dense" : "in pages", "; allowed ", paged ? "pages" : "dense layers", " as the first layer");
+    const Sides sides = sides_of(layer);
+    check_side(sides.keys, sides, paged, "keys", l, spec.kv_heads, spec.key_dim);
+    check_side(sides.values, sides, paged, "values", l, spec.kv_heads, spec.value_dim);
+    require(sides.keys.size(0) == sides.values.size(0) && sides.keys.size(sides.slot) == sides.values.size(sides.slot), "decoder step: keys ", sides.keys.sizes(),
+            " and values ", sides.values.sizes(), " of layer ", l, " differ in ", paged ? "pages or page size" : "sequences or capacity");
+    if (!paged) continue;
+    if (l == 0) page_size = sides.keys.size(sides.slot);
+    require(page_size <= kLargestPage && std::has_single_bit(static_cast<std::uint64_t>(page_size)), "decoder step: pages of ", page_size,
+            " slots; allowed a power of two up to ", kLargestPage);
+    require(sides.keys.size(sides.slot) == page_size, "decoder step: pages of layer ", l, " hold ", sides.keys.size(sides.slot), " slots; allowed ", page_size,
+            " as in the first layer");
   }
 }
 
-void check_places(const ModelSpec& spec, const Step& step, std::span<const LayerCache> cache) {
+void check_table(const Step& step, bool paged, const Tensor& table) {
+  require(paged || !table.defined(), "decoder step: a block table for a dense cache; allowed with pages");
+  if (!paged) return;
+  require(table.defined() && table.dim() == 2 && table.scalar_type() == kInt32 && table.device().is_cpu() && (table.size(1) <= 1 || table.stride(1) == 1),
+          "decoder step: a paged cache needs a block table; allowed i32 [sequences, max_pages] in host memory, its last dimension contiguous");
+  require(step.rows.size() <= static_cast<std::size_t>(table.size(0)), "decoder step: a block table of ", table.size(0), " rows for ", step.rows.size(), " sequences");
+}
+
+void check_places(const ModelSpec& spec, const Step& step, std::span<const LayerKv> cache, const Tensor& block_table) {
   std::set<std::int32_t> taken;
   for (std::size_t s = 0; s < step.rows.size(); ++s) {
     require(taken.insert(step.rows[s]).second, "decoder step: cache row ", step.rows[s], " is given to two sequences");
-    for (const LayerCache& layer : cache)
-      require(step.rows[s] >= 0 && step.rows[s] < layer.keys.size(0), "decoder step: sequence ", s, " is in cache row ", step.rows[s],
-              "; allowed 0 to ", layer.keys.size(0) - 1);
+    for (const LayerKv& layer : cache) {
+      const std::int64_t places = room_of(layer, block_table).places;
+      require(step.rows[s] >= 0 && step.rows[s] < places, "decoder step: sequence ", s, " is in cache row ", step.rows[s], "; allowed 0 to ", places - 1);
+    }
   }
   const std::int64_t last = (spec.num_layers() - 1) * step.lengths.layer_stride +
                             static_cast<std::int64_t>(step.rows.size() - 1) * step.lengths.sequence_stride +
@@ -61,7 +115,7 @@ void check_places(const ModelSpec& spec, const Step& step, std::span<const Layer
           " lengths for ", step.rows.size(), " sequences; one for each is needed");
 }
 
-void check_sequence(const ModelSpec& spec, const Step& step, std::span<const LayerCache> cache, std::int32_t s) {
+void check_sequence(const ModelSpec& spec, const Step& step, std::span<const LayerKv> cache, const Tensor& block_table, std::int32_t s) {
   const auto begin = static_cast<std::size_t>(step.indptr[static_cast<std::size_t>(s)]),
              end = static_cast<std::size_t>(step.indptr[static_cast<std::size_t>(s) + 1]);
   const auto added = static_cast<std::int64_t>(end - begin);
@@ -70,7 +124,7 @@ void check_sequence(const ModelSpec& spec, const Step& step, std::span<const Lay
             " before ", step.positions[i]);
   for (std::int32_t l = 0; l < spec.num_layers(); ++l)
     for (std::int32_t h = 0; h < spec.kv_heads; ++h) {
-      const std::int64_t used = step.lengths.at(l, s, h), capacity = cache[static_cast<std::size_t>(l)].keys.size(2);
+      const std::int64_t used = step.lengths.at(l, s, h), capacity = room_of(cache[static_cast<std::size_t>(l)], block_table).capacity;
       require(used >= 0 && used + added <= capacity, "decoder step: the cache is full: sequence ", s, " holds ", used, " slots in layer ",
               l, " and adds ", added, "; allowed ", capacity, " together");
       require(step.positions[begin] >= used, "decoder step: sequence ", s, " goes on at position ", step.positions[begin], " but holds ",
@@ -78,27 +132,56 @@ void check_sequence(const ModelSpec& spec, const Step& step, std::span<const Lay
     }
 }
 
-void check_mask(const ModelSpec& spec, std::span<const LayerCache> cache, std::span<const Tensor> visible) {
+// Every page is there, and none is written for two sequences, or twice for one.
+void check_pages(const ModelSpec& spec, const Step& step, std::span<const LayerKv> cache, const Tensor& block_table) {
+  std::int64_t pages = std::numeric_limits<std::int64_t>::max();
+  for (const LayerKv& layer : cache) pages = std::min(pages, sides_of(layer).keys.size(0));
+  const std::int64_t size = room_of(cache.front(), block_table).capacity / std::max<std::int64_t>(1, block_table.size(1));
+  std::map<std::int32_t, std::size_t> written;
+  for (std::size_t s = 0; s < step.rows.size(); ++s) {
+    const std::int64_t added = step.indptr[s + 1] - step.indptr[s];
+    std::int64_t shortest = std::numeric_limits<std::int64_t>::max(), longest = 0;
+    for (std::int32_t l = 0; l < spec.num_layers(); ++l)
+      for (std::int32_t h = 0; h < spec.kv_heads; ++h) {
+        const std::int64_t used = step.lengths.at(l, static_cast<std::int32_t>(s), h);
+        shortest = std::min(shortest, used);
+        longest = std::max(longest, used);
+      }
+    const std::int32_t* row = block_table.const_data_ptr<std::int32_t>() + step.rows[s] * block_table.stride(0);
+    for (std::int64_t p = 0; p * size < longest + added; ++p) {
+      require(row[p] >= 0 && row[p] < pages, "decoder step: page ", p, " of sequence ", s, " is ", row[p], "; allowed 0 to ", pages - 1);
+      if ((p + 1) * size <= shortest) continue;
+      const auto [other, first] = written.emplace(row[p], s);
+      require(first, "decoder step: page ", row[p], " would be written for sequence ", other->second, " and as page ", p, " of sequence ", s,
+              "; allowed pages that nobody else holds (PagedSequences::append copies shared ones)");
+    }
+  }
+}
+
+void check_mask(const ModelSpec& spec, std::span<const LayerKv> cache, const Tensor& block_table, std::span<const Tensor> visible) {
   if (visible.empty()) return;
   require(visible.size() == spec.layers.size(), "decoder step: visible has ", visible.size(), " tensors for ", spec.layers.size(),
           " layers");
   for (std::size_t l = 0; l < visible.size(); ++l) {
     const Tensor& mask = visible[l];
-    const Tensor& keys = cache[l].keys;
-    require(mask.defined() && mask.scalar_type() == c10::ScalarType::Byte && mask.is_contiguous() && mask.dim() == 3 &&
-                mask.sizes() == keys.sizes().slice(0, 3),
-            "decoder step: visible of layer ", l, " must be contiguous u8 ", keys.sizes().slice(0, 3));
+    const Room room = room_of(cache[l], block_table);
+    require(mask.defined() && mask.scalar_type() == c10::ScalarType::Byte && mask.is_contiguous() && mask.dim() == 3 && mask.size(0) == room.places &&
+                mask.size(1) == spec.kv_heads && mask.size(2) == room.capacity,
+            "decoder step: visible of layer ", l, " must be contiguous u8 [", room.places, ", ", spec.kv_heads, ", ", room.capacity, "]");
   }
 }
 
 }  // namespace
 
-void check_step(const LmConfig& config, const Step& step, std::span<const LayerCache> cache, const StepOptions& options) {
+void check_step(const LmConfig& config, const Step& step, std::span<const LayerKv> cache, const Tensor& block_table, const StepOptions& options) {
   check_tokens(config, step);
   check_cache(config.spec, cache);
-  check_places(config.spec, step, cache);
-  for (std::int32_t s = 0; s < static_cast<std::int32_t>(step.rows.size()); ++s) check_sequence(config.spec, step, cache, s);
-  check_mask(config.spec, cache, options.visible);
+  const bool paged = is_paged(cache);
+  check_table(step, paged, block_table);
+  check_places(config.spec, step, cache, block_table);
+  for (std::int32_t s = 0; s < static_cast<std::int32_t>(step.rows.size()); ++s) check_sequence(config.spec, step, cache, block_table, s);
+  if (paged) check_pages(config.spec, step, cache, block_table);
+  check_mask(config.spec, cache, block_table, options.visible);
 }
 
 }  // namespace kvkeep::lm::detail

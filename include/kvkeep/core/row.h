@@ -12,6 +12,12 @@
 
 namespace kvkeep {
 
+/// Where one side of the row (place, head) of a dense layer lies, from slot `start` on. `side`: [B, Hkv, capacity, D], or without D for scales. Undefined: width 0.
+[[nodiscard]] SlotAddress dense_address(const Tensor& side, std::int64_t place, std::int64_t head, std::int64_t start = 0);
+
+/// The same of a paged layer, whose row holds `pages` in order.
+[[nodiscard]] SlotAddress paged_address(const Tensor& side, PageLayout layout, std::int64_t head, const std::int32_t* pages);
+
 /// Whether queries are handed over before or after the rotary embedding.
 enum class QueryBasis : std::uint8_t { pre_rope, post_rope };
 

@@ -1,5 +1,5 @@
 #pragma once
-/// The reference decoder: Llama, Qwen2 and Qwen3 on a CPU, over a dense cache that the caller owns and may cut between steps.
+/// The reference decoder: Llama, Qwen2 and Qwen3 on a CPU, over a cache, dense or in pages, that the caller owns and may cut between steps.
 
 #include <cstdint>
 #include <filesystem>
@@ -46,7 +46,7 @@ struct Step {
   std::span<const std::int32_t> ids;        ///< [n_tokens]
   std::span<const std::int32_t> indptr;     ///< [n_sequences + 1]; tokens of sequence s are indptr[s]..indptr[s+1]-1, at least one
   std::span<const std::int32_t> positions;  ///< [n_tokens] logical, ascending within a sequence, not below its slots in use
-  std::span<const std::int32_t> rows;       ///< [n_sequences] where each sequence lives in the cache's first dimension, no two alike
+  std::span<const std::int32_t> rows;       ///< [n_sequences] where each sequence lives in the cache's first dimension, in pages in the block table's; no two alike
   SlotCounts lengths;                       ///< slots in use before the step; the new tokens go right behind them
 };
 
@@ -61,7 +61,8 @@ enum class Logits : std::uint8_t { last, all, none };
 struct StepOptions {
   Logits logits = Logits::last;
   std::function<void(const LayerSight&)> on_layer = {};  ///< called in layer order
-  /// Which slots attention may see: one tensor u8 [B, Hkv, capacity] per layer, 0 hides the slot. Empty: all slots in use.
+  /// Which slots attention may see: one tensor u8 [B, Hkv, capacity] per layer, 0 hides the slot; in pages, B rows of the block table with max_pages * page_size
+  /// slots. Empty: all slots in use.
   /// The step's own tokens are always visible (to themselves and to later ones). For checks of a cut cache against a masked one.
   std::span<const Tensor> visible = {};
 };
@@ -69,7 +70,8 @@ struct StepOptions {
 /// Decodes with f32 activations; weights stay in the dtype they are stored in and are widened as they are read.
 ///
 /// Every output number is one sum in an order fixed by the model's shape and the slots seen, so logits, keys, values and queries of a
-/// sequence are the same bit for bit whatever else the step holds, however its prompt is cut into steps, and for any number of threads.
+/// sequence are the same bit for bit whatever else the step holds, however its prompt is cut into steps, whether its cache is dense or in
+/// pages of any size, and for any number of threads.
 /// (On one machine: the order depends on the vector width.)
 ///
 /// Sliding layers see the last `window` positions. Their slots hold consecutive positions up to the step: they are never cut inside.
@@ -93,12 +95,23 @@ class Decoder {
   /// A zeroed cache for `sequences` sequences of up to `capacity` slots.
   [[nodiscard]] std::vector<LayerCache> make_cache(std::int64_t sequences, std::int64_t capacity, ScalarType dtype = kFloat32) const;
 
+  /// A zeroed cache of `pages` pages of `page_size` slots, for a PagePool of the same.
+  [[nodiscard]] std::vector<LayerKv> make_pages(std::int64_t pages, std::int64_t page_size, ScalarType dtype = kFloat32,
+                                                PageLayout layout = PageLayout::head_slot) const;
+
   /// Runs the model on the step's tokens and appends their K and V behind `step.lengths` in every layer.
   /// Returns f32 [n_sequences, vocab] (the last token of each), [n_tokens, vocab] for Logits::all, an empty tensor for Logits::none.
   /// Throws: InvalidArgument before anything is written for an id outside the vocabulary, a sequence without tokens, positions that do
   /// not ascend, a row outside the cache or given twice, a cache that is full or has another shape or dtype.
   /// Cost: one pass over the weights for every few tokens; attention memory is bounded by a few MB per thread.
   Tensor forward(const Step& step, std::span<const LayerCache> cache, const StepOptions& options = {});
+
+  /// The same over pages, in every layer those that `block_table` names: i32 [sequences, max_pages] in host memory, of which `step.rows` says the row. It must hold the
+  /// pages of the new tokens already; what is behind them is not read. Dense layers take no block table (an undefined tensor).
+  /// Throws, besides: InvalidArgument for a table that is missing or too short, a page outside the cache, a page that two tokens would write at one slot
+  /// (it stands in two places), page sizes that are not one power of two up to 1024, dense and paged layers together. That a page is shared with a sequence outside
+  /// the step cannot be seen here: PagedSequences::append takes care of it.
+  Tensor forward(const Step& step, std::span<const LayerKv> cache, const Tensor& block_table, const StepOptions& options = {});
 
   /// Bytes of weights that one decode step reads: all matrices but the embedding (unless tied, where it is the output matrix).
   [[nodiscard]] std::int64_t bytes_per_step() const;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kvkeep/core/tensor.h"
+#include "kvkeep/keep/paged_sequences.h"
 #include "kvkeep/lm/decoder.h"
 #include "kvkeep/policy/keeper.h"
 
@@ -84,13 +85,15 @@ struct GeneratorOptions {
   std::int64_t places = 1;    ///< sequences that live at once
   std::int64_t capacity = 0;  ///< slots of each place; see slots_needed()
   ScalarType cache_dtype = kFloat32;
+  std::int32_t page_size = 0;  ///< slots of a page, a power of two up to 1024: the cache is a PagePool with pages for `capacity` slots a place; 0: dense
   GenerationHooks hooks = {};
 };
 
-/// Sequences over one dense cache and one policy. What a sequence gives does not depend on the others, bit for bit.
+/// Sequences over one cache and one policy. What a sequence gives does not depend on the others, bit for bit.
 class Generator {
  public:
-  /// `decoder` must outlive the generator. Throws as Keeper and Decoder::make_cache do.
+  /// `decoder` must outlive the generator. Throws as Keeper, PagePool and Decoder::make_cache do; Unsupported for pages where a policy cuts a model that also has
+  /// sliding layers: their slots lie in the same pages.
   Generator(Decoder& decoder, std::unique_ptr<KVPolicy> policy, GeneratorOptions options);
 
   [[nodiscard]] bool has_place() const { return !free_places_.empty(); }
@@ -128,10 +131,18 @@ class Generator {
   void record(SequenceId id, const Cut& cut, std::int64_t bytes_before);
   [[nodiscard]] std::int64_t live_bytes(std::span<const std::int32_t> lengths) const;
 
+  /// Who holds which page, where the cache is in pages.
+  struct Pages {
+    Pages(std::int32_t pages, std::int32_t page_size) : pool(pages, page_size), sequences(pool) {}
+    PagePool pool;
+    PagedSequences sequences;
+  };
+
   Decoder& decoder_;
   GeneratorOptions options_;
   Keeper keeper_;
-  std::vector<LayerCache> cache_;
+  std::vector<LayerKv> cache_;
+  std::unique_ptr<Pages> pages_;
   std::vector<std::int32_t> free_places_;
   std::map<SequenceId, Sequence> sequences_;
   SequenceId next_ = 0;

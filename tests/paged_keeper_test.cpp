@@ -1,0 +1,375 @@
+// The line on paged caches: whatever the page size, layout and form of the tensors, a sequence keeps what it keeps in a dense cache. What is refused changes nothing.
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/full.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <map>
+#include <numeric>
+
+#include "kvkeep/kvkeep.h"
+#include "oracle/random_case.h"
+
+namespace kvkeep {
+namespace {
+
+using Ints = std::vector<std::int32_t>;
+
+constexpr std::int32_t kLayers = 2, kHeads = 2, kRows = kLayers * kHeads, kKeyDim = 8, kValueDim = 6;
+
+ModelSpec model() {
+  return {.query_heads = 4,
+          .kv_heads = kHeads,
+          .key_dim = kKeyDim,
+          .value_dim = kValueDim,
+          .softmax_scale = 0,
+          .rope = {.inv_freq = {1.0, 0.3, 0.1, 0.01}},
+          .layers = std::vector<LayerSpec>(kLayers)};
+}
+
+/// How K and V lie in memory.
+enum class Form { apart, sides_first, pages_first };
+
+/// The numbers of one step: [tokens, heads, dim] a layer.
+struct Numbers {
+  std::vector<SequenceId> ids;
+  Ints indptr{0};
+  std::vector<Tensor> keys, values, queries;
+};
+
+Tensor random_numbers(oracle::Random& random, std::int64_t tokens, std::int64_t heads, std::int64_t dim) {
+  Tensor numbers = at::empty({tokens, heads, dim}, at::TensorOptions().dtype(kFloat32));
+  for (std::int64_t i = 0; i < numbers.numel(); ++i) numbers.data_ptr<float>()[i] = static_cast<float>(random.normal());
+  return numbers;
+}
+
+Numbers numbers_of(oracle::Random& random, const std::vector<std::pair<SequenceId, std::int32_t>>& work) {
+  Numbers step;
+  for (const auto& [id, tokens] : work) {
+    step.ids.push_back(id);
+    step.indptr.push_back(step.indptr.back() + tokens);
+  }
+  for (std::int32_t l = 0; l < kLayers; ++l) {
+    step.keys.push_back(random_numbers(random, step.indptr.back(), kHeads, kKeyDim));
+    step.values.push_back(random_numbers(random, step.indptr.back(), kHeads, kValueDim));
+    step.queries.push_back(random_numbers(random, step.indptr.back(), 4, kKeyDim));
+  }
+  return step;
+}
+
+/// One engine: its cache, its keeper, and the length of every row.
+class Engine {
+ public:
+  Engine(const std::string& policy, bool ragged) : keeper(model(), make_policy(policy)), ragged_(ragged) {}
+  virtual ~Engine() = default;
+
+  void join(SequenceId id) {
+    keeper.join(id);
+    lengths[id] = Ints(kRows, 0);
+  }
+  /// A sequence that begins with the first slots of another.
+  void fork(SequenceId id, SequenceId parent, std::int32_t slots) {
+    share(id, parent, slots);
+    keeper.join(id, slots);
+    lengths[id] = Ints(kRows, slots);
+  }
+
+  Report step(const Numbers& numbers) {
+    make_room(numbers);
+    for (std::int32_t l = 0; l < kLayers; ++l) {
+      for (std::size_t i = 0; i < numbers.ids.size(); ++i)
+        for (std::int32_t t = numbers.indptr[i]; t < numbers.indptr[i + 1]; ++t)
+          for (std::int32_t h = 0; h < kHeads; ++h) {
+            const std::int32_t slot = lengths.at(numbers.ids[i])[static_cast<std::size_t>(l * kHeads + h)] + t - numbers.indptr[i];
+            slot_of(numbers.ids[i], l, h, slot, false).copy_(numbers.keys[static_cast<std::size_t>(l)][t][h]);
+            slot_of(numbers.ids[i], l, h, slot, true).copy_(numbers.values[static_cast<std::size_t>(l)][t][h]);
+          }
+      keeper.observe({.layer = l, .sequences = numbers.ids, .indptr = numbers.indptr, .queries = numbers.queries[static_cast<std::size_t>(l)]});
+    }
+    for (std::size_t i = 0; i < numbers.ids.size(); ++i)
+      for (std::int32_t& length : lengths.at(numbers.ids[i])) length += numbers.indptr[i + 1] - numbers.indptr[i];
+    return cut(numbers.ids);
+  }
+
+  Report cut(const std::vector<SequenceId>& ids) {
+    Ints flat;
+    for (const SequenceId id : ids) flat.insert(flat.end(), lengths.at(id).begin(), lengths.at(id).begin() + (ragged_ ? kRows : 1));
+    CacheView view = view_of(ids);
+    view.lengths = {flat, ragged_ ? kRows : 1};
+    const Report report = keeper.step(view);
+    settle(view, report);
+    for (std::size_t i = 0; i < ids.size(); ++i)
+      for (std::int32_t r = 0; r < kRows; ++r) lengths.at(ids[i])[static_cast<std::size_t>(r)] = view.lengths.at(i, r);
+    return report;
+  }
+
+  [[nodiscard]] virtual Tensor slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot, bool value) const = 0;
+
+  Keeper keeper;
+  std::map<SequenceId, Ints> lengths;
+  std::vector<LayerKv> layers;
+
+ protected:
+  virtual void share(SequenceId id, SequenceId parent, std::int32_t slots) = 0;
+  virtual void make_room(const Numbers& numbers) = 0;
+  virtual CacheView view_of(const std::vector<SequenceId>& ids) = 0;
+  virtual void settle(const CacheView& view, const Report& report) = 0;
+
+ private:
+  bool ragged_;
+};
+
+class DenseEngine final : public Engine {
+ public:
+  DenseEngine(const std::string& policy, bool ragged, ScalarType dtype) : Engine(policy, ragged) {
+    for (std::int32_t l = 0; l < kLayers; ++l)
+      layers.emplace_back(DenseKv{at::full({8, kHeads, 400, kKeyDim}, 9, at::TensorOptions().dtype(dtype)), at::full({8, kHeads, 400, kValueDim}, 9, at::TensorOptions().dtype(dtype))});
+  }
+  [[nodiscard]] Tensor slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot, bool value) const override {
+    const auto& kv = std::get<DenseKv>(layers[static_cast<std::size_t>(layer)]);
+    return (value ? kv.values : kv.keys)[id][head][slot];
+  }
+
+ private:
+  void share(SequenceId id, SequenceId parent, std::int32_t slots) override {
+    for (std::int32_t l = 0; l < kLayers; ++l)
+      for (std::int32_t h = 0; h < kHeads; ++h)
+        for (std::int32_t t = 0; t < slots; ++t)
+          for (const bool value : {false, true}) slot_of(id, l, h, t, value).copy_(slot_of(parent, l, h, t, value));
+  }
+  void make_room(const Numbers&) override {}
+  CacheView view_of(const std::vector<SequenceId>& ids) override {
+    places_.assign(ids.begin(), ids.end());
+    return {.layers = layers, .sequences = ids, .lengths = {}, .places = places_};
+  }
+  void settle(const CacheView&, const Report&) override {}
+  Ints places_;
+};
+
+class PagedEngine final : public Engine {
+ public:
+  PagedEngine(const std::string& policy, bool ragged, ScalarType dtype, std::int32_t page_size, PageLayout layout, Form form, std::int32_t slots = 1600)
+      : Engine(policy, ragged), layout_(layout), pool(slots / page_size, page_size), sequences(pool) {
+    const std::int64_t pages = pool.capacity();
+    const std::vector<std::int64_t> middle = layout == PageLayout::slot_head ? std::vector<std::int64_t>{page_size, kHeads} : std::vector<std::int64_t>{kHeads, page_size};
+    for (std::int32_t l = 0; l < kLayers; ++l) {
+      Tensor keys, values;
+      if (form == Form::apart) {
+        keys = at::full({pages, middle[0], middle[1], kKeyDim}, 9, at::TensorOptions().dtype(dtype));
+        values = at::full({pages, middle[0], middle[1], kValueDim}, 9, at::TensorOptions().dtype(dtype));
+      } else {
+        const bool sides_first = form == Form::sides_first;
+        const Tensor both = at::full({sides_first ? 2 : pages, sides_first ? pages : 2, middle[0], middle[1], kKeyDim}, 9, at::TensorOptions().dtype(dtype));
+        keys = both.select(sides_first ? 0 : 1, 0);
+        values = both.select(sides_first ? 0 : 1, 1).narrow(3, 0, kValueDim);
+      }
+      layers.emplace_back(PagedKv{keys, values, layout});
+    }
+    // Pages in no order: some are taken and given back before anything begins.
+    Ints taken;
+    for (std::int64_t p = 0; p < pages; ++p) taken.push_back(pool.take());
+    for (std::size_t p = 0; p < taken.size(); ++p) pool.give_back(taken[p * 7919 % taken.size()]);
+  }
+  [[nodiscard]] Tensor slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot, bool value) const override {
+    const auto& kv = std::get<PagedKv>(layers[static_cast<std::size_t>(layer)]);
+    const Tensor page = (value ? kv.values : kv.keys)[sequences.pages(id)[static_cast<std::size_t>(slot / pool.page_size())]];
+    return layout_ == PageLayout::slot_head ? page[slot % pool.page_size()][head] : page[head][slot % pool.page_size()];
+  }
+
+ private:
+  PageLayout layout_;
+
+ public:
+  PagePool pool;
+  PagedSequences sequences;
+  Tensor block_table;
+  SharedPages shared_pages = SharedPages::copy;
+
+ private:
+  void share(SequenceId id, SequenceId parent, std::int32_t slots) override { sequences.fork(id, parent, slots); }
+  void make_room(const Numbers& numbers) override {
+    for (std::size_t i = 0; i < numbers.ids.size(); ++i) {
+      if (!sequences.knows(numbers.ids[i])) static_cast<void>(sequences.admit(numbers.ids[i], 0));
+      const PageGrant grant = sequences.append(numbers.ids[i], numbers.indptr[i + 1] - numbers.indptr[i]);
+      ASSERT_TRUE(grant.given());
+      copy_pages(layers, grant.copies);
+    }
+  }
+  CacheView view_of(const std::vector<SequenceId>& ids) override {
+    block_table = sequences.table(ids);
+    return {.layers = layers, .sequences = ids, .lengths = {}, .block_table = block_table, .pages = &pool, .shared_pages = shared_pages};
+  }
+  void settle(const CacheView& view, const Report& report) override { sequences.settle(view, report.pages); }
+};
+
+bool same_bits(const Tensor& a, const Tensor& b) { return a.nbytes() == b.nbytes() && std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0; }
+
+void expect_alike(const Engine& dense, const Engine& paged) {
+  ASSERT_EQ(dense.lengths, paged.lengths);
+  for (const auto& [id, lengths] : dense.lengths)
+    for (std::int32_t r = 0; r < kRows; ++r) {
+      const auto a = dense.keeper.positions(id, r / kHeads, r % kHeads), b = paged.keeper.positions(id, r / kHeads, r % kHeads);
+      ASSERT_TRUE(std::equal(a.begin(), a.end(), b.begin(), b.end())) << "positions of row " << r << " of sequence " << id;
+      for (std::int32_t t = 0; t < lengths[static_cast<std::size_t>(r)]; ++t)
+        for (const bool value : {false, true})
+          ASSERT_TRUE(same_bits(dense.slot_of(id, r / kHeads, r % kHeads, t, value), paged.slot_of(id, r / kHeads, r % kHeads, t, value)))
+              << (value ? "value" : "key") << " of slot " << t << ", row " << r << ", sequence " << id;
+    }
+}
+
+struct PolicyCase {
+  const char* name;
+  const char* policy;
+  bool ragged;
+};
+void PrintTo(const PolicyCase& one, std::ostream* out) { *out << one.name; }
+
+class PagedKeeper : public ::testing::TestWithParam<PolicyCase> {};
+
+TEST_P(PagedKeeper, KeepsOnAnyPagesExactlyWhatItKeepsInADenseCache) {  // B21, B23, B24, B25
+  const auto [name, policy, ragged] = GetParam();
+  int which = 0;
+  for (const std::int32_t page_size : {1, 16, 32, 64, 128})
+    for (const PageLayout layout : {PageLayout::slot_head, PageLayout::head_slot}) {
+      const Form form = static_cast<Form>(which % 3);
+      const ScalarType dtype = which % 2 == 0 ? kBFloat16 : kFloat32;
+      ++which;
+      SCOPED_TRACE(text(name, ", pages of ", page_size, layout == PageLayout::slot_head ? " [slot, head]" : " [head, slot]"));
+      oracle::Random random(static_cast<std::uint64_t>(7 + which));
+      DenseEngine dense(policy, ragged, dtype);
+      PagedEngine paged(policy, ragged, dtype, page_size, layout, form);
+      std::int64_t events = 0, freed = 0;
+      const auto step = [&](const std::vector<std::pair<SequenceId, std::int32_t>>& work) {
+        const Numbers numbers = numbers_of(random, work);
+        const Report a = dense.step(numbers), b = paged.step(numbers);
+        events += static_cast<std::int64_t>(b.cuts.size());
+        freed += b.pages_freed;
+        EXPECT_EQ(a.slots_dropped, b.slots_dropped);
+        EXPECT_EQ(a.bytes_after, b.bytes_after);
+      };
+      for (Engine* engine : {static_cast<Engine*>(&dense), static_cast<Engine*>(&paged)}) {
+        engine->join(1);
+        engine->join(2);
+      }
+      step({{1, 45}, {2, 170}});
+      for (Engine* engine : {static_cast<Engine*>(&dense), static_cast<Engine*>(&paged)}) engine->fork(3, 1, 37);  // a prefix, its last page shared too
+      step({{3, 20}, {1, 1}});
+      for (int n = 0; n < 24; ++n) {
+        step(n % 3 == 0 ? std::vector<std::pair<SequenceId, std::int32_t>>{{2, 3}, {3, 1}} : std::vector<std::pair<SequenceId, std::int32_t>>{{1, 2}, {2, 1}, {3, 2}});
+        if (n % 6 == 0) expect_alike(dense, paged);
+      }
+      expect_alike(dense, paged);
+      if (HasFatalFailure()) return;
+      EXPECT_GE(events, 5);
+      if (page_size <= 64) EXPECT_GT(freed, 0);
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(Policies, PagedKeeper,
+                         ::testing::Values(PolicyCase{"amstova", "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16", false},
+                                           PolicyCase{"keydiff", "keydiff,budget=48,interval=12", false}, PolicyCase{"expected", "ams-expected,budget=48,interval=12", false},
+                                           PolicyCase{"rkv", "rkv,budget=48,interval=12", false}, PolicyCase{"snapkv", "snapkv,budget=48,interval=12", false},
+                                           PolicyCase{"h2o", "h2o,budget=48,interval=12", false}, PolicyCase{"adakv", "adakv-tova,budget=48,interval=12,recent=4", true},
+                                           PolicyCase{"pyramidkv", "pyramidkv-knorm,budget=48,interval=12,recent=4", true}),
+                         [](const auto& p) { return std::string(p.param.name); });
+
+/// Everything an event may write, before and after.
+struct Sight {
+  Sight(const PagedEngine& engine, const std::vector<SequenceId>& ids) : table(engine.sequences.table(ids).clone()), lengths(engine.lengths) {
+    for (const LayerKv& layer : engine.layers)
+      for (const Tensor& side : {std::get<PagedKv>(layer).keys, std::get<PagedKv>(layer).values}) sides.push_back(side.clone());
+    for (std::int32_t p = 0; p < engine.pool.capacity(); ++p) references.push_back(engine.pool.references(p));
+    for (const SequenceId id : ids)
+      for (std::int32_t r = 0; r < kRows; ++r) {
+        const auto row = engine.keeper.positions(id, r / kHeads, r % kHeads);
+        positions.emplace_back(row.begin(), row.end());
+      }
+  }
+  [[nodiscard]] bool same_as(const Sight& other) const {
+    for (std::size_t i = 0; i < sides.size(); ++i)
+      if (!sides[i].equal(other.sides[i])) return false;
+    return table.equal(other.table) && lengths == other.lengths && references == other.references && positions == other.positions;
+  }
+  Tensor table;
+  std::map<SequenceId, Ints> lengths;
+  std::vector<Tensor> sides;
+  Ints references;
+  std::vector<Ints> positions;
+};
+
+TEST(PagedEvents, WithSharedPagesRefusedThrowBeforeAnythingIsWritten) {
+  oracle::Random random(3);
+  PagedEngine engine("knorm,budget=24,interval=8,recent=2", false, kFloat32, 16, PageLayout::slot_head, Form::apart);
+  engine.join(1);
+  static_cast<void>(engine.step(numbers_of(random, {{1, 30}})));
+  engine.fork(2, 1, 30);
+  engine.shared_pages = SharedPages::refuse;
+  const std::vector<SequenceId> ids{1, 2};
+  static_cast<void>(engine.step(numbers_of(random, {{1, 1}, {2, 1}})));
+  try {
+    static_cast<void>(engine.step(numbers_of(random, {{1, 1}, {2, 1}})));
+    FAIL() << "a shared page was written";
+  } catch (const StateError& error) {
+    EXPECT_NE(std::string(error.what()).find("SharedPages::copy"), std::string::npos) << error.what();
+  }
+  const Sight before(engine, ids);
+  EXPECT_THROW(static_cast<void>(engine.cut(ids)), StateError);
+  EXPECT_TRUE(before.same_as(Sight(engine, ids))) << "a refused event changes nothing";
+  engine.shared_pages = SharedPages::copy;
+  EXPECT_EQ(engine.cut(ids).cuts.size(), 2U) << "and comes about once it may copy";
+  EXPECT_EQ(engine.lengths.at(2)[0], 24);
+}
+
+TEST(PagedEvents, WithoutFreePagesForCopiesThrowBeforeAnythingIsWritten) {
+  oracle::Random random(4);
+  PagedEngine engine("knorm,budget=24,interval=8,recent=2", false, kFloat32, 16, PageLayout::head_slot, Form::pages_first, 4 * 16);
+  engine.join(1);
+  static_cast<void>(engine.step(numbers_of(random, {{1, 30}})));
+  engine.fork(2, 1, 30);
+  static_cast<void>(engine.step(numbers_of(random, {{2, 1}})));
+  const std::int32_t kept_away = engine.pool.take();
+  ASSERT_EQ(engine.pool.free_pages(), 0);
+  const std::vector<SequenceId> ids{2};
+  EXPECT_THROW(static_cast<void>(engine.step(numbers_of(random, {{2, 1}}))), StateError);
+  const Sight before(engine, ids);
+  EXPECT_THROW(static_cast<void>(engine.cut(ids)), StateError);
+  EXPECT_TRUE(before.same_as(Sight(engine, ids))) << "a refused event changes nothing";
+  engine.pool.give_back(kept_away);
+  EXPECT_EQ(engine.cut(ids).cuts.size(), 1U);
+}
+
+TEST(PagedRows, LieWhereTheirOffsetsSayBeyondTwoToThe31Elements) {  // B22: addresses only, the memory is not there
+  constexpr std::int64_t kPages = 5'000'000, kSize = 16;
+  ModelSpec spec = model();
+  spec.key_dim = spec.value_dim = 128;
+  std::byte nowhere[64];
+  const std::int64_t slot = kHeads * 128, page = kSize * slot;
+  const auto side = [&](std::int64_t) { return at::from_blob(nowhere, {kPages, kSize, kHeads, 128}, {page, slot, 128, 1}, at::TensorOptions().dtype(kBFloat16)); };
+  const PagedKv kv{side(0), side(0), PageLayout::slot_head};
+  Tensor table = at::full({1, 3}, 0, at::TensorOptions().dtype(kInt32));
+  const std::int32_t pages[] = {4'999'999, 0, 2'000'003};
+  std::copy_n(pages, 3, table.data_ptr<std::int32_t>());
+  const SequenceId id = 1;
+  std::int32_t length = 41;
+  const CacheView view{.layers = {kv, kv}, .sequences = {&id, 1}, .lengths = {{&length, 1}}, .block_table = table};
+  const std::int32_t both[] = {0, 1}, first[] = {0};
+  const RowTable rows = make_rows(spec, view, both, first);
+  ASSERT_EQ(rows.rows.size(), 4U);
+  for (const Row& row : rows.rows)
+    for (const std::int32_t t : {0, 5, 15, 16, 31, 32, 40}) {
+      const std::int64_t elements = pages[t / kSize] * page + t % kSize * slot + row.head * 128;
+      EXPECT_EQ(reinterpret_cast<std::intptr_t>(row.keys.at(t)) - reinterpret_cast<std::intptr_t>(nowhere), 2 * elements) << t;
+      EXPECT_EQ(row.keys.run(t), kSize - t % kSize);
+    }
+  EXPECT_GT(pages[0] * page, std::int64_t{1} << 31);
+
+  // A dense cache as large: place 3000 of 4000, slot 8000 of 10000.
+  const Tensor dense = at::from_blob(nowhere, {4000, kHeads, 10000, 128}, {kHeads * 10000 * 128, 10000 * 128, 128, 1}, at::TensorOptions().dtype(kFloat32));
+  const std::int64_t elements = (std::int64_t{3000} * kHeads + 1) * 10000 * 128 + std::int64_t{8000} * 128;
+  EXPECT_EQ(reinterpret_cast<std::intptr_t>(dense_address(dense, 3000, 1).at(8000)) - reinterpret_cast<std::intptr_t>(nowhere), 4 * elements);
+}
+
+}  // namespace
+}  // namespace kvkeep
