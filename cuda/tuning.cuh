@@ -9,4 +9,15 @@ inline constexpr std::int32_t kCompactThreads = 256;
 inline constexpr std::int32_t kCompactWords = 4;  ///< words of 16 bytes that a thread holds between reading and writing
 inline constexpr std::int32_t kAllotThreads = 256;  ///< of the one block that divides and selects a row
 
+inline constexpr std::int32_t kTurnThreads = 128;
+
+inline constexpr std::int32_t kAttentionChunk = 1024;  ///< slots that one block looks at: many chunks fill the machine where there are few rows
+inline constexpr std::int32_t kAttentionTile = 128;    ///< slots that are multiplied at a time
+inline constexpr std::int32_t kAttentionSlice = 64;    ///< components of them that lie in shared memory at a time
+inline constexpr std::int32_t kMatrixThreads = 256;    ///< two warps along the queries, four along the slots
+inline constexpr std::int32_t kMatrixQueries = 64;     ///< queries that matrix units multiply at a time
+
+inline constexpr std::int32_t kKeyThreads = 256;       ///< of a block that reads keys alone, eight of them a slot
+inline constexpr std::int32_t kKeyChunk = 1024;        ///< slots that one such block reads
+
 }  // namespace kvkeep::cuda::tuning
