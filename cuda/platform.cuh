@@ -17,9 +17,9 @@
 namespace kvkeep::cuda {
 namespace wmma = nvcuda::wmma;
 
-/// The block's dynamic shared memory, aligned to 16 bytes.
+/// The block's dynamic shared memory, aligned to 32 bytes, as wmma wants its tiles.
 __device__ inline std::byte* dynamic_shared() {
-  extern __shared__ __align__(16) unsigned char kvkeep_dynamic_shared[];
+  extern __shared__ __align__(32) unsigned char kvkeep_dynamic_shared[];
   return reinterpret_cast<std::byte*>(kvkeep_dynamic_shared);
 }
 

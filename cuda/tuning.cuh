@@ -14,4 +14,15 @@ constexpr std::int32_t threads_for(std::int32_t longest) { return longest <= 409
 
 inline constexpr std::int32_t kWarpSegment = 4096;  ///< longest segment that is left to one warp
 
+inline constexpr std::int32_t kTurnThreads = 128;
+
+inline constexpr std::int32_t kAttentionChunk = 1024;  ///< slots that one block looks at: many chunks fill the machine where there are few rows
+inline constexpr std::int32_t kAttentionTile = 128;    ///< slots that are multiplied at a time
+inline constexpr std::int32_t kAttentionSlice = 64;    ///< components of them that lie in shared memory at a time
+inline constexpr std::int32_t kMatrixThreads = 256;    ///< two warps along the queries, four along the slots
+inline constexpr std::int32_t kMatrixQueries = 64;     ///< queries that matrix units multiply at a time
+
+inline constexpr std::int32_t kKeyThreads = 256;       ///< of a block that reads keys alone, eight of them a slot
+inline constexpr std::int32_t kKeyChunk = 1024;        ///< slots that one such block reads
+
 }  // namespace kvkeep::cuda::tuning

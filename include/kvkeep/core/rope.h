@@ -42,13 +42,23 @@ KVKEEP_HD inline double rope_angle(std::int64_t position, double inv_freq) {
   return angle - kTurn * floor(angle / kTurn + 0.5);
 }
 
-/// cos and sin of every pair at one position, times the attention scaling.
+/// cos and sin of one pair at `position`, times the attention scaling.
+struct RopeTurn {
+  float cosine;
+  float sine;
+};
+KVKEEP_HD inline RopeTurn rope_turn(std::int64_t position, double inv_freq, double attention_scaling) {
+  const double angle = rope_angle(position, inv_freq);
+  return {static_cast<float>(cos(angle) * attention_scaling), static_cast<float>(sin(angle) * attention_scaling)};
+}
+
+/// The turns of every pair at one position.
 /// Cost: F sine-cosine pairs in double.
 inline void rope_at(const RopeSpec& rope, std::int64_t position, float* cosines, float* sines) {
   for (std::size_t f = 0; f < rope.inv_freq.size(); ++f) {
-    const double angle = rope_angle(position, rope.inv_freq[f]);
-    cosines[f] = static_cast<float>(std::cos(angle) * rope.attention_scaling);
-    sines[f] = static_cast<float>(std::sin(angle) * rope.attention_scaling);
+    const RopeTurn turn = rope_turn(position, rope.inv_freq[f], rope.attention_scaling);
+    cosines[f] = turn.cosine;
+    sines[f] = turn.sine;
   }
 }
 

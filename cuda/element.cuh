@@ -1,0 +1,82 @@
+#pragma once
+/// Elements as they are stored, and as f32.
+
+#include <type_traits>
+
+#include "evidence.h"
+#include "kvkeep/core/error.h"
+#include "platform.cuh"
+
+namespace kvkeep::cuda {
+
+/// One e4m3 number.
+struct Fp8 {
+  std::uint8_t bits;
+};
+
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(__half x) { return __half2float(x); }
+__device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline __half to_half(Fp8 x) { return __half(__nv_cvt_fp8_to_halfraw(x.bits, __NV_E4M3)); }  // every e4m3 is an f16
+__device__ inline float to_float(Fp8 x) { return __half2float(to_half(x)); }
+
+__device__ inline void from_float(float x, float& to) { to = x; }
+__device__ inline void from_float(float x, __half& to) { to = __float2half_rn(x); }
+__device__ inline void from_float(float x, __nv_bfloat16& to) { to = __float2bfloat16_rn(x); }
+
+/// Calls body(T{}) with the C++ type of an element.
+template <class Body>
+decltype(auto) with_element(Element element, Body&& body) {
+  switch (element) {
+    case Element::f16: return body(__half{});
+    case Element::bf16: return body(__nv_bfloat16{});
+    case Element::fp8_e4m3: return body(Fp8{});
+    default: return body(float{});
+  }
+}
+
+struct alignas(16) Word16 {
+  std::uint32_t part[4];
+};
+
+/// Elements of a word of 16 bytes.
+template <class T>
+inline constexpr std::int32_t kPerWord = static_cast<std::int32_t>(16 / sizeof(T));
+
+template <class T>
+struct alignas(16) Elements {
+  T x[kPerWord<T>];
+};
+
+/// True where every slot's vector begins at a multiple of 16 bytes.
+__device__ inline bool is_aligned(const SlotAddress& side) {
+  return ((reinterpret_cast<std::uintptr_t>(side.base) | static_cast<std::uint64_t>(side.stride) | static_cast<std::uint64_t>(side.page_stride)) & 15U) == 0;
+}
+
+/// Elements [from, from + kPerWord) of a vector of `dim` as f32, zeros behind its end. `aligned`: the vector begins at a multiple of 16 bytes; from is one of kPerWord.
+template <class T>
+__device__ inline void load_floats(const T* vector, std::int32_t from, std::int32_t dim, bool aligned, float* to) {
+  if (aligned && from + kPerWord<T> <= dim) {
+    const Elements<T> word = *reinterpret_cast<const Elements<T>*>(vector + from);
+#pragma unroll
+    for (int i = 0; i < kPerWord<T>; ++i) to[i] = to_float(word.x[i]);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kPerWord<T>; ++i) to[i] = from + i < dim ? to_float(vector[from + i]) : 0.0F;
+}
+
+/// What the keys of a slot are multiplied with: its scale where keys are fp8, else 1.
+template <class T>
+__device__ inline float key_scale(const Row& row, std::int64_t slot) {
+  if constexpr (std::is_same_v<T, Fp8>) return *reinterpret_cast<const float*>(row.key_scales.at(slot));
+  else return 1.0F;
+}
+
+/// False for NaN and the infinities.
+__device__ inline bool is_number(float x) { return x - x == 0.0F; }
+
+/// Throws InvalidArgument for a head size that the kernels do not know.
+inline void check_dim(const char* operation, std::int32_t dim) { require(dim >= 1 && dim <= 256, operation, ": head size; given ", dim, "; allowed 1 to 256"); }
+
+}  // namespace kvkeep::cuda

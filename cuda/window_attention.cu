@@ -1,0 +1,691 @@
+#include "window_attention.h"
+
+#include <limits>
+
+#include "element.cuh"
+#include "launch.cuh"
+#include "tuning.cuh"
+
+namespace kvkeep::cuda {
+namespace {
+
+using tuning::kAttentionChunk;
+using tuning::kAttentionSlice;
+using tuning::kAttentionTile;
+using tuning::kMatrixQueries;
+using tuning::kMatrixThreads;
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr std::int32_t kFirst = std::numeric_limits<std::int32_t>::min(), kNever = std::numeric_limits<std::int32_t>::max();
+
+enum class Kind : std::uint8_t { window, sum, history };
+
+/// What the kernels are given.
+struct Task {
+  EvidenceArguments e;
+  const RowWindow* windows;
+  const float* queries;
+  const float* log_sum_exp;
+  const std::int32_t* first;
+  float* column;           ///< usage, sum or history
+  float* newest;
+  float2* partial;         ///< [count, chunks, most] maximum and sum of one chunk
+  float2* standard;        ///< [count, most] what is subtracted from a logit, and the factor of its exponential
+  std::int32_t window;
+  std::int32_t most;       ///< rows of the largest product
+  std::int32_t chunks;     ///< of the longest row
+  std::int32_t newest_counts;
+  Kind kind;
+  bool max_logit;
+};
+
+/// One row of the table and the rows of its product: n counts query head by query head, under max_logit the queries alone.
+struct Plan {
+  const Row* row;
+  const QueryWindow* view;
+  const float* queries;     ///< of the row's first query head, at its window's oldest query
+  const float* lse;
+  std::int32_t window = 0;  ///< W of this row
+  std::int32_t history = 0;
+  std::int32_t from = 0, to = 0;  ///< slots of the softmax
+  std::int32_t total = 0;
+
+  [[nodiscard]] __device__ std::int32_t query_of(std::int32_t n) const { return n % window; }
+  [[nodiscard]] __device__ std::int32_t position(std::int32_t i) const { return view->position(view->count - window + i); }
+};
+
+__device__ Plan plan_of(const Task& task, std::int64_t r) {
+  const EvidenceArguments& e = task.e;
+  Plan plan;
+  plan.row = e.rows + r;
+  plan.view = e.queries + r / e.kv_heads;
+  plan.window = task.windows[r].queries;
+  plan.history = task.windows[r].history;
+  if (plan.window == 0) return plan;
+  const std::int64_t oldest = (r / e.kv_heads * e.query_heads() + plan.row->head * e.group) * std::int64_t{task.window} + task.window - plan.window;
+  plan.queries = task.queries + oldest * e.dim;
+  plan.lse = task.log_sum_exp == nullptr ? nullptr : task.log_sum_exp + oldest;
+  plan.total = task.max_logit ? plan.window : e.group * plan.window;
+  plan.to = plan.row->length;
+  if (task.kind != Kind::history) return plan;
+  const std::int32_t seen_by_all = plan.position(0);
+  std::int32_t low = 0, high = plan.history;  // the history ends where the oldest query sees no further
+  while (low < high) {
+    const std::int32_t middle = low + (high - low) / 2;
+    if (plan.row->positions[middle] <= seen_by_all) low = middle + 1;
+    else high = middle;
+  }
+  plan.to = low;
+  plan.from = task.first == nullptr ? 0 : task.first[r] < low ? task.first[r] : low;
+  return plan;
+}
+
+/// Where the next query head's queries begin, in floats.
+__device__ inline std::int64_t head_stride(const Task& task) { return std::int64_t{task.window} * task.e.dim; }
+
+/// What a query's position is compared with: a slot is seen by the queries at or behind it.
+__device__ inline std::int32_t slot_position(const Task& task, const Plan& plan, std::int32_t slot) {
+  if (slot < plan.from || slot >= plan.to) return kNever;
+  return task.kind == Kind::history ? kFirst : plan.row->positions[slot];
+}
+
+/// Softmax of a row of the product while it grows.
+struct Running {
+  float top = -kInfinity, sum = 0;
+
+  __device__ void add(float x) {
+    const float e = __expf(-fabsf(x - top));
+    sum = x > top ? fmaf(sum, e, 1.0F) : sum + e;
+    top = fmaxf(top, x);
+  }
+  __device__ void add(Running other) {
+    const float most = fmaxf(top, other.top);
+    if (most == -kInfinity) return;
+    sum = sum * __expf(top - most) + other.sum * __expf(other.top - most);
+    top = most;
+  }
+};
+
+/// Rows of the product that a tile of queries shares.
+struct QueryArrays {
+  std::int32_t* position;
+  float* shift;
+  float* weight;  ///< in the column
+  float* share;   ///< in newest
+};
+
+/// Fills entry q of the arrays with row n of the product, or with one that counts nothing.
+__device__ void set_query(const Task& task, const Plan& plan, std::int64_t r, std::int32_t n, std::int32_t q, bool apply, const QueryArrays& to) {
+  const bool there = n < plan.total;
+  const std::int32_t i = there ? plan.query_of(n) : 0;
+  to.position[q] = there ? plan.position(i) : kFirst;
+  if (!apply) return;
+  float2 s{0, 0};
+  if (there && plan.lse != nullptr) {
+    const float lse = plan.lse[std::int64_t{n / plan.window} * task.window + i];
+    s = is_number(lse) ? float2{lse, 1.0F} : s;
+  } else if (there) {
+    s = task.standard[r * task.most + n];
+  }
+  to.shift[q] = s.x;
+  to.weight[q] = task.kind == Kind::history && i == plan.window - 1 ? s.y * static_cast<float>(task.newest_counts) : s.y;
+  to.share[q] = i == plan.window - 1 ? s.y / static_cast<float>(task.e.group) : 0.0F;
+}
+
+/// Adds what one query gives one slot. `x`: the logit.
+__device__ inline void add_share(Kind kind, float x, std::int32_t slot_at, std::int32_t query_at, bool open, float shift, float weight, float share, float& column, float& newest) {
+  if (slot_at > query_at || !is_number(x)) return;
+  const float p = __expf(x - shift);
+  newest += share == 0 ? 0.0F : p * share;
+  if (kind == Kind::window && !open && slot_at == query_at) return;  // on the suffix only strictly later queries count
+  column += weight == 0 ? 0.0F : p * weight;
+}
+
+/// Writes the chunk's part of the result. columns, newest: [kAttentionChunk], the sums over the queries.
+__device__ void finish(const Task& task, const Plan& plan, std::int32_t begin, const float* columns, const float* newest) {
+  const std::int32_t left = plan.row->length - begin, count = left < kAttentionChunk ? left : kAttentionChunk;
+  for (auto j = static_cast<std::int32_t>(threadIdx.x); j < count; j += static_cast<std::int32_t>(blockDim.x)) {
+    const std::int32_t t = begin + j;
+    const std::int64_t at = plan.row->first + t;
+    if (task.newest != nullptr) task.newest[at] = plan.total == 0 ? 0.0F : newest[j];
+    if (task.column == nullptr) continue;
+    float divisor = 0;
+    if (plan.total == 0 || t < plan.from || t >= plan.to) {
+      divisor = 0;
+    } else if (task.kind == Kind::sum) {
+      divisor = static_cast<float>(task.e.group);
+    } else if (task.kind == Kind::history) {
+      divisor = static_cast<float>((task.max_logit ? 1 : task.e.group) * (plan.window - 1 + task.newest_counts));
+    } else if (t < plan.history) {
+      divisor = static_cast<float>(plan.total);
+    } else {
+      std::int32_t later = plan.window;
+      while (later > 0 && plan.position(plan.window - later) <= plan.row->positions[t]) --later;
+      divisor = static_cast<float>(later * task.e.group);
+    }
+    task.column[at] = divisor == 0 ? 0.0F : columns[j] / divisor;
+  }
+}
+
+/// Parts of the dynamic shared memory, each aligned to 32 bytes.
+struct Parts {
+  std::size_t bytes = 0;
+  KVKEEP_HD std::size_t take(std::size_t wanted) {
+    const std::size_t at = bytes;
+    bytes += (wanted + 31) / 32 * 32;
+    return at;
+  }
+};
+
+/// Copies components [d0, d0 + n) of slots [begin, end) to rows of `stride` bytes; zeros behind them up to a whole word of 16 bytes.
+template <class T>
+__device__ void stage_keys(const SlotAddress& keys, bool aligned, std::int32_t begin, std::int32_t end, std::int32_t d0, std::int32_t n, std::byte* to, std::int32_t stride) {
+  const std::int32_t words = (n + kPerWord<T> - 1) / kPerWord<T>, all = (end - begin) * words;
+  for (auto i = static_cast<std::int32_t>(threadIdx.x); i < all; i += static_cast<std::int32_t>(blockDim.x)) {
+    const std::int32_t slot = i / words, d = (i - slot * words) * kPerWord<T>;
+    const T* key = reinterpret_cast<const T*>(keys.at(begin + slot)) + d0;
+    auto* word = reinterpret_cast<Elements<T>*>(to + slot * stride) + d / kPerWord<T>;
+    if (aligned && d + kPerWord<T> <= n) {
+      *word = *reinterpret_cast<const Elements<T>*>(key + d);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kPerWord<T>; ++k) word->x[k] = d + k < n ? key[d + k] : T{};
+    }
+  }
+}
+
+// In f32: a thread has a slot, and multiplies its key with kQ queries that all threads read alike.
+
+template <class T, int kQ>
+struct PlainShared {
+  static constexpr std::int32_t kStride = kAttentionSlice * static_cast<std::int32_t>(sizeof(T)) + 16;  ///< of a slot: threads read rows of it without conflicts
+  std::size_t keys, queries, position, shift, weight, share, running, columns, newest, bytes;
+  std::int32_t padded;  ///< components of a query, in whole words of keys
+
+  KVKEEP_HD explicit PlainShared(std::int32_t dim) : padded((dim + 15) / 16 * 16) {
+    Parts parts;
+    keys = parts.take(static_cast<std::size_t>(kAttentionTile) * kStride);
+    queries = parts.take(sizeof(float) * kQ * static_cast<std::size_t>(padded));
+    position = parts.take(sizeof(std::int32_t) * kQ);
+    shift = parts.take(sizeof(float) * kQ);
+    weight = parts.take(sizeof(float) * kQ);
+    share = parts.take(sizeof(float) * kQ);
+    running = parts.take(sizeof(Running) * kQ * (kAttentionTile / 32));
+    columns = parts.take(sizeof(float) * kAttentionChunk);
+    newest = parts.take(sizeof(float) * kAttentionChunk);
+    bytes = parts.bytes;
+  }
+};
+
+template <class T, int kQ, bool kApply, bool kMaximum>
+__global__ void __launch_bounds__(kAttentionTile, 4) plain_kernel(Task task) {
+  const PlainShared<T, kQ> parts(task.e.dim);
+  std::byte* shared = dynamic_shared();
+  std::byte* keys = shared + parts.keys;
+  auto* queries = reinterpret_cast<float*>(shared + parts.queries);
+  auto* running = reinterpret_cast<Running*>(shared + parts.running);
+  auto* columns = reinterpret_cast<float*>(shared + parts.columns);
+  auto* newest = reinterpret_cast<float*>(shared + parts.newest);
+  const QueryArrays arrays{reinterpret_cast<std::int32_t*>(shared + parts.position), reinterpret_cast<float*>(shared + parts.shift), reinterpret_cast<float*>(shared + parts.weight),
+                           reinterpret_cast<float*>(shared + parts.share)};
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+  const std::int32_t dim = task.e.dim, heads = kMaximum ? task.e.group : 1;
+
+  for (std::int64_t work = blockIdx.x; work < std::int64_t{task.e.count} * task.chunks; work += gridDim.x) {
+    const std::int64_t r = work / task.chunks;
+    const std::int32_t begin = static_cast<std::int32_t>(work - r * task.chunks) * kAttentionChunk;
+    if (!task.e.due(r) || begin >= task.e.rows[r].length) continue;
+    const Plan plan = plan_of(task, r);
+    const Row& row = *plan.row;
+    const bool aligned = is_aligned(row.keys);
+    const std::int32_t end = begin + kAttentionChunk < plan.to ? begin + kAttentionChunk : plan.to;
+    if constexpr (kApply)
+      for (std::int32_t j = thread; j < kAttentionChunk; j += kAttentionTile) columns[j] = newest[j] = 0;
+
+    for (std::int32_t n0 = 0; n0 < plan.total; n0 += kQ) {
+      __syncthreads();
+      if (thread < kQ) set_query(task, plan, r, n0 + thread, thread, kApply, arrays);
+      const auto stage_queries = [&](std::int32_t head) {
+        for (std::int32_t i = thread; i < kQ * parts.padded; i += kAttentionTile) {
+          const std::int32_t q = i / parts.padded, d = i - q * parts.padded, n = n0 + q;
+          const bool there = n < plan.total && d < dim;
+          queries[i] = there ? plan.queries[(n / plan.window + head) * head_stride(task) + std::int64_t{plan.query_of(n)} * dim + d] : 0.0F;
+        }
+      };
+      if constexpr (!kMaximum) stage_queries(0);
+      Running seen[kQ];
+      for (std::int32_t tile = begin; tile < end; tile += kAttentionTile) {
+        const std::int32_t slot = tile + thread, tile_end = tile + kAttentionTile < end ? tile + kAttentionTile : end;
+        const bool live = slot >= plan.from && slot < tile_end;
+        float x[kQ] = {};
+        for (std::int32_t head = 0; head < heads; ++head) {
+          float sum[kQ] = {};
+          for (std::int32_t d0 = 0; d0 < dim; d0 += kAttentionSlice) {
+            const std::int32_t n = dim - d0 < kAttentionSlice ? dim - d0 : kAttentionSlice;
+            __syncthreads();
+            if (kMaximum && d0 == 0) stage_queries(head);
+            stage_keys<T>(row.keys, aligned, tile, tile_end, d0, n, keys, parts.kStride);
+            __syncthreads();
+            if (!live) continue;
+            const auto* mine = reinterpret_cast<const Elements<T>*>(keys + thread * parts.kStride);
+            for (std::int32_t d = 0; d < n; d += kPerWord<T>) {
+              const Elements<T> word = mine[d / kPerWord<T>];
+#pragma unroll
+              for (int k = 0; k < kPerWord<T>; k += 4) {
+                const float a = to_float(word.x[k]), b = to_float(word.x[k + 1]), c = to_float(word.x[k + 2]), e = to_float(word.x[k + 3]);
+#pragma unroll
+                for (int q = 0; q < kQ; ++q) {
+                  const float4 f = *reinterpret_cast<const float4*>(queries + q * parts.padded + d0 + d + k);
+                  sum[q] = fmaf(a, f.x, sum[q]);
+                  sum[q] = fmaf(b, f.y, sum[q]);
+                  sum[q] = fmaf(c, f.z, sum[q]);
+                  sum[q] = fmaf(e, f.w, sum[q]);
+                }
+              }
+            }
+          }
+#pragma unroll
+          for (int q = 0; q < kQ; ++q) x[q] = !kMaximum || head == 0 ? sum[q] : fmaxf(x[q], sum[q]);
+        }
+        if (!live) continue;
+        const float scale = key_scale<T>(row, slot);
+        const std::int32_t at = slot_position(task, plan, slot);
+        float column = 0, of_newest = 0;
+#pragma unroll
+        for (int q = 0; q < kQ; ++q) {
+          const float logit = x[q] * scale;
+          if constexpr (kApply) {
+            add_share(task.kind, logit, at, arrays.position[q], slot < plan.history, arrays.shift[q], arrays.weight[q], arrays.share[q], column, of_newest);
+          } else {
+            if (at <= arrays.position[q] && is_number(logit)) seen[q].add(logit);
+          }
+        }
+        if constexpr (kApply) {
+          columns[slot - begin] += column;
+          newest[slot - begin] += of_newest;
+        }
+      }
+      if constexpr (!kApply) {
+#pragma unroll
+        for (int q = 0; q < kQ; ++q) {
+#pragma unroll
+          for (int step = 16; step > 0; step /= 2) {
+            Running other;
+            other.top = __shfl_xor_sync(0xFFFFFFFFU, seen[q].top, step);
+            other.sum = __shfl_xor_sync(0xFFFFFFFFU, seen[q].sum, step);
+            seen[q].add(other);
+          }
+          if (thread % 32 == 0) running[thread / 32 * kQ + q] = seen[q];
+        }
+        __syncthreads();
+        if (thread < kQ && n0 + thread < plan.total) {
+          Running all = running[thread];
+          for (std::int32_t warp = 1; warp < kAttentionTile / 32; ++warp) all.add(running[warp * kQ + thread]);
+          task.partial[work * task.most + n0 + thread] = {all.top, all.sum};
+        }
+      }
+    }
+    if constexpr (kApply) {
+      __syncthreads();
+      finish(task, plan, begin, columns, newest);
+      __syncthreads();
+    }
+  }
+}
+
+// On matrix units: a warp has 32 queries and 32 slots of a tile of 64 and 128; each query is the sum of two numbers of the keys' dtype.
+
+constexpr std::int32_t kScratchStride = 20;
+
+template <class S>
+struct MatrixShared {
+  static constexpr std::int32_t kStride = kAttentionSlice + 8;  ///< of a slot, in elements: rows of it lie in different banks
+  std::size_t keys, high, low, scratch, factor, position, shift, weight, share, slot_at, slot_scale, running, side, side_newest, columns, newest, bytes;
+  std::int32_t stride;  ///< of a query, in elements
+
+  KVKEEP_HD explicit MatrixShared(std::int32_t dim) : stride(dim + 8) {
+    Parts parts;
+    keys = parts.take(sizeof(S) * kAttentionTile * kStride);
+    high = parts.take(sizeof(S) * kMatrixQueries * static_cast<std::size_t>(stride));
+    low = parts.take(sizeof(S) * kMatrixQueries * static_cast<std::size_t>(stride));
+    scratch = parts.take(sizeof(float) * (kMatrixThreads / 32) * 16 * kScratchStride);
+    factor = parts.take(sizeof(float) * kMatrixQueries);
+    position = parts.take(sizeof(std::int32_t) * kMatrixQueries);
+    shift = parts.take(sizeof(float) * kMatrixQueries);
+    weight = parts.take(sizeof(float) * kMatrixQueries);
+    share = parts.take(sizeof(float) * kMatrixQueries);
+    slot_at = parts.take(sizeof(std::int32_t) * kAttentionTile);
+    slot_scale = parts.take(sizeof(float) * kAttentionTile);
+    running = parts.take(sizeof(Running) * 4 * kMatrixQueries);
+    side = parts.take(sizeof(float) * 2 * kAttentionTile);
+    side_newest = parts.take(sizeof(float) * 2 * kAttentionTile);
+    columns = parts.take(sizeof(float) * kAttentionChunk);
+    newest = parts.take(sizeof(float) * kAttentionChunk);
+    bytes = parts.bytes;
+  }
+};
+
+/// The dtype that keys are multiplied in.
+template <class T>
+using MatrixElement = std::conditional_t<std::is_same_v<T, Fp8>, __half, T>;
+
+/// One row of queries to its high and low parts, a warp a row. Times a power of two that brings its largest component to [1, 2), so that neither part leaves f16.
+template <class S>
+__device__ void split_query(const float* query, std::int32_t dim, S* high, S* low, float* factor) {
+  const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
+  float largest = 0;
+  for (std::int32_t d = lane; d < dim; d += 32) largest = fmaxf(largest, query == nullptr ? 0.0F : fabsf(query[d]));
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFU, largest, step));
+  std::int32_t exponent = static_cast<std::int32_t>(__float_as_uint(largest) >> 23U) - 127;
+  if (exponent == -127 || exponent == 128) exponent = 0;  // zeros and subnormals; what is not finite
+  const float by = ldexpf(1.0F, -exponent);
+  for (std::int32_t d = lane; d < dim; d += 32) {
+    const float x = query == nullptr ? 0.0F : query[d] * by;
+    from_float(x, high[d]);
+    from_float(x - to_float(high[d]), low[d]);
+  }
+  if (lane == 0) *factor = ldexpf(1.0F, exponent);
+}
+
+template <class T, bool kApply>
+__global__ void __launch_bounds__(kMatrixThreads, 2) matrix_kernel(Task task) {
+  using S = MatrixElement<T>;
+  using Left = wmma::fragment<wmma::matrix_a, 16, 16, 16, S, wmma::row_major>;
+  using Right = wmma::fragment<wmma::matrix_b, 16, 16, 16, S, wmma::col_major>;
+  using Product = wmma::fragment<wmma::accumulator, 16, 16, 16, float>;
+  const MatrixShared<S> parts(task.e.dim);
+  std::byte* shared = dynamic_shared();
+  auto* keys = reinterpret_cast<S*>(shared + parts.keys);
+  auto* high = reinterpret_cast<S*>(shared + parts.high);
+  auto* low = reinterpret_cast<S*>(shared + parts.low);
+  auto* factor = reinterpret_cast<float*>(shared + parts.factor);
+  auto* slot_at = reinterpret_cast<std::int32_t*>(shared + parts.slot_at);
+  auto* slot_scale = reinterpret_cast<float*>(shared + parts.slot_scale);
+  auto* running = reinterpret_cast<Running*>(shared + parts.running);
+  auto* side = reinterpret_cast<float*>(shared + parts.side);
+  auto* side_newest = reinterpret_cast<float*>(shared + parts.side_newest);
+  auto* columns = reinterpret_cast<float*>(shared + parts.columns);
+  auto* newest = reinterpret_cast<float*>(shared + parts.newest);
+  const QueryArrays arrays{reinterpret_cast<std::int32_t*>(shared + parts.position), reinterpret_cast<float*>(shared + parts.shift), reinterpret_cast<float*>(shared + parts.weight),
+                           reinterpret_cast<float*>(shared + parts.share)};
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+  const std::int32_t warp = thread / 32, lane = thread % 32, query_side = warp / 4, slot_side = warp % 4;
+  float* scratch = reinterpret_cast<float*>(shared + parts.scratch) + warp * 16 * kScratchStride;
+  const std::int32_t dim = task.e.dim;
+
+  for (std::int64_t work = blockIdx.x; work < std::int64_t{task.e.count} * task.chunks; work += gridDim.x) {
+    const std::int64_t r = work / task.chunks;
+    const std::int32_t begin = static_cast<std::int32_t>(work - r * task.chunks) * kAttentionChunk;
+    if (!task.e.due(r) || begin >= task.e.rows[r].length) continue;
+    const Plan plan = plan_of(task, r);
+    const Row& row = *plan.row;
+    const bool aligned = is_aligned(row.keys);
+    const std::int32_t end = begin + kAttentionChunk < plan.to ? begin + kAttentionChunk : plan.to;
+    if constexpr (kApply)
+      for (std::int32_t j = thread; j < kAttentionChunk; j += kMatrixThreads) columns[j] = newest[j] = 0;
+
+    for (std::int32_t n0 = 0; n0 < plan.total; n0 += kMatrixQueries) {
+      __syncthreads();
+      if (thread < kMatrixQueries) set_query(task, plan, r, n0 + thread, thread, kApply, arrays);
+      for (std::int32_t q = warp; q < kMatrixQueries; q += kMatrixThreads / 32) {
+        const std::int32_t n = n0 + q;
+        const float* query = n < plan.total ? plan.queries + (n / plan.window) * head_stride(task) + std::int64_t{plan.query_of(n)} * dim : nullptr;
+        split_query(query, dim, high + q * parts.stride, low + q * parts.stride, factor + q);
+      }
+      Running seen[2];
+      for (std::int32_t tile = begin; tile < end; tile += kAttentionTile) {
+        const std::int32_t tile_end = tile + kAttentionTile < end ? tile + kAttentionTile : end;
+        // The same for a whole warp: parts of the tile behind the last query or slot are left out.
+        const auto query_block = [&](int i) { return query_side * 32 + i * 16; };
+        const auto slot_block = [&](int j) { return slot_side * 32 + j * 16; };
+        const auto wanted = [&](int i, int j) { return n0 + query_block(i) < plan.total && tile + slot_block(j) < tile_end; };
+        Product product[2][2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+          for (int j = 0; j < 2; ++j) wmma::fill_fragment(product[i][j], 0.0F);
+        for (std::int32_t d0 = 0; d0 < dim; d0 += kAttentionSlice) {
+          const std::int32_t n = dim - d0 < kAttentionSlice ? dim - d0 : kAttentionSlice;
+          __syncthreads();
+          if (d0 == 0 && thread < kAttentionTile) {
+            slot_at[thread] = slot_position(task, plan, tile + thread);
+            slot_scale[thread] = tile + thread < tile_end ? key_scale<T>(row, tile + thread) : 1.0F;
+          }
+          if constexpr (std::is_same_v<T, S>) {
+            stage_keys<T>(row.keys, aligned, tile, tile_end, d0, n, reinterpret_cast<std::byte*>(keys), parts.kStride * static_cast<std::int32_t>(sizeof(S)));
+          } else {
+            const std::int32_t words = n / kPerWord<T>;
+            for (std::int32_t i = thread; i < (tile_end - tile) * words; i += kMatrixThreads) {
+              const std::int32_t slot = i / words, d = (i - slot * words) * kPerWord<T>;
+              const T* key = reinterpret_cast<const T*>(row.keys.at(tile + slot)) + d0 + d;
+              Elements<T> word;
+              if (aligned) {
+                word = *reinterpret_cast<const Elements<T>*>(key);
+              } else {
+#pragma unroll
+                for (int k = 0; k < kPerWord<T>; ++k) word.x[k] = key[k];
+              }
+              Elements<S>* to = reinterpret_cast<Elements<S>*>(keys + slot * parts.kStride + d);
+#pragma unroll
+              for (int k = 0; k < kPerWord<T>; ++k) to[k / kPerWord<S>].x[k % kPerWord<S>] = to_half(word.x[k]);
+            }
+          }
+          for (std::int32_t i = thread + (tile_end - tile) * kAttentionSlice; i < (tile_end - tile + 15) / 16 * 16 * kAttentionSlice; i += kMatrixThreads)
+            keys[i / kAttentionSlice * parts.kStride + i % kAttentionSlice] = S{};  // whole blocks of 16 slots are multiplied
+          __syncthreads();
+          for (std::int32_t d = 0; d < n; d += 16) {
+            Right right[2];
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+              if (wanted(0, j)) wmma::load_matrix_sync(right[j], keys + slot_block(j) * parts.kStride + d, static_cast<unsigned>(parts.kStride));
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              if (!wanted(i, 0)) continue;
+              Left left;
+#pragma unroll
+              for (int part = 0; part < 2; ++part) {
+                wmma::load_matrix_sync(left, (part == 0 ? high : low) + query_block(i) * parts.stride + d0 + d, static_cast<unsigned>(parts.stride));
+#pragma unroll
+                for (int j = 0; j < 2; ++j)
+                  if (wanted(i, j)) wmma::mma_sync(product[i][j], left, right[j], product[i][j]);
+              }
+            }
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          float column = 0, of_newest = 0;
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            if (!wanted(i, j)) continue;
+            __syncwarp();
+            wmma::store_matrix_sync(scratch, product[i][j], kScratchStride, wmma::mem_row_major);
+            __syncwarp();
+            if constexpr (kApply) {  // half a column a lane
+              const std::int32_t s = slot_block(j) + lane % 16, q0 = query_block(i) + lane / 16 * 8, at = slot_at[s];
+              const bool open = tile + s < plan.history;
+#pragma unroll
+              for (int k = 0; k < 8; ++k) {
+                const std::int32_t q = q0 + k;
+                const float logit = scratch[(lane / 16 * 8 + k) * kScratchStride + lane % 16] * factor[q] * slot_scale[s];
+                add_share(task.kind, logit, at, arrays.position[q], open, arrays.shift[q], arrays.weight[q], arrays.share[q], column, of_newest);
+              }
+            } else {  // half a row a lane
+              const std::int32_t q = query_block(i) + lane / 2, s0 = slot_block(j) + lane % 2 * 8, at = arrays.position[q];
+              const float by = factor[q];
+#pragma unroll
+              for (int k = 0; k < 8; ++k) {
+                const float logit = scratch[lane / 2 * kScratchStride + lane % 2 * 8 + k] * by * slot_scale[s0 + k];
+                if (slot_at[s0 + k] <= at && is_number(logit)) seen[i].add(logit);
+              }
+            }
+          }
+          if constexpr (kApply) {
+            column += __shfl_xor_sync(0xFFFFFFFFU, column, 16);
+            of_newest += __shfl_xor_sync(0xFFFFFFFFU, of_newest, 16);
+            if (lane < 16) {
+              side[query_side * kAttentionTile + slot_block(j) + lane] = column;
+              side_newest[query_side * kAttentionTile + slot_block(j) + lane] = of_newest;
+            }
+          }
+        }
+        if constexpr (kApply) {
+          __syncthreads();
+          if (tile + thread < tile_end && thread < kAttentionTile) {
+            columns[tile + thread - begin] += side[thread] + side[kAttentionTile + thread];
+            newest[tile + thread - begin] += side_newest[thread] + side_newest[kAttentionTile + thread];
+          }
+        }
+      }
+      if constexpr (!kApply) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          Running other;
+          other.top = __shfl_xor_sync(0xFFFFFFFFU, seen[i].top, 1);
+          other.sum = __shfl_xor_sync(0xFFFFFFFFU, seen[i].sum, 1);
+          seen[i].add(other);
+          if (lane % 2 == 0) running[slot_side * kMatrixQueries + query_side * 32 + i * 16 + lane / 2] = seen[i];
+        }
+        __syncthreads();
+        if (thread < kMatrixQueries && n0 + thread < plan.total) {
+          Running all = running[thread];
+          for (std::int32_t s = 1; s < 4; ++s) all.add(running[s * kMatrixQueries + thread]);
+          task.partial[work * task.most + n0 + thread] = {all.top, all.sum};
+        }
+      }
+    }
+    if constexpr (kApply) {
+      __syncthreads();
+      finish(task, plan, begin, columns, newest);
+      __syncthreads();
+    }
+  }
+}
+
+/// What the chunks of a row found, put together in ascending order. A thread a row of the product.
+__global__ void __launch_bounds__(tuning::kTurnThreads) merge_kernel(Task task) {
+  const std::int64_t all = std::int64_t{task.e.count} * task.most;
+  for (std::int64_t n = std::int64_t{blockIdx.x} * tuning::kTurnThreads + threadIdx.x; n < all; n += std::int64_t{gridDim.x} * tuning::kTurnThreads) {
+    const std::int64_t r = n / task.most, q = n - r * task.most;
+    if (!task.e.due(r) || q >= (task.max_logit ? 1 : task.e.group) * task.windows[r].queries) continue;
+    const std::int32_t chunks = (task.e.rows[r].length + kAttentionChunk - 1) / kAttentionChunk;
+    Running seen;
+    for (std::int32_t c = 0; c < chunks; ++c) {
+      const float2 part = task.partial[(r * task.chunks + c) * task.most + q];
+      Running other;
+      other.top = part.x;
+      other.sum = part.y;
+      seen.add(other);
+    }
+    task.standard[n] = seen.sum > 0 ? float2{seen.top, 1.0F / seen.sum} : float2{0, 0};
+  }
+}
+
+__global__ void __launch_bounds__(tuning::kTurnThreads) windows_kernel(RowWindowsArguments a) {
+  for (std::int64_t r = std::int64_t{blockIdx.x} * tuning::kTurnThreads + threadIdx.x; r < a.evidence.count; r += std::int64_t{gridDim.x} * tuning::kTurnThreads) {
+    const Row& row = a.evidence.rows[r];
+    const RowLimit& limit = a.evidence.limits[r];
+    const QueryWindow& view = a.evidence.queries[r / a.evidence.kv_heads];
+    std::int32_t fits = a.window;
+    for (const std::int32_t most : {a.official ? view.count - 1 : view.count, row.length - 1, limit.budget}) fits = fits < most ? fits : most;
+    RowWindow window{0, row.length};
+    if (limit.due && view.count > 0 && row.length > 0 && (fits > 0 || a.official)) {
+      window.queries = fits < 1 ? 1 : fits;
+      std::int32_t low = row.length > window.queries ? row.length - window.queries : 0;
+      if (!a.official) {
+        const std::int32_t oldest = view.position(view.count - fits);
+        std::int32_t high = row.length;
+        low = 0;
+        while (low < high) {
+          const std::int32_t middle = low + (high - low) / 2;
+          if (row.positions[middle] < oldest) low = middle + 1;
+          else high = middle;
+        }
+      }
+      window.history = low;
+    }
+    a.windows[r] = window;
+  }
+}
+
+dim3 blocks_of_threads(std::int64_t n) { return blocks_for((n + tuning::kTurnThreads - 1) / tuning::kTurnThreads); }
+
+template <class T, int kQ, bool kMaximum>
+void launch_plain(const Task& task, Stream stream) {
+  const Grid grid{.blocks = blocks_for(std::int64_t{task.e.count} * task.chunks), .threads = kAttentionTile, .shared_bytes = PlainShared<T, kQ>(task.e.dim).bytes};
+  if (task.log_sum_exp == nullptr) {
+    launch("attention_statistics", plain_kernel<T, kQ, false, kMaximum>, grid, stream, task);
+    launch("attention_merge", merge_kernel, {.blocks = blocks_of_threads(std::int64_t{task.e.count} * task.most), .threads = tuning::kTurnThreads}, stream, task);
+  }
+  launch("attention", plain_kernel<T, kQ, true, kMaximum>, grid, stream, task);
+}
+
+template <class T>
+void launch_matrix(const Task& task, Stream stream) {
+  const Grid grid{.blocks = blocks_for(std::int64_t{task.e.count} * task.chunks), .threads = kMatrixThreads, .shared_bytes = MatrixShared<MatrixElement<T>>(task.e.dim).bytes};
+  if (task.log_sum_exp == nullptr) {
+    launch("attention_statistics", matrix_kernel<T, false>, grid, stream, task);
+    launch("attention_merge", merge_kernel, {.blocks = blocks_of_threads(std::int64_t{task.e.count} * task.most), .threads = tuning::kTurnThreads}, stream, task);
+  }
+  launch("attention", matrix_kernel<T, true>, grid, stream, task);
+}
+
+std::int32_t chunks_of(const EvidenceArguments& e) { return (e.longest + kAttentionChunk - 1) / kAttentionChunk; }
+
+void run(Task task, void* workspace, Stream stream) {
+  check_dim("window_attention", task.e.dim);
+  if (task.e.count == 0 || task.e.longest == 0) return;
+  task.chunks = chunks_of(task.e);
+  task.most = (task.max_logit ? 1 : task.e.group) * task.window;
+  task.standard = static_cast<float2*>(workspace);
+  task.partial = task.standard + std::int64_t{task.e.count} * task.most;
+  with_element(task.e.keys, [&](auto type) {
+    using T = decltype(type);
+    if constexpr (!std::is_same_v<T, float>)
+      if (!task.max_logit && task.most >= 16 && task.e.dim % 16 == 0) return launch_matrix<T>(task, stream);
+    if (task.max_logit) launch_plain<T, 8, true>(task, stream);
+    else if (task.most <= 4) launch_plain<T, 4, false>(task, stream);
+    else launch_plain<T, 8, false>(task, stream);
+  });
+}
+
+}  // namespace
+
+void launch_row_windows(const RowWindowsArguments& arguments, Stream stream) {
+  launch("row_windows", windows_kernel, {.blocks = blocks_of_threads(arguments.evidence.count), .threads = tuning::kTurnThreads}, stream, arguments);
+}
+
+std::int64_t window_attention_workspace_bytes(const EvidenceArguments& evidence, std::int32_t window) {
+  return std::int64_t{evidence.count} * evidence.group * window * (chunks_of(evidence) + 1) * static_cast<std::int64_t>(sizeof(float2));
+}
+
+void launch_window_attention(const WindowAttentionArguments& a, Stream stream) {
+  require(a.usage == nullptr || a.sum == nullptr, "window_attention: usage and sum are reduced one at a time");
+  Task task{};
+  task.e = a.evidence;
+  task.windows = a.windows;
+  task.window = a.window;
+  task.queries = a.queries;
+  task.log_sum_exp = a.log_sum_exp;
+  task.column = a.usage != nullptr ? a.usage : a.sum;
+  task.newest = a.newest;
+  task.kind = a.sum != nullptr ? Kind::sum : Kind::window;
+  run(task, a.workspace, stream);
+}
+
+void launch_history_attention(const HistoryAttentionArguments& a, Stream stream) {
+  Task task{};
+  task.e = a.evidence;
+  task.windows = a.windows;
+  task.window = a.window;
+  task.queries = a.queries;
+  task.first = a.first;
+  task.column = a.out;
+  task.newest_counts = a.newest_counts;
+  task.kind = Kind::history;
+  task.max_logit = a.max_logit;
+  run(task, a.workspace, stream);
+}
+
+}  // namespace kvkeep::cuda

@@ -1,0 +1,14 @@
+#pragma once
+/// How many of a row's queries take part in its window attention. No LibTorch in here.
+
+#include <cstdint>
+
+namespace kvkeep {
+
+/// How many of a row's queries take part, and where the slots begin that some of them cannot see.
+struct RowWindow {
+  std::int32_t queries = 0;  ///< W of this row; 0: no query was seen
+  std::int32_t history = 0;  ///< slots [0, history) are visible to every window query; the rest is the suffix
+};
+
+}  // namespace kvkeep

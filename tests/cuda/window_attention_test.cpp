@@ -1,0 +1,286 @@
+// Window attention on a GPU against the CPU: windows, usage, newest, sum and history, plain and on matrix units.
+
+#include "window_attention.h"
+
+#include "evidence_case.h"
+#include "kvkeep/score/window_attention.h"
+#include "turn_queries.h"
+
+namespace kvkeep::cuda {
+namespace {
+
+using WindowAttentionKernel = OnDevice;
+
+/// Turned queries of a case on the device.
+class Queries {
+ public:
+  Queries(const EvidenceCase& c, const DeviceEvidence& there, std::int32_t window)
+      : out_(c.table.groups.size() * static_cast<std::size_t>(c.spec.query_heads * window * c.shape.dim)) {
+    launch_turn_queries({.evidence = there.arguments(),
+                         .window = window,
+                         .inv_freq = there.inv_freq(),
+                         .pairs = c.shape.pre_rope ? static_cast<std::int32_t>(c.spec.rope.inv_freq.size()) : 0,
+                         .style = c.shape.style,
+                         .attention_scaling = c.spec.rope.attention_scaling,
+                         .out = out_.data()},
+                        nullptr);
+  }
+  [[nodiscard]] const DeviceArray<float>& floats() const { return out_; }
+
+ private:
+  DeviceArray<float> out_;
+};
+
+enum class Wanted : std::uint8_t { usage, sum, newest_alone };
+
+struct Got {
+  std::vector<RowWindow> windows;
+  std::vector<float> column, newest;
+};
+
+std::vector<float> untouched(const EvidenceCase& c) { return std::vector<float>(static_cast<std::size_t>(c.table.slots), kUntouched); }
+
+Got on_device(const EvidenceCase& c, std::int32_t window, bool official, Wanted wanted, DeviceLayout layout = {}, const std::vector<float>& log_sum_exp = {}) {
+  const DeviceEvidence there(c, layout);
+  const Queries queries(c, there, window);
+  const DeviceArray<RowWindow> windows(c.table.rows.size());
+  const DeviceArray<float> column(untouched(c)), newest(untouched(c)), lse(log_sum_exp);
+  const DeviceArray<std::byte> workspace(static_cast<std::size_t>(window_attention_workspace_bytes(there.arguments(), window)));
+  launch_row_windows({.evidence = there.arguments(), .window = window, .official = official, .windows = windows.data()}, nullptr);
+  launch_window_attention({.evidence = there.arguments(),
+                           .windows = windows.data(),
+                           .window = window,
+                           .queries = queries.floats().data(),
+                           .log_sum_exp = log_sum_exp.empty() ? nullptr : lse.data(),
+                           .usage = wanted == Wanted::usage ? column.data() : nullptr,
+                           .newest = wanted == Wanted::sum ? nullptr : newest.data(),
+                           .sum = wanted == Wanted::sum ? column.data() : nullptr,
+                           .workspace = workspace.data()},
+                          nullptr);
+  return {windows.download(), column.download(), newest.download()};
+}
+
+constexpr double kAbsolute = 1e-7, kRelative = 2e-5, kRelativeBf16 = 1e-4;
+double relative_of(const EvidenceCase& c) { return c.shape.keys == Element::bf16 ? kRelativeBf16 : kRelative; }
+
+void expect_as_on_cpu(const EvidenceCase& c, std::int32_t window, bool official = false, DeviceLayout layout = {}) {
+  const Evidence evidence = c.evidence();
+  const std::vector<RowWindow> windows = row_windows(evidence, c.limits, window, official);
+  const WindowAttention want = window_attention(evidence, windows, {.usage = true, .newest = true});
+  const Tensor sum = attention_sum(evidence, windows);
+  in_every_order([&] {
+    const Got got = on_device(c, window, official, Wanted::usage, layout);
+    for (std::size_t r = 0; r < windows.size(); ++r) {
+      ASSERT_EQ(got.windows[r].queries, windows[r].queries) << "row " << r << "; " << c.description();
+      ASSERT_EQ(got.windows[r].history, windows[r].history) << "row " << r << "; " << c.description();
+    }
+    ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, got.column, want.usage.const_data_ptr<float>(), kAbsolute, relative_of(c)));
+    ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, got.newest, want.newest.const_data_ptr<float>(), kAbsolute, relative_of(c)));
+  });
+  ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, on_device(c, window, official, Wanted::sum, layout).column, sum.const_data_ptr<float>(), kAbsolute, relative_of(c)));
+}
+
+constexpr Element kElements[] = {Element::f32, Element::f16, Element::bf16, Element::fp8_e4m3};
+
+TEST_F(WindowAttentionKernel, AgreesWithTheCpuForEveryGroupAndElement) {  // B15
+  std::uint64_t seed = 0;
+  for (const std::int32_t group : {1, 2, 3, 4, 7, 8})
+    for (const Element keys : kElements)
+      expect_as_on_cpu(EvidenceCase(++seed, {.group = group, .kv_heads = 2, .dim = 16, .lengths = {45, 17}, .seen = 7, .keys = keys, .query = kElements[seed % 3], .pre_rope = seed % 2 == 0, .ragged = true}), 5);
+}
+
+TEST_F(WindowAttentionKernel, AgreesWithTheCpuForEveryHeadSize) {  // B25
+  std::uint64_t seed = 100;
+  for (const std::int32_t dim : {1, 7, 33, 64, 80, 96, 128, 192, 256})
+    for (const Element keys : kElements) {
+      expect_as_on_cpu(EvidenceCase(++seed, {.group = 2, .dim = dim, .lengths = {37}, .seen = 9, .keys = keys, .pre_rope = true}), 9);
+      expect_as_on_cpu(EvidenceCase(++seed, {.group = 1, .dim = dim, .lengths = {37}, .seen = 2, .keys = keys}), 1);
+    }
+}
+
+TEST_F(WindowAttentionKernel, AgreesWithTheCpuForEveryLength) {  // B29
+  std::uint64_t seed = 200;
+  for (const std::int32_t length : {0, 1, 2, 3, 16, 31, 64, 65, 127, 128, 129, 257})
+    for (const bool matrix : {false, true})
+      expect_as_on_cpu(EvidenceCase(++seed, {.group = matrix ? 4 : 1, .dim = 16, .lengths = {length, 5, 0}, .seen = 8, .keys = Element::f16}), matrix ? 8 : 3);
+}
+
+TEST_F(WindowAttentionKernel, PutsChunksOfLongRowsTogether) {
+  std::uint64_t seed = 300;
+  for (const std::int32_t length : {1023, 1024, 1025, 2500}) {
+    expect_as_on_cpu(EvidenceCase(++seed, {.group = 2, .dim = 8, .lengths = {length, 70}, .seen = 2, .keys = Element::f32}), 2);
+    expect_as_on_cpu(EvidenceCase(++seed, {.group = 4, .dim = 16, .lengths = {length, 70}, .seen = 4, .keys = Element::bf16}), 4);
+  }
+}
+
+TEST_F(WindowAttentionKernel, TakesMoreQueriesThanATileHolds) {
+  std::uint64_t seed = 350;
+  for (const Element keys : {Element::f32, Element::f16})
+    for (const std::int32_t window : {33, 64}) expect_as_on_cpu(EvidenceCase(++seed, {.group = 3, .dim = 16, .lengths = {150}, .seen = 64, .keys = keys}), window);
+}
+
+TEST_F(WindowAttentionKernel, ReadsPagesAndVectorsThatAreNotAligned) {  // B21, B24
+  std::uint64_t seed = 400;
+  for (const Element keys : kElements)
+    for (const std::int32_t page : {0, 1, 16, 64})
+      for (const std::int64_t gap : {0, 4, 16})
+        for (const std::int32_t window : {1, 8})
+          expect_as_on_cpu(EvidenceCase(++seed, {.group = 2, .kv_heads = 2, .dim = 32, .lengths = {67}, .seen = 8, .keys = keys}), window, false, {.gap = gap, .page = page});
+}
+
+TEST_F(WindowAttentionKernel, KnowsThePublishedWindowsToo) {
+  std::uint64_t seed = 500;
+  for (const std::int32_t seen : {0, 1, 2, 9})
+    for (const std::int32_t window : {1, 4, 20}) expect_as_on_cpu(EvidenceCase(++seed, {.group = 2, .kv_heads = 2, .dim = 16, .lengths = {30, 6, 1}, .seen = seen, .keys = Element::f16, .ragged = true}), window, true);
+}
+
+TEST_F(WindowAttentionKernel, LeavesRowsAloneThatAreNotDue) {
+  EvidenceCase c(600, {.group = 2, .kv_heads = 3, .dim = 16, .lengths = {50, 40}, .seen = 8, .keys = Element::f16});
+  c.limits.rows[1].due = c.limits.rows[3].due = false;
+  expect_as_on_cpu(c, 8);
+  expect_as_on_cpu(c, 2);
+}
+
+TEST_F(WindowAttentionKernel, GivesTheNewestAlone) {
+  const EvidenceCase c(650, {.group = 4, .kv_heads = 2, .dim = 64, .lengths = {90}, .seen = 1, .keys = Element::bf16});
+  const Evidence evidence = c.evidence();
+  const WindowAttention want = window_attention(evidence, row_windows(evidence, c.limits, 1, false), {.newest = true});
+  expect_rows_agree(c, on_device(c, 1, false, Wanted::newest_alone).newest, want.newest.const_data_ptr<float>(), kAbsolute, kRelative);
+}
+
+TEST_F(WindowAttentionKernel, StaysExactWhereLogitsAreLarge) {
+  std::uint64_t seed = 700;
+  for (const Element keys : kElements)
+    for (const double loudness : {1e-3, 6.0})
+      expect_as_on_cpu(EvidenceCase(++seed, {.group = 4, .dim = 128, .lengths = {100}, .seen = 8, .keys = keys, .loudness = loudness}), 8);
+}
+
+/// log-sum-exp of every query of a case with one KV head, in double.
+std::vector<float> log_sums(const EvidenceCase& c, const std::vector<float>& queries, std::int32_t window) {
+  std::vector<float> out;
+  const auto dim = static_cast<std::size_t>(c.shape.dim);
+  for (std::size_t n = 0; n < queries.size() / dim; ++n) {
+    const QueryView& view = c.table.groups[0].queries;
+    const std::int32_t at = view.position(view.count - window + static_cast<std::int32_t>(n) % window);
+    double sum = 0;
+    for (std::int32_t t = 0; t < c.table.rows[0].length; ++t) {
+      if (c.positions[0][static_cast<std::size_t>(t)] > at) continue;
+      double logit = 0;
+      for (std::size_t d = 0; d < dim; ++d) logit += static_cast<double>(queries[n * dim + d]) * static_cast<double>(c.plain[0][static_cast<std::size_t>(t) * dim + d]);
+      sum += std::exp(logit);
+    }
+    out.push_back(static_cast<float>(std::log(sum)));
+  }
+  return out;
+}
+
+TEST_F(WindowAttentionKernel, ReadsTheKeysOnceWhereItIsGivenTheSums) {
+  for (const Element keys : {Element::f32, Element::f16})
+    for (const std::int32_t window : {2, 8}) {
+      EvidenceCase c(800, {.group = 4, .dim = 32, .lengths = {90}, .seen = 8, .keys = keys});
+      c.limits.rows[0].budget = 5;  // a window shorter than what is held
+      const DeviceEvidence there(c);
+      const std::vector<float> sums = log_sums(c, Queries(c, there, window).floats().download(), window);
+      const Evidence evidence = c.evidence();
+      const WindowAttention want = window_attention(evidence, row_windows(evidence, c.limits, window, false), {.usage = true, .newest = true});
+      const Got got = on_device(c, window, false, Wanted::usage, {}, sums);
+      expect_rows_agree(c, got.column, want.usage.const_data_ptr<float>(), kAbsolute, kRelative);
+      expect_rows_agree(c, got.newest, want.newest.const_data_ptr<float>(), kAbsolute, kRelative);
+    }
+}
+
+TEST_F(WindowAttentionKernel, GivesEqualKeysEqualBitsAndRowsTheSameBitsInAnyBatch) {
+  for (const Element keys : kElements)
+    for (const std::int32_t window : {2, 8}) {
+      EvidenceCase c(900, {.group = 4, .dim = 48, .lengths = {1200}, .seen = 8, .keys = keys});
+      for (const std::int64_t t : {1, 5, 130, 700, 1100}) c.copy_key(0, 3, t);
+      const Got got = on_device(c, window, false, Wanted::usage);
+      for (const std::size_t t : {1, 5, 130, 700, 1100}) {
+        ASSERT_EQ(got.column[t], got.column[3]) << t;
+        ASSERT_EQ(got.newest[t], got.newest[3]) << t;
+      }
+      EXPECT_EQ(on_device(c, window, false, Wanted::usage, {.gap = 1 * element_bytes(keys), .page = 32}).column, got.column);
+      EvidenceCase both = c;  // the same row twice
+      both.shape.lengths = {1200, 1200};
+      for (auto* list : {&both.keys}) list->push_back(list->front());
+      both.plain.push_back(both.plain.front()), both.scales.push_back(both.scales.front()), both.positions.push_back(both.positions.front()), both.rings.push_back(both.rings.front());
+      both.limits.rows.push_back(both.limits.rows.front());
+      Row second = both.table.rows.front();
+      second.first = second.length;
+      both.table.rows.push_back(second);
+      both.table.groups.push_back(both.table.groups.front());
+      both.table.slots *= 2;
+      both.settle();
+      const Got twice = on_device(both, window, false, Wanted::usage);
+      EXPECT_EQ(std::vector<float>(twice.column.begin(), twice.column.begin() + 1200), got.column);
+      EXPECT_EQ(std::vector<float>(twice.column.begin() + 1200, twice.column.end()), got.column);
+    }
+}
+
+TEST_F(WindowAttentionKernel, GivesASlotWhoseLogitsAreNoNumbersNothing) {
+  for (const Element keys : {Element::f32, Element::bf16})
+    for (const std::int32_t window : {2, 8}) {
+      EvidenceCase c(950, {.group = 2, .dim = 32, .lengths = {60}, .seen = 8, .keys = keys});
+      EvidenceCase without = c;  // the same row without slot 7
+      without.settle();
+      without.keys[0].erase(without.keys[0].begin() + 7 * 32 * element_bytes(keys), without.keys[0].begin() + 8 * 32 * element_bytes(keys));
+      without.plain[0].erase(without.plain[0].begin() + 7 * 32, without.plain[0].begin() + 8 * 32);
+      without.positions[0].erase(without.positions[0].begin() + 7);
+      --without.table.rows[0].length;
+      --without.table.slots;
+      without.settle();
+      c.limits.rows[0].budget = without.limits.rows[0].budget = 30;
+      for (const float bad : {std::nanf(""), HUGE_VALF}) {
+        c.set_key(0, 7, 5, bad);
+        std::vector<float> got = on_device(c, window, false, Wanted::usage).column;
+        const Evidence evidence = without.evidence();
+        const WindowAttention want = window_attention(evidence, row_windows(evidence, without.limits, window, false), {.usage = true});
+        ASSERT_EQ(got[7], 0.0F);
+        got.erase(got.begin() + 7);
+        expect_rows_agree(without, got, want.usage.const_data_ptr<float>(), kAbsolute, kRelativeBf16);
+      }
+    }
+}
+
+TEST_F(WindowAttentionKernel, ReducesTheHistoryAlone) {
+  std::uint64_t seed = 1000;
+  for (const std::int32_t group : {1, 2, 3, 8})
+    for (const Element keys : kElements)
+      for (const bool max_logit : {false, true})
+        for (const std::int32_t dim : {16, 80, 9}) {
+          const EvidenceCase c(++seed, {.group = group, .kv_heads = 2, .dim = dim, .lengths = {70, 9, 1}, .seen = 9, .keys = keys, .pre_rope = true, .ragged = true});
+          const Evidence evidence = c.evidence();
+          const std::vector<RowWindow> windows = row_windows(evidence, c.limits, 9, seed % 2 == 0);
+          std::vector<std::int32_t> first;
+          for (const Row& row : c.table.rows) first.push_back(row.length / 5);
+          const std::int32_t newest_counts = 1 + static_cast<std::int32_t>(seed % 3);
+          const Tensor want = history_attention(evidence, windows, {.group = max_logit ? GroupReduce::max_logit : GroupReduce::mean_prob, .newest_counts = newest_counts}, first);
+          const DeviceEvidence there(c, {.page = 16});
+          const Queries queries(c, there, 9);
+          const DeviceArray<RowWindow> ours(windows);
+          const DeviceArray<std::int32_t> starts(first);
+          const DeviceArray<float> out(untouched(c));
+          const DeviceArray<std::byte> workspace(static_cast<std::size_t>(window_attention_workspace_bytes(there.arguments(), 9)));
+          launch_history_attention({.evidence = there.arguments(),
+                                    .windows = ours.data(),
+                                    .window = 9,
+                                    .queries = queries.floats().data(),
+                                    .max_logit = max_logit,
+                                    .newest_counts = newest_counts,
+                                    .first = starts.data(),
+                                    .out = out.data(),
+                                    .workspace = workspace.data()},
+                                   nullptr);
+          ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, out.download(), want.const_data_ptr<float>(), kAbsolute, relative_of(c)));
+        }
+}
+
+TEST_F(WindowAttentionKernel, RefusesWhatItCannotReduce) {
+  float out = 0;
+  EXPECT_THROW(launch_window_attention({.evidence = {.dim = 0}}, nullptr), InvalidArgument);
+  EXPECT_THROW(launch_window_attention({.evidence = {.dim = 257}}, nullptr), InvalidArgument);
+  EXPECT_THROW(launch_window_attention({.evidence = {.dim = 8}, .usage = &out, .sum = &out}, nullptr), InvalidArgument);
+}
+
+}  // namespace
+}  // namespace kvkeep::cuda
