@@ -1,8 +1,8 @@
 #pragma once
 /// Pooling over adjacent slots: neighbours in time, for slots ascend by position.
 
+#include <cmath>
 #include <cstdint>
-#include <limits>
 
 #include "kvkeep/core/hd.h"
 
@@ -26,11 +26,10 @@ KVKEEP_HD inline void pool_average(const float* x, std::int32_t n, std::int32_t 
 
 /// Slot `t` of pool_max().
 KVKEEP_HD inline float pooled_max(const float* x, std::int32_t n, std::int32_t kernel, std::int32_t t) {
-  constexpr float kLeast = -std::numeric_limits<float>::infinity();
   const std::int32_t reach = kernel > 1 ? kernel / 2 : 0;
   const std::int32_t from = t - reach > 0 ? t - reach : 0;
   const std::int32_t to = t + reach + 1 < n ? t + reach + 1 : n;
-  float best = kLeast;
+  float best = -INFINITY;
   for (std::int32_t i = from; i < to; ++i) best = x[i] > best ? x[i] : best;
   return best;
 }
