@@ -54,8 +54,8 @@ __global__ void __launch_bounds__(kMostThreads) pool_kernel(MassSegmentedArgumen
   for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {
     if (!a.limits[r].due) continue;
     float* usage = a.mass + a.rows[r].first;
-    pool_history(a.options, usage, a.usages[r].history, work.fed + a.rows[r].first, team);
-    const float top = largest(usage, a.usages[r].history, team);
+    pool_history(a.options, usage, a.windows[r].history, work.fed + a.rows[r].first, team);
+    const float top = largest(usage, a.windows[r].history, team);
     if (team.rank() == 0) work.tops[r] = top;
   }
 }
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) mass_segmented_kernel(MassSeg
   for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {
     const Row& row = a.rows[r];
     const RowLimit limit = a.limits[r];
-    const RowUsage seen = a.usages[r];
+    const RowWindow seen = a.windows[r];
     const std::int32_t length = row.length;
     std::int32_t* slots = a.slots + a.indptr[r];
     if (!limit.due) {
@@ -172,7 +172,10 @@ __global__ void __launch_bounds__(kMostThreads, 1) mass_segmented_kernel(MassSeg
       pool_history(a.options, usage, seen.history, work.fed + row.first, team);
       top = largest(usage, seen.history, team);
     }
-    if (seen.queries > 0) fill_suffix(a.options.suffix_fill, row.positions, length, seen.newest, seen.history, top, usage, team);
+    if (seen.queries > 0) {
+      const QueryWindow& queries = a.queries[r / a.heads];
+      fill_suffix(a.options.suffix_fill, row.positions, length, queries.position(queries.count - 1), seen.history, top, usage, team);
+    }
     weigh_row(a.options, row.credit, row.credit_length, length, usage, work.fed + row.first, a.credit != nullptr ? a.credit + row.first : nullptr, used, team);
 
     std::uint64_t* prefix = work.prefix + row.first;

@@ -4,19 +4,12 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "evidence.h"
 #include "kvkeep/allot/divide.h"
-#include "kvkeep/core/row_limit.h"
-#include "kvkeep/core/slot.h"
+#include "kvkeep/core/row_window.h"
 #include "stream.h"
 
 namespace kvkeep::cuda {
-
-/// What of a row's window its usage was made from.
-struct RowUsage {
-  std::int32_t queries = 0;  ///< 0: no query was seen, the suffix stays as it is
-  std::int32_t history = 0;  ///< slots [0, history) are visible to every window query
-  std::int32_t newest = -1;  ///< position of the newest query
-};
 
 /// Everything on the device but the struct itself.
 struct MassSegmentedArguments {
@@ -25,7 +18,8 @@ struct MassSegmentedArguments {
   Padding padding;                       ///< official only
   const Row* rows = nullptr;             ///< [count]; `credit` is the old credit
   const RowLimit* limits = nullptr;      ///< [count]
-  const RowUsage* usages = nullptr;      ///< [count]
+  const RowWindow* windows = nullptr;    ///< [count] what the usage was made from
+  const QueryWindow* queries = nullptr;  ///< [count / heads]
   std::int32_t count = 0;
   std::int32_t heads = 1;                ///< rows of a (layer, sequence), which lie next to each other
   std::int32_t longest = 0;              ///< slots of the longest row

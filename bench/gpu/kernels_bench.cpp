@@ -105,7 +105,12 @@ struct Event {
     indptr.push_back(std::int64_t{count} * budget);
     rows = std::make_unique<Device<Row>>(all);
     limits = std::make_unique<Device<RowLimit>>(std::vector<RowLimit>(static_cast<std::size_t>(count), RowLimit{budget, true, {4, 32}}));
-    usages = std::make_unique<Device<RowUsage>>(std::vector<RowUsage>(static_cast<std::size_t>(count), RowUsage{32, length - 32, length - 1}));
+    windows = std::make_unique<Device<RowWindow>>(std::vector<RowWindow>(static_cast<std::size_t>(count), RowWindow{32, length - 32}));
+    newest = std::make_unique<Device<std::int32_t>>(std::vector<std::int32_t>{length - 1});
+    QueryWindow last;
+    last.positions = newest->data();
+    last.ring = last.count = 1;
+    queries = std::make_unique<Device<QueryWindow>>(std::vector<QueryWindow>(static_cast<std::size_t>(count / shape.kv_heads), last));
     bounds = std::make_unique<Device<std::int64_t>>(indptr);
     slots = std::make_unique<Device<std::int32_t>>(kept);
     std::vector<float> drawn(static_cast<std::size_t>(count) * static_cast<std::size_t>(length));
@@ -122,7 +127,9 @@ struct Event {
   std::vector<std::int32_t> kept;
   std::unique_ptr<Device<Row>> rows;
   std::unique_ptr<Device<RowLimit>> limits;
-  std::unique_ptr<Device<RowUsage>> usages;
+  std::unique_ptr<Device<RowWindow>> windows;
+  std::unique_ptr<Device<std::int32_t>> newest;
+  std::unique_ptr<Device<QueryWindow>> queries;
   std::unique_ptr<Device<std::int64_t>> bounds;
   std::unique_ptr<Device<std::int32_t>> slots;
   std::unique_ptr<Device<float>> scores, usage;
@@ -185,7 +192,8 @@ void MassSegmented(benchmark::State& state, Shape shape, std::int32_t batch, std
   MassSegmentedArguments a;
   a.rows = event.rows->data();
   a.limits = event.limits->data();
-  a.usages = event.usages->data();
+  a.windows = event.windows->data();
+  a.queries = event.queries->data();
   a.count = event.count;
   a.heads = shape.kv_heads;
   a.longest = length;

@@ -25,7 +25,8 @@ struct Case {
   bool explain = false;
   std::vector<Row> rows;
   std::vector<RowLimit> limits;
-  std::vector<RowUsage> usages;
+  std::vector<RowWindow> windows;
+  std::vector<std::int32_t> newest;  ///< [groups] position of the newest query
   std::vector<std::vector<std::int32_t>> positions;
   std::vector<std::vector<float>> old_credit;
   std::vector<float> scores, usage;
@@ -64,7 +65,7 @@ Case random_case(oracle::Random& random, std::initializer_list<int> lengths) {
     const std::int32_t length = random.one_of(lengths), budget = random.between(1, length);
     const bool due = length > budget && random.chance(0.9);
     const std::int32_t window = random.between(0, std::min(40, length - 1)), history = length - random.between(window == 0 ? 0 : 1, std::max(window, 1));
-    const std::int32_t newest = 2 * length - random.between(0, 6);
+    c.newest.push_back(2 * length - random.between(0, 6));
     for (std::int32_t h = 0; h < c.heads; ++h) {
       Row row;
       row.length = length;
@@ -74,7 +75,7 @@ Case random_case(oracle::Random& random, std::initializer_list<int> lengths) {
       c.old_credit.emplace_back(static_cast<std::size_t>(random.chance(0.8) ? random.between(0, length) : length + 3));
       for (float& x : c.old_credit.back()) x = static_cast<float>(random.unit()) * 0.01F;
       c.limits.push_back({budget, due, protect(length, budget, random.between(0, 5), random.between(0, 33), c.variant)});
-      c.usages.push_back({window, window == 0 ? length : std::max(0, history), newest});
+      c.windows.push_back({window, window == 0 ? length : std::max(0, history)});
       const int kind = random.between(0, 3);
       for (std::int32_t t = 0; t < length; ++t) {
         c.scores.push_back(kind == 0 ? static_cast<float>(random.between(0, 3)) : static_cast<float>(random.normal()));
@@ -98,17 +99,16 @@ Outcome on_cpu(const Case& c) {
   table.rows = c.rows;
   table.slots = static_cast<std::int64_t>(c.scores.size());
   WindowAttention seen;
-  std::vector<std::int32_t> newest(c.rows.size());
+  std::vector<std::int32_t> newest = c.newest;
   for (std::size_t r = 0; r < c.rows.size(); ++r) {
     table.rows[r].positions = c.positions[r].data();
     table.rows[r].credit = c.old_credit[r].data();
     table.rows[r].credit_length = static_cast<std::int32_t>(c.old_credit[r].size());
-    seen.windows.push_back({c.usages[r].queries, c.usages[r].history});
-    newest[r] = c.usages[r].newest;
+    seen.windows.push_back(c.windows[r]);
     if (r % static_cast<std::size_t>(c.heads) != 0) continue;
     RowGroup group;
     group.first_row = static_cast<std::int64_t>(r);
-    group.queries.positions = &newest[r];
+    group.queries.positions = &newest[r / static_cast<std::size_t>(c.heads)];
     group.queries.ring = group.queries.count = 1;
     table.groups.push_back(group);
   }
@@ -156,7 +156,14 @@ void compare(const Case& c, const std::string& what) {
     }
     const DeviceArray<Row> device_rows(rows);
     const DeviceArray<RowLimit> limits(c.limits);
-    const DeviceArray<RowUsage> usages(c.usages);
+    const DeviceArray<RowWindow> windows(c.windows);
+    const DeviceArray<std::int32_t> newest(c.newest);
+    std::vector<QueryWindow> last(c.newest.size());
+    for (std::size_t g = 0; g < last.size(); ++g) {
+      last[g].positions = newest.data() + g;
+      last[g].ring = last[g].count = 1;
+    }
+    const DeviceArray<QueryWindow> queries(last);
     const DeviceArray<float> scores(c.scores), mass(c.usage), used(c.explain ? c.usage.size() : 0), credit(c.options.credit ? c.usage.size() : 0);
     const DeviceArray<std::int64_t> indptr(wanted.indptr);
     const DeviceArray<std::int32_t> slots(wanted.slots.size());
@@ -166,7 +173,8 @@ void compare(const Case& c, const std::string& what) {
     a.padding = c.padding;
     a.rows = device_rows.data();
     a.limits = limits.data();
-    a.usages = usages.data();
+    a.windows = windows.data();
+    a.queries = queries.data();
     a.count = static_cast<std::int32_t>(c.rows.size());
     a.heads = c.heads;
     a.longest = c.longest();
