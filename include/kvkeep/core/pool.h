@@ -24,13 +24,15 @@ KVKEEP_HD inline void pool_average(const float* x, std::int32_t n, std::int32_t 
   for (std::int32_t t = 0; t < n; ++t) out[t] = pooled_average(x, n, kernel, t);
 }
 
+/// The maximum of no slot.
+inline constexpr float kNothingPooled = -std::numeric_limits<float>::infinity();
+
 /// Slot `t` of pool_max().
 KVKEEP_HD inline float pooled_max(const float* x, std::int32_t n, std::int32_t kernel, std::int32_t t) {
-  constexpr float kLeast = -std::numeric_limits<float>::infinity();
   const std::int32_t reach = kernel > 1 ? kernel / 2 : 0;
   const std::int32_t from = t - reach > 0 ? t - reach : 0;
   const std::int32_t to = t + reach + 1 < n ? t + reach + 1 : n;
-  float best = kLeast;
+  float best = kNothingPooled;
   for (std::int32_t i = from; i < to; ++i) best = x[i] > best ? x[i] : best;
   return best;
 }
