@@ -35,10 +35,6 @@ decltype(auto) with_element(Element element, Body&& body) {
   }
 }
 
-struct alignas(16) Word16 {
-  std::uint32_t part[4];
-};
-
 /// Elements of a word of 16 bytes.
 template <class T>
 inline constexpr std::int32_t kPerWord = static_cast<std::int32_t>(16 / sizeof(T));
@@ -64,6 +60,23 @@ __device__ inline void load_floats(const T* vector, std::int32_t from, std::int3
   }
 #pragma unroll
   for (int i = 0; i < kPerWord<T>; ++i) to[i] = from + i < dim ? to_float(vector[from + i]) : 0.0F;
+}
+
+/// Copies components [d0, d0 + n) of slots [begin, end) to rows of `stride` bytes; zeros behind them up to a whole word of 16 bytes.
+template <class T>
+__device__ void stage_keys(const SlotAddress& keys, bool aligned, std::int32_t begin, std::int32_t end, std::int32_t d0, std::int32_t n, std::byte* to, std::int32_t stride) {
+  const std::int32_t words = (n + kPerWord<T> - 1) / kPerWord<T>, all = (end - begin) * words;
+  for (auto i = static_cast<std::int32_t>(threadIdx.x); i < all; i += static_cast<std::int32_t>(blockDim.x)) {
+    const std::int32_t slot = i / words, d = (i - slot * words) * kPerWord<T>;
+    const T* key = reinterpret_cast<const T*>(keys.at(begin + slot)) + d0;
+    auto* word = reinterpret_cast<Elements<T>*>(to + slot * stride) + d / kPerWord<T>;
+    if (aligned && d + kPerWord<T> <= n) {
+      *word = *reinterpret_cast<const Elements<T>*>(key + d);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kPerWord<T>; ++k) word->x[k] = d + k < n ? key[d + k] : T{};
+    }
+  }
 }
 
 /// What the keys of a slot are multiplied with: its scale where keys are fp8, else 1.

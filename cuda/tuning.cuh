@@ -25,4 +25,7 @@ inline constexpr std::int32_t kMatrixQueries = 64;     ///< queries that matrix 
 inline constexpr std::int32_t kKeyThreads = 256;       ///< of a block that reads keys alone, eight of them a slot
 inline constexpr std::int32_t kKeyChunk = 1024;        ///< slots that one such block reads
 
+inline constexpr std::int32_t kTriThreads = 128;       ///< of a block that multiplies keys with TriAttention's columns, a slot each
+inline constexpr std::int32_t kStandardThreads = 512;  ///< of the block that normalises one query head of a row
+
 }  // namespace kvkeep::cuda::tuning

@@ -1,0 +1,51 @@
+#pragma once
+/// Passes over keys alone: eight lanes a slot, so that a warp reads whole lines of four slots. Every key is treated alike wherever it lies: equal keys give equal bits.
+
+#include "element.cuh"
+#include "tuning.cuh"
+
+namespace kvkeep::cuda {
+
+inline constexpr std::int32_t kLanes = 8;                                    ///< of a slot
+inline constexpr std::int32_t kKeysAtOnce = tuning::kKeyThreads / kLanes;    ///< slots of a block
+static_assert(kKeysAtOnce == 32, "the mean direction is added up in blocks of 32 keys, as on the CPU");
+
+/// Sum over the slot's eight lanes, the same in each of them.
+__device__ inline float sum_of_lanes(float x) {
+#pragma unroll
+  for (int step = kLanes / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xFFFFFFFFU, x, step);
+  return x;
+}
+
+/// Calls body(d, floats) for the lane's words of a key, kPerWord components from d on, those behind the end 0.
+template <class T, class Body>
+__device__ inline void each_word(const SlotAddress& keys, std::int64_t slot, std::int32_t dim, bool aligned, Body&& body) {
+  const T* key = reinterpret_cast<const T*>(keys.at(slot));
+  for (std::int32_t d = static_cast<std::int32_t>(threadIdx.x % kLanes) * kPerWord<T>; d < dim; d += kLanes * kPerWord<T>) {
+    float x[kPerWord<T>];
+    load_floats(key, d, dim, aligned, x);
+    body(d, x);
+  }
+}
+
+/// The chunk of slots that a block reads: [begin, end) of row r. Walks gridDim.x further where there are more chunks than blocks.
+struct Chunk {
+  std::int64_t row;
+  std::int32_t begin, end;
+};
+
+/// Calls body(chunk) for every chunk of a due row that falls to this block.
+template <class Body>
+__device__ inline void each_chunk(const EvidenceArguments& e, std::int32_t chunks, Body&& body) {
+  for (std::int64_t work = blockIdx.x; work < std::int64_t{e.count} * chunks; work += gridDim.x) {
+    const std::int64_t r = work / chunks;
+    const std::int32_t begin = static_cast<std::int32_t>(work - r * chunks) * tuning::kKeyChunk, length = e.rows[r].length;
+    if (!e.due(r) || begin >= length) continue;
+    body(Chunk{r, begin, length - begin < tuning::kKeyChunk ? length : begin + tuning::kKeyChunk});
+  }
+}
+
+/// Chunks of the longest row.
+inline std::int32_t key_chunks(const EvidenceArguments& e) { return (e.longest + tuning::kKeyChunk - 1) / tuning::kKeyChunk; }
+
+}  // namespace kvkeep::cuda

@@ -1,0 +1,142 @@
+#include "keydiff.h"
+
+#include "key_lanes.cuh"
+#include "launch.cuh"
+
+namespace kvkeep::cuda {
+namespace {
+
+constexpr float kLeastForDirection = 1e-12F, kLeastForCosine = 1e-8F;
+
+struct Task {
+  EvidenceArguments e;
+  float* scores;
+  double* partial;  ///< [count, chunks, D] sums of directions
+  float* anchors;   ///< [count, D + 1] the mean direction and its norm
+  std::int32_t chunks;
+};
+
+/// Floats from key to key in shared memory.
+KVKEEP_HD inline std::int32_t staged(std::int32_t dim) { return (dim + 15) / 16 * 16 + 4; }
+
+/// Norms, and the sum of the directions of a chunk. A thread adds up one component.
+template <class T>
+__global__ void __launch_bounds__(tuning::kKeyThreads) direction_kernel(Task task) {
+  auto* keys = reinterpret_cast<float*>(dynamic_shared());
+  const std::int32_t dim = task.e.dim, stride = staged(dim);
+  float* weights = keys + kKeysAtOnce * stride;
+  const auto thread = static_cast<std::int32_t>(threadIdx.x), own = thread / kLanes, lane = thread % kLanes;
+  each_chunk(task.e, task.chunks, [&](const Chunk& chunk) {
+    const Row& row = task.e.rows[chunk.row];
+    const bool aligned = is_aligned(row.keys);
+    double sum = 0;
+    for (std::int32_t tile = chunk.begin; tile < chunk.end; tile += kKeysAtOnce) {
+      const std::int32_t t = tile + own;
+      float square = 0;
+      if (t < chunk.end) {
+        const float scale = key_scale<T>(row, t);
+        each_word<T>(row.keys, t, dim, aligned, [&](std::int32_t d, const float* x) {
+#pragma unroll
+          for (int i = 0; i < kPerWord<T>; ++i) {
+            const float k = x[i] * scale;
+            keys[own * stride + d + i] = k;
+            square = fmaf(k, k, square);
+          }
+        });
+      }
+      const float norm = sqrtf(sum_of_lanes(square));
+      if (t < chunk.end && lane == 0) {
+        task.scores[row.first + t] = norm;
+        weights[own] = 1.0F / (norm < kLeastForDirection ? kLeastForDirection : norm);
+      }
+      __syncthreads();
+      if (thread < dim) {
+        const std::int32_t count = chunk.end - tile < kKeysAtOnce ? chunk.end - tile : kKeysAtOnce;
+        float part = 0;
+        for (std::int32_t i = 0; i < count; ++i) part += weights[i] * keys[i * stride + thread];  // not fused: opposite keys cancel
+        sum += static_cast<double>(part);
+      }
+      __syncthreads();
+    }
+    if (thread < dim) task.partial[(chunk.row * task.chunks + chunk.begin / tuning::kKeyChunk) * dim + thread] = sum;
+  });
+}
+
+/// The mean direction of a row.
+__global__ void __launch_bounds__(tuning::kKeyThreads) anchor_kernel(Task task) {
+  __shared__ float anchor[256];
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+  const std::int32_t dim = task.e.dim;
+  for (std::int64_t r = blockIdx.x; r < task.e.count; r += gridDim.x) {
+    const std::int32_t length = task.e.rows[r].length, chunks = (length + tuning::kKeyChunk - 1) / tuning::kKeyChunk;
+    if (!task.e.due(r) || length == 0) continue;
+    if (thread < dim) {
+      double sum = 0;
+      for (std::int32_t c = 0; c < chunks; ++c) sum += task.partial[(r * task.chunks + c) * dim + thread];
+      anchor[thread] = static_cast<float>(sum / static_cast<double>(length));
+      task.anchors[r * (dim + 1) + thread] = anchor[thread];
+    }
+    __syncthreads();
+    if (thread == 0) {
+      double square = 0;
+      for (std::int32_t d = 0; d < dim; ++d) square += static_cast<double>(anchor[d]) * static_cast<double>(anchor[d]);
+      const auto norm = static_cast<float>(sqrt(square));
+      task.anchors[r * (dim + 1) + dim] = kLeastForCosine < norm ? norm : kLeastForCosine;
+    }
+    __syncthreads();
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(tuning::kKeyThreads) cosine_kernel(Task task) {
+  __shared__ float anchor[256 + 16];
+  const auto thread = static_cast<std::int32_t>(threadIdx.x), own = thread / kLanes, lane = thread % kLanes;
+  const std::int32_t dim = task.e.dim;
+  each_chunk(task.e, task.chunks, [&](const Chunk& chunk) {
+    const Row& row = task.e.rows[chunk.row];
+    const bool aligned = is_aligned(row.keys);
+    const float* of_row = task.anchors + chunk.row * (dim + 1);
+    __syncthreads();
+    for (std::int32_t d = thread; d < 256 + 16; d += tuning::kKeyThreads) anchor[d] = d < dim ? of_row[d] : 0.0F;
+    __syncthreads();
+    const float anchor_norm = of_row[dim];
+    for (std::int32_t tile = chunk.begin; tile < chunk.end; tile += kKeysAtOnce) {
+      const std::int32_t t = tile + own;
+      float dot = 0;
+      if (t < chunk.end) {
+        const float scale = key_scale<T>(row, t);
+        each_word<T>(row.keys, t, dim, aligned, [&](std::int32_t d, const float* x) {
+#pragma unroll
+          for (int i = 0; i < kPerWord<T>; ++i) dot = fmaf(x[i] * scale, anchor[d + i], dot);
+        });
+      }
+      dot = sum_of_lanes(dot);
+      if (t < chunk.end && lane == 0) {
+        float& g = task.scores[row.first + t];
+        g = 0.0F - dot / ((g < kLeastForCosine ? kLeastForCosine : g) * anchor_norm);
+      }
+    }
+  });
+}
+
+}  // namespace
+
+std::int64_t keydiff_workspace_bytes(const EvidenceArguments& e) {
+  return std::int64_t{e.count} * key_chunks(e) * e.dim * static_cast<std::int64_t>(sizeof(double)) + std::int64_t{e.count} * (e.dim + 1) * static_cast<std::int64_t>(sizeof(float));
+}
+
+void launch_keydiff(const KeyDiffArguments& a, Stream stream) {
+  check_dim("keydiff", a.evidence.dim);
+  Task task{a.evidence, a.scores, static_cast<double*>(a.workspace), nullptr, key_chunks(a.evidence)};
+  task.anchors = reinterpret_cast<float*>(task.partial + std::int64_t{task.e.count} * task.chunks * task.e.dim);
+  const dim3 blocks = blocks_for(std::int64_t{task.e.count} * task.chunks);
+  with_element(task.e.keys, [&](auto type) {
+    using T = decltype(type);
+    const std::size_t shared = sizeof(float) * static_cast<std::size_t>(kKeysAtOnce) * static_cast<std::size_t>(staged(task.e.dim) + 1);
+    launch("keydiff_directions", direction_kernel<T>, {.blocks = blocks, .threads = tuning::kKeyThreads, .shared_bytes = shared}, stream, task);
+    launch("keydiff_anchors", anchor_kernel, {.blocks = blocks_for(task.e.count), .threads = tuning::kKeyThreads}, stream, task);
+    launch("keydiff_cosines", cosine_kernel<T>, {.blocks = blocks, .threads = tuning::kKeyThreads}, stream, task);
+  });
+}
+
+}  // namespace kvkeep::cuda

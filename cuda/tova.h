@@ -1,0 +1,21 @@
+#pragma once
+/// TOVA on a GPU. Same contract as `kvkeep::Tova`.
+
+#include "evidence.h"
+#include "kvkeep/core/row_window.h"
+#include "stream.h"
+
+namespace kvkeep::cuda {
+
+struct TovaArguments {
+  EvidenceArguments evidence;
+  const RowWindow* windows = nullptr;  ///< [count]
+  bool all_heads = true;               ///< TovaOptions::Heads::all, else group
+  float* scores = nullptr;             ///< f32 [slots]: `newest` of launch_window_attention, which becomes the scores
+};
+
+/// Requires, with all_heads: a (layer, sequence) is due as a whole, and its rows are of one length; the CPU throws Unsupported where they are not, and the host knows both.
+/// Cost: one pass over the scores. Workspace: none.
+void launch_tova(const TovaArguments& arguments, Stream stream);
+
+}  // namespace kvkeep::cuda

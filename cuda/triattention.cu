@@ -1,0 +1,317 @@
+#include "triattention.h"
+
+#include <limits>
+
+#include "element.cuh"
+#include "launch.cuh"
+#include "tuning.cuh"
+
+namespace kvkeep::cuda {
+namespace {
+
+using tuning::kStandardThreads;
+using tuning::kTriThreads;
+
+constexpr float kLeast = -std::numeric_limits<float>::infinity();
+
+struct Task {
+  TriAttentionArguments a;
+  double2* turns;    ///< [offsets, F] exp(i w_f offset); for the mean one row: their mean
+  float* trig;       ///< [count, G, offsets, 2, Fp]: real part, imaginary part
+  float* norm;       ///< [count, G, Fp]
+  float2* standard;  ///< [count, G] subtracted, then multiplied
+  float* raw;        ///< [slots * G]: of a row [G, length]
+  std::int32_t pairs, padded, offsets, chunks;
+
+  [[nodiscard]] __device__ float* raw_of(std::int64_t r) const { return raw + a.evidence.rows[r].first * a.evidence.group; }
+};
+
+__global__ void __launch_bounds__(kTriThreads) turns_kernel(Task task) {
+  for (auto f = static_cast<std::int32_t>(threadIdx.x); f < task.pairs; f += kTriThreads) {
+    double2 sum{0, 0};
+    std::int64_t offset = 1;
+    for (std::int32_t o = 0; offset <= task.a.offset_max; offset *= 2, ++o) {
+      const double angle = rope_angle(offset, task.a.inv_freq[f]);
+      const double2 turn{cos(angle), sin(angle)};
+      sum = {sum.x + turn.x, sum.y + turn.y};
+      if (task.a.maximum) task.turns[o * task.pairs + f] = turn;
+      else task.turns[f] = {sum.x / static_cast<double>(o + 1), sum.y / static_cast<double>(o + 1)};
+    }
+  }
+}
+
+/// Columns of one query head of a row.
+__global__ void __launch_bounds__(kTriThreads) columns_kernel(Task task) {
+  const EvidenceArguments& e = task.a.evidence;
+  for (std::int64_t n = blockIdx.x; n < std::int64_t{e.count} * e.group; n += gridDim.x) {
+    const std::int64_t r = n / e.group;
+    if (!e.due(r)) continue;
+    const Row& row = e.rows[r];
+    const std::int64_t head = (std::int64_t{row.layer} * e.query_heads() + row.head * e.group + n - r * e.group) * task.pairs;
+    const std::int32_t position = task.a.next_positions[r / e.kv_heads];
+    const double scaling = task.a.attention_scaling;
+    for (auto f = static_cast<std::int32_t>(threadIdx.x); f < task.padded; f += kTriThreads) {
+      float* trig = task.trig + n * task.offsets * 2 * task.padded + f;
+      if (f >= task.pairs) {
+        task.norm[n * task.padded + f] = 0;
+        for (std::int32_t o = 0; o < 2 * task.offsets; ++o) trig[o * task.padded] = 0;
+        continue;
+      }
+      const double re = static_cast<double>(task.a.q_mean[2 * (head + f)]), im = static_cast<double>(task.a.q_mean[2 * (head + f) + 1]);
+      task.norm[n * task.padded + f] = static_cast<float>(scaling * (static_cast<double>(task.a.q_abs_mean[head + f]) - sqrt(re * re + im * im)));
+      const double angle = rope_angle(position, task.a.inv_freq[f]), c = cos(angle), s = sin(angle);
+      const double x = scaling * re * c - scaling * im * s, y = scaling * re * s + scaling * im * c;
+      for (std::int32_t o = 0; o < task.offsets; ++o) {
+        const double2 later = task.turns[o * task.pairs + f];
+        trig[2 * o * task.padded] = static_cast<float>(x * later.x - y * later.y);
+        trig[(2 * o + 1) * task.padded] = static_cast<float>(x * later.y + y * later.x);
+      }
+    }
+  }
+}
+
+/// Four pairs of a key that lies in shared memory; zeros behind the last.
+template <class T>
+struct alignas(4 * sizeof(T)) FourElements {
+  T x[4];
+};
+template <class T>
+__device__ inline void load_pairs(const T* key, std::int32_t f, std::int32_t pairs, RopeStyle style, float scale, float* a, float* b) {
+  if (pairs % 4 == 0) {
+    const bool half = style == RopeStyle::half;
+    const auto first = *reinterpret_cast<const FourElements<T>*>(key + (half ? f : 2 * f)), second = *reinterpret_cast<const FourElements<T>*>(key + (half ? f + pairs : 2 * f + 4));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float p = to_float(first.x[i]) * scale, q = to_float(second.x[i]) * scale;
+      if (half) a[i] = p, b[i] = q;
+      else (i % 2 == 0 ? a : b)[i / 2] = p, (i % 2 == 0 ? a : b)[2 + i / 2] = q;
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const auto [first, second] = rope_pair(style, f + i, pairs);
+    a[i] = f + i < pairs ? to_float(key[first]) * scale : 0.0F;
+    b[i] = f + i < pairs ? to_float(key[second]) * scale : 0.0F;
+  }
+}
+
+/// |a + ib|; 0 below 1e-18.
+__device__ inline float modulus(float a, float b) {
+  const float square = fmaf(a, a, b * b);
+  return square < 1e-36F ? 0.0F : sqrtf(square);
+}
+
+/// sums[c] += the products of one key with columns c of `count`, in one chain over the pairs: components with trig, moduli with norm.
+template <class T, int kColumns, bool kTrig, bool kNorm>
+__device__ void multiply(const T* key, float scale, const Task& task, const float* trig, std::int64_t next_trig, const float* norm, std::int32_t count, float* sums) {
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) sums[c] = 0;
+  for (std::int32_t f = 0; f < task.pairs; f += 4) {
+    float a[4], b[4];
+    load_pairs(key, f, task.pairs, task.a.style, scale, a, b);
+    float m[4] = {};
+    if constexpr (kNorm) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) m[i] = modulus(a[i], b[i]);
+    }
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      if (c >= count) break;
+      if constexpr (kTrig) {
+        const float4 x = *reinterpret_cast<const float4*>(trig + c * next_trig + f), y = *reinterpret_cast<const float4*>(trig + c * next_trig + task.padded + f);
+        sums[c] = fmaf(a[0], x.x, fmaf(a[1], x.y, fmaf(a[2], x.z, fmaf(a[3], x.w, sums[c]))));
+        sums[c] = fmaf(b[0], y.x, fmaf(b[1], y.y, fmaf(b[2], y.z, fmaf(b[3], y.w, sums[c]))));
+      }
+      if constexpr (kNorm) {
+        const float4 z = *reinterpret_cast<const float4*>(norm + c * task.padded + f);
+        sums[c] = fmaf(m[0], z.x, fmaf(m[1], z.y, fmaf(m[2], z.z, fmaf(m[3], z.w, sums[c]))));
+      }
+    }
+  }
+}
+
+/// Bytes from key to key in shared memory.
+template <class T>
+KVKEEP_HD std::int32_t staged(std::int32_t dim) {
+  return (dim * static_cast<std::int32_t>(sizeof(T)) + 15) / 16 * 16 + 16;
+}
+
+constexpr int kAtOnce = 4;  ///< columns that share a reading of the key
+
+/// Raw scores of every query head: a thread has a slot, whose key lies in shared memory; all threads read the columns alike.
+template <class T>
+__global__ void __launch_bounds__(kTriThreads) raw_kernel(Task task) {
+  const EvidenceArguments& e = task.a.evidence;
+  std::byte* keys = dynamic_shared();
+  const std::int32_t stride = staged<T>(e.dim), tile = static_cast<std::int32_t>(blockDim.x), thread = static_cast<std::int32_t>(threadIdx.x);
+  for (std::int64_t work = blockIdx.x; work < std::int64_t{e.count} * task.chunks; work += gridDim.x) {
+    const std::int64_t r = work / task.chunks;
+    const std::int32_t begin = static_cast<std::int32_t>(work - r * task.chunks) * tile, length = e.rows[r].length;
+    if (!e.due(r) || begin >= length) continue;
+    const Row& row = e.rows[r];
+    __syncthreads();
+    stage_keys<T>(row.keys, is_aligned(row.keys), begin, begin + tile < length ? begin + tile : length, 0, e.dim, keys, stride);
+    __syncthreads();
+    const std::int32_t t = begin + thread;
+    if (t >= length) continue;
+    const T* key = reinterpret_cast<const T*>(keys + thread * stride);
+    const float scale = key_scale<T>(row, t);
+    const std::int64_t next = std::int64_t{2} * task.padded;
+    for (std::int32_t g = 0; g < e.group; g += kAtOnce) {
+      const std::int32_t heads = e.group - g < kAtOnce ? e.group - g : kAtOnce;
+      const float *trig = task.trig + (r * e.group + g) * task.offsets * next, *norm = task.norm + (r * e.group + g) * task.padded;
+      float sums[kAtOnce];
+      if (task.offsets == 1) {
+        multiply<T, kAtOnce, true, true>(key, scale, task, trig, next, norm, heads, sums);
+      } else {
+        multiply<T, kAtOnce, false, true>(key, scale, task, nullptr, 0, norm, heads, sums);
+#pragma unroll
+        for (int h = 0; h < kAtOnce; ++h) {
+          if (h >= heads) break;
+          float best = kLeast;
+          for (std::int32_t o = 0; o < task.offsets; o += kAtOnce) {
+            const std::int32_t count = task.offsets - o < kAtOnce ? task.offsets - o : kAtOnce;
+            float found[kAtOnce];
+            multiply<T, kAtOnce, true, false>(key, scale, task, trig + (std::int64_t{h} * task.offsets + o) * next, next, nullptr, count, found);
+#pragma unroll
+            for (int c = 0; c < kAtOnce; ++c)
+              if (c < count && (found[c] > best || found[c] != found[c])) best = found[c];
+          }
+          sums[h] += best;
+        }
+      }
+#pragma unroll
+      for (int h = 0; h < kAtOnce; ++h)
+        if (h < heads) task.raw_of(r)[std::int64_t{g + h} * length + t] = sums[h];
+    }
+  }
+}
+
+/// Sum over the block in a fixed order, the same in every thread. `shared`: one double a warp.
+__device__ inline double sum_of_block(double x, double* shared) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xFFFFFFFFU, x, step);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
+  __syncthreads();
+  double sum = 0;
+  for (std::int32_t w = 0; w < kStandardThreads / 32; ++w) sum += shared[w];
+  return sum;
+}
+
+/// What makes a query head's raw scores comparable: a block a query head of a row.
+__global__ void __launch_bounds__(kStandardThreads) standard_kernel(Task task) {
+  __shared__ double shared[kStandardThreads / 32];
+  constexpr double kFloor = 1e-6, kNone = 1e-8;
+  const EvidenceArguments& e = task.a.evidence;
+  for (std::int64_t n = blockIdx.x; n < std::int64_t{e.count} * e.group; n += gridDim.x) {
+    const std::int64_t r = n / e.group;
+    const std::int32_t length = e.rows[r].length;
+    if (!e.due(r) || length == 0) continue;
+    const Protected guarded = task.a.sample || e.limits == nullptr ? Protected{} : e.limits[r].guarded;
+    const float* raw = task.raw_of(r) + (n - r * e.group) * length + guarded.sinks;
+    const std::int32_t slots = length - guarded.count();
+    double sum = 0, count = 0, squares = 0;
+    for (auto t = static_cast<std::int32_t>(threadIdx.x); t < slots; t += kStandardThreads)
+      if (is_number(raw[t])) sum += static_cast<double>(raw[t]), count += 1;
+    sum = sum_of_block(sum, shared);
+    count = sum_of_block(count, shared);
+    const double mean = count > 0 ? sum / count : 0;
+    for (auto t = static_cast<std::int32_t>(threadIdx.x); t < slots; t += kStandardThreads)
+      if (is_number(raw[t])) squares += (static_cast<double>(raw[t]) - mean) * (static_cast<double>(raw[t]) - mean);
+    squares = sum_of_block(squares, shared);
+    if (threadIdx.x != 0) continue;
+    double spread = 1;
+    if (count > 0 && !task.a.sample) {
+      spread = sqrt(squares / count);
+      spread = spread < kFloor ? kFloor : spread;
+    } else if (count > 1) {
+      spread = sqrt(squares / (count - 1));
+      if (spread < kNone) spread = 1;
+    }
+    task.standard[n] = {static_cast<float>(mean), static_cast<float>(1.0 / spread)};
+  }
+}
+
+__global__ void __launch_bounds__(kTriThreads) combine_kernel(Task task, std::int32_t tile) {
+  const EvidenceArguments& e = task.a.evidence;
+  for (std::int64_t work = blockIdx.x; work < std::int64_t{e.count} * task.chunks; work += gridDim.x) {
+    const std::int64_t r = work / task.chunks;
+    const std::int32_t length = e.rows[r].length, begin = static_cast<std::int32_t>(work - r * task.chunks) * tile, t = begin + static_cast<std::int32_t>(threadIdx.x);
+    if (!e.due(r) || static_cast<std::int32_t>(threadIdx.x) >= tile || t >= length) continue;
+    const float* raw = task.raw_of(r) + t;
+    float best = kLeast, sum = 0;
+    for (std::int32_t g = 0; g < e.group; ++g) {
+      const float2 s = task.a.normalize ? task.standard[r * e.group + g] : float2{0, 1};
+      const float z = (raw[std::int64_t{g} * length] - s.x) * s.y;
+      best = z > best ? z : best;
+      sum += z;
+    }
+    task.a.scores[e.rows[r].first + t] = task.a.group_mean ? sum * (1.0F / static_cast<float>(e.group)) : sum != sum ? sum : best;
+  }
+}
+
+/// Slots of a block: half as many where keys are large, so that they fit the shared memory of every chip.
+template <class T>
+std::int32_t tile_of(std::int32_t dim) {
+  return staged<T>(dim) > 600 ? kTriThreads / 2 : kTriThreads;
+}
+
+std::int32_t offsets_of(const TriAttentionArguments& a) {
+  std::int32_t count = 0;
+  for (std::int64_t offset = 1; offset <= a.offset_max && count < 62; offset *= 2) ++count;
+  return a.maximum ? count : 1;
+}
+
+/// Where the parts of the workspace lie. Gives its size.
+std::int64_t divide(const TriAttentionArguments& a, Task& task) {
+  task.a = a;
+  task.pairs = a.evidence.dim / 2;
+  task.padded = (task.pairs + 3) / 4 * 4;
+  task.offsets = offsets_of(a);
+  const std::int64_t heads = std::int64_t{a.evidence.count} * a.evidence.group;
+  auto* base = static_cast<std::byte*>(a.workspace);
+  std::int64_t used = 0;
+  const auto take = [&](std::int64_t bytes) {
+    std::byte* at = base == nullptr ? nullptr : base + used;
+    used += (bytes + 15) / 16 * 16;
+    return at;
+  };
+  task.turns = reinterpret_cast<double2*>(take(task.offsets * task.pairs * static_cast<std::int64_t>(sizeof(double2))));
+  task.trig = reinterpret_cast<float*>(take(heads * task.offsets * 2 * task.padded * static_cast<std::int64_t>(sizeof(float))));
+  task.norm = reinterpret_cast<float*>(take(heads * task.padded * static_cast<std::int64_t>(sizeof(float))));
+  task.standard = reinterpret_cast<float2*>(take(heads * static_cast<std::int64_t>(sizeof(float2))));
+  task.raw = reinterpret_cast<float*>(take(a.slots * a.evidence.group * static_cast<std::int64_t>(sizeof(float))));
+  return used;
+}
+
+}  // namespace
+
+std::int64_t triattention_workspace_bytes(const TriAttentionArguments& arguments) {
+  Task task{};
+  return divide(arguments, task);
+}
+
+void launch_triattention(const TriAttentionArguments& a, Stream stream) {
+  check_dim("triattention", a.evidence.dim);
+  require(a.evidence.dim % 2 == 0, "triattention: head size; given ", a.evidence.dim, "; allowed even numbers");
+  require(a.offset_max >= 1, "triattention: offset_max; given ", a.offset_max, "; allowed 1 and more");
+  if (a.evidence.count == 0 || a.evidence.longest == 0) return;
+  Task task{};
+  divide(a, task);
+  const std::int64_t heads = std::int64_t{a.evidence.count} * a.evidence.group;
+  with_element(a.evidence.keys, [&](auto type) {
+    using T = decltype(type);
+    const std::int32_t tile = tile_of<T>(a.evidence.dim);
+    task.chunks = (a.evidence.longest + tile - 1) / tile;
+    const dim3 blocks = blocks_for(std::int64_t{a.evidence.count} * task.chunks);
+    launch("triattention_turns", turns_kernel, {.threads = kTriThreads}, stream, task);
+    launch("triattention_columns", columns_kernel, {.blocks = blocks_for(heads), .threads = kTriThreads}, stream, task);
+    launch("triattention_raw", raw_kernel<T>, {.blocks = blocks, .threads = tile, .shared_bytes = static_cast<std::size_t>(tile) * static_cast<std::size_t>(staged<T>(a.evidence.dim))}, stream, task);
+    if (a.normalize) launch("triattention_standard", standard_kernel, {.blocks = blocks_for(heads), .threads = kStandardThreads}, stream, task);
+    launch("triattention_combine", combine_kernel, {.blocks = blocks, .threads = kTriThreads}, stream, task, tile);
+  });
+}
+
+}  // namespace kvkeep::cuda
