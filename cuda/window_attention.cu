@@ -331,7 +331,8 @@ struct MatrixShared {
     keys = parts.take(sizeof(S) * kAttentionTile * kStride);
     high = parts.take(sizeof(S) * kMatrixQueries * static_cast<std::size_t>(stride));
     low = parts.take(sizeof(S) * kMatrixQueries * static_cast<std::size_t>(stride));
-    scratch = parts.take(sizeof(float) * (kMatrixThreads / 32) * 16 * kScratchStride);
+    scratch = keys;  // products are written where the keys lay: what 256 components need still fits the chips with the least
+    static_assert(sizeof(float) * (kMatrixThreads / 32) * 16 * kScratchStride <= sizeof(S) * kAttentionTile * kStride);
     factor = parts.take(sizeof(float) * kMatrixQueries);
     position = parts.take(sizeof(std::int32_t) * kMatrixQueries);
     shift = parts.take(sizeof(float) * kMatrixQueries);
@@ -474,6 +475,7 @@ __global__ void __launch_bounds__(kMatrixThreads, 2) matrix_kernel(Task task) {
             }
           }
         }
+        __syncthreads();
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           float column = 0, of_newest = 0;
