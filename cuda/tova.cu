@@ -7,7 +7,7 @@ namespace kvkeep::cuda {
 namespace {
 
 /// A block has a chunk of a row; with all heads that of the first row, for all rows of its group.
-__global__ void __launch_bounds__(tuning::kKeyThreads) tova_kernel(TovaArguments a, std::int32_t chunks) {
+__global__ void __launch_bounds__(tuning::kKeyThreads, 4) tova_kernel(TovaArguments a, std::int32_t chunks) {
   const EvidenceArguments& e = a.evidence;
   each_chunk(e, chunks, [&](const Chunk& chunk) {
     float* g = a.scores + e.rows[chunk.row].first;

@@ -80,12 +80,10 @@ __device__ inline void load_pairs(const T* key, std::int32_t f, std::int32_t pai
   if (pairs % 4 == 0) {
     const bool half = style == RopeStyle::half;
     const auto first = *reinterpret_cast<const FourElements<T>*>(key + (half ? f : 2 * f)), second = *reinterpret_cast<const FourElements<T>*>(key + (half ? f + pairs : 2 * f + 4));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float p = to_float(first.x[i]) * scale, q = to_float(second.x[i]) * scale;
-      if (half) a[i] = p, b[i] = q;
-      else (i % 2 == 0 ? a : b)[i / 2] = p, (i % 2 == 0 ? a : b)[2 + i / 2] = q;
-    }
+    const float p[4] = {to_float(first.x[0]) * scale, to_float(first.x[1]) * scale, to_float(first.x[2]) * scale, to_float(first.x[3]) * scale};
+    const float q[4] = {to_float(second.x[0]) * scale, to_float(second.x[1]) * scale, to_float(second.x[2]) * scale, to_float(second.x[3]) * scale};
+    a[0] = p[0], a[1] = half ? p[1] : p[2], a[2] = half ? p[2] : q[0], a[3] = half ? p[3] : q[2];
+    b[0] = half ? q[0] : p[1], b[1] = half ? q[1] : p[3], b[2] = half ? q[2] : q[1], b[3] = q[3];
     return;
   }
 #pragma unroll

@@ -331,7 +331,8 @@ struct MatrixShared {
     keys = parts.take(sizeof(S) * kAttentionTile * kStride);
     high = parts.take(sizeof(S) * kMatrixQueries * static_cast<std::size_t>(stride));
     low = parts.take(sizeof(S) * kMatrixQueries * static_cast<std::size_t>(stride));
-    scratch = parts.take(sizeof(float) * (kMatrixThreads / 32) * 16 * kScratchStride);
+    scratch = keys;  // products are written where the keys lay: what 256 components need still fits the chips with the least
+    static_assert(sizeof(float) * (kMatrixThreads / 32) * 16 * kScratchStride <= sizeof(S) * kAttentionTile * kStride);
     factor = parts.take(sizeof(float) * kMatrixQueries);
     position = parts.take(sizeof(std::int32_t) * kMatrixQueries);
     shift = parts.take(sizeof(float) * kMatrixQueries);
@@ -419,7 +420,7 @@ __global__ void __launch_bounds__(kMatrixThreads, 2) matrix_kernel(Task task) {
       Running seen[2];
       for (std::int32_t tile = begin; tile < end; tile += kAttentionTile) {
         const std::int32_t tile_end = tile + kAttentionTile < end ? tile + kAttentionTile : end;
-        // The same for a whole warp: parts of the tile behind the last query or slot are left out.
+        // The same for a whole warp: blocks of 16 behind the last query or slot are left out. Slots behind the last one in its block hold anything: nobody sees them.
         const auto query_block = [&](int i) { return query_side * 32 + i * 16; };
         const auto slot_block = [&](int j) { return slot_side * 32 + j * 16; };
         const auto wanted = [&](int i, int j) { return n0 + query_block(i) < plan.total && tile + slot_block(j) < tile_end; };
@@ -454,8 +455,6 @@ __global__ void __launch_bounds__(kMatrixThreads, 2) matrix_kernel(Task task) {
               for (int k = 0; k < kPerWord<T>; ++k) to[k / kPerWord<S>].x[k % kPerWord<S>] = to_half(word.x[k]);
             }
           }
-          for (std::int32_t i = thread + (tile_end - tile) * kAttentionSlice; i < (tile_end - tile + 15) / 16 * 16 * kAttentionSlice; i += kMatrixThreads)
-            keys[i / kAttentionSlice * parts.kStride + i % kAttentionSlice] = S{};  // whole blocks of 16 slots are multiplied
           __syncthreads();
           for (std::int32_t d = 0; d < n; d += 16) {
             Right right[2];
@@ -476,6 +475,7 @@ __global__ void __launch_bounds__(kMatrixThreads, 2) matrix_kernel(Task task) {
             }
           }
         }
+        __syncthreads();
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           float column = 0, of_newest = 0;

@@ -37,9 +37,9 @@ void expect_as_on_cpu(const EvidenceCase& c, const SnapKVOptions& options) {
 TEST_F(SnapKVKernel, AgreesWithTheCpuInBothStyles) {
   std::uint64_t seed = 0;
   for (const auto style : {SnapKVOptions::Style::snapkv, SnapKVOptions::Style::rkv})
-    for (const std::int32_t pool : {1, 3, 7})
+    for (const std::int32_t pool : {1, 5})
       for (const Element keys : {Element::f32, Element::f16, Element::bf16, Element::fp8_e4m3})
-        for (const std::int32_t seen : {0, 1, 8})
+        for (const std::int32_t seen : {0, 8})
           expect_as_on_cpu(EvidenceCase(++seed, {.group = 3, .kv_heads = 2, .dim = 16, .lengths = {50, 9, 1, 0}, .seen = seen, .keys = keys, .ragged = true}), {.window = 6, .pool = pool, .style = style});
   expect_as_on_cpu(EvidenceCase(++seed, {.dim = 4, .lengths = {1027}, .seen = 3}), {.window = 2, .pool = 5});
 }

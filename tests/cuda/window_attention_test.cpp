@@ -122,8 +122,8 @@ TEST_F(WindowAttentionKernel, TakesMoreQueriesThanATileHolds) {
 TEST_F(WindowAttentionKernel, ReadsPagesAndVectorsThatAreNotAligned) {  // B21, B24
   std::uint64_t seed = 400;
   for (const Element keys : kElements)
-    for (const std::int32_t page : {0, 1, 16, 64})
-      for (const std::int64_t gap : {0, 4, 16})
+    for (const std::int32_t page : {0, 1, 16})
+      for (const std::int64_t gap : {0, 4})
         for (const std::int32_t window : {1, 8})
           expect_as_on_cpu(EvidenceCase(++seed, {.group = 2, .kv_heads = 2, .dim = 32, .lengths = {67}, .seen = 8, .keys = keys}), window, false, {.gap = gap, .page = page});
 }
@@ -244,10 +244,10 @@ TEST_F(WindowAttentionKernel, GivesASlotWhoseLogitsAreNoNumbersNothing) {
 
 TEST_F(WindowAttentionKernel, ReducesTheHistoryAlone) {
   std::uint64_t seed = 1000;
-  for (const std::int32_t group : {1, 2, 3, 8})
+  for (const std::int32_t group : {1, 3, 8})
     for (const Element keys : kElements)
       for (const bool max_logit : {false, true})
-        for (const std::int32_t dim : {16, 80, 9}) {
+        for (const std::int32_t dim : {80, 9}) {
           const EvidenceCase c(++seed, {.group = group, .kv_heads = 2, .dim = dim, .lengths = {70, 9, 1}, .seen = 9, .keys = keys, .pre_rope = true, .ragged = true});
           const Evidence evidence = c.evidence();
           const std::vector<RowWindow> windows = row_windows(evidence, c.limits, 9, seed % 2 == 0);
