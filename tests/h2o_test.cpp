@@ -163,7 +163,7 @@ TEST(H2O, TakesWorkspaceThatGrowsWithTheSlotsNotTheirSquare) {
   EXPECT_EQ(per_slot % 10, 0);
   EXPECT_LE(per_slot / 10, 32) << "2.5 panels of two vectors of the machine, 4 bytes a lane";
   EXPECT_EQ(window_attention_workspace(spec, 32768, 512), none + 32768 * per_slot);
-  EXPECT_EQ(none, 4 * (7 * 512 * 128 + 2 * 128 * (per_slot / 10) + 12 * 128 + 8 * (per_slot / 10) + 512));
+  EXPECT_EQ(none, 4 * (7 * 512 * 128 + 2 * 128 * (per_slot / 10) + 48 * 128 + 8 * (per_slot / 10) + 512));
   const std::int64_t alone = window_attention_workspace(spec, 0, 1), narrow = (window_attention_workspace(spec, 1000, 1) - alone) / 1000;
   EXPECT_LE(narrow, 2 * 8 * 4) << "seven heads of one query: a panel of a vector, and a vector";
   EXPECT_EQ(window_attention_workspace(spec, 32768, 1), alone + 32768 * narrow);

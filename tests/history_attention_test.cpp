@@ -184,7 +184,7 @@ TEST(HistoryAttention, TakesWorkspaceThatGrowsWithTheSlotsNotTheirSquare) {
     EXPECT_LE(per_slot / floats, 32) << "a panel is two vectors of the machine";
     EXPECT_EQ(history_attention_workspace(spec, 32768, 8, group), none + 32768 * per_slot);
     const std::int64_t width = per_slot / floats;
-    EXPECT_EQ(none, 4 * (7 * 8 * 128 + 2 * 128 * width + 12 * 128 + 8 * width));
+    EXPECT_EQ(none, 4 * (7 * 8 * 128 + 2 * 128 * width + 48 * 128 + 8 * width));
   }
 }
 

@@ -196,7 +196,7 @@ TEST(TriAttention, WorkspaceGrowsWithTheRowAndNotWithItsSquare) {
   const auto bytes = [](std::int64_t length, std::int64_t offsets) { return TriAttention::workspace_bytes(7, length, 64, offsets); };
   EXPECT_EQ(bytes(2000, 1) - bytes(1000, 1), 4 * 7 * 1000) << "a raw score per slot and query head, nothing else";
   EXPECT_EQ(bytes(1000, 17) - bytes(1000, 1), 4 * 7 * 64 * 2 * 16);
-  EXPECT_EQ(bytes(32768, 1), 4 * (7 * 32768 + 7 * 64 * 3 + 48 * 64 + 4 * 7));
+  EXPECT_LE(bytes(32768, 1), 4 * (7 * 32768 + 7 * 64 * 3 + 2 * 16 * (3 * 64 + 7))) << "at most 16 lanes";
 }
 
 std::string one_problem(const Calibration& c, const ModelSpec& spec) {

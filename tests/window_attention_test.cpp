@@ -156,6 +156,16 @@ TEST(WindowAttention, GivesEqualKeysEqualBitsWhereverTheyLie) {  // what the tie
   }
 }
 
+TEST(WindowAttention, OfOneQueryGivesEqualKeysEqualBitsInPairsAndAlone) {  // 111 slots: blocks of 32, then of 12, then single ones
+  for (const ScalarType dtype : {kFloat32, kFloat16, kBFloat16}) {
+    Case c = make_case(7, 1, 128, 111, 1, dtype);
+    for (const std::int64_t t : {4, 17, 63, 97, 108, 110}) c.keys[0][0][t] = c.keys[0][0][3];
+    const WindowAttention got = run(c, QueryBasis::pre_rope);
+    expect_as_in_plain_loops(c, got);
+    for (const std::int64_t t : {4, 17, 63, 97, 108, 110}) EXPECT_EQ(got.newest.data_ptr<float>()[t], got.newest.data_ptr<float>()[3]) << t;
+  }
+}
+
 TEST(WindowAttention, AgreesOnEveryInstructionSetOfThisMachine) {  // the plain path too
   const std::int64_t all = hwy::SupportedTargets();
   int sets = 0;
@@ -167,6 +177,8 @@ TEST(WindowAttention, AgreesOnEveryInstructionSetOfThisMachine) {  // the plain 
     for (const ScalarType dtype : {kFloat32, kFloat16, kBFloat16}) {
       const Case c = make_case(7, 2, 64, 77, 6, dtype);
       expect_as_in_plain_loops(c, run(c, QueryBasis::pre_rope));
+      const Case one = make_case(7, 2, 64, 111, 1, dtype);
+      expect_as_in_plain_loops(one, run(one, QueryBasis::pre_rope));
     }
     for (std::uint64_t seed = 0; seed < 60; ++seed) {
       const oracle::RandomCase c = oracle::random_case(seed);

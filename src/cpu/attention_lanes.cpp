@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "attention_lanes.h"
 #include "exponential-inl.h"
@@ -115,13 +116,140 @@ HWY_INLINE void OneKey(const float* HWY_RESTRICT key, std::int64_t dim, const fl
   }
 }
 
+#if HWY_TARGET != HWY_SCALAR && HWY_CAP_GE512
+#define KVKEEP_PAIRS 1
+
+constexpr std::int64_t kPairs = 16;  ///< of keys that are multiplied at a time: a vector holds two keys side by side, and every query twice
+constexpr std::int64_t kPart = 8;    ///< components of a pair that lie together: a vector
+
+/// Two keys, component by component: every vector holds kPart components of both, and vectors lie kPairs apart.
+template <class T>
+HWY_INLINE void WidenPair(const std::byte* HWY_RESTRICT first, const std::byte* HWY_RESTRICT second, std::int64_t dim, float* HWY_RESTRICT to) {
+  const D d;
+  constexpr std::int64_t kNext = kPairs * 2 * kPart;
+  const T *a = reinterpret_cast<const T*>(first), *b = reinterpret_cast<const T*>(second);
+  if constexpr (std::is_same_v<T, hwy::bfloat16_t>) {
+    const hn::RebindToUnsigned<D> du;
+    const hn::Repartition<std::uint16_t, D> half;
+    alignas(64) static constexpr std::uint32_t kTurned[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};  // interleaving takes every 128 bits apart
+    const auto turned = hn::SetTableIndices(du, kTurned);
+    const auto load = [&](const T* from) HWY_ATTR { return hn::BitCast(half, hn::TableLookupLanes(hn::LoadU(du, reinterpret_cast<const std::uint32_t*>(from)), turned)); };
+    const auto none = hn::Zero(half);
+    for (std::int64_t i = 0; i < dim; i += 4 * kPart, to += 4 * kNext) {
+      const auto x = load(a + i), y = load(b + i), lower = hn::InterleaveLower(half, x, y), upper = hn::InterleaveUpper(half, x, y);
+      hn::StoreU(hn::BitCast(d, hn::InterleaveLower(half, none, lower)), d, to);
+      hn::StoreU(hn::BitCast(d, hn::InterleaveUpper(half, none, lower)), d, to + kNext);
+      hn::StoreU(hn::BitCast(d, hn::InterleaveLower(half, none, upper)), d, to + 2 * kNext);
+      hn::StoreU(hn::BitCast(d, hn::InterleaveUpper(half, none, upper)), d, to + 3 * kNext);
+    }
+  } else {
+    alignas(64) static constexpr std::int32_t kTurned[16] = {0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15};
+    const auto turned = hn::SetTableIndices(d, kTurned);
+    const auto load = [&](const T* from) HWY_ATTR {
+      if constexpr (sizeof(T) == sizeof(float)) return hn::TableLookupLanes(hn::LoadU(d, from), turned);
+      else return hn::TableLookupLanes(hn::PromoteTo(d, hn::LoadU(hn::Rebind<T, D>(), from)), turned);
+    };
+    for (std::int64_t i = 0; i < dim; i += 2 * kPart, to += 2 * kNext) {
+      const auto x = load(a + i), y = load(b + i);
+      hn::StoreU(hn::InterleaveLower(d, x, y), d, to);
+      hn::StoreU(hn::InterleaveUpper(d, x, y), d, to + kNext);
+    }
+  }
+}
+
+/// kPairs pairs of keys against a narrow panel whose queries lie twice: the chains of SomeKeys<Narrow>. `next`: the keys that follow, asked for bit by bit, because the
+/// machine stops for more requests than it can have under way.
+HWY_INLINE void SomePairs(const float* HWY_RESTRICT pairs, std::int64_t dim, const float* HWY_RESTRICT doubled, const std::byte* const* HWY_RESTRICT next, bool two_lines,
+                          float* HWY_RESTRICT out, hn::Vec<D>& top) {
+  const D d;
+  const hn::Repartition<std::uint64_t, D> wide;
+  using Sum = hn::Vec<D>;
+  Sum a0 = hn::Zero(d), b0 = a0, c0 = a0, e0 = a0, f0 = a0, g0 = a0, h0 = a0, i0 = a0, a1 = a0, b1 = a0, c1 = a0, e1 = a0, f1 = a0, g1 = a0, h1 = a0, i1 = a0;
+  for (std::int64_t i = 0; i < dim; i += kPart, pairs += kPairs * 2 * kPart) {
+    for (std::int64_t c = 0; c < kPart; ++c, doubled += 2 * kPart) {
+      const std::byte* ahead = next[(i + c) % (2 * kPairs)] + (i + c) / (2 * kPairs) * (two_lines ? 128 : 64);
+      hwy::Prefetch(ahead);
+      if (two_lines) hwy::Prefetch(ahead + 64);
+      const Sum q = hn::LoadU(d, doubled);
+      const auto add = [&](std::int64_t pair, Sum& sum) HWY_ATTR {
+        std::uint64_t both;
+        std::memcpy(&both, pairs + pair * 2 * kPart + 2 * c, sizeof(both));
+        sum = hn::MulAdd(hn::BitCast(d, hn::Set(wide, both)), q, sum);
+      };
+      add(0, a0);
+      add(1, b0);
+      add(2, c0);
+      add(3, e0);
+      add(4, f0);
+      add(5, g0);
+      add(6, h0);
+      add(7, i0);
+      add(8, a1);
+      add(9, b1);
+      add(10, c1);
+      add(11, e1);
+      add(12, f1);
+      add(13, g1);
+      add(14, h1);
+      add(15, i1);
+    }
+  }
+  alignas(64) static constexpr std::int32_t kApart[16] = {0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15};
+  const auto apart = hn::SetTableIndices(d, kApart);
+  const auto put = [&](Sum sum) HWY_ATTR {
+    const Sum rows = hn::TableLookupLanes(sum, apart);
+    hn::StoreU(rows, d, out);
+    top = hn::Max(top, rows);
+    out += 2 * kPart;
+  };
+  for (const Sum* sum : {&a0, &b0, &c0, &e0, &f0, &g0, &h0, &i0, &a1, &b1, &c1, &e1, &f1, &g1, &h1, &i1}) put(*sum);
+}
+
+/// Logits<Narrow> for as many of [from, to) as are whole blocks of pairs; returns the first slot that is left.
+HWY_INLINE std::int64_t PairLogits(const Keys& keys, std::int64_t from, std::int64_t to, const float* HWY_RESTRICT panel, float* HWY_RESTRICT logits, float* HWY_RESTRICT top,
+                                   float* HWY_RESTRICT widened) {
+  constexpr std::int64_t kKeys = 2 * kPairs;
+  if (to - from < kKeys || keys.dim % (4 * kPart) != 0) return from;
+  const D d;
+  const hn::Half<D> narrow;
+  float* doubled = widened + kKeys * keys.dim;
+  for (std::int64_t i = 0; i < keys.dim * kPart; ++i) doubled[2 * i] = doubled[2 * i + 1] = panel[i];
+  const auto held = hn::LoadU(narrow, top);
+  auto largest = hn::Combine(d, held, held);
+  const std::byte *row[kKeys], *next[kKeys];
+  for (std::int64_t j = 0; j < kKeys; ++j) next[j] = keys.slots.at(from + j);
+  std::int64_t t = from;
+  for (; t + kKeys <= to; t += kKeys, logits += kKeys * kPart) {
+    for (std::int64_t j = 0; j < kKeys; ++j) {
+      row[j] = next[j];
+      next[j] = keys.slots.at(std::min(t + kKeys + j, to - 1));
+    }
+    for (std::int64_t j = 0; j < kPairs; ++j) {
+      float* pair = widened + j * 2 * kPart;
+      if (keys.dtype == kBFloat16) WidenPair<hwy::bfloat16_t>(row[2 * j], row[2 * j + 1], keys.dim, pair);
+      else if (keys.dtype == kFloat16) WidenPair<hwy::float16_t>(row[2 * j], row[2 * j + 1], keys.dim, pair);
+      else WidenPair<float>(row[2 * j], row[2 * j + 1], keys.dim, pair);
+    }
+    SomePairs(widened, keys.dim, doubled, next, keys.dtype == kFloat32, logits, largest);
+  }
+  hn::StoreU(hn::Max(hn::LowerHalf(narrow, largest), hn::UpperHalf(narrow, largest)), narrow, top);
+  return t;
+}
+#endif
+
 template <class Form>
 HWY_INLINE void Logits(const Keys& keys, std::int64_t from, std::int64_t to, const float* HWY_RESTRICT panels, std::int64_t count, std::int64_t panel_stride,
                        float* HWY_RESTRICT logits, float* HWY_RESTRICT top, float* HWY_RESTRICT widened) {
   const typename Form::D d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d)), width = WidthOf<Form>();
   const float* key[Form::kKeys];
-  for (std::int64_t t = from; t < to;) {
+  std::int64_t begin = from;
+#ifdef KVKEEP_PAIRS
+  if constexpr (!Form::kTwo) {
+    if (count == 1) begin = PairLogits(keys, from, to, panels, logits, top, widened);
+  }
+#endif
+  for (std::int64_t t = begin; t < to;) {
     const std::int64_t n = std::min(Form::kKeys, to - t);
     for (std::int64_t j = 0; j < n; ++j) {
       const std::byte* at = keys.slots.at(t + j);
@@ -271,6 +399,7 @@ void AddScaled(float* HWY_RESTRICT to, const float* HWY_RESTRICT from, float a, 
   for (; i < n; ++i) hn::StoreU(hn::MulAdd(hn::Set(one, a), hn::LoadU(one, from + i), hn::LoadU(one, to + i)), one, to + i);
 }
 
+#undef KVKEEP_PAIRS
 }  // namespace kvkeep::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 

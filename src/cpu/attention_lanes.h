@@ -19,8 +19,8 @@ std::int64_t panel_width(std::int64_t queries);
 /// Lanes of one vector of a panel.
 std::int64_t panel_vector(std::int64_t width);
 
-/// Keys that are multiplied at a time, at most.
-inline constexpr std::int64_t kPanelKeys = 12;
+/// Keys' worth of floats that panel_logits works in: keys that are multiplied at a time, and once more as many queries as fit two vectors of 8 lanes.
+inline constexpr std::int64_t kPanelKeys = 48;
 
 /// Keys as they lie in a cache.
 struct Keys {

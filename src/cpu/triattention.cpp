@@ -48,29 +48,28 @@ struct Workspace {
       memory = cpu::aligned_floats(floats);
       held = floats;
     }
-    const std::int64_t padded = cpu::padded_pairs(pairs);
-    trig = memory.get();
-    norm = trig + group * offsets * 2 * padded;
-    scratch = norm + group * padded;
-    raw = scratch + cpu::tri_scratch(group, padded);
+    scratch = memory.get();
+    trig = scratch + cpu::tri_scratch(group, pairs);
+    norm = trig + group * offsets * 2 * pairs;
+    raw = norm + group * pairs;
   }
 };
 
 /// Columns of the row's query heads.
 cpu::TriColumns columns_of(const Calibration& calibration, const Row& row, std::int64_t group, double scaling, const std::vector<Turn>& now, const std::vector<Turn>& later, Workspace& work) {
   const std::size_t pairs = now.size();
-  const auto offsets = static_cast<std::int64_t>(later.size() / pairs), padded = cpu::padded_pairs(static_cast<std::int64_t>(pairs));
-  std::fill_n(work.trig, group * (2 * offsets + 1) * padded, 0.0F);
+  const auto offsets = static_cast<std::int64_t>(later.size() / pairs), side = offsets == 1 ? group : offsets;  // columns that lie side by side
   for (std::int64_t g = 0; g < group; ++g) {
     const Calibration::Head& head = calibration.heads.at({row.layer, static_cast<std::int32_t>(row.head * group + g)});
+    float* first = work.trig + (offsets == 1 ? g : g * static_cast<std::int64_t>(pairs) * 2 * offsets);
     for (std::size_t f = 0; f < pairs; ++f) {
       const Turn q(static_cast<double>(head.q_mean[f].real()), static_cast<double>(head.q_mean[f].imag()));
-      work.norm[g * padded + static_cast<std::int64_t>(f)] = static_cast<float>(scaling * (static_cast<double>(head.q_abs_mean[f]) - std::abs(q)));
+      work.norm[static_cast<std::int64_t>(f) * group + g] = static_cast<float>(scaling * (static_cast<double>(head.q_abs_mean[f]) - std::abs(q)));
       for (std::int64_t o = 0; o < offsets; ++o) {
         const Turn w = scaling * q * now[f] * later[static_cast<std::size_t>(o) * pairs + f];
-        float* trig = work.trig + (g * offsets + o) * 2 * padded + static_cast<std::int64_t>(f);
+        float* trig = first + static_cast<std::int64_t>(f) * 2 * side + o;
         trig[0] = static_cast<float>(w.real());
-        trig[padded] = static_cast<float>(w.imag());
+        trig[side] = static_cast<float>(w.imag());
       }
     }
   }
@@ -105,8 +104,7 @@ Standard standard_of(const float* raw, std::int64_t length, const Protected& gua
 }  // namespace
 
 std::int64_t TriAttention::workspace_bytes(std::int64_t group, std::int64_t length, std::int64_t pairs, std::int64_t offsets) {
-  const std::int64_t padded = cpu::padded_pairs(pairs);
-  return static_cast<std::int64_t>(sizeof(float)) * (group * length + group * padded * (2 * offsets + 1) + cpu::tri_scratch(group, padded));
+  return static_cast<std::int64_t>(sizeof(float)) * (group * length + group * pairs * (2 * offsets + 1) + cpu::tri_scratch(group, pairs));
 }
 
 Scores TriAttention::score(const Evidence& evidence, const Limits& limits, WindowAttention&) const {

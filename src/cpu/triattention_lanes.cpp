@@ -17,187 +17,235 @@ namespace hn = hwy::HWY_NAMESPACE;
 using D = hn::ScalableTag<float>;
 using V = hn::Vec<D>;
 
-constexpr std::int64_t kKeys = 4;  // that share a reading of the columns
+#if HWY_TARGET != HWY_SCALAR && HWY_CAP_GE512
+constexpr int kColumns = 8;  ///< multiplied at a time: sixteen sums in registers
+#else
+constexpr int kColumns = 4;
+#endif
 
-std::int64_t PaddedPairs(std::int64_t pairs) {
-  const auto lanes = static_cast<std::int64_t>(hn::Lanes(D()));
-  return (pairs + lanes - 1) / lanes * lanes;
-}
+HWY_INLINE std::int64_t Lanes() { return static_cast<std::int64_t>(hn::Lanes(D())); }
 
-/// |a + ib| within 3e-7 of itself; 0 below 1e-18. A square root costs several times as much.
+/// Keys of a block: two vectors of the machine.
+HWY_INLINE std::int64_t BlockKeys() { return 2 * Lanes(); }
+
+std::int64_t TriScratch(std::int64_t group, std::int64_t pairs) { return (3 * pairs + group) * BlockKeys(); }
+
+/// |a + ib| within 3e-7 of itself; below 1e-18 it may be less. A square root costs several times as much.
 HWY_INLINE V Modulus(D d, V a, V b) {
   const V square = hn::MulAdd(a, a, hn::Mul(b, b));
 #if HWY_ARCH_X86 && HWY_TARGET != HWY_SCALAR
-  const V guess = hn::ApproximateReciprocalSqrt(square), root = hn::Mul(square, guess);  // 12 bits or more, and one step of Newton
-  const V better = hn::MulAdd(hn::Mul(root, hn::Set(d, 0.5F)), hn::NegMulAdd(root, guess, hn::Set(d, 1.0F)), root);
-  return hn::IfThenZeroElse(hn::Lt(square, hn::Set(d, 1e-36F)), better);
+  const V guess = hn::ApproximateReciprocalSqrt(hn::Max(square, hn::Set(d, 1e-36F))), root = hn::Mul(square, guess);  // 12 bits or more, and one step of Newton
+  return hn::MulAdd(hn::Mul(root, hn::Set(d, 0.5F)), hn::NegMulAdd(root, guess, hn::Set(d, 1.0F)), root);
 #else
   return hn::IfThenZeroElse(hn::Lt(square, hn::Set(d, 1e-36F)), hn::Sqrt(square));
 #endif
 }
 
-/// One key as [3, Fp]: first components, second components, moduli.
-template <class T>
-HWY_INLINE void Spread(const T* HWY_RESTRICT key, std::int64_t pairs, std::int64_t padded, RopeStyle style, float* HWY_RESTRICT out) {
-  const D d;
-  const hn::Rebind<T, D> dt;
-  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  const auto widen = [&](auto v) HWY_ATTR {
-    if constexpr (sizeof(T) == sizeof(float)) return v;
-    else return hn::PromoteTo(D(), v);
-  };
-  float *first = out, *second = out + padded, *moduli = out + 2 * padded;
-  const auto put = [&](std::int64_t f, V a, V b) HWY_ATTR {
-    hn::StoreU(a, d, first + f);
-    hn::StoreU(b, d, second + f);
-    hn::StoreU(Modulus(d, a, b), d, moduli + f);
-  };
-  std::int64_t f = 0;
-  if (style == RopeStyle::half) {
-    for (; f + lanes <= pairs; f += lanes) put(f, widen(hn::LoadU(dt, key + f)), widen(hn::LoadU(dt, key + pairs + f)));
-  }
-#if HWY_TARGET != HWY_SCALAR
-  else if constexpr (sizeof(T) == sizeof(float)) {
-    for (; f + lanes <= pairs; f += lanes) {
-      V a, b;
-      hn::LoadInterleaved2(d, key + 2 * f, a, b);
-      put(f, a, b);
-    }
+#if HWY_TARGET != HWY_SCALAR && !HWY_HAVE_SCALABLE
+/// Four floats from each of row[0], row[4], row[8], ...
+template <class Part>
+HWY_INLINE hn::Vec<Part> Quarters(Part d, const float* const* HWY_RESTRICT row, std::int64_t i) {
+  if constexpr (hn::MaxLanes(d) <= 4) {
+    return hn::LoadU(d, row[0] + i);
   } else {
-    for (; f + lanes <= pairs; f += lanes) {
-      const V low = widen(hn::LoadU(dt, key + 2 * f)), high = widen(hn::LoadU(dt, key + 2 * f + lanes));
-      put(f, hn::ConcatEven(d, high, low), hn::ConcatOdd(d, high, low));
+    const hn::Half<Part> half;
+    return hn::Combine(d, Quarters(half, row + hn::MaxLanes(half), i), Quarters(half, row, i));
+  }
+}
+#endif
+
+/// Components of one vector of keys: out[c * BlockKeys() + k] = key k's component c. `row`: the keys; of 16-bit keys two components lie in a float.
+template <class T>
+HWY_INLINE void Turn(const float* const* HWY_RESTRICT row, std::int64_t dim, float* HWY_RESTRICT out) {
+  const std::int64_t block = BlockKeys();
+  constexpr std::int64_t kPacked = sizeof(float) / sizeof(T);
+  std::int64_t i = 0;
+#if HWY_TARGET != HWY_SCALAR && !HWY_HAVE_SCALABLE
+  const D d;
+  const auto put = [&](V v) HWY_ATTR {
+    if constexpr (kPacked == 1) {
+      hn::Store(v, d, out);
+    } else {
+      const hn::RebindToUnsigned<D> du;
+      const auto bits = hn::BitCast(du, v);
+      hn::Store(hn::BitCast(d, hn::ShiftLeft<16>(bits)), d, out);
+      hn::Store(hn::BitCast(d, hn::And(bits, hn::Set(du, 0xFFFF0000U))), d, out + block);
     }
+    out += kPacked * block;
+  };
+  const hn::Repartition<std::uint64_t, D> wide;
+  const auto lower = [&](V a, V b) HWY_ATTR { return hn::BitCast(d, hn::InterleaveLower(wide, hn::BitCast(wide, a), hn::BitCast(wide, b))); };
+  const auto upper = [&](V a, V b) HWY_ATTR { return hn::BitCast(d, hn::InterleaveUpper(wide, hn::BitCast(wide, a), hn::BitCast(wide, b))); };
+  for (; kPacked * (i + 4) <= dim; i += 4) {
+    const V a = Quarters(d, row, i), b = Quarters(d, row + 1, i), c = Quarters(d, row + 2, i), e = Quarters(d, row + 3, i);
+    const V ab = hn::InterleaveLower(d, a, b), ab_behind = hn::InterleaveUpper(d, a, b), ce = hn::InterleaveLower(d, c, e), ce_behind = hn::InterleaveUpper(d, c, e);
+    put(lower(ab, ce));
+    put(upper(ab, ce));
+    put(lower(ab_behind, ce_behind));
+    put(upper(ab_behind, ce_behind));
   }
 #endif
-  if (f == pairs) return;
   const hn::CappedTag<float, 1> one;
   const hn::Rebind<T, decltype(one)> one_t;
-  const auto scalar = [&](std::int64_t i) HWY_ATTR {
-    if constexpr (sizeof(T) == sizeof(float)) return key[i];
-    else return hn::GetLane(hn::PromoteTo(one, hn::LoadU(one_t, key + i)));
-  };
-  for (std::int64_t i = f; i < padded; ++i) {
-    const bool inside = i < pairs;
-    const std::int64_t at = style == RopeStyle::half ? i : 2 * i, other = style == RopeStyle::half ? i + pairs : 2 * i + 1;
-    first[i] = inside ? scalar(at) : 0.0F;
-    second[i] = inside ? scalar(other) : 0.0F;
-  }
-  for (; f < padded; f += lanes) put(f, hn::LoadU(d, first + f), hn::LoadU(d, second + f));
-}
-
-HWY_INLINE void SpreadAny(const Keys& keys, std::int64_t slot, std::int64_t padded, RopeStyle style, float* HWY_RESTRICT out) {
-  const std::byte* at = keys.slots.at(slot);
-  const std::int64_t pairs = keys.dim / 2;
-  if (keys.dtype == kFloat16) Spread(reinterpret_cast<const hwy::float16_t*>(at), pairs, padded, style, out);
-  else if (keys.dtype == kBFloat16) Spread(reinterpret_cast<const hwy::bfloat16_t*>(at), pairs, padded, style, out);
-  else Spread(reinterpret_cast<const float*>(at), pairs, padded, style, out);
-}
-
-/// out[k] = sum of the lanes of vector k, always in the same order.
-HWY_INLINE void FoldFour(V a, V b, V c, V e, float* HWY_RESTRICT out) {
-  const D d;
-#if HWY_TARGET == HWY_SCALAR
-  hn::StoreU(a, d, out);
-  hn::StoreU(b, d, out + 1);
-  hn::StoreU(c, d, out + 2);
-  hn::StoreU(e, d, out + 3);
-#else
-  const hn::Repartition<std::uint64_t, D> wide;
-  const V ab = hn::Add(hn::InterleaveLower(d, a, b), hn::InterleaveUpper(d, a, b)), ce = hn::Add(hn::InterleaveLower(d, c, e), hn::InterleaveUpper(d, c, e));
-  const auto low = hn::InterleaveLower(wide, hn::BitCast(wide, ab), hn::BitCast(wide, ce)), high = hn::InterleaveUpper(wide, hn::BitCast(wide, ab), hn::BitCast(wide, ce));
-  const V blocks = hn::Add(hn::BitCast(d, low), hn::BitCast(d, high));  // in every 128 bits: a, b, c, e
-  const hn::CappedTag<float, 4> four;
-  HWY_ALIGN float lanes[HWY_MAX_BYTES / sizeof(float)];
-  hn::Store(blocks, d, lanes);
-  auto sum = hn::Load(four, lanes);
-  for (std::size_t i = 4; i < hn::Lanes(d); i += 4) sum = hn::Add(sum, hn::Load(four, lanes + i));
-  hn::StoreU(sum, four, out);
-#endif
-}
-
-/// Four keys times one or two columns: four or eight sums in registers. A column has a part for the components (trig), one for the moduli (norm), or both in one chain.
-template <int kColumns, bool kTrig, bool kNorm>
-HWY_INLINE void Columns(const float* HWY_RESTRICT keys, std::int64_t padded, const float* HWY_RESTRICT trig, std::int64_t next_trig, const float* HWY_RESTRICT norm,
-                           std::int64_t next_norm, float* HWY_RESTRICT out) {
-  const D d;
-  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  const std::int64_t next = 3 * padded;
-  V a0 = hn::Zero(d), b0 = a0, c0 = a0, e0 = a0, a1 = a0, b1 = a0, c1 = a0, e1 = a0;
-  for (std::int64_t f = 0; f < padded; f += lanes) {
-    const auto step = [&](const float* part, V x, V y) HWY_ATTR {
-      const V a = hn::LoadU(d, part), b = hn::LoadU(d, part + next), c = hn::LoadU(d, part + 2 * next), e = hn::LoadU(d, part + 3 * next);
-      a0 = hn::MulAdd(a, x, a0);
-      b0 = hn::MulAdd(b, x, b0);
-      c0 = hn::MulAdd(c, x, c0);
-      e0 = hn::MulAdd(e, x, e0);
-      if constexpr (kColumns == 2) {
-        a1 = hn::MulAdd(a, y, a1);
-        b1 = hn::MulAdd(b, y, b1);
-        c1 = hn::MulAdd(c, y, c1);
-        e1 = hn::MulAdd(e, y, e1);
-      }
-    };
-    if constexpr (kTrig) {
-      step(keys + f, hn::LoadU(d, trig + f), hn::LoadU(d, trig + next_trig + f));
-      step(keys + padded + f, hn::LoadU(d, trig + padded + f), hn::LoadU(d, trig + next_trig + padded + f));
+  for (std::int64_t c = kPacked * i; c < dim; ++c, out += block)
+    for (std::int64_t k = 0; k < Lanes(); ++k) {
+      const T* at = reinterpret_cast<const T*>(row[k]) + c;
+      if constexpr (kPacked == 1) out[k] = *at;
+      else out[k] = hn::GetLane(hn::PromoteTo(one, hn::LoadU(one_t, at)));
     }
-    if constexpr (kNorm) step(keys + 2 * padded + f, hn::LoadU(d, norm + f), hn::LoadU(d, norm + next_norm + f));
+}
+
+/// Asks for the keys of the next block one line after another while this one is multiplied: the machine stops for more requests than it can have under way.
+struct Ahead {
+  const std::byte* const* row;
+  std::int64_t lines;  ///< at a time
+  std::int64_t key = 0, line = 0;
+
+  HWY_INLINE void ask() {
+    for (std::int64_t n = 0; n < lines; ++n) {
+      hwy::Prefetch(row[key] + line);
+      if (++key == BlockKeys()) key = 0, line += 64;
+    }
   }
-  FoldFour(a0, b0, c0, e0, out);
-  if constexpr (kColumns == 2) FoldFour(a1, b1, c1, e1, out + 4);
+};
+
+/// A block of keys as [3 F, BlockKeys()]: their components, then the moduli of their pairs.
+HWY_INLINE void Spread(const std::byte* const* HWY_RESTRICT at, const Keys& keys, RopeStyle style, float* HWY_RESTRICT out) {
+  const D d;
+  const std::int64_t dim = keys.dim, pairs = dim / 2, lanes = Lanes(), block = BlockKeys();
+  float* moduli = out + dim * block;
+  const float* row[hn::MaxLanes(d)];
+  for (std::int64_t first = 0; first < block; first += lanes) {
+    for (std::int64_t k = 0; k < lanes; ++k) {
+      row[k] = reinterpret_cast<const float*>(at[first + k]);
+      if (keys.dtype != kFloat16) continue;
+      widen(at[first + k], kFloat16, dim, moduli + k * dim);  // their place is free until all components are there
+      row[k] = moduli + k * dim;
+    }
+    if (keys.dtype == kBFloat16) Turn<hwy::bfloat16_t>(row, dim, out + first);
+    else Turn<float>(row, dim, out + first);
+  }
+  const bool half = style == RopeStyle::half;
+  const float *a = out, *b = out + (half ? pairs : 1) * block;
+  for (std::int64_t f = 0; f < pairs; ++f, a += (half ? 1 : 2) * block, b += (half ? 1 : 2) * block)
+    for (std::int64_t k = 0; k < block; k += lanes) hn::Store(Modulus(d, hn::Load(d, a + k), hn::Load(d, b + k)), d, moduli + f * block + k);
 }
 
-/// Four keys against every query head, one column each: out[g][4].
-HWY_INLINE void MeanOfFour(const float* HWY_RESTRICT keys, std::int64_t padded, const TriColumns& columns, float* HWY_RESTRICT out) {
-  std::int64_t g = 0;
-  for (; g + 2 <= columns.group; g += 2) Columns<2, true, true>(keys, padded, columns.trig + g * 2 * padded, 2 * padded, columns.norm + g * padded, padded, out + kKeys * g);
-  if (g < columns.group) Columns<1, true, true>(keys, padded, columns.trig + g * 2 * padded, 0, columns.norm + g * padded, 0, out + kKeys * g);
-}
+/// What a block of keys is multiplied with: `trig` goes with the components and `norm` with the moduli; null: not multiplied.
+struct Factors {
+  const float *trig, *norm;
+  std::int64_t next_trig, next_norm;  ///< from one component's columns to the next one's
+};
 
-/// Four keys against one query head at every offset.
-HWY_INLINE void MaxOfFour(const float* HWY_RESTRICT keys, std::int64_t padded, const float* HWY_RESTRICT trig, std::int64_t offsets, const float* HWY_RESTRICT norm, float* HWY_RESTRICT out) {
-  constexpr float kLeast = -std::numeric_limits<float>::infinity();
-  float best[kKeys] = {kLeast, kLeast, kLeast, kLeast}, found[2 * kKeys];
-  const auto raise = [&](std::int64_t count) HWY_ATTR {
-    for (std::int64_t k = 0; k < count; ++k)
-      if (found[k] > best[k % kKeys] || found[k] != found[k]) best[k % kKeys] = found[k];
+/// A block times `count` columns that lie side by side, one chain per key in ascending order of pairs: put(column, sums, sums of the second half).
+template <int kCount, bool kTrig, bool kNorm, class Put>
+HWY_INLINE void Columns(const float* HWY_RESTRICT keys, std::int64_t pairs, RopeStyle style, Factors by, std::int64_t count, Ahead ahead, const Put& put) {
+  if constexpr (kCount > 1) {
+    if (count < kCount) return Columns<kCount - 1, kTrig, kNorm>(keys, pairs, style, by, count, ahead, put);
+  }
+  const D d;
+  const std::int64_t lanes = Lanes(), block = BlockKeys(), next = style == RopeStyle::half ? block : 2 * block;
+  const float *first = keys, *second = keys + (style == RopeStyle::half ? pairs : 1) * block, *modulus = keys + 2 * pairs * block;
+  V a0 = hn::Zero(d), b0 = a0, c0 = a0, e0 = a0, f0 = a0, g0 = a0, h0 = a0, i0 = a0, a1 = a0, b1 = a0, c1 = a0, e1 = a0, f1 = a0, g1 = a0, h1 = a0, i1 = a0;
+  const auto step = [&](const float* part, const float* factor) HWY_ATTR {
+    const V x = hn::Load(d, part), y = hn::Load(d, part + lanes);
+    const auto add = [&](int column, V& sum0, V& sum1) HWY_ATTR {
+      const V w = hn::Set(d, factor[column]);
+      sum0 = hn::MulAdd(x, w, sum0);
+      sum1 = hn::MulAdd(y, w, sum1);
+    };
+    add(0, a0, a1);
+    if constexpr (kCount > 1) add(1, b0, b1);
+    if constexpr (kCount > 2) add(2, c0, c1);
+    if constexpr (kCount > 3) add(3, e0, e1);
+    if constexpr (kCount > 4) add(4, f0, f1);
+    if constexpr (kCount > 5) add(5, g0, g1);
+    if constexpr (kCount > 6) add(6, h0, h1);
+    if constexpr (kCount > 7) add(7, i0, i1);
   };
-  std::int64_t o = 0;
-  for (; o + 2 <= offsets; o += 2, trig += 4 * padded) {
-    Columns<2, true, false>(keys, padded, trig, 2 * padded, nullptr, 0, found);
-    raise(2 * kKeys);
+  for (std::int64_t f = 0; f < pairs; ++f) {
+    ahead.ask();
+    if constexpr (kTrig) {
+      step(first, by.trig);
+      step(second, by.trig + by.next_trig);
+      first += next;
+      second += next;
+      by.trig += 2 * by.next_trig;
+    }
+    if constexpr (kNorm) {
+      step(modulus, by.norm);
+      modulus += block;
+      by.norm += by.next_norm;
+    }
   }
-  if (o < offsets) {
-    Columns<1, true, false>(keys, padded, trig, 0, nullptr, 0, found);
-    raise(kKeys);
+  put(0, a0, a1);
+  if constexpr (kCount > 1) put(1, b0, b1);
+  if constexpr (kCount > 2) put(2, c0, c1);
+  if constexpr (kCount > 3) put(3, e0, e1);
+  if constexpr (kCount > 4) put(4, f0, f1);
+  if constexpr (kCount > 5) put(5, g0, g1);
+  if constexpr (kCount > 6) put(6, h0, h1);
+  if constexpr (kCount > 7) put(7, i0, i1);
+}
+
+/// body(first, count) for `columns` columns in as few parts as they fit, of nearly equal size: a part of one would wait for its own sums.
+template <class Body>
+HWY_INLINE void InParts(std::int64_t columns, const Body& body) {
+  for (std::int64_t first = 0, parts = (columns + kColumns - 1) / kColumns; parts > 0; --parts) {
+    const std::int64_t count = (columns - first + parts - 1) / parts;
+    body(first, count);
+    first += count;
   }
-  Columns<1, false, true>(keys, padded, nullptr, 0, norm, 0, found);
-  for (std::int64_t k = 0; k < kKeys; ++k) out[k] = best[k] + found[k];
 }
 
 void TriScores(const Keys& keys, std::int64_t length, RopeStyle style, const TriColumns& columns, float* HWY_RESTRICT scratch, float* HWY_RESTRICT raw) {
-  const std::int64_t padded = PaddedPairs(keys.dim / 2);
-  float* out = scratch + kTriKeys * 3 * padded;  // [G, 4]
-  for (std::int64_t t = 0; t < length; t += kTriKeys) {
-    const std::int64_t n = std::min(kTriKeys, length - t);
-    for (std::int64_t k = 0; k < n; ++k) {
-      if (t + k + kTriKeys < length) fetch_key(keys, t + k + kTriKeys);
-      SpreadAny(keys, t + k, padded, style, scratch + k * 3 * padded);
+  const D d;
+  const std::int64_t pairs = keys.dim / 2, lanes = Lanes(), block = BlockKeys(), group = columns.group, offsets = columns.offsets;
+  float* norms = scratch + 3 * pairs * block;  // [G, block] for the maximum
+  const V least = hn::Set(d, -std::numeric_limits<float>::infinity());
+  const std::int64_t bytes = keys.dim * (keys.dtype == kFloat32 ? 4 : 2), lines = (bytes + 63) / 64 * block / pairs;  // what is cut off, the machine fetches when it is read
+  const std::byte *row[2 * hn::MaxLanes(d)], *next[2 * hn::MaxLanes(d)];  // behind the last key, that one again
+  for (std::int64_t k = 0; k < block; ++k) next[k] = keys.slots.at(std::min(k, length - 1));
+  for (std::int64_t t = 0; t < length; t += block) {
+    for (std::int64_t k = 0; k < block; ++k) {
+      row[k] = next[k];
+      next[k] = keys.slots.at(std::min(t + block + k, length - 1));
     }
-    const std::int64_t whole = (n + kKeys - 1) / kKeys * kKeys;
-    std::fill_n(scratch + n * 3 * padded, (whole - n) * 3 * padded, 0.0F);
-    if (columns.offsets == 1) {
-      for (std::int64_t k = 0; k < n; k += kKeys) {
-        MeanOfFour(scratch + k * 3 * padded, padded, columns, out);
-        for (std::int64_t g = 0; g < columns.group; ++g) std::copy_n(out + kKeys * g, std::min(kKeys, n - k), raw + g * length + t + k);
-      }
-    } else {
-      for (std::int64_t g = 0; g < columns.group; ++g)  // one head's columns stay in the cache for all keys of the block
-        for (std::int64_t k = 0; k < n; k += kKeys) {
-          MaxOfFour(scratch + k * 3 * padded, padded, columns.trig + g * columns.offsets * 2 * padded, columns.offsets, columns.norm + g * padded, out);
-          std::copy_n(out, std::min(kKeys, n - k), raw + g * length + t + k);
-        }
+    Spread(row, keys, style, scratch);
+    const auto ahead = [&](std::int64_t g) HWY_ATTR { return Ahead{next, g == 0 ? lines : 0}; };
+    const auto store = [&](std::int64_t g, std::int64_t at, V x) HWY_ATTR {
+      float* out = raw + g * length + at;
+      if (at + lanes <= length) return hn::StoreU(x, d, out);
+      HWY_ALIGN float last[hn::MaxLanes(D())];
+      hn::Store(x, d, last);
+      if (at < length) std::copy_n(last, length - at, out);
+    };
+    if (offsets == 1) {
+      InParts(group, [&](std::int64_t g, std::int64_t count) HWY_ATTR {
+        Columns<kColumns, true, true>(scratch, pairs, style, {columns.trig + g, columns.norm + g, group, group}, count, ahead(g), [&](std::int64_t column, V x, V y) HWY_ATTR {
+          store(g + column, t, x);
+          store(g + column, t + lanes, y);
+        });
+      });
+      continue;
+    }
+    InParts(group, [&](std::int64_t g, std::int64_t count) HWY_ATTR {
+      Columns<kColumns, false, true>(scratch, pairs, style, {nullptr, columns.norm + g, 0, group}, count, ahead(g), [&](std::int64_t column, V x, V y) HWY_ATTR {
+        hn::Store(x, d, norms + (g + column) * block);
+        hn::Store(y, d, norms + (g + column) * block + lanes);
+      });
+    });
+    for (std::int64_t g = 0; g < group; ++g) {
+      V best0 = least, best1 = least;
+      const auto raise = [](V& best, V found) HWY_ATTR { best = hn::IfThenElse(hn::Or(hn::Gt(found, best), hn::IsNaN(found)), found, best); };
+      InParts(offsets, [&](std::int64_t first, std::int64_t count) HWY_ATTR {
+        Columns<kColumns, true, false>(scratch, pairs, style, {columns.trig + g * pairs * 2 * offsets + first, nullptr, offsets, 0}, count, ahead(1), [&](std::int64_t, V x, V y) HWY_ATTR {
+          raise(best0, x);
+          raise(best1, y);
+        });
+      });
+      store(g, t, hn::Add(best0, hn::Load(d, norms + g * block)));
+      store(g, t + lanes, hn::Add(best1, hn::Load(d, norms + g * block + lanes)));
     }
   }
 }
@@ -206,16 +254,20 @@ Moments FiniteSum(const float* HWY_RESTRICT x, std::int64_t n) {
   const hn::ScalableTag<double> d;
   const hn::Rebind<float, decltype(d)> df;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  auto sum = hn::Zero(d), count = hn::Zero(d);
+  auto sum = hn::Zero(d), sum_behind = sum, count = sum, count_behind = sum;
   const auto one = hn::Set(d, 1.0);
-  std::int64_t i = 0;
-  for (; i + lanes <= n; i += lanes) {
-    const auto v = hn::PromoteTo(d, hn::LoadU(df, x + i));
+  const auto add = [&](const float* from, auto& to, auto& number) HWY_ATTR {
+    const auto v = hn::PromoteTo(d, hn::LoadU(df, from));
     const auto finite = hn::IsFinite(v);
-    sum = hn::Add(sum, hn::IfThenElseZero(finite, v));
-    count = hn::Add(count, hn::IfThenElseZero(finite, one));
+    to = hn::Add(to, hn::IfThenElseZero(finite, v));
+    number = hn::Add(number, hn::IfThenElseZero(finite, one));
+  };
+  std::int64_t i = 0;
+  for (; i + 2 * lanes <= n; i += 2 * lanes) {
+    add(x + i, sum, count);
+    add(x + i + lanes, sum_behind, count_behind);
   }
-  Moments m{hn::GetLane(hn::SumOfLanes(d, sum)), static_cast<std::int64_t>(hn::GetLane(hn::SumOfLanes(d, count)))};
+  Moments m{hn::GetLane(hn::SumOfLanes(d, hn::Add(sum, sum_behind))), static_cast<std::int64_t>(hn::GetLane(hn::SumOfLanes(d, hn::Add(count, count_behind))))};
   for (; i < n; ++i)
     if (std::isfinite(x[i])) {
       m.sum += static_cast<double>(x[i]);
@@ -228,15 +280,19 @@ double FiniteSquares(const float* HWY_RESTRICT x, std::int64_t n, double about) 
   const hn::ScalableTag<double> d;
   const hn::Rebind<float, decltype(d)> df;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  auto sum = hn::Zero(d);
+  auto sum = hn::Zero(d), sum_behind = sum;
   const auto shift = hn::Set(d, about);
-  std::int64_t i = 0;
-  for (; i + lanes <= n; i += lanes) {
-    const auto v = hn::PromoteTo(d, hn::LoadU(df, x + i));
+  const auto add = [&](const float* from, auto& to) HWY_ATTR {
+    const auto v = hn::PromoteTo(d, hn::LoadU(df, from));
     const auto away = hn::IfThenElseZero(hn::IsFinite(v), hn::Sub(v, shift));
-    sum = hn::MulAdd(away, away, sum);
+    to = hn::MulAdd(away, away, to);
+  };
+  std::int64_t i = 0;
+  for (; i + 2 * lanes <= n; i += 2 * lanes) {
+    add(x + i, sum);
+    add(x + i + lanes, sum_behind);
   }
-  double total = hn::GetLane(hn::SumOfLanes(d, sum));
+  double total = hn::GetLane(hn::SumOfLanes(d, hn::Add(sum, sum_behind)));
   for (; i < n; ++i)
     if (std::isfinite(x[i])) total += (static_cast<double>(x[i]) - about) * (static_cast<double>(x[i]) - about);
   return total;
@@ -267,13 +323,13 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace kvkeep::cpu {
 
-HWY_EXPORT(PaddedPairs);
+HWY_EXPORT(TriScratch);
 HWY_EXPORT(TriScores);
 HWY_EXPORT(FiniteSum);
 HWY_EXPORT(FiniteSquares);
 HWY_EXPORT(TriCombine);
 
-std::int64_t padded_pairs(std::int64_t pairs) { return HWY_DYNAMIC_DISPATCH(PaddedPairs)(pairs); }
+std::int64_t tri_scratch(std::int64_t group, std::int64_t pairs) { return HWY_DYNAMIC_DISPATCH(TriScratch)(group, pairs); }
 
 void tri_scores(const Keys& keys, std::int64_t length, RopeStyle style, const TriColumns& columns, float* scratch, float* raw) {
   HWY_DYNAMIC_DISPATCH(TriScores)(keys, length, style, columns, scratch, raw);

@@ -47,8 +47,8 @@ class TriAttention final : public Scorer {
   /// offset and sequence. Requires: problems(spec) is empty.
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
 
-  /// Bytes a thread works in while it scores a row of `length` slots: G raw scores a slot, the products' columns, 16 keys as f32 with the moduli of their pairs.
-  /// 4 (G length + G Fp (2 offsets + 1) + 48 Fp + 4 G), Fp = F rounded up to a vector of the machine; offsets 1 for the mean.
+  /// Bytes a thread works in while it scores a row of `length` slots: G raw scores a slot, the products' columns, two vectors of keys as f32 with the moduli of their
+  /// pairs, and a sum of every query head for these keys. 4 (G length + G F (2 offsets + 1) + 2 L (3 F + G)), L: lanes of a vector of the machine; offsets 1 for the mean.
   [[nodiscard]] static std::int64_t workspace_bytes(std::int64_t group, std::int64_t length, std::int64_t pairs, std::int64_t offsets);
 
  private:

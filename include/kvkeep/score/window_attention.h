@@ -29,7 +29,7 @@ namespace kvkeep {
 [[nodiscard]] Tensor attention_sum(const Evidence& evidence, std::span<const RowWindow> windows);
 
 /// Bytes of workspace per thread, at most, of window_attention and attention_sum for rows of `slots` slots and windows of `queries`:
-/// 4 * (G * W * D + p * D * w + 12 * D + (3 * p + 2) * w + (p * w + v) * slots + W), in panels of w queries: one vector of the machine, of at most 8 floats, where
+/// 4 * (G * W * D + p * D * w + 48 * D + (3 * p + 2) * w + (p * w + v) * slots + W), in panels of w queries: one vector of the machine, of at most 8 floats, where
 /// the G * W queries fit (v = w, p = 1), else two (v = w / 2; p = 1 where they fit, else 2): 8 floats with SSE4, 16 with AVX2, 32 with AVX-512.
 [[nodiscard]] std::int64_t window_attention_workspace(const ModelSpec& spec, std::int32_t slots, std::int32_t queries);
 
@@ -53,7 +53,7 @@ struct HistoryOptions {
 [[nodiscard]] Tensor history_attention(const Evidence& evidence, std::span<const RowWindow> windows, HistoryOptions options = {}, std::span<const std::int32_t> first = {});
 
 /// Bytes of workspace per thread of history_attention for rows with `slots` slots between first and history and windows of `queries`:
-/// 4 * (G * W * D + p * D * w + 12 * D + (3 * p + 2) * w + (p * w + v) * slots), under max_logit 4 * w * slots more, with p, w and v as in window_attention_workspace.
+/// 4 * (G * W * D + p * D * w + 48 * D + (3 * p + 2) * w + (p * w + v) * slots), under max_logit 4 * w * slots more, with p, w and v as in window_attention_workspace.
 [[nodiscard]] std::int64_t history_attention_workspace(const ModelSpec& spec, std::int32_t slots, std::int32_t queries, GroupReduce group);
 
 }  // namespace kvkeep
