@@ -199,6 +199,7 @@ HWY_INLINE void InParts(std::int64_t columns, const Body& body) {
 }
 
 void TriScores(const Keys& keys, std::int64_t length, RopeStyle style, const TriColumns& columns, float* HWY_RESTRICT scratch, float* HWY_RESTRICT raw) {
+  if (length == 0) return;  // there is no last key
   const D d;
   const std::int64_t pairs = keys.dim / 2, lanes = Lanes(), block = BlockKeys(), group = columns.group, offsets = columns.offsets;
   float* norms = scratch + 3 * pairs * block;  // [G, block] for the maximum
