@@ -181,14 +181,14 @@ __global__ void __launch_bounds__(kMostThreads, 1) mass_segmented_kernel(MassSeg
     std::uint64_t* prefix = work.prefix + row.first;
     prefix_mass(used, length, prefix, team);
     const SegmentOptions options{a.variant, a.options.segments, a.options.fixed, a.options.segment_mass, a.options.min_segment, a.options.max_segment};
-    const std::int32_t thresholds = options.kind == Segmentation::mass ? detail::thresholds(options) : 0;
+    const std::int64_t thresholds = options.kind == Segmentation::mass ? detail::thresholds(options.segment_mass) : 0;
     if (thresholds <= kCachedCuts)
-      for (std::int32_t k = 1 + team.rank(); k <= thresholds; k += team.size()) cached[k - 1] = detail::cut_at(prefix, length, options, k);
+      for (std::int64_t k = 1 + team.rank(); k <= thresholds; k += team.size()) cached[k - 1] = detail::cut_at(prefix, length, options, k);
     team.sync();
     std::int32_t *ends = work.ends + r * work.most, *cuts = work.cuts + r * work.most, count = 0;
     Share* shares = work.shares + r * work.most;
     if (team.rank() == 0)
-      count = segment_ends(length, options, [&](std::int32_t k) { return thresholds <= kCachedCuts ? cached[k - 1] : detail::cut_at(prefix, length, options, k); }, ends, cuts);
+      count = segment_ends(length, options, [&](std::int64_t k) { return thresholds <= kCachedCuts ? cached[k - 1] : detail::cut_at(prefix, length, options, k); }, ends, cuts);
     count = team.from_first(count);
     for (std::int32_t i = team.rank(); i < count; i += team.size()) shares[i] = share_of(a.options.quotas, prefix, ends, i, length, limit.guarded);
     team.sync();

@@ -40,8 +40,8 @@ KVKEEP_HD inline std::int32_t most_segments(const MassSegmentedOptions& options,
   if (length <= 0) return 0;
   if (options.segments == Segmentation::none) return 1;
   if (options.segments == Segmentation::fixed) return (length + options.fixed - 1) / options.fixed;
-  const double cuts = std::ceil((1.0 - options.segment_mass) / options.segment_mass - 1e-9) + 1 + length / options.max_segment;
-  return cuts < length ? static_cast<std::int32_t>(cuts) : length;
+  const std::int64_t most = detail::thresholds(options.segment_mass) + 1 + length / options.max_segment;
+  return most < length ? static_cast<std::int32_t>(most) : length;
 }
 
 /// Pools the history of `usage` in place. `scratch`: [history], only where there is pooling.

@@ -45,12 +45,10 @@ KVKEEP_HD void prefix_mass(const float* mass, std::int32_t length, std::uint64_t
 namespace detail {
 
 /// Thresholds between segments of about `segment_mass`.
-KVKEEP_HD inline std::int32_t thresholds(const SegmentOptions& options) {
-  return static_cast<std::int32_t>(std::ceil((1.0 - options.segment_mass) / options.segment_mass - 1e-9));
-}
+KVKEEP_HD inline std::int64_t thresholds(double segment_mass) { return static_cast<std::int64_t>(std::ceil((1.0 - segment_mass) / segment_mass - 1e-9)); }
 
 /// Where the k-th threshold cuts, k from 1: behind the first slot with which the mass so far reaches it (`official`: before that slot).
-KVKEEP_HD inline std::int32_t cut_at(const std::uint64_t* prefix, std::int32_t length, const SegmentOptions& options, std::int32_t k) {
+KVKEEP_HD inline std::int32_t cut_at(const std::uint64_t* prefix, std::int32_t length, const SegmentOptions& options, std::int64_t k) {
   const double threshold = static_cast<double>(k) * options.segment_mass * static_cast<double>(prefix[length - 1]);
   std::int32_t low = 0, high = length - 1;
   while (low < high) {
@@ -64,9 +62,9 @@ KVKEEP_HD inline std::int32_t cut_at(const std::uint64_t* prefix, std::int32_t l
 
 /// Keeps cut positions ascending and inside (0, length); returns their new count. cut_of(k), k from 1: any function that rises with k.
 template <class CutOf>
-KVKEEP_HD std::int32_t cut_by_mass(std::int32_t length, std::int32_t thresholds, const CutOf& cut_of, std::int32_t* cuts) {
+KVKEEP_HD std::int32_t cut_by_mass(std::int32_t length, std::int64_t thresholds, const CutOf& cut_of, std::int32_t* cuts) {
   std::int32_t count = 0;
-  for (std::int32_t k = 1; k <= thresholds; ++k) {
+  for (std::int64_t k = 1; k <= thresholds; ++k) {
     const std::int32_t cut = cut_of(k);
     if (cut >= length) break;
     if (count == 0 || cuts[count - 1] != cut) cuts[count++] = cut;
@@ -120,7 +118,7 @@ KVKEEP_HD std::int32_t segment_ends(std::int32_t length, const SegmentOptions& o
   }
   const bool strict = options.variant == Variant::strict;
   std::int32_t* cuts = strict ? scratch : ends;
-  std::int32_t count = detail::cut_by_mass(length, detail::thresholds(options), cut_of, cuts);
+  std::int32_t count = detail::cut_by_mass(length, detail::thresholds(options.segment_mass), cut_of, cuts);
   cuts[count++] = length;
   if (strict) {
     count = detail::merge_short(cuts, count, options.min_segment, true);
@@ -134,7 +132,7 @@ KVKEEP_HD std::int32_t segment_ends(std::int32_t length, const SegmentOptions& o
 
 /// The same from a prefix. Cost: O(1 / segment_mass * log(length) + segments).
 KVKEEP_HD inline std::int32_t segment_ends(const std::uint64_t* prefix, std::int32_t length, const SegmentOptions& options, std::int32_t* ends, std::int32_t* scratch) {
-  return segment_ends(length, options, [&](std::int32_t k) { return detail::cut_at(prefix, length, options, k); }, ends, scratch);
+  return segment_ends(length, options, [&](std::int64_t k) { return detail::cut_at(prefix, length, options, k); }, ends, scratch);
 }
 
 }  // namespace kvkeep
