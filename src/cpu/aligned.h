@@ -1,16 +1,19 @@
 #pragma once
-/// Vectors that begin with a cache line: rows of whole lines then meet one line a load. Products of a matrix unit take three times as long where tiles straddle lines.
+/// Memory that begins with a cache line: rows of whole lines then meet one line a load. Products of a matrix unit take three times as long where tiles straddle lines.
 
 #include <cstddef>
+#include <cstdint>
+#include <memory>
 #include <new>
 #include <vector>
 
 namespace kvkeep::cpu {
 
+inline constexpr std::align_val_t kLine{64};
+
 template <class T>
 struct LineAllocator {
   using value_type = T;
-  static constexpr std::align_val_t kLine{64};
 
   LineAllocator() = default;
   template <class Other>
@@ -22,5 +25,15 @@ struct LineAllocator {
 
 template <class T>
 using Aligned = std::vector<T, LineAllocator<T>>;
+
+struct FreeFloats {
+  void operator()(float* floats) const { ::operator delete(floats, kLine); }
+};
+
+/// Floats that begin with a cache line too, for arenas.
+using AlignedFloats = std::unique_ptr<float[], FreeFloats>;
+
+/// Not cleared: pages that nobody writes to are never touched.
+inline AlignedFloats aligned_floats(std::int64_t count) { return AlignedFloats(static_cast<float*>(::operator new(static_cast<std::size_t>(count) * sizeof(float), kLine))); }
 
 }  // namespace kvkeep::cpu

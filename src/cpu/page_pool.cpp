@@ -1,21 +1,13 @@
 #include "kvkeep/keep/page_pool.h"
 
-#include <bit>
 #include <numeric>
 
 #include "kvkeep/core/error.h"
 
 namespace kvkeep {
-namespace {
-
-constexpr std::int32_t kLargestPage = 1024;
-
-}  // namespace
-
 PagePool::PagePool(std::int32_t pages, std::int32_t page_size) : page_size_(page_size) {
   require(pages >= 0, "page pool: ", pages, " pages; allowed 0 or more");
-  require(page_size >= 1 && page_size <= kLargestPage && std::has_single_bit(static_cast<std::uint32_t>(page_size)), "page pool: pages of ", page_size,
-          " slots; allowed a power of two up to ", kLargestPage);
+  require(is_page_size(page_size), "page pool: pages of ", page_size, " slots; allowed a power of two up to ", kLargestPage);
   holders_.assign(static_cast<std::size_t>(pages), 0);
   free_.resize(holders_.size());
   std::iota(free_.rbegin(), free_.rend(), 0);

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "kvkeep/core/model_spec.h"
-#include "aligned_floats.h"
+#include "aligned.h"
 #include "attention_lanes.h"
 
 namespace kvkeep::cpu {

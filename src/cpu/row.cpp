@@ -2,10 +2,10 @@
 
 #include <bit>
 
+#include "kvkeep/core/page_allocator.h"
+
 namespace kvkeep {
 namespace {
-
-constexpr std::int64_t kLargestPage = 1024;
 
 /// One layer's tensors, dense or paged, with their dimensions by meaning.
 struct Layer {
@@ -115,7 +115,7 @@ RowTable make_rows(const ModelSpec& spec, const CacheView& view, std::span<const
       table.page_size = static_cast<std::int32_t>(page_size);
       if (paged) check_table(view);
     }
-    require(!paged || (page_size <= kLargestPage && std::has_single_bit(static_cast<std::uint64_t>(page_size))), "cache: pages of layer ", l, " hold ", page_size,
+    require(!paged || is_page_size(page_size), "cache: pages of layer ", l, " hold ", page_size,
             " slots; allowed a power of two up to ", kLargestPage);
     require(page_size == table.page_size, "cache: pages of layer ", l, " hold ", page_size, " slots (0: it is dense); allowed ", table.page_size, " as in the first layer");
     require(keys.scalar_type() == table.key_dtype && values.scalar_type() == table.value_dtype, "cache: layer ", l, " holds ", c10::toString(keys.scalar_type()),

@@ -9,7 +9,7 @@
 #include <limits>
 
 #include "kvkeep/core/dispatch.h"
-#include "aligned_floats.h"
+#include "aligned.h"
 #include "triattention_lanes.h"
 
 namespace kvkeep {

@@ -1,13 +1,13 @@
 #include "step_check.h"
 
 #include <algorithm>
-#include <bit>
 #include <limits>
 #include <map>
 #include <set>
 #include <string_view>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/page_allocator.h"
 
 namespace kvkeep::lm::detail {
 namespace {
@@ -69,7 +69,6 @@ void check_side(const Tensor& side, const Sides& sides, bool paged, std::string_
 }
 
 void check_cache(const ModelSpec& spec, std::span<const LayerKv> cache) {
-  constexpr std::int64_t kLargestPage = 1024;
   require(cache.size() == spec.layers.size(), "decoder step: a cache of ", cache.size(), " layers for a model of ", spec.layers.size());
   const bool paged = is_paged(cache);
   std::int64_t page_size = 0;
@@ -84,7 +83,7 @@ void check_cache(const ModelSpec& spec, std::span<const LayerKv> cache) {
             " and values ", sides.values.sizes(), " of layer ", l, " differ in ", paged ? "pages or page size" : "sequences or capacity");
     if (!paged) continue;
     if (l == 0) page_size = sides.keys.size(sides.slot);
-    require(page_size <= kLargestPage && std::has_single_bit(static_cast<std::uint64_t>(page_size)), "decoder step: pages of ", page_size,
+    require(is_page_size(page_size), "decoder step: pages of ", page_size,
             " slots; allowed a power of two up to ", kLargestPage);
     require(sides.keys.size(sides.slot) == page_size, "decoder step: pages of layer ", l, " hold ", sides.keys.size(sides.slot), " slots; allowed ", page_size,
             " as in the first layer");

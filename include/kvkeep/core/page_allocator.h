@@ -1,9 +1,15 @@
 #pragma once
 /// What an event asks of whoever hands out the pages of a paged cache. An engine implements it over its own block manager, or takes `PagePool`.
 
+#include <bit>
 #include <cstdint>
 
 namespace kvkeep {
+
+inline constexpr std::int32_t kLargestPage = 1024;
+
+/// What a page may hold: a power of two up to kLargestPage slots.
+[[nodiscard]] constexpr bool is_page_size(std::int64_t slots) { return slots >= 1 && slots <= kLargestPage && std::has_single_bit(static_cast<std::uint64_t>(slots)); }
 
 class PageAllocator {
  public:
