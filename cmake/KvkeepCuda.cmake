@@ -1,6 +1,7 @@
 # The kernels in cuda/: compiled by nvcc where there is one, and by the host compiler for the tests that run without a GPU.
 #
 #   kvkeep_kernels   static library of all cuda/*.cu; only where nvcc was found
+#   kvkeep::cuda     what a program links: the kernels and what lies between them and a Keeper (src/cuda)
 #
 # KVKEEP_CUDA            AUTO (where nvcc is found), ON (an error without it), OFF
 # CMAKE_CUDA_ARCHITECTURES   80-real and 90-real with code that newer chips translate, unless set
@@ -35,7 +36,11 @@ if(KVKEEP_CUDA_FOUND)
   # No fused multiply-adds but where a kernel asks for them: what CPU and CUDA share must round alike.
   # The dialect by its flag: this CMake does not know those of the newest nvcc.
   target_compile_options(kvkeep_kernels PRIVATE -std=c++20 --fmad=false -Xcompiler=-Wall,-Wextra --Werror=all-warnings)
-  target_link_libraries(kvkeep_kernels PUBLIC CUDA::cudart)
+  # Static: whatever version of the runtime LibTorch brings along, the kernels have theirs.
+  target_link_libraries(kvkeep_kernels PUBLIC CUDA::cudart_static)
+
+  kvkeep_add_library(kvkeep_cuda STEMS src/cuda LINK kvkeep)
+  target_link_libraries(kvkeep_cuda PRIVATE kvkeep_kernels INTERFACE kvkeep_torch::torch)  # whoever links it has tensors on a GPU
 endif()
 
 # The kernels as C++ for the execution model: one file that includes each, since a source has one language in a folder.

@@ -2,16 +2,13 @@
 
 #include "launch.cuh"
 #include "tuning.cuh"
+#include "word.cuh"
 
 namespace kvkeep::cuda {
 namespace {
 
 using tuning::kCompactThreads;
 using tuning::kCompactWords;
-
-struct alignas(16) Word16 {
-  std::uint32_t part[4];
-};
 
 /// Moves one side of one row upwards, tile by tile. Every slot of a tile has been read before the first of it is written; what is read later lies behind it.
 template <class Word>
@@ -41,24 +38,10 @@ __device__ void move_side(const SlotAddress& from, const SlotAddress& to, const 
   }
 }
 
-/// The widest word that every slot of both sides is aligned to.
-__device__ inline std::int32_t word_of(const SlotAddress& a, const SlotAddress& b) {
-  const std::uint64_t bits = reinterpret_cast<std::uintptr_t>(a.base) | reinterpret_cast<std::uintptr_t>(b.base) | static_cast<std::uint64_t>(a.stride) |
-                             static_cast<std::uint64_t>(b.stride) | static_cast<std::uint64_t>(a.width) | static_cast<std::uint64_t>(a.page_stride) |
-                             static_cast<std::uint64_t>(b.page_stride);
-  for (std::int32_t word = 16; word > 1; word /= 2)
-    if (bits % static_cast<std::uint64_t>(word) == 0) return word;
-  return 1;
-}
-
-__device__ void move_any(const SlotAddress& from, const SlotAddress& to, const std::int32_t* kept, std::int64_t count) {
-  switch (word_of(from, to)) {
-    case 16: return move_side<Word16>(from, to, kept, count);
-    case 8: return move_side<std::uint64_t>(from, to, kept, count);
-    case 4: return move_side<std::uint32_t>(from, to, kept, count);
-    case 2: return move_side<std::uint16_t>(from, to, kept, count);
-    default: return move_side<std::uint8_t>(from, to, kept, count);
-  }
+/// What every slot of both sides must be aligned to, as set bits.
+__device__ inline std::uint64_t alignment_of(const SlotAddress& a, const SlotAddress& b) {
+  return reinterpret_cast<std::uintptr_t>(a.base) | reinterpret_cast<std::uintptr_t>(b.base) | static_cast<std::uint64_t>(a.stride) | static_cast<std::uint64_t>(b.stride) |
+         static_cast<std::uint64_t>(a.width) | static_cast<std::uint64_t>(a.page_stride) | static_cast<std::uint64_t>(b.page_stride);
 }
 
 __device__ SlotAddress column(const void* base) { return {reinterpret_cast<std::byte*>(const_cast<void*>(base)), 4, 4}; }
@@ -75,7 +58,7 @@ __global__ void __launch_bounds__(tuning::kCompactThreads) compact_kernel(Compac
       if (side.width == 0) continue;
       SlotAddress to = side;
       if (to.pages != nullptr && a.pages_after != nullptr) to.pages = a.pages_after + row.sequence * a.pages_stride;
-      move_any(side, to, kept, count);
+      with_word(alignment_of(side, to), [&](auto word) { move_side<decltype(word)>(side, to, kept, count); });
     } else if (a.columns != nullptr) {
       const ColumnMove& move = a.columns[r];
       const void* from = blockIdx.y == 4 ? static_cast<const void*>(move.positions) : blockIdx.y == 5 ? move.new_credit : move.new_tally;
@@ -103,13 +86,7 @@ __global__ void __launch_bounds__(tuning::kCompactThreads) gather_kernel(GatherA
     if (to == nullptr) continue;
     to += begin * side.width;
     const SlotAddress packed{to, side.width, side.width};
-    switch (word_of(side, packed)) {
-      case 16: gather_side<Word16>(side, a.slots + begin, count, to); break;
-      case 8: gather_side<std::uint64_t>(side, a.slots + begin, count, to); break;
-      case 4: gather_side<std::uint32_t>(side, a.slots + begin, count, to); break;
-      case 2: gather_side<std::uint16_t>(side, a.slots + begin, count, to); break;
-      default: gather_side<std::uint8_t>(side, a.slots + begin, count, to); break;
-    }
+    with_word(alignment_of(side, packed), [&](auto word) { gather_side<decltype(word)>(side, a.slots + begin, count, to); });
   }
 }
 

@@ -13,7 +13,11 @@ __global__ void __launch_bounds__(tuning::kMostThreads) select_kernel(SelectArgu
   const BlockTeam team(scratch);
   for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {
     const Row& row = a.rows[r];
-    const RowLimit limit = a.limits[r];
+    RowLimit limit = a.limits[r];
+    if (a.padding.oldest > 0 || a.padding.newest > 0) {
+      const Protected given = limit.guarded;
+      limit.guarded = protect(row.length, limit.budget, given.sinks > a.padding.oldest ? given.sinks : a.padding.oldest, given.recents > a.padding.newest ? given.recents : a.padding.newest, Variant::official);
+    }
     const float* scores = a.scores + row.first;
     std::int32_t* slots = a.slots + a.indptr[r];
     const auto kept = static_cast<std::int32_t>(a.indptr[r + 1] - a.indptr[r]), wanted = kept - limit.guarded.count();

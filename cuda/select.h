@@ -14,6 +14,7 @@ struct SelectArguments {
   const RowLimit* limits = nullptr;      ///< [count]
   std::int32_t count = 0;
   std::int32_t longest = 0;              ///< slots of the longest row, by the host's knowledge
+  Padding padding = {};                  ///< official only: over a whole row, ranking before all others is staying
   const float* scores = nullptr;         ///< f32, flat over the rows
   const std::int64_t* indptr = nullptr;  ///< i64 [count + 1] where each row's kept slots go: min(budget, length) of a due row, all of another
   std::int32_t* slots = nullptr;         ///< i32 [indptr[count]] out, ascending in each row

@@ -9,7 +9,7 @@ namespace kvkeep::cuda {
 
 struct SnapKVArguments {
   EvidenceArguments evidence;
-  const RowWindow* windows = nullptr;  ///< [count], of launch_row_windows with the scorer's own window, strict
+  const RowWindow* windows = nullptr;  ///< [count], of launch_prepare with the scorer's own window, strict
   const float* attention = nullptr;    ///< f32 [slots]: usage of launch_window_attention (style snapkv), launch_history_attention with max_logit (style rkv)
   std::int32_t pool = 5;               ///< slots pooled over, odd
   bool average = true;                 ///< style snapkv; style rkv pools the maximum

@@ -17,6 +17,7 @@ inline constexpr std::int32_t kWarpSegment = 4096;  ///< longest segment that is
 inline constexpr std::int32_t kTurnThreads = 128;
 
 inline constexpr std::int32_t kAttentionChunk = 1024;  ///< slots that one block looks at: many chunks fill the machine where there are few rows
+inline constexpr std::int32_t kAttentionParts = 32;    ///< at most that many pieces of a row have statistics of their own: whoever needs them puts them together again
 inline constexpr std::int32_t kAttentionTile = 128;    ///< slots that are multiplied at a time
 inline constexpr std::int32_t kAttentionSlice = 64;    ///< components of them that lie in shared memory at a time
 inline constexpr std::int32_t kMatrixThreads = 256;    ///< two warps along the queries, four along the slots

@@ -10,6 +10,7 @@ namespace kvkeep::cuda {
 namespace {
 
 using tuning::kAttentionChunk;
+using tuning::kAttentionParts;
 using tuning::kAttentionSlice;
 using tuning::kAttentionTile;
 using tuning::kMatrixQueries;
@@ -29,11 +30,11 @@ struct Task {
   const std::int32_t* first;
   float* column;           ///< usage, sum or history
   float* newest;
-  float2* partial;         ///< [count, chunks, most] maximum and sum of one chunk
-  float2* standard;        ///< [count, most] what is subtracted from a logit, and the factor of its exponential
+  float2* partial;         ///< [count, parts, most] maximum and sum of one part of a row
   std::int32_t window;
   std::int32_t most;       ///< rows of the largest product
   std::int32_t chunks;     ///< of the longest row
+  std::int32_t parts;      ///< the same of the parts whose statistics are taken at a time
   std::int32_t newest_counts;
   Kind kind;
   bool max_logit;
@@ -114,6 +115,26 @@ struct QueryArrays {
   float* share;   ///< in newest
 };
 
+/// Slots of a row whose statistics one block takes: whole chunks, so that no row falls into more than kAttentionParts of them.
+KVKEEP_HD inline std::int32_t part_of(std::int32_t length) {
+  const std::int32_t chunks = (length + kAttentionChunk - 1) / kAttentionChunk;
+  return (chunks + kAttentionParts - 1) / kAttentionParts * kAttentionChunk;
+}
+
+/// What is subtracted from the logits of row n of the product, and the factor of their exponentials: what the parts of the row found, put together in ascending order.
+__device__ float2 standard_of(const Task& task, const Plan& plan, std::int64_t r, std::int32_t n) {
+  const std::int32_t part = part_of(plan.row->length), parts = (plan.row->length + part - 1) / part;
+  Running seen;
+  for (std::int32_t p = 0; p < parts; ++p) {
+    const float2 of_part = task.partial[(r * task.parts + p) * task.most + n];
+    Running other;
+    other.top = of_part.x;
+    other.sum = of_part.y;
+    seen.add(other);
+  }
+  return seen.sum > 0 ? float2{seen.top, 1.0F / seen.sum} : float2{0, 0};
+}
+
 /// Fills entry q of the arrays with row n of the product, or with one that counts nothing.
 __device__ void set_query(const Task& task, const Plan& plan, std::int64_t r, std::int32_t n, std::int32_t q, bool apply, const QueryArrays& to) {
   const bool there = n < plan.total;
@@ -125,7 +146,7 @@ __device__ void set_query(const Task& task, const Plan& plan, std::int64_t r, st
     const float lse = plan.lse[std::int64_t{n / plan.window} * task.window + i];
     s = is_number(lse) ? float2{lse, 1.0F} : s;
   } else if (there) {
-    s = task.standard[r * task.most + n];
+    s = standard_of(task, plan, r, n);
   }
   to.shift[q] = s.x;
   to.weight[q] = task.kind == Kind::history && i == plan.window - 1 ? s.y * static_cast<float>(task.newest_counts) : s.y;
@@ -214,14 +235,18 @@ __global__ void __launch_bounds__(kAttentionTile, 4) plain_kernel(Task task) {
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::int32_t dim = task.e.dim, heads = kMaximum ? task.e.group : 1;
 
-  for (std::int64_t work = blockIdx.x; work < std::int64_t{task.e.count} * task.chunks; work += gridDim.x) {
-    const std::int64_t r = work / task.chunks;
-    const std::int32_t begin = static_cast<std::int32_t>(work - r * task.chunks) * kAttentionChunk;
-    if (!task.e.due(r) || begin >= task.e.rows[r].length) continue;
+  const std::int32_t pieces = kApply ? task.chunks : task.parts;
+  for (std::int64_t work = blockIdx.x; work < std::int64_t{task.e.count} * pieces; work += gridDim.x) {
+    const std::int64_t r = work / pieces;
+    if (!task.e.due(r)) continue;
+    const std::int32_t length = task.e.rows[r].length, piece = kApply ? kAttentionChunk : part_of(length);
+    const std::int64_t at_first = (work - r * pieces) * piece;
+    if (at_first >= length) continue;
     const Plan plan = plan_of(task, r);
     const Row& row = *plan.row;
     const bool aligned = is_aligned(row.keys);
-    const std::int32_t end = begin + kAttentionChunk < plan.to ? begin + kAttentionChunk : plan.to;
+    const auto begin = static_cast<std::int32_t>(at_first);
+    const std::int32_t end = plan.to - begin < piece ? plan.to : begin + piece;
     if constexpr (kApply)
       for (std::int32_t j = thread; j < kAttentionChunk; j += kAttentionTile) columns[j] = newest[j] = 0;
 
@@ -398,14 +423,18 @@ __global__ void __launch_bounds__(kMatrixThreads, 2) matrix_kernel(Task task) {
   float* scratch = reinterpret_cast<float*>(shared + parts.scratch) + warp * 16 * kScratchStride;
   const std::int32_t dim = task.e.dim;
 
-  for (std::int64_t work = blockIdx.x; work < std::int64_t{task.e.count} * task.chunks; work += gridDim.x) {
-    const std::int64_t r = work / task.chunks;
-    const std::int32_t begin = static_cast<std::int32_t>(work - r * task.chunks) * kAttentionChunk;
-    if (!task.e.due(r) || begin >= task.e.rows[r].length) continue;
+  const std::int32_t pieces = kApply ? task.chunks : task.parts;
+  for (std::int64_t work = blockIdx.x; work < std::int64_t{task.e.count} * pieces; work += gridDim.x) {
+    const std::int64_t r = work / pieces;
+    if (!task.e.due(r)) continue;
+    const std::int32_t length = task.e.rows[r].length, piece = kApply ? kAttentionChunk : part_of(length);
+    const std::int64_t at_first = (work - r * pieces) * piece;
+    if (at_first >= length) continue;
     const Plan plan = plan_of(task, r);
     const Row& row = *plan.row;
     const bool aligned = is_aligned(row.keys);
-    const std::int32_t end = begin + kAttentionChunk < plan.to ? begin + kAttentionChunk : plan.to;
+    const auto begin = static_cast<std::int32_t>(at_first);
+    const std::int32_t end = plan.to - begin < piece ? plan.to : begin + piece;
     if constexpr (kApply)
       for (std::int32_t j = thread; j < kAttentionChunk; j += kMatrixThreads) columns[j] = newest[j] = 0;
 
@@ -546,83 +575,31 @@ __global__ void __launch_bounds__(kMatrixThreads, 2) matrix_kernel(Task task) {
   }
 }
 
-/// What the chunks of a row found, put together in ascending order. A thread a row of the product.
-__global__ void __launch_bounds__(tuning::kTurnThreads) merge_kernel(Task task) {
-  const std::int64_t all = std::int64_t{task.e.count} * task.most;
-  for (std::int64_t n = std::int64_t{blockIdx.x} * tuning::kTurnThreads + threadIdx.x; n < all; n += std::int64_t{gridDim.x} * tuning::kTurnThreads) {
-    const std::int64_t r = n / task.most, q = n - r * task.most;
-    if (!task.e.due(r) || q >= (task.max_logit ? 1 : task.e.group) * task.windows[r].queries) continue;
-    const std::int32_t chunks = (task.e.rows[r].length + kAttentionChunk - 1) / kAttentionChunk;
-    Running seen;
-    for (std::int32_t c = 0; c < chunks; ++c) {
-      const float2 part = task.partial[(r * task.chunks + c) * task.most + q];
-      Running other;
-      other.top = part.x;
-      other.sum = part.y;
-      seen.add(other);
-    }
-    task.standard[n] = seen.sum > 0 ? float2{seen.top, 1.0F / seen.sum} : float2{0, 0};
-  }
-}
-
-__global__ void __launch_bounds__(tuning::kTurnThreads) windows_kernel(RowWindowsArguments a) {
-  for (std::int64_t r = std::int64_t{blockIdx.x} * tuning::kTurnThreads + threadIdx.x; r < a.evidence.count; r += std::int64_t{gridDim.x} * tuning::kTurnThreads) {
-    const Row& row = a.evidence.rows[r];
-    const RowLimit& limit = a.evidence.limits[r];
-    const QueryWindow& view = a.evidence.queries[r / a.evidence.kv_heads];
-    std::int32_t fits = a.window;
-    for (const std::int32_t most : {a.official ? view.count - 1 : view.count, row.length - 1, limit.budget}) fits = fits < most ? fits : most;
-    RowWindow window{0, row.length};
-    if (limit.due && view.count > 0 && row.length > 0 && (fits > 0 || a.official)) {
-      window.queries = fits < 1 ? 1 : fits;
-      std::int32_t low = row.length > window.queries ? row.length - window.queries : 0;
-      if (!a.official) {
-        const std::int32_t oldest = view.position(view.count - fits);
-        std::int32_t high = row.length;
-        low = 0;
-        while (low < high) {
-          const std::int32_t middle = low + (high - low) / 2;
-          if (row.positions[middle] < oldest) low = middle + 1;
-          else high = middle;
-        }
-      }
-      window.history = low;
-    }
-    a.windows[r] = window;
-  }
-}
-
-dim3 blocks_of_threads(std::int64_t n) { return blocks_for((n + tuning::kTurnThreads - 1) / tuning::kTurnThreads); }
-
 template <class T, int kQ, bool kMaximum>
 void launch_plain(const Task& task, Stream stream) {
-  const Grid grid{.blocks = blocks_for(std::int64_t{task.e.count} * task.chunks), .threads = kAttentionTile, .shared_bytes = PlainShared<T, kQ>(task.e.dim).bytes};
-  if (task.log_sum_exp == nullptr) {
-    launch("attention_statistics", plain_kernel<T, kQ, false, kMaximum>, grid, stream, task);
-    launch("attention_merge", merge_kernel, {.blocks = blocks_of_threads(std::int64_t{task.e.count} * task.most), .threads = tuning::kTurnThreads}, stream, task);
-  }
-  launch("attention", plain_kernel<T, kQ, true, kMaximum>, grid, stream, task);
+  const auto pieces_of = [&](std::int32_t pieces) { return Grid{.blocks = blocks_for(std::int64_t{task.e.count} * pieces), .threads = kAttentionTile, .shared_bytes = PlainShared<T, kQ>(task.e.dim).bytes}; };
+  if (task.log_sum_exp == nullptr) launch("attention_statistics", plain_kernel<T, kQ, false, kMaximum>, pieces_of(task.parts), stream, task);
+  launch("attention", plain_kernel<T, kQ, true, kMaximum>, pieces_of(task.chunks), stream, task);
 }
 
 template <class T>
 void launch_matrix(const Task& task, Stream stream) {
-  const Grid grid{.blocks = blocks_for(std::int64_t{task.e.count} * task.chunks), .threads = kMatrixThreads, .shared_bytes = MatrixShared<MatrixElement<T>>(task.e.dim).bytes};
-  if (task.log_sum_exp == nullptr) {
-    launch("attention_statistics", matrix_kernel<T, false>, grid, stream, task);
-    launch("attention_merge", merge_kernel, {.blocks = blocks_of_threads(std::int64_t{task.e.count} * task.most), .threads = tuning::kTurnThreads}, stream, task);
-  }
-  launch("attention", matrix_kernel<T, true>, grid, stream, task);
+  const auto pieces_of = [&](std::int32_t pieces) { return Grid{.blocks = blocks_for(std::int64_t{task.e.count} * pieces), .threads = kMatrixThreads, .shared_bytes = MatrixShared<MatrixElement<T>>(task.e.dim).bytes}; };
+  if (task.log_sum_exp == nullptr) launch("attention_statistics", matrix_kernel<T, false>, pieces_of(task.parts), stream, task);
+  launch("attention", matrix_kernel<T, true>, pieces_of(task.chunks), stream, task);
 }
 
 std::int32_t chunks_of(const EvidenceArguments& e) { return (e.longest + kAttentionChunk - 1) / kAttentionChunk; }
+
+std::int32_t parts_of(const EvidenceArguments& e) { return chunks_of(e) < kAttentionParts ? chunks_of(e) : kAttentionParts; }
 
 void run(Task task, void* workspace, Stream stream) {
   check_dim("window_attention", task.e.dim);
   if (task.e.count == 0 || task.e.longest == 0) return;
   task.chunks = chunks_of(task.e);
   task.most = (task.max_logit ? 1 : task.e.group) * task.window;
-  task.standard = static_cast<float2*>(workspace);
-  task.partial = task.standard + std::int64_t{task.e.count} * task.most;
+  task.parts = parts_of(task.e);
+  task.partial = static_cast<float2*>(workspace);
   with_element(task.e.keys, [&](auto type) {
     using T = decltype(type);
     if constexpr (!std::is_same_v<T, float>)
@@ -635,12 +612,8 @@ void run(Task task, void* workspace, Stream stream) {
 
 }  // namespace
 
-void launch_row_windows(const RowWindowsArguments& arguments, Stream stream) {
-  launch("row_windows", windows_kernel, {.blocks = blocks_of_threads(arguments.evidence.count), .threads = tuning::kTurnThreads}, stream, arguments);
-}
-
 std::int64_t window_attention_workspace_bytes(const EvidenceArguments& evidence, std::int32_t window) {
-  return std::int64_t{evidence.count} * evidence.group * window * (chunks_of(evidence) + 1) * static_cast<std::int64_t>(sizeof(float2));
+  return std::int64_t{evidence.count} * evidence.group * window * parts_of(evidence) * static_cast<std::int64_t>(sizeof(float2));
 }
 
 void launch_window_attention(const WindowAttentionArguments& a, Stream stream) {

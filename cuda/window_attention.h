@@ -2,7 +2,7 @@
 /// Attention of the newest queries over the cache, reduced while it is computed: nothing of size [Hq, W, T] is written. Same contract as the CPU functions of the
 /// same names, but for keys that make a logit NaN or infinite: such a slot gets nothing from that query, as though it were not there.
 ///
-/// A row is cut into chunks of 1024 slots, a block each, so that few long rows fill the machine; their sums are put together in ascending order. A row's bits depend
+/// A row is cut into chunks of 1024 slots, a block each, so that few long rows fill the machine; statistics of whole chunks are put together in ascending order. A row's bits depend
 /// on nothing but the row: not on the batch, the pages, or the machine's size. Slots with equal keys that the same queries see get equal bits.
 ///
 /// Products: f32 keys, windows of fewer than 16 queries in a group, head sizes that are no multiple of 16 and max_logit run in f32, one chain of multiply-adds over the
@@ -15,21 +15,11 @@
 
 namespace kvkeep::cuda {
 
-struct RowWindowsArguments {
-  EvidenceArguments evidence;     ///< with limits
-  std::int32_t window = 0;        ///< at most that many queries
-  bool official = false;
-  RowWindow* windows = nullptr;   ///< [count] result
-};
-
-/// kvkeep::row_windows() for rows that lie on the device.
-void launch_row_windows(const RowWindowsArguments& arguments, Stream stream);
-
 struct WindowAttentionArguments {
   EvidenceArguments evidence;
   const RowWindow* windows = nullptr;    ///< [count], each of at most `window` queries
   std::int32_t window = 0;
-  const float* queries = nullptr;        ///< f32 [groups, Hq, window, D] from launch_turn_queries
+  const float* queries = nullptr;        ///< f32 [groups, Hq, window, D] from launch_prepare
   const float* log_sum_exp = nullptr;    ///< f32 [groups, Hq, window] of the logits of every slot that the query sees, natural logarithm; null: the keys are read once more
   float* usage = nullptr;                ///< f32 [slots] at Row::first, as WindowAttention::usage; null: not asked for
   float* newest = nullptr;               ///< f32 [slots], as WindowAttention::newest
@@ -37,7 +27,7 @@ struct WindowAttentionArguments {
   void* workspace = nullptr;
 };
 
-/// 8 bytes for every (row, query head of its group, query, chunk of the longest row), and 8 for every (row, query head, query).
+/// 8 bytes for every (row, query head of its group, query) and part of the longest row: chunks of 1024 slots, no more than 32 of them.
 [[nodiscard]] std::int64_t window_attention_workspace_bytes(const EvidenceArguments& evidence, std::int32_t window);
 
 /// Rows without a window get zeros. Cost: two passes over the keys, one where log_sum_exp is given.

@@ -81,6 +81,10 @@ std::int64_t bytes_to_move(const RowTable& table, const KeepSet& keep, std::span
   std::int64_t bytes = 0;
   for (std::size_t r = 0; r < table.rows.size(); ++r) {
     const SlotAddress from = table.rows[r].keys, to = destinations.of(table.rows[r], from);
+    if (!keep.firm.empty()) {
+      bytes += (keep.count(r) - keep.firm[r]) * table.rows[r].slot_bytes();
+      continue;
+    }
     const auto kept = keep.row(r);
     std::int64_t slots = 0;
     for (std::size_t j = 0; j < kept.size(); ++j) slots += from.at(kept[j]) != to.at(static_cast<std::int64_t>(j)) ? 1 : 0;

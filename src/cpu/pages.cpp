@@ -54,6 +54,8 @@ class Sequence {
 
   /// The page that supplies all slots of page p of the result, each at its own place, in every row; -1: there is none.
   [[nodiscard]] std::int64_t moves_whole(std::int64_t p) const {
+    if (!keep_.firm.empty())
+      return std::ranges::all_of(rows_, [&](std::size_t r) { return std::min((p + 1) * size_, keep_.count(r)) <= keep_.firm[r]; }) ? p : -1;
     std::int64_t page = -1;
     for (const std::size_t r : rows_) {
       const auto kept = keep_.row(r);

@@ -54,6 +54,7 @@ void check_table(const CacheView& view) {
   require(table.defined() && table.dim() == 2 && table.scalar_type() == kInt32 && table.size(0) == static_cast<std::int64_t>(view.sequences.size()) &&
               (table.size(1) <= 1 || table.stride(1) == 1),
           "cache: a paged layer needs a block table; allowed i32 [", view.sequences.size(), ", max_pages] with its last dimension contiguous");
+  require(table.device().is_cpu(), "cache: the block table is on ", table.device().str(), "; allowed on the CPU: page numbers are host integers, as lengths are");
   for (const std::int32_t start : view.starts) require(start == 0, "cache: a sequence starts at slot ", start, "; allowed 0 in pages");
 }
 
@@ -147,7 +148,7 @@ RowTable make_rows(const ModelSpec& spec, const CacheView& view, std::span<const
                               .value_scales = address(kv, value_scales, place, h, start, pages)});
         table.slots += length;
       }
-      if (!paged || !view.block_table.device().is_cpu()) continue;
+      if (!paged) continue;
       for (std::int64_t p = 0; p * page_size < longest; ++p)
         require(pages[p] >= 0 && pages[p] < keys.size(0), "cache: page ", p, " of sequence ", view.sequences[s], " is ", pages[p], "; layer ", l, " allows 0 to ", keys.size(0) - 1);
     }

@@ -4,12 +4,13 @@
 
 namespace kvkeep {
 
-void Columns::append(std::span<const std::int32_t> positions) {
+void HostColumns::append(std::span<const std::int32_t> positions) {
   for (RowColumns& row : rows_) row.positions.insert(row.positions.end(), positions.begin(), positions.end());
 }
 
-void Columns::compact(std::int32_t row, std::span<const std::int32_t> kept, const float* credit, const float* tally) {
+void HostColumns::settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit, const float* tally) {
   RowColumns& columns = rows_[static_cast<std::size_t>(row)];
+  const std::span<const std::int32_t> kept = keep.row(r);
   if (credit != nullptr) columns.credit.resize(kept.size());
   if (tally != nullptr) columns.tally.resize(kept.size());
   for (std::size_t j = 0; j < kept.size(); ++j) {
@@ -20,12 +21,21 @@ void Columns::compact(std::int32_t row, std::span<const std::int32_t> kept, cons
   columns.positions.resize(kept.size());
 }
 
-void Columns::truncate(std::int32_t end) {
+void HostColumns::truncate(std::int32_t slots) {
   for (RowColumns& row : rows_) {
-    row.positions.erase(std::lower_bound(row.positions.begin(), row.positions.end(), end), row.positions.end());
+    row.positions.resize(row.positions.size() - static_cast<std::size_t>(slots));
     row.credit.resize(std::min(row.credit.size(), row.positions.size()));
     row.tally.resize(std::min(row.tally.size(), row.positions.size()));
   }
+}
+
+void HostColumns::describe(std::int32_t row, Row& out) const {
+  const RowColumns& columns = at(row);
+  out.positions = columns.positions.data();
+  out.credit = columns.credit.data();
+  out.credit_length = static_cast<std::int32_t>(columns.credit.size());
+  out.tally = columns.tally.data();
+  out.tally_length = static_cast<std::int32_t>(columns.tally.size());
 }
 
 }  // namespace kvkeep

@@ -90,8 +90,10 @@ Limits Evict::limits(const Evidence& evidence) const {
     const Row& row = table.rows[r];
     std::int32_t sink = retention_.sink;
     if (retention_.protect_prompt) {
-      const std::int32_t prompt = table.groups[r / heads].prompt;
-      sink = std::max(sink, static_cast<std::int32_t>(std::lower_bound(row.positions, row.positions + row.length, prompt) - row.positions));
+      const RowGroup& group = table.groups[r / heads];
+      const std::int32_t held = group.prompt_slots >= 0 ? group.prompt_slots
+                                                        : static_cast<std::int32_t>(std::lower_bound(row.positions, row.positions + row.length, group.prompt) - row.positions);
+      sink = std::max(sink, held);
     }
     limits.rows[r].guarded = protect(row.length, limits.rows[r].budget, sink, retention_.recent, retention_.variant);
   }

@@ -7,6 +7,7 @@
 #include <variant>
 
 #include "kvkeep/core/page_allocator.h"
+#include "device_columns.h"
 #include "kvkeep/keep/compact.h"
 
 namespace kvkeep {
@@ -74,6 +75,10 @@ std::int64_t settle_pages(std::span<const PageMove> moves, const CacheView& view
 std::vector<std::string> problems(const KVPolicy& policy, const ModelSpec& spec, const Provided& provided) {
   std::vector<std::string> found = policy.problems(spec);
   const Needs needs = policy.needs();
+  if (provided.accelerator != nullptr) {
+    for (std::string& one : provided.accelerator->problems(policy, spec)) found.push_back(std::move(one));
+    if (needs.statistics_from >= 0) found.push_back(text("device: ", policy.name(), " reads statistics of every query, which are kept on the CPU only; given ", provided.accelerator->device().str()));
+  }
   if (needs.queries > 0 && !provided.queries)
     found.push_back(text("queries: ", policy.name(), " reads the newest ", needs.queries, " of every full layer; the engine gives none"));
   if (needs.queries > 0 && spec.query_heads == 0) found.push_back(text("query_heads: ", policy.name(), " reads queries; the model spec does not say how many heads they have"));
@@ -120,11 +125,15 @@ void Keeper::join(SequenceId sequence, std::int32_t tokens, std::int32_t prompt)
   require(prompt == -1 || prompt >= tokens, "join: sequence ", sequence, " has a prompt of ", prompt, " tokens and ", tokens,
           " of them cached; allowed at least as many as are cached, or -1 for not known");
   const auto layers = static_cast<std::int32_t>(full_layers_.size());
-  Sequence fresh{Columns(layers * spec_.kv_heads), QueryRing(layers, needs_.queries, spec_.query_heads, spec_.key_dim), {}};
+  Accelerator* accelerator = provided_.accelerator.get();
+  std::unique_ptr<Columns> columns;
+  if (accelerator == nullptr) columns = std::make_unique<HostColumns>(layers * spec_.kv_heads);
+  else columns = std::make_unique<DeviceColumns>(layers * spec_.kv_heads, *accelerator);
+  Sequence fresh{std::move(columns), QueryRing(layers, needs_.queries, spec_.query_heads, spec_.key_dim, accelerator), {}};
   if (needs_.statistics_from >= 0) fresh.statistics.assign(full_layers_.size(), QueryStatistics(spec_.query_heads, spec_.key_dim, needs_.statistics_from));
   std::vector<std::int32_t> positions(static_cast<std::size_t>(tokens));
   std::iota(positions.begin(), positions.end(), 0);
-  fresh.columns.append(positions);
+  fresh.columns->append(positions);
   fresh.prefix = fresh.next_position = tokens;
   fresh.logical = fresh.asked = tokens;
   fresh.prompt = prompt == -1 && tokens > 0 ? tokens : prompt;
@@ -177,7 +186,7 @@ void Keeper::check(const Observation& o) const {
     require(at(id).ring.takes(q.scalar_type()), "observe: queries of layer ", o.layer, ", sequence ", id, ", are ", c10::toString(q.scalar_type()), "; earlier ones were ",
             c10::toString(at(id).ring.dtype()), ", allowed one dtype");
   require(q.stride(2) == 1 || spec_.key_dim == 1, "observe: queries of layer ", o.layer, " have stride ", q.stride(2), " in the last dimension; allowed 1");
-  require<Unsupported>(q.device().is_cpu(), "observe: queries of layer ", o.layer, " are on ", q.device().str(), "; this build reads cpu only");
+  require(q.device() == device(), "observe: queries of layer ", o.layer, " are on ", q.device().str(), "; the keeper works on ", device().str(), ", allowed there only");
   require(!basis_known_ || o.basis == basis_, "observe: queries of layer ", o.layer, " come ", o.basis == QueryBasis::pre_rope ? "before" : "after",
           " RoPE; earlier ones came the other way, allowed one basis");
 }
@@ -191,9 +200,9 @@ bool Keeper::leads(const Sequence& s, std::int32_t layer, std::int32_t tokens) c
 /// Positions that an earlier layer gave to the tokens that this one shows now.
 std::span<const std::int32_t> Keeper::already_shown(const Sequence& s, std::int32_t layer, std::int32_t tokens) const {
   const std::int64_t behind = s.logical - s.prefix - s.ring.seen(layer_index_[static_cast<std::size_t>(layer)]);
-  const auto row = s.columns.positions(0);
-  require<StateError>(behind <= static_cast<std::int64_t>(row.size()), "observe: layer ", layer, " is ", behind, " tokens behind the other layers; observe every full layer in each step");
-  return row.subspan(row.size() - static_cast<std::size_t>(behind), static_cast<std::size_t>(tokens));
+  const auto newest = s.columns->newest();
+  require<StateError>(behind <= static_cast<std::int64_t>(newest.size()), "observe: layer ", layer, " is ", behind, " tokens behind the other layers; observe every full layer in each step");
+  return newest.subspan(newest.size() - static_cast<std::size_t>(behind), static_cast<std::size_t>(tokens));
 }
 
 void Keeper::observe(const Observation& o) {
@@ -207,6 +216,8 @@ void Keeper::observe(const Observation& o) {
   }
   ++version_;
   std::vector<std::int32_t>& positions = positions_;
+  arrivals_.clear();
+  QueryLayout layout{};
   for (std::size_t i = 0; i < o.sequences.size(); ++i) {
     Sequence& s = sequences_.at(o.sequences[i]);
     const std::int32_t tokens = o.indptr[i + 1] - o.indptr[i];
@@ -219,7 +230,7 @@ void Keeper::observe(const Observation& o) {
       positions.assign(o.positions.begin() + o.indptr[i], o.positions.begin() + o.indptr[i + 1]);
     }
     if (first) {
-      s.columns.append(positions);
+      s.columns->append(positions);
       s.logical += tokens;
       if (tokens > 0) s.next_position = positions.back() + 1;
     }
@@ -234,8 +245,10 @@ void Keeper::observe(const Observation& o) {
       data = static_cast<const std::byte*>(o.queries.const_data_ptr()) + o.indptr[i] * token_stride;
     }
     if (!s.statistics.empty()) s.statistics[static_cast<std::size_t>(index)].add(data, dtype, token_stride, head_stride, positions, o.basis, spec_.rope);
-    s.ring.push(index, data, dtype, token_stride, head_stride, positions);
+    s.ring.push(index, data, dtype, token_stride, head_stride, positions, &arrivals_);
+    layout = {.heads = spec_.query_heads, .head_bytes = static_cast<std::int64_t>(c10::elementSize(dtype)) * spec_.key_dim, .token_stride = token_stride, .head_stride = head_stride};
   }
+  if (!arrivals_.empty()) provided_.accelerator->push_queries(arrivals_, layout);
 }
 
 Plan Keeper::plan(const CacheView& view) const {
@@ -244,14 +257,15 @@ Plan Keeper::plan(const CacheView& view) const {
   const Trigger trigger = policy_->trigger();
   const std::int64_t rows = static_cast<std::int64_t>(full_layers_.size()) * spec_.kv_heads;
   std::vector<std::int32_t> due;
-  static_cast<void>(make_rows(spec_, view, full_layers_, {}));  // a view that does not fit is refused on every step, not only at events
+  const Device there = make_rows(spec_, view, full_layers_, {}).device;  // a view that does not fit is refused on every step, not only at events
+  require(there == device(), "cache: it lies on ", there.str(), ", the keeper works on ", device().str(), "; allowed one device, named by Provided::accelerator where it is not the CPU");
   for (std::size_t i = 0; i < view.sequences.size(); ++i) {
     const Sequence& s = at(view.sequences[i]);
     Occasion occasion{.rows = rows, .seen = s.logical, .prompt = s.prompt < 0 ? s.logical : s.prompt, .step = s.logical - s.asked};
     for (const std::int32_t l : full_layers_) {
       occasion.slot_bytes += spec_.kv_heads * slot_bytes(spec_, view.layers[static_cast<std::size_t>(l)]);
       for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
-        const std::int32_t held = view.lengths.at(i, l * spec_.kv_heads + h), known = s.columns.length(row_of(l, h));
+        const std::int32_t held = view.lengths.at(i, l * spec_.kv_heads + h), known = s.columns->length(row_of(l, h));
         require<StateError>(held == known, "step: sequence ", view.sequences[i], " holds ", held, " slots in layer ", l, ", head ", h, "; kvkeep has seen ", known,
                             " (observe every new token, and write an event's new lengths back)");
         occasion.slots += held;
@@ -271,12 +285,7 @@ Plan Keeper::plan(const CacheView& view) const {
   plan.table = make_rows(spec_, view, full_layers_, due);
   for (Row& row : plan.table.rows) {
     const Sequence& s = at(view.sequences[static_cast<std::size_t>(row.sequence)]);
-    const std::int32_t r = row_of(row.layer, row.head);
-    row.positions = s.columns.positions(r).data();
-    row.credit = s.columns.credit(r).data();
-    row.credit_length = static_cast<std::int32_t>(s.columns.credit(r).size());
-    row.tally = s.columns.tally(r).data();
-    row.tally_length = static_cast<std::int32_t>(s.columns.tally(r).size());
+    s.columns->describe(row_of(row.layer, row.head), row);
   }
   for (RowGroup& group : plan.table.groups) {
     const Sequence& s = at(view.sequences[static_cast<std::size_t>(group.sequence)]);
@@ -285,9 +294,12 @@ Plan Keeper::plan(const CacheView& view) const {
     if (!s.statistics.empty()) group.statistics = &s.statistics[static_cast<std::size_t>(index)];
     group.next_position = s.next_position;
     group.prompt = static_cast<std::int32_t>(s.prompt < 0 ? s.logical : s.prompt);
+    if (provided_.accelerator == nullptr) continue;
+    group.newest = s.columns->newest();
+    group.prompt_slots = s.prompt_slots >= 0 ? s.prompt_slots : static_cast<std::int32_t>(std::ranges::lower_bound(group.newest, group.prompt) - group.newest.begin());
   }
-  plan.decision = policy_->decide(
-      {.spec = spec_, .table = plan.table, .basis = basis_, .moment = Moment::step_end, .output_projections = provided_.output_projections});
+  const Evidence evidence{.spec = spec_, .table = plan.table, .basis = basis_, .moment = Moment::step_end, .output_projections = provided_.output_projections};
+  plan.decision = provided_.accelerator == nullptr ? policy_->decide(evidence) : provided_.accelerator->decide(*policy_, evidence);
 
   if (!plan.decision.keep) return plan;
   const KeepSet& keep = *plan.decision.keep;
@@ -308,6 +320,16 @@ Plan Keeper::plan(const CacheView& view) const {
   return plan;
 }
 
+std::vector<ColumnTarget> Keeper::column_targets(const Plan& plan, const CacheView& view) {
+  std::vector<ColumnTarget> targets;
+  targets.reserve(plan.table.rows.size());
+  for (const Row& row : plan.table.rows)
+    targets.push_back(on_device(sequences_.at(view.sequences[static_cast<std::size_t>(row.sequence)])).target(row_of(row.layer, row.head), plan.decision.credit.has_value(), plan.decision.tally.has_value()));
+  return targets;
+}
+
+DeviceColumns& Keeper::on_device(Sequence& sequence) { return static_cast<DeviceColumns&>(*sequence.columns); }
+
 Report Keeper::apply(const Plan& plan, const CacheView& view) {
   require<StateError>(plan.version == version_, "apply: the plan is out of date, tokens were observed or rows were cut since; make a new one");
   Report report{.cuts = plan.cuts, .pages = plan.pages, .slots_dropped = 0, .bytes_before = plan.bytes_before, .bytes_after = plan.bytes_after, .bytes_moved = 0, .pages_freed = 0};
@@ -315,7 +337,8 @@ Report Keeper::apply(const Plan& plan, const CacheView& view) {
   take_pages(report.pages, view.pages);
   if (plan.decision.keep) {
     try {
-      compact(plan.table, *plan.decision.keep, report.pages);
+      if (provided_.accelerator == nullptr) compact(plan.table, *plan.decision.keep, report.pages);
+      else provided_.accelerator->move(plan.table, plan.decision, report.pages, column_targets(plan, view));
     } catch (...) {
       give_back_taken(plan.pages, report.pages, view.pages);
       throw;
@@ -338,12 +361,17 @@ Report Keeper::apply(const Plan& plan, const CacheView& view) {
     const Row& row = plan.table.rows[r];
     const auto i = static_cast<std::size_t>(row.sequence);
     Sequence& s = sequences_.at(view.sequences[i]);
-    s.columns.compact(row_of(row.layer, row.head), keep.row(r), credit == nullptr ? nullptr : credit + row.first,
-                      tally == nullptr ? nullptr : tally + row.first);
+    s.columns->settle(row_of(row.layer, row.head), keep, r, credit == nullptr ? nullptr : credit + row.first, tally == nullptr ? nullptr : tally + row.first);
     s.last_event = s.logical;
     view.lengths.at(i, row.layer * spec_.kv_heads + row.head) = static_cast<std::int32_t>(keep.count(r));
     report.slots_dropped += row.length - keep.count(r);
   }
+  if (provided_.accelerator != nullptr)
+    for (const RowGroup& group : plan.table.groups) {
+      Sequence& s = sequences_.at(view.sequences[static_cast<std::size_t>(group.sequence)]);
+      s.prompt_slots = group.prompt_slots;
+      on_device(s).finish_event();
+    }
   ++version_;
   ++totals_.events;
   totals_.sequences_cut += static_cast<std::int64_t>(report.cuts.size());
@@ -365,9 +393,9 @@ void Keeper::truncate(SequenceId sequence, std::int64_t logical_length) {
     require<StateError>(statistics.can_forget(taken), "truncate: ", taken, " tokens of sequence ", sequence, " reach behind what the query statistics can take back; allowed at most ",
                         QueryStatistics::kRollback);
   if (taken == 0) return;
-  const auto row = s.columns.positions(0);
-  s.next_position = row[row.size() - static_cast<std::size_t>(taken)];
-  s.columns.truncate(s.next_position);
+  const auto newest = s.columns->newest();
+  s.next_position = newest[newest.size() - static_cast<std::size_t>(taken)];
+  s.columns->truncate(static_cast<std::int32_t>(taken));
   s.ring.forget(taken);
   for (QueryStatistics& statistics : s.statistics) statistics.forget(taken);
   s.logical = logical_length;
@@ -376,15 +404,15 @@ void Keeper::truncate(SequenceId sequence, std::int64_t logical_length) {
 }
 
 std::int32_t Keeper::physical_length(SequenceId sequence, std::int32_t layer, std::int32_t head) const {
-  return at(sequence).columns.length(row_of(layer, head));
+  return at(sequence).columns->length(row_of(layer, head));
 }
 
 std::span<const std::int32_t> Keeper::positions(SequenceId sequence, std::int32_t layer, std::int32_t head) const {
-  return at(sequence).columns.positions(row_of(layer, head));
+  return at(sequence).columns->positions(row_of(layer, head));
 }
 
 std::span<const float> Keeper::credit(SequenceId sequence, std::int32_t layer, std::int32_t head) const {
-  return at(sequence).columns.credit(row_of(layer, head));
+  return at(sequence).columns->credit(row_of(layer, head));
 }
 
 const Keeper::Sequence& Keeper::at(SequenceId sequence) const {

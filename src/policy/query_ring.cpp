@@ -6,31 +6,43 @@
 
 namespace kvkeep {
 
-QueryRing::QueryRing(std::int32_t layers, std::int32_t wanted, std::int32_t query_heads, std::int32_t key_dim)
+QueryRing::QueryRing(std::int32_t layers, std::int32_t wanted, std::int32_t query_heads, std::int32_t key_dim, Accelerator* accelerator)
     : wanted_(wanted),
       capacity_(wanted == 0 ? 0 : wanted + kRollback),
       heads_(query_heads),
       dim_(key_dim),
+      accelerator_(accelerator),
       layers_(static_cast<std::size_t>(layers)),
       positions_(static_cast<std::size_t>(capacity_)) {}
 
+void QueryRing::allocate(ScalarType dtype) {
+  dtype_ = dtype;
+  if (accelerator_ != nullptr) there_ = accelerator_->allocate(data_bytes() + std::int64_t{capacity_} * 4);
+  else data_.resize(layers_.size() * static_cast<std::size_t>(capacity_ * token_bytes()));
+}
+
 void QueryRing::push(std::int32_t layer, const std::byte* data, ScalarType dtype, std::int64_t token_stride, std::int64_t head_stride,
-                     std::span<const std::int32_t> positions) {
+                     std::span<const std::int32_t> positions, std::vector<QueryArrival>* arrivals) {
   Layer& state = layers_[static_cast<std::size_t>(layer)];
   const auto tokens = static_cast<std::int64_t>(positions.size());
   if (capacity_ > 0) {
-    const auto head_bytes = static_cast<std::int64_t>(c10::elementSize(dtype)) * dim_;
-    const std::int64_t token_bytes = head_bytes * heads_;
-    if (data_.empty()) {
-      dtype_ = dtype;
-      data_.resize(layers_.size() * static_cast<std::size_t>(capacity_ * token_bytes));
-    }
+    if (memory() == nullptr) allocate(dtype);
+    const std::int64_t head_bytes = token_bytes() / heads_;
+    std::byte* ring = const_cast<std::byte*>(memory()) + layer * capacity_ * token_bytes();
     for (std::int64_t i = std::max<std::int64_t>(0, tokens - capacity_); i < tokens; ++i) {
       const std::int64_t place = (state.seen + i) % capacity_;
-      positions_[static_cast<std::size_t>(place)] = positions[static_cast<std::size_t>(i)];
-      std::byte* to = data_.data() + (layer * capacity_ + place) * token_bytes;
-      for (std::int32_t h = 0; h < heads_; ++h)
-        std::memcpy(to + h * head_bytes, data + i * token_stride + h * head_stride, static_cast<std::size_t>(head_bytes));
+      const std::int32_t position = positions[static_cast<std::size_t>(i)];
+      const std::byte* from = data + i * token_stride;
+      positions_[static_cast<std::size_t>(place)] = position;
+      if (accelerator_ != nullptr) {
+        QueryArrival* last = arrivals->empty() || arrivals->back().ring != ring ? nullptr : &arrivals->back();
+        if (last != nullptr && last->position + last->tokens == position) ++last->tokens;
+        else arrivals->push_back({.from = from, .ring = ring, .positions = static_cast<std::int32_t*>(static_cast<void*>(static_cast<std::byte*>(there_.get()) + data_bytes())),
+                                 .capacity = capacity_, .at = static_cast<std::int32_t>(place), .tokens = 1, .position = position});
+        continue;
+      }
+      std::byte* to = ring + place * token_bytes();
+      for (std::int32_t h = 0; h < heads_; ++h) std::memcpy(to + h * head_bytes, from + h * head_stride, static_cast<std::size_t>(head_bytes));
     }
   }
   state.seen += tokens;
@@ -39,14 +51,13 @@ void QueryRing::push(std::int32_t layer, const std::byte* data, ScalarType dtype
 
 QueryView QueryRing::view(std::int32_t layer) const {
   const Layer& state = layers_[static_cast<std::size_t>(layer)];
-  if (capacity_ == 0 || data_.empty()) return {};
-  const auto head_bytes = static_cast<std::int64_t>(c10::elementSize(dtype_)) * dim_;
+  if (memory() == nullptr) return {};
   const auto count = static_cast<std::int32_t>(std::min<std::int64_t>(wanted_, state.seen - state.oldest));
-  return {.data = data_.data() + layer * capacity_ * heads_ * head_bytes,
+  return {.data = memory() + layer * capacity_ * token_bytes(),
           .dtype = dtype_,
-          .token_stride = heads_ * head_bytes,
-          .head_stride = head_bytes,
-          .positions = positions_.data(),
+          .token_stride = token_bytes(),
+          .head_stride = token_bytes() / heads_,
+          .positions = accelerator_ == nullptr ? positions_.data() : static_cast<const std::int32_t*>(static_cast<const void*>(memory() + data_bytes())),
           .ring = capacity_,
           .begin = static_cast<std::int32_t>((state.seen - count) % capacity_),
           .count = count};

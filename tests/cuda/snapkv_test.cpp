@@ -3,7 +3,7 @@
 #include "snapkv.h"
 
 #include "evidence_case.h"
-#include "turn_queries.h"
+#include "prepare.h"
 #include "window_attention.h"
 
 namespace kvkeep::cuda {
@@ -22,8 +22,7 @@ void expect_as_on_cpu(const EvidenceCase& c, const SnapKVOptions& options) {
     const DeviceArray<float> queries(c.table.groups.size() * static_cast<std::size_t>(c.spec.query_heads * options.window * c.shape.dim)), attention(nothing), scores(nothing);
     const DeviceArray<RowWindow> windows(c.table.rows.size());
     const DeviceArray<std::byte> workspace(static_cast<std::size_t>(window_attention_workspace_bytes(evidence, options.window)));
-    launch_turn_queries({.evidence = evidence, .window = options.window, .out = queries.data()}, nullptr);
-    launch_row_windows({.evidence = evidence, .window = options.window, .windows = windows.data()}, nullptr);
+    launch_prepare({.evidence = evidence, .newest = nullptr, .window = options.window, .windows = windows.data(), .queries = queries.data()}, nullptr);
     if (average)
       launch_window_attention({.evidence = evidence, .windows = windows.data(), .window = options.window, .queries = queries.data(), .usage = attention.data(), .workspace = workspace.data()}, nullptr);
     else

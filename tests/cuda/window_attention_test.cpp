@@ -4,31 +4,36 @@
 
 #include "evidence_case.h"
 #include "kvkeep/score/window_attention.h"
-#include "turn_queries.h"
+#include "prepare.h"
 
 namespace kvkeep::cuda {
 namespace {
 
 using WindowAttentionKernel = OnDevice;
 
-/// Turned queries of a case on the device.
+/// Windows and turned queries of a case on the device.
 class Queries {
  public:
-  Queries(const EvidenceCase& c, const DeviceEvidence& there, std::int32_t window)
-      : out_(c.table.groups.size() * static_cast<std::size_t>(c.spec.query_heads * window * c.shape.dim)) {
-    launch_turn_queries({.evidence = there.arguments(),
-                         .window = window,
-                         .inv_freq = there.inv_freq(),
-                         .pairs = c.shape.pre_rope ? static_cast<std::int32_t>(c.spec.rope.inv_freq.size()) : 0,
-                         .style = c.shape.style,
-                         .attention_scaling = c.spec.rope.attention_scaling,
-                         .out = out_.data()},
-                        nullptr);
+  Queries(const EvidenceCase& c, const DeviceEvidence& there, std::int32_t window, bool official = false)
+      : out_(c.table.groups.size() * static_cast<std::size_t>(c.spec.query_heads * window * c.shape.dim)), windows_(c.table.rows.size()) {
+    launch_prepare({.evidence = there.arguments(),
+                    .newest = nullptr,
+                    .window = window,
+                    .official = official,
+                    .windows = windows_.data(),
+                    .queries = out_.data(),
+                    .inv_freq = there.inv_freq(),
+                    .pairs = c.shape.pre_rope ? static_cast<std::int32_t>(c.spec.rope.inv_freq.size()) : 0,
+                    .style = c.shape.style,
+                    .attention_scaling = c.spec.rope.attention_scaling},
+                   nullptr);
   }
   [[nodiscard]] const DeviceArray<float>& floats() const { return out_; }
+  [[nodiscard]] const DeviceArray<RowWindow>& windows() const { return windows_; }
 
  private:
   DeviceArray<float> out_;
+  DeviceArray<RowWindow> windows_;
 };
 
 enum class Wanted : std::uint8_t { usage, sum, newest_alone };
@@ -42,11 +47,10 @@ std::vector<float> untouched(const EvidenceCase& c) { return std::vector<float>(
 
 Got on_device(const EvidenceCase& c, std::int32_t window, bool official, Wanted wanted, DeviceLayout layout = {}, const std::vector<float>& log_sum_exp = {}) {
   const DeviceEvidence there(c, layout);
-  const Queries queries(c, there, window);
-  const DeviceArray<RowWindow> windows(c.table.rows.size());
+  const Queries queries(c, there, window, official);
+  const DeviceArray<RowWindow>& windows = queries.windows();
   const DeviceArray<float> column(untouched(c)), newest(untouched(c)), lse(log_sum_exp);
   const DeviceArray<std::byte> workspace(static_cast<std::size_t>(window_attention_workspace_bytes(there.arguments(), window)));
-  launch_row_windows({.evidence = there.arguments(), .window = window, .official = official, .windows = windows.data()}, nullptr);
   launch_window_attention({.evidence = there.arguments(),
                            .windows = windows.data(),
                            .window = window,
@@ -111,6 +115,11 @@ TEST_F(WindowAttentionKernel, PutsChunksOfLongRowsTogether) {
     expect_as_on_cpu(EvidenceCase(++seed, {.group = 2, .dim = 8, .lengths = {length, 70}, .seen = 2, .keys = Element::f32}), 2);
     expect_as_on_cpu(EvidenceCase(++seed, {.group = 4, .dim = 16, .lengths = {length, 70}, .seen = 4, .keys = Element::bf16}), 4);
   }
+}
+
+TEST_F(WindowAttentionKernel, TakesStatisticsOfSeveralChunksAtATimeInVeryLongRows) {
+  expect_as_on_cpu(EvidenceCase(340, {.group = 1, .dim = 2, .lengths = {33 * 1024 + 5, 1500}, .seen = 1}), 1);
+  expect_as_on_cpu(EvidenceCase(341, {.group = 16, .dim = 16, .lengths = {33 * 1024 + 5}, .seen = 1, .keys = Element::f16}), 1);
 }
 
 TEST_F(WindowAttentionKernel, TakesMoreQueriesThanATileHolds) {

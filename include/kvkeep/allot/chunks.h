@@ -32,6 +32,8 @@ class Chunks final : public Allocator {
     return 8 * length + 16 * ((length + chunk - 1) / chunk + (length < chunk ? length : chunk));
   }
 
+  [[nodiscard]] const ChunksOptions& options() const { return options_; }
+
  private:
   ChunksOptions options_;
 };

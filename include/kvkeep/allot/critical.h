@@ -42,6 +42,8 @@ class Critical final : public Allocator {
 
   [[nodiscard]] static std::int64_t workspace_bytes(std::int64_t length, std::int64_t value_dim);
 
+  [[nodiscard]] const CriticalOptions& options() const { return options_; }
+
  private:
   CriticalOptions options_;
 };

@@ -17,6 +17,8 @@ class MassSegmented final : public Allocator {
   /// Between window attention and compaction an event holds scores, mass and credit: 12 bytes a slot and row.
   void allot(const Evidence& evidence, const Limits& limits, WindowAttention& seen, Decision& decision) const override;
 
+  [[nodiscard]] const MassSegmentedOptions& options() const { return options_; }
+
  private:
   MassSegmentedOptions options_;
 };

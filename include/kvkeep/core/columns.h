@@ -5,29 +5,50 @@
 #include <span>
 #include <vector>
 
+#include "kvkeep/core/decision.h"
+#include "kvkeep/core/slot.h"
+
 namespace kvkeep {
 
 /// The columns of one sequence, for all its rows (full layers x KV heads). Rows are as long as the cache's; positions ascend in each.
 class Columns {
  public:
-  explicit Columns(std::int32_t rows) : rows_(static_cast<std::size_t>(rows)) {}
+  virtual ~Columns() = default;
 
   /// Adds new slots at the end of every row. Credit and tally of new slots are 0.
-  void append(std::span<const std::int32_t> positions);
+  virtual void append(std::span<const std::int32_t> positions) = 0;
 
-  /// Keeps `kept` (ascending) of one row; `credit` and `tally` (or null) hold the new value of every slot before compaction.
-  void compact(std::int32_t row, std::span<const std::int32_t> kept, const float* credit, const float* tally = nullptr);
+  /// Keeps the slots of row `r` of the set in one row; `credit` and `tally` (or null) hold the new value of every slot before compaction.
+  virtual void settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit, const float* tally) = 0;
 
-  /// Drops the slots of every row from logical position `end` on.
-  void truncate(std::int32_t end);
+  /// Drops the newest `slots` of every row. They must have come after the last event.
+  virtual void truncate(std::int32_t slots) = 0;
 
-  [[nodiscard]] std::int32_t rows() const { return static_cast<std::int32_t>(rows_.size()); }
-  [[nodiscard]] std::int32_t length(std::int32_t row) const { return static_cast<std::int32_t>(at(row).positions.size()); }
-  [[nodiscard]] std::span<const std::int32_t> positions(std::int32_t row) const { return at(row).positions; }
-  /// Credit of the oldest slots of a row; the slots past its end have none.
-  [[nodiscard]] std::span<const float> credit(std::int32_t row) const { return at(row).credit; }
-  /// The same of the tally.
-  [[nodiscard]] std::span<const float> tally(std::int32_t row) const { return at(row).tally; }
+  [[nodiscard]] virtual std::int32_t length(std::int32_t row) const = 0;
+  /// Positions of the newest slots, which every row has: at least those that came after the last event.
+  [[nodiscard]] virtual std::span<const std::int32_t> newest() const = 0;
+  /// Points `out` at the columns of a row.
+  virtual void describe(std::int32_t row, Row& out) const = 0;
+
+  /// On the host, valid until the next call.
+  [[nodiscard]] virtual std::span<const std::int32_t> positions(std::int32_t row) const = 0;
+  /// Credit of the oldest slots of a row; the slots past its end have none. On the host, valid until the next call.
+  [[nodiscard]] virtual std::span<const float> credit(std::int32_t row) const = 0;
+};
+
+/// In the host's memory.
+class HostColumns final : public Columns {
+ public:
+  explicit HostColumns(std::int32_t rows) : rows_(static_cast<std::size_t>(rows)) {}
+
+  void append(std::span<const std::int32_t> positions) override;
+  void settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit, const float* tally) override;
+  void truncate(std::int32_t slots) override;
+  [[nodiscard]] std::int32_t length(std::int32_t row) const override { return static_cast<std::int32_t>(at(row).positions.size()); }
+  [[nodiscard]] std::span<const std::int32_t> newest() const override { return at(0).positions; }
+  void describe(std::int32_t row, Row& out) const override;
+  [[nodiscard]] std::span<const std::int32_t> positions(std::int32_t row) const override { return at(row).positions; }
+  [[nodiscard]] std::span<const float> credit(std::int32_t row) const override { return at(row).credit; }
 
  private:
   struct RowColumns {

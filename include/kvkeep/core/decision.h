@@ -24,6 +24,7 @@ struct Mass {
 struct KeepSet {
   Tensor slots;                      ///< i32 [nnz]
   std::vector<std::int64_t> indptr;  ///< host [rows + 1]
+  std::vector<std::int32_t> firm = {};  ///< [rows] oldest slots that stay where they are for certain, where `slots` lie on a device; else empty
 
   [[nodiscard]] std::int64_t count(std::size_t row) const { return indptr[row + 1] - indptr[row]; }
   /// Slots of one row; CPU only.

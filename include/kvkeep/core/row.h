@@ -48,6 +48,8 @@ struct RowGroup {
   QueryView queries;
   std::int32_t next_position = 0;  ///< logical position of the next token: tokens seen, where positions have no gaps
   std::int32_t prompt = 0;         ///< tokens of the sequence that are its prompt: positions [0, prompt)
+  std::span<const std::int32_t> newest = {};  ///< rows on a device: positions of the newest slots of every row, which Row::positions does not hold yet
+  std::int32_t prompt_slots = -1;  ///< rows on a device: slots of every row at positions below `prompt`, where all of them stay; -1: not known
   const QueryStatistics* statistics = nullptr;  ///< of every query so far, where a policy asked for them; null in a trace
 };
 

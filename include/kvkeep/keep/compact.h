@@ -14,7 +14,7 @@ namespace kvkeep {
 /// Requires: `kept` ascending, unique, inside the row. Cost: kept.size() * width bytes read and written, less the slots that stand where they belong.
 void compact_slots(const SlotAddress& side, std::span<const std::int32_t> kept);
 
-/// Bytes of K, V and scales that `compact` will read, as many as it will write.
+/// Bytes of K, V and scales that `compact` will read, as many as it will write. At most so many where the slots lie on a device.
 [[nodiscard]] std::int64_t bytes_to_move(const RowTable& table, const KeepSet& keep, std::span<const PageMove> moves = {});
 
 /// Compacts K, V and their scales of every row in one parallel pass. Rows in pages move to the pages that `moves` names for their sequence; a sequence without a

@@ -25,6 +25,7 @@ struct PageMove {
 /// Chooses the pages of every sequence of `table`, a paged one whose block tables the host can read. Moves and takes nothing.
 /// A page whose slots stay whole in every row, and arrive whole in one page, is only put in another place of the block table; everything else moves into the first
 /// pages that are free by then. Page p of the result may be written in ascending order of slots: nothing unread lies there.
+/// Where the kept slots lie on a device, a page stays as it is only where KeepSet::firm says so, and the rest moves into the first pages in order.
 /// A page that is to be written and that others hold too is replaced by a new one (`SharedPages::copy`), or refused.
 /// Throws StateError, for `SharedPages::refuse`, with sequence and page. Cost: O(kept slots).
 [[nodiscard]] std::vector<PageMove> plan_pages(const RowTable& table, const KeepSet& keep, std::span<const SequenceId> sequences, const PageAllocator* pages,

@@ -5,6 +5,7 @@
 #include <span>
 #include <vector>
 
+#include "kvkeep/core/accelerator.h"
 #include "kvkeep/core/row.h"
 
 namespace kvkeep {
@@ -15,16 +16,17 @@ class QueryRing {
   /// Tokens that can be taken back (speculative decoding) with the window still whole.
   static constexpr std::int32_t kRollback = 32;
 
-  /// layers: full layers of the model. `wanted` 0 keeps nothing.
-  QueryRing(std::int32_t layers, std::int32_t wanted, std::int32_t query_heads, std::int32_t key_dim);
+  /// layers: full layers of the model. `wanted` 0 keeps nothing. With an accelerator the queries lie on its device.
+  QueryRing(std::int32_t layers, std::int32_t wanted, std::int32_t query_heads, std::int32_t key_dim, Accelerator* accelerator = nullptr);
 
   /// Adds the queries of new tokens of one layer. data: [tokens, Hq, D] with strides in bytes, the D elements of a head contiguous.
   /// Requires: takes(dtype). Cost: copies at most wanted + kRollback tokens of Hq * D elements.
+  /// On a device nothing is copied yet: what is to be copied is added to `arrivals`, which must be given, so that one launch serves all sequences of a step.
   void push(std::int32_t layer, const std::byte* data, ScalarType dtype, std::int64_t token_stride, std::int64_t head_stride,
-            std::span<const std::int32_t> positions);
+            std::span<const std::int32_t> positions, std::vector<QueryArrival>* arrivals = nullptr);
 
   /// True when queries of this dtype can be pushed: any at first, then the same.
-  [[nodiscard]] bool takes(ScalarType dtype) const { return data_.empty() || dtype == dtype_; }
+  [[nodiscard]] bool takes(ScalarType dtype) const { return memory() == nullptr || dtype == dtype_; }
   [[nodiscard]] ScalarType dtype() const { return dtype_; }
 
   /// The last `wanted` queries of one layer (fewer where fewer were seen).
@@ -37,18 +39,24 @@ class QueryRing {
   [[nodiscard]] bool can_forget(std::int64_t tokens) const;
   void forget(std::int64_t tokens);
 
-  [[nodiscard]] std::int64_t bytes() const { return static_cast<std::int64_t>(data_.size()); }
-
  private:
   struct Layer {
     std::int64_t seen = 0;
     std::int64_t oldest = 0;  ///< oldest token whose query is still here
   };
+  void allocate(ScalarType dtype);
+  [[nodiscard]] const std::byte* memory() const { return there_.get() != nullptr ? static_cast<const std::byte*>(there_.get()) : data_.empty() ? nullptr : data_.data(); }
+  [[nodiscard]] std::int64_t token_bytes() const { return static_cast<std::int64_t>(c10::elementSize(dtype_)) * dim_ * heads_; }
+  /// Bytes before the positions, on a device.
+  [[nodiscard]] std::int64_t data_bytes() const { return (static_cast<std::int64_t>(layers_.size()) * capacity_ * token_bytes() + 63) / 64 * 64; }
+
   std::int32_t wanted_, capacity_, heads_, dim_;
+  Accelerator* accelerator_;
   ScalarType dtype_ = kFloat32;
   std::vector<Layer> layers_;
   std::vector<std::int32_t> positions_;  ///< [capacity], the same in every layer
   std::vector<std::byte> data_;          ///< [layers, capacity, Hq, D]; allocated at the first push
+  DeviceMemory there_;                   ///< the same on a device, and the positions behind it
 };
 
 }  // namespace kvkeep

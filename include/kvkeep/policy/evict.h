@@ -43,6 +43,7 @@ class Evict final : public KVPolicy {
 
   [[nodiscard]] const Retention& retention() const { return retention_; }
   [[nodiscard]] const Scorer& scorer() const { return *scorer_; }
+  [[nodiscard]] const Allocator& allocator() const { return *allocator_; }
 
  private:
   std::string name_;

@@ -18,6 +18,8 @@
 
 namespace kvkeep {
 
+class DeviceColumns;
+
 /// What an event does, or did, to one sequence. Lengths are those of its longest row.
 struct Cut {
   SequenceId sequence = 0;
@@ -46,7 +48,7 @@ struct Report {
   std::int64_t slots_dropped = 0;  ///< over all rows
   std::int64_t bytes_before = 0;   ///< as in Plan
   std::int64_t bytes_after = 0;
-  std::int64_t bytes_moved = 0;    ///< K and V bytes that were copied inside the cache
+  std::int64_t bytes_moved = 0;    ///< K and V bytes that were copied inside the cache; on a device at most so many: which slots stood where they belong, the host does not know
   std::int64_t pages_freed = 0;    ///< holders less, over all sequences; a page that nobody holds any more is free
 };
 
@@ -110,18 +112,20 @@ class Keeper {
   [[nodiscard]] std::int64_t prompt_length(SequenceId sequence) const { return at(sequence).prompt; }
   /// Slots held by one row.
   [[nodiscard]] std::int32_t physical_length(SequenceId sequence, std::int32_t layer, std::int32_t head) const;
-  /// Logical position of every slot of one row, ascending. Valid until the next call that changes the keeper.
+  /// Logical position of every slot of one row, ascending. Valid until the next call. On a device: copied to the host, which waits for it.
   [[nodiscard]] std::span<const std::int32_t> positions(SequenceId sequence, std::int32_t layer, std::int32_t head) const;
-  /// EMA credit of the oldest slots of one row (empty before the first event).
+  /// EMA credit of the oldest slots of one row (empty before the first event). As positions().
   [[nodiscard]] std::span<const float> credit(SequenceId sequence, std::int32_t layer, std::int32_t head) const;
 
+  /// Where cache and queries must lie.
+  [[nodiscard]] Device device() const { return provided_.accelerator == nullptr ? Device(c10::kCPU) : provided_.accelerator->device(); }
   [[nodiscard]] const ModelSpec& spec() const { return spec_; }
   [[nodiscard]] const KVPolicy& policy() const { return *policy_; }
   [[nodiscard]] const Totals& totals() const { return totals_; }
 
  private:
   struct Sequence {
-    Columns columns;
+    std::unique_ptr<Columns> columns;
     QueryRing ring;
     std::vector<QueryStatistics> statistics;  ///< [full layers] where the policy asks for them; else none
     std::int32_t prefix = 0;         ///< tokens that were cached before the sequence joined
@@ -130,11 +134,14 @@ class Keeper {
     std::int64_t prompt = -1;        ///< tokens of the prompt; -1 until known
     std::int64_t asked = 0;          ///< logical length when the policy was last asked
     std::int32_t next_position = 0;
+    std::int32_t prompt_slots = -1;  ///< on a device: slots of the prompt at the first event; -1 before it
   };
   [[nodiscard]] const Sequence& at(SequenceId sequence) const;
   [[nodiscard]] std::int32_t row_of(std::int32_t layer, std::int32_t head) const;
   void check(const Observation& observation) const;
   [[nodiscard]] std::span<const std::int32_t> already_shown(const Sequence& sequence, std::int32_t layer, std::int32_t tokens) const;
+  [[nodiscard]] std::vector<ColumnTarget> column_targets(const Plan& plan, const CacheView& view);
+  [[nodiscard]] static DeviceColumns& on_device(Sequence& sequence);
   [[nodiscard]] bool leads(const Sequence& sequence, std::int32_t layer, std::int32_t tokens) const;
 
   ModelSpec spec_;
@@ -149,6 +156,7 @@ class Keeper {
   std::uint64_t version_ = 0;              ///< changes with every observation and event
   Totals totals_;
   std::vector<std::int32_t> positions_;    ///< scratch of observe()
+  std::vector<QueryArrival> arrivals_;     ///< the same, on a device
 };
 
 }  // namespace kvkeep

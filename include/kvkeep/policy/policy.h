@@ -3,10 +3,12 @@
 
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "kvkeep/core/accelerator.h"
 #include "kvkeep/core/decision.h"
 #include "kvkeep/observe/trigger.h"
 #include "kvkeep/core/evidence.h"
@@ -17,6 +19,7 @@ namespace kvkeep {
 struct Provided {
   bool queries = true;                          ///< observe() brings queries
   std::vector<Tensor> output_projections = {};  ///< [num_layers] W_o, f32, f16 or bf16 [hidden, Hq * Dv]; undefined for layers that are not full; empty: not given
+  std::shared_ptr<Accelerator> accelerator = nullptr;  ///< of the device where cache and queries lie; null: the CPU. One of its own for each keeper
 };
 
 class KVPolicy;

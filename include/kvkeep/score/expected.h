@@ -46,6 +46,8 @@ class Expected final : public Scorer {
   /// Bytes of one thread for a row of `length` slots and `queries` query rows.
   [[nodiscard]] static std::int64_t workspace_bytes(const ModelSpec& spec, std::int64_t length, std::int64_t queries);
 
+  [[nodiscard]] const ExpectedOptions& options() const { return options_; }
+
  private:
   ExpectedOptions options_;
 };

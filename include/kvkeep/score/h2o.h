@@ -26,6 +26,8 @@ class H2O final : public Scorer {
   /// Cost: window attention with up to `window` queries. Workspace per thread: window_attention_workspace(); nothing of size [Hq, W, T].
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
 
+  [[nodiscard]] const H2OOptions& options() const { return options_; }
+
  private:
   H2OOptions options_;
 };

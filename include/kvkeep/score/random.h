@@ -21,6 +21,8 @@ class RandomScorer final : public Scorer {
   /// changes it. Cost: O(slots). Workspace: none.
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
 
+  [[nodiscard]] const RandomOptions& options() const { return options_; }
+
  private:
   RandomOptions options_;
 };

@@ -48,6 +48,8 @@ class Rkv final : public Scorer {
   /// w = two vectors of the machine (8 floats with SSE4, 16 with AVX2, 32 with AVX-512).
   [[nodiscard]] static std::int64_t workspace_bytes(std::int64_t length, std::int64_t dim);
 
+  [[nodiscard]] const RkvOptions& options() const { return options_; }
+
  private:
   RkvOptions options_;
 };

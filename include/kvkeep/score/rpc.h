@@ -36,6 +36,8 @@ class Rpc final : public Scorer {
   /// Cost: window attention with `window` queries. Workspace: 4 bytes a slot, and per thread history_attention_workspace().
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
 
+  [[nodiscard]] const RpcOptions& options() const { return options_; }
+
  private:
   RpcOptions options_;
 };

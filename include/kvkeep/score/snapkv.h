@@ -30,6 +30,8 @@ class SnapKV final : public Scorer {
   /// Cost: window attention with `window` queries. Workspace: 4 bytes a slot, and per thread window_attention_workspace() or history_attention_workspace().
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
 
+  [[nodiscard]] const SnapKVOptions& options() const { return options_; }
+
  private:
   SnapKVOptions options_;
 };

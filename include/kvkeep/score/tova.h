@@ -28,6 +28,8 @@ class Tova final : public Scorer {
   /// Cost: O(slots) beyond the shared window attention. Workspace: none.
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
 
+  [[nodiscard]] const TovaOptions& options() const { return options_; }
+
  private:
   TovaOptions options_;
 };

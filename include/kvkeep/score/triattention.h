@@ -51,6 +51,9 @@ class TriAttention final : public Scorer {
   /// pairs, and a sum of every query head for these keys. 4 (G length + G F (2 offsets + 1) + 2 L (3 F + G)), L: lanes of a vector of the machine; offsets 1 for the mean.
   [[nodiscard]] static std::int64_t workspace_bytes(std::int64_t group, std::int64_t length, std::int64_t pairs, std::int64_t offsets);
 
+  [[nodiscard]] const TriAttentionOptions& options() const { return options_; }
+  [[nodiscard]] const Calibration& calibration() const { return *calibration_; }
+
  private:
   std::shared_ptr<const Calibration> calibration_;
   TriAttentionOptions options_;

@@ -1,0 +1,38 @@
+#pragma once
+/// Copies between host and device in the order of a stream. No LibTorch in here.
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "stream.h"
+
+namespace kvkeep::cuda {
+
+/// Page-locked host memory that uploads leave from. An upload does not wait for the device, but where all buffers are still on their way.
+class Staging {
+ public:
+  Staging();
+  ~Staging();
+  Staging(const Staging&) = delete;
+  Staging& operator=(const Staging&) = delete;
+
+  /// Copies to the device; `from` may change as soon as it returns. On a stream that is being captured the bytes are kept for every replay; that many captures as there are
+  /// buffers (4) work without an upload outside of a capture between them, StateError beyond.
+  void upload(void* to, const void* from, std::size_t bytes, Stream stream);
+
+ private:
+  struct Buffers;
+  std::unique_ptr<Buffers> buffers_;
+};
+
+/// Copies `rows` runs of `bytes` on the device.
+void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t from_stride, std::int64_t bytes, std::int64_t rows, Stream stream);
+
+/// Copies to the host and waits.
+void download(void* to, const void* from, std::size_t bytes, Stream stream);
+
+/// Throws DeviceError where there is no GPU of that number.
+void require_device(int index);
+
+}  // namespace kvkeep::cuda

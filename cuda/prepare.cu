@@ -1,0 +1,106 @@
+#include "prepare.h"
+
+#include "element.cuh"
+#include "launch.cuh"
+#include "tuning.cuh"
+
+namespace kvkeep::cuda {
+namespace {
+
+using tuning::kTurnThreads;
+
+/// Writes the newest positions of one row; the older ones are there.
+__device__ void append_positions(const Row& row, const NewestPositions& newest) {
+  auto* to = const_cast<std::int32_t*>(row.positions) + row.length - newest.slots;
+  for (std::int32_t n = 0; n < newest.count; ++n) {
+    const PositionRun run = newest.runs[n];
+    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < run.count; i += kTurnThreads) to[i] = run.position + i;
+    to += run.count;
+  }
+}
+
+__device__ RowWindow window_of(const PrepareArguments& a, std::int64_t r) {
+  const Row& row = a.evidence.rows[r];
+  const RowLimit& limit = a.evidence.limits[r];
+  const QueryWindow& view = a.evidence.queries[r / a.evidence.kv_heads];
+  std::int32_t fits = a.window;
+  for (const std::int32_t most : {a.official ? view.count - 1 : view.count, row.length - 1, limit.budget}) fits = fits < most ? fits : most;
+  if (!limit.due || view.count == 0 || row.length == 0 || (fits <= 0 && !a.official)) return {0, row.length};
+  RowWindow window{fits < 1 ? 1 : fits, 0};
+  window.history = row.length > window.queries ? row.length - window.queries : 0;
+  if (a.official) return window;
+  const std::int32_t oldest = view.position(view.count - fits);
+  std::int32_t low = 0, high = row.length;
+  while (low < high) {
+    const std::int32_t middle = low + (high - low) / 2;
+    if (row.positions[middle] < oldest) low = middle + 1;
+    else high = middle;
+  }
+  window.history = low;
+  return window;
+}
+
+/// One token of a group: all its heads stand at the same position.
+template <class From>
+__device__ void turn_token(const PrepareArguments& a, std::int64_t group, std::int32_t i, RopeTurn* turns) {
+  const EvidenceArguments& e = a.evidence;
+  const std::int32_t heads = e.query_heads();
+  const QueryWindow& view = e.queries[group];
+  const std::int32_t token = view.count - a.window + i;
+  __syncthreads();
+  if (token >= 0)
+    for (auto f = static_cast<std::int32_t>(threadIdx.x); f < a.pairs; f += kTurnThreads) turns[f] = rope_turn(view.position(token), a.inv_freq[f], a.attention_scaling);
+  __syncthreads();
+  for (auto at = static_cast<std::int32_t>(threadIdx.x); at < heads * e.dim; at += kTurnThreads) {
+    const std::int32_t head = at / e.dim, d = at - head * e.dim;
+    float x = 0;
+    if (token >= 0) {
+      const auto* q = reinterpret_cast<const From*>(view.at(token, head));
+      x = to_float(q[d]);
+      if (d < 2 * a.pairs) {
+        const std::int32_t f = a.style == RopeStyle::half ? d % a.pairs : d / 2;
+        const auto [first, second] = rope_pair(a.style, f, a.pairs);
+        const float p = to_float(q[first]), s = to_float(q[second]);
+        x = d == first ? p * turns[f].cosine - s * turns[f].sine : s * turns[f].cosine + p * turns[f].sine;
+      }
+      x *= e.scale;
+    }
+    a.queries[((group * heads + head) * a.window + i) * e.dim + d] = x;
+  }
+}
+
+/// The first blocks have a row each, the others a token of a group.
+template <class From>
+__global__ void __launch_bounds__(kTurnThreads) prepare_kernel(PrepareArguments a, std::int64_t rows, std::int64_t tokens) {
+  __shared__ RopeTurn turns[128];
+  const EvidenceArguments& e = a.evidence;
+  for (std::int64_t n = blockIdx.x; n < rows + tokens; n += gridDim.x) {
+    if (n >= rows) {
+      const std::int64_t group = (n - rows) / a.window;
+      turn_token<From>(a, group, static_cast<std::int32_t>(n - rows - group * a.window), turns);
+      continue;
+    }
+    if (a.newest != nullptr) {
+      append_positions(e.rows[n], a.newest[n / e.kv_heads]);
+      __syncthreads();
+    }
+    if (a.windows != nullptr && threadIdx.x == 0) a.windows[n] = window_of(a, n);
+  }
+}
+
+}  // namespace
+
+void launch_prepare(const PrepareArguments& arguments, Stream stream) {
+  const EvidenceArguments& e = arguments.evidence;
+  check_dim("prepare", e.dim);
+  require(arguments.pairs >= 0 && 2 * arguments.pairs <= e.dim, "prepare: rotary pairs; given ", arguments.pairs, "; allowed 0 to half of ", e.dim);
+  const std::int64_t rows = arguments.newest != nullptr || arguments.windows != nullptr ? e.count : 0;
+  const std::int64_t tokens = arguments.queries != nullptr ? std::int64_t{e.count} / e.kv_heads * arguments.window : 0;
+  with_element(e.query, [&](auto from) {
+    using From = decltype(from);
+    if constexpr (std::is_same_v<From, Fp8>) refuse("prepare: queries can be read as f32, f16 or bf16; given fp8");
+    else launch("prepare", prepare_kernel<From>, {.blocks = blocks_for(rows + tokens), .threads = kTurnThreads}, stream, arguments, rows, tokens);
+  });
+}
+
+}  // namespace kvkeep::cuda

@@ -1,0 +1,87 @@
+#pragma once
+/// What a keeper asks of a device other than the CPU. kvkeep::cuda::accelerator() makes one; without one a keeper works on the CPU.
+
+#include <c10/core/Allocator.h>
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kvkeep/core/decision.h"
+#include "kvkeep/core/evidence.h"
+
+namespace kvkeep {
+
+class KVPolicy;
+struct PageMove;
+
+/// Bytes on a device, aligned to 64, owned. Freed in the order of the stream.
+using DeviceMemory = c10::DataPtr;
+
+/// New queries of one layer of one sequence, at consecutive positions, on their way to its ring.
+struct QueryArrival {
+  const std::byte* from = nullptr;    ///< first token
+  std::byte* ring = nullptr;          ///< [capacity, Hq, D] packed
+  std::int32_t* positions = nullptr;  ///< i32 [capacity]
+  std::int32_t capacity = 0;
+  std::int32_t at = 0;                ///< place of the first token in the ring
+  std::int32_t tokens = 0;            ///< at most capacity
+  std::int32_t position = 0;          ///< logical, of the first token
+};
+
+/// How one token's queries lie.
+struct QueryLayout {
+  std::int32_t heads = 0;
+  std::int64_t head_bytes = 0;
+  std::int64_t token_stride = 0;  ///< bytes, where they come from
+  std::int64_t head_stride = 0;   ///< bytes, where they come from
+};
+
+/// Columns of one row, as an event writes them; null: not there. [length of the row]
+struct ColumnTarget {
+  std::int32_t* positions = nullptr;
+  float* credit = nullptr;
+  float* tally = nullptr;
+};
+
+/// Everything runs on the stream that is current on the device, in order; nothing but `read` waits. Not thread safe, and one accelerator serves one keeper: it holds the
+/// memory that its events work in.
+class Accelerator {
+ public:
+  virtual ~Accelerator() = default;
+
+  /// Where caches, queries and columns lie.
+  [[nodiscard]] virtual Device device() const = 0;
+
+  /// Why it cannot run this policy on this model, one sentence each; empty: it can.
+  [[nodiscard]] virtual std::vector<std::string> problems(const KVPolicy& policy, const ModelSpec& spec) const = 0;
+
+  [[nodiscard]] virtual DeviceMemory allocate(std::int64_t bytes) = 0;
+
+  /// Copies `rows` runs of `bytes` from one array with a stride to another. They must not overlap.
+  virtual void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t from_stride, std::int64_t bytes, std::int64_t rows) = 0;
+
+  virtual void push_queries(std::span<const QueryArrival> arrivals, const QueryLayout& layout) = 0;
+
+  /// What policy.decide() decides, by kernels. Rows, columns and queries of the evidence lie on the device, page numbers on the host. The slots, scores, credit and tally
+  /// of the result lie in memory that the next decide() writes again.
+  /// Throws as the policy, and Unsupported for what problems() names and for a dtype without kernels, before anything is launched.
+  [[nodiscard]] virtual Decision decide(const KVPolicy& policy, const Evidence& evidence) = 0;
+
+  /// Moves K, V, their scales and the columns of every row as the newest decision says. `columns`: [rows].
+  virtual void move(const RowTable& table, const Decision& decision, std::span<const PageMove> pages, std::span<const ColumnTarget> columns) = 0;
+
+  /// Copies to the host, and waits.
+  virtual void read(void* to, const void* from, std::int64_t bytes) = 0;
+
+  /// Bytes that events have needed at most beside the cache, the columns and the rings.
+  [[nodiscard]] virtual std::int64_t workspace_bytes() const = 0;
+
+  /// Takes [bytes] on the device, contiguous u8, for that; the accelerator keeps it alive. An event that needs more throws StateError and says how much, before it launches anything.
+  /// Without it the accelerator takes memory from LibTorch's allocator, and none any more once an event as large was there before.
+  virtual void use_workspace(Tensor memory) = 0;
+};
+
+}  // namespace kvkeep

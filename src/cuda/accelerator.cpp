@@ -1,0 +1,265 @@
+#include "accelerator.h"
+
+#include <ATen/Context.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "compact.h"
+#include "event.h"
+#include "kvkeep/cuda.h"
+#include "kvkeep/keep/pages.h"
+#include "kvkeep/policy/evict.h"
+#include "query_ring.h"
+
+namespace kvkeep::cuda {
+namespace {
+
+Element element_of(const char* what, ScalarType dtype) {
+  switch (dtype) {
+    case kFloat32: return Element::f32;
+    case kFloat16: return Element::f16;
+    case kBFloat16: return Element::bf16;
+    case c10::ScalarType::Float8_e4m3fn: return Element::fp8_e4m3;
+    default: refuse<Unsupported>("decide: ", what, " are ", c10::toString(dtype), "; allowed f32, f16, bf16 and, for keys with f32 scales, f8 e4m3");
+  }
+}
+
+class CudaAccelerator final : public Accelerator {
+ public:
+  explicit CudaAccelerator(Device device) : device_(device), memory_(device), event_table_(device), move_table_(device) {}
+
+  [[nodiscard]] Device device() const override { return device_; }
+
+  [[nodiscard]] std::vector<std::string> problems(const KVPolicy& policy, const ModelSpec& spec) const override {
+    std::vector<std::string> found;
+    if (policy.trigger().never) return found;
+    const auto* evict = dynamic_cast<const Evict*>(&policy);
+    if (evict == nullptr) return {text("device: ", policy.name(), " has no kernels; given ", device_.str(), "; allowed on the CPU")};
+    if (score_of(evict->scorer().name()) == nullptr) found.push_back(text("device: scorer ", evict->scorer().name(), " has no kernel; given ", device_.str(), "; allowed on the CPU"));
+    if (allot_of(evict->allocator().name()) == nullptr) found.push_back(text("device: allocator ", evict->allocator().name(), " has no kernel; given ", device_.str(), "; allowed on the CPU"));
+    if (evict->retention().share != Sharing::per_layer_per_head) found.push_back(text("share: rows that share one selection have no kernel; given ", device_.str(), "; allowed per_layer_per_head, or on the CPU"));
+    if (policy.needs().keys && spec.key_dim > 256) found.push_back(text("key_dim: ", spec.key_dim, "; allowed up to 256 on ", device_.str()));
+    return found;
+  }
+
+  [[nodiscard]] DeviceMemory allocate(std::int64_t bytes) override {
+    const c10::DeviceGuard guard(device_);
+    return allocate_on(device_, bytes);
+  }
+
+  void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t from_stride, std::int64_t bytes, std::int64_t rows) override {
+    const c10::DeviceGuard guard(device_);
+    cuda::copy_rows(to, to_stride, from, from_stride, bytes, rows, stream());
+  }
+
+  void push_queries(std::span<const QueryArrival> arrivals, const QueryLayout& layout) override {
+    const c10::DeviceGuard guard(device_);
+    for (std::size_t first = 0; first < arrivals.size(); first += kQueryPieces) {
+      PushQueriesArguments arguments;
+      arguments.count = static_cast<std::int32_t>(std::min<std::size_t>(kQueryPieces, arrivals.size() - first));
+      for (std::int32_t i = 0; i < arguments.count; ++i) {
+        const QueryArrival& a = arrivals[first + static_cast<std::size_t>(i)];
+        arguments.pieces[i] = {.from = a.from, .ring = a.ring, .positions = a.positions, .capacity = a.capacity, .at = a.at, .tokens = a.tokens, .position = a.position};
+      }
+      arguments.heads = layout.heads;
+      arguments.head_bytes = layout.head_bytes;
+      arguments.token_stride = layout.token_stride;
+      arguments.head_stride = layout.head_stride;
+      launch_push_queries(arguments, stream());
+    }
+  }
+
+  [[nodiscard]] Decision decide(const KVPolicy& policy, const Evidence& evidence) override {
+    const c10::DeviceGuard guard(device_);
+    const std::vector<std::string> why_not = problems(policy, evidence.spec);
+    require<Unsupported>(why_not.empty(), "decide: ", why_not.empty() ? "" : why_not.front());
+    const auto& evict = dynamic_cast<const Evict&>(policy);
+    const Retention& retention = evict.retention();
+    const Limits limits = evict.limits(evidence);
+    memory_.begin();
+    Event event(evidence, limits, memory_, stream());
+    event.constants = &constants_;
+    event.staging = &staging_;
+    KeepSet keep = upload(event, policy.needs().keys);
+
+    WindowNeeds shared = evict.scorer().shares();
+    shared.usage = evict.allocator().window() > 0;
+    Seen seen;
+    if (shared.usage || shared.newest) {
+      seen.asked = event.ask(std::max(evict.allocator().window(), 1), retention.variant == Variant::official);
+      seen.usage = shared.usage ? event.flat() : nullptr;
+      seen.newest = shared.newest ? event.flat() : nullptr;
+      event.attend(seen.asked, seen.usage, seen.newest);
+    } else if (policy.needs().queries == 0) {
+      event.settle_positions();
+    }
+    float* scores = score_of(evict.scorer().name())(event, evict.scorer(), seen);
+    event.settle_positions();
+    auto* slots = event.take<std::int32_t>(event.kept);
+    float* credit = allot_of(evict.allocator().name())(event, evict.allocator(), seen, scores, slots);
+
+    Decision decision;
+    decision.reason = Reason::over_budget;
+    decision.scores.data = tensor(scores, evidence.table.slots, kFloat32);
+    if (evict.scorer().accumulates()) decision.tally = decision.scores.data;
+    if (credit != nullptr) decision.credit = tensor(credit, evidence.table.slots, kFloat32);
+    keep.slots = tensor(slots, event.kept, kInt32);
+    decision.keep = std::move(keep);
+    decision.share = retention.share;
+    return decision;
+  }
+
+  void move(const RowTable& table, const Decision& decision, std::span<const PageMove> pages, std::span<const ColumnTarget> columns) override {
+    const c10::DeviceGuard guard(device_);
+    const KeepSet& keep = *decision.keep;
+    std::vector<ColumnMove> moves(columns.size());
+    for (std::size_t r = 0; r < columns.size(); ++r) {
+      const std::int64_t first = table.rows[r].first;
+      moves[r].positions = columns[r].positions;
+      moves[r].credit = columns[r].credit;
+      moves[r].new_credit = decision.credit ? decision.credit->data_ptr<float>() + first : nullptr;
+      moves[r].tally = columns[r].tally;
+      moves[r].new_tally = decision.tally ? decision.tally->data_ptr<float>() + first : nullptr;
+    }
+    std::int64_t stride = 0;
+    std::int32_t sequences = 0;
+    for (const PageMove& page : pages) {
+      stride = std::max(stride, static_cast<std::int64_t>(page.after.size()));
+      sequences = std::max(sequences, page.sequence + 1);
+    }
+    std::vector<std::int32_t> after(static_cast<std::size_t>(sequences * stride), -1);
+    for (const PageMove& page : pages) std::copy(page.after.begin(), page.after.end(), after.begin() + page.sequence * stride);
+    move_table_.clear();
+    const std::int64_t moves_at = move_table_.add(moves), after_at = move_table_.add(after);
+    move_table_.place();
+    move_table_.upload(staging_, stream());
+    launch_compact({.rows = event_table_.there<Row>(rows_at_), .columns = move_table_.there<ColumnMove>(moves_at), .count = static_cast<std::int32_t>(table.rows.size()),
+                    .slots = keep.slots.data_ptr<std::int32_t>(), .indptr = event_table_.there<std::int64_t>(indptr_at_),
+                    .pages_after = pages.empty() ? nullptr : move_table_.there<std::int32_t>(after_at), .pages_stride = stride},
+                   stream());
+  }
+
+  void read(void* to, const void* from, std::int64_t bytes) override {
+    const c10::DeviceGuard guard(device_);
+    download(to, from, static_cast<std::size_t>(bytes), stream());
+  }
+
+  [[nodiscard]] std::int64_t workspace_bytes() const override { return memory_.most(); }
+  void use_workspace(Tensor memory) override { memory_.use(std::move(memory)); }
+
+ private:
+  [[nodiscard]] Stream stream() const {
+    return device_.is_cpu() ? nullptr : static_cast<Stream>(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).native_handle());
+  }
+  [[nodiscard]] Tensor tensor(void* data, std::int64_t count, ScalarType dtype) const { return at::from_blob(data, {count}, at::TensorOptions().dtype(dtype).device(device_)); }
+
+  /// Sends everything that kernels read of the event in one copy; returns where the kept slots of every row will lie.
+  KeepSet upload(Event& event, bool reads_keys) {
+    const RowTable& table = event.evidence.table;
+    const ModelSpec& spec = event.evidence.spec;
+    KeepSet keep;
+    keep.indptr.push_back(0);
+    std::int32_t longest = 0;
+    for (std::size_t r = 0; r < table.rows.size(); ++r) {
+      const Row& row = table.rows[r];
+      const RowLimit& limit = event.limits.rows[r];
+      keep.indptr.push_back(keep.indptr.back() + (limit.due ? std::min(row.length, limit.budget) : row.length));
+      keep.firm.push_back(limit.due ? std::min(limit.guarded.sinks, row.length) : row.length);
+      longest = std::max(longest, row.length);
+    }
+    event.kept = keep.indptr.back();
+
+    std::vector<QueryWindow> queries;
+    std::vector<std::int32_t> next;
+    std::vector<NewestPositions> newest;
+    std::vector<PositionRun> runs;
+    std::map<std::int32_t, std::pair<std::size_t, std::size_t>> runs_of;  // by sequence: the same in every layer
+    ScalarType query_dtype = kFloat32;
+    for (const RowGroup& group : table.groups) {
+      const QueryView& q = group.queries;
+      queries.push_back({.data = q.data, .token_stride = q.token_stride, .head_stride = q.head_stride, .positions = q.positions, .ring = q.ring, .begin = q.begin, .count = q.count});
+      if (q.data != nullptr) query_dtype = q.dtype;
+      next.push_back(group.next_position);
+      auto [at, fresh] = runs_of.try_emplace(group.sequence, runs.size(), 0);
+      if (fresh) {
+        for (const std::int32_t position : group.newest) {
+          if (runs.size() > at->second.first && runs.back().position + runs.back().count == position) ++runs.back().count;
+          else runs.push_back({position, 1});
+        }
+        at->second.second = runs.size() - at->second.first;
+      }
+      newest.push_back({.runs = nullptr, .count = static_cast<std::int32_t>(at->second.second), .slots = static_cast<std::int32_t>(group.newest.size())});
+    }
+    if (reads_keys)
+      for (const Row& row : table.rows)
+        require<Unsupported>(table.key_dtype != c10::ScalarType::Float8_e4m3fn || row.key_scales.width == 4, "decide: keys of layer ", row.layer,
+                             " are f8 e4m3 without f32 scales; allowed with one f32 scale a slot");
+
+    event_table_.clear();
+    std::map<const std::int32_t*, std::int64_t> pages;  // by where they lie on the host
+    for (const Row& row : table.rows)
+      if (row.keys.pages != nullptr && !pages.contains(row.keys.pages)) pages[row.keys.pages] = event_table_.add(row.keys.pages, static_cast<std::size_t>(page_count(table, row)));
+    const std::int64_t rows_at = event_table_.add(table.rows), limits_at = event_table_.add(event.limits.rows), queries_at = event_table_.add(queries), next_at = event_table_.add(next),
+                       runs_at = event_table_.add(runs), newest_at = event_table_.add(newest), indptr_at = event_table_.add(keep.indptr);
+    event_table_.place();
+    for (std::size_t r = 0; r < table.rows.size(); ++r) {
+      Row& row = event_table_.here<Row>(rows_at)[r];
+      for (SlotAddress* side : {&row.keys, &row.values, &row.key_scales, &row.value_scales})
+        if (side->pages != nullptr) side->pages = event_table_.there<std::int32_t>(pages.at(side->pages));
+    }
+    for (std::size_t g = 0; g < newest.size(); ++g)
+      event_table_.here<NewestPositions>(newest_at)[g].runs = event_table_.there<PositionRun>(runs_at) + runs_of.at(table.groups[g].sequence).first;
+    event_table_.upload(staging_, event.stream);
+    rows_at_ = rows_at;
+    indptr_at_ = indptr_at;
+
+    event.arguments = {.rows = event_table_.there<Row>(rows_at),
+                       .limits = event_table_.there<RowLimit>(limits_at),
+                       .queries = event_table_.there<QueryWindow>(queries_at),
+                       .count = static_cast<std::int32_t>(table.rows.size()),
+                       .longest = longest,
+                       .kv_heads = spec.kv_heads,
+                       .group = spec.query_heads == 0 ? 1 : spec.group(),
+                       .dim = spec.key_dim,
+                       .keys = reads_keys ? element_of("keys", table.key_dtype) : Element::f32,
+                       .query = element_of("queries", query_dtype),
+                       .scale = static_cast<float>(spec.scale())};
+    event.indptr = event_table_.there<std::int64_t>(indptr_at);
+    event.next_positions = event_table_.there<std::int32_t>(next_at);
+    event.newest_positions = event_table_.there<NewestPositions>(newest_at);
+    if (!spec.rope.inv_freq.empty()) event.inv_freq = event.constant<double>(&spec.rope, [&] { return spec.rope.inv_freq; });
+    return keep;
+  }
+
+  /// Of the longest row of its sequence: all of them share their pages.
+  static std::int64_t page_count(const RowTable& table, const Row& of) {
+    std::int64_t longest = 0;
+    for (const Row& row : table.rows)
+      if (row.sequence == of.sequence) longest = std::max<std::int64_t>(longest, row.length);
+    return (longest + table.page_size - 1) / table.page_size;
+  }
+
+  Device device_;
+  EventMemory memory_;
+  Staging staging_;
+  Table event_table_, move_table_;
+  std::int64_t rows_at_ = 0, indptr_at_ = 0;
+  std::map<const void*, DeviceMemory> constants_;
+};
+
+}  // namespace
+
+std::shared_ptr<Accelerator> make_accelerator(Device device) { return std::make_shared<CudaAccelerator>(device); }
+
+std::shared_ptr<Accelerator> accelerator(int index) {
+  require_device(index);
+  require<DeviceError>(at::globalContext().hasCUDA(), "accelerator: this LibTorch has no CUDA; allowed one that was built with it");
+  at::globalContext().lazyInitDevice(c10::kCUDA);
+  return make_accelerator(Device(c10::kCUDA, static_cast<c10::DeviceIndex>(index)));
+}
+
+}  // namespace kvkeep::cuda

@@ -1,0 +1,10 @@
+#pragma once
+/// The accelerator of kvkeep::cuda. Under the execution model of the tests its device is the host.
+
+#include "kvkeep/core/accelerator.h"
+
+namespace kvkeep::cuda {
+
+[[nodiscard]] std::shared_ptr<Accelerator> make_accelerator(Device device);
+
+}  // namespace kvkeep::cuda

@@ -1,0 +1,121 @@
+#include "event.h"
+
+#include <algorithm>
+
+#include "window_attention.h"
+
+namespace kvkeep::cuda {
+
+DeviceMemory allocate_on(Device device, std::int64_t bytes) { return c10::GetAllocator(device.type())->allocate(static_cast<std::size_t>(std::max<std::int64_t>(bytes, 64))); }
+
+void EventMemory::begin() {
+  if (blocks_.size() > 1) {
+    blocks_.clear();
+    blocks_.push_back({.owned = allocate_on(device_, most_), .memory = nullptr, .bytes = most_});
+    blocks_.back().memory = static_cast<std::byte*>(blocks_.back().owned.get());
+  }
+  for (Block& block : blocks_) block.used = 0;
+}
+
+std::byte* EventMemory::take(std::int64_t bytes) {
+  constexpr std::int64_t kAlignment = 256;
+  bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  if (blocks_.empty() || blocks_.back().used + bytes > blocks_.back().bytes) {
+    require<StateError>(!given_.defined(), "decide: the workspace holds ", given_.defined() ? given_.numel() : 0, " bytes and an event needs more; allowed a larger one, or none");
+    const std::int64_t size = std::max<std::int64_t>(bytes, std::int64_t{1} << 20);
+    blocks_.push_back({.owned = allocate_on(device_, size), .memory = nullptr, .bytes = size});
+    blocks_.back().memory = static_cast<std::byte*>(blocks_.back().owned.get());
+  }
+  Block& block = blocks_.back();
+  std::byte* piece = block.memory + block.used;
+  block.used += bytes;
+  std::int64_t used = 0;
+  for (const Block& each : blocks_) used += each.used;
+  most_ = std::max(most_, used);
+  return piece;
+}
+
+void EventMemory::use(Tensor memory) {
+  require(memory.defined() && memory.device() == device_ && memory.is_contiguous() && memory.scalar_type() == c10::kByte, "workspace: allowed a contiguous u8 tensor on ", device_.str());
+  require(reinterpret_cast<std::uintptr_t>(memory.data_ptr()) % 256 == 0, "workspace: it begins inside a line of 256 bytes; allowed at the beginning of one");
+  blocks_.clear();
+  given_ = std::move(memory);
+  blocks_.push_back({.owned = {}, .memory = static_cast<std::byte*>(given_.data_ptr()), .bytes = given_.numel()});
+}
+
+void Table::place() {
+  const auto bytes = static_cast<std::int64_t>(image_.size());
+  if (bytes <= capacity_) return;
+  capacity_ = bytes + bytes / 2;
+  memory_ = allocate_on(device_, capacity_);
+  sent_.clear();
+}
+
+void Table::upload(Staging& staging, Stream stream) {
+  if (image_ == sent_) return;
+  staging.upload(memory_.get(), image_.data(), image_.size(), stream);
+  sent_ = image_;
+}
+
+PrepareArguments Event::prepare_arguments() const {
+  PrepareArguments prepare;
+  prepare.evidence = arguments;
+  prepare.newest = newest_positions;
+  return prepare;
+}
+
+DeviceWindow Event::ask(std::int32_t window, bool official) {
+  const auto groups = static_cast<std::int64_t>(evidence.table.groups.size());
+  const RopeSpec& rope = evidence.spec.rope;
+  DeviceWindow asked{window, official, take<RowWindow>(arguments.count), take<float>(groups * evidence.spec.query_heads * window * evidence.spec.key_dim)};
+  PrepareArguments prepare = prepare_arguments();
+  prepare.window = window;
+  prepare.official = official;
+  prepare.windows = asked.windows;
+  prepare.queries = asked.queries;
+  prepare.inv_freq = inv_freq;
+  prepare.pairs = evidence.basis == QueryBasis::post_rope ? 0 : static_cast<std::int32_t>(rope.inv_freq.size());
+  prepare.style = rope.style;
+  prepare.attention_scaling = rope.attention_scaling;
+  launch_prepare(prepare, stream);
+  newest_positions = nullptr;
+  return asked;
+}
+
+void Event::settle_positions() {
+  if (newest_positions == nullptr) return;
+  launch_prepare(prepare_arguments(), stream);
+  newest_positions = nullptr;
+}
+
+void Event::attend(const DeviceWindow& window, float* usage, float* newest, float* sum) const {
+  WindowAttentionArguments attention;
+  attention.evidence = arguments;
+  attention.windows = window.windows;
+  attention.window = window.window;
+  attention.queries = window.queries;
+  attention.usage = usage;
+  attention.newest = newest;
+  attention.sum = sum;
+  attention.workspace = take<std::byte>(window_attention_workspace_bytes(arguments, window.window));
+  launch_window_attention(attention, stream);
+}
+
+float* Event::attend_history(const DeviceWindow& window, HistoryOptions options, const std::int32_t* first) const {
+  HistoryAttentionArguments attention;
+  attention.evidence = arguments;
+  attention.windows = window.windows;
+  attention.window = window.window;
+  attention.queries = window.queries;
+  attention.max_logit = options.group == GroupReduce::max_logit;
+  attention.newest_counts = options.newest_counts;
+  attention.first = first;
+  attention.out = flat();
+  attention.workspace = take<std::byte>(window_attention_workspace_bytes(arguments, window.window));
+  launch_history_attention(attention, stream);
+  return attention.out;
+}
+
+DeviceMemory Event::allocate(std::int64_t bytes) const { return allocate_on(evidence.table.device, bytes); }
+
+}  // namespace kvkeep::cuda

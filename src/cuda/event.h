@@ -1,0 +1,158 @@
+#pragma once
+/// One event on a device, between the policy's words and the kernels': tables, memory, stream.
+
+#include <cstring>
+#include <map>
+
+#include "evidence.h"
+#include "kvkeep/allot/allocator.h"
+#include "kvkeep/core/accelerator.h"
+#include "kvkeep/core/limits.h"
+#include "kvkeep/score/scorer.h"
+#include "kvkeep/score/window_attention.h"
+#include "memory.h"
+#include "prepare.h"
+
+namespace kvkeep::cuda {
+
+/// Memory that events work in: taken piece by piece, all given back at once.
+class EventMemory {
+ public:
+  explicit EventMemory(Device device) : device_(device) {}
+
+  /// Everything is free again. Several blocks become one, so that the next event of this size allocates nothing.
+  void begin();
+  /// Aligned to 256.
+  [[nodiscard]] std::byte* take(std::int64_t bytes);
+  void use(Tensor memory);
+  [[nodiscard]] std::int64_t most() const { return most_; }
+
+ private:
+  struct Block {
+    DeviceMemory owned;
+    std::byte* memory = nullptr;
+    std::int64_t bytes = 0, used = 0;
+  };
+  Device device_;
+  Tensor given_;
+  std::vector<Block> blocks_;
+  std::int64_t most_ = 0;
+};
+
+/// Arrays of an event side by side, on their way to the device in one copy.
+class Table {
+ public:
+  explicit Table(Device device) : device_(device) {}
+
+  void clear() { image_.clear(); }
+  /// Appends `count` values; returns where they lie in the table.
+  template <class T>
+  std::int64_t add(const T* values, std::size_t count) {
+    static_assert(std::is_trivially_copyable_v<T>);
+    image_.resize((image_.size() + 15) / 16 * 16);
+    const auto at = static_cast<std::int64_t>(image_.size());
+    image_.resize(image_.size() + count * sizeof(T));
+    if (count > 0) std::memcpy(image_.data() + at, values, count * sizeof(T));
+    return at;
+  }
+  template <class T>
+  std::int64_t add(const std::vector<T>& values) {
+    return add(values.data(), values.size());
+  }
+  /// Takes memory for everything that was added, once no more comes. Addresses on the device are known from here on.
+  void place();
+  template <class T>
+  [[nodiscard]] T* there(std::int64_t at) const {
+    return reinterpret_cast<T*>(static_cast<std::byte*>(memory_.get()) + at);
+  }
+  template <class T>
+  [[nodiscard]] T* here(std::int64_t at) {
+    return reinterpret_cast<T*>(image_.data() + at);
+  }
+  /// Copies what changed since the last time: nothing, where nothing did.
+  void upload(Staging& staging, Stream stream);
+
+ private:
+  Device device_;
+  DeviceMemory memory_;
+  std::int64_t capacity_ = 0;
+  std::vector<std::byte> image_, sent_;
+};
+
+/// Window queries of every row, on the device.
+struct DeviceWindow {
+  std::int32_t window = 0;
+  bool official = false;
+  RowWindow* windows = nullptr;  ///< [rows]
+  float* queries = nullptr;      ///< f32 [groups, Hq, window, D]
+};
+
+/// The policy's window and what was reduced of it.
+struct Seen {
+  DeviceWindow asked;
+  float* usage = nullptr;
+  float* newest = nullptr;
+};
+
+/// What a scorer or an allocator runs with.
+class Event {
+ public:
+  Event(const Evidence& given, const Limits& limits_given, EventMemory& memory, Stream on) : evidence(given), limits(limits_given), stream(on), workspace_(memory) {}
+
+  const Evidence& evidence;
+  const Limits& limits;
+  Stream stream;
+  EvidenceArguments arguments;                    ///< rows, limits and queries on the device
+  const std::int64_t* indptr = nullptr;           ///< i64 [rows + 1] where each row's kept slots go
+  const std::int32_t* next_positions = nullptr;   ///< i32 [groups]
+  const double* inv_freq = nullptr;               ///< f64 [pairs]
+  const NewestPositions* newest_positions = nullptr;  ///< [groups] null once they stand in the columns
+  std::int64_t kept = 0;                          ///< slots that stay, of all rows
+
+  template <class T>
+  [[nodiscard]] T* take(std::int64_t count) const {
+    return reinterpret_cast<T*>(workspace_.take(count * static_cast<std::int64_t>(sizeof(T))));
+  }
+  /// f32 [slots]
+  [[nodiscard]] float* flat() const { return take<float>(evidence.table.slots); }
+
+  /// The newest `window` queries, turned, and the window of every row; positions stand in the columns afterwards. One launch.
+  [[nodiscard]] DeviceWindow ask(std::int32_t window, bool official);
+  /// Positions stand in the columns afterwards. One launch, or none.
+  void settle_positions();
+  /// Reductions of the window; null: not asked for. Two launches.
+  void attend(const DeviceWindow& window, float* usage, float* newest, float* sum = nullptr) const;
+  /// f32 [slots]. Two launches.
+  [[nodiscard]] float* attend_history(const DeviceWindow& window, HistoryOptions options, const std::int32_t* first = nullptr) const;
+
+  /// Numbers that stay the same from event to event, by what they belong to: uploaded the first time.
+  std::map<const void*, DeviceMemory>* constants = nullptr;
+  Staging* staging = nullptr;
+  template <class T, class Make>
+  [[nodiscard]] const T* constant(const void* owner, Make&& make) const {
+    const auto found = constants->find(owner);
+    if (found != constants->end()) return static_cast<const T*>(found->second.get());
+    const std::vector<T> values = make();
+    DeviceMemory memory = allocate(static_cast<std::int64_t>(values.size() * sizeof(T)));
+    staging->upload(memory.get(), values.data(), values.size() * sizeof(T), stream);
+    return static_cast<const T*>(constants->emplace(owner, std::move(memory)).first->second.get());
+  }
+
+ private:
+  [[nodiscard]] DeviceMemory allocate(std::int64_t bytes) const;
+  [[nodiscard]] PrepareArguments prepare_arguments() const;
+  EventMemory& workspace_;
+};
+
+[[nodiscard]] DeviceMemory allocate_on(Device device, std::int64_t bytes);
+
+/// Fills scores [slots] of every due row.
+using Score = float* (*)(Event& event, const Scorer& scorer, Seen& seen);
+/// Writes the kept slots of every row; returns the new credit, or null where there is none.
+using Allot = float* (*)(Event& event, const Allocator& allocator, const Seen& seen, const float* scores, std::int32_t* slots);
+
+/// Those that kernels exist for, by name; null: there are none.
+[[nodiscard]] Score score_of(std::string_view scorer);
+[[nodiscard]] Allot allot_of(std::string_view allocator);
+
+}  // namespace kvkeep::cuda

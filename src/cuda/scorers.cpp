@@ -1,0 +1,104 @@
+/// Scorers on a device: from their options to their kernels.
+
+#include "event.h"
+#include "keydiff.h"
+#include "knorm.h"
+#include "kvkeep/score/snapkv.h"
+#include "kvkeep/score/tova.h"
+#include "kvkeep/score/triattention.h"
+#include "snapkv.h"
+#include "tova.h"
+#include "triattention.h"
+
+namespace kvkeep::cuda {
+namespace {
+
+float* score_tova(Event& event, const Scorer& scorer, Seen& seen) {
+  const bool all_heads = static_cast<const Tova&>(scorer).options().heads == TovaOptions::Heads::all;
+  if (all_heads)
+    for (const RowGroup& group : event.evidence.table.groups)
+      for (const Row& row : event.evidence.table.rows_of(group, event.evidence.spec.kv_heads))
+        require<Unsupported>(row.length == event.evidence.table.rows[static_cast<std::size_t>(group.first_row)].length, "tova: heads of layer ", row.layer,
+                             " hold different numbers of slots; allowed rows of one length, or heads \"group\"");
+  launch_tova({.evidence = event.arguments, .windows = seen.asked.windows, .all_heads = all_heads, .scores = seen.newest}, event.stream);
+  return seen.newest;
+}
+
+float* score_keydiff(Event& event, const Scorer&, Seen&) {
+  KeyDiffArguments arguments{.evidence = event.arguments, .scores = event.flat(), .workspace = event.take<std::byte>(keydiff_workspace_bytes(event.arguments))};
+  launch_keydiff(arguments, event.stream);
+  return arguments.scores;
+}
+
+float* score_knorm(Event& event, const Scorer&, Seen&) {
+  KnormArguments arguments{.evidence = event.arguments, .scores = event.flat()};
+  launch_knorm(arguments, event.stream);
+  return arguments.scores;
+}
+
+float* score_snapkv(Event& event, const Scorer& scorer, Seen& seen) {
+  const SnapKVOptions& options = static_cast<const SnapKV&>(scorer).options();
+  const bool average = options.style == SnapKVOptions::Style::snapkv;
+  const bool known = average && seen.usage != nullptr && seen.asked.window == options.window && !seen.asked.official;
+  const DeviceWindow window = known ? seen.asked : event.ask(options.window, false);
+  const float* attention = seen.usage;
+  if (!average) attention = event.attend_history(window, {.group = GroupReduce::max_logit});
+  else if (!known) {
+    float* usage = event.flat();
+    event.attend(window, usage, nullptr);
+    attention = usage;
+  }
+  SnapKVArguments arguments{.evidence = event.arguments, .windows = window.windows, .attention = attention, .pool = options.pool, .average = average, .scores = event.flat()};
+  launch_snapkv(arguments, event.stream);
+  return arguments.scores;
+}
+
+float* score_triattention(Event& event, const Scorer& scorer, Seen&) {
+  const auto& tri = static_cast<const TriAttention&>(scorer);
+  const TriAttentionOptions& options = tri.options();
+  const Calibration& calibration = tri.calibration();
+  const ModelSpec& spec = event.evidence.spec;
+  const std::int32_t heads = calibration.query_heads(spec.full_layers());
+  // [layers, Hq, F]; layers without rows are left out of a calibration, and of no use here
+  const auto all_heads = [&](auto&& put) {
+    for (std::int32_t l = 0; l < spec.num_layers(); ++l)
+      for (std::int32_t h = 0; h < heads; ++h) {
+        const auto found = calibration.heads.find({l, h});
+        for (std::size_t f = 0; f < static_cast<std::size_t>(calibration.pairs()); ++f) put(found == calibration.heads.end() ? nullptr : &found->second, f);
+      }
+  };
+  TriAttentionArguments arguments{.evidence = event.arguments, .next_positions = event.next_positions, .inv_freq = event.inv_freq, .style = spec.rope.style,
+                                  .attention_scaling = spec.rope.attention_scaling, .offset_max = options.offset_max, .maximum = options.aggregate == TriAttentionOptions::Aggregate::max,
+                                  .normalize = options.normalize, .group_mean = options.group == TriAttentionOptions::Group::mean,
+                                  .sample = options.deviation == TriAttentionOptions::Deviation::sample, .slots = event.evidence.table.slots, .scores = event.flat()};
+  arguments.evidence.group = heads / spec.kv_heads;
+  arguments.q_mean = event.constant<float>(&calibration, [&] {
+    std::vector<float> all;
+    all_heads([&](const Calibration::Head* head, std::size_t f) {
+      all.push_back(head == nullptr ? 0.0F : head->q_mean[f].real());
+      all.push_back(head == nullptr ? 0.0F : head->q_mean[f].imag());
+    });
+    return all;
+  });
+  arguments.q_abs_mean = event.constant<float>(&calibration.heads, [&] {
+    std::vector<float> all;
+    all_heads([&](const Calibration::Head* head, std::size_t f) { all.push_back(head == nullptr ? 0.0F : head->q_abs_mean[f]); });
+    return all;
+  });
+  arguments.workspace = event.take<std::byte>(triattention_workspace_bytes(arguments));
+  launch_triattention(arguments, event.stream);
+  return arguments.scores;
+}
+
+}  // namespace
+
+Score score_of(std::string_view scorer) {
+  static constexpr std::pair<std::string_view, Score> kAll[] = {
+      {"keydiff", score_keydiff}, {"knorm", score_knorm}, {"snapkv", score_snapkv}, {"tova", score_tova}, {"triattention", score_triattention},
+  };
+  for (const auto& [name, score] : kAll)
+    if (name == scorer) return score;
+  return nullptr;
+}
+
+}  // namespace kvkeep::cuda

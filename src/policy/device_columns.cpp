@@ -1,0 +1,71 @@
+#include "device_columns.h"
+
+#include <algorithm>
+
+namespace kvkeep {
+
+DeviceColumns::DeviceColumns(std::int32_t rows, Accelerator& accelerator) : accelerator_(accelerator), rows_(static_cast<std::size_t>(rows)) {}
+
+void DeviceColumns::grow(std::int32_t capacity) {
+  const std::int32_t before = std::exchange(capacity_, capacity);
+  std::int32_t used = 0;
+  for (const RowLengths& row : rows_) used = std::max(used, row.length);
+  used = std::min(used, before);
+  for (DeviceMemory* memory : {&positions_, &credit_, &tally_}) {
+    if (memory->get() == nullptr && memory != &positions_) continue;
+    DeviceMemory larger = column();
+    if (memory->get() != nullptr)
+      accelerator_.copy_rows(larger.get(), std::int64_t{capacity} * 4, memory->get(), std::int64_t{before} * 4, std::int64_t{used} * 4, static_cast<std::int64_t>(rows_.size()));
+    *memory = std::move(larger);
+  }
+}
+
+void DeviceColumns::append(std::span<const std::int32_t> positions) {
+  newest_.insert(newest_.end(), positions.begin(), positions.end());
+  std::int32_t longest = 0;
+  for (RowLengths& row : rows_) longest = std::max(longest, row.length += static_cast<std::int32_t>(positions.size()));
+  if (longest > capacity_) grow(std::max({longest, capacity_ + capacity_ / 2, 64}));
+}
+
+void DeviceColumns::settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit, const float* tally) {
+  RowLengths& lengths = rows_[static_cast<std::size_t>(row)];
+  lengths.length = static_cast<std::int32_t>(keep.count(r));
+  if (credit != nullptr) lengths.credit = lengths.length;
+  if (tally != nullptr) lengths.tally = lengths.length;
+}
+
+void DeviceColumns::truncate(std::int32_t slots) {
+  newest_.resize(newest_.size() - static_cast<std::size_t>(slots));
+  for (RowLengths& row : rows_) row.length -= slots;
+}
+
+void DeviceColumns::describe(std::int32_t row, Row& out) const {
+  const RowLengths& lengths = rows_[static_cast<std::size_t>(row)];
+  out.positions = at<std::int32_t>(positions_, row);
+  out.credit = at<float>(credit_, row);
+  out.credit_length = lengths.credit;
+  out.tally = at<float>(tally_, row);
+  out.tally_length = lengths.tally;
+}
+
+ColumnTarget DeviceColumns::target(std::int32_t row, bool credit, bool tally) {
+  if (credit && credit_.get() == nullptr) credit_ = column();
+  if (tally && tally_.get() == nullptr) tally_ = column();
+  return {at<std::int32_t>(positions_, row), credit ? at<float>(credit_, row) : nullptr, tally ? at<float>(tally_, row) : nullptr};
+}
+
+std::span<const std::int32_t> DeviceColumns::positions(std::int32_t row) const {
+  const std::int32_t length = this->length(row), known = length - static_cast<std::int32_t>(newest_.size());
+  read_positions_.resize(static_cast<std::size_t>(length));
+  if (known > 0) accelerator_.read(read_positions_.data(), at<std::int32_t>(positions_, row), std::int64_t{known} * 4);
+  std::copy(newest_.begin(), newest_.end(), read_positions_.begin() + known);
+  return read_positions_;
+}
+
+std::span<const float> DeviceColumns::credit(std::int32_t row) const {
+  read_credit_.resize(static_cast<std::size_t>(rows_[static_cast<std::size_t>(row)].credit));
+  if (!read_credit_.empty()) accelerator_.read(read_credit_.data(), at<float>(credit_, row), static_cast<std::int64_t>(read_credit_.size()) * 4);
+  return read_credit_;
+}
+
+}  // namespace kvkeep

@@ -1,0 +1,51 @@
+#pragma once
+/// Columns of one sequence in the memory of a device. The host knows lengths, and positions that came since the last event: they reach the device with the next one.
+
+#include "kvkeep/core/accelerator.h"
+#include "kvkeep/core/columns.h"
+
+namespace kvkeep {
+
+class DeviceColumns final : public Columns {
+ public:
+  DeviceColumns(std::int32_t rows, Accelerator& accelerator);
+
+  /// Allocates where a row outgrows its memory, by half again.
+  void append(std::span<const std::int32_t> positions) override;
+  void settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit, const float* tally) override;
+  void truncate(std::int32_t slots) override;
+  [[nodiscard]] std::int32_t length(std::int32_t row) const override { return rows_[static_cast<std::size_t>(row)].length; }
+  [[nodiscard]] std::span<const std::int32_t> newest() const override { return newest_; }
+  void describe(std::int32_t row, Row& out) const override;
+  /// Waits for the device.
+  [[nodiscard]] std::span<const std::int32_t> positions(std::int32_t row) const override;
+  [[nodiscard]] std::span<const float> credit(std::int32_t row) const override;
+
+  /// Where an event writes the columns of a row. Allocates what is asked for the first time.
+  [[nodiscard]] ColumnTarget target(std::int32_t row, bool credit, bool tally);
+
+  /// Settled rows hold all of their positions on the device; call it once all are.
+  void finish_event() { newest_.clear(); }
+
+ private:
+  struct RowLengths {
+    std::int32_t length = 0, credit = 0, tally = 0;
+  };
+  /// [rows, capacity] numbers of four bytes.
+  template <class T>
+  [[nodiscard]] T* at(const DeviceMemory& memory, std::int32_t row) const {
+    return memory.get() == nullptr ? nullptr : static_cast<T*>(memory.get()) + std::int64_t{row} * capacity_;
+  }
+  [[nodiscard]] DeviceMemory column() { return accelerator_.allocate(static_cast<std::int64_t>(rows_.size()) * capacity_ * 4); }
+  void grow(std::int32_t capacity);
+
+  Accelerator& accelerator_;
+  std::int32_t capacity_ = 0;
+  std::vector<RowLengths> rows_;
+  std::vector<std::int32_t> newest_;
+  DeviceMemory positions_, credit_, tally_;
+  mutable std::vector<std::int32_t> read_positions_;
+  mutable std::vector<float> read_credit_;
+};
+
+}  // namespace kvkeep

@@ -1,0 +1,244 @@
+// The line on a device: a keeper whose cache, columns and queries lie there keeps what a keeper on the CPU keeps, slot for slot, dense and in pages.
+
+#include "engines.h"
+
+#include "device.h"
+#if defined(KVKEEP_CUDA_MODEL)
+#include "accelerator.h"
+#else
+#include "kvkeep/cuda.h"
+#endif
+
+namespace kvkeep::cuda {
+namespace {
+
+using namespace engines;
+
+std::shared_ptr<Accelerator> fresh() {
+#if defined(KVKEEP_CUDA_MODEL)
+  return make_accelerator(c10::kCPU);  // the model's device memory is the host's
+#else
+  return accelerator(0);
+#endif
+}
+
+struct Case {
+  const char* name;
+  const char* policy;
+  bool ragged = false;
+};
+void PrintTo(const Case& one, std::ostream* out) { *out << one.name; }
+
+class DeviceKeeper : public ::testing::TestWithParam<Case> {
+ protected:
+  void SetUp() override {
+    if (!has_machine()) GTEST_SKIP() << "no GPU here";
+  }
+};
+
+void expect_alike_reports(const Report& a, const Report& b) {
+  ASSERT_EQ(a.cuts.size(), b.cuts.size());
+  for (std::size_t i = 0; i < a.cuts.size(); ++i) {
+    EXPECT_EQ(a.cuts[i].sequence, b.cuts[i].sequence);
+    EXPECT_EQ(a.cuts[i].logical_length, b.cuts[i].logical_length);
+    EXPECT_EQ(a.cuts[i].length_before, b.cuts[i].length_before);
+    EXPECT_EQ(a.cuts[i].length_after, b.cuts[i].length_after);
+    EXPECT_EQ(a.cuts[i].slots_after, b.cuts[i].slots_after);
+  }
+  EXPECT_EQ(a.slots_dropped, b.slots_dropped);
+  EXPECT_EQ(a.bytes_before, b.bytes_before);
+  EXPECT_EQ(a.bytes_after, b.bytes_after);
+  EXPECT_LE(a.bytes_moved, b.bytes_moved) << "what the host can say on a device is an upper bound";
+}
+
+void expect_alike_credit(const Engine& a, const Engine& b) {
+  for (const auto& [id, lengths] : a.lengths)
+    for (std::int32_t r = 0; r < kRows; ++r) {
+      const auto x = a.keeper.credit(id, r / kHeads, r % kHeads), y = b.keeper.credit(id, r / kHeads, r % kHeads);
+      ASSERT_EQ(x.size(), y.size());
+      for (std::size_t t = 0; t < x.size(); ++t) ASSERT_NEAR(x[t], y[t], 1e-6 + 1e-4 * std::abs(x[t]));
+    }
+}
+
+/// Prompts in chunks, forks, decoding by ones and more, tokens taken back, sequences that end: the same to both.
+void run_both(Engine& cpu, Engine& device, std::uint64_t seed) {
+  oracle::Random random(seed);
+  std::int64_t events = 0;
+  const auto step = [&](const std::vector<std::pair<SequenceId, std::int32_t>>& work) {
+    const Numbers numbers = numbers_of(random, work);
+    const Report a = cpu.step(numbers), b = device.step(numbers);
+    ASSERT_NO_FATAL_FAILURE(expect_alike_reports(a, b));
+    events += static_cast<std::int64_t>(b.cuts.size());
+  };
+  for (Engine* engine : {&cpu, &device}) {
+    engine->join(1);
+    engine->join(2);
+  }
+  step({{1, 45}, {2, 90}});
+  for (Engine* engine : {&cpu, &device}) engine->fork(3, 1, 37);
+  step({{3, 20}, {1, 1}});
+  for (int n = 0; n < 24; ++n) {
+    step(n % 3 == 0 ? std::vector<std::pair<SequenceId, std::int32_t>>{{2, 3}, {3, 1}} : std::vector<std::pair<SequenceId, std::int32_t>>{{1, 2}, {2, 1}, {3, 2}});
+    if (n % 8 == 0) ASSERT_NO_FATAL_FAILURE(expect_alike(cpu, device));
+  }
+  ASSERT_NO_FATAL_FAILURE(expect_alike(cpu, device));
+  ASSERT_NO_FATAL_FAILURE(expect_alike_credit(cpu, device));
+  EXPECT_GE(events, 2);
+}
+
+TEST_P(DeviceKeeper, KeepsInADenseCacheWhatTheCpuKeeps) {
+  const auto [name, policy, ragged] = GetParam();
+  for (const ScalarType dtype : {kFloat32, kBFloat16}) {
+    DenseEngine cpu(policy, ragged, dtype), device(policy, ragged, dtype, fresh());
+    ASSERT_NO_FATAL_FAILURE(run_both(cpu, device, 11));
+  }
+}
+
+TEST_P(DeviceKeeper, KeepsInPagesWhatTheCpuKeepsInADenseCache) {  // B21, B23, B24
+  const auto [name, policy, ragged] = GetParam();
+  int which = 0;
+  for (const std::int32_t page_size : {1, 16, 64}) {
+    const PageLayout layout = which % 2 == 0 ? PageLayout::slot_head : PageLayout::head_slot;
+    const Form form = static_cast<Form>(which++ % 3);
+    SCOPED_TRACE(text(name, ", pages of ", page_size));
+    DenseEngine cpu(policy, ragged, kFloat32);
+    PagedEngine device(policy, ragged, kFloat32, page_size, layout, form, 1600, fresh());
+    ASSERT_NO_FATAL_FAILURE(run_both(cpu, device, 12));
+    std::int64_t holders = 0, held = 0;
+    for (std::int32_t p = 0; p < device.pool.capacity(); ++p) holders += device.pool.references(p);
+    for (const auto& [id, lengths] : device.lengths) held += (*std::max_element(lengths.begin(), lengths.end()) + page_size - 1) / page_size;
+    EXPECT_EQ(holders, held) << "every page that is not needed has been given back";
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Policies, DeviceKeeper,
+                         ::testing::Values(Case{"amstova", "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16"},
+                                           Case{"amstovagroup", "ams-tova,budget=40,interval=8,recent=4,window=4,min_segment=2,max_segment=16,coverage=0.6,scorer.heads=group"},
+                                           Case{"amssnapkv", "ams-snapkv,budget=48,interval=12,recent=4,allocator.window=8,scorer.window=8,min_segment=2,max_segment=16"},
+                                           Case{"official", "ams-tova,variant=official,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16"},
+                                           Case{"amskeydiff", "ams-keydiff,budget=48,interval=12,window=8"}, Case{"tova", "tova,budget=48,interval=12,recent=4"},
+                                           Case{"keydiff", "keydiff,budget=48,interval=12"}, Case{"knorm", "knorm,budget=48,interval=12,prefill=cut"},
+                                           Case{"snapkv", "snapkv,budget=48,interval=12,window=8"}, Case{"snapkvrkv", "snapkv,budget=48,interval=12,window=8,style=rkv"},
+                                           Case{"officialtova", "tova,variant=official,budget=48,interval=12"}, Case{"prompt", "tova,budget=64,interval=12,protect_prompt=true"},
+                                           Case{"pyramidkv", "pyramidkv-knorm,budget=48,interval=12,recent=4", true}),
+                         [](const auto& p) { return std::string(p.param.name); });
+
+using DeviceLine = OnDevice;
+
+TEST_F(DeviceLine, TakesTokensBack) {
+  const char* policy = "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16";
+  DenseEngine cpu(policy, false, kFloat32), device(policy, false, kFloat32, fresh());
+  oracle::Random random(5);
+  for (Engine* engine : {static_cast<Engine*>(&cpu), static_cast<Engine*>(&device)}) engine->join(1);
+  for (int n = 0; n < 30; ++n) {
+    const Numbers numbers = numbers_of(random, {{1, n == 0 ? 50 : 5}});
+    for (Engine* engine : {static_cast<Engine*>(&cpu), static_cast<Engine*>(&device)}) {
+      const bool cut = !engine->step(numbers).cuts.empty();
+      if (cut || n % 2 == 0) continue;
+      engine->keeper.truncate(1, engine->keeper.logical_length(1) - 3);
+      for (std::int32_t& length : engine->lengths.at(1)) length -= 3;
+    }
+    ASSERT_NO_FATAL_FAILURE(expect_alike(cpu, device));
+  }
+  EXPECT_GT(device.keeper.totals().events, 3);
+}
+
+TEST_F(DeviceLine, TakesGapsInPositions) {
+  const char* policy = "tova,budget=24,interval=6,recent=4";
+  const auto run = [&](Engine& engine) {
+    oracle::Random random(6);
+    engine.join(1);
+    std::int32_t position = 0;
+    for (int n = 0; n < 20; ++n) {
+      const std::int32_t tokens = n == 0 ? 20 : 2;
+      Ints positions;
+      for (std::int32_t i = 0; i < tokens; ++i) positions.push_back(position += 1 + (n + i) % 3);
+      static_cast<void>(engine.step(numbers_of(random, {{1, tokens}}), positions));
+    }
+  };
+  DenseEngine cpu(policy, false, kFloat32), device(policy, false, kFloat32, fresh());
+  run(cpu);
+  run(device);
+  expect_alike(cpu, device);
+  EXPECT_GT(device.keeper.totals().events, 3);
+}
+
+TEST_F(DeviceLine, NamesWhatHasNoKernel) {
+  try {
+    DenseEngine engine("adakv-tova,budget=48,interval=12", true, kFloat32, fresh());
+    FAIL() << "AdaKV ran on a device";
+  } catch (const InvalidArgument& error) {
+    EXPECT_NE(std::string(error.what()).find("allocator adaptive_heads has no kernel"), std::string::npos) << error.what();
+  }
+  try {
+    DenseEngine engine("tova,budget=48,interval=12,share=union", false, kFloat32, fresh());
+    FAIL() << "rows shared a selection on a device";
+  } catch (const InvalidArgument& error) {
+    EXPECT_NE(std::string(error.what()).find("share: "), std::string::npos) << error.what();
+  }
+}
+
+TEST_F(DeviceLine, WorksInTheMemoryItIsGivenAndSaysWhenThatIsTooLittle) {
+  const char* policy = "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16";
+  const auto run = [&](const std::shared_ptr<Accelerator>& accelerator) {
+    DenseEngine engine(policy, false, kFloat32, accelerator);
+    oracle::Random random(7);
+    engine.join(1);
+    for (int n = 0; n < 40; ++n) static_cast<void>(engine.step(numbers_of(random, {{1, n == 0 ? 50 : 1}})));
+    EXPECT_GT(engine.keeper.totals().events, 2);
+  };
+  const std::shared_ptr<Accelerator> first = fresh();
+  run(first);
+  const std::int64_t needed = first->workspace_bytes();
+  ASSERT_GT(needed, 0);
+  const auto memory = [&](std::int64_t bytes) { return at::empty({bytes + 256}, at::TensorOptions().dtype(c10::kByte).device(first->device())); };
+  const auto aligned = [](const Tensor& m, std::int64_t bytes) { return m.narrow(0, (256 - reinterpret_cast<std::intptr_t>(m.data_ptr()) % 256) % 256, bytes); };
+  const Tensor enough = memory(needed), little = memory(needed - 256);
+  const std::shared_ptr<Accelerator> second = fresh(), third = fresh();
+  second->use_workspace(aligned(enough, needed));
+  run(second);
+  EXPECT_EQ(second->workspace_bytes(), needed);
+  third->use_workspace(aligned(little, needed - 256));
+  EXPECT_THROW(run(third), StateError);
+}
+
+#if defined(KVKEEP_CUDA_MODEL)
+TEST_F(DeviceLine, TakesAtMostSixLaunchesForAnEventOfAllLayersAndSequences) {
+  const auto launches_of = [](const char* policy) {
+    DenseEngine engine(policy, false, kFloat32, fresh());
+    oracle::Random random(9);
+    engine.join(1);
+    engine.join(2);
+    static_cast<void>(engine.step(numbers_of(random, {{1, 60}, {2, 70}})));
+    for (;;) {
+      const Numbers numbers = numbers_of(random, {{1, 1}, {2, 1}});
+      const std::int64_t before = model::counters().launches;
+      if (engine.step(numbers).cuts.size() == 2) return model::counters().launches - before - (engine.keeper.policy().needs().queries > 0 ? kLayers : 0);  // less one a layer for the new queries
+    }
+  };
+  EXPECT_EQ(launches_of("ams-tova,budget=48,interval=12,window=8"), 6);
+  EXPECT_EQ(launches_of("ams-tova,budget=48,interval=12,window=8,scorer.heads=group"), 6);
+  EXPECT_EQ(launches_of("tova,budget=48,interval=12"), 6);
+  EXPECT_EQ(launches_of("knorm,budget=48,interval=12"), 4);
+  EXPECT_EQ(launches_of("ams-knorm,budget=48,interval=12"), 6);
+}
+#endif
+
+TEST_F(DeviceLine, RefusesTensorsThatLieElsewhere) {
+#if defined(KVKEEP_CUDA_MODEL)
+  GTEST_SKIP() << "the model's device is the host";
+#else
+  DenseEngine engine("tova,budget=48,interval=12", false, kFloat32, fresh());
+  engine.join(1);
+  oracle::Random random(8);
+  const Numbers numbers = numbers_of(random, {{1, 3}});
+  EXPECT_THROW(engine.keeper.observe({.layer = 0, .sequences = numbers.ids, .indptr = numbers.indptr, .queries = numbers.queries[0]}), InvalidArgument);
+  DenseEngine host("tova,budget=48,interval=12", false, kFloat32);
+  host.layers = engine.layers;
+  host.join(1);
+  EXPECT_THROW(static_cast<void>(host.cut({1})), InvalidArgument);
+#endif
+}
+
+}  // namespace
+}  // namespace kvkeep::cuda
