@@ -78,6 +78,12 @@ class Engine {
   }
 
   Report step(const Numbers& numbers, std::span<const std::int32_t> positions = {}) {
+    feed(numbers, positions);
+    return cut(numbers.ids);
+  }
+
+  /// A step without its end.
+  void feed(const Numbers& numbers, std::span<const std::int32_t> positions = {}) {
     make_room(numbers);
     for (std::int32_t l = 0; l < kLayers; ++l) {
       for (std::size_t i = 0; i < numbers.ids.size(); ++i)
@@ -91,7 +97,6 @@ class Engine {
     }
     for (std::size_t i = 0; i < numbers.ids.size(); ++i)
       for (std::int32_t& length : lengths.at(numbers.ids[i])) length += numbers.indptr[i + 1] - numbers.indptr[i];
-    return cut(numbers.ids);
   }
 
   Report cut(const std::vector<SequenceId>& ids) {

@@ -13,20 +13,16 @@
 #include <memory>
 #include <numeric>
 #include <random>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "compact.h"
+#include "gpu_timing.h"
 #include "mass_segmented.h"
 #include "select.h"
 
 namespace kvkeep::cuda {
 namespace {
-
-void expect(cudaError_t status) {
-  if (status != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(status));
-}
 
 struct Shape {
   const char* name;
@@ -53,32 +49,6 @@ class Device {
   std::size_t count_;
   T* data_ = nullptr;
 };
-
-/// GPU milliseconds of `work`, which only launches.
-template <class Work>
-double gpu_milliseconds(const Work& work) {
-  static cudaEvent_t begin = [] { cudaEvent_t e; expect(cudaEventCreate(&e)); return e; }(), end = [] { cudaEvent_t e; expect(cudaEventCreate(&e)); return e; }();
-  expect(cudaEventRecord(begin));
-  work();
-  expect(cudaEventRecord(end));
-  expect(cudaEventSynchronize(end));
-  float ms = 0;
-  expect(cudaEventElapsedTime(&ms, begin, end));
-  return static_cast<double>(ms);
-}
-
-/// GB/s that a copy inside the GPU's memory reads and writes.
-double copy_bandwidth() {
-  static const double found = [] {
-    constexpr std::size_t kBytes = std::size_t{1} << 30;
-    const Device<std::byte> from(kBytes), to(kBytes);
-    std::vector<double> ms;
-    for (int i = 0; i < 11; ++i) ms.push_back(gpu_milliseconds([&] { expect(cudaMemcpyAsync(to.data(), from.data(), kBytes, cudaMemcpyDeviceToDevice)); }));
-    std::nth_element(ms.begin(), ms.begin() + 5, ms.end());
-    return 2.0 * kBytes / ms[5] / 1e6;
-  }();
-  return found;
-}
 
 /// All rows of an event over one dense bf16 cache, with random scores and slots that stay.
 struct Event {

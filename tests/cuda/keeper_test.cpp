@@ -6,6 +6,9 @@
 #if defined(KVKEEP_CUDA_MODEL)
 #include "accelerator.h"
 #else
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include "kvkeep/cuda.h"
 #endif
 
@@ -221,6 +224,53 @@ TEST_F(DeviceLine, TakesAtMostSixLaunchesForAnEventOfAllLayersAndSequences) {
   EXPECT_EQ(launches_of("tova,budget=48,interval=12"), 6);
   EXPECT_EQ(launches_of("knorm,budget=48,interval=12"), 4);
   EXPECT_EQ(launches_of("ams-knorm,budget=48,interval=12"), 6);
+}
+#else
+TEST_F(DeviceLine, RunsOnAnyStreamAndInACapturedGraph) {
+  const char* policy = "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16";
+  const Device gpu(c10::kCUDA, 0);
+  const c10::Stream side = c10::impl::VirtualGuardImpl(c10::kCUDA).getStreamFromGlobalPool(gpu);
+  const c10::StreamGuard guard(side);
+  const auto stream = static_cast<cudaStream_t>(side.native_handle());
+  DenseEngine cpu(policy, false, kBFloat16), device(policy, false, kBFloat16, fresh());
+  oracle::Random random(10);
+  for (Engine* engine : {static_cast<Engine*>(&cpu), static_cast<Engine*>(&device)}) engine->join(1);
+  int graphs = 0;
+  for (int n = 0; n < 60; ++n) {
+    const Numbers numbers = numbers_of(random, {{1, n == 0 ? 50 : 1}});
+    const bool due = !cpu.step(numbers).cuts.empty();
+    device.feed(numbers);
+    if (!due || device.keeper.totals().events < 2) {
+      static_cast<void>(device.cut({1}));
+      continue;
+    }
+    // Whatever waits, allocates or copies to the host is an error while a stream is captured in this mode.
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t ready = nullptr;
+    expect(cudaStreamSynchronize(stream));
+    expect(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    static_cast<void>(device.cut({1}));
+    expect(cudaStreamEndCapture(stream, &graph));
+    std::size_t nodes = 0;
+    expect(cudaGraphGetNodes(graph, nullptr, &nodes));
+    std::vector<cudaGraphNode_t> all(nodes);
+    expect(cudaGraphGetNodes(graph, all.data(), &nodes));
+    int kernels = 0;
+    for (const cudaGraphNode_t node : all) {
+      cudaGraphNodeType type{};
+      expect(cudaGraphNodeGetType(node, &type));
+      kernels += type == cudaGraphNodeTypeKernel ? 1 : 0;
+    }
+    EXPECT_LE(kernels, 6);
+    expect(cudaGraphInstantiate(&ready, graph, 0));
+    expect(cudaGraphLaunch(ready, stream));
+    expect(cudaStreamSynchronize(stream));
+    expect(cudaGraphExecDestroy(ready));
+    expect(cudaGraphDestroy(graph));
+    ++graphs;
+    ASSERT_NO_FATAL_FAILURE(expect_alike(cpu, device));
+  }
+  EXPECT_GE(graphs, 2);
 }
 #endif
 
