@@ -6,6 +6,7 @@ install(DIRECTORY include/kvkeep "${CMAKE_CURRENT_BINARY_DIR}/generated/kvkeep" 
 install(TARGETS kvkeep_core kvkeep kvkeep_lm EXPORT kvkeepTargets)
 if(TARGET kvkeep_cuda)
   install(TARGETS kvkeep_cuda EXPORT kvkeepTargets)
+  install(DIRECTORY cuda/ DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/kvkeep/cuda" FILES_MATCHING PATTERN "*.h")
   if(NOT BUILD_SHARED_LIBS)
     install(TARGETS kvkeep_kernels EXPORT kvkeepTargets)
   endif()

@@ -47,5 +47,8 @@ env -u LD_LIBRARY_PATH cmake -G Ninja -S "$scratch/consumer" -B "$scratch/consum
   fail "the consumer does not configure"
 cmake --build "$scratch/consumer/build" || fail "the consumer does not build"
 env -u LD_LIBRARY_PATH "$scratch/consumer/build/consumer" || fail "the consumer does not run"
+if [[ -x "$scratch/consumer/build/consumer_cuda" ]]; then
+  env -u LD_LIBRARY_PATH "$scratch/consumer/build/consumer_cuda" || fail "the consumer of kvkeep::cuda does not run"
+fi
 if [[ -x "$prefix/bin/kvkeep" ]]; then env -u LD_LIBRARY_PATH "$prefix/bin/kvkeep" --help > /dev/null || fail "the installed command does not run"; fi
 echo "install test: consumer built and ran against the installed kvkeep alone"
