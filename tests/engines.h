@@ -100,16 +100,15 @@ class Engine {
   }
 
   Report cut(const std::vector<SequenceId>& ids) {
-    Ints flat;
-    for (const SequenceId id : ids) flat.insert(flat.end(), lengths.at(id).begin(), lengths.at(id).begin() + (ragged_ ? kRows : 1));
-    CacheView view = view_of(ids);
-    view.lengths = {flat, ragged_ ? kRows : 1};
+    CacheView view = lengthened_view(ids);
     const Report report = keeper.step(view);
     settle(view, report);
     for (std::size_t i = 0; i < ids.size(); ++i)
       for (std::int32_t r = 0; r < kRows; ++r) lengths.at(ids[i])[static_cast<std::size_t>(r)] = view.lengths.at(i, r);
     return report;
   }
+
+  std::int64_t workspace_bytes(const std::vector<SequenceId>& ids) { return keeper.workspace_bytes(lengthened_view(ids)); }
 
   [[nodiscard]] virtual Tensor slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot, bool value) const = 0;
 
@@ -124,7 +123,16 @@ class Engine {
   virtual void settle(const CacheView& view, const Report& report) = 0;
 
  private:
+  CacheView lengthened_view(const std::vector<SequenceId>& ids) {
+    flat_.clear();
+    for (const SequenceId id : ids) flat_.insert(flat_.end(), lengths.at(id).begin(), lengths.at(id).begin() + (ragged_ ? kRows : 1));
+    CacheView view = view_of(ids);
+    view.lengths = {flat_, ragged_ ? kRows : 1};
+    return view;
+  }
+
   bool ragged_;
+  Ints flat_;
 };
 
 class DenseEngine final : public Engine {

@@ -75,42 +75,18 @@ class CudaAccelerator final : public Accelerator {
 
   [[nodiscard]] Decision decide(const KVPolicy& policy, const Evidence& evidence) override {
     const c10::DeviceGuard guard(device_);
-    const std::vector<std::string> why_not = problems(policy, evidence.spec);
-    require<Unsupported>(why_not.empty(), "decide: ", why_not.empty() ? "" : why_not.front());
-    const auto& evict = dynamic_cast<const Evict&>(policy);
-    const Retention& retention = evict.retention();
-    const Limits limits = evict.limits(evidence);
-    memory_.begin();
-    Event event(evidence, limits, memory_, stream());
-    event.constants = &constants_;
-    event.staging = &staging_;
-    KeepSet keep = upload(event, policy.needs().keys);
-
-    WindowNeeds shared = evict.scorer().shares();
-    shared.usage = evict.allocator().window() > 0;
-    Seen seen;
-    if (shared.usage || shared.newest) {
-      seen.asked = event.ask(std::max(evict.allocator().window(), 1), retention.variant == Variant::official);
-      seen.usage = shared.usage ? event.flat() : nullptr;
-      seen.newest = shared.newest ? event.flat() : nullptr;
-      event.attend(seen.asked, seen.usage, seen.newest);
-    } else if (policy.needs().queries == 0) {
-      event.settle_positions();
+    if (memory_.given() >= 0) {
+      const std::int64_t needed = workspace_bytes(policy, evidence);
+      require<StateError>(needed <= memory_.given(), "decide: the workspace holds ", memory_.given(), " bytes and this event needs ", needed, "; allowed at least that, or no workspace");
     }
-    float* scores = score_of(evict.scorer().name())(event, evict.scorer(), seen);
-    event.settle_positions();
-    auto* slots = event.take<std::int32_t>(event.kept);
-    float* credit = allot_of(evict.allocator().name())(event, evict.allocator(), seen, scores, slots);
+    memory_.begin();
+    return run(policy, evidence, false);
+  }
 
-    Decision decision;
-    decision.reason = Reason::over_budget;
-    decision.scores.data = tensor(scores, evidence.table.slots, kFloat32);
-    if (evict.scorer().accumulates()) decision.tally = decision.scores.data;
-    if (credit != nullptr) decision.credit = tensor(credit, evidence.table.slots, kFloat32);
-    keep.slots = tensor(slots, event.kept, kInt32);
-    decision.keep = std::move(keep);
-    decision.share = retention.share;
-    return decision;
+  [[nodiscard]] std::int64_t workspace_bytes(const KVPolicy& policy, const Evidence& evidence) override {
+    memory_.begin_counting();
+    static_cast<void>(run(policy, evidence, true));
+    return memory_.counted();
   }
 
   void move(const RowTable& table, const Decision& decision, std::span<const PageMove> pages, std::span<const ColumnTarget> columns) override {
@@ -148,17 +124,55 @@ class CudaAccelerator final : public Accelerator {
     download(to, from, static_cast<std::size_t>(bytes), stream());
   }
 
-  [[nodiscard]] std::int64_t workspace_bytes() const override { return memory_.most(); }
   void use_workspace(Tensor memory) override { memory_.use(std::move(memory)); }
 
  private:
   [[nodiscard]] Stream stream() const {
     return device_.is_cpu() ? nullptr : static_cast<Stream>(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).native_handle());
   }
+  Decision run(const KVPolicy& policy, const Evidence& evidence, bool dry) {
+    const std::vector<std::string> why_not = problems(policy, evidence.spec);
+    require<Unsupported>(why_not.empty(), "decide: ", why_not.empty() ? "" : why_not.front());
+    const auto& evict = dynamic_cast<const Evict&>(policy);
+    const Retention& retention = evict.retention();
+    const Limits limits = evict.limits(evidence);
+    Event event(evidence, limits, memory_, stream(), dry);
+    event.constants = &constants_;
+    event.staging = &staging_;
+    KeepSet keep = upload(event, policy.needs().keys, dry);
+
+    WindowNeeds shared = evict.scorer().shares();
+    shared.usage = evict.allocator().window() > 0;
+    Seen seen;
+    if (shared.usage || shared.newest) {
+      seen.asked = event.ask(std::max(evict.allocator().window(), 1), retention.variant == Variant::official);
+      seen.usage = shared.usage ? event.flat() : nullptr;
+      seen.newest = shared.newest ? event.flat() : nullptr;
+      event.attend(seen.asked, seen.usage, seen.newest);
+    } else if (policy.needs().queries == 0) {
+      event.settle_positions();
+    }
+    float* scores = score_of(evict.scorer().name())(event, evict.scorer(), seen);
+    event.settle_positions();
+    auto* slots = event.take<std::int32_t>(event.kept);
+    float* credit = allot_of(evict.allocator().name())(event, evict.allocator(), seen, scores, slots);
+
+    Decision decision;
+    if (dry) return decision;
+    decision.reason = Reason::over_budget;
+    decision.scores.data = tensor(scores, evidence.table.slots, kFloat32);
+    if (evict.scorer().accumulates()) decision.tally = decision.scores.data;
+    if (credit != nullptr) decision.credit = tensor(credit, evidence.table.slots, kFloat32);
+    keep.slots = tensor(slots, event.kept, kInt32);
+    decision.keep = std::move(keep);
+    decision.share = retention.share;
+    return decision;
+  }
+
   [[nodiscard]] Tensor tensor(void* data, std::int64_t count, ScalarType dtype) const { return at::from_blob(data, {count}, at::TensorOptions().dtype(dtype).device(device_)); }
 
   /// Sends everything that kernels read of the event in one copy; returns where the kept slots of every row will lie.
-  KeepSet upload(Event& event, bool reads_keys) {
+  KeepSet upload(Event& event, bool reads_keys, bool dry) {
     const RowTable& table = event.evidence.table;
     const ModelSpec& spec = event.evidence.spec;
     KeepSet keep;
@@ -205,7 +219,7 @@ class CudaAccelerator final : public Accelerator {
       if (row.keys.pages != nullptr && !pages.contains(row.keys.pages)) pages[row.keys.pages] = event_table_.add(row.keys.pages, static_cast<std::size_t>(page_count(table, row)));
     const std::int64_t rows_at = event_table_.add(table.rows), limits_at = event_table_.add(event.limits.rows), queries_at = event_table_.add(queries), next_at = event_table_.add(next),
                        runs_at = event_table_.add(runs), newest_at = event_table_.add(newest), indptr_at = event_table_.add(keep.indptr);
-    event_table_.place();
+    if (!dry) event_table_.place();
     for (std::size_t r = 0; r < table.rows.size(); ++r) {
       Row& row = event_table_.here<Row>(rows_at)[r];
       for (SlotAddress* side : {&row.keys, &row.values, &row.key_scales, &row.value_scales})
@@ -213,9 +227,11 @@ class CudaAccelerator final : public Accelerator {
     }
     for (std::size_t g = 0; g < newest.size(); ++g)
       event_table_.here<NewestPositions>(newest_at)[g].runs = event_table_.there<PositionRun>(runs_at) + runs_of.at(table.groups[g].sequence).first;
-    event_table_.upload(staging_, event.stream);
-    rows_at_ = rows_at;
-    indptr_at_ = indptr_at;
+    if (!dry) {
+      event_table_.upload(staging_, event.stream);
+      rows_at_ = rows_at;
+      indptr_at_ = indptr_at;
+    }
 
     event.arguments = {.rows = event_table_.there<Row>(rows_at),
                        .limits = event_table_.there<RowLimit>(limits_at),

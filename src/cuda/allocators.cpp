@@ -10,9 +10,8 @@ namespace {
 
 float* allot_flat(Event& event, const Allocator&, const Seen&, const float* scores, std::int32_t* slots) {
   const Padding padding = event.limits.variant == Variant::official ? event.limits.padding : Padding{};
-  launch_select({.rows = event.arguments.rows, .limits = event.arguments.limits, .count = event.arguments.count, .longest = event.arguments.longest, .padding = padding, .scores = scores,
-                 .indptr = event.indptr, .slots = slots},
-                event.stream);
+  event.launch(launch_select, {.rows = event.arguments.rows, .limits = event.arguments.limits, .count = event.arguments.count, .longest = event.arguments.longest, .padding = padding, .scores = scores,
+                               .indptr = event.indptr, .slots = slots});
   return nullptr;
 }
 
@@ -35,7 +34,7 @@ float* allot_mass_segmented(Event& event, const Allocator& allocator, const Seen
   arguments.indptr = event.indptr;
   arguments.slots = slots;
   arguments.workspace = event.take<std::byte>(static_cast<std::int64_t>(mass_segmented_workspace_bytes(arguments.options, arguments.count, arguments.longest, arguments.slots_in_all)));
-  launch_mass_segmented(arguments, event.stream);
+  event.launch(launch_mass_segmented, arguments);
   return arguments.credit;
 }
 

@@ -8,7 +8,13 @@ namespace kvkeep::cuda {
 
 DeviceMemory allocate_on(Device device, std::int64_t bytes) { return c10::GetAllocator(device.type())->allocate(static_cast<std::size_t>(std::max<std::int64_t>(bytes, 64))); }
 
+void EventMemory::begin_counting() {
+  counting_ = true;
+  counted_ = 0;
+}
+
 void EventMemory::begin() {
+  counting_ = false;
   if (blocks_.size() > 1) {
     blocks_.clear();
     blocks_.push_back({.owned = allocate_on(device_, most_), .memory = nullptr, .bytes = most_});
@@ -20,8 +26,11 @@ void EventMemory::begin() {
 std::byte* EventMemory::take(std::int64_t bytes) {
   constexpr std::int64_t kAlignment = 256;
   bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  if (counting_) {
+    counted_ += bytes;
+    return nullptr;
+  }
   if (blocks_.empty() || blocks_.back().used + bytes > blocks_.back().bytes) {
-    require<StateError>(!given_.defined(), "decide: the workspace holds ", given_.defined() ? given_.numel() : 0, " bytes and an event needs more; allowed a larger one, or none");
     const std::int64_t size = std::max<std::int64_t>(bytes, std::int64_t{1} << 20);
     blocks_.push_back({.owned = allocate_on(device_, size), .memory = nullptr, .bytes = size});
     blocks_.back().memory = static_cast<std::byte*>(blocks_.back().owned.get());
@@ -77,14 +86,14 @@ DeviceWindow Event::ask(std::int32_t window, bool official) {
   prepare.pairs = evidence.basis == QueryBasis::post_rope ? 0 : static_cast<std::int32_t>(rope.inv_freq.size());
   prepare.style = rope.style;
   prepare.attention_scaling = rope.attention_scaling;
-  launch_prepare(prepare, stream);
+  launch(launch_prepare, prepare);
   newest_positions = nullptr;
   return asked;
 }
 
 void Event::settle_positions() {
   if (newest_positions == nullptr) return;
-  launch_prepare(prepare_arguments(), stream);
+  launch(launch_prepare, prepare_arguments());
   newest_positions = nullptr;
 }
 
@@ -98,7 +107,7 @@ void Event::attend(const DeviceWindow& window, float* usage, float* newest, floa
   attention.newest = newest;
   attention.sum = sum;
   attention.workspace = take<std::byte>(window_attention_workspace_bytes(arguments, window.window));
-  launch_window_attention(attention, stream);
+  launch(launch_window_attention, attention);
 }
 
 float* Event::attend_history(const DeviceWindow& window, HistoryOptions options, const std::int32_t* first) const {
@@ -112,7 +121,7 @@ float* Event::attend_history(const DeviceWindow& window, HistoryOptions options,
   attention.first = first;
   attention.out = flat();
   attention.workspace = take<std::byte>(window_attention_workspace_bytes(arguments, window.window));
-  launch_history_attention(attention, stream);
+  launch(launch_history_attention, attention);
   return attention.out;
 }
 

@@ -25,7 +25,11 @@ class EventMemory {
   /// Aligned to 256.
   [[nodiscard]] std::byte* take(std::int64_t bytes);
   void use(Tensor memory);
-  [[nodiscard]] std::int64_t most() const { return most_; }
+  /// Nothing is there from here to the next begin(): pieces are counted only.
+  void begin_counting();
+  [[nodiscard]] std::int64_t counted() const { return counted_; }
+  /// Bytes that were given; -1: none were.
+  [[nodiscard]] std::int64_t given() const { return given_.defined() ? given_.numel() : -1; }
 
  private:
   struct Block {
@@ -36,7 +40,8 @@ class EventMemory {
   Device device_;
   Tensor given_;
   std::vector<Block> blocks_;
-  std::int64_t most_ = 0;
+  std::int64_t most_ = 0, counted_ = 0;
+  bool counting_ = false;
 };
 
 /// Arrays of an event side by side, on their way to the device in one copy.
@@ -97,7 +102,8 @@ struct Seen {
 /// What a scorer or an allocator runs with.
 class Event {
  public:
-  Event(const Evidence& given, const Limits& limits_given, EventMemory& memory, Stream on) : evidence(given), limits(limits_given), stream(on), workspace_(memory) {}
+  /// `dry`: nothing is launched, and memory is counted only.
+  Event(const Evidence& given, const Limits& limits_given, EventMemory& memory, Stream on, bool dry) : evidence(given), limits(limits_given), stream(on), workspace_(memory), dry_(dry) {}
 
   const Evidence& evidence;
   const Limits& limits;
@@ -116,6 +122,11 @@ class Event {
   /// f32 [slots]
   [[nodiscard]] float* flat() const { return take<float>(evidence.table.slots); }
 
+  template <class Arguments>
+  void launch(void (*launcher)(const Arguments&, Stream), const Arguments& with) const {
+    if (!dry_) launcher(with, stream);
+  }
+
   /// The newest `window` queries, turned, and the window of every row; positions stand in the columns afterwards. One launch.
   [[nodiscard]] DeviceWindow ask(std::int32_t window, bool official);
   /// Positions stand in the columns afterwards. One launch, or none.
@@ -130,6 +141,7 @@ class Event {
   Staging* staging = nullptr;
   template <class T, class Make>
   [[nodiscard]] const T* constant(const void* owner, Make&& make) const {
+    if (dry_) return nullptr;
     const auto found = constants->find(owner);
     if (found != constants->end()) return static_cast<const T*>(found->second.get());
     const std::vector<T> values = make();
@@ -142,6 +154,7 @@ class Event {
   [[nodiscard]] DeviceMemory allocate(std::int64_t bytes) const;
   [[nodiscard]] PrepareArguments prepare_arguments() const;
   EventMemory& workspace_;
+  bool dry_;
 };
 
 [[nodiscard]] DeviceMemory allocate_on(Device device, std::int64_t bytes);

@@ -20,19 +20,19 @@ float* score_tova(Event& event, const Scorer& scorer, Seen& seen) {
       for (const Row& row : event.evidence.table.rows_of(group, event.evidence.spec.kv_heads))
         require<Unsupported>(row.length == event.evidence.table.rows[static_cast<std::size_t>(group.first_row)].length, "tova: heads of layer ", row.layer,
                              " hold different numbers of slots; allowed rows of one length, or heads \"group\"");
-  launch_tova({.evidence = event.arguments, .windows = seen.asked.windows, .all_heads = all_heads, .scores = seen.newest}, event.stream);
+  event.launch(launch_tova, {.evidence = event.arguments, .windows = seen.asked.windows, .all_heads = all_heads, .scores = seen.newest});
   return seen.newest;
 }
 
 float* score_keydiff(Event& event, const Scorer&, Seen&) {
   KeyDiffArguments arguments{.evidence = event.arguments, .scores = event.flat(), .workspace = event.take<std::byte>(keydiff_workspace_bytes(event.arguments))};
-  launch_keydiff(arguments, event.stream);
+  event.launch(launch_keydiff, arguments);
   return arguments.scores;
 }
 
 float* score_knorm(Event& event, const Scorer&, Seen&) {
   KnormArguments arguments{.evidence = event.arguments, .scores = event.flat()};
-  launch_knorm(arguments, event.stream);
+  event.launch(launch_knorm, arguments);
   return arguments.scores;
 }
 
@@ -49,7 +49,7 @@ float* score_snapkv(Event& event, const Scorer& scorer, Seen& seen) {
     attention = usage;
   }
   SnapKVArguments arguments{.evidence = event.arguments, .windows = window.windows, .attention = attention, .pool = options.pool, .average = average, .scores = event.flat()};
-  launch_snapkv(arguments, event.stream);
+  event.launch(launch_snapkv, arguments);
   return arguments.scores;
 }
 
@@ -86,7 +86,7 @@ float* score_triattention(Event& event, const Scorer& scorer, Seen&) {
     return all;
   });
   arguments.workspace = event.take<std::byte>(triattention_workspace_bytes(arguments));
-  launch_triattention(arguments, event.stream);
+  event.launch(launch_triattention, arguments);
   return arguments.scores;
 }
 

@@ -251,6 +251,35 @@ void Keeper::observe(const Observation& o) {
   if (!arrivals_.empty()) provided_.accelerator->push_queries(arrivals_, layout);
 }
 
+RowTable Keeper::table_of(const CacheView& view, std::span<const std::int32_t> due) const {
+  RowTable table = make_rows(spec_, view, full_layers_, due);
+  for (Row& row : table.rows) at(view.sequences[static_cast<std::size_t>(row.sequence)]).columns->describe(row_of(row.layer, row.head), row);
+  for (RowGroup& group : table.groups) {
+    const Sequence& s = at(view.sequences[static_cast<std::size_t>(group.sequence)]);
+    const std::int32_t index = layer_index_[static_cast<std::size_t>(group.layer)];
+    group.queries = s.ring.view(index);
+    if (!s.statistics.empty()) group.statistics = &s.statistics[static_cast<std::size_t>(index)];
+    group.next_position = s.next_position;
+    group.prompt = static_cast<std::int32_t>(s.prompt < 0 ? s.logical : s.prompt);
+    if (provided_.accelerator == nullptr) continue;
+    group.newest = s.columns->newest();
+    group.prompt_slots = s.prompt_slots >= 0 ? s.prompt_slots : static_cast<std::int32_t>(std::ranges::lower_bound(group.newest, group.prompt) - group.newest.begin());
+  }
+  return table;
+}
+
+Evidence Keeper::evidence_of(const RowTable& table) const {
+  return {.spec = spec_, .table = table, .basis = basis_, .moment = Moment::step_end, .output_projections = provided_.output_projections};
+}
+
+std::int64_t Keeper::workspace_bytes(const CacheView& view) const {
+  if (provided_.accelerator == nullptr || policy_->trigger().never) return 0;
+  std::vector<std::int32_t> all(view.sequences.size());
+  std::iota(all.begin(), all.end(), 0);
+  const RowTable table = table_of(view, all);
+  return provided_.accelerator->workspace_bytes(*policy_, evidence_of(table));
+}
+
 Plan Keeper::plan(const CacheView& view) const {
   Plan plan;
   plan.version = version_;
@@ -282,23 +311,8 @@ Plan Keeper::plan(const CacheView& view) const {
   plan.bytes_before = plan.bytes_after = live_bytes(spec_, full_layers_, view);
   if (due.empty()) return plan;
 
-  plan.table = make_rows(spec_, view, full_layers_, due);
-  for (Row& row : plan.table.rows) {
-    const Sequence& s = at(view.sequences[static_cast<std::size_t>(row.sequence)]);
-    s.columns->describe(row_of(row.layer, row.head), row);
-  }
-  for (RowGroup& group : plan.table.groups) {
-    const Sequence& s = at(view.sequences[static_cast<std::size_t>(group.sequence)]);
-    const std::int32_t index = layer_index_[static_cast<std::size_t>(group.layer)];
-    group.queries = s.ring.view(index);
-    if (!s.statistics.empty()) group.statistics = &s.statistics[static_cast<std::size_t>(index)];
-    group.next_position = s.next_position;
-    group.prompt = static_cast<std::int32_t>(s.prompt < 0 ? s.logical : s.prompt);
-    if (provided_.accelerator == nullptr) continue;
-    group.newest = s.columns->newest();
-    group.prompt_slots = s.prompt_slots >= 0 ? s.prompt_slots : static_cast<std::int32_t>(std::ranges::lower_bound(group.newest, group.prompt) - group.newest.begin());
-  }
-  const Evidence evidence{.spec = spec_, .table = plan.table, .basis = basis_, .moment = Moment::step_end, .output_projections = provided_.output_projections};
+  plan.table = table_of(view, due);
+  const Evidence evidence = evidence_of(plan.table);
   plan.decision = provided_.accelerator == nullptr ? policy_->decide(evidence) : provided_.accelerator->decide(*policy_, evidence);
 
   if (!plan.decision.keep) return plan;

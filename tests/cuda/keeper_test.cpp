@@ -183,26 +183,36 @@ TEST_F(DeviceLine, NamesWhatHasNoKernel) {
 
 TEST_F(DeviceLine, WorksInTheMemoryItIsGivenAndSaysWhenThatIsTooLittle) {
   const char* policy = "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16";
+  std::int64_t needed = 0;
   const auto run = [&](const std::shared_ptr<Accelerator>& accelerator) {
     DenseEngine engine(policy, false, kFloat32, accelerator);
     oracle::Random random(7);
     engine.join(1);
-    for (int n = 0; n < 40; ++n) static_cast<void>(engine.step(numbers_of(random, {{1, n == 0 ? 50 : 1}})));
+    for (int n = 0; n < 40; ++n) {
+      engine.feed(numbers_of(random, {{1, n == 0 ? 50 : 1}}));
+      needed = std::max(needed, engine.workspace_bytes({1}));
+      static_cast<void>(engine.cut({1}));
+    }
     EXPECT_GT(engine.keeper.totals().events, 2);
   };
   const std::shared_ptr<Accelerator> first = fresh();
   run(first);
-  const std::int64_t needed = first->workspace_bytes();
   ASSERT_GT(needed, 0);
+  const std::int64_t bytes_needed = needed;
   const auto memory = [&](std::int64_t bytes) { return at::empty({bytes + 256}, at::TensorOptions().dtype(c10::kByte).device(first->device())); };
   const auto aligned = [](const Tensor& m, std::int64_t bytes) { return m.narrow(0, (256 - reinterpret_cast<std::intptr_t>(m.data_ptr()) % 256) % 256, bytes); };
-  const Tensor enough = memory(needed), little = memory(needed - 256);
+  const Tensor enough = memory(bytes_needed), little = memory(bytes_needed - 256);
   const std::shared_ptr<Accelerator> second = fresh(), third = fresh();
-  second->use_workspace(aligned(enough, needed));
+  second->use_workspace(aligned(enough, bytes_needed));
   run(second);
-  EXPECT_EQ(second->workspace_bytes(), needed);
-  third->use_workspace(aligned(little, needed - 256));
-  EXPECT_THROW(run(third), StateError);
+  third->use_workspace(aligned(little, bytes_needed - 256));
+  try {
+    run(third);
+    FAIL() << "an event ran in less memory than it needs";
+  } catch (const StateError& error) {
+    EXPECT_NE(std::string(error.what()).find(text("needs ", bytes_needed)), std::string::npos) << error.what();
+  }
+  EXPECT_THROW(third->use_workspace(little.narrow(0, 0, 1).to(kFloat32)), InvalidArgument);
 }
 
 #if defined(KVKEEP_CUDA_MODEL)

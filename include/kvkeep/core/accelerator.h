@@ -76,11 +76,11 @@ class Accelerator {
   /// Copies to the host, and waits.
   virtual void read(void* to, const void* from, std::int64_t bytes) = 0;
 
-  /// Bytes that events have needed at most beside the cache, the columns and the rings.
-  [[nodiscard]] virtual std::int64_t workspace_bytes() const = 0;
+  /// Bytes that decide() needs for this evidence beside cache, columns, rings and tables. Launches nothing.
+  [[nodiscard]] virtual std::int64_t workspace_bytes(const KVPolicy& policy, const Evidence& evidence) = 0;
 
-  /// Takes [bytes] on the device, contiguous u8, for that; the accelerator keeps it alive. An event that needs more throws StateError and says how much, before it launches anything.
-  /// Without it the accelerator takes memory from LibTorch's allocator, and none any more once an event as large was there before.
+  /// Takes [bytes] on the device, contiguous u8 that begins at a multiple of 256, for that; the accelerator keeps it alive. An event that needs more throws StateError and says
+  /// how much, before it launches anything. Without it the accelerator takes memory from LibTorch's allocator, and none any more once an event as large was there before.
   virtual void use_workspace(Tensor memory) = 0;
 };
 

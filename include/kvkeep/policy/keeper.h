@@ -102,6 +102,10 @@ class Keeper {
   /// plan and apply.
   Report step(const CacheView& view) { return apply(plan(view), view); }
 
+  /// On a device: bytes that an event over this view would work in, were all its sequences due (Accelerator::use_workspace). 0 on the CPU. Launches nothing.
+  /// Throws: as plan().
+  [[nodiscard]] std::int64_t workspace_bytes(const CacheView& view) const;
+
   /// Takes back the newest tokens (speculative decoding): the sequence is `logical_length` tokens long afterwards; the engine shortens its cache alike.
   /// Exact, or StateError: it cannot go behind the last event, nor further than the query ring remembers.
   void truncate(SequenceId sequence, std::int64_t logical_length);
@@ -140,6 +144,8 @@ class Keeper {
   [[nodiscard]] std::int32_t row_of(std::int32_t layer, std::int32_t head) const;
   void check(const Observation& observation) const;
   [[nodiscard]] std::span<const std::int32_t> already_shown(const Sequence& sequence, std::int32_t layer, std::int32_t tokens) const;
+  [[nodiscard]] RowTable table_of(const CacheView& view, std::span<const std::int32_t> due) const;
+  [[nodiscard]] Evidence evidence_of(const RowTable& table) const;
   [[nodiscard]] std::vector<ColumnTarget> column_targets(const Plan& plan, const CacheView& view);
   [[nodiscard]] static DeviceColumns& on_device(Sequence& sequence);
   [[nodiscard]] bool leads(const Sequence& sequence, std::int32_t layer, std::int32_t tokens) const;
