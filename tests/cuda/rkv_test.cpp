@@ -100,6 +100,21 @@ TEST_F(RkvKernel, AgreesWhereNoKeyAndWhereEveryKeyHasAPartner) {
         expect_as_on_cpu(EvidenceCase(++seed, {.kv_heads = 2, .dim = 48, .lengths = {200}, .seen = 4, .keys = keys, .ragged = true}), {.window = 4, .lambda = 0, .similarity = similarity, .no_similar = no_similar});
 }
 
+TEST_F(RkvKernel, AgreesWhereKeysAreOfVeryDifferentLengths) {
+  std::uint64_t seed = 350;
+  for (const Element keys : kElements)
+    for (const bool by_chance : {false, true}) {
+      EvidenceCase c(++seed, {.dim = 16, .lengths = {300}, .seen = 4, .keys = keys});
+      oracle::Random random(seed);
+      for (std::int64_t t = 0; t < 300; ++t) {
+        const bool loud = t >= 300 - 128 ? (300 - t) % 16 == 0 : t % 64 < 16;  // the first rows of a tile, the first of 16 columns
+        const float by = by_chance ? static_cast<float>(std::exp(1.5 * random.normal())) : loud ? 4.0F : 0.1F;
+        for (std::int64_t d = 0; d < 16; ++d) c.set_key(0, t, d, by * c.plain[0][static_cast<std::size_t>(t * 16 + d)]);
+      }
+      expect_as_on_cpu(c, {.window = 4, .lambda = 0, .similarity = 0.6});
+    }
+}
+
 TEST_F(RkvKernel, AgreesWithTheCpuForEveryHeadSizeElementAndLayout) {  // B21, B24, B25
   std::uint64_t seed = 400;
   for (const std::int32_t dim : {1, 7, 64, 80, 96, 128, 136, 192, 256})
@@ -112,14 +127,14 @@ TEST_F(RkvKernel, AgreesWithTheCpuForEveryHeadSizeElementAndLayout) {  // B21, B
 
 TEST_F(RkvKernel, SparesTheNewestOfEqualKeysAndGivesTheOthersEqualBits) {
   for (const Element keys : kElements) {
-    EvidenceCase c(500, {.group = 2, .dim = 72, .lengths = {700}, .seen = 4, .keys = keys});
-    for (const std::int64_t t : {1, 6, 130, 500, 650}) c.copy_key(0, 3, t);
+    EvidenceCase c(500, {.group = 2, .dim = 40, .lengths = {560}, .seen = 4, .keys = keys});
+    for (const std::int64_t t : {1, 6, 130, 440, 530}) c.copy_key(0, 3, t);
     const RkvOptions options{.window = 4, .pool = 1, .similarity = 0.9};
     expect_as_on_cpu(c, options);
     const std::vector<float> got = on_device(c, options);
     for (const std::size_t t : {1, 6, 130}) ASSERT_EQ(got[t], got[3]) << t;
-    ASSERT_GT(got[650], got[3]);
-    ASSERT_GT(got[500], got[3]) << "the newest takes the next for its partner";
+    ASSERT_GT(got[530], got[3]);
+    ASSERT_GT(got[440], got[3]) << "the newest takes the next for its partner";
     EXPECT_EQ(on_device(c, options, {.gap = element_bytes(keys), .page = 8}), got);
   }
 }
