@@ -137,7 +137,8 @@ __device__ inline void add_to_columns(unsigned long long* spared, std::int32_t c
   }
 }
 
-/// Takes the keys that found a partner from the list, and gives what they spare to the partner's column. Gives how many are left.
+/// Takes the keys that found a partner from the list, and gives what they spare to the partner's column. Gives how many are left. Ends without a barrier: hold() begins
+/// with one.
 __device__ inline std::int32_t settle(Open& open, std::int32_t count, unsigned long long* spared, const BlockTeam& team) {
   constexpr std::int32_t kEach = kSimilarOwned / kSimilarThreads;
   std::int32_t slot[kEach] = {}, left = 0;
@@ -164,7 +165,6 @@ __device__ inline std::int32_t settle(Open& open, std::int32_t count, unsigned l
     open.factor[to] = factor[k];
     open.partner[to++] = 0;
   }
-  team.sync();
   return all;
 }
 
