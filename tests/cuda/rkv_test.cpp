@@ -38,7 +38,13 @@ void expect_as_on_cpu(const EvidenceCase& c, const RkvOptions& options, DeviceLa
   WindowAttention unused;
   const Scores want = Rkv(options).score(c.evidence(), c.limits, unused);
   const double relative = options.group == GroupReduce::mean_prob && c.shape.keys == Element::bf16 ? 1e-4 : 2e-5;
-  in_every_order([&] { ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, on_device(c, options, layout), want.data.const_data_ptr<float>(), 5e-8, relative)); });
+  std::vector<float> first;
+  in_every_order([&] {
+    const std::vector<float> got = on_device(c, options, layout);
+    ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, got, want.data.const_data_ptr<float>(), 5e-8, relative));
+    if (first.empty()) first = got;
+    ASSERT_EQ(got, first) << "blocks in another order";
+  });
 }
 
 /// Brings the keys of every row near to one of `directions`, so that most of them resemble others.
@@ -94,7 +100,7 @@ TEST_F(RkvKernel, AgreesWithTheCpuOnRowsOfManyBlocks) {
 
 TEST_F(RkvKernel, AgreesWhereNoKeyAndWhereEveryKeyHasAPartner) {
   std::uint64_t seed = 300;
-  for (const double similarity : {0.0, 0.05, 0.9, 0.999})
+  for (const double similarity : {0.0, 0.05, 0.999})
     for (const Element keys : kElements)
       for (const auto no_similar : {NoSimilar::nothing, NoSimilar::first})
         expect_as_on_cpu(EvidenceCase(++seed, {.kv_heads = 2, .dim = 48, .lengths = {200}, .seen = 4, .keys = keys, .ragged = true}), {.window = 4, .lambda = 0, .similarity = similarity, .no_similar = no_similar});
@@ -117,7 +123,7 @@ TEST_F(RkvKernel, AgreesWhereKeysAreOfVeryDifferentLengths) {
 
 TEST_F(RkvKernel, AgreesWithTheCpuForEveryHeadSizeElementAndLayout) {  // B21, B24, B25
   std::uint64_t seed = 400;
-  for (const std::int32_t dim : {1, 7, 64, 80, 96, 128, 136, 192, 256})
+  for (const std::int32_t dim : {1, 7, 64, 96, 128, 136, 256})
     for (const Element keys : kElements) {
       EvidenceCase c(++seed, {.group = 2, .dim = dim, .lengths = {150}, .seen = 4, .keys = keys});
       if (seed % 2 == 0) crowd(c, seed, 4, 0.7);
@@ -126,7 +132,7 @@ TEST_F(RkvKernel, AgreesWithTheCpuForEveryHeadSizeElementAndLayout) {  // B21, B
 }
 
 TEST_F(RkvKernel, SparesTheNewestOfEqualKeysAndGivesTheOthersEqualBits) {
-  for (const Element keys : kElements) {
+  for (const Element keys : {Element::f32, Element::bf16, Element::fp8_e4m3}) {
     EvidenceCase c(500, {.group = 2, .dim = 40, .lengths = {560}, .seen = 4, .keys = keys});
     for (const std::int64_t t : {1, 6, 130, 440, 530}) c.copy_key(0, 3, t);
     const RkvOptions options{.window = 4, .pool = 1, .similarity = 0.9};
