@@ -45,6 +45,50 @@ __device__ inline void each_chunk(const EvidenceArguments& e, std::int32_t chunk
   }
 }
 
+/// Floats from key to key where 32 of them lie in shared memory.
+KVKEEP_HD inline std::int32_t staged_key(std::int32_t dim) { return (dim + 15) / 16 * 16 + 4; }
+
+/// Dynamic shared memory of weighted_sum().
+inline std::size_t weighted_sum_bytes(std::int32_t dim) { return sizeof(float) * static_cast<std::size_t>(kKeysAtOnce) * static_cast<std::size_t>(staged_key(dim) + 1); }
+
+/// Component threadIdx.x of the sum of the keys [begin, end) of a row, each times its weight: in fp32 over 32 keys, in f64 beyond. `weigh(t, norm)` gives the weight
+/// of a slot and is called once for each.
+template <class T, class Weigh>
+__device__ inline double weighted_sum(const Row& row, std::int32_t begin, std::int32_t end, std::int32_t dim, Weigh&& weigh) {
+  auto* keys = reinterpret_cast<float*>(dynamic_shared());
+  const std::int32_t stride = staged_key(dim);
+  float* weights = keys + kKeysAtOnce * stride;
+  const auto thread = static_cast<std::int32_t>(threadIdx.x), own = thread / kLanes, lane = thread % kLanes;
+  const bool aligned = is_aligned(row.keys);
+  double sum = 0;
+  for (std::int32_t tile = begin; tile < end; tile += kKeysAtOnce) {
+    const std::int32_t t = tile + own;
+    float square = 0;
+    if (t < end) {
+      const float scale = key_scale<T>(row, t);
+      each_word<T>(row.keys, t, dim, aligned, [&](std::int32_t d, const float* x) {
+#pragma unroll
+        for (int i = 0; i < kPerWord<T>; ++i) {
+          const float k = x[i] * scale;
+          keys[own * stride + d + i] = k;
+          square = fmaf(k, k, square);
+        }
+      });
+    }
+    const float norm = sqrtf(sum_of_lanes(square));
+    if (t < end && lane == 0) weights[own] = weigh(t, norm);
+    __syncthreads();
+    if (thread < dim) {
+      const std::int32_t count = end - tile < kKeysAtOnce ? end - tile : kKeysAtOnce;
+      float part = 0;
+      for (std::int32_t i = 0; i < count; ++i) part += weights[i] * keys[i * stride + thread];  // not fused: opposite keys cancel
+      sum += static_cast<double>(part);
+    }
+    __syncthreads();
+  }
+  return sum;
+}
+
 /// Chunks of the longest row.
 inline std::int32_t key_chunks(const EvidenceArguments& e) { return (e.longest + tuning::kKeyChunk - 1) / tuning::kKeyChunk; }
 

@@ -16,48 +16,17 @@ struct Task {
   std::int32_t chunks;
 };
 
-/// Floats from key to key in shared memory.
-KVKEEP_HD inline std::int32_t staged(std::int32_t dim) { return (dim + 15) / 16 * 16 + 4; }
-
-/// Norms, and the sum of the directions of a chunk. A thread adds up one component.
+/// Norms, and the sum of the directions of a chunk.
 template <class T>
 __global__ void __launch_bounds__(tuning::kKeyThreads) direction_kernel(Task task) {
-  auto* keys = reinterpret_cast<float*>(dynamic_shared());
-  const std::int32_t dim = task.e.dim, stride = staged(dim);
-  float* weights = keys + kKeysAtOnce * stride;
-  const auto thread = static_cast<std::int32_t>(threadIdx.x), own = thread / kLanes, lane = thread % kLanes;
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+  const std::int32_t dim = task.e.dim;
   each_chunk(task.e, task.chunks, [&](const Chunk& chunk) {
     const Row& row = task.e.rows[chunk.row];
-    const bool aligned = is_aligned(row.keys);
-    double sum = 0;
-    for (std::int32_t tile = chunk.begin; tile < chunk.end; tile += kKeysAtOnce) {
-      const std::int32_t t = tile + own;
-      float square = 0;
-      if (t < chunk.end) {
-        const float scale = key_scale<T>(row, t);
-        each_word<T>(row.keys, t, dim, aligned, [&](std::int32_t d, const float* x) {
-#pragma unroll
-          for (int i = 0; i < kPerWord<T>; ++i) {
-            const float k = x[i] * scale;
-            keys[own * stride + d + i] = k;
-            square = fmaf(k, k, square);
-          }
-        });
-      }
-      const float norm = sqrtf(sum_of_lanes(square));
-      if (t < chunk.end && lane == 0) {
-        task.scores[row.first + t] = norm;
-        weights[own] = 1.0F / (norm < kLeastForDirection ? kLeastForDirection : norm);
-      }
-      __syncthreads();
-      if (thread < dim) {
-        const std::int32_t count = chunk.end - tile < kKeysAtOnce ? chunk.end - tile : kKeysAtOnce;
-        float part = 0;
-        for (std::int32_t i = 0; i < count; ++i) part += weights[i] * keys[i * stride + thread];  // not fused: opposite keys cancel
-        sum += static_cast<double>(part);
-      }
-      __syncthreads();
-    }
+    const double sum = weighted_sum<T>(row, chunk.begin, chunk.end, dim, [&](std::int32_t t, float norm) {
+      task.scores[row.first + t] = norm;
+      return 1.0F / (norm < kLeastForDirection ? kLeastForDirection : norm);
+    });
     if (thread < dim) task.partial[(chunk.row * task.chunks + chunk.begin / tuning::kKeyChunk) * dim + thread] = sum;
   });
 }
@@ -132,8 +101,7 @@ void launch_keydiff(const KeyDiffArguments& a, Stream stream) {
   const dim3 blocks = blocks_for(std::int64_t{task.e.count} * task.chunks);
   with_element(task.e.keys, [&](auto type) {
     using T = decltype(type);
-    const std::size_t shared = sizeof(float) * static_cast<std::size_t>(kKeysAtOnce) * static_cast<std::size_t>(staged(task.e.dim) + 1);
-    launch("keydiff_directions", direction_kernel<T>, {.blocks = blocks, .threads = tuning::kKeyThreads, .shared_bytes = shared}, stream, task);
+    launch("keydiff_directions", direction_kernel<T>, {.blocks = blocks, .threads = tuning::kKeyThreads, .shared_bytes = weighted_sum_bytes(task.e.dim)}, stream, task);
     launch("keydiff_anchors", anchor_kernel, {.blocks = blocks_for(task.e.count), .threads = tuning::kKeyThreads}, stream, task);
     launch("keydiff_cosines", cosine_kernel<T>, {.blocks = blocks, .threads = tuning::kKeyThreads}, stream, task);
   });

@@ -4,6 +4,7 @@
 
 #include "element.cuh"
 #include "launch.cuh"
+#include "team.cuh"
 #include "tuning.cuh"
 
 namespace kvkeep::cuda {
@@ -186,18 +187,6 @@ __global__ void __launch_bounds__(kTriThreads) raw_kernel(Task task) {
   }
 }
 
-/// Sum over the block in a fixed order, the same in every thread. `shared`: one double a warp.
-__device__ inline double sum_of_block(double x, double* shared) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xFFFFFFFFU, x, step);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
-  __syncthreads();
-  double sum = 0;
-  for (std::int32_t w = 0; w < kStandardThreads / 32; ++w) sum += shared[w];
-  return sum;
-}
-
 /// What makes a query head's raw scores comparable: a block a query head of a row.
 __global__ void __launch_bounds__(kStandardThreads) standard_kernel(Task task) {
   __shared__ double shared[kStandardThreads / 32];
@@ -213,12 +202,12 @@ __global__ void __launch_bounds__(kStandardThreads) standard_kernel(Task task) {
     double sum = 0, count = 0, squares = 0;
     for (auto t = static_cast<std::int32_t>(threadIdx.x); t < slots; t += kStandardThreads)
       if (is_number(raw[t])) sum += static_cast<double>(raw[t]), count += 1;
-    sum = sum_of_block(sum, shared);
-    count = sum_of_block(count, shared);
+    sum = sum_of_block<kStandardThreads>(sum, shared);
+    count = sum_of_block<kStandardThreads>(count, shared);
     const double mean = count > 0 ? sum / count : 0;
     for (auto t = static_cast<std::int32_t>(threadIdx.x); t < slots; t += kStandardThreads)
       if (is_number(raw[t])) squares += (static_cast<double>(raw[t]) - mean) * (static_cast<double>(raw[t]) - mean);
-    squares = sum_of_block(squares, shared);
+    squares = sum_of_block<kStandardThreads>(squares, shared);
     if (threadIdx.x != 0) continue;
     double spread = 1;
     if (count > 0 && !task.a.sample) {

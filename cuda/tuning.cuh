@@ -29,4 +29,10 @@ inline constexpr std::int32_t kKeyChunk = 1024;        ///< slots that one such 
 inline constexpr std::int32_t kTriThreads = 128;       ///< of a block that multiplies keys with TriAttention's columns, a slot each
 inline constexpr std::int32_t kStandardThreads = 512;  ///< of the block that normalises one query head of a row
 
+inline constexpr std::int32_t kSimilarThreads = 256;   ///< of a block that looks for resembling keys
+inline constexpr std::int32_t kSimilarOwned = 512;     ///< keys that one such block looks for partners of
+inline constexpr std::int32_t kSimilarRows = 64;       ///< of them that are multiplied at a time
+inline constexpr std::int32_t kSimilarColumns = 128;   ///< keys that they are held against at a time
+inline constexpr std::int32_t kSimilarSlice = 256;     ///< bytes of a key that lie in shared memory at a time
+
 }  // namespace kvkeep::cuda::tuning

@@ -8,6 +8,8 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <memory>
@@ -18,7 +20,13 @@
 
 #include "compact.h"
 #include "gpu_timing.h"
+#include "h2o.h"
+#include "kvkeep/score/draw.h"
 #include "mass_segmented.h"
+#include "random.h"
+#include "recency.h"
+#include "rkv.h"
+#include "rpc.h"
 #include "select.h"
 
 namespace kvkeep::cuda {
@@ -26,9 +34,9 @@ namespace {
 
 struct Shape {
   const char* name;
-  std::int32_t layers, kv_heads, dim;
+  std::int32_t layers, kv_heads, dim, group;
 };
-constexpr Shape kShapes[] = {{"qwen7b", 28, 4, 128}, {"llama8b", 32, 8, 128}};
+constexpr Shape kShapes[] = {{"qwen7b", 28, 4, 128, 7}, {"llama8b", 32, 8, 128, 4}};
 
 template <class T>
 class Device {
@@ -183,6 +191,153 @@ void MassSegmented(benchmark::State& state, Shape shape, std::int32_t batch, std
     if (n % static_cast<std::size_t>(budget) != 0 && kept[n] <= kept[n - 1]) return state.SkipWithError("kept slots do not ascend");
 }
 
+/// What scorers read: bf16 keys that lie near one of eight directions, or near none, and queries that were turned. Positions have no gaps.
+struct Asked {
+  Asked(const Shape& shape, std::int32_t batch, std::int32_t length, std::int32_t budget, std::int32_t newest, bool crowded = true)
+      : count(shape.layers * batch * shape.kv_heads), slots(std::int64_t{count} * length), window(newest), key_bytes(slots * shape.dim * 2), keys(static_cast<std::size_t>(slots * shape.dim)),
+        queries(static_cast<std::size_t>(count) * static_cast<std::size_t>(shape.group * window * shape.dim)), scores(static_cast<std::size_t>(slots)) {
+    constexpr std::size_t kDrawn = 65536;  // keys; repeated, and never twice in a row of the table
+    if (length > static_cast<std::int32_t>(kDrawn)) throw std::runtime_error("Asked: rows are too long for the keys that are drawn");
+    std::mt19937 random(1);
+    std::normal_distribution<float> normal;
+    const auto dim = static_cast<std::size_t>(shape.dim);
+    std::vector<float> directions(8 * dim);
+    for (float& x : directions) x = normal(random);
+    std::vector<std::uint16_t> drawn(kDrawn * dim);
+    for (std::size_t k = 0; k < kDrawn; ++k) {
+      const float* near = directions.data() + random() % 8 * dim;
+      for (std::size_t d = 0; d < dim; ++d) drawn[k * dim + d] = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(crowded ? near[d] + 0.5F * normal(random) : normal(random)) >> 16);
+    }
+    fill(keys.data(), static_cast<std::size_t>(slots) * dim, drawn);
+    std::vector<float> asked(1 << 20);
+    for (float& x : asked) x = normal(random) / std::sqrt(static_cast<float>(shape.dim));
+    fill(queries.data(), static_cast<std::size_t>(count) * static_cast<std::size_t>(shape.group * window) * dim, asked);
+    std::vector<std::int32_t> all(static_cast<std::size_t>(length));
+    std::iota(all.begin(), all.end(), 0);
+    positions = std::make_unique<Device<std::int32_t>>(all);
+    for (std::int32_t r = 0; r < count; ++r) {
+      Row row;
+      row.layer = r / (batch * shape.kv_heads);
+      row.head = r % shape.kv_heads;
+      row.length = length;
+      row.first = std::int64_t{r} * length;
+      const std::int64_t width = std::int64_t{shape.dim} * 2;
+      row.keys = {reinterpret_cast<std::byte*>(keys.data()) + row.first * width, width, width};
+      row.positions = positions->data();
+      host_rows.push_back(row);
+    }
+    rows = std::make_unique<Device<Row>>(host_rows);
+    limits = std::make_unique<Device<RowLimit>>(std::vector<RowLimit>(static_cast<std::size_t>(count), RowLimit{budget, true, {4, 32}}));
+    windows = std::make_unique<Device<RowWindow>>(std::vector<RowWindow>(static_cast<std::size_t>(count), RowWindow{window, length - window}));
+    QueryWindow last;
+    last.positions = positions->data() + length - window;
+    last.ring = last.count = window;
+    views = std::make_unique<Device<QueryWindow>>(std::vector<QueryWindow>(static_cast<std::size_t>(count / shape.kv_heads), last));
+    evidence = {.rows = rows->data(),
+                .limits = limits->data(),
+                .queries = views->data(),
+                .count = count,
+                .longest = length,
+                .kv_heads = shape.kv_heads,
+                .group = shape.group,
+                .dim = shape.dim,
+                .keys = Element::bf16};
+  }
+
+  /// Sum of the scores of a row.
+  [[nodiscard]] double sum_of_row(std::int32_t r) const {
+    const std::vector<float> g = scores.download();
+    const Row& row = host_rows[static_cast<std::size_t>(r)];
+    return std::accumulate(g.begin() + row.first, g.begin() + row.first + row.length, 0.0);
+  }
+
+  std::int32_t count;
+  std::int64_t slots;
+  std::int32_t window;
+  std::int64_t key_bytes;
+  Device<std::uint16_t> keys;
+  Device<float> queries, scores;
+  std::vector<Row> host_rows;
+  std::unique_ptr<Device<std::int32_t>> positions;
+  std::unique_ptr<Device<Row>> rows;
+  std::unique_ptr<Device<RowLimit>> limits;
+  std::unique_ptr<Device<RowWindow>> windows;
+  std::unique_ptr<Device<QueryWindow>> views;
+  EvidenceArguments evidence;
+
+ private:
+  template <class T>
+  static void fill(T* to, std::size_t wanted, const std::vector<T>& drawn) {
+    for (std::size_t at = 0; at < wanted; at += drawn.size()) expect(cudaMemcpy(to + at, drawn.data(), std::min(drawn.size(), wanted - at) * sizeof(T), cudaMemcpyHostToDevice));
+  }
+};
+
+void Recency(benchmark::State& state, Shape shape, std::int32_t batch, std::int32_t length, std::int32_t budget) {
+  const Asked asked(shape, batch, length, budget, 1);
+  const RecencyArguments a{.evidence = asked.evidence, .scores = asked.scores.data()};
+  launch_recency(a, nullptr);
+  const std::vector<float> got = asked.scores.download();
+  for (std::size_t i = 0; i < got.size(); ++i)
+    if (got[i] != static_cast<float>(i % static_cast<std::size_t>(length))) return state.SkipWithError("a slot's score is not its number");
+  time(state, static_cast<double>(asked.slots) * 4, [&] { launch_recency(a, nullptr); });
+}
+
+void Random(benchmark::State& state, Shape shape, std::int32_t batch, std::int32_t length, std::int32_t budget) {
+  const Asked asked(shape, batch, length, budget, 1);
+  const RandomArguments a{.evidence = asked.evidence, .seed = 7, .scores = asked.scores.data()};
+  launch_random(a, nullptr);
+  const std::vector<float> got = asked.scores.download();
+  for (const Row& row : asked.host_rows)
+    for (std::int32_t t = 0; t < length; ++t)
+      if (got[static_cast<std::size_t>(row.first + t)] != draw(draws_of_row(7, row.layer, row.head), t)) return state.SkipWithError("a draw is not the CPU's");
+  time(state, static_cast<double>(asked.slots) * 8, [&] { launch_random(a, nullptr); });
+}
+
+void Rpc(benchmark::State& state, Shape shape, std::int32_t batch, std::int32_t length, std::int32_t budget) {
+  const Asked asked(shape, batch, length, budget, 32);
+  RpcArguments a{.evidence = asked.evidence, .windows = asked.windows->data(), .queries = asked.queries.data(), .window = 32, .pool = 1, .slots = asked.slots, .scores = asked.scores.data()};
+  const Device<std::byte> workspace(static_cast<std::size_t>(rpc_workspace_bytes(a)));
+  a.workspace = workspace.data();
+  launch_rpc(a, nullptr);
+  if (std::abs(asked.sum_of_row(asked.count - 1) - 32) > 1e-2) return state.SkipWithError("every query gives 1 in all where nothing is pooled");
+  a.pool = 7;
+  time(state, 2.0 * static_cast<double>(asked.key_bytes), [&] { launch_rpc(a, nullptr); });
+}
+
+void H2O(benchmark::State& state, Shape shape, std::int32_t batch, std::int32_t length, std::int32_t budget) {
+  const Asked asked(shape, batch, length, budget, length - budget);  // one interval's tokens
+  H2OArguments a{.evidence = asked.evidence, .queries = asked.queries.data(), .window = asked.window, .scores = asked.scores.data()};
+  const Device<std::byte> workspace(static_cast<std::size_t>(h2o_workspace_bytes(a)));
+  a.workspace = workspace.data();
+  launch_h2o(a, nullptr);
+  if (std::abs(asked.sum_of_row(asked.count - 1) - asked.window) > 1e-3 * asked.window) return state.SkipWithError("every query gives 1 in all");
+  time(state, 2.0 * static_cast<double>(asked.key_bytes), [&] { launch_h2o(a, nullptr); });
+}
+
+/// `bytes`: the keys as often as they are read where every key finds a partner at once.
+void time_rkv(benchmark::State& state, const Asked& asked) {
+  RkvArguments a{.evidence = asked.evidence,
+                 .windows = asked.windows->data(),
+                 .queries = asked.queries.data(),
+                 .window = 8,
+                 .lambda = 0,
+                 .history_alone = true,
+                 .slots = asked.slots,
+                 .scores = asked.scores.data()};
+  const Device<std::byte> workspace(static_cast<std::size_t>(rkv_workspace_bytes(a)));
+  a.workspace = workspace.data();
+  launch_rkv(a, nullptr);
+  if (std::abs(asked.sum_of_row(asked.count - 1) + 1) > 1e-3) return state.SkipWithError("redundancy is a softmax");
+  a.lambda = 0.07;
+  a.history_alone = false;
+  time(state, 5.0 * static_cast<double>(asked.key_bytes), [&] { launch_rkv(a, nullptr); });
+}
+
+void Rkv(benchmark::State& state, Shape shape, std::int32_t batch, std::int32_t length, std::int32_t budget) { time_rkv(state, Asked(shape, batch, length, budget, 8)); }
+
+/// The worst case: no key resembles any.
+void RkvFar(benchmark::State& state, Shape shape, std::int32_t batch, std::int32_t length, std::int32_t budget) { time_rkv(state, Asked(shape, batch, length, budget, 8, false)); }
+
 void add_all() {
   struct Size {
     std::int32_t batch, length, budget;
@@ -197,6 +352,12 @@ void add_all() {
   add("Compact", Compact, {{1, 1536, 1024}, {1, 1024, 512}, {8, 1536, 1024}, {32, 1536, 1024}});
   add("Select", Select, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
   add("MassSegmented", MassSegmented, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
+  add("Recency", Recency, {{1, 1536, 1024}, {32, 1536, 1024}});
+  add("Random", Random, {{1, 1536, 1024}, {32, 1536, 1024}});
+  add("Rpc", Rpc, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
+  add("H2O", H2O, {{1, 1536, 1024}, {32, 1536, 1024}});
+  add("Rkv", Rkv, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
+  add("RkvFar", RkvFar, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
 }
 
 }  // namespace

@@ -149,8 +149,8 @@ class CudaAccelerator final : public Accelerator {
       seen.usage = shared.usage ? event.flat() : nullptr;
       seen.newest = shared.newest ? event.flat() : nullptr;
       event.attend(seen.asked, seen.usage, seen.newest);
-    } else if (policy.needs().queries == 0) {
-      event.settle_positions();
+    } else if (evict.scorer().needs().queries == 0) {
+      event.settle_positions();  // others settle them with their own queries
     }
     float* scores = score_of(evict.scorer().name())(event, evict.scorer(), seen);
     event.settle_positions();

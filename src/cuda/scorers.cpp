@@ -1,11 +1,20 @@
 /// Scorers on a device: from their options to their kernels.
 
 #include "event.h"
+#include "h2o.h"
 #include "keydiff.h"
 #include "knorm.h"
+#include "kvkeep/score/h2o.h"
+#include "kvkeep/score/random.h"
+#include "kvkeep/score/rkv.h"
+#include "kvkeep/score/rpc.h"
 #include "kvkeep/score/snapkv.h"
 #include "kvkeep/score/tova.h"
 #include "kvkeep/score/triattention.h"
+#include "random.h"
+#include "recency.h"
+#include "rkv.h"
+#include "rpc.h"
 #include "snapkv.h"
 #include "tova.h"
 #include "triattention.h"
@@ -13,13 +22,64 @@
 namespace kvkeep::cuda {
 namespace {
 
+/// Where all heads of a layer are averaged slot by slot, their rows must be of one length.
+void require_even_heads(const Event& event, const Scorer& scorer) {
+  const RowTable& table = event.evidence.table;
+  for (const RowGroup& group : table.groups)
+    for (const Row& row : table.rows_of(group, event.evidence.spec.kv_heads))
+      require<Unsupported>(row.length == table.rows[static_cast<std::size_t>(group.first_row)].length, scorer.name(), ": heads of layer ", row.layer,
+                           " hold different numbers of slots; allowed rows of one length, or heads \"group\"");
+}
+
+float* score_recency(Event& event, const Scorer&, Seen&) {
+  const RecencyArguments arguments{.evidence = event.arguments, .scores = event.flat()};
+  event.launch(launch_recency, arguments);
+  return arguments.scores;
+}
+
+float* score_random(Event& event, const Scorer& scorer, Seen&) {
+  const RandomArguments arguments{.evidence = event.arguments, .seed = static_cast<const RandomScorer&>(scorer).options().seed, .scores = event.flat()};
+  event.launch(launch_random, arguments);
+  return arguments.scores;
+}
+
+float* score_h2o(Event& event, const Scorer& scorer, Seen&) {
+  // Only queries that came after the last event count, so that a window need not be longer than their number.
+  std::int32_t fresh = 1;
+  for (const RowGroup& group : event.evidence.table.groups) fresh = std::max(fresh, static_cast<std::int32_t>(group.newest.size()));
+  const std::int32_t window = std::min(static_cast<const H2O&>(scorer).options().window, fresh);
+  H2OArguments arguments{.evidence = event.arguments, .queries = event.ask(window, false).queries, .window = window, .scores = event.flat()};
+  arguments.workspace = event.take<std::byte>(h2o_workspace_bytes(arguments));
+  event.launch(launch_h2o, arguments);
+  return arguments.scores;
+}
+
+float* score_rpc(Event& event, const Scorer& scorer, Seen&) {
+  const RpcOptions& options = static_cast<const Rpc&>(scorer).options();
+  const bool all_heads = options.heads == RpcOptions::Heads::all;
+  if (all_heads) require_even_heads(event, scorer);
+  const DeviceWindow window = event.ask(options.window, false);
+  RpcArguments arguments{.evidence = event.arguments, .windows = window.windows, .queries = window.queries, .window = options.window, .pool = options.pool,
+                         .official = options.style == RpcOptions::Style::official, .all_heads = all_heads, .slots = event.evidence.table.slots, .scores = event.flat()};
+  arguments.workspace = event.take<std::byte>(rpc_workspace_bytes(arguments));
+  event.launch(launch_rpc, arguments);
+  return arguments.scores;
+}
+
+float* score_rkv(Event& event, const Scorer& scorer, Seen&) {
+  const RkvOptions& options = static_cast<const Rkv&>(scorer).options();
+  const DeviceWindow window = event.ask(options.window, false);
+  RkvArguments arguments{.evidence = event.arguments, .windows = window.windows, .queries = window.queries, .window = options.window, .pool = options.pool, .lambda = options.lambda,
+                         .similarity = options.similarity, .max_logit = options.group == GroupReduce::max_logit, .history_alone = options.redundancy == RkvOptions::Redundancy::history,
+                         .spares_first = options.no_similar == RkvOptions::NoSimilar::first, .slots = event.evidence.table.slots, .scores = event.flat()};
+  arguments.workspace = event.take<std::byte>(rkv_workspace_bytes(arguments));
+  event.launch(launch_rkv, arguments);
+  return arguments.scores;
+}
+
 float* score_tova(Event& event, const Scorer& scorer, Seen& seen) {
   const bool all_heads = static_cast<const Tova&>(scorer).options().heads == TovaOptions::Heads::all;
-  if (all_heads)
-    for (const RowGroup& group : event.evidence.table.groups)
-      for (const Row& row : event.evidence.table.rows_of(group, event.evidence.spec.kv_heads))
-        require<Unsupported>(row.length == event.evidence.table.rows[static_cast<std::size_t>(group.first_row)].length, "tova: heads of layer ", row.layer,
-                             " hold different numbers of slots; allowed rows of one length, or heads \"group\"");
+  if (all_heads) require_even_heads(event, scorer);
   event.launch(launch_tova, {.evidence = event.arguments, .windows = seen.asked.windows, .all_heads = all_heads, .scores = seen.newest});
   return seen.newest;
 }
@@ -94,7 +154,8 @@ float* score_triattention(Event& event, const Scorer& scorer, Seen&) {
 
 Score score_of(std::string_view scorer) {
   static constexpr std::pair<std::string_view, Score> kAll[] = {
-      {"keydiff", score_keydiff}, {"knorm", score_knorm}, {"snapkv", score_snapkv}, {"tova", score_tova}, {"triattention", score_triattention},
+      {"h2o", score_h2o}, {"keydiff", score_keydiff}, {"knorm", score_knorm}, {"random", score_random}, {"recency", score_recency},
+      {"rkv", score_rkv}, {"rpc", score_rpc},         {"snapkv", score_snapkv}, {"tova", score_tova},   {"triattention", score_triattention},
   };
   for (const auto& [name, score] : kAll)
     if (name == scorer) return score;

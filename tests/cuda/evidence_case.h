@@ -66,7 +66,7 @@ class EvidenceCase {
     table.key_dtype = dtype_of(shape.keys);
     std::int64_t first = 0;
     const std::size_t rows = shape.lengths.size() * static_cast<std::size_t>(shape.kv_heads);
-    keys.resize(rows), scales.resize(rows), plain.resize(rows), positions.resize(rows);
+    keys.resize(rows), scales.resize(rows), plain.resize(rows), positions.resize(rows), tallies.resize(rows);
     rings.resize(shape.lengths.size());
     for (std::size_t g = 0; g < shape.lengths.size(); ++g) {
       RowGroup group;
@@ -96,13 +96,15 @@ class EvidenceCase {
     settle();
   }
 
-  /// Points the rows at the keys and positions as they are now.
+  /// Points the rows at the keys, positions and tallies as they are now.
   void settle() {
     for (std::size_t r = 0; r < table.rows.size(); ++r) {
       Row& row = table.rows[r];
       const std::int64_t width = shape.dim * c10::elementSize(table.key_dtype);
       row.keys = {shape.keys == Element::fp8_e4m3 ? reinterpret_cast<std::byte*>(plain[r].data()) : keys[r].data(), width, width};
       row.positions = positions[r].data();
+      row.tally = tallies[r].empty() ? nullptr : tallies[r].data();
+      row.tally_length = static_cast<std::int32_t>(tallies[r].size());
     }
     for (std::size_t g = 0; g < table.groups.size(); ++g) {
       table.groups[g].queries.data = rings[g].data.data();
@@ -138,6 +140,7 @@ class EvidenceCase {
   std::vector<std::vector<std::byte>> keys;            ///< [rows] as stored
   std::vector<std::vector<float>> scales, plain;       ///< [rows] fp8 scales; the keys as f32
   std::vector<std::vector<std::int32_t>> positions;
+  std::vector<std::vector<float>> tallies;             ///< [rows] of the oldest slots; empty: none
   std::vector<Ring> rings;
 
  private:
@@ -186,14 +189,16 @@ struct DeviceLayout {
 class DeviceEvidence {
  public:
   DeviceEvidence(const EvidenceCase& from, DeviceLayout layout = {})
-      : from_(from), bytes_(pack(from, layout)), scales_(packed_scales_), pages_(page_table_), positions_(flat(from.positions)), limits_(from.limits.rows), rows_(from.table.rows.size()),
+      : from_(from), bytes_(pack(from, layout)), scales_(packed_scales_), pages_(page_table_), positions_(flat(from.positions)), tallies_(flat(from.tallies)), limits_(from.limits.rows), rows_(from.table.rows.size()),
         rings_(flat_rings(from)), ring_positions_(flat_ring_positions(from)), queries_(from.table.groups.size()), inv_freq_(from.spec.rope.inv_freq) {
     std::vector<Row> rows = from.table.rows;
     const std::int64_t width = from.shape.dim * element_bytes(from.shape.keys), stride = width + layout.gap;
-    std::int64_t slot = 0, table = 0, position = 0;
+    std::int64_t slot = 0, table = 0, position = 0, tally = 0;
     for (Row& row : rows) {
       row.positions = positions_.data() + position;
       position += row.length;
+      row.tally = row.tally_length == 0 ? nullptr : tallies_.data() + tally;
+      tally += row.tally_length;
       const auto side = [&](std::byte* base, std::int64_t each, std::int64_t wide) {
         SlotAddress a{base, each, wide};
         if (layout.page > 0) a.pages = pages_.data() + table, a.page_stride = each * layout.page, a.page_shift = std::countr_zero(static_cast<unsigned>(layout.page));
@@ -286,6 +291,7 @@ class DeviceEvidence {
   DeviceArray<std::byte> bytes_;
   DeviceArray<float> scales_;
   DeviceArray<std::int32_t> pages_, positions_;
+  DeviceArray<float> tallies_;
   DeviceArray<RowLimit> limits_;
   DeviceArray<Row> rows_;
   DeviceArray<std::byte> rings_;

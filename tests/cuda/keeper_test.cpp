@@ -123,6 +123,9 @@ INSTANTIATE_TEST_SUITE_P(Policies, DeviceKeeper,
                                            Case{"keydiff", "keydiff,budget=48,interval=12"}, Case{"knorm", "knorm,budget=48,interval=12,prefill=cut"},
                                            Case{"snapkv", "snapkv,budget=48,interval=12,window=8"}, Case{"snapkvrkv", "snapkv,budget=48,interval=12,window=8,style=rkv"},
                                            Case{"officialtova", "tova,variant=official,budget=48,interval=12"}, Case{"prompt", "tova,budget=64,interval=12,protect_prompt=true"},
+                                           Case{"streaming", "streaming,budget=48,interval=12"}, Case{"random", "ams-random,budget=48,interval=12,window=8,scorer.seed=3"},
+                                           Case{"h2o", "h2o,budget=48,interval=12"}, Case{"rkv", "rkv,budget=48,interval=12"}, Case{"rpc", "rpc,budget=60,interval=12,window=8"},
+                                           Case{"rpcofficial", "rpc,style=official,budget=60,interval=12,window=8,heads=all"},
                                            Case{"pyramidkv", "pyramidkv-knorm,budget=48,interval=12,recent=4", true}),
                          [](const auto& p) { return std::string(p.param.name); });
 
@@ -234,6 +237,7 @@ TEST_F(DeviceLine, TakesAtMostSixLaunchesForAnEventOfAllLayersAndSequences) {
   EXPECT_EQ(launches_of("tova,budget=48,interval=12"), 6);
   EXPECT_EQ(launches_of("knorm,budget=48,interval=12"), 4);
   EXPECT_EQ(launches_of("ams-knorm,budget=48,interval=12"), 6);
+  EXPECT_EQ(launches_of("streaming,budget=48,interval=12"), 4);
 }
 #else
 TEST_F(DeviceLine, RunsOnAnyStreamAndInACapturedGraph) {

@@ -2,39 +2,13 @@
 
 #include "window_attention.h"
 
-#include "evidence_case.h"
+#include "asked_queries.h"
 #include "kvkeep/score/window_attention.h"
-#include "prepare.h"
 
 namespace kvkeep::cuda {
 namespace {
 
 using WindowAttentionKernel = OnDevice;
-
-/// Windows and turned queries of a case on the device.
-class Queries {
- public:
-  Queries(const EvidenceCase& c, const DeviceEvidence& there, std::int32_t window, bool official = false)
-      : out_(c.table.groups.size() * static_cast<std::size_t>(c.spec.query_heads * window * c.shape.dim)), windows_(c.table.rows.size()) {
-    launch_prepare({.evidence = there.arguments(),
-                    .newest = nullptr,
-                    .window = window,
-                    .official = official,
-                    .windows = windows_.data(),
-                    .queries = out_.data(),
-                    .inv_freq = there.inv_freq(),
-                    .pairs = c.shape.pre_rope ? static_cast<std::int32_t>(c.spec.rope.inv_freq.size()) : 0,
-                    .style = c.shape.style,
-                    .attention_scaling = c.spec.rope.attention_scaling},
-                   nullptr);
-  }
-  [[nodiscard]] const DeviceArray<float>& floats() const { return out_; }
-  [[nodiscard]] const DeviceArray<RowWindow>& windows() const { return windows_; }
-
- private:
-  DeviceArray<float> out_;
-  DeviceArray<RowWindow> windows_;
-};
 
 enum class Wanted : std::uint8_t { usage, sum, newest_alone };
 
@@ -47,7 +21,7 @@ std::vector<float> untouched(const EvidenceCase& c) { return std::vector<float>(
 
 Got on_device(const EvidenceCase& c, std::int32_t window, bool official, Wanted wanted, DeviceLayout layout = {}, const std::vector<float>& log_sum_exp = {}) {
   const DeviceEvidence there(c, layout);
-  const Queries queries(c, there, window, official);
+  const AskedQueries queries(c, there, window, official);
   const DeviceArray<RowWindow>& windows = queries.windows();
   const DeviceArray<float> column(untouched(c)), newest(untouched(c)), lse(log_sum_exp);
   const DeviceArray<std::byte> workspace(static_cast<std::size_t>(window_attention_workspace_bytes(there.arguments(), window)));
@@ -189,7 +163,7 @@ TEST_F(WindowAttentionKernel, ReadsTheKeysOnceWhereItIsGivenTheSums) {
       EvidenceCase c(800, {.group = 4, .dim = 32, .lengths = {90}, .seen = 8, .keys = keys});
       c.limits.rows[0].budget = 5;  // a window shorter than what is held
       const DeviceEvidence there(c);
-      const std::vector<float> sums = log_sums(c, Queries(c, there, window).floats().download(), window);
+      const std::vector<float> sums = log_sums(c, AskedQueries(c, there, window).floats().download(), window);
       const Evidence evidence = c.evidence();
       const WindowAttention want = window_attention(evidence, row_windows(evidence, c.limits, window, false), {.usage = true, .newest = true});
       const Got got = on_device(c, window, false, Wanted::usage, {}, sums);
@@ -212,7 +186,7 @@ TEST_F(WindowAttentionKernel, GivesEqualKeysEqualBitsAndRowsTheSameBitsInAnyBatc
       EvidenceCase both = c;  // the same row twice
       both.shape.lengths = {1200, 1200};
       for (auto* list : {&both.keys}) list->push_back(list->front());
-      both.plain.push_back(both.plain.front()), both.scales.push_back(both.scales.front()), both.positions.push_back(both.positions.front()), both.rings.push_back(both.rings.front());
+      both.plain.push_back(both.plain.front()), both.scales.push_back(both.scales.front()), both.positions.push_back(both.positions.front()), both.rings.push_back(both.rings.front()), both.tallies.emplace_back();
       both.limits.rows.push_back(both.limits.rows.front());
       Row second = both.table.rows.front();
       second.first = second.length;
@@ -265,7 +239,7 @@ TEST_F(WindowAttentionKernel, ReducesTheHistoryAlone) {
           const std::int32_t newest_counts = 1 + static_cast<std::int32_t>(seed % 3);
           const Tensor want = history_attention(evidence, windows, {.group = max_logit ? GroupReduce::max_logit : GroupReduce::mean_prob, .newest_counts = newest_counts}, first);
           const DeviceEvidence there(c, {.page = 16});
-          const Queries queries(c, there, 9);
+          const AskedQueries queries(c, there, 9);
           const DeviceArray<RowWindow> ours(windows);
           const DeviceArray<std::int32_t> starts(first);
           const DeviceArray<float> out(untouched(c));

@@ -176,15 +176,22 @@ void prepare(Fiber& f) {
 
 [[nodiscard]] Warp& warp() { return machine.warps[static_cast<std::size_t>(machine.running->number / 32)]; }
 
+/// A warp runs as far as it can before the next one does: what a missing barrier of the block would let it overtake, it overtakes.
 void run_block(const char* name) {
   const std::size_t n = machine.fibers.size();
   while (machine.living > 0) {
     const std::uint64_t before = machine.progress;
-    for (std::size_t i = 0; i < n; ++i) {
-      Fiber& f = machine.fibers[machine.order == Order::ascending ? i : n - 1 - i];
-      if (!f.done) resume(f);
+    for (std::size_t first = 0; first < n; first += 32) {
+      std::uint64_t of_warp = 0;
+      do {
+        of_warp = machine.progress;
+        for (std::size_t i = first; i < first + 32; ++i) {
+          Fiber& f = machine.fibers[machine.order == Order::ascending ? i : n - 1 - i];
+          if (!f.done) resume(f);
+        }
+        if (machine.failure) std::rethrow_exception(machine.failure);
+      } while (machine.progress != of_warp);
     }
-    if (machine.failure) std::rethrow_exception(machine.failure);
     if (machine.progress == before) throw std::logic_error(std::string(name) + ": threads wait at a barrier that others never reach");
   }
 }

@@ -1,7 +1,7 @@
 #pragma once
 /// An execution model of CUDA on the host, for tests alone: the bodies in cuda/ compiled by a host compiler and run under the address sanitizer.
 ///
-/// One block after the other; the threads of a block are fibers that run until they wait for each other. Barriers, shuffles, ballots, atomics, shared memory and
+/// One block after the other; the threads of a block are fibers that run until they wait for each other, a warp as far as it can before the next. Barriers, shuffles, ballots, atomics, shared memory and
 /// `wmma` fragments behave as CUDA says. Blocks and threads run in ascending or descending order (`model::set_order`): a result that depends on it is a race.
 /// What it cannot show: races between blocks that overlap in time, alignment faults of vector loads, speed.
 
@@ -46,7 +46,7 @@ struct Place {
 [[nodiscard]] const Place& here();
 
 enum class Order : std::uint8_t { ascending, descending };
-/// In which order blocks start, and threads between two barriers.
+/// In which order blocks start, and warps and threads between two barriers.
 void set_order(Order order);
 
 /// Runs `body` in every thread of the grid. Throws std::logic_error when threads wait for each other in vain. An exception of a body ends the run.

@@ -1,0 +1,76 @@
+#include "h2o.h"
+
+#include "key_lanes.cuh"
+#include "kvkeep/core/row_window.h"
+#include "launch.cuh"
+#include "window_attention.h"
+#include "workspace.h"
+
+namespace kvkeep::cuda {
+namespace {
+
+struct Task {
+  H2OArguments a;
+  RowWindow* windows;  ///< [count]
+  void* rest;          ///< window_attention_workspace_bytes()
+};
+
+/// Divides the workspace. Gives its size.
+std::int64_t divide(const H2OArguments& a, Task& task) {
+  WorkspaceParts parts(a.workspace);
+  task.a = a;
+  task.a.evidence.limits = nullptr;
+  task.windows = parts.take<RowWindow>(a.evidence.count);
+  task.rest = parts.take<std::byte>(window_attention_workspace_bytes(a.evidence, a.window));
+  return parts.bytes();
+}
+
+/// Queries whose own slot came after the last event.
+__device__ std::int32_t new_queries(const Row& row, const QueryWindow& queries, std::int32_t window) {
+  if (row.tally_length >= row.length) return 0;
+  const std::int32_t since = row.tally_length == 0 ? 0 : row.positions[row.tally_length];
+  const std::int32_t oldest = queries.count < window ? 0 : queries.count - window;
+  std::int32_t low = oldest, high = queries.count;
+  while (low < high) {
+    const std::int32_t middle = low + (high - low) / 2;
+    if (queries.position(middle) < since) low = middle + 1;
+    else high = middle;
+  }
+  return queries.count - low;
+}
+
+__global__ void __launch_bounds__(tuning::kTurnThreads) windows_kernel(Task task) {
+  const EvidenceArguments& e = task.a.evidence;
+  for (std::int64_t r = std::int64_t{blockIdx.x} * tuning::kTurnThreads + threadIdx.x; r < e.count; r += std::int64_t{gridDim.x} * tuning::kTurnThreads)
+    task.windows[r] = {new_queries(e.rows[r], e.queries[r / e.kv_heads], task.a.window), e.rows[r].length};
+}
+
+__global__ void __launch_bounds__(tuning::kKeyThreads) tally_kernel(Task task, std::int32_t chunks) {
+  each_chunk(task.a.evidence, chunks, [&](const Chunk& chunk) {
+    const Row& row = task.a.evidence.rows[chunk.row];
+    if (row.tally == nullptr) return;
+    const std::int32_t end = row.tally_length < chunk.end ? row.tally_length : chunk.end;
+    for (std::int32_t t = chunk.begin + static_cast<std::int32_t>(threadIdx.x); t < end; t += tuning::kKeyThreads) task.a.scores[row.first + t] += row.tally[t];
+  });
+}
+
+}  // namespace
+
+std::int64_t h2o_workspace_bytes(const H2OArguments& arguments) {
+  Task task{};
+  return divide(arguments, task);
+}
+
+void launch_h2o(const H2OArguments& a, Stream stream) {
+  check_dim("h2o", a.evidence.dim);
+  Task task{};
+  divide(a, task);
+  const EvidenceArguments& e = task.a.evidence;
+  const std::int64_t blocks = (std::int64_t{e.count} + tuning::kTurnThreads - 1) / tuning::kTurnThreads;
+  launch("h2o_windows", windows_kernel, {.blocks = blocks_for(blocks), .threads = tuning::kTurnThreads}, stream, task);
+  launch_window_attention({.evidence = e, .windows = task.windows, .window = a.window, .queries = a.queries, .sum = a.scores, .workspace = task.rest}, stream);
+  const std::int32_t chunks = key_chunks(e);
+  launch("h2o_tally", tally_kernel, {.blocks = blocks_for(std::int64_t{e.count} * chunks), .threads = tuning::kKeyThreads}, stream, task, chunks);
+}
+
+}  // namespace kvkeep::cuda

@@ -1,0 +1,103 @@
+#include "rpc.h"
+
+#include "key_lanes.cuh"
+#include "kvkeep/core/pool.h"
+#include "launch.cuh"
+#include "window_attention.h"
+#include "workspace.h"
+
+namespace kvkeep::cuda {
+namespace {
+
+struct Task {
+  RpcArguments a;
+  float* attention;      ///< [slots]
+  RowWindow* selectors;  ///< [count] `official`: one query fewer, the history stays that of the whole window
+  std::int32_t* first;   ///< [count] where the history begins
+  void* rest;            ///< window_attention_workspace_bytes()
+};
+
+/// Divides the workspace. Gives its size.
+std::int64_t divide(const RpcArguments& a, Task& task) {
+  WorkspaceParts parts(a.workspace);
+  task.a = a;
+  task.attention = parts.take<float>(a.slots);
+  task.selectors = parts.take<RowWindow>(a.evidence.count);
+  task.first = parts.take<std::int32_t>(a.evidence.count);
+  task.rest = parts.take<std::byte>(window_attention_workspace_bytes(a.evidence, a.window));
+  return parts.bytes();
+}
+
+__global__ void __launch_bounds__(tuning::kTurnThreads) selectors_kernel(Task task) {
+  for (std::int64_t r = std::int64_t{blockIdx.x} * tuning::kTurnThreads + threadIdx.x; r < task.a.evidence.count; r += std::int64_t{gridDim.x} * tuning::kTurnThreads) {
+    RowWindow window = task.a.windows[r];
+    const std::int32_t sinks = task.a.evidence.limits[r].guarded.sinks;
+    task.first[r] = sinks < window.history ? sinks : window.history;
+    if (window.queries > 1) --window.queries;
+    task.selectors[r] = window;
+  }
+}
+
+/// Score of slot t of a row that was asked.
+__device__ float pooled(const Task& task, std::int64_t r, std::int32_t t) {
+  const RowWindow window = task.a.windows[r];
+  const std::int32_t begin = task.a.official ? task.first[r] : 0;
+  if (t < begin || t >= window.history) return 0;
+  const float* attention = task.attention + task.a.evidence.rows[r].first + begin;
+  return pooled_average(attention, window.history - begin, task.a.pool, t - begin) * static_cast<float>(window.queries);
+}
+
+/// A block has a chunk of a row; with all heads that of the first row, for all rows of its group.
+__global__ void __launch_bounds__(tuning::kKeyThreads) rpc_kernel(Task task, std::int32_t chunks) {
+  const EvidenceArguments& e = task.a.evidence;
+  each_chunk(e, chunks, [&](const Chunk& chunk) {
+    float* g = task.a.scores + e.rows[chunk.row].first;
+    const std::int32_t first = chunk.begin + static_cast<std::int32_t>(threadIdx.x);
+    if (task.a.windows[chunk.row].queries == 0) {  // no query was seen: the older go first
+      for (std::int32_t t = first; t < chunk.end; t += tuning::kKeyThreads) g[t] = static_cast<float>(t);
+      return;
+    }
+    if (!task.a.all_heads) {
+      for (std::int32_t t = first; t < chunk.end; t += tuning::kKeyThreads) g[t] = pooled(task, chunk.row, t);
+      return;
+    }
+    if (chunk.row % e.kv_heads != 0) return;
+    const float share = 1.0F / static_cast<float>(e.kv_heads);
+    for (std::int32_t t = first; t < chunk.end; t += tuning::kKeyThreads) {
+      float sum = pooled(task, chunk.row, t);
+      for (std::int32_t h = 1; h < e.kv_heads; ++h) sum += pooled(task, chunk.row + h, t);
+      for (std::int32_t h = 0; h < e.kv_heads; ++h) task.a.scores[e.rows[chunk.row + h].first + t] = sum * share;
+    }
+  });
+}
+
+}  // namespace
+
+std::int64_t rpc_workspace_bytes(const RpcArguments& arguments) {
+  Task task{};
+  return divide(arguments, task);
+}
+
+void launch_rpc(const RpcArguments& a, Stream stream) {
+  check_dim("rpc", a.evidence.dim);
+  require(a.pool >= 1 && a.pool % 2 == 1, "rpc: pool; given ", a.pool, "; allowed odd numbers from 1 on");
+  Task task{};
+  divide(a, task);
+  if (a.official) {
+    const std::int64_t blocks = (std::int64_t{a.evidence.count} + tuning::kTurnThreads - 1) / tuning::kTurnThreads;
+    launch("rpc_selectors", selectors_kernel, {.blocks = blocks_for(blocks), .threads = tuning::kTurnThreads}, stream, task);
+  }
+  launch_history_attention({.evidence = a.evidence,
+                            .windows = a.official ? task.selectors : a.windows,
+                            .window = a.window,
+                            .queries = a.queries,
+                            .newest_counts = a.official ? 2 : 1,
+                            .first = a.official ? task.first : nullptr,
+                            .out = task.attention,
+                            .workspace = task.rest},
+                           stream);
+  const std::int32_t chunks = key_chunks(a.evidence);
+  launch("rpc", rpc_kernel, {.blocks = blocks_for(std::int64_t{a.evidence.count} * chunks), .threads = tuning::kKeyThreads}, stream, task, chunks);
+}
+
+}  // namespace kvkeep::cuda
