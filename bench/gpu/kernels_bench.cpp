@@ -5,9 +5,11 @@
 // from batch 8 on. Every case is checked before it is timed.
 
 #include <benchmark/benchmark.h>
+#include <cuda_bf16.h>
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <memory>
@@ -18,6 +20,7 @@
 #include <vector>
 
 #include "compact.h"
+#include "expected.h"
 #include "mass_segmented.h"
 #include "select.h"
 
@@ -30,9 +33,9 @@ void expect(cudaError_t status) {
 
 struct Shape {
   const char* name;
-  std::int32_t layers, kv_heads, dim;
+  std::int32_t layers, kv_heads, dim, group;  ///< group: query heads of a KV head
 };
-constexpr Shape kShapes[] = {{"qwen7b", 28, 4, 128}, {"llama8b", 32, 8, 128}};
+constexpr Shape kShapes[] = {{"qwen7b", 28, 4, 128, 7}, {"llama8b", 32, 8, 128, 4}};
 
 template <class T>
 class Device {
@@ -213,6 +216,61 @@ void MassSegmented(benchmark::State& state, Shape shape, std::int32_t batch, std
     if (n % static_cast<std::size_t>(budget) != 0 && kept[n] <= kept[n - 1]) return state.SkipWithError("kept slots do not ascend");
 }
 
+/// Fills `elements` bf16 numbers from `to` on with noise.
+void fill_with_noise(std::byte* to, std::size_t elements) {
+  std::mt19937 random(2);
+  std::normal_distribution<float> normal;
+  std::vector<__nv_bfloat16> noise(std::size_t{1} << 20);
+  for (auto& x : noise) x = __float2bfloat16(normal(random));
+  for (std::size_t at = 0; at < elements; at += noise.size())
+    expect(cudaMemcpy(to + 2 * at, noise.data(), 2 * std::min(noise.size(), elements - at), cudaMemcpyHostToDevice));
+}
+
+/// Expected Attention on a window of 256 queries before RoPE.
+void Expected(benchmark::State& state, Shape shape, std::int32_t batch, std::int32_t length, std::int32_t budget) {
+  constexpr std::int32_t kQueries = 256;
+  const Event event(shape, batch, length, budget);
+  fill_with_noise(event.cache.data(), std::size_t{2} * static_cast<std::size_t>(event.count) * static_cast<std::size_t>(length) * static_cast<std::size_t>(shape.dim));
+  const std::int32_t groups = event.count / shape.kv_heads;
+  const std::int64_t head = shape.dim * 2, token = head * shape.kv_heads * shape.group;
+  const Device<std::byte> rings(static_cast<std::size_t>(groups * kQueries * token));
+  fill_with_noise(rings.data(), static_cast<std::size_t>(groups * kQueries * token / 2));
+  std::vector<std::int32_t> at(kQueries);
+  std::iota(at.begin(), at.end(), length - kQueries);
+  const Device<std::int32_t> positions(at), next(std::vector<std::int32_t>(static_cast<std::size_t>(groups), length));
+  std::vector<QueryWindow> all;
+  for (std::int32_t g = 0; g < groups; ++g) all.push_back({rings.data() + g * kQueries * token, token, head, positions.data(), kQueries, 0, kQueries});
+  const Device<QueryWindow> windows(all);
+  std::vector<double> frequencies;
+  for (std::int32_t f = 0; f < shape.dim / 2; ++f) frequencies.push_back(std::pow(1e4, -2.0 * f / shape.dim));
+  const Device<double> inv_freq(frequencies);
+  const std::size_t slots = static_cast<std::size_t>(event.count) * static_cast<std::size_t>(length);
+  const Device<float> scores(slots);
+  ExpectedArguments a;
+  a.evidence.rows = event.rows->data();
+  a.evidence.limits = event.limits->data();
+  a.evidence.queries = windows.data();
+  a.evidence.count = event.count;
+  a.evidence.longest = length;
+  a.evidence.kv_heads = shape.kv_heads;
+  a.evidence.group = shape.group;
+  a.evidence.dim = a.value_dim = shape.dim;
+  a.evidence.keys = a.evidence.query = a.values = Element::bf16;
+  a.evidence.scale = 1.0F / std::sqrt(static_cast<float>(shape.dim));
+  a.next_positions = next.data();
+  a.inv_freq = inv_freq.data();
+  a.pairs = shape.dim / 2;
+  a.queries = kQueries;
+  a.slots = static_cast<std::int64_t>(slots);
+  a.scores = scores.data();
+  const Device<std::byte> workspace(static_cast<std::size_t>(expected_workspace_bytes(a)));
+  a.workspace = workspace.data();
+  time(state, static_cast<double>(slots) * shape.dim * 4, [&] { launch_expected(a, nullptr); });
+  const std::vector<float> got = scores.download();
+  for (std::size_t r = 0; r < got.size(); r += static_cast<std::size_t>(length))
+    if (!(got[r] == *std::max_element(got.begin() + static_cast<std::ptrdiff_t>(r), got.begin() + static_cast<std::ptrdiff_t>(r) + length))) return state.SkipWithError("a sink has not the largest score");
+}
+
 void add_all() {
   struct Size {
     std::int32_t batch, length, budget;
@@ -226,6 +284,7 @@ void add_all() {
   };
   add("Compact", Compact, {{1, 1536, 1024}, {1, 1024, 512}, {8, 1536, 1024}, {32, 1536, 1024}});
   add("Select", Select, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
+  add("Expected", Expected, {{1, 1536, 1024}, {8, 1536, 1024}, {1, 32768, 2048}});
   add("MassSegmented", MassSegmented, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
 }
 
