@@ -5,6 +5,7 @@
 #include "element.cuh"
 #include "key_lanes.cuh"
 #include "launch.cuh"
+#include "panel.cuh"
 #include "parts.cuh"
 #include "softmax.cuh"
 #include "team.cuh"
@@ -14,7 +15,6 @@ namespace kvkeep::cuda {
 namespace {
 
 using tuning::kExpectedChunk;
-using tuning::kExpectedPanel;
 using tuning::kExpectedThreads;
 using tuning::kKeyThreads;
 using tuning::kMomentQueries;
@@ -415,7 +415,7 @@ class Moments {
     const std::int32_t past = task_.padded - dim_;
     if (behind)
       for (std::int32_t at = thread_; at < count * past; at += kMomentThreads) store(task_, 0, 2, dim_ + at % past, row_of(at / past));
-    const std::int32_t all = round_up(count, kExpectedPanel) - count;
+    const std::int32_t all = round_up(count, kPanelRows) - count;
     for (std::int32_t at = thread_; at < all * task_.padded; at += kMomentThreads) reinterpret_cast<float*>(row_of(count))[at] = 0;
   }
 
@@ -516,9 +516,9 @@ __device__ void summarise(const Task& task, const Row& row, std::int64_t r, std:
   }
 }
 
-// In f32: a warp has 16 slots, a thread four of them and four rows of a panel.
+// In f32: see panel.cuh.
 
-constexpr std::int32_t kPlainSlots = 64, kPlainSlice = 64, kPanelStride = kPlainSlice + 4;
+static_assert(kExpectedThreads == kPanelThreads && kExpectedChunk % kPanelSlots == 0);
 
 struct PlainShared {
   std::size_t keys, panel, lines, bytes;
@@ -526,39 +526,12 @@ struct PlainShared {
 
   KVKEEP_HD explicit PlainShared(std::int32_t padded) : stride(padded + 4) {
     Parts parts;
-    keys = parts.take(sizeof(float) * kPlainSlots * static_cast<std::size_t>(stride));
-    panel = parts.take(sizeof(float) * kExpectedPanel * kPanelStride);
-    lines = parts.take(sizeof(float) * kPlainSlots * (kExpectedPanel + 1));
+    keys = parts.take(sizeof(float) * kPanelSlots * static_cast<std::size_t>(stride));
+    panel = parts.take(sizeof(float) * kPanelRows * kPanelStride);
+    lines = parts.take(sizeof(float) * kPanelSlots * (kPanelRows + 1));
     bytes = parts.bytes;
   }
 };
-
-/// products[4 i + j]: key slot0 + 4 i with row row0 + 8 j of `rows` rows that begin at `from`, components [d0, padded). For a whole block.
-__device__ __forceinline__ void multiply_panel(const float* from, std::int32_t rows, std::int32_t d0, std::int32_t padded, const float* keys, std::int32_t stride, std::int32_t slot0,
-                                               std::int32_t row0, float* panel, float (&products)[16]) {
-#pragma unroll
-  for (int k = 0; k < 16; ++k) products[k] = 0;
-  for (; d0 < padded; d0 += kPlainSlice) {
-    const std::int32_t words = (padded - d0 < kPlainSlice ? padded - d0 : kPlainSlice) / 4;
-    __syncthreads();
-    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < kExpectedPanel * words; i += kExpectedThreads) {
-      const std::int32_t row = i / words, d = (i - row * words) * 4;
-      *reinterpret_cast<float4*>(panel + row * kPanelStride + d) = row < rows ? *reinterpret_cast<const float4*>(from + std::int64_t{row} * padded + d0 + d) : float4{0, 0, 0, 0};
-    }
-    __syncthreads();
-    for (std::int32_t d = 0; d < 4 * words; d += 4) {
-      float4 u[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) u[j] = *reinterpret_cast<const float4*>(panel + (row0 + 8 * j) * kPanelStride + d);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float4 k = *reinterpret_cast<const float4*>(keys + (slot0 + 4 * i) * stride + d0 + d);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) products[4 * i + j] = fmaf(k.w, u[j].w, fmaf(k.z, u[j].z, fmaf(k.y, u[j].y, fmaf(k.x, u[j].x, products[4 * i + j]))));
-      }
-    }
-  }
-}
 
 template <class T>
 __global__ void __launch_bounds__(kExpectedThreads, 4) plain_kernel(Task task) {
@@ -567,27 +540,29 @@ __global__ void __launch_bounds__(kExpectedThreads, 4) plain_kernel(Task task) {
   auto* panel = reinterpret_cast<float*>(dynamic_shared() + parts.panel);
   auto* lines = reinterpret_cast<float*>(dynamic_shared() + parts.lines);
   const EvidenceArguments& e = task.a.evidence;
-  const auto thread = static_cast<std::int32_t>(threadIdx.x);
-  const std::int32_t lane = thread % 32, slot0 = thread / 32 * 16 + lane % 4, row0 = lane / 4;  // and every fourth slot, every eighth row
+  const PanelPlace place;
 
   each_expected_chunk(task, [&](const Row& row, std::int64_t r, std::int32_t begin, std::int32_t end) {
     const bool aligned = is_aligned(row.keys);
-    for (std::int32_t tile = begin; tile < end; tile += kPlainSlots) {
+    for (std::int32_t tile = begin; tile < end; tile += kPanelSlots) {
       __syncthreads();
-      stage_as<T, float>(row.keys, aligned, tile, end, kPlainSlots, e.dim, task.padded, keys, parts.stride, [&](std::int32_t t) { return key_scale<T>(row, t); });
-      for (std::int32_t h0 = 0; h0 < e.group; h0 += kExpectedPanel) {
-        const std::int32_t heads = e.group - h0 < kExpectedPanel ? e.group - h0 : kExpectedPanel;
+      stage_as<T, float>(row.keys, aligned, tile, end, kPanelSlots, e.dim, task.padded, keys, parts.stride, [&](std::int32_t t) { return key_scale<T>(row, t); });
+      for (std::int32_t h0 = 0; h0 < e.group; h0 += kPanelRows) {
+        const std::int32_t heads = e.group - h0 < kPanelRows ? e.group - h0 : kPanelRows;
         float products[16];
-        const auto multiply = [&](const float* from, std::int32_t rows, std::int32_t d0) { multiply_panel(from, rows, d0, task.padded, keys, parts.stride, slot0, row0, panel, products); };
+        const auto multiply = [&](const float* from, std::int32_t rows, std::int32_t d0) {
+          const auto load = [&](std::int32_t n, std::int32_t d) { return n < rows ? *reinterpret_cast<const float4*>(from + std::int64_t{n} * task.padded + d) : float4{0, 0, 0, 0}; };
+          multiply_panel(load, d0, task.padded, keys, parts.stride, place, panel, products);
+        };
         multiply(reinterpret_cast<const float*>(task.means + r * task.mean_bytes()) + std::int64_t{h0} * task.padded, heads, 0);
 #pragma unroll
-        for (int k = 0; k < 16; ++k) lines[(slot0 + k / 4 * 4) * (kExpectedPanel + 1) + row0 + k % 4 * 8] = products[k];
+        for (int k = 0; k < 16; ++k) lines[(place.slot0 + k / 4 * 4) * (kPanelRows + 1) + place.row0 + k % 4 * 8] = products[k];
         for (std::int32_t h = h0; h < h0 + heads; ++h) {
           const Head head = task.heads[r * e.group + h];
           const auto* factor = reinterpret_cast<const float*>(task.factors + (r * e.group + h) * task.factor_bytes());
           float sums[4] = {};
-          for (std::int32_t from = 0; from < head.rows; from += kExpectedPanel) {
-            multiply(factor + std::int64_t{from} * task.padded, kExpectedPanel, head.triangular ? from / kPlainSlice * kPlainSlice : 0);
+          for (std::int32_t from = 0; from < head.rows; from += kPanelRows) {
+            multiply(factor + std::int64_t{from} * task.padded, kPanelRows, head.triangular ? from / kPanelSlice * kPanelSlice : 0);
 #pragma unroll
             for (int k = 0; k < 16; ++k) {
               const float y = products[k] * head.factor;
@@ -597,10 +572,9 @@ __global__ void __launch_bounds__(kExpectedThreads, 4) plain_kernel(Task task) {
           __syncthreads();  // the lines are there
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-#pragma unroll
-            for (int step = 4; step < 32; step *= 2) sums[i] += __shfl_xor_sync(kWholeWarp, sums[i], step);
-            const std::int32_t t = tile + slot0 + 4 * i;
-            if (row0 == 0 && t < end) task.logits_of(r)[std::int64_t{h} * row.length + t] = logit_of(sums[i], lines[(slot0 + 4 * i) * (kExpectedPanel + 1) + h - h0]);
+            const float square = sum_of_rows(sums[i]);
+            const std::int32_t s = place.slot0 + 4 * i, t = tile + s;
+            if (place.row0 == 0 && t < end) task.logits_of(r)[std::int64_t{h} * row.length + t] = logit_of(square, lines[s * (kPanelRows + 1) + h - h0]);
           }
         }
         __syncthreads();
@@ -686,7 +660,7 @@ __global__ void __launch_bounds__(kExpectedThreads, 3) unit_kernel(Task task) {
           Product squares[2];
 #pragma unroll
           for (int i = 0; i < 2; ++i) wmma::fill_fragment(squares[i], 0.0F);
-          for (std::int32_t from = 0; from < head.rows; from += kExpectedPanel) {
+          for (std::int32_t from = 0; from < head.rows; from += kPanelRows) {
             Product product[2][2];
 #pragma unroll
             for (int i = 0; i < 2; ++i)
@@ -840,7 +814,7 @@ std::int64_t divide(const ExpectedArguments& a, Task& task) {
   task.a = a;
   task.padded = round_up(e.dim, 16);
   task.unit = a.matrix_unit && e.keys != Element::f32;
-  task.rows = round_up(a.moments != nullptr || a.queries > e.dim ? e.dim : a.queries, kExpectedPanel);
+  task.rows = round_up(a.moments != nullptr || a.queries > e.dim ? e.dim : a.queries, kPanelRows);
   task.chunks = (e.longest + kExpectedChunk - 1) / kExpectedChunk;
   const std::int64_t groups = e.count / e.kv_heads, heads = std::int64_t{e.count} * e.group;
   auto* base = static_cast<std::byte*>(a.workspace);

@@ -19,7 +19,9 @@
 #include <string>
 #include <vector>
 
+#include "chunks.h"
 #include "compact.h"
+#include "critical.h"
 #include "expected.h"
 #include "mass_segmented.h"
 #include "select.h"
@@ -94,6 +96,7 @@ struct Event {
     for (std::int32_t r = 0; r < count; ++r) {
       Row& row = all[static_cast<std::size_t>(r)];
       row.layer = r / (batch * shape.kv_heads);
+      row.head = r % shape.kv_heads;
       row.length = length;
       row.first = std::int64_t{r} * length;
       row.keys = {cache.data() + row.first * width, width, width};
@@ -271,6 +274,61 @@ void Expected(benchmark::State& state, Shape shape, std::int32_t batch, std::int
     if (!(got[r] == *std::max_element(got.begin() + static_cast<std::ptrdiff_t>(r), got.begin() + static_cast<std::ptrdiff_t>(r) + length))) return state.SkipWithError("a sink has not the largest score");
 }
 
+/// True where the kept slots of every row ascend.
+bool ascend(const std::vector<std::int32_t>& kept, std::int32_t budget) {
+  for (std::size_t n = 1; n < kept.size(); ++n)
+    if (n % static_cast<std::size_t>(budget) != 0 && kept[n] <= kept[n - 1]) return false;
+  return true;
+}
+
+void Chunks(benchmark::State& state, Shape shape, std::int32_t batch, std::int32_t length, std::int32_t budget) {
+  const Event event(shape, batch, length, budget);
+  ChunksArguments a;
+  a.rows = event.rows->data();
+  a.limits = event.limits->data();
+  a.count = event.count;
+  a.heads = shape.kv_heads;
+  a.longest = length;
+  a.slots_in_all = std::int64_t{event.count} * length;
+  a.scores = event.scores->data();
+  a.indptr = event.bounds->data();
+  a.slots = event.slots->data();
+  const Device<std::byte> workspace(static_cast<std::size_t>(chunks_workspace_bytes(a)));
+  a.workspace = workspace.data();
+  time(state, static_cast<double>(event.count) * (length + budget) * 4, [&] { launch_chunks(a, nullptr); });
+  if (!ascend(event.slots->download(), budget)) return state.SkipWithError("kept slots do not ascend");
+}
+
+/// CriticalKV, all layers with the same output weights. It is bound by its products: TFLOPS says how fast they run.
+void Critical(benchmark::State& state, Shape shape, std::int32_t batch, std::int32_t length, std::int32_t budget) {
+  const Event event(shape, batch, length, budget);
+  fill_with_noise(event.cache.data(), std::size_t{2} * static_cast<std::size_t>(event.count) * static_cast<std::size_t>(length) * static_cast<std::size_t>(shape.dim));
+  const std::int64_t heads = std::int64_t{shape.kv_heads} * shape.group, hidden = heads * shape.dim;
+  const Device<std::byte> weights(static_cast<std::size_t>(hidden * hidden * 2));
+  fill_with_noise(weights.data(), static_cast<std::size_t>(hidden * hidden));
+  const Device<const void*> projections(std::vector<const void*>(static_cast<std::size_t>(shape.layers), weights.data()));
+  CriticalArguments a;
+  a.evidence.rows = event.rows->data();
+  a.evidence.limits = event.limits->data();
+  a.evidence.count = event.count;
+  a.evidence.longest = length;
+  a.evidence.kv_heads = shape.kv_heads;
+  a.evidence.group = shape.group;
+  a.value_dim = shape.dim;
+  a.values = a.projection = Element::bf16;
+  a.projections = projections.data();
+  a.hidden = static_cast<std::int32_t>(hidden);
+  a.slots_in_all = std::int64_t{event.count} * length;
+  a.scores = event.usage->data();
+  a.indptr = event.bounds->data();
+  a.slots = event.slots->data();
+  const Device<std::byte> workspace(static_cast<std::size_t>(critical_workspace_bytes(a)));
+  a.workspace = workspace.data();
+  time(state, static_cast<double>(a.slots_in_all) * shape.dim * 2, [&] { launch_critical(a, nullptr); });
+  state.counters["TFLOPS"] = 2.0 * static_cast<double>(a.slots_in_all) * shape.group * shape.dim * static_cast<double>(hidden) / state.counters["us"] / 1e6;
+  if (!ascend(event.slots->download(), budget)) return state.SkipWithError("kept slots do not ascend");
+}
+
 void add_all() {
   struct Size {
     std::int32_t batch, length, budget;
@@ -284,6 +342,8 @@ void add_all() {
   };
   add("Compact", Compact, {{1, 1536, 1024}, {1, 1024, 512}, {8, 1536, 1024}, {32, 1536, 1024}});
   add("Select", Select, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
+  add("Chunks", Chunks, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
+  add("Critical", Critical, {{1, 1536, 1024}, {1, 32768, 2048}});
   add("Expected", Expected, {{1, 1536, 1024}, {8, 1536, 1024}, {1, 32768, 2048}});
   add("MassSegmented", MassSegmented, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
 }
