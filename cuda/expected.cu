@@ -27,11 +27,13 @@ constexpr std::size_t kMomentShared = std::size_t{92} << 10;  ///< what a block 
 
 KVKEEP_HD inline std::int32_t round_up(std::int32_t n, std::int32_t to) { return (n + to - 1) / to * to; }
 
+constexpr std::int32_t kUnseen = -1;
+
 /// How the factor of one query head is read.
 struct Head {
   float factor;       ///< of its products
   float mean_factor;  ///< of those of its mean
-  std::int32_t rows;  ///< 0: no covariance
+  std::int32_t rows;  ///< 0: no covariance; kUnseen: no query either
   bool triangular;    ///< row i is 0 before component i
 };
 
@@ -75,7 +77,11 @@ __device__ Counted counted_of(const Task& task, std::int64_t group) {
   return {low, view.count - low};
 }
 
-__device__ bool was_seen(const Task& task, std::int64_t group) { return task.given(group) ? task.a.moments[group].count > 0 : counted_of(task, group).count > 0; }
+/// True for a row that is scored by queries, after the moments were made.
+__device__ bool is_scored(const Task& task, std::int64_t r) {
+  const EvidenceArguments& e = task.a.evidence;
+  return e.due(r) && e.rows[r].length > task.a.sink && task.heads[r * e.group].rows != kUnseen;
+}
 
 /// What turns queries back, a block a token, and the mean turn of the coming positions.
 __global__ void __launch_bounds__(tuning::kTurnThreads) turns_kernel(Task task) {
@@ -468,8 +474,10 @@ __global__ void __launch_bounds__(kMomentThreads, 2) moments_kernel(Task task) {
   const EvidenceArguments& e = task.a.evidence;
   for (std::int64_t n = blockIdx.x; n < std::int64_t{e.count} * e.group; n += gridDim.x) {
     const std::int64_t r = n / e.group;
-    if (!e.due(r) || e.rows[r].length <= task.a.sink || !was_seen(task, r / e.kv_heads)) continue;
-    Moments<Q>(task, n, mean, dynamic_shared(), scratch, sums).run();
+    if (!e.due(r) || e.rows[r].length <= task.a.sink) continue;
+    const std::int64_t group = r / e.kv_heads;
+    if (task.given(group) ? task.a.moments[group].count > 0 : counted_of(task, group).count > 0) Moments<Q>(task, n, mean, dynamic_shared(), scratch, sums).run();
+    else if (threadIdx.x == 0) task.heads[n].rows = kUnseen;
   }
 }
 
@@ -491,7 +499,7 @@ __device__ void each_expected_chunk(const Task& task, Body&& body) {
     const std::int64_t r = work / task.chunks;
     const Row& row = e.rows[r];
     const std::int32_t begin = static_cast<std::int32_t>(work - r * task.chunks) * kExpectedChunk;
-    if (!e.due(r) || begin >= row.length || row.length <= task.a.sink || !was_seen(task, r / e.kv_heads)) continue;
+    if (begin >= row.length || !is_scored(task, r)) continue;
     body(row, r, begin, row.length - begin < kExpectedChunk ? row.length : begin + kExpectedChunk);
   }
 }
@@ -726,7 +734,7 @@ __global__ void __launch_bounds__(kKeyThreads, 4) finish_kernel(Task task) {
     if (!e.due(r) || begin >= length) continue;
     const std::int32_t end = length - begin < kExpectedChunk ? length : begin + kExpectedChunk;
     float* g = task.a.scores + row.first;
-    if (length <= task.a.sink || !was_seen(task, r / e.kv_heads)) {
+    if (!is_scored(task, r)) {
       for (std::int32_t t = begin + thread; t < end; t += kKeyThreads) g[t] = static_cast<float>(t);
       continue;
     }
@@ -796,7 +804,7 @@ __global__ void __launch_bounds__(tuning::kTurnThreads) sinks_kernel(Task task) 
   const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
   for (std::int64_t r = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; r < e.count; r += std::int64_t{gridDim.x} * kWarps) {
     const Row& row = e.rows[r];
-    if (!e.due(r) || row.length <= task.a.sink || !was_seen(task, r / e.kv_heads)) continue;
+    if (!is_scored(task, r)) continue;
     const std::int32_t chunks = (row.length + kExpectedChunk - 1) / kExpectedChunk;
     float top = kLeast;
     for (std::int32_t c = lane; c < chunks; c += 32) {

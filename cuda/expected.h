@@ -44,12 +44,14 @@ struct ExpectedArguments {
   void* workspace = nullptr;                     ///< expected_workspace_bytes(), aligned to 32
 };
 
-/// 4 G bytes a slot; 8 G + 4 for every (row, 512 slots of the longest row); for every query head of a group 4 Dp R + about 6 Dp bytes, R rows of the factor: the lesser of
-/// `queries` and D (with given moments D) rounded up to 32, Dp = D rounded up to 16; for every group 16 F, and 8 F for each of `queries` where they come after RoPE.
+/// 4 G bytes a slot; 8 G + 4 for every (row, 512 slots of the longest row). For every query head 16 bytes, its factor of 4 Dp R and its mean: 4 Dp in f32, 6 Dp on matrix units,
+/// where a KV head's heads are filled up to 16; Dp is D rounded up to 16, R the lesser of `queries` and D (with given moments D) rounded up to 32, without covariance 0.
+/// For every group 16 F, and 8 F for each of `queries` where they come after RoPE.
 [[nodiscard]] std::int64_t expected_workspace_bytes(const ExpectedArguments& arguments);
 
 /// Five launches: turns; a block a query head for its moments and factor; logits; softmax, mean and value norm; the sinks' score (not where sink is 0).
-/// Cost: flop as on the CPU, twice that on matrix units; keys and values are read once, a head's factor once for every 128 slots (in f32 64).
+/// Cost: flop as on the CPU, twice that on matrix units; keys and values are read once, a head's factor once for every 128 slots (in f32 64), its queries three
+/// to five times, the more the larger D is.
 /// Throws InvalidArgument for head sizes outside 1 to 256, pairs beyond half of D, fp8 queries, and future, sink or queries that are no counts.
 void launch_expected(const ExpectedArguments& arguments, Stream stream);
 
