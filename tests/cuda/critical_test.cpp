@@ -79,7 +79,6 @@ Got on_device(const CriticalCase& k, double first_stage, bool matrix_unit = true
     layers.push_back(std::make_unique<DeviceArray<std::byte>>(layer));
     pointers.push_back(layers.back()->data());
   }
-  std::vector<Row> rows = there.rows();
   const DeviceArray<const void*> projections(pointers);
   const DeviceArray<float> scores(k.scores);
   const std::vector<std::int64_t> bounds = indptr_of(k.c);
