@@ -35,6 +35,10 @@ decltype(auto) with_element(Element element, Body&& body) {
   }
 }
 
+/// The dtype that keys are multiplied in.
+template <class T>
+using MatrixElement = std::conditional_t<std::is_same_v<T, Fp8>, __half, T>;
+
 /// Elements of a word of 16 bytes.
 template <class T>
 inline constexpr std::int32_t kPerWord = static_cast<std::int32_t>(16 / sizeof(T));
@@ -76,6 +80,55 @@ __device__ void stage_keys(const SlotAddress& keys, bool aligned, std::int32_t b
 #pragma unroll
       for (int k = 0; k < kPerWord<T>; ++k) word->x[k] = d + k < n ? key[d + k] : T{};
     }
+  }
+}
+
+/// One element as another: exact, but for f32 as 16 bits.
+template <class S, class T>
+__device__ inline S element_as(T x) {
+  if constexpr (std::is_same_v<S, T>) {
+    return x;
+  } else {
+    S to;
+    from_float(to_float(x), to);
+    return to;
+  }
+}
+
+template <class T, int kCount>
+struct alignas(sizeof(T) * kCount) Piece {
+  T x[kCount];
+};
+
+/// Writes slots [begin, end) of one side as S to `rows` rows of `stride` elements, with zeros from component `dim` up to `padded` and in the rows behind the last slot.
+/// `padded`: a multiple of 8. f32 is multiplied with scale_of(slot).
+template <class T, class S, class ScaleOf>
+__device__ void stage_as(const SlotAddress& side, bool aligned, std::int32_t begin, std::int32_t end, std::int32_t rows, std::int32_t dim, std::int32_t padded, S* to, std::int32_t stride,
+                         const ScaleOf& scale_of) {
+  constexpr std::int32_t kCount = kPerWord<S>;
+  const std::int32_t words = padded / kCount;
+  for (auto i = static_cast<std::int32_t>(threadIdx.x); i < rows * words; i += static_cast<std::int32_t>(blockDim.x)) {
+    const std::int32_t row = i / words, d = (i - row * words) * kCount;
+    Piece<T, kCount> from{};
+    float scale = 1;
+    if (begin + row < end) {
+      const T* vector = reinterpret_cast<const T*>(side.at(begin + row));
+      if constexpr (std::is_same_v<S, float>) scale = scale_of(begin + row);
+      if (aligned && d + kCount <= dim) {
+        from = *reinterpret_cast<const Piece<T, kCount>*>(vector + d);
+      } else {
+#pragma unroll
+        for (int k = 0; k < kCount; ++k)
+          if (d + k < dim) from.x[k] = vector[d + k];
+      }
+    }
+    Elements<S> word;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      word.x[k] = element_as<S>(from.x[k]);
+      if constexpr (std::is_same_v<S, float>) word.x[k] = word.x[k] * scale;
+    }
+    *reinterpret_cast<Elements<S>*>(to + row * stride + d) = word;
   }
 }
 

@@ -26,6 +26,14 @@ inline constexpr std::int32_t kMatrixQueries = 64;     ///< queries that matrix 
 inline constexpr std::int32_t kKeyThreads = 256;       ///< of a block that reads keys alone, eight of them a slot
 inline constexpr std::int32_t kKeyChunk = 1024;        ///< slots that one such block reads
 
+inline constexpr std::int32_t kMomentThreads = 256;    ///< of the block that makes mean and covariance of one query head
+inline constexpr std::int32_t kMomentQueries = 32;     ///< queries that lie in shared memory at a time while it does
+inline constexpr std::int32_t kExpectedThreads = 128;  ///< of a block that multiplies keys with a covariance
+inline constexpr std::int32_t kExpectedChunk = 512;    ///< slots that one such block looks at
+
+inline constexpr std::int32_t kCriticalThreads = 128;  ///< of a block that multiplies values with output weights
+inline constexpr std::int32_t kCriticalHidden = 32;    ///< hidden units that matrix units multiply at a time
+
 inline constexpr std::int32_t kTriThreads = 128;       ///< of a block that multiplies keys with TriAttention's columns, a slot each
 inline constexpr std::int32_t kStandardThreads = 512;  ///< of the block that normalises one query head of a row
 

@@ -4,6 +4,8 @@
 
 #include "element.cuh"
 #include "launch.cuh"
+#include "parts.cuh"
+#include "softmax.cuh"
 #include "tuning.cuh"
 
 namespace kvkeep::cuda {
@@ -16,7 +18,6 @@ using tuning::kAttentionTile;
 using tuning::kMatrixQueries;
 using tuning::kMatrixThreads;
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr std::int32_t kFirst = std::numeric_limits<std::int32_t>::min(), kNever = std::numeric_limits<std::int32_t>::max();
 
 enum class Kind : std::uint8_t { window, sum, history };
@@ -89,23 +90,6 @@ __device__ inline std::int32_t slot_position(const Task& task, const Plan& plan,
   if (slot < plan.from || slot >= plan.to) return kNever;
   return task.kind == Kind::history ? kFirst : plan.row->positions[slot];
 }
-
-/// Softmax of a row of the product while it grows.
-struct Running {
-  float top = -kInfinity, sum = 0;
-
-  __device__ void add(float x) {
-    const float e = __expf(-fabsf(x - top));
-    sum = x > top ? fmaf(sum, e, 1.0F) : sum + e;
-    top = fmaxf(top, x);
-  }
-  __device__ void add(Running other) {
-    const float most = fmaxf(top, other.top);
-    if (most == -kInfinity) return;
-    sum = sum * __expf(top - most) + other.sum * __expf(other.top - most);
-    top = most;
-  }
-};
 
 /// Rows of the product that a tile of queries shares.
 struct QueryArrays {
@@ -187,16 +171,6 @@ __device__ void finish(const Task& task, const Plan& plan, std::int32_t begin, c
     task.column[at] = divisor == 0 ? 0.0F : columns[j] / divisor;
   }
 }
-
-/// Parts of the dynamic shared memory, each aligned to 32 bytes.
-struct Parts {
-  std::size_t bytes = 0;
-  KVKEEP_HD std::size_t take(std::size_t wanted) {
-    const std::size_t at = bytes;
-    bytes += (wanted + 31) / 32 * 32;
-    return at;
-  }
-};
 
 // In f32: a thread has a slot, and multiplies its key with kQ queries that all threads read alike.
 
@@ -373,10 +347,6 @@ struct MatrixShared {
     bytes = parts.bytes;
   }
 };
-
-/// The dtype that keys are multiplied in.
-template <class T>
-using MatrixElement = std::conditional_t<std::is_same_v<T, Fp8>, __half, T>;
 
 /// One row of queries to its high and low parts, a warp a row. Times a power of two that brings its largest component to [1, 2), so that neither part leaves f16.
 template <class S>

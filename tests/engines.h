@@ -59,11 +59,18 @@ inline Numbers numbers_of(oracle::Random& random, const std::vector<std::pair<Se
   return step;
 }
 
+inline std::vector<Tensor> output_projections(Device device) {
+  oracle::Random random(99);
+  std::vector<Tensor> all;
+  for (std::int32_t l = 0; l < kLayers; ++l) all.push_back(random_numbers(random, 1, 10, 4 * kValueDim).squeeze(0).contiguous().to(device));
+  return all;
+}
+
 /// One engine: its cache, its keeper, and the length of every row.
 class Engine {
  public:
   Engine(std::unique_ptr<KVPolicy> policy, bool ragged, std::shared_ptr<Accelerator> accelerator)
-      : keeper(model(), std::move(policy), {.accelerator = std::move(accelerator)}), ragged_(ragged) {}
+      : keeper(model(), std::move(policy), {.output_projections = output_projections(accelerator == nullptr ? Device(c10::kCPU) : accelerator->device()), .accelerator = accelerator}), ragged_(ragged) {}
   virtual ~Engine() = default;
 
   void join(SequenceId id) {

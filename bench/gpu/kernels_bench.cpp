@@ -5,6 +5,7 @@
 // from batch 8 on. Every case is checked before it is timed.
 
 #include <benchmark/benchmark.h>
+#include <cuda_bf16.h>
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -18,10 +19,13 @@
 #include <string>
 #include <vector>
 
+#include "chunks.h"
 #include "compact.h"
 #include "gpu_timing.h"
 #include "h2o.h"
 #include "kvkeep/score/draw.h"
+#include "critical.h"
+#include "expected.h"
 #include "mass_segmented.h"
 #include "random.h"
 #include "recency.h"
@@ -34,7 +38,7 @@ namespace {
 
 struct Shape {
   const char* name;
-  std::int32_t layers, kv_heads, dim, group;
+  std::int32_t layers, kv_heads, dim, group;  ///< group: query heads of a KV head
 };
 constexpr Shape kShapes[] = {{"qwen7b", 28, 4, 128, 7}, {"llama8b", 32, 8, 128, 4}};
 
@@ -69,6 +73,7 @@ struct Event {
     for (std::int32_t r = 0; r < count; ++r) {
       Row& row = all[static_cast<std::size_t>(r)];
       row.layer = r / (batch * shape.kv_heads);
+      row.head = r % shape.kv_heads;
       row.length = length;
       row.first = std::int64_t{r} * length;
       row.keys = {cache.data() + row.first * width, width, width};
@@ -338,6 +343,116 @@ void Rkv(benchmark::State& state, Shape shape, std::int32_t batch, std::int32_t 
 /// The worst case: no key resembles any.
 void RkvFar(benchmark::State& state, Shape shape, std::int32_t batch, std::int32_t length, std::int32_t budget) { time_rkv(state, Asked(shape, batch, length, budget, 8, false)); }
 
+/// Fills `elements` bf16 numbers from `to` on with noise.
+void fill_with_noise(std::byte* to, std::size_t elements) {
+  std::mt19937 random(2);
+  std::normal_distribution<float> normal;
+  std::vector<__nv_bfloat16> noise(std::size_t{1} << 20);
+  for (auto& x : noise) x = __float2bfloat16(normal(random));
+  for (std::size_t at = 0; at < elements; at += noise.size())
+    expect(cudaMemcpy(to + 2 * at, noise.data(), 2 * std::min(noise.size(), elements - at), cudaMemcpyHostToDevice));
+}
+
+/// Expected Attention on a window of 256 queries before RoPE.
+void Expected(benchmark::State& state, Shape shape, std::int32_t batch, std::int32_t length, std::int32_t budget) {
+  constexpr std::int32_t kQueries = 256;
+  const Event event(shape, batch, length, budget);
+  fill_with_noise(event.cache.data(), std::size_t{2} * static_cast<std::size_t>(event.count) * static_cast<std::size_t>(length) * static_cast<std::size_t>(shape.dim));
+  const std::int32_t groups = event.count / shape.kv_heads;
+  const std::int64_t head = shape.dim * 2, token = head * shape.kv_heads * shape.group;
+  const Device<std::byte> rings(static_cast<std::size_t>(groups * kQueries * token));
+  fill_with_noise(rings.data(), static_cast<std::size_t>(groups * kQueries * token / 2));
+  std::vector<std::int32_t> at(kQueries);
+  std::iota(at.begin(), at.end(), length - kQueries);
+  const Device<std::int32_t> positions(at), next(std::vector<std::int32_t>(static_cast<std::size_t>(groups), length));
+  std::vector<QueryWindow> all;
+  for (std::int32_t g = 0; g < groups; ++g) all.push_back({rings.data() + g * kQueries * token, token, head, positions.data(), kQueries, 0, kQueries});
+  const Device<QueryWindow> windows(all);
+  std::vector<double> frequencies;
+  for (std::int32_t f = 0; f < shape.dim / 2; ++f) frequencies.push_back(std::pow(1e4, -2.0 * f / shape.dim));
+  const Device<double> inv_freq(frequencies);
+  const std::size_t slots = static_cast<std::size_t>(event.count) * static_cast<std::size_t>(length);
+  const Device<float> scores(slots);
+  ExpectedArguments a;
+  a.evidence.rows = event.rows->data();
+  a.evidence.limits = event.limits->data();
+  a.evidence.queries = windows.data();
+  a.evidence.count = event.count;
+  a.evidence.longest = length;
+  a.evidence.kv_heads = shape.kv_heads;
+  a.evidence.group = shape.group;
+  a.evidence.dim = a.value_dim = shape.dim;
+  a.evidence.keys = a.evidence.query = a.values = Element::bf16;
+  a.evidence.scale = 1.0F / std::sqrt(static_cast<float>(shape.dim));
+  a.next_positions = next.data();
+  a.inv_freq = inv_freq.data();
+  a.pairs = shape.dim / 2;
+  a.queries = kQueries;
+  a.slots = static_cast<std::int64_t>(slots);
+  a.scores = scores.data();
+  const Device<std::byte> workspace(static_cast<std::size_t>(expected_workspace_bytes(a)));
+  a.workspace = workspace.data();
+  time(state, static_cast<double>(slots) * shape.dim * 4, [&] { launch_expected(a, nullptr); });
+  const std::vector<float> got = scores.download();
+  for (std::size_t r = 0; r < got.size(); r += static_cast<std::size_t>(length))
+    if (!(got[r] == *std::max_element(got.begin() + static_cast<std::ptrdiff_t>(r), got.begin() + static_cast<std::ptrdiff_t>(r) + length))) return state.SkipWithError("a sink has not the largest score");
+}
+
+/// True where the kept slots of every row ascend.
+bool ascend(const std::vector<std::int32_t>& kept, std::int32_t budget) {
+  for (std::size_t n = 1; n < kept.size(); ++n)
+    if (n % static_cast<std::size_t>(budget) != 0 && kept[n] <= kept[n - 1]) return false;
+  return true;
+}
+
+void Chunks(benchmark::State& state, Shape shape, std::int32_t batch, std::int32_t length, std::int32_t budget) {
+  const Event event(shape, batch, length, budget);
+  ChunksArguments a;
+  a.rows = event.rows->data();
+  a.limits = event.limits->data();
+  a.count = event.count;
+  a.heads = shape.kv_heads;
+  a.longest = length;
+  a.slots_in_all = std::int64_t{event.count} * length;
+  a.scores = event.scores->data();
+  a.indptr = event.bounds->data();
+  a.slots = event.slots->data();
+  const Device<std::byte> workspace(static_cast<std::size_t>(chunks_workspace_bytes(a)));
+  a.workspace = workspace.data();
+  time(state, static_cast<double>(event.count) * (length + budget) * 4, [&] { launch_chunks(a, nullptr); });
+  if (!ascend(event.slots->download(), budget)) return state.SkipWithError("kept slots do not ascend");
+}
+
+/// CriticalKV, all layers with the same output weights. It is bound by its products: TFLOPS says how fast they run.
+void Critical(benchmark::State& state, Shape shape, std::int32_t batch, std::int32_t length, std::int32_t budget) {
+  const Event event(shape, batch, length, budget);
+  fill_with_noise(event.cache.data(), std::size_t{2} * static_cast<std::size_t>(event.count) * static_cast<std::size_t>(length) * static_cast<std::size_t>(shape.dim));
+  const std::int64_t heads = std::int64_t{shape.kv_heads} * shape.group, hidden = heads * shape.dim;
+  const Device<std::byte> weights(static_cast<std::size_t>(hidden * hidden * 2));
+  fill_with_noise(weights.data(), static_cast<std::size_t>(hidden * hidden));
+  const Device<const void*> projections(std::vector<const void*>(static_cast<std::size_t>(shape.layers), weights.data()));
+  CriticalArguments a;
+  a.evidence.rows = event.rows->data();
+  a.evidence.limits = event.limits->data();
+  a.evidence.count = event.count;
+  a.evidence.longest = length;
+  a.evidence.kv_heads = shape.kv_heads;
+  a.evidence.group = shape.group;
+  a.value_dim = shape.dim;
+  a.values = a.projection = Element::bf16;
+  a.projections = projections.data();
+  a.hidden = static_cast<std::int32_t>(hidden);
+  a.slots_in_all = std::int64_t{event.count} * length;
+  a.scores = event.usage->data();
+  a.indptr = event.bounds->data();
+  a.slots = event.slots->data();
+  const Device<std::byte> workspace(static_cast<std::size_t>(critical_workspace_bytes(a)));
+  a.workspace = workspace.data();
+  time(state, static_cast<double>(a.slots_in_all) * shape.dim * 2, [&] { launch_critical(a, nullptr); });
+  state.counters["TFLOPS"] = 2.0 * static_cast<double>(a.slots_in_all) * shape.group * shape.dim * static_cast<double>(hidden) / state.counters["us"] / 1e6;
+  if (!ascend(event.slots->download(), budget)) return state.SkipWithError("kept slots do not ascend");
+}
+
 void add_all() {
   struct Size {
     std::int32_t batch, length, budget;
@@ -351,6 +466,9 @@ void add_all() {
   };
   add("Compact", Compact, {{1, 1536, 1024}, {1, 1024, 512}, {8, 1536, 1024}, {32, 1536, 1024}});
   add("Select", Select, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
+  add("Chunks", Chunks, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
+  add("Critical", Critical, {{1, 1536, 1024}, {1, 32768, 2048}});
+  add("Expected", Expected, {{1, 1536, 1024}, {8, 1536, 1024}, {1, 32768, 2048}});
   add("MassSegmented", MassSegmented, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
   add("Recency", Recency, {{1, 1536, 1024}, {32, 1536, 1024}});
   add("Random", Random, {{1, 1536, 1024}, {32, 1536, 1024}});

@@ -39,11 +39,6 @@ void mark_best_of_all(std::span<const Row> rows, std::int64_t count, const float
 
 }  // namespace
 
-std::int32_t share_of(double share, std::int32_t budget) {
-  constexpr std::int64_t kParts = 1'000'000;
-  return static_cast<std::int32_t>(std::llround(share * static_cast<double>(kParts)) * budget / kParts);
-}
-
 void due_together(const Evidence& evidence, std::vector<RowLimit>& rows) {
   const auto heads = static_cast<std::size_t>(evidence.spec.kv_heads);
   for (const RowGroup& group : evidence.table.groups) {

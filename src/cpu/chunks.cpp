@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <functional>
-#include <limits>
 #include <numeric>
 #include <span>
 #include <utility>
@@ -15,10 +14,7 @@
 namespace kvkeep {
 namespace {
 
-using Ranked = std::pair<double, std::int32_t>;  ///< score and number of a chunk or slot; the larger stays
-
-/// NaN ranks with the lowest.
-Ranked ranked(double score, std::int32_t number) { return {score == score ? score : -std::numeric_limits<double>::infinity(), number}; }
+using Ranked = std::pair<std::uint64_t, std::int32_t>;  ///< score_key() and number of a chunk or slot; the larger stays
 
 /// Buffers of one thread.
 struct Scratch {
@@ -33,31 +29,20 @@ struct Scratch {
   }
 };
 
-/// Slots of chunk `c` that are not protected.
-std::pair<std::int32_t, std::int32_t> free_slots(std::int32_t c, std::int32_t chunk, std::int32_t length, Protected guarded) {
-  const auto at = static_cast<std::int32_t>(std::min<std::int64_t>(std::int64_t{c} * chunk, length));
-  const auto end = static_cast<std::int32_t>(std::min<std::int64_t>(std::int64_t{at} + chunk, length));
-  const std::int32_t from = std::clamp(guarded.sinks, at, end);
-  return {from, std::clamp(length - guarded.recents, from, end)};
-}
-
 /// Which slots of a row with these sums stay: `slots.size()` of them, ascending.
 void select_chunks(std::int32_t chunk, Protected guarded, Scratch& s, std::span<std::int32_t> slots) {
   const auto length = static_cast<std::int32_t>(s.sums.size());
   s.chunks.clear();
-  for (std::int32_t c = 0; std::int64_t{c} * chunk < length; ++c) {
+  for (std::int32_t c = 0; c < chunks_in(length, chunk); ++c) {
     const auto [from, to] = free_slots(c, chunk, length, guarded);
     if (from == to) continue;
-    double mean = 0;
-    for (std::int32_t t = from; t < to; ++t) mean += s.sums[static_cast<std::size_t>(t)];
-    mean /= to - from;
-    s.chunks.push_back(ranked(mean, c));
+    s.chunks.emplace_back(score_key(chunk_mean(s.sums.data(), {from, to})), c);
   }
   std::sort(s.chunks.begin(), s.chunks.end(), std::greater<>());  // equal means: the newer chunk first
   auto out = slots.begin();
   for (std::int32_t t = 0; t < guarded.sinks; ++t) *out++ = t;
   for (std::int32_t t = length - guarded.recents; t < length; ++t) *out++ = t;
-  for (const auto& [mean, c] : s.chunks) {
+  for (const auto& [key, c] : s.chunks) {
     const auto [from, to] = free_slots(c, chunk, length, guarded);
     const auto left = static_cast<std::size_t>(slots.end() - out);
     if (left == 0) break;
@@ -67,7 +52,7 @@ void select_chunks(std::int32_t chunk, Protected guarded, Scratch& s, std::span<
       continue;
     }
     s.slots.clear();
-    for (std::int32_t t = from; t < to; ++t) s.slots.push_back(ranked(s.sums[static_cast<std::size_t>(t)], t));
+    for (std::int32_t t = from; t < to; ++t) s.slots.emplace_back(score_key(s.sums[static_cast<std::size_t>(t)]), t);
     std::nth_element(s.slots.begin(), s.slots.begin() + static_cast<std::ptrdiff_t>(left) - 1, s.slots.end(), std::greater<>());
     for (std::size_t n = 0; n < left; ++n) *out++ = s.slots[n].second;
   }

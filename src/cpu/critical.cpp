@@ -119,7 +119,7 @@ void Critical::allot(const Evidence& evidence, const Limits& limits, WindowAtten
         if (!limit.due || budget >= row.length) continue;
         const std::span row_scores{scores + row.first, static_cast<std::size_t>(row.length)};
         value_sizes(evidence, row, projection_of(evidence, row.layer), scratch);
-        const std::int32_t guarded = limit.guarded.count(), first = std::max(guarded, cpu::share_of(options_.first_stage, budget));
+        const std::int32_t guarded = limit.guarded.count(), first = std::max(guarded, share_of(options_.first_stage, budget));
         cpu::mark_guarded(row.length, limit.guarded, own);
         cpu::mark_best(row_scores, first - guarded, scratch.keys, own);
         for (std::size_t t = 0; t < row_scores.size(); ++t)

@@ -32,30 +32,16 @@ constexpr std::int64_t kUnitMeans = 16;    ///< columns are filled up to a multi
 
 std::int64_t round_up(std::int64_t n, std::int64_t to) { return (n + to - 1) / to * to; }
 
-/// Mean of the rotations at `count` positions from `first` on: [F] cos and sin, attention scaling included. In closed form,
-/// exp(i w (first + (n - 1) / 2)) sin(n w / 2) / (n sin(w / 2)), or term by term where sin(w / 2) vanishes.
+/// Mean of the rotations at `count` positions from `first` on: [F] cos and sin, attention scaling included.
 struct MeanTurn {
   std::vector<double> cosines, sines;
   std::vector<float> cosines32, sines32;
 
   MeanTurn(const RopeSpec& rope, std::int64_t first, std::int64_t count) {
     for (const double w : rope.inv_freq) {
-      const double slow = std::sin(w / 2);
-      double c = 0, s = 0;
-      if (std::abs(slow) > 1e-9) {
-        const double n = static_cast<double>(count), size = std::sin(n * w / 2) / (n * slow), angle = rope_angle(2 * first + count - 1, w / 2);
-        c = size * std::cos(angle);
-        s = size * std::sin(angle);
-      } else {
-        for (std::int64_t p = 0; p < count; ++p) {
-          c += std::cos(rope_angle(first + p, w));
-          s += std::sin(rope_angle(first + p, w));
-        }
-        c /= static_cast<double>(count);
-        s /= static_cast<double>(count);
-      }
-      cosines.push_back(c * rope.attention_scaling);
-      sines.push_back(s * rope.attention_scaling);
+      const RopeMeanTurn turn = rope_mean_turn(first, count, w, rope.attention_scaling);
+      cosines.push_back(turn.cosine);
+      sines.push_back(turn.sine);
     }
     cosines32.assign(cosines.begin(), cosines.end());
     sines32.assign(sines.begin(), sines.end());

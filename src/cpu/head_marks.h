@@ -5,14 +5,12 @@
 #include <span>
 #include <vector>
 
+#include "kvkeep/allot/share.h"
 #include "kvkeep/core/decision.h"
 #include "kvkeep/core/evidence.h"
 #include "kvkeep/core/limits.h"
 
 namespace kvkeep::cpu {
-
-/// floor(share * budget), the share read in millionths, so that 0.3 of 10 is 3 on every machine.
-std::int32_t share_of(double share, std::int32_t budget);
 
 /// Rows of one (layer, sequence) are due together: where they hold more than their budgets together.
 void due_together(const Evidence& evidence, std::vector<RowLimit>& rows);

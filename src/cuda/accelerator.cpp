@@ -18,16 +18,6 @@
 namespace kvkeep::cuda {
 namespace {
 
-Element element_of(const char* what, ScalarType dtype) {
-  switch (dtype) {
-    case kFloat32: return Element::f32;
-    case kFloat16: return Element::f16;
-    case kBFloat16: return Element::bf16;
-    case c10::ScalarType::Float8_e4m3fn: return Element::fp8_e4m3;
-    default: refuse<Unsupported>("decide: ", what, " are ", c10::toString(dtype), "; allowed f32, f16, bf16 and, for keys with f32 scales, f8 e4m3");
-  }
-}
-
 class CudaAccelerator final : public Accelerator {
  public:
   explicit CudaAccelerator(Device device) : device_(device), memory_(device), event_table_(device), move_table_(device) {}
@@ -41,6 +31,8 @@ class CudaAccelerator final : public Accelerator {
     if (evict == nullptr) return {text("device: ", policy.name(), " has no kernels; given ", device_.str(), "; allowed on the CPU")};
     if (score_of(evict->scorer().name()) == nullptr) found.push_back(text("device: scorer ", evict->scorer().name(), " has no kernel; given ", device_.str(), "; allowed on the CPU"));
     if (allot_of(evict->allocator().name()) == nullptr) found.push_back(text("device: allocator ", evict->allocator().name(), " has no kernel; given ", device_.str(), "; allowed on the CPU"));
+    if (evict->allocator().name() == "critical" && evict->allocator().ragged())
+      found.push_back(text("heads: critical with adaptive heads keeps as many slots as scores say, which the host does not know; given ", device_.str(), "; allowed equal, or on the CPU"));
     if (evict->retention().share != Sharing::per_layer_per_head) found.push_back(text("share: rows that share one selection have no kernel; given ", device_.str(), "; allowed per_layer_per_head, or on the CPU"));
     if (policy.needs().keys && spec.key_dim > 256) found.push_back(text("key_dim: ", spec.key_dim, "; allowed up to 256 on ", device_.str()));
     return found;
@@ -139,7 +131,7 @@ class CudaAccelerator final : public Accelerator {
     Event event(evidence, limits, memory_, stream(), dry);
     event.constants = &constants_;
     event.staging = &staging_;
-    KeepSet keep = upload(event, policy.needs().keys, dry);
+    KeepSet keep = upload(event, policy.needs(), dry);
 
     WindowNeeds shared = evict.scorer().shares();
     shared.usage = evict.allocator().window() > 0;
@@ -172,7 +164,7 @@ class CudaAccelerator final : public Accelerator {
   [[nodiscard]] Tensor tensor(void* data, std::int64_t count, ScalarType dtype) const { return at::from_blob(data, {count}, at::TensorOptions().dtype(dtype).device(device_)); }
 
   /// Sends everything that kernels read of the event in one copy; returns where the kept slots of every row will lie.
-  KeepSet upload(Event& event, bool reads_keys, bool dry) {
+  KeepSet upload(Event& event, const Needs& needs, bool dry) {
     const RowTable& table = event.evidence.table;
     const ModelSpec& spec = event.evidence.spec;
     KeepSet keep;
@@ -208,10 +200,12 @@ class CudaAccelerator final : public Accelerator {
       }
       newest.push_back({.runs = nullptr, .count = static_cast<std::int32_t>(at->second.second), .slots = static_cast<std::int32_t>(group.newest.size())});
     }
-    if (reads_keys)
-      for (const Row& row : table.rows)
-        require<Unsupported>(table.key_dtype != c10::ScalarType::Float8_e4m3fn || row.key_scales.width == 4, "decide: keys of layer ", row.layer,
+    for (const Row& row : table.rows)
+      for (const bool value : {false, true}) {
+        const bool reads = value ? needs.values : needs.keys, f8 = (value ? table.value_dtype : table.key_dtype) == c10::ScalarType::Float8_e4m3fn;
+        require<Unsupported>(!reads || !f8 || (value ? row.value_scales : row.key_scales).width == 4, "decide: ", value ? "values" : "keys", " of layer ", row.layer,
                              " are f8 e4m3 without f32 scales; allowed with one f32 scale a slot");
+      }
 
     event_table_.clear();
     std::map<const std::int32_t*, std::int64_t> pages;  // by where they lie on the host
@@ -241,7 +235,7 @@ class CudaAccelerator final : public Accelerator {
                        .kv_heads = spec.kv_heads,
                        .group = spec.query_heads == 0 ? 1 : spec.group(),
                        .dim = spec.key_dim,
-                       .keys = reads_keys ? element_of("keys", table.key_dtype) : Element::f32,
+                       .keys = needs.keys ? element_of("keys", table.key_dtype) : Element::f32,
                        .query = element_of("queries", query_dtype),
                        .scale = static_cast<float>(spec.scale())};
     event.indptr = event_table_.there<std::int64_t>(indptr_at);

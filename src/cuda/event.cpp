@@ -6,6 +6,16 @@
 
 namespace kvkeep::cuda {
 
+Element element_of(const char* what, ScalarType dtype) {
+  switch (dtype) {
+    case kFloat32: return Element::f32;
+    case kFloat16: return Element::f16;
+    case kBFloat16: return Element::bf16;
+    case c10::ScalarType::Float8_e4m3fn: return Element::fp8_e4m3;
+    default: refuse<Unsupported>("decide: ", what, " are ", c10::toString(dtype), "; allowed f32, f16, bf16 and, for keys with f32 scales, f8 e4m3");
+  }
+}
+
 DeviceMemory allocate_on(Device device, std::int64_t bytes) { return c10::GetAllocator(device.type())->allocate(static_cast<std::size_t>(std::max<std::int64_t>(bytes, 64))); }
 
 void EventMemory::begin_counting() {
@@ -64,6 +74,14 @@ void Table::upload(Staging& staging, Stream stream) {
   if (image_ == sent_) return;
   staging.upload(memory_.get(), image_.data(), image_.size(), stream);
   sent_ = image_;
+}
+
+void require_even_heads(const Event& event, std::string_view name, const char* otherwise) {
+  const RowTable& table = event.evidence.table;
+  for (const RowGroup& group : table.groups)
+    for (const Row& row : table.rows_of(group, event.evidence.spec.kv_heads))
+      require<Unsupported>(row.length == table.rows[static_cast<std::size_t>(group.first_row)].length, name, ": heads of layer ", row.layer,
+                           " hold different numbers of slots; allowed rows of one length, or heads \"", otherwise, "\"");
 }
 
 PrepareArguments Event::prepare_arguments() const {

@@ -157,7 +157,13 @@ class Event {
   bool dry_;
 };
 
+/// Throws Unsupported for a dtype that no kernel reads.
+[[nodiscard]] Element element_of(const char* what, ScalarType dtype);
+
 [[nodiscard]] DeviceMemory allocate_on(Device device, std::int64_t bytes);
+
+/// Throws Unsupported where the rows of a (layer, sequence) differ in length: `name` looks at all of them slot by slot, unless its heads are `otherwise`.
+void require_even_heads(const Event& event, std::string_view name, const char* otherwise);
 
 /// Fills scores [slots] of every due row.
 using Score = float* (*)(Event& event, const Scorer& scorer, Seen& seen);

@@ -1,9 +1,11 @@
 /// Scorers on a device: from their options to their kernels.
 
 #include "event.h"
+#include "expected.h"
 #include "h2o.h"
 #include "keydiff.h"
 #include "knorm.h"
+#include "kvkeep/score/expected.h"
 #include "kvkeep/score/h2o.h"
 #include "kvkeep/score/random.h"
 #include "kvkeep/score/rkv.h"
@@ -21,15 +23,6 @@
 
 namespace kvkeep::cuda {
 namespace {
-
-/// Where all heads of a layer are averaged slot by slot, their rows must be of one length.
-void require_even_heads(const Event& event, const Scorer& scorer) {
-  const RowTable& table = event.evidence.table;
-  for (const RowGroup& group : table.groups)
-    for (const Row& row : table.rows_of(group, event.evidence.spec.kv_heads))
-      require<Unsupported>(row.length == table.rows[static_cast<std::size_t>(group.first_row)].length, scorer.name(), ": heads of layer ", row.layer,
-                           " hold different numbers of slots; allowed rows of one length, or heads \"group\"");
-}
 
 float* score_recency(Event& event, const Scorer&, Seen&) {
   const RecencyArguments arguments{.evidence = event.arguments, .scores = event.flat()};
@@ -54,10 +47,40 @@ float* score_h2o(Event& event, const Scorer& scorer, Seen&) {
   return arguments.scores;
 }
 
+float* score_expected(Event& event, const Scorer& scorer, Seen&) {
+  const ExpectedOptions& options = static_cast<const Expected&>(scorer).options();
+  const Evidence& evidence = event.evidence;
+  const RopeSpec& rope = evidence.spec.rope;
+  std::int32_t held = 1;
+  for (const RowGroup& group : evidence.table.groups) held = std::max(held, group.queries.count);
+  ExpectedArguments arguments;
+  arguments.evidence = event.arguments;
+  arguments.values = options.value_norm ? element_of("values", evidence.table.value_dtype) : Element::f32;
+  arguments.value_dim = evidence.spec.value_dim;
+  arguments.next_positions = event.next_positions;
+  arguments.inv_freq = event.inv_freq;
+  arguments.pairs = static_cast<std::int32_t>(rope.inv_freq.size());
+  arguments.style = rope.style;
+  arguments.attention_scaling = rope.attention_scaling;
+  arguments.post_rope = evidence.basis == QueryBasis::post_rope;
+  arguments.future = options.future;
+  arguments.sink = options.sink;
+  arguments.covariance = options.covariance;
+  arguments.value_norm = options.value_norm;
+  arguments.epsilon = options.epsilon;
+  arguments.queries = std::min(options.queries, held);
+  arguments.matrix_unit = options.matrix_unit;
+  arguments.slots = evidence.table.slots;
+  arguments.scores = event.flat();
+  arguments.workspace = event.take<std::byte>(expected_workspace_bytes(arguments));
+  event.launch(launch_expected, arguments);
+  return arguments.scores;
+}
+
 float* score_rpc(Event& event, const Scorer& scorer, Seen&) {
   const RpcOptions& options = static_cast<const Rpc&>(scorer).options();
   const bool all_heads = options.heads == RpcOptions::Heads::all;
-  if (all_heads) require_even_heads(event, scorer);
+  if (all_heads) require_even_heads(event, scorer.name(), "group");
   const DeviceWindow window = event.ask(options.window, false);
   RpcArguments arguments{.evidence = event.arguments, .windows = window.windows, .queries = window.queries, .window = options.window, .pool = options.pool,
                          .official = options.style == RpcOptions::Style::official, .all_heads = all_heads, .slots = event.evidence.table.slots, .scores = event.flat()};
@@ -79,7 +102,7 @@ float* score_rkv(Event& event, const Scorer& scorer, Seen&) {
 
 float* score_tova(Event& event, const Scorer& scorer, Seen& seen) {
   const bool all_heads = static_cast<const Tova&>(scorer).options().heads == TovaOptions::Heads::all;
-  if (all_heads) require_even_heads(event, scorer);
+  if (all_heads) require_even_heads(event, scorer.name(), "group");
   event.launch(launch_tova, {.evidence = event.arguments, .windows = seen.asked.windows, .all_heads = all_heads, .scores = seen.newest});
   return seen.newest;
 }
@@ -154,8 +177,12 @@ float* score_triattention(Event& event, const Scorer& scorer, Seen&) {
 
 Score score_of(std::string_view scorer) {
   static constexpr std::pair<std::string_view, Score> kAll[] = {
-      {"h2o", score_h2o}, {"keydiff", score_keydiff}, {"knorm", score_knorm}, {"random", score_random}, {"recency", score_recency},
-      {"rkv", score_rkv}, {"rpc", score_rpc},         {"snapkv", score_snapkv}, {"tova", score_tova},   {"triattention", score_triattention},
+      {"expected", score_expected}, {"h2o", score_h2o},
+      {"keydiff", score_keydiff},   {"knorm", score_knorm},
+      {"random", score_random},     {"recency", score_recency},
+      {"rkv", score_rkv},           {"rpc", score_rpc},
+      {"snapkv", score_snapkv},     {"tova", score_tova},
+      {"triattention", score_triattention},
   };
   for (const auto& [name, score] : kAll)
     if (name == scorer) return score;

@@ -92,6 +92,8 @@ std::vector<std::string> problems(const KVPolicy& policy, const ModelSpec& spec,
     const std::int64_t width = std::int64_t{spec.query_heads} * spec.value_dim;
     for (const std::int32_t l : spec.full_layers()) {
       const Tensor& w = given[static_cast<std::size_t>(l)];
+      const Device there = provided.accelerator == nullptr ? Device(c10::kCPU) : provided.accelerator->device();
+      if (w.defined() && w.device() != there) found.push_back(text("output_projections: that of layer ", l, " is on ", w.device().str(), "; allowed on ", there.str(), ", where the keeper works"));
       if (!w.defined() || w.dim() != 2 || w.size(1) != width || !w.is_contiguous() || !is_scorable(w.scalar_type()))
         found.push_back(text("output_projections: that of layer ", l, w.defined() ? " does not fit" : " is missing", "; allowed a contiguous f32, f16 or bf16 [hidden, ", width, "]"));
     }

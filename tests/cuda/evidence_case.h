@@ -239,6 +239,7 @@ class DeviceEvidence {
             .scale = static_cast<float>(from_.spec.scale())};
   }
   [[nodiscard]] const double* inv_freq() const { return inv_freq_.data(); }
+  [[nodiscard]] std::vector<Row> rows() const { return rows_.download(); }  ///< as the device has them
 
  private:
   std::vector<std::byte> pack(const EvidenceCase& from, DeviceLayout layout) {

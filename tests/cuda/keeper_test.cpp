@@ -59,7 +59,7 @@ void expect_alike_credit(const Engine& a, const Engine& b) {
     for (std::int32_t r = 0; r < kRows; ++r) {
       const auto x = a.keeper.credit(id, r / kHeads, r % kHeads), y = b.keeper.credit(id, r / kHeads, r % kHeads);
       ASSERT_EQ(x.size(), y.size());
-      for (std::size_t t = 0; t < x.size(); ++t) ASSERT_NEAR(x[t], y[t], 1e-6 + 1e-4 * std::abs(x[t]));
+      for (std::size_t t = 0; t < x.size(); ++t) ASSERT_NEAR(x[t], y[t], 1e-6 + 1e-4 * std::abs(x[t])) << "sequence " << id << ", row " << r << ", slot " << t << " of " << x.size();
     }
 }
 
@@ -125,7 +125,10 @@ INSTANTIATE_TEST_SUITE_P(Policies, DeviceKeeper,
                                            Case{"officialtova", "tova,variant=official,budget=48,interval=12"}, Case{"prompt", "tova,budget=64,interval=12,protect_prompt=true"},
                                            Case{"streaming", "streaming,budget=48,interval=12"}, Case{"random", "ams-random,budget=48,interval=12,window=8,scorer.seed=3"},
                                            Case{"h2o", "h2o,budget=48,interval=12"}, Case{"rkv", "rkv,budget=48,interval=12"}, Case{"rpc", "rpc,budget=60,interval=12,window=8"},
-                                           Case{"rpcofficial", "rpc,style=official,budget=60,interval=12,window=8,heads=all"},
+                                           Case{"expected", "expected,budget=48,interval=12,queries=16"},
+                                           Case{"amsexpected", "ams-expected,budget=48,interval=12,allocator.window=8,scorer.covariance=false"}, Case{"chunkkv", "chunkkv-snapkv,budget=48,interval=12,window=8,chunk=5"},
+                                           Case{"chunkkvown", "chunkkv-tova,budget=48,interval=12,chunk=7,allocator.heads=own"}, Case{"criticalkv", "criticalkv-tova,budget=48,interval=12"},
+                                           Case{"rpcofficial", "rpc,style=official,budget=48,sink=4,recent=8,protect_prompt=false,budget_counts=all,growth=0,trigger=slack,interval=12,window=8,heads=all"},
                                            Case{"pyramidkv", "pyramidkv-knorm,budget=48,interval=12,recent=4", true}),
                          [](const auto& p) { return std::string(p.param.name); });
 

@@ -5,17 +5,9 @@
 #include <cstdint>
 
 #include "kvkeep/allot/allocator.h"
+#include "kvkeep/allot/chunk_slots.h"
 
 namespace kvkeep {
-
-struct ChunksOptions {
-  std::int32_t chunk = 20;  ///< slots a chunk; the last may be shorter
-  enum class Heads : std::uint8_t {
-    shared,  ///< chunks rank by the sum over the KV heads of the layer, and every head keeps the same slots (published)
-    own,     ///< each KV head ranks its own
-  };
-  Heads heads = Heads::shared;
-};
 
 /// Protected slots stay. Chunks, cut from slot 0 on, rank by the mean score of their other slots (ties: the newer chunk; NaN last). They stay whole, best first,
 /// while they fit; of the first that does not, the best slots fill the budget.

@@ -36,7 +36,7 @@ struct Evidence {
   QueryBasis basis = QueryBasis::pre_rope;
   Moment moment = Moment::step_end;
   bool explain = false;  ///< also keep what only reports read: the mass before credit was mixed in
-  std::span<const Tensor> output_projections = {};  ///< [num_layers] f32, f16 or bf16 [hidden, Hq * Dv] W_o, CPU, contiguous; empty where nobody needs it
+  std::span<const Tensor> output_projections = {};  ///< [num_layers] f32, f16 or bf16 [hidden, Hq * Dv] W_o, contiguous, where the rows lie; empty where nobody needs it
 };
 
 }  // namespace kvkeep

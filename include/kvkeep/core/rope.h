@@ -52,6 +52,30 @@ KVKEEP_HD inline RopeTurn rope_turn(std::int64_t position, double inv_freq, doub
   return {static_cast<float>(cos(angle) * attention_scaling), static_cast<float>(sin(angle) * attention_scaling)};
 }
 
+/// Mean of the turns of one pair at `count` positions from `first` on, times the attention scaling. In closed form,
+/// exp(i w (first + (n - 1) / 2)) sin(n w / 2) / (n sin(w / 2)), or term by term where sin(w / 2) vanishes.
+struct RopeMeanTurn {
+  double cosine;
+  double sine;
+};
+KVKEEP_HD inline RopeMeanTurn rope_mean_turn(std::int64_t first, std::int64_t count, double inv_freq, double attention_scaling) {
+  const double slow = sin(inv_freq / 2), n = static_cast<double>(count);
+  double c = 0, s = 0;
+  if (fabs(slow) > 1e-9) {
+    const double size = sin(n * inv_freq / 2) / (n * slow), angle = rope_angle(2 * first + count - 1, inv_freq / 2);
+    c = size * cos(angle);
+    s = size * sin(angle);
+  } else {
+    for (std::int64_t p = 0; p < count; ++p) {
+      c += cos(rope_angle(first + p, inv_freq));
+      s += sin(rope_angle(first + p, inv_freq));
+    }
+    c /= n;
+    s /= n;
+  }
+  return {c * attention_scaling, s * attention_scaling};
+}
+
 /// The turns of every pair at one position.
 /// Cost: F sine-cosine pairs in double.
 inline void rope_at(const RopeSpec& rope, std::int64_t position, float* cosines, float* sines) {

@@ -1,0 +1,57 @@
+#pragma once
+/// What ChunkKV ranks, the same bits on the CPU and on a GPU. No LibTorch in here.
+
+#include <cstdint>
+#include <cstring>
+
+#include "kvkeep/core/hd.h"
+#include "kvkeep/core/protect.h"
+
+namespace kvkeep {
+
+struct ChunksOptions {
+  std::int32_t chunk = 20;  ///< slots a chunk; the last may be shorter
+  enum class Heads : std::uint8_t {
+    shared,  ///< chunks rank by the sum over the KV heads of the layer, and every head keeps the same slots (published)
+    own,     ///< each KV head ranks its own
+  };
+  Heads heads = Heads::shared;
+};
+
+/// Slots [from, to).
+struct SlotRange {
+  std::int32_t from;
+  std::int32_t to;
+};
+
+/// Chunks of a row of `length` slots.
+KVKEEP_HD inline std::int32_t chunks_in(std::int32_t length, std::int32_t chunk) {
+  return static_cast<std::int32_t>((std::int64_t{length} + chunk - 1) / chunk);
+}
+
+/// Slots of chunk `c` that are not protected.
+KVKEEP_HD inline SlotRange free_slots(std::int32_t c, std::int32_t chunk, std::int32_t length, Protected guarded) {
+  const auto least = [](std::int64_t a, std::int64_t b) { return static_cast<std::int32_t>(a < b ? a : b); };
+  const auto most = [](std::int32_t a, std::int32_t b) { return a > b ? a : b; };
+  const std::int32_t at = least(std::int64_t{c} * chunk, length), end = least(std::int64_t{at} + chunk, length);
+  const std::int32_t from = least(most(guarded.sinks, at), end);
+  return {from, least(most(length - guarded.recents, from), end)};
+}
+
+/// Mean of `sums` over slots that are there, added up in their order.
+KVKEEP_HD inline double chunk_mean(const double* sums, SlotRange slots) {
+  double mean = 0;
+  for (std::int32_t t = slots.from; t < slots.to; ++t) mean += sums[t];
+  return mean / (slots.to - slots.from);
+}
+
+/// Order of scores as an integer: the larger stays; NaN ranks with the lowest, -0 equals +0. Never 0.
+KVKEEP_HD inline std::uint64_t score_key(double score) {
+  std::uint64_t bits;
+  score += 0.0;
+  memcpy(&bits, &score, sizeof bits);
+  if (score != score) bits = std::uint64_t{0xFFF0} << 48;
+  return (bits >> 63) != 0 ? ~bits : bits | std::uint64_t{1} << 63;
+}
+
+}  // namespace kvkeep
