@@ -59,7 +59,10 @@ Evict::Evict(std::string name, std::unique_ptr<Scorer> scorer, std::unique_ptr<A
 Needs needs_of(const Retention& retention, const Scorer& scorer, const Allocator& allocator) {
   Needs needs = scorer.needs();
   // The published window leaves out one query that was seen.
-  if (allocator.window() > 0) needs.queries = std::max(needs.queries, allocator.window() + (retention.variant == Variant::official ? 1 : 0));
+  if (allocator.window() > 0) {
+    needs.queries = std::max(needs.queries, allocator.window() + (retention.variant == Variant::official ? 1 : 0));
+    needs.keys = true;
+  }
   const Needs own = allocator.needs();
   needs.queries = std::max(needs.queries, own.queries);
   needs.keys = needs.keys || own.keys;
