@@ -336,13 +336,13 @@ TEST(OpPassDevices, NameADeviceThatIsNotThereAndLeaveTheWeightsWhereTheyWere) {
 TEST(OpPassGeneration, SaysWhatTheShippedModelSaysWithAndWithoutEviction) {
   Decoder kernels = Decoder::open(KVKEEP_TEST_MODEL_DIR), operators = Decoder::open(KVKEEP_TEST_MODEL_DIR);
   operators.use(Path::operators);
-  for (const char* policy : {"full", "ams-tova,budget=96,interval=32", "adakv-snapkv,budget=96,interval=32", "knorm,budget=96,interval=32"})
+  for (const char* policy : {"full", "ams-tova,budget=96,interval=32", "adakv-snapkv,budget=96,interval=32", "tova,budget=96,interval=32"})
     for (const std::int32_t page_size : {0, 16}) {
       SCOPED_TRACE(text(policy, ", pages of ", page_size));
       std::vector<Request> requests;
       for (std::uint64_t seed = 5; seed < 8; ++seed) {
         const TaskSample sample = make_task("chain", seed, {.length = 256});
-        requests.push_back({.prompt = {sample.ids.begin(), sample.ids.begin() + sample.prompt_length}, .new_tokens = 60, .keep_positions = true});
+        requests.push_back({.prompt = {sample.ids.begin(), sample.ids.begin() + sample.prompt_length}, .new_tokens = 60});
       }
       const auto run = [&](Decoder& decoder) { return generate(decoder, make_policy(policy), requests, {.places = 2, .page_size = page_size}); };
       const GenerationRun expected = run(kernels), found = run(operators);
