@@ -19,6 +19,7 @@
 #include <thread>
 #include <vector>
 
+#include "kvkeep/core/error.h"
 #include "kvkeep/io/safetensors.h"
 #include "kvkeep/version.h"
 
@@ -254,6 +255,20 @@ TEST_F(Command, GeneratesTheSameInPagesAsInADenseCache) {
   EXPECT_GE(json::parse(dense.out)["events"].size(), 2U);
   for (const char* size : {"1", "16"}) EXPECT_EQ(in_pages(size).out, dense.out) << size;
   expect_refused({"generate", "--model", model(), "--ids", "1", "--page-size", "12"}, "power of two");
+}
+
+TEST_F(Command, GeneratesOnTheDeviceThatIsNamedAndSaysWhichItHasNot) {
+  const auto words = [&](const char* device) {
+    return Words{"generate", "--model", model(), "--ids", "1,2,3", "--max-new-tokens", "4", "-o", "json", "--quiet", "--device", device};
+  };
+  EXPECT_EQ(run(words("cpu")).out, run({"generate", "--model", model(), "--ids", "1,2,3", "--max-new-tokens", "4", "-o", "json", "--quiet"}).out);
+  for (const char* device : {"tpu", "cuda:", "cuda:-1", "cuda:x", "CUDA", ""})
+    expect_refused(words(device), text("--device: there is no such device; given '", device, "'; allowed cpu, cuda, cuda:INDEX");
+  const Outcome absent = run(words("cuda:99"));  // a machine without that GPU, or a build without CUDA
+  EXPECT_NE(absent.code, 0);
+  EXPECT_NE(absent.err.find("99"), std::string::npos) << absent.err;
+  EXPECT_EQ(std::count(absent.err.begin(), absent.err.end(), '\n'), 1) << absent.err;
+  EXPECT_EQ(absent.out, "");
 }
 
 TEST_F(Command, GeneratesTokensAndSaysWhatEveryLayerAndHeadKept) {

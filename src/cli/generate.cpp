@@ -5,6 +5,7 @@
 #include <sstream>
 
 #include "commands.h"
+#include "device.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
 #include "kvkeep/lm/generation.h"
@@ -22,11 +23,13 @@ constexpr const char* kExamples = R"(
 Examples:
   kvkeep generate --model examples/model --task chain --seed 7 --policy ams-tova,budget=96,interval=32 --max-new-tokens 200
   kvkeep generate --model examples/model --ids 1,8,20,150,160 --policy full --max-new-tokens 16 -o json
+  kvkeep generate --model examples/model --task ask --policy ams-tova,budget=96,interval=32 --device cuda:0
   kvkeep generate --model examples/model --task ask --forced --policy tova,budget=64,interval=32 --retention tova.json
 )";
 
 struct Options {
   ModelOptions model;
+  DeviceOptions device;
   OutputOptions output;
   PromptOptions prompt;
   std::string policy = "full", retention;
@@ -136,10 +139,12 @@ lm::Request request_of(const Options& o, const PromptOptions::Prompt& prompt) {
 Outcome decode(const Options& o, const PolicyText& policy_text, const PromptOptions::Prompt& prompt) {
   std::unique_ptr<KVPolicy> policy = policy_text.make();
   lm::Request request = request_of(o, prompt);
+  const DeviceOptions::Place place = o.device.find();
   lm::Decoder decoder = o.model.open();
+  if (place.accelerator != nullptr) decoder.to(place.device);
   if (const std::string warning = warning_about(*policy); !o.output.quiet && !warning.empty()) note(warning);
   Progress progress(request.new_tokens, o.output.quiet);
-  lm::GeneratorOptions options{.cache_dtype = o.model.dtype(), .page_size = o.page_size};
+  lm::GeneratorOptions options{.cache_dtype = o.model.dtype(), .page_size = o.page_size, .accelerator = place.accelerator};
   options.hooks.on_step = [&](std::int64_t predicted) { progress.advance(predicted); };
   if (auto* oracle = dynamic_cast<Oracle*>(policy.get())) {
     require(prompt.sample.has_value(), "policy: oracle must know what is needed; allowed with --task");
@@ -183,6 +188,7 @@ Run add_generate(CLI::App& app) {
   CLI::App* sub = app.add_subcommand("generate", "decode under a policy: the tokens, and what every event kept");
   auto o = std::make_shared<Options>();
   o->model.add(*sub);
+  o->device.add(*sub);
   o->prompt.add(*sub);
   sub->add_option("--policy", o->policy, kPolicyHelp)->option_text("POLICY [full]");
   sub->add_option("--max-new-tokens", o->new_tokens, "tokens to predict")

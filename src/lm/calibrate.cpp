@@ -81,7 +81,7 @@ Calibration calibrate(Decoder& decoder, const std::vector<std::vector<std::int32
   std::iota(positions.begin(), positions.end(), 0);
   std::int32_t begin = 0;
   StepOptions options{.logits = Logits::none};
-  options.on_layer = [&](const LayerSight& sight) { sums.add(sight.layer, sight.queries, std::max(run.skip - begin, 0)); };
+  options.on_layer = [&](const LayerSight& sight) { sums.add(sight.layer, sight.queries.cpu(), std::max(run.skip - begin, 0)); };
   std::int64_t done = 0;
   for (const std::vector<std::int32_t>& ids : sequences)
     for (begin = 0; begin < static_cast<std::int32_t>(ids.size()); begin += run.chunk) {

@@ -13,6 +13,7 @@
 #include "kernels.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/row.h"
+#include "op_pass.h"
 #include "step_check.h"
 
 namespace kvkeep::lm {
@@ -99,14 +100,23 @@ Decoder Decoder::open(const std::filesystem::path& folder) {
   return {std::move(config), std::move(weights)};
 }
 
+void Decoder::to(Device device) {
+  weights_ = weights_.to(device);
+  path_ = this->device().is_cpu() ? Path::kernels : Path::operators;
+}
+
+void Decoder::use(Path path) {
+  require(path == Path::operators || device().is_cpu(), "decoder: it has kernels for the CPU alone; given weights on ", device().str(), "; allowed operators there");
+  path_ = path;
+}
+
 std::vector<LayerCache> Decoder::make_cache(std::int64_t sequences, std::int64_t capacity, ScalarType dtype) const {
   require(sequences >= 1 && capacity >= 1, "make cache: sequences and capacity must be positive; given ", sequences, " and ", capacity);
   require(is_scorable(dtype), "make cache: dtype is ", c10::toString(dtype), "; allowed f32, f16, bf16");
   std::vector<LayerCache> cache;
   const ModelSpec& model = spec();
-  for (std::int32_t l = 0; l < model.num_layers(); ++l)
-    cache.push_back({at::zeros({sequences, model.kv_heads, capacity, model.key_dim}, at::TensorOptions(dtype)),
-                     at::zeros({sequences, model.kv_heads, capacity, model.value_dim}, at::TensorOptions(dtype))});
+  const auto side = [&](std::int64_t dim) { return at::zeros({sequences, model.kv_heads, capacity, dim}, at::TensorOptions(dtype).device(device())); };
+  for (std::int32_t l = 0; l < model.num_layers(); ++l) cache.push_back({side(model.key_dim), side(model.value_dim)});
   return cache;
 }
 
@@ -114,9 +124,9 @@ std::vector<LayerKv> Decoder::make_pages(std::int64_t pages, std::int64_t page_s
   require(pages >= 1 && page_size >= 1, "make pages: pages and page size must be positive; given ", pages, " and ", page_size);
   require(is_scorable(dtype), "make pages: dtype is ", c10::toString(dtype), "; allowed f32, f16, bf16");
   const ModelSpec& model = spec();
+  const auto options = at::TensorOptions(dtype).device(device());
   const auto side = [&](std::int64_t dim) {
-    return layout == PageLayout::slot_head ? at::zeros({pages, page_size, model.kv_heads, dim}, at::TensorOptions(dtype))
-                                           : at::zeros({pages, model.kv_heads, page_size, dim}, at::TensorOptions(dtype));
+    return layout == PageLayout::slot_head ? at::zeros({pages, page_size, model.kv_heads, dim}, options) : at::zeros({pages, model.kv_heads, page_size, dim}, options);
   };
   std::vector<LayerKv> cache;
   for (std::int32_t l = 0; l < model.num_layers(); ++l) cache.emplace_back(PagedKv{side(model.key_dim), side(model.value_dim), layout});
@@ -359,14 +369,15 @@ Tensor Decoder::forward(const Step& step, std::span<const LayerCache> cache, con
 }
 
 Tensor Decoder::forward(const Step& step, std::span<const LayerKv> cache, const Tensor& block_table, const StepOptions& options) {
-  detail::check_step(config_, step, cache, block_table, options);
+  detail::check_step(config_, device(), step, cache, block_table, options);
+  if (path_ == Path::operators) return detail::run_with_operators(config_, weights_, step, cache, block_table, options);
   return Pass(*this, step, cache, block_table, options).run();
 }
 
 std::vector<std::int32_t> argmax(const Tensor& logits) {
   require(logits.dim() == 2 && logits.size(1) >= 1 && logits.scalar_type() == kFloat32, "argmax: logits must be f32 [n, vocab]; given ",
           c10::toString(logits.scalar_type()), " ", logits.sizes());
-  const Tensor rows = logits.contiguous();
+  const Tensor rows = logits.cpu().contiguous();
   std::vector<std::int32_t> best;
   for (std::int64_t i = 0; i < rows.size(0); ++i) {
     const float* row = rows.const_data_ptr<float>() + i * rows.size(1);

@@ -44,7 +44,9 @@ struct Generator::Batch {
 Generator::Generator(Decoder& decoder, std::unique_ptr<KVPolicy> policy, GeneratorOptions options)
     : decoder_(decoder),
       options_(std::move(options)),
-      keeper_(decoder.spec(), std::move(policy), {.output_projections = decoder.output_projections()}) {
+      keeper_(decoder.spec(), std::move(policy), {.output_projections = decoder.output_projections(), .accelerator = options_.accelerator}) {
+  require(keeper_.device() == decoder.device(), "generate: the decoder is on ", decoder.device().str(), " and the keeper works on ", keeper_.device().str(),
+          "; allowed one device, named by GeneratorOptions::accelerator where it is not the CPU");
   if (options_.page_size == 0) {
     const std::vector<LayerCache> dense = decoder.make_cache(options_.places, options_.capacity, options_.cache_dtype);
     cache_.assign(dense.begin(), dense.end());
@@ -141,7 +143,7 @@ bool Generator::step() {
   Batch batch = gather();
   if (batch.ids.empty()) return false;
   const auto start = std::chrono::steady_clock::now();
-  const Tensor logits = run(batch);
+  const Tensor logits = run(batch).cpu();
   predict(batch, logits);
   decide(batch);
   const double seconds = seconds_since(start);

@@ -187,8 +187,8 @@ Result record_prefill(Decoder& decoder, const std::vector<std::int32_t>& prompt,
   StepOptions options{.logits = Logits::none};
   options.on_layer = [&](const LayerSight& sight) {
     result.tensors.emplace_back(text("layer.", sight.layer, ".queries"),
-                                rotated_tail(decoder.spec().rope, sight.queries, window == 0 ? n : window));
-    result.tensors.emplace_back(text("layer.", sight.layer, ".keys"), cache[static_cast<std::size_t>(sight.layer)].keys[0].contiguous());
+                                rotated_tail(decoder.spec().rope, sight.queries.cpu(), window == 0 ? n : window));
+    result.tensors.emplace_back(text("layer.", sight.layer, ".keys"), cache[static_cast<std::size_t>(sight.layer)].keys[0].cpu().contiguous());
   };
   const std::vector<std::int32_t> whole{0, n}, row{0}, none{0};
   decoder.forward({prompt, whole, positions, row, none}, cache, options);

@@ -54,21 +54,21 @@ Room room_of(const LayerKv& layer, const Tensor& block_table) {
   return {block_table.size(0), block_table.size(1) * sides.keys.size(sides.slot)};
 }
 
-void check_side(const Tensor& side, const Sides& sides, bool paged, std::string_view name, std::int32_t layer, std::int64_t heads, std::int64_t dim) {
+void check_side(const Tensor& side, Device device, const Sides& sides, bool paged, std::string_view name, std::int32_t layer, std::int64_t heads, std::int64_t dim) {
   if (!side.defined() || side.dim() != 4 || side.size(sides.head) != heads || side.size(3) != dim) {  // the words are made only where they are needed
     const std::string shape = !paged            ? text("[B, ", heads, ", capacity, ", dim, "]")
                               : sides.slot == 1 ? text("[pages, page_size, ", heads, ", ", dim, "]")
                                                 : text("[pages, ", heads, ", page_size, ", dim, "]");
     refuse("decoder step: ", name, " of layer ", layer, " must be ", shape, "; given ", side.defined() ? text(side.sizes()) : std::string("nothing"));
   }
-  require(side.device().is_cpu(), "decoder step: ", name, " of layer ", layer, " are on ", side.device().str(), "; allowed cpu");
+  require(side.device() == device, "decoder step: ", name, " of layer ", layer, " are on ", side.device().str(), "; allowed ", device.str(), ", where the weights are");
   require(is_scorable(side.scalar_type()), "decoder step: ", name, " of layer ", layer, " are ", c10::toString(side.scalar_type()),
           "; allowed f32, f16, bf16");
   require(side.stride(3) == 1, "decoder step: ", name, " of layer ", layer, " have stride ", side.stride(3),
           " in their last dimension; allowed 1");
 }
 
-void check_cache(const ModelSpec& spec, std::span<const LayerKv> cache) {
+void check_cache(const ModelSpec& spec, Device device, std::span<const LayerKv> cache) {
   require(cache.size() == spec.layers.size(), "decoder step: a cache of ", cache.size(), " layers for a model of ", spec.layers.size());
   const bool paged = is_paged(cache);
   std::int64_t page_size = 0;
@@ -77,8 +77,8 @@ void check_cache(const ModelSpec& spec, std::span<const LayerKv> cache) {
     require(!std::holds_alternative<std::monostate>(layer) && std::holds_alternative<PagedKv>(layer) == paged, "decoder step: layer ", l, " is ",
             std::holds_alternative<std::monostate>(layer) ? "without rows" : paged ? "dense" : "in pages", "; allowed ", paged ? "pages" : "dense layers", " as the first layer");
     const Sides sides = sides_of(layer);
-    check_side(sides.keys, sides, paged, "keys", l, spec.kv_heads, spec.key_dim);
-    check_side(sides.values, sides, paged, "values", l, spec.kv_heads, spec.value_dim);
+    check_side(sides.keys, device, sides, paged, "keys", l, spec.kv_heads, spec.key_dim);
+    check_side(sides.values, device, sides, paged, "values", l, spec.kv_heads, spec.value_dim);
     require(sides.keys.size(0) == sides.values.size(0) && sides.keys.size(sides.slot) == sides.values.size(sides.slot), "decoder step: keys ", sides.keys.sizes(),
             " and values ", sides.values.sizes(), " of layer ", l, " differ in ", paged ? "pages or page size" : "sequences or capacity");
     if (!paged) continue;
@@ -93,7 +93,8 @@ void check_cache(const ModelSpec& spec, std::span<const LayerKv> cache) {
 void check_table(const Step& step, bool paged, const Tensor& table) {
   require(paged || !table.defined(), "decoder step: a block table for a dense cache; allowed with pages");
   if (!paged) return;
-  require(table.defined() && table.dim() == 2 && table.scalar_type() == kInt32 && table.device().is_cpu() && (table.size(1) <= 1 || table.stride(1) == 1),
+  require(!table.defined() || table.device().is_cpu(), "decoder step: the block table is on ", table.defined() ? table.device().str() : std::string(), "; allowed host memory");
+  require(table.defined() && table.dim() == 2 && table.scalar_type() == kInt32 && (table.size(1) <= 1 || table.stride(1) == 1),
           "decoder step: a paged cache needs a block table; allowed i32 [sequences, max_pages] in host memory, its last dimension contiguous");
   require(step.rows.size() <= static_cast<std::size_t>(table.size(0)), "decoder step: a block table of ", table.size(0), " rows for ", step.rows.size(), " sequences");
 }
@@ -157,7 +158,7 @@ void check_pages(const ModelSpec& spec, const Step& step, std::span<const LayerK
   }
 }
 
-void check_mask(const ModelSpec& spec, std::span<const LayerKv> cache, const Tensor& block_table, std::span<const Tensor> visible) {
+void check_mask(const ModelSpec& spec, Device device, std::span<const LayerKv> cache, const Tensor& block_table, std::span<const Tensor> visible) {
   if (visible.empty()) return;
   require(visible.size() == spec.layers.size(), "decoder step: visible has ", visible.size(), " tensors for ", spec.layers.size(),
           " layers");
@@ -167,20 +168,21 @@ void check_mask(const ModelSpec& spec, std::span<const LayerKv> cache, const Ten
     require(mask.defined() && mask.scalar_type() == c10::ScalarType::Byte && mask.is_contiguous() && mask.dim() == 3 && mask.size(0) == room.places &&
                 mask.size(1) == spec.kv_heads && mask.size(2) == room.capacity,
             "decoder step: visible of layer ", l, " must be contiguous u8 [", room.places, ", ", spec.kv_heads, ", ", room.capacity, "]");
+    require(mask.device() == device, "decoder step: visible of layer ", l, " is on ", mask.device().str(), "; allowed ", device.str(), ", where the weights are");
   }
 }
 
 }  // namespace
 
-void check_step(const LmConfig& config, const Step& step, std::span<const LayerKv> cache, const Tensor& block_table, const StepOptions& options) {
+void check_step(const LmConfig& config, Device device, const Step& step, std::span<const LayerKv> cache, const Tensor& block_table, const StepOptions& options) {
   check_tokens(config, step);
-  check_cache(config.spec, cache);
+  check_cache(config.spec, device, cache);
   const bool paged = is_paged(cache);
   check_table(step, paged, block_table);
   check_places(config.spec, step, cache, block_table);
   for (std::int32_t s = 0; s < static_cast<std::int32_t>(step.rows.size()); ++s) check_sequence(config.spec, step, cache, block_table, s);
   if (paged) check_pages(config.spec, step, cache, block_table);
-  check_mask(config.spec, cache, block_table, options.visible);
+  check_mask(config.spec, device, cache, block_table, options.visible);
 }
 
 }  // namespace kvkeep::lm::detail

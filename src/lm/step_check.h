@@ -7,7 +7,7 @@
 
 namespace kvkeep::lm::detail {
 
-/// Throws InvalidArgument with the first thing that is wrong. `block_table` is undefined for a dense cache.
-void check_step(const LmConfig& config, const Step& step, std::span<const LayerKv> cache, const Tensor& block_table, const StepOptions& options);
+/// Throws InvalidArgument with the first thing that is wrong. `device`: where the weights are. `block_table` is undefined for a dense cache.
+void check_step(const LmConfig& config, Device device, const Step& step, std::span<const LayerKv> cache, const Tensor& block_table, const StepOptions& options);
 
 }  // namespace kvkeep::lm::detail

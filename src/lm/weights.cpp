@@ -186,6 +186,33 @@ Weights Weights::read(const fs::path& folder, const LmConfig& config) {
   return weights;
 }
 
+Weights Weights::to(Device device) const {
+  const auto move = [&](Tensor& tensor) {
+    if (tensor.defined()) tensor = tensor.to(device);
+  };
+  Weights moved = *this;
+  try {
+    move(moved.embedding);
+    move(moved.final_norm);
+    if (output.is_same(embedding)) {
+      moved.output = moved.embedding;
+    } else {
+      move(moved.output);
+    }
+    for (LayerWeights& layer : moved.layers) {
+      for (Tensor* vector : {&layer.input_norm, &layer.q_norm, &layer.k_norm, &layer.mlp_norm}) move(*vector);
+      for (Linear* map : {&layer.q, &layer.k, &layer.v, &layer.o, &layer.gate, &layer.up, &layer.down}) {
+        move(map->weight);
+        move(map->bias);
+      }
+    }
+  } catch (const c10::Error& error) {
+    const std::string why = error.what_without_backtrace();
+    refuse<DeviceError>("weights: LibTorch cannot put them on ", device.str(), " (", why.substr(0, why.find('\n')), "); allowed a device that it has, with room for them");
+  }
+  return moved;
+}
+
 void write_random_checkpoint(const fs::path& folder, const LmConfig& config, std::uint64_t seed, ScalarType dtype, std::int32_t shards,
                              LmConfig::Layout layout) {
   config.check();

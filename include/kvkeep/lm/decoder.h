@@ -1,5 +1,5 @@
 #pragma once
-/// The reference decoder: Llama, Qwen2 and Qwen3 on a CPU, over a cache, dense or in pages, that the caller owns and may cut between steps.
+/// The reference decoder: Llama, Qwen2 and Qwen3 on a CPU or a GPU, over a cache, dense or in pages, that the caller owns and may cut between steps.
 
 #include <cstdint>
 #include <filesystem>
@@ -53,7 +53,7 @@ struct Step {
 /// What a hook sees once per layer: K and V of the step's tokens are in the cache, attention has not run yet.
 struct LayerSight {
   std::int32_t layer = 0;
-  Tensor queries;  ///< f32 [n_tokens, Hq, D] before RoPE (after bias and query norm); valid during the call only
+  Tensor queries;  ///< f32 [n_tokens, Hq, D] before RoPE (after bias and query norm), where the weights are; valid during the call only
 };
 
 enum class Logits : std::uint8_t { last, all, none };
@@ -62,17 +62,25 @@ struct StepOptions {
   Logits logits = Logits::last;
   std::function<void(const LayerSight&)> on_layer = {};  ///< called in layer order
   /// Which slots attention may see: one tensor u8 [B, Hkv, capacity] per layer, 0 hides the slot; in pages, B rows of the block table with max_pages * page_size
-  /// slots. Empty: all slots in use.
+  /// slots; where the weights are. Empty: all slots in use.
   /// The step's own tokens are always visible (to themselves and to later ones). For checks of a cut cache against a masked one.
   std::span<const Tensor> visible = {};
 };
 
+/// By what a step is computed.
+enum class Path : std::uint8_t {
+  kernels,    ///< the decoder's own, on the CPU: the same bits always
+  operators,  ///< LibTorch's, on any device: the same numbers within rounding
+};
+
 /// Decodes with f32 activations; weights stay in the dtype they are stored in and are widened as they are read.
 ///
-/// Every output number is one sum in an order fixed by the model's shape and the slots seen, so logits, keys, values and queries of a
+/// On the CPU every output number is one sum in an order fixed by the model's shape and the slots seen, so logits, keys, values and queries of a
 /// sequence are the same bit for bit whatever else the step holds, however its prompt is cut into steps, whether its cache is dense or in
 /// pages of any size, and for any number of threads.
 /// (On one machine: the order depends on the vector width.)
+/// Elsewhere LibTorch's operators choose the order of sums: the same numbers within rounding. Matrices are widened to f32 for each product there. Products are as exact as
+/// LibTorch's switches say (full f32 unless the program allows TF32).
 ///
 /// Sliding layers see the last `window` positions. Their slots hold consecutive positions up to the step: they are never cut inside.
 class Decoder {
@@ -89,21 +97,32 @@ class Decoder {
   [[nodiscard]] const ModelSpec& spec() const { return config_.spec; }
   [[nodiscard]] const Weights& weights() const { return weights_; }
 
+  /// Moves the weights. Caches that were made before stay where they are. Off the CPU, steps run by operators.
+  /// Throws: DeviceError where LibTorch has no such device, or no room there; the decoder is as it was then.
+  void to(Device device);
+
+  /// Where the weights are. Caches must lie there; ids, positions, lengths and block tables stay in host memory.
+  [[nodiscard]] Device device() const { return weights_.embedding.device(); }
+
+  /// Lets the operators compute on the CPU too, or the kernels again: for checks of one by the other. Throws: InvalidArgument for kernels off the CPU.
+  void use(Path path);
+
   /// W_o of every layer as the policies want it that weigh values by it: [num_layers] [hidden, Hq * Dv], sharing the weights' memory.
   [[nodiscard]] std::vector<Tensor> output_projections() const;
 
-  /// A zeroed cache for `sequences` sequences of up to `capacity` slots.
+  /// A zeroed cache for `sequences` sequences of up to `capacity` slots, where the weights are.
   [[nodiscard]] std::vector<LayerCache> make_cache(std::int64_t sequences, std::int64_t capacity, ScalarType dtype = kFloat32) const;
 
-  /// A zeroed cache of `pages` pages of `page_size` slots, for a PagePool of the same.
+  /// A zeroed cache of `pages` pages of `page_size` slots, for a PagePool of the same, where the weights are.
   [[nodiscard]] std::vector<LayerKv> make_pages(std::int64_t pages, std::int64_t page_size, ScalarType dtype = kFloat32,
                                                 PageLayout layout = PageLayout::head_slot) const;
 
   /// Runs the model on the step's tokens and appends their K and V behind `step.lengths` in every layer.
-  /// Returns f32 [n_sequences, vocab] (the last token of each), [n_tokens, vocab] for Logits::all, an empty tensor for Logits::none.
+  /// Returns f32 [n_sequences, vocab] (the last token of each), [n_tokens, vocab] for Logits::all, an empty tensor for Logits::none; where the weights are.
   /// Throws: InvalidArgument before anything is written for an id outside the vocabulary, a sequence without tokens, positions that do
-  /// not ascend, a row outside the cache or given twice, a cache that is full or has another shape or dtype.
-  /// Cost: one pass over the weights for every few tokens; attention memory is bounded by a few MB per thread.
+  /// not ascend, a row outside the cache or given twice, a cache that is full, has another shape or dtype or lies on another device than the weights.
+  /// Cost: one pass over the weights for every few tokens; attention memory is bounded by a few MB per thread. By operators: one pass over the weights, which
+  /// moves 10 bytes for each f16 or bf16 number where 2 are stored, and memory for the activations of all tokens of the step; one copy to the device, none back.
   Tensor forward(const Step& step, std::span<const LayerCache> cache, const StepOptions& options = {});
 
   /// The same over pages, in every layer those that `block_table` names: i32 [sequences, max_pages] in host memory, of which `step.rows` says the row. It must hold the
@@ -122,9 +141,10 @@ class Decoder {
   LmConfig config_;
   Weights weights_;
   std::unique_ptr<Workspace> workspace_;
+  Path path_ = Path::kernels;
 };
 
-/// Index of the largest logit of each row, the lowest where several are equal. `logits` is f32 [n, vocab].
+/// Index of the largest logit of each row, the lowest where several are equal. `logits` is f32 [n, vocab] on any device; the host waits for a copy.
 /// Throws: InvalidArgument for a NaN, naming row and column.
 std::vector<std::int32_t> argmax(const Tensor& logits);
 

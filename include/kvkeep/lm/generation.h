@@ -42,7 +42,7 @@ struct SequenceEvent {
 /// What became of a Request.
 struct Completion {
   std::vector<std::int32_t> tokens;  ///< [<= new_tokens] the argmax of every step
-  Tensor logits;                     ///< f32 [tokens, vocab], row s chose tokens[s]; undefined unless asked for
+  Tensor logits;                     ///< f32 [tokens, vocab] in host memory, row s chose tokens[s]; undefined unless asked for
   std::vector<SequenceEvent> events;
   std::int64_t peak_bytes = 0;  ///< most K and V bytes in full layers at any time, before an event cuts them
   std::int64_t kept_bytes = 0;  ///< right behind the last event; at the end where there was none
@@ -87,12 +87,14 @@ struct GeneratorOptions {
   ScalarType cache_dtype = kFloat32;
   std::int32_t page_size = 0;  ///< slots of a page, a power of two up to 1024: the cache is a PagePool with pages for `capacity` slots a place; 0: dense
   GenerationHooks hooks = {};
+  std::shared_ptr<Accelerator> accelerator = nullptr;  ///< of the decoder's device, for this generator alone; null: the decoder is on the CPU
 };
 
 /// Sequences over one cache and one policy. What a sequence gives does not depend on the others, bit for bit.
 class Generator {
  public:
-  /// `decoder` must outlive the generator. Throws as Keeper, PagePool and Decoder::make_cache do; Unsupported for pages where a policy cuts a model that also has
+  /// `decoder` must outlive the generator. Throws as Keeper, PagePool and Decoder::make_cache do; InvalidArgument for an accelerator of another device than the
+  /// decoder's, or none off the CPU; Unsupported for pages where a policy cuts a model that also has
   /// sliding layers: their slots lie in the same pages.
   Generator(Decoder& decoder, std::unique_ptr<KVPolicy> policy, GeneratorOptions options);
 

@@ -36,6 +36,10 @@ struct Weights {
   /// Throws: InvalidArgument naming the tensor and the file for one that is missing, of another shape, or of a dtype other than
   /// f32, f16, bf16; and for whatever SafetensorsFile refuses. Everything is checked before anything is returned.
   static Weights read(const std::filesystem::path& folder, const LmConfig& config);
+
+  /// The same numbers in the same dtypes on `device`; an output that is the embedding stays so.
+  /// Throws: DeviceError where LibTorch cannot put them there.
+  [[nodiscard]] Weights to(Device device) const;
 };
 
 /// Name and shape of one tensor that a checkpoint must hold.

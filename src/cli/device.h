@@ -1,0 +1,25 @@
+#pragma once
+// --device: where the model and its cache are.
+
+#include <CLI/App.hpp>
+#include <memory>
+#include <string>
+
+#include "kvkeep/core/accelerator.h"
+#include "kvkeep/core/tensor.h"
+
+namespace kvkeep::cli {
+
+struct DeviceOptions {
+  std::string name = "cpu";
+  void add(CLI::App& app);
+
+  struct Place {
+    Device device;
+    std::shared_ptr<Accelerator> accelerator;  // null: the CPU
+  };
+  // Throws: InvalidArgument for a name that is none; Unsupported for CUDA in a build without it; DeviceError for a GPU that is not there.
+  [[nodiscard]] Place find() const;
+};
+
+}  // namespace kvkeep::cli

@@ -1,0 +1,306 @@
+#include "op_pass.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/List.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/index.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/rms_norm.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/softmax.h>
+#include <ATen/ops/stack.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <limits>
+#include <optional>
+#include <vector>
+
+#include "kvkeep/core/rope.h"
+
+namespace kvkeep::lm::detail {
+namespace {
+
+constexpr ScalarType kIndex = c10::ScalarType::Long;
+using Index = c10::List<std::optional<Tensor>>;
+
+// Numbers that the host makes for a step. They travel together: one copy, from page-locked memory where that matters.
+class Parcel {
+ public:
+  // `to` will be i64 [shape], number(i) at flat index i.
+  template <class Number>
+  void add(Tensor& to, std::vector<std::int64_t> shape, const Number& number) {
+    std::int64_t count = 1;
+    for (const std::int64_t size : shape) count *= size;
+    parts_.push_back({&to, std::move(shape), static_cast<std::int64_t>(numbers_.size()), count});
+    for (std::int64_t i = 0; i < count; ++i) numbers_.push_back(number(i));
+  }
+
+  // On the CPU the tensors lie in this object.
+  void send(Device device) {
+    Tensor all = at::from_blob(numbers_.data(), {static_cast<std::int64_t>(numbers_.size())}, at::TensorOptions(kIndex));
+    if (device.is_cuda()) all = all.pin_memory();
+    all = all.to(device, kIndex, /*non_blocking=*/device.is_cuda());
+    for (const Part& part : parts_) *part.to = all.narrow(0, part.first, part.count).view(part.shape);
+  }
+
+ private:
+  struct Part {
+    Tensor* to;
+    std::vector<std::int64_t> shape;
+    std::int64_t first, count;
+  };
+  std::vector<std::int64_t> numbers_;
+  std::vector<Part> parts_;
+};
+
+class OpPass {
+ public:
+  OpPass(const LmConfig& config, const Weights& weights, const Step& step, std::span<const LayerKv> cache, const Tensor& block_table, const StepOptions& options)
+      : config_(config),
+        spec_(config.spec),
+        weights_(weights),
+        step_(step),
+        cache_(cache),
+        options_(options),
+        device_(weights.embedding.device()),
+        tokens_(static_cast<std::int64_t>(step.ids.size())),
+        sequences_(static_cast<std::int64_t>(step.rows.size())) {
+    if (const auto* pages = std::get_if<PagedKv>(&cache.front())) page_size_ = pages->keys.size(pages->layout == PageLayout::slot_head ? 1 : 2);
+    gather_numbers(block_table);
+  }
+
+  Tensor run() {
+    Tensor hidden = weights_.embedding.index_select(0, ids_).to(kFloat32);
+    for (std::int32_t layer = 0; layer < spec_.num_layers(); ++layer) {
+      const LayerWeights& weights = weights_.layers[static_cast<std::size_t>(layer)];
+      const Tensor normed = normalised(hidden, weights.input_norm);
+      Tensor queries = product(weights.q, normed).view({tokens_, spec_.query_heads, spec_.key_dim});
+      Tensor keys = product(weights.k, normed).view({tokens_, spec_.kv_heads, spec_.key_dim});
+      const Tensor values = product(weights.v, normed).view({tokens_, spec_.kv_heads, spec_.value_dim});
+      if (config_.qk_norm) {
+        queries = normalised(queries, weights.q_norm);
+        keys = normalised(keys, weights.k_norm);
+      }
+      store(layer, rotated(keys), values);
+      if (options_.on_layer) options_.on_layer({layer, queries});
+      hidden.add_(product(weights.o, attend(layer, rotated(queries) * spec_.scale())));
+      const Tensor inner = normalised(hidden, weights.mlp_norm);
+      hidden.add_(product(weights.down, at::silu(product(weights.gate, inner)).mul_(product(weights.up, inner))));
+    }
+    return logits(hidden);
+  }
+
+ private:
+  // ---- What the host knows
+
+  // Slots in use before the step, over the heads of a sequence in one layer.
+  struct Extent {
+    std::int64_t shortest, longest;
+  };
+  [[nodiscard]] Extent extent(std::int32_t layer, std::int32_t sequence) const {
+    Extent found{std::numeric_limits<std::int64_t>::max(), 0};
+    for (std::int32_t head = 0; head < spec_.kv_heads; ++head) {
+      const std::int64_t length = step_.lengths.at(layer, sequence, head);
+      found = {std::min(found.shortest, length), std::max(found.longest, length)};
+    }
+    return found;
+  }
+  [[nodiscard]] std::int64_t first_token(std::int64_t sequence) const { return step_.indptr[static_cast<std::size_t>(sequence)]; }
+  [[nodiscard]] std::int64_t added(std::int64_t sequence) const { return first_token(sequence + 1) - first_token(sequence); }
+
+  void gather_numbers(const Tensor& block_table) {
+    std::vector<std::int64_t> owner;  // of each token
+    for (std::int64_t s = 0; s < sequences_; ++s) owner.insert(owner.end(), static_cast<std::size_t>(added(s)), s);
+    const auto owner_of = [&](std::int64_t token) { return owner[static_cast<std::size_t>(token)]; };
+    const auto place_of = [&](std::int64_t sequence) { return step_.rows[static_cast<std::size_t>(sequence)]; };
+    numbers_.add(ids_, {tokens_}, [&](std::int64_t i) { return step_.ids[static_cast<std::size_t>(i)]; });
+    numbers_.add(owners_, {tokens_}, owner_of);
+    numbers_.add(ordinals_, {tokens_, 1}, [&](std::int64_t i) { return i - first_token(owner_of(i)); });
+    numbers_.add(last_, {sequences_}, [&](std::int64_t s) { return first_token(s + 1) - 1; });
+    numbers_.add(heads_, {1, spec_.kv_heads}, [](std::int64_t h) { return h; });
+    lengths_.resize(spec_.layers.size());
+    offsets_.resize(spec_.layers.size());
+    for (std::int32_t layer = 0; layer < spec_.num_layers(); ++layer) {
+      for (std::int32_t s = 0; s < sequences_; ++s) slots_ = std::max(slots_, extent(layer, s).longest + added(s));
+      numbers_.add(lengths_[static_cast<std::size_t>(layer)], {sequences_, spec_.kv_heads}, [&](std::int64_t i) {
+        return step_.lengths.at(layer, static_cast<std::int32_t>(i / spec_.kv_heads), static_cast<std::int32_t>(i % spec_.kv_heads));
+      });
+      if (window(layer) > 0)
+        numbers_.add(offsets_[static_cast<std::size_t>(layer)], {tokens_, 1}, [&](std::int64_t i) { return first_seen(layer, owner_of(i), i - first_token(owner_of(i))); });
+    }
+    if (page_size_ == 0) {
+      numbers_.add(places_, {tokens_, 1}, [&](std::int64_t i) { return place_of(owner_of(i)); });
+    } else {
+      const std::int64_t pages = (slots_ + page_size_ - 1) / page_size_;  // of the longest row; shorter ones are filled up, and what fills them is never looked up
+      numbers_.add(pages_, {sequences_, pages}, [&](std::int64_t i) -> std::int64_t {
+        const std::int64_t s = i / pages, page = i % pages;
+        if (page >= block_table.size(1)) return 0;
+        return block_table.const_data_ptr<std::int32_t>()[place_of(s) * block_table.stride(0) + page];
+      });
+    }
+    // cos and sin, in double on the host, travel as one 64-bit number.
+    const std::vector<double>& inv_freq = spec_.rope.inv_freq;
+    const auto pairs = static_cast<std::int64_t>(inv_freq.size());
+    numbers_.add(turns_, {tokens_, pairs}, [&](std::int64_t i) {
+      const RopeTurn turn = rope_turn(step_.positions[static_cast<std::size_t>(i / pairs)], inv_freq[static_cast<std::size_t>(i % pairs)], spec_.rope.attention_scaling);
+      return std::bit_cast<std::int64_t>(std::array{turn.cosine, turn.sine});
+    });
+    numbers_.send(device_);
+    turns_ = turns_.view(kFloat32).view({tokens_, 1, pairs, 2});
+    every_slot_ = at::arange(slots_, at::TensorOptions(kIndex).device(device_));
+  }
+
+  [[nodiscard]] std::int64_t window(std::int32_t layer) const {
+    const LayerSpec& kind = spec_.layers[static_cast<std::size_t>(layer)];
+    return kind.kind == LayerKind::sliding ? kind.window : 0;
+  }
+
+  // The first slot that token i of a sequence sees in a sliding layer, counted from the sequence's first new token: below 0 for old slots, which hold the positions just
+  // before the step.
+  [[nodiscard]] std::int64_t first_seen(std::int32_t layer, std::int64_t sequence, std::int64_t i) const {
+    const std::int32_t* positions = step_.positions.data() + first_token(sequence);
+    const std::int64_t oldest = positions[i] - window(layer) + 1;
+    return oldest > positions[0] ? std::lower_bound(positions, positions + i, oldest) - positions : oldest - positions[0];
+  }
+
+  // ---- Products, norms, rotations
+
+  [[nodiscard]] static Tensor product(const Linear& map, const Tensor& x) {
+    return at::linear(x, map.weight.to(kFloat32), map.bias.defined() ? std::optional<Tensor>(map.bias) : std::nullopt);
+  }
+
+  [[nodiscard]] Tensor normalised(const Tensor& x, const Tensor& weight) const { return at::rms_norm(x, weight.sizes(), weight, config_.rms_eps); }
+
+  // x [n, heads, D], every token turned by its position.
+  [[nodiscard]] Tensor rotated(const Tensor& x) const {
+    const std::int64_t pairs = turns_.size(2), rest = x.size(2) - 2 * pairs;
+    const Tensor cosines = turns_.select(3, 0), sines = turns_.select(3, 1), turning = x.narrow(2, 0, 2 * pairs);
+    const bool half = spec_.rope.style == RopeStyle::half;
+    const Tensor split = half ? turning.reshape({x.size(0), x.size(1), 2, pairs}).transpose(2, 3) : turning.reshape({x.size(0), x.size(1), pairs, 2});
+    const Tensor a = split.select(3, 0), b = split.select(3, 1);
+    const Tensor first = a * cosines - b * sines, second = b * cosines + a * sines;
+    const Tensor turned = half ? at::cat({first, second}, 2) : at::stack({first, second}, 3).flatten(2);
+    return rest == 0 ? turned : at::cat({turned, x.narrow(2, 2 * pairs, rest)}, 2);
+  }
+
+  // ---- The cache
+
+  // keys and values [n, Hkv, D] behind each row's slots in use.
+  void store(std::int32_t layer, const Tensor& keys, const Tensor& values) {
+    if (layer == 0 || step_.lengths.layer_stride != 0) {
+      new_slots_ = lengths_[static_cast<std::size_t>(layer)].index_select(0, owners_) + ordinals_;
+      if (page_size_ > 0) {
+        new_pages_ = at::index(pages_, Index({owners_.unsqueeze(1), new_slots_.div(page_size_, "floor")}));
+        new_slots_ = new_slots_.remainder(page_size_);
+      }
+    }
+    const auto put = [&](const auto& kv, const Index& at) {
+      kv.keys.index_put_(at, keys.to(kv.keys.scalar_type()));
+      kv.values.index_put_(at, values.to(kv.values.scalar_type()));
+    };
+    const LayerKv& kv = cache_[static_cast<std::size_t>(layer)];
+    if (const auto* dense = std::get_if<DenseKv>(&kv)) return put(*dense, Index({places_, heads_, new_slots_}));
+    const auto& paged = std::get<PagedKv>(kv);
+    if (paged.layout == PageLayout::slot_head) return put(paged, Index({new_pages_, new_slots_, heads_}));
+    put(paged, Index({new_pages_, heads_, new_slots_}));
+  }
+
+  // The first `slots` slots of a sequence as f32 [Hkv, slots, D], out of one side of a layer: a view of a dense f32 cache, else a copy.
+  [[nodiscard]] Tensor rows_of(const Tensor& side, const PagedKv* paged, std::int64_t sequence, std::int64_t slots) const {
+    if (paged == nullptr) return side.select(0, step_.rows[static_cast<std::size_t>(sequence)]).narrow(1, 0, slots).to(kFloat32);
+    const Tensor own = side.index_select(0, pages_.select(0, sequence).narrow(0, 0, (slots + page_size_ - 1) / page_size_));
+    const Tensor rows = paged->layout == PageLayout::slot_head ? own.flatten(0, 1).transpose(0, 1) : own.transpose(0, 1).flatten(1, 2);
+    return rows.narrow(1, 0, slots).to(kFloat32);
+  }
+
+  // ---- Attention
+
+  // [n, Hq * Dv] from queries [n, Hq, D], rotated and scaled.
+  [[nodiscard]] Tensor attend(std::int32_t layer, const Tensor& queries) const {
+    std::vector<Tensor> parts;
+    for (std::int32_t s = 0; s < sequences_; ++s) attend_sequence(layer, s, queries.narrow(0, first_token(s), added(s)), parts);
+    return at::cat(parts);
+  }
+
+  void attend_sequence(std::int32_t layer, std::int32_t sequence, const Tensor& queries, std::vector<Tensor>& parts) const {
+    const LayerKv& kv = cache_[static_cast<std::size_t>(layer)];
+    const auto* dense = std::get_if<DenseKv>(&kv);
+    const auto* paged = std::get_if<PagedKv>(&kv);
+    const auto [shortest, longest] = extent(layer, sequence);
+    const std::int64_t tokens = added(sequence), slots = longest + tokens, heads = spec_.kv_heads, group = spec_.group();
+    const Tensor keys = rows_of(dense != nullptr ? dense->keys : paged->keys, paged, sequence, slots);
+    Tensor values = rows_of(dense != nullptr ? dense->values : paged->values, paged, sequence, slots);
+    // [Hkv, slots]: the slot of new token i is i, the newest old slot is -1
+    const Tensor ages = every_slot_.narrow(0, 0, slots) - lengths_[static_cast<std::size_t>(layer)][sequence].unsqueeze(1);
+    // Behind a row that is shorter than others lies anything: no weight of 0 helps against a NaN there.
+    if (shortest < longest) values = values.masked_fill(ages.ge(tokens).unsqueeze(2), 0);
+
+    constexpr std::int64_t kMostLogits = std::int64_t{32} << 20;
+    const std::int64_t block = std::clamp<std::int64_t>(kMostLogits / (spec_.query_heads * slots), 1, tokens);
+    for (std::int64_t i = 0; i < tokens; i += block) {
+      const std::int64_t count = std::min(block, tokens - i);
+      const std::int64_t begin = window(layer) == 0 ? 0 : std::max<std::int64_t>(0, shortest + first_seen(layer, sequence, i)), width = longest + i + count - begin;
+      // Token after token, and the heads of a group within: one product for all that read the same rows.
+      const Tensor asking = queries.narrow(0, i, count).view({count, heads, group, spec_.key_dim}).transpose(0, 1).reshape({heads, count * group, spec_.key_dim});
+      Tensor logits = at::bmm(asking, keys.narrow(1, begin, width).transpose(1, 2));
+      if (count > 1 || shortest < longest || !options_.visible.empty())
+        logits.view({heads, count, group, width})
+            .masked_fill_(hidden(layer, sequence, i, count, ages.narrow(1, begin, width), begin).unsqueeze(2), -std::numeric_limits<float>::infinity());
+      const Tensor seen = at::bmm(at::softmax(logits, 2), values.narrow(1, begin, width));
+      parts.push_back(seen.view({heads, count, group * spec_.value_dim}).transpose(0, 1).reshape({count, spec_.query_heads * spec_.value_dim}));
+    }
+  }
+
+  // bool [Hkv, count, slots] what tokens i.. of a sequence may not see: the future, what slid out of the window, what the caller's mask hides. `begin`: the first slot of `ages`.
+  [[nodiscard]] Tensor hidden(std::int32_t layer, std::int32_t sequence, std::int64_t i, std::int64_t count, const Tensor& ages, std::int64_t begin) const {
+    const auto of_tokens = [&](const Tensor& numbers) { return numbers.narrow(0, first_token(sequence) + i, count); };
+    const Tensor slots = ages.unsqueeze(1);
+    Tensor hide = slots.gt(of_tokens(ordinals_));
+    if (window(layer) > 0) hide.logical_or_(slots.lt(of_tokens(offsets_[static_cast<std::size_t>(layer)])));
+    if (options_.visible.empty()) return hide;
+    const Tensor mask = options_.visible[static_cast<std::size_t>(layer)].select(0, step_.rows[static_cast<std::size_t>(sequence)]).narrow(1, begin, ages.size(1));
+    return hide.logical_or_(mask.eq(0).logical_and_(ages.lt(0)).unsqueeze(1));
+  }
+
+  [[nodiscard]] Tensor logits(const Tensor& hidden) const {
+    if (options_.logits == Logits::none) return at::empty({0, config_.vocab}, hidden.options());
+    const Tensor asked = options_.logits == Logits::all ? hidden : hidden.index_select(0, last_);
+    return product({weights_.output, {}}, normalised(asked, weights_.final_norm));
+  }
+
+  const LmConfig& config_;
+  const ModelSpec& spec_;
+  const Weights& weights_;
+  const Step& step_;
+  std::span<const LayerKv> cache_;
+  const StepOptions& options_;
+  Device device_;
+  std::int64_t tokens_, sequences_;
+  std::int64_t page_size_ = 0;  // 0: dense
+  std::int64_t slots_ = 0;      // of the longest row, with what it gets
+
+  Parcel numbers_;                  // holds what follows where the device is the CPU
+  Tensor ids_, owners_, last_;      // i64 [n], its sequence [n], [sequences]
+  Tensor ordinals_, places_;        // i64 [n, 1] place of a token among its sequence's, of its sequence in a dense cache
+  Tensor heads_, pages_;            // i64 [1, Hkv] 0, 1, ...; [sequences, pages]
+  std::vector<Tensor> lengths_;     // i64 [layers] [sequences, Hkv]
+  std::vector<Tensor> offsets_;     // i64 [layers] [n, 1] first_seen(); undefined where nothing slides
+  Tensor turns_;                    // f32 [n, 1, pairs, 2] cos and sin
+  Tensor every_slot_;               // i64 [slots] 0, 1, ...
+  Tensor new_slots_, new_pages_;    // i64 [n, Hkv] where the step's tokens go in the layer at hand; slots within their pages
+};
+
+}  // namespace
+
+Tensor run_with_operators(const LmConfig& config, const Weights& weights, const Step& step, std::span<const LayerKv> cache, const Tensor& block_table,
+                          const StepOptions& options) {
+  return OpPass(config, weights, step, cache, block_table, options).run();
+}
+
+}  // namespace kvkeep::lm::detail
