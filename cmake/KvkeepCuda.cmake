@@ -40,7 +40,7 @@ if(KVKEEP_CUDA_FOUND)
   target_link_libraries(kvkeep_kernels PUBLIC CUDA::cudart_static)
 
   kvkeep_add_library(kvkeep_cuda STEMS src/cuda LINK kvkeep)
-  target_link_libraries(kvkeep_cuda PRIVATE kvkeep_kernels INTERFACE kvkeep_torch::torch)  # whoever links it has tensors on a GPU
+  target_link_libraries(kvkeep_cuda PRIVATE kvkeep_kernels ${CMAKE_DL_LIBS})
 endif()
 
 # The kernels as C++ for the execution model: one file that includes each, since a source has one language in a folder.

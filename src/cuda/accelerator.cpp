@@ -4,6 +4,7 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
 
 #include <algorithm>
 #include <numeric>
@@ -267,7 +268,9 @@ std::shared_ptr<Accelerator> make_accelerator(Device device) { return std::make_
 
 std::shared_ptr<Accelerator> accelerator(int index) {
   require_device(index);
-  require<DeviceError>(at::globalContext().hasCUDA(), "accelerator: this LibTorch has no CUDA; allowed one that was built with it");
+  // LibTorch's CUDA half takes half a second to load, and linking it is left to programs that need it from their first moment. It must be there before it is first asked for.
+  const bool loaded = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL) != nullptr;
+  require<DeviceError>(at::globalContext().hasCUDA(), "accelerator: this LibTorch has no CUDA", loaded ? "" : " (libtorch_cuda was not found)", "; allowed one that was built with it");
   at::globalContext().lazyInitDevice(c10::kCUDA);
   return make_accelerator(Device(c10::kCUDA, static_cast<c10::DeviceIndex>(index)));
 }
