@@ -64,7 +64,7 @@ struct Pair {
   Decoder kernels, operators;
 
   explicit Pair(const Model& model) : Pair(model, weights_of(model)) {}
-  Pair(const Model& model, const std::pair<LmConfig, Weights>& read) : kernels(styled(read.first, model.style), read.second), operators(styled(read.first, model.style), read.second) {
+  Pair(const Model& model, const std::pair<LmConfig, Weights>& read) : kernels(config_of(model, read.first), read.second), operators(config_of(model, read.first), read.second) {
     operators.use(Path::operators);
   }
 
@@ -77,8 +77,9 @@ struct Pair {
     fs::remove_all(folder);  // mapped files stay readable
     return {std::move(config), std::move(weights)};
   }
-  static LmConfig styled(LmConfig config, RopeStyle style) {
-    config.spec.rope.style = style;
+  static LmConfig config_of(const Model& model, LmConfig config) {
+    config.spec.rope.style = model.style;
+    config.spec.layers = model.config.spec.layers;  // config.json has room for one window
     return config;
   }
 };
@@ -161,8 +162,7 @@ class Duel {
       }
       for (std::size_t i = 0; i < lengths_.size(); ++i) {
         lengths_[i] += parts[i / rows()][step];
-        const bool full = spec_.layers[i % rows() / static_cast<std::size_t>(spec_.kv_heads)].kind == LayerKind::full;
-        if (storage_.ragged && full) lengths_[i] = random_.between(0, lengths_[i]);
+        if (storage_.ragged) lengths_[i] = random_.between(0, lengths_[i]);
       }
     }
   }
