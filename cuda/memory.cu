@@ -14,7 +14,10 @@ struct Staging::Buffers {};
 
 Staging::Staging() = default;
 Staging::~Staging() = default;
-void Staging::upload(void* to, const void* from, std::size_t bytes, Stream) { std::memcpy(to, from, bytes); }
+bool Staging::upload(void* to, const void* from, std::size_t bytes, Stream) {
+  std::memcpy(to, from, bytes);
+  return true;
+}
 
 void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t from_stride, std::int64_t bytes, std::int64_t rows, Stream) {
   for (std::int64_t r = 0; r < rows; ++r) std::memcpy(static_cast<std::byte*>(to) + r * to_stride, static_cast<const std::byte*>(from) + r * from_stride, static_cast<std::size_t>(bytes));
@@ -76,8 +79,8 @@ Staging::~Staging() {
   for (void* memory : buffers_->captured) cudaFreeHost(memory);
 }
 
-void Staging::upload(void* to, const void* from, std::size_t bytes, Stream stream) {
-  if (bytes == 0) return;
+bool Staging::upload(void* to, const void* from, std::size_t bytes, Stream stream) {
+  if (bytes == 0) return true;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   expect("upload", cudaStreamIsCapturing(stream, &status));
   const bool capturing = status != cudaStreamCaptureStatusNone;
@@ -87,11 +90,12 @@ void Staging::upload(void* to, const void* from, std::size_t bytes, Stream strea
   expect("upload", cudaMemcpyAsync(to, buffer.memory, bytes, cudaMemcpyHostToDevice, stream));
   if (!capturing) {
     expect("upload", cudaEventRecord(buffer.gone, stream));
-    return;
+    return true;
   }
   buffers_->captured.push_back(buffer.memory);
   buffer.memory = nullptr;
   buffer.bytes = 0;
+  return false;
 }
 
 void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t from_stride, std::int64_t bytes, std::int64_t rows, Stream stream) {

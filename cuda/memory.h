@@ -18,8 +18,8 @@ class Staging {
   Staging& operator=(const Staging&) = delete;
 
   /// Copies to the device; `from` may change as soon as it returns. On a stream that is being captured the bytes are kept for every replay; that many captures as there are
-  /// buffers (4) work without an upload outside of a capture between them, StateError beyond.
-  void upload(void* to, const void* from, std::size_t bytes, Stream stream);
+  /// buffers (4) work without an upload outside of a capture between them, StateError beyond. Returns false there: what is on the device changes with the replay, not now.
+  bool upload(void* to, const void* from, std::size_t bytes, Stream stream);
 
  private:
   struct Buffers;

@@ -162,7 +162,7 @@ class CudaAccelerator final : public Accelerator {
     return decision;
   }
 
-  [[nodiscard]] Tensor tensor(void* data, std::int64_t count, ScalarType dtype) const { return at::from_blob(data, {count}, at::TensorOptions().dtype(dtype).device(device_)); }
+  [[nodiscard]] Tensor tensor(void* data, std::int64_t count, ScalarType dtype) const { return at::for_blob(data, {count}).options(at::TensorOptions().dtype(dtype).device(device_)).target_device(device_).make_tensor(); }
 
   /// Sends everything that kernels read of the event in one copy; returns where the kept slots of every row will lie.
   KeepSet upload(Event& event, const Needs& needs, bool dry) {

@@ -72,8 +72,9 @@ void Table::place() {
 
 void Table::upload(Staging& staging, Stream stream) {
   if (image_ == sent_) return;
-  staging.upload(memory_.get(), image_.data(), image_.size(), stream);
-  sent_ = image_;
+  const bool there_now = staging.upload(memory_.get(), image_.data(), image_.size(), stream);
+  if (there_now) sent_ = image_;
+  else sent_.clear();
 }
 
 void require_even_heads(const Event& event, std::string_view name, const char* otherwise) {
