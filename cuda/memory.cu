@@ -34,6 +34,7 @@ namespace {
 void expect(const char* what, cudaError_t status) { require<DeviceError>(status == cudaSuccess, what, ": ", cudaGetErrorString(status)); }
 
 constexpr std::size_t kBuffers = 4;
+constexpr int kOldestChip = 8;  ///< compute capability: bf16 products
 
 }  // namespace
 
@@ -113,6 +114,9 @@ void require_device(int index) {
   const cudaError_t status = cudaGetDeviceCount(&count);
   require<DeviceError>(status == cudaSuccess && index >= 0 && index < count, "accelerator: GPU ", index, " is not there: ",
                        status == cudaSuccess ? "" : cudaGetErrorString(status), status == cudaSuccess ? text("this machine has ", count) : std::string());
+  cudaDeviceProp chip{};
+  expect("accelerator", cudaGetDeviceProperties(&chip, index));
+  require<DeviceError>(chip.major >= kOldestChip, "accelerator: GPU ", index, ", ", chip.name, ", has compute capability ", chip.major, ".", chip.minor, "; allowed ", kOldestChip, ".0 or newer");
 }
 
 #endif

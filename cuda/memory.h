@@ -32,7 +32,7 @@ void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t 
 /// Copies to the host and waits.
 void download(void* to, const void* from, std::size_t bytes, Stream stream);
 
-/// Throws DeviceError where there is no GPU of that number.
+/// Throws DeviceError where there is no GPU of that number, or one that is too old for the kernels.
 void require_device(int index);
 
 }  // namespace kvkeep::cuda

@@ -187,6 +187,29 @@ TEST_F(DeviceLine, NamesWhatHasNoKernel) {
   }
 }
 
+TEST_F(DeviceLine, RefusesADtypeWithoutAKernelAndChangesNothing) {
+  DenseEngine engine("tova,budget=24,interval=8,recent=2", false, c10::ScalarType::Char, fresh());
+  oracle::Random random(11);
+  engine.join(1);
+  Numbers numbers = numbers_of(random, {{1, 40}});
+  static_cast<void>(engine.step(numbers));  // the prompt is not cut
+  engine.feed(numbers_of(random, {{1, 1}}));
+  const Tensor before = std::get<DenseKv>(engine.layers[0]).keys.clone();
+  try {
+    static_cast<void>(engine.cut({1}));
+    FAIL() << "8-bit integers were scored";
+  } catch (const Unsupported& error) {
+    EXPECT_NE(std::string(error.what()).find("keys are Char"), std::string::npos) << error.what();
+  }
+  EXPECT_TRUE(std::get<DenseKv>(engine.layers[0]).keys.equal(before));
+  EXPECT_EQ(engine.keeper.physical_length(1, 0, 0), 41);
+  EXPECT_EQ(engine.keeper.totals().events, 0);
+  DenseEngine moves("streaming,budget=24,interval=8,recent=2", false, c10::ScalarType::Char, fresh());  // what is not read only moves
+  moves.join(1);
+  static_cast<void>(moves.step(numbers));
+  EXPECT_EQ(moves.step(numbers_of(random, {{1, 1}})).cuts.size(), 1U);
+}
+
 TEST_F(DeviceLine, WorksInTheMemoryItIsGivenAndSaysWhenThatIsTooLittle) {
   const char* policy = "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16";
   std::int64_t needed = 0;
