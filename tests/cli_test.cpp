@@ -263,7 +263,7 @@ TEST_F(Command, GeneratesOnTheDeviceThatIsNamedAndSaysWhichItHasNot) {
   };
   EXPECT_EQ(run(words("cpu")).out, run({"generate", "--model", model(), "--ids", "1,2,3", "--max-new-tokens", "4", "-o", "json", "--quiet"}).out);
   for (const char* device : {"tpu", "cuda:", "cuda:-1", "cuda:x", "CUDA", ""})
-    expect_refused(words(device), text("--device: there is no such device; given '", device, "'; allowed cpu, cuda, cuda:INDEX");
+    expect_refused(words(device), text("--device: there is no such device; given '", device, "'; allowed cpu, cuda, cuda:INDEX"));
   const Outcome absent = run(words("cuda:99"));  // a machine without that GPU, or a build without CUDA
   EXPECT_NE(absent.code, 0);
   EXPECT_NE(absent.err.find("99"), std::string::npos) << absent.err;

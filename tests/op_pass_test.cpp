@@ -158,7 +158,8 @@ class Duel {
       ASSERT_LE(relative_difference(expected, found), tolerance) << "logits of step " << step;
       for (std::size_t l = 0; l < a_.size(); ++l) {
         ASSERT_LE(relative_difference(queries[0][l], queries[1][l]), tolerance) << "queries of step " << step << ", layer " << l;
-        for (std::size_t side = 0; side < 2; ++side) ASSERT_LE(relative_difference(sides_of(a_[l])[side], sides_of(b_[l])[side]), tolerance) << "side " << side << " of step " << step << ", layer " << l;
+        for (std::size_t side = 0; side < 2; ++side)
+          ASSERT_LE(relative_difference(sides_of(a_[l])[side], sides_of(b_[l])[side]), tolerance) << "side " << side << " of step " << step << ", layer " << l;
       }
       for (std::size_t i = 0; i < lengths_.size(); ++i) {
         lengths_[i] += parts[i / rows()][step];
