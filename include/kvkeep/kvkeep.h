@@ -16,6 +16,7 @@
 #include "kvkeep/core/pool.h"
 #include "kvkeep/core/window.h"
 #include "kvkeep/core/evidence.h"
+#include "kvkeep/core/accelerator.h"
 
 // observe
 #include "kvkeep/observe/observation.h"
@@ -48,6 +49,10 @@
 #include "kvkeep/allot/chunks.h"
 #include "kvkeep/allot/critical.h"
 #include "kvkeep/keep/select.h"
+
+// prefill: the layer where ranks settle
+#include "kvkeep/layers/prompt_scores.h"
+#include "kvkeep/layers/layer_selector.h"
 
 // apply
 #include "kvkeep/keep/compact.h"

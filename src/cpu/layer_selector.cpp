@@ -1,0 +1,119 @@
+#include "kvkeep/layers/layer_selector.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include "kvkeep/core/error.h"
+
+namespace kvkeep {
+
+std::vector<std::string> LayerSelectorOptions::problems() const {
+  std::vector<std::string> found;
+  if (window < 1) found.push_back(text("window: ", window, "; allowed 1 or more"));
+  if (select <= window) found.push_back(text("select: ", select, " tokens go on, the window of ", window, " included; allowed more than the window"));
+  if (min_layer < 0) found.push_back(text("min_layer: ", min_layer, "; allowed 0 or more"));
+  if (observed_layers < 1) found.push_back(text("observed_layers: ", observed_layers, "; allowed 1 or more"));
+  if (std::isnan(threshold)) found.push_back("threshold: it is not a number; allowed numbers");
+  if (fixed_layer < -1) found.push_back(text("fixed_layer: ", fixed_layer, "; allowed 0 or more, or -1 for none"));
+  return found;
+}
+
+std::vector<std::int32_t> ranks_of(std::span<const float> scores) {
+  std::vector<std::int32_t> order(scores.size()), ranks(scores.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::ranges::sort(order, [scores](std::int32_t a, std::int32_t b) {
+    const float x = scores[static_cast<std::size_t>(a)], y = scores[static_cast<std::size_t>(b)];
+    if (x > y || y > x) return x > y;
+    const bool nan_x = std::isnan(x), nan_y = std::isnan(y);
+    return nan_x != nan_y ? nan_y : a < b;
+  });
+  for (std::size_t i = 0; i < order.size(); ++i) ranks[static_cast<std::size_t>(order[i])] = static_cast<std::int32_t>(i) + 1;
+  return ranks;
+}
+
+LayerSelector::LayerSelector(LayerSelectorOptions options, std::int64_t tokens)
+    : options_(options), tokens_(tokens), relative_(std::numeric_limits<double>::quiet_NaN()) {
+  const std::vector<std::string> found = options_.problems();
+  std::string all;
+  for (const std::string& one : found) all += (all.empty() ? "" : "; ") + one;
+  require(found.empty(), "layer selector: ", all);
+  require(tokens >= 0, "layer selector: a prompt of ", tokens, " tokens; allowed 0 or more");
+}
+
+std::int32_t LayerSelector::observed() const { return std::min(options_.observed_layers, options_.min_layer + 1); }
+
+std::int64_t LayerSelector::best() const { return std::min<std::int64_t>(options_.select - options_.window, tokens_ - options_.window); }
+
+bool LayerSelector::wants(std::int32_t layer) const {
+  if (layer_ >= 0 || tokens_ <= options_.select) return false;
+  return options_.fixed_layer >= 0 ? layer == options_.fixed_layer : layer > options_.min_layer - observed();
+}
+
+/// Mean over the tokens that any observed layer has among its best of the population variance of their ranks over those layers.
+double LayerSelector::variance() const {
+  const auto layers = static_cast<double>(ranks_.size());
+  const auto best = static_cast<std::int32_t>(this->best());
+  double sum = 0;
+  std::int64_t counted = 0;
+  for (std::size_t t = 0; t < ranks_.front().size(); ++t) {
+    std::int32_t least = std::numeric_limits<std::int32_t>::max();
+    std::int64_t of_ranks = 0;
+    for (const std::vector<std::int32_t>& ranks : ranks_) {
+      least = std::min(least, ranks[t]);
+      of_ranks += ranks[t];
+    }
+    if (least > best) continue;
+    const double mean = static_cast<double>(of_ranks) / layers;
+    double squares = 0;
+    for (const std::vector<std::int32_t>& ranks : ranks_) squares += (ranks[t] - mean) * (ranks[t] - mean);
+    sum += squares / layers;
+    ++counted;
+  }
+  return sum / static_cast<double>(counted);
+}
+
+bool LayerSelector::see(std::int32_t layer, std::span<const float> scores) {
+  require<StateError>(wants(layer) && layer > seen_, "layer selector: the scores of layer ", layer, " come behind those of layer ", seen_, layer_ >= 0 ? ", after the selection" : "",
+                      "; allowed layers that wants() names, ascending");
+  require<StateError>(options_.fixed_layer >= 0 || seen_ < 0 || layer == seen_ + 1, "layer selector: layer ", layer, " follows layer ", seen_, "; allowed every layer from there on");
+  require(static_cast<std::int64_t>(scores.size()) == tokens_ - options_.window, "layer selector: ", scores.size(), " scores; allowed ", tokens_ - options_.window,
+          ", one for each token before the window");
+  if (static_cast<std::int32_t>(ranks_.size()) == (options_.fixed_layer >= 0 ? 1 : observed())) ranks_.erase(ranks_.begin());
+  ranks_.push_back(ranks_of(scores));
+  seen_ = layer;
+  bool selects = layer == options_.fixed_layer;
+  if (options_.fixed_layer < 0 && layer >= options_.min_layer) {
+    const double now = variance();
+    if (first_variance_ < 0) first_variance_ = now;
+    relative_ = layer == options_.min_layer ? 1.0 : first_variance_ > 0 ? now / first_variance_ : now == 0 ? 0.0 : std::numeric_limits<double>::infinity();
+    selects = relative_ < options_.threshold;
+  }
+  if (!selects) return false;
+  layer_ = layer;
+  ranks_.erase(ranks_.begin(), ranks_.end() - 1);
+  return true;
+}
+
+std::vector<std::int32_t> LayerSelector::tokens() const {
+  std::vector<std::int32_t> kept;
+  if (ranks_.empty() || tokens_ <= options_.select) {
+    kept.resize(static_cast<std::size_t>(tokens_));
+    std::iota(kept.begin(), kept.end(), 0);
+    return kept;
+  }
+  const std::vector<std::int32_t>& newest = ranks_.back();
+  for (std::size_t t = 0; t < newest.size(); ++t)
+    if (newest[t] <= best()) kept.push_back(static_cast<std::int32_t>(t));
+  for (std::int64_t t = tokens_ - options_.window; t < tokens_; ++t) kept.push_back(static_cast<std::int32_t>(t));
+  return kept;
+}
+
+std::int64_t LayerSelector::bytes() const {
+  std::int64_t bytes = 0;
+  for (const std::vector<std::int32_t>& ranks : ranks_) bytes += static_cast<std::int64_t>(ranks.size() * sizeof(std::int32_t));
+  return bytes;
+}
+
+}  // namespace kvkeep
