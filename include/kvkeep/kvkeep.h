@@ -53,6 +53,7 @@
 // prefill: the layer where ranks settle
 #include "kvkeep/layers/prompt_scores.h"
 #include "kvkeep/layers/layer_selector.h"
+#include "kvkeep/layers/top_mass.h"
 
 // apply
 #include "kvkeep/keep/compact.h"
