@@ -134,6 +134,29 @@ INSTANTIATE_TEST_SUITE_P(Policies, DeviceKeeper,
 
 using DeviceLine = OnDevice;
 
+TEST_F(DeviceLine, RanksByACalibration) {
+  const auto policy = [] {
+    oracle::Random random(21);
+    Calibration calibration;
+    calibration.head_dim = kKeyDim;
+    for (std::int32_t l = 0; l < kLayers; ++l)
+      for (std::int32_t h = 0; h < 4; ++h) {
+        Calibration::Head& head = calibration.heads[{l, h}];
+        for (std::int32_t f = 0; f < kKeyDim / 2; ++f) {
+          head.q_mean.emplace_back(static_cast<float>(random.normal()), static_cast<float>(random.normal()));
+          head.q_abs_mean.push_back(std::abs(head.q_mean.back()) + static_cast<float>(random.unit()));
+        }
+      }
+    Retention retention;
+    retention.trigger.budget.slots = 48;
+    retention.trigger.interval = 12;
+    retention.recent = 4;
+    return std::make_unique<Evict>("triattention", std::make_unique<TriAttention>(std::move(calibration)), std::make_unique<Flat>(), retention, "{}");
+  };
+  DenseEngine cpu(policy(), false, kFloat32), device(policy(), false, kFloat32, fresh());
+  ASSERT_NO_FATAL_FAILURE(run_both(cpu, device, 13));
+}
+
 TEST_F(DeviceLine, TakesTokensBack) {
   const char* policy = "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16";
   DenseEngine cpu(policy, false, kFloat32), device(policy, false, kFloat32, fresh());
