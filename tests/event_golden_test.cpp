@@ -2,6 +2,7 @@
 
 #include "golden_case.h"
 #include "kvkeep/policy/registry.h"
+#include "kvkeep/trace/prefill_trace.h"
 
 namespace kvkeep {
 namespace {
@@ -35,6 +36,18 @@ TEST(Golden, AmsEventsMatchThePublishedCodeAndTheStrictReference) { replay_famil
 TEST(Golden, ScorersMatchThePublishedImplementations) { replay_family("scorers", 36); }
 
 TEST(Golden, RkvMatchesTheCodeOfItsAuthors) { replay_family("rkv", 9); }
+
+TEST(Golden, PoliciesThatNarrowPromptsMatchThePublishedCode) {
+  int run = 0;
+  for (const testing::GoldenCase& c : testing::golden_cases("asl")) {
+    SCOPED_TRACE(c.folder.string());
+    const auto replay = [&] { return trace::replay_prefill(io::SafetensorsFile::open(c.file("trace.safetensors")), *load_policy(c.file("policy.json"))); };
+    if (c.must_fail()) EXPECT_THROW(static_cast<void>(replay()), Error);
+    else testing::expect_as_golden(c, replay());
+    ++run;
+  }
+  EXPECT_GE(run, 12) << "golden cases are missing from the folder";
+}
 
 TEST(Golden, TriAttentionMatchesTheCodeOfItsAuthors) { replay_family("triattention", 11); }
 

@@ -54,6 +54,8 @@
 #include "kvkeep/layers/prompt_scores.h"
 #include "kvkeep/layers/layer_selector.h"
 #include "kvkeep/layers/top_mass.h"
+#include "kvkeep/layers/last_query.h"
+#include "kvkeep/layers/shrinking_context.h"
 
 // apply
 #include "kvkeep/keep/compact.h"
@@ -68,7 +70,12 @@
 
 // The policies, and the line itself.
 #include "kvkeep/policy/policy.h"
+#include "kvkeep/policy/prompt_pass.h"
 #include "kvkeep/policy/full.h"
 #include "kvkeep/policy/evict.h"
+#include "kvkeep/policy/prefill.h"
+#include "kvkeep/policy/asl.h"
+#include "kvkeep/policy/gemfilter.h"
+#include "kvkeep/policy/pyramidinfer.h"
 #include "kvkeep/policy/registry.h"
 #include "kvkeep/policy/keeper.h"

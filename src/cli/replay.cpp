@@ -9,6 +9,7 @@
 #include "kvkeep/io/safetensors.h"
 #include "kvkeep/lm/decoder_trace.h"
 #include "kvkeep/trace/event_trace.h"
+#include "kvkeep/trace/prefill_trace.h"
 #include "options.h"
 #include "progress.h"
 
@@ -19,9 +20,10 @@ constexpr const char* kExamples = R"(
 Examples:
   kvkeep replay event.safetensors --policy ams-tova,budget=1024 --out kept.safetensors
   kvkeep replay event.safetensors --policy policy.json --out kept.safetensors -o json
+  kvkeep replay prefill.safetensors --policy asl,budget=256,window=16,cache=256 --out chosen.safetensors
   kvkeep replay generate.safetensors --policy tova,budget=64,interval=32 --out tokens.safetensors
 
-Kinds of traces: event, decoder, generate. What is refused ends with exit status 2 and a sentence, and no result is written.
+Kinds of traces: event, prefill, decoder, generate. What is refused ends with exit status 2 and a sentence, and no result is written.
 )";
 
 struct Options {
@@ -32,11 +34,11 @@ struct Options {
 
 // Named before the policy is read: its kind says what a trace is about.
 std::string known_kind(const io::SafetensorsFile& file) {
-  constexpr const char* kReplayed = "this build replays event, decoder and generate";
+  constexpr const char* kReplayed = "this build replays event, prefill, decoder and generate";
   const std::string kind = trace::kind_of(file);
-  require<Unsupported>(kind != "prefill" && kind != "span" && kind != "span_train", file.where(), ": a trace of kind \"", kind,
+  require<Unsupported>(kind != "span" && kind != "span_train", file.where(), ": a trace of kind \"", kind,
                        "\" cannot be replayed yet; ", kReplayed);
-  require(kind == "event" || kind == "decoder" || kind == "generate", file.where(), ": a trace of kind \"", kind, "\" is not known; ",
+  require(kind == "event" || kind == "prefill" || kind == "decoder" || kind == "generate", file.where(), ": a trace of kind \"", kind, "\" is not known; ",
           kReplayed);
   return kind;
 }
@@ -44,6 +46,7 @@ std::string known_kind(const io::SafetensorsFile& file) {
 trace::Result replay(const std::string& kind, const io::SafetensorsFile& file, const std::filesystem::path& folder,
                      std::unique_ptr<KVPolicy> policy) {
   if (kind == "event") return trace::replay_event(file, *policy);
+  if (kind == "prefill") return trace::replay_prefill(file, *policy);
   if (kind == "decoder") return lm::replay_decoder(file, folder, *policy);
   return lm::replay_generate(file, folder, std::move(policy));
 }

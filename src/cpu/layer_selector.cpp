@@ -16,6 +16,8 @@ std::vector<std::string> LayerSelectorOptions::problems() const {
   if (min_layer < 0) found.push_back(text("min_layer: ", min_layer, "; allowed 0 or more"));
   if (observed_layers < 1) found.push_back(text("observed_layers: ", observed_layers, "; allowed 1 or more"));
   if (std::isnan(threshold)) found.push_back("threshold: it is not a number; allowed numbers");
+  if (!(missed_mass >= 0 && missed_mass < 1)) found.push_back(text("missed_mass: ", missed_mass, "; allowed 0 for none, or a share below 1"));
+  if (!(select_mass > 0 && select_mass <= 1)) found.push_back(text("select_mass: ", select_mass, "; allowed a share above 0, up to 1"));
   if (fixed_layer < -1) found.push_back(text("fixed_layer: ", fixed_layer, "; allowed 0 or more, or -1 for none"));
   return found;
 }
@@ -34,7 +36,12 @@ std::vector<std::int32_t> ranks_of(std::span<const float> scores) {
 }
 
 LayerSelector::LayerSelector(LayerSelectorOptions options, std::int64_t tokens)
-    : options_(options), tokens_(tokens), relative_(std::numeric_limits<double>::quiet_NaN()) {
+    : options_(options),
+      tokens_(tokens),
+      best_(std::min<std::int64_t>(options.select - options.window, tokens - options.window)),
+      enough_(best_),
+      relative_(std::numeric_limits<double>::quiet_NaN()),
+      missed_(relative_) {
   const std::vector<std::string> found = options_.problems();
   std::string all;
   for (const std::string& one : found) all += (all.empty() ? "" : "; ") + one;
@@ -44,8 +51,6 @@ LayerSelector::LayerSelector(LayerSelectorOptions options, std::int64_t tokens)
 
 std::int32_t LayerSelector::observed() const { return std::min(options_.observed_layers, options_.min_layer + 1); }
 
-std::int64_t LayerSelector::best() const { return std::min<std::int64_t>(options_.select - options_.window, tokens_ - options_.window); }
-
 bool LayerSelector::wants(std::int32_t layer) const {
   if (layer_ >= 0 || tokens_ <= options_.select) return false;
   return options_.fixed_layer >= 0 ? layer == options_.fixed_layer : layer > options_.min_layer - observed();
@@ -54,7 +59,7 @@ bool LayerSelector::wants(std::int32_t layer) const {
 /// Mean over the tokens that any observed layer has among its best of the population variance of their ranks over those layers.
 double LayerSelector::variance() const {
   const auto layers = static_cast<double>(ranks_.size());
-  const auto best = static_cast<std::int32_t>(this->best());
+  const auto best = static_cast<std::int32_t>(best_);
   double sum = 0;
   std::int64_t counted = 0;
   for (std::size_t t = 0; t < ranks_.front().size(); ++t) {
@@ -74,14 +79,48 @@ double LayerSelector::variance() const {
   return sum / static_cast<double>(counted);
 }
 
-bool LayerSelector::see(std::int32_t layer, std::span<const float> scores) {
+/// Over the observed layers, the largest share of attention that went to tokens which the newest one does not have among its best.
+double LayerSelector::most_missed() const {
+  double most = 0;
+  for (const std::vector<float>& mass : masses_) {
+    double missed = 0;
+    for (std::size_t t = 0; t < mass.size(); ++t)
+      if (ranks_.back()[t] > enough_) missed += static_cast<double>(mass[t]);
+    most = std::max(most, missed);
+  }
+  return most;
+}
+
+/// How many of the best tokens draw, with the window, options_.select_mass of the attention; best_ where they do not.
+std::int64_t LayerSelector::enough(std::span<const float> mass) const {
+  const std::vector<std::int32_t>& newest = ranks_.back();
+  std::vector<double> by_rank(mass.size());
+  double held = 1;  // the window's own share is what is missing from 1
+  for (std::size_t t = 0; t < mass.size(); ++t) {
+    by_rank[static_cast<std::size_t>(newest[t]) - 1] = static_cast<double>(mass[t]);
+    held -= static_cast<double>(mass[t]);
+  }
+  for (std::int64_t k = 0; k < best_; ++k) {
+    if (held >= options_.select_mass) return std::max<std::int64_t>(k, 1);
+    held += by_rank[static_cast<std::size_t>(k)];
+  }
+  return best_;
+}
+
+bool LayerSelector::see(std::int32_t layer, std::span<const float> scores, std::span<const float> mass) {
   require<StateError>(wants(layer) && layer > seen_, "layer selector: the scores of layer ", layer, " come behind those of layer ", seen_, layer_ >= 0 ? ", after the selection" : "",
                       "; allowed layers that wants() names, ascending");
   require<StateError>(options_.fixed_layer >= 0 || seen_ < 0 || layer == seen_ + 1, "layer selector: layer ", layer, " follows layer ", seen_, "; allowed every layer from there on");
   require(static_cast<std::int64_t>(scores.size()) == tokens_ - options_.window, "layer selector: ", scores.size(), " scores; allowed ", tokens_ - options_.window,
           ", one for each token before the window");
-  if (static_cast<std::int32_t>(ranks_.size()) == (options_.fixed_layer >= 0 ? 1 : observed())) ranks_.erase(ranks_.begin());
+  require(!options_.reads_mass() || mass.size() == scores.size(), "layer selector: ", mass.size(), " masses for ", scores.size(), " scores; allowed one each, for missed_mass and select_mass read them");
+  if (static_cast<std::int32_t>(ranks_.size()) == (options_.fixed_layer >= 0 ? 1 : observed())) {
+    ranks_.erase(ranks_.begin());
+    if (!masses_.empty()) masses_.erase(masses_.begin());
+  }
   ranks_.push_back(ranks_of(scores));
+  if (options_.missed_mass > 0 && options_.fixed_layer < 0) masses_.emplace_back(mass.begin(), mass.end());
+  if (options_.select_mass < 1) enough_ = enough(mass);
   seen_ = layer;
   bool selects = layer == options_.fixed_layer;
   if (options_.fixed_layer < 0 && layer >= options_.min_layer) {
@@ -89,9 +128,11 @@ bool LayerSelector::see(std::int32_t layer, std::span<const float> scores) {
     if (first_variance_ < 0) first_variance_ = now;
     relative_ = layer == options_.min_layer ? 1.0 : first_variance_ > 0 ? now / first_variance_ : now == 0 ? 0.0 : std::numeric_limits<double>::infinity();
     selects = relative_ < options_.threshold;
+    if (options_.missed_mass > 0) selects = (missed_ = most_missed()) < options_.missed_mass;
   }
   if (!selects) return false;
   layer_ = layer;
+  masses_.clear();
   ranks_.erase(ranks_.begin(), ranks_.end() - 1);
   return true;
 }
@@ -105,7 +146,7 @@ std::vector<std::int32_t> LayerSelector::tokens() const {
   }
   const std::vector<std::int32_t>& newest = ranks_.back();
   for (std::size_t t = 0; t < newest.size(); ++t)
-    if (newest[t] <= best()) kept.push_back(static_cast<std::int32_t>(t));
+    if (newest[t] <= enough_) kept.push_back(static_cast<std::int32_t>(t));
   for (std::int64_t t = tokens_ - options_.window; t < tokens_; ++t) kept.push_back(static_cast<std::int32_t>(t));
   return kept;
 }
@@ -113,6 +154,7 @@ std::vector<std::int32_t> LayerSelector::tokens() const {
 std::int64_t LayerSelector::bytes() const {
   std::int64_t bytes = 0;
   for (const std::vector<std::int32_t>& ranks : ranks_) bytes += static_cast<std::int64_t>(ranks.size() * sizeof(std::int32_t));
+  for (const std::vector<float>& mass : masses_) bytes += static_cast<std::int64_t>(mass.size() * sizeof(float));
   return bytes;
 }
 

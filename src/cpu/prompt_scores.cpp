@@ -1,5 +1,6 @@
 #include "kvkeep/layers/prompt_scores.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/ops/zeros.h>
 
 #include "kvkeep/core/pool.h"
@@ -52,6 +53,26 @@ Tensor sums(const Evidence& evidence, std::int32_t window) {
   return attention_sum(evidence, windows);
 }
 
+/// Mean over the heads of each group.
+Tensor over_groups(const RowTable& table, std::int32_t group, const float* by_head) {
+  Tensor sums = at::zeros({table.slots}, at::TensorOptions().dtype(kFloat32));
+  for (const Row& row : table.rows) {
+    float* out = sums.data_ptr<float>() + row.first;
+    for (std::int32_t part = 0; part < group; ++part) {
+      const float* u = by_head + row.first * group + std::int64_t{part} * row.length;
+      for (std::int32_t t = 0; t < row.length; ++t) out[t] += u[t];
+    }
+    for (std::int32_t t = 0; t < row.length; ++t) out[t] /= static_cast<float>(group);
+  }
+  return sums;
+}
+
+std::int64_t slots_before_windows(const RowTable& table, std::int32_t window) {
+  std::int64_t before = 0;
+  for (const RowGroup& group : table.groups) before += table.rows[static_cast<std::size_t>(group.first_row)].length - window;
+  return before;
+}
+
 }  // namespace
 
 PromptScores prompt_scores(const Evidence& evidence, PromptScoreOptions options) {
@@ -61,21 +82,24 @@ PromptScores prompt_scores(const Evidence& evidence, PromptScoreOptions options)
   const bool average = options.kind == Options::Pool::average || options.pool == 1;
   // The average of a sum is the sum of averages: one sum a KV head is enough. A maximum is not.
   const std::int32_t parts = average ? 1 : spec.group();
-  const ByQueryHead split(evidence);
-  const Tensor sum = average ? sums(evidence, options.window)
-                             : sums({.spec = split.spec, .table = split.table, .basis = evidence.basis, .moment = evidence.moment}, options.window);
+  Tensor sum;
+  if (average) {
+    sum = sums(evidence, options.window);
+  } else {
+    const ByQueryHead split(evidence);
+    sum = sums({.spec = split.spec, .table = split.table, .basis = evidence.basis, .moment = evidence.moment}, options.window);
+  }
   const float* of_window = sum.const_data_ptr<float>();
   const float weight = average ? static_cast<float>(spec.group()) : 1.0F;
 
-  std::int64_t ranked = 0;
-  for (const RowGroup& group : table.groups) ranked += table.rows[static_cast<std::size_t>(group.first_row)].length - options.window;
-  PromptScores scores{at::zeros({table.slots}, at::TensorOptions().dtype(kFloat32)), at::zeros({ranked}, at::TensorOptions().dtype(kFloat32))};
-  float* tokens = scores.tokens.data_ptr<float>();
-  std::vector<float> pooled;
-  for (const RowGroup& group : table.groups) {
-    const std::int32_t before = table.rows[static_cast<std::size_t>(group.first_row)].length - options.window;
-    pooled.resize(static_cast<std::size_t>(before));
-    for (const Row& row : table.rows_of(group, spec.kv_heads)) {
+  const auto f32 = at::TensorOptions().dtype(kFloat32);
+  PromptScores scores{at::zeros({table.slots}, f32), at::zeros({slots_before_windows(table, options.window)}, f32), average ? sum : over_groups(table, parts, of_window)};
+  at::parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+    std::vector<float> pooled;
+    for (std::int64_t r = begin; r < end; ++r) {
+      const Row& row = table.rows[static_cast<std::size_t>(r)];
+      const std::int32_t before = row.length - options.window;
+      pooled.resize(static_cast<std::size_t>(before));
       float* head = scores.heads.data_ptr<float>() + row.first;
       for (std::int32_t part = 0; part < parts; ++part) {
         const float* u = of_window + row.first * parts + std::int64_t{part} * row.length;
@@ -83,11 +107,34 @@ PromptScores prompt_scores(const Evidence& evidence, PromptScoreOptions options)
         else pool_max(u, before, options.pool, pooled.data());
         for (std::int32_t t = 0; t < before; ++t) head[t] += weight * pooled[static_cast<std::size_t>(t)];
       }
+    }
+  });
+  float* tokens = scores.tokens.data_ptr<float>();
+  for (const RowGroup& group : table.groups) {
+    const std::int32_t before = table.rows[static_cast<std::size_t>(group.first_row)].length - options.window;
+    for (const Row& row : table.rows_of(group, spec.kv_heads)) {
+      const float* head = scores.heads.const_data_ptr<float>() + row.first;
       for (std::int32_t t = 0; t < before; ++t) tokens[t] += head[t];
     }
     tokens += before;
   }
   return scores;
+}
+
+Tensor token_mass(const Evidence& evidence, const Tensor& sums, std::int32_t window) {
+  const RowTable& table = evidence.table;
+  Tensor mass = at::zeros({slots_before_windows(table, window)}, at::TensorOptions().dtype(kFloat32));
+  float* out = mass.data_ptr<float>();
+  const float each = 1.0F / static_cast<float>(std::int64_t{evidence.spec.kv_heads} * window);
+  for (const RowGroup& group : table.groups) {
+    const std::int32_t before = table.rows[static_cast<std::size_t>(group.first_row)].length - window;
+    for (const Row& row : table.rows_of(group, evidence.spec.kv_heads)) {
+      const float* u = sums.const_data_ptr<float>() + row.first;
+      for (std::int32_t t = 0; t < before; ++t) out[t] += each * u[t];
+    }
+    out += before;
+  }
+  return mass;
 }
 
 }  // namespace kvkeep

@@ -36,22 +36,20 @@ std::vector<std::int32_t> slots_of(const float* sums, std::int32_t length, const
   return order;
 }
 
-}  // namespace
-
-KeepSet keep_top_mass(const Evidence& evidence, TopMassOptions options) {
+void check(const TopMassOptions& options) {
   require(options.mass > 0 && options.mass <= 1, "top mass: mass; given ", options.mass, "; allowed above 0, up to 1");
   require(options.window >= 1, "top mass: window; given ", options.window, "; allowed 1 or more");
-  const RowTable& table = evidence.table;
-  std::vector<RowWindow> windows;
-  for (const RowGroup& group : table.groups) {
-    require(group.queries.count >= options.window, "top mass: layer ", group.layer, " has ", group.queries.count, " queries; allowed ", options.window, " or more, the window");
-    for (const Row& row : table.rows_of(group, evidence.spec.kv_heads)) windows.push_back({row.length == 0 ? 0 : options.window, row.length});
-  }
-  const Tensor sum = attention_sum(evidence, windows);
-  const float* sums = sum.const_data_ptr<float>();
+}
+
+}  // namespace
+
+KeepSet keep_top_mass(const RowTable& table, const Tensor& sums, TopMassOptions options) {
+  check(options);
+  require(sums.defined() && sums.scalar_type() == kFloat32 && sums.numel() == table.slots, "top mass: sums; allowed f32 [", table.slots, "], one for each slot");
+  const float* of_window = sums.const_data_ptr<float>();
   std::vector<std::vector<std::int32_t>> kept(table.rows.size());
   at::parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-    for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r) kept[r] = slots_of(sums + table.rows[r].first, table.rows[r].length, options);
+    for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r) kept[r] = slots_of(of_window + table.rows[r].first, table.rows[r].length, options);
   });
   KeepSet keep;
   keep.indptr.push_back(0);
@@ -60,6 +58,17 @@ KeepSet keep_top_mass(const Evidence& evidence, TopMassOptions options) {
   std::int32_t* slots = keep.slots.data_ptr<std::int32_t>();
   for (const auto& row : kept) slots = std::copy(row.begin(), row.end(), slots);
   return keep;
+}
+
+KeepSet keep_top_mass(const Evidence& evidence, TopMassOptions options) {
+  check(options);
+  const RowTable& table = evidence.table;
+  std::vector<RowWindow> windows;
+  for (const RowGroup& group : table.groups) {
+    require(group.queries.count >= options.window, "top mass: layer ", group.layer, " has ", group.queries.count, " queries; allowed ", options.window, " or more, the window");
+    for (const Row& row : table.rows_of(group, evidence.spec.kv_heads)) windows.push_back({row.length == 0 ? 0 : options.window, row.length});
+  }
+  return keep_top_mass(table, attention_sum(evidence, windows), options);
 }
 
 }  // namespace kvkeep

@@ -29,6 +29,7 @@ struct Targets {
   float* usage = nullptr;
   float* newest = nullptr;
   float* sum = nullptr;  ///< not together with usage
+  std::span<const float> weights = {};  ///< [W] of each query in `sum`; empty: 1
 };
 
 /// One row while its window is reduced.
@@ -52,6 +53,7 @@ class RowReduction {
         const float* x = scratch_.logits + p * row_.length * width_;
         const std::int64_t begin = first + p * width_, end = std::min(begin + width_, total);
         if (to.newest != nullptr) add_newest(x, begin, end, to.newest);
+        if (to.sum != nullptr && !to.weights.empty()) weigh_queries(begin, end, to.weights, scratch_.weight + p * width_);
         if (to.sum != nullptr) cpu::panel_weigh(width_, x, row_.length, scratch_.weight + p * width_, scratch_.usage);
         if (to.usage == nullptr) continue;
         add_suffix(x, begin, end, to.usage);
@@ -104,6 +106,11 @@ class RowReduction {
       cpu::panel_exp(width_, x, length, top, sum);
       for (std::int64_t lane = 0; lane < width_; ++lane) weight[lane] = p * width_ + lane < count && sum[lane] != 0 ? 1.0F / sum[lane] : 0.0F;
     }
+  }
+
+  void weigh_queries(std::int64_t begin, std::int64_t end, std::span<const float> weights, float* of_lanes) const {
+    const std::size_t skipped = weights.size() - static_cast<std::size_t>(window_.queries);  // a narrower window is the newest part of the widest
+    for (std::int64_t n = begin; n < end; ++n) of_lanes[n - begin] *= weights[skipped + static_cast<std::size_t>(query_of(n))];
   }
 
   void add_newest(const float* x, std::int64_t begin, std::int64_t end, float* newest) const {
@@ -194,7 +201,7 @@ void reduce_rows(const Evidence& evidence, std::span<const RowWindow> windows, c
       const Row& row = table.rows[static_cast<std::size_t>(r)];
       const auto g = static_cast<std::size_t>(r / evidence.spec.kv_heads);
       const auto part = [&](float* flat) { return flat == nullptr ? nullptr : flat + row.first; };
-      const Targets own{part(to.usage), part(to.newest), part(to.sum)};
+      const Targets own{part(to.usage), part(to.newest), part(to.sum), to.weights};
       if (windows[static_cast<std::size_t>(r)].queries > 0) {
         RowReduction(evidence, row, table.groups[g], windows[static_cast<std::size_t>(r)], scratch).run(evidence, turns.of(g), own);
         continue;
@@ -219,10 +226,12 @@ WindowAttention window_attention(const Evidence& evidence, std::vector<RowWindow
   });
 }
 
-Tensor attention_sum(const Evidence& evidence, std::span<const RowWindow> windows) {
+Tensor attention_sum(const Evidence& evidence, std::span<const RowWindow> windows, std::span<const float> weights) {
   return dispatch("attention_sum", evidence.table.device, [&] {
+    for (const RowWindow& window : windows)
+      require(weights.empty() || weights.size() >= static_cast<std::size_t>(window.queries), "attention_sum: ", weights.size(), " weights for a window of ", window.queries, "; allowed one a query");
     const Tensor out = at::empty({evidence.table.slots}, at::TensorOptions().dtype(kFloat32));
-    reduce_rows(evidence, windows, {.sum = out.data_ptr<float>()});
+    reduce_rows(evidence, windows, {.sum = out.data_ptr<float>(), .weights = weights});
     return out;
   });
 }

@@ -81,6 +81,10 @@ std::vector<std::string> problems(const KVPolicy& policy, const ModelSpec& spec,
   }
   if (needs.queries > 0 && !provided.queries)
     found.push_back(text("queries: ", policy.name(), " reads the newest ", needs.queries, " of every full layer; the engine gives none"));
+  if (policy.narrows() && !provided.layer_by_layer)
+    found.push_back(text("layer_by_layer: ", policy.name(), " narrows prompts while they run; the engine does not say that it runs them layer by layer and calls narrow() behind each"));
+  if (policy.narrows() && (!provided.queries || spec.query_heads == 0))
+    found.push_back(text("queries: ", policy.name(), " reads those of prompts; ", provided.queries ? "the model spec does not say how many heads they have" : "the engine gives none"));
   if (needs.queries > 0 && spec.query_heads == 0) found.push_back(text("query_heads: ", policy.name(), " reads queries; the model spec does not say how many heads they have"));
   if (!needs.output_projection) return found;
   const auto& given = provided.output_projections;
@@ -164,7 +168,11 @@ void Keeper::check(const Observation& o) const {
     require(o.indptr[i] <= o.indptr[i + 1], "observe: indptr falls from ", o.indptr[i], " to ", o.indptr[i + 1], " at sequence ", o.sequences[i], "; allowed ascending");
     for (std::size_t e = 0; e < i; ++e) require(o.sequences[e] != o.sequences[i], "observe: sequence ", o.sequences[i], " stands twice in one step; allowed once");
     const std::int32_t own_tokens = o.indptr[i + 1] - o.indptr[i];
+    require(!begins_prompt(s, own_tokens) || s.prompt <= own_tokens, "observe: sequence ", o.sequences[i], " brings ", own_tokens, " of the ", s.prompt, " tokens of its prompt; ", policy_->name(),
+            " compares layers over the whole prompt, allowed all of it in one step");
     if (!leads(s, o.layer, own_tokens)) {
+      require<StateError>(s.pass == nullptr || own_tokens == static_cast<std::int32_t>(s.present.size()), "observe: layer ", o.layer, " gives ", own_tokens, " tokens of sequence ", o.sequences[i], "; ",
+                          s.present.size(), " went on to it, allowed these");
       const auto shown = already_shown(s, o.layer, own_tokens);
       require(o.positions.empty() || std::equal(shown.begin(), shown.end(), o.positions.begin() + o.indptr[i]), "observe: layer ", o.layer, " gives sequence ",
               o.sequences[i], " other positions than an earlier layer of the step; allowed the same in every layer");
@@ -178,19 +186,24 @@ void Keeper::check(const Observation& o) const {
     }
   }
   if (needs_.queries == 0) return;
+  check_queries(o);
+  for (const SequenceId id : o.sequences)
+    require(at(id).ring.takes(o.queries.scalar_type()), "observe: queries of layer ", o.layer, ", sequence ", id, ", are ", c10::toString(o.queries.scalar_type()), "; earlier ones were ",
+            c10::toString(at(id).ring.dtype()), ", allowed one dtype");
+  require(!basis_known_ || o.basis == basis_, "observe: queries of layer ", o.layer, " come ", o.basis == QueryBasis::pre_rope ? "before" : "after",
+          " RoPE; earlier ones came the other way, allowed one basis");
+}
+
+void Keeper::check_queries(const Observation& o) const {
   const Tensor& q = o.queries;
-  require(q.defined(), "observe: layer ", o.layer, " comes without queries; policy ", policy_->name(), " needs the last ", needs_.queries, " of every full layer");
+  const std::int32_t tokens = o.indptr.back();
+  require(q.defined(), "observe: layer ", o.layer, " comes without queries; policy ", policy_->name(), " needs ", needs_.queries > 0 ? text("the last ", needs_.queries, " of every full layer") : "those of prompts");
   require(q.dim() == 3 && q.size(0) == tokens && q.size(1) == spec_.query_heads && q.size(2) == spec_.key_dim, "observe: queries of layer ", o.layer, " have ", q.dim(),
           " dimensions", q.dim() == 3 ? text(" [", q.size(0), ", ", q.size(1), ", ", q.size(2), "]") : "", "; allowed [", tokens, ", ", spec_.query_heads, ", ",
           spec_.key_dim, "]");
   require(is_scorable(q.scalar_type()), "observe: queries of layer ", o.layer, " are ", c10::toString(q.scalar_type()), "; allowed f32, f16, bf16");
-  for (const SequenceId id : o.sequences)
-    require(at(id).ring.takes(q.scalar_type()), "observe: queries of layer ", o.layer, ", sequence ", id, ", are ", c10::toString(q.scalar_type()), "; earlier ones were ",
-            c10::toString(at(id).ring.dtype()), ", allowed one dtype");
   require(q.stride(2) == 1 || spec_.key_dim == 1, "observe: queries of layer ", o.layer, " have stride ", q.stride(2), " in the last dimension; allowed 1");
   require(q.device() == device(), "observe: queries of layer ", o.layer, " are on ", q.device().str(), "; the keeper works on ", device().str(), ", allowed there only");
-  require(!basis_known_ || o.basis == basis_, "observe: queries of layer ", o.layer, " come ", o.basis == QueryBasis::pre_rope ? "before" : "after",
-          " RoPE; earlier ones came the other way, allowed one basis");
 }
 
 /// True when these tokens are the first that any layer shows of this step.
@@ -201,6 +214,7 @@ bool Keeper::leads(const Sequence& s, std::int32_t layer, std::int32_t tokens) c
 
 /// Positions that an earlier layer gave to the tokens that this one shows now.
 std::span<const std::int32_t> Keeper::already_shown(const Sequence& s, std::int32_t layer, std::int32_t tokens) const {
+  if (s.pass != nullptr) return s.present;
   const std::int64_t behind = s.logical - s.prefix - s.ring.seen(layer_index_[static_cast<std::size_t>(layer)]);
   const auto newest = s.columns->newest();
   require<StateError>(behind <= static_cast<std::int64_t>(newest.size()), "observe: layer ", layer, " is ", behind, " tokens behind the other layers; observe every full layer in each step");
@@ -232,6 +246,7 @@ void Keeper::observe(const Observation& o) {
       positions.assign(o.positions.begin() + o.indptr[i], o.positions.begin() + o.indptr[i + 1]);
     }
     if (first) {
+      if (begins_prompt(s, tokens)) begin_prompt(s, positions);
       s.columns->append(positions);
       s.logical += tokens;
       if (tokens > 0) s.next_position = positions.back() + 1;
@@ -247,7 +262,13 @@ void Keeper::observe(const Observation& o) {
       data = static_cast<const std::byte*>(o.queries.const_data_ptr()) + o.indptr[i] * token_stride;
     }
     if (!s.statistics.empty()) s.statistics[static_cast<std::size_t>(index)].add(data, dtype, token_stride, head_stride, positions, o.basis, spec_.rope);
-    s.ring.push(index, data, dtype, token_stride, head_stride, positions, &arrivals_);
+    std::span<const std::int32_t> seen = positions;
+    if (s.pass != nullptr && s.tail < s.report->tokens) {  // what went on is whole at its end only
+      s.ring.skip(index, s.report->tokens - s.tail);
+      if (data != nullptr) data += (tokens - s.tail) * token_stride;
+      seen = seen.last(static_cast<std::size_t>(s.tail));
+    }
+    s.ring.push(index, data, dtype, token_stride, head_stride, seen, &arrivals_);
     layout = {.heads = spec_.query_heads, .head_bytes = static_cast<std::int64_t>(c10::elementSize(dtype)) * spec_.key_dim, .token_stride = token_stride, .head_stride = head_stride};
   }
   if (!arrivals_.empty()) provided_.accelerator->push_queries(arrivals_, layout);
@@ -292,6 +313,7 @@ Plan Keeper::plan(const CacheView& view) const {
   require(there == device(), "cache: it lies on ", there.str(), ", the keeper works on ", device().str(), "; allowed one device, named by Provided::accelerator where it is not the CPU");
   for (std::size_t i = 0; i < view.sequences.size(); ++i) {
     const Sequence& s = at(view.sequences[i]);
+    require<StateError>(s.pass == nullptr, "step: the prompt of sequence ", view.sequences[i], " has come to layer ", s.next_layer, "; allowed after narrow() of the last one");
     Occasion occasion{.rows = rows, .seen = s.logical, .prompt = s.prompt < 0 ? s.logical : s.prompt, .step = s.logical - s.asked};
     for (const std::int32_t l : full_layers_) {
       occasion.slot_bytes += spec_.kv_heads * slot_bytes(spec_, view.layers[static_cast<std::size_t>(l)]);
@@ -399,6 +421,7 @@ Report Keeper::apply(const Plan& plan, const CacheView& view) {
 
 void Keeper::truncate(SequenceId sequence, std::int64_t logical_length) {
   Sequence& s = const_cast<Sequence&>(at(sequence));
+  require<StateError>(s.pass == nullptr, "truncate: the prompt of sequence ", sequence, " is on its way through the layers; allowed when it has ended");
   const std::int64_t taken = s.logical - logical_length;
   require(taken >= 0, "truncate: sequence ", sequence, " is ", s.logical, " tokens long; given ", logical_length, "; allowed at most that");
   require<StateError>(logical_length >= std::max<std::int64_t>(s.last_event, s.prefix), "truncate: sequence ", sequence, " was cut at length ", s.last_event,

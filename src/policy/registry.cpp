@@ -1,6 +1,7 @@
 #include "kvkeep/policy/registry.h"
 
 #include <algorithm>
+#include <cctype>
 #include <charconv>
 #include <fstream>
 #include <functional>
@@ -8,6 +9,7 @@
 #include <utility>
 
 #include "fields.h"
+#include "prefill_registry.h"
 #include "kvkeep/allot/adaptive_heads.h"
 #include "kvkeep/allot/chunks.h"
 #include "kvkeep/allot/critical.h"
@@ -28,6 +30,12 @@
 #include "kvkeep/score/triattention.h"
 
 namespace kvkeep {
+
+void describe_pool(Fields& f, std::int32_t& pool, const char* what) {
+  f.integer("pool", pool, 1, 4095, what);
+  if (pool % 2 == 0) f.bad("pool", pool, "an odd number");
+}
+
 namespace {
 
 using nlohmann::json;
@@ -62,13 +70,6 @@ void rpc_defaults(const Fields& f, Retention& r) {
   r.trigger.interval = 1024;
   r.trigger.budget.growth = 256;
   r.trigger.budget.decoded_only = true;
-}
-
-constexpr std::int64_t kMostQueries = 1 << 20;  ///< what a ring may be asked to hold
-
-void describe_pool(Fields& f, std::int32_t& pool, const char* what) {
-  f.integer("pool", pool, 1, 4095, what);
-  if (pool % 2 == 0) f.bad("pool", pool, "an odd number");
 }
 
 const std::vector<ScorerEntry>& scorers() {
@@ -442,7 +443,32 @@ std::string known_policies() {
   return names;
 }
 
-std::unique_ptr<KVPolicy> from_object(const json& object, const std::filesystem::path& folder = {}) {
+std::unique_ptr<KVPolicy> from_object(const json& object, const std::filesystem::path& folder = {});
+
+/// `rest` without its name. What decides behind the prompt is a policy object of its own.
+std::unique_ptr<KVPolicy> make_prefill(const PrefillEntry& entry, json rest, const std::filesystem::path& folder) {
+  std::unique_ptr<KVPolicy> decoding;
+  if (rest.contains("decode")) {
+    try {
+      decoding = from_object(rest["decode"], folder);
+    } catch (const InvalidArgument& e) {
+      refuse("decode of ", entry.name, ": ", e.what());
+    }
+    require(!decoding->narrows(), "policy: decode of ", entry.name, " is ", decoding->name(), ", which acts on prompts itself; allowed a policy that decides behind them");
+    rest.erase("decode");
+  } else {
+    decoding = std::make_unique<Full>();
+  }
+  Fields reader = Fields::reader(rest, folder);
+  const MakePrefill make = entry.describe(reader);
+  reader.finish(entry.name);
+  nlohmann::ordered_json resolved = {{"policy", entry.name}};
+  resolved.update(reader.resolved());
+  if (decoding->name() != "full") resolved["decode"] = nlohmann::ordered_json::parse(decoding->to_json());
+  return make(std::move(decoding), resolved.dump());
+}
+
+std::unique_ptr<KVPolicy> from_object(const json& object, const std::filesystem::path& folder) {
   require(object.is_object(), "policy: the file holds ", object.type_name(), "; allowed a JSON object");
   require(object.contains("policy") && object["policy"].is_string(), "policy: \"policy\" is missing or not a string; allowed one of ", known_policies());
   const auto name = object["policy"].get<std::string>();
@@ -453,6 +479,8 @@ std::unique_ptr<KVPolicy> from_object(const json& object, const std::filesystem:
     none.finish(name);
     return std::make_unique<Full>();
   }
+  for (const PrefillEntry& entry : prefill_policies())
+    if (name == entry.name) return make_prefill(entry, std::move(rest), folder);
   std::unique_ptr<KVPolicy> made;
   each_policy([&](const std::string& policy, const AllocatorEntry& allocator, const ScorerEntry& scorer) {
     if (policy != name) return;
@@ -507,6 +535,13 @@ std::vector<PolicyInfo> policies() {
     info.needs = in_words(needs_of(parts.retention, *parts.scorer, *parts.allocator));
     all.push_back(std::move(info));
   });
+  for (const PrefillEntry& entry : prefill_policies()) {
+    Fields lister = Fields::lister();
+    static_cast<void>(entry.describe(lister));
+    PolicyInfo info{entry.name, entry.what, entry.source, lister.listed(), {}, {}, entry.needs};
+    info.options.push_back({"decode", "full", "a policy object; behind a +: asl,budget=2048+ams-tova,budget=1024", "the policy that decides once the prompt has ended; any but those that act on prompts themselves"});
+    all.push_back(std::move(info));
+  }
   return all;
 }
 
@@ -533,7 +568,23 @@ std::unique_ptr<KVPolicy> make_policy_from_json(std::string_view text, const std
   return from_object(object, folder);
 }
 
-std::unique_ptr<KVPolicy> make_policy(std::string_view text) {
+namespace {
+
+/// Where "prefill+decode" is divided: at a + before a name. npos: nowhere (1e+5 is a number).
+std::size_t second_policy(std::string_view text) {
+  for (std::size_t at = text.find('+'); at != std::string_view::npos; at = text.find('+', at + 1))
+    if (at + 1 < text.size() && std::isalpha(static_cast<unsigned char>(text[at + 1])) != 0) return at;
+  return std::string_view::npos;
+}
+
+json object_of(std::string_view text) {
+  const std::size_t second = second_policy(text);
+  if (second != std::string_view::npos) {
+    json object = object_of(text.substr(0, second));
+    require(!object.contains("decode"), "policy: decode is given twice, as an option and behind a +; allowed once");
+    object["decode"] = object_of(text.substr(second + 1));
+    return object;
+  }
   const std::size_t comma = text.find(',');
   const std::string name(text.substr(0, comma));
   json object = {{"policy", name}};
@@ -551,8 +602,12 @@ std::unique_ptr<KVPolicy> make_policy(std::string_view text) {
     require(slot.is_null(), "policy: ", key, " is given twice; allowed once");
     slot = value_of(item.substr(equals + 1));
   }
-  return from_object(object);
+  return object;
 }
+
+}  // namespace
+
+std::unique_ptr<KVPolicy> make_policy(std::string_view text) { return from_object(object_of(text)); }
 
 std::unique_ptr<KVPolicy> load_policy(const std::filesystem::path& file) {
   std::ifstream in(file, std::ios::binary);

@@ -13,6 +13,8 @@
 #include "kvkeep/keep/compact.h"
 #include "kvkeep/version.h"
 
+#include "check_tensor.h"
+
 namespace kvkeep::trace {
 namespace {
 
@@ -35,26 +37,12 @@ struct Event {
   std::vector<Tensor> output_projections;  ///< [num_layers], or empty
 };
 
-std::string shape_of(const Tensor& t) {
-  std::string out = "[";
-  for (std::int64_t d = 0; d < t.dim(); ++d) out += (d > 0 ? ", " : "") + std::to_string(t.size(d));
-  return out + "]";
-}
-
 json parsed(const io::SafetensorsFile& file, const std::string& key) {
   const auto found = file.metadata().find(key);
   require(found != file.metadata().end(), file.where(), ": metadata \"", key, "\" is missing; an event trace needs it");
   json value = json::parse(found->second, nullptr, false);
   require(!value.is_discarded(), file.where(), ": metadata \"", key, "\" is \"", found->second, "\"; allowed JSON");
   return value;
-}
-
-double number(const io::SafetensorsFile& file, const std::string& key, double fallback) {
-  if (!file.metadata().contains(key)) return fallback;
-  const json value = parsed(file, key);
-  require(value.is_number() && std::isfinite(value.get<double>()) && value.get<double>() > 0, file.where(), ": metadata \"", key, "\" is ", value.dump(),
-          "; allowed a positive number");
-  return value.get<double>();
 }
 
 std::string choice(const io::SafetensorsFile& file, const std::string& key, const std::string& first, const std::string& second) {
@@ -70,10 +58,6 @@ Tensor find(const io::SafetensorsFile& file, const std::string& prefix, const st
     if (file.has(full)) return file.tensor(full);
   require(!required, file.where(), ": tensor \"", prefix, name, "\" is missing; an event trace needs it");
   return {};
-}
-
-void want(const io::SafetensorsFile& file, const std::string& name, const Tensor& t, bool ok, const std::string& allowed) {
-  require(ok, file.where(), ": tensor \"", name, "\" has shape ", shape_of(t), " and dtype ", c10::toString(t.scalar_type()), "; allowed ", allowed);
 }
 
 Tensor integers(const io::SafetensorsFile& file, const std::string& name, const Tensor& t) {
@@ -319,6 +303,14 @@ void add_layer(Event& e, const RowTable& table, const Decision& decision, const 
 }
 
 }  // namespace
+
+double number(const io::SafetensorsFile& file, const std::string& key, double fallback) {
+  if (!file.metadata().contains(key)) return fallback;
+  const json value = parsed(file, key);
+  require(value.is_number() && std::isfinite(value.get<double>()) && value.get<double>() > 0, file.where(), ": metadata \"", key, "\" is ", value.dump(),
+          "; allowed a positive number");
+  return value.get<double>();
+}
 
 std::string kind_of(const io::SafetensorsFile& file) {
   const auto version = file.metadata().find("kvkeep_trace");

@@ -33,10 +33,11 @@ struct KeepSet {
   }
 };
 
-/// Token rows that go on to deeper layers (prefill selection), ascending positions.
+/// Token rows that go on to deeper layers (prefill selection).
 struct TokenSet {
-  Tensor tokens;                     ///< i32 [nnz]
+  Tensor tokens;                     ///< i32 [nnz] places among the tokens that are present in the layer, ascending
   std::vector<std::int64_t> indptr;  ///< host [sequences + 1]
+  bool afresh = false;               ///< they make up a prompt of their own that begins again at the first layer, at positions from 0 (two passes)
 };
 
 /// Runs of dropped slots that fold into spans instead of vanishing.
@@ -64,7 +65,8 @@ enum class Sharing : std::uint8_t {
 enum class Reason : std::uint8_t {
   nothing_due,     ///< no row is over its budget
   over_budget,     ///< rows were cut
-  select_layer,    ///< prefill: this layer selects
+  select_layer,    ///< prefill: this layer selects the tokens that go on
+  last_layer,      ///< prefill: no layer selected, the last one chooses
 };
 
 /// The outcome of one event. Indexes the rows of the event's RowTable. Everything optional is absent unless the policy uses it.
@@ -73,6 +75,7 @@ struct Decision {
   std::optional<KeepSet> keep;
   std::optional<Fold> fold;
   std::optional<TokenSet> narrow;
+  std::optional<double> relative_variance;  ///< prefill: variance of the ranks around this layer, as a share of the first that was taken
   std::optional<Tensor> credit;  ///< f32 [slots] new EMA credit of every slot, before compaction
   Scores scores;                 ///< what the ranking followed; empty where the policy ranks by position only
   std::optional<Tensor> tally;   ///< f32 [slots] what an accumulating scorer gave every slot, before compaction; what stays is Row::tally at the next event

@@ -19,4 +19,7 @@ struct TopMassOptions {
 /// Cost: attention_sum(), and a sort of each row. Rows run in parallel.
 [[nodiscard]] KeepSet keep_top_mass(const Evidence& evidence, TopMassOptions options = {});
 
+/// The same where attention_sum() of the window was taken already: `sums`, f32 [slots].
+[[nodiscard]] KeepSet keep_top_mass(const RowTable& table, const Tensor& sums, TopMassOptions options = {});
+
 }  // namespace kvkeep

@@ -25,6 +25,12 @@ class QueryRing {
   void push(std::int32_t layer, const std::byte* data, ScalarType dtype, std::int64_t token_stride, std::int64_t head_stride,
             std::span<const std::int32_t> positions, std::vector<QueryArrival>* arrivals = nullptr);
 
+  /// Tokens that one layer will not see, because they did not go on to it. What it saw before them is forgotten: the window holds queries without a gap.
+  void skip(std::int32_t layer, std::int64_t tokens) {
+    Layer& state = layers_[static_cast<std::size_t>(layer)];
+    state.oldest = state.seen += tokens;
+  }
+
   /// True when queries of this dtype can be pushed: any at first, then the same.
   [[nodiscard]] bool takes(ScalarType dtype) const { return memory() == nullptr || dtype == dtype_; }
   [[nodiscard]] ScalarType dtype() const { return dtype_; }

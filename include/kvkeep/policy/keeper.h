@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -52,6 +53,32 @@ struct Report {
   std::int64_t pages_freed = 0;    ///< holders less, over all sequences; a page that nobody holds any more is free
 };
 
+/// What happened to a prompt on its way through the layers, under a policy that narrows.
+struct PromptReport {
+  std::int32_t tokens = 0;                  ///< of the prompt, as it came in
+  std::int32_t selection_layer = -1;        ///< the layer that selected; -1: none
+  std::vector<double> relative_variance;    ///< [num_layers] NaN where it was not computed
+  std::vector<std::int32_t> entered;        ///< [num_layers] tokens that reached the layer; 0: none of this pass, or not yet
+  std::vector<std::int32_t> going_on;       ///< places in the prompt of the tokens that reached the end, or that make up the second pass, ascending
+  bool second_pass = false;                 ///< they run again as a prompt of their own
+};
+
+/// What one layer did to one prompt.
+struct Narrowing {
+  SequenceId sequence = 0;
+  std::optional<std::vector<std::int32_t>> tokens = {};  ///< places, among the tokens present, of those that go on, ascending; absent: all do
+  bool afresh = false;          ///< they do not go on here: the sequence leaves this step with nothing in the cache, and its prompt is, from the next step on, these tokens alone at
+                                ///< positions from 0
+  std::int64_t slots_dropped = 0;  ///< of this layer's rows
+  std::int64_t bytes_moved = 0;
+};
+
+/// What one layer did to the prompts of a step.
+struct LayerReport {
+  std::vector<Narrowing> prompts;  ///< of every sequence of the step that something happened to
+  std::vector<PageMove> pages;     ///< paged caches: what a prompt that has ended holds now and what it gave back, as its row of the block table says
+};
+
 /// Counters since the keeper was made.
 struct Totals {
   std::int64_t steps = 0;
@@ -91,6 +118,19 @@ class Keeper {
   /// Throws: StateError for a sequence that never joined; InvalidArgument for a wrong layer, indptr, shape, dtype or device, missing queries, or positions that do
   /// not ascend. Nothing is recorded then. Cost: copies the newest queries; no allocation after the first step but the growth of columns.
   void observe(const Observation& observation);
+
+  /// Under a policy that narrows: call it in every layer, once attention has run over the keys and values of all tokens present, with what observe() was given. Sequences that are
+  /// not in the first pass of a prompt are left alone, so steps may mix them. Decides for each prompt by itself, cuts this layer's rows, and says which tokens go on: the layers behind
+  /// are to be given (observe() too) these tokens alone, at their own positions. Output projection and MLP of the others need not run any more.
+  /// `view`: lengths per row, as they will be when the step has run. Written: those of this layer where slots were dropped, those of the layers behind where tokens were; where a paged
+  /// prompt has come to its end, its row of the block table.
+  /// A prompt comes whole, in one step; where tokens of the sequence were cached before (join), it runs as under a policy that does not narrow.
+  /// Throws: StateError for layers out of order or lengths that are not what was observed; InvalidArgument for missing queries, one length a sequence, and as the policy does; before
+  /// anything is written. Cost: the policy's, and moving the slots that stay.
+  LayerReport narrow(const Observation& observation, const CacheView& view);
+
+  /// What happened to the newest prompt of a sequence; null where the policy does not narrow, or nothing has come yet. Valid until it leaves.
+  [[nodiscard]] const PromptReport* prompt_report(SequenceId sequence) const;
 
   /// Decides, moves nothing. Throws: StateError when the view's lengths are not what was observed; InvalidArgument and Unsupported as make_rows and the policy do.
   [[nodiscard]] Plan plan(const CacheView& view) const;
@@ -139,16 +179,29 @@ class Keeper {
     std::int64_t asked = 0;          ///< logical length when the policy was last asked
     std::int32_t next_position = 0;
     std::int32_t prompt_slots = -1;  ///< on a device: slots of the prompt at the first event; -1 before it
+    std::unique_ptr<PromptPass> pass = nullptr;      ///< while a prompt narrows
+    std::vector<std::int32_t> present = {};          ///< then: logical positions of the tokens that are left
+    std::int32_t tail = 0;                           ///< then: how many of them are the newest of the prompt without a gap
+    std::int32_t next_layer = 0;                     ///< then: whose narrow() comes next
+    std::optional<PromptReport> report = {};
   };
   [[nodiscard]] const Sequence& at(SequenceId sequence) const;
   [[nodiscard]] std::int32_t row_of(std::int32_t layer, std::int32_t head) const;
   void check(const Observation& observation) const;
+  void check_queries(const Observation& observation) const;
   [[nodiscard]] std::span<const std::int32_t> already_shown(const Sequence& sequence, std::int32_t layer, std::int32_t tokens) const;
   [[nodiscard]] RowTable table_of(const CacheView& view, std::span<const std::int32_t> due) const;
   [[nodiscard]] Evidence evidence_of(const RowTable& table) const;
   [[nodiscard]] std::vector<ColumnTarget> column_targets(const Plan& plan, const CacheView& view);
   [[nodiscard]] static DeviceColumns& on_device(Sequence& sequence);
   [[nodiscard]] bool leads(const Sequence& sequence, std::int32_t layer, std::int32_t tokens) const;
+  [[nodiscard]] bool begins_prompt(const Sequence& sequence, std::int32_t tokens) const;
+  void begin_prompt(Sequence& sequence, std::span<const std::int32_t> positions);
+  struct LayerPlan;
+  [[nodiscard]] LayerPlan plan_layer(Sequence& sequence, const Observation& observation, std::size_t i, const CacheView& view) const;
+  void cut_layer(const LayerPlan& plan, const CacheView& view, Narrowing& report);
+  void let_go_on(const LayerPlan& plan, const CacheView& view, Narrowing& report);
+  void begin_afresh(const LayerPlan& plan, const CacheView& view, LayerReport& report);
 
   ModelSpec spec_;
   std::unique_ptr<KVPolicy> policy_;

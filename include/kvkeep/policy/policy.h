@@ -2,7 +2,6 @@
 /// The one interface behind which every method sits.
 
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -12,12 +11,14 @@
 #include "kvkeep/core/decision.h"
 #include "kvkeep/observe/trigger.h"
 #include "kvkeep/core/evidence.h"
+#include "kvkeep/policy/prompt_pass.h"
 
 namespace kvkeep {
 
 /// What an engine can give to a policy beside keys and values.
 struct Provided {
   bool queries = true;                          ///< observe() brings queries
+  bool layer_by_layer = false;                  ///< prompts run through one layer after the other, and Keeper::narrow() is called behind each
   std::vector<Tensor> output_projections = {};  ///< [num_layers] W_o, f32, f16 or bf16 [hidden, Hq * Dv]; undefined for layers that are not full; empty: not given
   std::shared_ptr<Accelerator> accelerator = nullptr;  ///< of the device where cache and queries lie; null: the CPU. One of its own for each keeper
 };
@@ -51,6 +52,15 @@ class KVPolicy {
   /// Decides for all rows of `evidence` together. Writes nothing. A row that is not over its budget keeps every slot.
   /// Throws: InvalidArgument when the evidence lacks what needs() names; Unsupported for a device or dtype without a kernel.
   [[nodiscard]] virtual Decision decide(const Evidence& evidence) const = 0;
+
+  /// True where it also acts while a prompt runs through the layers: the engine then calls Keeper::narrow().
+  [[nodiscard]] virtual bool narrows() const { return false; }
+
+  /// What it does to one prompt of `tokens` on its way; null where narrows() is false. `spec` outlives it.
+  [[nodiscard]] virtual std::unique_ptr<PromptPass> begin_prompt(const ModelSpec& spec, std::int32_t tokens) const {
+    static_cast<void>(spec), static_cast<void>(tokens);
+    return nullptr;
+  }
 
   /// The resolved options, as the JSON object that the registry reads.
   [[nodiscard]] virtual std::string to_json() const = 0;

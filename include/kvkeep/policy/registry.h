@@ -38,7 +38,7 @@ struct PolicyInfo {
 [[nodiscard]] std::unique_ptr<KVPolicy> make_policy_from_json(std::string_view json, const std::filesystem::path& folder = {});
 
 /// Makes a policy from "name,key=value,...": "ams-tova,budget=1024,window=64,preset=paper". Keys of sub-objects may stand alone where only one option has
-/// the name. Errors as above.
+/// the name. What narrows prompts may be followed by the policy that decides behind them: "asl,budget=2048+ams-tova,budget=1024". Errors as above.
 [[nodiscard]] std::unique_ptr<KVPolicy> make_policy(std::string_view text);
 
 /// Reads a policy file. Throws InvalidArgument when it cannot be read.

@@ -26,7 +26,8 @@ namespace kvkeep {
 
 /// What the window queries of every row gave each slot in sum: f32 [slots], sum over the queries (each sees what window_attention lets it see, its own slot
 /// included) of the mean over the heads of the group. Rows without a window get zeros; a window's `history` is not looked at. Otherwise as window_attention.
-[[nodiscard]] Tensor attention_sum(const Evidence& evidence, std::span<const RowWindow> windows);
+/// `weights`: of each query of a window, oldest first, as many as the widest window has; empty: 1 each.
+[[nodiscard]] Tensor attention_sum(const Evidence& evidence, std::span<const RowWindow> windows, std::span<const float> weights = {});
 
 /// Bytes of workspace per thread, at most, of window_attention and attention_sum for rows of `slots` slots and windows of `queries`:
 /// 4 * (G * W * D + p * D * w + 48 * D + (3 * p + 2) * w + (p * w + v) * slots + W), in panels of w queries: one vector of the machine, of at most 8 floats, where

@@ -1,0 +1,50 @@
+#pragma once
+/// A prompt that loses tokens behind every layer: PyramidInfer's rule.
+/// Source: PyramidInfer (Yang et al., Pyramid KV Cache Compression for High-throughput LLM Inference), as ASL's repository runs it. Differs: fp32; equal scores choose the lower index first.
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kvkeep/core/evidence.h"
+
+namespace kvkeep {
+
+struct ShrinkingContextOptions {
+  enum class Schedule : std::uint8_t {
+    cosine,    ///< from 1 at the first layer down to `keep`
+    constant,  ///< `keep` at every layer
+  };
+  double recent_ratio = 0.2;         ///< newest share of the prompt: observes, is not scored, and always goes on
+  double keep = 0.9;                 ///< share of the others that goes on, at the deepest layer
+  Schedule schedule = Schedule::cosine;
+  std::int32_t min_context = 64;     ///< no fewer of the others are left
+  double distance_weight = 1.2;      ///< weight of the newest observer against 1 of the oldest
+  std::int32_t sink = 4;             ///< oldest tokens that always go on
+
+  /// What is not allowed, one sentence each with the field's name; empty: nothing.
+  [[nodiscard]] std::vector<std::string> problems() const;
+};
+
+/// One prompt whose tokens become fewer from layer to layer.
+class ShrinkingContext {
+ public:
+  /// tokens: of the prompt; layers: of the model. Throws InvalidArgument with all of options.problems().
+  ShrinkingContext(ShrinkingContextOptions options, std::int32_t layers, std::int32_t tokens);
+
+  /// Newest tokens that observe and always go on: floor(recent_ratio * tokens) + 1.
+  [[nodiscard]] std::int32_t observers() const { return observers_; }
+  /// Share of the others that goes on behind this layer.
+  [[nodiscard]] double share(std::int32_t layer) const;
+  /// How many of the others go on, where `present` tokens are: all of them where it would leave min_context or fewer.
+  [[nodiscard]] std::int32_t going_on(std::int32_t layer, std::int32_t present) const;
+  /// Places, among the tokens present, of those that go on behind this layer, ascending.
+  /// evidence: the rows of one layer of this prompt, with at least observers() queries. Throws: as attention_sum(). Cost: attention_sum() of a fifth of the prompt's queries.
+  [[nodiscard]] std::vector<std::int32_t> tokens(const Evidence& evidence) const;
+
+ private:
+  ShrinkingContextOptions options_;
+  std::int32_t layers_, observers_, floor_;
+};
+
+}  // namespace kvkeep

@@ -1,0 +1,209 @@
+// Keeper's part of a prompt: layer by layer, while it runs.
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <utility>
+#include <variant>
+
+#include "kvkeep/core/page_allocator.h"
+#include "kvkeep/keep/compact.h"
+#include "kvkeep/policy/keeper.h"
+
+namespace kvkeep {
+namespace {
+
+/// The newest of a prompt of `tokens` that all went on.
+std::int32_t tail_of(std::span<const std::int32_t> places, std::int32_t tokens) {
+  std::int32_t tail = 0;
+  while (tail < static_cast<std::int32_t>(places.size()) && places[places.size() - 1 - static_cast<std::size_t>(tail)] == tokens - 1 - tail) ++tail;
+  return tail;
+}
+
+/// What is left of a list.
+std::vector<std::int32_t> those_at(std::span<const std::int32_t> places, std::span<const std::int32_t> list) {
+  std::vector<std::int32_t> left;
+  left.reserve(places.size());
+  for (const std::int32_t place : places) left.push_back(list[static_cast<std::size_t>(place)]);
+  return left;
+}
+
+/// Slots of a page; 0: the layer is not in pages.
+std::int64_t page_size_of(const LayerKv& layer) {
+  const auto* paged = std::get_if<PagedKv>(&layer);
+  return paged == nullptr ? 0 : paged->keys.size(paged->layout == PageLayout::slot_head ? 1 : 2);
+}
+
+/// The sequence at `place` held `before` slots and holds `after`: pages behind them are given back.
+PageMove give_back_pages(const CacheView& view, std::size_t place, std::int64_t before, std::int64_t after, std::int64_t page_size) {
+  std::int32_t* row = view.block_table.data_ptr<std::int32_t>() + static_cast<std::int64_t>(place) * view.block_table.stride(0);
+  const std::int64_t held = (before + page_size - 1) / page_size, needed = (after + page_size - 1) / page_size;
+  PageMove move;
+  move.sequence = static_cast<std::int32_t>(place);
+  move.before.assign(row, row + held);
+  move.after.assign(row, row + needed);
+  move.freed.assign(row + needed, row + held);
+  std::fill(row + needed, row + held, -1);
+  if (view.pages != nullptr)
+    for (const std::int32_t page : move.freed) view.pages->give_back(page);
+  return move;
+}
+
+}  // namespace
+
+/// One prompt at one layer: what was decided, nothing of it done.
+struct Keeper::LayerPlan {
+  Sequence* sequence = nullptr;
+  SequenceId id = 0;
+  std::int32_t layer = 0;
+  std::size_t place = 0;  ///< in the view
+  RowTable table = {};
+  Decision decision = {};
+};
+
+bool Keeper::begins_prompt(const Sequence& s, std::int32_t tokens) const {
+  return policy_->narrows() && tokens > 0 && s.logical == 0 && s.prefix == 0 && !s.report;
+}
+
+void Keeper::begin_prompt(Sequence& s, std::span<const std::int32_t> positions) {
+  const auto tokens = static_cast<std::int32_t>(positions.size()), layers = spec_.num_layers();
+  s.pass = policy_->begin_prompt(spec_, tokens);
+  s.present.assign(positions.begin(), positions.end());
+  s.tail = tokens;
+  s.next_layer = 0;
+  PromptReport report{.tokens = tokens,
+                      .selection_layer = -1,
+                      .relative_variance = std::vector<double>(static_cast<std::size_t>(layers), std::numeric_limits<double>::quiet_NaN()),
+                      .entered = std::vector<std::int32_t>(static_cast<std::size_t>(layers)),
+                      .going_on = std::vector<std::int32_t>(positions.size())};
+  std::iota(report.going_on.begin(), report.going_on.end(), 0);
+  s.report = std::move(report);
+}
+
+Keeper::LayerPlan Keeper::plan_layer(Sequence& s, const Observation& o, std::size_t i, const CacheView& view) const {
+  const SequenceId id = o.sequences[i];
+  const auto place = static_cast<std::size_t>(std::ranges::find(view.sequences, id) - view.sequences.begin());
+  require(place < view.sequences.size(), "narrow: sequence ", id, " is not in the view; allowed a view of the step's sequences");
+  require<StateError>(s.next_layer == o.layer, "narrow: layer ", o.layer, " of the prompt of sequence ", id, "; layer ", s.next_layer, " comes next, allowed that");
+  const auto present = static_cast<std::int32_t>(s.present.size());
+  require(o.indptr[i + 1] - o.indptr[i] == present, "narrow: layer ", o.layer, " gives ", o.indptr[i + 1] - o.indptr[i], " tokens of sequence ", id, "; ", present, " went on to it, allowed these");
+  require(view.lengths.per_row(), "narrow: the view has one length a sequence, and layers of a prompt end up with different ones; allowed one length a row");
+
+  LayerPlan plan{.sequence = &s, .id = id, .layer = o.layer, .place = place};
+  const std::int32_t wanted = s.pass->wants(o.layer, present);
+  if (wanted == 0) return plan;
+  for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
+    const std::int32_t held = view.lengths.at(place, o.layer * spec_.kv_heads + h);
+    require<StateError>(held == present, "narrow: sequence ", id, " holds ", held, " slots in layer ", o.layer, ", head ", h, "; ", present, " tokens went on to it");
+  }
+  const std::int32_t due = static_cast<std::int32_t>(place);
+  plan.table = make_rows(spec_, view, {&o.layer, 1}, {&due, 1});
+  for (Row& row : plan.table.rows) s.columns->describe(row_of(row.layer, row.head), row);
+  RowGroup& group = plan.table.groups.front();
+  const auto bytes = static_cast<std::int64_t>(o.queries.element_size());
+  group.queries = {.data = static_cast<const std::byte*>(o.queries.const_data_ptr()) + (o.indptr[i + 1] - wanted) * o.queries.stride(0) * bytes,
+                   .dtype = o.queries.scalar_type(),
+                   .token_stride = o.queries.stride(0) * bytes,
+                   .head_stride = o.queries.stride(1) * bytes,
+                   .positions = s.present.data() + present - wanted,
+                   .ring = wanted,
+                   .begin = 0,
+                   .count = wanted};
+  group.next_position = s.next_position;
+  group.prompt = s.report->tokens;
+  plan.decision = s.pass->decide({.spec = spec_, .table = plan.table, .basis = o.basis, .moment = Moment::prefill_layer, .output_projections = provided_.output_projections});
+  return plan;
+}
+
+LayerReport Keeper::narrow(const Observation& o, const CacheView& view) {
+  LayerReport report;
+  std::vector<LayerPlan> plans;
+  bool checked = false;
+  for (std::size_t i = 0; i < o.sequences.size(); ++i) {
+    Sequence& s = const_cast<Sequence&>(at(o.sequences[i]));
+    if (s.pass == nullptr) continue;
+    if (!std::exchange(checked, true)) {
+      require(o.indptr.size() == o.sequences.size() + 1, "narrow: indptr has ", o.indptr.size(), " entries for ", o.sequences.size(), " sequences; allowed one more than sequences");
+      check_queries(o);
+    }
+    plans.push_back(plan_layer(s, o, i, view));
+  }
+  for (LayerPlan& plan : plans) {
+    Sequence& s = *plan.sequence;
+    Narrowing narrowing{.sequence = plan.id};
+    s.report->entered[static_cast<std::size_t>(plan.layer)] = static_cast<std::int32_t>(s.present.size());
+    if (plan.decision.relative_variance) s.report->relative_variance[static_cast<std::size_t>(plan.layer)] = *plan.decision.relative_variance;
+    if (plan.decision.reason == Reason::select_layer) s.report->selection_layer = plan.layer;
+    s.next_layer = plan.layer + 1;
+    ++version_;
+    if (plan.decision.keep) cut_layer(plan, view, narrowing);
+    if (plan.decision.narrow) let_go_on(plan, view, narrowing);
+    if (plan.decision.keep || plan.decision.narrow) report.prompts.push_back(narrowing);
+    totals_.slots_dropped += narrowing.slots_dropped;
+    totals_.bytes_moved += narrowing.bytes_moved;
+    if (narrowing.afresh) {
+      begin_afresh(plan, view, report);
+    } else if (plan.layer + 1 == spec_.num_layers()) {
+      s.pass.reset();
+      std::int64_t longest = 0;
+      for (std::int32_t r = 0; r < spec_.num_layers() * spec_.kv_heads; ++r) longest = std::max<std::int64_t>(longest, s.columns->length(r));
+      const std::int64_t page_size = page_size_of(view.layers[static_cast<std::size_t>(plan.layer)]);
+      if (page_size > 0 && longest < s.report->tokens) report.pages.push_back(give_back_pages(view, plan.place, s.report->tokens, longest, page_size));
+    }
+  }
+  for (const PageMove& move : report.pages) totals_.pages_freed += static_cast<std::int64_t>(move.freed.size());
+  return report;
+}
+
+void Keeper::cut_layer(const LayerPlan& plan, const CacheView& view, Narrowing& report) {
+  const KeepSet& keep = *plan.decision.keep;
+  report.bytes_moved = bytes_to_move(plan.table, keep);
+  compact(plan.table, keep);
+  for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
+    const Row& row = plan.table.rows[r];
+    plan.sequence->columns->settle(row_of(row.layer, row.head), keep, r, nullptr, nullptr);
+    view.lengths.at(plan.place, row.layer * spec_.kv_heads + row.head) = static_cast<std::int32_t>(keep.count(r));
+    report.slots_dropped += row.length - keep.count(r);
+  }
+  plan.sequence->last_event = plan.sequence->logical;
+}
+
+void Keeper::let_go_on(const LayerPlan& plan, const CacheView& view, Narrowing& report) {
+  Sequence& s = *plan.sequence;
+  const TokenSet& narrow = *plan.decision.narrow;
+  const std::span<const std::int32_t> places{narrow.tokens.const_data_ptr<std::int32_t>(), static_cast<std::size_t>(narrow.tokens.numel())};
+  report.tokens = std::vector<std::int32_t>(places.begin(), places.end());
+  report.afresh = narrow.afresh;
+  s.report->going_on = those_at(places, s.report->going_on);
+  s.present = those_at(places, s.present);
+  s.tail = tail_of(s.report->going_on, s.report->tokens);
+  s.last_event = s.logical;
+  const KeepSet left{.slots = narrow.tokens, .indptr = narrow.indptr};
+  for (std::int32_t l = plan.layer + 1; l < spec_.num_layers(); ++l)
+    for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
+      s.columns->settle(row_of(l, h), left, 0, nullptr, nullptr);
+      view.lengths.at(plan.place, l * spec_.kv_heads + h) = static_cast<std::int32_t>(places.size());
+    }
+}
+
+/// The first pass is over: nothing of it stays but what was chosen.
+void Keeper::begin_afresh(const LayerPlan& plan, const CacheView& view, LayerReport& report) {
+  PromptReport of_first_pass = std::move(*plan.sequence->report);
+  of_first_pass.second_pass = true;
+  leave(plan.id);
+  join(plan.id, 0, static_cast<std::int32_t>(of_first_pass.going_on.size()));
+  for (std::int32_t r = 0; r < spec_.num_layers() * spec_.kv_heads; ++r) view.lengths.at(plan.place, r) = 0;
+  const std::int64_t page_size = page_size_of(view.layers.front());
+  if (page_size > 0) report.pages.push_back(give_back_pages(view, plan.place, of_first_pass.tokens, 0, page_size));
+  sequences_.at(plan.id).report = std::move(of_first_pass);
+}
+
+const PromptReport* Keeper::prompt_report(SequenceId sequence) const {
+  const Sequence& s = at(sequence);
+  return s.report ? &*s.report : nullptr;
+}
+
+}  // namespace kvkeep

@@ -1,0 +1,43 @@
+#include "kvkeep/policy/pyramidinfer.h"
+
+#include <utility>
+
+#include "tokens_of.h"
+
+namespace kvkeep {
+namespace {
+
+class PyramidInferPass final : public PromptPass {
+ public:
+  PyramidInferPass(const ShrinkingContextOptions& options, std::int32_t layers, std::int32_t tokens) : context_(options, layers, tokens) {}
+
+  [[nodiscard]] std::int32_t wants(std::int32_t layer, std::int32_t present) const override {
+    return context_.going_on(layer, present) < present - context_.observers() ? context_.observers() : 0;
+  }
+
+  [[nodiscard]] Decision decide(const Evidence& evidence) override {
+    const Row& row = evidence.table.rows.front();
+    require<StateError>(wants(row.layer, row.length) > 0, "prompt pass: layer ", row.layer, " with ", row.length, " tokens is not asked; allowed layers that wants() names");
+    Decision decision;
+    decision.reason = Reason::over_budget;
+    decision.narrow = tokens_of(context_.tokens(evidence));
+    return decision;
+  }
+
+ private:
+  ShrinkingContext context_;
+};
+
+}  // namespace
+
+PyramidInfer::PyramidInfer(ShrinkingContextOptions options, std::unique_ptr<KVPolicy> decoding, std::string json) : Prefill("pyramidinfer", std::move(decoding), std::move(json)), options_(options) {
+  static_cast<void>(ShrinkingContext(options_, 1, 1));  // says what is wrong with the options
+}
+
+std::vector<std::string> PyramidInfer::misfits(const ModelSpec&) const { return {}; }
+
+std::unique_ptr<PromptPass> PyramidInfer::begin_prompt(const ModelSpec& spec, std::int32_t tokens) const {
+  return std::make_unique<PyramidInferPass>(options_, spec.num_layers(), tokens);
+}
+
+}  // namespace kvkeep

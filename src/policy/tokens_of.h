@@ -1,0 +1,19 @@
+#pragma once
+/// Chosen tokens of one prompt as a Decision holds them.
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <span>
+
+#include "kvkeep/core/decision.h"
+
+namespace kvkeep {
+
+inline TokenSet tokens_of(std::span<const std::int32_t> places) {
+  TokenSet set{at::empty({static_cast<std::int64_t>(places.size())}, at::TensorOptions().dtype(kInt32)), {0, static_cast<std::int64_t>(places.size())}};
+  std::ranges::copy(places, set.tokens.data_ptr<std::int32_t>());
+  return set;
+}
+
+}  // namespace kvkeep

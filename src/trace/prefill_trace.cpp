@@ -1,0 +1,174 @@
+#include "kvkeep/trace/prefill_trace.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/index_select.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include "kvkeep/version.h"
+
+#include "check_tensor.h"
+
+namespace kvkeep::trace {
+namespace {
+
+/// One prompt, its shapes known and checked.
+struct Prompt {
+  ModelSpec spec;
+  std::int32_t tokens = 0, queries = 0;  ///< T, and the newest of them whose queries were recorded
+  std::vector<Tensor> layer_keys;        ///< [num_layers] [Hkv, T, D]
+  std::vector<Tensor> layer_queries;     ///< [num_layers] [Hq, queries, D]
+};
+
+std::int32_t layers_of(const io::SafetensorsFile& file) {
+  const auto found = file.metadata().find("num_layers");
+  require(found != file.metadata().end(), file.where(), ": metadata \"num_layers\" is missing; a prefill trace needs it");
+  std::int32_t layers = 0;
+  const char* end = found->second.data() + found->second.size();
+  const auto [stop, error] = std::from_chars(found->second.data(), end, layers);
+  require(error == std::errc() && stop == end && layers >= 1 && layers <= 4096, file.where(), ": metadata \"num_layers\" is \"", found->second, "\"; allowed 1 to 4096");
+  return layers;
+}
+
+Prompt read(const io::SafetensorsFile& file) {
+  Prompt prompt;
+  prompt.spec.layers.resize(static_cast<std::size_t>(layers_of(file)));
+  prompt.spec.softmax_scale = number(file, "softmax_scale", 0.0);
+  for (std::int32_t l = 0; l < prompt.spec.num_layers(); ++l) {
+    const auto tensor = [&](const char* name) {
+      const std::string full = text("layer.", l, ".", name);
+      require(file.has(full), file.where(), ": tensor \"", full, "\" is missing; a prefill trace needs it for each of ", prompt.spec.num_layers(), " layers");
+      Tensor t = file.tensor(full);
+      want(file, full, t, t.dim() == 3 && is_scorable(t.scalar_type()) && t.numel() > 0, "f32, f16 or bf16 [heads, tokens, D]");
+      return t.contiguous();
+    };
+    const Tensor keys = tensor("keys"), queries = tensor("queries");
+    if (l == 0) {
+      want(file, "layer.0.keys", keys, keys.size(1) <= std::numeric_limits<std::int32_t>::max(), "fewer tokens");
+      prompt.tokens = static_cast<std::int32_t>(keys.size(1));
+      prompt.spec.kv_heads = static_cast<std::int32_t>(keys.size(0));
+      prompt.spec.key_dim = static_cast<std::int32_t>(keys.size(2));
+      prompt.spec.value_dim = prompt.spec.key_dim;
+      prompt.spec.query_heads = static_cast<std::int32_t>(queries.size(0));
+      prompt.queries = static_cast<std::int32_t>(queries.size(1));
+    }
+    const ModelSpec& s = prompt.spec;
+    want(file, text("layer.", l, ".keys"), keys, keys.size(0) == s.kv_heads && keys.size(1) == prompt.tokens && keys.size(2) == s.key_dim && keys.scalar_type() == (l == 0 ? keys : prompt.layer_keys.front()).scalar_type(),
+         "shape and dtype of the first layer's");
+    want(file, text("layer.", l, ".queries"), queries, queries.size(0) == s.query_heads && queries.size(0) % s.kv_heads == 0 && queries.size(1) == prompt.queries && queries.size(1) <= prompt.tokens && queries.size(2) == s.key_dim,
+         text("[Hq, the newest of ", prompt.tokens, " tokens, ", s.key_dim, "] with Hq a multiple of ", s.kv_heads, ", as the first layer's"));
+    prompt.layer_keys.push_back(keys);
+    prompt.layer_queries.push_back(queries);
+  }
+  prompt.spec.check();
+  return prompt;
+}
+
+/// One layer on the tokens that reach it. Holds what its table points at.
+struct Layer {
+  Layer(const Prompt& prompt, std::int32_t layer, const std::vector<std::int32_t>& present, std::int32_t wanted) : positions(present) {
+    const auto n = static_cast<std::int64_t>(present.size());
+    keys = prompt.layer_keys[static_cast<std::size_t>(layer)];
+    if (n < prompt.tokens) keys = at::index_select(keys, 1, indices(present, 0));
+    const std::span<const std::int32_t> asking = std::span(present).last(static_cast<std::size_t>(wanted));
+    queries = at::index_select(prompt.layer_queries[static_cast<std::size_t>(layer)], 1, indices(asking, prompt.tokens - prompt.queries));
+    table.key_dtype = table.value_dtype = keys.scalar_type();
+    const std::int64_t width = prompt.spec.key_dim * static_cast<std::int64_t>(keys.element_size());
+    for (std::int32_t h = 0; h < prompt.spec.kv_heads; ++h) {
+      Row row;
+      row.layer = layer, row.head = h, row.length = static_cast<std::int32_t>(n), row.first = table.slots;
+      row.keys = {static_cast<std::byte*>(keys.data_ptr()) + h * n * width, width, width};
+      row.positions = positions.data();
+      table.slots += n;
+      table.rows.push_back(row);
+    }
+    const auto bytes = static_cast<std::int64_t>(queries.element_size());
+    RowGroup group;
+    group.layer = layer;
+    group.queries = {.data = static_cast<const std::byte*>(queries.const_data_ptr()), .dtype = queries.scalar_type(), .token_stride = queries.stride(1) * bytes, .head_stride = queries.stride(0) * bytes,
+                     .positions = positions.data() + n - wanted, .ring = wanted, .begin = 0, .count = wanted};
+    group.next_position = group.prompt = prompt.tokens;
+    table.groups.push_back(group);
+  }
+  Layer(const Layer&) = delete;
+  Layer& operator=(const Layer&) = delete;
+
+  static Tensor indices(std::span<const std::int32_t> places, std::int32_t first) {
+    Tensor out = at::empty({static_cast<std::int64_t>(places.size())}, at::TensorOptions().dtype(kInt32));
+    std::ranges::transform(places, out.data_ptr<std::int32_t>(), [first](std::int32_t place) { return place - first; });
+    return out;
+  }
+
+  std::vector<std::int32_t> positions;
+  Tensor keys, queries;
+  RowTable table;
+};
+
+/// How many of the newest tokens that are present had their queries recorded.
+std::int32_t recorded(const Prompt& prompt, const std::vector<std::int32_t>& present) {
+  return static_cast<std::int32_t>(present.end() - std::ranges::lower_bound(present, prompt.tokens - prompt.queries));
+}
+
+/// [Hkv, longest row] places in the prompt; -1 behind a row's.
+Tensor slots_of(const std::vector<std::int32_t>& present, std::int32_t heads, const std::optional<KeepSet>& keep) {
+  std::int64_t width = keep ? 0 : static_cast<std::int64_t>(present.size());
+  for (std::int32_t h = 0; keep && h < heads; ++h) width = std::max(width, keep->count(static_cast<std::size_t>(h)));
+  Tensor slots = at::full({heads, width}, -1, at::TensorOptions().dtype(kInt32));
+  for (std::int32_t h = 0; h < heads; ++h) {
+    std::int32_t* out = slots.data_ptr<std::int32_t>() + h * width;
+    if (!keep) std::ranges::copy(present, out);
+    else std::ranges::transform(keep->row(static_cast<std::size_t>(h)), out, [&](std::int32_t slot) { return present[static_cast<std::size_t>(slot)]; });
+  }
+  return slots;
+}
+
+}  // namespace
+
+Result replay_prefill(const io::SafetensorsFile& file, const KVPolicy& policy) {
+  const Prompt prompt = read(file);
+  const std::int32_t layers = prompt.spec.num_layers();
+  check(policy, prompt.spec, {.queries = true, .layer_by_layer = true});
+  require(!policy.needs().values && !policy.needs().output_projection, file.where(), ": policy ", policy.name(), " reads values, which prefill traces do not hold; allowed policies that read keys and queries");
+
+  Result result;
+  Tensor variance = at::full({layers}, std::numeric_limits<double>::quiet_NaN(), at::TensorOptions().dtype(c10::ScalarType::Double));
+  std::int32_t selection_layer = -1;
+  bool afresh = false;
+  std::int64_t dropped = 0;
+  std::vector<std::int32_t> present(static_cast<std::size_t>(prompt.tokens));
+  std::iota(present.begin(), present.end(), 0);
+  const std::unique_ptr<PromptPass> pass = policy.begin_prompt(prompt.spec, prompt.tokens);
+  for (std::int32_t l = 0; l < layers && !afresh; ++l) {
+    const std::int32_t there = recorded(prompt, present), wanted = pass == nullptr ? there : pass->wants(l, static_cast<std::int32_t>(present.size()));
+    require(wanted <= there, file.where(), ": layer ", l, " holds the newest ", there, " queries of the tokens that reach it; ", policy.name(), " reads ", wanted, ", allowed as many");
+    Decision decision;
+    if (wanted > 0) {
+      const Layer layer(prompt, l, present, wanted);
+      const Evidence evidence{.spec = prompt.spec, .table = layer.table, .basis = QueryBasis::post_rope, .moment = pass == nullptr ? Moment::prefill_end : Moment::prefill_layer};
+      decision = pass == nullptr ? policy.decide(evidence) : pass->decide(evidence);
+    }
+    if (decision.relative_variance) variance.data_ptr<double>()[l] = *decision.relative_variance;
+    if (decision.reason == Reason::select_layer) selection_layer = l;
+    result.tensors.emplace_back(text("layer.", l, ".slots"), slots_of(present, prompt.spec.kv_heads, decision.keep));
+    if (decision.keep) dropped += static_cast<std::int64_t>(present.size()) * prompt.spec.kv_heads - decision.keep->indptr.back();
+    if (!decision.narrow) continue;
+    std::vector<std::int32_t> left;
+    for (std::int64_t i = 0; i < decision.narrow->tokens.numel(); ++i) left.push_back(present[static_cast<std::size_t>(decision.narrow->tokens.const_data_ptr<std::int32_t>()[i])]);
+    present = std::move(left);
+    afresh = decision.narrow->afresh;
+  }
+  if (afresh) result.tensors.clear();  // the first pass keeps no cache
+  result.tensors.emplace_back("selection_layer", at::full({1}, selection_layer, at::TensorOptions().dtype(kInt32)));
+  result.tensors.emplace_back("relative_variance", variance);
+  result.tensors.emplace_back("tokens", Layer::indices(present, 0));
+  result.metadata = {{"kvkeep_result", "1"}, {"policy", policy.to_json()}, {"kvkeep_version", kVersion}, {"selection_layer", std::to_string(selection_layer)},
+                     {"tokens_going_on", std::to_string(present.size())}, {"slots_dropped", std::to_string(dropped)}};
+  return result;
+}
+
+}  // namespace kvkeep::trace
