@@ -10,6 +10,7 @@
 #include "softmax.cuh"
 #include "team.cuh"
 #include "tuning.cuh"
+#include "workspace.h"
 
 namespace kvkeep::cuda {
 namespace {
@@ -513,13 +514,7 @@ __device__ void summarise(const Task& task, const Row& row, std::int64_t r, std:
     Running seen;
     for (std::int32_t t = (begin < task.a.sink ? task.a.sink : begin) + lane; t < end; t += 32)
       if (x[t] == x[t]) seen.add(x[t]);
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) {
-      Running other;
-      other.top = __shfl_xor_sync(kWholeWarp, seen.top, step);
-      other.sum = __shfl_xor_sync(kWholeWarp, seen.sum, step);
-      seen.add(other);
-    }
+    seen = over_lanes<32>(seen);
     if (lane == 0) task.partial[(r * task.chunks + begin / kExpectedChunk) * task.a.evidence.group + h] = {seen.top, seen.sum};
   }
 }
@@ -748,13 +743,7 @@ __global__ void __launch_bounds__(kKeyThreads, 4) finish_kernel(Task task) {
         other.sum = part.y;
         seen.add(other);
       }
-#pragma unroll
-      for (int step = 16; step > 0; step /= 2) {
-        Running other;
-        other.top = __shfl_xor_sync(kWholeWarp, seen.top, step);
-        other.sum = __shfl_xor_sync(kWholeWarp, seen.sum, step);
-        seen.add(other);
-      }
+      seen = over_lanes<32>(seen);
       if (thread % 32 == 0) standard[h] = seen.sum > 0 ? float2{seen.top, 1.0F / (seen.sum * static_cast<float>(e.group))} : float2{0, 0};
     }
     __syncthreads();
@@ -825,22 +814,16 @@ std::int64_t divide(const ExpectedArguments& a, Task& task) {
   task.rows = round_up(a.moments != nullptr || a.queries > e.dim ? e.dim : a.queries, kPanelRows);
   task.chunks = (e.longest + kExpectedChunk - 1) / kExpectedChunk;
   const std::int64_t groups = e.count / e.kv_heads, heads = std::int64_t{e.count} * e.group;
-  auto* base = static_cast<std::byte*>(a.workspace);
-  std::int64_t used = 0;
-  const auto take = [&](std::int64_t bytes) {
-    std::byte* at = base == nullptr ? nullptr : base + used;
-    used += (bytes + 31) / 32 * 32;
-    return at;
-  };
-  task.future = reinterpret_cast<double2*>(take(groups * a.pairs * static_cast<std::int64_t>(sizeof(double2))));
-  task.back = reinterpret_cast<float2*>(take(groups * task.backs() * a.pairs * static_cast<std::int64_t>(sizeof(float2))));
-  task.heads = reinterpret_cast<Head*>(take(heads * static_cast<std::int64_t>(sizeof(Head))));
-  task.means = take(e.count * task.mean_bytes());
-  task.factors = take(a.covariance ? heads * task.factor_bytes() : 0);
-  task.partial = reinterpret_cast<float2*>(take(heads * task.chunks * static_cast<std::int64_t>(sizeof(float2))));
-  task.tops = reinterpret_cast<float*>(take(std::int64_t{e.count} * task.chunks * static_cast<std::int64_t>(sizeof(float))));
-  task.logits = reinterpret_cast<float*>(take(a.slots * e.group * static_cast<std::int64_t>(sizeof(float))));
-  return used;
+  WorkspaceParts parts(a.workspace);
+  task.future = parts.take<double2>(groups * a.pairs);
+  task.back = parts.take<float2>(groups * task.backs() * a.pairs);
+  task.heads = parts.take<Head>(heads);
+  task.means = parts.take<std::byte>(e.count * task.mean_bytes());
+  task.factors = parts.take<std::byte>(a.covariance ? heads * task.factor_bytes() : 0);
+  task.partial = parts.take<float2>(heads * task.chunks);
+  task.tops = parts.take<float>(std::int64_t{e.count} * task.chunks);
+  task.logits = parts.take<float>(a.slots * e.group);
+  return parts.bytes();
 }
 
 }  // namespace

@@ -66,8 +66,7 @@ void launch_h2o(const H2OArguments& a, Stream stream) {
   Task task{};
   divide(a, task);
   const EvidenceArguments& e = task.a.evidence;
-  const std::int64_t blocks = (std::int64_t{e.count} + tuning::kTurnThreads - 1) / tuning::kTurnThreads;
-  launch("h2o_windows", windows_kernel, {.blocks = blocks_for(blocks), .threads = tuning::kTurnThreads}, stream, task);
+  launch("h2o_windows", windows_kernel, {.blocks = blocks_of_threads(e.count, tuning::kTurnThreads), .threads = tuning::kTurnThreads}, stream, task);
   launch_window_attention({.evidence = e, .windows = task.windows, .window = a.window, .queries = a.queries, .sum = a.scores, .workspace = task.rest}, stream);
   const std::int32_t chunks = key_chunks(e);
   launch("h2o_tally", tally_kernel, {.blocks = blocks_for(std::int64_t{e.count} * chunks), .threads = tuning::kKeyThreads}, stream, task, chunks);

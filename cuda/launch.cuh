@@ -21,6 +21,9 @@ inline dim3 blocks_for(std::int64_t n, unsigned y = 1, unsigned z = 1) {
   return {static_cast<unsigned>(n < kMost ? n : kMost), y, z};
 }
 
+/// Blocks of `threads` for `n` pieces of work, one a thread.
+inline dim3 blocks_of_threads(std::int64_t n, std::int32_t threads) { return blocks_for((n + threads - 1) / threads); }
+
 /// Starts `kernel` on `stream`. Nothing happens where there is no block. Throws DeviceError with the kernel's name when CUDA refuses it.
 template <class... Parameters, class... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, cudaStream_t stream, Arguments&&... arguments) {

@@ -3,6 +3,7 @@
 #include "launch.cuh"
 #include "select.cuh"
 #include "tuning.cuh"
+#include "workspace.h"
 
 namespace kvkeep::cuda {
 namespace {
@@ -23,23 +24,16 @@ struct Workspace {
   std::int64_t most;       ///< segments of a row
   std::size_t bytes;
 
-  __host__ __device__ Workspace(const MassSegmentedOptions& options, std::int32_t count, std::int32_t longest, std::int64_t slots, std::byte* base)
-      : most(most_segments(options, longest)), bytes(0) {
-    const std::int64_t segments = count * most;
-    prefix = reinterpret_cast<std::uint64_t*>(take(base, slots * 8));
-    shares = reinterpret_cast<Share*>(take(base, segments * static_cast<std::int64_t>(sizeof(Share))));
-    ends = reinterpret_cast<std::int32_t*>(take(base, segments * 4));
-    cuts = reinterpret_cast<std::int32_t*>(take(base, segments * 4));
-    fed = reinterpret_cast<float*>(take(base, slots * 4));
-    tops = reinterpret_cast<float*>(take(base, count * std::int64_t{4}));
-    marks = reinterpret_cast<std::uint8_t*>(take(base, slots));
-  }
-
- private:
-  __host__ __device__ std::byte* take(std::byte* base, std::int64_t n) {
-    std::byte* at = base + bytes;
-    bytes += (static_cast<std::size_t>(n) + 15) / 16 * 16;
-    return at;
+  KVKEEP_HD Workspace(const MassSegmentedOptions& options, std::int32_t count, std::int32_t longest, std::int64_t slots, std::byte* base) : most(most_segments(options, longest)) {
+    WorkspaceParts parts(base);
+    prefix = parts.take<std::uint64_t>(slots);
+    shares = parts.take<Share>(count * most);
+    ends = parts.take<std::int32_t>(count * most);
+    cuts = parts.take<std::int32_t>(count * most);
+    fed = parts.take<float>(slots);
+    tops = parts.take<float>(count);
+    marks = parts.take<std::uint8_t>(slots);
+    bytes = static_cast<std::size_t>(parts.bytes());
   }
 };
 

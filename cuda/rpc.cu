@@ -80,13 +80,10 @@ std::int64_t rpc_workspace_bytes(const RpcArguments& arguments) {
 
 void launch_rpc(const RpcArguments& a, Stream stream) {
   check_dim("rpc", a.evidence.dim);
-  require(a.pool >= 1 && a.pool % 2 == 1, "rpc: pool; given ", a.pool, "; allowed odd numbers from 1 on");
+  check_pool("rpc", a.pool);
   Task task{};
   divide(a, task);
-  if (a.official) {
-    const std::int64_t blocks = (std::int64_t{a.evidence.count} + tuning::kTurnThreads - 1) / tuning::kTurnThreads;
-    launch("rpc_selectors", selectors_kernel, {.blocks = blocks_for(blocks), .threads = tuning::kTurnThreads}, stream, task);
-  }
+  if (a.official) launch("rpc_selectors", selectors_kernel, {.blocks = blocks_of_threads(a.evidence.count, tuning::kTurnThreads), .threads = tuning::kTurnThreads}, stream, task);
   launch_history_attention({.evidence = a.evidence,
                             .windows = a.official ? task.selectors : a.windows,
                             .window = a.window,

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(tuning::kKeyThreads) snapkv_kernel(SnapKVArgum
 }  // namespace
 
 void launch_snapkv(const SnapKVArguments& arguments, Stream stream) {
-  require(arguments.pool >= 1 && arguments.pool % 2 == 1, "snapkv: pool; given ", arguments.pool, "; allowed odd numbers from 1 on");
+  check_pool("snapkv", arguments.pool);
   const std::int32_t chunks = key_chunks(arguments.evidence);
   launch("snapkv", snapkv_kernel, {.blocks = blocks_for(std::int64_t{arguments.evidence.count} * chunks), .threads = tuning::kKeyThreads}, stream, arguments, chunks);
 }

@@ -25,4 +25,17 @@ struct Running {
   }
 };
 
+/// What kTogether neighbouring lanes of a warp have seen, the same for each. kTogether: a power of two; the whole warp calls.
+template <int kTogether>
+__device__ inline Running over_lanes(Running seen) {
+#pragma unroll
+  for (int step = kTogether / 2; step > 0; step /= 2) {
+    Running other;
+    other.top = __shfl_xor_sync(0xFFFFFFFFU, seen.top, step);
+    other.sum = __shfl_xor_sync(0xFFFFFFFFU, seen.sum, step);
+    seen.add(other);
+  }
+  return seen;
+}
+
 }  // namespace kvkeep::cuda

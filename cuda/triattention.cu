@@ -6,6 +6,7 @@
 #include "launch.cuh"
 #include "team.cuh"
 #include "tuning.cuh"
+#include "workspace.h"
 
 namespace kvkeep::cuda {
 namespace {
@@ -258,19 +259,13 @@ std::int64_t divide(const TriAttentionArguments& a, Task& task) {
   task.padded = (task.pairs + 3) / 4 * 4;
   task.offsets = offsets_of(a);
   const std::int64_t heads = std::int64_t{a.evidence.count} * a.evidence.group;
-  auto* base = static_cast<std::byte*>(a.workspace);
-  std::int64_t used = 0;
-  const auto take = [&](std::int64_t bytes) {
-    std::byte* at = base == nullptr ? nullptr : base + used;
-    used += (bytes + 15) / 16 * 16;
-    return at;
-  };
-  task.turns = reinterpret_cast<double2*>(take(task.offsets * task.pairs * static_cast<std::int64_t>(sizeof(double2))));
-  task.trig = reinterpret_cast<float*>(take(heads * task.offsets * 2 * task.padded * static_cast<std::int64_t>(sizeof(float))));
-  task.norm = reinterpret_cast<float*>(take(heads * task.padded * static_cast<std::int64_t>(sizeof(float))));
-  task.standard = reinterpret_cast<float2*>(take(heads * static_cast<std::int64_t>(sizeof(float2))));
-  task.raw = reinterpret_cast<float*>(take(a.slots * a.evidence.group * static_cast<std::int64_t>(sizeof(float))));
-  return used;
+  WorkspaceParts parts(a.workspace);
+  task.turns = parts.take<double2>(task.offsets * task.pairs);
+  task.trig = parts.take<float>(heads * task.offsets * 2 * task.padded);
+  task.norm = parts.take<float>(heads * task.padded);
+  task.standard = parts.take<float2>(heads);
+  task.raw = parts.take<float>(a.slots * a.evidence.group);
+  return parts.bytes();
 }
 
 }  // namespace

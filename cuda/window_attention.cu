@@ -105,6 +105,28 @@ KVKEEP_HD inline std::int32_t part_of(std::int32_t length) {
   return (chunks + kAttentionParts - 1) / kAttentionParts * kAttentionChunk;
 }
 
+/// What one block looks at: a chunk of a row, or a part of it where statistics are taken.
+struct Piece {
+  std::int64_t row;
+  std::int32_t begin;
+  std::int32_t slots;  ///< 0: nothing is to be done
+};
+
+template <bool kApply>
+__device__ std::int32_t pieces_of_a_row(const Task& task) {
+  return kApply ? task.chunks : task.parts;
+}
+
+template <bool kApply>
+__device__ Piece piece_of(const Task& task, std::int64_t work) {
+  const std::int32_t pieces = pieces_of_a_row<kApply>(task);
+  const std::int64_t r = work / pieces;
+  if (!task.e.due(r)) return {r, 0, 0};
+  const std::int32_t length = task.e.rows[r].length, slots = kApply ? kAttentionChunk : part_of(length);
+  const std::int64_t begin = (work - r * pieces) * slots;
+  return begin < length ? Piece{r, static_cast<std::int32_t>(begin), slots} : Piece{r, 0, 0};
+}
+
 /// What is subtracted from the logits of row n of the product, and the factor of their exponentials: what the parts of the row found, put together in ascending order.
 __device__ float2 standard_of(const Task& task, const Plan& plan, std::int64_t r, std::int32_t n) {
   const std::int32_t part = part_of(plan.row->length), parts = (plan.row->length + part - 1) / part;
@@ -209,18 +231,14 @@ __global__ void __launch_bounds__(kAttentionTile, 4) plain_kernel(Task task) {
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::int32_t dim = task.e.dim, heads = kMaximum ? task.e.group : 1;
 
-  const std::int32_t pieces = kApply ? task.chunks : task.parts;
-  for (std::int64_t work = blockIdx.x; work < std::int64_t{task.e.count} * pieces; work += gridDim.x) {
-    const std::int64_t r = work / pieces;
-    if (!task.e.due(r)) continue;
-    const std::int32_t length = task.e.rows[r].length, piece = kApply ? kAttentionChunk : part_of(length);
-    const std::int64_t at_first = (work - r * pieces) * piece;
-    if (at_first >= length) continue;
+  for (std::int64_t work = blockIdx.x; work < std::int64_t{task.e.count} * pieces_of_a_row<kApply>(task); work += gridDim.x) {
+    const Piece piece = piece_of<kApply>(task, work);
+    if (piece.slots == 0) continue;
+    const std::int64_t r = piece.row;
     const Plan plan = plan_of(task, r);
     const Row& row = *plan.row;
     const bool aligned = is_aligned(row.keys);
-    const auto begin = static_cast<std::int32_t>(at_first);
-    const std::int32_t end = plan.to - begin < piece ? plan.to : begin + piece;
+    const std::int32_t begin = piece.begin, end = plan.to - begin < piece.slots ? plan.to : begin + piece.slots;
     if constexpr (kApply)
       for (std::int32_t j = thread; j < kAttentionChunk; j += kAttentionTile) columns[j] = newest[j] = 0;
 
@@ -290,13 +308,7 @@ __global__ void __launch_bounds__(kAttentionTile, 4) plain_kernel(Task task) {
       if constexpr (!kApply) {
 #pragma unroll
         for (int q = 0; q < kQ; ++q) {
-#pragma unroll
-          for (int step = 16; step > 0; step /= 2) {
-            Running other;
-            other.top = __shfl_xor_sync(0xFFFFFFFFU, seen[q].top, step);
-            other.sum = __shfl_xor_sync(0xFFFFFFFFU, seen[q].sum, step);
-            seen[q].add(other);
-          }
+          seen[q] = over_lanes<32>(seen[q]);
           if (thread % 32 == 0) running[thread / 32 * kQ + q] = seen[q];
         }
         __syncthreads();
@@ -393,18 +405,14 @@ __global__ void __launch_bounds__(kMatrixThreads, 2) matrix_kernel(Task task) {
   float* scratch = reinterpret_cast<float*>(shared + parts.scratch) + warp * 16 * kScratchStride;
   const std::int32_t dim = task.e.dim;
 
-  const std::int32_t pieces = kApply ? task.chunks : task.parts;
-  for (std::int64_t work = blockIdx.x; work < std::int64_t{task.e.count} * pieces; work += gridDim.x) {
-    const std::int64_t r = work / pieces;
-    if (!task.e.due(r)) continue;
-    const std::int32_t length = task.e.rows[r].length, piece = kApply ? kAttentionChunk : part_of(length);
-    const std::int64_t at_first = (work - r * pieces) * piece;
-    if (at_first >= length) continue;
+  for (std::int64_t work = blockIdx.x; work < std::int64_t{task.e.count} * pieces_of_a_row<kApply>(task); work += gridDim.x) {
+    const Piece piece = piece_of<kApply>(task, work);
+    if (piece.slots == 0) continue;
+    const std::int64_t r = piece.row;
     const Plan plan = plan_of(task, r);
     const Row& row = *plan.row;
     const bool aligned = is_aligned(row.keys);
-    const auto begin = static_cast<std::int32_t>(at_first);
-    const std::int32_t end = plan.to - begin < piece ? plan.to : begin + piece;
+    const std::int32_t begin = piece.begin, end = plan.to - begin < piece.slots ? plan.to : begin + piece.slots;
     if constexpr (kApply)
       for (std::int32_t j = thread; j < kAttentionChunk; j += kMatrixThreads) columns[j] = newest[j] = 0;
 
@@ -523,10 +531,7 @@ __global__ void __launch_bounds__(kMatrixThreads, 2) matrix_kernel(Task task) {
       if constexpr (!kApply) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          Running other;
-          other.top = __shfl_xor_sync(0xFFFFFFFFU, seen[i].top, 1);
-          other.sum = __shfl_xor_sync(0xFFFFFFFFU, seen[i].sum, 1);
-          seen[i].add(other);
+          seen[i] = over_lanes<2>(seen[i]);
           if (lane % 2 == 0) running[slot_side * kMatrixQueries + query_side * 32 + i * 16 + lane / 2] = seen[i];
         }
         __syncthreads();

@@ -4,20 +4,22 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kvkeep/core/hd.h"
+
 namespace kvkeep::cuda {
 
-/// Hands out one part after the other, each aligned to 16 bytes. Where the workspace is null only its size is found.
+/// Hands out one part after the other, each a multiple of 32 bytes behind the beginning. Where the workspace is null only its size is found.
 class WorkspaceParts {
  public:
-  explicit WorkspaceParts(void* workspace) : base_(static_cast<std::byte*>(workspace)) {}
+  KVKEEP_HD explicit WorkspaceParts(void* workspace) : base_(static_cast<std::byte*>(workspace)) {}
 
   template <class T>
-  [[nodiscard]] T* take(std::int64_t count) {
+  [[nodiscard]] KVKEEP_HD T* take(std::int64_t count) {
     std::byte* part = base_ == nullptr ? nullptr : base_ + bytes_;
-    bytes_ += (count * static_cast<std::int64_t>(sizeof(T)) + 15) / 16 * 16;
+    bytes_ += (count * static_cast<std::int64_t>(sizeof(T)) + 31) / 32 * 32;
     return reinterpret_cast<T*>(part);
   }
-  [[nodiscard]] std::int64_t bytes() const { return bytes_; }
+  [[nodiscard]] KVKEEP_HD std::int64_t bytes() const { return bytes_; }
 
  private:
   std::byte* base_;

@@ -51,17 +51,11 @@ class CudaAccelerator final : public Accelerator {
 
   void push_queries(std::span<const QueryArrival> arrivals, const QueryLayout& layout) override {
     const c10::DeviceGuard guard(device_);
-    for (std::size_t first = 0; first < arrivals.size(); first += kQueryPieces) {
+    for (; !arrivals.empty(); arrivals = arrivals.subspan(std::min<std::size_t>(kQueryArrivals, arrivals.size()))) {
       PushQueriesArguments arguments;
-      arguments.count = static_cast<std::int32_t>(std::min<std::size_t>(kQueryPieces, arrivals.size() - first));
-      for (std::int32_t i = 0; i < arguments.count; ++i) {
-        const QueryArrival& a = arrivals[first + static_cast<std::size_t>(i)];
-        arguments.pieces[i] = {.from = a.from, .ring = a.ring, .positions = a.positions, .capacity = a.capacity, .at = a.at, .tokens = a.tokens, .position = a.position};
-      }
-      arguments.heads = layout.heads;
-      arguments.head_bytes = layout.head_bytes;
-      arguments.token_stride = layout.token_stride;
-      arguments.head_stride = layout.head_stride;
+      arguments.count = static_cast<std::int32_t>(std::min<std::size_t>(kQueryArrivals, arrivals.size()));
+      std::copy_n(arrivals.begin(), arguments.count, arguments.arrivals);
+      arguments.layout = layout;
       launch_push_queries(arguments, stream());
     }
   }

@@ -35,7 +35,7 @@ TEST_F(PushQueries, PutEveryTokenAtItsPlace) {
           std::int64_t ring = 0;
           for (std::int32_t p = 0; p < kPieces; ++p) {
             const auto n = static_cast<std::size_t>(p);
-            arguments.pieces[p] = {.from = source.data() + token * token_stride, .ring = rings.data() + ring * kHeads * head, .positions = positions.data() + ring, .capacity = capacities[n],
+            arguments.arrivals[p] = {.from = source.data() + token * token_stride, .ring = rings.data() + ring * kHeads * head, .positions = positions.data() + ring, .capacity = capacities[n],
                                    .at = begins[n], .tokens = tokens[n], .position = 100 * p};
             for (std::int32_t i = 0; i < tokens[n]; ++i) {
               const std::int64_t place = ring + (begins[n] + i) % capacities[n];
@@ -47,10 +47,10 @@ TEST_F(PushQueries, PutEveryTokenAtItsPlace) {
             ring += capacities[n];
           }
           arguments.count = kPieces;
-          arguments.heads = kHeads;
-          arguments.head_bytes = head;
-          arguments.token_stride = token_stride;
-          arguments.head_stride = head_stride;
+          arguments.layout.heads = kHeads;
+          arguments.layout.head_bytes = head;
+          arguments.layout.token_stride = token_stride;
+          arguments.layout.head_stride = head_stride;
           launch_push_queries(arguments, nullptr);
           ASSERT_EQ(rings.download(), want) << element << " bytes, D " << dim << ", gap " << gap;
           ASSERT_EQ(positions.download(), want_positions);

@@ -11,6 +11,7 @@
 
 #include "kvkeep/core/decision.h"
 #include "kvkeep/core/evidence.h"
+#include "kvkeep/core/query_arrival.h"
 
 namespace kvkeep {
 
@@ -19,25 +20,6 @@ struct PageMove;
 
 /// Bytes on a device, aligned to 64, owned. Freed in the order of the stream.
 using DeviceMemory = c10::DataPtr;
-
-/// New queries of one layer of one sequence, at consecutive positions, on their way to its ring.
-struct QueryArrival {
-  const std::byte* from = nullptr;    ///< first token
-  std::byte* ring = nullptr;          ///< [capacity, Hq, D] packed
-  std::int32_t* positions = nullptr;  ///< i32 [capacity]
-  std::int32_t capacity = 0;
-  std::int32_t at = 0;                ///< place of the first token in the ring
-  std::int32_t tokens = 0;            ///< at most capacity
-  std::int32_t position = 0;          ///< logical, of the first token
-};
-
-/// How one token's queries lie.
-struct QueryLayout {
-  std::int32_t heads = 0;
-  std::int64_t head_bytes = 0;
-  std::int64_t token_stride = 0;  ///< bytes, where they come from
-  std::int64_t head_stride = 0;   ///< bytes, where they come from
-};
 
 /// Columns of one row, as an event writes them; null: not there. [length of the row]
 struct ColumnTarget {

@@ -1,0 +1,28 @@
+#pragma once
+/// New queries on their way to a ring on a device. Plain structs that a kernel takes as they are; no LibTorch in here.
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvkeep {
+
+/// Of one layer of one sequence, at consecutive positions.
+struct QueryArrival {
+  const std::byte* from = nullptr;    ///< first token
+  std::byte* ring = nullptr;          ///< [capacity, Hq, D] packed
+  std::int32_t* positions = nullptr;  ///< i32 [capacity]
+  std::int32_t capacity = 0;
+  std::int32_t at = 0;                ///< place of the first token in the ring, below capacity
+  std::int32_t tokens = 0;            ///< at most capacity
+  std::int32_t position = 0;          ///< logical, of the first token
+};
+
+/// How one token's queries lie.
+struct QueryLayout {
+  std::int32_t heads = 0;
+  std::int64_t head_bytes = 0;    ///< D elements
+  std::int64_t token_stride = 0;  ///< bytes, where they come from
+  std::int64_t head_stride = 0;   ///< bytes, where they come from
+};
+
+}  // namespace kvkeep
