@@ -38,8 +38,8 @@ std::int64_t first_visible(const AttentionRow& row, const AttentionShape& shape,
   if (shape.window == 0) return 0;
   const std::int32_t* positions = shape.positions + row.first_token;
   const std::int64_t oldest = positions[i] - shape.window + 1;
-  if (oldest > positions[0]) return row.slots_before + (std::lower_bound(positions, positions + i, oldest) - positions);
-  return std::max<std::int64_t>(0, row.slots_before - (positions[0] - oldest));
+  if (oldest > row.begin) return row.slots_before + (std::lower_bound(positions, positions + i, oldest) - positions);
+  return std::max<std::int64_t>(0, row.slots_before - (row.begin - oldest));
 }
 
 // Calls f(rows, first, count) for the slots [begin, begin + slots), in order, cut where they cease to lie one stride apart; short runs (small pages) are gathered in

@@ -15,6 +15,7 @@ struct AttentionRow {
   std::int64_t first_token = 0;  ///< of the sequence, in the step
   std::int64_t new_tokens = 0;
   std::int64_t slots_before = 0;  ///< in use before the step; token i sits at slot slots_before + i
+  std::int32_t begin = 0;         ///< position where the step begins for the sequence; old slots of a sliding layer hold those just before
   std::int64_t kv_head = 0;
   SlotAddress keys, values;               ///< the row's slots, side by side or by page
   ScalarType key_dtype = kFloat32, value_dtype = kFloat32;

@@ -3,16 +3,20 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
+#include <optional>
 #include <utility>
 
 #include "attention.h"
 #include "kernels.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/row.h"
+#include "narrowing.h"
 #include "op_pass.h"
 #include "step_check.h"
 
@@ -166,8 +170,7 @@ class Decoder::Pass {
         cache_(cache),
         block_table_(block_table),
         options_(options),
-        tokens_(static_cast<std::int64_t>(step.ids.size())),
-        sequences_(static_cast<std::int64_t>(step.rows.size())),
+        present_(step),
         work_(*decoder.workspace_) {}
 
   Tensor run() {
@@ -176,11 +179,11 @@ class Decoder::Pass {
     for (std::int32_t layer = 0; layer < spec_.num_layers(); ++layer) {
       const LayerWeights& weights = weights_.layers[static_cast<std::size_t>(layer)];
       project_and_store(layer, weights);
-      if (options_.on_layer)
-        options_.on_layer(
-            {layer, at::from_blob(work_.queries.data(), {tokens_, spec_.query_heads, spec_.key_dim}, at::TensorOptions(kFloat32))});
+      if (options_.on_layer) options_.on_layer(sight(layer));
       attend(layer);
-      add_product(weights.o, work_.attended.data(), 0, tokens_);
+      if (options_.on_attended) narrow(layer);
+      if (tokens() == 0) break;
+      add_product(weights.o, work_.attended.data(), 0, tokens());
       feed_forward(weights);
     }
     return logits();
@@ -188,11 +191,11 @@ class Decoder::Pass {
 
  private:
   void embed() {
-    float* hidden = sized(work_.hidden, tokens_ * config_.hidden);
-    sized(work_.normed, tokens_ * config_.hidden);
-    sized(work_.projected, tokens_ * config_.hidden);
+    float* hidden = sized(work_.hidden, tokens() * config_.hidden);
+    sized(work_.normed, tokens() * config_.hidden);
+    sized(work_.projected, tokens() * config_.hidden);
     const Rows embedding = rows_of(weights_.embedding);
-    for_tokens(tokens_, config_.hidden, [&](std::int64_t i) {
+    for_tokens(tokens(), config_.hidden, [&](std::int64_t i) {
       widen_row(embedding.from(step_.ids[static_cast<std::size_t>(i)]), config_.hidden, hidden + i * config_.hidden);
     });
   }
@@ -200,28 +203,51 @@ class Decoder::Pass {
   // cos and sin per token, for all layers.
   void turn_tables() {
     const std::int64_t pairs = spec_.rope.rotary_dim() / 2;
-    float* cosines = sized(work_.cosines, tokens_ * pairs);
-    float* sines = sized(work_.sines, tokens_ * pairs);
-    for_tokens(tokens_, pairs * 32, [&](std::int64_t i) {
+    float* cosines = sized(work_.cosines, tokens() * pairs);
+    float* sines = sized(work_.sines, tokens() * pairs);
+    for_tokens(tokens(), pairs * 32, [&](std::int64_t i) {
       rope_at(spec_.rope, step_.positions[static_cast<std::size_t>(i)], cosines + i * pairs, sines + i * pairs);
     });
+  }
+
+  // The queries as they are at the time.
+  LayerSight sight(std::int32_t layer) {
+    const Tensor queries = at::from_blob(work_.queries.data(), {tokens(), spec_.query_heads, spec_.key_dim}, at::TensorOptions(kFloat32));
+    return {.layer = layer, .queries = queries, .indptr = present_.indptr(), .positions = present_.positions()};
+  }
+
+  // What is kept of a token from here on moves to the front: the rows of those that go on lie side by side.
+  void narrow(std::int32_t layer) {
+    std::optional<Onward> onward = detail::who_goes_on(spec_, options_, sight(layer));
+    if (!onward) return;
+    const std::int64_t pairs = spec_.rope.rotary_dim() / 2;
+    const auto keep_rows = [&](std::vector<float>& rows, std::int64_t width) {
+      for (std::size_t i = 0; i < onward->tokens.size(); ++i)
+        if (onward->tokens[i] != static_cast<std::int64_t>(i))
+          std::copy_n(rows.data() + onward->tokens[i] * width, width, rows.data() + static_cast<std::int64_t>(i) * width);
+    };
+    keep_rows(work_.hidden, config_.hidden);
+    keep_rows(work_.attended, std::int64_t{spec_.query_heads} * spec_.value_dim);
+    keep_rows(work_.cosines, pairs);
+    keep_rows(work_.sines, pairs);
+    present_.narrow(*std::move(onward));
   }
 
   void normalise(const Tensor& weight) {
     const float* scale = weight.const_data_ptr<float>();
     const std::int64_t n = config_.hidden;
-    for_tokens(tokens_, n,
+    for_tokens(tokens(), n,
                [&](std::int64_t i) { detail::rms_norm(work_.hidden.data() + i * n, scale, epsilon(), n, work_.normed.data() + i * n); });
   }
 
   // Queries stay before RoPE (a hook may want them so); keys are rotated and stored with the values behind the slots in use.
   void project_and_store(std::int32_t layer, const LayerWeights& weights) {
     const std::int64_t heads = spec_.query_heads, kv_heads = spec_.kv_heads, dim = spec_.key_dim;
-    float* queries = sized(work_.queries, tokens_ * heads * dim);
-    float* keys = sized(work_.keys, tokens_ * kv_heads * dim);
-    float* values = sized(work_.values, tokens_ * kv_heads * spec_.value_dim);
+    float* queries = sized(work_.queries, tokens() * heads * dim);
+    float* keys = sized(work_.keys, tokens() * kv_heads * dim);
+    float* values = sized(work_.values, tokens() * kv_heads * spec_.value_dim);
     normalise(weights.input_norm);
-    multiply({{&weights.q, queries}, {&weights.k, keys}, {&weights.v, values}}, work_.normed.data(), tokens_);
+    multiply({{&weights.q, queries}, {&weights.k, keys}, {&weights.v, values}}, work_.normed.data(), tokens());
     if (config_.qk_norm) {
       normalise_heads(weights.q_norm, queries, heads);
       normalise_heads(weights.k_norm, keys, kv_heads);
@@ -233,7 +259,7 @@ class Decoder::Pass {
   void normalise_heads(const Tensor& weight, float* vectors, std::int64_t heads) {
     const float* scale = weight.const_data_ptr<float>();
     const std::int64_t dim = spec_.key_dim;
-    for_tokens(tokens_, heads * dim, [&](std::int64_t i) {
+    for_tokens(tokens(), heads * dim, [&](std::int64_t i) {
       for (std::int64_t h = 0; h < heads; ++h)
         detail::rms_norm(vectors + (i * heads + h) * dim, scale, epsilon(), dim, vectors + (i * heads + h) * dim);
     });
@@ -241,7 +267,7 @@ class Decoder::Pass {
 
   void rotate(float* vectors, std::int64_t heads) {
     const std::int64_t pairs = spec_.rope.rotary_dim() / 2, dim = spec_.key_dim;
-    for_tokens(tokens_, heads * dim, [&](std::int64_t i) {
+    for_tokens(tokens(), heads * dim, [&](std::int64_t i) {
       for (std::int64_t h = 0; h < heads; ++h)
         rope_rotate(spec_.rope.style, pairs, work_.cosines.data() + i * pairs, work_.sines.data() + i * pairs,
                     vectors + (i * heads + h) * dim);
@@ -249,7 +275,7 @@ class Decoder::Pass {
   }
 
   void store(std::int32_t layer, const float* keys, const float* values) {
-    for (std::int32_t s = 0; s < sequences_; ++s) {
+    for (std::int32_t s = 0; s < sequences(); ++s) {
       const std::int64_t first = first_token(s), count = first_token(s + 1) - first;
       for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
         const Sides row = sides_of(layer, s, h);
@@ -264,12 +290,13 @@ class Decoder::Pass {
 
   void attend(std::int32_t layer) {
     work_.rows.clear();
-    for (std::int32_t s = 0; s < sequences_; ++s)
+    for (std::int32_t s = 0; s < sequences(); ++s)
       for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
         const Sides row = sides_of(layer, s, h);
         work_.rows.push_back({.first_token = first_token(s),
                               .new_tokens = first_token(s + 1) - first_token(s),
                               .slots_before = step_.lengths.at(layer, s, h),
+                              .begin = present_.begin(s),
                               .kv_head = h,
                               .keys = row.keys,
                               .values = row.values,
@@ -284,9 +311,9 @@ class Decoder::Pass {
                                        .value_dim = spec_.value_dim,
                                        .scale = static_cast<float>(spec_.scale()),
                                        .window = kind.kind == LayerKind::sliding ? kind.window : 0,
-                                       .positions = step_.positions.data()};
+                                       .positions = present_.positions().data()};
     rotate(work_.queries.data(), spec_.query_heads);
-    detail::attend(work_.rows, shape, work_.queries.data(), sized(work_.attended, tokens_ * spec_.query_heads * spec_.value_dim));
+    detail::attend(work_.rows, shape, work_.queries.data(), sized(work_.attended, tokens() * spec_.query_heads * spec_.value_dim));
   }
 
   // hidden[first..last) += map(x), x [last - first, in]
@@ -303,12 +330,12 @@ class Decoder::Pass {
   // A long prompt goes through in blocks, so that its inner activations stay small.
   void feed_forward(const LayerWeights& weights) {
     constexpr std::int64_t kBlock = 256;
-    const std::int64_t inner = config_.intermediate, block = std::min(kBlock, tokens_);
+    const std::int64_t inner = config_.intermediate, block = std::min(kBlock, tokens());
     float* gate = sized(work_.gate, block * inner);
     float* up = sized(work_.up, block * inner);
     normalise(weights.mlp_norm);
-    for (std::int64_t first = 0; first < tokens_; first += kBlock) {
-      const std::int64_t last = std::min(first + kBlock, tokens_);
+    for (std::int64_t first = 0; first < tokens(); first += kBlock) {
+      const std::int64_t last = std::min(first + kBlock, tokens());
       multiply({{&weights.gate, gate}, {&weights.up, up}}, work_.normed.data() + first * config_.hidden, last - first);
       for_tokens(last - first, inner * 8, [&](std::int64_t i) { detail::silu_times(gate + i * inner, up + i * inner, inner); });
       add_product(weights.down, gate, first, last);
@@ -318,20 +345,26 @@ class Decoder::Pass {
   Tensor logits() {
     if (options_.logits == Logits::none) return at::empty({0, config_.vocab}, at::TensorOptions(kFloat32));
     const bool all = options_.logits == Logits::all;
-    const std::int64_t count = all ? tokens_ : sequences_, n = config_.hidden;
+    const std::vector<std::int32_t> still = present_.still();
+    const std::int64_t count = all ? tokens() : static_cast<std::int64_t>(still.size()), n = config_.hidden;
     for (std::int64_t i = 0; i < count; ++i) {
-      const std::int64_t token = all ? i : first_token(static_cast<std::int32_t>(i) + 1) - 1;
+      const std::int64_t token = all ? i : first_token(still[static_cast<std::size_t>(i)] + 1) - 1;
       detail::rms_norm(work_.hidden.data() + token * n, weights_.final_norm.const_data_ptr<float>(), epsilon(), n,
                        work_.normed.data() + i * n);
     }
     Tensor result = at::empty({count, config_.vocab}, at::TensorOptions(kFloat32));
     const Linear output{weights_.output, {}};
-    multiply({{&output, result.mutable_data_ptr<float>()}}, work_.normed.data(), count);
-    return result;
+    if (count > 0) multiply({{&output, result.mutable_data_ptr<float>()}}, work_.normed.data(), count);
+    if (all || count == sequences()) return result;
+    Tensor rows = at::full({sequences(), config_.vocab}, std::numeric_limits<float>::quiet_NaN(), at::TensorOptions(kFloat32));
+    for (std::int64_t i = 0; i < count; ++i) rows[still[static_cast<std::size_t>(i)]].copy_(result[i]);
+    return rows;
   }
 
+  [[nodiscard]] std::int64_t tokens() const { return present_.tokens(); }
+  [[nodiscard]] std::int64_t sequences() const { return present_.sequences(); }
   [[nodiscard]] float epsilon() const { return static_cast<float>(config_.rms_eps); }
-  [[nodiscard]] std::int64_t first_token(std::int32_t sequence) const { return step_.indptr[static_cast<std::size_t>(sequence)]; }
+  [[nodiscard]] std::int64_t first_token(std::int32_t sequence) const { return present_.first_token(sequence); }
   // One row of the cache: where its slots lie.
   struct Sides {
     SlotAddress keys, values;
@@ -360,7 +393,7 @@ class Decoder::Pass {
   std::span<const LayerKv> cache_;
   const Tensor& block_table_;
   const StepOptions& options_;
-  std::int64_t tokens_, sequences_;
+  detail::Present present_;
   Workspace& work_;
 };
 

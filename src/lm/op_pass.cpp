@@ -7,6 +7,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/index.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/rms_norm.h>
@@ -19,9 +20,11 @@
 #include <bit>
 #include <limits>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "kvkeep/core/rope.h"
+#include "narrowing.h"
 
 namespace kvkeep::lm::detail {
 namespace {
@@ -69,8 +72,7 @@ class OpPass {
         cache_(cache),
         options_(options),
         device_(weights.embedding.device()),
-        tokens_(static_cast<std::int64_t>(step.ids.size())),
-        sequences_(static_cast<std::int64_t>(step.rows.size())) {
+        present_(step) {
     if (const auto* pages = std::get_if<PagedKv>(&cache.front())) page_size_ = pages->keys.size(pages->layout == PageLayout::slot_head ? 1 : 2);
     gather_numbers(block_table);
   }
@@ -80,16 +82,20 @@ class OpPass {
     for (std::int32_t layer = 0; layer < spec_.num_layers(); ++layer) {
       const LayerWeights& weights = weights_.layers[static_cast<std::size_t>(layer)];
       const Tensor normed = normalised(hidden, weights.input_norm);
-      Tensor queries = product(weights.q, normed).view({tokens_, spec_.query_heads, spec_.key_dim});
-      Tensor keys = product(weights.k, normed).view({tokens_, spec_.kv_heads, spec_.key_dim});
-      const Tensor values = product(weights.v, normed).view({tokens_, spec_.kv_heads, spec_.value_dim});
+      Tensor queries = product(weights.q, normed).view({tokens(), spec_.query_heads, spec_.key_dim});
+      Tensor keys = product(weights.k, normed).view({tokens(), spec_.kv_heads, spec_.key_dim});
+      const Tensor values = product(weights.v, normed).view({tokens(), spec_.kv_heads, spec_.value_dim});
       if (config_.qk_norm) {
         queries = normalised(queries, weights.q_norm);
         keys = normalised(keys, weights.k_norm);
       }
       store(layer, rotated(keys), values);
-      if (options_.on_layer) options_.on_layer({layer, queries});
-      hidden.add_(product(weights.o, attend(layer, rotated(queries) * spec_.scale())));
+      if (options_.on_layer) options_.on_layer(sight(layer, queries));
+      queries = rotated(queries);
+      Tensor attended = attend(layer, queries * spec_.scale());
+      if (options_.on_attended) narrow(layer, queries, hidden, attended);
+      if (tokens() == 0) break;
+      hidden.add_(product(weights.o, attended));
       const Tensor inner = normalised(hidden, weights.mlp_norm);
       hidden.add_(product(weights.down, at::silu(product(weights.gate, inner)).mul_(product(weights.up, inner))));
     }
@@ -111,34 +117,34 @@ class OpPass {
     }
     return found;
   }
-  [[nodiscard]] std::int64_t first_token(std::int64_t sequence) const { return step_.indptr[static_cast<std::size_t>(sequence)]; }
-  [[nodiscard]] std::int64_t added(std::int64_t sequence) const { return first_token(sequence + 1) - first_token(sequence); }
+  [[nodiscard]] std::int64_t tokens() const { return present_.tokens(); }
+  [[nodiscard]] std::int64_t sequences() const { return present_.sequences(); }
+  [[nodiscard]] std::int64_t first_token(std::int64_t sequence) const { return present_.first_token(sequence); }
+  [[nodiscard]] std::int64_t added(std::int64_t sequence) const { return present_.tokens_of(sequence); }
+  [[nodiscard]] LayerSight sight(std::int32_t layer, const Tensor& queries) const {
+    return {.layer = layer, .queries = queries, .indptr = present_.indptr(), .positions = present_.positions()};
+  }
 
   void gather_numbers(const Tensor& block_table) {
-    std::vector<std::int64_t> owner;  // of each token
-    for (std::int64_t s = 0; s < sequences_; ++s) owner.insert(owner.end(), static_cast<std::size_t>(added(s)), s);
-    const auto owner_of = [&](std::int64_t token) { return owner[static_cast<std::size_t>(token)]; };
+    const std::vector<std::int64_t> owners = owners_of_tokens();
+    const auto owner_of = [&](std::int64_t token) { return owners[static_cast<std::size_t>(token)]; };
     const auto place_of = [&](std::int64_t sequence) { return step_.rows[static_cast<std::size_t>(sequence)]; };
-    numbers_.add(ids_, {tokens_}, [&](std::int64_t i) { return step_.ids[static_cast<std::size_t>(i)]; });
-    numbers_.add(owners_, {tokens_}, owner_of);
-    numbers_.add(ordinals_, {tokens_, 1}, [&](std::int64_t i) { return i - first_token(owner_of(i)); });
-    numbers_.add(last_, {sequences_}, [&](std::int64_t s) { return first_token(s + 1) - 1; });
+    numbers_.add(ids_, {tokens()}, [&](std::int64_t i) { return step_.ids[static_cast<std::size_t>(i)]; });
+    numbers_.add(owners_, {tokens()}, owner_of);
+    add_numbers_in_order(numbers_, 0);
     numbers_.add(heads_, {1, spec_.kv_heads}, [](std::int64_t h) { return h; });
     lengths_.resize(spec_.layers.size());
-    offsets_.resize(spec_.layers.size());
     for (std::int32_t layer = 0; layer < spec_.num_layers(); ++layer) {
-      for (std::int32_t s = 0; s < sequences_; ++s) slots_ = std::max(slots_, extent(layer, s).longest + added(s));
-      numbers_.add(lengths_[static_cast<std::size_t>(layer)], {sequences_, spec_.kv_heads}, [&](std::int64_t i) {
+      for (std::int32_t s = 0; s < sequences(); ++s) slots_ = std::max(slots_, extent(layer, s).longest + added(s));
+      numbers_.add(lengths_[static_cast<std::size_t>(layer)], {sequences(), spec_.kv_heads}, [&](std::int64_t i) {
         return step_.lengths.at(layer, static_cast<std::int32_t>(i / spec_.kv_heads), static_cast<std::int32_t>(i % spec_.kv_heads));
       });
-      if (window(layer) > 0)
-        numbers_.add(offsets_[static_cast<std::size_t>(layer)], {tokens_, 1}, [&](std::int64_t i) { return first_seen(layer, owner_of(i), i - first_token(owner_of(i))); });
     }
     if (page_size_ == 0) {
-      numbers_.add(places_, {tokens_, 1}, [&](std::int64_t i) { return place_of(owner_of(i)); });
+      numbers_.add(places_, {tokens(), 1}, [&](std::int64_t i) { return place_of(owner_of(i)); });
     } else {
       const std::int64_t pages = (slots_ + page_size_ - 1) / page_size_;  // of the longest row; shorter ones are filled up, and what fills them is never looked up
-      numbers_.add(pages_, {sequences_, pages}, [&](std::int64_t i) -> std::int64_t {
+      numbers_.add(pages_, {sequences(), pages}, [&](std::int64_t i) -> std::int64_t {
         const std::int64_t s = i / pages, page = i % pages;
         if (page >= block_table.size(1)) return 0;
         return block_table.const_data_ptr<std::int32_t>()[place_of(s) * block_table.stride(0) + page];
@@ -147,13 +153,52 @@ class OpPass {
     // cos and sin, in double on the host, travel as one 64-bit number.
     const std::vector<double>& inv_freq = spec_.rope.inv_freq;
     const auto pairs = static_cast<std::int64_t>(inv_freq.size());
-    numbers_.add(turns_, {tokens_, pairs}, [&](std::int64_t i) {
+    numbers_.add(turns_, {tokens(), pairs}, [&](std::int64_t i) {
       const RopeTurn turn = rope_turn(step_.positions[static_cast<std::size_t>(i / pairs)], inv_freq[static_cast<std::size_t>(i % pairs)], spec_.rope.attention_scaling);
       return std::bit_cast<std::int64_t>(std::array{turn.cosine, turn.sine});
     });
     numbers_.send(device_);
-    turns_ = turns_.view(kFloat32).view({tokens_, 1, pairs, 2});
+    turns_ = turns_.view(kFloat32).view({tokens(), 1, pairs, 2});
     every_slot_ = at::arange(slots_, at::TensorOptions(kIndex).device(device_));
+  }
+
+  [[nodiscard]] std::vector<std::int64_t> owners_of_tokens() const {
+    std::vector<std::int64_t> owners;
+    for (std::int64_t s = 0; s < sequences(); ++s) owners.insert(owners.end(), static_cast<std::size_t>(added(s)), s);
+    return owners;
+  }
+
+  // What depends on how the tokens present stand beside each other, for the layers from `first_layer` on.
+  void add_numbers_in_order(Parcel& numbers, std::int32_t first_layer) {
+    const std::vector<std::int64_t> owners = owners_of_tokens();
+    const auto ordinal = [&](std::int64_t token) { return token - first_token(owners[static_cast<std::size_t>(token)]); };
+    const std::vector<std::int32_t> still = present_.still();
+    const auto sequences_still = static_cast<std::int64_t>(still.size());
+    numbers.add(ordinals_, {tokens(), 1}, ordinal);
+    numbers.add(still_, {sequences_still}, [&](std::int64_t i) { return still[static_cast<std::size_t>(i)]; });
+    numbers.add(last_, {sequences_still}, [&](std::int64_t i) { return first_token(still[static_cast<std::size_t>(i)] + 1) - 1; });
+    offsets_.resize(spec_.layers.size());
+    for (std::int32_t layer = first_layer; layer < spec_.num_layers(); ++layer)
+      if (window(layer) > 0)
+        numbers.add(offsets_[static_cast<std::size_t>(layer)], {tokens(), 1},
+                    [&](std::int64_t i) { return first_seen(layer, owners[static_cast<std::size_t>(i)], ordinal(i)); });
+  }
+
+  // The hook answers on the host: one more parcel, and the rows of those that go on are gathered.
+  void narrow(std::int32_t layer, const Tensor& queries, Tensor& hidden, Tensor& attended) {
+    std::optional<Onward> onward = who_goes_on(spec_, options_, sight(layer, queries));
+    if (!onward) return;
+    Parcel numbers;
+    Tensor kept;
+    numbers.add(kept, {static_cast<std::int64_t>(onward->tokens.size())}, [&](std::int64_t i) { return onward->tokens[static_cast<std::size_t>(i)]; });
+    present_.narrow(*std::move(onward));
+    if (tokens() == 0) return;
+    add_numbers_in_order(numbers, layer + 1);
+    numbers.send(device_);
+    for (Tensor* rows : {&hidden, &attended, &owners_, &turns_}) *rows = rows->index_select(0, kept);
+    if (page_size_ == 0) places_ = places_.index_select(0, kept);
+    new_slots_ = Tensor();
+    narrowed_ = std::move(numbers);
   }
 
   [[nodiscard]] std::int64_t window(std::int32_t layer) const {
@@ -164,9 +209,9 @@ class OpPass {
   // The first slot that token i of a sequence sees in a sliding layer, counted from the sequence's first new token: below 0 for old slots, which hold the positions just
   // before the step.
   [[nodiscard]] std::int64_t first_seen(std::int32_t layer, std::int64_t sequence, std::int64_t i) const {
-    const std::int32_t* positions = step_.positions.data() + first_token(sequence);
-    const std::int64_t oldest = positions[i] - window(layer) + 1;
-    return oldest > positions[0] ? std::lower_bound(positions, positions + i, oldest) - positions : oldest - positions[0];
+    const std::int32_t* positions = present_.positions().data() + first_token(sequence);
+    const std::int64_t oldest = positions[i] - window(layer) + 1, begin = present_.begin(sequence);
+    return oldest > begin ? std::lower_bound(positions, positions + i, oldest) - positions : oldest - begin;
   }
 
   // ---- Products, norms, rotations
@@ -193,7 +238,7 @@ class OpPass {
 
   // keys and values [n, Hkv, D] behind each row's slots in use.
   void store(std::int32_t layer, const Tensor& keys, const Tensor& values) {
-    if (layer == 0 || step_.lengths.layer_stride != 0) {
+    if (!new_slots_.defined() || step_.lengths.layer_stride != 0) {
       new_slots_ = lengths_[static_cast<std::size_t>(layer)].index_select(0, owners_) + ordinals_;
       if (page_size_ > 0) {
         new_pages_ = at::index(pages_, Index({owners_.unsqueeze(1), new_slots_.div(page_size_, "floor")}));
@@ -224,7 +269,7 @@ class OpPass {
   // [n, Hq * Dv] from queries [n, Hq, D], rotated and scaled.
   [[nodiscard]] Tensor attend(std::int32_t layer, const Tensor& queries) const {
     std::vector<Tensor> parts;
-    for (std::int32_t s = 0; s < sequences_; ++s) attend_sequence(layer, s, queries.narrow(0, first_token(s), added(s)), parts);
+    for (const std::int32_t s : present_.still()) attend_sequence(layer, s, queries.narrow(0, first_token(s), added(s)), parts);
     return at::cat(parts);
   }
 
@@ -270,8 +315,11 @@ class OpPass {
 
   [[nodiscard]] Tensor logits(const Tensor& hidden) const {
     if (options_.logits == Logits::none) return at::empty({0, config_.vocab}, hidden.options());
-    const Tensor asked = options_.logits == Logits::all ? hidden : hidden.index_select(0, last_);
-    return product({weights_.output, {}}, normalised(asked, weights_.final_norm));
+    const auto of = [&](const Tensor& asked) { return product({weights_.output, {}}, normalised(asked, weights_.final_norm)); };
+    if (options_.logits == Logits::all) return of(hidden);
+    if (still_.size(0) == sequences() && tokens() > 0) return of(hidden.index_select(0, last_));
+    Tensor rows = at::full({sequences(), config_.vocab}, std::numeric_limits<float>::quiet_NaN(), hidden.options());
+    return tokens() > 0 ? rows.index_copy_(0, still_, of(hidden.index_select(0, last_))) : rows;
   }
 
   const LmConfig& config_;
@@ -281,12 +329,13 @@ class OpPass {
   std::span<const LayerKv> cache_;
   const StepOptions& options_;
   Device device_;
-  std::int64_t tokens_, sequences_;
+  Present present_;
   std::int64_t page_size_ = 0;  // 0: dense
   std::int64_t slots_ = 0;      // of the longest row, with what it gets
 
-  Parcel numbers_;                  // holds what follows where the device is the CPU
-  Tensor ids_, owners_, last_;      // i64 [n], its sequence [n], [sequences]
+  Parcel numbers_, narrowed_;       // hold what follows where the device is the CPU
+  Tensor ids_, owners_;             // i64 [n], its sequence [n]
+  Tensor still_, last_;             // i64 [sequences that have not left] which they are, their last token
   Tensor ordinals_, places_;        // i64 [n, 1] place of a token among its sequence's, of its sequence in a dense cache
   Tensor heads_, pages_;            // i64 [1, Hkv] 0, 1, ...; [sequences, pages]
   std::vector<Tensor> lengths_;     // i64 [layers] [sequences, Hkv]

@@ -172,7 +172,54 @@ void check_mask(const ModelSpec& spec, Device device, std::span<const LayerKv> c
   }
 }
 
+// Later steps take it that a sliding layer's slots hold consecutive positions up to them (Decoder), so what its window reaches must go on.
+void check_windows(const ModelSpec& spec, const LayerSight& sight, const Onward& onward, std::size_t s) {
+  const auto begin = static_cast<std::size_t>(sight.indptr[s]), end = static_cast<std::size_t>(sight.indptr[s + 1]);
+  const std::size_t gone = end - begin - static_cast<std::size_t>(onward.indptr[s + 1] - onward.indptr[s]);
+  if (gone == 0 || gone == end - begin) return;
+  for (std::int32_t l = sight.layer + 1; l < spec.num_layers(); ++l) {
+    const LayerSpec& kind = spec.layers[static_cast<std::size_t>(l)];
+    if (kind.kind != LayerKind::sliding) continue;
+    // Newest first, so long as the two lists agree.
+    for (std::size_t back = 1; back <= end - begin && sight.positions[end - back] > sight.positions[end - 1] - kind.window + 1; ++back) {
+      const std::int64_t place = onward.indptr[s + 1] - static_cast<std::int64_t>(back);
+      require(place >= onward.indptr[s] && onward.tokens[static_cast<std::size_t>(place)] == static_cast<std::int64_t>(end - back), "decoder step: behind layer ",
+              sight.layer, ", position ", sight.positions[end - back], " of sequence ", s, " does not go on; allowed with its newest ", kind.window - 1,
+              " positions, which layer ", l, " slides over");
+    }
+  }
+}
+
 }  // namespace
+
+void check_onward(const ModelSpec& spec, Logits logits, const LayerSight& sight, const Onward& onward) {
+  const std::size_t sequences = sight.indptr.size() - 1;
+  const auto tokens = static_cast<std::int64_t>(onward.tokens.size());
+  require(onward.indptr.size() == sequences + 1, "decoder step: behind layer ", sight.layer, " indptr has ", onward.indptr.size(), " entries for ", sequences,
+          " sequences; allowed ", sequences + 1);
+  require(onward.indptr.front() == 0 && onward.indptr.back() == tokens, "decoder step: behind layer ", sight.layer, " indptr runs from ", onward.indptr.front(), " to ",
+          onward.indptr.back(), "; allowed 0 to the number of tokens that go on, ", tokens);
+  for (std::size_t s = 0; s < sequences; ++s)
+    require(onward.indptr[s] <= onward.indptr[s + 1], "decoder step: behind layer ", sight.layer, " indptr falls from ", onward.indptr[s], " to ", onward.indptr[s + 1],
+            " at sequence ", s, "; allowed ascending numbers");
+  for (std::size_t s = 0; s < sequences; ++s) {
+    const std::int32_t begin = sight.indptr[s], end = sight.indptr[s + 1];
+    std::int32_t before = -1;
+    for (auto i = static_cast<std::size_t>(onward.indptr[s]); i < static_cast<std::size_t>(onward.indptr[s + 1]); ++i) {
+      const std::int32_t token = onward.tokens[i];
+      require(begin < end, "decoder step: behind layer ", sight.layer, " token ", token, " goes on for sequence ", s, "; allowed none: it has left the step");
+      require(token >= begin && token < end, "decoder step: behind layer ", sight.layer, " token ", token, " goes on for sequence ", s, "; allowed its own, ", begin,
+              " to ", end - 1);
+      require(token > before, "decoder step: behind layer ", sight.layer, " tokens of sequence ", s, " do not ascend: ", before, " before ", token);
+      before = token;
+    }
+    require(before == -1 || before == end - 1, "decoder step: behind layer ", sight.layer, " sequence ", s, " goes on without its last token, ", end - 1,
+            "; allowed with it, or with none");
+    check_windows(spec, sight, onward, s);
+  }
+  require(logits != Logits::all || tokens == static_cast<std::int64_t>(sight.positions.size()), "decoder step: behind layer ", sight.layer, " ", tokens, " of ",
+          sight.positions.size(), " tokens go on, so the others have no logits; allowed Logits::last or none");
+}
 
 void check_step(const LmConfig& config, Device device, const Step& step, std::span<const LayerKv> cache, const Tensor& block_table, const StepOptions& options) {
   check_tokens(config, step);

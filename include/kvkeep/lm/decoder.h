@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -50,21 +51,43 @@ struct Step {
   SlotCounts lengths;                       ///< slots in use before the step; the new tokens go right behind them
 };
 
-/// What a hook sees once per layer: K and V of the step's tokens are in the cache, attention has not run yet.
+/// What a hook sees once per layer.
 struct LayerSight {
   std::int32_t layer = 0;
-  Tensor queries;  ///< f32 [n_tokens, Hq, D] before RoPE (after bias and query norm), where the weights are; valid during the call only
+  /// f32 [n_tokens, Hq, D] of the tokens present in this layer, where the weights are; valid during the call only. on_layer: before RoPE (after bias and query norm);
+  /// on_attended: after RoPE.
+  Tensor queries;
+  std::span<const std::int32_t> indptr = {};     ///< [n_sequences + 1] tokens present, by sequence of the step; a sequence that has left has none
+  std::span<const std::int32_t> positions = {};  ///< [n_tokens] logical, of the tokens present
+};
+
+/// Tokens of a step that go on to the layers behind one.
+struct Onward {
+  std::vector<std::int32_t> tokens;  ///< places among the tokens present in that layer, ascending
+  std::vector<std::int32_t> indptr;  ///< [n_sequences + 1] of them; a sequence may go on with none: it leaves the step, and its logits are NaN
 };
 
 enum class Logits : std::uint8_t { last, all, none };
 
 struct StepOptions {
   Logits logits = Logits::last;
-  std::function<void(const LayerSight&)> on_layer = {};  ///< called in layer order
+  /// Called in layer order: K and V of the tokens present are in the cache, attention has not run yet.
+  std::function<void(const LayerSight&)> on_layer = {};
   /// Which slots attention may see: one tensor u8 [B, Hkv, capacity] per layer, 0 hides the slot; in pages, B rows of the block table with max_pages * page_size
   /// slots; where the weights are. Empty: all slots in use.
   /// The step's own tokens are always visible (to themselves and to later ones). For checks of a cut cache against a masked one.
   std::span<const Tensor> visible = {};
+  /// Called in layer order once attention has run over the keys and values of all tokens present. From here on the step reads neither this layer's cache nor its
+  /// `step.lengths` any more: the hook may cut both. Says who goes on; nothing: all do.
+  /// Tokens that go on keep their positions. In the layers behind they stand at the slots right behind step.lengths of that layer, in their order; room for all tokens
+  /// of the step is needed there all the same. When nobody is left the layers behind do not run.
+  /// The others leave before this layer's output projection and MLP. Both work row by row, so who goes on gets the same bits as with the published order, where they leave
+  /// behind the MLP (Source: ASL), and this layer's MLP costs what the layers behind cost.
+  /// The answer is host data; on a device it costs one upload.
+  /// Throws: InvalidArgument, naming layer and sequence, for tokens that do not ascend or are not the sequence's own, a sequence that goes on without its last token (a
+  /// sequence may leave with none), an indptr that does not fit, tokens missing that the window of a sliding layer behind reaches from the last one (its slots must hold consecutive
+  /// positions), and fewer tokens than before with Logits::all. Layers behind are as before then.
+  std::function<std::optional<Onward>(const LayerSight&)> on_attended = {};
 };
 
 /// By what a step is computed.
@@ -77,7 +100,7 @@ enum class Path : std::uint8_t {
 ///
 /// On the CPU every output number is one sum in an order fixed by the model's shape and the slots seen, so logits, keys, values and queries of a
 /// sequence are the same bit for bit whatever else the step holds, however its prompt is cut into steps, whether its cache is dense or in
-/// pages of any size, and for any number of threads.
+/// pages of any size, and for any number of threads. That holds too where tokens stay behind (StepOptions::on_attended), each sequence at layers of its own.
 /// (On one machine: the order depends on the vector width.)
 /// Elsewhere LibTorch's operators choose the order of sums: the same numbers within rounding. Matrices are widened to f32 for each product there. Products are as exact as
 /// LibTorch's switches say (full f32 unless the program allows TF32).
@@ -119,6 +142,7 @@ class Decoder {
 
   /// Runs the model on the step's tokens and appends their K and V behind `step.lengths` in every layer.
   /// Returns f32 [n_sequences, vocab] (the last token of each), [n_tokens, vocab] for Logits::all, an empty tensor for Logits::none; where the weights are.
+  /// Rows of sequences that left the step on the way (Onward) are NaN.
   /// Throws: InvalidArgument before anything is written for an id outside the vocabulary, a sequence without tokens, positions that do
   /// not ascend, a row outside the cache or given twice, a cache that is full, has another shape or dtype or lies on another device than the weights.
   /// Cost: one pass over the weights for every few tokens; attention memory is bounded by a few MB per thread. By operators: one pass over the weights, which
