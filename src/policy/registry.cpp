@@ -538,7 +538,7 @@ std::vector<PolicyInfo> policies() {
   for (const PrefillEntry& entry : prefill_policies()) {
     Fields lister = Fields::lister();
     static_cast<void>(entry.describe(lister));
-    PolicyInfo info{entry.name, entry.what, entry.source, lister.listed(), {}, {}, entry.needs};
+    PolicyInfo info{entry.name, entry.what, entry.source, lister.listed(), {}, {}, entry.needs, true};
     info.options.push_back({"decode", "full", "a policy object; behind a +: asl,budget=2048+ams-tova,budget=1024", "the policy that decides once the prompt has ended; any but those that act on prompts themselves"});
     all.push_back(std::move(info));
   }
@@ -570,19 +570,11 @@ std::unique_ptr<KVPolicy> make_policy_from_json(std::string_view text, const std
 
 namespace {
 
-/// Where "prefill+decode" is divided: at a + before a name. npos: nowhere (1e+5 is a number).
-std::size_t second_policy(std::string_view text) {
-  for (std::size_t at = text.find('+'); at != std::string_view::npos; at = text.find('+', at + 1))
-    if (at + 1 < text.size() && std::isalpha(static_cast<unsigned char>(text[at + 1])) != 0) return at;
-  return std::string_view::npos;
-}
-
 json object_of(std::string_view text) {
-  const std::size_t second = second_policy(text);
-  if (second != std::string_view::npos) {
-    json object = object_of(text.substr(0, second));
+  if (const std::string_view first = prefill_part(text); first.size() < text.size()) {
+    json object = object_of(first);
     require(!object.contains("decode"), "policy: decode is given twice, as an option and behind a +; allowed once");
-    object["decode"] = object_of(text.substr(second + 1));
+    object["decode"] = object_of(text.substr(first.size() + 1));
     return object;
   }
   const std::size_t comma = text.find(',');
@@ -606,6 +598,12 @@ json object_of(std::string_view text) {
 }
 
 }  // namespace
+
+std::string_view prefill_part(std::string_view text) {
+  for (std::size_t at = text.find('+'); at != std::string_view::npos; at = text.find('+', at + 1))
+    if (at + 1 < text.size() && std::isalpha(static_cast<unsigned char>(text[at + 1])) != 0) return text.substr(0, at);  // 1e+5 is a number
+  return text;
+}
 
 std::unique_ptr<KVPolicy> make_policy(std::string_view text) { return from_object(object_of(text)); }
 
