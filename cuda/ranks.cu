@@ -50,18 +50,10 @@ __device__ void place_digits(const BlockTeam& team, std::uint32_t* counters) {
   team.sync();
 }
 
-/// One pass of a stable sort of n entries: read(i) gives the i-th, write(i, entry) puts it to its place by the digit at `shift`. Each warp has a run of neighbours.
-template <class Read, class Write>
-__device__ void sort_by_digit(const BlockTeam& team, std::uint32_t* counters, std::int32_t n, int shift, const Read& read, const Write& write) {
-  const std::int32_t lane = team.rank() % 32, warp = team.rank() / 32;
-  const std::int32_t run = (n + team.size() - 1) / team.size() * 32, begin = warp * run, end = begin + run < n ? begin + run : n;
-  std::uint32_t* own = counters + warp * kDigitCount;
-  const auto digit_of = [shift](std::uint64_t entry) { return static_cast<std::uint32_t>(entry >> shift) & (kDigitCount - 1U); };
-  for (std::int32_t d = lane; d < kDigitCount; d += 32) own[d] = 0;
-  __syncwarp(kWholeWarp);
-  for (std::int32_t t = begin + lane; t < end; t += 32) atomicAdd(&own[digit_of(read(t))], 1U);
-  team.sync();
-  place_digits(team, counters);
+/// Calls step(there, entry) for a warp's run of entries, 32 neighbours at a time, one a lane; the entry of a lane whose `there` is false is nobody's.
+template <class Read, class Step>
+__device__ void each_entry(std::int32_t begin, std::int32_t end, const Read& read, const Step& step) {
+  const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
   for (std::int32_t first = begin; first < end; first += 32 * kAhead) {
     std::uint64_t held[kAhead];
 #pragma unroll
@@ -72,20 +64,38 @@ __device__ void sort_by_digit(const BlockTeam& team, std::uint32_t* counters, st
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
       if (first + 32 * j >= end) break;  // for the whole warp
-      const bool there = first + 32 * j + lane < end;
-      const std::uint32_t digit = digit_of(held[j]);
-      const unsigned peers = peers_of(digit, there);
-      const std::int32_t before = __popc(peers & ((1U << lane) - 1U)), leader = there ? __ffs(static_cast<int>(peers)) - 1 : lane;
-      std::uint32_t place = 0;
-      if (there && lane == leader) {
-        place = own[digit];
-        own[digit] = place + static_cast<std::uint32_t>(__popc(peers));
-      }
-      place = __shfl_sync(kWholeWarp, place, leader);
-      __syncwarp(kWholeWarp);
-      if (there) write(static_cast<std::int32_t>(place) + before, held[j]);
+      step(first + 32 * j + lane < end, held[j]);
     }
   }
+}
+
+/// One pass of a stable sort of n entries: read(i) gives the i-th, write(i, entry) puts it to its place by the digit at `shift`. Each warp has a run of neighbours.
+template <class Read, class Write>
+__device__ void sort_by_digit(const BlockTeam& team, std::uint32_t* counters, std::int32_t n, int shift, const Read& read, const Write& write) {
+  const std::int32_t lane = team.rank() % 32, warp = team.rank() / 32;
+  const std::int32_t run = (n + team.size() - 1) / team.size() * 32, begin = warp * run, end = begin + run < n ? begin + run : n;
+  std::uint32_t* own = counters + warp * kDigitCount;
+  const auto digit_of = [shift](std::uint64_t entry) { return static_cast<std::uint32_t>(entry >> shift) & (kDigitCount - 1U); };
+  for (std::int32_t d = lane; d < kDigitCount; d += 32) own[d] = 0;
+  __syncwarp(kWholeWarp);
+  each_entry(begin, end, read, [&](bool there, std::uint64_t entry) {
+    if (there) atomicAdd(&own[digit_of(entry)], 1U);
+  });
+  team.sync();
+  place_digits(team, counters);
+  each_entry(begin, end, read, [&](bool there, std::uint64_t entry) {
+    const std::uint32_t digit = digit_of(entry);
+    const unsigned peers = peers_of(digit, there);
+    const std::int32_t before = __popc(peers & ((1U << lane) - 1U)), leader = there ? __ffs(static_cast<int>(peers)) - 1 : lane;
+    std::uint32_t place = 0;
+    if (there && lane == leader) {
+      place = own[digit];
+      own[digit] = place + static_cast<std::uint32_t>(__popc(peers));
+    }
+    place = __shfl_sync(kWholeWarp, place, leader);
+    __syncwarp(kWholeWarp);  // the next leader reads what this one wrote
+    if (there) write(static_cast<std::int32_t>(place) + before, entry);
+  });
   team.sync();
 }
 

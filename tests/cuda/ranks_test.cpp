@@ -87,6 +87,20 @@ TEST_F(Ranks, TakeMorePromptsThanOneLaunchHolds) {
   expect_as_on_cpu(c, troubled_scores(random, static_cast<std::int32_t>(c.elements)), "66 prompts");
 }
 
+TEST_F(Ranks, GiveEveryPromptAWorkspaceOfItsOwn) {  // the model runs one block after the other: prompts that share would not be seen
+  const RankedPrompts c({5, 40, 1, 33});
+  oracle::Random random(25);
+  std::vector<float> scores(static_cast<std::size_t>(c.elements));
+  for (float& x : scores) x = static_cast<float>(random.normal());
+  const DeviceArray<float> there(scores);
+  const DeviceArray<std::int32_t> ranks(scores.size());
+  const auto bytes = static_cast<std::size_t>(ranks_workspace_bytes(c.prompts));
+  EXPECT_EQ(bytes, 16U * 79);
+  const DeviceArray<std::uint64_t> workspace(std::vector<std::uint64_t>(bytes / 8, ~std::uint64_t{0}));  // no token has that number
+  launch_ranks({.prompts = c.prompts, .scores = there.data(), .ranks = ranks.data(), .workspace = workspace.data()}, nullptr);
+  for (const std::uint64_t entry : workspace.download()) EXPECT_NE(entry, ~std::uint64_t{0});
+}
+
 TEST_F(Ranks, RefuseANegativeNumberOfTokens) {
   const RankedPrompt wrong{.ranked = -1};
   EXPECT_THROW(launch_ranks({.prompts = {&wrong, 1}}, nullptr), InvalidArgument);
