@@ -13,7 +13,8 @@ namespace {
 using tuning::kVarianceThreads;
 using tuning::kVarianceTokens;
 
-/// What one block found: the sum over its tokens of (layers^2 times the variance of a token's ranks), in two halves that cannot overflow, and the tokens that count.
+/// What one block found: the sum over its tokens of (layers^2 times the variance of a token's ranks), in two halves that cannot overflow,
+/// and the tokens that count.
 struct Part {
   std::uint64_t low, high, counted;
 };
@@ -24,10 +25,10 @@ struct Task {
   const std::int32_t* ranks;
   std::int64_t stride;
   LayerSelection* states;
-  Part* parts;               ///< [prompts][most]
+  Part* parts;  ///< [prompts][most]
   double threshold;
-  std::int32_t most;         ///< parts of the longest prompt
-  std::int32_t layers;       ///< whose ranks are compared
+  std::int32_t most;    ///< parts of the longest prompt
+  std::int32_t layers;  ///< whose ranks are compared
   std::int32_t layer;
   std::int32_t min_layer, fixed_layer, select, window;
 
@@ -47,7 +48,8 @@ __global__ void __launch_bounds__(kVarianceThreads) variance_kernel(Task task) {
   const std::int32_t* ranks = task.ranks + prompt.ranks;
   const auto layers = static_cast<std::uint64_t>(task.layers);
   for (auto p = static_cast<std::int32_t>(blockIdx.x); p < parts_of(prompt.ranked); p += static_cast<std::int32_t>(gridDim.x)) {
-    const std::int32_t begin = p * kVarianceTokens, left = prompt.ranked - begin, end = begin + (left < kVarianceTokens ? left : kVarianceTokens);
+    const std::int32_t begin = p * kVarianceTokens, left = prompt.ranked - begin,
+                       end = begin + (left < kVarianceTokens ? left : kVarianceTokens);
     Part mine{0, 0, 0};
     for (std::int32_t t = begin + team.rank(); t < end; t += kVarianceThreads) {
       std::int32_t least = prompt.ranked;
@@ -72,7 +74,10 @@ __global__ void __launch_bounds__(kVarianceThreads) variance_kernel(Task task) {
 /// As LayerSelector::see() has it.
 __device__ void decide(const Task& task, double variance, LayerSelection& state) {
   if (state.first < 0) state.first = variance;
-  state.relative = task.layer == task.min_layer ? 1.0 : state.first > 0 ? variance / state.first : variance == 0 ? 0.0 : static_cast<double>(INFINITY);
+  state.relative = task.layer == task.min_layer ? 1.0
+                   : state.first > 0            ? variance / state.first
+                   : variance == 0              ? 0.0
+                                                : static_cast<double>(INFINITY);
   if (state.relative < task.threshold) state.layer = task.layer;
 }
 
@@ -116,11 +121,13 @@ void check(const LayerSelectorArguments& a) {
   require(o.observed_layers >= 1, "layer selector: observed_layers; given ", o.observed_layers, "; allowed 1 or more");
   require(!std::isnan(o.threshold), "layer selector: threshold; given NaN; allowed numbers");
   require(o.fixed_layer >= -1, "layer selector: fixed_layer; given ", o.fixed_layer, "; allowed 0 or more, or -1 for none");
-  for (const RankedPrompt& prompt : a.prompts) require(prompt.ranked >= 0, "layer selector: a prompt of ", prompt.ranked, " ranked tokens; allowed 0 or more");
-  require(std::int64_t{ranked_layers(o)} * longest_of(a.prompts) < std::int64_t{1} << 32, "layer selector: ranks of ", ranked_layers(o), " layers of ", longest_of(a.prompts),
-          " tokens; allowed fewer than 2^32 of a prompt");
-  require<StateError>(a.layer >= 0 && wants_ranks(o, a.layer), "layer selector: the ranks of layer ", a.layer, "; allowed ",
-                      o.fixed_layer >= 0 ? text("layer ", o.fixed_layer, " alone") : text("layers from ", o.min_layer - ranked_layers(o) + 1, " on"));
+  for (const RankedPrompt& prompt : a.prompts)
+    require(prompt.ranked >= 0, "layer selector: a prompt of ", prompt.ranked, " ranked tokens; allowed 0 or more");
+  require(std::int64_t{ranked_layers(o)} * longest_of(a.prompts) < std::int64_t{1} << 32, "layer selector: ranks of ", ranked_layers(o),
+          " layers of ", longest_of(a.prompts), " tokens; allowed fewer than 2^32 of a prompt");
+  require<StateError>(
+      a.layer >= 0 && wants_ranks(o, a.layer), "layer selector: the ranks of layer ", a.layer, "; allowed ",
+      o.fixed_layer >= 0 ? text("layer ", o.fixed_layer, " alone") : text("layers from ", o.min_layer - ranked_layers(o) + 1, " on"));
 }
 
 }  // namespace
@@ -150,7 +157,9 @@ void launch_layer_selector(const LayerSelectorArguments& a, Stream stream) {
                     .select = o.select,
                     .window = o.window};
     const auto prompts = static_cast<unsigned>(batch.count);
-    if (!fixed) launch("layer_selector variance", variance_kernel, {.blocks = blocks_for(task.most, prompts), .threads = kVarianceThreads}, stream, task);
+    if (!fixed)
+      launch("layer_selector variance", variance_kernel, {.blocks = blocks_for(task.most, prompts), .threads = kVarianceThreads}, stream,
+             task);
     launch("layer_selector", decide_kernel, {.blocks = blocks_for(batch.count), .threads = 32}, stream, task);
   });
 }

@@ -28,7 +28,8 @@ __global__ void __launch_bounds__(kMostThreads) narrow_kernel(Task task) {
   if (task.states != nullptr && task.states[prompt.state].layer != task.layer) return;
   const std::int32_t* ranks = task.ranks + prompt.ranks;
   const std::int32_t best = task.select - task.window;
-  write_kept(team, prompt.ranked + task.window, [&](std::int32_t t) { return t >= prompt.ranked || ranks[t] <= best; }, task.tokens + prompt.kept);
+  write_kept(
+      team, prompt.ranked + task.window, [&](std::int32_t t) { return t >= prompt.ranked || ranks[t] <= best; }, task.tokens + prompt.kept);
 }
 
 constexpr std::int32_t kTile = kCompactThreads * kCompactWords;
@@ -58,7 +59,8 @@ __global__ void __launch_bounds__(kCompactThreads) gather_rows_kernel(Rows a) {
       Word* target[kCompactWords];
 #pragma unroll
       for (int i = 0; i < kCompactWords; ++i) {
-        const std::int32_t n = first + i * kCompactThreads + static_cast<std::int32_t>(threadIdx.x), own = n / a.words, word = n - own * a.words;
+        const std::int32_t n = first + i * kCompactThreads + static_cast<std::int32_t>(threadIdx.x), own = n / a.words,
+                           word = n - own * a.words;
         target[i] = nullptr;
         if (n >= all) continue;
         const std::int64_t row = begin + own, source = list == nullptr ? row : list[row];
@@ -77,11 +79,18 @@ __global__ void __launch_bounds__(kCompactThreads) gather_rows_kernel(Rows a) {
 void launch_narrow(const NarrowArguments& a, Stream stream) {
   require(a.window >= 1, "narrow: window; given ", a.window, "; allowed 1 or more");
   require(a.select > a.window, "narrow: select; given ", a.select, "; allowed more than the window of ", a.window);
-  for (const RankedPrompt& prompt : a.prompts) require(prompt.ranked >= 0, "narrow: a prompt of ", prompt.ranked, " ranked tokens; allowed 0 or more");
+  for (const RankedPrompt& prompt : a.prompts)
+    require(prompt.ranked >= 0, "narrow: a prompt of ", prompt.ranked, " ranked tokens; allowed 0 or more");
   each_batch(a.prompts, [&](const Batch<RankedPrompt>& batch) {
     std::int32_t longest = 0;
     for (std::int32_t p = 0; p < batch.count; ++p) longest = std::max(longest, batch.of[p].ranked + a.window);
-    const Task task{.prompts = batch, .ranks = a.ranks, .states = a.states, .tokens = a.tokens, .select = a.select, .window = a.window, .layer = a.layer};
+    const Task task{.prompts = batch,
+                    .ranks = a.ranks,
+                    .states = a.states,
+                    .tokens = a.tokens,
+                    .select = a.select,
+                    .window = a.window,
+                    .layer = a.layer};
     launch("narrow", narrow_kernel, {.blocks = blocks_for(batch.count), .threads = tuning::threads_for(longest)}, stream, task);
   });
 }
@@ -89,12 +98,15 @@ void launch_narrow(const NarrowArguments& a, Stream stream) {
 void launch_gather_rows(const GatherRowsArguments& a, Stream stream) {
   constexpr std::int64_t kMost = 1 << 30;
   require(a.row_bytes >= 1 && a.row_bytes <= kMost, "gather rows: bytes of a row; given ", a.row_bytes, "; allowed 1 to ", kMost);
-  require(a.from_stride >= a.row_bytes && a.to_stride >= a.row_bytes, "gather rows: strides; given ", a.from_stride, " and ", a.to_stride, "; allowed from the row's ", a.row_bytes, " bytes on");
+  require(a.from_stride >= a.row_bytes && a.to_stride >= a.row_bytes, "gather rows: strides; given ", a.from_stride, " and ", a.to_stride,
+          "; allowed from the row's ", a.row_bytes, " bytes on");
   for (const GatheredPrompt& prompt : a.prompts) {
     require(prompt.rows >= 0, "gather rows: rows of a prompt; given ", prompt.rows, "; allowed 0 or more");
-    require(prompt.kept < 0 || prompt.rows == 0 || a.tokens != nullptr, "gather rows: a prompt has a list at ", prompt.kept, " and there are no tokens; allowed -1, every row");
+    require(prompt.kept < 0 || prompt.rows == 0 || a.tokens != nullptr, "gather rows: a prompt has a list at ", prompt.kept,
+            " and there are no tokens; allowed -1, every row");
   }
-  const std::uint64_t bits = reinterpret_cast<std::uintptr_t>(a.from) | reinterpret_cast<std::uintptr_t>(a.to) | static_cast<std::uint64_t>(a.row_bytes) | static_cast<std::uint64_t>(a.from_stride) |
+  const std::uint64_t bits = reinterpret_cast<std::uintptr_t>(a.from) | reinterpret_cast<std::uintptr_t>(a.to) |
+                             static_cast<std::uint64_t>(a.row_bytes) | static_cast<std::uint64_t>(a.from_stride) |
                              static_cast<std::uint64_t>(a.to_stride);
   each_batch(a.prompts, [&](const Batch<GatheredPrompt>& batch) {
     std::int64_t most = 0;
@@ -102,8 +114,17 @@ void launch_gather_rows(const GatherRowsArguments& a, Stream stream) {
     with_word(bits, [&](auto word) {
       using Word = decltype(word);
       const auto words = static_cast<std::int32_t>(a.row_bytes / static_cast<std::int64_t>(sizeof(Word)));
-      const Rows rows{.prompts = batch, .tokens = a.tokens, .from = a.from, .to = a.to, .from_stride = a.from_stride, .to_stride = a.to_stride, .words = words, .each = std::max(1, kTile / words)};
-      launch("gather_rows", gather_rows_kernel<Word>, {.blocks = blocks_for((most + rows.each - 1) / rows.each, static_cast<unsigned>(batch.count)), .threads = kCompactThreads}, stream, rows);
+      const Rows rows{.prompts = batch,
+                      .tokens = a.tokens,
+                      .from = a.from,
+                      .to = a.to,
+                      .from_stride = a.from_stride,
+                      .to_stride = a.to_stride,
+                      .words = words,
+                      .each = std::max(1, kTile / words)};
+      launch("gather_rows", gather_rows_kernel<Word>,
+             {.blocks = blocks_for((most + rows.each - 1) / rows.each, static_cast<unsigned>(batch.count)), .threads = kCompactThreads},
+             stream, rows);
     });
   });
 }

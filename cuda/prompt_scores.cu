@@ -45,7 +45,8 @@ std::int64_t divide(const PromptScoresArguments& a, Task& task) {
 /// The window of every row that is summed, and the row itself where query heads are: the same keys, once for each.
 __global__ void __launch_bounds__(kTurnThreads) rows_kernel(Task task) {
   const EvidenceArguments& e = task.a.evidence;
-  for (std::int64_t n = std::int64_t{blockIdx.x} * kTurnThreads + threadIdx.x; n < task.summed.count; n += std::int64_t{gridDim.x} * kTurnThreads) {
+  for (std::int64_t n = std::int64_t{blockIdx.x} * kTurnThreads + threadIdx.x; n < task.summed.count;
+       n += std::int64_t{gridDim.x} * kTurnThreads) {
     const std::int64_t r = n / task.parts;
     const auto part = static_cast<std::int32_t>(n - r * task.parts);
     Row row = e.rows[r];
@@ -95,15 +96,25 @@ void launch_prompt_scores(const PromptScoresArguments& a, Stream stream) {
   check_dim("prompt scores", e.dim);
   check_pool("prompt scores", a.pool);
   require(a.window >= 1, "prompt scores: window; given ", a.window, "; allowed 1 or more");
-  require(e.kv_heads >= 1 && e.count % e.kv_heads == 0, "prompt scores: rows; given ", e.count, "; allowed whole groups of ", e.kv_heads, ", one row a KV head");
-  require(e.count == 0 || e.longest > a.window, "prompt scores: the longest row holds ", e.longest, " slots; allowed more than the window of ", a.window);
+  require(e.kv_heads >= 1 && e.count % e.kv_heads == 0, "prompt scores: rows; given ", e.count, "; allowed whole groups of ", e.kv_heads,
+          ", one row a KV head");
+  require(e.count == 0 || e.longest > a.window, "prompt scores: the longest row holds ", e.longest,
+          " slots; allowed more than the window of ", a.window);
   Task task{};
   divide(a, task);
-  launch("prompt_scores_rows", rows_kernel, {.blocks = blocks_of_threads(task.summed.count, kTurnThreads), .threads = kTurnThreads}, stream, task);
-  launch_window_attention(
-      {.evidence = task.summed, .windows = task.windows, .window = a.window, .queries = a.queries, .log_sum_exp = a.log_sum_exp, .sum = task.sums, .workspace = task.rest}, stream);
+  launch("prompt_scores_rows", rows_kernel, {.blocks = blocks_of_threads(task.summed.count, kTurnThreads), .threads = kTurnThreads}, stream,
+         task);
+  launch_window_attention({.evidence = task.summed,
+                           .windows = task.windows,
+                           .window = a.window,
+                           .queries = a.queries,
+                           .log_sum_exp = a.log_sum_exp,
+                           .sum = task.sums,
+                           .workspace = task.rest},
+                          stream);
   const std::int32_t chunks = (e.longest + kKeyThreads - 1) / kKeyThreads;
-  launch("prompt_scores", pool_kernel, {.blocks = blocks_for(std::int64_t{e.count} / e.kv_heads * chunks), .threads = kKeyThreads}, stream, task, chunks);
+  launch("prompt_scores", pool_kernel, {.blocks = blocks_for(std::int64_t{e.count} / e.kv_heads * chunks), .threads = kKeyThreads}, stream,
+         task, chunks);
 }
 
 }  // namespace kvkeep::cuda

@@ -21,7 +21,9 @@ __device__ inline std::uint32_t place_of(float score) {
 }
 
 /// An entry of the sort: what it is sorted by above, the token's number below.
-__device__ inline std::uint64_t entry_of(float score, std::int32_t t) { return std::uint64_t{place_of(score)} << 32 | static_cast<std::uint32_t>(t); }
+__device__ inline std::uint64_t entry_of(float score, std::int32_t t) {
+  return std::uint64_t{place_of(score)} << 32 | static_cast<std::uint32_t>(t);
+}
 
 /// Lanes of the warp whose digit is this lane's, of those that are there. The whole warp calls.
 __device__ inline unsigned peers_of(std::uint32_t digit, bool there) {
@@ -50,7 +52,8 @@ __device__ void place_digits(const BlockTeam& team, std::uint32_t* counters) {
   team.sync();
 }
 
-/// Calls step(there, entry) for a warp's run of entries, 32 neighbours at a time, one a lane; the entry of a lane whose `there` is false is nobody's.
+/// Calls step(there, entry) for a warp's run of entries, 32 neighbours at a time, one a lane; the entry of a lane whose `there` is false is
+/// nobody's.
 template <class Read, class Step>
 __device__ void each_entry(std::int32_t begin, std::int32_t end, const Read& read, const Step& step) {
   const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
@@ -69,9 +72,11 @@ __device__ void each_entry(std::int32_t begin, std::int32_t end, const Read& rea
   }
 }
 
-/// One pass of a stable sort of n entries: read(i) gives the i-th, write(i, entry) puts it to its place by the digit at `shift`. Each warp has a run of neighbours.
+/// One pass of a stable sort of n entries: read(i) gives the i-th, write(i, entry) puts it to its place by the digit at `shift`. Each warp
+/// has a run of neighbours.
 template <class Read, class Write>
-__device__ void sort_by_digit(const BlockTeam& team, std::uint32_t* counters, std::int32_t n, int shift, const Read& read, const Write& write) {
+__device__ void sort_by_digit(const BlockTeam& team, std::uint32_t* counters, std::int32_t n, int shift, const Read& read,
+                              const Write& write) {
   const std::int32_t lane = team.rank() % 32, warp = team.rank() / 32;
   const std::int32_t run = (n + team.size() - 1) / team.size() * 32, begin = warp * run, end = begin + run < n ? begin + run : n;
   std::uint32_t* own = counters + warp * kDigitCount;
@@ -99,7 +104,8 @@ __device__ void sort_by_digit(const BlockTeam& team, std::uint32_t* counters, st
   team.sync();
 }
 
-__global__ void __launch_bounds__(kRankThreads) ranks_kernel(Batch<RankedPrompt> prompts, const float* all_scores, std::int32_t* all_ranks, std::uint64_t* workspace) {
+__global__ void __launch_bounds__(kRankThreads)
+    ranks_kernel(Batch<RankedPrompt> prompts, const float* all_scores, std::int32_t* all_ranks, std::uint64_t* workspace) {
   __shared__ unsigned long long scratch[kBlockScratch];
   __shared__ std::uint32_t counters[kRankThreads / 32 * kDigitCount];
   const BlockTeam team(scratch);
@@ -114,10 +120,12 @@ __global__ void __launch_bounds__(kRankThreads) ranks_kernel(Batch<RankedPrompt>
   std::int32_t* ranks = all_ranks + prompt.ranks;
   const auto to = [](std::uint64_t* entries) { return [entries](std::int32_t i, std::uint64_t entry) { entries[i] = entry; }; };
   const auto from = [](const std::uint64_t* entries) { return [entries](std::int32_t i) { return entries[i]; }; };
-  sort_by_digit(team, counters, prompt.ranked, 32, [scores](std::int32_t t) { return entry_of(scores[t], t); }, to(a));
+  sort_by_digit(
+      team, counters, prompt.ranked, 32, [scores](std::int32_t t) { return entry_of(scores[t], t); }, to(a));
   sort_by_digit(team, counters, prompt.ranked, 40, from(a), to(b));
   sort_by_digit(team, counters, prompt.ranked, 48, from(b), to(a));
-  sort_by_digit(team, counters, prompt.ranked, 56, from(a), [ranks](std::int32_t i, std::uint64_t entry) { ranks[static_cast<std::uint32_t>(entry)] = i + 1; });
+  sort_by_digit(team, counters, prompt.ranked, 56, from(a),
+                [ranks](std::int32_t i, std::uint64_t entry) { ranks[static_cast<std::uint32_t>(entry)] = i + 1; });
 }
 
 }  // namespace
@@ -134,11 +142,13 @@ std::int64_t ranks_workspace_bytes(std::span<const RankedPrompt> prompts) {
 
 void launch_ranks(const RanksArguments& arguments, Stream stream) {
   constexpr std::int32_t kMost = 1 << 30;
-  for (const RankedPrompt& prompt : arguments.prompts) require(prompt.ranked >= 0 && prompt.ranked <= kMost, "ranks: a prompt of ", prompt.ranked, " ranked tokens; allowed 0 to ", kMost);
+  for (const RankedPrompt& prompt : arguments.prompts)
+    require(prompt.ranked >= 0 && prompt.ranked <= kMost, "ranks: a prompt of ", prompt.ranked, " ranked tokens; allowed 0 to ", kMost);
   each_batch(arguments.prompts, [&](const Batch<RankedPrompt>& batch) {
     std::int32_t longest = 0;
     for (std::int32_t p = 0; p < batch.count; ++p) longest = std::max(longest, batch.of[p].ranked);
-    launch("ranks", ranks_kernel, {.blocks = blocks_for(batch.count), .threads = tuning::rank_threads_for(longest)}, stream, batch, arguments.scores, arguments.ranks, static_cast<std::uint64_t*>(arguments.workspace));
+    launch("ranks", ranks_kernel, {.blocks = blocks_for(batch.count), .threads = tuning::rank_threads_for(longest)}, stream, batch,
+           arguments.scores, arguments.ranks, static_cast<std::uint64_t*>(arguments.workspace));
   });
 }
 

@@ -2,6 +2,8 @@
 
 #include "layer_selector.h"
 
+#include <cmath>
+
 #include "device.h"
 #include "kvkeep/core/error.h"
 #include "narrow.h"
@@ -26,17 +28,29 @@ Floats with_ranks(const Ints& ranks) {
 class Selecting {
  public:
   Selecting(const LayerSelectorOptions& options, const Ints& ranked, std::int64_t gap = 0)
-      : options_(options), c_(ranked, gap), ring_(static_cast<std::size_t>(ranked_layers(options) * c_.elements)), states_(std::vector<LayerSelection>(ranked.size())),
-        ranking_(static_cast<std::size_t>(ranks_workspace_bytes(c_.prompts))), comparing_(static_cast<std::size_t>(layer_selector_workspace_bytes(c_.prompts))) {}
+      : options_(options),
+        c_(ranked, gap),
+        ring_(static_cast<std::size_t>(ranked_layers(options) * c_.elements)),
+        states_(std::vector<LayerSelection>(ranked.size())),
+        ranking_(static_cast<std::size_t>(ranks_workspace_bytes(c_.prompts))),
+        comparing_(static_cast<std::size_t>(layer_selector_workspace_bytes(c_.prompts))) {}
 
   /// scores: of every prompt. Those of prompts that have selected are looked at no more.
   void see(std::int32_t layer, const std::vector<Floats>& scores) {
     Floats flat(static_cast<std::size_t>(c_.elements));
-    for (std::size_t p = 0; p < scores.size(); ++p) std::copy(scores[p].begin(), scores[p].end(), flat.begin() + static_cast<std::ptrdiff_t>(c_.prompts[p].scores));
+    for (std::size_t p = 0; p < scores.size(); ++p)
+      std::copy(scores[p].begin(), scores[p].end(), flat.begin() + static_cast<std::ptrdiff_t>(c_.prompts[p].scores));
     const DeviceArray<float> there(flat);
     newest_ = ring_.data() + rank_place(options_, layer) * c_.elements;
     launch_ranks({.prompts = c_.prompts, .scores = there.data(), .ranks = newest_, .workspace = ranking_.data()}, nullptr);
-    launch_layer_selector({.options = options_, .layer = layer, .prompts = c_.prompts, .ranks = ring_.data(), .stride = c_.elements, .states = states_.data(), .workspace = comparing_.data()}, nullptr);
+    launch_layer_selector({.options = options_,
+                           .layer = layer,
+                           .prompts = c_.prompts,
+                           .ranks = ring_.data(),
+                           .stride = c_.elements,
+                           .states = states_.data(),
+                           .workspace = comparing_.data()},
+                          nullptr);
   }
   [[nodiscard]] std::vector<LayerSelection> states() const { return states_.download(); }
 
@@ -49,11 +63,19 @@ class Selecting {
       places += std::min(options_.select, prompt.ranked + options_.window);
     }
     const DeviceArray<std::int32_t> tokens(Ints(static_cast<std::size_t>(places), -1));
-    launch_narrow({.prompts = prompts, .select = options_.select, .window = options_.window, .ranks = newest_, .states = states_.data(), .layer = layer, .tokens = tokens.data()}, nullptr);
+    launch_narrow({.prompts = prompts,
+                   .select = options_.select,
+                   .window = options_.window,
+                   .ranks = newest_,
+                   .states = states_.data(),
+                   .layer = layer,
+                   .tokens = tokens.data()},
+                  nullptr);
     const Ints all = tokens.download();
     std::vector<Ints> lists;
     for (const RankedPrompt& prompt : prompts) {
-      const auto begin = all.begin() + static_cast<std::ptrdiff_t>(prompt.kept), end = begin + std::min(options_.select, prompt.ranked + options_.window);
+      const auto begin = all.begin() + static_cast<std::ptrdiff_t>(prompt.kept),
+                 end = begin + std::min(options_.select, prompt.ranked + options_.window);
       lists.emplace_back(begin, begin == end || *begin < 0 ? begin : end);
     }
     return lists;
@@ -90,8 +112,11 @@ void expect_as_on_cpu(const LayerSelectorOptions& options, const std::vector<std
         const bool selects = want[p].wants(l) && want[p].see(l, layers[static_cast<std::size_t>(l)][p]);
         const double relative = want[p].relative_variance();
         ASSERT_EQ(states[p].layer, want[p].layer()) << what << ", layer " << l << ", prompt " << p;
-        if (std::isfinite(relative)) ASSERT_NEAR(states[p].relative, relative, 1e-12 * relative) << what << ", layer " << l << ", prompt " << p;
-        else ASSERT_TRUE(std::isnan(relative) ? std::isnan(states[p].relative) : std::isinf(states[p].relative)) << what << ", layer " << l << ", prompt " << p;
+        if (std::isfinite(relative))
+          ASSERT_NEAR(states[p].relative, relative, 1e-12 * relative) << what << ", layer " << l << ", prompt " << p;
+        else
+          ASSERT_TRUE(std::isnan(relative) ? std::isnan(states[p].relative) : std::isinf(states[p].relative))
+              << what << ", layer " << l << ", prompt " << p;
         ASSERT_EQ(lists[p], selects ? want[p].tokens() : Ints{}) << what << ", layer " << l << ", prompt " << p;
       }
     }
@@ -112,7 +137,8 @@ TEST_F(LayerSelectorKernel, ComparesRanksOfTheTokensThatAnyLayerHasAmongItsBest)
 }
 
 TEST_F(LayerSelectorKernel, SelectsWhereTheVarianceFallsBelowItsShare) {  // G-A3
-  const Ints layers[] = {{3, 1, 6, 2, 8, 5, 4, 7}, {8, 5, 1, 7, 2, 3, 6, 4}, {1, 7, 4, 8, 3, 6, 5, 2}, {6, 2, 1, 5, 4, 8, 3, 7}, {5, 2, 1, 6, 3, 8, 4, 7}, {6, 2, 1, 5, 3, 8, 4, 7}};
+  const Ints layers[] = {{3, 1, 6, 2, 8, 5, 4, 7}, {8, 5, 1, 7, 2, 3, 6, 4}, {1, 7, 4, 8, 3, 6, 5, 2},
+                         {6, 2, 1, 5, 4, 8, 3, 7}, {5, 2, 1, 6, 3, 8, 4, 7}, {6, 2, 1, 5, 3, 8, 4, 7}};
   const std::pair<double, std::int32_t> selected[] = {{0.01, -1}, {0.3, 5}, {0.9, 4}, {2.0, 3}};
   for (const auto& [threshold, layer] : selected) {
     Selecting selecting({.select = 5, .window = 2, .min_layer = 3, .observed_layers = 3, .threshold = threshold}, {8});
@@ -131,12 +157,17 @@ TEST_F(LayerSelectorKernel, SelectsWhereTheVarianceFallsBelowItsShare) {  // G-A
 
 TEST_F(LayerSelectorKernel, DecidesAsTheCpuForPromptsSideBySide) {
   oracle::Random random(31);
-  for (int n = 0; n < 30; ++n) {
+  for (int n = 0; n < oracle::random_case_count(30); ++n) {
     const std::int32_t window = random.between(1, 8), select = window + random.between(1, 20), count = random.between(1, 8);
-    LayerSelectorOptions options{.select = select, .window = window, .min_layer = random.between(0, 7), .observed_layers = random.between(1, 9), .threshold = random.one_of({-1.0, 0.0, 0.05, 0.3, 0.8, 1.5})};
+    LayerSelectorOptions options{.select = select,
+                                 .window = window,
+                                 .min_layer = random.between(0, 7),
+                                 .observed_layers = random.between(1, 9),
+                                 .threshold = random.one_of({-1.0, 0.0, 0.05, 0.3, 0.8, 1.5})};
     if (random.chance(0.15)) options.fixed_layer = random.between(0, count);
     std::vector<Floats> drift;
-    for (int p = random.between(1, 4); p > 0; --p) drift.emplace_back(static_cast<std::size_t>(random.one_of({1, 2, 13, 31, 32, 33, 61, select - window, select - window + 1})));
+    for (int p = random.between(1, 4); p > 0; --p)
+      drift.emplace_back(static_cast<std::size_t>(random.one_of({1, 2, 13, 31, 32, 33, 61, select - window, select - window + 1})));
     std::vector<std::vector<Floats>> layers;
     for (std::int32_t l = 0; l < options.min_layer + count; ++l) {
       for (Floats& scores : drift)
@@ -149,10 +180,11 @@ TEST_F(LayerSelectorKernel, DecidesAsTheCpuForPromptsSideBySide) {
 
 TEST_F(LayerSelectorKernel, TakesEqualAndTroubledScoresAsTheCpuDoes) {
   oracle::Random random(32);
-  for (int n = 0; n < 12; ++n) {
+  for (int n = 0; n < oracle::random_case_count(12); ++n) {
     std::vector<std::vector<Floats>> layers;
     for (int l = 0; l < 5; ++l) layers.push_back({troubled_scores(random, 40), Floats(23, 0.5F), troubled_scores(random, 17)});
-    expect_as_on_cpu({.select = 12, .window = 3, .min_layer = 2, .observed_layers = 3, .threshold = 0.9}, layers, "case " + std::to_string(n));
+    expect_as_on_cpu({.select = 12, .window = 3, .min_layer = 2, .observed_layers = 3, .threshold = 0.9}, layers,
+                     "case " + std::to_string(n));
   }
 }
 
@@ -168,7 +200,8 @@ TEST_F(LayerSelectorKernel, DividesByNoFirstVarianceOfZero) {
   EXPECT_TRUE(std::isinf(settled.states()[1].relative));
 }
 
-/// Ranks of long prompts are given, not made: sums over several blocks, of which one token's can exceed 32 bits, are those of one loop in exact integers.
+/// Ranks of long prompts are given, not made: sums over several blocks, of which one token's can exceed 32 bits, are those of one loop in
+/// exact integers.
 TEST_F(LayerSelectorKernel, AddsUpExactlyOverManyBlocks) {
   constexpr std::int32_t kLayers = 40;
   oracle::Random random(33);
@@ -180,7 +213,8 @@ TEST_F(LayerSelectorKernel, AddsUpExactlyOverManyBlocks) {
     for (const RankedPrompt& prompt : c.prompts) {
       Ints own(static_cast<std::size_t>(prompt.ranked));
       for (std::size_t t = 0; t < own.size(); ++t) own[t] = static_cast<std::int32_t>(t) + 1;
-      for (std::size_t t = own.size(); t > 1; --t) std::swap(own[t - 1], own[static_cast<std::size_t>(random.between(0, static_cast<std::int32_t>(t) - 1))]);
+      for (std::size_t t = own.size(); t > 1; --t)
+        std::swap(own[t - 1], own[static_cast<std::size_t>(random.between(0, static_cast<std::int32_t>(t) - 1))]);
       ranks.insert(ranks.end(), own.begin(), own.end());
     }
   }
@@ -206,7 +240,14 @@ TEST_F(LayerSelectorKernel, AddsUpExactlyOverManyBlocks) {
     const DeviceArray<std::int32_t> ranks(flat);
     const DeviceArray<LayerSelection> states(std::vector<LayerSelection>(c.prompts.size()));
     const DeviceArray<std::byte> workspace(static_cast<std::size_t>(layer_selector_workspace_bytes(c.prompts)));
-    launch_layer_selector({.options = options, .layer = kLayers - 1, .prompts = c.prompts, .ranks = ranks.data(), .stride = c.elements, .states = states.data(), .workspace = workspace.data()}, nullptr);
+    launch_layer_selector({.options = options,
+                           .layer = kLayers - 1,
+                           .prompts = c.prompts,
+                           .ranks = ranks.data(),
+                           .stride = c.elements,
+                           .states = states.data(),
+                           .workspace = workspace.data()},
+                          nullptr);
     const std::vector<LayerSelection> got = states.download();
     for (std::size_t p = 0; p < 4; ++p) EXPECT_EQ(got[p].first, variance(c.prompts[p])) << "prompt " << p;
     EXPECT_EQ(got[4].first, -1) << "all of its tokens go on anyway";
@@ -220,7 +261,14 @@ TEST_F(LayerSelectorKernel, KeepsPlacesWherePromptsAreLeftOut) {
   const DeviceArray<LayerSelection> states(std::vector<LayerSelection>(3));
   const std::vector<RankedPrompt> left{c.prompts[0], c.prompts[2]};
   const DeviceArray<std::byte> workspace(static_cast<std::size_t>(layer_selector_workspace_bytes(left)));
-  launch_layer_selector({.options = options, .layer = 0, .prompts = left, .ranks = ranks.data(), .stride = c.elements, .states = states.data(), .workspace = workspace.data()}, nullptr);
+  launch_layer_selector({.options = options,
+                         .layer = 0,
+                         .prompts = left,
+                         .ranks = ranks.data(),
+                         .stride = c.elements,
+                         .states = states.data(),
+                         .workspace = workspace.data()},
+                        nullptr);
   const std::vector<LayerSelection> got = states.download();
   EXPECT_EQ(got[0].layer, 0);
   EXPECT_EQ(got[1].layer, -1);

@@ -18,7 +18,7 @@ using Ints = std::vector<std::int32_t>;
 
 TEST_F(Narrow, GivesTheTokensOfALayerThatSelectsAtOnce) {
   oracle::Random random(41);
-  for (int n = 0; n < 20; ++n) {
+  for (int n = 0; n < oracle::random_case_count(20); ++n) {
     const std::int32_t window = random.between(1, 40), select = window + random.one_of({1, 2, 31, 32, 100, 300});
     Ints lengths;
     for (int p = random.between(1, 4); p > 0; --p)
@@ -64,11 +64,14 @@ TEST_F(Narrow, WritesThePromptsThatTheLayerHasSelectedAndNoOther) {
   all[0].layer = 7, all[1].layer = 6;
   const DeviceArray<LayerSelection> states(all);
   const DeviceArray<std::int32_t> ranks(Ints{2, 1, 3, 2, 1, 3, 3, 2, 1}), tokens(Ints(9, -1));
-  launch_narrow({.prompts = c.prompts, .select = 3, .window = 1, .ranks = ranks.data(), .states = states.data(), .layer = 7, .tokens = tokens.data()}, nullptr);
+  launch_narrow(
+      {.prompts = c.prompts, .select = 3, .window = 1, .ranks = ranks.data(), .states = states.data(), .layer = 7, .tokens = tokens.data()},
+      nullptr);
   EXPECT_EQ(tokens.download(), (Ints{-1, -1, -1, -1, -1, -1, 1, 2, 3}));
 }
 
-/// From queries to packed rows, layer by layer; the host looks at states where it must know how long the rows are. The CPU is told the device's scores: ranks, decisions and rows are its own.
+/// From queries to packed rows, layer by layer; the host looks at states where it must know how long the rows are. The CPU is told the
+/// device's scores: ranks, decisions and rows are its own.
 TEST_F(Narrow, FollowsTheScoresOfEveryLayerToTheRowsThatGoOn) {
   constexpr std::int32_t kWindow = 3, kSelect = 9, kLayers = 7;
   const LayerSelectorOptions options{.select = kSelect, .window = kWindow, .min_layer = 2, .observed_layers = 3, .threshold = 0.5};
@@ -79,13 +82,18 @@ TEST_F(Narrow, FollowsTheScoresOfEveryLayerToTheRowsThatGoOn) {
   std::vector<LayerSelector> want;
   for (std::size_t p = 0; p < lengths.size(); ++p) {
     c.prompts[p].kept = static_cast<std::int64_t>(p) * kSelect;
-    gathered.push_back({.from = static_cast<std::int64_t>(hidden.size()), .to = static_cast<std::int64_t>(p) * kSelect, .kept = c.prompts[p].kept, .rows = kSelect});
+    gathered.push_back({.from = static_cast<std::int64_t>(hidden.size()),
+                        .to = static_cast<std::int64_t>(p) * kSelect,
+                        .kept = c.prompts[p].kept,
+                        .rows = kSelect});
     for (std::int32_t t = 0; t < lengths[p]; ++t) hidden.push_back(1000 * static_cast<std::int32_t>(p) + t);
     want.emplace_back(options, lengths[p]);
   }
-  const DeviceArray<std::int32_t> ring(static_cast<std::size_t>(ranked_layers(options) * c.elements)), tokens(3 * kSelect), rows(hidden), packed(Ints(3 * kSelect, -1));
+  const DeviceArray<std::int32_t> ring(static_cast<std::size_t>(ranked_layers(options) * c.elements)), tokens(3 * kSelect), rows(hidden),
+      packed(Ints(3 * kSelect, -1));
   const DeviceArray<LayerSelection> states(std::vector<LayerSelection>(3));
-  const DeviceArray<std::byte> ranking(static_cast<std::size_t>(ranks_workspace_bytes(c.prompts))), comparing(static_cast<std::size_t>(layer_selector_workspace_bytes(c.prompts)));
+  const DeviceArray<std::byte> ranking(static_cast<std::size_t>(ranks_workspace_bytes(c.prompts))),
+      comparing(static_cast<std::size_t>(layer_selector_workspace_bytes(c.prompts)));
   const DeviceArray<float> scores(static_cast<std::size_t>(c.elements));
   const EvidenceShape shape{.group = 2, .kv_heads = 2, .dim = 8, .lengths = lengths, .seen = kWindow, .gaps = false};
   EvidenceCase layer(700, shape);
@@ -93,26 +101,53 @@ TEST_F(Narrow, FollowsTheScoresOfEveryLayerToTheRowsThatGoOn) {
   for (std::int32_t l = 0; l < kLayers; ++l) {
     const EvidenceCase noise(701 + static_cast<std::uint64_t>(l), shape);  // ever less of it: the ranking settles
     for (std::size_t r = 0; r < layer.plain.size(); ++r)
-      for (std::size_t i = 0; i < layer.plain[r].size(); ++i) layer.set_key(r, static_cast<std::int64_t>(i) / 8, static_cast<std::int64_t>(i) % 8, layer.plain[r][i] + noise.plain[r][i] / static_cast<float>(1 << 2 * l));
+      for (std::size_t i = 0; i < layer.plain[r].size(); ++i)
+        layer.set_key(r, static_cast<std::int64_t>(i) / 8, static_cast<std::int64_t>(i) % 8,
+                      layer.plain[r][i] + noise.plain[r][i] / static_cast<float>(1 << 2 * l));
     const DeviceEvidence there(layer);
     const AskedQueries queries(layer, there, kWindow);
-    PromptScoresArguments a{.evidence = there.arguments(), .queries = queries.floats().data(), .window = kWindow, .pool = 3, .slots = layer.table.slots, .tokens = scores.data()};
+    PromptScoresArguments a{.evidence = there.arguments(),
+                            .queries = queries.floats().data(),
+                            .window = kWindow,
+                            .pool = 3,
+                            .slots = layer.table.slots,
+                            .tokens = scores.data()};
     const DeviceArray<std::byte> workspace(static_cast<std::size_t>(prompt_scores_workspace_bytes(a)));
     a.workspace = workspace.data();
     launch_prompt_scores(a, nullptr);
     std::int32_t* newest = ring.data() + rank_place(options, l) * c.elements;
     launch_ranks({.prompts = c.prompts, .scores = scores.data(), .ranks = newest, .workspace = ranking.data()}, nullptr);
-    launch_layer_selector({.options = options, .layer = l, .prompts = c.prompts, .ranks = ring.data(), .stride = c.elements, .states = states.data(), .workspace = comparing.data()}, nullptr);
-    launch_narrow({.prompts = c.prompts, .select = kSelect, .window = kWindow, .ranks = newest, .states = states.data(), .layer = l, .tokens = tokens.data()}, nullptr);
+    launch_layer_selector({.options = options,
+                           .layer = l,
+                           .prompts = c.prompts,
+                           .ranks = ring.data(),
+                           .stride = c.elements,
+                           .states = states.data(),
+                           .workspace = comparing.data()},
+                          nullptr);
+    launch_narrow({.prompts = c.prompts,
+                   .select = kSelect,
+                   .window = kWindow,
+                   .ranks = newest,
+                   .states = states.data(),
+                   .layer = l,
+                   .tokens = tokens.data()},
+                  nullptr);
     const std::vector<LayerSelection> flags = states.download();
     const std::vector<float> told = scores.download();
     for (std::size_t p = 0; p < want.size(); ++p) {
-      if (want[p].wants(l)) static_cast<void>(want[p].see(l, {told.data() + c.prompts[p].scores, static_cast<std::size_t>(c.prompts[p].ranked)}));
+      if (want[p].wants(l))
+        static_cast<void>(want[p].see(l, {told.data() + c.prompts[p].scores, static_cast<std::size_t>(c.prompts[p].ranked)}));
       ASSERT_EQ(flags[p].layer, want[p].layer()) << "layer " << l << ", prompt " << p;
       if (flags[p].layer != l) continue;
       ++selected;
-      launch_gather_rows({.prompts = {&gathered[p], 1}, .tokens = tokens.data(), .from = reinterpret_cast<const std::byte*>(rows.data()), .to = reinterpret_cast<std::byte*>(packed.data()), .row_bytes = 4,
-                          .from_stride = 4, .to_stride = 4},
+      launch_gather_rows({.prompts = {&gathered[p], 1},
+                          .tokens = tokens.data(),
+                          .from = reinterpret_cast<const std::byte*>(rows.data()),
+                          .to = reinterpret_cast<std::byte*>(packed.data()),
+                          .row_bytes = 4,
+                          .from_stride = 4,
+                          .to_stride = 4},
                          nullptr);
     }
   }
@@ -121,7 +156,8 @@ TEST_F(Narrow, FollowsTheScoresOfEveryLayerToTheRowsThatGoOn) {
   for (const std::size_t p : {std::size_t{0}, std::size_t{2}}) {
     Ints all;
     for (const std::int32_t t : want[p].tokens()) all.push_back(1000 * static_cast<std::int32_t>(p) + t);
-    EXPECT_EQ(Ints(got.begin() + static_cast<std::ptrdiff_t>(p) * kSelect, got.begin() + static_cast<std::ptrdiff_t>(p + 1) * kSelect), all);
+    EXPECT_EQ(Ints(got.begin() + static_cast<std::ptrdiff_t>(p) * kSelect, got.begin() + static_cast<std::ptrdiff_t>(p + 1) * kSelect),
+              all);
   }
 }
 
@@ -165,7 +201,14 @@ TEST_F(GatherRows, CopyEveryRowToItsPlaceForAnyWidthAndStride) {
       in_every_order([&] {
         const DeviceArray<std::byte> rows(source), packed(before);
         const DeviceArray<std::int32_t> lists(tokens);
-        launch_gather_rows({.prompts = prompts, .tokens = lists.data(), .from = rows.data(), .to = packed.data(), .row_bytes = width, .from_stride = from_stride, .to_stride = to_stride}, nullptr);
+        launch_gather_rows({.prompts = prompts,
+                            .tokens = lists.data(),
+                            .from = rows.data(),
+                            .to = packed.data(),
+                            .row_bytes = width,
+                            .from_stride = from_stride,
+                            .to_stride = to_stride},
+                           nullptr);
         ASSERT_EQ(packed.download(), want) << "width " << width << ", strides " << from_stride << " and " << to_stride;
       });
     }
@@ -182,7 +225,12 @@ TEST_F(GatherRows, TakeMorePromptsThanOneLaunchHolds) {
     want.push_back(p);
   }
   const DeviceArray<std::int32_t> lists(tokens), rows(source), packed(65);
-  launch_gather_rows({.prompts = prompts, .tokens = lists.data(), .from = reinterpret_cast<const std::byte*>(rows.data()), .to = reinterpret_cast<std::byte*>(packed.data()), .row_bytes = 4, .from_stride = 4,
+  launch_gather_rows({.prompts = prompts,
+                      .tokens = lists.data(),
+                      .from = reinterpret_cast<const std::byte*>(rows.data()),
+                      .to = reinterpret_cast<std::byte*>(packed.data()),
+                      .row_bytes = 4,
+                      .from_stride = 4,
                       .to_stride = 4},
                      nullptr);
   EXPECT_EQ(packed.download(), want);

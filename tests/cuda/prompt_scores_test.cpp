@@ -26,9 +26,16 @@ std::size_t ranked_of(const EvidenceCase& c, std::int32_t window) {
 Got on_device(const EvidenceCase& c, const PromptScoreOptions& options, DeviceLayout layout = {}) {
   const DeviceEvidence there(c, layout);
   const AskedQueries queries(c, there, options.window);
-  const DeviceArray<float> heads(std::vector<float>(static_cast<std::size_t>(c.table.slots), kUntouched)), tokens(std::vector<float>(ranked_of(c, options.window), kUntouched));
-  PromptScoresArguments a{.evidence = there.arguments(), .queries = queries.floats().data(), .window = options.window, .pool = options.pool, .maximum = options.kind == Pool::maximum,
-                          .slots = c.table.slots, .heads = heads.data(), .tokens = tokens.data()};
+  const DeviceArray<float> heads(std::vector<float>(static_cast<std::size_t>(c.table.slots), kUntouched)),
+      tokens(std::vector<float>(ranked_of(c, options.window), kUntouched));
+  PromptScoresArguments a{.evidence = there.arguments(),
+                          .queries = queries.floats().data(),
+                          .window = options.window,
+                          .pool = options.pool,
+                          .maximum = options.kind == Pool::maximum,
+                          .slots = c.table.slots,
+                          .heads = heads.data(),
+                          .tokens = tokens.data()};
   const DeviceArray<std::byte> workspace(static_cast<std::size_t>(prompt_scores_workspace_bytes(a)));
   a.workspace = workspace.data();
   launch_prompt_scores(a, nullptr);
@@ -48,13 +55,15 @@ void expect_as_on_cpu(const EvidenceCase& c, const PromptScoreOptions& options, 
     const Got got = on_device(c, options, layout);
     for (std::size_t i = 0; i < got.heads.size(); ++i) {
       const float w = want.heads.const_data_ptr<float>()[i];
-      ASSERT_NEAR(got.heads[i], w, 1e-6 + relative * std::abs(static_cast<double>(w))) << "slot " << i << ", pool " << options.pool << "; " << c.description();
+      ASSERT_NEAR(got.heads[i], w, 1e-6 + relative * std::abs(static_cast<double>(w)))
+          << "slot " << i << ", pool " << options.pool << "; " << c.description();
       if (w == 0) ASSERT_EQ(got.heads[i], 0.0F) << "the window's own slot " << i;
     }
     ASSERT_EQ(static_cast<std::int64_t>(got.tokens.size()), want.tokens.numel());
     for (std::size_t i = 0; i < got.tokens.size(); ++i) {
       const float w = want.tokens.const_data_ptr<float>()[i];
-      ASSERT_NEAR(got.tokens[i], w, 1e-6 + relative * std::abs(static_cast<double>(w))) << "token " << i << ", pool " << options.pool << "; " << c.description();
+      ASSERT_NEAR(got.tokens[i], w, 1e-6 + relative * std::abs(static_cast<double>(w)))
+          << "token " << i << ", pool " << options.pool << "; " << c.description();
     }
   });
 }
@@ -69,7 +78,10 @@ TEST_F(PromptScoresKernel, AgreeWithTheCpuForEveryGroupElementAndPool) {
         for (const std::int32_t pool : {1, 5, 7}) {
           if (kind == Pool::maximum && pool == 1) continue;
           const std::int32_t window = ++seed % 2 == 0 ? 3 : 5;
-          expect_as_on_cpu(prompts(seed, {.group = group, .kv_heads = 2, .dim = 8, .lengths = {window + 1, 37, 20}, .seen = 6, .keys = keys, .query = keys}), {window, pool, kind});
+          expect_as_on_cpu(
+              prompts(seed,
+                      {.group = group, .kv_heads = 2, .dim = 8, .lengths = {window + 1, 37, 20}, .seen = 6, .keys = keys, .query = keys}),
+              {window, pool, kind});
         }
 }
 
@@ -77,7 +89,9 @@ TEST_F(PromptScoresKernel, AgreeWithTheCpuOnMatrixUnits) {  // windows of 16 que
   std::uint64_t seed = 100;
   for (const Element keys : {Element::f16, Element::bf16})
     for (const Pool kind : {Pool::average, Pool::maximum})
-      expect_as_on_cpu(prompts(++seed, {.group = 2, .kv_heads = 2, .dim = 16, .lengths = {67, 19}, .seen = 16, .keys = keys, .query = keys}), {16, 7, kind});
+      expect_as_on_cpu(
+          prompts(++seed, {.group = 2, .kv_heads = 2, .dim = 16, .lengths = {67, 19}, .seen = 16, .keys = keys, .query = keys}),
+          {16, 7, kind});
 }
 
 TEST_F(PromptScoresKernel, AgreeWithTheCpuForEveryLength) {
@@ -89,7 +103,8 @@ TEST_F(PromptScoresKernel, AgreeWithTheCpuForEveryLength) {
 TEST_F(PromptScoresKernel, ReadPages) {
   std::uint64_t seed = 300;
   for (const Pool kind : {Pool::average, Pool::maximum})
-    expect_as_on_cpu(prompts(++seed, {.group = 2, .kv_heads = 2, .dim = 8, .lengths = {41, 33}, .seen = 4, .keys = Element::f16}), {4, 5, kind}, {.gap = 4, .page = 16});
+    expect_as_on_cpu(prompts(++seed, {.group = 2, .kv_heads = 2, .dim = 8, .lengths = {41, 33}, .seen = 4, .keys = Element::f16}),
+                     {4, 5, kind}, {.gap = 4, .page = 16});
 }
 
 TEST_F(PromptScoresKernel, AreTheCpusBitsOfEqualSums) {
@@ -101,7 +116,13 @@ TEST_F(PromptScoresKernel, AreTheCpusBitsOfEqualSums) {
   const DeviceArray<RowWindow> windows(all);
   const DeviceArray<float> sums(static_cast<std::size_t>(c.table.slots));
   const DeviceArray<std::byte> workspace(static_cast<std::size_t>(window_attention_workspace_bytes(there.arguments(), 4)));
-  launch_window_attention({.evidence = there.arguments(), .windows = windows.data(), .window = 4, .queries = queries.floats().data(), .sum = sums.data(), .workspace = workspace.data()}, nullptr);
+  launch_window_attention({.evidence = there.arguments(),
+                           .windows = windows.data(),
+                           .window = 4,
+                           .queries = queries.floats().data(),
+                           .sum = sums.data(),
+                           .workspace = workspace.data()},
+                          nullptr);
   const std::vector<float> u = sums.download();
   const Got got = on_device(c, {4, 7});
   std::size_t at = 0;
@@ -143,7 +164,9 @@ TEST_F(PromptScoresKernel, TakeTheLogSumOfExponentialsThatAnEngineHas) {
     double sum = 0;
     for (std::int32_t t = 0; t <= 18 + n % 3; ++t) {
       double x = 0;
-      for (std::int32_t d = 0; d < 4; ++d) x += static_cast<double>(q[static_cast<std::size_t>(n * 4 + d)]) * static_cast<double>(c.plain[0][static_cast<std::size_t>(t * 4 + d)]);
+      for (std::int32_t d = 0; d < 4; ++d)
+        x += static_cast<double>(q[static_cast<std::size_t>(n * 4 + d)]) *
+             static_cast<double>(c.plain[0][static_cast<std::size_t>(t * 4 + d)]);
       sum += std::exp(x);
     }
     lse.push_back(static_cast<float>(std::log(sum)));
@@ -152,7 +175,14 @@ TEST_F(PromptScoresKernel, TakeTheLogSumOfExponentialsThatAnEngineHas) {
   for (const bool maximum : {false, true}) {
     const Got want = on_device(c, {3, 5, maximum ? Pool::maximum : Pool::average});
     const DeviceArray<float> tokens(18);
-    PromptScoresArguments a{.evidence = there.arguments(), .queries = queries.floats().data(), .log_sum_exp = given.data(), .window = 3, .pool = 5, .maximum = maximum, .slots = 21, .tokens = tokens.data()};
+    PromptScoresArguments a{.evidence = there.arguments(),
+                            .queries = queries.floats().data(),
+                            .log_sum_exp = given.data(),
+                            .window = 3,
+                            .pool = 5,
+                            .maximum = maximum,
+                            .slots = 21,
+                            .tokens = tokens.data()};
     const DeviceArray<std::byte> workspace(static_cast<std::size_t>(prompt_scores_workspace_bytes(a)));
     a.workspace = workspace.data();
     launch_prompt_scores(a, nullptr);
@@ -174,7 +204,8 @@ TEST_F(PromptScoresKernel, RefuseWhatTheyCannotScore) {
   EXPECT_EQ(message({.evidence = rows, .window = 4, .pool = 4}), "prompt scores: pool; given 4; allowed odd numbers from 1 on");
   EXPECT_EQ(message({.evidence = rows, .window = 0}), "prompt scores: window; given 0; allowed 1 or more");
   EXPECT_EQ(message({.evidence = rows, .window = 40}), "prompt scores: the longest row holds 40 slots; allowed more than the window of 40");
-  EXPECT_EQ(message({.evidence = {.count = 3, .longest = 40, .kv_heads = 2, .dim = 8}, .window = 4}), "prompt scores: rows; given 3; allowed whole groups of 2, one row a KV head");
+  EXPECT_EQ(message({.evidence = {.count = 3, .longest = 40, .kv_heads = 2, .dim = 8}, .window = 4}),
+            "prompt scores: rows; given 3; allowed whole groups of 2, one row a KV head");
   EXPECT_NE(message({.evidence = {.dim = 257}}).find("head size"), std::string::npos);
   EXPECT_EQ(message({.evidence = {.dim = 8}}), "") << "no rows, nothing to do";
 }
