@@ -104,20 +104,26 @@ __device__ void sort_by_digit(const BlockTeam& team, std::uint32_t* counters, st
   team.sync();
 }
 
-__global__ void __launch_bounds__(kRankThreads)
-    ranks_kernel(Batch<RankedPrompt> prompts, const float* all_scores, std::int32_t* all_ranks, std::uint64_t* workspace) {
+struct Task {
+  Batch<RankedPrompt> prompts;
+  const float* scores;
+  std::int32_t* ranks;
+  std::uint64_t* workspace;  ///< two entries for each token
+};
+
+__global__ void __launch_bounds__(kRankThreads) ranks_kernel(Task task) {
   __shared__ unsigned long long scratch[kBlockScratch];
   __shared__ std::uint32_t counters[kRankThreads / 32 * kDigitCount];
   const BlockTeam team(scratch);
-  const RankedPrompt& prompt = prompts.of[blockIdx.x];
+  const RankedPrompt& prompt = task.prompts.of[blockIdx.x];
   std::int64_t before = 0, tokens = 0;  // of the prompts before this one; of all
-  for (std::int32_t p = 0; p < prompts.count; ++p) {
+  for (std::int32_t p = 0; p < task.prompts.count; ++p) {
     if (p == static_cast<std::int32_t>(blockIdx.x)) before = tokens;
-    tokens += prompts.of[p].ranked;
+    tokens += task.prompts.of[p].ranked;
   }
-  std::uint64_t *a = workspace + before, *b = a + tokens;
-  const float* scores = all_scores + prompt.scores;
-  std::int32_t* ranks = all_ranks + prompt.ranks;
+  std::uint64_t *a = task.workspace + before, *b = a + tokens;
+  const float* scores = task.scores + prompt.scores;
+  std::int32_t* ranks = task.ranks + prompt.ranks;
   const auto to = [](std::uint64_t* entries) { return [entries](std::int32_t i, std::uint64_t entry) { entries[i] = entry; }; };
   const auto from = [](const std::uint64_t* entries) { return [entries](std::int32_t i) { return entries[i]; }; };
   sort_by_digit(
@@ -147,8 +153,8 @@ void launch_ranks(const RanksArguments& arguments, Stream stream) {
   each_batch(arguments.prompts, [&](const Batch<RankedPrompt>& batch) {
     std::int32_t longest = 0;
     for (std::int32_t p = 0; p < batch.count; ++p) longest = std::max(longest, batch.of[p].ranked);
-    launch("ranks", ranks_kernel, {.blocks = blocks_for(batch.count), .threads = tuning::rank_threads_for(longest)}, stream, batch,
-           arguments.scores, arguments.ranks, static_cast<std::uint64_t*>(arguments.workspace));
+    const Task task{.prompts = batch, .scores = arguments.scores, .ranks = arguments.ranks, .workspace = static_cast<std::uint64_t*>(arguments.workspace)};
+    launch("ranks", ranks_kernel, {.blocks = blocks_for(batch.count), .threads = tuning::rank_threads_for(longest)}, stream, task);
   });
 }
 
