@@ -121,6 +121,7 @@ void check(const LayerSelectorArguments& a) {
   require(o.observed_layers >= 1, "layer selector: observed_layers; given ", o.observed_layers, "; allowed 1 or more");
   require(!std::isnan(o.threshold), "layer selector: threshold; given NaN; allowed numbers");
   require(o.fixed_layer >= -1, "layer selector: fixed_layer; given ", o.fixed_layer, "; allowed 0 or more, or -1 for none");
+  require<Unsupported>(!o.reads_mass(), "layer selector: missed_mass and select_mass; given ", o.missed_mass, " and ", o.select_mass, "; allowed 0 and 1 on a GPU");
   for (const RankedPrompt& prompt : a.prompts)
     require(prompt.ranked >= 0, "layer selector: a prompt of ", prompt.ranked, " ranked tokens; allowed 0 or more");
   require(std::int64_t{ranked_layers(o)} * longest_of(a.prompts) < std::int64_t{1} << 32, "layer selector: ranks of ", ranked_layers(o),

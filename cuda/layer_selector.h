@@ -45,10 +45,9 @@ struct LayerSelectorArguments {
 
 /// LayerSelector::see() behind launch_ranks: takes the ranks of `layer` in. A prompt that has selected before, or that goes on whole, is left as it is.
 /// Requires: ranks of every layer that wants_ranks(), up to this one.
-/// Variances are sums of integers, exact and the same for any grid, and rounded when they are divided: within 1e-12 of the CPU's, which are summed in double. So a layer whose relative
-/// variance is that near to the threshold may select on one machine alone.
+/// Variances are sums of integers, exact and the same for any grid, and rounded only when they are divided, as on the CPU: the same bits, the same layer.
 /// Launches for up to 64 prompts: 2 from min_layer on, 1 at a fixed layer, none before. Cost: one pass over the ranks that are held.
-/// Throws InvalidArgument for options that kvkeep::LayerSelector refuses, and where layers times tokens is 2^32 or more; StateError for a layer whose ranks are not wanted.
+/// Throws InvalidArgument for options that kvkeep::LayerSelector refuses, Unsupported for missed_mass and select_mass, which have no kernel, InvalidArgument and where layers times tokens is 2^32 or more; StateError for a layer whose ranks are not wanted.
 void launch_layer_selector(const LayerSelectorArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

@@ -26,7 +26,7 @@ std::vector<std::string> LayerSelectorOptions::problems() const {
 
 namespace {
 
-constexpr std::int64_t kMostRanks = std::int64_t{1} << 31;  ///< of the layers that are compared: their sums stay exact
+constexpr std::int64_t kMostRanks = (std::int64_t{1} << 32) - 1;  ///< of the layers that are compared: their sums stay exact
 
 /// Ascends as ranks do: the higher the score the lower the key, NaN last, -0 and 0 alike.
 std::uint32_t rank_key(float score) {
@@ -87,7 +87,7 @@ bool LayerSelector::wants(std::int32_t layer) const {
 }
 
 /// Mean over the tokens that any observed layer has among its best of the population variance of their ranks over those layers. In whole numbers up to the last division: no order of
-/// sums changes it. A token's L * sum(r^2) - sum(r)^2 is L^2 times its variance and fits 62 bits; its halves are summed apart.
+/// sums changes it. A token's L * sum(r^2) - sum(r)^2 is L^2 times its variance and fits 63 bits; its halves are summed apart.
 double LayerSelector::variance() const {
   const auto layers = static_cast<std::int64_t>(ranks_.size());
   const auto best = static_cast<std::int32_t>(best_);
@@ -115,7 +115,8 @@ double LayerSelector::variance() const {
       counted += least[i] <= best;
     }
   }
-  return (static_cast<double>(high) * 4294967296.0 + static_cast<double>(low)) / (static_cast<double>(layers * layers) * static_cast<double>(counted));
+  const auto wide = static_cast<double>(layers);
+  return (static_cast<double>(high) * 4294967296.0 + static_cast<double>(low)) / (wide * wide) / static_cast<double>(counted);  // as a GPU divides
 }
 
 /// Over the observed layers, the largest share of attention that went to tokens which the newest one does not have among its best.
