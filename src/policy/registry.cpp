@@ -539,7 +539,7 @@ std::vector<PolicyInfo> policies() {
     Fields lister = Fields::lister();
     static_cast<void>(entry.describe(lister));
     PolicyInfo info{entry.name, entry.what, entry.source, lister.listed(), {}, {}, entry.needs, true};
-    info.options.push_back({"decode", "full", "a policy object; behind a +: asl,budget=2048+ams-tova,budget=1024", "the policy that decides once the prompt has ended; any but those that act on prompts themselves"});
+    info.options.push_back({"decode", "full", "a policy object", "the policy that decides once the prompt has ended; in text, what stands behind a +"});
     all.push_back(std::move(info));
   }
   return all;
