@@ -615,6 +615,19 @@ TEST_P(NarrowingCalls, ReadNothingMoreOfALayerOnceTheirHookHasSeenIt) {
   }
 }
 
+TEST_P(NarrowingCalls, TakeCountsThatAllLayersShare) {
+  oracle::Random random(15);
+  const Ints ids = random_ids(30, random), positions = counted(0, 30), indptr{0, 30}, zero{0};
+  const Plan plan = random_plan(30, {3, 6}, random);
+  for (const std::int64_t page_size : {0, 8}) {
+    Runner by_layer(decoder_, 1, 48, {.page_size = page_size}), shared(decoder_, 1, 48, {.page_size = page_size});
+    const Tensor expected = by_layer.step({{0, ids, plan}});
+    EXPECT_TRUE(same_bits(expected, decoder_.forward({ids, indptr, positions, zero, zero}, shared.cache, shared.table, {.on_attended = follow({plan})})));
+    for (std::size_t l = 0; l < shared.cache.size(); ++l)
+      for (std::size_t side = 0; side < 2; ++side) EXPECT_TRUE(same_bits(sides_of(by_layer.cache[l])[side], sides_of(shared.cache[l])[side])) << "layer " << l;
+  }
+}
+
 TEST_P(NarrowingCalls, LeaveASequenceThatGoesOnWithNoneAndKeepTheOthers) {
   oracle::Random random(12);
   const std::vector<Part> others{{0, random_ids(25, random), random_plan(25, {5}, random)}, {2, random_ids(1, random)}, {3, random_ids(40, random), random_plan(40, {2}, random)}};
