@@ -12,6 +12,9 @@
 #include <map>
 #include <memory>
 #include <numeric>
+#include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "kvkeep/lm/decoder.h"
@@ -47,12 +50,11 @@ double read_bandwidth() {
   return best;
 }
 
-// A checkpoint of about 115 M (bf16) or 60 M (f32) weights in the shape of Qwen2, written once per run and removed at its end.
+// A checkpoint in the shape of Qwen2 with about 7 M weights a layer, written once per run and removed at its end.
 class Checkpoint {
  public:
-  explicit Checkpoint(ScalarType dtype)
-      : folder_(std::filesystem::temp_directory_path() / ("kvkeep_bench_" + std::to_string(::getpid()) + c10::toString(dtype))) {
-    const std::int32_t layers = dtype == kFloat32 ? 8 : 16;
+  Checkpoint(ScalarType dtype, std::int32_t layers)
+      : folder_(std::filesystem::temp_directory_path() / ("kvkeep_bench_" + std::to_string(::getpid()) + c10::toString(dtype) + std::to_string(layers))) {
     LmConfig config = LmConfig::shape(Architecture::qwen2, layers, 896, 2432, 14, 2, 64, 16384);
     write_random_checkpoint(folder_, config, 1, dtype);
     decoder = std::make_unique<Decoder>(Decoder::open(folder_));
@@ -68,12 +70,15 @@ class Checkpoint {
   std::filesystem::path folder_;
 };
 
-Decoder& decoder_of(ScalarType dtype) {
-  static std::map<ScalarType, std::unique_ptr<Checkpoint>> made;
-  auto& checkpoint = made[dtype];
-  if (!checkpoint) checkpoint = std::make_unique<Checkpoint>(dtype);
+Decoder& decoder_of(ScalarType dtype, std::int32_t layers) {
+  static std::map<std::pair<ScalarType, std::int32_t>, std::unique_ptr<Checkpoint>> made;
+  auto& checkpoint = made[{dtype, layers}];
+  if (!checkpoint) checkpoint = std::make_unique<Checkpoint>(dtype, layers);
   return *checkpoint->decoder;
 }
+
+// About 60 M weights in f32 and 115 M in bf16: more than 200 MB.
+Decoder& decoder_of(ScalarType dtype) { return decoder_of(dtype, dtype == kFloat32 ? 8 : 16); }
 
 // `page_size` 0: a dense cache.
 void decode(benchmark::State& state, ScalarType dtype, std::int32_t page_size = 0) {
@@ -125,11 +130,58 @@ void prefill(benchmark::State& state, ScalarType dtype) {
   state.counters["flop/s"] = benchmark::Counter(flops, benchmark::Counter::kIsIterationInvariantRate);
 }
 
+// A prompt from position 0, over the same cache again and again.
+class Prompt {
+ public:
+  Prompt(Decoder& decoder, std::int32_t tokens)
+      : decoder_(decoder), cache_(decoder.make_cache(1, tokens)), ids_(static_cast<std::size_t>(tokens), 7), positions_(ids_.size()), indptr_{0, tokens} {
+    std::iota(positions_.begin(), positions_.end(), 0);
+  }
+  double seconds(const StepOptions& options = {}) {
+    const auto start = Clock::now();
+    benchmark::DoNotOptimize(decoder_.forward({ids_, indptr_, positions_, zero_, zero_}, cache_, options));
+    return seconds_since(start);
+  }
+  double fastest(int runs) {
+    double best = 1e9;
+    for (int run = 0; run < runs; ++run) best = std::min(best, seconds());
+    return best;
+  }
+
+ private:
+  Decoder& decoder_;
+  std::vector<LayerCache> cache_;
+  std::vector<std::int32_t> ids_, positions_, indptr_, zero_{0};
+};
+
+// A prompt of which some tokens go on behind one layer. `layer_work` is what its layers cost on as many tokens as they see, each as in a full run on so many.
+void narrowed_prefill(benchmark::State& state) {
+  constexpr std::int32_t kLayers = 12;
+  Decoder& decoder = decoder_of(kFloat32, kLayers);
+  const auto tokens = static_cast<std::int32_t>(state.range(0)), layer = static_cast<std::int32_t>(state.range(1)), kept = static_cast<std::int32_t>(state.range(2));
+  std::vector<std::int32_t> places;  // evenly over the prompt, the last token among them
+  for (std::int32_t i = 1; i <= kept; ++i) places.push_back(static_cast<std::int32_t>(std::int64_t{i} * tokens / kept - 1));
+  const StepOptions options{.on_attended = [&](const LayerSight& sight) {
+    return sight.layer == layer ? std::optional(Onward{places, {0, kept}}) : std::nullopt;
+  }};
+  Prompt prompt(decoder, tokens);
+  const double full = prompt.fastest(3), narrow = Prompt(decoder, kept).fastest(5);
+  double fastest = 1e9;
+  for (auto _ : state) fastest = std::min(fastest, prompt.seconds(options));
+  const double layer_work = ((layer + 1) * full + (kLayers - layer - 1) * narrow) / kLayers;
+  state.counters["seconds"] = fastest;
+  state.counters["full_seconds"] = full;
+  state.counters["kept_alone_seconds"] = narrow;
+  state.counters["layer_work_seconds"] = layer_work;
+  state.counters["of_layer_work"] = fastest / layer_work;
+}
+
 BENCHMARK_CAPTURE(decode, f32, kFloat32)->ArgName("batch")->Arg(1)->Arg(4)->UseRealTime()->Unit(benchmark::kMillisecond);
 BENCHMARK_CAPTURE(decode, bf16, kBFloat16)->ArgName("batch")->Arg(1)->Arg(4)->UseRealTime()->Unit(benchmark::kMillisecond);
 BENCHMARK_CAPTURE(decode, bf16_pages_of_16, kBFloat16, 16)->ArgName("batch")->Arg(1)->Arg(4)->UseRealTime()->Unit(benchmark::kMillisecond);
 BENCHMARK_CAPTURE(prefill, f32, kFloat32)->ArgName("tokens")->Arg(512)->UseRealTime()->Unit(benchmark::kMillisecond);
 BENCHMARK_CAPTURE(prefill, bf16, kBFloat16)->ArgName("tokens")->Arg(512)->UseRealTime()->Unit(benchmark::kMillisecond);
+BENCHMARK(narrowed_prefill)->ArgNames({"tokens", "layer", "kept"})->Args({2048, 4, 256})->Iterations(3)->UseRealTime()->Unit(benchmark::kMillisecond);
 
 }  // namespace
 }  // namespace kvkeep::lm

@@ -1,6 +1,7 @@
 #include "kvkeep/lm/decoder.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
@@ -358,6 +359,24 @@ TEST_P(DecoderLaw, APromptGivesTheSameBitsHoweverItIsCutIntoSteps) {  // B19
       const Tensor part = feed(*decoder_, cache, {ids.begin() + done, ids.begin() + done + n}, 0, done, done, all);
       ASSERT_TRUE(same_bits(part, expected.narrow(0, done, n))) << "chunk " << chunk << " at " << done;
     }
+  }
+}
+
+// The feed-forward takes 256 tokens at a time.
+TEST_P(DecoderLaw, PromptsAroundABlockOfTheFeedForwardGiveTheBitsOfOneTokenAtATime) {
+  constexpr std::int32_t kTokens = 513;
+  const Ints ids = random_ids(kTokens, 90, 10);
+  StepOptions all;
+  all.logits = Logits::all;
+  const auto cache = decoder_->make_cache(1, kTokens, GetParam());
+  std::vector<Tensor> one_by_one;
+  for (std::int32_t t = 0; t < kTokens; ++t) one_by_one.push_back(feed(*decoder_, cache, {ids[static_cast<std::size_t>(t)]}, 0, t, t, all));
+  const Tensor expected = at::cat(one_by_one);
+  for (const std::int32_t first : {255, 256, 257, 513}) {
+    const auto other = decoder_->make_cache(1, kTokens, GetParam());
+    EXPECT_TRUE(same_bits(feed(*decoder_, other, {ids.begin(), ids.begin() + first}, 0, 0, 0, all), expected.narrow(0, 0, first))) << first;
+    if (first == kTokens) continue;
+    EXPECT_TRUE(same_bits(feed(*decoder_, other, {ids.begin() + first, ids.end()}, 0, first, first, all), expected.narrow(0, first, kTokens - first))) << first;
   }
 }
 
