@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""What an event on a GPU must at least take, by counting: bytes, floating-point operations and launches of every kernel.
+"""What an event and an observed layer of a prefill must at least take on a GPU, by counting: bytes, floating-point operations and launches of every kernel.
 
     bench/analytic.py                                the table
     bench/analytic.py --write docs/performance.md    replaces the part between the markers
 
 Nothing here is measured. The counts are those of the kernels in cuda/, bytes that must come from or go to the GPU's memory (what stays in its caches between two passes is not counted),
-for bf16 caches. Times are bytes over a copy bandwidth and operations over a matrix rate, whichever is longer; both rates are assumptions that stand in the text.
+for bf16 caches. Times are bytes over a copy bandwidth and operations over a matrix rate, whichever is longer; where one block works on a prompt, also what passes through its
+multiprocessor over a rate of one. The rates are assumptions that stand in the text.
 """
 
 import argparse
@@ -15,6 +16,9 @@ import sys
 
 BANDWIDTH = 4.3e12  # bytes a second that a copy reads and writes
 MATRIX = 650e12  # bf16 operations a second
+ONE = 100e9  # bytes a second between the caches and one multiprocessor
+SECTOR = 32  # bytes that a scattered write occupies
+LAYER = {"qwen7b": 233e6, "llama8b": 218e6}  # weights of one layer
 SHAPES = {"qwen7b": (28, 28, 4, 128), "llama8b": (32, 32, 8, 128)}
 BEGIN, END = "<!-- analytic: begin -->", "<!-- analytic: end -->"
 
@@ -37,6 +41,27 @@ def kernels(shape, batch, length, budget, window=32):
     ]
 
 
+def prefill_kernels(shape, tokens, select=2048, window=32, observed=8):
+    """(name, launches, bytes, operations, bytes through one multiprocessor) of one layer of one prompt that is observed."""
+    _, query_heads, kv_heads, dim = shape
+    keys = kv_heads * tokens * dim * 2
+    queries = query_heads * window * dim
+    products = 2 * query_heads * window * tokens * dim
+    sums = kv_heads * tokens * 4
+    ranks = tokens * 4
+    # Four passes over entries of 8 bytes, each read twice; the first reads scores of 4.
+    sorting = tokens * (2 * (4 + 3 * 8) + 4 * SECTOR)
+    return [
+        ("prepare, rows of the window", 2, queries * (2 + 4), queries, 0),
+        ("prompt scores: attention, statistics", 1, keys + queries * 4, 2 * products, 0),
+        ("prompt scores: attention, sums", 1, keys + queries * 4 + sums, 2 * products, 0),
+        ("prompt scores: pooling, sums over heads", 1, 2 * sums + ranks, sums, 0),
+        ("ranks", 1, 2 * ranks, 0, sorting),
+        (f"layer selector: {observed} layers of ranks", 2, observed * ranks, observed * tokens * 3, 0),
+        ("where it selects: narrow, gather hidden states", 2, ranks + select * (4 + 2 * query_heads * dim * 2), 0, ranks),
+    ]
+
+
 def floor_bytes(shape, batch, length, budget):
     """One reading of the keys, one reading and writing of what stays."""
     layers, _, kv_heads, dim = shape
@@ -44,12 +69,36 @@ def floor_bytes(shape, batch, length, budget):
     return rows * length * dim * 2 + rows * budget * 2 * dim * 2 * 2
 
 
-def microseconds(nbytes, operations):
-    return max(nbytes / BANDWIDTH, operations / MATRIX) * 1e6
+def microseconds(nbytes, operations, through_one=0):
+    return max(nbytes / BANDWIDTH, operations / MATRIX, through_one / ONE) * 1e6
 
 
 def number(x):
     return f"{x:,.0f}" if x >= 100 else f"{x:.1f}"
+
+
+def prefill_table():
+    cases = [("qwen7b", 32768), ("llama8b", 32768), ("llama8b", 131072)]
+    lines = [
+        f"One observed layer of one prompt on its way to 2048 tokens, a window of 32, 8 layers compared; one multiprocessor at {ONE / 1e9:.0f} GB/s where a block has the prompt. Below: the products of the",
+        "layer itself, weights and causal attention.",
+        "",
+        "| kernel of an observed layer | launches | MB, `qwen7b` 32k | GFLOP | us | MB, `llama8b` 32k | GFLOP | us | MB, `llama8b` 128k | GFLOP | us |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    counted = [prefill_kernels(SHAPES[name], tokens) for name, tokens in cases]
+    for i, (name, launches, *_) in enumerate(counted[0]):
+        cells = "".join(f" {number(c[i][2] / 1e6)} | {number(c[i][3] / 1e9)} | {number(microseconds(*c[i][2:]))} |" for c in counted)
+        lines.append(f"| {name} | {launches} |{cells}")
+    cells = "".join(f" {number(sum(k[2] for k in c) / 1e6)} | {number(sum(k[3] for k in c) / 1e9)} | {number(sum(microseconds(*k[2:]) for k in c))} |" for c in counted)
+    lines.append(f"| **all** | {sum(k[1] for k in counted[0])} |{cells}")
+    cells = ""
+    for name, tokens in cases:
+        _, query_heads, _, dim = SHAPES[name]
+        operations = 2 * tokens * LAYER[name] + 2 * tokens * tokens * query_heads * dim
+        cells += f" | {number(operations / 1e9)} | {number(microseconds(0, operations))} |"
+    lines.append(f"| the layer's own products | |{cells}")
+    return "\n".join(lines)
 
 
 def table():
@@ -73,6 +122,7 @@ def table():
         f" {number(floor_bytes(SHAPES[name], batch, 1536, 1024) / 1e6)} | | {number(microseconds(floor_bytes(SHAPES[name], batch, 1536, 1024), 0))} |" for name, batch in cases
     )
     lines.append(f"| floor: keys once, kept rows read and written once | |{cells}")
+    lines += ["", prefill_table()]
     return "\n".join(lines)
 
 

@@ -43,4 +43,10 @@ inline constexpr std::int32_t kSimilarRows = 64;       ///< of them that are mul
 inline constexpr std::int32_t kSimilarColumns = 128;   ///< keys that they are held against at a time
 inline constexpr std::int32_t kSimilarSlice = 256;     ///< bytes of a key that lie in shared memory at a time
 
+inline constexpr std::int32_t kRankThreads = 1024;     ///< of the one block that sorts a prompt's scores
+constexpr std::int32_t rank_threads_for(std::int32_t longest) { return longest <= 4096 ? 256 : kRankThreads; }
+
+inline constexpr std::int32_t kVarianceThreads = 256;  ///< of a block that compares ranks
+inline constexpr std::int32_t kVarianceTokens = 4096;  ///< tokens that one such block looks at
+
 }  // namespace kvkeep::cuda::tuning

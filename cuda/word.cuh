@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "kvkeep/core/hd.h"
 #include "platform.cuh"
 
 namespace kvkeep::cuda {
@@ -12,8 +13,9 @@ struct alignas(16) Word16 {
 };
 
 /// Calls body(Word{}) with the widest word that divides every address, stride and width whose bits are set in `bits`.
+#pragma nv_exec_check_disable
 template <class Body>
-__device__ void with_word(std::uint64_t bits, Body&& body) {
+KVKEEP_HD void with_word(std::uint64_t bits, Body&& body) {
   if (bits % 16 == 0) body(Word16{});
   else if (bits % 8 == 0) body(std::uint64_t{});
   else if (bits % 4 == 0) body(std::uint32_t{});

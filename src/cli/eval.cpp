@@ -29,10 +29,16 @@ Examples:
   kvkeep eval --model examples/model --task ask --policy ams-tova,variant=official,budget=128 --samples 100 -o csv
   kvkeep eval --model examples/model --policy tova --policy ams-tova --budgets 128 --samples 100 --against tova
   kvkeep eval --model examples/model --policy tova,ratio=0.5 --policy ams-tova,bytes=200000 --diagnostics
+  kvkeep eval --model examples/model --task needle --length 1024 --retrieval 4 --batch 1 --policy full --policy fastkv,layer=1,window=16 --budgets 256
 
 Teacher forced: the trace of each sample is fed, and a look-up is right when the argmax of the logits before it is the value that was asked
 for. "late" is the last third of the trace. Cache bytes are those of one sequence: the most at any time, and what is left behind the last
 event. tokens/s counts steps that only decode, events and eviction included.
+Policies that narrow prompts (asl and its relatives) are asked with --retrieval N: the prompt is 7/8 of --length, goes on up to the first
+question, and N look-ups are predicted. Three columns more: seconds until the first token (median; --batch 1 for a prompt by itself), the layer
+that selected (mean over the samples where one did), and tokens that went on to the end of the model or to a second pass (mean).
+--budgets goes to what stands before a +, asl,window=16+ams-tova,budget=128 for one.
+
 The policy `oracle` is told which positions the sample will need: it shows what a perfect choice of the same size would give.
 
 Intervals are at 95 %. The look-ups of one sample share a prompt and a cache, so they are not independent: the table shows a bootstrap over
@@ -56,14 +62,14 @@ struct Options {
   std::uint64_t seed = 1000000;
   lm::TaskOptions shape;
   bool wilson = false, diagnostics = false;
-  std::int32_t diagnostics_samples = 4;
+  std::int32_t diagnostics_samples = 4, retrieval = 0;
   std::string against;
 };
 
 // One policy with what it may keep: a row of the table.
 struct Contest {
   PolicyText policy;
-  bool never = false;
+  bool never = false, narrows = false;
   Cell budget = {nullptr, "-"};
   std::string resolved = {}, warning = {};
   std::optional<std::size_t> against = {};  // the contest that it is compared to
@@ -77,8 +83,27 @@ struct Measured {
   std::int64_t peak_bytes = 0, kept_bytes = 0, events = 0;
   double decode_seconds = 0;
   std::int64_t decoded_tokens = 0;
+  std::vector<double> first_token_seconds;  // [samples]
+  std::int64_t prompts_selected = 0, layers_selected = 0, tokens_going_on = 0, prompts_narrowed = 0;  // sums over samples
   [[nodiscard]] double tokens_per_second() const {
     return decode_seconds > 0 ? static_cast<double>(decoded_tokens) / decode_seconds : std::nan("");
+  }
+  [[nodiscard]] double median_first_token_seconds() const {
+    if (first_token_seconds.empty()) return std::nan("");
+    std::vector<double> sorted = first_token_seconds;
+    std::sort(sorted.begin(), sorted.end());
+    return sorted[sorted.size() / 2];
+  }
+  [[nodiscard]] double selection_layer() const { return prompts_selected == 0 ? std::nan("") : static_cast<double>(layers_selected) / static_cast<double>(prompts_selected); }
+  [[nodiscard]] double going_on() const { return prompts_narrowed == 0 ? std::nan("") : static_cast<double>(tokens_going_on) / static_cast<double>(prompts_narrowed); }
+  void add_prompt(const lm::Completion& done) {
+    first_token_seconds.push_back(done.first_token_seconds);
+    if (!done.prompt) return;
+    ++prompts_narrowed;
+    tokens_going_on += static_cast<std::int64_t>(done.prompt->going_on.size());
+    if (done.prompt->selection_layer < 0) return;
+    ++prompts_selected;
+    layers_selected += done.prompt->selection_layer;
   }
 };
 
@@ -134,18 +159,20 @@ std::vector<Contest> contests_of(const Options& o, const std::string& written, c
     if (!policy.states("interval")) options.emplace_back("interval", o.interval);
     if (o.recent >= 0 && !policy.states("recent")) options.emplace_back("recent", o.recent);
     all.push_back({.policy = policy.with(options)});
-  } else if (policy.name() == "full" || budgets.empty()) {
+  } else if (!policy.takes("budget") || budgets.empty()) {
     all.push_back({.policy = policy});
   } else {
     for (const std::int32_t budget : budgets) {
-      std::vector<std::pair<std::string, std::int32_t>> options{{"budget", budget}, {"interval", o.interval}};
-      if (o.recent >= 0 && policy.name() != kOracle) options.emplace_back("recent", o.recent);
+      std::vector<std::pair<std::string, std::int32_t>> options{{"budget", budget}};
+      if (policy.takes("interval")) options.emplace_back("interval", o.interval);
+      if (o.recent >= 0 && policy.takes("recent")) options.emplace_back("recent", o.recent);
       all.push_back({.policy = policy.with(options)});
     }
   }
   for (Contest& contest : all) {
     const std::unique_ptr<KVPolicy> made = contest.policy.make();
     contest.never = made->trigger().never;
+    contest.narrows = made->narrows();
     contest.budget = budget_cell(*made);
     contest.resolved = made->to_json();
     contest.warning = warning_about(*made);
@@ -178,7 +205,7 @@ std::vector<Contest> contests(const Options& o) {
   for (const std::string& one : given)
     for (Contest& contest : contests_of(o, one, budgets)) all.push_back(std::move(contest));
   const auto slots = [](const Contest& c) {  // most first; what never cuts before them, what counts otherwise behind
-    return c.never ? std::numeric_limits<std::int64_t>::max() : c.budget.value.is_number() ? c.budget.value.get<std::int64_t>() : 0;
+    return c.never && !c.narrows ? std::numeric_limits<std::int64_t>::max() : c.budget.value.is_number() ? c.budget.value.get<std::int64_t>() : 0;
   };
   std::map<std::string, std::size_t> place;  // labels in the order in which they were given
   for (const Contest& contest : all) place.try_emplace(contest.policy.label(), place.size());
@@ -193,9 +220,13 @@ using Samples = std::map<std::string, std::vector<lm::TaskSample>>;
 
 Samples draw_samples(const Options& o) {
   Samples samples;
+  lm::TaskOptions shape = o.shape;
+  if (o.retrieval > 0) shape.prompt_length = o.shape.length * 7 / 8;
   for (const std::string& task : o.tasks)
-    for (std::int32_t i = 0; i < o.samples; ++i)
-      samples[task].push_back(lm::make_task(task, o.seed + static_cast<std::uint64_t>(i), o.shape));
+    for (std::int32_t i = 0; i < o.samples; ++i) {
+      samples[task].push_back(lm::make_task(task, o.seed + static_cast<std::uint64_t>(i), shape));
+      if (o.retrieval > 0) samples[task].back() = asked_in_the_prompt(std::move(samples[task].back()), o.retrieval);
+    }
   return samples;
 }
 
@@ -247,6 +278,7 @@ void measure_task(lm::Decoder& decoder, const Options& o, const Contest& contest
     sum.peak_bytes = std::max(sum.peak_bytes, done.peak_bytes);
     sum.kept_bytes = std::max(sum.kept_bytes, done.kept_bytes);
     sum.events += static_cast<std::int64_t>(done.events.size());
+    sum.add_prompt(done);
   }
   sum.decode_seconds += run.pace.decode_seconds;
   sum.decoded_tokens += run.pace.decoded_tokens;
@@ -272,6 +304,9 @@ Table wide_table(const Options& o, const std::vector<Contest>& all, const std::v
                                                   {"tokens_per_second", "tokens/s"},
                                                   {"events", "events"}})
     columns.push_back(column);
+  const bool narrowing = o.retrieval > 0 || std::any_of(all.begin(), all.end(), [](const Contest& c) { return c.narrows; });
+  if (narrowing)
+    for (const Column& column : std::vector<Column>{{"first_token_ms", "first token ms"}, {"selection_layer", "layer"}, {"going_on", "go on"}}) columns.push_back(column);
   Table table(std::move(columns));
   for (std::size_t i = 0; i < all.size(); ++i) {
     const Measured& m = measured[i];
@@ -283,6 +318,11 @@ Table wide_table(const Options& o, const std::vector<Contest>& all, const std::v
     row.push_back(bytes_cell(m.kept_bytes));
     row.push_back(real_cell(m.tokens_per_second(), 0));
     row.emplace_back(m.events);
+    if (narrowing) {
+      row.push_back(real_cell(1000 * m.median_first_token_seconds(), 1));
+      row.push_back(real_cell(m.selection_layer(), 1));
+      row.push_back(real_cell(m.going_on(), 0));
+    }
     table.add(std::move(row));
   }
   return table;
@@ -362,7 +402,7 @@ Table diagnostics_table(const std::vector<Contest>& all, const std::vector<Measu
 Table long_table(const Options& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
   std::vector<Column> columns;
   for (const char* key : {"policy", "budget", "task", "length", "samples", "look_ups", "right", "accuracy", "accuracy_low", "accuracy_high",
-                          "sample_low", "sample_high", "late_look_ups", "late_accuracy", "peak_bytes", "kept_bytes", "tokens_per_second", "events"})
+                          "sample_low", "sample_high", "late_look_ups", "late_accuracy", "peak_bytes", "kept_bytes", "tokens_per_second", "events", "first_token_ms", "selection_layer", "going_on"})
     columns.push_back({key, key});
   if (!o.against.empty())
     for (const char* key : {"against", "against_budget", "difference", "difference_low", "difference_high"}) columns.push_back({key, key});
@@ -380,7 +420,8 @@ Table long_table(const Options& o, const std::vector<Contest>& all, const std::v
                             share_cell(share(count.right, count.asked)), share_cell(independent.low), share_cell(independent.high),
                             share_cell(sampled.low), share_cell(sampled.high), count.late_asked,
                             share_cell(share(count.late_right, count.late_asked)), bytes_cell(m.peak_bytes), bytes_cell(m.kept_bytes),
-                            real_cell(m.tokens_per_second(), 1), m.events};
+                            real_cell(m.tokens_per_second(), 1), m.events, real_cell(1000 * m.median_first_token_seconds(), 3),
+                            real_cell(m.selection_layer(), 2), real_cell(m.going_on(), 1)};
       if (!o.against.empty()) {
         const Difference d = difference(all[i], m, measured, task);
         const Contest* reference = all[i].against ? &all[*all[i].against] : nullptr;
@@ -459,6 +500,9 @@ Run add_eval(CLI::App& app) {
       ->option_text("N");
   sub->add_option("--samples", o->samples, "samples of each task")->check(CLI::Range(1, 1 << 24))->option_text("N [20]");
   sub->add_option("--length", o->shape.length, "tokens of a sample's prompt and trace")->option_text("N [512]");
+  sub->add_option("--retrieval", o->retrieval, "ask inside the prompt, and predict N look-ups; 0: the whole trace")
+      ->check(CLI::Range(0, 1 << 20))
+      ->option_text("N [0]");
   sub->add_option("--seed", o->seed, "of the first sample; the others follow")->option_text("N [1000000]");
   sub->add_option("--against", o->against, "a policy that every row is compared to; it runs too where it does not yet")->option_text("POLICY");
   sub->add_option("--intervals", o->wilson, "of the table: over whole samples, or Wilson's over look-ups")

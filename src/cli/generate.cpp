@@ -2,6 +2,7 @@
 
 #include <CLI/Option.hpp>
 #include <CLI/Validators.hpp>
+#include <cmath>
 #include <sstream>
 
 #include "commands.h"
@@ -22,6 +23,7 @@ using Json = nlohmann::ordered_json;
 constexpr const char* kExamples = R"(
 Examples:
   kvkeep generate --model examples/model --task chain --seed 7 --policy ams-tova,budget=96,interval=32 --max-new-tokens 200
+  kvkeep generate --model examples/model --task needle --policy fastkv,layer=1,budget=96,window=16+ams-tova,budget=96,interval=32
   kvkeep generate --model examples/model --ids 1,8,20,150,160 --policy full --max-new-tokens 16 -o json
   kvkeep generate --model examples/model --task ask --policy ams-tova,budget=96,interval=32 --device cuda:0
   kvkeep generate --model examples/model --task ask --forced --policy tova,budget=64,interval=32 --retention tova.json
@@ -68,11 +70,28 @@ Table event_table(const Outcome& outcome) {
   return table;
 }
 
+// What became of the prompt under a policy that narrows.
+std::string prompt_line(const PromptReport& prompt) {
+  std::string line = text("Prompt: ", prompt.tokens, " tokens");
+  if (prompt.selection_layer >= 0) line += text("; layer ", prompt.selection_layer, " selected");
+  line += prompt.second_pass ? text("; ", prompt.going_on.size(), " of them ran again as a prompt of their own") : text("; ", prompt.going_on.size(), " reached the end of the model");
+  return line;
+}
+
+// NaN, where nothing was computed, is null.
+Json prompt_json(const PromptReport& prompt) {
+  Json variance = Json::array();
+  for (const double x : prompt.relative_variance) variance.push_back(std::isnan(x) ? Json(nullptr) : Json(x));
+  return {{"tokens", prompt.tokens},     {"selection_layer", prompt.selection_layer}, {"relative_variance", variance},
+          {"entered", prompt.entered},   {"going_on", prompt.going_on},               {"second_pass", prompt.second_pass}};
+}
+
 std::string markdown(const Outcome& outcome) {
   const std::size_t events = outcome.done.events.size();
   std::ostringstream out;
   out << "Tokens:";
   for (const std::int32_t token : outcome.done.tokens) out << " " << token;
+  if (outcome.done.prompt) out << "\n\n" << prompt_line(*outcome.done.prompt);
   out << "\n\nCache: peak " << bytes_cell(outcome.done.peak_bytes).shown << ", kept " << bytes_cell(outcome.done.kept_bytes).shown << ", "
       << events << (events == 1 ? " event\n" : " events\n");
   if (events > 0) out << "\n" << event_table(outcome).markdown();
@@ -94,8 +113,10 @@ Json json(const Outcome& outcome) {
                       {"bytes_after", event.bytes_after},
                       {"kept", kept}});
   }
-  return {{"policy", Json::parse(outcome.policy_json)}, {"tokens", outcome.done.tokens},        {"peak_bytes", outcome.done.peak_bytes},
-          {"kept_bytes", outcome.done.kept_bytes},      {"layers", outcome.spec.full_layers()}, {"events", events}};
+  Json all{{"policy", Json::parse(outcome.policy_json)}, {"tokens", outcome.done.tokens},        {"peak_bytes", outcome.done.peak_bytes},
+           {"kept_bytes", outcome.done.kept_bytes},      {"layers", outcome.spec.full_layers()}, {"events", events}};
+  if (outcome.done.prompt) all["prompt"] = prompt_json(*outcome.done.prompt);
+  return all;
 }
 
 // Tokens and events in one table: a token's row has no layer, an event's row has no token.

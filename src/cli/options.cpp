@@ -50,7 +50,10 @@ bool gives(const std::string& item, const std::string& option) {
 }
 
 // Items of name,key=value,... but interval and what may be kept.
+// Of what narrows prompts; a policy behind its + keeps its own.
 std::string without_budget(const std::string& text) {
+  const std::string_view first = prefill_part(text);
+  if (first.size() < text.size()) return without_budget(std::string(first)) + text.substr(first.size());
   std::string kept;
   for (const std::string& item : split(text, ','))
     if (!gives(item, "budget") && !gives(item, "ratio") && !gives(item, "bytes") && !gives(item, "interval"))
@@ -58,8 +61,13 @@ std::string without_budget(const std::string& text) {
   return kept;
 }
 
+std::string first_name(const std::string& text) {
+  const std::string_view first = prefill_part(text);
+  return std::string(first.substr(0, first.find(',')));
+}
+
 bool is_name(const std::string& text) {
-  const std::string name = text.substr(0, text.find(','));
+  const std::string name = first_name(text);
   const std::vector<PolicyInfo> known = policies();
   return name == kOracle || std::any_of(known.begin(), known.end(), [&](const PolicyInfo& p) { return p.name == name; });
 }
@@ -129,6 +137,11 @@ std::unique_ptr<KVPolicy> PolicyText::make() const {
 
 PolicyText PolicyText::with(const std::vector<std::pair<std::string, std::int32_t>>& options) const {
   PolicyText changed = *this;
+  if (json_.empty() && prefill_part(text_).size() < text_.size()) {
+    const std::string_view first = prefill_part(text_);
+    changed.text_ = PolicyText(std::string(first)).with(options).text_ + text_.substr(first.size());
+    return changed;
+  }
   if (json_.empty()) {
     const auto replaced = [&](const std::string& item) {
       return std::any_of(options.begin(), options.end(), [&](const auto& o) { return gives(item, o.first); });
@@ -150,7 +163,7 @@ PolicyText PolicyText::with(const std::vector<std::pair<std::string, std::int32_
 }
 
 std::string PolicyText::name() const {
-  if (json_.empty()) return text_.substr(0, text_.find(','));
+  if (json_.empty()) return first_name(text_);
   const json object = json::parse(json_, nullptr, false);
   return object.is_object() && object.contains("policy") && object["policy"].is_string() ? object["policy"].get<std::string>()
                                                                                          : std::string();
@@ -158,7 +171,7 @@ std::string PolicyText::name() const {
 
 bool PolicyText::states(const std::string& option) const {
   if (json_.empty()) {
-    const std::vector<std::string> items = split(text_, ',');
+    const std::vector<std::string> items = split(std::string(prefill_part(text_)), ',');
     return std::any_of(items.begin(), items.end(), [&](const std::string& item) { return gives(item, option); });
   }
   const json object = json::parse(json_, nullptr, false);
@@ -166,11 +179,18 @@ bool PolicyText::states(const std::string& option) const {
   return object.is_object() && std::any_of(names.begin(), names.end(), [&](const std::string& name) { return object.contains(name); });
 }
 
+bool PolicyText::takes(const std::string& option) const {
+  if (name() == kOracle) return option == "budget" || option == "interval";
+  const std::vector<PolicyInfo> known = policies();
+  const auto own = std::find_if(known.begin(), known.end(), [&](const PolicyInfo& p) { return p.name == name(); });
+  return own == known.end() || std::any_of(own->options.begin(), own->options.end(), [&](const OptionInfo& o) { return o.name == option; });
+}
+
 std::string PolicyText::label() const { return label_; }
 
 Cell budget_cell(const KVPolicy& policy) {
-  if (policy.trigger().never) return {nullptr, "-"};
   const json options = json::parse(policy.to_json());
+  if (policy.trigger().never && !(policy.narrows() && options.contains("budget"))) return {nullptr, "-"};
   for (const char* other : {"ratio", "bytes"})
     if (options.contains(other)) return text(other, "=", options[other].dump());
   return options.value("budget", std::int32_t{0});

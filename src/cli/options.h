@@ -51,6 +51,8 @@ class PolicyText {
   [[nodiscard]] std::string name() const;
   // True where a top-level option is written, under this name or an alias.
   [[nodiscard]] bool states(const std::string& option) const;
+  // True where the policy has this top-level option.
+  [[nodiscard]] bool takes(const std::string& option) const;
   // For tables: as written, without what it may keep (budget, ratio, bytes) and interval.
   [[nodiscard]] std::string label() const;
   [[nodiscard]] const std::string& text() const { return text_; }

@@ -46,7 +46,7 @@ std::string survey(const std::vector<PolicyInfo>& known) {
   for (const char* c : {"needs", "what", "source"}) columns.push_back({c, c, false});
   Table scorers(columns);
   for (const PolicyInfo& p : known) {
-    if (!p.allocator.empty()) continue;
+    if (!p.allocator.empty() || p.narrows) continue;
     std::vector<Cell> row{p.name};
     for (const std::string& a : allocators)
       row.emplace_back(std::any_of(known.begin(), known.end(), [&](const PolicyInfo& o) { return o.name == a + "-" + p.scorer; }) ? "yes" : "");
@@ -60,7 +60,11 @@ std::string survey(const std::vector<PolicyInfo>& known) {
     table.add({a + "-<scorer>", bare == known.end() ? std::string("-") : text("`", a, "` is ", a, "-", bare->scorer), any->what.substr(0, any->what.rfind(": ")),
                any->source.substr(0, any->source.find(", over "))});
   }
-  return text("Keys and values every policy may read. A \"yes\" says that the name with that prefix is a policy too, `ams-tova` for one.\n\n", scorers.markdown(), "\n", table.markdown());
+  Table prompts({{"policy", "policy", false}, {"what", "what", false}, {"source", "source", false}});
+  for (const PolicyInfo& p : known)
+    if (p.narrows) prompts.add({p.name, p.what, p.source});
+  return text("Keys and values every policy may read. A \"yes\" says that the name with that prefix is a policy too, `ams-tova` for one.\n\n", scorers.markdown(), "\n", table.markdown(),
+              "\nOn prompts while they run, layer by layer; any policy above may decide behind them (`asl,budget=2048+ams-tova,budget=1024`):\n\n", prompts.markdown());
 }
 
 Table options_of(const std::vector<PolicyInfo>& shown) {

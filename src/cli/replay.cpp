@@ -2,12 +2,16 @@
 
 #include <CLI/Option.hpp>
 #include <chrono>
+#include <cmath>
 #include <filesystem>
+#include <nlohmann/json.hpp>
 
 #include "commands.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/io/atomic_file.h"
 #include "kvkeep/io/safetensors.h"
 #include "kvkeep/lm/decoder_trace.h"
+#include "kvkeep/policy/asl.h"
 #include "kvkeep/trace/event_trace.h"
 #include "kvkeep/trace/prefill_trace.h"
 #include "options.h"
@@ -23,11 +27,13 @@ Examples:
   kvkeep replay prefill.safetensors --policy asl,budget=256,window=16,cache=256 --out chosen.safetensors
   kvkeep replay generate.safetensors --policy tova,budget=64,interval=32 --out tokens.safetensors
 
+--ranks FILE.json writes where every token ranks in every layer of a prefill trace, for examples/plot_ranks.py.
+
 Kinds of traces: event, prefill, decoder, generate. What is refused ends with exit status 2 and a sentence, and no result is written.
 )";
 
 struct Options {
-  std::string trace, policy, out;
+  std::string trace, policy, out, ranks;
   int threads = 0;
   OutputOptions output;
 };
@@ -51,17 +57,40 @@ trace::Result replay(const std::string& kind, const io::SafetensorsFile& file, c
   return lm::replay_generate(file, folder, std::move(policy));
 }
 
+// What examples/plot_ranks.py draws. Observed as the policy does, where it is one that ranks prompts.
+std::string ranks_json(const io::SafetensorsFile& file, const KVPolicy& policy, const trace::Result& result) {
+  const auto* asl = dynamic_cast<const Asl*>(&policy);
+  const AslOptions observed = asl == nullptr ? AslOptions{} : asl->options();
+  nlohmann::ordered_json json{{"kvkeep_ranks", 1}, {"policy", nlohmann::ordered_json::parse(policy.to_json())}, {"window", observed.selector.window}};
+  for (const auto& [name, tensor] : result.tensors) {
+    if (name == "selection_layer") json[name] = *tensor.const_data_ptr<std::int32_t>();
+    if (name == "tokens") json["going_on"] = std::vector<std::int32_t>(tensor.const_data_ptr<std::int32_t>(), tensor.const_data_ptr<std::int32_t>() + tensor.numel());
+    if (name != "relative_variance") continue;
+    for (std::int64_t l = 0; l < tensor.numel(); ++l) {
+      const double x = tensor.const_data_ptr<double>()[l];
+      json[name].push_back(std::isnan(x) ? nlohmann::ordered_json(nullptr) : nlohmann::ordered_json(x));
+    }
+  }
+  json["ranks"] = trace::prompt_ranks(file, {.window = observed.selector.window, .pool = observed.pool, .kind = observed.pooling});
+  return json.dump() + "\n";
+}
+
 void run(const Options& o) {
   require_folder_of(o.out, "--out");
+  if (!o.ranks.empty()) require_folder_of(o.ranks, "--ranks");
   const io::SafetensorsFile file = io::SafetensorsFile::open(o.trace);
   const std::string kind = known_kind(file);
+  require(o.ranks.empty() || kind == "prefill", "replay: --ranks of a trace of kind \"", kind, "\"; allowed with a prefill trace");
   set_threads(o.threads);
   std::unique_ptr<KVPolicy> policy = PolicyText(o.policy).make();
   const std::string name(policy->name()), warning = o.output.quiet ? "" : warning_about(*policy);
   const auto start = std::chrono::steady_clock::now();
+  const std::unique_ptr<KVPolicy> drawn = o.ranks.empty() ? nullptr : PolicyText(o.policy).make();
   const trace::Result result = replay(kind, file, std::filesystem::path(o.trace).parent_path(), std::move(policy));
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  const std::string ranks = drawn == nullptr ? std::string() : ranks_json(file, *drawn, result);
   io::write_safetensors(o.out, result.tensors, result.metadata);
+  if (drawn != nullptr) io::write_text_atomically(o.ranks, ranks);
   if (!warning.empty()) note(warning);
 
   Table table({{"kind", "kind", false},
@@ -88,6 +117,7 @@ Run add_replay(CLI::App& app) {
   sub->add_option("trace", o->trace, "a trace file (docs/trace-format.md)")->required()->option_text("TRACE");
   sub->add_option("--policy", o->policy, kPolicyHelp)->required()->option_text("POLICY");
   sub->add_option("--out", o->out, "where the result goes (safetensors)")->required()->option_text("FILE");
+  sub->add_option("--ranks", o->ranks, "prefill: write the ranks of every layer, for examples/plot_ranks.py")->option_text("FILE.json");
   sub->add_option("--threads", o->threads, "CPU threads; 0 takes what LibTorch takes")->check(CLI::Range(0, 4096))->option_text("N [0]");
   o->output.add(*sub);
   sub->footer(kExamples);

@@ -36,6 +36,21 @@ lm::Request forced_request(const lm::TaskSample& sample) {
           .forced = {prompt_end, sample.ids.end()}};
 }
 
+lm::TaskSample asked_in_the_prompt(lm::TaskSample sample, std::int32_t look_ups) {
+  std::size_t first = 0, end = 0;
+  for (auto i = static_cast<std::size_t>(sample.prompt_length); i < sample.ids.size() && look_ups > 0; ++i) {
+    if (sample.target[i] != lm::kLookUp) continue;
+    if (first == 0) first = i;
+    end = i + 1;
+    --look_ups;
+  }
+  require(first > 0, "retrieval: the sample asks nothing behind its prompt of ", sample.prompt_length, " tokens; allowed a longer --length");
+  sample.prompt_length = static_cast<std::int32_t>(first);
+  sample.ids.resize(end);
+  sample.target.resize(end);
+  return sample;
+}
+
 Json retention_json(const RetentionAbout& about, const ModelSpec& spec, const lm::Completion& done) {
   Json json{{"kvkeep_retention", 1},
             {"model", about.model},

@@ -1,6 +1,8 @@
 #include "kvkeep/layers/layer_selector.h"
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -22,16 +24,43 @@ std::vector<std::string> LayerSelectorOptions::problems() const {
   return found;
 }
 
+namespace {
+
+constexpr std::int64_t kMostRanks = (std::int64_t{1} << 32) - 1;  ///< of the layers that are compared: their sums stay exact
+
+/// Ascends as ranks do: the higher the score the lower the key, NaN last, -0 and 0 alike.
+std::uint32_t rank_key(float score) {
+  if (std::isnan(score)) return std::numeric_limits<std::uint32_t>::max();
+  const auto bits = std::bit_cast<std::uint32_t>(score + 0.0F);
+  return (bits >> 31) != 0 ? bits : ~(bits | 0x80000000U);
+}
+
+struct Ranked {
+  std::uint32_t key;
+  std::int32_t token;
+};
+
+constexpr int kDigitBits = 11, kDigits = 3;  // 33 bits: the whole key
+constexpr std::uint32_t kBins = 1U << kDigitBits;
+
+}  // namespace
+
+/// Radix sort, least digit first: stable, so that equal scores stay in the order of their indices.
 std::vector<std::int32_t> ranks_of(std::span<const float> scores) {
-  std::vector<std::int32_t> order(scores.size()), ranks(scores.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::ranges::sort(order, [scores](std::int32_t a, std::int32_t b) {
-    const float x = scores[static_cast<std::size_t>(a)], y = scores[static_cast<std::size_t>(b)];
-    if (x > y || y > x) return x > y;
-    const bool nan_x = std::isnan(x), nan_y = std::isnan(y);
-    return nan_x != nan_y ? nan_y : a < b;
-  });
-  for (std::size_t i = 0; i < order.size(); ++i) ranks[static_cast<std::size_t>(order[i])] = static_cast<std::int32_t>(i) + 1;
+  std::vector<Ranked> order(scores.size()), other(scores.size());
+  std::array<std::array<std::uint32_t, kBins>, kDigits> starts{};
+  for (std::size_t t = 0; t < scores.size(); ++t) {
+    order[t] = {rank_key(scores[t]), static_cast<std::int32_t>(t)};
+    for (int d = 0; d < kDigits; ++d) ++starts[static_cast<std::size_t>(d)][order[t].key >> (d * kDigitBits) & (kBins - 1)];
+  }
+  for (int d = 0; d < kDigits; ++d) {
+    auto& start = starts[static_cast<std::size_t>(d)];
+    std::exclusive_scan(start.begin(), start.end(), start.begin(), 0U);
+    for (const Ranked& ranked : order) other[start[ranked.key >> (d * kDigitBits) & (kBins - 1)]++] = ranked;
+    order.swap(other);
+  }
+  std::vector<std::int32_t> ranks(scores.size());
+  for (std::size_t i = 0; i < order.size(); ++i) ranks[static_cast<std::size_t>(order[i].token)] = static_cast<std::int32_t>(i) + 1;
   return ranks;
 }
 
@@ -46,7 +75,8 @@ LayerSelector::LayerSelector(LayerSelectorOptions options, std::int64_t tokens)
   std::string all;
   for (const std::string& one : found) all += (all.empty() ? "" : "; ") + one;
   require(found.empty(), "layer selector: ", all);
-  require(tokens >= 0, "layer selector: a prompt of ", tokens, " tokens; allowed 0 or more");
+  require(tokens >= 0 && tokens <= kMostRanks / std::max(observed(), 1), "layer selector: a prompt of ", tokens, " tokens; allowed 0 to ", kMostRanks / std::max(observed(), 1), " where ", observed(),
+          " layers are compared");
 }
 
 std::int32_t LayerSelector::observed() const { return std::min(options_.observed_layers, options_.min_layer + 1); }
@@ -56,27 +86,37 @@ bool LayerSelector::wants(std::int32_t layer) const {
   return options_.fixed_layer >= 0 ? layer == options_.fixed_layer : layer > options_.min_layer - observed();
 }
 
-/// Mean over the tokens that any observed layer has among its best of the population variance of their ranks over those layers.
+/// Mean over the tokens that any observed layer has among its best of the population variance of their ranks over those layers. In whole numbers up to the last division: no order of
+/// sums changes it. A token's L * sum(r^2) - sum(r)^2 is L^2 times its variance and fits 63 bits; its halves are summed apart.
 double LayerSelector::variance() const {
-  const auto layers = static_cast<double>(ranks_.size());
+  const auto layers = static_cast<std::int64_t>(ranks_.size());
   const auto best = static_cast<std::int32_t>(best_);
-  double sum = 0;
-  std::int64_t counted = 0;
-  for (std::size_t t = 0; t < ranks_.front().size(); ++t) {
-    std::int32_t least = std::numeric_limits<std::int32_t>::max();
-    std::int64_t of_ranks = 0;
-    for (const std::vector<std::int32_t>& ranks : ranks_) {
-      least = std::min(least, ranks[t]);
-      of_ranks += ranks[t];
+  std::int64_t high = 0, low = 0, counted = 0;
+  constexpr std::size_t kBlock = 512;
+  std::array<std::int32_t, kBlock> least{};
+  std::array<std::int64_t, kBlock> sums{}, squares{};
+  const std::size_t tokens = ranks_.front().size();
+  for (std::size_t first = 0; first < tokens; first += kBlock) {
+    const std::size_t count = std::min(kBlock, tokens - first);
+    least.fill(std::numeric_limits<std::int32_t>::max());
+    sums.fill(0);
+    squares.fill(0);
+    for (const std::vector<std::int32_t>& ranks : ranks_)
+      for (std::size_t i = 0; i < count; ++i) {
+        const std::int32_t rank = ranks[first + i];
+        least[i] = std::min(least[i], rank);
+        sums[i] += rank;
+        squares[i] += std::int64_t{rank} * rank;
+      }
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::int64_t spread = least[i] > best ? 0 : layers * squares[i] - sums[i] * sums[i];
+      high += spread >> 32;
+      low += spread & 0xFFFFFFFF;
+      counted += least[i] <= best;
     }
-    if (least > best) continue;
-    const double mean = static_cast<double>(of_ranks) / layers;
-    double squares = 0;
-    for (const std::vector<std::int32_t>& ranks : ranks_) squares += (ranks[t] - mean) * (ranks[t] - mean);
-    sum += squares / layers;
-    ++counted;
   }
-  return sum / static_cast<double>(counted);
+  const auto wide = static_cast<double>(layers);
+  return (static_cast<double>(high) * 4294967296.0 + static_cast<double>(low)) / (wide * wide) / static_cast<double>(counted);  // as a GPU divides
 }
 
 /// Over the observed layers, the largest share of attention that went to tokens which the newest one does not have among its best.

@@ -33,7 +33,9 @@ std::int64_t slots_needed(const ModelSpec& spec, const Trigger& trigger, const R
 struct Generator::Batch {
   std::vector<SequenceId> ids;
   std::vector<std::int32_t> tokens, indptr{0}, positions, places;
-  std::vector<std::int32_t> lengths;  ///< [sequences * layers * Hkv]
+  std::vector<std::int32_t> lengths;  ///< [sequences * layers * Hkv] before the step
+  std::vector<std::int32_t> after;    ///< the same behind it: what a prompt lost on its way is taken off
+  std::vector<char> left;             ///< [sequences] 1: its prompt begins afresh in the next step, and it has no logits in this one
   std::vector<std::int32_t> steps;    ///< [sequences]
   Tensor block_table;                 ///< where the cache is in pages; `places` are its rows then
   std::size_t decoding = 0;
@@ -44,7 +46,7 @@ struct Generator::Batch {
 Generator::Generator(Decoder& decoder, std::unique_ptr<KVPolicy> policy, GeneratorOptions options)
     : decoder_(decoder),
       options_(std::move(options)),
-      keeper_(decoder.spec(), std::move(policy), {.output_projections = decoder.output_projections(), .accelerator = options_.accelerator}) {
+      keeper_(decoder.spec(), std::move(policy), {.layer_by_layer = true, .output_projections = decoder.output_projections(), .accelerator = options_.accelerator}) {
   require(keeper_.device() == decoder.device(), "generate: the decoder is on ", decoder.device().str(), " and the keeper works on ", keeper_.device().str(),
           "; allowed one device, named by GeneratorOptions::accelerator where it is not the CPU");
   if (options_.page_size == 0) {
@@ -87,6 +89,7 @@ SequenceId Generator::join(Request request) {
   keeper_.join(id, 0, static_cast<std::int32_t>(request.prompt.size()));
   if (pages_) static_cast<void>(pages_->sequences.admit(id, 0));
   Sequence sequence{.request = std::move(request), .place = free_places_.back()};
+  sequence.prompt = sequence.request.prompt;
   sequence.lengths.assign(static_cast<std::size_t>(keeper_.spec().num_layers() * keeper_.spec().kv_heads), 0);
   free_places_.pop_back();
   sequences_.emplace(id, std::move(sequence));
@@ -104,6 +107,7 @@ Completion Generator::leave(SequenceId id) {
   Sequence& sequence = sequences_.at(id);
   Completion result = std::move(sequence.result);
   if (result.events.empty()) result.kept_bytes = live_bytes(sequence.lengths);
+  if (const PromptReport* report = keeper_.prompt_report(id)) result.prompt = *report;
   if (sequence.request.keep_logits)
     result.logits =
         sequence.logits.empty() ? at::empty({0, decoder_.config().vocab}, at::TensorOptions(kFloat32)) : at::cat(sequence.logits);
@@ -125,11 +129,14 @@ Generator::Batch Generator::gather() const {
     batch.steps.push_back(static_cast<std::int32_t>(predicted));
     batch.lengths.insert(batch.lengths.end(), sequence.lengths.begin(), sequence.lengths.end());
     if (predicted == 0)
-      batch.tokens.insert(batch.tokens.end(), request.prompt.begin(), request.prompt.end());
+      batch.tokens.insert(batch.tokens.end(), sequence.prompt.begin(), sequence.prompt.end());
     else
       batch.tokens.push_back(request.forced.empty() ? sequence.result.tokens.back() : request.forced[predicted - 1]);
     batch.indptr.push_back(static_cast<std::int32_t>(batch.tokens.size()));
-    for (std::int32_t i = 0; i < batch.tokens_of(batch.ids.size() - 1); ++i) batch.positions.push_back(position + i);
+    const std::int32_t tokens = batch.tokens_of(batch.ids.size() - 1);
+    for (std::int32_t i = 0; i < tokens; ++i) batch.positions.push_back(position + i);
+    for (const std::int32_t length : sequence.lengths) batch.after.push_back(length + tokens);
+    batch.left.push_back(0);
   };
   for (const auto& [id, sequence] : sequences_)
     if (!sequence.done && !sequence.result.tokens.empty()) add(id, sequence);
@@ -148,6 +155,7 @@ bool Generator::step() {
   decide(batch);
   const double seconds = seconds_since(start);
   const bool prefilled = batch.decoding < batch.ids.size();
+  for (std::size_t i = batch.decoding; i < batch.ids.size(); ++i) sequences_.at(batch.ids[i]).result.first_token_seconds += seconds;
   (prefilled ? pace_.prefill_seconds : pace_.decode_seconds) += seconds;
   if (prefilled)
     pace_.prompt_tokens += static_cast<std::int64_t>(batch.tokens.size() - batch.decoding);
@@ -168,36 +176,97 @@ Tensor Generator::run(Batch& batch) {
   const Step step{batch.tokens, batch.indptr, batch.positions, batch.places, SlotCounts(lengths, keeper_.spec().kv_heads)};
   StepOptions options;
   options.on_layer = [&](const LayerSight& sight) {
-    keeper_.observe(
-        {.layer = sight.layer, .sequences = batch.ids, .indptr = batch.indptr, .queries = sight.queries, .positions = batch.positions});
+    keeper_.observe({.layer = sight.layer, .sequences = batch.ids, .indptr = sight.indptr, .queries = sight.queries, .positions = sight.positions});
     if (options_.hooks.on_layer) options_.hooks.on_layer(sight);
   };
+  if (keeper_.policy().narrows() && batch.decoding < batch.ids.size())
+    options.on_attended = [&](const LayerSight& sight) { return narrow(batch, sight); };
   return decoder_.forward(step, cache_, batch.block_table, options);
 }
 
+// One layer of the prompts that the step holds: the keeper decides and cuts, the decoder goes on with what is left.
+std::optional<Onward> Generator::narrow(Batch& batch, const LayerSight& sight) {
+  const CacheView view = view_of(batch);
+  const LayerReport report = keeper_.narrow({.layer = sight.layer,
+                                             .sequences = batch.ids,
+                                             .indptr = sight.indptr,
+                                             .queries = sight.queries,
+                                             .basis = QueryBasis::post_rope,
+                                             .positions = sight.positions},
+                                            view);
+  if (pages_) pages_->sequences.settle(view, report.pages);
+  if (std::ranges::none_of(report.prompts, [](const Narrowing& prompt) { return prompt.tokens.has_value(); })) return std::nullopt;
+  Onward onward{{}, {0}};
+  for (std::size_t i = 0; i < batch.ids.size(); ++i) {
+    const std::int32_t first = sight.indptr[i], last = sight.indptr[i + 1];
+    const auto found = std::ranges::find(report.prompts, batch.ids[i], &Narrowing::sequence);
+    if (found == report.prompts.end() || !found->tokens) {
+      for (std::int32_t token = first; token < last; ++token) onward.tokens.push_back(token);
+    } else if (found->afresh) {
+      batch.left[i] = 1;
+      begin_afresh(batch.ids[i]);
+    } else {
+      for (const std::int32_t place : *found->tokens) onward.tokens.push_back(first + place);
+    }
+    onward.indptr.push_back(static_cast<std::int32_t>(onward.tokens.size()));
+  }
+  return onward;
+}
+
+void Generator::begin_afresh(SequenceId id) {
+  Sequence& sequence = sequences_.at(id);
+  std::vector<std::int32_t> chosen;
+  for (const std::int32_t place : keeper_.prompt_report(id)->going_on) chosen.push_back(sequence.prompt[static_cast<std::size_t>(place)]);
+  sequence.prompt = std::move(chosen);
+}
+
 void Generator::predict(const Batch& batch, const Tensor& logits) {
-  const std::vector<std::int32_t> best = argmax(logits);
+  const std::size_t rows = sequences_.at(batch.ids.front()).lengths.size();
   for (std::size_t i = 0; i < batch.ids.size(); ++i) {
     Sequence& sequence = sequences_.at(batch.ids[i]);
-    sequence.result.tokens.push_back(best[i]);
-    if (sequence.request.keep_logits) sequence.logits.push_back(logits.narrow(0, static_cast<std::int64_t>(i), 1).clone());
-    for (std::int32_t& length : sequence.lengths) length += batch.tokens_of(i);
+    std::copy_n(batch.after.begin() + static_cast<std::ptrdiff_t>(i * rows), rows, sequence.lengths.begin());
+    if (i >= batch.decoding) sequence.result.peak_bytes = std::max(sequence.result.peak_bytes, prompt_bytes(batch.ids[i]));
+    if (batch.left[i] != 0) continue;
+    const Tensor row = logits.narrow(0, static_cast<std::int64_t>(i), 1);
+    const std::int32_t best = argmax(row).front();
+    sequence.result.tokens.push_back(best);
+    if (sequence.request.keep_logits) sequence.logits.push_back(row.clone());
     sequence.result.peak_bytes = std::max(sequence.result.peak_bytes, live_bytes(sequence.lengths));
     sequence.done = static_cast<std::int32_t>(sequence.result.tokens.size()) >= sequence.request.new_tokens ||
-                    (sequence.request.stop_at_end && decoder_.config().ends(best[i]));
+                    (sequence.request.stop_at_end && decoder_.config().ends(best));
   }
+}
+
+// Most bytes on the way through the layers: a layer's rows are whole until it is cut.
+std::int64_t Generator::prompt_bytes(SequenceId id) const {
+  const PromptReport* report = keeper_.prompt_report(id);
+  const Sequence& sequence = sequences_.at(id);
+  if (report == nullptr || !sequence.result.tokens.empty()) return 0;
+  std::vector<std::int32_t> lengths(sequence.lengths.size());
+  const auto heads = static_cast<std::size_t>(keeper_.spec().kv_heads);
+  std::int64_t most = 0;
+  for (std::size_t l = 0; l < report->entered.size(); ++l) {
+    const auto row = static_cast<std::ptrdiff_t>(l * heads);
+    std::fill_n(lengths.begin() + row, heads, report->entered[l]);
+    most = std::max(most, live_bytes(lengths));
+    if (!report->second_pass) std::copy_n(sequence.lengths.begin() + row, heads, lengths.begin() + row);
+  }
+  return most;
+}
+
+CacheView Generator::view_of(Batch& batch) {
+  const std::int32_t rows = keeper_.spec().num_layers() * keeper_.spec().kv_heads;
+  return {.layers = cache_,
+          .sequences = batch.ids,
+          .lengths = {batch.after, rows},
+          .places = batch.places,
+          .block_table = batch.block_table,
+          .pages = pages_ ? &pages_->pool : nullptr};
 }
 
 void Generator::decide(Batch& batch) {
   const std::size_t rows = sequences_.at(batch.ids.front()).lengths.size();
-  const std::span lengths{batch.lengths};
-  for (std::size_t i = 0; i < lengths.size(); ++i) lengths[i] += batch.tokens_of(i / rows);
-  CacheView view{.layers = cache_,
-                 .sequences = batch.ids,
-                 .lengths = {lengths, static_cast<std::int32_t>(rows)},
-                 .places = batch.places,
-                 .block_table = batch.block_table,
-                 .pages = pages_ ? &pages_->pool : nullptr};
+  const CacheView view = view_of(batch);
   if (options_.hooks.before_decision) options_.hooks.before_decision({keeper_, view, batch.steps});
   const Plan plan = keeper_.plan(view);
   if (options_.hooks.on_event && !plan.cuts.empty()) options_.hooks.on_event({keeper_, view, plan});
@@ -207,7 +276,7 @@ void Generator::decide(Batch& batch) {
     const auto i = static_cast<std::size_t>(std::find(batch.ids.begin(), batch.ids.end(), cut.sequence) - batch.ids.begin());
     Sequence& sequence = sequences_.at(cut.sequence);
     const std::int64_t bytes_before = live_bytes(sequence.lengths);
-    std::copy_n(lengths.begin() + static_cast<std::ptrdiff_t>(i * rows), rows, sequence.lengths.begin());
+    std::copy_n(batch.after.begin() + static_cast<std::ptrdiff_t>(i * rows), rows, sequence.lengths.begin());
     record(cut.sequence, cut, bytes_before);
   }
 }

@@ -77,6 +77,7 @@ std::vector<std::string> problems(const KVPolicy& policy, const ModelSpec& spec,
   const Needs needs = policy.needs();
   if (provided.accelerator != nullptr) {
     for (std::string& one : provided.accelerator->problems(policy, spec)) found.push_back(std::move(one));
+    if (policy.narrows()) found.push_back(text("device: ", policy.name(), " narrows prompts, which a keeper does on the CPU only; given ", provided.accelerator->device().str()));
     if (needs.statistics_from >= 0) found.push_back(text("device: ", policy.name(), " reads statistics of every query, which are kept on the CPU only; given ", provided.accelerator->device().str()));
   }
   if (needs.queries > 0 && !provided.queries)

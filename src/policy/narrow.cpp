@@ -48,6 +48,18 @@ void check_pages(const CacheView& view, std::size_t place, std::int64_t slots, s
     require(row[p] >= 0 && row[p] < pages, "narrow: page ", p, " of sequence ", view.sequences[place], " is ", row[p], "; allowed 0 to ", pages - 1, ", for the prompt's pages are given back at its end");
 }
 
+/// What moves in place must be nobody else's: prompts that share rows cannot lose different ones.
+void require_own_cache(const CacheView& view, std::size_t place, const RowTable& table) {
+  for (std::size_t other = 0; other < view.places.size(); ++other)
+    require(other == place || view.places[other] != view.places[place], "narrow: places: sequences ", view.sequences[place], " and ", view.sequences[other], " are both at place ", view.places[place],
+            " of the cache; allowed a place of its own for each");
+  if (view.pages == nullptr || table.page_size == 0) return;
+  const Row& row = table.rows.front();
+  for (std::int32_t p = 0; p * table.page_size < row.length; ++p)
+    require(view.pages->references(row.keys.pages[p]) <= 1, "narrow: block_table: page ", row.keys.pages[p], " of sequence ", view.sequences[place], " is held by ",
+            view.pages->references(row.keys.pages[p]), " sequences; allowed pages of its own while a prompt narrows");
+}
+
 /// The sequence at `place` held `before` slots and holds `after`: pages behind them are given back.
 PageMove give_back_pages(const CacheView& view, std::size_t place, std::int64_t before, std::int64_t after, std::int64_t page_size) {
   std::int32_t* row = view.block_table.data_ptr<std::int32_t>() + static_cast<std::int64_t>(place) * view.block_table.stride(0);
@@ -136,6 +148,7 @@ Keeper::LayerPlan Keeper::plan_layer(Sequence& s, const Observation& o, std::siz
   if (plan.table.page_size > 0) check_pages(view, place, s.report->tokens, plan.table.page_size, std::get<PagedKv>(view.layers[static_cast<std::size_t>(o.layer)]).keys.size(0));
   const std::int32_t wanted = plan.queries = s.pass->wants(o.layer, present);
   if (wanted == 0) return plan;
+  require_own_cache(view, place, plan.table);
   for (Row& row : plan.table.rows) s.columns->describe(row_of(row.layer, row.head), row);
   RowGroup& group = plan.table.groups.front();
   const auto bytes = static_cast<std::int64_t>(o.queries.element_size());

@@ -541,7 +541,7 @@ std::vector<PolicyInfo> policies() {
   for (const PrefillEntry& entry : prefill_policies()) {
     Fields lister = Fields::lister();
     static_cast<void>(entry.describe(lister));
-    PolicyInfo info{entry.name, entry.what, entry.source, lister.listed(), {}, {}, entry.needs};
+    PolicyInfo info{entry.name, entry.what, entry.source, lister.listed(), {}, {}, entry.needs, true};
     info.options.push_back({"decode", "full", "a policy object; behind a +: asl,budget=2048+ams-tova,budget=1024", "the policy that decides once the prompt has ended; any but those that act on prompts themselves"});
     all.push_back(std::move(info));
   }
@@ -573,24 +573,11 @@ std::unique_ptr<KVPolicy> make_policy_from_json(std::string_view text, const std
 
 namespace {
 
-bool narrows_prompts(std::string_view name) {
-  return std::ranges::any_of(prefill_policies(), [name](const PrefillEntry& entry) { return name == entry.name; });
-}
-
-/// Where "prefill+decode" is divided: at the first + before a name (1e+5 is a number) behind a policy that narrows prompts (others name files, whose names may hold one). npos: nowhere.
-std::size_t second_policy(std::string_view text) {
-  if (!narrows_prompts(text.substr(0, text.find_first_of(",+")))) return std::string_view::npos;
-  for (std::size_t at = text.find('+'); at != std::string_view::npos; at = text.find('+', at + 1))
-    if (at + 1 < text.size() && std::isalpha(static_cast<unsigned char>(text[at + 1])) != 0) return at;
-  return std::string_view::npos;
-}
-
 json object_of(std::string_view text) {
-  const std::size_t second = second_policy(text);
-  if (second != std::string_view::npos) {
-    json object = object_of(text.substr(0, second));
+  if (const std::string_view first = prefill_part(text); first.size() < text.size()) {
+    json object = object_of(first);
     require(!object.contains("decode"), "policy: decode is given twice, as an option and behind a +; allowed once");
-    object["decode"] = object_of(text.substr(second + 1));
+    object["decode"] = object_of(text.substr(first.size() + 1));
     return object;
   }
   const std::size_t comma = text.find(',');
@@ -614,6 +601,14 @@ json object_of(std::string_view text) {
 }
 
 }  // namespace
+
+std::string_view prefill_part(std::string_view text) {
+  const std::string_view name = text.substr(0, text.find_first_of(",+"));
+  if (std::ranges::none_of(prefill_policies(), [name](const PrefillEntry& entry) { return name == entry.name; })) return text;  // the others may name files with a + in their names
+  for (std::size_t at = text.find('+'); at != std::string_view::npos; at = text.find('+', at + 1))
+    if (at + 1 < text.size() && std::isalpha(static_cast<unsigned char>(text[at + 1])) != 0) return text.substr(0, at);  // 1e+5 is a number
+  return text;
+}
 
 std::unique_ptr<KVPolicy> make_policy(std::string_view text) { return from_object(object_of(text)); }
 

@@ -10,6 +10,7 @@
 #include <limits>
 #include <numeric>
 
+#include "kvkeep/layers/layer_selector.h"
 #include "kvkeep/version.h"
 
 #include "check_tensor.h"
@@ -171,6 +172,21 @@ Result replay_prefill(const io::SafetensorsFile& file, const KVPolicy& policy) {
   result.metadata = {{"kvkeep_result", "1"}, {"policy", policy.to_json()}, {"kvkeep_version", kVersion}, {"selection_layer", std::to_string(selection_layer)},
                      {"tokens_going_on", std::to_string(present.size())}, {"slots_dropped", std::to_string(dropped)}};
   return result;
+}
+
+std::vector<std::vector<std::int32_t>> prompt_ranks(const io::SafetensorsFile& file, const PromptScoreOptions& options) {
+  const Prompt prompt = read(file);
+  require(options.window < prompt.tokens && options.window <= prompt.queries, file.where(), ": a prompt of ", prompt.tokens, " tokens with the newest ", prompt.queries, " queries; allowed more tokens than, and at least as many queries as, the window of ",
+          options.window);
+  std::vector<std::int32_t> all(static_cast<std::size_t>(prompt.tokens));
+  std::iota(all.begin(), all.end(), 0);
+  std::vector<std::vector<std::int32_t>> ranks;
+  for (std::int32_t l = 0; l < prompt.spec.num_layers(); ++l) {
+    const Layer layer(prompt, l, all, options.window);
+    const Tensor scores = prompt_scores({.spec = prompt.spec, .table = layer.table, .basis = QueryBasis::post_rope, .moment = Moment::prefill_layer}, options).tokens;
+    ranks.push_back(ranks_of({scores.const_data_ptr<float>(), static_cast<std::size_t>(scores.numel())}));
+  }
+  return ranks;
 }
 
 }  // namespace kvkeep::trace

@@ -5,6 +5,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -17,7 +18,8 @@ namespace kvkeep::lm {
 
 /// One sequence to decode.
 ///
-/// Step 0 runs the whole prompt at positions 0..n-1 and predicts token 0. Step s >= 1 feeds token s-1 at position n+s-1, appends its K and
+/// Step 0 runs the whole prompt at positions 0..n-1 and predicts token 0. Under a policy that narrows prompts it runs layer by layer on the tokens that go on; where these are to begin
+/// afresh (two passes), a further step runs them alone, as a prompt of their own, and n is their number from then on. Step s >= 1 feeds token s-1 at position n+s-1, appends its K and
 /// V in every layer, attends to the cache as it is, and predicts token s. The last token is not fed. The policy is asked after every step, when all layers have
 /// run; step 0 is the end of the prompt.
 struct Request {
@@ -46,6 +48,8 @@ struct Completion {
   std::vector<SequenceEvent> events;
   std::int64_t peak_bytes = 0;  ///< most K and V bytes in full layers at any time, before an event cuts them
   std::int64_t kept_bytes = 0;  ///< right behind the last event; at the end where there was none
+  std::optional<PromptReport> prompt = {};  ///< what happened to the prompt, under a policy that narrows
+  double first_token_seconds = 0;           ///< of the steps that ran the prompt, whatever else they held
 };
 
 /// Slots that a sequence needs room for.
@@ -123,15 +127,20 @@ class Generator {
     std::vector<Tensor> logits = {};
     Completion result = {};
     bool done = false;
+    std::vector<std::int32_t> prompt = {};   ///< what runs as its prompt: the request's, or what a first pass chose of it
   };
   struct Batch;
   void check(const Request& request) const;
   [[nodiscard]] Batch gather() const;
   Tensor run(Batch& batch);
+  [[nodiscard]] std::optional<Onward> narrow(Batch& batch, const LayerSight& sight);
+  void begin_afresh(SequenceId id);
   void predict(const Batch& batch, const Tensor& logits);
   void decide(Batch& batch);
   void record(SequenceId id, const Cut& cut, std::int64_t bytes_before);
   [[nodiscard]] std::int64_t live_bytes(std::span<const std::int32_t> lengths) const;
+  [[nodiscard]] std::int64_t prompt_bytes(SequenceId id) const;
+  [[nodiscard]] CacheView view_of(Batch& batch);
 
   /// Who holds which page, where the cache is in pages.
   struct Pages {

@@ -27,6 +27,7 @@ struct PolicyInfo {
   std::string scorer = {};     ///< name behind "ams-" and its like, or of the policy itself; empty: `full`
   std::string allocator = {};  ///< "ams" and its like; empty: top-k
   std::string needs = {};      ///< what the engine must give beside keys and values, with default options
+  bool narrows = false;        ///< it acts on prompts while they run
 };
 
 /// Every policy this build knows, with all its options.
@@ -40,6 +41,9 @@ struct PolicyInfo {
 /// Makes a policy from "name,key=value,...": "ams-tova,budget=1024,window=64,preset=paper". Keys of sub-objects may stand alone where only one option has
 /// the name. What narrows prompts may be followed by the policy that decides behind them: "asl,budget=2048+ams-tova,budget=1024". Errors as above.
 [[nodiscard]] std::unique_ptr<KVPolicy> make_policy(std::string_view text);
+
+/// What stands before the + of "prefill+decode"; all of `text` where there is no policy behind one.
+[[nodiscard]] std::string_view prefill_part(std::string_view text);
 
 /// Reads a policy file. Throws InvalidArgument when it cannot be read.
 [[nodiscard]] std::unique_ptr<KVPolicy> load_policy(const std::filesystem::path& file);

@@ -1,0 +1,168 @@
+#include "layer_selector.h"
+
+#include <cmath>
+
+#include "batch.cuh"
+#include "launch.cuh"
+#include "team.cuh"
+#include "tuning.cuh"
+
+namespace kvkeep::cuda {
+namespace {
+
+using tuning::kVarianceThreads;
+using tuning::kVarianceTokens;
+
+/// What one block found: the sum over its tokens of (layers^2 times the variance of a token's ranks), in two halves that cannot overflow,
+/// and the tokens that count.
+struct Part {
+  std::uint64_t low, high, counted;
+};
+
+/// What the kernels are given.
+struct Task {
+  Batch<RankedPrompt> prompts;
+  const std::int32_t* ranks;
+  std::int64_t stride;
+  LayerSelection* states;
+  Part* parts;  ///< [prompts][most]
+  double threshold;
+  std::int32_t most;    ///< parts of the longest prompt
+  std::int32_t layers;  ///< whose ranks are compared
+  std::int32_t layer;
+  std::int32_t min_layer, fixed_layer, select, window;
+
+  /// Tokens before the window that go on.
+  [[nodiscard]] __device__ std::int32_t best() const { return select - window; }
+  [[nodiscard]] __device__ bool wants(const RankedPrompt& prompt) const { return states[prompt.state].layer < 0 && prompt.ranked > best(); }
+};
+
+KVKEEP_HD inline std::int32_t parts_of(std::int32_t ranked) { return (ranked + kVarianceTokens - 1) / kVarianceTokens; }
+
+/// x blocks have a part of a prompt each, y the prompts.
+__global__ void __launch_bounds__(kVarianceThreads) variance_kernel(Task task) {
+  __shared__ unsigned long long scratch[kBlockScratch];
+  const BlockTeam team(scratch);
+  const RankedPrompt& prompt = task.prompts.of[blockIdx.y];
+  if (!task.wants(prompt)) return;
+  const std::int32_t* ranks = task.ranks + prompt.ranks;
+  const auto layers = static_cast<std::uint64_t>(task.layers);
+  for (auto p = static_cast<std::int32_t>(blockIdx.x); p < parts_of(prompt.ranked); p += static_cast<std::int32_t>(gridDim.x)) {
+    const std::int32_t begin = p * kVarianceTokens, left = prompt.ranked - begin,
+                       end = begin + (left < kVarianceTokens ? left : kVarianceTokens);
+    Part mine{0, 0, 0};
+    for (std::int32_t t = begin + team.rank(); t < end; t += kVarianceThreads) {
+      std::int32_t least = prompt.ranked;
+      std::uint64_t sum = 0, squares = 0;
+      for (std::int32_t l = 0; l < task.layers; ++l) {
+        const std::int32_t rank = ranks[l * task.stride + t];
+        least = rank < least ? rank : least;
+        sum += static_cast<std::uint64_t>(rank);
+        squares += static_cast<std::uint64_t>(rank) * static_cast<std::uint64_t>(rank);
+      }
+      if (least > task.best()) continue;
+      const std::uint64_t spread = layers * squares - sum * sum;  // layers^2 times the population variance
+      mine.low += spread & 0xFFFFFFFFU;
+      mine.high += spread >> 32;
+      ++mine.counted;
+    }
+    const Part all{team.sum(mine.low), team.sum(mine.high), team.sum(mine.counted)};
+    if (team.rank() == 0) task.parts[std::int64_t{blockIdx.y} * task.most + p] = all;
+  }
+}
+
+/// As LayerSelector::see() has it.
+__device__ void decide(const Task& task, double variance, LayerSelection& state) {
+  if (state.first < 0) state.first = variance;
+  state.relative = task.layer == task.min_layer ? 1.0
+                   : state.first > 0            ? variance / state.first
+                   : variance == 0              ? 0.0
+                                                : static_cast<double>(INFINITY);
+  if (state.relative < task.threshold) state.layer = task.layer;
+}
+
+/// A warp has a prompt.
+__global__ void __launch_bounds__(32) decide_kernel(Task task) {
+  const WarpTeam warp;
+  const RankedPrompt& prompt = task.prompts.of[blockIdx.x];
+  const bool wanted = task.wants(prompt);
+  warp.sync();  // every lane has looked before one of them writes
+  if (!wanted) return;
+  LayerSelection& state = task.states[prompt.state];
+  if (task.fixed_layer >= 0) {
+    if (warp.rank() == 0) state.layer = task.layer;
+    return;
+  }
+  Part mine{0, 0, 0};
+  for (std::int32_t p = warp.rank(); p < parts_of(prompt.ranked); p += warp.size()) {
+    const Part part = task.parts[std::int64_t{blockIdx.x} * task.most + p];
+    mine.low += part.low;
+    mine.high += part.high;
+    mine.counted += part.counted;
+  }
+  const Part all{warp.sum(mine.low), warp.sum(mine.high), warp.sum(mine.counted)};
+  if (warp.rank() != 0) return;
+  const auto layers = static_cast<double>(task.layers);
+  const double spread = static_cast<double>(all.high) * 4294967296.0 + static_cast<double>(all.low);
+  decide(task, spread / (layers * layers) / static_cast<double>(all.counted), state);
+}
+
+std::int32_t longest_of(std::span<const RankedPrompt> prompts) {
+  std::int32_t longest = 0;
+  for (const RankedPrompt& prompt : prompts) longest = std::max(longest, prompt.ranked);
+  return longest;
+}
+
+void check(const LayerSelectorArguments& a) {
+  const LayerSelectorOptions& o = a.options;
+  require(o.window >= 1, "layer selector: window; given ", o.window, "; allowed 1 or more");
+  require(o.select > o.window, "layer selector: select; given ", o.select, "; allowed more than the window of ", o.window);
+  require(o.min_layer >= 0, "layer selector: min_layer; given ", o.min_layer, "; allowed 0 or more");
+  require(o.observed_layers >= 1, "layer selector: observed_layers; given ", o.observed_layers, "; allowed 1 or more");
+  require(!std::isnan(o.threshold), "layer selector: threshold; given NaN; allowed numbers");
+  require(o.fixed_layer >= -1, "layer selector: fixed_layer; given ", o.fixed_layer, "; allowed 0 or more, or -1 for none");
+  require<Unsupported>(!o.reads_mass(), "layer selector: missed_mass and select_mass; given ", o.missed_mass, " and ", o.select_mass, "; allowed 0 and 1 on a GPU");
+  for (const RankedPrompt& prompt : a.prompts)
+    require(prompt.ranked >= 0, "layer selector: a prompt of ", prompt.ranked, " ranked tokens; allowed 0 or more");
+  require(std::int64_t{ranked_layers(o)} * longest_of(a.prompts) < std::int64_t{1} << 32, "layer selector: ranks of ", ranked_layers(o),
+          " layers of ", longest_of(a.prompts), " tokens; allowed fewer than 2^32 of a prompt");
+  require<StateError>(
+      a.layer >= 0 && wants_ranks(o, a.layer), "layer selector: the ranks of layer ", a.layer, "; allowed ",
+      o.fixed_layer >= 0 ? text("layer ", o.fixed_layer, " alone") : text("layers from ", o.min_layer - ranked_layers(o) + 1, " on"));
+}
+
+}  // namespace
+
+std::int64_t layer_selector_workspace_bytes(std::span<const RankedPrompt> prompts) {
+  const auto at_once = static_cast<std::int64_t>(std::min<std::size_t>(prompts.size(), kPromptsAtOnce));
+  return at_once * parts_of(longest_of(prompts)) * static_cast<std::int64_t>(sizeof(Part));
+}
+
+void launch_layer_selector(const LayerSelectorArguments& a, Stream stream) {
+  check(a);
+  const LayerSelectorOptions& o = a.options;
+  const bool fixed = o.fixed_layer >= 0;
+  if (!fixed && a.layer < o.min_layer) return;
+  each_batch(a.prompts, [&](const Batch<RankedPrompt>& batch) {
+    const Task task{.prompts = batch,
+                    .ranks = a.ranks,
+                    .stride = a.stride,
+                    .states = a.states,
+                    .parts = static_cast<Part*>(a.workspace),
+                    .threshold = o.threshold,
+                    .most = parts_of(longest_of({batch.of, static_cast<std::size_t>(batch.count)})),
+                    .layers = ranked_layers(o),
+                    .layer = a.layer,
+                    .min_layer = o.min_layer,
+                    .fixed_layer = o.fixed_layer,
+                    .select = o.select,
+                    .window = o.window};
+    const auto prompts = static_cast<unsigned>(batch.count);
+    if (!fixed)
+      launch("layer_selector variance", variance_kernel, {.blocks = blocks_for(task.most, prompts), .threads = kVarianceThreads}, stream,
+             task);
+    launch("layer_selector", decide_kernel, {.blocks = blocks_for(batch.count), .threads = 32}, stream, task);
+  });
+}
+
+}  // namespace kvkeep::cuda

@@ -1,0 +1,120 @@
+#include "prompt_scores.h"
+
+#include "element.cuh"
+#include "kvkeep/core/pool.h"
+#include "kvkeep/core/row_window.h"
+#include "launch.cuh"
+#include "tuning.cuh"
+#include "window_attention.h"
+#include "workspace.h"
+
+namespace kvkeep::cuda {
+namespace {
+
+using tuning::kKeyThreads;
+using tuning::kTurnThreads;
+
+struct Task {
+  PromptScoresArguments a;
+  EvidenceArguments summed;  ///< a row for every (row, part)
+  std::int32_t parts;        ///< of a row: its query heads where each is pooled by itself, else 1
+  Row* rows;                 ///< [summed.count]; null: those of the evidence
+  RowWindow* windows;        ///< [summed.count]
+  float* sums;               ///< f32 [slots * parts]
+  void* rest;                ///< window_attention_workspace_bytes()
+};
+
+/// Divides the workspace. Gives its size.
+std::int64_t divide(const PromptScoresArguments& a, Task& task) {
+  WorkspaceParts parts(a.workspace);
+  task.a = a;
+  task.parts = a.maximum && a.pool > 1 ? a.evidence.group : 1;
+  task.summed = a.evidence;
+  task.summed.limits = nullptr;
+  task.summed.count *= task.parts;
+  task.summed.kv_heads *= task.parts;
+  task.summed.group /= task.parts;
+  task.rows = parts.take<Row>(task.parts > 1 ? task.summed.count : 0);
+  if (task.parts > 1) task.summed.rows = task.rows;
+  task.windows = parts.take<RowWindow>(task.summed.count);
+  task.sums = parts.take<float>(a.slots * task.parts);
+  task.rest = parts.take<std::byte>(window_attention_workspace_bytes(task.summed, a.window));
+  return parts.bytes();
+}
+
+/// The window of every row that is summed, and the row itself where query heads are: the same keys, once for each.
+__global__ void __launch_bounds__(kTurnThreads) rows_kernel(Task task) {
+  const EvidenceArguments& e = task.a.evidence;
+  for (std::int64_t n = std::int64_t{blockIdx.x} * kTurnThreads + threadIdx.x; n < task.summed.count;
+       n += std::int64_t{gridDim.x} * kTurnThreads) {
+    const std::int64_t r = n / task.parts;
+    const auto part = static_cast<std::int32_t>(n - r * task.parts);
+    Row row = e.rows[r];
+    task.windows[n] = {task.a.window, row.length - task.a.window};
+    if (task.parts == 1) continue;
+    row.head = row.head * task.parts + part;
+    row.first = row.first * task.parts + std::int64_t{part} * row.length;
+    task.rows[n] = row;
+  }
+}
+
+/// A thread has a token of a group: its score of every KV head, and their sum, both added up in ascending order.
+__global__ void __launch_bounds__(kKeyThreads) pool_kernel(Task task, std::int32_t chunks) {
+  const PromptScoresArguments& a = task.a;
+  const EvidenceArguments& e = a.evidence;
+  const float weight = task.parts > 1 ? 1.0F : static_cast<float>(e.group);
+  for (std::int64_t work = blockIdx.x; work < std::int64_t{e.count} / e.kv_heads * chunks; work += gridDim.x) {
+    const std::int64_t group = work / chunks;
+    const Row* rows = e.rows + group * e.kv_heads;
+    const std::int32_t t = static_cast<std::int32_t>(work - group * chunks) * kKeyThreads + static_cast<std::int32_t>(threadIdx.x);
+    const std::int32_t length = rows[0].length, before = length - a.window;
+    if (t >= length) continue;
+    float token = 0;
+    for (std::int32_t h = 0; h < e.kv_heads; ++h) {
+      const std::int64_t first = rows[h].first;
+      float head = 0;
+      for (std::int32_t part = 0; part < task.parts && t < before; ++part) {
+        const float* sums = task.sums + first * task.parts + std::int64_t{part} * length;
+        head += weight * (a.maximum ? pooled_max(sums, before, a.pool, t) : pooled_average(sums, before, a.pool, t));
+      }
+      if (a.heads != nullptr) a.heads[first + t] = head;
+      token += head;
+    }
+    if (a.tokens != nullptr && t < before) a.tokens[rows[0].first / e.kv_heads - group * a.window + t] = token;
+  }
+}
+
+}  // namespace
+
+std::int64_t prompt_scores_workspace_bytes(const PromptScoresArguments& arguments) {
+  Task task{};
+  return divide(arguments, task);
+}
+
+void launch_prompt_scores(const PromptScoresArguments& a, Stream stream) {
+  const EvidenceArguments& e = a.evidence;
+  check_dim("prompt scores", e.dim);
+  check_pool("prompt scores", a.pool);
+  require(a.window >= 1, "prompt scores: window; given ", a.window, "; allowed 1 or more");
+  require(e.kv_heads >= 1 && e.count % e.kv_heads == 0, "prompt scores: rows; given ", e.count, "; allowed whole groups of ", e.kv_heads,
+          ", one row a KV head");
+  require(e.count == 0 || e.longest > a.window, "prompt scores: the longest row holds ", e.longest,
+          " slots; allowed more than the window of ", a.window);
+  Task task{};
+  divide(a, task);
+  launch("prompt_scores_rows", rows_kernel, {.blocks = blocks_of_threads(task.summed.count, kTurnThreads), .threads = kTurnThreads}, stream,
+         task);
+  launch_window_attention({.evidence = task.summed,
+                           .windows = task.windows,
+                           .window = a.window,
+                           .queries = a.queries,
+                           .log_sum_exp = a.log_sum_exp,
+                           .sum = task.sums,
+                           .workspace = task.rest},
+                          stream);
+  const std::int32_t chunks = (e.longest + kKeyThreads - 1) / kKeyThreads;
+  launch("prompt_scores", pool_kernel, {.blocks = blocks_for(std::int64_t{e.count} / e.kv_heads * chunks), .threads = kKeyThreads}, stream,
+         task, chunks);
+}
+
+}  // namespace kvkeep::cuda
