@@ -120,6 +120,117 @@ TEST(Registry, RefusesWithTheFieldTheValueAndWhatIsAllowed) {
   EXPECT_THROW(static_cast<void>(load_policy("/no/such/policy.json")), InvalidArgument);
 }
 
+TEST(Registry, RefusesOptionsOfPoliciesThatNarrowPrompts) {
+  expect_refused(R"({"policy": "asl"})", {"budget is missing"});
+  expect_refused(R"({"policy": "asl-2pass"})", {"budget is missing"});
+  expect_refused(R"({"policy": "fastkv", "layers": {"layer": 3}})", {"budget is missing"});
+  expect_refused(R"({"policy": "gemfilter", "layers": {"layer": 3}})", {"budget is missing"});
+  for (const char* name : {"asl", "asl-2pass"}) expect_refused(text(R"({"policy": ")", name, R"(", "budget": 32})"), {"budget", "is 32", "scorer.window = 32"});
+  expect_refused(R"({"policy": "fastkv", "budget": 8, "scorer": {"window": 8}, "layers": {"layer": 3}})", {"budget", "is 8", "scorer.window = 8"});
+  for (const char* name : {"asl", "asl-2pass", "fastkv", "gemfilter"})
+    for (const int pool : {0, 2, 8}) expect_refused(text(R"({"policy": ")", name, R"(", "budget": 64, "scorer": {"pool": )", pool, R"(}, "layers": {}})"), {"scorer.pool", std::to_string(pool)});
+  for (const char* name : {"fastkv", "gemfilter"}) {
+    expect_refused(text(R"({"policy": ")", name, R"(", "budget": 64})"), {"layers.layer is missing"});
+    expect_refused(text(R"({"policy": ")", name, R"(", "budget": 64, "layers": {"layer": -1}})"), {"layers.layer", "given -1", "0 or more"});
+    expect_refused(text(R"({"policy": ")", name, R"(", "budget": 64, "layers": {"layer": 3, "threshold": 0.3}})"), {"layers.threshold", "no option"});
+  }
+  expect_refused(R"({"policy": "asl", "budget": 64, "layers": {"cache": 32}})", {"layers.cache", "is 32", "scorer.window = 32"});
+  expect_refused(R"({"policy": "fastkv", "budget": 64, "layers": {"layer": 1, "cache": 5}})", {"layers.cache", "is 5"});
+  expect_refused(R"({"policy": "asl", "budget": 64, "layers": {"cache": 64, "cache_mass": 0.5}})", {"layers.cache_mass", "0.5", "nothing beside `cache`"});
+  expect_refused(R"({"policy": "asl", "budget": 64, "layers": {"cache_mass": 0}})", {"layers.cache_mass", "given 0", "(0"});
+  expect_refused(R"({"policy": "asl", "budget": 64, "layers": {"cache_mass": 1.1}})", {"layers.cache_mass", "given 1.1"});
+  expect_refused(R"({"policy": "asl", "budget": 64, "layers": {"threshold": 0.3, "missed_mass": 0.1}})", {"layers.missed_mass", "0.1", "nothing beside `threshold`"});
+  expect_refused(R"({"policy": "asl", "budget": 64, "layers": {"missed_mass": 1}})", {"layers.missed_mass", "given 1"});
+  expect_refused(R"({"policy": "asl", "budget": 64, "layers": {"select_mass": 0}})", {"layers.select_mass", "given 0"});
+  expect_refused(R"({"policy": "asl", "budget": 64, "layers": {"min_layer": -1}})", {"layers.min_layer", "given -1"});
+  expect_refused(R"({"policy": "asl", "budget": 64, "layers": {"observed_layers": 0}})", {"layers.observed_layers", "given 0"});
+  expect_refused(R"({"policy": "asl", "budget": 64, "layers": {"indices": "ranks"}})", {"layers.indices", "no option"});
+  expect_refused(R"({"policy": "asl", "budget": 64, "layers": {"layer": 3}})", {"layers.layer", "no option"});
+  expect_refused(R"({"policy": "asl", "budget": 64, "layers": 3})", {"layers", "allowed an object"});
+  expect_refused(R"({"policy": "asl-2pass", "budget": 64, "layers": {"cache": 64}})", {"layers.cache", "no option"});
+  expect_refused(R"({"policy": "asl-2pass", "budget": 64, "layers": {"indices": "both"}})", {"layers.indices", "both", "ranks, last_query"});
+  expect_refused(R"({"policy": "asl", "budget": 64, "scorer": {"pooling": "min"}})", {"scorer.pooling", "min", "avg, max"});
+  for (const char* key : {"sink", "recent", "interval", "share", "allocator", "ratio"}) expect_refused(text(R"({"policy": "asl", "budget": 64, ")", key, R"(": 4})"), {key, "no option"});
+  expect_refused(R"({"policy": "pyramidinfer", "budget": 64})", {"budget", "no option"});
+  expect_refused(R"({"policy": "pyramidinfer", "layers": {"recent_ratio": 1}})", {"layers.recent_ratio", "given 1"});
+  expect_refused(R"({"policy": "pyramidinfer", "layers": {"keep": 0}})", {"layers.keep", "given 0"});
+  expect_refused(R"({"policy": "pyramidinfer", "layers": {"schedule": "linear"}})", {"layers.schedule", "linear", "cosine, constant"});
+  expect_refused(R"({"policy": "pyramidinfer", "layers": {"min_context": 0}})", {"layers.min_context", "given 0"});
+}
+
+TEST(Registry, TakesAPolicyThatDecidesBehindThePrompt) {
+  const auto both = resolved("asl,budget=64+ams-tova,budget=32,window=16");
+  EXPECT_EQ(both["budget"], 64);
+  EXPECT_EQ(both["scorer"]["window"], 32);
+  EXPECT_EQ(both["decode"]["policy"], "ams-tova");
+  EXPECT_EQ(both["decode"]["budget"], 32);
+  EXPECT_EQ(both["decode"]["allocator"]["window"], 16);
+  EXPECT_EQ(resolved(R"(pyramidinfer+tova,budget=32)")["decode"]["policy"], "tova");
+  EXPECT_EQ(make_policy("asl,budget=64+tova,budget=32")->to_json(), make_policy_from_json(R"({"policy": "asl", "budget": 64, "decode": {"policy": "tova", "budget": 32}})")->to_json());
+  EXPECT_FALSE(resolved("asl,budget=64+full").contains("decode"));
+  EXPECT_EQ(make_policy("asl,budget=64+ams-tova,budget=32")->needs().queries, 32);
+  EXPECT_EQ(make_policy("asl,budget=64+ams-tova,budget=32")->trigger().budget.slots, 32);
+  EXPECT_TRUE(make_policy("asl,budget=64")->trigger().never);
+  EXPECT_TRUE(make_policy("asl,budget=64")->narrows());
+  EXPECT_FALSE(make_policy("tova,budget=64")->narrows());
+
+  expect_refused(R"({"policy": "asl", "budget": 64, "decode": {"policy": "nonsense"}})", {"decode of asl", "nonsense"});
+  expect_refused(R"({"policy": "asl", "budget": 64, "decode": {"policy": "tova"}})", {"decode of asl", "budget is missing"});
+  expect_refused(R"({"policy": "asl", "budget": 64, "decode": {"policy": "gemfilter", "budget": 9, "layers": {"layer": 1}}})", {"decode of asl", "gemfilter", "acts on prompts itself"});
+  expect_refused(R"({"policy": "asl", "budget": 64, "decode": {"policy": "asl", "budget": 64, "decode": {"policy": "full"}}})", {"decode of asl", "acts on prompts itself"});
+  for (const char* decode : {"3", "null", "\"tova\"", "[]"}) expect_refused(text(R"({"policy": "asl", "budget": 64, "decode": )", decode, "}"), {"decode of asl", "allowed a JSON object"});
+  // Heads of a layer that keep different counts cannot be averaged slot by slot.
+  EXPECT_EQ(resolved("asl,budget=64,cache_mass=0.5+ams-tova,budget=32")["decode"]["scorer"]["heads"], "group");
+  EXPECT_EQ(resolved("asl,budget=64,cache_p=0.5+tova,budget=32")["decode"]["scorer"]["heads"], "group");
+  EXPECT_EQ(resolved("asl,budget=64,cache=40+ams-tova,budget=32")["decode"]["scorer"]["heads"], resolved("ams-tova,budget=32")["scorer"]["heads"]);
+  expect_refused(R"({"policy": "asl", "budget": 64, "layers": {"cache_mass": 0.5}, "decode": {"policy": "tova", "budget": 9, "scorer": {"heads": "all"}}})", {"decode of asl", "scorer.heads", "group"});
+  expect_refused(R"({"policy": "tova", "budget": 64, "decode": {"policy": "full"}})", {"decode", "no option"});
+  const auto refused = [](const std::string& policy, const std::string& word) {
+    try {
+      static_cast<void>(make_policy(policy));
+      ADD_FAILURE() << "was accepted: " << policy;
+    } catch (const InvalidArgument& e) {
+      EXPECT_NE(std::string(e.what()).find(word), std::string::npos) << policy << " -> " << e.what();
+    }
+  };
+  refused("asl,budget=64+nonsense,budget=3", "nonsense");
+  refused("asl,budget=64+tova,budget=32+tova,budget=16", "budget");
+  refused("asl,budget=64+gemfilter,budget=3,layer=1", "acts on prompts itself");
+  refused("tova,budget=64+tova,budget=32", "budget");
+  refused("asl,budget=64,decode=full+tova,budget=32", "twice");
+  refused("asl,budget=64+", "budget");
+}
+
+TEST(Registry, ReadsAPlusThatIsNoSecondPolicy) {
+  EXPECT_EQ(resolved("asl,budget=64,threshold=1e+5")["layers"]["threshold"], 1e5);
+  EXPECT_EQ(resolved("asl,budget=64,threshold=1e+5+tova,budget=9")["decode"]["budget"], 9);
+  try {  // a + in a file's name
+    static_cast<void>(make_policy("triattention,budget=64,calibration=/no/such/c++files+more/of.safetensors"));
+    ADD_FAILURE() << "was accepted";
+  } catch (const InvalidArgument& e) {
+    EXPECT_NE(std::string(e.what()).find("/no/such/c++files+more/of.safetensors"), std::string::npos) << e.what();
+  }
+  try {
+    static_cast<void>(make_policy("asl,budget=64+triattention,budget=64,calibration=/no/such/c++files+more/of.safetensors"));
+    ADD_FAILURE() << "was accepted";
+  } catch (const InvalidArgument& e) {
+    EXPECT_NE(std::string(e.what()).find("/no/such/c++files+more/of.safetensors"), std::string::npos) << e.what();
+  }
+}
+
+TEST(Registry, WritesWhatItReadsOfPoliciesThatNarrowPrompts) {
+  for (const char* policy : {"asl,budget=64", "asl,budget=64,min_layer=3,observed_layers=2,threshold=-1,cache=40,window=16,pool=5,pooling=max,variant=official+ams-tova,budget=32", "asl,budget=64,missed_mass=0.1,select_mass=0.9,cache_mass=0.5",
+                             "asl-2pass,budget=64,indices=last_query,min_layer=0", "asl-2pass,budget=64+tova,budget=9", "fastkv,budget=64,layer=0,cache_mass=0.7", "gemfilter,budget=1,layer=2,pool=1", "pyramidinfer",
+                             "pyramidinfer,sink=0,recent_ratio=0,keep=1,schedule=constant,min_context=1,distance_weight=0.5+streaming,budget=9"}) {
+    const std::string json = make_policy(policy)->to_json();
+    EXPECT_EQ(make_policy_from_json(json)->to_json(), json) << policy;
+  }
+  EXPECT_EQ(resolved("asl,budget=64")["layers"]["threshold"], 0.3);
+  EXPECT_EQ(resolved("asl,budget=64")["layers"]["observed_layers"], 8);
+  EXPECT_EQ(resolved("pyramidinfer")["layers"]["keep"], 0.9);
+  EXPECT_EQ(resolved("asl,select_k=99,window_size=8,l_min=3,l_obs=2,tau=0.5,cache_k=50")["layers"]["cache"], 50);
+}
+
 TEST(Registry, BareNamesOfAllocatorsStandForSnapKVScores) {
   for (const char* name : {"pyramidkv", "adakv", "chunkkv", "criticalkv"}) {
     const auto bare = resolved(text(name, ",budget=512")), full = resolved(text(name, "-snapkv,budget=512"));
@@ -134,11 +245,11 @@ TEST(Registry, ListsEveryOptionOfEveryPolicy) {
     EXPECT_FALSE(p.what.empty());
     EXPECT_FALSE(p.source.empty()) << p.name;
     if (p.name == "full") continue;
-    EXPECT_EQ(p.options.front().name, "budget") << p.name;
+    if (p.name != "pyramidinfer") EXPECT_EQ(p.options.front().name, "budget") << p.name;
     if (std::any_of(p.options.begin(), p.options.end(), [](const OptionInfo& o) { return o.fallback == "required"; })) continue;
-    const auto json = resolved(p.name + ",budget=512");
+    const auto json = resolved(p.name == "pyramidinfer" ? p.name : p.name + ",budget=512");
     for (const OptionInfo& o : p.options) {
-      if (o.fallback == "-") continue;  // resolved only where it is given
+      if (o.fallback == "-" || o.name == "decode") continue;  // resolved only where it is given
       const auto dot = o.name.find('.');
       const bool there = dot == std::string::npos ? json.contains(o.name) : json[o.name.substr(0, dot)].contains(o.name.substr(dot + 1));
       EXPECT_TRUE(there) << p.name << " lists " << o.name << " and does not resolve it";

@@ -171,7 +171,9 @@ void Keeper::check(const Observation& o) const {
     const std::int32_t own_tokens = o.indptr[i + 1] - o.indptr[i];
     require(!begins_prompt(s, own_tokens) || s.prompt <= own_tokens, "observe: sequence ", o.sequences[i], " brings ", own_tokens, " of the ", s.prompt, " tokens of its prompt; ", policy_->name(),
             " compares layers over the whole prompt, allowed all of it in one step");
-    if (!leads(s, o.layer, own_tokens)) {
+    const bool first = leads(s, o.layer, own_tokens);
+    require<StateError>(!first || s.pass == nullptr, "observe: layer ", o.layer, " brings more tokens of sequence ", o.sequences[i], ", whose prompt has come to layer ", s.next_layer, "; allowed when it has ended");
+    if (!first) {
       require<StateError>(s.pass == nullptr || own_tokens == static_cast<std::int32_t>(s.present.size()), "observe: layer ", o.layer, " gives ", own_tokens, " tokens of sequence ", o.sequences[i], "; ",
                           s.present.size(), " went on to it, allowed these");
       const auto shown = already_shown(s, o.layer, own_tokens);

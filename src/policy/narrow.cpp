@@ -9,6 +9,7 @@
 #include <utility>
 #include <variant>
 
+#include "kvkeep/core/dispatch.h"
 #include "kvkeep/core/page_allocator.h"
 #include "kvkeep/keep/compact.h"
 #include "kvkeep/policy/keeper.h"
@@ -35,6 +36,16 @@ std::vector<std::int32_t> those_at(std::span<const std::int32_t> places, std::sp
 std::int64_t page_size_of(const LayerKv& layer) {
   const auto* paged = std::get_if<PagedKv>(&layer);
   return paged == nullptr ? 0 : paged->keys.size(paged->layout == PageLayout::slot_head ? 1 : 2);
+}
+
+/// That the row of the block table of the sequence at `place` names pages of `pages` for so many slots.
+void check_pages(const CacheView& view, std::size_t place, std::int64_t slots, std::int64_t page_size, std::int64_t pages) {
+  const Tensor& table = view.block_table;
+  const std::int64_t held = (slots + page_size - 1) / page_size;
+  require(table.size(1) >= held, "narrow: the block table names ", table.size(1), " pages a sequence; sequence ", view.sequences[place], " came in with ", slots, " tokens, allowed at least ", held);
+  const std::int32_t* row = table.const_data_ptr<std::int32_t>() + static_cast<std::int64_t>(place) * table.stride(0);
+  for (std::int64_t p = 0; p < held; ++p)
+    require(row[p] >= 0 && row[p] < pages, "narrow: page ", p, " of sequence ", view.sequences[place], " is ", row[p], "; allowed 0 to ", pages - 1, ", for the prompt's pages are given back at its end");
 }
 
 /// What moves in place must be nobody else's: prompts that share rows cannot lose different ones.
@@ -64,15 +75,38 @@ PageMove give_back_pages(const CacheView& view, std::size_t place, std::int64_t 
   return move;
 }
 
+/// What Keeper::observe() asks of them too.
+void check_sequences(const Observation& o) {
+  require(o.indptr.size() == o.sequences.size() + 1 && o.indptr.front() == 0, "narrow: indptr has ", o.indptr.size(), " entries for ", o.sequences.size(),
+          " sequences; allowed one more than sequences, the first 0");
+  for (std::size_t i = 0; i < o.sequences.size(); ++i) {
+    require(o.indptr[i] <= o.indptr[i + 1], "narrow: indptr falls from ", o.indptr[i], " to ", o.indptr[i + 1], " at sequence ", o.sequences[i], "; allowed ascending");
+    for (std::size_t e = 0; e < i; ++e) require(o.sequences[e] != o.sequences[i], "narrow: sequence ", o.sequences[i], " stands twice in one step; allowed once");
+  }
+}
+
+void check_finite(const RowGroup& group, const ModelSpec& spec) {
+  const QueryView& queries = group.queries;
+  with_dtype("narrow", queries.dtype, [&](auto type) {
+    for (std::int32_t i = 0; i < queries.count; ++i)
+      for (std::int32_t h = 0; h < spec.query_heads; ++h) {
+        const auto* q = reinterpret_cast<const decltype(type)*>(queries.at(i, h));
+        require(std::all_of(q, q + spec.key_dim, [](auto x) { return std::isfinite(static_cast<float>(x)); }), "narrow: query of head ", h, " at position ", queries.position(i), " of layer ", group.layer,
+                " holds a number that is not finite; allowed finite numbers");
+      }
+  });
+}
+
 }  // namespace
 
-/// One prompt at one layer: what was decided, nothing of it done.
+/// One prompt at one layer: what is to be decided on, then what was decided; nothing of it done.
 struct Keeper::LayerPlan {
   Sequence* sequence = nullptr;
   SequenceId id = 0;
   std::int32_t layer = 0;
   std::size_t place = 0;  ///< in the view
   RowTable table = {};
+  std::int32_t queries = 0;  ///< newest ones that decide; 0: the layer is not asked
   Decision decision = {};
 };
 
@@ -102,17 +136,18 @@ Keeper::LayerPlan Keeper::plan_layer(Sequence& s, const Observation& o, std::siz
   require<StateError>(s.next_layer == o.layer, "narrow: layer ", o.layer, " of the prompt of sequence ", id, "; layer ", s.next_layer, " comes next, allowed that");
   const auto present = static_cast<std::int32_t>(s.present.size());
   require(o.indptr[i + 1] - o.indptr[i] == present, "narrow: layer ", o.layer, " gives ", o.indptr[i + 1] - o.indptr[i], " tokens of sequence ", id, "; ", present, " went on to it, allowed these");
-  require(view.lengths.per_row(), "narrow: the view has one length a sequence, and layers of a prompt end up with different ones; allowed one length a row");
+  require(view.lengths.per_row() || spec_.num_layers() * spec_.kv_heads == 1, "narrow: the view has one length a sequence, and layers of a prompt end up with different ones; allowed one length a row");
 
   LayerPlan plan{.sequence = &s, .id = id, .layer = o.layer, .place = place};
-  const std::int32_t wanted = s.pass->wants(o.layer, present);
-  if (wanted == 0) return plan;
   for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
     const std::int32_t held = view.lengths.at(place, o.layer * spec_.kv_heads + h);
     require<StateError>(held == present, "narrow: sequence ", id, " holds ", held, " slots in layer ", o.layer, ", head ", h, "; ", present, " tokens went on to it");
   }
   const std::int32_t due = static_cast<std::int32_t>(place);
   plan.table = make_rows(spec_, view, {&o.layer, 1}, {&due, 1});
+  if (plan.table.page_size > 0) check_pages(view, place, s.report->tokens, plan.table.page_size, std::get<PagedKv>(view.layers[static_cast<std::size_t>(o.layer)]).keys.size(0));
+  const std::int32_t wanted = plan.queries = s.pass->wants(o.layer, present);
+  if (wanted == 0) return plan;
   require_own_cache(view, place, plan.table);
   for (Row& row : plan.table.rows) s.columns->describe(row_of(row.layer, row.head), row);
   RowGroup& group = plan.table.groups.front();
@@ -127,7 +162,7 @@ Keeper::LayerPlan Keeper::plan_layer(Sequence& s, const Observation& o, std::siz
                    .count = wanted};
   group.next_position = s.next_position;
   group.prompt = s.report->tokens;
-  plan.decision = s.pass->decide({.spec = spec_, .table = plan.table, .basis = o.basis, .moment = Moment::prefill_layer, .output_projections = provided_.output_projections});
+  check_finite(group, spec_);
   return plan;
 }
 
@@ -139,11 +174,15 @@ LayerReport Keeper::narrow(const Observation& o, const CacheView& view) {
     Sequence& s = const_cast<Sequence&>(at(o.sequences[i]));
     if (s.pass == nullptr) continue;
     if (!std::exchange(checked, true)) {
-      require(o.indptr.size() == o.sequences.size() + 1, "narrow: indptr has ", o.indptr.size(), " entries for ", o.sequences.size(), " sequences; allowed one more than sequences");
+      check_sequences(o);
       check_queries(o);
     }
     plans.push_back(plan_layer(s, o, i, view));
   }
+  // Passes remember what they have seen: none is asked before everything that could be refused was looked at, in every prompt.
+  for (LayerPlan& plan : plans)
+    if (plan.queries > 0)
+      plan.decision = plan.sequence->pass->decide({.spec = spec_, .table = plan.table, .basis = o.basis, .moment = Moment::prefill_layer, .output_projections = provided_.output_projections});
   for (LayerPlan& plan : plans) {
     Sequence& s = *plan.sequence;
     Narrowing narrowing{.sequence = plan.id};
@@ -161,10 +200,14 @@ LayerReport Keeper::narrow(const Observation& o, const CacheView& view) {
       begin_afresh(plan, view, report);
     } else if (plan.layer + 1 == spec_.num_layers()) {
       s.pass.reset();
-      std::int64_t longest = 0;
-      for (std::int32_t r = 0; r < spec_.num_layers() * spec_.kv_heads; ++r) longest = std::max<std::int64_t>(longest, s.columns->length(r));
+      std::int64_t longest = 0, shortest = s.report->tokens;
+      for (std::int32_t r = 0; r < spec_.num_layers() * spec_.kv_heads; ++r) {
+        longest = std::max<std::int64_t>(longest, s.columns->length(r));
+        shortest = std::min<std::int64_t>(shortest, s.columns->length(r));
+      }
       const std::int64_t page_size = page_size_of(view.layers[static_cast<std::size_t>(plan.layer)]);
-      if (page_size > 0 && longest < s.report->tokens) report.pages.push_back(give_back_pages(view, plan.place, s.report->tokens, longest, page_size));
+      // Said where no page came free too: whoever shares pages must know how short the shortest row is.
+      if (page_size > 0 && shortest < s.report->tokens) report.pages.push_back(give_back_pages(view, plan.place, s.report->tokens, longest, page_size));
     }
   }
   for (const PageMove& move : report.pages) totals_.pages_freed += static_cast<std::int64_t>(move.freed.size());

@@ -51,8 +51,9 @@ void describe_selection(Fields& f, AslOptions& o) {
   LayerSelectorOptions& s = o.selector;
   f.integer("min_layer", s.min_layer, 0, INT32_MAX, "first layer that may select", {"l_min"}, "layers / 3");
   f.integer("observed_layers", s.observed_layers, 1, 4096, "consecutive layers whose ranks are compared; at most min_layer + 1 of them are", {"l_obs"});
+  const bool by_mass = f.gives("layers", "missed_mass");  // what it stands for is then not written beside it
   const bool threshold = f.real("threshold", s.threshold, -kAnyThreshold, false, kAnyThreshold, false,
-                                "selects where the variance of the ranks has fallen below this share of that at min_layer; 0 or less: never", {"tau"});
+                                "selects where the variance of the ranks has fallen below this share of that at min_layer; 0 or less: never", {"tau"}, by_mass ? "-" : nullptr);
   const bool missed = f.real("missed_mass", s.missed_mass, 0, true, 1, true,
                              "instead of `threshold`: selects where in each observed layer less than this share of attention went to tokens that would not go on", {}, "-");
   if (threshold && missed) f.bad("missed_mass", s.missed_mass, "nothing beside `threshold`");

@@ -66,7 +66,7 @@ QueryView QueryRing::view(std::int32_t layer) const {
 bool QueryRing::can_forget(std::int64_t tokens) const {
   return std::all_of(layers_.begin(), layers_.end(), [&](const Layer& l) {
     const std::int64_t seen = l.seen - tokens;
-    return seen >= 0 && std::min<std::int64_t>(wanted_, seen) <= seen - l.oldest;
+    return seen >= l.first && std::min<std::int64_t>(wanted_, seen - l.first) <= seen - l.oldest;
   });
 }
 

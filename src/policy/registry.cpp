@@ -387,7 +387,7 @@ const std::vector<AllocatorEntry>& allocators() {
          f.choice("heads", o.heads, {{"equal", CriticalOptions::Heads::equal}, {"adaptive", CriticalOptions::Heads::adaptive}}, "every head keeps the budget, or as much of the layer's as `adakv` would give it");
          f.real("safeguard", o.safeguard, 0, false, 1, false, "with heads=adaptive: share of the budget that every head keeps by its own ranking");
          f.leave();
-         f.uneven_heads = o.heads == CriticalOptions::Heads::adaptive;
+         f.uneven_heads = f.uneven_heads || o.heads == CriticalOptions::Heads::adaptive;
          f.values_weighed = true;
          make_scorer();
          parts.allocator = std::make_unique<Critical>(o);
@@ -443,14 +443,16 @@ std::string known_policies() {
   return names;
 }
 
-std::unique_ptr<KVPolicy> from_object(const json& object, const std::filesystem::path& folder = {});
+/// `uneven_heads`: rows of a layer differ in length before the policy first decides.
+std::unique_ptr<KVPolicy> from_object(const json& object, const std::filesystem::path& folder = {}, bool uneven_heads = false);
 
 /// `rest` without its name. What decides behind the prompt is a policy object of its own.
 std::unique_ptr<KVPolicy> make_prefill(const PrefillEntry& entry, json rest, const std::filesystem::path& folder) {
   std::unique_ptr<KVPolicy> decoding;
   if (rest.contains("decode")) {
     try {
-      decoding = from_object(rest["decode"], folder);
+      const Fields given = Fields::reader(rest);
+      decoding = from_object(rest["decode"], folder, given.gives("layers", "cache_mass") || given.gives("layers", "cache_p"));
     } catch (const InvalidArgument& e) {
       refuse("decode of ", entry.name, ": ", e.what());
     }
@@ -468,7 +470,7 @@ std::unique_ptr<KVPolicy> make_prefill(const PrefillEntry& entry, json rest, con
   return make(std::move(decoding), resolved.dump());
 }
 
-std::unique_ptr<KVPolicy> from_object(const json& object, const std::filesystem::path& folder) {
+std::unique_ptr<KVPolicy> from_object(const json& object, const std::filesystem::path& folder, bool uneven_heads) {
   require(object.is_object(), "policy: the file holds ", object.type_name(), "; allowed a JSON object");
   require(object.contains("policy") && object["policy"].is_string(), "policy: \"policy\" is missing or not a string; allowed one of ", known_policies());
   const auto name = object["policy"].get<std::string>();
@@ -486,6 +488,7 @@ std::unique_ptr<KVPolicy> from_object(const json& object, const std::filesystem:
     if (policy != name) return;
     EvictParts parts;
     Fields reader = Fields::reader(rest, folder);
+    reader.uneven_heads = uneven_heads;
     describe_evict(reader, allocator, scorer, parts);
     reader.finish(name);
     check(name, parts.retention);
@@ -600,6 +603,8 @@ json object_of(std::string_view text) {
 }  // namespace
 
 std::string_view prefill_part(std::string_view text) {
+  const std::string_view name = text.substr(0, text.find_first_of(",+"));
+  if (std::ranges::none_of(prefill_policies(), [name](const PrefillEntry& entry) { return name == entry.name; })) return text;  // the others may name files with a + in their names
   for (std::size_t at = text.find('+'); at != std::string_view::npos; at = text.find('+', at + 1))
     if (at + 1 < text.size() && std::isalpha(static_cast<unsigned char>(text[at + 1])) != 0) return text.substr(0, at);  // 1e+5 is a number
   return text;

@@ -37,6 +37,7 @@ std::int32_t layers_of(const io::SafetensorsFile& file) {
 }
 
 Prompt read(const io::SafetensorsFile& file) {
+  require(kind_of(file) == "prefill", file.where(), ": the trace is of kind \"", kind_of(file), "\"; allowed here: prefill");
   Prompt prompt;
   prompt.spec.layers.resize(static_cast<std::size_t>(layers_of(file)));
   prompt.spec.softmax_scale = number(file, "softmax_scale", 0.0);
@@ -145,11 +146,12 @@ Result replay_prefill(const io::SafetensorsFile& file, const KVPolicy& policy) {
   std::iota(present.begin(), present.end(), 0);
   const std::unique_ptr<PromptPass> pass = policy.begin_prompt(prompt.spec, prompt.tokens);
   for (std::int32_t l = 0; l < layers && !afresh; ++l) {
-    const std::int32_t there = recorded(prompt, present), wanted = pass == nullptr ? there : pass->wants(l, static_cast<std::int32_t>(present.size()));
+    const std::int32_t there = recorded(prompt, present);
+    const std::int32_t wanted = pass == nullptr ? std::min(policy.needs().queries, prompt.tokens) : pass->wants(l, static_cast<std::int32_t>(present.size()));
     require(wanted <= there, file.where(), ": layer ", l, " holds the newest ", there, " queries of the tokens that reach it; ", policy.name(), " reads ", wanted, ", allowed as many");
     Decision decision;
-    if (wanted > 0) {
-      const Layer layer(prompt, l, present, wanted);
+    if (pass == nullptr || wanted > 0) {
+      const Layer layer(prompt, l, present, pass == nullptr ? there : wanted);
       const Evidence evidence{.spec = prompt.spec, .table = layer.table, .basis = QueryBasis::post_rope, .moment = pass == nullptr ? Moment::prefill_end : Moment::prefill_layer};
       decision = pass == nullptr ? policy.decide(evidence) : pass->decide(evidence);
     }

@@ -28,7 +28,7 @@ class QueryRing {
   /// Tokens that one layer will not see, because they did not go on to it. What it saw before them is forgotten: the window holds queries without a gap.
   void skip(std::int32_t layer, std::int64_t tokens) {
     Layer& state = layers_[static_cast<std::size_t>(layer)];
-    state.oldest = state.seen += tokens;
+    state.first = state.oldest = state.seen += tokens;
   }
 
   /// True when queries of this dtype can be pushed: any at first, then the same.
@@ -48,6 +48,7 @@ class QueryRing {
  private:
   struct Layer {
     std::int64_t seen = 0;
+    std::int64_t first = 0;   ///< token from which on the layer saw all of them
     std::int64_t oldest = 0;  ///< oldest token whose query is still here
   };
   void allocate(ScalarType dtype);
