@@ -80,7 +80,7 @@ class AslPass final : public PromptPass {
 
   [[nodiscard]] std::int32_t min_layer(const ModelSpec& spec) const { return options_.selector.min_layer < 0 ? spec.num_layers() / 3 : options_.selector.min_layer; }
 
-  const AslOptions& options_;
+  AslOptions options_;
   std::int32_t window_, last_layer_;
   LayerSelector selector_;
 };

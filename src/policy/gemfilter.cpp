@@ -26,7 +26,7 @@ class GemFilterPass final : public PromptPass {
   }
 
  private:
-  const GemFilterOptions& options_;
+  GemFilterOptions options_;
   std::int32_t tokens_;
 };
 
