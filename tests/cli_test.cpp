@@ -214,7 +214,7 @@ TEST_F(Command, RefusesPoliciesThatDoNotExistOrDoNotAddUp) {
 }
 
 TEST_F(Command, RefusesTracesOfKindsItCannotReplayByName) {
-  for (const std::string kind : {"prefill", "span", "span_train", "dream"}) {
+  for (const std::string kind : {"prefill", "span_train", "dream"}) {
     const std::string file = place("t.safetensors");
     io::write_safetensors(file, {}, {{"kvkeep_trace", "1"}, {"kind", kind}});
     expect_refused({"replay", file, "--policy", "snapkv", "--out", place("r")}, "\"" + kind + "\"");
