@@ -62,6 +62,16 @@ TEST(Golden, FoldedSpansMatchTheReferenceAndThePublishedCode) {
   EXPECT_GE(run, 17) << "golden cases are missing from the folder";
 }
 
+TEST(Golden, LossesOfRouterAndGatesHaveTheGradientsOfTheReference) {
+  int run = 0;
+  for (const testing::GoldenCase& c : testing::golden_cases("sekv_train")) {
+    SCOPED_TRACE(c.folder.string());
+    testing::expect_as_golden(c, trace::replay_span_train(io::SafetensorsFile::open(c.file("trace.safetensors")), *load_policy(c.file("policy.json"))));
+    ++run;
+  }
+  EXPECT_GE(run, 2) << "golden cases are missing from the folder";
+}
+
 TEST(Golden, TriAttentionMatchesTheCodeOfItsAuthors) { replay_family("triattention", 11); }
 
 }  // namespace

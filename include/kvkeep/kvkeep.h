@@ -63,6 +63,7 @@
 #include "kvkeep/memory/span_store.h"
 #include "kvkeep/memory/memory_attention.h"
 #include "kvkeep/memory/router.h"
+#include "kvkeep/memory/router_training.h"
 
 // apply
 #include "kvkeep/keep/compact.h"

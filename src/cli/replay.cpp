@@ -1,9 +1,11 @@
 // kvkeep replay: runs a policy on a trace.
 
 #include <CLI/Option.hpp>
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <filesystem>
+#include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "commands.h"
@@ -31,7 +33,7 @@ Examples:
 
 --ranks FILE.json writes where every token ranks in every layer of a prefill trace, for examples/plot_ranks.py.
 
-Kinds of traces: event, prefill, decoder, generate, span. What is refused ends with exit status 2 and a sentence, and no result is written.
+Kinds of traces: event, prefill, decoder, generate, span, span_train. What is refused ends with exit status 2 and a sentence, and no result is written.
 )";
 
 struct Options {
@@ -42,10 +44,10 @@ struct Options {
 
 // Named before the policy is read: its kind says what a trace is about.
 std::string known_kind(const io::SafetensorsFile& file) {
-  constexpr const char* kReplayed = "this build replays event, prefill, decoder, generate and span";
+  constexpr const char* kReplayed = "this build replays event, prefill, decoder, generate, span and span_train";
   const std::string kind = trace::kind_of(file);
-  require<Unsupported>(kind != "span_train", file.where(), ": a trace of kind \"", kind, "\" cannot be replayed yet; ", kReplayed);
-  require(kind == "event" || kind == "prefill" || kind == "decoder" || kind == "generate" || kind == "span", file.where(), ": a trace of kind \"", kind, "\" is not known; ", kReplayed);
+  constexpr std::string_view kKinds[] = {"event", "prefill", "decoder", "generate", "span", "span_train"};
+  require(std::ranges::find(kKinds, kind) != std::end(kKinds), file.where(), ": a trace of kind \"", kind, "\" is not known; ", kReplayed);
   return kind;
 }
 
@@ -54,6 +56,7 @@ trace::Result replay(const std::string& kind, const io::SafetensorsFile& file, c
   if (kind == "event") return trace::replay_event(file, *policy);
   if (kind == "prefill") return trace::replay_prefill(file, *policy);
   if (kind == "span") return trace::replay_span(file, *policy);
+  if (kind == "span_train") return trace::replay_span_train(file, *policy);
   if (kind == "decoder") return lm::replay_decoder(file, folder, *policy);
   return lm::replay_generate(file, folder, std::move(policy));
 }

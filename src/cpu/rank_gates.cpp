@@ -13,8 +13,8 @@ namespace kvkeep {
 RankGates::RankGates(const std::array<Tensor, 3>& weights, const std::array<Tensor, 3>& biases) {
   for (std::size_t i = 0; i < 3; ++i) {
     const auto usable = [&](const Tensor& t, const char* what, std::int64_t dims) {
-      require(t.defined() && t.device().is_cpu() && is_scorable(t.scalar_type()) && t.dim() == dims && t.numel() > 0, "rank gates: ", what, " of layer ", 2 * i,
-              " is missing, empty, of another dtype or not of ", dims, " dimensions; allowed f32, f16 or bf16 on the CPU");
+      require(t.defined() && t.device().is_cpu() && (is_scorable(t.scalar_type()) || t.scalar_type() == c10::ScalarType::Double) && t.dim() == dims && t.numel() > 0, "rank gates: ", what, " of layer ", 2 * i,
+              " is missing, empty, of another dtype or not of ", dims, " dimensions; allowed f32, f16, bf16 or f64 on the CPU");
       require(at::isfinite(t).all().item<bool>(), "rank gates: ", what, " of layer ", 2 * i, " holds NaN or infinity; allowed finite numbers");
     };
     usable(weights[i], "weight", 2);

@@ -3,7 +3,7 @@
 namespace kvkeep {
 namespace {
 
-constexpr double kAnyAlpha = 1e9;
+constexpr double kAnyAlpha = 1e9, kAnyWeight = 1e9;
 
 /// The published code: no sinks, window or longest span, rows as they are, gates that weigh, and never raw rows.
 SekvOptions defaults_of(Variant variant) {
@@ -15,6 +15,7 @@ SekvOptions defaults_of(Variant variant) {
   o.factors.centred = FactorOptions::Centred::never;
   o.factors.soft_gates = true;
   o.factors.raw = false;
+  o.training.published = true;
   return o;
 }
 
@@ -47,6 +48,16 @@ void describe_zoom(Fields& f, ZoomOptions& o) {
   f.choice("zoom_heads", o.heads, {{"own", Heads::own}, {"group", Heads::group}}, "a query head reads in full what it asked for, or what any head of its group did");
 }
 
+void describe_training(Fields& f, TrainingOptions& o) {
+  f.real("zoom_weight", o.zoom_weight, 0, false, kAnyWeight, false, "of the loss for spans that should be zoomed and are not, or the other way round");
+  f.real("recon_weight", o.recon_weight, 0, false, kAnyWeight, false, "of the loss for what gates leave out");
+  f.real("budget_weight", o.budget_weight, 0, false, kAnyWeight, false, "of the loss for zoomed spans and kept components, as annealed at this step");
+  f.real("rank_weight", o.rank_weight, 0, false, kAnyWeight, false, "of a kept component against a zoomed span");
+  f.real("positive_weight", o.positive_weight, 0, false, kAnyWeight, false, "of spans that should be zoomed");
+  f.real("coverage", o.coverage, 0, false, 1, false, "share of what the teacher gives to spans that those should hold");
+  f.real("temperature", o.temperature, 0, true, kAnyWeight, false, "of the sigmoid that stands for a zoom in gradients");
+}
+
 }  // namespace
 
 SekvOptions describe_sekv(Fields& f) {
@@ -63,6 +74,9 @@ SekvOptions describe_sekv(Fields& f) {
   describe_factors(f, o.factors);
   describe_zoom(f, o.zoom);
   f.real("zoom_share", o.zoom_share, 0, false, 1, false, "share of the budget that is kept free for zooming when anchors are chosen");
+  f.leave();
+  f.enter("training");
+  describe_training(f, o.training);
   f.leave();
   if (variant == Variant::official && o.zoom.heads == ZoomOptions::Heads::group) refuse("policy: memory.zoom_heads of sekv is group with variant official; allowed own, as the published budget is of each head by itself");
   return o;

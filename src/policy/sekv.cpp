@@ -14,6 +14,7 @@ Sekv::Sekv(SekvOptions options, std::string json) : options_(std::move(options))
   add(options_.segmenter.problems());
   add(options_.factors.problems());
   add(options_.zoom.problems());
+  add(options_.training.problems());
   if (options_.budget < 0) add({text("budget: ", options_.budget, "; allowed 1 or more, or 0 for none")});
   if (!(options_.zoom_share >= 0 && options_.zoom_share <= 1)) add({text("zoom_share: ", options_.zoom_share, "; allowed 0 to 1")});
   require(wrong.empty(), "sekv: ", wrong);

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/zeros.h>
 
@@ -20,8 +21,6 @@ struct Layer {
   Tensor keys, values;  ///< [Hkv, T, D]
   Tensor queries;       ///< [n, Hq, D]
   Tensor surprisal;     ///< f32 [T]
-  std::optional<Router> router;
-  std::optional<RankGates> gates;
   double scale = 0;
 
   [[nodiscard]] std::int64_t group() const { return queries.size(1) / keys.size(0); }
@@ -42,30 +41,30 @@ Tensor finite(const io::SafetensorsFile& file, const std::string& name, std::int
   return t;
 }
 
-std::optional<Router> read_router(const io::SafetensorsFile& file, const Layer& layer, bool needed) {
-  if (!needed && !file.has("router.W") && !file.has("router.tau")) return {};
+/// Router and gates as they are stored, shapes checked; those that are not asked for stay undefined.
+TrainedParameters read_parameters(const io::SafetensorsFile& file, const Layer& layer, bool router, bool gates, std::int64_t max_rank) {
+  TrainedParameters p;
   const std::int64_t heads = layer.queries.size(1);
-  const Tensor w = finite(file, "router.W", 3, "[Hq, d', D] of a learned router"), tau = finite(file, "router.tau", 1, "[Hq] of a learned router");
-  want(file, "router.W", w, w.size(0) == heads && w.size(1) >= 1 && w.size(2) == layer.dim(), text("[", heads, ", d', ", layer.dim(), "]"));
-  want(file, "router.tau", tau, tau.size(0) == heads, text("[", heads, "]"));
-  return Router(w, tau);
-}
-
-std::optional<RankGates> read_gates(const io::SafetensorsFile& file, const Layer& layer, std::int64_t max_rank, bool needed) {
-  if (!needed) return {};
-  std::array<Tensor, 3> weights, biases;
-  for (std::size_t i = 0; i < 3; ++i) {
-    weights[i] = finite(file, text("gate.", 2 * i, ".weight"), 2, "[outputs, inputs] of the rank gates");
-    biases[i] = finite(file, text("gate.", 2 * i, ".bias"), 1, "[outputs] of the rank gates");
-    const std::int64_t inputs = i == 0 ? max_rank + layer.dim() : weights[i - 1].size(0);
-    want(file, text("gate.", 2 * i, ".weight"), weights[i], weights[i].size(1) == inputs && weights[i].size(0) >= 1 && (i < 2 || weights[i].size(0) == max_rank),
-         text("[", i < 2 ? std::string("outputs") : std::to_string(max_rank), ", ", inputs, "], for max_rank = ", max_rank, " and D = ", layer.dim()));
-    want(file, text("gate.", 2 * i, ".bias"), biases[i], biases[i].size(0) == weights[i].size(0), text("[", weights[i].size(0), "]"));
+  if (router) {
+    p.projections = finite(file, "router.W", 3, "[Hq, d', D] of a learned router");
+    p.thresholds = finite(file, "router.tau", 1, "[Hq] of a learned router");
+    want(file, "router.W", p.projections, p.projections.size(0) == heads && p.projections.size(1) >= 1 && p.projections.size(2) == layer.dim(), text("[", heads, ", d', ", layer.dim(), "]"));
+    want(file, "router.tau", p.thresholds, p.thresholds.size(0) == heads, text("[", heads, "]"));
   }
-  return RankGates(weights, biases);
+  for (std::size_t i = 0; gates && i < 3; ++i) {
+    const std::string weight = text("gate.", 2 * i, ".weight"), bias = text("gate.", 2 * i, ".bias");
+    p.gate_weights[i] = finite(file, weight, 2, "[outputs, inputs] of the rank gates");
+    p.gate_biases[i] = finite(file, bias, 1, "[outputs] of the rank gates");
+    const std::int64_t inputs = i == 0 ? max_rank + layer.dim() : p.gate_weights[i - 1].size(0), outputs = p.gate_weights[i].size(0);
+    want(file, weight, p.gate_weights[i], p.gate_weights[i].size(1) == inputs && (i < 2 ? outputs >= 1 : outputs == max_rank),
+         text("[", i < 2 ? std::string("outputs") : std::to_string(max_rank), ", ", inputs, "], for max_rank = ", max_rank, " and D = ", layer.dim()));
+    want(file, bias, p.gate_biases[i], p.gate_biases[i].size(0) == outputs, text("[", outputs, "]"));
+  }
+  return p;
 }
 
-Layer read(const io::SafetensorsFile& file, const SekvOptions& options) {
+/// Without router and gates.
+Layer read(const io::SafetensorsFile& file) {
   Layer layer;
   layer.keys = finite(file, "keys", 3, "[Hkv, T, D]");
   layer.values = finite(file, "values", 3, "[Hkv, T, D]");
@@ -77,9 +76,30 @@ Layer read(const io::SafetensorsFile& file, const SekvOptions& options) {
   layer.surprisal = floats(file, "surprisal", 1, "[T]").to(kFloat32);
   want(file, "surprisal", layer.surprisal, layer.surprisal.size(0) == tokens, text("[", tokens, "], one for each key"));
   layer.scale = number(file, "softmax_scale", 1 / std::sqrt(static_cast<double>(dim)));
-  layer.router = read_router(file, layer, options.zoom.rule == ZoomOptions::Rule::learned);
-  layer.gates = read_gates(file, layer, options.factors.max_rank, options.factors.rank == FactorOptions::Rank::gates);
   return layer;
+}
+
+TrainingLayer read_training(const io::SafetensorsFile& file, const Sekv& sekv) {
+  const Layer layer = read(file);
+  TrainingLayer out;
+  out.keys = layer.keys, out.values = layer.values, out.queries = layer.queries, out.scale = layer.scale;
+  const std::int64_t queries = layer.queries.size(0), width = layer.queries.size(1) * layer.dim();
+  want(file, "queries", layer.queries, queries >= 1, "at least one query");
+  require(file.has("query_positions"), file.where(), ": tensor \"query_positions\" is missing; a span_train trace needs it");
+  const Tensor positions = file.tensor("query_positions");
+  want(file, "query_positions", positions, positions.dim() == 1 && positions.size(0) == queries && (positions.scalar_type() == kInt32 || positions.scalar_type() == c10::ScalarType::Long), text("i32 or i64 [", queries, "]"));
+  const Tensor wide = positions.to(c10::ScalarType::Long).contiguous();
+  for (std::int64_t i = 0; i < queries; ++i) {
+    const std::int64_t q = wide.const_data_ptr<std::int64_t>()[i];
+    require(q >= 0 && q < layer.keys.size(1), file.where(), ": tensor \"query_positions\" holds ", q, "; allowed 0 to ", layer.keys.size(1) - 1);
+    out.positions.push_back(static_cast<std::int32_t>(q));
+  }
+  out.head = finite(file, "head", 2, text("[vocab, ", width, "]"));
+  want(file, "head", out.head, out.head.size(0) >= 1 && out.head.size(1) == width, text("[vocab, ", width, "]"));
+  out.surprisal.assign(layer.nats().begin(), layer.nats().end());
+  out.spans = segment(layer.nats(), sekv.segmenter(layer.group(), layer.dim())).spans;
+  out.recent = sekv.options().segmenter.recent;
+  return out;
 }
 
 Tensor integers_of(std::span<const std::int32_t> from, std::vector<std::int64_t> shape) {
@@ -133,16 +153,19 @@ Result replay_span(const io::SafetensorsFile& file, const KVPolicy& policy) {
   require(kind_of(file) == "span", file.where(), ": the trace is of kind \"", kind_of(file), "\"; allowed here: span");
   const Sekv& sekv = sekv_of(file, policy);
   const SekvOptions& o = sekv.options();
-  const Layer layer = read(file, o);
-  const bool learned = o.zoom.rule == ZoomOptions::Rule::learned;
+  const Layer layer = read(file);
+  const bool learned = o.zoom.rule == ZoomOptions::Rule::learned, gated = o.factors.rank == FactorOptions::Rank::gates;
+  const TrainedParameters parameters = read_parameters(file, layer, learned, gated, o.factors.max_rank);
+  const std::optional<Router> router = learned ? std::optional<Router>(std::in_place, parameters.projections, parameters.thresholds) : std::nullopt;
+  const std::optional<RankGates> gates = gated ? std::optional<RankGates>(std::in_place, parameters.gate_weights, parameters.gate_biases) : std::nullopt;
   const SpanMemory memory =
-      fold_prompt(layer.keys, layer.values, layer.nats(), segment(layer.nats(), sekv.segmenter(layer.group(), layer.dim())), o.factors, layer.gates ? &*layer.gates : nullptr);
+      fold_prompt(layer.keys, layer.values, layer.nats(), segment(layer.nats(), sekv.segmenter(layer.group(), layer.dim())), o.factors, gates ? &*gates : nullptr);
 
   OpenAttention open = attend_rows(memory.dense_keys, memory.dense_values, layer.queries, layer.scale);
   const Tensor coarse = coarse_logits(memory.spans, layer.queries, layer.scale);
-  const Tensor relevance = learned ? layer.router->relevance(memory.spans, layer.router->norms(memory.spans), layer.queries) : estimated_mass(coarse, open);
+  const Tensor relevance = learned ? router->relevance(memory.spans, router->norms(memory.spans), layer.queries) : estimated_mass(coarse, open);
   const ZoomBudget budget = sekv.zoom_budget(memory.segments, layer.group(), layer.dim());
-  const Tensor zoomed = within_budget(relevance, learned ? layer.router->wanted(relevance) : wanted_by_mass(relevance, o.zoom), memory.spans, budget, o.zoom.heads);
+  const Tensor zoomed = within_budget(relevance, learned ? router->wanted(relevance) : wanted_by_mass(relevance, o.zoom), memory.spans, budget, o.zoom.heads);
   merge_spans(open, memory.spans, layer.queries, layer.scale, coarse, zoomed);
 
   Result result;
@@ -157,6 +180,26 @@ Result replay_span(const io::SafetensorsFile& file, const KVPolicy& policy) {
   result.tensors.emplace_back("bytes", bytes);
   result.metadata = {{"kvkeep_result", "1"}, {"policy", policy.to_json()}, {"kvkeep_version", kVersion}, {"bytes", text("[", near, ", ", far, "]")}, {"spans", std::to_string(memory.spans.size())},
                      {"resident_entries", text(budget.resident)}, {"over_budget", budget.resident > budget.entries ? "true" : "false"}};
+  return result;
+}
+
+Result replay_span_train(const io::SafetensorsFile& file, const KVPolicy& policy) {
+  require(kind_of(file) == "span_train", file.where(), ": the trace is of kind \"", kind_of(file), "\"; allowed here: span_train");
+  const Sekv& sekv = sekv_of(file, policy);
+  const TrainingLayer layer = read_training(file, sekv);
+  const TrainingStep step = training_step(layer, read_parameters(file, read(file), true, true, sekv.options().factors.max_rank), sekv.options().training);
+
+  Result result;
+  const auto add = [&result](std::string name, const Tensor& t) { result.tensors.emplace_back(std::move(name), t); };
+  const auto number_of = [](double x) { return at::full({1}, x, at::TensorOptions().dtype(c10::ScalarType::Double)); };
+  add("loss", number_of(step.loss));
+  add("loss.distill", number_of(step.distill)), add("loss.zoom", number_of(step.zoom)), add("loss.recon", number_of(step.recon)), add("loss.budget", number_of(step.budget));
+  add("grad.router.W", step.gradients.projections), add("grad.router.tau", step.gradients.thresholds);
+  for (std::size_t i = 0; i < 3; ++i) add(text("grad.gate.", 2 * i, ".weight"), step.gradients.gate_weights[i]), add(text("grad.gate.", 2 * i, ".bias"), step.gradients.gate_biases[i]);
+  add("spans", table_of(layer.spans));
+  add("admitted", step.admitted), add("targets", step.targets), add("zoomed", step.zoomed), add("relevance", step.relevance), add("gates", step.gates);
+  add("student_logits", step.student_logits), add("teacher_logits", step.teacher_logits);
+  result.metadata = {{"kvkeep_result", "1"}, {"policy", policy.to_json()}, {"kvkeep_version", kVersion}, {"spans", std::to_string(layer.spans.size())}};
   return result;
 }
 

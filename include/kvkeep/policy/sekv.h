@@ -8,6 +8,7 @@
 
 #include "kvkeep/core/variant.h"
 #include "kvkeep/memory/router.h"
+#include "kvkeep/memory/router_training.h"
 #include "kvkeep/policy/policy.h"
 
 namespace kvkeep {
@@ -19,6 +20,7 @@ struct SekvOptions {
   SegmenterOptions segmenter;
   FactorOptions factors;
   ZoomOptions zoom;
+  TrainingOptions training;           ///< weights of the losses, for traces that train router and gates
 };
 
 class Sekv final : public KVPolicy {

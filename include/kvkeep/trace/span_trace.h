@@ -9,4 +9,7 @@ namespace kvkeep::trace {
 /// Throws InvalidArgument, naming tensor or metadata, for a trace that does not fit the format or lacks the router or gates that the policy reads, and for any other policy.
 [[nodiscard]] Result replay_span(const io::SafetensorsFile& file, const KVPolicy& policy);
 
+/// Losses and gradients of one training step on a trace of kind `span_train`, all f64; the tensors of the result are those of docs/trace-format.md. Throws as replay_span().
+[[nodiscard]] Result replay_span_train(const io::SafetensorsFile& file, const KVPolicy& policy);
+
 }  // namespace kvkeep::trace
