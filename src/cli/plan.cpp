@@ -196,6 +196,7 @@ std::string csv(const Options& o, const Outcome& out) {
 void run(const Options& o) {
   require(o.prompt <= o.length, "--prompt: ", o.prompt, " tokens of a sequence of ", o.length, "; allowed at most --length");
   Outcome out{.spec = spec_of(o), .policy = PolicyText(o.policy).make(), .sequence = {}, .own = {}};
+  require<Unsupported>(!out.policy->narrows(), "plan: ", out.policy->name(), " narrows prompts, and what its layers hold follows from the text; allowed policies that decide behind prompts (kvkeep eval measures the others)");
   const std::int32_t bytes = o.dtype == "f32" ? 4 : o.dtype == "8bit" ? 1 : 2;
   const double most = static_cast<double>(out.spec.num_layers()) * out.spec.kv_heads * (out.spec.key_dim + out.spec.value_dim) * bytes *
                       (static_cast<double>(o.length) + o.page_size) * o.batch;

@@ -104,6 +104,7 @@ Run add_record(CLI::App& app) {
   sub->add_option("--kind", o->kind, "of the trace")
       ->check(CLI::IsMember({"event", "prefill", "decoder", "generate"}))
       ->option_text("event|prefill|decoder|generate [event]");
+  sub->add_flag_callback("--prefill", [o] { o->kind = "prefill"; }, "the same as --kind prefill");
   sub->add_option("--policy", o->policy, std::string("event: what runs before and decides when one is due; ") + kPolicyHelp)
       ->option_text("POLICY [full]");
   sub->add_option("--event", o->step, "event: after which decode step; without it the first at which the policy is due")

@@ -1,6 +1,5 @@
 // Keeper's part of a prompt: layer by layer, while it runs.
 
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <cmath>
