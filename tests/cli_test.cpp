@@ -217,7 +217,7 @@ TEST_F(Command, RefusesTracesOfKindsItCannotReplayByName) {
   for (const std::string kind : {"span", "span_train", "dream"}) {
     const std::string file = place("t.safetensors");
     io::write_safetensors(file, {}, {{"kvkeep_trace", "1"}, {"kind", kind}});
-    expect_refused({"replay", file, "--policy", "snapkv", "--out", place("r")}, "\"" + kind + "\"");
+    expect_refused({"replay", file, "--policy", "snapkv,budget=70", "--out", place("r")}, "\"" + kind + "\"");
   }
   const std::string file = place("t.safetensors");
   io::write_safetensors(file, {}, {{"kvkeep_trace", "2"}, {"kind", "event"}});

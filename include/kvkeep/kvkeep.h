@@ -57,6 +57,14 @@
 #include "kvkeep/layers/last_query.h"
 #include "kvkeep/layers/shrinking_context.h"
 
+// folded spans of a prompt
+#include "kvkeep/memory/segmenter.h"
+#include "kvkeep/memory/rank_gates.h"
+#include "kvkeep/memory/span_store.h"
+#include "kvkeep/memory/memory_attention.h"
+#include "kvkeep/memory/router.h"
+#include "kvkeep/memory/router_training.h"
+
 // apply
 #include "kvkeep/keep/compact.h"
 #include "kvkeep/keep/pages.h"
@@ -77,5 +85,6 @@
 #include "kvkeep/policy/asl.h"
 #include "kvkeep/policy/gemfilter.h"
 #include "kvkeep/policy/pyramidinfer.h"
+#include "kvkeep/policy/sekv.h"
 #include "kvkeep/policy/registry.h"
 #include "kvkeep/policy/keeper.h"

@@ -1,9 +1,11 @@
 // kvkeep replay: runs a policy on a trace.
 
 #include <CLI/Option.hpp>
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <filesystem>
+#include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "commands.h"
@@ -14,6 +16,7 @@
 #include "kvkeep/policy/asl.h"
 #include "kvkeep/trace/event_trace.h"
 #include "kvkeep/trace/prefill_trace.h"
+#include "kvkeep/trace/span_trace.h"
 #include "options.h"
 #include "progress.h"
 
@@ -26,10 +29,11 @@ Examples:
   kvkeep replay event.safetensors --policy policy.json --out kept.safetensors -o json
   kvkeep replay prefill.safetensors --policy asl,budget=256,window=16,cache=256 --out chosen.safetensors
   kvkeep replay generate.safetensors --policy tova,budget=64,interval=32 --out tokens.safetensors
+  kvkeep replay span.safetensors --policy sekv,recent=256,zoom=mass --out answers.safetensors
 
 --ranks FILE.json writes where every token ranks in every layer of a prefill trace, for examples/plot_ranks.py.
 
-Kinds of traces: event, prefill, decoder, generate. What is refused ends with exit status 2 and a sentence, and no result is written.
+Kinds of traces: event, prefill, decoder, generate, span, span_train. What is refused ends with exit status 2 and a sentence, and no result is written.
 )";
 
 struct Options {
@@ -40,12 +44,10 @@ struct Options {
 
 // Named before the policy is read: its kind says what a trace is about.
 std::string known_kind(const io::SafetensorsFile& file) {
-  constexpr const char* kReplayed = "this build replays event, prefill, decoder and generate";
+  constexpr const char* kReplayed = "this build replays event, prefill, decoder, generate, span and span_train";
   const std::string kind = trace::kind_of(file);
-  require<Unsupported>(kind != "span" && kind != "span_train", file.where(), ": a trace of kind \"", kind,
-                       "\" cannot be replayed yet; ", kReplayed);
-  require(kind == "event" || kind == "prefill" || kind == "decoder" || kind == "generate", file.where(), ": a trace of kind \"", kind, "\" is not known; ",
-          kReplayed);
+  constexpr std::string_view kKinds[] = {"event", "prefill", "decoder", "generate", "span", "span_train"};
+  require(std::ranges::find(kKinds, kind) != std::end(kKinds), file.where(), ": a trace of kind \"", kind, "\" is not known; ", kReplayed);
   return kind;
 }
 
@@ -53,6 +55,8 @@ trace::Result replay(const std::string& kind, const io::SafetensorsFile& file, c
                      std::unique_ptr<KVPolicy> policy) {
   if (kind == "event") return trace::replay_event(file, *policy);
   if (kind == "prefill") return trace::replay_prefill(file, *policy);
+  if (kind == "span") return trace::replay_span(file, *policy);
+  if (kind == "span_train") return trace::replay_span_train(file, *policy);
   if (kind == "decoder") return lm::replay_decoder(file, folder, *policy);
   return lm::replay_generate(file, folder, std::move(policy));
 }

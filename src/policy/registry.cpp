@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "fields.h"
+#include "memory_registry.h"
 #include "prefill_registry.h"
 #include "kvkeep/allot/adaptive_heads.h"
 #include "kvkeep/allot/chunks.h"
@@ -470,6 +471,15 @@ std::unique_ptr<KVPolicy> make_prefill(const PrefillEntry& entry, json rest, con
   return make(std::move(decoding), resolved.dump());
 }
 
+std::unique_ptr<KVPolicy> make_sekv(const json& rest, const std::filesystem::path& folder) {
+  Fields reader = Fields::reader(rest, folder);
+  SekvOptions options = describe_sekv(reader);
+  reader.finish(kSekv);
+  nlohmann::ordered_json resolved = {{"policy", kSekv}};
+  resolved.update(reader.resolved());
+  return std::make_unique<Sekv>(std::move(options), resolved.dump());
+}
+
 std::unique_ptr<KVPolicy> from_object(const json& object, const std::filesystem::path& folder, bool uneven_heads) {
   require(object.is_object(), "policy: the file holds ", object.type_name(), "; allowed a JSON object");
   require(object.contains("policy") && object["policy"].is_string(), "policy: \"policy\" is missing or not a string; allowed one of ", known_policies());
@@ -481,6 +491,7 @@ std::unique_ptr<KVPolicy> from_object(const json& object, const std::filesystem:
     none.finish(name);
     return std::make_unique<Full>();
   }
+  if (name == kSekv) return make_sekv(rest, folder);
   for (const PrefillEntry& entry : prefill_policies())
     if (name == entry.name) return make_prefill(entry, std::move(rest), folder);
   std::unique_ptr<KVPolicy> made;
@@ -545,6 +556,9 @@ std::vector<PolicyInfo> policies() {
     info.options.push_back({"decode", "full", "a policy object", "the policy that decides once the prompt has ended; in text, what stands behind a +"});
     all.push_back(std::move(info));
   }
+  Fields lister = Fields::lister();
+  static_cast<void>(describe_sekv(lister));
+  all.push_back({kSekv, kSekvWhat, kSekvSource, lister.listed(), {}, {}, kSekvNeeds});
   return all;
 }
 

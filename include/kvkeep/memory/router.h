@@ -1,0 +1,67 @@
+#pragma once
+/// Which folded spans a query zooms into: by a learned gate, or by the attention that their coarse entries would draw.
+/// Source: SeKV (AmirAbaskohi/SeKV); the rules without training are ours. Differs: a budget is held jointly by the heads that share keys and is never exceeded, where the published code stops.
+
+#include "kvkeep/memory/memory_attention.h"
+
+namespace kvkeep {
+
+struct ZoomOptions {
+  enum class Rule : std::uint8_t {
+    learned,   ///< relevance above each head's threshold
+    mass,      ///< estimated share of attention above `mass`
+    coverage,  ///< the fewest spans, best first, that hold `coverage` of what all spans draw
+  };
+  enum class Heads : std::uint8_t {
+    own,    ///< a head reads in full what it asked for itself
+    group,  ///< and what the other heads of its group asked for
+  };
+  Rule rule = Rule::learned;
+  Heads heads = Heads::own;
+  double mass = 0.02;
+  double coverage = 0.9;
+  double coverage_floor = 0.001;  ///< spans below this share are left folded, whatever they would add
+
+  /// What is not allowed, one sentence each with the field's name; empty: nothing.
+  [[nodiscard]] std::vector<std::string> problems() const;
+};
+
+/// Entries that may be in reach at once, of one KV head.
+struct ZoomBudget {
+  double entries = std::numeric_limits<double>::infinity();
+  double resident = 0;    ///< of them taken while nothing is zoomed: Segments::entries()
+  bool per_head = false;  ///< each query head has it to itself, a zoom takes L - 1 entries (published)
+};
+
+/// The learned gate: projections W, thresholds tau.
+class Router {
+ public:
+  /// projections: f32, f16 or bf16 [Hq, d', D]; thresholds: [Hq]. Throws InvalidArgument for other shapes, and for numbers that are not finite.
+  Router(const Tensor& projections, const Tensor& thresholds);
+
+  /// f32 [Hq, spans]: 1 / |W kmean|, at most 1e8: all that routing needs beside the coarse keys. Throws InvalidArgument where heads or D differ. Cost: a matrix product.
+  [[nodiscard]] Tensor norms(const SpanStore& spans) const;
+
+  /// f32 [n, Hq, spans] in [0, 1]: sigmoid((W q) . (W kmean) * norm / sqrt(d') + log L). queries: [n, Hq, D] after RoPE. Cost: a matrix product with the coarse keys.
+  [[nodiscard]] Tensor relevance(const SpanStore& spans, const Tensor& norms, const Tensor& queries) const;
+
+  /// u8 [n, Hq, spans]: relevance above the head's threshold.
+  [[nodiscard]] Tensor wanted(const Tensor& relevance) const;
+
+  [[nodiscard]] std::int64_t query_heads() const { return thresholds_.size(0); }
+
+ private:
+  Tensor projections_, thresholds_;  ///< f32 [Hq, d', D], [Hq]
+};
+
+/// f32 [n, Hq, spans]: share of attention that each coarse entry draws where nothing is zoomed. coarse: coarse_logits(); dense: attention over the dense rows.
+[[nodiscard]] Tensor estimated_mass(const Tensor& coarse, const OpenAttention& dense);
+
+/// u8 [n, Hq, spans]: spans that ZoomOptions' rules without training ask for. Equal masses: the lower index first. Throws InvalidArgument for Rule::learned.
+[[nodiscard]] Tensor wanted_by_mass(const Tensor& mass, const ZoomOptions& options);
+
+/// u8 [n, Hq, spans]: what is zoomed of what was `wanted`. Each KV head walks the spans that any of its heads wants, by the highest relevance among those heads, then the lower index; one that does not fit
+/// is passed over. Throws InvalidArgument where shapes do not fit. Cost: a sort for each query and KV head.
+[[nodiscard]] Tensor within_budget(const Tensor& relevance, const Tensor& wanted, const SpanStore& spans, const ZoomBudget& budget, ZoomOptions::Heads heads);
+
+}  // namespace kvkeep

@@ -1,0 +1,151 @@
+// Vectorised for the machine it runs on: compiled once per instruction set, chosen at run time.
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "memory_lanes.cpp"
+#include <hwy/foreach_target.h>  // must come before highway.h
+#include <hwy/highway.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include "exponential-inl.h"
+#include "memory_lanes.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace kvkeep::cpu::HWY_NAMESPACE {
+
+namespace hn = hwy::HWY_NAMESPACE;
+using D = hn::ScalableTag<float>;
+
+using V = hn::Vec<D>;
+constexpr std::int64_t kLanes = hn::MaxLanes(D());
+
+HWY_INLINE float Sum(V v) { return hn::GetLane(hn::SumOfLanes(D(), v)); }
+
+/// The last numbers of a row, `fill` behind them.
+HWY_INLINE V First(const float* from, std::int64_t n, float fill = 0) {
+  HWY_ALIGN float padded[kLanes];
+  std::fill(padded + n, padded + kLanes, fill);
+  std::memcpy(padded, from, static_cast<std::size_t>(n) * sizeof(float));
+  return hn::Load(D(), padded);
+}
+
+HWY_INLINE void StoreFirst(V v, std::int64_t n, float* to) {
+  HWY_ALIGN float padded[kLanes];
+  hn::Store(v, D(), padded);
+  std::memcpy(to, padded, static_cast<std::size_t>(n) * sizeof(float));
+}
+
+/// `kRows` rows at a time: a vector of x is loaded once for all of them.
+template <int kRows>
+HWY_INLINE void DotsOf(const float* HWY_RESTRICT rows, std::int64_t dim, const float* HWY_RESTRICT x, float* HWY_RESTRICT out) {
+  const D d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  V sums[kRows];
+  for (int r = 0; r < kRows; ++r) sums[r] = hn::Zero(d);
+  std::int64_t i = 0;
+  for (; i + lanes <= dim; i += lanes) {
+    const V v = hn::LoadU(d, x + i);
+    for (int r = 0; r < kRows; ++r) sums[r] = hn::MulAdd(hn::LoadU(d, rows + r * dim + i), v, sums[r]);
+  }
+  if (i < dim) {
+    const V v = First(x + i, dim - i);
+    for (int r = 0; r < kRows; ++r) sums[r] = hn::MulAdd(First(rows + r * dim + i, dim - i), v, sums[r]);
+  }
+  for (int r = 0; r < kRows; ++r) out[r] = Sum(sums[r]);
+}
+
+void RowDots(const float* HWY_RESTRICT rows, std::int64_t count, std::int64_t dim, const float* HWY_RESTRICT x, float* HWY_RESTRICT out) {
+  std::int64_t i = 0;
+  for (; i + 4 <= count; i += 4) DotsOf<4>(rows + i * dim, dim, x, out + i);
+  for (; i < count; ++i) DotsOf<1>(rows + i * dim, dim, x, out + i);
+}
+
+void AddRows(const float* HWY_RESTRICT rows, std::int64_t count, std::int64_t dim, const float* HWY_RESTRICT weights, float* HWY_RESTRICT out) {
+  const D d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  std::int64_t j = 0;
+  for (; j + 2 * lanes <= dim; j += 2 * lanes) {
+    auto a = hn::LoadU(d, out + j), b = hn::LoadU(d, out + j + lanes);
+    for (std::int64_t i = 0; i < count; ++i) {
+      const auto w = hn::Set(d, weights[i]);
+      a = hn::MulAdd(hn::LoadU(d, rows + i * dim + j), w, a);
+      b = hn::MulAdd(hn::LoadU(d, rows + i * dim + j + lanes), w, b);
+    }
+    hn::StoreU(a, d, out + j);
+    hn::StoreU(b, d, out + j + lanes);
+  }
+  for (; j < dim; j += lanes) {
+    const std::int64_t width = std::min(lanes, dim - j);
+    V a = First(out + j, width);
+    for (std::int64_t i = 0; i < count; ++i) a = hn::MulAdd(First(rows + i * dim + j, width), hn::Set(d, weights[i]), a);
+    StoreFirst(a, width, out + j);
+  }
+}
+
+float Largest(const float* HWY_RESTRICT x, std::int64_t n) {
+  const D d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  const auto lowest = hn::Set(d, -std::numeric_limits<float>::infinity());
+  const auto number = [&](auto v) { return hn::IfThenElse(hn::IsNaN(v), lowest, v); };
+  auto top = lowest;
+  std::int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) top = hn::Max(top, number(hn::LoadU(d, x + i)));
+  float most = hn::GetLane(hn::MaxOfLanes(d, top));
+  for (; i < n; ++i)
+    if (x[i] > most) most = x[i];
+  return most;
+}
+
+float Exponentials(float* HWY_RESTRICT x, std::int64_t n, float top) {
+  const D d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  const auto above = hn::Set(d, top);
+  auto sum = hn::Zero(d);
+  std::int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    const V e = ExpOfNegative(d, hn::Sub(hn::LoadU(d, x + i), above));
+    hn::StoreU(e, d, x + i);
+    sum = hn::Add(sum, e);
+  }
+  if (i < n) {
+    const V e = ExpOfNegative(d, hn::Sub(First(x + i, n - i, -std::numeric_limits<float>::infinity()), above));
+    StoreFirst(e, n - i, x + i);
+    sum = hn::Add(sum, e);
+  }
+  return Sum(sum);
+}
+
+bool AnyNan(const float* HWY_RESTRICT x, std::int64_t n) {
+  const D d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  std::int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    const V v = hn::LoadU(d, x + i);
+    if (!hn::AllTrue(d, hn::Eq(v, v))) return true;
+  }
+  for (; i < n; ++i)
+    if (x[i] != x[i]) return true;
+  return false;
+}
+
+}  // namespace kvkeep::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace kvkeep::cpu {
+
+HWY_EXPORT(RowDots);
+HWY_EXPORT(AddRows);
+HWY_EXPORT(Largest);
+HWY_EXPORT(Exponentials);
+HWY_EXPORT(AnyNan);
+
+void row_dots(const float* rows, std::int64_t count, std::int64_t dim, const float* x, float* out) { HWY_DYNAMIC_DISPATCH(RowDots)(rows, count, dim, x, out); }
+void add_rows(const float* rows, std::int64_t count, std::int64_t dim, const float* weights, float* out) { HWY_DYNAMIC_DISPATCH(AddRows)(rows, count, dim, weights, out); }
+float largest(const float* x, std::int64_t n) { return HWY_DYNAMIC_DISPATCH(Largest)(x, n); }
+float exponentials(float* x, std::int64_t n, float top) { return HWY_DYNAMIC_DISPATCH(Exponentials)(x, n, top); }
+bool any_nan(const float* x, std::int64_t n) { return HWY_DYNAMIC_DISPATCH(AnyNan)(x, n); }
+
+}  // namespace kvkeep::cpu
+#endif

@@ -1,0 +1,23 @@
+#pragma once
+/// Vectorised inner loops of attention over a span memory, and of log-sum-exps. One thread each; the order of every sum depends on its length alone.
+
+#include <cstdint>
+
+namespace kvkeep::cpu {
+
+/// out[i] = rows[i] . x for `count` rows of `dim` floats, `dim` apart.
+void row_dots(const float* rows, std::int64_t count, std::int64_t dim, const float* x, float* out);
+
+/// out += sum over i, ascending, of weights[i] * rows[i].
+void add_rows(const float* rows, std::int64_t count, std::int64_t dim, const float* weights, float* out);
+
+/// Largest of n floats; -inf where n is 0. NaN is passed over.
+float largest(const float* x, std::int64_t n);
+
+/// x = exp(x - top), and returns their sum. `top` is finite and no smaller than any x; -inf gives 0.
+float exponentials(float* x, std::int64_t n, float top);
+
+/// True where one of n floats is NaN.
+bool any_nan(const float* x, std::int64_t n);
+
+}  // namespace kvkeep::cpu

@@ -1,0 +1,234 @@
+// What is left of folded spans: golden numbers, what must hold for any rows, and the bytes.
+
+#include "kvkeep/memory/span_store.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <gtest/gtest.h>
+
+#include "folded_prompt.h"
+#include "kvkeep/core/error.h"
+
+namespace kvkeep {
+namespace {
+
+using namespace testing;
+using Rank = FactorOptions::Rank;
+using Centred = FactorOptions::Centred;
+using Side = SpanStore::Side;
+
+/// A linear congruential generator: numbers that anybody can make again.
+Tensor counted(std::int64_t seed, std::vector<std::int64_t> shape) {
+  Tensor t = at::zeros(shape, at::TensorOptions().dtype(kFloat32));
+  for (std::int64_t i = 0; i < t.numel(); ++i) {
+    seed = (1103515245 * seed + 12345) % 2147483648;
+    t.data_ptr<float>()[i] = static_cast<float>(static_cast<double>(seed) / 2147483648.0 - 0.5);
+  }
+  return t;
+}
+
+const std::vector<float> kFive{2, 0, 1, 1, 4};
+
+SpanStore five(const FactorOptions& o) { return {counted(1, {1, 5, 8}), counted(2, {1, 5, 8}), kFive, {{0, 5}}, o}; }
+
+double squares(const Tensor& t) { return t.to(c10::ScalarType::Double).square().sum().item<double>(); }
+
+/// Sum of squares of what a zoom does not show.
+double left_out(const FoldedPrompt& p, const SpanStore& spans, std::int64_t s, Side side) {
+  const Span at = spans.spans()[static_cast<std::size_t>(s)];
+  return squares((side == SpanStore::kKeys ? p.keys : p.values).narrow(1, at.begin, at.length()) - spans.rows(s, side));
+}
+
+TEST(SpanStore, HasTheSingularValuesOfAFixedMatrix) {
+  FactorOptions o;
+  o.centred = Centred::never, o.rank = Rank::max, o.max_rank = 5, o.raw = false;
+  const SpanStore spans = five(o);
+  const std::vector<double> keys{1.038571, 0.943165, 0.714614, 0.517219, 0.240769}, values{1.321270, 1.052226, 0.587022, 0.571544, 0.263661};
+  for (std::size_t i = 0; i < 5; ++i) {
+    EXPECT_NEAR(spans.singular_values().const_data_ptr<float>()[i], keys[i], 1e-6);
+    EXPECT_NEAR(spans.singular_values().const_data_ptr<float>()[5 + i], values[i], 1e-6);
+  }
+  const std::vector<double> mean{0.010085, 0.174607, -0.203316, -0.083388, -0.109486, -0.079879, 0.011924, -0.049661};
+  for (std::size_t d = 0; d < 8; ++d) EXPECT_NEAR(spans.coarse(SpanStore::kValues).const_data_ptr<float>()[d], mean[d], 1e-6) << "weights .25, 0, .125, .125, .5";
+  EXPECT_LT(apart(spans.rows(0, SpanStore::kKeys), counted(1, {1, 5, 8})), 1e-6) << "full rank shows the rows";
+}
+
+TEST(SpanStore, LeavesOutTheSquaresOfTheComponentsItDoesNotKeep) {  // S-16 with hard components, S-9
+  for (const int length : {2, 7, 16, 40}) {                             // shorter and longer than D = 16
+    FoldedPrompt p(30 + static_cast<std::uint64_t>(length), length, 2, 2, 16, 1);
+    for (const Centred centred : {Centred::never, Centred::always}) {
+      double before = HUGE_VAL;
+      for (const int rank : {1, 2, 5, 16}) {
+        FactorOptions o;
+        o.rank = Rank::max, o.max_rank = rank, o.raw = false, o.centred = centred;
+        const SpanStore spans(p.keys, p.values, p.surprisal, {{0, length}}, o);
+        o.max_rank = 64;
+        const Tensor all = SpanStore(p.keys, p.values, p.surprisal, {{0, length}}, o).singular_values().to(c10::ScalarType::Double).square();
+        for (const Side side : {SpanStore::kKeys, SpanStore::kValues}) {
+          const double tail = all.select(2, side).narrow(2, rank, 64 - rank).sum().item<double>();
+          EXPECT_NEAR(left_out(p, spans, 0, side), tail, 1e-5 * (1 + tail)) << length << " tokens, rank " << rank;
+        }
+        const double now = left_out(p, spans, 0, SpanStore::kKeys);
+        EXPECT_LE(now, before + 1e-6);
+        before = now;
+        EXPECT_EQ(spans.factors(0, 1, SpanStore::kKeys).rank, std::min({rank, length, 16}));
+      }
+    }
+  }
+}
+
+TEST(SpanStore, KeepsTheFewestComponentsThatTheEnergyRuleAllows) {
+  FoldedPrompt p(31, 400, 2, 2, 24, 1);
+  for (const double energy : {0.0, 0.1, 0.3, 1.0}) {
+    FactorOptions o;
+    o.energy = energy, o.max_rank = 16, o.raw = false, o.centred = Centred::never;
+    const SpanStore spans = p.fold(o).spans;
+    for (std::int64_t s = 0; s < spans.size(); ++s)
+      for (std::int64_t h = 0; h < 2; ++h)
+        for (const Side side : {SpanStore::kKeys, SpanStore::kValues}) {
+          const SpanFactors& f = spans.factors(s, h, side);
+          const Span at = spans.spans()[static_cast<std::size_t>(s)];
+          const double all = squares((side == SpanStore::kKeys ? p.keys : p.values).select(0, h).narrow(0, at.begin, at.length()));
+          double kept = 0;
+          const float* sv = spans.singular_values().const_data_ptr<float>() + ((s * 2 + h) * 2 + side) * 16;
+          for (int i = 0; i < f.rank; ++i) kept += static_cast<double>(sv[i]) * sv[i];
+          if (f.rank < 16) EXPECT_LE(all - kept, energy * energy * all + 1e-5 * all);
+          if (f.rank > 0) EXPECT_GT(all - kept + static_cast<double>(sv[f.rank - 1]) * sv[f.rank - 1], energy * energy * all - 1e-5 * all) << "one fewer would leave out too much";
+        }
+  }
+}
+
+TEST(SpanStore, CentresWhereThatLeavesLessOut) {
+  FoldedPrompt p(32, 300, 2, 2, 16, 1);
+  p.keys.narrow(1, 0, 150).add_(3);  // some spans lie far from the origin
+  FactorOptions o;
+  o.energy = 0.3, o.raw = false;
+  const SpanStore chosen = p.fold(o).spans;
+  int centred = 0, not_centred = 0;
+  for (std::int64_t s = 0; s < chosen.size(); ++s)
+    for (const Side side : {SpanStore::kKeys, SpanStore::kValues})
+      for (std::int64_t h = 0; h < 2; ++h) {
+        (chosen.factors(s, h, side).centred ? centred : not_centred) += 1;
+        if (side == SpanStore::kKeys && chosen.spans()[static_cast<std::size_t>(s)].end <= 150) EXPECT_TRUE(chosen.factors(s, h, side).centred) << s;
+      }
+  EXPECT_GT(centred, 10);
+  EXPECT_GT(not_centred, 0) << "rows without a common offset are better off as they are";
+}
+
+TEST(SpanStore, HoldsEqualRowsAsTheirCoarseEntryAlone) {  // S-6, and the rule of rounding noise
+  Tensor keys = normals(*std::make_unique<oracle::Random>(33), {1, 1, 8}).expand({1, 6, 8}).contiguous();
+  for (const Rank rank : {Rank::energy, Rank::max})
+    for (const ScalarType store : {kFloat32, kBFloat16}) {
+      FactorOptions o;
+      o.rank = rank, o.store = store;
+      const SpanStore spans(keys, keys, std::vector<float>(6, 0.3F), {{0, 5}, {5, 6}}, o);
+      for (std::int64_t s = 0; s < 2; ++s) {
+        EXPECT_EQ(spans.factors(s, 0, SpanStore::kKeys).rank, 0);
+        EXPECT_FALSE(spans.factors(s, 0, SpanStore::kKeys).raw);
+        EXPECT_EQ(spans.zoom_entries(s, 0), 0);
+      }
+      EXPECT_EQ(apart(spans.rows(0, SpanStore::kKeys), keys.narrow(1, 0, 5).to(store)), 0);
+      EXPECT_EQ(spans.far_bytes(), 0);
+    }
+}
+
+TEST(SpanStore, NeverStoresMoreThanTheRows) {
+  FoldedPrompt p(34, 300, 3, 3, 16, 1);
+  for (const ScalarType store : {kFloat32, kFloat16, kBFloat16}) {
+    FactorOptions o;
+    o.rank = Rank::max, o.max_rank = 8, o.store = store;
+    const SpanStore spans = p.fold(o).spans;
+    std::int64_t numbers = 0, raw = 0;
+    for (std::int64_t s = 0; s < spans.size(); ++s) {
+      const std::int64_t length = spans.spans()[static_cast<std::size_t>(s)].length();
+      for (std::int64_t h = 0; h < 3; ++h)
+        for (const Side side : {SpanStore::kKeys, SpanStore::kValues}) {
+          const SpanFactors& f = spans.factors(s, h, side);
+          const std::int64_t rank = std::min<std::int64_t>(8, length), factored = rank * (length + 16);
+          EXPECT_EQ(f.raw, factored >= length * 16) << length;
+          numbers += f.raw ? length * 16 : factored;
+          raw += f.raw;
+        }
+      if (spans.factors(s, 0, SpanStore::kKeys).raw) {
+        EXPECT_EQ(apart(spans.rows(s, SpanStore::kKeys), p.keys.narrow(1, spans.spans()[static_cast<std::size_t>(s)].begin, length).to(store)), 0);
+        EXPECT_EQ(spans.zoom_entries(s, 0), static_cast<double>(length));
+      }
+    }
+    const std::int64_t bytes = store == kFloat32 ? 4 : 2;
+    EXPECT_GT(raw, 0);
+    EXPECT_LT(raw, 6 * spans.size());
+    EXPECT_EQ(spans.far_bytes(), numbers * bytes);
+    EXPECT_EQ(spans.near_bytes(), spans.size() * (2 * 3 * 16 * bytes + 4));
+  }
+}
+
+TEST(SpanStore, KeepsWhatGatesNameForKeysAndValuesAlike) {
+  constexpr int kRank = 6, kDim = 8;
+  oracle::Random random(35);
+  const std::array<Tensor, 3> weights{normals(random, {16, kRank + kDim}), normals(random, {16, 16}), normals(random, {kRank, 16})};
+  const std::array<Tensor, 3> biases{normals(random, {16}), normals(random, {16}), normals(random, {kRank})};
+  const RankGates gates(weights, biases);
+  FoldedPrompt p(36, 200, 2, 2, kDim, 1);
+  FactorOptions o;
+  o.rank = Rank::gates, o.max_rank = kRank, o.raw = false;
+  int gaps = 0;
+  for (const bool soft : {false, true}) {
+    o.soft_gates = soft;
+    const SpanStore spans = p.fold(o, &gates).spans;
+    const float *g = spans.gates().const_data_ptr<float>(), *sv = spans.singular_values().const_data_ptr<float>();
+    for (std::int64_t s = 0; s < spans.size(); ++s)
+      for (std::int64_t h = 0; h < 2; ++h)
+        for (const Side side : {SpanStore::kKeys, SpanStore::kValues}) {
+          const std::int64_t at = ((s * 2 + h) * 2 + side) * kRank;
+          const Span span = spans.spans()[static_cast<std::size_t>(s)];
+          const Tensor rows = (side == SpanStore::kKeys ? p.keys : p.values).select(0, h).narrow(0, span.begin, span.length());
+          double expected = squares(rows);
+          int kept = 0;
+          bool gap = false;
+          for (int i = 0; i < kRank; ++i) {
+            const bool stays = soft ? g[at + i] >= 0.01F : g[at + i] > 0.5F;
+            const double weight = !stays ? 0 : soft ? g[at + i] : 1, square = static_cast<double>(sv[at + i]) * sv[at + i];
+            expected += square * ((1 - weight) * (1 - weight) - 1);
+            gap = gap || (!stays && i + 1 < kRank && g[at + i + 1] > 0.5F && sv[at + i + 1] > 0);
+            kept += stays && i < std::min(span.length(), kDim);
+          }
+          gaps += gap && !soft;
+          EXPECT_EQ(spans.factors(s, h, side).rank, kept);
+          EXPECT_FALSE(spans.factors(s, h, side).centred);
+          EXPECT_NEAR(squares(rows - spans.rows(s, side).select(0, h)), expected, 1e-4 * (1 + squares(rows)));  // S-16
+        }
+  }
+  EXPECT_GT(gaps, 0) << "some kept components are not the largest";
+}
+
+TEST(SpanStore, GivesEverySpanWhatItGetsAlone) {
+  FoldedPrompt p(37, 500, 2, 2, 16, 1);
+  const SpanStore all = p.fold().spans;
+  for (std::int64_t s = 0; s < all.size(); s += 3) {
+    const SpanStore one(p.keys, p.values, p.surprisal, {all.spans()[static_cast<std::size_t>(s)]}, {});
+    EXPECT_LT(apart(one.rows(0, SpanStore::kKeys), all.rows(s, SpanStore::kKeys)), 1e-6);
+    EXPECT_EQ(one.factors(0, 1, SpanStore::kValues).rank, all.factors(s, 1, SpanStore::kValues).rank);
+  }
+}
+
+TEST(SpanStore, RefusesRowsThatAreNotFiniteAndGatesThatDoNotFit) {
+  FoldedPrompt p(38, 40, 1, 1, 8, 1);
+  FactorOptions o;
+  o.rank = Rank::gates;
+  EXPECT_THROW(static_cast<void>(p.fold(o)), InvalidArgument);
+  o.rank = Rank::energy, o.energy = -1;
+  EXPECT_THROW(static_cast<void>(p.fold(o)), InvalidArgument);
+  EXPECT_THROW(SpanStore(p.keys, p.values, p.surprisal, {{30, 41}}, {}), InvalidArgument);
+  EXPECT_THROW(SpanStore(p.keys, p.values.narrow(1, 0, 39), p.surprisal, {{0, 5}}, {}), InvalidArgument);
+  p.keys.data_ptr<float>()[8 * 12] = std::nanf("");
+  try {
+    SpanStore(p.keys, p.values, p.surprisal, {{10, 20}}, {});
+    ADD_FAILURE();
+  } catch (const InvalidArgument& e) {
+    EXPECT_NE(std::string(e.what()).find("tokens 10 to 19"), std::string::npos) << e.what();
+  }
+}
+
+}  // namespace
+}  // namespace kvkeep
