@@ -101,7 +101,9 @@ TEST(SpanStore, KeepsTheFewestComponentsThatTheEnergyRuleAllows) {
 
 TEST(SpanStore, CentresWhereThatLeavesLessOut) {
   FoldedPrompt p(32, 300, 2, 2, 16, 1);
-  p.keys.narrow(1, 0, 150).add_(3);  // some spans lie far from the origin
+  p.keys.narrow(1, 0, 150).add_(3);  // some spans lie far from the origin, others have no offset in common
+  oracle::Random random(132);
+  p.values = normals(random, {2, 300, 16});
   FactorOptions o;
   o.energy = 0.3, o.raw = false;
   const SpanStore chosen = p.fold(o).spans;

@@ -105,7 +105,9 @@ TEST(SpanTrace, RefusesWhatIsMissingOrDoesNotFit) {
   changed("values", at::zeros({2, 59, 16}), "the shape of keys");
   changed("queries", at::zeros({2, 3, 16}), "a multiple of 2");
   changed("surprisal", at::zeros({61}), "one for each key");
-  changed("router.W", at::zeros({4, 8, 15}), "router.W");
+  Trace routed = whole;
+  routed.tensors["router.W"] = at::zeros({4, 8, 15}), routed.tensors["router.tau"] = at::zeros({4});
+  routed.expect_refused("sekv", "router.W");
   Tensor wild = at::zeros({2, 60, 16});
   wild.data_ptr<float>()[5] = HUGE_VALF;
   changed("keys", wild, "NaN or infinity");

@@ -52,7 +52,7 @@ double sum_from(std::span<const double> squares, std::int64_t first) { return st
 std::int64_t rank_of(std::span<const double> squares, const FactorOptions& o) {
   const auto most = std::min<std::int64_t>(o.max_rank, static_cast<std::int64_t>(squares.size()));
   if (o.rank != FactorOptions::Rank::energy) return most;
-  const double allowed = o.energy * o.energy * sum_from(squares, 0);
+  const double allowed = o.energy * o.energy * std::accumulate(squares.rbegin(), squares.rend(), 0.0);  // in the order of what is left out below
   auto rank = static_cast<std::int64_t>(squares.size());
   for (double left = 0; rank > 0 && left + squares[static_cast<std::size_t>(rank - 1)] <= allowed; --rank) left += squares[static_cast<std::size_t>(rank - 1)];
   return std::min(rank, most);
