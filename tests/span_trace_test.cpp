@@ -73,7 +73,7 @@ TEST(SpanTrace, SaysNearAndFarBytesAndWhetherTheBudgetIsExceeded) {
 
 TEST(SpanTrace, StoresHalfTheBytesInSixteenBits) {
   Trace trace(FoldedPrompt(92, 300, 2, 4, 16, 2));
-  const trace::Result wide = trace.replay("sekv,recent=20,zoom=coverage,coverage=1,coverage_floor=0"), half = trace.replay("sekv,recent=20,zoom=coverage,coverage=1,coverage_floor=0,store=bf16");
+  const trace::Result wide = trace.replay("sekv,recent=20,zoom=coverage,memory.coverage=1,coverage_floor=0"), half = trace.replay("sekv,recent=20,zoom=coverage,memory.coverage=1,coverage_floor=0,store=bf16");
   EXPECT_EQ(in(wide, "bytes").const_data_ptr<std::int64_t>()[1], 2 * in(half, "bytes").const_data_ptr<std::int64_t>()[1]);
   EXPECT_LT(apart(in(wide, "output"), in(half, "output")), 2e-2);
   EXPECT_GT(apart(in(wide, "output"), in(half, "output")), 0);

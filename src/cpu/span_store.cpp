@@ -7,7 +7,6 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/index_select.h>
 #include <ATen/ops/linalg_eigh.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -16,6 +15,7 @@
 #include <utility>
 
 #include "kvkeep/core/error.h"
+#include "memory_lanes.h"
 
 namespace kvkeep {
 namespace {
@@ -292,6 +292,7 @@ Tensor SpanStore::rows(std::int64_t span, Side side) const {
   const std::int64_t length = spans_[static_cast<std::size_t>(span)].length();
   const Tensor stored = blob(span).to(kFloat32);
   Tensor out = at::zeros({kv_heads_, length, dim_}, at::TensorOptions().dtype(kFloat32));
+  const float* from = stored.const_data_ptr<float>();
   for (std::int64_t h = 0; h < kv_heads_; ++h) {
     const SpanFactors& f = factors(span, h, side);
     if (f.raw) {
@@ -299,7 +300,7 @@ Tensor SpanStore::rows(std::int64_t span, Side side) const {
       continue;
     }
     if (f.centred) out.select(0, h).copy_(coarse_[side].select(0, h).narrow(0, span, 1).expand({length, dim_}));
-    if (f.rank > 0) out.select(0, h).add_(at::mm(stored.narrow(0, f.offset, length * f.rank).view({length, f.rank}), stored.narrow(0, f.offset + length * f.rank, f.rank * dim_).view({f.rank, dim_})));
+    for (std::int64_t t = 0; t < length; ++t) cpu::add_rows(from + f.offset + length * f.rank, f.rank, dim_, from + f.offset + t * f.rank, out.data_ptr<float>() + (h * length + t) * dim_);
   }
   return out;
 }
