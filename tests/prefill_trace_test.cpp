@@ -5,11 +5,11 @@
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 
-#include <filesystem>
 #include <nlohmann/json.hpp>
 
 #include "kvkeep/kvkeep.h"
 #include "layered_prompt.h"
+#include "replayed_trace.h"
 
 namespace kvkeep {
 namespace {
@@ -17,34 +17,15 @@ namespace {
 using namespace testing;
 
 /// A prefill trace in memory, to be changed at will.
-struct Trace {
-  explicit Trace(const LayeredPrompt& prompt, std::int32_t recorded = -1) : metadata{{"kvkeep_trace", "1"}, {"kind", "prefill"}, {"num_layers", std::to_string(prompt.shape.layers)}} {
+struct Trace : testing::ReplayedTrace {
+  explicit Trace(const LayeredPrompt& prompt, std::int32_t recorded = -1)
+      : ReplayedTrace{trace::replay_prefill, {}, {{"kvkeep_trace", "1"}, {"kind", "prefill"}, {"num_layers", std::to_string(prompt.shape.layers)}}} {
     if (recorded < 0) recorded = prompt.shape.tokens;
     for (std::size_t l = 0; l < prompt.keys.size(); ++l) {
       tensors[text("layer.", l, ".keys")] = prompt.keys[l];
       tensors[text("layer.", l, ".queries")] = prompt.queries[l].narrow(1, prompt.shape.tokens - recorded, recorded);
     }
   }
-
-  [[nodiscard]] trace::Result replay(const std::string& policy) const {
-    const std::filesystem::path file = std::filesystem::path(::testing::TempDir()) / text("prefill_trace_test_", ::testing::UnitTest::GetInstance()->current_test_info()->name(), ".safetensors");
-    io::write_safetensors(file, {tensors.begin(), tensors.end()}, metadata);
-    const trace::Result result = trace::replay_prefill(io::SafetensorsFile::open(file), *make_policy(policy));
-    std::filesystem::remove(file);
-    return result;
-  }
-
-  void expect_refused(const std::string& policy, const std::string& words) const {
-    try {
-      static_cast<void>(replay(policy));
-      ADD_FAILURE() << "was accepted; the message should have said: " << words;
-    } catch (const InvalidArgument& e) {
-      EXPECT_NE(std::string(e.what()).find(words), std::string::npos) << e.what();
-    }
-  }
-
-  std::map<std::string, Tensor> tensors;
-  std::map<std::string, std::string> metadata;
 };
 
 const Tensor* find(const trace::Result& result, const std::string& name) {

@@ -6,10 +6,10 @@
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
-#include <filesystem>
 
 #include "folded_prompt.h"
 #include "kvkeep/kvkeep.h"
+#include "replayed_trace.h"
 
 namespace kvkeep {
 namespace {
@@ -17,33 +17,13 @@ namespace {
 using namespace testing;
 
 /// A span trace in memory, to be changed at will.
-struct Trace {
-  explicit Trace(const FoldedPrompt& p) {
+struct Trace : testing::ReplayedTrace {
+  explicit Trace(const FoldedPrompt& p) : ReplayedTrace{trace::replay_span, {}, {{"kvkeep_trace", "1"}, {"kind", "span"}}} {
     tensors["keys"] = p.keys, tensors["values"] = p.values, tensors["queries"] = p.queries;
     Tensor h = at::zeros({static_cast<std::int64_t>(p.surprisal.size())});
     std::ranges::copy(p.surprisal, h.data_ptr<float>());
     tensors["surprisal"] = h;
   }
-
-  [[nodiscard]] trace::Result replay(const std::string& policy) const {
-    const std::filesystem::path file = std::filesystem::path(::testing::TempDir()) / text("span_trace_test_", ::testing::UnitTest::GetInstance()->current_test_info()->name(), ".safetensors");
-    io::write_safetensors(file, {tensors.begin(), tensors.end()}, metadata);
-    const trace::Result result = trace::replay_span(io::SafetensorsFile::open(file), *make_policy(policy));
-    std::filesystem::remove(file);
-    return result;
-  }
-
-  void expect_refused(const std::string& policy, const std::string& words) const {
-    try {
-      static_cast<void>(replay(policy));
-      ADD_FAILURE() << "was accepted; the message should have said: " << words;
-    } catch (const InvalidArgument& e) {
-      EXPECT_NE(std::string(e.what()).find(words), std::string::npos) << e.what();
-    }
-  }
-
-  std::map<std::string, Tensor> tensors;
-  std::map<std::string, std::string> metadata{{"kvkeep_trace", "1"}, {"kind", "span"}};
 };
 
 const Tensor& in(const trace::Result& result, const std::string& name) {
