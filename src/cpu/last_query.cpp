@@ -3,13 +3,10 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
-#include <algorithm>
-#include <cmath>
-#include <numeric>
-
 #include "key_lanes.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/pool.h"
+#include "kvkeep/layers/layer_selector.h"
 #include "window_queries.h"
 
 namespace kvkeep {
@@ -64,19 +61,11 @@ Tensor last_query_scores(const Evidence& evidence, std::int32_t pool) {
 }
 
 std::vector<std::int32_t> best_tokens(std::span<const float> scores, std::int64_t count) {
-  std::vector<std::int32_t> order(scores.size());
-  std::iota(order.begin(), order.end(), 0);
-  if (count >= static_cast<std::int64_t>(order.size())) return order;
-  const auto before = [scores](std::int32_t a, std::int32_t b) {
-    const float x = scores[static_cast<std::size_t>(a)], y = scores[static_cast<std::size_t>(b)];
-    if (x > y || y > x) return x > y;
-    const bool nan_x = std::isnan(x), nan_y = std::isnan(y);
-    return nan_x != nan_y ? nan_y : a < b;
-  };
-  std::ranges::nth_element(order, order.begin() + count, before);
-  order.resize(static_cast<std::size_t>(count));
-  std::ranges::sort(order);
-  return order;
+  const std::vector<std::int32_t> ranks = ranks_of(scores);
+  std::vector<std::int32_t> best;
+  for (std::size_t t = 0; t < ranks.size(); ++t)
+    if (ranks[t] <= count) best.push_back(static_cast<std::int32_t>(t));
+  return best;
 }
 
 }  // namespace kvkeep

@@ -6,7 +6,6 @@
 #include <limits>
 #include <numeric>
 #include <utility>
-#include <variant>
 
 #include "kvkeep/core/dispatch.h"
 #include "kvkeep/core/page_allocator.h"
@@ -29,12 +28,6 @@ std::vector<std::int32_t> those_at(std::span<const std::int32_t> places, std::sp
   left.reserve(places.size());
   for (const std::int32_t place : places) left.push_back(list[static_cast<std::size_t>(place)]);
   return left;
-}
-
-/// Slots of a page; 0: the layer is not in pages.
-std::int64_t page_size_of(const LayerKv& layer) {
-  const auto* paged = std::get_if<PagedKv>(&layer);
-  return paged == nullptr ? 0 : paged->keys.size(paged->layout == PageLayout::slot_head ? 1 : 2);
 }
 
 /// That the row of the block table of the sequence at `place` names pages of `pages` for so many slots.
@@ -204,7 +197,7 @@ LayerReport Keeper::narrow(const Observation& o, const CacheView& view) {
         longest = std::max<std::int64_t>(longest, s.columns->length(r));
         shortest = std::min<std::int64_t>(shortest, s.columns->length(r));
       }
-      const std::int64_t page_size = page_size_of(view.layers[static_cast<std::size_t>(plan.layer)]);
+      const std::int32_t page_size = plan.table.page_size;
       // Said where no page came free too: whoever shares pages must know how short the shortest row is.
       if (page_size > 0 && shortest < s.report->tokens) report.pages.push_back(give_back_pages(view, plan.place, s.report->tokens, longest, page_size));
     }
@@ -248,10 +241,10 @@ void Keeper::let_go_on(const LayerPlan& plan, const CacheView& view, Narrowing& 
 void Keeper::begin_afresh(const LayerPlan& plan, const CacheView& view, LayerReport& report) {
   PromptReport of_first_pass = std::move(*plan.sequence->report);
   of_first_pass.second_pass = true;
+  const std::int32_t page_size = plan.table.page_size;
   leave(plan.id);
   join(plan.id, 0, static_cast<std::int32_t>(of_first_pass.going_on.size()));
   for (std::int32_t r = 0; r < spec_.num_layers() * spec_.kv_heads; ++r) view.lengths.at(plan.place, r) = 0;
-  const std::int64_t page_size = page_size_of(view.layers.front());
   if (page_size > 0) report.pages.push_back(give_back_pages(view, plan.place, of_first_pass.tokens, 0, page_size));
   sequences_.at(plan.id).report = std::move(of_first_pass);
 }

@@ -15,7 +15,7 @@ namespace kvkeep {
 /// Cost: one reading of the keys. Rows run in parallel.
 [[nodiscard]] Tensor last_query_scores(const Evidence& evidence, std::int32_t pool = 5);
 
-/// The `count` best of `scores`, ascending; all where there are no more. Equal scores: the lower index first; NaN last. Cost: O(scores) on average, and a sort of what is chosen.
+/// The `count` best of `scores`, ascending; all where there are no more. Ordered as ranks_of(). Cost: ranks_of().
 [[nodiscard]] std::vector<std::int32_t> best_tokens(std::span<const float> scores, std::int64_t count);
 
 }  // namespace kvkeep
