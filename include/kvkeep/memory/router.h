@@ -49,6 +49,8 @@ class Router {
   [[nodiscard]] Tensor wanted(const Tensor& relevance) const;
 
   [[nodiscard]] std::int64_t query_heads() const { return thresholds_.size(0); }
+  /// D.
+  [[nodiscard]] std::int64_t key_dim() const { return projections_.size(2); }
 
  private:
   Tensor projections_, thresholds_;  ///< f32 [Hq, d', D], [Hq]
