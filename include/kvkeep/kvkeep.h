@@ -64,6 +64,7 @@
 #include "kvkeep/memory/memory_attention.h"
 #include "kvkeep/memory/router.h"
 #include "kvkeep/memory/router_training.h"
+#include "kvkeep/memory/routing_file.h"
 
 // apply
 #include "kvkeep/keep/compact.h"
