@@ -20,7 +20,7 @@ const float* as_floats(const std::byte* at, ScalarType dtype, std::int64_t count
   return scratch.data();
 }
 
-const float* coarse_rows(const SpanRow& spans, Side side, std::int64_t first, std::int64_t count, Aligned<float>& scratch) {
+const float* coarse_rows(const SpanRow& spans, KvSide side, std::int64_t first, std::int64_t count, Aligned<float>& scratch) {
   return as_floats(spans.coarse(side) + first * spans.dim() * static_cast<std::int64_t>(c10::elementSize(spans.dtype())), spans.dtype(), count * spans.dim(), scratch);
 }
 
@@ -119,7 +119,7 @@ void coarse_products(const SpanRow& spans, const float* queries, std::int64_t he
   const std::int64_t n = spans.size(), dim = spans.dim();
   for (std::int64_t first = 0; first < n; first += kRowsAtOnce) {
     const std::int64_t count = std::min(kRowsAtOnce, n - first);
-    const float* keys = coarse_rows(spans, Side::keys, first, count, scratch.coarse);
+    const float* keys = coarse_rows(spans, KvSide::keys, first, count, scratch.coarse);
     for (std::int64_t h = 0; h < heads; ++h) row_dots(keys, count, dim, queries + h * dim, out + h * n + first);
   }
 }
@@ -186,7 +186,7 @@ void merge_coarse(const SpanRow& spans, const float* logits, const std::uint8_t*
   }
   for (std::int64_t first = 0; first < n; first += kRowsAtOnce) {
     const std::int64_t count = std::min(kRowsAtOnce, n - first);
-    const float* values = coarse_rows(spans, Side::values, first, count, scratch.coarse);
+    const float* values = coarse_rows(spans, KvSide::values, first, count, scratch.coarse);
     for (std::int64_t h = 0; h < heads; ++h) add_rows(values, count, dim, scratch.logits.data() + h * n + first, open.out + h * dim);
   }
 }
@@ -199,8 +199,8 @@ void merge_opened(const SpanRow& spans, std::int64_t i, const std::byte* blob, c
                       .values = values,
                       .key_numbers = as_floats(blob + keys.offset * bytes, spans.dtype(), keys.numbers(length, dim), scratch.numbers[0]),
                       .value_numbers = as_floats(blob + values.offset * bytes, spans.dtype(), values.numbers(length, dim), scratch.numbers[1]),
-                      .coarse_key = coarse_rows(spans, Side::keys, i, 1, scratch.coarse),
-                      .coarse_value = coarse_rows(spans, Side::values, i, 1, scratch.coarse_value),
+                      .coarse_key = coarse_rows(spans, KvSide::keys, i, 1, scratch.coarse),
+                      .coarse_value = coarse_rows(spans, KvSide::values, i, 1, scratch.coarse_value),
                       .length = length,
                       .dim = dim};
   scratch.logits.resize(static_cast<std::size_t>(length));

@@ -47,7 +47,7 @@ double SpanRow::zoom_entries(std::int64_t i) const {
   return static_cast<double>(s.factors[0].numbers(s.length, dim_) + s.factors[1].numbers(s.length, dim_)) / (2.0 * static_cast<double>(dim_));
 }
 
-Tensor SpanRow::rows(std::int64_t i, Side side) const {
+Tensor SpanRow::rows(std::int64_t i, KvSide side) const {
   const FoldedSpan& s = span(i);
   const SpanFactors& f = s.factors[static_cast<std::size_t>(side)];
   const auto bytes = static_cast<std::int64_t>(c10::elementSize(store_));

@@ -18,7 +18,7 @@
 namespace kvkeep {
 
 /// Keys or values.
-enum class Side : std::uint8_t { keys, values };
+enum class KvSide : std::uint8_t { keys, values };
 
 /// One span as it is kept.
 struct FoldedSpan {
@@ -38,7 +38,7 @@ class SpanRow {
   [[nodiscard]] const FoldedSpan& span(std::int64_t i) const { return spans_[static_cast<std::size_t>(i)]; }
 
   /// Near: dtype() [size, D] weighted means of the rows.
-  [[nodiscard]] const std::byte* coarse(Side side) const { return coarse_[static_cast<std::size_t>(side)].data(); }
+  [[nodiscard]] const std::byte* coarse(KvSide side) const { return coarse_[static_cast<std::size_t>(side)].data(); }
   /// Near: f32 [size] logarithms of the lengths.
   [[nodiscard]] std::span<const float> log_length() const { return log_length_; }
   /// Near, where a router is learned: f32 [size, heads] its norms (Router::norms); else empty.
@@ -52,7 +52,7 @@ class SpanRow {
   [[nodiscard]] double zoom_entries(std::int64_t i) const;
 
   /// What a zoom shows: f32 [length, D]. For tests and traces; attention never forms it. Throws as FarBlob::read().
-  [[nodiscard]] Tensor rows(std::int64_t i, Side side) const;
+  [[nodiscard]] Tensor rows(std::int64_t i, KvSide side) const;
 
   /// Spans of `later` behind these, in their order. Throws InvalidArgument for another D or dtype, or norms on one side alone.
   void append(SpanRow later);
