@@ -175,7 +175,7 @@ void Tridiagonalise(std::int64_t n, const LaneMatrices& a, double* scratch) {
     for (; row < i; ++row) UpdateAndMultiply<1>(a.triangle, row, u_before, q_before, u, p);
     V dot = hn::Zero(d);
     for (std::int64_t j = 0; j < i; ++j) dot = hn::MulAdd(At(u, j), At(p, j), dot);
-    const V share = hn::Mul(hn::Mul(hn::Set(d, 0.5), hn::Mul(inverse, inverse)), dot);
+    const V share = hn::Mul(hn::Mul(hn::Set(d, 0.5), inverse), hn::Mul(inverse, dot));
     for (std::int64_t j = 0; j < i; ++j) Put(hn::NegMulAdd(share, At(u, j), hn::Mul(inverse, At(p, j))), q, j);
     std::swap(q, q_before);
     u_before = u;
@@ -213,7 +213,7 @@ HWY_INLINE void Eigenvalues(std::int64_t n, double* const* values, double* const
           p[k] = hn::IfThenElseZero(has_p, p[k]);
           const V r = hn::Add(p[k], b);
           if (i != n - 2) Put(hn::IfThenElse(active[k], hn::Mul(s[k], r), At(squares[k], i + 1)), squares[k], i + 1);
-          const M has_r = hn::Gt(r, hn::Zero(d));
+          const M has_r = hn::Gt(r, nothing);
           const V inverse = hn::Div(one, hn::IfThenElse(has_r, r, one)), scale = hn::Div(r, hn::IfThenElse(has_p, p[k], one)), c_before = c[k], gamma_before = gamma[k];
           s[k] = hn::Mul(b, inverse);
           c[k] = hn::IfThenElse(has_r, hn::Mul(p[k], inverse), one);
