@@ -65,10 +65,10 @@ inline std::vector<double> plain_answer(const SpanMemory& memory, const Tensor& 
     const std::int64_t length = spans.spans()[static_cast<std::size_t>(s)].length();
     if (zoomed.const_data_ptr<std::uint8_t>()[(query * heads + head) * spans.size() + s] == 0) {
       const std::int64_t at = (kv * spans.size() + s) * dim;
-      add(spans.coarse(SpanStore::kKeys).const_data_ptr<float>() + at, spans.coarse(SpanStore::kValues).const_data_ptr<float>() + at, std::log(static_cast<double>(length)));
+      add(spans.coarse(Side::keys).const_data_ptr<float>() + at, spans.coarse(Side::values).const_data_ptr<float>() + at, std::log(static_cast<double>(length)));
       continue;
     }
-    const Tensor keys = spans.rows(s, SpanStore::kKeys), shown = spans.rows(s, SpanStore::kValues);
+    const Tensor keys = spans.rows(s, Side::keys), shown = spans.rows(s, Side::values);
     rows.push_back(shown);
     for (std::int64_t t = 0; t < length; ++t) add(keys.const_data_ptr<float>() + (kv * length + t) * dim, shown.const_data_ptr<float>() + (kv * length + t) * dim, 0);
   }

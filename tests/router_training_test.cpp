@@ -117,6 +117,40 @@ TEST(RouterTraining, AdmitsSpansThatEndBeforeTheWindowOfTheQuery) {
   EXPECT_LT(apart(early.student_logits, early.teacher_logits), 1e-12);
 }
 
+TEST(RouterTraining, AddsUpLayersAsMeansOverDecisionsAndSumsOverZoomedSpans) {
+  Case first(104), second(105);
+  second.layer.recent = 30;  // fewer spans are admitted: the means are over decisions, not over layers
+  const TrainingOptions o;
+  const auto step_of = [&](const Case& c) { return training_step(c.layer, c.parameters, o); };
+  const TrainingStep one = step_of(first), two = step_of(second);
+  TrainingLosses losses(o);
+  for (const Case* c : {&first, &second}) {
+    const RankGates rank_gates(c->parameters.gate_weights, c->parameters.gate_biases);
+    const TrainingMemory memory(c->layer, rank_gates.max_rank());
+    const Tensor gates = memory.gates(rank_gates);
+    losses.add(memory, memory.answer(c->layer.queries, c->parameters.projections, c->parameters.thresholds, gates, o.temperature), memory.exact(c->layer.queries, o.coverage).targets, gates);
+  }
+  const TrainingLosses::Sum sum = losses.sum(two.student_logits, two.teacher_logits);
+  const auto weight = [](const TrainingStep& s) { return static_cast<double>(s.admitted.sum().item<std::int64_t>()); };
+  ASSERT_NE(weight(one), weight(two));
+  EXPECT_NEAR(sum.zoom.item<double>(), (weight(one) * one.zoom + weight(two) * two.zoom) / (weight(one) + weight(two)), 1e-12);
+  EXPECT_NEAR(sum.budget.item<double>(), one.budget + two.budget, 1e-10);
+  const auto spans = [](const TrainingStep& s) { return static_cast<double>(s.gates.size(0)); };
+  EXPECT_NEAR(sum.recon.item<double>(), (spans(one) * one.recon + spans(two) * two.recon) / (spans(one) + spans(two)), 1e-12);
+  EXPECT_NEAR(sum.distill.item<double>(), two.distill, 1e-12);
+}
+
+TEST(RouterTraining, OfAPromptThatFoldsNothingHasNothingToLearn) {
+  Case c(106);
+  c.layer.spans.clear();
+  const TrainingStep step = training_step(c.layer, c.parameters, {});
+  EXPECT_EQ(step.zoom, 0);
+  EXPECT_EQ(step.recon, 0);
+  EXPECT_EQ(step.budget, 0);
+  EXPECT_NEAR(step.distill, 0, 1e-12);
+  EXPECT_EQ(step.gradients.projections.abs().max().item<double>(), 0);
+}
+
 TEST(RouterTraining, RefusesWhatDoesNotFit) {
   Case c(103);
   TrainingOptions o;

@@ -145,6 +145,11 @@ void row_dots(const float* rows, std::int64_t count, std::int64_t dim, const flo
 void add_rows(const float* rows, std::int64_t count, std::int64_t dim, const float* weights, float* out) { HWY_DYNAMIC_DISPATCH(AddRows)(rows, count, dim, weights, out); }
 float largest(const float* x, std::int64_t n) { return HWY_DYNAMIC_DISPATCH(Largest)(x, n); }
 float exponentials(float* x, std::int64_t n, float top) { return HWY_DYNAMIC_DISPATCH(Exponentials)(x, n, top); }
+void narrow(const float* from, std::int64_t n, ScalarType dtype, std::byte* to) {
+  if (dtype == kFloat32) std::memcpy(to, from, static_cast<std::size_t>(n) * sizeof(float));
+  if (dtype == kFloat16) std::transform(from, from + n, reinterpret_cast<c10::Half*>(to), [](float x) { return static_cast<c10::Half>(x); });
+  if (dtype == kBFloat16) std::transform(from, from + n, reinterpret_cast<c10::BFloat16*>(to), [](float x) { return static_cast<c10::BFloat16>(x); });
+}
 bool any_nan(const float* x, std::int64_t n) { return HWY_DYNAMIC_DISPATCH(AnyNan)(x, n); }
 
 }  // namespace kvkeep::cpu

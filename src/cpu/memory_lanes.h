@@ -1,7 +1,10 @@
 #pragma once
 /// Vectorised inner loops of attention over a span memory, and of log-sum-exps. One thread each; the order of every sum depends on its length alone.
 
+#include <cstddef>
 #include <cstdint>
+
+#include "kvkeep/core/tensor.h"
 
 namespace kvkeep::cpu {
 
@@ -16,6 +19,9 @@ float largest(const float* x, std::int64_t n);
 
 /// x = exp(x - top), and returns their sum. `top` is finite and no smaller than any x; -inf gives 0.
 float exponentials(float* x, std::int64_t n, float top);
+
+/// to = from in f32, f16 or bf16, rounded to the nearest.
+void narrow(const float* from, std::int64_t n, ScalarType dtype, std::byte* to);
 
 /// True where one of n floats is NaN.
 bool any_nan(const float* x, std::int64_t n);

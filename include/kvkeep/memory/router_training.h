@@ -1,5 +1,5 @@
 #pragma once
-/// One step of training a router and rank gates on a recorded layer: the losses and their gradients.
+/// Losses that train a router and rank gates, and one step on a recorded layer with its gradients.
 /// Source: SeKV (AmirAbaskohi/SeKV), its equations 10 to 15. Differs: a position sees only spans that end before its window, short spans are in no loss, the count of zoomed spans has a gradient, and the
 /// reconstruction is a share of what there is.
 
@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "kvkeep/memory/rank_gates.h"
 #include "kvkeep/memory/segmenter.h"
 
 namespace kvkeep {
@@ -34,16 +35,96 @@ struct TrainedParameters {
   std::array<Tensor, 3> gate_biases;
 };
 
-/// One layer of one prompt, with queries inside it.
-struct TrainingLayer {
+/// Keys and values of one layer of one prompt, and the positions that ask them.
+struct TrainingPrompt {
   Tensor keys, values;                        ///< [Hkv, T, D]
-  Tensor queries;                             ///< [n, Hq, D]
-  std::vector<std::int32_t> positions;        ///< [n] each query sees the tokens up to its own
-  Tensor head;                                ///< [vocab, Hq * D] readout: logits = head * (outputs of all heads)
+  std::vector<std::int32_t> positions;        ///< [n] a query at each: it sees the tokens up to its own
   std::vector<float> surprisal;               ///< [T]
   std::vector<Span> spans;
   std::int32_t recent = 0;                    ///< newest tokens of a query that are dense whatever the spans
   double scale = 0;
+};
+
+/// What does not change while router and gates do: coarse entries, factors, and what each position may see of them. All in fp64.
+class TrainingMemory {
+ public:
+  /// Decomposes rows as they are into at most `max_rank` components. Throws InvalidArgument for shapes, positions or spans that do not fit each other.
+  /// Cost: an SVD for each span, head and side.
+  TrainingMemory(const TrainingPrompt& prompt, std::int64_t max_rank);
+
+  /// u8 [n, spans]: spans that a position may see, those that end before its window. All other tokens up to its own are dense.
+  [[nodiscard]] const Tensor& admitted() const { return admitted_; }
+
+  /// What the teacher's queries get, and which spans they need for it.
+  struct Exact {
+    Tensor outputs;  ///< f64 [n, Hq, D]
+    Tensor targets;  ///< u8 [n, Hq, spans] equation 12: the fewest admitted spans that hold `coverage` of what goes to admitted spans
+  };
+  /// queries: [n, Hq, D] of the teacher, one for each position. Cost: attention over all tokens.
+  [[nodiscard]] Exact exact(const Tensor& queries, double coverage) const;
+
+  /// f64 [spans, Hkv, 2, max_rank]: soft gates of every span, 0 where it has no component; with their gradient.
+  [[nodiscard]] Tensor gates(const RankGates& gates) const;
+
+  /// What a student's queries get where some spans are zoomed; with gradients.
+  struct Answer {
+    Tensor outputs;    ///< f64 [n, Hq, D]
+    Tensor logits;     ///< f64 [n, Hq, spans] relevance before its sigmoid
+    Tensor relevance;  ///< f64 [n, Hq, spans]
+    Tensor zoomed;     ///< f64 [n, Hq, spans] 1 or 0, with the gradient of a sigmoid; 0 where not admitted
+  };
+  /// queries: [n, Hq, D] of the student. projections, thresholds: f64, of this layer. gates: what gates() made. Cost: attention over all tokens, coarse entries and zoomed rows.
+  [[nodiscard]] Answer answer(const Tensor& queries, const Tensor& projections, const Tensor& thresholds, const Tensor& gates, double temperature) const;
+
+ private:
+  friend class TrainingLosses;
+
+  /// A span's rows of all heads and both sides, decomposed.
+  struct Decomposed {
+    Tensor left, right;  ///< f64 [Hkv, 2, L, R], [Hkv, 2, R, D]
+    Tensor values;       ///< f64 [Hkv, 2, R]
+  };
+
+  void decompose(const TrainingPrompt& prompt, std::int64_t span);
+  void admit(const TrainingPrompt& prompt);
+  [[nodiscard]] Tensor by_kv_head(const Tensor& queries) const;
+  [[nodiscard]] Tensor by_query(const Tensor& outputs) const;
+  [[nodiscard]] Tensor routing_logits(const Tensor& queries, const Tensor& projections) const;
+
+  std::array<Tensor, 2> rows_, coarse_;  ///< f64 [Hkv, T, D], [Hkv, spans, D] keys, values
+  Tensor log_length_;                    ///< f64 [spans]
+  Tensor spectra_, present_;             ///< f64 [spans, Hkv, 2, max_rank] singular values; 1 where there is a component
+  std::vector<Decomposed> decomposed_;
+  Tensor span_of_;                       ///< i64 [T], `spans` for a token in none
+  Tensor admitted_;                      ///< u8 [n, spans]
+  Tensor causal_, dense_, folded_;       ///< f64 [n, T], [n, T], [n, spans] 0, or -inf for what a position does not see
+  double scale_;
+};
+
+/// Adds up the losses of a step: equations 10 to 15, over any number of layers.
+class TrainingLosses {
+ public:
+  explicit TrainingLosses(const TrainingOptions& options) : options_(options) {}
+
+  /// One layer: its answer, the targets of its teacher, and the gates that it was given with.
+  void add(const TrainingMemory& memory, const TrainingMemory::Answer& answer, const Tensor& targets, const Tensor& gates);
+
+  /// f64 [], with gradients.
+  struct Sum {
+    Tensor loss, distill, zoom, recon, budget;
+  };
+  /// Logits: f64 [n, vocab] of student and teacher.
+  [[nodiscard]] Sum sum(const Tensor& student_logits, const Tensor& teacher_logits) const;
+
+ private:
+  TrainingOptions options_;
+  std::vector<Tensor> zoom_, left_out_, zoomed_, kept_;  ///< of each layer: losses of each decision, squares that gates leave out, zoomed spans a query, sum of gates
+};
+
+/// One layer of one prompt, with queries inside it.
+struct TrainingLayer : TrainingPrompt {
+  Tensor queries;                             ///< [n, Hq, D]
+  Tensor head;                                ///< [vocab, Hq * D] readout: logits = head * (outputs of all heads)
 };
 
 struct TrainingStep {
