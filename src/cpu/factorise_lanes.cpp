@@ -23,6 +23,7 @@ constexpr std::int64_t kLanes = hn::MaxLanes(D());
 constexpr double kNothing = 1e-280;          ///< squares of matrices with a trace of order 1 that are 0 for all purposes
 constexpr double kRounding = 0x1p-52;
 constexpr double kClose = 0x1p-20;           ///< eigenvalues closer than this share of the trace do not give orthogonal vectors by themselves
+constexpr double kApart = 4 * kRounding;     ///< equal eigenvalues are solved for with shifts this far apart
 constexpr int kSweeps = 60;                  ///< most for one eigenvalue; two or three are usual
 constexpr int kSolves = 3;                   ///< of inverse iteration: the second one brings full precision, the third one serves clusters
 constexpr int kBlock = 4;                    ///< rows, or vectors, that share what they read
@@ -340,10 +341,13 @@ HWY_INLINE void Reflect(std::int64_t n, const LaneMatrices& a, double* vectors) 
 void Eigenvectors(std::int64_t n, const LaneMatrices& a, const double* values, std::int64_t count, double* vectors, double* scratch) {
   const std::int64_t size = n * kLanes;
   const Elimination lu{scratch, scratch + size, scratch + 2 * size, scratch + 3 * size, scratch + 4 * size};
+  V shift = hn::Set(D(), 4.0);
   for (std::int64_t j = 0; j < count; ++j) {
     double* x = vectors + j * size;
     Scatter(n, static_cast<std::uint32_t>(j), x);
-    Eliminate(n, a, At(values, j), lu);
+    // Never nearer to the value before than to its own: the vector before would drown what is new.
+    shift = hn::Min(At(values, j), hn::Sub(shift, hn::Set(D(), kApart)));
+    Eliminate(n, a, shift, lu);
     for (int k = 0; k < kSolves; ++k) {
       Solve(n, lu, x);
       Normalise(n, x);
