@@ -23,6 +23,7 @@ constexpr std::int64_t kLanes = hn::MaxLanes(D());
 constexpr double kNothing = 1e-280;          ///< squares of matrices with a trace of order 1 that are 0 for all purposes
 constexpr double kRounding = 0x1p-52;
 constexpr double kClose = 0x1p-20;           ///< eigenvalues closer than this share of the trace do not give orthogonal vectors by themselves
+constexpr double kApart = 4 * kRounding;     ///< equal eigenvalues are solved for with shifts this far apart
 constexpr int kSweeps = 60;                  ///< most for one eigenvalue; two or three are usual
 constexpr int kSolves = 3;                   ///< of inverse iteration: the second one brings full precision, the third one serves clusters
 constexpr int kBlock = 4;                    ///< rows, or vectors, that share what they read
@@ -175,7 +176,7 @@ void Tridiagonalise(std::int64_t n, const LaneMatrices& a, double* scratch) {
     for (; row < i; ++row) UpdateAndMultiply<1>(a.triangle, row, u_before, q_before, u, p);
     V dot = hn::Zero(d);
     for (std::int64_t j = 0; j < i; ++j) dot = hn::MulAdd(At(u, j), At(p, j), dot);
-    const V share = hn::Mul(hn::Mul(hn::Set(d, 0.5), hn::Mul(inverse, inverse)), dot);
+    const V share = hn::Mul(hn::Mul(hn::Set(d, 0.5), inverse), hn::Mul(inverse, dot));
     for (std::int64_t j = 0; j < i; ++j) Put(hn::NegMulAdd(share, At(u, j), hn::Mul(inverse, At(p, j))), q, j);
     std::swap(q, q_before);
     u_before = u;
@@ -213,7 +214,7 @@ HWY_INLINE void Eigenvalues(std::int64_t n, double* const* values, double* const
           p[k] = hn::IfThenElseZero(has_p, p[k]);
           const V r = hn::Add(p[k], b);
           if (i != n - 2) Put(hn::IfThenElse(active[k], hn::Mul(s[k], r), At(squares[k], i + 1)), squares[k], i + 1);
-          const M has_r = hn::Gt(r, hn::Zero(d));
+          const M has_r = hn::Gt(r, nothing);
           const V inverse = hn::Div(one, hn::IfThenElse(has_r, r, one)), scale = hn::Div(r, hn::IfThenElse(has_p, p[k], one)), c_before = c[k], gamma_before = gamma[k];
           s[k] = hn::Mul(b, inverse);
           c[k] = hn::IfThenElse(has_r, hn::Mul(p[k], inverse), one);
@@ -340,10 +341,13 @@ HWY_INLINE void Reflect(std::int64_t n, const LaneMatrices& a, double* vectors) 
 void Eigenvectors(std::int64_t n, const LaneMatrices& a, const double* values, std::int64_t count, double* vectors, double* scratch) {
   const std::int64_t size = n * kLanes;
   const Elimination lu{scratch, scratch + size, scratch + 2 * size, scratch + 3 * size, scratch + 4 * size};
+  V shift = hn::Set(D(), 4.0);
   for (std::int64_t j = 0; j < count; ++j) {
     double* x = vectors + j * size;
     Scatter(n, static_cast<std::uint32_t>(j), x);
-    Eliminate(n, a, At(values, j), lu);
+    // Never nearer to the value before than to its own: the vector before would drown what is new.
+    shift = hn::Min(At(values, j), hn::Sub(shift, hn::Set(D(), kApart)));
+    Eliminate(n, a, shift, lu);
     for (int k = 0; k < kSolves; ++k) {
       Solve(n, lu, x);
       Normalise(n, x);

@@ -97,7 +97,7 @@ struct FoldTrace {
 /// Folds spans of many rows together: [rows], each with the spans of its RowFold. `gates`: where options.rank is gates. Far bytes go to `far`.
 /// Throws InvalidArgument with all of options.problems(), for rows that are not finite (named by layer, head and positions), empty spans, and gates that are missing or of another size; as FarStore::put().
 /// Nothing is kept then.
-/// Cost, a span, row and side: a Gram matrix of min(L, D)^2 * max(L, D) and its eigenvectors in fp64, L tokens long; twice where centring is chosen. Spans of one length run together, groups of them in
+/// Cost, a span, row and side: a Gram matrix of m^2 * max(L, D) / 2, m = min(L, D), then 2 m^3 / 3, twice where centring is chosen, and r (m^2 + L D) for r components, in fp64. Spans of one length run together, groups of them in
 /// parallel; a span's result does not depend on its neighbours' values or on threads.
 [[nodiscard]] std::vector<SpanRow> fold(std::span<const RowFold> rows, std::int64_t dim, const FactorOptions& options, FarStore& far, const RankGates* gates = nullptr, FoldTrace* trace = nullptr);
 
