@@ -249,7 +249,7 @@ class SpillFile {
 
   /// Makes the file or takes the one that is there, and locks it. A store that ends may remove it in between: then again.
   void open() {
-    for (;;) {
+    for (int tries = 0; tries < 100; ++tries) {
       descriptor_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600);
       require(descriptor_ >= 0, "far store: cannot make file '", path_.string(), "' (", reason(), "); allowed a file name, no link, in a folder that is there and can be written to");
       if (::flock(descriptor_, LOCK_EX | LOCK_NB) != 0) {
@@ -261,6 +261,7 @@ class SpillFile {
       if (is_at_its_path()) return;
       ::close(descriptor_);
     }
+    refuse("far store: file '", path_.string(), "' is removed by others again and again; allowed a file for each store");
   }
 
   void begin() const {
