@@ -59,7 +59,7 @@ struct Factorisation::Choice {
 struct Factorisation::Scratch {
   Scratch(std::int64_t length, std::int64_t dim, std::int64_t most, std::int64_t form_count)
       : lanes(matrix_lanes()), m(std::min(length, dim)), stride(padded(dim)), chunk(length > dim ? std::min(length, kChunkRows) : length + 1), forms(static_cast<std::size_t>(form_count)) {
-    const std::int64_t sizes[] = {chunk * stride, std::max(triangle_size(m + 1), m * stride), 2 * m, 5 * m * lanes, m * padded(most), padded(most) * std::max(stride, length), most * m * lanes, most * lanes, lanes};
+    const std::int64_t sizes[] = {chunk * stride, std::max(triangle_size(m + 1), m * stride), 2 * m, 10 * m * lanes, m * padded(most), padded(most) * std::max(stride, length), most * m * lanes, most * lanes, lanes};
     const std::int64_t of_form = (triangle_size(m) + 5 * m) * lanes + lanes * m + lanes;
     arena.resize(static_cast<std::size_t>(std::accumulate(std::begin(sizes), std::end(sizes), form_count * of_form) + 8 * static_cast<std::int64_t>(std::size(sizes) + 10 * forms.size())));
     double* at = arena.data();
@@ -91,7 +91,7 @@ struct Factorisation::Scratch {
   double* rows;       ///< [chunk, stride] rows of one matrix, padded with 0
   double* gram;       ///< lower triangle by rows, or [m, stride]
   double* shift;      ///< [2, m] x and y: a Gram matrix of rows as they are is that of centred ones + x y^T + y x^T
-  double* work;       ///< [5 m, lanes]
+  double* work;       ///< [10 m, lanes]
   double* axes;       ///< [m, padded rank] of one matrix
   double* projected;  ///< [rank, stride] or [L, padded rank]
   double* vectors;    ///< [rank, m, lanes]
@@ -184,14 +184,10 @@ void Factorisation::run_group(std::int64_t first, std::int64_t count, const Rank
 
 /// Rows `begin` to `end` into s.rows.
 void Factorisation::take_rows(std::int64_t n, bool centred, std::int64_t begin, std::int64_t end, Scratch& s) const {
-  const double* of_mean = mean(n);
-  for (std::int64_t t = begin; t < end; ++t) {
-    const double* from = rows_.get() + (n * length_ + t) * dim_;
-    double* to = s.rows + (t - begin) * s.stride;
-    if (centred)
-      for (std::int64_t d = 0; d < dim_; ++d) to[d] = from[d] - of_mean[d];
-    else std::copy_n(from, dim_, to);
-  }
+  const double* from = rows_.get() + (n * length_ + begin) * dim_;
+  if (centred) centred_rows(from, end - begin, dim_, mean(n), s.rows, s.stride);
+  else
+    for (std::int64_t t = 0; t < end - begin; ++t) std::copy_n(from + t * dim_, dim_, s.rows + t * s.stride);
 }
 
 /// The Gram matrix of matrix n, in each form, into its lane. Rows as they are = centred ones + their mean: their Gram matrix follows without a cancellation.

@@ -50,6 +50,15 @@ void WeightedMean(const double* HWY_RESTRICT rows, std::int64_t length, std::int
   }
 }
 
+void CentredRows(const double* HWY_RESTRICT rows, std::int64_t count, std::int64_t dim, const double* HWY_RESTRICT mean, double* HWY_RESTRICT out, std::int64_t stride) {
+  const D d;
+  for (std::int64_t t = 0; t < count; ++t, rows += dim, out += stride) {
+    std::int64_t j = 0;
+    for (; j + kLanes <= dim; j += kLanes) hn::Store(hn::Sub(hn::LoadU(d, rows + j), hn::LoadU(d, mean + j)), d, out + j);
+    for (; j < dim; ++j) out[j] = rows[j] - mean[j];
+  }
+}
+
 double SumOfSquares(const double* HWY_RESTRICT x, std::int64_t n) {
   const D d;
   V sums[kBlock];
@@ -246,44 +255,57 @@ struct Elimination {
   double *share, *exchanged;         ///< [n, lanes] of L, and whether row i changed places with the one below
 };
 
-HWY_INLINE void Eliminate(std::int64_t n, const LaneMatrices& a, V value, const Elimination& lu) {
+/// kCount of them side by side, so that the divisions of one hide behind those of the other; the same for solutions.
+template <int kCount>
+HWY_INLINE void Eliminate(std::int64_t n, const LaneMatrices& a, const V* values, const Elimination* lu) {
   const D d;
   const V one = hn::Set(d, 1.0), least = hn::Set(d, kRounding);
   const auto invert = [&](V v) HWY_ATTR { return hn::Div(one, hn::CopySign(hn::Max(hn::Abs(v), least), v)); };
-  V pivot = hn::Sub(At(a.diagonal, 0), value), beside = n > 1 ? At(a.beside, 0) : hn::Zero(d);
+  V pivot[kCount], beside[kCount];
+  for (int b = 0; b < kCount; ++b) pivot[b] = hn::Sub(At(a.diagonal, 0), values[b]), beside[b] = n > 1 ? At(a.beside, 0) : hn::Zero(d);
   for (std::int64_t i = 0; i + 1 < n; ++i) {
-    const V below = At(a.beside, i), diagonal = hn::Sub(At(a.diagonal, i + 1), value), next = i + 2 < n ? At(a.beside, i + 1) : hn::Zero(d);
-    const M exchange = hn::Gt(hn::Abs(below), hn::Abs(pivot));
-    const V inverse = invert(hn::IfThenElse(exchange, below, pivot)), share = hn::Mul(hn::IfThenElse(exchange, pivot, below), inverse);
-    const V first = hn::IfThenElse(exchange, diagonal, beside), second = hn::IfThenElseZero(exchange, next);
-    Put(inverse, lu.inverse, i);
-    Put(first, lu.first, i);
-    Put(second, lu.second, i);
-    Put(share, lu.share, i);
-    Put(hn::VecFromMask(d, exchange), lu.exchanged, i);
-    pivot = hn::NegMulAdd(share, first, hn::IfThenElse(exchange, beside, diagonal));
-    beside = hn::NegMulAdd(share, second, hn::IfThenZeroElse(exchange, next));
+    const V below = At(a.beside, i), next = i + 2 < n ? At(a.beside, i + 1) : hn::Zero(d);
+    for (int b = 0; b < kCount; ++b) {
+      const V diagonal = hn::Sub(At(a.diagonal, i + 1), values[b]);
+      const M exchange = hn::Gt(hn::Abs(below), hn::Abs(pivot[b]));
+      const V inverse = invert(hn::IfThenElse(exchange, below, pivot[b])), share = hn::Mul(hn::IfThenElse(exchange, pivot[b], below), inverse);
+      const V first = hn::IfThenElse(exchange, diagonal, beside[b]), second = hn::IfThenElseZero(exchange, next);
+      Put(inverse, lu[b].inverse, i);
+      Put(first, lu[b].first, i);
+      Put(second, lu[b].second, i);
+      Put(share, lu[b].share, i);
+      Put(hn::VecFromMask(d, exchange), lu[b].exchanged, i);
+      pivot[b] = hn::NegMulAdd(share, first, hn::IfThenElse(exchange, beside[b], diagonal));
+      beside[b] = hn::NegMulAdd(share, second, hn::IfThenZeroElse(exchange, next));
+    }
   }
-  Put(invert(pivot), lu.inverse, n - 1);
+  for (int b = 0; b < kCount; ++b) Put(invert(pivot[b]), lu[b].inverse, n - 1);
 }
 
-HWY_INLINE void Solve(std::int64_t n, const Elimination& lu, double* x) {
+template <int kCount>
+HWY_INLINE void Solve(std::int64_t n, const Elimination* lu, double* const* x) {
   const D d;
-  V carried = At(x, 0);
-  for (std::int64_t i = 0; i + 1 < n; ++i) {
-    const M exchange = hn::MaskFromVec(At(lu.exchanged, i));
-    const V below = At(x, i + 1), own = hn::IfThenElse(exchange, below, carried);
-    Put(own, x, i);
-    carried = hn::NegMulAdd(At(lu.share, i), own, hn::IfThenElse(exchange, carried, below));
+  V carried[kCount], after[kCount];
+  for (int b = 0; b < kCount; ++b) carried[b] = At(x[b], 0);
+  for (std::int64_t i = 0; i + 1 < n; ++i)
+    for (int b = 0; b < kCount; ++b) {
+      const M exchange = hn::MaskFromVec(At(lu[b].exchanged, i));
+      const V below = At(x[b], i + 1), own = hn::IfThenElse(exchange, below, carried[b]);
+      Put(own, x[b], i);
+      carried[b] = hn::NegMulAdd(At(lu[b].share, i), own, hn::IfThenElse(exchange, carried[b], below));
+    }
+  for (int b = 0; b < kCount; ++b) {
+    carried[b] = hn::Mul(carried[b], At(lu[b].inverse, n - 1));
+    after[b] = hn::Zero(d);
+    Put(carried[b], x[b], n - 1);
   }
-  V next = hn::Mul(carried, At(lu.inverse, n - 1)), after = hn::Zero(d);
-  Put(next, x, n - 1);
-  for (std::int64_t i = n - 2; i >= 0; --i) {
-    const V own = hn::Mul(hn::NegMulAdd(At(lu.first, i), next, hn::NegMulAdd(At(lu.second, i), after, At(x, i))), At(lu.inverse, i));
-    after = next;
-    next = own;
-    Put(own, x, i);
-  }
+  for (std::int64_t i = n - 2; i >= 0; --i)
+    for (int b = 0; b < kCount; ++b) {
+      const V own = hn::Mul(hn::NegMulAdd(At(lu[b].first, i), carried[b], hn::NegMulAdd(At(lu[b].second, i), after[b], At(x[b], i))), At(lu[b].inverse, i));
+      after[b] = carried[b];
+      carried[b] = own;
+      Put(own, x[b], i);
+    }
 }
 
 HWY_INLINE V Dot(std::int64_t n, const double* x, const double* y) {
@@ -338,28 +360,44 @@ HWY_INLINE void Reflect(std::int64_t n, const LaneMatrices& a, double* vectors) 
   }
 }
 
-void Eigenvectors(std::int64_t n, const LaneMatrices& a, const double* values, std::int64_t count, double* vectors, double* scratch) {
+/// Vectors `first` to first + kCount of the tridiagonal matrix. `shift`: that of the vector before.
+template <int kCount>
+HWY_INLINE void Iterate(std::int64_t n, const LaneMatrices& a, const double* values, std::int64_t first, V& shift, double* vectors, double* scratch) {
   const std::int64_t size = n * kLanes;
-  const Elimination lu{scratch, scratch + size, scratch + 2 * size, scratch + 3 * size, scratch + 4 * size};
-  V shift = hn::Set(D(), 4.0);
-  for (std::int64_t j = 0; j < count; ++j) {
-    double* x = vectors + j * size;
-    Scatter(n, static_cast<std::uint32_t>(j), x);
+  Elimination lu[kCount];
+  double* x[kCount];
+  V shifts[kCount];
+  for (int b = 0; b < kCount; ++b) {
+    double* at = scratch + 5 * b * size;
+    lu[b] = {at, at + size, at + 2 * size, at + 3 * size, at + 4 * size};
+    x[b] = vectors + (first + b) * size;
+    Scatter(n, static_cast<std::uint32_t>(first + b), x[b]);
     // Never nearer to the value before than to its own: the vector before would drown what is new.
-    shift = hn::Min(At(values, j), hn::Sub(shift, hn::Set(D(), kApart)));
-    Eliminate(n, a, shift, lu);
-    for (int k = 0; k < kSolves; ++k) {
-      Solve(n, lu, x);
-      Normalise(n, x);
-      MakeOrthogonal(n, values, j, vectors);
-      Normalise(n, x);
-    }
-    MakeOrthogonal(n, values, j, vectors);
-    Normalise(n, x);
+    shifts[b] = shift = hn::Min(At(values, first + b), hn::Sub(shift, hn::Set(D(), kApart)));
   }
+  Eliminate<kCount>(n, a, shifts, lu);
+  for (int k = 0; k < kSolves; ++k) {
+    Solve<kCount>(n, lu, x);
+    for (int b = 0; b < kCount; ++b) {
+      Normalise(n, x[b]);
+      MakeOrthogonal(n, values, first + b, vectors);
+      Normalise(n, x[b]);
+    }
+  }
+  for (int b = 0; b < kCount; ++b) {
+    MakeOrthogonal(n, values, first + b, vectors);
+    Normalise(n, x[b]);
+  }
+}
+
+void Eigenvectors(std::int64_t n, const LaneMatrices& a, const double* values, std::int64_t count, double* vectors, double* scratch) {
+  V shift = hn::Set(D(), 4.0);  // above all of a matrix with a trace of order 1
   std::int64_t j = 0;
-  for (; j + kBlock <= count; j += kBlock) Reflect<kBlock>(n, a, vectors + j * size);
-  for (; j < count; ++j) Reflect<1>(n, a, vectors + j * size);
+  for (; j + 2 <= count; j += 2) Iterate<2>(n, a, values, j, shift, vectors, scratch);
+  if (j < count) Iterate<1>(n, a, values, j, shift, vectors, scratch);
+  j = 0;
+  for (; j + kBlock <= count; j += kBlock) Reflect<kBlock>(n, a, vectors + j * n * kLanes);
+  for (; j < count; ++j) Reflect<1>(n, a, vectors + j * n * kLanes);
 }
 
 void BlendLanes(const double* mask, const double* from, std::int64_t n, double* to) {
@@ -375,6 +413,7 @@ namespace kvkeep::cpu {
 
 HWY_EXPORT(MatrixLanes);
 HWY_EXPORT(WeightedMean);
+HWY_EXPORT(CentredRows);
 HWY_EXPORT(SumOfSquares);
 HWY_EXPORT(RowGram);
 HWY_EXPORT(OuterProduct);
@@ -385,6 +424,7 @@ HWY_EXPORT(BlendLanes);
 
 std::int64_t matrix_lanes() { return HWY_DYNAMIC_DISPATCH(MatrixLanes)(); }
 void weighted_mean(const double* rows, std::int64_t length, std::int64_t dim, const double* weights, double* mean) { HWY_DYNAMIC_DISPATCH(WeightedMean)(rows, length, dim, weights, mean); }
+void centred_rows(const double* rows, std::int64_t count, std::int64_t dim, const double* mean, double* out, std::int64_t stride) { HWY_DYNAMIC_DISPATCH(CentredRows)(rows, count, dim, mean, out, stride); }
 double sum_of_squares(const double* x, std::int64_t n) { return HWY_DYNAMIC_DISPATCH(SumOfSquares)(x, n); }
 void row_gram(const double* rows, std::int64_t n, std::int64_t stride, double* out) { HWY_DYNAMIC_DISPATCH(RowGram)(rows, n, stride, out); }
 void outer_product(const Factor& x, const double* y, std::int64_t y_stride, std::int64_t depth, std::int64_t rows, std::int64_t columns, double* out, std::int64_t out_stride, bool add) {

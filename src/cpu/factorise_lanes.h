@@ -13,6 +13,8 @@ namespace kvkeep::cpu {
 
 /// mean[d] = sum over t of weights[t] * rows[t, d].
 void weighted_mean(const double* rows, std::int64_t length, std::int64_t dim, const double* weights, double* mean);
+/// out[t, d] = rows[t, d] - mean[d]. rows: [count, dim], out: [count, stride], stride a multiple of matrix_lanes(); nothing is written behind the first dim numbers of a row.
+void centred_rows(const double* rows, std::int64_t count, std::int64_t dim, const double* mean, double* out, std::int64_t stride);
 [[nodiscard]] double sum_of_squares(const double* x, std::int64_t n);
 
 /// out[i, j] = dot of rows i and j, lower triangle by rows. rows: [n, stride], stride a multiple of matrix_lanes().
@@ -41,7 +43,7 @@ void tridiagonalise(std::int64_t n, const LaneMatrices& a, double* scratch);
 /// By root-free QL iterations. Error: rounding of the largest.
 void tridiagonal_eigenvalues(std::int64_t n, std::span<const LaneMatrices> sets, double* const* values, double* const* squares);
 
-/// vectors: [count, n, lanes], orthonormal, of the matrix whose reflectors `a` holds, one for each of values [count, lanes], largest first. scratch: [5 n, lanes].
+/// vectors: [count, n, lanes], orthonormal, of the matrix whose reflectors `a` holds, one for each of values [count, lanes], largest first. scratch: [10 n, lanes].
 /// By inverse iteration; those of close eigenvalues are made orthogonal to each other.
 void eigenvectors(std::int64_t n, const LaneMatrices& a, const double* values, std::int64_t count, double* vectors, double* scratch);
 
