@@ -27,6 +27,11 @@ namespace fs = std::filesystem;
 
 constexpr std::int64_t kAlignment = 64, kPage = 4096;
 alignas(kAlignment) constexpr std::byte kNothing{};
+#ifdef MAP_POPULATE
+constexpr int kPopulate = MAP_POPULATE;
+#else
+constexpr int kPopulate = 0;
+#endif
 
 constexpr std::int64_t round_up(std::int64_t bytes, std::int64_t to) { return (bytes + to - 1) / to * to; }
 constexpr std::int64_t round_down(std::int64_t bytes, std::int64_t to) { return bytes / to * to; }
@@ -163,7 +168,9 @@ class Arena {
 
   [[nodiscard]] std::byte* allocate(std::int64_t bytes) const {
     if (options_.allocate) return options_.allocate(bytes);
-    void* const at = ::mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    // A slab that many blobs will fill has all its pages at once, which takes a fraction of meeting them one by one. Larger ones would hold the lock for long.
+    const int at_once = bytes <= options_.slab_bytes ? kPopulate : 0;
+    void* const at = ::mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | at_once, -1, 0);
     return at == MAP_FAILED ? nullptr : static_cast<std::byte*>(at);
   }
 
