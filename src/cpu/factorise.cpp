@@ -59,12 +59,14 @@ struct Factorisation::Choice {
 struct Factorisation::Scratch {
   Scratch(std::int64_t length, std::int64_t dim, std::int64_t most, std::int64_t form_count)
       : lanes(matrix_lanes()), m(std::min(length, dim)), stride(padded(dim)), chunk(length > dim ? std::min(length, kChunkRows) : length + 1), forms(static_cast<std::size_t>(form_count)) {
-    const std::int64_t sizes[] = {chunk * stride, std::max(triangle_size(m + 1), m * stride), 2 * m, 4 * m * lanes, m * padded(most), padded(most) * std::max(stride, length), most * m * lanes, most * lanes, lanes};
+    const std::int64_t rank = padded(most);
+    const std::int64_t sizes[] = {chunk * stride, std::max(triangle_size(m + 1), m * stride), 2 * m, 4 * m * lanes, m * rank, rank * std::max(stride, length), most * m * lanes, most * lanes, lanes};
     const std::int64_t of_form = (triangle_size(m) + 5 * m) * lanes + lanes * m + lanes;
     arena.resize(static_cast<std::size_t>(std::accumulate(std::begin(sizes), std::end(sizes), form_count * of_form) + 8 * static_cast<std::int64_t>(std::size(sizes) + 10 * forms.size())));
     double* at = arena.data();
     const auto take = [&at](std::int64_t numbers) { return std::exchange(at, at + (numbers + 7) / 8 * 8); };
-    rows = take(sizes[0]), gram = take(sizes[1]), shift = take(sizes[2]), work = take(sizes[3]), axes = take(sizes[4]), projected = take(sizes[5]), vectors = take(sizes[6]), asked = take(sizes[7]), mask = take(sizes[8]);
+    rows = take(sizes[0]), gram = take(sizes[1]), shift = take(sizes[2]), work = take(sizes[3]), axes = take(sizes[4]), projected = take(sizes[5]);
+    vectors = take(sizes[6]), asked = take(sizes[7]), mask = take(sizes[8]);
     for (OfForm& f : forms) {
       f.lanes = {take(triangle_size(m) * lanes), take(m * lanes), take(m * lanes), take(m * lanes)};
       f.values = take(m * lanes), f.work = take(m * lanes), f.squares = take(lanes * m), f.scale = take(lanes);
@@ -169,7 +171,8 @@ void Factorisation::run_group(std::int64_t first, std::int64_t count, const Rank
   for (std::int64_t lane = 0; lane < count; ++lane) {
     const Choice& c = choices[static_cast<std::size_t>(lane)];
     s.mask[lane] = static_cast<double>(c.form == kPlain);
-    for (std::size_t j = 0; j < c.kept.size() && static_cast<std::int64_t>(j) < most; ++j) s.asked[static_cast<std::int64_t>(j) * s.lanes + lane] = s.forms[static_cast<std::size_t>(c.form)].squares[lane * s.m + c.kept[j].first];
+    const double* squares = s.forms[static_cast<std::size_t>(c.form)].squares + lane * s.m;
+    for (std::int64_t j = 0; j < std::min<std::int64_t>(most, factors(first + lane).rank); ++j) s.asked[j * s.lanes + lane] = squares[c.kept[static_cast<std::size_t>(j)].first];
   }
   const LaneMatrices& chosen = s.forms[kFirst].lanes;
   if (s.forms.size() > 1) {

@@ -98,7 +98,8 @@ void RowGram(const double* HWY_RESTRICT rows, std::int64_t n, std::int64_t strid
 
 /// kBlock rows and kVectors of columns.
 template <int kVectors>
-HWY_INLINE void OuterBlock(const Factor& x, std::int64_t i, std::int64_t rows, const double* HWY_RESTRICT y, std::int64_t y_stride, std::int64_t depth, double* HWY_RESTRICT out, std::int64_t out_stride, bool add) {
+HWY_INLINE void OuterBlock(const Factor& x, std::int64_t i, std::int64_t rows, const double* HWY_RESTRICT y, std::int64_t y_stride, std::int64_t depth, double* HWY_RESTRICT out,
+                           std::int64_t out_stride, bool add) {
   const D d;
   const double* left[kBlock];
   for (int b = 0; b < kBlock; ++b) left[b] = x.at + std::min(i + b, rows - 1) * x.stride;
@@ -264,7 +265,8 @@ HWY_INLINE void Eliminate(std::int64_t n, const LaneMatrices& a, const V* values
   for (std::int64_t i = 0; i < n; ++i) {
     const V beside = i + 1 < n ? At(a.beside, i) : hn::Zero(d);
     for (int b = 0; b < kCount; ++b) {
-      const V pivot = hn::Sub(hn::Sub(At(a.diagonal, i), values[b]), taken[b]), inverse = hn::Div(one, hn::CopySign(hn::Max(hn::Abs(pivot), least), pivot)), share = hn::Mul(beside, inverse);
+      const V pivot = hn::Sub(hn::Sub(At(a.diagonal, i), values[b]), taken[b]);
+      const V inverse = hn::Div(one, hn::CopySign(hn::Max(hn::Abs(pivot), least), pivot)), share = hn::Mul(beside, inverse);
       Put(inverse, lu[b].inverse, i);
       Put(share, lu[b].share, i);
       taken[b] = hn::Mul(beside, share);
@@ -404,7 +406,9 @@ HWY_EXPORT(BlendLanes);
 
 std::int64_t matrix_lanes() { return HWY_DYNAMIC_DISPATCH(MatrixLanes)(); }
 void weighted_mean(const double* rows, std::int64_t length, std::int64_t dim, const double* weights, double* mean) { HWY_DYNAMIC_DISPATCH(WeightedMean)(rows, length, dim, weights, mean); }
-void centred_rows(const double* rows, std::int64_t count, std::int64_t dim, const double* mean, double* out, std::int64_t stride) { HWY_DYNAMIC_DISPATCH(CentredRows)(rows, count, dim, mean, out, stride); }
+void centred_rows(const double* rows, std::int64_t count, std::int64_t dim, const double* mean, double* out, std::int64_t stride) {
+  HWY_DYNAMIC_DISPATCH(CentredRows)(rows, count, dim, mean, out, stride);
+}
 double sum_of_squares(const double* x, std::int64_t n) { return HWY_DYNAMIC_DISPATCH(SumOfSquares)(x, n); }
 void row_gram(const double* rows, std::int64_t n, std::int64_t stride, double* out) { HWY_DYNAMIC_DISPATCH(RowGram)(rows, n, stride, out); }
 void outer_product(const Factor& x, const double* y, std::int64_t y_stride, std::int64_t depth, std::int64_t rows, std::int64_t columns, double* out, std::int64_t out_stride, bool add) {
