@@ -234,6 +234,7 @@ TEST(FactorCache, DoesNothingAheadWithoutItsThread) {
   const Blobs blobs(true, {100});
   FactorCache cache({.background = false});
   cache.prefetch(blobs.all);
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
   EXPECT_EQ(cache.bytes(), 0);
   EXPECT_TRUE(blobs.same(0, cache.get(blobs[0])));
   EXPECT_EQ(cache.totals().misses, 1);
@@ -259,6 +260,22 @@ TEST(FactorCache, LeavesWhatExceedsTheBudgetInTheOrderOfTheCall) {
   EXPECT_LE(cache.bytes(), 300);
   EXPECT_EQ(cache.bytes(), 270) << "0, 1 and 5; 4 had to leave";
   EXPECT_EQ(cache.totals().evicted, 1);
+}
+
+TEST(FactorCache, TakesRoomOnceForWhatIsWantedTwice) {
+  const Blobs blobs(true, {10, 100, 100});
+  Door door;
+  FactorCache cache({.bytes = 300, .load = [&](const FarBlob& blob, std::byte* to) {
+                       door.pass();
+                       blob.read(to);
+                     }});
+  cache.prefetch({&blobs[0], 1});
+  door.await(1);
+  for (int i = 0; i < 5; ++i) cache.prefetch({&blobs[1], 1});
+  cache.prefetch({&blobs[2], 1});
+  door.open();
+  eventually([&] { return cache.totals().prefetched == 3; });
+  EXPECT_EQ(door.came(), 3);
 }
 
 TEST(FactorCache, WhatIsNearAndWantedStaysForWhatIsWantedAfterIt) {
@@ -392,12 +409,14 @@ TEST(FactorCache, ForgetsASequenceInTheMiddleOfAPrefetch) {
   }});
   cache.prefetch(blobs.all);
   door.await(1);
+  const std::vector<FarBlobPtr> others{blobs.store->put(random_bytes(50, 77))};
+  cache.forget({blobs.all.data() + 1, 19});  // at once: none of them was begun
   std::atomic<bool> left{false};
   std::thread leaves([&] {
     cache.forget(blobs.all);
     left = true;
   });
-  const std::vector<FarBlobPtr> others{blobs.store->put(random_bytes(50, 77))};
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
   EXPECT_FALSE(left) << "its bytes are being read";
   door.open();
   leaves.join();

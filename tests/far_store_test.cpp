@@ -483,6 +483,18 @@ TEST(Checksum, SeesWhatMovedWasLostOrAdded) {
   EXPECT_TRUE(sums.insert(checksum(shifted)).second) << "blocks in another order";
 }
 
+TEST(Checksum, SeesABitThatFlipsInTwoWords) {
+  Data bytes = random_bytes(1, 512);
+  const std::uint64_t whole = checksum(bytes);
+  for (std::size_t bit = 0; bit < 64; ++bit)
+    for (std::size_t apart = 8; apart <= 384; apart += 8) {
+      const auto flip = [&](std::size_t word) { bytes[word + bit / 8] ^= std::byte{1} << bit % 8; };
+      flip(64), flip(64 + apart);
+      EXPECT_NE(checksum(bytes), whole) << "bit " << bit << " of words " << apart << " bytes apart";
+      flip(64), flip(64 + apart);
+    }
+}
+
 TEST(Checksum, SpreadsOverAllItsBits) {
   std::vector<int> ones(64);
   constexpr int kCases = 4000;

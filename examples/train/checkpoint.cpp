@@ -16,6 +16,7 @@ void save_checkpoint(const std::string& path, const torch::nn::Module& model, co
   archive.write("seed", c10::IValue(static_cast<int64_t>(progress.seed)));
   archive.write("step", c10::IValue(progress.step));
   archive.write("seconds", c10::IValue(progress.seconds));
+  archive.write("settings", c10::IValue(progress.settings));
   archive.save_to(path + ".part");
   std::filesystem::rename(path + ".part", path);
 }
@@ -33,7 +34,9 @@ Progress load_checkpoint(const std::string& path, torch::nn::Module& model, torc
     archive.read("seed", seed);
     archive.read("step", step);
     archive.read("seconds", seconds);
-    return {static_cast<uint64_t>(seed.toInt()), step.toInt(), seconds.toDouble()};
+    c10::IValue settings;
+    const bool told = archive.try_read("settings", settings);
+    return {static_cast<uint64_t>(seed.toInt()), step.toInt(), seconds.toDouble(), told ? settings.toStringRef() : ""};
   } catch (const c10::Error& error) {
     kvkeep::refuse("--resume: cannot read the checkpoint; given ", path, " (", error.what_without_backtrace(),
                    "); allowed is a file of this model");

@@ -12,6 +12,7 @@ struct Progress {
   uint64_t seed = 0;
   int64_t step = 0;    ///< steps done
   double seconds = 0;  ///< training time so far
+  std::string settings = {};  ///< whatever else must be the same to go on; empty: nothing
 };
 
 /// Writes beside `path` and renames, so that a crash leaves the old checkpoint whole.

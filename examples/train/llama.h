@@ -30,6 +30,9 @@ struct BlockWeights {
 /// Sees the attention of one layer: f32 [B, query_heads, T, T].
 using AttentionReader = std::function<void(int64_t layer, const torch::Tensor& attention)>;
 
+/// Attention of one layer: q [B, query_heads, T, D], k and v [B, kv_heads, T, D], q and k rotated. Returns [B, query_heads, T, D].
+using Attention = std::function<torch::Tensor(int64_t layer, const torch::Tensor& q, const torch::Tensor& k, const torch::Tensor& v)>;
+
 class Llama : public torch::nn::Module {
  public:
   Llama(const LlamaShape& shape, uint64_t seed);
@@ -39,14 +42,15 @@ class Llama : public torch::nn::Module {
   /// which is slow.
   torch::Tensor hidden(const torch::Tensor& ids, const torch::Tensor& visible = {}, const AttentionReader& reader = nullptr) const;
 
+  /// The same for tokens at `positions`, i64 [T], that need not be neighbours: `attend` says what they see.
+  torch::Tensor hidden(const torch::Tensor& ids, const torch::Tensor& positions, const Attention& attend) const;
+
   /// f32 [..., vocabulary]
   torch::Tensor logits(const torch::Tensor& hidden) const;
 
   const LlamaShape& shape() const { return shape_; }
 
  private:
-  torch::Tensor attend(int64_t layer, const torch::Tensor& x, const torch::Tensor& visible, const AttentionReader& reader) const;
-
   LlamaShape shape_;
   torch::Tensor embedding_, final_norm_;
   std::vector<BlockWeights> blocks_;

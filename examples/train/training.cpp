@@ -1,20 +1,17 @@
 #include "training.h"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <cmath>
-#include <csignal>
 #include <cstdio>
-#include <future>
 #include <map>
 #include <numbers>
 #include <span>
 
 #include "checkpoint.h"
+#include "interrupt.h"
 #include "kvkeep/core/error.h"
+#include "parallel.h"
+#include "progress_line.h"
 
 namespace train {
 namespace {
@@ -23,21 +20,6 @@ using kvkeep::lm::TargetKind;
 using torch::Tensor;
 
 constexpr double kRoutineWeight = 0.3;  // of the loss; a look-up weighs 1
-
-volatile std::sig_atomic_t stop_requested = 0;
-
-/// Ctrl-C asks the loop to stop after the step in progress; a second one ends the program as usual.
-class StopOnInterrupt {
- public:
-  StopOnInterrupt() { std::signal(SIGINT, request), std::signal(SIGTERM, request); }
-  ~StopOnInterrupt() { std::signal(SIGINT, SIG_DFL), std::signal(SIGTERM, SIG_DFL); }
-
- private:
-  static void request(int signal_number) {
-    stop_requested = 1;
-    std::signal(signal_number, SIG_DFL);
-  }
-};
 
 constexpr int32_t kShardTokens = 2048;  // of one forward and backward: small enough to stay in the caches
 
@@ -106,63 +88,17 @@ struct Window {
   }
 };
 
-std::string minutes(double seconds) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%d:%02d", static_cast<int>(seconds) / 60, static_cast<int>(seconds) % 60);
-  return text;
+std::string told(double rate, const Window& window) {
+  char numbers[64];
+  std::snprintf(numbers, sizeof numbers, "lr %.2e loss %.4f look-ups", rate, window.loss / static_cast<double>(window.steps));
+  std::string text = numbers;
+  for (const auto& [task, tally] : window.look_ups) {
+    std::snprintf(numbers, sizeof numbers, " %.*s %.3f", static_cast<int>(task.size()), task.data(), tally.accuracy());
+    text += numbers;
+  }
+  std::snprintf(numbers, sizeof numbers, " rest %.3f", window.routine.accuracy());
+  return text + numbers;
 }
-
-/// A bar that redraws itself on a terminal, a line per window elsewhere.
-class ProgressLine {
- public:
-  ProgressLine(const std::vector<Stage>& schedule, int64_t first_step) : steps_(total_steps(schedule)), tokens_(total_tokens(schedule)) {
-    for (int64_t step = 0; step < first_step; ++step) tokens_done_ += tokens_at(schedule, step);
-    tokens_at_start_ = tokens_done_;
-  }
-
-  static int64_t tokens_at(const std::vector<Stage>& schedule, int64_t step) {
-    const Stage& stage = stage_of(schedule, step);
-    return int64_t{stage.length} * stage.batch;
-  }
-
-  void advance(int64_t tokens) { tokens_done_ += tokens; }
-
-  void show(int64_t step, const Stage& stage, double rate, const Window& window, double seconds_before) {
-    const double elapsed = seconds();
-    const double speed = static_cast<double>(tokens_done_ - tokens_at_start_) / elapsed;
-    const double left = static_cast<double>(tokens_ - tokens_done_) / speed;
-    std::string text = kvkeep::text("step ", step, "/", steps_, " T ", stage.length);
-    char numbers[160];
-    std::snprintf(numbers, sizeof numbers, " lr %.2e loss %.4f look-ups", rate, window.loss / static_cast<double>(window.steps));
-    text += numbers;
-    for (const auto& [task, tally] : window.look_ups) {
-      std::snprintf(numbers, sizeof numbers, " %.*s %.3f", static_cast<int>(task.size()), task.data(), tally.accuracy());
-      text += numbers;
-    }
-    std::snprintf(numbers, sizeof numbers, " rest %.3f | %.1fM tokens %.1fk/s %s left %s", window.routine.accuracy(),
-                  static_cast<double>(tokens_done_) / 1e6, speed / 1e3, minutes(seconds_before + elapsed).c_str(), minutes(left).c_str());
-    text += numbers;
-    if (terminal_) {
-      constexpr int kCells = 24;
-      const int done = static_cast<int>(kCells * tokens_done_ / tokens_);
-      std::fprintf(stderr, "\r\033[K[%s%s] %s", std::string(done, '#').c_str(), std::string(kCells - done, '.').c_str(), text.c_str());
-    } else {
-      std::fprintf(stderr, "%s\n", text.c_str());
-    }
-    std::fflush(stderr);
-  }
-
-  void finish() const {
-    if (terminal_) std::fputc('\n', stderr);
-  }
-
-  double seconds() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count(); }
-
- private:
-  int64_t steps_, tokens_, tokens_done_ = 0, tokens_at_start_ = 0;
-  bool terminal_ = isatty(STDERR_FILENO) != 0;
-  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
-};
 
 torch::optim::AdamW make_optimizer(Llama& model, double learning_rate) {
   std::vector<Tensor> matrices, vectors;
@@ -193,28 +129,16 @@ ShardResult gradients_of(const Llama& model, const std::vector<Tensor>& paramete
   return {loss.item<double>(), torch::autograd::grad({loss}, parameters), logits.detach().argmax(-1)};
 }
 
-/// Each thread takes the next shard; sums run in the order of the shards, so the number of threads changes nothing.
 void one_step(Llama& model, torch::optim::AdamW& optimizer, const std::vector<Shard>& shards, int threads, Window& window) {
   std::vector<Tensor> parameters = model.parameters();
   double total_weight = 0;
   for (const Shard& shard : shards) total_weight += shard.weight.sum().item<double>();
 
   std::vector<ShardResult> results(shards.size());
-  std::atomic<size_t> next = 0;
-  const auto work = [&] {
-    torch::set_num_threads(1);
-    for (size_t i = next++; i < shards.size(); i = next++) results[i] = gradients_of(model, parameters, shards[i], total_weight);
-  };
-  std::vector<std::future<void>> workers;  // a future hands an exception on
-  for (int i = 1; i < threads; ++i) workers.push_back(std::async(std::launch::async, work));
-  work();
-  for (auto& worker : workers) worker.get();
-
-  for (size_t p = 0; p < parameters.size(); ++p) {
-    Tensor sum = results[0].gradients[p];
-    for (size_t i = 1; i < results.size(); ++i) sum = sum + results[i].gradients[p];
-    parameters[p].mutable_grad() = sum;
-  }
+  each_in_parallel(shards.size(), threads, [&](size_t i) { results[i] = gradients_of(model, parameters, shards[i], total_weight); });
+  std::vector<std::vector<Tensor>> gradients;
+  for (const ShardResult& result : results) gradients.push_back(result.gradients);
+  sum_gradients(gradients, parameters);
   torch::nn::utils::clip_grad_norm_(parameters, 1.0);
   optimizer.step();
   window.steps += 1;
@@ -245,22 +169,21 @@ bool train_model(Llama& model, const TrainingOptions& options) {
 
   const StopOnInterrupt interrupt;
   const int64_t steps = total_steps(options.schedule);
-  const double seconds_before = progress.seconds;
-  ProgressLine line(options.schedule, progress.step);
+  ProgressLine line(options.schedule, progress.step, progress.seconds);
   Window window;
   const auto save = [&] {
-    progress.seconds = seconds_before + line.seconds();
+    progress.seconds = line.seconds();
     save_checkpoint(options.checkpoint, model, optimizer, progress);
   };
-  while (progress.step < steps && stop_requested == 0) {
+  while (progress.step < steps && !interrupt.requested()) {
     const Stage& stage = stage_of(options.schedule, progress.step);
     const double rate = learning_rate_at(progress.step, steps, options);
     set_learning_rate(optimizer, rate);
     one_step(model, optimizer, in_shards(training_batch(options.seed, progress.step, stage), stage.length), options.threads, window);
     progress.step += 1;
-    line.advance(int64_t{stage.length} * stage.batch);
+    line.advance(stage);
     if (progress.step % options.log_every == 0 || progress.step == steps) {
-      line.show(progress.step, stage, rate, window, seconds_before);
+      line.show(progress.step, stage, told(rate, window));
       window = {};
     }
     if (progress.step % options.checkpoint_every == 0) save();

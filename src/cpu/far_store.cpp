@@ -27,6 +27,11 @@ namespace fs = std::filesystem;
 
 constexpr std::int64_t kAlignment = 64, kPage = 4096;
 alignas(kAlignment) constexpr std::byte kNothing{};
+#ifdef MAP_POPULATE
+constexpr int kPopulate = MAP_POPULATE;
+#else
+constexpr int kPopulate = 0;
+#endif
 
 constexpr std::int64_t round_up(std::int64_t bytes, std::int64_t to) { return (bytes + to - 1) / to * to; }
 constexpr std::int64_t round_down(std::int64_t bytes, std::int64_t to) { return bytes / to * to; }
@@ -163,7 +168,9 @@ class Arena {
 
   [[nodiscard]] std::byte* allocate(std::int64_t bytes) const {
     if (options_.allocate) return options_.allocate(bytes);
-    void* const at = ::mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    // A slab that many blobs will fill has all its pages at once, which takes a fraction of meeting them one by one. Larger ones would hold the lock for long.
+    const int at_once = bytes <= options_.slab_bytes ? kPopulate : 0;
+    void* const at = ::mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | at_once, -1, 0);
     return at == MAP_FAILED ? nullptr : static_cast<std::byte*>(at);
   }
 
@@ -249,7 +256,7 @@ class SpillFile {
 
   /// Makes the file or takes the one that is there, and locks it. A store that ends may remove it in between: then again.
   void open() {
-    for (;;) {
+    for (int tries = 0; tries < 100; ++tries) {
       descriptor_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600);
       require(descriptor_ >= 0, "far store: cannot make file '", path_.string(), "' (", reason(), "); allowed a file name, no link, in a folder that is there and can be written to");
       if (::flock(descriptor_, LOCK_EX | LOCK_NB) != 0) {
@@ -261,6 +268,7 @@ class SpillFile {
       if (is_at_its_path()) return;
       ::close(descriptor_);
     }
+    refuse("far store: file '", path_.string(), "' is removed by others again and again; allowed a file for each store");
   }
 
   void begin() const {

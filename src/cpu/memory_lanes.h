@@ -14,6 +14,13 @@ void row_dots(const float* rows, std::int64_t count, std::int64_t dim, const flo
 /// out += sum over i, ascending, of weights[i] * rows[i].
 void add_rows(const float* rows, std::int64_t count, std::int64_t dim, const float* weights, float* out);
 
+/// Numbers that sketch_products() reads of a query of `dim`: for every four of them, the sums under all 16 patterns of signs.
+[[nodiscard]] std::int64_t sketch_table_size(std::int64_t dim);
+void sketch_table(const float* query, std::int64_t dim, float* table);
+
+/// out[t] = sum over d of +-query[d], signs as the sketch of token t has them (KeySketch: blocks of 16 tokens, `words` of 32 signs each); up to 15 numbers behind the last token are written.
+void sketch_products(const std::uint32_t* signs, std::int64_t tokens, std::int64_t words, const float* table, float* out);
+
 /// Largest of n floats; -inf where n is 0. NaN is passed over.
 float largest(const float* x, std::int64_t n);
 

@@ -45,7 +45,7 @@ Router::Router(const Tensor& projections, const Tensor& thresholds) {
 std::vector<float> Router::norms(const SpanRow& spans, std::int64_t first_head, std::int64_t heads) const {
   std::vector<float> out(static_cast<std::size_t>(spans.size() * heads));
   std::vector<float> keys(static_cast<std::size_t>(spans.size() * spans.dim())), projected(static_cast<std::size_t>(inner()));
-  cpu::widen(spans.coarse(Side::keys), spans.dtype(), spans.size() * spans.dim(), keys.data());
+  cpu::widen(spans.coarse(KvSide::keys), spans.dtype(), spans.size() * spans.dim(), keys.data());
   for (std::int64_t s = 0; s < spans.size(); ++s)
     for (std::int64_t h = 0; h < heads; ++h) {
       cpu::row_dots(projection(first_head + h), inner(), key_dim(), keys.data() + s * key_dim(), projected.data());

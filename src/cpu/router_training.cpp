@@ -162,10 +162,10 @@ TrainingMemory::Exact TrainingMemory::exact(const Tensor& queries, double covera
   const Tensor q = by_kv_head(queries.to(kFloat64));
   const Tensor p = at::softmax(by_query(at::matmul(q, rows_[0].transpose(1, 2)) * scale_) + causal_.unsqueeze(1), 2);
   const std::int64_t spans = admitted_.size(1);
-  const Tensor mass = at::zeros({p.size(0), p.size(1), spans + 1}, doubles()).index_add(2, span_of_, p).narrow(2, 0, spans);
+  const Tensor mass = at::zeros({p.size(0), p.size(1), spans + 1}, doubles()).index_add(2, span_of_, p).narrow(2, 0, spans) * admitted_.unsqueeze(1);
   std::vector<std::int64_t> counts;
   for (std::int64_t i = 0; i < admitted_.size(0); ++i) counts.push_back(admitted_.select(0, i).sum().item<std::int64_t>());
-  return {by_query(at::matmul(by_kv_head(p), rows_[1])), covering(mass, counts, coverage)};
+  return {by_query(at::matmul(by_kv_head(p), rows_[1])), mass, covering(mass, counts, coverage)};
 }
 
 Tensor TrainingMemory::gates(const RankGates& gates) const {
@@ -175,7 +175,6 @@ Tensor TrainingMemory::gates(const RankGates& gates) const {
   return gates.gates(spectra_.view({-1, max_rank}), directions).view({spans, heads, 2, max_rank}) * present_;
 }
 
-/// [n, Hq, spans] what the sigmoid of relevance is taken of.
 Tensor TrainingMemory::routing_logits(const Tensor& queries, const Tensor& projections) const {
   const std::int64_t group = queries.size(1) / rows_[0].size(0);
   const Tensor summaries = at::matmul(projections, coarse_[0].transpose(1, 2).repeat_interleave(group, 0));  // [Hq, d', spans]

@@ -20,7 +20,7 @@ const float* as_floats(const std::byte* at, ScalarType dtype, std::int64_t count
   return scratch.data();
 }
 
-const float* coarse_rows(const SpanRow& spans, Side side, std::int64_t first, std::int64_t count, Aligned<float>& scratch) {
+const float* coarse_rows(const SpanRow& spans, KvSide side, std::int64_t first, std::int64_t count, Aligned<float>& scratch) {
   return as_floats(spans.coarse(side) + first * spans.dim() * static_cast<std::int64_t>(c10::elementSize(spans.dtype())), spans.dtype(), count * spans.dim(), scratch);
 }
 
@@ -119,7 +119,7 @@ void coarse_products(const SpanRow& spans, const float* queries, std::int64_t he
   const std::int64_t n = spans.size(), dim = spans.dim();
   for (std::int64_t first = 0; first < n; first += kRowsAtOnce) {
     const std::int64_t count = std::min(kRowsAtOnce, n - first);
-    const float* keys = coarse_rows(spans, Side::keys, first, count, scratch.coarse);
+    const float* keys = coarse_rows(spans, KvSide::keys, first, count, scratch.coarse);
     for (std::int64_t h = 0; h < heads; ++h) row_dots(keys, count, dim, queries + h * dim, out + h * n + first);
   }
 }
@@ -129,6 +129,23 @@ void coarse_logits(const SpanRow& spans, const float* queries, std::int64_t head
   const std::span<const float> lengths = spans.log_length();
   for (std::int64_t h = 0; h < heads; ++h, out += spans.size())
     for (std::size_t s = 0; s < lengths.size(); ++s) out[s] = scale * out[s] + lengths[s];
+}
+
+void sketch_logits(const SpanRow& spans, const float* query, float scale, const float* coarse, float* logits, ZoomScratch& scratch) {
+  const KeySketch& sketch = spans.sketch();
+  const std::int64_t tokens = spans.tokens(), dim = spans.dim();
+  scratch.inner.resize(static_cast<std::size_t>(sketch_table_size(dim)));
+  scratch.tokens.resize(static_cast<std::size_t>(tokens + KeySketch::kBlock));
+  sketch_table(query, dim, scratch.inner.data());
+  sketch_products(sketch.signs.data(), tokens, KeySketch::words(dim), scratch.inner.data(), scratch.tokens.data());
+  float* x = scratch.tokens.data();
+  for (std::int64_t t = 0; t < tokens; ++t) x[t] *= scale * static_cast<float>(sketch.sizes[static_cast<std::size_t>(t)]);
+  for (std::int64_t s = 0; s < spans.size(); ++s) {
+    float* own = x + spans.tokens_before(s);
+    const std::int64_t length = spans.span(s).length;
+    const float top = largest(own, length);
+    logits[s] = coarse[s] - spans.log_length()[static_cast<std::size_t>(s)] + top + std::log(exponentials(own, length, top));
+  }
 }
 
 void coarse_mass(const float* logits, std::int64_t spans, float dense, float* mass) {
@@ -186,7 +203,7 @@ void merge_coarse(const SpanRow& spans, const float* logits, const std::uint8_t*
   }
   for (std::int64_t first = 0; first < n; first += kRowsAtOnce) {
     const std::int64_t count = std::min(kRowsAtOnce, n - first);
-    const float* values = coarse_rows(spans, Side::values, first, count, scratch.coarse);
+    const float* values = coarse_rows(spans, KvSide::values, first, count, scratch.coarse);
     for (std::int64_t h = 0; h < heads; ++h) add_rows(values, count, dim, scratch.logits.data() + h * n + first, open.out + h * dim);
   }
 }
@@ -199,8 +216,8 @@ void merge_opened(const SpanRow& spans, std::int64_t i, const std::byte* blob, c
                       .values = values,
                       .key_numbers = as_floats(blob + keys.offset * bytes, spans.dtype(), keys.numbers(length, dim), scratch.numbers[0]),
                       .value_numbers = as_floats(blob + values.offset * bytes, spans.dtype(), values.numbers(length, dim), scratch.numbers[1]),
-                      .coarse_key = coarse_rows(spans, Side::keys, i, 1, scratch.coarse),
-                      .coarse_value = coarse_rows(spans, Side::values, i, 1, scratch.coarse_value),
+                      .coarse_key = coarse_rows(spans, KvSide::keys, i, 1, scratch.coarse),
+                      .coarse_value = coarse_rows(spans, KvSide::values, i, 1, scratch.coarse_value),
                       .length = length,
                       .dim = dim};
   scratch.logits.resize(static_cast<std::size_t>(length));
@@ -227,11 +244,17 @@ void RowReader::route(const MemoryRow& row, std::int64_t first_head, const float
   } else {
     for (std::int64_t h = 0; h < group_; ++h) {
       float* mass = relevance_.data() + h * n;
-      coarse_mass(coarse_.data() + h * n, n, open.top[h] + std::log(open.sum[h]), mass);
+      const float* logits = coarse_.data() + h * n;
+      if (!spans.sketch().sizes.empty()) {
+        told_.resize(static_cast<std::size_t>(n));
+        sketch_logits(spans, queries + h * spans.dim(), scale_, logits, told_.data(), scratch_);
+        logits = told_.data();
+      }
+      coarse_mass(logits, n, open.top[h] + std::log(open.sum[h]), mass);
       want_by_mass({mass, static_cast<std::size_t>(n)}, reading_.zoom, wanted_.data() + h * n);
     }
   }
-  const ZoomBudget budget{.entries = reading_.entries, .resident = static_cast<double>(row.dense) + reading_.entries_per_span * static_cast<double>(n), .per_head = reading_.per_head};
+  const ZoomBudget budget{.entries = reading_.entries, .resident = static_cast<double>(row.dense) + reading_.entries_per_span * static_cast<double>(n) + reading_.entries_per_token * static_cast<double>(spans.tokens()), .per_head = reading_.per_head};
   open_within(spans, relevance_.data(), wanted_.data(), group_, budget, reading_.zoom.heads, zoomed_.data());
 }
 

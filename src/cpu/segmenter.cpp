@@ -150,6 +150,7 @@ std::vector<std::string> SegmenterOptions::problems() const {
   if (min_span < 1) found.push_back(text("min_span: ", min_span, "; allowed 1 or more"));
   if (max_span < 0) found.push_back(text("max_span: ", max_span, "; allowed 1 or more, or 0 for none"));
   if (!(entries_per_span > 0)) found.push_back(text("entries_per_span: ", entries_per_span, "; allowed above 0"));
+  if (!(entries_per_token >= 0)) found.push_back(text("entries_per_token: ", entries_per_token, "; allowed 0 or more"));
   if (std::isnan(most_entries)) found.push_back(text("most_entries: ", most_entries, "; allowed a number"));
   return found;
 }
@@ -163,10 +164,10 @@ std::vector<std::int32_t> Segments::dense() const {
   return out;
 }
 
-double Segments::entries(double per_span) const {
+double Segments::entries(double per_span, double per_token) const {
   std::int64_t dense = static_cast<std::int64_t>(anchors.size()) + tokens - window;
   for (const Span& s : short_spans) dense += s.length();
-  return static_cast<double>(dense) + per_span * static_cast<double>(spans.size());
+  return static_cast<double>(dense) + per_span * static_cast<double>(spans.size()) + per_token * static_cast<double>(tokens - dense);
 }
 
 namespace {
@@ -186,7 +187,7 @@ Segments segment(std::span<const float> surprisal, const SegmenterOptions& optio
   const auto [mean, deviation] = statistics(surprisal);
   const double threshold = mean + options.alpha * deviation;
   const Runs runs(surprisal, options, threshold);
-  const auto fits = [&](std::int32_t kept) { return runs.pieces(tokens, kept).entries(options.entries_per_span) <= options.most_entries; };
+  const auto fits = [&](std::int32_t kept) { return runs.pieces(tokens, kept).entries(options.entries_per_span, options.entries_per_token) <= options.most_entries; };
   std::int32_t kept = runs.candidates();
   if (!fits(kept)) {
     // The largest count that bisection finds: entries grow with it, though not at every step.

@@ -47,7 +47,7 @@ double SpanRow::zoom_entries(std::int64_t i) const {
   return static_cast<double>(s.factors[0].numbers(s.length, dim_) + s.factors[1].numbers(s.length, dim_)) / (2.0 * static_cast<double>(dim_));
 }
 
-Tensor SpanRow::rows(std::int64_t i, Side side) const {
+Tensor SpanRow::rows(std::int64_t i, KvSide side) const {
   const FoldedSpan& s = span(i);
   const SpanFactors& f = s.factors[static_cast<std::size_t>(side)];
   const auto bytes = static_cast<std::int64_t>(c10::elementSize(store_));
@@ -71,6 +71,9 @@ Tensor SpanRow::rows(std::int64_t i, Side side) const {
 void SpanRow::append(SpanRow later) {
   require(later.dim_ == dim_ && later.store_ == store_, "span row: spans of ", later.dim_, " numbers in ", c10::toString(later.store_), "; allowed ", dim_, " in ", c10::toString(store_));
   require(size() == 0 || later.size() == 0 || norms_.empty() == later.norms_.empty(), "span row: a router's norms are there for some spans only; allowed for all or none");
+  require(tokens() == 0 || later.tokens() == 0 || sketch_.sizes.empty() == later.sketch_.sizes.empty(), "span row: some spans bring a sketch of their keys and some do not; allowed all or none");
+  append_sketch(later.sketch_);
+  for (std::size_t i = 1; i < later.first_token_.size(); ++i) first_token_.push_back(first_token_.back() + later.first_token_[i] - later.first_token_[i - 1]);
   for (std::size_t side = 0; side < 2; ++side) append_to(coarse_[side], std::move(later.coarse_[side]));
   append_to(spans_, std::move(later.spans_));
   append_to(log_length_, std::move(later.log_length_));
@@ -78,12 +81,17 @@ void SpanRow::append(SpanRow later) {
   append_to(blobs_, std::move(later.blobs_));
 }
 
-std::int64_t SpanRow::tokens() const {
-  return std::accumulate(spans_.begin(), spans_.end(), std::int64_t{0}, [](std::int64_t sum, const FoldedSpan& s) { return sum + s.length; });
+void SpanRow::append_sketch(const KeySketch& later) {
+  const std::int64_t words = KeySketch::words(dim_), before = static_cast<std::int64_t>(sketch_.sizes.size()), more = static_cast<std::int64_t>(later.sizes.size());
+  sketch_.sizes.insert(sketch_.sizes.end(), later.sizes.begin(), later.sizes.end());
+  sketch_.signs.resize(static_cast<std::size_t>((before + more + KeySketch::kBlock - 1) / KeySketch::kBlock * KeySketch::kBlock * words));
+  for (std::int64_t t = 0; t < more; ++t)
+    for (std::int64_t w = 0; w < words; ++w) sketch_.signs[KeySketch::at(before + t, w, words)] = later.signs[KeySketch::at(t, w, words)];
 }
 
 std::int64_t SpanRow::near_bytes() const {
-  return size() * (2 * dim_ * static_cast<std::int64_t>(c10::elementSize(store_)) + static_cast<std::int64_t>(sizeof(float))) + static_cast<std::int64_t>(norms_.size() * sizeof(float));
+  return size() * (2 * dim_ * static_cast<std::int64_t>(c10::elementSize(store_)) + static_cast<std::int64_t>(sizeof(float))) + static_cast<std::int64_t>(norms_.size() * sizeof(float)) +
+         static_cast<std::int64_t>(sketch_.sizes.size()) * (KeySketch::words(dim_) * 4 + 2);
 }
 
 std::int64_t SpanRow::far_bytes() const {
@@ -103,6 +111,11 @@ class RowFolding {
       row.spans_.resize(static_cast<std::size_t>(count));
       row.blobs_.resize(static_cast<std::size_t>(count));
       row.log_length_.resize(static_cast<std::size_t>(count));
+      row.first_token_.assign(f.indptr.begin(), f.indptr.end());
+      if (options_.sketch) {
+        row.sketch_.sizes.resize(f.slots.size());
+        row.sketch_.signs.resize((f.slots.size() + KeySketch::kBlock - 1) / KeySketch::kBlock * KeySketch::kBlock * static_cast<std::size_t>(KeySketch::words(dim_)));
+      }
       for (auto& side : row.coarse_) side.resize(static_cast<std::size_t>(count * dim_ * bytes_of_number()));
       rows_.push_back(std::move(row));
       first_.push_back(spans);
@@ -185,8 +198,31 @@ class RowFolding {
         if (options_.rank == FactorOptions::Rank::gates) key_of.push_back(2 * i);
       }
     }
+    if (options_.sketch)
+      for (std::int64_t i = 0; i < count; ++i) draw(batch, i, matrices);
     matrices.run(gates_, key_of);
     for (std::int64_t i = 0; i < count; ++i) place(batch, i, matrices);
+  }
+
+  /// The sketch of the keys of span i.
+  void draw(const Batch& batch, std::int64_t i, cpu::Factorisation& matrices) {
+    const auto [r, s] = batch.places[static_cast<std::size_t>(i)];
+    KeySketch& sketch = rows_[r].sketch_;
+    const std::int64_t first = folds_[r].indptr[static_cast<std::size_t>(s)], words = KeySketch::words(dim_);
+    const double *key = matrices.rows(2 * i), *mean = matrices.mean(2 * i);
+    for (std::int64_t t = first; t < first + batch.length; ++t, key += dim_) {
+      double squares = 0, sum = 0;
+      for (std::int64_t w = 0; w < words; ++w) {
+        std::uint32_t bits = 0;
+        for (std::int64_t d = w * KeySketch::kBits; d < std::min(dim_, (w + 1) * KeySketch::kBits); ++d) {
+          const double x = key[d] - mean[d];
+          squares += x * x, sum += std::abs(x);
+          if (x >= 0) bits |= std::uint32_t{1} << (d % KeySketch::kBits);
+        }
+        sketch.signs[KeySketch::at(t, w, words)] = bits;
+      }
+      sketch.sizes[static_cast<std::size_t>(t)] = static_cast<float>(sum > 0 ? squares / sum : 0);
+    }
   }
 
   /// Results of span i of a batch go where they belong.

@@ -59,13 +59,13 @@ SpanStore::SpanStore(const Tensor& keys, const Tensor& values, std::span<const f
   if (options.rank == FactorOptions::Rank::gates) gates_ = by_span(trace.gates);
 }
 
-Tensor SpanStore::coarse(Side side) const {
+Tensor SpanStore::coarse(KvSide side) const {
   Tensor out = at::zeros({kv_heads(), size(), dim()}, at::TensorOptions().dtype(kFloat32));
   for (std::int64_t h = 0; h < kv_heads(); ++h) cpu::widen(row(h).coarse(side), row(h).dtype(), size() * dim(), out.data_ptr<float>() + h * size() * dim());
   return out;
 }
 
-Tensor SpanStore::rows(std::int64_t span, Side side) const {
+Tensor SpanStore::rows(std::int64_t span, KvSide side) const {
   std::vector<Tensor> heads;
   for (const SpanRow& r : rows_) heads.push_back(r.rows(span, side));
   return at::stack(heads);

@@ -61,7 +61,7 @@ std::vector<SpanRow> Keeper::fold_dropped(const Plan& plan, const CacheView& vie
                     .label = {.sequence = id, .layer = row.layer, .head = row.head},
                     .spans_before = static_cast<std::int32_t>(at(id).memory[static_cast<std::size_t>(row_of(row.layer, row.head))].size())});
   }
-  std::vector<SpanRow> folded = kvkeep::fold(rows, spec_.key_dim, memory.factors, *far_, memory.gates());
+  std::vector<SpanRow> folded = kvkeep::fold(rows, spec_.key_dim, memory.fold_options(), *far_, memory.gates());
   if (memory.learned())
     for (std::size_t r = 0; r < folded.size(); ++r) {
       const Row& row = plan.table.rows[r];
@@ -136,6 +136,7 @@ ReadCounts Keeper::view(const Observation& o, const Attended& attended) {
                           .router = memory->learned() ? &memory->routing->layers[static_cast<std::size_t>(o.layer)] : nullptr,
                           .entries = memory->entries_share > 0 ? memory->entries_share * static_cast<double>(s.logical) : memory->entries,
                           .entries_per_span = memory->entries_per_span(spec_.group(), spec_.key_dim),
+                          .entries_per_token = memory->entries_per_token(spec_.key_dim),
                           .per_head = memory->published_budget,
                           .damage = memory->damage,
                           .cache = near_.get()};

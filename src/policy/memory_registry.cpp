@@ -76,6 +76,7 @@ void describe_training(Fields& f, TrainingOptions& o) {
 void describe_memory(Fields& f, MemoryOptions& o) {
   describe_factors(f, o.factors);
   describe_zoom(f, o.zoom);
+  f.flag("sketch", o.sketch, "without a learned router: signs of every folded key stay near, and shares of attention are told from them (off in traces)");
   describe_stores(f, o);
 }
 

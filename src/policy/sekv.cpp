@@ -89,13 +89,17 @@ Decision Sekv::decide(const Evidence& evidence) const {
     const auto first = static_cast<std::int32_t>(std::lower_bound(row.positions, row.positions + row.length, group.settled) - row.positions);
     std::vector<float> nats;
     for (std::int32_t slot = first; slot < row.length; ++slot) nats.push_back(surprisal_at(row.positions[slot]));
-    const bool learned = options_.memory.learned();
-    if (group.settled == 0) return pieces_of(segment(nats, segmenter(row.length, group_size, dim, learned)), 0, row, nats);
+    const auto segmenter = [&](std::int64_t tokens) {
+      SegmenterOptions o = this->segmenter(tokens, group_size, dim, options_.memory.learned());
+      o.entries_per_token = options_.memory.entries_per_token(dim);
+      return o;
+    };
+    if (group.settled == 0) return pieces_of(segment(nats, segmenter(row.length)), 0, row, nats);
     // The first time was at the end of the prompt, or for one shorter than the window when `interval` tokens had left it.
     const std::int32_t then = std::max(group.prompt, group.prompt > own.recent ? 0 : own.recent + options_.interval);
     std::vector<float> all;
     for (std::int32_t p = 0; p < then; ++p) all.push_back(surprisal_at(p));
-    const double threshold = segment(all, segmenter(then, group_size, dim, learned)).kept_above;
+    const double threshold = segment(all, segmenter(then)).kept_above;
     SegmenterOptions behind = own;
     behind.sink = 0;
     return pieces_of(segment_above(nats, threshold, behind), first, row, nats);

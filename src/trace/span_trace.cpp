@@ -114,7 +114,7 @@ Tensor table_of(std::span<const Span> spans) {
   return integers_of(ends, {static_cast<std::int64_t>(spans.size()), 2});
 }
 
-Tensor shown_rows(const SpanStore& spans, Side side) {
+Tensor shown_rows(const SpanStore& spans, KvSide side) {
   std::vector<Tensor> rows{at::zeros({spans.kv_heads(), 0, spans.dim()}, at::TensorOptions().dtype(kFloat32))};
   for (std::int64_t s = 0; s < spans.size(); ++s) rows.push_back(spans.rows(s, side));
   return at::cat(rows, 1);
@@ -124,7 +124,7 @@ void add_folded(const SpanMemory& memory, Result& result) {
   const SpanStore& spans = memory.spans;
   Tensor ranks = at::empty({spans.size(), spans.kv_heads(), 2}, at::TensorOptions().dtype(kInt32)), centred = at::empty(ranks.sizes(), at::TensorOptions().dtype(c10::ScalarType::Byte));
   for (std::int64_t i = 0; i < ranks.numel(); ++i) {
-    const SpanFactors& f = spans.factors(i / 2 / spans.kv_heads(), i / 2 % spans.kv_heads(), i % 2 == 0 ? Side::keys : Side::values);
+    const SpanFactors& f = spans.factors(i / 2 / spans.kv_heads(), i / 2 % spans.kv_heads(), i % 2 == 0 ? KvSide::keys : KvSide::values);
     ranks.data_ptr<std::int32_t>()[i] = f.raw ? -1 : f.rank;
     centred.data_ptr<std::uint8_t>()[i] = f.centred ? 1 : 0;
   }
@@ -135,10 +135,10 @@ void add_folded(const SpanMemory& memory, Result& result) {
   result.tensors.emplace_back("centred", centred);
   result.tensors.emplace_back("singular_values", spans.singular_values());
   if (spans.gates().defined()) result.tensors.emplace_back("gates", spans.gates());
-  result.tensors.emplace_back("coarse_keys", spans.coarse(Side::keys));
-  result.tensors.emplace_back("coarse_values", spans.coarse(Side::values));
-  result.tensors.emplace_back("span_keys", shown_rows(spans, Side::keys));
-  result.tensors.emplace_back("span_values", shown_rows(spans, Side::values));
+  result.tensors.emplace_back("coarse_keys", spans.coarse(KvSide::keys));
+  result.tensors.emplace_back("coarse_values", spans.coarse(KvSide::values));
+  result.tensors.emplace_back("span_keys", shown_rows(spans, KvSide::keys));
+  result.tensors.emplace_back("span_values", shown_rows(spans, KvSide::values));
 }
 
 const Sekv& sekv_of(const io::SafetensorsFile& file, const KVPolicy& policy) {
@@ -156,7 +156,7 @@ Result replay_span(const io::SafetensorsFile& file, const KVPolicy& policy) {
   const Layer layer = read(file);
   const FactorOptions& factors = o.memory.factors;
   const ZoomOptions& zoom = o.memory.zoom;
-  const bool learned = zoom.learned(file.has("router.W")), gated = factors.rank == FactorOptions::Rank::gates;
+  const bool learned = zoom.learned(true), gated = factors.rank == FactorOptions::Rank::gates;
   const TrainedParameters parameters = read_parameters(file, layer, learned, gated, factors.max_rank);
   const std::optional<Router> router = learned ? std::optional<Router>(std::in_place, parameters.projections, parameters.thresholds) : std::nullopt;
   const std::optional<RankGates> gates = gated ? std::optional<RankGates>(std::in_place, parameters.gate_weights, parameters.gate_biases) : std::nullopt;

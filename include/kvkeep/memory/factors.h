@@ -27,6 +27,7 @@ struct FactorOptions {
   double gate_keep = 0.5;    ///< gates above it keep their component, with weight 1
   bool soft_gates = false;   ///< instead: every gate is a weight, those below 0.01 drop their component (published)
   bool raw = true;           ///< rows that are smaller than their factors are stored as they are; false: never (published)
+  bool sketch = false;       ///< keep the signs of every key near: what a query would give a token can then be told without its factors
   ScalarType store = kFloat32;  ///< f32, bf16 or f16: of coarse entries, factors and raw rows
 
   /// What is not allowed, one sentence each with the field's name; empty: nothing.

@@ -58,10 +58,14 @@ class TrainingMemory {
   /// What the teacher's queries get, and which spans they need for it.
   struct Exact {
     Tensor outputs;  ///< f64 [n, Hq, D]
+    Tensor mass;     ///< f64 [n, Hq, spans] share of attention that goes to each span; 0 where not admitted
     Tensor targets;  ///< u8 [n, Hq, spans] equation 12: the fewest admitted spans that hold `coverage` of what goes to admitted spans
   };
   /// queries: [n, Hq, D] of the teacher, one for each position. Cost: attention over all tokens.
   [[nodiscard]] Exact exact(const Tensor& queries, double coverage) const;
+
+  /// f64 [n, Hq, spans]: what the sigmoid of relevance is taken of. queries: f64 [n, Hq, D]; projections: f64 of this layer. Cost: matrix products with the coarse keys.
+  [[nodiscard]] Tensor routing_logits(const Tensor& queries, const Tensor& projections) const;
 
   /// f64 [spans, Hkv, 2, max_rank]: soft gates of every span, 0 where it has no component; with their gradient.
   [[nodiscard]] Tensor gates(const RankGates& gates) const;
@@ -89,7 +93,6 @@ class TrainingMemory {
   void admit(const TrainingPrompt& prompt);
   [[nodiscard]] Tensor by_kv_head(const Tensor& queries) const;
   [[nodiscard]] Tensor by_query(const Tensor& outputs) const;
-  [[nodiscard]] Tensor routing_logits(const Tensor& queries, const Tensor& projections) const;
 
   std::array<Tensor, 2> rows_, coarse_;  ///< f64 [Hkv, T, D], [Hkv, spans, D] keys, values
   Tensor log_length_;                    ///< f64 [spans]

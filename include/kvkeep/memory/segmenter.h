@@ -54,6 +54,7 @@ struct SegmenterOptions {
   std::int32_t max_span = 128;   ///< longer runs are cut into equal pieces; 0: never
   double most_entries = std::numeric_limits<double>::infinity();  ///< where entries() would be above it, only the most surprising anchors stay; sinks always do
   double entries_per_span = 1;   ///< what a folded span counts as
+  double entries_per_token = 0;  ///< and every token in it
 
   /// What is not allowed, one sentence each with the field's name; empty: nothing.
   [[nodiscard]] std::vector<std::string> problems() const;
@@ -71,8 +72,8 @@ struct Segments {
 
   /// Tokens that stay as they are: anchors, short spans and window, ascending.
   [[nodiscard]] std::vector<std::int32_t> dense() const;
-  /// Entries in memory while no span is zoomed: dense tokens, and `per_span` for each span.
-  [[nodiscard]] double entries(double per_span) const;
+  /// Entries in memory while no span is zoomed: dense tokens, `per_span` for each span and `per_token` for each token in one.
+  [[nodiscard]] double entries(double per_span, double per_token = 0) const;
 };
 
 /// Cuts a prompt by its surprisal, [T] nats; mean and deviation (of the population) over all T in fp64, behind a clamp to [0, 50], NaN as 0.

@@ -3,6 +3,8 @@
 /// Source: SeKV (AmirAbaskohi/SeKV). Differs: what is factorised is centred on the coarse entry where that leaves less out, the rank follows an energy rule, factors larger than the rows are never
 /// stored, and the decomposition is exact.
 
+#include <c10/util/BFloat16.h>
+
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -18,7 +20,20 @@
 namespace kvkeep {
 
 /// Keys or values.
-enum class Side : std::uint8_t { keys, values };
+enum class KvSide : std::uint8_t { keys, values };
+
+/// A sketch of every folded key k: the signs of k - c, c being its span's coarse key, and a number g, so that q . k is about q . c + g * (q . signs). g = |k - c|^2 / |k - c|_1 makes the estimate exact for
+/// queries along k - c. Source: ours, after sign quantisation of vectors (RaBitQ). Tokens lie in blocks of kBlock, word by word: the words of one place side by side.
+struct KeySketch {
+  static constexpr std::int64_t kBlock = 16, kBits = 32;
+
+  std::vector<std::uint32_t> signs;   ///< [blocks, words, kBlock] a set bit: not negative
+  std::vector<c10::BFloat16> sizes;   ///< [tokens] g
+
+  [[nodiscard]] static std::int64_t words(std::int64_t dim) { return (dim + kBits - 1) / kBits; }
+  /// Where word `word` of a token lies.
+  [[nodiscard]] static std::size_t at(std::int64_t token, std::int64_t word, std::int64_t words) { return static_cast<std::size_t>((token / kBlock * words + word) * kBlock + token % kBlock); }
+};
 
 /// One span as it is kept.
 struct FoldedSpan {
@@ -38,11 +53,16 @@ class SpanRow {
   [[nodiscard]] const FoldedSpan& span(std::int64_t i) const { return spans_[static_cast<std::size_t>(i)]; }
 
   /// Near: dtype() [size, D] weighted means of the rows.
-  [[nodiscard]] const std::byte* coarse(Side side) const { return coarse_[static_cast<std::size_t>(side)].data(); }
+  [[nodiscard]] const std::byte* coarse(KvSide side) const { return coarse_[static_cast<std::size_t>(side)].data(); }
   /// Near: f32 [size] logarithms of the lengths.
   [[nodiscard]] std::span<const float> log_length() const { return log_length_; }
   /// Near, where a router is learned: f32 [size, heads] its norms (Router::norms); else empty.
   [[nodiscard]] std::span<const float> norms() const { return norms_; }
+
+  /// Near, where FactorOptions::sketch: of the tokens of all spans, in their order; else empty.
+  [[nodiscard]] const KeySketch& sketch() const { return sketch_; }
+  /// Tokens in the spans before span i; tokens() for i = size().
+  [[nodiscard]] std::int64_t tokens_before(std::int64_t i) const { return first_token_[static_cast<std::size_t>(i)]; }
 
   /// Far: dtype() numbers of keys, then of values, at the offsets that span(i).factors says. Null where there are none.
   [[nodiscard]] const FarBlobPtr& blob(std::int64_t i) const { return blobs_[static_cast<std::size_t>(i)]; }
@@ -52,27 +72,30 @@ class SpanRow {
   [[nodiscard]] double zoom_entries(std::int64_t i) const;
 
   /// What a zoom shows: f32 [length, D]. For tests and traces; attention never forms it. Throws as FarBlob::read().
-  [[nodiscard]] Tensor rows(std::int64_t i, Side side) const;
+  [[nodiscard]] Tensor rows(std::int64_t i, KvSide side) const;
 
-  /// Spans of `later` behind these, in their order. Throws InvalidArgument for another D or dtype, or norms on one side alone.
+  /// Spans of `later` behind these, in their order. Throws InvalidArgument for another D or dtype, or norms or a sketch on one side alone.
   void append(SpanRow later);
 
   /// f32 [size, heads]; once, where a router is learned.
   void set_norms(std::vector<float> norms) { norms_ = std::move(norms); }
 
   /// Tokens in all spans.
-  [[nodiscard]] std::int64_t tokens() const;
-  /// Bytes of numbers, tables not counted: near 2 * D in dtype(), 4 for the logarithm and 4 for each norm a span; far the blobs.
+  [[nodiscard]] std::int64_t tokens() const { return first_token_.back(); }
+  /// Bytes of numbers, tables not counted: near 2 * D in dtype(), 4 for the logarithm and 4 for each norm a span, and of a sketch 4 for every 32 numbers of a key and 2 a token; far the blobs.
   [[nodiscard]] std::int64_t near_bytes() const;
   [[nodiscard]] std::int64_t far_bytes() const;
 
  private:
   friend class RowFolding;
+  void append_sketch(const KeySketch& later);
   std::int64_t dim_;
   ScalarType store_;
   std::vector<FoldedSpan> spans_;
   std::array<std::vector<std::byte>, 2> coarse_;
   std::vector<float> log_length_, norms_;
+  std::vector<std::int64_t> first_token_ = {0};  ///< [size + 1]
+  KeySketch sketch_;
   std::vector<FarBlobPtr> blobs_;
 };
 

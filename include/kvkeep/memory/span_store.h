@@ -31,10 +31,10 @@ class SpanStore {
   [[nodiscard]] std::span<const SpanRow> rows() const { return rows_; }
 
   /// f32 [Hkv, spans, D]: a copy of what the rows hold.
-  [[nodiscard]] Tensor coarse(Side side) const;
-  [[nodiscard]] const SpanFactors& factors(std::int64_t span, std::int64_t head, Side side) const { return row(head).span(span).factors[static_cast<std::size_t>(side)]; }
+  [[nodiscard]] Tensor coarse(KvSide side) const;
+  [[nodiscard]] const SpanFactors& factors(std::int64_t span, std::int64_t head, KvSide side) const { return row(head).span(span).factors[static_cast<std::size_t>(side)]; }
   /// f32 [Hkv, L, D]: SpanRow::rows() of all heads.
-  [[nodiscard]] Tensor rows(std::int64_t span, Side side) const;
+  [[nodiscard]] Tensor rows(std::int64_t span, KvSide side) const;
 
   /// f32 [spans, Hkv, 2, max_rank] of what was factorised, descending, padded with 0.
   [[nodiscard]] const Tensor& singular_values() const { return singular_values_; }

@@ -30,6 +30,7 @@ struct Reading {
   const Router* router = nullptr;  ///< of the layer; null: none
   double entries = std::numeric_limits<double>::infinity();  ///< of one KV head that may be in reach at once: dense ones, coarse entries and what opened spans take
   double entries_per_span = 1;     ///< what a folded span counts as
+  double entries_per_token = 0;    ///< and every token in it
   bool per_head = false;           ///< ZoomBudget::per_head
   Damage damage = Damage::refuse;
   FactorCache* cache = nullptr;
