@@ -56,6 +56,7 @@ inline std::vector<double> plain_answer(const SpanMemory& memory, const Tensor& 
     values.push_back(value);
   };
   const Tensor dense_keys = memory.dense_keys.to(kFloat32), dense_values = memory.dense_values.to(kFloat32);
+  const Tensor coarse_keys = spans.coarse(KvSide::keys), coarse_values = spans.coarse(KvSide::values);
   for (std::int64_t t = 0; t < dense_keys.size(1); ++t) {
     const std::int64_t at = (kv * dense_keys.size(1) + t) * dim;
     add(dense_keys.const_data_ptr<float>() + at, dense_values.const_data_ptr<float>() + at, 0);
@@ -65,10 +66,10 @@ inline std::vector<double> plain_answer(const SpanMemory& memory, const Tensor& 
     const std::int64_t length = spans.spans()[static_cast<std::size_t>(s)].length();
     if (zoomed.const_data_ptr<std::uint8_t>()[(query * heads + head) * spans.size() + s] == 0) {
       const std::int64_t at = (kv * spans.size() + s) * dim;
-      add(spans.coarse(SpanStore::kKeys).const_data_ptr<float>() + at, spans.coarse(SpanStore::kValues).const_data_ptr<float>() + at, std::log(static_cast<double>(length)));
+      add(coarse_keys.const_data_ptr<float>() + at, coarse_values.const_data_ptr<float>() + at, std::log(static_cast<double>(length)));
       continue;
     }
-    const Tensor keys = spans.rows(s, SpanStore::kKeys), shown = spans.rows(s, SpanStore::kValues);
+    const Tensor keys = spans.rows(s, KvSide::keys), shown = spans.rows(s, KvSide::values);
     rows.push_back(shown);
     for (std::int64_t t = 0; t < length; ++t) add(keys.const_data_ptr<float>() + (kv * length + t) * dim, shown.const_data_ptr<float>() + (kv * length + t) * dim, 0);
   }

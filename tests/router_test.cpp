@@ -55,7 +55,7 @@ TEST(Router, IsASigmoidOfTheDirectionOfTheCoarseKeyAndTheLogarithmOfTheLength) {
           for (int d = 0; d < 16; ++d) {
             const double weight = projections.const_data_ptr<float>()[(h * 8 + i) * 16 + d];
             query += weight * p.queries.const_data_ptr<float>()[(n * 6 + h) * 16 + d];
-            summary += weight * spans.coarse(SpanStore::kKeys).const_data_ptr<float>()[(h / 3 * spans.size() + s) * 16 + d];
+            summary += weight * spans.coarse(KvSide::keys).const_data_ptr<float>()[(h / 3 * spans.size() + s) * 16 + d];
           }
           dot += query * summary, norm += summary * summary;
         }

@@ -16,7 +16,6 @@ namespace {
 using namespace testing;
 using Rank = FactorOptions::Rank;
 using Centred = FactorOptions::Centred;
-using Side = SpanStore::Side;
 
 /// A linear congruential generator: numbers that anybody can make again.
 Tensor counted(std::int64_t seed, std::vector<std::int64_t> shape) {
@@ -35,9 +34,9 @@ SpanStore five(const FactorOptions& o) { return {counted(1, {1, 5, 8}), counted(
 double squares(const Tensor& t) { return t.to(c10::ScalarType::Double).square().sum().item<double>(); }
 
 /// Sum of squares of what a zoom does not show.
-double left_out(const FoldedPrompt& p, const SpanStore& spans, std::int64_t s, Side side) {
+double left_out(const FoldedPrompt& p, const SpanStore& spans, std::int64_t s, KvSide side) {
   const Span at = spans.spans()[static_cast<std::size_t>(s)];
-  return squares((side == SpanStore::kKeys ? p.keys : p.values).narrow(1, at.begin, at.length()) - spans.rows(s, side));
+  return squares((side == KvSide::keys ? p.keys : p.values).narrow(1, at.begin, at.length()) - spans.rows(s, side));
 }
 
 TEST(SpanStore, HasTheSingularValuesOfAFixedMatrix) {
@@ -50,8 +49,8 @@ TEST(SpanStore, HasTheSingularValuesOfAFixedMatrix) {
     EXPECT_NEAR(spans.singular_values().const_data_ptr<float>()[5 + i], values[i], 1e-6);
   }
   const std::vector<double> mean{0.010085, 0.174607, -0.203316, -0.083388, -0.109486, -0.079879, 0.011924, -0.049661};
-  for (std::size_t d = 0; d < 8; ++d) EXPECT_NEAR(spans.coarse(SpanStore::kValues).const_data_ptr<float>()[d], mean[d], 1e-6) << "weights .25, 0, .125, .125, .5";
-  EXPECT_LT(apart(spans.rows(0, SpanStore::kKeys), counted(1, {1, 5, 8})), 1e-6) << "full rank shows the rows";
+  for (std::size_t d = 0; d < 8; ++d) EXPECT_NEAR(spans.coarse(KvSide::values).const_data_ptr<float>()[d], mean[d], 1e-6) << "weights .25, 0, .125, .125, .5";
+  EXPECT_LT(apart(spans.rows(0, KvSide::keys), counted(1, {1, 5, 8})), 1e-6) << "full rank shows the rows";
 }
 
 TEST(SpanStore, LeavesOutTheSquaresOfTheComponentsItDoesNotKeep) {  // S-16 with hard components, S-9
@@ -65,14 +64,14 @@ TEST(SpanStore, LeavesOutTheSquaresOfTheComponentsItDoesNotKeep) {  // S-16 with
         const SpanStore spans(p.keys, p.values, p.surprisal, {{0, length}}, o);
         o.max_rank = 64;
         const Tensor all = SpanStore(p.keys, p.values, p.surprisal, {{0, length}}, o).singular_values().to(c10::ScalarType::Double).square();
-        for (const Side side : {SpanStore::kKeys, SpanStore::kValues}) {
-          const double tail = all.select(2, side).narrow(2, rank, 64 - rank).sum().item<double>();
+        for (const KvSide side : {KvSide::keys, KvSide::values}) {
+          const double tail = all.select(2, static_cast<int>(side)).narrow(2, rank, 64 - rank).sum().item<double>();
           EXPECT_NEAR(left_out(p, spans, 0, side), tail, 1e-5 * (1 + tail)) << length << " tokens, rank " << rank;
         }
-        const double now = left_out(p, spans, 0, SpanStore::kKeys);
+        const double now = left_out(p, spans, 0, KvSide::keys);
         EXPECT_LE(now, before + 1e-6);
         before = now;
-        EXPECT_EQ(spans.factors(0, 1, SpanStore::kKeys).rank, std::min({rank, length, 16}));
+        EXPECT_EQ(spans.factors(0, 1, KvSide::keys).rank, std::min({rank, length, 16}));
       }
     }
   }
@@ -86,12 +85,12 @@ TEST(SpanStore, KeepsTheFewestComponentsThatTheEnergyRuleAllows) {
     const SpanStore spans = p.fold(o).spans;
     for (std::int64_t s = 0; s < spans.size(); ++s)
       for (std::int64_t h = 0; h < 2; ++h)
-        for (const Side side : {SpanStore::kKeys, SpanStore::kValues}) {
+        for (const KvSide side : {KvSide::keys, KvSide::values}) {
           const SpanFactors& f = spans.factors(s, h, side);
           const Span at = spans.spans()[static_cast<std::size_t>(s)];
-          const double all = squares((side == SpanStore::kKeys ? p.keys : p.values).select(0, h).narrow(0, at.begin, at.length()));
+          const double all = squares((side == KvSide::keys ? p.keys : p.values).select(0, h).narrow(0, at.begin, at.length()));
           double kept = 0;
-          const float* sv = spans.singular_values().const_data_ptr<float>() + ((s * 2 + h) * 2 + side) * 16;
+          const float* sv = spans.singular_values().const_data_ptr<float>() + ((s * 2 + h) * 2 + static_cast<int>(side)) * 16;
           for (int i = 0; i < f.rank; ++i) kept += static_cast<double>(sv[i]) * sv[i];
           if (f.rank < 16) EXPECT_LE(all - kept, energy * energy * all + 1e-5 * all);
           if (f.rank > 0) EXPECT_GT(all - kept + static_cast<double>(sv[f.rank - 1]) * sv[f.rank - 1], energy * energy * all - 1e-5 * all) << "one fewer would leave out too much";
@@ -109,10 +108,10 @@ TEST(SpanStore, CentresWhereThatLeavesLessOut) {
   FactorOptions o;
   o.energy = 0.4;
   const SpanStore spans(keys, values, surprisal, {{0, 8}}, o);
-  EXPECT_FALSE(spans.factors(0, 0, SpanStore::kKeys).centred);
-  EXPECT_TRUE(spans.factors(0, 0, SpanStore::kValues).centred);
+  EXPECT_FALSE(spans.factors(0, 0, KvSide::keys).centred);
+  EXPECT_TRUE(spans.factors(0, 0, KvSide::values).centred);
   o.centred = Centred::always;
-  EXPECT_LT(squares(keys - spans.rows(0, SpanStore::kKeys)), squares(keys - SpanStore(keys, values, surprisal, {{0, 8}}, o).rows(0, SpanStore::kKeys)));
+  EXPECT_LT(squares(keys - spans.rows(0, KvSide::keys)), squares(keys - SpanStore(keys, values, surprisal, {{0, 8}}, o).rows(0, KvSide::keys)));
 }
 
 TEST(SpanStore, HoldsEqualRowsAsTheirCoarseEntryAlone) {  // S-6, and the rule of rounding noise
@@ -123,11 +122,11 @@ TEST(SpanStore, HoldsEqualRowsAsTheirCoarseEntryAlone) {  // S-6, and the rule o
       o.rank = rank, o.store = store;
       const SpanStore spans(keys, keys, std::vector<float>(6, 0.3F), {{0, 5}, {5, 6}}, o);
       for (std::int64_t s = 0; s < 2; ++s) {
-        EXPECT_EQ(spans.factors(s, 0, SpanStore::kKeys).rank, 0);
-        EXPECT_FALSE(spans.factors(s, 0, SpanStore::kKeys).raw);
-        EXPECT_EQ(spans.zoom_entries(s, 0), 0);
+        EXPECT_EQ(spans.factors(s, 0, KvSide::keys).rank, 0);
+        EXPECT_FALSE(spans.factors(s, 0, KvSide::keys).raw);
+        EXPECT_EQ(spans.row(0).zoom_entries(s), 0);
       }
-      EXPECT_EQ(apart(spans.rows(0, SpanStore::kKeys), keys.narrow(1, 0, 5).to(store)), 0);
+      EXPECT_EQ(apart(spans.rows(0, KvSide::keys), keys.narrow(1, 0, 5).to(store)), 0);
       EXPECT_EQ(spans.far_bytes(), 0);
     }
 }
@@ -142,16 +141,16 @@ TEST(SpanStore, NeverStoresMoreThanTheRows) {
     for (std::int64_t s = 0; s < spans.size(); ++s) {
       const std::int64_t length = spans.spans()[static_cast<std::size_t>(s)].length();
       for (std::int64_t h = 0; h < 3; ++h)
-        for (const Side side : {SpanStore::kKeys, SpanStore::kValues}) {
+        for (const KvSide side : {KvSide::keys, KvSide::values}) {
           const SpanFactors& f = spans.factors(s, h, side);
           const std::int64_t rank = std::min<std::int64_t>(8, length), factored = rank * (length + 16);
           EXPECT_EQ(f.raw, factored >= length * 16) << length;
           numbers += f.raw ? length * 16 : factored;
           raw += f.raw;
         }
-      if (spans.factors(s, 0, SpanStore::kKeys).raw) {
-        EXPECT_EQ(apart(spans.rows(s, SpanStore::kKeys), p.keys.narrow(1, spans.spans()[static_cast<std::size_t>(s)].begin, length).to(store)), 0);
-        EXPECT_EQ(spans.zoom_entries(s, 0), static_cast<double>(length));
+      if (spans.factors(s, 0, KvSide::keys).raw) {
+        EXPECT_EQ(apart(spans.rows(s, KvSide::keys), p.keys.narrow(1, spans.spans()[static_cast<std::size_t>(s)].begin, length).to(store)), 0);
+        EXPECT_EQ(spans.row(0).zoom_entries(s), static_cast<double>(length));
       }
     }
     const std::int64_t bytes = store == kFloat32 ? 4 : 2;
@@ -178,10 +177,10 @@ TEST(SpanStore, KeepsWhatGatesNameForKeysAndValuesAlike) {
     const float *g = spans.gates().const_data_ptr<float>(), *sv = spans.singular_values().const_data_ptr<float>();
     for (std::int64_t s = 0; s < spans.size(); ++s)
       for (std::int64_t h = 0; h < 2; ++h)
-        for (const Side side : {SpanStore::kKeys, SpanStore::kValues}) {
-          const std::int64_t at = ((s * 2 + h) * 2 + side) * kRank;
+        for (const KvSide side : {KvSide::keys, KvSide::values}) {
+          const std::int64_t at = ((s * 2 + h) * 2 + static_cast<int>(side)) * kRank;
           const Span span = spans.spans()[static_cast<std::size_t>(s)];
-          const Tensor rows = (side == SpanStore::kKeys ? p.keys : p.values).select(0, h).narrow(0, span.begin, span.length());
+          const Tensor rows = (side == KvSide::keys ? p.keys : p.values).select(0, h).narrow(0, span.begin, span.length());
           double expected = squares(rows);
           int kept = 0;
           bool gap = false;
@@ -206,8 +205,8 @@ TEST(SpanStore, GivesEverySpanWhatItGetsAlone) {
   const SpanStore all = p.fold().spans;
   for (std::int64_t s = 0; s < all.size(); s += 3) {
     const SpanStore one(p.keys, p.values, p.surprisal, {all.spans()[static_cast<std::size_t>(s)]}, {});
-    EXPECT_LT(apart(one.rows(0, SpanStore::kKeys), all.rows(s, SpanStore::kKeys)), 1e-6);
-    EXPECT_EQ(one.factors(0, 1, SpanStore::kValues).rank, all.factors(s, 1, SpanStore::kValues).rank);
+    EXPECT_LT(apart(one.rows(0, KvSide::keys), all.rows(s, KvSide::keys)), 1e-6);
+    EXPECT_EQ(one.factors(0, 1, KvSide::values).rank, all.factors(s, 1, KvSide::values).rank);
   }
 }
 

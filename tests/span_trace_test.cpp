@@ -96,30 +96,18 @@ TEST(SpanTrace, RefusesWhatIsMissingOrDoesNotFit) {
   trace.expect_refused("sekv", "kind \"event\"");
 }
 
-TEST(Sekv, TellsAKeeperThatItCannotRunThereYet) {
-  ModelSpec spec;
-  spec.query_heads = 4, spec.kv_heads = 2, spec.key_dim = spec.value_dim = 16;
-  spec.layers.resize(2);
-  try {
-    Keeper keeper(spec, make_policy("sekv"));
-    ADD_FAILURE();
-  } catch (const InvalidArgument& e) {
-    EXPECT_NE(std::string(e.what()).find("no Keeper holds folded spans yet"), std::string::npos) << e.what();
-  }
-}
-
 TEST(Sekv, HasThePublishedDefaultsUnderOfficial) {
   const auto policy = make_policy("sekv,variant=official");
   const SekvOptions& o = dynamic_cast<const Sekv&>(*policy).options();
   EXPECT_EQ(o.segmenter.sink + o.segmenter.recent + o.segmenter.max_span, 0);
-  EXPECT_EQ(o.factors.rank, FactorOptions::Rank::gates);
-  EXPECT_EQ(o.factors.centred, FactorOptions::Centred::never);
-  EXPECT_TRUE(o.factors.soft_gates && !o.factors.raw);
+  EXPECT_EQ(o.memory.factors.rank, FactorOptions::Rank::gates);
+  EXPECT_EQ(o.memory.factors.centred, FactorOptions::Centred::never);
+  EXPECT_TRUE(o.memory.factors.soft_gates && !o.memory.factors.raw);
   EXPECT_EQ(make_policy_from_json(policy->to_json())->to_json(), policy->to_json());
   EXPECT_THROW(static_cast<void>(make_policy("sekv,variant=official,zoom_heads=group")), InvalidArgument);
   EXPECT_THROW(static_cast<void>(make_policy("sekv,rank=some")), InvalidArgument);
-  EXPECT_THROW(static_cast<void>(make_policy("sekv,interval=512")), InvalidArgument);
-  const SegmenterOptions cut = dynamic_cast<const Sekv&>(*make_policy("sekv,budget=100,zoom_share=0.25")).segmenter(4, 128);
+  EXPECT_THROW(static_cast<void>(make_policy("sekv,window=512")), InvalidArgument);
+  const SegmenterOptions cut = dynamic_cast<const Sekv&>(*make_policy("sekv,budget=100,zoom_share=0.25")).segmenter(1000, 4, 128, true);
   EXPECT_DOUBLE_EQ(cut.most_entries, 75);
   EXPECT_DOUBLE_EQ(cut.entries_per_span, 1 + 4 / 256.0);
 }

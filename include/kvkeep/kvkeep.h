@@ -20,6 +20,7 @@
 
 // observe
 #include "kvkeep/observe/observation.h"
+#include "kvkeep/observe/attended.h"
 #include "kvkeep/observe/query_ring.h"
 #include "kvkeep/observe/query_statistics.h"
 #include "kvkeep/observe/trigger.h"
@@ -57,14 +58,20 @@
 #include "kvkeep/layers/last_query.h"
 #include "kvkeep/layers/shrinking_context.h"
 
-// folded spans of a prompt
+// folded spans
 #include "kvkeep/memory/segmenter.h"
 #include "kvkeep/memory/rank_gates.h"
+#include "kvkeep/memory/factors.h"
+#include "kvkeep/memory/far_store.h"
+#include "kvkeep/memory/factor_cache.h"
+#include "kvkeep/memory/span_row.h"
 #include "kvkeep/memory/span_store.h"
 #include "kvkeep/memory/memory_attention.h"
 #include "kvkeep/memory/router.h"
 #include "kvkeep/memory/router_training.h"
 #include "kvkeep/memory/routing_file.h"
+#include "kvkeep/memory/zoom.h"
+#include "kvkeep/memory/memory_options.h"
 
 // apply
 #include "kvkeep/keep/compact.h"

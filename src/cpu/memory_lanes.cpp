@@ -83,6 +83,35 @@ void AddRows(const float* HWY_RESTRICT rows, std::int64_t count, std::int64_t di
   }
 }
 
+/// The entry of a table of 16 that each lane asks for.
+HWY_INLINE V FromTable(const float* table, hn::Vec<hn::RebindToSigned<D>> index) {
+#if HWY_TARGET <= HWY_AVX3
+  return hn::TableLookupLanes(hn::LoadU(D(), table), hn::IndicesFromVec(D(), index));
+#else
+  return hn::GatherIndex(D(), table, index);
+#endif
+}
+
+void SketchProducts(const std::uint32_t* HWY_RESTRICT signs, std::int64_t tokens, std::int64_t words, const float* HWY_RESTRICT table, float* HWY_RESTRICT out) {
+  constexpr std::int64_t kBlock = 16;
+  const hn::RebindToSigned<D> di;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(D()));
+  const auto four = hn::Set(di, 15);
+  for (std::int64_t block = 0; block * kBlock < tokens; ++block)
+    for (std::int64_t lane = 0; lane < kBlock; lane += lanes) {
+      V sum = hn::Zero(D());
+      for (std::int64_t w = 0; w < words; ++w) {
+        auto bits = hn::BitCast(di, hn::LoadU(hn::RebindToUnsigned<D>(), signs + (block * words + w) * kBlock + lane));
+        const float* own = table + w * 8 * 16;
+        for (std::int64_t n = 0; n < 8; ++n) {
+          sum = hn::Add(sum, FromTable(own + n * 16, hn::And(bits, four)));
+          bits = hn::BitCast(di, hn::ShiftRight<4>(hn::BitCast(hn::RebindToUnsigned<D>(), bits)));
+        }
+      }
+      hn::StoreU(sum, D(), out + block * kBlock + lane);
+    }
+}
+
 float Largest(const float* HWY_RESTRICT x, std::int64_t n) {
   const D d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
@@ -138,13 +167,30 @@ namespace kvkeep::cpu {
 HWY_EXPORT(RowDots);
 HWY_EXPORT(AddRows);
 HWY_EXPORT(Largest);
+HWY_EXPORT(SketchProducts);
 HWY_EXPORT(Exponentials);
 HWY_EXPORT(AnyNan);
 
 void row_dots(const float* rows, std::int64_t count, std::int64_t dim, const float* x, float* out) { HWY_DYNAMIC_DISPATCH(RowDots)(rows, count, dim, x, out); }
 void add_rows(const float* rows, std::int64_t count, std::int64_t dim, const float* weights, float* out) { HWY_DYNAMIC_DISPATCH(AddRows)(rows, count, dim, weights, out); }
+std::int64_t sketch_table_size(std::int64_t dim) { return (dim + 31) / 32 * 8 * 16; }
+void sketch_table(const float* query, std::int64_t dim, float* table) {
+  for (std::int64_t first = 0; first < (dim + 31) / 32 * 32; first += 4, table += 16)
+    for (int pattern = 0; pattern < 16; ++pattern) {
+      float sum = 0;
+      for (int i = 0; i < 4; ++i)
+        if (first + i < dim) sum += (pattern >> i & 1) != 0 ? query[first + i] : -query[first + i];
+      table[pattern] = sum;
+    }
+}
+void sketch_products(const std::uint32_t* signs, std::int64_t tokens, std::int64_t words, const float* table, float* out) { HWY_DYNAMIC_DISPATCH(SketchProducts)(signs, tokens, words, table, out); }
 float largest(const float* x, std::int64_t n) { return HWY_DYNAMIC_DISPATCH(Largest)(x, n); }
 float exponentials(float* x, std::int64_t n, float top) { return HWY_DYNAMIC_DISPATCH(Exponentials)(x, n, top); }
+void narrow(const float* from, std::int64_t n, ScalarType dtype, std::byte* to) {
+  if (dtype == kFloat32) std::memcpy(to, from, static_cast<std::size_t>(n) * sizeof(float));
+  if (dtype == kFloat16) std::transform(from, from + n, reinterpret_cast<c10::Half*>(to), [](float x) { return static_cast<c10::Half>(x); });
+  if (dtype == kBFloat16) std::transform(from, from + n, reinterpret_cast<c10::BFloat16*>(to), [](float x) { return static_cast<c10::BFloat16>(x); });
+}
 bool any_nan(const float* x, std::int64_t n) { return HWY_DYNAMIC_DISPATCH(AnyNan)(x, n); }
 
 }  // namespace kvkeep::cpu

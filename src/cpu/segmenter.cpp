@@ -61,6 +61,8 @@ class Runs {
   }
 
   [[nodiscard]] std::int32_t candidates() const { return candidates_; }
+  /// Place of the i-th most surprising one.
+  [[nodiscard]] std::int32_t candidate(std::int32_t i) const { return static_cast<std::int32_t>(std::ranges::find(order_, i) - order_.begin()); }
   [[nodiscard]] std::int32_t end() const { return end_; }
 
   /// The pieces where the `kept` most surprising candidates are anchors.
@@ -131,6 +133,15 @@ void PromptSurprisal::see(const Tensor& logits) {
   seen_ += rows;
 }
 
+float token_surprisal(const Tensor& logits, std::int32_t id) {
+  require(logits.dim() == 1 && logits.device().is_cpu() && is_scorable(logits.scalar_type()), "surprisal: logits have ", logits.dim(), " dimensions of dtype ", c10::toString(logits.scalar_type()), " on ",
+          logits.device().str(), "; allowed f32, f16 or bf16 [vocab] on the CPU");
+  require(id >= 0 && id < logits.size(0), "surprisal: the token has id ", id, "; allowed 0 to ", logits.size(0) - 1);
+  const Tensor row = logits.contiguous();
+  const auto* data = static_cast<const std::byte*>(row.const_data_ptr());
+  return static_cast<float>(clamped(log_sum_exp(data, row.scalar_type(), row.size(0)) - logit(data, row.scalar_type(), id)));
+}
+
 std::vector<std::string> SegmenterOptions::problems() const {
   std::vector<std::string> found;
   if (!std::isfinite(alpha)) found.push_back(text("alpha: ", alpha, "; allowed a finite number"));
@@ -139,6 +150,7 @@ std::vector<std::string> SegmenterOptions::problems() const {
   if (min_span < 1) found.push_back(text("min_span: ", min_span, "; allowed 1 or more"));
   if (max_span < 0) found.push_back(text("max_span: ", max_span, "; allowed 1 or more, or 0 for none"));
   if (!(entries_per_span > 0)) found.push_back(text("entries_per_span: ", entries_per_span, "; allowed above 0"));
+  if (!(entries_per_token >= 0)) found.push_back(text("entries_per_token: ", entries_per_token, "; allowed 0 or more"));
   if (std::isnan(most_entries)) found.push_back(text("most_entries: ", most_entries, "; allowed a number"));
   return found;
 }
@@ -152,22 +164,30 @@ std::vector<std::int32_t> Segments::dense() const {
   return out;
 }
 
-double Segments::entries(double per_span) const {
+double Segments::entries(double per_span, double per_token) const {
   std::int64_t dense = static_cast<std::int64_t>(anchors.size()) + tokens - window;
   for (const Span& s : short_spans) dense += s.length();
-  return static_cast<double>(dense) + per_span * static_cast<double>(spans.size());
+  return static_cast<double>(dense) + per_span * static_cast<double>(spans.size()) + per_token * static_cast<double>(tokens - dense);
 }
 
-Segments segment(std::span<const float> surprisal, const SegmenterOptions& options) {
+namespace {
+
+void check_options(std::span<const float> surprisal, const SegmenterOptions& options) {
   std::string wrong;
   for (const std::string& one : options.problems()) wrong += (wrong.empty() ? "" : "; ") + one;
   require(wrong.empty(), "segment: ", wrong);
   require(surprisal.size() < INT32_MAX, "segment: ", surprisal.size(), " tokens; allowed fewer than 2^31");
+}
+
+}  // namespace
+
+Segments segment(std::span<const float> surprisal, const SegmenterOptions& options) {
+  check_options(surprisal, options);
   const auto tokens = static_cast<std::int32_t>(surprisal.size());
   const auto [mean, deviation] = statistics(surprisal);
   const double threshold = mean + options.alpha * deviation;
   const Runs runs(surprisal, options, threshold);
-  const auto fits = [&](std::int32_t kept) { return runs.pieces(tokens, kept).entries(options.entries_per_span) <= options.most_entries; };
+  const auto fits = [&](std::int32_t kept) { return runs.pieces(tokens, kept).entries(options.entries_per_span, options.entries_per_token) <= options.most_entries; };
   std::int32_t kept = runs.candidates();
   if (!fits(kept)) {
     // The largest count that bisection finds: entries grow with it, though not at every step.
@@ -181,6 +201,15 @@ Segments segment(std::span<const float> surprisal, const SegmenterOptions& optio
   }
   Segments out = runs.pieces(tokens, kept);
   out.threshold = threshold;
+  out.kept_above = kept < runs.candidates() ? clamped(surprisal[static_cast<std::size_t>(runs.candidate(kept))]) : threshold;
+  return out;
+}
+
+Segments segment_above(std::span<const float> surprisal, double threshold, const SegmenterOptions& options) {
+  check_options(surprisal, options);
+  const Runs runs(surprisal, options, threshold);
+  Segments out = runs.pieces(static_cast<std::int32_t>(surprisal.size()), runs.candidates());
+  out.threshold = out.kept_above = threshold;
   return out;
 }
 

@@ -72,7 +72,7 @@ class TileAttention {
  public:
   explicit TileAttention(const AttentionShape& shape) : shape_(shape) {}
 
-  void operator()(const AttentionRow& row, const Tile& tile, const float* queries, float* out) {
+  void operator()(const AttentionRow& row, const Tile& tile, const float* queries, float* out, float* log_sum_exp) {
     const std::int64_t tokens = tile.last - tile.first, vectors = tokens * shape_.group;
     // Beginning at a multiple of the register keeps every slot in its lane, so sums do not depend on where the tile begins.
     const std::int64_t begin = first_visible(row, shape_, tile.first) / kWidestVector * kWidestVector;
@@ -84,16 +84,18 @@ class TileAttention {
     });
 
     sums_.resize(static_cast<std::size_t>(vectors));
+    tops_.resize(static_cast<std::size_t>(vectors));
     for (std::int64_t v = 0; v < vectors; ++v) {
       float* logits = logits_.data() + v * slots;
       hide(row, tile.first + v / shape_.group, begin, slots, logits);
-      sums_[static_cast<std::size_t>(v)] = exponentials(logits, slots, shape_.scale);
+      sums_[static_cast<std::size_t>(v)] = exponentials(logits, slots, shape_.scale, &tops_[static_cast<std::size_t>(v)]);
     }
     outputs_.assign(static_cast<std::size_t>(vectors * shape_.value_dim), 0.0F);
     for_runs(row.values, row.value_dtype, begin, slots, scratch_, [&](const Rows& values, std::int64_t first, std::int64_t count) {
       add_weighted_rows(values, count, shape_.value_dim, logits_.data() + first, slots, vectors, outputs_.data(), shape_.value_dim);
     });
     scatter(row, tile, out);
+    if (log_sum_exp != nullptr) scatter_sums(row, tile, log_sum_exp);
   }
 
  private:
@@ -128,14 +130,22 @@ class TileAttention {
       }
   }
 
+  void scatter_sums(const AttentionRow& row, const Tile& tile, float* out) const {
+    for (std::int64_t i = tile.first; i < tile.last; ++i)
+      for (std::int64_t g = 0; g < shape_.group; ++g) {
+        const auto v = static_cast<std::size_t>((i - tile.first) * shape_.group + g);
+        out[(row.first_token + i) * shape_.query_heads + row.kv_head * shape_.group + g] = shape_.scale * tops_[v] + std::log(sums_[v]);
+      }
+  }
+
   AttentionShape shape_;
-  std::vector<float> queries_, logits_, sums_, outputs_;
+  std::vector<float> queries_, logits_, sums_, tops_, outputs_;
   std::vector<std::byte> scratch_;
 };
 
 }  // namespace
 
-void attend(std::span<const AttentionRow> rows, const AttentionShape& shape, const float* queries, float* out) {
+void attend(std::span<const AttentionRow> rows, const AttentionShape& shape, const float* queries, float* out, float* log_sum_exp) {
   const std::vector<Tile> tiles = tiles_of(rows, shape);
   std::int64_t work = 0;  // multiply-adds, to keep small steps on one thread
   for (const AttentionRow& row : rows)
@@ -148,7 +158,7 @@ void attend(std::span<const AttentionRow> rows, const AttentionShape& shape, con
     TileAttention attend_tile(shape);
     for (std::int64_t t = first; t < last; ++t) {
       const Tile& tile = tiles[static_cast<std::size_t>(t)];
-      attend_tile(rows[static_cast<std::size_t>(tile.row)], tile, queries, out);
+      attend_tile(rows[static_cast<std::size_t>(tile.row)], tile, queries, out, log_sum_exp);
     }
   });
 }

@@ -30,8 +30,8 @@ struct AttentionShape {
   const std::int32_t* positions = nullptr;  ///< [n_tokens] logical, of the step's tokens
 };
 
-/// out [n_tokens, Hq, Dv] from queries [n_tokens, Hq, D] after RoPE. Rows run in parallel; per thread at most a few MB of logits, whatever
+/// out [n_tokens, Hq, Dv] from queries [n_tokens, Hq, D] after RoPE; log_sum_exp [n_tokens, Hq] of the scaled logits, unless it is null. Rows run in parallel; per thread at most a few MB of logits, whatever
 /// the length (one query's group of heads always fits). Every query's result is the same for any split of its prompt into steps.
-void attend(std::span<const AttentionRow> rows, const AttentionShape& shape, const float* queries, float* out);
+void attend(std::span<const AttentionRow> rows, const AttentionShape& shape, const float* queries, float* out, float* log_sum_exp = nullptr);
 
 }  // namespace kvkeep::lm::detail

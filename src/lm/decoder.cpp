@@ -84,7 +84,7 @@ void for_tokens(std::int64_t n, std::int64_t work_per_token, const auto& f) {
 
 // Buffers of one step, grown as needed and kept from step to step.
 struct Decoder::Workspace {
-  std::vector<float> hidden, normed, queries, keys, values, attended, projected, gate, up, cosines, sines;
+  std::vector<float> hidden, normed, queries, keys, values, attended, projected, gate, up, cosines, sines, sums, block;
   std::vector<detail::AttentionRow> rows;
 };
 
@@ -181,11 +181,13 @@ class Decoder::Pass {
       project_and_store(layer, weights);
       if (options_.on_layer) options_.on_layer(sight(layer));
       attend(layer);
+      if (options_.view) options_.view(sight(layer), attended());
       if (options_.on_attended) narrow(layer);
       if (tokens() == 0) break;
       add_product(weights.o, work_.attended.data(), 0, tokens());
       feed_forward(weights);
     }
+    if (options_.on_logits) show_logits();
     return logits();
   }
 
@@ -214,6 +216,11 @@ class Decoder::Pass {
   LayerSight sight(std::int32_t layer) {
     const Tensor queries = at::from_blob(work_.queries.data(), {tokens(), spec_.query_heads, spec_.key_dim}, at::TensorOptions(kFloat32));
     return {.layer = layer, .queries = queries, .indptr = present_.indptr(), .positions = present_.positions()};
+  }
+
+  [[nodiscard]] Attended attended() {
+    const auto floats = at::TensorOptions(kFloat32);
+    return {at::from_blob(work_.attended.data(), {tokens(), spec_.query_heads, spec_.value_dim}, floats), at::from_blob(work_.sums.data(), {tokens(), spec_.query_heads}, floats)};
   }
 
   // What is kept of a token from here on moves to the front: the rows of those that go on lie side by side.
@@ -313,7 +320,8 @@ class Decoder::Pass {
                                        .window = kind.kind == LayerKind::sliding ? kind.window : 0,
                                        .positions = present_.positions().data()};
     rotate(work_.queries.data(), spec_.query_heads);
-    detail::attend(work_.rows, shape, work_.queries.data(), sized(work_.attended, tokens() * spec_.query_heads * spec_.value_dim));
+    detail::attend(work_.rows, shape, work_.queries.data(), sized(work_.attended, tokens() * spec_.query_heads * spec_.value_dim),
+                   options_.view ? sized(work_.sums, tokens() * spec_.query_heads) : nullptr);
   }
 
   // hidden[first..last) += map(x), x [last - first, in]
@@ -339,6 +347,19 @@ class Decoder::Pass {
       multiply({{&weights.gate, gate}, {&weights.up, up}}, work_.normed.data() + first * config_.hidden, last - first);
       for_tokens(last - first, inner * 8, [&](std::int64_t i) { detail::silu_times(gate + i * inner, up + i * inner, inner); });
       add_product(weights.down, gate, first, last);
+    }
+  }
+
+  void show_logits() {
+    constexpr std::int64_t kBlock = 128;
+    const std::int64_t n = config_.hidden;
+    const Linear output{weights_.output, {}};
+    float* block = sized(work_.block, kBlock * config_.vocab);
+    for (std::int64_t first = 0; first < tokens(); first += kBlock) {
+      const std::int64_t count = std::min(kBlock, tokens() - first);
+      for_tokens(count, n, [&](std::int64_t i) { detail::rms_norm(work_.hidden.data() + (first + i) * n, weights_.final_norm.const_data_ptr<float>(), epsilon(), n, work_.normed.data() + i * n); });
+      multiply({{&output, block}}, work_.normed.data(), count);
+      options_.on_logits({first, at::from_blob(block, {count, config_.vocab}, at::TensorOptions(kFloat32))});
     }
   }
 

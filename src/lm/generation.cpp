@@ -19,6 +19,9 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
+/// The token behind those that were predicted.
+std::int32_t fed_next(const Request& request, std::span<const std::int32_t> predicted) { return request.forced.empty() ? predicted.back() : request.forced[predicted.size() - 1]; }
+
 }  // namespace
 
 std::int64_t slots_needed(const ModelSpec& spec, const Trigger& trigger, const Request& request) {
@@ -39,6 +42,7 @@ struct Generator::Batch {
   std::vector<std::int32_t> steps;    ///< [sequences]
   Tensor block_table;                 ///< where the cache is in pages; `places` are its rows then
   std::size_t decoding = 0;
+  std::vector<PromptSurprisal> surprisal;  ///< of the prompts, where the policy reads it
 
   [[nodiscard]] std::int32_t tokens_of(std::size_t i) const { return indptr[i + 1] - indptr[i]; }
 };
@@ -46,7 +50,7 @@ struct Generator::Batch {
 Generator::Generator(Decoder& decoder, std::unique_ptr<KVPolicy> policy, GeneratorOptions options)
     : decoder_(decoder),
       options_(std::move(options)),
-      keeper_(decoder.spec(), std::move(policy), {.layer_by_layer = true, .output_projections = decoder.output_projections(), .accelerator = options_.accelerator}) {
+      keeper_(decoder.spec(), std::move(policy), {.layer_by_layer = true, .output_projections = decoder.output_projections(), .surprisal = true, .reads_folded = true, .accelerator = options_.accelerator}) {
   require(keeper_.device() == decoder.device(), "generate: the decoder is on ", decoder.device().str(), " and the keeper works on ", keeper_.device().str(),
           "; allowed one device, named by GeneratorOptions::accelerator where it is not the CPU");
   if (options_.page_size == 0) {
@@ -106,8 +110,9 @@ Completion Generator::leave(SequenceId id) {
   static_cast<void>(done(id));
   Sequence& sequence = sequences_.at(id);
   Completion result = std::move(sequence.result);
-  if (result.events.empty()) result.kept_bytes = live_bytes(sequence.lengths);
+  if (result.events.empty()) result.kept_bytes = near_bytes(id);
   if (const PromptReport* report = keeper_.prompt_report(id)) result.prompt = *report;
+  if (keeper_.policy().memory() != nullptr) result.folded = keeper_.folded(id);
   if (sequence.request.keep_logits)
     result.logits =
         sequence.logits.empty() ? at::empty({0, decoder_.config().vocab}, at::TensorOptions(kFloat32)) : at::cat(sequence.logits);
@@ -131,7 +136,7 @@ Generator::Batch Generator::gather() const {
     if (predicted == 0)
       batch.tokens.insert(batch.tokens.end(), sequence.prompt.begin(), sequence.prompt.end());
     else
-      batch.tokens.push_back(request.forced.empty() ? sequence.result.tokens.back() : request.forced[predicted - 1]);
+      batch.tokens.push_back(fed_next(request, sequence.result.tokens));
     batch.indptr.push_back(static_cast<std::int32_t>(batch.tokens.size()));
     const std::int32_t tokens = batch.tokens_of(batch.ids.size() - 1);
     for (std::int32_t i = 0; i < tokens; ++i) batch.positions.push_back(position + i);
@@ -181,7 +186,28 @@ Tensor Generator::run(Batch& batch) {
   };
   if (keeper_.policy().narrows() && batch.decoding < batch.ids.size())
     options.on_attended = [&](const LayerSight& sight) { return narrow(batch, sight); };
-  return decoder_.forward(step, cache_, batch.block_table, options);
+  if (keeper_.policy().memory() != nullptr)
+    options.view = [&](const LayerSight& sight, const Attended& attended) {
+      static_cast<void>(keeper_.view({.layer = sight.layer, .sequences = batch.ids, .indptr = sight.indptr, .queries = sight.queries, .basis = QueryBasis::post_rope, .positions = sight.positions}, attended));
+    };
+  if (keeper_.policy().needs().surprisal && batch.decoding < batch.ids.size()) {
+    for (std::size_t i = batch.decoding; i < batch.ids.size(); ++i) batch.surprisal.emplace_back(sequences_.at(batch.ids[i]).prompt);
+    options.on_logits = [&](const LogitsSight& sight) {
+      for (std::size_t i = batch.decoding; i < batch.ids.size(); ++i) {
+        const std::int64_t first = std::max<std::int64_t>(batch.indptr[i], sight.first_token), last = std::min<std::int64_t>(batch.indptr[i + 1], sight.first_token + sight.logits.size(0));
+        if (first < last) batch.surprisal[i - batch.decoding].see(sight.logits.narrow(0, first - sight.first_token, last - first));
+      }
+    };
+  }
+  const Tensor logits = decoder_.forward(step, cache_, batch.block_table, options);
+  if (keeper_.policy().needs().surprisal) tell_surprisal(batch);
+  return logits;
+}
+
+void Generator::tell_surprisal(const Batch& batch) {
+  for (std::size_t i = 0; i < batch.ids.size(); ++i)
+    if (i < batch.decoding) keeper_.surprise(batch.ids[i], {&sequences_.at(batch.ids[i]).next_surprisal, 1});
+    else keeper_.surprise(batch.ids[i], batch.surprisal[i - batch.decoding].values());
 }
 
 // One layer of the prompts that the step holds: the keeper decides and cuts, the decoder goes on with what is left.
@@ -231,9 +257,10 @@ void Generator::predict(const Batch& batch, const Tensor& logits) {
     const std::int32_t best = argmax(row).front();
     sequence.result.tokens.push_back(best);
     if (sequence.request.keep_logits) sequence.logits.push_back(row.clone());
-    sequence.result.peak_bytes = std::max(sequence.result.peak_bytes, live_bytes(sequence.lengths));
+    sequence.result.peak_bytes = std::max(sequence.result.peak_bytes, near_bytes(batch.ids[i]));
     sequence.done = static_cast<std::int32_t>(sequence.result.tokens.size()) >= sequence.request.new_tokens ||
                     (sequence.request.stop_at_end && decoder_.config().ends(best));
+    if (keeper_.policy().needs().surprisal && !sequence.done) sequence.next_surprisal = token_surprisal(row[0], fed_next(sequence.request, sequence.result.tokens));
   }
 }
 
@@ -270,12 +297,14 @@ void Generator::decide(Batch& batch) {
   if (options_.hooks.before_decision) options_.hooks.before_decision({keeper_, view, batch.steps});
   const Plan plan = keeper_.plan(view);
   if (options_.hooks.on_event && !plan.cuts.empty()) options_.hooks.on_event({keeper_, view, plan});
+  std::vector<std::int64_t> folded_before;  // near bytes of what each sequence has folded
+  for (const SequenceId id : batch.ids) folded_before.push_back(near_bytes(id) - live_bytes(sequences_.at(id).lengths));
   const Report report = keeper_.apply(plan, view);
   if (pages_) pages_->sequences.settle(view, report.pages);
   for (const Cut& cut : report.cuts) {
     const auto i = static_cast<std::size_t>(std::find(batch.ids.begin(), batch.ids.end(), cut.sequence) - batch.ids.begin());
     Sequence& sequence = sequences_.at(cut.sequence);
-    const std::int64_t bytes_before = live_bytes(sequence.lengths);
+    const std::int64_t bytes_before = live_bytes(sequence.lengths) + folded_before[i];
     std::copy_n(batch.after.begin() + static_cast<std::ptrdiff_t>(i * rows), rows, sequence.lengths.begin());
     record(cut.sequence, cut, bytes_before);
   }
@@ -287,7 +316,7 @@ void Generator::record(SequenceId id, const Cut& cut, std::int64_t bytes_before)
                       .length_before = cut.length_before,
                       .length_after = cut.length_after,
                       .bytes_before = bytes_before,
-                      .bytes_after = live_bytes(sequence.lengths)};
+                      .bytes_after = near_bytes(id)};
   if (sequence.request.keep_positions)
     for (const std::int32_t layer : keeper_.spec().full_layers())
       for (std::int32_t head = 0; head < keeper_.spec().kv_heads; ++head) {
@@ -305,6 +334,14 @@ std::int64_t Generator::live_bytes(std::span<const std::int32_t> lengths) const 
   for (const std::int32_t layer : spec.full_layers())
     for (std::int32_t head = 0; head < spec.kv_heads; ++head) slots += lengths[static_cast<std::size_t>(layer * spec.kv_heads + head)];
   return slots * slot;
+}
+
+std::int64_t Generator::near_bytes(SequenceId id) const {
+  std::int64_t bytes = live_bytes(sequences_.at(id).lengths);
+  if (keeper_.policy().memory() == nullptr) return bytes;
+  for (const std::int32_t layer : keeper_.spec().full_layers())
+    for (std::int32_t head = 0; head < keeper_.spec().kv_heads; ++head) bytes += keeper_.spans(id, layer, head).near_bytes();
+  return bytes;
 }
 
 GenerationRun generate(Decoder& decoder, std::unique_ptr<KVPolicy> policy, std::vector<Request> requests, GeneratorOptions options) {
@@ -330,6 +367,7 @@ GenerationRun generate(Decoder& decoder, std::unique_ptr<KVPolicy> policy, std::
     });
   }
   run.totals = generator.keeper().totals();
+  if (const FactorCache* cache = generator.keeper().factor_cache()) run.near = cache->totals();
   run.pace = generator.pace();
   return run;
 }

@@ -204,13 +204,14 @@ HWY_INLINE void for_each_vector(float* x, std::int64_t n, float filler, F&& f) {
   std::memcpy(x + i, padded, bytes);
 }
 
-float exponentials_any(float* x, std::int64_t n, float scale) {
+float exponentials_any(float* x, std::int64_t n, float scale, float* most) {
   Vector largest = hn::Set(kLanes32, -HUGE_VALF);
   for_each_vector(x, n, -HUGE_VALF, [&](Vector v, std::int64_t, std::int64_t) HWY_ATTR {
     largest = hn::Max(largest, v);
     return v;
   });
   const Vector top = hn::MaxOfLanes(kLanes32, largest), factor = hn::Set(kLanes32, scale);
+  if (most != nullptr) *most = hn::GetLane(top);
   Vector sum = hn::Zero(kLanes32);
   for_each_vector(x, n, -HUGE_VALF, [&](Vector v, std::int64_t, std::int64_t) HWY_ATTR {
     const Vector weight = hn::Exp(kLanes32, hn::Mul(factor, hn::Sub(v, top)));
@@ -268,7 +269,7 @@ void add_weighted_rows(const Rows& rows, std::int64_t n_rows, std::int64_t lengt
   HWY_DYNAMIC_DISPATCH(add_weighted_rows_any)(rows, n_rows, length, weights, weights_stride, n_weights, out, out_stride);
 }
 
-float exponentials(float* x, std::int64_t n, float scale) { return HWY_DYNAMIC_DISPATCH(exponentials_any)(x, n, scale); }
+float exponentials(float* x, std::int64_t n, float scale, float* most) { return HWY_DYNAMIC_DISPATCH(exponentials_any)(x, n, scale, most); }
 
 void silu_times(float* gate, const float* up, std::int64_t n) { HWY_DYNAMIC_DISPATCH(silu_times_any)(gate, up, n); }
 

@@ -29,8 +29,8 @@ void dots(const Rows& rows, std::int64_t n_rows, std::int64_t length, const floa
 void add_weighted_rows(const Rows& rows, std::int64_t n_rows, std::int64_t length, const float* weights, std::int64_t weights_stride,
                        std::int64_t n_weights, float* out, std::int64_t out_stride);
 
-/// x[t] = exp(scale * (x[t] - max)), and returns their sum. -inf gives 0 and leaves the sum as it is, so a row may be padded with it.
-float exponentials(float* x, std::int64_t n, float scale);
+/// x[t] = exp(scale * (x[t] - max)), and returns their sum. -inf gives 0 and leaves the sum as it is, so a row may be padded with it. `most`: where not null, gets max.
+float exponentials(float* x, std::int64_t n, float scale, float* most = nullptr);
 
 /// gate = silu(gate) * up.
 void silu_times(float* gate, const float* up, std::int64_t n);

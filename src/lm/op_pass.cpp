@@ -10,6 +10,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/index.h>
 #include <ATen/ops/linear.h>
+#include <ATen/ops/logsumexp.h>
 #include <ATen/ops/rms_norm.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/softmax.h>
@@ -92,13 +93,19 @@ class OpPass {
       store(layer, rotated(keys), values);
       if (options_.on_layer) options_.on_layer(sight(layer, queries));
       queries = rotated(queries);
-      Tensor attended = attend(layer, queries * spec_.scale());
+      Tensor sums;
+      Tensor attended = attend(layer, queries * spec_.scale(), options_.view ? &sums : nullptr);
+      if (options_.view) {
+        attended = attended.contiguous();
+        options_.view(sight(layer, queries), {attended.view({tokens(), spec_.query_heads, spec_.value_dim}), sums});
+      }
       if (options_.on_attended) narrow(layer, queries, hidden, attended);
       if (tokens() == 0) break;
       hidden.add_(product(weights.o, attended));
       const Tensor inner = normalised(hidden, weights.mlp_norm);
       hidden.add_(product(weights.down, at::silu(product(weights.gate, inner)).mul_(product(weights.up, inner))));
     }
+    if (options_.on_logits) show_logits(hidden);
     return logits(hidden);
   }
 
@@ -266,14 +273,15 @@ class OpPass {
 
   // ---- Attention
 
-  // [n, Hq * Dv] from queries [n, Hq, D], rotated and scaled.
-  [[nodiscard]] Tensor attend(std::int32_t layer, const Tensor& queries) const {
-    std::vector<Tensor> parts;
-    for (const std::int32_t s : present_.still()) attend_sequence(layer, s, queries.narrow(0, first_token(s), added(s)), parts);
+  // [n, Hq * Dv] from queries [n, Hq, D], rotated and scaled; and, where asked for, the log-sum-exps [n, Hq] of their logits.
+  [[nodiscard]] Tensor attend(std::int32_t layer, const Tensor& queries, Tensor* log_sum_exp) const {
+    std::vector<Tensor> parts, sums;
+    for (const std::int32_t s : present_.still()) attend_sequence(layer, s, queries.narrow(0, first_token(s), added(s)), parts, log_sum_exp == nullptr ? nullptr : &sums);
+    if (log_sum_exp != nullptr) *log_sum_exp = at::cat(sums);
     return at::cat(parts);
   }
 
-  void attend_sequence(std::int32_t layer, std::int32_t sequence, const Tensor& queries, std::vector<Tensor>& parts) const {
+  void attend_sequence(std::int32_t layer, std::int32_t sequence, const Tensor& queries, std::vector<Tensor>& parts, std::vector<Tensor>* sums) const {
     const LayerKv& kv = cache_[static_cast<std::size_t>(layer)];
     const auto* dense = std::get_if<DenseKv>(&kv);
     const auto* paged = std::get_if<PagedKv>(&kv);
@@ -297,6 +305,7 @@ class OpPass {
       if (count > 1 || shortest < longest || !options_.visible.empty())
         logits.view({heads, count, group, width})
             .masked_fill_(hidden(layer, sequence, i, count, ages.narrow(1, begin, width), begin).unsqueeze(2), -std::numeric_limits<float>::infinity());
+      if (sums != nullptr) sums->push_back(at::logsumexp(logits, {2}).view({heads, count, group}).transpose(0, 1).reshape({count, spec_.query_heads}));
       const Tensor seen = at::bmm(at::softmax(logits, 2), values.narrow(1, begin, width));
       parts.push_back(seen.view({heads, count, group * spec_.value_dim}).transpose(0, 1).reshape({count, spec_.query_heads * spec_.value_dim}));
     }
@@ -311,6 +320,14 @@ class OpPass {
     if (options_.visible.empty()) return hide;
     const Tensor mask = options_.visible[static_cast<std::size_t>(layer)].select(0, step_.rows[static_cast<std::size_t>(sequence)]).narrow(1, begin, ages.size(1));
     return hide.logical_or_(mask.eq(0).logical_and_(ages.lt(0)).unsqueeze(1));
+  }
+
+  void show_logits(const Tensor& hidden) const {
+    constexpr std::int64_t kBlock = 128;
+    for (std::int64_t first = 0; first < tokens(); first += kBlock) {
+      const Tensor rows = hidden.narrow(0, first, std::min(kBlock, tokens() - first));
+      options_.on_logits({first, product({weights_.output, {}}, normalised(rows, weights_.final_norm))});
+    }
   }
 
   [[nodiscard]] Tensor logits(const Tensor& hidden) const {

@@ -1,6 +1,7 @@
 #include "kvkeep/policy/evict.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "kvkeep/score/window_attention.h"
@@ -44,7 +45,56 @@ void share_scores(const Evidence& evidence, const Limits& limits, Sharing share,
     }
 }
 
+/// Dropped slots of one row into spans: what each segment drops is one, small ones joined with what follows, large ones cut.
+void fold_row(const KeepSet& keep, std::size_t r, std::int32_t length, std::span<const std::int32_t> ends, const RestOptions& rest, Fold& fold) {
+  const std::span<const std::int32_t> kept = keep.row(r);
+  const std::size_t first = fold.slots.size();
+  std::vector<std::int64_t> pieces;  // ends among the dropped slots of the row
+  std::size_t next = 0, segment = 0;
+  const auto dropped = [&] { return static_cast<std::int64_t>(fold.slots.size() - first); };
+  const auto close = [&] {
+    if (dropped() - (pieces.empty() ? 0 : pieces.back()) >= rest.min_span) pieces.push_back(dropped());
+  };
+  for (std::int32_t slot = 0; slot < length; ++slot) {
+    while (segment < ends.size() && slot >= ends[segment]) ++segment, close();
+    if (next < kept.size() && kept[next] == slot) ++next;
+    else fold.slots.push_back(slot);
+  }
+  if (dropped() == 0) return;
+  if (pieces.empty() || dropped() - pieces.back() >= rest.min_span) pieces.push_back(dropped());
+  else pieces.back() = dropped();  // the last few join those before
+  std::int64_t begin = 0;
+  for (const std::int64_t end : pieces) {
+    const std::int64_t count = (end - begin + rest.max_span - 1) / rest.max_span;
+    for (std::int64_t i = 1; i <= count; ++i) fold.spans.push_back(static_cast<std::int64_t>(first) + begin + i * (end - begin) / count);
+    begin = end;
+  }
+}
+
+Fold fold_rest(const RowTable& table, const Decision& decision, const RestOptions& rest) {
+  Fold fold;
+  const KeepSet& keep = *decision.keep;
+  const bool weighed = rest.weights == RestOptions::Weights::mass && decision.allotment.has_value() && decision.allotment->mass.data.defined();
+  for (std::size_t r = 0; r < table.rows.size(); ++r) {
+    const Row& row = table.rows[r];
+    const auto first = static_cast<std::ptrdiff_t>(fold.slots.size());
+    fold_row(keep, r, row.length, decision.allotment.has_value() ? std::span<const std::int32_t>(decision.allotment->ends[r]) : std::span<const std::int32_t>(), rest, fold);
+    fold.indptr.push_back(static_cast<std::int64_t>(fold.spans.size()) - 1);
+    if (!weighed) continue;
+    const float* mass = decision.allotment->mass.data.const_data_ptr<float>() + row.first;
+    std::transform(fold.slots.begin() + first, fold.slots.end(), std::back_inserter(fold.weights), [mass](std::int32_t slot) { return mass[slot]; });
+  }
+  return fold;
+}
+
 }  // namespace
+
+std::vector<std::string> RestOptions::problems() const {
+  std::vector<std::string> found = memory.problems();
+  if (min_span < 1) found.push_back(text("min_span: ", min_span, "; allowed 1 or more"));
+  if (max_span < 1) found.push_back(text("max_span: ", max_span, "; allowed 1 or more"));
+  return found;
+}
 
 Evict::Evict(std::string name, std::unique_ptr<Scorer> scorer, std::unique_ptr<Allocator> allocator, Retention retention, std::string json)
     : name_(std::move(name)), scorer_(std::move(scorer)), allocator_(std::move(allocator)), retention_(retention), json_(std::move(json)) {
@@ -117,6 +167,7 @@ Decision Evict::decide(const Evidence& evidence) const {
   decision.share = retention_.share;
   if (retention_.share != Sharing::per_layer_per_head) share_scores(evidence, limits, retention_.share, decision.scores.data.data_ptr<float>());
   allocator_->allot(evidence, limits, seen, decision);
+  if (retention_.rest != nullptr && decision.keep) decision.fold = fold_rest(evidence.table, decision, *retention_.rest);
   return decision;
 }
 

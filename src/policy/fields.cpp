@@ -118,8 +118,22 @@ std::filesystem::path Fields::file(const char* name, const char* what) {
     listed_.push_back({full_name(name), "required", "a file, relative to the policy file", what});
     return {};
   }
+  const std::filesystem::path path = named_file(name);
+  require(!path.empty(), "policy: ", full_name(name), " is missing; allowed the name of a file, relative to the policy file");
+  return path;
+}
+
+std::filesystem::path Fields::optional_file(const char* name, const char* what) {
+  if (listing()) {
+    listed_.push_back({full_name(name), "-", "a file, relative to the policy file", what});
+    return {};
+  }
+  return named_file(name);
+}
+
+std::filesystem::path Fields::named_file(const char* name) {
   const nlohmann::json* given = find(name, {});
-  require(given != nullptr, "policy: ", full_name(name), " is missing; allowed the name of a file, relative to the policy file");
+  if (given == nullptr) return {};
   if (!given->is_string() || given->get<std::string>().empty()) bad(name, *given, "the name of a file");
   const std::filesystem::path path = given->get<std::string>();
   put(name, path.is_absolute() ? path.string() : (folder_ / path).string());

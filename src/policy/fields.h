@@ -66,6 +66,9 @@ class Fields {
   /// A file that must be named; relative to the reader's folder. Empty while listing.
   std::filesystem::path file(const char* name, const char* what);
 
+  /// The same of a file that need not be named; empty where it is not.
+  std::filesystem::path optional_file(const char* name, const char* what);
+
   [[noreturn]] void bad(const char* name, const nlohmann::json& given, const std::string& allowed) const;
 
   /// Options in a sub-object of this name until leave().
@@ -91,6 +94,7 @@ class Fields {
   Given number(const char* name, double& value, Range range, const char* what, Aliases aliases, const char* fallback, const char* word);
   [[nodiscard]] std::string full_name(const char* name) const { return scope_.empty() ? name : scope_ + "." + name; }
   const nlohmann::json* find(const char* name, Aliases aliases);
+  std::filesystem::path named_file(const char* name);
   void put(const char* name, const nlohmann::ordered_json& value);
 
   const nlohmann::json* from_;        ///< null while listing

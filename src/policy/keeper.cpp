@@ -80,6 +80,12 @@ std::vector<std::string> problems(const KVPolicy& policy, const ModelSpec& spec,
     if (policy.narrows()) found.push_back(text("device: ", policy.name(), " narrows prompts, which a keeper does on the CPU only; given ", provided.accelerator->device().str()));
     if (needs.statistics_from >= 0) found.push_back(text("device: ", policy.name(), " reads statistics of every query, which are kept on the CPU only; given ", provided.accelerator->device().str()));
   }
+  if (const MemoryOptions* memory = policy.memory()) {
+    for (std::string& one : memory->problems(spec)) found.push_back(std::move(one));
+    if (provided.accelerator != nullptr) found.push_back(text("device: ", policy.name(), " folds spans, which a keeper does on the CPU only; given ", provided.accelerator->device().str()));
+    if (!provided.reads_folded) found.push_back(text("reads_folded: ", policy.name(), " folds spans; the engine does not say that it calls view() behind each layer's attention"));
+  }
+  if (needs.surprisal && !provided.surprisal) found.push_back(text("surprisal: ", policy.name(), " reads that of every token; the engine gives none"));
   if (needs.queries > 0 && !provided.queries)
     found.push_back(text("queries: ", policy.name(), " reads the newest ", needs.queries, " of every full layer; the engine gives none"));
   if (policy.narrows() && !provided.layer_by_layer)
@@ -124,6 +130,10 @@ Keeper::Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy, Provided provid
   require(!full_layers_.empty(), "Keeper: the model has no full-attention layer, so there is nothing to keep or drop; allowed one or more");
   layer_index_.assign(spec_.layers.size(), -1);
   for (std::size_t i = 0; i < full_layers_.size(); ++i) layer_index_[static_cast<std::size_t>(full_layers_[i])] = static_cast<std::int32_t>(i);
+  if (const MemoryOptions* memory = policy_->memory()) {
+    far_ = provided_.far_store != nullptr ? provided_.far_store : FarStore::make(memory->far);
+    near_ = std::make_unique<FactorCache>(memory->near);
+  }
 }
 
 void Keeper::join(SequenceId sequence, std::int32_t tokens, std::int32_t prompt) {
@@ -144,11 +154,17 @@ void Keeper::join(SequenceId sequence, std::int32_t tokens, std::int32_t prompt)
   fresh.prefix = fresh.next_position = tokens;
   fresh.logical = fresh.asked = tokens;
   fresh.prompt = prompt == -1 && tokens > 0 ? tokens : prompt;
+  if (const MemoryOptions* memory = policy_->memory()) {
+    const auto rows = static_cast<std::size_t>(layers * spec_.kv_heads);
+    fresh.memory.assign(rows, SpanRow(spec_.key_dim, memory->factors.store));
+    fresh.opened.resize(rows);
+    fresh.viewed.resize(full_layers_.size());
+  }
   sequences_.emplace(sequence, std::move(fresh));
 }
 
 void Keeper::leave(SequenceId sequence) {
-  static_cast<void>(at(sequence));
+  for (const SpanRow& row : at(sequence).memory) near_->forget(row.blobs());
   sequences_.erase(sequence);
   ++version_;
 }
@@ -287,6 +303,8 @@ RowTable Keeper::table_of(const CacheView& view, std::span<const std::int32_t> d
     if (!s.statistics.empty()) group.statistics = &s.statistics[static_cast<std::size_t>(index)];
     group.next_position = s.next_position;
     group.prompt = static_cast<std::int32_t>(s.prompt < 0 ? s.logical : s.prompt);
+    group.surprisal = s.surprisal;
+    group.settled = s.settled;
     if (provided_.accelerator == nullptr) continue;
     group.newest = s.columns->newest();
     group.prompt_slots = s.prompt_slots >= 0 ? s.prompt_slots : static_cast<std::int32_t>(std::ranges::lower_bound(group.newest, group.prompt) - group.newest.begin());
@@ -327,6 +345,18 @@ Plan Keeper::plan(const CacheView& view) const {
         occasion.slots += held;
       }
     }
+    if (trigger.kind == Trigger::Kind::window) {
+      const auto newest = s.columns->newest();
+      occasion.unsettled = newest.end() - std::ranges::lower_bound(newest, s.settled);
+    }
+    require<StateError>(!needs_.surprisal || s.surprised == s.logical, "step: ", s.surprised, " of the ", s.logical, " tokens of sequence ", view.sequences[i], " have their surprisal; ", policy_->name(),
+                        " reads that of all, give them with surprise()");
+    for (const std::int32_t l : full_layers_) {
+      const auto index = static_cast<std::size_t>(layer_index_[static_cast<std::size_t>(l)]);
+      const bool holds = !s.memory.empty() && s.memory[index * static_cast<std::size_t>(spec_.kv_heads)].size() > 0;
+      require<StateError>(!holds || s.viewed[index] == s.logical, "step: layer ", l, " of sequence ", view.sequences[i], " has read its folded spans for ", s.viewed[holds ? index : 0], " of ", s.logical,
+                          " tokens; call view() behind each layer's attention");
+    }
     if (!trigger.due(occasion)) continue;
     due.push_back(static_cast<std::int32_t>(i));
     for (const std::int32_t l : full_layers_) {
@@ -357,6 +387,7 @@ Plan Keeper::plan(const CacheView& view) const {
     cut.slots_before += row.length;
     cut.slots_after += keep.count(r);
   }
+  if (plan.decision.fold) check_fold(plan);
   if (plan.table.page_size > 0) plan.pages = plan_pages(plan.table, keep, view.sequences, view.pages, view.shared_pages);
   return plan;
 }
@@ -373,8 +404,9 @@ DeviceColumns& Keeper::on_device(Sequence& sequence) { return static_cast<Device
 
 Report Keeper::apply(const Plan& plan, const CacheView& view) {
   require<StateError>(plan.version == version_, "apply: the plan is out of date, tokens were observed or rows were cut since; make a new one");
-  Report report{.cuts = plan.cuts, .pages = plan.pages, .slots_dropped = 0, .bytes_before = plan.bytes_before, .bytes_after = plan.bytes_after, .bytes_moved = 0, .pages_freed = 0};
+  Report report{.cuts = plan.cuts, .pages = plan.pages, .slots_dropped = 0, .slots_folded = 0, .far_bytes = 0, .bytes_before = plan.bytes_before, .bytes_after = plan.bytes_after, .bytes_moved = 0, .pages_freed = 0};
   if (plan.decision.keep) require_one_length(plan.table, *plan.decision.keep, view);
+  std::vector<SpanRow> folded = fold_dropped(plan, view);
   take_pages(report.pages, view.pages);
   if (plan.decision.keep) {
     try {
@@ -407,6 +439,7 @@ Report Keeper::apply(const Plan& plan, const CacheView& view) {
     view.lengths.at(i, row.layer * spec_.kv_heads + row.head) = static_cast<std::int32_t>(keep.count(r));
     report.slots_dropped += row.length - keep.count(r);
   }
+  settle_folded(plan, view, std::move(folded), report);
   if (provided_.accelerator != nullptr)
     for (const RowGroup& group : plan.table.groups) {
       Sequence& s = sequences_.at(view.sequences[static_cast<std::size_t>(group.sequence)]);
@@ -417,6 +450,7 @@ Report Keeper::apply(const Plan& plan, const CacheView& view) {
   ++totals_.events;
   totals_.sequences_cut += static_cast<std::int64_t>(report.cuts.size());
   totals_.slots_dropped += report.slots_dropped;
+  totals_.slots_folded += report.slots_folded;
   totals_.bytes_moved += report.bytes_moved;
   totals_.pages_freed += report.pages_freed;
   return report;
@@ -442,6 +476,9 @@ void Keeper::truncate(SequenceId sequence, std::int64_t logical_length) {
   for (QueryStatistics& statistics : s.statistics) statistics.forget(taken);
   s.logical = logical_length;
   s.asked = std::min(s.asked, s.logical);
+  s.surprised = std::min(s.surprised, s.logical);
+  if (static_cast<std::int64_t>(s.surprisal.size()) > s.next_position) s.surprisal.resize(static_cast<std::size_t>(s.next_position));
+  for (std::int64_t& viewed : s.viewed) viewed = std::min(viewed, s.logical);
   ++version_;
 }
 

@@ -11,10 +11,10 @@ SekvOptions defaults_of(Variant variant) {
   o.variant = variant;
   if (variant == Variant::strict) return o;
   o.segmenter.sink = o.segmenter.recent = o.segmenter.max_span = 0;
-  o.factors.rank = FactorOptions::Rank::gates;
-  o.factors.centred = FactorOptions::Centred::never;
-  o.factors.soft_gates = true;
-  o.factors.raw = false;
+  o.memory.factors.rank = FactorOptions::Rank::gates;
+  o.memory.factors.centred = FactorOptions::Centred::never;
+  o.memory.factors.soft_gates = true;
+  o.memory.factors.raw = false;
   o.training.published = true;
   return o;
 }
@@ -40,12 +40,25 @@ void describe_factors(Fields& f, FactorOptions& o) {
 void describe_zoom(Fields& f, ZoomOptions& o) {
   using Rule = ZoomOptions::Rule;
   using Heads = ZoomOptions::Heads;
-  f.choice("zoom", o.rule, {{"learned", Rule::learned}, {"mass", Rule::mass}, {"coverage", Rule::coverage}},
-           "which spans a query opens: by a trained router, by estimated share of attention, or the fewest that hold `coverage` of what spans draw");
+  f.choice("zoom", o.rule, {{"auto", Rule::automatic}, {"learned", Rule::learned}, {"mass", Rule::mass}, {"coverage", Rule::coverage}},
+           "which spans a query opens: by a trained router, by estimated share of attention, or the fewest that hold `coverage` of what spans draw; auto: learned where there is a router, else mass");
   f.real("mass", o.mass, 0, false, 1, false, "with zoom=mass: share of attention above which a span opens");
   f.real("coverage", o.coverage, 0, false, 1, false, "with zoom=coverage: share of what all spans draw that opens");
   f.real("coverage_floor", o.coverage_floor, 0, false, 1, false, "with zoom=coverage: spans below this share of attention stay folded");
   f.choice("zoom_heads", o.heads, {{"own", Heads::own}, {"group", Heads::group}}, "a query head reads in full what it asked for, or what any head of its group did");
+}
+
+void describe_stores(Fields& f, MemoryOptions& o) {
+  const auto bytes = [&f](const char* name, std::int64_t& cap, const char* what) {
+    std::int64_t given = 0;
+    if (f.integer(name, given, 0, INT64_MAX, what, {}, "-")) cap = given;
+  };
+  if (const std::filesystem::path file = f.optional_file("router", "trained router and gates (kvkeep_train_router)"); !file.empty()) o.routing = std::make_shared<Routing>(Routing::read(file));
+  bytes("near_bytes", o.near.bytes, "factors of opened spans that stay near; left out: all");
+  bytes("host_bytes", o.far.host_bytes, "factors in host memory, an exact cap; left out: no limit");
+  o.far.file = f.optional_file("file", "what does not fit into host memory goes into this file, which is new and goes with the run");
+  bytes("file_bytes", o.far.file_bytes, "factors in the file; left out: no limit");
+  f.choice("damage", o.damage, {{"refuse", Damage::refuse}, {"coarse", Damage::coarse}}, "a span whose factors cannot be read any more: an error that names it, or its coarse entry is read");
 }
 
 void describe_training(Fields& f, TrainingOptions& o) {
@@ -60,25 +73,35 @@ void describe_training(Fields& f, TrainingOptions& o) {
 
 }  // namespace
 
+void describe_memory(Fields& f, MemoryOptions& o) {
+  describe_factors(f, o.factors);
+  describe_zoom(f, o.zoom);
+  f.flag("sketch", o.sketch, "without a learned router: signs of every folded key stay near, and shares of attention are told from them (off in traces)");
+  describe_stores(f, o);
+}
+
 SekvOptions describe_sekv(Fields& f) {
   std::int32_t budget = 0;
   f.integer("budget", budget, 1, INT32_MAX, "entries of one KV head that may be in reach at once: dense tokens, coarse entries, zoomed factors by size; left out: no limit", {}, "-");
+  double ratio = 0;
+  f.real("ratio", ratio, 0, true, 1, false, "the same as a share of the tokens seen, instead of budget", {}, "-");
   Variant variant = Variant::strict;
   f.choice("variant", variant, {{"strict", Variant::strict}, {"official", Variant::official}}, "our corrected form, or the published rules and defaults");
   SekvOptions o = defaults_of(variant);
   o.budget = budget;
+  o.ratio = ratio;
+  f.integer("interval", o.interval, 1, INT32_MAX, "tokens that leave the local window together while decoding");
   f.integer("sink", o.segmenter.sink, 0, INT32_MAX, "oldest tokens that are anchors in any case");
   f.integer("recent", o.segmenter.recent, 0, INT32_MAX, "newest tokens that stay as they are (local window)");
   f.enter("memory");
   describe_spans(f, o.segmenter);
-  describe_factors(f, o.factors);
-  describe_zoom(f, o.zoom);
+  describe_memory(f, o.memory);
   f.real("zoom_share", o.zoom_share, 0, false, 1, false, "share of the budget that is kept free for zooming when anchors are chosen");
   f.leave();
   f.enter("training");
   describe_training(f, o.training);
   f.leave();
-  if (variant == Variant::official && o.zoom.heads == ZoomOptions::Heads::group) refuse("policy: memory.zoom_heads of sekv is group with variant official; allowed own, as the published budget is of each head by itself");
+  if (variant == Variant::official && o.memory.zoom.heads == ZoomOptions::Heads::group) refuse("policy: memory.zoom_heads of sekv is group with variant official; allowed own, as the published budget is of each head by itself");
   return o;
 }
 

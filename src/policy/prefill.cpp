@@ -14,6 +14,8 @@ std::vector<std::string> Prefill::problems(const ModelSpec& spec) const {
   if (static_cast<std::int32_t>(spec.full_layers().size()) != spec.num_layers())
     found.push_back(text("layers: ", name_, " drops token rows, and ", spec.num_layers() - static_cast<std::int32_t>(spec.full_layers().size()), " of ", spec.num_layers(),
                          " layers are not full attention; allowed models of full layers alone"));
+  if (decoding_->needs().surprisal)
+    found.push_back(text("decode: ", decoding_->name(), " reads the surprisal of every token, and tokens that ", name_, " leaves behind never come to the last layer; allowed a policy that does not"));
   for (std::string& one : decoding_->problems(spec)) found.push_back(std::move(one));
   return found;
 }

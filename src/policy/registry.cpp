@@ -404,6 +404,27 @@ bool fit(const AllocatorEntry& allocator, const ScorerEntry& scorer) {
   return scorer.name != nullptr && (scorer.probability || !allocator.probability);
 }
 
+/// What becomes of the rest, and where it folds, how.
+void describe_rest(Fields& f, Retention& r) {
+  bool folds = false;
+  f.choice("rest", folds, {{"drop", false}, {"fold", true}}, "slots that do not stay: dropped, or folded into spans that open again where a query asks (docs/memory.md)");
+  if (!folds && !f.listing()) return;
+  RestOptions rest;
+  f.enter("memory");
+  f.integer("min_span", rest.min_span, 1, INT32_MAX, "with rest=fold: what neighbouring segments drop shares a span until it has so many tokens");
+  f.integer("max_span", rest.max_span, 1, INT32_MAX, "with rest=fold: longer spans are cut into equal pieces");
+  f.choice("weights", rest.weights, {{"equal", RestOptions::Weights::equal}, {"mass", RestOptions::Weights::mass}}, "with rest=fold: how much a token counts in its span's coarse entry: all alike, or by attention mass");
+  describe_memory(f, rest.memory);
+  std::int32_t reach = 0;
+  if (f.integer("reach", reach, 1, INT32_MAX, "with rest=fold: entries of one KV head that may be in reach at once: slots, coarse entries, opened factors by size; left out: no limit", {}, "-")) rest.memory.entries = reach;
+  f.leave();
+  if (f.listing()) return;
+  std::string wrong;
+  for (const std::string& one : rest.problems()) wrong += (wrong.empty() ? "" : "; ") + one;
+  require(wrong.empty(), "policy: memory: ", wrong);
+  r.rest = std::make_shared<const RestOptions>(std::move(rest));
+}
+
 void describe_evict(Fields& f, const AllocatorEntry& allocator, const ScorerEntry& scorer, EvictParts& parts) {
   parts.retention.trigger.interval = 512;
   parts.ams = scorer.ams;
@@ -414,6 +435,7 @@ void describe_evict(Fields& f, const AllocatorEntry& allocator, const ScorerEntr
     parts.scorer = scorer.make(f);
     f.leave();
   });
+  describe_rest(f, parts.retention);
 }
 
 /// Calls body(name, allocator, scorer) for every policy, those without an allocator first.
@@ -527,6 +549,8 @@ std::string full_key(const PolicyInfo& policy, const std::string& key) {
     if (o.name == key) return key;
     if (o.name.ends_with("." + key)) matches.push_back(o.name);
   }
+  // Folded spans are a part of every evicting policy: a name that the policy itself uses means its own.
+  if (matches.size() > 1) std::erase_if(matches, [&](const std::string& match) { return !policy.scorer.empty() && match.starts_with("memory."); });
   require(matches.size() < 2, "policy: option \"", key, "\" of ", policy.name, " could be ", matches.empty() ? "" : matches.front() + " or " + matches.back(),
           "; write one of them");
   return matches.empty() ? key : matches.front();

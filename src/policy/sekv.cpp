@@ -1,48 +1,139 @@
 #include "kvkeep/policy/sekv.h"
 
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <map>
 #include <utility>
 
 #include "kvkeep/core/error.h"
 
 namespace kvkeep {
+namespace {
+
+/// What becomes of the slots of a row, the same in all rows of a sequence.
+struct Pieces {
+  std::vector<std::int32_t> kept;        ///< slots
+  std::vector<std::int32_t> folded;      ///< slots of one span after the other
+  std::vector<std::int64_t> spans{0};    ///< where each begins in `folded`
+  std::vector<float> weights;            ///< [folded]
+  std::int32_t settled = 0;              ///< logical position
+};
+
+/// Slots from `first` on are cut as `segments` says.
+Pieces pieces_of(const Segments& segments, std::int32_t first, const Row& row, std::span<const float> surprisal) {
+  Pieces out;
+  for (std::int32_t slot = 0; slot < first; ++slot) out.kept.push_back(slot);
+  for (const std::int32_t t : segments.dense()) out.kept.push_back(first + t);
+  for (const Span& s : segments.spans) {
+    for (std::int32_t t = s.begin; t < s.end; ++t) out.folded.push_back(first + t), out.weights.push_back(surprisal[static_cast<std::size_t>(t)]);
+    out.spans.push_back(static_cast<std::int64_t>(out.folded.size()));
+  }
+  const std::int32_t window = first + segments.window;
+  out.settled = window < row.length ? row.positions[window] : row.positions[row.length - 1] + 1;
+  return out;
+}
+
+}  // namespace
 
 Sekv::Sekv(SekvOptions options, std::string json) : options_(std::move(options)), json_(std::move(json)) {
   std::string wrong;
   const auto add = [&wrong](const std::vector<std::string>& found) {
     for (const std::string& one : found) wrong += (wrong.empty() ? "" : "; ") + one;
   };
+  if (options_.budget > 0) options_.memory.entries = options_.budget;
+  options_.memory.entries_share = options_.ratio;
+  options_.memory.published_budget = options_.variant == Variant::official;
   add(options_.segmenter.problems());
-  add(options_.factors.problems());
-  add(options_.zoom.problems());
+  add(options_.memory.problems());
   add(options_.training.problems());
   if (options_.budget < 0) add({text("budget: ", options_.budget, "; allowed 1 or more, or 0 for none")});
+  if (options_.budget > 0 && options_.ratio > 0) add({"budget: given with ratio; allowed one of them"});
   if (!(options_.zoom_share >= 0 && options_.zoom_share <= 1)) add({text("zoom_share: ", options_.zoom_share, "; allowed 0 to 1")});
+  if (options_.interval < 1) add({text("interval: ", options_.interval, "; allowed 1 or more")});
   require(wrong.empty(), "sekv: ", wrong);
 }
 
-std::vector<std::string> Sekv::problems(const ModelSpec&) const {
-  return {"engine: sekv runs on traces of kind span alone, no Keeper holds folded spans yet; allowed with kvkeep replay and trace::replay_span"};
+double Sekv::entries_per_span(std::int64_t group, std::int64_t dim, bool learned) const {
+  return learned && options_.variant == Variant::strict ? 1 + static_cast<double>(group) / (2.0 * static_cast<double>(dim)) : 1;
 }
 
-double Sekv::entries_per_span(std::int64_t group, std::int64_t dim) const {
-  // Of a learned router a norm for each query head is resident beside key and value.
-  const bool norms = options_.variant == Variant::strict && options_.zoom.rule == ZoomOptions::Rule::learned;
-  return norms ? 1 + static_cast<double>(group) / (2.0 * static_cast<double>(dim)) : 1;
-}
-
-SegmenterOptions Sekv::segmenter(std::int64_t group, std::int64_t dim) const {
+SegmenterOptions Sekv::segmenter(std::int64_t tokens, std::int64_t group, std::int64_t dim, bool learned) const {
   SegmenterOptions o = options_.segmenter;
-  o.entries_per_span = entries_per_span(group, dim);
-  if (options_.budget > 0 && options_.variant == Variant::strict) o.most_entries = (1 - options_.zoom_share) * options_.budget;
+  o.entries_per_span = entries_per_span(group, dim, learned);
+  const double budget = options_.ratio > 0 ? options_.ratio * static_cast<double>(tokens) : options_.budget;
+  if (budget > 0 && options_.variant == Variant::strict) o.most_entries = (1 - options_.zoom_share) * budget;
   return o;
 }
 
-ZoomBudget Sekv::zoom_budget(const Segments& segments, std::int64_t group, std::int64_t dim) const {
+ZoomBudget Sekv::zoom_budget(const Segments& segments, std::int64_t group, std::int64_t dim, bool learned) const {
   ZoomBudget b;
   if (options_.budget > 0) b.entries = options_.budget;
-  b.resident = segments.entries(entries_per_span(group, dim));
+  if (options_.ratio > 0) b.entries = options_.ratio * segments.tokens;
+  b.resident = segments.entries(entries_per_span(group, dim, learned));
   b.per_head = options_.variant == Variant::official;
   return b;
+}
+
+Decision Sekv::decide(const Evidence& evidence) const {
+  const RowTable& table = evidence.table;
+  const auto heads = static_cast<std::size_t>(evidence.spec.kv_heads);
+  const std::int64_t group_size = evidence.spec.group(), dim = evidence.spec.key_dim;
+  const SegmenterOptions& own = options_.segmenter;
+  std::map<std::int32_t, Pieces> by_sequence;
+  const auto decide_sequence = [&](const RowGroup& group, const Row& row) -> Pieces {
+    const auto surprisal_at = [&](std::int32_t position) {
+      require(static_cast<std::size_t>(position) < group.surprisal.size(), "sekv: position ", position, " has no surprisal; ", group.surprisal.size(), " tokens do, allowed all");
+      return group.surprisal[static_cast<std::size_t>(position)];
+    };
+    const auto first = static_cast<std::int32_t>(std::lower_bound(row.positions, row.positions + row.length, group.settled) - row.positions);
+    std::vector<float> nats;
+    for (std::int32_t slot = first; slot < row.length; ++slot) nats.push_back(surprisal_at(row.positions[slot]));
+    const auto segmenter = [&](std::int64_t tokens) {
+      SegmenterOptions o = this->segmenter(tokens, group_size, dim, options_.memory.learned());
+      o.entries_per_token = options_.memory.entries_per_token(dim);
+      return o;
+    };
+    if (group.settled == 0) return pieces_of(segment(nats, segmenter(row.length)), 0, row, nats);
+    // The first time was at the end of the prompt, or for one shorter than the window when `interval` tokens had left it.
+    const std::int32_t then = std::max(group.prompt, group.prompt > own.recent ? 0 : own.recent + options_.interval);
+    std::vector<float> all;
+    for (std::int32_t p = 0; p < then; ++p) all.push_back(surprisal_at(p));
+    const double threshold = segment(all, segmenter(then)).kept_above;
+    SegmenterOptions behind = own;
+    behind.sink = 0;
+    return pieces_of(segment_above(nats, threshold, behind), first, row, nats);
+  };
+
+  Decision decision;
+  decision.reason = Reason::left_window;
+  KeepSet keep;
+  keep.indptr.push_back(0);
+  Fold fold;
+  std::vector<std::int32_t> kept;
+  for (const RowGroup& group : table.groups) {
+    const std::span<const Row> rows = table.rows_of(group, evidence.spec.kv_heads);
+    const auto [found, fresh] = by_sequence.try_emplace(group.sequence);
+    if (fresh) found->second = decide_sequence(group, rows.front());
+    const Pieces& pieces = found->second;
+    const std::int32_t length = static_cast<std::int32_t>(pieces.kept.size() + pieces.folded.size());
+    fold.settled.push_back(pieces.settled);
+    for (std::size_t h = 0; h < heads; ++h) {
+      require(rows[h].length == length, "sekv: rows of one sequence hold ", rows[h].length, " and ", length, " slots; allowed the same in all layers and heads");
+      kept.insert(kept.end(), pieces.kept.begin(), pieces.kept.end());
+      keep.indptr.push_back(static_cast<std::int64_t>(kept.size()));
+      const auto before = static_cast<std::int64_t>(fold.slots.size());
+      fold.slots.insert(fold.slots.end(), pieces.folded.begin(), pieces.folded.end());
+      fold.weights.insert(fold.weights.end(), pieces.weights.begin(), pieces.weights.end());
+      for (std::size_t s = 1; s < pieces.spans.size(); ++s) fold.spans.push_back(before + pieces.spans[s]);
+      fold.indptr.push_back(static_cast<std::int64_t>(fold.spans.size()) - 1);
+    }
+  }
+  keep.slots = at::empty({static_cast<std::int64_t>(kept.size())}, at::TensorOptions().dtype(kInt32));
+  std::ranges::copy(kept, keep.slots.data_ptr<std::int32_t>());
+  decision.keep = std::move(keep);
+  decision.fold = std::move(fold);
+  return decision;
 }
 
 }  // namespace kvkeep

@@ -97,7 +97,7 @@ TrainingLayer read_training(const io::SafetensorsFile& file, const Sekv& sekv) {
   out.head = finite(file, "head", 2, text("[vocab, ", width, "]"));
   want(file, "head", out.head, out.head.size(0) >= 1 && out.head.size(1) == width, text("[vocab, ", width, "]"));
   out.surprisal.assign(layer.nats().begin(), layer.nats().end());
-  out.spans = segment(layer.nats(), sekv.segmenter(layer.group(), layer.dim())).spans;
+  out.spans = segment(layer.nats(), sekv.segmenter(layer.keys.size(1), layer.group(), layer.dim(), true)).spans;
   out.recent = sekv.options().segmenter.recent;
   return out;
 }
@@ -114,7 +114,7 @@ Tensor table_of(std::span<const Span> spans) {
   return integers_of(ends, {static_cast<std::int64_t>(spans.size()), 2});
 }
 
-Tensor shown_rows(const SpanStore& spans, SpanStore::Side side) {
+Tensor shown_rows(const SpanStore& spans, KvSide side) {
   std::vector<Tensor> rows{at::zeros({spans.kv_heads(), 0, spans.dim()}, at::TensorOptions().dtype(kFloat32))};
   for (std::int64_t s = 0; s < spans.size(); ++s) rows.push_back(spans.rows(s, side));
   return at::cat(rows, 1);
@@ -124,7 +124,7 @@ void add_folded(const SpanMemory& memory, Result& result) {
   const SpanStore& spans = memory.spans;
   Tensor ranks = at::empty({spans.size(), spans.kv_heads(), 2}, at::TensorOptions().dtype(kInt32)), centred = at::empty(ranks.sizes(), at::TensorOptions().dtype(c10::ScalarType::Byte));
   for (std::int64_t i = 0; i < ranks.numel(); ++i) {
-    const SpanFactors& f = spans.factors(i / 2 / spans.kv_heads(), i / 2 % spans.kv_heads(), i % 2 == 0 ? SpanStore::kKeys : SpanStore::kValues);
+    const SpanFactors& f = spans.factors(i / 2 / spans.kv_heads(), i / 2 % spans.kv_heads(), i % 2 == 0 ? KvSide::keys : KvSide::values);
     ranks.data_ptr<std::int32_t>()[i] = f.raw ? -1 : f.rank;
     centred.data_ptr<std::uint8_t>()[i] = f.centred ? 1 : 0;
   }
@@ -135,10 +135,10 @@ void add_folded(const SpanMemory& memory, Result& result) {
   result.tensors.emplace_back("centred", centred);
   result.tensors.emplace_back("singular_values", spans.singular_values());
   if (spans.gates().defined()) result.tensors.emplace_back("gates", spans.gates());
-  result.tensors.emplace_back("coarse_keys", spans.coarse(SpanStore::kKeys));
-  result.tensors.emplace_back("coarse_values", spans.coarse(SpanStore::kValues));
-  result.tensors.emplace_back("span_keys", shown_rows(spans, SpanStore::kKeys));
-  result.tensors.emplace_back("span_values", shown_rows(spans, SpanStore::kValues));
+  result.tensors.emplace_back("coarse_keys", spans.coarse(KvSide::keys));
+  result.tensors.emplace_back("coarse_values", spans.coarse(KvSide::values));
+  result.tensors.emplace_back("span_keys", shown_rows(spans, KvSide::keys));
+  result.tensors.emplace_back("span_values", shown_rows(spans, KvSide::values));
 }
 
 const Sekv& sekv_of(const io::SafetensorsFile& file, const KVPolicy& policy) {
@@ -154,18 +154,20 @@ Result replay_span(const io::SafetensorsFile& file, const KVPolicy& policy) {
   const Sekv& sekv = sekv_of(file, policy);
   const SekvOptions& o = sekv.options();
   const Layer layer = read(file);
-  const bool learned = o.zoom.rule == ZoomOptions::Rule::learned, gated = o.factors.rank == FactorOptions::Rank::gates;
-  const TrainedParameters parameters = read_parameters(file, layer, learned, gated, o.factors.max_rank);
+  const FactorOptions& factors = o.memory.factors;
+  const ZoomOptions& zoom = o.memory.zoom;
+  const bool learned = zoom.learned(true), gated = factors.rank == FactorOptions::Rank::gates;
+  const TrainedParameters parameters = read_parameters(file, layer, learned, gated, factors.max_rank);
   const std::optional<Router> router = learned ? std::optional<Router>(std::in_place, parameters.projections, parameters.thresholds) : std::nullopt;
   const std::optional<RankGates> gates = gated ? std::optional<RankGates>(std::in_place, parameters.gate_weights, parameters.gate_biases) : std::nullopt;
   const SpanMemory memory =
-      fold_prompt(layer.keys, layer.values, layer.nats(), segment(layer.nats(), sekv.segmenter(layer.group(), layer.dim())), o.factors, gates ? &*gates : nullptr);
+      fold_prompt(layer.keys, layer.values, layer.nats(), segment(layer.nats(), sekv.segmenter(layer.keys.size(1), layer.group(), layer.dim(), learned)), factors, gates ? &*gates : nullptr);
 
   OpenAttention open = attend_rows(memory.dense_keys, memory.dense_values, layer.queries, layer.scale);
   const Tensor coarse = coarse_logits(memory.spans, layer.queries, layer.scale);
   const Tensor relevance = learned ? router->relevance(memory.spans, router->norms(memory.spans), layer.queries) : estimated_mass(coarse, open);
-  const ZoomBudget budget = sekv.zoom_budget(memory.segments, layer.group(), layer.dim());
-  const Tensor zoomed = within_budget(relevance, learned ? router->wanted(relevance) : wanted_by_mass(relevance, o.zoom), memory.spans, budget, o.zoom.heads);
+  const ZoomBudget budget = sekv.zoom_budget(memory.segments, layer.group(), layer.dim(), learned);
+  const Tensor zoomed = within_budget(relevance, learned ? router->wanted(relevance) : wanted_by_mass(relevance, zoom), memory.spans, budget, zoom.heads);
   merge_spans(open, memory.spans, layer.queries, layer.scale, coarse, zoomed);
 
   Result result;
@@ -187,7 +189,7 @@ Result replay_span_train(const io::SafetensorsFile& file, const KVPolicy& policy
   require(kind_of(file) == "span_train", file.where(), ": the trace is of kind \"", kind_of(file), "\"; allowed here: span_train");
   const Sekv& sekv = sekv_of(file, policy);
   const TrainingLayer layer = read_training(file, sekv);
-  const TrainingStep step = training_step(layer, read_parameters(file, read(file), true, true, sekv.options().factors.max_rank), sekv.options().training);
+  const TrainingStep step = training_step(layer, read_parameters(file, read(file), true, true, sekv.options().memory.factors.max_rank), sekv.options().training);
 
   Result result;
   const auto add = [&result](std::string name, const Tensor& t) { result.tensors.emplace_back(std::move(name), t); };

@@ -40,10 +40,13 @@ struct TokenSet {
   bool afresh = false;               ///< they make up a prompt of their own that begins again at the first layer, at positions from 0 (two passes)
 };
 
-/// Runs of dropped slots that fold into spans instead of vanishing.
+/// Dropped slots that fold into spans instead of vanishing.
 struct Fold {
-  Tensor spans;                      ///< i32 [nnz, 2] first slot and one past the last
-  std::vector<std::int64_t> indptr;  ///< host [rows + 1]
+  std::vector<std::int32_t> slots = {};     ///< [nnz] of one span after the other, ascending in each; each of them dropped
+  std::vector<std::int64_t> spans = {0};    ///< [spans + 1] where each begins in `slots`
+  std::vector<std::int64_t> indptr = {0};   ///< [rows + 1] spans of each row
+  std::vector<float> weights = {};          ///< [nnz] how much a slot counts in the coarse entry of its span, 0 or more; empty: all alike
+  std::vector<std::int32_t> settled = {};   ///< [groups] logical position below which everything is decided for good; empty: the policy does not ask
 };
 
 /// How AMS divided each row: for reports and replays, read by no later stage.
@@ -65,6 +68,7 @@ enum class Sharing : std::uint8_t {
 enum class Reason : std::uint8_t {
   nothing_due,     ///< no row is over its budget
   over_budget,     ///< rows were cut
+  left_window,     ///< tokens left the local window: anchors stay, the rest is folded
   select_layer,    ///< prefill: this layer selects the tokens that go on
   last_layer,      ///< prefill: no layer selected, the last one chooses
 };

@@ -51,6 +51,8 @@ struct RowGroup {
   std::span<const std::int32_t> newest = {};  ///< rows on a device: positions of the newest slots of every row, which Row::positions does not hold yet
   std::int32_t prompt_slots = -1;  ///< rows on a device: slots of every row at positions below `prompt`, where all of them stay; -1: not known
   const QueryStatistics* statistics = nullptr;  ///< of every query so far, where a policy asked for them; null in a trace
+  std::span<const float> surprisal = {};  ///< nats, by logical position, of all tokens, where a policy asked for them
+  std::int32_t settled = 0;        ///< logical position below which everything was decided for good (Fold::settled)
 };
 
 /// All rows of one event, in the order layer, sequence, head.

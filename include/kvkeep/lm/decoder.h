@@ -13,6 +13,7 @@
 #include "kvkeep/core/tensor.h"
 #include "kvkeep/lm/config.h"
 #include "kvkeep/lm/weights.h"
+#include "kvkeep/observe/attended.h"
 
 namespace kvkeep::lm {
 
@@ -61,6 +62,12 @@ struct LayerSight {
   std::span<const std::int32_t> positions = {};  ///< [n_tokens] logical, of the tokens present
 };
 
+/// Logits of tokens that follow each other in a step.
+struct LogitsSight {
+  std::int64_t first_token = 0;  ///< of the block, in the step
+  Tensor logits;                 ///< f32 [rows, vocab] where the weights are; valid during the call only
+};
+
 /// Tokens of a step that go on to the layers behind one.
 struct Onward {
   std::vector<std::int32_t> tokens;  ///< places among the tokens present in that layer, ascending
@@ -88,6 +95,12 @@ struct StepOptions {
   /// sequence may leave with none), an indptr that does not fit, tokens missing that the window of a sliding layer behind reaches from the last one (its slots must hold consecutive
   /// positions), and fewer tokens than before with Logits::all. Layers behind are as before then.
   std::function<std::optional<Onward>(const LayerSight&)> on_attended = {};
+  /// Called in layer order between attention and on_attended, queries after RoPE: what tokens attend to beside the rows of the cache may be merged into what attention gave, in place
+  /// (Keeper::view). The tensors are where the weights are, and valid during the call only. Costs a logarithm a query head, and nothing where it is empty.
+  std::function<void(const LayerSight&, const Attended&)> view = {};
+  /// Called behind the last layer with the logits of all tokens that reached it, in order and in blocks of at most 128 rows: what a prompt is worth token by token, without [n_tokens, vocab] at once.
+  /// Costs the output matrix times all tokens.
+  std::function<void(const LogitsSight&)> on_logits = {};
 };
 
 /// By what a step is computed.

@@ -36,7 +36,7 @@ struct SequenceEvent {
   std::int32_t step = 0;           ///< it came after this step; the prefill is step 0
   std::int32_t length_before = 0;  ///< slots of the first row
   std::int32_t length_after = 0;
-  std::int64_t bytes_before = 0;  ///< K and V bytes of the sequence's live slots in full layers
+  std::int64_t bytes_before = 0;  ///< K and V bytes of the sequence's live slots in full layers, and of coarse entries of folded spans
   std::int64_t bytes_after = 0;
   std::vector<std::vector<std::int32_t>> positions = {};  ///< [full layers * Hkv] logical positions kept, ascending; empty unless asked for
 };
@@ -46,9 +46,10 @@ struct Completion {
   std::vector<std::int32_t> tokens;  ///< [<= new_tokens] the argmax of every step
   Tensor logits;                     ///< f32 [tokens, vocab] in host memory, row s chose tokens[s]; undefined unless asked for
   std::vector<SequenceEvent> events;
-  std::int64_t peak_bytes = 0;  ///< most K and V bytes in full layers at any time, before an event cuts them
+  std::int64_t peak_bytes = 0;  ///< most K and V bytes in full layers at any time, before an event cuts them, coarse entries included
   std::int64_t kept_bytes = 0;  ///< right behind the last event; at the end where there was none
   std::optional<PromptReport> prompt = {};  ///< what happened to the prompt, under a policy that narrows
+  std::optional<FoldedState> folded = {};   ///< at its end, under a policy that folds
   double first_token_seconds = 0;           ///< of the steps that ran the prompt, whatever else they held
 };
 
@@ -127,6 +128,7 @@ class Generator {
     std::vector<Tensor> logits = {};
     Completion result = {};
     bool done = false;
+    float next_surprisal = 0;                ///< of the token that is fed next
     std::vector<std::int32_t> prompt = {};   ///< what runs as its prompt: the request's, or what a first pass chose of it
   };
   struct Batch;
@@ -136,9 +138,11 @@ class Generator {
   [[nodiscard]] std::optional<Onward> narrow(Batch& batch, const LayerSight& sight);
   void begin_afresh(SequenceId id);
   void predict(const Batch& batch, const Tensor& logits);
+  void tell_surprisal(const Batch& batch);
   void decide(Batch& batch);
   void record(SequenceId id, const Cut& cut, std::int64_t bytes_before);
   [[nodiscard]] std::int64_t live_bytes(std::span<const std::int32_t> lengths) const;
+  [[nodiscard]] std::int64_t near_bytes(SequenceId id) const;
   [[nodiscard]] std::int64_t prompt_bytes(SequenceId id) const;
   [[nodiscard]] CacheView view_of(Batch& batch);
 
@@ -165,6 +169,7 @@ class Generator {
 struct GenerationRun {
   std::vector<Completion> completions;
   Totals totals;
+  FactorCache::Totals near;  ///< of factors of folded spans, under a policy that folds
   Pace pace;
 };
 GenerationRun generate(Decoder& decoder, std::unique_ptr<KVPolicy> policy, std::vector<Request> requests, GeneratorOptions options = {});

@@ -2,12 +2,17 @@
 /// Which folded spans a query zooms into: by a learned gate, or by the attention that their coarse entries would draw.
 /// Source: SeKV (AmirAbaskohi/SeKV); the rules without training are ours. Differs: a budget is held jointly by the heads that share keys and is never exceeded, where the published code stops.
 
+#include <limits>
+#include <string>
+#include <vector>
+
 #include "kvkeep/memory/memory_attention.h"
 
 namespace kvkeep {
 
 struct ZoomOptions {
   enum class Rule : std::uint8_t {
+    automatic, ///< learned where there is a router, else mass
     learned,   ///< relevance above each head's threshold
     mass,      ///< estimated share of attention above `mass`
     coverage,  ///< the fewest spans, best first, that hold `coverage` of what all spans draw
@@ -16,11 +21,14 @@ struct ZoomOptions {
     own,    ///< a head reads in full what it asked for itself
     group,  ///< and what the other heads of its group asked for
   };
-  Rule rule = Rule::learned;
+  Rule rule = Rule::automatic;
   Heads heads = Heads::own;
   double mass = 0.02;
   double coverage = 0.9;
   double coverage_floor = 0.001;  ///< spans below this share are left folded, whatever they would add
+
+  /// True where a router decides.
+  [[nodiscard]] bool learned(bool has_router) const { return rule == Rule::learned || (rule == Rule::automatic && has_router); }
 
   /// What is not allowed, one sentence each with the field's name; empty: nothing.
   [[nodiscard]] std::vector<std::string> problems() const;
@@ -48,9 +56,16 @@ class Router {
   /// u8 [n, Hq, spans]: relevance above the head's threshold.
   [[nodiscard]] Tensor wanted(const Tensor& relevance) const;
 
+  /// Of one row, whose query heads are `heads` from `first_head` on. f32 [spans, heads]: what norms() gives.
+  [[nodiscard]] std::vector<float> norms(const SpanRow& spans, std::int64_t first_head, std::int64_t heads) const;
+
   [[nodiscard]] std::int64_t query_heads() const { return thresholds_.size(0); }
   /// D.
   [[nodiscard]] std::int64_t key_dim() const { return projections_.size(2); }
+  [[nodiscard]] float threshold(std::int64_t head) const { return thresholds_.const_data_ptr<float>()[head]; }
+  /// f32 [d', D] of one head, and d'.
+  [[nodiscard]] const float* projection(std::int64_t head) const { return projections_.const_data_ptr<float>() + head * projections_.stride(0); }
+  [[nodiscard]] std::int64_t inner() const { return projections_.size(1); }
 
  private:
   Tensor projections_, thresholds_;  ///< f32 [Hq, d', D], [Hq]
@@ -59,7 +74,7 @@ class Router {
 /// f32 [n, Hq, spans]: share of attention that each coarse entry draws where nothing is zoomed. coarse: coarse_logits(); dense: attention over the dense rows.
 [[nodiscard]] Tensor estimated_mass(const Tensor& coarse, const OpenAttention& dense);
 
-/// u8 [n, Hq, spans]: spans that ZoomOptions' rules without training ask for. Equal masses: the lower index first. Throws InvalidArgument for Rule::learned.
+/// u8 [n, Hq, spans]: spans that ZoomOptions' rules without training ask for. Equal masses: the lower index first. Throws InvalidArgument for Rule::learned; automatic is mass.
 [[nodiscard]] Tensor wanted_by_mass(const Tensor& mass, const ZoomOptions& options);
 
 /// u8 [n, Hq, spans]: what is zoomed of what was `wanted`. Each KV head walks the spans that any of its heads wants, by the highest relevance among those heads, then the lower index; one that does not fit

@@ -35,6 +35,9 @@ class PromptSurprisal {
   std::int64_t seen_ = 0;
 };
 
+/// Surprisal of one token, nats in [0, 50]: logits f32, f16 or bf16 [vocab] of the token before it. Throws InvalidArgument for another dtype or device, and an id that the vocabulary does not have.
+[[nodiscard]] float token_surprisal(const Tensor& logits, std::int32_t id);
+
 /// Tokens begin to end - 1.
 struct Span {
   std::int32_t begin = 0, end = 0;
@@ -51,6 +54,7 @@ struct SegmenterOptions {
   std::int32_t max_span = 128;   ///< longer runs are cut into equal pieces; 0: never
   double most_entries = std::numeric_limits<double>::infinity();  ///< where entries() would be above it, only the most surprising anchors stay; sinks always do
   double entries_per_span = 1;   ///< what a folded span counts as
+  double entries_per_token = 0;  ///< and every token in it
 
   /// What is not allowed, one sentence each with the field's name; empty: nothing.
   [[nodiscard]] std::vector<std::string> problems() const;
@@ -64,16 +68,20 @@ struct Segments {
   std::vector<Span> spans;          ///< to be folded
   std::vector<Span> short_spans;    ///< stay as they are
   double threshold = 0;             ///< surprisal above which a token is an anchor
+  double kept_above = 0;            ///< the same where fewer anchors stay than the rule names: of the first that did not; else threshold
 
   /// Tokens that stay as they are: anchors, short spans and window, ascending.
   [[nodiscard]] std::vector<std::int32_t> dense() const;
-  /// Entries in memory while no span is zoomed: dense tokens, and `per_span` for each span.
-  [[nodiscard]] double entries(double per_span) const;
+  /// Entries in memory while no span is zoomed: dense tokens, `per_span` for each span and `per_token` for each token in one.
+  [[nodiscard]] double entries(double per_span, double per_token = 0) const;
 };
 
 /// Cuts a prompt by its surprisal, [T] nats; mean and deviation (of the population) over all T in fp64, behind a clamp to [0, 50], NaN as 0.
 /// Throws InvalidArgument with all of options.problems(). Cost: one pass; with most_entries a sort of the anchors and log2(anchors) passes.
 [[nodiscard]] Segments segment(std::span<const float> surprisal, const SegmenterOptions& options = {});
+
+/// Cuts tokens by a threshold that is known: those above it are anchors, and the oldest options.sink. options.alpha and most_entries do not count. Throws as segment().
+[[nodiscard]] Segments segment_above(std::span<const float> surprisal, double threshold, const SegmenterOptions& options = {});
 
 /// Weights of a span's tokens: surprisal over its sum, or equal where that is 0. Clamped as in segment().
 [[nodiscard]] std::vector<double> span_weights(std::span<const float> surprisal);

@@ -15,6 +15,7 @@ struct Occasion {
   std::int64_t prompt = 0;      ///< how many of them are its prompt
   std::int64_t step = 0;        ///< tokens since the policy was last asked
   std::int64_t slot_bytes = 0;  ///< K and V bytes of one slot in every row
+  std::int64_t unsettled = 0;   ///< newest tokens that nothing was decided on yet (Fold::settled)
 };
 
 /// A sequence is due when its rows hold, on average, at least budget + interval slots: they then fall to the budget, so the cache swings between budget and
@@ -24,6 +25,7 @@ struct Trigger {
   enum class Kind : std::uint8_t {
     slack,    ///< at budget + interval slots
     counter,  ///< every `interval` decoded tokens, if there are more slots than the budget
+    window,   ///< where `interval` tokens stand before the local window, and at the end of a prompt where any do: all of them leave
   };
   enum class Prefill : std::uint8_t {
     keep,  ///< the prompt is not cut when it ends; the first decoded token may find it over the budget
@@ -36,10 +38,12 @@ struct Trigger {
   Prefill prefill = Prefill::keep;
   bool never = false;
   bool ragged = false;  ///< rows of one sequence may end up unequal
+  std::int32_t recent = 0;  ///< with Kind::window: tokens of the local window
 
   [[nodiscard]] bool due(const Occasion& o) const {
     const std::int64_t decoded = o.seen - o.prompt;
     if (never || decoded < 0) return false;
+    if (kind == Kind::window) return o.unsettled >= std::int64_t{recent} + (decoded == 0 || decoded < o.step ? 1 : interval);
     const std::int64_t kept = budget.resolve(o.seen, o.prompt, o.slot_bytes) * o.rows;
     if (decoded == 0 || decoded < o.step) return prefill != Prefill::keep && o.slots > kept;
     if (prefill == Prefill::only) return false;

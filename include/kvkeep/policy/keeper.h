@@ -12,6 +12,7 @@
 #include "kvkeep/core/columns.h"
 #include "kvkeep/core/model_spec.h"
 #include "kvkeep/keep/pages.h"
+#include "kvkeep/observe/attended.h"
 #include "kvkeep/observe/observation.h"
 #include "kvkeep/observe/query_ring.h"
 #include "kvkeep/observe/query_statistics.h"
@@ -47,6 +48,8 @@ struct Report {
   std::vector<Cut> cuts;
   std::vector<PageMove> pages;     ///< paged caches: what each cut sequence holds now and what it gave back, as its row of the block table says
   std::int64_t slots_dropped = 0;  ///< over all rows
+  std::int64_t slots_folded = 0;   ///< of them into spans
+  std::int64_t far_bytes = 0;      ///< of the factors that were stored for them
   std::int64_t bytes_before = 0;   ///< as in Plan
   std::int64_t bytes_after = 0;
   std::int64_t bytes_moved = 0;    ///< K and V bytes that were copied inside the cache; on a device at most so many: which slots stood where they belong, the host does not know
@@ -79,6 +82,15 @@ struct LayerReport {
   std::vector<PageMove> pages;     ///< paged caches: what a prompt that has ended holds now and what it gave back, as its row of the block table says
 };
 
+/// What a sequence has folded.
+struct FoldedState {
+  std::int64_t spans = 0;       ///< over all rows
+  std::int64_t tokens = 0;      ///< in them
+  std::int64_t near_bytes = 0;  ///< of coarse entries and what goes with them
+  std::int64_t far_bytes = 0;   ///< of factors, wherever they lie
+  std::int64_t disk_bytes = 0;  ///< of factors in a file
+};
+
 /// Counters since the keeper was made.
 struct Totals {
   std::int64_t steps = 0;
@@ -87,6 +99,8 @@ struct Totals {
   std::int64_t slots_dropped = 0;
   std::int64_t bytes_moved = 0;
   std::int64_t pages_freed = 0;
+  std::int64_t slots_folded = 0;
+  ReadCounts reads;                ///< of folded spans
 };
 
 /// Keeps the columns and queries of the living sequences and runs the line. Not thread safe: one keeper, one thread at a time.
@@ -132,11 +146,29 @@ class Keeper {
   /// What happened to the newest prompt of a sequence; null where the policy does not narrow, or nothing has come yet. Valid until it leaves.
   [[nodiscard]] const PromptReport* prompt_report(SequenceId sequence) const;
 
+  /// Surprisal of the oldest tokens that have none yet, nats: log-sum-exp of the logits before a token less its own (PromptSurprisal, token_surprisal); 0 for the first of a text. Under a policy that reads it
+  /// all tokens that were observed, cached ones included, need theirs before step(). Ignored under others. Throws InvalidArgument for more than there are tokens.
+  void surprise(SequenceId sequence, std::span<const float> nats);
+
+  /// Under a policy that folds: call it in every full layer of every step, once attention has run over the rows, with what observe() was given but queries after RoPE. Merges what was folded of each
+  /// sequence into `attended`, in place: its own softmax and that of the folded spans become one. Nothing happens where nothing was folded, in other layers and under other policies.
+  /// Throws: InvalidArgument for queries before RoPE, other shapes or dtypes; DamagedData where factors cannot be read and the policy refuses to go on (`attended` is of no use then); before anything is
+  /// written but for the last. Cost: read_memory(); spans that the next layer opened last are brought near meanwhile, where they lie in a file.
+  ReadCounts view(const Observation& observation, const Attended& attended);
+
+  /// What was folded of a sequence.
+  [[nodiscard]] FoldedState folded(SequenceId sequence) const;
+  /// The folded spans of one row. Throws Unsupported under a policy that does not fold. Valid until the next step.
+  [[nodiscard]] const SpanRow& spans(SequenceId sequence, std::int32_t layer, std::int32_t head) const;
+  /// Where factors lie, and those that are near; null under a policy that does not fold.
+  [[nodiscard]] const FarStore* far_store() const { return far_.get(); }
+  [[nodiscard]] const FactorCache* factor_cache() const { return near_.get(); }
+
   /// Decides, moves nothing. Throws: StateError when the view's lengths are not what was observed; InvalidArgument and Unsupported as make_rows and the policy do.
   [[nodiscard]] Plan plan(const CacheView& view) const;
 
-  /// Moves K, V and columns, writes the new lengths and, in pages, the new block table into the view, then gives back the pages that are no longer held.
-  /// Throws StateError, before the first byte moves, for a plan that is out of date, and where there are no free pages for copies of shared ones.
+  /// Folds what the plan folds, moves K, V and columns, writes the new lengths and, in pages, the new block table into the view, then gives back the pages that are no longer held.
+  /// Throws: as fold(), before the first byte moves, for rows that are not finite and a far store that is full; StateError, before the first byte moves, for a plan that is out of date, and where there are no free pages for copies of shared ones.
   Report apply(const Plan& plan, const CacheView& view);
 
   /// plan and apply.
@@ -184,6 +216,12 @@ class Keeper {
     std::int32_t tail = 0;                           ///< then: how many of them are the newest of the prompt without a gap
     std::int32_t next_layer = 0;                     ///< then: whose narrow() comes next
     std::optional<PromptReport> report = {};
+    std::vector<float> surprisal = {};               ///< by logical position, where the policy asks for it
+    std::int64_t surprised = 0;                      ///< tokens that have theirs
+    std::int32_t settled = 0;                        ///< logical position below which everything is decided for good
+    std::vector<SpanRow> memory = {};                ///< [rows] where the policy folds; else none
+    std::vector<std::vector<std::int32_t>> opened = {};  ///< [rows] spans that the newest query opened
+    std::vector<std::int64_t> viewed = {};           ///< [full layers] logical length when the layer last read its folded spans
   };
   [[nodiscard]] const Sequence& at(SequenceId sequence) const;
   [[nodiscard]] std::int32_t row_of(std::int32_t layer, std::int32_t head) const;
@@ -197,6 +235,11 @@ class Keeper {
   [[nodiscard]] bool leads(const Sequence& sequence, std::int32_t layer, std::int32_t tokens) const;
   [[nodiscard]] bool begins_prompt(const Sequence& sequence, std::int32_t tokens) const;
   void begin_prompt(Sequence& sequence, std::span<const std::int32_t> positions);
+  void check_fold(const Plan& plan) const;
+  [[nodiscard]] std::vector<SpanRow> fold_dropped(const Plan& plan, const CacheView& view) const;
+  void settle_folded(const Plan& plan, const CacheView& view, std::vector<SpanRow> folded, Report& report);
+  void check_attended(const Observation& observation, const Attended& attended) const;
+  void bring_next(std::span<const SequenceId> sequences, std::int32_t index) const;
   struct LayerPlan;
   [[nodiscard]] LayerPlan plan_layer(Sequence& sequence, const Observation& observation, std::size_t i, const CacheView& view) const;
   void cut_layer(const LayerPlan& plan, const CacheView& view, Narrowing& report);
@@ -212,6 +255,8 @@ class Keeper {
   std::map<SequenceId, Sequence> sequences_;
   QueryBasis basis_ = QueryBasis::pre_rope;
   bool basis_known_ = false;
+  std::shared_ptr<FarStore> far_;          ///< where the policy folds
+  std::unique_ptr<FactorCache> near_;
   std::uint64_t version_ = 0;              ///< changes with every observation and event
   Totals totals_;
   std::vector<std::int32_t> positions_;    ///< scratch of observe()

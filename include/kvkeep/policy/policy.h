@@ -11,6 +11,7 @@
 #include "kvkeep/core/decision.h"
 #include "kvkeep/observe/trigger.h"
 #include "kvkeep/core/evidence.h"
+#include "kvkeep/memory/memory_options.h"
 #include "kvkeep/policy/prompt_pass.h"
 
 namespace kvkeep {
@@ -20,6 +21,9 @@ struct Provided {
   bool queries = true;                          ///< observe() brings queries
   bool layer_by_layer = false;                  ///< prompts run through one layer after the other, and Keeper::narrow() is called behind each
   std::vector<Tensor> output_projections = {};  ///< [num_layers] W_o, f32, f16 or bf16 [hidden, Hq * Dv]; undefined for layers that are not full; empty: not given
+  bool surprisal = false;                       ///< Keeper::surprise() is called before step()
+  bool reads_folded = false;                    ///< Keeper::view() is called behind each layer's attention
+  std::shared_ptr<FarStore> far_store = nullptr;  ///< where factors of folded spans lie; may serve several keepers. Null: one of the keeper's own, as the policy says
   std::shared_ptr<Accelerator> accelerator = nullptr;  ///< of the device where cache and queries lie; null: the CPU. One of its own for each keeper
 };
 
@@ -61,6 +65,9 @@ class KVPolicy {
     static_cast<void>(spec), static_cast<void>(tokens);
     return nullptr;
   }
+
+  /// How the spans are kept and read that its decisions fold; null where it drops what does not stay.
+  [[nodiscard]] virtual const MemoryOptions* memory() const { return nullptr; }
 
   /// The resolved options, as the JSON object that the registry reads.
   [[nodiscard]] virtual std::string to_json() const = 0;

@@ -21,6 +21,7 @@ class Prefill : public KVPolicy {
   [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const final;
   [[nodiscard]] Trigger trigger() const override { return decoding_->trigger(); }
   [[nodiscard]] Decision decide(const Evidence& evidence) const override { return decoding_->decide(evidence); }
+  [[nodiscard]] const MemoryOptions* memory() const override { return decoding_->memory(); }
   [[nodiscard]] bool narrows() const override { return true; }
   [[nodiscard]] std::string to_json() const override { return json_; }
 

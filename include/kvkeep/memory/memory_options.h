@@ -1,0 +1,57 @@
+#pragma once
+/// How a policy's folded spans are kept and read.
+
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kvkeep/core/model_spec.h"
+#include "kvkeep/memory/factor_cache.h"
+#include "kvkeep/memory/far_store.h"
+#include "kvkeep/memory/routing_file.h"
+#include "kvkeep/memory/zoom.h"
+
+namespace kvkeep {
+
+struct MemoryOptions {
+  FactorOptions factors;
+  ZoomOptions zoom;
+  std::shared_ptr<const Routing> routing = nullptr;  ///< trained router, and gates; null: none
+  double entries = std::numeric_limits<double>::infinity();  ///< Reading::entries
+  double entries_share = 0;                          ///< instead: that share of the tokens seen; 0: none
+  bool published_budget = false;                     ///< Reading::per_head, and a folded span counts as 1 in any case
+  bool sketch = true;                                ///< where no router is learned: FactorOptions::sketch
+  Damage damage = Damage::refuse;
+  FarStoreOptions far;
+  FactorCacheOptions near;
+
+  /// What is not allowed, one sentence each with the field's name; empty: nothing.
+  [[nodiscard]] std::vector<std::string> problems() const;
+  /// Why it does not fit the model, one sentence each; empty: it does.
+  [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const;
+
+  /// True where a trained router decides what opens.
+  [[nodiscard]] bool learned() const { return zoom.learned(routing != nullptr); }
+  [[nodiscard]] const RankGates* gates() const { return factors.rank == FactorOptions::Rank::gates && routing != nullptr && routing->gates ? &*routing->gates : nullptr; }
+
+  /// factors, with the sketch that routing asks for.
+  [[nodiscard]] FactorOptions fold_options() const {
+    FactorOptions o = factors;
+    o.sketch = sketch && !learned();
+    return o;
+  }
+
+  /// What a folded token counts as beside its span, in entries of `dim` numbers a side in the dtype of factors: its sketch.
+  [[nodiscard]] double entries_per_token(std::int64_t dim) const {
+    return sketch && !learned() ? static_cast<double>(KeySketch::words(dim) * 4 + 2) / static_cast<double>(2 * dim * static_cast<std::int64_t>(c10::elementSize(factors.store))) : 0;
+  }
+
+  /// What a folded span counts as, in entries: of a learned router a norm for each of `group` query heads is near beside key and value of `dim` numbers.
+  [[nodiscard]] double entries_per_span(std::int64_t group, std::int64_t dim) const {
+    return learned() && !published_budget ? 1 + static_cast<double>(group) / (2.0 * static_cast<double>(dim)) : 1;
+  }
+};
+
+}  // namespace kvkeep
