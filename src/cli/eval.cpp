@@ -29,6 +29,7 @@ Examples:
   kvkeep eval --model examples/model --task ask --policy ams-tova,variant=official,budget=128 --samples 100 -o csv
   kvkeep eval --model examples/model --policy tova --policy ams-tova --budgets 128 --samples 100 --against tova
   kvkeep eval --model examples/model --policy tova,ratio=0.5 --policy ams-tova,bytes=200000 --diagnostics
+  kvkeep eval --model examples/model --task ask,chain --policy full --policy sekv,recent=32,interval=32,alpha=3 --policy tova,budget=32,recent=16,rest=fold
   kvkeep eval --model examples/model --task needle --length 1024 --retrieval 4 --batch 1 --policy full --policy fastkv,layer=1,window=16 --budgets 256
 
 Teacher forced: the trace of each sample is fed, and a look-up is right when the argmax of the logits before it is the value that was asked
@@ -38,6 +39,10 @@ Policies that narrow prompts (asl and its relatives) are asked with --retrieval 
 question, and N look-ups are predicted. Three columns more: seconds until the first token (median; --batch 1 for a prompt by itself), the layer
 that selected (mean over the samples where one did), and tokens that went on to the end of the model or to a second pass (mean).
 --budgets goes to what stands before a +, asl,window=16+ams-tova,budget=128 for one.
+
+Policies that fold (sekv, rest=fold) count coarse entries and sketches as cache bytes: `kept` is what they have near. Four columns more: bytes of factors, near or
+far, at the end of a sample (mean); spans that a query opens in each KV head of each layer, and tokens in them (means over queries that find spans); bytes of
+factors that are brought near for each decoded token.
 
 The policy `oracle` is told which positions the sample will need: it shows what a perfect choice of the same size would give.
 
@@ -69,7 +74,7 @@ struct Options {
 // One policy with what it may keep: a row of the table.
 struct Contest {
   PolicyText policy;
-  bool never = false, narrows = false;
+  bool never = false, narrows = false, folds = false;
   Cell budget = {nullptr, "-"};
   std::string resolved = {}, warning = {};
   std::optional<std::size_t> against = {};  // the contest that it is compared to
@@ -84,6 +89,8 @@ struct Measured {
   double decode_seconds = 0;
   std::int64_t decoded_tokens = 0;
   std::vector<double> first_token_seconds;  // [samples]
+  std::int64_t samples_folded = 0, far_bytes = 0, moved_bytes = 0;
+  ReadCounts reads;
   std::int64_t prompts_selected = 0, layers_selected = 0, tokens_going_on = 0, prompts_narrowed = 0;  // sums over samples
   [[nodiscard]] double tokens_per_second() const {
     return decode_seconds > 0 ? static_cast<double>(decoded_tokens) / decode_seconds : std::nan("");
@@ -96,6 +103,15 @@ struct Measured {
   }
   [[nodiscard]] double selection_layer() const { return prompts_selected == 0 ? std::nan("") : static_cast<double>(layers_selected) / static_cast<double>(prompts_selected); }
   [[nodiscard]] double going_on() const { return prompts_narrowed == 0 ? std::nan("") : static_cast<double>(tokens_going_on) / static_cast<double>(prompts_narrowed); }
+  [[nodiscard]] double far() const { return samples_folded == 0 ? std::nan("") : static_cast<double>(far_bytes) / static_cast<double>(samples_folded); }
+  [[nodiscard]] double moved() const { return samples_folded == 0 || decoded_tokens == 0 ? std::nan("") : static_cast<double>(moved_bytes) / static_cast<double>(decoded_tokens); }
+  [[nodiscard]] double opened() const { return reads.queries == 0 ? std::nan("") : static_cast<double>(reads.zooms) / static_cast<double>(reads.queries); }
+  [[nodiscard]] double tokens_opened() const { return reads.queries == 0 ? std::nan("") : static_cast<double>(reads.tokens) / static_cast<double>(reads.queries); }
+  void add_folded(const lm::Completion& done) {
+    if (!done.folded) return;
+    ++samples_folded;
+    far_bytes += done.folded->far_bytes;
+  }
   void add_prompt(const lm::Completion& done) {
     first_token_seconds.push_back(done.first_token_seconds);
     if (!done.prompt) return;
@@ -110,6 +126,9 @@ struct Measured {
 double share(std::int64_t right, std::int64_t asked) {
   return asked == 0 ? std::nan("") : static_cast<double>(right) / static_cast<double>(asked);
 }
+
+// A mean of bytes, NaN where there are none.
+Cell mean_bytes_cell(double bytes) { return std::isnan(bytes) ? real_cell(bytes, 0) : bytes_cell(std::llround(bytes)); }
 
 using Strata = std::vector<std::vector<report::Answers>>;
 
@@ -173,6 +192,7 @@ std::vector<Contest> contests_of(const Options& o, const std::string& written, c
     const std::unique_ptr<KVPolicy> made = contest.policy.make();
     contest.never = made->trigger().never;
     contest.narrows = made->narrows();
+    contest.folds = made->memory() != nullptr;
     contest.budget = budget_cell(*made);
     contest.resolved = made->to_json();
     contest.warning = warning_about(*made);
@@ -260,6 +280,14 @@ lm::GenerationRun run_policy(lm::Decoder& decoder, const Options& o, const Conte
                        .hooks = std::move(hooks)});
 }
 
+// What attention loses where spans fold. Of prompts that are narrowed nothing is told: the full run has other queries there.
+void compare_outputs(lm::Decoder& decoder, const Options& o, const Contest& contest, std::span<const lm::TaskSample> samples, std::span<const FullRun> full, report::Diagnostics& to) {
+  if (samples.empty() || contest.narrows) return;
+  OutputWatch watch(decoder.spec(), full, to);
+  static_cast<void>(run_policy(decoder, o, contest, samples, true,
+                               {.on_attention = [&](const lm::AttentionSight& sight) { watch.see(sight); }, .on_event = [&](const lm::EventSight& sight) { watch.see(sight); }}));
+}
+
 void measure_task(lm::Decoder& decoder, const Options& o, const Contest& contest, const std::string& task,
                   const std::vector<lm::TaskSample>& samples, const FullRuns& full, Progress& progress, Measured& sum) {
   lm::GenerationHooks hooks{.on_step = [&](std::int64_t predicted) { progress.advance(predicted); }};
@@ -279,14 +307,18 @@ void measure_task(lm::Decoder& decoder, const Options& o, const Contest& contest
     sum.kept_bytes = std::max(sum.kept_bytes, done.kept_bytes);
     sum.events += static_cast<std::int64_t>(done.events.size());
     sum.add_prompt(done);
+    sum.add_folded(done);
   }
   sum.decode_seconds += run.pace.decode_seconds;
   sum.decoded_tokens += run.pace.decoded_tokens;
+  sum.moved_bytes += run.near.bytes_moved;
+  sum.reads += run.totals.reads;
   if (!watch) return;
   watch->end();
   const auto found = full.find(task);
   const std::size_t compared = found == full.end() ? 0 : found->second.size();
-  for (std::size_t i = 0; i < compared; ++i) found->second[i].compare(watch->kept(static_cast<SequenceId>(i)), watch->diagnostics());
+  if (contest.folds) compare_outputs(decoder, o, contest, std::span(samples).first(compared), compared > 0 ? std::span(found->second) : std::span<const FullRun>(), watch->diagnostics());
+  for (std::size_t i = 0; !contest.folds && i < compared; ++i) found->second[i].compare(watch->kept(static_cast<SequenceId>(i)), watch->diagnostics());
   if (compared > 0)
     for (const lm::Completion& free : run_policy(decoder, o, contest, std::span(samples).first(compared), false, {}).completions)
       watch->diagnostics().add_generated(free.tokens);
@@ -307,6 +339,9 @@ Table wide_table(const Options& o, const std::vector<Contest>& all, const std::v
   const bool narrowing = o.retrieval > 0 || std::any_of(all.begin(), all.end(), [](const Contest& c) { return c.narrows; });
   if (narrowing)
     for (const Column& column : std::vector<Column>{{"first_token_ms", "first token ms"}, {"selection_layer", "layer"}, {"going_on", "go on"}}) columns.push_back(column);
+  const bool folding = std::any_of(all.begin(), all.end(), [](const Contest& c) { return c.folds; });
+  if (folding)
+    for (const Column& column : std::vector<Column>{{"far_bytes", "far"}, {"opened", "opened"}, {"tokens_opened", "tokens opened"}, {"moved_bytes", "moved"}}) columns.push_back(column);
   Table table(std::move(columns));
   for (std::size_t i = 0; i < all.size(); ++i) {
     const Measured& m = measured[i];
@@ -323,6 +358,8 @@ Table wide_table(const Options& o, const std::vector<Contest>& all, const std::v
       row.push_back(real_cell(m.selection_layer(), 1));
       row.push_back(real_cell(m.going_on(), 0));
     }
+    if (folding)
+      for (const Cell& cell : {mean_bytes_cell(m.far()), real_cell(m.opened(), 2), real_cell(m.tokens_opened(), 1), mean_bytes_cell(m.moved())}) row.push_back(cell);
     table.add(std::move(row));
   }
   return table;
@@ -402,7 +439,8 @@ Table diagnostics_table(const std::vector<Contest>& all, const std::vector<Measu
 Table long_table(const Options& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
   std::vector<Column> columns;
   for (const char* key : {"policy", "budget", "task", "length", "samples", "look_ups", "right", "accuracy", "accuracy_low", "accuracy_high",
-                          "sample_low", "sample_high", "late_look_ups", "late_accuracy", "peak_bytes", "kept_bytes", "tokens_per_second", "events", "first_token_ms", "selection_layer", "going_on"})
+                          "sample_low", "sample_high", "late_look_ups", "late_accuracy", "peak_bytes", "kept_bytes", "tokens_per_second", "events", "first_token_ms", "selection_layer", "going_on", "far_bytes",
+                          "opened", "tokens_opened", "moved_bytes"})
     columns.push_back({key, key});
   if (!o.against.empty())
     for (const char* key : {"against", "against_budget", "difference", "difference_low", "difference_high"}) columns.push_back({key, key});
@@ -421,7 +459,8 @@ Table long_table(const Options& o, const std::vector<Contest>& all, const std::v
                             share_cell(sampled.low), share_cell(sampled.high), count.late_asked,
                             share_cell(share(count.late_right, count.late_asked)), bytes_cell(m.peak_bytes), bytes_cell(m.kept_bytes),
                             real_cell(m.tokens_per_second(), 1), m.events, real_cell(1000 * m.median_first_token_seconds(), 3),
-                            real_cell(m.selection_layer(), 2), real_cell(m.going_on(), 1)};
+                            real_cell(m.selection_layer(), 2), real_cell(m.going_on(), 1),
+                            mean_bytes_cell(m.far()), real_cell(m.opened(), 4), real_cell(m.tokens_opened(), 3), mean_bytes_cell(m.moved())};
       if (!o.against.empty()) {
         const Difference d = difference(all[i], m, measured, task);
         const Contest* reference = all[i].against ? &all[*all[i].against] : nullptr;

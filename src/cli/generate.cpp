@@ -24,6 +24,7 @@ constexpr const char* kExamples = R"(
 Examples:
   kvkeep generate --model examples/model --task chain --seed 7 --policy ams-tova,budget=96,interval=32 --max-new-tokens 200
   kvkeep generate --model examples/model --task needle --policy fastkv,layer=1,budget=96,window=16+ams-tova,budget=96,interval=32
+  kvkeep generate --model examples/model --task ask --forced --policy tova,budget=32,interval=32,recent=16,rest=fold
   kvkeep generate --model examples/model --ids 1,8,20,150,160 --policy full --max-new-tokens 16 -o json
   kvkeep generate --model examples/model --task ask --policy ams-tova,budget=96,interval=32 --device cuda:0
   kvkeep generate --model examples/model --task ask --forced --policy tova,budget=64,interval=32 --retention tova.json
@@ -44,6 +45,8 @@ struct Outcome {
   ModelSpec spec;
   lm::Completion done;
   lm::Pace pace;
+  Totals totals;
+  FactorCache::Totals near;
 };
 
 // One row a layer and head.
@@ -86,6 +89,27 @@ Json prompt_json(const PromptReport& prompt) {
           {"entered", prompt.entered},   {"going_on", prompt.going_on},               {"second_pass", prompt.second_pass}};
 }
 
+double a_query(std::int64_t count, const ReadCounts& reads) { return reads.queries == 0 ? std::nan("") : static_cast<double>(count) / static_cast<double>(reads.queries); }
+
+// What was folded by the end, and what reading it took.
+std::string folded_line(const Outcome& outcome) {
+  const FoldedState& folded = *outcome.done.folded;
+  const ReadCounts& reads = outcome.totals.reads;
+  std::string line = text("Folded: ", folded.tokens, " slots into ", folded.spans, folded.spans == 1 ? " span" : " spans", "; near ", bytes_cell(folded.near_bytes).shown, ", far ", bytes_cell(folded.far_bytes).shown);
+  if (folded.disk_bytes > 0) line += text(", ", bytes_cell(folded.disk_bytes).shown, " of that on disk");
+  line += text("; moved near ", bytes_cell(outcome.near.bytes_moved).shown);
+  if (reads.queries > 0) line += text("; a query and KV head opened ", real_cell(a_query(reads.zooms, reads), 2).shown, " spans of ", real_cell(a_query(reads.tokens, reads), 1).shown, " tokens");
+  if (reads.damaged > 0) line += text("; ", reads.damaged, " times a coarse entry stood for factors that could not be read");
+  return line;
+}
+
+Json folded_json(const Outcome& outcome) {
+  const FoldedState& folded = *outcome.done.folded;
+  const ReadCounts& reads = outcome.totals.reads;
+  return {{"spans", folded.spans},           {"tokens", folded.tokens},         {"near_bytes", folded.near_bytes}, {"far_bytes", folded.far_bytes}, {"disk_bytes", folded.disk_bytes},
+          {"moved_bytes", outcome.near.bytes_moved}, {"queries", reads.queries}, {"opened", reads.zooms},           {"tokens_opened", reads.tokens},  {"damaged", reads.damaged}};
+}
+
 std::string markdown(const Outcome& outcome) {
   const std::size_t events = outcome.done.events.size();
   std::ostringstream out;
@@ -94,6 +118,7 @@ std::string markdown(const Outcome& outcome) {
   if (outcome.done.prompt) out << "\n\n" << prompt_line(*outcome.done.prompt);
   out << "\n\nCache: peak " << bytes_cell(outcome.done.peak_bytes).shown << ", kept " << bytes_cell(outcome.done.kept_bytes).shown << ", "
       << events << (events == 1 ? " event\n" : " events\n");
+  if (outcome.done.folded) out << folded_line(outcome) << "\n";
   if (events > 0) out << "\n" << event_table(outcome).markdown();
   return out.str();
 }
@@ -116,6 +141,7 @@ Json json(const Outcome& outcome) {
   Json all{{"policy", Json::parse(outcome.policy_json)}, {"tokens", outcome.done.tokens},        {"peak_bytes", outcome.done.peak_bytes},
            {"kept_bytes", outcome.done.kept_bytes},      {"layers", outcome.spec.full_layers()}, {"events", events}};
   if (outcome.done.prompt) all["prompt"] = prompt_json(*outcome.done.prompt);
+  if (outcome.done.folded) all["folded"] = folded_json(outcome);
   return all;
 }
 
@@ -172,12 +198,14 @@ Outcome decode(const Options& o, const PolicyText& policy_text, const PromptOpti
     oracle->tell(0, *prompt.sample);
     options.hooks.before_decision = [oracle](const lm::DecisionSight& sight) { oracle->face(sight.view.sequences); };
   }
-  Outcome outcome{policy->to_json(), decoder.spec(), {}, {}};
+  Outcome outcome{policy->to_json(), decoder.spec(), {}, {}, {}, {}};
   const Trigger trigger = policy->trigger();
   lm::GenerationRun run = lm::generate(decoder, std::move(policy), {std::move(request)}, std::move(options));
   progress.clear();
   outcome.done = std::move(run.completions.front());
   outcome.pace = run.pace;
+  outcome.totals = run.totals;
+  outcome.near = run.near;
   if (outcome.done.events.empty() && !trigger.never && !o.output.quiet)
     note("note: no event came; the policy is due at budget + interval slots, and the run did not get there");
   return outcome;

@@ -197,6 +197,7 @@ void run(const Options& o) {
   require(o.prompt <= o.length, "--prompt: ", o.prompt, " tokens of a sequence of ", o.length, "; allowed at most --length");
   Outcome out{.spec = spec_of(o), .policy = PolicyText(o.policy).make(), .sequence = {}, .own = {}};
   require<Unsupported>(!out.policy->narrows(), "plan: ", out.policy->name(), " narrows prompts, and what its layers hold follows from the text; allowed policies that decide behind prompts (kvkeep eval measures the others)");
+  require<Unsupported>(out.policy->memory() == nullptr, "plan: ", out.policy->name(), " folds, and what its spans take follows from the text; allowed policies that drop (kvkeep eval measures the others)");
   const std::int32_t bytes = o.dtype == "f32" ? 4 : o.dtype == "8bit" ? 1 : 2;
   const double most = static_cast<double>(out.spec.num_layers()) * out.spec.kv_heads * (out.spec.key_dim + out.spec.value_dim) * bytes *
                       (static_cast<double>(o.length) + o.page_size) * o.batch;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <limits>
 #include <numeric>
 
 #include "kvkeep/core/rope.h"
@@ -68,6 +69,11 @@ FullRun::FullRun(lm::Decoder& decoder, const lm::TaskSample& sample)
         rope_rotate(spec_.rope.style, pairs, cosines.data(), sines.data(), queries.data() + (t * heads + h) * dim);
     }
   };
+  options.view = [&](const lm::LayerSight& sight, const Attended& attended) {
+    if (!std::binary_search(full_layers.begin(), full_layers.end(), sight.layer)) return;
+    const float* from = attended.out.const_data_ptr<float>();
+    outputs_.emplace_back(from, from + attended.out.numel());
+  };
   const std::vector<std::int32_t> ids(sample.ids.begin(), sample.ids.end() - 1), whole{0, tokens_}, row{0}, none{0};
   decoder.forward({ids, whole, positions, row, none}, cache_, options);
 }
@@ -105,6 +111,34 @@ void FullRun::compare(const std::vector<KeptRows>& events, report::Diagnostics& 
     for (std::int64_t i = 0; i < queries * group; ++i)
       to.add_query(full_layers[r / static_cast<std::size_t>(kv_heads)],
                    static_cast<std::int32_t>(r % static_cast<std::size_t>(kv_heads)) * group + static_cast<std::int32_t>(i % group), losses[r][static_cast<std::size_t>(i)]);
+}
+
+void OutputWatch::see(const lm::EventSight& sight) {
+  for (const Cut& cut : sight.plan.cuts) cut_.insert(cut.sequence);
+}
+
+void OutputWatch::see(const lm::AttentionSight& sight) {
+  const lm::LayerSight& layer = sight.layer;
+  const auto place = std::ranges::lower_bound(full_layers_, layer.layer);
+  if (place == full_layers_.end() || *place != layer.layer) return;
+  const std::int64_t heads = sight.attended.out.size(1), dim = sight.attended.out.size(2);
+  for (std::size_t i = 0; i < sight.sequences.size(); ++i) {
+    const SequenceId id = sight.sequences[i];
+    for (std::int32_t t = layer.indptr[i]; t < layer.indptr[i + 1]; ++t) {
+      const std::span<const float> full = runs_[static_cast<std::size_t>(id)].output(static_cast<std::size_t>(place - full_layers_.begin()), layer.positions[static_cast<std::size_t>(t)]);
+      float* out = sight.attended.out.data_ptr<float>() + t * heads * dim;
+      for (std::int64_t h = 0; cut_.contains(id) && h < heads; ++h) {
+        report::QueryLoss loss{.held = std::numeric_limits<double>::quiet_NaN()};
+        for (std::int64_t d = h * dim; d < (h + 1) * dim; ++d) {
+          const double whole = full[static_cast<std::size_t>(d)], difference = whole - out[d];
+          loss.error_squared += difference * difference;
+          loss.output_squared += whole * whole;
+        }
+        to_.add_query(layer.layer, static_cast<std::int32_t>(h), loss);
+      }
+      std::ranges::copy(full, out);
+    }
+  }
 }
 
 }  // namespace kvkeep::cli

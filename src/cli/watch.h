@@ -3,6 +3,8 @@
 
 #include <cstdint>
 #include <map>
+#include <set>
+#include <span>
 #include <vector>
 
 #include "kvkeep/lm/generation.h"
@@ -38,8 +40,8 @@ class Watch {
   std::map<SequenceId, bool> open_;
 };
 
-// A sample's own tokens through the model, nothing dropped: keys, values and queries of every full layer, f32.
-// Memory: (Hq * D + Hkv * (D + Dv)) * 4 bytes a token and layer.
+// A sample's own tokens through the model, nothing dropped: keys, values, queries and attention outputs of every full layer, f32.
+// Memory: (Hq + Hkv) * (D + Dv) * 4 bytes a token and layer.
 class FullRun {
  public:
   FullRun(lm::Decoder& decoder, const lm::TaskSample& sample);
@@ -47,11 +49,35 @@ class FullRun {
   // Every query behind an event, against what that event kept and what came since; up to the next event.
   void compare(const std::vector<KeptRows>& events, report::Diagnostics& to) const;
 
+  // f32 [Hq, Dv] that attention gave a token in one full layer, the `index`th of them.
+  [[nodiscard]] std::span<const float> output(std::size_t index, std::int32_t token) const {
+    const std::int64_t numbers = std::int64_t{spec_.query_heads} * spec_.value_dim;
+    return {outputs_[index].data() + token * numbers, static_cast<std::size_t>(numbers)};
+  }
+
  private:
   ModelSpec spec_;
   std::int32_t tokens_;
   std::vector<lm::LayerCache> cache_;
   std::vector<std::vector<float>> queries_;  // [full layers] [tokens, Hq, D] after RoPE
+  std::vector<std::vector<float>> outputs_;  // [full layers] [tokens, Hq, Dv]
+};
+
+// What attention loses where spans fold: each layer of a run that is fed the samples' own tokens, against the full runs. Once a layer is compared it is put right, so that the layers behind have the full run's
+// query, keys and values: the loss of one row, as FullRun::compare tells it of kept slots.
+class OutputWatch {
+ public:
+  // Sequence i against runs[i]. All three must outlive the watch.
+  OutputWatch(const ModelSpec& spec, std::span<const FullRun> runs, report::Diagnostics& to) : full_layers_(spec.full_layers()), runs_(runs), to_(to) {}
+
+  void see(const lm::EventSight& sight);
+  void see(const lm::AttentionSight& sight);
+
+ private:
+  std::vector<std::int32_t> full_layers_;
+  std::span<const FullRun> runs_;
+  report::Diagnostics& to_;
+  std::set<SequenceId> cut_;  // queries behind a first event count
 };
 
 }  // namespace kvkeep::cli

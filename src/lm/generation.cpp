@@ -186,9 +186,10 @@ Tensor Generator::run(Batch& batch) {
   };
   if (keeper_.policy().narrows() && batch.decoding < batch.ids.size())
     options.on_attended = [&](const LayerSight& sight) { return narrow(batch, sight); };
-  if (keeper_.policy().memory() != nullptr)
+  if (keeper_.policy().memory() != nullptr || options_.hooks.on_attention)
     options.view = [&](const LayerSight& sight, const Attended& attended) {
       static_cast<void>(keeper_.view({.layer = sight.layer, .sequences = batch.ids, .indptr = sight.indptr, .queries = sight.queries, .basis = QueryBasis::post_rope, .positions = sight.positions}, attended));
+      if (options_.hooks.on_attention) options_.hooks.on_attention({batch.ids, sight, attended});
     };
   if (keeper_.policy().needs().surprisal && batch.decoding < batch.ids.size()) {
     for (std::size_t i = batch.decoding; i < batch.ids.size(); ++i) batch.surprisal.emplace_back(sequences_.at(batch.ids[i]).prompt);

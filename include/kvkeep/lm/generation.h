@@ -78,9 +78,17 @@ struct EventSight {
   const Plan& plan;  ///< its rows' `sequence` counts in `view.sequences`
 };
 
+/// What attention gave in one layer of a step, folded spans included.
+struct AttentionSight {
+  std::span<const SequenceId> sequences;  ///< [n_sequences] whose tokens `layer.indptr` counts
+  const LayerSight& layer;                ///< queries after RoPE
+  const Attended& attended;               ///< what is written here is what the step goes on with
+};
+
 /// Called while a step runs. All optional.
 struct GenerationHooks {
   std::function<void(const LayerSight&)> on_layer = {};
+  std::function<void(const AttentionSight&)> on_attention = {};  ///< in every layer, once folded spans are merged; costs a logarithm a query head
   std::function<void(const DecisionSight&)> before_decision = {};
   std::function<void(const EventSight&)> on_event = {};  ///< where something is cut
   std::function<void(std::int64_t predicted)> on_step = {};  ///< after a step: tokens it predicted

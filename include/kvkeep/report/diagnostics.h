@@ -49,7 +49,7 @@ struct RowEvent {
 
 /// What one query of a run with the full cache would lose if it saw only part of it.
 struct QueryLoss {
-  double held = 0;            ///< probability on slots that are held: kept at the last event, or written since
+  double held = 0;            ///< probability on slots that are held: kept at the last event, or written since; NaN where others are read too, by way of folded spans
   double past = 0;            ///< probability on positions before that event, held or not
   double past_held = 0;       ///< of that, on kept ones
   double error_squared = 0;   ///< |o_full - o_held|^2
