@@ -113,7 +113,7 @@ void write_routing(const std::filesystem::path& file, const TrainedParameters& p
   std::vector<std::pair<std::string, Tensor>> tensors{{"W", out.projections}, {"tau", out.thresholds}};
   for (std::size_t i = 0; i < 3 && Parameters::has_gates(out); ++i) tensors.insert(tensors.end(), {{gate_name(i, false), out.gate_weights[i]}, {gate_name(i, true), out.gate_biases[i]}});
   std::map<std::string, std::string> all = metadata;
-  all[kVersionKey] = "1";
+  all.insert_or_assign(kVersionKey, std::string(1, '1'));
   io::write_safetensors(file, tensors, all);
 }
 
