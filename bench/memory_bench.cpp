@@ -13,6 +13,7 @@
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <numeric>
 #include <string>
@@ -20,6 +21,7 @@
 #include <vector>
 
 #include "../src/cpu/factorise.h"
+#include "kvkeep/memory/zoom.h"
 #include "timing.h"
 
 namespace kvkeep {
@@ -101,11 +103,76 @@ void Factors(benchmark::State& state, std::int64_t length) {
   state.counters["raw"] = static_cast<double>(kept.second) / all;
 }
 
+// ---- Reading -------------------------------------------------------------------------------------------------------------------------------
+//
+// rows: Memory/Read/<tokens>/<dtype of factors>
+//
+// One decode step of one layer (llama8b: 32 query heads, 8 KV heads, D 128; f32 rows) over a memory: 1/16 of the tokens are dense rows, the others lie in spans of 64. In turns, the median over runs:
+// `memory` ms: attention over the dense rows, and read_memory() with default options (sketch, mass); `same_bytes` ms: attention over as many dense rows as take the same bytes near; `all` ms: over all
+// tokens. Caches are as warm as the sizes allow: each turn reads all of its own. `to_same` and `to_all` are ratios within a run; `zooms`: spans opened a query head group; `near`: share of all bytes.
+
+constexpr std::int64_t kKvHeads = 8, kQueryHeads = 32, kSpan = 64;
+
+struct LongMemory {
+  LongMemory(std::int64_t tokens, ScalarType store) {
+    const std::int64_t dense = tokens / 16, spans = (tokens - dense) / kSpan;
+    std::vector<Tensor> sides;
+    for (int side = 0; side < 2; ++side) sides.push_back(at::cat({keys_like(kKvHeads * spans, kSpan).view({kKvHeads, spans * kSpan, kDim}), at::randn({kKvHeads, dense, kDim})}, 1));
+    keys = sides[0], values = sides[1];
+    std::vector<Span> table;
+    for (std::int64_t s = 0; s < spans; ++s) table.push_back({static_cast<std::int32_t>(s * kSpan), static_cast<std::int32_t>((s + 1) * kSpan)});
+    FactorOptions o;
+    o.store = store, o.sketch = true;
+    folded = SpanStore(keys, values, std::vector<float>(static_cast<std::size_t>(tokens), 1.0F), table, o);
+    dense_keys = keys.narrow(1, spans * kSpan, dense).contiguous(), dense_values = values.narrow(1, spans * kSpan, dense).contiguous();
+    std::int64_t near = 0;
+    for (std::int64_t h = 0; h < kKvHeads; ++h) near += folded.row(h).near_bytes();
+    const std::int64_t row = 2 * kDim * 4, same = dense + near / kKvHeads / row;
+    same_keys = keys.narrow(1, 0, same).contiguous(), same_values = values.narrow(1, 0, same).contiguous();
+    share = static_cast<double>(near + kKvHeads * dense * row) / static_cast<double>(kKvHeads * tokens * row);
+    // Every head asks for one token that is folded, as a retrieval head does; the rest of its attention is spread.
+    queries = at::randn({1, kQueryHeads, kDim});
+    for (std::int64_t h = 0; h < kQueryHeads; ++h) queries[0][h].add_(keys[h / (kQueryHeads / kKvHeads)][(h * 3571) % (spans * kSpan)], 0.5);
+  }
+
+  Tensor keys, values, dense_keys, dense_values, same_keys, same_values, queries;
+  SpanStore folded;
+  double share = 0;
+};
+
+void Read(benchmark::State& state, std::int64_t tokens, ScalarType store) {
+  const LongMemory m(tokens, store);
+  const double scale = 1 / std::sqrt(static_cast<double>(kDim));
+  FactorCache cache;
+  std::vector<MemoryRow> rows;
+  for (std::int64_t h = 0; h < kKvHeads; ++h) rows.push_back({.spans = &m.folded.row(h), .dense = m.dense_keys.size(1)});
+  std::vector<double> memory, same, all, to_same, to_all;
+  ReadCounts counts;
+  for (auto _ : state) {
+    memory.push_back(milliseconds([&] {
+      OpenAttention open = attend_rows(m.dense_keys, m.dense_values, m.queries, scale);
+      counts = read_memory(open, rows, m.queries, scale, {.cache = &cache});
+      benchmark::DoNotOptimize(open.close().data_ptr());
+    }));
+    state.SetIterationTime(memory.back() / 1e3);
+    same.push_back(milliseconds([&] { benchmark::DoNotOptimize(attend_rows(m.same_keys, m.same_values, m.queries, scale).close().data_ptr()); }));
+    all.push_back(milliseconds([&] { benchmark::DoNotOptimize(attend_rows(m.keys, m.values, m.queries, scale).close().data_ptr()); }));
+    to_same.push_back(memory.back() / same.back()), to_all.push_back(memory.back() / all.back());
+  }
+  state.counters["memory"] = median(memory), state.counters["same_bytes"] = median(same), state.counters["all"] = median(all);
+  state.counters["to_same"] = median(to_same), state.counters["to_all"] = median(to_all);
+  state.counters["zooms"] = static_cast<double>(counts.zooms) / static_cast<double>(counts.queries);
+  state.counters["near"] = m.share;
+}
+
 // ---- Rows ----------------------------------------------------------------------------------------------------------------------------------
 
 const int kRegistered = [] {
   for (const std::int64_t length : {8, 16, 32, 64, 128})
     benchmark::RegisterBenchmark(("Memory/Factors/" + std::to_string(length)).c_str(), Factors, length)->UseManualTime()->Iterations(9)->Unit(benchmark::kMillisecond);
+  for (const std::int64_t tokens : {8192, 131072})
+    for (const ScalarType store : {kFloat32, kBFloat16})
+      benchmark::RegisterBenchmark(("Memory/Read/" + std::to_string(tokens) + (store == kFloat32 ? "/f32" : "/bf16")).c_str(), Read, tokens, store)->UseManualTime()->Iterations(15)->Unit(benchmark::kMillisecond);
   return 0;
 }();
 

@@ -143,7 +143,8 @@ void expect_as_lapack(const Shape& shape, std::uint64_t seed) {
       o.rank = Rank::max, o.max_rank = static_cast<std::int32_t>(rank), o.raw = false, o.centred = centred;
       const Factorisation f = factorised(matrices, o);
       for (std::int64_t n = 0; n < matrices.size(0); ++n) {
-        SCOPED_TRACE("matrix " + std::to_string(n) + " of " + std::to_string(shape.length) + " x " + std::to_string(shape.dim) + ", rank " + std::to_string(rank) + (centred == Centred::always ? ", centred" : ""));
+        SCOPED_TRACE("matrix " + std::to_string(n) + " of " +
+                     std::to_string(shape.length) + " x " + std::to_string(shape.dim) + ", rank " + std::to_string(rank) + (centred == Centred::always ? ", centred" : ""));
         const std::vector<double>& want = values[static_cast<std::size_t>(n)];
         const Tensor& of = rows[static_cast<std::size_t>(n)];
         for (std::int64_t i = 0; i < rank; ++i)

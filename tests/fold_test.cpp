@@ -87,8 +87,8 @@ TEST(Fold, ReadsNothingButCoarseEntriesWhereNothingIsOpened) {
 }
 
 TEST(Fold, CountsNearAndFarBytesExactly) {
-  for (const char* store : {"f32", "bf16"}) {
-    FoldingEngine engine(kSekv + ",memory.store=" + store);
+  for (const auto& [sketch, store] : std::vector<std::pair<bool, const char*>>{{true, "f32"}, {true, "bf16"}, {false, "f32"}, {false, "bf16"}}) {
+    FoldingEngine engine(kSekv + ",memory.store=" + store + (sketch ? "" : ",memory.sketch=false"));
     run(engine, 1, 150, 20);
     const FoldedState state = engine.keeper.folded(1);
     const std::int64_t number = std::string_view(store) == "f32" ? 4 : 2;
@@ -105,7 +105,7 @@ TEST(Fold, CountsNearAndFarBytesExactly) {
       }
     EXPECT_GT(spans, 0);
     EXPECT_EQ(state.spans, spans);
-    EXPECT_EQ(state.near_bytes, spans * (2 * FoldingEngine::kDim * number + 4));
+    EXPECT_EQ(state.near_bytes, spans * (2 * FoldingEngine::kDim * number + 4) + (sketch ? state.tokens * (4 + 2) : 0)) << "16 signs take a word";
     EXPECT_EQ(state.far_bytes, numbers * number);
     EXPECT_EQ(state.disk_bytes, 0);
     EXPECT_GE(engine.keeper.far_store()->host_bytes(), state.far_bytes);

@@ -248,7 +248,8 @@ TEST(Registry, ListsEveryOptionOfEveryPolicy) {
     if (p.name == "full") continue;
     if (p.name != "pyramidinfer") EXPECT_EQ(p.options.front().name, "budget") << p.name;
     if (std::any_of(p.options.begin(), p.options.end(), [](const OptionInfo& o) { return o.fallback == "required"; })) continue;
-    const auto json = resolved(p.name == "pyramidinfer" ? p.name : p.name + ",budget=512");
+    const bool may_fold = std::any_of(p.options.begin(), p.options.end(), [](const OptionInfo& o) { return o.name == "rest"; });
+    const auto json = resolved(p.name == "pyramidinfer" ? p.name : p.name + ",budget=512" + (may_fold ? ",rest=fold" : ""));
     for (const OptionInfo& o : p.options) {
       if (o.fallback == "-" || o.name == "decode") continue;  // resolved only where it is given
       const auto dot = o.name.find('.');
@@ -256,6 +257,18 @@ TEST(Registry, ListsEveryOptionOfEveryPolicy) {
       EXPECT_TRUE(there) << p.name << " lists " << o.name << " and does not resolve it";
     }
   }
+}
+
+TEST(Registry, TakesOptionsOfFoldedSpansWhereTheRestFolds) {
+  EXPECT_EQ(make_policy("tova,budget=9")->memory(), nullptr);
+  EXPECT_NE(make_policy("tova,budget=9,rest=fold")->memory(), nullptr);
+  EXPECT_EQ(make_policy("ams-tova,budget=9,rest=fold,mass=0.5,memory.coverage=0.25")->memory()->zoom.coverage, 0.25);
+  EXPECT_EQ(resolved("ams-tova,budget=9,rest=fold,coverage=0.5")["allocator"]["coverage"], 0.5) << "a name that the policy itself uses means its own";
+  EXPECT_THROW(static_cast<void>(make_policy("tova,budget=9,memory.mass=0.5")), InvalidArgument) << "nothing folds";
+  for (const char* wrong : {"max_rank=0", "energy=2", "mass=-1", "min_span=0", "store=f64", "near_bytes=-1", "router=nowhere.safetensors", "reach=0", "damage=ignore"})
+    EXPECT_THROW(static_cast<void>(make_policy(text("tova,budget=9,rest=fold,memory.", wrong))), InvalidArgument) << wrong;
+  for (const char* wrong : {"memory.alpha=x", "budget=0", "budget_share=0", "budget_share=1.5", "interval=0", "budget=5,budget_share=0.5", "memory.host_bytes=10,memory.file_bytes=-1"})
+    EXPECT_THROW(static_cast<void>(make_policy(text("sekv,", wrong))), InvalidArgument) << wrong;
 }
 
 TEST(Registry, SaysWhatAPolicyNeeds) {

@@ -151,6 +151,30 @@ TEST(RouterTraining, OfAPromptThatFoldsNothingHasNothingToLearn) {
   EXPECT_EQ(step.gradients.projections.abs().max().item<double>(), 0);
 }
 
+TEST(RouterTraining, SaysWhatShareOfTheTeachersAttentionEachAdmittedSpanDraws) {
+  Case c(107);
+  const TrainingMemory memory(c.layer, 4);
+  const TrainingMemory::Exact exact = memory.exact(c.layer.queries, 0.9);
+  const auto spans = static_cast<std::int64_t>(c.layer.spans.size());
+  for (std::int64_t n = 0; n < 2; ++n)
+    for (std::int64_t h = 0; h < 2; ++h) {
+      std::vector<double> weights;
+      double all = 0;
+      for (std::int32_t t = 0; t <= c.layer.positions[static_cast<std::size_t>(n)]; ++t) {
+        double dot = 0;
+        for (std::int64_t d = 0; d < 6; ++d) dot += static_cast<double>(c.layer.queries.const_data_ptr<float>()[(n * 2 + h) * 6 + d]) * c.layer.keys.const_data_ptr<float>()[t * 6 + d];
+        weights.push_back(std::exp(c.layer.scale * dot));
+        all += weights.back();
+      }
+      for (std::int64_t s = 0; s < spans; ++s) {
+        double expected = 0;
+        const Span at = c.layer.spans[static_cast<std::size_t>(s)];
+        for (std::int32_t t = at.begin; t < at.end && memory.admitted().const_data_ptr<std::uint8_t>()[n * spans + s] != 0; ++t) expected += weights[static_cast<std::size_t>(t)] / all;
+        EXPECT_NEAR(exact.mass.const_data_ptr<double>()[(n * 2 + h) * spans + s], expected, 1e-6);
+      }
+    }
+}
+
 TEST(RouterTraining, RefusesWhatDoesNotFit) {
   Case c(103);
   TrainingOptions o;

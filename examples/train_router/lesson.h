@@ -13,7 +13,7 @@
 namespace train {
 
 struct LessonOptions {
-  kvkeep::SegmenterOptions segmenter{.recent = 64, .max_span = 32};
+  kvkeep::SegmenterOptions segmenter;
   bool fold_all = false;      ///< the trace folds too; else it stays as it is, as tokens do that a model has just written
   int32_t candidates = 512;   ///< evenly spaced positions that are looked at
   int32_t positions = 64;     ///< of them kept: those that look farthest back

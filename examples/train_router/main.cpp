@@ -29,7 +29,7 @@ What happens in a step: the frozen model reads a sample; quiet runs of its promp
 farthest back, a student runs the same layers over folded spans, and opens those whose relevance is above a threshold.
 It learns to answer as the model does (distill), to open the spans that the model's attention goes to (zoom), to drop
 components that do not matter (recon), and to open little (budget, which grows over the first half of the steps).
---budget-weight is the one to turn: more of it opens less.
+At the end every head gets the threshold at which what opens is worth --price: that is the one to turn, more of it opens less.
 )";
 
 /// Tensors of a few MB come and go thousands of times a second: fetching them from the kernel each time costs more than the arithmetic.
@@ -40,11 +40,19 @@ void keep_freed_memory() {
 }
 
 struct Options {
-  std::string model, out, compare, schedule = "512:8:100,768:8:100,1024:8:100", fold = "prompt";
+  std::string model, out, compare, schedule = "512:4:200,768:4:100,1024:4:100", fold = "prompt";
   int64_t inner = 32;
   int32_t samples = 32;
   std::vector<double> entries{5, 10, 20, 40, 80};
   train::RouterTrainingOptions training;
+
+  /// Weights for the small model: it has a dozen heads and a few dozen spans, all of which the budget counts, and a published 0.1 closes every span at once.
+  Options() {
+    training.learning_rate = 0.01;
+    training.losses.budget_weight = 5e-5, training.losses.rank_weight = 0.2;
+    training.losses.coverage = 0.5, training.losses.positive_weight = 5;
+    training.lesson.segmenter = {.recent = 64, .max_span = 16};
+  }
 };
 
 void add_options(CLI::App& app, Options& o) {
@@ -92,8 +100,6 @@ int run(int argc, char** argv) {
   CLI::App app("Trains a router and rank gates for folded spans (SeKV) on a small frozen model, on the CPU.");
   app.footer(kExamples);
   Options o;
-  o.training.losses.budget_weight = 0.002;
-  o.training.losses.rank_weight = 0.01;
   add_options(app, o);
   try {
     app.parse(argc, argv);

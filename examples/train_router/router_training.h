@@ -17,7 +17,7 @@ struct RouterTrainingOptions {
   LessonOptions lesson;
   kvkeep::TrainingOptions losses;  ///< budget_weight as it is in the second half; it grows from 0 in the first
   uint64_t seed = 1;
-  double learning_rate = 1e-3;
+  double learning_rate = 1e-2;
   double weight_decay = 0.01;      ///< of matrices
   double warmup = 0.1;             ///< share of the steps
   std::string checkpoint;          ///< path of the checkpoint file
@@ -26,7 +26,7 @@ struct RouterTrainingOptions {
   int64_t check_every = 50;        ///< steps between two looks at held-out samples; 0: never
   int32_t held_out = 16;           ///< samples
   int64_t patience = 0;            ///< looks without a better loss after which it stops; 0: never
-  double price = 0.01;             ///< in attention, of an opened span, when thresholds are set at the end; 0: they stay as trained
+  double price = 0.004;            ///< in attention, of an opened span, when thresholds are set at the end; 0: they stay as trained
   int64_t stop_after = 0;          ///< steps of this run, after which it stops as Ctrl-C would; 0: never
   int threads = 2;
   bool resume = false;

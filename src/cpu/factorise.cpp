@@ -59,12 +59,14 @@ struct Factorisation::Choice {
 struct Factorisation::Scratch {
   Scratch(std::int64_t length, std::int64_t dim, std::int64_t most, std::int64_t form_count)
       : lanes(matrix_lanes()), m(std::min(length, dim)), stride(padded(dim)), chunk(length > dim ? std::min(length, kChunkRows) : length + 1), forms(static_cast<std::size_t>(form_count)) {
-    const std::int64_t sizes[] = {chunk * stride, std::max(triangle_size(m + 1), m * stride), 2 * m, 10 * m * lanes, m * padded(most), padded(most) * std::max(stride, length), most * m * lanes, most * lanes, lanes};
+    const std::int64_t rank = padded(most);
+    const std::int64_t sizes[] = {chunk * stride, std::max(triangle_size(m + 1), m * stride), 2 * m, 4 * m * lanes, m * rank, rank * std::max(stride, length), most * m * lanes, most * lanes, lanes};
     const std::int64_t of_form = (triangle_size(m) + 5 * m) * lanes + lanes * m + lanes;
     arena.resize(static_cast<std::size_t>(std::accumulate(std::begin(sizes), std::end(sizes), form_count * of_form) + 8 * static_cast<std::int64_t>(std::size(sizes) + 10 * forms.size())));
     double* at = arena.data();
     const auto take = [&at](std::int64_t numbers) { return std::exchange(at, at + (numbers + 7) / 8 * 8); };
-    rows = take(sizes[0]), gram = take(sizes[1]), shift = take(sizes[2]), work = take(sizes[3]), axes = take(sizes[4]), projected = take(sizes[5]), vectors = take(sizes[6]), asked = take(sizes[7]), mask = take(sizes[8]);
+    rows = take(sizes[0]), gram = take(sizes[1]), shift = take(sizes[2]), work = take(sizes[3]), axes = take(sizes[4]), projected = take(sizes[5]);
+    vectors = take(sizes[6]), asked = take(sizes[7]), mask = take(sizes[8]);
     for (OfForm& f : forms) {
       f.lanes = {take(triangle_size(m) * lanes), take(m * lanes), take(m * lanes), take(m * lanes)};
       f.values = take(m * lanes), f.work = take(m * lanes), f.squares = take(lanes * m), f.scale = take(lanes);
@@ -91,7 +93,7 @@ struct Factorisation::Scratch {
   double* rows;       ///< [chunk, stride] rows of one matrix, padded with 0
   double* gram;       ///< lower triangle by rows, or [m, stride]
   double* shift;      ///< [2, m] x and y: a Gram matrix of rows as they are is that of centred ones + x y^T + y x^T
-  double* work;       ///< [10 m, lanes]
+  double* work;       ///< [4 m, lanes]
   double* axes;       ///< [m, padded rank] of one matrix
   double* projected;  ///< [rank, stride] or [L, padded rank]
   double* vectors;    ///< [rank, m, lanes]
@@ -152,7 +154,7 @@ void Factorisation::run_group(std::int64_t first, std::int64_t count, const Rank
     const std::vector<double> squares = s.forms[static_cast<std::size_t>(choices.back().form)].squares_of(lane, s.m);
     std::transform(squares.begin(), squares.begin() + shown(), spectra_.begin() + (first + lane) * options_.max_rank, [](double x) { return std::sqrt(x); });
   }
-  if (gates != nullptr) ask_gates(*gates, first, count, key_of);
+  if (options_.rank == FactorOptions::Rank::gates) ask_gates(*gates, first, count, key_of);
   std::int64_t most = 0;
   for (std::int64_t lane = 0; lane < count; ++lane) {
     Choice& c = choices[static_cast<std::size_t>(lane)];
@@ -169,7 +171,8 @@ void Factorisation::run_group(std::int64_t first, std::int64_t count, const Rank
   for (std::int64_t lane = 0; lane < count; ++lane) {
     const Choice& c = choices[static_cast<std::size_t>(lane)];
     s.mask[lane] = static_cast<double>(c.form == kPlain);
-    for (std::size_t j = 0; j < c.kept.size() && static_cast<std::int64_t>(j) < most; ++j) s.asked[static_cast<std::int64_t>(j) * s.lanes + lane] = s.forms[static_cast<std::size_t>(c.form)].squares[lane * s.m + c.kept[j].first];
+    const double* squares = s.forms[static_cast<std::size_t>(c.form)].squares + lane * s.m;
+    for (std::int64_t j = 0; j < std::min<std::int64_t>(most, factors(first + lane).rank); ++j) s.asked[j * s.lanes + lane] = squares[c.kept[static_cast<std::size_t>(j)].first];
   }
   const LaneMatrices& chosen = s.forms[kFirst].lanes;
   if (s.forms.size() > 1) {

@@ -26,7 +26,7 @@ class Factorisation {
   [[nodiscard]] double* rows(std::int64_t n) { return rows_.get() + n * length_ * dim_; }
   /// Takes the mean of the rows by `weights` [L] (span_weights), and the sum of their squares. False where a number is not finite.
   bool weigh(std::int64_t n, std::span<const double> weights);
-  /// gates: null unless options.rank is gates. key_of[n]: the matrix whose mean is the coarse key that the gates of matrix n read (of the keys of the same span and head); empty without gates.
+  /// gates: read where options.rank is gates. key_of[n]: the matrix whose mean is the coarse key that the gates of matrix n read (of the keys of the same span and head); empty without gates.
   void run(const RankGates* gates, std::span<const std::int64_t> key_of);
 
   [[nodiscard]] const double* mean(std::int64_t n) const { return means_.data() + n * dim_; }                             ///< [D]

@@ -98,7 +98,8 @@ void RowGram(const double* HWY_RESTRICT rows, std::int64_t n, std::int64_t strid
 
 /// kBlock rows and kVectors of columns.
 template <int kVectors>
-HWY_INLINE void OuterBlock(const Factor& x, std::int64_t i, std::int64_t rows, const double* HWY_RESTRICT y, std::int64_t y_stride, std::int64_t depth, double* HWY_RESTRICT out, std::int64_t out_stride, bool add) {
+HWY_INLINE void OuterBlock(const Factor& x, std::int64_t i, std::int64_t rows, const double* HWY_RESTRICT y, std::int64_t y_stride, std::int64_t depth, double* HWY_RESTRICT out,
+                           std::int64_t out_stride, bool add) {
   const D d;
   const double* left[kBlock];
   for (int b = 0; b < kBlock; ++b) left[b] = x.at + std::min(i + b, rows - 1) * x.stride;
@@ -249,10 +250,9 @@ void TridiagonalEigenvalues(std::int64_t n, std::span<const LaneMatrices> sets, 
   else Eigenvalues<1>(n, values, squares);
 }
 
-/// P (T - value I) = L U with row exchanges, U of three diagonals.
+/// T - value I = L D L^T, without exchanges of rows: where a pivot all but vanishes, so does the number behind it in the vector that is sought, and with it what was lost.
 struct Elimination {
-  double *inverse, *first, *second;  ///< [n, lanes] of U: 1 / diagonal, and the two beside it
-  double *share, *exchanged;         ///< [n, lanes] of L, and whether row i changed places with the one below
+  double *inverse, *share;  ///< [n, lanes] 1 / D, and L below its diagonal
 };
 
 /// kCount of them side by side, so that the divisions of one hide behind those of the other; the same for solutions.
@@ -260,51 +260,34 @@ template <int kCount>
 HWY_INLINE void Eliminate(std::int64_t n, const LaneMatrices& a, const V* values, const Elimination* lu) {
   const D d;
   const V one = hn::Set(d, 1.0), least = hn::Set(d, kRounding);
-  const auto invert = [&](V v) HWY_ATTR { return hn::Div(one, hn::CopySign(hn::Max(hn::Abs(v), least), v)); };
-  V pivot[kCount], beside[kCount];
-  for (int b = 0; b < kCount; ++b) pivot[b] = hn::Sub(At(a.diagonal, 0), values[b]), beside[b] = n > 1 ? At(a.beside, 0) : hn::Zero(d);
-  for (std::int64_t i = 0; i + 1 < n; ++i) {
-    const V below = At(a.beside, i), next = i + 2 < n ? At(a.beside, i + 1) : hn::Zero(d);
+  V taken[kCount];
+  for (V& t : taken) t = hn::Zero(d);
+  for (std::int64_t i = 0; i < n; ++i) {
+    const V beside = i + 1 < n ? At(a.beside, i) : hn::Zero(d);
     for (int b = 0; b < kCount; ++b) {
-      const V diagonal = hn::Sub(At(a.diagonal, i + 1), values[b]);
-      const M exchange = hn::Gt(hn::Abs(below), hn::Abs(pivot[b]));
-      const V inverse = invert(hn::IfThenElse(exchange, below, pivot[b])), share = hn::Mul(hn::IfThenElse(exchange, pivot[b], below), inverse);
-      const V first = hn::IfThenElse(exchange, diagonal, beside[b]), second = hn::IfThenElseZero(exchange, next);
+      const V pivot = hn::Sub(hn::Sub(At(a.diagonal, i), values[b]), taken[b]);
+      const V inverse = hn::Div(one, hn::CopySign(hn::Max(hn::Abs(pivot), least), pivot)), share = hn::Mul(beside, inverse);
       Put(inverse, lu[b].inverse, i);
-      Put(first, lu[b].first, i);
-      Put(second, lu[b].second, i);
       Put(share, lu[b].share, i);
-      Put(hn::VecFromMask(d, exchange), lu[b].exchanged, i);
-      pivot[b] = hn::NegMulAdd(share, first, hn::IfThenElse(exchange, beside[b], diagonal));
-      beside[b] = hn::NegMulAdd(share, second, hn::IfThenZeroElse(exchange, next));
+      taken[b] = hn::Mul(beside, share);
     }
   }
-  for (int b = 0; b < kCount; ++b) Put(invert(pivot[b]), lu[b].inverse, n - 1);
 }
 
 template <int kCount>
 HWY_INLINE void Solve(std::int64_t n, const Elimination* lu, double* const* x) {
-  const D d;
-  V carried[kCount], after[kCount];
+  V carried[kCount];
   for (int b = 0; b < kCount; ++b) carried[b] = At(x[b], 0);
-  for (std::int64_t i = 0; i + 1 < n; ++i)
+  for (std::int64_t i = 1; i < n; ++i)
     for (int b = 0; b < kCount; ++b) {
-      const M exchange = hn::MaskFromVec(At(lu[b].exchanged, i));
-      const V below = At(x[b], i + 1), own = hn::IfThenElse(exchange, below, carried[b]);
-      Put(own, x[b], i);
-      carried[b] = hn::NegMulAdd(At(lu[b].share, i), own, hn::IfThenElse(exchange, carried[b], below));
+      carried[b] = hn::NegMulAdd(At(lu[b].share, i - 1), carried[b], At(x[b], i));
+      Put(carried[b], x[b], i);
     }
-  for (int b = 0; b < kCount; ++b) {
-    carried[b] = hn::Mul(carried[b], At(lu[b].inverse, n - 1));
-    after[b] = hn::Zero(d);
-    Put(carried[b], x[b], n - 1);
-  }
-  for (std::int64_t i = n - 2; i >= 0; --i)
+  for (V& c : carried) c = hn::Zero(D());
+  for (std::int64_t i = n - 1; i >= 0; --i)
     for (int b = 0; b < kCount; ++b) {
-      const V own = hn::Mul(hn::NegMulAdd(At(lu[b].first, i), carried[b], hn::NegMulAdd(At(lu[b].second, i), after[b], At(x[b], i))), At(lu[b].inverse, i));
-      after[b] = carried[b];
-      carried[b] = own;
-      Put(own, x[b], i);
+      carried[b] = hn::NegMulAdd(At(lu[b].share, i), carried[b], hn::Mul(At(x[b], i), At(lu[b].inverse, i)));
+      Put(carried[b], x[b], i);
     }
 }
 
@@ -368,8 +351,7 @@ HWY_INLINE void Iterate(std::int64_t n, const LaneMatrices& a, const double* val
   double* x[kCount];
   V shifts[kCount];
   for (int b = 0; b < kCount; ++b) {
-    double* at = scratch + 5 * b * size;
-    lu[b] = {at, at + size, at + 2 * size, at + 3 * size, at + 4 * size};
+    lu[b] = {scratch + 2 * b * size, scratch + (2 * b + 1) * size};
     x[b] = vectors + (first + b) * size;
     Scatter(n, static_cast<std::uint32_t>(first + b), x[b]);
     // Never nearer to the value before than to its own: the vector before would drown what is new.
@@ -424,7 +406,9 @@ HWY_EXPORT(BlendLanes);
 
 std::int64_t matrix_lanes() { return HWY_DYNAMIC_DISPATCH(MatrixLanes)(); }
 void weighted_mean(const double* rows, std::int64_t length, std::int64_t dim, const double* weights, double* mean) { HWY_DYNAMIC_DISPATCH(WeightedMean)(rows, length, dim, weights, mean); }
-void centred_rows(const double* rows, std::int64_t count, std::int64_t dim, const double* mean, double* out, std::int64_t stride) { HWY_DYNAMIC_DISPATCH(CentredRows)(rows, count, dim, mean, out, stride); }
+void centred_rows(const double* rows, std::int64_t count, std::int64_t dim, const double* mean, double* out, std::int64_t stride) {
+  HWY_DYNAMIC_DISPATCH(CentredRows)(rows, count, dim, mean, out, stride);
+}
 double sum_of_squares(const double* x, std::int64_t n) { return HWY_DYNAMIC_DISPATCH(SumOfSquares)(x, n); }
 void row_gram(const double* rows, std::int64_t n, std::int64_t stride, double* out) { HWY_DYNAMIC_DISPATCH(RowGram)(rows, n, stride, out); }
 void outer_product(const Factor& x, const double* y, std::int64_t y_stride, std::int64_t depth, std::int64_t rows, std::int64_t columns, double* out, std::int64_t out_stride, bool add) {

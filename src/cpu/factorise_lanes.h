@@ -43,7 +43,7 @@ void tridiagonalise(std::int64_t n, const LaneMatrices& a, double* scratch);
 /// By root-free QL iterations. Error: rounding of the largest.
 void tridiagonal_eigenvalues(std::int64_t n, std::span<const LaneMatrices> sets, double* const* values, double* const* squares);
 
-/// vectors: [count, n, lanes], orthonormal, of the matrix whose reflectors `a` holds, one for each of values [count, lanes], largest first. scratch: [10 n, lanes].
+/// vectors: [count, n, lanes], orthonormal, of the matrix whose reflectors `a` holds, one for each of values [count, lanes], largest first. scratch: [4 n, lanes].
 /// By inverse iteration; those of close eigenvalues are made orthogonal to each other.
 void eigenvectors(std::int64_t n, const LaneMatrices& a, const double* values, std::int64_t count, double* vectors, double* scratch);
 

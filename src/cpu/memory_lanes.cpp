@@ -5,6 +5,7 @@
 #include <hwy/highway.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 
@@ -19,6 +20,7 @@ using D = hn::ScalableTag<float>;
 
 using V = hn::Vec<D>;
 constexpr std::int64_t kLanes = hn::MaxLanes(D());
+constexpr std::int64_t kSketchBlock = 16;  ///< KeySketch::kBlock
 
 HWY_INLINE float Sum(V v) { return hn::GetLane(hn::SumOfLanes(D(), v)); }
 
@@ -83,35 +85,6 @@ void AddRows(const float* HWY_RESTRICT rows, std::int64_t count, std::int64_t di
   }
 }
 
-/// The entry of a table of 16 that each lane asks for.
-HWY_INLINE V FromTable(const float* table, hn::Vec<hn::RebindToSigned<D>> index) {
-#if HWY_TARGET <= HWY_AVX3
-  return hn::TableLookupLanes(hn::LoadU(D(), table), hn::IndicesFromVec(D(), index));
-#else
-  return hn::GatherIndex(D(), table, index);
-#endif
-}
-
-void SketchProducts(const std::uint32_t* HWY_RESTRICT signs, std::int64_t tokens, std::int64_t words, const float* HWY_RESTRICT table, float* HWY_RESTRICT out) {
-  constexpr std::int64_t kBlock = 16;
-  const hn::RebindToSigned<D> di;
-  const auto lanes = static_cast<std::int64_t>(hn::Lanes(D()));
-  const auto four = hn::Set(di, 15);
-  for (std::int64_t block = 0; block * kBlock < tokens; ++block)
-    for (std::int64_t lane = 0; lane < kBlock; lane += lanes) {
-      V sum = hn::Zero(D());
-      for (std::int64_t w = 0; w < words; ++w) {
-        auto bits = hn::BitCast(di, hn::LoadU(hn::RebindToUnsigned<D>(), signs + (block * words + w) * kBlock + lane));
-        const float* own = table + w * 8 * 16;
-        for (std::int64_t n = 0; n < 8; ++n) {
-          sum = hn::Add(sum, FromTable(own + n * 16, hn::And(bits, four)));
-          bits = hn::BitCast(di, hn::ShiftRight<4>(hn::BitCast(hn::RebindToUnsigned<D>(), bits)));
-        }
-      }
-      hn::StoreU(sum, D(), out + block * kBlock + lane);
-    }
-}
-
 float Largest(const float* HWY_RESTRICT x, std::int64_t n) {
   const D d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
@@ -145,6 +118,62 @@ float Exponentials(float* HWY_RESTRICT x, std::int64_t n, float top) {
   return Sum(sum);
 }
 
+/// The entry of a table of 16 that each lane asks for.
+HWY_INLINE V FromTable(const float* table, hn::Vec<hn::RebindToSigned<D>> index) {
+#if HWY_TARGET <= HWY_AVX3
+  return hn::TableLookupLanes(hn::LoadU(D(), table), hn::IndicesFromVec(D(), index));
+#else
+  return hn::GatherIndex(D(), table, index);
+#endif
+}
+
+/// One block of tokens, `kHeads` queries: x[h][t] = scale * size[t] * (signs of t . query of h). The signs are unpacked once for all of them.
+template <int kHeads>
+HWY_INLINE void SketchBlock(const SketchedSpans& sketch, std::int64_t block, const float* HWY_RESTRICT tables, std::int64_t table_size, float scale, std::int64_t stride, float* HWY_RESTRICT x) {
+  const hn::RebindToSigned<D> di;
+  const hn::RebindToUnsigned<D> du;
+  const hn::Rebind<std::uint16_t, D> d16;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(D()));
+  const auto four = hn::Set(du, 15U);
+  for (std::int64_t lane = 0; lane < kSketchBlock; lane += lanes) {
+    V sums[kHeads];
+    for (int h = 0; h < kHeads; ++h) sums[h] = hn::Zero(D());
+    for (std::int64_t w = 0; w < sketch.words; ++w) {
+      auto bits = hn::LoadU(du, sketch.signs + (block * sketch.words + w) * kSketchBlock + lane);
+      const float* own = tables + w * 8 * 16;
+      for (std::int64_t n = 0; n < 8; ++n) {
+        const auto index = hn::BitCast(di, hn::And(bits, four));
+        for (int h = 0; h < kHeads; ++h) sums[h] = hn::Add(sums[h], FromTable(own + h * table_size + n * 16, index));
+        bits = hn::ShiftRight<4>(bits);
+      }
+    }
+    const V size = hn::Mul(hn::Set(D(), scale), hn::BitCast(D(), hn::ShiftLeft<16>(hn::PromoteTo(du, hn::LoadU(d16, sketch.sizes + block * kSketchBlock + lane)))));
+    for (int h = 0; h < kHeads; ++h) hn::StoreU(hn::Mul(sums[h], size), D(), x + h * stride + block * kSketchBlock + lane);
+  }
+}
+
+void SketchSums(const SketchedSpans& sketch, const float* HWY_RESTRICT tables, const float* HWY_RESTRICT base, std::int64_t heads, float scale, float* HWY_RESTRICT x, float* HWY_RESTRICT tops, float* HWY_RESTRICT out) {
+  constexpr float kNegligible = 30;
+  const std::int64_t tokens = sketch.first[sketch.spans], blocks = (tokens + kSketchBlock - 1) / kSketchBlock, stride = blocks * kSketchBlock, table_size = sketch.words * 8 * 16;
+  for (std::int64_t block = 0; block < blocks; ++block) {
+    std::int64_t h = 0;
+    for (; h + 4 <= heads; h += 4) SketchBlock<4>(sketch, block, tables + h * table_size, table_size, scale, stride, x + h * stride);
+    for (; h < heads; ++h) SketchBlock<1>(sketch, block, tables + h * table_size, table_size, scale, stride, x + h * stride);
+  }
+  for (std::int64_t h = 0; h < heads; ++h) {
+    const float* own_base = base + h * sketch.spans;
+    float* sums = out + h * sketch.spans;
+    float top = -std::numeric_limits<float>::infinity();
+    for (std::int64_t s = 0; s < sketch.spans; ++s) {
+      sums[s] = own_base[s] + Largest(x + h * stride + sketch.first[s], sketch.first[s + 1] - sketch.first[s]);
+      top = std::max(top, sums[s]);
+    }
+    tops[h] = top;
+    for (std::int64_t s = 0; s < sketch.spans; ++s)
+      sums[s] = sums[s] < top - kNegligible ? 0 : Exponentials(x + h * stride + sketch.first[s], sketch.first[s + 1] - sketch.first[s], top - own_base[s]);
+  }
+}
+
 bool AnyNan(const float* HWY_RESTRICT x, std::int64_t n) {
   const D d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
@@ -167,7 +196,7 @@ namespace kvkeep::cpu {
 HWY_EXPORT(RowDots);
 HWY_EXPORT(AddRows);
 HWY_EXPORT(Largest);
-HWY_EXPORT(SketchProducts);
+HWY_EXPORT(SketchSums);
 HWY_EXPORT(Exponentials);
 HWY_EXPORT(AnyNan);
 
@@ -183,7 +212,9 @@ void sketch_table(const float* query, std::int64_t dim, float* table) {
       table[pattern] = sum;
     }
 }
-void sketch_products(const std::uint32_t* signs, std::int64_t tokens, std::int64_t words, const float* table, float* out) { HWY_DYNAMIC_DISPATCH(SketchProducts)(signs, tokens, words, table, out); }
+void sketch_sums(const SketchedSpans& spans, const float* tables, const float* base, std::int64_t heads, float scale, float* x, float* top, float* out) {
+  HWY_DYNAMIC_DISPATCH(SketchSums)(spans, tables, base, heads, scale, x, top, out);
+}
 float largest(const float* x, std::int64_t n) { return HWY_DYNAMIC_DISPATCH(Largest)(x, n); }
 float exponentials(float* x, std::int64_t n, float top) { return HWY_DYNAMIC_DISPATCH(Exponentials)(x, n, top); }
 void narrow(const float* from, std::int64_t n, ScalarType dtype, std::byte* to) {

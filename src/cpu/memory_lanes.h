@@ -14,12 +14,22 @@ void row_dots(const float* rows, std::int64_t count, std::int64_t dim, const flo
 /// out += sum over i, ascending, of weights[i] * rows[i].
 void add_rows(const float* rows, std::int64_t count, std::int64_t dim, const float* weights, float* out);
 
-/// Numbers that sketch_products() reads of a query of `dim`: for every four of them, the sums under all 16 patterns of signs.
+/// What a query of `dim` numbers gives any four signs: for every four of them the sums under all 16 patterns. Its size in numbers.
 [[nodiscard]] std::int64_t sketch_table_size(std::int64_t dim);
 void sketch_table(const float* query, std::int64_t dim, float* table);
 
-/// out[t] = sum over d of +-query[d], signs as the sketch of token t has them (KeySketch: blocks of 16 tokens, `words` of 32 signs each); up to 15 numbers behind the last token are written.
-void sketch_products(const std::uint32_t* signs, std::int64_t tokens, std::int64_t words, const float* table, float* out);
+/// A sketch of keys (KeySketch) as it lies: `sizes` are the bits of bf16 numbers; span s has the tokens first[s] to first[s + 1] - 1.
+struct SketchedSpans {
+  const std::uint32_t* signs;
+  const std::uint16_t* sizes;
+  const std::int64_t* first;
+  std::int64_t words, spans;
+};
+
+/// What the tokens of each span draw, told by their sketch: out [heads, spans] = sum over a span's tokens of exp(base[span] + scale * size * (signs . query) - top), for `heads` queries at once, and
+/// top [heads] the largest exponent before it is taken off. Spans that stay below e^-30 of it are 0. base: [heads, spans]; tables: [heads, sketch_table_size].
+/// x: scratch of heads * (tokens rounded up to a block) floats.
+void sketch_sums(const SketchedSpans& spans, const float* tables, const float* base, std::int64_t heads, float scale, float* x, float* top, float* out);
 
 /// Largest of n floats; -inf where n is 0. NaN is passed over.
 float largest(const float* x, std::int64_t n);

@@ -131,20 +131,21 @@ void coarse_logits(const SpanRow& spans, const float* queries, std::int64_t head
     for (std::size_t s = 0; s < lengths.size(); ++s) out[s] = scale * out[s] + lengths[s];
 }
 
-void sketch_logits(const SpanRow& spans, const float* query, float scale, const float* coarse, float* logits, ZoomScratch& scratch) {
-  const KeySketch& sketch = spans.sketch();
-  const std::int64_t tokens = spans.tokens(), dim = spans.dim();
-  scratch.inner.resize(static_cast<std::size_t>(sketch_table_size(dim)));
-  scratch.tokens.resize(static_cast<std::size_t>(tokens + KeySketch::kBlock));
-  sketch_table(query, dim, scratch.inner.data());
-  sketch_products(sketch.signs.data(), tokens, KeySketch::words(dim), scratch.inner.data(), scratch.tokens.data());
-  float* x = scratch.tokens.data();
-  for (std::int64_t t = 0; t < tokens; ++t) x[t] *= scale * static_cast<float>(sketch.sizes[static_cast<std::size_t>(t)]);
-  for (std::int64_t s = 0; s < spans.size(); ++s) {
-    float* own = x + spans.tokens_before(s);
-    const std::int64_t length = spans.span(s).length;
-    const float top = largest(own, length);
-    logits[s] = coarse[s] - spans.log_length()[static_cast<std::size_t>(s)] + top + std::log(exponentials(own, length, top));
+void sketch_mass(const SpanRow& spans, const float* queries, std::int64_t heads, float scale, const float* coarse, const float* dense, float* mass, ZoomScratch& scratch) {
+  const std::int64_t dim = spans.dim(), n = spans.size(), table = sketch_table_size(dim);
+  const SketchedSpans sketched{spans.sketch().signs.data(), reinterpret_cast<const std::uint16_t*>(spans.sketch().sizes.data()), spans.first_tokens().data(), KeySketch::words(dim), n};
+  scratch.inner.resize(static_cast<std::size_t>(heads * table));
+  scratch.tokens.resize(static_cast<std::size_t>(heads * (spans.tokens() + KeySketch::kBlock)));
+  scratch.base.resize(static_cast<std::size_t>(heads * n + heads));
+  float *base = scratch.base.data(), *top = base + heads * n;
+  for (std::int64_t h = 0; h < heads; ++h) sketch_table(queries + h * dim, dim, scratch.inner.data() + h * table);
+  for (std::int64_t i = 0; i < heads * n; ++i) base[i] = coarse[i] - spans.log_length()[static_cast<std::size_t>(i % n)];
+  sketch_sums(sketched, scratch.inner.data(), base, heads, scale, scratch.tokens.data(), top, mass);
+  for (std::int64_t h = 0; h < heads; ++h) {
+    float* own = mass + h * n;
+    const double most = std::max<double>(top[h], dense[h]), sum = std::accumulate(own, own + n, 0.0), all = std::exp(dense[h] - most) + sum * std::exp(top[h] - most);
+    const auto factor = static_cast<float>(std::exp(top[h] - most) / all);
+    for (std::int64_t s = 0; s < n; ++s) own[s] *= factor;
   }
 }
 
@@ -242,17 +243,12 @@ void RowReader::route(const MemoryRow& row, std::int64_t first_head, const float
     router_relevance(*reading_.router, spans, first_head, group_, {spans.norms().data(), group_, 1}, queries, relevance_.data(), scratch_);
     for (std::int64_t i = 0; i < group_ * n; ++i) wanted_[static_cast<std::size_t>(i)] = relevance_[static_cast<std::size_t>(i)] > reading_.router->threshold(first_head + i / n) ? 1 : 0;
   } else {
-    for (std::int64_t h = 0; h < group_; ++h) {
-      float* mass = relevance_.data() + h * n;
-      const float* logits = coarse_.data() + h * n;
-      if (!spans.sketch().sizes.empty()) {
-        told_.resize(static_cast<std::size_t>(n));
-        sketch_logits(spans, queries + h * spans.dim(), scale_, logits, told_.data(), scratch_);
-        logits = told_.data();
-      }
-      coarse_mass(logits, n, open.top[h] + std::log(open.sum[h]), mass);
-      want_by_mass({mass, static_cast<std::size_t>(n)}, reading_.zoom, wanted_.data() + h * n);
-    }
+    dense_.resize(static_cast<std::size_t>(group_));
+    for (std::int64_t h = 0; h < group_; ++h) dense_[static_cast<std::size_t>(h)] = open.top[h] + std::log(open.sum[h]);
+    if (!spans.sketch().sizes.empty()) sketch_mass(spans, queries, group_, scale_, coarse_.data(), dense_.data(), relevance_.data(), scratch_);
+    else
+      for (std::int64_t h = 0; h < group_; ++h) coarse_mass(coarse_.data() + h * n, n, dense_[static_cast<std::size_t>(h)], relevance_.data() + h * n);
+    for (std::int64_t h = 0; h < group_; ++h) want_by_mass({relevance_.data() + h * n, static_cast<std::size_t>(n)}, reading_.zoom, wanted_.data() + h * n);
   }
   const ZoomBudget budget{.entries = reading_.entries, .resident = static_cast<double>(row.dense) + reading_.entries_per_span * static_cast<double>(n) + reading_.entries_per_token * static_cast<double>(spans.tokens()), .per_head = reading_.per_head};
   open_within(spans, relevance_.data(), wanted_.data(), group_, budget, reading_.zoom.heads, zoomed_.data());

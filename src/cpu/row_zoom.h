@@ -12,7 +12,7 @@ namespace kvkeep::cpu {
 
 /// What one thread works in.
 struct ZoomScratch {
-  Aligned<float> numbers[2], coarse, coarse_value, inner, logits, tokens;
+  Aligned<float> numbers[2], coarse, coarse_value, inner, logits, tokens, base;
 };
 
 /// out [heads, spans] = query . coarse key, before any scale. queries: [heads, D].
@@ -21,8 +21,9 @@ void coarse_products(const SpanRow& spans, const float* queries, std::int64_t he
 /// The same as logits: scaled, with the logarithms of the lengths.
 void coarse_logits(const SpanRow& spans, const float* queries, std::int64_t heads, float scale, float* out, ZoomScratch& scratch);
 
-/// logits [spans] = log-sum-exp of what one head's query gives the tokens of each span, as the sketch of their keys tells: scale * (coarse product + signs). coarse: coarse_logits() of the head.
-void sketch_logits(const SpanRow& spans, const float* query, float scale, const float* coarse, float* logits, ZoomScratch& scratch);
+/// mass [heads, spans] = share of attention that the tokens of each span draw, as the sketch of their keys tells: logits scale * (q . coarse key + signs), in a softmax with all of them and `dense`
+/// [heads], the log-sum-exps of the dense rows. queries: [heads, D]; coarse: coarse_logits().
+void sketch_mass(const SpanRow& spans, const float* queries, std::int64_t heads, float scale, const float* coarse, const float* dense, float* mass, ZoomScratch& scratch);
 
 /// mass [spans] = share of each coarse logit in a softmax with all of them and `dense`, the log-sum-exp of the dense rows.
 void coarse_mass(const float* logits, std::int64_t spans, float dense, float* mass);
@@ -77,7 +78,8 @@ class RowReader {
   std::int64_t group_;
   float scale_;
   ZoomScratch scratch_;
-  Aligned<float> coarse_, relevance_, told_;
+  Aligned<float> coarse_, relevance_;
+  std::vector<float> dense_;
   std::vector<std::uint8_t> wanted_, zoomed_;
   std::vector<std::int32_t> opened_;
   std::vector<FactorCache::Bytes> bytes_;  ///< [opened_]

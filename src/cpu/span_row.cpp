@@ -72,7 +72,7 @@ void SpanRow::append(SpanRow later) {
   require(later.dim_ == dim_ && later.store_ == store_, "span row: spans of ", later.dim_, " numbers in ", c10::toString(later.store_), "; allowed ", dim_, " in ", c10::toString(store_));
   require(size() == 0 || later.size() == 0 || norms_.empty() == later.norms_.empty(), "span row: a router's norms are there for some spans only; allowed for all or none");
   require(tokens() == 0 || later.tokens() == 0 || sketch_.sizes.empty() == later.sketch_.sizes.empty(), "span row: some spans bring a sketch of their keys and some do not; allowed all or none");
-  append_sketch(later.sketch_);
+  append_sketch(later);
   for (std::size_t i = 1; i < later.first_token_.size(); ++i) first_token_.push_back(first_token_.back() + later.first_token_[i] - later.first_token_[i - 1]);
   for (std::size_t side = 0; side < 2; ++side) append_to(coarse_[side], std::move(later.coarse_[side]));
   append_to(spans_, std::move(later.spans_));
@@ -81,17 +81,25 @@ void SpanRow::append(SpanRow later) {
   append_to(blobs_, std::move(later.blobs_));
 }
 
-void SpanRow::append_sketch(const KeySketch& later) {
-  const std::int64_t words = KeySketch::words(dim_), before = static_cast<std::int64_t>(sketch_.sizes.size()), more = static_cast<std::int64_t>(later.sizes.size());
-  sketch_.sizes.insert(sketch_.sizes.end(), later.sizes.begin(), later.sizes.end());
-  sketch_.signs.resize(static_cast<std::size_t>((before + more + KeySketch::kBlock - 1) / KeySketch::kBlock * KeySketch::kBlock * words));
-  for (std::int64_t t = 0; t < more; ++t)
-    for (std::int64_t w = 0; w < words; ++w) sketch_.signs[KeySketch::at(before + t, w, words)] = later.signs[KeySketch::at(t, w, words)];
+void KeySketch::resize(std::int64_t tokens, std::int64_t dim) {
+  const auto padded = static_cast<std::size_t>((tokens + kBlock - 1) / kBlock * kBlock);
+  sizes.resize(padded);
+  signs.resize(padded * static_cast<std::size_t>(words(dim)));
+}
+
+void SpanRow::append_sketch(const SpanRow& later) {
+  if (later.sketch_.sizes.empty()) return;
+  const std::int64_t words = KeySketch::words(dim_), before = tokens();
+  sketch_.resize(before + later.tokens(), dim_);
+  for (std::int64_t t = 0; t < later.tokens(); ++t) {
+    sketch_.sizes[static_cast<std::size_t>(before + t)] = later.sketch_.sizes[static_cast<std::size_t>(t)];
+    for (std::int64_t w = 0; w < words; ++w) sketch_.signs[KeySketch::at(before + t, w, words)] = later.sketch_.signs[KeySketch::at(t, w, words)];
+  }
 }
 
 std::int64_t SpanRow::near_bytes() const {
   return size() * (2 * dim_ * static_cast<std::int64_t>(c10::elementSize(store_)) + static_cast<std::int64_t>(sizeof(float))) + static_cast<std::int64_t>(norms_.size() * sizeof(float)) +
-         static_cast<std::int64_t>(sketch_.sizes.size()) * (KeySketch::words(dim_) * 4 + 2);
+         (sketch_.sizes.empty() ? 0 : tokens() * (KeySketch::words(dim_) * 4 + 2));
 }
 
 std::int64_t SpanRow::far_bytes() const {
@@ -113,8 +121,7 @@ class RowFolding {
       row.log_length_.resize(static_cast<std::size_t>(count));
       row.first_token_.assign(f.indptr.begin(), f.indptr.end());
       if (options_.sketch) {
-        row.sketch_.sizes.resize(f.slots.size());
-        row.sketch_.signs.resize((f.slots.size() + KeySketch::kBlock - 1) / KeySketch::kBlock * KeySketch::kBlock * static_cast<std::size_t>(KeySketch::words(dim_)));
+        row.sketch_.resize(static_cast<std::int64_t>(f.slots.size()), dim_);
       }
       for (auto& side : row.coarse_) side.resize(static_cast<std::size_t>(count * dim_ * bytes_of_number()));
       rows_.push_back(std::move(row));

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <sstream>
 #include <utility>
 
 #include "kvkeep/core/error.h"
@@ -19,9 +20,11 @@ constexpr const char* kModelKey = "model_name";
 std::string gate_name(std::size_t layer, bool bias) { return text("g_phi.mlp.", 2 * layer, bias ? ".bias" : ".weight"); }
 
 std::string shape_of(const Tensor& t) {
-  std::string out = text(c10::toString(t.scalar_type()), " [");
-  for (std::int64_t i = 0; i < t.dim(); ++i) out += text(i == 0 ? "" : ", ", t.size(i));
-  return out + "]";
+  std::ostringstream out;
+  out << c10::toString(t.scalar_type()) << " [";
+  for (std::int64_t i = 0; i < t.dim(); ++i) out << (i == 0 ? "" : ", ") << t.size(i);
+  out << ']';
+  return std::move(out).str();
 }
 
 /// What a file holds, or would hold: the parameters of all layers, each checked by itself and against its neighbours.

@@ -12,7 +12,7 @@ std::vector<std::string> MemoryOptions::problems() const {
   add(far.problems());
   add(near.problems());
   if (!(entries > 0)) found.push_back(text("entries: ", entries, "; allowed above 0"));
-  if (!(entries_share >= 0 && entries_share <= 1)) found.push_back(text("ratio: ", entries_share, "; allowed above 0, to 1"));
+  if (!(entries_share >= 0 && entries_share <= 1)) found.push_back(text("budget_share: ", entries_share, "; allowed above 0, to 1"));
   return found;
 }
 

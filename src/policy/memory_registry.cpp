@@ -83,13 +83,13 @@ void describe_memory(Fields& f, MemoryOptions& o) {
 SekvOptions describe_sekv(Fields& f) {
   std::int32_t budget = 0;
   f.integer("budget", budget, 1, INT32_MAX, "entries of one KV head that may be in reach at once: dense tokens, coarse entries, zoomed factors by size; left out: no limit", {}, "-");
-  double ratio = 0;
-  f.real("ratio", ratio, 0, true, 1, false, "the same as a share of the tokens seen, instead of budget", {}, "-");
+  double share = 0;
+  f.real("budget_share", share, 0, true, 1, false, "the same as a share of the tokens seen, instead of budget", {}, "-");
   Variant variant = Variant::strict;
   f.choice("variant", variant, {{"strict", Variant::strict}, {"official", Variant::official}}, "our corrected form, or the published rules and defaults");
   SekvOptions o = defaults_of(variant);
   o.budget = budget;
-  o.ratio = ratio;
+  o.budget_share = share;
   f.integer("interval", o.interval, 1, INT32_MAX, "tokens that leave the local window together while decoding");
   f.integer("sink", o.segmenter.sink, 0, INT32_MAX, "oldest tokens that are anchors in any case");
   f.integer("recent", o.segmenter.recent, 0, INT32_MAX, "newest tokens that stay as they are (local window)");

@@ -42,13 +42,13 @@ Sekv::Sekv(SekvOptions options, std::string json) : options_(std::move(options))
     for (const std::string& one : found) wrong += (wrong.empty() ? "" : "; ") + one;
   };
   if (options_.budget > 0) options_.memory.entries = options_.budget;
-  options_.memory.entries_share = options_.ratio;
+  options_.memory.entries_share = options_.budget_share;
   options_.memory.published_budget = options_.variant == Variant::official;
   add(options_.segmenter.problems());
   add(options_.memory.problems());
   add(options_.training.problems());
   if (options_.budget < 0) add({text("budget: ", options_.budget, "; allowed 1 or more, or 0 for none")});
-  if (options_.budget > 0 && options_.ratio > 0) add({"budget: given with ratio; allowed one of them"});
+  if (options_.budget > 0 && options_.budget_share > 0) add({"budget: given with budget_share; allowed one of them"});
   if (!(options_.zoom_share >= 0 && options_.zoom_share <= 1)) add({text("zoom_share: ", options_.zoom_share, "; allowed 0 to 1")});
   if (options_.interval < 1) add({text("interval: ", options_.interval, "; allowed 1 or more")});
   require(wrong.empty(), "sekv: ", wrong);
@@ -61,7 +61,7 @@ double Sekv::entries_per_span(std::int64_t group, std::int64_t dim, bool learned
 SegmenterOptions Sekv::segmenter(std::int64_t tokens, std::int64_t group, std::int64_t dim, bool learned) const {
   SegmenterOptions o = options_.segmenter;
   o.entries_per_span = entries_per_span(group, dim, learned);
-  const double budget = options_.ratio > 0 ? options_.ratio * static_cast<double>(tokens) : options_.budget;
+  const double budget = options_.budget_share > 0 ? options_.budget_share * static_cast<double>(tokens) : options_.budget;
   if (budget > 0 && options_.variant == Variant::strict) o.most_entries = (1 - options_.zoom_share) * budget;
   return o;
 }
@@ -69,7 +69,7 @@ SegmenterOptions Sekv::segmenter(std::int64_t tokens, std::int64_t group, std::i
 ZoomBudget Sekv::zoom_budget(const Segments& segments, std::int64_t group, std::int64_t dim, bool learned) const {
   ZoomBudget b;
   if (options_.budget > 0) b.entries = options_.budget;
-  if (options_.ratio > 0) b.entries = options_.ratio * segments.tokens;
+  if (options_.budget_share > 0) b.entries = options_.budget_share * segments.tokens;
   b.resident = segments.entries(entries_per_span(group, dim, learned));
   b.per_head = options_.variant == Variant::official;
   return b;

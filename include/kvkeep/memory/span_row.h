@@ -28,8 +28,9 @@ struct KeySketch {
   static constexpr std::int64_t kBlock = 16, kBits = 32;
 
   std::vector<std::uint32_t> signs;   ///< [blocks, words, kBlock] a set bit: not negative
-  std::vector<c10::BFloat16> sizes;   ///< [tokens] g
+  std::vector<c10::BFloat16> sizes;   ///< [tokens, rounded up to blocks] g
 
+  void resize(std::int64_t tokens, std::int64_t dim);
   [[nodiscard]] static std::int64_t words(std::int64_t dim) { return (dim + kBits - 1) / kBits; }
   /// Where word `word` of a token lies.
   [[nodiscard]] static std::size_t at(std::int64_t token, std::int64_t word, std::int64_t words) { return static_cast<std::size_t>((token / kBlock * words + word) * kBlock + token % kBlock); }
@@ -64,6 +65,9 @@ class SpanRow {
   /// Tokens in the spans before span i; tokens() for i = size().
   [[nodiscard]] std::int64_t tokens_before(std::int64_t i) const { return first_token_[static_cast<std::size_t>(i)]; }
 
+  /// [size + 1] tokens_before() of every span.
+  [[nodiscard]] std::span<const std::int64_t> first_tokens() const { return first_token_; }
+
   /// Far: dtype() numbers of keys, then of values, at the offsets that span(i).factors says. Null where there are none.
   [[nodiscard]] const FarBlobPtr& blob(std::int64_t i) const { return blobs_[static_cast<std::size_t>(i)]; }
   [[nodiscard]] std::span<const FarBlobPtr> blobs() const { return blobs_; }
@@ -88,7 +92,7 @@ class SpanRow {
 
  private:
   friend class RowFolding;
-  void append_sketch(const KeySketch& later);
+  void append_sketch(const SpanRow& later);
   std::int64_t dim_;
   ScalarType store_;
   std::vector<FoldedSpan> spans_;

@@ -17,7 +17,7 @@ namespace kvkeep {
 struct SekvOptions {
   Variant variant = Variant::strict;  ///< official: the published budget, of each query head by itself; the other differences are options
   std::int32_t budget = 0;            ///< entries of one KV head that may be in reach at once; 0: no limit
-  double ratio = 0;                   ///< instead: that share of the tokens seen; 0: none
+  double budget_share = 0;                 ///< instead: that share of the tokens seen; 0: none
   double zoom_share = 0.5;            ///< share of the budget that is left for zooming where anchors are chosen (strict)
   std::int32_t interval = 128;        ///< tokens that leave the window together while decoding
   SegmenterOptions segmenter;
