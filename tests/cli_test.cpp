@@ -413,6 +413,69 @@ TEST_F(Command, DiagnosesWhatAnEvaluationKept) {
   EXPECT_EQ(run(short_eval(model(), {"--policy", "full", "-o", "csv"})).out.find("iou"), std::string::npos);
 }
 
+TEST_F(Command, TellsWhatFoldingTakesAndWhatItLoses) {
+  const std::string tova = "tova,budget=24,recent=4,interval=8", fold = tova + ",rest=fold,near_bytes=0,";
+  const Words more{"--policy", "full", "--policy", tova, "--policy", fold + "mass=0,energy=0", "--policy", fold + "mass=1", "--diagnostics", "-o"};
+  const auto as = [&](const std::string& format) {
+    Words words = more;
+    words.push_back(format);
+    return run(short_eval(model(), words));
+  };
+  const Outcome outcome = as("json");
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const json rows = json::parse(outcome.out);
+  ASSERT_EQ(rows.size(), 2U * 4);
+  for (std::size_t task = 0; task < 2; ++task) {
+    const json &full = rows[task], &dropped = rows[2 + task], &open = rows[4 + task], &shut = rows[6 + task];
+    for (const json* row : {&full, &dropped})
+      for (const char* key : {"far_bytes", "opened", "tokens_opened", "moved_bytes"}) EXPECT_TRUE((*row)[key].is_null()) << key;
+    EXPECT_EQ(open["right"], full["right"]) << "everything opens, and nothing is left out";
+    EXPECT_EQ(open["output_error"], 0);
+    EXPECT_TRUE(open["recall"].is_null()) << "slots are read that are not kept";
+    EXPECT_GT(open["opened"], 0);
+    EXPECT_GT(open["tokens_opened"], open["opened"]);
+    EXPECT_GT(open["moved_bytes"], 0);
+    EXPECT_EQ(shut["opened"], 0);
+    EXPECT_EQ(shut["tokens_opened"], 0);
+    EXPECT_EQ(shut["moved_bytes"], 0);
+    EXPECT_GT(shut["output_error"], 0);
+    for (const json* row : {&open, &shut}) {
+      EXPECT_GT((*row)["far_bytes"], 0);
+      EXPECT_GT((*row)["kept_bytes"], dropped["kept_bytes"]) << "coarse entries and sketches are near";
+      EXPECT_LT((*row)["kept_bytes"], full["kept_bytes"]);
+    }
+  }
+  const std::string table = as("md").out;
+  for (const char* title : {" far |", " opened |", " tokens opened |", " moved |"}) EXPECT_NE(table.find(title), std::string::npos) << title;
+  EXPECT_EQ(run(short_eval(model(), {"--policy", "full"})).out.find("opened"), std::string::npos) << "columns of what nobody does";
+}
+
+TEST_F(Command, SaysWhatADecodedSequenceFolded) {
+  const auto generate = [&](const std::string& options, const std::string& format) {
+    return run({"generate", "--model", model(), "--task", "ask", "--length", "96", "--forced", "--policy", "tova,budget=24,recent=4,interval=8,rest=fold" + options, "--quiet", "-o", format});
+  };
+  const std::string file = place("factors");
+  const Outcome in_memory = generate("", "json"), on_disk = generate(",host_bytes=0,file=" + file, "json");
+  ASSERT_EQ(in_memory.code, 0) << in_memory.err;
+  ASSERT_EQ(on_disk.code, 0) << on_disk.err;
+  EXPECT_FALSE(fs::exists(file)) << "it goes with the run";
+  const json near = json::parse(in_memory.out), far = json::parse(on_disk.out);
+  EXPECT_EQ(near["tokens"], far["tokens"]) << "where factors lie does not matter";
+  EXPECT_GT(near["folded"]["spans"], 0);
+  EXPECT_GT(near["folded"]["tokens"], near["folded"]["spans"]);
+  EXPECT_GT(near["folded"]["near_bytes"], 0);
+  EXPECT_GT(near["folded"]["far_bytes"], 0);
+  EXPECT_EQ(near["folded"]["far_bytes"], far["folded"]["far_bytes"]);
+  EXPECT_EQ(near["folded"]["disk_bytes"], 0);
+  EXPECT_EQ(far["folded"]["disk_bytes"], far["folded"]["far_bytes"]);
+  EXPECT_GT(far["folded"]["queries"], 0);
+  const std::string shown = generate("", "md").out;
+  EXPECT_NE(shown.find("\nFolded: "), std::string::npos);
+  EXPECT_EQ(shown.find("on disk"), std::string::npos);
+  EXPECT_NE(generate(",host_bytes=0,file=" + file, "md").out.find(" on disk"), std::string::npos);
+  EXPECT_EQ(run({"generate", "--model", model(), "--task", "ask", "--length", "96", "--policy", "tova,budget=24", "--quiet", "-o", "md"}).out.find("Folded"), std::string::npos);
+}
+
 // ---- Memory plans
 // ---------------------------------------------------------------------------------------------------------------------------------
 
@@ -509,6 +572,7 @@ TEST_F(Command, RefusesPlansOfWhatIsNoShape) {
   expect_refused(with({"--shape", "qwen7b", "--page-size", "0"}), "page-size");
   expect_refused(with({"--model", place("nowhere")}), "nowhere");
   expect_refused({"plan", "--shape", "qwen7b", "--policy", "lru"}, "lru");
+  for (const char* folding : {"sekv", "tova,budget=64,rest=fold"}) expect_refused({"plan", "--shape", "qwen7b", "--policy", folding}, "folds");
   expect_refused({"plan", "--shape", "qwen7b"}, "--policy");
 }
 

@@ -193,7 +193,8 @@ Cell budget_cell(const KVPolicy& policy) {
   if (policy.trigger().never && !(policy.narrows() && options.contains("budget"))) return {nullptr, "-"};
   for (const char* other : {"ratio", "bytes"})
     if (options.contains(other)) return text(other, "=", options[other].dump());
-  return options.value("budget", std::int32_t{0});
+  if (!options.contains("budget")) return {nullptr, "-"};  // what folds may have no limit
+  return options["budget"].get<std::int32_t>();
 }
 
 std::string warning_about(const KVPolicy& policy) {
