@@ -10,6 +10,7 @@
 #include "comparison.h"
 #include "hf_folder.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/problems.h"
 #include "kvkeep/memory/routing_file.h"
 #include "llama.h"
 #include "router_training.h"
@@ -109,9 +110,7 @@ int run(int argc, char** argv) {
   kvkeep::require(!o.out.empty() || !o.compare.empty(), "nothing to do; given neither --out nor --compare; allowed is one of them");
   o.training.schedule = train::parse_schedule(o.schedule);
   o.training.lesson.fold_all = o.fold == "all";
-  std::string wrong;
-  for (const std::string& one : o.training.problems()) wrong += (wrong.empty() ? "" : "; ") + one;
-  kvkeep::require(wrong.empty(), "options: ", wrong);
+  kvkeep::require_no_problems("options", o.training.problems());
 
   keep_freed_memory();
   torch::set_num_threads(1);

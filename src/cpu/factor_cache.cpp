@@ -9,6 +9,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "kvkeep/core/problems.h"
 #include "aligned.h"
 
 namespace kvkeep {
@@ -101,8 +102,7 @@ std::vector<std::string> FactorCacheOptions::problems() const {
 }
 
 FactorCache::FactorCache(Options options) : options_(std::move(options)), queue_(std::make_unique<Queue>()) {
-  const std::vector<std::string> wrong = options_.problems();
-  require(wrong.empty(), "factor cache: ", wrong.empty() ? "" : wrong[0]);
+  require_no_problems("factor cache", options_.problems());
   shards_.resize(options_.bytes == Options::kUnlimited ? kShards : 1);
   for (auto& shard : shards_) shard = std::make_unique<Shard>();
 }

@@ -20,6 +20,8 @@
 #include <system_error>
 #include <utility>
 
+#include "kvkeep/core/problems.h"
+
 namespace kvkeep {
 namespace {
 
@@ -365,9 +367,7 @@ struct FarStore::Rooms {
 class FarBlob::Key {};
 
 FarStore::FarStore(FarStoreOptions options) : options_(std::move(options)) {
-  std::string wrong;
-  for (const std::string& one : options_.problems()) wrong += (wrong.empty() ? "" : "; ") + one;
-  require(wrong.empty(), "far store: ", wrong);
+  require_no_problems("far store", options_.problems());
   rooms_ = std::make_unique<Rooms>(options_);
 }
 

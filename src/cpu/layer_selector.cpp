@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/problems.h"
 
 namespace kvkeep {
 
@@ -71,10 +72,7 @@ LayerSelector::LayerSelector(LayerSelectorOptions options, std::int64_t tokens)
       enough_(best_),
       relative_(std::numeric_limits<double>::quiet_NaN()),
       missed_(relative_) {
-  const std::vector<std::string> found = options_.problems();
-  std::string all;
-  for (const std::string& one : found) all += (all.empty() ? "" : "; ") + one;
-  require(found.empty(), "layer selector: ", all);
+  require_no_problems("layer selector", options_.problems());
   require(tokens >= 0 && tokens <= kMostRanks / std::max(observed(), 1), "layer selector: a prompt of ", tokens, " tokens; allowed 0 to ", kMostRanks / std::max(observed(), 1), " where ", observed(),
           " layers are compared");
 }

@@ -22,6 +22,7 @@
 #include <utility>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/problems.h"
 #include "kvkeep/memory/rank_gates.h"
 
 namespace kvkeep {
@@ -78,9 +79,7 @@ void check(const TrainingPrompt& p) {
 }
 
 void check(const TrainingLayer& l, const TrainedParameters& p, const TrainingOptions& options) {
-  std::string wrong;
-  for (const std::string& one : options.problems()) wrong += (wrong.empty() ? "" : "; ") + one;
-  require(wrong.empty(), "training step: ", wrong);
+  require_no_problems("training step", options.problems());
   check(static_cast<const TrainingPrompt&>(l));
   require(l.queries.dim() == 3 && l.queries.size(0) == static_cast<std::int64_t>(l.positions.size()) && l.queries.size(2) == l.keys.size(2) && l.queries.size(1) >= l.keys.size(0) && l.queries.size(1) % l.keys.size(0) == 0,
           "training step: queries do not fit; allowed [", l.positions.size(), ", a multiple of ", l.keys.size(0), ", ", l.keys.size(2), "], one for each position");

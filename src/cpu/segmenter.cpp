@@ -9,6 +9,7 @@
 
 #include "attention_lanes.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/problems.h"
 #include "memory_lanes.h"
 
 namespace kvkeep {
@@ -173,9 +174,7 @@ double Segments::entries(double per_span, double per_token) const {
 namespace {
 
 void check_options(std::span<const float> surprisal, const SegmenterOptions& options) {
-  std::string wrong;
-  for (const std::string& one : options.problems()) wrong += (wrong.empty() ? "" : "; ") + one;
-  require(wrong.empty(), "segment: ", wrong);
+  require_no_problems("segment", options.problems());
   require(surprisal.size() < INT32_MAX, "segment: ", surprisal.size(), " tokens; allowed fewer than 2^31");
 }
 

@@ -11,6 +11,7 @@
 #include "attention_lanes.h"
 #include "factorise.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/problems.h"
 #include "kvkeep/memory/segmenter.h"
 #include "memory_lanes.h"
 
@@ -153,9 +154,7 @@ class RowFolding {
   };
 
   void check() const {
-    std::string wrong;
-    for (const std::string& one : options_.problems()) wrong += (wrong.empty() ? "" : "; ") + one;
-    require(wrong.empty(), "fold: ", wrong);
+    require_no_problems("fold", options_.problems());
     const bool asks = options_.rank == FactorOptions::Rank::gates;
     require(!asks || gates_ != nullptr, "fold: rank is gates, and there are none; allowed with RankGates");
     require(!asks || (gates_->max_rank() == options_.max_rank && gates_->key_dim() == dim_), "fold: gates for ", asks ? gates_->max_rank() : 0, " components and keys of ", asks ? gates_->key_dim() : 0,

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "kvkeep/core/problems.h"
 #include "kvkeep/keep/select.h"
 #include "kvkeep/layers/last_query.h"
 #include "kvkeep/layers/top_mass.h"
@@ -101,9 +102,7 @@ std::vector<std::string> AslOptions::problems() const {
 }
 
 Asl::Asl(std::string name, AslOptions options, std::unique_ptr<KVPolicy> decoding, std::string json) : Prefill(std::move(name), std::move(decoding), std::move(json)), options_(options) {
-  std::string all;
-  for (const std::string& one : options_.problems()) all += (all.empty() ? "" : "; ") + one;
-  require(all.empty(), "asl: ", all);
+  require_no_problems("asl", options_.problems());
 }
 
 std::vector<std::string> Asl::misfits(const ModelSpec& spec) const {

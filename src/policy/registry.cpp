@@ -8,6 +8,7 @@
 #include <iterator>
 #include <utility>
 
+#include "kvkeep/core/problems.h"
 #include "fields.h"
 #include "memory_registry.h"
 #include "prefill_registry.h"
@@ -419,9 +420,7 @@ void describe_rest(Fields& f, Retention& r) {
   if (f.integer("reach", reach, 1, INT32_MAX, "with rest=fold: entries of one KV head that may be in reach at once: slots, coarse entries, opened factors by size; left out: no limit", {}, "-")) rest.memory.entries = reach;
   f.leave();
   if (f.listing()) return;
-  std::string wrong;
-  for (const std::string& one : rest.problems()) wrong += (wrong.empty() ? "" : "; ") + one;
-  require(wrong.empty(), "policy: memory: ", wrong);
+  require_no_problems("policy: memory", rest.problems());
   r.rest = std::make_shared<const RestOptions>(std::move(rest));
 }
 

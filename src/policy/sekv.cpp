@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/problems.h"
 
 namespace kvkeep {
 namespace {
@@ -37,10 +38,8 @@ Pieces pieces_of(const Segments& segments, std::int32_t first, const Row& row, s
 }  // namespace
 
 Sekv::Sekv(SekvOptions options, std::string json) : options_(std::move(options)), json_(std::move(json)) {
-  std::string wrong;
-  const auto add = [&wrong](const std::vector<std::string>& found) {
-    for (const std::string& one : found) wrong += (wrong.empty() ? "" : "; ") + one;
-  };
+  std::vector<std::string> found;
+  const auto add = [&found](const std::vector<std::string>& more) { found.insert(found.end(), more.begin(), more.end()); };
   if (options_.budget > 0) options_.memory.entries = options_.budget;
   options_.memory.entries_share = options_.budget_share;
   options_.memory.published_budget = options_.variant == Variant::official;
@@ -51,7 +50,7 @@ Sekv::Sekv(SekvOptions options, std::string json) : options_(std::move(options))
   if (options_.budget > 0 && options_.budget_share > 0) add({"budget: given with budget_share; allowed one of them"});
   if (!(options_.zoom_share >= 0 && options_.zoom_share <= 1)) add({text("zoom_share: ", options_.zoom_share, "; allowed 0 to 1")});
   if (options_.interval < 1) add({text("interval: ", options_.interval, "; allowed 1 or more")});
-  require(wrong.empty(), "sekv: ", wrong);
+  require_no_problems("sekv", found);
 }
 
 double Sekv::entries_per_span(std::int64_t group, std::int64_t dim, bool learned) const {

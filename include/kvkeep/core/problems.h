@@ -1,0 +1,19 @@
+#pragma once
+/// What is not allowed in a struct of options, all of it in one message.
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "kvkeep/core/error.h"
+
+namespace kvkeep {
+
+/// Throws InvalidArgument "operation: one; two; three" unless there are none.
+inline void require_no_problems(std::string_view operation, const std::vector<std::string>& problems) {
+  std::string all;
+  for (const std::string& one : problems) all += (all.empty() ? "" : "; ") + one;
+  require(all.empty(), operation, ": ", all);
+}
+
+}  // namespace kvkeep
