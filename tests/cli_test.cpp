@@ -448,6 +448,9 @@ TEST_F(Command, TellsWhatFoldingTakesAndWhatItLoses) {
   const std::string table = as("md").out;
   for (const char* title : {" far |", " opened |", " tokens opened |", " moved |"}) EXPECT_NE(table.find(title), std::string::npos) << title;
   EXPECT_EQ(run(short_eval(model(), {"--policy", "full"})).out.find("opened"), std::string::npos) << "columns of what nobody does";
+  const json unlimited = json::parse(run(short_eval(model(), {"--policy", "sekv,recent=16", "--policy", "sekv,recent=16,budget_share=0.5", "-o", "json"})).out);
+  EXPECT_TRUE(unlimited[0]["budget"].is_null()) << "no limit is not a limit of 0";
+  EXPECT_EQ(unlimited[2]["budget"], "budget_share=0.5");
 }
 
 TEST_F(Command, SaysWhatADecodedSequenceFolded) {

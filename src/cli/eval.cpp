@@ -173,7 +173,7 @@ std::vector<std::string> default_policies() {
 std::vector<Contest> contests_of(const Options& o, const std::string& written, const std::vector<std::int32_t>& budgets) {
   const PolicyText policy(written);
   std::vector<Contest> all;
-  if (policy.name() != "full" && (policy.states("ratio") || policy.states("bytes"))) {
+  if (policy.name() != "full" && (policy.states("ratio") || policy.states("bytes") || policy.states("budget_share"))) {
     std::vector<std::pair<std::string, std::int32_t>> options;
     if (!policy.states("interval")) options.emplace_back("interval", o.interval);
     if (o.recent >= 0 && !policy.states("recent")) options.emplace_back("recent", o.recent);

@@ -38,6 +38,7 @@ const std::vector<std::string>& names_of(const std::string& option) {
       {"budget", {"budget", "kv_budget", "target_size", "max_cache_size", "max_capacity_prompt"}},
       {"ratio", {"ratio", "compression_ratio"}},
       {"bytes", {"bytes"}},
+      {"budget_share", {"budget_share"}},
       {"interval", {"interval", "compression_interval", "divide_length", "prune_interval"}},
       {"recent", {"recent", "n_last", "recent_size"}}};
   return kNames.at(option);
@@ -56,7 +57,7 @@ std::string without_budget(const std::string& text) {
   if (first.size() < text.size()) return without_budget(std::string(first)) + text.substr(first.size());
   std::string kept;
   for (const std::string& item : split(text, ','))
-    if (!gives(item, "budget") && !gives(item, "ratio") && !gives(item, "bytes") && !gives(item, "interval"))
+    if (!gives(item, "budget") && !gives(item, "ratio") && !gives(item, "bytes") && !gives(item, "budget_share") && !gives(item, "interval"))
       kept += (kept.empty() ? "" : ",") + item;
   return kept;
 }
@@ -191,7 +192,7 @@ std::string PolicyText::label() const { return label_; }
 Cell budget_cell(const KVPolicy& policy) {
   const json options = json::parse(policy.to_json());
   if (policy.trigger().never && !(policy.narrows() && options.contains("budget"))) return {nullptr, "-"};
-  for (const char* other : {"ratio", "bytes"})
+  for (const char* other : {"ratio", "bytes", "budget_share"})
     if (options.contains(other)) return text(other, "=", options[other].dump());
   if (!options.contains("budget")) return {nullptr, "-"};  // what folds may have no limit
   return options["budget"].get<std::int32_t>();
