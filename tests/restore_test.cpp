@@ -131,14 +131,15 @@ TEST(Restore, GoesOnToTheSameBitsWithEverythingThatWasFolded) {
   write_routing(weights.path, {.projections = at::full({2, 4, 3, 16}, 0.25F), .thresholds = at::full({2, 4}, 0.6F), .gate_weights = {}, .gate_biases = {}});
   for (const std::string& policy : {kSekv, kSekv + ",memory.store=bf16", kSekv + ",budget=40", kSekv + ",memory.router=" + weights.path.string(), kAms, kAms + ",memory.zoom=coverage"})
     for (const int page_size : {0, 4}) {
+      if (page_size > 0 && policy != kSekv && policy != kAms) continue;
       SCOPED_TRACE(policy + text(", page size ", page_size));
       const File file("folded");
       FoldingEngine here(policy, 2, page_size), there(policy, 3, page_size);
       here.join(5);
       here.step({{5, 90}});
-      for (int i = 0; i < 40; ++i) here.step({{5, 1}});
+      for (int i = 0; i < 20; ++i) here.step({{5, 1}});
       const std::int64_t folded = here.keeper.folded(5).tokens;
-      expect_goes_on(here, there, 5, 60, file);
+      expect_goes_on(here, there, 5, 36, file);
       EXPECT_GT(there.keeper.folded(5).tokens, folded) << "it folds on";
     }
   // Where factors lie is each keeper's own affair.
@@ -156,7 +157,7 @@ void expect_goes_on(engines::Engine& here, engines::Engine& there, const std::fu
   oracle::Random random(31);
   here.join(1), here.join(3);
   here.step(engines::numbers_of(random, {{1, 70}, {3, 20}}));
-  for (int i = 0; i < 45; ++i) here.step(engines::numbers_of(random, {{1, 1 + i % 2}, {3, 1}}));
+  for (int i = 0; i < 20; ++i) here.step(engines::numbers_of(random, {{1, 1}, {3, 1 + i % 2}}));
   here.keeper.save(3, file.path);
   there.keeper.restore(3, file.path);
   there.lengths[3] = here.lengths.at(3);
@@ -166,9 +167,9 @@ void expect_goes_on(engines::Engine& here, engines::Engine& there, const std::fu
       for (const bool value : {false, true})
         there.slot_of(3, r / engines::kHeads, r % engines::kHeads, t, value).copy_(here.slot_of(3, r / engines::kHeads, r % engines::kHeads, t, value));
   std::int64_t dropped = 0;
-  for (int i = 0; i < 45; ++i) {
+  for (int i = 0; i < 24; ++i) {
     const engines::Numbers numbers = engines::numbers_of(random, {{3, 1 + i % 3}});
-    if (i == 20 || i == 33) {
+    if (i == 9) {
       for (engines::Engine* engine : {&here, &there}) {
         engine->feed(engines::numbers_of(random, {{3, 0}}));  // observed, nothing new
         engine->cut({3});
@@ -180,7 +181,7 @@ void expect_goes_on(engines::Engine& here, engines::Engine& there, const std::fu
     expect_same_sequence(here.keeper, 3, there.keeper, 3, engines::kLayers, engines::kHeads);
     ASSERT_EQ(here.lengths.at(3), there.lengths.at(3)) << "step " << i;
   }
-  EXPECT_GT(dropped, 50);
+  EXPECT_GT(dropped, 30);
   for (std::int32_t r = 0; r < engines::kRows; ++r)
     for (std::int32_t t = 0; t < here.lengths.at(3)[static_cast<std::size_t>(r)]; ++t)
       for (const bool value : {false, true})
@@ -365,7 +366,7 @@ TEST(Restore, TrustsNoNumberOfAFileThatIsWhole) {
     const io::SafetensorsFile honest = io::SafetensorsFile::open(whole.path);
     oracle::Random random(11);
     int refused = 0, taken = 0;
-    for (int round = 0; round < 300; ++round) {
+    for (int round = 0; round < 150; ++round) {
       StateTensors tensors;
       for (const std::string& name : honest.names()) tensors.emplace_back(name, honest.tensor(name).clone());
       const auto victim = static_cast<std::size_t>(random.between(0, static_cast<int>(tensors.size()) - 1));
@@ -398,8 +399,8 @@ TEST(Restore, TrustsNoNumberOfAFileThatIsWhole) {
       }
       there.keeper.leave(1);
     }
-    EXPECT_GT(refused, 50);
-    EXPECT_GT(taken, 20);
+    EXPECT_GT(refused, 30);
+    EXPECT_GT(taken, 10);
   }
 }
 

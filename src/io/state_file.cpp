@@ -123,11 +123,12 @@ void StateFile::expect_same(const std::string& name, std::string_view mine, std:
     for (const auto& [path, value] : fields->items()) paths.insert(path);
   std::string wrong;
   std::size_t count = 0;
-  for (const std::string& path : paths) {
-    if (std::ranges::any_of(free, [&](std::string_view end) { return path.ends_with(end); })) continue;
-    if (there.contains(path) && here.contains(path) && there.at(path) == here.at(path)) continue;
-    if (++count <= kMostNamed) wrong += text(wrong.empty() ? "" : ", ", path.substr(1), " is ", value_at(there, path), " there and ", value_at(here, path), " here");
-  }
+  for (const bool in_both : {true, false})  // what one of them alone has often follows from the rest
+    for (const std::string& path : paths) {
+      if (in_both != (there.contains(path) && here.contains(path)) || std::ranges::any_of(free, [&](std::string_view end) { return path.ends_with(end); })) continue;
+      if (in_both && there.at(path) == here.at(path)) continue;
+      if (++count <= kMostNamed) wrong += text(wrong.empty() ? "" : ", ", path.substr(1), " is ", value_at(there, path), " there and ", value_at(here, path), " here");
+    }
   if (count > kMostNamed) wrong += text(", and ", count - kMostNamed, " more fields differ");
   require(count == 0, "restore: ", where(), " was saved under another ", name, ": ", wrong, "; allowed the same");
 }

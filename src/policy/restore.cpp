@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <limits>
 #include <nlohmann/json.hpp>
 #include <ranges>
 #include <utility>
@@ -19,7 +18,7 @@ namespace {
 using Json = nlohmann::json;
 
 constexpr ScalarType kInt64 = ScalarType::Long, kFloat64 = ScalarType::Double, kUInt8 = ScalarType::Byte;
-constexpr std::int64_t kMostTokens = std::numeric_limits<std::int32_t>::max();
+constexpr std::int64_t kMostTokens = (1 << 30) - 1;  ///< positions behind a restored sequence are still 32-bit numbers
 /// Where factors lie is each keeper's own affair.
 constexpr std::array<std::string_view, 4> kPlaces = {"/memory/near_bytes", "/memory/host_bytes", "/memory/file", "/memory/file_bytes"};
 
