@@ -80,6 +80,9 @@
 #include "kvkeep/keep/paged_sequences.h"
 #include "kvkeep/keep/rerotate.h"
 
+// state: save and restore
+#include "kvkeep/state/state_file.h"
+
 // report: what it did, in numbers
 #include "kvkeep/report/diagnostics.h"
 #include "kvkeep/report/intervals.h"

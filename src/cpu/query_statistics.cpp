@@ -124,6 +124,23 @@ QueryMoments QueryStatistics::moments(std::int32_t head) const {
   return all;
 }
 
+QueryStatistics::Held QueryStatistics::held() const {
+  const auto numbers = pending_ * static_cast<std::int64_t>(heads_.size()) * dim_;
+  return {.heads = heads_, .skipped = skipped_, .newest = {newest_.begin(), newest_.begin() + numbers}};
+}
+
+void QueryStatistics::take(Held held) {
+  const std::size_t numbers = heads_.size() * static_cast<std::size_t>(dim_), tokens = held.newest.size() / numbers;
+  const QueryMoments none(dim_);
+  const bool fits = std::ranges::all_of(held.heads, [&](const QueryMoments& m) { return m.count >= 0 && m.count == held.heads.front().count && m.mean.size() == none.mean.size() && m.second.size() == none.second.size(); });
+  require(fits && held.heads.size() == heads_.size() && held.skipped >= 0 && tokens * numbers == held.newest.size() && held.newest.size() <= newest_.size(), "query statistics: ", held.heads.size(), " heads, ",
+          held.newest.size(), " newest numbers, ", held.skipped, " tokens left out; allowed ", heads_.size(), " heads that have counted the same tokens, and at most ", kBlock + kRollback, " newest tokens of ", numbers, " numbers");
+  heads_ = std::move(held.heads);
+  skipped_ = held.skipped;
+  pending_ = static_cast<std::int64_t>(tokens);
+  std::ranges::copy(held.newest, newest_.begin());
+}
+
 std::int64_t QueryStatistics::bytes() const {
   const auto heads = static_cast<std::int64_t>(heads_.size()), dim = std::int64_t{dim_};
   return heads * dim * (4 * (dim + 3) + 4 * (kBlock + kRollback));

@@ -43,6 +43,28 @@ std::vector<std::string> FactorOptions::problems() const {
   return found;
 }
 
+SpanRow::SpanRow(std::int64_t dim, ScalarType store, SpanParts parts)
+    : dim_(dim), store_(store), spans_(std::move(parts.spans)), coarse_(std::move(parts.coarse)), norms_(std::move(parts.norms)), sketch_(std::move(parts.sketch)), blobs_(std::move(parts.blobs)) {
+  const auto bytes = static_cast<std::int64_t>(c10::elementSize(store_));
+  require(blobs_.size() == spans_.size(), "span row: ", blobs_.size(), " blobs for ", spans_.size(), " spans; allowed one each");
+  for (const auto& side : coarse_) require(static_cast<std::int64_t>(side.size()) == size() * dim_ * bytes, "span row: coarse entries of ", side.size(), " bytes; allowed ", size() * dim_ * bytes, " for ", size(), " spans");
+  for (std::size_t i = 0; i < spans_.size(); ++i) {
+    FoldedSpan& s = spans_[i];
+    require(s.length >= 1 && s.first >= 0 && s.length <= std::int64_t{s.last} - s.first + 1 && s.factors[0].rank >= 0 && s.factors[1].rank >= 0, "span row: span ", i, " has ", s.length, " tokens at positions ", s.first, " to ",
+            s.last, ", rank ", s.factors[0].rank, " and ", s.factors[1].rank, "; allowed 1 or more tokens, a position each, and ranks from 0");
+    s.factors[0].offset = 0;
+    s.factors[1].offset = s.factors[0].numbers(s.length, dim_);
+    const std::int64_t far = (s.factors[1].offset + s.factors[1].numbers(s.length, dim_)) * bytes, given = blobs_[i] == nullptr ? 0 : blobs_[i]->size();
+    require(given == far, "span row: span ", i, " has ", given, " far bytes; allowed ", far, " by its length and ranks");
+    log_length_.push_back(static_cast<float>(std::log(static_cast<double>(s.length))));
+    first_token_.push_back(first_token_.back() + s.length);
+  }
+  const auto sketched = static_cast<std::int64_t>(sketch_.sizes.size()), blocks = (sketched + KeySketch::kBlock - 1) / KeySketch::kBlock;
+  require((sketched == 0 || sketched == tokens()) && static_cast<std::int64_t>(sketch_.signs.size()) == blocks * KeySketch::kBlock * KeySketch::words(dim_), "span row: a sketch of ", sketched, " tokens in ",
+          sketch_.signs.size(), " words; allowed none, or one of ", tokens(), " tokens");
+  require(spans_.empty() ? norms_.empty() : norms_.size() % spans_.size() == 0, "span row: ", norms_.size(), " norms for ", spans_.size(), " spans; allowed none, or as many for each");
+}
+
 double SpanRow::zoom_entries(std::int64_t i) const {
   const FoldedSpan& s = span(i);
   return static_cast<double>(s.factors[0].numbers(s.length, dim_) + s.factors[1].numbers(s.length, dim_)) / (2.0 * static_cast<double>(dim_));

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "kvkeep/core/error.h"
 
 namespace kvkeep {
 
@@ -72,6 +73,40 @@ bool QueryRing::can_forget(std::int64_t tokens) const {
 
 void QueryRing::forget(std::int64_t tokens) {
   for (Layer& l : layers_) l.seen -= tokens;
+}
+
+QueryRing::Held QueryRing::held() const {
+  Held held{.dtype = dtype_, .layers = layers_};
+  if (data_.empty()) return held;
+  std::int64_t count = 0;
+  for (const Layer& l : layers_) count = std::max(count, l.seen - l.oldest);
+  const std::int64_t seen = layers_.front().seen, bytes = token_bytes();
+  for (std::int64_t token = seen - count; token < seen; ++token) held.positions.push_back(positions_[static_cast<std::size_t>(token % capacity_)]);
+  held.data.resize(layers_.size() * static_cast<std::size_t>(count * bytes));
+  for (std::size_t l = 0; l < layers_.size(); ++l)
+    for (std::int64_t token = layers_[l].oldest; token < seen; ++token)
+      std::memcpy(held.data.data() + (static_cast<std::int64_t>(l) * count + token - (seen - count)) * bytes, data_.data() + (static_cast<std::int64_t>(l) * capacity_ + token % capacity_) * bytes,
+                  static_cast<std::size_t>(bytes));
+  return held;
+}
+
+void QueryRing::take(const Held& held) {
+  const auto count = static_cast<std::int64_t>(held.positions.size()), bytes = static_cast<std::int64_t>(c10::elementSize(held.dtype)) * dim_ * heads_;
+  require(held.layers.size() == layers_.size() && count <= capacity_ && static_cast<std::int64_t>(held.data.size()) == static_cast<std::int64_t>(layers_.size()) * count * bytes, "query ring: ", held.layers.size(),
+          " layers with ", held.data.size(), " bytes of ", count, " queries; allowed ", layers_.size(), " layers, each with at most ", capacity_, " queries of ", bytes, " bytes");
+  const std::int64_t seen = held.layers.front().seen;
+  for (const Layer& l : held.layers)
+    require(capacity_ == 0 || (l.seen == seen && 0 <= l.first && l.first <= l.oldest && l.oldest <= seen && seen - l.oldest <= count), "query ring: a layer has seen ", l.seen, " tokens, all from ", l.first,
+            " on, and holds those from ", l.oldest, " on; allowed ", seen, " tokens, and at most the ", count, " newest of them");
+  layers_ = held.layers;
+  if (count == 0) return;
+  allocate(held.dtype);
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::int64_t place = (seen - count + i) % capacity_;
+    positions_[static_cast<std::size_t>(place)] = held.positions[static_cast<std::size_t>(i)];
+    for (std::int64_t l = 0; l < static_cast<std::int64_t>(layers_.size()); ++l)
+      std::memcpy(data_.data() + (l * capacity_ + place) * bytes, held.data.data() + (l * count + i) * bytes, static_cast<std::size_t>(bytes));
+  }
 }
 
 }  // namespace kvkeep

@@ -43,10 +43,21 @@ struct FoldedSpan {
   std::array<SpanFactors, 2> factors = {};  ///< of keys, of values
 };
 
+/// What a row of spans is made of, where it comes from elsewhere than fold(). Offsets of factors follow from their sizes.
+struct SpanParts {
+  std::vector<FoldedSpan> spans = {};
+  std::array<std::vector<std::byte>, 2> coarse = {};  ///< dtype [spans, D] of keys, of values
+  std::vector<float> norms = {};                      ///< [spans, heads], or none
+  KeySketch sketch = {};                              ///< of the tokens of all spans, or none
+  std::vector<FarBlobPtr> blobs = {};                 ///< [spans] null where a span has no numbers
+};
+
 /// Grows at its end; what is in it never changes. Read by any number of threads while nobody appends.
 class SpanRow {
  public:
   SpanRow(std::int64_t dim, ScalarType store) : dim_(dim), store_(store) {}
+  /// Throws InvalidArgument for parts that do not fit each other.
+  SpanRow(std::int64_t dim, ScalarType store, SpanParts parts);
 
   [[nodiscard]] std::int64_t size() const { return static_cast<std::int64_t>(spans_.size()); }
   [[nodiscard]] std::int64_t dim() const { return dim_; }

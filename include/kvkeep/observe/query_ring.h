@@ -16,6 +16,21 @@ class QueryRing {
   /// Tokens that can be taken back (speculative decoding) with the window still whole.
   static constexpr std::int32_t kRollback = 32;
 
+  /// How far one layer has come.
+  struct Layer {
+    std::int64_t seen = 0;
+    std::int64_t first = 0;   ///< token from which on the layer saw all of them
+    std::int64_t oldest = 0;  ///< oldest token whose query is still here
+  };
+
+  /// What a ring holds, oldest first: to be kept elsewhere and given to a ring of the same sizes again.
+  struct Held {
+    ScalarType dtype = kFloat32;
+    std::vector<Layer> layers = {};
+    std::vector<std::int32_t> positions = {};  ///< [n] of the newest tokens that any layer holds
+    std::vector<std::byte> data = {};          ///< dtype [layers, n, Hq, D]; 0 where a layer holds no query of a token
+  };
+
   /// layers: full layers of the model. `wanted` 0 keeps nothing. With an accelerator the queries lie on its device.
   QueryRing(std::int32_t layers, std::int32_t wanted, std::int32_t query_heads, std::int32_t key_dim, Accelerator* accelerator = nullptr);
 
@@ -45,12 +60,12 @@ class QueryRing {
   [[nodiscard]] bool can_forget(std::int64_t tokens) const;
   void forget(std::int64_t tokens);
 
+  /// Requires: in the host's memory, and every layer has seen the same tokens where queries are kept. Cost: one copy.
+  [[nodiscard]] Held held() const;
+  /// Throws InvalidArgument for what no ring of these sizes holds; as it was then. Requires: in the host's memory.
+  void take(const Held& held);
+
  private:
-  struct Layer {
-    std::int64_t seen = 0;
-    std::int64_t first = 0;   ///< token from which on the layer saw all of them
-    std::int64_t oldest = 0;  ///< oldest token whose query is still here
-  };
   void allocate(ScalarType dtype);
   [[nodiscard]] const std::byte* memory() const { return there_.get() != nullptr ? static_cast<const std::byte*>(there_.get()) : data_.empty() ? nullptr : data_.data(); }
   [[nodiscard]] std::int64_t token_bytes() const { return static_cast<std::int64_t>(c10::elementSize(dtype_)) * dim_ * heads_; }

@@ -30,6 +30,13 @@ class QueryStatistics {
   static constexpr std::int32_t kBlock = 32;
   static constexpr std::int32_t kRollback = 32;  ///< tokens that can always be taken back
 
+  /// What was counted: to be kept elsewhere and given to statistics of the same sizes again.
+  struct Held {
+    std::vector<QueryMoments> heads = {};  ///< [Hq] of all tokens but the newest
+    std::int64_t skipped = 0;              ///< tokens that did not count
+    std::vector<float> newest = {};        ///< [tokens, Hq, D] of those that are not in `heads` yet, before RoPE, oldest first
+  };
+
   /// Queries at logical positions below `from` do not count. Bytes: Hq * D * (4 (D + 3) + 4 (kBlock + kRollback)).
   QueryStatistics(std::int32_t query_heads, std::int32_t key_dim, std::int32_t from);
 
@@ -47,6 +54,10 @@ class QueryStatistics {
 
   [[nodiscard]] std::int64_t count() const { return heads_.front().count + pending_; }  ///< queries that count
   [[nodiscard]] std::int64_t bytes() const;
+
+  [[nodiscard]] Held held() const;
+  /// Throws InvalidArgument for what no statistics of these sizes hold; as they were then.
+  void take(Held held);
 
  private:
   void take_in(QueryMoments& to, std::int32_t head, std::int64_t first, std::int64_t rows) const;

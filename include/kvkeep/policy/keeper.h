@@ -2,6 +2,7 @@
 /// The line: observe -> decide -> apply -> settle -> view. One object between an engine and a policy.
 
 #include <cstdint>
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <optional>
@@ -21,6 +22,7 @@
 namespace kvkeep {
 
 class DeviceColumns;
+class StateFile;
 
 /// What an event does, or did, to one sequence. Lengths are those of its longest row.
 struct Cut {
@@ -124,6 +126,15 @@ class Keeper {
   void join(SequenceId sequence, std::int32_t tokens = 0, std::int32_t prompt = -1);
   /// A sequence ends, at any point: everything known of it is dropped.
   void leave(SequenceId sequence);
+  /// Writes what is known of a sequence into a file (docs/state.md), whole or not at all; the sequence goes on. Its rows of the cache are the engine's to save. Between steps: with queries, once every full layer
+  /// was observed.
+  /// Throws: StateError for an unknown sequence, in the middle of a step, and while its prompt narrows; Unsupported on a device; DamagedData where factors cannot be read; as io::write_safetensors. Nothing has changed then.
+  /// Cost: what it holds, far bytes included, once in memory and once to the file.
+  void save(SequenceId sequence, const std::filesystem::path& file) const;
+  /// A sequence comes back as it was when it was saved, under any id that is free, in any process; the engine has its rows back before the next step. It goes on to the same bits.
+  /// Throws: StateError for a sequence that is here; InvalidArgument that names the file where it is damaged, or was saved under another policy or model, with each field that differs; Unsupported on a device; as FarStore::put. The
+  /// keeper is as it was then. Cost: one read of the file, and putting its far bytes into the far store.
+  void restore(SequenceId sequence, const std::filesystem::path& file);
   /// leave and join.
   void reset(SequenceId sequence);
   [[nodiscard]] bool knows(SequenceId sequence) const { return sequences_.contains(sequence); }
@@ -240,6 +251,10 @@ class Keeper {
   void settle_folded(const Plan& plan, const CacheView& view, std::vector<SpanRow> folded, Report& report);
   void check_attended(const Observation& observation, const Attended& attended) const;
   void bring_next(std::span<const SequenceId> sequences, std::int32_t index) const;
+  void require_saveable(SequenceId sequence, const Sequence& s) const;
+  void restore_columns(Sequence& s, const StateFile& state) const;
+  void restore_queries(Sequence& s, const StateFile& state) const;
+  void restore_memory(SequenceId id, Sequence& s, const StateFile& state) const;
   struct LayerPlan;
   [[nodiscard]] LayerPlan plan_layer(Sequence& sequence, const Observation& observation, std::size_t i, const CacheView& view) const;
   void cut_layer(const LayerPlan& plan, const CacheView& view, Narrowing& report);

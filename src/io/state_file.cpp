@@ -1,0 +1,136 @@
+#include "kvkeep/state/state_file.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+#include <iomanip>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <sstream>
+
+#include "kvkeep/core/error.h"
+
+namespace kvkeep {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr const char *kVersionKey = "kvkeep_sequence", *kVersion = "1", *kChecksumKey = "checksum";
+constexpr std::size_t kMostNamed = 6;  ///< differences that a message lists
+
+/// 64 bits that stand for what was added, the same in every process and build. A change inside one word of 8 bytes is always seen, others but for chance: every step is a bijection of its word.
+class Digest {
+ public:
+  void add(const void* data, std::size_t bytes) {
+    constexpr std::size_t kBlock = kLanes * sizeof(std::uint64_t);
+    const auto* at = static_cast<const std::byte*>(data);
+    std::size_t left = bytes;
+    for (; left >= kBlock; left -= kBlock, at += kBlock) block(at);
+    std::array<std::byte, kBlock> last{};
+    if (left > 0) std::memcpy(last.data(), at, left);
+    block(last.data());
+    lanes_[0] = step(lanes_[0], bytes);
+  }
+  void add(std::string_view text) { add(text.data(), text.size()); }
+
+  [[nodiscard]] std::string text() const {
+    std::uint64_t all = 0;
+    for (const std::uint64_t lane : lanes_) all = step(all ^ all >> 32, lane);
+    std::ostringstream out;
+    out << std::hex << std::setfill('0') << std::setw(16) << (all ^ all >> 32);
+    return out.str();
+  }
+
+ private:
+  static constexpr std::size_t kLanes = 4;
+  static std::uint64_t step(std::uint64_t sum, std::uint64_t word) { return std::rotl((sum ^ word) * 0xd6e8feb86659fd93, 29); }
+  void block(const std::byte* at) {
+    std::array<std::uint64_t, kLanes> words;
+    std::memcpy(words.data(), at, sizeof words);
+    for (std::size_t i = 0; i < kLanes; ++i) lanes_[i] = step(lanes_[i], words[i]);
+  }
+  std::array<std::uint64_t, kLanes> lanes_ = {1, 2, 3, 4};
+};
+
+/// Of everything that a file says but the checksum itself.
+std::string checksum_of(const StateTensors& tensors, const std::map<std::string, std::string>& about) {
+  Digest digest;
+  for (const auto& [key, value] : about)
+    if (key != kChecksumKey) digest.add(key), digest.add(value);
+  for (const auto& [name, tensor] : tensors) {
+    digest.add(name);
+    digest.add(c10::toString(tensor.scalar_type()));
+    digest.add(tensor.sizes().data(), tensor.sizes().size() * sizeof(std::int64_t));
+    digest.add(tensor.const_data_ptr(), tensor.nbytes());
+  }
+  return digest.text();
+}
+
+std::string shape_text(at::IntArrayRef shape) {
+  std::string out = "[";
+  for (const std::int64_t size : shape) out += text(out.size() == 1 ? "" : ", ", size < 0 ? std::string("any") : std::to_string(size));
+  return out + "]";
+}
+
+Json fields_of(std::string_view object) {
+  const Json parsed = Json::parse(object, nullptr, false);
+  return parsed.is_object() ? parsed.flatten() : Json::object();
+}
+
+std::string value_at(const Json& fields, const std::string& path) {
+  return fields.contains(path) ? fields.at(path).dump(-1, ' ', false, Json::error_handler_t::replace).substr(0, 80) : "not given";
+}
+
+}  // namespace
+
+void write_state(const std::filesystem::path& file, const StateTensors& tensors, std::map<std::string, std::string> about) {
+  StateTensors whole;
+  for (const auto& [name, tensor] : tensors) whole.emplace_back(name, tensor.contiguous());
+  about[kVersionKey] = kVersion;
+  about[kChecksumKey] = checksum_of(whole, about);
+  io::write_safetensors(file, whole, about);
+}
+
+StateFile StateFile::open(const std::filesystem::path& path) {
+  StateFile state(io::SafetensorsFile::open(path));
+  const std::string& version = state.about(kVersionKey);
+  require(version == kVersion, "restore: ", state.where(), " has format version ", version.substr(0, 80), "; allowed ", kVersion);
+  StateTensors all;
+  for (const std::string& name : state.file_.names()) all.emplace_back(name, state.file_.tensor(name));
+  require(checksum_of(all, state.file_.metadata()) == state.about(kChecksumKey), "restore: ", state.where(), " is damaged: what it holds has another checksum than when it was written; allowed a file as save() left it");
+  return state;
+}
+
+Tensor StateFile::tensor(const std::string& name, ScalarType dtype, at::IntArrayRef shape) const {
+  require(has(name), "restore: tensor \"", name, "\" is missing in ", where());
+  const Tensor found = file_.tensor(name);
+  const bool fits = found.scalar_type() == dtype && std::ranges::equal(found.sizes(), shape, [](std::int64_t is, std::int64_t wanted) { return wanted < 0 || is == wanted; });
+  require(fits, "restore: tensor \"", name, "\" in ", where(), " is ", c10::toString(found.scalar_type()), " ", shape_text(found.sizes()), "; allowed ", c10::toString(dtype), " ", shape_text(shape));
+  return found;
+}
+
+const std::string& StateFile::about(const std::string& name) const {
+  const auto found = file_.metadata().find(name);
+  require(found != file_.metadata().end(), "restore: ", where(), " does not say its ", name, "; allowed a file that Keeper::save() wrote");
+  return found->second;
+}
+
+void StateFile::expect_same(const std::string& name, std::string_view mine, std::span<const std::string_view> free) const {
+  const Json there = fields_of(about(name)), here = fields_of(mine);
+  std::set<std::string> paths;
+  for (const Json* fields : {&there, &here})
+    for (const auto& [path, value] : fields->items()) paths.insert(path);
+  std::string wrong;
+  std::size_t count = 0;
+  for (const bool in_both : {true, false})  // what one of them alone has often follows from the rest
+    for (const std::string& path : paths) {
+      if (in_both != (there.contains(path) && here.contains(path)) || std::ranges::any_of(free, [&](std::string_view end) { return path.ends_with(end); })) continue;
+      if (in_both && there.at(path) == here.at(path)) continue;
+      if (++count <= kMostNamed) wrong += text(wrong.empty() ? "" : ", ", path.substr(1), " is ", value_at(there, path), " there and ", value_at(here, path), " here");
+    }
+  if (count > kMostNamed) wrong += text(", and ", count - kMostNamed, " more fields differ");
+  require(count == 0, "restore: ", where(), " was saved under another ", name, ": ", wrong, "; allowed the same");
+}
+
+}  // namespace kvkeep

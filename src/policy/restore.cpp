@@ -1,0 +1,431 @@
+// Keeper's part of save and restore: what a sequence is, as tensors and back.
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <nlohmann/json.hpp>
+#include <ranges>
+#include <utility>
+
+#include "kvkeep/policy/keeper.h"
+#include "kvkeep/state/state_file.h"
+
+namespace kvkeep {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr ScalarType kInt64 = ScalarType::Long, kFloat64 = ScalarType::Double, kUInt8 = ScalarType::Byte;
+constexpr std::int64_t kMostTokens = (1 << 30) - 1;  ///< positions behind a restored sequence are still 32-bit numbers
+/// Where factors lie is each keeper's own affair.
+constexpr std::array<std::string_view, 4> kPlaces = {"/memory/near_bytes", "/memory/host_bytes", "/memory/file", "/memory/file_bytes"};
+
+/// A tensor of `shape` with the bytes of some numbers; both have as many.
+template <class T>
+Tensor tensor_of(std::span<const T> numbers, ScalarType dtype, at::IntArrayRef shape) {
+  Tensor t = at::empty(shape, at::TensorOptions().dtype(dtype));
+  if (!numbers.empty()) std::memcpy(t.mutable_data_ptr(), numbers.data(), numbers.size_bytes());
+  return t;
+}
+template <class T>
+Tensor list_of(const std::vector<T>& numbers, ScalarType dtype) {
+  return tensor_of(std::span<const T>(numbers), dtype, {static_cast<std::int64_t>(numbers.size())});
+}
+template <class T>
+std::span<const T> numbers_of(const Tensor& t) {
+  return {static_cast<const T*>(t.const_data_ptr()), t.nbytes() / sizeof(T)};
+}
+template <class T>
+std::vector<T> list_from(std::span<const T> numbers, std::int64_t begin, std::int64_t end) {
+  return {numbers.begin() + begin, numbers.begin() + end};
+}
+
+std::string model_json(const ModelSpec& spec) {
+  Json layers = Json::array();
+  for (const LayerSpec& layer : spec.layers) layers.push_back({{"kind", static_cast<int>(layer.kind)}, {"window", layer.window}, {"source", layer.source}});
+  return Json{{"query_heads", spec.query_heads},
+              {"kv_heads", spec.kv_heads},
+              {"key_dim", spec.key_dim},
+              {"value_dim", spec.value_dim},
+              {"softmax_scale", spec.softmax_scale},
+              {"rope", {{"style", static_cast<int>(spec.rope.style)}, {"inv_freq", spec.rope.inv_freq}, {"attention_scaling", spec.rope.attention_scaling}}},
+              {"layers", layers}}
+      .dump();
+}
+
+/// Rows of numbers of any length, one behind the other.
+template <class T>
+class Ragged {
+ public:
+  void add(std::span<const T> row) {
+    numbers_.insert(numbers_.end(), row.begin(), row.end());
+    ends_.push_back(static_cast<std::int64_t>(numbers_.size()));
+  }
+  void give(StateTensors& to, const std::string& name, ScalarType dtype) const {
+    to.emplace_back(name, list_of(numbers_, dtype));
+    to.emplace_back(name + ".indptr", list_of(ends_, kInt64));
+  }
+
+ private:
+  std::vector<T> numbers_;
+  std::vector<std::int64_t> ends_{0};
+};
+
+/// The same, as it lies in a file.
+template <class T>
+class RaggedView {
+ public:
+  RaggedView(const StateFile& state, const std::string& name, ScalarType dtype, std::int64_t rows)
+      : data_(state.tensor(name, dtype, {-1})), ends_(state.tensor(name + ".indptr", kInt64, {rows + 1})) {
+    const auto ends = numbers_of<std::int64_t>(ends_);
+    require(ends.front() == 0 && std::ranges::is_sorted(ends) && ends.back() == data_.numel(), "restore: tensor \"", name, ".indptr\" in ", state.where(), " does not ascend from 0 to ", data_.numel(), "; allowed where each row begins");
+  }
+  [[nodiscard]] std::span<const T> row(std::size_t r) const {
+    const auto ends = numbers_of<std::int64_t>(ends_);
+    return numbers_of<T>(data_).subspan(static_cast<std::size_t>(ends[r]), static_cast<std::size_t>(ends[r + 1] - ends[r]));
+  }
+
+ private:
+  Tensor data_, ends_;
+};
+
+void save_columns(StateTensors& to, const Columns& columns, std::int32_t rows) {
+  Ragged<std::int32_t> positions;
+  Ragged<float> credit, tally;
+  for (std::int32_t r = 0; r < rows; ++r) {
+    Row row;
+    columns.describe(r, row);
+    positions.add(columns.positions(r));
+    credit.add({row.credit, static_cast<std::size_t>(row.credit_length)});
+    tally.add({row.tally, static_cast<std::size_t>(row.tally_length)});
+  }
+  positions.give(to, "positions", kInt32);
+  credit.give(to, "credit", kFloat32);
+  tally.give(to, "tally", kFloat32);
+}
+
+void save_ring(StateTensors& to, const QueryRing& ring, const ModelSpec& spec) {
+  const QueryRing::Held held = ring.held();
+  const auto layers = static_cast<std::int64_t>(held.layers.size()), count = static_cast<std::int64_t>(held.positions.size());
+  std::vector<std::int64_t> seen;
+  for (const QueryRing::Layer& l : held.layers) seen.insert(seen.end(), {l.seen, l.first, l.oldest});
+  to.emplace_back("queries.seen", tensor_of(std::span<const std::int64_t>(seen), kInt64, {layers, 3}));
+  if (count == 0) return;
+  to.emplace_back("queries.positions", list_of(held.positions, kInt32));
+  to.emplace_back("queries", tensor_of(std::span<const std::byte>(held.data), held.dtype, {layers, count, spec.query_heads, spec.key_dim}));
+}
+
+void save_statistics(StateTensors& to, std::span<const QueryStatistics> statistics) {
+  if (statistics.empty()) return;
+  std::vector<std::int64_t> counts;
+  std::vector<double> means, seconds;
+  Ragged<float> newest;
+  for (const QueryStatistics& one : statistics) {
+    const QueryStatistics::Held held = one.held();
+    counts.insert(counts.end(), {held.heads.front().count, held.skipped});
+    newest.add(held.newest);
+    for (const QueryMoments& m : held.heads) {
+      means.insert(means.end(), m.mean.begin(), m.mean.end());
+      seconds.insert(seconds.end(), m.second.begin(), m.second.end());
+    }
+  }
+  to.emplace_back("statistics.counts", tensor_of(std::span<const std::int64_t>(counts), kInt64, {static_cast<std::int64_t>(statistics.size()), 2}));
+  to.emplace_back("statistics.means", list_of(means, kFloat64));
+  to.emplace_back("statistics.seconds", list_of(seconds, kFloat64));
+  newest.give(to, "statistics.newest", kFloat32);
+}
+
+void restore_statistics(std::vector<QueryStatistics>& statistics, const StateFile& state, const ModelSpec& spec) {
+  if (statistics.empty()) return;
+  const auto layers = static_cast<std::int64_t>(statistics.size()), heads = layers * spec.query_heads, dim = std::int64_t{spec.key_dim}, triangle = dim * (dim + 1) / 2;
+  const Tensor counts = state.tensor("statistics.counts", kInt64, {layers, 2}), means = state.tensor("statistics.means", kFloat64, {heads * dim}), seconds = state.tensor("statistics.seconds", kFloat64, {heads * triangle});
+  const RaggedView<float> newest(state, "statistics.newest", kFloat32, layers);
+  for (std::size_t l = 0; l < statistics.size(); ++l) {
+    const std::int64_t count = numbers_of<std::int64_t>(counts)[2 * l], skipped = numbers_of<std::int64_t>(counts)[2 * l + 1];
+    require(count >= 0 && count <= kMostTokens && skipped >= 0 && skipped <= kMostTokens, "restore: tensor \"statistics.counts\" in ", state.where(), " says that ", count, " queries count and ", skipped, " do not; allowed 0 to ", kMostTokens);
+    const auto own = newest.row(l);
+    QueryStatistics::Held held{.heads = {}, .skipped = skipped, .newest = {own.begin(), own.end()}};
+    for (std::int64_t h = static_cast<std::int64_t>(l) * spec.query_heads; h < (static_cast<std::int64_t>(l) + 1) * spec.query_heads; ++h) {
+      QueryMoments m(spec.key_dim);
+      m.count = count;
+      m.mean = list_from(numbers_of<double>(means), h * dim, (h + 1) * dim);
+      m.second = list_from(numbers_of<double>(seconds), h * triangle, (h + 1) * triangle);
+      held.heads.push_back(std::move(m));
+    }
+    statistics[l].take(std::move(held));
+  }
+}
+
+void save_report(StateTensors& to, const PromptReport& report) {
+  to.emplace_back("prompt.counts", list_of(std::vector<std::int64_t>{report.tokens, report.selection_layer, report.second_pass ? 1 : 0}, kInt64));
+  to.emplace_back("prompt.relative_variance", list_of(report.relative_variance, kFloat64));
+  to.emplace_back("prompt.entered", list_of(report.entered, kInt32));
+  to.emplace_back("prompt.going_on", list_of(report.going_on, kInt32));
+}
+
+std::optional<PromptReport> restored_report(const StateFile& state, const ModelSpec& spec) {
+  if (!state.has("prompt.counts")) return {};
+  const Tensor counts = state.tensor("prompt.counts", kInt64, {3}), variance = state.tensor("prompt.relative_variance", kFloat64, {spec.num_layers()}), entered = state.tensor("prompt.entered", kInt32, {spec.num_layers()}),
+               going_on = state.tensor("prompt.going_on", kInt32, {-1});
+  const auto c = numbers_of<std::int64_t>(counts);
+  require(c[0] >= 0 && c[0] <= kMostTokens && c[1] >= -1 && c[1] < spec.num_layers() && c[2] >= 0 && c[2] <= 1, "restore: tensor \"prompt.counts\" in ", state.where(), " is [", c[0], ", ", c[1], ", ", c[2],
+          "]; allowed a number of tokens, a layer of the model or -1, and 0 or 1");
+  return PromptReport{.tokens = static_cast<std::int32_t>(c[0]),
+                      .selection_layer = static_cast<std::int32_t>(c[1]),
+                      .relative_variance = list_from(numbers_of<double>(variance), 0, variance.numel()),
+                      .entered = list_from(numbers_of<std::int32_t>(entered), 0, entered.numel()),
+                      .going_on = list_from(numbers_of<std::int32_t>(going_on), 0, going_on.numel()),
+                      .second_pass = c[2] == 1};
+}
+
+std::int64_t far_bytes(const FoldedSpan& span, std::int64_t dim, ScalarType store) {
+  return (span.factors[0].numbers(span.length, dim) + span.factors[1].numbers(span.length, dim)) * static_cast<std::int64_t>(c10::elementSize(store));
+}
+
+/// first, last, length; then rank and form of keys and of values. Form: 1 raw, 2 centred.
+constexpr std::int64_t kSpanNumbers = 7;
+
+void save_memory(StateTensors& to, std::span<const SpanRow> memory) {
+  if (memory.empty()) return;
+  const std::int64_t dim = memory.front().dim();
+  const ScalarType store = memory.front().dtype();
+  Ragged<std::int32_t> spans, signs;
+  Ragged<c10::BFloat16> sizes;
+  Ragged<float> norms;
+  std::array<std::vector<std::byte>, 2> coarse;
+  std::int64_t count = 0, far = 0;
+  for (const SpanRow& row : memory) {
+    std::vector<std::int32_t> numbers;
+    for (std::int64_t i = 0; i < row.size(); ++i) {
+      const FoldedSpan& s = row.span(i);
+      numbers.insert(numbers.end(), {s.first, s.last, s.length});
+      for (const SpanFactors& f : s.factors) numbers.insert(numbers.end(), {f.rank, (f.raw ? 1 : 0) | (f.centred ? 2 : 0)});
+    }
+    spans.add(numbers);
+    const std::vector<std::int32_t> words(row.sketch().signs.begin(), row.sketch().signs.end());
+    signs.add(words);
+    sizes.add(row.sketch().sizes);
+    norms.add(row.norms());
+    for (const KvSide side : {KvSide::keys, KvSide::values}) {
+      auto& all = coarse[static_cast<std::size_t>(side)];
+      all.insert(all.end(), row.coarse(side), row.coarse(side) + row.size() * dim * static_cast<std::int64_t>(c10::elementSize(store)));
+    }
+    count += row.size(), far += row.far_bytes();
+  }
+  spans.give(to, "spans", kInt32);
+  to.emplace_back("spans.keys", tensor_of(std::span<const std::byte>(coarse[0]), store, {count, dim}));
+  to.emplace_back("spans.values", tensor_of(std::span<const std::byte>(coarse[1]), store, {count, dim}));
+  norms.give(to, "spans.norms", kFloat32);
+  signs.give(to, "sketch.signs", kInt32);
+  sizes.give(to, "sketch.sizes", kBFloat16);
+  Tensor factors = at::empty({far}, at::TensorOptions().dtype(kUInt8));
+  auto* at = static_cast<std::byte*>(factors.mutable_data_ptr());
+  for (const SpanRow& row : memory)
+    for (const FarBlobPtr& blob : row.blobs())
+      if (blob != nullptr) blob->read(at), at += blob->size();
+  to.emplace_back("factors", factors);
+}
+
+const char* name_of(QueryBasis basis) { return basis == QueryBasis::pre_rope ? "before RoPE" : "after RoPE"; }
+
+QueryBasis basis_of(const StateFile& state) {
+  const std::string& said = state.about("basis");
+  for (const QueryBasis basis : {QueryBasis::pre_rope, QueryBasis::post_rope})
+    if (said == name_of(basis)) return basis;
+  refuse("restore: queries in ", state.where(), " came \"", said.substr(0, 80), "\"; allowed before RoPE, after RoPE");
+}
+
+}  // namespace
+
+void Keeper::require_saveable(SequenceId sequence, const Sequence& s) const {
+  require<Unsupported>(provided_.accelerator == nullptr, "save: the keeper works on ", device().str(), ", whose columns and queries are not read back; allowed on the CPU");
+  require<StateError>(s.pass == nullptr, "save: the prompt of sequence ", sequence, " has come to layer ", s.next_layer, "; allowed when it has ended");
+  for (const std::int32_t l : full_layers_) {
+    const std::int64_t seen = s.prefix + s.ring.seen(layer_index_[static_cast<std::size_t>(l)]);
+    require<StateError>(needs_.queries == 0 || seen == s.logical, "save: layer ", l, " has shown ", seen, " tokens of sequence ", sequence, ", other layers ", s.logical, "; allowed once every full layer was observed");
+  }
+}
+
+void Keeper::save(SequenceId sequence, const std::filesystem::path& file) const {
+  const Sequence& s = at(sequence);
+  require_saveable(sequence, s);
+  StateTensors tensors;
+  tensors.emplace_back("counters", list_of(std::vector<std::int64_t>{s.logical, s.prefix, s.prompt, s.last_event, s.asked, s.next_position, s.surprised, s.settled}, kInt64));
+  save_columns(tensors, *s.columns, static_cast<std::int32_t>(full_layers_.size()) * spec_.kv_heads);
+  save_ring(tensors, s.ring, spec_);
+  save_statistics(tensors, s.statistics);
+  if (s.report) save_report(tensors, *s.report);
+  tensors.emplace_back("surprisal", list_of(s.surprisal, kFloat32));
+  tensors.emplace_back("viewed", list_of(s.viewed, kInt64));
+  save_memory(tensors, s.memory);
+  std::map<std::string, std::string> about{{"policy", policy_->to_json()}, {"model", model_json(spec_)}};
+  if (needs_.queries > 0 && basis_known_) about["basis"] = name_of(basis_);
+  write_state(file, tensors, std::move(about));
+}
+
+void Keeper::restore(SequenceId sequence, const std::filesystem::path& file) {
+  require<StateError>(!knows(sequence), "restore: sequence ", sequence, " is already here; allowed an id that is free");
+  require<Unsupported>(provided_.accelerator == nullptr, "restore: the keeper works on ", device().str(), "; allowed on the CPU");
+  const StateFile state = StateFile::open(file);
+  state.expect_same("policy", policy_->to_json(), kPlaces);
+  state.expect_same("model", model_json(spec_));
+  std::optional<QueryBasis> basis;
+  if (needs_.queries > 0 && state.has("queries")) basis = basis_of(state);
+  require(!basis || !basis_known_ || *basis == basis_, "restore: queries in ", state.where(), " came ", name_of(basis.value_or(basis_)), ", those of the keeper come ", name_of(basis_), "; allowed one basis");
+
+  join(sequence);
+  try {
+    Sequence& s = sequences_.at(sequence);
+    restore_columns(s, state);
+    restore_queries(s, state);
+    s.report = restored_report(state, spec_);
+    restore_memory(sequence, s, state);
+  } catch (const InvalidArgument& e) {
+    sequences_.erase(sequence);
+    const std::string what = e.what();
+    if (what.find(state.where()) != std::string::npos) throw;
+    refuse("restore: ", state.where(), " does not hold a sequence: ", what);
+  } catch (...) {
+    sequences_.erase(sequence);
+    throw;
+  }
+  if (basis) basis_ = *basis, basis_known_ = true;
+}
+
+/// Counters, and columns: each row is what an event leaves of the slots of all rows, and the slots that came since.
+void Keeper::restore_columns(Sequence& s, const StateFile& state) const {
+  const auto rows = full_layers_.size() * static_cast<std::size_t>(spec_.kv_heads);
+  const Tensor stored = state.tensor("counters", kInt64, {8});
+  const auto c = numbers_of<std::int64_t>(stored);
+  const std::int64_t logical = c[0], prefix = c[1], prompt = c[2], last_event = c[3], asked = c[4], next_position = c[5], surprised = c[6], settled = c[7];
+  const auto within = [](std::int64_t x, std::int64_t most) { return x >= 0 && x <= most; };
+  require(within(next_position, kMostTokens) && within(logical, next_position) && within(prefix, logical) && prompt >= -1 && prompt <= kMostTokens && within(last_event, logical) && within(asked, logical) && within(surprised, logical) &&
+              within(settled, next_position),
+          "restore: tensor \"counters\" in ", state.where(), " does not describe a sequence of ", logical, " tokens whose next position is ", next_position, "; allowed counters up to these");
+  const RaggedView<std::int32_t> positions(state, "positions", kInt32, static_cast<std::int64_t>(rows));
+  const RaggedView<float> credit(state, "credit", kFloat32, static_cast<std::int64_t>(rows)), tally(state, "tally", kFloat32, static_cast<std::int64_t>(rows));
+
+  const std::int64_t firm = logical - std::max(last_event, prefix);  // came since the last event: in every row
+  const auto told = [&](std::size_t r) { return std::max(credit.row(r).size(), tally.row(r).size()); };
+  std::size_t since = 0;  // slots that have neither credit nor tally, where others do
+  for (std::size_t r = 0; r < rows && since == 0; ++r)
+    if (told(r) > 0) since = positions.row(r).size() - std::min(told(r), positions.row(r).size());
+  const bool any_told = std::ranges::any_of(std::views::iota(std::size_t{0}, rows), [&](std::size_t r) { return told(r) > 0; });
+  const auto newest = positions.row(0).last(std::min(since, positions.row(0).size()));
+  std::vector<std::int32_t> all;
+  for (std::size_t r = 0; r < rows; ++r) {
+    const auto own = positions.row(r);
+    const std::size_t credited = credit.row(r).size(), tallied = tally.row(r).size();
+    const bool ascends = std::ranges::adjacent_find(own, std::ranges::greater_equal()) == own.end() && (own.empty() || (own.front() >= 0 && own.back() < next_position));
+    require(ascends && std::ssize(own) >= firm && std::ssize(own) <= logical, "restore: row ", r, " in ", state.where(), " has ", own.size(), " positions; allowed ", firm, " to ", logical, " that ascend, from 0 to ", next_position - 1);
+    require((!any_told || told(r) + since == own.size()) && (credited == 0 || credited == told(r)) && (tallied == 0 || tallied == told(r)) && std::ranges::equal(own.last(since), newest), "restore: row ",
+            r, " in ", state.where(), " has ", own.size(), " slots, credit of ", credited, " and a tally of ", tallied, "; allowed that of its slots at the last event, none or all, and the same slots since in every row");
+    all.insert(all.end(), own.begin(), own.end() - static_cast<std::ptrdiff_t>(since));
+  }
+  std::ranges::sort(all);
+  all.erase(std::ranges::unique(all).begin(), all.end());
+  s.columns->append(all);
+  std::vector<float> credits(all.size()), tallies(all.size());
+  for (std::size_t r = 0; r < rows; ++r) {
+    const auto own = positions.row(r).first(positions.row(r).size() - since);
+    KeepSet kept{.slots = at::empty({std::ssize(own)}, at::TensorOptions().dtype(kInt32)), .indptr = {0, std::ssize(own)}};
+    auto* slots = kept.slots.data_ptr<std::int32_t>();
+    std::size_t slot = 0;
+    for (std::size_t j = 0; j < own.size(); ++j) {
+      while (all[slot] < own[j]) ++slot;
+      slots[j] = static_cast<std::int32_t>(slot);
+      if (!credit.row(r).empty()) credits[slot] = credit.row(r)[j];
+      if (!tally.row(r).empty()) tallies[slot] = tally.row(r)[j];
+    }
+    s.columns->settle(static_cast<std::int32_t>(r), kept, 0, credit.row(r).empty() ? nullptr : credits.data(), tally.row(r).empty() ? nullptr : tallies.data());
+  }
+  s.columns->append(newest);
+  s.logical = logical, s.prompt = prompt, s.last_event = last_event, s.asked = asked, s.surprised = surprised;
+  s.prefix = static_cast<std::int32_t>(prefix), s.next_position = static_cast<std::int32_t>(next_position), s.settled = static_cast<std::int32_t>(settled);
+}
+
+/// Queries, their statistics, and surprisal.
+void Keeper::restore_queries(Sequence& s, const StateFile& state) const {
+  const auto layers = static_cast<std::int64_t>(full_layers_.size());
+  const Tensor seen = state.tensor("queries.seen", kInt64, {layers, 3});
+  QueryRing::Held held;
+  for (std::int64_t l = 0; l < layers; ++l) {
+    const auto of_layer = numbers_of<std::int64_t>(seen).subspan(static_cast<std::size_t>(3 * l), 3);
+    require(std::ranges::all_of(of_layer, [](std::int64_t x) { return x >= -kMostTokens && x <= kMostTokens; }) && of_layer[0] + s.prefix <= s.logical && (needs_.queries == 0 || of_layer[0] + s.prefix == s.logical),
+            "restore: layer ", full_layers_[static_cast<std::size_t>(l)], " in ", state.where(), " has shown ", of_layer[0], " of ", s.logical, " tokens; allowed all that were not cached before");
+    held.layers.push_back({.seen = of_layer[0], .first = of_layer[1], .oldest = of_layer[2]});
+  }
+  if (state.has("queries")) {
+    const Tensor positions = state.tensor("queries.positions", kInt32, {-1});
+    held.positions = list_from(numbers_of<std::int32_t>(positions), 0, positions.numel());
+    held.dtype = state.dtype("queries");
+    require(is_scorable(held.dtype), "restore: tensor \"queries\" in ", state.where(), " is ", c10::toString(held.dtype), "; allowed f32, f16, bf16");
+    const Tensor queries = state.tensor("queries", held.dtype, {layers, positions.numel(), spec_.query_heads, spec_.key_dim});
+    held.data = list_from(numbers_of<std::byte>(queries), 0, static_cast<std::int64_t>(queries.nbytes()));
+  }
+  s.ring.take(held);
+  restore_statistics(s.statistics, state, spec_);
+
+  const Tensor surprisal = state.tensor("surprisal", kFloat32, {-1});
+  s.surprisal = list_from(numbers_of<float>(surprisal), 0, surprisal.numel());
+  const auto newest = s.columns->newest();
+  const std::int64_t open = s.logical - s.surprised;
+  require(!needs_.surprisal || (open <= std::ssize(newest) && surprisal.numel() <= s.next_position), "restore: ", s.surprised, " of ", s.logical, " tokens in ", state.where(), " have their surprisal, up to position ",
+          surprisal.numel() - 1, "; allowed all but the newest, below position ", s.next_position);
+}
+
+void Keeper::restore_memory(SequenceId id, Sequence& s, const StateFile& state) const {
+  const Tensor viewed = state.tensor("viewed", kInt64, {std::ssize(s.viewed)});
+  s.viewed = list_from(numbers_of<std::int64_t>(viewed), 0, viewed.numel());
+  require(std::ranges::all_of(s.viewed, [&](std::int64_t x) { return x >= 0 && x <= s.logical; }), "restore: tensor \"viewed\" in ", state.where(), " is not within the ", s.logical, " tokens of the sequence; allowed 0 to these");
+  if (s.memory.empty()) return;
+  const MemoryOptions& memory = *policy_->memory();
+  const std::int64_t dim = spec_.key_dim, rows = std::ssize(s.memory);
+  const ScalarType store = memory.factors.store;
+  const auto entry = dim * static_cast<std::int64_t>(c10::elementSize(store));
+  const RaggedView<std::int32_t> spans(state, "spans", kInt32, rows), signs(state, "sketch.signs", kInt32, rows);
+  const RaggedView<c10::BFloat16> sizes(state, "sketch.sizes", kBFloat16, rows);
+  const RaggedView<float> norms(state, "spans.norms", kFloat32, rows);
+  const std::array<Tensor, 2> coarse = {state.tensor("spans.keys", store, {-1, dim}), state.tensor("spans.values", store, {-1, dim})};
+  const Tensor factors = state.tensor("factors", kUInt8, {-1});
+  auto far = numbers_of<std::byte>(factors);
+  std::int64_t before = 0;
+  for (std::size_t r = 0; r < s.memory.size(); ++r) {
+    const auto numbers = spans.row(r);
+    const std::int64_t count = std::ssize(numbers) / kSpanNumbers;
+    const auto where = [&] { return text("restore: row ", r, " in ", state.where()); };
+    require(count * kSpanNumbers == std::ssize(numbers) && before + count <= coarse[0].size(0) && before + count <= coarse[1].size(0), where(), " has ", numbers.size(), " numbers of spans, and there are ", coarse[0].size(0),
+            " coarse entries; allowed ", kSpanNumbers, " a span, and an entry each");
+    SpanParts parts;
+    for (std::int64_t i = 0; i < count; ++i) {
+      const auto n = numbers.subspan(static_cast<std::size_t>(i * kSpanNumbers), kSpanNumbers);
+      FoldedSpan span{.first = n[0], .last = n[1], .length = n[2]};
+      for (std::size_t side = 0; side < 2; ++side) span.factors[side] = {.rank = n[3 + 2 * side], .raw = (n[4 + 2 * side] & 1) != 0, .centred = (n[4 + 2 * side] & 2) != 0};
+      const auto rank_fits = [&](const SpanFactors& f) { return f.rank >= 0 && f.rank <= memory.factors.max_rank; };
+      require(span.length >= 1 && span.first >= 0 && span.last < s.next_position && rank_fits(span.factors[0]) && rank_fits(span.factors[1]), where(), ": span ", i, " has ", span.length, " tokens at positions ", span.first, " to ",
+              span.last, ", rank ", span.factors[0].rank, " and ", span.factors[1].rank, "; allowed tokens below position ", s.next_position, " and ranks to ", memory.factors.max_rank);
+      const std::int64_t bytes = far_bytes(span, dim, store);
+      require(bytes <= std::ssize(far), where(), ": factors of span ", i, " take ", bytes, " bytes; ", far.size(), " are left, allowed no more");
+      const auto [layer, head] = std::pair(full_layers_[r / static_cast<std::size_t>(spec_.kv_heads)], static_cast<std::int32_t>(r % static_cast<std::size_t>(spec_.kv_heads)));
+      const FarLabel label{.sequence = id, .layer = layer, .head = head, .span = static_cast<std::int32_t>(i), .begin = span.first, .end = span.last + 1};
+      parts.blobs.push_back(bytes == 0 ? nullptr : far_->put(far.first(static_cast<std::size_t>(bytes)), label));
+      far = far.subspan(static_cast<std::size_t>(bytes));
+      parts.spans.push_back(span);
+    }
+    for (std::size_t side = 0; side < 2; ++side) parts.coarse[side] = list_from(numbers_of<std::byte>(coarse[side]), before * entry, (before + count) * entry);
+    before += count;
+    parts.norms.assign(norms.row(r).begin(), norms.row(r).end());
+    parts.sketch.signs.assign(signs.row(r).begin(), signs.row(r).end());
+    parts.sketch.sizes.assign(sizes.row(r).begin(), sizes.row(r).end());
+    SpanRow row(dim, store, std::move(parts));
+    const std::int64_t sketched = memory.fold_options().sketch ? row.tokens() : 0, normed = memory.learned() ? count * spec_.group() : 0;
+    require(std::ssize(row.sketch().sizes) == sketched && std::ssize(row.norms()) == normed && row.tokens() <= s.logical, where(), " has folded ", row.tokens(), " tokens, with a sketch of ", row.sketch().sizes.size(), " and ",
+            row.norms().size(), " norms; allowed at most ", s.logical, ", ", sketched, " and ", normed);
+    s.memory[r] = std::move(row);
+  }
+  require(far.empty() && before == coarse[0].size(0) && before == coarse[1].size(0), "restore: ", state.where(), " holds ", far.size(), " bytes of factors and ", coarse[0].size(0) - before, " coarse entries that belong to no span; allowed none");
+}
+
+}  // namespace kvkeep
