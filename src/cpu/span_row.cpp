@@ -59,9 +59,9 @@ SpanRow::SpanRow(std::int64_t dim, ScalarType store, SpanParts parts)
     log_length_.push_back(static_cast<float>(std::log(static_cast<double>(s.length))));
     first_token_.push_back(first_token_.back() + s.length);
   }
-  const auto sketched = static_cast<std::int64_t>(sketch_.sizes.size()), blocks = (sketched + KeySketch::kBlock - 1) / KeySketch::kBlock;
-  require((sketched == 0 || sketched == tokens()) && static_cast<std::int64_t>(sketch_.signs.size()) == blocks * KeySketch::kBlock * KeySketch::words(dim_), "span row: a sketch of ", sketched, " tokens in ",
-          sketch_.signs.size(), " words; allowed none, or one of ", tokens(), " tokens");
+  const auto sketched = static_cast<std::int64_t>(sketch_.sizes.size());
+  require((sketched == 0 || sketched == KeySketch::padded(tokens())) && static_cast<std::int64_t>(sketch_.signs.size()) == sketched * KeySketch::words(dim_), "span row: a sketch of ", sketched, " tokens in ",
+          sketch_.signs.size(), " words; allowed none, or one of ", KeySketch::padded(tokens()), " tokens");
   require(spans_.empty() ? norms_.empty() : norms_.size() % spans_.size() == 0, "span row: ", norms_.size(), " norms for ", spans_.size(), " spans; allowed none, or as many for each");
 }
 
@@ -105,9 +105,8 @@ void SpanRow::append(SpanRow later) {
 }
 
 void KeySketch::resize(std::int64_t tokens, std::int64_t dim) {
-  const auto padded = static_cast<std::size_t>((tokens + kBlock - 1) / kBlock * kBlock);
-  sizes.resize(padded);
-  signs.resize(padded * static_cast<std::size_t>(words(dim)));
+  sizes.resize(static_cast<std::size_t>(padded(tokens)));
+  signs.resize(static_cast<std::size_t>(padded(tokens) * words(dim)));
 }
 
 void SpanRow::append_sketch(const SpanRow& later) {

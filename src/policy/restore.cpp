@@ -420,7 +420,7 @@ void Keeper::restore_memory(SequenceId id, Sequence& s, const StateFile& state) 
     parts.sketch.signs.assign(signs.row(r).begin(), signs.row(r).end());
     parts.sketch.sizes.assign(sizes.row(r).begin(), sizes.row(r).end());
     SpanRow row(dim, store, std::move(parts));
-    const std::int64_t sketched = memory.fold_options().sketch ? row.tokens() : 0, normed = memory.learned() ? count * spec_.group() : 0;
+    const std::int64_t sketched = memory.fold_options().sketch ? KeySketch::padded(row.tokens()) : 0, normed = memory.learned() ? count * spec_.group() : 0;
     require(std::ssize(row.sketch().sizes) == sketched && std::ssize(row.norms()) == normed && row.tokens() <= s.logical, where(), " has folded ", row.tokens(), " tokens, with a sketch of ", row.sketch().sizes.size(), " and ",
             row.norms().size(), " norms; allowed at most ", s.logical, ", ", sketched, " and ", normed);
     s.memory[r] = std::move(row);

@@ -31,6 +31,8 @@ struct KeySketch {
   std::vector<c10::BFloat16> sizes;   ///< [tokens, rounded up to blocks] g
 
   void resize(std::int64_t tokens, std::int64_t dim);
+  /// Tokens, rounded up to blocks.
+  [[nodiscard]] static std::int64_t padded(std::int64_t tokens) { return (tokens + kBlock - 1) / kBlock * kBlock; }
   [[nodiscard]] static std::int64_t words(std::int64_t dim) { return (dim + kBits - 1) / kBits; }
   /// Where word `word` of a token lies.
   [[nodiscard]] static std::size_t at(std::int64_t token, std::int64_t word, std::int64_t words) { return static_cast<std::size_t>((token / kBlock * words + word) * kBlock + token % kBlock); }
