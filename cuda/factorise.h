@@ -56,8 +56,8 @@ struct FactoriseArguments {
 
 /// One launch, a block a matrix: of a warp where no side is longer than 16, of 256 threads above 64. Lengths of one launch had better be alike.
 /// From the Gram matrix of the shorter side, m = min(L, D) up to 128, by cyclic Jacobi rotations in shared memory; the other side of the factors, and the scale of a component, is the projection of the rows.
-/// Agrees with the CPU, which decomposes in f64: what factors stand for, to about 1e-5 of the rows; ranks and centring, but where a rule is met within about 1e-5 of the squares. At most 16 sweeps.
-/// Cost: m^2 max(L, D) / 2 products, about 8 sweeps of 2 m^3 (twice of both where centring is automatic, three times where rows go as they are), 2 r L D for r components. Shared memory 8 m (m + 1) bytes.
+/// Agrees with the CPU, which decomposes in f64: what factors stand for, to 1e-3 of the rows; ranks and centring, but where a rule is met within 1e-4 of the squares. It ends after 16 sweeps at most.
+/// Cost: m^2 max(L, D) / 2 products, some sweeps of 2 m^3 each (twice of both where centring is automatic, three times where rows go as they are), 2 r L D for r components. Shared memory 8 m (m + 1) bytes.
 /// Throws InvalidArgument for sizes below 0, a head size outside 1 to 256, a rank below 1, an energy outside 0 to 1 and other dtypes; Unsupported where both L and D are above 128.
 void launch_factorise(const FactoriseArguments& arguments, Stream stream);
 

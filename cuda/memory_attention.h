@@ -84,7 +84,7 @@ struct MemoryAttentionArguments {
 
 /// Writes marks, opened and opened_count; reads queries, lse and what is near of the rows. A span is wanted where its share of all mass is above `mass`: told by its sketch where there is one, else by its
 /// coarse entry. Within the budget the most relevant go first, the lower span at equal relevance, and one that does not fit is passed over.
-/// Agrees with the CPU but where a share is within about 1e-6 of `mass`, or two shares that compete for the budget are that close.
+/// Agrees with the CPU but where a share is within 1e-5 of `mass`, or two shares that compete for the budget are that close.
 /// 2 launches. Cost: the coarse keys and sketches once for 8 query heads; a sort of the spans that are wanted where they do not all fit.
 /// Throws InvalidArgument for sizes below 0, a head size outside 1 to 256, no head, and other dtypes.
 void launch_memory_route(const MemoryAttentionArguments& arguments, Stream stream);
