@@ -35,6 +35,16 @@ decltype(auto) with_element(Element element, Body&& body) {
   }
 }
 
+/// The same for one that is no 8-bit number.
+template <class Body>
+decltype(auto) with_wide_element(Element element, Body&& body) {
+  switch (element) {
+    case Element::f16: return body(__half{});
+    case Element::bf16: return body(__nv_bfloat16{});
+    default: return body(float{});
+  }
+}
+
 /// The dtype that keys are multiplied in.
 template <class T>
 using MatrixElement = std::conditional_t<std::is_same_v<T, Fp8>, __half, T>;

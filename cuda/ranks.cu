@@ -2,107 +2,13 @@
 
 #include "batch.cuh"
 #include "launch.cuh"
-#include "team.cuh"
+#include "radix_sort.cuh"
 #include "tuning.cuh"
 
 namespace kvkeep::cuda {
 namespace {
 
 using tuning::kRankThreads;
-
-constexpr std::int32_t kDigitBits = 8, kDigitCount = 1 << kDigitBits;
-constexpr std::int32_t kAhead = 4;  ///< numbers that a thread has asked for before it places the first of them
-
-/// A score as an integer, the highest first: NaN behind all others, -0 equals +0.
-__device__ inline std::uint32_t place_of(float score) {
-  if (score != score) return ~std::uint32_t{0};
-  const std::uint32_t bits = __float_as_uint(score + 0.0F);
-  return (bits & 0x80000000U) != 0 ? bits : ~bits & 0x7FFFFFFFU;
-}
-
-/// An entry of the sort: what it is sorted by above, the token's number below.
-__device__ inline std::uint64_t entry_of(float score, std::int32_t t) {
-  return std::uint64_t{place_of(score)} << 32 | static_cast<std::uint32_t>(t);
-}
-
-/// Lanes of the warp whose digit is this lane's, of those that are there. The whole warp calls.
-__device__ inline unsigned peers_of(std::uint32_t digit, bool there) {
-  unsigned peers = __ballot_sync(kWholeWarp, there ? 1 : 0);
-#pragma unroll
-  for (int bit = 0; bit < kDigitBits; ++bit) {
-    const unsigned set = digit >> bit & 1U, votes = __ballot_sync(kWholeWarp, static_cast<int>(set));
-    peers &= set != 0 ? votes : ~votes;
-  }
-  return peers;
-}
-
-/// Turns `counters`, [warps][kDigitCount] how often each warp has each digit, into the place of the first of them.
-__device__ void place_digits(const BlockTeam& team, std::uint32_t* counters) {
-  const std::int32_t digit = team.rank(), warps = team.size() / 32;
-  std::uint32_t all = 0;
-  if (digit < kDigitCount)
-    for (std::int32_t w = 0; w < warps; ++w) all += counters[w * kDigitCount + digit];
-  auto place = static_cast<std::uint32_t>(team.sum_before(all));
-  if (digit < kDigitCount)
-    for (std::int32_t w = 0; w < warps; ++w) {
-      const std::uint32_t own = counters[w * kDigitCount + digit];
-      counters[w * kDigitCount + digit] = place;
-      place += own;
-    }
-  team.sync();
-}
-
-/// Calls step(there, entry) for a warp's run of entries, 32 neighbours at a time, one a lane; the entry of a lane whose `there` is false is
-/// nobody's.
-template <class Read, class Step>
-__device__ void each_entry(std::int32_t begin, std::int32_t end, const Read& read, const Step& step) {
-  const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
-  for (std::int32_t first = begin; first < end; first += 32 * kAhead) {
-    std::uint64_t held[kAhead];
-#pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
-      const std::int32_t t = first + 32 * j + lane;
-      held[j] = t < end ? read(t) : 0;
-    }
-#pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
-      if (first + 32 * j >= end) break;  // for the whole warp
-      step(first + 32 * j + lane < end, held[j]);
-    }
-  }
-}
-
-/// One pass of a stable sort of n entries: read(i) gives the i-th, write(i, entry) puts it to its place by the digit at `shift`. Each warp
-/// has a run of neighbours.
-template <class Read, class Write>
-__device__ void sort_by_digit(const BlockTeam& team, std::uint32_t* counters, std::int32_t n, int shift, const Read& read,
-                              const Write& write) {
-  const std::int32_t lane = team.rank() % 32, warp = team.rank() / 32;
-  const std::int32_t run = (n + team.size() - 1) / team.size() * 32, begin = warp * run, end = begin + run < n ? begin + run : n;
-  std::uint32_t* own = counters + warp * kDigitCount;
-  const auto digit_of = [shift](std::uint64_t entry) { return static_cast<std::uint32_t>(entry >> shift) & (kDigitCount - 1U); };
-  for (std::int32_t d = lane; d < kDigitCount; d += 32) own[d] = 0;
-  __syncwarp(kWholeWarp);
-  each_entry(begin, end, read, [&](bool there, std::uint64_t entry) {
-    if (there) atomicAdd(&own[digit_of(entry)], 1U);
-  });
-  team.sync();
-  place_digits(team, counters);
-  each_entry(begin, end, read, [&](bool there, std::uint64_t entry) {
-    const std::uint32_t digit = digit_of(entry);
-    const unsigned peers = peers_of(digit, there);
-    const std::int32_t before = __popc(peers & ((1U << lane) - 1U)), leader = there ? __ffs(static_cast<int>(peers)) - 1 : lane;
-    std::uint32_t place = 0;
-    if (there && lane == leader) {
-      place = own[digit];
-      own[digit] = place + static_cast<std::uint32_t>(__popc(peers));
-    }
-    place = __shfl_sync(kWholeWarp, place, leader);
-    __syncwarp(kWholeWarp);  // the next leader reads what this one wrote
-    if (there) write(static_cast<std::int32_t>(place) + before, entry);
-  });
-  team.sync();
-}
 
 struct Task {
   Batch<RankedPrompt> prompts;
@@ -113,7 +19,7 @@ struct Task {
 
 __global__ void __launch_bounds__(kRankThreads) ranks_kernel(Task task) {
   __shared__ unsigned long long scratch[kBlockScratch];
-  __shared__ std::uint32_t counters[kRankThreads / 32 * kDigitCount];
+  __shared__ std::uint32_t counters[sort_counters(kRankThreads)];
   const BlockTeam team(scratch);
   const RankedPrompt& prompt = task.prompts.of[blockIdx.x];
   std::int64_t before = 0, tokens = 0;  // of the prompts before this one; of all
@@ -124,14 +30,9 @@ __global__ void __launch_bounds__(kRankThreads) ranks_kernel(Task task) {
   std::uint64_t *a = task.workspace + before, *b = a + tokens;
   const float* scores = task.scores + prompt.scores;
   std::int32_t* ranks = task.ranks + prompt.ranks;
-  const auto to = [](std::uint64_t* entries) { return [entries](std::int32_t i, std::uint64_t entry) { entries[i] = entry; }; };
-  const auto from = [](const std::uint64_t* entries) { return [entries](std::int32_t i) { return entries[i]; }; };
-  sort_by_digit(
-      team, counters, prompt.ranked, 32, [scores](std::int32_t t) { return entry_of(scores[t], t); }, to(a));
-  sort_by_digit(team, counters, prompt.ranked, 40, from(a), to(b));
-  sort_by_digit(team, counters, prompt.ranked, 48, from(b), to(a));
-  sort_by_digit(team, counters, prompt.ranked, 56, from(a),
-                [ranks](std::int32_t i, std::uint64_t entry) { ranks[static_cast<std::uint32_t>(entry)] = i + 1; });
+  sort_by_score(
+      team, counters, prompt.ranked, a, b, [scores](std::int32_t t) { return entry_of(scores[t], t); },
+      [ranks](std::int32_t i, std::uint64_t entry) { ranks[static_cast<std::uint32_t>(entry)] = i + 1; });
 }
 
 }  // namespace

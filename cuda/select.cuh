@@ -48,9 +48,9 @@ __device__ std::uint64_t least_kept(const Team& team, std::int32_t* histogram, s
   return found;
 }
 
-/// Writes the slots t of [0, length) for which keeps(t) holds to `slots`, ascending.
+/// Writes the slots t of [0, length) for which keeps(t) holds to `slots`, ascending. Returns how many.
 template <class Team, class Keeps>
-__device__ void write_kept(const Team& team, std::int32_t length, const Keeps& keeps, std::int32_t* slots) {
+__device__ std::int32_t write_kept(const Team& team, std::int32_t length, const Keeps& keeps, std::int32_t* slots) {
   std::int64_t written = 0;
   for (std::int32_t first = 0; first < length; first += team.size()) {
     const std::int32_t t = first + team.rank();
@@ -59,6 +59,7 @@ __device__ void write_kept(const Team& team, std::int32_t length, const Keeps& k
     if (kept != 0) slots[written + before] = t;
     written += static_cast<std::int64_t>(team.sum(kept));
   }
+  return static_cast<std::int32_t>(written);
 }
 
 }  // namespace kvkeep::cuda

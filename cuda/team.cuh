@@ -92,17 +92,20 @@ class BlockTeam {
   unsigned long long* scratch_;
 };
 
-/// Sum over a block of kThreads in a fixed order, the same in every thread. `shared`: one double a warp.
-template <std::int32_t kThreads>
-__device__ inline double sum_of_block(double x, double* shared) {
+/// Sum over a block in a fixed order, the same in every thread. `shared`: one double a warp.
+__device__ inline double sum_of_block(double x, double* shared, std::int32_t warps) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kWholeWarp, x, step);
   __syncthreads();
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
   __syncthreads();
   double sum = 0;
-  for (std::int32_t w = 0; w < kThreads / 32; ++w) sum += shared[w];
+  for (std::int32_t w = 0; w < warps; ++w) sum += shared[w];
   return sum;
+}
+template <std::int32_t kThreads>
+__device__ inline double sum_of_block(double x, double* shared) {
+  return sum_of_block(x, shared, kThreads / 32);
 }
 
 }  // namespace kvkeep::cuda

@@ -49,4 +49,18 @@ constexpr std::int32_t rank_threads_for(std::int32_t longest) { return longest <
 inline constexpr std::int32_t kVarianceThreads = 256;  ///< of a block that compares ranks
 inline constexpr std::int32_t kVarianceTokens = 4096;  ///< tokens that one such block looks at
 
+inline constexpr std::int32_t kMemoryHeads = 8;        ///< query heads that a block reads a memory for: a warp each
+inline constexpr std::int32_t kMemoryThreads = kMemoryHeads * 32;
+inline constexpr std::int32_t kMemorySpans = 64;       ///< spans whose logits one block makes
+inline constexpr std::int32_t kMemoryTile = 64;        ///< entries that go into a softmax at a time
+inline constexpr std::int32_t kMemoryBlocks = 264;     ///< that fill the machine: below it a row's spans are shared out to more blocks,
+inline constexpr std::int32_t kMemoryParts = 32;       ///< but no more than these
+
+inline constexpr std::int32_t kFactorThreads = 256;    ///< of a block that decomposes a matrix, at most
+inline constexpr std::int32_t kFactorDepth = 32;       ///< numbers of its vectors that lie in shared memory at a time
+
+inline constexpr std::int32_t kFetchThreads = 256;
+inline constexpr std::int32_t kFetchWords = 4;         ///< words of 16 bytes that a thread holds between reading and writing
+inline constexpr std::int32_t kFetchBlocks = 32;       ///< that share the pieces of one list
+
 }  // namespace kvkeep::cuda::tuning

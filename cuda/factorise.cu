@@ -1,0 +1,384 @@
+#include "factorise.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "element.cuh"
+#include "launch.cuh"
+#include "parts.cuh"
+#include "team.cuh"
+#include "tuning.cuh"
+
+namespace kvkeep::cuda {
+namespace {
+
+using tuning::kFactorDepth;
+using tuning::kFactorThreads;
+
+constexpr std::int32_t kMostWidth = 128;
+constexpr std::int32_t kTile = 4;           ///< a thread forms kTile x kTile numbers of a Gram matrix
+constexpr std::int32_t kMostSweeps = 16;
+constexpr float kNegligible = 3e-8F;        ///< share of the trace below which a number beside the diagonal is left there
+constexpr double kRoundingNoise = 1e-10;    ///< share of the squares of the rows below which what is left of them is noise
+constexpr double kCentringGain = 1e-6;      ///< share of the squares that rows as they are must leave out less, to be preferred
+
+KVKEEP_HD inline std::int32_t padded(std::int32_t m) { return (m + kTile - 1) / kTile * kTile; }
+
+/// Shared memory of a block for matrices of up to `m` on their shorter side.
+struct FactorShared {
+  KVKEEP_HD FactorShared(std::int32_t m, std::int32_t dim) {
+    const auto wide = static_cast<std::size_t>(padded(m)), depth = static_cast<std::size_t>(kFactorDepth);
+    gram = parts.take(sizeof(float) * wide * (wide + 1));
+    axes = parts.take(sizeof(float) * (wide > depth ? wide : depth) * (wide + 1));
+    mean = parts.take(sizeof(float) * static_cast<std::size_t>(dim));
+    squares = parts.take(sizeof(float) * wide);
+    plain = parts.take(sizeof(float) * wide);
+    order = parts.take(sizeof(std::int32_t) * wide);
+    turns = parts.take(sizeof(float) * 2 * wide);
+  }
+  Parts parts;
+  std::size_t gram, axes, mean, squares, plain, order, turns;
+};
+
+__device__ void put_number(float x, Element element, std::byte* to, std::int64_t i) {
+  if (element == Element::f16) from_float(x, reinterpret_cast<__half*>(to)[i]);
+  else if (element == Element::bf16) from_float(x, reinterpret_cast<__nv_bfloat16*>(to)[i]);
+  else reinterpret_cast<float*>(to)[i] = x;
+}
+
+/// One matrix, and a block at work on it.
+template <class T>
+class Factorising {
+ public:
+  __device__ Factorising(const FactoriseArguments& a, const RowMatrix& matrix, const FactorShared& at, double* scratch)
+      : a_(a),
+        matrix_(matrix),
+        gram_(shared<float>(at.gram)),
+        axes_(shared<float>(at.axes)),
+        mean_(shared<float>(at.mean)),
+        squares_(shared<float>(at.squares)),
+        plain_(shared<float>(at.plain)),
+        turns_(shared<float>(at.turns)),
+        order_(shared<std::int32_t>(at.order)),
+        scratch_(scratch),
+        rank_(static_cast<std::int32_t>(threadIdx.x)),
+        size_(static_cast<std::int32_t>(blockDim.x)),
+        length_(matrix.length),
+        dim_(a.dim),
+        by_rows_(matrix.length > a.dim),
+        m_(by_rows_ ? a.dim : matrix.length),
+        deep_(by_rows_ ? matrix.length : a.dim),
+        wide_(padded(m_)),
+        stride_(wide_ + 1) {}
+
+  __device__ void run(FactorsFound& found, std::byte* coarse) {
+    if (!weigh(coarse)) {
+      if (rank_ == 0) found = {0, false, false, false};
+      return;
+    }
+    const std::int32_t rank = choose();
+    const bool raw = a_.options.raw && std::int64_t{rank} * (length_ + dim_) >= std::int64_t{length_} * dim_;
+    if (rank_ == 0) found = {rank, raw, centred_, true};
+    if (raw) write_rows();
+    else write_factors(rank);
+  }
+
+ private:
+  template <class U>
+  [[nodiscard]] __device__ static U* shared(std::size_t at) {
+    return reinterpret_cast<U*>(dynamic_shared() + at);
+  }
+  [[nodiscard]] __device__ float plain_number(std::int32_t t, std::int32_t d) const {
+    return to_float(reinterpret_cast<const T*>(matrix_.rows.at(matrix_.slots == nullptr ? t : matrix_.slots[t]))[d]);
+  }
+  /// What is factorised: centred or not, brought to the order of 1.
+  [[nodiscard]] __device__ float number(std::int32_t t, std::int32_t d) const {
+    const float x = plain_number(t, d);
+    return (centred_ ? x - mean_[d] : x) * unit_;
+  }
+
+  /// The mean, and the size of the rows. False where they are not finite.
+  __device__ bool weigh(std::byte* coarse) {
+    double mine = 0;
+    for (std::int32_t d = rank_; d < dim_; d += size_) {
+      double mean = 0;
+      for (std::int32_t t = 0; t < length_; ++t) {
+        const auto x = static_cast<double>(plain_number(t, d));
+        mean += (matrix_.weights == nullptr ? 1.0 / length_ : static_cast<double>(matrix_.weights[t])) * x;
+        mine += x * x;
+      }
+      mean_[d] = static_cast<float>(mean);
+      put_number(mean_[d], a_.store, coarse, d);
+    }
+    all_squares_ = sum_of_block(mine, scratch_, size_ / 32);
+    if (!(all_squares_ - all_squares_ == 0)) return false;
+    int exponent = 0;
+    static_cast<void>(frexp(sqrt(all_squares_), &exponent));
+    exponent = exponent > 126 ? 126 : exponent < -126 ? -126 : exponent;
+    unit_ = all_squares_ > 0 ? ldexpf(1.0F, -exponent) : 1.0F;
+    return true;
+  }
+
+  [[nodiscard]] __device__ static double sum_from(const float* squares, std::int32_t first, std::int32_t end) {
+    double sum = 0;
+    for (std::int32_t i = end; i-- > first;) sum += static_cast<double>(squares[i]);
+    return sum;
+  }
+
+  /// As kvkeep::FactorOptions has it.
+  [[nodiscard]] __device__ std::int32_t rank_of(const float* squares) const {
+    const std::int32_t most = a_.options.max_rank < m_ ? a_.options.max_rank : m_;
+    if (a_.options.rank != FactoriseOptions::Rank::energy) return most;
+    const double allowed = a_.options.energy * a_.options.energy * sum_from(squares, 0, m_);
+    std::int32_t rank = m_;
+    for (double left = 0; rank > 0 && left + static_cast<double>(squares[rank - 1]) <= allowed; --rank) left += static_cast<double>(squares[rank - 1]);
+    return rank < most ? rank : most;
+  }
+
+  /// Form and rank; axes and squares are there then.
+  __device__ std::int32_t choose() {
+    using Centred = FactoriseOptions::Centred;
+    const bool both = a_.options.centred == Centred::automatic;
+    if (both) {
+      centred_ = false;
+      decompose();
+      for (std::int32_t i = rank_; i < m_; i += size_) plain_[i] = squares_[i];
+    }
+    centred_ = a_.options.centred != Centred::never;
+    decompose();
+    const double all = sum_from(squares_, 0, m_), noise = kRoundingNoise * all_squares_ * static_cast<double>(unit_) * static_cast<double>(unit_);
+    const std::int32_t rank = all <= noise ? 0 : rank_of(squares_);
+    if (!both || rank == 0 || rank == m_ || !(sum_from(plain_, rank, m_) < sum_from(squares_, rank, m_) - kCentringGain * all)) return rank;
+    __syncthreads();  // every thread has decided before the squares change
+    centred_ = false;
+    decompose();
+    return rank_of(squares_);
+  }
+
+  __device__ void decompose() {
+    form_gram();
+    diagonalise();
+    sort();
+  }
+
+  /// Products of the vectors of the shorter side, kFactorDepth of their numbers at a time; zeros behind m_.
+  __device__ void form_gram() {
+    float* stage = axes_;  // [kFactorDepth][stride_]
+    const std::int32_t tiles = wide_ / kTile;
+    for (std::int32_t begin = 0; begin < deep_; begin += kFactorDepth) {
+      const std::int32_t depth = deep_ - begin < kFactorDepth ? deep_ - begin : kFactorDepth;
+      __syncthreads();
+      for (std::int32_t n = rank_; n < wide_ * kFactorDepth; n += size_) {  // neighbours read neighbours
+        const std::int32_t i = by_rows_ ? n % wide_ : n / kFactorDepth, k = by_rows_ ? n / wide_ : n % kFactorDepth;
+        stage[k * stride_ + i] = i < m_ && k < depth ? by_rows_ ? number(begin + k, i) : number(i, begin + k) : 0.0F;
+      }
+      __syncthreads();
+      for (std::int32_t tile = rank_; tile < tiles * tiles; tile += size_) {
+        const std::int32_t i0 = tile / tiles * kTile, j0 = tile % tiles * kTile;
+        if (j0 > i0) continue;
+        float sums[kTile][kTile] = {};
+        for (std::int32_t k = 0; k < depth; ++k) {
+          float x[kTile], y[kTile];
+#pragma unroll
+          for (int e = 0; e < kTile; ++e) x[e] = stage[k * stride_ + i0 + e], y[e] = stage[k * stride_ + j0 + e];
+#pragma unroll
+          for (int i = 0; i < kTile; ++i)
+#pragma unroll
+            for (int j = 0; j < kTile; ++j) sums[i][j] = fmaf(x[i], y[j], sums[i][j]);
+        }
+#pragma unroll
+        for (int i = 0; i < kTile; ++i)
+#pragma unroll
+          for (int j = 0; j < kTile; ++j) {
+            float& to = gram_[(i0 + i) * stride_ + j0 + j];
+            to = begin == 0 ? sums[i][j] : to + sums[i][j];
+          }
+      }
+    }
+    __syncthreads();
+    for (std::int32_t n = rank_; n < wide_ * wide_; n += size_) {
+      const std::int32_t i = n / wide_, j = n - i * wide_;
+      if (j > i) gram_[i * stride_ + j] = gram_[j * stride_ + i];
+      axes_[i * stride_ + j] = i == j ? 1.0F : 0.0F;
+    }
+    __syncthreads();
+  }
+
+  /// Two indices that are turned together; with `players` of them, round by round, each meets each other once a sweep.
+  struct Pair {
+    std::int32_t p, q;
+    __device__ Pair(std::int32_t k, std::int32_t round, std::int32_t players) {
+      const std::int32_t others = players - 1, x = k == 0 ? others : (round + k) % others, y = (round - k + others) % others;
+      p = x < y ? x : y;
+      q = x < y ? y : x;
+    }
+  };
+
+  /// Turns the Gram matrix until it is diagonal; axes follow, one a row.
+  __device__ void diagonalise() {
+    const std::int32_t players = (m_ + 1) / 2 * 2, pairs = players / 2;
+    float trace = 0;
+    for (std::int32_t i = 0; i < m_; ++i) trace += gram_[i * stride_ + i];
+    const float negligible = kNegligible * trace;
+    if (!(trace > 0)) return;  // for the whole block
+    for (std::int32_t sweep = 0; sweep < kMostSweeps; ++sweep) {
+      bool turned = false;
+      for (std::int32_t round = 0; round < players - 1; ++round) {
+        __syncthreads();
+        for (std::int32_t k = rank_; k < pairs; k += size_) turned = find_turn(Pair(k, round, players), k, negligible) || turned;
+        __syncthreads();
+        for (std::int32_t n = rank_; n < pairs * pairs; n += size_) {
+          const std::int32_t k = n / pairs, l = n - k * pairs;
+          if (l <= k) turn_block(Pair(k, round, players), Pair(l, round, players), k, l);
+        }
+        for (std::int32_t n = rank_; n < pairs * m_; n += size_) {
+          const std::int32_t k = n / m_, i = n - k * m_;
+          if (turns_[2 * k + 1] == 0) continue;
+          const Pair pair(k, round, players);
+          turn(turns_[2 * k], turns_[2 * k + 1], axes_[pair.p * stride_ + i], axes_[pair.q * stride_ + i]);
+        }
+      }
+      if (__syncthreads_or(turned ? 1 : 0) == 0) return;
+    }
+  }
+
+  /// Cosine and sine that bring the number of a pair to 0. True where it was not there yet.
+  __device__ bool find_turn(const Pair& pair, std::int32_t k, float negligible) {
+    const float beside = gram_[pair.p * stride_ + pair.q];
+    turns_[2 * k] = 1;
+    turns_[2 * k + 1] = 0;
+    if (!(fabsf(beside) > negligible)) return false;
+    const float slope = (gram_[pair.q * stride_ + pair.q] - gram_[pair.p * stride_ + pair.p]) / (2 * beside);
+    const float tangent = copysignf(1.0F / (fabsf(slope) + sqrtf(fmaf(slope, slope, 1.0F))), slope);
+    const float cosine = 1.0F / sqrtf(fmaf(tangent, tangent, 1.0F));
+    turns_[2 * k] = cosine;
+    turns_[2 * k + 1] = tangent * cosine;
+    return true;
+  }
+
+  __device__ static void turn(float cosine, float sine, float& p, float& q) {
+    const float x = p, y = q;
+    p = fmaf(cosine, x, -(sine * y));
+    q = fmaf(sine, x, cosine * y);
+  }
+
+  /// The four numbers where rows of pair k meet columns of pair l, from both sides, and their mirror.
+  __device__ void turn_block(const Pair& rows, const Pair& columns, std::int32_t k, std::int32_t l) {
+    const float c = turns_[2 * k], s = turns_[2 * k + 1], e = turns_[2 * l], f = turns_[2 * l + 1];
+    if (s == 0 && f == 0) return;
+    float* at[2][2] = {{&gram_[rows.p * stride_ + columns.p], &gram_[rows.p * stride_ + columns.q]}, {&gram_[rows.q * stride_ + columns.p], &gram_[rows.q * stride_ + columns.q]}};
+    float x[2][2] = {{*at[0][0], *at[0][1]}, {*at[1][0], *at[1][1]}};
+    if (k == l) {
+      const float step = s / c * x[0][1];
+      *at[0][0] = x[0][0] - step;
+      *at[1][1] = x[1][1] + step;
+      *at[0][1] = *at[1][0] = 0;
+      return;
+    }
+    turn(c, s, x[0][0], x[1][0]);
+    turn(c, s, x[0][1], x[1][1]);
+    turn(e, f, x[0][0], x[0][1]);
+    turn(e, f, x[1][0], x[1][1]);
+    *at[0][0] = gram_[columns.p * stride_ + rows.p] = x[0][0];
+    *at[0][1] = gram_[columns.q * stride_ + rows.p] = x[0][1];
+    *at[1][0] = gram_[columns.p * stride_ + rows.q] = x[1][0];
+    *at[1][1] = gram_[columns.q * stride_ + rows.q] = x[1][1];
+  }
+
+  /// squares_ and order_: the diagonal, largest first, the lower index first where equal.
+  __device__ void sort() {
+    __syncthreads();
+    for (std::int32_t i = rank_; i < m_; i += size_) {
+      const float own = gram_[i * stride_ + i];
+      std::int32_t place = 0;
+      for (std::int32_t j = 0; j < m_; ++j) {
+        const float other = gram_[j * stride_ + j];
+        place += other > own || (other == own && j < i) ? 1 : 0;
+      }
+      order_[place] = i;
+      squares_[place] = own > 0 ? own : 0.0F;  // rounding may put it below
+    }
+    __syncthreads();
+  }
+
+  __device__ void write_rows() {
+    for (std::int64_t n = rank_; n < std::int64_t{length_} * dim_; n += size_) {
+      const auto t = static_cast<std::int32_t>(n / dim_);
+      put_number(plain_number(t, static_cast<std::int32_t>(n - std::int64_t{t} * dim_)), a_.store, a_.factors, matrix_.offset + n);
+    }
+  }
+
+  /// Number i of the rows' projection on an axis.
+  [[nodiscard]] __device__ float projection(const float* axis, std::int32_t i) const {
+    float sum = 0;
+    for (std::int32_t k = 0; k < m_; ++k) sum = fmaf(axis[k], by_rows_ ? number(i, k) : number(k, i), sum);
+    return sum;
+  }
+
+  /// A = U sqrt(s), B = sqrt(s) V^T: a warp a component. The scale of a component is taken from the projection, so that small ones are as exact as large ones.
+  __device__ void write_factors(std::int32_t rank) {
+    const std::int32_t lane = rank_ % 32;
+    const std::int64_t right = matrix_.offset + std::int64_t{length_} * rank;
+    for (std::int32_t j = rank_ / 32; j < rank; j += size_ / 32) {
+      const float* axis = axes_ + order_[j] * stride_;
+      double square = 0;
+      for (std::int32_t i = lane; i < deep_; i += 32) {
+        const auto x = static_cast<double>(projection(axis, i));
+        square += x * x;
+      }
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) square += __shfl_xor_sync(kWholeWarp, square, step);
+      const double size = sqrt(square), unit = static_cast<double>(unit_), of_axis = sqrt(size / unit), of_projection = size > 0 ? 1 / sqrt(size * unit) : 0;
+      const auto put = [&](bool left, std::int32_t i, double x) { put_number(static_cast<float>(x), a_.store, a_.factors, left ? matrix_.offset + std::int64_t{i} * rank + j : right + std::int64_t{j} * dim_ + i); };
+      for (std::int32_t i = lane; i < m_; i += 32) put(!by_rows_, i, of_axis * static_cast<double>(axis[i]));
+      for (std::int32_t i = lane; i < deep_; i += 32) put(by_rows_, i, of_projection * static_cast<double>(projection(axis, i)));
+    }
+  }
+
+  const FactoriseArguments& a_;
+  const RowMatrix& matrix_;
+  float *gram_, *axes_, *mean_, *squares_, *plain_, *turns_;
+  std::int32_t* order_;
+  double* scratch_;
+  std::int32_t rank_, size_;       ///< of the thread in its block
+  std::int32_t length_, dim_;
+  bool by_rows_;                   ///< axes are directions of rows [D], else of columns [L]
+  std::int32_t m_, deep_, wide_, stride_;
+  double all_squares_ = 0;
+  float unit_ = 1;
+  bool centred_ = false;
+};
+
+template <class T>
+__global__ void __launch_bounds__(kFactorThreads) factorise_kernel(FactoriseArguments a, std::int32_t width) {
+  __shared__ double scratch[kFactorThreads / 32];
+  const RowMatrix& matrix = a.matrices[blockIdx.x];
+  const std::int64_t coarse = std::int64_t{blockIdx.x} * a.dim * (a.store == Element::f32 ? 4 : 2);
+  Factorising<T>(a, matrix, FactorShared(width, a.dim), scratch).run(a.found[blockIdx.x], a.coarse + coarse);
+}
+
+std::int32_t threads_of(std::int32_t width) { return width <= 16 ? 32 : width <= 32 ? 64 : width <= 64 ? 128 : kFactorThreads; }
+
+}  // namespace
+
+std::int64_t factor_numbers(std::int64_t length, std::int64_t dim, const FactoriseOptions& options) {
+  const std::int64_t factors = std::min<std::int64_t>({options.max_rank, length, dim}) * (length + dim);
+  return options.raw ? std::min(factors, length * dim) : factors;
+}
+
+void launch_factorise(const FactoriseArguments& a, Stream stream) {
+  check_dim("factorise", a.dim);
+  const FactoriseOptions& o = a.options;
+  require(a.count >= 0 && a.longest >= 0, "factorise: ", a.count, " matrices of ", a.longest, " rows; allowed 0 or more");
+  require(o.max_rank >= 1, "factorise: max_rank; given ", o.max_rank, "; allowed 1 or more");
+  require(o.energy >= 0 && o.energy <= 1, "factorise: energy; given ", o.energy, "; allowed 0 to 1");
+  require(a.element != Element::fp8_e4m3 && a.store != Element::fp8_e4m3, "factorise: 8-bit numbers; allowed f32, f16 or bf16");
+  const std::int32_t width = std::min(a.longest, a.dim);
+  require<Unsupported>(width <= kMostWidth, "factorise: rows of ", a.dim, " numbers in spans of ", a.longest, "; allowed ", kMostWidth, " of one of them on a GPU");
+  if (width == 0) return;
+  with_wide_element(a.element, [&](auto element) {
+    launch("factorise", factorise_kernel<decltype(element)>, {.blocks = blocks_for(a.count), .threads = threads_of(width), .shared_bytes = FactorShared(width, a.dim).parts.bytes}, stream, a, width);
+  });
+}
+
+}  // namespace kvkeep::cuda

@@ -1,0 +1,288 @@
+// A memory of folded spans on a GPU: what the CPU opens, and its answers.
+
+#include "memory_attention.h"
+
+#include "kvkeep/core/error.h"
+#include "memory_case.h"
+
+namespace kvkeep::cuda {
+namespace {
+
+using MemoryRoute = OnDevice;
+using MemoryMerge = OnDevice;
+using MemoryFetch = OnDevice;
+using Ints = std::vector<std::int32_t>;
+using Centred = FactorOptions::Centred;
+constexpr double kAll = std::numeric_limits<double>::infinity();
+
+/// How a case is read.
+struct Rule {
+  double mass = 0.05;
+  bool share = false, per_head = false;
+  double room = kAll;  ///< entries above what is resident
+};
+
+Reading reading_of(const MemoryCase& c, const Rule& rule, std::size_t n, FactorCache& cache) {
+  Reading r{.zoom = {.rule = ZoomOptions::Rule::mass, .heads = rule.share ? ZoomOptions::Heads::group : ZoomOptions::Heads::own, .mass = rule.mass}, .per_head = rule.per_head, .cache = &cache};
+  r.entries = c.shape.dense + static_cast<double>(c.sequences[n].spans.size()) + rule.room;
+  return r;
+}
+
+/// The case's rows, on the device with the same rule.
+void set_rule(const MemoryCase& c, const Rule& rule, DeviceMemory& there) {
+  there.arguments.mass = rule.mass, there.arguments.share = rule.share, there.arguments.per_head = rule.per_head;
+  for (FoldedRow& row : there.rows) {
+    row.resident = c.shape.dense + static_cast<double>(row.spans);
+    row.entries = row.resident + rule.room;
+  }
+  there.upload_rows();
+}
+
+/// Decisions of every token and KV head, and answers, as read_memory() gives them; returns how many spans were opened.
+std::int64_t expect_as_on_cpu(const MemoryCase& c, const Rule& rule, const DeviceMemory& there, const std::string& what) {
+  const Ints opened = there.opened->download(), counts = there.opened_count->download();
+  const std::vector<std::uint8_t> marks = there.marks->download();
+  const std::vector<float> out = there.out->download(), lse = there.lse->download();
+  const std::int64_t spans = c.most_spans(), dim = c.shape.dim, heads = c.shape.kv_heads * c.shape.group;
+  const double tolerance = c.shape.store == Element::f32 ? 1e-4 : 2e-2;
+  std::int64_t token = 0, zooms = 0;
+  for (std::size_t n = 0; n < c.sequences.size(); ++n)
+    for (std::int64_t q = 0; q < c.shape.queries[n]; ++q, ++token) {
+      const MemoryCase::Sequence& sequence = c.sequences[n];
+      FactorCache cache;
+      const Tensor query = sequence.queries.narrow(0, q, 1).contiguous();
+      OpenAttention open = attend_rows(sequence.dense_keys, sequence.dense_values, query, c.scale);
+      std::vector<MemoryRow> rows;
+      for (std::int64_t kv = 0; kv < c.shape.kv_heads; ++kv) rows.push_back({&sequence.spans.row(kv), c.shape.dense});
+      std::vector<std::vector<std::int32_t>> want;
+      zooms += read_memory(open, rows, query, c.scale, reading_of(c, rule, n, cache), &want).zooms;
+      for (std::int64_t kv = 0; kv < c.shape.kv_heads; ++kv) {
+        const std::int64_t at = token * c.shape.kv_heads + kv;
+        const Ints got(opened.begin() + at * spans, opened.begin() + at * spans + std::max(0, counts[static_cast<std::size_t>(at)]));
+        EXPECT_EQ(got, want[static_cast<std::size_t>(kv)]) << what << ", token " << token << ", KV head " << kv;
+        for (std::int64_t s = 0; s < sequence.spans.size(); ++s) {
+          int marked = 0;
+          for (std::int64_t h = 0; h < c.shape.group; ++h) marked += marks[static_cast<std::size_t>(((token * heads) + kv * c.shape.group + h) * spans + s)];
+          const bool listed = std::find(got.begin(), got.end(), s) != got.end();
+          EXPECT_TRUE(listed ? marked >= 1 && marked <= c.shape.group && (!rule.share || rule.per_head || marked == c.shape.group) : marked == 0) << what << ", span " << s << " has " << marked << " marks";
+        }
+      }
+      const Tensor answer = open.close(), mass = open.log_mass();
+      for (std::int64_t h = 0; h < heads; ++h) {
+        const float want_mass = mass.const_data_ptr<float>()[h], got_mass = lse[static_cast<std::size_t>(token * heads + h)];
+        if (std::isinf(want_mass)) EXPECT_EQ(got_mass, want_mass) << what;
+        else EXPECT_NEAR(got_mass, want_mass, tolerance) << what << ", token " << token << ", head " << h;
+        double apart = 0;
+        for (std::int64_t d = 0; d < dim; ++d) apart = std::max(apart, std::abs(static_cast<double>(out[static_cast<std::size_t>((token * heads + h) * dim + d)]) - answer.const_data_ptr<float>()[h * dim + d]));
+        EXPECT_LE(apart, tolerance) << what << ", token " << token << ", head " << h;
+      }
+    }
+  return zooms;
+}
+
+/// Routes and merges on both machines; returns the spans that were opened.
+std::int64_t read_on_both(const MemoryCase& c, const Rule& rule, const std::string& what) {
+  std::int64_t zooms = 0;
+  in_every_order([&] {
+    DeviceMemory there(c);
+    set_rule(c, rule, there);
+    there.route();
+    there.merge();
+    zooms = expect_as_on_cpu(c, rule, there, what);
+  });
+  return zooms;
+}
+
+TEST_F(MemoryMerge, GivesTheCpusAnswersForEveryWayThatASpanIsStored) {
+  std::uint64_t seed = 300;
+  for (const Centred centred : {Centred::always, Centred::never})
+    for (const bool raw : {true, false}) {
+      FactorOptions factors{.centred = centred, .max_rank = 64, .energy = 0.5, .raw = raw};
+      const MemoryCase c(++seed, {.kv_heads = 1, .group = 2, .dim = 16, .lengths = {{1, 7, 66, 2, 33}}, .factors = factors, .loudness = 0.5});
+      EXPECT_GT(read_on_both(c, {.mass = 0.01}, text("centred ", static_cast<int>(centred), ", raw ", raw)), 2);
+    }
+}
+
+TEST_F(MemoryMerge, GivesTheCpusAnswersInEveryDtypeAndHeadSize) {
+  std::uint64_t seed = 320;
+  for (const Element store : {Element::f32, Element::f16, Element::bf16})
+    for (const std::int32_t dim : {1, 7, 33, 80, 256}) {
+      const Element query = dim == 7 ? Element::f16 : dim == 33 ? Element::bf16 : Element::f32;
+      const MemoryCase c(++seed, {.kv_heads = 1, .group = 2, .dim = dim, .lengths = {{4, 17}}, .store = store, .query = query, .factors = {.energy = 0.4}, .loudness = 0.5});
+      EXPECT_GT(read_on_both(c, {.mass = 0.03}, text(name_of(store), ", dim ", dim)), 0);
+    }
+}
+
+TEST_F(MemoryMerge, ServesRowsOfSeveralSequencesQueriesAndAnyGroup) {
+  std::uint64_t seed = 340;
+  for (const std::int32_t group : {1, 3, 9}) {
+    const MemoryCase c(++seed, {.kv_heads = 2, .group = group, .dim = 8, .lengths = {{3, 4}, {}, {6, 2, 5}}, .queries = {1, 2, 2}, .factors = {.energy = 0.3}});
+    EXPECT_GT(read_on_both(c, {.mass = 0.1}, text("group ", group)), 0);
+  }
+}
+
+TEST_F(MemoryMerge, TakesManySpansInSeveralParts) {
+  for (const std::int32_t spans : {63, 64, 65, 131}) {
+    Ints lengths;
+    for (std::int32_t i = 0; i < spans; ++i) lengths.push_back(1 + i % 3);
+    const MemoryCase c(350 + static_cast<std::uint64_t>(spans), {.group = 2, .dim = 8, .lengths = {lengths}, .loudness = 2});
+    EXPECT_GT(read_on_both(c, {.mass = 0.05}, text(spans, " spans")), 0);
+  }
+}
+
+TEST_F(MemoryMerge, IsAllThereIsWhereNoRowStayed) {
+  const MemoryCase c(360, {.group = 2, .dim = 8, .lengths = {{3, 9, 4}}, .dense = 0});
+  EXPECT_GT(read_on_both(c, {.mass = 0.2}, "no dense rows"), 0);
+}
+
+TEST_F(MemoryMerge, LeavesRowsWithoutSpansAsTheyAre) {
+  const MemoryCase c(361, {.group = 2, .dim = 8, .lengths = {{}, {2}}, .queries = {1, 1}});
+  DeviceMemory there(c);
+  const std::vector<float> before = there.out->download();
+  there.route();
+  there.merge();
+  const std::vector<float> after = there.out->download();
+  EXPECT_TRUE(std::equal(before.begin(), before.begin() + 16, after.begin())) << "bit for bit";
+  EXPECT_FALSE(std::equal(before.begin() + 16, before.end(), after.begin() + 16));
+  EXPECT_EQ(there.opened_count->download()[0], 0);
+}
+
+TEST_F(MemoryMerge, PassesOnWhatIsNotANumberToItsOwnHeadAlone) {
+  const MemoryCase c(362, {.group = 2, .dim = 8, .lengths = {{3, 9, 4}}});
+  c.sequences[0].queries.data_ptr<float>()[3] = std::numeric_limits<float>::quiet_NaN();
+  in_every_order([&] {
+    DeviceMemory there(c);
+    set_rule(c, {.mass = 0.1}, there);
+    there.route();
+    there.merge();
+    const std::vector<float> out = there.out->download();
+    for (std::size_t d = 0; d < 8; ++d) EXPECT_TRUE(std::isfinite(out[8 + d])) << "of the other head";
+    for (std::size_t s = 0; s < 3; ++s) EXPECT_EQ(there.marks->download()[s], 0) << "nothing is above a share that is no number";
+  });
+}
+
+TEST_F(MemoryRoute, OpensWhatTheCpuOpensByCoarseEntriesAndBySketches) {
+  std::uint64_t seed = 400;
+  for (const bool sketch : {false, true})
+    for (const std::int32_t dim : {8, 33, 64}) {
+      const MemoryCase c(++seed, {.kv_heads = 2, .group = 3, .dim = dim, .lengths = {{1, 5, 18, 2, 31, 16, 9, 3}}, .queries = {2}, .factors = {.energy = 0.4, .sketch = sketch}, .loudness = 2});
+      EXPECT_GT(read_on_both(c, {.mass = 0.02}, text("sketch ", sketch, ", dim ", dim)), 1);
+    }
+}
+
+TEST_F(MemoryRoute, OpensTheMostRelevantSpansThatFitTheBudget) {
+  std::uint64_t seed = 420;
+  for (const bool share : {false, true})
+    for (const bool per_head : {false, true})
+      for (const double room : {-1.0, 0.0, 4.0, 15.0, 40.0}) {
+        const MemoryCase c(++seed, {.kv_heads = 1, .group = 3, .dim = 8, .lengths = {{4, 9, 3, 12, 5, 20, 2, 7, 1, 6}}, .loudness = 2});
+        const std::int64_t opened = read_on_both(c, {.mass = 0, .share = share, .per_head = per_head, .room = room}, text("share ", share, ", per head ", per_head, ", room ", room));
+        EXPECT_TRUE(room < 0 ? opened == 0 : room < 4 || (opened > 0 && opened <= 10));
+      }
+}
+
+TEST_F(MemoryRoute, PrefersTheLowerOfEquallyRelevantSpans) {
+  MemoryCase c(430, {.group = 1, .dim = 8, .lengths = {{2, 2, 2, 2}}, .factors = {.rank = FactorOptions::Rank::max}});
+  c.sequences[0].queries.fill_(0.0F);  // every span draws alike
+  in_every_order([&] {
+    DeviceMemory there(c);
+    set_rule(c, {.mass = 0.01, .room = 4}, there);
+    there.route();
+    EXPECT_EQ(there.opened_count->download()[0], 2);
+    const Ints opened = there.opened->download();
+    EXPECT_EQ(Ints(opened.begin(), opened.begin() + 2), (Ints{0, 1}));
+  });
+}
+
+/// Greedy over hundreds of candidates: more than a warp, and than one digit of the sort.
+TEST_F(MemoryRoute, WalksMoreSpansThanAWarpHasLanes) {
+  Ints lengths;
+  oracle::Random random(431);
+  for (int i = 0; i < 70; ++i) lengths.push_back(random.between(1, 6));
+  const MemoryCase c(432, {.group = 1, .dim = 4, .lengths = {lengths}});
+  for (const double room : {11.0, 60.0}) {
+    in_every_order([&] {
+      DeviceMemory there(c);
+      const Rule rule{.mass = 0, .room = room};
+      set_rule(c, rule, there);
+      there.route();
+      FactorCache cache;
+      OpenAttention open = c.open(0);
+      std::vector<std::vector<std::int32_t>> want;
+      const MemoryRow row{&c.sequences[0].spans.row(0), c.shape.dense};
+      static_cast<void>(read_memory(open, {&row, 1}, c.sequences[0].queries, c.scale, reading_of(c, rule, 0, cache), &want));
+      const Ints opened = there.opened->download();
+      EXPECT_EQ(Ints(opened.begin(), opened.begin() + there.opened_count->download()[0]), want[0]) << room;
+      EXPECT_GT(want[0].size(), 3U);
+    });
+  }
+}
+
+TEST_F(MemoryFetch, BringsOpenedSpansNearAndReadsTheOthersFromAfar) {
+  const MemoryCase c(440, {.kv_heads = 2, .group = 2, .dim = 8, .lengths = {{4, 9, 3, 12, 5}}, .queries = {2}, .store = Element::f16, .factors = {.energy = 0.3}, .loudness = 2});
+  for (const std::int64_t arena : {std::int64_t{1} << 14, std::int64_t{176}, std::int64_t{0}}) {
+    in_every_order([&] {
+      DeviceMemory there(c, false, arena);
+      const Rule rule{.mass = 0.05};
+      set_rule(c, rule, there);
+      for (int step = 0; step < 2; ++step) {  // what the first left in the arena is not near any more
+        there.route();
+        there.fetch();
+      }
+      there.merge();
+      EXPECT_GT(expect_as_on_cpu(c, rule, there, text("arena of ", arena)), 0);
+      for (std::size_t r = 0; r < there.rows.size(); ++r) {
+        const std::vector<const std::byte*> near = there.near(r);
+        std::int64_t brought = 0, afar = 0;
+        for (std::size_t s = 0; s < near.size(); ++s) {
+          afar += near[s] != nullptr && near[s] == there.far(r)[s] ? 1 : 0;
+          if (near[s] == nullptr || near[s] == there.far(r)[s]) continue;
+          ++brought;
+          EXPECT_TRUE(near[s] >= there.rows[r].arena && near[s] < there.rows[r].arena + arena) << "in its arena";
+        }
+        EXPECT_EQ(there.counts->download()[r], brought);
+        if (arena == 0) EXPECT_EQ(brought, 0);
+        if (arena > 1 << 10) EXPECT_EQ(afar, 0);
+      }
+    });
+  }
+}
+
+TEST_F(MemoryFetch, LeavesWhatTheCallerHoldsNearWhereItIs) {
+  const MemoryCase c(441, {.group = 1, .dim = 8, .lengths = {{4, 9}}, .factors = {.energy = 0.3}});
+  DeviceMemory there(c, false);
+  set_rule(c, {.mass = 0}, there);
+  const DeviceArray<std::byte> own(1024);
+  std::vector<const std::byte*> near{own.data(), nullptr};
+  const DeviceArray<const std::byte*> table(near);
+  there.rows[0].near = table.data();
+  there.upload_rows();
+  there.route();
+  there.fetch();
+  EXPECT_EQ(there.counts->download()[0], 1);
+  EXPECT_EQ(there.pieces->download()[0].from, there.far(0)[1]);
+  EXPECT_EQ(table.download()[0], own.data());
+}
+
+TEST_F(MemoryRoute, RefusesSizesAndDtypesThatItDoesNotKnow) {
+  const auto refuses = [](auto change) {
+    MemoryAttentionArguments a{.dim = 8};
+    change(a);
+    EXPECT_THROW(launch_memory_route(a, nullptr), InvalidArgument);
+    EXPECT_THROW(launch_memory_pieces(a, nullptr, nullptr, nullptr), InvalidArgument);
+    EXPECT_THROW(launch_memory_merge(a, nullptr), InvalidArgument);
+  };
+  refuses([](auto& a) { a.dim = 0; });
+  refuses([](auto& a) { a.dim = 257; });
+  refuses([](auto& a) { a.group = 0; });
+  refuses([](auto& a) { a.kv_heads = 0; });
+  refuses([](auto& a) { a.count = -1; });
+  refuses([](auto& a) { a.most_spans = -1; });
+  refuses([](auto& a) { a.store = Element::fp8_e4m3; });
+  refuses([](auto& a) { a.query = Element::fp8_e4m3; });
+  refuses([](auto& a) { a.count = 1 << 20, a.most_queries = 1 << 20; });
+  EXPECT_NO_THROW(launch_memory_route({.dim = 8}, nullptr)) << "nothing to do";
+}
+
+}  // namespace
+}  // namespace kvkeep::cuda
