@@ -54,6 +54,7 @@ HWY_INLINE void Widen(const Half* HWY_RESTRICT from, std::int64_t n, float* HWY_
 }
 
 void WidenAny(const void* from, ScalarType dtype, std::int64_t n, float* to) {
+  if (n == 0) return;  // from nowhere, perhaps
   if (dtype == kFloat16) Widen(static_cast<const hwy::float16_t*>(from), n, to);
   else if (dtype == kBFloat16) Widen(static_cast<const hwy::bfloat16_t*>(from), n, to);
   else std::memcpy(to, from, static_cast<std::size_t>(n) * sizeof(float));

@@ -353,8 +353,8 @@ Plan Keeper::plan(const CacheView& view) const {
                         " reads that of all, give them with surprise()");
     for (const std::int32_t l : full_layers_) {
       const auto index = static_cast<std::size_t>(layer_index_[static_cast<std::size_t>(l)]);
-      const bool holds = !s.memory.empty() && s.memory[index * static_cast<std::size_t>(spec_.kv_heads)].size() > 0;
-      require<StateError>(!holds || s.viewed[index] == s.logical, "step: layer ", l, " of sequence ", view.sequences[i], " has read its folded spans for ", s.viewed[holds ? index : 0], " of ", s.logical,
+      if (s.memory.empty() || s.memory[index * static_cast<std::size_t>(spec_.kv_heads)].size() == 0) continue;
+      require<StateError>(s.viewed[index] == s.logical, "step: layer ", l, " of sequence ", view.sequences[i], " has read its folded spans for ", s.viewed[index], " of ", s.logical,
                           " tokens; call view() behind each layer's attention");
     }
     if (!trigger.due(occasion)) continue;
