@@ -312,7 +312,8 @@ void Keeper::restore_columns(Sequence& s, const StateFile& state) const {
   std::size_t since = 0;  // slots that have neither credit nor tally, where others do
   for (std::size_t r = 0; r < rows && since == 0; ++r)
     if (told(r) > 0) since = positions.row(r).size() - std::min(told(r), positions.row(r).size());
-  const bool any_told = std::ranges::any_of(std::views::iota(std::size_t{0}, rows), [&](std::size_t r) { return told(r) > 0; });
+  bool any_told = false;
+  for (std::size_t r = 0; r < rows; ++r) any_told = any_told || told(r) > 0;
   const auto newest = positions.row(0).last(std::min(since, positions.row(0).size()));
   std::vector<std::int32_t> all;
   for (std::size_t r = 0; r < rows; ++r) {
