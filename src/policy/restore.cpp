@@ -326,7 +326,7 @@ void Keeper::restore_columns(Sequence& s, const StateFile& state) const {
     all.insert(all.end(), own.begin(), own.end() - static_cast<std::ptrdiff_t>(since));
   }
   std::ranges::sort(all);
-  all.erase(std::ranges::unique(all).begin(), all.end());
+  all.erase(std::unique(all.begin(), all.end()), all.end());
   s.columns->append(all);
   std::vector<float> credits(all.size()), tallies(all.size());
   for (std::size_t r = 0; r < rows; ++r) {
