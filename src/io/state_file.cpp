@@ -1,15 +1,14 @@
 #include "kvkeep/state/state_file.h"
 
 #include <algorithm>
-#include <array>
-#include <bit>
-#include <cstring>
 #include <iomanip>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <span>
 #include <sstream>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/memory/far_store.h"
 
 namespace kvkeep {
 namespace {
@@ -19,52 +18,22 @@ using Json = nlohmann::json;
 constexpr const char *kVersionKey = "kvkeep_sequence", *kVersion = "1", *kChecksumKey = "checksum";
 constexpr std::size_t kMostNamed = 6;  ///< differences that a message lists
 
-/// 64 bits that stand for what was added, the same in every process and build. A change inside one word of 8 bytes is always seen, others but for chance: every step is a bijection of its word.
-class Digest {
- public:
-  void add(const void* data, std::size_t bytes) {
-    constexpr std::size_t kBlock = kLanes * sizeof(std::uint64_t);
-    const auto* at = static_cast<const std::byte*>(data);
-    std::size_t left = bytes;
-    for (; left >= kBlock; left -= kBlock, at += kBlock) block(at);
-    std::array<std::byte, kBlock> last{};
-    if (left > 0) std::memcpy(last.data(), at, left);
-    block(last.data());
-    lanes_[0] = step(lanes_[0], bytes);
-  }
-  void add(std::string_view text) { add(text.data(), text.size()); }
-
-  [[nodiscard]] std::string text() const {
-    std::uint64_t all = 0;
-    for (const std::uint64_t lane : lanes_) all = step(all ^ all >> 32, lane);
-    std::ostringstream out;
-    out << std::hex << std::setfill('0') << std::setw(16) << (all ^ all >> 32);
-    return out.str();
-  }
-
- private:
-  static constexpr std::size_t kLanes = 4;
-  static std::uint64_t step(std::uint64_t sum, std::uint64_t word) { return std::rotl((sum ^ word) * 0xd6e8feb86659fd93, 29); }
-  void block(const std::byte* at) {
-    std::array<std::uint64_t, kLanes> words;
-    std::memcpy(words.data(), at, sizeof words);
-    for (std::size_t i = 0; i < kLanes; ++i) lanes_[i] = step(lanes_[i], words[i]);
-  }
-  std::array<std::uint64_t, kLanes> lanes_ = {1, 2, 3, 4};
-};
-
-/// Of everything that a file says but the checksum itself.
+/// Of everything that a file says but the checksum itself: the checksum of a list of checksums, one a tensor and one of the words.
 std::string checksum_of(const StateTensors& tensors, const std::map<std::string, std::string>& about) {
-  Digest digest;
+  std::string words;
+  const auto add = [&words](std::string_view word) { words += text(word.size(), ':', word); };
   for (const auto& [key, value] : about)
-    if (key != kChecksumKey) digest.add(key), digest.add(value);
+    if (key != kChecksumKey) add(key), add(value);
+  std::vector<std::uint64_t> sums;
   for (const auto& [name, tensor] : tensors) {
-    digest.add(name);
-    digest.add(c10::toString(tensor.scalar_type()));
-    digest.add(tensor.sizes().data(), tensor.sizes().size() * sizeof(std::int64_t));
-    digest.add(tensor.const_data_ptr(), tensor.nbytes());
+    add(name);
+    add(text(c10::toString(tensor.scalar_type()), tensor.sizes()));
+    sums.push_back(checksum({static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes()}));
   }
-  return digest.text();
+  sums.push_back(checksum(std::as_bytes(std::span(words))));
+  std::ostringstream out;
+  out << std::hex << std::setfill('0') << std::setw(16) << checksum(std::as_bytes(std::span(sums)));
+  return out.str();
 }
 
 std::string shape_text(at::IntArrayRef shape) {

@@ -23,8 +23,8 @@ class DamagedData : public Error {
   using Error::Error;
 };
 
-/// 64 bits that stand for some bytes. Bytes that differ from them inside one aligned word of 8 never have the same; others by chance, about once in 2^64. Not against forgery; the same in one process
-/// only.
+/// 64 bits that stand for some bytes. Bytes that differ from them inside one aligned word of 8 never have the same; others by chance, about once in 2^64. The same in every process and build
+/// of one byte order. Not against forgery.
 /// Cost: one pass at about the speed of memory.
 [[nodiscard]] std::uint64_t checksum(std::span<const std::byte> bytes);
 
