@@ -4,9 +4,15 @@
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "../src/cpu/row_zoom.h"
 #include "folded_prompt.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/memory/zoom.h"
+#include "scorer_case.h"
 
 namespace kvkeep {
 namespace {
@@ -60,6 +66,84 @@ TEST(KeySketch, HoldsTheSignsOfEveryKeyBesideItsCoarseKey) {
       EXPECT_NEAR(static_cast<float>(row.sketch().sizes[static_cast<std::size_t>(t)]), squares / sum, 0.01 * squares / sum);
     }
   }
+}
+
+/// Shares of attention in fp64, from the sketch as it is told: [heads, spans].
+std::vector<double> plain_mass(const SpanRow& row, const Tensor& queries, double scale, const std::vector<float>& dense) {
+  const std::int64_t heads = queries.size(0), dim = row.dim(), words = KeySketch::words(dim);
+  const auto* coarse = reinterpret_cast<const float*>(row.coarse(KvSide::keys));
+  std::vector<double> mass;
+  for (std::int64_t h = 0; h < heads; ++h) {
+    const float* q = queries.const_data_ptr<float>() + h * dim;
+    std::vector<double> logits;
+    for (std::int64_t s = 0; s < row.size(); ++s)
+      for (std::int64_t t = row.tokens_before(s); t < row.tokens_before(s + 1); ++t) {
+        double mean = 0, signs = 0;
+        for (std::int64_t d = 0; d < dim; ++d) {
+          mean += static_cast<double>(q[d]) * coarse[s * dim + d];
+          signs += (row.sketch().signs[KeySketch::at(t, d / 32, words)] >> (d % 32) & 1U) != 0 ? q[d] : -q[d];
+        }
+        logits.push_back(scale * (mean + static_cast<double>(static_cast<float>(row.sketch().sizes[static_cast<std::size_t>(t)])) * signs));
+      }
+    const double own = dense[static_cast<std::size_t>(h)], top = std::max(own, std::ranges::max(logits));
+    double all = std::exp(own - top);
+    for (const double x : logits) all += std::exp(x - top);
+    for (std::int64_t s = 0; s < row.size(); ++s) {
+      double sum = 0;
+      for (std::int64_t t = row.tokens_before(s); t < row.tokens_before(s + 1); ++t) sum += std::exp(logits[static_cast<std::size_t>(t)] - top);
+      mass.push_back(sum / all);
+    }
+  }
+  return mass;
+}
+
+std::vector<float> told_mass(const SpanRow& row, const Tensor& queries, double scale, const std::vector<float>& dense) {
+  const std::int64_t heads = queries.size(0);
+  std::vector<float> coarse(static_cast<std::size_t>(heads * row.size())), mass(coarse.size());
+  cpu::ZoomScratch scratch;
+  cpu::coarse_logits(row, queries.const_data_ptr<float>(), heads, static_cast<float>(scale), coarse.data(), scratch);
+  cpu::sketch_mass(row, queries.const_data_ptr<float>(), heads, static_cast<float>(scale), coarse.data(), dense.data(), mass.data(), scratch);
+  return mass;
+}
+
+TEST(KeySketch, TellsTheSharesOfAttentionThatItsSignsGive) {
+  for_every_instruction_set([] {
+    for (const int dim : {1, 7, 32, 33, 100, 128, 256})
+      for (const int length : {1, 3, 16, 37})
+        for (const double size : {0.0, 1e-30, 1.0, 30.0}) {
+          SCOPED_TRACE(text("dim ", dim, ", spans of ", length, ", queries times ", size));
+          const Sketched p(static_cast<std::uint64_t>(dim + length), 13, length, dim, true);
+          oracle::Random random(3);
+          const int heads = 1 + dim % 6;
+          Tensor queries = normals(random, {heads, dim}, size);
+          queries[0][0].mul_(40);  // one number outweighs the others
+          std::vector<float> dense;
+          for (int h = 0; h < heads; ++h) dense.push_back(static_cast<float>(3 * random.normal()));
+          const double scale = 1 / std::sqrt(static_cast<double>(dim));
+          const std::vector<double> expected = plain_mass(p.store.row(0), queries, scale, dense);
+          const std::vector<float> told = told_mass(p.store.row(0), queries, scale, dense);
+          // A logit is off by the rounding of queries to 15 bits of their sum, which grows with them.
+          const double off = 2e-4 + 2e-3 * size;
+          for (std::size_t i = 0; i < expected.size(); ++i) ASSERT_NEAR(told[i], expected[i], off * expected[i] + 1e-7) << i;
+        }
+  });
+}
+
+TEST(KeySketch, TellsNothingOfAQueryThatIsNotFinite) {
+  for_every_instruction_set([] {
+    const Sketched p(1, 5, 16, 40, true);
+    for (const float wrong : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
+      oracle::Random random(3);
+      Tensor queries = normals(random, {2, 40});
+      const std::vector<float> dense{0, 0}, whole = told_mass(p.store.row(0), queries, 0.2, dense);
+      queries[0][17] = wrong;
+      const std::vector<float> told = told_mass(p.store.row(0), queries, 0.2, dense);
+      for (std::size_t s = 0; s < 5; ++s) {
+        EXPECT_FALSE(told[s] > 0);
+        EXPECT_EQ(told[5 + s], whole[5 + s]) << "the other head";
+      }
+    }
+  });
 }
 
 TEST(KeySketch, FindsTheSpanThatHoldsTheTokenAQueryAsksFor) {

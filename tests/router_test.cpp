@@ -111,6 +111,8 @@ TEST(WantedByMass, TakesWhatIsAboveAThresholdOrTheFewestThatCover) {
   EXPECT_EQ(marks_of(wanted_by_mass(mass, o)), (std::vector<int>{1, 1, 0, 0, 0}));
   o.coverage = 1;
   EXPECT_EQ(marks_of(wanted_by_mass(mass, o)), (std::vector<int>{1, 1, 0, 1, 1})) << "below the floor nothing opens";
+  o.coverage_floor = 0;
+  EXPECT_EQ(marks_of(wanted_by_mass(row({1.0F, 1e-30F, 0.0F}), o)), (std::vector<int>{1, 1, 1})) << "what rounds away beside the others opens too";
   o.coverage = 0;
   EXPECT_EQ(marks_of(wanted_by_mass(mass, o)), (std::vector<int>{0, 0, 0, 0, 0}));
   o.rule = Rule::learned;

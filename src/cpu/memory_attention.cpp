@@ -26,13 +26,9 @@ namespace {
 
 constexpr std::int64_t kRowsAtOnce = 64;  ///< keys, or values, that all heads of a group read while they lie in a cache
 
-/// Rows of any dtype as f32: where they are, or in `scratch`.
+/// `count` numbers of a tensor as f32, from number `first` on: where they are, or in `scratch`.
 const float* as_floats(const Tensor& rows, std::int64_t first, std::int64_t count, cpu::Aligned<float>& scratch) {
-  const auto* at = static_cast<const std::byte*>(rows.const_data_ptr()) + first * static_cast<std::int64_t>(rows.element_size());
-  if (rows.scalar_type() == kFloat32) return reinterpret_cast<const float*>(at);
-  if (static_cast<std::int64_t>(scratch.size()) < count) scratch.resize(static_cast<std::size_t>(count));
-  cpu::widen(at, rows.scalar_type(), count, scratch.data());
-  return scratch.data();
+  return cpu::as_floats(static_cast<const std::byte*>(rows.const_data_ptr()) + first * static_cast<std::int64_t>(rows.element_size()), rows.scalar_type(), count, scratch);
 }
 
 /// Softmaxes of the heads of a group, from head `head` of query `query` on.

@@ -17,10 +17,8 @@ namespace kvkeep::cpu::HWY_NAMESPACE {
 
 namespace hn = hwy::HWY_NAMESPACE;
 using D = hn::ScalableTag<float>;
-
 using V = hn::Vec<D>;
 constexpr std::int64_t kLanes = hn::MaxLanes(D());
-constexpr std::int64_t kSketchBlock = 16;  ///< KeySketch::kBlock
 
 HWY_INLINE float Sum(V v) { return hn::GetLane(hn::SumOfLanes(D(), v)); }
 
@@ -118,59 +116,132 @@ float Exponentials(float* HWY_RESTRICT x, std::int64_t n, float top) {
   return Sum(sum);
 }
 
-/// The entry of a table of 16 that each lane asks for.
-HWY_INLINE V FromTable(const float* table, hn::Vec<hn::RebindToSigned<D>> index) {
-#if HWY_TARGET <= HWY_AVX3
-  return hn::TableLookupLanes(hn::LoadU(D(), table), hn::IndicesFromVec(D(), index));
-#else
-  return hn::GatherIndex(D(), table, index);
-#endif
+/// Sum of exp(x - top), each within 8e-5 of itself, which is far less than a sketch is off by; what is below e^-86 counts as that.
+HWY_INLINE float SumOfRoughExponentials(const float* HWY_RESTRICT x, std::int64_t n, float top) {
+  const D d;
+  const hn::RebindToSigned<D> di;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  constexpr float kLog2E = 1.44269504088896341F;
+  const V above = hn::Set(d, top * kLog2E), least = hn::Set(d, -125.0F);
+  // 2^t = 2^round(t) * cubic of the rest
+  const auto rough = [&](V v) {
+    const V t = hn::Max(hn::MulSub(v, hn::Set(d, kLog2E), above), least);
+    const V whole = hn::Round(t), rest = hn::Sub(t, whole);
+    V p = hn::MulAdd(rest, hn::Set(d, 0.0551716687F), hn::Set(d, 0.2426111328F));
+    p = hn::MulAdd(p, rest, hn::Set(d, 0.6932609864F));
+    p = hn::MulAdd(p, rest, hn::Set(d, 0.9999280729F));
+    return hn::BitCast(d, hn::Add(hn::BitCast(di, p), hn::ShiftLeft<23>(hn::ConvertTo(di, whole))));
+  };
+  auto sum = hn::Zero(d);
+  std::int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) sum = hn::Add(sum, rough(hn::LoadU(d, x + i)));
+  if (i < n) sum = hn::Add(sum, rough(First(x + i, n - i, -std::numeric_limits<float>::infinity())));
+  return Sum(sum);
 }
 
-/// One block of tokens, `kHeads` queries: x[h][t] = scale * size[t] * (signs of t . query of h). The signs are unpacked once for all of them.
+/// Tables of a query as whole numbers, and what one of them is worth; see sketch_table(). All that is added up are whole numbers that fit 16 bits (and so an f32), so the sums are the same everywhere.
+/// 512-bit vectors look up 32 numbers of 16 bits at once: those of signs 4n to 4n+3 of the lower half of a word, then of its upper half. Others look up f32 numbers.
+#if HWY_TARGET <= HWY_AVX3
+using Entry = std::int16_t;
+HWY_INLINE std::int64_t EntryAt(std::int64_t quad) { return (quad / 8 * 4 + quad % 4) * 32 + quad / 4 % 2 * 16; }
+#else
+using Entry = float;
+HWY_INLINE std::int64_t EntryAt(std::int64_t quad) { return quad * 16; }
+#endif
+
+float SketchTable(const float* HWY_RESTRICT query, std::int64_t dim, float* HWY_RESTRICT table) {
+  const std::int64_t quads = (dim + 31) / 32 * 8;
+  double halves[2] = {0, 0};  // lower and upper halves of words add up on their own
+  for (std::int64_t i = 0; i < dim; ++i) halves[i / 16 % 2] += std::abs(static_cast<double>(query[i]));
+  const double most = halves[0] + halves[1];
+  const double unit = std::max(halves[0], halves[1]) / static_cast<double>(std::numeric_limits<std::int16_t>::max() - quads);  // each rounds by a half at most
+  const bool counts = std::isfinite(most) && most > std::numeric_limits<float>::min();
+  auto* entries = reinterpret_cast<Entry*>(table);
+  for (std::int64_t quad = 0; quad < quads; ++quad)
+    for (int pattern = 0; pattern < 16; ++pattern) {
+      double sum = 0;
+      for (int i = 0; counts && i < 4; ++i)
+        if (4 * quad + i < dim) sum += (pattern >> i & 1) != 0 ? query[4 * quad + i] : -query[4 * quad + i];
+      entries[EntryAt(quad) + pattern] = static_cast<Entry>(counts ? std::nearbyint(sum / unit) : 0);
+    }
+  return std::isfinite(most) ? static_cast<float>(counts ? unit : 0) : std::numeric_limits<float>::quiet_NaN();
+}
+
+/// One block of tokens, `kHeads` queries: x[h][0 to 15] = factor[h] * size[t] * (signs of t . query of h). The signs are unpacked once for all of them.
 template <int kHeads>
-HWY_INLINE void SketchBlock(const SketchedSpans& sketch, std::int64_t block, const float* HWY_RESTRICT tables, std::int64_t table_size, float scale, std::int64_t stride, float* HWY_RESTRICT x) {
-  const hn::RebindToSigned<D> di;
+HWY_INLINE void SketchBlock(const SketchedSpans& sketch, std::int64_t block, const float* HWY_RESTRICT tables, std::int64_t table_size, const float* HWY_RESTRICT factors, std::int64_t stride, float* HWY_RESTRICT x) {
   const hn::RebindToUnsigned<D> du;
   const hn::Rebind<std::uint16_t, D> d16;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(D()));
-  const auto four = hn::Set(du, 15U);
   for (std::int64_t lane = 0; lane < kSketchBlock; lane += lanes) {
+    const std::uint32_t* signs = sketch.signs + block * sketch.words * kSketchBlock + lane;
     V sums[kHeads];
+#if HWY_TARGET <= HWY_AVX3
+    const __m512i four = _mm512_set1_epi16(15), upper = _mm512_set1_epi32(16 << 16);
+    __m512i pairs[kHeads];
+    for (int h = 0; h < kHeads; ++h) pairs[h] = _mm512_setzero_si512();
+    for (std::int64_t w = 0; w < sketch.words; ++w) {
+      __m512i bits = _mm512_loadu_si512(signs + w * kSketchBlock);
+      for (std::int64_t n = 0; n < 4; ++n) {
+        const __m512i index = _mm512_ternarylogic_epi32(bits, four, upper, 0xEA);  // (bits & four) | upper
+        for (int h = 0; h < kHeads; ++h)
+          pairs[h] = _mm512_add_epi16(pairs[h], _mm512_permutexvar_epi16(index, _mm512_load_si512(reinterpret_cast<const Entry*>(tables + h * table_size) + (w * 4 + n) * 32)));
+        bits = _mm512_srli_epi16(bits, 4);
+      }
+    }
+    for (int h = 0; h < kHeads; ++h) sums[h] = V{_mm512_cvtepi32_ps(_mm512_madd_epi16(pairs[h], _mm512_set1_epi16(1)))};
+#else
+    const hn::RebindToSigned<D> di;
+    const auto four = hn::Set(du, 15U);
     for (int h = 0; h < kHeads; ++h) sums[h] = hn::Zero(D());
     for (std::int64_t w = 0; w < sketch.words; ++w) {
-      auto bits = hn::LoadU(du, sketch.signs + (block * sketch.words + w) * kSketchBlock + lane);
-      const float* own = tables + w * 8 * 16;
+      auto bits = hn::LoadU(du, signs + w * kSketchBlock);
       for (std::int64_t n = 0; n < 8; ++n) {
         const auto index = hn::BitCast(di, hn::And(bits, four));
-        for (int h = 0; h < kHeads; ++h) sums[h] = hn::Add(sums[h], FromTable(own + h * table_size + n * 16, index));
+        for (int h = 0; h < kHeads; ++h) sums[h] = hn::Add(sums[h], hn::GatherIndex(D(), tables + h * table_size + (w * 8 + n) * 16, index));
         bits = hn::ShiftRight<4>(bits);
       }
     }
-    const V size = hn::Mul(hn::Set(D(), scale), hn::BitCast(D(), hn::ShiftLeft<16>(hn::PromoteTo(du, hn::LoadU(d16, sketch.sizes + block * kSketchBlock + lane)))));
-    for (int h = 0; h < kHeads; ++h) hn::StoreU(hn::Mul(sums[h], size), D(), x + h * stride + block * kSketchBlock + lane);
+#endif
+    const V size = hn::BitCast(D(), hn::ShiftLeft<16>(hn::PromoteTo(du, hn::LoadU(d16, sketch.sizes + block * kSketchBlock + lane))));
+    for (int h = 0; h < kHeads; ++h) hn::StoreU(hn::Mul(sums[h], hn::Mul(hn::Set(D(), factors[h]), size)), D(), x + h * stride + lane);
   }
 }
 
-void SketchSums(const SketchedSpans& sketch, const float* HWY_RESTRICT tables, const float* HWY_RESTRICT base, std::int64_t heads, float scale, float* HWY_RESTRICT x, float* HWY_RESTRICT tops, float* HWY_RESTRICT out) {
+void SketchSums(const SketchedSpans& sketch, const float* HWY_RESTRICT tables, const float* HWY_RESTRICT factors, float* HWY_RESTRICT base, std::int64_t heads, float* HWY_RESTRICT x, float* HWY_RESTRICT tops, float* HWY_RESTRICT out) {
   constexpr float kNegligible = 30;
-  const std::int64_t tokens = sketch.first[sketch.spans], blocks = (tokens + kSketchBlock - 1) / kSketchBlock, stride = blocks * kSketchBlock, table_size = sketch.words * 8 * 16;
+  const std::int64_t blocks = (sketch.first[sketch.spans] + kSketchBlock - 1) / kSketchBlock, stride = sketch_window(sketch), table_size = sketch_table_size(sketch.words * 32);
+  std::fill_n(tops, heads, -std::numeric_limits<float>::infinity());
+  std::int64_t span = 0, origin = 0;  // x begins with token `origin`
+  // A span is added up, against its own largest exponent, as soon as its last block is there.
+  const auto add_up = [&](std::int64_t s) {
+    const std::int64_t length = sketch.first[s + 1] - sketch.first[s];
+    const float* own_x = x + sketch.first[s] - origin;
+    for (std::int64_t h = 0; h < heads; ++h, own_x += stride) {
+      const float largest = Largest(own_x, length);
+      float& own = base[h * sketch.spans + s];
+      own += largest;
+      tops[h] = std::max(tops[h], own);
+      out[h * sketch.spans + s] = own < tops[h] - kNegligible ? 0 : SumOfRoughExponentials(own_x, length, largest);
+    }
+  };
   for (std::int64_t block = 0; block < blocks; ++block) {
+    const std::int64_t token = block * kSketchBlock;
+    if (token + kSketchBlock - origin > stride) {
+      const std::int64_t moved = sketch.first[span] / kSketchBlock * kSketchBlock;
+      for (std::int64_t h = 0; h < heads; ++h) std::memmove(x + h * stride, x + h * stride + moved - origin, static_cast<std::size_t>(token - moved) * sizeof(float));
+      origin = moved;
+    }
+    float* at = x + token - origin;
     std::int64_t h = 0;
-    for (; h + 4 <= heads; h += 4) SketchBlock<4>(sketch, block, tables + h * table_size, table_size, scale, stride, x + h * stride);
-    for (; h < heads; ++h) SketchBlock<1>(sketch, block, tables + h * table_size, table_size, scale, stride, x + h * stride);
+    for (; h + 4 <= heads; h += 4) SketchBlock<4>(sketch, block, tables + h * table_size, table_size, factors + h, stride, at + h * stride);
+    for (; h < heads; ++h) SketchBlock<1>(sketch, block, tables + h * table_size, table_size, factors + h, stride, at + h * stride);
+    while (span < sketch.spans && sketch.first[span + 1] <= token + kSketchBlock) add_up(span++);
   }
   for (std::int64_t h = 0; h < heads; ++h) {
-    const float* own_base = base + h * sketch.spans;
-    float* sums = out + h * sketch.spans;
-    float top = -std::numeric_limits<float>::infinity();
-    for (std::int64_t s = 0; s < sketch.spans; ++s) {
-      sums[s] = own_base[s] + Largest(x + h * stride + sketch.first[s], sketch.first[s + 1] - sketch.first[s]);
-      top = std::max(top, sums[s]);
-    }
-    tops[h] = top;
-    for (std::int64_t s = 0; s < sketch.spans; ++s)
-      sums[s] = sums[s] < top - kNegligible ? 0 : Exponentials(x + h * stride + sketch.first[s], sketch.first[s + 1] - sketch.first[s], top - own_base[s]);
+    float *own = base + h * sketch.spans, *sums = out + h * sketch.spans;
+    Exponentials(own, sketch.spans, tops[h]);
+    for (std::int64_t s = 0; s < sketch.spans; ++s) sums[s] *= own[s];
   }
 }
 
@@ -196,6 +267,7 @@ namespace kvkeep::cpu {
 HWY_EXPORT(RowDots);
 HWY_EXPORT(AddRows);
 HWY_EXPORT(Largest);
+HWY_EXPORT(SketchTable);
 HWY_EXPORT(SketchSums);
 HWY_EXPORT(Exponentials);
 HWY_EXPORT(AnyNan);
@@ -203,17 +275,15 @@ HWY_EXPORT(AnyNan);
 void row_dots(const float* rows, std::int64_t count, std::int64_t dim, const float* x, float* out) { HWY_DYNAMIC_DISPATCH(RowDots)(rows, count, dim, x, out); }
 void add_rows(const float* rows, std::int64_t count, std::int64_t dim, const float* weights, float* out) { HWY_DYNAMIC_DISPATCH(AddRows)(rows, count, dim, weights, out); }
 std::int64_t sketch_table_size(std::int64_t dim) { return (dim + 31) / 32 * 8 * 16; }
-void sketch_table(const float* query, std::int64_t dim, float* table) {
-  for (std::int64_t first = 0; first < (dim + 31) / 32 * 32; first += 4, table += 16)
-    for (int pattern = 0; pattern < 16; ++pattern) {
-      float sum = 0;
-      for (int i = 0; i < 4; ++i)
-        if (first + i < dim) sum += (pattern >> i & 1) != 0 ? query[first + i] : -query[first + i];
-      table[pattern] = sum;
-    }
+std::int64_t sketch_window(const SketchedSpans& sketch) {
+  constexpr std::int64_t kBlocks = 64;  // that come in before what is left of a span moves to the front
+  std::int64_t longest = 0;
+  for (std::int64_t s = 0; s < sketch.spans; ++s) longest = std::max(longest, sketch.first[s + 1] - sketch.first[s]);
+  return (longest / kSketchBlock + 2 + kBlocks) * kSketchBlock;
 }
-void sketch_sums(const SketchedSpans& spans, const float* tables, const float* base, std::int64_t heads, float scale, float* x, float* top, float* out) {
-  HWY_DYNAMIC_DISPATCH(SketchSums)(spans, tables, base, heads, scale, x, top, out);
+float sketch_table(const float* query, std::int64_t dim, float* table) { return HWY_DYNAMIC_DISPATCH(SketchTable)(query, dim, table); }
+void sketch_sums(const SketchedSpans& spans, const float* tables, const float* factors, float* base, std::int64_t heads, float* x, float* top, float* out) {
+  HWY_DYNAMIC_DISPATCH(SketchSums)(spans, tables, factors, base, heads, x, top, out);
 }
 float largest(const float* x, std::int64_t n) { return HWY_DYNAMIC_DISPATCH(Largest)(x, n); }
 float exponentials(float* x, std::int64_t n, float top) { return HWY_DYNAMIC_DISPATCH(Exponentials)(x, n, top); }

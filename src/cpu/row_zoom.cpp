@@ -12,14 +12,6 @@ namespace {
 
 constexpr std::int64_t kRowsAtOnce = 64;  ///< coarse entries that all heads of a group read while they lie in a cache
 
-/// Numbers of any dtype as f32: where they are, or in `scratch`.
-const float* as_floats(const std::byte* at, ScalarType dtype, std::int64_t count, Aligned<float>& scratch) {
-  if (dtype == kFloat32) return reinterpret_cast<const float*>(at);
-  if (static_cast<std::int64_t>(scratch.size()) < count) scratch.resize(static_cast<std::size_t>(count));
-  widen(at, dtype, count, scratch.data());
-  return scratch.data();
-}
-
 const float* coarse_rows(const SpanRow& spans, KvSide side, std::int64_t first, std::int64_t count, Aligned<float>& scratch) {
   return as_floats(spans.coarse(side) + first * spans.dim() * static_cast<std::int64_t>(c10::elementSize(spans.dtype())), spans.dtype(), count * spans.dim(), scratch);
 }
@@ -37,7 +29,7 @@ void want_coverage(std::span<const float> mass, const ZoomOptions& o, std::uint8
     if (!(static_cast<double>(mass[s]) < o.coverage_floor)) worth.push_back(static_cast<std::int64_t>(s));
   double held = 0;
   for (const std::int64_t s : by_key(mass, std::move(worth))) {
-    if (held >= o.coverage * all) return;
+    if (o.coverage < 1 && held >= o.coverage * all) return;  // all of them: what rounds away counts too
     wanted[s] = 1;
     held += mass[static_cast<std::size_t>(s)];
   }
@@ -115,6 +107,13 @@ struct Opened {
 
 }  // namespace
 
+const float* as_floats(const std::byte* at, ScalarType dtype, std::int64_t count, Aligned<float>& scratch) {
+  if (dtype == kFloat32) return reinterpret_cast<const float*>(at);
+  if (static_cast<std::int64_t>(scratch.size()) < count) scratch.resize(static_cast<std::size_t>(count));
+  widen(at, dtype, count, scratch.data());
+  return scratch.data();
+}
+
 void coarse_products(const SpanRow& spans, const float* queries, std::int64_t heads, float* out, ZoomScratch& scratch) {
   const std::int64_t n = spans.size(), dim = spans.dim();
   for (std::int64_t first = 0; first < n; first += kRowsAtOnce) {
@@ -135,12 +134,12 @@ void sketch_mass(const SpanRow& spans, const float* queries, std::int64_t heads,
   const std::int64_t dim = spans.dim(), n = spans.size(), table = sketch_table_size(dim);
   const SketchedSpans sketched{spans.sketch().signs.data(), reinterpret_cast<const std::uint16_t*>(spans.sketch().sizes.data()), spans.first_tokens().data(), KeySketch::words(dim), n};
   scratch.inner.resize(static_cast<std::size_t>(heads * table));
-  scratch.tokens.resize(static_cast<std::size_t>(heads * (spans.tokens() + KeySketch::kBlock)));
-  scratch.base.resize(static_cast<std::size_t>(heads * n + heads));
-  float *base = scratch.base.data(), *top = base + heads * n;
-  for (std::int64_t h = 0; h < heads; ++h) sketch_table(queries + h * dim, dim, scratch.inner.data() + h * table);
+  scratch.tokens.resize(static_cast<std::size_t>(heads * sketch_window(sketched)));
+  scratch.base.resize(static_cast<std::size_t>(heads * (n + 2)));
+  float *base = scratch.base.data(), *top = base + heads * n, *factors = top + heads;
+  for (std::int64_t h = 0; h < heads; ++h) factors[h] = scale * sketch_table(queries + h * dim, dim, scratch.inner.data() + h * table);
   for (std::int64_t i = 0; i < heads * n; ++i) base[i] = coarse[i] - spans.log_length()[static_cast<std::size_t>(i % n)];
-  sketch_sums(sketched, scratch.inner.data(), base, heads, scale, scratch.tokens.data(), top, mass);
+  sketch_sums(sketched, scratch.inner.data(), factors, base, heads, scratch.tokens.data(), top, mass);
   for (std::int64_t h = 0; h < heads; ++h) {
     float* own = mass + h * n;
     const double most = std::max<double>(top[h], dense[h]), sum = std::accumulate(own, own + n, 0.0), all = std::exp(dense[h] - most) + sum * std::exp(top[h] - most);

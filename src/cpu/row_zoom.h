@@ -10,6 +10,9 @@
 
 namespace kvkeep::cpu {
 
+/// `count` numbers of any dtype as f32: where they are, or in `scratch`.
+const float* as_floats(const std::byte* at, ScalarType dtype, std::int64_t count, Aligned<float>& scratch);
+
 /// What one thread works in.
 struct ZoomScratch {
   Aligned<float> numbers[2], coarse, coarse_value, inner, logits, tokens, base;

@@ -15,7 +15,7 @@ struct ZoomOptions {
     automatic, ///< learned where there is a router, else mass
     learned,   ///< relevance above each head's threshold
     mass,      ///< estimated share of attention above `mass`
-    coverage,  ///< the fewest spans, best first, that hold `coverage` of what all spans draw
+    coverage,  ///< the fewest spans, best first, that hold `coverage` of what all spans draw; 1: all
   };
   enum class Heads : std::uint8_t {
     own,    ///< a head reads in full what it asked for itself
