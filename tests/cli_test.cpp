@@ -323,9 +323,10 @@ TEST_F(Command, EvaluatesPoliciesUnderBudgetsInOneTable) {
 }
 
 // The words of an evaluation of two tasks on two samples.
-Words short_eval(const std::string& model, Words more) {
+Words short_eval(const std::string& model, const Words& more, const char* format = nullptr) {
   Words words{"eval", "--model", model, "--task", "ask,chain", "--length", "96", "--samples", "2", "--interval", "8", "--quiet"};
   words.insert(words.end(), more.begin(), more.end());
+  if (format != nullptr) words.insert(words.end(), {"-o", format});
   return words;
 }
 
@@ -372,12 +373,8 @@ TEST_F(Command, ComparesPoliciesOverTheSameSamples) {
 }
 
 TEST_F(Command, DiagnosesWhatAnEvaluationKept) {
-  const Words more{"--budgets", "24", "--policy", "full", "--policy", "tova", "--policy", "ams-tova,window=8,recent=4,min_segment=4,max_segment=16", "--diagnostics", "-o"};
-  const auto as = [&](const std::string& format) {
-    Words words = more;
-    words.push_back(format);
-    return run(short_eval(model(), words));
-  };
+  const Words more{"--budgets", "24", "--policy", "full", "--policy", "tova", "--policy", "ams-tova,window=8,recent=4,min_segment=4,max_segment=16", "--diagnostics"};
+  const auto as = [&](const char* format) { return run(short_eval(model(), more, format)); };
   const Outcome outcome = as("json");
   ASSERT_EQ(outcome.code, 0) << outcome.err;
   const json rows = json::parse(outcome.out);
@@ -415,12 +412,8 @@ TEST_F(Command, DiagnosesWhatAnEvaluationKept) {
 
 TEST_F(Command, TellsWhatFoldingTakesAndWhatItLoses) {
   const std::string tova = "tova,budget=24,recent=4,interval=8", fold = tova + ",rest=fold,near_bytes=0,";
-  const Words more{"--policy", "full", "--policy", tova, "--policy", fold + "mass=0,energy=0", "--policy", fold + "mass=1", "--diagnostics", "-o"};
-  const auto as = [&](const std::string& format) {
-    Words words = more;
-    words.push_back(format);
-    return run(short_eval(model(), words));
-  };
+  const Words more{"--policy", "full", "--policy", tova, "--policy", fold + "mass=0,energy=0", "--policy", fold + "mass=1", "--diagnostics"};
+  const auto as = [&](const char* format) { return run(short_eval(model(), more, format)); };
   const Outcome outcome = as("json");
   ASSERT_EQ(outcome.code, 0) << outcome.err;
   const json rows = json::parse(outcome.out);

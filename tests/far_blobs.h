@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "kvkeep/memory/far_store.h"
+#include "message_of.h"
 
 namespace kvkeep::testing {
 
@@ -51,21 +52,6 @@ class SpillFolder {
  private:
   std::filesystem::path path_;
 };
-
-/// What a call throws as an E; empty, and a failure, where it throws nothing or something else.
-template <class E>
-std::string message_of(auto&& call) {
-  try {
-    call();
-  } catch (const E& error) {
-    return error.what();
-  } catch (const std::exception& error) {
-    ADD_FAILURE() << "threw something else: " << error.what();
-    return {};
-  }
-  ADD_FAILURE() << "threw nothing";
-  return {};
-}
 
 inline void expect_says(const std::string& message, const std::vector<std::string>& parts) {
   for (const std::string& part : parts) EXPECT_NE(message.find(part), std::string::npos) << "'" << message << "' should say '" << part << "'";

@@ -6,6 +6,7 @@
 #include <fstream>
 
 #include "folding_engine.h"
+#include "message_of.h"
 
 namespace kvkeep {
 namespace {
@@ -21,16 +22,6 @@ void run(FoldingEngine& engine, SequenceId id, int prompt, int steps) {
   engine.join(id);
   engine.step({{id, prompt}});
   for (int i = 0; i < steps; ++i) engine.step({{id, 1}});
-}
-
-std::string refusal(const std::function<void()>& f) {
-  try {
-    f();
-  } catch (const Error& e) {
-    return e.what();
-  }
-  ADD_FAILURE() << "nothing was refused";
-  return {};
 }
 
 TEST(Fold, GivesExactAttentionAfterManyFoldsWhereEverySpanIsOpenedAtFullRank) {  // S-18
@@ -200,35 +191,35 @@ TEST(Fold, TakesBackTokensThatCameAfterTheLastFold) {
 // ---- What an engine forgets
 
 TEST(Fold, RefusesAnEngineThatDoesNotReadFoldedSpansOrGivesNoSurprisal) {
-  EXPECT_NE(refusal([] { Keeper(FoldingEngine::model(), make_policy(kSekv), {.surprisal = true}); }).find("reads_folded: sekv folds spans"), std::string::npos);
-  EXPECT_NE(refusal([] { Keeper(FoldingEngine::model(), make_policy(kSekv), {.reads_folded = true}); }).find("surprisal: sekv reads that of every token"), std::string::npos);
+  EXPECT_NE(message_of([] { Keeper(FoldingEngine::model(), make_policy(kSekv), {.surprisal = true}); }).find("reads_folded: sekv folds spans"), std::string::npos);
+  EXPECT_NE(message_of([] { Keeper(FoldingEngine::model(), make_policy(kSekv), {.reads_folded = true}); }).find("surprisal: sekv reads that of every token"), std::string::npos);
   EXPECT_NO_THROW(Keeper(FoldingEngine::model(), make_policy(kAms), {.reads_folded = true})) << "masses take its place";
   ModelSpec uneven = FoldingEngine::model();
   uneven.value_dim = 8;
-  EXPECT_NE(refusal([&] { Keeper(uneven, make_policy(kSekv), {.surprisal = true, .reads_folded = true}); }).find("value_dim"), std::string::npos);
+  EXPECT_NE(message_of([&] { Keeper(uneven, make_policy(kSekv), {.surprisal = true, .reads_folded = true}); }).find("value_dim"), std::string::npos);
 }
 
 TEST(Fold, NoticesWhenSurprisalOrViewIsForgotten) {
   FoldingEngine engine(kSekv);
   engine.tells_surprisal = false;
   engine.join(1);
-  EXPECT_NE(refusal([&] { engine.step({{1, 50}}); }).find("0 of the 50 tokens of sequence 1 have their surprisal"), std::string::npos);
+  EXPECT_NE(message_of([&] { engine.step({{1, 50}}); }).find("0 of the 50 tokens of sequence 1 have their surprisal"), std::string::npos);
   FoldingEngine blind(kSekv);
   run(blind, 1, 100, 1);
   blind.views = false;
-  EXPECT_NE(refusal([&] { blind.step({{1, 1}}); }).find("call view() behind each layer's attention"), std::string::npos);
+  EXPECT_NE(message_of([&] { blind.step({{1, 1}}); }).find("call view() behind each layer's attention"), std::string::npos);
 }
 
 TEST(Fold, TakesNoSurprisalForTokensThatDidNotComeAndNoQueriesBeforeRope) {
   FoldingEngine engine(kSekv);
   run(engine, 1, 30, 0);
   const std::vector<float> more(2, 1.0F);
-  EXPECT_NE(refusal([&] { engine.keeper.surprise(1, more); }).find("2 tokens of sequence 1; 0 of the 30 observed"), std::string::npos);
+  EXPECT_NE(message_of([&] { engine.keeper.surprise(1, more); }).find("2 tokens of sequence 1; 0 of the 30 observed"), std::string::npos);
   const std::vector<SequenceId> ids{1};
   const std::vector<std::int32_t> indptr{0, 1};
   const Tensor q = at::zeros({1, 4, 16}), out = at::zeros({1, 4, 16}), lse = at::zeros({1, 4});
-  EXPECT_NE(refusal([&] { engine.keeper.view({.layer = 0, .sequences = ids, .indptr = indptr, .queries = q}, {out, lse}); }).find("come before RoPE"), std::string::npos);
-  EXPECT_NE(refusal([&] { engine.keeper.view({.layer = 0, .sequences = ids, .indptr = indptr, .queries = q, .basis = QueryBasis::post_rope}, {out, at::zeros({1, 3})}); }).find("does not fit"), std::string::npos);
+  EXPECT_NE(message_of([&] { engine.keeper.view({.layer = 0, .sequences = ids, .indptr = indptr, .queries = q}, {out, lse}); }).find("come before RoPE"), std::string::npos);
+  EXPECT_NE(message_of([&] { engine.keeper.view({.layer = 0, .sequences = ids, .indptr = indptr, .queries = q, .basis = QueryBasis::post_rope}, {out, at::zeros({1, 3})}); }).find("does not fit"), std::string::npos);
 }
 
 // ---- Faults
@@ -369,7 +360,7 @@ TEST(Fold, NamesASpanWhoseFactorsWereChangedOrGoesOnWithItsCoarseEntry) {
         for (const Tensor& out : engine.outputs) EXPECT_TRUE(at::isfinite(out).all().item<bool>());
         engine.expect_nothing_lost(3);
       } else {
-        const std::string message = refusal([&] { engine.step({{3, 1}}); });
+        const std::string message = message_of([&] { engine.step({{3, 1}}); });
         EXPECT_NE(message.find("of sequence 3, layer "), std::string::npos) << message;
         EXPECT_NE(message.find("span "), std::string::npos) << message;
       }
@@ -408,7 +399,7 @@ TEST(Fold, RefusesSpansThatOverlapOrStayOrLieOutside) {
   const auto told = [](std::vector<std::int32_t> slots, std::vector<std::int64_t> spans) {
     Fold fold{.slots = std::move(slots), .spans = std::move(spans), .indptr = {0}};
     for (int r = 0; r < 4; ++r) fold.indptr.push_back(static_cast<std::int64_t>(fold.spans.size()) - 1);  // all in the first row
-    return refusal([&] {
+    return message_of([&] {
       FoldingEngine engine("full");
       Keeper keeper(FoldingEngine::model(), std::make_unique<Told>(fold), {.reads_folded = true});
       std::swap(engine.keeper, keeper);

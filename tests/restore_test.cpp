@@ -4,16 +4,17 @@
 #include <unistd.h>
 
 #include <fstream>
-#include <functional>
 
 #include "engines.h"
 #include "folding_engine.h"
 #include "layer_by_layer_engine.h"
+#include "message_of.h"
 
 namespace kvkeep {
 namespace {
 
 using testing::FoldingEngine;
+using testing::message_of;
 
 const std::string kSekv = "sekv,recent=12,interval=8,sink=2,memory.max_span=16,memory.min_span=3,memory.alpha=1.5";
 const std::string kAms = "ams-tova,budget=32,interval=8,recent=8,window=4,rest=fold,memory.max_span=16,memory.min_span=4";
@@ -30,17 +31,6 @@ struct File {
   void write(const std::string& bytes) const { std::ofstream(path, std::ios::binary) << bytes; }
   std::filesystem::path path;
 };
-
-template <class E = InvalidArgument>
-std::string refusal(const std::function<void()>& f) {
-  try {
-    f();
-  } catch (const E& e) {
-    return e.what();
-  }
-  ADD_FAILURE() << "nothing was refused";
-  return {};
-}
 
 template <class T>
 void expect_same(std::span<const T> a, std::span<const T> b, const char* what) {
@@ -246,7 +236,7 @@ TEST(Restore, BringsBackWhatBecameOfANarrowedPromptAndRefusesOneThatIsStillNarro
     engine.begin({{1, 60}});
     engine.observe(0);
     engine.narrow(0);
-    EXPECT_NE(refusal<StateError>([&] { engine.keeper.save(1, file.path); }).find("the prompt of sequence 1 has come to layer 1"), std::string::npos);
+    EXPECT_NE(message_of<StateError>([&] { engine.keeper.save(1, file.path); }).find("the prompt of sequence 1 has come to layer 1"), std::string::npos);
     EXPECT_FALSE(std::filesystem::exists(file.path));
     for (std::int32_t l = 1; l < layer_by_layer::kLayers; ++l) engine.observe(l), engine.narrow(l);
     engine.end();
@@ -279,7 +269,7 @@ TEST(Restore, RefusesAnotherPolicyOrModelByTheFieldsThatDiffer) {
   here.keeper.save(1, file.path);
   const auto restored = [&](ModelSpec spec, const std::string& policy) {
     Keeper keeper(std::move(spec), make_policy(policy));
-    const std::string said = refusal([&] { keeper.restore(1, file.path); });
+    const std::string said = message_of<InvalidArgument>([&] { keeper.restore(1, file.path); });
     EXPECT_FALSE(keeper.knows(1));
     EXPECT_NE(said.find(file.path.string()), std::string::npos) << said;
     return said;
@@ -292,7 +282,7 @@ TEST(Restore, RefusesAnotherPolicyOrModelByTheFieldsThatDiffer) {
   other = engines::model();
   other.rope.inv_freq[1] = 0.25;
   EXPECT_NE(restored(other, "ams-tova,budget=32,interval=8,recent=8,window=4").find("rope/inv_freq/1 is 0.3 there and 0.25 here"), std::string::npos);
-  EXPECT_NE(refusal<StateError>([&] { here.keeper.restore(1, file.path); }).find("sequence 1 is already here"), std::string::npos);
+  EXPECT_NE(message_of<StateError>([&] { here.keeper.restore(1, file.path); }).find("sequence 1 is already here"), std::string::npos);
 }
 
 TEST(Restore, RefusesToSaveInTheMiddleOfAStepAndAnUnknownSequence) {
@@ -303,8 +293,8 @@ TEST(Restore, RefusesToSaveInTheMiddleOfAStepAndAnUnknownSequence) {
   const SequenceId id = 1;
   const std::vector<std::int32_t> indptr{0, 3};
   engine.keeper.observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = queries});
-  EXPECT_NE(refusal<StateError>([&] { engine.keeper.save(1, file.path); }).find("layer 1 has shown 0 tokens of sequence 1, other layers 3"), std::string::npos);
-  EXPECT_NE(refusal<StateError>([&] { engine.keeper.save(2, file.path); }).find("sequence 2 is not known"), std::string::npos);
+  EXPECT_NE(message_of<StateError>([&] { engine.keeper.save(1, file.path); }).find("layer 1 has shown 0 tokens of sequence 1, other layers 3"), std::string::npos);
+  EXPECT_NE(message_of<StateError>([&] { engine.keeper.save(2, file.path); }).find("sequence 2 is not known"), std::string::npos);
   EXPECT_FALSE(std::filesystem::exists(file.path));
 }
 
@@ -317,7 +307,7 @@ TEST(Restore, LeavesTheFarStoreAndTheKeeperAsTheyWereWhereTheStoreIsFull) {
   const std::int64_t bytes = here.keeper.folded(1).far_bytes;
   const auto far = FarStore::make({.host_bytes = bytes / 2, .slab_bytes = 4096});
   FoldingEngine there(kSekv, 2, 0, kFloat32, far);
-  EXPECT_NE(refusal<StateError>([&] { there.keeper.restore(1, file.path); }).find("of sequence 1, layer"), std::string::npos);
+  EXPECT_NE(message_of<StateError>([&] { there.keeper.restore(1, file.path); }).find("of sequence 1, layer"), std::string::npos);
   EXPECT_FALSE(there.keeper.knows(1));
   EXPECT_EQ(far->blobs(), 0);
   EXPECT_EQ(far->host_bytes(), 0);
@@ -336,7 +326,7 @@ TEST(Restore, RefusesEveryFileThatIsCutOffOrChangedAnywhere) {
   Keeper keeper(FoldingEngine::model(), make_policy(kSekv), {.surprisal = true, .reads_folded = true, .far_store = far});
   const auto expect_refused = [&](const std::string& changed, std::size_t at) {
     broken.write(changed);
-    const std::string said = refusal([&] { keeper.restore(1, broken.path); });
+    const std::string said = message_of<InvalidArgument>([&] { keeper.restore(1, broken.path); });
     EXPECT_NE(said.find(broken.path.string()), std::string::npos) << said;
     EXPECT_FALSE(keeper.knows(1)) << at;
     EXPECT_EQ(far->blobs(), 0);
@@ -350,7 +340,7 @@ TEST(Restore, RefusesEveryFileThatIsCutOffOrChangedAnywhere) {
   for (std::size_t size = 0; size < bytes.size(); size += 1013) expect_refused(bytes.substr(0, size), size);
   expect_refused(bytes + "more", bytes.size());
   std::filesystem::remove(broken.path);
-  EXPECT_NE(refusal([&] { keeper.restore(1, broken.path); }).find(broken.path.string()), std::string::npos);
+  EXPECT_NE(message_of<InvalidArgument>([&] { keeper.restore(1, broken.path); }).find(broken.path.string()), std::string::npos);
   keeper.restore(1, whole.path);
 }
 

@@ -1,7 +1,5 @@
 /// kvkeep_train: trains the small model of examples/model, or measures a trained one.
 
-#include <malloc.h>
-
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
@@ -11,6 +9,7 @@
 #include "hf_folder.h"
 #include "kvkeep/core/error.h"
 #include "llama.h"
+#include "program.h"
 #include "training.h"
 
 namespace {
@@ -23,13 +22,6 @@ Examples:
   kvkeep_train --out model --resume             go on where Ctrl-C or a crash ended it
   kvkeep_train --eval model --lengths 512,1024  measure look-ups with the full and with evicted caches
 )";
-
-/// Tensors of a few MB come and go thousands of times a second: fetching them from the kernel each time costs more than the arithmetic.
-void keep_freed_memory() {
-  mallopt(M_ARENA_MAX, 1);
-  mallopt(M_MMAP_THRESHOLD, 1 << 25);
-  mallopt(M_TRIM_THRESHOLD, 1 << 30);
-}
 
 int run(int argc, char** argv) {
   CLI::App app("Trains a small Llama on the tasks of kvkeep, on the CPU.");
@@ -61,7 +53,7 @@ int run(int argc, char** argv) {
   }
   kvkeep::require(!out.empty() || !eval.empty(), "nothing to do; given neither --out nor --eval; allowed is one of them");
 
-  keep_freed_memory();
+  train::keep_freed_memory(1);
   torch::set_num_threads(training.threads);
   train::Llama model(shape, training.seed);
   if (!eval.empty()) {
@@ -86,14 +78,4 @@ int run(int argc, char** argv) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  try {
-    return run(argc, argv);
-  } catch (const kvkeep::Error& error) {
-    std::fprintf(stderr, "kvkeep_train: %s\n", error.what());
-    return 2;
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "kvkeep_train: %s\n", error.what());
-    return 1;
-  }
-}
+int main(int argc, char** argv) { return train::run_program("kvkeep_train", run, argc, argv); }

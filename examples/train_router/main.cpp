@@ -1,7 +1,5 @@
 /// kvkeep_train_router: trains a router and rank gates for folded spans on a frozen small model, or measures trained ones.
 
-#include <malloc.h>
-
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
@@ -13,6 +11,7 @@
 #include "kvkeep/core/problems.h"
 #include "kvkeep/memory/routing_file.h"
 #include "llama.h"
+#include "program.h"
 #include "router_training.h"
 
 namespace {
@@ -32,13 +31,6 @@ It learns to answer as the model does (distill), to open the spans that the mode
 components that do not matter (recon), and to open little (budget, which grows over the first half of the steps).
 At the end every head gets the threshold at which what opens is worth --price: that is the one to turn, more of it opens less.
 )";
-
-/// Tensors of a few MB come and go thousands of times a second: fetching them from the kernel each time costs more than the arithmetic.
-void keep_freed_memory() {
-  mallopt(M_ARENA_MAX, 2);
-  mallopt(M_MMAP_THRESHOLD, 1 << 26);
-  mallopt(M_TRIM_THRESHOLD, 1 << 30);
-}
 
 struct Options {
   std::string model, out, compare, schedule = "512:4:200,768:4:100,1024:4:100", fold = "prompt";
@@ -112,7 +104,7 @@ int run(int argc, char** argv) {
   o.training.lesson.fold_all = o.fold == "all";
   kvkeep::require_no_problems("options", o.training.problems());
 
-  keep_freed_memory();
+  train::keep_freed_memory(2);
   torch::set_num_threads(1);
   train::Llama model(train::LlamaShape{}, 0);
   train::read_hf_weights(o.model, model);
@@ -135,14 +127,4 @@ int run(int argc, char** argv) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  try {
-    return run(argc, argv);
-  } catch (const kvkeep::Error& error) {
-    std::fprintf(stderr, "kvkeep_train_router: %s\n", error.what());
-    return 2;
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "kvkeep_train_router: %s\n", error.what());
-    return 1;
-  }
-}
+int main(int argc, char** argv) { return train::run_program("kvkeep_train_router", run, argc, argv); }

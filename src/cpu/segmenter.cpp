@@ -46,6 +46,9 @@ double logit(const std::byte* row, ScalarType dtype, std::int64_t id) {
   return value;
 }
 
+/// -log p(id) of a row of logits, clamped.
+float surprisal_of(const std::byte* row, ScalarType dtype, std::int64_t vocabulary, std::int64_t id) { return static_cast<float>(clamped(log_sum_exp(row, dtype, vocabulary) - logit(row, dtype, id))); }
+
 /// The tokens before the window: which of them may be anchors, and the runs between those that are.
 class Runs {
  public:
@@ -127,8 +130,7 @@ void PromptSurprisal::see(const Tensor& logits) {
     for (std::int64_t i = begin; i < end; ++i) {
       const std::int64_t next = seen_ + i + 1;
       if (next >= tokens) continue;
-      const std::byte* row = data + i * stride;
-      values_[static_cast<std::size_t>(next)] = static_cast<float>(clamped(log_sum_exp(row, block.scalar_type(), vocabulary) - logit(row, block.scalar_type(), ids_[static_cast<std::size_t>(next)])));
+      values_[static_cast<std::size_t>(next)] = surprisal_of(data + i * stride, block.scalar_type(), vocabulary, ids_[static_cast<std::size_t>(next)]);
     }
   });
   seen_ += rows;
@@ -139,8 +141,7 @@ float token_surprisal(const Tensor& logits, std::int32_t id) {
           logits.device().str(), "; allowed f32, f16 or bf16 [vocab] on the CPU");
   require(id >= 0 && id < logits.size(0), "surprisal: the token has id ", id, "; allowed 0 to ", logits.size(0) - 1);
   const Tensor row = logits.contiguous();
-  const auto* data = static_cast<const std::byte*>(row.const_data_ptr());
-  return static_cast<float>(clamped(log_sum_exp(data, row.scalar_type(), row.size(0)) - logit(data, row.scalar_type(), id)));
+  return surprisal_of(static_cast<const std::byte*>(row.const_data_ptr()), row.scalar_type(), row.size(0), id);
 }
 
 std::vector<std::string> SegmenterOptions::problems() const {

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <sstream>
 #include <utility>
 
 #include "kvkeep/core/error.h"
@@ -18,14 +17,6 @@ constexpr const char* kModelKey = "model_name";
 
 /// Names of the file, as the published code has them.
 std::string gate_name(std::size_t layer, bool bias) { return text("g_phi.mlp.", 2 * layer, bias ? ".bias" : ".weight"); }
-
-std::string shape_of(const Tensor& t) {
-  std::ostringstream out;
-  out << c10::toString(t.scalar_type()) << " [";
-  for (std::int64_t i = 0; i < t.dim(); ++i) out << (i == 0 ? "" : ", ") << t.size(i);
-  out << ']';
-  return std::move(out).str();
-}
 
 /// What a file holds, or would hold: the parameters of all layers, each checked by itself and against its neighbours.
 class Parameters {
@@ -56,7 +47,7 @@ class Parameters {
  private:
   void usable(const std::string& name, const Tensor& t, bool fits, const std::string& allowed) const {
     require(t.defined(), operation_, ": tensor \"", name, "\" is missing in ", where_, "; allowed f32, f16 or bf16 ", allowed);
-    require(fits && t.numel() > 0 && is_scorable(t.scalar_type()) && t.device().is_cpu(), operation_, ": tensor \"", name, "\" in ", where_, " is ", shape_of(t), "; allowed f32, f16 or bf16 ", allowed);
+    require(fits && t.numel() > 0 && is_scorable(t.scalar_type()) && t.device().is_cpu(), operation_, ": tensor \"", name, "\" in ", where_, " is ", c10::toString(t.scalar_type()), " ", t.sizes(), "; allowed f32, f16 or bf16 ", allowed);
     require(at::isfinite(t).all().item<bool>(), operation_, ": tensor \"", name, "\" in ", where_, " holds NaN or infinity; allowed finite numbers");
   }
 

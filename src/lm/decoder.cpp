@@ -350,15 +350,21 @@ class Decoder::Pass {
     }
   }
 
+  // out [count, vocab] = logits of the tokens that `token_at` names.
+  template <typename TokenAt>
+  void logits_of(std::int64_t count, const TokenAt& token_at, float* out) {
+    const std::int64_t n = config_.hidden;
+    for_tokens(count, n, [&](std::int64_t i) { detail::rms_norm(work_.hidden.data() + token_at(i) * n, weights_.final_norm.const_data_ptr<float>(), epsilon(), n, work_.normed.data() + i * n); });
+    const Linear output{weights_.output, {}};
+    if (count > 0) multiply({{&output, out}}, work_.normed.data(), count);
+  }
+
   void show_logits() {
     constexpr std::int64_t kBlock = 128;
-    const std::int64_t n = config_.hidden;
-    const Linear output{weights_.output, {}};
     float* block = sized(work_.block, kBlock * config_.vocab);
     for (std::int64_t first = 0; first < tokens(); first += kBlock) {
       const std::int64_t count = std::min(kBlock, tokens() - first);
-      for_tokens(count, n, [&](std::int64_t i) { detail::rms_norm(work_.hidden.data() + (first + i) * n, weights_.final_norm.const_data_ptr<float>(), epsilon(), n, work_.normed.data() + i * n); });
-      multiply({{&output, block}}, work_.normed.data(), count);
+      logits_of(count, [&](std::int64_t i) { return first + i; }, block);
       options_.on_logits({first, at::from_blob(block, {count, config_.vocab}, at::TensorOptions(kFloat32))});
     }
   }
@@ -367,15 +373,9 @@ class Decoder::Pass {
     if (options_.logits == Logits::none) return at::empty({0, config_.vocab}, at::TensorOptions(kFloat32));
     const bool all = options_.logits == Logits::all;
     const std::vector<std::int32_t> still = present_.still();
-    const std::int64_t count = all ? tokens() : static_cast<std::int64_t>(still.size()), n = config_.hidden;
-    for (std::int64_t i = 0; i < count; ++i) {
-      const std::int64_t token = all ? i : first_token(still[static_cast<std::size_t>(i)] + 1) - 1;
-      detail::rms_norm(work_.hidden.data() + token * n, weights_.final_norm.const_data_ptr<float>(), epsilon(), n,
-                       work_.normed.data() + i * n);
-    }
+    const std::int64_t count = all ? tokens() : static_cast<std::int64_t>(still.size());
     Tensor result = at::empty({count, config_.vocab}, at::TensorOptions(kFloat32));
-    const Linear output{weights_.output, {}};
-    if (count > 0) multiply({{&output, result.mutable_data_ptr<float>()}}, work_.normed.data(), count);
+    logits_of(count, [&](std::int64_t i) { return all ? i : first_token(still[static_cast<std::size_t>(i)] + 1) - 1; }, result.mutable_data_ptr<float>());
     if (all || count == sequences()) return result;
     Tensor rows = at::full({sequences(), config_.vocab}, std::numeric_limits<float>::quiet_NaN(), at::TensorOptions(kFloat32));
     for (std::int64_t i = 0; i < count; ++i) rows[still[static_cast<std::size_t>(i)]].copy_(result[i]);

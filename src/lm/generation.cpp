@@ -298,16 +298,16 @@ void Generator::decide(Batch& batch) {
   if (options_.hooks.before_decision) options_.hooks.before_decision({keeper_, view, batch.steps});
   const Plan plan = keeper_.plan(view);
   if (options_.hooks.on_event && !plan.cuts.empty()) options_.hooks.on_event({keeper_, view, plan});
-  std::vector<std::int64_t> folded_before;  // near bytes of what each sequence has folded
-  for (const SequenceId id : batch.ids) folded_before.push_back(near_bytes(id) - live_bytes(sequences_.at(id).lengths));
+  std::vector<std::int64_t> bytes_before;
+  for (const Cut& cut : plan.cuts) bytes_before.push_back(near_bytes(cut.sequence));
   const Report report = keeper_.apply(plan, view);
   if (pages_) pages_->sequences.settle(view, report.pages);
-  for (const Cut& cut : report.cuts) {
+  for (std::size_t c = 0; c < report.cuts.size(); ++c) {
+    const Cut& cut = report.cuts[c];
     const auto i = static_cast<std::size_t>(std::find(batch.ids.begin(), batch.ids.end(), cut.sequence) - batch.ids.begin());
     Sequence& sequence = sequences_.at(cut.sequence);
-    const std::int64_t bytes_before = live_bytes(sequence.lengths) + folded_before[i];
     std::copy_n(batch.after.begin() + static_cast<std::ptrdiff_t>(i * rows), rows, sequence.lengths.begin());
-    record(cut.sequence, cut, bytes_before);
+    record(cut.sequence, cut, bytes_before[c]);
   }
 }
 

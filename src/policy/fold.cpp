@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "check_sequences.h"
 #include "kvkeep/policy/keeper.h"
 
 namespace kvkeep {
@@ -103,7 +104,8 @@ void Keeper::surprise(SequenceId sequence, std::span<const float> nats) {
 }
 
 void Keeper::check_attended(const Observation& o, const Attended& attended) const {
-  check_queries(o);
+  require(o.queries.defined(), "view: layer ", o.layer, " comes without queries; folded spans are read by them, allowed those of every token");
+  check_queries("view", o);
   const std::int64_t tokens = o.indptr.back();
   require(o.basis == QueryBasis::post_rope, "view: queries of layer ", o.layer, " come before RoPE; allowed after it");
   const auto fits = [](const Tensor& t, at::IntArrayRef shape) { return t.defined() && t.scalar_type() == kFloat32 && t.device().is_cpu() && t.is_contiguous() && t.sizes() == shape; };
@@ -117,7 +119,7 @@ ReadCounts Keeper::view(const Observation& o, const Attended& attended) {
   const MemoryOptions* memory = policy_->memory();
   ReadCounts counts;
   if (index < 0 || memory == nullptr) return counts;
-  require(o.indptr.size() == o.sequences.size() + 1 && o.indptr.front() == 0, "view: indptr has ", o.indptr.size(), " entries for ", o.sequences.size(), " sequences; allowed one more than sequences, the first 0");
+  check_sequences("view", o);
   for (const SequenceId id : o.sequences) static_cast<void>(at(id));
   check_attended(o, attended);
   for (std::size_t i = 0; i < o.sequences.size(); ++i) {
@@ -135,7 +137,7 @@ ReadCounts Keeper::view(const Observation& o, const Attended& attended) {
     const Reading reading{.zoom = memory->zoom,
                           .router = memory->learned() ? &memory->routing->layers[static_cast<std::size_t>(o.layer)] : nullptr,
                           .entries = memory->entries_share > 0 ? memory->entries_share * static_cast<double>(s.logical) : memory->entries,
-                          .entries_per_span = memory->entries_per_span(spec_.group(), spec_.key_dim),
+                          .entries_per_span = memory->entries_per_span(spec_.group(), spec_.key_dim, memory->learned()),
                           .entries_per_token = memory->entries_per_token(spec_.key_dim),
                           .per_head = memory->published_budget,
                           .damage = memory->damage,

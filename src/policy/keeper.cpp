@@ -6,6 +6,7 @@
 #include <utility>
 #include <variant>
 
+#include "check_sequences.h"
 #include "kvkeep/core/page_allocator.h"
 #include "device_columns.h"
 #include "kvkeep/keep/compact.h"
@@ -175,15 +176,11 @@ void Keeper::reset(SequenceId sequence) {
 }
 
 void Keeper::check(const Observation& o) const {
-  require(o.layer >= 0 && o.layer < spec_.num_layers(), "observe: layer ", o.layer, " is out of range; allowed 0 to ", spec_.num_layers() - 1);
-  require(o.indptr.size() == o.sequences.size() + 1 && !o.indptr.empty() && o.indptr.front() == 0, "observe: indptr has ", o.indptr.size(), " entries for ",
-          o.sequences.size(), " sequences; allowed one more than sequences, the first 0");
+  check_sequences("observe", o);
   const std::int32_t tokens = o.indptr.back();
   require(o.positions.empty() || static_cast<std::int32_t>(o.positions.size()) == tokens, "observe: ", o.positions.size(), " positions for ", tokens, " tokens; allowed none or one each");
   for (std::size_t i = 0; i < o.sequences.size(); ++i) {
     const Sequence& s = at(o.sequences[i]);
-    require(o.indptr[i] <= o.indptr[i + 1], "observe: indptr falls from ", o.indptr[i], " to ", o.indptr[i + 1], " at sequence ", o.sequences[i], "; allowed ascending");
-    for (std::size_t e = 0; e < i; ++e) require(o.sequences[e] != o.sequences[i], "observe: sequence ", o.sequences[i], " stands twice in one step; allowed once");
     const std::int32_t own_tokens = o.indptr[i + 1] - o.indptr[i];
     require(!begins_prompt(s, own_tokens) || s.prompt <= own_tokens, "observe: sequence ", o.sequences[i], " brings ", own_tokens, " of the ", s.prompt, " tokens of its prompt; ", policy_->name(),
             " compares layers over the whole prompt, allowed all of it in one step");
@@ -205,7 +202,7 @@ void Keeper::check(const Observation& o) const {
     }
   }
   if (needs_.queries == 0) return;
-  check_queries(o);
+  check_queries("observe", o);
   for (const SequenceId id : o.sequences)
     require(at(id).ring.takes(o.queries.scalar_type()), "observe: queries of layer ", o.layer, ", sequence ", id, ", are ", c10::toString(o.queries.scalar_type()), "; earlier ones were ",
             c10::toString(at(id).ring.dtype()), ", allowed one dtype");
@@ -213,16 +210,16 @@ void Keeper::check(const Observation& o) const {
           " RoPE; earlier ones came the other way, allowed one basis");
 }
 
-void Keeper::check_queries(const Observation& o) const {
+void Keeper::check_queries(const char* operation, const Observation& o) const {
   const Tensor& q = o.queries;
   const std::int32_t tokens = o.indptr.back();
-  require(q.defined(), "observe: layer ", o.layer, " comes without queries; policy ", policy_->name(), " needs ", needs_.queries > 0 ? text("the last ", needs_.queries, " of every full layer") : "those of prompts");
-  require(q.dim() == 3 && q.size(0) == tokens && q.size(1) == spec_.query_heads && q.size(2) == spec_.key_dim, "observe: queries of layer ", o.layer, " have ", q.dim(),
+  require(q.defined(), operation, ": layer ", o.layer, " comes without queries; policy ", policy_->name(), " needs ", needs_.queries > 0 ? text("the last ", needs_.queries, " of every full layer") : "those of prompts");
+  require(q.dim() == 3 && q.size(0) == tokens && q.size(1) == spec_.query_heads && q.size(2) == spec_.key_dim, operation, ": queries of layer ", o.layer, " have ", q.dim(),
           " dimensions", q.dim() == 3 ? text(" [", q.size(0), ", ", q.size(1), ", ", q.size(2), "]") : "", "; allowed [", tokens, ", ", spec_.query_heads, ", ",
           spec_.key_dim, "]");
-  require(is_scorable(q.scalar_type()), "observe: queries of layer ", o.layer, " are ", c10::toString(q.scalar_type()), "; allowed f32, f16, bf16");
-  require(q.stride(2) == 1 || spec_.key_dim == 1, "observe: queries of layer ", o.layer, " have stride ", q.stride(2), " in the last dimension; allowed 1");
-  require(q.device() == device(), "observe: queries of layer ", o.layer, " are on ", q.device().str(), "; the keeper works on ", device().str(), ", allowed there only");
+  require(is_scorable(q.scalar_type()), operation, ": queries of layer ", o.layer, " are ", c10::toString(q.scalar_type()), "; allowed f32, f16, bf16");
+  require(q.stride(2) == 1 || spec_.key_dim == 1, operation, ": queries of layer ", o.layer, " have stride ", q.stride(2), " in the last dimension; allowed 1");
+  require(q.device() == device(), operation, ": queries of layer ", o.layer, " are on ", q.device().str(), "; the keeper works on ", device().str(), ", allowed there only");
 }
 
 /// True when these tokens are the first that any layer shows of this step.

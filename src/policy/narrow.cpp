@@ -1,12 +1,12 @@
 // Keeper's part of a prompt: layer by layer, while it runs.
 
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <numeric>
 #include <utility>
 
+#include "check_sequences.h"
 #include "kvkeep/core/dispatch.h"
 #include "kvkeep/core/page_allocator.h"
 #include "kvkeep/keep/compact.h"
@@ -65,16 +65,6 @@ PageMove give_back_pages(const CacheView& view, std::size_t place, std::int64_t 
   if (view.pages != nullptr)
     for (const std::int32_t page : move.freed) view.pages->give_back(page);
   return move;
-}
-
-/// What Keeper::observe() asks of them too.
-void check_sequences(const Observation& o) {
-  require(o.indptr.size() == o.sequences.size() + 1 && o.indptr.front() == 0, "narrow: indptr has ", o.indptr.size(), " entries for ", o.sequences.size(),
-          " sequences; allowed one more than sequences, the first 0");
-  for (std::size_t i = 0; i < o.sequences.size(); ++i) {
-    require(o.indptr[i] <= o.indptr[i + 1], "narrow: indptr falls from ", o.indptr[i], " to ", o.indptr[i + 1], " at sequence ", o.sequences[i], "; allowed ascending");
-    for (std::size_t e = 0; e < i; ++e) require(o.sequences[e] != o.sequences[i], "narrow: sequence ", o.sequences[i], " stands twice in one step; allowed once");
-  }
 }
 
 void check_finite(const RowGroup& group, const ModelSpec& spec) {
@@ -166,8 +156,8 @@ LayerReport Keeper::narrow(const Observation& o, const CacheView& view) {
     Sequence& s = const_cast<Sequence&>(at(o.sequences[i]));
     if (s.pass == nullptr) continue;
     if (!std::exchange(checked, true)) {
-      check_sequences(o);
-      check_queries(o);
+      check_sequences("narrow", o);
+      check_queries("narrow", o);
     }
     plans.push_back(plan_layer(s, o, i, view));
   }

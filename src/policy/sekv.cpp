@@ -53,13 +53,9 @@ Sekv::Sekv(SekvOptions options, std::string json) : options_(std::move(options))
   require_no_problems("sekv", found);
 }
 
-double Sekv::entries_per_span(std::int64_t group, std::int64_t dim, bool learned) const {
-  return learned && options_.variant == Variant::strict ? 1 + static_cast<double>(group) / (2.0 * static_cast<double>(dim)) : 1;
-}
-
 SegmenterOptions Sekv::segmenter(std::int64_t tokens, std::int64_t group, std::int64_t dim, bool learned) const {
   SegmenterOptions o = options_.segmenter;
-  o.entries_per_span = entries_per_span(group, dim, learned);
+  o.entries_per_span = options_.memory.entries_per_span(group, dim, learned);
   const double budget = options_.budget_share > 0 ? options_.budget_share * static_cast<double>(tokens) : options_.budget;
   if (budget > 0 && options_.variant == Variant::strict) o.most_entries = (1 - options_.zoom_share) * budget;
   return o;
@@ -69,7 +65,7 @@ ZoomBudget Sekv::zoom_budget(const Segments& segments, std::int64_t group, std::
   ZoomBudget b;
   if (options_.budget > 0) b.entries = options_.budget;
   if (options_.budget_share > 0) b.entries = options_.budget_share * segments.tokens;
-  b.resident = segments.entries(entries_per_span(group, dim, learned));
+  b.resident = segments.entries(options_.memory.entries_per_span(group, dim, learned));
   b.per_head = options_.variant == Variant::official;
   return b;
 }

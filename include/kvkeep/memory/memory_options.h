@@ -48,9 +48,9 @@ struct MemoryOptions {
     return sketch && !learned() ? static_cast<double>(KeySketch::words(dim) * 4 + 2) / static_cast<double>(2 * dim * static_cast<std::int64_t>(c10::elementSize(factors.store))) : 0;
   }
 
-  /// What a folded span counts as, in entries: of a learned router a norm for each of `group` query heads is near beside key and value of `dim` numbers.
-  [[nodiscard]] double entries_per_span(std::int64_t group, std::int64_t dim) const {
-    return learned() && !published_budget ? 1 + static_cast<double>(group) / (2.0 * static_cast<double>(dim)) : 1;
+  /// What a folded span counts as, in entries: for a trained router (`learned`) a norm for each of `group` query heads is near beside key and value of `dim` numbers.
+  [[nodiscard]] double entries_per_span(std::int64_t group, std::int64_t dim, bool learned) const {
+    return learned && !published_budget ? 1 + static_cast<double>(group) / (2.0 * static_cast<double>(dim)) : 1;
   }
 };
 

@@ -237,7 +237,7 @@ class Keeper {
   [[nodiscard]] const Sequence& at(SequenceId sequence) const;
   [[nodiscard]] std::int32_t row_of(std::int32_t layer, std::int32_t head) const;
   void check(const Observation& observation) const;
-  void check_queries(const Observation& observation) const;
+  void check_queries(const char* operation, const Observation& observation) const;
   [[nodiscard]] std::span<const std::int32_t> already_shown(const Sequence& sequence, std::int32_t layer, std::int32_t tokens) const;
   [[nodiscard]] RowTable table_of(const CacheView& view, std::span<const std::int32_t> due) const;
   [[nodiscard]] Evidence evidence_of(const RowTable& table) const;

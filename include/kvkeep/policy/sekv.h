@@ -50,8 +50,6 @@ class Sekv final : public KVPolicy {
   [[nodiscard]] ZoomBudget zoom_budget(const Segments& segments, std::int64_t group, std::int64_t dim, bool learned) const;
 
  private:
-  [[nodiscard]] double entries_per_span(std::int64_t group, std::int64_t dim, bool learned) const;
-
   SekvOptions options_;
   std::string json_;
 };

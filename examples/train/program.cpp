@@ -1,0 +1,30 @@
+#include "program.h"
+
+#include <malloc.h>
+
+#include <cstdio>
+#include <exception>
+
+#include "kvkeep/core/error.h"
+
+namespace train {
+
+int run_program(const char* name, int (*run)(int argc, char** argv), int argc, char** argv) {
+  try {
+    return run(argc, argv);
+  } catch (const kvkeep::Error& error) {
+    std::fprintf(stderr, "%s: %s\n", name, error.what());
+    return 2;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s: %s\n", name, error.what());
+    return 1;
+  }
+}
+
+void keep_freed_memory(int arenas) {
+  mallopt(M_ARENA_MAX, arenas);
+  mallopt(M_MMAP_THRESHOLD, 1 << 25);
+  mallopt(M_TRIM_THRESHOLD, 1 << 30);
+}
+
+}  // namespace train
