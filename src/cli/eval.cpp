@@ -105,8 +105,8 @@ struct Measured {
   [[nodiscard]] double going_on() const { return prompts_narrowed == 0 ? std::nan("") : static_cast<double>(tokens_going_on) / static_cast<double>(prompts_narrowed); }
   [[nodiscard]] double far() const { return samples_folded == 0 ? std::nan("") : static_cast<double>(far_bytes) / static_cast<double>(samples_folded); }
   [[nodiscard]] double moved() const { return samples_folded == 0 || decoded_tokens == 0 ? std::nan("") : static_cast<double>(moved_bytes) / static_cast<double>(decoded_tokens); }
-  [[nodiscard]] double opened() const { return reads.queries == 0 ? std::nan("") : static_cast<double>(reads.zooms) / static_cast<double>(reads.queries); }
-  [[nodiscard]] double tokens_opened() const { return reads.queries == 0 ? std::nan("") : static_cast<double>(reads.tokens) / static_cast<double>(reads.queries); }
+  [[nodiscard]] double opened() const { return reads.a_query(reads.zooms); }
+  [[nodiscard]] double tokens_opened() const { return reads.a_query(reads.tokens); }
   void add_folded(const lm::Completion& done) {
     if (!done.folded) return;
     ++samples_folded;

@@ -89,8 +89,6 @@ Json prompt_json(const PromptReport& prompt) {
           {"entered", prompt.entered},   {"going_on", prompt.going_on},               {"second_pass", prompt.second_pass}};
 }
 
-double a_query(std::int64_t count, const ReadCounts& reads) { return reads.queries == 0 ? std::nan("") : static_cast<double>(count) / static_cast<double>(reads.queries); }
-
 // What was folded by the end, and what reading it took.
 std::string folded_line(const Outcome& outcome) {
   const FoldedState& folded = *outcome.done.folded;
@@ -98,7 +96,7 @@ std::string folded_line(const Outcome& outcome) {
   std::string line = text("Folded: ", folded.tokens, " slots into ", folded.spans, folded.spans == 1 ? " span" : " spans", "; near ", bytes_cell(folded.near_bytes).shown, ", far ", bytes_cell(folded.far_bytes).shown);
   if (folded.disk_bytes > 0) line += text(", ", bytes_cell(folded.disk_bytes).shown, " of that on disk");
   line += text("; moved near ", bytes_cell(outcome.near.bytes_moved).shown);
-  if (reads.queries > 0) line += text("; a query and KV head opened ", real_cell(a_query(reads.zooms, reads), 2).shown, " spans of ", real_cell(a_query(reads.tokens, reads), 1).shown, " tokens");
+  if (reads.queries > 0) line += text("; a query and KV head opened ", real_cell(reads.a_query(reads.zooms), 2).shown, " spans of ", real_cell(reads.a_query(reads.tokens), 1).shown, " tokens");
   if (reads.damaged > 0) line += text("; ", reads.damaged, " times a coarse entry stood for factors that could not be read");
   return line;
 }

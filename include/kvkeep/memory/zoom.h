@@ -43,6 +43,9 @@ struct ReadCounts {
   std::int64_t tokens = 0;   ///< in them
   std::int64_t damaged = 0;  ///< read as their coarse entry, for their factors could not be read
 
+  /// One of these numbers for each query; NaN where there was none.
+  [[nodiscard]] double a_query(std::int64_t count) const { return queries == 0 ? std::numeric_limits<double>::quiet_NaN() : static_cast<double>(count) / static_cast<double>(queries); }
+
   ReadCounts& operator+=(const ReadCounts& other);
   friend ReadCounts operator+(ReadCounts a, const ReadCounts& b) { return a += b; }
 };
