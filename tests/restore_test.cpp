@@ -1,5 +1,7 @@
 // Sequences that are saved and come back elsewhere: they go on to the same bits, and a file that does not fit changes nothing.
 
+#include <ATen/ops/cat.h>
+#include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -260,6 +262,64 @@ TEST(Restore, ComesBackAsItWasBeforeItsFirstToken) {
   expect_same_sequence(here.keeper, 2, there.keeper, 4, engines::kLayers, engines::kHeads);
 }
 
+TEST(Restore, ComesBackBeforeItsFirstFold) {
+  const File file("unfolded");
+  for (const std::string& policy : {kSekv, kAms})
+    for (const int tokens : {0, 5}) {
+      FoldingEngine here(policy), there(policy, 2);
+      here.join(1);
+      if (tokens > 0) here.step({{1, tokens}});
+      ASSERT_EQ(here.keeper.folded(1).spans, 0);
+      here.keeper.save(1, file.path);
+      there.keeper.restore(1, file.path);
+      expect_same_sequence(here.keeper, 1, there.keeper, 1, FoldingEngine::kLayers, FoldingEngine::kHeads);
+    }
+}
+
+TEST(Restore, RefusesPoliciesThatAreNoObjectOfOptions) {
+  const File whole("told"), forged("untold");
+  engines::DenseEngine here(kRkv, true, kFloat32);
+  here.join(1);
+  here.keeper.save(1, whole.path);
+  const io::SafetensorsFile honest = io::SafetensorsFile::open(whole.path);
+  StateTensors tensors;
+  for (const std::string& name : honest.names()) tensors.emplace_back(name, honest.tensor(name));
+  for (const std::string& policy : {std::string("{}"), std::string("[]"), std::string("no JSON"), "{\"a\":" + std::string(1000000, '[') + std::string(1000000, ']') + "}"}) {
+    std::map<std::string, std::string> about = honest.metadata();
+    about["policy"] = policy;
+    write_state(forged.path, tensors, about);
+    engines::DenseEngine there(kRkv, true, kFloat32);
+    EXPECT_NE(message_of<InvalidArgument>([&] { there.keeper.restore(1, forged.path); }).find("was saved under another policy"), std::string::npos);
+  }
+}
+
+TEST(Restore, RefusesMoreQueriesThanItHasSeenTokens) {
+  const File whole("few"), forged("many");
+  const std::string snapkv = "snapkv,budget=64,recent=8,interval=8";
+  engines::DenseEngine here(snapkv, true, kFloat32), there(snapkv, true, kFloat32);
+  oracle::Random random(2);
+  here.join(1);
+  here.step(engines::numbers_of(random, {{1, 5}}));
+  here.keeper.save(1, whole.path);
+  const io::SafetensorsFile honest = io::SafetensorsFile::open(whole.path);
+  for (const int more : {1, 2, 11}) {
+    StateTensors tensors;
+    for (const std::string& name : honest.names()) {
+      Tensor t = honest.tensor(name);
+      if (name == "queries.positions") t = at::cat({at::full({more}, 0, t.options()), t}, 0);
+      if (name == "queries") {
+        std::vector<std::int64_t> shape = t.sizes().vec();
+        shape[1] = more;
+        t = at::cat({at::full(shape, 0, t.options()), t}, 1);
+      }
+      tensors.emplace_back(name, t);
+    }
+    write_state(forged.path, tensors, honest.metadata());
+    const std::string said = message_of<InvalidArgument>([&] { there.keeper.restore(1, forged.path); });
+    EXPECT_NE(said.find("query ring"), std::string::npos) << said;
+  }
+}
+
 TEST(Restore, RefusesAnotherPolicyOrModelByTheFieldsThatDiffer) {
   const File file("other");
   engines::DenseEngine here("ams-tova,budget=32,interval=8,recent=8,window=4", true, kFloat32);
@@ -363,7 +423,7 @@ TEST(Restore, TrustsNoNumberOfAFileThatIsWhole) {
       Tensor& t = tensors[victim].second;
       const bool resized = random.between(0, 4) == 0;
       if (resized && t.dim() > 0 && t.size(0) > 0) {
-        t = t.narrow(0, 0, t.size(0) - 1).clone();
+        t = random.between(0, 1) == 0 ? t.narrow(0, 0, t.size(0) - 1).clone() : at::cat({t, t.narrow(0, 0, 1)}, 0);
       } else if (t.nbytes() >= 4) {
         const std::int32_t values[] = {-1, 0, 1, 7, 100, 1 << 30, INT32_MAX, INT32_MIN};
         const std::int32_t value = values[random.between(0, 7)];

@@ -142,6 +142,7 @@ TEST_F(Safetensors, RefuseALyingTensorByName) {
   expect_refused(one(R"({"dtype":"F32","shape":[2],"data_offsets":[0,8],"more":1})"), {"'w'"});
   expect_refused(one("[]"), {"'w'"});
   expect_refused(one(R"({"dtype":"F32","shape":[4294967296,4294967296,4],"data_offsets":[0,8]})"), {"'w'", "overflow"});
+  expect_refused(one(R"({"dtype":"U8","shape":[0,4611686018427387904,4611686018427387904],"data_offsets":[0,0]})", 0), {"'w'", "overflow"});
   expect_refused(one(R"({"dtype":"F32","shape":[18446744073709551615,0],"data_offsets":[0,0]})", 0), {"'w'"});
 }
 

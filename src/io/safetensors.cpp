@@ -119,7 +119,7 @@ std::uint64_t bytes_of_shape(const std::vector<std::uint64_t>& shape, std::uint6
   std::uint64_t bytes = item_bytes;
   for (const std::uint64_t size : shape) {
     require(size <= kMost, subject, "has a dimension of ", size, "; allowed sizes whose product fits 2^62 bytes");
-    if (empty || size == 0) continue;
+    if (size == 0) continue;  // strides are made of the others
     require(bytes <= kMost / size, subject, "has a shape whose product overflows; allowed at most 2^62 bytes");
     bytes *= size;
   }

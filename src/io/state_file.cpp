@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iomanip>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <span>
@@ -18,14 +19,16 @@ using Json = nlohmann::json;
 constexpr const char *kVersionKey = "kvkeep_sequence", *kVersion = "1", *kChecksumKey = "checksum";
 constexpr std::size_t kMostNamed = 6;  ///< differences that a message lists
 
-/// Of everything that a file says but the checksum itself: the checksum of a list of checksums, one a tensor and one of the words.
+/// Of everything that a file says but the checksum itself: the checksum of a list of checksums, one a tensor and one of the words. The order of tensors does not count: where some are empty, it is not
+/// told by a file.
 std::string checksum_of(const StateTensors& tensors, const std::map<std::string, std::string>& about) {
   std::string words;
   const auto add = [&words](std::string_view word) { words += text(word.size(), ':', word); };
   for (const auto& [key, value] : about)
     if (key != kChecksumKey) add(key), add(value);
   std::vector<std::uint64_t> sums;
-  for (const auto& [name, tensor] : tensors) {
+  std::map<std::string_view, Tensor> by_name(tensors.begin(), tensors.end());
+  for (const auto& [name, tensor] : by_name) {
     add(name);
     add(text(c10::toString(tensor.scalar_type()), tensor.sizes()));
     sums.push_back(checksum({static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes()}));
@@ -42,9 +45,11 @@ std::string shape_text(at::IntArrayRef shape) {
   return out + "]";
 }
 
+/// What no policy nests as deep is left out: flatten() goes down by recursion.
 Json fields_of(std::string_view object) {
-  const Json parsed = Json::parse(object, nullptr, false);
-  return parsed.is_object() ? parsed.flatten() : Json::object();
+  constexpr int kDeepest = 32;
+  const Json parsed = Json::parse(object, [](int depth, Json::parse_event_t, Json&) { return depth <= kDeepest; }, false);
+  return parsed.is_object() && !parsed.empty() ? parsed.flatten() : Json::object();
 }
 
 std::string value_at(const Json& fields, const std::string& path) {

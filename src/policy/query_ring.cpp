@@ -96,7 +96,7 @@ void QueryRing::take(const Held& held) {
           " layers with ", held.data.size(), " bytes of ", count, " queries; allowed ", layers_.size(), " layers, each with at most ", capacity_, " queries of ", bytes, " bytes");
   const std::int64_t seen = held.layers.front().seen;
   for (const Layer& l : held.layers)
-    require(capacity_ == 0 || (l.seen == seen && 0 <= l.first && l.first <= l.oldest && l.oldest <= seen && seen - l.oldest <= count), "query ring: a layer has seen ", l.seen, " tokens, all from ", l.first,
+    require(capacity_ == 0 || (l.seen == seen && 0 <= l.first && l.first <= l.oldest && l.oldest <= seen && seen - l.oldest <= count && count <= seen), "query ring: a layer has seen ", l.seen, " tokens, all from ", l.first,
             " on, and holds those from ", l.oldest, " on; allowed ", seen, " tokens, and at most the ", count, " newest of them");
   layers_ = held.layers;
   if (count == 0) return;

@@ -1,5 +1,6 @@
 // Whatever a file holds that is whole by its checksum: restore() refuses it and changes nothing, or the sequence can go on, be cut back and leave.
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <unistd.h>
@@ -76,11 +77,11 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const std::filesystem::path path = folder + "-forged";
   StateTensors tensors;
   for (const std::string& name : file.names()) tensors.emplace_back(name, file.tensor(name).clone());
-  // Seven bytes a change: which tensor, where or how many, four bytes to write.
+  // Seven bytes a change: which tensor, where or how many less or more, four bytes to write.
   for (; size >= 7; data += 7, size -= 7) {
     Tensor& t = tensors[data[0] % tensors.size()].second;
     const std::size_t at = data[1] | static_cast<std::size_t>(data[2] & 0x7f) << 8;
-    if (data[2] & 0x80) t = t.narrow(0, 0, static_cast<std::int64_t>(at) % (t.size(0) + 1)).clone();
+    if (data[2] & 0x80) t = (data[3] & 1) != 0 && t.size(0) > 0 ? at::cat({t, t.narrow(0, 0, 1 + static_cast<std::int64_t>(at) % t.size(0))}, 0) : t.narrow(0, 0, static_cast<std::int64_t>(at) % (t.size(0) + 1)).clone();
     else if (t.nbytes() >= 4) std::memcpy(static_cast<std::byte*>(t.mutable_data_ptr()) + at % (t.nbytes() / 4) * 4, data + 3, 4);
   }
   write_state(path, tensors, file.metadata());
