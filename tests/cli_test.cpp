@@ -690,6 +690,17 @@ TEST_F(Command, EndsAtCtrlCWith130AndLeavesNoFile) {
   EXPECT_TRUE(fs::is_empty(folder_));
 }
 
+TEST_F(Command, TakesTheFileOfFactorsAlongAtCtrlC) {
+  const std::string file = place("factors");
+  const pid_t child = start({"generate", "--model", model(), "--ids", "1,2,3", "--policy", "tova,budget=64,interval=32,rest=fold,host_bytes=0,file=" + file, "--max-new-tokens", "10000000"});
+  for (int i = 0; i < 600 && !fs::exists(file); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  ASSERT_TRUE(fs::exists(file));
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  ASSERT_EQ(::kill(child, SIGINT), 0);
+  EXPECT_EQ(finish(child).code, 130);
+  EXPECT_TRUE(fs::is_empty(folder_));
+}
+
 }  // namespace
 }  // namespace kvkeep
 

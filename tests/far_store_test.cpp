@@ -319,6 +319,25 @@ TEST(FarStore, ReadsOnWhenItsFileWasDeletedAndLeavesANewOneAlone) {
   EXPECT_EQ(fs::file_size(folder.file()), 10U);
 }
 
+TEST(FarStore, MakesAFileThatWasThereItsUsersAlone) {
+  const SpillFolder folder;
+  std::ofstream(folder.file()).flush();
+  fs::permissions(folder.file(), fs::perms::all);
+  const auto store = FarStore::make({.host_bytes = 0, .file = folder.file()});
+  EXPECT_EQ(fs::status(folder.file()).permissions(), fs::perms::owner_read | fs::perms::owner_write);
+}
+
+TEST(FarStore, TakesItsFileAlongWhereverTheProcessHasGone) {
+  const SpillFolder folder;
+  const fs::path here = fs::current_path();
+  fs::current_path(folder.file().parent_path());
+  auto store = FarStore::make({.host_bytes = 0, .file = folder.file().filename()});
+  fs::current_path(here);
+  EXPECT_TRUE(fs::exists(folder.file()));
+  store = nullptr;
+  EXPECT_FALSE(fs::exists(folder.file()));
+}
+
 TEST(FarStore, RefusesFilesThatAreNotItsOwn) {
   const SpillFolder folder;
   const auto refused = [](const fs::path& file, const std::vector<std::string>& parts) {

@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <deque>
 #include <new>
+#include <system_error>
 #include <thread>
 #include <unordered_map>
 #include <unordered_set>
@@ -192,7 +193,11 @@ void FactorCache::prefetch(std::span<const FarBlobPtr> blobs) {
     if (queue_->ids.contains(blob->id()) || blob->size() > room) continue;
     if (!touch(*blob)) {
       if (!blob->on_disk()) continue;
-      if (!queue_->thread.joinable()) queue_->thread = std::thread([this] { serve(); });
+      if (!queue_->thread.joinable()) try {
+          queue_->thread = std::thread([this] { serve(); });
+        } catch (const std::system_error&) {
+          return;  // the system has no thread to give: blobs come when they are asked for
+        }
       queue_->wishes.push_back({blob->id(), blob->size(), blob});
       queue_->ids.insert(blob->id());
       queue_->bytes += blob->size();

@@ -21,6 +21,7 @@
 #include <utility>
 
 #include "kvkeep/core/problems.h"
+#include "kvkeep/io/atomic_file.h"
 
 namespace kvkeep {
 namespace {
@@ -190,7 +191,7 @@ class Arena {
 /// A file of a store, locked as long as it is open. Its first line says whose it is.
 class SpillFile {
  public:
-  explicit SpillFile(const FarStoreOptions& options) : path_(options.file), cap_(options.file_bytes) {
+  explicit SpillFile(const FarStoreOptions& options) : path_(fs::absolute(options.file)), cap_(options.file_bytes) {
     open();
     try {
       begin();
@@ -198,9 +199,11 @@ class SpillFile {
       ::close(descriptor_);
       throw;
     }
+    removed_.emplace(path_);
   }
 
   ~SpillFile() {
+    removed_.reset();
     if (is_at_its_path()) ::unlink(path_.c_str());
     ::close(descriptor_);
   }
@@ -279,6 +282,8 @@ class SpillFile {
     require(::fstat(descriptor_, &status) == 0 && S_ISREG(status.st_mode), "far store: '", path_.string(), "' is not a regular file");
     const bool ours = status.st_size >= kLine && ::pread(descriptor_, first.data(), first.size(), 0) == kLine && std::string_view(first.data(), first.size()) == kFirstLine;
     require(status.st_size == 0 || ours, "far store: file '", path_.string(), "' is there and is not a far store's; allowed a new name, an empty file, or what a far store left");
+    const std::string unchanged = ::fchmod(descriptor_, 0600) == 0 ? std::string() : reason();  // one that was there may be anybody's to read
+    require(unchanged.empty(), "far store: file '", path_.string(), "' cannot be made this user's alone (", unchanged, "); allowed a file of this user");
     const bool begun = ::ftruncate(descriptor_, 0) == 0 && ::pwrite(descriptor_, kFirstLine.data(), kFirstLine.size(), 0) == kLine;
     if (begun) return;
     const std::string why = reason();
@@ -293,6 +298,7 @@ class SpillFile {
 
   const fs::path path_;
   const std::int64_t cap_;
+  std::optional<io::RemovedOnSignal> removed_;
   int descriptor_ = -1;
   std::int64_t end_ = 0;  ///< behind the last blob; offsets count from the end of the first line
   FreeExtents free_;      ///< none touches end_

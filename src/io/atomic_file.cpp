@@ -25,7 +25,9 @@ struct UnfinishedFile {
 constexpr int kFree = 0, kTaken = 1, kListed = 2;
 std::array<UnfinishedFile, 32> unfinished_files;
 
-int list_unfinished(const std::string& path) {
+/// -1 where there is no room.
+int try_to_list(const std::string& path) {
+  if (path.size() >= unfinished_files[0].path.size()) return -1;
   for (std::size_t i = 0; i < unfinished_files.size(); ++i) {
     UnfinishedFile& file = unfinished_files[i];
     int expected = kFree;
@@ -34,6 +36,12 @@ int list_unfinished(const std::string& path) {
     file.state.store(kListed);
     return static_cast<int>(i);
   }
+  return -1;
+}
+
+int list_unfinished(const std::string& path) {
+  const int slot = try_to_list(path);
+  if (slot >= 0) return slot;
   refuse<StateError>("write file: more than ", unfinished_files.size(), " files are being written at once; allowed ",
                      unfinished_files.size());
 }
@@ -110,6 +118,10 @@ void AtomicFile::commit() {
   slot_ = -1;
   sync_folder(folder_of(path_));
 }
+
+RemovedOnSignal::RemovedOnSignal(const fs::path& path) : slot_(try_to_list(path.string())) {}
+
+RemovedOnSignal::~RemovedOnSignal() { unlist(slot_); }
 
 void write_text_atomically(const fs::path& path, std::string_view content) {
   AtomicFile file(path);

@@ -33,7 +33,20 @@ class AtomicFile {
 /// Writes a text file whole or not at all.
 void write_text_atomically(const std::filesystem::path& path, std::string_view content);
 
-/// Removes the temporary files of every AtomicFile alive. Async-signal-safe: made for a SIGINT handler that exits next.
+/// A file that goes with the process where a signal ends it: remove_unfinished_files() removes it too, as long as this lives. 32 such and AtomicFiles have room at once, and paths below 4096 bytes; others
+/// stay behind.
+class RemovedOnSignal {
+ public:
+  explicit RemovedOnSignal(const std::filesystem::path& path);
+  ~RemovedOnSignal();
+  RemovedOnSignal(const RemovedOnSignal&) = delete;
+  RemovedOnSignal& operator=(const RemovedOnSignal&) = delete;
+
+ private:
+  int slot_;
+};
+
+/// Removes the temporary files of every AtomicFile alive, and every RemovedOnSignal. Async-signal-safe: made for a SIGINT handler that exits next.
 void remove_unfinished_files() noexcept;
 
 }  // namespace kvkeep::io

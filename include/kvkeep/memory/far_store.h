@@ -46,7 +46,7 @@ struct FarStoreOptions {
   std::int64_t host_bytes = kUnlimited;   ///< cap of the host memory that is taken from the system, and so of what is handed out of it, alignment included
   std::filesystem::path file = {};        ///< what does not fit there goes into this file; empty: nowhere
   std::int64_t file_bytes = kUnlimited;   ///< cap of what lies in the file, alignment included; its first line of 64 bytes not counted
-  std::int64_t slab_bytes = 1 << 20;      ///< taken from the system at a time. Blobs above a quarter of it have a slab to themselves
+  std::int64_t slab_bytes = 1 << 20;      ///< taken from the system at a time. A blob above a quarter of it that finds no room gets one of its own size
 
   /// Where slabs come from, for memory that an accelerator reads (pinned). allocate: memory that begins at a multiple of 64, or null where there is none. release: takes it back, with the same number of
   /// bytes. Called one at a time, by any thread. Neither: pages of the system.
