@@ -1,6 +1,9 @@
 // Policies that fold, behind a keeper: nothing is lost, nothing of another sequence is seen, and what cannot be done is refused before anything moves.
 
+#include <ATen/ops/full.h>
 #include <ATen/ops/isfinite.h>
+#include <ATen/ops/isnan.h>
+#include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
 
 #include <fstream>
@@ -222,6 +225,41 @@ TEST(Fold, TakesNoSurprisalForTokensThatDidNotComeAndNoQueriesBeforeRope) {
   EXPECT_NE(message_of([&] { engine.keeper.view({.layer = 0, .sequences = ids, .indptr = indptr, .queries = q, .basis = QueryBasis::post_rope}, {out, at::zeros({1, 3})}); }).find("does not fit"), std::string::npos);
 }
 
+TEST(Fold, FoldsATextAlikeWhereverItsPositionsBegin) {
+  for (const std::string& policy : {kSekv, kAms}) {
+    FoldingEngine here(policy), behind(policy);
+    behind.first_position = 5000;
+    run(here, 1, 100, 60), run(behind, 1, 100, 60);
+    for (std::int32_t h = 0; h < FoldingEngine::kHeads; ++h) {
+      ASSERT_EQ(here.keeper.spans(1, 1, h).size(), behind.keeper.spans(1, 1, h).size()) << policy;
+      for (std::int64_t s = 0; s < here.keeper.spans(1, 1, h).size(); ++s) EXPECT_EQ(here.keeper.spans(1, 1, h).span(s).first + 5000, behind.keeper.spans(1, 1, h).span(s).first);
+    }
+  }
+}
+
+TEST(Fold, KeepsSinksOfAPromptThatLeavesTheWindowByAndBy) {
+  FoldingEngine engine("sekv,recent=12,interval=8,sink=4,memory.max_span=16,memory.min_span=3,memory.alpha=1e6");
+  run(engine, 1, 13, 40);  // one token has left the window at the end of the prompt
+  ASSERT_GT(engine.keeper.folded(1).spans, 0);
+  for (int i = 0; i < 4; ++i) EXPECT_EQ(engine.keeper.positions(1, 0, 0)[static_cast<std::size_t>(i)], i);
+}
+
+TEST(Fold, RefusesIntervalsAndSpansOfWhichNothingWouldFold) {
+  const auto said = [](const std::string& options) { return message_of<InvalidArgument>([&] { Keeper(FoldingEngine::model(), make_policy("sekv," + options), {.surprisal = true, .reads_folded = true}); }); };
+  EXPECT_NE(said("interval=2,memory.min_span=3").find("interval: 2"), std::string::npos);
+  EXPECT_NE(said("memory.min_span=8,memory.max_span=4").find("max_span: 4"), std::string::npos);
+}
+
+TEST(Fold, LeavesAttentionThatIsNotANumberAsItIs) {
+  FoldingEngine engine(kSekv);
+  run(engine, 1, 100, 1);
+  const std::vector<SequenceId> ids{1};
+  const std::vector<std::int32_t> indptr{0, 1};
+  const Tensor q = at::ones({1, 4, 16}), out = at::full({1, 4, 16}, std::nanf("")), lse = at::full({1, 4}, std::nanf(""));
+  engine.keeper.view({.layer = 0, .sequences = ids, .indptr = indptr, .queries = q, .basis = QueryBasis::post_rope}, {out, lse});
+  EXPECT_TRUE(at::isnan(out).all().item<bool>());
+}
+
 // ---- Faults
 
 /// What must be as it was.
@@ -394,6 +432,18 @@ struct Told final : KVPolicy {
   Fold fold;
   MemoryOptions options;
 };
+
+TEST(Fold, NoticesThatViewIsForgottenWhereASingleHeadHasFolded) {
+  FoldingEngine engine("full");
+  Keeper keeper(FoldingEngine::model(), std::make_unique<Told>(Fold{.slots = {0, 1, 2, 3}, .spans = {0, 4}, .indptr = {0, 0, 1, 1, 1}}), {.reads_folded = true});
+  std::swap(engine.keeper, keeper);
+  engine.join(1);
+  engine.step({{1, 9}});
+  ASSERT_EQ(engine.keeper.spans(1, 0, 0).size(), 0);
+  ASSERT_EQ(engine.keeper.spans(1, 0, 1).size(), 1);
+  engine.views = false;
+  EXPECT_NE(message_of([&] { engine.step({{1, 1}}); }).find("call view() behind each layer's attention"), std::string::npos);
+}
 
 TEST(Fold, RefusesSpansThatOverlapOrStayOrLieOutside) {
   const auto told = [](std::vector<std::int32_t> slots, std::vector<std::int64_t> spans) {

@@ -113,6 +113,7 @@ struct FoldingEngine {
   PagePool pages;
   PagedSequences sequences;
   bool paged = false, tells_surprisal = true, views = true;
+  std::int32_t first_position = 0;  ///< where texts begin
   float poison = 0;  ///< added to one number of the keys of the tokens that come
   std::vector<std::int32_t> free_places;
   std::map<SequenceId, Living> living;
@@ -163,7 +164,10 @@ struct FoldingEngine {
         }
       }
     }
-    const Observation seen{.layer = layer, .sequences = view.sequences, .indptr = indptr, .queries = queries, .basis = QueryBasis::post_rope};
+    std::vector<std::int32_t> positions;
+    for (const auto& [id, count] : work)
+      for (std::int32_t t = count; first_position > 0 && t > 0; --t) positions.push_back(first_position + static_cast<std::int32_t>(living.at(id).surprisal.size()) - t);
+    const Observation seen{.layer = layer, .sequences = view.sequences, .indptr = indptr, .queries = queries, .basis = QueryBasis::post_rope, .positions = positions};
     keeper.observe(seen);
     if (views) keeper.view(seen, {out, lse});
     outputs.push_back(out), exact.push_back(all);

@@ -228,5 +228,22 @@ TEST(SpanStore, RefusesRowsThatAreNotFiniteAndGatesThatDoNotFit) {
   }
 }
 
+TEST(SpanStore, RefusesNumbersThatItsDtypeDoesNotHold) {
+  FoldedPrompt p(38, 40, 1, 1, 8, 1);
+  p.keys.mul_(1e5);
+  FactorOptions o;
+  EXPECT_NO_THROW(SpanStore(p.keys, p.values, p.surprisal, {{10, 20}}, o));
+  o.store = kBFloat16;
+  EXPECT_NO_THROW(SpanStore(p.keys, p.values, p.surprisal, {{10, 20}}, o));
+  o.store = kFloat16;
+  try {
+    SpanStore(p.keys, p.values, p.surprisal, {{10, 20}}, o);
+    ADD_FAILURE();
+  } catch (const InvalidArgument& e) {
+    EXPECT_NE(std::string(e.what()).find("tokens 10 to 19"), std::string::npos) << e.what();
+    EXPECT_NE(std::string(e.what()).find("65504"), std::string::npos) << e.what();
+  }
+}
+
 }  // namespace
 }  // namespace kvkeep

@@ -115,6 +115,8 @@ int run(int argc, char** argv) {
     return 0;
   }
 
+  const fs::path folder = fs::absolute(o.out).parent_path();
+  kvkeep::require(fs::is_directory(folder), "--out: there is no folder '", folder.string(), "' for '", o.out, "'; allowed a file in a folder that is there");
   o.training.checkpoint = o.out + ".checkpoint";
   train::RouterParameters parameters(model.shape(), o.inner, o.training.lesson.max_rank, o.training.seed);
   if (!train::train_router(model, parameters, o.training)) {

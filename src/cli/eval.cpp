@@ -29,7 +29,7 @@ Examples:
   kvkeep eval --model examples/model --task ask --policy ams-tova,variant=official,budget=128 --samples 100 -o csv
   kvkeep eval --model examples/model --policy tova --policy ams-tova --budgets 128 --samples 100 --against tova
   kvkeep eval --model examples/model --policy tova,ratio=0.5 --policy ams-tova,bytes=200000 --diagnostics
-  kvkeep eval --model examples/model --task ask,chain --policy full --policy sekv,recent=32,interval=32,alpha=3 --policy tova,budget=32,recent=16,rest=fold
+  kvkeep eval --model examples/model --task ask,chain --policy full --policy sekv,recent=32,interval=32,alpha=3 --policy tova,budget=32,interval=32,recent=16,rest=fold
   kvkeep eval --model examples/model --task needle --length 1024 --retrieval 4 --batch 1 --policy full --policy fastkv,layer=1,window=16 --budgets 256
 
 Teacher forced: the trace of each sample is fed, and a look-up is right when the argmax of the logits before it is the value that was asked

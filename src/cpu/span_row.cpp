@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 #include <utility>
 
@@ -269,6 +270,7 @@ class RowFolding {
       factors.offset = total;
       total += factors.numbers(batch.length, dim_);
       std::vector<float> mean(matrices.mean(n), matrices.mean(n) + dim_);
+      require_storable(mean, f, s, slots);
       cpu::narrow(mean.data(), dim_, options_.store, row.coarse_[static_cast<std::size_t>(side)].data() + s * dim_ * bytes_of_number());
       if (trace_ == nullptr) continue;
       const auto at = static_cast<std::ptrdiff_t>((2 * (first_[r] + s) + side) * options_.max_rank);
@@ -278,9 +280,19 @@ class RowFolding {
     if (total == 0) return;
     std::vector<float> numbers(static_cast<std::size_t>(total));
     for (std::int64_t side = 0; side < 2; ++side) matrices.write(2 * i + side, numbers.data() + span.factors[static_cast<std::size_t>(side)].offset);
+    require_storable(numbers, f, s, slots);
     std::vector<std::byte> bytes(static_cast<std::size_t>(total * bytes_of_number()));
     cpu::narrow(numbers.data(), total, options_.store, bytes.data());
     row.blobs_[static_cast<std::size_t>(s)] = far_.put(bytes, label_of(f, s, slots));
+  }
+
+  void require_storable(std::span<const float> numbers, const RowFold& f, std::int64_t s, std::span<const std::int32_t> slots) const {
+    const float most = options_.store == kFloat16    ? static_cast<float>(std::numeric_limits<c10::Half>::max())
+                       : options_.store == kBFloat16 ? static_cast<float>(std::numeric_limits<c10::BFloat16>::max())
+                                                     : std::numeric_limits<float>::max();
+    bool fits = true;
+    for (const float x : numbers) fits &= std::abs(x) <= most;
+    require(fits, "fold: coarse entry or factors of ", label_of(f, s, slots), " hold a number that ", c10::toString(options_.store), " cannot; allowed up to ", most, ", or another store");
   }
 
   [[nodiscard]] std::int64_t bytes_of_number() const { return static_cast<std::int64_t>(c10::elementSize(options_.store)); }

@@ -153,6 +153,13 @@ Limits Evict::limits(const Evidence& evidence) const {
   return limits;
 }
 
+std::vector<std::string> Evict::problems(const ModelSpec& spec) const {
+  std::vector<std::string> found = scorer_->problems(spec);
+  if (retention_.rest != nullptr)
+    for (std::string& one : retention_.rest->memory.problems(spec)) found.push_back(std::move(one));
+  return found;
+}
+
 Decision Evict::decide(const Evidence& evidence) const {
   const Limits limits = this->limits(evidence);
   WindowNeeds shared = scorer_->shares();

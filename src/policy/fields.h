@@ -23,6 +23,8 @@ class Fields {
   static Fields reader(const nlohmann::json& from, std::filesystem::path folder = {}) { return Fields(&from, std::move(folder)); }
   static Fields lister() { return Fields(nullptr, {}); }
   [[nodiscard]] bool listing() const { return from_ == nullptr; }
+  /// True where this object gives `name`, whatever it holds.
+  [[nodiscard]] bool has(const char* name) const { return !listing() && from_->contains(name); }
 
   bool uneven_heads = false;   ///< rows of a layer may differ in length: scorers that read them side by side have other defaults
   bool values_weighed = false; ///< the allocator weighs values itself: scorers that do so too have other defaults

@@ -97,8 +97,11 @@ void Keeper::surprise(SequenceId sequence, std::span<const float> nats) {
   const auto positions = newest.last(static_cast<std::size_t>(open));
   for (std::size_t i = 0; i < nats.size(); ++i) {
     const auto at = static_cast<std::size_t>(positions[i]);
-    if (s.surprisal.size() <= at) s.surprisal.resize(at + 1);
-    s.surprisal[at] = nats[i];
+    if (const auto had = static_cast<std::int64_t>(s.surprisal.size()); had <= positions[i]) {  // 0 for a prefix that was never seen, nothing for positions without a token
+      s.surprisal.resize(at + 1, kNoToken);
+      if (had < s.prefix) std::fill(s.surprisal.begin() + had, s.surprisal.begin() + std::min<std::int64_t>(s.prefix, positions[i]), 0.0F);
+    }
+    s.surprisal[at] = std::max(nats[i], 0.0F);
   }
   s.surprised += static_cast<std::int64_t>(nats.size());
 }
@@ -143,7 +146,7 @@ ReadCounts Keeper::view(const Observation& o, const Attended& attended) {
                           .damage = memory->damage,
                           .cache = near_.get()};
     const Tensor lse = attended.log_sum_exp.narrow(0, first, tokens), out = attended.out.narrow(0, first, tokens);
-    const Tensor seen = lse.gt(-std::numeric_limits<float>::infinity());
+    const Tensor seen = lse.ne(-std::numeric_limits<float>::infinity());
     OpenAttention open{lse, seen.to(kFloat32), out};
     out.masked_fill_(seen.logical_not().unsqueeze(2), 0);
     std::vector<std::vector<std::int32_t>> opened;

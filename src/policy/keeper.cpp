@@ -81,8 +81,7 @@ std::vector<std::string> problems(const KVPolicy& policy, const ModelSpec& spec,
     if (policy.narrows()) found.push_back(text("device: ", policy.name(), " narrows prompts, which a keeper does on the CPU only; given ", provided.accelerator->device().str()));
     if (needs.statistics_from >= 0) found.push_back(text("device: ", policy.name(), " reads statistics of every query, which are kept on the CPU only; given ", provided.accelerator->device().str()));
   }
-  if (const MemoryOptions* memory = policy.memory()) {
-    for (std::string& one : memory->problems(spec)) found.push_back(std::move(one));
+  if (policy.memory() != nullptr) {
     if (provided.accelerator != nullptr) found.push_back(text("device: ", policy.name(), " folds spans, which a keeper does on the CPU only; given ", provided.accelerator->device().str()));
     if (!provided.reads_folded) found.push_back(text("reads_folded: ", policy.name(), " folds spans; the engine does not say that it calls view() behind each layer's attention"));
   }
@@ -350,7 +349,7 @@ Plan Keeper::plan(const CacheView& view) const {
                         " reads that of all, give them with surprise()");
     for (const std::int32_t l : full_layers_) {
       const auto index = static_cast<std::size_t>(layer_index_[static_cast<std::size_t>(l)]);
-      if (s.memory.empty() || s.memory[index * static_cast<std::size_t>(spec_.kv_heads)].size() == 0) continue;
+      if (s.memory.empty() || std::ranges::all_of(std::span(s.memory).subspan(index * static_cast<std::size_t>(spec_.kv_heads), static_cast<std::size_t>(spec_.kv_heads)), [](const SpanRow& row) { return row.size() == 0; })) continue;
       require<StateError>(s.viewed[index] == s.logical, "step: layer ", l, " of sequence ", view.sequences[i], " has read its folded spans for ", s.viewed[index], " of ", s.logical,
                           " tokens; call view() behind each layer's attention");
     }

@@ -409,7 +409,10 @@ bool fit(const AllocatorEntry& allocator, const ScorerEntry& scorer) {
 void describe_rest(Fields& f, Retention& r) {
   bool folds = false;
   f.choice("rest", folds, {{"drop", false}, {"fold", true}}, "slots that do not stay: dropped, or folded into spans that open again where a query asks (docs/memory.md)");
-  if (!folds && !f.listing()) return;
+  if (!folds && !f.listing()) {
+    require(!f.has("memory"), "policy: options of folded spans (memory) are given, and rest is drop; allowed with rest=fold");
+    return;
+  }
   RestOptions rest;
   f.enter("memory");
   f.integer("min_span", rest.min_span, 1, INT32_MAX, "with rest=fold: what neighbouring segments drop shares a span until it has so many tokens");

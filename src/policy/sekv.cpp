@@ -53,6 +53,14 @@ Sekv::Sekv(SekvOptions options, std::string json) : options_(std::move(options))
   require_no_problems("sekv", found);
 }
 
+std::vector<std::string> Sekv::problems(const ModelSpec& spec) const {
+  std::vector<std::string> found = options_.memory.problems(spec);
+  const SegmenterOptions& s = options_.segmenter;
+  if (options_.interval < s.min_span) found.push_back(text("interval: ", options_.interval, ", and runs below min_span ", s.min_span, " stay as they are, so nothing that is generated would fold; allowed min_span or more"));
+  if (s.max_span > 0 && s.max_span < s.min_span) found.push_back(text("max_span: ", s.max_span, ", and pieces below min_span ", s.min_span, " stay as they are, so nothing would fold; allowed min_span or more"));
+  return found;
+}
+
 SegmenterOptions Sekv::segmenter(std::int64_t tokens, std::int64_t group, std::int64_t dim, bool learned) const {
   SegmenterOptions o = options_.segmenter;
   o.entries_per_span = options_.memory.entries_per_span(group, dim, learned);
@@ -93,10 +101,11 @@ Decision Sekv::decide(const Evidence& evidence) const {
     // The first time was at the end of the prompt, or for one shorter than the window when `interval` tokens had left it.
     const std::int32_t then = std::max(group.prompt, group.prompt > own.recent ? 0 : own.recent + options_.interval);
     std::vector<float> all;
-    for (std::int32_t p = 0; p < then; ++p) all.push_back(surprisal_at(p));
+    for (std::size_t p = 0; p < group.surprisal.size() && std::ssize(all) < then; ++p)
+      if (group.surprisal[p] != kNoToken) all.push_back(group.surprisal[p]);
     const double threshold = segment(all, segmenter(then)).kept_above;
     SegmenterOptions behind = own;
-    behind.sink = 0;
+    behind.sink = std::max(0, own.sink - first);  // those that stand already lie before
     return pieces_of(segment_above(nats, threshold, behind), first, row, nats);
   };
 

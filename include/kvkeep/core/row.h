@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <vector>
 
@@ -41,6 +42,9 @@ struct QueryView {
 class QueryStatistics;
 
 /// The Hkv rows of one (layer, sequence): they share queries and lie next to each other in the table.
+/// RowGroup::surprisal of positions where no token stands.
+inline constexpr float kNoToken = -std::numeric_limits<float>::infinity();
+
 struct RowGroup {
   std::int32_t layer = 0;
   std::int32_t sequence = 0;
@@ -51,7 +55,7 @@ struct RowGroup {
   std::span<const std::int32_t> newest = {};  ///< rows on a device: positions of the newest slots of every row, which Row::positions does not hold yet
   std::int32_t prompt_slots = -1;  ///< rows on a device: slots of every row at positions below `prompt`, where all of them stay; -1: not known
   const QueryStatistics* statistics = nullptr;  ///< of every query so far, where a policy asked for them; null in a trace
-  std::span<const float> surprisal = {};  ///< nats, by logical position, of all tokens, where a policy asked for them
+  std::span<const float> surprisal = {};  ///< nats, by logical position, of all tokens, where a policy asked for them; kNoToken in gaps
   std::int32_t settled = 0;        ///< logical position below which everything was decided for good (Fold::settled)
 };
 

@@ -49,7 +49,7 @@ class Evict final : public KVPolicy {
   [[nodiscard]] std::string_view name() const override { return name_; }
   [[nodiscard]] Needs needs() const override { return needs_of(retention_, *scorer_, *allocator_); }
   [[nodiscard]] Trigger trigger() const override { return retention_.trigger; }
-  [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const override { return scorer_->problems(spec); }
+  [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const override;
   /// Order: limits of every row, window attention, scores, sharing, allotment.
   /// `share` other than per_layer_per_head ranks by the mean of the sharing rows' scores over layers (`per_head`) or by their maximum over layers and heads
   /// (`all`), slot by slot; sharing rows hold the same tokens. Source of both: TriAttention's modes.

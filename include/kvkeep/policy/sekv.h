@@ -32,7 +32,7 @@ class Sekv final : public KVPolicy {
 
   [[nodiscard]] std::string_view name() const override { return "sekv"; }
   [[nodiscard]] Needs needs() const override { return {.keys = true, .values = true, .surprisal = true}; }
-  [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const override { return options_.memory.problems(spec); }
+  [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const override;
   [[nodiscard]] Trigger trigger() const override { return {.budget = {}, .interval = options_.interval, .kind = Trigger::Kind::window, .recent = options_.segmenter.recent}; }
   [[nodiscard]] const MemoryOptions* memory() const override { return &options_.memory; }
 
