@@ -203,7 +203,6 @@ class SpillFile {
   }
 
   ~SpillFile() {
-    removed_.reset();
     if (is_at_its_path()) ::unlink(path_.c_str());
     ::close(descriptor_);
   }
@@ -282,8 +281,8 @@ class SpillFile {
     require(::fstat(descriptor_, &status) == 0 && S_ISREG(status.st_mode), "far store: '", path_.string(), "' is not a regular file");
     const bool ours = status.st_size >= kLine && ::pread(descriptor_, first.data(), first.size(), 0) == kLine && std::string_view(first.data(), first.size()) == kFirstLine;
     require(status.st_size == 0 || ours, "far store: file '", path_.string(), "' is there and is not a far store's; allowed a new name, an empty file, or what a far store left");
-    const std::string unchanged = ::fchmod(descriptor_, 0600) == 0 ? std::string() : reason();  // one that was there may be anybody's to read
-    require(unchanged.empty(), "far store: file '", path_.string(), "' cannot be made this user's alone (", unchanged, "); allowed a file of this user");
+    const bool alone = ::fchmod(descriptor_, 0600) == 0;  // one that was there may be anybody's to read
+    require(alone, "far store: file '", path_.string(), "' cannot be made this user's alone (", reason(), "); allowed a file of this user");
     const bool begun = ::ftruncate(descriptor_, 0) == 0 && ::pwrite(descriptor_, kFirstLine.data(), kFirstLine.size(), 0) == kLine;
     if (begun) return;
     const std::string why = reason();

@@ -11,6 +11,7 @@
 
 #include "attention_lanes.h"
 #include "factorise.h"
+#include "kvkeep/core/dispatch.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/problems.h"
 #include "kvkeep/memory/segmenter.h"
@@ -287,9 +288,7 @@ class RowFolding {
   }
 
   void require_storable(std::span<const float> numbers, const RowFold& f, std::int64_t s, std::span<const std::int32_t> slots) const {
-    const float most = options_.store == kFloat16    ? static_cast<float>(std::numeric_limits<c10::Half>::max())
-                       : options_.store == kBFloat16 ? static_cast<float>(std::numeric_limits<c10::BFloat16>::max())
-                                                     : std::numeric_limits<float>::max();
+    const float most = with_dtype("fold", options_.store, [](auto number) { return static_cast<float>(std::numeric_limits<decltype(number)>::max()); });
     bool fits = true;
     for (const float x : numbers) fits &= std::abs(x) <= most;
     require(fits, "fold: coarse entry or factors of ", label_of(f, s, slots), " hold a number that ", c10::toString(options_.store), " cannot; allowed up to ", most, ", or another store");

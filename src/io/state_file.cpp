@@ -27,7 +27,7 @@ std::string checksum_of(const StateTensors& tensors, const std::map<std::string,
   for (const auto& [key, value] : about)
     if (key != kChecksumKey) add(key), add(value);
   std::vector<std::uint64_t> sums;
-  std::map<std::string_view, Tensor> by_name(tensors.begin(), tensors.end());
+  const std::map<std::string_view, Tensor> by_name(tensors.begin(), tensors.end());
   for (const auto& [name, tensor] : by_name) {
     add(name);
     add(text(c10::toString(tensor.scalar_type()), tensor.sizes()));
