@@ -41,10 +41,10 @@ struct QueryView {
 
 class QueryStatistics;
 
-/// The Hkv rows of one (layer, sequence): they share queries and lie next to each other in the table.
 /// RowGroup::surprisal of positions where no token stands.
 inline constexpr float kNoToken = -std::numeric_limits<float>::infinity();
 
+/// The Hkv rows of one (layer, sequence): they share queries and lie next to each other in the table.
 struct RowGroup {
   std::int32_t layer = 0;
   std::int32_t sequence = 0;
