@@ -225,5 +225,27 @@ TEST(LmConfig, WhatIsWrittenReadsBackInBothLayouts) {
   }
 }
 
+// An earlier version asked LibTorch for the room of so many layers, or looked for their tensors for minutes.
+TEST(LmConfig, RefusesMoreLayersThanAnyModelHas) {
+  for (const std::int64_t layers : {std::int64_t{65537}, std::int64_t{100000000}, std::int64_t{INT32_MAX}}) {
+    Json config = small("llama");
+    config["num_hidden_layers"] = layers;
+    expect_refused<InvalidArgument>(config, {"num_hidden_layers", "allowed 1 to 65536"});
+  }
+}
+
+TEST(LmConfig, RefusesNumbersThatWrap) {
+  for (const char* name : {"vocab_size", "max_position_embeddings", "max_window_layers", "sliding_window"}) {
+    Json config = small("qwen2");
+    config["use_sliding_window"] = true;
+    config["sliding_window"] = 16;
+    config[name] = 18446744073709551615U;
+    expect_refused<InvalidArgument>(config, {name, "18446744073709551615"});
+  }
+  Json ends = small("llama");
+  ends["eos_token_id"] = 18446744073709551615U;
+  expect_refused<InvalidArgument>(ends, {"eos_token_id"});
+}
+
 }  // namespace
 }  // namespace kvkeep::lm

@@ -5,16 +5,23 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <barrier>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <memory>
+#include <thread>
+#include <vector>
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
+#include "kvkeep/state/state_file.h"
 
 namespace kvkeep::io {
 namespace {
@@ -240,6 +247,97 @@ TEST_F(Safetensors, AnInterruptedProcessCanRemoveItsUnfinishedFiles) {
 TEST_F(Safetensors, ManyFilesMayBeWrittenOneAfterAnother) {
   for (int i = 0; i < 100; ++i) write_text_atomically(folder_ / "same", text(i));
   EXPECT_EQ(files(), 1U);
+}
+
+// An earlier version refused the 33rd.
+TEST_F(Safetensors, ManyFilesMayBeWrittenAtOnce) {
+  std::vector<std::thread> writers;
+  std::atomic<int> wrong{0};
+  std::barrier all_open(64);
+  for (int i = 0; i < 64; ++i)
+    writers.emplace_back([&, i] {
+      std::unique_ptr<AtomicFile> file;
+      try {
+        file = std::make_unique<AtomicFile>(folder_ / text(i));
+      } catch (const Error&) {
+        ++wrong;
+      }
+      all_open.arrive_and_wait();
+      if (file == nullptr) return;
+      file->write("whole");
+      file->commit();
+    });
+  for (std::thread& writer : writers) writer.join();
+  EXPECT_EQ(wrong, 0);
+  EXPECT_EQ(files(), 64U);
+  std::vector<std::unique_ptr<RemovedOnSignal>> spills;
+  for (int i = 0; i < 200; ++i) spills.push_back(std::make_unique<RemovedOnSignal>(folder_ / "none"));
+  write_text_atomically(folder_ / "beside", "them");
+}
+
+// In an earlier version a file that a killed process of the same number had left stood in the way for ever.
+TEST_F(Safetensors, WhatAKilledProcessLeftIsInNobodysWay) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    for (int i = 0; i < 1000; ++i) std::ofstream(folder_ / text(".result.", ::getpid(), "-", i, ".unfinished")) << "left";
+    write_text_atomically(folder_ / "result", "new");
+    ::_exit(0);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  EXPECT_EQ(files(), 1001U) << "what was left stays";
+}
+
+// An earlier version put a file in the place of a relative link whose target was not there yet.
+TEST_F(Safetensors, AFileIsMadeWhereALinkPointsTo) {
+  fs::create_directory(folder_ / "sub");
+  fs::create_symlink("sub/target", folder_ / "link");
+  fs::create_symlink("link", folder_ / "second");
+  write_text_atomically(folder_ / "second", "text");
+  EXPECT_TRUE(fs::is_symlink(folder_ / "second") && fs::is_symlink(folder_ / "link"));
+  EXPECT_TRUE(fs::is_regular_file(folder_ / "sub" / "target"));
+  write_text_atomically(folder_ / "second", "other text");
+  EXPECT_EQ(fs::file_size(folder_ / "sub" / "target"), 10U);
+  fs::create_symlink("loop", folder_ / "loop");
+  EXPECT_THROW(write_text_atomically(folder_ / "loop", "text"), InvalidArgument);
+}
+
+// What is put around the name while the file is written made it too long in an earlier version.
+TEST_F(Safetensors, ANameMayBeAsLongAsTheSystemAllows) {
+  write_text_atomically(folder_ / std::string(255, 'n'), "text");
+  EXPECT_TRUE(fs::exists(folder_ / std::string(255, 'n')));
+  EXPECT_THROW(write_text_atomically(folder_ / std::string(256, 'n'), "text"), InvalidArgument);
+}
+
+// An earlier version waited for somebody who writes into the pipe.
+TEST_F(Safetensors, APipeIsRefusedAtOnce) {
+  ASSERT_EQ(::mkfifo((folder_ / "pipe").c_str(), 0600), 0);
+  EXPECT_THROW((void)SafetensorsFile::open(folder_ / "pipe"), InvalidArgument);
+  EXPECT_THROW((void)SafetensorsFile::read(folder_ / "pipe"), InvalidArgument);
+}
+
+// An earlier version mapped every file: to cut it ended the process (SIGBUS).
+TEST_F(Safetensors, ACopyOutlivesItsFile) {
+  const fs::path path = folder_ / "cut.safetensors";
+  const Tensor values = at::arange(100000, at::TensorOptions(kFloat32));
+  write_safetensors(path, {{"values", values}});
+  const SafetensorsFile file = SafetensorsFile::read(path);
+  const Tensor before = file.tensor("values");
+  fs::resize_file(path, 100);
+  EXPECT_TRUE(before.equal(values));
+  EXPECT_TRUE(file.tensor("values").equal(values));
+  EXPECT_THROW((void)SafetensorsFile::read(path), InvalidArgument);
+}
+
+TEST_F(Safetensors, AStateIsReadFromACopy) {
+  const fs::path path = folder_ / "state";
+  const Tensor values = at::arange(100000, at::TensorOptions(kFloat32));
+  write_state(path, {{"values", values}}, {{"policy", "{}"}});
+  const StateFile state = StateFile::open(path);
+  fs::resize_file(path, 100);
+  EXPECT_TRUE(state.tensor("values", kFloat32, {-1}).equal(values));
+  EXPECT_THROW((void)StateFile::open(path), InvalidArgument);
 }
 
 }  // namespace

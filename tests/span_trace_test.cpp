@@ -28,7 +28,7 @@ struct Trace : testing::ReplayedTrace {
 
 const Tensor& in(const trace::Result& result, const std::string& name) {
   const auto found = std::ranges::find_if(result.tensors, [&](const auto& t) { return t.first == name; });
-  require(found != result.tensors.end(), "no tensor ", name);
+  KVKEEP_REQUIRE(found != result.tensors.end(), "no tensor ", name);
   return found->second;
 }
 

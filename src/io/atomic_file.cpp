@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstring>
 #include <system_error>
+#include <utility>
 
 #include "kvkeep/core/error.h"
 
@@ -17,46 +18,59 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// A signal handler may only read what was there before the signal: fixed storage, each slot published by one atomic store.
-struct UnfinishedFile {
-  std::atomic<int> state{0};  // 0 free, 1 taken, 2 path is whole
+}  // namespace
+
+// A signal handler may only read what was there before the signal: entries that are used again and never go, each published by one atomic store.
+struct ListedFile {
+  std::atomic<int> state{0};
   std::array<char, 4096> path{};
+  ListedFile* next = nullptr;  // set before the entry can be seen
 };
-constexpr int kFree = 0, kTaken = 1, kListed = 2;
-std::array<UnfinishedFile, 32> unfinished_files;
 
-/// -1 where there is no room.
-int try_to_list(const std::string& path) {
-  if (path.size() >= unfinished_files[0].path.size()) return -1;
-  for (std::size_t i = 0; i < unfinished_files.size(); ++i) {
-    UnfinishedFile& file = unfinished_files[i];
+namespace {
+
+constexpr int kFree = 0, kTaken = 1, kListed = 2;  // taken: the path is not whole yet
+std::atomic<ListedFile*> first_listed{nullptr};
+static_assert(std::atomic<int>::is_always_lock_free && std::atomic<ListedFile*>::is_always_lock_free, "a signal handler reads them");
+
+ListedFile& free_entry() {
+  for (ListedFile* file = first_listed.load(); file != nullptr; file = file->next) {
     int expected = kFree;
-    if (!file.state.compare_exchange_strong(expected, kTaken)) continue;
-    std::memcpy(file.path.data(), path.c_str(), path.size() + 1);
-    file.state.store(kListed);
-    return static_cast<int>(i);
+    if (file->state.compare_exchange_strong(expected, kTaken)) return *file;
   }
-  return -1;
+  auto* added = new ListedFile;
+  added->state.store(kTaken);
+  added->next = first_listed.load();
+  while (!first_listed.compare_exchange_weak(added->next, added)) {
+  }
+  return *added;
 }
 
-int list_unfinished(const std::string& path) {
-  const int slot = try_to_list(path);
-  if (slot >= 0) return slot;
-  refuse<StateError>("write file: more than ", unfinished_files.size(), " files are being written at once; allowed ",
-                     unfinished_files.size());
+/// Null where the path is longer than any that a file can have.
+ListedFile* list(const std::string& path) {
+  if (path.size() >= ListedFile{}.path.size()) return nullptr;
+  ListedFile& file = free_entry();
+  std::memcpy(file.path.data(), path.c_str(), path.size() + 1);
+  file.state.store(kListed);
+  return &file;
 }
 
-void unlist(int slot) {
-  if (slot >= 0) unfinished_files[static_cast<std::size_t>(slot)].state.store(kFree);
+void unlist(ListedFile* file) {
+  if (file != nullptr) file->state.store(kFree);
 }
 
 std::string reason() { return std::system_category().message(errno); }
 
-// What a link points to is replaced, not the link.
+// What a link points to is replaced or made, not the link.
 fs::path through_links(const fs::path& path) {
+  constexpr int kMostLinks = 40;  // as many as Linux follows
   std::error_code ignored;
-  const fs::path target = fs::is_symlink(path, ignored) ? fs::weakly_canonical(path, ignored) : path;
-  return target.empty() ? path : target;
+  fs::path target = path;
+  for (int links = 0; links < kMostLinks; ++links) {
+    if (!fs::is_symlink(fs::symlink_status(target, ignored))) return target;
+    target = target.parent_path() / fs::read_symlink(target, ignored);  // an absolute one takes the whole place
+  }
+  refuse("write file: '", path.string(), "' is a link that leads to no end; allowed a file or a new name");
 }
 
 void sync_folder(const fs::path& folder) {
@@ -72,20 +86,22 @@ fs::path folder_of(const fs::path& path) { return path.has_parent_path() ? path.
 
 AtomicFile::AtomicFile(const fs::path& path) : path_(through_links(path)) {
   static std::atomic<unsigned> count{0};
-  require(path_.has_filename(), "write file: '", path.string(), "' names no file; allowed a path that ends in a file name");
+  KVKEEP_REQUIRE(path_.has_filename(), "write file: '", path.string(), "' names no file; allowed a path that ends in a file name");
   std::error_code error;
   const fs::file_status there = fs::status(path_, error);
-  require(!fs::exists(there) || fs::is_regular_file(there), "write file: '", path.string(),
+  KVKEEP_REQUIRE(there.type() != fs::file_type::none, "write file: '", path.string(), "' cannot be looked at (", error.message(), "); allowed a file or a new name");
+  KVKEEP_REQUIRE(!fs::exists(there) || fs::is_regular_file(there), "write file: '", path.string(),
           "' is there and is not a regular file; allowed a file or a new name");
-  const fs::path temporary = folder_of(path_) / text(".", path_.filename().string(), ".", ::getpid(), "-", count++, ".unfinished");
-  temporary_ = temporary.string();
-  require(temporary_.size() < unfinished_files[0].path.size(), "write file: the path of '", path.string(), "' is too long");
-  slot_ = list_unfinished(temporary_);
-  descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-  if (descriptor_ >= 0) return;
-  const std::string why = reason();
-  unlist(slot_);
-  refuse("write file: cannot create '", path.string(), "' (", why, "); allowed a folder that is there and can be written to");
+  constexpr std::size_t kMostOfName = 200;  // the rest of the 255 is for what is put around it
+  const std::string name = path_.filename().string().substr(0, kMostOfName);
+  do {  // a killed process may have left a file, and in a container the next one has its number
+    temporary_ = (folder_of(path_) / text(".", name, ".", ::getpid(), "-", count++, ".unfinished")).string();
+    listed_ = list(temporary_);
+    descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (descriptor_ >= 0) return;
+    unlist(listed_);
+  } while (errno == EEXIST);
+  refuse("write file: cannot create '", path.string(), "' (", reason(), "); allowed a folder that is there and can be written to");
 }
 
 AtomicFile::~AtomicFile() {
@@ -93,7 +109,7 @@ AtomicFile::~AtomicFile() {
     ::close(descriptor_);
     ::unlink(temporary_.c_str());
   }
-  unlist(slot_);
+  unlist(listed_);
 }
 
 void AtomicFile::write(const void* data, std::size_t bytes) {
@@ -102,26 +118,25 @@ void AtomicFile::write(const void* data, std::size_t bytes) {
     constexpr std::size_t kMost = std::size_t{1} << 30;  // Linux writes at most 2 GiB at once
     const ssize_t done = ::write(descriptor_, next, bytes < kMost ? bytes : kMost);
     if (done < 0 && errno == EINTR) continue;
-    require<Error>(done > 0, "write file: writing '", path_.string(), "' failed (", reason(), ")");
+    KVKEEP_REQUIRE_AS(Error, done > 0, "write file: writing '", path_.string(), "' failed (", reason(), ")");
     next += done;
     bytes -= static_cast<std::size_t>(done);
   }
 }
 
 void AtomicFile::commit() {
-  require<Error>(::fsync(descriptor_) == 0, "write file: syncing '", path_.string(), "' failed (", reason(), ")");
-  require<Error>(::rename(temporary_.c_str(), path_.c_str()) == 0, "write file: putting '", path_.string(), "' in place failed (", reason(),
+  KVKEEP_REQUIRE_AS(Error, ::fsync(descriptor_) == 0, "write file: syncing '", path_.string(), "' failed (", reason(), ")");
+  KVKEEP_REQUIRE_AS(Error, ::rename(temporary_.c_str(), path_.c_str()) == 0, "write file: putting '", path_.string(), "' in place failed (", reason(),
                  ")");
   ::close(descriptor_);
   descriptor_ = -1;
-  unlist(slot_);
-  slot_ = -1;
+  unlist(std::exchange(listed_, nullptr));
   sync_folder(folder_of(path_));
 }
 
-RemovedOnSignal::RemovedOnSignal(const fs::path& path) : slot_(try_to_list(path.string())) {}
+RemovedOnSignal::RemovedOnSignal(const fs::path& path) : listed_(list(path.string())) {}
 
-RemovedOnSignal::~RemovedOnSignal() { unlist(slot_); }
+RemovedOnSignal::~RemovedOnSignal() { unlist(listed_); }
 
 void write_text_atomically(const fs::path& path, std::string_view content) {
   AtomicFile file(path);
@@ -131,8 +146,8 @@ void write_text_atomically(const fs::path& path, std::string_view content) {
 
 void remove_unfinished_files() noexcept {
   const int saved = errno;
-  for (const UnfinishedFile& file : unfinished_files)
-    if (file.state.load() == kListed) ::unlink(file.path.data());
+  for (const ListedFile* file = first_listed.load(); file != nullptr; file = file->next)
+    if (file->state.load() == kListed) ::unlink(file->path.data());
   errno = saved;
 }
 

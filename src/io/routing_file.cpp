@@ -8,6 +8,7 @@
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/safetensors.h"
+#include "untrusted_json.h"
 
 namespace kvkeep {
 namespace {
@@ -46,9 +47,9 @@ class Parameters {
 
  private:
   void usable(const std::string& name, const Tensor& t, bool fits, const std::string& allowed) const {
-    require(t.defined(), operation_, ": tensor \"", name, "\" is missing in ", where_, "; allowed f32, f16 or bf16 ", allowed);
-    require(fits && t.numel() > 0 && is_scorable(t.scalar_type()) && t.device().is_cpu(), operation_, ": tensor \"", name, "\" in ", where_, " is ", c10::toString(t.scalar_type()), " ", t.sizes(), "; allowed f32, f16 or bf16 ", allowed);
-    require(at::isfinite(t).all().item<bool>(), operation_, ": tensor \"", name, "\" in ", where_, " holds NaN or infinity; allowed finite numbers");
+    KVKEEP_REQUIRE(t.defined(), operation_, ": tensor \"", name, "\" is missing in ", where_, "; allowed f32, f16 or bf16 ", allowed);
+    KVKEEP_REQUIRE(fits && t.numel() > 0 && is_scorable(t.scalar_type()) && t.device().is_cpu(), operation_, ": tensor \"", name, "\" in ", where_, " is ", c10::toString(t.scalar_type()), " ", t.sizes(), "; allowed f32, f16 or bf16 ", allowed);
+    KVKEEP_REQUIRE(at::isfinite(t).all().item<bool>(), operation_, ": tensor \"", name, "\" in ", where_, " holds NaN or infinity; allowed finite numbers");
   }
 
   std::string operation_, where_;
@@ -57,10 +58,10 @@ class Parameters {
 }  // namespace
 
 Routing Routing::read(const std::filesystem::path& path) {
-  const io::SafetensorsFile file = io::SafetensorsFile::open(path);
+  const io::SafetensorsFile file = io::SafetensorsFile::read(path);
   const auto& metadata = file.metadata();
   if (const auto version = metadata.find(kVersionKey); version != metadata.end())
-    require(version->second == "1", "read router: ", file.where(), " has format version ", version->second.substr(0, 80), "; allowed 1");
+    KVKEEP_REQUIRE(version->second == "1", "read router: ", file.where(), " has format version ", io::shortened(version->second), "; allowed 1");
   std::vector<std::string> known{"W", "tau"};
   const auto tensor = [&](const std::string& name) { return file.has(name) ? file.tensor(name) : Tensor(); };
   TrainedParameters p{tensor("W"), tensor("tau"), {}, {}};
@@ -69,7 +70,7 @@ Routing Routing::read(const std::filesystem::path& path) {
     p.gate_weights[i] = tensor(gate_name(i, false)), p.gate_biases[i] = tensor(gate_name(i, true));
   }
   for (const std::string& name : file.names())
-    require(std::ranges::find(known, name) != known.end(), "read router: tensor \"", name.substr(0, 80), "\" in ", file.where(), " is not known; allowed W, tau and g_phi.mlp.{0,2,4}.{weight,bias}");
+    KVKEEP_REQUIRE(std::ranges::find(known, name) != known.end(), "read router: tensor \"", io::shortened(name), "\" in ", file.where(), " is not known; allowed W, tau and g_phi.mlp.{0,2,4}.{weight,bias}");
   Parameters("read router", file.where()).check(p);
 
   Routing routing;
@@ -81,7 +82,7 @@ Routing Routing::read(const std::filesystem::path& path) {
 
 std::vector<std::string> Routing::problems(const ModelSpec& spec) const {
   std::vector<std::string> found;
-  const std::string trained = model_name.empty() ? "" : text(" (it was trained on ", model_name.substr(0, 80), ")");
+  const std::string trained = model_name.empty() ? "" : text(" (it was trained on ", io::shortened(model_name), ")");
   const auto differ = [&](const char* what, std::int64_t given, std::int64_t wanted) {
     if (given != wanted) found.push_back(text("router: it has ", given, " ", what, "; allowed the model's ", wanted, trained));
   };

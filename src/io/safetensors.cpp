@@ -12,12 +12,14 @@
 #include <cerrno>
 #include <cstring>
 #include <nlohmann/json.hpp>
+#include <new>
 #include <optional>
 #include <set>
 #include <system_error>
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
+#include "untrusted_json.h"
 
 namespace kvkeep::io {
 namespace {
@@ -64,33 +66,11 @@ std::uint64_t little_endian_length(const std::byte* bytes) {
   return length;
 }
 
-// JSON lets an object say a name twice and keeps one of the two; here that would hide a tensor.
-Json parse_header(std::string_view header, const std::string& where) {
-  std::vector<std::set<std::string>> open_objects;
-  const auto refuse_repeated_names = [&](int, Json::parse_event_t event, Json& parsed) {
-    if (event == Json::parse_event_t::object_start) open_objects.emplace_back();
-    if (event == Json::parse_event_t::object_end) open_objects.pop_back();
-    if (event == Json::parse_event_t::key) {
-      const auto name = parsed.get<std::string>();
-      require(open_objects.back().insert(name).second, "read safetensors: ", where, " names '", name,
-              "' twice in its header; allowed once");
-    }
-    return true;
-  };
-  try {
-    Json parsed = Json::parse(header.begin(), header.end(), refuse_repeated_names);
-    require(parsed.is_object(), "read safetensors: the header of ", where, " is not a JSON object");
-    return parsed;
-  } catch (const Json::exception&) {
-    refuse("read safetensors: the header of ", where, " is not JSON in UTF-8; allowed one JSON object");
-  }
-}
-
 std::map<std::string, std::string> parse_metadata(const Json& metadata, const std::string& where) {
-  require(metadata.is_object(), "read safetensors: __metadata__ of ", where, " is not an object; allowed an object of strings");
+  KVKEEP_REQUIRE(metadata.is_object(), "read safetensors: __metadata__ of ", where, " is not an object; allowed an object of strings");
   std::map<std::string, std::string> strings;
   for (const auto& [key, value] : metadata.items()) {
-    require(value.is_string(), "read safetensors: __metadata__ '", key, "' of ", where, " is not a string; allowed strings only");
+    KVKEEP_REQUIRE(value.is_string(), "read safetensors: __metadata__ '", shortened(key), "' of ", where, " is not a string; allowed strings only");
     strings[key] = value.get<std::string>();
   }
   return strings;
@@ -98,16 +78,15 @@ std::map<std::string, std::string> parse_metadata(const Json& metadata, const st
 
 // One sentence's beginning for everything that can be wrong with one tensor.
 std::string tensor_in(const std::string& name, const std::string& where) {
-  return text("read safetensors: tensor '", name, "' in ", where, " ");
+  return text("read safetensors: tensor '", shortened(name), "' in ", where, " ");
 }
 
 std::vector<std::uint64_t> whole_numbers(const Json& list, const std::string& subject, std::string_view field) {
-  require(list.is_array(), subject, "has no list ", field, "; allowed a list of whole numbers");
+  KVKEEP_REQUIRE(list.is_array(), subject, "has no list ", field, "; allowed a list of whole numbers");
   std::vector<std::uint64_t> numbers;
   numbers.reserve(list.size());
   for (const Json& item : list) {
-    require(item.is_number_unsigned(), subject, "has ", item.dump(-1, ' ', false, Json::error_handler_t::replace), " in ", field,
-            "; allowed whole numbers from 0");
+    KVKEEP_REQUIRE(item.is_number_unsigned(), subject, "has ", shown(item), " in ", field, "; allowed whole numbers from 0");
     numbers.push_back(item.get<std::uint64_t>());
   }
   return numbers;
@@ -118,13 +97,33 @@ std::uint64_t bytes_of_shape(const std::vector<std::uint64_t>& shape, std::uint6
   const bool empty = std::find(shape.begin(), shape.end(), 0U) != shape.end();
   std::uint64_t bytes = item_bytes;
   for (const std::uint64_t size : shape) {
-    require(size <= kMost, subject, "has a dimension of ", size, "; allowed sizes whose product fits 2^62 bytes");
+    KVKEEP_REQUIRE(size <= kMost, subject, "has a dimension of ", size, "; allowed sizes whose product fits 2^62 bytes");
     if (size == 0) continue;  // strides are made of the others
-    require(bytes <= kMost / size, subject, "has a shape whose product overflows; allowed at most 2^62 bytes");
+    KVKEEP_REQUIRE(bytes <= kMost / size, subject, "has a shape whose product overflows; allowed at most 2^62 bytes");
     bytes *= size;
   }
   return empty ? 0 : bytes;
 }
+
+/// A regular file while its bytes are fetched.
+struct Opened {
+  /// Not blocking: a pipe without a writer would be waited for, and is refused.
+  explicit Opened(const std::filesystem::path& path) : descriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {
+    KVKEEP_REQUIRE(descriptor >= 0, "read safetensors: cannot open ", path.string(), " (", std::system_category().message(errno),
+                   "); allowed a file that can be read");
+    struct stat status {};
+    const bool regular = ::fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode);
+    if (!regular) ::close(descriptor);
+    KVKEEP_REQUIRE(regular, "read safetensors: ", path.string(), " is not a regular file");
+    size = static_cast<std::size_t>(status.st_size);
+  }
+  ~Opened() { ::close(descriptor); }
+  Opened(const Opened&) = delete;
+  Opened& operator=(const Opened&) = delete;
+
+  const int descriptor;
+  std::size_t size = 0;
+};
 
 }  // namespace
 
@@ -141,53 +140,70 @@ struct SafetensorsFile::Bytes {
     if (mapping != nullptr) ::munmap(mapping, size);
   }
 
-  static std::shared_ptr<const Bytes> of_file(const std::filesystem::path& path) {
-    const std::string where = path.string();
-    const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-    require(descriptor >= 0, "read safetensors: cannot open ", where, " (", std::system_category().message(errno),
-            "); allowed a file that can be read");
-    struct stat status {};
-    const bool regular = ::fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode);
+  static std::shared_ptr<const Bytes> mapped(const std::filesystem::path& path) {
+    const Opened file(path);
     auto bytes = std::make_shared<Bytes>();
-    if (regular && status.st_size > 0) {
-      bytes->size = static_cast<std::size_t>(status.st_size);
-      void* mapping = ::mmap(nullptr, bytes->size, PROT_READ, MAP_PRIVATE, descriptor, 0);
+    bytes->size = file.size;
+    if (file.size > 0) {
+      void* mapping = ::mmap(nullptr, file.size, PROT_READ, MAP_PRIVATE, file.descriptor, 0);
       if (mapping != MAP_FAILED) bytes->mapping = mapping;
     }
-    ::close(descriptor);
-    require(regular, "read safetensors: ", where, " is not a regular file");
-    require(bytes->mapping != nullptr || bytes->size == 0, "read safetensors: cannot map ", where, " (",
-            std::system_category().message(errno), ")");
+    KVKEEP_REQUIRE(bytes->mapping != nullptr || bytes->size == 0, "read safetensors: cannot map ", path.string(), " (",
+                   std::system_category().message(errno), ")");
     bytes->data = static_cast<const std::byte*>(bytes->mapping);
     return bytes;
   }
 
-  static std::shared_ptr<const Bytes> copy_of(std::string_view source) {
-    auto bytes = std::make_shared<Bytes>();
-    bytes->size = source.size();
-    bytes->owned = std::make_unique<std::byte[]>(source.size());
+  static std::shared_ptr<const Bytes> copy_of(const std::filesystem::path& path) {
+    const Opened file(path);
+    const std::shared_ptr<Bytes> bytes = room_for(file.size, path.string());
+    for (std::size_t done = 0; done < bytes->size;) {
+      constexpr std::size_t kMost = std::size_t{1} << 30;  // Linux reads at most 2 GiB at once
+      const ssize_t more = ::read(file.descriptor, bytes->owned.get() + done, std::min(kMost, bytes->size - done));
+      if (more < 0 && errno == EINTR) continue;
+      KVKEEP_REQUIRE(more >= 0, "read safetensors: reading ", path.string(), " failed (", std::system_category().message(errno), ")");
+      KVKEEP_REQUIRE(more > 0, "read safetensors: ", path.string(), " was cut to ", done, " bytes while it was read");
+      done += static_cast<std::size_t>(more);
+    }
+    return bytes;
+  }
+
+  static std::shared_ptr<const Bytes> copy_of(std::string_view source, const std::string& name) {
+    const std::shared_ptr<Bytes> bytes = room_for(source.size(), name);
     if (!source.empty()) std::memcpy(bytes->owned.get(), source.data(), source.size());
+    return bytes;
+  }
+
+ private:
+  static std::shared_ptr<Bytes> room_for(std::size_t size, const std::string& name) {
+    auto bytes = std::make_shared<Bytes>();
+    bytes->size = size;
+    bytes->owned.reset(new (std::nothrow) std::byte[size]);
+    KVKEEP_REQUIRE_AS(DeviceError, bytes->owned != nullptr, "read safetensors: there is no memory for the ", size, " bytes of ", name);
     bytes->data = bytes->owned.get();
     return bytes;
   }
 };
 
-SafetensorsFile SafetensorsFile::open(const std::filesystem::path& path) { return parse(Bytes::of_file(path), path.string()); }
+SafetensorsFile SafetensorsFile::open(const std::filesystem::path& path) { return parse(Bytes::mapped(path), path.string()); }
+
+SafetensorsFile SafetensorsFile::read(const std::filesystem::path& path) { return parse(Bytes::copy_of(path), path.string()); }
 
 SafetensorsFile SafetensorsFile::from_bytes(std::string_view bytes, std::string name) {
-  return parse(Bytes::copy_of(bytes), std::move(name));
+  auto copy = Bytes::copy_of(bytes, name);
+  return parse(std::move(copy), std::move(name));
 }
 
 SafetensorsFile SafetensorsFile::parse(std::shared_ptr<const Bytes> bytes, std::string where) {
-  require(bytes->size >= kLengthBytes, "read safetensors: ", where, " has ", bytes->size,
+  KVKEEP_REQUIRE(bytes->size >= kLengthBytes, "read safetensors: ", where, " has ", bytes->size,
           " bytes; allowed 8 or more (the header's length comes first)");
   const std::uint64_t header_bytes = little_endian_length(bytes->data);
-  require(header_bytes <= kLongestHeader, "read safetensors: ", where, " says its header has ", header_bytes, " bytes; allowed at most ",
+  KVKEEP_REQUIRE(header_bytes <= kLongestHeader, "read safetensors: ", where, " says its header has ", header_bytes, " bytes; allowed at most ",
           kLongestHeader);
-  require(header_bytes <= bytes->size - kLengthBytes, "read safetensors: ", where, " says its header has ", header_bytes,
+  KVKEEP_REQUIRE(header_bytes <= bytes->size - kLengthBytes, "read safetensors: ", where, " says its header has ", header_bytes,
           " bytes, but only ", bytes->size - kLengthBytes, " follow; is the file truncated?");
   const std::string_view header(reinterpret_cast<const char*>(bytes->data) + kLengthBytes, header_bytes);
-  require(!header.empty() && header.front() == '{', "read safetensors: the header of ", where,
+  KVKEEP_REQUIRE(!header.empty() && header.front() == '{', "read safetensors: the header of ", where,
           " does not begin with '{'; allowed one JSON object");
 
   SafetensorsFile file;
@@ -195,28 +211,29 @@ SafetensorsFile SafetensorsFile::parse(std::shared_ptr<const Bytes> bytes, std::
   file.data_begin_ = kLengthBytes + header_bytes;
   file.data_bytes_ = bytes->size - file.data_begin_;
   file.bytes_ = std::move(bytes);
-  const Json parsed = parse_header(header, file.where_);
+  // A name that is said twice would hide a tensor.
+  const Json parsed = read_json(header, "read safetensors: the header of " + file.where_, RepeatedNames::refused);
   for (const auto& [name, described] : parsed.items()) {
     if (name == "__metadata__") {
       file.metadata_ = parse_metadata(described, file.where_);
       continue;
     }
     const std::string subject = tensor_in(name, file.where_);
-    require(described.is_object() && described.size() == 3 && described.contains("dtype") && described.contains("shape") &&
+    KVKEEP_REQUIRE(described.is_object() && described.size() == 3 && described.contains("dtype") && described.contains("shape") &&
                 described.contains("data_offsets"),
             subject, "is not described by exactly dtype, shape and data_offsets");
     const Json& dtype_name = described["dtype"];
-    require(dtype_name.is_string(), subject, "has a dtype that is not a string; allowed ", kAllowedDtypes);
+    KVKEEP_REQUIRE(dtype_name.is_string(), subject, "has a dtype that is not a string; allowed ", kAllowedDtypes);
     const std::optional<ScalarType> dtype = dtype_called(dtype_name.get<std::string>());
-    require(dtype.has_value(), subject, "has dtype '", dtype_name.get<std::string>(), "'; allowed ", kAllowedDtypes);
+    KVKEEP_REQUIRE(dtype.has_value(), subject, "has dtype '", shortened(dtype_name.get<std::string>()), "'; allowed ", kAllowedDtypes);
     const std::vector<std::uint64_t> shape = whole_numbers(described["shape"], subject, "shape");
-    require(shape.size() <= kMostDimensions, subject, "has ", shape.size(), " dimensions; allowed at most ", kMostDimensions);
+    KVKEEP_REQUIRE(shape.size() <= kMostDimensions, subject, "has ", shape.size(), " dimensions; allowed at most ", kMostDimensions);
     const std::vector<std::uint64_t> offsets = whole_numbers(described["data_offsets"], subject, "data_offsets");
-    require(offsets.size() == 2 && offsets[0] <= offsets[1], subject, "has data_offsets that are not [begin, end] with begin <= end");
-    require(offsets[1] <= file.data_bytes_, subject, "ends at byte ", offsets[1], " of the data, but the file holds ", file.data_bytes_,
+    KVKEEP_REQUIRE(offsets.size() == 2 && offsets[0] <= offsets[1], subject, "has data_offsets that are not [begin, end] with begin <= end");
+    KVKEEP_REQUIRE(offsets[1] <= file.data_bytes_, subject, "ends at byte ", offsets[1], " of the data, but the file holds ", file.data_bytes_,
             "; is it truncated?");
     const std::uint64_t expected = bytes_of_shape(shape, c10::elementSize(*dtype), subject);
-    require(offsets[1] - offsets[0] == expected, subject, "has ", offsets[1] - offsets[0], " bytes by its data_offsets but ", expected,
+    KVKEEP_REQUIRE(offsets[1] - offsets[0] == expected, subject, "has ", offsets[1] - offsets[0], " bytes by its data_offsets but ", expected,
             " by its dtype and shape");
     file.entries_.push_back(
         {name, *dtype, {shape.begin(), shape.end()}, static_cast<std::size_t>(offsets[0]), static_cast<std::size_t>(expected)});
@@ -227,12 +244,12 @@ SafetensorsFile SafetensorsFile::parse(std::shared_ptr<const Bytes> bytes, std::
   std::size_t covered = 0;
   for (std::size_t i = 0; i < file.entries_.size(); ++i) {
     const Entry& entry = file.entries_[i];
-    require(entry.begin == covered, tensor_in(entry.name, file.where_), "begins at byte ", entry.begin,
+    KVKEEP_REQUIRE(entry.begin == covered, tensor_in(entry.name, file.where_), "begins at byte ", entry.begin,
             " of the data where the one before it ends at ", covered, "; allowed no overlap and no hole");
     covered = entry.begin + entry.bytes;
     file.by_name_[entry.name] = i;
   }
-  require(covered == file.data_bytes_, "read safetensors: the tensors of ", file.where_, " cover ", covered, " bytes, but ",
+  KVKEEP_REQUIRE(covered == file.data_bytes_, "read safetensors: the tensors of ", file.where_, " cover ", covered, " bytes, but ",
           file.data_bytes_, " follow the header; allowed no bytes that belong to no tensor");
   return file;
 }
@@ -241,7 +258,7 @@ bool SafetensorsFile::has(std::string_view name) const { return by_name_.find(na
 
 Tensor SafetensorsFile::tensor(std::string_view name) const {
   const auto found = by_name_.find(name);
-  require(found != by_name_.end(), "read safetensors: ", where_, " has no tensor '", name, "'");
+  KVKEEP_REQUIRE(found != by_name_.end(), "read safetensors: ", where_, " has no tensor '", name, "'");
   const Entry& entry = entries_[found->second];
   const auto options = at::TensorOptions(entry.dtype);
   const std::byte* data = bytes_->data + data_begin_ + entry.begin;
@@ -282,10 +299,10 @@ void write_safetensors(const std::filesystem::path& path, const std::vector<std:
   std::vector<Tensor> data;
   std::size_t begin = 0;
   for (const auto& [name, tensor] : tensors) {
-    require(names.insert(name).second, "write safetensors: the name '", name, "' is given twice or reserved (", path.string(), ")");
-    require(tensor.defined(), "write safetensors: tensor '", name, "' is undefined (", path.string(), ")");
+    KVKEEP_REQUIRE(names.insert(name).second, "write safetensors: the name '", name, "' is given twice or reserved (", path.string(), ")");
+    KVKEEP_REQUIRE(tensor.defined(), "write safetensors: tensor '", name, "' is undefined (", path.string(), ")");
     const std::optional<std::string_view> dtype = name_of(tensor.scalar_type());
-    require(dtype.has_value(), "write safetensors: tensor '", name, "' has dtype ", c10::toString(tensor.scalar_type()), "; allowed ",
+    KVKEEP_REQUIRE(dtype.has_value(), "write safetensors: tensor '", name, "' has dtype ", c10::toString(tensor.scalar_type()), "; allowed ",
             kAllowedDtypes);
     data.push_back(tensor.cpu().contiguous());
     const std::size_t end = begin + data.back().nbytes();
@@ -295,7 +312,7 @@ void write_safetensors(const std::filesystem::path& path, const std::vector<std:
   }
   header += "}";
   header.append((kLengthBytes - header.size() % kLengthBytes) % kLengthBytes, ' ');
-  require(header.size() <= kLongestHeader, "write safetensors: the header of ", path.string(), " would have ", header.size(),
+  KVKEEP_REQUIRE(header.size() <= kLongestHeader, "write safetensors: the header of ", path.string(), " would have ", header.size(),
           " bytes; allowed ", kLongestHeader);
 
   std::array<char, kLengthBytes> length{};

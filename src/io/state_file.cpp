@@ -1,23 +1,31 @@
 #include "kvkeep/state/state_file.h"
 
 #include <algorithm>
-#include <iomanip>
+#include <array>
+#include <charconv>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <span>
-#include <sstream>
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/memory/far_store.h"
+#include "untrusted_json.h"
 
 namespace kvkeep {
 namespace {
 
 using Json = nlohmann::json;
 
-constexpr const char *kVersionKey = "kvkeep_sequence", *kVersion = "1", *kChecksumKey = "checksum";
+constexpr const char *kVersionKey = "kvkeep_sequence", *kVersion = "2", *kChecksumKey = "checksum";
 constexpr std::size_t kMostNamed = 6;  ///< differences that a message lists
+
+/// 16 digits under every locale.
+std::string hexadecimal(std::uint64_t number) {
+  std::array<char, 16> digits{};
+  const std::size_t count = static_cast<std::size_t>(std::to_chars(digits.begin(), digits.end(), number, 16).ptr - digits.begin());
+  return std::string(digits.size() - count, '0') + std::string(digits.data(), count);
+}
 
 /// Of everything that a file says but the checksum itself: the checksum of a list of checksums, one a tensor and one of the words. The order of tensors does not count: where some are empty, it is not
 /// told by a file.
@@ -34,9 +42,7 @@ std::string checksum_of(const StateTensors& tensors, const std::map<std::string,
     sums.push_back(checksum({static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes()}));
   }
   sums.push_back(checksum(std::as_bytes(std::span(words))));
-  std::ostringstream out;
-  out << std::hex << std::setfill('0') << std::setw(16) << checksum(std::as_bytes(std::span(sums)));
-  return out.str();
+  return hexadecimal(checksum(std::as_bytes(std::span(sums))));
 }
 
 std::string shape_text(at::IntArrayRef shape) {
@@ -45,15 +51,14 @@ std::string shape_text(at::IntArrayRef shape) {
   return out + "]";
 }
 
-/// What no policy nests as deep is left out: flatten() goes down by recursion.
+/// By path; none where the text is no object.
 Json fields_of(std::string_view object) {
-  constexpr int kDeepest = 32;
-  const Json parsed = Json::parse(object, [](int depth, Json::parse_event_t, Json&) { return depth <= kDeepest; }, false);
+  const Json parsed = io::parse_json(object).value;
   return parsed.is_object() && !parsed.empty() ? parsed.flatten() : Json::object();
 }
 
 std::string value_at(const Json& fields, const std::string& path) {
-  return fields.contains(path) ? fields.at(path).dump(-1, ' ', false, Json::error_handler_t::replace).substr(0, 80) : "not given";
+  return fields.contains(path) ? io::shown(fields.at(path)) : "not given";
 }
 
 }  // namespace
@@ -67,26 +72,26 @@ void write_state(const std::filesystem::path& file, const StateTensors& tensors,
 }
 
 StateFile StateFile::open(const std::filesystem::path& path) {
-  StateFile state(io::SafetensorsFile::open(path));
+  StateFile state(io::SafetensorsFile::read(path));  // a copy: what the checksum was taken of is what is read
   const std::string& version = state.about(kVersionKey);
-  require(version == kVersion, "restore: ", state.where(), " has format version ", version.substr(0, 80), "; allowed ", kVersion);
+  KVKEEP_REQUIRE(version == kVersion, "restore: ", state.where(), " has format version ", io::shortened(version), "; allowed ", kVersion);
   StateTensors all;
   for (const std::string& name : state.file_.names()) all.emplace_back(name, state.file_.tensor(name));
-  require(checksum_of(all, state.file_.metadata()) == state.about(kChecksumKey), "restore: ", state.where(), " is damaged: what it holds has another checksum than when it was written; allowed a file as save() left it");
+  KVKEEP_REQUIRE(checksum_of(all, state.file_.metadata()) == state.about(kChecksumKey), "restore: ", state.where(), " is damaged: what it holds has another checksum than when it was written; allowed a file as save() left it");
   return state;
 }
 
 Tensor StateFile::tensor(const std::string& name, ScalarType dtype, at::IntArrayRef shape) const {
-  require(has(name), "restore: tensor \"", name, "\" is missing in ", where());
+  KVKEEP_REQUIRE(has(name), "restore: tensor \"", name, "\" is missing in ", where());
   const Tensor found = file_.tensor(name);
   const bool fits = found.scalar_type() == dtype && std::ranges::equal(found.sizes(), shape, [](std::int64_t is, std::int64_t wanted) { return wanted < 0 || is == wanted; });
-  require(fits, "restore: tensor \"", name, "\" in ", where(), " is ", c10::toString(found.scalar_type()), " ", shape_text(found.sizes()), "; allowed ", c10::toString(dtype), " ", shape_text(shape));
+  KVKEEP_REQUIRE(fits, "restore: tensor \"", name, "\" in ", where(), " is ", c10::toString(found.scalar_type()), " ", shape_text(found.sizes()), "; allowed ", c10::toString(dtype), " ", shape_text(shape));
   return found;
 }
 
 const std::string& StateFile::about(const std::string& name) const {
   const auto found = file_.metadata().find(name);
-  require(found != file_.metadata().end(), "restore: ", where(), " does not say its ", name, "; allowed a file that Keeper::save() wrote");
+  KVKEEP_REQUIRE(found != file_.metadata().end(), "restore: ", where(), " does not say its ", name, "; allowed a file that Keeper::save() wrote");
   return found->second;
 }
 
@@ -101,10 +106,10 @@ void StateFile::expect_same(const std::string& name, std::string_view mine, std:
     for (const std::string& path : paths) {
       if (in_both != (there.contains(path) && here.contains(path)) || std::ranges::any_of(free, [&](std::string_view end) { return path.ends_with(end); })) continue;
       if (in_both && there.at(path) == here.at(path)) continue;
-      if (++count <= kMostNamed) wrong += text(wrong.empty() ? "" : ", ", path.substr(1), " is ", value_at(there, path), " there and ", value_at(here, path), " here");
+      if (++count <= kMostNamed) wrong += text(wrong.empty() ? "" : ", ", io::shortened(path.substr(1)), " is ", value_at(there, path), " there and ", value_at(here, path), " here");
     }
   if (count > kMostNamed) wrong += text(", and ", count - kMostNamed, " more fields differ");
-  require(count == 0, "restore: ", where(), " was saved under another ", name, ": ", wrong, "; allowed the same");
+  KVKEEP_REQUIRE(count == 0, "restore: ", where(), " was saved under another ", name, ": ", wrong, "; allowed the same");
 }
 
 }  // namespace kvkeep

@@ -108,10 +108,10 @@ class TorchArchive::Unpickler {
 
  private:
   [[nodiscard]] std::string where() const { return text("read calibration: the object in ", archive_.name_, " "); }
-  void require_damaged(bool ok) const { require(ok, where(), "is damaged near byte ", at_, " of its pickle"); }
+  void require_damaged(bool ok) const { KVKEEP_REQUIRE(ok, where(), "is damaged near byte ", at_, " of its pickle"); }
 
   std::string_view take(std::uint64_t bytes) {
-    require(bytes <= pickle_.size() - at_, where(), "ends in the middle of its pickle, at byte ", pickle_.size());
+    KVKEEP_REQUIRE(bytes <= pickle_.size() - at_, where(), "ends in the middle of its pickle, at byte ", pickle_.size());
     at_ += bytes;
     return pickle_.substr(at_ - bytes, bytes);
   }
@@ -175,7 +175,7 @@ class TorchArchive::Unpickler {
   }
   void long_integer() {
     const std::uint64_t bytes = number(1);
-    require(bytes <= 8, where(), "holds an integer of ", bytes, " bytes; allowed up to 8");
+    KVKEEP_REQUIRE(bytes <= 8, where(), "holds an integer of ", bytes, " bytes; allowed up to 8");
     std::uint64_t value = number(static_cast<int>(bytes));
     if (bytes > 0 && bytes < 8 && (value >> (8 * bytes - 1)) != 0) value |= ~std::uint64_t{0} << (8 * bytes);  // sign
     make(Kind::integer).integer = static_cast<std::int64_t>(value);
@@ -233,32 +233,32 @@ TorchArchive::TorchArchive(std::string_view bytes, std::string name) : bytes_(by
   read_directory();
   constexpr std::string_view kPickle = "data.pkl";
   for (const auto& [full, data] : records_)
-    if (full == kPickle || full.ends_with("/" + std::string(kPickle))) {
-      require(prefix_.empty(), "read calibration: ", name_, " holds more than one data.pkl; allowed what torch.save writes");
+    if (full == kPickle || full.ends_with(text("/", kPickle))) {
+      KVKEEP_REQUIRE(prefix_.empty(), "read calibration: ", name_, " holds more than one data.pkl; allowed what torch.save writes");
       prefix_ = full.substr(0, full.size() - kPickle.size());
     }
   if (const auto order = records_.find(prefix_ + "byteorder"); order != records_.end())
-    require(order->second == "little", "read calibration: ", name_, " was saved on a big-endian machine; allowed little-endian");
+    KVKEEP_REQUIRE(order->second == "little", "read calibration: ", name_, " was saved on a big-endian machine; allowed little-endian");
   const std::string_view pickle = record("data.pkl");
-  require(pickle.size() <= kLongestPickle, "read calibration: data.pkl in ", name_, " has ", pickle.size(), " bytes; allowed up to ", kLongestPickle);
+  KVKEEP_REQUIRE(pickle.size() <= kLongestPickle, "read calibration: data.pkl in ", name_, " has ", pickle.size(), " bytes; allowed up to ", kLongestPickle);
   root_ = Unpickler(*this, pickle).run();
 }
 
 std::string_view TorchArchive::record(const std::string& name) const {
   const auto found = records_.find(prefix_ + name);
-  require(found != records_.end(), "read calibration: ", name_, " has no record ", prefix_, name, "; allowed what torch.save writes");
+  KVKEEP_REQUIRE(found != records_.end(), "read calibration: ", name_, " has no record ", prefix_, name, "; allowed what torch.save writes");
   return found->second;
 }
 
 void TorchArchive::read_directory() {
-  const auto damaged = [&](bool ok, const char* what) { require(ok, "read calibration: the zip archive ", name_, " ", what, "; is it truncated or damaged?"); };
+  const auto damaged = [&](bool ok, const char* what) { KVKEEP_REQUIRE(ok, "read calibration: the zip archive ", name_, " ", what, "; is it truncated or damaged?"); };
   damaged(bytes_.size() >= kEndBytes, "is too short to have a directory");
   std::size_t end = bytes_.size() - kEndBytes;
   const std::size_t least = end > kLongestComment ? end - kLongestComment : 0;
   while (end > least && number_at(bytes_, end, 4) != kEndSignature) --end;
   damaged(number_at(bytes_, end, 4) == kEndSignature && end + kEndBytes + number_at(bytes_, end + 20, 2) == bytes_.size(), "has no directory at its end");
   const std::uint64_t count = number_at(bytes_, end + 10, 2), size = number_at(bytes_, end + 12, 4), begin = number_at(bytes_, end + 16, 4);
-  require(count != 0xffff && size != 0xffffffff && begin != 0xffffffff, "read calibration: ", name_, " is a zip64 archive; allowed up to 65534 records and 4 GiB");
+  KVKEEP_REQUIRE(count != 0xffff && size != 0xffffffff && begin != 0xffffffff, "read calibration: ", name_, " is a zip64 archive; allowed up to 65534 records and 4 GiB");
   damaged(number_at(bytes_, end + 4, 4) == 0 && number_at(bytes_, end + 8, 2) == count, "is one part of several");
   damaged(begin <= end && size <= end - begin, "has a directory outside the file");
   std::size_t at = begin;
@@ -270,7 +270,7 @@ void TorchArchive::read_directory() {
     damaged(begin + size - at - kEntryBytes >= name_bytes + rest, "has a broken directory");
     std::string full(bytes_.substr(at + kEntryBytes, name_bytes));
     at += kEntryBytes + name_bytes + rest;
-    require(method == 0 && stored == whole && (flags & kEncrypted) == 0, "read calibration: ", name_, " holds compressed or encrypted records; allowed stored ones, as torch.save writes");
+    KVKEEP_REQUIRE(method == 0 && stored == whole && (flags & kEncrypted) == 0, "read calibration: ", name_, " holds compressed or encrypted records; allowed stored ones, as torch.save writes");
     damaged(local <= begin && begin - local >= kLocalBytes && number_at(bytes_, local, 4) == kLocalSignature, "has a record outside the file");
     const std::uint64_t data = local + kLocalBytes + number_at(bytes_, local + 26, 2) + number_at(bytes_, local + 28, 2);
     damaged(data <= begin && stored <= begin - data, "has a record outside the file");
@@ -292,18 +292,18 @@ const TorchArchive::Value* TorchArchive::find(const Value& dict, std::string_vie
 
 std::vector<double> TorchArchive::numbers(const Value& tensor, std::int64_t count, const std::string& what) const {
   const std::string subject = text("read calibration: ", what, " in ", name_, " ");
-  require(tensor.kind == Kind::tensor, subject, "is no tensor; allowed a floating tensor [", count, "]");
+  KVKEEP_REQUIRE(tensor.kind == Kind::tensor, subject, "is no tensor; allowed a floating tensor [", count, "]");
   const Value &storage = *tensor.items[0], &sizes = *tensor.items[1], &strides = *tensor.items[2];
   const std::string& type = storage.items[0]->text;
   const std::size_t bytes = element_bytes(type);
-  require(bytes != 0, subject, "is stored as '", type.substr(0, 80), "'; allowed Float, Double, Half and BFloat16");
-  require(sizes.items.size() == 1 && strides.items.size() == 1 && sizes.items[0]->kind == Kind::integer && strides.items[0]->kind == Kind::integer &&
+  KVKEEP_REQUIRE(bytes != 0, subject, "is stored as '", type.substr(0, 80), "'; allowed Float, Double, Half and BFloat16");
+  KVKEEP_REQUIRE(sizes.items.size() == 1 && strides.items.size() == 1 && sizes.items[0]->kind == Kind::integer && strides.items[0]->kind == Kind::integer &&
               sizes.items[0]->integer == count,
           subject, "does not have the shape [", count, "]");
   const std::string_view data = record("data/" + storage.text);
   const std::int64_t stride = strides.items[0]->integer, offset = tensor.integer, held = static_cast<std::int64_t>(data.size() / bytes);
   const bool inside = storage.integer == held && data.size() % bytes == 0 && offset >= 0 && stride >= 0 && offset < held && (count == 1 || stride <= (held - 1 - offset) / (count - 1));
-  require(inside, subject, "lies outside its storage of ", held, " numbers (offset ", offset, ", stride ", stride, ")");
+  KVKEEP_REQUIRE(inside, subject, "lies outside its storage of ", held, " numbers (offset ", offset, ", stride ", stride, ")");
   std::vector<double> out(static_cast<std::size_t>(count));
   for (std::int64_t i = 0; i < count; ++i) {
     const std::uint64_t bits = number_at(data, static_cast<std::size_t>(offset + i * stride) * bytes, static_cast<int>(bytes));
@@ -365,7 +365,7 @@ void TorchArchiveWriter::save(const std::filesystem::path& file) {
   std::vector<std::pair<std::string, std::string>> records{{"data.pkl", pickle_ + "."}, {"byteorder", "little"}};
   for (std::size_t i = 0; i < storages_.size(); ++i) records.emplace_back("data/" + std::to_string(i), storages_[i]);
   records.emplace_back("version", "3\n");
-  require(records.size() < 0xffff, "save calibration: ", file.string(), " would hold ", records.size(), " records; allowed up to 65534, or the safetensors layout");
+  KVKEEP_REQUIRE(records.size() < 0xffff, "save calibration: ", file.string(), " would hold ", records.size(), " records; allowed up to 65534, or the safetensors layout");
   std::string archive, directory;
   for (const auto& [name, content] : records) {
     const std::string full = folder + name;
@@ -385,7 +385,7 @@ void TorchArchiveWriter::save(const std::filesystem::path& file) {
     directory += full;
   }
   const std::size_t begin = archive.size(), count = records.size();
-  require(begin + directory.size() < 0xffffffff, "save calibration: ", file.string(), " would have ", begin, " bytes; allowed below 4 GiB, or the safetensors layout");
+  KVKEEP_REQUIRE(begin + directory.size() < 0xffffffff, "save calibration: ", file.string(), " would have ", begin, " bytes; allowed below 4 GiB, or the safetensors layout");
   archive += directory + little_endian_bytes(kEndSignature, 4) + little_endian_bytes(0, 4) + little_endian_bytes(count, 2) + little_endian_bytes(count, 2) +
              little_endian_bytes(directory.size(), 4) + little_endian_bytes(begin, 4) + little_endian_bytes(0, 2);
   write_text_atomically(file, archive);

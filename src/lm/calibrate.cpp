@@ -63,17 +63,17 @@ class QuerySums {
 
 Calibration calibrate(Decoder& decoder, const std::vector<std::vector<std::int32_t>>& sequences, const CalibrationRun& run) {
   const ModelSpec& spec = decoder.spec();
-  require(run.skip >= 0 && run.chunk >= 1, "calibrate: skip is ", run.skip, " and chunk ", run.chunk, "; allowed 0 or more, and 1 or more");
-  require(spec.rope.rotary_dim() == spec.key_dim && spec.key_dim > 0, "calibrate: RoPE turns ", spec.rope.rotary_dim(), " of ", spec.key_dim, " components of a head; allowed all of them");
+  KVKEEP_REQUIRE(run.skip >= 0 && run.chunk >= 1, "calibrate: skip is ", run.skip, " and chunk ", run.chunk, "; allowed 0 or more, and 1 or more");
+  KVKEEP_REQUIRE(spec.rope.rotary_dim() == spec.key_dim && spec.key_dim > 0, "calibrate: RoPE turns ", spec.rope.rotary_dim(), " of ", spec.key_dim, " components of a head; allowed all of them");
   std::size_t longest = 0;
   std::int64_t counted = 0;
   for (const std::vector<std::int32_t>& ids : sequences) {
     longest = std::max(longest, ids.size());
     counted += std::max<std::int64_t>(static_cast<std::int64_t>(ids.size()) - run.skip, 0);
     for (std::size_t i = 0; i < ids.size(); ++i)
-      require(ids[i] >= 0 && ids[i] < decoder.config().vocab, "calibrate: token id ", ids[i], " at place ", i, " is outside the vocabulary; allowed 0 to ", decoder.config().vocab - 1);
+      KVKEEP_REQUIRE(ids[i] >= 0 && ids[i] < decoder.config().vocab, "calibrate: token id ", ids[i], " at place ", i, " is outside the vocabulary; allowed 0 to ", decoder.config().vocab - 1);
   }
-  require(counted > 0, "calibrate: no token is left, the longest sequence has ", longest, " and the first ", run.skip, " of each do not count; allowed ", run.skip + 1, " tokens or more");
+  KVKEEP_REQUIRE(counted > 0, "calibrate: no token is left, the longest sequence has ", longest, " and the first ", run.skip, " of each do not count; allowed ", run.skip + 1, " tokens or more");
 
   QuerySums sums(spec);
   const std::vector<LayerCache> cache = decoder.make_cache(1, static_cast<std::int64_t>(longest), run.cache_dtype);

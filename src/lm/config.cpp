@@ -1,12 +1,12 @@
 #include "kvkeep/lm/config.h"
 
 #include <algorithm>
-#include <fstream>
-#include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "config_fields.h"
 #include "kvkeep/core/error.h"
+#include "read_file.h"
+#include "untrusted_json.h"
 
 namespace kvkeep::lm {
 namespace {
@@ -14,26 +14,17 @@ namespace {
 using Json = nlohmann::json;
 using detail::ConfigFields;
 
-std::string read_text(const std::filesystem::path& path) {
-  std::ifstream in(path, std::ios::binary);
-  std::string content{std::istreambuf_iterator<char>(in), {}};
-  require(!in.bad() && in.is_open(), "read config: cannot read ", path.string(), "; allowed a model folder with config.json");
-  return content;
-}
+constexpr std::int32_t kMostLayers = 1 << 16;
 
-Json parse_json(std::string_view content, const std::string& where) {
-  try {
-    return Json::parse(content.begin(), content.end());
-  } catch (const Json::exception&) {
-    refuse("read config: ", where, " is not JSON");
-  }
-}
+std::string read_text(const std::filesystem::path& path) { return io::read_file(path, "read config"); }
+
+Json parse_json(std::string_view content, const std::string& where) { return io::read_json(content, "read config: " + where); }
 
 Architecture architecture_called(const std::string& model_type, const std::string& where) {
   if (model_type == "llama") return Architecture::llama;
   if (model_type == "qwen2") return Architecture::qwen2;
   if (model_type == "qwen3") return Architecture::qwen3;
-  refuse<Unsupported>("read config: ", where, " has model_type '", model_type, "'; the decoder has code for llama, qwen2, qwen3");
+  refuse<Unsupported>("read config: ", where, " has model_type '", io::shortened(model_type), "'; the decoder has code for llama, qwen2, qwen3");
 }
 
 std::string name_of(Architecture architecture) {
@@ -45,7 +36,7 @@ RopeConfig::Type rope_type_called(const std::string& name, const std::string& wh
   if (name == "linear") return RopeConfig::Type::linear;
   if (name == "llama3") return RopeConfig::Type::llama3;
   if (name == "yarn") return RopeConfig::Type::yarn;
-  refuse<Unsupported>("read config: ", where, " has rope_type '", name, "'; the decoder has code for default, linear, llama3, yarn");
+  refuse<Unsupported>("read config: ", where, " has rope_type '", io::shortened(name), "'; the decoder has code for default, linear, llama3, yarn");
 }
 
 std::string name_of(RopeConfig::Type type) {
@@ -66,13 +57,13 @@ std::string name_of(RopeConfig::Type type) {
 double rope_theta(const ConfigFields& config, const ConfigFields* scaling) {
   const std::optional<double> outer = config.number("rope_theta");
   const std::optional<double> inner = scaling != nullptr ? scaling->number("rope_theta") : std::nullopt;
-  require(!outer || !inner || *outer == *inner, "read config: ", config.where(), " has rope_theta ", outer.value_or(0), " at the top and ",
+  KVKEEP_REQUIRE(!outer || !inner || *outer == *inner, "read config: ", config.where(), " has rope_theta ", outer.value_or(0), " at the top and ",
           inner.value_or(0), " in ", scaling != nullptr ? scaling->where() : "", "; allowed one value");
   return inner ? *inner : outer.value_or(10000.0);
 }
 
 void refuse_partial_rotation(const ConfigFields& fields) {
-  require<Unsupported>(fields.number("partial_rotary_factor").value_or(1.0) == 1.0, "read config: ", fields.where(),
+  KVKEEP_REQUIRE_AS(Unsupported, fields.number("partial_rotary_factor").value_or(1.0) == 1.0, "read config: ", fields.where(),
                        " has a partial_rotary_factor; the decoder rotates whole heads only");
 }
 
@@ -80,7 +71,7 @@ RopeConfig read_rope(const ConfigFields& config) {
   refuse_partial_rotation(config);
   const Json* new_place = config.find("rope_parameters");
   const Json* old_place = config.find("rope_scaling");
-  require(new_place == nullptr || old_place == nullptr || *new_place == *old_place, "read config: ", config.where(),
+  KVKEEP_REQUIRE(new_place == nullptr || old_place == nullptr || *new_place == *old_place, "read config: ", config.where(),
           " has rope_parameters and another rope_scaling; allowed one of them");
   const Json* place = new_place != nullptr ? new_place : old_place;
   RopeConfig rope;
@@ -90,7 +81,7 @@ RopeConfig read_rope(const ConfigFields& config) {
   }
   const ConfigFields scaling(*place, text(new_place != nullptr ? "rope_parameters" : "rope_scaling", " of ", config.where()));
   for (const auto& [key, value] : place->items())
-    require<Unsupported>(!value.is_object(), "read config: ", scaling.where(), " holds parameters by layer type ('", key,
+    KVKEEP_REQUIRE_AS(Unsupported, !value.is_object(), "read config: ", scaling.where(), " holds parameters by layer type ('", io::shortened(key),
                          "'); the decoder has one RoPE for all layers");
   refuse_partial_rotation(scaling);
   rope.theta = rope_theta(config, &scaling);
@@ -100,7 +91,7 @@ RopeConfig read_rope(const ConfigFields& config) {
 
   const auto needed = [&](const char* name) {
     const std::optional<double> value = scaling.number(name);
-    require(value.has_value(), "read config: ", scaling.where(), " has no ", name, "; rope_type '", name_of(rope.type), "' needs it");
+    KVKEEP_REQUIRE(value.has_value(), "read config: ", scaling.where(), " has no ", name, "; rope_type '", name_of(rope.type), "' needs it");
     return *value;
   };
   rope.original_max = scaling.whole("original_max_position_embeddings").value_or(0);
@@ -110,7 +101,9 @@ RopeConfig read_rope(const ConfigFields& config) {
   if (rope.type == RopeConfig::Type::llama3) {
     rope.low_freq_factor = needed("low_freq_factor");
     rope.high_freq_factor = needed("high_freq_factor");
-    rope.original_max = static_cast<std::int64_t>(needed("original_max_position_embeddings"));
+    const double original = needed("original_max_position_embeddings");
+    KVKEEP_REQUIRE(original >= 1 && original <= INT32_MAX, "read config: ", scaling.where(), " has original_max_position_embeddings = ", original, "; allowed 1 to ", INT32_MAX);
+    rope.original_max = static_cast<std::int64_t>(original);
   }
   if (rope.type == RopeConfig::Type::yarn) {
     // transformers takes 0 for "not set" in these three.
@@ -138,15 +131,15 @@ std::vector<LayerSpec> read_layers(const ConfigFields& config, Architecture arch
       if (has_window && l >= first_sliding) layers[static_cast<std::size_t>(l)] = {LayerKind::sliding, window, -1};
     return layers;
   }
-  require(types->is_array() && types->size() == layers.size(), "read config: layer_types of ", config.where(), " must list ", count,
+  KVKEEP_REQUIRE(types->is_array() && types->size() == layers.size(), "read config: layer_types of ", config.where(), " must list ", count,
           " layers");
   for (std::size_t l = 0; l < layers.size(); ++l) {
     const Json& type = (*types)[l];
     if (type == "full_attention") continue;
-    require<Unsupported>(type == "sliding_attention", "read config: layer ", l, " of ", config.where(), " is of type ",
-                         type.dump(-1, ' ', false, Json::error_handler_t::replace),
+    KVKEEP_REQUIRE_AS(Unsupported, type == "sliding_attention", "read config: layer ", l, " of ", config.where(), " is of type ",
+                         io::shown(type),
                          "; the decoder has code for full_attention and sliding_attention");
-    require(has_window, "read config: layer ", l, " of ", config.where(),
+    KVKEEP_REQUIRE(has_window, "read config: layer ", l, " of ", config.where(),
             " slides, but the file sets no use_sliding_window and sliding_window");
     layers[l] = {LayerKind::sliding, window, -1};
   }
@@ -154,10 +147,10 @@ std::vector<LayerSpec> read_layers(const ConfigFields& config, Architecture arch
 }
 
 void refuse_what_has_no_code(const ConfigFields& config) {
-  require<Unsupported>(config.find("quantization_config") == nullptr, "read config: ", config.where(),
+  KVKEEP_REQUIRE_AS(Unsupported, config.find("quantization_config") == nullptr, "read config: ", config.where(),
                        " has a quantization_config; the decoder reads f32, f16 and bf16 weights");
   const std::string activation = config.word("hidden_act").value_or("silu");
-  require<Unsupported>(activation == "silu" || activation == "swish", "read config: ", config.where(), " has hidden_act '", activation,
+  KVKEEP_REQUIRE_AS(Unsupported, activation == "silu" || activation == "swish", "read config: ", config.where(), " has hidden_act '", io::shortened(activation),
                        "'; the decoder has code for silu");
 }
 
@@ -167,10 +160,9 @@ std::optional<std::vector<std::int32_t>> read_end_tokens(const ConfigFields& fie
   const Json list = value->is_array() ? *value : Json::array({*value});
   std::vector<std::int32_t> tokens;
   for (const Json& token : list) {
-    const bool fits = token.is_number_integer() && token.get<std::int64_t>() >= 0 && token.get<std::int64_t>() <= INT32_MAX;
-    require(fits, "read config: ", fields.where(), " has eos_token_id ", value->dump(-1, ' ', false, Json::error_handler_t::replace),
-            "; allowed a token or a list of tokens");
-    tokens.push_back(token.get<std::int32_t>());
+    const std::optional<std::int64_t> id = io::whole_number(token, 0, INT32_MAX);
+    KVKEEP_REQUIRE(id.has_value(), "read config: ", fields.where(), " has eos_token_id ", io::shown(*value), "; allowed a token or a list of tokens");
+    tokens.push_back(static_cast<std::int32_t>(*id));
   }
   return tokens;
 }
@@ -188,19 +180,20 @@ void set_biases(LmConfig& model, bool attention_bias, bool mlp_bias) {
 bool LmConfig::ends(std::int32_t token) const { return std::find(end_tokens.begin(), end_tokens.end(), token) != end_tokens.end(); }
 
 void LmConfig::check() const {
-  require(vocab >= 1 && hidden >= 1 && intermediate >= 1, "model config: vocab, hidden and intermediate must be positive; given ", vocab,
+  KVKEEP_REQUIRE(vocab >= 1 && hidden >= 1 && intermediate >= 1, "model config: vocab, hidden and intermediate must be positive; given ", vocab,
           ", ", hidden, ", ", intermediate);
-  require(std::isfinite(rms_eps) && rms_eps >= 0, "model config: rms_norm_eps must be finite and not negative; given ", rms_eps);
-  require(max_positions >= 1, "model config: max_position_embeddings must be positive; given ", max_positions);
-  require(spec.key_dim == spec.value_dim && spec.key_dim % 2 == 0,
+  KVKEEP_REQUIRE(std::isfinite(rms_eps) && rms_eps >= 0, "model config: rms_norm_eps must be finite and not negative; given ", rms_eps);
+  KVKEEP_REQUIRE(max_positions >= 1, "model config: max_position_embeddings must be positive; given ", max_positions);
+  KVKEEP_REQUIRE(spec.key_dim == spec.value_dim && spec.key_dim % 2 == 0,
           "model config: head_dim must be even and the same for keys and values; given ", spec.key_dim, " and ", spec.value_dim);
   spec.check();
 }
 
 LmConfig LmConfig::read(const std::filesystem::path& folder) {
   const std::filesystem::path config = folder / "config.json", generation = folder / "generation_config.json";
-  require(std::filesystem::is_directory(folder), "read config: ", folder.string(), " is not a folder; allowed a Hugging Face model folder");
-  return parse(read_text(config), std::filesystem::exists(generation) ? read_text(generation) : std::string(), config.string());
+  std::error_code none;
+  KVKEEP_REQUIRE(std::filesystem::is_directory(folder, none), "read config: ", folder.string(), " is not a folder; allowed a Hugging Face model folder");
+  return parse(read_text(config), std::filesystem::exists(generation, none) ? read_text(generation) : std::string(), config.string());
 }
 
 LmConfig LmConfig::parse(std::string_view config_text, std::string_view generation_text, const std::string& where) {
@@ -208,7 +201,7 @@ LmConfig LmConfig::parse(std::string_view config_text, std::string_view generati
   const ConfigFields config(parsed, where);
   LmConfig model;
   const std::optional<std::string> model_type = config.word("model_type");
-  require(model_type.has_value(), "read config: ", where, " has no model_type; the decoder has code for llama, qwen2, qwen3");
+  KVKEEP_REQUIRE(model_type.has_value(), "read config: ", where, " has no model_type; the decoder has code for llama, qwen2, qwen3");
   model.architecture = architecture_called(*model_type, where);
   refuse_what_has_no_code(config);
 
@@ -224,12 +217,12 @@ LmConfig LmConfig::parse(std::string_view config_text, std::string_view generati
   spec.query_heads = config.size("num_attention_heads");
   spec.kv_heads = config.size("num_key_value_heads", spec.query_heads);
   const bool head_dim_given = config.find("head_dim") != nullptr || model.architecture == Architecture::qwen3;
-  require(head_dim_given || model.hidden % spec.query_heads == 0, "read config: ", where, " has no head_dim, and hidden_size ",
+  KVKEEP_REQUIRE(head_dim_given || model.hidden % spec.query_heads == 0, "read config: ", where, " has no head_dim, and hidden_size ",
           model.hidden, " is not a multiple of num_attention_heads ", spec.query_heads);
   // transformers' Qwen3 does not derive head_dim: it is 128 unless the file says otherwise.
   spec.key_dim = config.size("head_dim", model.architecture == Architecture::qwen3 ? 128 : model.hidden / spec.query_heads);
   spec.value_dim = spec.key_dim;
-  spec.layers = read_layers(config, model.architecture, config.size("num_hidden_layers"));
+  spec.layers = read_layers(config, model.architecture, config.size_up_to("num_hidden_layers", kMostLayers));
   model.rope = read_rope(config);
   spec.rope = make_rope(model.rope, spec.key_dim, model.max_positions);
 

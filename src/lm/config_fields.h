@@ -9,13 +9,14 @@
 #include <string_view>
 
 #include "kvkeep/core/error.h"
+#include "untrusted_json.h"
 
 namespace kvkeep::lm::detail {
 
 class ConfigFields {
  public:
   ConfigFields(const nlohmann::json& object, std::string where) : object_(object), where_(std::move(where)) {
-    require(object_.is_object(), "read config: ", where_, " is not a JSON object");
+    KVKEEP_REQUIRE(object_.is_object(), "read config: ", where_, " is not a JSON object");
   }
 
   [[nodiscard]] const std::string& where() const { return where_; }
@@ -29,49 +30,50 @@ class ConfigFields {
   [[nodiscard]] std::optional<std::int64_t> whole(const char* name) const {
     const nlohmann::json* value = find(name);
     if (value == nullptr) return std::nullopt;
-    require(value->is_number_integer(), complaint(name, *value), "a whole number");
-    return value->get<std::int64_t>();
+    const std::optional<std::int64_t> number = io::whole_number(*value, INT64_MIN, INT64_MAX);
+    KVKEEP_REQUIRE(number.has_value(), complaint(name, *value), "a whole number below 2^63");
+    return number;
   }
 
   [[nodiscard]] std::optional<double> number(const char* name) const {
     const nlohmann::json* value = find(name);
     if (value == nullptr) return std::nullopt;
-    require(value->is_number(), complaint(name, *value), "a number");
+    KVKEEP_REQUIRE(value->is_number(), complaint(name, *value), "a number");
     return value->get<double>();
   }
 
   [[nodiscard]] std::optional<bool> truth(const char* name) const {
     const nlohmann::json* value = find(name);
     if (value == nullptr) return std::nullopt;
-    require(value->is_boolean(), complaint(name, *value), "true or false");
+    KVKEEP_REQUIRE(value->is_boolean(), complaint(name, *value), "true or false");
     return value->get<bool>();
   }
 
   [[nodiscard]] std::optional<std::string> word(const char* name) const {
     const nlohmann::json* value = find(name);
     if (value == nullptr) return std::nullopt;
-    require(value->is_string(), complaint(name, *value), "a string");
+    KVKEEP_REQUIRE(value->is_string(), complaint(name, *value), "a string");
     return value->get<std::string>();
   }
 
-  /// A size of the model: required, 1 to 2^31 - 1.
-  [[nodiscard]] std::int32_t size(const char* name) const {
-    require(find(name) != nullptr, "read config: ", where_, " has no ", name, "; a decoder needs it");
-    return checked_size(name, *whole(name));
+  /// A size of the model: required, 1 to 2^31 - 1 or `most`.
+  [[nodiscard]] std::int32_t size_up_to(const char* name, std::int32_t most) const {
+    KVKEEP_REQUIRE(find(name) != nullptr, "read config: ", where_, " has no ", name, "; a decoder needs it");
+    return checked_size(name, *whole(name), most);
   }
+  [[nodiscard]] std::int32_t size(const char* name) const { return size_up_to(name, INT32_MAX); }
 
   [[nodiscard]] std::int32_t size(const char* name, std::int32_t fallback) const {
     const std::optional<std::int64_t> value = whole(name);
-    return value ? checked_size(name, *value) : fallback;
+    return value ? checked_size(name, *value, INT32_MAX) : fallback;
   }
 
  private:
   [[nodiscard]] std::string complaint(const char* name, const nlohmann::json& value) const {
-    return text("read config: ", where_, " has ", name, " = ", value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace),
-                "; allowed ");
+    return text("read config: ", where_, " has ", name, " = ", io::shown(value), "; allowed ");
   }
-  [[nodiscard]] std::int32_t checked_size(const char* name, std::int64_t value) const {
-    require(value >= 1 && value <= INT32_MAX, "read config: ", where_, " has ", name, " = ", value, "; allowed 1 to ", INT32_MAX);
+  [[nodiscard]] std::int32_t checked_size(const char* name, std::int64_t value, std::int32_t most) const {
+    KVKEEP_REQUIRE(value >= 1 && value <= most, "read config: ", where_, " has ", name, " = ", value, "; allowed 1 to ", most);
     return static_cast<std::int32_t>(value);
   }
 

@@ -12,35 +12,38 @@
 #include "kvkeep/lm/decoder.h"
 #include "kvkeep/lm/generation.h"
 #include "kvkeep/version.h"
+#include "untrusted_json.h"
 
 namespace kvkeep::lm {
 namespace {
 
 using trace::Result;
 
+constexpr std::int32_t kMostTokens = 1 << 24;  ///< as many as the command predicts; the cache has room for them from the start
+
 std::int32_t number(const io::SafetensorsFile& file, const std::string& key, std::int32_t least) {
   const auto found = file.metadata().find(key);
-  require(found != file.metadata().end(), file.where(), ": metadata \"", key, "\" is missing; a trace of kind \"", trace::kind_of(file),
+  KVKEEP_REQUIRE(found != file.metadata().end(), file.where(), ": metadata \"", key, "\" is missing; a trace of kind \"", trace::kind_of(file),
           "\" needs it");
   const std::string& written = found->second;
   std::int32_t value = 0;
   const auto [end, error] = std::from_chars(written.data(), written.data() + written.size(), value);
-  require(error == std::errc() && end == written.data() + written.size() && value >= least, file.where(), ": metadata \"", key, "\" is \"",
-          written, "\"; allowed an integer, ", least, " or more");
+  KVKEEP_REQUIRE(error == std::errc() && end == written.data() + written.size() && value >= least && value <= kMostTokens, file.where(), ": metadata \"", key, "\" is \"",
+          io::shortened(written), "\"; allowed an integer from ", least, " to ", kMostTokens);
   return value;
 }
 
 std::vector<std::int32_t> ids(const io::SafetensorsFile& file, const char* name) {
   const Tensor stored = file.tensor(name);
-  require(stored.dim() == 1 && (stored.scalar_type() == kInt32 || stored.scalar_type() == c10::ScalarType::Long), file.where(),
+  KVKEEP_REQUIRE(stored.dim() == 1 && (stored.scalar_type() == kInt32 || stored.scalar_type() == c10::ScalarType::Long), file.where(),
           ": tensor \"", name, "\" is ", c10::toString(stored.scalar_type()), " with ", stored.dim(),
           " dimensions; allowed i32 or i64 [n]");
-  require(stored.numel() >= 1, file.where(), ": tensor \"", name, "\" is empty; allowed one token or more");
+  KVKEEP_REQUIRE(stored.numel() >= 1, file.where(), ": tensor \"", name, "\" is empty; allowed one token or more");
   std::vector<std::int32_t> values(static_cast<std::size_t>(stored.numel()));
   const Tensor wide = stored.to(c10::ScalarType::Long).contiguous();
   for (std::size_t i = 0; i < values.size(); ++i) {
     const std::int64_t id = wide.const_data_ptr<std::int64_t>()[i];
-    require(id >= 0 && id <= INT32_MAX, file.where(), ": tensor \"", name, "\" holds ", id, " at place ", i,
+    KVKEEP_REQUIRE(id >= 0 && id <= INT32_MAX, file.where(), ": tensor \"", name, "\" holds ", id, " at place ", i,
             "; allowed token ids of the model's vocabulary");
     values[i] = static_cast<std::int32_t>(id);
   }
@@ -49,10 +52,10 @@ std::vector<std::int32_t> ids(const io::SafetensorsFile& file, const char* name)
 
 Decoder open_model(const io::SafetensorsFile& file, const std::filesystem::path& folder) {
   const auto model = file.metadata().find("model"), dtype = file.metadata().find("compute_dtype");
-  require(model != file.metadata().end(), file.where(),
+  KVKEEP_REQUIRE(model != file.metadata().end(), file.where(),
           ": metadata \"model\" is missing; allowed a checkpoint's folder, relative to the trace");
-  require<Unsupported>(dtype == file.metadata().end() || dtype->second == "f32", file.where(), ": metadata \"compute_dtype\" is \"",
-                       dtype == file.metadata().end() ? "" : dtype->second, "\"; allowed f32");
+  KVKEEP_REQUIRE_AS(Unsupported, dtype == file.metadata().end() || dtype->second == "f32", file.where(), ": metadata \"compute_dtype\" is \"",
+                       dtype == file.metadata().end() ? "" : io::shortened(dtype->second), "\"; allowed f32");
   return Decoder::open(folder / model->second);
 }
 
@@ -83,7 +86,7 @@ std::vector<std::int32_t> continue_greedily(Decoder& decoder, std::span<const La
 }  // namespace
 
 Result replay_decoder(const io::SafetensorsFile& file, const std::filesystem::path& folder, const KVPolicy& policy) {
-  require(policy.name() == "full", file.where(), ": a trace of kind \"decoder\" runs without eviction; given policy ", policy.name(),
+  KVKEEP_REQUIRE(policy.name() == "full", file.where(), ": a trace of kind \"decoder\" runs without eviction; given policy ", policy.name(),
           "; allowed full");
   const std::vector<std::int32_t> prompt = ids(file, "input_ids");
   const auto n = static_cast<std::int32_t>(prompt.size());
@@ -116,7 +119,7 @@ Result replay_decoder(const io::SafetensorsFile& file, const std::filesystem::pa
 }
 
 Result replay_generate(const io::SafetensorsFile& file, const std::filesystem::path& folder, std::unique_ptr<KVPolicy> policy) {
-  require(policy != nullptr, "replay: there is no policy; allowed one from make_policy()");
+  KVKEEP_REQUIRE(policy != nullptr, "replay: there is no policy; allowed one from make_policy()");
   Request request{.prompt = ids(file, "prompt"), .new_tokens = number(file, "new_tokens", 1), .keep_logits = true, .keep_positions = true};
   Decoder decoder = open_model(file, folder);
   Result result;

@@ -96,7 +96,7 @@ class EventRecorder {
     for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
       const auto row = sight.keeper.positions(id, layer, h);
       const auto paid = sight.keeper.credit(id, layer, h);
-      require(static_cast<std::int64_t>(row.size()) == length, "record: layer ", layer, " holds ", row.size(), " slots in head ", h,
+      KVKEEP_REQUIRE(static_cast<std::int64_t>(row.size()) == length, "record: layer ", layer, " holds ", row.size(), " slots in head ", h,
               ", the first row ", length, "; an event trace holds rows of one length");
       positions.insert(positions.end(), row.begin(), row.end());
       credit.insert(credit.end(), paid.begin(), paid.end());
@@ -151,10 +151,10 @@ Result name_the_model(const char* kind, const char* ids_name, const std::filesys
 }  // namespace
 
 Result record_event(Decoder& decoder, std::unique_ptr<KVPolicy> policy, Request request, const EventRecording& options) {
-  require(policy != nullptr, "record: there is no policy; allowed one from make_policy()");
-  require(!options.step || *options.step >= 1, "record: event step is ", options.step.value_or(0),
+  KVKEEP_REQUIRE(policy != nullptr, "record: there is no policy; allowed one from make_policy()");
+  KVKEEP_REQUIRE(!options.step || *options.step >= 1, "record: event step is ", options.step.value_or(0),
           "; allowed 1 or more (the prefill is step 0 and is never cut)");
-  require(options.queries >= 1, "record: ", options.queries, " queries are to be kept; allowed 1 or more");
+  KVKEEP_REQUIRE(options.queries >= 1, "record: ", options.queries, " queries are to be kept; allowed 1 or more");
   if (options.step) request.new_tokens = std::max(request.new_tokens, *options.step + 1);
   const Trigger trigger = policy->trigger();
   const Needs needs = policy->needs();
@@ -168,7 +168,7 @@ Result record_event(Decoder& decoder, std::unique_ptr<KVPolicy> policy, Request 
   generator.join(std::move(request));
   while (!recorder.taken() && generator.step()) {
   }
-  require(recorder.taken(), "record: the run of ", steps, " decode steps has no event",
+  KVKEEP_REQUIRE(recorder.taken(), "record: the run of ", steps, " decode steps has no event",
           options.step
               ? text(" step ", *options.step)
               : std::string(trigger.never ? " (the policy never cuts)" : " (the policy was not due in it)"),
@@ -178,8 +178,8 @@ Result record_event(Decoder& decoder, std::unique_ptr<KVPolicy> policy, Request 
 
 Result record_prefill(Decoder& decoder, const std::vector<std::int32_t>& prompt, std::int32_t window) {
   const auto n = static_cast<std::int32_t>(prompt.size());
-  require(n >= 1, "record: the prompt is empty; allowed one token or more");
-  require(window >= 0 && window <= n, "record: the last ", window, " queries of a prompt of ", n, " tokens; allowed 0 (all) to ", n);
+  KVKEEP_REQUIRE(n >= 1, "record: the prompt is empty; allowed one token or more");
+  KVKEEP_REQUIRE(window >= 0 && window <= n, "record: the last ", window, " queries of a prompt of ", n, " tokens; allowed 0 (all) to ", n);
   const std::vector<LayerCache> cache = decoder.make_cache(1, n);
   std::vector<std::int32_t> positions(prompt.size());
   std::iota(positions.begin(), positions.end(), 0);

@@ -55,20 +55,20 @@ double yarn_attention_scaling(const RopeConfig& rope) {
 
 void check(const RopeConfig& rope) {
   using Type = RopeConfig::Type;
-  require(std::isfinite(rope.theta) && rope.theta > 0, "RoPE: rope_theta must be finite and positive; given ", rope.theta);
-  require(rope.type == Type::standard || (std::isfinite(rope.factor) && rope.factor > 0),
+  KVKEEP_REQUIRE(std::isfinite(rope.theta) && rope.theta > 0, "RoPE: rope_theta must be finite and positive; given ", rope.theta);
+  KVKEEP_REQUIRE(rope.type == Type::standard || (std::isfinite(rope.factor) && rope.factor > 0),
           "RoPE: factor must be finite and positive; given ", rope.factor);
-  require(rope.original_max >= 0, "RoPE: original_max_position_embeddings must be positive; given ", rope.original_max);
+  KVKEEP_REQUIRE(rope.original_max >= 0, "RoPE: original_max_position_embeddings must be positive; given ", rope.original_max);
   if (rope.type == Type::llama3) {
-    require(rope.original_max > 0, "RoPE: llama3 needs original_max_position_embeddings; given ", rope.original_max);
-    require(rope.low_freq_factor > 0 && rope.high_freq_factor > rope.low_freq_factor,
+    KVKEEP_REQUIRE(rope.original_max > 0, "RoPE: llama3 needs original_max_position_embeddings; given ", rope.original_max);
+    KVKEEP_REQUIRE(rope.low_freq_factor > 0 && rope.high_freq_factor > rope.low_freq_factor,
             "RoPE: llama3 needs 0 < low_freq_factor < high_freq_factor; given ", rope.low_freq_factor, " and ", rope.high_freq_factor);
   }
   if (rope.type == Type::yarn) {
-    require(rope.theta != 1.0, "RoPE: yarn needs a rope_theta other than 1");
-    require(rope.beta_slow > 0 && rope.beta_fast >= rope.beta_slow, "RoPE: yarn needs 0 < beta_slow <= beta_fast; given ", rope.beta_slow,
+    KVKEEP_REQUIRE(rope.theta != 1.0, "RoPE: yarn needs a rope_theta other than 1");
+    KVKEEP_REQUIRE(rope.beta_slow > 0 && rope.beta_fast >= rope.beta_slow, "RoPE: yarn needs 0 < beta_slow <= beta_fast; given ", rope.beta_slow,
             " and ", rope.beta_fast);
-    require(!rope.attention_factor || (std::isfinite(*rope.attention_factor) && *rope.attention_factor > 0),
+    KVKEEP_REQUIRE(!rope.attention_factor || (std::isfinite(*rope.attention_factor) && *rope.attention_factor > 0),
             "RoPE: attention_factor must be finite and positive");
   }
 }
@@ -76,7 +76,7 @@ void check(const RopeConfig& rope) {
 }  // namespace
 
 RopeSpec make_rope(const RopeConfig& rope, std::int32_t head_dim, std::int64_t max_positions) {
-  require(head_dim >= 2 && head_dim % 2 == 0, "RoPE: head_dim must be even; given ", head_dim);
+  KVKEEP_REQUIRE(head_dim >= 2 && head_dim % 2 == 0, "RoPE: head_dim must be even; given ", head_dim);
   check(rope);
   RopeSpec spec;
   for (std::int32_t f = 0; f < head_dim / 2; ++f) spec.inv_freq.push_back(std::pow(rope.theta, -2.0 * f / head_dim));

@@ -3,8 +3,6 @@
 #include <ATen/ops/empty.h>
 
 #include <cmath>
-#include <fstream>
-#include <iterator>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -14,6 +12,8 @@
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
 #include "kvkeep/io/safetensors.h"
+#include "read_file.h"
+#include "untrusted_json.h"
 
 namespace kvkeep::lm {
 namespace {
@@ -26,13 +26,14 @@ class Checkpoint {
  public:
   explicit Checkpoint(const fs::path& folder) {
     const fs::path single = folder / "model.safetensors", index = folder / "model.safetensors.index.json";
-    if (fs::exists(single)) {
+    std::error_code none;
+    if (fs::exists(single, none)) {
       where_ = single.string();
       files_.emplace(where_, io::SafetensorsFile::open(single));
       for (const std::string& name : files_.begin()->second.names()) file_of_[name] = where_;
       return;
     }
-    require(fs::exists(index), "read weights: ", folder.string(), " has neither model.safetensors nor model.safetensors.index.json");
+    KVKEEP_REQUIRE(fs::exists(index, none), "read weights: ", folder.string(), " has neither model.safetensors nor model.safetensors.index.json");
     where_ = index.string();
     read_index(folder, index);
   }
@@ -40,32 +41,30 @@ class Checkpoint {
   // Checks dtype and shape; the returned view costs nothing yet.
   [[nodiscard]] Tensor matrix(const TensorSpec& wanted) const {
     const auto found = file_of_.find(wanted.name);
-    require(found != file_of_.end(), "read weights: tensor '", wanted.name, "' is missing in ", where_,
+    KVKEEP_REQUIRE(found != file_of_.end(), "read weights: tensor '", wanted.name, "' is missing in ", where_,
             "; the model of config.json needs it");
     Tensor tensor = files_.at(found->second).tensor(wanted.name);
-    require(is_scorable(tensor.scalar_type()), "read weights: tensor '", wanted.name, "' in ", found->second, " has dtype ",
+    KVKEEP_REQUIRE(is_scorable(tensor.scalar_type()), "read weights: tensor '", wanted.name, "' in ", found->second, " has dtype ",
             c10::toString(tensor.scalar_type()), "; allowed f32, f16, bf16");
-    require(tensor.sizes().vec() == wanted.shape, "read weights: tensor '", wanted.name, "' in ", found->second, " has shape ",
+    KVKEEP_REQUIRE(tensor.sizes().vec() == wanted.shape, "read weights: tensor '", wanted.name, "' in ", found->second, " has shape ",
             tensor.sizes(), "; config.json asks for ", at::IntArrayRef(wanted.shape));
     return tensor;
   }
 
  private:
   void read_index(const fs::path& folder, const fs::path& path) {
-    std::ifstream in(path, std::ios::binary);
-    const std::string content{std::istreambuf_iterator<char>(in), {}};
-    const Json parsed = Json::parse(content, nullptr, false);
-    require(parsed.is_object() && parsed.contains("weight_map") && parsed["weight_map"].is_object(), "read weights: ", where_,
-            " is not JSON with an object weight_map");
+    const Json parsed = io::read_json(io::read_file(path, "read weights"), "read weights: " + where_);
+    KVKEEP_REQUIRE(parsed.is_object() && parsed.contains("weight_map") && parsed["weight_map"].is_object(), "read weights: ", where_,
+            " has no object weight_map");
     for (const auto& [tensor, file] : parsed["weight_map"].items()) {
-      require(file.is_string(), "read weights: weight_map of ", where_, " gives no file name for '", tensor, "'");
+      KVKEEP_REQUIRE(file.is_string(), "read weights: weight_map of ", where_, " gives no file name for '", io::shortened(tensor), "'");
       const fs::path name = file.get<std::string>();
       // A shard lies beside its index; anything else would let a downloaded file name any file of this machine.
-      require(name == name.filename() && !name.empty() && name != "..", "read weights: weight_map of ", where_, " sends '", tensor,
-              "' to '", name.string(), "'; allowed a file in the same folder");
+      KVKEEP_REQUIRE(name == name.filename() && !name.empty() && name != "..", "read weights: weight_map of ", where_, " sends '", io::shortened(tensor),
+              "' to '", io::shortened(name.string()), "'; allowed a file in the same folder");
       const std::string shard = (folder / name).string();
       if (!files_.contains(shard)) files_.emplace(shard, io::SafetensorsFile::open(shard));
-      require(files_.at(shard).has(tensor), "read weights: tensor '", tensor, "' is missing in ", shard, ", where ", where_, " says it is");
+      KVKEEP_REQUIRE(files_.at(shard).has(tensor), "read weights: tensor '", io::shortened(tensor), "' is missing in ", shard, ", where ", where_, " says it is");
       file_of_[tensor] = shard;
     }
   }
@@ -216,9 +215,9 @@ Weights Weights::to(Device device) const {
 void write_random_checkpoint(const fs::path& folder, const LmConfig& config, std::uint64_t seed, ScalarType dtype, std::int32_t shards,
                              LmConfig::Layout layout) {
   config.check();
-  require(is_scorable(dtype), "write random checkpoint: dtype is ", c10::toString(dtype), "; allowed f32, f16, bf16");
+  KVKEEP_REQUIRE(is_scorable(dtype), "write random checkpoint: dtype is ", c10::toString(dtype), "; allowed f32, f16, bf16");
   const std::vector<TensorSpec> tensors = checkpoint_tensors(config);
-  require(shards >= 1 && static_cast<std::size_t>(shards) <= tensors.size(), "write random checkpoint: shards is ", shards,
+  KVKEEP_REQUIRE(shards >= 1 && static_cast<std::size_t>(shards) <= tensors.size(), "write random checkpoint: shards is ", shards,
           "; allowed 1 to ", tensors.size());
   fs::create_directories(folder);
   io::write_text_atomically(folder / "config.json", config.json(dtype_name(dtype), layout));

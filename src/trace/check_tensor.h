@@ -16,7 +16,7 @@ inline std::string shape_of(const Tensor& t) {
 }
 
 inline void want(const io::SafetensorsFile& file, const std::string& name, const Tensor& t, bool ok, const std::string& allowed) {
-  require(ok, file.where(), ": tensor \"", name, "\" has shape ", shape_of(t), " and dtype ", c10::toString(t.scalar_type()), "; allowed ", allowed);
+  KVKEEP_REQUIRE(ok, file.where(), ": tensor \"", name, "\" has shape ", shape_of(t), " and dtype ", c10::toString(t.scalar_type()), "; allowed ", allowed);
 }
 
 /// A metadata value that is a positive number; `fallback` where it is absent.

@@ -8,12 +8,15 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <numeric>
+#include <optional>
+#include <span>
 
 #include "kvkeep/allot/allocator.h"
 #include "kvkeep/keep/compact.h"
 #include "kvkeep/version.h"
 
 #include "check_tensor.h"
+#include "untrusted_json.h"
 
 namespace kvkeep::trace {
 namespace {
@@ -39,16 +42,14 @@ struct Event {
 
 json parsed(const io::SafetensorsFile& file, const std::string& key) {
   const auto found = file.metadata().find(key);
-  require(found != file.metadata().end(), file.where(), ": metadata \"", key, "\" is missing; an event trace needs it");
-  json value = json::parse(found->second, nullptr, false);
-  require(!value.is_discarded(), file.where(), ": metadata \"", key, "\" is \"", found->second, "\"; allowed JSON");
-  return value;
+  KVKEEP_REQUIRE(found != file.metadata().end(), file.where(), ": metadata \"", key, "\" is missing; an event trace needs it");
+  return io::read_json(found->second, text(file.where(), ": metadata \"", key, "\""));
 }
 
 std::string choice(const io::SafetensorsFile& file, const std::string& key, const std::string& first, const std::string& second) {
   const auto found = file.metadata().find(key);
-  require(found != file.metadata().end(), file.where(), ": metadata \"", key, "\" is missing; allowed ", first, " or ", second);
-  require(found->second == first || found->second == second, file.where(), ": metadata \"", key, "\" is \"", found->second, "\"; allowed ", first, " or ", second);
+  KVKEEP_REQUIRE(found != file.metadata().end(), file.where(), ": metadata \"", key, "\" is missing; allowed ", first, " or ", second);
+  KVKEEP_REQUIRE(found->second == first || found->second == second, file.where(), ": metadata \"", key, "\" is \"", io::shortened(found->second), "\"; allowed ", first, " or ", second);
   return found->second;
 }
 
@@ -56,19 +57,20 @@ std::string choice(const io::SafetensorsFile& file, const std::string& key, cons
 Tensor find(const io::SafetensorsFile& file, const std::string& prefix, const std::string& name, bool required = true) {
   for (const std::string& full : {prefix + name, name})
     if (file.has(full)) return file.tensor(full);
-  require(!required, file.where(), ": tensor \"", prefix, name, "\" is missing; an event trace needs it");
+  KVKEEP_REQUIRE(!required, file.where(), ": tensor \"", prefix, name, "\" is missing; an event trace needs it");
   return {};
 }
 
+/// i64: whoever takes fewer bits looks at the numbers first.
 Tensor integers(const io::SafetensorsFile& file, const std::string& name, const Tensor& t) {
   want(file, name, t, t.scalar_type() == kInt32 || t.scalar_type() == c10::ScalarType::Long, "i32 or i64");
-  return t.to(kInt32).contiguous();
+  return t.to(c10::ScalarType::Long).contiguous();
 }
 
-void check_ascending(const io::SafetensorsFile& file, const std::string& name, const std::int32_t* values, std::int64_t n) {
-  std::int32_t last = -1;
+void check_ascending(const io::SafetensorsFile& file, const std::string& name, const std::int64_t* values, std::int64_t n) {
+  std::int64_t last = -1;
   for (std::int64_t t = 0; t < n; ++t) {
-    require(values[t] > last, file.where(), ": ", name, " holds ", values[t], " after ", last, "; allowed ascending logical positions from 0");
+    KVKEEP_REQUIRE(values[t] > last && values[t] <= INT32_MAX, file.where(), ": ", name, " holds ", values[t], " after ", last, "; allowed ascending logical positions from 0 to ", INT32_MAX);
     last = values[t];
   }
 }
@@ -76,7 +78,7 @@ void check_ascending(const io::SafetensorsFile& file, const std::string& name, c
 void read_layer(const io::SafetensorsFile& file, const std::string& prefix, Event& e) {
   const Tensor keys = find(file, prefix, "keys"), values = find(file, prefix, "values"), queries = find(file, prefix, "queries", false);
   const bool first = e.positions.empty();
-  want(file, "keys", keys, keys.dim() == 4 && is_scorable(keys.scalar_type()) && keys.numel() > 0, "f32, f16 or bf16 [B, Hkv, T, D]");
+  want(file, "keys", keys, keys.dim() == 4 && is_scorable(keys.scalar_type()) && keys.numel() > 0 && std::ranges::max(keys.sizes()) <= INT32_MAX, "f32, f16 or bf16 [B, Hkv, T, D]");
   if (first) {
     e.batch = keys.size(0);
     e.slots = keys.size(2);
@@ -94,7 +96,7 @@ void read_layer(const io::SafetensorsFile& file, const std::string& prefix, Even
     e.queries = queries.defined() ? queries.size(2) : 0;
   }
   want(file, "values", values, values.size(3) == e.spec.value_dim, "the head size of the first layer");
-  require(queries.defined() == (e.spec.query_heads > 0), file.where(), ": some layers come with queries and some without; allowed all or none");
+  KVKEEP_REQUIRE(queries.defined() == (e.spec.query_heads > 0), file.where(), ": some layers come with queries and some without; allowed all or none");
   if (queries.defined()) want(file, "queries", queries, queries.size(1) == e.spec.query_heads && queries.size(2) == e.queries, "the shape of the first layer");
 
   Tensor positions = integers(file, "positions", find(file, prefix, "positions"));
@@ -107,9 +109,9 @@ void read_layer(const io::SafetensorsFile& file, const std::string& prefix, Even
     want(file, "query_positions", query_positions, query_positions.sizes() == at::IntArrayRef({e.batch, e.queries}), text("[", e.batch, ", ", e.queries, "]"));
   }
   for (std::int64_t b = 0; b < e.batch; ++b) {
-    if (queries.defined()) check_ascending(file, "query_positions", query_positions.data_ptr<std::int32_t>() + b * e.queries, e.queries);
+    if (queries.defined()) check_ascending(file, "query_positions", query_positions.const_data_ptr<std::int64_t>() + b * e.queries, e.queries);
     for (std::int64_t h = 0; h < e.spec.kv_heads; ++h)
-      check_ascending(file, "positions", positions.data_ptr<std::int32_t>() + (b * e.spec.kv_heads + h) * e.slots, e.lengths.empty() ? e.slots : e.lengths[static_cast<std::size_t>(b)]);
+      check_ascending(file, "positions", positions.const_data_ptr<std::int64_t>() + (b * e.spec.kv_heads + h) * e.slots, e.lengths.empty() ? e.slots : e.lengths[static_cast<std::size_t>(b)]);
   }
   const auto column = [&](const char* name) {
     Tensor t = find(file, prefix, name, false);
@@ -130,8 +132,8 @@ void read_layer(const io::SafetensorsFile& file, const std::string& prefix, Even
   }
   e.spec.layers[layer] = {};
   e.rows[layer] = (DenseKv{keys.clone(at::MemoryFormat::Contiguous), values.clone(at::MemoryFormat::Contiguous)});
-  e.positions.push_back(positions);
-  e.query_positions.push_back(query_positions);
+  e.positions.push_back(positions.to(kInt32));
+  e.query_positions.push_back(queries.defined() ? query_positions.to(kInt32) : Tensor());
   e.query_data.push_back(queries.defined() ? queries.contiguous() : Tensor());
 }
 
@@ -139,16 +141,17 @@ void read_layer(const io::SafetensorsFile& file, const std::string& prefix, Even
 void read_layer_numbers(const io::SafetensorsFile& file, Event& e) {
   constexpr std::int64_t kMost = 1 << 16;
   const auto layer_number = [&](const char* key, const json& value) {
-    require(value.is_number_unsigned() && value.get<std::int64_t>() < kMost, file.where(), ": metadata \"", key, "\" names layer ", value.dump(), "; allowed 0 to ", kMost - 1);
-    return value.get<std::int32_t>();
+    const std::optional<std::int64_t> number = io::whole_number(value, 0, kMost - 1);
+    KVKEEP_REQUIRE(number.has_value(), file.where(), ": metadata \"", key, "\" names layer ", io::shown(value), "; allowed 0 to ", kMost - 1);
+    return static_cast<std::int32_t>(*number);
   };
   if (file.metadata().contains("layers")) {
     const json layers = parsed(file, "layers");
-    require(layers.is_array() && !layers.empty(), file.where(), ": metadata \"layers\" is ", layers.dump(), "; allowed an array of layer numbers");
+    KVKEEP_REQUIRE(layers.is_array() && !layers.empty(), file.where(), ": metadata \"layers\" is ", io::shown(layers), "; allowed an array of layer numbers");
     for (const json& l : layers) {
       e.layers.push_back(layer_number("layers", l));
-      e.prefixes.push_back("layer." + l.dump() + ".");
-      require(std::find(e.layers.begin(), e.layers.end() - 1, e.layers.back()) == e.layers.end() - 1, file.where(), ": metadata \"layers\" names layer ", l.dump(), " twice");
+      e.prefixes.push_back(text("layer.", e.layers.back(), "."));
+      KVKEEP_REQUIRE(std::find(e.layers.begin(), e.layers.end() - 1, e.layers.back()) == e.layers.end() - 1, file.where(), ": metadata \"layers\" names layer ", e.layers.back(), " twice");
     }
   } else {
     e.layers.push_back(file.metadata().contains("layer") ? layer_number("layer", parsed(file, "layer")) : 0);
@@ -157,19 +160,19 @@ void read_layer_numbers(const io::SafetensorsFile& file, Event& e) {
   const std::int32_t most = *std::max_element(e.layers.begin(), e.layers.end());
   std::int32_t count = most + 1;
   if (file.metadata().contains("num_layers")) count = layer_number("num_layers", parsed(file, "num_layers"));
-  require(count > most, file.where(), ": metadata \"num_layers\" is ", count, "; allowed more than the largest layer number, ", most);
+  KVKEEP_REQUIRE(count > most, file.where(), ": metadata \"num_layers\" is ", count, "; allowed more than the largest layer number, ", most);
   e.spec.layers.assign(static_cast<std::size_t>(count), {.kind = LayerKind::elsewhere});
   e.rows.resize(static_cast<std::size_t>(count));
 }
 
 Event read(const io::SafetensorsFile& file) {
-  require(kind_of(file) == "event", file.where(), ": the trace is of kind \"", kind_of(file), "\"; allowed here: event");
+  KVKEEP_REQUIRE(kind_of(file) == "event", file.where(), ": the trace is of kind \"", io::shortened(kind_of(file)), "\"; allowed here: event");
   Event e;
   if (file.metadata().contains("query_basis") || file.has("queries"))
     e.basis = choice(file, "query_basis", "pre_rope", "post_rope") == "pre_rope" ? QueryBasis::pre_rope : QueryBasis::post_rope;
   e.spec.rope.style = choice(file, "rope_style", "half", "interleaved") == "half" ? RopeStyle::half : RopeStyle::interleaved;
   const json frequencies = parsed(file, "inv_freq");
-  require(frequencies.is_array() && std::all_of(frequencies.begin(), frequencies.end(), [](const json& f) { return f.is_number(); }), file.where(),
+  KVKEEP_REQUIRE(frequencies.is_array() && std::all_of(frequencies.begin(), frequencies.end(), [](const json& f) { return f.is_number(); }), file.where(),
           ": metadata \"inv_freq\" is not an array of numbers");
   e.spec.rope.inv_freq = frequencies.get<std::vector<double>>();
   e.spec.rope.attention_scaling = number(file, "attention_scaling", 1.0);
@@ -178,24 +181,27 @@ Event read(const io::SafetensorsFile& file) {
   if (file.has("lengths")) {
     const Tensor lengths = integers(file, "lengths", file.tensor("lengths"));
     want(file, "lengths", lengths, lengths.dim() == 1, "[B]");
-    e.lengths.assign(lengths.data_ptr<std::int32_t>(), lengths.data_ptr<std::int32_t>() + lengths.numel());
+    for (const std::int64_t length : std::span(lengths.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(lengths.numel()))) {
+      KVKEEP_REQUIRE(length >= 0 && length <= INT32_MAX, file.where(), ": lengths holds ", length, "; allowed 0 to ", INT32_MAX);
+      e.lengths.push_back(static_cast<std::int32_t>(length));
+    }
   }
   read_layer_numbers(file, e);
   if (!e.lengths.empty()) {
     const Tensor keys = find(file, e.prefixes.front(), "keys");
-    require(keys.dim() == 4 && static_cast<std::int64_t>(e.lengths.size()) == keys.size(0), file.where(), ": lengths holds ", e.lengths.size(), " entries; allowed one for each sequence of keys");
+    KVKEEP_REQUIRE(keys.dim() == 4 && static_cast<std::int64_t>(e.lengths.size()) == keys.size(0), file.where(), ": lengths holds ", e.lengths.size(), " entries; allowed one for each sequence of keys");
     for (const std::int32_t length : e.lengths)
-      require(length >= 0 && length <= keys.size(2), file.where(), ": lengths holds ", length, "; allowed 0 to ", keys.size(2));
+      KVKEEP_REQUIRE(length >= 0 && length <= keys.size(2), file.where(), ": lengths holds ", length, "; allowed 0 to ", keys.size(2));
   }
   for (const std::string& prefix : e.prefixes) read_layer(file, prefix, e);
   if (e.lengths.empty()) e.lengths.assign(static_cast<std::size_t>(e.batch), static_cast<std::int32_t>(e.slots));
-  require(e.spec.rope.rotary_dim() <= e.spec.key_dim, file.where(), ": metadata \"inv_freq\" holds ", e.spec.rope.inv_freq.size(), " numbers; allowed at most ", e.spec.key_dim / 2);
+  KVKEEP_REQUIRE(e.spec.rope.rotary_dim() <= e.spec.key_dim, file.where(), ": metadata \"inv_freq\" holds ", e.spec.rope.inv_freq.size(), " numbers; allowed at most ", e.spec.key_dim / 2);
   const json next = parsed(file, "next_position");
-  require(next.is_array() && static_cast<std::int64_t>(next.size()) == e.batch && std::all_of(next.begin(), next.end(), [](const json& n) { return n.is_number_unsigned(); }),
-          file.where(), ": metadata \"next_position\" is ", next.dump(), "; allowed an array of ", e.batch, " positions");
+  KVKEEP_REQUIRE(next.is_array() && static_cast<std::int64_t>(next.size()) == e.batch, file.where(), ": metadata \"next_position\" is ", io::shown(next), "; allowed an array of ", e.batch, " positions");
   for (const json& n : next) {
-    require(n.get<std::uint64_t>() <= INT32_MAX, file.where(), ": metadata \"next_position\" holds ", n.dump(), "; allowed up to ", INT32_MAX);
-    e.next_positions.push_back(n.get<std::int32_t>());
+    const std::optional<std::int64_t> position = io::whole_number(n, 0, INT32_MAX);
+    KVKEEP_REQUIRE(position.has_value(), file.where(), ": metadata \"next_position\" holds ", io::shown(n), "; allowed 0 to ", INT32_MAX);
+    e.next_positions.push_back(static_cast<std::int32_t>(*position));
   }
   e.spec.check();
   return e;
@@ -222,6 +228,7 @@ RowTable rows_of(Event& e, std::vector<std::int32_t>& due) {
   for (std::size_t g = 0; g < table.groups.size(); ++g) {
     RowGroup& group = table.groups[g];
     group.next_position = e.next_positions[static_cast<std::size_t>(group.sequence)];
+    group.seen = {group.next_position};  // a trace tells of no gaps
     const std::size_t l = g / static_cast<std::size_t>(e.batch);
     const Tensor& q = e.query_data[l];
     if (!q.defined()) continue;
@@ -307,17 +314,17 @@ void add_layer(Event& e, const RowTable& table, const Decision& decision, const 
 double number(const io::SafetensorsFile& file, const std::string& key, double fallback) {
   if (!file.metadata().contains(key)) return fallback;
   const json value = parsed(file, key);
-  require(value.is_number() && std::isfinite(value.get<double>()) && value.get<double>() > 0, file.where(), ": metadata \"", key, "\" is ", value.dump(),
+  KVKEEP_REQUIRE(value.is_number() && std::isfinite(value.get<double>()) && value.get<double>() > 0, file.where(), ": metadata \"", key, "\" is ", io::shown(value),
           "; allowed a positive number");
   return value.get<double>();
 }
 
 std::string kind_of(const io::SafetensorsFile& file) {
   const auto version = file.metadata().find("kvkeep_trace");
-  require(version != file.metadata().end(), file.where(), ": metadata \"kvkeep_trace\" is missing, so this is no trace");
-  require(version->second == "1", file.where(), ": the trace has format version ", version->second, "; allowed 1");
+  KVKEEP_REQUIRE(version != file.metadata().end(), file.where(), ": metadata \"kvkeep_trace\" is missing, so this is no trace");
+  KVKEEP_REQUIRE(version->second == "1", file.where(), ": the trace has format version ", io::shortened(version->second), "; allowed 1");
   const auto kind = file.metadata().find("kind");
-  require(kind != file.metadata().end(), file.where(), ": metadata \"kind\" is missing; a trace names its kind");
+  KVKEEP_REQUIRE(kind != file.metadata().end(), file.where(), ": metadata \"kind\" is missing; a trace names its kind");
   return kind->second;
 }
 

@@ -14,6 +14,7 @@
 #include "kvkeep/version.h"
 
 #include "check_tensor.h"
+#include "untrusted_json.h"
 
 namespace kvkeep::trace {
 namespace {
@@ -28,23 +29,23 @@ struct Prompt {
 
 std::int32_t layers_of(const io::SafetensorsFile& file) {
   const auto found = file.metadata().find("num_layers");
-  require(found != file.metadata().end(), file.where(), ": metadata \"num_layers\" is missing; a prefill trace needs it");
+  KVKEEP_REQUIRE(found != file.metadata().end(), file.where(), ": metadata \"num_layers\" is missing; a prefill trace needs it");
   std::int32_t layers = 0;
   const char* end = found->second.data() + found->second.size();
   const auto [stop, error] = std::from_chars(found->second.data(), end, layers);
-  require(error == std::errc() && stop == end && layers >= 1 && layers <= 4096, file.where(), ": metadata \"num_layers\" is \"", found->second, "\"; allowed 1 to 4096");
+  KVKEEP_REQUIRE(error == std::errc() && stop == end && layers >= 1 && layers <= 4096, file.where(), ": metadata \"num_layers\" is \"", io::shortened(found->second), "\"; allowed 1 to 4096");
   return layers;
 }
 
 Prompt read(const io::SafetensorsFile& file) {
-  require(kind_of(file) == "prefill", file.where(), ": the trace is of kind \"", kind_of(file), "\"; allowed here: prefill");
+  KVKEEP_REQUIRE(kind_of(file) == "prefill", file.where(), ": the trace is of kind \"", io::shortened(kind_of(file)), "\"; allowed here: prefill");
   Prompt prompt;
   prompt.spec.layers.resize(static_cast<std::size_t>(layers_of(file)));
   prompt.spec.softmax_scale = number(file, "softmax_scale", 0.0);
   for (std::int32_t l = 0; l < prompt.spec.num_layers(); ++l) {
     const auto tensor = [&](const char* name) {
       const std::string full = text("layer.", l, ".", name);
-      require(file.has(full), file.where(), ": tensor \"", full, "\" is missing; a prefill trace needs it for each of ", prompt.spec.num_layers(), " layers");
+      KVKEEP_REQUIRE(file.has(full), file.where(), ": tensor \"", full, "\" is missing; a prefill trace needs it for each of ", prompt.spec.num_layers(), " layers");
       Tensor t = file.tensor(full);
       want(file, full, t, t.dim() == 3 && is_scorable(t.scalar_type()) && t.numel() > 0, "f32, f16 or bf16 [heads, tokens, D]");
       return t.contiguous();
@@ -94,7 +95,8 @@ struct Layer {
     group.layer = layer;
     group.queries = {.data = static_cast<const std::byte*>(queries.const_data_ptr()), .dtype = queries.scalar_type(), .token_stride = queries.stride(1) * bytes, .head_stride = queries.stride(0) * bytes,
                      .positions = positions.data() + n - wanted, .ring = wanted, .begin = 0, .count = wanted};
-    group.next_position = group.prompt = prompt.tokens;
+    group.next_position = group.prompt_end = prompt.tokens;
+    group.seen = group.prompt = {prompt.tokens};
     table.groups.push_back(group);
   }
   Layer(const Layer&) = delete;
@@ -135,7 +137,7 @@ Result replay_prefill(const io::SafetensorsFile& file, const KVPolicy& policy) {
   const Prompt prompt = read(file);
   const std::int32_t layers = prompt.spec.num_layers();
   check(policy, prompt.spec, {.queries = true, .layer_by_layer = true});
-  require(!policy.needs().values && !policy.needs().output_projection, file.where(), ": policy ", policy.name(), " reads values, which prefill traces do not hold; allowed policies that read keys and queries");
+  KVKEEP_REQUIRE(!policy.needs().values && !policy.needs().output_projection, file.where(), ": policy ", policy.name(), " reads values, which prefill traces do not hold; allowed policies that read keys and queries");
 
   Result result;
   Tensor variance = at::full({layers}, std::numeric_limits<double>::quiet_NaN(), at::TensorOptions().dtype(c10::ScalarType::Double));
@@ -148,7 +150,7 @@ Result replay_prefill(const io::SafetensorsFile& file, const KVPolicy& policy) {
   for (std::int32_t l = 0; l < layers && !afresh; ++l) {
     const std::int32_t there = recorded(prompt, present);
     const std::int32_t wanted = pass == nullptr ? std::min(policy.needs().queries, prompt.tokens) : pass->wants(l, static_cast<std::int32_t>(present.size()));
-    require(wanted <= there, file.where(), ": layer ", l, " holds the newest ", there, " queries of the tokens that reach it; ", policy.name(), " reads ", wanted, ", allowed as many");
+    KVKEEP_REQUIRE(wanted <= there, file.where(), ": layer ", l, " holds the newest ", there, " queries of the tokens that reach it; ", policy.name(), " reads ", wanted, ", allowed as many");
     Decision decision;
     if (pass == nullptr || wanted > 0) {
       const Layer layer(prompt, l, present, pass == nullptr ? there : wanted);
@@ -176,7 +178,7 @@ Result replay_prefill(const io::SafetensorsFile& file, const KVPolicy& policy) {
 
 std::vector<std::vector<std::int32_t>> prompt_ranks(const io::SafetensorsFile& file, const PromptScoreOptions& options) {
   const Prompt prompt = read(file);
-  require(options.window < prompt.tokens && options.window <= prompt.queries, file.where(), ": a prompt of ", prompt.tokens, " tokens with the newest ", prompt.queries, " queries; allowed more tokens than, and at least as many queries as, the window of ",
+  KVKEEP_REQUIRE(options.window < prompt.tokens && options.window <= prompt.queries, file.where(), ": a prompt of ", prompt.tokens, " tokens with the newest ", prompt.queries, " queries; allowed more tokens than, and at least as many queries as, the window of ",
           options.window);
   std::vector<std::int32_t> all(static_cast<std::size_t>(prompt.tokens));
   std::iota(all.begin(), all.end(), 0);

@@ -29,7 +29,7 @@ struct Layer {
 };
 
 Tensor floats(const io::SafetensorsFile& file, const std::string& name, std::int64_t dims, const std::string& shape) {
-  require(file.has(name), file.where(), ": tensor \"", name, "\" is missing; a span trace needs it");
+  KVKEEP_REQUIRE(file.has(name), file.where(), ": tensor \"", name, "\" is missing; a span trace needs it");
   Tensor t = file.tensor(name);
   want(file, name, t, t.dim() == dims && is_scorable(t.scalar_type()), "f32, f16 or bf16 " + shape);
   return t.contiguous();
@@ -37,7 +37,7 @@ Tensor floats(const io::SafetensorsFile& file, const std::string& name, std::int
 
 Tensor finite(const io::SafetensorsFile& file, const std::string& name, std::int64_t dims, const std::string& shape) {
   Tensor t = floats(file, name, dims, shape);
-  require(at::isfinite(t).all().item<bool>(), file.where(), ": tensor \"", name, "\" holds NaN or infinity; allowed finite numbers");
+  KVKEEP_REQUIRE(at::isfinite(t).all().item<bool>(), file.where(), ": tensor \"", name, "\" holds NaN or infinity; allowed finite numbers");
   return t;
 }
 
@@ -85,13 +85,13 @@ TrainingLayer read_training(const io::SafetensorsFile& file, const Sekv& sekv) {
   out.keys = layer.keys, out.values = layer.values, out.queries = layer.queries, out.scale = layer.scale;
   const std::int64_t queries = layer.queries.size(0), width = layer.queries.size(1) * layer.dim();
   want(file, "queries", layer.queries, queries >= 1, "at least one query");
-  require(file.has("query_positions"), file.where(), ": tensor \"query_positions\" is missing; a span_train trace needs it");
+  KVKEEP_REQUIRE(file.has("query_positions"), file.where(), ": tensor \"query_positions\" is missing; a span_train trace needs it");
   const Tensor positions = file.tensor("query_positions");
   want(file, "query_positions", positions, positions.dim() == 1 && positions.size(0) == queries && (positions.scalar_type() == kInt32 || positions.scalar_type() == c10::ScalarType::Long), text("i32 or i64 [", queries, "]"));
   const Tensor wide = positions.to(c10::ScalarType::Long).contiguous();
   for (std::int64_t i = 0; i < queries; ++i) {
     const std::int64_t q = wide.const_data_ptr<std::int64_t>()[i];
-    require(q >= 0 && q < layer.keys.size(1), file.where(), ": tensor \"query_positions\" holds ", q, "; allowed 0 to ", layer.keys.size(1) - 1);
+    KVKEEP_REQUIRE(q >= 0 && q < layer.keys.size(1), file.where(), ": tensor \"query_positions\" holds ", q, "; allowed 0 to ", layer.keys.size(1) - 1);
     out.positions.push_back(static_cast<std::int32_t>(q));
   }
   out.head = finite(file, "head", 2, text("[vocab, ", width, "]"));
@@ -143,14 +143,14 @@ void add_folded(const SpanMemory& memory, Result& result) {
 
 const Sekv& sekv_of(const io::SafetensorsFile& file, const KVPolicy& policy) {
   const auto* sekv = dynamic_cast<const Sekv*>(&policy);
-  require(sekv != nullptr, file.where(), ": a trace of kind \"", kind_of(file), "\" holds what span memories are made of; given policy ", policy.name(), ", allowed sekv");
+  KVKEEP_REQUIRE(sekv != nullptr, file.where(), ": a trace of kind \"", kind_of(file), "\" holds what span memories are made of; given policy ", policy.name(), ", allowed sekv");
   return *sekv;
 }
 
 }  // namespace
 
 Result replay_span(const io::SafetensorsFile& file, const KVPolicy& policy) {
-  require(kind_of(file) == "span", file.where(), ": the trace is of kind \"", kind_of(file), "\"; allowed here: span");
+  KVKEEP_REQUIRE(kind_of(file) == "span", file.where(), ": the trace is of kind \"", kind_of(file), "\"; allowed here: span");
   const Sekv& sekv = sekv_of(file, policy);
   const SekvOptions& o = sekv.options();
   const Layer layer = read(file);
@@ -186,7 +186,7 @@ Result replay_span(const io::SafetensorsFile& file, const KVPolicy& policy) {
 }
 
 Result replay_span_train(const io::SafetensorsFile& file, const KVPolicy& policy) {
-  require(kind_of(file) == "span_train", file.where(), ": the trace is of kind \"", kind_of(file), "\"; allowed here: span_train");
+  KVKEEP_REQUIRE(kind_of(file) == "span_train", file.where(), ": the trace is of kind \"", kind_of(file), "\"; allowed here: span_train");
   const Sekv& sekv = sekv_of(file, policy);
   const TrainingLayer layer = read_training(file, sekv);
   const TrainingStep step = training_step(layer, read_parameters(file, read(file), true, true, sekv.options().memory.factors.max_rank), sekv.options().training);

@@ -1,9 +1,9 @@
 #pragma once
 /// Errors. Every message reads "operation: what is wrong; given X; allowed Y" and is thrown before anything is written.
 
-#include <sstream>
 #include <stdexcept>
-#include <string>
+
+#include "kvkeep/core/text.h"
 
 namespace kvkeep {
 
@@ -37,24 +37,19 @@ class StateError : public Error {
   using Error::Error;
 };
 
-/// Joins its arguments with `operator<<`.
-template <class... Parts>
-[[nodiscard]] std::string text(const Parts&... parts) {
-  std::ostringstream out;
-  (out << ... << parts);
-  return std::move(out).str();
-}
-
 /// Throws `E` with the joined parts.
 template <class E = InvalidArgument, class... Parts>
-[[noreturn]] void refuse(const Parts&... parts) {
+[[noreturn, gnu::cold, gnu::noinline]] void refuse(const Parts&... parts) {
   throw E(text(parts...));
 }
 
-/// Throws `E` with the joined parts unless `ok`.
-template <class E = InvalidArgument, class... Parts>
-void require(bool ok, const Parts&... parts) {
-  if (!ok) refuse<E>(parts...);
-}
-
 }  // namespace kvkeep
+
+/// KVKEEP_REQUIRE_AS(E, ok, parts...): throws `E` with the joined parts unless `ok`. A macro, because the parts are evaluated only when it throws: checks stand on the path of every step.
+#define KVKEEP_REQUIRE_AS(E, ok, ...)                          \
+  do {                                                         \
+    if (!(ok)) [[unlikely]] ::kvkeep::refuse<E>(__VA_ARGS__);  \
+  } while (false)
+
+/// The same for what the caller gave: throws InvalidArgument.
+#define KVKEEP_REQUIRE(ok, ...) KVKEEP_REQUIRE_AS(::kvkeep::InvalidArgument, ok, __VA_ARGS__)

@@ -8,8 +8,11 @@
 
 namespace kvkeep::io {
 
+struct ListedFile;
+
 /// A file under construction: bytes go to a temporary file beside `path`, `commit()` puts it in place, and anything else removes it.
-/// Throws: InvalidArgument when the folder is missing or cannot be written to, or when `path` is there and is not a regular file.
+/// What a link points to is replaced, or made where there is nothing yet. Any number may be under construction at once.
+/// Throws: InvalidArgument when the folder is missing or cannot be written to, when `path` is there and is not a regular file, or is a link that leads in a circle.
 class AtomicFile {
  public:
   explicit AtomicFile(const std::filesystem::path& path);
@@ -27,14 +30,13 @@ class AtomicFile {
   std::filesystem::path path_;
   std::string temporary_;
   int descriptor_ = -1;
-  int slot_ = -1;  // in the list that remove_unfinished_files walks
+  ListedFile* listed_ = nullptr;  // what remove_unfinished_files finds
 };
 
 /// Writes a text file whole or not at all.
 void write_text_atomically(const std::filesystem::path& path, std::string_view content);
 
-/// A file that goes with the process where a signal ends it: remove_unfinished_files() removes it too, as long as this lives. 32 such and AtomicFiles have room at once, and paths below 4096 bytes; others
-/// stay behind.
+/// A file that goes with the process where a signal ends it: remove_unfinished_files() removes it too, as long as this lives.
 class RemovedOnSignal {
  public:
   explicit RemovedOnSignal(const std::filesystem::path& path);
@@ -43,7 +45,7 @@ class RemovedOnSignal {
   RemovedOnSignal& operator=(const RemovedOnSignal&) = delete;
 
  private:
-  int slot_;
+  ListedFile* listed_;
 };
 
 /// Removes the temporary files of every AtomicFile alive, and every RemovedOnSignal. Async-signal-safe: made for a SIGINT handler that exits next.

@@ -14,16 +14,22 @@
 
 namespace kvkeep::io {
 
-/// One opened file. Tensors are views of the mapped file where its alignment allows it (else copies), so opening costs the header only;
-/// they keep the mapping alive and must not be written to (the pages are read-only).
+/// One opened file. Tensors are views of its bytes where their alignment allows it (else copies), so opening costs the header only;
+/// they keep the bytes alive and must not be written to (mapped pages are read-only).
 ///
 /// Refused with one sentence that names the file, the tensor, what is wrong and what is allowed: a header that is longer than the file or
-/// than 100 MB, is not a JSON object, or holds a name twice; a dtype that is not known; a shape whose product overflows or does not match
+/// than 100 MB, is not a JSON object, nests deeper than 32 levels, or holds a name twice; a dtype that is not known; a shape whose product overflows or does not match
 /// `data_offsets`; offsets that overlap, leave holes, or do not cover the buffer to the end of the file.
 class SafetensorsFile {
  public:
   /// Throws: InvalidArgument as above, or when the file cannot be read. Cost: maps the file, parses the header.
+  /// Made for large files of the machine's owner, weights for one: who cuts the file while it is open ends the process (SIGBUS).
   static SafetensorsFile open(const std::filesystem::path& path);
+
+  /// The same over a copy in memory: what becomes of the file afterwards changes nothing. For small files, and those that others write.
+  /// Throws: as open(); InvalidArgument where the file is cut while it is read, DeviceError where there is no memory for it.
+  /// Cost: one read of the file, which stays in memory as long as a tensor of it.
+  static SafetensorsFile read(const std::filesystem::path& path);
 
   /// The same for bytes in memory (copied); `name` stands for the file in messages.
   static SafetensorsFile from_bytes(std::string_view bytes, std::string name = "safetensors bytes");
@@ -46,7 +52,7 @@ class SafetensorsFile {
   [[nodiscard]] std::size_t data_bytes() const { return data_bytes_; }
 
  private:
-  struct Bytes;  // the mapped file, or owned memory
+  struct Bytes;  // the mapped file, or memory of its own
   struct Entry {
     std::string name;
     ScalarType dtype;

@@ -22,10 +22,11 @@ using StateTensors = std::vector<std::pair<std::string, Tensor>>;
 /// Throws as io::write_safetensors. Cost: one checksum and one copy to the file, then fsync.
 void write_state(const std::filesystem::path& file, const StateTensors& tensors, std::map<std::string, std::string> about);
 
-/// One opened file: nothing in it was changed since it was written. That says nothing of who wrote it, so whoever reads it checks what it means.
+/// One file, as a copy in memory: nothing in it was changed since it was written. That says nothing of who wrote it, so whoever reads it checks what it means.
 class StateFile {
  public:
-  /// Throws InvalidArgument that names the file: where it cannot be read, is no state of a sequence, has a version that is not known, is cut off, or is not what was written. Cost: one checksum of the file.
+  /// Throws InvalidArgument that names the file: where it cannot be read, is no state of a sequence, has a version that is not known, is cut off, or is not what was written; DeviceError where there is no memory for it.
+  /// Cost: one read and one checksum of the file, which stays in memory as long as this or a tensor of it.
   [[nodiscard]] static StateFile open(const std::filesystem::path& file);
 
   [[nodiscard]] bool has(std::string_view name) const { return file_.has(name); }

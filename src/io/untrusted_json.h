@@ -1,0 +1,48 @@
+#pragma once
+/// The one reader of JSON that others wrote: headers and metadata of files, configs, policies.
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "kvkeep/core/error.h"
+
+namespace kvkeep::io {
+
+/// Nothing that is read here nests deeper. What walks a value may then recurse: comparing, writing, flattening.
+inline constexpr int kDeepestJson = 32;
+
+/// What becomes of an object that says a name twice: the last counts, as transformers reads it, or the text is refused.
+enum class RepeatedNames : std::uint8_t { last_counts, refused };
+
+struct ParsedJson {
+  nlohmann::json value;  ///< null where there is a problem
+  std::string problem;   ///< the rest of a sentence, "is not JSON in UTF-8; allowed ..." for one; empty: none
+};
+
+/// Reads one JSON value. Never throws for what the text says. Cost: time and memory in proportion to the text.
+[[nodiscard]] ParsedJson parse_json(std::string_view text, RepeatedNames names = RepeatedNames::last_counts);
+
+/// The same for texts that must be good. Throws InvalidArgument: `subject` and the problem.
+[[nodiscard]] nlohmann::json read_json(std::string_view text, std::string_view subject, RepeatedNames names = RepeatedNames::last_counts);
+
+/// A whole number from `least` to `most`; nothing where the value is anything else. get<std::int64_t>() would wrap 2^64 - 1 to -1.
+[[nodiscard]] std::optional<std::int64_t> whole_number(const nlohmann::json& value, std::int64_t least, std::int64_t most);
+
+/// JSON text of a value whose strings may be file names, which need not be UTF-8: U+FFFD stands for what is not.
+template <class Json>
+[[nodiscard]] std::string written(const Json& value, int indent = -1) {
+  return value.dump(indent, ' ', false, Json::error_handler_t::replace);
+}
+
+/// Whether JSON and safetensors can say it as it is; and what they say instead.
+[[nodiscard]] std::string in_utf8(const std::string& bytes);
+[[nodiscard]] inline bool is_utf8(const std::string& bytes) { return in_utf8(bytes) == bytes; }
+
+/// For messages: the first 80 bytes.
+[[nodiscard]] std::string shortened(std::string_view text);
+[[nodiscard]] inline std::string shown(const nlohmann::json& value) { return shortened(written(value)); }
+
+}  // namespace kvkeep::io
