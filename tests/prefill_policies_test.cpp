@@ -27,10 +27,6 @@ struct Outcome {
   Ints tokens;
   bool afresh = false;
 
-  friend bool operator==(const Outcome& a, const Outcome& b) {
-    const auto same = [](double x, double y) { return x == y || (std::isnan(x) && std::isnan(y)); };
-    return a.same_tokens(b) && std::equal(a.ratio.begin(), a.ratio.end(), b.ratio.begin(), b.ratio.end(), same);
-  }
   [[nodiscard]] bool same_tokens(const Outcome& o) const {
     return present == o.present && kept == o.kept && going == o.going && selected == o.selected && tokens == o.tokens && afresh == o.afresh;
   }

@@ -109,7 +109,7 @@ TEST(Rpc, KeepsWhatThePublishedScheduleKeepsOnTopOfThePrompt) {
       const std::int64_t seen = prompt + d;
       if (!trigger.due({.slots = slots, .rows = 1, .seen = seen, .prompt = prompt, .step = 1, .slot_bytes = 4})) continue;
       EXPECT_EQ(d % 1024, 0);
-      slots = trigger.budget.resolve(seen, prompt, 4);
+      slots = trigger.budget.resolve({seen}, {prompt}, 4);
       kept.push_back(slots - prompt);
       EXPECT_EQ(kept.back(), published(d + 32)) << "the published code compresses R tokens later";
     }
@@ -119,18 +119,18 @@ TEST(Rpc, KeepsWhatThePublishedScheduleKeepsOnTopOfThePrompt) {
 
 TEST(Budget, GrowsAtEveryFurtherIntervalAndCountsWhatItIsToldTo) {
   Budget b{.slots = 100, .growth = 10, .period = 50};
-  EXPECT_EQ(b.resolve(30, 30, 1), 100);
-  EXPECT_EQ(b.resolve(30 + 99, 30, 1), 100);
-  EXPECT_EQ(b.resolve(30 + 100, 30, 1), 110);
-  EXPECT_EQ(b.resolve(30 + 149, 30, 1), 110);
-  EXPECT_EQ(b.resolve(30 + 500, 30, 1), 190);
-  EXPECT_EQ(b.resolve(10, 30, 1), 100) << "a prompt that is still coming";
+  EXPECT_EQ(b.resolve({30}, {30}, 1), 100);
+  EXPECT_EQ(b.resolve({30 + 99}, {30}, 1), 100);
+  EXPECT_EQ(b.resolve({30 + 100}, {30}, 1), 110);
+  EXPECT_EQ(b.resolve({30 + 149}, {30}, 1), 110);
+  EXPECT_EQ(b.resolve({30 + 500}, {30}, 1), 190);
+  EXPECT_EQ(b.resolve({10}, {30}, 1), 100) << "a prompt that is still coming";
   b.decoded_only = true;
-  EXPECT_EQ(b.resolve(30 + 100, 30, 1), 140);
+  EXPECT_EQ(b.resolve({30 + 100}, {30}, 1), 140);
   const Budget ratio{.unit = Budget::Unit::ratio, .dropped = 0.5, .decoded_only = true};
-  EXPECT_EQ(ratio.resolve(130, 30, 1), 80);
+  EXPECT_EQ(ratio.resolve({130}, {30}, 1), 80);
   EXPECT_THROW(static_cast<void>(make_policy("tova,budget=64,budget_counts=decoded")), InvalidArgument);
-  EXPECT_EQ(make_policy("tova,budget=64,growth=8,interval=16,budget_counts=decoded,protect_prompt=true")->trigger().budget.resolve(100 + 48, 100, 1), 100 + 64 + 16);
+  EXPECT_EQ(make_policy("tova,budget=64,growth=8,interval=16,budget_counts=decoded,protect_prompt=true")->trigger().budget.resolve({100 + 48}, {100}, 1), 100 + 64 + 16);
 }
 
 }  // namespace

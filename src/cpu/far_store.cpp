@@ -13,6 +13,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <ostream>
 #include <set>
@@ -155,7 +156,7 @@ class Arena {
     const std::int64_t wanted = bytes > options_.slab_bytes / 4 ? round_up(bytes, kPage) : options_.slab_bytes, size = std::min(wanted, left());
     if (size < bytes) return false;
     std::byte* const at = allocate(size);
-    require<DeviceError>(at != nullptr, "far store: the system has no memory for a slab of ", size, " bytes; ", slabs.bytes, " are taken, host_bytes allows ", options_.host_bytes);
+    KVKEEP_REQUIRE_AS(DeviceError, at != nullptr, "far store: the system has no memory for a slab of ", size, " bytes; ", slabs.bytes, " are taken, host_bytes allows ", options_.host_bytes);
     try {
       slabs_.emplace(end_, Slab{at, size});
       free_.add({end_, size});
@@ -191,7 +192,7 @@ class Arena {
 /// A file of a store, locked as long as it is open. Its first line says whose it is.
 class SpillFile {
  public:
-  explicit SpillFile(const FarStoreOptions& options) : path_(fs::absolute(options.file)), cap_(options.file_bytes) {
+  explicit SpillFile(const FarStoreOptions& options) : path_(from_root(options.file)), cap_(options.file_bytes) {
     open();
     try {
       begin();
@@ -232,7 +233,7 @@ class SpillFile {
     for (std::size_t done = 0; done < bytes.size();) {
       const ssize_t more = ::pwrite(descriptor_, bytes.data() + done, bytes.size() - done, kLine + offset + static_cast<std::int64_t>(done));
       if (more < 0 && errno == EINTR) continue;
-      require<DeviceError>(more > 0, "far store: writing ", bytes.size(), " bytes of ", label, " to '", path_.string(), "' failed (", reason(), "); allowed a disk with room for them");
+      KVKEEP_REQUIRE_AS(DeviceError, more > 0, "far store: writing ", bytes.size(), " bytes of ", label, " to '", path_.string(), "' failed (", reason(), "); allowed a disk with room for them");
       done += static_cast<std::size_t>(more);
     }
   }
@@ -258,11 +259,19 @@ class SpillFile {
   static constexpr std::string_view kFirstLine = "kvkeep far store: spilled blobs, of no use without their process";
   static_assert(kFirstLine.size() == kLine);
 
+  /// The process may go elsewhere while the store lives.
+  static fs::path from_root(const fs::path& file) {
+    std::error_code none;
+    fs::path path = fs::absolute(file, none);
+    KVKEEP_REQUIRE(!none, "far store: '", file.string(), "' is relative to a folder that is gone (", none.message(), "); allowed a path from /");
+    return path;
+  }
+
   /// Makes the file or takes the one that is there, and locks it. A store that ends may remove it in between: then again.
   void open() {
     for (int tries = 0; tries < 100; ++tries) {
       descriptor_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600);
-      require(descriptor_ >= 0, "far store: cannot make file '", path_.string(), "' (", reason(), "); allowed a file name, no link, in a folder that is there and can be written to");
+      KVKEEP_REQUIRE(descriptor_ >= 0, "far store: cannot make file '", path_.string(), "' (", reason(), "); allowed a file name, no link, in a folder that is there and can be written to");
       if (::flock(descriptor_, LOCK_EX | LOCK_NB) != 0) {
         const bool used = errno == EWOULDBLOCK;
         const std::string why = reason();
@@ -278,11 +287,11 @@ class SpillFile {
   void begin() const {
     struct stat status{};
     std::array<char, kLine> first{};
-    require(::fstat(descriptor_, &status) == 0 && S_ISREG(status.st_mode), "far store: '", path_.string(), "' is not a regular file");
+    KVKEEP_REQUIRE(::fstat(descriptor_, &status) == 0 && S_ISREG(status.st_mode), "far store: '", path_.string(), "' is not a regular file");
     const bool ours = status.st_size >= kLine && ::pread(descriptor_, first.data(), first.size(), 0) == kLine && std::string_view(first.data(), first.size()) == kFirstLine;
-    require(status.st_size == 0 || ours, "far store: file '", path_.string(), "' is there and is not a far store's; allowed a new name, an empty file, or what a far store left");
+    KVKEEP_REQUIRE(status.st_size == 0 || ours, "far store: file '", path_.string(), "' is there and is not a far store's; allowed a new name, an empty file, or what a far store left");
     const bool alone = ::fchmod(descriptor_, 0600) == 0;  // one that was there may be anybody's to read
-    require(alone, "far store: file '", path_.string(), "' cannot be made this user's alone (", reason(), "); allowed a file of this user");
+    KVKEEP_REQUIRE(alone, "far store: file '", path_.string(), "' cannot be made this user's alone (", reason(), "); allowed a file of this user");
     const bool begun = ::ftruncate(descriptor_, 0) == 0 && ::pwrite(descriptor_, kFirstLine.data(), kFirstLine.size(), 0) == kLine;
     if (begun) return;
     const std::string why = reason();
@@ -410,10 +419,13 @@ FarStore::Piece FarStore::reserve(std::int64_t size, const FarLabel& label) {
 void FarStore::give_back(const Piece& piece) noexcept {
   const std::scoped_lock lock(rooms_->mutex);
   const Extent extent{piece.offset, piece.bytes};
-  if (piece.at != nullptr)
-    rooms_->arena.give_back(extent);
-  else
-    rooms_->file->give_back(extent);
+  try {
+    if (piece.at != nullptr)
+      rooms_->arena.give_back(extent);
+    else
+      rooms_->file->give_back(extent);
+  } catch (const std::bad_alloc&) {  // nothing is left to note that the room is free: it is lost until the store ends
+  }
 }
 
 namespace {

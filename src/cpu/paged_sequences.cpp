@@ -37,12 +37,12 @@ Tensor front(const Tensor& side, int slot_dim, const PageCopy& copy, std::int32_
 
 void check(std::span<const LayerKv> layers, std::span<const PageCopy> copies) {
   for (std::size_t l = 0; l < layers.size(); ++l) {
-    require(!std::holds_alternative<DenseKv>(layers[l]), "copy pages: layer ", l, " is dense; allowed paged layers");
+    KVKEEP_REQUIRE(!std::holds_alternative<DenseKv>(layers[l]), "copy pages: layer ", l, " is dense; allowed paged layers");
     const auto* kv = std::get_if<PagedKv>(&layers[l]);
     if (kv == nullptr) continue;
     const std::int64_t pages = kv->keys.size(0), size = kv->keys.size(slot_dimension(*kv));
     for (const PageCopy& copy : copies)
-      require(copy.from >= 0 && copy.from < pages && copy.to >= 0 && copy.to < pages && copy.from != copy.to && copy.slots >= 0 && copy.slots <= size, "copy pages: ",
+      KVKEEP_REQUIRE(copy.from >= 0 && copy.from < pages && copy.to >= 0 && copy.to < pages && copy.from != copy.to && copy.slots >= 0 && copy.slots <= size, "copy pages: ",
               copy.slots, " slots of page ", copy.from, " to page ", copy.to, "; layer ", l, " allows 0 to ", size, " slots of two pages from 0 to ", pages - 1);
   }
 }
@@ -51,20 +51,23 @@ void check(std::span<const LayerKv> layers, std::span<const PageCopy> copies) {
 
 PagedSequences::~PagedSequences() {
   for (const auto& [id, held] : held_)
-    for (const std::int32_t page : held.pages) pool_.give_back(page);
+    for (const std::int32_t page : held.pages) try {
+        pool_.give_back(page);
+      } catch (const StateError&) {  // somebody gave it back already: there is nothing to lose, and nobody to tell
+      }
 }
 
 const PagedSequences::Held& PagedSequences::at(SequenceId sequence) const {
   const auto found = held_.find(sequence);
-  require<StateError>(found != held_.end(), "paged sequences: sequence ", sequence, " is not here; allowed after admit() or fork() and before release()");
+  KVKEEP_REQUIRE_AS(StateError, found != held_.end(), "paged sequences: sequence ", sequence, " is not here; allowed after admit() or fork() and before release()");
   return found->second;
 }
 
 std::size_t PagedSequences::pages_for(std::int64_t slots) const { return static_cast<std::size_t>((slots + pool_.page_size() - 1) / pool_.page_size()); }
 
 PageGrant PagedSequences::admit(SequenceId sequence, std::int32_t slots) {
-  require<StateError>(!knows(sequence), "admit: sequence ", sequence, " is already here; allowed after release()");
-  require(slots >= 0, "admit: sequence ", sequence, " asks for ", slots, " slots; allowed 0 or more");
+  KVKEEP_REQUIRE_AS(StateError, !knows(sequence), "admit: sequence ", sequence, " is already here; allowed after release()");
+  KVKEEP_REQUIRE(slots >= 0, "admit: sequence ", sequence, " asks for ", slots, " slots; allowed 0 or more");
   const auto wanted = static_cast<std::int32_t>(pages_for(slots));
   if (wanted > pool_.free_pages()) return {.missing = wanted - pool_.free_pages()};
   Held held{{}, slots, slots};
@@ -74,9 +77,9 @@ PageGrant PagedSequences::admit(SequenceId sequence, std::int32_t slots) {
 }
 
 void PagedSequences::fork(SequenceId sequence, SequenceId parent, std::int32_t slots) {
-  require<StateError>(!knows(sequence), "fork: sequence ", sequence, " is already here; allowed after release()");
+  KVKEEP_REQUIRE_AS(StateError, !knows(sequence), "fork: sequence ", sequence, " is already here; allowed after release()");
   const Held& from = at(parent);
-  require(slots >= 0 && slots <= from.shortest, "fork: sequence ", sequence, " wants ", slots, " slots of sequence ", parent, "; allowed 0 to ", from.shortest);
+  KVKEEP_REQUIRE(slots >= 0 && slots <= from.shortest, "fork: sequence ", sequence, " wants ", slots, " slots of sequence ", parent, "; allowed 0 to ", from.shortest);
   Held held{{from.pages.begin(), from.pages.begin() + static_cast<std::ptrdiff_t>(pages_for(slots))}, slots, slots};
   for (const std::int32_t page : held.pages) pool_.retain(page);
   held_.emplace(sequence, std::move(held));
@@ -85,7 +88,7 @@ void PagedSequences::fork(SequenceId sequence, SequenceId parent, std::int32_t s
 PageGrant PagedSequences::append(SequenceId sequence, std::int32_t slots) {
   auto& held = const_cast<Held&>(at(sequence));
   const std::int64_t room = std::int64_t{std::numeric_limits<std::int32_t>::max()} - held.longest;
-  require(slots >= 0 && slots <= room, "append: ", slots, " slots for sequence ", sequence, "; allowed 0 to ", room);
+  KVKEEP_REQUIRE(slots >= 0 && slots <= room, "append: ", slots, " slots for sequence ", sequence, "; allowed 0 to ", room);
   if (slots == 0) return {};
   const std::int32_t size = pool_.page_size();
   std::vector<std::size_t> shared;
@@ -109,7 +112,7 @@ PageGrant PagedSequences::append(SequenceId sequence, std::int32_t slots) {
 void PagedSequences::truncate(SequenceId sequence, std::int32_t slots) {
   auto& held = const_cast<Held&>(at(sequence));
   const std::int32_t least = held.longest - held.shortest;
-  require(slots >= least && slots <= held.longest, "truncate: sequence ", sequence, " holds ", held.longest, " slots; given ", slots, "; allowed ", least, " to ", held.longest);
+  KVKEEP_REQUIRE(slots >= least && slots <= held.longest, "truncate: sequence ", sequence, " holds ", held.longest, " slots; given ", slots, "; allowed ", least, " to ", held.longest);
   held.shortest -= held.longest - slots;
   held.longest = slots;
   for (; held.pages.size() > pages_for(slots); held.pages.pop_back()) pool_.give_back(held.pages.back());
@@ -124,9 +127,9 @@ void PagedSequences::settle(const CacheView& view, std::span<const PageMove> mov
   for (const PageMove& move : moves) {
     const SequenceId id = view.sequences[static_cast<std::size_t>(move.sequence)];
     const Span span = lengths_of(view, static_cast<std::size_t>(move.sequence));
-    require<StateError>(at(id).pages == move.before, "settle: sequence ", id, " holds ", at(id).pages.size(), " pages, other ones than the event found (",
+    KVKEEP_REQUIRE_AS(StateError, at(id).pages == move.before, "settle: sequence ", id, " holds ", at(id).pages.size(), " pages, other ones than the event found (",
                         move.before.size(), "); allowed once, right after the step");
-    require<StateError>(pages_for(span.longest) == move.after.size(), "settle: sequence ", id, " is ", span.longest, " slots long, and the event left it ", move.after.size(),
+    KVKEEP_REQUIRE_AS(StateError, pages_for(span.longest) == move.after.size(), "settle: sequence ", id, " is ", span.longest, " slots long, and the event left it ", move.after.size(),
                         " pages of ", pool_.page_size(), "; allowed with the view of that step");
   }
   for (const PageMove& move : moves) {

@@ -1,6 +1,7 @@
 #include "kvkeep/keep/pages.h"
 
 #include <algorithm>
+#include <exception>
 
 #include "kvkeep/core/page_allocator.h"
 
@@ -89,7 +90,7 @@ std::vector<PageMove> plan_pages(const RowTable& table, const KeepSet& keep, std
     for (const std::size_t p : sequence.written()) {
       const std::int32_t page = move.after[p], holders = pages == nullptr ? 1 : pages->references(page);
       if (holders <= 1) continue;
-      require<StateError>(shared == SharedPages::copy, "apply: page ", page, " of sequence ", sequences[i], " is held by ", holders,
+      KVKEEP_REQUIRE_AS(StateError, shared == SharedPages::copy, "apply: page ", page, " of sequence ", sequences[i], " is held by ", holders,
                           " sequences and would be written; allowed with SharedPages::copy, or when the policy protects what is shared");
       move.after[p] = PageMove::kTake;
       move.freed.push_back(page);
@@ -100,17 +101,32 @@ std::vector<PageMove> plan_pages(const RowTable& table, const KeepSet& keep, std
   return moves;
 }
 
+void give_back_pages(std::span<const PageMove> moves, PageAllocator* pages) {
+  if (pages == nullptr) return;
+  std::exception_ptr thrown;
+  for (const PageMove& move : moves)
+    for (const std::int32_t page : move.freed) try {
+        pages->give_back(page);
+      } catch (...) {
+        if (!thrown) thrown = std::current_exception();
+      }
+  if (thrown) std::rethrow_exception(thrown);
+}
+
 void take_pages(std::span<PageMove> moves, PageAllocator* pages) {
   std::int64_t wanted = 0;
   for (const PageMove& move : moves) wanted += move.taken;
   std::vector<std::int32_t> taken;
-  while (static_cast<std::int64_t>(taken.size()) < wanted) {
-    const std::int32_t page = pages->take();
-    if (page < 0) {
-      for (const std::int32_t back : taken) pages->give_back(back);
-      refuse<StateError>("apply: ", wanted, " free pages are needed for copies of shared ones; there are ", taken.size());
+  taken.reserve(static_cast<std::size_t>(wanted));
+  try {
+    while (static_cast<std::int64_t>(taken.size()) < wanted) {
+      const std::int32_t page = pages->take();
+      KVKEEP_REQUIRE_AS(StateError, page >= 0, "apply: ", wanted, " free pages are needed for copies of shared ones; there are ", taken.size());
+      taken.push_back(page);
     }
-    taken.push_back(page);
+  } catch (...) {
+    for (const std::int32_t back : taken) pages->give_back(back);
+    throw;
   }
   std::size_t next = 0;
   for (PageMove& move : moves)

@@ -11,6 +11,7 @@
 
 #include "attention_lanes.h"
 #include "factorise.h"
+#include "grow.h"
 #include "kvkeep/core/dispatch.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/problems.h"
@@ -26,6 +27,12 @@ template <class T>
 void append_to(std::vector<T>& to, std::vector<T>&& from) {
   if (to.empty()) to = std::move(from);
   else to.insert(to.end(), std::make_move_iterator(from.begin()), std::make_move_iterator(from.end()));
+}
+
+/// Room for all of `later` behind a list.
+template <class T>
+void make_room_for(const std::vector<T>& later, std::vector<T>& list) {
+  make_room(list, list.size() + later.size());
 }
 
 std::vector<float> widened(const std::byte* from, ScalarType dtype, std::int64_t count) {
@@ -48,23 +55,23 @@ std::vector<std::string> FactorOptions::problems() const {
 SpanRow::SpanRow(std::int64_t dim, ScalarType store, SpanParts parts)
     : dim_(dim), store_(store), spans_(std::move(parts.spans)), coarse_(std::move(parts.coarse)), norms_(std::move(parts.norms)), sketch_(std::move(parts.sketch)), blobs_(std::move(parts.blobs)) {
   const auto bytes = static_cast<std::int64_t>(c10::elementSize(store_));
-  require(blobs_.size() == spans_.size(), "span row: ", blobs_.size(), " blobs for ", spans_.size(), " spans; allowed one each");
-  for (const auto& side : coarse_) require(static_cast<std::int64_t>(side.size()) == size() * dim_ * bytes, "span row: coarse entries of ", side.size(), " bytes; allowed ", size() * dim_ * bytes, " for ", size(), " spans");
+  KVKEEP_REQUIRE(blobs_.size() == spans_.size(), "span row: ", blobs_.size(), " blobs for ", spans_.size(), " spans; allowed one each");
+  for (const auto& side : coarse_) KVKEEP_REQUIRE(static_cast<std::int64_t>(side.size()) == size() * dim_ * bytes, "span row: coarse entries of ", side.size(), " bytes; allowed ", size() * dim_ * bytes, " for ", size(), " spans");
   for (std::size_t i = 0; i < spans_.size(); ++i) {
     FoldedSpan& s = spans_[i];
-    require(s.length >= 1 && s.first >= 0 && s.length <= std::int64_t{s.last} - s.first + 1 && s.factors[0].rank >= 0 && s.factors[1].rank >= 0, "span row: span ", i, " has ", s.length, " tokens at positions ", s.first, " to ",
+    KVKEEP_REQUIRE(s.length >= 1 && s.first >= 0 && s.length <= std::int64_t{s.last} - s.first + 1 && s.factors[0].rank >= 0 && s.factors[1].rank >= 0, "span row: span ", i, " has ", s.length, " tokens at positions ", s.first, " to ",
             s.last, ", rank ", s.factors[0].rank, " and ", s.factors[1].rank, "; allowed 1 or more tokens, a position each, and ranks from 0");
     s.factors[0].offset = 0;
     s.factors[1].offset = s.factors[0].numbers(s.length, dim_);
     const std::int64_t far = (s.factors[1].offset + s.factors[1].numbers(s.length, dim_)) * bytes, given = blobs_[i] == nullptr ? 0 : blobs_[i]->size();
-    require(given == far, "span row: span ", i, " has ", given, " far bytes; allowed ", far, " by its length and ranks");
+    KVKEEP_REQUIRE(given == far, "span row: span ", i, " has ", given, " far bytes; allowed ", far, " by its length and ranks");
     log_length_.push_back(static_cast<float>(std::log(static_cast<double>(s.length))));
     first_token_.push_back(first_token_.back() + s.length);
   }
   const auto sketched = static_cast<std::int64_t>(sketch_.sizes.size());
-  require((sketched == 0 || sketched == KeySketch::padded(tokens())) && static_cast<std::int64_t>(sketch_.signs.size()) == sketched * KeySketch::words(dim_), "span row: a sketch of ", sketched, " tokens in ",
+  KVKEEP_REQUIRE((sketched == 0 || sketched == KeySketch::padded(tokens())) && static_cast<std::int64_t>(sketch_.signs.size()) == sketched * KeySketch::words(dim_), "span row: a sketch of ", sketched, " tokens in ",
           sketch_.signs.size(), " words; allowed none, or one of ", KeySketch::padded(tokens()), " tokens");
-  require(spans_.empty() ? norms_.empty() : norms_.size() % spans_.size() == 0, "span row: ", norms_.size(), " norms for ", spans_.size(), " spans; allowed none, or as many for each");
+  KVKEEP_REQUIRE(spans_.empty() ? norms_.empty() : norms_.size() % spans_.size() == 0, "span row: ", norms_.size(), " norms for ", spans_.size(), " spans; allowed none, or as many for each");
 }
 
 double SpanRow::zoom_entries(std::int64_t i) const {
@@ -93,10 +100,25 @@ Tensor SpanRow::rows(std::int64_t i, KvSide side) const {
   return out;
 }
 
+void SpanRow::reserve(const SpanRow& later) {
+  KVKEEP_REQUIRE(later.dim_ == dim_ && later.store_ == store_, "span row: spans of ", later.dim_, " numbers in ", c10::toString(later.store_), "; allowed ", dim_, " in ", c10::toString(store_));
+  KVKEEP_REQUIRE(size() == 0 || later.size() == 0 || norms_.empty() == later.norms_.empty(), "span row: a router's norms are there for some spans only; allowed for all or none");
+  KVKEEP_REQUIRE(tokens() == 0 || later.tokens() == 0 || sketch_.sizes.empty() == later.sketch_.sizes.empty(), "span row: some spans bring a sketch of their keys and some do not; allowed all or none");
+  make_room_for(later.first_token_, first_token_);
+  for (std::size_t side = 0; side < 2; ++side) make_room_for(later.coarse_[side], coarse_[side]);
+  make_room_for(later.spans_, spans_);
+  make_room_for(later.log_length_, log_length_);
+  make_room_for(later.norms_, norms_);
+  make_room_for(later.blobs_, blobs_);
+  const auto sketched = static_cast<std::size_t>(KeySketch::padded(tokens() + later.tokens()));
+  if (later.sketch_.sizes.empty()) return;
+  make_room(sketch_.sizes, sketched);
+  const std::size_t words = sketched * static_cast<std::size_t>(KeySketch::words(dim_));
+  make_room(sketch_.signs, words);
+}
+
 void SpanRow::append(SpanRow later) {
-  require(later.dim_ == dim_ && later.store_ == store_, "span row: spans of ", later.dim_, " numbers in ", c10::toString(later.store_), "; allowed ", dim_, " in ", c10::toString(store_));
-  require(size() == 0 || later.size() == 0 || norms_.empty() == later.norms_.empty(), "span row: a router's norms are there for some spans only; allowed for all or none");
-  require(tokens() == 0 || later.tokens() == 0 || sketch_.sizes.empty() == later.sketch_.sizes.empty(), "span row: some spans bring a sketch of their keys and some do not; allowed all or none");
+  reserve(later);
   append_sketch(later);
   for (std::size_t i = 1; i < later.first_token_.size(); ++i) first_token_.push_back(first_token_.back() + later.first_token_[i] - later.first_token_[i - 1]);
   for (std::size_t side = 0; side < 2; ++side) append_to(coarse_[side], std::move(later.coarse_[side]));
@@ -179,14 +201,14 @@ class RowFolding {
   void check() const {
     require_no_problems("fold", options_.problems());
     const bool asks = options_.rank == FactorOptions::Rank::gates;
-    require(!asks || gates_ != nullptr, "fold: rank is gates, and there are none; allowed with RankGates");
-    require(!asks || (gates_->max_rank() == options_.max_rank && gates_->key_dim() == dim_), "fold: gates for ", asks ? gates_->max_rank() : 0, " components and keys of ", asks ? gates_->key_dim() : 0,
+    KVKEEP_REQUIRE(!asks || gates_ != nullptr, "fold: rank is gates, and there are none; allowed with RankGates");
+    KVKEEP_REQUIRE(!asks || (gates_->max_rank() == options_.max_rank && gates_->key_dim() == dim_), "fold: gates for ", asks ? gates_->max_rank() : 0, " components and keys of ", asks ? gates_->key_dim() : 0,
             " numbers; allowed max_rank = ", options_.max_rank, " and ", dim_);
     for (const RowFold& f : folds_) {
-      require(!f.indptr.empty() && f.indptr.front() == 0 && f.indptr.back() == static_cast<std::int64_t>(f.slots.size()), "fold: indptr of ", f.label, " does not end with its ", f.slots.size(), " slots; allowed 0 to that");
-      require(f.weights.empty() || f.weights.size() == f.slots.size(), "fold: ", f.weights.size(), " weights for ", f.slots.size(), " slots; allowed none or one each");
-      require(is_scorable(f.key_dtype) && is_scorable(f.value_dtype), "fold: rows of ", f.label, " are ", c10::toString(f.key_dtype), " and ", c10::toString(f.value_dtype), "; allowed f32, f16 or bf16");
-      for (std::size_t i = 0; i + 1 < f.indptr.size(); ++i) require(f.indptr[i] < f.indptr[i + 1], "fold: a span of ", f.label, " has ", f.indptr[i + 1] - f.indptr[i], " tokens; allowed 1 or more");
+      KVKEEP_REQUIRE(!f.indptr.empty() && f.indptr.front() == 0 && f.indptr.back() == static_cast<std::int64_t>(f.slots.size()), "fold: indptr of ", f.label, " does not end with its ", f.slots.size(), " slots; allowed 0 to that");
+      KVKEEP_REQUIRE(f.weights.empty() || f.weights.size() == f.slots.size(), "fold: ", f.weights.size(), " weights for ", f.slots.size(), " slots; allowed none or one each");
+      KVKEEP_REQUIRE(is_scorable(f.key_dtype) && is_scorable(f.value_dtype), "fold: rows of ", f.label, " are ", c10::toString(f.key_dtype), " and ", c10::toString(f.value_dtype), "; allowed f32, f16 or bf16");
+      for (std::size_t i = 0; i + 1 < f.indptr.size(); ++i) KVKEEP_REQUIRE(f.indptr[i] < f.indptr[i + 1], "fold: a span of ", f.label, " has ", f.indptr[i + 1] - f.indptr[i], " tokens; allowed 1 or more");
     }
   }
 
@@ -223,7 +245,7 @@ class RowFolding {
           cpu::widen(at.at(slot), side == 0 ? f.key_dtype : f.value_dtype, dim_, row.data());
           to = std::ranges::copy(row, to).out;
         }
-        require(matrices.weigh(2 * i + side, weights), "fold: ", side == 0 ? "keys" : "values", " of ", label_of(f, s, slots), " hold NaN or infinity; allowed finite numbers");
+        KVKEEP_REQUIRE(matrices.weigh(2 * i + side, weights), "fold: ", side == 0 ? "keys" : "values", " of ", label_of(f, s, slots), " hold NaN or infinity; allowed finite numbers");
         if (options_.rank == FactorOptions::Rank::gates) key_of.push_back(2 * i);
       }
     }
@@ -291,7 +313,7 @@ class RowFolding {
     const float most = with_dtype("fold", options_.store, [](auto number) { return static_cast<float>(std::numeric_limits<decltype(number)>::max()); });
     bool fits = true;
     for (const float x : numbers) fits &= std::abs(x) <= most;
-    require(fits, "fold: coarse entry or factors of ", label_of(f, s, slots), " hold a number that ", c10::toString(options_.store), " cannot; allowed up to ", most, ", or another store");
+    KVKEEP_REQUIRE(fits, "fold: coarse entry or factors of ", label_of(f, s, slots), " hold a number that ", c10::toString(options_.store), " cannot; allowed up to ", most, ", or another store");
   }
 
   [[nodiscard]] std::int64_t bytes_of_number() const { return static_cast<std::int64_t>(c10::elementSize(options_.store)); }

@@ -42,7 +42,7 @@ class AslPass final : public PromptPass {
 
   [[nodiscard]] Decision decide(const Evidence& evidence) override {
     const std::int32_t layer = evidence.table.rows.front().layer, present = evidence.table.rows.front().length;
-    require<StateError>(wants(layer, present) > 0, "prompt pass: layer ", layer, " with ", present, " tokens is not asked; allowed layers that wants() names");
+    KVKEEP_REQUIRE_AS(StateError, wants(layer, present) > 0, "prompt pass: layer ", layer, " with ", present, " tokens is not asked; allowed layers that wants() names");
     const bool ranked = selector_.wants(layer);
     const PromptScores scores = prompt_scores(evidence, {.window = window_, .pool = options_.pool, .kind = options_.pooling});
     Decision decision;

@@ -1,30 +1,42 @@
 #include "device_columns.h"
 
 #include <algorithm>
+#include <array>
 
 namespace kvkeep {
 
 DeviceColumns::DeviceColumns(std::int32_t rows, Accelerator& accelerator) : accelerator_(accelerator), rows_(static_cast<std::size_t>(rows)) {}
 
 void DeviceColumns::grow(std::int32_t capacity) {
-  const std::int32_t before = std::exchange(capacity_, capacity);
   std::int32_t used = 0;
-  for (const RowLengths& row : rows_) used = std::max(used, row.length);
-  used = std::min(used, before);
-  for (DeviceMemory* memory : {&positions_, &credit_, &tally_}) {
-    if (memory->get() == nullptr && memory != &positions_) continue;
-    DeviceMemory larger = column();
-    if (memory->get() != nullptr)
-      accelerator_.copy_rows(larger.get(), std::int64_t{capacity} * 4, memory->get(), std::int64_t{before} * 4, std::int64_t{used} * 4, static_cast<std::int64_t>(rows_.size()));
-    *memory = std::move(larger);
+  for (const RowLengths& row : rows_) used = std::max(used, std::min(row.length, capacity_));
+  const std::array<DeviceMemory*, 3> columns = {&positions_, &credit_, &tally_};
+  std::array<DeviceMemory, 3> larger;  // all of it before anything is replaced
+  for (std::size_t c = 0; c < columns.size(); ++c)
+    if (columns[c]->get() != nullptr || columns[c] == &positions_) larger[c] = column(capacity);
+  retired_.reserve(retired_.size() + columns.size());
+  for (std::size_t c = 0; c < columns.size(); ++c) {
+    if (larger[c].get() == nullptr) continue;
+    if (columns[c]->get() != nullptr)
+      accelerator_.copy_rows(larger[c].get(), std::int64_t{capacity} * 4, columns[c]->get(), std::int64_t{capacity_} * 4, std::int64_t{used} * 4, static_cast<std::int64_t>(rows_.size()));
+    std::swap(*columns[c], larger[c]);
+    if (accelerator_.captured() && larger[c]) retired_.push_back(std::move(larger[c]));
   }
+  capacity_ = capacity;
+}
+
+void DeviceColumns::reserve(std::int32_t slots) {
+  const std::size_t newest = newest_.size() + static_cast<std::size_t>(slots);
+  if (newest > newest_.capacity()) newest_.reserve(std::max(newest, 2 * newest_.capacity()));
+  std::int32_t longest = 0;
+  for (const RowLengths& row : rows_) longest = std::max(longest, row.length + slots);
+  if (longest > capacity_) grow(std::max({longest, capacity_ + capacity_ / 2, 64}));
 }
 
 void DeviceColumns::append(std::span<const std::int32_t> positions) {
+  reserve(static_cast<std::int32_t>(positions.size()));
   newest_.insert(newest_.end(), positions.begin(), positions.end());
-  std::int32_t longest = 0;
-  for (RowLengths& row : rows_) longest = std::max(longest, row.length += static_cast<std::int32_t>(positions.size()));
-  if (longest > capacity_) grow(std::max({longest, capacity_ + capacity_ / 2, 64}));
+  for (RowLengths& row : rows_) row.length += static_cast<std::int32_t>(positions.size());
 }
 
 void DeviceColumns::settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit, const float* tally) {
@@ -49,8 +61,8 @@ void DeviceColumns::describe(std::int32_t row, Row& out) const {
 }
 
 ColumnTarget DeviceColumns::target(std::int32_t row, bool credit, bool tally) {
-  if (credit && credit_.get() == nullptr) credit_ = column();
-  if (tally && tally_.get() == nullptr) tally_ = column();
+  if (credit && credit_.get() == nullptr) credit_ = column(capacity_);
+  if (tally && tally_.get() == nullptr) tally_ = column(capacity_);
   return {at<std::int32_t>(positions_, row), credit ? at<float>(credit_, row) : nullptr, tally ? at<float>(tally_, row) : nullptr};
 }
 

@@ -10,8 +10,10 @@ class DeviceColumns final : public Columns {
  public:
   DeviceColumns(std::int32_t rows, Accelerator& accelerator);
 
-  /// Allocates where a row outgrows its memory, by half again.
+  /// Allocates where a row outgrows its memory, by half again. What it had before is freed, or kept where a graph may use it.
+  void reserve(std::int32_t slots) override;
   void append(std::span<const std::int32_t> positions) override;
+  void reserve_settled(std::int32_t, std::int64_t, bool, bool) override {}  // target() has
   void settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit, const float* tally) override;
   void truncate(std::int32_t slots) override;
   [[nodiscard]] std::int32_t length(std::int32_t row) const override { return rows_[static_cast<std::size_t>(row)].length; }
@@ -24,8 +26,8 @@ class DeviceColumns final : public Columns {
   /// Where an event writes the columns of a row. Allocates what is asked for the first time.
   [[nodiscard]] ColumnTarget target(std::int32_t row, bool credit, bool tally);
 
-  /// Settled rows hold all of their positions on the device; call it once all are.
-  void finish_event() { newest_.clear(); }
+  /// Settled rows hold all of their positions on the device.
+  void finish_event(std::int32_t /*room*/) noexcept override { newest_.clear(); }
 
  private:
   struct RowLengths {
@@ -36,7 +38,7 @@ class DeviceColumns final : public Columns {
   [[nodiscard]] T* at(const DeviceMemory& memory, std::int32_t row) const {
     return memory.get() == nullptr ? nullptr : static_cast<T*>(memory.get()) + std::int64_t{row} * capacity_;
   }
-  [[nodiscard]] DeviceMemory column() { return accelerator_.allocate(static_cast<std::int64_t>(rows_.size()) * capacity_ * 4); }
+  [[nodiscard]] DeviceMemory column(std::int32_t capacity) { return accelerator_.allocate(static_cast<std::int64_t>(rows_.size()) * capacity * 4); }
   void grow(std::int32_t capacity);
 
   Accelerator& accelerator_;
@@ -44,6 +46,7 @@ class DeviceColumns final : public Columns {
   std::vector<RowLengths> rows_;
   std::vector<std::int32_t> newest_;
   DeviceMemory positions_, credit_, tally_;
+  std::vector<DeviceMemory> retired_;  ///< replaced after something was captured
   mutable std::vector<std::int32_t> read_positions_;
   mutable std::vector<float> read_credit_;
 };

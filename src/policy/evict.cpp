@@ -31,7 +31,7 @@ void share_scores(const Evidence& evidence, const Limits& limits, Sharing share,
       float* shared = g + row.first;
       each_sharing_row(s, head, [&](std::size_t r) {
         const Row& other = table.rows[r];
-        require<Unsupported>(other.length == row.length, "share: rows that share one selection hold ", row.length, " and ", other.length,
+        KVKEEP_REQUIRE_AS(Unsupported, other.length == row.length, "share: rows that share one selection hold ", row.length, " and ", other.length,
                              " slots (layer ", other.layer, ", head ", other.head, "); allowed rows of one length");
         if (r == first) return;
         const float* from = g + other.first;
@@ -98,6 +98,8 @@ std::vector<std::string> RestOptions::problems() const {
 
 Evict::Evict(std::string name, std::unique_ptr<Scorer> scorer, std::unique_ptr<Allocator> allocator, Retention retention, std::string json)
     : name_(std::move(name)), scorer_(std::move(scorer)), allocator_(std::move(allocator)), retention_(retention), json_(std::move(json)) {
+  const std::int64_t least = std::int64_t{retention_.sink} + std::max(scorer_->keeps_newest(), 1);
+  KVKEEP_REQUIRE(least <= INT32_MAX, "policy: sink of ", name_, " and what it always keeps beside come to ", least, " slots; allowed at most ", INT32_MAX);
   if (retention_.variant == Variant::strict) retention_.recent = std::max(retention_.recent, scorer_->keeps_newest());
   Budget& budget = retention_.trigger.budget;
   budget.least = std::max(budget.least, retention_.sink + 1);
@@ -131,12 +133,12 @@ Limits Evict::limits(const Evidence& evidence) const {
   for (const RowGroup& group : table.groups) {
     const Row& first = table.rows[static_cast<std::size_t>(group.first_row)];
     const std::int64_t slot_bytes = first.slot_bytes() * rows_of_a_sequence;
-    const std::int32_t budget = retention_.trigger.budget.resolve(group.next_position, group.prompt, slot_bytes);
+    const std::int32_t budget = retention_.trigger.budget.resolve(group.seen, group.prompt, slot_bytes);
     for (std::size_t h = 0; h < heads; ++h) {
       const std::size_t r = static_cast<std::size_t>(group.first_row) + h;
       limits.rows[r] = {budget, table.rows[r].length > budget, {}};
     }
-    least.push_back((retention_.protect_prompt ? std::max(retention_.sink, group.prompt) : retention_.sink) + scorer_->keeps_newest());
+    least.push_back((retention_.protect_prompt ? std::max(retention_.sink, static_cast<std::int32_t>(group.prompt.tokens)) : retention_.sink) + scorer_->keeps_newest());
   }
   allocator_->spread(evidence, least, limits.rows);
   for (std::size_t r = 0; r < table.rows.size(); ++r) {
@@ -145,7 +147,7 @@ Limits Evict::limits(const Evidence& evidence) const {
     if (retention_.protect_prompt) {
       const RowGroup& group = table.groups[r / heads];
       const std::int32_t held = group.prompt_slots >= 0 ? group.prompt_slots
-                                                        : static_cast<std::int32_t>(std::lower_bound(row.positions, row.positions + row.length, group.prompt) - row.positions);
+                                                        : static_cast<std::int32_t>(std::lower_bound(row.positions, row.positions + row.length, group.prompt_end) - row.positions);
       sink = std::max(sink, held);
     }
     limits.rows[r].guarded = protect(row.length, limits.rows[r].budget, sink, retention_.recent, retention_.variant);

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "untrusted_json.h"
+
 namespace kvkeep {
 namespace {
 
@@ -16,7 +18,7 @@ std::string bound(std::int64_t most) { return most >= INT32_MAX ? "" : std::to_s
 }  // namespace
 
 void Fields::bad(const char* name, const nlohmann::json& given, const std::string& allowed) const {
-  refuse("policy: ", full_name(name), " is out of range or of the wrong type; given ", given.dump(), "; allowed ", allowed);
+  refuse("policy: ", full_name(name), " is out of range or of the wrong type; given ", io::shown(given), "; allowed ", allowed);
 }
 
 const nlohmann::json* Fields::find(const char* name, Aliases aliases) {
@@ -31,7 +33,7 @@ const nlohmann::json* Fields::find(const char* name, Aliases aliases) {
   for (const char* alias : aliases) {
     taken_.push_back(full_name(alias));
     if (!object->contains(alias)) continue;
-    require(found == nullptr, "policy: ", full_name(name), " is given twice, also under the alias ", alias, "; allowed once");
+    KVKEEP_REQUIRE(found == nullptr, "policy: ", full_name(name), " is given twice, also under the alias ", alias, "; allowed once");
     found = &(*object)[alias];
   }
   return found;
@@ -109,8 +111,8 @@ void Fields::exactly_one(std::initializer_list<std::pair<const char*, bool>> giv
     names += (names.empty() ? "" : ", ") + full_name(name);
     if (is) found += (count++ > 0 ? ", " : "") + full_name(name);
   }
-  require(count != 0, "policy: ", full_name(given.begin()->first), " is missing; allowed exactly one of ", names);
-  require(count == 1, "policy: ", found, " are given together; allowed exactly one of ", names);
+  KVKEEP_REQUIRE(count != 0, "policy: ", full_name(given.begin()->first), " is missing; allowed exactly one of ", names);
+  KVKEEP_REQUIRE(count == 1, "policy: ", found, " are given together; allowed exactly one of ", names);
 }
 
 std::filesystem::path Fields::file(const char* name, const char* what) {
@@ -119,7 +121,7 @@ std::filesystem::path Fields::file(const char* name, const char* what) {
     return {};
   }
   const std::filesystem::path path = named_file(name);
-  require(!path.empty(), "policy: ", full_name(name), " is missing; allowed the name of a file, relative to the policy file");
+  KVKEEP_REQUIRE(!path.empty(), "policy: ", full_name(name), " is missing; allowed the name of a file, relative to the policy file");
   return path;
 }
 
@@ -176,7 +178,7 @@ void Fields::enter(const char* scope) {
   if (listing()) return;
   resolved_[scope] = nlohmann::ordered_json::object();
   taken_.emplace_back(scope);
-  if (from_->contains(scope)) require((*from_)[scope].is_object(), "policy: ", scope, " holds ", (*from_)[scope].dump(), "; allowed an object");
+  if (from_->contains(scope)) KVKEEP_REQUIRE((*from_)[scope].is_object(), "policy: ", scope, " holds ", io::shown((*from_)[scope]), "; allowed an object");
 }
 
 void Fields::leave() { scope_.clear(); }
@@ -185,7 +187,7 @@ void Fields::finish(const std::string& policy) const {
   const auto unknown = [&](const std::string& name) {
     std::string all;
     for (const std::string& o : offered_) all += (all.empty() ? "" : ", ") + o;
-    refuse("policy: ", policy, " has no option \"", name, "\"; allowed ", all);
+    refuse("policy: ", policy, " has no option \"", io::shortened(name), "\"; allowed ", all);
   };
   for (const auto& [key, value] : from_->items()) {
     if (std::find(taken_.begin(), taken_.end(), key) == taken_.end()) unknown(key);

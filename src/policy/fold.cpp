@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "check_sequences.h"
 #include "kvkeep/policy/keeper.h"
 
 namespace kvkeep {
@@ -15,8 +14,8 @@ namespace kvkeep {
 /// Every slot that folds is dropped, and lies in one span.
 void Keeper::check_fold(const Plan& plan) const {
   const Fold& fold = *plan.decision.fold;
-  require(policy_->memory() != nullptr, "fold: policy ", policy_->name(), " does not say how folded spans are kept; allowed with KVPolicy::memory()");
-  require(plan.decision.keep && fold.indptr.size() == plan.table.rows.size() + 1 && fold.indptr.back() == static_cast<std::int64_t>(fold.spans.size()) - 1 &&
+  KVKEEP_REQUIRE(policy_->memory() != nullptr, "fold: policy ", policy_->name(), " does not say how folded spans are kept; allowed with KVPolicy::memory()");
+  KVKEEP_REQUIRE(plan.decision.keep && fold.indptr.size() == plan.table.rows.size() + 1 && fold.indptr.back() == static_cast<std::int64_t>(fold.spans.size()) - 1 &&
               fold.spans.back() == static_cast<std::int64_t>(fold.slots.size()) && (fold.weights.empty() || fold.weights.size() == fold.slots.size()) &&
               (fold.settled.empty() || fold.settled.size() == plan.table.groups.size()),
           "fold: its tables do not fit ", plan.table.rows.size(), " rows of ", plan.table.groups.size(), " groups; allowed one more entry than rows, and than spans");
@@ -29,10 +28,10 @@ void Keeper::check_fold(const Plan& plan) const {
       for (std::int64_t i = fold.spans[static_cast<std::size_t>(s)]; i < fold.spans[static_cast<std::size_t>(s) + 1]; ++i) {
         const std::int32_t slot = fold.slots[static_cast<std::size_t>(i)];
         const auto where = [&] { return text("fold: slot ", slot, " of layer ", row.layer, ", head ", row.head, ", span ", number); };
-        require(slot >= 0 && slot < row.length, where(), " is outside the row; allowed 0 to ", row.length - 1);
+        KVKEEP_REQUIRE(slot >= 0 && slot < row.length, where(), " is outside the row; allowed 0 to ", row.length - 1);
         std::int32_t& held = owner[static_cast<std::size_t>(slot)];
-        require(held != -2, where(), " stays; allowed slots that are dropped");
-        require(held == -1, where(), " lies in span ", held, " too; allowed in one");
+        KVKEEP_REQUIRE(held != -2, where(), " stays; allowed slots that are dropped");
+        KVKEEP_REQUIRE(held == -1, where(), " lies in span ", held, " too; allowed in one");
         held = number;
       }
     }
@@ -71,7 +70,7 @@ std::vector<SpanRow> Keeper::fold_dropped(const Plan& plan, const CacheView& vie
   return folded;
 }
 
-void Keeper::settle_folded(const Plan& plan, const CacheView& view, std::vector<SpanRow> folded, Report& report) {
+void Keeper::settle_folded(const Plan& plan, const CacheView& view, std::vector<SpanRow> folded, Report& report) noexcept {
   if (!plan.decision.fold) return;
   for (std::size_t r = 0; r < folded.size(); ++r) {
     const Row& row = plan.table.rows[r];
@@ -92,7 +91,7 @@ void Keeper::surprise(SequenceId sequence, std::span<const float> nats) {
   Sequence& s = const_cast<Sequence&>(at(sequence));
   if (!needs_.surprisal) return;
   const std::int64_t open = s.logical - s.surprised;
-  require(static_cast<std::int64_t>(nats.size()) <= open, "surprise: ", nats.size(), " tokens of sequence ", sequence, "; ", open, " of the ", s.logical, " observed have none yet, allowed at most these");
+  KVKEEP_REQUIRE(static_cast<std::int64_t>(nats.size()) <= open, "surprise: ", nats.size(), " tokens of sequence ", sequence, "; ", open, " of the ", s.logical, " observed have none yet, allowed at most these");
   const auto newest = s.columns->newest();
   const auto positions = newest.last(static_cast<std::size_t>(open));
   for (std::size_t i = 0; i < nats.size(); ++i) {
@@ -107,27 +106,25 @@ void Keeper::surprise(SequenceId sequence, std::span<const float> nats) {
 }
 
 void Keeper::check_attended(const Observation& o, const Attended& attended) const {
-  require(o.queries.defined(), "view: layer ", o.layer, " comes without queries; folded spans are read by them, allowed those of every token");
+  KVKEEP_REQUIRE(o.queries.defined(), "view: layer ", o.layer, " comes without queries; folded spans are read by them, allowed those of every token");
   check_queries("view", o);
   const std::int64_t tokens = o.indptr.back();
-  require(o.basis == QueryBasis::post_rope, "view: queries of layer ", o.layer, " come before RoPE; allowed after it");
+  KVKEEP_REQUIRE(o.basis == QueryBasis::post_rope, "view: queries of layer ", o.layer, " come before RoPE; allowed after it");
   const auto fits = [](const Tensor& t, at::IntArrayRef shape) { return t.defined() && t.scalar_type() == kFloat32 && t.device().is_cpu() && t.is_contiguous() && t.sizes() == shape; };
-  require(fits(attended.out, {tokens, spec_.query_heads, spec_.value_dim}) && fits(attended.log_sum_exp, {tokens, spec_.query_heads}), "view: what attention gave in layer ", o.layer,
+  KVKEEP_REQUIRE(fits(attended.out, {tokens, spec_.query_heads, spec_.value_dim}) && fits(attended.log_sum_exp, {tokens, spec_.query_heads}), "view: what attention gave in layer ", o.layer,
           " does not fit; allowed contiguous f32 [", tokens, ", ", spec_.query_heads, ", ", spec_.value_dim, "] and [", tokens, ", ", spec_.query_heads, "] on the CPU");
 }
 
 ReadCounts Keeper::view(const Observation& o, const Attended& attended) {
-  require(o.layer >= 0 && o.layer < spec_.num_layers(), "view: layer ", o.layer, " is out of range; allowed 0 to ", spec_.num_layers() - 1);
+  KVKEEP_REQUIRE(o.layer >= 0 && o.layer < spec_.num_layers(), "view: layer ", o.layer, " is out of range; allowed 0 to ", spec_.num_layers() - 1);
   const std::int32_t index = layer_index_[static_cast<std::size_t>(o.layer)];
   const MemoryOptions* memory = policy_->memory();
   ReadCounts counts;
   if (index < 0 || memory == nullptr) return counts;
   check_sequences("view", o);
-  for (const SequenceId id : o.sequences) static_cast<void>(at(id));
   check_attended(o, attended);
   for (std::size_t i = 0; i < o.sequences.size(); ++i) {
     Sequence& s = sequences_.at(o.sequences[i]);
-    s.viewed[static_cast<std::size_t>(index)] = s.logical;
     const std::int64_t first = o.indptr[i], tokens = o.indptr[i + 1] - first;
     const std::int32_t first_row = index * spec_.kv_heads;
     std::vector<MemoryRow> rows;
@@ -136,7 +133,11 @@ ReadCounts Keeper::view(const Observation& o, const Attended& attended) {
       rows.push_back({.spans = &s.memory[static_cast<std::size_t>(r)], .dense = s.columns->length(r)});
       spans += rows.back().spans->size();
     }
-    if (spans == 0 || tokens == 0) continue;
+    std::int64_t& viewed = s.viewed[static_cast<std::size_t>(index)];
+    if (spans == 0 || tokens == 0) {
+      viewed = s.logical;
+      continue;
+    }
     const Reading reading{.zoom = memory->zoom,
                           .router = memory->learned() ? &memory->routing->layers[static_cast<std::size_t>(o.layer)] : nullptr,
                           .entries = memory->entries_share > 0 ? memory->entries_share * static_cast<double>(s.logical) : memory->entries,
@@ -154,6 +155,7 @@ ReadCounts Keeper::view(const Observation& o, const Attended& attended) {
     out.div_(open.sum.unsqueeze(2));
     lse.copy_(open.log_mass());
     std::ranges::move(opened, s.opened.begin() + first_row);
+    viewed = s.logical;
   }
   bring_next(o.sequences, index);
   totals_.reads += counts;
@@ -189,7 +191,7 @@ FoldedState Keeper::folded(SequenceId sequence) const {
 
 const SpanRow& Keeper::spans(SequenceId sequence, std::int32_t layer, std::int32_t head) const {
   const Sequence& s = at(sequence);
-  require<Unsupported>(!s.memory.empty(), "kvkeep: policy ", policy_->name(), " does not fold; allowed under one that does");
+  KVKEEP_REQUIRE_AS(Unsupported, !s.memory.empty(), "kvkeep: policy ", policy_->name(), " does not fold; allowed under one that does");
   return s.memory[static_cast<std::size_t>(row_of(layer, head))];
 }
 

@@ -16,7 +16,7 @@ class GemFilterPass final : public PromptPass {
 
   [[nodiscard]] Decision decide(const Evidence& evidence) override {
     const std::int32_t layer = evidence.table.rows.front().layer;
-    require<StateError>(wants(layer, tokens_) > 0, "prompt pass: layer ", layer, " is not asked; allowed layer ", options_.layer);
+    KVKEEP_REQUIRE_AS(StateError, wants(layer, tokens_) > 0, "prompt pass: layer ", layer, " is not asked; allowed layer ", options_.layer);
     const Tensor scores = last_query_scores(evidence, options_.pool);
     Decision decision;
     decision.reason = Reason::select_layer;
@@ -33,9 +33,9 @@ class GemFilterPass final : public PromptPass {
 }  // namespace
 
 GemFilter::GemFilter(GemFilterOptions options, std::unique_ptr<KVPolicy> decoding, std::string json) : Prefill("gemfilter", std::move(decoding), std::move(json)), options_(options) {
-  require(options_.select >= 1, "gemfilter: select; given ", options_.select, "; allowed 1 or more");
-  require(options_.layer >= 0, "gemfilter: layer; given ", options_.layer, "; allowed 0 or more");
-  require(options_.pool >= 1 && options_.pool % 2 == 1, "gemfilter: pool; given ", options_.pool, "; allowed odd numbers from 1 on");
+  KVKEEP_REQUIRE(options_.select >= 1, "gemfilter: select; given ", options_.select, "; allowed 1 or more");
+  KVKEEP_REQUIRE(options_.layer >= 0, "gemfilter: layer; given ", options_.layer, "; allowed 0 or more");
+  KVKEEP_REQUIRE(options_.pool >= 1 && options_.pool % 2 == 1, "gemfilter: pool; given ", options_.pool, "; allowed odd numbers from 1 on");
 }
 
 std::vector<std::string> GemFilter::misfits(const ModelSpec& spec) const {

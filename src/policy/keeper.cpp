@@ -6,13 +6,15 @@
 #include <utility>
 #include <variant>
 
-#include "check_sequences.h"
 #include "kvkeep/core/page_allocator.h"
 #include "device_columns.h"
 #include "kvkeep/keep/compact.h"
 
 namespace kvkeep {
 namespace {
+
+/// Positions of a policy that reads surprisal lie below it: 64 MiB of numbers per sequence.
+constexpr std::int32_t kMostSurprisals = 1 << 24;
 
 /// K and V bytes of one slot of one head, scales included.
 std::int64_t slot_bytes(const ModelSpec& spec, const LayerKv& layer) {
@@ -31,10 +33,12 @@ std::int64_t slot_bytes(const ModelSpec& spec, const LayerKv& layer) {
 /// K and V bytes of the live slots of all full layers.
 std::int64_t live_bytes(const ModelSpec& spec, std::span<const std::int32_t> full_layers, const CacheView& view) {
   std::int64_t bytes = 0;
-  for (const std::int32_t l : full_layers)
+  for (const std::int32_t l : full_layers) {
+    std::int64_t slots = 0;
     for (std::size_t i = 0; i < view.sequences.size(); ++i)
-      for (std::int32_t h = 0; h < spec.kv_heads; ++h)
-        bytes += slot_bytes(spec, view.layers[static_cast<std::size_t>(l)]) * view.lengths.at(i, l * spec.kv_heads + h);
+      for (std::int32_t h = 0; h < spec.kv_heads; ++h) slots += view.lengths.at(i, l * spec.kv_heads + h);
+    bytes += slot_bytes(spec, view.layers[static_cast<std::size_t>(l)]) * slots;
+  }
   return bytes;
 }
 
@@ -44,7 +48,7 @@ void require_one_length(const RowTable& table, const KeepSet& keep, const CacheV
   std::vector<std::int64_t> lengths(view.sequences.size(), -1);
   for (std::size_t r = 0; r < table.rows.size(); ++r) {
     std::int64_t& length = lengths[static_cast<std::size_t>(table.rows[r].sequence)];
-    require(length < 0 || length == keep.count(r), "apply: rows of sequence ", view.sequences[static_cast<std::size_t>(table.rows[r].sequence)], " keep ", length, " and ",
+    KVKEEP_REQUIRE(length < 0 || length == keep.count(r), "apply: rows of sequence ", view.sequences[static_cast<std::size_t>(table.rows[r].sequence)], " keep ", length, " and ",
             keep.count(r), " slots; the view has one length a sequence, allowed with one length a row");
     length = keep.count(r);
   }
@@ -57,18 +61,12 @@ void give_back_taken(std::span<const PageMove> planned, std::span<const PageMove
       if (planned[i].after[p] == PageMove::kTake) pages->give_back(taken[i].after[p]);
 }
 
-/// Writes the block table, then hands back what is no longer held; returns how many pages that are.
-std::int64_t settle_pages(std::span<const PageMove> moves, const CacheView& view) {
-  std::int64_t freed = 0;
+void write_table(std::span<const PageMove> moves, const CacheView& view) noexcept {
   for (const PageMove& move : moves) {
     std::int32_t* row = view.block_table.data_ptr<std::int32_t>() + move.sequence * view.block_table.stride(0);
     std::copy(move.after.begin(), move.after.end(), row);
     std::fill(row + move.after.size(), row + move.before.size(), -1);
-    freed += static_cast<std::int64_t>(move.freed.size());
-    if (view.pages != nullptr)
-      for (const std::int32_t page : move.freed) view.pages->give_back(page);
   }
-  return freed;
 }
 
 }  // namespace
@@ -123,23 +121,25 @@ void check(const KVPolicy& policy, const ModelSpec& spec, const Provided& provid
 
 Keeper::Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy, Provided provided) : spec_(std::move(spec)), policy_(std::move(policy)), provided_(std::move(provided)) {
   spec_.check();
-  require(policy_ != nullptr, "Keeper: there is no policy; allowed one from make_policy()");
+  KVKEEP_REQUIRE(policy_ != nullptr, "Keeper: there is no policy; allowed one from make_policy()");
   kvkeep::check(*policy_, spec_, provided_);
   needs_ = policy_->needs();
   full_layers_ = spec_.full_layers();
-  require(!full_layers_.empty(), "Keeper: the model has no full-attention layer, so there is nothing to keep or drop; allowed one or more");
+  KVKEEP_REQUIRE(!full_layers_.empty(), "Keeper: the model has no full-attention layer, so there is nothing to keep or drop; allowed one or more");
   layer_index_.assign(spec_.layers.size(), -1);
   for (std::size_t i = 0; i < full_layers_.size(); ++i) layer_index_[static_cast<std::size_t>(full_layers_[i])] = static_cast<std::int32_t>(i);
+  if (needs_.statistics_from >= 0) workspace_ = QueryStatistics::workspace(spec_.query_heads, spec_.key_dim, spec_.rope);
   if (const MemoryOptions* memory = policy_->memory()) {
     far_ = provided_.far_store != nullptr ? provided_.far_store : FarStore::make(memory->far);
     near_ = std::make_unique<FactorCache>(memory->near);
   }
+  if (provided_.accelerator != nullptr) provided_.accelerator->claim();
 }
 
 void Keeper::join(SequenceId sequence, std::int32_t tokens, std::int32_t prompt) {
-  require<StateError>(!knows(sequence), "join: sequence ", sequence, " is already here; allowed after leave(), or use reset()");
-  require(tokens >= 0, "join: sequence ", sequence, " begins with ", tokens, " cached tokens; allowed 0 or more");
-  require(prompt == -1 || prompt >= tokens, "join: sequence ", sequence, " has a prompt of ", prompt, " tokens and ", tokens,
+  KVKEEP_REQUIRE_AS(StateError, !knows(sequence), "join: sequence ", sequence, " is already here; allowed after leave(), or use reset()");
+  KVKEEP_REQUIRE(tokens >= 0 && tokens <= kMostPositions, "join: sequence ", sequence, " begins with ", tokens, " cached tokens; allowed 0 to ", kMostPositions);
+  KVKEEP_REQUIRE(prompt == -1 || prompt >= tokens, "join: sequence ", sequence, " has a prompt of ", prompt, " tokens and ", tokens,
           " of them cached; allowed at least as many as are cached, or -1 for not known");
   const auto layers = static_cast<std::int32_t>(full_layers_.size());
   Accelerator* accelerator = provided_.accelerator.get();
@@ -151,7 +151,7 @@ void Keeper::join(SequenceId sequence, std::int32_t tokens, std::int32_t prompt)
   std::vector<std::int32_t> positions(static_cast<std::size_t>(tokens));
   std::iota(positions.begin(), positions.end(), 0);
   fresh.columns->append(positions);
-  fresh.prefix = fresh.next_position = tokens;
+  fresh.prefix = fresh.next_position = fresh.event_position = fresh.prompt_end = tokens;
   fresh.logical = fresh.asked = tokens;
   fresh.prompt = prompt == -1 && tokens > 0 ? tokens : prompt;
   if (const MemoryOptions* memory = policy_->memory()) {
@@ -174,51 +174,75 @@ void Keeper::reset(SequenceId sequence) {
   join(sequence);
 }
 
+/// The sequence of that id, which no other entry of the call may name: mark_ is of the call.
+const Keeper::Sequence& Keeper::once(const char* operation, SequenceId sequence) const {
+  const Sequence& s = at(sequence);
+  KVKEEP_REQUIRE(s.mark != mark_, operation, ": sequence ", sequence, " stands twice in one step; allowed once");
+  s.mark = mark_;
+  return s;
+}
+
+/// indptr has a range for every sequence, and no sequence stands twice.
+void Keeper::check_sequences(const char* operation, const Observation& o) const {
+  KVKEEP_REQUIRE(o.indptr.size() == o.sequences.size() + 1 && o.indptr.front() == 0, operation, ": indptr has ", o.indptr.size(), " entries for ", o.sequences.size(),
+                 " sequences; allowed one more than sequences, the first 0");
+  ++mark_;
+  met_.clear();
+  for (std::size_t i = 0; i < o.sequences.size(); ++i) {
+    KVKEEP_REQUIRE(o.indptr[i] <= o.indptr[i + 1], operation, ": indptr falls from ", o.indptr[i], " to ", o.indptr[i + 1], " at sequence ", o.sequences[i], "; allowed ascending");
+    met_.push_back(&once(operation, o.sequences[i]));
+  }
+}
+
 void Keeper::check(const Observation& o) const {
   check_sequences("observe", o);
   const std::int32_t tokens = o.indptr.back();
-  require(o.positions.empty() || static_cast<std::int32_t>(o.positions.size()) == tokens, "observe: ", o.positions.size(), " positions for ", tokens, " tokens; allowed none or one each");
+  KVKEEP_REQUIRE(o.positions.empty() || static_cast<std::int32_t>(o.positions.size()) == tokens, "observe: ", o.positions.size(), " positions for ", tokens, " tokens; allowed none or one each");
   for (std::size_t i = 0; i < o.sequences.size(); ++i) {
-    const Sequence& s = at(o.sequences[i]);
+    const Sequence& s = *met_[i];
     const std::int32_t own_tokens = o.indptr[i + 1] - o.indptr[i];
-    require(!begins_prompt(s, own_tokens) || s.prompt <= own_tokens, "observe: sequence ", o.sequences[i], " brings ", own_tokens, " of the ", s.prompt, " tokens of its prompt; ", policy_->name(),
+    KVKEEP_REQUIRE(!begins_prompt(s, own_tokens) || s.prompt <= own_tokens, "observe: sequence ", o.sequences[i], " brings ", own_tokens, " of the ", s.prompt, " tokens of its prompt; ", policy_->name(),
             " compares layers over the whole prompt, allowed all of it in one step");
     const bool first = leads(s, o.layer, own_tokens);
-    require<StateError>(!first || s.pass == nullptr, "observe: layer ", o.layer, " brings more tokens of sequence ", o.sequences[i], ", whose prompt has come to layer ", s.next_layer, "; allowed when it has ended");
+    KVKEEP_REQUIRE_AS(StateError, !first || s.pass == nullptr, "observe: layer ", o.layer, " brings more tokens of sequence ", o.sequences[i], ", whose prompt has come to layer ", s.next_layer, "; allowed when it has ended");
     if (!first) {
-      require<StateError>(s.pass == nullptr || own_tokens == static_cast<std::int32_t>(s.present.size()), "observe: layer ", o.layer, " gives ", own_tokens, " tokens of sequence ", o.sequences[i], "; ",
+      KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr || own_tokens == static_cast<std::int32_t>(s.present.size()), "observe: layer ", o.layer, " gives ", own_tokens, " tokens of sequence ", o.sequences[i], "; ",
                           s.present.size(), " went on to it, allowed these");
       const auto shown = already_shown(s, o.layer, own_tokens);
-      require(o.positions.empty() || std::equal(shown.begin(), shown.end(), o.positions.begin() + o.indptr[i]), "observe: layer ", o.layer, " gives sequence ",
+      KVKEEP_REQUIRE(o.positions.empty() || std::equal(shown.begin(), shown.end(), o.positions.begin() + o.indptr[i]), "observe: layer ", o.layer, " gives sequence ",
               o.sequences[i], " other positions than an earlier layer of the step; allowed the same in every layer");
       continue;
     }
+    const std::int64_t most = needs_.surprisal ? kMostSurprisals : kMostPositions;  // one number per position is kept where surprisal is
     std::int64_t least = s.next_position;
     for (std::int32_t t = o.indptr[i]; !o.positions.empty() && t < o.indptr[i + 1]; ++t) {
       const std::int32_t p = o.positions[static_cast<std::size_t>(t)];
-      require(p >= least, "observe: token ", t - o.indptr[i], " of sequence ", o.sequences[i], " stands at position ", p, "; allowed ", least, " or more (positions are logical and ascend)");
+      KVKEEP_REQUIRE(p >= least && p < most, "observe: token ", t - o.indptr[i], " of sequence ", o.sequences[i], " stands at position ", p, "; allowed ", least, " or more, below ", most,
+                     " (positions are logical and ascend)");
       least = std::int64_t{p} + 1;
     }
+    KVKEEP_REQUIRE(!o.positions.empty() || s.next_position + std::int64_t{own_tokens} <= most, "observe: ", own_tokens, " tokens of sequence ", o.sequences[i], " from position ", s.next_position,
+                   " on; allowed positions up to ", most - 1);
   }
   if (needs_.queries == 0) return;
   check_queries("observe", o);
-  for (const SequenceId id : o.sequences)
-    require(at(id).ring.takes(o.queries.scalar_type()), "observe: queries of layer ", o.layer, ", sequence ", id, ", are ", c10::toString(o.queries.scalar_type()), "; earlier ones were ",
-            c10::toString(at(id).ring.dtype()), ", allowed one dtype");
-  require(!basis_known_ || o.basis == basis_, "observe: queries of layer ", o.layer, " come ", o.basis == QueryBasis::pre_rope ? "before" : "after",
+  for (std::size_t i = 0; i < met_.size(); ++i)
+    KVKEEP_REQUIRE(met_[i]->ring.takes(o.queries.scalar_type()), "observe: queries of layer ", o.layer, ", sequence ", o.sequences[i], ", are ", c10::toString(o.queries.scalar_type()), "; earlier ones were ",
+            c10::toString(met_[i]->ring.dtype()), ", allowed one dtype");
+  KVKEEP_REQUIRE(!basis_known_ || o.basis == basis_, "observe: queries of layer ", o.layer, " come ", o.basis == QueryBasis::pre_rope ? "before" : "after",
           " RoPE; earlier ones came the other way, allowed one basis");
 }
 
 void Keeper::check_queries(const char* operation, const Observation& o) const {
   const Tensor& q = o.queries;
   const std::int32_t tokens = o.indptr.back();
-  require(q.defined(), operation, ": layer ", o.layer, " comes without queries; policy ", policy_->name(), " needs ", needs_.queries > 0 ? text("the last ", needs_.queries, " of every full layer") : "those of prompts");
-  require(q.dim() == 3 && q.size(0) == tokens && q.size(1) == spec_.query_heads && q.size(2) == spec_.key_dim, operation, ": queries of layer ", o.layer, " have ", q.dim(),
+  KVKEEP_REQUIRE(q.defined(), operation, ": layer ", o.layer, " comes without queries; policy ", policy_->name(), " needs ", needs_.queries > 0 ? text("the last ", needs_.queries, " of every full layer") : "those of prompts");
+  KVKEEP_REQUIRE(q.dim() == 3 && q.size(0) == tokens && q.size(1) == spec_.query_heads && q.size(2) == spec_.key_dim, operation, ": queries of layer ", o.layer, " have ", q.dim(),
           " dimensions", q.dim() == 3 ? text(" [", q.size(0), ", ", q.size(1), ", ", q.size(2), "]") : "", "; allowed [", tokens, ", ", spec_.query_heads, ", ",
           spec_.key_dim, "]");
-  require(is_scorable(q.scalar_type()), operation, ": queries of layer ", o.layer, " are ", c10::toString(q.scalar_type()), "; allowed f32, f16, bf16");
-  require(q.stride(2) == 1 || spec_.key_dim == 1, operation, ": queries of layer ", o.layer, " have stride ", q.stride(2), " in the last dimension; allowed 1");
-  require(q.device() == device(), operation, ": queries of layer ", o.layer, " are on ", q.device().str(), "; the keeper works on ", device().str(), ", allowed there only");
+  KVKEEP_REQUIRE(is_scorable(q.scalar_type()), operation, ": queries of layer ", o.layer, " are ", c10::toString(q.scalar_type()), "; allowed f32, f16, bf16");
+  KVKEEP_REQUIRE(q.stride(2) == 1 || spec_.key_dim == 1, operation, ": queries of layer ", o.layer, " have stride ", q.stride(2), " in the last dimension; allowed 1");
+  KVKEEP_REQUIRE(q.device() == device(), operation, ": queries of layer ", o.layer, " are on ", q.device().str(), "; the keeper works on ", device().str(), ", allowed there only");
 }
 
 /// True when these tokens are the first that any layer shows of this step.
@@ -232,59 +256,109 @@ std::span<const std::int32_t> Keeper::already_shown(const Sequence& s, std::int3
   if (s.pass != nullptr) return s.present;
   const std::int64_t behind = s.logical - s.prefix - s.ring.seen(layer_index_[static_cast<std::size_t>(layer)]);
   const auto newest = s.columns->newest();
-  require<StateError>(behind <= static_cast<std::int64_t>(newest.size()), "observe: layer ", layer, " is ", behind, " tokens behind the other layers; observe every full layer in each step");
+  KVKEEP_REQUIRE_AS(StateError, behind <= static_cast<std::int64_t>(newest.size()), "observe: layer ", layer, " is ", behind, " tokens behind the other layers; observe every full layer in each step");
   return newest.subspan(newest.size() - static_cast<std::size_t>(behind), static_cast<std::size_t>(tokens));
 }
 
+/// Positions of the tokens of the i-th sequence, into positions_.
+void Keeper::find_positions(const Observation& o, std::size_t i, const Sequence& s) {
+  const std::int32_t tokens = o.indptr[i + 1] - o.indptr[i];
+  if (!o.positions.empty()) {
+    positions_.assign(o.positions.begin() + o.indptr[i], o.positions.begin() + o.indptr[i + 1]);
+    return;
+  }
+  positions_.resize(static_cast<std::size_t>(tokens));
+  if (leads(s, o.layer, tokens)) std::iota(positions_.begin(), positions_.end(), s.next_position);
+  else std::ranges::copy(already_shown(s, o.layer, tokens), positions_.begin());
+}
+
+namespace {
+
+/// Where the queries of the i-th sequence of a step lie; nothing where there are none.
+struct Queries {
+  const std::byte* data = nullptr;
+  ScalarType dtype = kFloat32;
+  std::int64_t token_stride = 0, head_stride = 0;  ///< bytes
+
+  Queries(const Observation& o, std::size_t i) {
+    if (!o.queries.defined()) return;
+    const auto bytes = static_cast<std::int64_t>(o.queries.element_size());
+    dtype = o.queries.scalar_type();
+    token_stride = o.queries.stride(0) * bytes;
+    head_stride = o.queries.stride(1) * bytes;
+    data = static_cast<const std::byte*>(o.queries.const_data_ptr()) + o.indptr[i] * token_stride;
+  }
+};
+
+}  // namespace
+
+/// Queries that statistics take in are finite. A window looks at the event: what it does not read any more does not matter.
+void Keeper::check_statistics(const Observation& o, std::size_t i, const Sequence& s, std::span<const std::int32_t> positions) const {
+  if (s.statistics.empty()) return;
+  const Queries q(o, i);
+  const auto index = static_cast<std::size_t>(layer_index_[static_cast<std::size_t>(o.layer)]);
+  if (s.statistics[index].finite(q.data, q.dtype, q.token_stride, q.head_stride, positions)) return;
+  s.statistics[index].check(text("observe: layer ", o.layer, ", sequence ", o.sequences[i]), q.data, q.dtype, q.token_stride, q.head_stride, positions);
+}
+
+/// All that can fail of recording a step, before anything of it is recorded.
+void Keeper::make_room(const Observation& o) {
+  begun_.clear();
+  arrivals_.clear();
+  std::size_t arrivals = 0;
+  for (std::size_t i = 0; i < o.sequences.size(); ++i) {
+    auto& s = const_cast<Sequence&>(*met_[i]);
+    const std::int32_t tokens = o.indptr[i + 1] - o.indptr[i];
+    find_positions(o, i, s);
+    check_statistics(o, i, s, positions_);
+    if (needs_.queries > 0) s.ring.reserve(o.queries.scalar_type());
+    arrivals += static_cast<std::size_t>(std::min(tokens, s.ring.capacity()));
+    if (!leads(s, o.layer, tokens)) continue;
+    s.columns->reserve(tokens);
+    if (begins_prompt(s, tokens)) begun_.push_back(begin_prompt(s, positions_));
+  }
+  if (provided_.accelerator != nullptr) arrivals_.reserve(arrivals);
+}
+
 void Keeper::observe(const Observation& o) {
-  require(o.layer >= 0 && o.layer < spec_.num_layers(), "observe: layer ", o.layer, " is out of range; allowed 0 to ", spec_.num_layers() - 1);
+  KVKEEP_REQUIRE(o.layer >= 0 && o.layer < spec_.num_layers(), "observe: layer ", o.layer, " is out of range; allowed 0 to ", spec_.num_layers() - 1);
   const std::int32_t index = layer_index_[static_cast<std::size_t>(o.layer)];
   if (index < 0) return;  // sliding, shared and other layers are not ours
   check(o);
+  make_room(o);
   if (o.queries.defined()) {
     basis_ = o.basis;
     basis_known_ = true;
   }
   ++version_;
-  std::vector<std::int32_t>& positions = positions_;
-  arrivals_.clear();
+  for (Begun& begun : begun_) {
+    begun.sequence->pass = std::move(begun.pass);
+    begun.sequence->present = std::move(begun.present);
+    begun.sequence->tail = begun.report.tokens;
+    begun.sequence->next_layer = 0;
+    begun.sequence->report = std::move(begun.report);
+  }
   QueryLayout layout{};
   for (std::size_t i = 0; i < o.sequences.size(); ++i) {
-    Sequence& s = sequences_.at(o.sequences[i]);
+    auto& s = const_cast<Sequence&>(*met_[i]);
     const std::int32_t tokens = o.indptr[i + 1] - o.indptr[i];
-    const bool first = leads(s, o.layer, tokens);
-    if (o.positions.empty()) {
-      positions.resize(static_cast<std::size_t>(tokens));
-      if (first) std::iota(positions.begin(), positions.end(), s.next_position);
-      else std::ranges::copy(already_shown(s, o.layer, tokens), positions.begin());
-    } else {
-      positions.assign(o.positions.begin() + o.indptr[i], o.positions.begin() + o.indptr[i + 1]);
+    find_positions(o, i, s);
+    if (leads(s, o.layer, tokens)) {
+      s.columns->append(positions_);
+      const std::int64_t before = std::exchange(s.logical, s.logical + tokens);
+      if (tokens > 0) s.next_position = positions_.back() + 1;
+      if (before < s.prompt && s.prompt <= s.logical) s.prompt_end = positions_[static_cast<std::size_t>(s.prompt - before - 1)] + 1;
     }
-    if (first) {
-      if (begins_prompt(s, tokens)) begin_prompt(s, positions);
-      s.columns->append(positions);
-      s.logical += tokens;
-      if (tokens > 0) s.next_position = positions.back() + 1;
-    }
-    const std::byte* data = nullptr;
-    std::int64_t token_stride = 0, head_stride = 0;
-    ScalarType dtype = kFloat32;
-    if (needs_.queries > 0) {
-      const auto bytes = static_cast<std::int64_t>(o.queries.element_size());
-      dtype = o.queries.scalar_type();
-      token_stride = o.queries.stride(0) * bytes;
-      head_stride = o.queries.stride(1) * bytes;
-      data = static_cast<const std::byte*>(o.queries.const_data_ptr()) + o.indptr[i] * token_stride;
-    }
-    if (!s.statistics.empty()) s.statistics[static_cast<std::size_t>(index)].add(data, dtype, token_stride, head_stride, positions, o.basis, spec_.rope);
-    std::span<const std::int32_t> seen = positions;
+    Queries q = needs_.queries > 0 ? Queries(o, i) : Queries({}, 0);
+    if (!s.statistics.empty()) s.statistics[static_cast<std::size_t>(index)].add(q.data, q.dtype, q.token_stride, q.head_stride, positions_, o.basis, spec_.rope, *workspace_);
+    std::span<const std::int32_t> seen = positions_;
     if (s.pass != nullptr && s.tail < s.report->tokens) {  // what went on is whole at its end only
       s.ring.skip(index, s.report->tokens - s.tail);
-      if (data != nullptr) data += (tokens - s.tail) * token_stride;
+      if (q.data != nullptr) q.data += (tokens - s.tail) * q.token_stride;
       seen = seen.last(static_cast<std::size_t>(s.tail));
     }
-    s.ring.push(index, data, dtype, token_stride, head_stride, seen, &arrivals_);
-    layout = {.heads = spec_.query_heads, .head_bytes = static_cast<std::int64_t>(c10::elementSize(dtype)) * spec_.key_dim, .token_stride = token_stride, .head_stride = head_stride};
+    s.ring.push(index, q.data, q.dtype, q.token_stride, q.head_stride, seen, &arrivals_);
+    layout = {.heads = spec_.query_heads, .head_bytes = static_cast<std::int64_t>(c10::elementSize(q.dtype)) * spec_.key_dim, .token_stride = q.token_stride, .head_stride = q.head_stride};
   }
   if (!arrivals_.empty()) provided_.accelerator->push_queries(arrivals_, layout);
 }
@@ -297,13 +371,16 @@ RowTable Keeper::table_of(const CacheView& view, std::span<const std::int32_t> d
     const std::int32_t index = layer_index_[static_cast<std::size_t>(group.layer)];
     group.queries = s.ring.view(index);
     if (!s.statistics.empty()) group.statistics = &s.statistics[static_cast<std::size_t>(index)];
+    const bool in_prompt = s.prompt < 0 || s.logical < s.prompt;
     group.next_position = s.next_position;
-    group.prompt = static_cast<std::int32_t>(s.prompt < 0 ? s.logical : s.prompt);
+    group.prompt_end = in_prompt ? s.next_position : s.prompt_end;
+    group.seen = {s.logical};
+    group.prompt = {s.prompt < 0 ? s.logical : s.prompt};
     group.surprisal = s.surprisal;
     group.settled = s.settled;
     if (provided_.accelerator == nullptr) continue;
     group.newest = s.columns->newest();
-    group.prompt_slots = s.prompt_slots >= 0 ? s.prompt_slots : static_cast<std::int32_t>(std::ranges::lower_bound(group.newest, group.prompt) - group.newest.begin());
+    group.prompt_slots = s.prompt_slots >= 0 ? s.prompt_slots : static_cast<std::int32_t>(std::ranges::lower_bound(group.newest, group.prompt_end) - group.newest.begin());
   }
   return table;
 }
@@ -320,23 +397,79 @@ std::int64_t Keeper::workspace_bytes(const CacheView& view) const {
   return provided_.accelerator->workspace_bytes(*policy_, evidence_of(table));
 }
 
+/// What moves in place must be nobody else's.
+void Keeper::check_places(const CacheView& view) const {
+  const auto* dense = std::get_if<DenseKv>(&view.layers[static_cast<std::size_t>(full_layers_.front())]);
+  if (dense == nullptr || view.places.empty()) return;
+  const std::int64_t batch = dense->keys.size(0);
+  places_.resize(static_cast<std::size_t>(batch));
+  for (std::size_t i = 0; i < view.places.size(); ++i) {
+    const std::int32_t place = view.places[i];
+    KVKEEP_REQUIRE(place >= 0 && place < batch, "cache: sequence ", view.sequences[i], " is at place ", place, " of the batch; allowed 0 to ", batch - 1);
+    std::uint64_t& mark = places_[static_cast<std::size_t>(place)];
+    KVKEEP_REQUIRE(mark != mark_, "cache: sequences ", view.sequences[static_cast<std::size_t>(std::ranges::find(view.places, place) - view.places.begin())], " and ", view.sequences[i], " are both at place ",
+                   place, "; allowed a place of its own for each");
+    mark = mark_;
+  }
+}
+
+/// The block table names no page of the sequences that are due more often than it has holders.
+void Keeper::check_pages(const CacheView& view, const RowTable& table) const {
+  if (table.page_size == 0) return;
+  const std::int64_t pages = std::get<PagedKv>(view.layers[static_cast<std::size_t>(full_layers_.front())]).keys.size(0);
+  const auto pages_of = [&](std::size_t i) {
+    std::int64_t longest = 0;
+    for (const std::int32_t l : full_layers_)
+      for (std::int32_t h = 0; h < spec_.kv_heads; ++h) longest = std::max<std::int64_t>(longest, view.lengths.at(i, l * spec_.kv_heads + h));
+    const std::int64_t held = std::min((longest + table.page_size - 1) / table.page_size, view.block_table.size(1));
+    return std::span(view.block_table.const_data_ptr<std::int32_t>() + static_cast<std::int64_t>(i) * view.block_table.stride(0), static_cast<std::size_t>(held));
+  };
+  holders_.assign(static_cast<std::size_t>(pages), 0);
+  for (std::size_t i = 0; i < view.sequences.size(); ++i)
+    for (const std::int32_t page : pages_of(i))
+      if (page >= 0 && page < pages) ++holders_[static_cast<std::size_t>(page)];
+  for (const RowGroup& group : table.groups) {
+    if (group.layer != table.groups.front().layer) break;  // the same in every layer
+    for (const std::int32_t page : pages_of(static_cast<std::size_t>(group.sequence))) {
+      const std::int32_t named = page >= 0 && page < pages ? holders_[static_cast<std::size_t>(page)] : 0;
+      if (named <= 1) continue;
+      const std::int32_t held = view.pages == nullptr ? 1 : view.pages->references(page);
+      KVKEEP_REQUIRE(named <= held, "cache: the block table names page ", page, " of sequence ", view.sequences[static_cast<std::size_t>(group.sequence)], " ", named, " times, and ", held,
+                     view.pages == nullptr ? " may hold it (there is no PageAllocator)" : " hold it", "; allowed at most once per holder");
+    }
+  }
+}
+
+/// The newest query, of those that the policy reads, that is not finite.
+std::optional<Unscored> Keeper::unscored(SequenceId id, const Sequence& s) const {
+  if (needs_.queries == 0) return {};
+  for (const std::int32_t l : full_layers_)
+    if (const std::optional<std::int32_t> position = s.ring.not_finite(layer_index_[static_cast<std::size_t>(l)])) return Unscored{.sequence = id, .layer = l, .position = *position};
+  return {};
+}
+
 Plan Keeper::plan(const CacheView& view) const {
   Plan plan;
   plan.version = version_;
+  plan.keeper = identity_;
   const Trigger trigger = policy_->trigger();
   const std::int64_t rows = static_cast<std::int64_t>(full_layers_.size()) * spec_.kv_heads;
   std::vector<std::int32_t> due;
+  ++mark_;
+  for (const SequenceId id : view.sequences) static_cast<void>(once("step", id));
   const Device there = make_rows(spec_, view, full_layers_, {}).device;  // a view that does not fit is refused on every step, not only at events
-  require(there == device(), "cache: it lies on ", there.str(), ", the keeper works on ", device().str(), "; allowed one device, named by Provided::accelerator where it is not the CPU");
+  KVKEEP_REQUIRE(there == device(), "cache: it lies on ", there.str(), ", the keeper works on ", device().str(), "; allowed one device, named by Provided::accelerator where it is not the CPU");
+  check_places(view);
+  std::int64_t bytes_per_slot = 0;
+  for (const std::int32_t l : full_layers_) bytes_per_slot += spec_.kv_heads * slot_bytes(spec_, view.layers[static_cast<std::size_t>(l)]);
   for (std::size_t i = 0; i < view.sequences.size(); ++i) {
     const Sequence& s = at(view.sequences[i]);
-    require<StateError>(s.pass == nullptr, "step: the prompt of sequence ", view.sequences[i], " has come to layer ", s.next_layer, "; allowed after narrow() of the last one");
-    Occasion occasion{.rows = rows, .seen = s.logical, .prompt = s.prompt < 0 ? s.logical : s.prompt, .step = s.logical - s.asked};
+    KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr, "step: the prompt of sequence ", view.sequences[i], " has come to layer ", s.next_layer, "; allowed after narrow() of the last one");
+    Occasion occasion{.rows = rows, .seen = s.logical, .prompt = s.prompt < 0 ? s.logical : s.prompt, .step = s.logical - s.asked, .slot_bytes = bytes_per_slot};
     for (const std::int32_t l : full_layers_) {
-      occasion.slot_bytes += spec_.kv_heads * slot_bytes(spec_, view.layers[static_cast<std::size_t>(l)]);
       for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
         const std::int32_t held = view.lengths.at(i, l * spec_.kv_heads + h), known = s.columns->length(row_of(l, h));
-        require<StateError>(held == known, "step: sequence ", view.sequences[i], " holds ", held, " slots in layer ", l, ", head ", h, "; kvkeep has seen ", known,
+        KVKEEP_REQUIRE_AS(StateError, held == known, "step: sequence ", view.sequences[i], " holds ", held, " slots in layer ", l, ", head ", h, "; kvkeep has seen ", known,
                             " (observe every new token, and write an event's new lengths back)");
         occasion.slots += held;
       }
@@ -345,26 +478,28 @@ Plan Keeper::plan(const CacheView& view) const {
       const auto newest = s.columns->newest();
       occasion.unsettled = newest.end() - std::ranges::lower_bound(newest, s.settled);
     }
-    require<StateError>(!needs_.surprisal || s.surprised == s.logical, "step: ", s.surprised, " of the ", s.logical, " tokens of sequence ", view.sequences[i], " have their surprisal; ", policy_->name(),
+    KVKEEP_REQUIRE_AS(StateError, !needs_.surprisal || s.surprised == s.logical, "step: ", s.surprised, " of the ", s.logical, " tokens of sequence ", view.sequences[i], " have their surprisal; ", policy_->name(),
                         " reads that of all, give them with surprise()");
     for (const std::int32_t l : full_layers_) {
       const auto index = static_cast<std::size_t>(layer_index_[static_cast<std::size_t>(l)]);
       if (s.memory.empty() || std::ranges::all_of(std::span(s.memory).subspan(index * static_cast<std::size_t>(spec_.kv_heads), static_cast<std::size_t>(spec_.kv_heads)), [](const SpanRow& row) { return row.size() == 0; })) continue;
-      require<StateError>(s.viewed[index] == s.logical, "step: layer ", l, " of sequence ", view.sequences[i], " has read its folded spans for ", s.viewed[index], " of ", s.logical,
+      KVKEEP_REQUIRE_AS(StateError, s.viewed[index] == s.logical, "step: layer ", l, " of sequence ", view.sequences[i], " has read its folded spans for ", s.viewed[index], " of ", s.logical,
                           " tokens; call view() behind each layer's attention");
     }
     if (!trigger.due(occasion)) continue;
-    due.push_back(static_cast<std::int32_t>(i));
     for (const std::int32_t l : full_layers_) {
       const std::int64_t seen = s.prefix + s.ring.seen(layer_index_[static_cast<std::size_t>(l)]);
-      require<StateError>(needs_.queries == 0 || seen == s.logical, "step: layer ", l, " has shown ", seen, " tokens of sequence ", view.sequences[i], ", other layers ",
+      KVKEEP_REQUIRE_AS(StateError, needs_.queries == 0 || seen == s.logical, "step: layer ", l, " has shown ", seen, " tokens of sequence ", view.sequences[i], ", other layers ",
                           s.logical, "; observe every full layer in each step");
     }
+    if (const std::optional<Unscored> left = unscored(view.sequences[i], s)) plan.unscored.push_back(*left);
+    else due.push_back(static_cast<std::int32_t>(i));
   }
   plan.bytes_before = plan.bytes_after = live_bytes(spec_, full_layers_, view);
   if (due.empty()) return plan;
 
   plan.table = table_of(view, due);
+  check_pages(view, plan.table);
   const Evidence evidence = evidence_of(plan.table);
   plan.decision = provided_.accelerator == nullptr ? policy_->decide(evidence) : provided_.accelerator->decide(*policy_, evidence);
 
@@ -398,14 +533,42 @@ std::vector<ColumnTarget> Keeper::column_targets(const Plan& plan, const CacheVi
 
 DeviceColumns& Keeper::on_device(Sequence& sequence) { return static_cast<DeviceColumns&>(*sequence.columns); }
 
+/// The view names the sequences that the plan was made for.
+void Keeper::check_planned(const Plan& plan, const CacheView& view) const {
+  ++mark_;
+  for (const SequenceId id : view.sequences) static_cast<void>(once("apply", id));
+  for (std::size_t i = 0; i < plan.cuts.size(); ++i) {
+    const auto place = static_cast<std::size_t>(plan.table.groups[i].sequence);  // groups of the first layer come first, one per cut
+    KVKEEP_REQUIRE_AS(StateError, place < view.sequences.size() && view.sequences[place] == plan.cuts[i].sequence, "apply: the plan cuts sequence ", plan.cuts[i].sequence, ", which does not stand at place ",
+                      place, " of the view; allowed with the view of the plan");
+  }
+}
+
+/// Room for all that settle() writes.
+void Keeper::reserve_settled(const Plan& plan, const CacheView& view, std::span<const SpanRow> folded) {
+  const KeepSet& keep = *plan.decision.keep;
+  for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
+    const Row& row = plan.table.rows[r];
+    Sequence& s = sequences_.at(view.sequences[static_cast<std::size_t>(row.sequence)]);
+    const std::int32_t own = row_of(row.layer, row.head);
+    s.columns->reserve_settled(own, keep.count(r), plan.decision.credit.has_value(), plan.decision.tally.has_value());
+    if (!folded.empty()) s.memory[static_cast<std::size_t>(own)].reserve(folded[r]);
+  }
+}
+
 Report Keeper::apply(const Plan& plan, const CacheView& view) {
-  require<StateError>(plan.version == version_, "apply: the plan is out of date, tokens were observed or rows were cut since; make a new one");
-  Report report{.cuts = plan.cuts, .pages = plan.pages, .slots_dropped = 0, .slots_folded = 0, .far_bytes = 0, .bytes_before = plan.bytes_before, .bytes_after = plan.bytes_after, .bytes_moved = 0, .pages_freed = 0};
-  if (plan.decision.keep) require_one_length(plan.table, *plan.decision.keep, view);
-  std::vector<SpanRow> folded = fold_dropped(plan, view);
-  take_pages(report.pages, view.pages);
+  KVKEEP_REQUIRE_AS(StateError, plan.keeper == identity_, "apply: the plan is not one of this keeper; allowed what its own plan() returned");
+  KVKEEP_REQUIRE_AS(StateError, plan.version == version_, "apply: the plan is out of date, tokens were observed or rows were cut since; make a new one");
+  check_planned(plan, view);
+  Report report{.cuts = plan.cuts, .pages = plan.pages, .unscored = plan.unscored, .slots_dropped = 0, .slots_folded = 0, .far_bytes = 0, .bytes_before = plan.bytes_before, .bytes_after = plan.bytes_after, .bytes_moved = 0, .pages_freed = 0};
+  std::vector<SpanRow> folded;
   if (plan.decision.keep) {
+    require_one_length(plan.table, *plan.decision.keep, view);
+    folded = fold_dropped(plan, view);
+    reserve_settled(plan, view, folded);
+    take_pages(report.pages, view.pages);
     try {
+      report.bytes_moved = bytes_to_move(plan.table, *plan.decision.keep, report.pages);
       if (provided_.accelerator == nullptr) compact(plan.table, *plan.decision.keep, report.pages);
       else provided_.accelerator->move(plan.table, plan.decision, report.pages, column_targets(plan, view));
     } catch (...) {
@@ -413,17 +576,26 @@ Report Keeper::apply(const Plan& plan, const CacheView& view) {
       throw;
     }
   }
+  settle(plan, view, std::move(folded), report);  // from the first byte that moved on, nothing fails
+  if (plan.decision.keep) give_back_pages(report.pages, view.pages);
+  return report;
+}
+
+void Keeper::settle(const Plan& plan, const CacheView& view, std::vector<SpanRow> folded, Report& report) noexcept {
   ++totals_.steps;
   for (const SequenceId id : view.sequences) {
     Sequence& s = sequences_.at(id);
-    if (s.prompt < 0 && s.logical > 0) s.prompt = s.logical;
-    s.asked = s.logical;
+    if (s.prompt < 0 && s.logical > 0) {
+      s.prompt = s.logical;
+      s.prompt_end = s.next_position;
+    }
+    if (std::ranges::find(report.unscored, id, &Unscored::sequence) == report.unscored.end()) s.asked = s.logical;
+    if (needs_.queries == 0) s.ring.catch_up(s.logical - s.prefix);  // any full layer may show the next tokens
   }
-  if (!plan.decision.keep) return report;
+  if (!plan.decision.keep) return;
   const KeepSet& keep = *plan.decision.keep;
-  report.bytes_moved = bytes_to_move(plan.table, keep, report.pages);
-  report.pages_freed = settle_pages(report.pages, view);
-
+  write_table(report.pages, view);
+  for (const PageMove& move : report.pages) report.pages_freed += static_cast<std::int64_t>(move.freed.size());
   const float* credit = plan.decision.credit ? plan.decision.credit->data_ptr<float>() : nullptr;
   const float* tally = plan.decision.tally ? plan.decision.tally->data_ptr<float>() : nullptr;
   for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
@@ -431,17 +603,18 @@ Report Keeper::apply(const Plan& plan, const CacheView& view) {
     const auto i = static_cast<std::size_t>(row.sequence);
     Sequence& s = sequences_.at(view.sequences[i]);
     s.columns->settle(row_of(row.layer, row.head), keep, r, credit == nullptr ? nullptr : credit + row.first, tally == nullptr ? nullptr : tally + row.first);
-    s.last_event = s.logical;
     view.lengths.at(i, row.layer * spec_.kv_heads + row.head) = static_cast<std::int32_t>(keep.count(r));
     report.slots_dropped += row.length - keep.count(r);
   }
   settle_folded(plan, view, std::move(folded), report);
-  if (provided_.accelerator != nullptr)
-    for (const RowGroup& group : plan.table.groups) {
-      Sequence& s = sequences_.at(view.sequences[static_cast<std::size_t>(group.sequence)]);
-      s.prompt_slots = group.prompt_slots;
-      on_device(s).finish_event();
-    }
+  const std::int32_t room = policy_->trigger().interval;
+  for (const RowGroup& group : plan.table.groups) {
+    Sequence& s = sequences_.at(view.sequences[static_cast<std::size_t>(group.sequence)]);
+    s.last_event = s.logical;
+    s.event_position = s.next_position;
+    s.prompt_slots = group.prompt_slots;
+    if (group.layer == plan.table.groups.front().layer) s.columns->finish_event(room);
+  }
   ++version_;
   ++totals_.events;
   totals_.sequences_cut += static_cast<std::int64_t>(report.cuts.size());
@@ -449,24 +622,28 @@ Report Keeper::apply(const Plan& plan, const CacheView& view) {
   totals_.slots_folded += report.slots_folded;
   totals_.bytes_moved += report.bytes_moved;
   totals_.pages_freed += report.pages_freed;
-  return report;
 }
 
 void Keeper::truncate(SequenceId sequence, std::int64_t logical_length) {
   Sequence& s = const_cast<Sequence&>(at(sequence));
-  require<StateError>(s.pass == nullptr, "truncate: the prompt of sequence ", sequence, " is on its way through the layers; allowed when it has ended");
+  KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr, "truncate: the prompt of sequence ", sequence, " is on its way through the layers; allowed when it has ended");
   const std::int64_t taken = s.logical - logical_length;
-  require(taken >= 0, "truncate: sequence ", sequence, " is ", s.logical, " tokens long; given ", logical_length, "; allowed at most that");
-  require<StateError>(logical_length >= std::max<std::int64_t>(s.last_event, s.prefix), "truncate: sequence ", sequence, " was cut at length ", s.last_event,
+  KVKEEP_REQUIRE(taken >= 0, "truncate: sequence ", sequence, " is ", s.logical, " tokens long; given ", logical_length, "; allowed at most that");
+  KVKEEP_REQUIRE_AS(StateError, logical_length >= std::max<std::int64_t>(s.last_event, s.prefix), "truncate: sequence ", sequence, " was cut at length ", s.last_event,
                       " and what was dropped then is gone; given ", logical_length, "; allowed ", std::max<std::int64_t>(s.last_event, s.prefix), " or more");
-  require<StateError>(needs_.queries == 0 || s.ring.can_forget(taken), "truncate: ", taken, " tokens of sequence ", sequence,
+  KVKEEP_REQUIRE_AS(StateError, needs_.queries == 0 || s.ring.can_forget(taken), "truncate: ", taken, " tokens of sequence ", sequence,
                       " reach behind what the query ring remembers; allowed at most ", QueryRing::kRollback);
   for (const QueryStatistics& statistics : s.statistics)
-    require<StateError>(statistics.can_forget(taken), "truncate: ", taken, " tokens of sequence ", sequence, " reach behind what the query statistics can take back; allowed at most ",
+    KVKEEP_REQUIRE_AS(StateError, statistics.can_forget(taken), "truncate: ", taken, " tokens of sequence ", sequence, " reach behind what the query statistics can take back; allowed at most ",
                         QueryStatistics::kRollback);
   if (taken == 0) return;
   const auto newest = s.columns->newest();
-  s.next_position = newest[newest.size() - static_cast<std::size_t>(taken)];
+  const bool some_left = logical_length > std::max<std::int64_t>(s.last_event, s.prefix);  // of those that came since
+  s.next_position = some_left ? newest[newest.size() - static_cast<std::size_t>(taken) - 1] + 1 : s.event_position;
+  if (s.logical >= s.prompt && logical_length < s.prompt) {
+    s.prompt = logical_length;
+    s.prompt_end = s.next_position;
+  }
   s.columns->truncate(static_cast<std::int32_t>(taken));
   s.ring.forget(taken);
   for (QueryStatistics& statistics : s.statistics) statistics.forget(taken);
@@ -492,14 +669,14 @@ std::span<const float> Keeper::credit(SequenceId sequence, std::int32_t layer, s
 
 const Keeper::Sequence& Keeper::at(SequenceId sequence) const {
   const auto found = sequences_.find(sequence);
-  require<StateError>(found != sequences_.end(), "kvkeep: sequence ", sequence, " is not known; allowed after join() and before leave()");
+  KVKEEP_REQUIRE_AS(StateError, found != sequences_.end(), "kvkeep: sequence ", sequence, " is not known; allowed after join() and before leave()");
   return found->second;
 }
 
 std::int32_t Keeper::row_of(std::int32_t layer, std::int32_t head) const {
-  require(layer >= 0 && layer < spec_.num_layers() && layer_index_[static_cast<std::size_t>(layer)] >= 0, "kvkeep: layer ", layer,
+  KVKEEP_REQUIRE(layer >= 0 && layer < spec_.num_layers() && layer_index_[static_cast<std::size_t>(layer)] >= 0, "kvkeep: layer ", layer,
           " is not a full-attention layer of the model");
-  require(head >= 0 && head < spec_.kv_heads, "kvkeep: KV head ", head, " is out of range; allowed 0 to ", spec_.kv_heads - 1);
+  KVKEEP_REQUIRE(head >= 0 && head < spec_.kv_heads, "kvkeep: KV head ", head, " is out of range; allowed 0 to ", spec_.kv_heads - 1);
   return layer_index_[static_cast<std::size_t>(layer)] * spec_.kv_heads + head;
 }
 

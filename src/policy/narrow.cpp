@@ -6,7 +6,6 @@
 #include <numeric>
 #include <utility>
 
-#include "check_sequences.h"
 #include "kvkeep/core/dispatch.h"
 #include "kvkeep/core/page_allocator.h"
 #include "kvkeep/keep/compact.h"
@@ -31,29 +30,29 @@ std::vector<std::int32_t> those_at(std::span<const std::int32_t> places, std::sp
 }
 
 /// That the row of the block table of the sequence at `place` names pages of `pages` for so many slots.
-void check_pages(const CacheView& view, std::size_t place, std::int64_t slots, std::int64_t page_size, std::int64_t pages) {
+void check_prompt_pages(const CacheView& view, std::size_t place, std::int64_t slots, std::int64_t page_size, std::int64_t pages) {
   const Tensor& table = view.block_table;
   const std::int64_t held = (slots + page_size - 1) / page_size;
-  require(table.size(1) >= held, "narrow: the block table names ", table.size(1), " pages a sequence; sequence ", view.sequences[place], " came in with ", slots, " tokens, allowed at least ", held);
+  KVKEEP_REQUIRE(table.size(1) >= held, "narrow: the block table names ", table.size(1), " pages a sequence; sequence ", view.sequences[place], " came in with ", slots, " tokens, allowed at least ", held);
   const std::int32_t* row = table.const_data_ptr<std::int32_t>() + static_cast<std::int64_t>(place) * table.stride(0);
   for (std::int64_t p = 0; p < held; ++p)
-    require(row[p] >= 0 && row[p] < pages, "narrow: page ", p, " of sequence ", view.sequences[place], " is ", row[p], "; allowed 0 to ", pages - 1, ", for the prompt's pages are given back at its end");
+    KVKEEP_REQUIRE(row[p] >= 0 && row[p] < pages, "narrow: page ", p, " of sequence ", view.sequences[place], " is ", row[p], "; allowed 0 to ", pages - 1, ", for the prompt's pages are given back at its end");
 }
 
 /// What moves in place must be nobody else's: prompts that share rows cannot lose different ones.
 void require_own_cache(const CacheView& view, std::size_t place, const RowTable& table) {
   for (std::size_t other = 0; other < view.places.size(); ++other)
-    require(other == place || view.places[other] != view.places[place], "narrow: places: sequences ", view.sequences[place], " and ", view.sequences[other], " are both at place ", view.places[place],
+    KVKEEP_REQUIRE(other == place || view.places[other] != view.places[place], "narrow: places: sequences ", view.sequences[place], " and ", view.sequences[other], " are both at place ", view.places[place],
             " of the cache; allowed a place of its own for each");
   if (view.pages == nullptr || table.page_size == 0) return;
   const Row& row = table.rows.front();
   for (std::int32_t p = 0; p * table.page_size < row.length; ++p)
-    require(view.pages->references(row.keys.pages[p]) <= 1, "narrow: block_table: page ", row.keys.pages[p], " of sequence ", view.sequences[place], " is held by ",
+    KVKEEP_REQUIRE(view.pages->references(row.keys.pages[p]) <= 1, "narrow: block_table: page ", row.keys.pages[p], " of sequence ", view.sequences[place], " is held by ",
             view.pages->references(row.keys.pages[p]), " sequences; allowed pages of its own while a prompt narrows");
 }
 
-/// The sequence at `place` held `before` slots and holds `after`: pages behind them are given back.
-PageMove give_back_pages(const CacheView& view, std::size_t place, std::int64_t before, std::int64_t after, std::int64_t page_size) {
+/// The sequence at `place` held `before` slots and holds `after`: pages past them leave its row of the block table, to be given back.
+PageMove drop_pages(const CacheView& view, std::size_t place, std::int64_t before, std::int64_t after, std::int64_t page_size) {
   std::int32_t* row = view.block_table.data_ptr<std::int32_t>() + static_cast<std::int64_t>(place) * view.block_table.stride(0);
   const std::int64_t held = (before + page_size - 1) / page_size, needed = (after + page_size - 1) / page_size;
   PageMove move;
@@ -62,18 +61,16 @@ PageMove give_back_pages(const CacheView& view, std::size_t place, std::int64_t 
   move.after.assign(row, row + needed);
   move.freed.assign(row + needed, row + held);
   std::fill(row + needed, row + held, -1);
-  if (view.pages != nullptr)
-    for (const std::int32_t page : move.freed) view.pages->give_back(page);
   return move;
 }
 
-void check_finite(const RowGroup& group, const ModelSpec& spec) {
+void check_finite(SequenceId sequence, const RowGroup& group, const ModelSpec& spec) {
   const QueryView& queries = group.queries;
   with_dtype("narrow", queries.dtype, [&](auto type) {
     for (std::int32_t i = 0; i < queries.count; ++i)
       for (std::int32_t h = 0; h < spec.query_heads; ++h) {
         const auto* q = reinterpret_cast<const decltype(type)*>(queries.at(i, h));
-        require(std::all_of(q, q + spec.key_dim, [](auto x) { return std::isfinite(static_cast<float>(x)); }), "narrow: query of head ", h, " at position ", queries.position(i), " of layer ", group.layer,
+        KVKEEP_REQUIRE(std::all_of(q, q + spec.key_dim, [](auto x) { return std::isfinite(static_cast<float>(x)); }), "narrow: query of head ", h, " at position ", queries.position(i), " of sequence ", sequence, ", layer ", group.layer, ",",
                 " holds a number that is not finite; allowed finite numbers");
       }
   });
@@ -96,38 +93,34 @@ bool Keeper::begins_prompt(const Sequence& s, std::int32_t tokens) const {
   return policy_->narrows() && tokens > 0 && s.logical == 0 && s.prefix == 0 && !s.report;
 }
 
-void Keeper::begin_prompt(Sequence& s, std::span<const std::int32_t> positions) {
+Keeper::Begun Keeper::begin_prompt(Sequence& s, std::span<const std::int32_t> positions) const {
   const auto tokens = static_cast<std::int32_t>(positions.size()), layers = spec_.num_layers();
-  s.pass = policy_->begin_prompt(spec_, tokens);
-  s.present.assign(positions.begin(), positions.end());
-  s.tail = tokens;
-  s.next_layer = 0;
   PromptReport report{.tokens = tokens,
                       .selection_layer = -1,
                       .relative_variance = std::vector<double>(static_cast<std::size_t>(layers), std::numeric_limits<double>::quiet_NaN()),
                       .entered = std::vector<std::int32_t>(static_cast<std::size_t>(layers)),
                       .going_on = std::vector<std::int32_t>(positions.size())};
   std::iota(report.going_on.begin(), report.going_on.end(), 0);
-  s.report = std::move(report);
+  return {.sequence = &s, .pass = policy_->begin_prompt(spec_, tokens), .present = {positions.begin(), positions.end()}, .report = std::move(report)};
 }
 
 Keeper::LayerPlan Keeper::plan_layer(Sequence& s, const Observation& o, std::size_t i, const CacheView& view) const {
   const SequenceId id = o.sequences[i];
   const auto place = static_cast<std::size_t>(std::ranges::find(view.sequences, id) - view.sequences.begin());
-  require(place < view.sequences.size(), "narrow: sequence ", id, " is not in the view; allowed a view of the step's sequences");
-  require<StateError>(s.next_layer == o.layer, "narrow: layer ", o.layer, " of the prompt of sequence ", id, "; layer ", s.next_layer, " comes next, allowed that");
+  KVKEEP_REQUIRE(place < view.sequences.size(), "narrow: sequence ", id, " is not in the view; allowed a view of the step's sequences");
+  KVKEEP_REQUIRE_AS(StateError, s.next_layer == o.layer, "narrow: layer ", o.layer, " of the prompt of sequence ", id, "; layer ", s.next_layer, " comes next, allowed that");
   const auto present = static_cast<std::int32_t>(s.present.size());
-  require(o.indptr[i + 1] - o.indptr[i] == present, "narrow: layer ", o.layer, " gives ", o.indptr[i + 1] - o.indptr[i], " tokens of sequence ", id, "; ", present, " went on to it, allowed these");
-  require(view.lengths.per_row() || spec_.num_layers() * spec_.kv_heads == 1, "narrow: the view has one length a sequence, and layers of a prompt end up with different ones; allowed one length a row");
+  KVKEEP_REQUIRE(o.indptr[i + 1] - o.indptr[i] == present, "narrow: layer ", o.layer, " gives ", o.indptr[i + 1] - o.indptr[i], " tokens of sequence ", id, "; ", present, " went on to it, allowed these");
+  KVKEEP_REQUIRE(view.lengths.per_row() || spec_.num_layers() * spec_.kv_heads == 1, "narrow: the view has one length a sequence, and layers of a prompt end up with different ones; allowed one length a row");
 
   LayerPlan plan{.sequence = &s, .id = id, .layer = o.layer, .place = place};
   for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
     const std::int32_t held = view.lengths.at(place, o.layer * spec_.kv_heads + h);
-    require<StateError>(held == present, "narrow: sequence ", id, " holds ", held, " slots in layer ", o.layer, ", head ", h, "; ", present, " tokens went on to it");
+    KVKEEP_REQUIRE_AS(StateError, held == present, "narrow: sequence ", id, " holds ", held, " slots in layer ", o.layer, ", head ", h, "; ", present, " tokens went on to it");
   }
   const std::int32_t due = static_cast<std::int32_t>(place);
   plan.table = make_rows(spec_, view, {&o.layer, 1}, {&due, 1});
-  if (plan.table.page_size > 0) check_pages(view, place, s.report->tokens, plan.table.page_size, std::get<PagedKv>(view.layers[static_cast<std::size_t>(o.layer)]).keys.size(0));
+  if (plan.table.page_size > 0) check_prompt_pages(view, place, s.report->tokens, plan.table.page_size, std::get<PagedKv>(view.layers[static_cast<std::size_t>(o.layer)]).keys.size(0));
   const std::int32_t wanted = plan.queries = s.pass->wants(o.layer, present);
   if (wanted == 0) return plan;
   require_own_cache(view, place, plan.table);
@@ -143,8 +136,9 @@ Keeper::LayerPlan Keeper::plan_layer(Sequence& s, const Observation& o, std::siz
                    .begin = 0,
                    .count = wanted};
   group.next_position = s.next_position;
-  group.prompt = s.report->tokens;
-  check_finite(group, spec_);
+  group.prompt_end = s.next_position;
+  group.seen = group.prompt = {s.report->tokens};
+  check_finite(id, group, spec_);
   return plan;
 }
 
@@ -189,10 +183,11 @@ LayerReport Keeper::narrow(const Observation& o, const CacheView& view) {
       }
       const std::int32_t page_size = plan.table.page_size;
       // Said where no page came free too: whoever shares pages must know how short the shortest row is.
-      if (page_size > 0 && shortest < s.report->tokens) report.pages.push_back(give_back_pages(view, plan.place, s.report->tokens, longest, page_size));
+      if (page_size > 0 && shortest < s.report->tokens) report.pages.push_back(drop_pages(view, plan.place, s.report->tokens, longest, page_size));
     }
   }
   for (const PageMove& move : report.pages) totals_.pages_freed += static_cast<std::int64_t>(move.freed.size());
+  give_back_pages(report.pages, view.pages);
   return report;
 }
 
@@ -207,6 +202,7 @@ void Keeper::cut_layer(const LayerPlan& plan, const CacheView& view, Narrowing& 
     report.slots_dropped += row.length - keep.count(r);
   }
   plan.sequence->last_event = plan.sequence->logical;
+  plan.sequence->event_position = plan.sequence->next_position;
 }
 
 void Keeper::let_go_on(const LayerPlan& plan, const CacheView& view, Narrowing& report) {
@@ -219,6 +215,7 @@ void Keeper::let_go_on(const LayerPlan& plan, const CacheView& view, Narrowing& 
   s.present = those_at(places, s.present);
   s.tail = tail_of(s.report->going_on, s.report->tokens);
   s.last_event = s.logical;
+  s.event_position = s.next_position;
   const KeepSet left{.slots = narrow.tokens, .indptr = narrow.indptr};
   for (std::int32_t l = plan.layer + 1; l < spec_.num_layers(); ++l)
     for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
@@ -235,7 +232,7 @@ void Keeper::begin_afresh(const LayerPlan& plan, const CacheView& view, LayerRep
   leave(plan.id);
   join(plan.id, 0, static_cast<std::int32_t>(of_first_pass.going_on.size()));
   for (std::int32_t r = 0; r < spec_.num_layers() * spec_.kv_heads; ++r) view.lengths.at(plan.place, r) = 0;
-  if (page_size > 0) report.pages.push_back(give_back_pages(view, plan.place, of_first_pass.tokens, 0, page_size));
+  if (page_size > 0) report.pages.push_back(drop_pages(view, plan.place, of_first_pass.tokens, 0, page_size));
   sequences_.at(plan.id).report = std::move(of_first_pass);
 }
 

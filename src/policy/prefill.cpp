@@ -5,8 +5,8 @@
 namespace kvkeep {
 
 Prefill::Prefill(std::string name, std::unique_ptr<KVPolicy> decoding, std::string json) : name_(std::move(name)), decoding_(std::move(decoding)), json_(std::move(json)) {
-  require(decoding_ != nullptr, name_, ": decode: there is no policy; allowed one that decides behind the prompt, such as full");
-  require(!decoding_->narrows(), name_, ": decode: ", decoding_->name(), " acts on prompts itself; allowed a policy that decides behind them");
+  KVKEEP_REQUIRE(decoding_ != nullptr, name_, ": decode: there is no policy; allowed one that decides behind the prompt, such as full");
+  KVKEEP_REQUIRE(!decoding_->narrows(), name_, ": decode: ", decoding_->name(), " acts on prompts itself; allowed a policy that decides behind them");
 }
 
 std::vector<std::string> Prefill::problems(const ModelSpec& spec) const {

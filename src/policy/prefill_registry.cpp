@@ -39,8 +39,8 @@ void describe_cache(Fields& f, AslOptions& o) {
 /// What one option allows because of another.
 void check(const char* policy, const Fields& f, const AslOptions& o) {
   if (f.listing()) return;
-  require(o.selector.select > o.selector.window, "policy: budget of ", policy, " is ", o.selector.select, "; allowed more than scorer.window = ", o.selector.window, ", which is part of it");
-  require(o.cache == 0 || o.cache > o.selector.window, "policy: layers.cache of ", policy, " is ", o.cache, "; allowed more than scorer.window = ", o.selector.window, ", which is part of it");
+  KVKEEP_REQUIRE(o.selector.select > o.selector.window, "policy: budget of ", policy, " is ", o.selector.select, "; allowed more than scorer.window = ", o.selector.window, ", which is part of it");
+  KVKEEP_REQUIRE(o.cache == 0 || o.cache > o.selector.window, "policy: layers.cache of ", policy, " is ", o.cache, "; allowed more than scorer.window = ", o.selector.window, ", which is part of it");
 }
 
 MakePrefill maker(const char* name, AslOptions o) {

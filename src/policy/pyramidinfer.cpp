@@ -17,7 +17,7 @@ class PyramidInferPass final : public PromptPass {
 
   [[nodiscard]] Decision decide(const Evidence& evidence) override {
     const Row& row = evidence.table.rows.front();
-    require<StateError>(wants(row.layer, row.length) > 0, "prompt pass: layer ", row.layer, " with ", row.length, " tokens is not asked; allowed layers that wants() names");
+    KVKEEP_REQUIRE_AS(StateError, wants(row.layer, row.length) > 0, "prompt pass: layer ", row.layer, " with ", row.length, " tokens is not asked; allowed layers that wants() names");
     Decision decision;
     decision.reason = Reason::over_budget;
     decision.narrow = tokens_of(context_.tokens(evidence));

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/finite.h"
 
 namespace kvkeep {
 
@@ -18,8 +19,12 @@ QueryRing::QueryRing(std::int32_t layers, std::int32_t wanted, std::int32_t quer
 
 void QueryRing::allocate(ScalarType dtype) {
   dtype_ = dtype;
-  if (accelerator_ != nullptr) there_ = accelerator_->allocate(data_bytes() + std::int64_t{capacity_} * 4);
-  else data_.resize(layers_.size() * static_cast<std::size_t>(capacity_ * token_bytes()));
+  if (accelerator_ != nullptr) {
+    there_ = accelerator_->allocate(data_bytes() + std::int64_t{capacity_} * 4);
+    return;
+  }
+  finite_.resize(layers_.size() * static_cast<std::size_t>(capacity_));
+  data_.resize(layers_.size() * static_cast<std::size_t>(capacity_ * token_bytes()));
 }
 
 void QueryRing::push(std::int32_t layer, const std::byte* data, ScalarType dtype, std::int64_t token_stride, std::int64_t head_stride,
@@ -27,7 +32,7 @@ void QueryRing::push(std::int32_t layer, const std::byte* data, ScalarType dtype
   Layer& state = layers_[static_cast<std::size_t>(layer)];
   const auto tokens = static_cast<std::int64_t>(positions.size());
   if (capacity_ > 0) {
-    if (memory() == nullptr) allocate(dtype);
+    reserve(dtype);
     const std::int64_t head_bytes = token_bytes() / heads_;
     std::byte* ring = const_cast<std::byte*>(memory()) + layer * capacity_ * token_bytes();
     for (std::int64_t i = std::max<std::int64_t>(0, tokens - capacity_); i < tokens; ++i) {
@@ -44,6 +49,7 @@ void QueryRing::push(std::int32_t layer, const std::byte* data, ScalarType dtype
       }
       std::byte* to = ring + place * token_bytes();
       for (std::int32_t h = 0; h < heads_; ++h) std::memcpy(to + h * head_bytes, from + h * head_stride, static_cast<std::size_t>(head_bytes));
+      finite_[static_cast<std::size_t>(layer * capacity_ + place)] = all_finite(to, dtype_, std::int64_t{heads_} * dim_) ? 1 : 0;
     }
   }
   state.seen += tokens;
@@ -62,6 +68,14 @@ QueryView QueryRing::view(std::int32_t layer) const {
           .ring = capacity_,
           .begin = static_cast<std::int32_t>((state.seen - count) % capacity_),
           .count = count};
+}
+
+std::optional<std::int32_t> QueryRing::not_finite(std::int32_t layer) const {
+  if (finite_.empty()) return {};
+  const QueryView window = view(layer);
+  for (std::int32_t i = window.count - 1; i >= 0; --i)
+    if (finite_[static_cast<std::size_t>(layer * capacity_ + window.index(i))] == 0) return window.position(i);
+  return {};
 }
 
 bool QueryRing::can_forget(std::int64_t tokens) const {
@@ -92,11 +106,11 @@ QueryRing::Held QueryRing::held() const {
 
 void QueryRing::take(const Held& held) {
   const auto count = static_cast<std::int64_t>(held.positions.size()), bytes = static_cast<std::int64_t>(c10::elementSize(held.dtype)) * dim_ * heads_;
-  require(held.layers.size() == layers_.size() && count <= capacity_ && static_cast<std::int64_t>(held.data.size()) == static_cast<std::int64_t>(layers_.size()) * count * bytes, "query ring: ", held.layers.size(),
+  KVKEEP_REQUIRE(held.layers.size() == layers_.size() && count <= capacity_ && static_cast<std::int64_t>(held.data.size()) == static_cast<std::int64_t>(layers_.size()) * count * bytes, "query ring: ", held.layers.size(),
           " layers with ", held.data.size(), " bytes of ", count, " queries; allowed ", layers_.size(), " layers, each with at most ", capacity_, " queries of ", bytes, " bytes");
   const std::int64_t seen = held.layers.front().seen;
   for (const Layer& l : held.layers)
-    require(capacity_ == 0 || (l.seen == seen && 0 <= l.first && l.first <= l.oldest && l.oldest <= seen && seen - l.oldest <= count && count <= seen), "query ring: a layer has seen ", l.seen, " tokens, all from ", l.first,
+    KVKEEP_REQUIRE(capacity_ == 0 || (l.seen == seen && 0 <= l.first && l.first <= l.oldest && l.oldest <= seen && seen - l.oldest <= count && count <= seen), "query ring: a layer has seen ", l.seen, " tokens, all from ", l.first,
             " on, and holds those from ", l.oldest, " on; allowed ", seen, " tokens, and at most the ", count, " newest of them");
   layers_ = held.layers;
   if (count == 0) return;
@@ -104,8 +118,10 @@ void QueryRing::take(const Held& held) {
   for (std::int64_t i = 0; i < count; ++i) {
     const std::int64_t place = (seen - count + i) % capacity_;
     positions_[static_cast<std::size_t>(place)] = held.positions[static_cast<std::size_t>(i)];
-    for (std::int64_t l = 0; l < static_cast<std::int64_t>(layers_.size()); ++l)
+    for (std::int64_t l = 0; l < static_cast<std::int64_t>(layers_.size()); ++l) {
       std::memcpy(data_.data() + (l * capacity_ + place) * bytes, held.data.data() + (l * count + i) * bytes, static_cast<std::size_t>(bytes));
+      finite_[static_cast<std::size_t>(l * capacity_ + place)] = all_finite(data_.data() + (l * capacity_ + place) * bytes, dtype_, std::int64_t{heads_} * dim_) ? 1 : 0;
+    }
   }
 }
 

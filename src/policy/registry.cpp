@@ -3,15 +3,15 @@
 #include <algorithm>
 #include <cctype>
 #include <charconv>
-#include <fstream>
 #include <functional>
-#include <iterator>
 #include <utility>
 
 #include "kvkeep/core/problems.h"
 #include "fields.h"
 #include "memory_registry.h"
 #include "prefill_registry.h"
+#include "read_file.h"
+#include "untrusted_json.h"
 #include "kvkeep/allot/adaptive_heads.h"
 #include "kvkeep/allot/chunks.h"
 #include "kvkeep/allot/critical.h"
@@ -165,7 +165,7 @@ const std::vector<ScorerEntry>& scorers() {
          if (f.values_weighed) o.value_norm = false;  // the allocator does it, behind W_o
          f.flag("value_norm", o.value_norm, "weigh by the length of the value");
          if (f.values_weighed && o.value_norm) f.bad("value_norm", true, "false: the allocator weighs values itself");
-         f.real("epsilon", o.epsilon, 0, false, 1, false, "added to the expected attention before it is weighed");
+         f.real("epsilon", o.epsilon, 0, false, 1, false, "added to the expected attention before it is weighed by the value (value_norm)");
          f.integer("queries", o.queries, 1, 1 << 20, "newest queries whose mean and covariance are taken (statistics window)");
          f.choice("statistics", o.statistics, {{"window", ExpectedOptions::Statistics::window}, {"stream", ExpectedOptions::Statistics::stream}},
                   "mean and covariance of the newest `queries`, or of every query since the sequence began");
@@ -267,19 +267,20 @@ void describe_mass_segmented(Fields& f, MassSegmentedOptions& o) {
 void check(const std::string& policy, const Retention& r) {
   const Budget& b = r.trigger.budget;
   if (b.unit == Budget::Unit::slots)
-    require(std::int64_t{r.sink} + 1 <= b.slots, "policy: budget of ", policy, " is ", b.slots, "; allowed at least sink + 1 = ", std::int64_t{r.sink} + 1);
-  require(!b.decoded_only || r.protect_prompt, "policy: budget_counts of ", policy, " is \"decoded\" without protect_prompt; allowed with protect_prompt, or \"all\"");
-  require(std::int64_t{b.slots} + r.trigger.interval <= INT32_MAX, "policy: budget + interval of ", policy, " is above ", INT32_MAX);
+    KVKEEP_REQUIRE(std::int64_t{r.sink} + 1 <= b.slots, "policy: budget of ", policy, " is ", b.slots, "; allowed at least sink + 1 = ", std::int64_t{r.sink} + 1);
+  KVKEEP_REQUIRE(!b.decoded_only || r.protect_prompt, "policy: budget_counts of ", policy, " is \"decoded\" without protect_prompt; allowed with protect_prompt, or \"all\"");
+  KVKEEP_REQUIRE(std::int64_t{b.slots} + r.trigger.interval <= INT32_MAX, "policy: budget + interval of ", policy, " is above ", INT32_MAX);
 }
 
-void check(const MassSegmentedOptions& o, Variant variant) {
-  require(o.pool <= 1 || o.pool % 2 == 1, "policy: allocator.pool is ", o.pool, "; allowed an odd number, or 0 for none");
-  if (variant == Variant::official) {
-    require(o.max_segment >= o.min_segment, "policy: allocator.max_segment is ", o.max_segment, "; allowed at least min_segment = ", o.min_segment);
-    require(!o.coverage_auto && o.coverage == 1.0, "policy: allocator.coverage is ", o.coverage_auto ? std::string("auto") : text(o.coverage),
+void check(const MassSegmentedOptions& o, const Retention& r) {
+  KVKEEP_REQUIRE(r.share == Sharing::per_layer_per_head, "policy: share is not per_layer_per_head with allocator ams; allowed per_layer_per_head (rows of one selection would need one quota too)");
+  KVKEEP_REQUIRE(o.pool <= 1 || o.pool % 2 == 1, "policy: allocator.pool is ", o.pool, "; allowed an odd number, or 0 for none");
+  if (r.variant == Variant::official) {
+    KVKEEP_REQUIRE(o.max_segment >= o.min_segment, "policy: allocator.max_segment is ", o.max_segment, "; allowed at least min_segment = ", o.min_segment);
+    KVKEEP_REQUIRE(!o.coverage_auto && o.coverage == 1.0, "policy: allocator.coverage is ", o.coverage_auto ? std::string("auto") : text(o.coverage),
             " with variant official; allowed 1 (the published code has no such share)");
   } else {
-    require(o.max_segment >= 2 * std::int64_t{o.min_segment}, "policy: allocator.max_segment is ", o.max_segment,
+    KVKEEP_REQUIRE(o.max_segment >= 2 * std::int64_t{o.min_segment}, "policy: allocator.max_segment is ", o.max_segment,
             "; allowed at least 2 * min_segment = ", 2 * std::int64_t{o.min_segment}, " (variant strict)");
   }
 }
@@ -294,8 +295,8 @@ struct EvictParts {
 
 /// What allocators of our own form ask of the rest of a policy. `alike`: rows that share one selection could not be told apart.
 void check_own_form(const char* allocator, const Retention& r, bool alike) {
-  require(r.variant == Variant::strict, "policy: variant is official with allocator ", allocator, "; allowed strict (docs/allocators.md says how that differs from what is published)");
-  require(alike || r.share == Sharing::per_layer_per_head, "policy: share is not per_layer_per_head with allocator ", allocator,
+  KVKEEP_REQUIRE(r.variant == Variant::strict, "policy: variant is official with allocator ", allocator, "; allowed strict (docs/allocators.md says how that differs from what is published)");
+  KVKEEP_REQUIRE(alike || r.share == Sharing::per_layer_per_head, "policy: share is not per_layer_per_head with allocator ", allocator,
           "; allowed per_layer_per_head (its rows keep different slots)");
 }
 
@@ -340,7 +341,7 @@ const std::vector<AllocatorEntry>& allocators() {
          f.enter("allocator");
          describe_mass_segmented(f, o);
          f.leave();
-         if (!f.listing()) check(o, parts.retention.variant);
+         if (!f.listing()) check(o, parts.retention);
          parts.allocator = std::make_unique<MassSegmented>(o);
        }},
       {"pyramidkv", "snapkv", false, "early layers keep more than late ones, each the best of its rows", "PyramidKV (Cai et al.)",
@@ -354,8 +355,10 @@ const std::vector<AllocatorEntry>& allocators() {
          if (f.listing()) return;
          check_own_form("pyramidkv", parts.retention, false);
          Budget& b = parts.retention.trigger.budget;
-         const std::int32_t least = parts.retention.sink + parts.scorer->keeps_newest();
-         require(b.unit != Budget::Unit::slots || b.slots >= least, "policy: budget is ", b.slots, " with allocator pyramidkv; allowed at least ", least,
+         const std::int64_t keeps = std::int64_t{parts.retention.sink} + parts.scorer->keeps_newest();
+         KVKEEP_REQUIRE(keeps <= INT32_MAX, "policy: sink + the scorer's window is ", keeps, " with allocator pyramidkv; allowed at most ", INT32_MAX);
+         const auto least = static_cast<std::int32_t>(keeps);
+         KVKEEP_REQUIRE(b.unit != Budget::Unit::slots || b.slots >= least, "policy: budget is ", b.slots, " with allocator pyramidkv; allowed at least ", least,
                  ", what every layer keeps: sink + the scorer's window");
          b.least = std::max(b.least, least);
        }},
@@ -410,7 +413,7 @@ void describe_rest(Fields& f, Retention& r) {
   bool folds = false;
   f.choice("rest", folds, {{"drop", false}, {"fold", true}}, "slots that do not stay: dropped, or folded into spans that open again where a query asks (docs/memory.md)");
   if (!folds && !f.listing()) {
-    require(!f.has("memory"), "policy: options of folded spans (memory) are given, and rest is drop; allowed with rest=fold");
+    KVKEEP_REQUIRE(!f.has("memory"), "policy: options of folded spans (memory) are given, and rest is drop; allowed with rest=fold");
     return;
   }
   RestOptions rest;
@@ -481,7 +484,7 @@ std::unique_ptr<KVPolicy> make_prefill(const PrefillEntry& entry, json rest, con
     } catch (const InvalidArgument& e) {
       refuse("decode of ", entry.name, ": ", e.what());
     }
-    require(!decoding->narrows(), "policy: decode of ", entry.name, " is ", decoding->name(), ", which acts on prompts itself; allowed a policy that decides behind them");
+    KVKEEP_REQUIRE(!decoding->narrows(), "policy: decode of ", entry.name, " is ", decoding->name(), ", which acts on prompts itself; allowed a policy that decides behind them");
     rest.erase("decode");
   } else {
     decoding = std::make_unique<Full>();
@@ -492,7 +495,7 @@ std::unique_ptr<KVPolicy> make_prefill(const PrefillEntry& entry, json rest, con
   nlohmann::ordered_json resolved = {{"policy", entry.name}};
   resolved.update(reader.resolved());
   if (decoding->name() != "full") resolved["decode"] = nlohmann::ordered_json::parse(decoding->to_json());
-  return make(std::move(decoding), resolved.dump());
+  return make(std::move(decoding), io::written(resolved));
 }
 
 std::unique_ptr<KVPolicy> make_sekv(const json& rest, const std::filesystem::path& folder) {
@@ -501,12 +504,12 @@ std::unique_ptr<KVPolicy> make_sekv(const json& rest, const std::filesystem::pat
   reader.finish(kSekv);
   nlohmann::ordered_json resolved = {{"policy", kSekv}};
   resolved.update(reader.resolved());
-  return std::make_unique<Sekv>(std::move(options), resolved.dump());
+  return std::make_unique<Sekv>(std::move(options), io::written(resolved));
 }
 
 std::unique_ptr<KVPolicy> from_object(const json& object, const std::filesystem::path& folder, bool uneven_heads) {
-  require(object.is_object(), "policy: the file holds ", object.type_name(), "; allowed a JSON object");
-  require(object.contains("policy") && object["policy"].is_string(), "policy: \"policy\" is missing or not a string; allowed one of ", known_policies());
+  KVKEEP_REQUIRE(object.is_object(), "policy: the file holds ", object.type_name(), "; allowed a JSON object");
+  KVKEEP_REQUIRE(object.contains("policy") && object["policy"].is_string(), "policy: \"policy\" is missing or not a string; allowed one of ", known_policies());
   const auto name = object["policy"].get<std::string>();
   json rest = object;
   rest.erase("policy");
@@ -527,19 +530,17 @@ std::unique_ptr<KVPolicy> from_object(const json& object, const std::filesystem:
     describe_evict(reader, allocator, scorer, parts);
     reader.finish(name);
     check(name, parts.retention);
-    require(allocator.name == nullptr || parts.retention.share == Sharing::per_layer_per_head, "policy: share of ", name, " is not per_layer_per_head; allowed there: ",
-            "per_layer_per_head (rows of one selection would need one quota too)");
     nlohmann::ordered_json resolved = {{"policy", name}};
     resolved.update(reader.resolved());
-    made = std::make_unique<Evict>(name, std::move(parts.scorer), std::move(parts.allocator), parts.retention, resolved.dump());
+    made = std::make_unique<Evict>(name, std::move(parts.scorer), std::move(parts.allocator), parts.retention, io::written(resolved));
   });
-  require(made != nullptr, "policy: there is no policy \"", name, "\"; allowed ", known_policies());
+  KVKEEP_REQUIRE(made != nullptr, "policy: there is no policy \"", io::shortened(name), "\"; allowed ", known_policies());
   return made;
 }
 
 /// A JSON value from the text of "key=value": a number or a boolean where it reads as one, else a string.
 json value_of(const std::string& text) {
-  json parsed = json::parse(text, nullptr, false);
+  json parsed = io::parse_json(text).value;
   return parsed.is_number() || parsed.is_boolean() ? parsed : json(text);
 }
 
@@ -553,7 +554,7 @@ std::string full_key(const PolicyInfo& policy, const std::string& key) {
   }
   // Folded spans are a part of every evicting policy: a name that the policy itself uses means its own.
   if (matches.size() > 1) std::erase_if(matches, [&](const std::string& match) { return !policy.scorer.empty() && match.starts_with("memory."); });
-  require(matches.size() < 2, "policy: option \"", key, "\" of ", policy.name, " could be ", matches.empty() ? "" : matches.front() + " or " + matches.back(),
+  KVKEEP_REQUIRE(matches.size() < 2, "policy: option \"", io::shortened(key), "\" of ", policy.name, " could be ", matches.empty() ? "" : matches.front() + " or " + matches.back(),
           "; write one of them");
   return matches.empty() ? key : matches.front();
 }
@@ -589,26 +590,9 @@ std::vector<PolicyInfo> policies() {
 }
 
 std::unique_ptr<KVPolicy> make_policy_from_json(std::string_view text, const std::filesystem::path& folder) {
-  json object;
-  std::string twice;
-  std::vector<std::vector<std::string>> open;
-  const auto once = [&](int, json::parse_event_t event, json& parsed) {
-    if (event == json::parse_event_t::object_start) open.emplace_back();
-    if (event == json::parse_event_t::object_end) open.pop_back();
-    if (event == json::parse_event_t::key) {
-      const auto key = parsed.get<std::string>();
-      if (std::find(open.back().begin(), open.back().end(), key) != open.back().end()) twice = key;
-      open.back().push_back(key);
-    }
-    return true;
-  };
-  try {
-    object = json::parse(text, once);
-  } catch (const json::exception& e) {
-    refuse("policy: this is not JSON (", e.what(), "); allowed an object such as {\"policy\": \"ams-tova\", \"budget\": 1024}");
-  }
-  require(twice.empty(), "policy: the key \"", twice, "\" stands twice in one object; allowed once");
-  return from_object(object, folder);
+  const io::ParsedJson parsed = io::parse_json(text, io::RepeatedNames::refused);
+  KVKEEP_REQUIRE(parsed.problem.empty(), "policy: this ", parsed.problem, ", an object such as {\"policy\": \"ams-tova\", \"budget\": 1024}");
+  return from_object(parsed.value, folder);
 }
 
 namespace {
@@ -616,7 +600,7 @@ namespace {
 json object_of(std::string_view text) {
   if (const std::string_view first = prefill_part(text); first.size() < text.size()) {
     json object = object_of(first);
-    require(!object.contains("decode"), "policy: decode is given twice, as an option and behind a +; allowed once");
+    KVKEEP_REQUIRE(!object.contains("decode"), "policy: decode is given twice, as an option and behind a +; allowed once");
     object["decode"] = object_of(text.substr(first.size() + 1));
     return object;
   }
@@ -625,16 +609,20 @@ json object_of(std::string_view text) {
   json object = {{"policy", name}};
   const std::vector<PolicyInfo> all = policies();
   const auto info = std::find_if(all.begin(), all.end(), [&](const PolicyInfo& p) { return p.name == name; });
-  require(info != all.end(), "policy: there is no policy \"", name, "\"; allowed ", known_policies());
+  KVKEEP_REQUIRE(info != all.end(), "policy: there is no policy \"", io::shortened(name), "\"; allowed ", known_policies());
   while (text.find(',') != std::string_view::npos) {
     text.remove_prefix(text.find(',') + 1);
     const std::string item(text.substr(0, text.find(',')));
     const std::size_t equals = item.find('=');
-    require(equals != std::string::npos && equals > 0, "policy: \"", item, "\" is not key=value; given \"", text, "\"; allowed name,key=value,...");
+    KVKEEP_REQUIRE(equals != std::string::npos && equals > 0, "policy: \"", io::shortened(item), "\" is not key=value; given \"", io::shortened(text),
+                   "\"; allowed name,key=value,...");
     const std::string key = full_key(*info, item.substr(0, equals));
     const std::size_t dot = key.find('.');
-    json& slot = dot == std::string::npos ? object[key] : object[key.substr(0, dot)][key.substr(dot + 1)];
-    require(slot.is_null(), "policy: ", key, " is given twice; allowed once");
+    json& scope = dot == std::string::npos ? object : object[key.substr(0, dot)];
+    KVKEEP_REQUIRE(scope.is_null() || scope.is_object(), "policy: ", io::shortened(key.substr(0, dot)), " is given as a value and ", io::shortened(key),
+                   " as an option in it; allowed one of them");
+    json& slot = scope[dot == std::string::npos ? key : key.substr(dot + 1)];
+    KVKEEP_REQUIRE(slot.is_null(), "policy: ", io::shortened(key), " is given twice; allowed once");
     slot = value_of(item.substr(equals + 1));
   }
   return object;
@@ -653,9 +641,7 @@ std::string_view prefill_part(std::string_view text) {
 std::unique_ptr<KVPolicy> make_policy(std::string_view text) { return from_object(object_of(text)); }
 
 std::unique_ptr<KVPolicy> load_policy(const std::filesystem::path& file) {
-  std::ifstream in(file, std::ios::binary);
-  require(in.good() && !std::filesystem::is_directory(file), "policy: cannot read ", file.string());
-  const std::string text{std::istreambuf_iterator<char>(in), {}};
+  const std::string text = io::read_file(file, "policy");
   try {
     return make_policy_from_json(text, file.parent_path());
   } catch (const InvalidArgument& e) {

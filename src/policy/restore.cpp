@@ -18,7 +18,6 @@ namespace {
 using Json = nlohmann::json;
 
 constexpr ScalarType kInt64 = ScalarType::Long, kFloat64 = ScalarType::Double, kUInt8 = ScalarType::Byte;
-constexpr std::int64_t kMostTokens = (1 << 30) - 1;  ///< positions behind a restored sequence are still 32-bit numbers
 /// Where factors lie is each keeper's own affair.
 constexpr std::array<std::string_view, 4> kPlaces = {"/memory/near_bytes", "/memory/host_bytes", "/memory/file", "/memory/file_bytes"};
 
@@ -80,7 +79,7 @@ class RaggedView {
   RaggedView(const StateFile& state, const std::string& name, ScalarType dtype, std::int64_t rows)
       : data_(state.tensor(name, dtype, {-1})), ends_(state.tensor(name + ".indptr", kInt64, {rows + 1})) {
     const auto ends = numbers_of<std::int64_t>(ends_);
-    require(ends.front() == 0 && std::ranges::is_sorted(ends) && ends.back() == data_.numel(), "restore: tensor \"", name, ".indptr\" in ", state.where(), " does not ascend from 0 to ", data_.numel(), "; allowed where each row begins");
+    KVKEEP_REQUIRE(ends.front() == 0 && std::ranges::is_sorted(ends) && ends.back() == data_.numel(), "restore: tensor \"", name, ".indptr\" in ", state.where(), " does not ascend from 0 to ", data_.numel(), "; allowed where each row begins");
   }
   [[nodiscard]] std::span<const T> row(std::size_t r) const {
     const auto ends = numbers_of<std::int64_t>(ends_);
@@ -144,7 +143,7 @@ void restore_statistics(std::vector<QueryStatistics>& statistics, const StateFil
   const RaggedView<float> newest(state, "statistics.newest", kFloat32, layers);
   for (std::size_t l = 0; l < statistics.size(); ++l) {
     const std::int64_t count = numbers_of<std::int64_t>(counts)[2 * l], skipped = numbers_of<std::int64_t>(counts)[2 * l + 1];
-    require(count >= 0 && count <= kMostTokens && skipped >= 0 && skipped <= kMostTokens, "restore: tensor \"statistics.counts\" in ", state.where(), " says that ", count, " queries count and ", skipped, " do not; allowed 0 to ", kMostTokens);
+    KVKEEP_REQUIRE(count >= 0 && count <= kMostPositions && skipped >= 0 && skipped <= kMostPositions, "restore: tensor \"statistics.counts\" in ", state.where(), " says that ", count, " queries count and ", skipped, " do not; allowed 0 to ", kMostPositions);
     const auto own = newest.row(l);
     QueryStatistics::Held held{.heads = {}, .skipped = skipped, .newest = {own.begin(), own.end()}};
     for (std::int64_t h = static_cast<std::int64_t>(l) * spec.query_heads; h < (static_cast<std::int64_t>(l) + 1) * spec.query_heads; ++h) {
@@ -170,7 +169,7 @@ std::optional<PromptReport> restored_report(const StateFile& state, const ModelS
   const Tensor counts = state.tensor("prompt.counts", kInt64, {3}), variance = state.tensor("prompt.relative_variance", kFloat64, {spec.num_layers()}), entered = state.tensor("prompt.entered", kInt32, {spec.num_layers()}),
                going_on = state.tensor("prompt.going_on", kInt32, {-1});
   const auto c = numbers_of<std::int64_t>(counts);
-  require(c[0] >= 0 && c[0] <= kMostTokens && c[1] >= -1 && c[1] < spec.num_layers() && c[2] >= 0 && c[2] <= 1, "restore: tensor \"prompt.counts\" in ", state.where(), " is [", c[0], ", ", c[1], ", ", c[2],
+  KVKEEP_REQUIRE(c[0] >= 0 && c[0] <= kMostPositions && c[1] >= -1 && c[1] < spec.num_layers() && c[2] >= 0 && c[2] <= 1, "restore: tensor \"prompt.counts\" in ", state.where(), " is [", c[0], ", ", c[1], ", ", c[2],
           "]; allowed a number of tokens, a layer of the model or -1, and 0 or 1");
   return PromptReport{.tokens = static_cast<std::int32_t>(c[0]),
                       .selection_layer = static_cast<std::int32_t>(c[1]),
@@ -240,11 +239,11 @@ QueryBasis basis_of(const StateFile& state) {
 }  // namespace
 
 void Keeper::require_saveable(SequenceId sequence, const Sequence& s) const {
-  require<Unsupported>(provided_.accelerator == nullptr, "save: the keeper works on ", device().str(), ", whose columns and queries are not read back; allowed on the CPU");
-  require<StateError>(s.pass == nullptr, "save: the prompt of sequence ", sequence, " has come to layer ", s.next_layer, "; allowed when it has ended");
+  KVKEEP_REQUIRE_AS(Unsupported, provided_.accelerator == nullptr, "save: the keeper works on ", device().str(), ", whose columns and queries are not read back; allowed on the CPU");
+  KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr, "save: the prompt of sequence ", sequence, " has come to layer ", s.next_layer, "; allowed when it has ended");
   for (const std::int32_t l : full_layers_) {
     const std::int64_t seen = s.prefix + s.ring.seen(layer_index_[static_cast<std::size_t>(l)]);
-    require<StateError>(needs_.queries == 0 || seen == s.logical, "save: layer ", l, " has shown ", seen, " tokens of sequence ", sequence, ", other layers ", s.logical, "; allowed once every full layer was observed");
+    KVKEEP_REQUIRE_AS(StateError, needs_.queries == 0 || seen == s.logical, "save: layer ", l, " has shown ", seen, " tokens of sequence ", sequence, ", other layers ", s.logical, "; allowed once every full layer was observed");
   }
 }
 
@@ -252,7 +251,7 @@ void Keeper::save(SequenceId sequence, const std::filesystem::path& file) const 
   const Sequence& s = at(sequence);
   require_saveable(sequence, s);
   StateTensors tensors;
-  tensors.emplace_back("counters", list_of(std::vector<std::int64_t>{s.logical, s.prefix, s.prompt, s.last_event, s.asked, s.next_position, s.surprised, s.settled}, kInt64));
+  tensors.emplace_back("counters", list_of(std::vector<std::int64_t>{s.logical, s.prefix, s.prompt, s.last_event, s.asked, s.next_position, s.surprised, s.settled, s.prompt_end, s.event_position}, kInt64));
   save_columns(tensors, *s.columns, static_cast<std::int32_t>(full_layers_.size()) * spec_.kv_heads);
   save_ring(tensors, s.ring, spec_);
   save_statistics(tensors, s.statistics);
@@ -266,14 +265,14 @@ void Keeper::save(SequenceId sequence, const std::filesystem::path& file) const 
 }
 
 void Keeper::restore(SequenceId sequence, const std::filesystem::path& file) {
-  require<StateError>(!knows(sequence), "restore: sequence ", sequence, " is already here; allowed an id that is free");
-  require<Unsupported>(provided_.accelerator == nullptr, "restore: the keeper works on ", device().str(), "; allowed on the CPU");
+  KVKEEP_REQUIRE_AS(StateError, !knows(sequence), "restore: sequence ", sequence, " is already here; allowed an id that is free");
+  KVKEEP_REQUIRE_AS(Unsupported, provided_.accelerator == nullptr, "restore: the keeper works on ", device().str(), "; allowed on the CPU");
   const StateFile state = StateFile::open(file);
   state.expect_same("policy", policy_->to_json(), kPlaces);
   state.expect_same("model", model_json(spec_));
   std::optional<QueryBasis> basis;
   if (needs_.queries > 0 && state.has("queries")) basis = basis_of(state);
-  require(!basis || !basis_known_ || *basis == basis_, "restore: queries in ", state.where(), " came ", name_of(basis.value_or(basis_)), ", those of the keeper come ", name_of(basis_), "; allowed one basis");
+  KVKEEP_REQUIRE(!basis || !basis_known_ || *basis == basis_, "restore: queries in ", state.where(), " came ", name_of(basis.value_or(basis_)), ", those of the keeper come ", name_of(basis_), "; allowed one basis");
 
   join(sequence);
   try {
@@ -297,12 +296,12 @@ void Keeper::restore(SequenceId sequence, const std::filesystem::path& file) {
 /// Counters, and columns: each row is what an event leaves of the slots of all rows, and the slots that came since.
 void Keeper::restore_columns(Sequence& s, const StateFile& state) const {
   const auto rows = full_layers_.size() * static_cast<std::size_t>(spec_.kv_heads);
-  const Tensor stored = state.tensor("counters", kInt64, {8});
+  const Tensor stored = state.tensor("counters", kInt64, {10});
   const auto c = numbers_of<std::int64_t>(stored);
-  const std::int64_t logical = c[0], prefix = c[1], prompt = c[2], last_event = c[3], asked = c[4], next_position = c[5], surprised = c[6], settled = c[7];
+  const std::int64_t logical = c[0], prefix = c[1], prompt = c[2], last_event = c[3], asked = c[4], next_position = c[5], surprised = c[6], settled = c[7], prompt_end = c[8], event_position = c[9];
   const auto within = [](std::int64_t x, std::int64_t most) { return x >= 0 && x <= most; };
-  require(within(next_position, kMostTokens) && within(logical, next_position) && within(prefix, logical) && prompt >= -1 && prompt <= kMostTokens && within(last_event, logical) && within(asked, logical) && within(surprised, logical) &&
-              within(settled, next_position),
+  KVKEEP_REQUIRE(within(next_position, kMostPositions) && within(logical, next_position) && within(prefix, logical) && prompt >= -1 && prompt <= kMostPositions && within(last_event, logical) && within(asked, logical) && within(surprised, logical) &&
+              within(settled, next_position) && within(prompt_end, next_position) && within(event_position, next_position),
           "restore: tensor \"counters\" in ", state.where(), " does not describe a sequence of ", logical, " tokens whose next position is ", next_position, "; allowed counters up to these");
   const RaggedView<std::int32_t> positions(state, "positions", kInt32, static_cast<std::int64_t>(rows));
   const RaggedView<float> credit(state, "credit", kFloat32, static_cast<std::int64_t>(rows)), tally(state, "tally", kFloat32, static_cast<std::int64_t>(rows));
@@ -315,36 +314,19 @@ void Keeper::restore_columns(Sequence& s, const StateFile& state) const {
   bool any_told = false;
   for (std::size_t r = 0; r < rows; ++r) any_told = any_told || told(r) > 0;
   const auto newest = positions.row(0).last(std::min(since, positions.row(0).size()));
-  std::vector<std::int32_t> all;
+  auto& columns = static_cast<HostColumns&>(*s.columns);
   for (std::size_t r = 0; r < rows; ++r) {
     const auto own = positions.row(r);
     const std::size_t credited = credit.row(r).size(), tallied = tally.row(r).size();
     const bool ascends = std::ranges::adjacent_find(own, std::ranges::greater_equal()) == own.end() && (own.empty() || (own.front() >= 0 && own.back() < next_position));
-    require(ascends && std::ssize(own) >= firm && std::ssize(own) <= logical, "restore: row ", r, " in ", state.where(), " has ", own.size(), " positions; allowed ", firm, " to ", logical, " that ascend, from 0 to ", next_position - 1);
-    require((!any_told || told(r) + since == own.size()) && (credited == 0 || credited == told(r)) && (tallied == 0 || tallied == told(r)) && std::ranges::equal(own.last(since), newest), "restore: row ",
+    KVKEEP_REQUIRE(ascends && std::ssize(own) >= firm && std::ssize(own) <= logical, "restore: row ", r, " in ", state.where(), " has ", own.size(), " positions; allowed ", firm, " to ", logical, " that ascend, from 0 to ", next_position - 1);
+    KVKEEP_REQUIRE((!any_told || told(r) + since == own.size()) && (credited == 0 || credited == told(r)) && (tallied == 0 || tallied == told(r)) && std::ranges::equal(own.last(since), newest), "restore: row ",
             r, " in ", state.where(), " has ", own.size(), " slots, credit of ", credited, " and a tally of ", tallied, "; allowed that of its slots at the last event, none or all, and the same slots since in every row");
-    all.insert(all.end(), own.begin(), own.end() - static_cast<std::ptrdiff_t>(since));
+    columns.assign(static_cast<std::int32_t>(r), own, credit.row(r), tally.row(r));
   }
-  std::ranges::sort(all);
-  all.erase(std::unique(all.begin(), all.end()), all.end());
-  s.columns->append(all);
-  std::vector<float> credits(all.size()), tallies(all.size());
-  for (std::size_t r = 0; r < rows; ++r) {
-    const auto own = positions.row(r).first(positions.row(r).size() - since);
-    KeepSet kept{.slots = at::empty({std::ssize(own)}, at::TensorOptions().dtype(kInt32)), .indptr = {0, std::ssize(own)}};
-    auto* slots = kept.slots.data_ptr<std::int32_t>();
-    std::size_t slot = 0;
-    for (std::size_t j = 0; j < own.size(); ++j) {
-      while (all[slot] < own[j]) ++slot;
-      slots[j] = static_cast<std::int32_t>(slot);
-      if (!credit.row(r).empty()) credits[slot] = credit.row(r)[j];
-      if (!tally.row(r).empty()) tallies[slot] = tally.row(r)[j];
-    }
-    s.columns->settle(static_cast<std::int32_t>(r), kept, 0, credit.row(r).empty() ? nullptr : credits.data(), tally.row(r).empty() ? nullptr : tallies.data());
-  }
-  s.columns->append(newest);
   s.logical = logical, s.prompt = prompt, s.last_event = last_event, s.asked = asked, s.surprised = surprised;
   s.prefix = static_cast<std::int32_t>(prefix), s.next_position = static_cast<std::int32_t>(next_position), s.settled = static_cast<std::int32_t>(settled);
+  s.prompt_end = static_cast<std::int32_t>(prompt_end), s.event_position = static_cast<std::int32_t>(event_position);
 }
 
 /// Queries, their statistics, and surprisal.
@@ -354,7 +336,7 @@ void Keeper::restore_queries(Sequence& s, const StateFile& state) const {
   QueryRing::Held held;
   for (std::int64_t l = 0; l < layers; ++l) {
     const auto of_layer = numbers_of<std::int64_t>(seen).subspan(static_cast<std::size_t>(3 * l), 3);
-    require(std::ranges::all_of(of_layer, [](std::int64_t x) { return x >= -kMostTokens && x <= kMostTokens; }) && of_layer[0] + s.prefix <= s.logical && (needs_.queries == 0 || of_layer[0] + s.prefix == s.logical),
+    KVKEEP_REQUIRE(std::ranges::all_of(of_layer, [](std::int64_t x) { return x >= -kMostPositions && x <= kMostPositions; }) && of_layer[0] + s.prefix <= s.logical && (needs_.queries == 0 || of_layer[0] + s.prefix == s.logical),
             "restore: layer ", full_layers_[static_cast<std::size_t>(l)], " in ", state.where(), " has shown ", of_layer[0], " of ", s.logical, " tokens; allowed all that were not cached before");
     held.layers.push_back({.seen = of_layer[0], .first = of_layer[1], .oldest = of_layer[2]});
   }
@@ -362,7 +344,7 @@ void Keeper::restore_queries(Sequence& s, const StateFile& state) const {
     const Tensor positions = state.tensor("queries.positions", kInt32, {-1});
     held.positions = list_from(numbers_of<std::int32_t>(positions), 0, positions.numel());
     held.dtype = state.dtype("queries");
-    require(is_scorable(held.dtype), "restore: tensor \"queries\" in ", state.where(), " is ", c10::toString(held.dtype), "; allowed f32, f16, bf16");
+    KVKEEP_REQUIRE(is_scorable(held.dtype), "restore: tensor \"queries\" in ", state.where(), " is ", c10::toString(held.dtype), "; allowed f32, f16, bf16");
     const Tensor queries = state.tensor("queries", held.dtype, {layers, positions.numel(), spec_.query_heads, spec_.key_dim});
     held.data = list_from(numbers_of<std::byte>(queries), 0, static_cast<std::int64_t>(queries.nbytes()));
   }
@@ -373,14 +355,14 @@ void Keeper::restore_queries(Sequence& s, const StateFile& state) const {
   s.surprisal = list_from(numbers_of<float>(surprisal), 0, surprisal.numel());
   const auto newest = s.columns->newest();
   const std::int64_t open = s.logical - s.surprised;
-  require(!needs_.surprisal || (open <= std::ssize(newest) && surprisal.numel() <= s.next_position), "restore: ", s.surprised, " of ", s.logical, " tokens in ", state.where(), " have their surprisal, up to position ",
+  KVKEEP_REQUIRE(!needs_.surprisal || (open <= std::ssize(newest) && surprisal.numel() <= s.next_position), "restore: ", s.surprised, " of ", s.logical, " tokens in ", state.where(), " have their surprisal, up to position ",
           surprisal.numel() - 1, "; allowed all but the newest, below position ", s.next_position);
 }
 
 void Keeper::restore_memory(SequenceId id, Sequence& s, const StateFile& state) const {
   const Tensor viewed = state.tensor("viewed", kInt64, {std::ssize(s.viewed)});
   s.viewed = list_from(numbers_of<std::int64_t>(viewed), 0, viewed.numel());
-  require(std::ranges::all_of(s.viewed, [&](std::int64_t x) { return x >= 0 && x <= s.logical; }), "restore: tensor \"viewed\" in ", state.where(), " is not within the ", s.logical, " tokens of the sequence; allowed 0 to these");
+  KVKEEP_REQUIRE(std::ranges::all_of(s.viewed, [&](std::int64_t x) { return x >= 0 && x <= s.logical; }), "restore: tensor \"viewed\" in ", state.where(), " is not within the ", s.logical, " tokens of the sequence; allowed 0 to these");
   if (s.memory.empty()) return;
   const MemoryOptions& memory = *policy_->memory();
   const std::int64_t dim = spec_.key_dim, rows = std::ssize(s.memory);
@@ -397,7 +379,7 @@ void Keeper::restore_memory(SequenceId id, Sequence& s, const StateFile& state) 
     const auto numbers = spans.row(r);
     const std::int64_t count = std::ssize(numbers) / kSpanNumbers;
     const auto where = [&] { return text("restore: row ", r, " in ", state.where()); };
-    require(count * kSpanNumbers == std::ssize(numbers) && before + count <= coarse[0].size(0) && before + count <= coarse[1].size(0), where(), " has ", numbers.size(), " numbers of spans, and there are ", coarse[0].size(0),
+    KVKEEP_REQUIRE(count * kSpanNumbers == std::ssize(numbers) && before + count <= coarse[0].size(0) && before + count <= coarse[1].size(0), where(), " has ", numbers.size(), " numbers of spans, and there are ", coarse[0].size(0),
             " coarse entries; allowed ", kSpanNumbers, " a span, and an entry each");
     SpanParts parts;
     for (std::int64_t i = 0; i < count; ++i) {
@@ -405,10 +387,10 @@ void Keeper::restore_memory(SequenceId id, Sequence& s, const StateFile& state) 
       FoldedSpan span{.first = n[0], .last = n[1], .length = n[2]};
       for (std::size_t side = 0; side < 2; ++side) span.factors[side] = {.rank = n[3 + 2 * side], .raw = (n[4 + 2 * side] & 1) != 0, .centred = (n[4 + 2 * side] & 2) != 0};
       const auto rank_fits = [&](const SpanFactors& f) { return f.rank >= 0 && f.rank <= memory.factors.max_rank; };
-      require(span.length >= 1 && span.first >= 0 && span.last < s.next_position && rank_fits(span.factors[0]) && rank_fits(span.factors[1]), where(), ": span ", i, " has ", span.length, " tokens at positions ", span.first, " to ",
+      KVKEEP_REQUIRE(span.length >= 1 && span.first >= 0 && span.last < s.next_position && rank_fits(span.factors[0]) && rank_fits(span.factors[1]), where(), ": span ", i, " has ", span.length, " tokens at positions ", span.first, " to ",
               span.last, ", rank ", span.factors[0].rank, " and ", span.factors[1].rank, "; allowed tokens below position ", s.next_position, " and ranks to ", memory.factors.max_rank);
       const std::int64_t bytes = far_bytes(span, dim, store);
-      require(bytes <= std::ssize(far), where(), ": factors of span ", i, " take ", bytes, " bytes; ", far.size(), " are left, allowed no more");
+      KVKEEP_REQUIRE(bytes <= std::ssize(far), where(), ": factors of span ", i, " take ", bytes, " bytes; ", far.size(), " are left, allowed no more");
       const auto [layer, head] = std::pair(full_layers_[r / static_cast<std::size_t>(spec_.kv_heads)], static_cast<std::int32_t>(r % static_cast<std::size_t>(spec_.kv_heads)));
       const FarLabel label{.sequence = id, .layer = layer, .head = head, .span = static_cast<std::int32_t>(i), .begin = span.first, .end = span.last + 1};
       parts.blobs.push_back(bytes == 0 ? nullptr : far_->put(far.first(static_cast<std::size_t>(bytes)), label));
@@ -422,11 +404,11 @@ void Keeper::restore_memory(SequenceId id, Sequence& s, const StateFile& state) 
     parts.sketch.sizes.assign(sizes.row(r).begin(), sizes.row(r).end());
     SpanRow row(dim, store, std::move(parts));
     const std::int64_t sketched = memory.fold_options().sketch ? KeySketch::padded(row.tokens()) : 0, normed = memory.learned() ? count * spec_.group() : 0;
-    require(std::ssize(row.sketch().sizes) == sketched && std::ssize(row.norms()) == normed && row.tokens() <= s.logical, where(), " has folded ", row.tokens(), " tokens, with a sketch of ", row.sketch().sizes.size(), " and ",
+    KVKEEP_REQUIRE(std::ssize(row.sketch().sizes) == sketched && std::ssize(row.norms()) == normed && row.tokens() <= s.logical, where(), " has folded ", row.tokens(), " tokens, with a sketch of ", row.sketch().sizes.size(), " and ",
             row.norms().size(), " norms; allowed at most ", s.logical, ", ", sketched, " and ", normed);
     s.memory[r] = std::move(row);
   }
-  require(far.empty() && before == coarse[0].size(0) && before == coarse[1].size(0), "restore: ", state.where(), " holds ", far.size(), " bytes of factors and ", coarse[0].size(0) - before, " coarse entries that belong to no span; allowed none");
+  KVKEEP_REQUIRE(far.empty() && before == coarse[0].size(0) && before == coarse[1].size(0), "restore: ", state.where(), " holds ", far.size(), " bytes of factors and ", coarse[0].size(0) - before, " coarse entries that belong to no span; allowed none");
 }
 
 }  // namespace kvkeep

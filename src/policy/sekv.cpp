@@ -86,7 +86,7 @@ Decision Sekv::decide(const Evidence& evidence) const {
   std::map<std::int32_t, Pieces> by_sequence;
   const auto decide_sequence = [&](const RowGroup& group, const Row& row) -> Pieces {
     const auto surprisal_at = [&](std::int32_t position) {
-      require(static_cast<std::size_t>(position) < group.surprisal.size(), "sekv: position ", position, " has no surprisal; ", group.surprisal.size(), " tokens do, allowed all");
+      KVKEEP_REQUIRE(static_cast<std::size_t>(position) < group.surprisal.size(), "sekv: position ", position, " has no surprisal; ", group.surprisal.size(), " tokens do, allowed all");
       return group.surprisal[static_cast<std::size_t>(position)];
     };
     const auto first = static_cast<std::int32_t>(std::lower_bound(row.positions, row.positions + row.length, group.settled) - row.positions);
@@ -99,7 +99,7 @@ Decision Sekv::decide(const Evidence& evidence) const {
     };
     if (group.settled == 0) return pieces_of(segment(nats, segmenter(row.length)), 0, row, nats);
     // The first time was at the end of the prompt, or for one shorter than the window when `interval` tokens had left it.
-    const std::int32_t then = std::max(group.prompt, group.prompt > own.recent ? 0 : own.recent + options_.interval);
+    const std::int32_t then = std::max(static_cast<std::int32_t>(group.prompt.tokens), group.prompt.tokens > own.recent ? 0 : own.recent + options_.interval);
     std::vector<float> all;
     for (std::size_t p = 0; p < group.surprisal.size() && std::ssize(all) < then; ++p)
       if (group.surprisal[p] != kNoToken) all.push_back(group.surprisal[p]);
@@ -123,7 +123,7 @@ Decision Sekv::decide(const Evidence& evidence) const {
     const std::int32_t length = static_cast<std::int32_t>(pieces.kept.size() + pieces.folded.size());
     fold.settled.push_back(pieces.settled);
     for (std::size_t h = 0; h < heads; ++h) {
-      require(rows[h].length == length, "sekv: rows of one sequence hold ", rows[h].length, " and ", length, " slots; allowed the same in all layers and heads");
+      KVKEEP_REQUIRE(rows[h].length == length, "sekv: rows of one sequence hold ", rows[h].length, " and ", length, " slots; allowed the same in all layers and heads");
       kept.insert(kept.end(), pieces.kept.begin(), pieces.kept.end());
       keep.indptr.push_back(static_cast<std::int64_t>(kept.size()));
       const auto before = static_cast<std::int64_t>(fold.slots.size());

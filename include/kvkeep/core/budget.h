@@ -7,6 +7,11 @@
 
 namespace kvkeep {
 
+/// A number of tokens. A type of its own, because logical positions count something else: they may begin anywhere and have gaps.
+struct TokenCount {
+  std::int64_t tokens = 0;
+};
+
 struct Budget {
   enum class Unit : std::uint8_t {
     slots,  ///< `slots` per row
@@ -23,9 +28,10 @@ struct Budget {
   bool decoded_only = false; ///< the budget counts slots behind the prompt: the prompt stays on top of it
   std::int32_t beyond_prompt = -1;  ///< 0 or more: the prompt is protected, and where it leaves fewer slots than this the budget is prompt + beyond_prompt
 
-  /// Slots a row may keep. `seen`: tokens of the sequence so far; `prompt`: how many of them are its prompt; `slot_bytes`: K and V bytes of one slot in every
+  /// Slots a row may keep. `seen_so_far`: tokens of the sequence; `of_prompt`: how many of them are its prompt; `slot_bytes`: K and V bytes of one slot in every
   /// row of the sequence. Exact: the ratio counts in millionths, so that 10 tokens less 90 % are 1, not 0.
-  [[nodiscard]] std::int32_t resolve(std::int64_t seen, std::int64_t prompt, std::int64_t slot_bytes) const {
+  [[nodiscard]] std::int32_t resolve(TokenCount seen_so_far, TokenCount of_prompt, std::int64_t slot_bytes) const {
+    const std::int64_t seen = seen_so_far.tokens, prompt = of_prompt.tokens;
     const std::int64_t decoded = seen > prompt ? seen - prompt : 0;
     std::int64_t kept = slots;
     if (unit == Unit::ratio) {

@@ -85,6 +85,7 @@ struct Decision {
   std::optional<Tensor> tally;   ///< f32 [slots] what an accumulating scorer gave every slot, before compaction; what stays is Row::tally at the next event
   Sharing share = Sharing::per_layer_per_head;  ///< who got one selection; `scores` then repeat in every row that shares
   std::optional<Allotment> allotment;
+  std::uint64_t serial = 0;      ///< on a device: counts decisions of the accelerator, whose memory holds only the newest one's slots
 };
 
 }  // namespace kvkeep

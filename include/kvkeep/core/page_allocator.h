@@ -11,6 +11,8 @@ inline constexpr std::int32_t kLargestPage = 1024;
 /// What a page may hold: a power of two up to kLargestPage slots.
 [[nodiscard]] constexpr bool is_page_size(std::int64_t slots) { return slots >= 1 && slots <= kLargestPage && std::has_single_bit(static_cast<std::uint64_t>(slots)); }
 
+/// An event calls take() before it changes anything and give_back() after it has settled everything. What they throw passes through it: after take() all is as before, after give_back() the event has
+/// happened, whole, and every other page was given back.
 class PageAllocator {
  public:
   virtual ~PageAllocator() = default;

@@ -13,7 +13,7 @@ namespace kvkeep {
 inline void require_no_problems(std::string_view operation, const std::vector<std::string>& problems) {
   std::string all;
   for (const std::string& one : problems) all += (all.empty() ? "" : "; ") + one;
-  require(all.empty(), operation, ": ", all);
+  KVKEEP_REQUIRE(all.empty(), operation, ": ", all);
 }
 
 }  // namespace kvkeep

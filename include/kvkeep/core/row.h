@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "kvkeep/core/budget.h"
 #include "kvkeep/core/cache_view.h"
 #include "kvkeep/core/model_spec.h"
 #include "kvkeep/core/slot.h"
@@ -50,10 +51,12 @@ struct RowGroup {
   std::int32_t sequence = 0;
   std::int64_t first_row = 0;
   QueryView queries;
-  std::int32_t next_position = 0;  ///< logical position of the next token: tokens seen, where positions have no gaps
-  std::int32_t prompt = 0;         ///< tokens of the sequence that are its prompt: positions [0, prompt)
+  std::int32_t next_position = 0;  ///< logical position of the next token: the last one's plus one
+  std::int32_t prompt_end = 0;     ///< logical position below which every token belongs to the prompt
+  TokenCount seen = {};            ///< tokens of the sequence so far
+  TokenCount prompt = {};          ///< how many of them are its prompt
   std::span<const std::int32_t> newest = {};  ///< rows on a device: positions of the newest slots of every row, which Row::positions does not hold yet
-  std::int32_t prompt_slots = -1;  ///< rows on a device: slots of every row at positions below `prompt`, where all of them stay; -1: not known
+  std::int32_t prompt_slots = -1;  ///< rows on a device: slots of every row at positions below `prompt_end`, where all of them stay; -1: not known
   const QueryStatistics* statistics = nullptr;  ///< of every query so far, where a policy asked for them; null in a trace
   std::span<const float> surprisal = {};  ///< nats, by logical position, of all tokens, where a policy asked for them; kNoToken in gaps
   std::int32_t settled = 0;        ///< logical position below which everything was decided for good (Fold::settled)

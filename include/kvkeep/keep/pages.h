@@ -31,7 +31,10 @@ struct PageMove {
 [[nodiscard]] std::vector<PageMove> plan_pages(const RowTable& table, const KeepSet& keep, std::span<const SequenceId> sequences, const PageAllocator* pages,
                                                SharedPages shared);
 
-/// Takes the new pages of all moves. Throws StateError, with nothing taken, when there are not enough.
+/// Hands back every page that is no longer held. Throws what give_back() threw first, with all others handed back. `pages` null: nothing.
+void give_back_pages(std::span<const PageMove> moves, PageAllocator* pages);
+
+/// Takes the new pages of all moves. Throws StateError, with nothing taken, when there are not enough, and what take() throws.
 void take_pages(std::span<PageMove> moves, PageAllocator* pages);
 
 }  // namespace kvkeep

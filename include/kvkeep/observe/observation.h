@@ -9,6 +9,9 @@
 
 namespace kvkeep {
 
+/// Logical positions lie below it, and sequences are shorter: what follows them is still a 32-bit number.
+inline constexpr std::int32_t kMostPositions = (1 << 30) - 1;
+
 /// New tokens of one layer and step: any subset of the sequences, any number of tokens each.
 /// Offsets and counts are host integers, as every length is: an event must not wait for the device.
 struct Observation {
@@ -17,7 +20,7 @@ struct Observation {
   std::span<const std::int32_t> indptr;          ///< host [n + 1]: tokens of sequence i are [indptr[i], indptr[i + 1])
   Tensor queries = {};                           ///< f32, f16 or bf16 [n_tokens, Hq, D] after bias and query norm; absent where the policy needs none
   QueryBasis basis = QueryBasis::pre_rope;
-  std::span<const std::int32_t> positions = {};  ///< host [n_tokens] logical, ascending per sequence; empty: the next ones of each sequence
+  std::span<const std::int32_t> positions = {};  ///< host [n_tokens] logical, from 0 to below kMostPositions, ascending per sequence; empty: the next ones of each sequence
 };
 
 }  // namespace kvkeep

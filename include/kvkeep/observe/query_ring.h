@@ -2,6 +2,7 @@
 /// The newest queries of one sequence, per layer: what scorers need of the past. Queries, not hidden states: no projection is run twice.
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -40,6 +41,16 @@ class QueryRing {
   void push(std::int32_t layer, const std::byte* data, ScalarType dtype, std::int64_t token_stride, std::int64_t head_stride,
             std::span<const std::int32_t> positions, std::vector<QueryArrival>* arrivals = nullptr);
 
+  /// Makes sure that push() of queries of this dtype does not fail, on the host. Changes nothing that can be seen.
+  void reserve(ScalarType dtype) {
+    if (capacity_ > 0 && memory() == nullptr) allocate(dtype);
+  }
+
+  /// Where no queries are kept: every layer has seen as many tokens.
+  void catch_up(std::int64_t seen) {
+    for (Layer& layer : layers_) layer = {.seen = seen, .first = seen, .oldest = seen};
+  }
+
   /// Tokens that one layer will not see, because they did not go on to it. What it saw before them is forgotten: the window holds queries without a gap.
   void skip(std::int32_t layer, std::int64_t tokens) {
     Layer& state = layers_[static_cast<std::size_t>(layer)];
@@ -52,6 +63,12 @@ class QueryRing {
 
   /// The last `wanted` queries of one layer (fewer where fewer were seen).
   [[nodiscard]] QueryView view(std::int32_t layer) const;
+
+  /// On the host: position of the newest query in view() that holds a number which is not finite. None: all are finite.
+  [[nodiscard]] std::optional<std::int32_t> not_finite(std::int32_t layer) const;
+
+  /// Tokens that one call of push() copies at most.
+  [[nodiscard]] std::int32_t capacity() const { return capacity_; }
 
   /// Tokens a layer has seen.
   [[nodiscard]] std::int64_t seen(std::int32_t layer) const { return layers_[static_cast<std::size_t>(layer)].seen; }
@@ -78,6 +95,7 @@ class QueryRing {
   std::vector<Layer> layers_;
   std::vector<std::int32_t> positions_;  ///< [capacity], the same in every layer
   std::vector<std::byte> data_;          ///< [layers, capacity, Hq, D]; allocated at the first push
+  std::vector<std::uint8_t> finite_;     ///< [layers, capacity] 1: all numbers of the query are; on the host
   DeviceMemory there_;                   ///< the same on a device, and the positions behind it
 };
 

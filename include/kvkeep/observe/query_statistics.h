@@ -2,7 +2,9 @@
 /// Running mean and covariance of every query of one layer of one sequence: what a window of queries says of all of them, without a window that grows.
 
 #include <cstdint>
+#include <memory>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "kvkeep/core/rope.h"
@@ -19,8 +21,8 @@ struct QueryMoments {
   explicit QueryMoments(std::int32_t dim)
       : mean(static_cast<std::size_t>(dim)), second(static_cast<std::size_t>(dim) * static_cast<std::size_t>(dim + 1) / 2) {}
 
-  /// Takes in what another has counted. Never subtracts. Source: Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances.
-  void merge(const QueryMoments& other);
+  /// Takes in what another has counted. `apart`: f64 [D] to work in. Never subtracts. Source: Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances.
+  void merge(const QueryMoments& other, std::span<double> apart);
 };
 
 /// Queries are taken in by blocks of kBlock tokens that start at multiples of it, counted from the first one that counts, and the newest kRollback tokens or
@@ -37,13 +39,21 @@ class QueryStatistics {
     std::vector<float> newest = {};        ///< [tokens, Hq, D] of those that are not in `heads` yet, before RoPE, oldest first
   };
 
+  /// What add() works in: one for all layers and sequences whose heads are alike. Bytes: about Hq * D * (12 D + 150).
+  struct Workspace;
+  [[nodiscard]] static std::shared_ptr<Workspace> workspace(std::int32_t query_heads, std::int32_t key_dim, const RopeSpec& rope);
+
   /// Queries at logical positions below `from` do not count. Bytes: Hq * D * (4 (D + 3) + 4 (kBlock + kRollback)).
   QueryStatistics(std::int32_t query_heads, std::int32_t key_dim, std::int32_t from);
 
   /// Adds new tokens, oldest first. data: f32, f16 or bf16 [tokens, Hq, D], strides in bytes; queries after RoPE are turned back at their own positions.
-  /// Throws InvalidArgument for a query that is not finite. Cost: Hq * D * (D + 1) flop a token.
+  /// Throws InvalidArgument, before anything is counted, for a query that is not finite or beyond kLargestQuery; else nothing. Cost: Hq * D * (D + 1) flop per token.
   void add(const std::byte* data, ScalarType dtype, std::int64_t token_stride, std::int64_t head_stride, std::span<const std::int32_t> positions, QueryBasis basis,
-           const RopeSpec& rope);
+           const RopeSpec& rope, Workspace& workspace);
+  /// Whether add() takes these queries. Cost: one read of them.
+  [[nodiscard]] bool finite(const std::byte* data, ScalarType dtype, std::int64_t token_stride, std::int64_t head_stride, std::span<const std::int32_t> positions) const;
+  /// Throws InvalidArgument that names the first query which add() does not take. `where`: whose they are.
+  void check(std::string_view where, const std::byte* data, ScalarType dtype, std::int64_t token_stride, std::int64_t head_stride, std::span<const std::int32_t> positions) const;
 
   /// True when the newest `tokens` can be taken back.
   [[nodiscard]] bool can_forget(std::int64_t tokens) const;
@@ -60,7 +70,8 @@ class QueryStatistics {
   void take(Held held);
 
  private:
-  void take_in(QueryMoments& to, std::int32_t head, std::int64_t first, std::int64_t rows) const;
+  struct HeadWorkspace;
+  void take_in(QueryMoments& to, std::int32_t head, std::int64_t first, std::int64_t rows, HeadWorkspace& in) const;
 
   std::int32_t dim_, from_;
   std::vector<QueryMoments> heads_;  ///< [Hq] of all tokens but the pending ones

@@ -44,7 +44,7 @@ struct Trigger {
     const std::int64_t decoded = o.seen - o.prompt;
     if (never || decoded < 0) return false;
     if (kind == Kind::window) return o.unsettled >= std::int64_t{recent} + (decoded == 0 || decoded < o.step ? 1 : interval);
-    const std::int64_t kept = budget.resolve(o.seen, o.prompt, o.slot_bytes) * o.rows;
+    const std::int64_t kept = budget.resolve({o.seen}, {o.prompt}, o.slot_bytes) * o.rows;
     if (decoded == 0 || decoded < o.step) return prefill != Prefill::keep && o.slots > kept;
     if (prefill == Prefill::only) return false;
     if (kind == Kind::counter) return o.slots > kept && decoded / interval > (decoded - o.step) / interval;

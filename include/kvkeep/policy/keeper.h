@@ -34,21 +34,32 @@ struct Cut {
   std::int64_t slots_after = 0;
 };
 
-/// What would happen. Refers to the view and the keeper it was made from: apply it before either changes.
+/// A sequence that was due and was left as it is: the policy reads a query of it that is NaN or infinite, so what it attends to is lost. Others are cut as if it were not there. End it, or let the query leave
+/// the window. On a device such queries are not looked for; their scores are NaN, which rank last.
+struct Unscored {
+  SequenceId sequence = 0;
+  std::int32_t layer = 0;
+  std::int32_t position = 0;  ///< logical, of the query
+};
+
+/// What would happen. Refers to the view and the keeper it was made from: apply it before either changes. On a device its tensors lie in memory that the keeper's next plan writes again.
 struct Plan {
   std::vector<Cut> cuts;           ///< one per sequence that is due
   RowTable table;                  ///< the rows of those sequences
   Decision decision;
   std::vector<PageMove> pages;     ///< paged caches: one per sequence that is due
+  std::vector<Unscored> unscored;  ///< sequences that are due and will not be cut
   std::int64_t bytes_before = 0;   ///< K and V bytes of live slots in full layers, all sequences of the view
   std::int64_t bytes_after = 0;
   std::uint64_t version = 0;
+  std::shared_ptr<const void> keeper;  ///< whose plan it is
 };
 
 /// What happened: proof that compression ran, in numbers.
 struct Report {
   std::vector<Cut> cuts;
   std::vector<PageMove> pages;     ///< paged caches: what each cut sequence holds now and what it gave back, as its row of the block table says
+  std::vector<Unscored> unscored;  ///< sequences that were due and were not cut
   std::int64_t slots_dropped = 0;  ///< over all rows
   std::int64_t slots_folded = 0;   ///< of them into spans
   std::int64_t far_bytes = 0;      ///< of the factors that were stored for them
@@ -117,7 +128,8 @@ struct Totals {
 /// engine gave, where it gives its own with gaps).
 class Keeper {
  public:
-  /// Throws InvalidArgument when the spec is inconsistent, or when the policy needs what the engine does not give: with every reason at once.
+  /// Throws InvalidArgument when the spec is inconsistent, or when the policy needs what the engine does not give: with every reason at once. StateError for an accelerator
+  /// that serves, or served, another keeper.
   Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy, Provided provided = {});
 
   /// A sequence begins. `tokens` of it are already in the cache (a prefix that kvkeep did not see), at positions 0..tokens-1.
@@ -140,8 +152,9 @@ class Keeper {
   [[nodiscard]] bool knows(SequenceId sequence) const { return sequences_.contains(sequence); }
 
   /// Records the new tokens of one layer. Call it in every full layer, or in one of them where the policy needs no queries; other layers are ignored.
-  /// Throws: StateError for a sequence that never joined; InvalidArgument for a wrong layer, indptr, shape, dtype or device, missing queries, or positions that do
-  /// not ascend. Nothing is recorded then. Cost: copies the newest queries; no allocation after the first step but the growth of columns.
+  /// Throws: StateError for a sequence that never joined; InvalidArgument for a wrong layer, indptr, shape, dtype or device, a sequence that stands twice, missing queries, positions that do
+  /// not ascend or are too large, and, where running statistics are kept, a query that is not finite. Nothing is recorded then, of any sequence. Cost: copies the newest queries; allocates at a sequence's
+  /// first tokens, and where its columns grow beyond what they were.
   void observe(const Observation& observation);
 
   /// Under a policy that narrows: call it in every layer, once attention has run over the keys and values of all tokens present, with what observe() was given. Sequences that are
@@ -175,11 +188,12 @@ class Keeper {
   [[nodiscard]] const FarStore* far_store() const { return far_.get(); }
   [[nodiscard]] const FactorCache* factor_cache() const { return near_.get(); }
 
-  /// Decides, moves nothing. Throws: StateError when the view's lengths are not what was observed; InvalidArgument and Unsupported as make_rows and the policy do.
+  /// Decides, moves nothing. Throws: StateError when the view's lengths are not what was observed; InvalidArgument for a sequence, a place or a page that stands twice in the view; InvalidArgument and
+  /// Unsupported as make_rows and the policy do. Where nobody is due it allocates nothing.
   [[nodiscard]] Plan plan(const CacheView& view) const;
 
   /// Folds what the plan folds, moves K, V and columns, writes the new lengths and, in pages, the new block table into the view, then gives back the pages that are no longer held.
-  /// Throws: as fold(), before the first byte moves, for rows that are not finite and a far store that is full; StateError, before the first byte moves, for a plan that is out of date, and where there are no free pages for copies of shared ones.
+  /// Throws: as fold(), before the first byte moves, for rows that are not finite and a far store that is full; StateError, before the first byte moves, for a plan of another keeper or one that is out of date (on a device also for one that a later plan() replaced), and where there are no free pages for copies of shared ones.
   Report apply(const Plan& plan, const CacheView& view);
 
   /// plan and apply.
@@ -190,7 +204,8 @@ class Keeper {
   [[nodiscard]] std::int64_t workspace_bytes(const CacheView& view) const;
 
   /// Takes back the newest tokens (speculative decoding): the sequence is `logical_length` tokens long afterwards; the engine shortens its cache alike.
-  /// Exact, or StateError: it cannot go behind the last event, nor further than the query ring remembers.
+  /// Exact, or StateError: it cannot go behind the last event, nor further than the query ring remembers. The next position is the one after the last token that is left. A prompt that had ended and
+  /// loses tokens is as long as what is left.
   void truncate(SequenceId sequence, std::int64_t logical_length);
 
   /// Tokens seen; the position of the next one. Never shrinks at an event.
@@ -219,6 +234,9 @@ class Keeper {
     std::int64_t logical = 0;        ///< tokens seen, prefix included
     std::int64_t last_event = 0;     ///< logical length at the last event
     std::int64_t prompt = -1;        ///< tokens of the prompt; -1 until known
+    std::int32_t prompt_end = 0;     ///< once it has ended: logical position below which its tokens stand
+    std::int32_t event_position = 0; ///< next position at the last event, or after the prefix
+    mutable std::uint64_t mark = 0;  ///< of the last call that met the sequence
     std::int64_t asked = 0;          ///< logical length when the policy was last asked
     std::int32_t next_position = 0;
     std::int32_t prompt_slots = -1;  ///< on a device: slots of the prompt at the first event; -1 before it
@@ -236,7 +254,18 @@ class Keeper {
   };
   [[nodiscard]] const Sequence& at(SequenceId sequence) const;
   [[nodiscard]] std::int32_t row_of(std::int32_t layer, std::int32_t head) const;
+  [[nodiscard]] const Sequence& once(const char* operation, SequenceId sequence) const;
+  void check_sequences(const char* operation, const Observation& observation) const;
+  void check_statistics(const Observation& observation, std::size_t i, const Sequence& sequence, std::span<const std::int32_t> positions) const;
+  void check_places(const CacheView& view) const;
+  void check_pages(const CacheView& view, const RowTable& table) const;
   void check(const Observation& observation) const;
+  void find_positions(const Observation& observation, std::size_t i, const Sequence& sequence);
+  void make_room(const Observation& observation);
+  [[nodiscard]] std::optional<Unscored> unscored(SequenceId id, const Sequence& sequence) const;
+  void check_planned(const Plan& plan, const CacheView& view) const;
+  void reserve_settled(const Plan& plan, const CacheView& view, std::span<const SpanRow> folded);
+  void settle(const Plan& plan, const CacheView& view, std::vector<SpanRow> folded, Report& report) noexcept;
   void check_queries(const char* operation, const Observation& observation) const;
   [[nodiscard]] std::span<const std::int32_t> already_shown(const Sequence& sequence, std::int32_t layer, std::int32_t tokens) const;
   [[nodiscard]] RowTable table_of(const CacheView& view, std::span<const std::int32_t> due) const;
@@ -245,10 +274,16 @@ class Keeper {
   [[nodiscard]] static DeviceColumns& on_device(Sequence& sequence);
   [[nodiscard]] bool leads(const Sequence& sequence, std::int32_t layer, std::int32_t tokens) const;
   [[nodiscard]] bool begins_prompt(const Sequence& sequence, std::int32_t tokens) const;
-  void begin_prompt(Sequence& sequence, std::span<const std::int32_t> positions);
+  struct Begun {
+    Sequence* sequence;
+    std::unique_ptr<PromptPass> pass;
+    std::vector<std::int32_t> present;
+    PromptReport report;
+  };
+  [[nodiscard]] Begun begin_prompt(Sequence& sequence, std::span<const std::int32_t> positions) const;
   void check_fold(const Plan& plan) const;
   [[nodiscard]] std::vector<SpanRow> fold_dropped(const Plan& plan, const CacheView& view) const;
-  void settle_folded(const Plan& plan, const CacheView& view, std::vector<SpanRow> folded, Report& report);
+  void settle_folded(const Plan& plan, const CacheView& view, std::vector<SpanRow> folded, Report& report) noexcept;
   void check_attended(const Observation& observation, const Attended& attended) const;
   void bring_next(std::span<const SequenceId> sequences, std::int32_t index) const;
   void require_saveable(SequenceId sequence, const Sequence& s) const;
@@ -273,9 +308,16 @@ class Keeper {
   std::shared_ptr<FarStore> far_;          ///< where the policy folds
   std::unique_ptr<FactorCache> near_;
   std::uint64_t version_ = 0;              ///< changes with every observation and event
+  std::shared_ptr<const void> identity_ = std::make_shared<char>();  ///< of this keeper and no other that lives, or whose plan does
   Totals totals_;
   std::vector<std::int32_t> positions_;    ///< scratch of observe()
+  std::vector<Begun> begun_;               ///< the same: prompts that begin with this step
   std::vector<QueryArrival> arrivals_;     ///< the same, on a device
+  std::shared_ptr<QueryStatistics::Workspace> workspace_;  ///< the same, where the policy asks for statistics
+  mutable std::uint64_t mark_ = 0;         ///< of the call under way: what has it was met
+  mutable std::vector<const Sequence*> met_;     ///< the sequences of the observation under way, in its order
+  mutable std::vector<std::uint64_t> places_;    ///< [places of the cache] marks
+  mutable std::vector<std::int32_t> holders_;    ///< [pages] rows of the block table that name a page
 };
 
 }  // namespace kvkeep
