@@ -2,6 +2,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/randn.h>
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
@@ -319,6 +320,28 @@ TEST(Chunks, OfOneSlotAreTopKPerHead) {
     const KeepSet a = e.kept(allocator), b = e.kept(Flat());
     for (std::size_t r = 0; r < e.table().rows.size(); ++r) ASSERT_EQ(slots_of(a, r), slots_of(b, r)) << e.made.description();
   }
+}
+
+TEST(Chunks, ShareOneSelectionOfLayersAndHeadsWhereThePolicySaysSo) {
+  ModelSpec spec;
+  spec.query_heads = spec.kv_heads = 2;
+  spec.key_dim = spec.value_dim = 4;
+  spec.layers.resize(3);
+  for (const std::string share : {"union", "per_head"})
+    for (const std::string heads : {"shared", "own"}) {
+      const SequenceId id = 1;
+      std::int32_t length = 40;
+      std::vector<LayerKv> layers;
+      for (std::size_t l = 0; l < spec.layers.size(); ++l) layers.emplace_back(DenseKv{at::randn({1, 2, length, 4}), at::randn({1, 2, length, 4})});
+      Keeper keeper(spec, make_policy("chunkkv-knorm,budget=20,interval=4,sink=1,recent=2,prefill=cut,chunk=3,share=" + share + ",heads=" + heads));
+      keeper.join(id, length);
+      keeper.step({.layers = layers, .sequences = {&id, 1}, .lengths = {{&length, 1}}});
+      for (std::int32_t head = 0; head < 2; ++head) {
+        const auto first = keeper.positions(id, 0, share == "union" ? 0 : head);
+        ASSERT_EQ(first.size(), 20U);
+        for (std::int32_t layer = 0; layer < 3; ++layer) EXPECT_TRUE(std::ranges::equal(keeper.positions(id, layer, head), first)) << share << ", " << heads << ", layer " << layer << ", head " << head;
+      }
+    }
 }
 
 TEST(Chunks, ByHand) {

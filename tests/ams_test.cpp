@@ -2,6 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <random>
+
 #include "kvkeep/kvkeep.h"
 
 namespace kvkeep {
@@ -103,6 +108,69 @@ TEST(Segments, FixedOnesEndShortWithoutMerging) {
   EXPECT_EQ(ends[0], 4);
   EXPECT_EQ(ends[1], 8);
   EXPECT_EQ(ends[2], 10);
+}
+
+TEST(Segments, TakeLengthsUpToTheLargestInteger) {
+  constexpr std::int32_t kMost = std::numeric_limits<std::int32_t>::max();
+  std::vector<std::uint64_t> prefix(10);
+  std::iota(prefix.begin(), prefix.end(), 1);
+  for (const std::int32_t most : {kMost - 2, kMost - 1, kMost})
+    for (const Variant variant : {Variant::strict, Variant::official}) {
+      std::vector<std::int32_t> ends(10), scratch(10);
+      EXPECT_EQ(most_segments({.segments = Segmentation::fixed, .fixed = most}, 10), 1);
+      ASSERT_EQ(segment_ends(prefix.data(), 10, {variant, Segmentation::fixed, most, 0.1, 1, 1}, ends.data(), scratch.data()), 1);
+      EXPECT_EQ(ends[0], 10);
+      ASSERT_EQ(segment_ends(prefix.data(), 10, {variant, Segmentation::mass, 0, 1.0, 1, most}, ends.data(), scratch.data()), 1);
+      EXPECT_EQ(ends[0], 10);
+    }
+}
+
+/// Every threshold in turn, as the paper words it.
+std::vector<std::int32_t> cuts_one_by_one(const std::vector<std::uint64_t>& prefix, const SegmentOptions& options) {
+  std::vector<std::int32_t> cuts;
+  const auto length = static_cast<std::int32_t>(prefix.size());
+  for (std::int64_t k = 1; k <= detail::thresholds(options.segment_mass); ++k) {
+    const std::int32_t cut = detail::cut_at(prefix.data(), length, options, k);
+    if (cut < length && (cuts.empty() || cuts.back() != cut)) cuts.push_back(cut);
+  }
+  return cuts;
+}
+
+TEST(Segments, SkippingThresholdsThatCutNowhereElseChangesNoCut) {
+  std::mt19937_64 random(7);
+  for (int round = 0; round < 150; ++round) {
+    const std::int32_t length = std::uniform_int_distribution<std::int32_t>(1, 200)(random);
+    std::vector<float> mass(static_cast<std::size_t>(length));
+    for (float& m : mass) m = round % 3 == 0 ? 1.0F : std::pow(10.0F, std::uniform_real_distribution<float>(-9, 0)(random));
+    if (round % 5 == 0) mass[static_cast<std::size_t>(length / 2)] = 1e6F;
+    std::vector<std::uint64_t> prefix(mass.size());
+    prefix_mass(mass.data(), length, prefix.data());
+    for (const double segment_mass : {1.0, 0.7, 0.1, 0.02, 1.0 / length, 1e-3, 3e-5})
+      for (const Variant variant : {Variant::strict, Variant::official}) {
+        const SegmentOptions options{variant, Segmentation::mass, 0, segment_mass, 1, length};
+        std::vector<std::int32_t> cuts(mass.size());
+        cuts.resize(static_cast<std::size_t>(
+            detail::cut_by_mass(prefix.data(), length, options, [&](std::int64_t k) { return detail::cut_at(prefix.data(), length, options, k); }, cuts.data())));
+        ASSERT_EQ(cuts, cuts_one_by_one(prefix, options)) << "round " << round << ", segment_mass " << segment_mass;
+      }
+  }
+}
+
+TEST(Segments, CostNoMoreThanTheRowIsLongHoweverSmallTheirMass) {
+  const std::vector<float> uniform(1000, 1.0F / 1000);
+  std::vector<std::uint64_t> prefix(1000);
+  prefix_mass(uniform.data(), 1000, prefix.data());
+  for (const double segment_mass : {1e-9, 1e-12, 1e-18, 1e-19, 1e-30, 1e-300, 5e-324})
+    for (const Variant variant : {Variant::strict, Variant::official}) {
+      std::vector<std::int32_t> ends(1000), scratch(1000);
+      const SegmentOptions options{variant, Segmentation::mass, 0, segment_mass, 1, 1000};
+      EXPECT_EQ(most_segments({.segment_mass = segment_mass}, 1000), 1000);
+      std::int32_t asked = 0;
+      const auto count = segment_ends(
+          prefix.data(), 1000, options, [&](std::int64_t k) { return ++asked, detail::cut_at(prefix.data(), 1000, options, k); }, ends.data(), scratch.data());
+      EXPECT_EQ(count, 1000) << "a segment per slot";
+      EXPECT_LE(asked, 1000) << segment_mass;
+    }
 }
 
 TEST(Quotas, OfTheWorkedExample) {

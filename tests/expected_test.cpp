@@ -64,6 +64,10 @@ TEST(Expected, KeepsTheLawsOfScorers) {
   expect_equal_slots_score_equal_bits(Expected({.sink = 0, .matrix_unit = false}), 40);
 }
 
+TEST(Expected, AgreesWithPlainLoopsWhereEpsilonIsGivenAndNoValueWeighs) {
+  expect_as_in_plain_loops({.value_norm = false, .epsilon = 0.25, .matrix_unit = false}, 20, kPlain);
+}
+
 /// One layer and sequence, one KV head; what stands in it is given.
 struct Small {
   ModelSpec spec;
@@ -107,6 +111,12 @@ Small random_small(std::int32_t group, std::int32_t dim, std::int64_t slots, std
           .next = static_cast<std::int32_t>(slots)};
   for (std::int32_t f = 0; f < dim / 2; ++f) s.spec.rope.inv_freq.push_back(std::pow(1e4, -2.0 * f / dim));
   return s;
+}
+
+TEST(Expected, AddsEpsilonOnlyWhereTheValueWeighs) {
+  const Small s = random_small(2, 4, 30, 9, kFloat32);
+  EXPECT_TRUE(s.score({.value_norm = false, .epsilon = 0.5}).equal(s.score({.value_norm = false, .epsilon = 0})));
+  EXPECT_FALSE(s.score({.epsilon = 0.5}).equal(s.score({.epsilon = 0})));
 }
 
 TEST(Expected, GivesTheNumbersWorkedOutByHand) {
@@ -265,9 +275,10 @@ QueryStatistics added(const Tensor& queries, std::int64_t chunk, std::int32_t fr
   std::vector<std::int32_t> positions(static_cast<std::size_t>(queries.size(0)));
   std::iota(positions.begin(), positions.end(), 0);
   const auto bytes = static_cast<std::int64_t>(queries.element_size());
+  const auto workspace = QueryStatistics::workspace(static_cast<std::int32_t>(queries.size(1)), static_cast<std::int32_t>(queries.size(2)), rope);
   for (std::int64_t at = 0; at < queries.size(0); at += chunk)
     statistics.add(static_cast<const std::byte*>(queries.const_data_ptr()) + at * queries.stride(0) * bytes, queries.scalar_type(), queries.stride(0) * bytes,
-                   queries.stride(1) * bytes, std::span(positions).subspan(static_cast<std::size_t>(at), static_cast<std::size_t>(std::min(chunk, queries.size(0) - at))), basis, rope);
+                   queries.stride(1) * bytes, std::span(positions).subspan(static_cast<std::size_t>(at), static_cast<std::size_t>(std::min(chunk, queries.size(0) - at))), basis, rope, *workspace);
   return statistics;
 }
 

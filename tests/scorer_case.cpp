@@ -374,7 +374,9 @@ ScorerArrangement::ScorerArrangement(const ScorerCase& from, const ScorerCase::L
     RowGroup& group = table_.groups[g];
     const oracle::ScorerInput& in = input(table_.rows[static_cast<std::size_t>(group.first_row)]);
     group.next_position = in.P;
-    group.prompt = in.prompt;
+    group.prompt_end = in.prompt;
+    group.seen = {in.P};
+    group.prompt = {in.prompt};
     if (in.N() == 0) continue;
     Ring& ring = rings_[g];
     const auto size = static_cast<std::int64_t>(c10::elementSize(from.query_dtype_));

@@ -2,8 +2,11 @@
 
 #include "kvkeep/layers/top_mass.h"
 
+#include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <limits>
 #include <numeric>
 
 #include "prompts.h"
@@ -58,6 +61,24 @@ TEST(TopMass, KeepsTheFewestSlotsThatHoldTheAskedMassInEights) {
             EXPECT_EQ(got.back(), lengths[s] - 1);
           }
         }
+}
+
+TEST(TopMass, RanksNaNLastAndLetsItHoldNothing) {
+  constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+  constexpr std::int32_t kLength = 400;
+  const Prompts prompts(1, 1, 4, {kLength}, 1, 1);
+  const RowTable table = prompts.table();
+  const Tensor sums = at::full({kLength}, kNaN, at::TensorOptions().dtype(kFloat32));
+  float* of = sums.data_ptr<float>();
+  for (std::int32_t t = 0; t < kLength; t += 20) of[t] = 0.05F;  // twenty numbers that hold everything
+  const KeepSet keep = keep_top_mass(table, sums, {.mass = 0.75, .window = 1});
+  std::vector<std::int32_t> want{0};
+  for (std::int32_t t = 100; t < kLength; t += 20) want.push_back(t);
+  want.insert(want.begin() + 1, 80);  // fifteen hold the mass, sixteen are the next eight
+  want.push_back(kLength - 1);
+  EXPECT_EQ(std::vector<std::int32_t>(keep.row(0).begin(), keep.row(0).end()), want);
+  of[20] = kNaN;
+  EXPECT_EQ(keep_top_mass(table, sums, {.mass = 1, .window = 1}).count(0), kLength) << "what is left does not hold the mass";
 }
 
 TEST(TopMass, RefusesWhatItCannotKeepBy) {

@@ -68,7 +68,7 @@ void Chunks::allot(const Evidence& evidence, const Limits& limits, WindowAttenti
     for (const RowGroup& group : table.groups)
       for (const Row& row : table.rows_of(group, evidence.spec.kv_heads)) {
         const std::int32_t length = table.rows[static_cast<std::size_t>(group.first_row)].length;
-        require<Unsupported>(!shared || row.length == length, "chunks: heads \"shared\" ranks over heads of one length; given rows of ", length, " and ", row.length,
+        KVKEEP_REQUIRE_AS(Unsupported, !shared || row.length == length, "chunks: heads \"shared\" ranks over heads of one length; given rows of ", length, " and ", row.length,
                              " slots in layer ", row.layer, "; use heads \"own\"");
       }
     decision.keep = empty_keep_set(table, limits);

@@ -58,12 +58,12 @@ void each_side(const Row& row, const Body& body) {
 }
 
 void check(const RowTable& table, const KeepSet& keep) {
-  require(keep.indptr.size() == table.rows.size() + 1, "compact: the keep set covers ", static_cast<std::int64_t>(keep.indptr.size()) - 1, " rows; given ",
+  KVKEEP_REQUIRE(keep.indptr.size() == table.rows.size() + 1, "compact: the keep set covers ", static_cast<std::int64_t>(keep.indptr.size()) - 1, " rows; given ",
           table.rows.size(), " rows");
   for (std::size_t r = 0; r < table.rows.size(); ++r) {
     std::int32_t last = -1;
     for (const std::int32_t slot : keep.row(r)) {
-      require(slot > last && slot < table.rows[r].length, "compact: row ", r, " keeps slot ", slot, " after ", last, "; allowed ascending slots below ",
+      KVKEEP_REQUIRE(slot > last && slot < table.rows[r].length, "compact: row ", r, " keeps slot ", slot, " after ", last, "; allowed ascending slots below ",
               table.rows[r].length);
       last = slot;
     }

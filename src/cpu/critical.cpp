@@ -84,7 +84,7 @@ void value_sizes(const Evidence& evidence, const Row& row, const Tensor& project
 
 const Tensor& projection_of(const Evidence& evidence, std::int32_t layer) {
   const auto l = static_cast<std::size_t>(layer);
-  require(l < evidence.output_projections.size() && evidence.output_projections[l].defined(), "critical: W_o of layer ", layer,
+  KVKEEP_REQUIRE(l < evidence.output_projections.size() && evidence.output_projections[l].defined(), "critical: W_o of layer ", layer,
           " is missing; allowed a contiguous f32, f16 or bf16 [hidden, Hq * Dv] for each layer that is cut");
   return evidence.output_projections[l];
 }
@@ -103,7 +103,7 @@ void Critical::spread(const Evidence& evidence, std::span<const std::int32_t>, s
 void Critical::allot(const Evidence& evidence, const Limits& limits, WindowAttention&, Decision& decision) const {
   dispatch("critical", evidence.table.device, [&] {
     const RowTable& table = evidence.table;
-    require(is_scorable(table.value_dtype), "critical: values are ", c10::toString(table.value_dtype), "; allowed f32, f16, bf16");
+    KVKEEP_REQUIRE(is_scorable(table.value_dtype), "critical: values are ", c10::toString(table.value_dtype), "; allowed f32, f16, bf16");
     for (const RowGroup& group : table.groups) static_cast<void>(projection_of(evidence, group.layer));
     const float* scores = decision.scores.data.data_ptr<float>();
     std::vector<std::uint8_t> marks;  // 1: stays; with Heads::adaptive, what AdaptiveHeads keeps until a row has counted it

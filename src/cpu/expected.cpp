@@ -389,7 +389,7 @@ class RowScores {
     }
   }
 
-  /// Softmax per query head, mean over the group, epsilon, value norm, sinks.
+  /// Softmax per query head, mean over the group, value norm with epsilon, sinks.
   void finish(const Row& row, float* g) {
     if (slots_ == 0) return std::iota(g, g + row.length, 0.0F);
     float* out = g + sink_;
@@ -399,13 +399,11 @@ class RowScores {
       const float top = cpu::row_top(x, slots_), sum = cpu::row_exp(x, round_up(slots_, kPadding), top);
       cpu::add_scaled(out, x, sum > 0 ? 1.0F / (sum * static_cast<float>(sizes_.group)) : 0.0F, slots_);
     }
-    const auto epsilon = static_cast<float>(options_.epsilon);
     if (options_.value_norm) {
+      const auto epsilon = static_cast<float>(options_.epsilon);
       float* norms = row_logits(0);
       cpu::vector_norms({row.values, evidence_.table.value_dtype, spec_.value_dim}, sink_, row.length, norms, work_.widened.data());
       for (std::int32_t t = 0; t < slots_; ++t) out[t] = (out[t] + epsilon) * norms[t];
-    } else {
-      for (std::int32_t t = 0; t < slots_; ++t) out[t] += epsilon;
     }
     std::fill_n(g, sink_, cpu::row_top(out, slots_));
   }
@@ -439,7 +437,7 @@ Scores Expected::score(const Evidence& evidence, const Limits& limits, WindowAtt
     const RowTable& table = evidence.table;
     const ModelSpec& spec = evidence.spec;
     for (const ScalarType dtype : {table.key_dtype, options_.value_norm ? table.value_dtype : table.key_dtype})
-      require(is_scorable(dtype), "expected: keys or values are ", c10::toString(dtype), "; allowed f32, f16, bf16 (other rows can be moved, not scored)");
+      KVKEEP_REQUIRE(is_scorable(dtype), "expected: keys or values are ", c10::toString(dtype), "; allowed f32, f16, bf16 (other rows can be moved, not scored)");
     const bool stream = options_.statistics == ExpectedOptions::Statistics::stream;
     const bool unit = options_.matrix_unit && table.key_dtype == kBFloat16 && spec.key_dim % kUnitDepth == 0 && cpu::has_matrix_unit();
     Scores scores{at::empty({table.slots}, at::TensorOptions().dtype(kFloat32))};

@@ -118,7 +118,7 @@ FactorCache::~FactorCache() {
 }
 
 FactorCache::Bytes FactorCache::get(const FarBlobPtr& blob) {
-  require(blob != nullptr, "factor cache: get of no blob; allowed those of FarStore::put");
+  KVKEEP_REQUIRE(blob != nullptr, "factor cache: get of no blob; allowed those of FarStore::put");
   Shard& shard = shard_of(blob->id());
   Entries dropped;  // freed behind the lock
   std::unique_lock lock(shard.mutex);
@@ -185,7 +185,7 @@ FactorCache::Bytes FactorCache::read(const FarBlob& blob) const {
 }
 
 void FactorCache::prefetch(std::span<const FarBlobPtr> blobs) {
-  for (const FarBlobPtr& blob : blobs) require(blob != nullptr, "factor cache: prefetch of no blob; allowed those of FarStore::put");
+  for (const FarBlobPtr& blob : blobs) KVKEEP_REQUIRE(blob != nullptr, "factor cache: prefetch of no blob; allowed those of FarStore::put");
   if (!options_.background) return;
   const std::scoped_lock lock(queue_->mutex);
   std::int64_t room = options_.bytes - queue_->bytes;

@@ -81,8 +81,8 @@ struct Factorisation::Scratch {
     double *values, *work;  ///< [m, lanes]
     double *squares;        ///< [lanes, m] eigenvalues, largest first, of a trace of order 1
     double *scale;          ///< [lanes] what they are to be multiplied with
-    [[nodiscard]] std::vector<double> squares_of(std::int64_t lane, std::int64_t m) const {
-      std::vector<double> out(squares + lane * m, squares + (lane + 1) * m);
+    [[nodiscard]] std::vector<double> squares_of(std::int64_t lane, std::int64_t count) const {
+      std::vector<double> out(squares + lane * count, squares + (lane + 1) * count);
       for (double& x : out) x *= scale[lane];
       return out;
     }

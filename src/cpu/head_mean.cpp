@@ -11,10 +11,10 @@ void mean_over_heads(const char* scorer, const Evidence& evidence, const RowGrou
   const std::int32_t heads = evidence.spec.kv_heads;
   const auto rows = evidence.table.rows_of(group, heads);
   const Row& first = rows.front();
-  require<Unsupported>(asked == heads, scorer, ": heads \"all\" averages over heads that are cut together; given ", asked, " of ", heads, " due in layer ", first.layer,
+  KVKEEP_REQUIRE_AS(Unsupported, asked == heads, scorer, ": heads \"all\" averages over heads that are cut together; given ", asked, " of ", heads, " due in layer ", first.layer,
                        "; use heads \"group\"");
   for (const Row& row : rows.subspan(1)) {
-    require<Unsupported>(row.length == first.length, scorer, ": heads \"all\" averages over heads of one length; given rows of ", first.length, " and ", row.length,
+    KVKEEP_REQUIRE_AS(Unsupported, row.length == first.length, scorer, ": heads \"all\" averages over heads of one length; given rows of ", first.length, " and ", row.length,
                          " slots in layer ", row.layer, "; use heads \"group\"");
     add_scaled(g + first.first, g + row.first, 1.0F, first.length);
   }

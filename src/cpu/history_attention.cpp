@@ -129,7 +129,7 @@ std::int64_t history_attention_workspace(const ModelSpec& spec, std::int32_t slo
 Tensor history_attention(const Evidence& evidence, std::span<const RowWindow> windows, HistoryOptions options, std::span<const std::int32_t> first) {
   return dispatch("history_attention", evidence.table.device, [&] {
     const RowTable& table = evidence.table;
-    require(is_scorable(table.key_dtype), "history_attention: keys are ", c10::toString(table.key_dtype), "; allowed f32, f16, bf16 (other rows can be moved, not scored)");
+    KVKEEP_REQUIRE(is_scorable(table.key_dtype), "history_attention: keys are ", c10::toString(table.key_dtype), "; allowed f32, f16, bf16 (other rows can be moved, not scored)");
     const Tensor result = at::empty({table.slots}, at::TensorOptions().dtype(kFloat32));
     float* out = result.data_ptr<float>();
     const auto heads = static_cast<std::size_t>(evidence.spec.kv_heads);

@@ -13,12 +13,12 @@ namespace kvkeep {
 namespace {
 
 void check(const Evidence& evidence, std::int32_t pool) {
-  require(pool >= 1 && pool % 2 == 1, "last query: pool; given ", pool, "; allowed odd numbers from 1 on");
-  require(is_scorable(evidence.table.key_dtype), "last query: keys are ", c10::toString(evidence.table.key_dtype), "; allowed f32, f16, bf16");
+  KVKEEP_REQUIRE(pool >= 1 && pool % 2 == 1, "last query: pool; given ", pool, "; allowed odd numbers from 1 on");
+  KVKEEP_REQUIRE(is_scorable(evidence.table.key_dtype), "last query: keys are ", c10::toString(evidence.table.key_dtype), "; allowed f32, f16, bf16");
   for (const RowGroup& group : evidence.table.groups) {
-    require(group.queries.count >= 1, "last query: layer ", group.layer, " has no queries; allowed 1 or more");
+    KVKEEP_REQUIRE(group.queries.count >= 1, "last query: layer ", group.layer, " has no queries; allowed 1 or more");
     for (const Row& row : evidence.table.rows_of(group, evidence.spec.kv_heads))
-      require(row.length == evidence.table.rows[static_cast<std::size_t>(group.first_row)].length, "last query: rows of layer ", row.layer, " differ in length; allowed one length");
+      KVKEEP_REQUIRE(row.length == evidence.table.rows[static_cast<std::size_t>(group.first_row)].length, "last query: rows of layer ", row.layer, " differ in length; allowed one length");
   }
 }
 

@@ -73,7 +73,7 @@ LayerSelector::LayerSelector(LayerSelectorOptions options, std::int64_t tokens)
       relative_(std::numeric_limits<double>::quiet_NaN()),
       missed_(relative_) {
   require_no_problems("layer selector", options_.problems());
-  require(tokens >= 0 && tokens <= kMostRanks / std::max(observed(), 1), "layer selector: a prompt of ", tokens, " tokens; allowed 0 to ", kMostRanks / std::max(observed(), 1), " where ", observed(),
+  KVKEEP_REQUIRE(tokens >= 0 && tokens <= kMostRanks / std::max(observed(), 1), "layer selector: a prompt of ", tokens, " tokens; allowed 0 to ", kMostRanks / std::max(observed(), 1), " where ", observed(),
           " layers are compared");
 }
 
@@ -146,12 +146,12 @@ std::int64_t LayerSelector::enough(std::span<const float> mass) const {
 }
 
 bool LayerSelector::see(std::int32_t layer, std::span<const float> scores, std::span<const float> mass) {
-  require<StateError>(wants(layer) && layer > seen_, "layer selector: the scores of layer ", layer, " come behind those of layer ", seen_, layer_ >= 0 ? ", after the selection" : "",
+  KVKEEP_REQUIRE_AS(StateError, wants(layer) && layer > seen_, "layer selector: the scores of layer ", layer, " come behind those of layer ", seen_, layer_ >= 0 ? ", after the selection" : "",
                       "; allowed layers that wants() names, ascending");
-  require<StateError>(options_.fixed_layer >= 0 || seen_ < 0 || layer == seen_ + 1, "layer selector: layer ", layer, " follows layer ", seen_, "; allowed every layer from there on");
-  require(static_cast<std::int64_t>(scores.size()) == tokens_ - options_.window, "layer selector: ", scores.size(), " scores; allowed ", tokens_ - options_.window,
+  KVKEEP_REQUIRE_AS(StateError, options_.fixed_layer >= 0 || seen_ < 0 || layer == seen_ + 1, "layer selector: layer ", layer, " follows layer ", seen_, "; allowed every layer from there on");
+  KVKEEP_REQUIRE(static_cast<std::int64_t>(scores.size()) == tokens_ - options_.window, "layer selector: ", scores.size(), " scores; allowed ", tokens_ - options_.window,
           ", one for each token before the window");
-  require(!options_.reads_mass() || mass.size() == scores.size(), "layer selector: ", mass.size(), " masses for ", scores.size(), " scores; allowed one each, for missed_mass and select_mass read them");
+  KVKEEP_REQUIRE(!options_.reads_mass() || mass.size() == scores.size(), "layer selector: ", mass.size(), " masses for ", scores.size(), " scores; allowed one each, for missed_mass and select_mass read them");
   if (static_cast<std::int32_t>(ranks_.size()) == (options_.fixed_layer >= 0 ? 1 : observed())) {
     ranks_.erase(ranks_.begin());
     if (!masses_.empty()) masses_.erase(masses_.begin());

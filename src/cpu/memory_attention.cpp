@@ -38,7 +38,7 @@ cpu::OpenHeads open_at(OpenAttention& open, std::int64_t query, std::int64_t hea
 }
 
 void check_queries(const char* operation, const Tensor& queries, std::int64_t kv_heads, std::int64_t dim) {
-  require(queries.dim() == 3 && queries.device().is_cpu() && is_scorable(queries.scalar_type()) && queries.size(1) >= kv_heads && queries.size(1) % kv_heads == 0 && queries.size(2) == dim, operation,
+  KVKEEP_REQUIRE(queries.dim() == 3 && queries.device().is_cpu() && is_scorable(queries.scalar_type()) && queries.size(1) >= kv_heads && queries.size(1) % kv_heads == 0 && queries.size(2) == dim, operation,
           ": queries do not fit; allowed f32, f16 or bf16 [n, Hq, ", dim, "] on the CPU with Hq a multiple of ", kv_heads);
 }
 
@@ -65,7 +65,7 @@ Tensor OpenAttention::close() const { return at::where((sum > 0).unsqueeze(2), o
 Tensor OpenAttention::log_mass() const { return top + sum.log(); }
 
 OpenAttention attend_rows(const Tensor& keys, const Tensor& values, const Tensor& queries, double scale) {
-  require(keys.dim() == 3 && keys.sizes() == values.sizes() && keys.size(0) >= 1 && keys.device().is_cpu() && values.device().is_cpu() && is_scorable(keys.scalar_type()) && is_scorable(values.scalar_type()),
+  KVKEEP_REQUIRE(keys.dim() == 3 && keys.sizes() == values.sizes() && keys.size(0) >= 1 && keys.device().is_cpu() && values.device().is_cpu() && is_scorable(keys.scalar_type()) && is_scorable(values.scalar_type()),
           "attention: keys or values do not fit; allowed f32, f16 or bf16 [Hkv, T, D] of one shape on the CPU");
   const std::int64_t kv_heads = keys.size(0), rows = keys.size(1), dim = keys.size(2);
   check_queries("attention", queries, kv_heads, dim);
@@ -106,7 +106,7 @@ Tensor coarse_logits(const SpanStore& spans, const Tensor& queries, double scale
 void merge_spans(OpenAttention& open, const SpanStore& spans, const Tensor& queries, double scale, const Tensor& coarse, const Tensor& zoomed) {
   check_queries("merge of spans", queries, spans.kv_heads(), spans.dim());
   const std::int64_t n = queries.size(0), heads = queries.size(1), group = heads / spans.kv_heads(), kv_heads = spans.kv_heads(), count = spans.size();
-  require(open.out.sizes() == queries.sizes() && coarse.sizes() == zoomed.sizes() && coarse.sizes() == at::IntArrayRef({n, heads, count}) && coarse.scalar_type() == kFloat32 &&
+  KVKEEP_REQUIRE(open.out.sizes() == queries.sizes() && coarse.sizes() == zoomed.sizes() && coarse.sizes() == at::IntArrayRef({n, heads, count}) && coarse.scalar_type() == kFloat32 &&
               zoomed.scalar_type() == c10::ScalarType::Byte,
           "merge of spans: softmaxes, logits or marks do not fit; allowed [n, Hq, D], f32 and u8 [n, Hq, ", count, "]");
   const Tensor q = queries.to(kFloat32).contiguous(), logits = coarse.contiguous(), marks = zoomed.contiguous();
@@ -130,12 +130,12 @@ void merge_spans(OpenAttention& open, const SpanStore& spans, const Tensor& quer
 
 ReadCounts read_memory(OpenAttention& open, std::span<const MemoryRow> rows, const Tensor& queries, double scale, const Reading& reading, std::vector<std::vector<std::int32_t>>* opened) {
   const auto kv_heads = static_cast<std::int64_t>(rows.size());
-  require(kv_heads > 0, "memory: there are no rows; allowed one for each KV head");
+  KVKEEP_REQUIRE(kv_heads > 0, "memory: there are no rows; allowed one for each KV head");
   const std::int64_t dim = rows.front().spans->dim();
   check_queries("memory", queries, kv_heads, dim);
-  require(open.out.sizes() == queries.sizes() && open.out.is_contiguous() && open.top.is_contiguous() && open.sum.is_contiguous(), "memory: softmaxes do not fit the queries; allowed f32 [n, Hq, D], contiguous");
-  require(reading.router == nullptr || (reading.router->query_heads() == queries.size(1) && reading.router->key_dim() == dim), "memory: the router is for other heads; allowed one for ", queries.size(1), " heads of ", dim);
-  require(reading.cache != nullptr, "memory: there is no factor cache; allowed one");
+  KVKEEP_REQUIRE(open.out.sizes() == queries.sizes() && open.out.is_contiguous() && open.top.is_contiguous() && open.sum.is_contiguous(), "memory: softmaxes do not fit the queries; allowed f32 [n, Hq, D], contiguous");
+  KVKEEP_REQUIRE(reading.router == nullptr || (reading.router->query_heads() == queries.size(1) && reading.router->key_dim() == dim), "memory: the router is for other heads; allowed one for ", queries.size(1), " heads of ", dim);
+  KVKEEP_REQUIRE(reading.cache != nullptr, "memory: there is no factor cache; allowed one");
   const std::int64_t n = queries.size(0), group = queries.size(1) / kv_heads;
   const Tensor q = queries.to(kFloat32).contiguous();
   if (opened != nullptr) opened->assign(rows.size(), {});

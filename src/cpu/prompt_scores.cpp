@@ -12,14 +12,14 @@ namespace {
 using Options = PromptScoreOptions;
 
 void check(const Evidence& evidence, const Options& options) {
-  require(options.window >= 1, "prompt scores: window; given ", options.window, "; allowed 1 or more");
-  require(options.pool >= 1 && options.pool % 2 == 1, "prompt scores: pool; given ", options.pool, "; allowed odd numbers from 1 on");
+  KVKEEP_REQUIRE(options.window >= 1, "prompt scores: window; given ", options.window, "; allowed 1 or more");
+  KVKEEP_REQUIRE(options.pool >= 1 && options.pool % 2 == 1, "prompt scores: pool; given ", options.pool, "; allowed odd numbers from 1 on");
   const RowTable& table = evidence.table;
   for (const RowGroup& group : table.groups) {
-    require(group.queries.count >= options.window, "prompt scores: layer ", group.layer, " has ", group.queries.count, " queries; allowed ", options.window, " or more, the window");
+    KVKEEP_REQUIRE(group.queries.count >= options.window, "prompt scores: layer ", group.layer, " has ", group.queries.count, " queries; allowed ", options.window, " or more, the window");
     for (const Row& row : table.rows_of(group, evidence.spec.kv_heads)) {
-      require(row.length > options.window, "prompt scores: a row of layer ", row.layer, " holds ", row.length, " slots; allowed more than the window of ", options.window);
-      require(row.length == table.rows[static_cast<std::size_t>(group.first_row)].length, "prompt scores: rows of layer ", row.layer, " differ in length; allowed one length");
+      KVKEEP_REQUIRE(row.length > options.window, "prompt scores: a row of layer ", row.layer, " holds ", row.length, " slots; allowed more than the window of ", options.window);
+      KVKEEP_REQUIRE(row.length == table.rows[static_cast<std::size_t>(group.first_row)].length, "prompt scores: rows of layer ", row.layer, " differ in length; allowed one length");
     }
   }
 }

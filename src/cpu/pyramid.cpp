@@ -32,7 +32,7 @@ std::vector<std::int64_t> largest_remainder(Wide whole, const std::vector<Wide>&
 }  // namespace
 
 std::vector<std::int32_t> pyramid_budgets(std::int32_t layers, std::int32_t budget, double beta, std::int32_t least) {
-  require(budget >= least, "pyramid: the budget is ", budget, " slots a row; allowed at least the ", least, " that every layer keeps (sinks and the scorer's window)");
+  KVKEEP_REQUIRE(budget >= least, "pyramid: the budget is ", budget, " slots a row; allowed at least the ", least, " that every layer keeps (sinks and the scorer's window)");
   if (layers == 1) return {budget};
   constexpr std::int64_t kParts = 1'000'000;
   const auto b = std::llround(beta * static_cast<double>(kParts));

@@ -6,8 +6,8 @@ namespace kvkeep {
 
 void rerotate(const SlotAddress& keys, ScalarType dtype, std::int64_t dim, const RopeSpec& rope, std::span<const std::int32_t> from,
               std::span<const std::int32_t> to) {
-  require(from.size() == to.size(), "rerotate: ", from.size(), " old and ", to.size(), " new positions; allowed one of each for every slot");
-  require(rope.rotary_dim() <= dim, "rerotate: ", rope.inv_freq.size(), " rotary pairs for keys of ", dim, " components; allowed at most ", dim / 2);
+  KVKEEP_REQUIRE(from.size() == to.size(), "rerotate: ", from.size(), " old and ", to.size(), " new positions; allowed one of each for every slot");
+  KVKEEP_REQUIRE(rope.rotary_dim() <= dim, "rerotate: ", rope.inv_freq.size(), " rotary pairs for keys of ", dim, " components; allowed at most ", dim / 2);
   with_dtype("rerotate", dtype, [&](auto type) {
     using Element = decltype(type);
     const auto pairs = static_cast<std::int64_t>(rope.inv_freq.size());

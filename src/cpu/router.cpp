@@ -33,11 +33,11 @@ std::vector<std::string> ZoomOptions::problems() const {
 }
 
 Router::Router(const Tensor& projections, const Tensor& thresholds) {
-  require(projections.defined() && projections.dim() == 3 && projections.numel() > 0 && projections.device().is_cpu() && is_scorable(projections.scalar_type()),
+  KVKEEP_REQUIRE(projections.defined() && projections.dim() == 3 && projections.numel() > 0 && projections.device().is_cpu() && is_scorable(projections.scalar_type()),
           "router: W does not fit; allowed f32, f16 or bf16 [Hq, d', D] on the CPU");
-  require(thresholds.defined() && thresholds.dim() == 1 && thresholds.size(0) == projections.size(0) && thresholds.device().is_cpu() && is_scorable(thresholds.scalar_type()),
+  KVKEEP_REQUIRE(thresholds.defined() && thresholds.dim() == 1 && thresholds.size(0) == projections.size(0) && thresholds.device().is_cpu() && is_scorable(thresholds.scalar_type()),
           "router: tau does not fit; allowed f32, f16 or bf16 [", projections.size(0), "] on the CPU, one for each head of W");
-  require(at::isfinite(projections).all().item<bool>() && at::isfinite(thresholds).all().item<bool>(), "router: W or tau hold NaN or infinity; allowed finite numbers");
+  KVKEEP_REQUIRE(at::isfinite(projections).all().item<bool>() && at::isfinite(thresholds).all().item<bool>(), "router: W or tau hold NaN or infinity; allowed finite numbers");
   projections_ = projections.to(kFloat32).contiguous();
   thresholds_ = thresholds.to(kFloat32).contiguous();
 }
@@ -56,7 +56,7 @@ std::vector<float> Router::norms(const SpanRow& spans, std::int64_t first_head, 
 }
 
 Tensor Router::norms(const SpanStore& spans) const {
-  require(spans.kv_heads() > 0 && key_dim() == spans.dim() && query_heads() % spans.kv_heads() == 0, "router: W is for ", query_heads(), " heads of ", key_dim(), " numbers; allowed a multiple of ", spans.kv_heads(), " heads of ",
+  KVKEEP_REQUIRE(spans.kv_heads() > 0 && key_dim() == spans.dim() && query_heads() % spans.kv_heads() == 0, "router: W is for ", query_heads(), " heads of ", key_dim(), " numbers; allowed a multiple of ", spans.kv_heads(), " heads of ",
           spans.dim());
   const std::int64_t group = query_heads() / spans.kv_heads();
   Tensor all = at::zeros({query_heads(), spans.size()}, at::TensorOptions().dtype(kFloat32));
@@ -68,7 +68,7 @@ Tensor Router::norms(const SpanStore& spans) const {
 }
 
 Tensor Router::relevance(const SpanStore& spans, const Tensor& norms, const Tensor& queries) const {
-  require(queries.dim() == 3 && queries.size(1) == query_heads() && queries.size(2) == key_dim() && norms.sizes() == at::IntArrayRef({query_heads(), spans.size()}),
+  KVKEEP_REQUIRE(queries.dim() == 3 && queries.size(1) == query_heads() && queries.size(2) == key_dim() && norms.sizes() == at::IntArrayRef({query_heads(), spans.size()}),
           "router: queries or norms do not fit; allowed [n, ", query_heads(), ", ", key_dim(), "] and norms() of the same spans");
   const std::int64_t n = queries.size(0), group = query_heads() / spans.kv_heads();
   const Tensor q = queries.to(kFloat32).contiguous();
@@ -93,7 +93,7 @@ Tensor estimated_mass(const Tensor& coarse, const OpenAttention& dense) {
 }
 
 Tensor wanted_by_mass(const Tensor& mass, const ZoomOptions& options) {
-  require(options.rule != ZoomOptions::Rule::learned, "router: the rule is learned; allowed mass or coverage where there is no Router");
+  KVKEEP_REQUIRE(options.rule != ZoomOptions::Rule::learned, "router: the rule is learned; allowed mass or coverage where there is no Router");
   const Tensor m = mass.contiguous(), wanted = marks(mass);
   const std::int64_t spans = mass.size(-1), rows = spans == 0 ? 0 : mass.numel() / spans;
   at::parallel_for(0, rows, 16, [&](std::int64_t begin, std::int64_t end) {
@@ -103,7 +103,7 @@ Tensor wanted_by_mass(const Tensor& mass, const ZoomOptions& options) {
 }
 
 Tensor within_budget(const Tensor& relevance, const Tensor& wanted, const SpanStore& spans, const ZoomBudget& budget, ZoomOptions::Heads heads) {
-  require(relevance.dim() == 3 && relevance.sizes() == wanted.sizes() && relevance.size(2) == spans.size() && relevance.size(1) >= spans.kv_heads() && relevance.size(1) % spans.kv_heads() == 0 &&
+  KVKEEP_REQUIRE(relevance.dim() == 3 && relevance.sizes() == wanted.sizes() && relevance.size(2) == spans.size() && relevance.size(1) >= spans.kv_heads() && relevance.size(1) % spans.kv_heads() == 0 &&
               relevance.scalar_type() == kFloat32 && wanted.scalar_type() == kMark,
           "zoom budget: relevance or marks do not fit; allowed f32 and u8 [n, Hq, ", spans.size(), "] with Hq a multiple of ", spans.kv_heads());
   const std::int64_t n = relevance.size(0), all = relevance.size(1), group = all / spans.kv_heads(), count = spans.size();

@@ -18,6 +18,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <numeric>
 #include <utility>
 
@@ -50,7 +51,7 @@ Tensor covering(const Tensor& mass, const std::vector<std::int64_t>& counts, dou
     const double all = std::accumulate(own, own + k, 0.0);
     order.resize(static_cast<std::size_t>(k));
     std::iota(order.begin(), order.end(), 0);
-    std::ranges::stable_sort(order, [own](std::int64_t a, std::int64_t b) { return own[a] > own[b]; });
+    std::ranges::stable_sort(order, std::ranges::greater(), [own](std::int64_t s) { return std::isnan(own[s]) ? -HUGE_VAL : own[s]; });
     double held = 0;
     for (const std::int64_t s : order) {
       out.data_ptr<std::uint8_t>()[i * m.size(2) + s] = 1;
@@ -69,23 +70,23 @@ Tensor integers(const std::vector<std::int64_t>& from) {
 }
 
 void check(const TrainingPrompt& p) {
-  require(p.keys.dim() == 3 && p.keys.sizes() == p.values.sizes() && p.keys.size(0) >= 1, "training: keys or values do not fit; allowed [Hkv, T, D] twice");
+  KVKEEP_REQUIRE(p.keys.dim() == 3 && p.keys.sizes() == p.values.sizes() && p.keys.size(0) >= 1, "training: keys or values do not fit; allowed [Hkv, T, D] twice");
   const std::int64_t tokens = p.keys.size(1);
-  require(static_cast<std::int64_t>(p.surprisal.size()) == tokens, "training: ", p.surprisal.size(), " surprisals; allowed one for each of ", tokens, " tokens");
-  require(!p.positions.empty(), "training: there is no position; allowed one or more");
-  for (const std::int32_t q : p.positions) require(q >= 0 && q < tokens, "training: a query stands at position ", q, "; allowed 0 to ", tokens - 1);
+  KVKEEP_REQUIRE(static_cast<std::int64_t>(p.surprisal.size()) == tokens, "training: ", p.surprisal.size(), " surprisals; allowed one for each of ", tokens, " tokens");
+  KVKEEP_REQUIRE(!p.positions.empty(), "training: there is no position; allowed one or more");
+  for (const std::int32_t q : p.positions) KVKEEP_REQUIRE(q >= 0 && q < tokens, "training: a query stands at position ", q, "; allowed 0 to ", tokens - 1);
   for (std::size_t i = 0; i < p.spans.size(); ++i)
-    require(p.spans[i].begin >= (i == 0 ? 0 : p.spans[i - 1].end) && p.spans[i].length() >= 1 && p.spans[i].end <= tokens, "training: span ", i, " does not follow the one before, or lies outside; allowed ascending spans");
+    KVKEEP_REQUIRE(p.spans[i].begin >= (i == 0 ? 0 : p.spans[i - 1].end) && p.spans[i].length() >= 1 && p.spans[i].end <= tokens, "training: span ", i, " does not follow the one before, or lies outside; allowed ascending spans");
 }
 
 void check(const TrainingLayer& l, const TrainedParameters& p, const TrainingOptions& options) {
   require_no_problems("training step", options.problems());
   check(static_cast<const TrainingPrompt&>(l));
-  require(l.queries.dim() == 3 && l.queries.size(0) == static_cast<std::int64_t>(l.positions.size()) && l.queries.size(2) == l.keys.size(2) && l.queries.size(1) >= l.keys.size(0) && l.queries.size(1) % l.keys.size(0) == 0,
+  KVKEEP_REQUIRE(l.queries.dim() == 3 && l.queries.size(0) == static_cast<std::int64_t>(l.positions.size()) && l.queries.size(2) == l.keys.size(2) && l.queries.size(1) >= l.keys.size(0) && l.queries.size(1) % l.keys.size(0) == 0,
           "training step: queries do not fit; allowed [", l.positions.size(), ", a multiple of ", l.keys.size(0), ", ", l.keys.size(2), "], one for each position");
   const std::int64_t heads = l.queries.size(1), dim = l.keys.size(2);
-  require(l.head.dim() == 2 && l.head.size(1) == heads * dim, "training step: the readout does not fit; allowed [vocab, ", heads * dim, "]");
-  require(p.projections.dim() == 3 && p.projections.size(0) == heads && p.projections.size(2) == dim && p.thresholds.dim() == 1 && p.thresholds.size(0) == heads, "training step: W or tau do not fit; allowed [", heads,
+  KVKEEP_REQUIRE(l.head.dim() == 2 && l.head.size(1) == heads * dim, "training step: the readout does not fit; allowed [vocab, ", heads * dim, "]");
+  KVKEEP_REQUIRE(p.projections.dim() == 3 && p.projections.size(0) == heads && p.projections.size(2) == dim && p.thresholds.dim() == 1 && p.thresholds.size(0) == heads, "training step: W or tau do not fit; allowed [", heads,
           ", d', ", dim, "] and [", heads, "]");
 }
 
@@ -244,7 +245,7 @@ TrainingStep training_step(const TrainingLayer& layer, const TrainedParameters& 
   TrainedParameters own{leaf(parameters.projections), leaf(parameters.thresholds), {}, {}};
   for (std::size_t i = 0; i < 3; ++i) own.gate_weights[i] = leaf(parameters.gate_weights[i]), own.gate_biases[i] = leaf(parameters.gate_biases[i]);
   const RankGates rank_gates(own.gate_weights, own.gate_biases);
-  require(rank_gates.key_dim() == layer.keys.size(2), "training step: gates read keys of ", rank_gates.key_dim(), " numbers; allowed ", layer.keys.size(2));
+  KVKEEP_REQUIRE(rank_gates.key_dim() == layer.keys.size(2), "training step: gates read keys of ", rank_gates.key_dim(), " numbers; allowed ", layer.keys.size(2));
 
   const TrainingMemory memory(layer, rank_gates.max_rank());
   const Tensor gates = memory.gates(rank_gates), head = layer.head.to(kFloat64).t();

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <numeric>
 
 #include "attention_lanes.h"
+#include "kvkeep/keep/rank_key.h"
 #include "memory_lanes.h"
 
 namespace kvkeep::cpu {
@@ -16,9 +18,9 @@ const float* coarse_rows(const SpanRow& spans, KvSide side, std::int64_t first, 
   return as_floats(spans.coarse(side) + first * spans.dim() * static_cast<std::int64_t>(c10::elementSize(spans.dtype())), spans.dtype(), count * spans.dim(), scratch);
 }
 
-/// Spans by descending key, then ascending index.
+/// Spans by descending key, NaN last, then ascending index.
 std::vector<std::int64_t> by_key(std::span<const float> keys, std::vector<std::int64_t> order) {
-  std::ranges::stable_sort(order, [&](std::int64_t a, std::int64_t b) { return keys[static_cast<std::size_t>(a)] > keys[static_cast<std::size_t>(b)]; });
+  std::ranges::stable_sort(order, std::ranges::greater(), [keys](std::int64_t s) { return rank_key(keys[static_cast<std::size_t>(s)], 0); });
   return order;
 }
 

@@ -115,13 +115,13 @@ std::pair<double, double> statistics(std::span<const float> surprisal) {
 PromptSurprisal::PromptSurprisal(std::vector<std::int32_t> ids) : ids_(std::move(ids)), values_(ids_.size(), 0.0F) {}
 
 void PromptSurprisal::see(const Tensor& logits) {
-  require(logits.dim() == 2 && logits.device().is_cpu() && is_scorable(logits.scalar_type()) && logits.size(1) > 0, "surprisal: logits have ", logits.dim(), " dimensions of dtype ",
+  KVKEEP_REQUIRE(logits.dim() == 2 && logits.device().is_cpu() && is_scorable(logits.scalar_type()) && logits.size(1) > 0, "surprisal: logits have ", logits.dim(), " dimensions of dtype ",
           c10::toString(logits.scalar_type()), " on ", logits.device().str(), "; allowed f32, f16 or bf16 [rows, vocab] on the CPU");
   const std::int64_t rows = logits.size(0), vocabulary = logits.size(1), tokens = static_cast<std::int64_t>(ids_.size());
-  require(rows <= tokens - seen_, "surprisal: logits of ", rows, " tokens; allowed at most ", tokens - seen_, ", those of the prompt that are left");
+  KVKEEP_REQUIRE(rows <= tokens - seen_, "surprisal: logits of ", rows, " tokens; allowed at most ", tokens - seen_, ", those of the prompt that are left");
   for (std::int64_t i = seen_; i < seen_ + rows && i + 1 < tokens; ++i) {
     const std::int32_t id = ids_[static_cast<std::size_t>(i + 1)];
-    require(id >= 0 && id < vocabulary, "surprisal: token ", i + 1, " has id ", id, "; allowed 0 to ", vocabulary - 1);
+    KVKEEP_REQUIRE(id >= 0 && id < vocabulary, "surprisal: token ", i + 1, " has id ", id, "; allowed 0 to ", vocabulary - 1);
   }
   const Tensor block = logits.contiguous();
   const auto* data = static_cast<const std::byte*>(block.const_data_ptr());
@@ -137,9 +137,9 @@ void PromptSurprisal::see(const Tensor& logits) {
 }
 
 float token_surprisal(const Tensor& logits, std::int32_t id) {
-  require(logits.dim() == 1 && logits.device().is_cpu() && is_scorable(logits.scalar_type()), "surprisal: logits have ", logits.dim(), " dimensions of dtype ", c10::toString(logits.scalar_type()), " on ",
+  KVKEEP_REQUIRE(logits.dim() == 1 && logits.device().is_cpu() && is_scorable(logits.scalar_type()), "surprisal: logits have ", logits.dim(), " dimensions of dtype ", c10::toString(logits.scalar_type()), " on ",
           logits.device().str(), "; allowed f32, f16 or bf16 [vocab] on the CPU");
-  require(id >= 0 && id < logits.size(0), "surprisal: the token has id ", id, "; allowed 0 to ", logits.size(0) - 1);
+  KVKEEP_REQUIRE(id >= 0 && id < logits.size(0), "surprisal: the token has id ", id, "; allowed 0 to ", logits.size(0) - 1);
   const Tensor row = logits.contiguous();
   return surprisal_of(static_cast<const std::byte*>(row.const_data_ptr()), row.scalar_type(), row.size(0), id);
 }
@@ -176,7 +176,7 @@ namespace {
 
 void check_options(std::span<const float> surprisal, const SegmenterOptions& options) {
   require_no_problems("segment", options.problems());
-  require(surprisal.size() < INT32_MAX, "segment: ", surprisal.size(), " tokens; allowed fewer than 2^31");
+  KVKEEP_REQUIRE(surprisal.size() < INT32_MAX, "segment: ", surprisal.size(), " tokens; allowed fewer than 2^31");
 }
 
 }  // namespace

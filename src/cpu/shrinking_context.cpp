@@ -24,7 +24,7 @@ std::vector<std::string> ShrinkingContextOptions::problems() const {
 ShrinkingContext::ShrinkingContext(ShrinkingContextOptions options, std::int32_t layers, std::int32_t tokens) : options_(options), layers_(layers) {
   std::string all;
   for (const std::string& one : options_.problems()) all += (all.empty() ? "" : "; ") + one;
-  require(all.empty(), "shrinking context: ", all);
+  KVKEEP_REQUIRE(all.empty(), "shrinking context: ", all);
   const auto recent = static_cast<std::int32_t>(options_.recent_ratio * tokens);
   observers_ = recent + 1;
   floor_ = std::min(options_.min_context, tokens - 1 - recent);
@@ -50,7 +50,7 @@ std::vector<std::int32_t> ShrinkingContext::tokens(const Evidence& evidence) con
   std::vector<std::int32_t> places(static_cast<std::size_t>(present));
   std::iota(places.begin(), places.end(), 0);
   if (kept >= others) return places;
-  require(table.groups.front().queries.count >= observers_, "shrinking context: layer ", table.groups.front().layer, " has ", table.groups.front().queries.count, " queries; allowed ", observers_,
+  KVKEEP_REQUIRE(table.groups.front().queries.count >= observers_, "shrinking context: layer ", table.groups.front().layer, " has ", table.groups.front().queries.count, " queries; allowed ", observers_,
           " or more, the newest share of the prompt");
 
   std::vector<float> weights(static_cast<std::size_t>(observers_), 1.0F);

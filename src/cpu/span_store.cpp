@@ -15,11 +15,11 @@ namespace kvkeep {
 namespace {
 
 void check_spans(std::span<const Span> spans, std::int64_t tokens) {
-  for (const Span& s : spans) require(s.begin >= 0 && s.length() >= 1 && s.end <= tokens, "span store: a span from ", s.begin, " to ", s.end, "; allowed inside ", tokens, " tokens");
+  for (const Span& s : spans) KVKEEP_REQUIRE(s.begin >= 0 && s.length() >= 1 && s.end <= tokens, "span store: a span from ", s.begin, " to ", s.end, "; allowed inside ", tokens, " tokens");
   std::vector<Span> ordered(spans.begin(), spans.end());
   std::ranges::sort(ordered, {}, &Span::begin);
   for (std::size_t i = 1; i < ordered.size(); ++i)
-    require(ordered[i - 1].end <= ordered[i].begin, "span store: spans ", ordered[i - 1].begin, " to ", ordered[i - 1].end, " and ", ordered[i].begin, " to ", ordered[i].end, " overlap; allowed apart");
+    KVKEEP_REQUIRE(ordered[i - 1].end <= ordered[i].begin, "span store: spans ", ordered[i - 1].begin, " to ", ordered[i - 1].end, " and ", ordered[i].begin, " to ", ordered[i].end, " overlap; allowed apart");
 }
 
 }  // namespace
@@ -27,10 +27,10 @@ void check_spans(std::span<const Span> spans, std::int64_t tokens) {
 SpanStore::SpanStore(const Tensor& keys, const Tensor& values, std::span<const float> surprisal, std::vector<Span> spans, const FactorOptions& options, const RankGates* gates,
                      std::shared_ptr<FarStore> far)
     : spans_(std::move(spans)) {
-  require(keys.dim() == 3 && keys.sizes() == values.sizes() && keys.size(0) >= 1 && keys.size(2) >= 1 && keys.device().is_cpu() && values.device().is_cpu() && is_scorable(keys.scalar_type()) &&
+  KVKEEP_REQUIRE(keys.dim() == 3 && keys.sizes() == values.sizes() && keys.size(0) >= 1 && keys.size(2) >= 1 && keys.device().is_cpu() && values.device().is_cpu() && is_scorable(keys.scalar_type()) &&
               is_scorable(values.scalar_type()),
           "span store: keys or values do not fit; allowed f32, f16 or bf16 [Hkv, T, D] of one shape on the CPU");
-  require(keys.size(1) == static_cast<std::int64_t>(surprisal.size()), "span store: ", keys.size(1), " tokens with ", surprisal.size(), " surprisals; allowed one each");
+  KVKEEP_REQUIRE(keys.size(1) == static_cast<std::int64_t>(surprisal.size()), "span store: ", keys.size(1), " tokens with ", surprisal.size(), " surprisals; allowed one each");
   check_spans(spans_, keys.size(1));
   std::vector<std::int32_t> slots;
   std::vector<std::int64_t> indptr{0};

@@ -4,8 +4,11 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <cmath>
+#include <functional>
 #include <numeric>
 
+#include "kvkeep/keep/rank_key.h"
 #include "kvkeep/score/window_attention.h"
 
 namespace kvkeep {
@@ -13,15 +16,15 @@ namespace {
 
 constexpr std::size_t kRounding = 8;  ///< counts are multiples of it
 
-/// Slots of one row that stay, ascending.
+/// Slots of one row that stay, ascending. A sum that is NaN ranks last and holds nothing.
 std::vector<std::int32_t> slots_of(const float* sums, std::int32_t length, const TopMassOptions& options) {
   std::vector<std::int32_t> order(static_cast<std::size_t>(length));
   std::iota(order.begin(), order.end(), 0);
-  std::ranges::sort(order, [sums](std::int32_t a, std::int32_t b) { return sums[a] != sums[b] ? sums[a] > sums[b] : a > b; });
+  std::ranges::sort(order, std::ranges::greater(), [sums](std::int32_t t) { return rank_key(sums[t], t); });
   std::size_t count = order.size();
   double held = 0;
   for (std::size_t i = 0; i < order.size(); ++i) {
-    held += static_cast<double>(sums[order[i]]) / options.window;
+    if (!std::isnan(sums[order[i]])) held += static_cast<double>(sums[order[i]]) / options.window;
     if (held < options.mass) continue;
     count = i + 1;
     break;
@@ -37,15 +40,15 @@ std::vector<std::int32_t> slots_of(const float* sums, std::int32_t length, const
 }
 
 void check(const TopMassOptions& options) {
-  require(options.mass > 0 && options.mass <= 1, "top mass: mass; given ", options.mass, "; allowed above 0, up to 1");
-  require(options.window >= 1, "top mass: window; given ", options.window, "; allowed 1 or more");
+  KVKEEP_REQUIRE(options.mass > 0 && options.mass <= 1, "top mass: mass; given ", options.mass, "; allowed above 0, up to 1");
+  KVKEEP_REQUIRE(options.window >= 1, "top mass: window; given ", options.window, "; allowed 1 or more");
 }
 
 }  // namespace
 
 KeepSet keep_top_mass(const RowTable& table, const Tensor& sums, TopMassOptions options) {
   check(options);
-  require(sums.defined() && sums.scalar_type() == kFloat32 && sums.numel() == table.slots, "top mass: sums; allowed f32 [", table.slots, "], one for each slot");
+  KVKEEP_REQUIRE(sums.defined() && sums.scalar_type() == kFloat32 && sums.numel() == table.slots, "top mass: sums; allowed f32 [", table.slots, "], one for each slot");
   const float* of_window = sums.const_data_ptr<float>();
   std::vector<std::vector<std::int32_t>> kept(table.rows.size());
   at::parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
@@ -65,7 +68,7 @@ KeepSet keep_top_mass(const Evidence& evidence, TopMassOptions options) {
   const RowTable& table = evidence.table;
   std::vector<RowWindow> windows;
   for (const RowGroup& group : table.groups) {
-    require(group.queries.count >= options.window, "top mass: layer ", group.layer, " has ", group.queries.count, " queries; allowed ", options.window, " or more, the window");
+    KVKEEP_REQUIRE(group.queries.count >= options.window, "top mass: layer ", group.layer, " has ", group.queries.count, " queries; allowed ", options.window, " or more, the window");
     for (const Row& row : table.rows_of(group, evidence.spec.kv_heads)) windows.push_back({row.length == 0 ? 0 : options.window, row.length});
   }
   return keep_top_mass(table, attention_sum(evidence, windows), options);

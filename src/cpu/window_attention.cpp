@@ -186,7 +186,7 @@ namespace {
 /// Reduces every row that has a window; the others get zeros.
 void reduce_rows(const Evidence& evidence, std::span<const RowWindow> windows, const Targets& to) {
   const RowTable& table = evidence.table;
-  require(is_scorable(table.key_dtype), "window_attention: keys are ", c10::toString(table.key_dtype), "; allowed f32, f16, bf16 (other rows can be moved, not scored)");
+  KVKEEP_REQUIRE(is_scorable(table.key_dtype), "window_attention: keys are ", c10::toString(table.key_dtype), "; allowed f32, f16, bf16 (other rows can be moved, not scored)");
   const cpu::WindowTurns turns(evidence, windows);
   std::int32_t slots = 0, queries = 0;
   for (std::size_t r = 0; r < windows.size(); ++r) {
@@ -229,7 +229,7 @@ WindowAttention window_attention(const Evidence& evidence, std::vector<RowWindow
 Tensor attention_sum(const Evidence& evidence, std::span<const RowWindow> windows, std::span<const float> weights) {
   return dispatch("attention_sum", evidence.table.device, [&] {
     for (const RowWindow& window : windows)
-      require(weights.empty() || weights.size() >= static_cast<std::size_t>(window.queries), "attention_sum: ", weights.size(), " weights for a window of ", window.queries, "; allowed one a query");
+      KVKEEP_REQUIRE(weights.empty() || weights.size() >= static_cast<std::size_t>(window.queries), "attention_sum: ", weights.size(), " weights for a window of ", window.queries, "; allowed one a query");
     const Tensor out = at::empty({evidence.table.slots}, at::TensorOptions().dtype(kFloat32));
     reduce_rows(evidence, windows, {.sum = out.data_ptr<float>(), .weights = weights});
     return out;

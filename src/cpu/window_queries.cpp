@@ -61,7 +61,7 @@ void gather_queries(const Evidence& evidence, const QueryView& view, std::int32_
         if (!turns.cosines.empty())
           rope_rotate(spec.rope.style, pairs, turns.cosines.data() + (skip + i) * pairs, turns.sines.data() + (skip + i) * pairs, q);
         for (std::size_t d = 0; d < dim; ++d) {
-          require(std::isfinite(q[d]), "window_attention: query of head ", head * spec.group() + g, " at position ", view.position(view.count - window + i),
+          KVKEEP_REQUIRE(std::isfinite(q[d]), "window_attention: query of head ", head * spec.group() + g, " at position ", view.position(view.count - window + i),
                   " holds ", q[d], " in component ", d, "; allowed finite numbers");
           q[d] *= scale;
         }

@@ -100,7 +100,7 @@ ScorerOutput expected(const ScorerInput& in, const ExpectedSettings& o) {
       double length = 0;
       for (int d = 0; d < in.Dv; ++d) length += static_cast<double>(head.value(t, in.Dv)[d]) * static_cast<double>(head.value(t, in.Dv)[d]);
       double& score = g[static_cast<std::size_t>(t)];
-      score = (score + o.epsilon) * (o.value_norm ? std::sqrt(length) : 1.0);
+      if (o.value_norm) score = (score + o.epsilon) * std::sqrt(length);
       most = std::max(most, score);
     }
     std::fill(g.begin(), g.begin() + first, most);

@@ -211,7 +211,7 @@ RandomCase random_case(uint64_t seed, const Options& options, int largest_T) {
 
 int random_case_count(int normally) {
   const char* asked = std::getenv("KVKEEP_RANDOM_CASES");
-#if defined(__SANITIZE_ADDRESS__)
+#ifdef KVKEEP_SANITIZED
   normally = (normally + 2) / 3;  // each takes several times as long here; the optimized build runs them all
 #endif
   return asked ? std::atoi(asked) : normally;

@@ -18,7 +18,7 @@ struct MassSegmentedOptions {
   std::int32_t window = 32;                      ///< queries whose attention makes the mass
   Segmentation segments = Segmentation::mass;
   std::int32_t fixed = 128;                      ///< slots a segment, `Segmentation::fixed` only
-  double segment_mass = 0.02;                    ///< mass a segment aims at, (0, 1]
+  double segment_mass = 0.02;                    ///< mass a segment aims at, (0, 1]; below kLeastSegmentMass it counts as that
   std::int32_t min_segment = 32;                 ///< slots
   std::int32_t max_segment = 1024;               ///< slots, at least 2 * min_segment
   std::int32_t min_quota = 8;                    ///< slots every segment may keep, as far as the budget allows
@@ -39,7 +39,7 @@ inline constexpr double kMassEpsilon = 1e-12;
 KVKEEP_HD inline std::int32_t most_segments(const MassSegmentedOptions& options, std::int32_t length) {
   if (length <= 0) return 0;
   if (options.segments == Segmentation::none) return 1;
-  if (options.segments == Segmentation::fixed) return (length + options.fixed - 1) / options.fixed;
+  if (options.segments == Segmentation::fixed) return (length - 1) / options.fixed + 1;
   const std::int64_t most = detail::thresholds(options.segment_mass) + 1 + length / options.max_segment;
   return most < length ? static_cast<std::int32_t>(most) : length;
 }

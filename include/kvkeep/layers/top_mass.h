@@ -1,6 +1,7 @@
 #pragma once
 /// Per-head top-p caches: each KV head keeps as many slots of a prompt as hold a share of its attention.
 /// Source: ASL's code (`cache_p`), not in its paper. Differs (`strict`): counts are rounded up to a multiple of 8, so that the asked mass is always held; equal masses: the larger slot.
+/// NaN ranks last and counts as no mass, so a row that holds less than was asked for stays whole.
 
 #include "kvkeep/core/decision.h"
 #include "kvkeep/core/evidence.h"

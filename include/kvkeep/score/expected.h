@@ -16,7 +16,7 @@ struct ExpectedOptions {
   std::int32_t sink = 4;       ///< queries at positions below it are no part of the statistics, slots below it no part of the softmax
   bool covariance = true;      ///< the Gaussian's second moment; without it, only the mean query
   bool value_norm = true;      ///< weigh by the length of the value
-  double epsilon = 0.01;       ///< added to the expected attention before it is weighed
+  double epsilon = 0.01;       ///< added to the expected attention before it is weighed by the value; not used without `value_norm`
   std::int32_t queries = 256;  ///< newest queries that are read
   Statistics statistics = Statistics::window;
   bool matrix_unit = true;     ///< bf16 keys go through the machine's matrix unit where it has one; false: never. A switch for tests and comparisons.
@@ -30,7 +30,7 @@ class Expected final : public Scorer {
   [[nodiscard]] Needs needs() const override;
   [[nodiscard]] Padding padding() const override { return {.oldest = options_.sink, .newest = 0}; }
 
-  /// g[t] = (mean over the group's query heads of softmax over t >= sink of x + epsilon) * |V[t]|, with x = scale * m.k + scale^2 / 2 * k^T C k: m and C the
+  /// g[t] = (mean over the group's query heads of softmax over t >= sink of x + epsilon) * |V[t]|, without `value_norm` that mean alone, with x = scale * m.k + scale^2 / 2 * k^T C k: m and C the
   /// mean and population covariance of the queries before RoPE, turned by the mean of the rotations at `future` positions from the next one on.
   /// Slots below `sink` get the largest score of the others, as published. g[t] = t where no query was seen; no covariance where there is but one.
   /// keys, values: f32, f16, bf16. x is held inside +-FLT_MAX; a NaN in a key or value makes that slot's score NaN and no other's.
