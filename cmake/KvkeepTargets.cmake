@@ -33,7 +33,9 @@ endfunction()
 function(kvkeep_own_code target)
   target_compile_features(${target} PRIVATE cxx_std_20)
   set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF POSITION_INDEPENDENT_CODE ON)
-  target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic -Wshadow -Wnon-virtual-dtor -Woverloaded-virtual -Wno-unknown-pragmas)
+  target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic -Wshadow -Wnon-virtual-dtor -Woverloaded-virtual -Wno-unknown-pragmas
+    # GCC 12 sees strings overlap themselves where operator+ is inlined (PR 105651, a known false alarm).
+    $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-restrict>)
   if(KVKEEP_WERROR)
     target_compile_options(${target} PRIVATE -Werror)
   endif()
@@ -43,9 +45,22 @@ function(kvkeep_own_code target)
     # GCC 12 sees uninitialized members inside std::regex and std::optional once the sanitizers' checks stand between (a known false alarm).
     target_compile_options(${target} PRIVATE ${flags} -fno-omit-frame-pointer $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
     target_link_options(${target} PRIVATE ${flags})
+    # Instruction sets between the plain one and AVX2 differ little, and each is dear to compile. Files that set this list themselves keep theirs.
+    target_compile_definitions(${target} PRIVATE KVKEEP_SANITIZED "HWY_DISABLED_TARGETS=(HWY_SSSE3|HWY_SSE4)")
   endif()
-  if(KVKEEP_BUILD_FUZZ)
-    target_compile_options(${target} PRIVATE -fsanitize=fuzzer-no-link)
+endfunction()
+
+# For what spends its time in the library, as the command and the tests do: under the sanitizers compiled quickly, without the checks of each reference, which are dear to compile and stand in the library.
+function(kvkeep_sanitize_lightly target)
+  if(KVKEEP_SANITIZE)
+    target_compile_options(${target} PRIVATE -O0 -fno-sanitize=null,alignment,object-size)
+  endif()
+endfunction()
+
+# Reads the headers that most files include once for the whole target, and further ones that are named. Worth it from about ten files on.
+function(kvkeep_precompile target)
+  if(KVKEEP_PRECOMPILE)
+    target_precompile_headers(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:${PROJECT_SOURCE_DIR}/cmake/precompiled.h>" ${ARGN})
   endif()
 endfunction()
 
@@ -57,6 +72,7 @@ function(kvkeep_add_library name)
   if(sources)
     add_library(${name} ${sources})
     kvkeep_own_code(${name})
+    kvkeep_precompile(${name})
     set_target_properties(${name} PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
     # Highway compiles a file once per instruction set by including it again under its own name.
     list(TRANSFORM arg_STEMS PREPEND "${PROJECT_SOURCE_DIR}/" OUTPUT_VARIABLE folders)

@@ -11,10 +11,10 @@
 
 namespace kvkeep {
 
-/// Calls `cpu()` for the CPU. Throws Unsupported, with the reason, for a device that this build has no functions for.
+/// Calls `cpu()` for the CPU. Throws Unsupported for another device: those have an Accelerator.
 template <class Cpu>
 decltype(auto) dispatch(const char* operation, Device device, Cpu&& cpu) {
-  require<Unsupported>(device.is_cpu(), operation, ": no kernels for device ", device.str(), " in this build; allowed: cpu");
+  KVKEEP_REQUIRE_AS(Unsupported, device.is_cpu(), operation, ": runs on the CPU; given device ", device.str(), "; allowed cpu, or on a GPU a Keeper with kvkeep::cuda::accelerator()");
   return std::forward<Cpu>(cpu)();
 }
 
