@@ -160,7 +160,7 @@ std::int64_t chunks_workspace_bytes(const ChunksArguments& arguments) {
 }
 
 void launch_chunks(const ChunksArguments& a, Stream stream) {
-  require(a.options.chunk >= 1, "chunks: chunk; given ", a.options.chunk, "; allowed from 1 on");
+  KVKEEP_REQUIRE(a.options.chunk >= 1, "chunks: chunk; given ", a.options.chunk, "; allowed from 1 on");
   Task task{};
   divide(a, task);
   const std::int32_t together = a.options.heads == ChunksOptions::Heads::shared ? a.heads : 1;

@@ -255,8 +255,8 @@ std::int64_t critical_workspace_bytes(const CriticalArguments& arguments) { retu
 
 void launch_critical(const CriticalArguments& a, Stream stream) {
   check_dim("critical: values", a.value_dim);
-  require(a.projection != Element::fp8_e4m3, "critical: W_o can be read as f32, f16 or bf16; given fp8");
-  require(a.first_stage >= 0 && a.first_stage <= 1, "critical: first_stage; given ", a.first_stage, "; allowed 0 to 1");
+  KVKEEP_REQUIRE(a.projection != Element::fp8_e4m3, "critical: W_o can be read as f32, f16 or bf16; given fp8");
+  KVKEEP_REQUIRE(a.first_stage >= 0 && a.first_stage <= 1, "critical: first_stage; given ", a.first_stage, "; allowed 0 to 1");
   if (a.evidence.count == 0 || a.evidence.longest == 0) return;
   Task task{a, static_cast<float*>(a.workspace), (a.value_dim + 15) / 16 * 16, 0};
   const bool unit = a.matrix_unit && a.projection != Element::f32 && (a.values == a.projection || a.values == Element::fp8_e4m3);

@@ -153,7 +153,7 @@ __device__ inline float key_scale(const Row& row, std::int64_t slot) {
 __device__ inline bool is_number(float x) { return x - x == 0.0F; }
 
 /// Throws InvalidArgument for a head size that the kernels do not know.
-inline void check_dim(const char* operation, std::int32_t dim) { require(dim >= 1 && dim <= 256, operation, ": head size; given ", dim, "; allowed 1 to 256"); }
-inline void check_pool(const char* operation, std::int32_t pool) { require(pool >= 1 && pool % 2 == 1, operation, ": pool; given ", pool, "; allowed odd numbers from 1 on"); }
+inline void check_dim(const char* operation, std::int32_t dim) { KVKEEP_REQUIRE(dim >= 1 && dim <= 256, operation, ": head size; given ", dim, "; allowed 1 to 256"); }
+inline void check_pool(const char* operation, std::int32_t pool) { KVKEEP_REQUIRE(pool >= 1 && pool % 2 == 1, operation, ": pool; given ", pool, "; allowed odd numbers from 1 on"); }
 
 }  // namespace kvkeep::cuda

@@ -765,7 +765,7 @@ __global__ void __launch_bounds__(kKeyThreads, 4) finish_kernel(Task task) {
       share = sum_of_lanes(share);
       square = sum_of_lanes(square);
       if (!live || lane != 0) continue;
-      float score = share + epsilon;
+      float score = share;
       if (task.a.value_norm) {
         float norm = sqrtf(square);
         if (!(square > 1e-30F && square < 1e38F)) {  // squares that leave f32
@@ -775,7 +775,7 @@ __global__ void __launch_bounds__(kKeyThreads, 4) finish_kernel(Task task) {
           norm = static_cast<float>(sqrt(wide));
         }
         if constexpr (std::is_same_v<V, Fp8>) norm *= fabsf(*reinterpret_cast<const float*>(row.value_scales.at(t)));
-        score *= norm;
+        score = (share + epsilon) * norm;
       }
       g[t] = score;
       top = score > top ? score : top;
@@ -837,9 +837,9 @@ void launch_expected(const ExpectedArguments& a, Stream stream) {
   const EvidenceArguments& e = a.evidence;
   check_dim("expected", e.dim);
   if (a.value_norm) check_dim("expected: values", a.value_dim);
-  require(a.pairs >= 0 && 2 * a.pairs <= e.dim, "expected: rotary pairs; given ", a.pairs, "; allowed 0 to half of ", e.dim);
-  require(a.future >= 1 && a.sink >= 0 && a.queries >= 1, "expected: future ", a.future, ", sink ", a.sink, ", queries ", a.queries, "; allowed from 1, 0 and 1 on");
-  require(e.query != Element::fp8_e4m3, "expected: queries can be read as f32, f16 or bf16; given fp8");
+  KVKEEP_REQUIRE(a.pairs >= 0 && 2 * a.pairs <= e.dim, "expected: rotary pairs; given ", a.pairs, "; allowed 0 to half of ", e.dim);
+  KVKEEP_REQUIRE(a.future >= 1 && a.sink >= 0 && a.queries >= 1, "expected: future ", a.future, ", sink ", a.sink, ", queries ", a.queries, "; allowed from 1, 0 and 1 on");
+  KVKEEP_REQUIRE(e.query != Element::fp8_e4m3, "expected: queries can be read as f32, f16 or bf16; given fp8");
   if (e.count == 0 || e.longest == 0) return;
   Task task{};
   divide(a, task);

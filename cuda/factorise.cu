@@ -369,12 +369,12 @@ std::int64_t factor_numbers(std::int64_t length, std::int64_t dim, const Factori
 void launch_factorise(const FactoriseArguments& a, Stream stream) {
   check_dim("factorise", a.dim);
   const FactoriseOptions& o = a.options;
-  require(a.count >= 0 && a.longest >= 0, "factorise: ", a.count, " matrices of ", a.longest, " rows; allowed 0 or more");
-  require(o.max_rank >= 1, "factorise: max_rank; given ", o.max_rank, "; allowed 1 or more");
-  require(o.energy >= 0 && o.energy <= 1, "factorise: energy; given ", o.energy, "; allowed 0 to 1");
-  require(a.element != Element::fp8_e4m3 && a.store != Element::fp8_e4m3, "factorise: 8-bit numbers; allowed f32, f16 or bf16");
+  KVKEEP_REQUIRE(a.count >= 0 && a.longest >= 0, "factorise: ", a.count, " matrices of ", a.longest, " rows; allowed 0 or more");
+  KVKEEP_REQUIRE(o.max_rank >= 1, "factorise: max_rank; given ", o.max_rank, "; allowed 1 or more");
+  KVKEEP_REQUIRE(o.energy >= 0 && o.energy <= 1, "factorise: energy; given ", o.energy, "; allowed 0 to 1");
+  KVKEEP_REQUIRE(a.element != Element::fp8_e4m3 && a.store != Element::fp8_e4m3, "factorise: 8-bit numbers; allowed f32, f16 or bf16");
   const std::int32_t width = std::min(a.longest, a.dim);
-  require<Unsupported>(width <= kMostWidth, "factorise: rows of ", a.dim, " numbers in spans of ", a.longest, "; allowed ", kMostWidth, " of one of them on a GPU");
+  KVKEEP_REQUIRE_AS(Unsupported, width <= kMostWidth, "factorise: rows of ", a.dim, " numbers in spans of ", a.longest, "; allowed ", kMostWidth, " of one of them on a GPU");
   if (width == 0) return;
   with_wide_element(a.element, [&](auto element) {
     launch("factorise", factorise_kernel<decltype(element)>, {.blocks = blocks_for(a.count), .threads = threads_of(width), .shared_bytes = FactorShared(width, a.dim).parts.bytes}, stream, a, width);

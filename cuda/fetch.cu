@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kFetchThreads) fetch_kernel(FetchArguments a) 
 
 void launch_fetch(const FetchArguments& a, Stream stream) {
   constexpr std::int32_t kMostLists = 65535;
-  require(a.lists >= 0 && a.lists <= kMostLists && a.stride >= 0, "fetch: ", a.lists, " lists of ", a.stride, " pieces; allowed 0 to ", kMostLists, " of 0 or more");
+  KVKEEP_REQUIRE(a.lists >= 0 && a.lists <= kMostLists && a.stride >= 0, "fetch: ", a.lists, " lists of ", a.stride, " pieces; allowed 0 to ", kMostLists, " of 0 or more");
   launch("fetch", fetch_kernel, {.blocks = blocks_for(std::min(a.stride, kFetchBlocks), static_cast<unsigned>(a.lists)), .threads = kFetchThreads}, stream, a);
 }
 

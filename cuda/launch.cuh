@@ -1,6 +1,7 @@
 #pragma once
 /// The one way a kernel starts.
 
+#include <tuple>
 #include <utility>
 
 #include "kvkeep/core/error.h"
@@ -29,8 +30,7 @@ template <class... Parameters, class... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, cudaStream_t stream, Arguments&&... arguments) {
   if (grid.blocks.x == 0 || grid.blocks.y == 0 || grid.blocks.z == 0) return;
 #if defined(KVKEEP_CUDA_MODEL)
-  static_cast<void>(stream);
-  model::run(name, grid.blocks, grid.threads, grid.shared_bytes, [&] { kernel(Parameters(arguments)...); });
+  model::launch(name, grid.blocks, grid.threads, grid.shared_bytes, stream, [kernel, copied = std::tuple<Parameters...>(arguments...)] { std::apply(kernel, copied); });
 #else
   constexpr std::size_t kWithoutAsking = 48 << 10;
   cudaError_t status = cudaSuccess;
@@ -40,7 +40,7 @@ void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, c
     kernel<<<grid.blocks, static_cast<unsigned>(grid.threads), grid.shared_bytes, stream>>>(Parameters(std::forward<Arguments>(arguments))...);
     status = cudaGetLastError();
   }
-  require<DeviceError>(status == cudaSuccess, name, ": the launch failed: ", cudaGetErrorString(status), "; given ", grid.blocks.x, " x ", grid.blocks.y, " x ",
+  KVKEEP_REQUIRE_AS(DeviceError, status == cudaSuccess, name, ": the launch failed: ", cudaGetErrorString(status), "; given ", grid.blocks.x, " x ", grid.blocks.y, " x ",
                        grid.blocks.z, " blocks of ", grid.threads, " threads with ", grid.shared_bytes, " bytes of shared memory");
 #endif
 }

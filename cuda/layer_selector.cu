@@ -115,18 +115,18 @@ std::int32_t longest_of(std::span<const RankedPrompt> prompts) {
 
 void check(const LayerSelectorArguments& a) {
   const LayerSelectorOptions& o = a.options;
-  require(o.window >= 1, "layer selector: window; given ", o.window, "; allowed 1 or more");
-  require(o.select > o.window, "layer selector: select; given ", o.select, "; allowed more than the window of ", o.window);
-  require(o.min_layer >= 0, "layer selector: min_layer; given ", o.min_layer, "; allowed 0 or more");
-  require(o.observed_layers >= 1, "layer selector: observed_layers; given ", o.observed_layers, "; allowed 1 or more");
-  require(!std::isnan(o.threshold), "layer selector: threshold; given NaN; allowed numbers");
-  require(o.fixed_layer >= -1, "layer selector: fixed_layer; given ", o.fixed_layer, "; allowed 0 or more, or -1 for none");
-  require<Unsupported>(!o.reads_mass(), "layer selector: missed_mass and select_mass; given ", o.missed_mass, " and ", o.select_mass, "; allowed 0 and 1 on a GPU");
+  KVKEEP_REQUIRE(o.window >= 1, "layer selector: window; given ", o.window, "; allowed 1 or more");
+  KVKEEP_REQUIRE(o.select > o.window, "layer selector: select; given ", o.select, "; allowed more than the window of ", o.window);
+  KVKEEP_REQUIRE(o.min_layer >= 0, "layer selector: min_layer; given ", o.min_layer, "; allowed 0 or more");
+  KVKEEP_REQUIRE(o.observed_layers >= 1, "layer selector: observed_layers; given ", o.observed_layers, "; allowed 1 or more");
+  KVKEEP_REQUIRE(!std::isnan(o.threshold), "layer selector: threshold; given NaN; allowed numbers");
+  KVKEEP_REQUIRE(o.fixed_layer >= -1, "layer selector: fixed_layer; given ", o.fixed_layer, "; allowed 0 or more, or -1 for none");
+  KVKEEP_REQUIRE_AS(Unsupported, !o.reads_mass(), "layer selector: missed_mass and select_mass; given ", o.missed_mass, " and ", o.select_mass, "; allowed 0 and 1 on a GPU");
   for (const RankedPrompt& prompt : a.prompts)
-    require(prompt.ranked >= 0, "layer selector: a prompt of ", prompt.ranked, " ranked tokens; allowed 0 or more");
-  require(std::int64_t{ranked_layers(o)} * longest_of(a.prompts) < std::int64_t{1} << 32, "layer selector: ranks of ", ranked_layers(o),
+    KVKEEP_REQUIRE(prompt.ranked >= 0, "layer selector: a prompt of ", prompt.ranked, " ranked tokens; allowed 0 or more");
+  KVKEEP_REQUIRE(std::int64_t{ranked_layers(o)} * longest_of(a.prompts) < std::int64_t{1} << 32, "layer selector: ranks of ", ranked_layers(o),
           " layers of ", longest_of(a.prompts), " tokens; allowed fewer than 2^32 of a prompt");
-  require<StateError>(
+  KVKEEP_REQUIRE_AS(StateError, 
       a.layer >= 0 && wants_ranks(o, a.layer), "layer selector: the ranks of layer ", a.layer, "; allowed ",
       o.fixed_layer >= 0 ? text("layer ", o.fixed_layer, " alone") : text("layers from ", o.min_layer - ranked_layers(o) + 1, " on"));
 }

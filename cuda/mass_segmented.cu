@@ -46,7 +46,10 @@ __global__ void __launch_bounds__(kMostThreads) pool_kernel(MassSegmentedArgumen
   const BlockTeam team(scratch);
   const Workspace work(a.options, a.count, a.longest, a.slots_in_all, a.workspace);
   for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {
-    if (!a.limits[r].due) continue;
+    if (!a.limits[r].due) {
+      if (team.rank() == 0) work.tops[r] = 0;
+      continue;
+    }
     float* usage = a.mass + a.rows[r].first;
     pool_history(a.options, usage, a.windows[r].history, work.fed + a.rows[r].first, team);
     const float top = largest(usage, a.windows[r].history, team);
@@ -182,7 +185,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) mass_segmented_kernel(MassSeg
     std::int32_t *ends = work.ends + r * work.most, *cuts = work.cuts + r * work.most, count = 0;
     Share* shares = work.shares + r * work.most;
     if (team.rank() == 0)
-      count = segment_ends(length, options, [&](std::int64_t k) { return thresholds <= kCachedCuts ? cached[k - 1] : detail::cut_at(prefix, length, options, k); }, ends, cuts);
+      count = segment_ends(prefix, length, options, [&](std::int64_t k) { return thresholds <= kCachedCuts ? cached[k - 1] : detail::cut_at(prefix, length, options, k); }, ends, cuts);
     count = team.from_first(count);
     for (std::int32_t i = team.rank(); i < count; i += team.size()) shares[i] = share_of(a.options.quotas, prefix, ends, i, length, limit.guarded);
     team.sync();

@@ -17,14 +17,17 @@ class Staging {
   Staging(const Staging&) = delete;
   Staging& operator=(const Staging&) = delete;
 
-  /// Copies to the device; `from` may change as soon as it returns. On a stream that is being captured the bytes are kept for every replay; that many captures as there are
-  /// buffers (4) work without an upload outside of a capture between them, StateError beyond. Returns false there: what is on the device changes with the replay, not now.
-  bool upload(void* to, const void* from, std::size_t bytes, Stream stream);
+  /// Copies to the device; `from` may change as soon as it returns. On a stream that is being captured nothing is copied yet: every replay copies these bytes, which stay in page-locked memory of
+  /// their own as long as this object does.
+  void upload(void* to, const void* from, std::size_t bytes, Stream stream);
 
  private:
   struct Buffers;
   std::unique_ptr<Buffers> buffers_;
 };
+
+/// True where work that is launched on the stream goes into a graph.
+[[nodiscard]] bool is_capturing(Stream stream);
 
 /// Copies `rows` runs of `bytes` on the device.
 void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t from_stride, std::int64_t bytes, std::int64_t rows, Stream stream);

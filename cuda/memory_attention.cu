@@ -628,13 +628,13 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(Task task) {
 
 void check(const MemoryAttentionArguments& a) {
   check_dim("memory attention", a.dim);
-  require(a.count >= 0 && a.most_spans >= 0 && a.most_queries >= 0 && a.tokens >= 0, "memory attention: ", a.count, " rows of ", a.most_spans, " spans and ", a.most_queries, " queries, ", a.tokens,
+  KVKEEP_REQUIRE(a.count >= 0 && a.most_spans >= 0 && a.most_queries >= 0 && a.tokens >= 0, "memory attention: ", a.count, " rows of ", a.most_spans, " spans and ", a.most_queries, " queries, ", a.tokens,
           " tokens; allowed 0 or more");
-  require(a.kv_heads >= 1 && a.group >= 1, "memory attention: ", a.kv_heads, " KV heads of ", a.group, " query heads; allowed 1 or more");
-  require(a.store != Element::fp8_e4m3 && a.query != Element::fp8_e4m3, "memory attention: 8-bit numbers; allowed f32, f16 or bf16");
+  KVKEEP_REQUIRE(a.kv_heads >= 1 && a.group >= 1, "memory attention: ", a.kv_heads, " KV heads of ", a.group, " query heads; allowed 1 or more");
+  KVKEEP_REQUIRE(a.store != Element::fp8_e4m3 && a.query != Element::fp8_e4m3, "memory attention: 8-bit numbers; allowed f32, f16 or bf16");
   constexpr std::int64_t kMost = 0x7FFFFFFF;
   const std::int64_t asked = std::int64_t{a.count} * a.most_queries, of_asked = std::max<std::int64_t>({a.group, tuning::kMemoryParts, (a.most_spans + kMemorySpans - 1) / kMemorySpans * ((a.group + 7) / 8)});
-  require(asked <= kMost / of_asked, "memory attention: ", a.count, " rows with ", a.most_queries, " queries are too many blocks; allowed ", kMost / of_asked, " of a row and a query");
+  KVKEEP_REQUIRE(asked <= kMost / of_asked, "memory attention: ", a.count, " rows with ", a.most_queries, " queries are too many blocks; allowed ", kMost / of_asked, " of a row and a query");
 }
 
 }  // namespace

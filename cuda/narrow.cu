@@ -77,10 +77,10 @@ __global__ void __launch_bounds__(kCompactThreads) gather_rows_kernel(Rows a) {
 }  // namespace
 
 void launch_narrow(const NarrowArguments& a, Stream stream) {
-  require(a.window >= 1, "narrow: window; given ", a.window, "; allowed 1 or more");
-  require(a.select > a.window, "narrow: select; given ", a.select, "; allowed more than the window of ", a.window);
+  KVKEEP_REQUIRE(a.window >= 1, "narrow: window; given ", a.window, "; allowed 1 or more");
+  KVKEEP_REQUIRE(a.select > a.window, "narrow: select; given ", a.select, "; allowed more than the window of ", a.window);
   for (const RankedPrompt& prompt : a.prompts)
-    require(prompt.ranked >= 0, "narrow: a prompt of ", prompt.ranked, " ranked tokens; allowed 0 or more");
+    KVKEEP_REQUIRE(prompt.ranked >= 0, "narrow: a prompt of ", prompt.ranked, " ranked tokens; allowed 0 or more");
   each_batch(a.prompts, [&](const Batch<RankedPrompt>& batch) {
     std::int32_t longest = 0;
     for (std::int32_t p = 0; p < batch.count; ++p) longest = std::max(longest, batch.of[p].ranked + a.window);
@@ -97,12 +97,12 @@ void launch_narrow(const NarrowArguments& a, Stream stream) {
 
 void launch_gather_rows(const GatherRowsArguments& a, Stream stream) {
   constexpr std::int64_t kMost = 1 << 30;
-  require(a.row_bytes >= 1 && a.row_bytes <= kMost, "gather rows: bytes of a row; given ", a.row_bytes, "; allowed 1 to ", kMost);
-  require(a.from_stride >= a.row_bytes && a.to_stride >= a.row_bytes, "gather rows: strides; given ", a.from_stride, " and ", a.to_stride,
+  KVKEEP_REQUIRE(a.row_bytes >= 1 && a.row_bytes <= kMost, "gather rows: bytes of a row; given ", a.row_bytes, "; allowed 1 to ", kMost);
+  KVKEEP_REQUIRE(a.from_stride >= a.row_bytes && a.to_stride >= a.row_bytes, "gather rows: strides; given ", a.from_stride, " and ", a.to_stride,
           "; allowed from the row's ", a.row_bytes, " bytes on");
   for (const GatheredPrompt& prompt : a.prompts) {
-    require(prompt.rows >= 0, "gather rows: rows of a prompt; given ", prompt.rows, "; allowed 0 or more");
-    require(prompt.kept < 0 || prompt.rows == 0 || a.tokens != nullptr, "gather rows: a prompt has a list at ", prompt.kept,
+    KVKEEP_REQUIRE(prompt.rows >= 0, "gather rows: rows of a prompt; given ", prompt.rows, "; allowed 0 or more");
+    KVKEEP_REQUIRE(prompt.kept < 0 || prompt.rows == 0 || a.tokens != nullptr, "gather rows: a prompt has a list at ", prompt.kept,
             " and there are no tokens; allowed -1, every row");
   }
   const std::uint64_t bits = reinterpret_cast<std::uintptr_t>(a.from) | reinterpret_cast<std::uintptr_t>(a.to) |

@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kTurnThreads) prepare_kernel(PrepareArguments 
 void launch_prepare(const PrepareArguments& arguments, Stream stream) {
   const EvidenceArguments& e = arguments.evidence;
   check_dim("prepare", e.dim);
-  require(arguments.pairs >= 0 && 2 * arguments.pairs <= e.dim, "prepare: rotary pairs; given ", arguments.pairs, "; allowed 0 to half of ", e.dim);
+  KVKEEP_REQUIRE(arguments.pairs >= 0 && 2 * arguments.pairs <= e.dim, "prepare: rotary pairs; given ", arguments.pairs, "; allowed 0 to half of ", e.dim);
   const std::int64_t rows = arguments.newest != nullptr || arguments.windows != nullptr ? e.count : 0;
   const std::int64_t tokens = arguments.queries != nullptr ? std::int64_t{e.count} / e.kv_heads * arguments.window : 0;
   with_element(e.query, [&](auto from) {

@@ -95,10 +95,10 @@ void launch_prompt_scores(const PromptScoresArguments& a, Stream stream) {
   const EvidenceArguments& e = a.evidence;
   check_dim("prompt scores", e.dim);
   check_pool("prompt scores", a.pool);
-  require(a.window >= 1, "prompt scores: window; given ", a.window, "; allowed 1 or more");
-  require(e.kv_heads >= 1 && e.count % e.kv_heads == 0, "prompt scores: rows; given ", e.count, "; allowed whole groups of ", e.kv_heads,
+  KVKEEP_REQUIRE(a.window >= 1, "prompt scores: window; given ", a.window, "; allowed 1 or more");
+  KVKEEP_REQUIRE(e.kv_heads >= 1 && e.count % e.kv_heads == 0, "prompt scores: rows; given ", e.count, "; allowed whole groups of ", e.kv_heads,
           ", one row a KV head");
-  require(e.count == 0 || e.longest > a.window, "prompt scores: the longest row holds ", e.longest,
+  KVKEEP_REQUIRE(e.count == 0 || e.longest > a.window, "prompt scores: the longest row holds ", e.longest,
           " slots; allowed more than the window of ", a.window);
   Task task{};
   divide(a, task);

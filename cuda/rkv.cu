@@ -388,7 +388,7 @@ std::int64_t rkv_workspace_bytes(const RkvArguments& arguments) {
 void launch_rkv(const RkvArguments& a, Stream stream) {
   check_dim("rkv", a.evidence.dim);
   check_pool("rkv", a.pool);
-  require(a.similarity >= 0 && a.similarity <= 1, "rkv: similarity; given ", a.similarity, "; allowed 0 to 1");
+  KVKEEP_REQUIRE(a.similarity >= 0 && a.similarity <= 1, "rkv: similarity; given ", a.similarity, "; allowed 0 to 1");
   Task task{};
   divide(a, task);
   task.e = a.evidence;

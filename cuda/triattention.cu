@@ -277,8 +277,8 @@ std::int64_t triattention_workspace_bytes(const TriAttentionArguments& arguments
 
 void launch_triattention(const TriAttentionArguments& a, Stream stream) {
   check_dim("triattention", a.evidence.dim);
-  require(a.evidence.dim % 2 == 0, "triattention: head size; given ", a.evidence.dim, "; allowed even numbers");
-  require(a.offset_max >= 1, "triattention: offset_max; given ", a.offset_max, "; allowed 1 and more");
+  KVKEEP_REQUIRE(a.evidence.dim % 2 == 0, "triattention: head size; given ", a.evidence.dim, "; allowed even numbers");
+  KVKEEP_REQUIRE(a.offset_max >= 1, "triattention: offset_max; given ", a.offset_max, "; allowed 1 and more");
   if (a.evidence.count == 0 || a.evidence.longest == 0) return;
   Task task{};
   divide(a, task);

@@ -592,7 +592,7 @@ std::int64_t window_attention_workspace_bytes(const EvidenceArguments& evidence,
 }
 
 void launch_window_attention(const WindowAttentionArguments& a, Stream stream) {
-  require(a.usage == nullptr || a.sum == nullptr, "window_attention: usage and sum are reduced one at a time");
+  KVKEEP_REQUIRE(a.usage == nullptr || a.sum == nullptr, "window_attention: usage and sum are reduced one at a time");
   Task task{};
   task.e = a.evidence;
   task.windows = a.windows;

@@ -3,7 +3,6 @@
 #include <ATen/Context.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -21,7 +20,7 @@ namespace {
 
 class CudaAccelerator final : public Accelerator {
  public:
-  explicit CudaAccelerator(Device device) : device_(device), memory_(device), event_table_(device), move_table_(device) {}
+  explicit CudaAccelerator(Device device) : device_(device), pool_(device), memory_(pool_), event_table_(pool_), move_table_(pool_) {}
 
   [[nodiscard]] Device device() const override { return device_; }
 
@@ -35,18 +34,21 @@ class CudaAccelerator final : public Accelerator {
     if (evict->allocator().name() == "critical" && evict->allocator().ragged())
       found.push_back(text("heads: critical with adaptive heads keeps as many slots as scores say, which the host does not know; given ", device_.str(), "; allowed equal, or on the CPU"));
     if (evict->retention().share != Sharing::per_layer_per_head) found.push_back(text("share: rows that share one selection have no kernel; given ", device_.str(), "; allowed per_layer_per_head, or on the CPU"));
-    if (policy.needs().keys && spec.key_dim > 256) found.push_back(text("key_dim: ", spec.key_dim, "; allowed up to 256 on ", device_.str()));
+    for (const bool value : {false, true}) {
+      const std::int32_t dim = value ? spec.value_dim : spec.key_dim;
+      if ((value ? policy.needs().values : policy.needs().keys) && dim > kMostDim)
+        found.push_back(text(value ? "value_dim: " : "key_dim: ", policy.name(), " reads ", value ? "values" : "keys", " of ", dim, " numbers; allowed up to ", kMostDim, " on ", device_.str()));
+    }
     return found;
   }
 
-  [[nodiscard]] DeviceMemory allocate(std::int64_t bytes) override {
-    const c10::DeviceGuard guard(device_);
-    return allocate_on(device_, bytes);
-  }
+  [[nodiscard]] DeviceMemory allocate(std::int64_t bytes) override { return pool_.allocate(bytes); }
+
+  [[nodiscard]] bool captured() const override { return pool_.captured(); }
 
   void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t from_stride, std::int64_t bytes, std::int64_t rows) override {
     const c10::DeviceGuard guard(device_);
-    cuda::copy_rows(to, to_stride, from, from_stride, bytes, rows, stream());
+    cuda::copy_rows(to, to_stride, from, from_stride, bytes, rows, pool_.stream());
   }
 
   void push_queries(std::span<const QueryArrival> arrivals, const QueryLayout& layout) override {
@@ -56,7 +58,7 @@ class CudaAccelerator final : public Accelerator {
       arguments.count = static_cast<std::int32_t>(std::min<std::size_t>(kQueryArrivals, arrivals.size()));
       std::copy_n(arrivals.begin(), arguments.count, arguments.arrivals);
       arguments.layout = layout;
-      launch_push_queries(arguments, stream());
+      launch_push_queries(arguments, pool_.stream());
     }
   }
 
@@ -64,8 +66,9 @@ class CudaAccelerator final : public Accelerator {
     const c10::DeviceGuard guard(device_);
     if (memory_.given() >= 0) {
       const std::int64_t needed = workspace_bytes(policy, evidence);
-      require<StateError>(needed <= memory_.given(), "decide: the workspace holds ", memory_.given(), " bytes and this event needs ", needed, "; allowed at least that, or no workspace");
+      KVKEEP_REQUIRE_AS(StateError, needed <= memory_.given(), "decide: the workspace holds ", memory_.given(), " bytes and this event needs ", needed, "; allowed at least that, or no workspace");
     }
+    ++serial_;  // from here on nothing is left of what was decided before
     memory_.begin();
     return run(policy, evidence, false);
   }
@@ -78,6 +81,9 @@ class CudaAccelerator final : public Accelerator {
 
   void move(const RowTable& table, const Decision& decision, std::span<const PageMove> pages, std::span<const ColumnTarget> columns) override {
     const c10::DeviceGuard guard(device_);
+    KVKEEP_REQUIRE_AS(StateError, decision.serial == serial_, "apply: the slots of this plan lay in memory that a later plan, or use_workspace(), has taken; allowed the newest plan on ",
+                      device_.str());
+    const Stream stream = pool_.stream();
     const KeepSet& keep = *decision.keep;
     std::vector<ColumnMove> moves(columns.size());
     for (std::size_t r = 0; r < columns.size(); ++r) {
@@ -99,33 +105,34 @@ class CudaAccelerator final : public Accelerator {
     move_table_.clear();
     const std::int64_t moves_at = move_table_.add(moves), after_at = move_table_.add(after);
     move_table_.place();
-    move_table_.upload(staging_, stream());
+    move_table_.upload(staging_, stream);
     launch_compact({.rows = event_table_.there<Row>(rows_at_), .columns = move_table_.there<ColumnMove>(moves_at), .count = static_cast<std::int32_t>(table.rows.size()),
                     .slots = keep.slots.data_ptr<std::int32_t>(), .indptr = event_table_.there<std::int64_t>(indptr_at_),
                     .pages_after = pages.empty() ? nullptr : move_table_.there<std::int32_t>(after_at), .pages_stride = stride},
-                   stream());
+                   stream);
   }
 
   void read(void* to, const void* from, std::int64_t bytes) override {
     const c10::DeviceGuard guard(device_);
-    download(to, from, static_cast<std::size_t>(bytes), stream());
+    download(to, from, static_cast<std::size_t>(bytes), pool_.stream());
   }
 
-  void use_workspace(Tensor memory) override { memory_.use(std::move(memory)); }
+  void use_workspace(Tensor memory) override {
+    memory_.use(std::move(memory));
+    ++serial_;
+  }
 
  private:
-  [[nodiscard]] Stream stream() const {
-    return device_.is_cpu() ? nullptr : static_cast<Stream>(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).native_handle());
-  }
   Decision run(const KVPolicy& policy, const Evidence& evidence, bool dry) {
     const std::vector<std::string> why_not = problems(policy, evidence.spec);
-    require<Unsupported>(why_not.empty(), "decide: ", why_not.empty() ? "" : why_not.front());
+    KVKEEP_REQUIRE_AS(Unsupported, why_not.empty(), "decide: ", why_not.empty() ? "" : why_not.front());
     const auto& evict = dynamic_cast<const Evict&>(policy);
     const Retention& retention = evict.retention();
     const Limits limits = evict.limits(evidence);
-    Event event(evidence, limits, memory_, stream(), dry);
+    Event event(evidence, limits, memory_, pool_.stream(), dry);
     event.constants = &constants_;
     event.staging = &staging_;
+    event.pool = &pool_;
     KeepSet keep = upload(event, policy.needs(), dry);
 
     WindowNeeds shared = evict.scorer().shares();
@@ -146,6 +153,7 @@ class CudaAccelerator final : public Accelerator {
 
     Decision decision;
     if (dry) return decision;
+    decision.serial = serial_;
     decision.reason = Reason::over_budget;
     decision.scores.data = tensor(scores, evidence.table.slots, kFloat32);
     if (evict.scorer().accumulates()) decision.tally = decision.scores.data;
@@ -198,7 +206,7 @@ class CudaAccelerator final : public Accelerator {
     for (const Row& row : table.rows)
       for (const bool value : {false, true}) {
         const bool reads = value ? needs.values : needs.keys, f8 = (value ? table.value_dtype : table.key_dtype) == c10::ScalarType::Float8_e4m3fn;
-        require<Unsupported>(!reads || !f8 || (value ? row.value_scales : row.key_scales).width == 4, "decide: ", value ? "values" : "keys", " of layer ", row.layer,
+        KVKEEP_REQUIRE_AS(Unsupported, !reads || !f8 || (value ? row.value_scales : row.key_scales).width == 4, "decide: ", value ? "values" : "keys", " of layer ", row.layer,
                              " are f8 e4m3 without f32 scales; allowed with one f32 scale a slot");
       }
 
@@ -248,11 +256,15 @@ class CudaAccelerator final : public Accelerator {
     return (longest + table.page_size - 1) / table.page_size;
   }
 
+  static constexpr std::int32_t kMostDim = 256;  ///< numbers of a head that kernels read
+
   Device device_;
+  DevicePool pool_;
   EventMemory memory_;
   Staging staging_;
   Table event_table_, move_table_;
   std::int64_t rows_at_ = 0, indptr_at_ = 0;
+  std::uint64_t serial_ = 0;  ///< of the newest decision: workspace and tables hold no other
   std::map<const void*, DeviceMemory> constants_;
 };
 
@@ -264,7 +276,7 @@ std::shared_ptr<Accelerator> accelerator(int index) {
   require_device(index);
   // LibTorch's CUDA half takes half a second to load, and linking it is left to programs that need it from their first moment. It must be there before it is first asked for.
   const bool loaded = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL) != nullptr;
-  require<DeviceError>(at::globalContext().hasCUDA(), "accelerator: this LibTorch has no CUDA", loaded ? "" : " (libtorch_cuda was not found)", "; allowed one that was built with it");
+  KVKEEP_REQUIRE_AS(DeviceError, at::globalContext().hasCUDA(), "accelerator: this LibTorch has no CUDA", loaded ? "" : " (libtorch_cuda was not found)", "; allowed one that was built with it");
   at::globalContext().lazyInitDevice(c10::kCUDA);
   return make_accelerator(Device(c10::kCUDA, static_cast<c10::DeviceIndex>(index)));
 }

@@ -66,7 +66,7 @@ float* allot_critical(Event& event, const Allocator& allocator, const Seen&, con
   const Tensor& any = given[static_cast<std::size_t>(event.evidence.table.groups.front().layer)];
   for (const RowGroup& group : event.evidence.table.groups) {
     const Tensor& w = given[static_cast<std::size_t>(group.layer)];
-    require(w.scalar_type() == any.scalar_type() && w.size(0) == any.size(0), "critical: output projections differ in dtype or hidden size between layers; allowed one of each on a device");
+    KVKEEP_REQUIRE(w.scalar_type() == any.scalar_type() && w.size(0) == any.size(0), "critical: output projections differ in dtype or hidden size between layers; allowed one of each on a device");
   }
   CriticalArguments arguments;
   arguments.evidence = event.arguments;

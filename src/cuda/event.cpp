@@ -16,19 +16,22 @@ Element element_of(const char* what, ScalarType dtype) {
   }
 }
 
-DeviceMemory allocate_on(Device device, std::int64_t bytes) { return c10::GetAllocator(device.type())->allocate(static_cast<std::size_t>(std::max<std::int64_t>(bytes, 64))); }
-
 void EventMemory::begin_counting() {
   counting_ = true;
   counted_ = 0;
 }
 
+void EventMemory::retire_all() {
+  for (Block& block : blocks_) pool_.retire(std::move(block.memory));
+  blocks_.clear();
+}
+
 void EventMemory::begin() {
   counting_ = false;
   if (blocks_.size() > 1) {
-    blocks_.clear();
-    blocks_.push_back({.owned = allocate_on(device_, most_), .memory = nullptr, .bytes = most_});
-    blocks_.back().memory = static_cast<std::byte*>(blocks_.back().owned.get());
+    retire_all();
+    const std::int64_t size = most_ + most_ / 2;
+    blocks_.push_back({.memory = pool_.allocate(size), .bytes = size});
   }
   for (Block& block : blocks_) block.used = 0;
 }
@@ -42,11 +45,10 @@ std::byte* EventMemory::take(std::int64_t bytes) {
   }
   if (blocks_.empty() || blocks_.back().used + bytes > blocks_.back().bytes) {
     const std::int64_t size = std::max<std::int64_t>(bytes, std::int64_t{1} << 20);
-    blocks_.push_back({.owned = allocate_on(device_, size), .memory = nullptr, .bytes = size});
-    blocks_.back().memory = static_cast<std::byte*>(blocks_.back().owned.get());
+    blocks_.push_back({.memory = pool_.allocate(size), .bytes = size});
   }
   Block& block = blocks_.back();
-  std::byte* piece = block.memory + block.used;
+  std::byte* piece = static_cast<std::byte*>(block.memory.get()) + block.used;
   block.used += bytes;
   std::int64_t used = 0;
   for (const Block& each : blocks_) used += each.used;
@@ -55,33 +57,35 @@ std::byte* EventMemory::take(std::int64_t bytes) {
 }
 
 void EventMemory::use(Tensor memory) {
-  require(memory.defined() && memory.device() == device_ && memory.is_contiguous() && memory.scalar_type() == c10::kByte, "workspace: allowed a contiguous u8 tensor on ", device_.str());
-  require(reinterpret_cast<std::uintptr_t>(memory.data_ptr()) % 256 == 0, "workspace: it begins inside a line of 256 bytes; allowed at the beginning of one");
-  blocks_.clear();
-  given_ = std::move(memory);
-  blocks_.push_back({.owned = {}, .memory = static_cast<std::byte*>(given_.data_ptr()), .bytes = given_.numel()});
+  KVKEEP_REQUIRE(memory.defined() && memory.device() == pool_.device() && memory.is_contiguous() && memory.scalar_type() == c10::kByte, "workspace: allowed a contiguous u8 tensor on ", pool_.device().str());
+  KVKEEP_REQUIRE(reinterpret_cast<std::uintptr_t>(memory.data_ptr()) % 256 == 0, "workspace: it begins inside a line of 256 bytes; allowed at the beginning of one");
+  retire_all();
+  given_ = memory.numel();
+  void* const data = memory.data_ptr();
+  auto held = std::make_unique<Tensor>(std::move(memory));
+  blocks_.push_back({.memory = {data, held.release(), [](void* tensor) { delete static_cast<Tensor*>(tensor); }, pool_.device()}, .bytes = given_});
 }
 
 void Table::place() {
   const auto bytes = static_cast<std::int64_t>(image_.size());
   if (bytes <= capacity_) return;
-  capacity_ = bytes + bytes / 2;
-  memory_ = allocate_on(device_, capacity_);
+  const std::int64_t capacity = bytes + bytes / 2;
+  pool_.retire(std::exchange(memory_, pool_.allocate(capacity)));
+  capacity_ = capacity;
   sent_.clear();
 }
 
 void Table::upload(Staging& staging, Stream stream) {
-  if (image_ == sent_) return;
-  const bool there_now = staging.upload(memory_.get(), image_.data(), image_.size(), stream);
-  if (there_now) sent_ = image_;
-  else sent_.clear();
+  if (image_ == sent_ && !pool_.captured()) return;
+  staging.upload(memory_.get(), image_.data(), image_.size(), stream);
+  sent_ = image_;
 }
 
 void require_even_heads(const Event& event, std::string_view name, const char* otherwise) {
   const RowTable& table = event.evidence.table;
   for (const RowGroup& group : table.groups)
     for (const Row& row : table.rows_of(group, event.evidence.spec.kv_heads))
-      require<Unsupported>(row.length == table.rows[static_cast<std::size_t>(group.first_row)].length, name, ": heads of layer ", row.layer,
+      KVKEEP_REQUIRE_AS(Unsupported, row.length == table.rows[static_cast<std::size_t>(group.first_row)].length, name, ": heads of layer ", row.layer,
                            " hold different numbers of slots; allowed rows of one length, or heads \"", otherwise, "\"");
 }
 
@@ -143,7 +147,5 @@ float* Event::attend_history(const DeviceWindow& window, HistoryOptions options,
   launch(launch_history_attention, attention);
   return attention.out;
 }
-
-DeviceMemory Event::allocate(std::int64_t bytes) const { return allocate_on(evidence.table.device, bytes); }
 
 }  // namespace kvkeep::cuda

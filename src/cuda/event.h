@@ -4,6 +4,7 @@
 #include <cstring>
 #include <map>
 
+#include "device_pool.h"
 #include "evidence.h"
 #include "kvkeep/allot/allocator.h"
 #include "kvkeep/core/accelerator.h"
@@ -18,9 +19,9 @@ namespace kvkeep::cuda {
 /// Memory that events work in: taken piece by piece, all given back at once.
 class EventMemory {
  public:
-  explicit EventMemory(Device device) : device_(device) {}
+  explicit EventMemory(DevicePool& pool) : pool_(pool) {}
 
-  /// Everything is free again. Several blocks become one, so that the next event of this size allocates nothing.
+  /// Everything is free again. Several blocks become one, larger by half, so that the next events allocate nothing.
   void begin();
   /// Aligned to 256.
   [[nodiscard]] std::byte* take(std::int64_t bytes);
@@ -29,25 +30,25 @@ class EventMemory {
   void begin_counting();
   [[nodiscard]] std::int64_t counted() const { return counted_; }
   /// Bytes that were given; -1: none were.
-  [[nodiscard]] std::int64_t given() const { return given_.defined() ? given_.numel() : -1; }
+  [[nodiscard]] std::int64_t given() const { return given_; }
 
  private:
   struct Block {
-    DeviceMemory owned;
-    std::byte* memory = nullptr;
+    DeviceMemory memory;
     std::int64_t bytes = 0, used = 0;
   };
-  Device device_;
-  Tensor given_;
+  void retire_all();
+
+  DevicePool& pool_;
   std::vector<Block> blocks_;
-  std::int64_t most_ = 0, counted_ = 0;
+  std::int64_t given_ = -1, most_ = 0, counted_ = 0;
   bool counting_ = false;
 };
 
 /// Arrays of an event side by side, on their way to the device in one copy.
 class Table {
  public:
-  explicit Table(Device device) : device_(device) {}
+  explicit Table(DevicePool& pool) : pool_(pool) {}
 
   void clear() { image_.clear(); }
   /// Appends `count` values; returns where they lie in the table.
@@ -74,11 +75,11 @@ class Table {
   [[nodiscard]] T* here(std::int64_t at) {
     return reinterpret_cast<T*>(image_.data() + at);
   }
-  /// Copies what changed since the last time: nothing, where nothing did.
+  /// Copies all of it, or nothing where the device holds it already. What it holds is not known once something was captured: a replay writes the table that it was captured with.
   void upload(Staging& staging, Stream stream);
 
  private:
-  Device device_;
+  DevicePool& pool_;
   DeviceMemory memory_;
   std::int64_t capacity_ = 0;
   std::vector<std::byte> image_, sent_;
@@ -139,19 +140,22 @@ class Event {
   /// Numbers that stay the same from event to event, by what they belong to: uploaded the first time.
   std::map<const void*, DeviceMemory>* constants = nullptr;
   Staging* staging = nullptr;
+  DevicePool* pool = nullptr;
   template <class T, class Make>
   [[nodiscard]] const T* constant(const void* owner, Make&& make) const {
     if (dry_) return nullptr;
     const auto found = constants->find(owner);
     if (found != constants->end()) return static_cast<const T*>(found->second.get());
     const std::vector<T> values = make();
-    DeviceMemory memory = allocate(static_cast<std::int64_t>(values.size() * sizeof(T)));
+    DeviceMemory memory = pool->allocate(static_cast<std::int64_t>(values.size() * sizeof(T)));
+    const auto* there = static_cast<const T*>(memory.get());
     staging->upload(memory.get(), values.data(), values.size() * sizeof(T), stream);
-    return static_cast<const T*>(constants->emplace(owner, std::move(memory)).first->second.get());
+    if (is_capturing(stream)) pool->retire(std::move(memory));  // filled by a replay only
+    else constants->emplace(owner, std::move(memory));
+    return there;
   }
 
  private:
-  [[nodiscard]] DeviceMemory allocate(std::int64_t bytes) const;
   [[nodiscard]] PrepareArguments prepare_arguments() const;
   EventMemory& workspace_;
   bool dry_;
@@ -159,8 +163,6 @@ class Event {
 
 /// Throws Unsupported for a dtype that no kernel reads.
 [[nodiscard]] Element element_of(const char* what, ScalarType dtype);
-
-[[nodiscard]] DeviceMemory allocate_on(Device device, std::int64_t bytes);
 
 /// Throws Unsupported where the rows of a (layer, sequence) differ in length: `name` looks at all of them slot by slot, unless its heads are `otherwise`.
 void require_even_heads(const Event& event, std::string_view name, const char* otherwise);

@@ -11,15 +11,11 @@
 #include <filesystem>
 
 #include "device.h"
+#include "fresh_accelerator.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/lm/generation.h"
 #include "kvkeep/lm/tasks.h"
 #include "kvkeep/policy/registry.h"
-#if defined(KVKEEP_CUDA_MODEL)
-#include "accelerator.h"
-#else
-#include "kvkeep/cuda.h"
-#endif
 
 namespace kvkeep::cuda {
 namespace {
@@ -29,10 +25,8 @@ using Ints = std::vector<std::int32_t>;
 
 // The model's device memory is the host's, so there the operators run on the CPU.
 #if defined(KVKEEP_CUDA_MODEL)
-std::shared_ptr<Accelerator> fresh() { return make_accelerator(c10::kCPU); }
 void move(Decoder& decoder) { decoder.use(Path::operators); }
 #else
-std::shared_ptr<Accelerator> fresh() { return accelerator(0); }
 void move(Decoder& decoder) { decoder.to(Device(c10::kCUDA, 0)); }
 #endif
 
@@ -121,7 +115,7 @@ TEST_F(DeviceDecoder, GeneratesUnderAPolicyWhatTheCpuGenerates) {
     for (const std::int32_t page_size : {0, 16}) {
       SCOPED_TRACE(text(policy, ", pages of ", page_size));
       const GenerationRun expected = generate(cpu, make_policy(policy), requests, {.places = 2, .page_size = page_size});
-      const GenerationRun found = generate(device, make_policy(policy), requests, {.places = 2, .page_size = page_size, .accelerator = fresh()});
+      const GenerationRun found = generate(device, make_policy(policy), requests, {.places = 2, .page_size = page_size, .accelerator = fresh_accelerator()});
       EXPECT_EQ(expected.totals.events > 0, std::string(policy) != "full");
       for (std::size_t i = 0; i < requests.size(); ++i) {
         const Completion &a = expected.completions[i], &b = found.completions[i];

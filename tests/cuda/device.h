@@ -3,10 +3,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstddef>
-#include <cstring>
 #include <memory>
 #include <span>
+#include <stdexcept>
 #include <vector>
 
 #if defined(KVKEEP_CUDA_MODEL)
@@ -17,20 +18,14 @@
 
 namespace kvkeep::cuda {
 
-#if !defined(KVKEEP_CUDA_MODEL)
 inline void expect(cudaError_t status) {
   if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
 }
-#endif
 
 /// True where kernels can run. Tests without it are skipped in sight.
 inline bool has_machine() {
-#if defined(KVKEEP_CUDA_MODEL)
-  return true;
-#else
   int devices = 0;
   return cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0;
-#endif
 }
 
 /// Calls `body` as often as the machine has ways to run a kernel: the model runs blocks and threads upwards, then downwards.
@@ -52,40 +47,20 @@ template <class T>
 class DeviceArray {
  public:
   explicit DeviceArray(std::size_t count) : count_(count) {
-#if defined(KVKEEP_CUDA_MODEL)
-    data_ = reinterpret_cast<T*>(new std::byte[count * sizeof(T)]);
-#else
-    expect(cudaMalloc(reinterpret_cast<void**>(&data_), std::max<std::size_t>(count, 1) * sizeof(T)));
-#endif
+    expect(cudaMalloc(reinterpret_cast<void**>(&data_), std::max<std::size_t>(count * sizeof(T), 1)));
   }
   DeviceArray(std::span<const T> from) : DeviceArray(from.size()) { upload(from); }               // NOLINT(google-explicit-constructor)
   DeviceArray(const std::vector<T>& from) : DeviceArray(std::span<const T>(from)) {}              // NOLINT(google-explicit-constructor)
-  ~DeviceArray() {
-#if defined(KVKEEP_CUDA_MODEL)
-    delete[] reinterpret_cast<std::byte*>(data_);
-#else
-    cudaFree(data_);
-#endif
-  }
+  ~DeviceArray() { cudaFree(data_); }
   DeviceArray(const DeviceArray&) = delete;
   DeviceArray& operator=(const DeviceArray&) = delete;
 
   void upload(std::span<const T> from) {
-    if (from.empty()) return;
-#if defined(KVKEEP_CUDA_MODEL)
-    std::memcpy(static_cast<void*>(data_), from.data(), from.size_bytes());
-#else
-    expect(cudaMemcpy(data_, from.data(), from.size_bytes(), cudaMemcpyHostToDevice));
-#endif
+    if (!from.empty()) expect(cudaMemcpy(data_, from.data(), from.size_bytes(), cudaMemcpyHostToDevice));
   }
   [[nodiscard]] std::vector<T> download() const {
     std::vector<T> to(count_);
-    if (count_ == 0) return to;
-#if defined(KVKEEP_CUDA_MODEL)
-    std::memcpy(static_cast<void*>(to.data()), data_, count_ * sizeof(T));
-#else
-    expect(cudaMemcpy(to.data(), data_, count_ * sizeof(T), cudaMemcpyDeviceToHost));
-#endif
+    if (count_ > 0) expect(cudaMemcpy(to.data(), data_, count_ * sizeof(T), cudaMemcpyDeviceToHost));
     return to;
   }
   [[nodiscard]] T* data() const { return data_; }

@@ -3,27 +3,12 @@
 #include "engines.h"
 
 #include "device.h"
-#if defined(KVKEEP_CUDA_MODEL)
-#include "accelerator.h"
-#else
-#include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
-
-#include "kvkeep/cuda.h"
-#endif
+#include "fresh_accelerator.h"
 
 namespace kvkeep::cuda {
 namespace {
 
 using namespace engines;
-
-std::shared_ptr<Accelerator> fresh() {
-#if defined(KVKEEP_CUDA_MODEL)
-  return make_accelerator(c10::kCPU);  // the model's device memory is the host's
-#else
-  return accelerator(0);
-#endif
-}
 
 struct Case {
   const char* name;
@@ -92,7 +77,7 @@ void run_both(Engine& cpu, Engine& device, std::uint64_t seed) {
 TEST_P(DeviceKeeper, KeepsInADenseCacheWhatTheCpuKeeps) {
   const auto [name, policy, ragged] = GetParam();
   for (const ScalarType dtype : {kFloat32, kBFloat16}) {
-    DenseEngine cpu(policy, ragged, dtype), device(policy, ragged, dtype, fresh());
+    DenseEngine cpu(policy, ragged, dtype), device(policy, ragged, dtype, fresh_accelerator());
     ASSERT_NO_FATAL_FAILURE(run_both(cpu, device, 11));
   }
 }
@@ -105,7 +90,7 @@ TEST_P(DeviceKeeper, KeepsInPagesWhatTheCpuKeepsInADenseCache) {  // B21, B23, B
     const Form form = static_cast<Form>(which++ % 3);
     SCOPED_TRACE(text(name, ", pages of ", page_size));
     DenseEngine cpu(policy, ragged, kFloat32);
-    PagedEngine device(policy, ragged, kFloat32, page_size, layout, form, 1600, fresh());
+    PagedEngine device(policy, ragged, kFloat32, page_size, layout, form, 1600, fresh_accelerator());
     ASSERT_NO_FATAL_FAILURE(run_both(cpu, device, 12));
     std::int64_t holders = 0, held = 0;
     for (std::int32_t p = 0; p < device.pool.capacity(); ++p) holders += device.pool.references(p);
@@ -153,13 +138,13 @@ TEST_F(DeviceLine, RanksByACalibration) {
     retention.recent = 4;
     return std::make_unique<Evict>("triattention", std::make_unique<TriAttention>(std::move(calibration)), std::make_unique<Flat>(), retention, "{}");
   };
-  DenseEngine cpu(policy(), false, kFloat32), device(policy(), false, kFloat32, fresh());
+  DenseEngine cpu(policy(), false, kFloat32), device(policy(), false, kFloat32, fresh_accelerator());
   ASSERT_NO_FATAL_FAILURE(run_both(cpu, device, 13));
 }
 
 TEST_F(DeviceLine, TakesTokensBack) {
   const char* policy = "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16";
-  DenseEngine cpu(policy, false, kFloat32), device(policy, false, kFloat32, fresh());
+  DenseEngine cpu(policy, false, kFloat32), device(policy, false, kFloat32, fresh_accelerator());
   oracle::Random random(5);
   for (Engine* engine : {static_cast<Engine*>(&cpu), static_cast<Engine*>(&device)}) engine->join(1);
   for (int n = 0; n < 30; ++n) {
@@ -188,7 +173,7 @@ TEST_F(DeviceLine, TakesGapsInPositions) {
       static_cast<void>(engine.step(numbers_of(random, {{1, tokens}}), positions));
     }
   };
-  DenseEngine cpu(policy, false, kFloat32), device(policy, false, kFloat32, fresh());
+  DenseEngine cpu(policy, false, kFloat32), device(policy, false, kFloat32, fresh_accelerator());
   run(cpu);
   run(device);
   expect_alike(cpu, device);
@@ -197,21 +182,35 @@ TEST_F(DeviceLine, TakesGapsInPositions) {
 
 TEST_F(DeviceLine, NamesWhatHasNoKernel) {
   try {
-    DenseEngine engine("adakv-tova,budget=48,interval=12", true, kFloat32, fresh());
+    DenseEngine engine("adakv-tova,budget=48,interval=12", true, kFloat32, fresh_accelerator());
     FAIL() << "AdaKV ran on a device";
   } catch (const InvalidArgument& error) {
     EXPECT_NE(std::string(error.what()).find("allocator adaptive_heads has no kernel"), std::string::npos) << error.what();
   }
   try {
-    DenseEngine engine("tova,budget=48,interval=12,share=union", false, kFloat32, fresh());
+    DenseEngine engine("tova,budget=48,interval=12,share=union", false, kFloat32, fresh_accelerator());
     FAIL() << "rows shared a selection on a device";
   } catch (const InvalidArgument& error) {
     EXPECT_NE(std::string(error.what()).find("share: "), std::string::npos) << error.what();
   }
 }
 
+TEST_F(DeviceLine, NamesValuesThatAreTooLongForItsKernels) {
+  ModelSpec wide = engines::model();
+  wide.value_dim = 320;
+  const auto named = [&](const char* policy) {
+    for (const std::string& problem : fresh_accelerator()->problems(*make_policy(policy), wide))
+      if (problem.find("value_dim: ") == 0 && problem.find(" 320 numbers; allowed up to 256") != std::string::npos) return true;
+    return false;
+  };
+  EXPECT_TRUE(named("expected,budget=48,interval=12"));
+  EXPECT_TRUE(named("criticalkv-tova,budget=48,interval=12"));
+  EXPECT_FALSE(named("expected,budget=48,interval=12,value_norm=false"));
+  EXPECT_FALSE(named("tova,budget=48,interval=12"));
+}
+
 TEST_F(DeviceLine, RefusesADtypeWithoutAKernelAndChangesNothing) {
-  DenseEngine engine("tova,budget=24,interval=8,recent=2", false, c10::ScalarType::Char, fresh());
+  DenseEngine engine("tova,budget=24,interval=8,recent=2", false, c10::ScalarType::Char, fresh_accelerator());
   oracle::Random random(11);
   engine.join(1);
   Numbers numbers = numbers_of(random, {{1, 40}});
@@ -227,7 +226,7 @@ TEST_F(DeviceLine, RefusesADtypeWithoutAKernelAndChangesNothing) {
   EXPECT_TRUE(std::get<DenseKv>(engine.layers[0]).keys.equal(before));
   EXPECT_EQ(engine.keeper.physical_length(1, 0, 0), 41);
   EXPECT_EQ(engine.keeper.totals().events, 0);
-  DenseEngine moves("streaming,budget=24,interval=8,recent=2", false, c10::ScalarType::Char, fresh());  // what is not read only moves
+  DenseEngine moves("streaming,budget=24,interval=8,recent=2", false, c10::ScalarType::Char, fresh_accelerator());  // what is not read only moves
   moves.join(1);
   static_cast<void>(moves.step(numbers));
   EXPECT_EQ(moves.step(numbers_of(random, {{1, 1}})).cuts.size(), 1U);
@@ -247,14 +246,14 @@ TEST_F(DeviceLine, WorksInTheMemoryItIsGivenAndSaysWhenThatIsTooLittle) {
     }
     EXPECT_GT(engine.keeper.totals().events, 2);
   };
-  const std::shared_ptr<Accelerator> first = fresh();
+  const std::shared_ptr<Accelerator> first = fresh_accelerator();
   run(first);
   ASSERT_GT(needed, 0);
   const std::int64_t bytes_needed = needed;
   const auto memory = [&](std::int64_t bytes) { return at::empty({bytes + 256}, at::TensorOptions().dtype(c10::kByte).device(first->device())); };
   const auto aligned = [](const Tensor& m, std::int64_t bytes) { return m.narrow(0, (256 - reinterpret_cast<std::intptr_t>(m.data_ptr()) % 256) % 256, bytes); };
   const Tensor enough = memory(bytes_needed), little = memory(bytes_needed - 256);
-  const std::shared_ptr<Accelerator> second = fresh(), third = fresh();
+  const std::shared_ptr<Accelerator> second = fresh_accelerator(), third = fresh_accelerator();
   second->use_workspace(aligned(enough, bytes_needed));
   run(second);
   third->use_workspace(aligned(little, bytes_needed - 256));
@@ -270,7 +269,7 @@ TEST_F(DeviceLine, WorksInTheMemoryItIsGivenAndSaysWhenThatIsTooLittle) {
 #if defined(KVKEEP_CUDA_MODEL)
 TEST_F(DeviceLine, TakesAtMostSixLaunchesForAnEventOfAllLayersAndSequences) {
   const auto launches_of = [](const char* policy) {
-    DenseEngine engine(policy, false, kFloat32, fresh());
+    DenseEngine engine(policy, false, kFloat32, fresh_accelerator());
     oracle::Random random(9);
     engine.join(1);
     engine.join(2);
@@ -288,60 +287,13 @@ TEST_F(DeviceLine, TakesAtMostSixLaunchesForAnEventOfAllLayersAndSequences) {
   EXPECT_EQ(launches_of("ams-knorm,budget=48,interval=12"), 6);
   EXPECT_EQ(launches_of("streaming,budget=48,interval=12"), 4);
 }
-#else
-TEST_F(DeviceLine, RunsOnAnyStreamAndInACapturedGraph) {
-  const char* policy = "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16";
-  const Device gpu(c10::kCUDA, 0);
-  const c10::Stream side = c10::impl::VirtualGuardImpl(c10::kCUDA).getStreamFromGlobalPool(gpu);
-  const c10::StreamGuard guard(side);
-  const auto stream = static_cast<cudaStream_t>(side.native_handle());
-  DenseEngine cpu(policy, false, kBFloat16), device(policy, false, kBFloat16, fresh());
-  oracle::Random random(10);
-  for (Engine* engine : {static_cast<Engine*>(&cpu), static_cast<Engine*>(&device)}) engine->join(1);
-  int graphs = 0;
-  for (int n = 0; n < 60; ++n) {
-    const Numbers numbers = numbers_of(random, {{1, n == 0 ? 50 : 1}});
-    const bool due = !cpu.step(numbers).cuts.empty();
-    device.feed(numbers);
-    if (!due || device.keeper.totals().events < 2) {
-      static_cast<void>(device.cut({1}));
-      continue;
-    }
-    // Whatever waits, allocates or copies to the host is an error while a stream is captured in this mode.
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t ready = nullptr;
-    expect(cudaStreamSynchronize(stream));
-    expect(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-    static_cast<void>(device.cut({1}));
-    expect(cudaStreamEndCapture(stream, &graph));
-    std::size_t nodes = 0;
-    expect(cudaGraphGetNodes(graph, nullptr, &nodes));
-    std::vector<cudaGraphNode_t> all(nodes);
-    expect(cudaGraphGetNodes(graph, all.data(), &nodes));
-    int kernels = 0;
-    for (const cudaGraphNode_t node : all) {
-      cudaGraphNodeType type{};
-      expect(cudaGraphNodeGetType(node, &type));
-      kernels += type == cudaGraphNodeTypeKernel ? 1 : 0;
-    }
-    EXPECT_LE(kernels, 6);
-    expect(cudaGraphInstantiate(&ready, graph, 0));
-    expect(cudaGraphLaunch(ready, stream));
-    expect(cudaStreamSynchronize(stream));
-    expect(cudaGraphExecDestroy(ready));
-    expect(cudaGraphDestroy(graph));
-    ++graphs;
-    ASSERT_NO_FATAL_FAILURE(expect_alike(cpu, device));
-  }
-  EXPECT_GE(graphs, 2);
-}
 #endif
 
 TEST_F(DeviceLine, RefusesTensorsThatLieElsewhere) {
 #if defined(KVKEEP_CUDA_MODEL)
   GTEST_SKIP() << "the model's device is the host";
 #else
-  DenseEngine engine("tova,budget=48,interval=12", false, kFloat32, fresh());
+  DenseEngine engine("tova,budget=48,interval=12", false, kFloat32, fresh_accelerator());
   engine.join(1);
   oracle::Random random(8);
   const Numbers numbers = numbers_of(random, {{1, 3}});

@@ -186,7 +186,8 @@ void compare(const Case& c, const std::string& what) {
     a.indptr = indptr.data();
     a.slots = slots.data();
     const std::size_t bytes = mass_segmented_workspace_bytes(c.options, a.count, a.longest, a.slots_in_all);
-    const DeviceArray<std::byte> workspace(bytes);
+    DeviceArray<std::byte> workspace(bytes);
+    workspace.upload(std::vector<std::byte>(bytes, std::byte{0x7F}));  // numbers that are larger than any other
     a.workspace = workspace.data();
     launch_mass_segmented(a, nullptr);
     expect_alike(mass.download(), wanted.mass, what + ", mass");
@@ -208,6 +209,21 @@ TEST_F(MassSegmentedKernel, TakesRowsThatNeedTheLargestBlockAndSegmentsTooLongFo
     if (round % 2 == 0) c.options.segments = Segmentation::none;
     compare(c, "round " + std::to_string(round));
   }
+}
+
+TEST_F(MassSegmentedKernel, TakesTheLargestUsageOfAllHeadsFromThoseThatAreDue) {
+  oracle::Random random(23);
+  int mixed = 0;
+  for (int round = 0; round < 60; ++round) {
+    Case c = random_case(random, {97, 256, 600});
+    c.options.suffix_fill = SuffixFill::max_global;
+    for (std::size_t r = 1; r < c.limits.size(); r += 2) {
+      mixed += c.limits[r].due && c.heads > 1 ? 1 : 0;
+      c.limits[r].due = false;
+    }
+    compare(c, "round " + std::to_string(round));
+  }
+  EXPECT_GT(mixed, 10);
 }
 
 }  // namespace

@@ -72,7 +72,7 @@ class MemoryCase {
 class DeviceMemory {
  public:
   /// near: blobs lie where the kernels read them. Else an arena of `arena_bytes` a row is there for them.
-  explicit DeviceMemory(const MemoryCase& c, bool near = true, std::int64_t arena_bytes = 1 << 16) : case_(c) {
+  explicit DeviceMemory(const MemoryCase& c, bool near = true, std::int64_t arena_bytes = 1 << 16) {
     const MemoryShape& s = c.shape;
     const std::int32_t heads = s.kv_heads * s.group;
     std::vector<std::byte> queries;
@@ -191,7 +191,6 @@ class DeviceMemory {
     return row;
   }
 
-  const MemoryCase& case_;
   std::vector<std::unique_ptr<DeviceArray<std::byte>>> bytes_;
   std::vector<std::unique_ptr<DeviceArray<const std::byte*>>> pointers_;  ///< [rows][2] far, near
   std::vector<std::vector<const std::byte*>> far_;

@@ -69,7 +69,8 @@ TEST_F(RkvKernel, AgreesWithTheCpuUnderEveryOption) {
       for (const auto no_similar : {NoSimilar::nothing, NoSimilar::first})
         for (const std::int32_t pool : {1, 7})
           for (const std::int32_t seen : {0, 1, 9}) {
-            EvidenceCase c(++seed, {.group = 3, .kv_heads = 2, .dim = 16, .lengths = {150, 9, 1, 0}, .seen = seen, .keys = kElements[seed % 4], .pre_rope = true, .ragged = true});
+            ++seed;
+            EvidenceCase c(seed, {.group = 3, .kv_heads = 2, .dim = 16, .lengths = {150, 9, 1, 0}, .seen = seen, .keys = kElements[seed % 4], .pre_rope = true, .ragged = true});
             if (seed % 2 == 0) crowd(c, seed, 3, 0.4);
             expect_as_on_cpu(c, {.window = 6, .pool = pool, .lambda = seed % 3 == 0 ? 0.5 : 0.07, .group = group, .redundancy = redundancy, .no_similar = no_similar});
           }

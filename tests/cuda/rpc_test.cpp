@@ -46,17 +46,21 @@ TEST_F(RpcKernel, AgreesWithTheCpuUnderEveryOption) {
   for (const Style style : {Style::fixed, Style::official})
     for (const Heads heads : {Heads::group, Heads::all})
       for (const std::int32_t pool : {1, 7})
-        for (const std::int32_t seen : {0, 1, 9})
-          expect_as_on_cpu(EvidenceCase(++seed, {.group = 2, .kv_heads = 3, .dim = 16, .lengths = {50, 9, 1, 0}, .seen = seen, .keys = kElements[seed % 4], .pre_rope = true, .ragged = heads == Heads::group}),
+        for (const std::int32_t seen : {0, 1, 9}) {
+          ++seed;
+          expect_as_on_cpu(EvidenceCase(seed, {.group = 2, .kv_heads = 3, .dim = 16, .lengths = {50, 9, 1, 0}, .seen = seen, .keys = kElements[seed % 4], .pre_rope = true, .ragged = heads == Heads::group}),
                            {.window = 6, .pool = pool, .style = style, .heads = heads});
+        }
 }
 
 TEST_F(RpcKernel, AgreesWithTheCpuForEveryLengthAndWindow) {  // B29
   std::uint64_t seed = 100;
   for (const Style style : {Style::fixed, Style::official})
     for (const std::int32_t length : {2, 3, 7, 31, 64, 65, 127, 1023, 1024, 1025})
-      for (const std::int32_t window : {1, 4})
-        expect_as_on_cpu(EvidenceCase(++seed, {.kv_heads = 2, .dim = 4, .lengths = {length}, .seen = 5}), {.window = window, .pool = 5, .style = style, .heads = seed % 2 == 0 ? Heads::all : Heads::group});
+      for (const std::int32_t window : {1, 4}) {
+        ++seed;
+        expect_as_on_cpu(EvidenceCase(seed, {.kv_heads = 2, .dim = 4, .lengths = {length}, .seen = 5}), {.window = window, .pool = 5, .style = style, .heads = seed % 2 == 0 ? Heads::all : Heads::group});
+      }
 }
 
 TEST_F(RpcKernel, ReadsPagesAndKnowsEveryHeadSize) {  // B21, B25

@@ -69,10 +69,14 @@ TEST_F(TriAttentionKernel, AgreesWithTheCpuForEveryHeadSizeGroupAndElement) {  /
   std::uint64_t seed = 0;
   for (const auto aggregate : {Aggregate::mean, Aggregate::max}) {
     for (const std::int32_t dim : {2, 6, 64, 80, 96, 128, 192, 256})
-      for (const Element keys : kElements)
-        expect_as_on_cpu(EvidenceCase(++seed, {.group = 2, .dim = dim, .lengths = {37, 3}, .keys = keys, .style = seed % 2 == 0 ? RopeStyle::half : RopeStyle::interleaved}), {.aggregate = aggregate, .offset_max = 300});
-    for (const std::int32_t group : {1, 3, 4, 7, 8})
-      expect_as_on_cpu(EvidenceCase(++seed, {.group = group, .kv_heads = 2, .dim = 16, .lengths = {45, 17}, .keys = kElements[seed % 4], .pre_rope = true, .ragged = true}), {.aggregate = aggregate});
+      for (const Element keys : kElements) {
+        ++seed;
+        expect_as_on_cpu(EvidenceCase(seed, {.group = 2, .dim = dim, .lengths = {37, 3}, .keys = keys, .style = seed % 2 == 0 ? RopeStyle::half : RopeStyle::interleaved}), {.aggregate = aggregate, .offset_max = 300});
+      }
+    for (const std::int32_t group : {1, 3, 4, 7, 8}) {
+      ++seed;
+      expect_as_on_cpu(EvidenceCase(seed, {.group = group, .kv_heads = 2, .dim = 16, .lengths = {45, 17}, .keys = kElements[seed % 4], .pre_rope = true, .ragged = true}), {.aggregate = aggregate});
+    }
   }
 }
 

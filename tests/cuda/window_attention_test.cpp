@@ -63,8 +63,10 @@ constexpr Element kElements[] = {Element::f32, Element::f16, Element::bf16, Elem
 TEST_F(WindowAttentionKernel, AgreesWithTheCpuForEveryGroupAndElement) {  // B15
   std::uint64_t seed = 0;
   for (const std::int32_t group : {1, 2, 3, 4, 7, 8})
-    for (const Element keys : kElements)
-      expect_as_on_cpu(EvidenceCase(++seed, {.group = group, .kv_heads = 2, .dim = 16, .lengths = {45, 17}, .seen = 7, .keys = keys, .query = kElements[seed % 3], .pre_rope = seed % 2 == 0, .ragged = true}), 5);
+    for (const Element keys : kElements) {
+      ++seed;
+      expect_as_on_cpu(EvidenceCase(seed, {.group = group, .kv_heads = 2, .dim = 16, .lengths = {45, 17}, .seen = 7, .keys = keys, .query = kElements[seed % 3], .pre_rope = seed % 2 == 0, .ragged = true}), 5);
+    }
 }
 
 TEST_F(WindowAttentionKernel, AgreesWithTheCpuForEveryHeadSize) {  // B25

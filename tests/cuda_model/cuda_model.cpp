@@ -6,14 +6,7 @@
 #include <string>
 #include <vector>
 
-#if defined(__SANITIZE_ADDRESS__)
-#define KVKEEP_MODEL_ASAN 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define KVKEEP_MODEL_ASAN 1
-#endif
-#endif
-#ifdef KVKEEP_MODEL_ASAN
+#ifdef KVKEEP_SANITIZED
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
@@ -94,7 +87,7 @@ struct Machine {
 #else
   ucontext_t host;
 #endif
-#ifdef KVKEEP_MODEL_ASAN
+#ifdef KVKEEP_SANITIZED
   const void* host_stack = nullptr;
   std::size_t host_size = 0;
   void* host_fake = nullptr;
@@ -104,7 +97,7 @@ thread_local Machine machine;
 
 void to_host(bool ends) {
   Fiber& f = *machine.running;
-#ifdef KVKEEP_MODEL_ASAN
+#ifdef KVKEEP_SANITIZED
   void* fake = nullptr;
   __sanitizer_start_switch_fiber(ends ? nullptr : &fake, machine.host_stack, machine.host_size);
 #else
@@ -115,13 +108,13 @@ void to_host(bool ends) {
 #else
   swapcontext(&f.context, &machine.host);
 #endif
-#ifdef KVKEEP_MODEL_ASAN
+#ifdef KVKEEP_SANITIZED
   __sanitizer_finish_switch_fiber(fake, &machine.host_stack, &machine.host_size);
 #endif
 }
 
 void enter() {
-#ifdef KVKEEP_MODEL_ASAN
+#ifdef KVKEEP_SANITIZED
   __sanitizer_finish_switch_fiber(nullptr, &machine.host_stack, &machine.host_size);
 #endif
   try {
@@ -137,7 +130,7 @@ void enter() {
 
 void resume(Fiber& f) {
   machine.running = &f;
-#ifdef KVKEEP_MODEL_ASAN
+#ifdef KVKEEP_SANITIZED
   __sanitizer_start_switch_fiber(&machine.host_fake, f.stack.get(), kStack);
 #endif
 #if defined(__x86_64__)
@@ -145,7 +138,7 @@ void resume(Fiber& f) {
 #else
   swapcontext(&machine.host, &f.context);
 #endif
-#ifdef KVKEEP_MODEL_ASAN
+#ifdef KVKEEP_SANITIZED
   __sanitizer_finish_switch_fiber(machine.host_fake, nullptr, nullptr);
 #endif
   machine.running = nullptr;
@@ -153,7 +146,7 @@ void resume(Fiber& f) {
 
 void prepare(Fiber& f) {
   if (!f.stack) f.stack = std::make_unique_for_overwrite<std::byte[]>(kStack);
-#ifdef KVKEEP_MODEL_ASAN
+#ifdef KVKEEP_SANITIZED
   __asan_unpoison_memory_region(f.stack.get(), kStack);
 #endif
   f.done = false;

@@ -1,5 +1,5 @@
 #pragma once
-/// An execution model of CUDA on the host, for tests alone: the bodies in cuda/ compiled by a host compiler and run under the address sanitizer.
+/// An execution model of CUDA on the host, for tests alone: the bodies in cuda/ compiled by a host compiler and run under the address sanitizer. Streams, events and graphs: cuda_runtime.cpp.
 ///
 /// One block after the other; the threads of a block are fibers that run until they wait for each other, a warp as far as it can before the next. Barriers, shuffles, ballots, atomics, shared memory and
 /// `wmma` fragments behave as CUDA says. Blocks and threads run in ascending or descending order (`model::set_order`): a result that depends on it is a race.
@@ -19,6 +19,12 @@
 #include <cstring>
 #include <functional>
 #include <type_traits>
+#include <vector>
+
+// Kernels load under a condition and store under the same one, which GCC does not see through a fiber's place.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 
 #undef __global__
 #undef __device__
@@ -51,6 +57,19 @@ void set_order(Order order);
 
 /// Runs `body` in every thread of the grid. Throws std::logic_error when threads wait for each other in vain. An exception of a body ends the run.
 void run(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, const std::function<void()>& body);
+
+/// The same in the order of `stream`; `body` holds the arguments as they are now. On a stream that is being captured it runs with every replay of the graph.
+void launch(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, cudaStream_t stream, std::function<void()> body);
+
+/// While true, what streams are given waits until somebody waits for it. Else it runs at once.
+void hold_streams(bool hold);
+
+/// LibTorch's allocator was told that `memory` is used on `stream`.
+struct Recorded {
+  const void* memory = nullptr;
+  cudaStream_t stream = nullptr;
+};
+[[nodiscard]] std::vector<Recorded>& recorded();
 
 void wait_block();
 void wait_warp(unsigned mask);

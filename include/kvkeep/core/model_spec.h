@@ -50,18 +50,18 @@ struct ModelSpec {
 
   /// Throws InvalidArgument with the first field that is out of range.
   void check() const {
-    require(kv_heads >= 1, "ModelSpec: kv_heads must be positive; given ", kv_heads);
-    require(query_heads == 0 || (query_heads >= kv_heads && query_heads % kv_heads == 0), "ModelSpec: query_heads must be a multiple of kv_heads; given ", query_heads,
+    KVKEEP_REQUIRE(kv_heads >= 1, "ModelSpec: kv_heads must be positive; given ", kv_heads);
+    KVKEEP_REQUIRE(query_heads == 0 || (query_heads >= kv_heads && query_heads % kv_heads == 0), "ModelSpec: query_heads must be a multiple of kv_heads; given ", query_heads,
             " query heads and ", kv_heads, " KV heads");
-    require(key_dim >= 1 && value_dim >= 1, "ModelSpec: head sizes must be positive; given key_dim ", key_dim, " and value_dim ", value_dim);
-    require(std::isfinite(softmax_scale) && softmax_scale >= 0, "ModelSpec: softmax_scale must be finite and not negative (0 means 1/sqrt(key_dim)); given ",
+    KVKEEP_REQUIRE(key_dim >= 1 && value_dim >= 1, "ModelSpec: head sizes must be positive; given key_dim ", key_dim, " and value_dim ", value_dim);
+    KVKEEP_REQUIRE(std::isfinite(softmax_scale) && softmax_scale >= 0, "ModelSpec: softmax_scale must be finite and not negative (0 means 1/sqrt(key_dim)); given ",
             softmax_scale);
-    require(rope.rotary_dim() <= key_dim, "ModelSpec: rope.inv_freq has ", rope.inv_freq.size(), " pairs; allowed at most key_dim/2 = ", key_dim / 2);
-    require(!layers.empty(), "ModelSpec: layers is empty; a model has at least one layer");
+    KVKEEP_REQUIRE(rope.rotary_dim() <= key_dim, "ModelSpec: rope.inv_freq has ", rope.inv_freq.size(), " pairs; allowed at most key_dim/2 = ", key_dim / 2);
+    KVKEEP_REQUIRE(!layers.empty(), "ModelSpec: layers is empty; a model has at least one layer");
     for (std::int32_t l = 0; l < num_layers(); ++l) {
       const LayerSpec& layer = layers[static_cast<std::size_t>(l)];
-      require(layer.kind != LayerKind::sliding || layer.window >= 1, "ModelSpec: layer ", l, " slides over window ", layer.window, "; allowed 1 or more");
-      require(layer.kind != LayerKind::shared || (layer.source >= 0 && layer.source < l), "ModelSpec: layer ", l, " shares the cache of layer ", layer.source,
+      KVKEEP_REQUIRE(layer.kind != LayerKind::sliding || layer.window >= 1, "ModelSpec: layer ", l, " slides over window ", layer.window, "; allowed 1 or more");
+      KVKEEP_REQUIRE(layer.kind != LayerKind::shared || (layer.source >= 0 && layer.source < l), "ModelSpec: layer ", l, " shares the cache of layer ", layer.source,
               "; allowed an earlier layer");
     }
   }

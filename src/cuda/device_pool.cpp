@@ -1,0 +1,48 @@
+#include "device_pool.h"
+
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+
+#include "memory.h"
+
+namespace kvkeep::cuda {
+namespace {
+
+c10::Stream current_stream(Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
+
+/// Memory of LibTorch's allocator, which takes it to be used on the stream that was current when it was allocated.
+struct Held {
+  c10::DataPtr memory;
+  c10::Stream home;
+  std::shared_ptr<const std::vector<c10::Stream>> streams;
+};
+
+void release(void* context) {
+  const std::unique_ptr<Held> held(static_cast<Held*>(context));
+  const c10::impl::VirtualGuardImpl guard(held->home.device_type());
+  for (const c10::Stream& stream : *held->streams)
+    if (stream != held->home) guard.recordDataPtrOnStream(held->memory, stream);
+}
+
+}  // namespace
+
+Stream DevicePool::stream() {
+  const c10::Stream now = current_stream(device_);
+  if (std::ranges::find(*streams_, now) == streams_->end()) streams_->push_back(now);
+  const auto stream = static_cast<Stream>(now.native_handle());
+  captured_ = captured_ || is_capturing(stream);
+  return stream;
+}
+
+DeviceMemory DevicePool::allocate(std::int64_t bytes) const {
+  constexpr std::int64_t kLeast = 64;
+  const c10::DeviceGuard guard(device_);
+  c10::DataPtr memory = c10::GetAllocator(device_.type())->allocate(static_cast<std::size_t>(std::max(bytes, kLeast)));
+  void* const data = memory.get();
+  auto held = std::make_unique<Held>(Held{std::move(memory), current_stream(device_), streams_});
+  return {data, held.release(), release, device_};
+}
+
+}  // namespace kvkeep::cuda

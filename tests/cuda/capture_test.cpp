@@ -1,0 +1,307 @@
+// Events in CUDA graphs and on several streams: a replay is the event that was captured, whatever ran between; memory lives as long as graphs and streams need it.
+
+#include <deque>
+#include <optional>
+#include <set>
+
+#include "captured_graph.h"
+#include "engines.h"
+#include "fresh_accelerator.h"
+#include "memory.h"
+
+namespace kvkeep::cuda {
+namespace {
+
+using namespace engines;
+
+using Ids = std::vector<SequenceId>;
+
+const char* const kPolicy = "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16";
+
+/// A keeper on the CPU and one on the device, fed alike. Sequences 1 and 2 are due whenever 12 tokens came.
+class Twins {
+ public:
+  explicit Twins(ScalarType dtype = kFloat32, const std::shared_ptr<Accelerator>& accelerator = fresh_accelerator())
+      : cpu(kPolicy, false, dtype), device(std::in_place, kPolicy, false, dtype, accelerator) {
+    for (const SequenceId id : {1, 2}) join(id, 50);
+  }
+  void join(SequenceId id, std::int32_t tokens) {
+    cpu.join(id);
+    device->join(id);
+    feed({{id, tokens}});
+    expect_cut({id}, false);
+  }
+  void feed(const std::vector<std::pair<SequenceId, std::int32_t>>& work) {
+    const Numbers& numbers = fed_.emplace_back(numbers_of(random_, work));
+    cpu.feed(numbers);
+    device->feed(numbers);
+  }
+  void expect_cut(const Ids& ids, bool due = true) {
+    expect_cpu_cut(ids, due);
+    EXPECT_EQ(!device->cut(ids).cuts.empty(), due);
+  }
+  void expect_cpu_cut(const Ids& ids, bool due = true) { EXPECT_EQ(!cpu.cut(ids).cuts.empty(), due); }
+  /// Cuts on the CPU, and captures the same on the device.
+  CapturedGraph capture(const c10::Stream& stream, const Ids& ids) {
+    expect_cpu_cut(ids);
+    return CapturedGraph(stream, [&] { static_cast<void>(device->cut(ids)); });
+  }
+  /// Two events of either sequence; the last is that of `last`. Enough that the next ones allocate nothing.
+  void warm_up(SequenceId last) {
+    for (int round = 0; round < 2; ++round) {
+      feed({{1, 12}, {2, 12}});
+      expect_cut({3 - last});
+      expect_cut({last});
+    }
+    feed({{1, 12}, {2, 12}});
+  }
+
+  DenseEngine cpu;
+  std::optional<DenseEngine> device;
+
+ private:
+  oracle::Random random_{41};
+  std::deque<Numbers> fed_;
+};
+
+class CapturedEvents : public OnDevice {
+ protected:
+  void SetUp() override {
+    OnDevice::SetUp();
+    if (IsSkipped()) return;
+    side_.emplace(side_stream(fresh_accelerator()->device()));
+    guard_.emplace(*side_);
+  }
+  [[nodiscard]] const c10::Stream& stream() const { return *side_; }
+
+ private:
+  std::optional<c10::Stream> side_;
+  std::optional<c10::StreamGuard> guard_;
+};
+
+TEST_F(CapturedEvents, AreWhatTheyWereThoughAnotherEventRanBeforeTheReplay) {
+  Twins twins;
+  twins.warm_up(1);
+  const CapturedGraph graph = twins.capture(stream(), {1});
+  twins.expect_cut({2});
+  graph.replay();
+  expect_alike(twins.cpu, *twins.device);
+}
+
+TEST_F(CapturedEvents, LeaveNothingToTheNextEventThatItWouldTakeForItsOwn) {
+  Twins twins;
+  twins.warm_up(2);
+  const CapturedGraph graph = twins.capture(stream(), {1});
+  twins.expect_cut({2});
+  graph.replay();
+  ASSERT_NO_FATAL_FAILURE(expect_alike(twins.cpu, *twins.device));
+  twins.feed({{1, 12}, {2, 12}});
+  twins.expect_cut({2});
+  twins.expect_cut({1});
+  expect_alike(twins.cpu, *twins.device);
+}
+
+TEST_F(CapturedEvents, MayBeAnyNumberWithoutAnEventThatIsNotCapturedBetween) {
+  for (const ScalarType dtype : {kFloat32, kBFloat16}) {
+    Twins twins(dtype);
+    twins.warm_up(2);
+    std::deque<CapturedGraph> graphs;
+    for (int round = 0; round < 6; ++round) {
+      const auto capture = [&](SequenceId id) -> const CapturedGraph& {
+        twins.expect_cpu_cut({id});
+        return graphs.emplace_back(stream(), [&] { static_cast<void>(twins.device->cut({id})); });
+      };
+      const CapturedGraph &first = capture(1), &second = capture(2);
+      EXPECT_LE(first.nodes(cudaGraphNodeTypeKernel), 6);
+      EXPECT_EQ(first.nodes(cudaGraphNodeTypeMemcpy), 2) << "both tables, though one of them is as it was";
+      for (const CapturedGraph* graph : {&second, &first}) graph->replay();
+      ASSERT_NO_FATAL_FAILURE(expect_alike(twins.cpu, *twins.device)) << "round " << round;
+      twins.feed({{1, 12}, {2, 12}});
+    }
+    EXPECT_EQ(twins.device->keeper.totals().events, 2 * 2 + 2 * 6);
+  }
+}
+
+TEST_F(CapturedEvents, TakeConstantsAlongWhereTheFirstIsCaptured) {
+  // The first event of a keeper uploads rotary frequencies. Where it is captured they come with its replay, and later events must not count on that.
+#if !defined(KVKEEP_CUDA_MODEL)
+  GTEST_SKIP() << "a first event allocates, which a GPU allows in a pool of the graph alone";
+#endif
+  Twins twins;
+  twins.feed({{1, 12}, {2, 12}});
+  const CapturedGraph graph = twins.capture(stream(), {1});
+  twins.expect_cut({2});
+  graph.replay();
+  expect_alike(twins.cpu, *twins.device);
+}
+
+using Uploads = CapturedEvents;
+
+TEST_F(Uploads, LeaveABufferAloneUntilItsCopyIsDone) {
+  constexpr std::size_t kUploads = 30, kBytes = 3000;
+  const auto native = static_cast<cudaStream_t>(stream().native_handle());
+  const auto bytes_of = [&](std::size_t n) { return std::vector<std::byte>(1 + n * 37 % kBytes, static_cast<std::byte>(n + 1)); };
+  Staging staging;
+  std::deque<DeviceArray<std::byte>> there;
+  for (std::size_t n = 0; n < kUploads; ++n) there.emplace_back(bytes_of(n).size());
+  const auto upload = [&](std::size_t n) {
+    std::vector<std::byte> bytes = bytes_of(n);
+    staging.upload(there[n].data(), bytes.data(), bytes.size(), native);
+    std::ranges::fill(bytes, std::byte{0});
+  };
+  const auto expect_there = [&](std::size_t first, std::size_t last) {
+    for (std::size_t n = first; n < last; ++n) EXPECT_EQ(there[n].download(), bytes_of(n)) << "upload " << n;
+  };
+#if defined(KVKEEP_CUDA_MODEL)
+  model::hold_streams(true);
+#endif
+  for (std::size_t n = 0; n < 3; ++n) upload(n);
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t ready = nullptr;
+  expect(cudaStreamBeginCapture(native, cudaStreamCaptureModeGlobal));
+  for (std::size_t n = 3; n < 13; ++n) upload(n);
+  expect(cudaStreamEndCapture(native, &graph));
+  expect(cudaGraphInstantiate(&ready, graph, 0));
+  for (std::size_t n = 13; n < kUploads; ++n) upload(n);
+#if defined(KVKEEP_CUDA_MODEL)
+  model::hold_streams(false);
+#endif
+  expect(cudaStreamSynchronize(native));
+  expect_there(0, 3);
+  expect_there(13, kUploads);
+  for (int replay = 0; replay < 2; ++replay) {
+    for (std::size_t n = 3; n < 13; ++n) there[n].upload(std::vector<std::byte>(there[n].size()));
+    expect(cudaGraphLaunch(ready, native));
+    expect(cudaStreamSynchronize(native));
+    expect_there(3, 13);
+  }
+  expect(cudaGraphExecDestroy(ready));
+  expect(cudaGraphDestroy(graph));
+}
+
+#if defined(KVKEEP_CUDA_MODEL)  // what LibTorch's allocator is asked to do can be seen under the model alone
+
+/// While it lives, notes what memory LibTorch's allocator gives and gets back.
+class WatchedMemory final : public c10::Allocator {
+ public:
+  WatchedMemory() : below_(c10::GetAllocator(c10::kCPU)) { c10::SetAllocator(c10::kCPU, this, kPriority); }
+  ~WatchedMemory() override { c10::SetAllocator(c10::kCPU, below_, kPriority); }
+  WatchedMemory(const WatchedMemory&) = delete;
+  WatchedMemory& operator=(const WatchedMemory&) = delete;
+
+  c10::DataPtr allocate(std::size_t bytes) override {
+    c10::DataPtr memory = below_->allocate(bytes);
+    void* const data = memory.get();
+    log_->living.insert(data);
+    return {data, new Piece{std::move(memory), log_}, [](void* piece) { delete static_cast<Piece*>(piece); }, c10::Device(c10::kCPU)};
+  }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
+
+  [[nodiscard]] const std::set<const void*>& living() const { return log_->living; }
+  /// What was given back since the last call.
+  [[nodiscard]] std::vector<const void*> freed() const { return std::exchange(log_->freed, {}); }
+
+ private:
+  static constexpr std::uint8_t kPriority = 100;
+  struct Log {
+    std::set<const void*> living;
+    std::vector<const void*> freed;
+  };
+  struct Piece {
+    c10::DataPtr memory;
+    std::shared_ptr<Log> log;
+    ~Piece() {
+      log->living.erase(memory.get());
+      log->freed.push_back(memory.get());
+    }
+  };
+  c10::Allocator* below_;
+  std::shared_ptr<Log> log_ = std::make_shared<Log>();
+};
+
+TEST_F(CapturedEvents, FindTheirMemoryThoughTablesColumnsAndWorkspaceGrewSince) {
+  const WatchedMemory watched;
+  const std::shared_ptr<Accelerator> accelerator = fresh_accelerator();
+  const auto workspace = [&](std::int64_t bytes) {
+    const Tensor memory = at::empty({bytes + 256}, at::TensorOptions().dtype(c10::kByte));
+    return memory.narrow(0, (256 - reinterpret_cast<std::intptr_t>(memory.data_ptr()) % 256) % 256, bytes);
+  };
+  accelerator->use_workspace(workspace(8 << 20));
+  Twins twins(kFloat32, accelerator);
+  twins.warm_up(2);
+  const CapturedGraph graph = twins.capture(stream(), {1});
+  graph.replay();
+  twins.expect_cut({2});
+  const std::set<const void*> known = watched.living();
+  static_cast<void>(watched.freed());
+
+  accelerator->use_workspace(workspace(16 << 20));
+  twins.feed({{1, 40}, {2, 40}});  // more than their columns hold
+  twins.join(3, 200);
+  twins.feed({{3, 12}});
+  twins.expect_cut({1, 2, 3});
+  for (const void* memory : watched.freed()) ASSERT_FALSE(known.contains(memory)) << "a graph still writes it";
+  ASSERT_NO_FATAL_FAILURE(expect_alike(twins.cpu, *twins.device));
+
+  graph.replay();  // no event any more, but columns that were replaced since are none of the sequence's
+  for (std::int32_t r = 0; r < kRows; ++r) {
+    const auto a = twins.cpu.keeper.positions(1, r / kHeads, r % kHeads), b = twins.device->keeper.positions(1, r / kHeads, r % kHeads);
+    EXPECT_TRUE(std::ranges::equal(a, b)) << "row " << r;
+  }
+  const auto kept = [&] {
+    const std::vector<const void*> freed = watched.freed();
+    return std::ranges::count_if(freed, [&](const void* memory) { return known.contains(memory); });
+  };
+  static_cast<void>(kept());
+  twins.device->keeper.leave(1);
+  EXPECT_GE(kept(), 2) << "with its sequence goes what its columns were before";
+}
+
+TEST_F(CapturedEvents, FreeWhatIsReplacedWhereNothingWasCaptured) {
+  const WatchedMemory watched;
+  Twins twins;
+  twins.warm_up(2);
+  twins.expect_cut({1, 2});
+  const std::set<const void*> known = watched.living();
+  static_cast<void>(watched.freed());
+  twins.feed({{1, 40}, {2, 40}});
+  EXPECT_EQ(std::ranges::count_if(watched.freed(), [&](const void* memory) { return known.contains(memory); }), 4) << "positions and credit of two sequences";
+}
+
+TEST_F(CapturedEvents, RunOnStreamsThatTheAllocatorIsToldOf) {
+  const WatchedMemory watched;
+  model::recorded().clear();
+  Twins twins;
+  twins.warm_up(2);
+  twins.expect_cut({1, 2});
+  twins.feed({{1, 40}});
+  static_cast<void>(watched.freed());
+  EXPECT_TRUE(model::recorded().empty()) << "one stream is what memory is allocated for";
+
+  const c10::Stream other = side_stream(twins.device->keeper.device());
+  const auto is_told = [&](const void* memory) {
+    return std::ranges::any_of(model::recorded(), [&](const model::Recorded& one) { return one.memory == memory && one.stream == other.native_handle(); });
+  };
+  {
+    const c10::StreamGuard guard(other);
+    twins.feed({{2, 12}});
+    twins.expect_cut({2});
+    twins.feed({{2, 60}});
+  }
+  const std::vector<const void*> grown = watched.freed();
+  EXPECT_EQ(std::ranges::count_if(grown, is_told), 2) << "positions and credit, allocated on the first stream and replaced on the second";
+  twins.device->keeper.leave(1);
+  const std::vector<const void*> left = watched.freed();
+  EXPECT_GE(left.size(), 3U);
+  for (const void* memory : left) EXPECT_TRUE(is_told(memory)) << "columns and queries of a sequence";
+  model::recorded().clear();
+  static_cast<void>(watched.freed());
+  twins.device.reset();
+  const std::vector<const void*> last = watched.freed();
+  EXPECT_GE(std::ranges::count_if(last, is_told), 4) << "tables, workspace, constants, the other sequence";
+}
+
+#endif
+
+}  // namespace
+}  // namespace kvkeep::cuda

@@ -1,0 +1,20 @@
+#pragma once
+/// An accelerator that no keeper has taken, on the machine that the tests run on.
+
+#if defined(KVKEEP_CUDA_MODEL)
+#include "accelerator.h"
+#else
+#include "kvkeep/cuda.h"
+#endif
+
+namespace kvkeep::cuda {
+
+inline std::shared_ptr<Accelerator> fresh_accelerator() {
+#if defined(KVKEEP_CUDA_MODEL)
+  return make_accelerator(c10::kCPU);  // the model's device memory is the host's
+#else
+  return accelerator(0);
+#endif
+}
+
+}  // namespace kvkeep::cuda
