@@ -1,68 +1,287 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one go of at most nine minutes and without a network: builds the kernels for the chip that is here, runs every GPU test, memcheck and racecheck over a small
-# part of them, then all GPU benches, and leaves gpu.json and gpu.md.
+# Everything that needs a GPU, in stages that each end within eight minutes on 16 cores, without a network.
 #
-#   bash bench/gpu.sh [FOLDER]    results go to FOLDER, build/gpu-results unless given
+#   bash bench/gpu.sh build OUT      compiles tests and benches for the chip that is here, in build/gpu
+#   bash bench/gpu.sh test OUT       every GPU test once, those of compaction, selection, R-KV and AMS 20 times
+#   bash bench/gpu.sh sanitize OUT   memcheck, racecheck, synccheck, initcheck over one small case of every kernel
+#   bash bench/gpu.sh bench OUT      ceilings of this machine, whole events, kernels
+#   bash bench/gpu.sh profile OUT    what ncu says of the kernels that decide
+#   bash bench/gpu.sh all OUT        all of them
+#   bash bench/gpu.sh filters TESTS  fails where a kernel has no sanitizer test, or its filter names none of the program TESTS
 #
-# Needs nvcc, CMake 3.25, Ninja and LibTorch. The other libraries come from the system or from .deps/ (bench/gpu_deps.sh).
-#   KVKEEP_GPU_ARCH     chips to compile for, by default the one that is here
-#   KVKEEP_GPU_FILTER   of the benches, a regular expression
+# Results go to OUT (build/gpu-results unless given) as they come: OUT/STAGE/*.log, and of the benches OUT/bench.jsonl, a line for each case. A stage that is stopped prints what it has;
+# one that is killed has written it. In the end OUT/STAGE.tar.gz holds the logs. What is printed stays below 10,000 characters, failures last.
+#
+# Needs nvcc, CMake 3.25, Ninja and LibTorch. The other libraries come from the system or from .deps/ (bench/gpu_deps.sh). To carry: the tree is 34 MB, .deps 8 MB.
+#   KVKEEP_GPU_ARCH       chips to compile for, by default the one that is here
+#   KVKEEP_GPU_FILTER     of the benches, a regular expression
+#   KVKEEP_GPU_SECONDS    a stage's limit, 450 unless given
+#   KVKEEP_GPU_BUILD      the build folder, build/gpu unless given
+#   KVKEEP_GPU_CMAKE      options for CMake
+#   KVKEEP_GPU_REHEARSAL  1: the execution model stands in for the card, at small sizes; so it is where there is no nvidia-smi
 set -euo pipefail
 
-cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
-results="${1:-build/gpu-results}"
-mkdir -p -- "$results"
-results="$(realpath -- "$results")"
-build=build/gpu
-export PATH="$PATH:${CUDA_HOME:-/usr/local/cuda}/bin"
-failed=()
+# One small case of every kernel, by the stem in cuda/. Matrix units are in those of window_attention, expected, critical and rkv.
+declare -A small=(
+  [chunks]='ChunksKernel.TakesRowsThatNeedTheLargestBlock'
+  [compact]='Compact.CarriesTheColumnsWithTheirSlots'
+  [critical]='CriticalKernel.RanksASlotLastWhoseValueIsNoNumber'
+  [expected]='ExpectedKernel.LeavesRowsAlone*'
+  [factorise]='Factorise.ChoosesRowsAsTheyAre*'
+  [fetch]='Fetch.TakesMorePieces*'
+  [h2o]='H2OKernel.BringsRowsUpToDate*'
+  [keydiff]='KeyDiffKernel.LeavesRowsAlone*'
+  [knorm]='KnormKernel.LeavesRowsAlone*'
+  [layer_selector]='LayerSelectorKernel.DecidesAsTheCpu*'
+  [mass_segmented]='MassSegmentedKernel.TakesRows*'
+  [memory]='DeviceLine.TakesTokensBack:DeviceLine.TakesGaps*'
+  [memory_attention]='MemoryMerge.IsAllThereIs*:MemoryRoute.WalksMoreSpans*:MemoryFetch.BringsOpenedSpans*'
+  [narrow]='Narrow.GivesTheTokensOfALong*:GatherRows.TakeMorePrompts*'
+  [prepare]='Prepare.WritesTheNewestPositions*'
+  [prompt_scores]='PromptScoresKernel.ReadPages'
+  [query_ring]='PushQueries.PutEveryTokenAtItsPlace'
+  [random]='RandomKernel.LeavesRowsAlone*'
+  [ranks]='Ranks.AreTheCpusInTheLargestBlock'
+  [recency]='RecencyKernel.LeavesRowsAlone*'
+  [rkv]='RkvKernel.LeavesRowsAlone*'
+  [rpc]='RpcKernel.LeavesRowsAlone*'
+  [select]='Select.TakesARow*'
+  [snapkv]='SnapKVKernel.LeavesRowsAlone*'
+  [tova]='TovaKernel.LeavesRowsAlone*'
+  [triattention]='TriAttentionKernel.LeavesRowsAlone*'
+  [window_attention]='WindowAttentionKernel.GivesTheNewestAlone:WindowAttentionKernel.LeavesRowsAlone*'
+)
+readonly sanitizers=(memcheck racecheck synccheck initcheck)
+readonly repeated='Compact.*:Select.*:RkvKernel.*:MassSegmentedKernel.*' # a race may need many runs to show
 
-# step NAME SECONDS COMMAND...: its output goes to a file of its own; a failure is remembered.
+# Kernels that ncu looks at, and the case that launches them.
+readonly profiled=(
+  'matrix_kernel WindowAttention/llama8b/batch:32'
+  'plain_kernel NewestAttention/llama8b/batch:32'
+  'unit_kernel Expected/llama8b/batch:8'
+  'mass_segmented MassSegmented/llama8b/batch:32'
+  'compact_kernel Compact/llama8b/batch:32'
+  'cosine_kernel KeyDiff/llama8b/batch:32'
+)
+
+usage() { sed -n '2,24s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+
+# ---- What every stage does ---------------------------------------------------------------------------------------------------------------------
+
+failed=()
+children=()
+
+# step NAME SECONDS COMMAND...: its output goes to a file of its own, line by line; a failure is remembered.
 step() {
-  local name="$1" limit="$2" start=$SECONDS status=0
+  local name="$1" limit="$2" start=$SECONDS status=0 verdict=passed
   shift 2
-  timeout "$limit" "$@" > "$results/$name.log" 2>&1 || status=$?
-  printf '%-12s %4d s  %s\n' "$name" $((SECONDS - start)) "$([[ $status -eq 0 ]] && echo passed || echo "FAILED ($status), see $name.log")"
-  if [[ $status -ne 0 ]]; then
-    failed+=("$name")
-    tail -n 25 "$results/$name.log"
-  fi
+  timeout --kill-after=10 "$limit" "$@" > "$folder/$name.log" 2>&1 &
+  children=($!)
+  wait "${children[0]}" || status=$?
+  children=()
+  if [[ $status -eq 124 || $status -eq 137 ]]; then verdict="STOPPED after $limit s"; elif [[ $status -ne 0 ]]; then verdict="FAILED ($status)"; fi
+  printf '%-16s %4d s  %s\n' "$name" $((SECONDS - start)) "$verdict"
+  [[ $status -eq 0 ]] || failed+=("$name")
 }
 
-command -v nvcc > /dev/null || { echo "bench/gpu.sh: there is no nvcc on PATH nor in CUDA_HOME" >&2; exit 2; }
-nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | tee "$results/gpu.txt" || { echo "bench/gpu.sh: there is no GPU here" >&2; exit 2; }
-arch="${KVKEEP_GPU_ARCH:-$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)-real}"
+# left: seconds that this stage has yet.
+left() { echo $((seconds - SECONDS > 20 ? seconds - SECONDS : 20)); }
 
-prefix=()
-if [[ -d .deps/usr ]]; then
-  prefix=("-DCMAKE_PREFIX_PATH=$PWD/.deps/usr")
-  export LD_LIBRARY_PATH="$PWD/.deps/usr/lib/x86_64-linux-gnu${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
-fi
-step configure 60 cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DKVKEEP_CUDA=ON -DKVKEEP_BUILD_CLI=OFF -DKVKEEP_BUILD_EXAMPLES=OFF "-DCMAKE_CUDA_ARCHITECTURES=$arch" "${prefix[@]}"
-step build 300 cmake --build "$build" --target kvkeep_gpu_tests kvkeep_gpu_bench
-if [[ ${#failed[@]} -eq 0 ]]; then
-  step tests 90 "$build/bin/kvkeep_gpu_tests"
-  step memcheck 60 compute-sanitizer --tool memcheck --error-exitcode 1 "$build/bin/kvkeep_gpu_tests" --gtest_filter='*Small*:Compact.Carries*:Select.Takes*:DeviceLine.TakesTokensBack:DeviceLine.TakesGaps*'
-  step racecheck 60 compute-sanitizer --tool racecheck --error-exitcode 1 "$build/bin/kvkeep_gpu_tests" --gtest_filter='*Small*:Compact.Carries*:Select.Takes*:DeviceLine.TakesTokensBack:DeviceLine.TakesGaps*'
-  step bench 240 "$build/bin/kvkeep_gpu_bench" "--benchmark_filter=${KVKEEP_GPU_FILTER:-.}" "--benchmark_out=$results/gpu.json" --benchmark_out_format=json
+# say_tests NAME...: of each log of GoogleTest how many tests passed, and what those that failed say.
+say_tests() {
+  local name logs=()
+  for name in "$@"; do if [[ -s "$folder/$name.log" ]]; then logs+=("$folder/$name.log"); fi; done
+  if [[ ${#logs[@]} -gt 0 ]]; then python3 bench/gpu_report.py tests "${logs[@]}"; fi
+}
+
+# However a stage ends: what there is of its results is printed, and packed.
+finish() {
+  local status=$?
+  trap - EXIT
+  trap '' TERM INT HUP
+  set +e
+  for child in "${children[@]}"; do kill "$child" 2> /dev/null; done
+  wait
+  "report_$stage"
+  if tar -czf "$out/$stage.tar.gz" -C "$out" "$stage"; then rm -rf -- "$folder"; fi
+  if [[ ${#failed[@]} -gt 0 ]]; then
+    printf '%s: failed: %s\n' "$stage" "${failed[*]}"
+    exit 1
+  fi
+  exit "$status"
+}
+
+# ---- Stages ------------------------------------------------------------------------------------------------------------------------------------
+
+stage_build() {
+  local options=(-DCMAKE_BUILD_TYPE=Release -DKVKEEP_BUILD_CLI=OFF -DKVKEEP_BUILD_EXAMPLES=OFF)
+  if [[ $rehearsal == 1 ]]; then options+=(-DKVKEEP_CUDA=OFF)
+  else
+    command -v nvcc > /dev/null || { echo "gpu.sh: there is no nvcc on PATH nor in CUDA_HOME" >&2; exit 2; }
+    local arch="${KVKEEP_GPU_ARCH:-$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)-real}"
+    options+=(-DKVKEEP_CUDA=ON "-DCMAKE_CUDA_ARCHITECTURES=$arch")
+  fi
+  if [[ -d .deps/usr ]]; then options+=("-DCMAKE_PREFIX_PATH=$PWD/.deps/usr"); fi
+  # shellcheck disable=SC2206  # words are meant
+  options+=(${KVKEEP_GPU_CMAKE:-})
+  step configure 60 cmake -S . -B "$build" -G Ninja "${options[@]}"
+  if [[ ${#failed[@]} -eq 0 ]]; then step compile "$(left)" cmake --build "$build" --parallel "${KVKEEP_GPU_JOBS:-$(nproc)}" --target "$(basename "$tests")" "$(basename "$bench")"; fi
+}
+
+report_build() {
+  local log
+  for log in configure compile; do
+    if [[ " ${failed[*]} " == *" $log "* ]]; then grep -E -A 4 'error|Error|FAILED' "$folder/$log.log" | cut -c 1-300 | head -n 40 || tail -n 20 "$folder/$log.log"; fi
+  done
+  if [[ ${#failed[@]} -eq 0 ]]; then du -m "$tests" "$bench" | awk '{ print $2 ": " $1 " MB" }'; else tail -n 1 "$folder"/*.log | cut -c 1-200; fi
+}
+
+stage_test() {
+  step tests $((seconds * 6 / 10)) "$tests" --gtest_color=no
+  step repeated "$(left)" "$tests" --gtest_color=no --gtest_repeat="$([[ $rehearsal == 1 ]] && echo 2 || echo 20)" "--gtest_filter=$repeated"
+}
+
+report_test() { say_tests tests repeated; }
+
+stage_sanitize() {
+  local tool filter limit status
+  export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+  check_filters "$tests"
+  filter="$(IFS=:; echo "${small[*]}")"
+  if [[ $rehearsal == 1 ]] || ! command -v compute-sanitizer > /dev/null; then
+    echo "sanitize: there is no compute-sanitizer here (or this is a rehearsal): the tests it would watch run without it"
+    step plain "$(left)" "$tests" --gtest_color=no "--gtest_filter=$filter"
+    return
+  fi
+  # All at once: what takes time is the host's half of them.
+  limit="$(left)"
+  for tool in "${sanitizers[@]}"; do
+    timeout --kill-after=10 "$limit" compute-sanitizer --tool "$tool" --error-exitcode 97 "$tests" --gtest_color=no "--gtest_filter=$filter" > "$folder/$tool.log" 2>&1 &
+    children+=($!)
+  done
+  for i in "${!sanitizers[@]}"; do
+    tool="${sanitizers[$i]}" status=0
+    wait "${children[$i]}" || status=$?
+    [[ $status -eq 0 ]] || failed+=("$tool")
+    printf '%-16s %4d s  %s\n' "$tool" "$SECONDS" "$([[ $status -eq 0 ]] && echo passed || echo "FAILED ($status)")"
+  done
+  children=()
+}
+
+report_sanitize() {
+  local tool
+  say_tests plain "${sanitizers[@]}"
+  for tool in "${sanitizers[@]}"; do
+    if [[ ! -s "$folder/$tool.log" ]]; then continue; fi
+    echo "$tool: $(grep -h 'SUMMARY' "$folder/$tool.log" | tail -n 1)"
+    grep -h -A 4 '^========= \(Invalid\|Error\|Race\|Barrier\|Uninit\|Program hit\|Warning\)' "$folder/$tool.log" | cut -c 1-160 | head -n 10
+  done
+}
+
+stage_bench() {
+  rm -f -- "$out/bench.jsonl"
+  local watch=""
+  if [[ $rehearsal != 1 ]]; then
+    nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader > "$folder/gpu.txt"
+    timeout "$seconds" nvidia-smi --query-gpu=clocks.sm,temperature.gpu,power.draw --format=csv,noheader,nounits --loop=2 > "$folder/clock.csv" 2>&1 &
+    watch=$!
+  fi
+  # Cases begin until four fifths of the time are over; the rest is for those that last.
+  step cases "$(left)" "$bench" --seconds $((seconds * 8 / 10)) --filter "${KVKEEP_GPU_FILTER:-}" --out "$out/bench.jsonl"
+  if [[ -n $watch ]]; then kill "$watch" 2> /dev/null || true; fi
+}
+
+report_bench() { python3 bench/gpu_report.py bench "$out/bench.jsonl" "$folder"; }
+
+stage_profile() {
+  local tool=(ncu --clock-control none --section SpeedOfLight --section MemoryWorkloadAnalysis --section Occupancy --csv --page details)
+  local entry kernel filter number=0
+  if [[ $rehearsal == 1 ]] || ! command -v ncu > /dev/null; then
+    echo "profile: there is no ncu here (or this is a rehearsal): the cases it would look at run without it"
+    tool=()
+  fi
+  for entry in "${profiled[@]}"; do
+    read -r kernel filter <<< "$entry"
+    [[ $rehearsal == 1 ]] && filter="${filter%%/*}/"
+    step "$((++number))-$kernel" $((seconds / ${#profiled[@]})) ${tool[@]+"${tool[@]}" -k "regex:$kernel" -c 2} "$bench" --once --filter "^$filter"
+  done
+}
+
+report_profile() {
+  if grep -qs '^"ID"\|==PROF==\|==ERROR==' "$folder"/*.log; then python3 bench/gpu_report.py profile "$folder"; else cat "$folder"/*.log | grep '=' | cut -c 1-150; fi
+}
+
+# check_filters TESTS: every kernel has a small test, and every filter names one that exists.
+check_filters() {
+  local names source stem filter pattern name found bad=0
+  mapfile -t names < <("$1" --gtest_list_tests | sed 's/ *#.*//' | awk '/^[^ ].*\.$/ { suite = $1 } /^  / { print suite $1 }')
+  for source in cuda/*.cu; do
+    stem="$(basename "$source" .cu)"
+    if [[ -z "${small[$stem]:-}" ]]; then echo "gpu.sh: no sanitizer test is named for $source"; bad=1; fi
+  done
+  for stem in "${!small[@]}"; do
+    IFS=: read -ra filter <<< "${small[$stem]}"
+    for pattern in "${filter[@]}"; do
+      found=0
+      # shellcheck disable=SC2053  # a pattern is meant
+      for name in "${names[@]}"; do if [[ $name == $pattern ]]; then found=1; break; fi; done
+      if [[ $found == 0 ]]; then echo "gpu.sh: the filter of $stem names no test: $pattern"; bad=1; fi
+    done
+  done
+  for pattern in ${repeated//:/ }; do
+    if ! printf '%s\n' "${names[@]}" | grep -q "^${pattern%\*}"; then echo "gpu.sh: what is repeated names no test: $pattern"; bad=1; fi
+  done
+  if [[ $bad == 1 ]]; then failed+=(filters); return 1; fi
+  echo "filters: ${#small[@]} kernels, each with a test that exists"
+}
+
+# ---- Start -------------------------------------------------------------------------------------------------------------------------------------
+
+stage="${1:-}"
+case "$stage" in
+  build | test | sanitize | bench | profile | all) ;;
+  filters)
+    [[ $# -eq 2 ]] || { usage >&2; exit 2; }
+    program="$(realpath -- "$2")"
+    cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+    check_filters "$program"
+    exit
+    ;;
+  *) usage >&2; exit 2 ;;
+esac
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+out="${2:-build/gpu-results}"
+mkdir -p -- "$out"
+out="$(realpath -- "$out")"
+if [[ $stage == all ]]; then
+  status=0
+  for each in build test sanitize bench profile; do bash "${BASH_SOURCE[0]}" "$each" "$out" || status=1; done
+  exit $status
 fi
 
-if [[ -s "$results/gpu.json" ]]; then
-  python3 - "$results/gpu.json" > "$results/gpu.md" << 'PYTHON'
-import json, sys
-run = json.load(open(sys.argv[1]))
-context = run["context"]
-print(f"{context['date'][:10]}, {context.get('gpu', 'GPU')}, its own copy {float(context['copy_GBps']):.0f} GB/s read and written\n")
-more = ["graph_us", "host_us", "torch_us", "floor_us"]  # of whole events
-print("| bench | us | GB/s | share of the copy | replayed graph, us | host, us | LibTorch's topk, sort, gather, us | floor, us |\n|---|---:|---:|---:|---:|---:|---:|---:|")
-for row in run["benchmarks"]:
-    name = row["name"].split("/iterations")[0]
-    if "us" not in row:
-        print(f"| `{name}` | {row.get('error_message', '')} | | | | | | |")
-        continue
-    print(f"| `{name}` | {row['us']:.1f} | {row['GBps']:.0f} | {row['share']:.2f} | " + " | ".join(f"{row[key]:.1f}" if key in row else "" for key in more) + " |")
-PYTHON
-  cat "$results/gpu.md"
+folder="$out/$stage"
+rm -rf -- "$folder"
+mkdir -p -- "$folder"
+seconds="${KVKEEP_GPU_SECONDS:-450}"
+export PATH="$PATH:${CUDA_HOME:-/usr/local/cuda}/bin" PYTHONUNBUFFERED=1
+rehearsal="${KVKEEP_GPU_REHEARSAL:-}"
+if [[ $rehearsal != 1 ]] && ! command -v nvidia-smi > /dev/null; then rehearsal=1; fi
+if [[ $rehearsal == 1 ]]; then
+  echo "REHEARSAL: no GPU takes part. The execution model stands in for it, at small sizes; times mean nothing."
+  build="${KVKEEP_GPU_BUILD:-build/gpu-rehearsal}"
+  tests="$build/bin/kvkeep_cuda_model_tests" bench="$build/bin/kvkeep_cuda_model_bench"
+else
+  nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || { echo "gpu.sh: nvidia-smi finds no GPU" >&2; exit 2; }
+  build="${KVKEEP_GPU_BUILD:-build/gpu}"
+  tests="$build/bin/kvkeep_gpu_tests" bench="$build/bin/kvkeep_gpu_bench"
 fi
-if [[ ${#failed[@]} -gt 0 ]]; then echo "failed: ${failed[*]}" >&2; fi
-[[ ${#failed[@]} -eq 0 ]]
+if [[ -d .deps/usr ]]; then export LD_LIBRARY_PATH="$PWD/.deps/usr/lib/x86_64-linux-gnu${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"; fi
+case "$stage" in
+  test | sanitize) needed="$tests" ;;
+  bench | profile) needed="$bench" ;;
+  *) needed="" ;;
+esac
+[[ -z $needed || -x $needed ]] || { echo "gpu.sh: $needed is not there; run the stage build first" >&2; exit 2; }
+trap finish EXIT
+trap 'failed+=("stopped"); exit 1' TERM INT HUP
+"stage_$stage"

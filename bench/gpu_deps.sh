@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Puts the Debian packages that a build of kvkeep needs beside LibTorch and CUDA into .deps/, unpacked, so that bench/gpu.sh can build on a machine without a network.
-# Run it where there is one (Debian or Ubuntu; installs nothing), then carry .deps/ with the tree. About 20 MB.
+# Run it where there is one (Debian or Ubuntu; installs nothing), then carry .deps/ with the tree: 8 MB beside the tree's 34, so below the 64 MB that such a machine may take.
 set -euo pipefail
 
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."

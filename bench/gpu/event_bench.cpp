@@ -1,65 +1,46 @@
-// The whole event on a GPU: Keeper::step over all layers and sequences of a bf16 cache, beside what LibTorch's operations need for less in the same run.
+// Whole events: Keeper::step over all layers and sequences of a bf16 cache, beside what LibTorch's operations need for less in the same run; and what a step costs without an event.
 //
-// Names: Event/<policy>/<model>/batch:<B>/<slots before>-><slots after>/<dense or pages>. `us` is GPU time between two CUDA events around keeper.step(), `graph_us` that of the same event
-// replayed from a CUDA graph, `host_us` what the call takes on the host until it returns; medians. `torch_us`: topk, sort, and gather of K and V, layer by layer, given finished scores.
-// `floor_us` is what reading and writing the kept rows and one reading of all keys would take at this chip's own copy bandwidth.
+// `eager_us`: GPU time between two CUDA events around keeper.step(); `graph_us`: of the same event replayed from a CUDA graph; `host_us`: what the call takes on the host until it returns;
+// `launches`: kernels in the graph; medians. `torch_us`: topk, sort, and gather of K and V, layer by layer, given finished scores. `bytes`: kept rows read and written, and the keys once where
+// the policy reads them.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/gather.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/sort.h>
 #include <ATen/ops/topk.h>
-#include <benchmark/benchmark.h>
-#include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <chrono>
+#include <cmath>
 #include <numeric>
 
-#include "gpu_timing.h"
-#include "kvkeep/cuda.h"
 #include "kvkeep/kvkeep.h"
+#include "timing.h"
+#include "torch_machine.h"
 
 namespace kvkeep::cuda {
 namespace {
 
-struct Shape {
-  const char* name;
-  std::int32_t layers, query_heads, kv_heads, dim;
-};
-constexpr Shape kShapes[] = {{"qwen7b", 28, 28, 4, 128}, {"llama8b", 32, 32, 8, 128}};
-
-struct Size {
-  std::int32_t batch, length, budget;
-  std::int32_t page = 0;
-};
-
-double median(std::vector<double> x) {
-  std::nth_element(x.begin(), x.begin() + static_cast<std::ptrdiff_t>(x.size() / 2), x.end());
-  return x[x.size() / 2];
-}
-
 /// An engine that has nothing but a cache: its keys and values are noise, its queries one tensor that every layer shows.
 class Engine {
  public:
-  Engine(const Shape& shape, const std::string& policy, Size size) : shape_(shape), size_(size) {
-    const auto there = at::TensorOptions().dtype(kBFloat16).device(Device(c10::kCUDA, 0));
+  Engine(const Shape& shape, const std::string& policy, Size size, Device device, std::shared_ptr<Accelerator> accelerator) : shape_(shape), size_(size) {
+    const auto there = at::TensorOptions().dtype(kBFloat16).device(device);
     ModelSpec spec;
-    spec.query_heads = shape.query_heads, spec.kv_heads = shape.kv_heads, spec.key_dim = spec.value_dim = shape.dim;
+    spec.query_heads = shape.query_heads(), spec.kv_heads = shape.kv_heads, spec.key_dim = spec.value_dim = shape.dim;
     spec.layers.resize(static_cast<std::size_t>(shape.layers));
     for (std::int32_t f = 0; f < shape.dim / 2; ++f) spec.rope.inv_freq.push_back(std::pow(1e6, -2.0 * f / shape.dim));
-    keeper = std::make_unique<Keeper>(spec, make_policy(text(policy, ",budget=", size.budget, ",interval=", size.length - size.budget)), Provided{.accelerator = accelerator(0)});
+    keeper = std::make_unique<Keeper>(spec, make_policy(text(policy, ",budget=", size.budget, ",interval=", size.length - size.budget)), Provided{.accelerator = std::move(accelerator)});
     const std::int64_t pages = size.page == 0 ? 0 : (size.length + size.page - 1) / size.page;
+    const auto side = [&] {
+      return size.page == 0 ? at::randn({size.batch, shape.kv_heads, size.length, shape.dim}, there) : at::randn({pages * size.batch, size.page, shape.kv_heads, shape.dim}, there);
+    };
     for (std::int32_t l = 0; l < shape.layers; ++l) {
-      if (size.page == 0) layers.emplace_back(DenseKv{at::randn({size.batch, shape.kv_heads, size.length, shape.dim}, there), at::randn({size.batch, shape.kv_heads, size.length, shape.dim}, there)});
-      else
-        layers.emplace_back(PagedKv{at::randn({pages * size.batch, size.page, shape.kv_heads, shape.dim}, there), at::randn({pages * size.batch, size.page, shape.kv_heads, shape.dim}, there)});
+      const Tensor keys = side(), values = side();
+      if (size.page == 0) layers.emplace_back(DenseKv{keys, values});
+      else layers.emplace_back(PagedKv{keys, values});
     }
-    queries_ = at::randn({std::int64_t{size.batch} * (size.length - size.budget), shape.query_heads, shape.dim}, there);
-    if (size.page != 0) {
-      table_ = at::empty({size.batch, pages}, at::TensorOptions().dtype(kInt32));
-      std::iota(table_.data_ptr<std::int32_t>(), table_.data_ptr<std::int32_t>() + table_.numel(), 0);
-    }
+    queries = at::randn({std::int64_t{size.batch} * (size.length - size.budget), shape.query_heads(), shape.dim}, there);
+    if (size.page != 0) table_ = at::empty({size.batch, pages}, at::TensorOptions().dtype(kInt32));
     lengths_.assign(static_cast<std::size_t>(size.batch), size.budget);
     for (std::int32_t s = 0; s < size.batch; ++s) {
       ids_.push_back(s);
@@ -67,30 +48,90 @@ class Engine {
     }
   }
 
+  /// `tokens` more of every sequence, shown to all layers.
+  void observe(std::int32_t tokens) {
+    std::vector<std::int32_t> indptr{0};
+    for (std::int32_t s = 0; s < size_.batch; ++s) indptr.push_back(indptr.back() + tokens);
+    const Tensor shown = queries.narrow(0, 0, indptr.back());
+    for (std::int32_t l = 0; l < shape_.layers; ++l) keeper->observe({.layer = l, .sequences = ids_, .indptr = indptr, .queries = shown, .basis = QueryBasis::pre_rope});
+    for (std::int32_t& length : lengths_) length += tokens;
+  }
   /// Tokens up to the next event, which is then due.
   void fill() {
-    std::vector<std::int32_t> indptr{0};
-    for (std::int32_t s = 0; s < size_.batch; ++s) indptr.push_back(indptr.back() + size_.length - size_.budget);
-    for (std::int32_t l = 0; l < shape_.layers; ++l) keeper->observe({.layer = l, .sequences = ids_, .indptr = indptr, .queries = queries_, .basis = QueryBasis::pre_rope});
-    for (std::int32_t& length : lengths_) length = size_.length;
+    lengths_.assign(lengths_.size(), size_.budget);
+    observe(size_.length - size_.budget);
     if (size_.page != 0) std::iota(table_.data_ptr<std::int32_t>(), table_.data_ptr<std::int32_t>() + table_.numel(), 0);
   }
   Report cut() { return keeper->step({.layers = layers, .sequences = ids_, .lengths = {lengths_}, .block_table = table_}); }
 
+  /// The slots of a row of a dense layer, [length, D], on the CPU.
+  [[nodiscard]] Tensor row(std::int32_t layer, std::int32_t sequence, std::int32_t head, bool values) const {
+    const auto& dense = std::get<DenseKv>(layers[static_cast<std::size_t>(layer)]);
+    return (values ? dense.values : dense.keys).select(0, sequence).select(0, head).to(c10::kCPU, false, true);
+  }
+  /// Keys, values and queries of another engine.
+  void become(const Engine& other) {
+    for (std::size_t l = 0; l < layers.size(); ++l) {
+      std::get<DenseKv>(layers[l]).keys.copy_(std::get<DenseKv>(other.layers[l]).keys);
+      std::get<DenseKv>(layers[l]).values.copy_(std::get<DenseKv>(other.layers[l]).values);
+    }
+    queries.copy_(other.queries);
+  }
+
   std::unique_ptr<Keeper> keeper;
   std::vector<LayerKv> layers;
+  Tensor queries;
 
  private:
   Shape shape_;
   Size size_;
-  Tensor queries_, table_;
+  Tensor table_;
   std::vector<SequenceId> ids_;
   std::vector<std::int32_t> lengths_;
 };
 
+std::vector<std::int32_t> kept_of(const Engine& engine, SequenceId id, std::int32_t layer, std::int32_t head) {
+  const auto kept = engine.keeper->positions(id, layer, head);
+  return {kept.begin(), kept.end()};
+}
+
+/// The first event of a dense cache: what the CPU keeps (where that takes no minute), and each kept slot's bytes in its place.
+void check_first_event(Result& result, Engine& engine, const Shape& shape, const std::string& policy, Size size) {
+  const std::int32_t layer = shape.layers - 1, sequence = size.batch - 1, head = shape.kv_heads - 1;
+  std::unique_ptr<Engine> cpu;
+  if (std::int64_t{size.batch} * size.length <= 1536) {
+    cpu = std::make_unique<Engine>(shape, policy, size, c10::kCPU, nullptr);
+    cpu->become(engine);
+    cpu->fill();
+  }
+  const Tensor keys = engine.row(layer, sequence, head, false), values = engine.row(layer, sequence, head, true);
+  engine.fill();
+  static_cast<void>(engine.cut());
+  const std::vector<std::int32_t> kept = kept_of(engine, sequence, layer, head);
+  const Tensor slots = at::empty({static_cast<std::int64_t>(kept.size())}, at::TensorOptions().dtype(kInt32));
+  std::copy(kept.begin(), kept.end(), slots.data_ptr<std::int32_t>());
+  const auto moved = [&](const Tensor& before, bool of_values) { return before.index_select(0, slots).equal(engine.row(layer, sequence, head, of_values).narrow(0, 0, slots.numel())); };
+  if (!moved(keys, false) || !moved(values, true)) result.fail("a kept slot does not hold the bytes that stood at its position");
+  if (!cpu) return;
+  static_cast<void>(cpu->cut());
+  std::int64_t others = 0, all = 0;
+  for (std::int32_t s = 0; s < size.batch; ++s)
+    for (std::int32_t l = 0; l < shape.layers; ++l)
+      for (std::int32_t h = 0; h < shape.kv_heads; ++h) {
+        const std::vector<std::int32_t> here = kept_of(*cpu, s, l, h), there = kept_of(engine, s, l, h);
+        std::vector<std::int32_t> only;
+        std::set_difference(here.begin(), here.end(), there.begin(), there.end(), std::back_inserter(only));
+        others += static_cast<std::int64_t>(only.size());
+        all += static_cast<std::int64_t>(here.size());
+      }
+  result.set("unlike_cpu", static_cast<double>(others));
+  // Near ties: a GPU's exponentials are off by an ulp or two, the model's are not.
+  if (others > (kModel ? 0 : all / 1000)) result.fail(text(others, " of ", all, " kept slots are not those that the CPU keeps"));
+}
+
 /// What LibTorch's operations take to do less: no columns, no segments, into new tensors.
-double torch_milliseconds(const Shape& shape, Size size, cudaStream_t stream) {
-  const auto there = at::TensorOptions().device(Device(c10::kCUDA, 0));
+double torch_milliseconds(const Shape& shape, Size size, const TorchStream& on) {
+  const auto there = at::TensorOptions().device(on.device());
   std::vector<Tensor> keys, values, scores;
   for (std::int32_t l = 0; l < shape.layers; ++l) {
     keys.push_back(at::randn({size.batch, shape.kv_heads, size.length, shape.dim}, there.dtype(kBFloat16)));
@@ -98,78 +139,85 @@ double torch_milliseconds(const Shape& shape, Size size, cudaStream_t stream) {
     scores.push_back(at::randn({size.batch, shape.kv_heads, size.length}, there.dtype(kFloat32)));
   }
   std::vector<double> ms;
-  for (int i = 0; i < 7; ++i)
-    ms.push_back(gpu_milliseconds(
+  Tensor some;
+  for (int i = 0; i < 5; ++i)
+    ms.push_back(milliseconds_there(
         [&] {
           for (std::size_t l = 0; l < keys.size(); ++l) {
             const Tensor best = std::get<1>(at::topk(scores[l], size.budget)), slots = std::get<0>(at::sort(best));
             const Tensor index = slots.unsqueeze(3).expand({size.batch, shape.kv_heads, size.budget, shape.dim});
-            benchmark::DoNotOptimize(at::gather(keys[l], 2, index));
-            benchmark::DoNotOptimize(at::gather(values[l], 2, index));
+            some = at::gather(keys[l], 2, index);
+            some = at::gather(values[l], 2, index);
           }
         },
-        stream));
+        on.native()));
   return median(ms);
 }
 
-void event(benchmark::State& state, Shape shape, std::string policy, Size size) {
-  const c10::Stream side = c10::impl::VirtualGuardImpl(c10::kCUDA).getStreamFromGlobalPool(Device(c10::kCUDA, 0));
-  const c10::StreamGuard guard(side);
-  const auto stream = static_cast<cudaStream_t>(side.native_handle());
-  Engine engine(shape, policy, size);
-  for (int i = 0; i < 3; ++i) {
+void event(Result& result, const Shape& shape, const std::string& policy, Size size) {
+  const TorchStream on;
+  Engine engine(shape, policy, size, on.device(), on.accelerator());
+  if (size.page == 0) check_first_event(result, engine, shape, policy, size);
+  if (options().once) return;
+  for (int i = 0; i < 2; ++i) {
     engine.fill();
     const Report report = engine.cut();
-    if (report.cuts.size() != static_cast<std::size_t>(size.batch) || report.cuts[0].length_after != size.budget) return state.SkipWithError("the event did not cut to the budget");
+    if (report.cuts.size() != static_cast<std::size_t>(size.batch) || report.cuts[0].length_after != size.budget) return result.fail("the event did not cut to the budget");
   }
   std::vector<double> ms, host;
-  for (auto _ : state) {
+  const auto timed = [&] {
     engine.fill();
-    expect(cudaStreamSynchronize(stream));
-    ms.push_back(gpu_milliseconds(
-        [&] {
-          const auto begin = std::chrono::steady_clock::now();
-          static_cast<void>(engine.cut());
-          host.push_back(std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count());
-        },
-        stream));
-    state.SetIterationTime(ms.back() / 1e3);
-  }
-  engine.fill();
-  expect(cudaStreamSynchronize(stream));
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t ready = nullptr;
-  expect(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-  static_cast<void>(engine.cut());
-  expect(cudaStreamEndCapture(stream, &graph));
-  expect(cudaGraphInstantiate(&ready, graph, 0));
-  std::vector<double> replays;
-  for (int i = 0; i < 21; ++i) replays.push_back(gpu_milliseconds([&] { expect(cudaGraphLaunch(ready, stream)); }, stream));
-  expect(cudaGraphExecDestroy(ready));
-  expect(cudaGraphDestroy(graph));
-
+    synchronize(on.native());
+    ms.push_back(milliseconds_there([&] { host.push_back(milliseconds([&] { static_cast<void>(engine.cut()); }) * 1e3); }, on.native()));
+  };
+  timed();
+  for (int n = kModel ? 1 : repetitions(2 * ms[0]); n > 1; --n) timed();
   const double rows = static_cast<double>(shape.layers) * shape.kv_heads * size.batch, width = 2.0 * shape.dim;
-  const double kept = rows * size.budget * 2 * width * 2, keys = rows * size.length * width;
-  state.counters["us"] = median(ms) * 1e3;
-  state.counters["graph_us"] = median(replays) * 1e3;
-  state.counters["host_us"] = median(host);
-  state.counters["torch_us"] = torch_milliseconds(shape, size, stream) * 1e3;
-  state.counters["floor_us"] = (kept + keys) / copy_bandwidth() / 1e3;
-  state.counters["GBps"] = (kept + keys) / median(replays) / 1e6;
-  state.counters["share"] = (kept + keys) / median(replays) / 1e6 / copy_bandwidth();
+  const double passes = engine.keeper->policy().needs().keys ? 1 : 0;
+  result.set("bytes", rows * size.budget * 2 * width * 2 + passes * rows * size.length * width);
+  result.set("eager_us", median(ms) * 1e3);
+  result.set("host_us", median(host));
+  engine.fill();
+  measure_graph(result, [&] { static_cast<void>(engine.cut()); }, on.native());
+  result.set("torch_us", torch_milliseconds(shape, size, on) * 1e3);
 }
 
-const bool added = [] {
-  for (const Shape& shape : kShapes) {
-    for (const Size& size : {Size{1, 1536, 1024}, Size{32, 1536, 1024}, Size{1, 1024, 512}, Size{32, 1536, 1024, 16}, Size{1, 32768, 2048}})
-      for (const std::string policy : {"ams-tova", "tova", "ams-keydiff", "snapkv", "streaming"}) {
-        if (policy != "ams-tova" && (size.length != 1536 || size.page != 0)) continue;
-        const std::string name = text("Event/", policy, "/", shape.name, "/batch:", size.batch, "/", size.length, "->", size.budget, size.page == 0 ? "/dense" : "/pages:16");
-        benchmark::RegisterBenchmark(name.c_str(), event, shape, policy, size)->UseManualTime()->Iterations(21)->Unit(benchmark::kMicrosecond);
-      }
+/// What an engine pays in every step: `us` and `host_us` of showing one token's queries to all layers, `idle_us` of the step itself on the host.
+void step_without_event(Result& result, const Shape& shape, Size size) {
+  const TorchStream on;
+  Engine engine(shape, "ams-tova", size, on.device(), on.accelerator());
+  engine.observe(1);
+  static_cast<void>(engine.cut());
+  std::vector<double> ms, host, idle;
+  for (int i = 0; i < (options().toy || options().once ? 3 : 21); ++i) {
+    synchronize(on.native());
+    ms.push_back(milliseconds_there([&] { host.push_back(milliseconds([&] { engine.observe(1); }) * 1e3); }, on.native()));
+    Report report;
+    idle.push_back(milliseconds([&] { report = engine.cut(); }) * 1e3);
+    if (!report.cuts.empty()) return result.fail("an event was due");
   }
-  return true;
-}();
+  if (engine.keeper->logical_length(0) != size.budget + static_cast<std::int32_t>(ms.size()) + 1) result.fail("a token was lost");
+  result.set("eager_us", median(ms) * 1e3);
+  result.set("host_us", median(host));
+  result.set("idle_us", median(idle));
+}
 
 }  // namespace
+
+void add_events() {
+  const std::vector<Size> toy{{2, 96, 64}, {2, 96, 64, 16}}, real{{1, 1536, 1024}, {32, 1536, 1024}, {1, 1024, 512}, {32, 1536, 1024, 16}, {1, 32768, 2048}};
+  for (const Shape& shape : shapes()) {
+    for (const Size& size : options().toy ? toy : real)
+      for (const std::string policy : {"ams-tova", "tova", "ams-keydiff", "snapkv", "streaming"}) {
+        if (policy != "ams-tova" && (size.length != real[0].length || size.page != 0) && !options().toy) continue;
+        const std::string extra = options().toy ? ",window=8" : "";
+        const bool has_window = policy == "ams-tova" || policy == "ams-keydiff" || policy == "snapkv";
+        const std::string name = text("Event/", policy, "/", shape.name, "/batch:", size.batch, "/", size.length, "->", size.budget, size.page == 0 ? "/dense" : "/pages:16");
+        add(name, [=](Result& result) { event(result, shape, has_window ? policy + extra : policy, size); });
+      }
+    for (const Size& size : options().toy ? std::vector<Size>{{2, 96, 64}} : std::vector<Size>{{1, 1536, 1024}, {32, 1536, 1024}})
+      add(text("StepWithoutEvent/", shape.name, "/batch:", size.batch), [=](Result& result) { step_without_event(result, shape, size); });
+  }
+}
+
 }  // namespace kvkeep::cuda

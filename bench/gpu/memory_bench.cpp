@@ -1,0 +1,163 @@
+// A memory of folded spans: routing, merging, fetching, factorising.
+
+#include "factorise.h"
+#include "fetch.h"
+#include "memory_attention.h"
+#include "rows.h"
+
+namespace kvkeep::cuda {
+namespace {
+
+/// One layer of a memory: `length` tokens a sequence folded into spans of 64, sketches and factors of 8 components in bf16, one query a sequence.
+struct Folded {
+  static constexpr std::int32_t kLength = 64, kRank = 8;
+
+  Folded(const Shape& shape, std::int32_t batch, std::int32_t length)
+      : spans(length / kLength),
+        rows(batch * shape.kv_heads),
+        heads(std::int64_t{batch} * shape.kv_heads * shape.group),
+        blob_bytes(std::int64_t{2} * 2 * kRank * (kLength + shape.dim)),
+        coarse(static_cast<std::size_t>(std::int64_t{2} * rows * spans * shape.dim * 2)),
+        signs(static_cast<std::size_t>(std::int64_t{rows} * length * shape.dim / 8)),
+        sizes(static_cast<std::size_t>(std::int64_t{rows} * length * 2)),
+        blobs(static_cast<std::size_t>(rows * spans * blob_bytes)),
+        queries(static_cast<std::size_t>(heads * shape.dim * 2)),
+        log_length(std::vector<float>(static_cast<std::size_t>(spans), std::log(static_cast<float>(kLength)))),
+        out(static_cast<std::size_t>(heads * shape.dim)),
+        lse(static_cast<std::size_t>(heads)),
+        marks(static_cast<std::size_t>(heads * spans)),
+        opened(static_cast<std::size_t>(rows * spans)),
+        counts(static_cast<std::size_t>(rows)) {
+    fill_with_noise(coarse.data(), static_cast<std::size_t>(std::int64_t{2} * rows * spans * shape.dim));
+    fill_with_noise(signs.data(), static_cast<std::size_t>(std::int64_t{rows} * length * shape.dim / 16));
+    fill_with_noise(blobs.data(), static_cast<std::size_t>(rows * spans * blob_bytes / 2));
+    fill_with_noise(queries.data(), static_cast<std::size_t>(heads * shape.dim));
+    const std::vector<__nv_bfloat16> one(static_cast<std::size_t>(std::int64_t{rows} * length), __float2bfloat16(0.5F));
+    copy_there(sizes.data(), one.data(), one.size() * 2);
+    std::vector<MemorySpan> of_row;
+    for (std::int32_t s = 0; s < spans; ++s)
+      of_row.push_back({kLength, std::int64_t{s} * kLength, blob_bytes, {{kRank, false, true, 0}, {kRank, false, true, kRank * (kLength + std::int64_t{shape.dim})}}});
+    table = std::make_unique<DeviceArray<MemorySpan>>(of_row);
+    std::vector<const std::byte*> where;
+    for (std::int64_t i = 0; i < std::int64_t{rows} * spans; ++i) where.push_back(blobs.data() + i * blob_bytes);
+    near = std::make_unique<DeviceArray<const std::byte*>>(where);
+    std::vector<FoldedRow> all;
+    const std::int64_t side = std::int64_t{spans} * shape.dim * 2;
+    for (std::int32_t r = 0; r < rows; ++r) {
+      FoldedRow& row = all.emplace_back(FoldedRow{.spans = spans, .head = r % shape.kv_heads, .first_query = r / shape.kv_heads, .queries = 1});
+      row.table = table->data();
+      row.coarse_keys = coarse.data() + 2 * r * side;
+      row.coarse_values = row.coarse_keys + side;
+      row.log_length = log_length.data();
+      row.signs = reinterpret_cast<const std::uint32_t*>(signs.data()) + std::int64_t{r} * length * shape.dim / 32;
+      row.sizes = reinterpret_cast<const std::uint16_t*>(sizes.data()) + std::int64_t{r} * length;
+      row.near = near->data() + std::int64_t{r} * spans;
+    }
+    table_of_rows = std::make_unique<DeviceArray<FoldedRow>>(all);
+    out.fill({0});
+    lse.fill({0});
+    a = {.rows = table_of_rows->data(), .count = rows, .most_spans = spans, .most_queries = 1, .tokens = batch, .kv_heads = shape.kv_heads, .group = shape.group, .dim = shape.dim, .store = Element::bf16, .query = Element::bf16,
+         .scale = 1 / std::sqrt(static_cast<float>(shape.dim)), .queries = queries.data(), .token_stride = std::int64_t{shape.kv_heads} * shape.group * shape.dim * 2, .head_stride = std::int64_t{shape.dim} * 2,
+         .out = out.data(), .lse = lse.data(), .marks = marks.data(), .opened = opened.data(), .opened_count = counts.data()};
+    workspace = std::make_unique<DeviceArray<std::byte>>(static_cast<std::size_t>(memory_attention_workspace_bytes(a)));
+    a.workspace = workspace->data();
+  }
+
+  /// Spans that the rows have opened.
+  [[nodiscard]] std::int64_t zooms() const {
+    const std::vector<std::int32_t> all = counts.download();
+    return std::accumulate(all.begin(), all.end(), std::int64_t{0});
+  }
+
+  std::int32_t spans, rows;
+  std::int64_t heads, blob_bytes;
+  DeviceArray<std::byte> coarse, signs, sizes, blobs, queries;
+  DeviceArray<float> log_length, out, lse;
+  DeviceArray<std::uint8_t> marks;
+  DeviceArray<std::int32_t> opened, counts;
+  std::unique_ptr<DeviceArray<MemorySpan>> table;
+  std::unique_ptr<DeviceArray<const std::byte*>> near;
+  std::unique_ptr<DeviceArray<FoldedRow>> table_of_rows;
+  std::unique_ptr<DeviceArray<std::byte>> workspace;
+  MemoryAttentionArguments a;
+};
+
+/// `bytes`: coarse keys and sketches, once.
+void memory_route(Result& result, Shape shape, Size size) {
+  const auto [batch, length, budget, page] = size;
+  Folded folded(shape, batch, length);
+  folded.a.mass = 1.0 / folded.spans;
+  launch_memory_route(folded.a, stream());
+  const std::int64_t zooms = folded.zooms();
+  if (zooms < 1 || zooms >= std::int64_t{folded.rows} * folded.spans) return result.fail("some spans draw more than their share, and some less");
+  const double bytes = static_cast<double>(folded.rows) * folded.spans * (2.0 * shape.dim + Folded::kLength * (shape.dim / 8.0 + 2));
+  measure(result, bytes, [&] { launch_memory_route(folded.a, stream()); });
+  result.set("opened", static_cast<double>(zooms) / folded.rows);
+}
+
+/// `bytes`: coarse values and the factors of opened spans, once.
+void memory_merge(Result& result, Shape shape, Size size) {
+  const auto [batch, length, budget, page] = size;
+  Folded folded(shape, batch, length);
+  folded.a.mass = 2.0 / folded.spans;
+  launch_memory_route(folded.a, stream());
+  launch_memory_merge(folded.a, stream());
+  for (const float mass : folded.lse.download())
+    if (!(mass > std::log(static_cast<float>(length)) - 2 && std::isfinite(mass))) return result.fail("a head's mass is not that of all tokens");
+  const double bytes = static_cast<double>(folded.rows) * folded.spans * 2 * shape.dim + static_cast<double>(folded.zooms()) * static_cast<double>(folded.blob_bytes);
+  measure(result, bytes, [&] { launch_memory_merge(folded.a, stream()); });
+  result.set("opened", static_cast<double>(folded.zooms()) / folded.rows);
+}
+
+/// Pieces of `budget` bytes out of page-locked host memory, `batch` lists of them; `length` bytes in all.
+void fetch(Result& result, Shape, Size size) {
+  const auto [batch, length, budget, page] = size;
+  const std::unique_ptr<std::byte, void (*)(std::byte*)> held(take_page_locked(static_cast<std::size_t>(length)), give_page_locked);
+  std::byte* far = held.get();
+  for (std::int32_t i = 0; i < length; ++i) far[i] = static_cast<std::byte>(i % 251);
+  const DeviceArray<std::byte> near(static_cast<std::size_t>(length));
+  std::vector<FarPiece> pieces;
+  for (std::int32_t at = 0; at + budget <= length; at += budget) pieces.push_back({far + at, near.data() + at, budget});
+  const auto stride = static_cast<std::int32_t>(pieces.size()) / batch;
+  const DeviceArray<FarPiece> there(pieces);
+  const DeviceArray<std::int32_t> counts(std::vector<std::int32_t>(static_cast<std::size_t>(batch), stride));
+  const FetchArguments a{.pieces = there.data(), .counts = counts.data(), .lists = batch, .stride = stride};
+  launch_fetch(a, stream());
+  const std::vector<std::byte> got = near.download();
+  const std::int64_t bytes = std::int64_t{batch} * stride * budget;
+  for (std::int64_t i = 0; i < bytes; ++i)
+    if (got[static_cast<std::size_t>(i)] != static_cast<std::byte>(i % 251)) return result.fail("a byte is not what lies far");
+  measure(result, static_cast<double>(bytes), [&] { launch_fetch(a, stream()); });
+}
+
+/// Keys of `length` tokens in spans of `budget`, all layers and heads. `bytes`: the rows once.
+void factorise_spans(Result& result, Shape shape, Size size) {
+  const auto [batch, length, budget, page] = size;
+  const std::int32_t rows = shape.layers * batch * shape.kv_heads, spans = length / budget;
+  const std::int64_t width = shape.dim * 2;
+  const DeviceArray<std::byte> keys(static_cast<std::size_t>(std::int64_t{rows} * length * width));
+  fill_with_noise(keys.data(), static_cast<std::size_t>(std::int64_t{rows} * length * shape.dim));
+  FactoriseArguments a{.longest = budget, .dim = shape.dim, .element = Element::bf16, .store = Element::bf16, .options = {.centred = FactoriseOptions::Centred::always, .max_rank = 16}};
+  std::vector<RowMatrix> all;
+  for (std::int64_t n = 0; n < std::int64_t{rows} * spans; ++n) all.push_back({.rows = {keys.data() + n * budget * width, width, width}, .length = budget, .offset = n * factor_numbers(budget, shape.dim, a.options)});
+  const DeviceArray<RowMatrix> matrices(all);
+  const DeviceArray<FactorsFound> found(all.size());
+  const DeviceArray<std::byte> coarse(all.size() * static_cast<std::size_t>(width)), factors(all.size() * static_cast<std::size_t>(factor_numbers(budget, shape.dim, a.options)) * 2);
+  a.matrices = matrices.data(), a.count = static_cast<std::int32_t>(all.size()), a.found = found.data(), a.coarse = coarse.data(), a.factors = factors.data();
+  launch_factorise(a, stream());
+  for (const FactorsFound& f : found.download())
+    if (!f.finite || f.raw || f.rank != 16) return result.fail("noise has more components than are allowed");
+  measure(result, static_cast<double>(all.size()) * budget * static_cast<double>(width), [&] { launch_factorise(a, stream()); });
+  result.set("matrices", static_cast<double>(all.size()));
+}
+
+}  // namespace
+
+void add_memory() {
+  add("MemoryRoute", memory_route, {{1, 32768, 0}, {1, 131072, 0}, {32, 32768, 0}}, {{2, 256, 0}});
+  add("MemoryMerge", memory_merge, {{1, 32768, 0}, {1, 131072, 0}, {32, 32768, 0}}, {{2, 256, 0}});
+  add("Fetch", fetch, {{8, 1 << 20, 8192}, {8, 1 << 26, 8192}, {256, 1 << 26, 8192}}, {{2, 1 << 14, 1024}});
+  add("FactoriseSpans", factorise_spans, {{1, 2048, 32}, {1, 2048, 64}, {1, 2048, 128}}, {{1, 64, 32}});
+}
+
+}  // namespace kvkeep::cuda

@@ -1,0 +1,235 @@
+#pragma once
+/// Rows of an event for the kernels' benches, and what the CPU's scorers say of a sample of them.
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "evidence.h"
+#include "kvkeep/kvkeep.h"
+#include "machine.h"
+
+namespace kvkeep::cuda {
+
+inline std::vector<std::uint16_t> bf16_noise(std::size_t count, unsigned seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal;
+  std::vector<std::uint16_t> noise(count);
+  for (std::uint16_t& x : noise) x = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(normal(random)) >> 16);
+  return noise;
+}
+
+/// Fills `elements` bf16 numbers from `to` on with noise.
+inline void fill_with_noise(std::byte* to, std::size_t elements) {
+  static const std::vector<std::uint16_t> noise = bf16_noise((std::size_t{1} << 20) + 7, 2);
+  fill_with(to, elements * 2, noise.data(), noise.size() * 2);
+}
+
+/// Rows whose answers are looked at: the first, the last, one in between.
+inline std::vector<std::int32_t> sample_of(std::int32_t count) { return {0, count / 2, count - 1}; }
+
+/// Keeps the newest 32 and the oldest 4.
+inline constexpr Protected kGuarded{4, 32};
+
+/// All rows of an event over one dense bf16 cache, with random scores and slots that stay.
+struct RandomEvent {
+  RandomEvent(const Shape& shape, Size size)
+      : count(shape.layers * size.batch * shape.kv_heads), length(size.length), budget(size.budget), width(shape.dim * 2), cache(std::size_t{2} * static_cast<std::size_t>(count * length * width)) {
+    std::mt19937 random(1);
+    std::normal_distribution<float> normal;
+    std::vector<Row> all(static_cast<std::size_t>(count));
+    const std::int64_t side = count * length * width;
+    for (std::int32_t r = 0; r < count; ++r) {
+      Row& row = all[static_cast<std::size_t>(r)];
+      row.layer = r / (size.batch * shape.kv_heads);
+      row.head = r % shape.kv_heads;
+      row.length = size.length;
+      row.first = r * length;
+      row.keys = {cache.data() + row.first * width, width, width};
+      row.values = {cache.data() + side + row.first * width, width, width};
+      indptr.push_back(r * budget);
+      std::vector<std::int32_t> order(static_cast<std::size_t>(length));
+      std::iota(order.begin(), order.end(), 0);
+      std::shuffle(order.begin() + 4, order.end(), random);
+      std::sort(order.begin(), order.begin() + budget);
+      kept.insert(kept.end(), order.begin(), order.begin() + budget);
+    }
+    indptr.push_back(count * budget);
+    rows = std::make_unique<DeviceArray<Row>>(all);
+    limits = std::make_unique<DeviceArray<RowLimit>>(std::vector<RowLimit>(static_cast<std::size_t>(count), RowLimit{size.budget, true, kGuarded}));
+    windows = std::make_unique<DeviceArray<RowWindow>>(std::vector<RowWindow>(static_cast<std::size_t>(count), RowWindow{32, size.length - 32}));
+    newest = std::make_unique<DeviceArray<std::int32_t>>(std::vector<std::int32_t>{size.length - 1});
+    QueryWindow last;
+    last.positions = newest->data();
+    last.ring = last.count = 1;
+    queries = std::make_unique<DeviceArray<QueryWindow>>(std::vector<QueryWindow>(static_cast<std::size_t>(count / shape.kv_heads), last));
+    bounds = std::make_unique<DeviceArray<std::int64_t>>(indptr);
+    slots = std::make_unique<DeviceArray<std::int32_t>>(kept);
+    drawn.resize(static_cast<std::size_t>(count * length));
+    for (float& x : drawn) x = normal(random);
+    scores = std::make_unique<DeviceArray<float>>(drawn);
+    std::vector<float> squares(drawn);
+    for (float& x : squares) x = x * x / static_cast<float>(length);
+    usage = std::make_unique<DeviceArray<float>>(squares);
+  }
+
+  /// What was kept of a row.
+  [[nodiscard]] std::vector<std::int32_t> kept_of(std::int32_t row) const { return slots->download(static_cast<std::size_t>(row * budget), static_cast<std::size_t>(budget)); }
+  /// Kept slots of a sample of rows ascend, lie in the row, and have the guarded ones among them.
+  void check_kept(Result& result) const {
+    for (const std::int32_t r : sample_of(static_cast<std::int32_t>(count))) {
+      const std::vector<std::int32_t> slots_of_row = kept_of(r);
+      for (std::size_t n = 1; n < slots_of_row.size(); ++n)
+        if (slots_of_row[n] <= slots_of_row[n - 1]) return result.fail("kept slots do not ascend");
+      if (slots_of_row.front() != 0 || slots_of_row[3] != 3 || slots_of_row[slots_of_row.size() - 32] != length - 32 || slots_of_row.back() != length - 1) return result.fail("a guarded slot is gone");
+    }
+  }
+
+  std::int64_t count, length, budget, width;
+  DeviceArray<std::byte> cache;
+  std::vector<std::int64_t> indptr;
+  std::vector<std::int32_t> kept;
+  std::vector<float> drawn;
+  std::unique_ptr<DeviceArray<Row>> rows;
+  std::unique_ptr<DeviceArray<RowLimit>> limits;
+  std::unique_ptr<DeviceArray<RowWindow>> windows;
+  std::unique_ptr<DeviceArray<std::int32_t>> newest;
+  std::unique_ptr<DeviceArray<QueryWindow>> queries;
+  std::unique_ptr<DeviceArray<std::int64_t>> bounds;
+  std::unique_ptr<DeviceArray<std::int32_t>> slots;
+  std::unique_ptr<DeviceArray<float>> scores, usage;
+};
+
+/// What scorers read: bf16 keys that lie near one of eight directions, or near none, and queries that were turned. Positions have no gaps.
+struct Asked {
+  Asked(const Shape& of, Size size, std::int32_t newest, bool crowded = true)
+      : shape(of), count(shape.layers * size.batch * shape.kv_heads), length(size.length), budget(size.budget), slots(std::int64_t{count} * length), window(newest), key_bytes(slots * shape.dim * 2),
+        keys(static_cast<std::size_t>(slots * shape.dim)), queries(static_cast<std::size_t>(std::int64_t{count} * shape.group * window * shape.dim)), scores(static_cast<std::size_t>(slots)) {
+    const auto drawn_keys = static_cast<std::size_t>(length) + 101;  // a little more than a row: no two rows are alike, and no key comes twice in one
+    std::mt19937 random(1);
+    std::normal_distribution<float> normal;
+    const auto dim = static_cast<std::size_t>(shape.dim);
+    std::vector<float> directions(8 * dim);
+    for (float& x : directions) x = normal(random);
+    std::vector<std::uint16_t> drawn(drawn_keys * dim);
+    for (std::size_t k = 0; k < drawn_keys; ++k) {
+      const float* near = directions.data() + random() % 8 * dim;
+      for (std::size_t d = 0; d < dim; ++d) drawn[k * dim + d] = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(crowded ? near[d] + 0.5F * normal(random) : normal(random)) >> 16);
+    }
+    keys.fill(drawn);
+    std::vector<float> asked((std::size_t{1} << 18) + 3);
+    for (float& x : asked) x = normal(random) / std::sqrt(static_cast<float>(shape.dim));
+    queries.fill(asked);
+    all_positions.resize(static_cast<std::size_t>(length));
+    std::iota(all_positions.begin(), all_positions.end(), 0);
+    positions = std::make_unique<DeviceArray<std::int32_t>>(all_positions);
+    for (std::int32_t r = 0; r < count; ++r) {
+      Row row;
+      row.layer = r / (size.batch * shape.kv_heads);
+      row.head = r % shape.kv_heads;
+      row.length = length;
+      row.first = std::int64_t{r} * length;
+      const std::int64_t width = std::int64_t{shape.dim} * 2;
+      row.keys = {reinterpret_cast<std::byte*>(keys.data()) + row.first * width, width, width};
+      row.positions = positions->data();
+      host_rows.push_back(row);
+    }
+    rows = std::make_unique<DeviceArray<Row>>(host_rows);
+    limits = std::make_unique<DeviceArray<RowLimit>>(std::vector<RowLimit>(static_cast<std::size_t>(count), RowLimit{budget, true, kGuarded}));
+    windows = std::make_unique<DeviceArray<RowWindow>>(std::vector<RowWindow>(static_cast<std::size_t>(count), RowWindow{window, length - window}));
+    QueryWindow last;
+    last.positions = positions->data() + length - window;
+    last.ring = last.count = window;
+    views = std::make_unique<DeviceArray<QueryWindow>>(std::vector<QueryWindow>(static_cast<std::size_t>(groups()), last));
+    evidence = {.rows = rows->data(), .limits = limits->data(), .queries = views->data(), .count = count, .longest = length, .kv_heads = shape.kv_heads, .group = shape.group, .dim = shape.dim, .keys = Element::bf16};
+  }
+
+  [[nodiscard]] std::int32_t groups() const { return count / shape.kv_heads; }
+  /// The (layer, sequence)s whose scores are held against the CPU's.
+  [[nodiscard]] std::vector<std::int32_t> sampled_groups() const { return groups() > 1 ? std::vector<std::int32_t>{0, groups() - 1} : std::vector<std::int32_t>{0}; }
+  /// Flat numbers of all rows of a (layer, sequence).
+  [[nodiscard]] std::vector<float> of_group(const DeviceArray<float>& flat, std::int32_t group) const {
+    const auto each = static_cast<std::size_t>(shape.kv_heads) * static_cast<std::size_t>(length);
+    return flat.download(static_cast<std::size_t>(group) * each, each);
+  }
+  /// Sum of the scores of a row.
+  [[nodiscard]] double sum_of_row(std::int32_t r) const {
+    const std::vector<float> g = scores.download(static_cast<std::size_t>(host_rows[static_cast<std::size_t>(r)].first), static_cast<std::size_t>(length));
+    return std::accumulate(g.begin(), g.end(), 0.0);
+  }
+
+  Shape shape;
+  std::int32_t count, length, budget;
+  std::int64_t slots;
+  std::int32_t window;
+  std::int64_t key_bytes;
+  DeviceArray<std::uint16_t> keys;
+  DeviceArray<float> queries, scores;
+  std::vector<std::int32_t> all_positions;
+  std::vector<Row> host_rows;
+  std::unique_ptr<DeviceArray<std::int32_t>> positions;
+  std::unique_ptr<DeviceArray<Row>> rows;
+  std::unique_ptr<DeviceArray<RowLimit>> limits;
+  std::unique_ptr<DeviceArray<RowWindow>> windows;
+  std::unique_ptr<DeviceArray<QueryWindow>> views;
+  EvidenceArguments evidence;
+};
+
+/// One (layer, sequence) of an Asked as the CPU's functions take it.
+struct OnCpu {
+  OnCpu(const Asked& asked, std::int32_t group) : evidence{spec, table, QueryBasis::post_rope} {
+    const Shape& shape = asked.shape;
+    const auto each = static_cast<std::size_t>(shape.kv_heads) * static_cast<std::size_t>(asked.length) * static_cast<std::size_t>(shape.dim);
+    const auto asks = static_cast<std::size_t>(shape.query_heads()) * static_cast<std::size_t>(asked.window * shape.dim);
+    keys = asked.keys.download(static_cast<std::size_t>(group) * each, each);
+    queries = asked.queries.download(static_cast<std::size_t>(group) * asks, asks);
+    spec.query_heads = shape.query_heads(), spec.kv_heads = shape.kv_heads, spec.key_dim = spec.value_dim = shape.dim;
+    spec.softmax_scale = 1;  // the queries hold it
+    spec.layers.resize(static_cast<std::size_t>(shape.layers));
+    table.key_dtype = kBFloat16;
+    table.slots = std::int64_t{shape.kv_heads} * asked.length;
+    const std::int64_t width = std::int64_t{shape.dim} * 2, query = std::int64_t{shape.dim} * 4;
+    for (std::int32_t h = 0; h < shape.kv_heads; ++h) {
+      Row row = asked.host_rows[static_cast<std::size_t>(group * shape.kv_heads + h)];
+      row.first = std::int64_t{h} * asked.length;
+      row.keys = {reinterpret_cast<std::byte*>(keys.data()) + row.first * width, width, width};
+      row.positions = const_cast<std::int32_t*>(asked.all_positions.data());
+      table.rows.push_back(row);
+      limits.rows.push_back({asked.budget, true, kGuarded});
+    }
+    RowGroup one;
+    one.layer = table.rows[0].layer;
+    one.next_position = asked.length;
+    one.queries = {.data = reinterpret_cast<const std::byte*>(queries.data()), .dtype = kFloat32, .token_stride = query, .head_stride = query * asked.window,
+                   .positions = asked.all_positions.data() + asked.length - asked.window, .ring = asked.window, .begin = 0, .count = asked.window};
+    table.groups.push_back(one);
+  }
+  OnCpu(const OnCpu&) = delete;
+  OnCpu& operator=(const OnCpu&) = delete;
+
+  [[nodiscard]] WindowAttention attention(std::int32_t window, WindowNeeds needs) const { return window_attention(evidence, row_windows(evidence, limits, window, false), needs); }
+  [[nodiscard]] std::vector<float> flat(const Tensor& numbers) const { return {numbers.const_data_ptr<float>(), numbers.const_data_ptr<float>() + table.slots}; }
+
+  ModelSpec spec;
+  RowTable table;
+  Limits limits;
+  std::vector<std::uint16_t> keys;
+  std::vector<float> queries;
+  Evidence evidence;
+};
+
+/// Fails where numbers differ by more than `absolute` and `relative` of the wanted one together.
+inline void expect_close(Result& result, const std::string& what, const std::vector<float>& got, const std::vector<float>& want, double absolute, double relative) {
+  for (std::size_t i = 0; i < want.size(); ++i) {
+    const double off = std::abs(static_cast<double>(got[i]) - static_cast<double>(want[i]));
+    if (!(off <= absolute + relative * std::abs(static_cast<double>(want[i])))) return result.fail(text(what, " of slot ", i, " is ", got[i], ", on the CPU ", want[i]));
+  }
+}
+
+}  // namespace kvkeep::cuda

@@ -1,0 +1,297 @@
+// Scorers and what they stand on: queries made ready, window attention, every scorer. `bytes`: keys as often as the method reads them.
+
+#include "expected.h"
+#include "h2o.h"
+#include "keydiff.h"
+#include "knorm.h"
+#include "kvkeep/score/draw.h"
+#include "prepare.h"
+#include "random.h"
+#include "recency.h"
+#include "rkv.h"
+#include "rows.h"
+#include "rpc.h"
+#include "snapkv.h"
+#include "tova.h"
+#include "triattention.h"
+#include "window_attention.h"
+
+namespace kvkeep::cuda {
+namespace {
+
+/// Queries of a window of bf16 rings, before RoPE.
+struct Rings {
+  Rings(const Shape& shape, std::int32_t groups, std::int32_t window, std::int32_t length)
+      : head(shape.dim * 2), token(head * shape.query_heads()), data(static_cast<std::size_t>(std::int64_t{groups} * window * token)), places(window) {
+    fill_with_noise(data.data(), data.size() / 2);
+    std::iota(places.begin(), places.end(), length - window);
+    positions = std::make_unique<DeviceArray<std::int32_t>>(places);
+    for (std::int32_t f = 0; f < shape.dim / 2; ++f) frequencies.push_back(std::pow(1e4, -2.0 * f / shape.dim));
+    inv_freq = std::make_unique<DeviceArray<double>>(frequencies);
+    std::vector<QueryWindow> all;
+    for (std::int32_t g = 0; g < groups; ++g) all.push_back({data.data() + g * window * token, token, head, positions->data(), window, 0, window});
+    windows = std::make_unique<DeviceArray<QueryWindow>>(all);
+  }
+  std::int64_t head, token;
+  DeviceArray<std::byte> data;
+  std::vector<std::int32_t> places;
+  std::vector<double> frequencies;
+  std::unique_ptr<DeviceArray<std::int32_t>> positions;
+  std::unique_ptr<DeviceArray<double>> inv_freq;
+  std::unique_ptr<DeviceArray<QueryWindow>> windows;
+};
+
+void prepare(Result& result, Shape shape, Size size) {
+  constexpr std::int32_t kWindow = 32;
+  const std::int32_t groups = shape.layers * size.batch;
+  const Rings rings(shape, groups, kWindow, size.length);
+  const auto numbers = static_cast<std::size_t>(shape.query_heads()) * kWindow * static_cast<std::size_t>(shape.dim);
+  const DeviceArray<float> turned(static_cast<std::size_t>(groups) * numbers);
+  PrepareArguments a;
+  a.evidence = {.queries = rings.windows->data(), .count = groups * shape.kv_heads, .longest = size.length, .kv_heads = shape.kv_heads, .group = shape.group, .dim = shape.dim, .query = Element::bf16,
+                .scale = 1.0F / std::sqrt(static_cast<float>(shape.dim))};
+  a.window = kWindow;
+  a.queries = turned.data();
+  a.inv_freq = rings.inv_freq->data();
+  a.pairs = shape.dim / 2;
+  launch_prepare(a, stream());
+  RopeSpec rope;
+  rope.inv_freq = rings.frequencies;
+  std::vector<float> cosines(rings.frequencies.size()), sines(rings.frequencies.size()), want;
+  std::vector<std::uint16_t> raw(numbers);
+  copy_back(raw.data(), rings.data.data() + (groups - 1) * kWindow * rings.token, raw.size() * 2);
+  for (std::int32_t h = 0; h < shape.query_heads(); ++h)
+    for (std::int32_t i = 0; i < kWindow; ++i) {
+      std::vector<float> q;
+      for (std::int32_t d = 0; d < shape.dim; ++d) q.push_back(std::bit_cast<float>(static_cast<std::uint32_t>(raw[static_cast<std::size_t>((i * shape.query_heads() + h) * shape.dim + d)]) << 16));
+      rope_at(rope, rings.places[static_cast<std::size_t>(i)], cosines.data(), sines.data());
+      rope_rotate(rope.style, shape.dim / 2, cosines.data(), sines.data(), q.data());
+      for (const float x : q) want.push_back(x * a.evidence.scale);
+    }
+  expect_close(result, "the turned query", turned.download(static_cast<std::size_t>(groups - 1) * numbers, numbers), want, 1e-5, 1e-5);
+  measure(result, static_cast<double>(groups) * static_cast<double>(numbers) * 6, [&] { launch_prepare(a, stream()); });
+}
+
+void time_attention(Result& result, const Asked& asked, bool usage) {
+  const DeviceArray<float> newest(static_cast<std::size_t>(asked.slots));
+  WindowAttentionArguments a{.evidence = asked.evidence, .windows = asked.windows->data(), .window = asked.window, .queries = asked.queries.data(), .usage = usage ? asked.scores.data() : nullptr, .newest = newest.data()};
+  const DeviceArray<std::byte> workspace(static_cast<std::size_t>(window_attention_workspace_bytes(a.evidence, a.window)));
+  a.workspace = workspace.data();
+  launch_window_attention(a, stream());
+  for (const std::int32_t g : asked.sampled_groups()) {
+    const OnCpu cpu(asked, g);
+    const WindowAttention want = cpu.attention(asked.window, {.usage = usage, .newest = true});
+    if (usage) expect_close(result, "usage", asked.of_group(asked.scores, g), cpu.flat(want.usage), 1e-7, 1e-3);
+    expect_close(result, "the newest query's attention", asked.of_group(newest, g), cpu.flat(want.newest), 1e-7, 1e-3);
+  }
+  result.set("flop", 4.0 * static_cast<double>(asked.slots) * asked.shape.group * asked.window * asked.shape.dim);
+  measure(result, 2.0 * static_cast<double>(asked.key_bytes), [&] { launch_window_attention(a, stream()); });
+}
+
+void window_attention_of_32(Result& result, Shape shape, Size size) { time_attention(result, Asked(shape, size, 32), true); }
+/// As TOVA alone asks: no matrix units.
+void attention_of_the_newest(Result& result, Shape shape, Size size) { time_attention(result, Asked(shape, size, 1), false); }
+
+/// Holds the scores of a sample against a scorer of the CPU's.
+void expect_as_on_cpu(Result& result, const Asked& asked, const Scorer& scorer, WindowNeeds needs, double absolute, double relative) {
+  for (const std::int32_t g : asked.sampled_groups()) {
+    const OnCpu cpu(asked, g);
+    WindowAttention seen;
+    if (needs.usage || needs.newest) seen = cpu.attention(asked.window, needs);
+    const Scores want = scorer.score(cpu.evidence, cpu.limits, seen);
+    expect_close(result, text("the score by ", scorer.name()), asked.of_group(asked.scores, g), cpu.flat(want.data), absolute, relative);
+  }
+}
+
+void tova(Result& result, Shape shape, Size size) {
+  const Asked asked(shape, size, 1);
+  WindowAttentionArguments attention{.evidence = asked.evidence, .windows = asked.windows->data(), .window = 1, .queries = asked.queries.data(), .newest = asked.scores.data()};
+  const DeviceArray<std::byte> workspace(static_cast<std::size_t>(window_attention_workspace_bytes(attention.evidence, 1)));
+  attention.workspace = workspace.data();
+  launch_window_attention(attention, stream());
+  const TovaArguments a{.evidence = asked.evidence, .windows = asked.windows->data(), .all_heads = true, .scores = asked.scores.data()};
+  launch_tova(a, stream());
+  expect_as_on_cpu(result, asked, Tova(), {.newest = true}, 1e-7, 1e-3);
+  measure(result, static_cast<double>(asked.slots) * 8, [&] { launch_tova(a, stream()); });
+}
+
+void keydiff(Result& result, Shape shape, Size size) {
+  const Asked asked(shape, size, 1);
+  KeyDiffArguments a{.evidence = asked.evidence, .scores = asked.scores.data()};
+  const DeviceArray<std::byte> workspace(static_cast<std::size_t>(keydiff_workspace_bytes(a.evidence)));
+  a.workspace = workspace.data();
+  launch_keydiff(a, stream());
+  expect_as_on_cpu(result, asked, KeyDiff(), {}, 1e-5, 0);
+  measure(result, 2.0 * static_cast<double>(asked.key_bytes), [&] { launch_keydiff(a, stream()); });
+}
+
+void knorm(Result& result, Shape shape, Size size) {
+  const Asked asked(shape, size, 1);
+  const KnormArguments a{.evidence = asked.evidence, .scores = asked.scores.data()};
+  launch_knorm(a, stream());
+  expect_as_on_cpu(result, asked, Knorm(), {}, 0, 1e-5);
+  measure(result, static_cast<double>(asked.key_bytes), [&] { launch_knorm(a, stream()); });
+}
+
+void snapkv(Result& result, Shape shape, Size size) {
+  const Asked asked(shape, size, 32);
+  const DeviceArray<float> usage(static_cast<std::size_t>(asked.slots));
+  WindowAttentionArguments attention{.evidence = asked.evidence, .windows = asked.windows->data(), .window = 32, .queries = asked.queries.data(), .usage = usage.data()};
+  const DeviceArray<std::byte> workspace(static_cast<std::size_t>(window_attention_workspace_bytes(attention.evidence, 32)));
+  attention.workspace = workspace.data();
+  launch_window_attention(attention, stream());
+  const SnapKVArguments a{.evidence = asked.evidence, .windows = asked.windows->data(), .attention = usage.data(), .scores = asked.scores.data()};
+  launch_snapkv(a, stream());
+  expect_as_on_cpu(result, asked, SnapKV({.window = 32}), {.usage = true}, 1e-7, 1e-3);
+  measure(result, static_cast<double>(asked.slots) * 8, [&] { launch_snapkv(a, stream()); });
+}
+
+void triattention(Result& result, Shape shape, Size size) {
+  const Asked asked(shape, size, 1);
+  const std::int32_t pairs = shape.dim / 2;
+  std::mt19937 random(3);
+  std::normal_distribution<float> normal;
+  Calibration calibration;
+  calibration.head_dim = shape.dim;
+  std::vector<float> mean, modulus;
+  for (std::int32_t l = 0; l < shape.layers; ++l)
+    for (std::int32_t h = 0; h < shape.query_heads(); ++h) {
+      Calibration::Head& head = calibration.heads[{l, h}];
+      for (std::int32_t f = 0; f < pairs; ++f) {
+        head.q_mean.emplace_back(normal(random), normal(random));
+        head.q_abs_mean.push_back(std::abs(head.q_mean.back()) + 0.5F);
+        mean.push_back(head.q_mean.back().real()), mean.push_back(head.q_mean.back().imag());
+        modulus.push_back(head.q_abs_mean.back());
+      }
+    }
+  std::vector<double> frequencies;
+  for (std::int32_t f = 0; f < pairs; ++f) frequencies.push_back(std::pow(1e4, -2.0 * f / shape.dim));
+  const DeviceArray<float> means(mean), moduli(modulus);
+  const DeviceArray<double> inv_freq(frequencies);
+  const DeviceArray<std::int32_t> next(std::vector<std::int32_t>(static_cast<std::size_t>(asked.groups()), size.length));
+  TriAttentionArguments a{.evidence = asked.evidence, .next_positions = next.data(), .q_mean = means.data(), .q_abs_mean = moduli.data(), .inv_freq = inv_freq.data(), .slots = asked.slots, .scores = asked.scores.data()};
+  const DeviceArray<std::byte> workspace(static_cast<std::size_t>(triattention_workspace_bytes(a)));
+  a.workspace = workspace.data();
+  launch_triattention(a, stream());
+  const TriAttention on_cpu(calibration);
+  for (const std::int32_t g : asked.sampled_groups()) {
+    OnCpu cpu(asked, g);
+    cpu.spec.rope.inv_freq = frequencies;
+    WindowAttention unused;
+    expect_close(result, "the score by triattention", asked.of_group(asked.scores, g), cpu.flat(on_cpu.score(cpu.evidence, cpu.limits, unused).data), 1e-3, 1e-3);
+  }
+  measure(result, static_cast<double>(asked.key_bytes), [&] { launch_triattention(a, stream()); });
+}
+
+void recency(Result& result, Shape shape, Size size) {
+  const Asked asked(shape, size, 1);
+  const RecencyArguments a{.evidence = asked.evidence, .scores = asked.scores.data()};
+  launch_recency(a, stream());
+  const std::vector<float> got = asked.scores.download();
+  for (std::size_t i = 0; i < got.size(); ++i)
+    if (got[i] != static_cast<float>(i % static_cast<std::size_t>(size.length))) return result.fail("a slot's score is not its number");
+  measure(result, static_cast<double>(asked.slots) * 4, [&] { launch_recency(a, stream()); });
+}
+
+void random(Result& result, Shape shape, Size size) {
+  const Asked asked(shape, size, 1);
+  const RandomArguments a{.evidence = asked.evidence, .seed = 7, .scores = asked.scores.data()};
+  launch_random(a, stream());
+  for (const std::int32_t r : sample_of(asked.count)) {
+    const Row& row = asked.host_rows[static_cast<std::size_t>(r)];
+    const std::vector<float> got = asked.scores.download(static_cast<std::size_t>(row.first), static_cast<std::size_t>(size.length));
+    for (std::int32_t t = 0; t < size.length; ++t)
+      if (got[static_cast<std::size_t>(t)] != draw(draws_of_row(7, row.layer, row.head), t)) return result.fail("a draw is not the CPU's");
+  }
+  measure(result, static_cast<double>(asked.slots) * 8, [&] { launch_random(a, stream()); });
+}
+
+void rpc(Result& result, Shape shape, Size size) {
+  const Asked asked(shape, size, 32);
+  RpcArguments a{.evidence = asked.evidence, .windows = asked.windows->data(), .queries = asked.queries.data(), .window = 32, .pool = 1, .slots = asked.slots, .scores = asked.scores.data()};
+  const DeviceArray<std::byte> workspace(static_cast<std::size_t>(rpc_workspace_bytes(a)));
+  a.workspace = workspace.data();
+  launch_rpc(a, stream());
+  if (std::abs(asked.sum_of_row(asked.count - 1) - 32) > 1e-2) return result.fail("every query gives 1 in all where nothing is pooled");
+  a.pool = 7;
+  measure(result, 2.0 * static_cast<double>(asked.key_bytes), [&] { launch_rpc(a, stream()); });
+}
+
+void h2o(Result& result, Shape shape, Size size) {
+  const Asked asked(shape, size, size.length - size.budget);  // one interval's tokens
+  H2OArguments a{.evidence = asked.evidence, .queries = asked.queries.data(), .window = asked.window, .scores = asked.scores.data()};
+  const DeviceArray<std::byte> workspace(static_cast<std::size_t>(h2o_workspace_bytes(a)));
+  a.workspace = workspace.data();
+  launch_h2o(a, stream());
+  if (std::abs(asked.sum_of_row(asked.count - 1) - asked.window) > 1e-3 * asked.window) return result.fail("every query gives 1 in all");
+  measure(result, 2.0 * static_cast<double>(asked.key_bytes), [&] { launch_h2o(a, stream()); });
+}
+
+/// `bytes`: the keys as often as they are read where every key finds a partner at once.
+void time_rkv(Result& result, const Asked& asked) {
+  RkvArguments a{.evidence = asked.evidence, .windows = asked.windows->data(), .queries = asked.queries.data(), .window = 8, .lambda = 0, .history_alone = true, .slots = asked.slots, .scores = asked.scores.data()};
+  const DeviceArray<std::byte> workspace(static_cast<std::size_t>(rkv_workspace_bytes(a)));
+  a.workspace = workspace.data();
+  launch_rkv(a, stream());
+  if (std::abs(asked.sum_of_row(asked.count - 1) + 1) > 1e-3) return result.fail("redundancy is a softmax");
+  a.lambda = 0.07;
+  a.history_alone = false;
+  measure(result, 5.0 * static_cast<double>(asked.key_bytes), [&] { launch_rkv(a, stream()); });
+}
+
+void rkv(Result& result, Shape shape, Size size) { time_rkv(result, Asked(shape, size, 8)); }
+/// The worst case: no key resembles any.
+void rkv_far(Result& result, Shape shape, Size size) { time_rkv(result, Asked(shape, size, 8, false)); }
+
+/// Expected Attention on a window of 256 queries before RoPE.
+void expected(Result& result, Shape shape, Size size) {
+  const std::int32_t window = options().toy ? 64 : 256;
+  const RandomEvent event(shape, size);
+  fill_with_noise(event.cache.data(), event.cache.size() / 2);
+  const auto groups = static_cast<std::int32_t>(event.count / shape.kv_heads);
+  const Rings rings(shape, groups, window, size.length);
+  const DeviceArray<std::int32_t> next(std::vector<std::int32_t>(static_cast<std::size_t>(groups), size.length));
+  const auto slots = static_cast<std::size_t>(event.count * event.length);
+  const DeviceArray<float> scores(slots);
+  ExpectedArguments a;
+  a.evidence = {.rows = event.rows->data(), .limits = event.limits->data(), .queries = rings.windows->data(), .count = static_cast<std::int32_t>(event.count), .longest = size.length,
+                .kv_heads = shape.kv_heads, .group = shape.group, .dim = shape.dim, .keys = Element::bf16, .query = Element::bf16, .scale = 1.0F / std::sqrt(static_cast<float>(shape.dim))};
+  a.value_dim = shape.dim;
+  a.values = Element::bf16;
+  a.next_positions = next.data();
+  a.inv_freq = rings.inv_freq->data();
+  a.pairs = shape.dim / 2;
+  a.queries = window;
+  a.slots = static_cast<std::int64_t>(slots);
+  a.scores = scores.data();
+  const DeviceArray<std::byte> workspace(static_cast<std::size_t>(expected_workspace_bytes(a)));
+  a.workspace = workspace.data();
+  launch_expected(a, stream());
+  for (const std::int32_t r : sample_of(a.evidence.count)) {
+    const std::vector<float> got = scores.download(static_cast<std::size_t>(r * event.length), static_cast<std::size_t>(event.length));
+    if (!(got[0] == *std::max_element(got.begin(), got.end())) || !std::isfinite(got.back())) return result.fail("a sink has not the largest score, or a score is no number");
+  }
+  measure(result, static_cast<double>(slots) * shape.dim * 4, [&] { launch_expected(a, stream()); });
+}
+
+}  // namespace
+
+void add_scorers() {
+  add("Prepare", prepare, {{1, 1536, 1024}, {32, 1536, 1024}});
+  add("WindowAttention", window_attention_of_32, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
+  add("NewestAttention", attention_of_the_newest, {{1, 1536, 1024}, {32, 1536, 1024}});
+  add("Tova", tova, {{1, 1536, 1024}, {32, 1536, 1024}});
+  add("KeyDiff", keydiff, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
+  add("Knorm", knorm, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
+  add("SnapKV", snapkv, {{1, 1536, 1024}, {32, 1536, 1024}});
+  add("TriAttention", triattention, {{1, 1536, 1024}, {32, 1536, 1024}});
+  add("Recency", recency, {{1, 1536, 1024}, {32, 1536, 1024}});
+  add("Random", random, {{1, 1536, 1024}, {32, 1536, 1024}});
+  add("Rpc", rpc, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
+  add("H2O", h2o, {{1, 1536, 1024}, {32, 1536, 1024}});
+  add("Rkv", rkv, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
+  add("RkvFar", rkv_far, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
+  add("Expected", expected, {{1, 1536, 1024}, {8, 1536, 1024}, {1, 32768, 2048}}, {{1, 96, 64}});
+}
+
+}  // namespace kvkeep::cuda

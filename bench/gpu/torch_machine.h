@@ -1,0 +1,36 @@
+#pragma once
+/// The machine as LibTorch sees it: where tensors of the benches lie, and the stream that they are worked on.
+
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <optional>
+
+#include "cuda/fresh_accelerator.h"
+#include "kvkeep/core/accelerator.h"
+#include "kvkeep/core/tensor.h"
+#include "machine.h"
+
+namespace kvkeep::cuda {
+
+/// A stream of LibTorch's that is current while this lives.
+class TorchStream {
+ public:
+  TorchStream() : accelerator_(fresh_accelerator()) {
+    if constexpr (!kModel) {
+      const c10::Stream side = c10::impl::VirtualGuardImpl(c10::kCUDA).getStreamFromGlobalPool(device());
+      guard_.emplace(side);
+      native_ = static_cast<Stream>(side.native_handle());
+    }
+  }
+  [[nodiscard]] Device device() const { return accelerator_->device(); }
+  [[nodiscard]] Stream native() const { return native_; }
+  [[nodiscard]] const std::shared_ptr<Accelerator>& accelerator() const { return accelerator_; }
+
+ private:
+  std::shared_ptr<Accelerator> accelerator_;
+  std::optional<c10::StreamGuard> guard_;
+  Stream native_ = nullptr;
+};
+
+}  // namespace kvkeep::cuda

@@ -1,0 +1,164 @@
+#!/usr/bin/env python3
+"""What bench/gpu.sh prints of its results: whatever is there of them, also of a run that was stopped. Failures last.
+
+    bench/gpu_report.py tests LOG...             logs of GoogleTest
+    bench/gpu_report.py bench LINES [FOLDER]     lines of JSON from kvkeep_gpu_bench; FOLDER: gpu.txt and clock.csv
+    bench/gpu_report.py profile FOLDER           ncu's pages as CSV
+"""
+
+import csv
+import json
+import pathlib
+import re
+import sys
+
+LIMIT = 9000  # characters; what is printed beside it is short
+
+
+def read_lines(path):
+    """Objects of a file of JSON lines, whose last one may be cut off."""
+    found = []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            pass
+    return found
+
+
+def number(row, key, form="{:.1f}", scale=1.0):
+    return form.format(row[key] * scale) if isinstance(row.get(key), (int, float)) else "-"
+
+
+def rate(row, ceiling):
+    """GB/s and the share of the reading ceiling, as text."""
+    us = row.get("us") or row.get("graph_us") or row.get("eager_us")
+    if not us or "bytes" not in row:
+        return "-", "-"
+    gbps = row["bytes"] / us / 1e3
+    return f"{gbps:.0f}", f"{gbps / ceiling:.2f}" if ceiling else "-"
+
+
+def clocks(folder):
+    sampled = []
+    for line in (folder / "clock.csv").read_text(errors="replace").splitlines() if (folder / "clock.csv").exists() else []:
+        try:
+            sampled.append([float(x) for x in line.split(",")])
+        except ValueError:
+            pass
+    if not sampled:
+        return None
+    mhz = sorted(row[0] for row in sampled)
+    return f"SM clock {mhz[0]:.0f} to {mhz[-1]:.0f} MHz, median {mhz[len(mhz) // 2]:.0f}; up to {max(row[1] for row in sampled):.0f} C, {max(row[2] for row in sampled):.0f} W"
+
+
+def bench(path, folder):
+    lines = read_lines(path)
+    rows = [row for row in lines if "case" in row]
+    begun = [row["begins"] for row in lines if "begins" in row]
+    left = [row["left_out"] for row in lines if "left_out" in row]
+    machine = next((row["machine"] for row in lines if "machine" in row), "no machine is named: nothing has run")
+    if (folder / "gpu.txt").exists():
+        machine = (folder / "gpu.txt").read_text().strip() + "; " + machine
+    head = [machine] + [said for said in [clocks(folder)] if said]
+
+    ceilings = {row["case"].split("/")[1]: row for row in rows if row["case"].startswith("Ceiling/")}
+    head.append("ceilings: copy " + number(ceilings.get("copy", {}), "GBps", "{:.0f}") + " GB/s read and written, read " + number(ceilings.get("read", {}), "GBps", "{:.0f}") +
+                " GB/s, cuBLAS bf16 " + number(ceilings.get("products", {}), "TFLOPS", "{:.0f}") + " TFLOP/s")
+    ceiling = ceilings.get("read", {}).get("GBps")
+
+    table = ["", "event, us:                                     eager    graph     host launches  GB/s share LibTorch's"]
+    for row in rows:
+        name = row["case"]
+        if name.startswith("Event/"):
+            gbps, share = rate({**row, "us": row.get("graph_us")}, ceiling)
+            table.append(f"{name[6:]:44} {number(row, 'eager_us'):>8} {number(row, 'graph_us'):>8} {number(row, 'host_us'):>8} {number(row, 'launches', '{:.0f}'):>8} {gbps:>5} {share:>5} {number(row, 'torch_us'):>10}")
+    for row in rows:
+        if row["case"].startswith("StepWithoutEvent/"):
+            table.append(f"{row['case']}: observe {number(row, 'eager_us')} us, of the host {number(row, 'host_us')}; the step {number(row, 'idle_us')} us of the host")
+
+    kernels, models = {}, []
+    for row in rows:
+        if row["case"].split("/")[0] in ("Event", "StepWithoutEvent", "Ceiling"):
+            continue
+        kernel, model, *size = row["case"].split("/")
+        models += [model] if model not in models else []
+        kernels.setdefault(kernel + " " + " ".join(size).replace("batch:", "B="), {})[model] = row
+    if kernels:
+        table += ["", f"{'kernel':31}" + "".join(f" {model + ': us':>10} {'MB':>8} {'GB/s':>5} share" for model in models)]
+    for name, by_model in kernels.items():
+        line = f"{name:31}"
+        for model in models:
+            row = by_model.get(model, {})
+            line += f" {number(row, 'us'):>10} {number(row, 'bytes', '{:.1f}', 1e-6):>8} {rate(row, ceiling)[0]:>5} {rate(row, ceiling)[1]:>5}"
+        table.append(line.rstrip())
+
+    end = [f"{len(rows)} cases, {sum('error' in row for row in rows)} failed"]
+    end += [f"not captured in a graph: {row['case']}" for row in rows if row.get("not_captured")]
+    if left:
+        end.append(f"left out for want of time: {len(left)}, from {left[0]} on")
+    done = {row["case"] for row in rows}
+    end += [f"STOPPED in {name}: it began and did not end" for name in begun if name not in done]
+    end += [f"FAILED {row['case']}: {row['error']}"[:300] for row in rows if "error" in row]
+    say(head + table, end)
+    return 1 if not rows else 0
+
+
+def tests(paths):
+    for path in paths:
+        text = path.read_text(errors="replace")
+        began = re.findall(r"^\[ RUN      \] (\S+)", text, re.M)
+        passed = re.findall(r"^\[       OK \] (\S+)", text, re.M)
+        skipped = set(re.findall(r"^\[  SKIPPED \] (\S+?)(?: \(|$)", text, re.M))
+        failed = sorted({name.rstrip(",") for name in re.findall(r"^\[  FAILED  \] ([\w./]+\.\w[\w/]*)", text, re.M)})
+        runs = len(re.findall(r"^Repeating all tests|^\[==========\] Running", text, re.M))
+        say([f"{path.stem}: {len(passed)} passed, {len(failed)} failed, {len(skipped)} skipped" + (f", {len(set(began))} tests in {runs} runs" if runs > 1 else "")], [], 500)
+        end = []
+        if began and not re.search(re.escape(began[-1]) + r"(, |  ?\()", text.rsplit(began[-1], 1)[0][-200:] + text[text.rfind(began[-1]):]):
+            end.append(f"  STOPPED in {began[-1]}: it began and did not end")
+        for name in failed:
+            body = re.search(r"^\[ RUN      \] " + re.escape(name) + r"$(.*?)^\[  FAILED  \] ", text, re.M | re.S)
+            end.append(f"  FAILED {name}" + ("".join("\n    " + line[:160] for line in body[1].strip().splitlines()[:6]) if body else ""))
+        say([], end, LIMIT // len(paths))
+    return 0
+
+
+def profile(folder):
+    wanted = ["Duration", "Memory Throughput", "DRAM Throughput", "Compute (SM) Throughput", "L1/TEX Hit Rate", "L2 Hit Rate", "Registers Per Thread", "Achieved Occupancy", "Theoretical Occupancy"]
+    for path in sorted(folder.glob("*.log")):
+        text = path.read_text(errors="replace").splitlines()
+        start = next((i for i, line in enumerate(text) if line.startswith('"ID"')), None)
+        if start is None:
+            say([f"{path.stem}: ncu gave no page"], ["  " + line[:200] for line in text if "ERR" in line or "==ERROR==" in line][:3] or ["  " + line[:200] for line in text[-2:]], 1200)
+            continue
+        launches = {}
+        for row in csv.DictReader(text[start:]):
+            if row.get("Metric Name") in wanted:
+                launches.setdefault((row["ID"], row["Kernel Name"].split("(")[0][-40:]), []).append(f"{row['Metric Name']} {row['Metric Value']} {row['Metric Unit']}")
+        say([f"{path.stem}"] + [f"  {kernel}: " + ", ".join(dict.fromkeys(said)) for (_, kernel), said in launches.items()], [], 1400)
+    return 0
+
+
+def say(body, end, limit=LIMIT):
+    """Prints both; where that is too much, the body gives way."""
+    end_text = "\n".join(end)[:limit // 2]
+    text = "\n".join(body)
+    room = limit - len(end_text)
+    if len(text) > room:
+        text = text[:room].rsplit("\n", 1)[0] + "\n... (the rest is in the file)"
+    print("\n".join(part for part in (text, end_text) if part))
+
+
+def main():
+    if len(sys.argv) < 3 or sys.argv[1] not in ("tests", "bench", "profile"):
+        sys.exit(__doc__)
+    paths = [pathlib.Path(given) for given in sys.argv[2:]]
+    if sys.argv[1] == "tests":
+        return tests(paths)
+    if sys.argv[1] == "bench":
+        return bench(paths[0], paths[-1] if len(paths) > 1 else paths[0].parent)
+    return profile(paths[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
