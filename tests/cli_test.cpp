@@ -6,11 +6,14 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
+#include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -152,6 +155,23 @@ TEST_F(Command, DoctorGivesAVerdict) {
   EXPECT_EQ(findings.back()["fine"], true);
 }
 
+TEST_F(Command, LetsThreadsSpinBrieflyUnlessItIsToldHowTheyWait) {
+  const auto waits = [&](const char* name, const char* value) {
+    const char* before = std::getenv(name);
+    const std::string was = before == nullptr ? "" : before;
+    if (value == nullptr) ::unsetenv(name);
+    else ::setenv(name, value, 1);
+    const json findings = json::parse(run({"doctor", "--quick", "-o", "json"}).out);
+    if (before == nullptr) ::unsetenv(name);
+    else ::setenv(name, was.c_str(), 1);
+    return std::ranges::find(findings, "threads", [](const json& one) { return one.at("what"); })->at("value").get<std::string>();
+  };
+  EXPECT_NE(waits("OMP_WAIT_POLICY", "PASSIVE").find("they wait by OMP_WAIT_POLICY=PASSIVE"), std::string::npos);
+  if (std::getenv("OMP_WAIT_POLICY") != nullptr) GTEST_SKIP() << "OMP_WAIT_POLICY is set for this run";
+  EXPECT_NE(waits("GOMP_SPINCOUNT", nullptr).find("they wait by GOMP_SPINCOUNT=1000"), std::string::npos);
+  EXPECT_NE(waits("GOMP_SPINCOUNT", "7").find("they wait by GOMP_SPINCOUNT=7"), std::string::npos);
+}
+
 // ---- Refusals
 // --------------------------------------------------------------------------------------------------------------------------------
 
@@ -164,6 +184,42 @@ TEST_F(Command, RefusesWrongUsageWithTheHelpToRead) {
   expect_refused({"generate", "--model", model(), "--ids", "1", "--max-new-tokens", "-3"}, "max-new-tokens");
   expect_refused({"generate", "--model", model(), "--ids", "1", "--max-new-tokens", "3", "-o", "xml"}, "xml");
   expect_refused({"replay", "a", "--policy", "full", "--out", place("r"), "--wrong"}, "--wrong");
+}
+
+TEST_F(Command, RefusesIntegersThatAreNotDecimalDigits) {
+  for (const char* wrong : {"-1", "010", "0x10", "+1", " 1", "99999999999999999999999", "18446744073709551616", "1e3", ""})
+    expect_refused({"generate", "--model", model(), "--task", "ask", "--length", "96", "--seed", wrong}, "--seed");
+  expect_refused({"generate", "--model", model(), "--ids", "1", "--max-new-tokens", "010"}, "--max-new-tokens");
+  expect_refused({"eval", "--model", model(), "--samples", "0x10"}, "--samples");
+  EXPECT_EQ(run({"generate", "--model", model(), "--task", "ask", "--length", "96", "--max-new-tokens", "2", "--seed", "18446744073709551615"}).code, 0);
+}
+
+TEST_F(Command, RefusesListsWithEmptyItemsAndATaskTwice) {
+  for (const char* wrong : {"16,,8", "16,", ",16", ",", "16;8", "0", "-8", "1073741825"}) expect_refused({"eval", "--model", model(), "--policy", "tova", "--budgets", wrong}, "--budgets");
+  expect_refused({"eval", "--model", model(), "--policy", "full", "--task", "ask,ask"}, "'ask' is given twice");
+  expect_refused({"eval", "--model", model(), "--policy", "full", "--task", "ask", "--task", "ask"}, "'ask' is given twice");
+  expect_refused({"eval", "--model", model(), "--policy", "full", "--task", "ask,,chain"}, "--task");
+}
+
+TEST_F(Command, RefusesTheOracleWhereNobodyTellsItWhatIsNeeded) {
+  const std::string trace = golden("scorers/expected_decode/trace.safetensors");
+  expect_refused({"replay", trace, "--policy", "oracle,budget=8", "--out", place("r")}, "oracle");
+  expect_refused({"record", "--model", model(), "--task", "ask", "--length", "96", "--policy", "oracle,budget=8", "--out", place("r")}, "oracle");
+}
+
+TEST_F(Command, RefusesOneFileForTheResultAndTheRanks) {
+  const std::string trace = place("prompt.safetensors");
+  ASSERT_EQ(run({"record", "--model", model(), "--task", "ask", "--length", "96", "--kind", "prefill", "--out", trace}).code, 0);
+  fs::create_symlink("same", place("link"));
+  for (const char* ranks : {"same", "./same", "../" , "link"}) {
+    const std::string other = std::string(ranks) == "../" ? (folder_ / ".." / folder_.filename() / "same").string() : place(ranks);
+    expect_refused({"replay", trace, "--policy", "full", "--out", place("same"), "--ranks", other}, "two files");
+  }
+}
+
+TEST_F(Command, FailsWhereItsHelpCannotBeWritten) {
+  for (const char* asked : {"--help", "--version"})
+    EXPECT_EQ(WEXITSTATUS(std::system((std::string(KVKEEP_CLI_PATH) + " " + asked + " > /dev/full 2> /dev/null").c_str())), 1) << asked;
 }
 
 TEST_F(Command, RefusesMissingAndDamagedFiles) {
@@ -670,18 +726,18 @@ TEST_F(Command, WarnsOnStderrOnlyAndNotWhenQuiet) {
 // ----------------------------------------------------------------------------------------------------------------------------------
 
 // Loading LibTorch takes a while on a busy machine: before it is done, the signal would find no handler.
-void wait_until_it_catches_sigint(pid_t child) {
+void wait_until_it_catches(pid_t child, int signal) {
   for (int i = 0; i < 600; ++i, std::this_thread::sleep_for(std::chrono::milliseconds(50))) {
     const std::string status = content("/proc/" + std::to_string(child) + "/status");
     const std::size_t caught = status.find("SigCgt:");
-    if (caught != std::string::npos && (std::stoull(status.substr(caught + 7), nullptr, 16) >> (SIGINT - 1) & 1U) != 0) return;
+    if (caught != std::string::npos && (std::stoull(status.substr(caught + 7), nullptr, 16) >> (signal - 1) & 1U) != 0) return;
   }
 }
 
 TEST_F(Command, EndsAtCtrlCWith130AndLeavesNoFile) {
   const pid_t child = start({"generate", "--model", model(), "--ids", "1,2,3", "--policy", "tova,budget=64,interval=32", "--max-new-tokens",
                              "10000000", "--retention", place("r.json")});
-  wait_until_it_catches_sigint(child);
+  wait_until_it_catches(child, SIGINT);
   std::this_thread::sleep_for(std::chrono::milliseconds(300));
   ASSERT_EQ(::kill(child, SIGINT), 0);
   const Outcome outcome = finish(child);
@@ -699,6 +755,83 @@ TEST_F(Command, TakesTheFileOfFactorsAlongAtCtrlC) {
   ASSERT_EQ(::kill(child, SIGINT), 0);
   EXPECT_EQ(finish(child).code, 130);
   EXPECT_TRUE(fs::is_empty(folder_));
+}
+
+// In an earlier version the file stayed when the terminal was closed.
+TEST_F(Command, TakesTheFileOfFactorsAlongWhenTheTerminalIsClosed) {
+  const std::string file = place("factors");
+  const pid_t child = start({"generate", "--model", model(), "--ids", "1,2,3", "--policy", "tova,budget=64,interval=32,rest=fold,host_bytes=0,file=" + file, "--max-new-tokens", "10000000"});
+  for (int i = 0; i < 600 && !fs::exists(file); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  ASSERT_TRUE(fs::exists(file));
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  ASSERT_EQ(::kill(child, SIGHUP), 0);
+  EXPECT_EQ(finish(child).code, 128 + SIGHUP);
+  EXPECT_TRUE(fs::is_empty(folder_));
+}
+
+// A job in the background of a script: an earlier version ended at a Ctrl-C that was not meant for it.
+TEST_F(Command, LeavesASignalIgnoredThatItsParentIgnores) {
+  const auto before = std::signal(SIGINT, SIG_IGN);
+  const pid_t child = start({"generate", "--model", model(), "--ids", "1,2,3", "--max-new-tokens", "10000000"});
+  std::signal(SIGINT, before);
+  wait_until_it_catches(child, SIGTERM);
+  ASSERT_EQ(::kill(child, SIGINT), 0);
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  EXPECT_EQ(::waitpid(child, nullptr, WNOHANG), 0) << "it goes on";
+  ASSERT_EQ(::kill(child, SIGTERM), 0);
+  EXPECT_EQ(finish(child).code, 128 + SIGTERM);
+}
+
+// An earlier version was ended by the signal (SIGXFSZ) and left what it had written so far.
+TEST_F(Command, SaysThatAFileMayNotGrowAndLeavesNothing) {
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+  const std::string out = place("p.safetensors");
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const rlimit none{0, before.rlim_max};
+    ::setrlimit(RLIMIT_FSIZE, &none);
+    ::execl(KVKEEP_CLI_PATH, KVKEEP_CLI_PATH, "record", "--model", model().c_str(), "--ids", "1,2,3", "--kind", "prefill", "--out", out.c_str(), "--quiet", nullptr);
+    ::_exit(99);
+  }
+  EXPECT_EQ(finish(child).code, 1);
+  EXPECT_TRUE(fs::is_empty(folder_));
+}
+
+// ---- What is no file, or no name of one
+
+// In an earlier version these ended with exit status 1 and an error of a library below.
+TEST_F(Command, RefusesWhatCannotBeTheNameOfAFile) {
+  const std::string longest(300, 'x');
+  const Words generate{"generate", "--model", model(), "--ids", "1,2,3", "--max-new-tokens", "2"};
+  const auto with = [&](const std::string& option, const std::string& value) {
+    Words words = generate;
+    words.insert(words.end(), {option, value});
+    return words;
+  };
+  expect_refused(with("--policy", "{\"policy\":\"tova\"," + longest + "}"), "there is no policy");
+  expect_refused(with("--retention", place(longest)), "too long");
+  fs::create_symlink("loop", folder_ / "loop");
+  expect_refused(with("--policy", place("loop")), "there is no policy");
+  expect_refused(with("--retention", place("loop")), "loop");
+  ASSERT_EQ(::mkfifo(place("pipe").c_str(), 0600), 0);
+  expect_refused({"replay", place("pipe"), "--policy", "full", "--out", place("out")}, "regular file");
+}
+
+// An earlier version said so after the whole run.
+TEST_F(Command, SaysBeforeTheRunThatTheResultCannotBeWritten) {
+  fs::create_symlink("/proc/none", folder_ / "nowhere");
+  for (const char* command : {"record", "calibrate"}) expect_refused({command, "--model", place("no model"), "--ids", "1,2,3", "--out", place("nowhere")}, "nowhere");
+}
+
+TEST_F(Command, TakesFileNamesThatAreNotUtf8) {
+  const std::string trace = place("bad\xff.safetensors");
+  const Outcome made = run({"record", "--model", model(), "--ids", "1,2,3", "--kind", "prefill", "--out", trace, "-o", "json"});
+  EXPECT_EQ(made.code, 0) << made.err;
+  EXPECT_TRUE(json::accept(made.out)) << made.out;
+  const std::string copied = place("model\xff");
+  fs::copy(model(), copied);
+  expect_refused({"record", "--model", copied, "--ids", "1,2,3", "--kind", "generate", "--out", place("run")}, "not UTF-8");
 }
 
 }  // namespace

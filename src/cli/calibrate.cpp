@@ -11,6 +11,7 @@
 #include "kvkeep/lm/calibrate.h"
 #include "options.h"
 #include "progress.h"
+#include "untrusted_json.h"
 
 namespace kvkeep::cli {
 namespace {
@@ -47,7 +48,7 @@ std::vector<std::vector<std::int32_t>> sequences_of(const Options& o) {
     std::vector<std::int32_t> ids = prompt.read().sample->ids;
     left -= static_cast<std::int64_t>(ids.size());
     if (left < 0 && !samples.empty()) return samples;
-    require(left >= 0, "calibrate: a sample has ", ids.size(), " tokens and --tokens is ", o.tokens, "; allowed at least one sample");
+    KVKEEP_REQUIRE(left >= 0, "calibrate: a sample has ", ids.size(), " tokens and --tokens is ", o.tokens, "; allowed at least one sample");
     samples.push_back(std::move(ids));
   }
 }
@@ -77,8 +78,9 @@ void run(const Options& o) {
   lm::Decoder decoder = o.model.open();
   Progress progress(tokens, o.output.quiet);
   progress.label("tokens");
-  const fs::path folder = fs::weakly_canonical(o.model.folder);
-  const Calibration calibration = lm::calibrate(decoder, sequences, {.skip = o.skip, .cache_dtype = o.model.dtype(), .model_name = folder.filename().string(),
+  std::error_code none;  // it is a label: empty where there is no such path
+  const fs::path folder = fs::weakly_canonical(o.model.folder, none);
+  const Calibration calibration = lm::calibrate(decoder, sequences, {.skip = o.skip, .cache_dtype = o.model.dtype(), .model_name = io::in_utf8(folder.filename().string()),
                                                                      .progress = [&](std::int64_t done) { progress.advance(done); }});
   progress.clear();
   save_calibration(o.out, calibration, o.layout == "pt" ? CalibrationLayout::published : CalibrationLayout::safetensors);
@@ -94,7 +96,7 @@ void run(const Options& o) {
     }
     table.add({l, decoder.spec().query_heads, counted, real_cell(c.least, 3), real_cell(c.sum / decoder.spec().query_heads, 3), real_cell(c.most, 3)});
   }
-  if (o.output.format == Format::json) print(table.json().dump() + "\n");
+  if (o.output.format == Format::json) print(io::written(table.json()) + "\n");
   else print(table.text(o.output.format));
 }
 

@@ -16,7 +16,7 @@ int gpu_of(const std::string& name) {
   const std::string digits = name == "cuda" ? "0" : name.starts_with("cuda:") ? name.substr(5) : "";
   c10::DeviceIndex index = 0;
   const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), index);
-  require(error == std::errc() && end == digits.data() + digits.size() && index >= 0, "--device: there is no such device; given '", name, "'; allowed cpu, cuda, cuda:INDEX");
+  KVKEEP_REQUIRE(error == std::errc() && end == digits.data() + digits.size() && index >= 0, "--device: there is no such device; given '", name, "'; allowed cpu, cuda, cuda:INDEX");
   return index;
 }
 

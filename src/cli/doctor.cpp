@@ -7,6 +7,7 @@
 #include <CLI/Option.hpp>
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <regex>
@@ -94,12 +95,19 @@ Finding cuda_finding() {
           true};
 }
 
+/// How threads wait for each other, by the variables that LibTorch's OpenMP runtime reads.
+std::string waiting() {
+  for (const char* name : {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"})
+    if (const char* value = std::getenv(name)) return text(name, "=", value);
+  return "the OpenMP runtime's own way";
+}
+
 std::vector<Finding> look(const Options& o) {
   std::vector<Finding> all{{"kvkeep", kVersion},
                            torch_finding(),
                            abi_finding(),
                            {"CPU", text("kvkeep uses ", simd_target(), ", LibTorch ", at::get_cpu_capability())},
-                           {"threads", text(at::get_num_threads(), " of ", std::thread::hardware_concurrency(), " hardware threads")}};
+                           {"threads", text(at::get_num_threads(), " of ", std::thread::hardware_concurrency(), " hardware threads; they wait by ", waiting())}};
   if (!o.quick)
     all.push_back({"memory", text("memcpy ", real_cell(memcpy_bandwidth() / 1e9, 1).shown, " GB/s read and written, one thread")});
   all.push_back(cuda_finding());
@@ -115,7 +123,7 @@ void run(const Options& o) {
   for (const Finding& f : findings) table.add({f.what, f.value, Cell(f.fine, f.fine ? "yes" : "NO")});
   table.add({"verdict", verdict, Cell(fine, fine ? "yes" : "NO")});
   print(table.text(o.output.format));
-  require<Error>(fine, "doctor: ", verdict);
+  KVKEEP_REQUIRE_AS(Error, fine, "doctor: ", verdict);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <CLI/Option.hpp>
 #include <CLI/Validators.hpp>
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <limits>
 #include <map>
@@ -167,6 +168,27 @@ Difference difference(const Contest& contest, const Measured& own, const std::ve
 
 std::vector<std::string> default_policies() {
   return {"full", "streaming", "tova", "ams-tova", "ams-tova,variant=official", std::string(kOracle)};
+}
+
+std::vector<std::int32_t> budgets_of(const std::vector<std::string>& lists) {
+  constexpr std::int32_t kMost = 1 << 30;
+  std::vector<std::int32_t> budgets;
+  for (const std::string& item : items_of(lists, "--budgets")) {
+    std::int32_t& budget = budgets.emplace_back(0);
+    const auto [end, error] = std::from_chars(item.data(), item.data() + item.size(), budget);
+    KVKEEP_REQUIRE(error == std::errc() && end == item.data() + item.size() && budget >= 1 && budget <= kMost, "--budgets: '", item, "'; allowed integers from 1 to ", kMost);
+  }
+  return budgets;
+}
+
+// A task twice would count its look-ups twice and make intervals too narrow.
+std::vector<std::string> tasks_of(const std::vector<std::string>& lists) {
+  std::vector<std::string> tasks;
+  for (std::string& item : items_of(lists, "--task")) {
+    KVKEEP_REQUIRE(std::ranges::find(tasks, item) == tasks.end(), "--task: '", item, "' is given twice; allowed each task once");
+    tasks.push_back(std::move(item));
+  }
+  return tasks;
 }
 
 // One policy under every budget, or as it is written where it says itself what may stay.
@@ -521,15 +543,16 @@ Run add_eval(CLI::App& app) {
   CLI::App* sub = app.add_subcommand("eval", "measure policies on tasks whose answers are known: accuracy, cache bytes, speed");
   auto o = std::make_shared<Options>();
   o->model.add(*sub);
-  sub->add_option("--task", o->tasks, "tasks: chain, ask, needle, updates, copies")->delimiter(',')->option_text("NAME,... [ask]");
+  using Lists = std::vector<std::string>;
+  sub->add_option_function<Lists>("--task", [o](const Lists& lists) { o->tasks = tasks_of(lists); }, "tasks: chain, ask, needle, updates, copies")
+      ->option_text("NAME,... [ask]");
   sub->add_option(
          "--policy", o->policies,
          std::string("repeatable: ") + kPolicyHelp + ", or oracle; without it: full, streaming, tova, ams-tova strict and official, oracle")
       ->take_all()
       ->option_text("POLICY");
-  sub->add_option("--budgets", o->budgets, "runs every evicting policy under each of these budgets; without --policy: length/4,length/8")
-      ->delimiter(',')
-      ->check(CLI::Range(1, 1 << 30))
+  sub->add_option_function<Lists>("--budgets", [o](const Lists& lists) { o->budgets = budgets_of(lists); },
+                                  "runs every evicting policy under each of these budgets; without --policy: length/4,length/8")
       ->option_text("N,...");
   sub->add_option("--interval", o->interval, "new tokens between two events, for every policy under --budgets, a ratio or bytes")
       ->check(CLI::Range(1, 1 << 30))

@@ -31,7 +31,7 @@ class Rows {
     for (std::size_t r = 0; r < lengths_.size(); ++r) {
       const auto head = static_cast<std::int32_t>(r) % spec_.kv_heads;
       const std::int32_t layer = layers_[r / static_cast<std::size_t>(spec_.kv_heads)];
-      if (head == 0) table.groups.push_back({.layer = layer, .first_row = static_cast<std::int64_t>(r), .queries = {}, .next_position = seen, .prompt = plan_.prompt});
+      if (head == 0) table.groups.push_back({.layer = layer, .first_row = static_cast<std::int64_t>(r), .queries = {}, .next_position = seen, .prompt_end = plan_.prompt, .seen = {seen}, .prompt = {plan_.prompt}});
       table.rows.push_back({.layer = layer,
                             .head = head,
                             .length = lengths_[r],
@@ -97,7 +97,7 @@ Forecast forecast(const ModelSpec& spec, const KVPolicy& policy, const SequenceP
   check(spec, policy);
   const Trigger trigger = policy.trigger();
   const auto* evict = dynamic_cast<const Evict*>(&policy);
-  require<Unsupported>(trigger.never || evict != nullptr, "plan: policy ", policy.name(), " does not say what its rows may keep; allowed a policy that evicts, or full");
+  KVKEEP_REQUIRE_AS(Unsupported, trigger.never || evict != nullptr, "plan: policy ", policy.name(), " does not say what its rows may keep; allowed a policy that evicts, or full");
   Forecast result;
   result.layers.resize(spec.layers.size());
   result.slot_bytes = static_cast<std::int64_t>(spec.full_layers().size()) * spec.kv_heads * (spec.key_dim + spec.value_dim) * plan.element_bytes;

@@ -14,6 +14,7 @@
 #include "oracle.h"
 #include "progress.h"
 #include "retention.h"
+#include "untrusted_json.h"
 
 namespace kvkeep::cli {
 namespace {
@@ -172,7 +173,7 @@ lm::Request request_of(const Options& o, const PromptOptions::Prompt& prompt) {
   constexpr std::int32_t kNewTokens = 128;
   lm::Request request{.prompt = prompt.ids, .new_tokens = o.new_tokens > 0 ? o.new_tokens : kNewTokens};
   if (o.forced) {
-    require(prompt.sample.has_value(), "generate: --forced feeds a task's own trace; allowed with --task");
+    KVKEEP_REQUIRE(prompt.sample.has_value(), "generate: --forced feeds a task's own trace; allowed with --task");
     request = forced_request(*prompt.sample);
     if (o.new_tokens > 0) request.new_tokens = std::min(request.new_tokens, o.new_tokens);
   }
@@ -192,7 +193,7 @@ Outcome decode(const Options& o, const PolicyText& policy_text, const PromptOpti
   lm::GeneratorOptions options{.cache_dtype = o.model.dtype(), .page_size = o.page_size, .accelerator = place.accelerator};
   options.hooks.on_step = [&](std::int64_t predicted) { progress.advance(predicted); };
   if (auto* oracle = dynamic_cast<Oracle*>(policy.get())) {
-    require(prompt.sample.has_value(), "policy: oracle must know what is needed; allowed with --task");
+    KVKEEP_REQUIRE(prompt.sample.has_value(), "policy: oracle must know what is needed; allowed with --task");
     oracle->tell(0, *prompt.sample);
     options.hooks.before_decision = [oracle](const lm::DecisionSight& sight) { oracle->face(sight.view.sequences); };
   }
@@ -218,11 +219,11 @@ void run(const Options& o) {
     const RetentionAbout about{o.model.folder, policy.label(), outcome.policy_json,
                                o.prompt.task,  o.prompt.seed,  static_cast<std::int32_t>(prompt.ids.size()),
                                o.forced,       prompt.sample};
-    io::write_text_atomically(o.retention, retention_json(about, outcome.spec, outcome.done).dump() + "\n");
+    io::write_text_atomically(o.retention, io::written(retention_json(about, outcome.spec, outcome.done)) + "\n");
   }
   const std::string shown = o.output.format == Format::md    ? markdown(outcome)
                             : o.output.format == Format::csv ? csv(outcome)
-                                                             : text(json(outcome).dump(), "\n");
+                                                             : text(io::written(json(outcome)), "\n");
   print(shown);
   if (!o.output.quiet && outcome.pace.decode_seconds > 0)
     note(text(real_cell(static_cast<double>(outcome.pace.decoded_tokens) / outcome.pace.decode_seconds, 1).shown, " tokens/s, prompt in ",

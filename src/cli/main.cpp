@@ -1,13 +1,23 @@
 // kvkeep: the command.
 
+#include <c10/util/Exception.h>
+#include <fcntl.h>
 #include <unistd.h>
+
 #include <CLI/App.hpp>
 #include <CLI/Config.hpp>
 #include <CLI/Formatter.hpp>
+#include <algorithm>
+#include <array>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
+#include <filesystem>
+#include <new>
+#include <sstream>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -15,7 +25,9 @@
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
 #include "kvkeep/version.h"
+#include "options.h"
 #include "progress.h"
+#include "table.h"
 
 namespace kvkeep::cli {
 namespace {
@@ -42,6 +54,28 @@ extern "C" void stop(int signal) {
   ::_exit(kSignalled + signal);
 }
 
+// A signal that the parent ignores for its children, as nohup does and shells do for jobs in the background, stays ignored.
+void stop_at(int signal) {
+  if (std::signal(signal, stop) == SIG_IGN) std::signal(signal, SIG_IGN);
+}
+
+// Where a standard stream is closed, the next file that is opened would get its number, and what is printed. The wrong direction: to use it fails, as it does for a closed one.
+void occupy_closed_streams() {
+  for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
+    if (::fcntl(stream, F_GETFD) < 0) static_cast<void>(::open("/dev/null", stream == STDIN_FILENO ? O_WRONLY : O_RDONLY));  // takes the lowest number that is free
+}
+
+/// While LibTorch's OpenMP threads wait they spin, for milliseconds, and so keep the threads that they wait for off a core which other processes want, too. The runtime reads once, before main(), how long: commands
+/// that run a model, and the one that says how threads wait, begin anew with a short spin, unless the user has said how threads wait.
+void spin_briefly(const CLI::App& command, char** argv) {
+  constexpr std::array<std::string_view, 5> kComputing = {"generate", "eval", "record", "calibrate", "doctor"};
+  if (std::ranges::find(kComputing, command.get_name()) == kComputing.end()) return;
+  if (std::getenv("OMP_WAIT_POLICY") != nullptr || std::getenv("GOMP_SPINCOUNT") != nullptr) return;
+  std::error_code none;
+  const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe", none);
+  if (!none && ::setenv("GOMP_SPINCOUNT", "1000", 1) == 0) ::execv(self.c_str(), argv);  // where it cannot, the command goes on as it is
+}
+
 int refuse_usage(const CLI::App& app, const CLI::ParseError& error) {
   const CLI::App* where = &app;
   while (!where->get_subcommands().empty()) where = where->get_subcommands().front();
@@ -63,16 +97,24 @@ int run(int argc, char** argv) {
   app.footer(kExamples);
   app.get_formatter()->column_width(42);
   const std::vector<Run> runs{add_generate(app), add_eval(app), add_replay(app), add_record(app), add_calibrate(app), add_plan(app), add_policies(app), add_doctor(app)};
+  require_decimal_integers(app);
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& help) {
-    return app.exit(help);
+    std::ostringstream shown;
+    const int code = app.exit(help, shown, shown);
+    print(shown.str());
+    return code;
   } catch (const CLI::ParseError& error) {
     return refuse_usage(app, error);
   }
   const std::vector<CLI::App*> commands = app.get_subcommands([](const CLI::App*) { return true; });
   for (std::size_t i = 0; i < runs.size(); ++i)
-    if (commands[i]->parsed()) runs[i]();
+    if (commands[i]->parsed()) {
+      spin_briefly(*commands[i], argv);
+      for (const int signal : {SIGINT, SIGTERM, SIGHUP}) stop_at(signal);  // now that it does not begin anew, which would forget them
+      runs[i]();
+    }
   return 0;
 }
 
@@ -81,9 +123,8 @@ int run(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   using namespace kvkeep::cli;
-  std::signal(SIGINT, stop);
-  std::signal(SIGTERM, stop);
-  std::signal(SIGPIPE, SIG_IGN);
+  occupy_closed_streams();
+  for (const int signal : {SIGPIPE, SIGXFSZ}) std::signal(signal, SIG_IGN);  // the write fails, which has a sentence
   try {
     return run(argc, argv);
   } catch (const kvkeep::InvalidArgument& error) {
@@ -92,6 +133,13 @@ int main(int argc, char** argv) {
   } catch (const kvkeep::Unsupported& error) {
     note(error.what());
     return kRefused;
+  } catch (const std::bad_alloc&) {
+    note("there is not enough memory for this");
+    return kFailed;
+  } catch (const c10::Error& error) {
+    const std::string why = error.what_without_backtrace();
+    note(kvkeep::text("LibTorch: ", why.substr(0, why.find('\n'))));
+    return kFailed;
   } catch (const std::exception& error) {
     note(error.what());
     return kFailed;

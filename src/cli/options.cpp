@@ -7,13 +7,15 @@
 #include <algorithm>
 #include <charconv>
 #include <filesystem>
-#include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/io/atomic_file.h"
 #include "kvkeep/policy/registry.h"
 #include "oracle.h"
+#include "read_file.h"
+#include "untrusted_json.h"
 
 namespace kvkeep::cli {
 namespace {
@@ -74,12 +76,37 @@ bool is_name(const std::string& text) {
 }
 
 std::string read_file(const std::string& file, const char* what) {
-  std::ifstream in(file, std::ios::binary);
-  require(in.good() && !fs::is_directory(file), what, ": cannot read '", file, "'; allowed a file that is there and can be read");
-  return {std::istreambuf_iterator<char>(in), {}};
+  return io::read_file(file, what);
 }
 
 }  // namespace
+
+void require_decimal_integers(CLI::App& app) {
+  for (CLI::Option* option : app.get_options()) {
+    const std::string type = option->get_type_name();
+    const bool is_signed = type.starts_with("INT");
+    if (!is_signed && !type.starts_with("UINT")) continue;
+    option->check([is_signed](const std::string& given) {
+      const std::string_view digits = std::string_view(given).substr(is_signed && given.starts_with('-') ? 1 : 0);
+      std::uint64_t value = 0;
+      const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
+      const bool whole = error == std::errc() && end == digits.data() + digits.size() && (digits == "0" || !digits.starts_with('0'));
+      const std::uint64_t most = is_signed ? INT64_MAX : UINT64_MAX;
+      return whole && value <= most ? std::string() : text("'", given, "' is not a whole number; allowed decimal digits", is_signed ? "" : ", 0 to 18446744073709551615");
+    });
+  }
+  for (CLI::App* below : app.get_subcommands([](const CLI::App*) { return true; })) require_decimal_integers(*below);
+}
+
+std::vector<std::string> items_of(const std::vector<std::string>& lists, const char* option) {
+  std::vector<std::string> all;
+  for (const std::string& list : lists)
+    for (std::string& item : split(list, ',')) {
+      KVKEEP_REQUIRE(!item.empty(), option, ": an item of '", list, "' is empty; allowed items separated by single commas");
+      all.push_back(std::move(item));
+    }
+  return all;
+}
 
 void OutputOptions::add(CLI::App& app) {
   static const std::map<std::string, Format> kFormats{{"md", Format::md}, {"csv", Format::csv}, {"json", Format::json}};
@@ -117,8 +144,9 @@ lm::Decoder ModelOptions::open() const {
 ScalarType ModelOptions::dtype() const { return cache_dtype == "f16" ? kFloat16 : cache_dtype == "bf16" ? kBFloat16 : kFloat32; }
 
 PolicyText::PolicyText(std::string text) : text_(std::move(text)) {
-  require(!text_.empty(), "policy: the option is empty; allowed a JSON file, or name,key=value,...");
-  if (is_name(text_) || (!fs::exists(text_) && !text_.ends_with(".json"))) {
+  KVKEEP_REQUIRE(!text_.empty(), "policy: the option is empty; allowed a JSON file, or name,key=value,...");
+  std::error_code none;  // a text too long to be a file name is none
+  if (is_name(text_) || (!fs::exists(text_, none) && !text_.ends_with(".json"))) {
     label_ = without_budget(text_);
     return;
   }
@@ -134,6 +162,11 @@ std::unique_ptr<KVPolicy> PolicyText::make() const {
   } catch (const InvalidArgument& error) {
     refuse(text_, ": ", error.what());
   }
+}
+
+std::unique_ptr<KVPolicy> PolicyText::make_untold() const {
+  KVKEEP_REQUIRE(name() != kOracle, "policy: oracle must be told what a task will need; allowed in eval, and in generate with --task");
+  return make();
 }
 
 PolicyText PolicyText::with(const std::vector<std::pair<std::string, std::int32_t>>& options) const {
@@ -153,19 +186,19 @@ PolicyText PolicyText::with(const std::vector<std::pair<std::string, std::int32_
     for (const auto& [key, value] : options) changed.text_ += kvkeep::text(",", key, "=", value);
     return changed;
   }
-  json object = json::parse(json_, nullptr, false);
-  require(object.is_object(), "policy: ", text_, " holds no JSON object");
+  json object = io::parse_json(json_, io::RepeatedNames::refused).value;
+  KVKEEP_REQUIRE(object.is_object(), "policy: ", text_, " holds no JSON object");
   for (const auto& [key, value] : options) {
     for (const std::string& name : names_of(key)) object.erase(name);
     object[key] = value;
   }
-  changed.json_ = object.dump();
+  changed.json_ = io::written(object);
   return changed;
 }
 
 std::string PolicyText::name() const {
   if (json_.empty()) return first_name(text_);
-  const json object = json::parse(json_, nullptr, false);
+  const json object = io::parse_json(json_, io::RepeatedNames::refused).value;
   return object.is_object() && object.contains("policy") && object["policy"].is_string() ? object["policy"].get<std::string>()
                                                                                          : std::string();
 }
@@ -175,7 +208,7 @@ bool PolicyText::states(const std::string& option) const {
     const std::vector<std::string> items = split(std::string(prefill_part(text_)), ',');
     return std::any_of(items.begin(), items.end(), [&](const std::string& item) { return gives(item, option); });
   }
-  const json object = json::parse(json_, nullptr, false);
+  const json object = io::parse_json(json_, io::RepeatedNames::refused).value;
   const std::vector<std::string>& names = names_of(option);
   return object.is_object() && std::any_of(names.begin(), names.end(), [&](const std::string& name) { return object.contains(name); });
 }
@@ -216,12 +249,12 @@ std::vector<std::int32_t> parse_ids(const std::string& text, const std::string& 
     const auto [next, error] = std::from_chars(at, end, id);
     const bool whole = next == end || std::string_view(", \t\r\n").find(*next) != std::string_view::npos;
     const char* stop = std::find_if(at, end, [](char c) { return std::string_view(", \t\r\n").find(c) != std::string_view::npos; });
-    require(error == std::errc() && whole && id >= 0, where, ": '", std::string(at, std::min<std::ptrdiff_t>(stop - at, 40)), "' at place ",
+    KVKEEP_REQUIRE(error == std::errc() && whole && id >= 0, where, ": '", std::string(at, std::min<std::ptrdiff_t>(stop - at, 40)), "' at place ",
             ids.size(), " is no token id; allowed integers from 0 separated by white space or commas");
     ids.push_back(id);
     at = next;
   }
-  require(!ids.empty(), where, ": there are no token ids; allowed one or more");
+  KVKEEP_REQUIRE(!ids.empty(), where, ": there are no token ids; allowed one or more");
   return ids;
 }
 
@@ -246,11 +279,25 @@ PromptOptions::Prompt PromptOptions::read() const {
   return {ids_file.empty() ? parse_ids(ids, "--ids") : read_ids(ids_file), std::nullopt};
 }
 
+bool is_same_file(const std::string& one, const std::string& other) {
+  std::error_code error;  // names that cannot be looked up are compared as they are written
+  const auto place = [&error](const std::string& name) {
+    fs::path found = fs::absolute(name, error);
+    constexpr int kMostLinks = 40;
+    for (int i = 0; i < kMostLinks && fs::is_symlink(found, error); ++i) found = found.parent_path() / fs::read_symlink(found, error);  // also to what is not there yet
+    found = fs::weakly_canonical(found, error);
+    return error ? fs::path(name).lexically_normal() : found;
+  };
+  return fs::equivalent(one, other, error) || place(one) == place(other);
+}
+
 void require_folder_of(const std::string& file, const char* option) {
   const fs::path folder = fs::path(file).parent_path();
-  require(folder.empty() || fs::is_directory(folder), option, ": the folder of '", file,
+  std::error_code none;
+  KVKEEP_REQUIRE(folder.empty() || fs::is_directory(folder, none), option, ": the folder of '", file,
           "' is not there; allowed a file in a folder that is");
-  require(!fs::is_directory(file), option, ": '", file, "' is a folder; allowed a file");
+  KVKEEP_REQUIRE(!fs::is_directory(file, none), option, ": '", file, "' is a folder; allowed a file");
+  const io::AtomicFile tried(file);  // and gone again: whatever would refuse the result does so now
 }
 
 }  // namespace kvkeep::cli

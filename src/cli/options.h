@@ -17,6 +17,13 @@
 
 namespace kvkeep::cli {
 
+// What CLI11 reads as a number in its own way (-1 as 2^64 - 1, 010 as 8, too many digits as the largest) is refused: every integer option of `app` and of what
+// stands below it takes decimal digits alone.
+void require_decimal_integers(CLI::App& app);
+
+// The items of a comma-separated list that was given once or more. Throws InvalidArgument for an empty item; `option` names the list.
+std::vector<std::string> items_of(const std::vector<std::string>& lists, const char* option);
+
 // -o, --quiet
 struct OutputOptions {
   Format format = Format::md;
@@ -44,6 +51,8 @@ class PolicyText {
 
   // Throws as make_policy and load_policy do.
   [[nodiscard]] std::unique_ptr<KVPolicy> make() const;
+  // The same where nobody tells what a task needs: throws for the oracle.
+  [[nodiscard]] std::unique_ptr<KVPolicy> make_untold() const;
   // With other values of some top-level options.
   [[nodiscard]] PolicyText with(const std::vector<std::pair<std::string, std::int32_t>>& options) const;
 
@@ -89,6 +98,9 @@ struct PromptOptions {
   };
   [[nodiscard]] Prompt read() const;
 };
+
+// Whether two names are of one file, which need not be there yet.
+bool is_same_file(const std::string& one, const std::string& other);
 
 // Throws unless a file can be written beside others in the folder of `file`; `option` names it.
 void require_folder_of(const std::string& file, const char* option);

@@ -22,7 +22,7 @@ class Oracle final : public KVPolicy {
  public:
   Oracle(std::int32_t budget, std::int32_t interval, std::int32_t sink) : budget_(budget), interval_(interval), sink_(sink) {}
 
-  // Tells what sequence `id` will need, and until when.
+  // Tells what sequence `id` will need, and until when. decide() throws InvalidArgument for a sequence of which nothing was told.
   void tell(SequenceId id, const lm::TaskSample& sample);
   // Tells which sequences the next decision is about, in the order of the view.
   void face(std::span<const SequenceId> sequences) { facing_.assign(sequences.begin(), sequences.end()); }

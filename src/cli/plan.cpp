@@ -12,6 +12,7 @@
 #include "kvkeep/lm/config.h"
 #include "options.h"
 #include "progress.h"
+#include "untrusted_json.h"
 
 namespace kvkeep::cli {
 namespace {
@@ -61,16 +62,16 @@ Shape parse_shape(const std::string& given) {
     numbers.push_back(number);
     at = next + 1;
   }
-  require(numbers.size() == 4 && at == end + 1, "--shape: '", given, "' is no shape; allowed qwen7b, llama8b, or layers:query heads:KV heads:head size such as 28:28:4:128");
+  KVKEEP_REQUIRE(numbers.size() == 4 && at == end + 1, "--shape: '", given, "' is no shape; allowed qwen7b, llama8b, or layers:query heads:KV heads:head size such as 28:28:4:128");
   return {"", numbers[0], numbers[1], numbers[2], numbers[3]};
 }
 
 ModelSpec spec_of(const Options& o) {
   if (!o.model.empty()) return lm::LmConfig::read(o.model).spec;
   const Shape shape = parse_shape(o.shape);
-  require(shape.query_heads % shape.kv_heads == 0, "--shape: ", shape.query_heads, " query heads do not divide among ", shape.kv_heads,
+  KVKEEP_REQUIRE(shape.query_heads % shape.kv_heads == 0, "--shape: ", shape.query_heads, " query heads do not divide among ", shape.kv_heads,
           " KV heads; allowed a multiple");
-  require(shape.head_dim % 2 == 0, "--shape: the head size is ", shape.head_dim, "; allowed an even number");
+  KVKEEP_REQUIRE(shape.head_dim % 2 == 0, "--shape: the head size is ", shape.head_dim, "; allowed an even number");
   return lm::LmConfig::shape(lm::Architecture::qwen2, shape.layers, shape.query_heads * shape.head_dim, 1, shape.query_heads, shape.kv_heads, shape.head_dim, 1).spec;
 }
 
@@ -171,7 +172,7 @@ std::string json(const Options& o, const Outcome& out) {
   all["sequence"] = totals(1);
   all["total"] = totals(o.batch);
   all["sequences_that_fit"] = out.fits;
-  return all.dump(2) + "\n";
+  return io::written(all, 2) + "\n";
 }
 
 // Layers, then one sequence, the batch, and what fits into the batch's full caches.
@@ -194,14 +195,14 @@ std::string csv(const Options& o, const Outcome& out) {
 }
 
 void run(const Options& o) {
-  require(o.prompt <= o.length, "--prompt: ", o.prompt, " tokens of a sequence of ", o.length, "; allowed at most --length");
+  KVKEEP_REQUIRE(o.prompt <= o.length, "--prompt: ", o.prompt, " tokens of a sequence of ", o.length, "; allowed at most --length");
   Outcome out{.spec = spec_of(o), .policy = PolicyText(o.policy).make(), .sequence = {}, .own = {}};
-  require<Unsupported>(!out.policy->narrows(), "plan: ", out.policy->name(), " narrows prompts, and what its layers hold follows from the text; allowed policies that decide behind prompts (kvkeep eval measures the others)");
-  require<Unsupported>(out.policy->memory() == nullptr, "plan: ", out.policy->name(), " folds, and what its spans take follows from the text; allowed policies that drop (kvkeep eval measures the others)");
+  KVKEEP_REQUIRE_AS(Unsupported, !out.policy->narrows(), "plan: ", out.policy->name(), " narrows prompts, and what its layers hold follows from the text; allowed policies that decide behind prompts (kvkeep eval measures the others)");
+  KVKEEP_REQUIRE_AS(Unsupported, out.policy->memory() == nullptr, "plan: ", out.policy->name(), " folds, and what its spans take follows from the text; allowed policies that drop (kvkeep eval measures the others)");
   const std::int32_t bytes = o.dtype == "f32" ? 4 : o.dtype == "8bit" ? 1 : 2;
   const double most = static_cast<double>(out.spec.num_layers()) * out.spec.kv_heads * (out.spec.key_dim + out.spec.value_dim) * bytes *
                       (static_cast<double>(o.length) + o.page_size) * o.batch;
-  require(most < 1e18, "--batch: the full caches of ", o.batch, " sequences would take more than 1e18 bytes; allowed less");
+  KVKEEP_REQUIRE(most < 1e18, "--batch: the full caches of ", o.batch, " sequences would take more than 1e18 bytes; allowed less");
   out.sequence = forecast(out.spec, *out.policy, {.prompt = o.prompt, .length = o.length, .element_bytes = bytes, .page_size = o.page_size});
   out.own = own_bytes(out.spec, *out.policy, out.sequence, std::max(bytes, 2));  // queries are never quantised
   if (out.policy->trigger().never) out.own = {};  // an engine without kvkeep

@@ -98,7 +98,7 @@ void run(const Options& o) {
     names += (names.empty() ? "" : ", ") + policy.name;
     if (o.name.empty() || policy.name == o.name) shown.push_back(policy);
   }
-  require(!shown.empty(), "policies: there is no policy \"", o.name, "\"; allowed ", names);
+  KVKEEP_REQUIRE(!shown.empty(), "policies: there is no policy \"", o.name, "\"; allowed ", names);
   if (o.output.format != Format::md) return print((o.name.empty() && !o.all ? overview(known) : options_of(shown)).text(o.output.format));
   if (o.name.empty() && !o.all) return print(survey(known));
   std::string out;

@@ -9,8 +9,10 @@
 #include "kvkeep/io/safetensors.h"
 #include "kvkeep/lm/record.h"
 #include "options.h"
+#include "oracle.h"
 #include "progress.h"
 #include "retention.h"
+#include "untrusted_json.h"
 
 namespace kvkeep::cli {
 namespace {
@@ -39,22 +41,30 @@ struct Options {
   bool forced = false;
 };
 
-// The checkpoint as seen from the folder of the trace.
-fs::path model_from(const Options& o) { return fs::proximate(fs::absolute(o.model.folder), fs::absolute(o.out).parent_path()); }
+// The checkpoint as seen from the folder of the trace, which names it in UTF-8.
+fs::path model_from(const Options& o) {
+  std::error_code error;
+  const fs::path out = fs::absolute(o.out, error);
+  const fs::path folder = error ? fs::path() : fs::absolute(o.model.folder, error);
+  fs::path model = error ? fs::path() : fs::proximate(folder, out.parent_path(), error);
+  KVKEEP_REQUIRE(!error, "record: the way from the folder of '", o.out, "' to '", o.model.folder, "' is not known (", error.message(), "); allowed folders that are there");
+  KVKEEP_REQUIRE(io::is_utf8(model.string()), "record: the trace would name its checkpoint '", model.string(), "', which is not UTF-8; allowed a path in UTF-8");
+  return model;
+}
 
 trace::Result event_of(const Options& o, lm::Decoder& decoder, const PromptOptions::Prompt& prompt, std::unique_ptr<KVPolicy> policy) {
   lm::Request request{.prompt = prompt.ids};
   if (o.forced) {
-    require(prompt.sample.has_value(), "record: --forced feeds a task's own trace; allowed with --task");
+    KVKEEP_REQUIRE(prompt.sample.has_value(), "record: --forced feeds a task's own trace; allowed with --task");
     request = lm::Request(forced_request(*prompt.sample));
-    require(o.step < request.new_tokens, "record: --event ", o.step, " is behind the trace of the sample; allowed 1 to ",
+    KVKEEP_REQUIRE(o.step < request.new_tokens, "record: --event ", o.step, " is behind the trace of the sample; allowed 1 to ",
             request.new_tokens - 1);
   } else {
     const Trigger trigger = policy->trigger();
     const ModelSpec& spec = decoder.spec();
     const std::int64_t slot_bytes = (spec.key_dim + spec.value_dim) * static_cast<std::int64_t>(spec.full_layers().size()) * spec.kv_heads * static_cast<std::int64_t>(c10::elementSize(o.model.dtype()));
     const std::int64_t due = trigger.never ? 1 : trigger.first_event(static_cast<std::int64_t>(prompt.ids.size()), slot_bytes, 1 << 20);
-    require(o.step > 0 || !trigger.never, "record: policy full never decides; allowed with --event STEP, or name an evicting --policy");
+    KVKEEP_REQUIRE(o.step > 0 || !trigger.never, "record: policy full never decides; allowed with --event STEP, or name an evicting --policy");
     request.new_tokens = o.new_tokens > 0 ? o.new_tokens : static_cast<std::int32_t>(std::max<std::int64_t>({due, o.step, 1})) + 1;
   }
   const lm::EventRecording recording{
@@ -63,11 +73,11 @@ trace::Result event_of(const Options& o, lm::Decoder& decoder, const PromptOptio
 }
 
 trace::Result record(const Options& o) {
-  std::unique_ptr<KVPolicy> policy = PolicyText(o.policy).make();
+  std::unique_ptr<KVPolicy> policy = PolicyText(o.policy).make_untold();
   const PromptOptions::Prompt prompt = o.prompt.read();
   lm::Decoder decoder = o.model.open();
   for (std::size_t i = 0; i < prompt.ids.size(); ++i)
-    require(prompt.ids[i] < decoder.config().vocab, "record: token id ", prompt.ids[i], " at place ", i,
+    KVKEEP_REQUIRE(prompt.ids[i] < decoder.config().vocab, "record: token id ", prompt.ids[i], " at place ", i,
             " is outside the vocabulary; allowed 0 to ", decoder.config().vocab - 1);
   if (o.kind == "event") return event_of(o, decoder, prompt, std::move(policy));
   if (o.kind == "prefill") return lm::record_prefill(decoder, prompt.ids, o.window);
@@ -89,7 +99,7 @@ void run(const Options& o) {
   table.add({o.kind, step == trace.metadata.end() ? Cell(nullptr, "-") : Cell(std::int64_t{std::stoll(step->second)}),
              static_cast<std::int64_t>(trace.tensors.size()), bytes_cell(bytes), o.out});
   if (o.output.format == Format::json)
-    print(table.json().front().dump() + "\n");
+    print(io::written(table.json().front()) + "\n");
   else
     print(table.text(o.output.format));
 }

@@ -18,7 +18,9 @@
 #include "kvkeep/trace/prefill_trace.h"
 #include "kvkeep/trace/span_trace.h"
 #include "options.h"
+#include "oracle.h"
 #include "progress.h"
+#include "untrusted_json.h"
 
 namespace kvkeep::cli {
 namespace {
@@ -47,7 +49,7 @@ std::string known_kind(const io::SafetensorsFile& file) {
   constexpr const char* kReplayed = "this build replays event, prefill, decoder, generate, span and span_train";
   const std::string kind = trace::kind_of(file);
   constexpr std::string_view kKinds[] = {"event", "prefill", "decoder", "generate", "span", "span_train"};
-  require(std::ranges::find(kKinds, kind) != std::end(kKinds), file.where(), ": a trace of kind \"", kind, "\" is not known; ", kReplayed);
+  KVKEEP_REQUIRE(std::ranges::find(kKinds, kind) != std::end(kKinds), file.where(), ": a trace of kind \"", io::shortened(kind), "\" is not known; ", kReplayed);
   return kind;
 }
 
@@ -76,17 +78,20 @@ std::string ranks_json(const io::SafetensorsFile& file, const KVPolicy& policy, 
     }
   }
   json["ranks"] = trace::prompt_ranks(file, {.window = observed.selector.window, .pool = observed.pool, .kind = observed.pooling});
-  return json.dump() + "\n";
+  return io::written(json) + "\n";
 }
 
 void run(const Options& o) {
   require_folder_of(o.out, "--out");
-  if (!o.ranks.empty()) require_folder_of(o.ranks, "--ranks");
+  if (!o.ranks.empty()) {
+    require_folder_of(o.ranks, "--ranks");
+    KVKEEP_REQUIRE(!is_same_file(o.out, o.ranks), "replay: --out and --ranks both name '", o.ranks, "'; allowed two files");
+  }
   const io::SafetensorsFile file = io::SafetensorsFile::open(o.trace);
   const std::string kind = known_kind(file);
-  require(o.ranks.empty() || kind == "prefill", "replay: --ranks of a trace of kind \"", kind, "\"; allowed with a prefill trace");
+  KVKEEP_REQUIRE(o.ranks.empty() || kind == "prefill", "replay: --ranks of a trace of kind \"", kind, "\"; allowed with a prefill trace");
   set_threads(o.threads);
-  std::unique_ptr<KVPolicy> policy = PolicyText(o.policy).make();
+  std::unique_ptr<KVPolicy> policy = PolicyText(o.policy).make_untold();
   const std::string name(policy->name()), warning = o.output.quiet ? "" : warning_about(*policy);
   const auto start = std::chrono::steady_clock::now();
   const std::unique_ptr<KVPolicy> drawn = o.ranks.empty() ? nullptr : PolicyText(o.policy).make();
@@ -108,7 +113,7 @@ void run(const Options& o) {
              dropped == result.metadata.end() ? std::int64_t{0} : std::int64_t{std::stoll(dropped->second)}, real_cell(seconds * 1000, 2),
              o.out});
   if (o.output.format == Format::json)
-    print(table.json().front().dump() + "\n");
+    print(io::written(table.json().front()) + "\n");
   else
     print(table.text(o.output.format));
 }

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "kvkeep/core/error.h"
+#include "untrusted_json.h"
 
 namespace kvkeep::cli {
 namespace {
@@ -109,13 +110,13 @@ Json Table::json() const {
 
 std::string Table::text(Format format) const {
   if (format == Format::csv) return csv();
-  if (format == Format::json) return json().dump(2) + "\n";
+  if (format == Format::json) return io::written(json(), 2) + "\n";
   return markdown();
 }
 
 void print(const std::string& text) {
   const bool whole = std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0;
-  require<Error>(whole, "stdout: the result could not be written; is the disk full or the pipe closed?");
+  KVKEEP_REQUIRE_AS(Error, whole, "stdout: the result could not be written; is the disk full or the pipe closed?");
 }
 
 std::string compact_ranges(const std::vector<std::int32_t>& ascending) {
