@@ -35,7 +35,7 @@ if(KVKEEP_CUDA_FOUND)
   target_include_directories(kvkeep_kernels PUBLIC "${PROJECT_SOURCE_DIR}/cuda" "${PROJECT_SOURCE_DIR}/include")
   # No fused multiply-adds but where a kernel asks for them: what CPU and CUDA share must round alike.
   # The dialect by its flag: this CMake does not know those of the newest nvcc.
-  target_compile_options(kvkeep_kernels PRIVATE -std=c++20 --fmad=false -Xcompiler=-Wall,-Wextra --Werror=all-warnings)
+  target_compile_options(kvkeep_kernels PRIVATE -std=c++20 --fmad=false -Xcompiler=-Wall,-Wextra $<$<BOOL:${KVKEEP_WERROR}>:--Werror=all-warnings>)
   # Static: whatever version of the runtime LibTorch brings along, the kernels have theirs.
   target_link_libraries(kvkeep_kernels PUBLIC CUDA::cudart_static)
 
@@ -53,6 +53,19 @@ function(kvkeep_model_sources result)
     list(APPEND sources "${wrapper}")
   endforeach()
   set(${result} "${sources}" PARENT_SCOPE)
+endfunction()
+
+# kvkeep_cuda_model: the kernels over the execution model of tests/cuda_model, with what lies between them and a Keeper. For tests and benches of a machine without a GPU.
+function(kvkeep_add_cuda_model headers)
+  kvkeep_model_sources(model_sources)
+  kvkeep_glob(sources src/cuda tests/cuda_model)
+  add_library(kvkeep_cuda_model OBJECT ${model_sources} ${sources})
+  kvkeep_own_code(kvkeep_cuda_model)
+  target_include_directories(kvkeep_cuda_model PUBLIC "${PROJECT_SOURCE_DIR}/tests/cuda_model" "${PROJECT_SOURCE_DIR}/cuda" "${PROJECT_SOURCE_DIR}/src/cuda")
+  target_include_directories(kvkeep_cuda_model SYSTEM PUBLIC ${headers})
+  target_compile_definitions(kvkeep_cuda_model PUBLIC KVKEEP_CUDA_MODEL)
+  target_compile_options(kvkeep_cuda_model PRIVATE $<$<CONFIG:Release>:-O2>)
+  target_link_libraries(kvkeep_cuda_model PUBLIC kvkeep_lm)
 endfunction()
 
 # Headers of the CUDA runtime: of a toolkit, or those that come with LibTorch's CUDA wheels. Empty: there are none.

@@ -3,7 +3,7 @@
 # Says what it installs before it does; where it may not install, prints the command to paste and exits 1.
 # A second run only looks, in well under a second.
 #
-#   kvkeep_bootstrap [picture] [fuzz]        what is needed beyond the build: drawing the picture, the Clang of the fuzz targets
+#   kvkeep_bootstrap [picture] [clang]       what is needed beyond the build: drawing the picture, the Clang of sanitizers and fuzz targets
 #   kvkeep_build PRESET FOLDER [TARGET...]   configures when it must, then builds
 #
 # Sets kvkeep_root (the repository) and, for `picture`, kvkeep_python (a Python that has matplotlib).
@@ -29,7 +29,7 @@ kvkeep_missing_packages() {
   for program in g++ cmake ninja python3; do
     command -v "$program" > /dev/null || echo "${programs[$program]}"
   done
-  if [[ " $* " == *" fuzz "* ]] && ! command -v clang++ > /dev/null; then echo clang; fi
+  if [[ " $* " == *" clang "* ]] && ! command -v clang++ > /dev/null; then printf '%s\n' clang libclang-rt-dev; fi
   installed=" $(dpkg-query -W -f='${Package}/${db:Status-Status} ' "${libraries[@]}" 2> /dev/null || true)"
   for library in "${libraries[@]}"; do
     [[ "$installed" == *" $library/installed "* ]] || echo "$library"
