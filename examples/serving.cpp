@@ -181,7 +181,7 @@ class Engine {
   void hold_prefix(std::int32_t prefix) {
     const Ints& ids = work_.prefixes[static_cast<std::size_t>(prefix)];
     const auto n = static_cast<std::int32_t>(ids.size());
-    kvkeep::require(sequences_.admit(prefix_id(prefix), n).given(), "serving: the prefixes do not fit into ", pool_.capacity(), " pages; allowed --pages of more");
+    KVKEEP_REQUIRE(sequences_.admit(prefix_id(prefix), n).given(), "serving: the prefixes do not fit into ", pool_.capacity(), " pages; allowed --pages of more");
     const SequenceId id = prefix_id(prefix);
     Ints indptr{0, n}, positions(ids.size()), row{0}, none{0};
     std::iota(positions.begin(), positions.end(), 0);
@@ -224,7 +224,7 @@ class Engine {
   /// The newest goes back to the head of the queue, and its pages to the pool.
   void preempt() {
     Request& newest = **std::max_element(running_.begin(), running_.end(), [](const Request* a, const Request* b) { return a->id < b->id; });
-    kvkeep::require<kvkeep::StateError>(running_.size() > 1, "serving: request ", newest.id, " alone does not fit into ", pool_.capacity(), " pages; allowed --pages of more");
+    KVKEEP_REQUIRE_AS(kvkeep::StateError, running_.size() > 1, "serving: request ", newest.id, " alone does not fit into ", pool_.capacity(), " pages; allowed --pages of more");
     leave(newest);
     waiting_.push_front(&newest);
     crowded_ = true;
@@ -404,7 +404,7 @@ int run(const Options& o) {
   std::ofstream csv;
   if (!o.csv.empty()) {
     csv.open(o.csv);
-    kvkeep::require(csv.good(), "serving: ", o.csv, " cannot be written; allowed a file in a folder that is there");
+    KVKEEP_REQUIRE(csv.good(), "serving: ", o.csv, " cannot be written; allowed a file in a folder that is there");
     csv << "policy,step,pages_used,pages,running,waiting\n";
   }
   std::vector<std::pair<std::string, Numbers>> runs;

@@ -98,7 +98,7 @@ TEST_P(GoldenGenerate, SaysTheTokensAndKeepsThePositionsOfTheReference) {
       replay_generate(io::SafetensorsFile::open(folder / "trace.safetensors"), folder, load_policy(folder / "policy.json"));
   const io::SafetensorsFile expected = io::SafetensorsFile::open(folder / "expected.safetensors");
   for (const auto& [name, rule] : about["compare"].items()) {
-    const auto found = std::find_if(result.tensors.begin(), result.tensors.end(), [&](const auto& t) { return t.first == name; });
+    const auto found = std::find_if(result.tensors.begin(), result.tensors.end(), [&, name = name](const auto& t) { return t.first == name; });
     ASSERT_NE(found, result.tensors.end()) << name;
     compare(name, rule, found->second, expected.tensor(name));
   }

@@ -174,7 +174,8 @@ class PromptLayer {
     group.layer = layer;
     group.queries = {.data = static_cast<const std::byte*>(queries_.const_data_ptr()), .dtype = queries_.scalar_type(), .token_stride = width, .head_stride = width * queries,
                      .positions = positions_.data() + n - queries, .ring = queries, .begin = 0, .count = queries};
-    group.next_position = group.prompt = prompt.shape.tokens;
+    group.next_position = group.prompt_end = prompt.shape.tokens;
+    group.seen = group.prompt = {prompt.shape.tokens};
     table.groups.push_back(group);
     for (std::int32_t h = 0; h < prompt.shape.kv_heads; ++h) {
       Row row;

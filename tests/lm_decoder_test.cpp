@@ -635,7 +635,8 @@ TEST(DecoderFolder, RefusesAnIndexThatLeavesItsFolderOrLies) {
       EXPECT_NE(std::string(error.what()).find(named), std::string::npos) << error.what();
     }
   };
-  refused("{", "weight_map");
+  refused("{", "is not JSON");
+  refused("[]", "weight_map");
   refused(R"({"weight_map": {"a": 3}})", "'a'");
   refused(R"({"weight_map": {"a": "../other.safetensors"}})", "same folder");
   refused(R"({"weight_map": {"a": "model-00001-of-00002.safetensors"}})", "'a' is missing");

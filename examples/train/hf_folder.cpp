@@ -20,13 +20,13 @@ void write_file(const std::string& path, const std::string& bytes) {
   std::ofstream out(part, std::ios::binary);
   out.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
   out.close();
-  kvkeep::require(out.good(), "write: the disk refused; given ", part, "; allowed is a writable folder with room");
+  KVKEEP_REQUIRE(out.good(), "write: the disk refused; given ", part, "; allowed is a writable folder with room");
   std::filesystem::rename(part, path);
 }
 
 std::string read_file(const std::string& path) {
   std::ifstream in(path, std::ios::binary);
-  kvkeep::require(in.good(), "read: cannot open; given ", path, "; allowed is a folder that --out wrote");
+  KVKEEP_REQUIRE(in.good(), "read: cannot open; given ", path, "; allowed is a folder that --out wrote");
   std::ostringstream bytes;
   bytes << in.rdbuf();
   return std::move(bytes).str();

@@ -51,7 +51,7 @@ int run(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : 2;
   }
-  kvkeep::require(!out.empty() || !eval.empty(), "nothing to do; given neither --out nor --eval; allowed is one of them");
+  KVKEEP_REQUIRE(!out.empty() || !eval.empty(), "nothing to do; given neither --out nor --eval; allowed is one of them");
 
   train::keep_freed_memory(1);
   torch::set_num_threads(training.threads);

@@ -77,12 +77,12 @@ std::vector<Stage> parse_schedule(const std::string& text) {
     char rest = 0;
     const bool read = std::sscanf(part.c_str(), "%lld:%lld:%lld%c", &length, &batch, &steps, &rest) == 3;
     const bool fits = (24 <= length && length <= kDenseLength) || (kMixedLength <= length && length <= 65536);
-    kvkeep::require(read && fits && 1 <= batch && batch <= 65536 && 1 <= steps && steps <= 100000000,
+    KVKEEP_REQUIRE(read && fits && 1 <= batch && batch <= 65536 && 1 <= steps && steps <= 100000000,
                     "--schedule: cannot use a stage; given \"", part, "\"; allowed length:batch:steps, length 24 to ", kDenseLength,
                     " (look-ups alone) or ", kMixedLength, " to 65536 (all tasks), batch and steps at least 1");
     schedule.push_back({static_cast<int32_t>(length), static_cast<int32_t>(batch), steps});
   }
-  kvkeep::require(!schedule.empty(), "--schedule: no stage; given \"", text, "\"; allowed length:batch:steps[,...]");
+  KVKEEP_REQUIRE(!schedule.empty(), "--schedule: no stage; given \"", text, "\"; allowed length:batch:steps[,...]");
   return schedule;
 }
 

@@ -163,7 +163,7 @@ bool train_model(Llama& model, const TrainingOptions& options) {
   Progress progress{options.seed, 0, 0};
   if (options.resume) {
     progress = load_checkpoint(options.checkpoint, model, optimizer);
-    kvkeep::require(progress.seed == options.seed, "--resume: the checkpoint has another seed; given ", options.seed, "; allowed ",
+    KVKEEP_REQUIRE(progress.seed == options.seed, "--resume: the checkpoint has another seed; given ", options.seed, "; allowed ",
                     progress.seed);
   }
 

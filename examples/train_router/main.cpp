@@ -99,7 +99,7 @@ int run(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : 2;
   }
-  kvkeep::require(!o.out.empty() || !o.compare.empty(), "nothing to do; given neither --out nor --compare; allowed is one of them");
+  KVKEEP_REQUIRE(!o.out.empty() || !o.compare.empty(), "nothing to do; given neither --out nor --compare; allowed is one of them");
   o.training.schedule = train::parse_schedule(o.schedule);
   o.training.lesson.fold_all = o.fold == "all";
   kvkeep::require_no_problems("options", o.training.problems());
@@ -116,7 +116,7 @@ int run(int argc, char** argv) {
   }
 
   const fs::path folder = fs::absolute(o.out).parent_path();
-  kvkeep::require(fs::is_directory(folder), "--out: there is no folder '", folder.string(), "' for '", o.out, "'; allowed a file in a folder that is there");
+  KVKEEP_REQUIRE(fs::is_directory(folder), "--out: there is no folder '", folder.string(), "' for '", o.out, "'; allowed a file in a folder that is there");
   o.training.checkpoint = o.out + ".checkpoint";
   train::RouterParameters parameters(model.shape(), o.inner, o.training.lesson.max_rank, o.training.seed);
   if (!train::train_router(model, parameters, o.training)) {

@@ -158,8 +158,8 @@ bool train_router(const Llama& model, RouterParameters& parameters, const Router
   Progress progress{.seed = options.seed, .settings = options.settings()};
   if (options.resume) {
     progress = load_checkpoint(options.checkpoint, state, optimizer);
-    kvkeep::require(progress.seed == options.seed, "--resume: the checkpoint has another seed; given ", options.seed, "; allowed ", progress.seed);
-    kvkeep::require(progress.settings == options.settings(), "--resume: the checkpoint was made with other options; given ", options.settings(), "; allowed ", progress.settings);
+    KVKEEP_REQUIRE(progress.seed == options.seed, "--resume: the checkpoint has another seed; given ", options.seed, "; allowed ", progress.seed);
+    KVKEEP_REQUIRE(progress.settings == options.settings(), "--resume: the checkpoint was made with other options; given ", options.settings(), "; allowed ", progress.settings);
   }
 
   const StopOnInterrupt interrupt;

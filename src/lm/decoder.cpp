@@ -91,7 +91,7 @@ struct Decoder::Workspace {
 Decoder::Decoder(LmConfig config, Weights weights)
     : config_(std::move(config)), weights_(std::move(weights)), workspace_(std::make_unique<Workspace>()) {
   config_.check();
-  require(weights_.layers.size() == config_.spec.layers.size(), "decoder: weights of ", weights_.layers.size(), " layers for a config of ",
+  KVKEEP_REQUIRE(weights_.layers.size() == config_.spec.layers.size(), "decoder: weights of ", weights_.layers.size(), " layers for a config of ",
           config_.num_layers());
 }
 Decoder::~Decoder() = default;
@@ -110,13 +110,13 @@ void Decoder::to(Device device) {
 }
 
 void Decoder::use(Path path) {
-  require(path == Path::operators || device().is_cpu(), "decoder: it has kernels for the CPU alone; given weights on ", device().str(), "; allowed operators there");
+  KVKEEP_REQUIRE(path == Path::operators || device().is_cpu(), "decoder: it has kernels for the CPU alone; given weights on ", device().str(), "; allowed operators there");
   path_ = path;
 }
 
 std::vector<LayerCache> Decoder::make_cache(std::int64_t sequences, std::int64_t capacity, ScalarType dtype) const {
-  require(sequences >= 1 && capacity >= 1, "make cache: sequences and capacity must be positive; given ", sequences, " and ", capacity);
-  require(is_scorable(dtype), "make cache: dtype is ", c10::toString(dtype), "; allowed f32, f16, bf16");
+  KVKEEP_REQUIRE(sequences >= 1 && capacity >= 1, "make cache: sequences and capacity must be positive; given ", sequences, " and ", capacity);
+  KVKEEP_REQUIRE(is_scorable(dtype), "make cache: dtype is ", c10::toString(dtype), "; allowed f32, f16, bf16");
   std::vector<LayerCache> cache;
   const ModelSpec& model = spec();
   const auto side = [&](std::int64_t dim) { return at::zeros({sequences, model.kv_heads, capacity, dim}, at::TensorOptions(dtype).device(device())); };
@@ -125,8 +125,8 @@ std::vector<LayerCache> Decoder::make_cache(std::int64_t sequences, std::int64_t
 }
 
 std::vector<LayerKv> Decoder::make_pages(std::int64_t pages, std::int64_t page_size, ScalarType dtype, PageLayout layout) const {
-  require(pages >= 1 && page_size >= 1, "make pages: pages and page size must be positive; given ", pages, " and ", page_size);
-  require(is_scorable(dtype), "make pages: dtype is ", c10::toString(dtype), "; allowed f32, f16, bf16");
+  KVKEEP_REQUIRE(pages >= 1 && page_size >= 1, "make pages: pages and page size must be positive; given ", pages, " and ", page_size);
+  KVKEEP_REQUIRE(is_scorable(dtype), "make pages: dtype is ", c10::toString(dtype), "; allowed f32, f16, bf16");
   const ModelSpec& model = spec();
   const auto options = at::TensorOptions(dtype).device(device());
   const auto side = [&](std::int64_t dim) {
@@ -429,7 +429,7 @@ Tensor Decoder::forward(const Step& step, std::span<const LayerKv> cache, const 
 }
 
 std::vector<std::int32_t> argmax(const Tensor& logits) {
-  require(logits.dim() == 2 && logits.size(1) >= 1 && logits.scalar_type() == kFloat32, "argmax: logits must be f32 [n, vocab]; given ",
+  KVKEEP_REQUIRE(logits.dim() == 2 && logits.size(1) >= 1 && logits.scalar_type() == kFloat32, "argmax: logits must be f32 [n, vocab]; given ",
           c10::toString(logits.scalar_type()), " ", logits.sizes());
   const Tensor rows = logits.cpu().contiguous();
   std::vector<std::int32_t> best;
@@ -437,7 +437,7 @@ std::vector<std::int32_t> argmax(const Tensor& logits) {
     const float* row = rows.const_data_ptr<float>() + i * rows.size(1);
     std::int64_t top = 0;
     for (std::int64_t j = 0; j < rows.size(1); ++j) {
-      require(!std::isnan(row[j]), "argmax: logit ", j, " of row ", i, " is not a number; allowed numbers (are the weights damaged?)");
+      KVKEEP_REQUIRE(!std::isnan(row[j]), "argmax: logit ", j, " of row ", i, " is not a number; allowed numbers (are the weights damaged?)");
       if (row[j] > row[top]) top = j;
     }
     best.push_back(static_cast<std::int32_t>(top));

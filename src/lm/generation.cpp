@@ -29,7 +29,7 @@ std::int64_t slots_needed(const ModelSpec& spec, const Trigger& trigger, const R
   const std::int64_t all = prompt + request.new_tokens - 1;
   const bool bounded = trigger.kind == Trigger::Kind::slack && trigger.budget.unit == Budget::Unit::slots && trigger.prefill != Trigger::Prefill::only && !trigger.ragged;
   if (!cuts_every_layer(spec) || trigger.never || !bounded) return all;  // sliding layers are never cut
-  return std::min(all, std::max(prompt + 1, trigger.budget.resolve(all, prompt, 0) + std::int64_t{trigger.interval}));
+  return std::min(all, std::max(prompt + 1, trigger.budget.resolve({all}, {prompt}, 0) + std::int64_t{trigger.interval}));
 }
 
 // The tokens of one step. Sequences that decode stand before those that prefill.
@@ -51,13 +51,13 @@ Generator::Generator(Decoder& decoder, std::unique_ptr<KVPolicy> policy, Generat
     : decoder_(decoder),
       options_(std::move(options)),
       keeper_(decoder.spec(), std::move(policy), {.layer_by_layer = true, .output_projections = decoder.output_projections(), .surprisal = true, .reads_folded = true, .accelerator = options_.accelerator}) {
-  require(keeper_.device() == decoder.device(), "generate: the decoder is on ", decoder.device().str(), " and the keeper works on ", keeper_.device().str(),
+  KVKEEP_REQUIRE(keeper_.device() == decoder.device(), "generate: the decoder is on ", decoder.device().str(), " and the keeper works on ", keeper_.device().str(),
           "; allowed one device, named by GeneratorOptions::accelerator where it is not the CPU");
   if (options_.page_size == 0) {
     const std::vector<LayerCache> dense = decoder.make_cache(options_.places, options_.capacity, options_.cache_dtype);
     cache_.assign(dense.begin(), dense.end());
   } else {
-    require<Unsupported>(cuts_every_layer(decoder.spec()) || keeper_.policy().trigger().never, "generate: the model has sliding layers, and policy ", keeper_.policy().name(),
+    KVKEEP_REQUIRE_AS(Unsupported, cuts_every_layer(decoder.spec()) || keeper_.policy().trigger().never, "generate: the model has sliding layers, and policy ", keeper_.policy().name(),
                          " moves whole pages; allowed a dense cache (page_size=0), or policy full");
     static_cast<void>(PagePool(0, options_.page_size));  // says what is wrong with the size
     const std::int64_t pages = options_.places * ((options_.capacity + options_.page_size - 1) / options_.page_size);
@@ -69,26 +69,26 @@ Generator::Generator(Decoder& decoder, std::unique_ptr<KVPolicy> policy, Generat
 }
 
 void Generator::check(const Request& request) const {
-  require(!request.prompt.empty(), "generate: the prompt is empty; allowed one token or more");
-  require(request.new_tokens >= 1, "generate: new_tokens is ", request.new_tokens, "; allowed 1 or more");
-  require(request.forced.empty() || static_cast<std::int64_t>(request.forced.size()) + 1 >= request.new_tokens,
+  KVKEEP_REQUIRE(!request.prompt.empty(), "generate: the prompt is empty; allowed one token or more");
+  KVKEEP_REQUIRE(request.new_tokens >= 1, "generate: new_tokens is ", request.new_tokens, "; allowed 1 or more");
+  KVKEEP_REQUIRE(request.forced.empty() || static_cast<std::int64_t>(request.forced.size()) + 1 >= request.new_tokens,
           "generate: ", request.forced.size(), " forced tokens for ", request.new_tokens, " steps; allowed none, or ",
           request.new_tokens - 1, " and more");
   const auto check_ids = [&](const std::vector<std::int32_t>& ids, const char* which) {
     for (std::size_t i = 0; i < ids.size(); ++i)
-      require(ids[i] >= 0 && ids[i] < decoder_.config().vocab, "generate: token id ", ids[i], " at place ", i, " of the ", which,
+      KVKEEP_REQUIRE(ids[i] >= 0 && ids[i] < decoder_.config().vocab, "generate: token id ", ids[i], " at place ", i, " of the ", which,
               " is outside the vocabulary; allowed 0 to ", decoder_.config().vocab - 1);
   };
   check_ids(request.prompt, "prompt");
   check_ids(request.forced, "forced tokens");
   const std::int64_t needed = slots_needed(keeper_.spec(), keeper_.policy().trigger(), request);
-  require(needed <= options_.capacity, "generate: a prompt of ", request.prompt.size(), " with ", request.new_tokens, " new tokens needs ",
+  KVKEEP_REQUIRE(needed <= options_.capacity, "generate: a prompt of ", request.prompt.size(), " with ", request.new_tokens, " new tokens needs ",
           needed, " slots; the cache has room for ", options_.capacity);
 }
 
 SequenceId Generator::join(Request request) {
   check(request);
-  require<StateError>(has_place(), "generate: every place of the cache is taken; allowed ", options_.places, " sequences at once");
+  KVKEEP_REQUIRE_AS(StateError, has_place(), "generate: every place of the cache is taken; allowed ", options_.places, " sequences at once");
   const SequenceId id = next_++;
   keeper_.join(id, 0, static_cast<std::int32_t>(request.prompt.size()));
   if (pages_) static_cast<void>(pages_->sequences.admit(id, 0));
@@ -102,7 +102,7 @@ SequenceId Generator::join(Request request) {
 
 bool Generator::done(SequenceId sequence) const {
   const auto found = sequences_.find(sequence);
-  require<StateError>(found != sequences_.end(), "generate: sequence ", sequence, " is not here; allowed after join() and before leave()");
+  KVKEEP_REQUIRE_AS(StateError, found != sequences_.end(), "generate: sequence ", sequence, " is not here; allowed after join() and before leave()");
   return found->second.done;
 }
 
@@ -346,7 +346,7 @@ std::int64_t Generator::near_bytes(SequenceId id) const {
 }
 
 GenerationRun generate(Decoder& decoder, std::unique_ptr<KVPolicy> policy, std::vector<Request> requests, GeneratorOptions options) {
-  require(policy != nullptr, "generate: there is no policy; allowed one from make_policy()");
+  KVKEEP_REQUIRE(policy != nullptr, "generate: there is no policy; allowed one from make_policy()");
   GenerationRun run;
   run.completions.resize(requests.size());
   if (requests.empty()) return run;

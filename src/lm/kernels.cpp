@@ -5,6 +5,7 @@
 #include <cstring>
 
 // Sizeless vectors (SVE, RISC-V) cannot stand in the small arrays below; those machines run the fixed-width targets.
+#undef HWY_DISABLED_TARGETS
 #define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels.cpp"

@@ -81,13 +81,13 @@ struct Fact {
 using Sections = std::vector<std::vector<Fact>>;  // in the order of the prompt
 
 int32_t in_range(std::string_view task, std::string_view option, int32_t value, int32_t low, int32_t high) {
-  require(low <= value && value <= high, "make_task(", task, "): ", option, " is out of range; given ", value, "; allowed ", low, " to ",
+  KVKEEP_REQUIRE(low <= value && value <= high, "make_task(", task, "): ", option, " is out of range; given ", value, "; allowed ", low, " to ",
           high);
   return value;
 }
 
 void refuse_foreign(std::string_view task, std::string_view option, bool given, bool belongs) {
-  require(!given || belongs, "make_task(", task, "): this task has no option ", option,
+  KVKEEP_REQUIRE(!given || belongs, "make_task(", task, "): this task has no option ", option,
           "; given a value for it; allowed are the options of ", task);
 }
 
@@ -129,7 +129,7 @@ Shape resolve(std::string_view task, const TaskOptions& options) {
       task == kUpdates ? in_range(task, "rewrites", options.rewrites.value_or(std::min(shape.facts / 3, stated)), 0, stated) : 0;
 
   const int32_t shortest = shortest_prompt(stated, shape.sections, shape.copies) + 3 * shape.rewrites;
-  require(shortest <= shape.prompt_length, "make_task(", task, "): ", shape.facts, " facts in ", shape.sections, " sections, ",
+  KVKEEP_REQUIRE(shortest <= shape.prompt_length, "make_task(", task, "): ", shape.facts, " facts in ", shape.sections, " sections, ",
           shape.copies, " times each and ", shape.rewrites, " rewritten, do not fit the prompt; given prompt_length ", shape.prompt_length,
           "; allowed ", shortest, " or more");
   return shape;
@@ -406,7 +406,7 @@ TaskSample make_task(std::string_view name, uint64_t seed, const TaskOptions& op
 }
 
 std::string token_name(int32_t id) {
-  require(0 <= id && id < kTaskVocabulary, "token_name: id outside the vocabulary; given ", id, "; allowed 0 to ", kTaskVocabulary - 1);
+  KVKEEP_REQUIRE(0 <= id && id < kTaskVocabulary, "token_name: id outside the vocabulary; given ", id, "; allowed 0 to ", kTaskVocabulary - 1);
   static constexpr std::array<std::string_view, 6> kNames{"PAD", "BOS", "SET", "GO", "ASK", "END"};
   if (id < static_cast<int32_t>(kNames.size())) return std::string(kNames[id]);
   if (id >= kFirstEntity) return text("E", id - kFirstEntity);

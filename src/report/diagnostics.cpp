@@ -74,7 +74,7 @@ double iou(std::span<const std::int32_t> a, std::span<const std::int32_t> b) {
 }
 
 double ngram_repetition(std::span<const std::int32_t> tokens, std::int32_t n) {
-  require(n >= 1, "repetition: n is ", n, "; allowed 1 or more");
+  KVKEEP_REQUIRE(n >= 1, "repetition: n is ", n, "; allowed 1 or more");
   if (tokens.size() < static_cast<std::size_t>(n)) return 0;
   const auto gram = [&](std::size_t at) { return tokens.subspan(at, static_cast<std::size_t>(n)); };
   std::vector<std::size_t> begins(tokens.size() - static_cast<std::size_t>(n) + 1);
@@ -132,7 +132,7 @@ void HeadLoss::add(const HeadLoss& other) {
 }
 
 void DiagnosticsResult::add(const DiagnosticsResult& other) {
-  require(wipe_out.size() == other.wipe_out.size() && repetition.size() == other.repetition.size(), "diagnostics: results of ", wipe_out.size(), " and ",
+  KVKEEP_REQUIRE(wipe_out.size() == other.wipe_out.size() && repetition.size() == other.repetition.size(), "diagnostics: results of ", wipe_out.size(), " and ",
           other.wipe_out.size(), " regions, ", repetition.size(), " and ", other.repetition.size(), " n-grams cannot be added; allowed those of the same options");
   events += other.events;
   row_events += other.row_events;
@@ -197,28 +197,28 @@ std::string to_json(const DiagnosticsResult& r) {
 }
 
 Diagnostics::Diagnostics(DiagnosticsOptions options) : options_(std::move(options)) {
-  require(options_.layers >= 1, "diagnostics: layers is ", options_.layers, "; allowed 1 or more");
-  require(options_.window >= 0 && options_.sink >= 0, "diagnostics: window and sink are ", options_.window, " and ", options_.sink, "; allowed 0 or more");
+  KVKEEP_REQUIRE(options_.layers >= 1, "diagnostics: layers is ", options_.layers, "; allowed 1 or more");
+  KVKEEP_REQUIRE(options_.window >= 0 && options_.sink >= 0, "diagnostics: window and sink are ", options_.window, " and ", options_.sink, "; allowed 0 or more");
   for (const std::int32_t region : options_.regions) {
-    require(region >= 1, "diagnostics: regions holds ", region, "; allowed 1 or more");
+    KVKEEP_REQUIRE(region >= 1, "diagnostics: regions holds ", region, "; allowed 1 or more");
     result_.wipe_out.push_back({.region = region, .wiped = {}, .nearly = {}, .cumulative = {}});
   }
   for (const std::int32_t n : options_.ngrams) {
-    require(n >= 1, "diagnostics: ngrams holds ", n, "; allowed 1 or more");
+    KVKEEP_REQUIRE(n >= 1, "diagnostics: ngrams holds ", n, "; allowed 1 or more");
     result_.repetition.push_back({.n = n, .rate = {}});
   }
 }
 
 void Diagnostics::check(const RowEvent& row) const {
   const auto where = [&] { return text("diagnostics: layer ", row.layer, ", head ", row.head, ": "); };
-  require(row.layer >= 0 && row.layer < options_.layers, "diagnostics: layer ", row.layer, " is out of range; allowed 0 to ", options_.layers - 1);
-  require(ascends(row.before) && ascends(row.kept), where(), "positions do not ascend; allowed ascending and unique");
-  require(row.before.empty() || (row.before.front() >= 0 && row.before.back() < row.next_position), where(), "positions reach from ",
+  KVKEEP_REQUIRE(row.layer >= 0 && row.layer < options_.layers, "diagnostics: layer ", row.layer, " is out of range; allowed 0 to ", options_.layers - 1);
+  KVKEEP_REQUIRE(ascends(row.before) && ascends(row.kept), where(), "positions do not ascend; allowed ascending and unique");
+  KVKEEP_REQUIRE(row.before.empty() || (row.before.front() >= 0 && row.before.back() < row.next_position), where(), "positions reach from ",
           row.before.empty() ? 0 : row.before.front(), " to ", row.before.empty() ? 0 : row.before.back(), "; allowed 0 to next_position - 1 = ", row.next_position - 1);
-  require(common(row.before, row.kept) == static_cast<std::int64_t>(row.kept.size()), where(), "a kept position was not there before; allowed those of `before`");
-  require(row.mass.empty() || row.mass.size() == row.before.size(), where(), "mass has ", row.mass.size(), " values; allowed none or ", row.before.size());
-  require(row.segment_ends.size() == row.quotas.size(), where(), row.segment_ends.size(), " segments with ", row.quotas.size(), " quotas; allowed one each");
-  require(row.segment_ends.empty() || (ascends(row.segment_ends) && row.segment_ends.front() >= 1 &&
+  KVKEEP_REQUIRE(common(row.before, row.kept) == static_cast<std::int64_t>(row.kept.size()), where(), "a kept position was not there before; allowed those of `before`");
+  KVKEEP_REQUIRE(row.mass.empty() || row.mass.size() == row.before.size(), where(), "mass has ", row.mass.size(), " values; allowed none or ", row.before.size());
+  KVKEEP_REQUIRE(row.segment_ends.size() == row.quotas.size(), where(), row.segment_ends.size(), " segments with ", row.quotas.size(), " quotas; allowed one each");
+  KVKEEP_REQUIRE(row.segment_ends.empty() || (ascends(row.segment_ends) && row.segment_ends.front() >= 1 &&
                                        row.segment_ends.back() == static_cast<std::int32_t>(row.before.size())),
           where(), "segments do not end at ascending slots up to ", row.before.size(), ", the row's length; allowed so");
 }
@@ -325,11 +325,11 @@ void Diagnostics::add_query(std::int32_t layer, std::int32_t query_head, const Q
 }
 
 void Diagnostics::merge(const Diagnostics& other) {
-  require(options_.layers == other.options_.layers && options_.regions == other.options_.regions && options_.ngrams == other.options_.ngrams &&
+  KVKEEP_REQUIRE(options_.layers == other.options_.layers && options_.regions == other.options_.regions && options_.ngrams == other.options_.ngrams &&
               options_.window == other.options_.window && options_.sink == other.options_.sink,
           "diagnostics: two with different options cannot be merged; allowed the same options in both");
   for (const auto& [sequence, rows] : other.last_)
-    require(!last_.contains(sequence), "diagnostics: sequence ", sequence, " is open in both; allowed in one, or end() it first");
+    KVKEEP_REQUIRE(!last_.contains(sequence), "diagnostics: sequence ", sequence, " is open in both; allowed in one, or end() it first");
   result_.add(other.result_);
   last_.insert(other.last_.begin(), other.last_.end());
 }

@@ -53,8 +53,8 @@ Interval percentile(std::vector<double> values, double confidence) {
 }
 
 void check(const Bootstrap& options) {
-  require(options.resamples >= 1, "bootstrap: resamples is ", options.resamples, "; allowed 1 or more");
-  require(options.confidence > 0 && options.confidence < 1, "bootstrap: confidence is ", options.confidence, "; allowed a number in (0, 1)");
+  KVKEEP_REQUIRE(options.resamples >= 1, "bootstrap: resamples is ", options.resamples, "; allowed 1 or more");
+  KVKEEP_REQUIRE(options.confidence > 0 && options.confidence < 1, "bootstrap: confidence is ", options.confidence, "; allowed a number in (0, 1)");
 }
 
 }  // namespace
@@ -92,9 +92,9 @@ Interval bootstrap(Strata samples, const Bootstrap& options) {
 
 Interval bootstrap_difference(Strata a, Strata b, const Bootstrap& options) {
   check(options);
-  require(a.size() == b.size(), "bootstrap: ", a.size(), " strata against ", b.size(), "; allowed the same number");
+  KVKEEP_REQUIRE(a.size() == b.size(), "bootstrap: ", a.size(), " strata against ", b.size(), "; allowed the same number");
   for (std::size_t s = 0; s < a.size(); ++s)
-    require(a[s].size() == b[s].size(), "bootstrap: stratum ", s, " has ", a[s].size(), " samples against ", b[s].size(), "; allowed the same samples in both");
+    KVKEEP_REQUIRE(a[s].size() == b[s].size(), "bootstrap: stratum ", s, " has ", a[s].size(), " samples against ", b[s].size(), "; allowed the same samples in both");
   if (!can_vary(a)) return {kNone, kNone};
   Draw draw(options.seed);
   std::vector<double> values;

@@ -91,7 +91,9 @@ class SpanRow {
   /// What a zoom shows: f32 [length, D]. For tests and traces; attention never forms it. Throws as FarBlob::read().
   [[nodiscard]] Tensor rows(std::int64_t i, KvSide side) const;
 
-  /// Spans of `later` behind these, in their order. Throws InvalidArgument for another D or dtype, or norms or a sketch on one side alone.
+  /// Makes room for append(later), which then does not throw. Throws InvalidArgument for another D or dtype, or norms or a sketch on one side alone. Changes nothing that can be seen.
+  void reserve(const SpanRow& later);
+  /// Spans of `later` after these, in their order. Throws as reserve().
   void append(SpanRow later);
 
   /// f32 [size, heads]; once, where a router is learned.
