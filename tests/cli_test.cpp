@@ -13,7 +13,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -61,10 +60,12 @@ class Command : public ::testing::Test {
     return place(name);
   }
 
-  // Starts the command with stdout and stderr in files beside the folder under test.
-  pid_t start(const Words& words) {
+  // Starts the command with stdout and stderr in files beside the folder under test. It ignores one signal or none, whatever we inherited:
+  // under nohup a test would wait for an end that never comes.
+  pid_t start(const Words& words, int ignored = 0) {
     const pid_t child = ::fork();
     if (child != 0) return child;
+    for (const int each : {SIGHUP, SIGINT, SIGTERM}) ::signal(each, each == ignored ? SIG_IGN : SIG_DFL);
     const auto into = [](const std::string& file, int descriptor) {
       ::dup2(::open(file.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600), descriptor);
     };
@@ -771,9 +772,7 @@ TEST_F(Command, TakesTheFileOfFactorsAlongWhenTheTerminalIsClosed) {
 
 // A job in the background of a script: an earlier version ended at a Ctrl-C that was not meant for it.
 TEST_F(Command, LeavesASignalIgnoredThatItsParentIgnores) {
-  const auto before = std::signal(SIGINT, SIG_IGN);
-  const pid_t child = start({"generate", "--model", model(), "--ids", "1,2,3", "--max-new-tokens", "10000000"});
-  std::signal(SIGINT, before);
+  const pid_t child = start({"generate", "--model", model(), "--ids", "1,2,3", "--max-new-tokens", "10000000"}, SIGINT);
   wait_until_it_catches(child, SIGTERM);
   ASSERT_EQ(::kill(child, SIGINT), 0);
   std::this_thread::sleep_for(std::chrono::milliseconds(300));
