@@ -222,8 +222,10 @@ class CudaAccelerator final : public Accelerator {
       for (SlotAddress* side : {&row.keys, &row.values, &row.key_scales, &row.value_scales})
         if (side->pages != nullptr) side->pages = event_table_.there<std::int32_t>(pages.at(side->pages));
     }
-    for (std::size_t g = 0; g < newest.size(); ++g)
-      event_table_.here<NewestPositions>(newest_at)[g].runs = event_table_.there<PositionRun>(runs_at) + runs_of.at(table.groups[g].sequence).first;
+    for (std::size_t g = 0; g < newest.size(); ++g) {
+      const std::size_t first = runs_of.at(table.groups[g].sequence).first;
+      event_table_.here<NewestPositions>(newest_at)[g].runs = event_table_.there<PositionRun>(runs_at + static_cast<std::int64_t>(first * sizeof(PositionRun)));
+    }
     if (!dry) {
       event_table_.upload(staging_, event.stream);
       rows_at_ = rows_at;

@@ -65,11 +65,11 @@ class Table {
   std::int64_t add(const std::vector<T>& values) {
     return add(values.data(), values.size());
   }
-  /// Takes memory for everything that was added, once no more comes. Addresses on the device are known from here on.
+  /// Takes memory for everything that was added, once no more comes. Addresses on the device are known from here on, null before.
   void place();
   template <class T>
   [[nodiscard]] T* there(std::int64_t at) const {
-    return reinterpret_cast<T*>(static_cast<std::byte*>(memory_.get()) + at);
+    return memory_.get() == nullptr ? nullptr : reinterpret_cast<T*>(static_cast<std::byte*>(memory_.get()) + at);
   }
   template <class T>
   [[nodiscard]] T* here(std::int64_t at) {
