@@ -55,6 +55,7 @@ std::vector<float> on_device(const EvidenceCase& c, const Calibration& calibrati
   return scores.download();
 }
 
+/// Rows want one slot that counts, or several: where two lie close together, normalising makes much of how each machine rounds.
 void expect_as_on_cpu(const EvidenceCase& c, const TriAttentionOptions& options, DeviceLayout layout = {}) {
   const Calibration calibration = calibration_of(c, 7);
   WindowAttention unused;
@@ -71,7 +72,7 @@ TEST_F(TriAttentionKernel, AgreesWithTheCpuForEveryHeadSizeGroupAndElement) {  /
     for (const std::int32_t dim : {2, 6, 64, 80, 96, 128, 192, 256})
       for (const Element keys : kElements) {
         ++seed;
-        expect_as_on_cpu(EvidenceCase(seed, {.group = 2, .dim = dim, .lengths = {37, 3}, .keys = keys, .style = seed % 2 == 0 ? RopeStyle::half : RopeStyle::interleaved}), {.aggregate = aggregate, .offset_max = 300});
+        expect_as_on_cpu(EvidenceCase(seed, {.group = 2, .dim = dim, .lengths = {37, 9}, .keys = keys, .style = seed % 2 == 0 ? RopeStyle::half : RopeStyle::interleaved}), {.aggregate = aggregate, .offset_max = 300});
       }
     for (const std::int32_t group : {1, 3, 4, 7, 8}) {
       ++seed;
@@ -85,7 +86,7 @@ TEST_F(TriAttentionKernel, KnowsEveryWayToShareAndNormalise) {
   for (const auto group : {TriAttentionOptions::Group::max, TriAttentionOptions::Group::mean})
     for (const auto deviation : {TriAttentionOptions::Deviation::population, TriAttentionOptions::Deviation::sample})
       for (const bool normalize : {false, true})
-        expect_as_on_cpu(EvidenceCase(++seed, {.group = 3, .kv_heads = 2, .dim = 20, .lengths = {60, 1, 0, 2}, .keys = Element::bf16, .ragged = true}), {.normalize = normalize, .group = group, .deviation = deviation});
+        expect_as_on_cpu(EvidenceCase(++seed, {.group = 3, .kv_heads = 2, .dim = 20, .lengths = {60, 1, 0, 9}, .keys = Element::bf16, .ragged = true}), {.normalize = normalize, .group = group, .deviation = deviation});
 }
 
 TEST_F(TriAttentionKernel, AgreesWithTheCpuForEveryLength) {  // B29
