@@ -18,75 +18,75 @@ struct SmallSample {
 inline constexpr std::array<SmallSample, 12> kSmallSamples{{
     {"ruler/niah-single-1", 230,
      "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the number afterwards.\n"
-     "One of the special magic numbers for dizzy-diary is: 4828443.\n"
      "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
+     "One of the special magic numbers for clever-triangle is: 7588897.\n"
      "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
-     "|What is the special magic number for dizzy-diary mentioned in the provided text?| The special magic number for dizzy-diary "
+     "|What is the special magic number for clever-triangle mentioned in the provided text?| The special magic number for clever-triangle "
      "mentioned in the provided text is|",
-     "4828443"},
+     "7588897"},
     {"ruler/niah-single-2", 230,
      "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the number afterwards.\n"
      "Call me Ishmael. Some years ago - never mind how long precisely - having little or no money in my purse, I thought I would "
-     "sail about a little! It is a way I have of \"driving off the spleen.\" One of the special magic numbers for graceful-pencil "
-     "is: 7991180. Whenever it is damp,\n"
-     "|What is the special magic number for graceful-pencil mentioned in the provided text?| The special magic number for graceful-pencil "
+     "sail about a little! One of the special magic numbers for entire-journal is: 9642738. It is a way I have of \"driving off "
+     "the spleen.\" Whenever it is damp,\n"
+     "|What is the special magic number for entire-journal mentioned in the provided text?| The special magic number for entire-journal "
      "mentioned in the provided text is|",
-     "7991180"},
+     "9642738"},
     {"ruler/niah-single-3", 230,
      "A special magic uuid is hidden within the following text. Make sure to memorize it. I will quiz you about the uuid afterwards.\n"
-     "Call me Ishmael. Some years ago - never mind how long precisely - having little or no money in my purse, I thought I would "
-     "sail about a little! It is a way I have of \"driving off the spleen.\" One of the special magic uuids for cheerful-parade "
-     "is: d4fae274-c980-4bf0-a615-4ade071c163e. Whenever it is damp,\n"
-     "|What is the special magic uuid for cheerful-parade mentioned in the provided text?| The special magic uuid for cheerful-parade "
+     "Call me Ishmael. One of the special magic uuids for chilly-pitcher is: d716fe80-24f1-44f2-b53e-b89d32601efc. Some years ago "
+     "- never mind how long precisely - having little or no money in my purse, I thought I would sail about a little! It is a way "
+     "I have of \"driving off the spleen.\" Whenever it is damp,\n"
+     "|What is the special magic uuid for chilly-pitcher mentioned in the provided text?| The special magic uuid for chilly-pitcher "
      "mentioned in the provided text is|",
-     "d4fae274-c980-4bf0-a615-4ade071c163e"},
+     "d716fe80-24f1-44f2-b53e-b89d32601efc"},
     {"ruler/niah-multikey-1", 230,
      "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the number afterwards.\n"
-     "One of the special magic numbers for shiny-bubble is: 1724329. One of the special magic numbers for rough-berry is: 1133541. "
-     "One of the special magic numbers for lasting-chimney is: 1946921. One of the special magic numbers for simple-laundry is: "
-     "9082284. Call me Ishmael. Some years ago - never mind how long precisely - having\n"
-     "|What is the special magic number for rough-berry mentioned in the provided text?| The special magic number for rough-berry "
+     "One of the special magic numbers for stiff-garden is: 8856552. One of the special magic numbers for wild-flute is: 5833126. "
+     "One of the special magic numbers for happy-kayak is: 1889790. Call me Ishmael. One of the special magic numbers for shiny-mirror "
+     "is: 7928333. Some years ago - never mind how long precisely - having\n"
+     "|What is the special magic number for shiny-mirror mentioned in the provided text?| The special magic number for shiny-mirror "
      "mentioned in the provided text is|",
-     "1133541"},
+     "7928333"},
     {"ruler/niah-multikey-2", 230,
      "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the number afterwards.\n"
-     "One of the special magic numbers for golden-pencil is: 3326252.\n"
-     "One of the special magic numbers for strange-tower is: 1295425.\n"
-     "One of the special magic numbers for strange-comet is: 6716969.\n"
-     "One of the special magic numbers for warm-cobbler is: 4400887.\n"
-     "One of the special magic numbers for fancy-machine is: 7851380.\n"
-     "|What is the special magic number for warm-cobbler mentioned in the provided text?| The special magic number for warm-cobbler "
+     "One of the special magic numbers for narrow-bureau is: 3091672.\n"
+     "One of the special magic numbers for grateful-chalk is: 7248220.\n"
+     "One of the special magic numbers for strict-deer is: 9428880.\n"
+     "One of the special magic numbers for fragile-month is: 8943760.\n"
+     "One of the special magic numbers for distant-parcel is: 2968315.\n"
+     "|What is the special magic number for narrow-bureau mentioned in the provided text?| The special magic number for narrow-bureau "
      "mentioned in the provided text is|",
-     "4400887"},
+     "3091672"},
     {"ruler/niah-multikey-3", 230,
      "A special magic uuid is hidden within the following text. Make sure to memorize it. I will quiz you about the uuid afterwards.\n"
-     "One of the special magic uuids for c421453a-b618-4147-8089-9789dc52dfd9 is: f740e844-492c-4aa5-980b-a98b3e771b16.\n"
-     "One of the special magic uuids for 83b58163-ea5e-4754-bf0c-b31f5878141b is: 8002f5b6-50aa-4799-9428-08a2c713aad8.\n"
-     "One of the special magic uuids for 6935e2a6-1839-43a1-8bc4-26591b0ab361 is: 82d4b60f-c7dc-4fbd-ac69-ea097c2fc28b.\n"
-     "One of the special magic uuids for 2af82e62-05a1-4813-b551-2506bdaab0fa is: 03431b57-8510-44d1-a0bc-efa9d346b611.\n"
-     "One of the special magic uuids for f28a86fc-a22a-4bc2-ad0f-55a4e114facc is: e3351494-4f3b-4d69-bcf1-9ca095b2e095.\n"
-     "|What is the special magic uuid for c421453a-b618-4147-8089-9789dc52dfd9 mentioned in the provided text?| The special magic "
-     "uuid for c421453a-b618-4147-8089-9789dc52dfd9 mentioned in the provided text is|",
-     "f740e844-492c-4aa5-980b-a98b3e771b16"},
+     "One of the special magic uuids for 602ea62c-f9dc-4c5a-a0ed-6058fa97a9d5 is: fc32cc7d-61e0-406d-a000-bd6d942aade6.\n"
+     "One of the special magic uuids for 50a0228b-1c4e-4b63-9a4d-78a9860e7ce8 is: 2f109964-6c2a-4d84-a0b5-2d83f1f723ef.\n"
+     "One of the special magic uuids for b1a7a825-f0bf-4a2c-8abe-0b9881686a04 is: d544941a-f6aa-43ea-80d0-c6d5e1443934.\n"
+     "One of the special magic uuids for 6aff949e-7ab1-404f-b108-514ead862051 is: 02265e27-714b-4f66-bdd0-3a11124b12a9.\n"
+     "One of the special magic uuids for 82f3bea7-4d1a-4847-bca2-a1bf288abef0 is: b43d5693-8453-4b30-b8cd-452513cecb5a.\n"
+     "|What is the special magic uuid for 6aff949e-7ab1-404f-b108-514ead862051 mentioned in the provided text?| The special magic "
+     "uuid for 6aff949e-7ab1-404f-b108-514ead862051 mentioned in the provided text is|",
+     "02265e27-714b-4f66-bdd0-3a11124b12a9"},
     {"ruler/niah-multivalue", 230,
      "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you about the numbers "
      "afterwards.\n"
-     "One of the special magic numbers for proper-sailor is: 2887649. One of the special magic numbers for proper-sailor is: 2688505. "
-     "One of the special magic numbers for proper-sailor is: 7573993. Call me Ishmael. Some years ago - never mind how long precisely "
-     "- One of the special magic numbers for proper-sailor is: 6504043.\n"
-     "|What are all the special magic numbers for proper-sailor mentioned in the provided text?| The special magic numbers for "
-     "proper-sailor mentioned in the provided text are|",
-     "2688505 2887649 6504043 7573993"},
+     "One of the special magic numbers for likely-notebook is: 6504043. One of the special magic numbers for likely-notebook is: "
+     "8774098. One of the special magic numbers for likely-notebook is: 2887649. Call me Ishmael. One of the special magic numbers "
+     "for likely-notebook is: 2688505. Some years ago - never mind how long precisely -\n"
+     "|What are all the special magic numbers for likely-notebook mentioned in the provided text?| The special magic numbers for "
+     "likely-notebook mentioned in the provided text are|",
+     "8774098 2688505 2887649 6504043"},
     {"ruler/niah-multiquery", 230,
      "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you about the numbers "
      "afterwards.\n"
-     "One of the special magic numbers for sturdy-basket is: 8099128. One of the special magic numbers for calm-jaguar is: 3509997. "
-     "Call me Ishmael. One of the special magic numbers for sturdy-sheriff is: 5710717. One of the special magic numbers for fair-rooster "
-     "is: 9886724. Some years\n"
-     "|What are all the special magic numbers for sturdy-basket, fair-rooster, sturdy-sheriff, and calm-jaguar mentioned in the "
-     "provided text?| The special magic numbers for sturdy-basket, fair-rooster, sturdy-sheriff, and calm-jaguar mentioned in the "
+     "One of the special magic numbers for white-flame is: 1232128. One of the special magic numbers for ready-highway is: 9886724. "
+     "One of the special magic numbers for serious-bubble is: 2975442. Call me Ishmael. One of the special magic numbers for safe-ginger "
+     "is: 8099128. Some years\n"
+     "|What are all the special magic numbers for serious-bubble, white-flame, safe-ginger, and ready-highway mentioned in the "
+     "provided text?| The special magic numbers for serious-bubble, white-flame, safe-ginger, and ready-highway mentioned in the "
      "provided text are|",
-     "8099128 9886724 5710717 3509997"},
+     "2975442 1232128 8099128 9886724"},
     {"ruler/vt", 369,
      "Memorize and track the chain(s) of variable assignment hidden in the following text.\n"
      "\n"
@@ -157,14 +157,14 @@ inline constexpr std::array<SmallSample, 12> kSmallSamples{{
 
 /// Of seed 7 at a length of 4096 pieces.
 inline constexpr std::array<std::pair<std::string_view, std::uint64_t>, 12> kHashes{{
-    {"ruler/niah-single-1", 10678792948829933605ULL},
-    {"ruler/niah-single-2", 11444976193073579330ULL},
-    {"ruler/niah-single-3", 2942684397218773578ULL},
-    {"ruler/niah-multikey-1", 6238112716425897466ULL},
-    {"ruler/niah-multikey-2", 13199312515717717017ULL},
-    {"ruler/niah-multikey-3", 8638796268147285879ULL},
-    {"ruler/niah-multivalue", 16949075526585027192ULL},
-    {"ruler/niah-multiquery", 7647850026657755395ULL},
+    {"ruler/niah-single-1", 611079666669861191ULL},
+    {"ruler/niah-single-2", 1741179698448523746ULL},
+    {"ruler/niah-single-3", 12331520958578851198ULL},
+    {"ruler/niah-multikey-1", 17679351753905814723ULL},
+    {"ruler/niah-multikey-2", 9623468705098594881ULL},
+    {"ruler/niah-multikey-3", 7553696663526582740ULL},
+    {"ruler/niah-multivalue", 8510344750250093094ULL},
+    {"ruler/niah-multiquery", 8636537221596879018ULL},
     {"ruler/vt", 7109254615874340238ULL},
     {"ruler/cwe", 17195721946588107770ULL},
     {"ruler/fwe", 6053908172492951198ULL},

@@ -175,6 +175,20 @@ TEST(TextTasks, TakeDepthsOfEssaysFromFortyAndLinesFromAll) {
   EXPECT_LT(*lines.rbegin(), 1);  // RULER puts a needle in front of a line
 }
 
+TEST(TextTasks, AskForANeedleAtAnyPlaceAmongTheOthers) {
+  std::set<std::size_t> places;
+  std::set<bool> in_order;
+  for (std::uint64_t seed = 0; seed < 60; ++seed) {
+    const std::vector<TextNeedle> needles = sample_of("ruler/niah-multikey-1", seed).needles;
+    for (std::size_t i = 0; i < needles.size(); ++i)
+      if (needles[i].asked) places.insert(i);
+    const TextSample values = sample_of("ruler/niah-multivalue", seed);
+    in_order.insert(values.needles[0].text.find(values.answers[0]) != std::string::npos);
+  }
+  EXPECT_EQ(places.size(), 4u);
+  EXPECT_EQ(in_order.size(), 2u);
+}
+
 TEST(TextTasks, AskForWhatStandsInTheNeedlesOfTheAskedKeys) {
   const std::regex needle("(?:One of the|The) special magic (?:number|numbers|uuids) for (\\S+) is: (\\S+)\\.");
   for_each_sample(4, [&](const TextTaskInfo& task, const TextSample& sample, std::int64_t) {
@@ -315,6 +329,7 @@ TEST(TextTasks, CodeWordsByZipfsLaw) {
     for (const auto& [word, count] : counts) ranks.emplace_back(-count, word);
     std::sort(ranks.begin(), ranks.end());
     ASSERT_GE(ranks.size(), 5u);
+    ASSERT_EQ(sample.answers.size(), 3u);
     EXPECT_EQ(ranks[0].second, "...");
     for (std::size_t i = 0; i < 3; ++i) EXPECT_EQ(ranks[i + 1].second, sample.answers[i]);
     EXPECT_LT(ranks[3].first, ranks[4].first) << "the third is more than the fourth";

@@ -119,7 +119,7 @@ struct TextTaskInfo {
 /// Throws InvalidArgument for an unknown name, an option out of range or of another task, a missing haystack, a missing counter, a count
 /// that is negative or above 2^40, a length below the shortest text (the message says which fits), and a haystack of more keys than there
 /// are pairs (115,132).
-/// Cost: 4 to 10 calls of count_tokens with whole prompts (vt: 4 more with its example), and O(length) beside each.
+/// Cost: 4 to 15 calls of count_tokens with whole prompts (vt: 4 of them with its example), and O(length) beside each.
 [[nodiscard]] TextSample make_text_task(std::string_view name, std::uint64_t seed, const TokenCounter& count_tokens,
                                         const TextTaskOptions& options = {});
 
