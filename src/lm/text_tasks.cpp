@@ -1,0 +1,141 @@
+#include "kvkeep/lm/text_tasks.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "kvkeep/core/error.h"
+#include "text_recipe.h"
+#include "untrusted_json.h"
+
+namespace kvkeep::lm {
+namespace {
+
+constexpr std::int64_t kShortest = 64, kLongest = std::int64_t{1} << 22;  // tokens of a length
+constexpr std::int64_t kMostCounted = std::int64_t{1} << 40;              // what a tokenizer may say of one prompt
+
+constexpr std::array<TextTaskInfo, 12> kTasks{{
+    {"ruler/niah-single-1", "one number in noise", false, 128},
+    {"ruler/niah-single-2", "one number in an essay", true, 128},
+    {"ruler/niah-single-3", "one uuid in an essay", true, 128},
+    {"ruler/niah-multikey-1", "one of four numbers in an essay", true, 128},
+    {"ruler/niah-multikey-2", "one of very many numbers", false, 128},
+    {"ruler/niah-multikey-3", "one of very many uuids, by a uuid", false, 128},
+    {"ruler/niah-multivalue", "four numbers of one key in an essay", true, 128},
+    {"ruler/niah-multiquery", "four numbers of four keys in an essay", true, 128},
+    {"ruler/vt", "five variables assigned one from the other, in noise", false, 30},
+    {"ruler/cwe", "the ten most common words of a list", false, 120},
+    {"ruler/fwe", "the three most common coded words", false, 50},
+    {"text/needle", "five digits in an essay, at a depth of choice", true, 16},
+}};
+
+using Build = std::function<TextSample(std::int64_t units)>;
+
+std::int64_t counted(const TokenCounter& count_tokens, const TextSample& sample) {
+  const std::int64_t tokens = count_tokens(sample.prompt());
+  KVKEEP_REQUIRE(0 <= tokens && tokens <= kMostCounted, "make_text_task: count_tokens is wrong; given ", tokens, " tokens; allowed 0 to ",
+                 kMostCounted);
+  return tokens;
+}
+
+/// The sample of the most units whose prompt has at most `room` tokens, or that of the fewest where that is too long. Follows the slope
+/// until a text is too long, then closes in by secants, every third step by halves.
+TextSample longest_fit(const Build& build, std::int64_t least, std::int64_t most, std::int64_t room, const TokenCounter& count_tokens) {
+  TextSample best = build(least);
+  best.prompt_tokens = counted(count_tokens, best);
+  if (best.prompt_tokens > room) return best;
+  std::int64_t low = least, high = most + 1, high_tokens = -1;          // low fits; high does not, or was not counted
+  std::int64_t units = least, tokens = best.prompt_tokens, stride = 1;  // the slope, with the template in it at first: too steep
+  for (std::int64_t step = 1; high - low > 1; ++step) {
+    const std::int64_t left = room - best.prompt_tokens;
+    std::int64_t by = left * units / std::max<std::int64_t>(tokens, 1);
+    if (high_tokens < 0 && by < stride) by = std::exchange(stride, 2 * stride);
+    if (high_tokens >= 0) by = step % 3 == 0 ? (high - low) / 2 : left * (high - low) / (high_tokens - best.prompt_tokens);
+    const std::int64_t guess = std::clamp(low + by, low + 1, high - 1);
+    TextSample sample = build(guess);
+    sample.prompt_tokens = counted(count_tokens, sample);
+    if (sample.prompt_tokens > room) {
+      high = guess, high_tokens = sample.prompt_tokens;
+      continue;
+    }
+    if (sample.prompt_tokens > best.prompt_tokens) units = guess - low, tokens = sample.prompt_tokens - best.prompt_tokens;
+    low = guess, best = std::move(sample);
+  }
+  return best;
+}
+
+void check(const TextTaskInfo& task, const TokenCounter& count_tokens, const TextTaskOptions& options) {
+  const auto in_range = [&](std::string_view option, std::int64_t value, std::int64_t low, std::int64_t high) {
+    KVKEEP_REQUIRE(low <= value && value <= high, "make_text_task(", task.name, "): ", option, " is out of range; given ", value,
+                   "; allowed ", low, " to ", high);
+  };
+  const auto own = [&](std::string_view option, bool given) {
+    KVKEEP_REQUIRE(!given || task.name == "text/needle", "make_text_task(", task.name, "): this task has no option ", option,
+                   "; given a value for it; allowed with text/needle alone");
+  };
+  KVKEEP_REQUIRE(count_tokens != nullptr, "make_text_task(", task.name,
+                 "): nothing counts the tokens; given an empty function; allowed one of a tokenizer");
+  in_range("length", options.length, kShortest, kLongest);
+  in_range("reserved_tokens", options.reserved_tokens, 0, options.length);
+  own("depth", options.depth.has_value());
+  own("numbers", options.numbers.has_value());
+  in_range("depth", options.depth.value_or(0), 0, 100);
+  in_range("numbers", options.numbers.value_or(1), 1, 40);
+}
+
+char lower(char letter) { return letter >= 'A' && letter <= 'Z' ? static_cast<char>(letter - 'A' + 'a') : letter; }
+
+}  // namespace
+
+std::span<const TextTaskInfo> text_tasks() { return kTasks; }
+
+double text_score(std::string_view answer, std::span<const std::string> references, TextScoring scoring) {
+  KVKEEP_REQUIRE(!references.empty(), "text_score: nothing to look for; given no references; allowed one or more");
+  std::size_t found = 0;
+  for (const std::string& one : references)
+    found += std::search(answer.begin(), answer.end(), one.begin(), one.end(), [](char a, char b) { return lower(a) == lower(b); }) !=
+             answer.end();
+  if (scoring == TextScoring::part) return found > 0 ? 1 : 0;
+  return static_cast<double>(found) / static_cast<double>(references.size());
+}
+
+TextSample make_text_task(std::string_view name, std::uint64_t seed, const TokenCounter& count_tokens, const TextTaskOptions& options) {
+  const auto task = std::find_if(kTasks.begin(), kTasks.end(), [&](const TextTaskInfo& one) { return one.name == name; });
+  if (task == kTasks.end()) {
+    std::string names;
+    for (const TextTaskInfo& one : kTasks) names += text(names.empty() ? "" : ", ", one.name);
+    refuse("make_text_task: no task has this name; given \"", io::shortened(name), "\"; allowed ", names);
+  }
+  check(*task, count_tokens, options);
+  const Essay essay(task->needs_haystack ? options.haystack : std::string_view{}, options.length);
+  KVKEEP_REQUIRE(!task->needs_haystack || !essay.empty(), "make_text_task(", name,
+                 "): this task hides its needles in prose; given no haystack; allowed a text of one word or more");
+
+  const Recipe recipe{*task, seed, options, essay};
+  const std::int64_t room = options.length - options.reserved_tokens - task->answer_tokens;
+  Build build = [&](std::int64_t units) { return niah(recipe, units); };
+  std::int64_t least = 1;
+  TextSample example;
+  if (name == "text/needle") {
+    build = [&](std::int64_t words) { return text_needle(recipe, words); };
+  } else if (name == "ruler/vt") {
+    const Build shorter = [&](std::int64_t lines) { return chain_example(recipe, lines); };
+    const std::int64_t most = std::min<std::int64_t>(500, options.length / 4);
+    example = longest_fit(shorter, kChain, std::max(kChain, most), most, count_tokens);
+    build = [&](std::int64_t lines) { return chain(recipe, lines, example); };
+    least = kChain;
+  } else if (name == "ruler/cwe") {
+    build = [&](std::int64_t others) { return common_words(recipe, others); };
+  } else if (name == "ruler/fwe") {
+    build = [&](std::int64_t words) { return coded_words(recipe, words); };
+    least = kLeastCoded;
+  }
+
+  TextSample sample = longest_fit(build, least, std::max(least, options.length), room, count_tokens);
+  KVKEEP_REQUIRE(sample.prompt_tokens <= room, "make_text_task(", name, "): the shortest text does not fit; given a length of ",
+                 options.length, " tokens; allowed ", options.length - room + sample.prompt_tokens, " or more");
+  sample.answer_tokens = task->answer_tokens;
+  return sample;
+}
+
+}  // namespace kvkeep::lm

@@ -1,0 +1,15 @@
+#pragma once
+/// Common English words for the text tasks: the project's own choice.
+
+#include <span>
+#include <string_view>
+
+namespace kvkeep::lm {
+
+/// Lower-case ASCII, four letters or more. No word is in two lists, and none is a part of another: an answer that holds a word was meant
+/// to.
+std::span<const std::string_view> adjectives();  ///< 214
+std::span<const std::string_view> nouns();       ///< 538
+std::span<const std::string_view> verbs();       ///< 308
+
+}  // namespace kvkeep::lm
