@@ -117,9 +117,9 @@ void OutputOptions::add(CLI::App& app) {
 }
 
 void ModelOptions::add(CLI::App& app) {
-  app.add_option("--model", folder, "folder of a Llama, Qwen2 or Qwen3 checkpoint (config.json, *.safetensors)")
+  app.add_option("--model", folder, "a Llama, Qwen2 or Qwen3 checkpoint: a folder (config.json, *.safetensors) or a GGUF file")
       ->required()
-      ->option_text("DIR");
+      ->option_text("PATH");
   app.add_option("--threads", threads, "CPU threads; 0 takes one for a model below 8 MiB, else what LibTorch takes")
       ->check(CLI::Range(0, 4096))
       ->option_text("N [0]");

@@ -219,7 +219,7 @@ Run add_plan(CLI::App& app) {
   CLI::App* sub = app.add_subcommand("plan", "memory under a policy, by layer and batch, from shapes alone");
   auto o = std::make_shared<Options>();
   CLI::Option_group* model = sub->add_option_group("model (one of)");
-  model->add_option("--model", o->model, "folder with a config.json; weights are not needed")->option_text("DIR");
+  model->add_option("--model", o->model, "folder with a config.json (weights are not needed), or a GGUF file")->option_text("PATH");
   model->add_option("--shape", o->shape, "qwen7b (28:28:4:128), llama8b (32:32:8:128), or your own")->option_text("NAME|L:HQ:HKV:D");
   model->require_option(1);
   sub->add_option("--policy", o->policy, kPolicyHelp)->required()->option_text("POLICY");

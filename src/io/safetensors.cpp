@@ -2,29 +2,25 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <cstring>
 #include <nlohmann/json.hpp>
-#include <new>
 #include <optional>
 #include <set>
-#include <system_error>
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
+#include "regular_file.h"
 #include "untrusted_json.h"
 
 namespace kvkeep::io {
 namespace {
 
 using Json = nlohmann::json;
+
+constexpr std::string_view kOperation = "read safetensors";
 
 struct DtypeName {
   std::string_view name;
@@ -105,111 +101,33 @@ std::uint64_t bytes_of_shape(const std::vector<std::uint64_t>& shape, std::uint6
   return empty ? 0 : bytes;
 }
 
-/// A regular file while its bytes are fetched.
-struct Opened {
-  /// Not blocking: a pipe without a writer would be waited for, and is refused.
-  explicit Opened(const std::filesystem::path& path) : descriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {
-    KVKEEP_REQUIRE(descriptor >= 0, "read safetensors: cannot open ", path.string(), " (", std::system_category().message(errno),
-                   "); allowed a file that can be read");
-    struct stat status {};
-    const bool regular = ::fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode);
-    if (!regular) ::close(descriptor);
-    KVKEEP_REQUIRE(regular, "read safetensors: ", path.string(), " is not a regular file");
-    size = static_cast<std::size_t>(status.st_size);
-  }
-  ~Opened() { ::close(descriptor); }
-  Opened(const Opened&) = delete;
-  Opened& operator=(const Opened&) = delete;
-
-  const int descriptor;
-  std::size_t size = 0;
-};
-
 }  // namespace
 
-struct SafetensorsFile::Bytes {
-  const std::byte* data = nullptr;
-  std::size_t size = 0;
-  void* mapping = nullptr;
-  std::unique_ptr<std::byte[]> owned;
+SafetensorsFile SafetensorsFile::open(const std::filesystem::path& path) { return parse(FileBytes::mapped(path, kOperation), path.string()); }
 
-  Bytes() = default;
-  Bytes(const Bytes&) = delete;
-  Bytes& operator=(const Bytes&) = delete;
-  ~Bytes() {
-    if (mapping != nullptr) ::munmap(mapping, size);
-  }
-
-  static std::shared_ptr<const Bytes> mapped(const std::filesystem::path& path) {
-    const Opened file(path);
-    auto bytes = std::make_shared<Bytes>();
-    bytes->size = file.size;
-    if (file.size > 0) {
-      void* mapping = ::mmap(nullptr, file.size, PROT_READ, MAP_PRIVATE, file.descriptor, 0);
-      if (mapping != MAP_FAILED) bytes->mapping = mapping;
-    }
-    KVKEEP_REQUIRE(bytes->mapping != nullptr || bytes->size == 0, "read safetensors: cannot map ", path.string(), " (",
-                   std::system_category().message(errno), ")");
-    bytes->data = static_cast<const std::byte*>(bytes->mapping);
-    return bytes;
-  }
-
-  static std::shared_ptr<const Bytes> copy_of(const std::filesystem::path& path) {
-    const Opened file(path);
-    const std::shared_ptr<Bytes> bytes = room_for(file.size, path.string());
-    for (std::size_t done = 0; done < bytes->size;) {
-      constexpr std::size_t kMost = std::size_t{1} << 30;  // Linux reads at most 2 GiB at once
-      const ssize_t more = ::read(file.descriptor, bytes->owned.get() + done, std::min(kMost, bytes->size - done));
-      if (more < 0 && errno == EINTR) continue;
-      KVKEEP_REQUIRE(more >= 0, "read safetensors: reading ", path.string(), " failed (", std::system_category().message(errno), ")");
-      KVKEEP_REQUIRE(more > 0, "read safetensors: ", path.string(), " was cut to ", done, " bytes while it was read");
-      done += static_cast<std::size_t>(more);
-    }
-    return bytes;
-  }
-
-  static std::shared_ptr<const Bytes> copy_of(std::string_view source, const std::string& name) {
-    const std::shared_ptr<Bytes> bytes = room_for(source.size(), name);
-    if (!source.empty()) std::memcpy(bytes->owned.get(), source.data(), source.size());
-    return bytes;
-  }
-
- private:
-  static std::shared_ptr<Bytes> room_for(std::size_t size, const std::string& name) {
-    auto bytes = std::make_shared<Bytes>();
-    bytes->size = size;
-    bytes->owned.reset(new (std::nothrow) std::byte[size]);
-    KVKEEP_REQUIRE_AS(DeviceError, bytes->owned != nullptr, "read safetensors: there is no memory for the ", size, " bytes of ", name);
-    bytes->data = bytes->owned.get();
-    return bytes;
-  }
-};
-
-SafetensorsFile SafetensorsFile::open(const std::filesystem::path& path) { return parse(Bytes::mapped(path), path.string()); }
-
-SafetensorsFile SafetensorsFile::read(const std::filesystem::path& path) { return parse(Bytes::copy_of(path), path.string()); }
+SafetensorsFile SafetensorsFile::read(const std::filesystem::path& path) { return parse(FileBytes::copied(path, kOperation), path.string()); }
 
 SafetensorsFile SafetensorsFile::from_bytes(std::string_view bytes, std::string name) {
-  auto copy = Bytes::copy_of(bytes, name);
+  auto copy = FileBytes::copied(bytes, name, kOperation);
   return parse(std::move(copy), std::move(name));
 }
 
-SafetensorsFile SafetensorsFile::parse(std::shared_ptr<const Bytes> bytes, std::string where) {
-  KVKEEP_REQUIRE(bytes->size >= kLengthBytes, "read safetensors: ", where, " has ", bytes->size,
+SafetensorsFile SafetensorsFile::parse(std::shared_ptr<const FileBytes> bytes, std::string where) {
+  KVKEEP_REQUIRE(bytes->size() >= kLengthBytes, "read safetensors: ", where, " has ", bytes->size(),
           " bytes; allowed 8 or more (the header's length comes first)");
-  const std::uint64_t header_bytes = little_endian_length(bytes->data);
+  const std::uint64_t header_bytes = little_endian_length(bytes->data());
   KVKEEP_REQUIRE(header_bytes <= kLongestHeader, "read safetensors: ", where, " says its header has ", header_bytes, " bytes; allowed at most ",
           kLongestHeader);
-  KVKEEP_REQUIRE(header_bytes <= bytes->size - kLengthBytes, "read safetensors: ", where, " says its header has ", header_bytes,
-          " bytes, but only ", bytes->size - kLengthBytes, " follow; is the file truncated?");
-  const std::string_view header(reinterpret_cast<const char*>(bytes->data) + kLengthBytes, header_bytes);
+  KVKEEP_REQUIRE(header_bytes <= bytes->size() - kLengthBytes, "read safetensors: ", where, " says its header has ", header_bytes,
+          " bytes, but only ", bytes->size() - kLengthBytes, " follow; is the file truncated?");
+  const std::string_view header(reinterpret_cast<const char*>(bytes->data()) + kLengthBytes, header_bytes);
   KVKEEP_REQUIRE(!header.empty() && header.front() == '{', "read safetensors: the header of ", where,
           " does not begin with '{'; allowed one JSON object");
 
   SafetensorsFile file;
   file.where_ = std::move(where);
   file.data_begin_ = kLengthBytes + header_bytes;
-  file.data_bytes_ = bytes->size - file.data_begin_;
+  file.data_bytes_ = bytes->size() - file.data_begin_;
   file.bytes_ = std::move(bytes);
   // A name that is said twice would hide a tensor.
   const Json parsed = read_json(header, "read safetensors: the header of " + file.where_, RepeatedNames::refused);
@@ -261,7 +179,7 @@ Tensor SafetensorsFile::tensor(std::string_view name) const {
   KVKEEP_REQUIRE(found != by_name_.end(), "read safetensors: ", where_, " has no tensor '", name, "'");
   const Entry& entry = entries_[found->second];
   const auto options = at::TensorOptions(entry.dtype);
-  const std::byte* data = bytes_->data + data_begin_ + entry.begin;
+  const std::byte* data = bytes_->data() + data_begin_ + entry.begin;
   if (entry.bytes == 0 || reinterpret_cast<std::uintptr_t>(data) % c10::elementSize(entry.dtype) != 0) {
     Tensor copy = at::empty(entry.shape, options);
     if (entry.bytes > 0) std::memcpy(copy.mutable_data_ptr(), data, entry.bytes);

@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "config_fields.h"
+#include "gguf_config.h"
 #include "kvkeep/core/error.h"
 #include "read_file.h"
 #include "untrusted_json.h"
@@ -14,18 +15,9 @@ namespace {
 using Json = nlohmann::json;
 using detail::ConfigFields;
 
-constexpr std::int32_t kMostLayers = 1 << 16;
-
 std::string read_text(const std::filesystem::path& path) { return io::read_file(path, "read config"); }
 
 Json parse_json(std::string_view content, const std::string& where) { return io::read_json(content, "read config: " + where); }
-
-Architecture architecture_called(const std::string& model_type, const std::string& where) {
-  if (model_type == "llama") return Architecture::llama;
-  if (model_type == "qwen2") return Architecture::qwen2;
-  if (model_type == "qwen3") return Architecture::qwen3;
-  refuse<Unsupported>("read config: ", where, " has model_type '", io::shortened(model_type), "'; the decoder has code for llama, qwen2, qwen3");
-}
 
 std::string name_of(Architecture architecture) {
   return architecture == Architecture::llama ? "llama" : architecture == Architecture::qwen2 ? "qwen2" : "qwen3";
@@ -189,10 +181,11 @@ void LmConfig::check() const {
   spec.check();
 }
 
-LmConfig LmConfig::read(const std::filesystem::path& folder) {
-  const std::filesystem::path config = folder / "config.json", generation = folder / "generation_config.json";
+LmConfig LmConfig::read(const std::filesystem::path& path) {
   std::error_code none;
-  KVKEEP_REQUIRE(std::filesystem::is_directory(folder, none), "read config: ", folder.string(), " is not a folder; allowed a Hugging Face model folder");
+  if (std::filesystem::is_regular_file(path, none)) return detail::read_gguf_config(path);
+  const std::filesystem::path config = path / "config.json", generation = path / "generation_config.json";
+  KVKEEP_REQUIRE(std::filesystem::is_directory(path, none), "read config: ", path.string(), " is neither a folder nor a file; allowed a Hugging Face model folder or a GGUF file");
   return parse(read_text(config), std::filesystem::exists(generation, none) ? read_text(generation) : std::string(), config.string());
 }
 
@@ -202,7 +195,7 @@ LmConfig LmConfig::parse(std::string_view config_text, std::string_view generati
   LmConfig model;
   const std::optional<std::string> model_type = config.word("model_type");
   KVKEEP_REQUIRE(model_type.has_value(), "read config: ", where, " has no model_type; the decoder has code for llama, qwen2, qwen3");
-  model.architecture = architecture_called(*model_type, where);
+  model.architecture = detail::architecture_called(*model_type, where, "model_type");
   refuse_what_has_no_code(config);
 
   model.vocab = config.size("vocab_size");
@@ -222,7 +215,7 @@ LmConfig LmConfig::parse(std::string_view config_text, std::string_view generati
   // transformers' Qwen3 does not derive head_dim: it is 128 unless the file says otherwise.
   spec.key_dim = config.size("head_dim", model.architecture == Architecture::qwen3 ? 128 : model.hidden / spec.query_heads);
   spec.value_dim = spec.key_dim;
-  spec.layers = read_layers(config, model.architecture, config.size_up_to("num_hidden_layers", kMostLayers));
+  spec.layers = read_layers(config, model.architecture, config.size_up_to("num_hidden_layers", detail::kMostLayers));
   model.rope = read_rope(config);
   spec.rope = make_rope(model.rope, spec.key_dim, model.max_positions);
 
@@ -255,6 +248,7 @@ LmConfig LmConfig::shape(Architecture architecture, std::int32_t layers, std::in
 }
 
 std::string LmConfig::json(std::string_view dtype, Layout layout) const {
+  KVKEEP_REQUIRE(rope.divisors.empty(), "write config: RoPE has divisors of a GGUF file; config.json has no word for them");
   const bool qwen = architecture != Architecture::llama;
   const std::string class_name = architecture == Architecture::llama   ? "LlamaForCausalLM"
                                  : architecture == Architecture::qwen2 ? "Qwen2ForCausalLM"

@@ -9,9 +9,20 @@
 #include <string_view>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/lm/config.h"
 #include "untrusted_json.h"
 
 namespace kvkeep::lm::detail {
+
+inline constexpr std::int32_t kMostLayers = 1 << 16;
+
+/// The architecture that `field` of a file names. Throws Unsupported, naming it, for one that the decoder has no code for.
+inline Architecture architecture_called(std::string_view name, const std::string& where, std::string_view field) {
+  if (name == "llama") return Architecture::llama;
+  if (name == "qwen2") return Architecture::qwen2;
+  if (name == "qwen3") return Architecture::qwen3;
+  refuse<Unsupported>("read config: ", where, " has ", field, " '", io::shortened(name), "'; the decoder has code for llama, qwen2, qwen3");
+}
 
 class ConfigFields {
  public:

@@ -98,9 +98,9 @@ Decoder::~Decoder() = default;
 Decoder::Decoder(Decoder&&) noexcept = default;
 Decoder& Decoder::operator=(Decoder&&) noexcept = default;
 
-Decoder Decoder::open(const std::filesystem::path& folder) {
-  LmConfig config = LmConfig::read(folder);
-  Weights weights = Weights::read(folder, config);
+Decoder Decoder::open(const std::filesystem::path& path, std::optional<ScalarType> dtype) {
+  LmConfig config = LmConfig::read(path);
+  Weights weights = Weights::read(path, config, dtype);
   return {std::move(config), std::move(weights)};
 }
 

@@ -71,6 +71,8 @@ void check(const RopeConfig& rope) {
     KVKEEP_REQUIRE(!rope.attention_factor || (std::isfinite(*rope.attention_factor) && *rope.attention_factor > 0),
             "RoPE: attention_factor must be finite and positive");
   }
+  for (const double divisor : rope.divisors)
+    KVKEEP_REQUIRE(std::isfinite(divisor) && divisor > 0, "RoPE: divisors of frequencies must be finite and positive; given ", divisor);
 }
 
 }  // namespace
@@ -78,6 +80,8 @@ void check(const RopeConfig& rope) {
 RopeSpec make_rope(const RopeConfig& rope, std::int32_t head_dim, std::int64_t max_positions) {
   KVKEEP_REQUIRE(head_dim >= 2 && head_dim % 2 == 0, "RoPE: head_dim must be even; given ", head_dim);
   check(rope);
+  KVKEEP_REQUIRE(rope.divisors.empty() || rope.divisors.size() == static_cast<std::size_t>(head_dim / 2), "RoPE: there are ", rope.divisors.size(), " divisors of frequencies; allowed ",
+          head_dim / 2, ", half of head_dim");
   RopeSpec spec;
   for (std::int32_t f = 0; f < head_dim / 2; ++f) spec.inv_freq.push_back(std::pow(rope.theta, -2.0 * f / head_dim));
   switch (rope.type) {
@@ -94,6 +98,7 @@ RopeSpec make_rope(const RopeConfig& rope, std::int32_t head_dim, std::int64_t m
       spec.attention_scaling = yarn_attention_scaling(rope);
       break;
   }
+  for (std::size_t f = 0; f < rope.divisors.size(); ++f) spec.inv_freq[f] /= rope.divisors[f];
   return spec;
 }
 

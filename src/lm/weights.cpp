@@ -3,76 +3,22 @@
 #include <ATen/ops/empty.h>
 
 #include <cmath>
-#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <random>
-#include <set>
+#include <utility>
 
+#include "checkpoint.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
 #include "kvkeep/io/safetensors.h"
-#include "read_file.h"
-#include "untrusted_json.h"
 
 namespace kvkeep::lm {
 namespace {
 
 namespace fs = std::filesystem;
 using Json = nlohmann::json;
-
-// The safetensors files of one model, and which of them holds which tensor.
-class Checkpoint {
- public:
-  explicit Checkpoint(const fs::path& folder) {
-    const fs::path single = folder / "model.safetensors", index = folder / "model.safetensors.index.json";
-    std::error_code none;
-    if (fs::exists(single, none)) {
-      where_ = single.string();
-      files_.emplace(where_, io::SafetensorsFile::open(single));
-      for (const std::string& name : files_.begin()->second.names()) file_of_[name] = where_;
-      return;
-    }
-    KVKEEP_REQUIRE(fs::exists(index, none), "read weights: ", folder.string(), " has neither model.safetensors nor model.safetensors.index.json");
-    where_ = index.string();
-    read_index(folder, index);
-  }
-
-  // Checks dtype and shape; the returned view costs nothing yet.
-  [[nodiscard]] Tensor matrix(const TensorSpec& wanted) const {
-    const auto found = file_of_.find(wanted.name);
-    KVKEEP_REQUIRE(found != file_of_.end(), "read weights: tensor '", wanted.name, "' is missing in ", where_,
-            "; the model of config.json needs it");
-    Tensor tensor = files_.at(found->second).tensor(wanted.name);
-    KVKEEP_REQUIRE(is_scorable(tensor.scalar_type()), "read weights: tensor '", wanted.name, "' in ", found->second, " has dtype ",
-            c10::toString(tensor.scalar_type()), "; allowed f32, f16, bf16");
-    KVKEEP_REQUIRE(tensor.sizes().vec() == wanted.shape, "read weights: tensor '", wanted.name, "' in ", found->second, " has shape ",
-            tensor.sizes(), "; config.json asks for ", at::IntArrayRef(wanted.shape));
-    return tensor;
-  }
-
- private:
-  void read_index(const fs::path& folder, const fs::path& path) {
-    const Json parsed = io::read_json(io::read_file(path, "read weights"), "read weights: " + where_);
-    KVKEEP_REQUIRE(parsed.is_object() && parsed.contains("weight_map") && parsed["weight_map"].is_object(), "read weights: ", where_,
-            " has no object weight_map");
-    for (const auto& [tensor, file] : parsed["weight_map"].items()) {
-      KVKEEP_REQUIRE(file.is_string(), "read weights: weight_map of ", where_, " gives no file name for '", io::shortened(tensor), "'");
-      const fs::path name = file.get<std::string>();
-      // A shard lies beside its index; anything else would let a downloaded file name any file of this machine.
-      KVKEEP_REQUIRE(name == name.filename() && !name.empty() && name != "..", "read weights: weight_map of ", where_, " sends '", io::shortened(tensor),
-              "' to '", io::shortened(name.string()), "'; allowed a file in the same folder");
-      const std::string shard = (folder / name).string();
-      if (!files_.contains(shard)) files_.emplace(shard, io::SafetensorsFile::open(shard));
-      KVKEEP_REQUIRE(files_.at(shard).has(tensor), "read weights: tensor '", io::shortened(tensor), "' is missing in ", shard, ", where ", where_, " says it is");
-      file_of_[tensor] = shard;
-    }
-  }
-
-  std::string where_;
-  std::map<std::string, io::SafetensorsFile> files_;
-  std::map<std::string, std::string> file_of_;
-};
+using detail::Checkpoint;
 
 std::string layer_prefix(std::int32_t layer) { return text("model.layers.", layer, "."); }
 
@@ -98,21 +44,21 @@ std::vector<LinearSpec> linears_of(const LmConfig& config, std::int32_t layer) {
 
 Tensor widened(const Tensor& tensor) { return tensor.to(kFloat32, /*non_blocking=*/false, /*copy=*/true); }
 
-Linear linear_from(const Checkpoint& checkpoint, const LinearSpec& linear) {
-  Linear loaded{checkpoint.matrix({linear.name + ".weight", {linear.out, linear.in}}), {}};
-  if (linear.bias) loaded.bias = widened(checkpoint.matrix({linear.name + ".bias", {linear.out}}));
+Linear linear_from(const Checkpoint& checkpoint, const LinearSpec& linear, std::optional<ScalarType> dtype) {
+  Linear loaded{checkpoint.tensor({linear.name + ".weight", {linear.out, linear.in}}, dtype), {}};
+  if (linear.bias) loaded.bias = widened(checkpoint.tensor({linear.name + ".bias", {linear.out}}));
   return loaded;
 }
 
-LayerWeights layer_from(const Checkpoint& checkpoint, const LmConfig& config, std::int32_t layer) {
+LayerWeights layer_from(const Checkpoint& checkpoint, const LmConfig& config, std::int32_t layer, std::optional<ScalarType> dtype) {
   const std::string prefix = layer_prefix(layer);
   const auto norm = [&](const std::string& name, std::int64_t size) {
-    return widened(checkpoint.matrix({prefix + name + ".weight", {size}}));
+    return widened(checkpoint.tensor({prefix + name + ".weight", {size}}));
   };
   const std::vector<LinearSpec> linears = linears_of(config, layer);
   LayerWeights weights;
   Linear* const targets[] = {&weights.q, &weights.k, &weights.v, &weights.o, &weights.gate, &weights.up, &weights.down};
-  for (std::size_t i = 0; i < linears.size(); ++i) *targets[i] = linear_from(checkpoint, linears[i]);
+  for (std::size_t i = 0; i < linears.size(); ++i) *targets[i] = linear_from(checkpoint, linears[i], dtype);
   weights.input_norm = norm("input_layernorm", config.hidden);
   weights.mlp_norm = norm("post_attention_layernorm", config.hidden);
   if (config.qk_norm) {
@@ -173,15 +119,16 @@ std::vector<TensorSpec> checkpoint_tensors(const LmConfig& config) {
   return tensors;
 }
 
-Weights Weights::read(const fs::path& folder, const LmConfig& config) {
+Weights Weights::read(const fs::path& path, const LmConfig& config, std::optional<ScalarType> dtype) {
   config.check();
-  const Checkpoint checkpoint(folder);
-  for (const TensorSpec& tensor : checkpoint_tensors(config)) (void)checkpoint.matrix(tensor);  // all checks before any work
+  KVKEEP_REQUIRE(!dtype || is_scorable(*dtype), "read weights: dtype is ", c10::toString(*dtype), "; allowed f32, f16, bf16");
+  const std::unique_ptr<const Checkpoint> checkpoint = Checkpoint::open(path, config);
+  for (const TensorSpec& tensor : checkpoint_tensors(config)) checkpoint->check(tensor);  // all checks before any work
   Weights weights;
-  weights.embedding = checkpoint.matrix({"model.embed_tokens.weight", {config.vocab, config.hidden}});
-  for (std::int32_t layer = 0; layer < config.num_layers(); ++layer) weights.layers.push_back(layer_from(checkpoint, config, layer));
-  weights.final_norm = widened(checkpoint.matrix({"model.norm.weight", {config.hidden}}));
-  weights.output = config.tied ? weights.embedding : checkpoint.matrix({"lm_head.weight", {config.vocab, config.hidden}});
+  weights.embedding = checkpoint->tensor({"model.embed_tokens.weight", {config.vocab, config.hidden}}, dtype);
+  for (std::int32_t layer = 0; layer < config.num_layers(); ++layer) weights.layers.push_back(layer_from(*checkpoint, config, layer, dtype));
+  weights.final_norm = widened(checkpoint->tensor({"model.norm.weight", {config.hidden}}));
+  weights.output = config.tied ? weights.embedding : checkpoint->tensor({"lm_head.weight", {config.vocab, config.hidden}}, dtype);
   return weights;
 }
 

@@ -14,6 +14,8 @@
 
 namespace kvkeep::io {
 
+class FileBytes;  // the mapped file, or memory of its own
+
 /// One opened file. Tensors are views of its bytes where their alignment allows it (else copies), so opening costs the header only;
 /// they keep the bytes alive and must not be written to (mapped pages are read-only).
 ///
@@ -52,7 +54,6 @@ class SafetensorsFile {
   [[nodiscard]] std::size_t data_bytes() const { return data_bytes_; }
 
  private:
-  struct Bytes;  // the mapped file, or memory of its own
   struct Entry {
     std::string name;
     ScalarType dtype;
@@ -62,10 +63,10 @@ class SafetensorsFile {
   };
 
   SafetensorsFile() = default;
-  static SafetensorsFile parse(std::shared_ptr<const Bytes> bytes, std::string where);
+  static SafetensorsFile parse(std::shared_ptr<const FileBytes> bytes, std::string where);
 
   std::string where_;
-  std::shared_ptr<const Bytes> bytes_;
+  std::shared_ptr<const FileBytes> bytes_;
   std::size_t data_begin_ = 0;
   std::size_t data_bytes_ = 0;
   std::vector<Entry> entries_;                               // in file order

@@ -126,8 +126,9 @@ class Decoder {
   Decoder(Decoder&&) noexcept;
   Decoder& operator=(Decoder&&) noexcept;
 
-  /// Reads a model folder. Throws as LmConfig::read and Weights::read do. Cost: headers and vectors; matrices are mapped.
-  static Decoder open(const std::filesystem::path& folder);
+  /// Reads a model folder or a GGUF file; `dtype` is that of the matrices, by default the stored one, f32 where they are quantised.
+  /// Throws as LmConfig::read and Weights::read do. Cost: theirs; matrices of a folder are mapped.
+  static Decoder open(const std::filesystem::path& path, std::optional<ScalarType> dtype = {});
 
   [[nodiscard]] const LmConfig& config() const { return config_; }
   [[nodiscard]] const ModelSpec& spec() const { return config_.spec; }

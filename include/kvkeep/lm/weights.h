@@ -1,8 +1,9 @@
 #pragma once
-/// The tensors of a Hugging Face checkpoint, checked before any of them is used.
+/// The tensors of a checkpoint, a Hugging Face folder or a GGUF file, checked before any of them is used.
 
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,17 +26,20 @@ struct LayerWeights {
   Linear gate, up, down;
 };
 
-/// All weights of one model. Matrices stay in the dtype they are stored in (views of the mapped files); vectors are widened to f32.
+/// All weights of one model. Matrices stay in the dtype they are stored in (views of a folder's mapped files); vectors are widened to f32.
 struct Weights {
   Tensor embedding;  ///< f32/f16/bf16 [vocab, hidden]
   std::vector<LayerWeights> layers;
   Tensor final_norm;  ///< f32 [hidden]
   Tensor output;      ///< f32/f16/bf16 [vocab, hidden]; the embedding itself where tied
 
-  /// Reads `folder`/model.safetensors, or the shards that model.safetensors.index.json names.
+  /// Reads `path`/model.safetensors, or the shards that model.safetensors.index.json names; or a GGUF file where `path` is no folder.
+  /// `dtype`, f32, f16 or bf16, is what matrices become (rounded to nearest even). Without it they stay as they are stored, and quantised ones become f32: an f16 scale times
+  /// a few bits is exact or nearly so there, where bf16 would round each weight by up to 1/256 of itself once more, and be another model than the file's.
   /// Throws: InvalidArgument naming the tensor and the file for one that is missing, of another shape, or of a dtype other than
-  /// f32, f16, bf16; and for whatever SafetensorsFile refuses. Everything is checked before anything is returned.
-  static Weights read(const std::filesystem::path& folder, const LmConfig& config);
+  /// f32, f16, bf16; for a tensor of a GGUF file that the decoder has no code for; and for whatever SafetensorsFile and GgufFile refuse. Everything is checked before anything is
+  /// returned. Cost: headers and vectors; matrices that change their dtype or come from a GGUF file, one pass and memory of their own.
+  static Weights read(const std::filesystem::path& path, const LmConfig& config, std::optional<ScalarType> dtype = {});
 
   /// The same numbers in the same dtypes on `device`; an output that is the embedding stays so.
   /// Throws: DeviceError where LibTorch cannot put them there.

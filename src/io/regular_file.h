@@ -1,0 +1,43 @@
+#pragma once
+/// Regular files that others wrote, as bytes: mapped where they are large, copied where they must not change.
+
+#include <cstddef>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <string_view>
+
+namespace kvkeep::io {
+
+/// Bytes that stay where they are while somebody holds them. Every sentence begins with `operation`, "read safetensors" for one.
+class FileBytes {
+ public:
+  /// The file itself: who cuts it while it is mapped ends the process (SIGBUS).
+  /// Throws: InvalidArgument where it cannot be opened, is not a regular file (a pipe is refused at once) or cannot be mapped.
+  static std::shared_ptr<const FileBytes> mapped(const std::filesystem::path& path, std::string_view operation);
+
+  /// What the file holds now. Throws: as mapped(); InvalidArgument where it is cut while it is read, DeviceError where there is no memory
+  /// for it.
+  static std::shared_ptr<const FileBytes> copied(const std::filesystem::path& path, std::string_view operation);
+
+  /// A copy of bytes in memory; `name` stands for the file. Throws: DeviceError where there is no memory for it.
+  static std::shared_ptr<const FileBytes> copied(std::string_view source, const std::string& name, std::string_view operation);
+
+  FileBytes() = default;
+  ~FileBytes();
+  FileBytes(const FileBytes&) = delete;
+  FileBytes& operator=(const FileBytes&) = delete;
+
+  [[nodiscard]] const std::byte* data() const { return data_; }
+  [[nodiscard]] std::size_t size() const { return size_; }
+
+ private:
+  static std::shared_ptr<FileBytes> room_for(std::size_t size, const std::string& name, std::string_view operation);
+
+  const std::byte* data_ = nullptr;
+  std::size_t size_ = 0;
+  void* mapping_ = nullptr;
+  std::unique_ptr<std::byte[]> owned_;
+};
+
+}  // namespace kvkeep::io

@@ -1,0 +1,89 @@
+/// The safetensors files of a Hugging Face folder, and which of them holds which tensor.
+
+#include <map>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "checkpoint.h"
+#include "kvkeep/core/error.h"
+#include "kvkeep/io/safetensors.h"
+#include "read_file.h"
+#include "untrusted_json.h"
+
+namespace kvkeep::lm::detail {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::json;
+
+class FolderCheckpoint final : public Checkpoint {
+ public:
+  explicit FolderCheckpoint(const fs::path& folder) {
+    const fs::path single = folder / "model.safetensors", index = folder / "model.safetensors.index.json";
+    std::error_code none;
+    if (fs::exists(single, none)) {
+      where_ = single.string();
+      files_.emplace(where_, io::SafetensorsFile::open(single));
+      for (const std::string& name : files_.begin()->second.names()) file_of_[name] = where_;
+      return;
+    }
+    KVKEEP_REQUIRE(fs::exists(index, none), "read weights: ", folder.string(),
+                   " has neither model.safetensors nor model.safetensors.index.json");
+    where_ = index.string();
+    read_index(folder, index);
+  }
+
+  void check(const TensorSpec& wanted) const override { (void)stored(wanted); }
+
+  [[nodiscard]] Tensor tensor(const TensorSpec& wanted, std::optional<ScalarType> dtype) const override {
+    const Tensor tensor = stored(wanted);
+    return dtype ? tensor.to(*dtype) : tensor;
+  }
+
+ private:
+  // Checks dtype and shape; the returned view costs nothing yet.
+  [[nodiscard]] Tensor stored(const TensorSpec& wanted) const {
+    const auto found = file_of_.find(wanted.name);
+    KVKEEP_REQUIRE(found != file_of_.end(), "read weights: tensor '", wanted.name, "' is missing in ", where_,
+                   "; the model of config.json needs it");
+    Tensor tensor = files_.at(found->second).tensor(wanted.name);
+    KVKEEP_REQUIRE(is_scorable(tensor.scalar_type()), "read weights: tensor '", wanted.name, "' in ", found->second, " has dtype ",
+                   c10::toString(tensor.scalar_type()), "; allowed f32, f16, bf16");
+    KVKEEP_REQUIRE(tensor.sizes().vec() == wanted.shape, "read weights: tensor '", wanted.name, "' in ", found->second, " has shape ",
+                   tensor.sizes(), "; config.json asks for ", at::IntArrayRef(wanted.shape));
+    return tensor;
+  }
+
+  void read_index(const fs::path& folder, const fs::path& path) {
+    const Json parsed = io::read_json(io::read_file(path, "read weights"), "read weights: " + where_);
+    KVKEEP_REQUIRE(parsed.is_object() && parsed.contains("weight_map") && parsed["weight_map"].is_object(), "read weights: ", where_,
+                   " has no object weight_map");
+    for (const auto& [tensor, file] : parsed["weight_map"].items()) {
+      KVKEEP_REQUIRE(file.is_string(), "read weights: weight_map of ", where_, " gives no file name for '", io::shortened(tensor), "'");
+      const fs::path name = file.get<std::string>();
+      // A shard lies beside its index; anything else would let a downloaded file name any file of this machine.
+      KVKEEP_REQUIRE(name == name.filename() && !name.empty() && name != "..", "read weights: weight_map of ", where_, " sends '",
+                     io::shortened(tensor), "' to '", io::shortened(name.string()), "'; allowed a file in the same folder");
+      const std::string shard = (folder / name).string();
+      if (!files_.contains(shard)) files_.emplace(shard, io::SafetensorsFile::open(shard));
+      KVKEEP_REQUIRE(files_.at(shard).has(tensor), "read weights: tensor '", io::shortened(tensor), "' is missing in ", shard, ", where ",
+                     where_, " says it is");
+      file_of_[tensor] = shard;
+    }
+  }
+
+  std::string where_;
+  std::map<std::string, io::SafetensorsFile> files_;
+  std::map<std::string, std::string> file_of_;
+};
+
+}  // namespace
+
+std::unique_ptr<const Checkpoint> open_folder_checkpoint(const fs::path& folder) { return std::make_unique<FolderCheckpoint>(folder); }
+
+std::unique_ptr<const Checkpoint> Checkpoint::open(const fs::path& path, const LmConfig& config) {
+  std::error_code none;
+  return fs::is_regular_file(path, none) ? open_gguf_checkpoint(path, config) : open_folder_checkpoint(path);
+}
+
+}  // namespace kvkeep::lm::detail

@@ -1,0 +1,97 @@
+/// The tensors of a GGUF file under their Hugging Face names.
+/// Source: llama.cpp, convert_hf_to_gguf.py (`permute` of LlamaModel) and gguf-py's tensor_mapping.py.
+
+#include <algorithm>
+#include <array>
+#include <set>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "checkpoint.h"
+#include "kvkeep/core/error.h"
+#include "kvkeep/io/gguf.h"
+#include "untrusted_json.h"
+
+namespace kvkeep::lm::detail {
+namespace {
+
+using NamePair = std::pair<std::string_view, std::string_view>;  // Hugging Face's, GGUF's; ".weight" or ".bias" follows
+constexpr std::string_view kLayers = "model.layers.", kQuery = "self_attn.q_proj", kKey = "self_attn.k_proj";
+constexpr std::array<NamePair, 11> kLayerNames{{{"input_layernorm", "attn_norm"},
+                                                {kQuery, "attn_q"},
+                                                {kKey, "attn_k"},
+                                                {"self_attn.v_proj", "attn_v"},
+                                                {"self_attn.o_proj", "attn_output"},
+                                                {"self_attn.q_norm", "attn_q_norm"},
+                                                {"self_attn.k_norm", "attn_k_norm"},
+                                                {"post_attention_layernorm", "ffn_norm"},
+                                                {"mlp.gate_proj", "ffn_gate"},
+                                                {"mlp.up_proj", "ffn_up"},
+                                                {"mlp.down_proj", "ffn_down"}}};
+constexpr std::array<NamePair, 3> kModelNames{{{"model.embed_tokens", "token_embd"}, {"model.norm", "output_norm"}, {"lm_head", "output"}}};
+
+// Names come from checkpoint_tensors(), so one of the pairs fits.
+std::string_view other_name(const auto& pairs, std::string_view name) {
+  return std::find_if(pairs.begin(), pairs.end(), [&](const NamePair& pair) { return pair.first == name; })->second;
+}
+
+// "model.layers.3.mlp.up_proj.weight" without layer and kind: "mlp.up_proj".
+std::string_view map_in_layer(std::string_view name) {
+  name.remove_prefix(name.find('.', kLayers.size()) + 1);
+  return name.substr(0, name.rfind('.'));
+}
+
+std::string gguf_name(std::string_view name) {
+  const std::string_view kind = name.substr(name.rfind('.'));
+  if (!name.starts_with(kLayers)) return text(other_name(kModelNames, name.substr(0, name.size() - kind.size())), kind);
+  const std::string_view layer = name.substr(kLayers.size(), name.find('.', kLayers.size()) - kLayers.size());
+  return text("blk.", layer, ".", other_name(kLayerNames, map_in_layer(name)), kind);
+}
+
+class GgufCheckpoint final : public Checkpoint {
+ public:
+  GgufCheckpoint(const std::filesystem::path& path, const LmConfig& config) : file_(io::GgufFile::open(path)), config_(config) {
+    std::set<std::string> known{"rope_freqs.weight"};
+    for (const TensorSpec& tensor : checkpoint_tensors(config)) known.insert(gguf_name(tensor.name));
+    for (const std::string_view name : file_.names())
+      KVKEEP_REQUIRE(known.contains(std::string(name)), "read weights: tensor '", io::shortened(name), "' in ", file_.where(),
+                     " is not one that its metadata ask for; the decoder has no code for it");
+  }
+
+  void check(const TensorSpec& wanted) const override {
+    const std::string name = gguf_name(wanted.name);
+    KVKEEP_REQUIRE(file_.has(name), "read weights: tensor '", name, "' is missing in ", file_.where(),
+                   "; the model of its metadata needs it");
+    const auto& shape = file_.described(name).shape;
+    KVKEEP_REQUIRE(shape == wanted.shape, "read weights: tensor '", name, "' in ", file_.where(), " has shape ", at::IntArrayRef(shape),
+                   "; its metadata ask for ", at::IntArrayRef(wanted.shape));
+  }
+
+  [[nodiscard]] Tensor tensor(const TensorSpec& wanted, std::optional<ScalarType> dtype) const override {
+    check(wanted);
+    const std::string name = gguf_name(wanted.name);
+    const Tensor stored = file_.tensor(name, dtype.value_or(file_.described(name).dtype.value_or(kFloat32)));
+    if (config_.architecture != Architecture::llama || !wanted.name.starts_with(kLayers)) return stored;
+    const std::string_view map = map_in_layer(wanted.name);
+    return map == kQuery ? halves(stored, config_.spec.query_heads) : map == kKey ? halves(stored, config_.spec.kv_heads) : stored;
+  }
+
+ private:
+  // llama.cpp turns neighbours of a Llama's head by RoPE, transformers element i of the one half with element i of the other: so GGUF files
+  // have the rows of queries and keys interleaved, and here they come apart again. Qwen's are as transformers has them.
+  [[nodiscard]] static Tensor halves(const Tensor& rows, std::int64_t heads) {
+    return rows.view({heads, rows.size(0) / heads / 2, 2, -1}).transpose(1, 2).reshape(rows.sizes());
+  }
+
+  io::GgufFile file_;
+  LmConfig config_;
+};
+
+}  // namespace
+
+std::unique_ptr<const Checkpoint> open_gguf_checkpoint(const std::filesystem::path& path, const LmConfig& config) {
+  return std::make_unique<GgufCheckpoint>(path, config);
+}
+
+}  // namespace kvkeep::lm::detail
