@@ -25,8 +25,8 @@ class ChatTemplate {
   /// Throws: Unsupported for a template that is not known.
   static ChatTemplate recognise(std::string_view jinja, std::string_view bos = "<|begin_of_text|>");
 
-  /// The prompt. Encode it with SpecialTokens::parsed, and without a bos token where writes_bos(). Control tokens inside of a message are parsed
-  /// then, too. `add_generation_prompt` ends it where the assistant's answer begins. Llama 3 strips blanks around each content.
+  /// The prompt. Encode it with SpecialTokens::parsed, and without a bos token where writes_bos(). Control tokens inside of a message are
+  /// parsed then, too. `add_generation_prompt` ends it where the assistant's answer begins. Llama 3 strips blanks around each content.
   /// Throws: InvalidArgument without messages, and for another role than the three.
   [[nodiscard]] std::string render(std::span<const ChatMessage> messages, bool add_generation_prompt = true) const;
 
