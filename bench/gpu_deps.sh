@@ -4,7 +4,7 @@
 set -euo pipefail
 
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
-packages=(libgtest-dev libgmock-dev libbenchmark-dev libbenchmark1 libbenchmark1debian nlohmann-json3-dev libcli11-dev libhwy-dev libhwy1)
+packages=(libgtest-dev libgmock-dev libbenchmark-dev libbenchmark1 libbenchmark1debian nlohmann-json3-dev libcli11-dev libhwy-dev libhwy1 libutf8proc-dev libutf8proc2 libutf8proc3)
 download="$(mktemp -d)"
 trap 'rm -rf -- "$download"' EXIT
 rm -rf -- .deps

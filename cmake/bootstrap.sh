@@ -24,7 +24,7 @@ kvkeep_stop() {
 # Names of Debian packages that are needed and absent. Programs count from wherever they come; libraries by package.
 kvkeep_missing_packages() {
   local -A programs=([g++]=g++ [cmake]=cmake [ninja]=ninja-build [python3]=python3)
-  local libraries=(libgtest-dev libbenchmark-dev nlohmann-json3-dev libcli11-dev libhwy-dev)
+  local libraries=(libgtest-dev libbenchmark-dev nlohmann-json3-dev libcli11-dev libhwy-dev libutf8proc-dev)
   local program library installed
   for program in g++ cmake ninja python3; do
     command -v "$program" > /dev/null || echo "${programs[$program]}"
@@ -62,7 +62,7 @@ kvkeep_bootstrap_packages() {
   local missing
   if ! command -v dpkg-query > /dev/null || ! command -v apt-get > /dev/null; then
     kvkeep_say "kvkeep: not a Debian or Ubuntu machine; going on with what is here. It needs a C++20 compiler, CMake 3.25, Ninja," \
-      "and the libraries Highway 1.0, nlohmann-json 3.10, CLI11, GoogleTest, Google Benchmark."
+      "and the libraries Highway 1.0, nlohmann-json 3.10, utf8proc 2.2, CLI11, GoogleTest, Google Benchmark."
     return
   fi
   mapfile -t missing < <(kvkeep_missing_packages "$@")

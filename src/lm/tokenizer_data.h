@@ -1,0 +1,49 @@
+#pragma once
+/// A tokenizer that was checked.
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "added_tokens.h"
+#include "bpe.h"
+#include "pre_tokenizer.h"
+#include "tokenizer_plan.h"
+
+namespace kvkeep::lm::detail {
+
+struct TokenizerData {
+  static constexpr std::int32_t kNone = -1;
+
+  /// Throws InvalidArgument where the plan contradicts itself, before memory is taken for more than it lists.
+  explicit TokenizerData(const TokenizerPlan& plan);
+  TokenizerData(const TokenizerData&) = delete;
+  TokenizerData& operator=(const TokenizerData&) = delete;
+
+  std::vector<std::string> pieces;                           ///< [ids] bytes; empty where an id has no token
+  std::vector<bool> special;                                 ///< [ids]
+  std::unordered_map<std::string_view, std::int32_t> words;  ///< by bytes, into `pieces`: what a word may become at once
+  std::unordered_map<std::string, std::int32_t> added;       ///< by text
+  std::array<std::int32_t, 256> byte_tokens;                 ///< kNone where there is none
+  Merges merges;
+  AddedTokens as_written, normalized;  ///< found before NFC and after it
+  PreTokenizer pre;
+  bool nfc, ignore_merges, fuse_unknown, add_bos;
+  std::int32_t unknown = kNone;  ///< for bytes without a token
+  std::optional<std::int32_t> bos, eos, eot;
+  std::vector<std::int32_t> end_tokens;
+
+ private:
+  using IdsByText = std::unordered_map<std::string_view, std::int32_t>;
+
+  [[nodiscard]] IdsByText take_vocabulary(const TokenizerPlan& plan);
+  void take_merges(const TokenizerPlan& plan, const IdsByText& ids);
+  void take_added(const TokenizerPlan& plan, const IdsByText& ids);
+  void take_named(const TokenizerPlan& plan, const IdsByText& ids);
+};
+
+}  // namespace kvkeep::lm::detail

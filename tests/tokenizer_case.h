@@ -1,0 +1,51 @@
+#pragma once
+/// Small tokenizers of tests: the golden ones, and one that knows bytes alone.
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <string>
+
+#include "kvkeep/lm/tokenizer.h"
+
+namespace kvkeep::lm::testing {
+
+inline const std::filesystem::path kGoldenTokenizers = std::filesystem::path(KVKEEP_TEST_GOLDEN_DIR) / "tokenizer";
+
+inline std::string content_of(const std::filesystem::path& path) {
+  std::ifstream in(path, std::ios::binary);
+  EXPECT_TRUE(in) << path;
+  return {std::istreambuf_iterator<char>(in), {}};
+}
+
+inline std::filesystem::path file_of(const std::string& name) { return kGoldenTokenizers / name / "tokenizer.json"; }
+
+inline std::string alphabet_of(const std::string& bytes) {
+  std::string out;
+  const auto itself = [](unsigned c) { return (c >= 0x21 && c <= 0x7e) || (c >= 0xa1 && c <= 0xac) || c >= 0xae; };
+  for (const char byte : bytes) {
+    const unsigned value = static_cast<unsigned char>(byte);
+    unsigned code = value;
+    if (!itself(value)) {
+      code = 0x100;
+      for (unsigned before = 0; before < value; ++before) code += itself(before) ? 0 : 1;
+    }
+    if (code < 0x80)
+      out += static_cast<char>(code);
+    else
+      out += {static_cast<char>(0xc0 | code >> 6), static_cast<char>(0x80 | (code & 0x3f))};
+  }
+  return out;
+}
+
+// All bytes, in their order, as ids 0 to 255.
+inline TokenizerParts bytes_alone(const std::string& pre = "gpt-2") {
+  TokenizerParts parts;
+  for (int byte = 0; byte < 256; ++byte) parts.tokens.push_back(alphabet_of(std::string(1, static_cast<char>(byte))));
+  parts.pre_tokenizer = pre;
+  return parts;
+}
+
+}  // namespace kvkeep::lm::testing
