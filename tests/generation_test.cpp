@@ -326,6 +326,56 @@ TEST(Generation, ForcedTokensAreFedAndPredictionsStayTheModels) {
   EXPECT_FALSE(at::equal(alone(decoder, "full", forced).logits, greedy.logits));
 }
 
+TEST(Generation, GoesOnGreedilyAfterTokensThatWereForced) {
+  Decoder decoder = Decoder::open(llama());
+  Request one = request(20, 12, 11);
+  const Completion greedy = alone(decoder, "full", one);
+  one.forced.assign(greedy.tokens.begin(), greedy.tokens.begin() + 4);
+  expect_the_same(alone(decoder, "full", one), greedy);
+  one.forced = random_ids(4, 12);
+  const Completion led = alone(decoder, "full", one);
+  Request longer{.prompt = one.prompt, .new_tokens = 8};
+  longer.prompt.insert(longer.prompt.end(), one.forced.begin(), one.forced.end());
+  const std::vector<std::int32_t> told = alone(decoder, "full", longer).tokens;
+  EXPECT_EQ(std::vector<std::int32_t>(led.tokens.begin() + 4, led.tokens.end()), told);
+}
+
+// What a table of policies rests on: one prefill for all of them.
+TEST(Generation, GoesOnFromAPromptThatWasRunForAllAsIfItHadRunIt) {
+  Decoder decoder = Decoder::open(llama());
+  const std::vector<std::string> policies{"full", "streaming,budget=24,interval=8", "tova,budget=24,interval=8,prefill=cut", "snapkv,budget=24,interval=8,scorer.window=4",
+                                          "ams-tova,budget=24,interval=8,prefill=cut", "expected,budget=24,interval=8", "h2o,budget=24,interval=8",
+                                          "tova,budget=16,interval=8,sink=2,recent=6,rest=fold", "sekv,recent=16,interval=8"};
+  constexpr std::int64_t kCapacity = 96;
+  const std::vector<LayerCache> dense = decoder.make_cache(2, kCapacity, kFloat32);
+  const std::vector<LayerKv> cache(dense.begin(), dense.end());
+  std::vector<std::unique_ptr<Generator>> generators;
+  std::vector<Generator*> all;
+  for (const std::string& policy : policies) {
+    generators.push_back(std::make_unique<Generator>(decoder, make_policy(policy), GeneratorOptions{.places = 2, .capacity = kCapacity, .cache = cache}));
+    all.push_back(generators.back().get());
+  }
+  const Request one = request(50, 30, 10), other = request(37, 20, 12);
+  const PromptRun first = Generator::run_prompt(all, one), second = Generator::run_prompt(all, other);
+  for (std::size_t g = 0; g < all.size(); ++g) {
+    SCOPED_TRACE(policies[g]);
+    all[g]->begin(first.sequences[g], first);
+    all[g]->begin(second.sequences[g], second);
+    EXPECT_THROW(all[g]->begin(first.sequences[g], first), StateError);
+    while (all[g]->step()) {}
+    expect_the_same(all[g]->leave(first.sequences[g]), alone(decoder, policies[g], one));
+    expect_the_same(all[g]->leave(second.sequences[g]), alone(decoder, policies[g], other));
+  }
+}
+
+TEST(Generation, RunsNoPromptForPoliciesThatNarrowIt) {
+  Decoder decoder = Decoder::open(llama());
+  Generator full(decoder, make_policy("full"), {.places = 1, .capacity = 64}), narrow(decoder, make_policy("fastkv,layer=1,budget=16,window=4"), {.places = 1, .capacity = 64});
+  Generator* const both[] = {&full, &narrow};
+  EXPECT_THROW(static_cast<void>(Generator::run_prompt(both, request(40, 4, 1))), Unsupported);
+  EXPECT_TRUE(full.has_place()) << "nobody joined";
+}
+
 TEST(Generation, RefusesWhatCannotBeDecoded) {
   Decoder decoder = Decoder::open(llama());
   const auto refused = [&](Request one, const std::string& names) {
@@ -340,7 +390,7 @@ TEST(Generation, RefusesWhatCannotBeDecoded) {
   refused({.prompt = {1, 256}, .new_tokens = 3}, "256");
   refused({.prompt = {1, -1}, .new_tokens = 3}, "-1");
   refused({.prompt = {1, 2}, .new_tokens = 0}, "new_tokens");
-  refused({.prompt = {1, 2}, .new_tokens = 5, .forced = {1, 2}}, "forced");
+  refused({.prompt = {1, 2}, .new_tokens = 5, .forced = {1, 256}}, "256");
   Generator full(decoder, make_policy("full"), {.places = 1, .capacity = 10});
   EXPECT_THROW(full.join(request(8, 4, 1)), InvalidArgument);
   full.join(request(8, 3, 1));

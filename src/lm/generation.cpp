@@ -19,8 +19,10 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-/// The token behind those that were predicted.
-std::int32_t fed_next(const Request& request, std::span<const std::int32_t> predicted) { return request.forced.empty() ? predicted.back() : request.forced[predicted.size() - 1]; }
+/// The token after those that were predicted.
+std::int32_t fed_next(const Request& request, std::span<const std::int32_t> predicted) {
+  return predicted.size() <= request.forced.size() ? request.forced[predicted.size() - 1] : predicted.back();
+}
 
 }  // namespace
 
@@ -53,7 +55,10 @@ Generator::Generator(Decoder& decoder, std::unique_ptr<KVPolicy> policy, Generat
       keeper_(decoder.spec(), std::move(policy), {.layer_by_layer = true, .output_projections = decoder.output_projections(), .surprisal = true, .reads_folded = true, .accelerator = options_.accelerator}) {
   KVKEEP_REQUIRE(keeper_.device() == decoder.device(), "generate: the decoder is on ", decoder.device().str(), " and the keeper works on ", keeper_.device().str(),
           "; allowed one device, named by GeneratorOptions::accelerator where it is not the CPU");
-  if (options_.page_size == 0) {
+  if (!options_.cache.empty()) {
+    KVKEEP_REQUIRE(options_.page_size == 0, "generate: a cache is given, and a page size of ", options_.page_size, "; allowed a dense cache (page_size=0)");
+    cache_ = std::move(options_.cache);
+  } else if (options_.page_size == 0) {
     const std::vector<LayerCache> dense = decoder.make_cache(options_.places, options_.capacity, options_.cache_dtype);
     cache_.assign(dense.begin(), dense.end());
   } else {
@@ -71,9 +76,6 @@ Generator::Generator(Decoder& decoder, std::unique_ptr<KVPolicy> policy, Generat
 void Generator::check(const Request& request) const {
   KVKEEP_REQUIRE(!request.prompt.empty(), "generate: the prompt is empty; allowed one token or more");
   KVKEEP_REQUIRE(request.new_tokens >= 1, "generate: new_tokens is ", request.new_tokens, "; allowed 1 or more");
-  KVKEEP_REQUIRE(request.forced.empty() || static_cast<std::int64_t>(request.forced.size()) + 1 >= request.new_tokens,
-          "generate: ", request.forced.size(), " forced tokens for ", request.new_tokens, " steps; allowed none, or ",
-          request.new_tokens - 1, " and more");
   const auto check_ids = [&](const std::vector<std::int32_t>& ids, const char* which) {
     for (std::size_t i = 0; i < ids.size(); ++i)
       KVKEEP_REQUIRE(ids[i] >= 0 && ids[i] < decoder_.config().vocab, "generate: token id ", ids[i], " at place ", i, " of the ", which,
@@ -110,7 +112,9 @@ Completion Generator::leave(SequenceId id) {
   static_cast<void>(done(id));
   Sequence& sequence = sequences_.at(id);
   Completion result = std::move(sequence.result);
-  if (result.events.empty()) result.kept_bytes = near_bytes(id);
+  result.end_bytes = near_bytes(id);
+  if (result.events.empty()) result.kept_bytes = result.end_bytes;
+  if (sequence.request.keep_positions) result.positions = positions(id);
   if (const PromptReport* report = keeper_.prompt_report(id)) result.prompt = *report;
   if (keeper_.policy().memory() != nullptr) result.folded = keeper_.folded(id);
   if (sequence.request.keep_logits)
@@ -123,32 +127,104 @@ Completion Generator::leave(SequenceId id) {
   return result;
 }
 
+void Generator::add(Batch& batch, SequenceId id) const {
+  const Sequence& sequence = sequences_.at(id);
+  const std::size_t predicted = sequence.result.tokens.size();
+  const auto position = static_cast<std::int32_t>(keeper_.logical_length(id));
+  batch.ids.push_back(id);
+  batch.places.push_back(sequence.place);
+  batch.steps.push_back(static_cast<std::int32_t>(predicted));
+  batch.lengths.insert(batch.lengths.end(), sequence.lengths.begin(), sequence.lengths.end());
+  if (predicted == 0)
+    batch.tokens.insert(batch.tokens.end(), sequence.prompt.begin(), sequence.prompt.end());
+  else
+    batch.tokens.push_back(fed_next(sequence.request, sequence.result.tokens));
+  batch.indptr.push_back(static_cast<std::int32_t>(batch.tokens.size()));
+  const std::int32_t tokens = batch.tokens_of(batch.ids.size() - 1);
+  for (std::int32_t i = 0; i < tokens; ++i) batch.positions.push_back(position + i);
+  for (const std::int32_t length : sequence.lengths) batch.after.push_back(length + tokens);
+  batch.left.push_back(0);
+}
+
 Generator::Batch Generator::gather() const {
   Batch batch;
-  const auto add = [&](SequenceId id, const Sequence& sequence) {
-    const Request& request = sequence.request;
-    const std::size_t predicted = sequence.result.tokens.size();
-    const auto position = static_cast<std::int32_t>(keeper_.logical_length(id));
-    batch.ids.push_back(id);
-    batch.places.push_back(sequence.place);
-    batch.steps.push_back(static_cast<std::int32_t>(predicted));
-    batch.lengths.insert(batch.lengths.end(), sequence.lengths.begin(), sequence.lengths.end());
-    if (predicted == 0)
-      batch.tokens.insert(batch.tokens.end(), sequence.prompt.begin(), sequence.prompt.end());
-    else
-      batch.tokens.push_back(fed_next(request, sequence.result.tokens));
-    batch.indptr.push_back(static_cast<std::int32_t>(batch.tokens.size()));
-    const std::int32_t tokens = batch.tokens_of(batch.ids.size() - 1);
-    for (std::int32_t i = 0; i < tokens; ++i) batch.positions.push_back(position + i);
-    for (const std::int32_t length : sequence.lengths) batch.after.push_back(length + tokens);
-    batch.left.push_back(0);
-  };
   for (const auto& [id, sequence] : sequences_)
-    if (!sequence.done && !sequence.result.tokens.empty()) add(id, sequence);
+    if (!sequence.done && !sequence.result.tokens.empty()) add(batch, id);
   batch.decoding = batch.ids.size();
   for (const auto& [id, sequence] : sequences_)
-    if (!sequence.done && sequence.result.tokens.empty()) add(id, sequence);
+    if (!sequence.done && !sequence.waits && sequence.result.tokens.empty()) add(batch, id);
   return batch;
+}
+
+PromptRun Generator::run_prompt(std::span<Generator* const> generators, const Request& request) {
+  KVKEEP_REQUIRE(!generators.empty(), "run prompt: there are no generators; allowed one or more");
+  Generator& first = *generators.front();
+  bool surprisal = false;
+  for (const Generator* g : generators) {
+    KVKEEP_REQUIRE(&g->decoder_ == &first.decoder_ && g->options_.cache_dtype == first.options_.cache_dtype, "run prompt: generators of other decoders or cache dtypes; allowed those of one");
+    KVKEEP_REQUIRE_AS(Unsupported, !g->keeper_.policy().narrows(), "run prompt: policy ", g->keeper_.policy().name(), " narrows prompts, so it runs its own; allowed policies that do not");
+    KVKEEP_REQUIRE_AS(Unsupported, !g->pages_ && g->options_.accelerator == nullptr, "run prompt: allowed dense caches on the CPU");
+    KVKEEP_REQUIRE_AS(StateError, g->has_place(), "generate: every place of the cache is taken; allowed ", g->options_.places, " sequences at once");
+    g->check(request);
+    surprisal = surprisal || g->keeper_.policy().needs().surprisal;
+  }
+  PromptRun run;
+  for (Generator* g : generators) {
+    run.sequences.push_back(g->join(request));
+    g->sequences_.at(run.sequences.back()).waits = true;
+  }
+
+  const auto start = std::chrono::steady_clock::now();
+  Decoder& decoder = first.decoder_;
+  const auto tokens = static_cast<std::int32_t>(request.prompt.size());
+  const std::vector<LayerCache> dense = decoder.make_cache(1, tokens, first.options_.cache_dtype);
+  std::vector<LayerKv> cache(dense.begin(), dense.end());
+  Batch batch;
+  first.add(batch, run.sequences.front());
+  batch.places = {0};
+  const Lengths lengths{batch.lengths, first.keeper_.spec().num_layers() * first.keeper_.spec().kv_heads};
+  const Step step{batch.tokens, batch.indptr, batch.positions, batch.places, SlotCounts(lengths, first.keeper_.spec().kv_heads)};
+  StepOptions options;
+  options.on_layer = [&](const LayerSight& sight) {
+    for (std::size_t g = 0; g < generators.size(); ++g)
+      generators[g]->keeper_.observe({.layer = sight.layer, .sequences = {&run.sequences[g], 1}, .indptr = sight.indptr, .queries = sight.queries, .positions = sight.positions});
+  };
+  std::optional<PromptSurprisal> surprise;
+  if (surprisal) {
+    surprise.emplace(request.prompt);
+    options.on_logits = [&](const LogitsSight& sight) { surprise->see(sight.logits); };
+  }
+  run.logits = decoder.forward(step, cache, {}, options);
+  if (surprise) run.surprisal.assign(surprise->values().begin(), surprise->values().end());
+  for (const LayerCache& layer : dense) {
+    run.keys.push_back(layer.keys[0]);
+    run.values.push_back(layer.values[0]);
+  }
+  run.seconds = seconds_since(start);
+  return run;
+}
+
+void Generator::begin(SequenceId id, const PromptRun& prompt) {
+  static_cast<void>(done(id));
+  Sequence& sequence = sequences_.at(id);
+  KVKEEP_REQUIRE_AS(StateError, sequence.waits, "generate: sequence ", id, " does not wait for its prompt; allowed after run_prompt(), once");
+  const auto start = std::chrono::steady_clock::now();
+  const auto tokens = static_cast<std::int64_t>(sequence.prompt.size());
+  for (std::size_t l = 0; l < cache_.size(); ++l) {
+    const auto& kv = std::get<DenseKv>(cache_[l]);
+    kv.keys[sequence.place].narrow(1, 0, tokens).copy_(prompt.keys[l]);
+    kv.values[sequence.place].narrow(1, 0, tokens).copy_(prompt.values[l]);
+  }
+  sequence.waits = false;
+  Batch batch;
+  add(batch, id);
+  if (keeper_.policy().needs().surprisal) keeper_.surprise(id, prompt.surprisal);
+  predict(batch, prompt.logits);
+  decide(batch);
+  const double seconds = prompt.seconds + seconds_since(start);
+  sequence.result.first_token_seconds += seconds;
+  pace_.prefill_seconds += seconds;
+  pace_.prompt_tokens += tokens;
 }
 
 bool Generator::step() {
@@ -257,10 +333,11 @@ void Generator::predict(const Batch& batch, const Tensor& logits) {
     const Tensor row = logits.narrow(0, static_cast<std::int64_t>(i), 1);
     const std::int32_t best = argmax(row).front();
     sequence.result.tokens.push_back(best);
+    if (options_.hooks.on_token) options_.hooks.on_token(batch.ids[i], best);
     if (sequence.request.keep_logits) sequence.logits.push_back(row.clone());
     sequence.result.peak_bytes = std::max(sequence.result.peak_bytes, near_bytes(batch.ids[i]));
     sequence.done = static_cast<std::int32_t>(sequence.result.tokens.size()) >= sequence.request.new_tokens ||
-                    (sequence.request.stop_at_end && decoder_.config().ends(best));
+                    (sequence.request.stop_at_end && sequence.result.tokens.size() > sequence.request.forced.size() && decoder_.config().ends(best));
     if (keeper_.policy().needs().surprisal && !sequence.done) sequence.next_surprisal = token_surprisal(row[0], fed_next(sequence.request, sequence.result.tokens));
   }
 }
@@ -318,14 +395,19 @@ void Generator::record(SequenceId id, const Cut& cut, std::int64_t bytes_before)
                       .length_after = cut.length_after,
                       .bytes_before = bytes_before,
                       .bytes_after = near_bytes(id)};
-  if (sequence.request.keep_positions)
-    for (const std::int32_t layer : keeper_.spec().full_layers())
-      for (std::int32_t head = 0; head < keeper_.spec().kv_heads; ++head) {
-        const auto kept = keeper_.positions(id, layer, head);
-        event.positions.emplace_back(kept.begin(), kept.end());
-      }
+  if (sequence.request.keep_positions) event.positions = positions(id);
   sequence.result.kept_bytes = event.bytes_after;
   sequence.result.events.push_back(std::move(event));
+}
+
+std::vector<std::vector<std::int32_t>> Generator::positions(SequenceId id) const {
+  std::vector<std::vector<std::int32_t>> rows;
+  for (const std::int32_t layer : keeper_.spec().full_layers())
+    for (std::int32_t head = 0; head < keeper_.spec().kv_heads; ++head) {
+      const auto held = keeper_.positions(id, layer, head);
+      rows.emplace_back(held.begin(), held.end());
+    }
+  return rows;
 }
 
 std::int64_t Generator::live_bytes(std::span<const std::int32_t> lengths) const {

@@ -25,8 +25,8 @@ namespace kvkeep::lm {
 struct Request {
   std::vector<std::int32_t> prompt;       ///< [n >= 1] token ids
   std::int32_t new_tokens = 1;            ///< tokens to predict, 1 or more
-  std::vector<std::int32_t> forced = {};  ///< [>= new_tokens - 1] fed instead of the predictions (teacher forcing); empty: greedy
-  bool stop_at_end = false;               ///< end behind the first end token that the model names
+  std::vector<std::int32_t> forced = {};  ///< fed instead of the first predictions (teacher forcing, a question that comes after the prompt was cut); then greedy
+  bool stop_at_end = false;               ///< end at the first end token that the model names and that would be fed
   bool keep_logits = false;
   bool keep_positions = false;
 };
@@ -48,6 +48,8 @@ struct Completion {
   std::vector<SequenceEvent> events;
   std::int64_t peak_bytes = 0;  ///< most K and V bytes in full layers at any time, before an event cuts them, coarse entries included
   std::int64_t kept_bytes = 0;  ///< right behind the last event; at the end where there was none
+  std::int64_t end_bytes = 0;   ///< at the end, with what came behind the last event
+  std::vector<std::vector<std::int32_t>> positions = {};  ///< [full layers * Hkv] logical positions held at the end, ascending; empty unless asked for
   std::optional<PromptReport> prompt = {};  ///< what happened to the prompt, under a policy that narrows
   std::optional<FoldedState> folded = {};   ///< at its end, under a policy that folds
   double first_token_seconds = 0;           ///< of the steps that ran the prompt, whatever else they held
@@ -91,6 +93,7 @@ struct GenerationHooks {
   std::function<void(const AttentionSight&)> on_attention = {};  ///< in every layer, once folded spans are merged; costs a logarithm a query head
   std::function<void(const DecisionSight&)> before_decision = {};
   std::function<void(const EventSight&)> on_event = {};  ///< where something is cut
+  std::function<void(SequenceId sequence, std::int32_t token)> on_token = {};  ///< predicted, in the order of the sequences of a step
   std::function<void(std::int64_t predicted)> on_step = {};  ///< after a step: tokens it predicted
 };
 
@@ -98,9 +101,19 @@ struct GeneratorOptions {
   std::int64_t places = 1;    ///< sequences that live at once
   std::int64_t capacity = 0;  ///< slots of each place; see slots_needed()
   ScalarType cache_dtype = kFloat32;
+  std::vector<LayerKv> cache = {};  ///< dense, as Decoder::make_cache() makes it for `places` and `capacity`; empty: one of its own
   std::int32_t page_size = 0;  ///< slots of a page, a power of two up to 1024: the cache is a PagePool with pages for `capacity` slots a place; 0: dense
   GenerationHooks hooks = {};
   std::shared_ptr<Accelerator> accelerator = nullptr;  ///< of the decoder's device, for this generator alone; null: the decoder is on the CPU
+};
+
+/// A prompt after its last layer: what the sequences that begin with it go on from.
+struct PromptRun {
+  std::vector<SequenceId> sequences;   ///< [generators] that joined
+  std::vector<Tensor> keys, values;    ///< [num_layers] each [Hkv, n, dim], in the dtype of the caches
+  Tensor logits;                       ///< f32 [1, vocab] in host memory, of the last token
+  std::vector<float> surprisal = {};   ///< [n] where a policy reads it
+  double seconds = 0;
 };
 
 /// Sequences over one cache and one policy. What a sequence gives does not depend on the others, bit for bit.
@@ -114,8 +127,18 @@ class Generator {
   [[nodiscard]] bool has_place() const { return !free_places_.empty(); }
 
   /// A sequence joins; its prompt runs in the next step. Throws: StateError when every place is taken; InvalidArgument for an empty prompt,
-  /// an id outside the vocabulary, too few forced tokens, or more slots than a place has.
+  /// an id outside the vocabulary, or more slots than a place has.
   SequenceId join(Request request);
+
+  /// Runs one prompt for several generators: each of their policies sees its queries, as if it had run it itself. A sequence joins each of them and waits
+  /// for begin() with what this gives; generators may share one cache (GeneratorOptions::cache) that only one at a time uses.
+  /// Throws: as join(), before any of them joined; InvalidArgument for generators of different decoders or cache dtypes; Unsupported for a policy that
+  /// narrows prompts (it runs other layers on fewer tokens), pages, and a device. Cost: one prefill, and one copy of its keys and values.
+  static PromptRun run_prompt(std::span<Generator* const> generators, const Request& request);
+
+  /// A sequence of run_prompt() goes on from its prompt, which is copied into the cache: the first token is predicted and the policy is asked, as in step 0.
+  /// Throws: StateError for a sequence that does not wait. Cost: one copy of the prompt's keys and values, and its event.
+  void begin(SequenceId sequence, const PromptRun& prompt);
 
   /// Runs one step of every sequence that is not done. False when there is none.
   bool step();
@@ -136,6 +159,7 @@ class Generator {
     std::vector<Tensor> logits = {};
     Completion result = {};
     bool done = false;
+    bool waits = false;                      ///< for begin()
     float next_surprisal = 0;                ///< of the token that is fed next
     std::vector<std::int32_t> prompt = {};   ///< what runs as its prompt: the request's, or what a first pass chose of it
   };
@@ -143,6 +167,7 @@ class Generator {
   void check(const Request& request) const;
   [[nodiscard]] Batch gather() const;
   Tensor run(Batch& batch);
+  void add(Batch& batch, SequenceId id) const;
   [[nodiscard]] std::optional<Onward> narrow(Batch& batch, const LayerSight& sight);
   void begin_afresh(SequenceId id);
   void predict(const Batch& batch, const Tensor& logits);
@@ -151,6 +176,7 @@ class Generator {
   void record(SequenceId id, const Cut& cut, std::int64_t bytes_before);
   [[nodiscard]] std::int64_t live_bytes(std::span<const std::int32_t> lengths) const;
   [[nodiscard]] std::int64_t near_bytes(SequenceId id) const;
+  [[nodiscard]] std::vector<std::vector<std::int32_t>> positions(SequenceId id) const;
   [[nodiscard]] std::int64_t prompt_bytes(SequenceId id) const;
   [[nodiscard]] CacheView view_of(Batch& batch);
 
