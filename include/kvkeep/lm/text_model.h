@@ -1,0 +1,39 @@
+#pragma once
+/// The text side of a model: its tokenizer and its chat template, from wherever its weights are.
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kvkeep/lm/chat.h"
+#include "kvkeep/lm/tokenizer.h"
+
+namespace kvkeep::io {
+class GgufFile;
+}
+
+namespace kvkeep::lm {
+
+/// What a model folder (`tokenizer.json`; `chat_template.jinja` or `tokenizer_config.json`) or a GGUF file says of text.
+struct TextModel {
+  Tokenizer tokenizer;
+  std::string chat_template = {};  ///< Jinja, as the model has it; empty: none
+
+  /// Throws: InvalidArgument where the model has no tokenizer, or a damaged one; Unsupported, by name, for one without code.
+  static TextModel open(const std::filesystem::path& model);
+
+  /// True where open() finds something to open: a GGUF file, or a folder with `tokenizer.json`.
+  [[nodiscard]] static bool is_there(const std::filesystem::path& model);
+
+  /// The ids of a conversation, up to where the assistant's next answer begins. Throws: InvalidArgument where the model has no chat template or
+  /// `messages` are none; Unsupported for a template that is not known (ChatTemplate).
+  [[nodiscard]] std::vector<std::int32_t> chat(std::span<const ChatMessage> messages) const;
+};
+
+/// The tokenizer that a GGUF file holds. Throws as TextModel::open().
+[[nodiscard]] Tokenizer read_tokenizer(const io::GgufFile& file);
+
+}  // namespace kvkeep::lm
