@@ -38,14 +38,14 @@ struct Options {
 
 std::vector<std::vector<std::int32_t>> sequences_of(const Options& o) {
   if (o.prompt.task.empty()) {
-    std::vector<std::int32_t> ids = o.prompt.read().ids;
+    std::vector<std::int32_t> ids = o.prompt.read(o.model.folder).ids;
     ids.resize(std::min(ids.size(), static_cast<std::size_t>(o.tokens)));
     return {std::move(ids)};
   }
   std::vector<std::vector<std::int32_t>> samples;
   PromptOptions prompt = o.prompt;
   for (std::int64_t left = o.tokens;; ++prompt.seed) {
-    std::vector<std::int32_t> ids = prompt.read().sample->ids;
+    std::vector<std::int32_t> ids = prompt.read(o.model.folder).sample->ids;
     left -= static_cast<std::int64_t>(ids.size());
     if (left < 0 && !samples.empty()) return samples;
     KVKEEP_REQUIRE(left >= 0, "calibrate: a sample has ", ids.size(), " tokens and --tokens is ", o.tokens, "; allowed at least one sample");

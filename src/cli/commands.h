@@ -9,6 +9,7 @@ namespace kvkeep::cli {
 using Run = std::function<void()>;
 
 Run add_generate(CLI::App& app);
+Run add_tokens(CLI::App& app);
 Run add_eval(CLI::App& app);
 Run add_replay(CLI::App& app);
 Run add_record(CLI::App& app);

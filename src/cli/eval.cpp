@@ -3,13 +3,13 @@
 #include <CLI/Option.hpp>
 #include <CLI/Validators.hpp>
 #include <algorithm>
-#include <charconv>
 #include <cmath>
-#include <limits>
 #include <map>
 #include <optional>
 
 #include "commands.h"
+#include "contests.h"
+#include "eval_text.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/lm/generation.h"
 #include "kvkeep/report/diagnostics.h"
@@ -32,8 +32,14 @@ Examples:
   kvkeep eval --model examples/model --policy tova,ratio=0.5 --policy ams-tova,bytes=200000 --diagnostics
   kvkeep eval --model examples/model --task ask,chain --policy full --policy sekv,recent=32,interval=32,alpha=3 --policy tova,budget=32,interval=32,recent=16,rest=fold
   kvkeep eval --model examples/model --task needle --length 1024 --retrieval 4 --batch 1 --policy full --policy fastkv,layer=1,window=16 --budgets 256
+  kvkeep eval --model SmolLM2.gguf --task ruler/niah-single-1,ruler/vt --length 1024 --budgets 512,256 --policy full --policy tova --policy snapkv
+  kvkeep eval --model SmolLM2.gguf --task text/needle --haystack prose.txt --length 1024 --budgets 256 --question after --batch 4
 
-Teacher forced: the trace of each sample is fed, and a look-up is right when the argmax of the logits before it is the value that was asked
+Tasks over text (their names have a /) are asked of a model with a tokenizer, in its chat template unless --raw: the answer is written, and scored by the references that
+stand in it. Prompts are cut at their end, with the question in sight or (--question after) before it comes. Each prompt runs once for all policies.
+  ruler/niah-single-1 to -3, ruler/niah-multikey-1 to -3, ruler/niah-multivalue, ruler/niah-multiquery, ruler/vt, ruler/cwe, ruler/fwe, text/needle
+
+Tasks of the small model are teacher forced: the trace of each sample is fed, and a look-up is right when the argmax of the logits before it is the value that was asked
 for. "late" is the last third of the trace. Cache bytes are those of one sequence: the most at any time, and what is left behind the last
 event. tokens/s counts steps that only decode, events and eviction included.
 Policies that narrow prompts (asl and its relatives) are asked with --retrieval N: the prompt is 7/8 of --length, goes on up to the first
@@ -62,23 +68,14 @@ error) and how much a free run repeats itself. docs/diagnostics.md defines each;
 struct Options {
   ModelOptions model;
   OutputOptions output;
-  std::vector<std::string> tasks{"ask"}, policies;
-  std::vector<std::int32_t> budgets;
-  std::int32_t interval = 32, recent = -1, samples = 20, batch = 8;
+  ContestOptions contests;
+  std::vector<std::string> tasks{"ask"};
+  std::int32_t samples = 20, batch = 8;
   std::uint64_t seed = 1000000;
   lm::TaskOptions shape;
   bool wilson = false, diagnostics = false;
   std::int32_t diagnostics_samples = 4, retrieval = 0;
-  std::string against;
-};
-
-// One policy with what it may keep: a row of the table.
-struct Contest {
-  PolicyText policy;
-  bool never = false, narrows = false, folds = false;
-  Cell budget = {nullptr, "-"};
-  std::string resolved = {}, warning = {};
-  std::optional<std::size_t> against = {};  // the contest that it is compared to
+  TextOptions text;
 };
 
 struct Measured {
@@ -124,14 +121,8 @@ struct Measured {
   }
 };
 
-double share(std::int64_t right, std::int64_t asked) {
-  return asked == 0 ? std::nan("") : static_cast<double>(right) / static_cast<double>(asked);
-}
-
 // A mean of bytes, NaN where there are none.
 Cell mean_bytes_cell(double bytes) { return std::isnan(bytes) ? real_cell(bytes, 0) : bytes_cell(std::llround(bytes)); }
-
-using Strata = std::vector<std::vector<report::Answers>>;
 
 // Samples of one task, or of all tasks.
 Strata strata(const Measured& measured, const std::string& task = "") {
@@ -141,44 +132,17 @@ Strata strata(const Measured& measured, const std::string& task = "") {
   return all;
 }
 
-std::string with_interval(double value, const report::Interval& interval) {
-  const auto shown = [](double x) { return real_cell(100 * x, 1).shown; };
-  return std::isnan(value) ? "-" : text(shown(value), " (", std::isnan(interval.low) ? "no interval" : text(shown(interval.low), "-", shown(interval.high)), ")");
-}
-
 std::string accuracy(const Options& o, const Measured& measured, const LookUps& count, const std::string& task = "") {
   return with_interval(share(count.right, count.asked), o.wilson ? report::wilson(count.right, count.asked) : report::bootstrap(strata(measured, task)));
 }
 
-struct Difference {
-  double value = std::nan("");
-  report::Interval interval = {std::nan(""), std::nan("")};
-  [[nodiscard]] std::string shown() const {
-    if (std::isnan(value)) return "-";
-    const auto points = [](double x) { return text(x < 0 ? "" : "+", real_cell(100 * x, 1).shown); };
-    return text(points(value), " (", std::isnan(interval.low) ? "no interval" : text(points(interval.low), " to ", points(interval.high)), ")");
-  }
-};
-
 Difference difference(const Contest& contest, const Measured& own, const std::vector<Measured>& measured, const std::string& task = "") {
   if (!contest.against) return {};
-  const Strata ours = strata(own, task), theirs = strata(measured[*contest.against], task);
-  return {report::share(ours) - report::share(theirs), report::bootstrap_difference(ours, theirs)};
+  return cli::difference(strata(own, task), strata(measured[*contest.against], task));
 }
 
 std::vector<std::string> default_policies() {
   return {"full", "streaming", "tova", "ams-tova", "ams-tova,variant=official", std::string(kOracle)};
-}
-
-std::vector<std::int32_t> budgets_of(const std::vector<std::string>& lists) {
-  constexpr std::int32_t kMost = 1 << 30;
-  std::vector<std::int32_t> budgets;
-  for (const std::string& item : items_of(lists, "--budgets")) {
-    std::int32_t& budget = budgets.emplace_back(0);
-    const auto [end, error] = std::from_chars(item.data(), item.data() + item.size(), budget);
-    KVKEEP_REQUIRE(error == std::errc() && end == item.data() + item.size() && budget >= 1 && budget <= kMost, "--budgets: '", item, "'; allowed integers from 1 to ", kMost);
-  }
-  return budgets;
 }
 
 // A task twice would count its look-ups twice and make intervals too narrow.
@@ -189,73 +153,6 @@ std::vector<std::string> tasks_of(const std::vector<std::string>& lists) {
     tasks.push_back(std::move(item));
   }
   return tasks;
-}
-
-// One policy under every budget, or as it is written where it says itself what may stay.
-std::vector<Contest> contests_of(const Options& o, const std::string& written, const std::vector<std::int32_t>& budgets) {
-  const PolicyText policy(written);
-  std::vector<Contest> all;
-  if (policy.name() != "full" && (policy.states("ratio") || policy.states("bytes") || policy.states("budget_share"))) {
-    std::vector<std::pair<std::string, std::int32_t>> options;
-    if (!policy.states("interval")) options.emplace_back("interval", o.interval);
-    if (o.recent >= 0 && !policy.states("recent")) options.emplace_back("recent", o.recent);
-    all.push_back({.policy = policy.with(options)});
-  } else if (!policy.takes("budget") || budgets.empty()) {
-    all.push_back({.policy = policy});
-  } else {
-    for (const std::int32_t budget : budgets) {
-      std::vector<std::pair<std::string, std::int32_t>> options{{"budget", budget}};
-      if (policy.takes("interval")) options.emplace_back("interval", o.interval);
-      if (o.recent >= 0 && policy.takes("recent")) options.emplace_back("recent", o.recent);
-      all.push_back({.policy = policy.with(options)});
-    }
-  }
-  for (Contest& contest : all) {
-    const std::unique_ptr<KVPolicy> made = contest.policy.make();
-    contest.never = made->trigger().never;
-    contest.narrows = made->narrows();
-    contest.folds = made->memory() != nullptr;
-    contest.budget = budget_cell(*made);
-    contest.resolved = made->to_json();
-    contest.warning = warning_about(*made);
-  }
-  return all;
-}
-
-// Finds for every contest the one of --against at the same budget, or the only one there is. Those that do not run yet are added.
-void compare_against(const Options& o, const std::vector<std::int32_t>& budgets, std::vector<Contest>& all) {
-  std::vector<std::size_t> references;
-  for (const Contest& wanted : contests_of(o, o.against, budgets)) {
-    const auto known = std::find_if(all.begin(), all.end(), [&](const Contest& c) { return c.resolved == wanted.resolved; });
-    references.push_back(static_cast<std::size_t>(known - all.begin()));
-    if (known == all.end()) all.push_back(wanted);
-  }
-  for (Contest& contest : all) {
-    const auto same = std::find_if(references.begin(), references.end(), [&](std::size_t r) { return all[r].budget.value == contest.budget.value; });
-    if (same != references.end()) contest.against = *same;
-    else if (references.size() == 1) contest.against = references.front();
-  }
-}
-
-// Every policy under every budget. A policy is made once here, so that a wrong option is refused before the model is opened.
-std::vector<Contest> contests(const Options& o) {
-  const std::vector<std::string> given = o.policies.empty() ? default_policies() : o.policies;
-  std::vector<std::int32_t> budgets = o.budgets;
-  if (budgets.empty() && o.policies.empty()) budgets = {o.shape.length / 4, o.shape.length / 8};
-  std::sort(budgets.rbegin(), budgets.rend());
-  std::vector<Contest> all;
-  for (const std::string& one : given)
-    for (Contest& contest : contests_of(o, one, budgets)) all.push_back(std::move(contest));
-  const auto slots = [](const Contest& c) {  // most first; what never cuts before them, what counts otherwise behind
-    return c.never && !c.narrows ? std::numeric_limits<std::int64_t>::max() : c.budget.value.is_number() ? c.budget.value.get<std::int64_t>() : 0;
-  };
-  std::map<std::string, std::size_t> place;  // labels in the order in which they were given
-  for (const Contest& contest : all) place.try_emplace(contest.policy.label(), place.size());
-  std::stable_sort(all.begin(), all.end(), [&](const Contest& a, const Contest& b) {
-    return std::pair(place[a.policy.label()], slots(b)) < std::pair(place[b.policy.label()], slots(a));
-  });
-  if (!o.against.empty()) compare_against(o, budgets, all);
-  return all;
 }
 
 using Samples = std::map<std::string, std::vector<lm::TaskSample>>;
@@ -464,7 +361,7 @@ Table long_table(const Options& o, const std::vector<Contest>& all, const std::v
                           "sample_low", "sample_high", "late_look_ups", "late_accuracy", "peak_bytes", "kept_bytes", "tokens_per_second", "events", "first_token_ms", "selection_layer", "going_on", "far_bytes",
                           "opened", "tokens_opened", "moved_bytes"})
     columns.push_back({key, key});
-  if (!o.against.empty())
+  if (!o.contests.against.empty())
     for (const char* key : {"against", "against_budget", "difference", "difference_low", "difference_high"}) columns.push_back({key, key});
   if (o.diagnostics)
     for (const DiagnosticsColumn& column : diagnostics_columns()) columns.push_back({column.key, column.key});
@@ -483,7 +380,7 @@ Table long_table(const Options& o, const std::vector<Contest>& all, const std::v
                             real_cell(m.tokens_per_second(), 1), m.events, real_cell(1000 * m.median_first_token_seconds(), 3),
                             real_cell(m.selection_layer(), 2), real_cell(m.going_on(), 1),
                             mean_bytes_cell(m.far()), real_cell(m.opened(), 4), real_cell(m.tokens_opened(), 3), mean_bytes_cell(m.moved())};
-      if (!o.against.empty()) {
+      if (!o.contests.against.empty()) {
         const Difference d = difference(all[i], m, measured, task);
         const Contest* reference = all[i].against ? &all[*all[i].against] : nullptr;
         const Cell none(nullptr, "-");
@@ -506,14 +403,29 @@ std::string markdown(const Options& o, const std::vector<Contest>& all, const st
   std::string out = wide_table(o, all, measured).markdown();
   out += o.wilson ? "\n95 %: Wilson's interval, each look-up taken as independent.\n"
                   : text("\n95 %: bootstrap over whole samples (", o.samples, " a task).\n");
-  if (!o.against.empty())
-    out += text("\nPercentage points above ", PolicyText(o.against).label(), ", paired bootstrap over samples:\n\n", difference_table(o, all, measured).markdown());
+  if (!o.contests.against.empty())
+    out += text("\nPercentage points above ", PolicyText(o.contests.against).label(), ", paired bootstrap over samples:\n\n", difference_table(o, all, measured).markdown());
   if (o.diagnostics) out += "\nDiagnostics, all tasks:\n\n" + diagnostics_table(all, measured).markdown();
   return out;
 }
 
+// Tasks over text, where --task names those.
+bool run_text(const Options& o) {
+  if (std::ranges::none_of(o.tasks, is_text_task)) {
+    KVKEEP_REQUIRE(o.text.haystack.empty() && !o.text.question_after && !o.text.raw, "eval: --haystack, --question and --raw are of tasks over text; allowed with --task ruler/... and text/needle");
+    return false;
+  }
+  KVKEEP_REQUIRE(std::ranges::all_of(o.tasks, is_text_task), "--task: tasks over text and tasks of the small model in one table; allowed one kind");
+  KVKEEP_REQUIRE(!o.diagnostics && o.retrieval == 0 && !o.wilson, "eval: --diagnostics, --retrieval and --intervals wilson are not for tasks over text");
+  ContestOptions contests = o.contests;
+  contests.cut_prompts = true;
+  evaluate_text({.model = o.model, .output = o.output, .text = o.text, .tasks = o.tasks, .length = o.shape.length, .samples = o.samples, .batch = o.batch, .seed = o.seed, .contests = std::move(contests)});
+  return true;
+}
+
 void run(const Options& o) {
-  const std::vector<Contest> all = contests(o);
+  if (run_text(o)) return;
+  const std::vector<Contest> all = contests(o.contests, default_policies(), {o.shape.length / 4, o.shape.length / 8});
   const Samples samples = draw_samples(o);
   lm::Decoder decoder = o.model.open();
   const FullRuns full = run_full(decoder, o, samples);
@@ -544,32 +456,19 @@ Run add_eval(CLI::App& app) {
   auto o = std::make_shared<Options>();
   o->model.add(*sub);
   using Lists = std::vector<std::string>;
-  sub->add_option_function<Lists>("--task", [o](const Lists& lists) { o->tasks = tasks_of(lists); }, "tasks: chain, ask, needle, updates, copies")
+  sub->add_option_function<Lists>("--task", [o](const Lists& lists) { o->tasks = tasks_of(lists); }, "of the small model: chain, ask, needle, updates, copies; over text: ruler/niah-single-1 and others, text/needle")
       ->option_text("NAME,... [ask]");
-  sub->add_option(
-         "--policy", o->policies,
-         std::string("repeatable: ") + kPolicyHelp + ", or oracle; without it: full, streaming, tova, ams-tova strict and official, oracle")
-      ->take_all()
-      ->option_text("POLICY");
-  sub->add_option_function<Lists>("--budgets", [o](const Lists& lists) { o->budgets = budgets_of(lists); },
-                                  "runs every evicting policy under each of these budgets; without --policy: length/4,length/8")
-      ->option_text("N,...");
-  sub->add_option("--interval", o->interval, "new tokens between two events, for every policy under --budgets, a ratio or bytes")
-      ->check(CLI::Range(1, 1 << 30))
-      ->option_text("N [32]");
-  sub->add_option("--recent", o->recent, "newest slots that stay, for every policy under --budgets; without it the policy's own")
-      ->check(CLI::Range(0, 1 << 30))
-      ->option_text("N");
+  o->contests.add(*sub, "full, streaming, tova, ams-tova strict and official, oracle");
   sub->add_option("--samples", o->samples, "samples of each task")->check(CLI::Range(1, 1 << 24))->option_text("N [20]");
   sub->add_option("--length", o->shape.length, "tokens of a sample's prompt and trace")->option_text("N [512]");
   sub->add_option("--retrieval", o->retrieval, "ask inside the prompt, and predict N look-ups; 0: the whole trace")
       ->check(CLI::Range(0, 1 << 20))
       ->option_text("N [0]");
   sub->add_option("--seed", o->seed, "of the first sample; the others follow")->option_text("N [1000000]");
-  sub->add_option("--against", o->against, "a policy that every row is compared to; it runs too where it does not yet")->option_text("POLICY");
   sub->add_option("--intervals", o->wilson, "of the table: over whole samples, or Wilson's over look-ups")
       ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"samples", false}, {"wilson", true}}).description("samples|wilson"))
       ->option_text("samples|wilson [samples]");
+  o->text.add(*sub);
   sub->add_flag("--diagnostics", o->diagnostics, "what kept sets look like over time, and what attention loses");
   sub->add_option("--diagnostics-samples", o->diagnostics_samples, "samples of each task for recall, output error and repetition; 0: none")
       ->check(CLI::Range(0, 1 << 24))

@@ -2,7 +2,10 @@
 
 #include <CLI/Option.hpp>
 #include <CLI/Validators.hpp>
+#include <algorithm>
 #include <cmath>
+#include <filesystem>
+#include <map>
 #include <sstream>
 
 #include "commands.h"
@@ -12,6 +15,7 @@
 #include "kvkeep/lm/generation.h"
 #include "options.h"
 #include "oracle.h"
+#include "picture.h"
 #include "progress.h"
 #include "retention.h"
 #include "untrusted_json.h"
@@ -23,6 +27,8 @@ using Json = nlohmann::ordered_json;
 
 constexpr const char* kExamples = R"(
 Examples:
+  kvkeep generate --model SmolLM2.gguf --chat --prompt "Why is the sky blue?" --policy tova,budget=256 --stop
+  kvkeep generate --model SmolLM2.gguf --prompt-file article.txt --policy snapkv,budget=256 --html kept.html
   kvkeep generate --model examples/model --task chain --seed 7 --policy ams-tova,budget=96,interval=32 --max-new-tokens 200
   kvkeep generate --model examples/model --task needle --policy fastkv,layer=1,budget=96,window=16+ams-tova,budget=96,interval=32
   kvkeep generate --model examples/model --task ask --forced --policy tova,budget=32,interval=32,recent=16,rest=fold
@@ -36,13 +42,13 @@ struct Options {
   DeviceOptions device;
   OutputOptions output;
   PromptOptions prompt;
-  std::string policy = "full", retention;
+  std::string policy = "full", retention, html;
   std::int32_t new_tokens = 0, page_size = 0;
   bool forced = false, stop_at_end = false;
 };
 
 struct Outcome {
-  std::string policy_json;
+  std::string policy_json, text;  // the text of what was written; empty where the prompt was none
   ModelSpec spec;
   lm::Completion done;
   lm::Pace pace;
@@ -71,6 +77,19 @@ Table event_table(const Outcome& outcome) {
                {"bytes_after", "cache after"},
                {"kept", "logical positions kept", false}});
   for (const lm::SequenceEvent& event : outcome.done.events) add_event_rows(table, event, outcome.spec);
+  return table;
+}
+
+// One row an event, for people who read the text: hundreds of rows a model would bury it.
+Table short_event_table(const Outcome& outcome) {
+  Table table({{"step", "step"}, {"length_before", "slots before"}, {"length_after", "after"}, {"bytes_before", "cache before"}, {"bytes_after", "cache after"}, {"some", "positions that some head holds"}, {"all", "that all hold"}});
+  for (const lm::SequenceEvent& event : outcome.done.events) {
+    std::map<std::int32_t, std::size_t> holders;
+    for (const std::vector<std::int32_t>& row : event.positions)
+      for (const std::int32_t position : row) ++holders[position];
+    const auto all = std::ranges::count_if(holders, [&](const auto& held) { return held.second == event.positions.size(); });
+    table.add({event.step, event.length_before, event.length_after, bytes_cell(event.bytes_before), bytes_cell(event.bytes_after), static_cast<std::int64_t>(holders.size()), static_cast<std::int64_t>(all)});
+  }
   return table;
 }
 
@@ -112,13 +131,15 @@ Json folded_json(const Outcome& outcome) {
 std::string markdown(const Outcome& outcome) {
   const std::size_t events = outcome.done.events.size();
   std::ostringstream out;
-  out << "Tokens:";
-  for (const std::int32_t token : outcome.done.tokens) out << " " << token;
+  if (outcome.text.empty()) {  // text has been shown as it came
+    out << "Tokens:";
+    for (const std::int32_t token : outcome.done.tokens) out << " " << token;
+  }
   if (outcome.done.prompt) out << "\n\n" << prompt_line(*outcome.done.prompt);
   out << "\n\nCache: peak " << bytes_cell(outcome.done.peak_bytes).shown << ", kept " << bytes_cell(outcome.done.kept_bytes).shown << ", "
       << events << (events == 1 ? " event\n" : " events\n");
   if (outcome.done.folded) out << folded_line(outcome) << "\n";
-  if (events > 0) out << "\n" << event_table(outcome).markdown();
+  if (events > 0) out << "\n" << (outcome.text.empty() ? event_table(outcome) : short_event_table(outcome)).markdown();
   return out.str();
 }
 
@@ -139,6 +160,7 @@ Json json(const Outcome& outcome) {
   }
   Json all{{"policy", Json::parse(outcome.policy_json)}, {"tokens", outcome.done.tokens},        {"peak_bytes", outcome.done.peak_bytes},
            {"kept_bytes", outcome.done.kept_bytes},      {"layers", outcome.spec.full_layers()}, {"events", events}};
+  if (!outcome.text.empty()) all["text"] = outcome.text;
   if (outcome.done.prompt) all["prompt"] = prompt_json(*outcome.done.prompt);
   if (outcome.done.folded) all["folded"] = folded_json(outcome);
   return all;
@@ -189,18 +211,33 @@ Outcome decode(const Options& o, const PolicyText& policy_text, const PromptOpti
   lm::Decoder decoder = o.model.open();
   if (place.accelerator != nullptr) decoder.to(place.device);
   if (const std::string warning = warning_about(*policy); !o.output.quiet && !warning.empty()) note(warning);
-  Progress progress(request.new_tokens, o.output.quiet);
+  const bool streams = prompt.text.has_value() && o.output.format == Format::md;
+  Progress progress(streams ? 0 : request.new_tokens, o.output.quiet);
   lm::GeneratorOptions options{.cache_dtype = o.model.dtype(), .page_size = o.page_size, .accelerator = place.accelerator};
   options.hooks.on_step = [&](std::int64_t predicted) { progress.advance(predicted); };
+  std::optional<lm::StreamDecoder> stream;
+  std::string written;
+  const auto show = [&](const std::string& more) {
+    if (streams) print(more);
+    written += more;
+  };
+  if (prompt.text) {
+    stream.emplace(prompt.text->tokenizer);
+    options.hooks.on_token = [&](SequenceId, std::int32_t token) {
+      if (!o.stop_at_end || !decoder.config().ends(token)) show(stream->push(token));
+    };
+  }
   if (auto* oracle = dynamic_cast<Oracle*>(policy.get())) {
     KVKEEP_REQUIRE(prompt.sample.has_value(), "policy: oracle must know what is needed; allowed with --task");
     oracle->tell(0, *prompt.sample);
     options.hooks.before_decision = [oracle](const lm::DecisionSight& sight) { oracle->face(sight.view.sequences); };
   }
-  Outcome outcome{policy->to_json(), decoder.spec(), {}, {}, {}, {}};
+  Outcome outcome{policy->to_json(), {}, decoder.spec(), {}, {}, {}, {}};
   const Trigger trigger = policy->trigger();
   lm::GenerationRun run = lm::generate(decoder, std::move(policy), {std::move(request)}, std::move(options));
   progress.clear();
+  if (stream) show(stream->finish());
+  outcome.text = std::move(written);
   outcome.done = std::move(run.completions.front());
   outcome.pace = run.pace;
   outcome.totals = run.totals;
@@ -210,16 +247,39 @@ Outcome decode(const Options& o, const PolicyText& policy_text, const PromptOpti
   return outcome;
 }
 
+// What each token says: of the prompt, and of those that were fed after it (the last that was predicted was not). A character that is spread over several stands
+// with the last of them. Ids where the model has no text.
+std::vector<std::string> pieces(const Options& o, const PromptOptions::Prompt& prompt, const Outcome& outcome) {
+  std::vector<std::int32_t> ids = prompt.ids;
+  for (std::size_t s = 0; s + 1 < outcome.done.tokens.size(); ++s)
+    ids.push_back(o.forced && prompt.sample ? prompt.sample->ids[prompt.ids.size() + s] : outcome.done.tokens[s]);
+  std::optional<lm::StreamDecoder> decoder;
+  if (prompt.text || lm::TextModel::is_there(o.model.folder)) decoder.emplace(prompt.text ? prompt.text->tokenizer : lm::TextModel::open(o.model.folder).tokenizer);
+  std::vector<std::string> shown;
+  for (const std::int32_t id : ids) shown.push_back(decoder ? decoder->push(id) : kvkeep::text(id, " "));
+  if (decoder && !shown.empty()) shown.back() += decoder->finish();
+  return shown;
+}
+
 void run(const Options& o) {
   if (!o.retention.empty()) require_folder_of(o.retention, "--retention");
+  if (!o.html.empty()) require_folder_of(o.html, "--html");
+  KVKEEP_REQUIRE(o.html.empty() || !is_same_file(o.html, o.retention), "generate: --html and --retention name one file; allowed two");
   const PolicyText policy(o.policy);
-  const PromptOptions::Prompt prompt = o.prompt.read();
+  const PromptOptions::Prompt prompt = o.prompt.read(o.model.folder);
   const Outcome outcome = decode(o, policy, prompt);
   if (!o.retention.empty()) {
     const RetentionAbout about{o.model.folder, policy.label(), outcome.policy_json,
                                o.prompt.task,  o.prompt.seed,  static_cast<std::int32_t>(prompt.ids.size()),
                                o.forced,       prompt.sample};
     io::write_text_atomically(o.retention, io::written(retention_json(about, outcome.spec, outcome.done)) + "\n");
+  }
+  if (!o.html.empty()) {
+    const PictureAbout about{.model = std::filesystem::path(o.model.folder).filename().string(),
+                             .policy = policy.text(),
+                             .prompt_length = static_cast<std::int32_t>(prompt.ids.size()),
+                             .pieces = pieces(o, prompt, outcome)};
+    io::write_text_atomically(o.html, picture_page(about, outcome.spec, outcome.done));
   }
   const std::string shown = o.output.format == Format::md    ? markdown(outcome)
                             : o.output.format == Format::csv ? csv(outcome)
@@ -244,6 +304,7 @@ Run add_generate(CLI::App& app) {
       ->option_text("N [128; all of the trace with --forced]");
   sub->add_flag("--forced", o->forced, "feed the task's own trace instead of the model's tokens (teacher forcing)");
   sub->add_option("--page-size", o->page_size, "keep the cache in pages of N slots, a power of two up to 1024; the tokens are the same")->option_text("N [0: dense]");
+  sub->add_option("--html", o->html, "write a page: the text, each token shaded by how many heads still hold it, at every event")->option_text("FILE.html");
   sub->add_flag("--stop", o->stop_at_end, "end behind an end token of the model");
   sub->add_option("--retention", o->retention, "write what stayed over time, for examples/plot_retention.py")->option_text("FILE.json");
   o->output.add(*sub);

@@ -32,12 +32,13 @@
 namespace kvkeep::cli {
 namespace {
 
-constexpr const char* kSubcommands = "generate, eval, replay, record, calibrate, plan, policies, doctor";
+constexpr const char* kSubcommands = "generate, tokens, eval, replay, record, calibrate, plan, policies, doctor";
 constexpr int kRefused = 2, kFailed = 1, kSignalled = 128;
 
 constexpr const char* kExamples = R"(
 Examples:
   kvkeep policies                                           what there is to choose from
+  kvkeep generate --model SmolLM2.gguf --chat --prompt "Why is the sky blue?" --policy tova,budget=256
   kvkeep eval --model examples/model --task ask --budgets 128,64
   kvkeep generate --model examples/model --task chain --seed 7 --policy ams-tova,budget=96,interval=32 --max-new-tokens 200
   kvkeep record --model examples/model --ids-file prompt.txt --policy tova,budget=96,interval=32 --out event.safetensors
@@ -96,7 +97,7 @@ int run(int argc, char** argv) {
   app.require_subcommand(1);
   app.footer(kExamples);
   app.get_formatter()->column_width(42);
-  const std::vector<Run> runs{add_generate(app), add_eval(app), add_replay(app), add_record(app), add_calibrate(app), add_plan(app), add_policies(app), add_doctor(app)};
+  const std::vector<Run> runs{add_generate(app), add_tokens(app), add_eval(app), add_replay(app), add_record(app), add_calibrate(app), add_plan(app), add_policies(app), add_doctor(app)};
   require_decimal_integers(app);
   try {
     app.parse(argc, argv);

@@ -41,6 +41,7 @@ const std::vector<std::string>& names_of(const std::string& option) {
       {"ratio", {"ratio", "compression_ratio"}},
       {"bytes", {"bytes"}},
       {"budget_share", {"budget_share"}},
+      {"prefill", {"prefill"}},
       {"interval", {"interval", "compression_interval", "divide_length", "prune_interval"}},
       {"recent", {"recent", "n_last", "recent_size"}}};
   return kNames.at(option);
@@ -117,12 +118,15 @@ void OutputOptions::add(CLI::App& app) {
 }
 
 void ModelOptions::add(CLI::App& app) {
-  app.add_option("--model", folder, "a Llama, Qwen2 or Qwen3 checkpoint: a folder (config.json, *.safetensors) or a GGUF file")
+  app.add_option("--model", folder, "a Llama, Qwen2 or Qwen3: a GGUF file, or a folder with config.json and *.safetensors")
       ->required()
-      ->option_text("PATH");
+      ->option_text("FILE|DIR");
   app.add_option("--threads", threads, "CPU threads; 0 takes one for a model below 8 MiB, else what LibTorch takes")
       ->check(CLI::Range(0, 4096))
       ->option_text("N [0]");
+  app.add_option("--weights", weights, "what the weights are widened or rounded to when they are read")
+      ->check(CLI::IsMember({"f32", "f16", "bf16"}))
+      ->option_text("f32|f16|bf16 [as stored; f32 where quantised]");
   app.add_option("--cache-dtype", cache_dtype, "of the KV cache")
       ->check(CLI::IsMember({"f32", "f16", "bf16"}))
       ->option_text("f32|f16|bf16 [f32]");
@@ -132,16 +136,18 @@ void set_threads(int threads) {
   if (threads > 0) at::set_num_threads(threads);
 }
 
+ScalarType dtype_called(const std::string& name) { return name == "f16" ? kFloat16 : name == "bf16" ? kBFloat16 : kFloat32; }
+
 lm::Decoder ModelOptions::open() const {
   set_threads(threads);
-  lm::Decoder decoder = lm::Decoder::open(folder);
+  lm::Decoder decoder = lm::Decoder::open(folder, weights.empty() ? std::nullopt : std::optional(dtype_called(weights)));
   // A step of a model that fits a core's cache is over before a second thread is awake.
   constexpr std::int64_t kSmall = std::int64_t{8} << 20;
   if (threads == 0 && decoder.bytes_per_step() < kSmall) set_threads(1);
   return decoder;
 }
 
-ScalarType ModelOptions::dtype() const { return cache_dtype == "f16" ? kFloat16 : cache_dtype == "bf16" ? kBFloat16 : kFloat32; }
+ScalarType ModelOptions::dtype() const { return dtype_called(cache_dtype); }
 
 PolicyText::PolicyText(std::string text) : text_(std::move(text)) {
   KVKEEP_REQUIRE(!text_.empty(), "policy: the option is empty; allowed a JSON file, or name,key=value,...");
@@ -169,7 +175,7 @@ std::unique_ptr<KVPolicy> PolicyText::make_untold() const {
   return make();
 }
 
-PolicyText PolicyText::with(const std::vector<std::pair<std::string, std::int32_t>>& options) const {
+PolicyText PolicyText::with(const std::vector<std::pair<std::string, std::string>>& options) const {
   PolicyText changed = *this;
   if (json_.empty() && prefill_part(text_).size() < text_.size()) {
     const std::string_view first = prefill_part(text_);
@@ -190,7 +196,7 @@ PolicyText PolicyText::with(const std::vector<std::pair<std::string, std::int32_
   KVKEEP_REQUIRE(object.is_object(), "policy: ", text_, " holds no JSON object");
   for (const auto& [key, value] : options) {
     for (const std::string& name : names_of(key)) object.erase(name);
-    object[key] = value;
+    object[key] = json::accept(value) ? json::parse(value) : json(value);
   }
   changed.json_ = io::written(object);
   return changed;
@@ -262,21 +268,38 @@ std::vector<std::int32_t> read_ids(const std::string& file) { return parse_ids(r
 
 void PromptOptions::add(CLI::App& app) {
   CLI::Option_group* source = app.add_option_group("prompt (one of)");
+  source->add_option("--prompt", prompt, "text")->option_text("TEXT");
+  source->add_option("--prompt-file", prompt_file, "text in a file, as it stands there")->option_text("FILE");
   source->add_option("--ids", ids, "token ids")->option_text("1,2,3");
   source->add_option("--ids-file", ids_file, "token ids in a file, separated by white space or commas")->option_text("FILE");
   source->add_option("--task", task, "a task of kvkeep: chain, ask, needle, updates, copies")->option_text("NAME");
   source->require_option(1);
+  CLI::Option* chatting = app.add_flag("--chat", chat, "the text is what a user says: put it into the model's chat template");
+  app.add_flag("--raw", raw, "the text holds the model's own markup: <|im_start|> is a control token, not text")->excludes(chatting);
+  app.add_option("--system", system, "with --chat: the system message [the template's own]")->option_text("TEXT")->needs(chatting);
   app.add_option("--seed", seed, "of the task's sample")->option_text("N [0]");
   app.add_option("--length", shape.length, "tokens of the task's prompt and trace")->option_text("N [512]");
 }
 
-PromptOptions::Prompt PromptOptions::read() const {
+PromptOptions::Prompt PromptOptions::read(const std::string& model) const {
+  KVKEEP_REQUIRE(is_text() || !(chat || raw), chat ? "--chat" : "--raw", " says how text is read; allowed with --prompt and --prompt-file");
   if (!task.empty()) {
     lm::TaskSample sample = lm::make_task(task, seed, shape);
-    std::vector<std::int32_t> prompt(sample.ids.begin(), sample.ids.begin() + sample.prompt_length);
-    return {std::move(prompt), std::move(sample)};
+    std::vector<std::int32_t> tokens(sample.ids.begin(), sample.ids.begin() + sample.prompt_length);
+    return {.ids = std::move(tokens), .sample = std::move(sample)};
   }
-  return {ids_file.empty() ? parse_ids(ids, "--ids") : read_ids(ids_file), std::nullopt};
+  if (!is_text()) return {.ids = ids_file.empty() ? parse_ids(ids, "--ids") : read_ids(ids_file)};
+  const std::string said = prompt_file.empty() ? prompt : read_file(prompt_file, "--prompt-file");
+  Prompt read{.ids = {}, .text = lm::TextModel::open(model)};
+  if (chat) {
+    std::vector<lm::ChatMessage> messages{{"user", said}};
+    if (!system.empty()) messages.insert(messages.begin(), {"system", system});
+    read.ids = read.text->chat(messages);
+  } else {
+    read.ids = read.text->tokenizer.encode(said, raw ? lm::SpecialTokens::parsed : lm::SpecialTokens::plain);
+  }
+  KVKEEP_REQUIRE(!read.ids.empty(), "prompt: the text is empty; allowed one token or more");
+  return read;
 }
 
 bool is_same_file(const std::string& one, const std::string& other) {

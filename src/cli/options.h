@@ -12,6 +12,7 @@
 #include "kvkeep/core/tensor.h"
 #include "kvkeep/lm/decoder.h"
 #include "kvkeep/lm/tasks.h"
+#include "kvkeep/lm/text_model.h"
 #include "kvkeep/policy/policy.h"
 #include "table.h"
 
@@ -34,11 +35,14 @@ struct OutputOptions {
 // Threads of the CPU kernels; 0 leaves LibTorch's choice.
 void set_threads(int threads);
 
-// --model, --threads, --cache-dtype
+// f32, f16 or bf16.
+ScalarType dtype_called(const std::string& name);
+
+// --model, --threads, --weights, --cache-dtype
 struct ModelOptions {
   std::string folder;
   int threads = 0;
-  std::string cache_dtype = "f32";
+  std::string weights, cache_dtype = "f32";
   void add(CLI::App& app);
   [[nodiscard]] lm::Decoder open() const;  // sets the number of threads
   [[nodiscard]] ScalarType dtype() const;
@@ -53,8 +57,8 @@ class PolicyText {
   [[nodiscard]] std::unique_ptr<KVPolicy> make() const;
   // The same where nobody tells what a task needs: throws for the oracle.
   [[nodiscard]] std::unique_ptr<KVPolicy> make_untold() const;
-  // With other values of some top-level options.
-  [[nodiscard]] PolicyText with(const std::vector<std::pair<std::string, std::int32_t>>& options) const;
+  // With other values of some top-level options: numbers, or words as name,key=value,... has them.
+  [[nodiscard]] PolicyText with(const std::vector<std::pair<std::string, std::string>>& options) const;
 
   // The registry name, without making the policy.
   [[nodiscard]] std::string name() const;
@@ -85,18 +89,22 @@ std::string warning_about(const KVPolicy& policy);
 std::vector<std::int32_t> parse_ids(const std::string& text, const std::string& where);
 std::vector<std::int32_t> read_ids(const std::string& file);
 
-// --ids, --ids-file, --task with --seed and --length: exactly one of the three sources.
+// --prompt, --prompt-file, --ids, --ids-file, --task with --seed and --length: exactly one of the sources.
 struct PromptOptions {
-  std::string ids, ids_file, task;
+  std::string prompt, prompt_file, system, ids, ids_file, task;
+  bool chat = false, raw = false;
   std::uint64_t seed = 0;
   lm::TaskOptions shape;
   void add(CLI::App& app);
 
   struct Prompt {
     std::vector<std::int32_t> ids;
-    std::optional<lm::TaskSample> sample;  // of --task
+    std::optional<lm::TaskSample> sample = {};   // of --task
+    std::optional<lm::TextModel> text = {};      // of --prompt and --prompt-file
   };
-  [[nodiscard]] Prompt read() const;
+  [[nodiscard]] bool is_text() const { return !prompt.empty() || !prompt_file.empty(); }
+  // `model` has the tokenizer for text.
+  [[nodiscard]] Prompt read(const std::string& model) const;
 };
 
 // Whether two names are of one file, which need not be there yet.

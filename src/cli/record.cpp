@@ -74,7 +74,7 @@ trace::Result event_of(const Options& o, lm::Decoder& decoder, const PromptOptio
 
 trace::Result record(const Options& o) {
   std::unique_ptr<KVPolicy> policy = PolicyText(o.policy).make_untold();
-  const PromptOptions::Prompt prompt = o.prompt.read();
+  const PromptOptions::Prompt prompt = o.prompt.read(o.model.folder);
   lm::Decoder decoder = o.model.open();
   for (std::size_t i = 0; i < prompt.ids.size(); ++i)
     KVKEEP_REQUIRE(prompt.ids[i] < decoder.config().vocab, "record: token id ", prompt.ids[i], " at place ", i,

@@ -1,0 +1,130 @@
+#include "contests.h"
+
+#include <CLI/Option.hpp>
+#include <CLI/Validators.hpp>
+#include <algorithm>
+#include <charconv>
+#include <limits>
+#include <map>
+
+#include "kvkeep/core/error.h"
+
+namespace kvkeep::cli {
+namespace {
+
+std::vector<std::int32_t> budgets_of(const std::vector<std::string>& lists) {
+  constexpr std::int32_t kMost = 1 << 30;
+  std::vector<std::int32_t> budgets;
+  for (const std::string& item : items_of(lists, "--budgets")) {
+    std::int32_t& budget = budgets.emplace_back(0);
+    const auto [end, error] = std::from_chars(item.data(), item.data() + item.size(), budget);
+    KVKEEP_REQUIRE(error == std::errc() && end == item.data() + item.size() && budget >= 1 && budget <= kMost, "--budgets: '", item, "'; allowed integers from 1 to ", kMost);
+  }
+  return budgets;
+}
+
+// One policy under every budget, or as it is written where it says itself what may stay.
+std::vector<Contest> contests_of(const ContestOptions& o, const std::string& written, const std::vector<std::int32_t>& budgets) {
+  const PolicyText policy(written);
+  const bool says_itself = policy.name() != "full" && (policy.states("ratio") || policy.states("bytes") || policy.states("budget_share"));
+  const bool every_budget = !says_itself && policy.takes("budget") && !budgets.empty();
+  std::vector<std::pair<std::string, std::string>> options;
+  const auto add = [&](const char* name, const std::string& value, bool even_stated) {
+    if ((says_itself || policy.takes(name)) && (even_stated || !policy.states(name))) options.emplace_back(name, value);
+  };
+  if (says_itself || every_budget) {
+    add("interval", text(o.interval), every_budget);
+    if (o.recent >= 0) add("recent", text(o.recent), every_budget);
+  }
+  if (o.cut_prompts && policy.takes("prefill") && !policy.states("prefill")) options.emplace_back("prefill", "cut");
+  std::vector<Contest> all;
+  if (!every_budget) all.push_back({.policy = options.empty() ? policy : policy.with(options)});
+  for (std::size_t i = 0; every_budget && i < budgets.size(); ++i) {
+    std::vector<std::pair<std::string, std::string>> with_budget{{"budget", text(budgets[i])}};
+    with_budget.insert(with_budget.end(), options.begin(), options.end());
+    all.push_back({.policy = policy.with(with_budget)});
+  }
+  for (Contest& contest : all) {
+    const std::unique_ptr<KVPolicy> made = contest.policy.make();
+    contest.never = made->trigger().never;
+    contest.narrows = made->narrows();
+    contest.folds = made->memory() != nullptr;
+    contest.budget = budget_cell(*made);
+    contest.resolved = made->to_json();
+    contest.warning = warning_about(*made);
+  }
+  return all;
+}
+
+// Finds for every contest the one of --against at the same budget, or the only one there is. Those that do not run yet are added.
+void compare_against(const ContestOptions& o, const std::vector<std::int32_t>& budgets, std::vector<Contest>& all) {
+  std::vector<std::size_t> references;
+  for (const Contest& wanted : contests_of(o, o.against, budgets)) {
+    const auto known = std::find_if(all.begin(), all.end(), [&](const Contest& c) { return c.resolved == wanted.resolved; });
+    references.push_back(static_cast<std::size_t>(known - all.begin()));
+    if (known == all.end()) all.push_back(wanted);
+  }
+  for (Contest& contest : all) {
+    const auto same = std::find_if(references.begin(), references.end(), [&](std::size_t r) { return all[r].budget.value == contest.budget.value; });
+    if (same != references.end()) contest.against = *same;
+    else if (references.size() == 1) contest.against = references.front();
+  }
+}
+
+}  // namespace
+
+void ContestOptions::add(CLI::App& app, const std::string& without) {
+  app.add_option(
+         "--policy", policies,
+         std::string("repeatable: ") + kPolicyHelp + ", or oracle; without it: " + without)
+      ->take_all()
+      ->option_text("POLICY");
+  app.add_option_function<std::vector<std::string>>("--budgets", [this](const std::vector<std::string>& lists) { this->budgets = budgets_of(lists); },
+                                  "runs every evicting policy under each of these budgets; without --policy: length/4,length/8")
+      ->option_text("N,...");
+  app.add_option("--interval", interval, "new tokens between two events, for every policy under --budgets, a ratio or bytes")
+      ->check(CLI::Range(1, 1 << 30))
+      ->option_text("N [32]");
+  app.add_option("--recent", recent, "newest slots that stay, for every policy under --budgets; without it the policy's own")
+      ->check(CLI::Range(0, 1 << 30))
+      ->option_text("N");
+  app.add_option("--against", against, "a policy that every row is compared to; it runs too where it does not yet")->option_text("POLICY");
+}
+
+std::vector<Contest> contests(ContestOptions o, const std::vector<std::string>& policies, std::vector<std::int32_t> budgets) {
+  const std::vector<std::string> given = o.policies.empty() ? policies : o.policies;
+  if (!o.budgets.empty() || !o.policies.empty()) budgets = std::move(o.budgets);
+  std::sort(budgets.rbegin(), budgets.rend());
+  std::vector<Contest> all;
+  for (const std::string& one : given)
+    for (Contest& contest : contests_of(o, one, budgets)) all.push_back(std::move(contest));
+  const auto slots = [](const Contest& c) {  // most first; what never cuts before them, what counts otherwise behind
+    return c.never && !c.narrows ? std::numeric_limits<std::int64_t>::max() : c.budget.value.is_number() ? c.budget.value.get<std::int64_t>() : 0;
+  };
+  std::map<std::string, std::size_t> place;  // labels in the order in which they were given
+  for (const Contest& contest : all) place.try_emplace(contest.policy.label(), place.size());
+  std::stable_sort(all.begin(), all.end(), [&](const Contest& a, const Contest& b) {
+    return std::pair(place[a.policy.label()], slots(b)) < std::pair(place[b.policy.label()], slots(a));
+  });
+  if (!o.against.empty()) compare_against(o, budgets, all);
+  return all;
+}
+
+double share(std::int64_t right, std::int64_t asked) {
+  return asked == 0 ? std::nan("") : static_cast<double>(right) / static_cast<double>(asked);
+}
+
+std::string with_interval(double value, const report::Interval& interval) {
+  const auto shown = [](double x) { return real_cell(100 * x, 1).shown; };
+  return std::isnan(value) ? "-" : text(shown(value), " (", std::isnan(interval.low) ? "no interval" : text(shown(interval.low), "-", shown(interval.high)), ")");
+}
+
+std::string Difference::shown() const {
+  if (std::isnan(value)) return "-";
+  const auto points = [](double x) { return text(x < 0 ? "" : "+", real_cell(100 * x, 1).shown); };
+  return text(points(value), " (", std::isnan(interval.low) ? "no interval" : text(points(interval.low), " to ", points(interval.high)), ")");
+}
+
+Difference difference(const Strata& ours, const Strata& theirs) { return {report::share(ours) - report::share(theirs), report::bootstrap_difference(ours, theirs)}; }
+
+}  // namespace kvkeep::cli

@@ -1,0 +1,270 @@
+#include "eval_text.h"
+
+#include <CLI/Option.hpp>
+#include <CLI/Validators.hpp>
+#include <algorithm>
+#include <cmath>
+#include <map>
+
+#include "kvkeep/core/error.h"
+#include "kvkeep/lm/generation.h"
+#include "kvkeep/lm/text_tasks.h"
+#include "oracle.h"
+#include "progress.h"
+#include "read_file.h"
+
+namespace kvkeep::cli {
+namespace {
+
+// A sample as tokens: what is cut, and what comes after the cut.
+struct Asked {
+  lm::TextSample sample;
+  std::vector<std::int32_t> prompt, question;  // the answer's first words stand at the end of the last of them
+};
+
+// What a policy made of its samples.
+struct Answered {
+  std::map<std::string, std::vector<report::Answers>> by_task;  // [samples] references found, of all
+  std::vector<double> first_token_seconds;
+  std::int64_t peak_bytes = 0, kept_bytes = 0, events = 0, decoded_tokens = 0;
+  double decode_seconds = 0;
+
+  [[nodiscard]] Strata strata(const std::string& task = "") const {
+    Strata all;
+    for (const auto& [name, samples] : by_task)
+      if (task.empty() || name == task) all.push_back(samples);
+    return all;
+  }
+  [[nodiscard]] double median_first_token() const {
+    std::vector<double> sorted = first_token_seconds;
+    std::sort(sorted.begin(), sorted.end());
+    return sorted.empty() ? std::nan("") : sorted[sorted.size() / 2];
+  }
+  [[nodiscard]] double tokens_per_second() const { return decode_seconds > 0 ? static_cast<double>(decoded_tokens) / decode_seconds : std::nan(""); }
+};
+
+// The model's markup around what a user says, and what the model is then to answer.
+class Layout {
+ public:
+  Layout(const lm::TextModel& text, bool raw) : text_(text) {
+    if (raw || text.chat_template.empty()) return;
+    const std::string mark = "\x1f kvkeep \x1f";
+    const auto bos = text.tokenizer.bos();
+    const lm::ChatTemplate known = bos ? lm::ChatTemplate::recognise(text.chat_template, text.tokenizer.piece(*bos)) : lm::ChatTemplate::recognise(text.chat_template);
+    const std::vector<lm::ChatMessage> messages{{"user", mark}};
+    const std::string whole = known.render(messages);
+    before_ = whole.substr(0, whole.find(mark));
+    after_ = whole.substr(whole.find(mark) + mark.size());
+    add_bos_ = !known.writes_bos();
+  }
+
+  [[nodiscard]] std::int64_t count(std::string_view said) const { return static_cast<std::int64_t>(ids(before_ + std::string(said) + after_, true).size()); }
+
+  // Context and question are tokenised apart, so that one may be cut without the other.
+  [[nodiscard]] Asked asked(lm::TextSample sample, bool question_after) const {
+    Asked made{.sample = std::move(sample), .prompt = {}, .question = {}};
+    made.prompt = ids(before_ + made.sample.context, true);
+    made.question = ids(made.sample.question + after_ + made.sample.answer_prefix, false);
+    if (question_after) return made;
+    made.prompt.insert(made.prompt.end(), made.question.begin(), made.question.end());
+    made.question.clear();
+    return made;
+  }
+
+ private:
+  [[nodiscard]] std::vector<std::int32_t> ids(const std::string& said, bool first) const { return text_.tokenizer.encode(said, lm::SpecialTokens::parsed, first && add_bos_); }
+
+  const lm::TextModel& text_;
+  std::string before_, after_;
+  bool add_bos_ = true;
+};
+
+lm::Request request_of(const Asked& asked) {
+  return {.prompt = asked.prompt, .new_tokens = static_cast<std::int32_t>(asked.question.size()) + asked.sample.answer_tokens, .forced = asked.question, .stop_at_end = true};
+}
+
+std::string answer_of(const lm::TextModel& text, const Asked& asked, const std::vector<std::int32_t>& tokens) {
+  std::span<const std::int32_t> written = std::span(tokens).subspan(std::min(tokens.size(), asked.question.size()));
+  const std::vector<std::int32_t>& ends = text.tokenizer.end_tokens();
+  const auto end = std::ranges::find_first_of(written, ends);
+  return text.tokenizer.decode(written.first(static_cast<std::size_t>(end - written.begin())));
+}
+
+void add_answer(const lm::TextModel& text, const std::string& task, const Asked& asked, const lm::Completion& done, Answered& to) {
+  const auto references = static_cast<std::int64_t>(asked.sample.answers.size());
+  const double score = asked.sample.score(answer_of(text, asked, done.tokens));
+  to.by_task[task].push_back({std::llround(score * static_cast<double>(references)), references});
+  to.first_token_seconds.push_back(done.first_token_seconds);
+  to.peak_bytes = std::max(to.peak_bytes, done.peak_bytes);
+  to.kept_bytes = std::max(to.kept_bytes, done.kept_bytes);
+  to.events += static_cast<std::int64_t>(done.events.size());
+}
+
+// Some samples under every policy: their prompts run once, policies that narrow them run their own.
+void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluation& e, const std::vector<Contest>& contests, const std::string& task, std::span<const Asked> asked, Progress& progress,
+            std::vector<Answered>& to) {
+  std::int64_t capacity = 0;
+  for (const Asked& one : asked) capacity = std::max(capacity, static_cast<std::int64_t>(one.prompt.size() + one.question.size()) + one.sample.answer_tokens);
+  const auto places = static_cast<std::int64_t>(asked.size());
+  const std::vector<lm::LayerCache> dense = decoder.make_cache(places, capacity, e.model.dtype());
+  std::vector<std::unique_ptr<lm::Generator>> generators;
+  std::vector<lm::Generator*> sharing;
+  std::vector<std::size_t> place(contests.size());  // among those that share
+  for (std::size_t c = 0; c < contests.size(); ++c) {
+    generators.push_back(std::make_unique<lm::Generator>(
+        decoder, contests[c].policy.make_untold(), lm::GeneratorOptions{.places = places, .capacity = capacity, .cache_dtype = e.model.dtype(), .cache = {dense.begin(), dense.end()}}));
+    place[c] = sharing.size();
+    if (!contests[c].narrows) sharing.push_back(generators.back().get());
+  }
+  std::vector<lm::PromptRun> prompts;
+  progress.label("prompts, " + task);
+  for (std::size_t i = 0; !sharing.empty() && i < asked.size(); ++i) prompts.push_back(lm::Generator::run_prompt(sharing, request_of(asked[i])));
+  for (std::size_t c = 0; c < contests.size(); ++c) {
+    progress.label(kvkeep::text(contests[c].policy.label(), contests[c].never ? "" : " " + contests[c].budget.shown, ", ", task));
+    lm::Generator& generator = *generators[c];
+    std::vector<SequenceId> ids;
+    for (std::size_t i = 0; i < asked.size(); ++i) {
+      if (contests[c].narrows) {
+        ids.push_back(generator.join(request_of(asked[i])));
+        static_cast<void>(generator.step());  // alone, so that its first token is its own
+      } else {
+        ids.push_back(prompts[i].sequences[place[c]]);
+        generator.begin(ids.back(), prompts[i]);
+      }
+    }
+    while (generator.step()) {}
+    for (std::size_t i = 0; i < asked.size(); ++i) add_answer(text, task, asked[i], generator.leave(ids[i]), to[c]);
+    to[c].decode_seconds += generator.pace().decode_seconds;
+    to[c].decoded_tokens += generator.pace().decoded_tokens;
+    generators[c].reset();
+    progress.advance(places);
+  }
+}
+
+double share_of(const Answered& answered, const std::string& task = "") { return report::share(answered.strata(task)); }
+
+// Tasks that the full cache does not solve tell nothing about what is lost.
+std::string hopeless(const TextEvaluation& e, const std::vector<Contest>& contests, const std::vector<Answered>& answered) {
+  std::string out;
+  for (std::size_t c = 0; c < contests.size(); ++c)
+    if (contests[c].never && !contests[c].narrows)
+      for (const std::string& task : e.tasks)
+        if (const double whole = share_of(answered[c], task); whole < 0.5)
+          out += text("\n", task, ": the full cache itself answers ", real_cell(100 * whole, 0).shown, " %; below 50 the row says nothing about policies.\n");
+  return out;
+}
+
+Table wide_table(const TextEvaluation& e, const std::vector<Contest>& contests, const std::vector<Answered>& answered) {
+  std::vector<Column> columns{{"policy", "policy", false}, {"budget", "budget"}};
+  for (const std::string& task : e.tasks) columns.push_back({task, task + " % (95 %)"});
+  if (e.tasks.size() > 1) columns.push_back({"all", "all % (95 %)"});
+  for (const Column& column : std::vector<Column>{{"peak_bytes", "cache peak"}, {"kept_bytes", "kept"}, {"first_token_ms", "first token ms"}, {"tokens_per_second", "tokens/s"}, {"events", "events"}})
+    columns.push_back(column);
+  Table table(std::move(columns));
+  for (std::size_t c = 0; c < contests.size(); ++c) {
+    const Answered& a = answered[c];
+    std::vector<Cell> row{contests[c].policy.label(), contests[c].budget};
+    for (const std::string& task : e.tasks) row.emplace_back(with_interval(share_of(a, task), report::bootstrap(a.strata(task))));
+    if (e.tasks.size() > 1) row.emplace_back(with_interval(share_of(a), report::bootstrap(a.strata())));
+    for (const Cell& cell : {bytes_cell(a.peak_bytes), bytes_cell(a.kept_bytes), real_cell(1000 * a.median_first_token(), 0), real_cell(a.tokens_per_second(), 1), Cell(a.events)}) row.push_back(cell);
+    table.add(std::move(row));
+  }
+  return table;
+}
+
+Table difference_table(const TextEvaluation& e, const std::vector<Contest>& contests, const std::vector<Answered>& answered) {
+  std::vector<Column> columns{{"policy", "policy", false}, {"budget", "budget"}, {"against", "against", false}};
+  for (const std::string& task : e.tasks) columns.push_back({task, task + " (95 %)"});
+  if (e.tasks.size() > 1) columns.push_back({"all", "all (95 %)"});
+  Table table(std::move(columns));
+  for (std::size_t c = 0; c < contests.size(); ++c) {
+    if (!contests[c].against || contests[c].against == c) continue;
+    const Contest& reference = contests[*contests[c].against];
+    std::vector<Cell> row{contests[c].policy.label(), contests[c].budget, text(reference.policy.label(), " ", reference.budget.shown)};
+    const auto cell = [&](const std::string& task) { return difference(answered[c].strata(task), answered[*contests[c].against].strata(task)).shown(); };
+    for (const std::string& task : e.tasks) row.emplace_back(cell(task));
+    if (e.tasks.size() > 1) row.emplace_back(cell(""));
+    table.add(std::move(row));
+  }
+  return table;
+}
+
+// One row a policy, budget and task: for programs.
+Table long_table(const TextEvaluation& e, const std::vector<Contest>& contests, const std::vector<Answered>& answered) {
+  std::vector<Column> columns;
+  for (const char* key : {"policy", "budget", "task", "length", "question", "samples", "references", "found", "share", "share_low", "share_high", "peak_bytes", "kept_bytes", "first_token_ms",
+                          "tokens_per_second", "events", "against", "difference", "difference_low", "difference_high", "resolved"})
+    columns.push_back({key, key});
+  Table table(std::move(columns));
+  for (std::size_t c = 0; c < contests.size(); ++c)
+    for (const std::string& task : e.tasks) {
+      const Answered& a = answered[c];
+      report::Answers all;
+      for (const report::Answers& one : a.by_task.at(task)) all = {all.right + one.right, all.asked + one.asked};
+      const report::Interval interval = report::bootstrap(a.strata(task));
+      const Difference d = contests[c].against ? difference(a.strata(task), answered[*contests[c].against].strata(task)) : Difference{};
+      table.add({contests[c].policy.label(), contests[c].budget, task, e.length, e.text.question_after ? "after" : "before", e.samples, all.asked, all.right, share_cell(share_of(a, task)),
+                 share_cell(interval.low), share_cell(interval.high), bytes_cell(a.peak_bytes), bytes_cell(a.kept_bytes), real_cell(1000 * a.median_first_token(), 3),
+                 real_cell(a.tokens_per_second(), 2), a.events, contests[c].against ? Cell(contests[*contests[c].against].policy.label()) : Cell(nullptr, "-"), share_cell(d.value),
+                 share_cell(d.interval.low), share_cell(d.interval.high), contests[c].resolved});
+    }
+  return table;
+}
+
+}  // namespace
+
+bool is_text_task(const std::string& name) { return name.find('/') != std::string::npos; }
+
+std::vector<std::string> default_text_policies() { return {"full", "streaming", "tova", "ams-tova", "snapkv"}; }
+
+void TextOptions::add(CLI::App& app) {
+  app.add_option("--question", question_after, "tasks over text: a prompt is cut with its question in sight, or before it comes")
+      ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"before", false}, {"after", true}}).description("before|after"))
+      ->option_text("before|after [before] the cut");
+  app.add_option("--haystack", haystack, "tasks over text: prose that hides what is asked, for tasks that need an essay")->option_text("FILE");
+  app.add_flag("--raw", raw, "tasks over text: leave the model's chat template out");
+}
+
+void evaluate_text(const TextEvaluation& e) {
+  const std::vector<Contest> all = contests(e.contests, default_text_policies(), {static_cast<std::int32_t>(e.length / 4)});
+  const std::string haystack = e.text.haystack.empty() ? std::string() : io::read_file(e.text.haystack, "--haystack");
+  const lm::TextModel model = lm::TextModel::open(e.model.folder);
+  const Layout layout(model, e.text.raw);
+  const lm::TokenCounter count = [&](std::string_view said) { return layout.count(said); };
+  const std::span<const lm::TextTaskInfo> known = lm::text_tasks();
+  std::map<std::string, std::vector<Asked>> asked;
+  for (const std::string& task : e.tasks) {
+    const auto info = std::ranges::find(known, task, &lm::TextTaskInfo::name);
+    const bool essay = info != known.end() && info->needs_haystack;
+    constexpr std::size_t kApart = 8;  // tokens that tokenising context and question apart may cost
+    for (std::int32_t i = 0; i < e.samples; ++i) {
+      // Samples begin at different words, or each would hide its needle in the same text.
+      const std::size_t begin = essay && !haystack.empty() ? haystack.size() * static_cast<std::size_t>(i) / static_cast<std::size_t>(e.samples) : 0;
+      const std::size_t word = begin == 0 ? 0 : std::min(haystack.find_first_of(" \n", begin), haystack.size() - 1);
+      const std::string turned = essay ? haystack.substr(word) + " " + haystack.substr(0, word) : std::string();
+      lm::TextSample sample = lm::make_text_task(task, e.seed + static_cast<std::uint64_t>(i), count, {.length = e.length, .reserved_tokens = kApart, .haystack = turned});
+      asked[task].push_back(layout.asked(std::move(sample), e.text.question_after));
+    }
+  }
+  lm::Decoder decoder = e.model.open();
+  for (const Contest& contest : all)
+    if (!e.output.quiet && !contest.warning.empty()) note(contest.warning);
+  Progress progress(static_cast<std::int64_t>(all.size() * e.tasks.size()) * e.samples, e.output.quiet);
+  std::vector<Answered> answered(all.size());
+  for (const std::string& task : e.tasks)
+    for (std::size_t i = 0; i < asked[task].size(); i += static_cast<std::size_t>(e.batch))
+      answer(decoder, model, e, all, task, std::span(asked[task]).subspan(i, std::min<std::size_t>(static_cast<std::size_t>(e.batch), asked[task].size() - i)), progress, answered);
+  progress.clear();
+  if (e.output.format != Format::md) {
+    print(long_table(e, all, answered).text(e.output.format));
+    return;
+  }
+  std::string out = wide_table(e, all, answered).markdown();
+  out += text("\n", e.samples, " samples a task, prompts of ", e.length, " tokens cut ", e.text.question_after ? "before their question comes" : "with their question in sight",
+              "; 95 %: bootstrap over samples.\n");
+  if (!e.contests.against.empty())
+    out += text("\nPercentage points above ", PolicyText(e.contests.against).label(), ", paired bootstrap over samples:\n\n", difference_table(e, all, answered).markdown());
+  print(out + hopeless(e, all, answered));
+}
+
+}  // namespace kvkeep::cli

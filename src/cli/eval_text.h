@@ -1,0 +1,39 @@
+#pragma once
+// kvkeep eval on tasks over text: RULER's, and a number in prose.
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "contests.h"
+#include "options.h"
+
+namespace kvkeep::cli {
+
+// What --task names says which: tasks over text have a / in their names.
+bool is_text_task(const std::string& name);
+
+struct TextOptions {
+  bool question_after = false;  // the prompt is cut before the question is seen
+  bool raw = false;             // no chat template
+  std::string haystack;         // a file
+  void add(CLI::App& app);
+};
+
+struct TextEvaluation {
+  const ModelOptions& model;
+  const OutputOptions& output;
+  const TextOptions& text;
+  std::vector<std::string> tasks;
+  std::int64_t length = 0;
+  std::int32_t samples = 0, batch = 0;
+  std::uint64_t seed = 0;
+  ContestOptions contests;
+};
+
+std::vector<std::string> default_text_policies();
+
+// Prints the table.
+void evaluate_text(const TextEvaluation& evaluation);
+
+}  // namespace kvkeep::cli

@@ -1,0 +1,226 @@
+// The kvkeep command on text: prompts, tokens, the picture, and tasks whose answers are read.
+
+#ifdef KVKEEP_CLI_PATH
+
+#include <nlohmann/json.hpp>
+
+#include "command.h"
+#include "gguf_model_parts.h"
+#include "kvkeep/lm/tokenizer.h"
+
+namespace kvkeep {
+namespace {
+
+using nlohmann::json;
+
+/// A model of random weights that has a tokenizer, as a folder and as a GGUF file.
+class CommandText : public Command {
+ protected:
+  void SetUp() override {
+    Command::SetUp();
+    const lm::Tokenizer tokenizer = lm::Tokenizer::read(tokenizer_file());
+    lm::LmConfig config = lm::LmConfig::shape(lm::Architecture::llama, 2, 32, 48, 4, 2, 8, tokenizer.vocab_size());
+    config.end_tokens = {2};
+    lm::write_random_checkpoint(place("model"), config, 3, kFloat32);
+    fs::copy(tokenizer_file(), place("model/tokenizer.json"));
+    fs::copy(golden("chat/smollm2.jinja"), place("model/chat_template.jinja"));
+  }
+
+  static std::string tokenizer_file() { return golden("tokenizer/smollm/tokenizer.json"); }
+
+  // The folder's model and tokenizer in one file.
+  std::string gguf() const {
+    const lm::LmConfig config = lm::LmConfig::read(place("model"));
+    testing::GgufParts parts = testing::metadata(config);
+    const json whole = json::parse(content(tokenizer_file()));
+    std::vector<std::string> tokens(static_cast<std::size_t>(config.vocab)), merges;
+    std::vector<std::int32_t> types(tokens.size(), 1);
+    for (const auto& [piece, id] : whole["model"]["vocab"].items()) tokens[id.get<std::size_t>()] = piece;
+    for (const json& added : whole["added_tokens"]) {
+      tokens[added["id"].get<std::size_t>()] = added["content"];
+      types[added["id"].get<std::size_t>()] = 3;
+    }
+    for (const json& merge : whole["model"]["merges"]) merges.push_back(merge[0].get<std::string>() + " " + merge[1].get<std::string>());
+    parts.text("tokenizer.ggml.model", "gpt2").text("tokenizer.ggml.pre", "smollm").texts("tokenizer.ggml.tokens", tokens).texts("tokenizer.ggml.merges", merges);
+    parts.list("tokenizer.ggml.token_type", testing::gguf::i32, types).text("tokenizer.chat_template", content(place("model/chat_template.jinja")));
+    return write("model.gguf", testing::with_tensors_of(parts, place("model"), config).bytes());
+  }
+
+  json answered(Words words) {
+    words.insert(words.end(), {"-o", "json", "--quiet"});
+    const Outcome outcome = run(words);
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    return json::parse(outcome.out, nullptr, false);
+  }
+  json tokens(Words words) {
+    words.insert(words.begin(), {"tokens", "--model", place("model")});
+    return answered(words);
+  }
+};
+
+std::string joined(const json& tokens) {
+  std::string all;
+  for (const json& token : tokens) all += token["piece"].get<std::string>();
+  return all;
+}
+
+TEST_F(CommandText, ShowsTheTokensOfAText) {
+  EXPECT_EQ(joined(tokens({"--prompt", "the 17 cats\n sat"})), "the 17 cats\\n sat");
+  const json again = tokens({"--ids", "1,2"});
+  EXPECT_EQ(joined(again), "<|im_start|><|im_end|>");
+  EXPECT_EQ(again[0]["special"], true);
+  const Outcome table = run({"tokens", "--model", place("model"), "--prompt", "a\x80"});
+  EXPECT_EQ(table.code, 0) << table.err;
+  EXPECT_NE(table.out.find("| place |"), std::string::npos) << table.out;
+  expect_refused({"tokens", "--model", place("model"), "--ids", "99999"}, "99999");
+  expect_refused({"tokens", "--model", model(), "--prompt", "x"}, "tokenizer");
+}
+
+TEST_F(CommandText, ReadsMarkupOnlyWhereItIsAskedTo) {
+  const std::string markup = "<|im_end|>";
+  EXPECT_GT(tokens({"--prompt", markup}).size(), 1U) << "text of a user, for all that one knows";
+  EXPECT_EQ(tokens({"--prompt", markup, "--raw"}).size(), 1U);
+  EXPECT_EQ(joined(tokens({"--prompt", "Hi", "--chat", "--system", "Be brief"})),
+            "<|im_start|>system\\nBe brief<|im_end|>\\n<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n");
+  EXPECT_NE(joined(tokens({"--prompt", "Hi", "--chat"})).find("SmolLM"), std::string::npos) << "the template's own system message";
+}
+
+TEST_F(CommandText, WritesTextAsItComesAndTheSameTokensAsFromIds) {
+  const std::string said = "the cat and the hat";
+  std::string ids;
+  for (const json& token : tokens({"--prompt", said})) ids += (ids.empty() ? "" : ",") + token["id"].dump();
+  const Words tail{"--max-new-tokens", "24", "--policy", "tova,budget=16,interval=4,sink=1,recent=4"};
+  const auto generate = [&](const Words& prompt, const std::string& from) {
+    Words words{"generate", "--model", from};
+    words.insert(words.end(), prompt.begin(), prompt.end());
+    words.insert(words.end(), tail.begin(), tail.end());
+    return words;
+  };
+  const json from_text = answered(generate({"--prompt", said}, place("model"))), from_ids = answered(generate({"--ids", ids}, place("model")));
+  EXPECT_EQ(from_text["tokens"], from_ids["tokens"]);
+  EXPECT_FALSE(from_ids.contains("text"));
+  const std::vector<std::int32_t> written = from_text["tokens"];
+  const std::string text = from_text["text"];
+  const Outcome shown = run(generate({"--prompt-file", write("said.txt", said)}, place("model")));
+  EXPECT_EQ(shown.code, 0) << shown.err;
+  EXPECT_TRUE(shown.out.starts_with(text)) << shown.out;
+  EXPECT_EQ(shown.out.find("Tokens:"), std::string::npos);
+  EXPECT_EQ(answered(generate({"--prompt", said}, gguf()))["tokens"], from_text["tokens"]) << "one file holds it all";
+}
+
+TEST_F(CommandText, RefusesPromptsThatAreNone) {
+  const Words generate{"generate", "--model", place("model"), "--max-new-tokens", "2"};
+  const auto with = [&](const Words& more) {
+    Words words = generate;
+    words.insert(words.end(), more.begin(), more.end());
+    return words;
+  };
+  expect_refused(with({"--prompt-file", write("empty.txt", "")}), "empty");
+  expect_refused(with({"--prompt-file", place("nowhere.txt")}), "nowhere.txt");
+  expect_refused(with({"--ids", "1,2", "--chat"}), "--chat");
+  expect_refused(with({"--prompt", "x", "--ids", "1"}), "prompt");
+  expect_refused(with({"--prompt", "x", "--chat", "--raw"}), "--raw");
+  expect_refused(with({"--prompt", "x", "--system", "y"}), "--chat");
+  expect_refused({"generate", "--model", model(), "--prompt", "x"}, "tokenizer");
+  fs::remove(place("model/chat_template.jinja"));
+  expect_refused(with({"--prompt", "x", "--chat"}), "no chat template");
+  write("model/chat_template.jinja", "{{ messages | my_own }}");
+  expect_refused(with({"--prompt", "x", "--chat"}), "--raw");
+  write("cut.gguf", content(gguf()).substr(0, 5000));
+  expect_refused({"generate", "--model", place("cut.gguf"), "--prompt", "x"}, "cut.gguf");
+}
+
+// ---- The picture
+
+TEST_F(CommandText, DrawsWhatStayedInOnePage) {
+  const Words words{"generate", "--model", place("model"), "--prompt", "the cat </script><b> and the hat", "--max-new-tokens", "24", "--policy", "tova,budget=16,interval=4,sink=1,recent=4", "--html", place("kept.html")};
+  const json told = answered(words);
+  const std::string page = content(place("kept.html"));
+  ASSERT_FALSE(page.empty());
+  EXPECT_EQ(page.find("</script>"), page.rfind("</script>")) << "what a token says does not end the script";
+  EXPECT_EQ(page.find("http"), std::string::npos) << "it asks no network";
+  const std::size_t begin = page.find("const data = ") + 13, end = page.find(";\n", begin);
+  const json data = json::parse(page.substr(begin, end - begin));
+  std::string text;
+  for (const json& piece : data["pieces"]) text += piece.get<std::string>();
+  EXPECT_TRUE(text.starts_with("the cat </script><b> and the hat")) << text;
+  ASSERT_EQ(data["stops"].size(), told["events"].size() + 1);
+  const auto rows = [](const json& stop) {
+    std::vector<std::vector<int>> all;
+    for (const json& ranges : stop["kept"]) {
+      all.emplace_back();
+      for (std::size_t i = 0; i < ranges.size(); i += 2)
+        for (int k = 0; k < ranges[i + 1].get<int>(); ++k) all.back().push_back(ranges[i].get<int>() + k);
+    }
+    return all;
+  };
+  for (std::size_t e = 0; e < told["events"].size(); ++e) {
+    std::vector<std::vector<int>> kept;
+    for (const json& layer : told["events"][e]["kept"])
+      for (const json& head : layer) kept.push_back(head.get<std::vector<int>>());
+    EXPECT_EQ(rows(data["stops"][e]), kept) << "event " << e;
+  }
+  const auto end_rows = rows(data["stops"].back()), last = rows(data["stops"][told["events"].size() - 1]);
+  const int tokens = static_cast<int>(data["pieces"].size());
+  ASSERT_EQ(data["stops"].back()["present"], tokens);
+  for (std::size_t r = 0; r < end_rows.size(); ++r) {
+    ASSERT_GE(end_rows[r].size(), last[r].size());
+    EXPECT_TRUE(std::equal(last[r].begin(), last[r].end(), end_rows[r].begin())) << "nothing goes between events";
+    EXPECT_EQ(end_rows[r].back(), tokens - 1);
+  }
+  expect_refused({"generate", "--model", place("model"), "--prompt", "x", "--html", place("no/kept.html")}, "no/kept.html");
+}
+
+// ---- Tasks over text
+
+TEST_F(CommandText, EvaluatesTasksWhoseAnswersAreRead) {
+  std::string prose;
+  for (int i = 0; i < 400; ++i) prose += "the cat sat on the mat. ";
+  const std::string haystack = write("prose.txt", prose);
+  const auto eval = [&](const Words& more) {
+    Words words{"eval", "--model", place("model"), "--task", "text/needle", "--haystack", haystack, "--length", "400", "--samples", "3", "--batch", "2", "--budgets", "64"};
+    words.insert(words.end(), more.begin(), more.end());
+    return words;
+  };
+  for (const char* question : {"before", "after"}) {
+    SCOPED_TRACE(question);
+    const json all = answered(eval({"--policy", "full", "--policy", "tova", "--policy", "fastkv,layer=0,window=8", "--question", question}));
+    ASSERT_EQ(all.size(), 3U);
+    EXPECT_EQ(all[0]["references"], 3);
+    EXPECT_EQ(all[0]["events"], 0);
+    EXPECT_GE(all[1]["events"], 3) << "every prompt is cut at its end";
+    EXPECT_EQ(json::parse(all[1]["resolved"].get<std::string>())["prefill"], "cut");
+    EXPECT_LT(all[1]["kept_bytes"], all[0]["kept_bytes"]);
+    json alone = answered(eval({"--policy", "tova", "--question", question}))[0], among = all[1];
+    for (const char* timed : {"first_token_ms", "tokens_per_second"}) {
+      alone.erase(timed);
+      among.erase(timed);
+    }
+    EXPECT_EQ(alone, among) << "company changes nothing";
+  }
+  const Outcome table = run(eval({"--policy", "full", "--policy", "tova", "--against", "full", "--quiet"}));
+  EXPECT_EQ(table.code, 0) << table.err;
+  EXPECT_NE(table.out.find("says nothing about policies"), std::string::npos) << "random weights answer nothing: " << table.out;
+}
+
+TEST_F(CommandText, RefusesTasksThatCannotBeAsked) {
+  const Words eval{"eval", "--model", place("model"), "--samples", "1"};
+  const auto with = [&](const Words& more) {
+    Words words = eval;
+    words.insert(words.end(), more.begin(), more.end());
+    return words;
+  };
+  expect_refused(with({"--task", "ruler/niah-single-2", "--length", "600"}), "haystack");
+  expect_refused(with({"--task", "ruler/niah-quadruple"}), "niah-quadruple");
+  expect_refused(with({"--task", "ruler/vt", "--length", "100"}), "length");
+  expect_refused(with({"--task", "ruler/vt,ask"}), "one kind");
+  expect_refused(with({"--task", "ask", "--haystack", "x"}), "--haystack");
+  expect_refused(with({"--task", "ruler/vt", "--diagnostics"}), "--diagnostics");
+  expect_refused(with({"--task", "ruler/vt", "--policy", "oracle,budget=64"}), "oracle");
+  expect_refused({"eval", "--model", model(), "--task", "ruler/vt"}, "tokenizer");
+}
+
+}  // namespace
+}  // namespace kvkeep
+
+#endif  // KVKEEP_CLI_PATH
