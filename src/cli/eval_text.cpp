@@ -227,6 +227,7 @@ void TextOptions::add(CLI::App& app) {
 
 void evaluate_text(const TextEvaluation& e) {
   const std::vector<Contest> all = contests(e.contests, default_text_policies(), {static_cast<std::int32_t>(e.length / 4)});
+  for (const Contest& contest : all) static_cast<void>(contest.policy.make_untold());  // before samples are drawn
   const std::string haystack = e.text.haystack.empty() ? std::string() : io::read_file(e.text.haystack, "--haystack");
   const lm::TextModel model = lm::TextModel::open(e.model.folder);
   const Layout layout(model, e.text.raw);

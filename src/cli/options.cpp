@@ -171,7 +171,7 @@ std::unique_ptr<KVPolicy> PolicyText::make() const {
 }
 
 std::unique_ptr<KVPolicy> PolicyText::make_untold() const {
-  KVKEEP_REQUIRE(name() != kOracle, "policy: oracle must be told what a task will need; allowed in eval, and in generate with --task");
+  KVKEEP_REQUIRE(name() != kOracle, "policy: oracle must be told what a task will need; allowed in eval of the small model's tasks, and in generate with --task");
   return make();
 }
 
