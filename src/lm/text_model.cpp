@@ -58,7 +58,7 @@ Tokenizer read_tokenizer(const io::GgufFile& file) {
   parts.bos = token_called(file, "tokenizer.ggml.bos_token_id", parts.tokens.size());
   parts.eos = token_called(file, "tokenizer.ggml.eos_token_id", parts.tokens.size());
   parts.eot = token_called(file, "tokenizer.ggml.eot_token_id", parts.tokens.size());
-  parts.add_bos = file.has_key("tokenizer.ggml.add_bos_token") ? file.truth("tokenizer.ggml.add_bos_token") : parts.pre_tokenizer == "llama-bpe";
+  parts.add_bos = file.has_key("tokenizer.ggml.add_bos_token") ? file.truth("tokenizer.ggml.add_bos_token") : parts.pre_tokenizer == "llama-bpe" && parts.bos;
   return Tokenizer::from_parts(parts, file.where());
 }
 
