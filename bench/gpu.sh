@@ -211,9 +211,18 @@ report_profile() {
   if grep -qs '^"ID"\|==PROF==\|==ERROR==' "$folder"/*.log; then python3 bench/gpu_report.py profile "$folder"; else cat "$folder"/*.log | grep '=' | cut -c 1-150; fi
 }
 
+# names_one PATTERN NAME...
+names_one() {
+  local pattern="$1" name
+  shift
+  # shellcheck disable=SC2053  # a pattern is meant
+  for name in "$@"; do if [[ $name == $pattern ]]; then return 0; fi; done
+  return 1
+}
+
 # check_filters TESTS: every kernel has a small test, and every filter names one that exists.
 check_filters() {
-  local names source stem filter pattern name found bad=0
+  local names source stem filter pattern bad=0
   mapfile -t names < <("$1" --gtest_list_tests | sed 's/ *#.*//' | awk '/^[^ ].*\.$/ { suite = $1 } /^  / { print suite $1 }')
   for source in cuda/*.cu; do
     stem="$(basename "$source" .cu)"
@@ -222,14 +231,11 @@ check_filters() {
   for stem in "${!small[@]}"; do
     IFS=: read -ra filter <<< "${small[$stem]}"
     for pattern in "${filter[@]}"; do
-      found=0
-      # shellcheck disable=SC2053  # a pattern is meant
-      for name in "${names[@]}"; do if [[ $name == $pattern ]]; then found=1; break; fi; done
-      if [[ $found == 0 ]]; then echo "gpu.sh: the filter of $stem names no test: $pattern"; bad=1; fi
+      if ! names_one "$pattern" "${names[@]}"; then echo "gpu.sh: the filter of $stem names no test: $pattern"; bad=1; fi
     done
   done
   for pattern in ${repeated//:/ }; do
-    if ! printf '%s\n' "${names[@]}" | grep -q "^${pattern%\*}"; then echo "gpu.sh: what is repeated names no test: $pattern"; bad=1; fi
+    if ! names_one "$pattern" "${names[@]}"; then echo "gpu.sh: what is repeated names no test: $pattern"; bad=1; fi
   done
   if [[ $bad == 1 ]]; then failed+=(filters); return 1; fi
   echo "filters: ${#small[@]} kernels, each with a test that exists"
