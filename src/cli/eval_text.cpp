@@ -218,9 +218,9 @@ bool is_text_task(const std::string& name) { return name.find('/') != std::strin
 std::vector<std::string> default_text_policies() { return {"full", "streaming", "tova", "ams-tova", "snapkv"}; }
 
 void TextOptions::add(CLI::App& app) {
-  app.add_option("--question", question_after, "tasks over text: a prompt is cut with its question in sight, or before it comes")
+  app.add_option("--question", question_after, "tasks over text: whether the question comes before a prompt is cut, or after")
       ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"before", false}, {"after", true}}).description("before|after"))
-      ->option_text("before|after [before] the cut");
+      ->option_text("before|after [before]");
   app.add_option("--haystack", haystack, "tasks over text: prose that hides what is asked, for tasks that need an essay")->option_text("FILE");
   app.add_flag("--raw", raw, "tasks over text: leave the model's chat template out");
 }
