@@ -6,6 +6,7 @@
 
 #include "command.h"
 #include "gguf_model_parts.h"
+#include "gguf_tokenizer_parts.h"
 #include "kvkeep/lm/tokenizer.h"
 
 namespace kvkeep {
@@ -32,17 +33,8 @@ class CommandText : public Command {
   std::string gguf() const {
     const lm::LmConfig config = lm::LmConfig::read(place("model"));
     testing::GgufParts parts = testing::metadata(config);
-    const json whole = json::parse(content(tokenizer_file()));
-    std::vector<std::string> tokens(static_cast<std::size_t>(config.vocab)), merges;
-    std::vector<std::int32_t> types(tokens.size(), 1);
-    for (const auto& [piece, id] : whole["model"]["vocab"].items()) tokens[id.get<std::size_t>()] = piece;
-    for (const json& added : whole["added_tokens"]) {
-      tokens[added["id"].get<std::size_t>()] = added["content"];
-      types[added["id"].get<std::size_t>()] = 3;
-    }
-    for (const json& merge : whole["model"]["merges"]) merges.push_back(merge[0].get<std::string>() + " " + merge[1].get<std::string>());
-    parts.text("tokenizer.ggml.model", "gpt2").text("tokenizer.ggml.pre", "smollm").texts("tokenizer.ggml.tokens", tokens).texts("tokenizer.ggml.merges", merges);
-    parts.list("tokenizer.ggml.token_type", testing::gguf::i32, types).text("tokenizer.chat_template", content(place("model/chat_template.jinja")));
+    testing::with_tokenizer_of(parts, content(tokenizer_file()), "smollm");
+    parts.text("tokenizer.chat_template", content(place("model/chat_template.jinja")));
     return write("model.gguf", testing::with_tensors_of(parts, place("model"), config).bytes());
   }
 

@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "gguf_parts.h"
+#include "gguf_tokenizer_parts.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/gguf.h"
 #include "message_of.h"
@@ -35,33 +35,10 @@ std::string content(const fs::path& file) {
   return {std::istreambuf_iterator<char>(in), {}};
 }
 
-// What a converter writes of a tokenizer; `leave_out` and `more` change it.
+// A file of the golden tokenizer alone; `leave_out` and `more` change it.
 GgufParts parts_of(const std::string& name, const std::string& leave_out = "", const std::function<void(GgufParts&)>& more = {}) {
-  const json whole = json::parse(content(kGolden / "tokenizer" / name / "tokenizer.json"));
-  std::vector<std::string> tokens, merges;
-  std::vector<std::int32_t> types;
-  const auto put = [&](std::size_t id, const std::string& piece, std::int32_t type) {
-    if (tokens.size() <= id) {
-      tokens.resize(id + 1, "[none]");
-      types.resize(id + 1, 5);
-    }
-    tokens[id] = piece;
-    types[id] = type;
-  };
-  for (const auto& [piece, id] : whole["model"]["vocab"].items()) put(id, piece, 1);
-  for (const json& added : whole["added_tokens"]) put(added["id"], added["content"], added["special"].get<bool>() ? 3 : 4);
-  for (const json& merge : whole["model"]["merges"]) merges.push_back(merge[0].get<std::string>() + " " + merge[1].get<std::string>());
-  for (std::size_t id = 0; id < tokens.size(); ++id)
-    if (types[id] == 5) tokens[id] = text("[unused", id, "]");
   GgufParts parts;
-  const auto unless = [&](const std::string& key, const auto& write) {
-    if (key != leave_out) write("tokenizer.ggml." + key);
-  };
-  unless("model", [&](const std::string& key) { parts.text(key, "gpt2"); });
-  unless("pre", [&](const std::string& key) { parts.text(key, name); });
-  unless("tokens", [&](const std::string& key) { parts.texts(key, tokens); });
-  unless("merges", [&](const std::string& key) { parts.texts(key, merges); });
-  unless("token_type", [&](const std::string& key) { parts.list(key, testing::gguf::i32, types); });
+  testing::with_tokenizer_of(parts, content(kGolden / "tokenizer" / name / "tokenizer.json"), name, leave_out);
   if (more) more(parts);
   return parts;
 }

@@ -49,8 +49,7 @@ class Layout {
   Layout(const lm::TextModel& text, bool raw) : text_(text) {
     if (raw || text.chat_template.empty()) return;
     const std::string mark = "\x1f kvkeep \x1f";
-    const auto bos = text.tokenizer.bos();
-    const lm::ChatTemplate known = bos ? lm::ChatTemplate::recognise(text.chat_template, text.tokenizer.piece(*bos)) : lm::ChatTemplate::recognise(text.chat_template);
+    const lm::ChatTemplate known = text.layout();
     const std::vector<lm::ChatMessage> messages{{"user", mark}};
     const std::string whole = known.render(messages);
     before_ = whole.substr(0, whole.find(mark));
@@ -215,8 +214,6 @@ Table long_table(const TextEvaluation& e, const std::vector<Contest>& contests, 
 
 bool is_text_task(const std::string& name) { return name.find('/') != std::string::npos; }
 
-std::vector<std::string> default_text_policies() { return {"full", "streaming", "tova", "ams-tova", "snapkv"}; }
-
 void TextOptions::add(CLI::App& app) {
   app.add_option("--question", question_after, "tasks over text: whether the question comes before a prompt is cut, or after")
       ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"before", false}, {"after", true}}).description("before|after"))
@@ -226,7 +223,7 @@ void TextOptions::add(CLI::App& app) {
 }
 
 void evaluate_text(const TextEvaluation& e) {
-  const std::vector<Contest> all = contests(e.contests, default_text_policies(), {static_cast<std::int32_t>(e.length / 4)});
+  const std::vector<Contest> all = contests(e.contests, {"full", "streaming", "tova", "ams-tova", "snapkv"}, {static_cast<std::int32_t>(e.length / 4)});
   for (const Contest& contest : all) static_cast<void>(contest.policy.make_untold());  // before samples are drawn
   const std::string haystack = e.text.haystack.empty() ? std::string() : io::read_file(e.text.haystack, "--haystack");
   const lm::TextModel model = lm::TextModel::open(e.model.folder);

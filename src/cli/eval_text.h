@@ -31,8 +31,6 @@ struct TextEvaluation {
   ContestOptions contests;
 };
 
-std::vector<std::string> default_text_policies();
-
 // Prints the table.
 void evaluate_text(const TextEvaluation& evaluation);
 

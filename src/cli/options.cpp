@@ -76,10 +76,6 @@ bool is_name(const std::string& text) {
   return name == kOracle || std::any_of(known.begin(), known.end(), [&](const PolicyInfo& p) { return p.name == name; });
 }
 
-std::string read_file(const std::string& file, const char* what) {
-  return io::read_file(file, what);
-}
-
 }  // namespace
 
 void require_decimal_integers(CLI::App& app) {
@@ -156,7 +152,7 @@ PolicyText::PolicyText(std::string text) : text_(std::move(text)) {
     label_ = without_budget(text_);
     return;
   }
-  json_ = read_file(text_, "policy");
+  json_ = io::read_file(text_, "policy");
   label_ = fs::path(text_).filename().string();
 }
 
@@ -264,7 +260,7 @@ std::vector<std::int32_t> parse_ids(const std::string& text, const std::string& 
   return ids;
 }
 
-std::vector<std::int32_t> read_ids(const std::string& file) { return parse_ids(read_file(file, "--ids-file"), file); }
+std::vector<std::int32_t> read_ids(const std::string& file) { return parse_ids(io::read_file(file, "--ids-file"), file); }
 
 void PromptOptions::add(CLI::App& app) {
   CLI::Option_group* source = app.add_option_group("prompt (one of)");
@@ -289,7 +285,7 @@ PromptOptions::Prompt PromptOptions::read(const std::string& model) const {
     return {.ids = std::move(tokens), .sample = std::move(sample)};
   }
   if (!is_text()) return {.ids = ids_file.empty() ? parse_ids(ids, "--ids") : read_ids(ids_file)};
-  const std::string said = prompt_file.empty() ? prompt : read_file(prompt_file, "--prompt-file");
+  const std::string said = prompt_file.empty() ? prompt : io::read_file(prompt_file, "--prompt-file");
   Prompt read{.ids = {}, .text = lm::TextModel::open(model)};
   if (chat) {
     std::vector<lm::ChatMessage> messages{{"user", said}};

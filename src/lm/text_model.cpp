@@ -76,11 +76,15 @@ TextModel TextModel::open(const fs::path& model) {
   return {Tokenizer::read(model / "tokenizer.json"), folder_template(model)};
 }
 
-std::vector<std::int32_t> TextModel::chat(std::span<const ChatMessage> messages) const {
+ChatTemplate TextModel::layout() const {
   KVKEEP_REQUIRE(!chat_template.empty(), "chat: the model has no chat template; allowed a prompt without one");
   const std::optional<std::int32_t> bos = tokenizer.bos();
-  const ChatTemplate layout = bos ? ChatTemplate::recognise(chat_template, tokenizer.piece(*bos)) : ChatTemplate::recognise(chat_template);
-  return tokenizer.encode(layout.render(messages), SpecialTokens::parsed, !layout.writes_bos());
+  return bos ? ChatTemplate::recognise(chat_template, tokenizer.piece(*bos)) : ChatTemplate::recognise(chat_template);
+}
+
+std::vector<std::int32_t> TextModel::chat(std::span<const ChatMessage> messages) const {
+  const ChatTemplate known = layout();
+  return tokenizer.encode(known.render(messages), SpecialTokens::parsed, !known.writes_bos());
 }
 
 }  // namespace kvkeep::lm

@@ -28,8 +28,10 @@ struct TextModel {
   /// True where open() finds something to open: a GGUF file, or a folder with `tokenizer.json`.
   [[nodiscard]] static bool is_there(const std::filesystem::path& model);
 
-  /// The ids of a conversation, up to where the assistant's next answer begins. Throws: InvalidArgument where the model has no chat template or
-  /// `messages` are none; Unsupported for a template that is not known (ChatTemplate).
+  /// The chat template, with the tokenizer's first token. Throws: InvalidArgument where the model has none; Unsupported for one that is not known (ChatTemplate).
+  [[nodiscard]] ChatTemplate layout() const;
+
+  /// The ids of a conversation, up to where the assistant's next answer begins. Throws: as layout(); InvalidArgument where `messages` are none.
   [[nodiscard]] std::vector<std::int32_t> chat(std::span<const ChatMessage> messages) const;
 };
 
