@@ -190,6 +190,9 @@ TEST_F(CommandText, EvaluatesTasksWhoseAnswersAreRead) {
     }
     EXPECT_EQ(alone, among) << "company changes nothing";
   }
+  const json fed = answered(eval({"--policy", "full", "--score", "tokens"}))[0];
+  EXPECT_EQ(fed["references"], 15) << "a token a digit; the blank in front is no part of the answer";
+  EXPECT_LE(fed["whole"], 3);
   const Outcome table = run(eval({"--policy", "full", "--policy", "tova", "--against", "full", "--quiet"}));
   EXPECT_EQ(table.code, 0) << table.err;
   EXPECT_NE(table.out.find("says nothing about policies"), std::string::npos) << "random weights answer nothing: " << table.out;
@@ -206,6 +209,8 @@ TEST_F(CommandText, RefusesTasksThatCannotBeAsked) {
   expect_refused(with({"--task", "ruler/niah-quadruple"}), "niah-quadruple");
   expect_refused(with({"--task", "ruler/vt", "--length", "100"}), "length");
   expect_refused(with({"--task", "ruler/vt,ask"}), "one kind");
+  expect_refused(with({"--task", "ruler/vt", "--score", "tokens", "--length", "600"}), "5 references");
+  expect_refused(with({"--task", "ask", "--score", "tokens"}), "--score");
   expect_refused(with({"--task", "ask", "--haystack", "x"}), "--haystack");
   expect_refused(with({"--task", "ruler/vt", "--diagnostics"}), "--diagnostics");
   expect_refused(with({"--task", "ruler/vt", "--policy", "oracle,budget=64"}), "oracle");

@@ -412,7 +412,8 @@ std::string markdown(const Options& o, const std::vector<Contest>& all, const st
 // Tasks over text, where --task names those.
 bool run_text(const Options& o) {
   if (std::ranges::none_of(o.tasks, is_text_task)) {
-    KVKEEP_REQUIRE(o.text.haystack.empty() && !o.text.question_after && !o.text.raw, "eval: --haystack, --question and --raw are of tasks over text; allowed with --task ruler/... and text/needle");
+    KVKEEP_REQUIRE(o.text.haystack.empty() && !o.text.question_after && !o.text.score_tokens && !o.text.raw,
+                   "eval: --haystack, --question, --score and --raw are of tasks over text; allowed with --task ruler/... and text/needle");
     return false;
   }
   KVKEEP_REQUIRE(std::ranges::all_of(o.tasks, is_text_task), "--task: tasks over text and tasks of the small model in one table; allowed one kind");

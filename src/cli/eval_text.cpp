@@ -20,11 +20,20 @@ namespace {
 struct Asked {
   lm::TextSample sample;
   std::vector<std::int32_t> prompt, question;  // the answer's first words stand at the end of the last of them
+  std::vector<std::int32_t> answer = {};       // the reference, where it is fed
+
+  [[nodiscard]] std::vector<std::int32_t> forced() const {
+    std::vector<std::int32_t> all = question;
+    all.insert(all.end(), answer.begin(), answer.end());
+    return all;
+  }
+  [[nodiscard]] std::int32_t new_tokens() const { return static_cast<std::int32_t>(question.size()) + (answer.empty() ? sample.answer_tokens : static_cast<std::int32_t>(answer.size())); }
 };
 
 // What a policy made of its samples.
 struct Answered {
-  std::map<std::string, std::vector<report::Answers>> by_task;  // [samples] references found, of all
+  std::map<std::string, std::vector<report::Answers>> by_task;  // [samples] references found, of all; or tokens of the reference
+  std::map<std::string, std::int64_t> whole;                    // samples of which all was right
   std::vector<double> first_token_seconds;
   std::int64_t peak_bytes = 0, kept_bytes = 0, events = 0, decoded_tokens = 0;
   double decode_seconds = 0;
@@ -60,17 +69,30 @@ class Layout {
   [[nodiscard]] std::int64_t count(std::string_view said) const { return static_cast<std::int64_t>(ids(before_ + std::string(said) + after_, true).size()); }
 
   // Context and question are tokenised apart, so that one may be cut without the other.
-  [[nodiscard]] Asked asked(lm::TextSample sample, bool question_after) const {
+  [[nodiscard]] Asked asked(lm::TextSample sample, const TextOptions& options) const {
     Asked made{.sample = std::move(sample), .prompt = {}, .question = {}};
     made.prompt = ids(before_ + made.sample.context, true);
     made.question = ids(made.sample.question + after_ + made.sample.answer_prefix, false);
-    if (question_after) return made;
+    if (options.score_tokens) made.answer = answer(made);
+    if (options.question_after) return made;
     made.prompt.insert(made.prompt.end(), made.question.begin(), made.question.end());
     made.question.clear();
     return made;
   }
 
  private:
+  // The tokens of the only reference. A blank that is a token of its own goes to the question: nothing could be wrong about it.
+  [[nodiscard]] std::vector<std::int32_t> answer(Asked& to) const {
+    KVKEEP_REQUIRE(to.sample.answers.size() == 1, "--score tokens: a task with ", to.sample.answers.size(), " references, whose order is open; allowed tasks with one");
+    const bool blank = !to.sample.answer_prefix.ends_with(' ');
+    std::vector<std::int32_t> tokens = ids((blank ? " " : "") + to.sample.answers.front(), false);
+    if (blank && text_.tokenizer.decode(std::span(tokens).first(1)) == " ") {
+      to.question.push_back(tokens.front());
+      tokens.erase(tokens.begin());
+    }
+    return tokens;
+  }
+
   [[nodiscard]] std::vector<std::int32_t> ids(const std::string& said, bool first) const { return text_.tokenizer.encode(said, lm::SpecialTokens::parsed, first && add_bos_); }
 
   const lm::TextModel& text_;
@@ -79,7 +101,7 @@ class Layout {
 };
 
 lm::Request request_of(const Asked& asked) {
-  return {.prompt = asked.prompt, .new_tokens = static_cast<std::int32_t>(asked.question.size()) + asked.sample.answer_tokens, .forced = asked.question, .stop_at_end = true};
+  return {.prompt = asked.prompt, .new_tokens = asked.new_tokens(), .forced = asked.forced(), .stop_at_end = true};
 }
 
 std::string answer_of(const lm::TextModel& text, const Asked& asked, const std::vector<std::int32_t>& tokens) {
@@ -89,10 +111,22 @@ std::string answer_of(const lm::TextModel& text, const Asked& asked, const std::
   return text.tokenizer.decode(written.first(static_cast<std::size_t>(end - written.begin())));
 }
 
-void add_answer(const lm::TextModel& text, const std::string& task, const Asked& asked, const lm::Completion& done, Answered& to) {
+report::Answers references_found(const lm::TextModel& text, const Asked& asked, const std::vector<std::int32_t>& tokens) {
   const auto references = static_cast<std::int64_t>(asked.sample.answers.size());
-  const double score = asked.sample.score(answer_of(text, asked, done.tokens));
-  to.by_task[task].push_back({std::llround(score * static_cast<double>(references)), references});
+  return {std::llround(asked.sample.score(answer_of(text, asked, tokens)) * static_cast<double>(references)), references};
+}
+
+// Tokens of the reference that the model would have written, each behind the right ones.
+report::Answers tokens_foretold(const Asked& asked, const std::vector<std::int32_t>& tokens) {
+  report::Answers answers{.right = 0, .asked = static_cast<std::int64_t>(asked.answer.size())};
+  for (std::size_t i = 0; i < asked.answer.size(); ++i) answers.right += tokens.at(asked.question.size() + i) == asked.answer[i] ? 1 : 0;
+  return answers;
+}
+
+void add_answer(const lm::TextModel& text, const std::string& task, const Asked& asked, const lm::Completion& done, Answered& to) {
+  const report::Answers answers = asked.answer.empty() ? references_found(text, asked, done.tokens) : tokens_foretold(asked, done.tokens);
+  to.by_task[task].push_back(answers);
+  to.whole[task] += answers.right == answers.asked ? 1 : 0;
   to.first_token_seconds.push_back(done.first_token_seconds);
   to.peak_bytes = std::max(to.peak_bytes, done.peak_bytes);
   to.kept_bytes = std::max(to.kept_bytes, done.kept_bytes);
@@ -103,7 +137,7 @@ void add_answer(const lm::TextModel& text, const std::string& task, const Asked&
 void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluation& e, const std::vector<Contest>& contests, const std::string& task, std::span<const Asked> asked, Progress& progress,
             std::vector<Answered>& to) {
   std::int64_t capacity = 0;
-  for (const Asked& one : asked) capacity = std::max(capacity, static_cast<std::int64_t>(one.prompt.size() + one.question.size()) + one.sample.answer_tokens);
+  for (const Asked& one : asked) capacity = std::max(capacity, static_cast<std::int64_t>(one.prompt.size()) + one.new_tokens());
   const auto places = static_cast<std::int64_t>(asked.size());
   const std::vector<lm::LayerCache> dense = decoder.make_cache(places, capacity, e.model.dtype());
   std::vector<std::unique_ptr<lm::Generator>> generators;
@@ -191,7 +225,7 @@ Table difference_table(const TextEvaluation& e, const std::vector<Contest>& cont
 // One row a policy, budget and task: for programs.
 Table long_table(const TextEvaluation& e, const std::vector<Contest>& contests, const std::vector<Answered>& answered) {
   std::vector<Column> columns;
-  for (const char* key : {"policy", "budget", "task", "length", "question", "samples", "references", "found", "share", "share_low", "share_high", "peak_bytes", "kept_bytes", "first_token_ms",
+  for (const char* key : {"policy", "budget", "task", "length", "question", "samples", "references", "found", "share", "share_low", "share_high", "whole", "peak_bytes", "kept_bytes", "first_token_ms",
                           "tokens_per_second", "events", "against", "difference", "difference_low", "difference_high", "resolved"})
     columns.push_back({key, key});
   Table table(std::move(columns));
@@ -203,7 +237,7 @@ Table long_table(const TextEvaluation& e, const std::vector<Contest>& contests, 
       const report::Interval interval = report::bootstrap(a.strata(task));
       const Difference d = contests[c].against ? difference(a.strata(task), answered[*contests[c].against].strata(task)) : Difference{};
       table.add({contests[c].policy.label(), contests[c].budget, task, e.length, e.text.question_after ? "after" : "before", e.samples, all.asked, all.right, share_cell(share_of(a, task)),
-                 share_cell(interval.low), share_cell(interval.high), bytes_cell(a.peak_bytes), bytes_cell(a.kept_bytes), real_cell(1000 * a.median_first_token(), 3),
+                 share_cell(interval.low), share_cell(interval.high), a.whole.at(task), bytes_cell(a.peak_bytes), bytes_cell(a.kept_bytes), real_cell(1000 * a.median_first_token(), 3),
                  real_cell(a.tokens_per_second(), 2), a.events, contests[c].against ? Cell(contests[*contests[c].against].policy.label()) : Cell(nullptr, "-"), share_cell(d.value),
                  share_cell(d.interval.low), share_cell(d.interval.high), contests[c].resolved});
     }
@@ -218,6 +252,9 @@ void TextOptions::add(CLI::App& app) {
   app.add_option("--question", question_after, "tasks over text: whether the question comes before a prompt is cut, or after")
       ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"before", false}, {"after", true}}).description("before|after"))
       ->option_text("before|after [before]");
+  app.add_option("--score", score_tokens, "tasks over text: text: references found in what is written (RULER's); tokens: the reference is fed, and each of its tokens counts that would have been written")
+      ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"text", false}, {"tokens", true}}).description("text|tokens"))
+      ->option_text("text|tokens [text]");
   app.add_option("--haystack", haystack, "tasks over text: prose that hides what is asked, for tasks that need an essay")->option_text("FILE");
   app.add_flag("--raw", raw, "tasks over text: leave the model's chat template out");
 }
@@ -241,7 +278,7 @@ void evaluate_text(const TextEvaluation& e) {
       const std::size_t word = begin == 0 ? 0 : std::min(haystack.find_first_of(" \n", begin), haystack.size() - 1);
       const std::string turned = essay ? haystack.substr(word) + " " + haystack.substr(0, word) : std::string();
       lm::TextSample sample = lm::make_text_task(task, e.seed + static_cast<std::uint64_t>(i), count, {.length = e.length, .reserved_tokens = kApart, .haystack = turned});
-      asked[task].push_back(layout.asked(std::move(sample), e.text.question_after));
+      asked[task].push_back(layout.asked(std::move(sample), e.text));
     }
   }
   lm::Decoder decoder = e.model.open();

@@ -15,6 +15,7 @@ bool is_text_task(const std::string& name);
 
 struct TextOptions {
   bool question_after = false;  // the prompt is cut before the question is seen
+  bool score_tokens = false;    // the reference is fed, and each of its tokens asked for
   bool raw = false;             // no chat template
   std::string haystack;         // a file
   void add(CLI::App& app);

@@ -68,80 +68,151 @@ void for_runs(const SlotAddress& side, ScalarType dtype, std::int64_t begin, std
   }
 }
 
+// One tile, in the order of its methods. Its logits may be asked for in runs of slots, its weights by query and its outputs in runs of dimensions, by several threads:
+// each number is one sum, whoever takes it.
 class TileAttention {
  public:
   explicit TileAttention(const AttentionShape& shape) : shape_(shape) {}
 
-  void operator()(const AttentionRow& row, const Tile& tile, const float* queries, float* out, float* log_sum_exp) {
-    const std::int64_t tokens = tile.last - tile.first, vectors = tokens * shape_.group;
+  void begin(const AttentionRow& row, const Tile& tile, const float* queries) {
+    row_ = &row;
+    tile_ = tile;
+    vectors_ = (tile.last - tile.first) * shape_.group;
     // Beginning at a multiple of the register keeps every slot in its lane, so sums do not depend on where the tile begins.
-    const std::int64_t begin = first_visible(row, shape_, tile.first) / kWidestVector * kWidestVector;
-    const std::int64_t slots = row.slots_before + tile.last - begin;
-    gather(row, tile, queries);
-    logits_.resize(static_cast<std::size_t>(vectors * slots));
-    for_runs(row.keys, row.key_dtype, begin, slots, scratch_, [&](const Rows& keys, std::int64_t first, std::int64_t count) {
-      dots(keys, count, shape_.key_dim, queries_.data(), shape_.key_dim, vectors, logits_.data() + first, slots);
-    });
+    begin_ = first_visible(row, shape_, tile.first) / kWidestVector * kWidestVector;
+    slots_ = row.slots_before + tile.last - begin_;
+    gather(queries);
+    logits_.resize(static_cast<std::size_t>(vectors_ * slots_));
+    sums_.resize(static_cast<std::size_t>(vectors_));
+    tops_.resize(static_cast<std::size_t>(vectors_));
+    outputs_.assign(static_cast<std::size_t>(vectors_ * shape_.value_dim), 0.0F);
+  }
 
-    sums_.resize(static_cast<std::size_t>(vectors));
-    tops_.resize(static_cast<std::size_t>(vectors));
-    for (std::int64_t v = 0; v < vectors; ++v) {
-      float* logits = logits_.data() + v * slots;
-      hide(row, tile.first + v / shape_.group, begin, slots, logits);
-      sums_[static_cast<std::size_t>(v)] = exponentials(logits, slots, shape_.scale, &tops_[static_cast<std::size_t>(v)]);
-    }
-    outputs_.assign(static_cast<std::size_t>(vectors * shape_.value_dim), 0.0F);
-    for_runs(row.values, row.value_dtype, begin, slots, scratch_, [&](const Rows& values, std::int64_t first, std::int64_t count) {
-      add_weighted_rows(values, count, shape_.value_dim, logits_.data() + first, slots, vectors, outputs_.data(), shape_.value_dim);
+  [[nodiscard]] std::int64_t slots() const { return slots_; }
+  [[nodiscard]] std::int64_t vectors() const { return vectors_; }
+
+  void logits(std::int64_t from, std::int64_t to, std::vector<std::byte>& scratch) {
+    for_runs(row_->keys, row_->key_dtype, begin_ + from, to - from, scratch, [&](const Rows& keys, std::int64_t first, std::int64_t count) {
+      dots(keys, count, shape_.key_dim, queries_.data(), shape_.key_dim, vectors_, logits_.data() + from + first, slots_);
     });
-    scatter(row, tile, out);
-    if (log_sum_exp != nullptr) scatter_sums(row, tile, log_sum_exp);
+  }
+
+  void weights(std::int64_t v) {
+    float* logits = logits_.data() + v * slots_;
+    hide(tile_.first + v / shape_.group, logits);
+    sums_[static_cast<std::size_t>(v)] = exponentials(logits, slots_, shape_.scale, &tops_[static_cast<std::size_t>(v)]);
+  }
+
+  void outputs(std::int64_t from, std::int64_t to, std::vector<std::byte>& scratch) {
+    for_runs(row_->values, row_->value_dtype, begin_, slots_, scratch, [&](const Rows& values, std::int64_t first, std::int64_t count) {
+      add_weighted_rows(values.columns(from), count, to - from, logits_.data() + first, slots_, vectors_, outputs_.data() + from, shape_.value_dim);
+    });
+  }
+
+  void end(float* out, float* log_sum_exp) const {
+    scatter(out);
+    if (log_sum_exp != nullptr) scatter_sums(log_sum_exp);
   }
 
  private:
   // The tile's queries side by side: token after token, heads of the group within.
-  void gather(const AttentionRow& row, const Tile& tile, const float* queries) {
+  void gather(const float* queries) {
     const std::int64_t bundle = shape_.group * shape_.key_dim;
-    queries_.resize(static_cast<std::size_t>((tile.last - tile.first) * bundle));
-    for (std::int64_t i = tile.first; i < tile.last; ++i)
-      std::copy_n(queries + ((row.first_token + i) * shape_.query_heads + row.kv_head * shape_.group) * shape_.key_dim, bundle,
-                  queries_.data() + (i - tile.first) * bundle);
+    queries_.resize(static_cast<std::size_t>((tile_.last - tile_.first) * bundle));
+    for (std::int64_t i = tile_.first; i < tile_.last; ++i)
+      std::copy_n(queries + ((row_->first_token + i) * shape_.query_heads + row_->kv_head * shape_.group) * shape_.key_dim, bundle,
+                  queries_.data() + (i - tile_.first) * bundle);
   }
 
   // -inf for what token i may not see: the future, what slid out of its window, what the caller's mask hides.
-  void hide(const AttentionRow& row, std::int64_t i, std::int64_t begin, std::int64_t slots, float* logits) const {
+  void hide(std::int64_t i, float* logits) const {
     constexpr float kHidden = -HUGE_VALF;
-    const std::int64_t seen = first_visible(row, shape_, i) - begin, end = row.slots_before + i + 1 - begin;
+    const std::int64_t seen = first_visible(*row_, shape_, i) - begin_, end = row_->slots_before + i + 1 - begin_;
     std::fill(logits, logits + seen, kHidden);
-    std::fill(logits + end, logits + slots, kHidden);
-    if (row.visible == nullptr) return;
-    for (std::int64_t slot = begin + seen; slot < row.slots_before; ++slot)
-      if (row.visible[slot] == 0) logits[slot - begin] = kHidden;
+    std::fill(logits + end, logits + slots_, kHidden);
+    if (row_->visible == nullptr) return;
+    for (std::int64_t slot = begin_ + seen; slot < row_->slots_before; ++slot)
+      if (row_->visible[slot] == 0) logits[slot - begin_] = kHidden;
   }
 
-  void scatter(const AttentionRow& row, const Tile& tile, float* out) const {
-    for (std::int64_t i = tile.first; i < tile.last; ++i)
+  void scatter(float* out) const {
+    for (std::int64_t i = tile_.first; i < tile_.last; ++i)
       for (std::int64_t g = 0; g < shape_.group; ++g) {
-        const std::int64_t v = (i - tile.first) * shape_.group + g;
+        const std::int64_t v = (i - tile_.first) * shape_.group + g;
         const float normaliser = 1.0F / sums_[static_cast<std::size_t>(v)];
         const float* from = outputs_.data() + v * shape_.value_dim;
-        float* to = out + ((row.first_token + i) * shape_.query_heads + row.kv_head * shape_.group + g) * shape_.value_dim;
+        float* to = out + ((row_->first_token + i) * shape_.query_heads + row_->kv_head * shape_.group + g) * shape_.value_dim;
         for (std::int64_t d = 0; d < shape_.value_dim; ++d) to[d] = from[d] * normaliser;
       }
   }
 
-  void scatter_sums(const AttentionRow& row, const Tile& tile, float* out) const {
-    for (std::int64_t i = tile.first; i < tile.last; ++i)
+  void scatter_sums(float* out) const {
+    for (std::int64_t i = tile_.first; i < tile_.last; ++i)
       for (std::int64_t g = 0; g < shape_.group; ++g) {
-        const auto v = static_cast<std::size_t>((i - tile.first) * shape_.group + g);
-        out[(row.first_token + i) * shape_.query_heads + row.kv_head * shape_.group + g] = shape_.scale * tops_[v] + std::log(sums_[v]);
+        const auto v = static_cast<std::size_t>((i - tile_.first) * shape_.group + g);
+        out[(row_->first_token + i) * shape_.query_heads + row_->kv_head * shape_.group + g] = shape_.scale * tops_[v] + std::log(sums_[v]);
       }
   }
 
   AttentionShape shape_;
+  const AttentionRow* row_ = nullptr;
+  Tile tile_ = {};
+  std::int64_t vectors_ = 0, begin_ = 0, slots_ = 0;
   std::vector<float> queries_, logits_, sums_, tops_, outputs_;
-  std::vector<std::byte> scratch_;
 };
+
+constexpr std::int64_t kWorthAThread = 512 * 1024;  // multiply-adds
+
+// Threads take tiles.
+void attend_by_tile(std::span<const AttentionRow> rows, const std::vector<Tile>& tiles, const AttentionShape& shape, std::int64_t work, const float* queries, float* out,
+                    float* log_sum_exp) {
+  const auto count = static_cast<std::int64_t>(tiles.size());
+  const std::int64_t grain =
+      std::clamp<std::int64_t>(count * kWorthAThread / std::max<std::int64_t>(1, work), 1, std::max<std::int64_t>(1, count));
+  at::parallel_for(0, count, grain, [&](std::int64_t first, std::int64_t last) {
+    TileAttention attention(shape);
+    std::vector<std::byte> scratch;
+    for (std::int64_t t = first; t < last; ++t) {
+      const Tile& tile = tiles[static_cast<std::size_t>(t)];
+      attention.begin(rows[static_cast<std::size_t>(tile.row)], tile, queries);
+      attention.logits(0, attention.slots(), scratch);
+      for (std::int64_t v = 0; v < attention.vectors(); ++v) attention.weights(v);
+      attention.outputs(0, shape.value_dim, scratch);
+      attention.end(out, log_sum_exp);
+    }
+  });
+}
+
+// Few tiles over long rows, as in decoding: threads share each of them.
+void attend_inside_tiles(std::span<const AttentionRow> rows, const std::vector<Tile>& tiles, const AttentionShape& shape, const float* queries, float* out, float* log_sum_exp) {
+  struct Piece {
+    TileAttention* tile;
+    std::int64_t from, to;
+  };
+  constexpr std::int64_t kSlots = 512, kDims = 2 * kWidestVector;
+  std::vector<TileAttention> attentions(tiles.size(), TileAttention(shape));
+  std::vector<Piece> slots, vectors, dims;
+  for (std::size_t t = 0; t < tiles.size(); ++t) {
+    TileAttention& one = attentions[t];
+    one.begin(rows[static_cast<std::size_t>(tiles[t].row)], tiles[t], queries);
+    const auto cut = [&one](std::vector<Piece>& pieces, std::int64_t length, std::int64_t step) {
+      for (std::int64_t from = 0; from < length; from += step) pieces.push_back({&one, from, std::min(from + step, length)});
+    };
+    cut(slots, one.slots(), kSlots);
+    cut(vectors, one.vectors(), 1);
+    cut(dims, shape.value_dim, kDims);
+  }
+  const auto each = [](const std::vector<Piece>& pieces, auto&& f) {
+    at::parallel_for(0, static_cast<std::int64_t>(pieces.size()), 1, [&](std::int64_t first, std::int64_t last) {
+      std::vector<std::byte> scratch;
+      for (std::int64_t i = first; i < last; ++i) f(pieces[static_cast<std::size_t>(i)], scratch);
+    });
+  };
+  each(slots, [](const Piece& p, std::vector<std::byte>& scratch) { p.tile->logits(p.from, p.to, scratch); });
+  each(vectors, [](const Piece& p, std::vector<std::byte>&) { p.tile->weights(p.from); });
+  each(dims, [](const Piece& p, std::vector<std::byte>& scratch) { p.tile->outputs(p.from, p.to, scratch); });
+  for (const TileAttention& one : attentions) one.end(out, log_sum_exp);
+}
 
 }  // namespace
 
@@ -150,17 +221,10 @@ void attend(std::span<const AttentionRow> rows, const AttentionShape& shape, con
   std::int64_t work = 0;  // multiply-adds, to keep small steps on one thread
   for (const AttentionRow& row : rows)
     work += row.new_tokens * (row.slots_before + row.new_tokens) * shape.group * (shape.key_dim + shape.value_dim);
-  const auto count = static_cast<std::int64_t>(tiles.size());
-  constexpr std::int64_t kWorthAThread = 512 * 1024;
-  const std::int64_t grain =
-      std::clamp<std::int64_t>(count * kWorthAThread / std::max<std::int64_t>(1, work), 1, std::max<std::int64_t>(1, count));
-  at::parallel_for(0, count, grain, [&](std::int64_t first, std::int64_t last) {
-    TileAttention attend_tile(shape);
-    for (std::int64_t t = first; t < last; ++t) {
-      const Tile& tile = tiles[static_cast<std::size_t>(t)];
-      attend_tile(rows[static_cast<std::size_t>(tile.row)], tile, queries, out, log_sum_exp);
-    }
-  });
+  const auto threads = static_cast<std::int64_t>(at::get_num_threads());
+  const bool uneven = static_cast<std::int64_t>(tiles.size()) < 4 * threads && work >= threads * kWorthAThread;
+  if (threads > 1 && uneven && !at::in_parallel_region()) attend_inside_tiles(rows, tiles, shape, queries, out, log_sum_exp);
+  else attend_by_tile(rows, tiles, shape, work, queries, out, log_sum_exp);
 }
 
 }  // namespace kvkeep::lm::detail

@@ -17,7 +17,10 @@ struct Rows {
   std::int64_t stride = 0;  ///< elements from one row to the next
 
   [[nodiscard]] Rows from(std::int64_t row) const {
-    return {static_cast<const char*>(data) + row * stride * static_cast<std::int64_t>(c10::elementSize(dtype)), dtype, stride};
+    return columns(row * stride);
+  }
+  [[nodiscard]] Rows columns(std::int64_t first) const {  ///< the same rows without their first numbers
+    return {static_cast<const char*>(data) + first * static_cast<std::int64_t>(c10::elementSize(dtype)), dtype, stride};
   }
 };
 
