@@ -209,7 +209,7 @@ TEST_F(CommandText, RefusesTasksThatCannotBeAsked) {
   expect_refused(with({"--task", "ruler/niah-quadruple"}), "niah-quadruple");
   expect_refused(with({"--task", "ruler/vt", "--length", "100"}), "length");
   expect_refused(with({"--task", "ruler/vt,ask"}), "one kind");
-  expect_refused(with({"--task", "ruler/vt", "--score", "tokens", "--length", "600"}), "5 references");
+  expect_refused(with({"--task", "ruler/vt", "--score", "tokens", "--length", "1500"}), "5 references");
   expect_refused(with({"--task", "ask", "--score", "tokens"}), "--score");
   expect_refused(with({"--task", "ask", "--haystack", "x"}), "--haystack");
   expect_refused(with({"--task", "ruler/vt", "--diagnostics"}), "--diagnostics");

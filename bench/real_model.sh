@@ -1,0 +1,112 @@
+#!/usr/bin/env bash
+# Tables of docs/results.md on a pretrained model: what each policy keeps of the answers, at which budget.
+set -euo pipefail
+
+usage() {
+  cat << 'TEXT'
+Measures policies on SmolLM2-135M-Instruct and writes the tables that docs/results.md shows.
+
+  bash bench/real_model.sh STAGE [options]
+
+  STAGE     before   needles in prose, the prompt cut with its question in sight
+            after    the same, the context cut before its question comes
+            fold     what is not kept, folded: budgets by bytes near
+            prompts  policies that narrow prompts, layer by layer
+  --lengths L,...   [1024,2048,4096]
+  --samples N       of each task [17]
+  --threads N       [1]
+  --model FILE      [SmolLM2-135M-Instruct, loaded as examples/real_model.sh does]
+  --haystack FILE   prose [docs of the Debian Administrator's Handbook, loaded as a package and turned into text by bench/prose.py]
+  --out DIR         [out/results]
+  --kvkeep FILE     [build/release/bin/kvkeep]
+
+Each table is one command, which is printed before it runs.
+TEXT
+}
+
+stop() { printf '%s\n' "$*" >&2; exit 2; }
+
+root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
+stage="" lengths=1024,2048,4096 samples=17 threads=1 model="" haystack="" out="$root/out/results" kvkeep="$root/build/release/bin/kvkeep"
+while [[ $# -gt 0 ]]; do
+  case "$1" in
+    --help | -h) usage; exit 0 ;;
+    before | after | fold | prompts) stage="$1" ;;
+    --lengths | --samples | --threads | --model | --haystack | --out | --kvkeep)
+      [[ $# -ge 2 ]] || stop "bench/real_model.sh: $1: a value is missing; see --help"
+      printf -v "${1#--}" '%s' "$2"
+      shift
+      ;;
+    *) stop "bench/real_model.sh: unknown option '$1'; allowed: see --help" ;;
+  esac
+  shift
+done
+[[ -n "$stage" ]] || stop "bench/real_model.sh: no stage; allowed before, after, fold, prompts"
+[[ -x "$kvkeep" ]] || stop "bench/real_model.sh: $kvkeep is not there; build it, or name another with --kvkeep"
+mkdir -p -- "$out"
+
+if [[ -z "$model" ]]; then
+  # shellcheck source=cmake/bootstrap.sh
+  source "$root/cmake/bootstrap.sh"
+  kvkeep_get_real_model || stop "bench/real_model.sh: the model cannot be had; name a file with --model"
+  model="$kvkeep_real_model"
+fi
+if [[ -z "$haystack" ]]; then
+  haystack="$root/.cache/prose/handbook.txt"
+  if [[ ! -f "$haystack" ]]; then
+    mkdir -p -- "$root/.cache/prose"
+    (cd -- "$root/.cache/prose" && apt-get download debian-handbook && dpkg-deb -x debian-handbook_*.deb handbook) >&2 || stop "bench/real_model.sh: the package debian-handbook cannot be had; name prose with --haystack"
+    python3 "$root/bench/prose.py" "$haystack" "$root"/.cache/prose/handbook/usr/share/doc/debian-handbook/html/en-US/*.html >&2
+  fi
+fi
+
+# shown COMMAND...: prints it, runs it.
+shown() {
+  printf '%q ' "$@" >&2
+  printf '\n' >&2
+  "$@"
+}
+
+calibration="$out/calibration.safetensors"
+calibrate() {
+  [[ -f "$calibration" ]] || shown "$kvkeep" calibrate --model "$model" --weights bf16 --threads "$threads" --prompt-file "$haystack" --tokens 6000 --quiet --out "$calibration" > "$out/calibration.md"
+}
+
+# needles NAME LENGTH BUDGETS OPTIONS...: three tasks, their references fed.
+needles() {
+  local name="$1" length="$2" budgets="$3"
+  shift 3
+  shown "$kvkeep" eval --model "$model" --weights bf16 --threads "$threads" --task ruler/niah-single-2,ruler/niah-multikey-1,text/needle --haystack "$haystack" --length "$length" --samples "$samples" \
+    --batch 9 --score tokens --interval 512 --budgets "$budgets" "$@" --quiet -o csv > "$out/$name-$length.csv.part"
+  mv -- "$out/$name-$length.csv.part" "$out/$name-$length.csv"
+}
+
+thirds() { echo "$(($1 / 2)),$(($1 / 4)),$(($1 / 8))"; }  # budgets of a length
+
+table() {
+  local policies=(--policy full --policy streaming --policy random) scorer allocator
+  for scorer in tova snapkv,scorer.window=16 rpc,scorer.window=16 rkv h2o expected keydiff knorm "triattention,calibration=$calibration"; do
+    policies+=(--policy "$scorer" --policy "ams-$scorer" --policy "ams-$scorer,variant=official")
+  done
+  for allocator in pyramidkv adakv chunkkv criticalkv; do policies+=(--policy "$allocator-snapkv,scorer.window=16"); done
+  policies+=(--policy pyramidkv-tova --policy adakv-tova --policy chunkkv-tova --policy criticalkv-tova)
+  calibrate
+  for length in ${lengths//,/ }; do needles "$1" "$length" "$(thirds "$length")" --question "$1" "${policies[@]}"; done
+}
+
+case "$stage" in
+  before | after) table "$stage" ;;
+  fold)
+    for length in ${lengths//,/ }; do
+      for question in before after; do
+        needles "fold-$question" "$length" "$(thirds "$length"),$((length / 16))" --question "$question" --policy full --policy tova --policy tova,rest=fold --policy snapkv,scorer.window=16,rest=fold \
+          --policy expected,rest=fold --policy sekv,recent=64
+      done
+    done
+    ;;
+  prompts)
+    for length in ${lengths//,/ }; do
+      needles prompts "$length" "$((length / 4))" --batch 1 --policy full --policy asl --policy asl-2pass --policy fastkv,layer=15 --policy gemfilter,layer=13 --policy pyramidinfer --policy "asl+tova,budget=$((length / 4))"
+    done
+    ;;
+esac
