@@ -17,6 +17,7 @@ struct TextOptions {
   bool question_after = false;  // the prompt is cut before the question is seen
   bool raw = false;             // no chat template
   std::string haystack;         // a file
+  std::string samples_out;      // a file
   void add(CLI::App& app);
 };
 
