@@ -198,6 +198,64 @@ TEST_F(CommandText, EvaluatesTasksWhoseAnswersAreRead) {
   EXPECT_NE(table.out.find("says nothing about policies"), std::string::npos) << "random weights answer nothing: " << table.out;
 }
 
+TEST_F(CommandText, WritesSamplesAndAnswersForOtherPrograms) {
+  const auto written = [&](const Words& more) {
+    Words words{"eval", "--model", place("model"), "--task", "ruler/niah-single-1,ruler/vt", "--length", "1500", "--samples", "2", "--batch", "2", "--seed", "7", "--samples-out", place("samples.jsonl")};
+    words.insert(words.end(), more.begin(), more.end());
+    const json rows = answered(words);
+    std::vector<json> lines;
+    std::ifstream in(place("samples.jsonl"));
+    for (std::string line; std::getline(in, line);) lines.push_back(json::parse(line));
+    for (const json& row : rows) {  // what the table counts stands in the lines
+      double share = 0;
+      for (const json& line : lines)
+        for (const json& answer : line["answers"])
+          if (line["task"] == row["task"] && answer["policy"] == row["policy"] && answer["budget"] == row["budget"]) share += answer["score"].get<double>() / 2;
+      EXPECT_NEAR(share, row["share"].get<double>(), 1e-6) << row;
+    }
+    return lines;
+  };
+  const Words policies{"--policy", "full", "--policy", "tova,sink=0,recent=0,prefill=only", "--budgets", "96,64"};
+  Words after = policies;
+  after.insert(after.end(), {"--question", "after"});
+  const std::vector<json> apart = written(after), whole = written(policies);
+  const lm::Tokenizer tokenizer = lm::Tokenizer::read(tokenizer_file());
+  ASSERT_EQ(apart.size(), 4U);
+  ASSERT_EQ(whole.size(), 4U);
+  for (std::size_t i = 0; i < apart.size(); ++i) {
+    const json& line = apart[i];
+    EXPECT_EQ(line["task"], i < 2 ? "ruler/niah-single-1" : "ruler/vt");
+    EXPECT_EQ(line["seed"], 7 + i % 2);
+    EXPECT_EQ(line["max_new_tokens"], i < 2 ? 128 : 30);
+    EXPECT_EQ(line["end_tokens"], json({0, 2}));
+    EXPECT_EQ(line["references"].size(), i < 2 ? 1U : 5U);
+    json ids = line["prompt"];
+    ids.insert(ids.end(), line["question"].begin(), line["question"].end());
+    EXPECT_GT(line["question"].size(), 10U);
+    EXPECT_EQ(whole[i]["prompt"], ids);
+    EXPECT_EQ(whole[i]["question"], json::array());
+    ASSERT_EQ(line["answers"].size(), 3U);
+    EXPECT_EQ(line["answers"][0]["policy"], "full");
+    EXPECT_EQ(line["answers"][0]["budget"], nullptr);
+    EXPECT_EQ(line["answers"][2]["policy"], "tova,sink=0,recent=0,prefill=only");
+    EXPECT_EQ(line["answers"][2]["budget"], 64);
+    for (const json& answer : line["answers"]) {
+      EXPECT_LE(answer["tokens"].size(), line["max_new_tokens"].get<std::size_t>());
+      EXPECT_TRUE(answer["cut_seconds"].is_number());
+      const json text = tokenizer.decode(answer["tokens"].get<std::vector<std::int32_t>>());
+      EXPECT_EQ(answer["text"].dump(), text.dump(-1, ' ', false, json::error_handler_t::replace));
+    }
+    // The full cache goes on as generate does from the same ids.
+    std::string said;
+    for (const json& id : ids) said += id.dump() + " ";
+    std::vector<std::int32_t> tokens = answered({"generate", "--model", place("model"), "--ids-file", write("ids.txt", said), "--max-new-tokens", line["max_new_tokens"].dump()})["tokens"];
+    tokens.erase(std::ranges::find_first_of(tokens, line["end_tokens"].get<std::vector<std::int32_t>>()), tokens.end());
+    EXPECT_EQ(line["answers"][0]["tokens"], tokens);
+  }
+  const json narrowed = written({"--policy", "fastkv,layer=0,window=8", "--budgets", "64"})[0]["answers"][0];
+  EXPECT_TRUE(narrowed["cut_seconds"].is_null()) << "cut on its way, not at its end";
+}
+
 TEST_F(CommandText, RefusesTasksThatCannotBeAsked) {
   const Words eval{"eval", "--model", place("model"), "--samples", "1"};
   const auto with = [&](const Words& more) {
@@ -212,6 +270,8 @@ TEST_F(CommandText, RefusesTasksThatCannotBeAsked) {
   expect_refused(with({"--task", "ruler/vt", "--score", "tokens", "--length", "1500"}), "5 references");
   expect_refused(with({"--task", "ask", "--score", "tokens"}), "--score");
   expect_refused(with({"--task", "ask", "--haystack", "x"}), "--haystack");
+  expect_refused(with({"--task", "ask", "--samples-out", place("x.jsonl")}), "--samples-out");
+  expect_refused(with({"--task", "ruler/vt", "--samples-out", place("no/x.jsonl")}), "no/x.jsonl");
   expect_refused(with({"--task", "ruler/vt", "--diagnostics"}), "--diagnostics");
   expect_refused(with({"--task", "ruler/vt", "--policy", "oracle,budget=64"}), "oracle");
   expect_refused({"eval", "--model", model(), "--task", "ruler/vt"}, "tokenizer");

@@ -37,6 +37,8 @@ Examples:
 
 Tasks over text (their names have a /) are asked of a model with a tokenizer, in its chat template unless --raw: the answer is written, and scored by the references that
 stand in it. Prompts are cut at their end, with the question in sight or (--question after) before it comes. Each prompt runs once for all policies.
+--samples-out FILE has each sample as a line of JSON: task, seed, the token ids of prompt and question, max_new_tokens, end_tokens, references, and for each
+policy and budget the answer's tokens, text and score, and the seconds that the cut of the prompt took. docs/text.md describes it.
   ruler/niah-single-1 to -3, ruler/niah-multikey-1 to -3, ruler/niah-multivalue, ruler/niah-multiquery, ruler/vt, ruler/cwe, ruler/fwe, text/needle
 
 Tasks of the small model are teacher forced: the trace of each sample is fed, and a look-up is right when the argmax of the logits before it is the value that was asked
@@ -412,8 +414,8 @@ std::string markdown(const Options& o, const std::vector<Contest>& all, const st
 // Tasks over text, where --task names those.
 bool run_text(const Options& o) {
   if (std::ranges::none_of(o.tasks, is_text_task)) {
-    KVKEEP_REQUIRE(o.text.haystack.empty() && !o.text.question_after && !o.text.score_tokens && !o.text.raw,
-                   "eval: --haystack, --question, --score and --raw are of tasks over text; allowed with --task ruler/... and text/needle");
+    KVKEEP_REQUIRE(o.text.haystack.empty() && !o.text.question_after && !o.text.score_tokens && !o.text.raw && o.text.samples_out.empty(),
+                   "eval: --haystack, --question, --score, --raw and --samples-out are of tasks over text; allowed with --task ruler/... and text/needle");
     return false;
   }
   KVKEEP_REQUIRE(std::ranges::all_of(o.tasks, is_text_task), "--task: tasks over text and tasks of the small model in one table; allowed one kind");

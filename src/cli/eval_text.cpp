@@ -3,15 +3,18 @@
 #include <CLI/Option.hpp>
 #include <CLI/Validators.hpp>
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <map>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/io/atomic_file.h"
 #include "kvkeep/lm/generation.h"
 #include "kvkeep/lm/text_tasks.h"
 #include "oracle.h"
 #include "progress.h"
 #include "read_file.h"
+#include "untrusted_json.h"
 
 namespace kvkeep::cli {
 namespace {
@@ -30,8 +33,17 @@ struct Asked {
   [[nodiscard]] std::int32_t new_tokens() const { return static_cast<std::int32_t>(question.size()) + (answer.empty() ? sample.answer_tokens : static_cast<std::int32_t>(answer.size())); }
 };
 
+// What a policy wrote, for --samples-out.
+struct Writing {
+  std::vector<std::int32_t> tokens;  // up to the first end token
+  std::string text;
+  double score = 0;
+  double cut_seconds = std::nan("");  // of the decision at the prompt's end; NaN where the prompt was narrowed on its way
+};
+
 // What a policy made of its samples.
 struct Answered {
+  std::map<std::string, std::vector<Writing>> writings;         // [samples]
   std::map<std::string, std::vector<report::Answers>> by_task;  // [samples] references found, of all; or tokens of the reference
   std::map<std::string, std::int64_t> whole;                    // samples of which all was right
   std::vector<double> first_token_seconds;
@@ -104,16 +116,13 @@ lm::Request request_of(const Asked& asked) {
   return {.prompt = asked.prompt, .new_tokens = asked.new_tokens(), .forced = asked.forced(), .stop_at_end = true};
 }
 
-std::string answer_of(const lm::TextModel& text, const Asked& asked, const std::vector<std::int32_t>& tokens) {
-  std::span<const std::int32_t> written = std::span(tokens).subspan(std::min(tokens.size(), asked.question.size()));
-  const std::vector<std::int32_t>& ends = text.tokenizer.end_tokens();
-  const auto end = std::ranges::find_first_of(written, ends);
-  return text.tokenizer.decode(written.first(static_cast<std::size_t>(end - written.begin())));
-}
-
-report::Answers references_found(const lm::TextModel& text, const Asked& asked, const std::vector<std::int32_t>& tokens) {
-  const auto references = static_cast<std::int64_t>(asked.sample.answers.size());
-  return {std::llround(asked.sample.score(answer_of(text, asked, tokens)) * static_cast<double>(references)), references};
+Writing writing_of(const lm::TextModel& text, const Asked& asked, const std::vector<std::int32_t>& tokens) {
+  const std::span<const std::int32_t> written = std::span(tokens).subspan(std::min(tokens.size(), asked.question.size()));
+  const auto end = std::ranges::find_first_of(written, text.tokenizer.end_tokens());
+  Writing writing{.tokens = {written.begin(), end}, .text = {}};
+  writing.text = text.tokenizer.decode(writing.tokens);
+  writing.score = asked.sample.score(writing.text);
+  return writing;
 }
 
 // Tokens of the reference that the model would have written, each behind the right ones.
@@ -123,8 +132,12 @@ report::Answers tokens_foretold(const Asked& asked, const std::vector<std::int32
   return answers;
 }
 
-void add_answer(const lm::TextModel& text, const std::string& task, const Asked& asked, const lm::Completion& done, Answered& to) {
-  const report::Answers answers = asked.answer.empty() ? references_found(text, asked, done.tokens) : tokens_foretold(asked, done.tokens);
+void add_answer(const lm::TextModel& text, const std::string& task, const Asked& asked, const lm::Completion& done, double cut_seconds, Answered& to) {
+  const auto references = static_cast<std::int64_t>(asked.sample.answers.size());
+  Writing& writing = to.writings[task].emplace_back(writing_of(text, asked, done.tokens));
+  writing.cut_seconds = cut_seconds;
+  const report::Answers answers = asked.answer.empty() ? report::Answers{std::llround(writing.score * static_cast<double>(references)), references} : tokens_foretold(asked, done.tokens);
+  if (!asked.answer.empty()) writing.score = share(answers.right, answers.asked);
   to.by_task[task].push_back(answers);
   to.whole[task] += answers.right == answers.asked ? 1 : 0;
   to.first_token_seconds.push_back(done.first_token_seconds);
@@ -139,13 +152,16 @@ void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluatio
   std::int64_t capacity = 0;
   for (const Asked& one : asked) capacity = std::max(capacity, static_cast<std::int64_t>(one.prompt.size()) + one.new_tokens());
   const auto places = static_cast<std::int64_t>(asked.size());
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point deciding;
+  const lm::GenerationHooks hooks{.before_decision = [&](const lm::DecisionSight&) { deciding = Clock::now(); }};
   const std::vector<lm::LayerCache> dense = decoder.make_cache(places, capacity, e.model.dtype());
   std::vector<std::unique_ptr<lm::Generator>> generators;
   std::vector<lm::Generator*> sharing;
   std::vector<std::size_t> place(contests.size());  // among those that share
   for (std::size_t c = 0; c < contests.size(); ++c) {
     generators.push_back(std::make_unique<lm::Generator>(
-        decoder, contests[c].policy.make_untold(), lm::GeneratorOptions{.places = places, .capacity = capacity, .cache_dtype = e.model.dtype(), .cache = {dense.begin(), dense.end()}}));
+        decoder, contests[c].policy.make_untold(), lm::GeneratorOptions{.places = places, .capacity = capacity, .cache_dtype = e.model.dtype(), .cache = {dense.begin(), dense.end()}, .hooks = hooks}));
     place[c] = sharing.size();
     if (!contests[c].narrows) sharing.push_back(generators.back().get());
   }
@@ -156,17 +172,19 @@ void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluatio
     progress.label(kvkeep::text(contests[c].policy.label(), contests[c].never ? "" : " " + contests[c].budget.shown, ", ", task));
     lm::Generator& generator = *generators[c];
     std::vector<SequenceId> ids;
+    std::vector<double> cut_seconds(asked.size(), std::nan(""));
     for (std::size_t i = 0; i < asked.size(); ++i) {
       if (contests[c].narrows) {
         ids.push_back(generator.join(request_of(asked[i])));
         static_cast<void>(generator.step());  // alone, so that its first token is its own
       } else {
         ids.push_back(prompts[i].sequences[place[c]]);
-        generator.begin(ids.back(), prompts[i]);
+        generator.begin(ids.back(), prompts[i]);  // the decision is the last thing it does
+        cut_seconds[i] = std::chrono::duration<double>(Clock::now() - deciding).count();
       }
     }
     while (generator.step()) {}
-    for (std::size_t i = 0; i < asked.size(); ++i) add_answer(text, task, asked[i], generator.leave(ids[i]), to[c]);
+    for (std::size_t i = 0; i < asked.size(); ++i) add_answer(text, task, asked[i], generator.leave(ids[i]), cut_seconds[i], to[c]);
     to[c].decode_seconds += generator.pace().decode_seconds;
     to[c].decoded_tokens += generator.pace().decoded_tokens;
     generators[c].reset();
@@ -244,6 +262,31 @@ Table long_table(const TextEvaluation& e, const std::vector<Contest>& contests, 
   return table;
 }
 
+// One line a sample: what was asked, in tokens, and what every policy answered. For programs that ask others the same.
+std::string sample_lines(const TextEvaluation& e, const std::vector<Contest>& contests, const std::map<std::string, std::vector<Asked>>& asked, const std::vector<Answered>& answered,
+                         const std::vector<std::int32_t>& end_tokens) {
+  std::string lines;
+  for (const std::string& task : e.tasks)
+    for (std::size_t i = 0; i < asked.at(task).size(); ++i) {
+      const Asked& one = asked.at(task)[i];
+      nlohmann::ordered_json answers = nlohmann::ordered_json::array();
+      for (std::size_t c = 0; c < contests.size(); ++c) {
+        const Writing& writing = answered[c].writings.at(task)[i];
+        answers.push_back({{"policy", contests[c].policy.label()}, {"budget", contests[c].budget.value}, {"tokens", writing.tokens}, {"text", writing.text}, {"score", writing.score}, {"cut_seconds", writing.cut_seconds}});
+      }
+      const nlohmann::ordered_json line{{"task", task},
+                                        {"seed", e.seed + i},
+                                        {"prompt", one.prompt},
+                                        {"question", one.question},
+                                        {"max_new_tokens", one.sample.answer_tokens},
+                                        {"end_tokens", end_tokens},
+                                        {"references", one.sample.answers},
+                                        {"answers", std::move(answers)}};
+      lines += io::written(line) + "\n";
+    }
+  return lines;
+}
+
 }  // namespace
 
 bool is_text_task(const std::string& name) { return name.find('/') != std::string::npos; }
@@ -257,9 +300,11 @@ void TextOptions::add(CLI::App& app) {
       ->option_text("text|tokens [text]");
   app.add_option("--haystack", haystack, "tasks over text: prose that hides what is asked, for tasks that need an essay")->option_text("FILE");
   app.add_flag("--raw", raw, "tasks over text: leave the model's chat template out");
+  app.add_option("--samples-out", samples_out, "tasks over text: writes each sample as a line of JSON: its token ids, its references, and what every policy answered")->option_text("FILE");
 }
 
 void evaluate_text(const TextEvaluation& e) {
+  if (!e.text.samples_out.empty()) require_folder_of(e.text.samples_out, "--samples-out");
   const std::vector<Contest> all = contests(e.contests, {"full", "streaming", "tova", "ams-tova", "snapkv"}, {static_cast<std::int32_t>(e.length / 4)});
   for (const Contest& contest : all) static_cast<void>(contest.policy.make_untold());  // before samples are drawn
   const std::string haystack = e.text.haystack.empty() ? std::string() : io::read_file(e.text.haystack, "--haystack");
@@ -290,6 +335,7 @@ void evaluate_text(const TextEvaluation& e) {
     for (std::size_t i = 0; i < asked[task].size(); i += static_cast<std::size_t>(e.batch))
       answer(decoder, model, e, all, task, std::span(asked[task]).subspan(i, std::min<std::size_t>(static_cast<std::size_t>(e.batch), asked[task].size() - i)), progress, answered);
   progress.clear();
+  if (!e.text.samples_out.empty()) io::write_text_atomically(e.text.samples_out, sample_lines(e, all, asked, answered, model.tokenizer.end_tokens()));
   if (e.output.format != Format::md) {
     print(long_table(e, all, answered).text(e.output.format));
     return;

@@ -18,6 +18,7 @@ struct TextOptions {
   bool score_tokens = false;    // the reference is fed, and each of its tokens asked for
   bool raw = false;             // no chat template
   std::string haystack;         // a file
+  std::string samples_out;      // a file
   void add(CLI::App& app);
 };
 

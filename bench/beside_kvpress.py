@@ -1,0 +1,395 @@
+#!/usr/bin/env python3
+"""kvpress and kvkeep on one model file and the same prompts: accuracy by method and budget, time of compression.
+
+    python3 bench/beside_kvpress.py --model SmolLM2.gguf --task ruler/niah-single-1 --length 1024 --budgets 512,256
+    python3 bench/beside_kvpress.py --model SmolLM2.gguf --task text/needle --haystack prose.txt --samples 50
+
+`kvkeep eval --samples-out` makes the prompts and our answers. kvpress gets the same token ids: the context is
+compressed while it is prefilled, the question follows, and the answer is decoded greedily. Both programs compute in
+float32 and score by string match. Neither cuts again while it decodes (our `prefill=only`).
+
+A virtual environment holds kvpress and what it needs. The first run makes it: about 500 MB, and 5 GB more where this
+Python has no torch. Finished answers of kvpress stay in --out, and the next run does not ask for them again.
+
+Columns:
+  kvpress %, kvkeep %  accuracy
+  difference           ours less theirs in percentage points; 95 % interval of a paired bootstrap over samples
+  same                 samples with identical answer tokens
+  slots                what kvpress kept per layer and KV head, mean; ours keeps the budget
+  ms                   median time to compress one prompt, all layers. kvpress: inside `compress`, which computes the
+                       queries it needs again. kvkeep: the decision and its moves, without the recording of queries.
+"""
+
+import argparse
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import random
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PACKAGES = {"kvpress": "0.5.5", "transformers": "5.2.0", "gguf": "0.19.0"}
+CHUNK = 20
+
+# Ours protects 4 sinks and the 32 newest slots unless told otherwise; kvpress protects nothing but what stands here.
+METHODS = {
+    "full": ("full", None),
+    "StreamingLLM": ("streaming,sink=4,recent=0", lambda k, r: k.StreamingLLMPress(r, n_sink=4)),
+    "Knorm": ("knorm,sink=0,recent=0", lambda k, r: k.KnormPress(r)),
+    "KeyDiff": ("keydiff,sink=0,recent=0", lambda k, r: k.KeyDiffPress(r)),
+    "TOVA": ("tova,sink=0,recent=0", lambda k, r: k.TOVAPress(r)),
+    "SnapKV": ("snapkv,sink=0,recent=0", lambda k, r: k.SnapKVPress(r)),
+    # kvpress fits the Gaussian to every query of the prompt and adds no epsilon.
+    "ExpectedAttention": (
+        "expected,sink=4,recent=0,scorer.queries={length},epsilon=0",
+        lambda k, r: k.ExpectedAttentionPress(r),
+    ),
+    "PyramidKV": ("pyramidkv-snapkv,sink=0,recent=0", lambda k, r: k.PyramidKVPress(r)),
+    "AdaKV": ("adakv-snapkv,sink=0,recent=0", lambda k, r: k.AdaKVPress(k.SnapKVPress(r))),
+    "CriticalKV": ("criticalkv-snapkv,sink=0,recent=0", lambda k, r: k.CriticalKVPress(k.SnapKVPress(r))),
+    "ChunkKV": ("chunkkv-snapkv,sink=0,recent=0", lambda k, r: k.ChunkKVPress(k.SnapKVPress(r), chunk_length=CHUNK)),
+}
+
+
+def stop(sentence):
+    sys.exit(f"beside_kvpress.py: {sentence}")
+
+
+# ---- The environment
+
+
+def has_packages():
+    try:
+        return all(importlib.metadata.version(name) == version for name, version in PACKAGES.items())
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def enter(venv):
+    """Goes on in the virtual environment; makes it where it is missing. Returns where this Python has the packages."""
+    if has_packages():
+        return
+    python = venv / "bin" / "python"
+    if pathlib.Path(sys.prefix).resolve() == venv.resolve():
+        stop(f"{venv} lacks {wanted()}; remove the folder and run again")
+    if not (venv / "ready").exists():
+        print(f"Installing {wanted()} into {venv}", file=sys.stderr)
+        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+        try:  # The torch of this Python serves, if it has one.
+            importlib.metadata.version("torch")
+            site = subprocess.check_output(
+                [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
+            )
+            pathlib.Path(site.strip(), "torch.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        except importlib.metadata.PackageNotFoundError:
+            pass
+        pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
+        if subprocess.run(pip + wanted().split()).returncode != 0:
+            stop(f"pip could not install {wanted()}; the reason stands above")
+        (venv / "ready").touch()
+    os.execv(python, [str(python), *sys.argv])
+
+
+def wanted():
+    return " ".join(f"{name}=={version}" for name, version in PACKAGES.items())
+
+
+# ---- Ours
+
+
+def policy_of(method, length):
+    text = METHODS[method][0].format(length=length)
+    return text if method == "full" else text + ",prefill=only"
+
+
+def ask_kvkeep(args, file):
+    line = [args.kvkeep, "eval", "--model", args.model, "--task", args.task, "--length", str(args.length)]
+    line += ["--samples", str(args.samples), "--seed", str(args.seed), "--batch", "1", "--budgets", args.budgets]
+    line += ["--question", args.question, "--threads", str(args.threads), "--weights", "f32"]
+    line += ["--samples-out", str(file)]
+    if args.haystack:
+        line += ["--haystack", args.haystack]
+    for method in args.methods:
+        line += ["--policy", policy_of(method, args.length)]
+    try:
+        done = subprocess.run(line, stdout=subprocess.DEVNULL)
+    except OSError as error:
+        stop(f"cannot start {args.kvkeep} ({error.strerror}); build kvkeep_cli, or name the command with --kvkeep")
+    if done.returncode != 0:
+        stop("kvkeep eval failed; the reason stands above")
+
+
+def read_samples(args, budgets, file):
+    """Lines of --samples-out; `ours` of each has the answer of every (method, budget)."""
+    try:
+        samples = [json.loads(line) for line in file.read_text().splitlines()]
+        for sample in samples:
+            given = {(answer["policy"], answer["budget"]): answer for answer in sample["answers"]}
+            sample["ours"] = {
+                pair: given.get((policy_of(pair[0], args.length), pair[1])) for pair in pairs_of(args, budgets)
+            }
+    except (ValueError, KeyError, TypeError):
+        stop(f"{file} was not written by kvkeep eval --samples-out")
+    for sample in samples:
+        for (method, budget), answer in sample["ours"].items():
+            if answer is None:
+                policy = policy_of(method, args.length)
+                stop(f"{file} has no answers of '{policy}' at budget {budget}; allowed the options it was made with")
+    return samples
+
+
+def pairs_of(args, budgets):
+    return [(method, budget) for method in args.methods for budget in (budgets if method != "full" else [None])]
+
+
+# ---- kvpress
+
+
+class Kvpress:
+    """The same model in transformers, and presses over it."""
+
+    def __init__(self, model, threads):
+        os.environ["TQDM_DISABLE"] = "1"  # before they are imported
+        import kvpress
+        import torch
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        torch.set_num_threads(threads)
+        file = pathlib.Path(model)
+        self.torch, self.kvpress, self.transformers = torch, kvpress, transformers
+        folder = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "local_files_only": True}
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(**folder, dtype=torch.float32).eval()
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(**folder)
+
+    def press(self, method, tokens, budget):
+        """A press that keeps `budget` of `tokens` slots; None where nothing is to be dropped."""
+        make = METHODS[method][1]
+        if make is None or tokens <= budget:
+            return None
+        if method == "ChunkKV":  # counts whole chunks
+            return make(self.kvpress, 1 - (budget // CHUNK + 0.25) / -(-tokens // CHUNK))
+        return make(self.kvpress, 1 - (budget + 0.25) / tokens)  # kvpress cuts the fraction off, PyramidKV rounds
+
+    def answer(self, sample, method, budget):
+        """Answer tokens, text, slots kept per layer and KV head, and seconds of compression."""
+        torch, model = self.torch, self.model
+        context, question = sample["prompt"], sample["question"]
+        cache = self.transformers.DynamicCache()
+        press = self.press(method, len(context), budget)
+        seconds = 0.0
+        with torch.inference_mode():
+            if press is None:
+                out = model(torch.tensor([context]), past_key_values=cache, logits_to_keep=1)
+            else:
+                compress = press.compress
+
+                def timed(*given, **named):
+                    nonlocal seconds
+                    start = time.perf_counter()
+                    result = compress(*given, **named)
+                    seconds += time.perf_counter() - start
+                    return result
+
+                press.compress = timed
+                with press(model):
+                    out = model(torch.tensor([context]), past_key_values=cache, logits_to_keep=1)
+            slots = self.slots(cache)
+            place = len(context)
+            # transformers makes one mask for all layers: where PyramidKV leaves them unequally long, tokens go singly.
+            uneven = len({layer.keys.shape[2] for layer in cache.layers}) > 1
+            for part in ([token] for token in question) if uneven else [question] if question else []:
+                places = torch.arange(place, place + len(part))[None]
+                out = model(torch.tensor([part]), past_key_values=cache, position_ids=places, logits_to_keep=1)
+                place += len(part)
+            answer = []
+            while True:
+                token = int(out.logits[0, -1].argmax())
+                if token in sample["end_tokens"]:
+                    break
+                answer.append(token)
+                if len(answer) == sample["max_new_tokens"]:
+                    break
+                out = model(torch.tensor([[token]]), past_key_values=cache, position_ids=torch.tensor([[place]]))
+                place += 1
+        return {"tokens": answer, "text": self.text(answer), "slots": slots, "seconds": seconds}
+
+    def slots(self, cache):
+        heads = self.model.config.num_key_value_heads
+        kept = 0
+        for layer, decoder_layer in zip(cache.layers, self.model.model.layers):
+            masked = getattr(decoder_layer.self_attn, "masked_key_indices", None)  # AdaKV masks and moves nothing
+            kept += heads * layer.keys.shape[2] - (0 if masked is None else len(masked[0]))
+        return kept / heads / len(cache.layers)
+
+    def text(self, tokens):
+        return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+ASCII_LOWER = {c: c + 32 for c in range(ord("A"), ord("Z") + 1)}
+
+
+def score(text, references):
+    """RULER's string_match_all: the share of the references that stand in the answer."""
+    text = text.translate(ASCII_LOWER)
+    return sum(r.translate(ASCII_LOWER) in text for r in references) / len(references)
+
+
+def ask_kvpress(args, samples, budgets, file):
+    """Answers by (sample, method, budget). Those in `file` are not asked for again."""
+
+    def key(sample, method, budget):
+        asked = json.dumps(
+            [os.path.basename(args.model), *(sample[k] for k in ("prompt", "question", "max_new_tokens"))]
+        )
+        return f"{hashlib.sha256(asked.encode()).hexdigest()[:24]} {method} {budget} {args.threads}"
+
+    known = {}
+    if file.exists():
+        known = {line["key"]: line for line in map(json.loads, file.read_text().splitlines())}
+    todo = [(i, method, budget) for i in range(len(samples)) for method, budget in pairs_of(args, budgets)]
+    missing = [t for t in todo if key(samples[t[0]], *t[1:]) not in known]
+    if missing:
+        other = Kvpress(args.model, args.threads)
+        for one in (a for s in samples for a in s["answers"]):
+            theirs = other.text(one["tokens"])
+            if theirs.replace("\ufffd", "") != one["text"].replace("\ufffd", ""):  # of half a character, one or more
+                stop(f"the tokenizers differ: ours reads {one['text']!r}, transformers {theirs!r}")
+    with file.open("a") as out:
+        for n, (i, method, budget) in enumerate(missing):
+            name = key(samples[i], method, budget)
+            try:
+                known[name] = {"key": name, **other.answer(samples[i], method, budget)}
+            except (AssertionError, RuntimeError, ValueError) as error:  # a press that cannot be run so
+                known[name] = {"problem": (str(error) or type(error).__name__).splitlines()[0]}
+            else:
+                out.write(json.dumps(known[name]) + "\n")
+                out.flush()
+            print(f"\rkvpress: {n + 1} of {len(missing)}  ", end="", file=sys.stderr)
+    if missing:
+        print(file=sys.stderr)
+    return {t: known[key(samples[t[0]], *t[1:])] for t in todo}
+
+
+# ---- The table
+
+
+def interval(differences, resamples=2000):
+    """95 %, percentiles of the bootstrap over samples."""
+    dice = random.Random(1)
+    means = sorted(statistics.fmean(dice.choices(differences, k=len(differences))) for _ in range(resamples))
+    return means[int(0.025 * resamples)], means[int(0.975 * resamples)]
+
+
+def row(args, task, method, budget, samples, theirs):
+    policy = policy_of(method, args.length)
+    pairs, problems = [], set()
+    for i, sample in samples:
+        other = theirs[(i, method, budget)]
+        if "problem" in other:
+            problems.add(other["problem"])
+        else:
+            pairs.append((sample, sample["ours"][(method, budget)], other))
+    head = f"| {task} | {method} | {budget or '-'} |"
+    if problems:
+        return f"{head} {len(pairs)} |{' - |' * 7} `{policy}`; kvpress fails: {'; '.join(sorted(problems))} |"
+    ours = [own["score"] for _, own, _ in pairs]
+    others = [score(other["text"], sample["references"]) for sample, _, other in pairs]
+    low, high = interval([a - b for a, b in zip(ours, others)])
+    same = sum(own["tokens"] == other["tokens"] for _, own, other in pairs)
+    slots = statistics.fmean(other["slots"] for _, _, other in pairs)
+    our_ms = 1000 * statistics.median(own["cut_seconds"] for _, own, _ in pairs)
+    their_ms = 1000 * statistics.median(other["seconds"] for _, _, other in pairs)
+    mean_ours, mean_others = 100 * statistics.fmean(ours), 100 * statistics.fmean(others)
+    difference = f"{mean_ours - mean_others:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
+    return (
+        f"{head} {len(pairs)} | {mean_others:.1f} | {mean_ours:.1f} | {difference} | {same} | {slots:.1f} "
+        f"| {their_ms:.1f} | {our_ms:.1f} | `{policy}` |"
+    )
+
+
+def table(args, samples, budgets, theirs):
+    print("| task | method | budget | samples | kvpress % | kvkeep % | difference (95 %) | same | slots ", end="")
+    print("| kvpress ms | kvkeep ms | our policy |")
+    print("|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|")
+    for task in dict.fromkeys(s["task"] for s in samples):
+        of_task = [(i, s) for i, s in enumerate(samples) if s["task"] == task]
+        for method, budget in pairs_of(args, budgets):
+            print(row(args, task, method, budget, of_task, theirs))
+    lengths = [len(s["prompt"]) for s in samples]
+    print(
+        f"\nkvpress {PACKAGES['kvpress']} on transformers {PACKAGES['transformers']}; float32, {args.threads} "
+        f"thread{'s' if args.threads > 1 else ''}; contexts of {min(lengths)} to {max(lengths)} tokens."
+    )
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    venv, out = ROOT / ".cache" / f"kvpress-{PACKAGES['kvpress']}", ROOT / "out" / "beside_kvpress"
+    kvkeep = ROOT / "build/release/bin/kvkeep"
+    add("--model", required=True, metavar="FILE", help="GGUF file of a Llama, Qwen2 or Qwen3")
+    add("--kvkeep", default=str(kvkeep), metavar="FILE", help="the command; default: build/release/bin/kvkeep")
+    add(
+        "--task",
+        default="ruler/niah-single-1",
+        metavar="NAME,...",
+        help="as kvkeep eval has them; default: %(default)s",
+    )
+    add("--haystack", metavar="FILE", help="prose, for tasks that need an essay")
+    add("--length", type=int, default=1024, metavar="N", help="tokens of prompt and answer; default: %(default)s")
+    add("--samples", type=int, default=20, metavar="N", help="of each task; default: %(default)s")
+    add("--seed", type=int, default=1000000, metavar="N", help="of the first sample; default: %(default)s")
+    add("--budgets", default="512,256", metavar="N,...", help="slots kept per layer and KV head; default: %(default)s")
+    add(
+        "--question",
+        choices=["after", "before"],
+        default="after",
+        help="it comes after the cut, or before; default: after",
+    )
+    add("--methods", default=",".join(METHODS), metavar="NAME,...", help="default: all, %(default)s")
+    add("--threads", type=int, default=2, metavar="N", help="default: %(default)s")
+    add("--answers", metavar="FILE", help="samples.jsonl of an earlier --out: kvkeep does not run")
+    add("--venv", type=pathlib.Path, default=venv, metavar="DIR", help="virtual environment; default: in .cache")
+    add(
+        "--out",
+        type=pathlib.Path,
+        default=out,
+        metavar="DIR",
+        help="for samples.jsonl and kvpress.jsonl; default: in out",
+    )
+    args = parser.parse_args()
+    args.methods = args.methods.split(",")
+    for method in args.methods:
+        if method not in METHODS:
+            parser.error(f"--methods: '{method}' is not known; allowed {', '.join(METHODS)}")
+    if not all(b.isdecimal() and int(b) > 0 for b in args.budgets.split(",")):
+        parser.error(f"--budgets: '{args.budgets}'; allowed whole numbers of slots, separated by commas")
+    for file in (args.model, args.haystack, args.answers):
+        if file and not os.path.isfile(file):
+            parser.error(f"'{file}' is not a file")
+    return args
+
+
+def main():
+    args = arguments()
+    enter(args.venv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    file = pathlib.Path(args.answers) if args.answers else args.out / "samples.jsonl"
+    if not args.answers:
+        ask_kvkeep(args, file)
+    budgets = [int(b) for b in args.budgets.split(",")]
+    samples = read_samples(args, budgets, file)
+    theirs = ask_kvpress(args, samples, budgets, args.out / "kvpress.jsonl")
+    table(args, samples, budgets, theirs)
+
+
+if __name__ == "__main__":
+    main()
