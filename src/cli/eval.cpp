@@ -18,6 +18,7 @@
 #include "oracle.h"
 #include "progress.h"
 #include "retention.h"
+#include "run_cost.h"
 #include "watch.h"
 
 namespace kvkeep::cli {
@@ -85,46 +86,8 @@ struct Measured {
   std::map<std::string, std::vector<report::Answers>> samples;  // [samples] of each task
   std::map<std::string, report::Diagnostics> diagnostics;       // by task
   LookUps all;
-  std::int64_t peak_bytes = 0, kept_bytes = 0, events = 0;
-  double decode_seconds = 0;
-  std::int64_t decoded_tokens = 0;
-  std::vector<double> first_token_seconds;  // [samples]
-  std::int64_t samples_folded = 0, far_bytes = 0, moved_bytes = 0;
-  ReadCounts reads;
-  std::int64_t prompts_selected = 0, layers_selected = 0, tokens_going_on = 0, prompts_narrowed = 0;  // sums over samples
-  [[nodiscard]] double tokens_per_second() const {
-    return decode_seconds > 0 ? static_cast<double>(decoded_tokens) / decode_seconds : std::nan("");
-  }
-  [[nodiscard]] double median_first_token_seconds() const {
-    if (first_token_seconds.empty()) return std::nan("");
-    std::vector<double> sorted = first_token_seconds;
-    std::sort(sorted.begin(), sorted.end());
-    return sorted[sorted.size() / 2];
-  }
-  [[nodiscard]] double selection_layer() const { return prompts_selected == 0 ? std::nan("") : static_cast<double>(layers_selected) / static_cast<double>(prompts_selected); }
-  [[nodiscard]] double going_on() const { return prompts_narrowed == 0 ? std::nan("") : static_cast<double>(tokens_going_on) / static_cast<double>(prompts_narrowed); }
-  [[nodiscard]] double far() const { return samples_folded == 0 ? std::nan("") : static_cast<double>(far_bytes) / static_cast<double>(samples_folded); }
-  [[nodiscard]] double moved() const { return samples_folded == 0 || decoded_tokens == 0 ? std::nan("") : static_cast<double>(moved_bytes) / static_cast<double>(decoded_tokens); }
-  [[nodiscard]] double opened() const { return reads.a_query(reads.zooms); }
-  [[nodiscard]] double tokens_opened() const { return reads.a_query(reads.tokens); }
-  void add_folded(const lm::Completion& done) {
-    if (!done.folded) return;
-    ++samples_folded;
-    far_bytes += done.folded->far_bytes;
-  }
-  void add_prompt(const lm::Completion& done) {
-    first_token_seconds.push_back(done.first_token_seconds);
-    if (!done.prompt) return;
-    ++prompts_narrowed;
-    tokens_going_on += static_cast<std::int64_t>(done.prompt->going_on.size());
-    if (done.prompt->selection_layer < 0) return;
-    ++prompts_selected;
-    layers_selected += done.prompt->selection_layer;
-  }
+  RunCost cost;
 };
-
-// A mean of bytes, NaN where there are none.
-Cell mean_bytes_cell(double bytes) { return std::isnan(bytes) ? real_cell(bytes, 0) : bytes_cell(std::llround(bytes)); }
 
 // Samples of one task, or of all tasks.
 Strata strata(const Measured& measured, const std::string& task = "") {
@@ -224,16 +187,9 @@ void measure_task(lm::Decoder& decoder, const Options& o, const Contest& contest
     sum.by_task[task].add(count);
     sum.samples[task].push_back({count.right, count.asked});
     sum.all.add(count);
-    sum.peak_bytes = std::max(sum.peak_bytes, done.peak_bytes);
-    sum.kept_bytes = std::max(sum.kept_bytes, done.kept_bytes);
-    sum.events += static_cast<std::int64_t>(done.events.size());
-    sum.add_prompt(done);
-    sum.add_folded(done);
+    sum.cost.add(done);
   }
-  sum.decode_seconds += run.pace.decode_seconds;
-  sum.decoded_tokens += run.pace.decoded_tokens;
-  sum.moved_bytes += run.near.bytes_moved;
-  sum.reads += run.totals.reads;
+  sum.cost.add(run.pace, run.totals, run.near);
   if (!watch) return;
   watch->end();
   const auto found = full.find(task);
@@ -259,10 +215,11 @@ Table wide_table(const Options& o, const std::vector<Contest>& all, const std::v
     columns.push_back(column);
   const bool narrowing = o.retrieval > 0 || std::any_of(all.begin(), all.end(), [](const Contest& c) { return c.narrows; });
   if (narrowing)
-    for (const Column& column : std::vector<Column>{{"first_token_ms", "first token ms"}, {"selection_layer", "layer"}, {"going_on", "go on"}}) columns.push_back(column);
+    append(columns, {{"first_token_ms", "first token ms"}});
+  if (narrowing) append(columns, RunCost::narrowing_columns());
   const bool folding = std::any_of(all.begin(), all.end(), [](const Contest& c) { return c.folds; });
   if (folding)
-    for (const Column& column : std::vector<Column>{{"far_bytes", "far"}, {"opened", "opened"}, {"tokens_opened", "tokens opened"}, {"moved_bytes", "moved"}}) columns.push_back(column);
+    append(columns, RunCost::folding_columns());
   Table table(std::move(columns));
   for (std::size_t i = 0; i < all.size(); ++i) {
     const Measured& m = measured[i];
@@ -270,17 +227,10 @@ Table wide_table(const Options& o, const std::vector<Contest>& all, const std::v
     for (const std::string& task : o.tasks) row.emplace_back(accuracy(o, m, m.by_task.at(task), task));
     if (o.tasks.size() > 1) row.emplace_back(accuracy(o, m, m.all));
     row.push_back(real_cell(100 * share(m.all.late_right, m.all.late_asked), 1));
-    row.push_back(bytes_cell(m.peak_bytes));
-    row.push_back(bytes_cell(m.kept_bytes));
-    row.push_back(real_cell(m.tokens_per_second(), 0));
-    row.emplace_back(m.events);
-    if (narrowing) {
-      row.push_back(real_cell(1000 * m.median_first_token_seconds(), 1));
-      row.push_back(real_cell(m.selection_layer(), 1));
-      row.push_back(real_cell(m.going_on(), 0));
-    }
-    if (folding)
-      for (const Cell& cell : {mean_bytes_cell(m.far()), real_cell(m.opened(), 2), real_cell(m.tokens_opened(), 1), mean_bytes_cell(m.moved())}) row.push_back(cell);
+    append(row, {bytes_cell(m.cost.peak_bytes), bytes_cell(m.cost.kept_bytes), real_cell(m.cost.tokens_per_second(), 0), m.cost.events});
+    if (narrowing) row.push_back(real_cell(m.cost.median_first_token_ms(), 1));
+    if (narrowing) append(row, m.cost.narrowing_cells());
+    if (folding) append(row, m.cost.folding_cells());
     table.add(std::move(row));
   }
   return table;
@@ -378,10 +328,10 @@ Table long_table(const Options& o, const std::vector<Contest>& all, const std::v
       std::vector<Cell> row{all[i].policy.label(), all[i].budget, task, o.shape.length, o.samples, count.asked, count.right,
                             share_cell(share(count.right, count.asked)), share_cell(independent.low), share_cell(independent.high),
                             share_cell(sampled.low), share_cell(sampled.high), count.late_asked,
-                            share_cell(share(count.late_right, count.late_asked)), bytes_cell(m.peak_bytes), bytes_cell(m.kept_bytes),
-                            real_cell(m.tokens_per_second(), 1), m.events, real_cell(1000 * m.median_first_token_seconds(), 3),
-                            real_cell(m.selection_layer(), 2), real_cell(m.going_on(), 1),
-                            mean_bytes_cell(m.far()), real_cell(m.opened(), 4), real_cell(m.tokens_opened(), 3), mean_bytes_cell(m.moved())};
+                            share_cell(share(count.late_right, count.late_asked)), bytes_cell(m.cost.peak_bytes), bytes_cell(m.cost.kept_bytes),
+                            real_cell(m.cost.tokens_per_second(), 1), m.cost.events, real_cell(m.cost.median_first_token_ms(), 3)};
+      append(row, m.cost.narrowing_cells(1));
+      append(row, m.cost.folding_cells(3));
       if (!o.contests.against.empty()) {
         const Difference d = difference(all[i], m, measured, task);
         const Contest* reference = all[i].against ? &all[*all[i].against] : nullptr;
@@ -446,7 +396,7 @@ void run(const Options& o) {
     }
   progress.clear();
   for (std::size_t i = 0; i < all.size(); ++i)
-    if (measured[i].events == 0 && !all[i].never && !o.output.quiet)
+    if (measured[i].cost.events == 0 && !all[i].never && !o.output.quiet)
       note(text("note: ", all[i].policy.label(), " with budget ", all[i].budget.shown,
                 " never came to an event; its samples stay below budget + interval"));
   print(o.output.format == Format::md ? markdown(o, all, measured) : long_table(o, all, measured).text(o.output.format));

@@ -14,6 +14,7 @@
 #include "oracle.h"
 #include "progress.h"
 #include "read_file.h"
+#include "run_cost.h"
 #include "untrusted_json.h"
 
 namespace kvkeep::cli {
@@ -46,9 +47,7 @@ struct Answered {
   std::map<std::string, std::vector<Writing>> writings;         // [samples]
   std::map<std::string, std::vector<report::Answers>> by_task;  // [samples] references found, of all; or tokens of the reference
   std::map<std::string, std::int64_t> whole;                    // samples of which all was right
-  std::vector<double> first_token_seconds;
-  std::int64_t peak_bytes = 0, kept_bytes = 0, events = 0, decoded_tokens = 0;
-  double decode_seconds = 0;
+  RunCost cost;
 
   [[nodiscard]] Strata strata(const std::string& task = "") const {
     Strata all;
@@ -56,12 +55,6 @@ struct Answered {
       if (task.empty() || name == task) all.push_back(samples);
     return all;
   }
-  [[nodiscard]] double median_first_token() const {
-    std::vector<double> sorted = first_token_seconds;
-    std::sort(sorted.begin(), sorted.end());
-    return sorted.empty() ? std::nan("") : sorted[sorted.size() / 2];
-  }
-  [[nodiscard]] double tokens_per_second() const { return decode_seconds > 0 ? static_cast<double>(decoded_tokens) / decode_seconds : std::nan(""); }
 };
 
 // The model's markup around what a user says, and what the model is then to answer.
@@ -113,7 +106,7 @@ class Layout {
 };
 
 lm::Request request_of(const Asked& asked) {
-  return {.prompt = asked.prompt, .new_tokens = asked.new_tokens(), .forced = asked.forced(), .stop_at_end = true};
+  return {.prompt = asked.prompt, .new_tokens = asked.new_tokens(), .forced = asked.forced(), .forced_at_once = true, .stop_at_end = true};
 }
 
 Writing writing_of(const lm::TextModel& text, const Asked& asked, const std::vector<std::int32_t>& tokens) {
@@ -140,10 +133,7 @@ void add_answer(const lm::TextModel& text, const std::string& task, const Asked&
   if (!asked.answer.empty()) writing.score = share(answers.right, answers.asked);
   to.by_task[task].push_back(answers);
   to.whole[task] += answers.right == answers.asked ? 1 : 0;
-  to.first_token_seconds.push_back(done.first_token_seconds);
-  to.peak_bytes = std::max(to.peak_bytes, done.peak_bytes);
-  to.kept_bytes = std::max(to.kept_bytes, done.kept_bytes);
-  to.events += static_cast<std::int64_t>(done.events.size());
+  to.cost.add(done);
 }
 
 // Some samples under every policy: their prompts run once, policies that narrow them run their own.
@@ -185,8 +175,8 @@ void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluatio
     }
     while (generator.step()) {}
     for (std::size_t i = 0; i < asked.size(); ++i) add_answer(text, task, asked[i], generator.leave(ids[i]), cut_seconds[i], to[c]);
-    to[c].decode_seconds += generator.pace().decode_seconds;
-    to[c].decoded_tokens += generator.pace().decoded_tokens;
+    const FactorCache* near = generator.keeper().factor_cache();
+    to[c].cost.add(generator.pace(), generator.keeper().totals(), near == nullptr ? FactorCache::Totals{} : near->totals());
     generators[c].reset();
     progress.advance(places);
   }
@@ -209,15 +199,19 @@ Table wide_table(const TextEvaluation& e, const std::vector<Contest>& contests, 
   std::vector<Column> columns{{"policy", "policy", false}, {"budget", "budget"}};
   for (const std::string& task : e.tasks) columns.push_back({task, task + " % (95 %)"});
   if (e.tasks.size() > 1) columns.push_back({"all", "all % (95 %)"});
-  for (const Column& column : std::vector<Column>{{"peak_bytes", "cache peak"}, {"kept_bytes", "kept"}, {"first_token_ms", "first token ms"}, {"tokens_per_second", "tokens/s"}, {"events", "events"}})
-    columns.push_back(column);
+  append(columns, {{"peak_bytes", "cache peak"}, {"kept_bytes", "kept"}, {"first_token_ms", "first token ms"}, {"tokens_per_second", "tokens/s"}, {"events", "events"}});
+  const bool narrowing = std::ranges::any_of(contests, &Contest::narrows), folding = std::ranges::any_of(contests, &Contest::folds);
+  if (narrowing) append(columns, RunCost::narrowing_columns());
+  if (folding) append(columns, RunCost::folding_columns());
   Table table(std::move(columns));
   for (std::size_t c = 0; c < contests.size(); ++c) {
     const Answered& a = answered[c];
     std::vector<Cell> row{contests[c].policy.label(), contests[c].budget};
     for (const std::string& task : e.tasks) row.emplace_back(with_interval(share_of(a, task), report::bootstrap(a.strata(task))));
     if (e.tasks.size() > 1) row.emplace_back(with_interval(share_of(a), report::bootstrap(a.strata())));
-    for (const Cell& cell : {bytes_cell(a.peak_bytes), bytes_cell(a.kept_bytes), real_cell(1000 * a.median_first_token(), 0), real_cell(a.tokens_per_second(), 1), Cell(a.events)}) row.push_back(cell);
+    append(row, {bytes_cell(a.cost.peak_bytes), bytes_cell(a.cost.kept_bytes), real_cell(a.cost.median_first_token_ms(), 0), real_cell(a.cost.tokens_per_second(), 1), a.cost.events});
+    if (narrowing) append(row, a.cost.narrowing_cells());
+    if (folding) append(row, a.cost.folding_cells());
     table.add(std::move(row));
   }
   return table;
@@ -244,8 +238,11 @@ Table difference_table(const TextEvaluation& e, const std::vector<Contest>& cont
 Table long_table(const TextEvaluation& e, const std::vector<Contest>& contests, const std::vector<Answered>& answered) {
   std::vector<Column> columns;
   for (const char* key : {"policy", "budget", "task", "length", "question", "samples", "references", "found", "share", "share_low", "share_high", "whole", "peak_bytes", "kept_bytes", "first_token_ms",
-                          "tokens_per_second", "events", "against", "difference", "difference_low", "difference_high", "resolved"})
+                          "tokens_per_second", "events"})
     columns.push_back({key, key});
+  append(columns, RunCost::narrowing_columns());
+  append(columns, RunCost::folding_columns());
+  for (const char* key : {"against", "difference", "difference_low", "difference_high", "resolved"}) columns.push_back({key, key});
   Table table(std::move(columns));
   for (std::size_t c = 0; c < contests.size(); ++c)
     for (const std::string& task : e.tasks) {
@@ -254,10 +251,14 @@ Table long_table(const TextEvaluation& e, const std::vector<Contest>& contests, 
       for (const report::Answers& one : a.by_task.at(task)) all = {all.right + one.right, all.asked + one.asked};
       const report::Interval interval = report::bootstrap(a.strata(task));
       const Difference d = contests[c].against ? difference(a.strata(task), answered[*contests[c].against].strata(task)) : Difference{};
-      table.add({contests[c].policy.label(), contests[c].budget, task, e.length, e.text.question_after ? "after" : "before", e.samples, all.asked, all.right, share_cell(share_of(a, task)),
-                 share_cell(interval.low), share_cell(interval.high), a.whole.at(task), bytes_cell(a.peak_bytes), bytes_cell(a.kept_bytes), real_cell(1000 * a.median_first_token(), 3),
-                 real_cell(a.tokens_per_second(), 2), a.events, contests[c].against ? Cell(contests[*contests[c].against].policy.label()) : Cell(nullptr, "-"), share_cell(d.value),
-                 share_cell(d.interval.low), share_cell(d.interval.high), contests[c].resolved});
+      std::vector<Cell> row{contests[c].policy.label(), contests[c].budget, task, e.length, e.text.question_after ? "after" : "before", e.samples, all.asked, all.right, share_cell(share_of(a, task)),
+                            share_cell(interval.low), share_cell(interval.high), a.whole.at(task), bytes_cell(a.cost.peak_bytes), bytes_cell(a.cost.kept_bytes), real_cell(a.cost.median_first_token_ms(), 3),
+                            real_cell(a.cost.tokens_per_second(), 2), a.cost.events};
+      append(row, a.cost.narrowing_cells(1));
+      append(row, a.cost.folding_cells(3));
+      append(row, {contests[c].against ? Cell(contests[*contests[c].against].policy.label()) : Cell(nullptr, "-"), share_cell(d.value), share_cell(d.interval.low), share_cell(d.interval.high),
+                   contests[c].resolved});
+      table.add(std::move(row));
     }
   return table;
 }

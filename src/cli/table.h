@@ -33,6 +33,12 @@ struct Column {
   bool number = true;
 };
 
+// More columns of a header, or more cells of a row.
+template <class T>
+void append(std::vector<T>& to, const std::vector<T>& more) {
+  to.insert(to.end(), more.begin(), more.end());
+}
+
 class Table {
  public:
   explicit Table(std::vector<Column> columns) : columns_(std::move(columns)) {}

@@ -29,10 +29,18 @@ std::int32_t fed_next(const Request& request, std::span<const std::int32_t> pred
 std::int64_t slots_needed(const ModelSpec& spec, const Trigger& trigger, const Request& request) {
   const auto prompt = static_cast<std::int64_t>(request.prompt.size());
   const std::int64_t all = prompt + request.new_tokens - 1;
+  if (request.forced_at_once && !request.forced.empty()) return all;
   const bool bounded = trigger.kind == Trigger::Kind::slack && trigger.budget.unit == Budget::Unit::slots && trigger.prefill != Trigger::Prefill::only && !trigger.ragged;
   if (!cuts_every_layer(spec) || trigger.never || !bounded) return all;  // sliding layers are never cut
   return std::min(all, std::max(prompt + 1, trigger.budget.resolve({all}, {prompt}, 0) + std::int64_t{trigger.interval}));
 }
+
+// What the rows of logits before the last one say, where a sequence feeds several tokens.
+struct Passed {
+  std::vector<std::int32_t> best;  // their argmax
+  std::vector<Tensor> logits;      // where they are kept
+  std::vector<float> surprisal;    // of the tokens that are fed behind them, where the policy reads it
+};
 
 // The tokens of one step. Sequences that decode stand before those that prefill.
 struct Generator::Batch {
@@ -45,6 +53,7 @@ struct Generator::Batch {
   Tensor block_table;                 ///< where the cache is in pages; `places` are its rows then
   std::size_t decoding = 0;
   std::vector<PromptSurprisal> surprisal;  ///< of the prompts, where the policy reads it
+  std::vector<Passed> passed;              ///< [decoding]
 
   [[nodiscard]] std::int32_t tokens_of(std::size_t i) const { return indptr[i + 1] - indptr[i]; }
 };
@@ -127,6 +136,11 @@ Completion Generator::leave(SequenceId id) {
   return result;
 }
 
+std::int32_t Generator::Sequence::feeds() const {
+  if (!request.forced_at_once || result.tokens.size() != 1) return 1;
+  return std::clamp<std::int32_t>(static_cast<std::int32_t>(request.forced.size()), 1, request.new_tokens - 1);
+}
+
 void Generator::add(Batch& batch, SequenceId id) const {
   const Sequence& sequence = sequences_.at(id);
   const std::size_t predicted = sequence.result.tokens.size();
@@ -137,6 +151,8 @@ void Generator::add(Batch& batch, SequenceId id) const {
   batch.lengths.insert(batch.lengths.end(), sequence.lengths.begin(), sequence.lengths.end());
   if (predicted == 0)
     batch.tokens.insert(batch.tokens.end(), sequence.prompt.begin(), sequence.prompt.end());
+  else if (const std::int32_t count = sequence.feeds(); count > 1)
+    batch.tokens.insert(batch.tokens.end(), sequence.request.forced.begin(), sequence.request.forced.begin() + count);
   else
     batch.tokens.push_back(fed_next(sequence.request, sequence.result.tokens));
   batch.indptr.push_back(static_cast<std::int32_t>(batch.tokens.size()));
@@ -151,6 +167,7 @@ Generator::Batch Generator::gather() const {
   for (const auto& [id, sequence] : sequences_)
     if (!sequence.done && !sequence.result.tokens.empty()) add(batch, id);
   batch.decoding = batch.ids.size();
+  batch.passed.resize(batch.decoding);
   for (const auto& [id, sequence] : sequences_)
     if (!sequence.done && !sequence.waits && sequence.result.tokens.empty()) add(batch, id);
   return batch;
@@ -239,10 +256,10 @@ bool Generator::step() {
   for (std::size_t i = batch.decoding; i < batch.ids.size(); ++i) sequences_.at(batch.ids[i]).result.first_token_seconds += seconds;
   (prefilled ? pace_.prefill_seconds : pace_.decode_seconds) += seconds;
   if (prefilled)
-    pace_.prompt_tokens += static_cast<std::int64_t>(batch.tokens.size() - batch.decoding);
+    pace_.prompt_tokens += static_cast<std::int64_t>(batch.tokens.size()) - batch.indptr[batch.decoding];
   else
-    pace_.decoded_tokens += static_cast<std::int64_t>(batch.decoding);
-  if (options_.hooks.on_step) options_.hooks.on_step(static_cast<std::int64_t>(batch.ids.size()));
+    pace_.decoded_tokens += batch.indptr[batch.decoding];
+  if (options_.hooks.on_step) options_.hooks.on_step(static_cast<std::int64_t>(batch.ids.size() - batch.decoding) + batch.indptr[batch.decoding]);
   return true;
 }
 
@@ -267,24 +284,41 @@ Tensor Generator::run(Batch& batch) {
       static_cast<void>(keeper_.view({.layer = sight.layer, .sequences = batch.ids, .indptr = sight.indptr, .queries = sight.queries, .basis = QueryBasis::post_rope, .positions = sight.positions}, attended));
       if (options_.hooks.on_attention) options_.hooks.on_attention({batch.ids, sight, attended});
     };
-  if (keeper_.policy().needs().surprisal && batch.decoding < batch.ids.size()) {
+  const bool prompts = keeper_.policy().needs().surprisal && batch.decoding < batch.ids.size();
+  if (prompts)
     for (std::size_t i = batch.decoding; i < batch.ids.size(); ++i) batch.surprisal.emplace_back(sequences_.at(batch.ids[i]).prompt);
+  if (prompts || batch.indptr[batch.decoding] > static_cast<std::int32_t>(batch.decoding))
     options.on_logits = [&](const LogitsSight& sight) {
-      for (std::size_t i = batch.decoding; i < batch.ids.size(); ++i) {
+      for (std::size_t i = 0; i < batch.ids.size(); ++i) {
         const std::int64_t first = std::max<std::int64_t>(batch.indptr[i], sight.first_token), last = std::min<std::int64_t>(batch.indptr[i + 1], sight.first_token + sight.logits.size(0));
-        if (first < last) batch.surprisal[i - batch.decoding].see(sight.logits.narrow(0, first - sight.first_token, last - first));
+        if (first >= last) continue;
+        if (i < batch.decoding) pass(batch, i, sight, first, std::min<std::int64_t>(last, batch.indptr[i + 1] - 1));
+        else if (prompts) batch.surprisal[i - batch.decoding].see(sight.logits.narrow(0, first - sight.first_token, last - first));
       }
     };
-  }
   const Tensor logits = decoder_.forward(step, cache_, batch.block_table, options);
   if (keeper_.policy().needs().surprisal) tell_surprisal(batch);
   return logits;
 }
 
+// Tokens [first, last) of the step, all of sequence `i`, and none of them its last.
+void Generator::pass(Batch& batch, std::size_t i, const LogitsSight& sight, std::int64_t first, std::int64_t last) const {
+  const bool keep = sequences_.at(batch.ids[i]).request.keep_logits, surprisal = keeper_.policy().needs().surprisal;
+  for (std::int64_t t = first; t < last; ++t) {
+    const Tensor row = sight.logits.narrow(0, t - sight.first_token, 1);
+    batch.passed[i].best.push_back(argmax(row).front());
+    if (keep) batch.passed[i].logits.push_back(row.cpu().clone());
+    if (surprisal) batch.passed[i].surprisal.push_back(token_surprisal(row[0].cpu(), batch.tokens[static_cast<std::size_t>(t) + 1]));
+  }
+}
+
 void Generator::tell_surprisal(const Batch& batch) {
   for (std::size_t i = 0; i < batch.ids.size(); ++i)
-    if (i < batch.decoding) keeper_.surprise(batch.ids[i], {&sequences_.at(batch.ids[i]).next_surprisal, 1});
-    else keeper_.surprise(batch.ids[i], batch.surprisal[i - batch.decoding].values());
+    if (i < batch.decoding) {
+      std::vector<float> surprisal{sequences_.at(batch.ids[i]).next_surprisal};
+      surprisal.insert(surprisal.end(), batch.passed[i].surprisal.begin(), batch.passed[i].surprisal.end());
+      keeper_.surprise(batch.ids[i], surprisal);
+    } else keeper_.surprise(batch.ids[i], batch.surprisal[i - batch.decoding].values());
 }
 
 // One layer of the prompts that the step holds: the keeper decides and cuts, the decoder goes on with what is left.
@@ -332,8 +366,15 @@ void Generator::predict(const Batch& batch, const Tensor& logits) {
     if (batch.left[i] != 0) continue;
     const Tensor row = logits.narrow(0, static_cast<std::int64_t>(i), 1);
     const std::int32_t best = argmax(row).front();
-    sequence.result.tokens.push_back(best);
-    if (options_.hooks.on_token) options_.hooks.on_token(batch.ids[i], best);
+    const auto predicted = [&](std::int32_t token) {
+      sequence.result.tokens.push_back(token);
+      if (options_.hooks.on_token) options_.hooks.on_token(batch.ids[i], token);
+    };
+    if (i < batch.decoding) {
+      std::ranges::for_each(batch.passed[i].best, predicted);
+      sequence.logits.insert(sequence.logits.end(), batch.passed[i].logits.begin(), batch.passed[i].logits.end());
+    }
+    predicted(best);
     if (sequence.request.keep_logits) sequence.logits.push_back(row.clone());
     sequence.result.peak_bytes = std::max(sequence.result.peak_bytes, near_bytes(batch.ids[i]));
     sequence.done = static_cast<std::int32_t>(sequence.result.tokens.size()) >= sequence.request.new_tokens ||

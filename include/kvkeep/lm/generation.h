@@ -26,6 +26,7 @@ struct Request {
   std::vector<std::int32_t> prompt;       ///< [n >= 1] token ids
   std::int32_t new_tokens = 1;            ///< tokens to predict, 1 or more
   std::vector<std::int32_t> forced = {};  ///< fed instead of the first predictions (teacher forcing, a question that comes after the prompt was cut); then greedy
+  bool forced_at_once = false;            ///< step 1 feeds all of `forced`, as a question that follows a prompt: the policy is asked behind it
   bool stop_at_end = false;               ///< end at the first end token that the model names and that would be fed
   bool keep_logits = false;
   bool keep_positions = false;
@@ -161,6 +162,7 @@ class Generator {
     bool done = false;
     bool waits = false;                      ///< for begin()
     float next_surprisal = 0;                ///< of the token that is fed next
+    [[nodiscard]] std::int32_t feeds() const;  ///< tokens of its next step, once its prompt has run
     std::vector<std::int32_t> prompt = {};   ///< what runs as its prompt: the request's, or what a first pass chose of it
   };
   struct Batch;
@@ -171,6 +173,7 @@ class Generator {
   [[nodiscard]] std::optional<Onward> narrow(Batch& batch, const LayerSight& sight);
   void begin_afresh(SequenceId id);
   void predict(const Batch& batch, const Tensor& logits);
+  void pass(Batch& batch, std::size_t i, const LogitsSight& sight, std::int64_t first, std::int64_t last) const;
   void tell_surprisal(const Batch& batch);
   void decide(Batch& batch);
   void record(SequenceId id, const Cut& cut, std::int64_t bytes_before);
