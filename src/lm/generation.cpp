@@ -333,6 +333,8 @@ void Generator::predict(const Batch& batch, const Tensor& logits) {
     const Tensor row = logits.narrow(0, static_cast<std::int64_t>(i), 1);
     const std::int32_t best = argmax(row).front();
     sequence.result.tokens.push_back(best);
+    if (options_.hooks.on_logits)
+      options_.hooks.on_logits(batch.ids[i], {row.const_data_ptr<float>(), static_cast<std::size_t>(row.numel())});
     if (options_.hooks.on_token) options_.hooks.on_token(batch.ids[i], best);
     if (sequence.request.keep_logits) sequence.logits.push_back(row.clone());
     sequence.result.peak_bytes = std::max(sequence.result.peak_bytes, near_bytes(batch.ids[i]));

@@ -93,6 +93,8 @@ struct GenerationHooks {
   std::function<void(const AttentionSight&)> on_attention = {};  ///< in every layer, once folded spans are merged; costs a logarithm a query head
   std::function<void(const DecisionSight&)> before_decision = {};
   std::function<void(const EventSight&)> on_event = {};  ///< where something is cut
+  /// [vocab] what the next token is predicted from, just before on_token; valid during the call.
+  std::function<void(SequenceId sequence, std::span<const float> logits)> on_logits = {};
   std::function<void(SequenceId sequence, std::int32_t token)> on_token = {};  ///< predicted, in the order of the sequences of a step
   std::function<void(std::int64_t predicted)> on_step = {};  ///< after a step: tokens it predicted
 };
