@@ -246,7 +246,7 @@ void measure_task(lm::Decoder& decoder, const Options& o, const Contest& contest
 
 // One row a policy and budget; a column a task.
 Table wide_table(const Options& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
-  std::vector<Column> columns{{"policy", "policy", false}, {"budget", "budget"}};
+  std::vector<Column> columns = contest_columns(o.contests);
   for (const std::string& task : o.tasks) columns.push_back({task, task + " % (95 %)"});
   if (o.tasks.size() > 1) columns.push_back({"all", "all % (95 %)"});
   for (const Column& column : std::vector<Column>{{"late", "late %"},
@@ -264,7 +264,7 @@ Table wide_table(const Options& o, const std::vector<Contest>& all, const std::v
   Table table(std::move(columns));
   for (std::size_t i = 0; i < all.size(); ++i) {
     const Measured& m = measured[i];
-    std::vector<Cell> row{all[i].policy.label(), all[i].budget};
+    std::vector<Cell> row = contest_cells(o.contests, all[i]);
     for (const std::string& task : o.tasks) row.emplace_back(accuracy(o, m, m.by_task.at(task), task));
     if (o.tasks.size() > 1) row.emplace_back(accuracy(o, m, m.all));
     row.push_back(real_cell(100 * share(m.all.late_right, m.all.late_asked), 1));
@@ -286,14 +286,14 @@ Table wide_table(const Options& o, const std::vector<Contest>& all, const std::v
 
 // The same rows: percentage points above the policy of --against.
 Table difference_table(const Options& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
-  std::vector<Column> columns{{"policy", "policy", false}, {"budget", "budget"}, {"against", "against", false}};
+  std::vector<Column> columns = contest_columns(o.contests, {{"against", "against", false}});
   for (const std::string& task : o.tasks) columns.push_back({task, task + " (95 %)"});
   if (o.tasks.size() > 1) columns.push_back({"all", "all (95 %)"});
   Table table(std::move(columns));
   for (std::size_t i = 0; i < all.size(); ++i) {
     if (all[i].against == i) continue;
     const Contest* reference = all[i].against ? &all[*all[i].against] : nullptr;
-    std::vector<Cell> row{all[i].policy.label(), all[i].budget, reference == nullptr ? "-" : text(reference->policy.label(), " ", reference->budget.shown)};
+    std::vector<Cell> row = contest_cells(o.contests, all[i], {reference == nullptr ? "-" : reference->shown()});
     for (const std::string& task : o.tasks) row.emplace_back(difference(all[i], measured[i], measured, task).shown());
     if (o.tasks.size() > 1) row.emplace_back(difference(all[i], measured[i], measured).shown());
     table.add(std::move(row));
@@ -340,14 +340,14 @@ const std::vector<DiagnosticsColumn>& diagnostics_columns() {
 }
 
 // The same rows, all tasks together.
-Table diagnostics_table(const std::vector<Contest>& all, const std::vector<Measured>& measured) {
-  std::vector<Column> columns{{"policy", "policy", false}, {"budget", "budget"}};
+Table diagnostics_table(const Options& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
+  std::vector<Column> columns = contest_columns(o.contests);
   for (const DiagnosticsColumn& column : diagnostics_columns()) columns.push_back({column.key, column.title});
   Table table(std::move(columns));
   for (std::size_t i = 0; i < all.size(); ++i) {
     report::DiagnosticsResult together = measured[i].diagnostics.begin()->second.result();
     for (auto task = std::next(measured[i].diagnostics.begin()); task != measured[i].diagnostics.end(); ++task) together.add(task->second.result());
-    std::vector<Cell> row{all[i].policy.label(), all[i].budget};
+    std::vector<Cell> row = contest_cells(o.contests, all[i]);
     for (const DiagnosticsColumn& column : diagnostics_columns()) row.push_back(column.cell(together));
     table.add(std::move(row));
   }
@@ -356,8 +356,8 @@ Table diagnostics_table(const std::vector<Contest>& all, const std::vector<Measu
 
 // One row a policy, budget and task: for programs.
 Table long_table(const Options& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
-  std::vector<Column> columns;
-  for (const char* key : {"policy", "budget", "task", "length", "samples", "look_ups", "right", "accuracy", "accuracy_low", "accuracy_high",
+  std::vector<Column> columns = contest_columns(o.contests);
+  for (const char* key : {"task", "length", "samples", "look_ups", "right", "accuracy", "accuracy_low", "accuracy_high",
                           "sample_low", "sample_high", "late_look_ups", "late_accuracy", "peak_bytes", "kept_bytes", "tokens_per_second", "events", "first_token_ms", "selection_layer", "going_on", "far_bytes",
                           "opened", "tokens_opened", "moved_bytes"})
     columns.push_back({key, key});
@@ -373,13 +373,13 @@ Table long_table(const Options& o, const std::vector<Contest>& all, const std::v
       const Measured& m = measured[i];
       const LookUps& count = m.by_task.at(task);
       const report::Interval independent = report::wilson(count.right, count.asked), sampled = report::bootstrap(strata(m, task));
-      std::vector<Cell> row{all[i].policy.label(), all[i].budget, task, o.shape.length, o.samples, count.asked, count.right,
+      std::vector<Cell> row = contest_cells(o.contests, all[i], {task, o.shape.length, o.samples, count.asked, count.right,
                             share_cell(share(count.right, count.asked)), share_cell(independent.low), share_cell(independent.high),
                             share_cell(sampled.low), share_cell(sampled.high), count.late_asked,
                             share_cell(share(count.late_right, count.late_asked)), bytes_cell(m.peak_bytes), bytes_cell(m.kept_bytes),
                             real_cell(m.tokens_per_second(), 1), m.events, real_cell(1000 * m.median_first_token_seconds(), 3),
                             real_cell(m.selection_layer(), 2), real_cell(m.going_on(), 1),
-                            mean_bytes_cell(m.far()), real_cell(m.opened(), 4), real_cell(m.tokens_opened(), 3), mean_bytes_cell(m.moved())};
+                            mean_bytes_cell(m.far()), real_cell(m.opened(), 4), real_cell(m.tokens_opened(), 3), mean_bytes_cell(m.moved())});
       if (!o.contests.against.empty()) {
         const Difference d = difference(all[i], m, measured, task);
         const Contest* reference = all[i].against ? &all[*all[i].against] : nullptr;
@@ -405,7 +405,7 @@ std::string markdown(const Options& o, const std::vector<Contest>& all, const st
                   : text("\n95 %: bootstrap over whole samples (", o.samples, " a task).\n");
   if (!o.contests.against.empty())
     out += text("\nPercentage points above ", PolicyText(o.contests.against).label(), ", paired bootstrap over samples:\n\n", difference_table(o, all, measured).markdown());
-  if (o.diagnostics) out += "\nDiagnostics, all tasks:\n\n" + diagnostics_table(all, measured).markdown();
+  if (o.diagnostics) out += "\nDiagnostics, all tasks:\n\n" + diagnostics_table(o, all, measured).markdown();
   return out;
 }
 
@@ -429,8 +429,7 @@ void run(const Options& o) {
   const Samples samples = draw_samples(o);
   lm::Decoder decoder = o.model.open();
   const FullRuns full = run_full(decoder, o, samples);
-  for (const Contest& contest : all)
-    if (!o.output.quiet && !contest.warning.empty()) note(contest.warning);
+  warn(all, o.output.quiet);
   std::int64_t steps = 0;
   for (const auto& [task, drawn] : samples)
     for (const lm::TaskSample& sample : drawn) steps += static_cast<std::int64_t>(sample.ids.size()) - sample.prompt_length;
@@ -438,14 +437,13 @@ void run(const Options& o) {
   std::vector<Measured> measured(all.size());
   for (std::size_t i = 0; i < all.size(); ++i)
     for (const std::string& task : o.tasks) {
-      progress.label(text(all[i].policy.label(), all[i].never ? "" : " " + all[i].budget.shown, ", ", task));
+      progress.label(all[i].shown() + ", " + task);
       measure_task(decoder, o, all[i], task, samples.at(task), full, progress, measured[i]);
     }
   progress.clear();
   for (std::size_t i = 0; i < all.size(); ++i)
     if (measured[i].events == 0 && !all[i].never && !o.output.quiet)
-      note(text("note: ", all[i].policy.label(), " with budget ", all[i].budget.shown,
-                " never came to an event; its samples stay below budget + interval"));
+      note(text("note: ", all[i].shown(), " never came to an event; its samples stay below budget + interval"));
   print(o.output.format == Format::md ? markdown(o, all, measured) : long_table(o, all, measured).text(o.output.format));
 }
 
