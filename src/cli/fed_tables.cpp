@@ -195,11 +195,10 @@ void FedResults::add_row(Table& table, std::size_t c, const std::string& part,
 }
 
 std::string FedResults::counted() const {
-  const auto last = std::ranges::max_element(followed_, {}, &Followed::before_events);
-  if (first_counted_ == 0) return "All tokens behind the prompts count: nothing was cut behind one of them.\n";
-  return text(
-      "Tokens from number ", first_counted_, " behind the prompt on count, for every policy: where the first event of ",
-      contests_[static_cast<std::size_t>(last - followed_.begin())].shown(), ", the last to have one, was over.\n");
+  if (first_counted_ == 0) return "All tokens behind the prompts count.\n";
+  const auto last = std::ranges::max_element(followed_, {}, &Followed::before_events) - followed_.begin();
+  return text("The first ", first_counted_, " tokens behind a prompt count for no policy: the first event of ",
+              contests_[static_cast<std::size_t>(last)].shown(), ", which comes last, is behind them.\n");
 }
 
 void note_idle(const std::vector<Contest>& contests, const std::vector<Followed>& followed, bool quiet) {
