@@ -96,7 +96,7 @@ void compare_against(const ContestOptions& o, const std::vector<std::int32_t>& b
 void ContestOptions::add(CLI::App& app, const std::string& without, const std::string& budgets_without) {
   app.add_option(
          "--policy", policies,
-         std::string("repeatable: ") + kPolicyHelp + ", or oracle; without it: " + without)
+         std::string("repeatable: ") + kPolicyHelp + "; without it: " + without)
       ->take_all()
       ->option_text("POLICY");
   app.add_option_function<std::vector<std::string>>("--budgets", [this](const std::vector<std::string>& lists) { this->budgets = budgets_of(lists); },

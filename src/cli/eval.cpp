@@ -456,7 +456,7 @@ Run add_eval(CLI::App& app) {
   using Lists = std::vector<std::string>;
   sub->add_option_function<Lists>("--task", [o](const Lists& lists) { o->tasks = tasks_of(lists); }, "of the small model: chain, ask, needle, updates, copies; over text: ruler/niah-single-1 and others, text/needle")
       ->option_text("NAME,... [ask]");
-  o->contests.add(*sub, "full, streaming, tova, ams-tova strict and official, oracle");
+  o->contests.add(*sub, "full, streaming, tova, ams-tova strict and official, oracle (small model only)");
   sub->add_option("--samples", o->samples, "samples of each task")->check(CLI::Range(1, 1 << 24))->option_text("N [20]");
   sub->add_option("--length", o->shape.length, "tokens of a sample's prompt and trace")->option_text("N [512]");
   sub->add_option("--retrieval", o->retrieval, "ask inside the prompt, and predict N look-ups; 0: the whole trace")

@@ -16,22 +16,24 @@ namespace {
 
 constexpr const char* kExamples = R"(
 Examples:
-  kvkeep fidelity --model SmolLM2.gguf --chat --prompt "Write a long story." --policy tova --policy snapkv --budgets 256,128
-  kvkeep fidelity --model SmolLM2.gguf --chat --prompt "Write a story." --prompt "Explain tides." --budgets 256 --policy tova --against full
+  kvkeep fidelity --model SmolLM2.gguf --chat --prompt "Write a story." --policy tova --budgets 256,128
+  kvkeep fidelity --model SmolLM2.gguf --prompt "One day" --prompt "Tides are" --budgets 256 --policy tova --policy snapkv
   kvkeep fidelity --model SmolLM2.gguf --prompt-file article.txt --policy tova --budgets 256 --protect-prompt
   kvkeep fidelity --model SmolLM2.gguf --prompt-file article.txt --new-tokens 2048 --budgets 512,256 -o csv
 
-The full cache generates --new-tokens tokens after each prompt, greedily, past the model's end tokens unless --stop. They are fed again
-under every policy, one by one and in step with the full cache: KL is the mean of KL(full || policy) over the next-token distributions,
-in nats; "same token" the share of tokens before which both have the same argmax. A second table has both for each 256 tokens. Prompts
-run once for all policies and are cut at their end (prefill=cut, unless a policy says otherwise).
+The full cache generates --new-tokens tokens after each prompt, greedily, past the model's end tokens unless --stop.
+They are fed again under every policy, one by one and in step with the full cache: KL is the mean of KL(full ||
+policy) over the next-token distributions, in nats; "same token" the share of tokens before which both have the same
+argmax. A second table has both for each 256 tokens. Prompts run once for all policies and are cut at their end
+(prefill=cut, unless a policy says otherwise).
 
-Only tokens behind the first event of every policy count in the first table, the same tokens for all; the second has all of them. CSV
-and JSON have both (part: counted, and bin), and the NLL of the tokens. Intervals are at 95 %, bootstrap over prompts: they take two
-prompts or more. --against adds the difference to another policy, paired by prompt.
+Only tokens behind the first event of every policy count in the first table, the same tokens for all; the second has
+all of them. CSV and JSON have both (part: counted, and bin), and the NLL of the tokens. Intervals are at 95 %,
+bootstrap over prompts: they take two prompts or more. --against adds the difference to another policy, paired by
+prompt.
 
---protect-prompt: in the row `kept` the prompt stays. It counts inside the budget; where it does not fit, the budget is the prompt and
-`recent` slots more. A budget on top of the prompt: tova,protect_prompt=true,budget_counts=decoded.
+--protect-prompt: in the row `kept` the prompt stays. It counts inside the budget; where it does not fit, the budget
+is the prompt and `recent` slots more. A budget on top of the prompt: tova,protect_prompt=true,budget_counts=decoded.
 The caches of all policies are held at once, for --batch prompts.
 )";
 

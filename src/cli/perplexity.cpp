@@ -16,22 +16,23 @@ namespace {
 constexpr const char* kExamples = R"(
 Examples:
   kvkeep perplexity --model SmolLM2.gguf --text prose.txt
-  kvkeep perplexity --model SmolLM2.gguf --text prose.txt --prompt 1024 --texts 16 --budgets 512,256 --policy tova --policy random
+  kvkeep perplexity --model SmolLM2.gguf --text prose.txt --texts 16 --budgets 512,256 --policy tova --policy random
   kvkeep perplexity --model SmolLM2.gguf --text prose.txt --policy tova --policy ams-tova --budgets 256 --against tova
   kvkeep perplexity --model SmolLM2.gguf --text prose.txt --policy tova --budgets 256 --protect-prompt -o csv
 
-Texts of --length tokens are cut out of the file at --texts places, evenly spaced. The first --prompt tokens of each run as its prompt,
-once for all policies, and are cut at their end (prefill=cut, unless a policy says otherwise). The others are fed one by one; what is
-measured is -ln p of each before it enters. Policies run in step with the full cache, which is always in the table: KL is the mean of
-KL(full || policy) over the next-token distributions, in nats; "same token" the share of tokens before which both have the same argmax.
+Texts of --length tokens are cut out of the file at --texts places, evenly spaced. The first --prompt tokens of each
+run as its prompt, once for all policies, and are cut at their end (prefill=cut, unless a policy says otherwise). The
+others are fed one by one; what is measured is -ln p of each before it enters. Policies run in step with the full
+cache, which is always in the table: KL is the mean of KL(full || policy) over the next-token distributions, in nats;
+"same token" the share of tokens before which both have the same argmax.
 
-Only tokens behind the first event of every policy count, the same tokens for all: a policy with a large budget, whose first event comes
-late, takes tokens from the others' count. CSV and JSON have these sums (part: counted) and the curve over all tokens, a row for each
-256 of them (part: bin). Intervals are at 95 %, bootstrap over texts: they take two texts or more. --against adds the difference to
-another policy, paired by text.
+Only tokens behind the first event of every policy count, the same tokens for all: a policy with a large budget, whose
+first event comes late, takes tokens from the others' count. CSV and JSON have these sums (part: counted) and the
+curve over all tokens, a row for each 256 of them (part: bin). Intervals are at 95 %, bootstrap over texts: they take
+two texts or more. --against adds the difference to another policy, paired by text.
 
---protect-prompt: in the row `kept` the prompt stays. It counts inside the budget; where it does not fit, the budget is the prompt and
-`recent` slots more. A budget on top of the prompt: tova,protect_prompt=true,budget_counts=decoded.
+--protect-prompt: in the row `kept` the prompt stays. It counts inside the budget; where it does not fit, the budget
+is the prompt and `recent` slots more. A budget on top of the prompt: tova,protect_prompt=true,budget_counts=decoded.
 The caches of all policies are held at once, for --batch texts.
 )";
 

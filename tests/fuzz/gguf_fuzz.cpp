@@ -1,5 +1,5 @@
-// Whatever the bytes: the reader gives numbers and strings that lie inside them, and a config that the decoder can be built from, or refuses
-// with a sentence.
+// Whatever the bytes: the reader gives numbers and strings that lie inside them, and a config that holds together, or
+// refuses with a sentence.
 
 #include <algorithm>
 #include <array>
@@ -24,7 +24,8 @@ void attempt(auto&& call) {
     call();
   } catch (const Error& refused) {
     const std::string_view said = refused.what();
-    if (std::ranges::none_of(kReaders, [&](std::string_view reader) { return said.starts_with(reader); })) std::abort();
+    const auto says = [&](std::string_view reader) { return said.starts_with(reader); };
+    if (std::ranges::none_of(kReaders, says)) std::abort();
   }
 }
 
