@@ -199,13 +199,17 @@ TEST(StreamingPerplexity, SaysWhatIsWrong) {
 }
 
 TEST(DecodeFidelity, MeansDivergenceAndAgreementInBins) {
-  DecodeFidelity text(2);
-  text.add({0.5, true});
-  text.add({1.5, false});
-  text.add({0.25, true});
+  DecodeFidelity text(0, 2), behind(2, 2);
+  for (const Departure& one : {Departure{0.5, true}, Departure{1.5, false}, Departure{0.25, true}}) {
+    text.add(one);
+    behind.add(one);
+  }
   EXPECT_DOUBLE_EQ(text.total().divergence.value(), 0.75);
   EXPECT_EQ(text.total().same_token.right, 2);
   EXPECT_EQ(text.total().same_token.asked, 3);
+  EXPECT_EQ(behind.total().divergence.value(), 0.25) << "counted from the third token on";
+  EXPECT_EQ(behind.total().same_token.asked, 1);
+  EXPECT_EQ(behind.bins()[0].same_token.asked, 2) << "bins hold all";
   ASSERT_EQ(text.bins().size(), 2u);
   EXPECT_DOUBLE_EQ(text.bins()[0].divergence.value(), 1);
   EXPECT_EQ(text.bins()[0].same_token.right, 1);
@@ -236,10 +240,10 @@ TEST(DecodeFidelity, HasBinsOf256TokensAndAgreesWithASecondPassOverTheRows) {
 
 TEST(DecodeFidelity, AddsTextsAndGivesTheBootstrapOneSampleEach) {
   std::mt19937 random(11);
-  DecodeFidelity all(4);
+  DecodeFidelity all(0, 4);
   std::vector<std::vector<Answers>> strata(1);
   for (int texts = 0; texts < 12; ++texts) {
-    DecodeFidelity text(4);
+    DecodeFidelity text(0, 4);
     for (int i = 0; i < 1 + texts; ++i) text.add({static_cast<double>(random() % 64) / 8, random() % 3 != 0});
     strata[0].push_back(text.total().same_token);
     all.merge(text);
@@ -256,15 +260,16 @@ TEST(DecodeFidelity, AddsTextsAndGivesTheBootstrapOneSampleEach) {
 }
 
 TEST(DecodeFidelity, SaysWhatIsWrong) {
-  EXPECT_EQ(message_of<InvalidArgument>([] { DecodeFidelity(0); }), "DecodeFidelity: bin_tokens is 0; allowed 1 or more");
-  DecodeFidelity text(8);
+  EXPECT_EQ(message_of<InvalidArgument>([] { DecodeFidelity(-1); }), "DecodeFidelity: first_counted is -1; allowed 0 or more");
+  EXPECT_EQ(message_of<InvalidArgument>([] { DecodeFidelity(0, 0); }), "DecodeFidelity: bin_tokens is 0; allowed 1 or more");
+  DecodeFidelity text(0, 8);
   EXPECT_EQ(message_of<InvalidArgument>([&] {
               text.add({-0.5, true});
             }),
             "DecodeFidelity: a divergence is out of range; given -0.5; allowed 0 or more");
   EXPECT_THROW(text.add({kNan, true}), InvalidArgument);
-  EXPECT_EQ(message_of<InvalidArgument>([&] { text.merge(DecodeFidelity(9)); }),
-            "DecodeFidelity: bins differ; given 8 and 9 tokens; allowed the same");
+  EXPECT_EQ(message_of<InvalidArgument>([&] { text.merge(DecodeFidelity(1, 9)); }),
+            "DecodeFidelity: the texts were counted in two ways; given first_counted 0 and 1, bin_tokens 8 and 9; allowed the same");
   EXPECT_TRUE(text.bins().empty());
   text.add({kInfinity, false});
   EXPECT_EQ(text.total().divergence.value(), kInfinity) << "one token that cut rules out says so";

@@ -3,6 +3,7 @@
 #include "kvkeep/lm/generation.h"
 
 #include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
@@ -131,6 +132,24 @@ TEST(Generation, ShowsAnEventWholeBeforeItHappens) {
     ASSERT_EQ(shown[static_cast<SequenceId>(i)].size(), events.size()) << i;
     for (std::size_t e = 0; e < events.size(); ++e) EXPECT_EQ(shown[static_cast<SequenceId>(i)][e], events[e].positions) << i << ", event " << e;
   }
+}
+
+TEST(Generation, ShowsTheLogitsOfEveryTokenThatItPredicts) {
+  Decoder decoder = Decoder::open(llama());
+  std::map<SequenceId, std::vector<Tensor>> shown;
+  std::map<SequenceId, std::size_t> told;
+  GeneratorOptions options{.places = 2};
+  options.hooks.on_logits = [&](SequenceId id, std::span<const float> logits) {
+    Tensor row = at::empty({1, static_cast<std::int64_t>(logits.size())}, at::TensorOptions(kFloat32));
+    std::copy(logits.begin(), logits.end(), row.data_ptr<float>());
+    shown[id].push_back(std::move(row));
+    EXPECT_EQ(shown[id].size(), told[id] + 1) << "before the token";
+  };
+  options.hooks.on_token = [&](SequenceId id, std::int32_t) { ++told[id]; };
+  const std::vector<Request> requests{request(20, 40, 1), request(41, 30, 2), request(9, 25, 3)};
+  const GenerationRun run = generate(decoder, make_policy("tova,budget=24,interval=8,recent=4"), requests, std::move(options));
+  for (std::size_t i = 0; i < requests.size(); ++i)
+    EXPECT_TRUE(at::equal(at::cat(shown[static_cast<SequenceId>(i)]), run.completions[i].logits)) << i;
 }
 
 // ---- Full is no library

@@ -81,6 +81,53 @@ TEST(Intervals, PairedDifferencesForgetWhatSamplesHaveInCommon) {
   EXPECT_EQ(self.high, 0);
 }
 
+TEST(Intervals, OfMeansWeighSamplesByTheirValues) {
+  const std::vector<std::vector<Ratio>> samples{{{6, 3}, {1, 1}}, {{8, 4}}};
+  EXPECT_DOUBLE_EQ(mean(samples), 15.0 / 8);
+  EXPECT_TRUE(std::isnan(mean({})));
+  const std::vector<std::vector<Ratio>> two{{{6, 3}, {1, 1}}};  // a draw is 12/6, 7/4, or 2/2
+  const Interval interval = bootstrap(two, {.confidence = 0.999});
+  EXPECT_EQ(interval.low, 1);
+  EXPECT_EQ(interval.high, 2);
+}
+
+TEST(Intervals, OfSharesAreThoseOfMeans) {
+  std::mt19937 random(8);
+  std::vector<Stratum> answers(2), others(2);
+  std::vector<std::vector<Ratio>> ratios(2), other_ratios(2);
+  const auto draw = [&](Stratum& to, std::vector<Ratio>& same) {
+    const std::int64_t asked = 1 + random() % 20, right = random() % (asked + 1);
+    to.push_back({right, asked});
+    same.push_back({static_cast<double>(right), static_cast<double>(asked)});
+  };
+  for (std::size_t s = 0; s < 2; ++s)
+    for (std::size_t i = 0; i < 5 + 2 * s; ++i) {
+      draw(answers[s], ratios[s]);
+      draw(others[s], other_ratios[s]);
+    }
+  EXPECT_EQ(share(answers), mean(ratios));
+  const Interval one = bootstrap(answers), same = bootstrap(ratios);
+  EXPECT_EQ(one.low, same.low);
+  EXPECT_EQ(one.high, same.high);
+  const Interval apart = bootstrap_difference(answers, others), also = bootstrap_difference(ratios, other_ratios);
+  EXPECT_EQ(apart.low, also.low);
+  EXPECT_EQ(apart.high, also.high);
+}
+
+TEST(Intervals, PairedDifferencesOfMeansForgetWhatTextsHaveInCommon) {
+  std::vector<std::vector<Ratio>> ours(1), theirs(1);
+  for (int i = 0; i < 30; ++i) {  // texts of 100 tokens that differ a lot; ours are always 0.1 nats worse
+    ours[0].push_back({100.0 * i + 10, 100});
+    theirs[0].push_back({100.0 * i, 100});
+  }
+  const Interval paired = bootstrap_difference(ours, theirs), alone = bootstrap(ours);
+  EXPECT_NEAR(paired.low, 0.1, 1e-12);
+  EXPECT_NEAR(paired.high, 0.1, 1e-12);
+  EXPECT_GT(alone.high - alone.low, 1);
+  theirs[0].pop_back();
+  EXPECT_THROW(static_cast<void>(bootstrap_difference(ours, theirs)), InvalidArgument);
+}
+
 TEST(Intervals, AreTheSameForTheSameSeedAndNoneForOneSample) {
   const std::vector<Stratum> samples{{{3, 9}, {5, 9}, {9, 9}, {0, 9}}, {{1, 2}, {2, 2}}};
   const Interval first = bootstrap(samples), again = bootstrap(samples), other = bootstrap(samples, {.seed = 2});

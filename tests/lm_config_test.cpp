@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "kvkeep/core/error.h"
+#include "message_of.h"
 
 namespace kvkeep::lm {
 namespace {
@@ -222,6 +223,13 @@ TEST(LmConfig, WhatIsWrittenReadsBackInBothLayouts) {
     EXPECT_EQ(read.end_tokens, model.end_tokens);
     EXPECT_TRUE(read.tied);
     EXPECT_EQ(read.vocab, 100);
+  }
+}
+
+TEST(LmConfig, RefusesFrequenciesThatAreNotFinite) {
+  for (const RopeConfig& rope : {RopeConfig{.theta = 1e-320}, RopeConfig{.type = RopeConfig::Type::linear, .theta = 1e-200, .factor = 1e-300}}) {
+    const std::string said = testing::message_of<InvalidArgument>([&] { make_rope(rope, 128, 2048); });
+    EXPECT_NE(said.find("frequency of inf"), std::string::npos) << said;
   }
 }
 

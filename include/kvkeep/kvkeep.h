@@ -86,6 +86,7 @@
 // report: what it did, in numbers
 #include "kvkeep/report/diagnostics.h"
 #include "kvkeep/report/intervals.h"
+#include "kvkeep/report/ratio.h"
 
 // The policies, and the line itself.
 #include "kvkeep/policy/policy.h"

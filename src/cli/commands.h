@@ -11,6 +11,8 @@ using Run = std::function<void()>;
 Run add_generate(CLI::App& app);
 Run add_tokens(CLI::App& app);
 Run add_eval(CLI::App& app);
+Run add_perplexity(CLI::App& app);
+Run add_fidelity(CLI::App& app);
 Run add_replay(CLI::App& app);
 Run add_record(CLI::App& app);
 Run add_calibrate(CLI::App& app);

@@ -6,8 +6,10 @@
 #include <charconv>
 #include <limits>
 #include <map>
+#include <nlohmann/json.hpp>
 
 #include "kvkeep/core/error.h"
+#include "progress.h"
 
 namespace kvkeep::cli {
 namespace {
@@ -21,6 +23,18 @@ std::vector<std::int32_t> budgets_of(const std::vector<std::string>& lists) {
     KVKEEP_REQUIRE(error == std::errc() && end == item.data() + item.size() && budget >= 1 && budget <= kMost, "--budgets: '", item, "'; allowed integers from 1 to ", kMost);
   }
   return budgets;
+}
+
+// What the policy itself says.
+void resolve(Contest& contest) {
+  const std::unique_ptr<KVPolicy> made = contest.policy.make();
+  contest.never = made->trigger().never;
+  contest.narrows = made->narrows();
+  contest.folds = made->memory() != nullptr;
+  contest.budget = budget_cell(*made);
+  contest.resolved = made->to_json();
+  contest.keeps_prompt = nlohmann::json::parse(contest.resolved).value("protect_prompt", false);
+  contest.warning = warning_about(*made);
 }
 
 // One policy under every budget, or as it is written where it says itself what may stay.
@@ -44,19 +58,23 @@ std::vector<Contest> contests_of(const ContestOptions& o, const std::string& wri
     with_budget.insert(with_budget.end(), options.begin(), options.end());
     all.push_back({.policy = policy.with(with_budget)});
   }
+  std::vector<Contest> resolved;
   for (Contest& contest : all) {
-    const std::unique_ptr<KVPolicy> made = contest.policy.make();
-    contest.never = made->trigger().never;
-    contest.narrows = made->narrows();
-    contest.folds = made->memory() != nullptr;
-    contest.budget = budget_cell(*made);
-    contest.resolved = made->to_json();
-    contest.warning = warning_about(*made);
+    resolve(contest);
+    resolved.push_back(contest);
+    if (!o.protect_prompt || contest.keeps_all() || contest.keeps_prompt) continue;
+    if (contest.policy.takes("protect_prompt")) {
+      contest.policy = contest.policy.with({{"protect_prompt", "true"}});
+      resolve(contest);
+      resolved.push_back(contest);
+    } else {
+      resolved.back().warning = text("note: ", contest.shown(), " has no protect_prompt; allowed for policies that drop slots");
+    }
   }
-  return all;
+  return resolved;
 }
 
-// Finds for every contest the one of --against at the same budget, or the only one there is. Those that do not run yet are added.
+// Finds for every contest the one of --against at the same budget, of two the one with the same prompt, or the only one there is. Those that do not run yet are added.
 void compare_against(const ContestOptions& o, const std::vector<std::int32_t>& budgets, std::vector<Contest>& all) {
   std::vector<std::size_t> references;
   for (const Contest& wanted : contests_of(o, o.against, budgets)) {
@@ -65,22 +83,24 @@ void compare_against(const ContestOptions& o, const std::vector<std::int32_t>& b
     if (known == all.end()) all.push_back(wanted);
   }
   for (Contest& contest : all) {
-    const auto same = std::find_if(references.begin(), references.end(), [&](std::size_t r) { return all[r].budget.value == contest.budget.value; });
-    if (same != references.end()) contest.against = *same;
-    else if (references.size() == 1) contest.against = references.front();
+    for (const std::size_t r : references) {
+      if (all[r].budget.value != contest.budget.value) continue;
+      if (!contest.against || all[r].keeps_prompt == contest.keeps_prompt) contest.against = r;
+    }
+    if (!contest.against && references.size() == 1) contest.against = references.front();
   }
 }
 
 }  // namespace
 
-void ContestOptions::add(CLI::App& app, const std::string& without) {
+void ContestOptions::add(CLI::App& app, const std::string& without, const std::string& budgets_without) {
   app.add_option(
          "--policy", policies,
-         std::string("repeatable: ") + kPolicyHelp + ", or oracle; without it: " + without)
+         std::string("repeatable: ") + kPolicyHelp + "; without it: " + without)
       ->take_all()
       ->option_text("POLICY");
   app.add_option_function<std::vector<std::string>>("--budgets", [this](const std::vector<std::string>& lists) { this->budgets = budgets_of(lists); },
-                                  "runs every evicting policy under each of these budgets; without --policy: length/4,length/8")
+                                  "runs every evicting policy under each of these budgets; without --policy: " + budgets_without)
       ->option_text("N,...");
   app.add_option("--interval", interval, "new tokens between two events, for every policy under --budgets, a ratio or bytes")
       ->check(CLI::Range(1, 1 << 30))
@@ -89,6 +109,8 @@ void ContestOptions::add(CLI::App& app, const std::string& without) {
       ->check(CLI::Range(0, 1 << 30))
       ->option_text("N");
   app.add_option("--against", against, "a policy that every row is compared to; it runs too where it does not yet")->option_text("POLICY");
+  app.add_flag("--protect-prompt", protect_prompt,
+               "every policy also runs with protect_prompt=true, in a row of its own; sekv and policies that narrow prompts have no such option");
 }
 
 std::vector<Contest> contests(ContestOptions o, const std::vector<std::string>& policies, std::vector<std::int32_t> budgets) {
@@ -99,7 +121,7 @@ std::vector<Contest> contests(ContestOptions o, const std::vector<std::string>& 
   for (const std::string& one : given)
     for (Contest& contest : contests_of(o, one, budgets)) all.push_back(std::move(contest));
   const auto slots = [](const Contest& c) {  // most first; what never cuts before them, what counts otherwise behind
-    return c.never && !c.narrows ? std::numeric_limits<std::int64_t>::max() : c.budget.value.is_number() ? c.budget.value.get<std::int64_t>() : 0;
+    return c.keeps_all() ? std::numeric_limits<std::int64_t>::max() : c.budget.value.is_number() ? c.budget.value.get<std::int64_t>() : 0;
   };
   std::map<std::string, std::size_t> place;  // labels in the order in which they were given
   for (const Contest& contest : all) place.try_emplace(contest.policy.label(), place.size());
@@ -114,17 +136,49 @@ double share(std::int64_t right, std::int64_t asked) {
   return asked == 0 ? std::nan("") : static_cast<double>(right) / static_cast<double>(asked);
 }
 
-std::string with_interval(double value, const report::Interval& interval) {
-  const auto shown = [](double x) { return real_cell(100 * x, 1).shown; };
-  return std::isnan(value) ? "-" : text(shown(value), " (", std::isnan(interval.low) ? "no interval" : text(shown(interval.low), "-", shown(interval.high)), ")");
+std::string Contest::shown() const {
+  return text(policy.label(), never ? "" : " " + budget.shown, keeps_prompt ? ", prompt kept" : "");
 }
 
-std::string Difference::shown() const {
+void warn(const std::vector<Contest>& contests, bool quiet) {
+  for (const Contest& contest : contests)
+    if (!quiet && !contest.warning.empty()) note(contest.warning);
+}
+
+std::vector<Column> contest_columns(const ContestOptions& options, const std::vector<Column>& others) {
+  std::vector<Column> columns{{"policy", "policy", false}, {"budget", "budget"}};
+  if (options.protect_prompt) columns.push_back({"prompt", "prompt", false});
+  columns.insert(columns.end(), others.begin(), others.end());
+  return columns;
+}
+
+std::vector<Cell> contest_cells(const ContestOptions& options, const Contest& contest, const std::vector<Cell>& others) {
+  std::vector<Cell> cells{contest.policy.label(), contest.budget};
+  if (options.protect_prompt) cells.emplace_back(contest.keeps_prompt || contest.keeps_all() ? "kept" : "cut");
+  cells.insert(cells.end(), others.begin(), others.end());
+  return cells;
+}
+
+std::string with_interval(double value, const report::Interval& interval, Scale scale) {
+  const auto shown = [&](double x) { return real_cell(scale.factor * x, scale.digits).shown; };
   if (std::isnan(value)) return "-";
-  const auto points = [](double x) { return text(x < 0 ? "" : "+", real_cell(100 * x, 1).shown); };
-  return text(points(value), " (", std::isnan(interval.low) ? "no interval" : text(points(interval.low), " to ", points(interval.high)), ")");
+  const std::string reach = std::isnan(interval.low) ? "no interval" : text(shown(interval.low), "-", shown(interval.high));
+  return text(shown(value), " (", reach, ")");
 }
 
-Difference difference(const Strata& ours, const Strata& theirs) { return {report::share(ours) - report::share(theirs), report::bootstrap_difference(ours, theirs)}; }
+std::string Difference::shown(Scale scale) const {
+  if (std::isnan(value)) return "-";
+  const auto with_sign = [&](double x) { return text(x < 0 ? "" : "+", real_cell(scale.factor * x, scale.digits).shown); };
+  const std::string reach = std::isnan(interval.low) ? "no interval" : text(with_sign(interval.low), " to ", with_sign(interval.high));
+  return text(with_sign(value), " (", reach, ")");
+}
+
+Difference difference(const Strata& ours, const Strata& theirs) {
+  return {report::share(ours) - report::share(theirs), report::bootstrap_difference(ours, theirs)};
+}
+
+Difference difference(const RatioStrata& ours, const RatioStrata& theirs) {
+  return {report::mean(ours) - report::mean(theirs), report::bootstrap_difference(ours, theirs)};
+}
 
 }  // namespace kvkeep::cli

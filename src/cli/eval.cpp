@@ -204,7 +204,7 @@ void measure_task(lm::Decoder& decoder, const Options& o, const Contest& contest
 
 // One row a policy and budget; a column a task.
 Table wide_table(const Options& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
-  std::vector<Column> columns{{"policy", "policy", false}, {"budget", "budget"}};
+  std::vector<Column> columns = contest_columns(o.contests);
   for (const std::string& task : o.tasks) columns.push_back({task, task + " % (95 %)"});
   if (o.tasks.size() > 1) columns.push_back({"all", "all % (95 %)"});
   for (const Column& column : std::vector<Column>{{"late", "late %"},
@@ -223,7 +223,7 @@ Table wide_table(const Options& o, const std::vector<Contest>& all, const std::v
   Table table(std::move(columns));
   for (std::size_t i = 0; i < all.size(); ++i) {
     const Measured& m = measured[i];
-    std::vector<Cell> row{all[i].policy.label(), all[i].budget};
+    std::vector<Cell> row = contest_cells(o.contests, all[i]);
     for (const std::string& task : o.tasks) row.emplace_back(accuracy(o, m, m.by_task.at(task), task));
     if (o.tasks.size() > 1) row.emplace_back(accuracy(o, m, m.all));
     row.push_back(real_cell(100 * share(m.all.late_right, m.all.late_asked), 1));
@@ -238,14 +238,14 @@ Table wide_table(const Options& o, const std::vector<Contest>& all, const std::v
 
 // The same rows: percentage points above the policy of --against.
 Table difference_table(const Options& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
-  std::vector<Column> columns{{"policy", "policy", false}, {"budget", "budget"}, {"against", "against", false}};
+  std::vector<Column> columns = contest_columns(o.contests, {{"against", "against", false}});
   for (const std::string& task : o.tasks) columns.push_back({task, task + " (95 %)"});
   if (o.tasks.size() > 1) columns.push_back({"all", "all (95 %)"});
   Table table(std::move(columns));
   for (std::size_t i = 0; i < all.size(); ++i) {
     if (all[i].against == i) continue;
     const Contest* reference = all[i].against ? &all[*all[i].against] : nullptr;
-    std::vector<Cell> row{all[i].policy.label(), all[i].budget, reference == nullptr ? "-" : text(reference->policy.label(), " ", reference->budget.shown)};
+    std::vector<Cell> row = contest_cells(o.contests, all[i], {reference == nullptr ? "-" : reference->shown()});
     for (const std::string& task : o.tasks) row.emplace_back(difference(all[i], measured[i], measured, task).shown());
     if (o.tasks.size() > 1) row.emplace_back(difference(all[i], measured[i], measured).shown());
     table.add(std::move(row));
@@ -292,14 +292,14 @@ const std::vector<DiagnosticsColumn>& diagnostics_columns() {
 }
 
 // The same rows, all tasks together.
-Table diagnostics_table(const std::vector<Contest>& all, const std::vector<Measured>& measured) {
-  std::vector<Column> columns{{"policy", "policy", false}, {"budget", "budget"}};
+Table diagnostics_table(const Options& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
+  std::vector<Column> columns = contest_columns(o.contests);
   for (const DiagnosticsColumn& column : diagnostics_columns()) columns.push_back({column.key, column.title});
   Table table(std::move(columns));
   for (std::size_t i = 0; i < all.size(); ++i) {
     report::DiagnosticsResult together = measured[i].diagnostics.begin()->second.result();
     for (auto task = std::next(measured[i].diagnostics.begin()); task != measured[i].diagnostics.end(); ++task) together.add(task->second.result());
-    std::vector<Cell> row{all[i].policy.label(), all[i].budget};
+    std::vector<Cell> row = contest_cells(o.contests, all[i]);
     for (const DiagnosticsColumn& column : diagnostics_columns()) row.push_back(column.cell(together));
     table.add(std::move(row));
   }
@@ -308,8 +308,8 @@ Table diagnostics_table(const std::vector<Contest>& all, const std::vector<Measu
 
 // One row a policy, budget and task: for programs.
 Table long_table(const Options& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
-  std::vector<Column> columns;
-  for (const char* key : {"policy", "budget", "task", "length", "samples", "look_ups", "right", "accuracy", "accuracy_low", "accuracy_high",
+  std::vector<Column> columns = contest_columns(o.contests);
+  for (const char* key : {"task", "length", "samples", "look_ups", "right", "accuracy", "accuracy_low", "accuracy_high",
                           "sample_low", "sample_high", "late_look_ups", "late_accuracy", "peak_bytes", "kept_bytes", "tokens_per_second", "events", "first_token_ms", "selection_layer", "going_on", "far_bytes",
                           "opened", "tokens_opened", "moved_bytes"})
     columns.push_back({key, key});
@@ -325,11 +325,11 @@ Table long_table(const Options& o, const std::vector<Contest>& all, const std::v
       const Measured& m = measured[i];
       const LookUps& count = m.by_task.at(task);
       const report::Interval independent = report::wilson(count.right, count.asked), sampled = report::bootstrap(strata(m, task));
-      std::vector<Cell> row{all[i].policy.label(), all[i].budget, task, o.shape.length, o.samples, count.asked, count.right,
+      std::vector<Cell> row = contest_cells(o.contests, all[i], {task, o.shape.length, o.samples, count.asked, count.right,
                             share_cell(share(count.right, count.asked)), share_cell(independent.low), share_cell(independent.high),
                             share_cell(sampled.low), share_cell(sampled.high), count.late_asked,
                             share_cell(share(count.late_right, count.late_asked)), bytes_cell(m.cost.peak_bytes), bytes_cell(m.cost.kept_bytes),
-                            real_cell(m.cost.tokens_per_second(), 1), m.cost.events, real_cell(m.cost.median_first_token_ms(), 3)};
+                            real_cell(m.cost.tokens_per_second(), 1), m.cost.events, real_cell(m.cost.median_first_token_ms(), 3)});
       append(row, m.cost.narrowing_cells(1));
       append(row, m.cost.folding_cells(3));
       if (!o.contests.against.empty()) {
@@ -357,7 +357,7 @@ std::string markdown(const Options& o, const std::vector<Contest>& all, const st
                   : text("\n95 %: bootstrap over whole samples (", o.samples, " a task).\n");
   if (!o.contests.against.empty())
     out += text("\nPercentage points above ", PolicyText(o.contests.against).label(), ", paired bootstrap over samples:\n\n", difference_table(o, all, measured).markdown());
-  if (o.diagnostics) out += "\nDiagnostics, all tasks:\n\n" + diagnostics_table(all, measured).markdown();
+  if (o.diagnostics) out += "\nDiagnostics, all tasks:\n\n" + diagnostics_table(o, all, measured).markdown();
   return out;
 }
 
@@ -382,8 +382,7 @@ void run(const Options& o) {
   const Samples samples = draw_samples(o);
   lm::Decoder decoder = o.model.open();
   const FullRuns full = run_full(decoder, o, samples);
-  for (const Contest& contest : all)
-    if (!o.output.quiet && !contest.warning.empty()) note(contest.warning);
+  warn(all, o.output.quiet);
   std::int64_t steps = 0;
   for (const auto& [task, drawn] : samples)
     for (const lm::TaskSample& sample : drawn) steps += static_cast<std::int64_t>(sample.ids.size()) - sample.prompt_length;
@@ -391,14 +390,13 @@ void run(const Options& o) {
   std::vector<Measured> measured(all.size());
   for (std::size_t i = 0; i < all.size(); ++i)
     for (const std::string& task : o.tasks) {
-      progress.label(text(all[i].policy.label(), all[i].never ? "" : " " + all[i].budget.shown, ", ", task));
+      progress.label(all[i].shown() + ", " + task);
       measure_task(decoder, o, all[i], task, samples.at(task), full, progress, measured[i]);
     }
   progress.clear();
   for (std::size_t i = 0; i < all.size(); ++i)
     if (measured[i].cost.events == 0 && !all[i].never && !o.output.quiet)
-      note(text("note: ", all[i].policy.label(), " with budget ", all[i].budget.shown,
-                " never came to an event; its samples stay below budget + interval"));
+      note(text("note: ", all[i].shown(), " never came to an event; its samples stay below budget + interval"));
   print(o.output.format == Format::md ? markdown(o, all, measured) : long_table(o, all, measured).text(o.output.format));
 }
 
@@ -411,7 +409,7 @@ Run add_eval(CLI::App& app) {
   using Lists = std::vector<std::string>;
   sub->add_option_function<Lists>("--task", [o](const Lists& lists) { o->tasks = tasks_of(lists); }, "of the small model: chain, ask, needle, updates, copies; over text: ruler/niah-single-1 and others, text/needle")
       ->option_text("NAME,... [ask]");
-  o->contests.add(*sub, "full, streaming, tova, ams-tova strict and official, oracle");
+  o->contests.add(*sub, "full, streaming, tova, ams-tova strict and official, oracle (small model only)");
   sub->add_option("--samples", o->samples, "samples of each task")->check(CLI::Range(1, 1 << 24))->option_text("N [20]");
   sub->add_option("--length", o->shape.length, "tokens of a sample's prompt and trace")->option_text("N [512]");
   sub->add_option("--retrieval", o->retrieval, "ask inside the prompt, and predict N look-ups; 0: the whole trace")

@@ -159,7 +159,7 @@ void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluatio
   progress.label("prompts, " + task);
   for (std::size_t i = 0; !sharing.empty() && i < asked.size(); ++i) prompts.push_back(lm::Generator::run_prompt(sharing, request_of(asked[i])));
   for (std::size_t c = 0; c < contests.size(); ++c) {
-    progress.label(kvkeep::text(contests[c].policy.label(), contests[c].never ? "" : " " + contests[c].budget.shown, ", ", task));
+    progress.label(contests[c].shown() + ", " + task);
     lm::Generator& generator = *generators[c];
     std::vector<SequenceId> ids;
     std::vector<double> cut_seconds(asked.size(), std::nan(""));
@@ -188,7 +188,7 @@ double share_of(const Answered& answered, const std::string& task = "") { return
 std::string hopeless(const TextEvaluation& e, const std::vector<Contest>& contests, const std::vector<Answered>& answered) {
   std::string out;
   for (std::size_t c = 0; c < contests.size(); ++c)
-    if (contests[c].never && !contests[c].narrows)
+    if (contests[c].keeps_all())
       for (const std::string& task : e.tasks)
         if (const double whole = share_of(answered[c], task); whole < 0.5)
           out += text("\n", task, ": the full cache itself answers ", real_cell(100 * whole, 0).shown, " %; below 50 the row says nothing about policies.\n");
@@ -196,7 +196,7 @@ std::string hopeless(const TextEvaluation& e, const std::vector<Contest>& contes
 }
 
 Table wide_table(const TextEvaluation& e, const std::vector<Contest>& contests, const std::vector<Answered>& answered) {
-  std::vector<Column> columns{{"policy", "policy", false}, {"budget", "budget"}};
+  std::vector<Column> columns = contest_columns(e.contests);
   for (const std::string& task : e.tasks) columns.push_back({task, task + " % (95 %)"});
   if (e.tasks.size() > 1) columns.push_back({"all", "all % (95 %)"});
   append(columns, {{"peak_bytes", "cache peak"}, {"kept_bytes", "kept"}, {"first_token_ms", "first token ms"}, {"tokens_per_second", "tokens/s"}, {"events", "events"}});
@@ -206,7 +206,7 @@ Table wide_table(const TextEvaluation& e, const std::vector<Contest>& contests, 
   Table table(std::move(columns));
   for (std::size_t c = 0; c < contests.size(); ++c) {
     const Answered& a = answered[c];
-    std::vector<Cell> row{contests[c].policy.label(), contests[c].budget};
+    std::vector<Cell> row = contest_cells(e.contests, contests[c]);
     for (const std::string& task : e.tasks) row.emplace_back(with_interval(share_of(a, task), report::bootstrap(a.strata(task))));
     if (e.tasks.size() > 1) row.emplace_back(with_interval(share_of(a), report::bootstrap(a.strata())));
     append(row, {bytes_cell(a.cost.peak_bytes), bytes_cell(a.cost.kept_bytes), real_cell(a.cost.median_first_token_ms(), 0), real_cell(a.cost.tokens_per_second(), 1), a.cost.events});
@@ -218,14 +218,13 @@ Table wide_table(const TextEvaluation& e, const std::vector<Contest>& contests, 
 }
 
 Table difference_table(const TextEvaluation& e, const std::vector<Contest>& contests, const std::vector<Answered>& answered) {
-  std::vector<Column> columns{{"policy", "policy", false}, {"budget", "budget"}, {"against", "against", false}};
+  std::vector<Column> columns = contest_columns(e.contests, {{"against", "against", false}});
   for (const std::string& task : e.tasks) columns.push_back({task, task + " (95 %)"});
   if (e.tasks.size() > 1) columns.push_back({"all", "all (95 %)"});
   Table table(std::move(columns));
   for (std::size_t c = 0; c < contests.size(); ++c) {
     if (!contests[c].against || contests[c].against == c) continue;
-    const Contest& reference = contests[*contests[c].against];
-    std::vector<Cell> row{contests[c].policy.label(), contests[c].budget, text(reference.policy.label(), " ", reference.budget.shown)};
+    std::vector<Cell> row = contest_cells(e.contests, contests[c], {contests[*contests[c].against].shown()});
     const auto cell = [&](const std::string& task) { return difference(answered[c].strata(task), answered[*contests[c].against].strata(task)).shown(); };
     for (const std::string& task : e.tasks) row.emplace_back(cell(task));
     if (e.tasks.size() > 1) row.emplace_back(cell(""));
@@ -236,9 +235,8 @@ Table difference_table(const TextEvaluation& e, const std::vector<Contest>& cont
 
 // One row a policy, budget and task: for programs.
 Table long_table(const TextEvaluation& e, const std::vector<Contest>& contests, const std::vector<Answered>& answered) {
-  std::vector<Column> columns;
-  for (const char* key : {"policy", "budget", "task", "length", "question", "samples", "references", "found", "share", "share_low", "share_high", "whole", "peak_bytes", "kept_bytes", "first_token_ms",
-                          "tokens_per_second", "events"})
+  std::vector<Column> columns = contest_columns(e.contests);
+  for (const char* key : {"task", "length", "question", "samples", "references", "found", "share", "share_low", "share_high", "whole", "peak_bytes", "kept_bytes", "first_token_ms", "tokens_per_second", "events"})
     columns.push_back({key, key});
   append(columns, RunCost::narrowing_columns());
   append(columns, RunCost::folding_columns());
@@ -251,9 +249,9 @@ Table long_table(const TextEvaluation& e, const std::vector<Contest>& contests, 
       for (const report::Answers& one : a.by_task.at(task)) all = {all.right + one.right, all.asked + one.asked};
       const report::Interval interval = report::bootstrap(a.strata(task));
       const Difference d = contests[c].against ? difference(a.strata(task), answered[*contests[c].against].strata(task)) : Difference{};
-      std::vector<Cell> row{contests[c].policy.label(), contests[c].budget, task, e.length, e.text.question_after ? "after" : "before", e.samples, all.asked, all.right, share_cell(share_of(a, task)),
-                            share_cell(interval.low), share_cell(interval.high), a.whole.at(task), bytes_cell(a.cost.peak_bytes), bytes_cell(a.cost.kept_bytes), real_cell(a.cost.median_first_token_ms(), 3),
-                            real_cell(a.cost.tokens_per_second(), 2), a.cost.events};
+      std::vector<Cell> row = contest_cells(e.contests, contests[c], {task, e.length, e.text.question_after ? "after" : "before", e.samples, all.asked, all.right, share_cell(share_of(a, task)),
+                                            share_cell(interval.low), share_cell(interval.high), a.whole.at(task), bytes_cell(a.cost.peak_bytes), bytes_cell(a.cost.kept_bytes),
+                                            real_cell(a.cost.median_first_token_ms(), 3), real_cell(a.cost.tokens_per_second(), 2), a.cost.events});
       append(row, a.cost.narrowing_cells(1));
       append(row, a.cost.folding_cells(3));
       append(row, {contests[c].against ? Cell(contests[*contests[c].against].policy.label()) : Cell(nullptr, "-"), share_cell(d.value), share_cell(d.interval.low), share_cell(d.interval.high),
@@ -328,8 +326,7 @@ void evaluate_text(const TextEvaluation& e) {
     }
   }
   lm::Decoder decoder = e.model.open();
-  for (const Contest& contest : all)
-    if (!e.output.quiet && !contest.warning.empty()) note(contest.warning);
+  warn(all, e.output.quiet);
   Progress progress(static_cast<std::int64_t>(all.size() * e.tasks.size()) * e.samples, e.output.quiet);
   std::vector<Answered> answered(all.size());
   for (const std::string& task : e.tasks)

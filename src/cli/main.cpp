@@ -32,7 +32,7 @@
 namespace kvkeep::cli {
 namespace {
 
-constexpr const char* kSubcommands = "generate, tokens, eval, replay, record, calibrate, plan, policies, doctor";
+constexpr const char* kSubcommands = "generate, tokens, eval, perplexity, fidelity, replay, record, calibrate, plan, policies, doctor";
 constexpr int kRefused = 2, kFailed = 1, kSignalled = 128;
 
 constexpr const char* kExamples = R"(
@@ -40,6 +40,7 @@ Examples:
   kvkeep policies                                           what there is to choose from
   kvkeep generate --model SmolLM2.gguf --chat --prompt "Why is the sky blue?" --policy tova,budget=256
   kvkeep eval --model examples/model --task ask --budgets 128,64
+  kvkeep perplexity --model SmolLM2.gguf --text prose.txt --budgets 256 --policy tova --policy snapkv
   kvkeep generate --model examples/model --task chain --seed 7 --policy ams-tova,budget=96,interval=32 --max-new-tokens 200
   kvkeep record --model examples/model --ids-file prompt.txt --policy tova,budget=96,interval=32 --out event.safetensors
   kvkeep plan --shape qwen7b --policy ams-tova,budget=1024 --batch 16 --length 32768
@@ -69,7 +70,7 @@ void occupy_closed_streams() {
 /// While LibTorch's OpenMP threads wait they spin, for milliseconds, and so keep the threads that they wait for off a core which other processes want, too. The runtime reads once, before main(), how long: commands
 /// that run a model, and the one that says how threads wait, begin anew with a short spin, unless the user has said how threads wait.
 void spin_briefly(const CLI::App& command, char** argv) {
-  constexpr std::array<std::string_view, 5> kComputing = {"generate", "eval", "record", "calibrate", "doctor"};
+  constexpr std::array<std::string_view, 7> kComputing = {"generate", "eval", "perplexity", "fidelity", "record", "calibrate", "doctor"};
   if (std::ranges::find(kComputing, command.get_name()) == kComputing.end()) return;
   if (std::getenv("OMP_WAIT_POLICY") != nullptr || std::getenv("GOMP_SPINCOUNT") != nullptr) return;
   std::error_code none;
@@ -97,7 +98,8 @@ int run(int argc, char** argv) {
   app.require_subcommand(1);
   app.footer(kExamples);
   app.get_formatter()->column_width(42);
-  const std::vector<Run> runs{add_generate(app), add_tokens(app), add_eval(app), add_replay(app), add_record(app), add_calibrate(app), add_plan(app), add_policies(app), add_doctor(app)};
+  const std::vector<Run> runs{add_generate(app),   add_tokens(app), add_eval(app),      add_perplexity(app), add_fidelity(app), add_replay(app),
+                              add_record(app),     add_calibrate(app), add_plan(app), add_policies(app),   add_doctor(app)};
   require_decimal_integers(app);
   try {
     app.parse(argc, argv);

@@ -42,6 +42,7 @@ const std::vector<std::string>& names_of(const std::string& option) {
       {"bytes", {"bytes"}},
       {"budget_share", {"budget_share"}},
       {"prefill", {"prefill"}},
+      {"protect_prompt", {"protect_prompt"}},
       {"interval", {"interval", "compression_interval", "divide_length", "prune_interval"}},
       {"recent", {"recent", "n_last", "recent_size"}}};
   return kNames.at(option);
@@ -262,6 +263,25 @@ std::vector<std::int32_t> parse_ids(const std::string& text, const std::string& 
 
 std::vector<std::int32_t> read_ids(const std::string& file) { return parse_ids(io::read_file(file, "--ids-file"), file); }
 
+void TextReading::add(CLI::App& app) {
+  CLI::Option* chatting = app.add_flag("--chat", chat, "the text is what a user says: put it into the model's chat template");
+  app.add_flag("--raw", raw, "the text holds the model's own markup: <|im_start|> is a control token, not text")->excludes(chatting);
+  app.add_option("--system", system, "with --chat: the system message [the template's own]")->option_text("TEXT")->needs(chatting);
+}
+
+std::vector<std::int32_t> TextReading::ids(const lm::TextModel& model, const std::string& said) const {
+  std::vector<std::int32_t> tokens;
+  if (chat) {
+    std::vector<lm::ChatMessage> messages{{"user", said}};
+    if (!system.empty()) messages.insert(messages.begin(), {"system", system});
+    tokens = model.chat(messages);
+  } else {
+    tokens = model.tokenizer.encode(said, raw ? lm::SpecialTokens::parsed : lm::SpecialTokens::plain);
+  }
+  KVKEEP_REQUIRE(!tokens.empty(), "prompt: the text is empty; allowed one token or more");
+  return tokens;
+}
+
 void PromptOptions::add(CLI::App& app) {
   CLI::Option_group* source = app.add_option_group("prompt (one of)");
   source->add_option("--prompt", prompt, "text")->option_text("TEXT");
@@ -270,15 +290,13 @@ void PromptOptions::add(CLI::App& app) {
   source->add_option("--ids-file", ids_file, "token ids in a file, separated by white space or commas")->option_text("FILE");
   source->add_option("--task", task, "a task of kvkeep: chain, ask, needle, updates, copies")->option_text("NAME");
   source->require_option(1);
-  CLI::Option* chatting = app.add_flag("--chat", chat, "the text is what a user says: put it into the model's chat template");
-  app.add_flag("--raw", raw, "the text holds the model's own markup: <|im_start|> is a control token, not text")->excludes(chatting);
-  app.add_option("--system", system, "with --chat: the system message [the template's own]")->option_text("TEXT")->needs(chatting);
+  reading.add(app);
   app.add_option("--seed", seed, "of the task's sample")->option_text("N [0]");
   app.add_option("--length", shape.length, "tokens of the task's prompt and trace")->option_text("N [512]");
 }
 
 PromptOptions::Prompt PromptOptions::read(const std::string& model) const {
-  KVKEEP_REQUIRE(is_text() || !(chat || raw), chat ? "--chat" : "--raw", " says how text is read; allowed with --prompt and --prompt-file");
+  KVKEEP_REQUIRE(is_text() || !(reading.chat || reading.raw), reading.chat ? "--chat" : "--raw", " says how text is read; allowed with --prompt and --prompt-file");
   if (!task.empty()) {
     lm::TaskSample sample = lm::make_task(task, seed, shape);
     std::vector<std::int32_t> tokens(sample.ids.begin(), sample.ids.begin() + sample.prompt_length);
@@ -287,14 +305,7 @@ PromptOptions::Prompt PromptOptions::read(const std::string& model) const {
   if (!is_text()) return {.ids = ids_file.empty() ? parse_ids(ids, "--ids") : read_ids(ids_file)};
   const std::string said = prompt_file.empty() ? prompt : io::read_file(prompt_file, "--prompt-file");
   Prompt read{.ids = {}, .text = lm::TextModel::open(model)};
-  if (chat) {
-    std::vector<lm::ChatMessage> messages{{"user", said}};
-    if (!system.empty()) messages.insert(messages.begin(), {"system", system});
-    read.ids = read.text->chat(messages);
-  } else {
-    read.ids = read.text->tokenizer.encode(said, raw ? lm::SpecialTokens::parsed : lm::SpecialTokens::plain);
-  }
-  KVKEEP_REQUIRE(!read.ids.empty(), "prompt: the text is empty; allowed one token or more");
+  read.ids = reading.ids(*read.text, said);
   return read;
 }
 

@@ -89,10 +89,19 @@ std::string warning_about(const KVPolicy& policy);
 std::vector<std::int32_t> parse_ids(const std::string& text, const std::string& where);
 std::vector<std::int32_t> read_ids(const std::string& file);
 
+// --chat, --raw, --system: how the text of a prompt is read.
+struct TextReading {
+  bool chat = false, raw = false;
+  std::string system;
+  void add(CLI::App& app);
+  // The ids of what was said. Throws where there are none.
+  [[nodiscard]] std::vector<std::int32_t> ids(const lm::TextModel& model, const std::string& said) const;
+};
+
 // --prompt, --prompt-file, --ids, --ids-file, --task with --seed and --length: exactly one of the sources.
 struct PromptOptions {
-  std::string prompt, prompt_file, system, ids, ids_file, task;
-  bool chat = false, raw = false;
+  std::string prompt, prompt_file, ids, ids_file, task;
+  TextReading reading;
   std::uint64_t seed = 0;
   lm::TaskOptions shape;
   void add(CLI::App& app);

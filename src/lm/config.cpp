@@ -6,6 +6,7 @@
 #include "config_fields.h"
 #include "gguf_config.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/io/gguf.h"
 #include "read_file.h"
 #include "untrusted_json.h"
 
@@ -183,7 +184,7 @@ void LmConfig::check() const {
 
 LmConfig LmConfig::read(const std::filesystem::path& path) {
   std::error_code none;
-  if (std::filesystem::is_regular_file(path, none)) return detail::read_gguf_config(path);
+  if (std::filesystem::is_regular_file(path, none)) return detail::read_gguf_config(io::GgufFile::open(path));
   const std::filesystem::path config = path / "config.json", generation = path / "generation_config.json";
   KVKEEP_REQUIRE(std::filesystem::is_directory(path, none), "read config: ", path.string(), " is neither a folder nor a file; allowed a Hugging Face model folder or a GGUF file");
   return parse(read_text(config), std::filesystem::exists(generation, none) ? read_text(generation) : std::string(), config.string());

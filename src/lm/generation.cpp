@@ -35,13 +35,6 @@ std::int64_t slots_needed(const ModelSpec& spec, const Trigger& trigger, const R
   return std::min(all, std::max(prompt + 1, trigger.budget.resolve({all}, {prompt}, 0) + std::int64_t{trigger.interval}));
 }
 
-// What the rows of logits before the last one say, where a sequence feeds several tokens.
-struct Passed {
-  std::vector<std::int32_t> best;  // their argmax
-  std::vector<Tensor> logits;      // where they are kept
-  std::vector<float> surprisal;    // of the tokens that are fed behind them, where the policy reads it
-};
-
 // The tokens of one step. Sequences that decode stand before those that prefill.
 struct Generator::Batch {
   std::vector<SequenceId> ids;
@@ -53,7 +46,7 @@ struct Generator::Batch {
   Tensor block_table;                 ///< where the cache is in pages; `places` are its rows then
   std::size_t decoding = 0;
   std::vector<PromptSurprisal> surprisal;  ///< of the prompts, where the policy reads it
-  std::vector<Passed> passed;              ///< [decoding]
+  std::vector<std::vector<float>> passed;  ///< [decoding] surprisal of what a sequence feeds beyond one token, where the policy reads it
 
   [[nodiscard]] std::int32_t tokens_of(std::size_t i) const { return indptr[i + 1] - indptr[i]; }
 };
@@ -301,14 +294,23 @@ Tensor Generator::run(Batch& batch) {
   return logits;
 }
 
-// Tokens [first, last) of the step, all of sequence `i`, and none of them its last.
-void Generator::pass(Batch& batch, std::size_t i, const LogitsSight& sight, std::int64_t first, std::int64_t last) const {
-  const bool keep = sequences_.at(batch.ids[i]).request.keep_logits, surprisal = keeper_.policy().needs().surprisal;
+// The token that f32 [1, vocab] in host memory foretells.
+std::int32_t Generator::write(SequenceId id, const Tensor& row) {
+  Sequence& sequence = sequences_.at(id);
+  const std::int32_t best = argmax(row).front();
+  sequence.result.tokens.push_back(best);
+  if (options_.hooks.on_logits) options_.hooks.on_logits(id, {row.const_data_ptr<float>(), static_cast<std::size_t>(row.numel())});
+  if (options_.hooks.on_token) options_.hooks.on_token(id, best);
+  if (sequence.request.keep_logits) sequence.logits.push_back(row.clone());
+  return best;
+}
+
+// Tokens [first, last) of the step: of a sequence that decodes, and none of them its last.
+void Generator::pass(Batch& batch, std::size_t i, const LogitsSight& sight, std::int64_t first, std::int64_t last) {
   for (std::int64_t t = first; t < last; ++t) {
-    const Tensor row = sight.logits.narrow(0, t - sight.first_token, 1);
-    batch.passed[i].best.push_back(argmax(row).front());
-    if (keep) batch.passed[i].logits.push_back(row.cpu().clone());
-    if (surprisal) batch.passed[i].surprisal.push_back(token_surprisal(row[0].cpu(), batch.tokens[static_cast<std::size_t>(t) + 1]));
+    const Tensor row = sight.logits.narrow(0, t - sight.first_token, 1).cpu();
+    static_cast<void>(write(batch.ids[i], row));
+    if (keeper_.policy().needs().surprisal) batch.passed[i].push_back(token_surprisal(row[0], batch.tokens[static_cast<std::size_t>(t) + 1]));
   }
 }
 
@@ -316,7 +318,7 @@ void Generator::tell_surprisal(const Batch& batch) {
   for (std::size_t i = 0; i < batch.ids.size(); ++i)
     if (i < batch.decoding) {
       std::vector<float> surprisal{sequences_.at(batch.ids[i]).next_surprisal};
-      surprisal.insert(surprisal.end(), batch.passed[i].surprisal.begin(), batch.passed[i].surprisal.end());
+      surprisal.insert(surprisal.end(), batch.passed[i].begin(), batch.passed[i].end());
       keeper_.surprise(batch.ids[i], surprisal);
     } else keeper_.surprise(batch.ids[i], batch.surprisal[i - batch.decoding].values());
 }
@@ -365,17 +367,7 @@ void Generator::predict(const Batch& batch, const Tensor& logits) {
     if (i >= batch.decoding) sequence.result.peak_bytes = std::max(sequence.result.peak_bytes, prompt_bytes(batch.ids[i]));
     if (batch.left[i] != 0) continue;
     const Tensor row = logits.narrow(0, static_cast<std::int64_t>(i), 1);
-    const std::int32_t best = argmax(row).front();
-    const auto predicted = [&](std::int32_t token) {
-      sequence.result.tokens.push_back(token);
-      if (options_.hooks.on_token) options_.hooks.on_token(batch.ids[i], token);
-    };
-    if (i < batch.decoding) {
-      std::ranges::for_each(batch.passed[i].best, predicted);
-      sequence.logits.insert(sequence.logits.end(), batch.passed[i].logits.begin(), batch.passed[i].logits.end());
-    }
-    predicted(best);
-    if (sequence.request.keep_logits) sequence.logits.push_back(row.clone());
+    const std::int32_t best = write(batch.ids[i], row);
     sequence.result.peak_bytes = std::max(sequence.result.peak_bytes, near_bytes(batch.ids[i]));
     sequence.done = static_cast<std::int32_t>(sequence.result.tokens.size()) >= sequence.request.new_tokens ||
                     (sequence.request.stop_at_end && sequence.result.tokens.size() > sequence.request.forced.size() && decoder_.config().ends(best));

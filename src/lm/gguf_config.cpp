@@ -121,8 +121,7 @@ void refuse_what_has_no_code(const io::GgufFile& file, const GgufFields& fields)
 
 }  // namespace
 
-LmConfig read_gguf_config(const std::filesystem::path& path) {
-  const io::GgufFile file = io::GgufFile::open(path);
+LmConfig read_gguf_config(const io::GgufFile& file) {
   const std::string_view architecture = file.string("general.architecture");
   LmConfig model;
   model.architecture = architecture_called(architecture, file.where(), "general.architecture");

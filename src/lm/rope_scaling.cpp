@@ -99,6 +99,9 @@ RopeSpec make_rope(const RopeConfig& rope, std::int32_t head_dim, std::int64_t m
       break;
   }
   for (std::size_t f = 0; f < rope.divisors.size(); ++f) spec.inv_freq[f] /= rope.divisors[f];
+  for (const double frequency : spec.inv_freq)
+    KVKEEP_REQUIRE(std::isfinite(frequency), "RoPE: rope_theta, factor and divisors give a frequency of ", frequency, "; given rope_theta ",
+                   rope.theta, ", factor ", rope.factor, "; allowed finite frequencies");
   return spec;
 }
 

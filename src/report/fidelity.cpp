@@ -35,8 +35,14 @@ Normalised normalised(std::string_view operation, std::span<const float> logits)
   return {likeliest, top, std::log(sum)};
 }
 
-void require_bin(std::string_view operation, std::int64_t bin_tokens) {
+void require_counting(std::string_view operation, std::int64_t first_counted, std::int64_t bin_tokens) {
+  KVKEEP_REQUIRE(first_counted >= 0, operation, ": first_counted is ", first_counted, "; allowed 0 or more");
   KVKEEP_REQUIRE(bin_tokens >= 1, operation, ": bin_tokens is ", bin_tokens, "; allowed 1 or more");
+}
+
+void require_same(std::string_view operation, std::int64_t first, std::int64_t other_first, std::int64_t bin, std::int64_t other_bin) {
+  KVKEEP_REQUIRE(first == other_first && bin == other_bin, operation, ": the texts were counted in two ways; given first_counted ", first,
+                 " and ", other_first, ", bin_tokens ", bin, " and ", other_bin, "; allowed the same");
 }
 
 /// The bin of token `at`, made where it is the next one.
@@ -78,8 +84,7 @@ double perplexity(const Ratio& negative_log_likelihoods) { return std::exp(negat
 
 StreamingPerplexity::StreamingPerplexity(std::int64_t first_counted, std::int64_t bin_tokens)
     : first_counted_(first_counted), bin_tokens_(bin_tokens) {
-  KVKEEP_REQUIRE(first_counted >= 0, "StreamingPerplexity: first_counted is ", first_counted, "; allowed 0 or more");
-  require_bin("StreamingPerplexity", bin_tokens);
+  require_counting("StreamingPerplexity", first_counted, bin_tokens);
 }
 
 void StreamingPerplexity::add(double negative_log_likelihood) {
@@ -91,9 +96,7 @@ void StreamingPerplexity::add(double negative_log_likelihood) {
 }
 
 void StreamingPerplexity::merge(const StreamingPerplexity& other) {
-  KVKEEP_REQUIRE(first_counted_ == other.first_counted_ && bin_tokens_ == other.bin_tokens_,
-                 "StreamingPerplexity: the texts were counted in two ways; given first_counted ", first_counted_, " and ",
-                 other.first_counted_, ", bin_tokens ", bin_tokens_, " and ", other.bin_tokens_, "; allowed the same");
+  require_same("StreamingPerplexity", first_counted_, other.first_counted_, bin_tokens_, other.bin_tokens_);
   total_.add(other.total_);
   add_bins(curve_, other.curve_);
 }
@@ -104,19 +107,22 @@ void FidelitySums::add(const FidelitySums& other) {
   same_token.asked += other.same_token.asked;
 }
 
-DecodeFidelity::DecodeFidelity(std::int64_t bin_tokens) : bin_tokens_(bin_tokens) { require_bin("DecodeFidelity", bin_tokens); }
+DecodeFidelity::DecodeFidelity(std::int64_t first_counted, std::int64_t bin_tokens)
+    : first_counted_(first_counted), bin_tokens_(bin_tokens) {
+  require_counting("DecodeFidelity", first_counted, bin_tokens);
+}
 
 void DecodeFidelity::add(const Departure& departure) {
   KVKEEP_REQUIRE(departure.divergence >= 0, "DecodeFidelity: a divergence is out of range; given ", departure.divergence,
                  "; allowed 0 or more");
   const FidelitySums one{{departure.divergence, 1}, {departure.same_token ? 1 : 0, 1}};
-  bin_of(bins_, tokens_++, bin_tokens_).add(one);
-  total_.add(one);
+  bin_of(bins_, tokens_, bin_tokens_).add(one);
+  if (tokens_ >= first_counted_) total_.add(one);
+  ++tokens_;
 }
 
 void DecodeFidelity::merge(const DecodeFidelity& other) {
-  KVKEEP_REQUIRE(bin_tokens_ == other.bin_tokens_, "DecodeFidelity: bins differ; given ", bin_tokens_, " and ", other.bin_tokens_,
-                 " tokens; allowed the same");
+  require_same("DecodeFidelity", first_counted_, other.first_counted_, bin_tokens_, other.bin_tokens_);
   total_.add(other.total_);
   add_bins(bins_, other.bins_);
 }

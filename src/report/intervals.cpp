@@ -27,11 +27,14 @@ class Draw {
   std::uint64_t state_;
 };
 
-double ratio(const Answers& a) { return a.asked > 0 ? static_cast<double>(a.right) / static_cast<double>(a.asked) : kNone; }
-
-void add(Answers& sum, const Answers& one) {
-  sum.right += one.right;
-  sum.asked += one.asked;
+std::vector<std::vector<Ratio>> as_ratios(Strata samples) {
+  std::vector<std::vector<Ratio>> all;
+  for (const auto& stratum : samples) {
+    all.emplace_back();
+    for (const Answers& one : stratum)
+      all.back().push_back({static_cast<double>(one.right), static_cast<double>(one.asked)});
+  }
+  return all;
 }
 
 /// The value below which `part` of the sorted values lie, between neighbours in proportion.
@@ -41,7 +44,7 @@ double quantile(const std::vector<double>& sorted, double part) {
   return sorted[low] + (at - static_cast<double>(low)) * (sorted[high] - sorted[low]);
 }
 
-bool can_vary(Strata samples) {
+bool can_vary(RatioStrata samples) {
   return std::any_of(samples.begin(), samples.end(), [](const auto& s) { return s.size() > 1; });
 }
 
@@ -59,12 +62,14 @@ void check(const Bootstrap& options) {
 
 }  // namespace
 
-double share(Strata samples) {
-  Answers sum;
+double mean(RatioStrata samples) {
+  Ratio sum;
   for (const auto& stratum : samples)
-    for (const Answers& one : stratum) add(sum, one);
-  return ratio(sum);
+    for (const Ratio& one : stratum) sum.add(one);
+  return sum.value();
 }
+
+double share(Strata samples) { return mean(as_ratios(samples)); }
 
 Interval wilson(std::int64_t right, std::int64_t asked) {
   if (asked == 0) return {kNone, kNone};
@@ -76,21 +81,21 @@ Interval wilson(std::int64_t right, std::int64_t asked) {
   return {std::max(0.0, middle - reach), std::min(1.0, middle + reach)};
 }
 
-Interval bootstrap(Strata samples, const Bootstrap& options) {
+Interval bootstrap(RatioStrata samples, const Bootstrap& options) {
   check(options);
   if (!can_vary(samples)) return {kNone, kNone};
   Draw draw(options.seed);
   std::vector<double> values;
   for (std::int32_t i = 0; i < options.resamples; ++i) {
-    Answers sum;
+    Ratio sum;
     for (const auto& stratum : samples)
-      for (std::size_t j = 0; j < stratum.size(); ++j) add(sum, stratum[draw.below(stratum.size())]);
-    values.push_back(ratio(sum));
+      for (std::size_t j = 0; j < stratum.size(); ++j) sum.add(stratum[draw.below(stratum.size())]);
+    values.push_back(sum.value());
   }
   return percentile(std::move(values), options.confidence);
 }
 
-Interval bootstrap_difference(Strata a, Strata b, const Bootstrap& options) {
+Interval bootstrap_difference(RatioStrata a, RatioStrata b, const Bootstrap& options) {
   check(options);
   KVKEEP_REQUIRE(a.size() == b.size(), "bootstrap: ", a.size(), " strata against ", b.size(), "; allowed the same number");
   for (std::size_t s = 0; s < a.size(); ++s)
@@ -99,16 +104,22 @@ Interval bootstrap_difference(Strata a, Strata b, const Bootstrap& options) {
   Draw draw(options.seed);
   std::vector<double> values;
   for (std::int32_t i = 0; i < options.resamples; ++i) {
-    Answers ours, theirs;
+    Ratio ours, theirs;
     for (std::size_t s = 0; s < a.size(); ++s)
       for (std::size_t j = 0; j < a[s].size(); ++j) {
         const std::size_t one = draw.below(a[s].size());
-        add(ours, a[s][one]);
-        add(theirs, b[s][one]);
+        ours.add(a[s][one]);
+        theirs.add(b[s][one]);
       }
-    values.push_back(ratio(ours) - ratio(theirs));
+    values.push_back(ours.value() - theirs.value());
   }
   return percentile(std::move(values), options.confidence);
+}
+
+Interval bootstrap(Strata samples, const Bootstrap& options) { return bootstrap(as_ratios(samples), options); }
+
+Interval bootstrap_difference(Strata a, Strata b, const Bootstrap& options) {
+  return bootstrap_difference(as_ratios(a), as_ratios(b), options);
 }
 
 }  // namespace kvkeep::report

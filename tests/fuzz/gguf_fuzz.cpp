@@ -1,10 +1,15 @@
-// Whatever the bytes: the reader gives numbers and strings that lie inside them, or refuses with a sentence.
+// Whatever the bytes: the reader gives numbers and strings that lie inside them, and a config that holds together, or
+// refuses with a sentence.
 
+#include <algorithm>
+#include <array>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <string_view>
 
+#include "gguf_config.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/gguf.h"
 
@@ -12,13 +17,25 @@ namespace {
 
 using namespace kvkeep;
 
-// What is refused must be refused with a sentence of the reader.
+// What is refused must be refused with a sentence of the readers.
 void attempt(auto&& call) {
+  constexpr std::array<std::string_view, 5> kReaders = {"read GGUF: ", "read config: ", "model config: ", "ModelSpec: ", "RoPE: "};
   try {
     call();
-  } catch (const InvalidArgument& refused) {
-    if (std::string_view(refused.what()).find("read GGUF: ") != 0) std::abort();
+  } catch (const Error& refused) {
+    const std::string_view said = refused.what();
+    const auto says = [&](std::string_view reader) { return said.starts_with(reader); };
+    if (std::ranges::none_of(kReaders, says)) std::abort();
   }
+}
+
+void read_config(const io::GgufFile& file) {
+  const lm::LmConfig config = lm::detail::read_gguf_config(file);
+  config.check();
+  const ModelSpec& spec = config.spec;
+  if (config.num_layers() < 1 || spec.query_heads % spec.kv_heads != 0) std::abort();
+  if (spec.rope.inv_freq.size() != static_cast<std::size_t>(spec.key_dim) / 2) std::abort();
+  if (!std::ranges::all_of(spec.rope.inv_freq, [](double frequency) { return std::isfinite(frequency); })) std::abort();
 }
 
 }  // namespace
@@ -26,6 +43,7 @@ void attempt(auto&& call) {
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   attempt([&] {
     const auto file = io::GgufFile::from_bytes({reinterpret_cast<const char*>(data), size});
+    attempt([&] { read_config(file); });
     std::uint64_t sum = 0;
     for (const std::string_view key : file.keys()) {
       attempt([&] { sum += file.string(key).size(); });

@@ -94,6 +94,8 @@ struct GenerationHooks {
   std::function<void(const AttentionSight&)> on_attention = {};  ///< in every layer, once folded spans are merged; costs a logarithm a query head
   std::function<void(const DecisionSight&)> before_decision = {};
   std::function<void(const EventSight&)> on_event = {};  ///< where something is cut
+  /// [vocab] what the next token is predicted from, just before on_token; valid during the call.
+  std::function<void(SequenceId sequence, std::span<const float> logits)> on_logits = {};
   std::function<void(SequenceId sequence, std::int32_t token)> on_token = {};  ///< predicted, in the order of the sequences of a step
   std::function<void(std::int64_t predicted)> on_step = {};  ///< after a step: tokens it predicted
 };
@@ -173,7 +175,8 @@ class Generator {
   [[nodiscard]] std::optional<Onward> narrow(Batch& batch, const LayerSight& sight);
   void begin_afresh(SequenceId id);
   void predict(const Batch& batch, const Tensor& logits);
-  void pass(Batch& batch, std::size_t i, const LogitsSight& sight, std::int64_t first, std::int64_t last) const;
+  std::int32_t write(SequenceId id, const Tensor& row);
+  void pass(Batch& batch, std::size_t i, const LogitsSight& sight, std::int64_t first, std::int64_t last);
   void tell_surprisal(const Batch& batch);
   void decide(Batch& batch);
   void record(SequenceId id, const Cut& cut, std::int64_t bytes_before);

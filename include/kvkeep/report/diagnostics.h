@@ -4,27 +4,15 @@
 
 #include <array>
 #include <cstdint>
-#include <limits>
 #include <map>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
-namespace kvkeep::report {
+#include "kvkeep/report/ratio.h"
 
-/// Part of a whole, summed over what was seen, so that two of them add up. An average counts one per value.
-struct Ratio {
-  double part = 0;
-  double whole = 0;
-  void add(double p, double w) {
-    part += p;
-    whole += w;
-  }
-  void add(const Ratio& other) { add(other.part, other.whole); }
-  /// NaN while nothing was seen.
-  [[nodiscard]] double value() const { return whole > 0 ? part / whole : std::numeric_limits<double>::quiet_NaN(); }
-};
+namespace kvkeep::report {
 
 /// |a and b| / |a or b| of two ascending sets; 1 where both are empty. With |a| = |b| = k of which a share x is common it is x*k / (2*k - x*k). Cost: O(|a| + |b|).
 [[nodiscard]] double iou(std::span<const std::int32_t> a, std::span<const std::int32_t> b);

@@ -11,8 +11,8 @@
 #include <span>
 #include <vector>
 
-#include "kvkeep/report/diagnostics.h"
 #include "kvkeep/report/intervals.h"
+#include "kvkeep/report/ratio.h"
 
 namespace kvkeep::report {
 
@@ -75,8 +75,8 @@ struct FidelitySums {
 /// Departures along one generated text, in its order. Not thread safe.
 class DecodeFidelity {
  public:
-  /// Throws InvalidArgument for fewer than 1 token a bin.
-  explicit DecodeFidelity(std::int64_t bin_tokens = kFidelityBin);
+  /// As StreamingPerplexity: tokens before `first_counted` are in the bins, not in the total.
+  explicit DecodeFidelity(std::int64_t first_counted = 0, std::int64_t bin_tokens = kFidelityBin);
 
   /// The next generated token. Throws InvalidArgument for a divergence that is NaN or negative, before anything is counted. Cost: O(1).
   void add(const Departure& departure);
@@ -87,11 +87,11 @@ class DecodeFidelity {
   [[nodiscard]] const FidelitySums& total() const { return total_; }
   [[nodiscard]] std::span<const FidelitySums> bins() const { return bins_; }  ///< [bins] of bin_tokens each, the last may hold fewer
 
-  /// Adds the sums of another text, bin to bin; this one may go on. Throws InvalidArgument for another bin_tokens.
+  /// Adds the sums of another text, bin to bin; this one may go on. Throws InvalidArgument for another first_counted or bin_tokens.
   void merge(const DecodeFidelity& other);
 
  private:
-  std::int64_t bin_tokens_, tokens_ = 0;
+  std::int64_t first_counted_, bin_tokens_, tokens_ = 0;
   FidelitySums total_;
   std::vector<FidelitySums> bins_;
 };

@@ -1,0 +1,21 @@
+#pragma once
+/// Sums that know what they are a part of.
+
+#include <limits>
+
+namespace kvkeep::report {
+
+/// Part of a whole, summed over what was seen, so that two of them add up. An average counts one per value.
+struct Ratio {
+  double part = 0;
+  double whole = 0;
+  void add(double p, double w) {
+    part += p;
+    whole += w;
+  }
+  void add(const Ratio& other) { add(other.part, other.whole); }
+  /// NaN while nothing was seen.
+  [[nodiscard]] double value() const { return whole > 0 ? part / whole : std::numeric_limits<double>::quiet_NaN(); }
+};
+
+}  // namespace kvkeep::report

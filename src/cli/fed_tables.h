@@ -1,0 +1,56 @@
+#pragma once
+// Tables of kvkeep perplexity and kvkeep fidelity: how well each policy foretold the texts that it was fed, and how far
+// it was from the full cache.
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fed_texts.h"
+#include "table.h"
+
+namespace kvkeep::cli {
+
+// One policy, text by text and in sum.
+struct Measures {
+  RatioStrata likelihoods{1}, divergences{1};  // [1][texts] in nats, over the tokens that count
+  Strata same_tokens{1};
+  report::StreamingPerplexity perplexity;
+  report::DecodeFidelity fidelity;
+};
+
+class FedResults {
+ public:
+  // All three must outlive it.
+  FedResults(const ContestOptions& options, const std::vector<Contest>& contests,
+             const std::vector<Followed>& followed);
+
+  // NLL, perplexity, KL and agreement.
+  [[nodiscard]] Table perplexity_table() const;
+  // KL and agreement.
+  [[nodiscard]] Table fidelity_table() const;
+  // The same, a column for each 256 tokens.
+  [[nodiscard]] Table bin_table() const;
+  // What is above the policy of --against.
+  [[nodiscard]] Table difference_table() const;
+  // All of it for programs: a row a policy and budget for the tokens that count, and one for each 256 tokens.
+  [[nodiscard]] Table long_table() const;
+  // Which tokens count, and why.
+  [[nodiscard]] std::string counted() const;
+
+ private:
+  void add_row(Table& table, std::size_t contest, const std::string& part, std::pair<std::int64_t, std::int64_t> tokens,
+               const report::Ratio& nll, const report::FidelitySums& from_full) const;
+
+  const ContestOptions& options_;
+  const std::vector<Contest>& contests_;
+  const std::vector<Followed>& followed_;
+  std::int64_t first_counted_ = 0;  // tokens before it count in no sum: some policy had not cut anything yet
+  std::int64_t longest_ = 0;        // tokens behind a prompt
+  std::vector<Measures> measures_;  // [contests]
+};
+
+// Policies that never cut anything, unless quiet.
+void note_idle(const std::vector<Contest>& contests, const std::vector<Followed>& followed, bool quiet);
+
+}  // namespace kvkeep::cli

@@ -1,0 +1,122 @@
+// kvkeep perplexity: how well a text is foretold, token by token, through a cache that a policy cuts.
+
+#include <CLI/Option.hpp>
+#include <CLI/Validators.hpp>
+#include <algorithm>
+
+#include "commands.h"
+#include "fed_tables.h"
+#include "kvkeep/core/error.h"
+#include "kvkeep/lm/text_model.h"
+#include "read_file.h"
+
+namespace kvkeep::cli {
+namespace {
+
+constexpr const char* kExamples = R"(
+Examples:
+  kvkeep perplexity --model SmolLM2.gguf --text prose.txt
+  kvkeep perplexity --model SmolLM2.gguf --text prose.txt --texts 16 --budgets 512,256 --policy tova --policy random
+  kvkeep perplexity --model SmolLM2.gguf --text prose.txt --policy tova --policy ams-tova --budgets 256 --against tova
+  kvkeep perplexity --model SmolLM2.gguf --text prose.txt --policy tova --budgets 256 --protect-prompt -o csv
+
+Texts of --length tokens are cut out of the file at --texts places, evenly spaced. The first --prompt tokens of each
+run as its prompt, once for all policies, and are cut at their end (prefill=cut, unless a policy says otherwise). The
+others are fed one by one; what is measured is -ln p of each before it enters. Policies run in step with the full
+cache, which is always in the table: KL is the mean of KL(full || policy) over the next-token distributions, in nats;
+"same token" the share of tokens before which both have the same argmax.
+
+Only tokens behind the first event of every policy count, the same tokens for all: a policy with a large budget, whose
+first event comes late, takes tokens from the others' count. CSV and JSON have these sums (part: counted) and the
+curve over all tokens, a row for each 256 of them (part: bin). Intervals are at 95 %, bootstrap over texts: they take
+two texts or more. --against adds the difference to another policy, paired by text.
+
+--protect-prompt: in the row `kept` the prompt stays. It counts inside the budget; where it does not fit, the budget
+is the prompt and `recent` slots more. A budget on top of the prompt: tova,protect_prompt=true,budget_counts=decoded.
+The caches of all policies are held at once, for --batch texts.
+)";
+
+struct Options {
+  ModelOptions model;
+  OutputOptions output;
+  ContestOptions contests;
+  std::string text;
+  std::int32_t length = 2048, prompt = 0, texts = 4, batch = 4;
+};
+
+std::vector<FedText> cut(const Options& o, std::int32_t prompt) {
+  const std::string file = io::read_file(o.text, "--text");
+  const lm::Tokenizer tokenizer = lm::TextModel::open(o.model.folder).tokenizer;
+  const std::vector<std::int32_t> ids = tokenizer.encode(file, lm::SpecialTokens::plain, false);
+  std::vector<std::int32_t> begin;
+  if (tokenizer.adds_bos()) begin.push_back(tokenizer.bos().value());
+  const std::size_t own = static_cast<std::size_t>(o.length) - begin.size(),
+                    apart = ids.size() / static_cast<std::size_t>(o.texts);
+  KVKEEP_REQUIRE(own <= apart, "--text: ", o.text, " has ", ids.size(), " tokens; given ", o.texts, " texts of ", own,
+                 "; allowed texts that do not overlap");
+  std::vector<FedText> texts;
+  for (std::size_t i = 0; i < static_cast<std::size_t>(o.texts); ++i) {
+    std::vector<std::int32_t> all = begin;
+    all.insert(all.end(), ids.begin() + static_cast<std::ptrdiff_t>(i * apart),
+               ids.begin() + static_cast<std::ptrdiff_t>(i * apart + own));
+    texts.push_back({{all.begin(), all.begin() + prompt}, {all.begin() + prompt, all.end()}});
+  }
+  return texts;
+}
+
+void run(const Options& o) {
+  const std::int32_t prompt = o.prompt > 0 ? o.prompt : std::max(o.length / 4, 1);
+  KVKEEP_REQUIRE(prompt < o.length, "--prompt: ", prompt, " tokens of a text of ", o.length, "; allowed 1 to ",
+                 o.length - 1);
+  ContestOptions options = o.contests;
+  options.cut_prompts = true;
+  with_full(options);
+  const std::vector<Contest> all =
+      contests(options, {"full", "streaming", "tova", "ams-tova", "snapkv"}, {o.length / 4, o.length / 8});
+  for (const Contest& contest : all) static_cast<void>(contest.policy.make_untold());  // before the text is read
+  const std::vector<FedText> texts = cut(o, prompt);
+  lm::Decoder decoder = o.model.open();
+  warn(all, o.output.quiet);
+  Progress progress(static_cast<std::int64_t>(all.size()) * o.texts * (o.length - prompt - 1), o.output.quiet);
+  const std::vector<Followed> followed = follow(decoder, o.model.dtype(), all, texts, o.batch, progress);
+  progress.clear();
+  note_idle(all, followed, o.output.quiet);
+  const FedResults results(options, all, followed);
+  if (o.output.format != Format::md) {
+    print(results.long_table().text(o.output.format));
+    return;
+  }
+  std::string out =
+      text(results.perplexity_table().markdown(), "\n", o.texts, o.texts == 1 ? " text" : " texts", " of ", o.length,
+           " tokens, prompts of ", prompt, ". ", results.counted(), "95 %: bootstrap over texts.\n");
+  if (!options.against.empty())
+    out += text("\nAbove ", PolicyText(options.against).label(), ", paired bootstrap over texts:\n\n",
+                results.difference_table().markdown());
+  print(out);
+}
+
+}  // namespace
+
+Run add_perplexity(CLI::App& app) {
+  CLI::App* sub = app.add_subcommand(
+      "perplexity", "measure policies on a text: how well each token is foretold, and how far from the full cache");
+  auto o = std::make_shared<Options>();
+  o->model.add(*sub);
+  sub->add_option("--text", o->text, "the text")->required()->option_text("FILE");
+  sub->add_option("--length", o->length, "tokens of a text, its prompt included")
+      ->check(CLI::Range(2, 1 << 24))
+      ->option_text("N [2048]");
+  sub->add_option("--prompt", o->prompt, "tokens of it that run as its prompt")
+      ->check(CLI::Range(1, 1 << 24))
+      ->option_text("N [length/4]");
+  sub->add_option("--texts", o->texts, "places of the file that are read")
+      ->check(CLI::Range(1, 1 << 20))
+      ->option_text("N [4]");
+  o->contests.add(*sub, "full, streaming, tova, ams-tova, snapkv");
+  sub->add_option("--batch", o->batch, "texts decoded at once")->check(CLI::Range(1, 4096))->option_text("N [4]");
+  o->output.add(*sub);
+  sub->footer(kExamples);
+  return [o] { run(*o); };
+}
+
+}  // namespace kvkeep::cli
