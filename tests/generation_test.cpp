@@ -317,6 +317,25 @@ TEST(Generation, HeadsOfUnequalLengthTakeTheNextTokenRightBehindTheirOwnSlots) {
   }
 }
 
+TEST(Generation, AForcedQuestionRunsInOneStep) {
+  Decoder decoder = Decoder::open(llama());
+  Request slowly = request(20, 12, 11);
+  slowly.forced = random_ids(7, 12);
+  Request at_once = slowly;
+  at_once.forced_at_once = true;
+  expect_the_same(alone(decoder, "full", at_once), alone(decoder, "full", slowly));
+  const char* patient = "tova,budget=12,interval=64,sink=1,recent=4,prefill=cut";
+  expect_the_same(alone(decoder, patient, at_once), alone(decoder, patient, slowly));
+  const Completion cut = alone(decoder, "tova,budget=12,interval=4,sink=1,recent=4,prefill=cut", at_once);
+  ASSERT_GE(cut.events.size(), 2U);
+  EXPECT_EQ(cut.events[1].step, 7) << "the policy is asked behind the question, not inside it";
+  EXPECT_EQ(cut.events[1].length_before, 19);
+  at_once.forced.resize(12);  // as long as the run: the last token is not fed
+  EXPECT_EQ(alone(decoder, "full", at_once).tokens.size(), 12U);
+  const char* folding = "sekv,interval=8,near_bytes=0,recent=8";
+  EXPECT_EQ(alone(decoder, folding, at_once).tokens.size(), 12U) << "each of its tokens has a surprisal";
+}
+
 // ---- Bytes, events, edges
 // --------------------------------------------------------------------------------------------------------------------
 

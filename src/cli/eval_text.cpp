@@ -271,7 +271,7 @@ std::string sample_lines(const TextEvaluation& e, const std::vector<Contest>& co
       nlohmann::ordered_json answers = nlohmann::ordered_json::array();
       for (std::size_t c = 0; c < contests.size(); ++c) {
         const Writing& writing = answered[c].writings.at(task)[i];
-        answers.push_back({{"policy", contests[c].policy.label()}, {"budget", contests[c].budget.value}, {"tokens", writing.tokens}, {"text", writing.text}, {"score", writing.score}, {"cut_seconds", writing.cut_seconds}});
+        answers.push_back({{"policy", contests[c].policy.label()}, {"budget", contests[c].budget.value}, {"prompt_kept", contests[c].keeps_prompt}, {"tokens", writing.tokens}, {"text", writing.text}, {"score", writing.score}, {"cut_seconds", writing.cut_seconds}});
       }
       const nlohmann::ordered_json line{{"task", task},
                                         {"seed", e.seed + i},
