@@ -31,7 +31,7 @@ TEST(Registry, FillsDefaultsAndDescribesItself) {
   EXPECT_EQ(json["allocator"]["window"], 32);
   EXPECT_EQ(json["preset"], "kvkeep");
   EXPECT_EQ(json["allocator"]["suffix_fill"], "exclude");
-  EXPECT_EQ(json["allocator"]["coverage"], 1.0);
+  EXPECT_EQ(json["allocator"]["coverage"], 0.5);
   EXPECT_EQ(make_policy_from_json(policy->to_json())->to_json(), policy->to_json());
 }
 

@@ -42,8 +42,8 @@ namespace {
 
 using nlohmann::json;
 
-/// What AMS does over a scorer unless told otherwise. Measured on three trained models (docs/results.md), not published: a scorer that ranks well over a whole
-/// row keeps half of the budget for that, one that looks at a few queries only gains most where all of it is spread over segments.
+/// What AMS does over a scorer unless told otherwise. Measured (docs/ams.md), not published: a scorer that ranks a whole row well keeps half of the budget for
+/// that; one that does not gains most where all of it is spread over segments.
 struct AmsDefaults {
   SuffixFill suffix_fill = SuffixFill::exclude;
   double coverage = 0.5;
@@ -85,8 +85,7 @@ const std::vector<ScorerEntry>& scorers() {
          f.choice("heads", o.heads, {{"all", TovaOptions::Heads::all}, {"group", TovaOptions::Heads::group}}, "query heads that are averaged: of the layer, or of the KV head");
          if (f.uneven_heads && o.heads == TovaOptions::Heads::all) f.bad("heads", "all", "group: heads that differ in length cannot be averaged slot by slot");
          return std::make_unique<Tova>(o);
-       },
-       {}, kSpreadAll},
+       }},
       {"keydiff", "keydiff", false, "keys that point away from the mean direction", "Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction",
        [](Fields&) { return std::make_unique<KeyDiff>(); }},
       {"knorm", "knorm", false, "keys of small norm", "Devoto et al., A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
