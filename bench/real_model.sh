@@ -27,7 +27,7 @@ TEXT
 stop() { printf '%s\n' "$*" >&2; exit 2; }
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
-stage="" lengths=1024,2048,4096 samples=17 threads=1 model="" haystack="" out="$root/out/results" kvkeep="$root/build/release/bin/kvkeep"
+stage="" lengths=1024,2048,4096 samples=17 threads=1 batch=9 model="" haystack="" out="$root/out/results" kvkeep="$root/build/release/bin/kvkeep"
 while [[ $# -gt 0 ]]; do
   case "$1" in
     --help | -h) usage; exit 0 ;;
@@ -62,7 +62,7 @@ fi
 
 # shown COMMAND...: prints it, runs it.
 shown() {
-  printf '%q ' "$@" >&2
+  printf '%s ' "$@" >&2
   printf '\n' >&2
   "$@"
 }
@@ -77,7 +77,7 @@ needles() {
   local name="$1" length="$2" budgets="$3"
   shift 3
   shown "$kvkeep" eval --model "$model" --weights bf16 --threads "$threads" --task ruler/niah-single-2,ruler/niah-multikey-1,text/needle --haystack "$haystack" --length "$length" --samples "$samples" \
-    --batch 9 --score tokens --interval 512 --budgets "$budgets" "$@" --quiet -o csv > "$out/$name-$length.csv.part"
+    --batch "$batch" --score tokens --interval 512 --budgets "$budgets" "$@" --quiet -o csv > "$out/$name-$length.csv.part"
   mv -- "$out/$name-$length.csv.part" "$out/$name-$length.csv"
 }
 
@@ -105,8 +105,9 @@ case "$stage" in
     done
     ;;
   prompts)
+    batch=1  # each prompt alone, for the time of its first token
     for length in ${lengths//,/ }; do
-      needles prompts "$length" "$((length / 4))" --batch 1 --policy full --policy asl --policy asl-2pass --policy fastkv,layer=15 --policy gemfilter,layer=13 --policy pyramidinfer --policy "asl+tova,budget=$((length / 4))"
+      needles prompts "$length" "$((length / 4))" --policy full --policy asl --policy asl-2pass --policy fastkv,layer=15 --policy gemfilter,layer=13 --policy pyramidinfer --policy "asl+tova,budget=$((length / 4))"
     done
     ;;
 esac
