@@ -10,7 +10,7 @@ Measures policies on SmolLM2-135M-Instruct and writes the tables that docs/resul
 
   STAGE     before   needles in prose, the prompt cut with its question in sight
             after    the same, the context cut before its question comes
-            fold     what is not kept, folded: budgets by bytes near
+            fold     what is not kept, folded instead of dropped
             prompts  policies that narrow prompts, layer by layer
   --lengths L,...   [1024,2048,4096]
   --samples N       of each task [17]
@@ -74,14 +74,14 @@ calibrate() {
 
 # needles NAME LENGTH BUDGETS OPTIONS...: three tasks, their references fed.
 needles() {
-  local name="$1" length="$2" budgets="$3"
+  local name="$1" length="$2" slots="$3"
   shift 3
   shown "$kvkeep" eval --model "$model" --weights bf16 --threads "$threads" --task ruler/niah-single-2,ruler/niah-multikey-1,text/needle --haystack "$haystack" --length "$length" --samples "$samples" \
-    --batch "$batch" --score tokens --interval 512 --budgets "$budgets" "$@" --quiet -o csv > "$out/$name-$length.csv.part"
+    --batch "$batch" --score tokens --interval 512 --budgets "$slots" "$@" --quiet -o csv > "$out/$name-$length.csv.part"
   mv -- "$out/$name-$length.csv.part" "$out/$name-$length.csv"
 }
 
-thirds() { echo "$(($1 / 2)),$(($1 / 4)),$(($1 / 8))"; }  # budgets of a length
+budgets() { echo "$(($1 / 2)),$(($1 / 4)),$(($1 / 8))"; }  # half, a quarter and an eighth of a length
 
 table() {
   local policies=(--policy full --policy streaming --policy random) scorer allocator
@@ -91,7 +91,7 @@ table() {
   for allocator in pyramidkv adakv chunkkv criticalkv; do policies+=(--policy "$allocator-snapkv,scorer.window=16"); done
   policies+=(--policy pyramidkv-tova --policy adakv-tova --policy chunkkv-tova --policy criticalkv-tova)
   calibrate
-  for length in ${lengths//,/ }; do needles "$1" "$length" "$(thirds "$length")" --question "$1" "${policies[@]}"; done
+  for length in ${lengths//,/ }; do needles "$1" "$length" "$(budgets "$length")" --question "$1" "${policies[@]}"; done
 }
 
 case "$stage" in
@@ -99,7 +99,7 @@ case "$stage" in
   fold)
     for length in ${lengths//,/ }; do
       for question in before after; do
-        needles "fold-$question" "$length" "$(thirds "$length"),$((length / 16))" --question "$question" --policy full --policy tova --policy tova,rest=fold --policy snapkv,scorer.window=16,rest=fold \
+        needles "fold-$question" "$length" "$(budgets "$length"),$((length / 16))" --question "$question" --policy full --policy tova --policy tova,rest=fold --policy snapkv,scorer.window=16,rest=fold \
           --policy expected,rest=fold --policy sekv,recent=64
       done
     done

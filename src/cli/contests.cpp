@@ -145,17 +145,22 @@ void warn(const std::vector<Contest>& contests, bool quiet) {
     if (!quiet && !contest.warning.empty()) note(contest.warning);
 }
 
+void note_idle(const Contest& contest, std::int64_t events, const char* what, bool quiet) {
+  if (events == 0 && !contest.never && !quiet)
+    note(text("note: ", contest.shown(), " never came to an event; its ", what, " stay below budget + interval"));
+}
+
 std::vector<Column> contest_columns(const ContestOptions& options, const std::vector<Column>& others) {
   std::vector<Column> columns{{"policy", "policy", false}, {"budget", "budget"}};
   if (options.protect_prompt) columns.push_back({"prompt", "prompt", false});
-  columns.insert(columns.end(), others.begin(), others.end());
+  append(columns, others);
   return columns;
 }
 
 std::vector<Cell> contest_cells(const ContestOptions& options, const Contest& contest, const std::vector<Cell>& others) {
   std::vector<Cell> cells{contest.policy.label(), contest.budget};
   if (options.protect_prompt) cells.emplace_back(contest.keeps_prompt || contest.keeps_all() ? "kept" : "cut");
-  cells.insert(cells.end(), others.begin(), others.end());
+  append(cells, others);
   return cells;
 }
 

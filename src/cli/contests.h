@@ -44,6 +44,8 @@ std::vector<Contest> contests(ContestOptions options, const std::vector<std::str
 
 // Notes on what is allowed but hardly meant, unless quiet.
 void warn(const std::vector<Contest>& contests, bool quiet);
+// A note where a policy that cuts never did, unless quiet. `what` it ran over: samples, texts.
+void note_idle(const Contest& contest, std::int64_t events, const char* what, bool quiet);
 
 // The columns of a table: policy, budget, with --protect-prompt what became of the prompt, and the others.
 std::vector<Column> contest_columns(const ContestOptions& options, const std::vector<Column>& others = {});

@@ -395,8 +395,7 @@ void run(const Options& o) {
     }
   progress.clear();
   for (std::size_t i = 0; i < all.size(); ++i)
-    if (measured[i].cost.events == 0 && !all[i].never && !o.output.quiet)
-      note(text("note: ", all[i].shown(), " never came to an event; its samples stay below budget + interval"));
+    note_idle(all[i], measured[i].cost.events, "samples", o.output.quiet);
   print(o.output.format == Format::md ? markdown(o, all, measured) : long_table(o, all, measured).text(o.output.format));
 }
 

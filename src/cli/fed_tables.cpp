@@ -178,11 +178,11 @@ void FedResults::add_row(Table& table, std::size_t c, const std::string& part,
   put(row, nll.value(), interval(m.likelihoods));
   put(row, from_full.divergence.value(), interval(m.divergences));
   put(row, share_of(from_full.same_token), interval(m.same_tokens));
-  row.insert(row.end(), {followed_[c].events, bytes_cell(followed_[c].kept_bytes)});
+  append(row, {followed_[c].events, bytes_cell(followed_[c].kept_bytes)});
   if (counted && contests_[c].against) {
     const Contest& reference = contests_[*contests_[c].against];
     const Measures& theirs = measures_[*contests_[c].against];
-    row.insert(row.end(), {reference.policy.label(), reference.budget});
+    append(row, {reference.policy.label(), reference.budget});
     put(row, difference(m.likelihoods, theirs.likelihoods));
     put(row, difference(m.divergences, theirs.divergences));
     put(row, difference(m.same_tokens, theirs.same_tokens));
@@ -201,10 +201,14 @@ std::string FedResults::counted() const {
               contests_[static_cast<std::size_t>(last)].shown(), ", which comes last, is behind them.\n");
 }
 
-void note_idle(const std::vector<Contest>& contests, const std::vector<Followed>& followed, bool quiet) {
-  for (std::size_t c = 0; c < contests.size() && !quiet; ++c)
-    if (followed[c].events == 0 && !contests[c].never)
-      note(text("note: ", contests[c].shown(), " never came to an event; its texts stay below budget + interval"));
+void FedResults::show(const OutputOptions& output, const char* unit, const std::function<std::string()>& tables) const {
+  for (std::size_t c = 0; c < contests_.size(); ++c) note_idle(contests_[c], followed_[c].events, "texts", output.quiet);
+  if (output.format != Format::md) return print(long_table().text(output.format));
+  std::string out = tables();
+  if (!options_.against.empty())
+    out += text("\nAbove ", PolicyText(options_.against).label(), ", paired bootstrap over ", unit, ":\n\n",
+                difference_table().markdown());
+  print(out);
 }
 
 }  // namespace kvkeep::cli

@@ -2,6 +2,7 @@
 // Tables of kvkeep perplexity and kvkeep fidelity: how well each policy foretold the texts that it was fed, and how far
 // it was from the full cache.
 
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -37,6 +38,8 @@ class FedResults {
   [[nodiscard]] Table long_table() const;
   // Which tokens count, and why.
   [[nodiscard]] std::string counted() const;
+  // Prints them: `tables` for people, with what is above --against, paired by `unit`; the long one for programs.
+  void show(const OutputOptions& output, const char* unit, const std::function<std::string()>& tables) const;
 
  private:
   void add_row(Table& table, std::size_t contest, const std::string& part, std::pair<std::int64_t, std::int64_t> tokens,
@@ -49,8 +52,5 @@ class FedResults {
   std::int64_t longest_ = 0;        // tokens behind a prompt
   std::vector<Measures> measures_;  // [contests]
 };
-
-// Policies that never cut anything, unless quiet.
-void note_idle(const std::vector<Contest>& contests, const std::vector<Followed>& followed, bool quiet);
 
 }  // namespace kvkeep::cli

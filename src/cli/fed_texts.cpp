@@ -114,10 +114,15 @@ class Group {
 
 }  // namespace
 
-void with_full(ContestOptions& options) {
+std::vector<Contest> fed_contests(ContestOptions& options, std::int32_t tokens) {
+  options.cut_prompts = true;
   std::vector<std::string>& policies = options.policies;
   const auto is_full = [](const std::string& written) { return PolicyText(written).name() == "full"; };
   if (!policies.empty() && std::ranges::none_of(policies, is_full)) policies.insert(policies.begin(), "full");
+  std::vector<Contest> all =
+      contests(options, {"full", "streaming", "tova", "ams-tova", "snapkv"}, {tokens / 4, tokens / 8});
+  for (const Contest& contest : all) static_cast<void>(contest.policy.make_untold());
+  return all;
 }
 
 std::vector<Followed> follow(lm::Decoder& decoder, ScalarType cache_dtype, const std::vector<Contest>& contests,

@@ -31,8 +31,9 @@ struct Followed {
       0;  // tokens of a text that no event had come before, most of all texts; 0 where none came at all
 };
 
-// Puts `full` before the policies that were given, where it is not among them: it is what they are held against.
-void with_full(ContestOptions& options);
+// Policies whose prompts are cut at their end, `full` among them: it is what they are held against. Without --policy: a
+// few, with a quarter and an eighth of `tokens`. All are made once, so that a wrong option is refused before any work.
+std::vector<Contest> fed_contests(ContestOptions& options, std::int32_t tokens);
 
 // Every text under every policy, `batch` texts at once and all policies in step with the full cache, which is one of
 // `contests`. A prompt runs once for all policies that do not narrow it. Memory: a cache of each policy for each text

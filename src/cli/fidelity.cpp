@@ -66,11 +66,7 @@ std::vector<FedText> generate(lm::Decoder& decoder, const Options& o,
 void run(const Options& o) {
   KVKEEP_REQUIRE(!o.prompts.empty(), "fidelity: there is no prompt; allowed --prompt and --prompt-file, once or more");
   ContestOptions options = o.contests;
-  options.cut_prompts = true;
-  with_full(options);
-  const std::vector<Contest> all =
-      contests(options, {"full", "streaming", "tova", "ams-tova", "snapkv"}, {o.new_tokens / 4, o.new_tokens / 8});
-  for (const Contest& contest : all) static_cast<void>(contest.policy.make_untold());  // before the model is opened
+  const std::vector<Contest> all = fed_contests(options, o.new_tokens);
   const lm::TextModel model = lm::TextModel::open(o.model.folder);
   std::vector<std::vector<std::int32_t>> prompts;
   for (const std::string& said : o.prompts) prompts.push_back(o.reading.ids(model, said));
@@ -80,20 +76,12 @@ void run(const Options& o) {
   const std::vector<FedText> texts = generate(decoder, o, prompts, progress);
   const std::vector<Followed> followed = follow(decoder, o.model.dtype(), all, texts, o.batch, progress);
   progress.clear();
-  note_idle(all, followed, o.output.quiet);
   const FedResults results(options, all, followed);
-  if (o.output.format != Format::md) {
-    print(results.long_table().text(o.output.format));
-    return;
-  }
-  std::string out =
-      text(results.fidelity_table().markdown(), "\n", prompts.size(), prompts.size() == 1 ? " prompt" : " prompts",
-           ". ", results.counted(), "95 %: bootstrap over prompts.\n",
-           "\nKL and same token, by tokens behind the prompt:\n\n", results.bin_table().markdown());
-  if (!options.against.empty())
-    out += text("\nAbove ", PolicyText(options.against).label(), ", paired bootstrap over prompts:\n\n",
-                results.difference_table().markdown());
-  print(out);
+  results.show(o.output, "prompts", [&] {
+    return text(results.fidelity_table().markdown(), "\n", prompts.size(), prompts.size() == 1 ? " prompt" : " prompts",
+                ". ", results.counted(), "95 %: bootstrap over prompts.\n",
+                "\nKL and same token, by tokens behind the prompt:\n\n", results.bin_table().markdown());
+  });
 }
 
 }  // namespace

@@ -69,30 +69,18 @@ void run(const Options& o) {
   KVKEEP_REQUIRE(prompt < o.length, "--prompt: ", prompt, " tokens of a text of ", o.length, "; allowed 1 to ",
                  o.length - 1);
   ContestOptions options = o.contests;
-  options.cut_prompts = true;
-  with_full(options);
-  const std::vector<Contest> all =
-      contests(options, {"full", "streaming", "tova", "ams-tova", "snapkv"}, {o.length / 4, o.length / 8});
-  for (const Contest& contest : all) static_cast<void>(contest.policy.make_untold());  // before the text is read
+  const std::vector<Contest> all = fed_contests(options, o.length);
   const std::vector<FedText> texts = cut(o, prompt);
   lm::Decoder decoder = o.model.open();
   warn(all, o.output.quiet);
   Progress progress(static_cast<std::int64_t>(all.size()) * o.texts * (o.length - prompt - 1), o.output.quiet);
   const std::vector<Followed> followed = follow(decoder, o.model.dtype(), all, texts, o.batch, progress);
   progress.clear();
-  note_idle(all, followed, o.output.quiet);
   const FedResults results(options, all, followed);
-  if (o.output.format != Format::md) {
-    print(results.long_table().text(o.output.format));
-    return;
-  }
-  std::string out =
-      text(results.perplexity_table().markdown(), "\n", o.texts, o.texts == 1 ? " text" : " texts", " of ", o.length,
-           " tokens, prompts of ", prompt, ". ", results.counted(), "95 %: bootstrap over texts.\n");
-  if (!options.against.empty())
-    out += text("\nAbove ", PolicyText(options.against).label(), ", paired bootstrap over texts:\n\n",
-                results.difference_table().markdown());
-  print(out);
+  results.show(o.output, "texts", [&] {
+    return text(results.perplexity_table().markdown(), "\n", o.texts, o.texts == 1 ? " text" : " texts", " of ", o.length,
+                " tokens, prompts of ", prompt, ". ", results.counted(), "95 %: bootstrap over texts.\n");
+  });
 }
 
 }  // namespace
