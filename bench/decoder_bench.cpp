@@ -1,5 +1,5 @@
-// Decode tokens/s of the reference decoder on a random checkpoint of more than 200 MB, beside the memory-read bandwidth of the same run.
-// A decode step must read every weight once, so `read_share` says how near it is to the least time.
+// Decode tokens/s of the reference decoder on a random checkpoint of more than 200 MB, beside the memory-read bandwidth
+// of the same run. A decode step must read every weight once, so `read_share` says how near it is to the least time.
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/randperm.h>
@@ -26,7 +26,8 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-// Bytes/s of summing a buffer far larger than any cache with all threads, each reading along four streams; the best of several passes.
+// Bytes/s of summing a buffer far larger than any cache with all threads, each reading along four streams; the best of
+// several passes.
 double read_bandwidth() {
   static const double best = [] {
     constexpr std::int64_t kStreams = 4, kWords = std::int64_t{256} << 17;  // 256 MB
@@ -36,11 +37,13 @@ double read_bandwidth() {
     for (int pass = 0; pass < 16; ++pass) {
       const auto start = Clock::now();
       at::parallel_for(0, threads, 1, [&](std::int64_t first, std::int64_t last) {
-        const std::int64_t begin = first * kWords / threads, stream = (last * kWords / threads - begin) / kStreams / 8 * 8;
+        const std::int64_t begin = first * kWords / threads,
+                           stream = (last * kWords / threads - begin) / kStreams / 8 * 8;
         std::uint64_t sums[8] = {};
         for (std::int64_t i = 0; i < stream; i += 8)
           for (std::int64_t k = 0; k < kStreams; ++k)
-            for (std::int64_t lane = 0; lane < 8; ++lane) sums[lane] += buffer[static_cast<std::size_t>(begin + k * stream + i + lane)];
+            for (std::int64_t lane = 0; lane < 8; ++lane)
+              sums[lane] += buffer[static_cast<std::size_t>(begin + k * stream + i + lane)];
         benchmark::DoNotOptimize(std::accumulate(sums, sums + 8, std::uint64_t{0}));
       });
       fastest = std::max(fastest, static_cast<double>(kWords * sizeof(std::uint64_t)) / seconds_since(start));
@@ -54,7 +57,8 @@ double read_bandwidth() {
 class Checkpoint {
  public:
   Checkpoint(ScalarType dtype, std::int32_t layers)
-      : folder_(std::filesystem::temp_directory_path() / ("kvkeep_bench_" + std::to_string(::getpid()) + c10::toString(dtype) + std::to_string(layers))) {
+      : folder_(std::filesystem::temp_directory_path() /
+                ("kvkeep_bench_" + std::to_string(::getpid()) + c10::toString(dtype) + std::to_string(layers))) {
     LmConfig config = LmConfig::shape(Architecture::qwen2, layers, 896, 2432, 14, 2, 64, 16384);
     write_random_checkpoint(folder_, config, 1, dtype);
     decoder = std::make_unique<Decoder>(Decoder::open(folder_));
@@ -93,14 +97,16 @@ void decode(benchmark::State& state, ScalarType dtype, std::int32_t page_size = 
     cache = decoder.make_pages(batch * pages, page_size, dtype);
     block_table = at::randperm(batch * pages, at::TensorOptions().dtype(kInt32)).view({batch, pages});
   }
-  const std::vector<std::int32_t> ids(static_cast<std::size_t>(batch), 7), positions(ids.size(), 4096), lengths(ids.size(), kHeld);
+  const std::vector<std::int32_t> ids(static_cast<std::size_t>(batch), 7), positions(ids.size(), 4096),
+      lengths(ids.size(), kHeld);
   std::vector<std::int32_t> indptr(ids.size() + 1), rows(ids.size());
   std::iota(indptr.begin(), indptr.end(), 0);
   std::iota(rows.begin(), rows.end(), 0);
   const Step step{ids, indptr, positions, rows, lengths};
   benchmark::DoNotOptimize(decoder.forward(step, cache, block_table));  // faults the weights in
   const double bandwidth = read_bandwidth();
-  double fastest = 1e9, seconds = 0;  // the bandwidth is that of the best pass, so the share compares it with the best step
+  double fastest = 1e9,
+         seconds = 0;  // the bandwidth is that of the best pass, so the share compares it with the best step
   for (auto _ : state) {
     const auto start = Clock::now();
     benchmark::DoNotOptimize(decoder.forward(step, cache, block_table));
@@ -109,7 +115,8 @@ void decode(benchmark::State& state, ScalarType dtype, std::int32_t page_size = 
     seconds += took;
   }
   const double weights_per_second = static_cast<double>(decoder.bytes_per_step()) / fastest;
-  state.counters["tokens/s"] = benchmark::Counter(static_cast<double>(batch) * static_cast<double>(state.iterations()) / seconds);
+  state.counters["tokens/s"] =
+      benchmark::Counter(static_cast<double>(batch) * static_cast<double>(state.iterations()) / seconds);
   state.counters["weight_bytes"] = static_cast<double>(decoder.bytes_per_step());
   state.counters["weight_bytes/s"] = weights_per_second;
   state.counters["read_bytes/s"] = bandwidth;
@@ -125,8 +132,10 @@ void prefill(benchmark::State& state, ScalarType dtype) {
   std::iota(positions.begin(), positions.end(), 0);
   const Step step{ids, indptr, positions, row, length};
   for (auto _ : state) benchmark::DoNotOptimize(decoder.forward(step, cache));
-  state.counters["tokens/s"] = benchmark::Counter(static_cast<double>(tokens), benchmark::Counter::kIsIterationInvariantRate);
-  const double flops = 2.0 * static_cast<double>(decoder.bytes_per_step()) / static_cast<double>(c10::elementSize(dtype)) * tokens;
+  state.counters["tokens/s"] =
+      benchmark::Counter(static_cast<double>(tokens), benchmark::Counter::kIsIterationInvariantRate);
+  const double flops =
+      2.0 * static_cast<double>(decoder.bytes_per_step()) / static_cast<double>(c10::elementSize(dtype)) * tokens;
   state.counters["flop/s"] = benchmark::Counter(flops, benchmark::Counter::kIsIterationInvariantRate);
 }
 
@@ -134,7 +143,11 @@ void prefill(benchmark::State& state, ScalarType dtype) {
 class Prompt {
  public:
   Prompt(Decoder& decoder, std::int32_t tokens)
-      : decoder_(decoder), cache_(decoder.make_cache(1, tokens)), ids_(static_cast<std::size_t>(tokens), 7), positions_(ids_.size()), indptr_{0, tokens} {
+      : decoder_(decoder),
+        cache_(decoder.make_cache(1, tokens)),
+        ids_(static_cast<std::size_t>(tokens), 7),
+        positions_(ids_.size()),
+        indptr_{0, tokens} {
     std::iota(positions_.begin(), positions_.end(), 0);
   }
   double seconds(const StepOptions& options = {}) {
@@ -154,13 +167,16 @@ class Prompt {
   std::vector<std::int32_t> ids_, positions_, indptr_, zero_{0};
 };
 
-// A prompt of which some tokens go on behind one layer. `layer_work` is what its layers cost on as many tokens as they see, each as in a full run on so many.
+// A prompt of which some tokens go on behind one layer. `layer_work` is what its layers cost on as many tokens as they
+// see, each as in a full run on so many.
 void narrowed_prefill(benchmark::State& state) {
   constexpr std::int32_t kLayers = 12;
   Decoder& decoder = decoder_of(kFloat32, kLayers);
-  const auto tokens = static_cast<std::int32_t>(state.range(0)), layer = static_cast<std::int32_t>(state.range(1)), kept = static_cast<std::int32_t>(state.range(2));
+  const auto tokens = static_cast<std::int32_t>(state.range(0)), layer = static_cast<std::int32_t>(state.range(1)),
+             kept = static_cast<std::int32_t>(state.range(2));
   std::vector<std::int32_t> places;  // evenly over the prompt, the last token among them
-  for (std::int32_t i = 1; i <= kept; ++i) places.push_back(static_cast<std::int32_t>(std::int64_t{i} * tokens / kept - 1));
+  for (std::int32_t i = 1; i <= kept; ++i)
+    places.push_back(static_cast<std::int32_t>(std::int64_t{i} * tokens / kept - 1));
   const StepOptions options{.on_attended = [&](const LayerSight& sight) {
     return sight.layer == layer ? std::optional(Onward{places, {0, kept}}) : std::nullopt;
   }};
@@ -176,12 +192,32 @@ void narrowed_prefill(benchmark::State& state) {
   state.counters["of_layer_work"] = fastest / layer_work;
 }
 
-BENCHMARK_CAPTURE(decode, f32, kFloat32)->ArgName("batch")->Arg(1)->Arg(4)->UseRealTime()->Unit(benchmark::kMillisecond);
-BENCHMARK_CAPTURE(decode, bf16, kBFloat16)->ArgName("batch")->Arg(1)->Arg(4)->UseRealTime()->Unit(benchmark::kMillisecond);
-BENCHMARK_CAPTURE(decode, bf16_pages_of_16, kBFloat16, 16)->ArgName("batch")->Arg(1)->Arg(4)->UseRealTime()->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(decode, f32, kFloat32)
+    ->ArgName("batch")
+    ->Arg(1)
+    ->Arg(4)
+    ->UseRealTime()
+    ->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(decode, bf16, kBFloat16)
+    ->ArgName("batch")
+    ->Arg(1)
+    ->Arg(4)
+    ->UseRealTime()
+    ->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(decode, bf16_pages_of_16, kBFloat16, 16)
+    ->ArgName("batch")
+    ->Arg(1)
+    ->Arg(4)
+    ->UseRealTime()
+    ->Unit(benchmark::kMillisecond);
 BENCHMARK_CAPTURE(prefill, f32, kFloat32)->ArgName("tokens")->Arg(512)->UseRealTime()->Unit(benchmark::kMillisecond);
 BENCHMARK_CAPTURE(prefill, bf16, kBFloat16)->ArgName("tokens")->Arg(512)->UseRealTime()->Unit(benchmark::kMillisecond);
-BENCHMARK(narrowed_prefill)->ArgNames({"tokens", "layer", "kept"})->Args({2048, 4, 256})->Iterations(3)->UseRealTime()->Unit(benchmark::kMillisecond);
+BENCHMARK(narrowed_prefill)
+    ->ArgNames({"tokens", "layer", "kept"})
+    ->Args({2048, 4, 256})
+    ->Iterations(3)
+    ->UseRealTime()
+    ->Unit(benchmark::kMillisecond);
 
 }  // namespace
 }  // namespace kvkeep::lm

@@ -1,9 +1,11 @@
 // One event for all layers, through the public API, beside its own limit measured in the same run:
-// the products of the window's queries with the keys through LibTorch's matmul, one exponential per logit, a memcpy of the bytes that move.
+// the products of the window's queries with the keys through LibTorch's matmul, one exponential per logit, a memcpy of
+// the bytes that move.
 //
 //   kvkeep_bench --benchmark_filter=Event        rows: Event/<model>/<dtype>/<preset>
 //
-// Counters are medians over the iterations; warm caches where the data fits (32 MiB of level 3 hold about a third of the smallest case).
+// Counters are medians over the iterations; warm caches where the data fits (32 MiB of level 3 hold about a third of
+// the smallest case).
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/add.h>
@@ -39,7 +41,13 @@ constexpr Shape kShapes[] = {{"qwen7b", 28, 28, 4, 128}, {"llama8b", 32, 32, 8, 
 class Subject {
  public:
   Subject(const Shape& shape, ScalarType dtype, const std::string& policy) : policy_(policy) {
-    spec_ = {.query_heads = shape.query_heads, .kv_heads = shape.kv_heads, .key_dim = shape.dim, .value_dim = shape.dim, .softmax_scale = 0, .rope = {}, .layers = {}};
+    spec_ = {.query_heads = shape.query_heads,
+             .kv_heads = shape.kv_heads,
+             .key_dim = shape.dim,
+             .value_dim = shape.dim,
+             .softmax_scale = 0,
+             .rope = {},
+             .layers = {}};
     for (int f = 0; f < shape.dim / 2; ++f) spec_.rope.inv_freq.push_back(std::pow(1e6, -2.0 * f / shape.dim));
     spec_.layers.resize(static_cast<std::size_t>(shape.layers));
     const auto options = at::TensorOptions().dtype(kFloat32);
@@ -58,7 +66,8 @@ class Subject {
     keeper.join(0, kBefore - kSeen);
     const std::int32_t indptr[] = {0, kSeen};
     for (std::int32_t l = 0; l < spec_.num_layers(); ++l)
-      keeper.observe({.layer = l, .sequences = ids_, .indptr = indptr, .queries = queries_[static_cast<std::size_t>(l)]});
+      keeper.observe(
+          {.layer = l, .sequences = ids_, .indptr = indptr, .queries = queries_[static_cast<std::size_t>(l)]});
     lengths_[0] = kBefore;
     return keeper;
   }
@@ -66,8 +75,13 @@ class Subject {
   /// The products alone, one exponential per logit, and a memcpy of `bytes`.
   void limit(std::int32_t window, std::int64_t bytes, std::vector<char>& from, std::vector<char>& to) {
     for (std::int32_t l = 0; l < spec_.num_layers(); ++l) {
-      const Tensor q = queries_[static_cast<std::size_t>(l)].slice(0, kSeen - window).permute({1, 0, 2}).reshape({spec_.kv_heads, spec_.group() * window, spec_.key_dim});
-      const Tensor logits = at::matmul(q, std::get<DenseKv>(view_.layers[static_cast<std::size_t>(l)]).keys[0].transpose(1, 2)).to(kFloat32);
+      const Tensor q = queries_[static_cast<std::size_t>(l)]
+                           .slice(0, kSeen - window)
+                           .permute({1, 0, 2})
+                           .reshape({spec_.kv_heads, spec_.group() * window, spec_.key_dim});
+      const Tensor logits =
+          at::matmul(q, std::get<DenseKv>(view_.layers[static_cast<std::size_t>(l)]).keys[0].transpose(1, 2))
+              .to(kFloat32);
       logits.exp_();
       benchmark::DoNotOptimize(logits.data_ptr());
     }
@@ -105,9 +119,11 @@ bool moves_the_right_bytes(Subject& subject) {
 
 void Event(benchmark::State& state, const Shape& shape, ScalarType dtype, bool paper) {
   const std::int32_t window = paper ? 128 : 32;
-  Subject subject(shape, dtype, std::string("ams-tova,budget=1024,interval=512,preset=") + (paper ? "paper" : "registry"));
+  Subject subject(shape, dtype,
+                  std::string("ams-tova,budget=1024,interval=512,preset=") + (paper ? "paper" : "registry"));
   if (!moves_the_right_bytes(subject)) return state.SkipWithError("compaction moved wrong bytes");
-  const std::int64_t all = std::int64_t{2} * shape.layers * shape.kv_heads * kBefore * shape.dim * static_cast<std::int64_t>(c10::elementSize(dtype));
+  const std::int64_t all = std::int64_t{2} * shape.layers * shape.kv_heads * kBefore * shape.dim *
+                           static_cast<std::int64_t>(c10::elementSize(dtype));
   std::vector<char> from(static_cast<std::size_t>(all), 1), to(static_cast<std::size_t>(all), 2);
 
   std::vector<double> event, limit, window_part, scoring, allot, moving, copying;
@@ -130,7 +146,14 @@ void Event(benchmark::State& state, const Shape& shape, ScalarType dtype, bool p
     Decision decision;
     scoring.push_back(milliseconds([&] { decision.scores = Tova().score(evidence, limits, seen); }));
     MassSegmentedOptions options;
-    if (paper) options = {.window = 128, .segment_mass = 0.1, .min_segment = 16, .max_segment = 256, .min_quota = 1, .credit_decay = 0.9, .credit_mix = 0.9};
+    if (paper)
+      options = {.window = 128,
+                 .segment_mass = 0.1,
+                 .min_segment = 16,
+                 .max_segment = 256,
+                 .min_quota = 1,
+                 .credit_decay = 0.9,
+                 .credit_mix = 0.9};
     allot.push_back(milliseconds([&] { MassSegmented(options).allot(evidence, limits, seen, decision); }));
     moving.push_back(milliseconds([&] { compact(plan.table, *decision.keep); }));
     copying.push_back(milliseconds([&] { Subject::copy(bytes, from, to); }));
@@ -157,15 +180,17 @@ void SelectAndCompact(benchmark::State& state, const Shape& shape, ScalarType dt
   std::vector<double> ours, torch;
   for (auto _ : state) {
     ours.push_back(milliseconds([&] {
-      at::parallel_for(0, static_cast<std::int64_t>(plan.table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-        std::vector<std::uint64_t> keys;
-        std::vector<std::int32_t> slots(kAfter);
-        for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r) {
-          select_in_segments({scores + plan.table.rows[r].first, kBefore}, plan.decision.allotment->ends[r], plan.decision.allotment->quotas[r], {}, keys, slots);
-          compact_slots(plan.table.rows[r].keys, slots);
-          compact_slots(plan.table.rows[r].values, slots);
-        }
-      });
+      at::parallel_for(
+          0, static_cast<std::int64_t>(plan.table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+            std::vector<std::uint64_t> keys;
+            std::vector<std::int32_t> slots(kAfter);
+            for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r) {
+              select_in_segments({scores + plan.table.rows[r].first, kBefore}, plan.decision.allotment->ends[r],
+                                 plan.decision.allotment->quotas[r], {}, keys, slots);
+              compact_slots(plan.table.rows[r].keys, slots);
+              compact_slots(plan.table.rows[r].values, slots);
+            }
+          });
     }));
     state.SetIterationTime(ours.back() / 1e3);
     torch.push_back(milliseconds([&] {
@@ -175,7 +200,8 @@ void SelectAndCompact(benchmark::State& state, const Shape& shape, ScalarType dt
         std::int32_t start = 0;
         for (std::size_t i = 0; i < plan.decision.allotment->ends[r].size(); ++i) {
           const std::int32_t end = plan.decision.allotment->ends[r][i], quota = plan.decision.allotment->quotas[r][i];
-          parts.push_back(at::add(std::get<1>(plan.decision.scores.data.slice(0, row.first + start, row.first + end).topk(quota)), start));
+          parts.push_back(at::add(
+              std::get<1>(plan.decision.scores.data.slice(0, row.first + start, row.first + end).topk(quota)), start));
           start = end;
         }
         const Tensor index = std::get<0>(at::cat(parts).sort());
@@ -195,8 +221,15 @@ const int kRegistered = [] {
     for (const ScalarType dtype : {kFloat32, kBFloat16}) {
       const std::string tail = std::string(shape.name) + (dtype == kFloat32 ? "/f32" : "/bf16");
       for (const bool paper : {false, true})
-        benchmark::RegisterBenchmark(("Event/" + tail + (paper ? "/paper" : "/registry")).c_str(), Event, shape, dtype, paper)->UseManualTime()->Iterations(9)->Unit(benchmark::kMillisecond);
-      benchmark::RegisterBenchmark(("SelectAndCompact/" + tail).c_str(), SelectAndCompact, shape, dtype)->UseManualTime()->Iterations(9)->Unit(benchmark::kMillisecond);
+        benchmark::RegisterBenchmark(("Event/" + tail + (paper ? "/paper" : "/registry")).c_str(), Event, shape, dtype,
+                                     paper)
+            ->UseManualTime()
+            ->Iterations(9)
+            ->Unit(benchmark::kMillisecond);
+      benchmark::RegisterBenchmark(("SelectAndCompact/" + tail).c_str(), SelectAndCompact, shape, dtype)
+          ->UseManualTime()
+          ->Iterations(9)
+          ->Unit(benchmark::kMillisecond);
     }
   return 0;
 }();

@@ -1,11 +1,14 @@
-// What it takes to have a factor near: from the disk, beside a memcpy of the same bytes in the same run, and where it is near already.
+// What it takes to have a factor near: from the disk, beside a memcpy of the same bytes in the same run, and where it
+// is near already.
 //
 //   kvkeep_bench --benchmark_filter=FarStore
 //
-// FarStore/Put/<where>/<bytes of a blob> and FarStore/Reload/disk/<bytes>: GB/s of one thread over 128 MiB of blobs, medians of the iterations. `put` is FarStore::put into a file or into memory, `get`
-// FactorCache::get that finds nothing near, `copy` a memcpy of each blob between blocks of memory that are there already, `share` the first over it. A file of 128 MiB stays in the system's page cache:
-// what is timed is the way from there, not the disk. `check` is the checksum alone.
-// FarStore/Near: ns of a get() where everything is near, by threads that ask at once for blobs of host memory, without a limit and with one.
+// FarStore/Put/<where>/<bytes of a blob> and FarStore/Reload/disk/<bytes>: GB/s of one thread over 128 MiB of blobs,
+// medians of the iterations. `put` is FarStore::put into a file or into memory, `get` FactorCache::get that finds
+// nothing near, `copy` a memcpy of each blob between blocks of memory that are there already, `share` the first over
+// it. A file of 128 MiB stays in the system's page cache: what is timed is the way from there, not the disk. `check` is
+// the checksum alone. FarStore/Near: ns of a get() where everything is near, by threads that ask at once for blobs of
+// host memory, without a limit and with one.
 
 #include <benchmark/benchmark.h>
 #include <unistd.h>
@@ -35,11 +38,15 @@ std::vector<std::byte> random_bytes() {
 
 FarStoreOptions options_of(bool disk) {
   FarStoreOptions options;
-  if (disk) options.host_bytes = 0, options.file = std::filesystem::temp_directory_path() / text("kvkeep_far_store_bench_", ::getpid());
+  if (disk)
+    options.host_bytes = 0,
+    options.file = std::filesystem::temp_directory_path() / text("kvkeep_far_store_bench_", ::getpid());
   return options;
 }
 
-double gigabytes_a_second(std::size_t bytes, const std::vector<double>& ms) { return static_cast<double>(bytes) / median(ms) / 1e6; }
+double gigabytes_a_second(std::size_t bytes, const std::vector<double>& ms) {
+  return static_cast<double>(bytes) / median(ms) / 1e6;
+}
 
 struct Bytes {
   explicit Bytes(std::size_t bytes_each) : each(bytes_each), count(kAll / bytes_each), from(random_bytes()), to(kAll) {}
@@ -85,7 +92,8 @@ void Reload(benchmark::State& state) {
   for (std::size_t i = 0; i < bytes.count; ++i) blobs[i] = store->put(bytes.blob(i));
   FactorCache cache({.bytes = 8 << 20, .background = false});  // each is long gone when it is asked for again
   for (std::size_t i = 0; i < bytes.count; ++i)
-    if (std::memcmp(cache.get(blobs[i]).get(), bytes.blob(i).data(), bytes.each) != 0) return state.SkipWithError("reads wrong bytes");
+    if (std::memcmp(cache.get(blobs[i]).get(), bytes.blob(i).data(), bytes.each) != 0)
+      return state.SkipWithError("reads wrong bytes");
   std::vector<double> get, copy;
   for (auto _ : state) {
     get.push_back(milliseconds([&] {
@@ -118,7 +126,8 @@ void Near(benchmark::State& state, std::int64_t budget) {
       std::vector<std::thread> asking;
       for (std::size_t t = 0; t < threads; ++t)
         asking.emplace_back([&, t] {
-          for (std::size_t i = 0; i < kGets; ++i) benchmark::DoNotOptimize(cache.get(blobs[(t * 7919 + i) % kBlobs]).get());
+          for (std::size_t i = 0; i < kGets; ++i)
+            benchmark::DoNotOptimize(cache.get(blobs[(t * 7919 + i) % kBlobs]).get());
         });
       for (std::thread& thread : asking) thread.join();
     }));
@@ -133,12 +142,16 @@ void blob_sizes(benchmark::internal::Benchmark* b) {
   b->UseManualTime()->MinTime(2)->Unit(benchmark::kMillisecond);
 }
 
-void thread_counts(benchmark::internal::Benchmark* b) { b->ArgName("threads")->Arg(1)->Arg(2)->Arg(4)->UseManualTime()->Unit(benchmark::kMillisecond); }
+void thread_counts(benchmark::internal::Benchmark* b) {
+  b->ArgName("threads")->Arg(1)->Arg(2)->Arg(4)->UseManualTime()->Unit(benchmark::kMillisecond);
+}
 
 BENCHMARK_CAPTURE(Put, host, false)->Name("FarStore/Put/host")->Apply(blob_sizes);
 BENCHMARK_CAPTURE(Put, disk, true)->Name("FarStore/Put/disk")->Apply(blob_sizes);
 BENCHMARK(Reload)->Name("FarStore/Reload/disk")->Apply(blob_sizes);
-BENCHMARK_CAPTURE(Near, unlimited, FactorCacheOptions::kUnlimited)->Name("FarStore/Near/unlimited")->Apply(thread_counts);
+BENCHMARK_CAPTURE(Near, unlimited, FactorCacheOptions::kUnlimited)
+    ->Name("FarStore/Near/unlimited")
+    ->Apply(thread_counts);
 BENCHMARK_CAPTURE(Near, limited, std::int64_t{1} << 40)->Name("FarStore/Near/limited")->Apply(thread_counts);
 
 }  // namespace

@@ -29,29 +29,38 @@ namespace {
 
 constexpr std::int64_t kDim = 128;
 
-// ---- Factors -------------------------------------------------------------------------------------------------------------------------------
+// ---- Factors
+// -------------------------------------------------------------------------------------------------------------------------------
 //
 // rows: Memory/Factors/<span length>
 //
-// `ours` and `svd` are matrices [span, 128] a second: cpu::Factorisation with default options, from f32 rows to f32 factors, against at::linalg_svd(full_matrices=False) of the batch in f32, which
-// gives every component and decides nothing; `svd_alone` is the same on one thread, often the faster one. `ratio` is to the faster of both, the median over runs of all three in turn.
-// `rank` is the mean of what is kept, `raw` the share of matrices whose rows are smaller than that.
+// `ours` and `svd` are matrices [span, 128] a second: cpu::Factorisation with default options, from f32 rows to f32
+// factors, against at::linalg_svd(full_matrices=False) of the batch in f32, which gives every component and decides
+// nothing; `svd_alone` is the same on one thread, often the faster one. `ratio` is to the faster of both, the median
+// over runs of all three in turn. `rank` is the mean of what is kept, `raw` the share of matrices whose rows are
+// smaller than that.
 
-/// f32 [matrices, L, D] that look like keys after RoPE: few directions that drift along a span, an offset, and noise, rotated by position.
+/// f32 [matrices, L, D] that look like keys after RoPE: few directions that drift along a span, an offset, and noise,
+/// rotated by position.
 Tensor keys_like(std::int64_t matrices, std::int64_t length) {
   constexpr std::int64_t kDirections = 24;
   const auto options = at::TensorOptions().dtype(kFloat32);
   const Tensor sizes = at::pow(1.0 + at::arange(kDirections, options), -0.75);
-  const Tensor drift = at::randn({matrices, length, kDirections}, options).cumsum(1) * 0.5 + at::randn({matrices, length, kDirections}, options);
-  const Tensor rows = at::bmm(drift * sizes, at::randn({matrices, kDirections, kDim}, options)) + at::randn({matrices, 1, kDim}, options) + 0.15 * at::randn({matrices, length, kDim}, options);
-  const Tensor angles = at::arange(length, options).unsqueeze(1) * at::pow(10000.0, at::arange(kDim / 2, options) * (-2.0 / kDim));
-  const Tensor cos = angles.cos(), sin = angles.sin(), left = rows.narrow(2, 0, kDim / 2), right = rows.narrow(2, kDim / 2, kDim / 2);
+  const Tensor drift = at::randn({matrices, length, kDirections}, options).cumsum(1) * 0.5 +
+                       at::randn({matrices, length, kDirections}, options);
+  const Tensor rows = at::bmm(drift * sizes, at::randn({matrices, kDirections, kDim}, options)) +
+                      at::randn({matrices, 1, kDim}, options) + 0.15 * at::randn({matrices, length, kDim}, options);
+  const Tensor angles =
+      at::arange(length, options).unsqueeze(1) * at::pow(10000.0, at::arange(kDim / 2, options) * (-2.0 / kDim));
+  const Tensor cos = angles.cos(), sin = angles.sin(), left = rows.narrow(2, 0, kDim / 2),
+               right = rows.narrow(2, kDim / 2, kDim / 2);
   return at::cat({left * cos - right * sin, right * cos + left * sin}, 2).contiguous();
 }
 
 /// Rows in batches of one length, as SpanStore folds them, batches in parallel; sums of ranks and of raw matrices.
 std::pair<std::int64_t, std::int64_t> factorise(const Tensor& matrices, std::span<const double> weights) {
-  const std::int64_t count = matrices.size(0), length = matrices.size(1), batch = std::max<std::int64_t>(1, (1 << 19) / (length * kDim));
+  const std::int64_t count = matrices.size(0), length = matrices.size(1),
+                     batch = std::max<std::int64_t>(1, (1 << 19) / (length * kDim));
   std::vector<std::int64_t> ranks(static_cast<std::size_t>(count)), raws(ranks.size());
   at::parallel_for(0, (count + batch - 1) / batch, 1, [&](std::int64_t begin, std::int64_t end) {
     std::vector<float> out(static_cast<std::size_t>(length * kDim));
@@ -71,7 +80,9 @@ std::pair<std::int64_t, std::int64_t> factorise(const Tensor& matrices, std::spa
       }
     }
   });
-  const auto sum = [](const std::vector<std::int64_t>& of) { return std::accumulate(of.begin(), of.end(), std::int64_t{0}); };
+  const auto sum = [](const std::vector<std::int64_t>& of) {
+    return std::accumulate(of.begin(), of.end(), std::int64_t{0});
+  };
   return {sum(ranks), sum(raws)};
 }
 
@@ -103,13 +114,17 @@ void Factors(benchmark::State& state, std::int64_t length) {
   state.counters["raw"] = static_cast<double>(kept.second) / all;
 }
 
-// ---- Reading -------------------------------------------------------------------------------------------------------------------------------
+// ---- Reading
+// -------------------------------------------------------------------------------------------------------------------------------
 //
 // rows: Memory/Read/<tokens>/<dtype of factors>
 //
-// One decode step of one layer (llama8b: 32 query heads, 8 KV heads, D 128; f32 rows) over a memory: 1/16 of the tokens are dense rows, the others lie in spans of 64. In turns, the median over runs:
-// `memory` ms: attention over the dense rows, and read_memory() with default options (sketch, mass); `same_bytes` ms: attention over as many dense rows as take the same bytes near; `all` ms: over all
-// tokens. Caches are as warm as the sizes allow: each turn reads all of its own. `to_same` and `to_all` are ratios within a run; `zooms`: spans opened a query head group; `near`: share of all bytes.
+// One decode step of one layer (llama8b: 32 query heads, 8 KV heads, D 128; f32 rows) over a memory: 1/16 of the tokens
+// are dense rows, the others lie in spans of 64. In turns, the median over runs: `memory` ms: attention over the dense
+// rows, and read_memory() with default options (sketch, mass); `same_bytes` ms: attention over as many dense rows as
+// take the same bytes near; `all` ms: over all tokens. Caches are as warm as the sizes allow: each turn reads all of
+// its own. `to_same` and `to_all` are ratios within a run; `zooms`: spans opened a query head group; `near`: share of
+// all bytes.
 
 constexpr std::int64_t kKvHeads = 8, kQueryHeads = 32, kSpan = 64;
 
@@ -117,14 +132,19 @@ struct LongMemory {
   LongMemory(std::int64_t tokens, ScalarType store) {
     const std::int64_t dense = tokens / 16, spans = (tokens - dense) / kSpan;
     std::vector<Tensor> sides;
-    for (int side = 0; side < 2; ++side) sides.push_back(at::cat({keys_like(kKvHeads * spans, kSpan).view({kKvHeads, spans * kSpan, kDim}), at::randn({kKvHeads, dense, kDim})}, 1));
+    for (int side = 0; side < 2; ++side)
+      sides.push_back(at::cat({keys_like(kKvHeads * spans, kSpan).view({kKvHeads, spans * kSpan, kDim}),
+                               at::randn({kKvHeads, dense, kDim})},
+                              1));
     keys = sides[0], values = sides[1];
     std::vector<Span> table;
-    for (std::int64_t s = 0; s < spans; ++s) table.push_back({static_cast<std::int32_t>(s * kSpan), static_cast<std::int32_t>((s + 1) * kSpan)});
+    for (std::int64_t s = 0; s < spans; ++s)
+      table.push_back({static_cast<std::int32_t>(s * kSpan), static_cast<std::int32_t>((s + 1) * kSpan)});
     FactorOptions o;
     o.store = store, o.sketch = true;
     folded = SpanStore(keys, values, std::vector<float>(static_cast<std::size_t>(tokens), 1.0F), table, o);
-    dense_keys = keys.narrow(1, spans * kSpan, dense).contiguous(), dense_values = values.narrow(1, spans * kSpan, dense).contiguous();
+    dense_keys = keys.narrow(1, spans * kSpan, dense).contiguous(),
+    dense_values = values.narrow(1, spans * kSpan, dense).contiguous();
     std::int64_t near = 0;
     for (std::int64_t h = 0; h < kKvHeads; ++h) near += folded.row(h).near_bytes();
     const std::int64_t row = 2 * kDim * 4, same = dense + near / kKvHeads / row;
@@ -132,7 +152,8 @@ struct LongMemory {
     share = static_cast<double>(near + kKvHeads * dense * row) / static_cast<double>(kKvHeads * tokens * row);
     // Every head asks for one token that is folded, as a retrieval head does; the rest of its attention is spread.
     queries = at::randn({1, kQueryHeads, kDim});
-    for (std::int64_t h = 0; h < kQueryHeads; ++h) queries[0][h].add_(keys[h / (kQueryHeads / kKvHeads)][(h * 3571) % (spans * kSpan)], 0.5);
+    for (std::int64_t h = 0; h < kQueryHeads; ++h)
+      queries[0][h].add_(keys[h / (kQueryHeads / kKvHeads)][(h * 3571) % (spans * kSpan)], 0.5);
   }
 
   Tensor keys, values, dense_keys, dense_values, same_keys, same_values, queries;
@@ -145,7 +166,8 @@ void Read(benchmark::State& state, std::int64_t tokens, ScalarType store) {
   const double scale = 1 / std::sqrt(static_cast<double>(kDim));
   FactorCache cache;
   std::vector<MemoryRow> rows;
-  for (std::int64_t h = 0; h < kKvHeads; ++h) rows.push_back({.spans = &m.folded.row(h), .dense = m.dense_keys.size(1)});
+  for (std::int64_t h = 0; h < kKvHeads; ++h)
+    rows.push_back({.spans = &m.folded.row(h), .dense = m.dense_keys.size(1)});
   std::vector<double> memory, same, all, to_same, to_all;
   ReadCounts counts;
   for (auto _ : state) {
@@ -155,24 +177,37 @@ void Read(benchmark::State& state, std::int64_t tokens, ScalarType store) {
       benchmark::DoNotOptimize(open.close().data_ptr());
     }));
     state.SetIterationTime(memory.back() / 1e3);
-    same.push_back(milliseconds([&] { benchmark::DoNotOptimize(attend_rows(m.same_keys, m.same_values, m.queries, scale).close().data_ptr()); }));
-    all.push_back(milliseconds([&] { benchmark::DoNotOptimize(attend_rows(m.keys, m.values, m.queries, scale).close().data_ptr()); }));
+    same.push_back(milliseconds([&] {
+      benchmark::DoNotOptimize(attend_rows(m.same_keys, m.same_values, m.queries, scale).close().data_ptr());
+    }));
+    all.push_back(milliseconds(
+        [&] { benchmark::DoNotOptimize(attend_rows(m.keys, m.values, m.queries, scale).close().data_ptr()); }));
     to_same.push_back(memory.back() / same.back()), to_all.push_back(memory.back() / all.back());
   }
-  state.counters["memory"] = median(memory), state.counters["same_bytes"] = median(same), state.counters["all"] = median(all);
+  state.counters["memory"] = median(memory), state.counters["same_bytes"] = median(same),
+  state.counters["all"] = median(all);
   state.counters["to_same"] = median(to_same), state.counters["to_all"] = median(to_all);
   state.counters["zooms"] = static_cast<double>(counts.zooms) / static_cast<double>(counts.queries);
   state.counters["near"] = m.share;
 }
 
-// ---- Rows ----------------------------------------------------------------------------------------------------------------------------------
+// ---- Rows
+// ----------------------------------------------------------------------------------------------------------------------------------
 
 const int kRegistered = [] {
   for (const std::int64_t length : {8, 16, 32, 64, 128})
-    benchmark::RegisterBenchmark(("Memory/Factors/" + std::to_string(length)).c_str(), Factors, length)->UseManualTime()->Iterations(9)->Unit(benchmark::kMillisecond);
+    benchmark::RegisterBenchmark(("Memory/Factors/" + std::to_string(length)).c_str(), Factors, length)
+        ->UseManualTime()
+        ->Iterations(9)
+        ->Unit(benchmark::kMillisecond);
   for (const std::int64_t tokens : {8192, 131072})
     for (const ScalarType store : {kFloat32, kBFloat16})
-      benchmark::RegisterBenchmark(("Memory/Read/" + std::to_string(tokens) + (store == kFloat32 ? "/f32" : "/bf16")).c_str(), Read, tokens, store)->UseManualTime()->Iterations(15)->Unit(benchmark::kMillisecond);
+      benchmark::RegisterBenchmark(
+          ("Memory/Read/" + std::to_string(tokens) + (store == kFloat32 ? "/f32" : "/bf16")).c_str(), Read, tokens,
+          store)
+          ->UseManualTime()
+          ->Iterations(15)
+          ->Unit(benchmark::kMillisecond);
   return 0;
 }();
 

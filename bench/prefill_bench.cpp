@@ -1,10 +1,12 @@
-// Time to the first token under policies that narrow prompts, beside what their layers' work would cost: a random Llama of 24 layers, the whole line (decoder, keeper, policy).
+// Time to the first token under policies that narrow prompts, beside what their layers' work would cost: a random Llama
+// of 24 layers, the whole line (decoder, keeper, policy).
 //
 //   kvkeep_bench --benchmark_filter=Prefill      rows: Prefill/<policy>/<tokens>
 //
-// Counters: `ms` of the prompt, median; `full_ms` of the same prompt under `full`, in turns with it; `speed_up` full_ms / ms; `model_ms` the layer-work model: the sum over the layers that ran, of both
-// passes where there are two, of A(n) for the n tokens that entered each, where A(n) = a n + b n^2 is fitted to runs under `full` of the whole prompt and of a quarter of it (nothing for observing);
-// `against_model` ms / model_ms.
+// Counters: `ms` of the prompt, median; `full_ms` of the same prompt under `full`, in turns with it; `speed_up` full_ms
+// / ms; `model_ms` the layer-work model: the sum over the layers that ran, of both passes where there are two, of A(n)
+// for the n tokens that entered each, where A(n) = a n + b n^2 is fitted to runs under `full` of the whole prompt and
+// of a quarter of it (nothing for observing); `against_model` ms / model_ms.
 
 #include <benchmark/benchmark.h>
 #include <unistd.h>
@@ -26,7 +28,8 @@ constexpr std::int32_t kLayers = 24, kTokens = 4096;
 // Written once per run and removed at its end.
 class DeepModel {
  public:
-  DeepModel() : folder_(std::filesystem::temp_directory_path() / ("kvkeep_prefill_bench_" + std::to_string(::getpid()))) {
+  DeepModel()
+      : folder_(std::filesystem::temp_directory_path() / ("kvkeep_prefill_bench_" + std::to_string(::getpid()))) {
     LmConfig config = LmConfig::shape(Architecture::llama, kLayers, 256, 768, 8, 2, 32, 256);
     write_random_checkpoint(folder_, config, 1, kFloat32);
     decoder = std::make_unique<Decoder>(Decoder::open(folder_));
@@ -91,9 +94,13 @@ void Prefill(benchmark::State& state, const std::string& policy) {
 }
 
 const int kRegistered = [] {
-  for (const char* policy : {"asl,budget=512,threshold=0", "asl,budget=512,threshold=0,cache=512", "asl,budget=512,threshold=0.9", "asl,budget=512,threshold=2", "asl,budget=512,threshold=2,cache=512",
-                             "asl-2pass,budget=512,threshold=2", "fastkv,budget=512,layer=12", "fastkv,budget=512,layer=12,window=8,cache=512", "fastkv,budget=512,layer=4", "gemfilter,budget=512,layer=9", "pyramidinfer"})
-    benchmark::RegisterBenchmark((std::string("Prefill/") + policy + "/" + std::to_string(kTokens)).c_str(), [policy](benchmark::State& state) { Prefill(state, policy); })
+  for (const char* policy :
+       {"asl,budget=512,threshold=0", "asl,budget=512,threshold=0,cache=512", "asl,budget=512,threshold=0.9",
+        "asl,budget=512,threshold=2", "asl,budget=512,threshold=2,cache=512", "asl-2pass,budget=512,threshold=2",
+        "fastkv,budget=512,layer=12", "fastkv,budget=512,layer=12,window=8,cache=512", "fastkv,budget=512,layer=4",
+        "gemfilter,budget=512,layer=9", "pyramidinfer"})
+    benchmark::RegisterBenchmark((std::string("Prefill/") + policy + "/" + std::to_string(kTokens)).c_str(),
+                                 [policy](benchmark::State& state) { Prefill(state, policy); })
         ->UseManualTime()
         ->Iterations(5)
         ->Unit(benchmark::kMillisecond);

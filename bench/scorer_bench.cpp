@@ -2,10 +2,10 @@
 //
 //   kvkeep_bench --benchmark_filter=Scorer        rows: Scorer/<name>/<model>/<dtype>/<T>
 //
-// Counters are medians over the iterations: ms of the scorer (the window attention that it shares included), keys_ms of reading the keys once with as many
-// threads, their ratio, and the bytes of the keys over the scorer's time. Keys are near one of a few directions, as keys after RoPE are;
-// "far" keys are independent of each other, which is the worst for a scorer that looks for similar ones.
-// A new scorer is one line in kSubjects.
+// Counters are medians over the iterations: ms of the scorer (the window attention that it shares included), keys_ms of
+// reading the keys once with as many threads, their ratio, and the bytes of the keys over the scorer's time. Keys are
+// near one of a few directions, as keys after RoPE are; "far" keys are independent of each other, which is the worst
+// for a scorer that looks for similar ones. A new scorer is one line in kSubjects.
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -35,14 +35,16 @@ struct Subject {
   const char* name;
   bool far;  ///< keys without neighbours
   std::function<std::unique_ptr<Scorer>()> make;
-  std::function<std::unique_ptr<Scorer>(const Shape&)> make_for = {};  ///< instead of `make`, where the scorer knows the model
+  std::function<std::unique_ptr<Scorer>(const Shape&)> make_for =
+      {};  ///< instead of `make`, where the scorer knows the model
 };
 
 /// TriAttention with any statistics: its time does not depend on them.
 std::unique_ptr<Scorer> triattention(const Shape& shape, TriAttentionOptions::Aggregate aggregate) {
   Calibration c{.head_dim = shape.dim, .heads = {}, .inv_freq = {}, .model_name = {}};
   for (std::int32_t h = 0; h < shape.query_heads; ++h)
-    c.heads[{0, h}] = {std::vector<std::complex<float>>(static_cast<std::size_t>(shape.dim) / 2, {0.3F, 0.2F}), std::vector<float>(static_cast<std::size_t>(shape.dim) / 2, 1.0F)};
+    c.heads[{0, h}] = {std::vector<std::complex<float>>(static_cast<std::size_t>(shape.dim) / 2, {0.3F, 0.2F}),
+                       std::vector<float>(static_cast<std::size_t>(shape.dim) / 2, 1.0F)};
   return std::make_unique<TriAttention>(std::move(c), TriAttentionOptions{.aggregate = aggregate});
 }
 
@@ -55,18 +57,28 @@ const Subject kSubjects[] = {
     {"expected", false, [] { return std::make_unique<Expected>(); }},
     {"expected_plain", false, [] { return std::make_unique<Expected>(ExpectedOptions{.matrix_unit = false}); }},
     {"snapkv", false, [] { return std::make_unique<SnapKV>(); }},
-    {"snapkv_rkv", false, [] { return std::make_unique<SnapKV>(SnapKVOptions{.window = 8, .pool = 7, .style = SnapKVOptions::Style::rkv}); }},
+    {"snapkv_rkv", false,
+     [] {
+       return std::make_unique<SnapKV>(SnapKVOptions{.window = 8, .pool = 7, .style = SnapKVOptions::Style::rkv});
+     }},
     {"rpc", false, [] { return std::make_unique<Rpc>(); }},
     {"h2o", false, [] { return std::make_unique<H2O>(); }},
     {"random", false, [] { return std::make_unique<RandomScorer>(); }},
-    {"triattention", false, {}, [](const Shape& shape) { return triattention(shape, TriAttentionOptions::Aggregate::mean); }},
-    {"triattention_max", false, {}, [](const Shape& shape) { return triattention(shape, TriAttentionOptions::Aggregate::max); }},
+    {"triattention",
+     false,
+     {},
+     [](const Shape& shape) { return triattention(shape, TriAttentionOptions::Aggregate::mean); }},
+    {"triattention_max",
+     false,
+     {},
+     [](const Shape& shape) { return triattention(shape, TriAttentionOptions::Aggregate::max); }},
 };
 
 #if defined(__x86_64__) && defined(__GNUC__)
 __attribute__((target_clones("avx512f", "avx2", "default")))
 #endif
-std::uint64_t sum_of(const std::uint64_t* words, std::int64_t count) {
+std::uint64_t
+sum_of(const std::uint64_t* words, std::int64_t count) {
   std::uint64_t sum = 0;
   for (std::int64_t i = 0; i < count; ++i) sum += words[i];
   return sum;
@@ -76,7 +88,13 @@ std::uint64_t sum_of(const std::uint64_t* words, std::int64_t count) {
 class Layer {
  public:
   Layer(const Shape& shape, ScalarType dtype, std::int32_t length, bool far, std::int32_t seen)
-      : spec_{.query_heads = shape.query_heads, .kv_heads = shape.kv_heads, .key_dim = shape.dim, .value_dim = shape.dim, .softmax_scale = 0, .rope = {}, .layers = {}},
+      : spec_{.query_heads = shape.query_heads,
+              .kv_heads = shape.kv_heads,
+              .key_dim = shape.dim,
+              .value_dim = shape.dim,
+              .softmax_scale = 0,
+              .rope = {},
+              .layers = {}},
         length_(length),
         positions_(static_cast<std::size_t>(length)),
         query_positions_(static_cast<std::size_t>(seen)) {
@@ -84,7 +102,10 @@ class Layer {
     for (int f = 0; f < shape.dim / 2; ++f) spec_.rope.inv_freq.push_back(std::pow(1e6, -2.0 * f / shape.dim));
     const auto options = at::TensorOptions().dtype(kFloat32);
     Tensor keys = at::randn({1, shape.kv_heads, length, shape.dim}, options);
-    if (!far) keys = keys.mul_(0.6).add_(at::randn({8, shape.dim}, options).index_select(0, at::randint(8, {length}, at::TensorOptions().dtype(c10::ScalarType::Long))));
+    if (!far)
+      keys = keys.mul_(0.6).add_(
+          at::randn({8, shape.dim}, options)
+              .index_select(0, at::randint(8, {length}, at::TensorOptions().dtype(c10::ScalarType::Long))));
     view_.layers = {DenseKv{keys.to(dtype), at::randn({1, shape.kv_heads, length, shape.dim}, options).to(dtype)}};
     view_.sequences = {&id_, 1};
     view_.lengths = {{&length_, 1}, 1};
@@ -113,7 +134,8 @@ class Layer {
     const Limits limits = even_limits(table_, length_ * 2 / 3, 4, 32);
     WindowAttention seen;
     const WindowNeeds shared = scorer.shares();
-    if (shared.usage || shared.newest) seen = window_attention(evidence, row_windows(evidence, limits, 1, false), shared);
+    if (shared.usage || shared.newest)
+      seen = window_attention(evidence, row_windows(evidence, limits, 1, false), shared);
     return scorer.score(evidence, limits, seen);
   }
 
@@ -122,12 +144,15 @@ class Layer {
     std::vector<std::uint64_t> sums(table_.rows.size());
     at::parallel_for(0, static_cast<std::int64_t>(table_.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
       for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r)
-        sums[r] = sum_of(reinterpret_cast<const std::uint64_t*>(table_.rows[r].keys.base), table_.rows[r].keys.width * table_.rows[r].length / 8);
+        sums[r] = sum_of(reinterpret_cast<const std::uint64_t*>(table_.rows[r].keys.base),
+                         table_.rows[r].keys.width * table_.rows[r].length / 8);
     });
     benchmark::DoNotOptimize(sums.data());
   }
 
-  [[nodiscard]] double key_bytes() const { return static_cast<double>(table_.rows.front().keys.width) * length_ * static_cast<double>(table_.rows.size()); }
+  [[nodiscard]] double key_bytes() const {
+    return static_cast<double>(table_.rows.front().keys.width) * length_ * static_cast<double>(table_.rows.size());
+  }
 
  private:
   ModelSpec spec_;
@@ -160,8 +185,12 @@ const int kRegistered = [] {
     for (const Shape& shape : kShapes)
       for (const ScalarType dtype : {kFloat32, kBFloat16})
         for (const std::int32_t length : {1536, 32768}) {
-          const std::string name = std::string("Scorer/") + subject.name + "/" + shape.name + (dtype == kFloat32 ? "/f32/" : "/bf16/") + std::to_string(length);
-          benchmark::RegisterBenchmark(name.c_str(), Score, subject, shape, dtype, length)->UseManualTime()->Iterations(length > 8192 ? 9 : 41)->Unit(benchmark::kMillisecond);
+          const std::string name = std::string("Scorer/") + subject.name + "/" + shape.name +
+                                   (dtype == kFloat32 ? "/f32/" : "/bf16/") + std::to_string(length);
+          benchmark::RegisterBenchmark(name.c_str(), Score, subject, shape, dtype, length)
+              ->UseManualTime()
+              ->Iterations(length > 8192 ? 9 : 41)
+              ->Unit(benchmark::kMillisecond);
         }
   return 0;
 }();

@@ -1,6 +1,8 @@
-// A step in which nobody is due, through the public API: what an engine pays for kvkeep with every token. One observe() per layer, then step().
+// A step in which nobody is due, through the public API: what an engine pays for kvkeep with every token. One observe()
+// per layer, then step().
 //
-//   kvkeep_bench --benchmark_filter=Step        rows: Step/<policy>/<batch>, 30 layers, 9 query heads and 3 KV heads of 64 (SmolLM2-135M)
+//   kvkeep_bench --benchmark_filter=Step        rows: Step/<policy>/<batch>, 30 layers, 9 query heads and 3 KV heads of
+//   64 (SmolLM2-135M)
 //
 // `observe_us` and `step_us` are medians per step; the clock stops where an event comes.
 
@@ -22,7 +24,14 @@ constexpr std::int32_t kLayers = 30, kQueryHeads = 9, kKvHeads = 3, kDim = 64, k
 class Subject {
  public:
   Subject(const char* policy, std::int32_t batch)
-      : keeper({.query_heads = kQueryHeads, .kv_heads = kKvHeads, .key_dim = kDim, .value_dim = kDim, .softmax_scale = 0, .rope = {}, .layers = std::vector<LayerSpec>(kLayers)}, make_policy(policy)),
+      : keeper({.query_heads = kQueryHeads,
+                .kv_heads = kKvHeads,
+                .key_dim = kDim,
+                .value_dim = kDim,
+                .softmax_scale = 0,
+                .rope = {},
+                .layers = std::vector<LayerSpec>(kLayers)},
+               make_policy(policy)),
         ids_(static_cast<std::size_t>(batch)),
         lengths_(ids_.size()),
         indptr_(ids_.size() + 1),
@@ -31,13 +40,16 @@ class Subject {
     std::iota(indptr_.begin(), indptr_.end(), 0);
     for (const SequenceId id : ids_) keeper.join(id, kPrompt);
     std::ranges::fill(lengths_, kPrompt);
-    for (std::int32_t l = 0; l < kLayers; ++l) view_.layers.emplace_back(DenseKv{at::zeros({batch, kKvHeads, kCapacity, kDim}), at::zeros({batch, kKvHeads, kCapacity, kDim})});
+    for (std::int32_t l = 0; l < kLayers; ++l)
+      view_.layers.emplace_back(
+          DenseKv{at::zeros({batch, kKvHeads, kCapacity, kDim}), at::zeros({batch, kKvHeads, kCapacity, kDim})});
     view_.sequences = ids_;
     view_.lengths.data = lengths_;
   }
 
   void observe() {
-    for (std::int32_t l = 0; l < kLayers; ++l) keeper.observe({.layer = l, .sequences = ids_, .indptr = indptr_, .queries = queries_});
+    for (std::int32_t l = 0; l < kLayers; ++l)
+      keeper.observe({.layer = l, .sequences = ids_, .indptr = indptr_, .queries = queries_});
     for (std::int32_t& length : lengths_) ++length;
   }
   Report step() { return keeper.step(view_); }
@@ -75,8 +87,20 @@ void idle_step(benchmark::State& state, const char* policy) {
   state.counters["step_us"] = 1e6 * median(stepping);
 }
 
-BENCHMARK_CAPTURE(idle_step, tova, "tova,budget=256,interval=512")->Name("Step/tova")->Arg(1)->Arg(32)->UseManualTime()->Iterations(2000)->Unit(benchmark::kMicrosecond);
-BENCHMARK_CAPTURE(idle_step, ams_tova, "ams-tova,budget=256,interval=512")->Name("Step/ams-tova")->Arg(1)->Arg(32)->UseManualTime()->Iterations(2000)->Unit(benchmark::kMicrosecond);
+BENCHMARK_CAPTURE(idle_step, tova, "tova,budget=256,interval=512")
+    ->Name("Step/tova")
+    ->Arg(1)
+    ->Arg(32)
+    ->UseManualTime()
+    ->Iterations(2000)
+    ->Unit(benchmark::kMicrosecond);
+BENCHMARK_CAPTURE(idle_step, ams_tova, "ams-tova,budget=256,interval=512")
+    ->Name("Step/ams-tova")
+    ->Arg(1)
+    ->Arg(32)
+    ->UseManualTime()
+    ->Iterations(2000)
+    ->Unit(benchmark::kMicrosecond);
 
 }  // namespace
 }  // namespace kvkeep

@@ -16,17 +16,21 @@ struct Task {
 
 /// Where items, taken from the largest on, stop to fit.
 struct Cut {
-  bool there;          ///< false: all fit
-  std::uint64_t key;   ///< of the first that does not fit, and its number
+  bool there;         ///< false: all fit
+  std::uint64_t key;  ///< of the first that does not fit, and its number
   std::int32_t number;
-  std::int32_t left;   ///< room that is left when it comes
+  std::int32_t left;  ///< room that is left when it comes
 
-  [[nodiscard]] __device__ bool fits(std::uint64_t of, std::int32_t n) const { return !there || of > key || (of == key && n > number); }
+  [[nodiscard]] __device__ bool fits(std::uint64_t of, std::int32_t n) const {
+    return !there || of > key || (of == key && n > number);
+  }
 };
 
-/// Items [from, to) by key_of(i), then by the larger i, into room for `wanted`, each weight_of(i) wide. A key of 0 is no item. `histogram`: kDigits counters of shared memory.
+/// Items [from, to) by key_of(i), then by the larger i, into room for `wanted`, each weight_of(i) wide. A key of 0 is
+/// no item. `histogram`: kDigits counters of shared memory.
 template <class KeyOf, class WeightOf>
-__device__ Cut cut_of(const BlockTeam& team, std::int32_t* histogram, std::int32_t from, std::int32_t to, std::int32_t wanted, const KeyOf& key_of, const WeightOf& weight_of) {
+__device__ Cut cut_of(const BlockTeam& team, std::int32_t* histogram, std::int32_t from, std::int32_t to,
+                      std::int32_t wanted, const KeyOf& key_of, const WeightOf& weight_of) {
   const WarpTeam warp;
   Cut cut{true, 0, 0, wanted};
   std::uint64_t key_mask = 0;
@@ -93,7 +97,8 @@ __global__ void __launch_bounds__(tuning::kMostThreads) chunks_kernel(Task task)
     if (a.options.heads == ChunksOptions::Heads::shared) {  // of all heads, which mostly guard the same slots
       for (std::int64_t r = first + 1; r < first + together; ++r) {
         const Protected other = a.limits[r].guarded;
-        guarded = {other.sinks > guarded.sinks ? other.sinks : guarded.sinks, other.recents > guarded.recents ? other.recents : guarded.recents};
+        guarded = {other.sinks > guarded.sinks ? other.sinks : guarded.sinks,
+                   other.recents > guarded.recents ? other.recents : guarded.recents};
       }
       guarded = protect(length, a.limits[first].budget, guarded.sinks, guarded.recents, a.variant);
     }
@@ -102,7 +107,8 @@ __global__ void __launch_bounds__(tuning::kMostThreads) chunks_kernel(Task task)
     std::uint64_t* keys = task.keys + first * task.chunks;
     for (std::int32_t t = team.rank(); t < length; t += team.size()) {
       auto sum = static_cast<double>(a.scores[a.rows[first].first + t]);
-      for (std::int64_t r = first + 1; r < first + together; ++r) sum += static_cast<double>(a.scores[a.rows[r].first + t]);
+      for (std::int64_t r = first + 1; r < first + together; ++r)
+        sum += static_cast<double>(a.scores[a.rows[r].first + t]);
       sums[t] = sum;
     }
     team.sync();
@@ -113,15 +119,18 @@ __global__ void __launch_bounds__(tuning::kMostThreads) chunks_kernel(Task task)
     }
     team.sync();
 
-    const Cut whole = cut_of(team, histogram, 0, chunks, kept - guarded.count(), [&](std::int32_t c) { return keys[c]; },
-                             [&](std::int32_t c) {
-                               const SlotRange slots = free_slots(c, chunk, length, guarded);
-                               return slots.to - slots.from;
-                             });
+    const Cut whole = cut_of(
+        team, histogram, 0, chunks, kept - guarded.count(), [&](std::int32_t c) { return keys[c]; },
+        [&](std::int32_t c) {
+          const SlotRange slots = free_slots(c, chunk, length, guarded);
+          return slots.to - slots.from;
+        });
     Cut part{true, ~std::uint64_t{0}, 0, 0};  // of the chunk that does not fit
     if (whole.there && whole.left > 0) {
       const SlotRange slots = free_slots(whole.number, chunk, length, guarded);
-      part = cut_of(team, histogram, slots.from, slots.to, whole.left, [&](std::int32_t t) { return score_key(sums[t]); }, [](std::int32_t) { return 1; });
+      part = cut_of(
+          team, histogram, slots.from, slots.to, whole.left, [&](std::int32_t t) { return score_key(sums[t]); },
+          [](std::int32_t) { return 1; });
     }
     const auto keeps = [&](std::int32_t t) {
       if (guarded.holds(t, length)) return true;
@@ -164,7 +173,8 @@ void launch_chunks(const ChunksArguments& a, Stream stream) {
   Task task{};
   divide(a, task);
   const std::int32_t together = a.options.heads == ChunksOptions::Heads::shared ? a.heads : 1;
-  launch("chunks", chunks_kernel, {.blocks = blocks_for(a.count / together), .threads = tuning::threads_for(a.longest)}, stream, task);
+  launch("chunks", chunks_kernel, {.blocks = blocks_for(a.count / together), .threads = tuning::threads_for(a.longest)},
+         stream, task);
 }
 
 }  // namespace kvkeep::cuda

@@ -10,9 +10,11 @@ namespace {
 using tuning::kCompactThreads;
 using tuning::kCompactWords;
 
-/// Moves one side of one row upwards, tile by tile. Every slot of a tile has been read before the first of it is written; what is read later lies behind it.
+/// Moves one side of one row upwards, tile by tile. Every slot of a tile has been read before the first of it is
+/// written; what is read later lies behind it.
 template <class Word>
-__device__ void move_side(const SlotAddress& from, const SlotAddress& to, const std::int32_t* kept, std::int64_t count) {
+__device__ void move_side(const SlotAddress& from, const SlotAddress& to, const std::int32_t* kept,
+                          std::int64_t count) {
   const auto words = static_cast<std::int32_t>(from.width / static_cast<std::int64_t>(sizeof(Word)));  // of one slot
   constexpr std::int64_t kTile = std::int64_t{kCompactThreads} * kCompactWords;
   const std::int64_t all = count * words;
@@ -40,11 +42,15 @@ __device__ void move_side(const SlotAddress& from, const SlotAddress& to, const 
 
 /// What every slot of both sides must be aligned to, as set bits.
 __device__ inline std::uint64_t alignment_of(const SlotAddress& a, const SlotAddress& b) {
-  return reinterpret_cast<std::uintptr_t>(a.base) | reinterpret_cast<std::uintptr_t>(b.base) | static_cast<std::uint64_t>(a.stride) | static_cast<std::uint64_t>(b.stride) |
-         static_cast<std::uint64_t>(a.width) | static_cast<std::uint64_t>(a.page_stride) | static_cast<std::uint64_t>(b.page_stride);
+  return reinterpret_cast<std::uintptr_t>(a.base) | reinterpret_cast<std::uintptr_t>(b.base) |
+         static_cast<std::uint64_t>(a.stride) | static_cast<std::uint64_t>(b.stride) |
+         static_cast<std::uint64_t>(a.width) | static_cast<std::uint64_t>(a.page_stride) |
+         static_cast<std::uint64_t>(b.page_stride);
 }
 
-__device__ SlotAddress column(const void* base) { return {reinterpret_cast<std::byte*>(const_cast<void*>(base)), 4, 4}; }
+__device__ SlotAddress column(const void* base) {
+  return {reinterpret_cast<std::byte*>(const_cast<void*>(base)), 4, 4};
+}
 
 constexpr unsigned kSides = 7;  ///< keys, values, their scales, positions, credit, tally
 
@@ -54,15 +60,22 @@ __global__ void __launch_bounds__(tuning::kCompactThreads) compact_kernel(Compac
     const std::int32_t* kept = a.slots + begin;
     const Row& row = a.rows[r];
     if (blockIdx.y < 4) {
-      const SlotAddress& side = blockIdx.y == 0 ? row.keys : blockIdx.y == 1 ? row.values : blockIdx.y == 2 ? row.key_scales : row.value_scales;
+      const SlotAddress& side = blockIdx.y == 0   ? row.keys
+                                : blockIdx.y == 1 ? row.values
+                                : blockIdx.y == 2 ? row.key_scales
+                                                  : row.value_scales;
       if (side.width == 0) continue;
       SlotAddress to = side;
       if (to.pages != nullptr && a.pages_after != nullptr) to.pages = a.pages_after + row.sequence * a.pages_stride;
       with_word(alignment_of(side, to), [&](auto word) { move_side<decltype(word)>(side, to, kept, count); });
     } else if (a.columns != nullptr) {
       const ColumnMove& move = a.columns[r];
-      const void* from = blockIdx.y == 4 ? static_cast<const void*>(move.positions) : blockIdx.y == 5 ? move.new_credit : move.new_tally;
-      const void* to = blockIdx.y == 4 ? static_cast<const void*>(move.positions) : blockIdx.y == 5 ? move.credit : move.tally;
+      const void* from = blockIdx.y == 4   ? static_cast<const void*>(move.positions)
+                         : blockIdx.y == 5 ? move.new_credit
+                                           : move.new_tally;
+      const void* to = blockIdx.y == 4   ? static_cast<const void*>(move.positions)
+                       : blockIdx.y == 5 ? move.credit
+                                         : move.tally;
       if (from == nullptr || to == nullptr) continue;
       move_side<std::uint32_t>(column(from), column(to), kept, count);
     }
@@ -86,18 +99,22 @@ __global__ void __launch_bounds__(tuning::kCompactThreads) gather_kernel(GatherA
     if (to == nullptr) continue;
     to += begin * side.width;
     const SlotAddress packed{to, side.width, side.width};
-    with_word(alignment_of(side, packed), [&](auto word) { gather_side<decltype(word)>(side, a.slots + begin, count, to); });
+    with_word(alignment_of(side, packed),
+              [&](auto word) { gather_side<decltype(word)>(side, a.slots + begin, count, to); });
   }
 }
 
 }  // namespace
 
 void launch_compact(const CompactArguments& arguments, Stream stream) {
-  launch("compact", compact_kernel, {.blocks = blocks_for(arguments.count, kSides), .threads = kCompactThreads, .shared_bytes = 0}, stream, arguments);
+  launch("compact", compact_kernel,
+         {.blocks = blocks_for(arguments.count, kSides), .threads = kCompactThreads, .shared_bytes = 0}, stream,
+         arguments);
 }
 
 void launch_gather(const GatherArguments& arguments, Stream stream) {
-  launch("gather", gather_kernel, {.blocks = blocks_for(arguments.count, 2), .threads = kCompactThreads, .shared_bytes = 0}, stream, arguments);
+  launch("gather", gather_kernel,
+         {.blocks = blocks_for(arguments.count, 2), .threads = kCompactThreads, .shared_bytes = 0}, stream, arguments);
 }
 
 }  // namespace kvkeep::cuda

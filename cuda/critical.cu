@@ -23,7 +23,9 @@ struct Task {
   std::int32_t chunks;  ///< blocks of the longest row
 };
 
-__device__ inline bool is_cut(const CriticalArguments& a, std::int64_t r) { return a.evidence.limits[r].due && a.indptr[r + 1] - a.indptr[r] < a.evidence.rows[r].length; }
+__device__ inline bool is_cut(const CriticalArguments& a, std::int64_t r) {
+  return a.evidence.limits[r].due && a.indptr[r + 1] - a.indptr[r] < a.evidence.rows[r].length;
+}
 
 /// Calls body(row, its number, first slot) for every chunk of a row that is cut.
 template <class Body>
@@ -39,9 +41,12 @@ __device__ void each_cut_chunk(const Task& task, std::int32_t chunk, Body&& body
 /// W_o of one query head of a row, hidden unit by hidden unit.
 template <class W>
 __device__ SlotAddress weights_of(const CriticalArguments& a, const Row& row, std::int32_t g) {
-  const std::int64_t heads = std::int64_t{a.evidence.kv_heads} * a.evidence.group, head = std::int64_t{row.head} * a.evidence.group + g;
+  const std::int64_t heads = std::int64_t{a.evidence.kv_heads} * a.evidence.group,
+                     head = std::int64_t{row.head} * a.evidence.group + g;
   auto* base = static_cast<std::byte*>(const_cast<void*>(a.projections[row.layer]));
-  return {base + head * a.value_dim * static_cast<std::int64_t>(sizeof(W)), heads * a.value_dim * static_cast<std::int64_t>(sizeof(W)), a.value_dim * static_cast<std::int64_t>(sizeof(W))};
+  return {base + head * a.value_dim * static_cast<std::int64_t>(sizeof(W)),
+          heads * a.value_dim * static_cast<std::int64_t>(sizeof(W)),
+          a.value_dim * static_cast<std::int64_t>(sizeof(W))};
 }
 
 __device__ inline float value_scale(const CriticalArguments& a, const Row& row, std::int64_t slot) {
@@ -50,20 +55,26 @@ __device__ inline float value_scale(const CriticalArguments& a, const Row& row, 
 
 /// Values as S, whatever they are stored as.
 template <class S>
-__device__ void stage_values(const Task& task, const Row& row, std::int32_t begin, std::int32_t rows, S* to, std::int32_t stride) {
+__device__ void stage_values(const Task& task, const Row& row, std::int32_t begin, std::int32_t rows, S* to,
+                             std::int32_t stride) {
   const bool aligned = is_aligned(row.values);
   const auto plain = [](std::int32_t) { return 1.0F; };
   const std::int32_t dim = task.a.value_dim;
   switch (task.a.values) {
     case Element::f16:
-      if constexpr (!std::is_same_v<S, __nv_bfloat16>) stage_as<__half, S>(row.values, aligned, begin, row.length, rows, dim, task.padded, to, stride, plain);
+      if constexpr (!std::is_same_v<S, __nv_bfloat16>)
+        stage_as<__half, S>(row.values, aligned, begin, row.length, rows, dim, task.padded, to, stride, plain);
       return;
     case Element::bf16:
-      if constexpr (!std::is_same_v<S, __half>) stage_as<__nv_bfloat16, S>(row.values, aligned, begin, row.length, rows, dim, task.padded, to, stride, plain);
+      if constexpr (!std::is_same_v<S, __half>)
+        stage_as<__nv_bfloat16, S>(row.values, aligned, begin, row.length, rows, dim, task.padded, to, stride, plain);
       return;
-    case Element::fp8_e4m3: stage_as<Fp8, S>(row.values, aligned, begin, row.length, rows, dim, task.padded, to, stride, plain); return;
+    case Element::fp8_e4m3:
+      stage_as<Fp8, S>(row.values, aligned, begin, row.length, rows, dim, task.padded, to, stride, plain);
+      return;
     default:
-      if constexpr (std::is_same_v<S, float>) stage_as<float, S>(row.values, aligned, begin, row.length, rows, dim, task.padded, to, stride, plain);
+      if constexpr (std::is_same_v<S, float>)
+        stage_as<float, S>(row.values, aligned, begin, row.length, rows, dim, task.padded, to, stride, plain);
   }
 }
 
@@ -116,7 +127,8 @@ __global__ void __launch_bounds__(kPanelThreads, 4) plain_kernel(Task task) {
     for (int i = 0; i < 4; ++i) {
       const float sum = sum_of_rows(sums[i]);
       const std::int32_t t = begin + place.slot0 + 4 * i;
-      if (place.row0 == 0 && t < row.length) task.sizes[row.first + t] = sum / static_cast<float>(a.evidence.group) * fabsf(value_scale(a, row, t));
+      if (place.row0 == 0 && t < row.length)
+        task.sizes[row.first + t] = sum / static_cast<float>(a.evidence.group) * fabsf(value_scale(a, row, t));
     }
   });
 }
@@ -164,7 +176,8 @@ __global__ void __launch_bounds__(kCriticalThreads, 4) unit_kernel(Task task) {
       const bool aligned = is_aligned(weights);
       for (std::int32_t from = 0; from < a.hidden; from += kCriticalHidden) {
         __syncthreads();
-        stage_as<S, S>(weights, aligned, from, a.hidden, kCriticalHidden, a.value_dim, task.padded, staged, parts.stride, [](std::int32_t) { return 1.0F; });
+        stage_as<S, S>(weights, aligned, from, a.hidden, kCriticalHidden, a.value_dim, task.padded, staged,
+                       parts.stride, [](std::int32_t) { return 1.0F; });
         __syncthreads();
         if (!live) continue;
         Product product[2][2];
@@ -204,7 +217,8 @@ __global__ void __launch_bounds__(kCriticalThreads, 4) unit_kernel(Task task) {
       for (int k = 0; k < 8; ++k) sum += scratch[lane / 2 * kScratchStride + lane % 2 * 8 + k];
       sum += __shfl_xor_sync(kWholeWarp, sum, 1);
       const std::int32_t t = begin + first + i * 16 + lane / 2;
-      if (lane % 2 == 0 && t < row.length) task.sizes[row.first + t] = sum / static_cast<float>(a.evidence.group) * fabsf(value_scale(a, row, t));
+      if (lane % 2 == 0 && t < row.length)
+        task.sizes[row.first + t] = sum / static_cast<float>(a.evidence.group) * fabsf(value_scale(a, row, t));
     }
   });
 }
@@ -223,49 +237,76 @@ __global__ void __launch_bounds__(tuning::kMostThreads) critical_kernel(Task tas
       continue;
     }
     const auto budget = static_cast<std::int32_t>(a.indptr[r + 1] - a.indptr[r]);
-    const std::int32_t share = share_of(a.first_stage, budget), first = share > guarded.count() ? share : guarded.count();
+    const std::int32_t share = share_of(a.first_stage, budget),
+                       first = share > guarded.count() ? share : guarded.count();
     const float *scores = a.scores + row.first, *sizes = task.sizes + row.first;
     const auto by_score = [&](std::int32_t t) { return guarded.holds(t, row.length) ? 0 : rank_key(scores[t], t); };
-    const std::uint64_t least = first > guarded.count() ? least_kept(team, histogram, 0, row.length, first - guarded.count(), by_score) : ~std::uint64_t{0};
+    const std::uint64_t least = first > guarded.count()
+                                    ? least_kept(team, histogram, 0, row.length, first - guarded.count(), by_score)
+                                    : ~std::uint64_t{0};
     const auto by_size = [&](std::int32_t t) -> std::uint64_t {
       if (guarded.holds(t, row.length) || by_score(t) >= least) return 0;
       const float rank = (scores[t] + kEpsilon) * sizes[t];
       return rank_key(is_number(sizes[t]) ? rank : sizes[t] - sizes[t], t);  // NaN ranks last
     };
-    const std::uint64_t least_of_rest = budget > first ? least_kept(team, histogram, 0, row.length, budget - first, by_size) : ~std::uint64_t{0};
-    write_kept(team, row.length, [&](std::int32_t t) { return guarded.holds(t, row.length) || by_score(t) >= least || by_size(t) >= least_of_rest; }, slots);
+    const std::uint64_t least_of_rest =
+        budget > first ? least_kept(team, histogram, 0, row.length, budget - first, by_size) : ~std::uint64_t{0};
+    write_kept(
+        team, row.length,
+        [&](std::int32_t t) {
+          return guarded.holds(t, row.length) || by_score(t) >= least || by_size(t) >= least_of_rest;
+        },
+        slots);
   }
 }
 
 template <class S>
 void launch_unit(Task& task, Stream stream) {
   task.chunks = (task.a.evidence.longest + kUnitSlots - 1) / kUnitSlots;
-  launch("critical_sizes", unit_kernel<S>, {.blocks = blocks_for(std::int64_t{task.a.evidence.count} * task.chunks), .threads = kCriticalThreads, .shared_bytes = UnitShared<S>(task.padded).bytes}, stream, task);
+  launch("critical_sizes", unit_kernel<S>,
+         {.blocks = blocks_for(std::int64_t{task.a.evidence.count} * task.chunks),
+          .threads = kCriticalThreads,
+          .shared_bytes = UnitShared<S>(task.padded).bytes},
+         stream, task);
 }
 
 template <class W>
 void launch_plain(Task& task, Stream stream) {
   task.chunks = (task.a.evidence.longest + kPanelSlots - 1) / kPanelSlots;
-  launch("critical_sizes", plain_kernel<W>, {.blocks = blocks_for(std::int64_t{task.a.evidence.count} * task.chunks), .threads = kPanelThreads, .shared_bytes = PlainShared(task.padded).bytes}, stream, task);
+  launch("critical_sizes", plain_kernel<W>,
+         {.blocks = blocks_for(std::int64_t{task.a.evidence.count} * task.chunks),
+          .threads = kPanelThreads,
+          .shared_bytes = PlainShared(task.padded).bytes},
+         stream, task);
 }
 
 }  // namespace
 
-std::int64_t critical_workspace_bytes(const CriticalArguments& arguments) { return arguments.slots_in_all * static_cast<std::int64_t>(sizeof(float)); }
+std::int64_t critical_workspace_bytes(const CriticalArguments& arguments) {
+  return arguments.slots_in_all * static_cast<std::int64_t>(sizeof(float));
+}
 
 void launch_critical(const CriticalArguments& a, Stream stream) {
   check_dim("critical: values", a.value_dim);
   KVKEEP_REQUIRE(a.projection != Element::fp8_e4m3, "critical: W_o can be read as f32, f16 or bf16; given fp8");
-  KVKEEP_REQUIRE(a.first_stage >= 0 && a.first_stage <= 1, "critical: first_stage; given ", a.first_stage, "; allowed 0 to 1");
+  KVKEEP_REQUIRE(a.first_stage >= 0 && a.first_stage <= 1, "critical: first_stage; given ", a.first_stage,
+                 "; allowed 0 to 1");
   if (a.evidence.count == 0 || a.evidence.longest == 0) return;
   Task task{a, static_cast<float*>(a.workspace), (a.value_dim + 15) / 16 * 16, 0};
-  const bool unit = a.matrix_unit && a.projection != Element::f32 && (a.values == a.projection || a.values == Element::fp8_e4m3);
-  if (unit && a.projection == Element::f16) launch_unit<__half>(task, stream);
-  else if (unit) launch_unit<__nv_bfloat16>(task, stream);
-  else if (a.projection == Element::f16) launch_plain<__half>(task, stream);
-  else if (a.projection == Element::bf16) launch_plain<__nv_bfloat16>(task, stream);
-  else launch_plain<float>(task, stream);
-  launch("critical", critical_kernel, {.blocks = blocks_for(a.evidence.count), .threads = tuning::threads_for(a.evidence.longest)}, stream, task);
+  const bool unit =
+      a.matrix_unit && a.projection != Element::f32 && (a.values == a.projection || a.values == Element::fp8_e4m3);
+  if (unit && a.projection == Element::f16)
+    launch_unit<__half>(task, stream);
+  else if (unit)
+    launch_unit<__nv_bfloat16>(task, stream);
+  else if (a.projection == Element::f16)
+    launch_plain<__half>(task, stream);
+  else if (a.projection == Element::bf16)
+    launch_plain<__nv_bfloat16>(task, stream);
+  else
+    launch_plain<float>(task, stream);
+  launch("critical", critical_kernel,
+         {.blocks = blocks_for(a.evidence.count), .threads = tuning::threads_for(a.evidence.longest)}, stream, task);
 }
 
 }  // namespace kvkeep::cuda

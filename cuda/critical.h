@@ -1,8 +1,9 @@
 #pragma once
 /// CriticalKV with equal heads on a GPU. Same contract as `kvkeep::Critical`, with fp8 values too.
 ///
-/// Where the output weights are f16 or bf16 and the values of the same dtype or fp8, products are exact and summed in f32 on matrix units; else they run in f32, one chain of
-/// multiply-adds over the head dimension. v[t] is off from the CPU's by what an f32 sum over hidden * G terms in another order is, about 1e-6 of itself: two slots that the second
+/// Where the output weights are f16 or bf16 and the values of the same dtype or fp8, products are exact and summed in
+/// f32 on matrix units; else they run in f32, one chain of multiply-adds over the head dimension. v[t] is off from the
+/// CPU's by what an f32 sum over hidden * G terms in another order is, about 1e-6 of itself: two slots that the second
 /// stage ranks closer than that may change places. Equal values of a row weigh equal bits wherever they lie.
 
 #include "evidence.h"
@@ -11,26 +12,31 @@
 namespace kvkeep::cuda {
 
 struct CriticalArguments {
-  EvidenceArguments evidence;                  ///< reads rows with their values, limits, count, longest, kv_heads and group; limits must be there
+  EvidenceArguments
+      evidence;  ///< reads rows with their values, limits, count, longest, kv_heads and group; limits must be there
   Element values = Element::f32;
-  std::int32_t value_dim = 0;                  ///< Dv, 1 to 256
-  const void* const* projections = nullptr;    ///< [layers] W_o, contiguous [hidden, Hq * Dv]; Row::layer counts them. Of layers that are not cut anything
-  Element projection = Element::f32;           ///< f32, f16 or bf16
+  std::int32_t value_dim = 0;                ///< Dv, 1 to 256
+  const void* const* projections = nullptr;  ///< [layers] W_o, contiguous [hidden, Hq * Dv]; Row::layer counts them. Of
+                                             ///< layers that are not cut anything
+  Element projection = Element::f32;         ///< f32, f16 or bf16
   std::int32_t hidden = 0;
-  double first_stage = 0.5;                    ///< CriticalOptions::first_stage, [0, 1]
-  bool matrix_unit = true;                     ///< false: f32 whatever the dtypes
-  std::int64_t slots_in_all = 0;               ///< sum of the rows' lengths
-  const float* scores = nullptr;               ///< f32 flat, not negative
-  const std::int64_t* indptr = nullptr;        ///< i64 [count + 1] where each row's kept slots go: min(budget, length) of a due row, all of another
-  std::int32_t* slots = nullptr;               ///< i32 [indptr[count]] out, ascending in each row
-  void* workspace = nullptr;                   ///< critical_workspace_bytes(), aligned to 4; holds f32 v[t] of the rows that were cut, flat, afterwards
+  double first_stage = 0.5;       ///< CriticalOptions::first_stage, [0, 1]
+  bool matrix_unit = true;        ///< false: f32 whatever the dtypes
+  std::int64_t slots_in_all = 0;  ///< sum of the rows' lengths
+  const float* scores = nullptr;  ///< f32 flat, not negative
+  const std::int64_t* indptr =
+      nullptr;  ///< i64 [count + 1] where each row's kept slots go: min(budget, length) of a due row, all of another
+  std::int32_t* slots = nullptr;  ///< i32 [indptr[count]] out, ascending in each row
+  void* workspace = nullptr;  ///< critical_workspace_bytes(), aligned to 4; holds f32 v[t] of the rows that were cut,
+                              ///< flat, afterwards
 };
 
 /// 4 bytes a slot.
 [[nodiscard]] std::int64_t critical_workspace_bytes(const CriticalArguments& arguments);
 
-/// Two launches: value sizes, a block for every 128 slots (in f32 64) of a row; selection, a block a row. A value is read once, the weights of a row's heads once for each block.
-/// Cost: flop as on the CPU. Throws InvalidArgument for head sizes outside 1 to 256, fp8 weights, and a first stage outside [0, 1].
+/// Two launches: value sizes, a block for every 128 slots (in f32 64) of a row; selection, a block a row. A value is
+/// read once, the weights of a row's heads once for each block. Cost: flop as on the CPU. Throws InvalidArgument for
+/// head sizes outside 1 to 256, fp8 weights, and a first stage outside [0, 1].
 void launch_critical(const CriticalArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

@@ -17,7 +17,9 @@ struct Fp8 {
 __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(__half x) { return __half2float(x); }
 __device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ inline __half to_half(Fp8 x) { return __half(__nv_cvt_fp8_to_halfraw(x.bits, __NV_E4M3)); }  // every e4m3 is an f16
+__device__ inline __half to_half(Fp8 x) {
+  return __half(__nv_cvt_fp8_to_halfraw(x.bits, __NV_E4M3));
+}  // every e4m3 is an f16
 __device__ inline float to_float(Fp8 x) { return __half2float(to_half(x)); }
 
 __device__ inline void from_float(float x, float& to) { to = x; }
@@ -28,10 +30,14 @@ __device__ inline void from_float(float x, __nv_bfloat16& to) { to = __float2bfl
 template <class Body>
 decltype(auto) with_element(Element element, Body&& body) {
   switch (element) {
-    case Element::f16: return body(__half{});
-    case Element::bf16: return body(__nv_bfloat16{});
-    case Element::fp8_e4m3: return body(Fp8{});
-    default: return body(float{});
+    case Element::f16:
+      return body(__half{});
+    case Element::bf16:
+      return body(__nv_bfloat16{});
+    case Element::fp8_e4m3:
+      return body(Fp8{});
+    default:
+      return body(float{});
   }
 }
 
@@ -39,9 +45,12 @@ decltype(auto) with_element(Element element, Body&& body) {
 template <class Body>
 decltype(auto) with_wide_element(Element element, Body&& body) {
   switch (element) {
-    case Element::f16: return body(__half{});
-    case Element::bf16: return body(__nv_bfloat16{});
-    default: return body(float{});
+    case Element::f16:
+      return body(__half{});
+    case Element::bf16:
+      return body(__nv_bfloat16{});
+    default:
+      return body(float{});
   }
 }
 
@@ -60,10 +69,13 @@ struct alignas(16) Elements {
 
 /// True where every slot's vector begins at a multiple of 16 bytes.
 __device__ inline bool is_aligned(const SlotAddress& side) {
-  return ((reinterpret_cast<std::uintptr_t>(side.base) | static_cast<std::uint64_t>(side.stride) | static_cast<std::uint64_t>(side.page_stride)) & 15U) == 0;
+  return ((reinterpret_cast<std::uintptr_t>(side.base) | static_cast<std::uint64_t>(side.stride) |
+           static_cast<std::uint64_t>(side.page_stride)) &
+          15U) == 0;
 }
 
-/// Elements [from, from + kPerWord) of a vector of `dim` as f32, zeros behind its end. `aligned`: the vector begins at a multiple of 16 bytes; from is one of kPerWord.
+/// Elements [from, from + kPerWord) of a vector of `dim` as f32, zeros behind its end. `aligned`: the vector begins at
+/// a multiple of 16 bytes; from is one of kPerWord.
 template <class T>
 __device__ inline void load_floats(const T* vector, std::int32_t from, std::int32_t dim, bool aligned, float* to) {
   if (aligned && from + kPerWord<T> <= dim) {
@@ -76,9 +88,11 @@ __device__ inline void load_floats(const T* vector, std::int32_t from, std::int3
   for (int i = 0; i < kPerWord<T>; ++i) to[i] = from + i < dim ? to_float(vector[from + i]) : 0.0F;
 }
 
-/// Copies components [d0, d0 + n) of slots [begin, end) to rows of `stride` bytes; zeros behind them up to a whole word of 16 bytes.
+/// Copies components [d0, d0 + n) of slots [begin, end) to rows of `stride` bytes; zeros behind them up to a whole word
+/// of 16 bytes.
 template <class T>
-__device__ void stage_keys(const SlotAddress& keys, bool aligned, std::int32_t begin, std::int32_t end, std::int32_t d0, std::int32_t n, std::byte* to, std::int32_t stride) {
+__device__ void stage_keys(const SlotAddress& keys, bool aligned, std::int32_t begin, std::int32_t end, std::int32_t d0,
+                           std::int32_t n, std::byte* to, std::int32_t stride) {
   const std::int32_t words = (n + kPerWord<T> - 1) / kPerWord<T>, all = (end - begin) * words;
   for (auto i = static_cast<std::int32_t>(threadIdx.x); i < all; i += static_cast<std::int32_t>(blockDim.x)) {
     const std::int32_t slot = i / words, d = (i - slot * words) * kPerWord<T>;
@@ -110,11 +124,11 @@ struct alignas(sizeof(T) * kCount) Piece {
   T x[kCount];
 };
 
-/// Writes slots [begin, end) of one side as S to `rows` rows of `stride` elements, with zeros from component `dim` up to `padded` and in the rows behind the last slot.
-/// `padded`: a multiple of 8. f32 is multiplied with scale_of(slot).
+/// Writes slots [begin, end) of one side as S to `rows` rows of `stride` elements, with zeros from component `dim` up
+/// to `padded` and in the rows behind the last slot. `padded`: a multiple of 8. f32 is multiplied with scale_of(slot).
 template <class T, class S, class ScaleOf>
-__device__ void stage_as(const SlotAddress& side, bool aligned, std::int32_t begin, std::int32_t end, std::int32_t rows, std::int32_t dim, std::int32_t padded, S* to, std::int32_t stride,
-                         const ScaleOf& scale_of) {
+__device__ void stage_as(const SlotAddress& side, bool aligned, std::int32_t begin, std::int32_t end, std::int32_t rows,
+                         std::int32_t dim, std::int32_t padded, S* to, std::int32_t stride, const ScaleOf& scale_of) {
   constexpr std::int32_t kCount = kPerWord<S>;
   const std::int32_t words = padded / kCount;
   for (auto i = static_cast<std::int32_t>(threadIdx.x); i < rows * words; i += static_cast<std::int32_t>(blockDim.x)) {
@@ -145,15 +159,21 @@ __device__ void stage_as(const SlotAddress& side, bool aligned, std::int32_t beg
 /// What the keys of a slot are multiplied with: its scale where keys are fp8, else 1.
 template <class T>
 __device__ inline float key_scale(const Row& row, std::int64_t slot) {
-  if constexpr (std::is_same_v<T, Fp8>) return *reinterpret_cast<const float*>(row.key_scales.at(slot));
-  else return 1.0F;
+  if constexpr (std::is_same_v<T, Fp8>)
+    return *reinterpret_cast<const float*>(row.key_scales.at(slot));
+  else
+    return 1.0F;
 }
 
 /// False for NaN and the infinities.
 __device__ inline bool is_number(float x) { return x - x == 0.0F; }
 
 /// Throws InvalidArgument for a head size that the kernels do not know.
-inline void check_dim(const char* operation, std::int32_t dim) { KVKEEP_REQUIRE(dim >= 1 && dim <= 256, operation, ": head size; given ", dim, "; allowed 1 to 256"); }
-inline void check_pool(const char* operation, std::int32_t pool) { KVKEEP_REQUIRE(pool >= 1 && pool % 2 == 1, operation, ": pool; given ", pool, "; allowed odd numbers from 1 on"); }
+inline void check_dim(const char* operation, std::int32_t dim) {
+  KVKEEP_REQUIRE(dim >= 1 && dim <= 256, operation, ": head size; given ", dim, "; allowed 1 to 256");
+}
+inline void check_pool(const char* operation, std::int32_t pool) {
+  KVKEEP_REQUIRE(pool >= 1 && pool % 2 == 1, operation, ": pool; given ", pool, "; allowed odd numbers from 1 on");
+}
 
 }  // namespace kvkeep::cuda

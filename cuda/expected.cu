@@ -24,7 +24,8 @@ using tuning::kMomentThreads;
 constexpr float kMost = std::numeric_limits<float>::max() / 2, kLeast = -std::numeric_limits<float>::infinity();
 constexpr std::int32_t kMeanHeads = 16;  ///< heads whose means are multiplied together on matrix units
 constexpr std::int32_t kMeanParts = 3;
-constexpr std::size_t kMomentShared = std::size_t{92} << 10;  ///< what a block of the chips with the least can have, besides what is declared
+constexpr std::size_t kMomentShared =
+    std::size_t{92} << 10;  ///< what a block of the chips with the least can have, besides what is declared
 
 KVKEEP_HD inline std::int32_t round_up(std::int32_t n, std::int32_t to) { return (n + to - 1) / to * to; }
 
@@ -51,11 +52,16 @@ struct Task {
   std::int32_t padded, rows, chunks;
   bool unit;
 
-  [[nodiscard]] __device__ float* logits_of(std::int64_t r) const { return logits + a.evidence.rows[r].first * a.evidence.group; }
+  [[nodiscard]] __device__ float* logits_of(std::int64_t r) const {
+    return logits + a.evidence.rows[r].first * a.evidence.group;
+  }
   [[nodiscard]] KVKEEP_HD std::int32_t backs() const { return a.post_rope && a.pairs > 0 ? a.queries : 0; }
-  [[nodiscard]] __device__ bool given(std::int64_t group) const { return a.moments != nullptr && a.moments[group].mean != nullptr; }
+  [[nodiscard]] __device__ bool given(std::int64_t group) const {
+    return a.moments != nullptr && a.moments[group].mean != nullptr;
+  }
   [[nodiscard]] KVKEEP_HD std::int64_t mean_bytes() const {  ///< of one row
-    return std::int64_t{padded} * (unit ? round_up(a.evidence.group, kMeanHeads) * kMeanParts * 2 : a.evidence.group * 4);
+    return std::int64_t{padded} *
+           (unit ? round_up(a.evidence.group, kMeanHeads) * kMeanParts * 2 : a.evidence.group * 4);
   }
   [[nodiscard]] KVKEEP_HD std::int64_t factor_bytes() const { return std::int64_t{rows} * padded * 4; }
 };
@@ -65,15 +71,19 @@ struct Counted {
   std::int32_t first = 0, count = 0;
 };
 
-__device__ std::int32_t oldest_of(const Task& task, const QueryWindow& view) { return view.count > task.a.queries ? view.count - task.a.queries : 0; }
+__device__ std::int32_t oldest_of(const Task& task, const QueryWindow& view) {
+  return view.count > task.a.queries ? view.count - task.a.queries : 0;
+}
 
 __device__ Counted counted_of(const Task& task, std::int64_t group) {
   const QueryWindow& view = task.a.evidence.queries[group];
   std::int32_t low = oldest_of(task, view), high = view.count;
   while (low < high) {
     const std::int32_t middle = low + (high - low) / 2;
-    if (view.position(middle) < task.a.sink) low = middle + 1;
-    else high = middle;
+    if (view.position(middle) < task.a.sink)
+      low = middle + 1;
+    else
+      high = middle;
   }
   return {low, view.count - low};
 }
@@ -93,7 +103,8 @@ __global__ void __launch_bounds__(tuning::kTurnThreads) turns_kernel(Task task) 
     const auto i = static_cast<std::int32_t>(n - group * each);
     if (i == task.backs()) {
       for (auto f = static_cast<std::int32_t>(threadIdx.x); f < task.a.pairs; f += tuning::kTurnThreads) {
-        const RopeMeanTurn turn = rope_mean_turn(task.a.next_positions[group], task.a.future, task.a.inv_freq[f], task.a.attention_scaling);
+        const RopeMeanTurn turn =
+            rope_mean_turn(task.a.next_positions[group], task.a.future, task.a.inv_freq[f], task.a.attention_scaling);
         task.future[group * task.a.pairs + f] = {turn.cosine, turn.sine};
       }
       continue;
@@ -120,12 +131,16 @@ __device__ void split(float x, std::int32_t count, std::int32_t padded, std::int
   }
 }
 __device__ void store(const Task& task, float x, std::int32_t parts, std::int32_t d, std::byte* row) {
-  if (!task.unit) reinterpret_cast<float*>(row)[d] = x;
-  else if (task.a.evidence.keys == Element::bf16) split<__nv_bfloat16>(x, parts, task.padded, d, row);
-  else split<__half>(x, parts, task.padded, d, row);
+  if (!task.unit)
+    reinterpret_cast<float*>(row)[d] = x;
+  else if (task.a.evidence.keys == Element::bf16)
+    split<__nv_bfloat16>(x, parts, task.padded, d, row);
+  else
+    split<__half>(x, parts, task.padded, d, row);
 }
 
-/// Power of two that brings numbers up to `largest` to less than 2, as its exponent; such that neither it nor its inverse leaves f32.
+/// Power of two that brings numbers up to `largest` to less than 2, as its exponent; such that neither it nor its
+/// inverse leaves f32.
 __device__ std::int32_t exponent_of(float largest) {
   const std::int32_t exponent = static_cast<std::int32_t>(__float_as_uint(largest) >> 23U) - 127;
   if (largest == 0 || exponent == 128) return 0;
@@ -137,8 +152,12 @@ struct Triangle {
   float* base;
   std::int32_t dim, stride;  ///< stride 0: a triangle
 
-  [[nodiscard]] __device__ std::int32_t row(std::int32_t i) const { return stride > 0 ? i * stride : i * (2 * dim - i - 1) / 2; }
-  [[nodiscard]] __device__ std::int32_t step(std::int32_t i) const { return stride > 0 ? stride : dim - i - 1; }  ///< from row i to the next
+  [[nodiscard]] __device__ std::int32_t row(std::int32_t i) const {
+    return stride > 0 ? i * stride : i * (2 * dim - i - 1) / 2;
+  }
+  [[nodiscard]] __device__ std::int32_t step(std::int32_t i) const {
+    return stride > 0 ? stride : dim - i - 1;
+  }  ///< from row i to the next
   [[nodiscard]] __device__ float& at(std::int32_t i, std::int32_t j) const { return base[row(i) + j]; }
 };
 
@@ -158,7 +177,8 @@ struct MomentShared {
   }
 };
 
-/// Cholesky factor in place, a thread a column, row after row: what the rows above take is summed in double. A pivot that is no more than rounding noise makes its row 0.
+/// Cholesky factor in place, a thread a column, row after row: what the rows above take is summed in double. A pivot
+/// that is no more than rounding noise makes its row 0.
 __device__ void factorise(const Triangle& u, double* pivot) {
   const auto j = static_cast<std::int32_t>(threadIdx.x);
   for (std::int32_t i = 0; i < u.dim; ++i) {
@@ -180,24 +200,39 @@ __device__ void factorise(const Triangle& u, double* pivot) {
   }
 }
 
-/// Mean and factor of one query head, a block each. Work on queries goes by unit: a rotary pair, or a component that does not turn.
+/// Mean and factor of one query head, a block each. Work on queries goes by unit: a rotary pair, or a component that
+/// does not turn.
 template <class Q>
 class Moments {
  public:
-  __device__ Moments(const Task& task, std::int64_t n, double* mean, std::byte* shared, unsigned long long* scratch, double* sums)
-      : task_(task), e_(task.a.evidence), team_(scratch), mean_(mean), sums_(sums), n_(n), group_(n / e_.query_heads()),
-        head_(e_.rows[n / e_.group].head * e_.group + static_cast<std::int32_t>(n % e_.group)), thread_(static_cast<std::int32_t>(threadIdx.x)), dim_(e_.dim), pairs_(task.a.pairs), units_(dim_ - pairs_), stride_(round_up(dim_, 4)) {
+  __device__ Moments(const Task& task, std::int64_t n, double* mean, std::byte* shared, unsigned long long* scratch,
+                     double* sums)
+      : task_(task),
+        e_(task.a.evidence),
+        team_(scratch),
+        mean_(mean),
+        sums_(sums),
+        n_(n),
+        group_(n / e_.query_heads()),
+        head_(e_.rows[n / e_.group].head * e_.group + static_cast<std::int32_t>(n % e_.group)),
+        thread_(static_cast<std::int32_t>(threadIdx.x)),
+        dim_(e_.dim),
+        pairs_(task.a.pairs),
+        units_(dim_ - pairs_),
+        stride_(round_up(dim_, 4)) {
     const MomentShared parts(dim_);
     z_ = reinterpret_cast<float*>(shared + parts.queries);
     factor_ = task.factors + n * task.factor_bytes();
-    u_ = {parts.fits ? reinterpret_cast<float*>(shared + parts.triangle) : reinterpret_cast<float*>(factor_), dim_, parts.fits ? 0 : task.padded};
+    u_ = {parts.fits ? reinterpret_cast<float*>(shared + parts.triangle) : reinterpret_cast<float*>(factor_), dim_,
+          parts.fits ? 0 : task.padded};
   }
 
   __device__ void run() {
     Head out{0, 1, 0, false};
     if (task_.given(group_)) {
       const GivenMoments& given = task_.a.moments[group_];
-      for (std::int32_t d = thread_; d < dim_; d += kMomentThreads) mean_[d] = given.mean[std::int64_t{head_} * dim_ + d];
+      for (std::int32_t d = thread_; d < dim_; d += kMomentThreads)
+        mean_[d] = given.mean[std::int64_t{head_} * dim_ + d];
       if (task_.a.covariance && given.count > 1) {
         out.factor = narrow(turn_given(given) * static_cast<double>(e_.scale) / sqrt(2.0));
         out.rows = dim_;
@@ -214,8 +249,10 @@ class Moments {
         out.factor = narrow(ldexp(1.0, exponent) * static_cast<double>(e_.scale) / sqrt(2.0 * counted.count));
         out.triangular = counted.count > dim_;
         out.rows = out.triangular ? dim_ : counted.count;
-        if (out.triangular) multiply(counted.count);
-        else copy(counted.count);
+        if (out.triangular)
+          multiply(counted.count);
+        else
+          copy(counted.count);
       }
     }
     __syncthreads();
@@ -230,7 +267,9 @@ class Moments {
 
  private:
   __device__ static float narrow(double x) { return x < 1e38 ? static_cast<float>(x) : 1e38F; }
-  [[nodiscard]] __device__ RopePair components(std::int32_t unit) const { return unit < pairs_ ? rope_pair(task_.a.style, unit, pairs_) : RopePair{unit + pairs_, unit + pairs_}; }
+  [[nodiscard]] __device__ RopePair components(std::int32_t unit) const {
+    return unit < pairs_ ? rope_pair(task_.a.style, unit, pairs_) : RopePair{unit + pairs_, unit + pairs_};
+  }
 
   /// A unit of the i-th query that counts, before RoPE; a single component gives its second number no meaning.
   [[nodiscard]] __device__ float2 query(std::int32_t i, std::int32_t unit) const {
@@ -332,14 +371,16 @@ class Moments {
           if (unit < pairs_) z_[i * stride_ + s] = z.y;
         }
 #pragma unroll 1
-        for (std::int32_t at = thread_; at < n * (stride_ - dim_); at += kMomentThreads) z_[at / (stride_ - dim_) * stride_ + dim_ + at % (stride_ - dim_)] = 0;
+        for (std::int32_t at = thread_; at < n * (stride_ - dim_); at += kMomentThreads)
+          z_[at / (stride_ - dim_) * stride_ + dim_ + at % (stride_ - dim_)] = 0;
         __syncthreads();
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
           if (places[t] < 0) continue;
 #pragma unroll 2
           for (std::int32_t i = 0; i < n; ++i) {
-            const float4 x = *reinterpret_cast<const float4*>(z_ + i * stride_ + places[t] / 64 * 4), y = *reinterpret_cast<const float4*>(z_ + i * stride_ + places[t] % 64 * 4);
+            const float4 x = *reinterpret_cast<const float4*>(z_ + i * stride_ + places[t] / 64 * 4),
+                         y = *reinterpret_cast<const float4*>(z_ + i * stride_ + places[t] % 64 * 4);
             const float left[4] = {x.x, x.y, x.z, x.w}, right[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
             for (int a = 0; a < 4; ++a)
@@ -363,7 +404,9 @@ class Moments {
   /// R C R^T of given moments to the upper triangle, divided by the square of a power of two, which is returned.
   [[nodiscard]] __device__ double turn_given(const GivenMoments& given) {
     const double* second = given.second + std::int64_t{head_} * dim_ * (dim_ + 1) / 2;
-    const auto entry = [&](std::int64_t i, std::int64_t j) { return i >= j ? second[i * (i + 1) / 2 + j] : second[j * (j + 1) / 2 + i]; };
+    const auto entry = [&](std::int64_t i, std::int64_t j) {
+      return i >= j ? second[i * (i + 1) / 2 + j] : second[j * (j + 1) / 2 + i];
+    };
     constexpr float kNone = -2000;
     float top = kNone;  // exponents fit a float, the numbers may not
     for (std::int32_t d = thread_; d < dim_; d += kMomentThreads) {
@@ -374,15 +417,18 @@ class Moments {
       top = static_cast<float>(exponent) > top ? static_cast<float>(exponent) : top;
     }
     top = team_.largest(top);
-    const double scale = top == kNone ? 1.0 : ldexp(1.0, static_cast<int>(ceilf(top / 2))), share = 1.0 / (static_cast<double>(given.count) * scale * scale);
+    const double scale = top == kNone ? 1.0 : ldexp(1.0, static_cast<int>(ceilf(top / 2))),
+                 share = 1.0 / (static_cast<double>(given.count) * scale * scale);
     for (std::int32_t at = thread_; at < units_ * units_; at += kMomentThreads) {
       const std::int32_t p = at / units_, q = at - p * units_;
       if (p > q) continue;
       const bool p_turns = p < pairs_, q_turns = q < pairs_;
       const auto [p0, p1] = components(p);
       const auto [q0, q1] = components(q);
-      const double2 one{1, 0}, a = p_turns ? task_.future[group_ * pairs_ + p] : one, b = q_turns ? task_.future[group_ * pairs_ + q] : one;
-      double m[2][2] = {{entry(p0, q0) * share, q_turns ? entry(p0, q1) * share : 0}, {p_turns ? entry(p1, q0) * share : 0, p_turns && q_turns ? entry(p1, q1) * share : 0}};
+      const double2 one{1, 0}, a = p_turns ? task_.future[group_ * pairs_ + p] : one,
+                               b = q_turns ? task_.future[group_ * pairs_ + q] : one;
+      double m[2][2] = {{entry(p0, q0) * share, q_turns ? entry(p0, q1) * share : 0},
+                        {p_turns ? entry(p1, q0) * share : 0, p_turns && q_turns ? entry(p1, q1) * share : 0}};
 #pragma unroll
       for (auto& row : m) {
         const double x = row[0], y = row[1];
@@ -395,7 +441,10 @@ class Moments {
         m[0][k] = x * a.x - y * a.y;
         m[1][k] = y * a.x + x * a.y;
       }
-      const auto put = [&](std::int64_t i, std::int64_t j, double x) { u_.at(static_cast<std::int32_t>(i < j ? i : j), static_cast<std::int32_t>(i < j ? j : i)) = static_cast<float>(x); };
+      const auto put = [&](std::int64_t i, std::int64_t j, double x) {
+        u_.at(static_cast<std::int32_t>(i < j ? i : j), static_cast<std::int32_t>(i < j ? j : i)) =
+            static_cast<float>(x);
+      };
       put(p0, q0, m[0][0]);
       if (q_turns) put(p0, q1, m[0][1]);
       if (p_turns && p != q) put(p1, q0, m[1][0]);
@@ -404,7 +453,9 @@ class Moments {
     return scale;
   }
 
-  [[nodiscard]] __device__ std::byte* row_of(std::int32_t i) const { return factor_ + std::int64_t{i} * task_.padded * 4; }
+  [[nodiscard]] __device__ std::byte* row_of(std::int32_t i) const {
+    return factor_ + std::int64_t{i} * task_.padded * 4;
+  }
 
   /// The triangle as rows; where it lies in their place, each is read before it is written.
   __device__ void write_factor() {
@@ -421,9 +472,11 @@ class Moments {
   __device__ void fill(std::int32_t count, bool behind) {
     const std::int32_t past = task_.padded - dim_;
     if (behind)
-      for (std::int32_t at = thread_; at < count * past; at += kMomentThreads) store(task_, 0, 2, dim_ + at % past, row_of(at / past));
+      for (std::int32_t at = thread_; at < count * past; at += kMomentThreads)
+        store(task_, 0, 2, dim_ + at % past, row_of(at / past));
     const std::int32_t all = round_up(count, kPanelRows) - count;
-    for (std::int32_t at = thread_; at < all * task_.padded; at += kMomentThreads) reinterpret_cast<float*>(row_of(count))[at] = 0;
+    for (std::int32_t at = thread_; at < all * task_.padded; at += kMomentThreads)
+      reinterpret_cast<float*>(row_of(count))[at] = 0;
   }
 
   /// The turned mean times the softmax scale. Gives what its products are multiplied with.
@@ -448,10 +501,13 @@ class Moments {
     const std::int32_t exponent = task_.unit ? exponent_of(team_.largest(top)) : 0;
     const double by = ldexp(1.0, -exponent);
     for (std::int32_t d = thread_; d < task_.padded; d += kMomentThreads)
-      store(task_, d < dim_ ? static_cast<float>(static_cast<float>(mean_[d] * static_cast<double>(e_.scale)) * by) : 0.0F, kMeanParts, d, means + of_group * each);
+      store(task_,
+            d < dim_ ? static_cast<float>(static_cast<float>(mean_[d] * static_cast<double>(e_.scale)) * by) : 0.0F,
+            kMeanParts, d, means + of_group * each);
     if (task_.unit && of_group == e_.group - 1) {
       const std::int64_t words = (round_up(e_.group, kMeanHeads) - e_.group) * each / 4;
-      for (std::int64_t at = thread_; at < words; at += kMomentThreads) reinterpret_cast<float*>(means + e_.group * each)[at] = 0;
+      for (std::int64_t at = thread_; at < words; at += kMomentThreads)
+        reinterpret_cast<float*>(means + e_.group * each)[at] = 0;
     }
     return ldexpf(1.0F, exponent);
   }
@@ -477,8 +533,10 @@ __global__ void __launch_bounds__(kMomentThreads, 2) moments_kernel(Task task) {
     const std::int64_t r = n / e.group;
     if (!e.due(r) || e.rows[r].length <= task.a.sink) continue;
     const std::int64_t group = r / e.kv_heads;
-    if (task.given(group) ? task.a.moments[group].count > 0 : counted_of(task, group).count > 0) Moments<Q>(task, n, mean, dynamic_shared(), scratch, sums).run();
-    else if (threadIdx.x == 0) task.heads[n].rows = kUnseen;
+    if (task.given(group) ? task.a.moments[group].count > 0 : counted_of(task, group).count > 0)
+      Moments<Q>(task, n, mean, dynamic_shared(), scratch, sums).run();
+    else if (threadIdx.x == 0)
+      task.heads[n].rows = kUnseen;
   }
 }
 
@@ -492,7 +550,8 @@ __device__ inline float logit_of(float square, float line) {
   return square + line;
 }
 
-/// Calls body(row of the table, its number, first slot, end) for every chunk of a due row that has slots to score and queries to score them by.
+/// Calls body(row of the table, its number, first slot, end) for every chunk of a due row that has slots to score and
+/// queries to score them by.
 template <class Body>
 __device__ void each_expected_chunk(const Task& task, Body&& body) {
   const EvidenceArguments& e = task.a.evidence;
@@ -515,7 +574,8 @@ __device__ void summarise(const Task& task, const Row& row, std::int64_t r, std:
     for (std::int32_t t = (begin < task.a.sink ? task.a.sink : begin) + lane; t < end; t += 32)
       if (x[t] == x[t]) seen.add(x[t]);
     seen = over_lanes<32>(seen);
-    if (lane == 0) task.partial[(r * task.chunks + begin / kExpectedChunk) * task.a.evidence.group + h] = {seen.top, seen.sum};
+    if (lane == 0)
+      task.partial[(r * task.chunks + begin / kExpectedChunk) * task.a.evidence.group + h] = {seen.top, seen.sum};
   }
 }
 
@@ -549,23 +609,30 @@ __global__ void __launch_bounds__(kExpectedThreads, 4) plain_kernel(Task task) {
     const bool aligned = is_aligned(row.keys);
     for (std::int32_t tile = begin; tile < end; tile += kPanelSlots) {
       __syncthreads();
-      stage_as<T, float>(row.keys, aligned, tile, end, kPanelSlots, e.dim, task.padded, keys, parts.stride, [&](std::int32_t t) { return key_scale<T>(row, t); });
+      stage_as<T, float>(row.keys, aligned, tile, end, kPanelSlots, e.dim, task.padded, keys, parts.stride,
+                         [&](std::int32_t t) { return key_scale<T>(row, t); });
       for (std::int32_t h0 = 0; h0 < e.group; h0 += kPanelRows) {
         const std::int32_t heads = e.group - h0 < kPanelRows ? e.group - h0 : kPanelRows;
         float products[16];
         const auto multiply = [&](const float* from, std::int32_t rows, std::int32_t d0) {
-          const auto load = [&](std::int32_t n, std::int32_t d) { return n < rows ? *reinterpret_cast<const float4*>(from + std::int64_t{n} * task.padded + d) : float4{0, 0, 0, 0}; };
+          const auto load = [&](std::int32_t n, std::int32_t d) {
+            return n < rows ? *reinterpret_cast<const float4*>(from + std::int64_t{n} * task.padded + d)
+                            : float4{0, 0, 0, 0};
+          };
           multiply_panel(load, d0, task.padded, keys, parts.stride, place, panel, products);
         };
-        multiply(reinterpret_cast<const float*>(task.means + r * task.mean_bytes()) + std::int64_t{h0} * task.padded, heads, 0);
+        multiply(reinterpret_cast<const float*>(task.means + r * task.mean_bytes()) + std::int64_t{h0} * task.padded,
+                 heads, 0);
 #pragma unroll
-        for (int k = 0; k < 16; ++k) lines[(place.slot0 + k / 4 * 4) * (kPanelRows + 1) + place.row0 + k % 4 * 8] = products[k];
+        for (int k = 0; k < 16; ++k)
+          lines[(place.slot0 + k / 4 * 4) * (kPanelRows + 1) + place.row0 + k % 4 * 8] = products[k];
         for (std::int32_t h = h0; h < h0 + heads; ++h) {
           const Head head = task.heads[r * e.group + h];
           const auto* factor = reinterpret_cast<const float*>(task.factors + (r * e.group + h) * task.factor_bytes());
           float sums[4] = {};
           for (std::int32_t from = 0; from < head.rows; from += kPanelRows) {
-            multiply(factor + std::int64_t{from} * task.padded, kPanelRows, head.triangular ? from / kPanelSlice * kPanelSlice : 0);
+            multiply(factor + std::int64_t{from} * task.padded, kPanelRows,
+                     head.triangular ? from / kPanelSlice * kPanelSlice : 0);
 #pragma unroll
             for (int k = 0; k < 16; ++k) {
               const float y = products[k] * head.factor;
@@ -577,7 +644,9 @@ __global__ void __launch_bounds__(kExpectedThreads, 4) plain_kernel(Task task) {
           for (int i = 0; i < 4; ++i) {
             const float square = sum_of_rows(sums[i]);
             const std::int32_t s = place.slot0 + 4 * i, t = tile + s;
-            if (place.row0 == 0 && t < end) task.logits_of(r)[std::int64_t{h} * row.length + t] = logit_of(square, lines[s * (kPanelRows + 1) + h - h0]);
+            if (place.row0 == 0 && t < end)
+              task.logits_of(r)[std::int64_t{h} * row.length + t] =
+                  logit_of(square, lines[s * (kPanelRows + 1) + h - h0]);
           }
         }
         __syncthreads();
@@ -625,18 +694,21 @@ __global__ void __launch_bounds__(kExpectedThreads, 3) unit_kernel(Task task) {
     const bool aligned = is_aligned(row.keys);
     for (std::int32_t tile = begin; tile < end; tile += kUnitSlots) {
       __syncthreads();
-      stage_as<T, S>(row.keys, aligned, tile, end, kUnitSlots, e.dim, task.padded, keys, parts.stride, [](std::int32_t) { return 1.0F; });
+      stage_as<T, S>(row.keys, aligned, tile, end, kUnitSlots, e.dim, task.padded, keys, parts.stride,
+                     [](std::int32_t) { return 1.0F; });
       scales[thread] = tile + thread < end ? key_scale<T>(row, tile + thread) : 1.0F;
       __syncthreads();
       if (tile + first >= end) continue;  // for a whole warp
       const S* own = keys + first * parts.stride;
       const auto load_keys = [&](Left* left, std::int32_t d) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) wmma::load_matrix_sync(left[i], own + i * 16 * parts.stride + d, static_cast<unsigned>(parts.stride));
+        for (int i = 0; i < 2; ++i)
+          wmma::load_matrix_sync(left[i], own + i * 16 * parts.stride + d, static_cast<unsigned>(parts.stride));
       };
       for (std::int32_t h0 = 0; h0 < e.group; h0 += kMeanHeads) {
         {
-          const S* means = reinterpret_cast<const S*>(task.means + r * task.mean_bytes()) + std::int64_t{h0} * kMeanParts * task.padded;
+          const S* means = reinterpret_cast<const S*>(task.means + r * task.mean_bytes()) +
+                           std::int64_t{h0} * kMeanParts * task.padded;
           Product product[2];
 #pragma unroll
           for (int i = 0; i < 2; ++i) wmma::fill_fragment(product[i], 0.0F);
@@ -646,14 +718,16 @@ __global__ void __launch_bounds__(kExpectedThreads, 3) unit_kernel(Task task) {
 #pragma unroll
             for (int part = 0; part < kMeanParts; ++part) {
               Right right;
-              wmma::load_matrix_sync(right, means + part * task.padded + d, static_cast<unsigned>(kMeanParts * task.padded));
+              wmma::load_matrix_sync(right, means + part * task.padded + d,
+                                     static_cast<unsigned>(kMeanParts * task.padded));
 #pragma unroll
               for (int i = 0; i < 2; ++i) wmma::mma_sync(product[i], left[i], right, product[i]);
             }
           }
           __syncwarp();
 #pragma unroll
-          for (int i = 0; i < 2; ++i) wmma::store_matrix_sync(lines + i * 16 * kScratchStride, product[i], kScratchStride, wmma::mem_row_major);
+          for (int i = 0; i < 2; ++i)
+            wmma::store_matrix_sync(lines + i * 16 * kScratchStride, product[i], kScratchStride, wmma::mem_row_major);
           __syncwarp();
         }
         for (std::int32_t h = h0; h < e.group && h < h0 + kMeanHeads; ++h) {
@@ -677,7 +751,8 @@ __global__ void __launch_bounds__(kExpectedThreads, 3) unit_kernel(Task task) {
 #pragma unroll
                 for (int part = 0; part < 2; ++part) {
                   Right right;
-                  wmma::load_matrix_sync(right, factor + std::int64_t{from + 16 * j} * stride + part * task.padded + d, static_cast<unsigned>(stride));
+                  wmma::load_matrix_sync(right, factor + std::int64_t{from + 16 * j} * stride + part * task.padded + d,
+                                         static_cast<unsigned>(stride));
 #pragma unroll
                   for (int i = 0; i < 2; ++i) wmma::mma_sync(product[i][j], left[i], right, product[i][j]);
                 }
@@ -703,7 +778,8 @@ __global__ void __launch_bounds__(kExpectedThreads, 3) unit_kernel(Task task) {
             sum += __shfl_xor_sync(kWholeWarp, sum, 1);
             const std::int32_t s = i * 16 + lane / 2, t = tile + first + s;
             const float scale = scales[first + s], line = lines[s * kScratchStride + h - h0] * head.mean_factor;
-            if (lane % 2 == 0 && t < end) task.logits_of(r)[std::int64_t{h} * row.length + t] = logit_of(sum * scale * scale, line * scale);
+            if (lane % 2 == 0 && t < end)
+              task.logits_of(r)[std::int64_t{h} * row.length + t] = logit_of(sum * scale * scale, line * scale);
           }
         }
         __syncwarp();
@@ -718,7 +794,8 @@ template <class V>
 __global__ void __launch_bounds__(kKeyThreads, 4) finish_kernel(Task task) {
   __shared__ unsigned long long scratch[kBlockScratch];
   const BlockTeam team(scratch);
-  auto* standard = reinterpret_cast<float2*>(dynamic_shared());  // [G] what is subtracted from a logit, and the factor of its exponential
+  auto* standard = reinterpret_cast<float2*>(
+      dynamic_shared());  // [G] what is subtracted from a logit, and the factor of its exponential
   const EvidenceArguments& e = task.a.evidence;
   const auto thread = static_cast<std::int32_t>(threadIdx.x), own = thread / kLanes, lane = thread % kLanes;
   const auto epsilon = static_cast<float>(task.a.epsilon);
@@ -744,7 +821,8 @@ __global__ void __launch_bounds__(kKeyThreads, 4) finish_kernel(Task task) {
         seen.add(other);
       }
       seen = over_lanes<32>(seen);
-      if (thread % 32 == 0) standard[h] = seen.sum > 0 ? float2{seen.top, 1.0F / (seen.sum * static_cast<float>(e.group))} : float2{0, 0};
+      if (thread % 32 == 0)
+        standard[h] = seen.sum > 0 ? float2{seen.top, 1.0F / (seen.sum * static_cast<float>(e.group))} : float2{0, 0};
     }
     __syncthreads();
     const float* logits = task.logits_of(r);
@@ -755,7 +833,8 @@ __global__ void __launch_bounds__(kKeyThreads, 4) finish_kernel(Task task) {
       const bool live = t >= task.a.sink && t < end;
       float share = 0, square = 0;
       if (live) {
-        for (std::int32_t h = lane; h < e.group; h += kLanes) share += __expf(logits[std::int64_t{h} * length + t] - standard[h].x) * standard[h].y;
+        for (std::int32_t h = lane; h < e.group; h += kLanes)
+          share += __expf(logits[std::int64_t{h} * length + t] - standard[h].x) * standard[h].y;
         if (task.a.value_norm)
           each_word<V>(row.values, t, task.a.value_dim, aligned, [&](std::int32_t, const float* x) {
 #pragma unroll
@@ -771,7 +850,8 @@ __global__ void __launch_bounds__(kKeyThreads, 4) finish_kernel(Task task) {
         if (!(square > 1e-30F && square < 1e38F)) {  // squares that leave f32
           double wide = 0;
           const V* value = reinterpret_cast<const V*>(row.values.at(t));
-          for (std::int32_t d = 0; d < task.a.value_dim; ++d) wide += static_cast<double>(to_float(value[d])) * static_cast<double>(to_float(value[d]));
+          for (std::int32_t d = 0; d < task.a.value_dim; ++d)
+            wide += static_cast<double>(to_float(value[d])) * static_cast<double>(to_float(value[d]));
           norm = static_cast<float>(sqrt(wide));
         }
         if constexpr (std::is_same_v<V, Fp8>) norm *= fabsf(*reinterpret_cast<const float*>(row.value_scales.at(t)));
@@ -791,7 +871,8 @@ __global__ void __launch_bounds__(tuning::kTurnThreads) sinks_kernel(Task task) 
   const EvidenceArguments& e = task.a.evidence;
   constexpr std::int32_t kWarps = tuning::kTurnThreads / 32;
   const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
-  for (std::int64_t r = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; r < e.count; r += std::int64_t{gridDim.x} * kWarps) {
+  for (std::int64_t r = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; r < e.count;
+       r += std::int64_t{gridDim.x} * kWarps) {
     const Row& row = e.rows[r];
     if (!is_scored(task, r)) continue;
     const std::int32_t chunks = (row.length + kExpectedChunk - 1) / kExpectedChunk;
@@ -837,32 +918,53 @@ void launch_expected(const ExpectedArguments& a, Stream stream) {
   const EvidenceArguments& e = a.evidence;
   check_dim("expected", e.dim);
   if (a.value_norm) check_dim("expected: values", a.value_dim);
-  KVKEEP_REQUIRE(a.pairs >= 0 && 2 * a.pairs <= e.dim, "expected: rotary pairs; given ", a.pairs, "; allowed 0 to half of ", e.dim);
-  KVKEEP_REQUIRE(a.future >= 1 && a.sink >= 0 && a.queries >= 1, "expected: future ", a.future, ", sink ", a.sink, ", queries ", a.queries, "; allowed from 1, 0 and 1 on");
+  KVKEEP_REQUIRE(a.pairs >= 0 && 2 * a.pairs <= e.dim, "expected: rotary pairs; given ", a.pairs,
+                 "; allowed 0 to half of ", e.dim);
+  KVKEEP_REQUIRE(a.future >= 1 && a.sink >= 0 && a.queries >= 1, "expected: future ", a.future, ", sink ", a.sink,
+                 ", queries ", a.queries, "; allowed from 1, 0 and 1 on");
   KVKEEP_REQUIRE(e.query != Element::fp8_e4m3, "expected: queries can be read as f32, f16 or bf16; given fp8");
   if (e.count == 0 || e.longest == 0) return;
   Task task{};
   divide(a, task);
   const dim3 blocks = blocks_for(std::int64_t{e.count} * task.chunks);
-  if (a.pairs > 0) launch("expected_turns", turns_kernel, {.blocks = blocks_for(std::int64_t{e.count} / e.kv_heads * (task.backs() + 1)), .threads = tuning::kTurnThreads}, stream, task);
+  if (a.pairs > 0)
+    launch("expected_turns", turns_kernel,
+           {.blocks = blocks_for(std::int64_t{e.count} / e.kv_heads * (task.backs() + 1)),
+            .threads = tuning::kTurnThreads},
+           stream, task);
   with_element(e.query, [&](auto type) {
     using Q = decltype(type);
     if constexpr (!std::is_same_v<Q, Fp8>)
-      launch("expected_moments", moments_kernel<Q>, {.blocks = blocks_for(std::int64_t{e.count} * e.group), .threads = kMomentThreads, .shared_bytes = MomentShared(e.dim).bytes}, stream, task);
+      launch("expected_moments", moments_kernel<Q>,
+             {.blocks = blocks_for(std::int64_t{e.count} * e.group),
+              .threads = kMomentThreads,
+              .shared_bytes = MomentShared(e.dim).bytes},
+             stream, task);
   });
   with_element(e.keys, [&](auto type) {
     using T = decltype(type);
     if constexpr (!std::is_same_v<T, float>)
       if (task.unit) {
-        launch("expected_logits", unit_kernel<T>, {.blocks = blocks, .threads = kExpectedThreads, .shared_bytes = UnitShared<MatrixElement<T>>(task.padded).bytes}, stream, task);
+        launch("expected_logits", unit_kernel<T>,
+               {.blocks = blocks,
+                .threads = kExpectedThreads,
+                .shared_bytes = UnitShared<MatrixElement<T>>(task.padded).bytes},
+               stream, task);
         return;
       }
-    launch("expected_logits", plain_kernel<T>, {.blocks = blocks, .threads = kExpectedThreads, .shared_bytes = PlainShared(task.padded).bytes}, stream, task);
+    launch("expected_logits", plain_kernel<T>,
+           {.blocks = blocks, .threads = kExpectedThreads, .shared_bytes = PlainShared(task.padded).bytes}, stream,
+           task);
   });
   with_element(a.value_norm ? a.values : Element::f32, [&](auto type) {
-    launch("expected_scores", finish_kernel<decltype(type)>, {.blocks = blocks, .threads = kKeyThreads, .shared_bytes = sizeof(float2) * static_cast<std::size_t>(e.group)}, stream, task);
+    launch(
+        "expected_scores", finish_kernel<decltype(type)>,
+        {.blocks = blocks, .threads = kKeyThreads, .shared_bytes = sizeof(float2) * static_cast<std::size_t>(e.group)},
+        stream, task);
   });
-  if (a.sink > 0) launch("expected_sinks", sinks_kernel, {.blocks = blocks_for((std::int64_t{e.count} + 3) / 4), .threads = tuning::kTurnThreads}, stream, task);
+  if (a.sink > 0)
+    launch("expected_sinks", sinks_kernel,
+           {.blocks = blocks_for((std::int64_t{e.count} + 3) / 4), .threads = tuning::kTurnThreads}, stream, task);
 }
 
 }  // namespace kvkeep::cuda

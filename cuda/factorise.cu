@@ -16,11 +16,13 @@ using tuning::kFactorDepth;
 using tuning::kFactorThreads;
 
 constexpr std::int32_t kMostWidth = 128;
-constexpr std::int32_t kTile = 4;           ///< a thread forms kTile x kTile numbers of a Gram matrix
+constexpr std::int32_t kTile = 4;  ///< a thread forms kTile x kTile numbers of a Gram matrix
 constexpr std::int32_t kMostSweeps = 16;
-constexpr float kNegligible = 3e-8F;        ///< share of the trace below which a number beside the diagonal is left there
-constexpr double kRoundingNoise = 1e-10;    ///< share of the squares of the rows below which what is left of them is noise
-constexpr double kCentringGain = 1e-6;      ///< share of the squares that rows as they are must leave out less, to be preferred
+constexpr float kNegligible = 3e-8F;  ///< share of the trace below which a number beside the diagonal is left there
+constexpr double kRoundingNoise =
+    1e-10;  ///< share of the squares of the rows below which what is left of them is noise
+constexpr double kCentringGain =
+    1e-6;  ///< share of the squares that rows as they are must leave out less, to be preferred
 
 KVKEEP_HD inline std::int32_t padded(std::int32_t m) { return (m + kTile - 1) / kTile * kTile; }
 
@@ -41,9 +43,12 @@ struct FactorShared {
 };
 
 __device__ void put_number(float x, Element element, std::byte* to, std::int64_t i) {
-  if (element == Element::f16) from_float(x, reinterpret_cast<__half*>(to)[i]);
-  else if (element == Element::bf16) from_float(x, reinterpret_cast<__nv_bfloat16*>(to)[i]);
-  else reinterpret_cast<float*>(to)[i] = x;
+  if (element == Element::f16)
+    from_float(x, reinterpret_cast<__half*>(to)[i]);
+  else if (element == Element::bf16)
+    from_float(x, reinterpret_cast<__nv_bfloat16*>(to)[i]);
+  else
+    reinterpret_cast<float*>(to)[i] = x;
 }
 
 /// One matrix, and a block at work on it.
@@ -79,8 +84,10 @@ class Factorising {
     const std::int32_t rank = choose();
     const bool raw = a_.options.raw && std::int64_t{rank} * (length_ + dim_) >= std::int64_t{length_} * dim_;
     if (rank_ == 0) found = {rank, raw, centred_, true};
-    if (raw) write_rows();
-    else write_factors(rank);
+    if (raw)
+      write_rows();
+    else
+      write_factors(rank);
   }
 
  private:
@@ -131,7 +138,8 @@ class Factorising {
     if (a_.options.rank != FactoriseOptions::Rank::energy) return most;
     const double allowed = a_.options.energy * a_.options.energy * sum_from(squares, 0, m_);
     std::int32_t rank = m_;
-    for (double left = 0; rank > 0 && left + static_cast<double>(squares[rank - 1]) <= allowed; --rank) left += static_cast<double>(squares[rank - 1]);
+    for (double left = 0; rank > 0 && left + static_cast<double>(squares[rank - 1]) <= allowed; --rank)
+      left += static_cast<double>(squares[rank - 1]);
     return rank < most ? rank : most;
   }
 
@@ -146,9 +154,12 @@ class Factorising {
     }
     centred_ = a_.options.centred != Centred::never;
     decompose();
-    const double all = sum_from(squares_, 0, m_), noise = kRoundingNoise * all_squares_ * static_cast<double>(unit_) * static_cast<double>(unit_);
+    const double all = sum_from(squares_, 0, m_),
+                 noise = kRoundingNoise * all_squares_ * static_cast<double>(unit_) * static_cast<double>(unit_);
     const std::int32_t rank = all <= noise ? 0 : rank_of(squares_);
-    if (!both || rank == 0 || rank == m_ || !(sum_from(plain_, rank, m_) < sum_from(squares_, rank, m_) - kCentringGain * all)) return rank;
+    if (!both || rank == 0 || rank == m_ ||
+        !(sum_from(plain_, rank, m_) < sum_from(squares_, rank, m_) - kCentringGain * all))
+      return rank;
     __syncthreads();  // every thread has decided before the squares change
     centred_ = false;
     decompose();
@@ -208,7 +219,8 @@ class Factorising {
   struct Pair {
     std::int32_t p, q;
     __device__ Pair(std::int32_t k, std::int32_t round, std::int32_t players) {
-      const std::int32_t others = players - 1, x = k == 0 ? others : (round + k) % others, y = (round - k + others) % others;
+      const std::int32_t others = players - 1, x = k == 0 ? others : (round + k) % others,
+                         y = (round - k + others) % others;
       p = x < y ? x : y;
       q = x < y ? y : x;
     }
@@ -225,7 +237,8 @@ class Factorising {
       bool turned = false;
       for (std::int32_t round = 0; round < players - 1; ++round) {
         __syncthreads();
-        for (std::int32_t k = rank_; k < pairs; k += size_) turned = find_turn(Pair(k, round, players), k, negligible) || turned;
+        for (std::int32_t k = rank_; k < pairs; k += size_)
+          turned = find_turn(Pair(k, round, players), k, negligible) || turned;
         __syncthreads();
         for (std::int32_t n = rank_; n < pairs * pairs; n += size_) {
           const std::int32_t k = n / pairs, l = n - k * pairs;
@@ -266,7 +279,8 @@ class Factorising {
   __device__ void turn_block(const Pair& rows, const Pair& columns, std::int32_t k, std::int32_t l) {
     const float c = turns_[2 * k], s = turns_[2 * k + 1], e = turns_[2 * l], f = turns_[2 * l + 1];
     if (s == 0 && f == 0) return;
-    float* at[2][2] = {{&gram_[rows.p * stride_ + columns.p], &gram_[rows.p * stride_ + columns.q]}, {&gram_[rows.q * stride_ + columns.p], &gram_[rows.q * stride_ + columns.q]}};
+    float* at[2][2] = {{&gram_[rows.p * stride_ + columns.p], &gram_[rows.p * stride_ + columns.q]},
+                       {&gram_[rows.q * stride_ + columns.p], &gram_[rows.q * stride_ + columns.q]}};
     float x[2][2] = {{*at[0][0], *at[0][1]}, {*at[1][0], *at[1][1]}};
     if (k == l) {
       const float step = s / c * x[0][1];
@@ -304,7 +318,8 @@ class Factorising {
   __device__ void write_rows() {
     for (std::int64_t n = rank_; n < std::int64_t{length_} * dim_; n += size_) {
       const auto t = static_cast<std::int32_t>(n / dim_);
-      put_number(plain_number(t, static_cast<std::int32_t>(n - std::int64_t{t} * dim_)), a_.store, a_.factors, matrix_.offset + n);
+      put_number(plain_number(t, static_cast<std::int32_t>(n - std::int64_t{t} * dim_)), a_.store, a_.factors,
+                 matrix_.offset + n);
     }
   }
 
@@ -315,7 +330,8 @@ class Factorising {
     return sum;
   }
 
-  /// A = U sqrt(s), B = sqrt(s) V^T: a warp a component. The scale of a component is taken from the projection, so that small ones are as exact as large ones.
+  /// A = U sqrt(s), B = sqrt(s) V^T: a warp a component. The scale of a component is taken from the projection, so that
+  /// small ones are as exact as large ones.
   __device__ void write_factors(std::int32_t rank) {
     const std::int32_t lane = rank_ % 32;
     const std::int64_t right = matrix_.offset + std::int64_t{length_} * rank;
@@ -328,10 +344,15 @@ class Factorising {
       }
 #pragma unroll
       for (int step = 16; step > 0; step /= 2) square += __shfl_xor_sync(kWholeWarp, square, step);
-      const double size = sqrt(square), unit = static_cast<double>(unit_), of_axis = sqrt(size / unit), of_projection = size > 0 ? 1 / sqrt(size * unit) : 0;
-      const auto put = [&](bool left, std::int32_t i, double x) { put_number(static_cast<float>(x), a_.store, a_.factors, left ? matrix_.offset + std::int64_t{i} * rank + j : right + std::int64_t{j} * dim_ + i); };
+      const double size = sqrt(square), unit = static_cast<double>(unit_), of_axis = sqrt(size / unit),
+                   of_projection = size > 0 ? 1 / sqrt(size * unit) : 0;
+      const auto put = [&](bool left, std::int32_t i, double x) {
+        put_number(static_cast<float>(x), a_.store, a_.factors,
+                   left ? matrix_.offset + std::int64_t{i} * rank + j : right + std::int64_t{j} * dim_ + i);
+      };
       for (std::int32_t i = lane; i < m_; i += 32) put(!by_rows_, i, of_axis * static_cast<double>(axis[i]));
-      for (std::int32_t i = lane; i < deep_; i += 32) put(by_rows_, i, of_projection * static_cast<double>(projection(axis, i)));
+      for (std::int32_t i = lane; i < deep_; i += 32)
+        put(by_rows_, i, of_projection * static_cast<double>(projection(axis, i)));
     }
   }
 
@@ -340,9 +361,9 @@ class Factorising {
   float *gram_, *axes_, *mean_, *squares_, *plain_, *turns_;
   std::int32_t* order_;
   double* scratch_;
-  std::int32_t rank_, size_;       ///< of the thread in its block
+  std::int32_t rank_, size_;  ///< of the thread in its block
   std::int32_t length_, dim_;
-  bool by_rows_;                   ///< axes are directions of rows [D], else of columns [L]
+  bool by_rows_;  ///< axes are directions of rows [D], else of columns [L]
   std::int32_t m_, deep_, wide_, stride_;
   double all_squares_ = 0;
   float unit_ = 1;
@@ -357,7 +378,9 @@ __global__ void __launch_bounds__(kFactorThreads) factorise_kernel(FactoriseArgu
   Factorising<T>(a, matrix, FactorShared(width, a.dim), scratch).run(a.found[blockIdx.x], a.coarse + coarse);
 }
 
-std::int32_t threads_of(std::int32_t width) { return width <= 16 ? 32 : width <= 32 ? 64 : width <= 64 ? 128 : kFactorThreads; }
+std::int32_t threads_of(std::int32_t width) {
+  return width <= 16 ? 32 : width <= 32 ? 64 : width <= 64 ? 128 : kFactorThreads;
+}
 
 }  // namespace
 
@@ -369,15 +392,22 @@ std::int64_t factor_numbers(std::int64_t length, std::int64_t dim, const Factori
 void launch_factorise(const FactoriseArguments& a, Stream stream) {
   check_dim("factorise", a.dim);
   const FactoriseOptions& o = a.options;
-  KVKEEP_REQUIRE(a.count >= 0 && a.longest >= 0, "factorise: ", a.count, " matrices of ", a.longest, " rows; allowed 0 or more");
+  KVKEEP_REQUIRE(a.count >= 0 && a.longest >= 0, "factorise: ", a.count, " matrices of ", a.longest,
+                 " rows; allowed 0 or more");
   KVKEEP_REQUIRE(o.max_rank >= 1, "factorise: max_rank; given ", o.max_rank, "; allowed 1 or more");
   KVKEEP_REQUIRE(o.energy >= 0 && o.energy <= 1, "factorise: energy; given ", o.energy, "; allowed 0 to 1");
-  KVKEEP_REQUIRE(a.element != Element::fp8_e4m3 && a.store != Element::fp8_e4m3, "factorise: 8-bit numbers; allowed f32, f16 or bf16");
+  KVKEEP_REQUIRE(a.element != Element::fp8_e4m3 && a.store != Element::fp8_e4m3,
+                 "factorise: 8-bit numbers; allowed f32, f16 or bf16");
   const std::int32_t width = std::min(a.longest, a.dim);
-  KVKEEP_REQUIRE_AS(Unsupported, width <= kMostWidth, "factorise: rows of ", a.dim, " numbers in spans of ", a.longest, "; allowed ", kMostWidth, " of one of them on a GPU");
+  KVKEEP_REQUIRE_AS(Unsupported, width <= kMostWidth, "factorise: rows of ", a.dim, " numbers in spans of ", a.longest,
+                    "; allowed ", kMostWidth, " of one of them on a GPU");
   if (width == 0) return;
   with_wide_element(a.element, [&](auto element) {
-    launch("factorise", factorise_kernel<decltype(element)>, {.blocks = blocks_for(a.count), .threads = threads_of(width), .shared_bytes = FactorShared(width, a.dim).parts.bytes}, stream, a, width);
+    launch("factorise", factorise_kernel<decltype(element)>,
+           {.blocks = blocks_for(a.count),
+            .threads = threads_of(width),
+            .shared_bytes = FactorShared(width, a.dim).parts.bytes},
+           stream, a, width);
   });
 }
 

@@ -41,24 +41,29 @@ struct FactoriseOptions {
 struct FactoriseArguments {
   const RowMatrix* matrices = nullptr;  ///< [count]
   std::int32_t count = 0;
-  std::int32_t longest = 0;             ///< length of the longest, or more
-  std::int32_t dim = 0;                 ///< D, 1 to 256
-  Element element = Element::f32;       ///< of the rows: f32, f16 or bf16
-  Element store = Element::f32;         ///< of what is written: the same
+  std::int32_t longest = 0;        ///< length of the longest, or more
+  std::int32_t dim = 0;            ///< D, 1 to 256
+  Element element = Element::f32;  ///< of the rows: f32, f16 or bf16
+  Element store = Element::f32;    ///< of what is written: the same
   FactoriseOptions options = {};
-  FactorsFound* found = nullptr;        ///< [count]
-  std::byte* coarse = nullptr;          ///< store [count, D] weighted means
-  std::byte* factors = nullptr;         ///< store: A [L, r], then B [r, D], or the rows where raw, at RowMatrix::offset; factor_numbers() of room
+  FactorsFound* found = nullptr;  ///< [count]
+  std::byte* coarse = nullptr;    ///< store [count, D] weighted means
+  std::byte* factors = nullptr;   ///< store: A [L, r], then B [r, D], or the rows where raw, at RowMatrix::offset;
+                                  ///< factor_numbers() of room
 };
 
 /// Numbers that a matrix takes at most.
 [[nodiscard]] std::int64_t factor_numbers(std::int64_t length, std::int64_t dim, const FactoriseOptions& options);
 
-/// One launch, a block a matrix: of a warp where no side is longer than 16, of 256 threads above 64. Lengths of one launch had better be alike.
-/// From the Gram matrix of the shorter side, m = min(L, D) up to 128, by cyclic Jacobi rotations in shared memory; the other side of the factors, and the scale of a component, is the projection of the rows.
-/// Agrees with the CPU, which decomposes in f64: what factors stand for, to 1e-3 of the rows; ranks and centring, but where a rule is met within 1e-4 of the squares. It ends after 16 sweeps at most.
-/// Cost: m^2 max(L, D) / 2 products, some sweeps of 2 m^3 each (twice of both where centring is automatic, three times where rows go as they are), 2 r L D for r components. Shared memory 8 m (m + 1) bytes.
-/// Throws InvalidArgument for sizes below 0, a head size outside 1 to 256, a rank below 1, an energy outside 0 to 1 and other dtypes; Unsupported where both L and D are above 128.
+/// One launch, a block a matrix: of a warp where no side is longer than 16, of 256 threads above 64. Lengths of one
+/// launch had better be alike. From the Gram matrix of the shorter side, m = min(L, D) up to 128, by cyclic Jacobi
+/// rotations in shared memory; the other side of the factors, and the scale of a component, is the projection of the
+/// rows. Agrees with the CPU, which decomposes in f64: what factors stand for, to 1e-3 of the rows; ranks and centring,
+/// but where a rule is met within 1e-4 of the squares. It ends after 16 sweeps at most. Cost: m^2 max(L, D) / 2
+/// products, some sweeps of 2 m^3 each (twice of both where centring is automatic, three times where rows go as they
+/// are), 2 r L D for r components. Shared memory 8 m (m + 1) bytes. Throws InvalidArgument for sizes below 0, a head
+/// size outside 1 to 256, a rank below 1, an energy outside 0 to 1 and other dtypes; Unsupported where both L and D are
+/// above 128.
 void launch_factorise(const FactoriseArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

@@ -13,7 +13,8 @@ using tuning::kFetchBlocks;
 using tuning::kFetchThreads;
 using tuning::kFetchWords;
 
-/// Words [0, count) of a piece that fall to the block's thread. A thread asks for some words before it writes the first of them: the way to them is long.
+/// Words [0, count) of a piece that fall to the block's thread. A thread asks for some words before it writes the first
+/// of them: the way to them is long.
 template <class Word>
 __device__ void copy_words(const FarPiece& piece, std::int64_t count) {
   const auto* from = reinterpret_cast<const Word*>(piece.from);
@@ -35,12 +36,13 @@ __global__ void __launch_bounds__(kFetchThreads) fetch_kernel(FetchArguments a) 
   const std::int32_t count = a.counts[blockIdx.y];
   for (auto p = static_cast<std::int32_t>(blockIdx.x); p < count; p += static_cast<std::int32_t>(gridDim.x)) {
     const FarPiece piece = list[p];
-    with_word(reinterpret_cast<std::uintptr_t>(piece.from) | reinterpret_cast<std::uintptr_t>(piece.to), [&](auto word) {
-      constexpr auto kBytes = static_cast<std::int64_t>(sizeof(word));
-      const std::int64_t words = piece.bytes / kBytes, last = words * kBytes;
-      copy_words<decltype(word)>(piece, words);
-      if (threadIdx.x < piece.bytes - last) piece.to[last + threadIdx.x] = piece.from[last + threadIdx.x];
-    });
+    with_word(reinterpret_cast<std::uintptr_t>(piece.from) | reinterpret_cast<std::uintptr_t>(piece.to),
+              [&](auto word) {
+                constexpr auto kBytes = static_cast<std::int64_t>(sizeof(word));
+                const std::int64_t words = piece.bytes / kBytes, last = words * kBytes;
+                copy_words<decltype(word)>(piece, words);
+                if (threadIdx.x < piece.bytes - last) piece.to[last + threadIdx.x] = piece.from[last + threadIdx.x];
+              });
   }
 }
 
@@ -48,8 +50,12 @@ __global__ void __launch_bounds__(kFetchThreads) fetch_kernel(FetchArguments a) 
 
 void launch_fetch(const FetchArguments& a, Stream stream) {
   constexpr std::int32_t kMostLists = 65535;
-  KVKEEP_REQUIRE(a.lists >= 0 && a.lists <= kMostLists && a.stride >= 0, "fetch: ", a.lists, " lists of ", a.stride, " pieces; allowed 0 to ", kMostLists, " of 0 or more");
-  launch("fetch", fetch_kernel, {.blocks = blocks_for(std::min(a.stride, kFetchBlocks), static_cast<unsigned>(a.lists)), .threads = kFetchThreads}, stream, a);
+  KVKEEP_REQUIRE(a.lists >= 0 && a.lists <= kMostLists && a.stride >= 0, "fetch: ", a.lists, " lists of ", a.stride,
+                 " pieces; allowed 0 to ", kMostLists, " of 0 or more");
+  launch("fetch", fetch_kernel,
+         {.blocks = blocks_for(std::min(a.stride, kFetchBlocks), static_cast<unsigned>(a.lists)),
+          .threads = kFetchThreads},
+         stream, a);
 }
 
 }  // namespace kvkeep::cuda

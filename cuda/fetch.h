@@ -1,5 +1,6 @@
 #pragma once
-/// Bytes that lie far, in page-locked host memory, brought to the device by a kernel: what is fetched was decided on the device, and the host does not wait for it. No LibTorch in here.
+/// Bytes that lie far, in page-locked host memory, brought to the device by a kernel: what is fetched was decided on
+/// the device, and the host does not wait for it. No LibTorch in here.
 
 #include <cstddef>
 #include <cstdint>
@@ -10,7 +11,8 @@ namespace kvkeep::cuda {
 
 /// Bytes on their way.
 struct FarPiece {
-  const std::byte* from = nullptr;  ///< page-locked host memory that the device can read (cudaHostRegister, or FarStoreOptions::allocate over cudaHostAlloc), or memory of the device
+  const std::byte* from = nullptr;  ///< page-locked host memory that the device can read (cudaHostRegister, or
+                                    ///< FarStoreOptions::allocate over cudaHostAlloc), or memory of the device
   std::byte* to = nullptr;          ///< on the device; pieces must not overlap
   std::int64_t bytes = 0;
 };
@@ -22,8 +24,9 @@ struct FetchArguments {
   std::int32_t stride = 0;               ///< pieces from list to list; no list is longer
 };
 
-/// Copies every piece of every list. One launch. Cost: the bytes once over the bus, in words of 16 where both addresses are multiples of 16, else in the widest that divides them.
-/// Throws InvalidArgument for negative sizes and more than 65535 lists.
+/// Copies every piece of every list. One launch. Cost: the bytes once over the bus, in words of 16 where both addresses
+/// are multiples of 16, else in the widest that divides them. Throws InvalidArgument for negative sizes and more than
+/// 65535 lists.
 void launch_fetch(const FetchArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

@@ -33,15 +33,18 @@ __device__ std::int32_t new_queries(const Row& row, const QueryWindow& queries, 
   std::int32_t low = oldest, high = queries.count;
   while (low < high) {
     const std::int32_t middle = low + (high - low) / 2;
-    if (queries.position(middle) < since) low = middle + 1;
-    else high = middle;
+    if (queries.position(middle) < since)
+      low = middle + 1;
+    else
+      high = middle;
   }
   return queries.count - low;
 }
 
 __global__ void __launch_bounds__(tuning::kTurnThreads) windows_kernel(Task task) {
   const EvidenceArguments& e = task.a.evidence;
-  for (std::int64_t r = std::int64_t{blockIdx.x} * tuning::kTurnThreads + threadIdx.x; r < e.count; r += std::int64_t{gridDim.x} * tuning::kTurnThreads)
+  for (std::int64_t r = std::int64_t{blockIdx.x} * tuning::kTurnThreads + threadIdx.x; r < e.count;
+       r += std::int64_t{gridDim.x} * tuning::kTurnThreads)
     task.windows[r] = {new_queries(e.rows[r], e.queries[r / e.kv_heads], task.a.window), e.rows[r].length};
 }
 
@@ -50,7 +53,8 @@ __global__ void __launch_bounds__(tuning::kKeyThreads) tally_kernel(Task task, s
     const Row& row = task.a.evidence.rows[chunk.row];
     if (row.tally == nullptr) return;
     const std::int32_t end = row.tally_length < chunk.end ? row.tally_length : chunk.end;
-    for (std::int32_t t = chunk.begin + static_cast<std::int32_t>(threadIdx.x); t < end; t += tuning::kKeyThreads) task.a.scores[row.first + t] += row.tally[t];
+    for (std::int32_t t = chunk.begin + static_cast<std::int32_t>(threadIdx.x); t < end; t += tuning::kKeyThreads)
+      task.a.scores[row.first + t] += row.tally[t];
   });
 }
 
@@ -66,10 +70,18 @@ void launch_h2o(const H2OArguments& a, Stream stream) {
   Task task{};
   divide(a, task);
   const EvidenceArguments& e = task.a.evidence;
-  launch("h2o_windows", windows_kernel, {.blocks = blocks_of_threads(e.count, tuning::kTurnThreads), .threads = tuning::kTurnThreads}, stream, task);
-  launch_window_attention({.evidence = e, .windows = task.windows, .window = a.window, .queries = a.queries, .sum = a.scores, .workspace = task.rest}, stream);
+  launch("h2o_windows", windows_kernel,
+         {.blocks = blocks_of_threads(e.count, tuning::kTurnThreads), .threads = tuning::kTurnThreads}, stream, task);
+  launch_window_attention({.evidence = e,
+                           .windows = task.windows,
+                           .window = a.window,
+                           .queries = a.queries,
+                           .sum = a.scores,
+                           .workspace = task.rest},
+                          stream);
   const std::int32_t chunks = key_chunks(e);
-  launch("h2o_tally", tally_kernel, {.blocks = blocks_for(std::int64_t{e.count} * chunks), .threads = tuning::kKeyThreads}, stream, task, chunks);
+  launch("h2o_tally", tally_kernel,
+         {.blocks = blocks_for(std::int64_t{e.count} * chunks), .threads = tuning::kKeyThreads}, stream, task, chunks);
 }
 
 }  // namespace kvkeep::cuda

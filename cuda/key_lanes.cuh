@@ -1,13 +1,14 @@
 #pragma once
-/// Passes over keys alone: eight lanes a slot, so that a warp reads whole lines of four slots. Every key is treated alike wherever it lies: equal keys give equal bits.
+/// Passes over keys alone: eight lanes a slot, so that a warp reads whole lines of four slots. Every key is treated
+/// alike wherever it lies: equal keys give equal bits.
 
 #include "element.cuh"
 #include "tuning.cuh"
 
 namespace kvkeep::cuda {
 
-inline constexpr std::int32_t kLanes = 8;                                    ///< of a slot
-inline constexpr std::int32_t kKeysAtOnce = tuning::kKeyThreads / kLanes;    ///< slots of a block
+inline constexpr std::int32_t kLanes = 8;                                  ///< of a slot
+inline constexpr std::int32_t kKeysAtOnce = tuning::kKeyThreads / kLanes;  ///< slots of a block
 static_assert(kKeysAtOnce == 32, "the mean direction is added up in blocks of 32 keys, as on the CPU");
 
 /// Sum over the slot's eight lanes, the same in each of them.
@@ -19,16 +20,19 @@ __device__ inline float sum_of_lanes(float x) {
 
 /// Calls body(d, floats) for the lane's words of a key, kPerWord components from d on, those behind the end 0.
 template <class T, class Body>
-__device__ inline void each_word(const SlotAddress& keys, std::int64_t slot, std::int32_t dim, bool aligned, Body&& body) {
+__device__ inline void each_word(const SlotAddress& keys, std::int64_t slot, std::int32_t dim, bool aligned,
+                                 Body&& body) {
   const T* key = reinterpret_cast<const T*>(keys.at(slot));
-  for (std::int32_t d = static_cast<std::int32_t>(threadIdx.x % kLanes) * kPerWord<T>; d < dim; d += kLanes * kPerWord<T>) {
+  for (std::int32_t d = static_cast<std::int32_t>(threadIdx.x % kLanes) * kPerWord<T>; d < dim;
+       d += kLanes * kPerWord<T>) {
     float x[kPerWord<T>];
     load_floats(key, d, dim, aligned, x);
     body(d, x);
   }
 }
 
-/// The chunk of slots that a block reads: [begin, end) of row r. Walks gridDim.x further where there are more chunks than blocks.
+/// The chunk of slots that a block reads: [begin, end) of row r. Walks gridDim.x further where there are more chunks
+/// than blocks.
 struct Chunk {
   std::int64_t row;
   std::int32_t begin, end;
@@ -39,7 +43,8 @@ template <class Body>
 __device__ inline void each_chunk(const EvidenceArguments& e, std::int32_t chunks, Body&& body) {
   for (std::int64_t work = blockIdx.x; work < std::int64_t{e.count} * chunks; work += gridDim.x) {
     const std::int64_t r = work / chunks;
-    const std::int32_t begin = static_cast<std::int32_t>(work - r * chunks) * tuning::kKeyChunk, length = e.rows[r].length;
+    const std::int32_t begin = static_cast<std::int32_t>(work - r * chunks) * tuning::kKeyChunk,
+                       length = e.rows[r].length;
     if (!e.due(r) || begin >= length) continue;
     body(Chunk{r, begin, length - begin < tuning::kKeyChunk ? length : begin + tuning::kKeyChunk});
   }
@@ -49,12 +54,15 @@ __device__ inline void each_chunk(const EvidenceArguments& e, std::int32_t chunk
 KVKEEP_HD inline std::int32_t staged_key(std::int32_t dim) { return (dim + 15) / 16 * 16 + 4; }
 
 /// Dynamic shared memory of weighted_sum().
-inline std::size_t weighted_sum_bytes(std::int32_t dim) { return sizeof(float) * static_cast<std::size_t>(kKeysAtOnce) * static_cast<std::size_t>(staged_key(dim) + 1); }
+inline std::size_t weighted_sum_bytes(std::int32_t dim) {
+  return sizeof(float) * static_cast<std::size_t>(kKeysAtOnce) * static_cast<std::size_t>(staged_key(dim) + 1);
+}
 
-/// Component threadIdx.x of the sum of the keys [begin, end) of a row, each times its weight: in fp32 over 32 keys, in f64 beyond. `weigh(t, norm)` gives the weight
-/// of a slot and is called once for each.
+/// Component threadIdx.x of the sum of the keys [begin, end) of a row, each times its weight: in fp32 over 32 keys, in
+/// f64 beyond. `weigh(t, norm)` gives the weight of a slot and is called once for each.
 template <class T, class Weigh>
-__device__ inline double weighted_sum(const Row& row, std::int32_t begin, std::int32_t end, std::int32_t dim, Weigh&& weigh) {
+__device__ inline double weighted_sum(const Row& row, std::int32_t begin, std::int32_t end, std::int32_t dim,
+                                      Weigh&& weigh) {
   auto* keys = reinterpret_cast<float*>(dynamic_shared());
   const std::int32_t stride = staged_key(dim);
   float* weights = keys + kKeysAtOnce * stride;
@@ -81,7 +89,8 @@ __device__ inline double weighted_sum(const Row& row, std::int32_t begin, std::i
     if (thread < dim) {
       const std::int32_t count = end - tile < kKeysAtOnce ? end - tile : kKeysAtOnce;
       float part = 0;
-      for (std::int32_t i = 0; i < count; ++i) part += weights[i] * keys[i * stride + thread];  // not fused: opposite keys cancel
+      for (std::int32_t i = 0; i < count; ++i)
+        part += weights[i] * keys[i * stride + thread];  // not fused: opposite keys cancel
       sum += static_cast<double>(part);
     }
     __syncthreads();
@@ -90,6 +99,8 @@ __device__ inline double weighted_sum(const Row& row, std::int32_t begin, std::i
 }
 
 /// Chunks of the longest row.
-inline std::int32_t key_chunks(const EvidenceArguments& e) { return (e.longest + tuning::kKeyChunk - 1) / tuning::kKeyChunk; }
+inline std::int32_t key_chunks(const EvidenceArguments& e) {
+  return (e.longest + tuning::kKeyChunk - 1) / tuning::kKeyChunk;
+}
 
 }  // namespace kvkeep::cuda

@@ -91,7 +91,8 @@ __global__ void __launch_bounds__(tuning::kKeyThreads) cosine_kernel(Task task) 
 }  // namespace
 
 std::int64_t keydiff_workspace_bytes(const EvidenceArguments& e) {
-  return std::int64_t{e.count} * key_chunks(e) * e.dim * static_cast<std::int64_t>(sizeof(double)) + std::int64_t{e.count} * (e.dim + 1) * static_cast<std::int64_t>(sizeof(float));
+  return std::int64_t{e.count} * key_chunks(e) * e.dim * static_cast<std::int64_t>(sizeof(double)) +
+         std::int64_t{e.count} * (e.dim + 1) * static_cast<std::int64_t>(sizeof(float));
 }
 
 void launch_keydiff(const KeyDiffArguments& a, Stream stream) {
@@ -101,8 +102,11 @@ void launch_keydiff(const KeyDiffArguments& a, Stream stream) {
   const dim3 blocks = blocks_for(std::int64_t{task.e.count} * task.chunks);
   with_element(task.e.keys, [&](auto type) {
     using T = decltype(type);
-    launch("keydiff_directions", direction_kernel<T>, {.blocks = blocks, .threads = tuning::kKeyThreads, .shared_bytes = weighted_sum_bytes(task.e.dim)}, stream, task);
-    launch("keydiff_anchors", anchor_kernel, {.blocks = blocks_for(task.e.count), .threads = tuning::kKeyThreads}, stream, task);
+    launch("keydiff_directions", direction_kernel<T>,
+           {.blocks = blocks, .threads = tuning::kKeyThreads, .shared_bytes = weighted_sum_bytes(task.e.dim)}, stream,
+           task);
+    launch("keydiff_anchors", anchor_kernel, {.blocks = blocks_for(task.e.count), .threads = tuning::kKeyThreads},
+           stream, task);
     launch("keydiff_cosines", cosine_kernel<T>, {.blocks = blocks, .threads = tuning::kKeyThreads}, stream, task);
   });
 }

@@ -8,7 +8,8 @@ namespace {
 
 template <class T>
 __global__ void __launch_bounds__(tuning::kKeyThreads) knorm_kernel(KnormArguments a, std::int32_t chunks) {
-  const auto own = static_cast<std::int32_t>(threadIdx.x / kLanes), lane = static_cast<std::int32_t>(threadIdx.x % kLanes);
+  const auto own = static_cast<std::int32_t>(threadIdx.x / kLanes),
+             lane = static_cast<std::int32_t>(threadIdx.x % kLanes);
   each_chunk(a.evidence, chunks, [&](const Chunk& chunk) {
     const Row& row = a.evidence.rows[chunk.row];
     const bool aligned = is_aligned(row.keys);
@@ -32,7 +33,9 @@ void launch_knorm(const KnormArguments& arguments, Stream stream) {
   check_dim("knorm", arguments.evidence.dim);
   const std::int32_t chunks = key_chunks(arguments.evidence);
   with_element(arguments.evidence.keys, [&](auto type) {
-    launch("knorm", knorm_kernel<decltype(type)>, {.blocks = blocks_for(std::int64_t{arguments.evidence.count} * chunks), .threads = tuning::kKeyThreads}, stream, arguments, chunks);
+    launch("knorm", knorm_kernel<decltype(type)>,
+           {.blocks = blocks_for(std::int64_t{arguments.evidence.count} * chunks), .threads = tuning::kKeyThreads},
+           stream, arguments, chunks);
   });
 }
 

@@ -13,8 +13,8 @@ namespace {
 using tuning::kVarianceThreads;
 using tuning::kVarianceTokens;
 
-/// What one block found: the sum over its tokens of (layers^2 times the variance of a token's ranks), in two halves that cannot overflow,
-/// and the tokens that count.
+/// What one block found: the sum over its tokens of (layers^2 times the variance of a token's ranks), in two halves
+/// that cannot overflow, and the tokens that count.
 struct Part {
   std::uint64_t low, high, counted;
 };
@@ -34,7 +34,9 @@ struct Task {
 
   /// Tokens before the window that go on.
   [[nodiscard]] __device__ std::int32_t best() const { return select - window; }
-  [[nodiscard]] __device__ bool wants(const RankedPrompt& prompt) const { return states[prompt.state].layer < 0 && prompt.ranked > best(); }
+  [[nodiscard]] __device__ bool wants(const RankedPrompt& prompt) const {
+    return states[prompt.state].layer < 0 && prompt.ranked > best();
+  }
 };
 
 KVKEEP_HD inline std::int32_t parts_of(std::int32_t ranked) { return (ranked + kVarianceTokens - 1) / kVarianceTokens; }
@@ -47,7 +49,8 @@ __global__ void __launch_bounds__(kVarianceThreads) variance_kernel(Task task) {
   if (!task.wants(prompt)) return;
   const std::int32_t* ranks = task.ranks + prompt.ranks;
   const auto layers = static_cast<std::uint64_t>(task.layers);
-  for (auto p = static_cast<std::int32_t>(blockIdx.x); p < parts_of(prompt.ranked); p += static_cast<std::int32_t>(gridDim.x)) {
+  for (auto p = static_cast<std::int32_t>(blockIdx.x); p < parts_of(prompt.ranked);
+       p += static_cast<std::int32_t>(gridDim.x)) {
     const std::int32_t begin = p * kVarianceTokens, left = prompt.ranked - begin,
                        end = begin + (left < kVarianceTokens ? left : kVarianceTokens);
     Part mine{0, 0, 0};
@@ -116,19 +119,26 @@ std::int32_t longest_of(std::span<const RankedPrompt> prompts) {
 void check(const LayerSelectorArguments& a) {
   const LayerSelectorOptions& o = a.options;
   KVKEEP_REQUIRE(o.window >= 1, "layer selector: window; given ", o.window, "; allowed 1 or more");
-  KVKEEP_REQUIRE(o.select > o.window, "layer selector: select; given ", o.select, "; allowed more than the window of ", o.window);
+  KVKEEP_REQUIRE(o.select > o.window, "layer selector: select; given ", o.select, "; allowed more than the window of ",
+                 o.window);
   KVKEEP_REQUIRE(o.min_layer >= 0, "layer selector: min_layer; given ", o.min_layer, "; allowed 0 or more");
-  KVKEEP_REQUIRE(o.observed_layers >= 1, "layer selector: observed_layers; given ", o.observed_layers, "; allowed 1 or more");
+  KVKEEP_REQUIRE(o.observed_layers >= 1, "layer selector: observed_layers; given ", o.observed_layers,
+                 "; allowed 1 or more");
   KVKEEP_REQUIRE(!std::isnan(o.threshold), "layer selector: threshold; given NaN; allowed numbers");
-  KVKEEP_REQUIRE(o.fixed_layer >= -1, "layer selector: fixed_layer; given ", o.fixed_layer, "; allowed 0 or more, or -1 for none");
-  KVKEEP_REQUIRE_AS(Unsupported, !o.reads_mass(), "layer selector: missed_mass and select_mass; given ", o.missed_mass, " and ", o.select_mass, "; allowed 0 and 1 on a GPU");
+  KVKEEP_REQUIRE(o.fixed_layer >= -1, "layer selector: fixed_layer; given ", o.fixed_layer,
+                 "; allowed 0 or more, or -1 for none");
+  KVKEEP_REQUIRE_AS(Unsupported, !o.reads_mass(), "layer selector: missed_mass and select_mass; given ", o.missed_mass,
+                    " and ", o.select_mass, "; allowed 0 and 1 on a GPU");
   for (const RankedPrompt& prompt : a.prompts)
-    KVKEEP_REQUIRE(prompt.ranked >= 0, "layer selector: a prompt of ", prompt.ranked, " ranked tokens; allowed 0 or more");
-  KVKEEP_REQUIRE(std::int64_t{ranked_layers(o)} * longest_of(a.prompts) < std::int64_t{1} << 32, "layer selector: ranks of ", ranked_layers(o),
-          " layers of ", longest_of(a.prompts), " tokens; allowed fewer than 2^32 of a prompt");
-  KVKEEP_REQUIRE_AS(StateError, 
-      a.layer >= 0 && wants_ranks(o, a.layer), "layer selector: the ranks of layer ", a.layer, "; allowed ",
-      o.fixed_layer >= 0 ? text("layer ", o.fixed_layer, " alone") : text("layers from ", o.min_layer - ranked_layers(o) + 1, " on"));
+    KVKEEP_REQUIRE(prompt.ranked >= 0, "layer selector: a prompt of ", prompt.ranked,
+                   " ranked tokens; allowed 0 or more");
+  KVKEEP_REQUIRE(std::int64_t{ranked_layers(o)} * longest_of(a.prompts) < std::int64_t{1} << 32,
+                 "layer selector: ranks of ", ranked_layers(o), " layers of ", longest_of(a.prompts),
+                 " tokens; allowed fewer than 2^32 of a prompt");
+  KVKEEP_REQUIRE_AS(StateError, a.layer >= 0 && wants_ranks(o, a.layer), "layer selector: the ranks of layer ", a.layer,
+                    "; allowed ",
+                    o.fixed_layer >= 0 ? text("layer ", o.fixed_layer, " alone")
+                                       : text("layers from ", o.min_layer - ranked_layers(o) + 1, " on"));
 }
 
 }  // namespace
@@ -159,8 +169,8 @@ void launch_layer_selector(const LayerSelectorArguments& a, Stream stream) {
                     .window = o.window};
     const auto prompts = static_cast<unsigned>(batch.count);
     if (!fixed)
-      launch("layer_selector variance", variance_kernel, {.blocks = blocks_for(task.most, prompts), .threads = kVarianceThreads}, stream,
-             task);
+      launch("layer_selector variance", variance_kernel,
+             {.blocks = blocks_for(task.most, prompts), .threads = kVarianceThreads}, stream, task);
     launch("layer_selector", decide_kernel, {.blocks = blocks_for(batch.count), .threads = 32}, stream, task);
   });
 }

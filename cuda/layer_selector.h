@@ -1,5 +1,6 @@
 #pragma once
-/// Where the ranking of prompts has settled, decided on the GPU. Same contract as kvkeep::LayerSelector. No LibTorch in here.
+/// Where the ranking of prompts has settled, decided on the GPU. Same contract as kvkeep::LayerSelector. No LibTorch in
+/// here.
 
 #include <cstdint>
 #include <limits>
@@ -13,9 +14,10 @@ namespace kvkeep::cuda {
 
 /// What is known of one prompt, on the device. A prompt begins with LayerSelection{}.
 struct LayerSelection {
-  double first = -1;                                            ///< variance at min_layer; below 0: not there yet
-  double relative = std::numeric_limits<double>::quiet_NaN();   ///< of the newest layer seen, as a share of `first`; NaN where none was computed
-  std::int32_t layer = -1;                                      ///< that selected; -1: none so far
+  double first = -1;                                           ///< variance at min_layer; below 0: not there yet
+  double relative = std::numeric_limits<double>::quiet_NaN();  ///< of the newest layer seen, as a share of `first`; NaN
+                                                               ///< where none was computed
+  std::int32_t layer = -1;                                     ///< that selected; -1: none so far
 };
 
 /// Layers whose ranks are held at a time.
@@ -28,26 +30,31 @@ struct LayerSelection {
   return options.fixed_layer >= 0 ? layer == options.fixed_layer : layer > options.min_layer - ranked_layers(options);
 }
 /// Which of ranked_layers() places a layer's ranks go to, over the oldest that are there.
-[[nodiscard]] constexpr std::int32_t rank_place(const LayerSelectorOptions& options, std::int32_t layer) { return layer % ranked_layers(options); }
+[[nodiscard]] constexpr std::int32_t rank_place(const LayerSelectorOptions& options, std::int32_t layer) {
+  return layer % ranked_layers(options);
+}
 
 struct LayerSelectorArguments {
   LayerSelectorOptions options = {};
   std::int32_t layer = 0;
   std::span<const RankedPrompt> prompts = {};  ///< on the host
-  const std::int32_t* ranks = nullptr;         ///< i32 [ranked_layers()][stride], a layer's at rank_place(), each prompt's at RankedPrompt::ranks of them
-  std::int64_t stride = 0;                     ///< ranks from layer to layer
-  LayerSelection* states = nullptr;            ///< each prompt's at RankedPrompt::state
-  void* workspace = nullptr;                   ///< layer_selector_workspace_bytes(), aligned to 8
+  const std::int32_t* ranks = nullptr;  ///< i32 [ranked_layers()][stride], a layer's at rank_place(), each prompt's at
+                                        ///< RankedPrompt::ranks of them
+  std::int64_t stride = 0;              ///< ranks from layer to layer
+  LayerSelection* states = nullptr;     ///< each prompt's at RankedPrompt::state
+  void* workspace = nullptr;            ///< layer_selector_workspace_bytes(), aligned to 8
 };
 
 /// 24 bytes for every 4096 tokens of the longest prompt, for each prompt of a launch.
 [[nodiscard]] std::int64_t layer_selector_workspace_bytes(std::span<const RankedPrompt> prompts);
 
-/// LayerSelector::see() behind launch_ranks: takes the ranks of `layer` in. A prompt that has selected before, or that goes on whole, is left as it is.
-/// Requires: ranks of every layer that wants_ranks(), up to this one.
-/// Variances are sums of integers, exact and the same for any grid, and rounded only when they are divided, as on the CPU: the same bits, the same layer.
-/// Launches for up to 64 prompts: 2 from min_layer on, 1 at a fixed layer, none before. Cost: one pass over the ranks that are held.
-/// Throws InvalidArgument for options that kvkeep::LayerSelector refuses, Unsupported for missed_mass and select_mass, which have no kernel, InvalidArgument and where layers times tokens is 2^32 or more; StateError for a layer whose ranks are not wanted.
+/// LayerSelector::see() behind launch_ranks: takes the ranks of `layer` in. A prompt that has selected before, or that
+/// goes on whole, is left as it is. Requires: ranks of every layer that wants_ranks(), up to this one. Variances are
+/// sums of integers, exact and the same for any grid, and rounded only when they are divided, as on the CPU: the same
+/// bits, the same layer. Launches for up to 64 prompts: 2 from min_layer on, 1 at a fixed layer, none before. Cost: one
+/// pass over the ranks that are held. Throws InvalidArgument for options that kvkeep::LayerSelector refuses,
+/// Unsupported for missed_mass and select_mass, which have no kernel, InvalidArgument and where layers times tokens is
+/// 2^32 or more; StateError for a layer whose ranks are not wanted.
 void launch_layer_selector(const LayerSelectorArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

@@ -15,16 +15,18 @@ constexpr std::int32_t kCachedCuts = 1024;  ///< cuts that are worked out side b
 
 /// The workspace, taken apart. Sizes and places stand here alone.
 struct Workspace {
-  std::uint64_t* prefix;   ///< [slots]
-  float* fed;              ///< [slots]
-  std::uint8_t* marks;     ///< [slots]
-  float* tops;             ///< [count]
-  Share* shares;           ///< [count, most]
+  std::uint64_t* prefix;      ///< [slots]
+  float* fed;                 ///< [slots]
+  std::uint8_t* marks;        ///< [slots]
+  float* tops;                ///< [count]
+  Share* shares;              ///< [count, most]
   std::int32_t *ends, *cuts;  ///< [count, most]
-  std::int64_t most;       ///< segments of a row
+  std::int64_t most;          ///< segments of a row
   std::size_t bytes;
 
-  KVKEEP_HD Workspace(const MassSegmentedOptions& options, std::int32_t count, std::int32_t longest, std::int64_t slots, std::byte* base) : most(most_segments(options, longest)) {
+  KVKEEP_HD Workspace(const MassSegmentedOptions& options, std::int32_t count, std::int32_t longest, std::int64_t slots,
+                      std::byte* base)
+      : most(most_segments(options, longest)) {
     WorkspaceParts parts(base);
     prefix = parts.take<std::uint64_t>(slots);
     shares = parts.take<Share>(count * most);
@@ -60,7 +62,8 @@ __global__ void __launch_bounds__(kMostThreads) pool_kernel(MassSegmentedArgumen
 /// One row's slots, selected segment by segment.
 class Selection {
  public:
-  __device__ Selection(const BlockTeam& team, std::int32_t* histograms, const float* scores, std::uint8_t* marks, std::int32_t length, Protected guarded)
+  __device__ Selection(const BlockTeam& team, std::int32_t* histograms, const float* scores, std::uint8_t* marks,
+                       std::int32_t length, Protected guarded)
       : team_(team), histograms_(histograms), scores_(scores), marks_(marks), length_(length), guarded_(guarded) {}
 
   /// Calls body(team, segment, from, to) for every segment: a warp each, or the block where one is long.
@@ -81,14 +84,20 @@ class Selection {
 
   /// In each segment the protected slots, and the best others up to its quota.
   __device__ void strict(const std::int32_t* ends, const Share* shares, std::int32_t count) const {
-    each_segment(ends, count, [&](const auto& team, std::int32_t* histogram, std::int32_t i, std::int32_t from, std::int32_t to) {
-      const std::int32_t wanted = shares[i].quota - shares[i].protect;
-      const auto key_of = [&](std::int32_t t) { return guarded_.holds(t, length_) ? 0 : rank_key(scores_[t], t); };
-      std::uint64_t least = ~std::uint64_t{0};
-      if (wanted == to - from - shares[i].protect) least = 1;
-      else if (wanted > 0) least = least_kept(team, histogram, from, to, wanted, key_of);
-      for (std::int32_t t = from + team.rank(); t < to; t += team.size()) marks_[t] = guarded_.holds(t, length_) || key_of(t) >= least ? kIn : kOut;
-    });
+    each_segment(ends, count,
+                 [&](const auto& team, std::int32_t* histogram, std::int32_t i, std::int32_t from, std::int32_t to) {
+                   const std::int32_t wanted = shares[i].quota - shares[i].protect;
+                   const auto key_of = [&](std::int32_t t) {
+                     return guarded_.holds(t, length_) ? 0 : rank_key(scores_[t], t);
+                   };
+                   std::uint64_t least = ~std::uint64_t{0};
+                   if (wanted == to - from - shares[i].protect)
+                     least = 1;
+                   else if (wanted > 0)
+                     least = least_kept(team, histogram, from, to, wanted, key_of);
+                   for (std::int32_t t = from + team.rank(); t < to; t += team.size())
+                     marks_[t] = guarded_.holds(t, length_) || key_of(t) >= least ? kIn : kOut;
+                 });
   }
 
   /// The best `wanted` of the slots that are not in yet.
@@ -102,18 +111,25 @@ class Selection {
   }
 
   /// As published: candidates by segment, protected slots among them; then the best candidates over the row.
-  __device__ void official(const std::int32_t* ends, const Share* shares, std::int32_t count, std::int32_t budget, Padding padding) const {
-    const auto rank = [&](std::int32_t t) { return padding.holds(t, length_) ? first_key(t) : rank_key(scores_[t], t); };
-    each_segment(ends, count, [&](const auto& team, std::int32_t* histogram, std::int32_t i, std::int32_t from, std::int32_t to) {
-      std::uint64_t least = ~std::uint64_t{0};
-      if (shares[i].quota >= to - from) least = 1;
-      else if (shares[i].quota > 0) least = least_kept(team, histogram, from, to, shares[i].quota, rank);
-      for (std::int32_t t = from + team.rank(); t < to; t += team.size())
-        marks_[t] = guarded_.holds(t, length_) ? kIn : rank(t) >= least ? kCandidate : kOut;
-    });
+  __device__ void official(const std::int32_t* ends, const Share* shares, std::int32_t count, std::int32_t budget,
+                           Padding padding) const {
+    const auto rank = [&](std::int32_t t) {
+      return padding.holds(t, length_) ? first_key(t) : rank_key(scores_[t], t);
+    };
+    each_segment(ends, count,
+                 [&](const auto& team, std::int32_t* histogram, std::int32_t i, std::int32_t from, std::int32_t to) {
+                   std::uint64_t least = ~std::uint64_t{0};
+                   if (shares[i].quota >= to - from)
+                     least = 1;
+                   else if (shares[i].quota > 0)
+                     least = least_kept(team, histogram, from, to, shares[i].quota, rank);
+                   for (std::int32_t t = from + team.rank(); t < to; t += team.size())
+                     marks_[t] = guarded_.holds(t, length_) ? kIn : rank(t) >= least ? kCandidate : kOut;
+                 });
     const std::int32_t wanted = budget - guarded_.count();
     const auto key_of = [&](std::int32_t t) { return marks_[t] == kCandidate ? rank(t) : 0; };
-    const std::uint64_t least = wanted > 0 ? least_kept(team_, histograms_, 0, length_, wanted, key_of) : ~std::uint64_t{0};
+    const std::uint64_t least =
+        wanted > 0 ? least_kept(team_, histograms_, 0, length_, wanted, key_of) : ~std::uint64_t{0};
     for (std::int32_t t = team_.rank(); t < length_; t += team_.size())
       if (marks_[t] == kCandidate && rank(t) >= least) marks_[t] = kIn;
     team_.sync();
@@ -171,23 +187,37 @@ __global__ void __launch_bounds__(kMostThreads, 1) mass_segmented_kernel(MassSeg
     }
     if (seen.queries > 0) {
       const QueryWindow& queries = a.queries[r / a.heads];
-      fill_suffix(a.options.suffix_fill, row.positions, length, queries.position(queries.count - 1), seen.history, top, usage, team);
+      fill_suffix(a.options.suffix_fill, row.positions, length, queries.position(queries.count - 1), seen.history, top,
+                  usage, team);
     }
-    weigh_row(a.options, row.credit, row.credit_length, length, usage, work.fed + row.first, a.credit != nullptr ? a.credit + row.first : nullptr, used, team);
+    weigh_row(a.options, row.credit, row.credit_length, length, usage, work.fed + row.first,
+              a.credit != nullptr ? a.credit + row.first : nullptr, used, team);
 
     std::uint64_t* prefix = work.prefix + row.first;
     prefix_mass(used, length, prefix, team);
-    const SegmentOptions options{a.variant, a.options.segments, a.options.fixed, a.options.segment_mass, a.options.min_segment, a.options.max_segment};
+    const SegmentOptions options{a.variant,
+                                 a.options.segments,
+                                 a.options.fixed,
+                                 a.options.segment_mass,
+                                 a.options.min_segment,
+                                 a.options.max_segment};
     const std::int64_t thresholds = options.kind == Segmentation::mass ? detail::thresholds(options.segment_mass) : 0;
     if (thresholds <= kCachedCuts)
-      for (std::int64_t k = 1 + team.rank(); k <= thresholds; k += team.size()) cached[k - 1] = detail::cut_at(prefix, length, options, k);
+      for (std::int64_t k = 1 + team.rank(); k <= thresholds; k += team.size())
+        cached[k - 1] = detail::cut_at(prefix, length, options, k);
     team.sync();
     std::int32_t *ends = work.ends + r * work.most, *cuts = work.cuts + r * work.most, count = 0;
     Share* shares = work.shares + r * work.most;
     if (team.rank() == 0)
-      count = segment_ends(prefix, length, options, [&](std::int64_t k) { return thresholds <= kCachedCuts ? cached[k - 1] : detail::cut_at(prefix, length, options, k); }, ends, cuts);
+      count = segment_ends(
+          prefix, length, options,
+          [&](std::int64_t k) {
+            return thresholds <= kCachedCuts ? cached[k - 1] : detail::cut_at(prefix, length, options, k);
+          },
+          ends, cuts);
     count = team.from_first(count);
-    for (std::int32_t i = team.rank(); i < count; i += team.size()) shares[i] = share_of(a.options.quotas, prefix, ends, i, length, limit.guarded);
+    for (std::int32_t i = team.rank(); i < count; i += team.size())
+      shares[i] = share_of(a.options.quotas, prefix, ends, i, length, limit.guarded);
     team.sync();
 
     const Selection selection(team, histograms, a.scores + row.first, work.marks + row.first, length, limit.guarded);
@@ -207,13 +237,16 @@ __global__ void __launch_bounds__(kMostThreads, 1) mass_segmented_kernel(MassSeg
 
 }  // namespace
 
-std::size_t mass_segmented_workspace_bytes(const MassSegmentedOptions& options, std::int32_t count, std::int32_t longest, std::int64_t slots_in_all) {
+std::size_t mass_segmented_workspace_bytes(const MassSegmentedOptions& options, std::int32_t count,
+                                           std::int32_t longest, std::int64_t slots_in_all) {
   return Workspace(options, count, longest, slots_in_all, nullptr).bytes;
 }
 
 void launch_mass_segmented(const MassSegmentedArguments& arguments, Stream stream) {
-  const Grid grid{.blocks = blocks_for(arguments.count), .threads = tuning::threads_for(arguments.longest), .shared_bytes = 0};
-  if (arguments.options.suffix_fill == SuffixFill::max_global) launch("mass_segmented pool", pool_kernel, grid, stream, arguments);
+  const Grid grid{
+      .blocks = blocks_for(arguments.count), .threads = tuning::threads_for(arguments.longest), .shared_bytes = 0};
+  if (arguments.options.suffix_fill == SuffixFill::max_global)
+    launch("mass_segmented pool", pool_kernel, grid, stream, arguments);
   launch("mass_segmented", mass_segmented_kernel, grid, stream, arguments);
 }
 

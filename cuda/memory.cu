@@ -11,12 +11,15 @@ namespace kvkeep::cuda {
 
 namespace {
 
-void expect(const char* what, cudaError_t status) { KVKEEP_REQUIRE_AS(DeviceError, status == cudaSuccess, what, ": ", cudaGetErrorString(status)); }
+void expect(const char* what, cudaError_t status) {
+  KVKEEP_REQUIRE_AS(DeviceError, status == cudaSuccess, what, ": ", cudaGetErrorString(status));
+}
 
 constexpr std::size_t kBuffers = 4;
 constexpr int kOldestChip = 8;  ///< compute capability: bf16 products
 
-/// While it lives, this thread may wait and take page-locked memory though a stream is being captured, here or elsewhere: neither goes into a graph.
+/// While it lives, this thread may wait and take page-locked memory though a stream is being captured, here or
+/// elsewhere: neither goes into a graph.
 class BesideCapture {
  public:
   BesideCapture() { expect("upload: beside a capture", cudaThreadExchangeStreamCaptureMode(&mode_)); }
@@ -53,7 +56,8 @@ struct Staging::Buffers {
   /// The buffer that was used longest ago, once its copy is done.
   Buffer& take(std::size_t bytes) {
     Buffer& buffer = in_turn[next++ % kBuffers];
-    if (buffer.gone == nullptr) expect("upload: an event", cudaEventCreateWithFlags(&buffer.gone, cudaEventDisableTiming));
+    if (buffer.gone == nullptr)
+      expect("upload: an event", cudaEventCreateWithFlags(&buffer.gone, cudaEventDisableTiming));
     expect("upload: a page-locked buffer is in use", cudaEventSynchronize(buffer.gone));
     if (buffer.bytes < bytes) {
       const std::size_t larger = bytes + bytes / 2;
@@ -96,9 +100,12 @@ bool is_capturing(Stream stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t from_stride, std::int64_t bytes, std::int64_t rows, Stream stream) {
+void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t from_stride, std::int64_t bytes,
+               std::int64_t rows, Stream stream) {
   if (bytes == 0 || rows == 0) return;
-  expect("copy_rows", cudaMemcpy2DAsync(to, static_cast<std::size_t>(to_stride), from, static_cast<std::size_t>(from_stride), static_cast<std::size_t>(bytes), static_cast<std::size_t>(rows), cudaMemcpyDeviceToDevice, stream));
+  expect("copy_rows", cudaMemcpy2DAsync(to, static_cast<std::size_t>(to_stride), from,
+                                        static_cast<std::size_t>(from_stride), static_cast<std::size_t>(bytes),
+                                        static_cast<std::size_t>(rows), cudaMemcpyDeviceToDevice, stream));
 }
 
 void download(void* to, const void* from, std::size_t bytes, Stream stream) {
@@ -109,11 +116,13 @@ void download(void* to, const void* from, std::size_t bytes, Stream stream) {
 void require_device(int index) {
   int count = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);
-  KVKEEP_REQUIRE_AS(DeviceError, status == cudaSuccess && index >= 0 && index < count, "accelerator: GPU ", index, " is not there: ",
-                       status == cudaSuccess ? "" : cudaGetErrorString(status), status == cudaSuccess ? text("this machine has ", count) : std::string());
+  KVKEEP_REQUIRE_AS(DeviceError, status == cudaSuccess && index >= 0 && index < count, "accelerator: GPU ", index,
+                    " is not there: ", status == cudaSuccess ? "" : cudaGetErrorString(status),
+                    status == cudaSuccess ? text("this machine has ", count) : std::string());
   cudaDeviceProp chip{};
   expect("accelerator", cudaGetDeviceProperties(&chip, index));
-  KVKEEP_REQUIRE_AS(DeviceError, chip.major >= kOldestChip, "accelerator: GPU ", index, ", ", chip.name, ", has compute capability ", chip.major, ".", chip.minor, "; allowed ", kOldestChip, ".0 or newer");
+  KVKEEP_REQUIRE_AS(DeviceError, chip.major >= kOldestChip, "accelerator: GPU ", index, ", ", chip.name,
+                    ", has compute capability ", chip.major, ".", chip.minor, "; allowed ", kOldestChip, ".0 or newer");
 }
 
 }  // namespace kvkeep::cuda

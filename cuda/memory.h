@@ -9,7 +9,8 @@
 
 namespace kvkeep::cuda {
 
-/// Page-locked host memory that uploads leave from. An upload does not wait for the device, but where all buffers are still on their way.
+/// Page-locked host memory that uploads leave from. An upload does not wait for the device, but where all buffers are
+/// still on their way.
 class Staging {
  public:
   Staging();
@@ -17,8 +18,9 @@ class Staging {
   Staging(const Staging&) = delete;
   Staging& operator=(const Staging&) = delete;
 
-  /// Copies to the device; `from` may change as soon as it returns. On a stream that is being captured nothing is copied yet: every replay copies these bytes, which stay in page-locked memory of
-  /// their own as long as this object does.
+  /// Copies to the device; `from` may change as soon as it returns. On a stream that is being captured nothing is
+  /// copied yet: every replay copies these bytes, which stay in page-locked memory of their own as long as this object
+  /// does.
   void upload(void* to, const void* from, std::size_t bytes, Stream stream);
 
  private:
@@ -30,7 +32,8 @@ class Staging {
 [[nodiscard]] bool is_capturing(Stream stream);
 
 /// Copies `rows` runs of `bytes` on the device.
-void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t from_stride, std::int64_t bytes, std::int64_t rows, Stream stream);
+void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t from_stride, std::int64_t bytes,
+               std::int64_t rows, Stream stream);
 
 /// Copies to the host and waits.
 void download(void* to, const void* from, std::size_t bytes, Stream stream);

@@ -21,19 +21,27 @@ using tuning::kMemoryTile;
 static_assert(kMemoryThreads == tuning::kKeyThreads && kMemoryThreads == 32 * kMemoryHeads && kMemoryTile == 64);
 
 constexpr std::int32_t kBlockSigns = 16, kWordSigns = 32;  ///< of kvkeep::KeySketch
-constexpr std::int32_t kPatterns = 16, kTables = kWordSigns / 4;  ///< sums of four components under all patterns of their signs; tables of a word
+constexpr std::int32_t kPatterns = 16,
+                       kTables = kWordSigns /
+                                 4;  ///< sums of four components under all patterns of their signs; tables of a word
 
 std::int64_t parts_of(const MemoryAttentionArguments& a) {
-  const std::int64_t slices = (a.group + kMemoryHeads - 1) / kMemoryHeads, blocks = std::max<std::int64_t>(1, std::int64_t{a.count} * a.most_queries * slices);
-  const std::int64_t most = std::min<std::int64_t>(tuning::kMemoryParts, (a.most_spans + kMemoryTile - 1) / kMemoryTile);
+  const std::int64_t slices = (a.group + kMemoryHeads - 1) / kMemoryHeads,
+                     blocks = std::max<std::int64_t>(1, std::int64_t{a.count} * a.most_queries * slices);
+  const std::int64_t most =
+      std::min<std::int64_t>(tuning::kMemoryParts, (a.most_spans + kMemoryTile - 1) / kMemoryTile);
   return std::clamp<std::int64_t>((tuning::kMemoryBlocks + blocks - 1) / blocks, 1, std::max<std::int64_t>(1, most));
 }
 
 /// What the kernels are given, and where things lie.
 struct Task {
-  explicit Task(const MemoryAttentionArguments& arguments) : a(arguments), slices((a.group + kMemoryHeads - 1) / kMemoryHeads), parts(static_cast<std::int32_t>(parts_of(a))) {
+  explicit Task(const MemoryAttentionArguments& arguments)
+      : a(arguments),
+        slices((a.group + kMemoryHeads - 1) / kMemoryHeads),
+        parts(static_cast<std::int32_t>(parts_of(a))) {
     WorkspaceParts w(a.workspace);
-    const std::int64_t of_heads = std::int64_t{a.tokens} * a.query_heads(), of_rows = std::int64_t{a.tokens} * a.kv_heads;
+    const std::int64_t of_heads = std::int64_t{a.tokens} * a.query_heads(),
+                       of_rows = std::int64_t{a.tokens} * a.kv_heads;
     coarse = w.take<float>(of_heads * a.most_spans);
     relevance = w.take<float>(of_heads * a.most_spans);
     entries = w.take<std::uint64_t>(2 * of_rows * a.most_spans);
@@ -42,14 +50,18 @@ struct Task {
     bytes = w.bytes();
   }
 
-  [[nodiscard]] __device__ std::int64_t head_at(std::int32_t token, std::int32_t head) const { return std::int64_t{token} * a.query_heads() + head; }
-  [[nodiscard]] __device__ std::int64_t row_at(std::int32_t token, std::int32_t head) const { return std::int64_t{token} * a.kv_heads + head; }
+  [[nodiscard]] __device__ std::int64_t head_at(std::int32_t token, std::int32_t head) const {
+    return std::int64_t{token} * a.query_heads() + head;
+  }
+  [[nodiscard]] __device__ std::int64_t row_at(std::int32_t token, std::int32_t head) const {
+    return std::int64_t{token} * a.kv_heads + head;
+  }
 
   MemoryAttentionArguments a;
-  std::int32_t slices;     ///< of kMemoryHeads query heads or less
-  std::int32_t parts;      ///< of a row, when it is merged
-  float* coarse = nullptr;       ///< [tokens, Hq, most_spans] logits
-  float* relevance = nullptr;    ///< the same: what spans are told to draw, then their share
+  std::int32_t slices;               ///< of kMemoryHeads query heads or less
+  std::int32_t parts;                ///< of a row, when it is merged
+  float* coarse = nullptr;           ///< [tokens, Hq, most_spans] logits
+  float* relevance = nullptr;        ///< the same: what spans are told to draw, then their share
   std::uint64_t* entries = nullptr;  ///< [tokens, Hkv, 2, most_spans] of a sort
   std::uint8_t* flags = nullptr;     ///< [tokens, Hkv, most_spans]
   float* partial = nullptr;          ///< [tokens, Hq, parts, 2 + D] top, sum and sum of values
@@ -66,10 +78,12 @@ struct Asked {
 /// `work`: a number below count * most_queries * slices.
 __device__ Asked asked_of(const Task& task, std::int64_t work, std::int32_t slices, std::int32_t heads) {
   const std::int64_t of_row = std::int64_t{task.a.most_queries} * slices, r = work / of_row;
-  const auto rest = static_cast<std::int32_t>(work - r * of_row), query = rest / slices, first = (rest - query * slices) * heads;
+  const auto rest = static_cast<std::int32_t>(work - r * of_row), query = rest / slices,
+             first = (rest - query * slices) * heads;
   const FoldedRow& row = task.a.rows[r];
   const std::int32_t left = task.a.group - first;
-  return {&row, row.first_query + query, row.head * task.a.group + first, left < heads ? left : heads, query < row.queries && row.spans > 0};
+  return {&row, row.first_query + query, row.head * task.a.group + first, left < heads ? left : heads,
+          query < row.queries && row.spans > 0};
 }
 
 __device__ float number_at(const std::byte* at, Element element, std::int32_t i) {
@@ -85,15 +99,19 @@ __device__ void stage_queries(const Task& task, const Asked& asked, float* to) {
   const std::int32_t stride = staged_query(task.a.dim);
   for (auto i = static_cast<std::int32_t>(threadIdx.x); i < asked.heads * stride; i += kMemoryThreads) {
     const std::int32_t h = i / stride, d = i - h * stride;
-    const std::byte* query = task.a.queries + asked.token * task.a.token_stride + (asked.first_head + h) * task.a.head_stride;
+    const std::byte* query =
+        task.a.queries + asked.token * task.a.token_stride + (asked.first_head + h) * task.a.head_stride;
     to[i] = d < task.a.dim ? number_at(query, task.a.query, d) : 0.0F;
   }
 }
 
-/// Calls told(row, head, dot) by one thread for each of `count` rows of `dim` numbers and each query. The whole block calls; queries: staged_query() apart.
+/// Calls told(row, head, dot) by one thread for each of `count` rows of `dim` numbers and each query. The whole block
+/// calls; queries: staged_query() apart.
 template <class T, class Told>
-__device__ void row_products(const T* rows, std::int32_t count, std::int32_t dim, const float* queries, std::int32_t heads, const Told& told) {
-  const auto thread = static_cast<std::int32_t>(threadIdx.x), own = thread / kLanes, lane = thread % kLanes, stride = staged_query(dim);
+__device__ void row_products(const T* rows, std::int32_t count, std::int32_t dim, const float* queries,
+                             std::int32_t heads, const Told& told) {
+  const auto thread = static_cast<std::int32_t>(threadIdx.x), own = thread / kLanes, lane = thread % kLanes,
+             stride = staged_query(dim);
   const std::int64_t width = dim * static_cast<std::int64_t>(sizeof(T));
   const SlotAddress keys{reinterpret_cast<std::byte*>(const_cast<T*>(rows)), width, width};
   const bool aligned = is_aligned(keys);
@@ -125,28 +143,38 @@ __device__ void row_products(const T* rows, std::int32_t count, std::int32_t dim
 struct LogitsShared {
   KVKEEP_HD LogitsShared(std::int32_t dim, bool sketch) {
     queries = parts.take(sizeof(float) * static_cast<std::size_t>(kMemoryHeads * staged_query(dim)));
-    tables = parts.take(sketch ? sizeof(float) * static_cast<std::size_t>(kMemoryHeads * ((dim + kWordSigns - 1) / kWordSigns) * kTables * kPatterns) : 0);
+    tables = parts.take(sketch ? sizeof(float) *
+                                     static_cast<std::size_t>(kMemoryHeads * ((dim + kWordSigns - 1) / kWordSigns) *
+                                                              kTables * kPatterns)
+                               : 0);
   }
   Parts parts;
   std::size_t queries, tables;
 };
 
-/// tables [heads][components / 4][16]: sums of four components of a query, those of the bits that are set plus, the others minus.
-__device__ void fill_tables(const float* queries, std::int32_t heads, std::int32_t dim, std::int32_t entries, float* tables) {
+/// tables [heads][components / 4][16]: sums of four components of a query, those of the bits that are set plus, the
+/// others minus.
+__device__ void fill_tables(const float* queries, std::int32_t heads, std::int32_t dim, std::int32_t entries,
+                            float* tables) {
   const std::int32_t stride = staged_query(dim);
   for (auto i = static_cast<std::int32_t>(threadIdx.x); i < heads * entries; i += kMemoryThreads) {
-    const std::int32_t h = i / entries, entry = i - h * entries, first = entry / kPatterns * 4, pattern = entry % kPatterns;
+    const std::int32_t h = i / entries, entry = i - h * entries, first = entry / kPatterns * 4,
+                       pattern = entry % kPatterns;
     float sum = 0;
     for (int k = 0; k < 4; ++k)
-      if (first + k < dim) sum += (pattern >> k & 1) != 0 ? queries[h * stride + first + k] : -queries[h * stride + first + k];
+      if (first + k < dim)
+        sum += (pattern >> k & 1) != 0 ? queries[h * stride + first + k] : -queries[h * stride + first + k];
     tables[i] = sum;
   }
 }
 
-/// The log-sum-exp of what the tokens of spans [begin, end) are told to draw, added to what `relevance` holds of their coarse keys. Eight lanes a span.
-__device__ void add_told(const Task& task, const Asked& asked, std::int32_t begin, std::int32_t end, const float* tables, std::int32_t entries, float* relevance) {
+/// The log-sum-exp of what the tokens of spans [begin, end) are told to draw, added to what `relevance` holds of their
+/// coarse keys. Eight lanes a span.
+__device__ void add_told(const Task& task, const Asked& asked, std::int32_t begin, std::int32_t end,
+                         const float* tables, std::int32_t entries, float* relevance) {
   const FoldedRow& row = *asked.row;
-  const auto thread = static_cast<std::int32_t>(threadIdx.x), own = thread / kLanes, lane = thread % kLanes, words = entries / (kTables * kPatterns);
+  const auto thread = static_cast<std::int32_t>(threadIdx.x), own = thread / kLanes, lane = thread % kLanes,
+             words = entries / (kTables * kPatterns);
   const auto* sizes = reinterpret_cast<const __nv_bfloat16*>(row.sizes);
   for (std::int32_t first = begin; first < end; first += kKeysAtOnce) {
     const std::int32_t s = first + own;
@@ -174,12 +202,14 @@ __device__ void add_told(const Task& task, const Asked& asked, std::int32_t begi
     for (int h = 0; h < kMemoryHeads; ++h) {
       if (h >= asked.heads) break;
       const Running all = over_lanes<kLanes>(seen[h]);
-      if (s < end && lane == 0) relevance[std::int64_t{h} * task.a.most_spans + s] += all.top + logf(all.sum) - row.log_length[s];
+      if (s < end && lane == 0)
+        relevance[std::int64_t{h} * task.a.most_spans + s] += all.top + logf(all.sum) - row.log_length[s];
     }
   }
 }
 
-/// Logits of kMemorySpans spans of a row, for one query and up to kMemoryHeads heads: of their coarse entries, and what relevance is made of.
+/// Logits of kMemorySpans spans of a row, for one query and up to kMemoryHeads heads: of their coarse entries, and what
+/// relevance is made of.
 template <class T>
 __global__ void __launch_bounds__(kMemoryThreads) logits_kernel(Task task, std::int32_t chunks) {
   const std::int64_t work = blockIdx.x / static_cast<unsigned>(chunks);
@@ -187,7 +217,8 @@ __global__ void __launch_bounds__(kMemoryThreads) logits_kernel(Task task, std::
   const auto begin = static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(chunks)) * kMemorySpans;
   if (!asked.there || begin >= asked.row->spans) return;
   const FoldedRow& row = *asked.row;
-  const std::int32_t dim = task.a.dim, end = begin + kMemorySpans < row.spans ? begin + kMemorySpans : row.spans, entries = (dim + kWordSigns - 1) / kWordSigns * kTables * kPatterns;
+  const std::int32_t dim = task.a.dim, end = begin + kMemorySpans < row.spans ? begin + kMemorySpans : row.spans,
+                     entries = (dim + kWordSigns - 1) / kWordSigns * kTables * kPatterns;
   const LogitsShared at(dim, true);
   auto* queries = reinterpret_cast<float*>(dynamic_shared() + at.queries);
   auto* tables = reinterpret_cast<float*>(dynamic_shared() + at.tables);
@@ -197,10 +228,11 @@ __global__ void __launch_bounds__(kMemoryThreads) logits_kernel(Task task, std::
   if (told) fill_tables(queries, asked.heads, dim, entries, tables);
   const std::int64_t first = task.head_at(asked.token, asked.first_head) * task.a.most_spans;
   float *coarse = task.coarse + first, *relevance = task.relevance + first;
-  row_products(reinterpret_cast<const T*>(row.coarse_keys) + std::int64_t{begin} * dim, end - begin, dim, queries, asked.heads, [&](std::int32_t i, std::int32_t h, float dot) {
-    const std::int64_t place = std::int64_t{h} * task.a.most_spans + begin + i;
-    coarse[place] = relevance[place] = task.a.scale * dot + row.log_length[begin + i];
-  });
+  row_products(reinterpret_cast<const T*>(row.coarse_keys) + std::int64_t{begin} * dim, end - begin, dim, queries,
+               asked.heads, [&](std::int32_t i, std::int32_t h, float dot) {
+                 const std::int64_t place = std::int64_t{h} * task.a.most_spans + begin + i;
+                 coarse[place] = relevance[place] = task.a.scale * dot + row.log_length[begin + i];
+               });
   __syncthreads();
   if (told) add_told(task, asked, begin, end, tables, entries, relevance);
 }
@@ -212,7 +244,8 @@ __device__ T sum_of_warp(T x) {
   return x;
 }
 
-/// Logits of one head become shares of all mass, `dense` being the log-sum-exp of what lies outside; marks what is above the rule's. By a warp.
+/// Logits of one head become shares of all mass, `dense` being the log-sum-exp of what lies outside; marks what is
+/// above the rule's. By a warp.
 __device__ void want_by_mass(const Task& task, std::int32_t spans, float dense, float* shares, std::uint8_t* marks) {
   const WarpTeam warp;
   float top = Running::kNothing;
@@ -227,7 +260,8 @@ __device__ void want_by_mass(const Task& task, std::int32_t spans, float dense, 
   }
   const double all_spans = sum_of_warp(static_cast<double>(sum));
   const double most = top > dense ? top : dense;
-  const float factor = nothing ? 0.0F : static_cast<float>(exp(top - most) / (exp(dense - most) + all_spans * exp(top - most)));
+  const float factor =
+      nothing ? 0.0F : static_cast<float>(exp(top - most) / (exp(dense - most) + all_spans * exp(top - most)));
   for (std::int32_t s = warp.rank(); s < spans; s += 32) {
     const float share = shares[s] * factor;
     shares[s] = share;
@@ -261,17 +295,21 @@ struct Cost {
   const MemorySpan* table;
   std::int32_t dim;
   bool per_head;
-  [[nodiscard]] __device__ std::int64_t numbers_of(const FactorPlace& f, std::int64_t length) const { return f.raw ? length * dim : f.rank * (length + dim); }
+  [[nodiscard]] __device__ std::int64_t numbers_of(const FactorPlace& f, std::int64_t length) const {
+    return f.raw ? length * dim : f.rank * (length + dim);
+  }
   [[nodiscard]] __device__ std::int64_t numbers(std::int32_t s) const {
     const MemorySpan& span = table[s];
-    return per_head ? span.length - 1 : numbers_of(span.factors[0], span.length) + numbers_of(span.factors[1], span.length);
+    return per_head ? span.length - 1
+                    : numbers_of(span.factors[0], span.length) + numbers_of(span.factors[1], span.length);
   }
   [[nodiscard]] __device__ double unit() const { return per_head ? 1.0 : 2.0 * dim; }
   [[nodiscard]] __device__ double operator()(std::int32_t s) const { return static_cast<double>(numbers(s)) / unit(); }
 };
 
 /// Walks n entries in their order and flags the spans that fit, adding up as the CPU does. By a warp.
-__device__ void open_in_order(const FoldedRow& row, const Cost& cost, const std::uint64_t* entries, std::int32_t n, std::uint8_t* flags) {
+__device__ void open_in_order(const FoldedRow& row, const Cost& cost, const std::uint64_t* entries, std::int32_t n,
+                              std::uint8_t* flags) {
   const WarpTeam warp;
   double used = row.resident;
   for (std::int32_t first = 0; first < n; first += 32) {
@@ -291,7 +329,8 @@ __device__ void open_in_order(const FoldedRow& row, const Cost& cost, const std:
 }
 
 /// Opens what the heads want, as far as the budget goes. list: [spans] scratch.
-__device__ void open_within(const Task& task, const BlockTeam& team, std::uint32_t* counters, const FoldedRow& row, const Sharing& heads, std::uint64_t* entries, std::uint8_t* flags, std::int32_t* list) {
+__device__ void open_within(const Task& task, const BlockTeam& team, std::uint32_t* counters, const FoldedRow& row,
+                            const Sharing& heads, std::uint64_t* entries, std::uint8_t* flags, std::int32_t* list) {
   const Cost cost{row.table, task.a.dim, task.a.per_head};
   std::uint64_t mine = 0;
   for (std::int32_t s = team.rank(); s < row.spans; s += team.size()) {
@@ -306,7 +345,8 @@ __device__ void open_within(const Task& task, const BlockTeam& team, std::uint32
     for (std::int32_t s = team.rank(); s < row.spans; s += team.size()) flags[s] = 0;
     std::uint64_t *a = entries, *b = entries + task.a.most_spans;
     sort_by_score(
-        team, counters, asked, a, b, [&](std::int32_t i) { return entry_of(heads.key(list[i]), list[i]); }, [b](std::int32_t i, std::uint64_t entry) { b[i] = entry; });
+        team, counters, asked, a, b, [&](std::int32_t i) { return entry_of(heads.key(list[i]), list[i]); },
+        [b](std::int32_t i, std::uint64_t entry) { b[i] = entry; });
     if (team.rank() < 32) open_in_order(row, cost, b, asked, flags);
   }
   team.sync();
@@ -333,12 +373,14 @@ __global__ void __launch_bounds__(kMemoryThreads) open_kernel(Task task) {
   const std::int64_t stride = task.a.most_spans, first = task.head_at(asked.token, asked.first_head);
   float* relevance = task.relevance + first * stride;
   std::uint8_t* marks = task.a.marks + first * stride;
-  for (std::int32_t h = team.rank() / 32; h < asked.heads; h += team.size() / 32) want_by_mass(task, row.spans, task.a.lse[first + h], relevance + h * stride, marks + h * stride);
+  for (std::int32_t h = team.rank() / 32; h < asked.heads; h += team.size() / 32)
+    want_by_mass(task, row.spans, task.a.lse[first + h], relevance + h * stride, marks + h * stride);
   team.sync();
   std::int32_t* list = task.a.opened + place * stride;
   const std::int32_t together = task.a.per_head ? 1 : asked.heads;
   for (std::int32_t h = 0; h < asked.heads; h += together)
-    open_within(task, team, counters, row, {relevance + h * stride, marks + h * stride, together, stride}, task.entries + 2 * place * stride, task.flags + place * stride, list);
+    open_within(task, team, counters, row, {relevance + h * stride, marks + h * stride, together, stride},
+                task.entries + 2 * place * stride, task.flags + place * stride, list);
   const Sharing all{relevance, marks, asked.heads, stride};
   const std::int32_t opened = write_kept(team, row.spans, [&](std::int32_t s) { return all.anyone(s); }, list);
   if (team.rank() == 0) task.a.opened_count[place] = opened;
@@ -359,7 +401,9 @@ __global__ void __launch_bounds__(kMemoryThreads) pieces_kernel(Task task, FarPi
       if (now == row.far[s] || (now >= row.arena && now < row.arena + row.arena_bytes)) row.near[s] = now = nullptr;
       if (now == nullptr && row.table[s].bytes > 0)
         for (std::int32_t q = 0; q < row.queries && !wanted; ++q) {
-          const Sharing heads{nullptr, task.a.marks + task.head_at(row.first_query + q, row.head * task.a.group) * task.a.most_spans, task.a.group, task.a.most_spans};
+          const Sharing heads{
+              nullptr, task.a.marks + task.head_at(row.first_query + q, row.head * task.a.group) * task.a.most_spans,
+              task.a.group, task.a.most_spans};
           wanted = heads.anyone(s);
         }
     }
@@ -386,11 +430,19 @@ struct MergeShared {
   std::size_t queries, inner, drawn;
 };
 
-/// Softmaxes of up to kMemoryHeads heads while entries are merged into them. A thread holds component `d` of every `apart`-th head from `first` on.
+/// Softmaxes of up to kMemoryHeads heads while entries are merged into them. A thread holds component `d` of every
+/// `apart`-th head from `first` on.
 class Merging {
  public:
-  __device__ Merging(std::int32_t dim, std::int32_t heads, float* weights, float* tops, float* sums, float* shrink, float* drawn_sum)
-      : weights_(weights), tops_(tops), totals_(sums), shrink_(shrink), drawn_sum_(drawn_sum), dim_(dim), heads_(heads) {
+  __device__ Merging(std::int32_t dim, std::int32_t heads, float* weights, float* tops, float* sums, float* shrink,
+                     float* drawn_sum)
+      : weights_(weights),
+        tops_(tops),
+        totals_(sums),
+        shrink_(shrink),
+        drawn_sum_(drawn_sum),
+        dim_(dim),
+        heads_(heads) {
     const std::int32_t columns = (dim + 31) / 32 * 32;
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
     apart_ = kMemoryThreads / columns;
@@ -402,7 +454,8 @@ class Merging {
   /// Where the logit of entry t of the tile goes.
   [[nodiscard]] __device__ float& entry(std::int32_t h, std::int32_t t) const { return weights_[h * kMemoryTile + t]; }
 
-  /// The tile's `count` logits, which were written before, become weights; what was summed is brought to the new scale. drawn [heads][rank] is brought along.
+  /// The tile's `count` logits, which were written before, become weights; what was summed is brought to the new scale.
+  /// drawn [heads][rank] is brought along.
   __device__ void weigh(std::int32_t count, float* drawn = nullptr, std::int32_t rank = 0) {
     __syncthreads();
     const auto thread = static_cast<std::int32_t>(threadIdx.x), h = thread / 32, lane = thread % 32;
@@ -472,10 +525,10 @@ class Merging {
 
  private:
   float sums_[kMemoryHeads] = {};
-  float* weights_;     ///< [heads][kMemoryTile]
+  float* weights_;         ///< [heads][kMemoryTile]
   float *tops_, *totals_;  ///< [heads]
-  float* shrink_;      ///< [heads]
-  float* drawn_sum_;   ///< [heads]
+  float* shrink_;          ///< [heads]
+  float* drawn_sum_;       ///< [heads]
   std::int32_t dim_, heads_, apart_, d_, first_;
 };
 
@@ -493,7 +546,8 @@ class OpenedSpan {
         open_(open) {}
 
   /// queries, inner, drawn: [heads][staged_query()]; offset: [heads].
-  __device__ void merge(Merging& softmax, const float* queries, float* inner, float* drawn, float* offset, std::int32_t heads) const {
+  __device__ void merge(Merging& softmax, const float* queries, float* inner, float* drawn, float* offset,
+                        std::int32_t heads) const {
     const FactorPlace &keys = span_.factors[0], &values = span_.factors[1];
     const T *left = blob_ + values.offset, *right = left + std::int64_t{span_.length} * values.rank;
     const std::int32_t rank = values.raw ? 0 : values.rank;
@@ -510,10 +564,12 @@ class OpenedSpan {
         continue;
       }
       __syncthreads();
-      for (auto i = static_cast<std::int32_t>(threadIdx.x); i < heads * rank; i += kMemoryThreads) {  // (weights A) of the tile
+      for (auto i = static_cast<std::int32_t>(threadIdx.x); i < heads * rank;
+           i += kMemoryThreads) {  // (weights A) of the tile
         const std::int32_t h = i / rank, r = i - h * rank;
         float sum = drawn[i];
-        for (std::int32_t t = 0; t < count; ++t) sum = fmaf(softmax.entry(h, t), to_float(left[std::int64_t{first + t} * rank + r]), sum);
+        for (std::int32_t t = 0; t < count; ++t)
+          sum = fmaf(softmax.entry(h, t), to_float(left[std::int64_t{first + t} * rank + r]), sum);
         drawn[i] = sum;
       }
       __syncthreads();
@@ -525,17 +581,24 @@ class OpenedSpan {
 
  private:
   /// inner = B q, offset = c . q.
-  __device__ void project(const FactorPlace& keys, const float* queries, float* inner, float* offset, std::int32_t heads) const {
+  __device__ void project(const FactorPlace& keys, const float* queries, float* inner, float* offset,
+                          std::int32_t heads) const {
     if (threadIdx.x < static_cast<unsigned>(heads)) offset[threadIdx.x] = 0;
     if (keys.raw) return;
     __syncthreads();
-    row_products(blob_ + keys.offset + std::int64_t{span_.length} * keys.rank, keys.rank, dim_, queries, heads, [&](std::int32_t r, std::int32_t h, float dot) { inner[h * keys.rank + r] = dot; });
-    if (keys.centred) row_products(coarse_key_, 1, dim_, queries, heads, [&](std::int32_t, std::int32_t h, float dot) { offset[h] = dot; });
+    row_products(blob_ + keys.offset + std::int64_t{span_.length} * keys.rank, keys.rank, dim_, queries, heads,
+                 [&](std::int32_t r, std::int32_t h, float dot) { inner[h * keys.rank + r] = dot; });
+    if (keys.centred)
+      row_products(coarse_key_, 1, dim_, queries, heads,
+                   [&](std::int32_t, std::int32_t h, float dot) { offset[h] = dot; });
   }
 
   /// Of tokens [first, first + count): nothing for heads that have not opened the span.
-  __device__ void logits(const Merging& softmax, const FactorPlace& keys, std::int32_t first, std::int32_t count, const float* queries, const float* inner, const float* offset, std::int32_t heads) const {
-    const auto entry_of_head = [&](std::int32_t t, std::int32_t h, float dot) { softmax.entry(h, t) = (open_ >> h & 1U) != 0 ? scale_ * (dot + offset[h]) : Running::kNothing; };
+  __device__ void logits(const Merging& softmax, const FactorPlace& keys, std::int32_t first, std::int32_t count,
+                         const float* queries, const float* inner, const float* offset, std::int32_t heads) const {
+    const auto entry_of_head = [&](std::int32_t t, std::int32_t h, float dot) {
+      softmax.entry(h, t) = (open_ >> h & 1U) != 0 ? scale_ * (dot + offset[h]) : Running::kNothing;
+    };
     if (keys.raw) {
       row_products(blob_ + keys.offset + std::int64_t{first} * dim_, count, dim_, queries, heads, entry_of_head);
       return;
@@ -557,11 +620,13 @@ class OpenedSpan {
   unsigned open_;  ///< heads that have opened it, a bit each
 };
 
-/// One part of a row, for one query and up to kMemoryHeads heads: a run of its coarse entries, and every parts-th opened span.
+/// One part of a row, for one query and up to kMemoryHeads heads: a run of its coarse entries, and every parts-th
+/// opened span.
 template <class T>
 __global__ void __launch_bounds__(kMemoryThreads) merge_kernel(Task task) {
   __shared__ float weights[kMemoryHeads * kMemoryTile];
-  __shared__ float tops[kMemoryHeads], sums[kMemoryHeads], shrink[kMemoryHeads], drawn_sum[kMemoryHeads], offset[kMemoryHeads];
+  __shared__ float tops[kMemoryHeads], sums[kMemoryHeads], shrink[kMemoryHeads], drawn_sum[kMemoryHeads],
+      offset[kMemoryHeads];
   const auto parts = static_cast<unsigned>(task.parts);
   const Asked asked = asked_of(task, blockIdx.x / parts, task.slices, kMemoryHeads);
   if (!asked.there) return;
@@ -580,11 +645,13 @@ __global__ void __launch_bounds__(kMemoryThreads) merge_kernel(Task task) {
   const std::int64_t first_head = task.head_at(asked.token, asked.first_head), stride = task.a.most_spans;
   const std::uint8_t* marks = task.a.marks + first_head * stride;
   const auto end = static_cast<std::int32_t>(std::int64_t{row.spans} * (part + 1) / task.parts);
-  for (auto first = static_cast<std::int32_t>(std::int64_t{row.spans} * part / task.parts); first < end; first += kMemoryTile) {
+  for (auto first = static_cast<std::int32_t>(std::int64_t{row.spans} * part / task.parts); first < end;
+       first += kMemoryTile) {
     const std::int32_t count = end - first < kMemoryTile ? end - first : kMemoryTile;
     for (auto i = static_cast<std::int32_t>(threadIdx.x); i < asked.heads * count; i += kMemoryThreads) {
       const std::int32_t h = i / count, t = i - h * count;
-      softmax.entry(h, t) = marks[h * stride + first + t] != 0 ? Running::kNothing : task.coarse[(first_head + h) * stride + first + t];
+      softmax.entry(h, t) =
+          marks[h * stride + first + t] != 0 ? Running::kNothing : task.coarse[(first_head + h) * stride + first + t];
     }
     softmax.weigh(count);
     softmax.add_tile(reinterpret_cast<const T*>(row.coarse_values) + std::int64_t{first} * task.a.dim, count);
@@ -628,13 +695,20 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(Task task) {
 
 void check(const MemoryAttentionArguments& a) {
   check_dim("memory attention", a.dim);
-  KVKEEP_REQUIRE(a.count >= 0 && a.most_spans >= 0 && a.most_queries >= 0 && a.tokens >= 0, "memory attention: ", a.count, " rows of ", a.most_spans, " spans and ", a.most_queries, " queries, ", a.tokens,
-          " tokens; allowed 0 or more");
-  KVKEEP_REQUIRE(a.kv_heads >= 1 && a.group >= 1, "memory attention: ", a.kv_heads, " KV heads of ", a.group, " query heads; allowed 1 or more");
-  KVKEEP_REQUIRE(a.store != Element::fp8_e4m3 && a.query != Element::fp8_e4m3, "memory attention: 8-bit numbers; allowed f32, f16 or bf16");
+  KVKEEP_REQUIRE(a.count >= 0 && a.most_spans >= 0 && a.most_queries >= 0 && a.tokens >= 0,
+                 "memory attention: ", a.count, " rows of ", a.most_spans, " spans and ", a.most_queries, " queries, ",
+                 a.tokens, " tokens; allowed 0 or more");
+  KVKEEP_REQUIRE(a.kv_heads >= 1 && a.group >= 1, "memory attention: ", a.kv_heads, " KV heads of ", a.group,
+                 " query heads; allowed 1 or more");
+  KVKEEP_REQUIRE(a.store != Element::fp8_e4m3 && a.query != Element::fp8_e4m3,
+                 "memory attention: 8-bit numbers; allowed f32, f16 or bf16");
   constexpr std::int64_t kMost = 0x7FFFFFFF;
-  const std::int64_t asked = std::int64_t{a.count} * a.most_queries, of_asked = std::max<std::int64_t>({a.group, tuning::kMemoryParts, (a.most_spans + kMemorySpans - 1) / kMemorySpans * ((a.group + 7) / 8)});
-  KVKEEP_REQUIRE(asked <= kMost / of_asked, "memory attention: ", a.count, " rows with ", a.most_queries, " queries are too many blocks; allowed ", kMost / of_asked, " of a row and a query");
+  const std::int64_t asked = std::int64_t{a.count} * a.most_queries,
+                     of_asked = std::max<std::int64_t>(
+                         {a.group, tuning::kMemoryParts,
+                          (a.most_spans + kMemorySpans - 1) / kMemorySpans * ((a.group + 7) / 8)});
+  KVKEEP_REQUIRE(asked <= kMost / of_asked, "memory attention: ", a.count, " rows with ", a.most_queries,
+                 " queries are too many blocks; allowed ", kMost / of_asked, " of a row and a query");
 }
 
 }  // namespace
@@ -652,14 +726,18 @@ void launch_memory_route(const MemoryAttentionArguments& a, Stream stream) {
   const std::int32_t chunks = (a.most_spans + kMemorySpans - 1) / kMemorySpans;
   with_wide_element(a.store, [&](auto element) {
     launch("memory_attention logits", logits_kernel<decltype(element)>,
-           {.blocks = blocks_for(asked * task.slices * chunks), .threads = kMemoryThreads, .shared_bytes = LogitsShared(a.dim, true).parts.bytes}, stream, task, chunks);
+           {.blocks = blocks_for(asked * task.slices * chunks),
+            .threads = kMemoryThreads,
+            .shared_bytes = LogitsShared(a.dim, true).parts.bytes},
+           stream, task, chunks);
   });
   launch("memory_attention open", open_kernel, {.blocks = blocks_for(asked), .threads = kMemoryThreads}, stream, task);
 }
 
 void launch_memory_pieces(const MemoryAttentionArguments& a, FarPiece* pieces, std::int32_t* counts, Stream stream) {
   check(a);
-  launch("memory_attention pieces", pieces_kernel, {.blocks = blocks_for(a.count), .threads = kMemoryThreads}, stream, Task(a), pieces, counts);
+  launch("memory_attention pieces", pieces_kernel, {.blocks = blocks_for(a.count), .threads = kMemoryThreads}, stream,
+         Task(a), pieces, counts);
 }
 
 void launch_memory_merge(const MemoryAttentionArguments& a, Stream stream) {
@@ -668,9 +746,13 @@ void launch_memory_merge(const MemoryAttentionArguments& a, Stream stream) {
   const std::int64_t asked = a.most_spans == 0 ? 0 : std::int64_t{a.count} * a.most_queries;
   with_wide_element(a.store, [&](auto element) {
     launch("memory_attention merge", merge_kernel<decltype(element)>,
-           {.blocks = blocks_for(asked * task.slices * task.parts), .threads = kMemoryThreads, .shared_bytes = MergeShared(a.dim).parts.bytes}, stream, task);
+           {.blocks = blocks_for(asked * task.slices * task.parts),
+            .threads = kMemoryThreads,
+            .shared_bytes = MergeShared(a.dim).parts.bytes},
+           stream, task);
   });
-  launch("memory_attention combine", combine_kernel, {.blocks = blocks_for(asked * a.group), .threads = kCombineThreads}, stream, task);
+  launch("memory_attention combine", combine_kernel,
+         {.blocks = blocks_for(asked * a.group), .threads = kCombineThreads}, stream, task);
 }
 
 }  // namespace kvkeep::cuda

@@ -1,6 +1,7 @@
 #pragma once
-/// Attention over folded spans on a GPU: which spans every query opens, where their factors come near, and all of it merged into softmaxes over rows that were read before.
-/// Same decisions as kvkeep::read_memory() by the rule `mass`. Differs: the rules `coverage` and `learned` have no kernel. No LibTorch in here.
+/// Attention over folded spans on a GPU: which spans every query opens, where their factors come near, and all of it
+/// merged into softmaxes over rows that were read before. Same decisions as kvkeep::read_memory() by the rule `mass`.
+/// Differs: the rules `coverage` and `learned` have no kernel. No LibTorch in here.
 
 #include <cstddef>
 #include <cstdint>
@@ -22,83 +23,94 @@ struct FactorPlace {
 
 /// One folded span of a row: kvkeep::FoldedSpan.
 struct MemorySpan {
-  std::int32_t length = 0;         ///< tokens, 1 or more
-  std::int64_t first_token = 0;    ///< tokens in the spans before it
-  std::int64_t bytes = 0;          ///< of its blob; 0: it has none
-  FactorPlace factors[2] = {};     ///< of keys, of values
+  std::int32_t length = 0;       ///< tokens, 1 or more
+  std::int64_t first_token = 0;  ///< tokens in the spans before it
+  std::int64_t bytes = 0;        ///< of its blob; 0: it has none
+  FactorPlace factors[2] = {};   ///< of keys, of values
 };
 
-/// The spans of one (sequence, KV head) in a layer, kvkeep::SpanRow, and the queries that read them. Pointers are to the device.
+/// The spans of one (sequence, KV head) in a layer, kvkeep::SpanRow, and the queries that read them. Pointers are to
+/// the device.
 struct FoldedRow {
   std::int32_t spans = 0;
-  std::int32_t head = 0;                    ///< KV head
-  std::int32_t first_query = 0;             ///< tokens first_query to first_query + queries - 1 read it
+  std::int32_t head = 0;         ///< KV head
+  std::int32_t first_query = 0;  ///< tokens first_query to first_query + queries - 1 read it
   std::int32_t queries = 0;
   double entries = std::numeric_limits<double>::infinity();  ///< kvkeep::ZoomBudget
   double resident = 0;
-  const MemorySpan* table = nullptr;        ///< [spans]
-  const std::byte* coarse_keys = nullptr;   ///< store [spans, D]
-  const std::byte* coarse_values = nullptr; ///< store [spans, D]
-  const float* log_length = nullptr;        ///< f32 [spans]
-  const std::uint32_t* signs = nullptr;     ///< kvkeep::KeySketch of the tokens of all spans; null: none
-  const std::uint16_t* sizes = nullptr;     ///< bf16 [tokens]
-  const std::byte* const* far = nullptr;    ///< [spans] blobs in page-locked host memory
-  const std::byte** near = nullptr;         ///< [spans] where launch_memory_merge reads blobs
-  std::byte* arena = nullptr;               ///< what launch_memory_pieces hands out, a multiple of 16
+  const MemorySpan* table = nullptr;         ///< [spans]
+  const std::byte* coarse_keys = nullptr;    ///< store [spans, D]
+  const std::byte* coarse_values = nullptr;  ///< store [spans, D]
+  const float* log_length = nullptr;         ///< f32 [spans]
+  const std::uint32_t* signs = nullptr;      ///< kvkeep::KeySketch of the tokens of all spans; null: none
+  const std::uint16_t* sizes = nullptr;      ///< bf16 [tokens]
+  const std::byte* const* far = nullptr;     ///< [spans] blobs in page-locked host memory
+  const std::byte** near = nullptr;          ///< [spans] where launch_memory_merge reads blobs
+  std::byte* arena = nullptr;                ///< what launch_memory_pieces hands out, a multiple of 16
   std::int64_t arena_bytes = 0;
 };
 
 /// A layer's memory: rows of all its sequences, and queries of all their tokens.
 struct MemoryAttentionArguments {
-  const FoldedRow* rows = nullptr;          ///< [count], no two of one token and KV head
+  const FoldedRow* rows = nullptr;  ///< [count], no two of one token and KV head
   std::int32_t count = 0;
-  std::int32_t most_spans = 0;              ///< of a row, or more
-  std::int32_t most_queries = 0;            ///< of a row, or more
-  std::int32_t tokens = 0;                  ///< of all sequences
+  std::int32_t most_spans = 0;    ///< of a row, or more
+  std::int32_t most_queries = 0;  ///< of a row, or more
+  std::int32_t tokens = 0;        ///< of all sequences
   std::int32_t kv_heads = 1;
-  std::int32_t group = 1;                   ///< query heads of a KV head
-  std::int32_t dim = 0;                     ///< 1 to 256
-  Element store = Element::f32;             ///< of coarse entries and blobs: f32, f16 or bf16
-  Element query = Element::f32;             ///< f32, f16 or bf16
-  float scale = 1;                          ///< of the softmax
-  const std::byte* queries = nullptr;       ///< [tokens, Hq, D] after RoPE
-  std::int64_t token_stride = 0;            ///< bytes
-  std::int64_t head_stride = 0;             ///< bytes
+  std::int32_t group = 1;              ///< query heads of a KV head
+  std::int32_t dim = 0;                ///< 1 to 256
+  Element store = Element::f32;        ///< of coarse entries and blobs: f32, f16 or bf16
+  Element query = Element::f32;        ///< f32, f16 or bf16
+  float scale = 1;                     ///< of the softmax
+  const std::byte* queries = nullptr;  ///< [tokens, Hq, D] after RoPE
+  std::int64_t token_stride = 0;       ///< bytes
+  std::int64_t head_stride = 0;        ///< bytes
 
-  double mass = 0.02;                       ///< kvkeep::ZoomOptions
-  bool share = false;                       ///< Heads::group
-  bool per_head = false;                    ///< kvkeep::ZoomBudget
+  double mass = 0.02;     ///< kvkeep::ZoomOptions
+  bool share = false;     ///< Heads::group
+  bool per_head = false;  ///< kvkeep::ZoomBudget
 
-  float* out = nullptr;                     ///< f32 [tokens, Hq, D] attention over the dense rows
-  float* lse = nullptr;                     ///< f32 [tokens, Hq] log of its sum of exponentials; -inf: there was no row, and `out` counts as 0
-  std::uint8_t* marks = nullptr;            ///< u8 [tokens, Hq, most_spans] 1 where a head has opened a span; written up to a row's spans
-  std::int32_t* opened = nullptr;           ///< i32 [tokens, Hkv, most_spans] spans that some head of the group has opened, ascending
-  std::int32_t* opened_count = nullptr;     ///< i32 [tokens, Hkv] how many
-  void* workspace = nullptr;                ///< memory_attention_workspace_bytes(), aligned to 32; from launch_memory_route to launch_memory_merge
+  float* out = nullptr;  ///< f32 [tokens, Hq, D] attention over the dense rows
+  float* lse =
+      nullptr;  ///< f32 [tokens, Hq] log of its sum of exponentials; -inf: there was no row, and `out` counts as 0
+  std::uint8_t* marks =
+      nullptr;  ///< u8 [tokens, Hq, most_spans] 1 where a head has opened a span; written up to a row's spans
+  std::int32_t* opened =
+      nullptr;  ///< i32 [tokens, Hkv, most_spans] spans that some head of the group has opened, ascending
+  std::int32_t* opened_count = nullptr;  ///< i32 [tokens, Hkv] how many
+  void* workspace =
+      nullptr;  ///< memory_attention_workspace_bytes(), aligned to 32; from launch_memory_route to launch_memory_merge
 
   [[nodiscard]] KVKEEP_HD std::int32_t query_heads() const { return kv_heads * group; }
 };
 
-/// A token: 8 for each query head and span, 17 for each KV head and span, and 4 (D + 2) for each query head and part of a row, of which there are up to 32 where few rows and queries are at work.
+/// A token: 8 for each query head and span, 17 for each KV head and span, and 4 (D + 2) for each query head and part of
+/// a row, of which there are up to 32 where few rows and queries are at work.
 [[nodiscard]] std::int64_t memory_attention_workspace_bytes(const MemoryAttentionArguments& arguments);
 
-/// Writes marks, opened and opened_count; reads queries, lse and what is near of the rows. A span is wanted where its share of all mass is above `mass`: told by its sketch where there is one, else by its
-/// coarse entry. Within the budget the most relevant go first, the lower span at equal relevance, and one that does not fit is passed over.
-/// Agrees with the CPU but where a share is within 1e-5 of `mass`, or two shares that compete for the budget are that close.
-/// 2 launches. Cost: the coarse keys and sketches once for 8 query heads; a sort of the spans that are wanted where they do not all fit.
-/// Throws InvalidArgument for sizes below 0, a head size outside 1 to 256, no head, and other dtypes.
+/// Writes marks, opened and opened_count; reads queries, lse and what is near of the rows. A span is wanted where its
+/// share of all mass is above `mass`: told by its sketch where there is one, else by its coarse entry. Within the
+/// budget the most relevant go first, the lower span at equal relevance, and one that does not fit is passed over.
+/// Agrees with the CPU but where a share is within 1e-5 of `mass`, or two shares that compete for the budget are that
+/// close. 2 launches. Cost: the coarse keys and sketches once for 8 query heads; a sort of the spans that are wanted
+/// where they do not all fit. Throws InvalidArgument for sizes below 0, a head size outside 1 to 256, no head, and
+/// other dtypes.
 void launch_memory_route(const MemoryAttentionArguments& arguments, Stream stream);
 
-/// Lists what is to be fetched of the opened spans (launch_fetch), and says in `near` where it will lie: `pieces` [count][most_spans], `counts` [count], for each row.
-/// A row's arena is handed out from its beginning: what lay there, and what was read from afar, is no longer near. Spans whose `near` points elsewhere stay there and are not fetched. What does not fit into the
-/// arena is read where it lies, over the bus: the same answer, later.
-/// 1 launch. Not needed where `near` is filled by the caller. Throws as launch_memory_route.
-void launch_memory_pieces(const MemoryAttentionArguments& arguments, FarPiece* pieces, std::int32_t* counts, Stream stream);
+/// Lists what is to be fetched of the opened spans (launch_fetch), and says in `near` where it will lie: `pieces`
+/// [count][most_spans], `counts` [count], for each row. A row's arena is handed out from its beginning: what lay there,
+/// and what was read from afar, is no longer near. Spans whose `near` points elsewhere stay there and are not fetched.
+/// What does not fit into the arena is read where it lies, over the bus: the same answer, later. 1 launch. Not needed
+/// where `near` is filled by the caller. Throws as launch_memory_route.
+void launch_memory_pieces(const MemoryAttentionArguments& arguments, FarPiece* pieces, std::int32_t* counts,
+                          Stream stream);
 
-/// Merges the spans into (out, lse), in place: opened ones token by token from their factors, without a row being formed, the others as their coarse entries. Rows without spans are left as they are.
-/// Requires: launch_memory_route with the same arguments before it, on the same workspace.
-/// 2 launches. Cost: the coarse values and the factors of opened spans once for 8 query heads. Rounding depends on into how many parts a row is cut, and so on how many rows and queries go together.
-/// Throws as launch_memory_route.
+/// Merges the spans into (out, lse), in place: opened ones token by token from their factors, without a row being
+/// formed, the others as their coarse entries. Rows without spans are left as they are. Requires: launch_memory_route
+/// with the same arguments before it, on the same workspace. 2 launches. Cost: the coarse values and the factors of
+/// opened spans once for 8 query heads. Rounding depends on into how many parts a row is cut, and so on how many rows
+/// and queries go together. Throws as launch_memory_route.
 void launch_memory_merge(const MemoryAttentionArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

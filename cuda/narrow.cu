@@ -29,7 +29,8 @@ __global__ void __launch_bounds__(kMostThreads) narrow_kernel(Task task) {
   const std::int32_t* ranks = task.ranks + prompt.ranks;
   const std::int32_t best = task.select - task.window;
   write_kept(
-      team, prompt.ranked + task.window, [&](std::int32_t t) { return t >= prompt.ranked || ranks[t] <= best; }, task.tokens + prompt.kept);
+      team, prompt.ranked + task.window, [&](std::int32_t t) { return t >= prompt.ranked || ranks[t] <= best; },
+      task.tokens + prompt.kept);
 }
 
 constexpr std::int32_t kTile = kCompactThreads * kCompactWords;
@@ -51,7 +52,8 @@ __global__ void __launch_bounds__(kCompactThreads) gather_rows_kernel(Rows a) {
   const std::int32_t* list = prompt.kept < 0 ? nullptr : a.tokens + prompt.kept;
   const std::byte* from = a.from + prompt.from * a.from_stride;
   std::byte* to = a.to + prompt.to * a.to_stride;
-  for (std::int64_t begin = std::int64_t{blockIdx.x} * a.each; begin < prompt.rows; begin += std::int64_t{gridDim.x} * a.each) {
+  for (std::int64_t begin = std::int64_t{blockIdx.x} * a.each; begin < prompt.rows;
+       begin += std::int64_t{gridDim.x} * a.each) {
     const std::int64_t left = prompt.rows - begin;
     const std::int32_t all = static_cast<std::int32_t>(left < a.each ? left : a.each) * a.words;
     for (std::int32_t first = 0; first < all; first += kTile) {
@@ -78,7 +80,8 @@ __global__ void __launch_bounds__(kCompactThreads) gather_rows_kernel(Rows a) {
 
 void launch_narrow(const NarrowArguments& a, Stream stream) {
   KVKEEP_REQUIRE(a.window >= 1, "narrow: window; given ", a.window, "; allowed 1 or more");
-  KVKEEP_REQUIRE(a.select > a.window, "narrow: select; given ", a.select, "; allowed more than the window of ", a.window);
+  KVKEEP_REQUIRE(a.select > a.window, "narrow: select; given ", a.select, "; allowed more than the window of ",
+                 a.window);
   for (const RankedPrompt& prompt : a.prompts)
     KVKEEP_REQUIRE(prompt.ranked >= 0, "narrow: a prompt of ", prompt.ranked, " ranked tokens; allowed 0 or more");
   each_batch(a.prompts, [&](const Batch<RankedPrompt>& batch) {
@@ -91,19 +94,21 @@ void launch_narrow(const NarrowArguments& a, Stream stream) {
                     .select = a.select,
                     .window = a.window,
                     .layer = a.layer};
-    launch("narrow", narrow_kernel, {.blocks = blocks_for(batch.count), .threads = tuning::threads_for(longest)}, stream, task);
+    launch("narrow", narrow_kernel, {.blocks = blocks_for(batch.count), .threads = tuning::threads_for(longest)},
+           stream, task);
   });
 }
 
 void launch_gather_rows(const GatherRowsArguments& a, Stream stream) {
   constexpr std::int64_t kMost = 1 << 30;
-  KVKEEP_REQUIRE(a.row_bytes >= 1 && a.row_bytes <= kMost, "gather rows: bytes of a row; given ", a.row_bytes, "; allowed 1 to ", kMost);
-  KVKEEP_REQUIRE(a.from_stride >= a.row_bytes && a.to_stride >= a.row_bytes, "gather rows: strides; given ", a.from_stride, " and ", a.to_stride,
-          "; allowed from the row's ", a.row_bytes, " bytes on");
+  KVKEEP_REQUIRE(a.row_bytes >= 1 && a.row_bytes <= kMost, "gather rows: bytes of a row; given ", a.row_bytes,
+                 "; allowed 1 to ", kMost);
+  KVKEEP_REQUIRE(a.from_stride >= a.row_bytes && a.to_stride >= a.row_bytes, "gather rows: strides; given ",
+                 a.from_stride, " and ", a.to_stride, "; allowed from the row's ", a.row_bytes, " bytes on");
   for (const GatheredPrompt& prompt : a.prompts) {
     KVKEEP_REQUIRE(prompt.rows >= 0, "gather rows: rows of a prompt; given ", prompt.rows, "; allowed 0 or more");
-    KVKEEP_REQUIRE(prompt.kept < 0 || prompt.rows == 0 || a.tokens != nullptr, "gather rows: a prompt has a list at ", prompt.kept,
-            " and there are no tokens; allowed -1, every row");
+    KVKEEP_REQUIRE(prompt.kept < 0 || prompt.rows == 0 || a.tokens != nullptr, "gather rows: a prompt has a list at ",
+                   prompt.kept, " and there are no tokens; allowed -1, every row");
   }
   const std::uint64_t bits = reinterpret_cast<std::uintptr_t>(a.from) | reinterpret_cast<std::uintptr_t>(a.to) |
                              static_cast<std::uint64_t>(a.row_bytes) | static_cast<std::uint64_t>(a.from_stride) |
@@ -123,7 +128,8 @@ void launch_gather_rows(const GatherRowsArguments& a, Stream stream) {
                       .words = words,
                       .each = std::max(1, kTile / words)};
       launch("gather_rows", gather_rows_kernel<Word>,
-             {.blocks = blocks_for((most + rows.each - 1) / rows.each, static_cast<unsigned>(batch.count)), .threads = kCompactThreads},
+             {.blocks = blocks_for((most + rows.each - 1) / rows.each, static_cast<unsigned>(batch.count)),
+              .threads = kCompactThreads},
              stream, rows);
     });
   });

@@ -1,5 +1,6 @@
 #pragma once
-/// Prompts go on with some of their tokens: which, and their rows packed, on a GPU. Same tokens as kvkeep::LayerSelector::tokens(). No LibTorch in here.
+/// Prompts go on with some of their tokens: which, and their rows packed, on a GPU. Same tokens as
+/// kvkeep::LayerSelector::tokens(). No LibTorch in here.
 
 #include <cstdint>
 #include <span>
@@ -15,13 +16,15 @@ struct NarrowArguments {
   std::int32_t select = 2048;                  ///< tokens that go on, the window's included
   std::int32_t window = 32;                    ///< newest tokens, which always go on
   const std::int32_t* ranks = nullptr;         ///< i32 of the newest layer, each prompt's at RankedPrompt::ranks
-  const LayerSelection* states = nullptr;      ///< only prompts that `layer` has selected are written; null: every prompt
+  const LayerSelection* states = nullptr;  ///< only prompts that `layer` has selected are written; null: every prompt
   std::int32_t layer = -1;
-  std::int32_t* tokens = nullptr;              ///< i32, each prompt's at RankedPrompt::kept: the best of its ranks, then its window, ascending; min(select, ranked + window) of them
+  std::int32_t* tokens = nullptr;  ///< i32, each prompt's at RankedPrompt::kept: the best of its ranks, then its
+                                   ///< window, ascending; min(select, ranked + window) of them
 };
 
-/// Decides on the device: the host need not know which prompts are written. One launch for up to 64 prompts, a block each. Cost: one pass over the ranks.
-/// Throws InvalidArgument for a window below 1, a select that does not exceed it, and a prompt with fewer than 0 ranked tokens.
+/// Decides on the device: the host need not know which prompts are written. One launch for up to 64 prompts, a block
+/// each. Cost: one pass over the ranks. Throws InvalidArgument for a window below 1, a select that does not exceed it,
+/// and a prompt with fewer than 0 ranked tokens.
 void launch_narrow(const NarrowArguments& arguments, Stream stream);
 
 /// Rows of one prompt on their way.
@@ -38,13 +41,14 @@ struct GatherRowsArguments {
   const std::byte* from = nullptr;               ///< rows of opaque bytes: hidden states, positions
   std::byte* to = nullptr;                       ///< must not overlap `from`
   std::int64_t row_bytes = 0;
-  std::int64_t from_stride = 0;                  ///< bytes from row to row
+  std::int64_t from_stride = 0;  ///< bytes from row to row
   std::int64_t to_stride = 0;
 };
 
-/// Row i of a prompt becomes row tokens[i] of it. One launch for up to 64 prompts. Cost: the bytes that go, read and written once, in words of 16 bytes where both addresses, strides
-/// and row_bytes are multiples of 16, else in the widest that divides them.
-/// Throws InvalidArgument for rows of fewer than 1 byte or more than 2^30, a stride below that, a negative number of rows, and a list where there are no tokens.
+/// Row i of a prompt becomes row tokens[i] of it. One launch for up to 64 prompts. Cost: the bytes that go, read and
+/// written once, in words of 16 bytes where both addresses, strides and row_bytes are multiples of 16, else in the
+/// widest that divides them. Throws InvalidArgument for rows of fewer than 1 byte or more than 2^30, a stride below
+/// that, a negative number of rows, and a list where there are no tokens.
 void launch_gather_rows(const GatherRowsArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

@@ -1,5 +1,6 @@
 #pragma once
-/// Products in f32 of slots that lie in shared memory with rows that are brought there a panel at a time. A warp has 16 slots, a thread four of them and four rows.
+/// Products in f32 of slots that lie in shared memory with rows that are brought there a panel at a time. A warp has 16
+/// slots, a thread four of them and four rows.
 
 #include "platform.cuh"
 
@@ -13,13 +14,17 @@ inline constexpr std::int32_t kPanelStride = kPanelSlice + 4;  ///< threads read
 struct PanelPlace {
   std::int32_t slot0, row0;
 
-  __device__ PanelPlace() : slot0(static_cast<std::int32_t>(threadIdx.x / 32 * 16 + threadIdx.x % 4)), row0(static_cast<std::int32_t>(threadIdx.x % 32 / 4)) {}
+  __device__ PanelPlace()
+      : slot0(static_cast<std::int32_t>(threadIdx.x / 32 * 16 + threadIdx.x % 4)),
+        row0(static_cast<std::int32_t>(threadIdx.x % 32 / 4)) {}
 };
 
-/// products[4 i + j]: slot slot0 + 4 i times row row0 + 8 j, components [d0, padded), one chain of multiply-adds. load(row, d): four components of a row from d on, zeros where there
-/// are none. `padded`: a multiple of 4. For a whole block, which waits before anything is read.
+/// products[4 i + j]: slot slot0 + 4 i times row row0 + 8 j, components [d0, padded), one chain of multiply-adds.
+/// load(row, d): four components of a row from d on, zeros where there are none. `padded`: a multiple of 4. For a whole
+/// block, which waits before anything is read.
 template <class Load>
-__device__ __forceinline__ void multiply_panel(const Load& load, std::int32_t d0, std::int32_t padded, const float* slots, std::int32_t stride, PanelPlace place, float* panel,
+__device__ __forceinline__ void multiply_panel(const Load& load, std::int32_t d0, std::int32_t padded,
+                                               const float* slots, std::int32_t stride, PanelPlace place, float* panel,
                                                float (&products)[16]) {
 #pragma unroll
   for (int k = 0; k < 16; ++k) products[k] = 0;
@@ -34,12 +39,15 @@ __device__ __forceinline__ void multiply_panel(const Load& load, std::int32_t d0
     for (std::int32_t d = 0; d < 4 * words; d += 4) {
       float4 u[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) u[j] = *reinterpret_cast<const float4*>(panel + (place.row0 + 8 * j) * kPanelStride + d);
+      for (int j = 0; j < 4; ++j)
+        u[j] = *reinterpret_cast<const float4*>(panel + (place.row0 + 8 * j) * kPanelStride + d);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float4 k = *reinterpret_cast<const float4*>(slots + (place.slot0 + 4 * i) * stride + d0 + d);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) products[4 * i + j] = fmaf(k.w, u[j].w, fmaf(k.z, u[j].z, fmaf(k.y, u[j].y, fmaf(k.x, u[j].x, products[4 * i + j]))));
+        for (int j = 0; j < 4; ++j)
+          products[4 * i + j] =
+              fmaf(k.w, u[j].w, fmaf(k.z, u[j].z, fmaf(k.y, u[j].y, fmaf(k.x, u[j].x, products[4 * i + j]))));
       }
     }
   }

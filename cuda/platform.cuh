@@ -1,6 +1,6 @@
 #pragma once
-/// What every kernel stands on: CUDA itself, or, in the tests of a machine without a GPU, the execution model of tests/cuda_model, which compiles the same
-/// bodies with a host compiler. No LibTorch in this folder.
+/// What every kernel stands on: CUDA itself, or, in the tests of a machine without a GPU, the execution model of
+/// tests/cuda_model, which compiles the same bodies with a host compiler. No LibTorch in this folder.
 
 #include <cstddef>
 #include <cstdint>

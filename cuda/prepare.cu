@@ -24,7 +24,8 @@ __device__ RowWindow window_of(const PrepareArguments& a, std::int64_t r) {
   const RowLimit& limit = a.evidence.limits[r];
   const QueryWindow& view = a.evidence.queries[r / a.evidence.kv_heads];
   std::int32_t fits = a.window;
-  for (const std::int32_t most : {a.official ? view.count - 1 : view.count, row.length - 1, limit.budget}) fits = fits < most ? fits : most;
+  for (const std::int32_t most : {a.official ? view.count - 1 : view.count, row.length - 1, limit.budget})
+    fits = fits < most ? fits : most;
   if (!limit.due || view.count == 0 || row.length == 0 || (fits <= 0 && !a.official)) return {0, row.length};
   RowWindow window{fits < 1 ? 1 : fits, 0};
   window.history = row.length > window.queries ? row.length - window.queries : 0;
@@ -33,8 +34,10 @@ __device__ RowWindow window_of(const PrepareArguments& a, std::int64_t r) {
   std::int32_t low = 0, high = row.length;
   while (low < high) {
     const std::int32_t middle = low + (high - low) / 2;
-    if (row.positions[middle] < oldest) low = middle + 1;
-    else high = middle;
+    if (row.positions[middle] < oldest)
+      low = middle + 1;
+    else
+      high = middle;
   }
   window.history = low;
   return window;
@@ -49,7 +52,8 @@ __device__ void turn_token(const PrepareArguments& a, std::int64_t group, std::i
   const std::int32_t token = view.count - a.window + i;
   __syncthreads();
   if (token >= 0)
-    for (auto f = static_cast<std::int32_t>(threadIdx.x); f < a.pairs; f += kTurnThreads) turns[f] = rope_turn(view.position(token), a.inv_freq[f], a.attention_scaling);
+    for (auto f = static_cast<std::int32_t>(threadIdx.x); f < a.pairs; f += kTurnThreads)
+      turns[f] = rope_turn(view.position(token), a.inv_freq[f], a.attention_scaling);
   __syncthreads();
   for (auto at = static_cast<std::int32_t>(threadIdx.x); at < heads * e.dim; at += kTurnThreads) {
     const std::int32_t head = at / e.dim, d = at - head * e.dim;
@@ -71,7 +75,8 @@ __device__ void turn_token(const PrepareArguments& a, std::int64_t group, std::i
 
 /// The first blocks have a row each, the others a token of a group.
 template <class From>
-__global__ void __launch_bounds__(kTurnThreads) prepare_kernel(PrepareArguments a, std::int64_t rows, std::int64_t tokens) {
+__global__ void __launch_bounds__(kTurnThreads)
+    prepare_kernel(PrepareArguments a, std::int64_t rows, std::int64_t tokens) {
   __shared__ RopeTurn turns[128];
   const EvidenceArguments& e = a.evidence;
   for (std::int64_t n = blockIdx.x; n < rows + tokens; n += gridDim.x) {
@@ -93,13 +98,17 @@ __global__ void __launch_bounds__(kTurnThreads) prepare_kernel(PrepareArguments 
 void launch_prepare(const PrepareArguments& arguments, Stream stream) {
   const EvidenceArguments& e = arguments.evidence;
   check_dim("prepare", e.dim);
-  KVKEEP_REQUIRE(arguments.pairs >= 0 && 2 * arguments.pairs <= e.dim, "prepare: rotary pairs; given ", arguments.pairs, "; allowed 0 to half of ", e.dim);
+  KVKEEP_REQUIRE(arguments.pairs >= 0 && 2 * arguments.pairs <= e.dim, "prepare: rotary pairs; given ", arguments.pairs,
+                 "; allowed 0 to half of ", e.dim);
   const std::int64_t rows = arguments.newest != nullptr || arguments.windows != nullptr ? e.count : 0;
   const std::int64_t tokens = arguments.queries != nullptr ? std::int64_t{e.count} / e.kv_heads * arguments.window : 0;
   with_element(e.query, [&](auto from) {
     using From = decltype(from);
-    if constexpr (std::is_same_v<From, Fp8>) refuse("prepare: queries can be read as f32, f16 or bf16; given fp8");
-    else launch("prepare", prepare_kernel<From>, {.blocks = blocks_for(rows + tokens), .threads = kTurnThreads}, stream, arguments, rows, tokens);
+    if constexpr (std::is_same_v<From, Fp8>)
+      refuse("prepare: queries can be read as f32, f16 or bf16; given fp8");
+    else
+      launch("prepare", prepare_kernel<From>, {.blocks = blocks_for(rows + tokens), .threads = kTurnThreads}, stream,
+             arguments, rows, tokens);
   });
 }
 

@@ -1,6 +1,6 @@
 #pragma once
-/// What an event needs before anything is scored, in one launch: positions that came since the last event, the window of every row, and its queries as the attention kernels
-/// read them. No LibTorch in here.
+/// What an event needs before anything is scored, in one launch: positions that came since the last event, the window
+/// of every row, and its queries as the attention kernels read them. No LibTorch in here.
 
 #include "evidence.h"
 #include "kvkeep/core/rope.h"
@@ -15,7 +15,8 @@ struct PositionRun {
   std::int32_t count = 0;
 };
 
-/// Positions of the newest slots of every row of one (layer, sequence): tokens that came after the last event, which no row has dropped yet.
+/// Positions of the newest slots of every row of one (layer, sequence): tokens that came after the last event, which no
+/// row has dropped yet.
 struct NewestPositions {
   const PositionRun* runs = nullptr;  ///< ascending
   std::int32_t count = 0;             ///< runs
@@ -24,22 +25,24 @@ struct NewestPositions {
 
 struct PrepareArguments {
   EvidenceArguments evidence;
-  const NewestPositions* newest = nullptr;  ///< [groups] written to the end of Row::positions, which is the keeper's own; null: they are there
+  const NewestPositions* newest =
+      nullptr;  ///< [groups] written to the end of Row::positions, which is the keeper's own; null: they are there
 
-  std::int32_t window = 0;                  ///< W: at most that many newest queries
-  bool official = false;                    ///< of the windows
-  RowWindow* windows = nullptr;             ///< [count] as kvkeep::row_windows(); null: not asked for. Needs limits
+  std::int32_t window = 0;       ///< W: at most that many newest queries
+  bool official = false;         ///< of the windows
+  RowWindow* windows = nullptr;  ///< [count] as kvkeep::row_windows(); null: not asked for. Needs limits
 
-  float* queries = nullptr;                 ///< f32 [groups, Hq, W, D], turned at their own positions, times the softmax scale, newest last; zeros where a group holds
-                                            ///< fewer; null: not asked for
-  const double* inv_freq = nullptr;         ///< f64 [pairs] on the device
-  std::int32_t pairs = 0;                   ///< 0: queries come after RoPE, or nothing turns
+  float* queries = nullptr;  ///< f32 [groups, Hq, W, D], turned at their own positions, times the softmax scale, newest
+                             ///< last; zeros where a group holds fewer; null: not asked for
+  const double* inv_freq = nullptr;  ///< f64 [pairs] on the device
+  std::int32_t pairs = 0;            ///< 0: queries come after RoPE, or nothing turns
   RopeStyle style = RopeStyle::half;
   double attention_scaling = 1.0;
 };
 
-/// Phases in double, one sine-cosine pair for every (group, query, pair). A query that is not finite stays so: the host cannot be told from here.
-/// Throws InvalidArgument for a head size outside 1 to 256, pairs beyond half of it, and queries that cannot be read.
+/// Phases in double, one sine-cosine pair for every (group, query, pair). A query that is not finite stays so: the host
+/// cannot be told from here. Throws InvalidArgument for a head size outside 1 to 256, pairs beyond half of it, and
+/// queries that cannot be read.
 void launch_prepare(const PrepareArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

@@ -66,7 +66,8 @@ __global__ void __launch_bounds__(kKeyThreads) pool_kernel(Task task, std::int32
   for (std::int64_t work = blockIdx.x; work < std::int64_t{e.count} / e.kv_heads * chunks; work += gridDim.x) {
     const std::int64_t group = work / chunks;
     const Row* rows = e.rows + group * e.kv_heads;
-    const std::int32_t t = static_cast<std::int32_t>(work - group * chunks) * kKeyThreads + static_cast<std::int32_t>(threadIdx.x);
+    const std::int32_t t =
+        static_cast<std::int32_t>(work - group * chunks) * kKeyThreads + static_cast<std::int32_t>(threadIdx.x);
     const std::int32_t length = rows[0].length, before = length - a.window;
     if (t >= length) continue;
     float token = 0;
@@ -96,14 +97,14 @@ void launch_prompt_scores(const PromptScoresArguments& a, Stream stream) {
   check_dim("prompt scores", e.dim);
   check_pool("prompt scores", a.pool);
   KVKEEP_REQUIRE(a.window >= 1, "prompt scores: window; given ", a.window, "; allowed 1 or more");
-  KVKEEP_REQUIRE(e.kv_heads >= 1 && e.count % e.kv_heads == 0, "prompt scores: rows; given ", e.count, "; allowed whole groups of ", e.kv_heads,
-          ", one row a KV head");
+  KVKEEP_REQUIRE(e.kv_heads >= 1 && e.count % e.kv_heads == 0, "prompt scores: rows; given ", e.count,
+                 "; allowed whole groups of ", e.kv_heads, ", one row a KV head");
   KVKEEP_REQUIRE(e.count == 0 || e.longest > a.window, "prompt scores: the longest row holds ", e.longest,
-          " slots; allowed more than the window of ", a.window);
+                 " slots; allowed more than the window of ", a.window);
   Task task{};
   divide(a, task);
-  launch("prompt_scores_rows", rows_kernel, {.blocks = blocks_of_threads(task.summed.count, kTurnThreads), .threads = kTurnThreads}, stream,
-         task);
+  launch("prompt_scores_rows", rows_kernel,
+         {.blocks = blocks_of_threads(task.summed.count, kTurnThreads), .threads = kTurnThreads}, stream, task);
   launch_window_attention({.evidence = task.summed,
                            .windows = task.windows,
                            .window = a.window,
@@ -113,8 +114,9 @@ void launch_prompt_scores(const PromptScoresArguments& a, Stream stream) {
                            .workspace = task.rest},
                           stream);
   const std::int32_t chunks = (e.longest + kKeyThreads - 1) / kKeyThreads;
-  launch("prompt_scores", pool_kernel, {.blocks = blocks_for(std::int64_t{e.count} / e.kv_heads * chunks), .threads = kKeyThreads}, stream,
-         task, chunks);
+  launch("prompt_scores", pool_kernel,
+         {.blocks = blocks_for(std::int64_t{e.count} / e.kv_heads * chunks), .threads = kKeyThreads}, stream, task,
+         chunks);
 }
 
 }  // namespace kvkeep::cuda

@@ -1,5 +1,6 @@
 #pragma once
-/// What the newest queries of prompts made of the tokens before them, in one layer, on a GPU. Same contract as kvkeep::prompt_scores().
+/// What the newest queries of prompts made of the tokens before them, in one layer, on a GPU. Same contract as
+/// kvkeep::prompt_scores().
 
 #include "evidence.h"
 #include "stream.h"
@@ -7,27 +8,32 @@
 namespace kvkeep::cuda {
 
 struct PromptScoresArguments {
-  EvidenceArguments evidence;            ///< rows that end with the window's own slots, a group's of one length, all longer than `window`. `limits` are not read
-  const float* queries = nullptr;        ///< f32 [groups, Hq, window, D] from launch_prepare, which finds `window` or more of every group
-  const float* log_sum_exp = nullptr;    ///< f32 [groups, Hq, window] as launch_window_attention takes it; null: the keys are read once more
-  std::int32_t window = 32;              ///< W newest queries: their tokens are not scored
-  std::int32_t pool = 7;                 ///< tokens pooled over, odd; 1: none
-  bool maximum = false;                  ///< Pool::maximum, else Pool::average
-  std::int64_t slots = 0;                ///< of all rows
-  float* heads = nullptr;                ///< f32 [slots] at Row::first, as PromptScores::heads; null: not asked for
-  float* tokens = nullptr;               ///< f32 [sum over the groups of length - W], as PromptScores::tokens; null: not asked for
-  void* workspace = nullptr;             ///< prompt_scores_workspace_bytes(), aligned to 32
+  EvidenceArguments evidence;  ///< rows that end with the window's own slots, a group's of one length, all longer than
+                               ///< `window`. `limits` are not read
+  const float* queries =
+      nullptr;  ///< f32 [groups, Hq, window, D] from launch_prepare, which finds `window` or more of every group
+  const float* log_sum_exp =
+      nullptr;  ///< f32 [groups, Hq, window] as launch_window_attention takes it; null: the keys are read once more
+  std::int32_t window = 32;   ///< W newest queries: their tokens are not scored
+  std::int32_t pool = 7;      ///< tokens pooled over, odd; 1: none
+  bool maximum = false;       ///< Pool::maximum, else Pool::average
+  std::int64_t slots = 0;     ///< of all rows
+  float* heads = nullptr;     ///< f32 [slots] at Row::first, as PromptScores::heads; null: not asked for
+  float* tokens = nullptr;    ///< f32 [sum over the groups of length - W], as PromptScores::tokens; null: not asked for
+  void* workspace = nullptr;  ///< prompt_scores_workspace_bytes(), aligned to 32
 };
 
-/// Average: 4 bytes a slot, 8 a row, and window_attention_workspace_bytes(). Maximum: 4 bytes a slot and query head of its group, sizeof(Row) + 8 for every (row, query head of
-/// its group), and window_attention_workspace_bytes() of as many rows. Each part rounded up to 32.
+/// Average: 4 bytes a slot, 8 a row, and window_attention_workspace_bytes(). Maximum: 4 bytes a slot and query head of
+/// its group, sizeof(Row) + 8 for every (row, query head of its group), and window_attention_workspace_bytes() of as
+/// many rows. Each part rounded up to 32.
 [[nodiscard]] std::int64_t prompt_scores_workspace_bytes(const PromptScoresArguments& arguments);
 
-/// Agrees with the CPU as launch_window_attention does: sums to about 2e-5 of themselves, 1e-4 with bf16 keys. Of equal sums the scores are the CPU's bits. They depend on nothing but
-/// the group's rows.
-/// Launches: 4. Cost: launch_window_attention for its `sum`, and one pass over the sums. The average of a sum is the sum of averages: one sum a KV head is enough. A maximum is
-/// not: under `maximum` every query head is a row of its own over the same keys.
-/// Throws InvalidArgument for a window below 1, no row longer than it, an even pool, rows that are no whole groups, and a head size outside 1 to 256.
+/// Agrees with the CPU as launch_window_attention does: sums to about 2e-5 of themselves, 1e-4 with bf16 keys. Of equal
+/// sums the scores are the CPU's bits. They depend on nothing but the group's rows. Launches: 4. Cost:
+/// launch_window_attention for its `sum`, and one pass over the sums. The average of a sum is the sum of averages: one
+/// sum a KV head is enough. A maximum is not: under `maximum` every query head is a row of its own over the same keys.
+/// Throws InvalidArgument for a window below 1, no row longer than it, an even pool, rows that are no whole groups, and
+/// a head size outside 1 to 256.
 void launch_prompt_scores(const PromptScoresArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

@@ -26,7 +26,9 @@ __global__ void __launch_bounds__(tuning::kTurnThreads) push_queries_kernel(Push
     const std::byte* from = arrival.from + i * layout.token_stride;
     std::byte* to = arrival.ring + place * token_bytes;
     if (threadIdx.x == 0) arrival.positions[place] = arrival.position + i;
-    const std::uint64_t bits = reinterpret_cast<std::uintptr_t>(from) | reinterpret_cast<std::uintptr_t>(to) | static_cast<std::uint64_t>(layout.head_stride) | static_cast<std::uint64_t>(layout.head_bytes);
+    const std::uint64_t bits = reinterpret_cast<std::uintptr_t>(from) | reinterpret_cast<std::uintptr_t>(to) |
+                               static_cast<std::uint64_t>(layout.head_stride) |
+                               static_cast<std::uint64_t>(layout.head_bytes);
     with_word(bits, [&](auto word) { copy_token<decltype(word)>(layout, from, to); });
   }
 }
@@ -35,8 +37,11 @@ __global__ void __launch_bounds__(tuning::kTurnThreads) push_queries_kernel(Push
 
 void launch_push_queries(const PushQueriesArguments& arguments, Stream stream) {
   std::int32_t tokens = 0;
-  for (std::int32_t i = 0; i < arguments.count; ++i) tokens = tokens < arguments.arrivals[i].tokens ? arguments.arrivals[i].tokens : tokens;
-  launch("push_queries", push_queries_kernel, {.blocks = blocks_for(tokens, static_cast<unsigned>(arguments.count)), .threads = tuning::kTurnThreads}, stream, arguments);
+  for (std::int32_t i = 0; i < arguments.count; ++i)
+    tokens = tokens < arguments.arrivals[i].tokens ? arguments.arrivals[i].tokens : tokens;
+  launch("push_queries", push_queries_kernel,
+         {.blocks = blocks_for(tokens, static_cast<unsigned>(arguments.count)), .threads = tuning::kTurnThreads},
+         stream, arguments);
 }
 
 }  // namespace kvkeep::cuda

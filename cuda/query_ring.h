@@ -1,12 +1,14 @@
 #pragma once
-/// New queries of one layer go to the rings of their sequences, all sequences of a step in one launch. Same layout as kvkeep::QueryRing. No LibTorch in here.
+/// New queries of one layer go to the rings of their sequences, all sequences of a step in one launch. Same layout as
+/// kvkeep::QueryRing. No LibTorch in here.
 
 #include "kvkeep/core/query_arrival.h"
 #include "stream.h"
 
 namespace kvkeep::cuda {
 
-inline constexpr std::int32_t kQueryArrivals = 64;  ///< of one launch: they travel with it, so that nothing is copied before
+inline constexpr std::int32_t kQueryArrivals =
+    64;  ///< of one launch: they travel with it, so that nothing is copied before
 
 struct PushQueriesArguments {
   QueryArrival arrivals[kQueryArrivals];

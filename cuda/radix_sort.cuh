@@ -47,8 +47,8 @@ __device__ inline void place_digits(const BlockTeam& team, std::uint32_t* counte
   team.sync();
 }
 
-/// Calls step(there, entry) for a warp's run of entries, 32 neighbours at a time, one a lane; the entry of a lane whose `there` is false is
-/// nobody's.
+/// Calls step(there, entry) for a warp's run of entries, 32 neighbours at a time, one a lane; the entry of a lane whose
+/// `there` is false is nobody's.
 template <class Read, class Step>
 __device__ void each_entry(std::int32_t begin, std::int32_t end, const Read& read, const Step& step) {
   const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
@@ -67,15 +67,18 @@ __device__ void each_entry(std::int32_t begin, std::int32_t end, const Read& rea
   }
 }
 
-/// One pass of a stable sort of n entries: read(i) gives the i-th, write(i, entry) puts it to its place by the digit at `shift`. Each warp
-/// has a run of neighbours.
+/// One pass of a stable sort of n entries: read(i) gives the i-th, write(i, entry) puts it to its place by the digit at
+/// `shift`. Each warp has a run of neighbours.
 template <class Read, class Write>
-__device__ void sort_by_digit(const BlockTeam& team, std::uint32_t* counters, std::int32_t n, int shift, const Read& read,
-                              const Write& write) {
+__device__ void sort_by_digit(const BlockTeam& team, std::uint32_t* counters, std::int32_t n, int shift,
+                              const Read& read, const Write& write) {
   const std::int32_t lane = team.rank() % 32, warp = team.rank() / 32;
-  const std::int32_t run = (n + team.size() - 1) / team.size() * 32, begin = warp * run, end = begin + run < n ? begin + run : n;
+  const std::int32_t run = (n + team.size() - 1) / team.size() * 32, begin = warp * run,
+                     end = begin + run < n ? begin + run : n;
   std::uint32_t* own = counters + warp * kDigitCount;
-  const auto digit_of = [shift](std::uint64_t entry) { return static_cast<std::uint32_t>(entry >> shift) & (kDigitCount - 1U); };
+  const auto digit_of = [shift](std::uint64_t entry) {
+    return static_cast<std::uint32_t>(entry >> shift) & (kDigitCount - 1U);
+  };
   for (std::int32_t d = lane; d < kDigitCount; d += 32) own[d] = 0;
   __syncwarp(kWholeWarp);
   each_entry(begin, end, read, [&](bool there, std::uint64_t entry) {
@@ -86,7 +89,8 @@ __device__ void sort_by_digit(const BlockTeam& team, std::uint32_t* counters, st
   each_entry(begin, end, read, [&](bool there, std::uint64_t entry) {
     const std::uint32_t digit = digit_of(entry);
     const unsigned peers = peers_of(digit, there);
-    const std::int32_t before = __popc(peers & ((1U << lane) - 1U)), leader = there ? __ffs(static_cast<int>(peers)) - 1 : lane;
+    const std::int32_t before = __popc(peers & ((1U << lane) - 1U)),
+                       leader = there ? __ffs(static_cast<int>(peers)) - 1 : lane;
     std::uint32_t place = 0;
     if (there && lane == leader) {
       place = own[digit];
@@ -102,10 +106,14 @@ __device__ void sort_by_digit(const BlockTeam& team, std::uint32_t* counters, st
 /// Counters of sort_by_score() in shared memory, for a block of `threads`.
 KVKEEP_HD constexpr std::int32_t sort_counters(std::int32_t threads) { return threads / 32 * kDigitCount; }
 
-/// Sorts n entries (entry_of), stable: read(i) gives the i-th, write(i, entry) takes what comes out as the i-th. a, b: [n] scratch; `write` may write to b.
+/// Sorts n entries (entry_of), stable: read(i) gives the i-th, write(i, entry) takes what comes out as the i-th. a, b:
+/// [n] scratch; `write` may write to b.
 template <class Read, class Write>
-__device__ void sort_by_score(const BlockTeam& team, std::uint32_t* counters, std::int32_t n, std::uint64_t* a, std::uint64_t* b, const Read& read, const Write& write) {
-  const auto to = [](std::uint64_t* entries) { return [entries](std::int32_t i, std::uint64_t entry) { entries[i] = entry; }; };
+__device__ void sort_by_score(const BlockTeam& team, std::uint32_t* counters, std::int32_t n, std::uint64_t* a,
+                              std::uint64_t* b, const Read& read, const Write& write) {
+  const auto to = [](std::uint64_t* entries) {
+    return [entries](std::int32_t i, std::uint64_t entry) { entries[i] = entry; };
+  };
   const auto from = [](const std::uint64_t* entries) { return [entries](std::int32_t i) { return entries[i]; }; };
   sort_by_digit(team, counters, n, 32, read, to(a));
   sort_by_digit(team, counters, n, 40, from(a), to(b));

@@ -5,7 +5,8 @@
 
 namespace kvkeep::cuda {
 
-/// One prompt of a launch, known on the host. Places are elements behind the array's beginning, so that prompts which are done can be left out and the others keep their places.
+/// One prompt of a launch, known on the host. Places are elements behind the array's beginning, so that prompts which
+/// are done can be left out and the others keep their places.
 struct RankedPrompt {
   std::int64_t scores = 0;  ///< its first score
   std::int64_t ranks = 0;   ///< its first rank

@@ -50,12 +50,17 @@ std::int64_t ranks_workspace_bytes(std::span<const RankedPrompt> prompts) {
 void launch_ranks(const RanksArguments& arguments, Stream stream) {
   constexpr std::int32_t kMost = 1 << 30;
   for (const RankedPrompt& prompt : arguments.prompts)
-    KVKEEP_REQUIRE(prompt.ranked >= 0 && prompt.ranked <= kMost, "ranks: a prompt of ", prompt.ranked, " ranked tokens; allowed 0 to ", kMost);
+    KVKEEP_REQUIRE(prompt.ranked >= 0 && prompt.ranked <= kMost, "ranks: a prompt of ", prompt.ranked,
+                   " ranked tokens; allowed 0 to ", kMost);
   each_batch(arguments.prompts, [&](const Batch<RankedPrompt>& batch) {
     std::int32_t longest = 0;
     for (std::int32_t p = 0; p < batch.count; ++p) longest = std::max(longest, batch.of[p].ranked);
-    const Task task{.prompts = batch, .scores = arguments.scores, .ranks = arguments.ranks, .workspace = static_cast<std::uint64_t*>(arguments.workspace)};
-    launch("ranks", ranks_kernel, {.blocks = blocks_for(batch.count), .threads = tuning::rank_threads_for(longest)}, stream, task);
+    const Task task{.prompts = batch,
+                    .scores = arguments.scores,
+                    .ranks = arguments.ranks,
+                    .workspace = static_cast<std::uint64_t*>(arguments.workspace)};
+    launch("ranks", ranks_kernel, {.blocks = blocks_for(batch.count), .threads = tuning::rank_threads_for(longest)},
+           stream, task);
   });
 }
 

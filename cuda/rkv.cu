@@ -18,8 +18,8 @@ using tuning::kSimilarRows;
 using tuning::kSimilarThreads;
 using tuning::kStandardThreads;
 
-constexpr float kFloor = 1e-8F;           ///< added to every norm
-constexpr float kOne = 4294967296.0F;     ///< a cosine of 1 as an integer
+constexpr float kFloor = 1e-8F;        ///< added to every norm
+constexpr float kOne = 4294967296.0F;  ///< a cosine of 1 as an integer
 constexpr float kLeast = -std::numeric_limits<float>::infinity();
 
 struct Task {
@@ -27,7 +27,8 @@ struct Task {
   const RowWindow* windows;
   float* attention;            ///< [slots]
   float* factors;              ///< [slots] a key's share in a cosine: 1 / (norm + floor), times its scale
-  unsigned long long* spared;  ///< [slots] sum of the cosines with the keys whose partner this one is, in units of 2^-32, two's complement
+  unsigned long long* spared;  ///< [slots] sum of the cosines with the keys whose partner this one is, in units of
+                               ///< 2^-32, two's complement
   double* partial;             ///< [count, chunks, D] sums of unit keys
   void* rest;                  ///< window_attention_workspace_bytes()
   float* scores;
@@ -81,15 +82,18 @@ using Multiplied = std::conditional_t<std::is_same_v<T, Fp8>, __half, T>;
 template <class T>
 inline constexpr bool kOnMatrixUnits = !std::is_same_v<T, float>;
 
-/// Components of a key that lie in shared memory at a time, and what lies from key to key there: threads read rows of it without conflicts.
+/// Components of a key that lie in shared memory at a time, and what lies from key to key there: threads read rows of
+/// it without conflicts.
 template <class T>
 inline constexpr std::int32_t kSlice = tuning::kSimilarSlice / static_cast<std::int32_t>(sizeof(Multiplied<T>));
 template <class T>
 inline constexpr std::int32_t kStride = kSlice<T> + 16 / static_cast<std::int32_t>(sizeof(Multiplied<T>));
 
-/// Copies components [d0, d0 + n) of `count` keys, zeros behind them up to a multiple of 16. slot_of(i): the slot of the i-th.
+/// Copies components [d0, d0 + n) of `count` keys, zeros behind them up to a multiple of 16. slot_of(i): the slot of
+/// the i-th.
 template <class T, class SlotOf>
-__device__ inline void stage(const SlotAddress& keys, bool aligned, std::int32_t count, std::int32_t d0, std::int32_t n, Multiplied<T>* to, SlotOf&& slot_of) {
+__device__ inline void stage(const SlotAddress& keys, bool aligned, std::int32_t count, std::int32_t d0, std::int32_t n,
+                             Multiplied<T>* to, SlotOf&& slot_of) {
   using S = Multiplied<T>;
   const std::int32_t words = (n + 15) / 16 * 16 / kPerWord<T>;
   for (auto i = static_cast<std::int32_t>(threadIdx.x); i < count * words; i += kSimilarThreads) {
@@ -112,7 +116,8 @@ __device__ inline void stage(const SlotAddress& keys, bool aligned, std::int32_t
   }
 }
 
-/// What the cosine of key i with key j makes of i: 0 where it takes no partner, else the partner and the cosine, such that the newest partner is the largest number.
+/// What the cosine of key i with key j makes of i: 0 where it takes no partner, else the partner and the cosine, such
+/// that the newest partner is the largest number.
 __device__ inline unsigned long long verdict(const Task& task, std::int32_t i, std::int32_t j, float cosine) {
   const bool hit = cosine > task.threshold || (task.spares_first && j == 0);  // slot 0 is spared by who finds no other
   return hit && i != j ? static_cast<unsigned long long>(j + 1) << 32 | __float_as_uint(cosine) : 0;
@@ -125,7 +130,8 @@ struct Open {
   unsigned long long partner[kSimilarOwned];  ///< verdict
 };
 
-/// Adds `value` to spared[column], for each lane whose column is not negative. Lanes of one column add up first: most keys often have the same partner.
+/// Adds `value` to spared[column], for each lane whose column is not negative. Lanes of one column add up first: most
+/// keys often have the same partner.
 __device__ inline void add_to_columns(unsigned long long* spared, std::int32_t column, std::int64_t value) {
   unsigned left = __ballot_sync(kWholeWarp, column >= 0);
   while (left != 0) {
@@ -137,9 +143,10 @@ __device__ inline void add_to_columns(unsigned long long* spared, std::int32_t c
   }
 }
 
-/// Takes the keys that found a partner from the list, and gives what they spare to the partner's column. Gives how many are left. Ends without a barrier: hold() begins
-/// with one.
-__device__ inline std::int32_t settle(Open& open, std::int32_t count, unsigned long long* spared, const BlockTeam& team) {
+/// Takes the keys that found a partner from the list, and gives what they spare to the partner's column. Gives how many
+/// are left. Ends without a barrier: hold() begins with one.
+__device__ inline std::int32_t settle(Open& open, std::int32_t count, unsigned long long* spared,
+                                      const BlockTeam& team) {
   constexpr std::int32_t kEach = kSimilarOwned / kSimilarThreads;
   std::int32_t slot[kEach] = {}, left = 0;
   float factor[kEach] = {};
@@ -149,7 +156,8 @@ __device__ inline std::int32_t settle(Open& open, std::int32_t count, unsigned l
     const std::int32_t at = team.rank() * kEach + k;
     const unsigned long long found = at < count ? open.partner[at] : 0;
     const float cosine = __uint_as_float(static_cast<unsigned>(found));
-    add_to_columns(spared, static_cast<std::int32_t>(found >> 32) - 1, is_number(cosine) ? static_cast<std::int64_t>(cosine * kOne) : 0);
+    add_to_columns(spared, static_cast<std::int32_t>(found >> 32) - 1,
+                   is_number(cosine) ? static_cast<std::int64_t>(cosine * kOne) : 0);
     stays[k] = at < count && found == 0;
     if (!stays[k]) continue;
     slot[k] = open.slot[at];
@@ -180,9 +188,11 @@ struct Tile {
   std::int32_t first, rows, low, columns;
 };
 
-/// Holds the tile's keys against its slots. Column keys that fit shared memory whole are staged with the first rows and left there.
+/// Holds the tile's keys against its slots. Column keys that fit shared memory whole are staged with the first rows and
+/// left there.
 template <class T>
-__device__ inline void hold(const Task& task, const Row& row, bool aligned, const Tile& tile, Open& open, const float* column_factors, Multiplied<T>* row_keys, Multiplied<T>* column_keys) {
+__device__ inline void hold(const Task& task, const Row& row, bool aligned, const Tile& tile, Open& open,
+                            const float* column_factors, Multiplied<T>* row_keys, Multiplied<T>* column_keys) {
   using S = Multiplied<T>;
   const auto thread = static_cast<std::int32_t>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const std::int32_t dim = task.e.dim;
@@ -190,17 +200,21 @@ __device__ inline void hold(const Task& task, const Row& row, bool aligned, cons
     for (std::int32_t d0 = 0; d0 < dim; d0 += kSlice<T>) {
       const std::int32_t n = dim - d0 < kSlice<T> ? dim - d0 : kSlice<T>;
       __syncthreads();
-      if (tile.first == 0 || dim > kSlice<T>) stage<T>(row.keys, aligned, tile.columns, d0, n, column_keys, [&](std::int32_t i) { return tile.low + i; });
-      stage<T>(row.keys, aligned, tile.rows, d0, n, row_keys, [&](std::int32_t i) { return open.slot[tile.first + i]; });
+      if (tile.first == 0 || dim > kSlice<T>)
+        stage<T>(row.keys, aligned, tile.columns, d0, n, column_keys, [&](std::int32_t i) { return tile.low + i; });
+      stage<T>(row.keys, aligned, tile.rows, d0, n, row_keys,
+               [&](std::int32_t i) { return open.slot[tile.first + i]; });
       __syncthreads();
       multiply(n);
     }
   };
   const auto judge = [&](std::int32_t r, std::int32_t c, float product) {
-    return verdict(task, open.slot[tile.first + r], tile.low + c, product * (open.factor[tile.first + r] * column_factors[c]));
+    return verdict(task, open.slot[tile.first + r], tile.low + c,
+                   product * (open.factor[tile.first + r] * column_factors[c]));
   };
 
-  if constexpr (kOnMatrixUnits<T>) {  // a warp has all rows and 16 columns: where few rows are left, every warp still has work
+  if constexpr (kOnMatrixUnits<T>) {  // a warp has all rows and 16 columns: where few rows are left, every warp still
+                                      // has work
     constexpr int kBlocks = kSimilarRows / 16;
     constexpr std::int32_t kScratch = 20;
     static_assert(kSimilarThreads / 32 * 16 == kSimilarColumns);
@@ -224,7 +238,8 @@ __device__ inline void hold(const Task& task, const Row& row, bool aligned, cons
         }
       }
     });
-    // Nobody knows which element of a fragment is whose, but none is above the threshold where the largest would not be with the largest factors: rounding keeps order.
+    // Nobody knows which element of a fragment is whose, but none is above the threshold where the largest would not be
+    // with the largest factors: rounding keeps order.
     float of_rows = 0, of_columns = 0;
     for (std::int32_t r = lane; r < tile.rows; r += 32) of_rows = fmaxf(of_rows, fabsf(open.factor[tile.first + r]));
     if (c0 + lane % 16 < tile.columns) of_columns = fabsf(column_factors[c0 + lane % 16]);
@@ -235,7 +250,8 @@ __device__ inline void hold(const Task& task, const Row& row, bool aligned, cons
       float most = 0;
 #pragma unroll
       for (int i = 0; i < product[b].num_elements; ++i) most = fmaxf(most, fabsf(product[b].x[i]));
-      hopeful[b] = __any_sync(kWholeWarp, !(most * factor <= task.threshold) || (task.spares_first && tile.low == 0)) != 0;
+      hopeful[b] =
+          __any_sync(kWholeWarp, !(most * factor <= task.threshold) || (task.spares_first && tile.low == 0)) != 0;
     }
     __syncthreads();  // the rows' keys give way to the products
     float* scratch = reinterpret_cast<float*>(row_keys) + warp * 16 * kScratch;
@@ -263,12 +279,14 @@ __device__ inline void hold(const Task& task, const Row& row, bool aligned, cons
       for (std::int32_t d = 0; d < n; d += 4) {
         float4 b[kAcross];
 #pragma unroll
-        for (int c = 0; c < kAcross; ++c) b[c] = *reinterpret_cast<const float4*>(column_keys + (c0 + 16 * c) * kStride<T> + d);
+        for (int c = 0; c < kAcross; ++c)
+          b[c] = *reinterpret_cast<const float4*>(column_keys + (c0 + 16 * c) * kStride<T> + d);
 #pragma unroll
         for (int r = 0; r < kDown; ++r) {
           const float4 a = *reinterpret_cast<const float4*>(row_keys + (r0 + r) * kStride<T> + d);
 #pragma unroll
-          for (int c = 0; c < kAcross; ++c) sum[r][c] = fmaf(a.w, b[c].w, fmaf(a.z, b[c].z, fmaf(a.y, b[c].y, fmaf(a.x, b[c].x, sum[r][c]))));
+          for (int c = 0; c < kAcross; ++c)
+            sum[r][c] = fmaf(a.w, b[c].w, fmaf(a.z, b[c].z, fmaf(a.y, b[c].y, fmaf(a.x, b[c].x, sum[r][c]))));
         }
       }
     });
@@ -299,7 +317,8 @@ __global__ void __launch_bounds__(kSimilarThreads, 2) search_kernel(Task task, s
   const std::int32_t dim = task.e.dim;
   for (std::int64_t work = blockIdx.x; work < std::int64_t{task.e.count} * owners; work += gridDim.x) {
     const std::int64_t r = work / owners;
-    const std::int32_t begin = static_cast<std::int32_t>(work - r * owners) * kSimilarOwned, n = task.e.due(r) ? task.domain(r) : 0;
+    const std::int32_t begin = static_cast<std::int32_t>(work - r * owners) * kSimilarOwned,
+                       n = task.e.due(r) ? task.domain(r) : 0;
     if (begin >= n) continue;
     const Row& row = task.e.rows[r];
     const bool aligned = is_aligned(row.keys);
@@ -309,7 +328,8 @@ __global__ void __launch_bounds__(kSimilarThreads, 2) search_kernel(Task task, s
     __syncthreads();
     for (std::int32_t d = thread; d < 256 + 16; d += kSimilarThreads) {
       double sum = 0;
-      for (std::int32_t c = 0; d < dim && c * tuning::kKeyChunk < n; ++c) sum += task.partial[(r * task.chunks + c) * dim + d];
+      for (std::int32_t c = 0; d < dim && c * tuning::kKeyChunk < n; ++c)
+        sum += task.partial[(r * task.chunks + c) * dim + d];
       direction[d] = static_cast<float>(sum);
     }
     for (std::int32_t i = thread; i < count; i += kSimilarThreads) {
@@ -336,7 +356,9 @@ __global__ void __launch_bounds__(kSimilarThreads, 2) search_kernel(Task task, s
       const std::int32_t low = high > kSimilarColumns ? high - kSimilarColumns : 0;
       if (thread < kSimilarColumns) column_factors[thread] = low + thread < high ? factors[low + thread] : 0.0F;
       for (std::int32_t first = 0; first < count; first += kSimilarRows)
-        hold<T>(task, row, aligned, {first, count - first < kSimilarRows ? count - first : kSimilarRows, low, high - low}, open, column_factors, row_keys, column_keys);
+        hold<T>(task, row, aligned,
+                {first, count - first < kSimilarRows ? count - first : kSimilarRows, low, high - low}, open,
+                column_factors, row_keys, column_keys);
       __syncthreads();
       count = settle(open, count, task.spared + row.first, team);
       high = low;
@@ -362,7 +384,9 @@ __global__ void __launch_bounds__(kStandardThreads) rkv_kernel(Task task) {
     const auto* spared = reinterpret_cast<const long long*>(task.spared + row.first);
     float top = kLeast;
     for (std::int32_t t = thread; t < n; t += kStandardThreads) {
-      g[t] = static_cast<float>((static_cast<double>(g[t]) - static_cast<double>(spared[t]) / static_cast<double>(kOne)) / static_cast<double>(n));
+      g[t] =
+          static_cast<float>((static_cast<double>(g[t]) - static_cast<double>(spared[t]) / static_cast<double>(kOne)) /
+                             static_cast<double>(n));
       top = g[t] > top ? g[t] : top;
     }
     top = BlockTeam(words).largest(top);
@@ -374,7 +398,9 @@ __global__ void __launch_bounds__(kStandardThreads) rkv_kernel(Task task) {
     const auto share = static_cast<float>(1 / sum_of_block<kStandardThreads>(sum, sums));
     const float* attention = task.attention + row.first;
     for (std::int32_t t = thread; t < row.length; t += kStandardThreads)
-      g[t] = t < window.history ? task.lambda * pooled_max(attention, window.history, task.pool, t) - (1.0F - task.lambda) * (g[t] * share) : 0.0F;
+      g[t] = t < window.history ? task.lambda * pooled_max(attention, window.history, task.pool, t) -
+                                      (1.0F - task.lambda) * (g[t] * share)
+                                : 0.0F;
   }
 }
 
@@ -399,14 +425,28 @@ void launch_rkv(const RkvArguments& a, Stream stream) {
   task.pool = a.pool;
   task.history_alone = a.history_alone;
   task.spares_first = a.spares_first;
-  launch_history_attention({.evidence = a.evidence, .windows = a.windows, .window = a.window, .queries = a.queries, .max_logit = a.max_logit, .out = task.attention, .workspace = task.rest}, stream);
+  launch_history_attention({.evidence = a.evidence,
+                            .windows = a.windows,
+                            .window = a.window,
+                            .queries = a.queries,
+                            .max_logit = a.max_logit,
+                            .out = task.attention,
+                            .workspace = task.rest},
+                           stream);
   const std::int32_t owners = (a.evidence.longest + kSimilarOwned - 1) / kSimilarOwned;
   with_element(a.evidence.keys, [&](auto type) {
     using T = decltype(type);
-    const Grid of_chunks{.blocks = blocks_for(std::int64_t{a.evidence.count} * task.chunks), .threads = tuning::kKeyThreads, .shared_bytes = weighted_sum_bytes(a.evidence.dim)};
+    const Grid of_chunks{.blocks = blocks_for(std::int64_t{a.evidence.count} * task.chunks),
+                         .threads = tuning::kKeyThreads,
+                         .shared_bytes = weighted_sum_bytes(a.evidence.dim)};
     launch("rkv_unit_sums", unit_sum_kernel<T>, of_chunks, stream, task);
-    const std::size_t tiles = sizeof(Multiplied<T>) * static_cast<std::size_t>(kStride<T>) * (kSimilarRows + kSimilarColumns);
-    launch("rkv_search", search_kernel<T>, {.blocks = blocks_for(std::int64_t{a.evidence.count} * owners), .threads = kSimilarThreads, .shared_bytes = tiles}, stream, task, owners);
+    const std::size_t tiles =
+        sizeof(Multiplied<T>) * static_cast<std::size_t>(kStride<T>) * (kSimilarRows + kSimilarColumns);
+    launch("rkv_search", search_kernel<T>,
+           {.blocks = blocks_for(std::int64_t{a.evidence.count} * owners),
+            .threads = kSimilarThreads,
+            .shared_bytes = tiles},
+           stream, task, owners);
   });
   launch("rkv", rkv_kernel, {.blocks = blocks_for(a.evidence.count), .threads = kStandardThreads}, stream, task);
 }

@@ -15,25 +15,29 @@ struct RkvArguments {
   std::int32_t pool = 7;
   double lambda = 0.07;
   double similarity = 0.5;
-  bool max_logit = true;               ///< GroupReduce::max_logit, else mean_prob
-  bool history_alone = false;          ///< Redundancy::history, else all
-  bool spares_first = false;           ///< NoSimilar::first, else nothing
-  std::int64_t slots = 0;              ///< sum of all lengths
-  float* scores = nullptr;             ///< f32 [slots] at Row::first; holds the means in between
-  void* workspace = nullptr;           ///< rkv_workspace_bytes(), aligned to 16
+  bool max_logit = true;       ///< GroupReduce::max_logit, else mean_prob
+  bool history_alone = false;  ///< Redundancy::history, else all
+  bool spares_first = false;   ///< NoSimilar::first, else nothing
+  std::int64_t slots = 0;      ///< sum of all lengths
+  float* scores = nullptr;     ///< f32 [slots] at Row::first; holds the means in between
+  void* workspace = nullptr;   ///< rkv_workspace_bytes(), aligned to 16
 };
 
-/// window_attention_workspace_bytes(), 16 bytes a slot, and 8 D for every (row, chunk of 1024 slots of the longest row). Nothing of size T * T exists.
+/// window_attention_workspace_bytes(), 16 bytes a slot, and 8 D for every (row, chunk of 1024 slots of the longest
+/// row). Nothing of size T * T exists.
 [[nodiscard]] std::int64_t rkv_workspace_bytes(const RkvArguments& arguments);
 
-/// Keys are multiplied with keys in f32 where they are f32, one chain of multiply-adds over the head dimension as on the CPU; else on matrix units, where every product
-/// of two 16-bit numbers is exact and their sum is f32: a cosine is off by as little as on the CPU, but where it is nearer to `similarity` than about 1e-7 the two may
-/// take it differently. Cosines are added as integers of 2^-32, so that no order of additions is left: a row's bits depend on nothing but the row.
+/// Keys are multiplied with keys in f32 where they are f32, one chain of multiply-adds over the head dimension as on
+/// the CPU; else on matrix units, where every product of two 16-bit numbers is exact and their sum is f32: a cosine is
+/// off by as little as on the CPU, but where it is nearer to `similarity` than about 1e-7 the two may take it
+/// differently. Cosines are added as integers of 2^-32, so that no order of additions is left: a row's bits depend on
+/// nothing but the row.
 ///
-/// Cost: launch_history_attention; two passes over the keys; the search for the newest resembling keys. A block searches for 512 keys at a time, from the newest key
-/// down, and holds those against each 128 that have no partner yet: near one more pass where most keys have one among the newest, length^2 products of D a row where
-/// none has. Launches: 5.
-/// Throws InvalidArgument for a head size outside 1 to 256, a pool that is not odd or less than 1, and a similarity outside [0, 1].
+/// Cost: launch_history_attention; two passes over the keys; the search for the newest resembling keys. A block
+/// searches for 512 keys at a time, from the newest key down, and holds those against each 128 that have no partner
+/// yet: near one more pass where most keys have one among the newest, length^2 products of D a row where none has.
+/// Launches: 5. Throws InvalidArgument for a head size outside 1 to 256, a pool that is not odd or less than 1, and a
+/// similarity outside [0, 1].
 void launch_rkv(const RkvArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

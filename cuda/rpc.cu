@@ -29,7 +29,8 @@ std::int64_t divide(const RpcArguments& a, Task& task) {
 }
 
 __global__ void __launch_bounds__(tuning::kTurnThreads) selectors_kernel(Task task) {
-  for (std::int64_t r = std::int64_t{blockIdx.x} * tuning::kTurnThreads + threadIdx.x; r < task.a.evidence.count; r += std::int64_t{gridDim.x} * tuning::kTurnThreads) {
+  for (std::int64_t r = std::int64_t{blockIdx.x} * tuning::kTurnThreads + threadIdx.x; r < task.a.evidence.count;
+       r += std::int64_t{gridDim.x} * tuning::kTurnThreads) {
     RowWindow window = task.a.windows[r];
     const std::int32_t sinks = task.a.evidence.limits[r].guarded.sinks;
     task.first[r] = sinks < window.history ? sinks : window.history;
@@ -83,7 +84,10 @@ void launch_rpc(const RpcArguments& a, Stream stream) {
   check_pool("rpc", a.pool);
   Task task{};
   divide(a, task);
-  if (a.official) launch("rpc_selectors", selectors_kernel, {.blocks = blocks_of_threads(a.evidence.count, tuning::kTurnThreads), .threads = tuning::kTurnThreads}, stream, task);
+  if (a.official)
+    launch("rpc_selectors", selectors_kernel,
+           {.blocks = blocks_of_threads(a.evidence.count, tuning::kTurnThreads), .threads = tuning::kTurnThreads},
+           stream, task);
   launch_history_attention({.evidence = a.evidence,
                             .windows = a.official ? task.selectors : a.windows,
                             .window = a.window,
@@ -94,7 +98,9 @@ void launch_rpc(const RpcArguments& a, Stream stream) {
                             .workspace = task.rest},
                            stream);
   const std::int32_t chunks = key_chunks(a.evidence);
-  launch("rpc", rpc_kernel, {.blocks = blocks_for(std::int64_t{a.evidence.count} * chunks), .threads = tuning::kKeyThreads}, stream, task, chunks);
+  launch("rpc", rpc_kernel,
+         {.blocks = blocks_for(std::int64_t{a.evidence.count} * chunks), .threads = tuning::kKeyThreads}, stream, task,
+         chunks);
 }
 
 }  // namespace kvkeep::cuda

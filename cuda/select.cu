@@ -16,7 +16,8 @@ __global__ void __launch_bounds__(tuning::kMostThreads) select_kernel(SelectArgu
     RowLimit limit = a.limits[r];
     if (a.padding.oldest > 0 || a.padding.newest > 0) {
       const Protected given = limit.guarded;
-      limit.guarded = protect(row.length, limit.budget, given.sinks > a.padding.oldest ? given.sinks : a.padding.oldest, given.recents > a.padding.newest ? given.recents : a.padding.newest, Variant::official);
+      limit.guarded = protect(row.length, limit.budget, given.sinks > a.padding.oldest ? given.sinks : a.padding.oldest,
+                              given.recents > a.padding.newest ? given.recents : a.padding.newest, Variant::official);
     }
     const float* scores = a.scores + row.first;
     std::int32_t* slots = a.slots + a.indptr[r];
@@ -26,15 +27,20 @@ __global__ void __launch_bounds__(tuning::kMostThreads) select_kernel(SelectArgu
       continue;
     }
     const auto key_of = [&](std::int32_t t) { return limit.guarded.holds(t, row.length) ? 0 : rank_key(scores[t], t); };
-    const std::uint64_t least = wanted > 0 ? least_kept(team, histogram, 0, row.length, wanted, key_of) : ~std::uint64_t{0};
-    write_kept(team, row.length, [&](std::int32_t t) { return limit.guarded.holds(t, row.length) || key_of(t) >= least; }, slots);
+    const std::uint64_t least =
+        wanted > 0 ? least_kept(team, histogram, 0, row.length, wanted, key_of) : ~std::uint64_t{0};
+    write_kept(
+        team, row.length, [&](std::int32_t t) { return limit.guarded.holds(t, row.length) || key_of(t) >= least; },
+        slots);
   }
 }
 
 }  // namespace
 
 void launch_select(const SelectArguments& arguments, Stream stream) {
-  launch("select", select_kernel, {.blocks = blocks_for(arguments.count), .threads = tuning::threads_for(arguments.longest), .shared_bytes = 0}, stream, arguments);
+  launch("select", select_kernel,
+         {.blocks = blocks_for(arguments.count), .threads = tuning::threads_for(arguments.longest), .shared_bytes = 0},
+         stream, arguments);
 }
 
 }  // namespace kvkeep::cuda

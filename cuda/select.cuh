@@ -1,5 +1,6 @@
 #pragma once
-/// Selection without a sort: the key that the last kept slot has is found digit by digit, then everything at or above it stays.
+/// Selection without a sort: the key that the last kept slot has is found digit by digit, then everything at or above
+/// it stays.
 
 #include "kvkeep/core/row_limit.h"
 #include "kvkeep/keep/rank_key.h"
@@ -9,10 +10,12 @@ namespace kvkeep::cuda {
 
 inline constexpr std::int32_t kDigits = 256;
 
-/// The least key among the `wanted` largest of key_of(t), t in [from, to). A key of 0 is no candidate; other keys differ. Low bits of the result may be 0 where no
-/// other key lies between. `histogram`: kDigits counters of shared memory for this team. Requires: 1 <= wanted <= candidates. Cost: at most 8 passes, mostly 4.
+/// The least key among the `wanted` largest of key_of(t), t in [from, to). A key of 0 is no candidate; other keys
+/// differ. Low bits of the result may be 0 where no other key lies between. `histogram`: kDigits counters of shared
+/// memory for this team. Requires: 1 <= wanted <= candidates. Cost: at most 8 passes, mostly 4.
 template <class Team, class KeyOf>
-__device__ std::uint64_t least_kept(const Team& team, std::int32_t* histogram, std::int32_t from, std::int32_t to, std::int32_t wanted, const KeyOf& key_of) {
+__device__ std::uint64_t least_kept(const Team& team, std::int32_t* histogram, std::int32_t from, std::int32_t to,
+                                    std::int32_t wanted, const KeyOf& key_of) {
   const WarpTeam warp;
   std::uint64_t found = 0, mask = 0;
   for (int shift = 56; shift >= 0; shift -= 8) {

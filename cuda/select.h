@@ -1,5 +1,6 @@
 #pragma once
-/// Top-k of every row with protected slots, on a GPU. Same contract as `kvkeep::select` in rows that are due; others keep every slot.
+/// Top-k of every row with protected slots, on a GPU. Same contract as `kvkeep::select` in rows that are due; others
+/// keep every slot.
 
 #include <cstdint>
 
@@ -10,17 +11,19 @@
 namespace kvkeep::cuda {
 
 struct SelectArguments {
-  const Row* rows = nullptr;             ///< [count] on the device, as all below
-  const RowLimit* limits = nullptr;      ///< [count]
+  const Row* rows = nullptr;         ///< [count] on the device, as all below
+  const RowLimit* limits = nullptr;  ///< [count]
   std::int32_t count = 0;
-  std::int32_t longest = 0;              ///< slots of the longest row, by the host's knowledge
-  Padding padding = {};                  ///< official only: over a whole row, ranking before all others is staying
-  const float* scores = nullptr;         ///< f32, flat over the rows
-  const std::int64_t* indptr = nullptr;  ///< i64 [count + 1] where each row's kept slots go: min(budget, length) of a due row, all of another
-  std::int32_t* slots = nullptr;         ///< i32 [indptr[count]] out, ascending in each row
+  std::int32_t longest = 0;       ///< slots of the longest row, by the host's knowledge
+  Padding padding = {};           ///< official only: over a whole row, ranking before all others is staying
+  const float* scores = nullptr;  ///< f32, flat over the rows
+  const std::int64_t* indptr =
+      nullptr;  ///< i64 [count + 1] where each row's kept slots go: min(budget, length) of a due row, all of another
+  std::int32_t* slots = nullptr;  ///< i32 [indptr[count]] out, ascending in each row
 };
 
-/// One launch, a block a row. Order, ties and NaN as kvkeep/keep/rank_key.h says: the same slots as the CPU. No workspace. Cost: 5 to 9 passes over the scores.
+/// One launch, a block a row. Order, ties and NaN as kvkeep/keep/rank_key.h says: the same slots as the CPU. No
+/// workspace. Cost: 5 to 9 passes over the scores.
 void launch_select(const SelectArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

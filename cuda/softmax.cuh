@@ -25,7 +25,8 @@ struct Running {
   }
 };
 
-/// What kTogether neighbouring lanes of a warp have seen, the same for each. kTogether: a power of two; the whole warp calls.
+/// What kTogether neighbouring lanes of a warp have seen, the same for each. kTogether: a power of two; the whole warp
+/// calls.
 template <int kTogether>
 __device__ inline Running over_lanes(Running seen) {
 #pragma unroll

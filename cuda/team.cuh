@@ -35,7 +35,8 @@ struct WarpTeam {
   }
 };
 
-/// All threads of a block, a multiple of 32. `scratch`: kBlockScratch words of shared memory that nothing else uses while the team works.
+/// All threads of a block, a multiple of 32. `scratch`: kBlockScratch words of shared memory that nothing else uses
+/// while the team works.
 inline constexpr std::int32_t kBlockScratch = 33;
 
 class BlockTeam {
@@ -56,7 +57,8 @@ class BlockTeam {
   [[nodiscard]] __device__ float largest(float mine) const {
     const float of_warp = WarpTeam{}.largest(mine);
     publish(__float_as_uint(of_warp));
-    const float all = WarpTeam{}.largest(__uint_as_float(static_cast<unsigned>(scratch_[lane() < warps() ? lane() : 0])));
+    const float all =
+        WarpTeam{}.largest(__uint_as_float(static_cast<unsigned>(scratch_[lane() < warps() ? lane() : 0])));
     __syncthreads();
     return all;
   }

@@ -12,12 +12,15 @@ __global__ void __launch_bounds__(tuning::kKeyThreads, 4) tova_kernel(TovaArgume
   each_chunk(e, chunks, [&](const Chunk& chunk) {
     float* g = a.scores + e.rows[chunk.row].first;
     if (a.windows[chunk.row].queries == 0) {  // no query was seen: the older go first
-      for (std::int32_t t = chunk.begin + static_cast<std::int32_t>(threadIdx.x); t < chunk.end; t += tuning::kKeyThreads) g[t] = static_cast<float>(t);
+      for (std::int32_t t = chunk.begin + static_cast<std::int32_t>(threadIdx.x); t < chunk.end;
+           t += tuning::kKeyThreads)
+        g[t] = static_cast<float>(t);
       return;
     }
     if (!a.all_heads || chunk.row % e.kv_heads != 0) return;
     const float share = 1.0F / static_cast<float>(e.kv_heads);
-    for (std::int32_t t = chunk.begin + static_cast<std::int32_t>(threadIdx.x); t < chunk.end; t += tuning::kKeyThreads) {
+    for (std::int32_t t = chunk.begin + static_cast<std::int32_t>(threadIdx.x); t < chunk.end;
+         t += tuning::kKeyThreads) {
       float sum = g[t];
       for (std::int32_t h = 1; h < e.kv_heads; ++h) sum += a.scores[e.rows[chunk.row + h].first + t];
       for (std::int32_t h = 0; h < e.kv_heads; ++h) a.scores[e.rows[chunk.row + h].first + t] = sum * share;
@@ -29,7 +32,9 @@ __global__ void __launch_bounds__(tuning::kKeyThreads, 4) tova_kernel(TovaArgume
 
 void launch_tova(const TovaArguments& arguments, Stream stream) {
   const std::int32_t chunks = key_chunks(arguments.evidence);
-  launch("tova", tova_kernel, {.blocks = blocks_for(std::int64_t{arguments.evidence.count} * chunks), .threads = tuning::kKeyThreads}, stream, arguments, chunks);
+  launch("tova", tova_kernel,
+         {.blocks = blocks_for(std::int64_t{arguments.evidence.count} * chunks), .threads = tuning::kKeyThreads},
+         stream, arguments, chunks);
 }
 
 }  // namespace kvkeep::cuda

@@ -25,7 +25,9 @@ struct Task {
   float* raw;        ///< [slots * G]: of a row [G, length]
   std::int32_t pairs, padded, offsets, chunks;
 
-  [[nodiscard]] __device__ float* raw_of(std::int64_t r) const { return raw + a.evidence.rows[r].first * a.evidence.group; }
+  [[nodiscard]] __device__ float* raw_of(std::int64_t r) const {
+    return raw + a.evidence.rows[r].first * a.evidence.group;
+  }
 };
 
 __global__ void __launch_bounds__(kTriThreads) turns_kernel(Task task) {
@@ -36,8 +38,10 @@ __global__ void __launch_bounds__(kTriThreads) turns_kernel(Task task) {
       const double angle = rope_angle(offset, task.a.inv_freq[f]);
       const double2 turn{cos(angle), sin(angle)};
       sum = {sum.x + turn.x, sum.y + turn.y};
-      if (task.a.maximum) task.turns[o * task.pairs + f] = turn;
-      else task.turns[f] = {sum.x / static_cast<double>(o + 1), sum.y / static_cast<double>(o + 1)};
+      if (task.a.maximum)
+        task.turns[o * task.pairs + f] = turn;
+      else
+        task.turns[f] = {sum.x / static_cast<double>(o + 1), sum.y / static_cast<double>(o + 1)};
     }
   }
 }
@@ -49,7 +53,8 @@ __global__ void __launch_bounds__(kTriThreads) columns_kernel(Task task) {
     const std::int64_t r = n / e.group;
     if (!e.due(r)) continue;
     const Row& row = e.rows[r];
-    const std::int64_t head = (std::int64_t{row.layer} * e.query_heads() + row.head * e.group + n - r * e.group) * task.pairs;
+    const std::int64_t head =
+        (std::int64_t{row.layer} * e.query_heads() + row.head * e.group + n - r * e.group) * task.pairs;
     const std::int32_t position = task.a.next_positions[r / e.kv_heads];
     const double scaling = task.a.attention_scaling;
     for (auto f = static_cast<std::int32_t>(threadIdx.x); f < task.padded; f += kTriThreads) {
@@ -59,8 +64,10 @@ __global__ void __launch_bounds__(kTriThreads) columns_kernel(Task task) {
         for (std::int32_t o = 0; o < 2 * task.offsets; ++o) trig[o * task.padded] = 0;
         continue;
       }
-      const double re = static_cast<double>(task.a.q_mean[2 * (head + f)]), im = static_cast<double>(task.a.q_mean[2 * (head + f) + 1]);
-      task.norm[n * task.padded + f] = static_cast<float>(scaling * (static_cast<double>(task.a.q_abs_mean[head + f]) - sqrt(re * re + im * im)));
+      const double re = static_cast<double>(task.a.q_mean[2 * (head + f)]),
+                   im = static_cast<double>(task.a.q_mean[2 * (head + f) + 1]);
+      task.norm[n * task.padded + f] =
+          static_cast<float>(scaling * (static_cast<double>(task.a.q_abs_mean[head + f]) - sqrt(re * re + im * im)));
       const double angle = rope_angle(position, task.a.inv_freq[f]), c = cos(angle), s = sin(angle);
       const double x = scaling * re * c - scaling * im * s, y = scaling * re * s + scaling * im * c;
       for (std::int32_t o = 0; o < task.offsets; ++o) {
@@ -78,12 +85,16 @@ struct alignas(4 * sizeof(T)) FourElements {
   T x[4];
 };
 template <class T>
-__device__ inline void load_pairs(const T* key, std::int32_t f, std::int32_t pairs, RopeStyle style, float scale, float* a, float* b) {
+__device__ inline void load_pairs(const T* key, std::int32_t f, std::int32_t pairs, RopeStyle style, float scale,
+                                  float* a, float* b) {
   if (pairs % 4 == 0) {
     const bool half = style == RopeStyle::half;
-    const auto first = *reinterpret_cast<const FourElements<T>*>(key + (half ? f : 2 * f)), second = *reinterpret_cast<const FourElements<T>*>(key + (half ? f + pairs : 2 * f + 4));
-    const float p[4] = {to_float(first.x[0]) * scale, to_float(first.x[1]) * scale, to_float(first.x[2]) * scale, to_float(first.x[3]) * scale};
-    const float q[4] = {to_float(second.x[0]) * scale, to_float(second.x[1]) * scale, to_float(second.x[2]) * scale, to_float(second.x[3]) * scale};
+    const auto first = *reinterpret_cast<const FourElements<T>*>(key + (half ? f : 2 * f)),
+               second = *reinterpret_cast<const FourElements<T>*>(key + (half ? f + pairs : 2 * f + 4));
+    const float p[4] = {to_float(first.x[0]) * scale, to_float(first.x[1]) * scale, to_float(first.x[2]) * scale,
+                        to_float(first.x[3]) * scale};
+    const float q[4] = {to_float(second.x[0]) * scale, to_float(second.x[1]) * scale, to_float(second.x[2]) * scale,
+                        to_float(second.x[3]) * scale};
     a[0] = p[0], a[1] = half ? p[1] : p[2], a[2] = half ? p[2] : q[0], a[3] = half ? p[3] : q[2];
     b[0] = half ? q[0] : p[1], b[1] = half ? q[1] : p[3], b[2] = half ? q[2] : q[1], b[3] = q[3];
     return;
@@ -102,9 +113,11 @@ __device__ inline float modulus(float a, float b) {
   return square < 1e-36F ? 0.0F : sqrtf(square);
 }
 
-/// sums[c] += the products of one key with columns c of `count`, in one chain over the pairs: components with trig, moduli with norm.
+/// sums[c] += the products of one key with columns c of `count`, in one chain over the pairs: components with trig,
+/// moduli with norm.
 template <class T, int kColumns, bool kTrig, bool kNorm>
-__device__ void multiply(const T* key, float scale, const Task& task, const float* trig, std::int64_t next_trig, const float* norm, std::int32_t count, float* sums) {
+__device__ void multiply(const T* key, float scale, const Task& task, const float* trig, std::int64_t next_trig,
+                         const float* norm, std::int32_t count, float* sums) {
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) sums[c] = 0;
   for (std::int32_t f = 0; f < task.pairs; f += 4) {
@@ -119,7 +132,8 @@ __device__ void multiply(const T* key, float scale, const Task& task, const floa
     for (int c = 0; c < kColumns; ++c) {
       if (c >= count) break;
       if constexpr (kTrig) {
-        const float4 x = *reinterpret_cast<const float4*>(trig + c * next_trig + f), y = *reinterpret_cast<const float4*>(trig + c * next_trig + task.padded + f);
+        const float4 x = *reinterpret_cast<const float4*>(trig + c * next_trig + f),
+                     y = *reinterpret_cast<const float4*>(trig + c * next_trig + task.padded + f);
         sums[c] = fmaf(a[0], x.x, fmaf(a[1], x.y, fmaf(a[2], x.z, fmaf(a[3], x.w, sums[c]))));
         sums[c] = fmaf(b[0], y.x, fmaf(b[1], y.y, fmaf(b[2], y.z, fmaf(b[3], y.w, sums[c]))));
       }
@@ -139,19 +153,22 @@ KVKEEP_HD std::int32_t staged(std::int32_t dim) {
 
 constexpr int kAtOnce = 4;  ///< columns that share a reading of the key
 
-/// Raw scores of every query head: a thread has a slot, whose key lies in shared memory; all threads read the columns alike.
+/// Raw scores of every query head: a thread has a slot, whose key lies in shared memory; all threads read the columns
+/// alike.
 template <class T>
 __global__ void __launch_bounds__(kTriThreads) raw_kernel(Task task) {
   const EvidenceArguments& e = task.a.evidence;
   std::byte* keys = dynamic_shared();
-  const std::int32_t stride = staged<T>(e.dim), tile = static_cast<std::int32_t>(blockDim.x), thread = static_cast<std::int32_t>(threadIdx.x);
+  const std::int32_t stride = staged<T>(e.dim), tile = static_cast<std::int32_t>(blockDim.x),
+                     thread = static_cast<std::int32_t>(threadIdx.x);
   for (std::int64_t work = blockIdx.x; work < std::int64_t{e.count} * task.chunks; work += gridDim.x) {
     const std::int64_t r = work / task.chunks;
     const std::int32_t begin = static_cast<std::int32_t>(work - r * task.chunks) * tile, length = e.rows[r].length;
     if (!e.due(r) || begin >= length) continue;
     const Row& row = e.rows[r];
     __syncthreads();
-    stage_keys<T>(row.keys, is_aligned(row.keys), begin, begin + tile < length ? begin + tile : length, 0, e.dim, keys, stride);
+    stage_keys<T>(row.keys, is_aligned(row.keys), begin, begin + tile < length ? begin + tile : length, 0, e.dim, keys,
+                  stride);
     __syncthreads();
     const std::int32_t t = begin + thread;
     if (t >= length) continue;
@@ -160,7 +177,8 @@ __global__ void __launch_bounds__(kTriThreads) raw_kernel(Task task) {
     const std::int64_t next = std::int64_t{2} * task.padded;
     for (std::int32_t g = 0; g < e.group; g += kAtOnce) {
       const std::int32_t heads = e.group - g < kAtOnce ? e.group - g : kAtOnce;
-      const float *trig = task.trig + (r * e.group + g) * task.offsets * next, *norm = task.norm + (r * e.group + g) * task.padded;
+      const float *trig = task.trig + (r * e.group + g) * task.offsets * next,
+                  *norm = task.norm + (r * e.group + g) * task.padded;
       float sums[kAtOnce];
       if (task.offsets == 1) {
         multiply<T, kAtOnce, true, true>(key, scale, task, trig, next, norm, heads, sums);
@@ -173,7 +191,8 @@ __global__ void __launch_bounds__(kTriThreads) raw_kernel(Task task) {
           for (std::int32_t o = 0; o < task.offsets; o += kAtOnce) {
             const std::int32_t count = task.offsets - o < kAtOnce ? task.offsets - o : kAtOnce;
             float found[kAtOnce];
-            multiply<T, kAtOnce, true, false>(key, scale, task, trig + (std::int64_t{h} * task.offsets + o) * next, next, nullptr, count, found);
+            multiply<T, kAtOnce, true, false>(key, scale, task, trig + (std::int64_t{h} * task.offsets + o) * next,
+                                              next, nullptr, count, found);
 #pragma unroll
             for (int c = 0; c < kAtOnce; ++c)
               if (c < count && (found[c] > best || found[c] != found[c])) best = found[c];
@@ -226,7 +245,8 @@ __global__ void __launch_bounds__(kTriThreads) combine_kernel(Task task, std::in
   const EvidenceArguments& e = task.a.evidence;
   for (std::int64_t work = blockIdx.x; work < std::int64_t{e.count} * task.chunks; work += gridDim.x) {
     const std::int64_t r = work / task.chunks;
-    const std::int32_t length = e.rows[r].length, begin = static_cast<std::int32_t>(work - r * task.chunks) * tile, t = begin + static_cast<std::int32_t>(threadIdx.x);
+    const std::int32_t length = e.rows[r].length, begin = static_cast<std::int32_t>(work - r * task.chunks) * tile,
+                       t = begin + static_cast<std::int32_t>(threadIdx.x);
     if (!e.due(r) || static_cast<std::int32_t>(threadIdx.x) >= tile || t >= length) continue;
     const float* raw = task.raw_of(r) + t;
     float best = kLeast, sum = 0;
@@ -236,7 +256,9 @@ __global__ void __launch_bounds__(kTriThreads) combine_kernel(Task task, std::in
       best = z > best ? z : best;
       sum += z;
     }
-    task.a.scores[e.rows[r].first + t] = task.a.group_mean ? sum * (1.0F / static_cast<float>(e.group)) : sum != sum ? sum : best;
+    task.a.scores[e.rows[r].first + t] = task.a.group_mean ? sum * (1.0F / static_cast<float>(e.group))
+                                         : sum != sum      ? sum
+                                                           : best;
   }
 }
 
@@ -290,8 +312,14 @@ void launch_triattention(const TriAttentionArguments& a, Stream stream) {
     const dim3 blocks = blocks_for(std::int64_t{a.evidence.count} * task.chunks);
     launch("triattention_turns", turns_kernel, {.threads = kTriThreads}, stream, task);
     launch("triattention_columns", columns_kernel, {.blocks = blocks_for(heads), .threads = kTriThreads}, stream, task);
-    launch("triattention_raw", raw_kernel<T>, {.blocks = blocks, .threads = tile, .shared_bytes = static_cast<std::size_t>(tile) * static_cast<std::size_t>(staged<T>(a.evidence.dim))}, stream, task);
-    if (a.normalize) launch("triattention_standard", standard_kernel, {.blocks = blocks_for(heads), .threads = kStandardThreads}, stream, task);
+    launch("triattention_raw", raw_kernel<T>,
+           {.blocks = blocks,
+            .threads = tile,
+            .shared_bytes = static_cast<std::size_t>(tile) * static_cast<std::size_t>(staged<T>(a.evidence.dim))},
+           stream, task);
+    if (a.normalize)
+      launch("triattention_standard", standard_kernel, {.blocks = blocks_for(heads), .threads = kStandardThreads},
+             stream, task);
     launch("triattention_combine", combine_kernel, {.blocks = blocks, .threads = kTriThreads}, stream, task, tile);
   });
 }

@@ -18,7 +18,8 @@ using tuning::kAttentionTile;
 using tuning::kMatrixQueries;
 using tuning::kMatrixThreads;
 
-constexpr std::int32_t kFirst = std::numeric_limits<std::int32_t>::min(), kNever = std::numeric_limits<std::int32_t>::max();
+constexpr std::int32_t kFirst = std::numeric_limits<std::int32_t>::min(),
+                       kNever = std::numeric_limits<std::int32_t>::max();
 
 enum class Kind : std::uint8_t { window, sum, history };
 
@@ -29,23 +30,24 @@ struct Task {
   const float* queries;
   const float* log_sum_exp;
   const std::int32_t* first;
-  float* column;           ///< usage, sum or history
+  float* column;  ///< usage, sum or history
   float* newest;
-  float2* partial;         ///< [count, parts, most] maximum and sum of one part of a row
+  float2* partial;  ///< [count, parts, most] maximum and sum of one part of a row
   std::int32_t window;
-  std::int32_t most;       ///< rows of the largest product
-  std::int32_t chunks;     ///< of the longest row
-  std::int32_t parts;      ///< the same of the parts whose statistics are taken at a time
+  std::int32_t most;    ///< rows of the largest product
+  std::int32_t chunks;  ///< of the longest row
+  std::int32_t parts;   ///< the same of the parts whose statistics are taken at a time
   std::int32_t newest_counts;
   Kind kind;
   bool max_logit;
 };
 
-/// One row of the table and the rows of its product: n counts query head by query head, under max_logit the queries alone.
+/// One row of the table and the rows of its product: n counts query head by query head, under max_logit the queries
+/// alone.
 struct Plan {
   const Row* row;
   const QueryWindow* view;
-  const float* queries;     ///< of the row's first query head, at its window's oldest query
+  const float* queries;  ///< of the row's first query head, at its window's oldest query
   const float* lse;
   std::int32_t window = 0;  ///< W of this row
   std::int32_t history = 0;
@@ -53,7 +55,9 @@ struct Plan {
   std::int32_t total = 0;
 
   [[nodiscard]] __device__ std::int32_t query_of(std::int32_t n) const { return n % window; }
-  [[nodiscard]] __device__ std::int32_t position(std::int32_t i) const { return view->position(view->count - window + i); }
+  [[nodiscard]] __device__ std::int32_t position(std::int32_t i) const {
+    return view->position(view->count - window + i);
+  }
 };
 
 __device__ Plan plan_of(const Task& task, std::int64_t r) {
@@ -64,7 +68,9 @@ __device__ Plan plan_of(const Task& task, std::int64_t r) {
   plan.window = task.windows[r].queries;
   plan.history = task.windows[r].history;
   if (plan.window == 0) return plan;
-  const std::int64_t oldest = (r / e.kv_heads * e.query_heads() + plan.row->head * e.group) * std::int64_t{task.window} + task.window - plan.window;
+  const std::int64_t oldest =
+      (r / e.kv_heads * e.query_heads() + plan.row->head * e.group) * std::int64_t{task.window} + task.window -
+      plan.window;
   plan.queries = task.queries + oldest * e.dim;
   plan.lse = task.log_sum_exp == nullptr ? nullptr : task.log_sum_exp + oldest;
   plan.total = task.max_logit ? plan.window : e.group * plan.window;
@@ -74,8 +80,10 @@ __device__ Plan plan_of(const Task& task, std::int64_t r) {
   std::int32_t low = 0, high = plan.history;  // the history ends where the oldest query sees no further
   while (low < high) {
     const std::int32_t middle = low + (high - low) / 2;
-    if (plan.row->positions[middle] <= seen_by_all) low = middle + 1;
-    else high = middle;
+    if (plan.row->positions[middle] <= seen_by_all)
+      low = middle + 1;
+    else
+      high = middle;
   }
   plan.to = low;
   plan.from = task.first == nullptr ? 0 : task.first[r] < low ? task.first[r] : low;
@@ -99,7 +107,8 @@ struct QueryArrays {
   float* share;   ///< in newest
 };
 
-/// Slots of a row whose statistics one block takes: whole chunks, so that no row falls into more than kAttentionParts of them.
+/// Slots of a row whose statistics one block takes: whole chunks, so that no row falls into more than kAttentionParts
+/// of them.
 KVKEEP_HD inline std::int32_t part_of(std::int32_t length) {
   const std::int32_t chunks = (length + kAttentionChunk - 1) / kAttentionChunk;
   return (chunks + kAttentionParts - 1) / kAttentionParts * kAttentionChunk;
@@ -127,7 +136,8 @@ __device__ Piece piece_of(const Task& task, std::int64_t work) {
   return begin < length ? Piece{r, static_cast<std::int32_t>(begin), slots} : Piece{r, 0, 0};
 }
 
-/// What is subtracted from the logits of row n of the product, and the factor of their exponentials: what the parts of the row found, put together in ascending order.
+/// What is subtracted from the logits of row n of the product, and the factor of their exponentials: what the parts of
+/// the row found, put together in ascending order.
 __device__ float2 standard_of(const Task& task, const Plan& plan, std::int64_t r, std::int32_t n) {
   const std::int32_t part = part_of(plan.row->length), parts = (plan.row->length + part - 1) / part;
   Running seen;
@@ -142,7 +152,8 @@ __device__ float2 standard_of(const Task& task, const Plan& plan, std::int64_t r
 }
 
 /// Fills entry q of the arrays with row n of the product, or with one that counts nothing.
-__device__ void set_query(const Task& task, const Plan& plan, std::int64_t r, std::int32_t n, std::int32_t q, bool apply, const QueryArrays& to) {
+__device__ void set_query(const Task& task, const Plan& plan, std::int64_t r, std::int32_t n, std::int32_t q,
+                          bool apply, const QueryArrays& to) {
   const bool there = n < plan.total;
   const std::int32_t i = there ? plan.query_of(n) : 0;
   to.position[q] = there ? plan.position(i) : kFirst;
@@ -155,12 +166,14 @@ __device__ void set_query(const Task& task, const Plan& plan, std::int64_t r, st
     s = standard_of(task, plan, r, n);
   }
   to.shift[q] = s.x;
-  to.weight[q] = task.kind == Kind::history && i == plan.window - 1 ? s.y * static_cast<float>(task.newest_counts) : s.y;
+  to.weight[q] =
+      task.kind == Kind::history && i == plan.window - 1 ? s.y * static_cast<float>(task.newest_counts) : s.y;
   to.share[q] = i == plan.window - 1 ? s.y / static_cast<float>(task.e.group) : 0.0F;
 }
 
 /// Adds what one query gives one slot. `x`: the logit.
-__device__ inline void add_share(Kind kind, float x, std::int32_t slot_at, std::int32_t query_at, bool open, float shift, float weight, float share, float& column, float& newest) {
+__device__ inline void add_share(Kind kind, float x, std::int32_t slot_at, std::int32_t query_at, bool open,
+                                 float shift, float weight, float share, float& column, float& newest) {
   if (slot_at > query_at || !is_number(x)) return;
   const float p = __expf(x - shift);
   newest += share == 0 ? 0.0F : p * share;
@@ -169,7 +182,8 @@ __device__ inline void add_share(Kind kind, float x, std::int32_t slot_at, std::
 }
 
 /// Writes the chunk's part of the result. columns, newest: [kAttentionChunk], the sums over the queries.
-__device__ void finish(const Task& task, const Plan& plan, std::int32_t begin, const float* columns, const float* newest) {
+__device__ void finish(const Task& task, const Plan& plan, std::int32_t begin, const float* columns,
+                       const float* newest) {
   const std::int32_t left = plan.row->length - begin, count = left < kAttentionChunk ? left : kAttentionChunk;
   for (auto j = static_cast<std::int32_t>(threadIdx.x); j < count; j += static_cast<std::int32_t>(blockDim.x)) {
     const std::int32_t t = begin + j;
@@ -198,7 +212,8 @@ __device__ void finish(const Task& task, const Plan& plan, std::int32_t begin, c
 
 template <class T, int kQ>
 struct PlainShared {
-  static constexpr std::int32_t kStride = kAttentionSlice * static_cast<std::int32_t>(sizeof(T)) + 16;  ///< of a slot: threads read rows of it without conflicts
+  static constexpr std::int32_t kStride = kAttentionSlice * static_cast<std::int32_t>(sizeof(T)) +
+                                          16;  ///< of a slot: threads read rows of it without conflicts
   std::size_t keys, queries, position, shift, weight, share, running, columns, newest, bytes;
   std::int32_t padded;  ///< components of a query, in whole words of keys
 
@@ -226,12 +241,14 @@ __global__ void __launch_bounds__(kAttentionTile, 4) plain_kernel(Task task) {
   auto* running = reinterpret_cast<Running*>(shared + parts.running);
   auto* columns = reinterpret_cast<float*>(shared + parts.columns);
   auto* newest = reinterpret_cast<float*>(shared + parts.newest);
-  const QueryArrays arrays{reinterpret_cast<std::int32_t*>(shared + parts.position), reinterpret_cast<float*>(shared + parts.shift), reinterpret_cast<float*>(shared + parts.weight),
-                           reinterpret_cast<float*>(shared + parts.share)};
+  const QueryArrays arrays{
+      reinterpret_cast<std::int32_t*>(shared + parts.position), reinterpret_cast<float*>(shared + parts.shift),
+      reinterpret_cast<float*>(shared + parts.weight), reinterpret_cast<float*>(shared + parts.share)};
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::int32_t dim = task.e.dim, heads = kMaximum ? task.e.group : 1;
 
-  for (std::int64_t work = blockIdx.x; work < std::int64_t{task.e.count} * pieces_of_a_row<kApply>(task); work += gridDim.x) {
+  for (std::int64_t work = blockIdx.x; work < std::int64_t{task.e.count} * pieces_of_a_row<kApply>(task);
+       work += gridDim.x) {
     const Piece piece = piece_of<kApply>(task, work);
     if (piece.slots == 0) continue;
     const std::int64_t r = piece.row;
@@ -249,7 +266,9 @@ __global__ void __launch_bounds__(kAttentionTile, 4) plain_kernel(Task task) {
         for (std::int32_t i = thread; i < kQ * parts.padded; i += kAttentionTile) {
           const std::int32_t q = i / parts.padded, d = i - q * parts.padded, n = n0 + q;
           const bool there = n < plan.total && d < dim;
-          queries[i] = there ? plan.queries[(n / plan.window + head) * head_stride(task) + std::int64_t{plan.query_of(n)} * dim + d] : 0.0F;
+          queries[i] = there ? plan.queries[(n / plan.window + head) * head_stride(task) +
+                                            std::int64_t{plan.query_of(n)} * dim + d]
+                             : 0.0F;
         }
       };
       if constexpr (!kMaximum) stage_queries(0);
@@ -272,7 +291,8 @@ __global__ void __launch_bounds__(kAttentionTile, 4) plain_kernel(Task task) {
               const Elements<T> word = mine[d / kPerWord<T>];
 #pragma unroll
               for (int k = 0; k < kPerWord<T>; k += 4) {
-                const float a = to_float(word.x[k]), b = to_float(word.x[k + 1]), c = to_float(word.x[k + 2]), e = to_float(word.x[k + 3]);
+                const float a = to_float(word.x[k]), b = to_float(word.x[k + 1]), c = to_float(word.x[k + 2]),
+                            e = to_float(word.x[k + 3]);
 #pragma unroll
                 for (int q = 0; q < kQ; ++q) {
                   const float4 f = *reinterpret_cast<const float4*>(queries + q * parts.padded + d0 + d + k);
@@ -295,7 +315,8 @@ __global__ void __launch_bounds__(kAttentionTile, 4) plain_kernel(Task task) {
         for (int q = 0; q < kQ; ++q) {
           const float logit = x[q] * scale;
           if constexpr (kApply) {
-            add_share(task.kind, logit, at, arrays.position[q], slot < plan.history, arrays.shift[q], arrays.weight[q], arrays.share[q], column, of_newest);
+            add_share(task.kind, logit, at, arrays.position[q], slot < plan.history, arrays.shift[q], arrays.weight[q],
+                      arrays.share[q], column, of_newest);
           } else {
             if (at <= arrays.position[q] && is_number(logit)) seen[q].add(logit);
           }
@@ -327,14 +348,17 @@ __global__ void __launch_bounds__(kAttentionTile, 4) plain_kernel(Task task) {
   }
 }
 
-// On matrix units: a warp has 32 queries and 32 slots of a tile of 64 and 128; each query is the sum of two numbers of the keys' dtype.
+// On matrix units: a warp has 32 queries and 32 slots of a tile of 64 and 128; each query is the sum of two numbers of
+// the keys' dtype.
 
 constexpr std::int32_t kScratchStride = 20;
 
 template <class S>
 struct MatrixShared {
-  static constexpr std::int32_t kStride = kAttentionSlice + 8;  ///< of a slot, in elements: rows of it lie in different banks
-  std::size_t keys, high, low, scratch, factor, position, shift, weight, share, slot_at, slot_scale, running, side, side_newest, columns, newest, bytes;
+  static constexpr std::int32_t kStride =
+      kAttentionSlice + 8;  ///< of a slot, in elements: rows of it lie in different banks
+  std::size_t keys, high, low, scratch, factor, position, shift, weight, share, slot_at, slot_scale, running, side,
+      side_newest, columns, newest, bytes;
   std::int32_t stride;  ///< of a query, in elements
 
   KVKEEP_HD explicit MatrixShared(std::int32_t dim) : stride(dim + 8) {
@@ -342,7 +366,8 @@ struct MatrixShared {
     keys = parts.take(sizeof(S) * kAttentionTile * kStride);
     high = parts.take(sizeof(S) * kMatrixQueries * static_cast<std::size_t>(stride));
     low = parts.take(sizeof(S) * kMatrixQueries * static_cast<std::size_t>(stride));
-    scratch = keys;  // products are written where the keys lay: what 256 components need still fits the chips with the least
+    scratch =
+        keys;  // products are written where the keys lay: what 256 components need still fits the chips with the least
     static_assert(sizeof(float) * (kMatrixThreads / 32) * 16 * kScratchStride <= sizeof(S) * kAttentionTile * kStride);
     factor = parts.take(sizeof(float) * kMatrixQueries);
     position = parts.take(sizeof(std::int32_t) * kMatrixQueries);
@@ -360,7 +385,8 @@ struct MatrixShared {
   }
 };
 
-/// One row of queries to its high and low parts, a warp a row. Times a power of two that brings its largest component to [1, 2), so that neither part leaves f16.
+/// One row of queries to its high and low parts, a warp a row. Times a power of two that brings its largest component
+/// to [1, 2), so that neither part leaves f16.
 template <class S>
 __device__ void split_query(const float* query, std::int32_t dim, S* high, S* low, float* factor) {
   const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
@@ -398,14 +424,16 @@ __global__ void __launch_bounds__(kMatrixThreads, 2) matrix_kernel(Task task) {
   auto* side_newest = reinterpret_cast<float*>(shared + parts.side_newest);
   auto* columns = reinterpret_cast<float*>(shared + parts.columns);
   auto* newest = reinterpret_cast<float*>(shared + parts.newest);
-  const QueryArrays arrays{reinterpret_cast<std::int32_t*>(shared + parts.position), reinterpret_cast<float*>(shared + parts.shift), reinterpret_cast<float*>(shared + parts.weight),
-                           reinterpret_cast<float*>(shared + parts.share)};
+  const QueryArrays arrays{
+      reinterpret_cast<std::int32_t*>(shared + parts.position), reinterpret_cast<float*>(shared + parts.shift),
+      reinterpret_cast<float*>(shared + parts.weight), reinterpret_cast<float*>(shared + parts.share)};
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::int32_t warp = thread / 32, lane = thread % 32, query_side = warp / 4, slot_side = warp % 4;
   float* scratch = reinterpret_cast<float*>(shared + parts.scratch) + warp * 16 * kScratchStride;
   const std::int32_t dim = task.e.dim;
 
-  for (std::int64_t work = blockIdx.x; work < std::int64_t{task.e.count} * pieces_of_a_row<kApply>(task); work += gridDim.x) {
+  for (std::int64_t work = blockIdx.x; work < std::int64_t{task.e.count} * pieces_of_a_row<kApply>(task);
+       work += gridDim.x) {
     const Piece piece = piece_of<kApply>(task, work);
     if (piece.slots == 0) continue;
     const std::int64_t r = piece.row;
@@ -421,16 +449,21 @@ __global__ void __launch_bounds__(kMatrixThreads, 2) matrix_kernel(Task task) {
       if (thread < kMatrixQueries) set_query(task, plan, r, n0 + thread, thread, kApply, arrays);
       for (std::int32_t q = warp; q < kMatrixQueries; q += kMatrixThreads / 32) {
         const std::int32_t n = n0 + q;
-        const float* query = n < plan.total ? plan.queries + (n / plan.window) * head_stride(task) + std::int64_t{plan.query_of(n)} * dim : nullptr;
+        const float* query =
+            n < plan.total ? plan.queries + (n / plan.window) * head_stride(task) + std::int64_t{plan.query_of(n)} * dim
+                           : nullptr;
         split_query(query, dim, high + q * parts.stride, low + q * parts.stride, factor + q);
       }
       Running seen[2];
       for (std::int32_t tile = begin; tile < end; tile += kAttentionTile) {
         const std::int32_t tile_end = tile + kAttentionTile < end ? tile + kAttentionTile : end;
-        // The same for a whole warp: blocks of 16 behind the last query or slot are left out. Slots behind the last one in its block hold anything: nobody sees them.
+        // The same for a whole warp: blocks of 16 behind the last query or slot are left out. Slots behind the last one
+        // in its block hold anything: nobody sees them.
         const auto query_block = [&](int i) { return query_side * 32 + i * 16; };
         const auto slot_block = [&](int j) { return slot_side * 32 + j * 16; };
-        const auto wanted = [&](int i, int j) { return n0 + query_block(i) < plan.total && tile + slot_block(j) < tile_end; };
+        const auto wanted = [&](int i, int j) {
+          return n0 + query_block(i) < plan.total && tile + slot_block(j) < tile_end;
+        };
         Product product[2][2];
 #pragma unroll
         for (int i = 0; i < 2; ++i)
@@ -444,7 +477,8 @@ __global__ void __launch_bounds__(kMatrixThreads, 2) matrix_kernel(Task task) {
             slot_scale[thread] = tile + thread < tile_end ? key_scale<T>(row, tile + thread) : 1.0F;
           }
           if constexpr (std::is_same_v<T, S>) {
-            stage_keys<T>(row.keys, aligned, tile, tile_end, d0, n, reinterpret_cast<std::byte*>(keys), parts.kStride * static_cast<std::int32_t>(sizeof(S)));
+            stage_keys<T>(row.keys, aligned, tile, tile_end, d0, n, reinterpret_cast<std::byte*>(keys),
+                          parts.kStride * static_cast<std::int32_t>(sizeof(S)));
           } else {
             const std::int32_t words = n / kPerWord<T>;
             for (std::int32_t i = thread; i < (tile_end - tile) * words; i += kMatrixThreads) {
@@ -467,14 +501,17 @@ __global__ void __launch_bounds__(kMatrixThreads, 2) matrix_kernel(Task task) {
             Right right[2];
 #pragma unroll
             for (int j = 0; j < 2; ++j)
-              if (wanted(0, j)) wmma::load_matrix_sync(right[j], keys + slot_block(j) * parts.kStride + d, static_cast<unsigned>(parts.kStride));
+              if (wanted(0, j))
+                wmma::load_matrix_sync(right[j], keys + slot_block(j) * parts.kStride + d,
+                                       static_cast<unsigned>(parts.kStride));
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
               if (!wanted(i, 0)) continue;
               Left left;
 #pragma unroll
               for (int part = 0; part < 2; ++part) {
-                wmma::load_matrix_sync(left, (part == 0 ? high : low) + query_block(i) * parts.stride + d0 + d, static_cast<unsigned>(parts.stride));
+                wmma::load_matrix_sync(left, (part == 0 ? high : low) + query_block(i) * parts.stride + d0 + d,
+                                       static_cast<unsigned>(parts.stride));
 #pragma unroll
                 for (int j = 0; j < 2; ++j)
                   if (wanted(i, j)) wmma::mma_sync(product[i][j], left, right[j], product[i][j]);
@@ -498,11 +535,14 @@ __global__ void __launch_bounds__(kMatrixThreads, 2) matrix_kernel(Task task) {
 #pragma unroll
               for (int k = 0; k < 8; ++k) {
                 const std::int32_t q = q0 + k;
-                const float logit = scratch[(lane / 16 * 8 + k) * kScratchStride + lane % 16] * factor[q] * slot_scale[s];
-                add_share(task.kind, logit, at, arrays.position[q], open, arrays.shift[q], arrays.weight[q], arrays.share[q], column, of_newest);
+                const float logit =
+                    scratch[(lane / 16 * 8 + k) * kScratchStride + lane % 16] * factor[q] * slot_scale[s];
+                add_share(task.kind, logit, at, arrays.position[q], open, arrays.shift[q], arrays.weight[q],
+                          arrays.share[q], column, of_newest);
               }
             } else {  // half a row a lane
-              const std::int32_t q = query_block(i) + lane / 2, s0 = slot_block(j) + lane % 2 * 8, at = arrays.position[q];
+              const std::int32_t q = query_block(i) + lane / 2, s0 = slot_block(j) + lane % 2 * 8,
+                                 at = arrays.position[q];
               const float by = factor[q];
 #pragma unroll
               for (int k = 0; k < 8; ++k) {
@@ -552,21 +592,33 @@ __global__ void __launch_bounds__(kMatrixThreads, 2) matrix_kernel(Task task) {
 
 template <class T, int kQ, bool kMaximum>
 void launch_plain(const Task& task, Stream stream) {
-  const auto pieces_of = [&](std::int32_t pieces) { return Grid{.blocks = blocks_for(std::int64_t{task.e.count} * pieces), .threads = kAttentionTile, .shared_bytes = PlainShared<T, kQ>(task.e.dim).bytes}; };
-  if (task.log_sum_exp == nullptr) launch("attention_statistics", plain_kernel<T, kQ, false, kMaximum>, pieces_of(task.parts), stream, task);
+  const auto pieces_of = [&](std::int32_t pieces) {
+    return Grid{.blocks = blocks_for(std::int64_t{task.e.count} * pieces),
+                .threads = kAttentionTile,
+                .shared_bytes = PlainShared<T, kQ>(task.e.dim).bytes};
+  };
+  if (task.log_sum_exp == nullptr)
+    launch("attention_statistics", plain_kernel<T, kQ, false, kMaximum>, pieces_of(task.parts), stream, task);
   launch("attention", plain_kernel<T, kQ, true, kMaximum>, pieces_of(task.chunks), stream, task);
 }
 
 template <class T>
 void launch_matrix(const Task& task, Stream stream) {
-  const auto pieces_of = [&](std::int32_t pieces) { return Grid{.blocks = blocks_for(std::int64_t{task.e.count} * pieces), .threads = kMatrixThreads, .shared_bytes = MatrixShared<MatrixElement<T>>(task.e.dim).bytes}; };
-  if (task.log_sum_exp == nullptr) launch("attention_statistics", matrix_kernel<T, false>, pieces_of(task.parts), stream, task);
+  const auto pieces_of = [&](std::int32_t pieces) {
+    return Grid{.blocks = blocks_for(std::int64_t{task.e.count} * pieces),
+                .threads = kMatrixThreads,
+                .shared_bytes = MatrixShared<MatrixElement<T>>(task.e.dim).bytes};
+  };
+  if (task.log_sum_exp == nullptr)
+    launch("attention_statistics", matrix_kernel<T, false>, pieces_of(task.parts), stream, task);
   launch("attention", matrix_kernel<T, true>, pieces_of(task.chunks), stream, task);
 }
 
 std::int32_t chunks_of(const EvidenceArguments& e) { return (e.longest + kAttentionChunk - 1) / kAttentionChunk; }
 
-std::int32_t parts_of(const EvidenceArguments& e) { return chunks_of(e) < kAttentionParts ? chunks_of(e) : kAttentionParts; }
+std::int32_t parts_of(const EvidenceArguments& e) {
+  return chunks_of(e) < kAttentionParts ? chunks_of(e) : kAttentionParts;
+}
 
 void run(Task task, void* workspace, Stream stream) {
   check_dim("window_attention", task.e.dim);
@@ -579,16 +631,20 @@ void run(Task task, void* workspace, Stream stream) {
     using T = decltype(type);
     if constexpr (!std::is_same_v<T, float>)
       if (!task.max_logit && task.most >= 16 && task.e.dim % 16 == 0) return launch_matrix<T>(task, stream);
-    if (task.max_logit) launch_plain<T, 8, true>(task, stream);
-    else if (task.most <= 4) launch_plain<T, 4, false>(task, stream);
-    else launch_plain<T, 8, false>(task, stream);
+    if (task.max_logit)
+      launch_plain<T, 8, true>(task, stream);
+    else if (task.most <= 4)
+      launch_plain<T, 4, false>(task, stream);
+    else
+      launch_plain<T, 8, false>(task, stream);
   });
 }
 
 }  // namespace
 
 std::int64_t window_attention_workspace_bytes(const EvidenceArguments& evidence, std::int32_t window) {
-  return std::int64_t{evidence.count} * evidence.group * window * parts_of(evidence) * static_cast<std::int64_t>(sizeof(float2));
+  return std::int64_t{evidence.count} * evidence.group * window * parts_of(evidence) *
+         static_cast<std::int64_t>(sizeof(float2));
 }
 
 void launch_window_attention(const WindowAttentionArguments& a, Stream stream) {

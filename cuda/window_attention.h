@@ -1,13 +1,17 @@
 #pragma once
-/// Attention of the newest queries over the cache, reduced while it is computed: nothing of size [Hq, W, T] is written. Same contract as the CPU functions of the
-/// same names, but for keys that make a logit NaN or infinite: such a slot gets nothing from that query, as though it were not there.
+/// Attention of the newest queries over the cache, reduced while it is computed: nothing of size [Hq, W, T] is written.
+/// Same contract as the CPU functions of the same names, but for keys that make a logit NaN or infinite: such a slot
+/// gets nothing from that query, as though it were not there.
 ///
-/// A row is cut into chunks of 1024 slots, a block each, so that few long rows fill the machine; statistics of whole chunks are put together in ascending order. A row's bits depend
-/// on nothing but the row: not on the batch, the pages, or the machine's size. Slots with equal keys that the same queries see get equal bits.
+/// A row is cut into chunks of 1024 slots, a block each, so that few long rows fill the machine; statistics of whole
+/// chunks are put together in ascending order. A row's bits depend on nothing but the row: not on the batch, the pages,
+/// or the machine's size. Slots with equal keys that the same queries see get equal bits.
 ///
-/// Products: f32 keys, windows of fewer than 16 queries in a group, head sizes that are no multiple of 16 and max_logit run in f32, one chain of multiply-adds over the
-/// head dimension as on the CPU. Else on matrix units, in the keys' own dtype (fp8: f16), each query as the sum of two such numbers times a power of two: for f16 and fp8
-/// keys as exact as f32; for bf16 keys a query keeps 16 bits, a logit is off by about 4e-6 |q| |k| scale / sqrt(D), and a share by as much of itself.
+/// Products: f32 keys, windows of fewer than 16 queries in a group, head sizes that are no multiple of 16 and max_logit
+/// run in f32, one chain of multiply-adds over the head dimension as on the CPU. Else on matrix units, in the keys' own
+/// dtype (fp8: f16), each query as the sum of two such numbers times a power of two: for f16 and fp8 keys as exact as
+/// f32; for bf16 keys a query keeps 16 bits, a logit is off by about 4e-6 |q| |k| scale / sqrt(D), and a share by as
+/// much of itself.
 
 #include "evidence.h"
 #include "kvkeep/core/row_window.h"
@@ -17,17 +21,19 @@ namespace kvkeep::cuda {
 
 struct WindowAttentionArguments {
   EvidenceArguments evidence;
-  const RowWindow* windows = nullptr;    ///< [count], each of at most `window` queries
+  const RowWindow* windows = nullptr;  ///< [count], each of at most `window` queries
   std::int32_t window = 0;
-  const float* queries = nullptr;        ///< f32 [groups, Hq, window, D] from launch_prepare
-  const float* log_sum_exp = nullptr;    ///< f32 [groups, Hq, window] of the logits of every slot that the query sees, natural logarithm; null: the keys are read once more
-  float* usage = nullptr;                ///< f32 [slots] at Row::first, as WindowAttention::usage; null: not asked for
-  float* newest = nullptr;               ///< f32 [slots], as WindowAttention::newest
-  float* sum = nullptr;                  ///< f32 [slots], as attention_sum(); not together with usage
+  const float* queries = nullptr;      ///< f32 [groups, Hq, window, D] from launch_prepare
+  const float* log_sum_exp = nullptr;  ///< f32 [groups, Hq, window] of the logits of every slot that the query sees,
+                                       ///< natural logarithm; null: the keys are read once more
+  float* usage = nullptr;              ///< f32 [slots] at Row::first, as WindowAttention::usage; null: not asked for
+  float* newest = nullptr;             ///< f32 [slots], as WindowAttention::newest
+  float* sum = nullptr;                ///< f32 [slots], as attention_sum(); not together with usage
   void* workspace = nullptr;
 };
 
-/// 8 bytes for every (row, query head of its group, query) and part of the longest row: chunks of 1024 slots, no more than 32 of them.
+/// 8 bytes for every (row, query head of its group, query) and part of the longest row: chunks of 1024 slots, no more
+/// than 32 of them.
 [[nodiscard]] std::int64_t window_attention_workspace_bytes(const EvidenceArguments& evidence, std::int32_t window);
 
 /// Rows without a window get zeros. Cost: two passes over the keys, one where log_sum_exp is given.
@@ -38,15 +44,16 @@ struct HistoryAttentionArguments {
   EvidenceArguments evidence;
   const RowWindow* windows = nullptr;
   std::int32_t window = 0;
-  const float* queries = nullptr;        ///< as above
-  bool max_logit = false;                ///< GroupReduce::max_logit, else mean_prob
+  const float* queries = nullptr;  ///< as above
+  bool max_logit = false;          ///< GroupReduce::max_logit, else mean_prob
   std::int32_t newest_counts = 1;
-  const std::int32_t* first = nullptr;   ///< [count]; null: 0 everywhere
-  float* out = nullptr;                  ///< f32 [slots] at Row::first
-  void* workspace = nullptr;             ///< window_attention_workspace_bytes()
+  const std::int32_t* first = nullptr;  ///< [count]; null: 0 everywhere
+  float* out = nullptr;                 ///< f32 [slots] at Row::first
+  void* workspace = nullptr;            ///< window_attention_workspace_bytes()
 };
 
-/// kvkeep::history_attention(). Cost: two passes over the keys; under max_logit the keys of more than 64 components are staged once for every query head.
+/// kvkeep::history_attention(). Cost: two passes over the keys; under max_logit the keys of more than 64 components are
+/// staged once for every query head.
 void launch_history_attention(const HistoryAttentionArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

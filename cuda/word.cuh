@@ -16,11 +16,16 @@ struct alignas(16) Word16 {
 #pragma nv_exec_check_disable
 template <class Body>
 KVKEEP_HD void with_word(std::uint64_t bits, Body&& body) {
-  if (bits % 16 == 0) body(Word16{});
-  else if (bits % 8 == 0) body(std::uint64_t{});
-  else if (bits % 4 == 0) body(std::uint32_t{});
-  else if (bits % 2 == 0) body(std::uint16_t{});
-  else body(std::uint8_t{});
+  if (bits % 16 == 0)
+    body(Word16{});
+  else if (bits % 8 == 0)
+    body(std::uint64_t{});
+  else if (bits % 4 == 0)
+    body(std::uint32_t{});
+  else if (bits % 2 == 0)
+    body(std::uint16_t{});
+  else
+    body(std::uint8_t{});
 }
 
 }  // namespace kvkeep::cuda

@@ -8,7 +8,8 @@
 
 namespace kvkeep::cuda {
 
-/// Hands out one part after the other, each a multiple of 32 bytes behind the beginning. Where the workspace is null only its size is found.
+/// Hands out one part after the other, each a multiple of 32 bytes behind the beginning. Where the workspace is null
+/// only its size is found.
 class WorkspaceParts {
  public:
   KVKEEP_HD explicit WorkspaceParts(void* workspace) : base_(static_cast<std::byte*>(workspace)) {}

@@ -1,4 +1,5 @@
-// kvkeep inside an engine: join, observe, step. The engine is a toy: one dense cache, two sequences, random keys, values and queries.
+// kvkeep inside an engine: join, observe, step. The engine is a toy: one dense cache, two sequences, random keys,
+// values and queries.
 
 #include <ATen/ops/randn.h>
 #include <ATen/ops/zeros.h>
@@ -29,27 +30,31 @@ class ToyEngine {
  public:
   ToyEngine(kvkeep::ModelSpec model, std::int64_t capacity) : model_(std::move(model)) {
     for (std::int32_t l = 0; l < model_.num_layers(); ++l)
-      cache_.push_back(
-          {at::zeros({2, model_.kv_heads, capacity, model_.key_dim}), at::zeros({2, model_.kv_heads, capacity, model_.value_dim})});
+      cache_.push_back({at::zeros({2, model_.kv_heads, capacity, model_.key_dim}),
+                        at::zeros({2, model_.kv_heads, capacity, model_.value_dim})});
   }
 
   std::vector<kvkeep::SequenceId> sequences{7, 8};
   std::vector<std::int32_t> indptr{0, 40, 52};  ///< tokens of sequence i in this step: indptr[i] to indptr[i + 1] - 1
   std::vector<std::int32_t> lengths{40, 12};    ///< slots in use, this step's tokens included
 
-  /// Writes K and V of the step's tokens behind the slots in use and gives back their queries, [n_tokens, Hq, D] before RoPE.
-  /// An engine rotates by each token's position here, and its attention reads the first lengths[i] slots of sequence i.
+  /// Writes K and V of the step's tokens behind the slots in use and gives back their queries, [n_tokens, Hq, D] before
+  /// RoPE. An engine rotates by each token's position here, and its attention reads the first lengths[i] slots of
+  /// sequence i.
   at::Tensor run_layer(std::int32_t layer) {
     for (std::int64_t i = 0; i < 2; ++i) {
       const auto s = static_cast<std::size_t>(i);
       const std::int64_t tokens = indptr[s + 1] - indptr[s], first = lengths[s] - tokens;
-      for (at::Tensor* side : {&cache_[static_cast<std::size_t>(layer)].keys, &cache_[static_cast<std::size_t>(layer)].values})
+      for (at::Tensor* side :
+           {&cache_[static_cast<std::size_t>(layer)].keys, &cache_[static_cast<std::size_t>(layer)].values})
         side->select(0, i).narrow(1, first, tokens).copy_(at::randn({model_.kv_heads, tokens, side->size(3)}));
     }
     return at::randn({indptr.back(), model_.query_heads, model_.key_dim});
   }
 
-  kvkeep::CacheView cache() { return {.layers = {cache_.begin(), cache_.end()}, .sequences = sequences, .lengths = {lengths}}; }
+  kvkeep::CacheView cache() {
+    return {.layers = {cache_.begin(), cache_.end()}, .sequences = sequences, .lengths = {lengths}};
+  }
 
   void begin_next_step() {
     std::iota(indptr.begin(), indptr.end(), 0);
@@ -68,7 +73,8 @@ int main() {
   ToyEngine engine(model, /*capacity=*/96);
 
   // ---- The ten lines of README.md
-  kvkeep::Keeper keeper(model, kvkeep::make_policy("ams-tova,budget=64,interval=32,recent=8,min_segment=4,max_segment=16"));
+  kvkeep::Keeper keeper(model,
+                        kvkeep::make_policy("ams-tova,budget=64,interval=32,recent=8,min_segment=4,max_segment=16"));
   for (const kvkeep::SequenceId id : engine.sequences) keeper.join(id);
   for (int step = 0; step < 200; ++step, engine.begin_next_step()) {
     for (std::int32_t layer = 0; layer < model.num_layers(); ++layer) {
@@ -77,8 +83,8 @@ int main() {
     }
     const kvkeep::Report report = keeper.step(engine.cache());  // cuts what is due and writes engine.lengths
     for (const kvkeep::Cut& cut : report.cuts)
-      std::cout << "sequence " << cut.sequence << ", " << cut.logical_length << " tokens: " << cut.length_before << " -> "
-                << cut.length_after << " slots a row\n";
+      std::cout << "sequence " << cut.sequence << ", " << cut.logical_length << " tokens: " << cut.length_before
+                << " -> " << cut.length_after << " slots a row\n";
   }
   // ----
 

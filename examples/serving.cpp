@@ -1,4 +1,5 @@
-// Continuous batching over a fixed number of pages, with and without kvkeep: prefixes are shared, sequences grow, are cut, finish, are aborted or preempted. See --help.
+// Continuous batching over a fixed number of pages, with and without kvkeep: prefixes are shared, sequences grow, are
+// cut, finish, are aborted or preempted. See --help.
 
 #include <ATen/Parallel.h>
 #include <unistd.h>
@@ -64,11 +65,11 @@ struct Options {
 /// One request: what arrives, when, and what has become of it.
 struct Request {
   SequenceId id = 0;
-  std::int32_t arrives = 0;       ///< step
-  std::int32_t prefix = -1;       ///< which shared prefix its prompt begins with; -1: none
-  Ints prompt;                    ///< prefix included
+  std::int32_t arrives = 0;  ///< step
+  std::int32_t prefix = -1;  ///< which shared prefix its prompt begins with; -1: none
+  Ints prompt;               ///< prefix included
   std::int32_t new_tokens = 0;
-  std::int32_t aborted_after = 0; ///< tokens after which its user goes away; 0: never
+  std::int32_t aborted_after = 0;  ///< tokens after which its user goes away; 0: never
   Ints answer;
 };
 
@@ -82,7 +83,9 @@ class Random {
  public:
   explicit Random(std::uint32_t seed) : bits_(seed) {}
   double unit() { return (bits_() + 0.5) / 4294967296.0; }
-  std::int32_t between(std::int32_t first, std::int32_t last) { return first + static_cast<std::int32_t>(unit() * (last - first + 1)); }
+  std::int32_t between(std::int32_t first, std::int32_t last) {
+    return first + static_cast<std::int32_t>(unit() * (last - first + 1));
+  }
   Ints ids(std::int32_t n, std::int32_t vocab) {
     Ints ids(static_cast<std::size_t>(n));
     for (std::int32_t& id : ids) id = between(0, vocab - 1);
@@ -100,7 +103,11 @@ Workload workload_of(const Options& o, std::int32_t vocab) {
   double time = 0;
   for (std::int32_t r = 0; r < o.requests; ++r) {
     time -= std::log(random.unit()) / o.rate;
-    Request request{.id = r, .arrives = static_cast<std::int32_t>(time), .prefix = random.unit() < 0.8 ? random.between(0, o.prefixes - 1) : -1, .prompt = {}, .answer = {}};
+    Request request{.id = r,
+                    .arrives = static_cast<std::int32_t>(time),
+                    .prefix = random.unit() < 0.8 ? random.between(0, o.prefixes - 1) : -1,
+                    .prompt = {},
+                    .answer = {}};
     if (o.prefixes == 0) request.prefix = -1;
     if (request.prefix >= 0) request.prompt = work.prefixes[static_cast<std::size_t>(request.prefix)];
     const Ints own = random.ids(random.between(8, 40), vocab);
@@ -114,21 +121,24 @@ Workload workload_of(const Options& o, std::int32_t vocab) {
 
 /// One line of the table.
 struct Numbers {
-  std::int64_t finished = 0, aborted = 0, tokens = 0, most_at_once = 0, preempted = 0, freed = 0, copies = 0, steps = 0, most_pages = 0, page_steps = 0, request_steps = 0;
+  std::int64_t finished = 0, aborted = 0, tokens = 0, most_at_once = 0, preempted = 0, freed = 0, copies = 0, steps = 0,
+               most_pages = 0, page_steps = 0, request_steps = 0;
   double seconds = 0;
 };
 
 /// A bar on a terminal, nothing elsewhere.
 class Bar {
  public:
-  Bar(std::string label, std::int64_t total, bool quiet) : label_(std::move(label)), total_(total), shown_(!quiet && total > 0 && ::isatty(STDERR_FILENO) == 1) {}
+  Bar(std::string label, std::int64_t total, bool quiet)
+      : label_(std::move(label)), total_(total), shown_(!quiet && total > 0 && ::isatty(STDERR_FILENO) == 1) {}
   ~Bar() {
     if (shown_) std::fputs("\r\033[K", stderr);
   }
   void at(std::int64_t done) const {
     if (!shown_) return;
     const auto full = static_cast<std::size_t>(30 * done / total_);
-    std::fprintf(stderr, "\r[%s%s] %3d %%  %s", std::string(full, '#').c_str(), std::string(30 - full, '.').c_str(), static_cast<int>(100 * done / total_), label_.c_str());
+    std::fprintf(stderr, "\r[%s%s] %3d %%  %s", std::string(full, '#').c_str(), std::string(30 - full, '.').c_str(),
+                 static_cast<int>(100 * done / total_), label_.c_str());
   }
 
  private:
@@ -157,7 +167,8 @@ class Engine {
     const auto start = std::chrono::steady_clock::now();
     std::size_t next = 0;
     for (std::int32_t now = 0; next < work_.requests.size() || !waiting_.empty() || !running_.empty(); ++now) {
-      while (next < work_.requests.size() && work_.requests[next].arrives <= now) waiting_.push_back(&work_.requests[next++]);
+      while (next < work_.requests.size() && work_.requests[next].arrives <= now)
+        waiting_.push_back(&work_.requests[next++]);
       admit();
       if (!running_.empty()) step();
       const std::int64_t used = pool_.capacity() - pool_.free_pages();
@@ -181,34 +192,43 @@ class Engine {
   void hold_prefix(std::int32_t prefix) {
     const Ints& ids = work_.prefixes[static_cast<std::size_t>(prefix)];
     const auto n = static_cast<std::int32_t>(ids.size());
-    KVKEEP_REQUIRE(sequences_.admit(prefix_id(prefix), n).given(), "serving: the prefixes do not fit into ", pool_.capacity(), " pages; allowed --pages of more");
+    KVKEEP_REQUIRE(sequences_.admit(prefix_id(prefix), n).given(), "serving: the prefixes do not fit into ",
+                   pool_.capacity(), " pages; allowed --pages of more");
     const SequenceId id = prefix_id(prefix);
     Ints indptr{0, n}, positions(ids.size()), row{0}, none{0};
     std::iota(positions.begin(), positions.end(), 0);
-    decoder_.forward({ids, indptr, positions, row, none}, cache_, sequences_.table({&id, 1}), {.logits = kvkeep::lm::Logits::none});
+    decoder_.forward({ids, indptr, positions, row, none}, cache_, sequences_.table({&id, 1}),
+                     {.logits = kvkeep::lm::Logits::none});
   }
 
-  /// Tokens of a request that have to be in the cache before it decodes on: its prompt, and after a preemption what it had said.
+  /// Tokens of a request that have to be in the cache before it decodes on: its prompt, and after a preemption what it
+  /// had said.
   static Ints tokens_to_compute(const Request& request) {
     Ints tokens = request.prompt;
     tokens.insert(tokens.end(), request.answer.begin(), request.answer.end());
     return tokens;
   }
 
-  /// First come, first served, while the pages of the next one are there. After a preemption nobody comes in until pages were freed: what was just preempted would
-  /// only be preempted again.
+  /// First come, first served, while the pages of the next one are there. After a preemption nobody comes in until
+  /// pages were freed: what was just preempted would only be preempted again.
   void admit() {
     std::int32_t promised = 0;  // pages of those who come in now
     while (!waiting_.empty() && (!crowded_ || running_.empty())) {
       Request& request = *waiting_.front();
       const auto all = static_cast<std::int32_t>(tokens_to_compute(request).size());
-      const std::int32_t shared = request.prefix < 0 ? 0 : static_cast<std::int32_t>(work_.prefixes[static_cast<std::size_t>(request.prefix)].size());
+      const std::int32_t shared =
+          request.prefix < 0
+              ? 0
+              : static_cast<std::int32_t>(work_.prefixes[static_cast<std::size_t>(request.prefix)].size());
       // One page more than it needs stays free for each request that is here: it will want to grow.
       const std::int32_t wanted = (all - shared) / pool_.page_size() + 2;
-      if (promised + wanted + static_cast<std::int32_t>(running_.size()) > pool_.free_pages() && !running_.empty()) return;
+      if (promised + wanted + static_cast<std::int32_t>(running_.size()) > pool_.free_pages() && !running_.empty())
+        return;
       promised += wanted;
-      if (request.prefix >= 0) sequences_.fork(request.id, prefix_id(request.prefix), shared);  // 1. the prefix's pages, shared
-      else static_cast<void>(sequences_.admit(request.id, 0));
+      if (request.prefix >= 0)
+        sequences_.fork(request.id, prefix_id(request.prefix), shared);  // 1. the prefix's pages, shared
+      else
+        static_cast<void>(sequences_.admit(request.id, 0));
       keeper_.join(request.id, shared, static_cast<std::int32_t>(request.prompt.size()));  // 2. kvkeep hears of it
       running_.push_back(&request);
       waiting_.pop_front();
@@ -223,8 +243,10 @@ class Engine {
 
   /// The newest goes back to the head of the queue, and its pages to the pool.
   void preempt() {
-    Request& newest = **std::max_element(running_.begin(), running_.end(), [](const Request* a, const Request* b) { return a->id < b->id; });
-    KVKEEP_REQUIRE_AS(kvkeep::StateError, running_.size() > 1, "serving: request ", newest.id, " alone does not fit into ", pool_.capacity(), " pages; allowed --pages of more");
+    Request& newest = **std::max_element(running_.begin(), running_.end(),
+                                         [](const Request* a, const Request* b) { return a->id < b->id; });
+    KVKEEP_REQUIRE_AS(kvkeep::StateError, running_.size() > 1, "serving: request ", newest.id,
+                      " alone does not fit into ", pool_.capacity(), " pages; allowed --pages of more");
     leave(newest);
     waiting_.push_front(&newest);
     crowded_ = true;
@@ -256,7 +278,8 @@ class Engine {
   }
 
   [[nodiscard]] std::int32_t new_tokens_of(const Request& request) const {
-    return static_cast<std::int32_t>(static_cast<std::int64_t>(request.prompt.size() + request.answer.size()) - keeper_.logical_length(request.id));
+    return static_cast<std::int32_t>(static_cast<std::int64_t>(request.prompt.size() + request.answer.size()) -
+                                     keeper_.logical_length(request.id));
   }
 
   void step() {
@@ -271,18 +294,25 @@ class Engine {
         positions.push_back(static_cast<std::int32_t>(p));
       }
       ids.push_back(request->id);
-      lengths.push_back(sequences_.length(request->id) - (static_cast<std::int32_t>(tokens.size()) - indptr.back()));  // slots in use before the step
+      lengths.push_back(sequences_.length(request->id) -
+                        (static_cast<std::int32_t>(tokens.size()) - indptr.back()));  // slots in use before the step
       indptr.push_back(static_cast<std::int32_t>(tokens.size()));
     }
     const at::Tensor table = sequences_.table(ids);  // 4. one table for attention and for the event
     kvkeep::lm::StepOptions options;
     options.on_layer = [&](const kvkeep::lm::LayerSight& sight) {
-      keeper_.observe({.layer = sight.layer, .sequences = ids, .indptr = indptr, .queries = sight.queries, .positions = positions});  // 5. in every layer
+      keeper_.observe({.layer = sight.layer,
+                       .sequences = ids,
+                       .indptr = indptr,
+                       .queries = sight.queries,
+                       .positions = positions});  // 5. in every layer
     };
-    const Ints predicted = kvkeep::lm::argmax(decoder_.forward({tokens, indptr, positions, rows, lengths}, cache_, table, options));
+    const Ints predicted =
+        kvkeep::lm::argmax(decoder_.forward({tokens, indptr, positions, rows, lengths}, cache_, table, options));
 
     for (std::size_t i = 0; i < ids.size(); ++i) lengths[i] = sequences_.length(ids[i]);
-    const kvkeep::CacheView view{.layers = cache_, .sequences = ids, .lengths = {lengths}, .block_table = table, .pages = &pool_};
+    const kvkeep::CacheView view{
+        .layers = cache_, .sequences = ids, .lengths = {lengths}, .block_table = table, .pages = &pool_};
     const kvkeep::Report report = event(view);
     sequences_.settle(view, report.pages);  // 7. and the new pages are ours
     numbers_.freed += report.pages_freed;
@@ -294,7 +324,8 @@ class Engine {
       request.answer.push_back(predicted[i]);
       ++numbers_.tokens;
       const auto said = static_cast<std::int32_t>(request.answer.size());
-      const bool finished = said >= request.new_tokens, gone = request.aborted_after > 0 && said >= request.aborted_after;
+      const bool finished = said >= request.new_tokens,
+                 gone = request.aborted_after > 0 && said >= request.aborted_after;
       if (!finished && !gone) continue;
       ++(finished ? numbers_.finished : numbers_.aborted);
       leave(request);
@@ -302,7 +333,8 @@ class Engine {
     }
   }
 
-  /// 6. Who is due is cut, all in one event. It may need a page for a copy of a shared one: where there is none, it changes nothing and comes after the next step.
+  /// 6. Who is due is cut, all in one event. It may need a page for a copy of a shared one: where there is none, it
+  /// changes nothing and comes after the next step.
   kvkeep::Report event(const kvkeep::CacheView& view) {
     const kvkeep::Plan plan = keeper_.plan(view);
     std::int64_t wanted = 0;
@@ -334,7 +366,8 @@ Options parse(int argc, char** argv) {
   const auto number = [](const std::string& name, const std::string& value, double least) {
     char* end = nullptr;
     const double given = std::strtod(value.c_str(), &end);
-    if (value.empty() || *end != '\0' || !(given >= least) || given > 1e9) refuse_option(name + ": given '" + value + "'; allowed a number of " + kvkeep::text(least) + " or more");
+    if (value.empty() || *end != '\0' || !(given >= least) || given > 1e9)
+      refuse_option(name + ": given '" + value + "'; allowed a number of " + kvkeep::text(least) + " or more");
     return given;
   };
   for (int i = 1; i < argc; ++i) {
@@ -376,10 +409,14 @@ void print_table(const std::vector<std::pair<std::string, Numbers>>& runs, std::
       {"requests finished", [](const Numbers& n) { return std::to_string(n.finished); }},
       {"requests aborted by their users", [](const Numbers& n) { return std::to_string(n.aborted); }},
       {"steps until all were served", [](const Numbers& n) { return std::to_string(n.steps); }},
-      {"tokens/s", [](const Numbers& n) { return std::to_string(static_cast<std::int64_t>(static_cast<double>(n.tokens) / n.seconds)); }},
+      {"tokens/s",
+       [](const Numbers& n) {
+         return std::to_string(static_cast<std::int64_t>(static_cast<double>(n.tokens) / n.seconds));
+       }},
       {"most requests at once", [](const Numbers& n) { return std::to_string(n.most_at_once); }},
       {"mean requests at once", [](const Numbers& n) { return tenths(n.request_steps, n.steps); }},
-      {"most pages in use", [pages](const Numbers& n) { return std::to_string(n.most_pages) + " of " + std::to_string(pages); }},
+      {"most pages in use",
+       [pages](const Numbers& n) { return std::to_string(n.most_pages) + " of " + std::to_string(pages); }},
       {"mean pages in use", [](const Numbers& n) { return tenths(n.page_steps, n.steps); }},
       {"preempted", [](const Numbers& n) { return std::to_string(n.preempted); }},
       {"pages freed by events", [](const Numbers& n) { return std::to_string(n.freed); }},
@@ -387,13 +424,15 @@ void print_table(const std::vector<std::pair<std::string, Numbers>>& runs, std::
   std::size_t widths[2] = {0, 0};
   for (std::size_t r = 0; r < runs.size(); ++r) widths[r] = std::max<std::size_t>(runs[r].first.size(), 10);
   std::printf("| %-31s |", "");
-  for (std::size_t r = 0; r < runs.size(); ++r) std::printf(" %*s |", static_cast<int>(widths[r]), runs[r].first.c_str());
+  for (std::size_t r = 0; r < runs.size(); ++r)
+    std::printf(" %*s |", static_cast<int>(widths[r]), runs[r].first.c_str());
   std::printf("\n|%s|", std::string(33, '-').c_str());
   for (std::size_t r = 0; r < runs.size(); ++r) std::printf("%s:|", std::string(widths[r] + 1, '-').c_str());
   std::printf("\n");
   for (const auto& [name, cell] : lines) {
     std::printf("| %-31s |", name);
-    for (std::size_t r = 0; r < runs.size(); ++r) std::printf(" %*s |", static_cast<int>(widths[r]), cell(runs[r].second).c_str());
+    for (std::size_t r = 0; r < runs.size(); ++r)
+      std::printf(" %*s |", static_cast<int>(widths[r]), cell(runs[r].second).c_str());
     std::printf("\n");
   }
 }
@@ -412,10 +451,12 @@ int run(const Options& o) {
     const std::string name = policy.substr(0, policy.find(','));
     Engine engine(decoder, o, policy, work);
     const Bar bar("policy " + name, o.requests, o.quiet);
-    const Numbers numbers = engine.serve([&](std::int64_t step, std::int64_t used, std::int64_t running, std::int64_t waiting) {
-      bar.at(engine.done());
-      if (csv.is_open()) csv << name << ',' << step << ',' << used << ',' << o.pages << ',' << running << ',' << waiting << '\n';
-    });
+    const Numbers numbers =
+        engine.serve([&](std::int64_t step, std::int64_t used, std::int64_t running, std::int64_t waiting) {
+          bar.at(engine.done());
+          if (csv.is_open())
+            csv << name << ',' << step << ',' << used << ',' << o.pages << ',' << running << ',' << waiting << '\n';
+        });
     runs.emplace_back(name, numbers);
   }
   print_table(runs, o.pages);

@@ -1,4 +1,5 @@
-// The allocators beside AMS: examples by hand, slow second implementations on random events, and what must hold whatever the scores are.
+// The allocators beside AMS: examples by hand, slow second implementations on random events, and what must hold
+// whatever the scores are.
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -48,7 +49,8 @@ RowTable rows_of_lengths(const Ints& lengths, std::int32_t heads, std::int32_t l
 }
 
 ModelSpec small_spec(std::int32_t heads, std::int32_t dim = 1) {
-  return {.query_heads = heads, .kv_heads = heads, .key_dim = dim, .value_dim = dim, .rope = {}, .layers = {LayerSpec{}}};
+  return {
+      .query_heads = heads, .kv_heads = heads, .key_dim = dim, .value_dim = dim, .rope = {}, .layers = {LayerSpec{}}};
 }
 
 Decision decision_with(const std::vector<float>& scores) {
@@ -60,16 +62,21 @@ Decision decision_with(const std::vector<float>& scores) {
 
 std::int64_t sum_of(const Ints& v) { return std::accumulate(v.begin(), v.end(), std::int64_t{0}); }
 
-/// Scores as shares of attention are: not negative, few large ones; sometimes with ties, one value only, or NaN and infinity among them.
+/// Scores as shares of attention are: not negative, few large ones; sometimes with ties, one value only, or NaN and
+/// infinity among them.
 std::vector<float> random_scores(Random& random, std::int64_t n) {
   const int kind = random.between(0, 4);
   std::vector<float> scores(static_cast<std::size_t>(n));
   for (float& g : scores) {
     const double heavy = std::exp(2 * random.normal()) / 100;
-    if (kind <= 1) g = static_cast<float>(heavy);
-    else if (kind == 2) g = static_cast<float>(random.between(0, 3)) / 4;
-    else if (kind == 3) g = 0.25F;
-    else g = random.chance(0.2) ? random.one_of({kNaN, kInfinity, -kInfinity, 0.0F, -0.0F}) : static_cast<float>(heavy);
+    if (kind <= 1)
+      g = static_cast<float>(heavy);
+    else if (kind == 2)
+      g = static_cast<float>(random.between(0, 3)) / 4;
+    else if (kind == 3)
+      g = 0.25F;
+    else
+      g = random.chance(0.2) ? random.one_of({kNaN, kInfinity, -kInfinity, 0.0F, -0.0F}) : static_cast<float>(heavy);
   }
   return scores;
 }
@@ -105,14 +112,16 @@ struct Event {
       }
     }
     allocator.spread(memory.evidence(), least, limits.rows);
-    for (std::size_t r = 0; r < limits.rows.size(); ++r) limits.rows[r].guarded = protect(table().rows[r].length, limits.rows[r].budget, sink, recent, Variant::strict);
+    for (std::size_t r = 0; r < limits.rows.size(); ++r)
+      limits.rows[r].guarded = protect(table().rows[r].length, limits.rows[r].budget, sink, recent, Variant::strict);
   }
 
   [[nodiscard]] KeepSet kept(const Allocator& allocator) const {
     Decision decision = decision_with(scores);
     WindowAttention seen;
     allocator.allot(memory.evidence(), limits, seen, decision);
-    EXPECT_EQ(std::memcmp(decision.scores.data.data_ptr<float>(), scores.data(), scores.size() * sizeof(float)), 0) << "the allocator wrote to the scores (B18)";
+    EXPECT_EQ(std::memcmp(decision.scores.data.data_ptr<float>(), scores.data(), scores.size() * sizeof(float)), 0)
+        << "the allocator wrote to the scores (B18)";
     return *decision.keep;
   }
 
@@ -124,7 +133,8 @@ struct Event {
       head.scores.assign(scores.begin() + row.first, scores.begin() + row.first + row.length);
       const oracle::ScorerInput& in = memory.input(row);
       for (int t = 0; weights && t < row.length; ++t)
-        head.weights.push_back(oracle::value_weight(in.output_projection, in.hidden, in.Hq, in.Hkv, in.Dv, row.head, in.heads[static_cast<std::size_t>(row.head)].value(t, in.Dv)));
+        head.weights.push_back(oracle::value_weight(in.output_projection, in.hidden, in.Hq, in.Hkv, in.Dv, row.head,
+                                                    in.heads[static_cast<std::size_t>(row.head)].value(t, in.Dv)));
     }
     return out;
   }
@@ -136,10 +146,12 @@ void expect_a_set(const Event& e, const KeepSet& keep) {
   for (std::size_t r = 0; r < e.table().rows.size(); ++r) {
     const Ints slots = slots_of(keep, r);
     const std::int32_t length = e.table().rows[r].length;
-    ASSERT_TRUE(std::adjacent_find(slots.begin(), slots.end(), std::greater_equal<>()) == slots.end()) << "slots do not ascend";
+    ASSERT_TRUE(std::adjacent_find(slots.begin(), slots.end(), std::greater_equal<>()) == slots.end())
+        << "slots do not ascend";
     ASSERT_TRUE(slots.empty() || (slots.front() >= 0 && slots.back() < length)) << "a slot outside the row";
     for (std::int32_t t = 0; t < length; ++t)
-      if (e.limits.rows[r].due && e.limits.rows[r].guarded.holds(t, length)) ASSERT_TRUE(std::binary_search(slots.begin(), slots.end(), t)) << "guarded slot " << t;
+      if (e.limits.rows[r].due && e.limits.rows[r].guarded.holds(t, length))
+        ASSERT_TRUE(std::binary_search(slots.begin(), slots.end(), t)) << "guarded slot " << t;
     if (!e.limits.rows[r].due) ASSERT_EQ(static_cast<std::int32_t>(slots.size()), length);
   }
 }
@@ -150,7 +162,8 @@ TEST(Pyramid, BudgetsByHand) {
   EXPECT_EQ(pyramid_budgets(5, 10, 5, 0), (Ints{18, 14, 10, 6, 2}));
   EXPECT_EQ(pyramid_budgets(5, 10, 1, 0), (Ints{10, 10, 10, 10, 10})) << "beta 1 is flat";
   EXPECT_EQ(pyramid_budgets(1, 7, 20, 3), (Ints{7}));
-  EXPECT_EQ(pyramid_budgets(2, 10, 20, 0), (Ints{20, 0})) << "19.5 and 0.5: equal fractions, the lower layer takes the unit";
+  EXPECT_EQ(pyramid_budgets(2, 10, 20, 0), (Ints{20, 0}))
+      << "19.5 and 0.5: equal fractions, the lower layer takes the unit";
   EXPECT_EQ(pyramid_budgets(4, 10, 2, 0), (Ints{15, 12, 8, 5})) << "15, 11.67, 8.33, 5";
   // 18, 14, 10, 6, 2 with at least 6: 4 are missing; the excess 12, 8, 4 pays 2, 1.33, 0.67.
   EXPECT_EQ(pyramid_budgets(5, 10, 5, 6), (Ints{16, 13, 9, 6, 6}));
@@ -166,7 +179,9 @@ TEST(Pyramid, BudgetsOfTheGoldenTable) {
   const auto table = nlohmann::json::parse(in);
   for (const auto& c : table.at("cases")) {
     if (c["kvkeep"].is_null()) continue;  // a layer is raised to its bound, which the table leaves open
-    EXPECT_EQ(pyramid_budgets(c["layers"], c["budget"], c["beta"], c["window"].get<int>() + c["sink"].get<int>()), c["kvkeep"].get<Ints>()) << c.dump();
+    EXPECT_EQ(pyramid_budgets(c["layers"], c["budget"], c["beta"], c["window"].get<int>() + c["sink"].get<int>()),
+              c["kvkeep"].get<Ints>())
+        << c.dump();
     ++compared;
   }
   EXPECT_GE(compared, 4);
@@ -175,7 +190,8 @@ TEST(Pyramid, BudgetsOfTheGoldenTable) {
 TEST(Pyramid, BudgetsAddUpFallAndKeepTheirBound) {
   for (std::uint64_t seed = 0; seed < 2000; ++seed) {
     Random random(seed);
-    const int layers = random.one_of({1, 2, 3, 20, 28, 32, 61, random.between(1, 128)}), least = random.one_of({0, 1, 5, 68, random.between(0, 300)});
+    const int layers = random.one_of({1, 2, 3, 20, 28, 32, 61, random.between(1, 128)}),
+              least = random.one_of({0, 1, 5, 68, random.between(0, 300)});
     const int budget = least + random.one_of({0, 1, 3, 100, random.between(0, 4000)});
     const double beta = random.one_of({1.0, 1.5, 2.0, 20.0, 20.0, 1000.0, 1 + random.between(0, 100000) / 1000.0});
     const Ints budgets = pyramid_budgets(layers, budget, beta, least);
@@ -229,7 +245,9 @@ TEST(AdaptiveHeads, KeepWhatTheSecondImplementationKeeps) {
         total += keep.count(first + h);
         held += heads[h].T;
         if (e.limits.rows[first + h].due)
-          ASSERT_GE(keep.count(first + h), std::min<std::int64_t>(heads[h].T, std::max(static_cast<int>(safeguard * e.budget_of(group) + 1e-9), heads[h].sinks + heads[h].recents)));
+          ASSERT_GE(keep.count(first + h),
+                    std::min<std::int64_t>(heads[h].T, std::max(static_cast<int>(safeguard * e.budget_of(group) + 1e-9),
+                                                                heads[h].sinks + heads[h].recents)));
       }
       ASSERT_EQ(total, std::min(allowed, held));
     }
@@ -247,11 +265,17 @@ TEST(AdaptiveHeads, KeepNoWorseSlotBeyondTheSafeguardThanTheyDrop) {
         const auto r = static_cast<std::size_t>(group.first_row) + h;
         const AllotHead head = e.heads(group)[h];
         const Ints slots = slots_of(keep, r);
-        const auto score = [&](int t) { return std::isnan(head.scores[static_cast<std::size_t>(t)]) ? -HUGE_VAL : head.scores[static_cast<std::size_t>(t)]; };
-        const bool at_its_safeguard = static_cast<std::int64_t>(slots.size()) <= std::max<std::int64_t>(e.budget_of(group) / 5, head.sinks + head.recents);
+        const auto score = [&](int t) {
+          return std::isnan(head.scores[static_cast<std::size_t>(t)]) ? -HUGE_VAL
+                                                                      : head.scores[static_cast<std::size_t>(t)];
+        };
+        const bool at_its_safeguard = static_cast<std::int64_t>(slots.size()) <=
+                                      std::max<std::int64_t>(e.budget_of(group) / 5, head.sinks + head.recents);
         for (int t = 0; t < head.T; ++t) {
-          if (!std::binary_search(slots.begin(), slots.end(), t)) best_dropped = std::max(best_dropped, score(t));
-          else if (!head.guarded(t) && !at_its_safeguard) worst_kept = std::min(worst_kept, score(t));
+          if (!std::binary_search(slots.begin(), slots.end(), t))
+            best_dropped = std::max(best_dropped, score(t));
+          else if (!head.guarded(t) && !at_its_safeguard)
+            worst_kept = std::min(worst_kept, score(t));
         }
       }
       ASSERT_GE(worst_kept, best_dropped) << e.made.description();
@@ -276,7 +300,8 @@ TEST(AdaptiveHeads, GiveTheBudgetToTheHeadThatNeedsIt) {
   };
   EXPECT_EQ(kept(scores, 0.5), (std::vector<Ints>{{0, 5}, {0, 1, 2, 4}}));
   EXPECT_EQ(kept(scores, 1.0), (std::vector<Ints>{{0, 3, 5}, {0, 1, 2}})) << "a safeguard of 1 is top-k per head";
-  EXPECT_EQ(kept(std::vector<float>(12, .5F), 0), (std::vector<Ints>{{0, 2, 3, 4, 5}, {0}})) << "ties: the lower head, then the newer slot";
+  EXPECT_EQ(kept(std::vector<float>(12, .5F), 0), (std::vector<Ints>{{0, 2, 3, 4, 5}, {0}}))
+      << "ties: the lower head, then the newer slot";
 }
 
 TEST(AdaptiveHeads, AreDueTogetherAndOnlyOverTheirTotal) {
@@ -293,7 +318,8 @@ TEST(AdaptiveHeads, AreDueTogetherAndOnlyOverTheirTotal) {
 TEST(Chunks, KeepWhatTheSecondImplementationKeeps) {
   for (int seed = 0; seed < oracle::random_case_count(300); ++seed) {
     Random random(static_cast<std::uint64_t>(seed) + 6);
-    const ChunksOptions options{random.one_of({1, 2, 5, 20, 20, 1000, INT32_MAX}), random.chance(0.5) ? ChunksOptions::Heads::shared : ChunksOptions::Heads::own};
+    const ChunksOptions options{random.one_of({1, 2, 5, 20, 20, 1000, INT32_MAX}),
+                                random.chance(0.5) ? ChunksOptions::Heads::shared : ChunksOptions::Heads::own};
     const bool shared = options.heads == ChunksOptions::Heads::shared;
     const Chunks allocator(options);
     const Event e(allocator, static_cast<std::uint64_t>(seed), !shared);
@@ -318,7 +344,8 @@ TEST(Chunks, OfOneSlotAreTopKPerHead) {
     const Chunks allocator({1, ChunksOptions::Heads::own});
     const Event e(allocator, seed, true);
     const KeepSet a = e.kept(allocator), b = e.kept(Flat());
-    for (std::size_t r = 0; r < e.table().rows.size(); ++r) ASSERT_EQ(slots_of(a, r), slots_of(b, r)) << e.made.description();
+    for (std::size_t r = 0; r < e.table().rows.size(); ++r)
+      ASSERT_EQ(slots_of(a, r), slots_of(b, r)) << e.made.description();
   }
 }
 
@@ -332,14 +359,18 @@ TEST(Chunks, ShareOneSelectionOfLayersAndHeadsWhereThePolicySaysSo) {
       const SequenceId id = 1;
       std::int32_t length = 40;
       std::vector<LayerKv> layers;
-      for (std::size_t l = 0; l < spec.layers.size(); ++l) layers.emplace_back(DenseKv{at::randn({1, 2, length, 4}), at::randn({1, 2, length, 4})});
-      Keeper keeper(spec, make_policy("chunkkv-knorm,budget=20,interval=4,sink=1,recent=2,prefill=cut,chunk=3,share=" + share + ",heads=" + heads));
+      for (std::size_t l = 0; l < spec.layers.size(); ++l)
+        layers.emplace_back(DenseKv{at::randn({1, 2, length, 4}), at::randn({1, 2, length, 4})});
+      Keeper keeper(spec, make_policy("chunkkv-knorm,budget=20,interval=4,sink=1,recent=2,prefill=cut,chunk=3,share=" +
+                                      share + ",heads=" + heads));
       keeper.join(id, length);
       keeper.step({.layers = layers, .sequences = {&id, 1}, .lengths = {{&length, 1}}});
       for (std::int32_t head = 0; head < 2; ++head) {
         const auto first = keeper.positions(id, 0, share == "union" ? 0 : head);
         ASSERT_EQ(first.size(), 20U);
-        for (std::int32_t layer = 0; layer < 3; ++layer) EXPECT_TRUE(std::ranges::equal(keeper.positions(id, layer, head), first)) << share << ", " << heads << ", layer " << layer << ", head " << head;
+        for (std::int32_t layer = 0; layer < 3; ++layer)
+          EXPECT_TRUE(std::ranges::equal(keeper.positions(id, layer, head), first))
+              << share << ", " << heads << ", layer " << layer << ", head " << head;
       }
     }
 }
@@ -372,10 +403,13 @@ TEST(Critical, KeepsWhatTheSecondImplementationKeeps) {
   for (int seed = 0; seed < oracle::random_case_count(200); ++seed) {
     Random random(static_cast<std::uint64_t>(seed) + 7);
     const bool adaptive = random.chance(0.4);
-    const CriticalOptions options{.first_stage = random.one_of({0.0, 0.5, 0.5, 0.3, 1.0}), .heads = adaptive ? CriticalOptions::Heads::adaptive : CriticalOptions::Heads::equal, .safeguard = 0.2};
+    const CriticalOptions options{.first_stage = random.one_of({0.0, 0.5, 0.5, 0.3, 1.0}),
+                                  .heads = adaptive ? CriticalOptions::Heads::adaptive : CriticalOptions::Heads::equal,
+                                  .safeguard = 0.2};
     const Critical allocator(options);
     const Event e(allocator, static_cast<std::uint64_t>(seed), true);
-    SCOPED_TRACE(e.made.description() + text(", first stage ", options.first_stage, adaptive ? ", adaptive" : ", equal"));
+    SCOPED_TRACE(e.made.description() +
+                 text(", first stage ", options.first_stage, adaptive ? ", adaptive" : ", equal"));
     const KeepSet keep = e.kept(allocator);
     expect_a_set(e, keep);
     for (const RowGroup& group : e.table().groups) {
@@ -400,7 +434,8 @@ TEST(Critical, WithEverythingInTheFirstStageIsTopK) {
     const Critical allocator({.first_stage = 1});
     const Event e(allocator, seed, true);
     const KeepSet a = e.kept(allocator), b = e.kept(Flat());
-    for (std::size_t r = 0; r < e.table().rows.size(); ++r) ASSERT_EQ(slots_of(a, r), slots_of(b, r)) << e.made.description();
+    for (std::size_t r = 0; r < e.table().rows.size(); ++r)
+      ASSERT_EQ(slots_of(a, r), slots_of(b, r)) << e.made.description();
   }
 }
 
@@ -415,9 +450,11 @@ TEST(Critical, PrefersTheValueThatMovesTheOutput) {
   projections[0].data_ptr<float>()[3] = -2;
   Decision decision = decision_with({.5F, .3F, .1F, .1F});
   WindowAttention seen;
-  Critical({}).allot({.spec = spec, .table = table, .output_projections = projections}, even_limits(table, 2), seen, decision);
+  Critical({}).allot({.spec = spec, .table = table, .output_projections = projections}, even_limits(table, 2), seen,
+                     decision);
   EXPECT_EQ(slots_of(*decision.keep, 0), (Ints{0, 2})) << ".3 * 1, .1 * 6, .1 * 4";
-  EXPECT_THROW(Critical({}).allot({.spec = spec, .table = table}, even_limits(table, 2), seen, decision), InvalidArgument);
+  EXPECT_THROW(Critical({}).allot({.spec = spec, .table = table}, even_limits(table, 2), seen, decision),
+               InvalidArgument);
 }
 
 TEST(Critical, RanksValuesThatAreNotFiniteLastAndLetsThemReachNoOtherRow) {
@@ -434,9 +471,11 @@ TEST(Critical, RanksValuesThatAreNotFiniteLastAndLetsThemReachNoOtherRow) {
     const Row& row = e.table().rows.front();
     if (!e.limits.rows.front().due) continue;
     const std::int32_t bad = before.row(0).front();
-    std::fill_n(row.values.at(bad), row.values.width, std::byte{static_cast<unsigned char>(seed % 2 == 0 ? 0xFF : 0x7F)});  // NaN, or NaN and huge
+    std::fill_n(row.values.at(bad), row.values.width,
+                std::byte{static_cast<unsigned char>(seed % 2 == 0 ? 0xFF : 0x7F)});  // NaN, or NaN and huge
     const KeepSet after = e.kept(allocator);
-    if (seed % 2 == 0) EXPECT_FALSE(std::binary_search(after.row(0).begin(), after.row(0).end(), bad)) << e.made.description();
+    if (seed % 2 == 0)
+      EXPECT_FALSE(std::binary_search(after.row(0).begin(), after.row(0).end(), bad)) << e.made.description();
     for (std::size_t r = 1; r < e.table().rows.size(); ++r) ASSERT_EQ(slots_of(after, r), slots_of(before, r));
   }
 }
@@ -450,7 +489,9 @@ TEST(Critical, IsTheSameOnEveryInstructionSet) {
       for (const RowGroup& group : e.table().groups)
         for (std::size_t h = 0; h < static_cast<std::size_t>(e.made.spec().kv_heads); ++h) {
           const oracle::CriticalRow want = oracle::critical(e.heads(group, true)[h], e.budget_of(group), 0.5);
-          if (want.margin >= 1e-5) ASSERT_EQ(slots_of(keep, static_cast<std::size_t>(group.first_row) + h), want.slots) << e.made.description();
+          if (want.margin >= 1e-5)
+            ASSERT_EQ(slots_of(keep, static_cast<std::size_t>(group.first_row) + h), want.slots)
+                << e.made.description();
         }
     }
   });
@@ -485,8 +526,10 @@ TEST(Allocators, DecideASequenceWithoutRegardToItsBatchItsPlaceAndTheThreads) { 
       SCOPED_TRACE(std::string(allocator->name()) + ", " + c.description());
       const auto score = [&](Event& e) {  // follows from layer, sequence, head and slot
         for (const Row& row : e.table().rows) {
-          Random random(seed * 1000 + static_cast<std::uint64_t>(row.layer * 100 + e.memory.sequence_of(row) * 10 + row.head));
-          for (std::int32_t t = 0; t < row.length; ++t) e.scores.push_back(static_cast<float>(random.between(0, 40)) / 64);
+          Random random(seed * 1000 +
+                        static_cast<std::uint64_t>(row.layer * 100 + e.memory.sequence_of(row) * 10 + row.head));
+          for (std::int32_t t = 0; t < row.length; ++t)
+            e.scores.push_back(static_cast<float>(random.between(0, 40)) / 64);
         }
         e.settle(*allocator, 1, 2);
       };
@@ -502,7 +545,9 @@ TEST(Allocators, DecideASequenceWithoutRegardToItsBatchItsPlaceAndTheThreads) { 
         for (std::size_t r = 0; r < alone.table().rows.size(); ++r) {
           const Row& row = alone.table().rows[r];
           const auto& rows = together.table().rows;
-          const auto same = std::find_if(rows.begin(), rows.end(), [&](const Row& o) { return o.layer == row.layer && o.head == row.head && together.memory.sequence_of(o) == s; });
+          const auto same = std::find_if(rows.begin(), rows.end(), [&](const Row& o) {
+            return o.layer == row.layer && o.head == row.head && together.memory.sequence_of(o) == s;
+          });
           ASSERT_EQ(slots_of(own, r), slots_of(all, static_cast<std::size_t>(same - rows.begin())));
         }
       }
@@ -514,7 +559,8 @@ TEST(Allocators, WorkspaceGrowsWithTheSlotsAndNotWithTheirSquare) {
   EXPECT_EQ(AdaptiveHeads::workspace_bytes(2000) - AdaptiveHeads::workspace_bytes(1000), 8000);
   EXPECT_EQ(Chunks::workspace_bytes(2000, 20) - Chunks::workspace_bytes(1000, 20), 8 * 1000 + 16 * 50);
   const std::int64_t thousand = Critical::workspace_bytes(2000, 128) - Critical::workspace_bytes(1000, 128);
-  EXPECT_EQ(Critical::workspace_bytes(100'000, 128) - Critical::workspace_bytes(1000, 128), 99 * thousand) << "linear in the row; hidden and Hq do not enter";
+  EXPECT_EQ(Critical::workspace_bytes(100'000, 128) - Critical::workspace_bytes(1000, 128), 99 * thousand)
+      << "linear in the row; hidden and Hq do not enter";
   EXPECT_LE(thousand, 1000 * 4 * (32 + 4)) << "at most 36 floats a slot";
 }
 

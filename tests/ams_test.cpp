@@ -14,7 +14,8 @@ namespace {
 
 constexpr double kPrinted = 2e-5;  ///< the example is given to this precision
 
-const std::vector<float> kHistory{.30F, .01F, .01F, .02F, .05F, .04F, .01F, .01F, .01F, .01F, .02F, .06F, .03F, .01F, .01F, .01F, .01F, .02F, .01F, .05F};
+const std::vector<float> kHistory{.30F, .01F, .01F, .02F, .05F, .04F, .01F, .01F, .01F, .01F,
+                                  .02F, .06F, .03F, .01F, .01F, .01F, .01F, .02F, .01F, .05F};
 const std::vector<float> kScores{9, 1, 2, 8, 7, 3, 1, 4, 2, 6, 5, 9, 8, 2, 1, 3, 2, 7, 1, 6, 4, 3, 2, 5};
 
 std::vector<float> mass_of(const std::vector<float>& history, std::int32_t window) {
@@ -30,7 +31,9 @@ std::vector<std::int32_t> segments(const std::vector<float>& mass, Variant varia
   std::vector<std::uint64_t> prefix(mass.size());
   std::vector<std::int32_t> ends(mass.size()), scratch(mass.size());
   prefix_mass(mass.data(), static_cast<std::int32_t>(mass.size()), prefix.data());
-  ends.resize(static_cast<std::size_t>(segment_ends(prefix.data(), static_cast<std::int32_t>(mass.size()), {variant, Segmentation::mass, 0, 0.2, 2, 8}, ends.data(), scratch.data())));
+  ends.resize(
+      static_cast<std::size_t>(segment_ends(prefix.data(), static_cast<std::int32_t>(mass.size()),
+                                            {variant, Segmentation::mass, 0, 0.2, 2, 8}, ends.data(), scratch.data())));
   return ends;
 }
 
@@ -63,9 +66,11 @@ void expect_near(const std::vector<float>& got, const std::vector<double>& want)
 TEST(Mass, OfTheWorkedExample) {
   std::vector<float> pooled(20);
   pool_average(kHistory.data(), 20, 5, pooled.data());
-  expect_near(pooled, {.064, .068, .078, .026, .026, .026, .024, .016, .012, .022, .026, .026, .026, .024, .014, .012, .012, .020, .018, .016});
-  expect_near(mass_of(kHistory, 4), {.07373, .07834, .08986, .02995, .02995, .02995, .02765, .01843, .01382, .02535, .02995, .02995,
-                                     .02995, .02765, .01613, .01382, .01382, .02304, .02074, .01843, .08986, .08986, .08986, .08986});
+  expect_near(pooled, {.064, .068, .078, .026, .026, .026, .024, .016, .012, .022,
+                       .026, .026, .026, .024, .014, .012, .012, .020, .018, .016});
+  expect_near(mass_of(kHistory, 4),
+              {.07373, .07834, .08986, .02995, .02995, .02995, .02765, .01843, .01382, .02535, .02995, .02995,
+               .02995, .02765, .01613, .01382, .01382, .02304, .02074, .01843, .08986, .08986, .08986, .08986});
 }
 
 TEST(Mass, PoolingDampsTheEdgesAndIgnoresWhatIsNotThere) {
@@ -92,19 +97,25 @@ TEST(Segments, OfTheWorkedExample) {
 }
 
 TEST(Segments, HaveAsManyThresholdsAsFitBelowOne) {
-  for (const auto& [segment_mass, count] : std::vector<std::pair<double, int>>{{.02, 50}, {.05, 20}, {.1, 10}, {.3, 4}, {.7, 2}, {1.0, 1}}) {
+  for (const auto& [segment_mass, count] :
+       std::vector<std::pair<double, int>>{{.02, 50}, {.05, 20}, {.1, 10}, {.3, 4}, {.7, 2}, {1.0, 1}}) {
     const std::vector<float> uniform(600, 1.0F / 600);
     std::vector<std::uint64_t> prefix(600);
     std::vector<std::int32_t> ends(600), scratch(600);
     prefix_mass(uniform.data(), 600, prefix.data());
-    EXPECT_EQ(segment_ends(prefix.data(), 600, {Variant::strict, Segmentation::mass, 0, segment_mass, 1, 600}, ends.data(), scratch.data()), count) << segment_mass;
+    EXPECT_EQ(segment_ends(prefix.data(), 600, {Variant::strict, Segmentation::mass, 0, segment_mass, 1, 600},
+                           ends.data(), scratch.data()),
+              count)
+        << segment_mass;
   }
 }
 
 TEST(Segments, FixedOnesEndShortWithoutMerging) {
   std::vector<std::int32_t> ends(10), scratch(10);
   std::vector<std::uint64_t> prefix(10, 1);
-  EXPECT_EQ(segment_ends(prefix.data(), 10, {Variant::strict, Segmentation::fixed, 4, 0.1, 32, 64}, ends.data(), scratch.data()), 3);
+  EXPECT_EQ(segment_ends(prefix.data(), 10, {Variant::strict, Segmentation::fixed, 4, 0.1, 32, 64}, ends.data(),
+                         scratch.data()),
+            3);
   EXPECT_EQ(ends[0], 4);
   EXPECT_EQ(ends[1], 8);
   EXPECT_EQ(ends[2], 10);
@@ -118,9 +129,13 @@ TEST(Segments, TakeLengthsUpToTheLargestInteger) {
     for (const Variant variant : {Variant::strict, Variant::official}) {
       std::vector<std::int32_t> ends(10), scratch(10);
       EXPECT_EQ(most_segments({.segments = Segmentation::fixed, .fixed = most}, 10), 1);
-      ASSERT_EQ(segment_ends(prefix.data(), 10, {variant, Segmentation::fixed, most, 0.1, 1, 1}, ends.data(), scratch.data()), 1);
+      ASSERT_EQ(
+          segment_ends(prefix.data(), 10, {variant, Segmentation::fixed, most, 0.1, 1, 1}, ends.data(), scratch.data()),
+          1);
       EXPECT_EQ(ends[0], 10);
-      ASSERT_EQ(segment_ends(prefix.data(), 10, {variant, Segmentation::mass, 0, 1.0, 1, most}, ends.data(), scratch.data()), 1);
+      ASSERT_EQ(
+          segment_ends(prefix.data(), 10, {variant, Segmentation::mass, 0, 1.0, 1, most}, ends.data(), scratch.data()),
+          1);
       EXPECT_EQ(ends[0], 10);
     }
 }
@@ -141,7 +156,8 @@ TEST(Segments, SkippingThresholdsThatCutNowhereElseChangesNoCut) {
   for (int round = 0; round < 150; ++round) {
     const std::int32_t length = std::uniform_int_distribution<std::int32_t>(1, 200)(random);
     std::vector<float> mass(static_cast<std::size_t>(length));
-    for (float& m : mass) m = round % 3 == 0 ? 1.0F : std::pow(10.0F, std::uniform_real_distribution<float>(-9, 0)(random));
+    for (float& m : mass)
+      m = round % 3 == 0 ? 1.0F : std::pow(10.0F, std::uniform_real_distribution<float>(-9, 0)(random));
     if (round % 5 == 0) mass[static_cast<std::size_t>(length / 2)] = 1e6F;
     std::vector<std::uint64_t> prefix(mass.size());
     prefix_mass(mass.data(), length, prefix.data());
@@ -149,8 +165,9 @@ TEST(Segments, SkippingThresholdsThatCutNowhereElseChangesNoCut) {
       for (const Variant variant : {Variant::strict, Variant::official}) {
         const SegmentOptions options{variant, Segmentation::mass, 0, segment_mass, 1, length};
         std::vector<std::int32_t> cuts(mass.size());
-        cuts.resize(static_cast<std::size_t>(
-            detail::cut_by_mass(prefix.data(), length, options, [&](std::int64_t k) { return detail::cut_at(prefix.data(), length, options, k); }, cuts.data())));
+        cuts.resize(static_cast<std::size_t>(detail::cut_by_mass(
+            prefix.data(), length, options,
+            [&](std::int64_t k) { return detail::cut_at(prefix.data(), length, options, k); }, cuts.data())));
         ASSERT_EQ(cuts, cuts_one_by_one(prefix, options)) << "round " << round << ", segment_mass " << segment_mass;
       }
   }
@@ -167,7 +184,9 @@ TEST(Segments, CostNoMoreThanTheRowIsLongHoweverSmallTheirMass) {
       EXPECT_EQ(most_segments({.segment_mass = segment_mass}, 1000), 1000);
       std::int32_t asked = 0;
       const auto count = segment_ends(
-          prefix.data(), 1000, options, [&](std::int64_t k) { return ++asked, detail::cut_at(prefix.data(), 1000, options, k); }, ends.data(), scratch.data());
+          prefix.data(), 1000, options,
+          [&](std::int64_t k) { return ++asked, detail::cut_at(prefix.data(), 1000, options, k); }, ends.data(),
+          scratch.data());
       EXPECT_EQ(count, 1000) << "a segment per slot";
       EXPECT_LE(asked, 1000) << segment_mass;
     }
@@ -215,9 +234,11 @@ TEST(Selection, OfTheWorkedExample) {
   const auto mass = mass_of(kHistory, 4);
   std::vector<std::uint64_t> keys;
   std::vector<std::int32_t> slots(12);
-  select_official(kScores, segments(mass, Variant::official), std::vector<std::int32_t>{2, 3, 2, 2, 3}, protect(24, 12, 1, 2, Variant::official), Padding{}, keys, slots);
+  select_official(kScores, segments(mass, Variant::official), std::vector<std::int32_t>{2, 3, 2, 2, 3},
+                  protect(24, 12, 1, 2, Variant::official), Padding{}, keys, slots);
   EXPECT_EQ(slots, (std::vector<std::int32_t>{0, 1, 3, 4, 7, 11, 12, 17, 19, 21, 22, 23}));
-  select_in_segments(kScores, segments(mass, Variant::strict), std::vector<std::int32_t>{3, 2, 2, 3, 2}, protect(24, 12, 1, 2, Variant::strict), keys, slots);
+  select_in_segments(kScores, segments(mass, Variant::strict), std::vector<std::int32_t>{3, 2, 2, 3, 2},
+                     protect(24, 12, 1, 2, Variant::strict), keys, slots);
   EXPECT_EQ(slots, (std::vector<std::int32_t>{0, 1, 2, 3, 4, 11, 12, 19, 20, 21, 22, 23}));
 }
 
@@ -228,19 +249,22 @@ TEST(Coverage, AutoOfTheWorkedExampleGivesUpOneOfTheBestForARegionThatWouldKeepT
   std::vector<std::uint64_t> keys;
   std::vector<std::int32_t> slots(12);
   select(kScores, guarded, keys, slots);
-  EXPECT_EQ(slots, (std::vector<std::int32_t>{0, 3, 4, 9, 10, 11, 12, 17, 19, 20, 22, 23})) << "top-k: segments keep 1, 3, 4, 2, 2";
+  EXPECT_EQ(slots, (std::vector<std::int32_t>{0, 3, 4, 9, 10, 11, 12, 17, 19, 20, 22, 23}))
+      << "top-k: segments keep 1, 3, 4, 2, 2";
   auto floors = shares(mass, ends, guarded);
   strict_quotas(floors.data(), 5, 10, 2);
   EXPECT_EQ(quotas_of(floors), (std::vector<std::int32_t>{2, 2, 2, 2, 2}));
   select_in_segments(kScores, ends, quotas_of(floors), guarded, keys, std::span(slots).first(10));
   select_rest(kScores, 10, keys, slots);
-  EXPECT_EQ(slots, (std::vector<std::int32_t>{0, 2, 3, 4, 9, 11, 12, 17, 19, 20, 22, 23})) << "slot 2 stays in the place of slot 10";
+  EXPECT_EQ(slots, (std::vector<std::int32_t>{0, 2, 3, 4, 9, 11, 12, 17, 19, 20, 22, 23}))
+      << "slot 2 stays in the place of slot 10";
 }
 
 TEST(Credit, OfTheWorkedExampleAtItsSecondEvent) {
   const auto first = mass_of(kHistory, 4);
   std::vector<float> credit;
-  for (const std::int32_t slot : {0, 1, 3, 4, 7, 11, 12, 17, 19, 21, 22, 23}) credit.push_back(0.1F * first[static_cast<std::size_t>(slot)]);
+  for (const std::int32_t slot : {0, 1, 3, 4, 7, 11, 12, 17, 19, 21, 22, 23})
+    credit.push_back(0.1F * first[static_cast<std::size_t>(slot)]);
   std::vector<float> history(14, .02F);
   history[0] = .2F;
   const auto mass = mass_of(history, 4);
@@ -248,8 +272,10 @@ TEST(Credit, OfTheWorkedExampleAtItsSecondEvent) {
   credit.resize(18);
   std::vector<float> used(18);
   update_credit(mass.data(), 18, 12, {.9, .9}, 1e-12, false, credit.data(), used.data());
-  expect_near(credit, {.014799, .015894, .012220, .006097, .005060, .006097, .006097, .005475, .005060, .011489, .011489, .011489, .002721, .002041, .009524, .009524, .009524, .009524});
-  expect_near(used, {.08307, .08990, .09364, .03457, .03390, .03457, .03457, .03416, .03390, .03807, .03807, .03807, .02626, .01969, .09189, .09189, .09189, .09189});
+  expect_near(credit, {.014799, .015894, .012220, .006097, .005060, .006097, .006097, .005475, .005060, .011489,
+                       .011489, .011489, .002721, .002041, .009524, .009524, .009524, .009524});
+  expect_near(used, {.08307, .08990, .09364, .03457, .03390, .03457, .03457, .03416, .03390, .03807, .03807, .03807,
+                     .02626, .01969, .09189, .09189, .09189, .09189});
 }
 
 TEST(Credit, OfALongerSequenceCountsAsNone) {

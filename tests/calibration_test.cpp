@@ -42,7 +42,12 @@ class CalibrationFile : public ::testing::Test {
 /// Two layers, one of them not the first.
 Calibration sample(std::int32_t head_dim = 12) {
   oracle::Random random(11);
-  Calibration c{.head_dim = head_dim, .rope_style = RopeStyle::interleaved, .heads = {}, .inv_freq = {}, .attention_scaling = 1.25, .model_name = "a \"name\""};
+  Calibration c{.head_dim = head_dim,
+                .rope_style = RopeStyle::interleaved,
+                .heads = {},
+                .inv_freq = {},
+                .attention_scaling = 1.25,
+                .model_name = "a \"name\""};
   for (std::int32_t f = 0; f < head_dim / 2; ++f) c.inv_freq.push_back(1.0 / (1 + f));
   for (const std::int32_t l : {1, 4})
     for (std::int32_t h = 0; h < 12; ++h)
@@ -98,11 +103,13 @@ TEST_F(CalibrationFile, FilesOfThePublishedToolHoldWhatOursHold) {
   for (const auto& entry : fs::directory_iterator(golden(""))) {
     if (!fs::exists(entry.path() / "calibration.pt")) continue;
     SCOPED_TRACE(entry.path().string());
-    expect_same(load_calibration(entry.path() / "calibration.pt"), load_calibration(entry.path() / "calibration.safetensors"));
+    expect_same(load_calibration(entry.path() / "calibration.pt"),
+                load_calibration(entry.path() / "calibration.safetensors"));
     ++both;
   }
   EXPECT_GE(both, 10);
-  EXPECT_EQ(load_calibration(golden("sample_std/calibration.pt")).inv_freq.size(), 16U) << "inv_freq as a tensor in the metadata";
+  EXPECT_EQ(load_calibration(golden("sample_std/calibration.pt")).inv_freq.size(), 16U)
+      << "inv_freq as a tensor in the metadata";
 }
 
 TEST_F(CalibrationFile, SavesNothingThatLacksAHead) {
@@ -115,9 +122,11 @@ TEST_F(CalibrationFile, SavesNothingThatLacksAHead) {
 }
 
 TEST_F(CalibrationFile, TruncatedAnywhereIsRefused) {
-  const Bytes strided = content(golden("group_mean/calibration.pt")), plain = content(golden("mean_basic/calibration.safetensors"));
+  const Bytes strided = content(golden("group_mean/calibration.pt")),
+              plain = content(golden("mean_basic/calibration.safetensors"));
   for (const Bytes& whole : {strided, plain})
-    for (int part = 0; part < 50; ++part) expect_refused(whole.substr(0, whole.size() * static_cast<std::size_t>(part) / 50), "");
+    for (int part = 0; part < 50; ++part)
+      expect_refused(whole.substr(0, whole.size() * static_cast<std::size_t>(part) / 50), "");
   expect_refused("", "neither");
   expect_refused("PK", "truncated");
   expect_refused(strided + "x", "directory");
@@ -159,12 +168,18 @@ TEST_F(CalibrationFile, MissingFilesAndFoldersAreRefused) {
 
 TEST_F(CalibrationFile, OurLayoutIsRefusedForEveryFieldThatIsWrong) {
   const fs::path file = folder_ / "c.safetensors";
-  const auto zeros = [](std::initializer_list<std::int64_t> shape) { return at::full(shape, 0.5F, at::TensorOptions(kFloat32)); };
-  const auto written = [&](const std::map<std::string, std::string>& change, const Tensor& mean, const Tensor& modulus) {
-    std::map<std::string, std::string> metadata{{"kvkeep_calibration", "1"}, {"head_dim", "4"}, {"rope_style", "half"}, {"inv_freq", "[1, 0.1]"}};
+  const auto zeros = [](std::initializer_list<std::int64_t> shape) {
+    return at::full(shape, 0.5F, at::TensorOptions(kFloat32));
+  };
+  const auto written = [&](const std::map<std::string, std::string>& change, const Tensor& mean,
+                           const Tensor& modulus) {
+    std::map<std::string, std::string> metadata{
+        {"kvkeep_calibration", "1"}, {"head_dim", "4"}, {"rope_style", "half"}, {"inv_freq", "[1, 0.1]"}};
     for (const auto& [key, value] : change) {
-      if (value.empty()) metadata.erase(key);
-      else metadata[key] = value;
+      if (value.empty())
+        metadata.erase(key);
+      else
+        metadata[key] = value;
     }
     io::write_safetensors(file, {{"q_mean", mean}, {"q_abs_mean", modulus}}, metadata);
     return content(file);
@@ -172,24 +187,25 @@ TEST_F(CalibrationFile, OurLayoutIsRefusedForEveryFieldThatIsWrong) {
   const Tensor mean = zeros({2, 3, 2, 2}), modulus = zeros({2, 3, 2});
   EXPECT_EQ(read_calibration(written({{"layers", "[5, 3]"}}, mean, modulus), "x").heads.count({5, 2}), 1U);
   EXPECT_TRUE(read_calibration(written({{"inv_freq", ""}}, mean, modulus), "x").inv_freq.empty());
-  for (const auto& [key, value, word] : std::vector<std::array<const char*, 3>>{{"kvkeep_calibration", "", "no calibration file"},
-                                                                               {"kvkeep_calibration", "2", "version 2"},
-                                                                               {"head_dim", "", "head_dim"},
-                                                                               {"head_dim", "5", "head_dim"},
-                                                                               {"head_dim", "-4", "head_dim"},
-                                                                               {"head_dim", "4294967300", "head_dim"},
-                                                                               {"head_dim", "four", "head_dim"},
-                                                                               {"rope_style", "", "rope_style"},
-                                                                               {"rope_style", "quarter", "quarter"},
-                                                                               {"inv_freq", "[1]", "inv_freq"},
-                                                                               {"inv_freq", "[1, null]", "inv_freq"},
-                                                                               {"inv_freq", "[", "inv_freq"},
-                                                                               {"attention_scaling", "0", "attention_scaling"},
-                                                                               {"attention_scaling", "\"1\"", "attention_scaling"},
-                                                                               {"layers", "[0]", "layers"},
-                                                                               {"layers", "[0, 0]", "twice"},
-                                                                               {"layers", "[0, -1]", "-1"},
-                                                                               {"layers", "[0, 70000]", "70000"}})
+  for (const auto& [key, value, word] :
+       std::vector<std::array<const char*, 3>>{{"kvkeep_calibration", "", "no calibration file"},
+                                               {"kvkeep_calibration", "2", "version 2"},
+                                               {"head_dim", "", "head_dim"},
+                                               {"head_dim", "5", "head_dim"},
+                                               {"head_dim", "-4", "head_dim"},
+                                               {"head_dim", "4294967300", "head_dim"},
+                                               {"head_dim", "four", "head_dim"},
+                                               {"rope_style", "", "rope_style"},
+                                               {"rope_style", "quarter", "quarter"},
+                                               {"inv_freq", "[1]", "inv_freq"},
+                                               {"inv_freq", "[1, null]", "inv_freq"},
+                                               {"inv_freq", "[", "inv_freq"},
+                                               {"attention_scaling", "0", "attention_scaling"},
+                                               {"attention_scaling", "\"1\"", "attention_scaling"},
+                                               {"layers", "[0]", "layers"},
+                                               {"layers", "[0, 0]", "twice"},
+                                               {"layers", "[0, -1]", "-1"},
+                                               {"layers", "[0, 70000]", "70000"}})
     expect_refused(written({{key, value}}, mean, modulus), word);
   expect_refused(written({}, zeros({2, 3, 3, 2}), modulus), "q_mean");
   expect_refused(written({}, zeros({2, 3, 2, 3}), modulus), "fit each other");
@@ -197,11 +213,13 @@ TEST_F(CalibrationFile, OurLayoutIsRefusedForEveryFieldThatIsWrong) {
   expect_refused(written({}, zeros({2, 3, 4}), modulus), "q_mean");
   expect_refused(written({}, mean.to(ScalarType::Double), modulus), "Double");
   expect_refused(written({}, zeros({0, 3, 2, 2}), zeros({0, 3, 2})), "q_mean");
-  io::write_safetensors(file, {{"q_mean", mean}}, {{"kvkeep_calibration", "1"}, {"head_dim", "4"}, {"rope_style", "half"}});
+  io::write_safetensors(file, {{"q_mean", mean}},
+                        {{"kvkeep_calibration", "1"}, {"head_dim", "4"}, {"rope_style", "half"}});
   expect_refused(content(file), "q_abs_mean");
 }
 
-// ---- Archives as an enemy would write them -------------------------------------------------------------------------------------------------
+// ---- Archives as an enemy would write them
+// -------------------------------------------------------------------------------------------------
 
 Bytes little(std::uint64_t value, int bytes) {
   Bytes out;
@@ -222,34 +240,44 @@ std::uint32_t checksum(const Bytes& bytes) {
 Bytes zip_of(const std::vector<std::pair<Bytes, Bytes>>& records, int method = 0) {
   Bytes out, directory;
   for (const auto& [name, data] : records) {
-    const Bytes about = little(static_cast<std::uint64_t>(method), 2) + little(0, 4) + little(checksum(data), 4) + little(data.size(), 4) + little(data.size(), 4) + little(name.size(), 2);
-    directory += little(0x02014b50, 4) + little(20, 2) + little(20, 2) + little(0, 2) + about + little(0, 2) + little(0, 2) + little(0, 2) + little(0, 2) + little(0, 4) + little(out.size(), 4) + name;
+    const Bytes about = little(static_cast<std::uint64_t>(method), 2) + little(0, 4) + little(checksum(data), 4) +
+                        little(data.size(), 4) + little(data.size(), 4) + little(name.size(), 2);
+    directory += little(0x02014b50, 4) + little(20, 2) + little(20, 2) + little(0, 2) + about + little(0, 2) +
+                 little(0, 2) + little(0, 2) + little(0, 2) + little(0, 4) + little(out.size(), 4) + name;
     out += little(0x04034b50, 4) + little(20, 2) + little(0, 2) + about + little(0, 2) + name + data;
   }
   const std::size_t begin = out.size();
-  return out + directory + little(0x06054b50, 4) + little(0, 4) + little(records.size(), 2) + little(records.size(), 2) + little(directory.size(), 4) + little(begin, 4) + little(0, 2);
+  return out + directory + little(0x06054b50, 4) + little(0, 4) + little(records.size(), 2) +
+         little(records.size(), 2) + little(directory.size(), 4) + little(begin, 4) + little(0, 2);
 }
 
 Bytes word(const Bytes& text) { return "X" + little(text.size(), 4) + text; }
 Bytes number(std::int32_t n) { return "J" + little(static_cast<std::uint32_t>(n), 4); }
 
 /// A view of storage "0", which says that it has `held` numbers.
-Bytes tensor(std::int32_t held, std::int32_t offset, std::int32_t size, std::int32_t stride, const Bytes& type = "FloatStorage") {
-  return "ctorch._utils\n_rebuild_tensor_v2\n((" + word("storage") + "ctorch\n" + type + "\n" + word("0") + word("cpu") + number(held) + "tQ" + number(offset) + number(size) + "\x85" + number(stride) +
-         "\x85\x89" "ccollections\nOrderedDict\n)RtR";
+Bytes tensor(std::int32_t held, std::int32_t offset, std::int32_t size, std::int32_t stride,
+             const Bytes& type = "FloatStorage") {
+  return "ctorch._utils\n_rebuild_tensor_v2\n((" + word("storage") + "ctorch\n" + type + "\n" + word("0") +
+         word("cpu") + number(held) + "tQ" + number(offset) + number(size) + "\x85" + number(stride) +
+         "\x85\x89"
+         "ccollections\nOrderedDict\n)RtR";
 }
 
 /// A pickle with head_dim 4 and one head, whose q_mean_real is given.
 Bytes pickle_with(const Bytes& real, const Bytes& more_metadata = "") {
   const Bytes good = tensor(8, 0, 2, 1);
-  return "\x80\x02}(" + word("metadata") + "}(" + word("head_dim") + number(4) + word("rope_style") + word("half") + more_metadata + "u" + word("stats") + "}(" + word("layer00_head00") + "}(" +
-         word("q_mean_real") + real + word("q_mean_imag") + good + word("q_abs_mean") + good + "uuu.";
+  return "\x80\x02}(" + word("metadata") + "}(" + word("head_dim") + number(4) + word("rope_style") + word("half") +
+         more_metadata + "u" + word("stats") + "}(" + word("layer00_head00") + "}(" + word("q_mean_real") + real +
+         word("q_mean_imag") + good + word("q_abs_mean") + good + "uuu.";
 }
 
-Bytes archive_of(const Bytes& pickle, const Bytes& storage = Bytes(32, '\0')) { return zip_of({{"a/data.pkl", pickle}, {"a/data/0", storage}}); }
+Bytes archive_of(const Bytes& pickle, const Bytes& storage = Bytes(32, '\0')) {
+  return zip_of({{"a/data.pkl", pickle}, {"a/data/0", storage}});
+}
 
 TEST_F(CalibrationFile, ViewsThatLeaveTheirStorageAreRefused) {
-  EXPECT_EQ(read_calibration(archive_of(pickle_with(tensor(8, 1, 2, 6))), "x").heads.size(), 1U) << "the last element is the storage's last";
+  EXPECT_EQ(read_calibration(archive_of(pickle_with(tensor(8, 1, 2, 6))), "x").heads.size(), 1U)
+      << "the last element is the storage's last";
   expect_refused(archive_of(pickle_with(tensor(8, 1, 2, 7))), "outside its storage");
   expect_refused(archive_of(pickle_with(tensor(8, -1, 2, 1))), "outside its storage");
   expect_refused(archive_of(pickle_with(tensor(8, 3, 2, -2))), "outside its storage");
@@ -272,9 +300,12 @@ TEST_F(CalibrationFile, ReadsStoragesOfOtherWidths) {
     brains += little(c10::BFloat16(static_cast<float>(x)).x, 2);
     doubles += little(std::bit_cast<std::uint64_t>(x), 8);
   }
-  for (const auto& [type, storage] : {std::pair<const char*, Bytes>{"HalfStorage", halves}, {"BFloat16Storage", brains}, {"DoubleStorage", doubles}}) {
+  for (const auto& [type, storage] : {std::pair<const char*, Bytes>{"HalfStorage", halves},
+                                      {"BFloat16Storage", brains},
+                                      {"DoubleStorage", doubles}}) {
     Bytes pickle = pickle_with(tensor(8, 1, 2, 2));
-    for (std::size_t at = 0; (at = pickle.find("FloatStorage", at)) != Bytes::npos; at += std::strlen(type)) pickle.replace(at, std::strlen("FloatStorage"), type);
+    for (std::size_t at = 0; (at = pickle.find("FloatStorage", at)) != Bytes::npos; at += std::strlen(type))
+      pickle.replace(at, std::strlen("FloatStorage"), type);
     const Calibration c = read_calibration(archive_of(pickle, storage), "x");
     EXPECT_EQ(c.heads.at({0, 0}).q_mean[0], std::complex<float>(-2, 1.5)) << type;
     EXPECT_EQ(c.heads.at({0, 0}).q_mean[1], std::complex<float>(4, -2)) << type;
@@ -282,14 +313,20 @@ TEST_F(CalibrationFile, ReadsStoragesOfOtherWidths) {
 }
 
 TEST_F(CalibrationFile, MetadataOfAnyReleaseIsReadOver) {
-  const Bytes more = word("a") + "N" + word("b") + "\x88" + word("c") + "\x89" + word("d") + word("") + word("e") + "](" + number(1) + "e" + word("f") + "ctorch\nbfloat16\n" + word("g") +
-                     "G\x3f\xf0" + Bytes(6, '\0') + word("h") + "\x8a" + Bytes(1, '\x02') + "\xff\xff" + word("i") + ")" + word("inv_freq") + "N";
+  const Bytes more = word("a") + "N" + word("b") + "\x88" + word("c") + "\x89" + word("d") + word("") + word("e") +
+                     "](" + number(1) + "e" + word("f") + "ctorch\nbfloat16\n" + word("g") + "G\x3f\xf0" +
+                     Bytes(6, '\0') + word("h") + "\x8a" + Bytes(1, '\x02') + "\xff\xff" + word("i") + ")" +
+                     word("inv_freq") + "N";
   const Calibration c = read_calibration(archive_of(pickle_with(tensor(8, 0, 2, 1), more)), "x");
   EXPECT_TRUE(c.inv_freq.empty());
-  const Bytes frequencies = word("inv_freq") + "](" + "K\x01" + "G\x3f\xe0" + Bytes(6, '\0') + "e" + word("sampled_heads") + "](" + "](" + number(0) + number(0) + "ee";
-  EXPECT_EQ(read_calibration(archive_of(pickle_with(tensor(8, 0, 2, 1), frequencies)), "x").inv_freq, (std::vector<double>{1, .5}));
+  const Bytes frequencies = word("inv_freq") + "](" + "K\x01" + "G\x3f\xe0" + Bytes(6, '\0') + "e" +
+                            word("sampled_heads") + "](" + "](" + number(0) + number(0) + "ee";
+  EXPECT_EQ(read_calibration(archive_of(pickle_with(tensor(8, 0, 2, 1), frequencies)), "x").inv_freq,
+            (std::vector<double>{1, .5}));
   expect_refused(archive_of(pickle_with(tensor(8, 0, 2, 1), word("inv_freq") + "](" + number(1) + "e")), "inv_freq");
-  expect_refused(archive_of(pickle_with(tensor(8, 0, 2, 1), word("sampled_heads") + "](" + "](" + number(0) + number(7) + "ee")), "layer 0, head 7");
+  expect_refused(
+      archive_of(pickle_with(tensor(8, 0, 2, 1), word("sampled_heads") + "](" + "](" + number(0) + number(7) + "ee")),
+      "layer 0, head 7");
   expect_refused(archive_of(pickle_with(tensor(8, 0, 2, 1), word("head_dim") + number(7))), "head_dim");
 }
 
@@ -297,8 +334,8 @@ TEST_F(CalibrationFile, PicklesThatWantMoreThanDataAreRefused) {
   const auto object = [](const Bytes& pickle) { return archive_of(Bytes("\x80\x02") + pickle); };
   expect_refused(object("cos\nsystem\n(" + word("true") + "tR."), "os system");
   expect_refused(object("cbuiltins\neval\n(" + word("1") + "tR."), "builtins eval");
-  expect_refused(object("}r" + little(0xfffffffe, 4) + "0."), "damaged");       // the index of a memo costs nothing
-  expect_refused(object("j" + little(7, 4) + "."), "damaged");                  // a memo that nothing was put in
+  expect_refused(object("}r" + little(0xfffffffe, 4) + "0."), "damaged");  // the index of a memo costs nothing
+  expect_refused(object("j" + little(7, 4) + "."), "damaged");             // a memo that nothing was put in
   expect_refused(object("X" + little(0xffffffff, 4) + "a."), "ends in the middle");
   expect_refused(object("]q"), "ends in the middle");
   expect_refused(object(""), "ends in the middle");
@@ -323,7 +360,8 @@ TEST_F(CalibrationFile, PicklesThatWantMoreThanDataAreRefused) {
 
 TEST_F(CalibrationFile, KeysOfStatsAreLayersAndHeads) {
   const Bytes good = pickle_with(tensor(8, 0, 2, 1));
-  for (const char* key : {"layer0_head0x", "layer-1_head00", "layer00_heads0", "head00_layer00", "layer99999_head0", "layer_head"}) {
+  for (const char* key :
+       {"layer0_head0x", "layer-1_head00", "layer00_heads0", "head00_layer00", "layer99999_head0", "layer_head"}) {
     Bytes pickle = good;
     const std::size_t at = pickle.find(word("layer00_head00"));
     pickle.replace(at, word("layer00_head00").size(), word(key));

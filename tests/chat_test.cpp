@@ -26,7 +26,9 @@ std::string content_of(const std::filesystem::path& path) {
   return {std::istreambuf_iterator<char>(in), {}};
 }
 
-ChatTemplate published(const std::string& name) { return ChatTemplate::recognise(content_of(kGolden / (name + ".jinja"))); }
+ChatTemplate published(const std::string& name) {
+  return ChatTemplate::recognise(content_of(kGolden / (name + ".jinja")));
+}
 
 std::vector<ChatMessage> messages_of(const nlohmann::json& list) {
   std::vector<ChatMessage> messages;
@@ -39,7 +41,8 @@ TEST(ChatTemplate, RendersAsJinjaDoes) {
   std::map<std::string, int> seen;
   for (const auto& c : cases) {
     const std::string name = c["template"];
-    EXPECT_EQ(published(name).render(messages_of(c["messages"]), c["add_generation_prompt"]), c["text"].get<std::string>())
+    EXPECT_EQ(published(name).render(messages_of(c["messages"]), c["add_generation_prompt"]),
+              c["text"].get<std::string>())
         << c.dump(-1, ' ', true);
     ++seen[name];
   }
@@ -51,10 +54,12 @@ TEST(ChatTemplate, SaysWhatItIs) {
   EXPECT_EQ(published("chatml").name(), "chatml");
   EXPECT_EQ(published("chatml").default_system(), std::nullopt);
   EXPECT_EQ(published("smollm2").name(), "chatml");
-  EXPECT_EQ(published("smollm2").default_system(), "You are a helpful AI assistant named SmolLM, trained by Hugging Face");
+  EXPECT_EQ(published("smollm2").default_system(),
+            "You are a helpful AI assistant named SmolLM, trained by Hugging Face");
   EXPECT_EQ(published("qwen2").default_system(), "You are a helpful assistant.");
   EXPECT_EQ(published("qwen2.5").name(), "qwen2.5");
-  EXPECT_EQ(published("qwen2.5").default_system(), "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.");
+  EXPECT_EQ(published("qwen2.5").default_system(),
+            "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.");
   EXPECT_EQ(published("llama3").name(), "llama3");
   EXPECT_TRUE(published("llama3").writes_bos());
   EXPECT_FALSE(published("qwen2.5").writes_bos());
@@ -71,7 +76,8 @@ TEST(ChatTemplate, IsRecognisedHoweverItsLineBreaksAreWritten) {
       escaped += in_string && c == '\n' ? std::string("\\n") : std::string(1, c);
     }
     EXPECT_EQ(ChatTemplate::recognise(escaped).render(messages), published(name).render(messages)) << name;
-    EXPECT_EQ(ChatTemplate::recognise(given.ends_with('\n') ? given.substr(0, given.size() - 1) : given + '\n').render(messages),
+    EXPECT_EQ(ChatTemplate::recognise(given.ends_with('\n') ? given.substr(0, given.size() - 1) : given + '\n')
+                  .render(messages),
               published(name).render(messages))
         << name;
   }
@@ -81,7 +87,8 @@ TEST(ChatTemplate, TakesAnotherDefaultSystemMessageInTheSamePlace) {
   for (const char* name : {"qwen2", "qwen2.5"}) {
     std::string given = content_of(kGolden / (std::string(name) + ".jinja"));
     const std::string old = published(name).default_system().value();
-    for (std::size_t at = given.find(old); at != std::string::npos; at = given.find(old, at + 1)) given.replace(at, old.size(), "Be kind.");
+    for (std::size_t at = given.find(old); at != std::string::npos; at = given.find(old, at + 1))
+      given.replace(at, old.size(), "Be kind.");
     EXPECT_EQ(ChatTemplate::recognise(given).default_system(), "Be kind.") << name;
   }
 }

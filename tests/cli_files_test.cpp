@@ -24,13 +24,14 @@ void wait_until_it_catches(pid_t child, int signal) {
   for (int i = 0; i < 600; ++i, std::this_thread::sleep_for(std::chrono::milliseconds(50))) {
     const std::string status = content("/proc/" + std::to_string(child) + "/status");
     const std::size_t caught = status.find("SigCgt:");
-    if (caught != std::string::npos && (std::stoull(status.substr(caught + 7), nullptr, 16) >> (signal - 1) & 1U) != 0) return;
+    if (caught != std::string::npos && (std::stoull(status.substr(caught + 7), nullptr, 16) >> (signal - 1) & 1U) != 0)
+      return;
   }
 }
 
 TEST_F(Command, EndsAtCtrlCWith130AndLeavesNoFile) {
-  const pid_t child = start({"generate", "--model", model(), "--ids", "1,2,3", "--policy", "tova,budget=64,interval=32", "--max-new-tokens",
-                             "10000000", "--retention", place("r.json")});
+  const pid_t child = start({"generate", "--model", model(), "--ids", "1,2,3", "--policy", "tova,budget=64,interval=32",
+                             "--max-new-tokens", "10000000", "--retention", place("r.json")});
   wait_until_it_catches(child, SIGINT);
   std::this_thread::sleep_for(std::chrono::milliseconds(300));
   ASSERT_EQ(::kill(child, SIGINT), 0);
@@ -42,7 +43,9 @@ TEST_F(Command, EndsAtCtrlCWith130AndLeavesNoFile) {
 
 TEST_F(Command, TakesTheFileOfFactorsAlongAtCtrlC) {
   const std::string file = place("factors");
-  const pid_t child = start({"generate", "--model", model(), "--ids", "1,2,3", "--policy", "tova,budget=64,interval=32,rest=fold,host_bytes=0,file=" + file, "--max-new-tokens", "10000000"});
+  const pid_t child =
+      start({"generate", "--model", model(), "--ids", "1,2,3", "--policy",
+             "tova,budget=64,interval=32,rest=fold,host_bytes=0,file=" + file, "--max-new-tokens", "10000000"});
   for (int i = 0; i < 600 && !fs::exists(file); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(50));
   ASSERT_TRUE(fs::exists(file));
   std::this_thread::sleep_for(std::chrono::milliseconds(300));
@@ -54,7 +57,9 @@ TEST_F(Command, TakesTheFileOfFactorsAlongAtCtrlC) {
 // In an earlier version the file stayed when the terminal was closed.
 TEST_F(Command, TakesTheFileOfFactorsAlongWhenTheTerminalIsClosed) {
   const std::string file = place("factors");
-  const pid_t child = start({"generate", "--model", model(), "--ids", "1,2,3", "--policy", "tova,budget=64,interval=32,rest=fold,host_bytes=0,file=" + file, "--max-new-tokens", "10000000"});
+  const pid_t child =
+      start({"generate", "--model", model(), "--ids", "1,2,3", "--policy",
+             "tova,budget=64,interval=32,rest=fold,host_bytes=0,file=" + file, "--max-new-tokens", "10000000"});
   for (int i = 0; i < 600 && !fs::exists(file); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(50));
   ASSERT_TRUE(fs::exists(file));
   std::this_thread::sleep_for(std::chrono::milliseconds(300));
@@ -83,7 +88,8 @@ TEST_F(Command, SaysThatAFileMayNotGrowAndLeavesNothing) {
   if (child == 0) {
     const rlimit none{0, before.rlim_max};
     ::setrlimit(RLIMIT_FSIZE, &none);
-    ::execl(KVKEEP_CLI_PATH, KVKEEP_CLI_PATH, "record", "--model", model().c_str(), "--ids", "1,2,3", "--kind", "prefill", "--out", out.c_str(), "--quiet", nullptr);
+    ::execl(KVKEEP_CLI_PATH, KVKEEP_CLI_PATH, "record", "--model", model().c_str(), "--ids", "1,2,3", "--kind",
+            "prefill", "--out", out.c_str(), "--quiet", nullptr);
     ::_exit(99);
   }
   EXPECT_EQ(finish(child).code, 1);
@@ -113,17 +119,20 @@ TEST_F(Command, RefusesWhatCannotBeTheNameOfAFile) {
 // An earlier version said so after the whole run.
 TEST_F(Command, SaysBeforeTheRunThatTheResultCannotBeWritten) {
   fs::create_symlink("/proc/none", folder_ / "nowhere");
-  for (const char* command : {"record", "calibrate"}) expect_refused({command, "--model", place("no model"), "--ids", "1,2,3", "--out", place("nowhere")}, "nowhere");
+  for (const char* command : {"record", "calibrate"})
+    expect_refused({command, "--model", place("no model"), "--ids", "1,2,3", "--out", place("nowhere")}, "nowhere");
 }
 
 TEST_F(Command, TakesFileNamesThatAreNotUtf8) {
   const std::string trace = place("bad\xff.safetensors");
-  const Outcome made = run({"record", "--model", model(), "--ids", "1,2,3", "--kind", "prefill", "--out", trace, "-o", "json"});
+  const Outcome made =
+      run({"record", "--model", model(), "--ids", "1,2,3", "--kind", "prefill", "--out", trace, "-o", "json"});
   EXPECT_EQ(made.code, 0) << made.err;
   EXPECT_TRUE(json::accept(made.out)) << made.out;
   const std::string copied = place("model\xff");
   fs::copy(model(), copied);
-  expect_refused({"record", "--model", copied, "--ids", "1,2,3", "--kind", "generate", "--out", place("run")}, "not UTF-8");
+  expect_refused({"record", "--model", copied, "--ids", "1,2,3", "--kind", "generate", "--out", place("run")},
+                 "not UTF-8");
 }
 
 }  // namespace

@@ -35,7 +35,8 @@ TEST_F(CommandText, ReadsMarkupOnlyWhereItIsAskedTo) {
   EXPECT_EQ(tokens({"--prompt", markup, "--raw"}).size(), 1U);
   EXPECT_EQ(joined(tokens({"--prompt", "Hi", "--chat", "--system", "Be brief"})),
             "<|im_start|>system\\nBe brief<|im_end|>\\n<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n");
-  EXPECT_NE(joined(tokens({"--prompt", "Hi", "--chat"})).find("SmolLM"), std::string::npos) << "the template's own system message";
+  EXPECT_NE(joined(tokens({"--prompt", "Hi", "--chat"})).find("SmolLM"), std::string::npos)
+      << "the template's own system message";
 }
 
 TEST_F(CommandText, WritesTextAsItComesAndTheSameTokensAsFromIds) {
@@ -49,7 +50,8 @@ TEST_F(CommandText, WritesTextAsItComesAndTheSameTokensAsFromIds) {
     words.insert(words.end(), tail.begin(), tail.end());
     return words;
   };
-  const json from_text = answered(generate({"--prompt", said}, place("model"))), from_ids = answered(generate({"--ids", ids}, place("model")));
+  const json from_text = answered(generate({"--prompt", said}, place("model"))),
+             from_ids = answered(generate({"--ids", ids}, place("model")));
   EXPECT_EQ(from_text["tokens"], from_ids["tokens"]);
   EXPECT_FALSE(from_ids.contains("text"));
   const std::vector<std::int32_t> written = from_text["tokens"];
@@ -86,7 +88,17 @@ TEST_F(CommandText, RefusesPromptsThatAreNone) {
 // ---- The picture
 
 TEST_F(CommandText, DrawsWhatStayedInOnePage) {
-  const Words words{"generate", "--model", place("model"), "--prompt", "the cat </script><b> and the hat", "--max-new-tokens", "24", "--policy", "tova,budget=16,interval=4,sink=1,recent=4", "--html", place("kept.html")};
+  const Words words{"generate",
+                    "--model",
+                    place("model"),
+                    "--prompt",
+                    "the cat </script><b> and the hat",
+                    "--max-new-tokens",
+                    "24",
+                    "--policy",
+                    "tova,budget=16,interval=4,sink=1,recent=4",
+                    "--html",
+                    place("kept.html")};
   const json told = answered(words);
   const std::string page = content(place("kept.html"));
   ASSERT_FALSE(page.empty());
@@ -121,7 +133,8 @@ TEST_F(CommandText, DrawsWhatStayedInOnePage) {
     EXPECT_TRUE(std::equal(last[r].begin(), last[r].end(), end_rows[r].begin())) << "nothing goes between events";
     EXPECT_EQ(end_rows[r].back(), tokens - 1);
   }
-  expect_refused({"generate", "--model", place("model"), "--prompt", "x", "--html", place("no/kept.html")}, "no/kept.html");
+  expect_refused({"generate", "--model", place("model"), "--prompt", "x", "--html", place("no/kept.html")},
+                 "no/kept.html");
 }
 
 // ---- Tasks over text
@@ -131,13 +144,16 @@ TEST_F(CommandText, EvaluatesTasksWhoseAnswersAreRead) {
   for (int i = 0; i < 400; ++i) prose += "the cat sat on the mat. ";
   const std::string haystack = write("prose.txt", prose);
   const auto eval = [&](const Words& more) {
-    Words words{"eval", "--model", place("model"), "--task", "text/needle", "--haystack", haystack, "--length", "400", "--samples", "3", "--batch", "2", "--budgets", "64"};
+    Words words{"eval",     "--model", place("model"), "--task", "text/needle", "--haystack", haystack,
+                "--length", "400",     "--samples",    "3",      "--batch",     "2",          "--budgets",
+                "64"};
     words.insert(words.end(), more.begin(), more.end());
     return words;
   };
   for (const char* question : {"before", "after"}) {
     SCOPED_TRACE(question);
-    const json all = answered(eval({"--policy", "full", "--policy", "tova", "--policy", "fastkv,layer=0,window=8", "--question", question}));
+    const json all = answered(
+        eval({"--policy", "full", "--policy", "tova", "--policy", "fastkv,layer=0,window=8", "--question", question}));
     ASSERT_EQ(all.size(), 3U);
     EXPECT_EQ(all[0]["references"], 3);
     EXPECT_EQ(all[0]["events"], 0);
@@ -156,12 +172,27 @@ TEST_F(CommandText, EvaluatesTasksWhoseAnswersAreRead) {
   EXPECT_LE(fed["whole"], 3);
   const Outcome table = run(eval({"--policy", "full", "--policy", "tova", "--against", "full", "--quiet"}));
   EXPECT_EQ(table.code, 0) << table.err;
-  EXPECT_NE(table.out.find("says nothing about policies"), std::string::npos) << "random weights answer nothing: " << table.out;
+  EXPECT_NE(table.out.find("says nothing about policies"), std::string::npos)
+      << "random weights answer nothing: " << table.out;
 }
 
 TEST_F(CommandText, WritesSamplesAndAnswersForOtherPrograms) {
   const auto written = [&](const Words& more) {
-    Words words{"eval", "--model", place("model"), "--task", "ruler/niah-single-1,ruler/vt", "--length", "1500", "--samples", "2", "--batch", "2", "--seed", "7", "--samples-out", place("samples.jsonl")};
+    Words words{"eval",
+                "--model",
+                place("model"),
+                "--task",
+                "ruler/niah-single-1,ruler/vt",
+                "--length",
+                "1500",
+                "--samples",
+                "2",
+                "--batch",
+                "2",
+                "--seed",
+                "7",
+                "--samples-out",
+                place("samples.jsonl")};
     words.insert(words.end(), more.begin(), more.end());
     const json rows = answered(words);
     std::vector<json> lines;
@@ -171,7 +202,8 @@ TEST_F(CommandText, WritesSamplesAndAnswersForOtherPrograms) {
       double share = 0;
       for (const json& line : lines)
         for (const json& answer : line["answers"])
-          if (line["task"] == row["task"] && answer["policy"] == row["policy"] && answer["budget"] == row["budget"]) share += answer["score"].get<double>() / 2;
+          if (line["task"] == row["task"] && answer["policy"] == row["policy"] && answer["budget"] == row["budget"])
+            share += answer["score"].get<double>() / 2;
       EXPECT_NEAR(share, row["share"].get<double>(), 1e-6) << row;
     }
     return lines;
@@ -209,7 +241,9 @@ TEST_F(CommandText, WritesSamplesAndAnswersForOtherPrograms) {
     // The full cache goes on as generate does from the same ids.
     std::string said;
     for (const json& id : ids) said += id.dump() + " ";
-    std::vector<std::int32_t> tokens = answered({"generate", "--model", place("model"), "--ids-file", write("ids.txt", said), "--max-new-tokens", line["max_new_tokens"].dump()})["tokens"];
+    std::vector<std::int32_t> tokens =
+        answered({"generate", "--model", place("model"), "--ids-file", write("ids.txt", said), "--max-new-tokens",
+                  line["max_new_tokens"].dump()})["tokens"];
     tokens.erase(std::ranges::find_first_of(tokens, line["end_tokens"].get<std::vector<std::int32_t>>()), tokens.end());
     EXPECT_EQ(line["answers"][0]["tokens"], tokens);
   }

@@ -37,7 +37,9 @@ class Command : public ::testing::Test {
   }
   void TearDown() override { fs::remove_all(folder_); }
 
-  [[nodiscard]] static std::string golden(const std::string& path) { return (fs::path(KVKEEP_TEST_GOLDEN_DIR) / path).string(); }
+  [[nodiscard]] static std::string golden(const std::string& path) {
+    return (fs::path(KVKEEP_TEST_GOLDEN_DIR) / path).string();
+  }
   [[nodiscard]] static std::string model() { return golden("decoder/llama_gqa"); }
   [[nodiscard]] std::string place(const std::string& name) const { return (folder_ / name).string(); }
 
@@ -46,8 +48,8 @@ class Command : public ::testing::Test {
     return place(name);
   }
 
-  // Starts the command with stdout and stderr in files beside the folder under test. It ignores one signal or none, whatever we inherited:
-  // under nohup a test would wait for an end that never comes.
+  // Starts the command with stdout and stderr in files beside the folder under test. It ignores one signal or none,
+  // whatever we inherited: under nohup a test would wait for an end that never comes.
   pid_t start(const Words& words, int ignored = 0) {
     const pid_t child = ::fork();
     if (child != 0) return child;

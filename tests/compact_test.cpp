@@ -37,22 +37,31 @@ TEST(Compact, MovesExactlyTheKeptBytesForAnyDtypeHeadSizeAndStride) {  // B21, B
         std::copy(kept.begin(), kept.end(), index.data_ptr<std::int32_t>());
         const auto n = static_cast<std::int64_t>(kept.size());
         ASSERT_TRUE(keys[1][2].slice(0, 0, n).equal(at::index_select(before[1][2], 0, index)));
-        ASSERT_TRUE(keys[1][2].slice(0, length).equal(before[1][2].slice(0, length))) << "slots past the row are canaries";
+        ASSERT_TRUE(keys[1][2].slice(0, length).equal(before[1][2].slice(0, length)))
+            << "slots past the row are canaries";
         ASSERT_TRUE(keys[0].equal(before[0])) << "another sequence's rows";
         ASSERT_TRUE(parent.slice(3, 0, 1).equal(parent_before.slice(3, 0, 1))) << "bytes between the rows";
       }
 }
 
 TEST(Compact, RefusesSlotsThatDoNotAscendBeforeTheFirstByteMoves) {
-  ModelSpec spec{.query_heads = 1, .kv_heads = 1, .key_dim = 4, .value_dim = 4, .softmax_scale = 0, .rope = {}, .layers = std::vector<LayerSpec>(2)};
+  ModelSpec spec{.query_heads = 1,
+                 .kv_heads = 1,
+                 .key_dim = 4,
+                 .value_dim = 4,
+                 .softmax_scale = 0,
+                 .rope = {},
+                 .layers = std::vector<LayerSpec>(2)};
   const auto rows = [] { return at::randint(0, 100, {1, 1, 8, 4}).to(kFloat32); };
   std::vector<LayerKv> layers{DenseKv{rows(), rows()}, DenseKv{rows(), rows()}};
   const SequenceId id = 0;
   std::int32_t length = 8;
   const std::int32_t all[] = {0, 1}, due[] = {0};
-  const RowTable table = make_rows(spec, {.layers = layers, .sequences = {&id, 1}, .lengths = {{&length, 1}}}, all, due);
+  const RowTable table =
+      make_rows(spec, {.layers = layers, .sequences = {&id, 1}, .lengths = {{&length, 1}}}, all, due);
   const Tensor before = std::get<DenseKv>(layers[0]).keys.clone();
-  for (const std::vector<std::int32_t>& bad : {std::vector<std::int32_t>{3, 4, 5, 5}, {3, 4, 6, 5}, {3, 4, 5, 8}, {3, 4, -1, 2}}) {
+  for (const std::vector<std::int32_t>& bad :
+       {std::vector<std::int32_t>{3, 4, 5, 5}, {3, 4, 6, 5}, {3, 4, 5, 8}, {3, 4, -1, 2}}) {
     Tensor slots = at::empty({4}, kInt32);
     std::copy(bad.begin(), bad.end(), slots.data_ptr<std::int32_t>());
     EXPECT_THROW(compact(table, {slots, {0, 2, 4}}), InvalidArgument);  // the second row is the bad one

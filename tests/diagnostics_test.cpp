@@ -1,4 +1,5 @@
-// The numbers of docs/diagnostics.md: by hand, by identities, and against a second implementation that counts position by position.
+// The numbers of docs/diagnostics.md: by hand, by identities, and against a second implementation that counts position
+// by position.
 
 #include "kvkeep/report/diagnostics.h"
 
@@ -33,7 +34,8 @@ Positions joined(std::initializer_list<Positions> parts) {
 /// Sinks and window out of the way.
 DiagnosticsOptions bare() { return {.layers = 1, .regions = {4}, .ngrams = {2}, .window = 0, .sink = 0}; }
 
-DiagnosticsResult one_event(const Positions& before, const Positions& kept, std::int32_t end, const DiagnosticsOptions& options) {
+DiagnosticsResult one_event(const Positions& before, const Positions& kept, std::int32_t end,
+                            const DiagnosticsOptions& options) {
   Diagnostics diagnostics(options);
   const RowEvent row{.next_position = end, .before = before, .kept = kept};
   diagnostics.add_event(0, {&row, 1});
@@ -94,7 +96,8 @@ TEST(Diagnostics, NearlyWipedIsBelowFivePerCent) {
 
 TEST(Diagnostics, CoversByPlaceInTheText) {
   // 40 positions: two a bin. The middle third is 14 to 26.
-  const DiagnosticsResult r = one_event(joined({range(0, 10), range(20, 40)}), joined({{0, 1, 2, 20}, range(38, 40)}), 40, bare());
+  const DiagnosticsResult r =
+      one_event(joined({range(0, 10), range(20, 40)}), joined({{0, 1, 2, 20}, range(38, 40)}), 40, bare());
   EXPECT_DOUBLE_EQ(r.coverage[0].value(), 1.0);
   EXPECT_DOUBLE_EQ(r.coverage[1].value(), 0.5);
   EXPECT_DOUBLE_EQ(r.coverage[2].value(), 0.0);
@@ -111,7 +114,8 @@ TEST(Diagnostics, TellsSegmentsQuotasAndTheSuffix) {
   const Positions before{0, 1, 2, 3, 4, 5, 8, 9}, kept{0, 1, 3, 9}, ends{2, 8}, quotas{2, 2};
   const std::vector<float> mass{0.125F, 0.125F, 0, 0, 0, 0.25F, 0.25F, 0.25F};
   Diagnostics diagnostics(options);
-  const RowEvent row{.next_position = 10, .before = before, .kept = kept, .segment_ends = ends, .quotas = quotas, .mass = mass};
+  const RowEvent row{
+      .next_position = 10, .before = before, .kept = kept, .segment_ends = ends, .quotas = quotas, .mass = mass};
   diagnostics.add_event(0, {&row, 1});
   const DiagnosticsResult& r = diagnostics.result();
   EXPECT_DOUBLE_EQ(r.segments.value(), 2);
@@ -127,7 +131,8 @@ TEST(Diagnostics, PairsConsecutiveEventsOfARowByDepth) {
   Diagnostics diagnostics(options);
   const auto event = [&](std::int64_t sequence, const Positions& first, const Positions& last) {
     const Positions before = range(0, 20);
-    const std::vector<RowEvent> rows{{.layer = 0, .next_position = 20, .before = before, .kept = first}, {.layer = 2, .next_position = 20, .before = before, .kept = last}};
+    const std::vector<RowEvent> rows{{.layer = 0, .next_position = 20, .before = before, .kept = first},
+                                     {.layer = 2, .next_position = 20, .before = before, .kept = last}};
     diagnostics.add_event(sequence, rows);
   };
   event(7, range(0, 4), range(0, 4));
@@ -149,7 +154,9 @@ TEST(Diagnostics, OfNothingAreNullNotNumbers) {
   const DiagnosticsResult nothing = Diagnostics(DiagnosticsOptions{}).result();
   const auto json = nlohmann::json::parse(to_json(nothing));
   EXPECT_EQ(json["events"], 0);
-  for (const char* name : {"iou", "survival", "middle", "newest_share", "segments", "suffix_mass", "collapsed", "longest_dropped"}) EXPECT_TRUE(json[name].is_null()) << name;
+  for (const char* name :
+       {"iou", "survival", "middle", "newest_share", "segments", "suffix_mass", "collapsed", "longest_dropped"})
+    EXPECT_TRUE(json[name].is_null()) << name;
   EXPECT_TRUE(json["attention"]["recall"].is_null());
   EXPECT_TRUE(json["wipe_out"][2]["wiped"].is_null());
   EXPECT_EQ(json["wipe_out"][0]["region"], 64);
@@ -194,7 +201,11 @@ std::vector<oracle::KeptEvent> random_run(std::mt19937& random, int layers, int 
     for (std::size_t r = 0; r < held.size(); ++r) {
       for (int p = P; p < grown; ++p)
         if (below(20) != 0) held[r].insert(p);  // now and then a position is skipped
-      oracle::KeptRow row{.layer = static_cast<int>(r) / heads, .head = static_cast<int>(r) % heads, .P = grown, .before = held[r], .kept = {}};
+      oracle::KeptRow row{.layer = static_cast<int>(r) / heads,
+                          .head = static_cast<int>(r) % heads,
+                          .P = grown,
+                          .before = held[r],
+                          .kept = {}};
       for (const int p : row.before) {
         const bool stays = style == 0 ? below(4) == 0 : style == 1 ? p / 16 % 2 == 0 : p >= grown - 40;
         if (stays) row.kept.insert(p);
@@ -213,9 +224,14 @@ void add(Diagnostics& to, std::int64_t sequence, const std::vector<oracle::KeptE
   for (const oracle::KeptEvent& event : run) {
     std::vector<std::pair<Positions, Positions>> lists;
     std::vector<RowEvent> rows;
-    for (const oracle::KeptRow& row : event) lists.emplace_back(Positions(row.before.begin(), row.before.end()), Positions(row.kept.begin(), row.kept.end()));
+    for (const oracle::KeptRow& row : event)
+      lists.emplace_back(Positions(row.before.begin(), row.before.end()), Positions(row.kept.begin(), row.kept.end()));
     for (std::size_t r = 0; r < event.size(); ++r)
-      rows.push_back({.layer = event[r].layer, .head = event[r].head, .next_position = event[r].P, .before = lists[r].first, .kept = lists[r].second});
+      rows.push_back({.layer = event[r].layer,
+                      .head = event[r].head,
+                      .next_position = event[r].P,
+                      .before = lists[r].first,
+                      .kept = lists[r].second});
     to.add_event(sequence, rows);
   }
   to.end(sequence);
@@ -225,10 +241,12 @@ TEST(Diagnostics, AgreeWithTheSecondImplementationOnRandomRuns) {
   for (unsigned seed = 0; seed < 200; ++seed) {
     SCOPED_TRACE(seed);
     std::mt19937 random(seed);
-    const int layers = 1 + static_cast<int>(random() % 7), heads = 1 + static_cast<int>(random() % 3), events = 1 + static_cast<int>(random() % 5);
+    const int layers = 1 + static_cast<int>(random() % 7), heads = 1 + static_cast<int>(random() % 3),
+              events = 1 + static_cast<int>(random() % 5);
     const int window = static_cast<int>(random() % 40), sink = static_cast<int>(random() % 6);
     const auto run = random_run(random, layers, heads, events);
-    const DiagnosticsOptions options{.layers = layers, .regions = {64, 7, 1}, .ngrams = {}, .window = window, .sink = sink};
+    const DiagnosticsOptions options{
+        .layers = layers, .regions = {64, 7, 1}, .ngrams = {}, .window = window, .sink = sink};
     Diagnostics diagnostics(options);
     add(diagnostics, 3, run);
     const DiagnosticsResult& got = diagnostics.result();
@@ -277,16 +295,23 @@ TEST(Diagnostics, MergedAreThoseOfOneThatSawAll) {
     for (int i = 0; i < 50; ++i) tokens.push_back(static_cast<std::int32_t>(random() % 3));
     (sequence % 2 == 0 ? left : right).add_generated(tokens);
     all.add_generated(tokens);
-    const QueryLoss loss{.held = 0.5, .past = 0.25, .past_held = 0.125, .error_squared = 1, .output_squared = static_cast<double>(sequence + 1)};
+    const QueryLoss loss{.held = 0.5,
+                         .past = 0.25,
+                         .past_held = 0.125,
+                         .error_squared = 1,
+                         .output_squared = static_cast<double>(sequence + 1)};
     (sequence % 2 == 0 ? left : right).add_query(1, static_cast<std::int32_t>(sequence), loss);
     all.add_query(1, static_cast<std::int32_t>(sequence), loss);
   }
   left.merge(right);
-  const auto merged = nlohmann::json::parse(to_json(left.result())), whole = nlohmann::json::parse(to_json(all.result()));
+  const auto merged = nlohmann::json::parse(to_json(left.result())),
+             whole = nlohmann::json::parse(to_json(all.result()));
   EXPECT_EQ(merged["attention_by_head"].size(), 6U);
   for (const auto& [name, value] : whole.items()) {
-    if (value.is_number()) EXPECT_NEAR(merged[name].get<double>(), value.get<double>(), 1e-12) << name;
-    else EXPECT_EQ(merged[name].size(), value.size()) << name;
+    if (value.is_number())
+      EXPECT_NEAR(merged[name].get<double>(), value.get<double>(), 1e-12) << name;
+    else
+      EXPECT_EQ(merged[name].size(), value.size()) << name;
   }
   EXPECT_EQ(merged["coverage"], whole["coverage"]);
   EXPECT_EQ(merged["wipe_out"], whole["wipe_out"]);
@@ -303,7 +328,8 @@ TEST(Diagnostics, RepetitionAgreesWithTheSecondImplementation) {
   for (int i = 0; i < 300; ++i) {
     Positions tokens(random() % 60);
     for (std::int32_t& t : tokens) t = static_cast<std::int32_t>(random() % (1 + random() % 4));
-    for (const std::int32_t n : {1, 2, 3, 4, 8, 16}) ASSERT_DOUBLE_EQ(ngram_repetition(tokens, n), oracle::repetition(tokens, n)) << i << ", n " << n;
+    for (const std::int32_t n : {1, 2, 3, 4, 8, 16})
+      ASSERT_DOUBLE_EQ(ngram_repetition(tokens, n), oracle::repetition(tokens, n)) << i << ", n " << n;
   }
 }
 
@@ -321,23 +347,28 @@ TEST(Diagnostics, AttentionLossAgreesWithTheSecondImplementation) {
   std::normal_distribution<double> normal;
   std::vector<double> scratch;
   for (int i = 0; i < 200; ++i) {
-    const int T = 1 + static_cast<int>(random() % 40), D = 1 + static_cast<int>(random() % 9), Dv = 1 + static_cast<int>(random() % 6);
+    const int T = 1 + static_cast<int>(random() % 40), D = 1 + static_cast<int>(random() % 9),
+              Dv = 1 + static_cast<int>(random() % 6);
     const int P = static_cast<int>(random() % static_cast<unsigned>(T));
     std::vector<float> keys, values, query;
     std::vector<std::vector<double>> k, v;
     for (int t = 0; t < T; ++t) {
       k.emplace_back();
       v.emplace_back();
-      for (int d = 0; d < D; ++d) keys.push_back(static_cast<float>(normal(random))), k.back().push_back(static_cast<double>(keys.back()));
-      for (int d = 0; d < Dv; ++d) values.push_back(static_cast<float>(normal(random))), v.back().push_back(static_cast<double>(values.back()));
+      for (int d = 0; d < D; ++d)
+        keys.push_back(static_cast<float>(normal(random))), k.back().push_back(static_cast<double>(keys.back()));
+      for (int d = 0; d < Dv; ++d)
+        values.push_back(static_cast<float>(normal(random))), v.back().push_back(static_cast<double>(values.back()));
     }
     std::vector<double> q;
-    for (int d = 0; d < D; ++d) query.push_back(static_cast<float>(normal(random))), q.push_back(static_cast<double>(query.back()));
+    for (int d = 0; d < D; ++d)
+      query.push_back(static_cast<float>(normal(random))), q.push_back(static_cast<double>(query.back()));
     std::set<int> kept;
     for (int p = 0; p < P; ++p)
       if (random() % 3 == 0) kept.insert(p);
     const Positions list(kept.begin(), kept.end());
-    const QueryLoss got = query_loss({keys.data(), D, values.data(), Dv, D, Dv}, query.data(), T, list, P, 0.7, scratch);
+    const QueryLoss got =
+        query_loss({keys.data(), D, values.data(), Dv, D, Dv}, query.data(), T, list, P, 0.7, scratch);
     const oracle::Loss want = oracle::attention_loss(k, v, q, kept, P, 0.7);
     ASSERT_NEAR(got.held, want.held, 1e-9);
     ASSERT_NEAR(got.past, want.past, 1e-9);
@@ -351,7 +382,8 @@ TEST(Diagnostics, AttentionLossAgreesWithTheSecondImplementation) {
 TEST(Diagnostics, NothingIsLostWhereEverythingIsHeld) {
   const std::vector<float> keys{1, 0, 0, 1, 2, 2}, values{1, 2, 3}, query{0.5F, -1};
   std::vector<double> scratch;
-  const QueryLoss all = query_loss({keys.data(), 2, values.data(), 1, 2, 1}, query.data(), 3, Positions{0, 1}, 2, 1.0, scratch);
+  const QueryLoss all =
+      query_loss({keys.data(), 2, values.data(), 1, 2, 1}, query.data(), 3, Positions{0, 1}, 2, 1.0, scratch);
   EXPECT_NEAR(all.held, 1, 1e-12);
   EXPECT_EQ(all.past, all.past_held);
   EXPECT_NEAR(all.error_squared, 0, 1e-24);

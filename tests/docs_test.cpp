@@ -30,14 +30,16 @@ std::string read(const fs::path& file) {
 std::vector<std::string> table_rows(const std::string& page, const std::string& name) {
   std::vector<std::string> rows;
   const std::string start = "\n| `" + name + "` |";
-  for (std::size_t at = page.find(start); at != std::string::npos; at = page.find(start, at + 1)) rows.push_back(page.substr(at + 1, page.find('\n', at + 1) - at - 1));
+  for (std::size_t at = page.find(start); at != std::string::npos; at = page.find(start, at + 1))
+    rows.push_back(page.substr(at + 1, page.find('\n', at + 1) - at - 1));
   return rows;
 }
 
 /// Whether a row says what an option defaults to and may be.
 bool tells(const std::string& row, const OptionInfo& option) {
   if (row.find(option.fallback) == std::string::npos) return false;
-  if (option.allowed.find("integer") != std::string::npos || option.allowed.find("number") != std::string::npos) return true;
+  if (option.allowed.find("integer") != std::string::npos || option.allowed.find("number") != std::string::npos)
+    return true;
   std::istringstream choices(option.allowed);
   for (std::string choice; std::getline(choices >> std::ws, choice, ',');)
     if (row.find("`" + choice + "`") == std::string::npos && row.find(choice) == std::string::npos) return false;
@@ -47,12 +49,15 @@ bool tells(const std::string& row, const OptionInfo& option) {
 TEST(Docs, ThePageOfPoliciesNamesEveryPolicyAndEveryOptionWithItsDefaultAndChoices) {
   const std::string page = read(root() / "docs" / "policies.md");
   for (const PolicyInfo& policy : policies()) {
-    const std::string allocator = policy.name.substr(0, policy.name.find('-'));  // "ams-tova" stands on the page as `ams-<scorer>`
-    EXPECT_TRUE(!table_rows(page, policy.name).empty() || !table_rows(page, allocator + "-<scorer>").empty()) << policy.name;
+    const std::string allocator =
+        policy.name.substr(0, policy.name.find('-'));  // "ams-tova" stands on the page as `ams-<scorer>`
+    EXPECT_TRUE(!table_rows(page, policy.name).empty() || !table_rows(page, allocator + "-<scorer>").empty())
+        << policy.name;
     for (const OptionInfo& option : policy.options) {
       const auto rows = table_rows(page, option.name);
       EXPECT_TRUE(std::any_of(rows.begin(), rows.end(), [&](const std::string& row) { return tells(row, option); }))
-          << policy.name << ": " << option.name << " defaults to " << option.fallback << " and may be " << option.allowed << "; the page says otherwise, or nothing";
+          << policy.name << ": " << option.name << " defaults to " << option.fallback << " and may be "
+          << option.allowed << "; the page says otherwise, or nothing";
     }
   }
 }
@@ -62,8 +67,10 @@ TEST(Docs, TheReadmeShowsTheLinesThatTheEmbeddingExampleCompiles) {
   const std::size_t begin = example.find("  kvkeep::Keeper keeper("), end = example.find("  // ----\n", begin);
   ASSERT_NE(begin, std::string::npos);
   ASSERT_NE(end, std::string::npos);
-  const std::string lines = std::regex_replace(std::string("\n").append(example, begin, end - begin), std::regex("\n  "), "\n");
-  EXPECT_NE(read(root() / "README.md").find("```cpp" + lines + "```"), std::string::npos) << "README.md should hold:" << lines;
+  const std::string lines =
+      std::regex_replace(std::string("\n").append(example, begin, end - begin), std::regex("\n  "), "\n");
+  EXPECT_NE(read(root() / "README.md").find("```cpp" + lines + "```"), std::string::npos)
+      << "README.md should hold:" << lines;
 }
 
 TEST(Docs, LinksBetweenPagesLeadToPages) {
@@ -73,7 +80,8 @@ TEST(Docs, LinksBetweenPagesLeadToPages) {
       if (entry.path().extension() != ".md") continue;
       const std::string page = read(entry.path());
       for (std::sregex_iterator at(page.begin(), page.end(), link), last; at != last; ++at)
-        EXPECT_TRUE(fs::exists(entry.path().parent_path() / (*at)[1].str())) << entry.path() << " links to " << (*at)[1];
+        EXPECT_TRUE(fs::exists(entry.path().parent_path() / (*at)[1].str()))
+            << entry.path() << " links to " << (*at)[1];
     }
 }
 

@@ -1,5 +1,6 @@
 #pragma once
-/// Engines around a keeper, dense and paged, on the CPU or on a device: what they hold after any steps can be compared slot by slot.
+/// Engines around a keeper, dense and paged, on the CPU or on a device: what they hold after any steps can be compared
+/// slot by slot.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -62,7 +63,8 @@ inline Numbers numbers_of(oracle::Random& random, const std::vector<std::pair<Se
 inline std::vector<Tensor> output_projections(Device device) {
   oracle::Random random(99);
   std::vector<Tensor> all;
-  for (std::int32_t l = 0; l < kLayers; ++l) all.push_back(random_numbers(random, 1, 10, 4 * kValueDim).squeeze(0).contiguous().to(device));
+  for (std::int32_t l = 0; l < kLayers; ++l)
+    all.push_back(random_numbers(random, 1, 10, 4 * kValueDim).squeeze(0).contiguous().to(device));
   return all;
 }
 
@@ -70,7 +72,11 @@ inline std::vector<Tensor> output_projections(Device device) {
 class Engine {
  public:
   Engine(std::unique_ptr<KVPolicy> policy, bool ragged, std::shared_ptr<Accelerator> accelerator)
-      : keeper(model(), std::move(policy), {.output_projections = output_projections(accelerator == nullptr ? Device(c10::kCPU) : accelerator->device()), .accelerator = accelerator}), ragged_(ragged) {}
+      : keeper(model(), std::move(policy),
+               {.output_projections =
+                    output_projections(accelerator == nullptr ? Device(c10::kCPU) : accelerator->device()),
+                .accelerator = accelerator}),
+        ragged_(ragged) {}
   virtual ~Engine() = default;
 
   void join(SequenceId id) {
@@ -96,11 +102,16 @@ class Engine {
       for (std::size_t i = 0; i < numbers.ids.size(); ++i)
         for (std::int32_t t = numbers.indptr[i]; t < numbers.indptr[i + 1]; ++t)
           for (std::int32_t h = 0; h < kHeads; ++h) {
-            const std::int32_t slot = lengths.at(numbers.ids[i])[static_cast<std::size_t>(l * kHeads + h)] + t - numbers.indptr[i];
+            const std::int32_t slot =
+                lengths.at(numbers.ids[i])[static_cast<std::size_t>(l * kHeads + h)] + t - numbers.indptr[i];
             slot_of(numbers.ids[i], l, h, slot, false).copy_(numbers.keys[static_cast<std::size_t>(l)][t][h]);
             slot_of(numbers.ids[i], l, h, slot, true).copy_(numbers.values[static_cast<std::size_t>(l)][t][h]);
           }
-      keeper.observe({.layer = l, .sequences = numbers.ids, .indptr = numbers.indptr, .queries = numbers.queries[static_cast<std::size_t>(l)].to(keeper.device()), .positions = positions});
+      keeper.observe({.layer = l,
+                      .sequences = numbers.ids,
+                      .indptr = numbers.indptr,
+                      .queries = numbers.queries[static_cast<std::size_t>(l)].to(keeper.device()),
+                      .positions = positions});
     }
     for (std::size_t i = 0; i < numbers.ids.size(); ++i)
       for (std::int32_t& length : lengths.at(numbers.ids[i])) length += numbers.indptr[i + 1] - numbers.indptr[i];
@@ -115,9 +126,12 @@ class Engine {
     return report;
   }
 
-  std::int64_t workspace_bytes(const std::vector<SequenceId>& ids) { return keeper.workspace_bytes(lengthened_view(ids)); }
+  std::int64_t workspace_bytes(const std::vector<SequenceId>& ids) {
+    return keeper.workspace_bytes(lengthened_view(ids));
+  }
 
-  [[nodiscard]] virtual Tensor slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot, bool value) const = 0;
+  [[nodiscard]] virtual Tensor slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot,
+                                       bool value) const = 0;
 
   Keeper keeper;
   std::map<SequenceId, Ints> lengths;
@@ -132,7 +146,8 @@ class Engine {
  private:
   CacheView lengthened_view(const std::vector<SequenceId>& ids) {
     flat_.clear();
-    for (const SequenceId id : ids) flat_.insert(flat_.end(), lengths.at(id).begin(), lengths.at(id).begin() + (ragged_ ? kRows : 1));
+    for (const SequenceId id : ids)
+      flat_.insert(flat_.end(), lengths.at(id).begin(), lengths.at(id).begin() + (ragged_ ? kRows : 1));
     CacheView view = view_of(ids);
     view.lengths = {flat_, ragged_ ? kRows : 1};
     return view;
@@ -144,14 +159,19 @@ class Engine {
 
 class DenseEngine final : public Engine {
  public:
-  DenseEngine(const std::string& policy, bool ragged, ScalarType dtype, std::shared_ptr<Accelerator> accelerator = nullptr)
+  DenseEngine(const std::string& policy, bool ragged, ScalarType dtype,
+              std::shared_ptr<Accelerator> accelerator = nullptr)
       : DenseEngine(make_policy(policy), ragged, dtype, std::move(accelerator)) {}
-  DenseEngine(std::unique_ptr<KVPolicy> policy, bool ragged, ScalarType dtype, std::shared_ptr<Accelerator> accelerator = nullptr)
+  DenseEngine(std::unique_ptr<KVPolicy> policy, bool ragged, ScalarType dtype,
+              std::shared_ptr<Accelerator> accelerator = nullptr)
       : Engine(std::move(policy), ragged, std::move(accelerator)) {
     const auto there = at::TensorOptions().dtype(dtype).device(keeper.device());
-    for (std::int32_t l = 0; l < kLayers; ++l) layers.emplace_back(DenseKv{at::full({8, kHeads, 400, kKeyDim}, 9, there), at::full({8, kHeads, 400, kValueDim}, 9, there)});
+    for (std::int32_t l = 0; l < kLayers; ++l)
+      layers.emplace_back(
+          DenseKv{at::full({8, kHeads, 400, kKeyDim}, 9, there), at::full({8, kHeads, 400, kValueDim}, 9, there)});
   }
-  [[nodiscard]] Tensor slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot, bool value) const override {
+  [[nodiscard]] Tensor slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot,
+                               bool value) const override {
     const auto& kv = std::get<DenseKv>(layers[static_cast<std::size_t>(layer)]);
     return (value ? kv.values : kv.keys)[id][head][slot];
   }
@@ -174,12 +194,17 @@ class DenseEngine final : public Engine {
 
 class PagedEngine final : public Engine {
  public:
-  PagedEngine(const std::string& policy, bool ragged, ScalarType dtype, std::int32_t page_size, PageLayout layout, Form form, std::int32_t slots = 1600,
-              std::shared_ptr<Accelerator> accelerator = nullptr)
-      : Engine(make_policy(policy), ragged, std::move(accelerator)), layout_(layout), pool(slots / page_size, page_size), sequences(pool) {
+  PagedEngine(const std::string& policy, bool ragged, ScalarType dtype, std::int32_t page_size, PageLayout layout,
+              Form form, std::int32_t slots = 1600, std::shared_ptr<Accelerator> accelerator = nullptr)
+      : Engine(make_policy(policy), ragged, std::move(accelerator)),
+        layout_(layout),
+        pool(slots / page_size, page_size),
+        sequences(pool) {
     const std::int64_t pages = pool.capacity();
     const auto there = at::TensorOptions().dtype(dtype).device(keeper.device());
-    const std::vector<std::int64_t> middle = layout == PageLayout::slot_head ? std::vector<std::int64_t>{page_size, kHeads} : std::vector<std::int64_t>{kHeads, page_size};
+    const std::vector<std::int64_t> middle = layout == PageLayout::slot_head
+                                                 ? std::vector<std::int64_t>{page_size, kHeads}
+                                                 : std::vector<std::int64_t>{kHeads, page_size};
     for (std::int32_t l = 0; l < kLayers; ++l) {
       Tensor keys, values;
       if (form == Form::apart) {
@@ -187,7 +212,8 @@ class PagedEngine final : public Engine {
         values = at::full({pages, middle[0], middle[1], kValueDim}, 9, there);
       } else {
         const bool sides_first = form == Form::sides_first;
-        const Tensor both = at::full({sides_first ? 2 : pages, sides_first ? pages : 2, middle[0], middle[1], kKeyDim}, 9, there);
+        const Tensor both =
+            at::full({sides_first ? 2 : pages, sides_first ? pages : 2, middle[0], middle[1], kKeyDim}, 9, there);
         keys = both.select(sides_first ? 0 : 1, 0);
         values = both.select(sides_first ? 0 : 1, 1).narrow(3, 0, kValueDim);
       }
@@ -198,9 +224,11 @@ class PagedEngine final : public Engine {
     for (std::int64_t p = 0; p < pages; ++p) taken.push_back(pool.take());
     for (std::size_t p = 0; p < taken.size(); ++p) pool.give_back(taken[p * 7919 % taken.size()]);
   }
-  [[nodiscard]] Tensor slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot, bool value) const override {
+  [[nodiscard]] Tensor slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot,
+                               bool value) const override {
     const auto& kv = std::get<PagedKv>(layers[static_cast<std::size_t>(layer)]);
-    const Tensor page = (value ? kv.values : kv.keys)[sequences.pages(id)[static_cast<std::size_t>(slot / pool.page_size())]];
+    const Tensor page =
+        (value ? kv.values : kv.keys)[sequences.pages(id)[static_cast<std::size_t>(slot / pool.page_size())]];
     return layout_ == PageLayout::slot_head ? page[slot % pool.page_size()][head] : page[head][slot % pool.page_size()];
   }
 
@@ -225,7 +253,12 @@ class PagedEngine final : public Engine {
   }
   CacheView view_of(const std::vector<SequenceId>& ids) override {
     block_table = sequences.table(ids);
-    return {.layers = layers, .sequences = ids, .lengths = {}, .block_table = block_table, .pages = &pool, .shared_pages = shared_pages};
+    return {.layers = layers,
+            .sequences = ids,
+            .lengths = {},
+            .block_table = block_table,
+            .pages = &pool,
+            .shared_pages = shared_pages};
   }
   void settle(const CacheView& view, const Report& report) override { sequences.settle(view, report.pages); }
 };
@@ -239,11 +272,14 @@ inline void expect_alike(const Engine& dense, const Engine& paged) {
   ASSERT_EQ(dense.lengths, paged.lengths);
   for (const auto& [id, lengths] : dense.lengths)
     for (std::int32_t r = 0; r < kRows; ++r) {
-      const auto a = dense.keeper.positions(id, r / kHeads, r % kHeads), b = paged.keeper.positions(id, r / kHeads, r % kHeads);
-      ASSERT_TRUE(std::equal(a.begin(), a.end(), b.begin(), b.end())) << "positions of row " << r << " of sequence " << id;
+      const auto a = dense.keeper.positions(id, r / kHeads, r % kHeads),
+                 b = paged.keeper.positions(id, r / kHeads, r % kHeads);
+      ASSERT_TRUE(std::equal(a.begin(), a.end(), b.begin(), b.end()))
+          << "positions of row " << r << " of sequence " << id;
       for (std::int32_t t = 0; t < lengths[static_cast<std::size_t>(r)]; ++t)
         for (const bool value : {false, true})
-          ASSERT_TRUE(same_bits(dense.slot_of(id, r / kHeads, r % kHeads, t, value), paged.slot_of(id, r / kHeads, r % kHeads, t, value)))
+          ASSERT_TRUE(same_bits(dense.slot_of(id, r / kHeads, r % kHeads, t, value),
+                                paged.slot_of(id, r / kHeads, r % kHeads, t, value)))
               << (value ? "value" : "key") << " of slot " << t << ", row " << r << ", sequence " << id;
     }
 }

@@ -20,7 +20,10 @@ void replay_family(const std::string& family, int at_least) {
       ++other;
       continue;
     }
-    const auto replay = [&] { return trace::replay_event(io::SafetensorsFile::open(c.file("trace.safetensors")), *load_policy(c.file("policy.json"))); };
+    const auto replay = [&] {
+      return trace::replay_event(io::SafetensorsFile::open(c.file("trace.safetensors")),
+                                 *load_policy(c.file("policy.json")));
+    };
     if (c.must_fail()) {
       EXPECT_THROW(static_cast<void>(replay()), Error);
     } else {
@@ -29,7 +32,8 @@ void replay_family(const std::string& family, int at_least) {
     ++run;
   }
   EXPECT_GE(run, at_least) << "golden cases are missing from the folder";
-  if (other > 0) std::printf("%d cases of family %s name policies that this build does not have\n", other, family.c_str());
+  if (other > 0)
+    std::printf("%d cases of family %s name policies that this build does not have\n", other, family.c_str());
 }
 
 TEST(Golden, AmsEventsMatchThePublishedCodeAndTheStrictReference) { replay_family("ams", 44); }
@@ -42,9 +46,14 @@ TEST(Golden, PoliciesThatNarrowPromptsMatchThePublishedCode) {
   int run = 0;
   for (const testing::GoldenCase& c : testing::golden_cases("asl")) {
     SCOPED_TRACE(c.folder.string());
-    const auto replay = [&] { return trace::replay_prefill(io::SafetensorsFile::open(c.file("trace.safetensors")), *load_policy(c.file("policy.json"))); };
-    if (c.must_fail()) EXPECT_THROW(static_cast<void>(replay()), Error);
-    else testing::expect_as_golden(c, replay());
+    const auto replay = [&] {
+      return trace::replay_prefill(io::SafetensorsFile::open(c.file("trace.safetensors")),
+                                   *load_policy(c.file("policy.json")));
+    };
+    if (c.must_fail())
+      EXPECT_THROW(static_cast<void>(replay()), Error);
+    else
+      testing::expect_as_golden(c, replay());
     ++run;
   }
   EXPECT_GE(run, 12) << "golden cases are missing from the folder";
@@ -54,9 +63,14 @@ TEST(Golden, FoldedSpansMatchTheReferenceAndThePublishedCode) {
   int run = 0;
   for (const testing::GoldenCase& c : testing::golden_cases("sekv")) {
     SCOPED_TRACE(c.folder.string());
-    const auto replay = [&] { return trace::replay_span(io::SafetensorsFile::open(c.file("trace.safetensors")), *load_policy(c.file("policy.json"))); };
-    if (c.must_fail()) EXPECT_THROW(static_cast<void>(replay()), Error);
-    else testing::expect_as_golden(c, replay());
+    const auto replay = [&] {
+      return trace::replay_span(io::SafetensorsFile::open(c.file("trace.safetensors")),
+                                *load_policy(c.file("policy.json")));
+    };
+    if (c.must_fail())
+      EXPECT_THROW(static_cast<void>(replay()), Error);
+    else
+      testing::expect_as_golden(c, replay());
     ++run;
   }
   EXPECT_GE(run, 17) << "golden cases are missing from the folder";
@@ -66,7 +80,8 @@ TEST(Golden, LossesOfRouterAndGatesHaveTheGradientsOfTheReference) {
   int run = 0;
   for (const testing::GoldenCase& c : testing::golden_cases("sekv_train")) {
     SCOPED_TRACE(c.folder.string());
-    testing::expect_as_golden(c, trace::replay_span_train(io::SafetensorsFile::open(c.file("trace.safetensors")), *load_policy(c.file("policy.json"))));
+    testing::expect_as_golden(c, trace::replay_span_train(io::SafetensorsFile::open(c.file("trace.safetensors")),
+                                                          *load_policy(c.file("policy.json"))));
     ++run;
   }
   EXPECT_GE(run, 2) << "golden cases are missing from the folder";

@@ -1,4 +1,5 @@
-// The whole strict and official event against the slow second implementation, and what must hold of any event (invariants 2.6).
+// The whole strict and official event against the slow second implementation, and what must hold of any event
+// (invariants 2.6).
 
 #include <gtest/gtest.h>
 
@@ -30,7 +31,8 @@ void drop_what_is_not_defined(const oracle::Sequence& s, const oracle::Options& 
 void expect_near(const std::vector<double>& got, const std::vector<double>& want, const char* what) {
   if (want.empty() || got.empty()) return;
   ASSERT_EQ(got.size(), want.size()) << what;
-  for (std::size_t t = 0; t < want.size(); ++t) ASSERT_NEAR(got[t], want[t], 1e-6 + 2e-4 * std::abs(want[t])) << what << " at slot " << t;
+  for (std::size_t t = 0; t < want.size(); ++t)
+    ASSERT_NEAR(got[t], want[t], 1e-6 + 2e-4 * std::abs(want[t])) << what << " at slot " << t;
 }
 
 TEST(Event, AgreesWithTheSlowSecondImplementationOnRandomEvents) {
@@ -80,7 +82,9 @@ TEST(Event, OfASequenceDoesNotDependOnItsBatch) {  // B14, invariant 11
     std::vector<oracle::Sequence> batch{a.sequence};
     for (std::uint64_t other = 1; other < 4; ++other) {
       oracle::Sequence s = random_case(seed * 7 + other, a.options).sequence;
-      if (s.Hq == a.sequence.Hq && s.Hkv == a.sequence.Hkv && s.D == a.sequence.D) batch.push_back({s.T, s.Hq, s.Hkv, s.D, a.sequence.scale, s.keys, s.queries, s.positions, s.query_positions, s.credit});
+      if (s.Hq == a.sequence.Hq && s.Hkv == a.sequence.Hkv && s.D == a.sequence.D)
+        batch.push_back(
+            {s.T, s.Hq, s.Hkv, s.D, a.sequence.scale, s.keys, s.queries, s.positions, s.query_positions, s.credit});
     }
     while (batch.size() < 3) batch.push_back(batch[0]);
     std::swap(batch[0], batch[2]);
@@ -102,7 +106,8 @@ TEST(Event, KeepsTheSameSlotsBehindAnyPadding) {  // B20
     const auto plain = library_event(c.options, {c.sequence})[0];
     for (const int padding : {1, 2, 7, 17}) {
       const auto padded = library_event(c.options, {c.sequence}, kFloat32, padding)[0];
-      for (std::size_t h = 0; h < plain.size(); ++h) ASSERT_EQ(padded[h].slots, plain[h].slots) << c.description << ", padding " << padding;
+      for (std::size_t h = 0; h < plain.size(); ++h)
+        ASSERT_EQ(padded[h].slots, plain[h].slots) << c.description << ", padding " << padding;
     }
   }
 }
@@ -180,7 +185,8 @@ TEST(Event, HoldsAtEveryBudgetEdge) {  // B12
           for (int i = 0; i < T * 2; ++i) s.keys.push_back(static_cast<float>((i * 7) % 5));
           for (int i = 0; i < queries * 4; ++i) s.queries.push_back(static_cast<float>((i * 3) % 4));
           const auto rows = library_event(o, {s})[0];
-          ASSERT_EQ(static_cast<int>(rows[0].slots.size()), std::min(T, budget)) << policy << " T " << T << " budget " << budget << " queries " << queries;
+          ASSERT_EQ(static_cast<int>(rows[0].slots.size()), std::min(T, budget))
+              << policy << " T " << T << " budget " << budget << " queries " << queries;
         }
 }
 
@@ -206,7 +212,8 @@ TEST(Event, KeepsAscendingOrderOverTwentyRounds) {  // B10, invariant 16
     if (s.T <= o.budget)
       for (auto& row : rows) row.credit_kept = row.credit;
     for (std::size_t h = 0; h < rows.size(); ++h) {
-      const std::vector<int> positions(s.positions.begin() + static_cast<long>(h) * s.T, s.positions.begin() + static_cast<long>(h + 1) * s.T);
+      const std::vector<int> positions(s.positions.begin() + static_cast<long>(h) * s.T,
+                                       s.positions.begin() + static_cast<long>(h + 1) * s.T);
       const auto wrong = oracle::check_positions(o, positions, rows[h].slots);
       ASSERT_TRUE(wrong.empty()) << "round " << round << ": " << wrong.front();
     }
@@ -231,7 +238,10 @@ TEST(Event, CoverageAutoIsTopKWhereNoSegmentFallsShortAndGivesUpNoMoreThanTheDef
       int start = 0, floors = 0;
       std::vector<int> wanted, deficits;
       for (const int end : found[h].segment_ends) {
-        const auto inside = [&](const std::vector<int>& slots) { return static_cast<int>(std::count_if(slots.begin(), slots.end(), [&](int t) { return t >= start && t < end; })); };
+        const auto inside = [&](const std::vector<int>& slots) {
+          return static_cast<int>(
+              std::count_if(slots.begin(), slots.end(), [&](int t) { return t >= start && t < end; }));
+        };
         int guarded = 0;
         for (int t = start; t < end; ++t) guarded += must.holds(t, c.sequence.T);
         wanted.push_back(std::max(guarded, std::min(c.options.min_quota, end - start)));
@@ -241,7 +251,8 @@ TEST(Event, CoverageAutoIsTopKWhereNoSegmentFallsShortAndGivesUpNoMoreThanTheDef
       }
       const int deficit = std::accumulate(deficits.begin(), deficits.end(), 0);
       std::vector<int> new_ones;
-      std::set_difference(found[h].slots.begin(), found[h].slots.end(), best[h].slots.begin(), best[h].slots.end(), std::back_inserter(new_ones));
+      std::set_difference(found[h].slots.begin(), found[h].slots.end(), best[h].slots.begin(), best[h].slots.end(),
+                          std::back_inserter(new_ones));
       ++(deficit == 0 ? same : different);
       if (floors > c.options.budget) {  // not all fit: no more is given up than what fits
         ASSERT_LE(static_cast<int>(new_ones.size()), deficit);
@@ -250,7 +261,10 @@ TEST(Event, CoverageAutoIsTopKWhereNoSegmentFallsShortAndGivesUpNoMoreThanTheDef
       ASSERT_EQ(static_cast<int>(new_ones.size()), deficit);
       start = 0;
       for (std::size_t i = 0; i < wanted.size(); start = found[h].segment_ends[i++])
-        ASSERT_GE(std::count_if(found[h].slots.begin(), found[h].slots.end(), [&](int t) { return t >= start && t < found[h].segment_ends[i]; }), wanted[i]) << "segment " << i;
+        ASSERT_GE(std::count_if(found[h].slots.begin(), found[h].slots.end(),
+                                [&](int t) { return t >= start && t < found[h].segment_ends[i]; }),
+                  wanted[i])
+            << "segment " << i;
     }
   }
   EXPECT_GT(same, 50);

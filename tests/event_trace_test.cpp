@@ -1,4 +1,5 @@
-// Event traces as an enemy would write them: numbers of layers, positions and lengths that other numbers could become of.
+// Event traces as an enemy would write them: numbers of layers, positions and lengths that other numbers could become
+// of.
 
 #include "kvkeep/trace/event_trace.h"
 
@@ -15,7 +16,9 @@ namespace {
 constexpr const char* kPolicy = "tova,budget=8,sink=1,recent=1";
 
 /// i64 [1, count], ascending.
-Tensor wide(std::int64_t first, std::int64_t count) { return at::arange(first, first + count, at::TensorOptions(c10::ScalarType::Long)).unsqueeze(0); }
+Tensor wide(std::int64_t first, std::int64_t count) {
+  return at::arange(first, first + count, at::TensorOptions(c10::ScalarType::Long)).unsqueeze(0);
+}
 
 /// One layer of 24 slots, the newest 4 of them with queries.
 testing::ReplayedTrace event() {
@@ -26,14 +29,23 @@ testing::ReplayedTrace event() {
            {"positions", at::arange(24, i32).unsqueeze(0)},
            {"queries", at::full({1, 2, 4, 4}, 0.5F)},
            {"query_positions", at::arange(20, 24, i32).unsqueeze(0)}},
-          {{"kvkeep_trace", "1"}, {"kind", "event"}, {"query_basis", "post_rope"}, {"rope_style", "half"}, {"inv_freq", "[1.0,0.1]"}, {"next_position", "[24]"}}};
+          {{"kvkeep_trace", "1"},
+           {"kind", "event"},
+           {"query_basis", "post_rope"},
+           {"rope_style", "half"},
+           {"inv_freq", "[1.0,0.1]"},
+           {"next_position", "[24]"}}};
 }
 
-TEST(EventTrace, ReplaysTheTraceThatTheOthersAreMadeOf) { EXPECT_EQ(event().replay(kPolicy).metadata.at("slots_kept"), "8"); }
+TEST(EventTrace, ReplaysTheTraceThatTheOthersAreMadeOf) {
+  EXPECT_EQ(event().replay(kPolicy).metadata.at("slots_kept"), "8");
+}
 
-// An earlier version compared them as signed numbers: 2^64 - 1 was written to as layer -1, 2^63 + 5 was taken for layer 5.
+// An earlier version compared them as signed numbers: 2^64 - 1 was written to as layer -1, 2^63 + 5 was taken for
+// layer 5.
 TEST(EventTrace, RefusesLayersThatAreNoLayers) {
-  for (const char* number : {"18446744073709551615", "9223372036854775808", "9223372036854775813", "9223372039002259461", "65536", "-1", "0.0", "null"}) {
+  for (const char* number : {"18446744073709551615", "9223372036854775808", "9223372036854775813",
+                             "9223372039002259461", "65536", "-1", "0.0", "null"}) {
     testing::ReplayedTrace listed = event(), named = event(), counted = event();
     listed.metadata["layers"] = text("[", number, "]");
     listed.expect_refused(kPolicy, "allowed 0 to 65535");
@@ -46,7 +58,8 @@ TEST(EventTrace, RefusesLayersThatAreNoLayers) {
 
 TEST(EventTrace, RefusesMetadataThatNestsDeep) {
   const std::string deep = std::string(100000, '[') + std::string(100000, ']');
-  for (const char* key : {"layers", "layer", "num_layers", "next_position", "attention_scaling", "softmax_scale", "inv_freq"}) {
+  for (const char* key :
+       {"layers", "layer", "num_layers", "next_position", "attention_scaling", "softmax_scale", "inv_freq"}) {
     testing::ReplayedTrace forged = event();
     forged.metadata[key] = deep;
     forged.expect_refused(kPolicy, "nests deeper");

@@ -1,4 +1,5 @@
-// Expected Attention and the statistics it can run on, against plain loops in double; both ways of multiplying, every instruction set.
+// Expected Attention and the statistics it can run on, against plain loops in double; both ways of multiplying, every
+// instruction set.
 
 #include "kvkeep/score/expected.h"
 
@@ -28,14 +29,16 @@ using testing::for_every_instruction_set;
 using Statistics = ExpectedOptions::Statistics;
 
 testing::ScorerOracle oracle_of(const ExpectedOptions& o) {
-  return [settings = oracle::ExpectedSettings{o.future, o.sink, o.covariance, o.value_norm, o.epsilon, o.queries}](const oracle::ScorerInput& in) {
-    return oracle::expected(in, settings);
-  };
+  return [settings = oracle::ExpectedSettings{o.future, o.sink, o.covariance, o.value_norm, o.epsilon, o.queries}](
+             const oracle::ScorerInput& in) { return oracle::expected(in, settings); };
 }
 
-void expect_as_in_plain_loops(const ExpectedOptions& o, int cases, testing::Tolerance tolerance) { expect_scores_agree(Expected(o), oracle_of(o), cases, tolerance); }
+void expect_as_in_plain_loops(const ExpectedOptions& o, int cases, testing::Tolerance tolerance) {
+  expect_scores_agree(Expected(o), oracle_of(o), cases, tolerance);
+}
 
-// The events hold keys a hundred times louder than the rest, whose logits are in the thousands: an fp32 logit is then off by some 1e-3, and so is its exponential.
+// The events hold keys a hundred times louder than the rest, whose logits are in the thousands: an fp32 logit is then
+// off by some 1e-3, and so is its exponential.
 constexpr testing::Tolerance kPlain{2e-6, 5e-3}, kUnit{2e-6, 2e-2};
 
 TEST(Expected, AgreesWithPlainLoops) {
@@ -81,7 +84,8 @@ struct Small {
     const std::int32_t zero = 0, count = static_cast<std::int32_t>(queries.size(0));
     CacheView view{.layers = {DenseKv{keys, values}}, .sequences = {&id, 1}, .lengths = {{&length, 1}}};
     RowTable table = make_rows(spec, view, {&zero, 1}, {&zero, 1});
-    std::vector<std::int32_t> positions(static_cast<std::size_t>(length)), query_positions(static_cast<std::size_t>(count));
+    std::vector<std::int32_t> positions(static_cast<std::size_t>(length)),
+        query_positions(static_cast<std::size_t>(count));
     std::iota(positions.begin(), positions.end(), 0);
     std::iota(query_positions.begin(), query_positions.end(), next - count);
     for (Row& row : table.rows) row.positions = positions.data();
@@ -103,8 +107,15 @@ struct Small {
   }
 };
 
-Small random_small(std::int32_t group, std::int32_t dim, std::int64_t slots, std::int64_t queries, ScalarType dtype, double size = 1) {
-  Small s{.spec = {.query_heads = group, .kv_heads = 1, .key_dim = dim, .value_dim = dim, .softmax_scale = 0, .rope = {}, .layers = std::vector<LayerSpec>(1)},
+Small random_small(std::int32_t group, std::int32_t dim, std::int64_t slots, std::int64_t queries, ScalarType dtype,
+                   double size = 1) {
+  Small s{.spec = {.query_heads = group,
+                   .kv_heads = 1,
+                   .key_dim = dim,
+                   .value_dim = dim,
+                   .softmax_scale = 0,
+                   .rope = {},
+                   .layers = std::vector<LayerSpec>(1)},
           .keys = at::randn({1, 1, slots, dim}).to(dtype),
           .values = at::randn({1, 1, slots, dim}).to(dtype),
           .queries = at::randn({queries, group, dim}).mul(size).to(dtype),
@@ -120,7 +131,13 @@ TEST(Expected, AddsEpsilonOnlyWhereTheValueWeighs) {
 }
 
 TEST(Expected, GivesTheNumbersWorkedOutByHand) {
-  const Small s{.spec = {.query_heads = 1, .kv_heads = 1, .key_dim = 2, .value_dim = 2, .softmax_scale = 0, .rope = {.inv_freq = {0.5}}, .layers = std::vector<LayerSpec>(1)},
+  const Small s{.spec = {.query_heads = 1,
+                         .kv_heads = 1,
+                         .key_dim = 2,
+                         .value_dim = 2,
+                         .softmax_scale = 0,
+                         .rope = {.inv_freq = {0.5}},
+                         .layers = std::vector<LayerSpec>(1)},
                 .keys = at::tensor({1.0F, 0.2F, -0.5F, 0.7F, 0.3F, -1.0F}).view({1, 1, 3, 2}),
                 .values = at::tensor({1.0F, 0.0F, 0.0F, 2.0F, 0.6F, 0.8F}).view({1, 1, 3, 2}),
                 .queries = at::tensor({1.0F, 0.0F, 0.8F, 0.4F, 1.2F, -0.1F, 0.6F, 0.1F}).view({4, 1, 2}),
@@ -140,9 +157,18 @@ oracle::ScorerInput in_plain_numbers(const Small& s) {
     const Tensor f = t.to(kFloat32).contiguous();
     return std::vector<float>(f.data_ptr<float>(), f.data_ptr<float>() + f.numel());
   };
-  in.heads.push_back({.T = static_cast<int>(s.keys.size(2)), .keys = floats(s.keys), .values = floats(s.values), .positions = {}, .tally = {}, .budget = 1, .due = true, .sinks = 0, .recents = 0});
+  in.heads.push_back({.T = static_cast<int>(s.keys.size(2)),
+                      .keys = floats(s.keys),
+                      .values = floats(s.values),
+                      .positions = {},
+                      .tally = {},
+                      .budget = 1,
+                      .due = true,
+                      .sinks = 0,
+                      .recents = 0});
   for (const float q : floats(s.queries.permute({1, 0, 2}))) in.queries_pre.push_back(static_cast<double>(q));
-  for (std::int64_t i = 0; i < s.queries.size(0); ++i) in.query_positions.push_back(s.next - static_cast<int>(s.queries.size(0) - i));
+  for (std::int64_t i = 0; i < s.queries.size(0); ++i)
+    in.query_positions.push_back(s.next - static_cast<int>(s.queries.size(0) - i));
   return in;
 }
 
@@ -201,7 +227,8 @@ TEST(Expected, OnlyTheProductOfTheSizesOfQueriesAndKeysCounts) {
         const Tensor g = s.score({.epsilon = 0});
         s.queries = s.queries.mul(size);
         s.keys = s.keys.mul(1 / size);
-        EXPECT_TRUE(at::allclose(s.score({.epsilon = 0}), g, 1e-5, 0)) << dtype << ", " << size << ", " << queries << " queries";
+        EXPECT_TRUE(at::allclose(s.score({.epsilon = 0}), g, 1e-5, 0))
+            << dtype << ", " << size << ", " << queries << " queries";
       }
 }
 
@@ -239,8 +266,10 @@ TEST(Expected, RefusesQueriesThatAreNotFinite) {
 TEST(Expected, TheMatrixUnitComesAsNearAsItSays) {
   for (const std::int32_t dim : {32, 64, 96, 128}) {
     const Small s = random_small(7, dim, 300, 200, kBFloat16, 2);
-    const Tensor unit = s.score({.value_norm = false, .epsilon = 0}), plain = s.score({.value_norm = false, .epsilon = 0, .matrix_unit = false});
-    EXPECT_TRUE(at::allclose(unit, plain, 2e-3, 1e-9)) << dim << ": " << unit.sub(plain).abs().div(plain).max().item<float>();
+    const Tensor unit = s.score({.value_norm = false, .epsilon = 0}),
+                 plain = s.score({.value_norm = false, .epsilon = 0, .matrix_unit = false});
+    EXPECT_TRUE(at::allclose(unit, plain, 2e-3, 1e-9))
+        << dim << ": " << unit.sub(plain).abs().div(plain).max().item<float>();
   }
 }
 
@@ -252,7 +281,13 @@ TEST(Expected, OfEightComponentsSinksGetTheLargestScoreOfTheOthers) {
 }
 
 TEST(Expected, ItsWorkspaceGrowsWithTheRowByFourBytesAQueryHead) {
-  const ModelSpec spec{.query_heads = 28, .kv_heads = 4, .key_dim = 128, .value_dim = 128, .softmax_scale = 0, .rope = {}, .layers = std::vector<LayerSpec>(1)};
+  const ModelSpec spec{.query_heads = 28,
+                       .kv_heads = 4,
+                       .key_dim = 128,
+                       .value_dim = 128,
+                       .softmax_scale = 0,
+                       .rope = {},
+                       .layers = std::vector<LayerSpec>(1)};
   const std::int64_t base = Expected::workspace_bytes(spec, 1024, 256);
   EXPECT_EQ(Expected::workspace_bytes(spec, 131072, 256) - base, 4 * 7 * (131072 - 1024));
   EXPECT_LE(base, 4 << 20);
@@ -267,18 +302,25 @@ TEST(Expected, SaysWhatItNeeds) {
   EXPECT_EQ(stream.statistics_from, 4);
 }
 
-// ---- Statistics ------------------------------------------------------------------------------------------------------------------------------
+// ---- Statistics
+// ------------------------------------------------------------------------------------------------------------------------------
 
 /// Statistics of queries [N, Hq, D] at positions 0..N-1, added in steps of `chunk` tokens.
-QueryStatistics added(const Tensor& queries, std::int64_t chunk, std::int32_t from, QueryBasis basis = QueryBasis::pre_rope, const RopeSpec& rope = {}) {
-  QueryStatistics statistics(static_cast<std::int32_t>(queries.size(1)), static_cast<std::int32_t>(queries.size(2)), from);
+QueryStatistics added(const Tensor& queries, std::int64_t chunk, std::int32_t from,
+                      QueryBasis basis = QueryBasis::pre_rope, const RopeSpec& rope = {}) {
+  QueryStatistics statistics(static_cast<std::int32_t>(queries.size(1)), static_cast<std::int32_t>(queries.size(2)),
+                             from);
   std::vector<std::int32_t> positions(static_cast<std::size_t>(queries.size(0)));
   std::iota(positions.begin(), positions.end(), 0);
   const auto bytes = static_cast<std::int64_t>(queries.element_size());
-  const auto workspace = QueryStatistics::workspace(static_cast<std::int32_t>(queries.size(1)), static_cast<std::int32_t>(queries.size(2)), rope);
+  const auto workspace = QueryStatistics::workspace(static_cast<std::int32_t>(queries.size(1)),
+                                                    static_cast<std::int32_t>(queries.size(2)), rope);
   for (std::int64_t at = 0; at < queries.size(0); at += chunk)
-    statistics.add(static_cast<const std::byte*>(queries.const_data_ptr()) + at * queries.stride(0) * bytes, queries.scalar_type(), queries.stride(0) * bytes,
-                   queries.stride(1) * bytes, std::span(positions).subspan(static_cast<std::size_t>(at), static_cast<std::size_t>(std::min(chunk, queries.size(0) - at))), basis, rope, *workspace);
+    statistics.add(static_cast<const std::byte*>(queries.const_data_ptr()) + at * queries.stride(0) * bytes,
+                   queries.scalar_type(), queries.stride(0) * bytes, queries.stride(1) * bytes,
+                   std::span(positions).subspan(static_cast<std::size_t>(at),
+                                                static_cast<std::size_t>(std::min(chunk, queries.size(0) - at))),
+                   basis, rope, *workspace);
   return statistics;
 }
 
@@ -289,11 +331,13 @@ TEST(QueryStatistics, MeanAndSecondMomentAreThoseOfAllQueries) {
   for (std::int32_t h = 0; h < 3; ++h) {
     const QueryMoments m = statistics.moments(h);
     EXPECT_EQ(m.count, 329);
-    const Tensor x = q.slice(0, 4).select(1, h).to(c10::ScalarType::Double), mean = x.mean(0), z = x.sub(mean), second = z.t().matmul(z);
+    const Tensor x = q.slice(0, 4).select(1, h).to(c10::ScalarType::Double), mean = x.mean(0), z = x.sub(mean),
+                 second = z.t().matmul(z);
     std::size_t place = 0;
     for (int i = 0; i < 10; ++i) {
       EXPECT_NEAR(m.mean[static_cast<std::size_t>(i)], mean[i].item<double>(), 1e-9);
-      for (int j = 0; j <= i; ++j, ++place) EXPECT_NEAR(m.second[place], second[i][j].item<double>(), 2e-3) << i << " " << j;  // of 333 * 9
+      for (int j = 0; j <= i; ++j, ++place)
+        EXPECT_NEAR(m.second[place], second[i][j].item<double>(), 2e-3) << i << " " << j;  // of 333 * 9
     }
   }
 }
@@ -333,7 +377,8 @@ TEST(QueryStatistics, TurnQueriesBackThatComeAfterRope) {
     rope_at(rope, p, c, s);
     for (int h = 0; h < 2; ++h) rope_rotate(rope.style, 2, c, s, after.data_ptr<float>() + (p * 2 + h) * 6);
   }
-  const QueryMoments a = added(before, 50, 0).moments(1), b = added(after, 50, 0, QueryBasis::post_rope, rope).moments(1);
+  const QueryMoments a = added(before, 50, 0).moments(1),
+                     b = added(after, 50, 0, QueryBasis::post_rope, rope).moments(1);
   for (std::size_t i = 0; i < a.mean.size(); ++i) EXPECT_NEAR(a.mean[i], b.mean[i], 1e-6);
   for (std::size_t i = 0; i < a.second.size(); ++i) EXPECT_NEAR(a.second[i], b.second[i], 2e-4);
 }
@@ -349,8 +394,10 @@ TEST(Expected, OnStatisticsOfEveryQueryIsAsOnAWindowThatHoldsThemAll) {
       s.spec.rope.style = style;
       s.spec.rope.attention_scaling = 1.1;
       const QueryStatistics statistics = added(s.queries, 16, 4);
-      const Tensor window = s.score({.value_norm = false, .epsilon = 0, .queries = 1000}), stream = s.score({.value_norm = false, .epsilon = 0, .statistics = Statistics::stream}, &statistics);
-      EXPECT_TRUE(at::allclose(window, stream, 1e-4, 1e-9)) << dim << ": " << window.sub(stream).abs().div(window).max().item<float>();
+      const Tensor window = s.score({.value_norm = false, .epsilon = 0, .queries = 1000}),
+                   stream = s.score({.value_norm = false, .epsilon = 0, .statistics = Statistics::stream}, &statistics);
+      EXPECT_TRUE(at::allclose(window, stream, 1e-4, 1e-9))
+          << dim << ": " << window.sub(stream).abs().div(window).max().item<float>();
     }
 }
 
@@ -371,7 +418,8 @@ std::vector<std::int32_t> kept_by(const std::string& policy, const Small& s, std
     keeper.truncate(id, 40);
   }
   const std::int64_t all = s.queries.size(0);
-  for (std::int64_t at = detour ? 40 : 0; at < all; at += chunk) observe(s.queries.slice(0, at, std::min(all, at + chunk)));
+  for (std::int64_t at = detour ? 40 : 0; at < all; at += chunk)
+    observe(s.queries.slice(0, at, std::min(all, at + chunk)));
   auto length = static_cast<std::int32_t>(all);
   const CacheView view{.layers = {DenseKv{s.keys, s.values}}, .sequences = {&id, 1}, .lengths = {{&length, 1}}};
   const Plan plan = keeper.plan(view);
@@ -381,7 +429,8 @@ std::vector<std::int32_t> kept_by(const std::string& policy, const Small& s, std
 
 TEST(Expected, AKeeperFeedsTheStatisticsOfEveryQuery) {
   const Small s = random_small(2, 16, 150, 150, kFloat32);
-  const std::string stream = "expected,budget=50,interval=100,prefill=cut,statistics=stream,epsilon=0,value_norm=false", window = "expected,budget=50,interval=100,prefill=cut,queries=1000,epsilon=0,value_norm=false";
+  const std::string stream = "expected,budget=50,interval=100,prefill=cut,statistics=stream,epsilon=0,value_norm=false",
+                    window = "expected,budget=50,interval=100,prefill=cut,queries=1000,epsilon=0,value_norm=false";
   const auto want = kept_by(stream, s, 150, false);
   ASSERT_EQ(want.size(), 50U);
   EXPECT_EQ(kept_by(window, s, 150, false), want);

@@ -1,4 +1,5 @@
-// What is read is what was put, whatever comes when; the budget holds at every moment; nobody waits longer than for one load.
+// What is read is what was put, whatever comes when; the budget holds at every moment; nobody waits longer than for one
+// load.
 
 #include "kvkeep/memory/factor_cache.h"
 
@@ -39,7 +40,9 @@ struct Blobs {
     all.push_back(store->put(data.back(), {.sequence = static_cast<std::int64_t>(data.size()) - 1}));
   }
   const FarBlobPtr& operator[](std::size_t i) const { return all[i]; }
-  [[nodiscard]] bool same(std::size_t i, const Bytes& bytes) const { return bytes != nullptr && (data[i].empty() || std::memcmp(bytes.get(), data[i].data(), data[i].size()) == 0); }
+  [[nodiscard]] bool same(std::size_t i, const Bytes& bytes) const {
+    return bytes != nullptr && (data[i].empty() || std::memcmp(bytes.get(), data[i].data(), data[i].size()) == 0);
+  }
 };
 
 /// A door that loads wait at.
@@ -251,9 +254,9 @@ TEST(FactorCache, LeavesWhatExceedsTheBudgetInTheOrderOfTheCall) {
                      }});
   cache.prefetch({});
   cache.prefetch({&blobs[4], 1});
-  door.await(1);               // 4 is on its way
-  cache.prefetch(blobs.all);   // 0, 1, then 2 and 3 do not fit; 4 is on its way but no longer fits either; 20 fits
-  cache.prefetch(blobs.all);   // what waits is not asked for twice
+  door.await(1);              // 4 is on its way
+  cache.prefetch(blobs.all);  // 0, 1, then 2 and 3 do not fit; 4 is on its way but no longer fits either; 20 fits
+  cache.prefetch(blobs.all);  // what waits is not asked for twice
   door.open();
   eventually([&] { return cache.totals().prefetched == 4; });
   EXPECT_EQ(order, (std::vector<std::uint64_t>{blobs[4]->id(), blobs[0]->id(), blobs[1]->id(), blobs[5]->id()}));
@@ -368,7 +371,9 @@ TEST(FactorCache, ThrowsWhatIsDamagedWhetherItWasPrefetchedOrNot) {
   cache.prefetch(blobs.all);
   eventually([&] { return cache.totals().failed == 1 && cache.totals().prefetched == 1; });
   EXPECT_EQ(cache.bytes(), 1000);
-  for (int i = 0; i < 2; ++i) expect_says(message_of<DamagedData>([&] { (void)cache.get(blobs[0]); }), {"a blob of sequence 0", "checksum", blobs.folder.file().string()});
+  for (int i = 0; i < 2; ++i)
+    expect_says(message_of<DamagedData>([&] { (void)cache.get(blobs[0]); }),
+                {"a blob of sequence 0", "checksum", blobs.folder.file().string()});
   EXPECT_TRUE(blobs.same(1, cache.get(blobs[1])));
   FactorCache plain({.background = false});
   EXPECT_THROW((void)plain.get(blobs[0]), DamagedData);
@@ -552,7 +557,8 @@ TEST(FactorCache, StaysFlatWhileTenThousandSequencesComeAndGo) {
     auto& blobs = sequences.emplace_back();
     for (std::uint64_t b = 0; b < 4; ++b) blobs.push_back(store->put(random_bytes(4 * s + b, 100 + random() % 900)));
     if (s % 8 == 0) cache.prefetch(blobs);
-    for (const FarBlobPtr& blob : blobs) ASSERT_EQ(checksum({cache.get(blob).get(), static_cast<std::size_t>(blob->size())}), blob->checksum());
+    for (const FarBlobPtr& blob : blobs)
+      ASSERT_EQ(checksum({cache.get(blob).get(), static_cast<std::size_t>(blob->size())}), blob->checksum());
     ASSERT_LE(cache.bytes(), 1 << 15);
     if (sequences.size() > 40) {
       const auto leaves = std::next(sequences.begin(), static_cast<std::ptrdiff_t>(random() % sequences.size()));

@@ -1,4 +1,5 @@
-// Factors of matrices against LAPACK's, for matrices that are hard on an eigensolver, and what must hold whatever shares their batch.
+// Factors of matrices against LAPACK's, for matrices that are hard on an eigensolver, and what must hold whatever
+// shares their batch.
 
 #include "../src/cpu/factorise.h"
 
@@ -34,12 +35,15 @@ using Centred = FactorOptions::Centred;
 constexpr ScalarType kFloat64 = c10::ScalarType::Double;
 
 /// f64 [rows, columns].
-Tensor random_matrix(oracle::Random& random, int rows, int columns) { return normals(random, {rows, columns}).to(kFloat64); }
+Tensor random_matrix(oracle::Random& random, int rows, int columns) {
+  return normals(random, {rows, columns}).to(kFloat64);
+}
 
 /// [L, D] with these singular values; as many as there is room for.
 Tensor with_values(oracle::Random& random, int length, int dim, const std::function<double(int)>& value) {
   const int m = std::min(length, dim);
-  const Tensor u = std::get<0>(at::linalg_qr(random_matrix(random, length, m))), v = std::get<0>(at::linalg_qr(random_matrix(random, dim, m)));
+  const Tensor u = std::get<0>(at::linalg_qr(random_matrix(random, length, m))),
+               v = std::get<0>(at::linalg_qr(random_matrix(random, dim, m)));
   Tensor s = at::zeros({m}, at::TensorOptions().dtype(kFloat64));
   for (int i = 0; i < m; ++i) s.data_ptr<double>()[i] = value(i);
   return at::matmul(u * s, v.t()).contiguous();
@@ -48,23 +52,25 @@ Tensor with_values(oracle::Random& random, int length, int dim, const std::funct
 /// Every kind of spectrum that trips an eigensolver: [kinds, L, D].
 Tensor hard_matrices(std::uint64_t seed, int length, int dim) {
   oracle::Random random(seed);
-  std::vector<Tensor> all{random_matrix(random, length, dim), at::zeros({length, dim}, at::TensorOptions().dtype(kFloat64))};
+  std::vector<Tensor> all{random_matrix(random, length, dim),
+                          at::zeros({length, dim}, at::TensorOptions().dtype(kFloat64))};
   for (const auto& value : std::vector<std::function<double(int)>>{
-           [](int i) { return i == 0 ? 3.0 : 0.0; },                        // rank 1
-           [](int) { return 2.0; },                                         // one value, as often as there is room
-           [](int i) { return i < 5 ? 1.0 : 1e-3; },                        // two clusters
-           [](int i) { return 1 + 1e-9 * i; },                              // nearly one value
-           [](int i) { return std::pow(0.5, i); },                          // falls off fast
-           [](int i) { return std::pow(10.0, -2 * i); },                    // below rounding soon
-           [](int i) { return 1e18 * std::exp(-0.2 * i); },
-           [](int i) { return 1e-18 * std::exp(-0.2 * i); }})
+           [](int i) { return i == 0 ? 3.0 : 0.0; },      // rank 1
+           [](int) { return 2.0; },                       // one value, as often as there is room
+           [](int i) { return i < 5 ? 1.0 : 1e-3; },      // two clusters
+           [](int i) { return 1 + 1e-9 * i; },            // nearly one value
+           [](int i) { return std::pow(0.5, i); },        // falls off fast
+           [](int i) { return std::pow(10.0, -2 * i); },  // below rounding soon
+           [](int i) { return 1e18 * std::exp(-0.2 * i); }, [](int i) { return 1e-18 * std::exp(-0.2 * i); }})
     all.push_back(with_values(random, length, dim, value));
-  Tensor equal = random_matrix(random, 1, dim).expand({length, dim}).contiguous(), unit = at::zeros({length, dim}, at::TensorOptions().dtype(kFloat64)), apart_blocks = unit.clone();
+  Tensor equal = random_matrix(random, 1, dim).expand({length, dim}).contiguous(),
+         unit = at::zeros({length, dim}, at::TensorOptions().dtype(kFloat64)), apart_blocks = unit.clone();
   for (int i = 0; i < std::min(length, dim); ++i) unit.data_ptr<double>()[i * dim + i] = 1 + i % 3;
   for (int t = 0; t < length; ++t)  // rows of two kinds that share no column: the tridiagonal matrix falls apart
     for (int d = 0; d < dim; ++d)
       if (t % 2 == d % 2) apart_blocks.data_ptr<double>()[t * dim + d] = random.normal();
-  all.insert(all.end(), {equal, unit, apart_blocks, 50 * random_matrix(random, 1, dim) + 0.1 * random_matrix(random, length, dim)});
+  all.insert(all.end(), {equal, unit, apart_blocks,
+                         50 * random_matrix(random, 1, dim) + 0.1 * random_matrix(random, length, dim)});
   return at::stack(all).to(kFloat32).to(kFloat64);  // as rows of a cache are
 }
 
@@ -107,7 +113,8 @@ double length_of(const Tensor& t) { return std::sqrt(t.square().sum().item<doubl
 Tensor shown(const Factorisation& f, std::int64_t n, std::int64_t length, std::int64_t dim) {
   const std::vector<float> out = written(f, n, length, dim);
   const std::int64_t rank = f.factors(n).rank;
-  Tensor a = at::zeros({length, rank}, at::TensorOptions().dtype(kFloat64)), b = at::zeros({rank, dim}, at::TensorOptions().dtype(kFloat64));
+  Tensor a = at::zeros({length, rank}, at::TensorOptions().dtype(kFloat64)),
+         b = at::zeros({rank, dim}, at::TensorOptions().dtype(kFloat64));
   std::copy_n(out.begin(), length * rank, a.data_ptr<double>());
   std::copy_n(out.begin() + length * rank, rank * dim, b.data_ptr<double>());
   return at::matmul(a, b);
@@ -125,7 +132,8 @@ double squares_from(const std::vector<double>& values, std::int64_t first) {
 struct Shape {
   int length, dim;
 };
-constexpr Shape kShapes[] = {{1, 8}, {1, 1}, {7, 1}, {2, 3}, {4, 128}, {5, 7}, {8, 16}, {16, 16}, {17, 16}, {31, 33}, {33, 31}, {64, 128}, {70, 80}, {300, 20}};
+constexpr Shape kShapes[] = {{1, 8},   {1, 1},   {7, 1},   {2, 3},   {4, 128},  {5, 7},   {8, 16},
+                             {16, 16}, {17, 16}, {31, 33}, {33, 31}, {64, 128}, {70, 80}, {300, 20}};
 
 /// Every matrix of a shape: singular values, and what is left out beside the least that must be.
 void expect_as_lapack(const Shape& shape, std::uint64_t seed) {
@@ -143,26 +151,31 @@ void expect_as_lapack(const Shape& shape, std::uint64_t seed) {
       o.rank = Rank::max, o.max_rank = static_cast<std::int32_t>(rank), o.raw = false, o.centred = centred;
       const Factorisation f = factorised(matrices, o);
       for (std::int64_t n = 0; n < matrices.size(0); ++n) {
-        SCOPED_TRACE("matrix " + std::to_string(n) + " of " +
-                     std::to_string(shape.length) + " x " + std::to_string(shape.dim) + ", rank " + std::to_string(rank) + (centred == Centred::always ? ", centred" : ""));
+        SCOPED_TRACE("matrix " + std::to_string(n) + " of " + std::to_string(shape.length) + " x " +
+                     std::to_string(shape.dim) + ", rank " + std::to_string(rank) +
+                     (centred == Centred::always ? ", centred" : ""));
         const std::vector<double>& want = values[static_cast<std::size_t>(n)];
         const Tensor& of = rows[static_cast<std::size_t>(n)];
         for (std::int64_t i = 0; i < rank; ++i)
-          EXPECT_NEAR(f.singular_values(n)[static_cast<std::size_t>(i)], want[static_cast<std::size_t>(i)], 1e-7 * (want[0] + 1e-6 * length_of(matrices[n]))) << i;
+          EXPECT_NEAR(f.singular_values(n)[static_cast<std::size_t>(i)], want[static_cast<std::size_t>(i)],
+                      1e-7 * (want[0] + 1e-6 * length_of(matrices[n])))
+              << i;
         EXPECT_TRUE(std::ranges::is_sorted(f.singular_values(n), std::greater<>()));
         if (f.factors(n).rank == 0) {
           EXPECT_LE(length_of(of), 1e-5 * length_of(matrices[n]) + 1e-300) << "nothing is kept of rounding noise alone";
           continue;
         }
         EXPECT_EQ(f.factors(n).rank, rank);
-        EXPECT_LE(length_of(of - shown(f, n, shape.length, shape.dim)), std::sqrt(squares_from(want, rank)) + 1e-6 * length_of(of));
+        EXPECT_LE(length_of(of - shown(f, n, shape.length, shape.dim)),
+                  std::sqrt(squares_from(want, rank)) + 1e-6 * length_of(of));
       }
     }
   }
 }
 
 TEST(Factorise, LeavesOutNoMoreThanLapackMust) {
-  for (const Shape& shape : kShapes) expect_as_lapack(shape, static_cast<std::uint64_t>(100 * shape.length + shape.dim));
+  for (const Shape& shape : kShapes)
+    expect_as_lapack(shape, static_cast<std::uint64_t>(100 * shape.length + shape.dim));
 }
 
 TEST(Factorise, AgreesWithLapackOnEveryInstructionSetOfThisMachine) {
@@ -184,10 +197,13 @@ TEST(Factorise, HasOrthogonalColumnsWhateverTheSpectrum) {
         for (std::int64_t j = 0; j <= i; ++j) {
           double dot = 0, left = 0, right = 0;
           for (std::int64_t t = 0; t < shape.length; ++t) {
-            const double x = out[static_cast<std::size_t>(t * rank + i)], y = out[static_cast<std::size_t>(t * rank + j)];
+            const double x = out[static_cast<std::size_t>(t * rank + i)],
+                         y = out[static_cast<std::size_t>(t * rank + j)];
             dot += x * y, left += x * x, right += y * y;
           }
-          if (i != j) EXPECT_LE(std::abs(dot), 1e-6 * std::sqrt(left * right)) << "matrix " << n << ", columns " << i << " and " << j;
+          if (i != j)
+            EXPECT_LE(std::abs(dot), 1e-6 * std::sqrt(left * right))
+                << "matrix " << n << ", columns " << i << " and " << j;
         }
     }
   }
@@ -214,14 +230,16 @@ TEST(Factorise, ChoosesFormAndRankAsLapacksSingularValuesDo) {
         return std::min<std::int64_t>(rank, 16);
       };
       for (std::int64_t n = 0; n < 5; ++n) {
-        const std::vector<double> centred = lapack_values(matrices[n] - mean_of(matrices[n])), as_is = lapack_values(matrices[n]);
+        const std::vector<double> centred = lapack_values(matrices[n] - mean_of(matrices[n])),
+                                  as_is = lapack_values(matrices[n]);
         const std::int64_t rank = rank_of(centred);
         const bool better = squares_from(as_is, rank) < squares_from(centred, rank) - 1e-6 * squares_from(centred, 0);
         EXPECT_EQ(f.factors(n).centred, !better) << seed << ' ' << n;
         EXPECT_EQ(f.factors(n).rank, better ? rank_of(as_is) : rank) << seed << ' ' << n;
         const std::vector<double>& chosen = better ? as_is : centred;
         const Tensor base = better ? matrices[n] : matrices[n] - mean_of(matrices[n]);
-        EXPECT_NEAR(length_of(base - shown(f, n, shape.length, shape.dim)), std::sqrt(squares_from(chosen, f.factors(n).rank)), 1e-6 * length_of(base));
+        EXPECT_NEAR(length_of(base - shown(f, n, shape.length, shape.dim)),
+                    std::sqrt(squares_from(chosen, f.factors(n).rank)), 1e-6 * length_of(base));
         plain += better;
         ++all;
       }
@@ -272,7 +290,8 @@ TEST(Factorise, ShowsRowsThatAreSmallerThanTheirFactorsAsTheyAre) {
   for (std::int64_t n = 0; n < 3; ++n) {
     EXPECT_TRUE(f.factors(n).raw);
     const std::vector<float> out = written(f, n, 8, 24);
-    EXPECT_TRUE(std::equal(out.begin(), out.end(), matrices[n].const_data_ptr<double>(), matrices[n].const_data_ptr<double>() + 8 * 24));
+    EXPECT_TRUE(std::equal(out.begin(), out.end(), matrices[n].const_data_ptr<double>(),
+                           matrices[n].const_data_ptr<double>() + 8 * 24));
   }
 }
 
@@ -288,7 +307,10 @@ TEST(Factorise, SaysWhichRowsAreNotFiniteAndEndsWhateverTheyHold) {
         EXPECT_EQ(f.weigh(n, uneven_weights(shape.length)), n != 1);
       }
       f.run(nullptr, {});
-      for (const std::int64_t n : {0, 2}) EXPECT_EQ(told(f, n, shape.length, shape.dim), told(factorised(matrices.narrow(0, n, 1), {}), 0, shape.length, shape.dim)) << "its neighbours do not notice";
+      for (const std::int64_t n : {0, 2})
+        EXPECT_EQ(told(f, n, shape.length, shape.dim),
+                  told(factorised(matrices.narrow(0, n, 1), {}), 0, shape.length, shape.dim))
+            << "its neighbours do not notice";
     }
 }
 

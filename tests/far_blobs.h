@@ -54,7 +54,8 @@ class SpillFolder {
 };
 
 inline void expect_says(const std::string& message, const std::vector<std::string>& parts) {
-  for (const std::string& part : parts) EXPECT_NE(message.find(part), std::string::npos) << "'" << message << "' should say '" << part << "'";
+  for (const std::string& part : parts)
+    EXPECT_NE(message.find(part), std::string::npos) << "'" << message << "' should say '" << part << "'";
 }
 
 }  // namespace kvkeep::testing

@@ -22,7 +22,8 @@ namespace {
 using namespace testing;
 namespace fs = std::filesystem;
 
-const std::vector<std::size_t> kSizes{1, 63, 64, 65, 997, 4096, 4097, 37 << 10, 1 << 18, (1 << 18) + 1, 1 << 20, (3 << 20) + 1};
+const std::vector<std::size_t> kSizes{1,       63,           64, 65, 997, 4096, 4097, 37 << 10, 1 << 18, (1 << 18) + 1,
+                                      1 << 20, (3 << 20) + 1};
 constexpr FarLabel kLabel{.sequence = 3, .layer = 2, .head = 0, .span = 17, .begin = 210, .end = 274};
 constexpr std::int64_t kFirstLine = 64;
 
@@ -94,7 +95,8 @@ TEST(FarStore, RefusesABlobThatDoesNotFitAndKeepsWhatItHas) {
     for (std::uint64_t i = 0; i < 64; ++i) blobs.push_back(store->put(random_bytes(i, 50)));
     EXPECT_EQ(store->host_bytes(), 4096) << "50 bytes take 64";
     const std::string message = message_of<StateError>([&] { (void)store->put(random_bytes(9, 33), kLabel); });
-    expect_says(message, {"far store: no room for span 17 (tokens 210 to 273) of sequence 3, layer 2, head 0", "given 33 bytes", text(cap - 4096, " of ", cap, " bytes free"), "there is no file"});
+    expect_says(message, {"far store: no room for span 17 (tokens 210 to 273) of sequence 3, layer 2, head 0",
+                          "given 33 bytes", text(cap - 4096, " of ", cap, " bytes free"), "there is no file"});
     EXPECT_EQ(store->host_bytes(), 4096);
     EXPECT_EQ(store->host_peak_bytes(), 4096);
     EXPECT_EQ(store->blobs(), 64);
@@ -119,7 +121,8 @@ TEST(FarStore, PutsIntoTheFileWhatHostMemoryHasNoRoomFor) {
     EXPECT_EQ(read(*blobs[i]), random_bytes(i, 1000));
   }
   const std::string message = message_of<StateError>([&] { (void)store->put(random_bytes(9, 1000), kLabel); });
-  expect_says(message, {"given 1000 bytes", "host memory has 0 of 8192 bytes free", "'" + folder.file().string() + "' has 0 of 4096 bytes free", "span 17"});
+  expect_says(message, {"given 1000 bytes", "host memory has 0 of 8192 bytes free",
+                        "'" + folder.file().string() + "' has 0 of 4096 bytes free", "span 17"});
   EXPECT_EQ(store->host_bytes(), 8192);
   EXPECT_EQ(store->file_bytes(), 4096);
   blobs[3] = nullptr;
@@ -135,7 +138,8 @@ TEST(FarStore, RefusesInTheWordsOfAFileAlone) {
   const SpillFolder folder;
   const auto store = FarStore::make({.host_bytes = 0, .file = folder.file(), .file_bytes = 100});
   const FarBlobPtr blob = store->put(random_bytes(1, 64));
-  expect_says(message_of<StateError>([&] { (void)store->put(random_bytes(2, 1)); }), {"a blob", "0 of 0 bytes free", "36 of 100 bytes free, at most 0 in one piece"});
+  expect_says(message_of<StateError>([&] { (void)store->put(random_bytes(2, 1)); }),
+              {"a blob", "0 of 0 bytes free", "36 of 100 bytes free, at most 0 in one piece"});
   EXPECT_EQ(read(*blob), random_bytes(1, 64));
 }
 
@@ -173,7 +177,8 @@ TEST(FarStore, NeverTakesMoreFromTheSystemThanItsCapAndGivesAllOfItBack) {
     {
       const auto store = FarStore::make(options);
       for (std::uint64_t i = 0; i < 3000; ++i) {
-        for (std::size_t leave = i % 600 < 400 ? random() % 2 : 3; leave > 0 && !held.empty(); --leave) {  // crowds, and ebbs in which slabs empty
+        for (std::size_t leave = i % 600 < 400 ? random() % 2 : 3; leave > 0 && !held.empty();
+             --leave) {  // crowds, and ebbs in which slabs empty
           const auto drop = held.begin() + static_cast<std::ptrdiff_t>(random() % held.size());
           rounded -= (drop->first->size() + 63) / 64 * 64;
           held.erase(drop);
@@ -192,7 +197,8 @@ TEST(FarStore, NeverTakesMoreFromTheSystemThanItsCapAndGivesAllOfItBack) {
         ASSERT_EQ(store->blobs(), static_cast<std::int64_t>(held.size()));
       }
       EXPECT_EQ(store->slab_peak_bytes(), slabs.peak);
-      for (const auto& [blob, i] : held) ASSERT_EQ(read(*blob), random_bytes(i, static_cast<std::size_t>(blob->size())));
+      for (const auto& [blob, i] : held)
+        ASSERT_EQ(read(*blob), random_bytes(i, static_cast<std::size_t>(blob->size())));
     }
     EXPECT_GT(refused, 0) << "the cap was met";
     EXPECT_GT(slabs.calls, 20) << "slabs came and went";
@@ -245,7 +251,8 @@ TEST(FarStore, UsesRoomsOfTheFileAgainAndEndsItWithItsLastBlob) {
   const SpillFolder folder;
   const auto store = FarStore::make({.host_bytes = 0, .file = folder.file()});
   const auto length = [&] { return static_cast<std::int64_t>(fs::file_size(folder.file())) - kFirstLine; };
-  FarBlobPtr a = store->put(random_bytes(1, 1024)), b = store->put(random_bytes(2, 1024)), c = store->put(random_bytes(3, 1024));
+  FarBlobPtr a = store->put(random_bytes(1, 1024)), b = store->put(random_bytes(2, 1024)),
+             c = store->put(random_bytes(3, 1024));
   a = nullptr;
   EXPECT_EQ(length(), 3072);
   EXPECT_EQ(store->file_bytes(), 2048);
@@ -265,7 +272,8 @@ TEST(FarStore, LivesAsLongAsItsBlobsAndTakesItsFileAlong) {
   auto store = FarStore::make({.host_bytes = 4096, .file = folder.file()});
   FarBlobPtr near = store->put(random_bytes(1, 4096)), far = store->put(random_bytes(2, 4096));
   EXPECT_TRUE(far->on_disk());
-  EXPECT_EQ(fs::status(folder.file()).permissions(), fs::perms::owner_read | fs::perms::owner_write) << "a user's text is nobody else's";
+  EXPECT_EQ(fs::status(folder.file()).permissions(), fs::perms::owner_read | fs::perms::owner_write)
+      << "a user's text is nobody else's";
   store = nullptr;
   EXPECT_EQ(read(*near), random_bytes(1, 4096));
   near = nullptr;
@@ -283,7 +291,8 @@ TEST(FarStore, SaysWhoseBytesAChangedFileHeld) {
     const char was = read_at(folder.file(), kFirstLine + 4096 + at);
     write_at(folder.file(), kFirstLine + 4096 + at, static_cast<char>(was ^ 16));
     const std::string message = message_of<DamagedData>([&] { (void)read(*damaged); });
-    expect_says(message, {"span 17 (tokens 210 to 273) of sequence 3, layer 2, head 0", "5000 bytes at offset 4160 of '" + folder.file().string() + "'", "checksum"});
+    expect_says(message, {"span 17 (tokens 210 to 273) of sequence 3, layer 2, head 0",
+                          "5000 bytes at offset 4160 of '" + folder.file().string() + "'", "checksum"});
     EXPECT_EQ(read(*whole), random_bytes(1, 4096));
     write_at(folder.file(), kFirstLine + 4096 + at, was);
     EXPECT_EQ(read(*damaged), random_bytes(2, 5000));
@@ -296,7 +305,8 @@ TEST(FarStore, SaysWhoseBytesATruncatedFileHeld) {
   const FarBlobPtr whole = store->put(random_bytes(1, 4096));
   FarBlobPtr cut = store->put(random_bytes(2, 5000), kLabel), gone = store->put(random_bytes(3, 5000), {.sequence = 9});
   fs::resize_file(folder.file(), kFirstLine + 4096 + 100);
-  expect_says(message_of<DamagedData>([&] { (void)read(*cut); }), {"span 17", "at offset 4160 of '" + folder.file().string() + "' end after 100", "truncated"});
+  expect_says(message_of<DamagedData>([&] { (void)read(*cut); }),
+              {"span 17", "at offset 4160 of '" + folder.file().string() + "' end after 100", "truncated"});
   expect_says(message_of<DamagedData>([&] { (void)read(*gone); }), {"a blob of sequence 9", "end after 0"});
   EXPECT_EQ(read(*whole), random_bytes(1, 4096));
   gone = nullptr;
@@ -351,7 +361,8 @@ TEST(FarStore, RefusesFilesThatAreNotItsOwn) {
     fs::permissions(folder.file("locked"), fs::perms::owner_read | fs::perms::owner_exec);
     refused(folder.file("locked") / "far", {"cannot make file", "Permission denied"});
   }
-  std::ofstream(folder.file("letter")) << "Dear reader, this is no far store, and it is longer than one line of sixty-four bytes.";
+  std::ofstream(folder.file("letter"))
+      << "Dear reader, this is no far store, and it is longer than one line of sixty-four bytes.";
   refused(folder.file("letter"), {"is there and is not a far store's", "letter"});
   EXPECT_EQ(read_at(folder.file("letter"), 0), 'D');
   EXPECT_EQ(fs::file_size(folder.file("letter")), 86U);
@@ -409,10 +420,12 @@ TEST(FarStore, ChangesNothingWhenTheDiskIsFull) {
   const FarBlobPtr blob = store->put(random_bytes(1, 1000));
   {
     const FullDisk full(3000);
-    expect_says(message_of<DeviceError>([&] { (void)store->put(random_bytes(2, 5000), kLabel); }), {"writing 5000 bytes of span 17", folder.file().string(), "File too large"});
+    expect_says(message_of<DeviceError>([&] { (void)store->put(random_bytes(2, 5000), kLabel); }),
+                {"writing 5000 bytes of span 17", folder.file().string(), "File too large"});
     EXPECT_EQ(store->file_bytes(), 1024);
     EXPECT_EQ(store->blobs(), 1);
-    EXPECT_EQ(fs::file_size(folder.file()), static_cast<std::uintmax_t>(kFirstLine + 1024)) << "what was written of it is gone";
+    EXPECT_EQ(fs::file_size(folder.file()), static_cast<std::uintmax_t>(kFirstLine + 1024))
+        << "what was written of it is gone";
     EXPECT_EQ(read(*store->put(random_bytes(3, 1500))), random_bytes(3, 1500)) << "a smaller one still fits";
   }
   EXPECT_EQ(read(*store->put(random_bytes(2, 5000))), random_bytes(2, 5000));
@@ -428,7 +441,8 @@ TEST(FarStore, ChangesNothingWhenTheSystemHasNoMemory) {
   FarStoreOptions options = slabs.options();
   options.allocate = [&, give = options.allocate](std::int64_t bytes) { return empty ? nullptr : give(bytes); };
   const auto store = FarStore::make(options);
-  expect_says(message_of<DeviceError>([&] { (void)store->put(random_bytes(1, 100)); }), {"no memory for a slab of 1048576 bytes"});
+  expect_says(message_of<DeviceError>([&] { (void)store->put(random_bytes(1, 100)); }),
+              {"no memory for a slab of 1048576 bytes"});
   EXPECT_EQ(store->slab_bytes() + store->host_bytes() + store->blobs() + store->slab_peak_bytes(), 0);
   empty = false;
   EXPECT_EQ(read(*store->put(random_bytes(1, 100))), random_bytes(1, 100));
@@ -439,7 +453,8 @@ TEST(FarStore, NamesEveryOptionThatIsNotAllowed) {
   FarStoreOptions wrong{.host_bytes = -1, .file_bytes = -2, .slab_bytes = 100};
   wrong.allocate = [](std::int64_t) -> std::byte* { return nullptr; };
   EXPECT_EQ(wrong.problems().size(), 5U);
-  expect_says(message_of<InvalidArgument>([&] { (void)FarStore::make(wrong); }), {"host_bytes: -1", "file_bytes: -2", "without a file", "slab_bytes: 100", "allocate, release"});
+  expect_says(message_of<InvalidArgument>([&] { (void)FarStore::make(wrong); }),
+              {"host_bytes: -1", "file_bytes: -2", "without a file", "slab_bytes: 100", "allocate, release"});
 }
 
 TEST(FarStore, ServesThreadsAtOnce) {
@@ -494,7 +509,9 @@ TEST(Checksum, SeesWhatMovedWasLostOrAdded) {
   for (const std::size_t a : {0, 8, 64, 512})
     for (const std::size_t b : {16, 72, 128, 960}) {
       Data swapped = bytes;
-      std::swap_ranges(swapped.begin() + static_cast<std::ptrdiff_t>(a), swapped.begin() + static_cast<std::ptrdiff_t>(a) + 8, swapped.begin() + static_cast<std::ptrdiff_t>(b));
+      std::swap_ranges(swapped.begin() + static_cast<std::ptrdiff_t>(a),
+                       swapped.begin() + static_cast<std::ptrdiff_t>(a) + 8,
+                       swapped.begin() + static_cast<std::ptrdiff_t>(b));
       EXPECT_TRUE(sums.insert(checksum(swapped)).second) << a << " and " << b;
     }
   Data shifted = bytes;

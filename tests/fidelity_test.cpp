@@ -110,15 +110,18 @@ TEST(Fidelity, TakesTokensThatCannotCome) {
 }
 
 TEST(Fidelity, RefusesRowsThatAreNoDistribution) {
-  const std::vector<float> good{0, 1}, nan{0, kNan}, infinite{kInfinity, 0}, none{-kInfinity, -kInfinity}, long_row{0, 1, 2};
+  const std::vector<float> good{0, 1}, nan{0, kNan}, infinite{kInfinity, 0}, none{-kInfinity, -kInfinity},
+      long_row{0, 1, 2};
   const auto likelihood = [](const std::vector<float>& row, std::int32_t token) {
     return message_of<InvalidArgument>([&] { (void)negative_log_likelihood(row, token); });
   };
   EXPECT_EQ(likelihood({}, 0), "negative_log_likelihood: a row of logits is empty; given 0; allowed 1 or more");
   EXPECT_EQ(likelihood(nan, 0),
-            "negative_log_likelihood: a logit is no number that can be compared; given nan at 1; allowed finite ones and -inf");
+            "negative_log_likelihood: a logit is no number that can be compared; given nan at 1; allowed finite ones "
+            "and -inf");
   EXPECT_EQ(likelihood(infinite, 1),
-            "negative_log_likelihood: a logit is no number that can be compared; given inf at 0; allowed finite ones and -inf");
+            "negative_log_likelihood: a logit is no number that can be compared; given inf at 0; allowed finite ones "
+            "and -inf");
   EXPECT_EQ(likelihood(none, 0),
             "negative_log_likelihood: no token can come; given logits of -inf alone; allowed one finite logit or more");
   EXPECT_EQ(likelihood(good, 2), "negative_log_likelihood: token is out of range; given 2; allowed 0 to 1");
@@ -155,7 +158,8 @@ TEST(StreamingPerplexity, OfUniformLogitsIsTheVocabulary) {
 TEST(StreamingPerplexity, AddsTextsOfAnyLengthAndGoesOnBehindThem) {
   std::mt19937 random(9);
   for (int run = 0; run < 50; ++run) {
-    const std::int64_t first = static_cast<std::int64_t>(random() % 20), bin = 1 + static_cast<std::int64_t>(random() % 8);
+    const std::int64_t first = static_cast<std::int64_t>(random() % 20),
+                       bin = 1 + static_cast<std::int64_t>(random() % 8);
     StreamingPerplexity merged(first, bin);
     double sum = 0, count = 0;
     std::vector<double> sums(200), counts(200);
@@ -186,16 +190,18 @@ TEST(StreamingPerplexity, AddsTextsOfAnyLengthAndGoesOnBehindThem) {
 }
 
 TEST(StreamingPerplexity, SaysWhatIsWrong) {
-  EXPECT_EQ(message_of<InvalidArgument>([] { StreamingPerplexity(-1); }), "StreamingPerplexity: first_counted is -1; allowed 0 or more");
-  EXPECT_EQ(message_of<InvalidArgument>([] { StreamingPerplexity(0, 0); }), "StreamingPerplexity: bin_tokens is 0; allowed 1 or more");
+  EXPECT_EQ(message_of<InvalidArgument>([] { StreamingPerplexity(-1); }),
+            "StreamingPerplexity: first_counted is -1; allowed 0 or more");
+  EXPECT_EQ(message_of<InvalidArgument>([] { StreamingPerplexity(0, 0); }),
+            "StreamingPerplexity: bin_tokens is 0; allowed 1 or more");
   StreamingPerplexity text(1);
   text.add(1);
   EXPECT_EQ(message_of<InvalidArgument>([&] { text.add(kNan); }),
             "StreamingPerplexity: a likelihood is no number; given NaN at token 1; allowed numbers");
   EXPECT_EQ(text.tokens(), 1);
-  EXPECT_EQ(
-      message_of<InvalidArgument>([&] { text.merge(StreamingPerplexity(2)); }),
-      "StreamingPerplexity: the texts were counted in two ways; given first_counted 1 and 2, bin_tokens 256 and 256; allowed the same");
+  EXPECT_EQ(message_of<InvalidArgument>([&] { text.merge(StreamingPerplexity(2)); }),
+            "StreamingPerplexity: the texts were counted in two ways; given first_counted 1 and 2, bin_tokens 256 and "
+            "256; allowed the same");
 }
 
 TEST(DecodeFidelity, MeansDivergenceAndAgreementInBins) {
@@ -260,16 +266,17 @@ TEST(DecodeFidelity, AddsTextsAndGivesTheBootstrapOneSampleEach) {
 }
 
 TEST(DecodeFidelity, SaysWhatIsWrong) {
-  EXPECT_EQ(message_of<InvalidArgument>([] { DecodeFidelity(-1); }), "DecodeFidelity: first_counted is -1; allowed 0 or more");
-  EXPECT_EQ(message_of<InvalidArgument>([] { DecodeFidelity(0, 0); }), "DecodeFidelity: bin_tokens is 0; allowed 1 or more");
+  EXPECT_EQ(message_of<InvalidArgument>([] { DecodeFidelity(-1); }),
+            "DecodeFidelity: first_counted is -1; allowed 0 or more");
+  EXPECT_EQ(message_of<InvalidArgument>([] { DecodeFidelity(0, 0); }),
+            "DecodeFidelity: bin_tokens is 0; allowed 1 or more");
   DecodeFidelity text(0, 8);
-  EXPECT_EQ(message_of<InvalidArgument>([&] {
-              text.add({-0.5, true});
-            }),
+  EXPECT_EQ(message_of<InvalidArgument>([&] { text.add({-0.5, true}); }),
             "DecodeFidelity: a divergence is out of range; given -0.5; allowed 0 or more");
   EXPECT_THROW(text.add({kNan, true}), InvalidArgument);
   EXPECT_EQ(message_of<InvalidArgument>([&] { text.merge(DecodeFidelity(1, 9)); }),
-            "DecodeFidelity: the texts were counted in two ways; given first_counted 0 and 1, bin_tokens 8 and 9; allowed the same");
+            "DecodeFidelity: the texts were counted in two ways; given first_counted 0 and 1, bin_tokens 8 and 9; "
+            "allowed the same");
   EXPECT_TRUE(text.bins().empty());
   text.add({kInfinity, false});
   EXPECT_EQ(text.total().divergence.value(), kInfinity) << "one token that cut rules out says so";

@@ -1,4 +1,5 @@
-// Policies that fold, behind a keeper: nothing is lost, nothing of another sequence is seen, and what cannot be done is refused before anything moves.
+// Policies that fold, behind a keeper: nothing is lost, nothing of another sequence is seen, and what cannot be done is
+// refused before anything moves.
 
 #include <ATen/ops/full.h>
 #include <ATen/ops/isfinite.h>
@@ -18,8 +19,10 @@ using namespace testing;
 
 /// Small numbers for small tests: spans of up to 16 tokens, a window of 12, 8 leave it together.
 const std::string kSekv = "sekv,recent=12,interval=8,sink=2,memory.max_span=16,memory.min_span=3,memory.alpha=1.5";
-const std::string kExact = ",memory.max_rank=64,memory.rank=max,memory.zoom=coverage,memory.coverage=1,memory.coverage_floor=0";
-const std::string kAms = "ams-tova,budget=32,interval=8,recent=8,window=4,rest=fold,memory.max_span=16,memory.min_span=4";
+const std::string kExact =
+    ",memory.max_rank=64,memory.rank=max,memory.zoom=coverage,memory.coverage=1,memory.coverage_floor=0";
+const std::string kAms =
+    "ams-tova,budget=32,interval=8,recent=8,window=4,rest=fold,memory.max_span=16,memory.min_span=4";
 
 void run(FoldingEngine& engine, SequenceId id, int prompt, int steps) {
   engine.join(id);
@@ -60,28 +63,36 @@ TEST(Fold, ReadsNothingButCoarseEntriesWhereNothingIsOpened) {
       const SpanRow& row = engine.keeper.spans(1, l, h);
       const auto& kv = std::get<DenseKv>(engine.cache[static_cast<std::size_t>(l)]);
       const auto& s = engine.living.at(1);
-      const float* q = s.queries.data() + (s.queries.size() - FoldingEngine::kLayers * FoldingEngine::kQueryHeads * FoldingEngine::kDim) + (l * FoldingEngine::kQueryHeads + 2 * h) * FoldingEngine::kDim;
+      const float* q = s.queries.data() +
+                       (s.queries.size() - FoldingEngine::kLayers * FoldingEngine::kQueryHeads * FoldingEngine::kDim) +
+                       (l * FoldingEngine::kQueryHeads + 2 * h) * FoldingEngine::kDim;
       std::vector<double> logits, out(FoldingEngine::kDim);
       std::vector<const float*> values;
       const auto add = [&](const float* key, const float* value, double bias) {
-        logits.push_back(std::inner_product(q, q + FoldingEngine::kDim, key, 0.0) * engine.keeper.spec().scale() + bias);
+        logits.push_back(std::inner_product(q, q + FoldingEngine::kDim, key, 0.0) * engine.keeper.spec().scale() +
+                         bias);
         values.push_back(value);
       };
       for (std::int64_t t = 0; t < engine.keeper.physical_length(1, l, h); ++t)
         add(kv.keys[0][h][t].const_data_ptr<float>(), kv.values[0][h][t].const_data_ptr<float>(), 0);
       for (std::int64_t i = 0; i < row.size(); ++i)
-        add(reinterpret_cast<const float*>(row.coarse(KvSide::keys)) + i * FoldingEngine::kDim, reinterpret_cast<const float*>(row.coarse(KvSide::values)) + i * FoldingEngine::kDim, std::log(static_cast<double>(row.span(i).length)));
+        add(reinterpret_cast<const float*>(row.coarse(KvSide::keys)) + i * FoldingEngine::kDim,
+            reinterpret_cast<const float*>(row.coarse(KvSide::values)) + i * FoldingEngine::kDim,
+            std::log(static_cast<double>(row.span(i).length)));
       double sum = 0;
       for (std::size_t i = 0; i < logits.size(); ++i) {
         sum += std::exp(logits[i]);
         for (std::size_t d = 0; d < out.size(); ++d) out[d] += std::exp(logits[i]) * values[i][d];
       }
-      for (std::size_t d = 0; d < out.size(); ++d) EXPECT_NEAR(engine.outputs[static_cast<std::size_t>(l)][0][2 * h].const_data_ptr<float>()[d], out[d] / sum, 2e-5);
+      for (std::size_t d = 0; d < out.size(); ++d)
+        EXPECT_NEAR(engine.outputs[static_cast<std::size_t>(l)][0][2 * h].const_data_ptr<float>()[d], out[d] / sum,
+                    2e-5);
     }
 }
 
 TEST(Fold, CountsNearAndFarBytesExactly) {
-  for (const auto& [sketch, store] : std::vector<std::pair<bool, const char*>>{{true, "f32"}, {true, "bf16"}, {false, "f32"}, {false, "bf16"}}) {
+  for (const auto& [sketch, store] :
+       std::vector<std::pair<bool, const char*>>{{true, "f32"}, {true, "bf16"}, {false, "f32"}, {false, "bf16"}}) {
     FoldingEngine engine(kSekv + ",memory.store=" + store + (sketch ? "" : ",memory.sketch=false"));
     run(engine, 1, 150, 20);
     const FoldedState state = engine.keeper.folded(1);
@@ -93,13 +104,15 @@ TEST(Fold, CountsNearAndFarBytesExactly) {
         spans += row.size();
         for (std::int64_t i = 0; i < row.size(); ++i)
           for (const SpanFactors& f : row.span(i).factors) {
-            EXPECT_LE(f.numbers(row.span(i).length, FoldingEngine::kDim), row.span(i).length * FoldingEngine::kDim) << "never larger than the rows";
+            EXPECT_LE(f.numbers(row.span(i).length, FoldingEngine::kDim), row.span(i).length * FoldingEngine::kDim)
+                << "never larger than the rows";
             numbers += f.numbers(row.span(i).length, FoldingEngine::kDim);
           }
       }
     EXPECT_GT(spans, 0);
     EXPECT_EQ(state.spans, spans);
-    EXPECT_EQ(state.near_bytes, spans * (2 * FoldingEngine::kDim * number + 4) + (sketch ? state.tokens * (4 + 2) : 0)) << "16 signs take a word";
+    EXPECT_EQ(state.near_bytes, spans * (2 * FoldingEngine::kDim * number + 4) + (sketch ? state.tokens * (4 + 2) : 0))
+        << "16 signs take a word";
     EXPECT_EQ(state.far_bytes, numbers * number);
     EXPECT_EQ(state.disk_bytes, 0);
     EXPECT_GE(engine.keeper.far_store()->host_bytes(), state.far_bytes);
@@ -146,7 +159,8 @@ TEST(Fold, LeavesOutOfTheSpansWhatSurprisesAndTheWindow) {
   std::vector<std::int32_t> expected;
   for (const std::int32_t slot : whole.dense())
     if (slot < 88) expected.push_back(slot);
-  const Segments behind = segment_above(std::span(surprisal).subspan(88, 8), whole.threshold, {.sink = 0, .recent = 0, .min_span = 3, .max_span = 16});
+  const Segments behind = segment_above(std::span(surprisal).subspan(88, 8), whole.threshold,
+                                        {.sink = 0, .recent = 0, .min_span = 3, .max_span = 16});
   for (const std::int32_t t : behind.dense()) expected.push_back(88 + t);
   for (std::int32_t t = 96; t < 108; ++t) expected.push_back(t);
   const auto now = engine.keeper.positions(1, 0, 0);
@@ -184,7 +198,8 @@ TEST(Fold, TakesBackTokensThatCameAfterTheLastFold) {
   EXPECT_EQ(engine.keeper.logical_length(1), 101);
   auto& s = engine.living.at(1);
   for (std::int32_t& length : s.lengths) length -= 2;
-  s.surprisal.resize(101), s.keys.resize(101 * FoldingEngine::kLayers * FoldingEngine::kHeads * FoldingEngine::kDim), s.values.resize(s.keys.size());
+  s.surprisal.resize(101), s.keys.resize(101 * FoldingEngine::kLayers * FoldingEngine::kHeads * FoldingEngine::kDim),
+      s.values.resize(s.keys.size());
   s.queries.resize(101 * FoldingEngine::kLayers * FoldingEngine::kQueryHeads * FoldingEngine::kDim);
   for (int i = 0; i < 20; ++i) engine.step({{1, 1}});
   EXPECT_LT(engine.error(), 1e-4);
@@ -194,35 +209,55 @@ TEST(Fold, TakesBackTokensThatCameAfterTheLastFold) {
 // ---- What an engine forgets
 
 TEST(Fold, RefusesAnEngineThatDoesNotReadFoldedSpansOrGivesNoSurprisal) {
-  EXPECT_NE(message_of([] { Keeper(FoldingEngine::model(), make_policy(kSekv), {.surprisal = true}); }).find("reads_folded: sekv folds spans"), std::string::npos);
-  EXPECT_NE(message_of([] { Keeper(FoldingEngine::model(), make_policy(kSekv), {.reads_folded = true}); }).find("surprisal: sekv reads that of every token"), std::string::npos);
+  EXPECT_NE(message_of([] {
+              Keeper(FoldingEngine::model(), make_policy(kSekv), {.surprisal = true});
+            }).find("reads_folded: sekv folds spans"),
+            std::string::npos);
+  EXPECT_NE(message_of([] {
+              Keeper(FoldingEngine::model(), make_policy(kSekv), {.reads_folded = true});
+            }).find("surprisal: sekv reads that of every token"),
+            std::string::npos);
   EXPECT_NO_THROW(Keeper(FoldingEngine::model(), make_policy(kAms), {.reads_folded = true})) << "masses take its place";
   ModelSpec uneven = FoldingEngine::model();
   uneven.value_dim = 8;
-  EXPECT_NE(message_of([&] { Keeper(uneven, make_policy(kSekv), {.surprisal = true, .reads_folded = true}); }).find("value_dim"), std::string::npos);
+  EXPECT_NE(message_of([&] {
+              Keeper(uneven, make_policy(kSekv), {.surprisal = true, .reads_folded = true});
+            }).find("value_dim"),
+            std::string::npos);
 }
 
 TEST(Fold, NoticesWhenSurprisalOrViewIsForgotten) {
   FoldingEngine engine(kSekv);
   engine.tells_surprisal = false;
   engine.join(1);
-  EXPECT_NE(message_of([&] { engine.step({{1, 50}}); }).find("0 of the 50 tokens of sequence 1 have their surprisal"), std::string::npos);
+  EXPECT_NE(message_of([&] { engine.step({{1, 50}}); }).find("0 of the 50 tokens of sequence 1 have their surprisal"),
+            std::string::npos);
   FoldingEngine blind(kSekv);
   run(blind, 1, 100, 1);
   blind.views = false;
-  EXPECT_NE(message_of([&] { blind.step({{1, 1}}); }).find("call view() behind each layer's attention"), std::string::npos);
+  EXPECT_NE(message_of([&] { blind.step({{1, 1}}); }).find("call view() behind each layer's attention"),
+            std::string::npos);
 }
 
 TEST(Fold, TakesNoSurprisalForTokensThatDidNotComeAndNoQueriesBeforeRope) {
   FoldingEngine engine(kSekv);
   run(engine, 1, 30, 0);
   const std::vector<float> more(2, 1.0F);
-  EXPECT_NE(message_of([&] { engine.keeper.surprise(1, more); }).find("2 tokens of sequence 1; 0 of the 30 observed"), std::string::npos);
+  EXPECT_NE(message_of([&] { engine.keeper.surprise(1, more); }).find("2 tokens of sequence 1; 0 of the 30 observed"),
+            std::string::npos);
   const std::vector<SequenceId> ids{1};
   const std::vector<std::int32_t> indptr{0, 1};
   const Tensor q = at::zeros({1, 4, 16}), out = at::zeros({1, 4, 16}), lse = at::zeros({1, 4});
-  EXPECT_NE(message_of([&] { engine.keeper.view({.layer = 0, .sequences = ids, .indptr = indptr, .queries = q}, {out, lse}); }).find("come before RoPE"), std::string::npos);
-  EXPECT_NE(message_of([&] { engine.keeper.view({.layer = 0, .sequences = ids, .indptr = indptr, .queries = q, .basis = QueryBasis::post_rope}, {out, at::zeros({1, 3})}); }).find("does not fit"), std::string::npos);
+  EXPECT_NE(message_of([&] {
+              engine.keeper.view({.layer = 0, .sequences = ids, .indptr = indptr, .queries = q}, {out, lse});
+            }).find("come before RoPE"),
+            std::string::npos);
+  EXPECT_NE(message_of([&] {
+              engine.keeper.view(
+                  {.layer = 0, .sequences = ids, .indptr = indptr, .queries = q, .basis = QueryBasis::post_rope},
+                  {out, at::zeros({1, 3})});
+            }).find("does not fit"),
+            std::string::npos);
 }
 
 TEST(Fold, FoldsATextAlikeWhereverItsPositionsBegin) {
@@ -232,7 +267,8 @@ TEST(Fold, FoldsATextAlikeWhereverItsPositionsBegin) {
     run(here, 1, 100, 60), run(behind, 1, 100, 60);
     for (std::int32_t h = 0; h < FoldingEngine::kHeads; ++h) {
       ASSERT_EQ(here.keeper.spans(1, 1, h).size(), behind.keeper.spans(1, 1, h).size()) << policy;
-      for (std::int64_t s = 0; s < here.keeper.spans(1, 1, h).size(); ++s) EXPECT_EQ(here.keeper.spans(1, 1, h).span(s).first + 5000, behind.keeper.spans(1, 1, h).span(s).first);
+      for (std::int64_t s = 0; s < here.keeper.spans(1, 1, h).size(); ++s)
+        EXPECT_EQ(here.keeper.spans(1, 1, h).span(s).first + 5000, behind.keeper.spans(1, 1, h).span(s).first);
     }
   }
 }
@@ -245,7 +281,11 @@ TEST(Fold, KeepsSinksOfAPromptThatLeavesTheWindowByAndBy) {
 }
 
 TEST(Fold, RefusesIntervalsAndSpansOfWhichNothingWouldFold) {
-  const auto said = [](const std::string& options) { return message_of<InvalidArgument>([&] { Keeper(FoldingEngine::model(), make_policy("sekv," + options), {.surprisal = true, .reads_folded = true}); }); };
+  const auto said = [](const std::string& options) {
+    return message_of<InvalidArgument>([&] {
+      Keeper(FoldingEngine::model(), make_policy("sekv," + options), {.surprisal = true, .reads_folded = true});
+    });
+  };
   EXPECT_NE(said("interval=2,memory.min_span=3").find("interval: 2"), std::string::npos);
   EXPECT_NE(said("memory.min_span=8,memory.max_span=4").find("max_span: 4"), std::string::npos);
 }
@@ -255,8 +295,10 @@ TEST(Fold, LeavesAttentionThatIsNotANumberAsItIs) {
   run(engine, 1, 100, 1);
   const std::vector<SequenceId> ids{1};
   const std::vector<std::int32_t> indptr{0, 1};
-  const Tensor q = at::ones({1, 4, 16}), out = at::full({1, 4, 16}, std::nanf("")), lse = at::full({1, 4}, std::nanf(""));
-  engine.keeper.view({.layer = 0, .sequences = ids, .indptr = indptr, .queries = q, .basis = QueryBasis::post_rope}, {out, lse});
+  const Tensor q = at::ones({1, 4, 16}), out = at::full({1, 4, 16}, std::nanf("")),
+               lse = at::full({1, 4}, std::nanf(""));
+  engine.keeper.view({.layer = 0, .sequences = ids, .indptr = indptr, .queries = q, .basis = QueryBasis::post_rope},
+                     {out, lse});
   EXPECT_TRUE(at::isnan(out).all().item<bool>());
 }
 
@@ -271,7 +313,8 @@ struct Snapshot {
         positions.insert(positions.end(), kept.begin(), kept.end());
         spans.push_back(engine.keeper.spans(id, l, h).size());
       }
-      if (const auto* dense = std::get_if<DenseKv>(&engine.cache[static_cast<std::size_t>(l)])) keys.push_back(dense->keys.clone());
+      if (const auto* dense = std::get_if<DenseKv>(&engine.cache[static_cast<std::size_t>(l)]))
+        keys.push_back(dense->keys.clone());
     }
   }
   std::vector<std::int32_t> positions;
@@ -382,7 +425,8 @@ TEST(Fold, NamesASpanWhoseFactorsWereChangedOrGoesOnWithItsCoarseEntry) {
   for (const bool truncated : {false, true})
     for (const bool coarse : {false, true}) {
       const std::filesystem::path path = fresh_file("fold-damage");
-      FoldingEngine engine(kSekv + kExact + ",memory.host_bytes=0,memory.near_bytes=0,memory.file=" + path.string() + (coarse ? ",memory.damage=coarse" : ""));
+      FoldingEngine engine(kSekv + kExact + ",memory.host_bytes=0,memory.near_bytes=0,memory.file=" + path.string() +
+                           (coarse ? ",memory.damage=coarse" : ""));
       run(engine, 3, 150, 1);
       EXPECT_EQ(engine.keeper.totals().reads.damaged, 0);
       if (truncated) {
@@ -412,7 +456,9 @@ struct Told final : KVPolicy {
   explicit Told(Fold f) : fold(std::move(f)) {}
   [[nodiscard]] std::string_view name() const override { return "told"; }
   [[nodiscard]] Needs needs() const override { return {}; }
-  [[nodiscard]] Trigger trigger() const override { return {.budget = {}, .interval = 1, .kind = Trigger::Kind::window, .recent = 0}; }
+  [[nodiscard]] Trigger trigger() const override {
+    return {.budget = {}, .interval = 1, .kind = Trigger::Kind::window, .recent = 0};
+  }
   [[nodiscard]] const MemoryOptions* memory() const override { return &options; }
   [[nodiscard]] Decision decide(const Evidence& evidence) const override {
     Decision d;
@@ -435,20 +481,24 @@ struct Told final : KVPolicy {
 
 TEST(Fold, NoticesThatViewIsForgottenWhereASingleHeadHasFolded) {
   FoldingEngine engine("full");
-  Keeper keeper(FoldingEngine::model(), std::make_unique<Told>(Fold{.slots = {0, 1, 2, 3}, .spans = {0, 4}, .indptr = {0, 0, 1, 1, 1}}), {.reads_folded = true});
+  Keeper keeper(FoldingEngine::model(),
+                std::make_unique<Told>(Fold{.slots = {0, 1, 2, 3}, .spans = {0, 4}, .indptr = {0, 0, 1, 1, 1}}),
+                {.reads_folded = true});
   std::swap(engine.keeper, keeper);
   engine.join(1);
   engine.step({{1, 9}});
   ASSERT_EQ(engine.keeper.spans(1, 0, 0).size(), 0);
   ASSERT_EQ(engine.keeper.spans(1, 0, 1).size(), 1);
   engine.views = false;
-  EXPECT_NE(message_of([&] { engine.step({{1, 1}}); }).find("call view() behind each layer's attention"), std::string::npos);
+  EXPECT_NE(message_of([&] { engine.step({{1, 1}}); }).find("call view() behind each layer's attention"),
+            std::string::npos);
 }
 
 TEST(Fold, RefusesSpansThatOverlapOrStayOrLieOutside) {
   const auto told = [](std::vector<std::int32_t> slots, std::vector<std::int64_t> spans) {
     Fold fold{.slots = std::move(slots), .spans = std::move(spans), .indptr = {0}};
-    for (int r = 0; r < 4; ++r) fold.indptr.push_back(static_cast<std::int64_t>(fold.spans.size()) - 1);  // all in the first row
+    for (int r = 0; r < 4; ++r)
+      fold.indptr.push_back(static_cast<std::int64_t>(fold.spans.size()) - 1);  // all in the first row
     return message_of([&] {
       FoldingEngine engine("full");
       Keeper keeper(FoldingEngine::model(), std::make_unique<Told>(fold), {.reads_folded = true});
@@ -457,9 +507,11 @@ TEST(Fold, RefusesSpansThatOverlapOrStayOrLieOutside) {
       engine.step({{1, 9}});
     });
   };
-  EXPECT_NE(told({0, 1, 1, 2}, {0, 2, 4}).find("slot 1 of layer 0, head 0, span 1 lies in span 0 too"), std::string::npos);
+  EXPECT_NE(told({0, 1, 1, 2}, {0, 2, 4}).find("slot 1 of layer 0, head 0, span 1 lies in span 0 too"),
+            std::string::npos);
   EXPECT_NE(told({3, 4}, {0, 2}).find("slot 4 of layer 0, head 0, span 0 stays"), std::string::npos);
-  EXPECT_NE(told({2, 9}, {0, 2}).find("slot 9 of layer 0, head 0, span 0 is outside the row; allowed 0 to 8"), std::string::npos);
+  EXPECT_NE(told({2, 9}, {0, 2}).find("slot 9 of layer 0, head 0, span 0 is outside the row; allowed 0 to 8"),
+            std::string::npos);
   EXPECT_NE(told({0, 1}, {0, 1}).find("its tables do not fit"), std::string::npos);
 }
 

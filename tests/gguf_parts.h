@@ -23,7 +23,9 @@ std::string raw(T number) {
 }
 
 /// A string with its length.
-inline std::string raw_string(std::string_view string) { return raw<std::uint64_t>(string.size()) + std::string(string); }
+inline std::string raw_string(std::string_view string) {
+  return raw<std::uint64_t>(string.size()) + std::string(string);
+}
 
 /// Numbers of value types and ggml types, as files say them.
 namespace gguf {
@@ -61,7 +63,9 @@ class GgufParts {
   GgufParts& text(std::string_view name, std::string_view value) { return key(name, gguf::string, raw_string(value)); }
   GgufParts& whole(std::string_view name, std::uint32_t value) { return key(name, gguf::u32, raw(value)); }
   GgufParts& number(std::string_view name, float value) { return key(name, gguf::f32, raw(value)); }
-  GgufParts& truth(std::string_view name, bool value) { return key(name, gguf::boolean, raw<std::uint8_t>(value ? 1 : 0)); }
+  GgufParts& truth(std::string_view name, bool value) {
+    return key(name, gguf::boolean, raw<std::uint8_t>(value ? 1 : 0));
+  }
   GgufParts& texts(std::string_view name, const std::vector<std::string>& values) {
     std::string bytes = raw<std::uint32_t>(gguf::string) + raw<std::uint64_t>(values.size());
     for (const std::string& value : values) bytes += raw_string(value);
@@ -75,8 +79,8 @@ class GgufParts {
   }
 
   /// A tensor of `shape` (row-major) by its blocks, behind the one before; or where `offset` says.
-  GgufParts& tensor(std::string_view name, const std::vector<std::uint64_t>& shape, std::uint32_t type, const std::string& blocks,
-                    std::optional<std::uint64_t> offset = {}) {
+  GgufParts& tensor(std::string_view name, const std::vector<std::uint64_t>& shape, std::uint32_t type,
+                    const std::string& blocks, std::optional<std::uint64_t> offset = {}) {
     data_.append((alignment - data_.size() % alignment) % alignment, '\0');
     tensors_ += raw_string(name) + raw(static_cast<std::uint32_t>(shape.size()));
     for (auto extent = shape.rbegin(); extent != shape.rend(); ++extent) tensors_ += raw(*extent);
@@ -88,14 +92,16 @@ class GgufParts {
   /// A tensor of f32, f16 or bf16 as it is.
   GgufParts& tensor(std::string_view name, const Tensor& values) {
     const Tensor data = values.contiguous();
-    const auto type = data.scalar_type() == kFloat32 ? gguf::F32 : data.scalar_type() == kFloat16 ? gguf::F16 : gguf::BF16;
+    const auto type = data.scalar_type() == kFloat32   ? gguf::F32
+                      : data.scalar_type() == kFloat16 ? gguf::F16
+                                                       : gguf::BF16;
     const std::vector<std::uint64_t> shape(data.sizes().begin(), data.sizes().end());
     return tensor(name, shape, type, std::string(static_cast<const char*>(data.const_data_ptr()), data.nbytes()));
   }
 
   [[nodiscard]] std::string bytes() const {
-    std::string file =
-        "GGUF" + raw(version) + raw(tensors_said.value_or(tensor_count_)) + raw(keys_said.value_or(key_count_)) + keys_ + tensors_;
+    std::string file = "GGUF" + raw(version) + raw(tensors_said.value_or(tensor_count_)) +
+                       raw(keys_said.value_or(key_count_)) + keys_ + tensors_;
     file.append((alignment - file.size() % alignment) % alignment, '\0');
     return file + data_;
   }

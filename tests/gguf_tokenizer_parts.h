@@ -12,7 +12,8 @@
 namespace kvkeep::testing {
 
 /// `pre`: the name of its pre-tokenizer; `leave_out`: a key behind "tokenizer.ggml." that is not written.
-inline void with_tokenizer_of(GgufParts& parts, const std::string& tokenizer_json, const std::string& pre, const std::string& leave_out = "") {
+inline void with_tokenizer_of(GgufParts& parts, const std::string& tokenizer_json, const std::string& pre,
+                              const std::string& leave_out = "") {
   const nlohmann::json whole = nlohmann::json::parse(tokenizer_json);
   std::vector<std::string> tokens, merges;
   std::vector<std::int32_t> types;
@@ -25,8 +26,10 @@ inline void with_tokenizer_of(GgufParts& parts, const std::string& tokenizer_jso
     types[id] = type;
   };
   for (const auto& [piece, id] : whole["model"]["vocab"].items()) put(id, piece, 1);
-  for (const nlohmann::json& added : whole["added_tokens"]) put(added["id"], added["content"], added["special"].get<bool>() ? 3 : 4);
-  for (const nlohmann::json& merge : whole["model"]["merges"]) merges.push_back(merge[0].get<std::string>() + " " + merge[1].get<std::string>());
+  for (const nlohmann::json& added : whole["added_tokens"])
+    put(added["id"], added["content"], added["special"].get<bool>() ? 3 : 4);
+  for (const nlohmann::json& merge : whole["model"]["merges"])
+    merges.push_back(merge[0].get<std::string>() + " " + merge[1].get<std::string>());
   for (std::size_t id = 0; id < tokens.size(); ++id)
     if (types[id] == 5) tokens[id] = text("[unused", id, "]");
   const auto unless = [&](const std::string& key, const auto& write) {

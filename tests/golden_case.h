@@ -26,7 +26,8 @@ struct GoldenCase {
   [[nodiscard]] bool must_fail() const { return rules.value("must_fail", false); }
 };
 
-/// Every case of one family below the folders that tests read: tests/golden, and those in KVKEEP_GOLDEN_DIR (separated by ':').
+/// Every case of one family below the folders that tests read: tests/golden, and those in KVKEEP_GOLDEN_DIR (separated
+/// by ':').
 inline std::vector<GoldenCase> golden_cases(const std::string& family) {
   std::vector<std::filesystem::path> roots{KVKEEP_TEST_GOLDEN_DIR};
   if (const char* more = std::getenv("KVKEEP_GOLDEN_DIR"); more != nullptr) {
@@ -68,7 +69,8 @@ inline void expect_as_golden(const GoldenCase& c, const trace::Result& got) {
   const auto expected = io::SafetensorsFile::open(c.file("expected.safetensors"));
   ASSERT_FALSE(c.rules["compare"].empty()) << c.folder;
   for (const auto& [name, rule] : c.rules["compare"].items()) {
-    const auto found = std::find_if(got.tensors.begin(), got.tensors.end(), [&, &key = name](const auto& t) { return t.first == key; });
+    const auto found = std::find_if(got.tensors.begin(), got.tensors.end(),
+                                    [&, &key = name](const auto& t) { return t.first == key; });
     if (found == got.tensors.end()) {
       ADD_FAILURE() << c.folder << ": the result has no " << name;
       continue;
@@ -91,13 +93,17 @@ inline void expect_as_golden(const GoldenCase& c, const trace::Result& got) {
     const double atol = exact ? 0 : rule["atol"].get<double>(), rtol = exact ? 0 : rule["rtol"].get<double>();
     const auto limits = c.rules.value("compare_slots", nlohmann::json::object()).value(name, nlohmann::json());
     const Tensor w = want.to(c10::ScalarType::Double).contiguous(), h = have.to(c10::ScalarType::Double).contiguous();
-    const std::int64_t last = w.dim() == 0 ? 1 : w.size(-1), per_sequence = w.dim() == 0 || w.size(0) == 0 ? 1 : w.numel() / w.size(0);
+    const std::int64_t last = w.dim() == 0 ? 1 : w.size(-1),
+                       per_sequence = w.dim() == 0 || w.size(0) == 0 ? 1 : w.numel() / w.size(0);
     std::int64_t bad = 0;
     for (std::int64_t i = 0; i < w.numel(); ++i) {
       if (!compared(limits, i / per_sequence, i % last)) continue;
       const double a = h.const_data_ptr<double>()[i], b = w.const_data_ptr<double>()[i];
-      const bool same = a == b || (std::isnan(a) && std::isnan(b)) || (!exact && std::abs(a - b) <= atol + rtol * std::abs(b));
-      if (!same && bad++ == 0) ADD_FAILURE() << c.folder << ": " << name << " differs first at flat index " << i << ": " << a << ", expected " << b;
+      const bool same =
+          a == b || (std::isnan(a) && std::isnan(b)) || (!exact && std::abs(a - b) <= atol + rtol * std::abs(b));
+      if (!same && bad++ == 0)
+        ADD_FAILURE() << c.folder << ": " << name << " differs first at flat index " << i << ": " << a << ", expected "
+                      << b;
     }
     if (bad > 1) ADD_FAILURE() << c.folder << ": " << name << " differs in " << bad << " of " << w.numel() << " places";
   }

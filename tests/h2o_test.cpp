@@ -1,4 +1,5 @@
-// H2O: the running sum against plain loops at one event, and against a simulation that attends token by token over many.
+// H2O: the running sum against plain loops at one event, and against a simulation that attends token by token over
+// many.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -90,10 +91,17 @@ struct SimulatedRow {
 
 /// Runs an engine over `tokens` tokens, in chunks, beside the simulation; returns the events.
 int run_beside_simulation(const std::string& policy, std::int32_t tokens, bool own_selection) {
-  ModelSpec spec{.query_heads = kHeads * kGroup, .kv_heads = kHeads, .key_dim = kDim, .value_dim = 1, .softmax_scale = 0, .rope = {}, .layers = std::vector<LayerSpec>(kLayers)};
+  ModelSpec spec{.query_heads = kHeads * kGroup,
+                 .kv_heads = kHeads,
+                 .key_dim = kDim,
+                 .value_dim = 1,
+                 .softmax_scale = 0,
+                 .rope = {},
+                 .layers = std::vector<LayerSpec>(kLayers)};
   Keeper keeper(spec, make_policy(policy));
   std::vector<LayerKv> cache;
-  for (std::int32_t l = 0; l < kLayers; ++l) cache.emplace_back(DenseKv{at::zeros({1, kHeads, 80, kDim}), at::zeros({1, kHeads, 80, 1})});
+  for (std::int32_t l = 0; l < kLayers; ++l)
+    cache.emplace_back(DenseKv{at::zeros({1, kHeads, 80, kDim}), at::zeros({1, kHeads, 80, 1})});
   std::vector<SimulatedRow> rows(kLayers * kHeads);
   const SequenceId id = 3;
   std::int32_t length = 0, position = 0;
@@ -105,9 +113,12 @@ int run_beside_simulation(const std::string& policy, std::int32_t tokens, bool o
     for (std::int32_t l = 0; l < kLayers; ++l) {
       Tensor queries = at::empty({count, kHeads * kGroup, kDim});
       for (std::int32_t i = 0; i < count; ++i) {
-        for (std::int32_t q = 0; q < kHeads * kGroup; ++q) std::ranges::copy(numbers(l, q, position + i, 0), queries[i][q].data_ptr<float>());
+        for (std::int32_t q = 0; q < kHeads * kGroup; ++q)
+          std::ranges::copy(numbers(l, q, position + i, 0), queries[i][q].data_ptr<float>());
         for (std::int32_t h = 0; h < kHeads; ++h) {
-          std::ranges::copy(numbers(l, h, position + i, 1), std::get<DenseKv>(cache[static_cast<std::size_t>(l)]).keys[0][h][length + i].data_ptr<float>());
+          std::ranges::copy(
+              numbers(l, h, position + i, 1),
+              std::get<DenseKv>(cache[static_cast<std::size_t>(l)]).keys[0][h][length + i].data_ptr<float>());
           rows[static_cast<std::size_t>(l * kHeads + h)].attend(l, h, position + i, spec.scale());
         }
       }
@@ -124,11 +135,15 @@ int run_beside_simulation(const std::string& policy, std::int32_t tokens, bool o
     ++events;
     for (std::size_t r = 0; r < rows.size(); ++r) {
       const float* tally = plan.decision.tally->data_ptr<float>() + plan.table.rows[r].first;
-      for (std::size_t t = 0; t < rows[r].sum.size(); ++t) EXPECT_NEAR(tally[t], rows[r].sum[t], 1e-5 + 1e-5 * rows[r].sum[t]) << "event " << events << ", row " << r << ", slot " << t;
+      for (std::size_t t = 0; t < rows[r].sum.size(); ++t)
+        EXPECT_NEAR(tally[t], rows[r].sum[t], 1e-5 + 1e-5 * rows[r].sum[t])
+            << "event " << events << ", row " << r << ", slot " << t;
       if (own_selection) {  // two newest protected, of the others those with the largest sums
         std::vector<std::int32_t> order(rows[r].sum.size());
         std::iota(order.begin(), order.end(), 0);
-        std::stable_sort(order.begin(), order.end() - 2, [&](std::int32_t a, std::int32_t b) { return rows[r].sum[static_cast<std::size_t>(a)] > rows[r].sum[static_cast<std::size_t>(b)]; });
+        std::stable_sort(order.begin(), order.end() - 2, [&](std::int32_t a, std::int32_t b) {
+          return rows[r].sum[static_cast<std::size_t>(a)] > rows[r].sum[static_cast<std::size_t>(b)];
+        });
         std::rotate(order.begin(), order.end() - 2, order.end());
         order.resize(plan.decision.keep->row(r).size());
         std::ranges::sort(order);
@@ -139,18 +154,24 @@ int run_beside_simulation(const std::string& policy, std::int32_t tokens, bool o
     keeper.apply(plan, view);
     if (::testing::Test::HasFailure()) break;
   }
-  if (policy.starts_with("ams-")) EXPECT_EQ(static_cast<std::int32_t>(keeper.credit(id, 0, 0).size()), 24) << "credit travels beside the tally";
+  if (policy.starts_with("ams-"))
+    EXPECT_EQ(static_cast<std::int32_t>(keeper.credit(id, 0, 0).size()), 24) << "credit travels beside the tally";
   return events;
 }
 
 TEST(H2O, SumsOverManyEventsWhatASimulationSumsTokenByToken) {
   EXPECT_GE(run_beside_simulation("h2o,budget=24,interval=8,window=64,sink=0,recent=2", 120, true), 8);
-  EXPECT_GE(run_beside_simulation("ams-h2o,budget=24,interval=8,scorer.window=64,sink=0,recent=2,allocator.window=6,segment_mass=0.2,min_segment=2,max_segment=8,min_quota=1", 120, false), 8);
+  EXPECT_GE(run_beside_simulation("ams-h2o,budget=24,interval=8,scorer.window=64,sink=0,recent=2,allocator.window=6,"
+                                  "segment_mass=0.2,min_segment=2,max_segment=8,min_quota=1",
+                                  120, false),
+            8);
 }
 
 TEST(H2O, TheSumStaysEachRowsOwnWhereRowsShareASelection) {
   for (const char* share : {"per_head", "union"})
-    EXPECT_GE(run_beside_simulation(std::string("h2o,budget=24,interval=8,window=64,sink=0,recent=2,share=") + share, 120, false), 8);
+    EXPECT_GE(run_beside_simulation(std::string("h2o,budget=24,interval=8,window=64,sink=0,recent=2,share=") + share,
+                                    120, false),
+              8);
 }
 
 TEST(H2O, TakesWorkspaceThatGrowsWithTheSlotsNotTheirSquare) {
@@ -159,12 +180,14 @@ TEST(H2O, TakesWorkspaceThatGrowsWithTheSlotsNotTheirSquare) {
   spec.kv_heads = 4;
   spec.key_dim = spec.value_dim = 128;
   spec.layers.resize(1);
-  const std::int64_t none = window_attention_workspace(spec, 0, 512), thousand = window_attention_workspace(spec, 1000, 512), per_slot = (thousand - none) / 1000;
+  const std::int64_t none = window_attention_workspace(spec, 0, 512),
+                     thousand = window_attention_workspace(spec, 1000, 512), per_slot = (thousand - none) / 1000;
   EXPECT_EQ(per_slot % 10, 0);
   EXPECT_LE(per_slot / 10, 32) << "2.5 panels of two vectors of the machine, 4 bytes a lane";
   EXPECT_EQ(window_attention_workspace(spec, 32768, 512), none + 32768 * per_slot);
   EXPECT_EQ(none, 4 * (7 * 512 * 128 + 2 * 128 * (per_slot / 10) + 48 * 128 + 8 * (per_slot / 10) + 512));
-  const std::int64_t alone = window_attention_workspace(spec, 0, 1), narrow = (window_attention_workspace(spec, 1000, 1) - alone) / 1000;
+  const std::int64_t alone = window_attention_workspace(spec, 0, 1),
+                     narrow = (window_attention_workspace(spec, 1000, 1) - alone) / 1000;
   EXPECT_LE(narrow, 2 * 8 * 4) << "seven heads of one query: a panel of a vector, and a vector";
   EXPECT_EQ(window_attention_workspace(spec, 32768, 1), alone + 32768 * narrow);
 }

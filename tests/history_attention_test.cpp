@@ -1,4 +1,5 @@
-// Slice-then-softmax over the history against plain loops in double: both group reductions, every instruction set, gaps, offsets, small and large windows.
+// Slice-then-softmax over the history against plain loops in double: both group reductions, every instruction set,
+// gaps, offsets, small and large windows.
 
 #include <gtest/gtest.h>
 #include <hwy/targets.h>
@@ -30,7 +31,8 @@ Asked ask(const oracle::Sequence& s, int window, int first, HistoryOptions optio
     const int history = oracle::history_of(s, h, window);
     asked.windows.push_back({window, history});
     asked.first.push_back(std::min(first, history));
-    asked.want.push_back(oracle::history_attention(s, h, {window, asked.first.back(), history, options.group == GroupReduce::max_logit, options.newest_counts}));
+    asked.want.push_back(oracle::history_attention(
+        s, h, {window, asked.first.back(), history, options.group == GroupReduce::max_logit, options.newest_counts}));
   }
   return asked;
 }
@@ -41,7 +43,9 @@ void expect_as_in_plain_loops(const oracle::Sequence& s, int window, int first, 
   const Tensor got = history_attention(cache.evidence(), asked.windows, options, asked.first);
   for (std::size_t h = 0; h < asked.want.size(); ++h)
     for (std::size_t t = 0; t < asked.want[h].size(); ++t)
-      ASSERT_NEAR(got.data_ptr<float>()[cache.table().rows[h].first + static_cast<std::int64_t>(t)], asked.want[h][t], 1e-6 + 1e-4 * asked.want[h][t]) << "head " << h << ", slot " << t;
+      ASSERT_NEAR(got.data_ptr<float>()[cache.table().rows[h].first + static_cast<std::int64_t>(t)], asked.want[h][t],
+                  1e-6 + 1e-4 * asked.want[h][t])
+          << "head " << h << ", slot " << t;
 }
 
 oracle::RandomCase sequence_of(std::uint64_t seed, int window) {
@@ -95,12 +99,14 @@ oracle::Sequence hand_made(std::vector<float> keys, std::vector<float> queries, 
 
 TEST(HistoryAttention, OfTwoHeadsIsAMeanOfSharesOrASoftmaxOfTheLargestLogits) {
   const float ln2 = std::log(2.0F);
-  const oracle::Sequence s = hand_made({ln2, -ln2, 0, 9}, {1, -1}, 2);  // logits of the history: ln2 -ln2 0 and -ln2 ln2 0
+  const oracle::Sequence s =
+      hand_made({ln2, -ln2, 0, 9}, {1, -1}, 2);  // logits of the history: ln2 -ln2 0 and -ln2 ln2 0
   const OracleCache cache({s});
   const std::vector<RowWindow> windows = {{1, 3}};
   const Tensor mean = history_attention(cache.evidence(), windows, {.group = GroupReduce::mean_prob});
   const Tensor largest = history_attention(cache.evidence(), windows, {.group = GroupReduce::max_logit});
-  const float want_mean[] = {2.5F / 7, 2.5F / 7, 2.0F / 7, 0}, want_largest[] = {0.4F, 0.4F, 0.2F, 0};  // (4/7 + 1/7) / 2; 2 : 2 : 1
+  const float want_mean[] = {2.5F / 7, 2.5F / 7, 2.0F / 7, 0},
+              want_largest[] = {0.4F, 0.4F, 0.2F, 0};  // (4/7 + 1/7) / 2; 2 : 2 : 1
   for (int t = 0; t < 4; ++t) {
     EXPECT_NEAR(mean.data_ptr<float>()[t], want_mean[t], 1e-6) << t;
     EXPECT_NEAR(largest.data_ptr<float>()[t], want_largest[t], 1e-6) << t;
@@ -165,7 +171,8 @@ TEST(HistoryAttention, OfARowDependsOnNothingButTheRow) {
       const Asked asked = ask(s, window, 0, {group});
       std::vector<RowWindow> windows;
       for (int n = 0; n < 3; ++n) windows.insert(windows.end(), asked.windows.begin(), asked.windows.end());
-      const Tensor one = history_attention(alone.evidence(), asked.windows, {group}), three = history_attention(together.evidence(), windows, {group});
+      const Tensor one = history_attention(alone.evidence(), asked.windows, {group}),
+                   three = history_attention(together.evidence(), windows, {group});
       const std::int64_t begin = together.table().rows[static_cast<std::size_t>(s.Hkv)].first;
       ASSERT_TRUE(three.slice(0, begin, begin + one.numel()).equal(one)) << seed;
     }
@@ -178,8 +185,10 @@ TEST(HistoryAttention, TakesWorkspaceThatGrowsWithTheSlotsNotTheirSquare) {
   spec.key_dim = spec.value_dim = 128;
   spec.layers.resize(1);
   for (const GroupReduce group : {GroupReduce::mean_prob, GroupReduce::max_logit}) {
-    const std::int64_t none = history_attention_workspace(spec, 0, 8, group), thousand = history_attention_workspace(spec, 1000, 8, group);
-    const std::int64_t per_slot = (thousand - none) / 1000, floats = group == GroupReduce::max_logit ? 14 : 10;  // 3.5 or 2.5 panels of 4 bytes a lane
+    const std::int64_t none = history_attention_workspace(spec, 0, 8, group),
+                       thousand = history_attention_workspace(spec, 1000, 8, group);
+    const std::int64_t per_slot = (thousand - none) / 1000,
+                       floats = group == GroupReduce::max_logit ? 14 : 10;  // 3.5 or 2.5 panels of 4 bytes a lane
     EXPECT_EQ(per_slot % floats, 0);
     EXPECT_LE(per_slot / floats, 32) << "a panel is two vectors of the machine";
     EXPECT_EQ(history_attention_workspace(spec, 32768, 8, group), none + 32768 * per_slot);

@@ -51,7 +51,8 @@ TEST(Intervals, BootstrapCoversTheTruthAboutAsOftenAsItSays) {
   for (int run = 0; run < kRuns; ++run) {
     Stratum samples;
     for (int i = 0; i < 40; ++i) {
-      const double own = 0.3 + 0.6 * static_cast<double>(random() % 1000) / 999;  // a sample's own chance, 0.6 on average
+      const double own =
+          0.3 + 0.6 * static_cast<double>(random() % 1000) / 999;  // a sample's own chance, 0.6 on average
       Answers one{0, 20};
       for (int a = 0; a < 20; ++a) one.right += static_cast<double>(random() % 1000) / 1000 < own;
       samples.push_back(one);

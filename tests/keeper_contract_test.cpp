@@ -1,4 +1,5 @@
-// What the Keeper promises an engine whatever it is given: who stands twice is refused, what throws changes nothing, positions are no token counts, neighbours do not matter, memory comes back.
+// What the Keeper promises an engine whatever it is given: who stands twice is refused, what throws changes nothing,
+// positions are no token counts, neighbours do not matter, memory comes back.
 
 #include <ATen/ops/full.h>
 #include <ATen/ops/randn.h>
@@ -22,14 +23,23 @@ using Ids = std::vector<SequenceId>;
 using testing::message_of;
 
 ModelSpec model(std::int32_t layers = 1, std::int32_t heads = 1) {
-  return {.query_heads = heads, .kv_heads = heads, .key_dim = 8, .value_dim = 8, .softmax_scale = 0, .rope = {.inv_freq = {1.0, 0.1}}, .layers = std::vector<LayerSpec>(static_cast<std::size_t>(layers))};
+  return {.query_heads = heads,
+          .kv_heads = heads,
+          .key_dim = 8,
+          .value_dim = 8,
+          .softmax_scale = 0,
+          .rope = {.inv_freq = {1.0, 0.1}},
+          .layers = std::vector<LayerSpec>(static_cast<std::size_t>(layers))};
 }
 
 /// Sequences in a dense cache, each at the place that its order among the joined gives it.
 class Line {
  public:
-  explicit Line(const std::string& policy, ModelSpec spec = model(), std::int64_t capacity = 256) : spec_(spec), keeper(std::move(spec), make_policy(policy)) {
-    for (std::int32_t l = 0; l < spec_.num_layers(); ++l) layers.emplace_back(DenseKv{at::randn({4, spec_.kv_heads, capacity, 8}), at::randn({4, spec_.kv_heads, capacity, 8})});
+  explicit Line(const std::string& policy, ModelSpec spec = model(), std::int64_t capacity = 256)
+      : spec_(spec), keeper(std::move(spec), make_policy(policy)) {
+    for (std::int32_t l = 0; l < spec_.num_layers(); ++l)
+      layers.emplace_back(
+          DenseKv{at::randn({4, spec_.kv_heads, capacity, 8}), at::randn({4, spec_.kv_heads, capacity, 8})});
   }
 
   void join(SequenceId id, std::int32_t tokens = 0, std::int32_t prompt = -1) {
@@ -39,7 +49,8 @@ class Line {
   }
 
   /// The same number of new tokens for every sequence, in every layer. `spoil` may change the queries of a layer.
-  void observe(std::int32_t tokens, const Ints& positions = {}, const std::function<void(std::int32_t, Tensor&)>& spoil = {}) {
+  void observe(std::int32_t tokens, const Ints& positions = {},
+               const std::function<void(std::int32_t, Tensor&)>& spoil = {}) {
     Ints indptr;
     for (std::size_t i = 0; i <= ids.size(); ++i) indptr.push_back(static_cast<std::int32_t>(i) * tokens);
     for (std::int32_t l = 0; l < spec_.num_layers(); ++l) {
@@ -72,7 +83,8 @@ Ints from(std::int32_t first, std::int32_t count) {
   return positions;
 }
 
-// ---- Who stands twice ------------------------------------------------------------------------------------------------------------------------
+// ---- Who stands twice
+// ------------------------------------------------------------------------------------------------------------------------
 
 constexpr const char* kStreaming = "streaming,budget=6,interval=2,sink=2,recent=1,prefill=cut";
 
@@ -81,7 +93,10 @@ TEST(KeeperContract, RefusesASequenceThatStandsTwiceInAView) {
   line.join(7, 12);
   line.ids = {7, 7};
   line.lengths = {12, 12};
-  EXPECT_NE(message_of<InvalidArgument>([&] { static_cast<void>(line.keeper.plan(line.view())); }).find("sequence 7 stands twice"), std::string::npos);
+  EXPECT_NE(message_of<InvalidArgument>([&] {
+              static_cast<void>(line.keeper.plan(line.view()));
+            }).find("sequence 7 stands twice"),
+            std::string::npos);
   EXPECT_THROW(line.step(), InvalidArgument);
   EXPECT_EQ(line.positions(7), from(0, 12));
 }
@@ -93,9 +108,13 @@ TEST(KeeperContract, RefusesTwoSequencesAtOnePlace) {
   Ints places{3, 3};
   CacheView view = line.view();
   view.places = places;
-  EXPECT_NE(message_of<InvalidArgument>([&] { line.keeper.step(view); }).find("sequences 1 and 2 are both at place 3"), std::string::npos);
+  EXPECT_NE(message_of<InvalidArgument>([&] { line.keeper.step(view); }).find("sequences 1 and 2 are both at place 3"),
+            std::string::npos);
   places = {3, 4};
-  EXPECT_NE(message_of<InvalidArgument>([&] { line.keeper.step(view); }).find("sequence 2 is at place 4 of the batch; allowed 0 to 3"), std::string::npos);
+  EXPECT_NE(message_of<InvalidArgument>([&] {
+              line.keeper.step(view);
+            }).find("sequence 2 is at place 4 of the batch; allowed 0 to 3"),
+            std::string::npos);
   places = {3, 0};
   EXPECT_EQ(line.keeper.step(view).cuts.size(), 2U);
 }
@@ -110,7 +129,10 @@ TEST(KeeperContract, RefusesAPageThatIsNamedMoreOftenThanItIsHeld) {
   CacheView view = line.view();
   view.block_table = table;
   name({0, 1, 2, 5, 2, 6});
-  EXPECT_NE(message_of<InvalidArgument>([&] { line.keeper.step(view); }).find("names page 2 of sequence 1 2 times, and 1 may hold it"), std::string::npos);
+  EXPECT_NE(message_of<InvalidArgument>([&] {
+              line.keeper.step(view);
+            }).find("names page 2 of sequence 1 2 times, and 1 may hold it"),
+            std::string::npos);
   name({0, 1, 1, 5, 6, 7});
   EXPECT_THROW(line.keeper.step(view), InvalidArgument) << "twice in one row";
   PagePool pool(8, 4);
@@ -131,13 +153,17 @@ TEST(KeeperContract, RefusesToApplyAPlanToAnotherView) {
   line.join(2, 12);
   const Plan plan = line.keeper.plan(line.view());
   std::swap(line.ids[0], line.ids[1]);
-  EXPECT_NE(message_of<StateError>([&] { line.keeper.apply(plan, line.view()); }).find("the plan cuts sequence 1, which does not stand at place 0"), std::string::npos);
+  EXPECT_NE(message_of<StateError>([&] {
+              line.keeper.apply(plan, line.view());
+            }).find("the plan cuts sequence 1, which does not stand at place 0"),
+            std::string::npos);
   line.ids = {1};
   line.lengths = {12};
   EXPECT_THROW(line.keeper.apply(plan, line.view()), StateError);
 }
 
-// ---- What throws changes nothing -------------------------------------------------------------------------------------------------------------
+// ---- What throws changes nothing
+// -------------------------------------------------------------------------------------------------------------
 
 TEST(KeeperContract, RecordsNothingOfAStepWhoseQueriesItsStatisticsCannotTake) {
   for (const float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(), 3e38F}) {
@@ -225,12 +251,14 @@ TEST(KeeperContract, RefusesASlidingLayerInThePagesOfTheTable) {
   PagePool pool(8, 4);
   PagedSequences sequences(pool);
   ASSERT_TRUE(sequences.admit(1, 12).given());
-  line.layers = {PagedKv{at::randn({8, 4, 1, 8}), at::randn({8, 4, 1, 8})}, PagedKv{at::randn({8, 4, 1, 8}), at::randn({8, 4, 1, 8})}};
+  line.layers = {PagedKv{at::randn({8, 4, 1, 8}), at::randn({8, 4, 1, 8})},
+                 PagedKv{at::randn({8, 4, 1, 8}), at::randn({8, 4, 1, 8})}};
   CacheView view = line.view();
   view.block_table = sequences.table(line.ids);
   view.pages = &pool;
   const std::string message = message_of<InvalidArgument>([&] { line.keeper.step(view); });
-  EXPECT_NE(message.find("layer 1 slides over a window and comes in pages of the one block table"), std::string::npos) << message;
+  EXPECT_NE(message.find("layer 1 slides over a window and comes in pages of the one block table"), std::string::npos)
+      << message;
   EXPECT_EQ(line.lengths[0], 12);
   view.layers[1] = std::monostate{};
   const Report report = line.keeper.step(view);
@@ -248,7 +276,8 @@ TEST(PagedSequences, EndQuietlyWhereSomebodyGaveTheirPagesBack) {
   EXPECT_EQ(pool.free_pages(), 4);
 }
 
-// ---- Positions are no token counts -----------------------------------------------------------------------------------------------------------
+// ---- Positions are no token counts
+// -----------------------------------------------------------------------------------------------------------
 
 TEST(KeeperContract, ProtectsThePromptWhereverItsPositionsStand) {
   for (const std::int32_t first : {0, 1000}) {
@@ -321,7 +350,8 @@ TEST(KeeperContract, TakesTokensBackToThePositionAfterTheLastThatIsLeft) {
 
 TEST(KeeperContract, TakesTokensBackToWhatTheLastEventLeft) {
   Line line("knorm,budget=6,interval=2,sink=2,recent=0,prefill=cut");
-  std::get<DenseKv>(line.layers[0]).keys[0][0][11] = 100.0F;  // the newest token is dropped, so that no kept slot tells the next position
+  std::get<DenseKv>(line.layers[0]).keys[0][0][11] =
+      100.0F;  // the newest token is dropped, so that no kept slot tells the next position
   line.join(1);
   line.observe(12, {0, 1, 2, 3, 4, 5, 20, 21, 22, 23, 24, 40});
   ASSERT_EQ(line.step().cuts.size(), 1U);
@@ -371,11 +401,18 @@ TEST(KeeperContract, RefusesPositionsThatNoTokenCanFollow) {
   const SequenceId id = 1;
   const Ints indptr{0, 1}, far{1 << 28};
   const Tensor query = at::randn({1, 1, 8});
-  EXPECT_THROW(surprised.observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = query, .basis = QueryBasis::post_rope, .positions = far}), InvalidArgument)
+  EXPECT_THROW(surprised.observe({.layer = 0,
+                                  .sequences = {&id, 1},
+                                  .indptr = indptr,
+                                  .queries = query,
+                                  .basis = QueryBasis::post_rope,
+                                  .positions = far}),
+               InvalidArgument)
       << "it would keep a number for every position below";
 }
 
-// ---- Neighbours ------------------------------------------------------------------------------------------------------------------------------
+// ---- Neighbours
+// ------------------------------------------------------------------------------------------------------------------------------
 
 TEST(KeeperContract, LeavesASequenceAloneWhoseQueriesAreNotFiniteAndCutsTheOthers) {
   const std::string policy = "snapkv,scorer.window=8,budget=16,interval=4,sink=1,recent=1";
@@ -408,7 +445,10 @@ TEST(KeeperContract, LetsAnyFullLayerShowTheTokensOfAPolicyWithoutQueries) {
   const SequenceId id = 1;
   const Ints indptr{0, 1};
   std::int32_t length = 0;
-  CacheView view{.layers = {DenseKv{at::zeros({1, 1, 16, 8}), at::zeros({1, 1, 16, 8})}, DenseKv{at::zeros({1, 1, 16, 8}), at::zeros({1, 1, 16, 8})}}, .sequences = {&id, 1}, .lengths = {{&length, 1}}};
+  CacheView view{.layers = {DenseKv{at::zeros({1, 1, 16, 8}), at::zeros({1, 1, 16, 8})},
+                            DenseKv{at::zeros({1, 1, 16, 8}), at::zeros({1, 1, 16, 8})}},
+                 .sequences = {&id, 1},
+                 .lengths = {{&length, 1}}};
   for (std::int32_t t = 0; t < 20; ++t) {
     keeper.observe({.layer = t * 7 % 3 % 2, .sequences = {&id, 1}, .indptr = indptr});
     ++length;
@@ -418,7 +458,8 @@ TEST(KeeperContract, LetsAnyFullLayerShowTheTokensOfAPolicyWithoutQueries) {
   EXPECT_LT(length, 10);
 }
 
-// ---- Memory ----------------------------------------------------------------------------------------------------------------------------------
+// ---- Memory
+// ----------------------------------------------------------------------------------------------------------------------------------
 
 TEST(Columns, GiveBackTheMemoryOfALongPrompt) {
   constexpr std::int32_t kLong = 1 << 17, kKept = 1024, kInterval = 512;

@@ -14,15 +14,24 @@
 namespace kvkeep {
 namespace {
 
-/// A toy engine: random K, V and queries that depend on (sequence, layer, position) only, so that any schedule feeds the same numbers.
+/// A toy engine: random K, V and queries that depend on (sequence, layer, position) only, so that any schedule feeds
+/// the same numbers.
 class Engine {
  public:
-  Engine(const std::string& policy, std::int32_t places, std::int32_t capacity, std::vector<LayerSpec> layers = std::vector<LayerSpec>(3))
-      : spec_{.query_heads = 4, .kv_heads = 2, .key_dim = 8, .value_dim = 6, .softmax_scale = 0, .rope = {.inv_freq = {1.0, 0.3, 0.1, 0.01}}, .layers = std::move(layers)},
+  Engine(const std::string& policy, std::int32_t places, std::int32_t capacity,
+         std::vector<LayerSpec> layers = std::vector<LayerSpec>(3))
+      : spec_{.query_heads = 4,
+              .kv_heads = 2,
+              .key_dim = 8,
+              .value_dim = 6,
+              .softmax_scale = 0,
+              .rope = {.inv_freq = {1.0, 0.3, 0.1, 0.01}},
+              .layers = std::move(layers)},
         keeper(spec_, make_policy(policy)),
         length_(static_cast<std::size_t>(places), 0) {
     for (std::int32_t l = 0; l < spec_.num_layers(); ++l)
-      cache_.emplace_back(DenseKv{at::full({places, 2, capacity, 8}, -7.0F), at::full({places, 2, capacity, 6}, -9.0F)});
+      cache_.emplace_back(
+          DenseKv{at::full({places, 2, capacity, 8}, -7.0F), at::full({places, 2, capacity, 6}, -9.0F)});
   }
 
   struct Work {
@@ -107,7 +116,8 @@ class Engine {
 
  private:
   static void fill(const Tensor& rows, SequenceId id, std::int32_t layer, std::int64_t position, int what) {
-    std::uint64_t x = (static_cast<std::uint64_t>(id) * 1000003 + static_cast<std::uint64_t>(layer)) * 1000003 + static_cast<std::uint64_t>(position) * 31 + static_cast<std::uint64_t>(what);
+    std::uint64_t x = (static_cast<std::uint64_t>(id) * 1000003 + static_cast<std::uint64_t>(layer)) * 1000003 +
+                      static_cast<std::uint64_t>(position) * 31 + static_cast<std::uint64_t>(what);
     Tensor numbers = at::empty(rows.sizes(), at::TensorOptions().dtype(kFloat32));
     for (std::int64_t i = 0; i < numbers.numel(); ++i) {
       x = (x + 0x9E3779B97F4A7C15ULL) * 0xBF58476D1CE4E5B9ULL;
@@ -130,7 +140,8 @@ class Engine {
   std::vector<std::int32_t> places_, lengths_;
 };
 
-constexpr const char* kAms = "ams-tova,budget=24,interval=8,sink=2,recent=4,window=8,segment_mass=0.2,min_segment=2,max_segment=8,min_quota=1";
+constexpr const char* kAms =
+    "ams-tova,budget=24,interval=8,sink=2,recent=4,window=8,segment_mass=0.2,min_segment=2,max_segment=8,min_quota=1";
 
 TEST(Keeper, LogicalLengthNeverShrinksAndSlotsHoldTheirPositions) {  // B1
   Engine engine(kAms, 1, 64);
@@ -207,7 +218,8 @@ TEST(Keeper, AProtectedPromptStaysWholeAndRaisesTheBudgetWhereItDoesNotFit) {
   }
 }
 
-TEST(Keeper, ABudgetThatGrowsStandsOnTopOfThePrompt) {  // RPC as published, in small: 6 slots after 16 decoded tokens, 4 more after every further 16
+TEST(Keeper, ABudgetThatGrowsStandsOnTopOfThePrompt) {  // RPC as published, in small: 6 slots after 16 decoded tokens,
+                                                        // 4 more after every further 16
   Engine engine("rpc,budget=6,style=official,interval=16,growth=4,window=2", 1, 128);
   engine.join(1);
   engine.step({{1, 0, 30}});
@@ -218,7 +230,8 @@ TEST(Keeper, ABudgetThatGrowsStandsOnTopOfThePrompt) {  // RPC as published, in 
     lengths.push_back(engine.keeper.physical_length(1, 0, 0));
     const auto rows = engine.kept(1);
     for (std::size_t r = 0; r < rows.size(); ++r) {
-      for (std::int32_t p = 0; p < 30; ++p) ASSERT_EQ(rows[r][static_cast<std::size_t>(p)], p) << "the prompt stays whole";
+      for (std::int32_t p = 0; p < 30; ++p)
+        ASSERT_EQ(rows[r][static_cast<std::size_t>(p)], p) << "the prompt stays whole";
       EXPECT_EQ(rows[r].back(), 30 + d - 1);
       EXPECT_EQ(rows[r][rows[r].size() - 2], 30 + d - 2);
       EXPECT_EQ(rows[r], rows[r - r % 2]) << "the heads of a layer rank alike";
@@ -252,12 +265,19 @@ TEST(Budget, IsExactForEveryRatioAndNeverNothing) {  // B11
   for (std::int64_t n = 1; n <= 300; ++n)
     for (std::int64_t percent = 0; percent < 100; ++percent) {
       const Budget budget{.unit = Budget::Unit::ratio, .dropped = static_cast<double>(percent) / 100};
-      ASSERT_EQ(budget.resolve({n}, {0}, 1), std::max<std::int64_t>(1, n * (100 - percent) / 100)) << n << " tokens, " << percent << " %";
+      ASSERT_EQ(budget.resolve({n}, {0}, 1), std::max<std::int64_t>(1, n * (100 - percent) / 100))
+          << n << " tokens, " << percent << " %";
     }
 }
 
 TEST(Keeper, RefusesAPolicyThatTheEngineCannotFeedWithEveryReason) {
-  ModelSpec spec{.query_heads = 0, .kv_heads = 2, .key_dim = 8, .value_dim = 6, .softmax_scale = 0, .rope = {}, .layers = std::vector<LayerSpec>(2)};
+  ModelSpec spec{.query_heads = 0,
+                 .kv_heads = 2,
+                 .key_dim = 8,
+                 .value_dim = 6,
+                 .softmax_scale = 0,
+                 .rope = {},
+                 .layers = std::vector<LayerSpec>(2)};
   const auto policy = make_policy("tova,budget=24");
   EXPECT_EQ(problems(*policy, spec, {.queries = false, .output_projections = {}}).size(), 2U);
   try {
@@ -267,7 +287,8 @@ TEST(Keeper, RefusesAPolicyThatTheEngineCannotFeedWithEveryReason) {
     EXPECT_NE(std::string(e.what()).find("tova reads the newest 1"), std::string::npos) << e.what();
     EXPECT_NE(std::string(e.what()).find("query_heads"), std::string::npos) << e.what();
   }
-  EXPECT_TRUE(problems(*make_policy("streaming,budget=24"), spec, {.queries = false, .output_projections = {}}).empty());
+  EXPECT_TRUE(
+      problems(*make_policy("streaming,budget=24"), spec, {.queries = false, .output_projections = {}}).empty());
 }
 
 TEST(Keeper, SharedSelectionsAreTheSameInEveryRowThatShares) {
@@ -287,7 +308,8 @@ TEST(Keeper, SharedSelectionsAreTheSameInEveryRowThatShares) {
 TEST(Keeper, ContinuousBatchingGivesEachSequenceWhatItWouldGetAlone) {  // B4, B5, B14
   Engine together(kAms, 3, 80);
   std::map<SequenceId, std::vector<std::vector<std::int32_t>>> kept;
-  // Three sequences with different prompts; one leaves in mid-interval and another takes its place; steps carry changing subsets.
+  // Three sequences with different prompts; one leaves in mid-interval and another takes its place; steps carry
+  // changing subsets.
   together.join(1);
   together.join(2);
   together.step({{1, 0, 17}, {2, 1, 30}});
@@ -295,7 +317,8 @@ TEST(Keeper, ContinuousBatchingGivesEachSequenceWhatItWouldGetAlone) {  // B4, B
   together.leave({2, 1, 0});
   together.join(3);
   together.step({{3, 1, 40}, {1, 0, 1}});
-  for (int n = 0; n < 30; ++n) together.step(n % 3 == 0 ? std::vector<Engine::Work>{{1, 0, 1}} : std::vector<Engine::Work>{{3, 1, 1}, {1, 0, 1}});
+  for (int n = 0; n < 30; ++n)
+    together.step(n % 3 == 0 ? std::vector<Engine::Work>{{1, 0, 1}} : std::vector<Engine::Work>{{3, 1, 1}, {1, 0, 1}});
   EXPECT_TRUE(together.holds_what_it_says({1, 0, 0}));
   EXPECT_TRUE(together.holds_what_it_says({3, 1, 0}));
 
@@ -422,7 +445,8 @@ TEST(Keeper, NewTokensSurviveAtLeastRecentSteps) {  // B17
   for (std::int32_t n = 0; n < 60; ++n) {
     engine.step({{1, 0, 1}});
     for (const auto& row : engine.kept(1))
-      for (std::int32_t back = 0; back < 6; ++back) ASSERT_TRUE(std::binary_search(row.begin(), row.end(), 16 + n - back));
+      for (std::int32_t back = 0; back < 6; ++back)
+        ASSERT_TRUE(std::binary_search(row.begin(), row.end(), 16 + n - back));
   }
 }
 
@@ -443,7 +467,13 @@ TEST(Keeper, LeavesOtherLayersAlone) {  // sliding and shared layers
 }
 
 TEST(Keeper, APrefixThatItNeverSawIsKeptTrackOf) {
-  ModelSpec spec{.query_heads = 2, .kv_heads = 1, .key_dim = 4, .value_dim = 4, .softmax_scale = 0, .rope = {}, .layers = std::vector<LayerSpec>(1)};
+  ModelSpec spec{.query_heads = 2,
+                 .kv_heads = 1,
+                 .key_dim = 4,
+                 .value_dim = 4,
+                 .softmax_scale = 0,
+                 .rope = {},
+                 .layers = std::vector<LayerSpec>(1)};
   Keeper keeper(spec, make_policy("tova,budget=8,interval=4,sink=1,recent=2"));
   keeper.join(7, 10);
   const SequenceId id = 7;
@@ -451,7 +481,9 @@ TEST(Keeper, APrefixThatItNeverSawIsKeptTrackOf) {
   keeper.observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = at::randn({2, 2, 4})});
   EXPECT_EQ(keeper.logical_length(7), 12);
   std::int32_t length = 12;
-  CacheView view{.layers = {DenseKv{at::randn({1, 1, 16, 4}), at::randn({1, 1, 16, 4})}}, .sequences = {&id, 1}, .lengths = {{&length, 1}}};
+  CacheView view{.layers = {DenseKv{at::randn({1, 1, 16, 4}), at::randn({1, 1, 16, 4})}},
+                 .sequences = {&id, 1},
+                 .lengths = {{&length, 1}}};
   keeper.step(view);
   EXPECT_EQ(length, 8);
   EXPECT_EQ(keeper.positions(7, 0, 0).back(), 11);
@@ -480,15 +512,29 @@ TEST(Keeper, RefusesBadInputBeforeAnythingChanges) {
   const std::int32_t indptr[] = {0, 1};
   const Tensor q = at::randn({1, 4, 8});
   const auto observe = [&](Observation o) { return [&engine, o] { engine.keeper.observe(o); }; };
-  expect_refused<StateError>(engine, observe({.layer = 0, .sequences = {&stranger, 1}, .indptr = indptr, .queries = q}), "sequence 99 is not known");
-  expect_refused<InvalidArgument>(engine, observe({.layer = 3, .sequences = {&id, 1}, .indptr = indptr, .queries = q}), "layer 3 is out of range; allowed 0 to 2");
-  expect_refused<InvalidArgument>(engine, observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr}), "needs the last 8");
-  expect_refused<InvalidArgument>(engine, observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = at::randn({1, 4, 9})}), "allowed [1, 4, 8]");
-  expect_refused<InvalidArgument>(engine, observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = q.to(kInt32)}), "allowed f32, f16, bf16");
-  expect_refused<InvalidArgument>(engine, observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = q.to(kBFloat16)}), "allowed one dtype");
-  expect_refused<InvalidArgument>(engine, observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = q, .basis = QueryBasis::post_rope}), "allowed one basis");
+  expect_refused<StateError>(engine, observe({.layer = 0, .sequences = {&stranger, 1}, .indptr = indptr, .queries = q}),
+                             "sequence 99 is not known");
+  expect_refused<InvalidArgument>(engine, observe({.layer = 3, .sequences = {&id, 1}, .indptr = indptr, .queries = q}),
+                                  "layer 3 is out of range; allowed 0 to 2");
+  expect_refused<InvalidArgument>(engine, observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr}),
+                                  "needs the last 8");
+  expect_refused<InvalidArgument>(
+      engine, observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = at::randn({1, 4, 9})}),
+      "allowed [1, 4, 8]");
+  expect_refused<InvalidArgument>(
+      engine, observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = q.to(kInt32)}),
+      "allowed f32, f16, bf16");
+  expect_refused<InvalidArgument>(
+      engine, observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = q.to(kBFloat16)}),
+      "allowed one dtype");
+  expect_refused<InvalidArgument>(
+      engine,
+      observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = q, .basis = QueryBasis::post_rope}),
+      "allowed one basis");
   const std::int32_t past = 3;
-  expect_refused<InvalidArgument>(engine, observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = q, .positions = {&past, 1}}), "allowed 30 or more");
+  expect_refused<InvalidArgument>(
+      engine, observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = q, .positions = {&past, 1}}),
+      "allowed 30 or more");
 
   engine.step({{1, 0, 4}}, false);
   const auto plan_with = [&](const std::function<void(CacheView&)>& change) {
@@ -498,10 +544,15 @@ TEST(Keeper, RefusesBadInputBeforeAnythingChanges) {
       engine.keeper.step(view);
     };
   };
-  expect_refused<InvalidArgument>(engine, plan_with([](CacheView& v) { v.layers.pop_back(); }), "the view has 2 layers");
-  expect_refused<InvalidArgument>(engine, plan_with([](CacheView& v) { std::get<DenseKv>(v.layers[1]).keys = at::zeros({1, 3, 64, 8}); }), "layer 1");
-  expect_refused<InvalidArgument>(engine, plan_with([](CacheView& v) { v.layers[2] = std::monostate{}; }), "layer 2 has no rows");
-  expect_refused<InvalidArgument>(engine, plan_with([](CacheView& v) { v.layers[0] = PagedKv{}; }), "allowed 4 [pages, page_size, 2, 8]");
+  expect_refused<InvalidArgument>(engine, plan_with([](CacheView& v) { v.layers.pop_back(); }),
+                                  "the view has 2 layers");
+  expect_refused<InvalidArgument>(
+      engine, plan_with([](CacheView& v) { std::get<DenseKv>(v.layers[1]).keys = at::zeros({1, 3, 64, 8}); }),
+      "layer 1");
+  expect_refused<InvalidArgument>(engine, plan_with([](CacheView& v) { v.layers[2] = std::monostate{}; }),
+                                  "layer 2 has no rows");
+  expect_refused<InvalidArgument>(engine, plan_with([](CacheView& v) { v.layers[0] = PagedKv{}; }),
+                                  "allowed 4 [pages, page_size, 2, 8]");
   const auto pages = [](std::int64_t size) { return PagedKv{at::zeros({9, size, 2, 8}), at::zeros({9, size, 2, 6})}; };
   const auto table = [](std::int32_t page) { return at::full({1, 64}, page, at::TensorOptions().dtype(kInt32)); };
   const auto paged = [&](std::int64_t size, const Tensor& block_table) {
@@ -512,15 +563,25 @@ TEST(Keeper, RefusesBadInputBeforeAnythingChanges) {
     });
   };
   expect_refused<InvalidArgument>(engine, paged(16, {}), "needs a block table");
-  expect_refused<InvalidArgument>(engine, paged(24, table(0)), "pages of layer 0 hold 24 slots; allowed a power of two");
-  expect_refused<InvalidArgument>(engine, plan_with([&](CacheView& v) { v.layers[0] = pages(16), v.block_table = table(0); }), "as in the first layer");
-  expect_refused<InvalidArgument>(engine, plan_with([](CacheView& v) { v.layers[0] = DenseKv{at::zeros({1, 2, 64, 8}, kInt32), std::get<DenseKv>(v.layers[0]).values}; }), "layer 1 holds");
+  expect_refused<InvalidArgument>(engine, paged(24, table(0)),
+                                  "pages of layer 0 hold 24 slots; allowed a power of two");
+  expect_refused<InvalidArgument>(engine,
+                                  plan_with([&](CacheView& v) { v.layers[0] = pages(16), v.block_table = table(0); }),
+                                  "as in the first layer");
   expect_refused<InvalidArgument>(engine, plan_with([](CacheView& v) {
-                                    for (auto& l : v.layers) l = DenseKv{std::get<DenseKv>(l).keys.to(c10::ScalarType::Double), std::get<DenseKv>(l).values};
+                                    v.layers[0] = DenseKv{at::zeros({1, 2, 64, 8}, kInt32),
+                                                          std::get<DenseKv>(v.layers[0]).values};
+                                  }),
+                                  "layer 1 holds");
+  expect_refused<InvalidArgument>(engine, plan_with([](CacheView& v) {
+                                    for (auto& l : v.layers)
+                                      l = DenseKv{std::get<DenseKv>(l).keys.to(c10::ScalarType::Double),
+                                                  std::get<DenseKv>(l).values};
                                   }),
                                   "allowed f32, f16, bf16");
   std::int32_t wrong = 33;
-  expect_refused<StateError>(engine, plan_with([&](CacheView& v) { v.lengths.data = {&wrong, 1}; }), "kvkeep has seen 34");
+  expect_refused<StateError>(engine, plan_with([&](CacheView& v) { v.lengths.data = {&wrong, 1}; }),
+                             "kvkeep has seen 34");
   EXPECT_EQ(engine.keeper.plan(engine.view()).cuts.size(), 1U) << "after all that the event still runs";
 }
 
@@ -532,7 +593,8 @@ TEST(Keeper, LeavesASequenceAsItIsWhereAQueryIsNotFiniteAndNamesIt) {
   const std::int32_t indptr[] = {0, 1};
   Tensor q = at::randn({1, 4, 8});
   q[0][2][5] = std::numeric_limits<float>::quiet_NaN();
-  for (std::int32_t l = 0; l < 3; ++l) engine.keeper.observe({.layer = l, .sequences = {&id, 1}, .indptr = indptr, .queries = q});
+  for (std::int32_t l = 0; l < 3; ++l)
+    engine.keeper.observe({.layer = l, .sequences = {&id, 1}, .indptr = indptr, .queries = q});
   std::int32_t length = 32, place = 0;
   CacheView view = engine.view();
   view.lengths.data = {&length, 1};
@@ -552,7 +614,8 @@ TEST(Keeper, AMissedLayerIsNamed) {
   engine.step({{1, 0, 31}});
   const SequenceId id = 1;
   const std::int32_t indptr[] = {0, 1};
-  for (const std::int32_t l : {0, 2}) engine.keeper.observe({.layer = l, .sequences = {&id, 1}, .indptr = indptr, .queries = at::randn({1, 4, 8})});
+  for (const std::int32_t l : {0, 2})
+    engine.keeper.observe({.layer = l, .sequences = {&id, 1}, .indptr = indptr, .queries = at::randn({1, 4, 8})});
   std::int32_t length = 32;
   CacheView view = engine.view();
   view.lengths.data = {&length, 1};

@@ -45,8 +45,10 @@ std::vector<float> score_row(const Scorer& scorer, const Tensor& keys) {
   return {scores.data.data_ptr<float>(), scores.data.data_ptr<float>() + length};
 }
 
-TEST(KeyDiff, ScoresTheOneKeyThatPointsElsewhereHighest) {  // directions (1,0) three times and (0,1): the mean is (0.75, 0.25)
-  const std::vector<float> g = score_row(KeyDiff(), at::tensor({1.0F, 0.0F, 5.0F, 0.0F, 0.0F, 2.0F, 0.1F, 0.0F}).view({4, 2}));
+TEST(KeyDiff,
+     ScoresTheOneKeyThatPointsElsewhereHighest) {  // directions (1,0) three times and (0,1): the mean is (0.75, 0.25)
+  const std::vector<float> g =
+      score_row(KeyDiff(), at::tensor({1.0F, 0.0F, 5.0F, 0.0F, 0.0F, 2.0F, 0.1F, 0.0F}).view({4, 2}));
   const float length = std::sqrt(0.75F * 0.75F + 0.25F * 0.25F);
   EXPECT_NEAR(g[0], -0.75F / length, 1e-6F);
   EXPECT_NEAR(g[1], -0.75F / length, 1e-6F);
@@ -55,7 +57,9 @@ TEST(KeyDiff, ScoresTheOneKeyThatPointsElsewhereHighest) {  // directions (1,0) 
 }
 
 TEST(KeyDiff, RanksByAgeWhereTheDirectionsCancelAndScoresZeroKeysZero) {
-  for (const float g : score_row(KeyDiff(), at::tensor({1.0F, 2.0F, -1.0F, -2.0F, 3.0F, 1.0F, -3.0F, -1.0F}).view({4, 2}))) EXPECT_EQ(g, 0.0F);
+  for (const float g :
+       score_row(KeyDiff(), at::tensor({1.0F, 2.0F, -1.0F, -2.0F, 3.0F, 1.0F, -3.0F, -1.0F}).view({4, 2})))
+    EXPECT_EQ(g, 0.0F);
   for (const float g : score_row(KeyDiff(), at::tensor({0.0F, 0.0F, 0.0F, 0.0F}).view({2, 2}))) EXPECT_EQ(g, 0.0F);
   EXPECT_EQ(score_row(KeyDiff(), at::tensor({0.0F, 0.0F, 1.0F, 1.0F}).view({2, 2}))[0], 0.0F);
 }
@@ -72,9 +76,7 @@ TEST(KeyDiff, ObeysTheLawsOfScorers) {
   expect_equal_slots_score_equal_bits(KeyDiff(), 100);
 }
 
-TEST(KeyDiff, NeedsRoomForTheMeanOnlyHoweverLongTheRow) {
-  EXPECT_EQ(KeyDiff::workspace_bytes(128), 128 * 12 + 32 * 4);
-}
+TEST(KeyDiff, NeedsRoomForTheMeanOnlyHoweverLongTheRow) { EXPECT_EQ(KeyDiff::workspace_bytes(128), 128 * 12 + 32 * 4); }
 
 TEST(Knorm, ScoresMinusTheNorm) {
   const std::vector<float> g = score_row(Knorm(), at::tensor({3.0F, 4.0F, 0.0F, 0.0F, -5.0F, 12.0F}).view({3, 2}));
@@ -100,7 +102,8 @@ TEST(RandomScorer, DrawsBySeedLayerHeadAndPositionNotBySlot) {
   for (std::uint64_t seed = 0; seed < 40; ++seed) {
     const testing::ScorerCase c(seed);
     const testing::ScorerArrangement arrangement = c.arranged();
-    const Scores a = testing::scores_of(RandomScorer({7}), arrangement), other = testing::scores_of(RandomScorer({8}), arrangement);
+    const Scores a = testing::scores_of(RandomScorer({7}), arrangement),
+                 other = testing::scores_of(RandomScorer({8}), arrangement);
     std::map<std::tuple<int, int, int>, float> drawn;
     std::set<float> values;
     for (const Row& row : arrangement.table().rows) {

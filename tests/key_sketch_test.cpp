@@ -1,4 +1,5 @@
-// Sketches of folded keys: what they tell of a query, that they find the one token it asks for, and that they travel with their spans.
+// Sketches of folded keys: what they tell of a query, that they find the one token it asks for, and that they travel
+// with their spans.
 
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
@@ -40,7 +41,8 @@ struct Sketched {
     zoom.rule = ZoomOptions::Rule::mass, zoom.mass = mass;
     const MemoryRow row{.spans = &store.row(0), .dense = 1};
     std::vector<std::vector<std::int32_t>> which;
-    static_cast<void>(read_memory(open, {&row, 1}, query, 1 / std::sqrt(static_cast<double>(dim)), {.zoom = zoom, .cache = &cache}, &which));
+    static_cast<void>(read_memory(open, {&row, 1}, query, 1 / std::sqrt(static_cast<double>(dim)),
+                                  {.zoom = zoom, .cache = &cache}, &which));
     return which.front();
   }
 
@@ -59,17 +61,21 @@ TEST(KeySketch, HoldsTheSignsOfEveryKeyBesideItsCoarseKey) {
     for (std::int64_t t = 0; t < 21; ++t) {
       double squares = 0, sum = 0;
       for (std::int64_t d = 0; d < dim; ++d) {
-        const double x = static_cast<double>(p.keys.const_data_ptr<float>()[t * dim + d]) - coarse.const_data_ptr<float>()[t / 7 * dim + d];
+        const double x = static_cast<double>(p.keys.const_data_ptr<float>()[t * dim + d]) -
+                         coarse.const_data_ptr<float>()[t / 7 * dim + d];
         squares += x * x, sum += std::abs(x);
-        if (std::abs(x) > 1e-5) EXPECT_EQ(row.sketch().signs[KeySketch::at(t, d / 32, words)] >> (d % 32) & 1U, x > 0 ? 1U : 0U);
+        if (std::abs(x) > 1e-5)
+          EXPECT_EQ(row.sketch().signs[KeySketch::at(t, d / 32, words)] >> (d % 32) & 1U, x > 0 ? 1U : 0U);
       }
-      EXPECT_NEAR(static_cast<float>(row.sketch().sizes[static_cast<std::size_t>(t)]), squares / sum, 0.01 * squares / sum);
+      EXPECT_NEAR(static_cast<float>(row.sketch().sizes[static_cast<std::size_t>(t)]), squares / sum,
+                  0.01 * squares / sum);
     }
   }
 }
 
 /// Shares of attention in fp64, from the sketch as it is told: [heads, spans].
-std::vector<double> plain_mass(const SpanRow& row, const Tensor& queries, double scale, const std::vector<float>& dense) {
+std::vector<double> plain_mass(const SpanRow& row, const Tensor& queries, double scale,
+                               const std::vector<float>& dense) {
   const std::int64_t heads = queries.size(0), dim = row.dim(), words = KeySketch::words(dim);
   const auto* coarse = reinterpret_cast<const float*>(row.coarse(KvSide::keys));
   std::vector<double> mass;
@@ -83,14 +89,17 @@ std::vector<double> plain_mass(const SpanRow& row, const Tensor& queries, double
           mean += static_cast<double>(q[d]) * coarse[s * dim + d];
           signs += (row.sketch().signs[KeySketch::at(t, d / 32, words)] >> (d % 32) & 1U) != 0 ? q[d] : -q[d];
         }
-        logits.push_back(scale * (mean + static_cast<double>(static_cast<float>(row.sketch().sizes[static_cast<std::size_t>(t)])) * signs));
+        logits.push_back(
+            scale *
+            (mean + static_cast<double>(static_cast<float>(row.sketch().sizes[static_cast<std::size_t>(t)])) * signs));
       }
     const double own = dense[static_cast<std::size_t>(h)], top = std::max(own, std::ranges::max(logits));
     double all = std::exp(own - top);
     for (const double x : logits) all += std::exp(x - top);
     for (std::int64_t s = 0; s < row.size(); ++s) {
       double sum = 0;
-      for (std::int64_t t = row.tokens_before(s); t < row.tokens_before(s + 1); ++t) sum += std::exp(logits[static_cast<std::size_t>(t)] - top);
+      for (std::int64_t t = row.tokens_before(s); t < row.tokens_before(s + 1); ++t)
+        sum += std::exp(logits[static_cast<std::size_t>(t)] - top);
       mass.push_back(sum / all);
     }
   }
@@ -102,7 +111,8 @@ std::vector<float> told_mass(const SpanRow& row, const Tensor& queries, double s
   std::vector<float> coarse(static_cast<std::size_t>(heads * row.size())), mass(coarse.size());
   cpu::ZoomScratch scratch;
   cpu::coarse_logits(row, queries.const_data_ptr<float>(), heads, static_cast<float>(scale), coarse.data(), scratch);
-  cpu::sketch_mass(row, queries.const_data_ptr<float>(), heads, static_cast<float>(scale), coarse.data(), dense.data(), mass.data(), scratch);
+  cpu::sketch_mass(row, queries.const_data_ptr<float>(), heads, static_cast<float>(scale), coarse.data(), dense.data(),
+                   mass.data(), scratch);
   return mass;
 }
 
@@ -124,7 +134,8 @@ TEST(KeySketch, TellsTheSharesOfAttentionThatItsSignsGive) {
           const std::vector<float> told = told_mass(p.store.row(0), queries, scale, dense);
           // A logit is off by the rounding of queries to 15 bits of their sum, which grows with them.
           const double off = 2e-4 + 2e-3 * size;
-          for (std::size_t i = 0; i < expected.size(); ++i) ASSERT_NEAR(told[i], expected[i], off * expected[i] + 1e-7) << i;
+          for (std::size_t i = 0; i < expected.size(); ++i)
+            ASSERT_NEAR(told[i], expected[i], off * expected[i] + 1e-7) << i;
         }
   });
 }
@@ -179,7 +190,8 @@ TEST(KeySketch, TravelsWithSpansThatAreAppended) {
     EXPECT_EQ(grown.tokens_before(1), first);
     for (std::int64_t t = 0; t < 80; ++t)
       for (std::int64_t w = 0; w < KeySketch::words(dim); ++w)
-        EXPECT_EQ(grown.sketch().signs[KeySketch::at(t, w, KeySketch::words(dim))], whole.row(0).sketch().signs[KeySketch::at(t, w, KeySketch::words(dim))]);
+        EXPECT_EQ(grown.sketch().signs[KeySketch::at(t, w, KeySketch::words(dim))],
+                  whole.row(0).sketch().signs[KeySketch::at(t, w, KeySketch::words(dim))]);
     o.sketch = false;
     EXPECT_THROW(grown.append(SpanStore(keys, keys, alike, {{0, 80}}, o).row(0)), InvalidArgument);
   }

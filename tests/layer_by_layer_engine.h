@@ -1,5 +1,6 @@
 #pragma once
-/// An engine around a keeper that runs one layer after the other, for tests of prompts that are narrowed while they run.
+/// An engine around a keeper that runs one layer after the other, for tests of prompts that are narrowed while they
+/// run.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -15,10 +16,17 @@ namespace kvkeep::layer_by_layer {
 
 using testing::Ints;
 
-inline constexpr std::int32_t kLayers = 6, kHeads = 2, kQueryHeads = 4, kRows = kLayers * kHeads, kKeyDim = 8, kValueDim = 6, kCapacity = 160;
+inline constexpr std::int32_t kLayers = 6, kHeads = 2, kQueryHeads = 4, kRows = kLayers * kHeads, kKeyDim = 8,
+                              kValueDim = 6, kCapacity = 160;
 
 inline ModelSpec model() {
-  return {.query_heads = kQueryHeads, .kv_heads = kHeads, .key_dim = kKeyDim, .value_dim = kValueDim, .softmax_scale = 0, .rope = {.inv_freq = {1.0, 0.3, 0.1, 0.01}}, .layers = std::vector<LayerSpec>(kLayers)};
+  return {.query_heads = kQueryHeads,
+          .kv_heads = kHeads,
+          .key_dim = kKeyDim,
+          .value_dim = kValueDim,
+          .softmax_scale = 0,
+          .rope = {.inv_freq = {1.0, 0.3, 0.1, 0.01}},
+          .layers = std::vector<LayerSpec>(kLayers)};
 }
 
 enum class Side : std::uint8_t { query, key, value };
@@ -29,12 +37,15 @@ inline float noise(std::uint64_t x) {
   return static_cast<float>(static_cast<double>((x ^ (x >> 31)) >> 40) / 8388608.0 - 1.0);
 }
 
-/// Numbers of a token in one layer: they depend on nothing but their sequence, layer, token, position and head. From layer id % 4 + 1 on layers hardly differ, so that each sequence settles elsewhere.
-inline void fill(float* out, std::int32_t dim, SequenceId id, std::int32_t layer, std::int32_t token, std::int32_t position, std::int32_t head, Side side) {
+/// Numbers of a token in one layer: they depend on nothing but their sequence, layer, token, position and head. From
+/// layer id % 4 + 1 on layers hardly differ, so that each sequence settles elsewhere.
+inline void fill(float* out, std::int32_t dim, SequenceId id, std::int32_t layer, std::int32_t token,
+                 std::int32_t position, std::int32_t head, Side side) {
   const float own = layer <= id % 4 ? 1.5F : 0.1F;
   for (std::int32_t d = 0; d < dim; ++d) {
     std::uint64_t x = static_cast<std::uint64_t>(id);
-    for (const std::int32_t part : {token, position, head, static_cast<std::int32_t>(side), d}) x = x * 1000003 + static_cast<std::uint64_t>(part);
+    for (const std::int32_t part : {token, position, head, static_cast<std::int32_t>(side), d})
+      x = x * 1000003 + static_cast<std::uint64_t>(part);
     out[d] = 2 * noise(x) + own * noise(x * 1000003 + static_cast<std::uint64_t>(layer) + 17);
   }
 }
@@ -47,10 +58,17 @@ class Engine {
  public:
   explicit Engine(const std::string& policy, std::int32_t page_size = 0) : Engine(make_policy(policy), page_size) {}
   explicit Engine(std::unique_ptr<KVPolicy> policy, std::int32_t page_size = 0)
-      : keeper(model(), std::move(policy), {.layer_by_layer = true}), page_size_(page_size), pool(page_size == 0 ? 0 : 8 * kCapacity / page_size, std::max(page_size, 1)), pages(pool) {
+      : keeper(model(), std::move(policy), {.layer_by_layer = true}),
+        page_size_(page_size),
+        pool(page_size == 0 ? 0 : 8 * kCapacity / page_size, std::max(page_size, 1)),
+        pages(pool) {
     for (std::int32_t l = 0; l < kLayers; ++l) {
-      if (page_size == 0) layers.emplace_back(DenseKv{at::full({8, kHeads, kCapacity, kKeyDim}, -7.0F), at::full({8, kHeads, kCapacity, kValueDim}, -9.0F)});
-      else layers.emplace_back(PagedKv{at::full({pool.capacity(), page_size, kHeads, kKeyDim}, -7.0F), at::full({pool.capacity(), page_size, kHeads, kValueDim}, -9.0F)});
+      if (page_size == 0)
+        layers.emplace_back(DenseKv{at::full({8, kHeads, kCapacity, kKeyDim}, -7.0F),
+                                    at::full({8, kHeads, kCapacity, kValueDim}, -9.0F)});
+      else
+        layers.emplace_back(PagedKv{at::full({pool.capacity(), page_size, kHeads, kKeyDim}, -7.0F),
+                                    at::full({pool.capacity(), page_size, kHeads, kValueDim}, -9.0F)});
     }
   }
 
@@ -82,7 +100,8 @@ class Engine {
       ids.push_back(w.id);
       std::int32_t& first = fed[w.id];
       Ints& own = tokens[w.id];
-      while (static_cast<std::int32_t>(own.size()) < first + w.tokens) own.push_back(static_cast<std::int32_t>(own.size()));
+      while (static_cast<std::int32_t>(own.size()) < first + w.tokens)
+        own.push_back(static_cast<std::int32_t>(own.size()));
       for (std::int32_t t = 0; t < w.tokens; ++t) present[w.id].push_back(first + t);
       first += w.tokens;
       for (const std::int32_t length : lengths[w.id]) flat.push_back(length + w.tokens);
@@ -110,9 +129,12 @@ class Engine {
       std::int32_t i = 0;
       for (const std::int32_t position : present[id]) {
         const std::int32_t token = tokens[id][static_cast<std::size_t>(position)];
-        for (std::int32_t h = 0; h < kQueryHeads; ++h, q += kKeyDim) fill(q, kKeyDim, id, l, token, position, h, Side::query);
+        for (std::int32_t h = 0; h < kQueryHeads; ++h, q += kKeyDim)
+          fill(q, kKeyDim, id, l, token, position, h, Side::query);
         for (std::int32_t h = 0; h < kHeads; ++h)
-          for (const Side side : {Side::key, Side::value}) fill(slot(id, l, h, lengths[id][static_cast<std::size_t>(l * kHeads + h)] + i, side), dim_of(side), id, l, token, position, h, side);
+          for (const Side side : {Side::key, Side::value})
+            fill(slot(id, l, h, lengths[id][static_cast<std::size_t>(l * kHeads + h)] + i, side), dim_of(side), id, l,
+                 token, position, h, side);
         ++i;
       }
     }
@@ -122,7 +144,8 @@ class Engine {
   void observe(std::int32_t l) { keeper.observe(run(l)); }
 
   LayerReport narrow(std::int32_t l) {
-    const LayerReport report = keeper.narrow({.layer = l, .sequences = active, .indptr = indptr, .queries = queries, .basis = basis}, view());
+    const LayerReport report =
+        keeper.narrow({.layer = l, .sequences = active, .indptr = indptr, .queries = queries, .basis = basis}, view());
     if (page_size_ > 0) pages.settle(view(), report.pages);
     for (const Narrowing& n : report.prompts) {
       narrowed.emplace_back(l, n);
@@ -141,15 +164,18 @@ class Engine {
     if (page_size_ > 0) block_table = pages.table(ids);
     const Report report = keeper.step(view());
     if (page_size_ > 0) pages.settle(view(), report.pages);
-    for (std::size_t i = 0; i < ids.size(); ++i) std::copy_n(flat.begin() + static_cast<std::ptrdiff_t>(i) * kRows, kRows, lengths[ids[i]].begin());
+    for (std::size_t i = 0; i < ids.size(); ++i)
+      std::copy_n(flat.begin() + static_cast<std::ptrdiff_t>(i) * kRows, kRows, lengths[ids[i]].begin());
     return report;
   }
 
   CacheView view() {
     places.assign(ids.begin(), ids.end());
     CacheView all{.layers = layers, .sequences = ids, .lengths = {flat, kRows}};
-    if (page_size_ == 0) all.places = places;
-    else all.block_table = block_table, all.pages = &pool;
+    if (page_size_ == 0)
+      all.places = places;
+    else
+      all.block_table = block_table, all.pages = &pool;
     return all;
   }
 
@@ -172,13 +198,16 @@ class Engine {
   void expect_holds(SequenceId id) {
     for (std::int32_t r = 0; r < kRows; ++r) {
       const auto positions = keeper.positions(id, r / kHeads, r % kHeads);
-      ASSERT_EQ(static_cast<std::int32_t>(positions.size()), lengths[id][static_cast<std::size_t>(r)]) << "row " << r << " of sequence " << id;
+      ASSERT_EQ(static_cast<std::int32_t>(positions.size()), lengths[id][static_cast<std::size_t>(r)])
+          << "row " << r << " of sequence " << id;
       float want[kKeyDim];
       for (std::size_t s = 0; s < positions.size(); ++s)
         for (const Side side : {Side::key, Side::value}) {
-          fill(want, dim_of(side), id, r / kHeads, tokens[id][static_cast<std::size_t>(positions[s])], positions[s], r % kHeads, side);
+          fill(want, dim_of(side), id, r / kHeads, tokens[id][static_cast<std::size_t>(positions[s])], positions[s],
+               r % kHeads, side);
           const float* have = slot(id, r / kHeads, r % kHeads, static_cast<std::int32_t>(s), side);
-          ASSERT_TRUE(std::equal(want, want + dim_of(side), have)) << "slot " << s << " of row " << r << ", sequence " << id << ", position " << positions[s];
+          ASSERT_TRUE(std::equal(want, want + dim_of(side), have))
+              << "slot " << s << " of row " << r << ", sequence " << id << ", position " << positions[s];
         }
     }
   }
@@ -205,12 +234,12 @@ class Engine {
   PagedSequences pages;
   std::vector<LayerKv> layers;
   QueryBasis basis = QueryBasis::pre_rope;
-  std::map<SequenceId, Ints> lengths;           ///< of every row
-  std::map<SequenceId, Ints> tokens;            ///< the token at every position
-  std::map<SequenceId, std::int32_t> fed;       ///< positions so far
-  std::vector<SequenceId> ids, active;          ///< of the step; of the layer
-  std::map<SequenceId, Ints> present;           ///< positions of the step's tokens that have reached the layer
-  std::set<SequenceId> gone;                    ///< began afresh in this step
+  std::map<SequenceId, Ints> lengths;      ///< of every row
+  std::map<SequenceId, Ints> tokens;       ///< the token at every position
+  std::map<SequenceId, std::int32_t> fed;  ///< positions so far
+  std::vector<SequenceId> ids, active;     ///< of the step; of the layer
+  std::map<SequenceId, Ints> present;      ///< positions of the step's tokens that have reached the layer
+  std::set<SequenceId> gone;               ///< began afresh in this step
   std::vector<std::pair<std::int32_t, Narrowing>> narrowed;
   Ints flat, indptr, places;
   Tensor queries, block_table;

@@ -68,20 +68,24 @@ TEST(LayerSelector, ComparesRanksOfTheTokensThatAnyLayerHasAmongItsBest) {
   LayerSelector selector({.select = 3, .window = 1, .min_layer = 2, .observed_layers = 3, .threshold = -1}, 7);
   run(selector, {with_ranks({1, 2, 3, 4, 5, 6}), with_ranks({2, 1, 3, 4, 6, 5}), with_ranks({1, 3, 2, 4, 5, 6})});
   EXPECT_EQ(selector.relative_variance(), 1.0);
-  // A fourth layer in which nothing but the order of the last two changes: 10/27 before; now {1,2,3},{2,1,3},{1,3,2} -> {2,1,3},{1,3,2},{1,3,2}.
+  // A fourth layer in which nothing but the order of the last two changes: 10/27 before; now {1,2,3},{2,1,3},{1,3,2} ->
+  // {2,1,3},{1,3,2},{1,3,2}.
   static_cast<void>(selector.see(3, with_ranks({1, 3, 2, 4, 6, 5})));
   const double before = 10.0 / 27, now = (2.0 / 9 + 8.0 / 9 + 2.0 / 9) / 3;
   EXPECT_NEAR(selector.relative_variance(), now / before, 1e-12);
 }
 
 const std::vector<Floats>& six_layers() {
-  static const std::vector<Floats> layers{with_ranks({3, 1, 6, 2, 8, 5, 4, 7}), with_ranks({8, 5, 1, 7, 2, 3, 6, 4}), with_ranks({1, 7, 4, 8, 3, 6, 5, 2}),
-                                          with_ranks({6, 2, 1, 5, 4, 8, 3, 7}), with_ranks({5, 2, 1, 6, 3, 8, 4, 7}), with_ranks({6, 2, 1, 5, 3, 8, 4, 7})};
+  static const std::vector<Floats> layers{with_ranks({3, 1, 6, 2, 8, 5, 4, 7}), with_ranks({8, 5, 1, 7, 2, 3, 6, 4}),
+                                          with_ranks({1, 7, 4, 8, 3, 6, 5, 2}), with_ranks({6, 2, 1, 5, 4, 8, 3, 7}),
+                                          with_ranks({5, 2, 1, 6, 3, 8, 4, 7}), with_ranks({6, 2, 1, 5, 3, 8, 4, 7})};
   return layers;
 }
 
 LayerSelector six(double threshold, std::int32_t fixed = -1) {
-  return {{.select = 5, .window = 2, .min_layer = 3, .observed_layers = 3, .threshold = threshold, .fixed_layer = fixed}, 10};
+  return {
+      {.select = 5, .window = 2, .min_layer = 3, .observed_layers = 3, .threshold = threshold, .fixed_layer = fixed},
+      10};
 }
 
 TEST(LayerSelector, SelectsWhereTheVarianceFallsBelowItsShare) {
@@ -112,8 +116,13 @@ TEST(LayerSelector, SelectsWhereTheVarianceFallsBelowItsShare) {
 TEST(LayerSelector, HoldsForAnyScores) {
   oracle::Random random(2);
   for (int n = 0; n < 200; ++n) {
-    const std::int32_t tokens = random.between(2, 60), window = random.between(1, 8), select = window + random.between(1, 20), layers = random.between(1, 14);
-    const LayerSelectorOptions options{.select = select, .window = window, .min_layer = random.between(0, 9), .observed_layers = random.between(1, 9), .threshold = 0};
+    const std::int32_t tokens = random.between(2, 60), window = random.between(1, 8),
+                       select = window + random.between(1, 20), layers = random.between(1, 14);
+    const LayerSelectorOptions options{.select = select,
+                                       .window = window,
+                                       .min_layer = random.between(0, 9),
+                                       .observed_layers = random.between(1, 9),
+                                       .threshold = 0};
     std::vector<Floats> scores;
     Floats drift(static_cast<std::size_t>(std::max(0, tokens - window)));
     for (std::int32_t l = 0; l < layers; ++l) {
@@ -129,14 +138,19 @@ TEST(LayerSelector, HoldsForAnyScores) {  // A-5, A-7
       const std::int32_t at = selector.layer() < 0 ? layers : selector.layer();
       EXPECT_LE(at, latest) << "a larger threshold never selects later";
       latest = at;
-      if (threshold <= 0 || tokens <= select) { EXPECT_EQ(selector.layer(), -1); }
-      if (threshold > 1 && tokens > select && options.min_layer < layers) { EXPECT_EQ(selector.layer(), options.min_layer); }
+      if (threshold <= 0 || tokens <= select) {
+        EXPECT_EQ(selector.layer(), -1);
+      }
+      if (threshold > 1 && tokens > select && options.min_layer < layers) {
+        EXPECT_EQ(selector.layer(), options.min_layer);
+      }
       const Ints kept = selector.tokens();
       EXPECT_TRUE(std::is_sorted(kept.begin(), kept.end()));
       EXPECT_EQ(std::set<std::int32_t>(kept.begin(), kept.end()).size(), kept.size());
       const bool seen = selector.bytes() > 0;
       EXPECT_EQ(static_cast<std::int32_t>(kept.size()), seen ? std::min(select, tokens) : tokens);
-      for (std::int32_t t = std::max(0, tokens - window); t < tokens; ++t) EXPECT_TRUE(std::binary_search(kept.begin(), kept.end(), t));
+      for (std::int32_t t = std::max(0, tokens - window); t < tokens; ++t)
+        EXPECT_TRUE(std::binary_search(kept.begin(), kept.end(), t));
     }
   }
 }

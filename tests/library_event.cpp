@@ -11,31 +11,52 @@
 namespace kvkeep::testing {
 
 std::string policy_json(const oracle::Options& o) {
-  nlohmann::json policy = {{"policy", o.policy}, {"budget", o.budget}, {"sink", o.sink}, {"recent", o.recent}, {"variant", o.variant}};
+  nlohmann::json policy = {
+      {"policy", o.policy}, {"budget", o.budget}, {"sink", o.sink}, {"recent", o.recent}, {"variant", o.variant}};
   if (o.policy != "streaming") policy["scorer"] = {{"heads", o.tova_heads_all ? "all" : "group"}};
   if (o.policy.starts_with("ams-"))
-    policy["allocator"] = {{"window", o.window},           {"segment_mass", o.segment_mass}, {"min_segment", o.min_segment}, {"max_segment", o.max_segment},
-                           {"min_quota", o.min_quota},     {"credit_decay", o.credit_decay}, {"credit_mix", o.credit_mix},   {"credit", o.credit},
-                           {"pool", o.pool},               {"suffix_fill", o.suffix_fill},   {"segments", o.segments},       {"quotas", o.quotas},
+    policy["allocator"] = {{"window", o.window},
+                           {"segment_mass", o.segment_mass},
+                           {"min_segment", o.min_segment},
+                           {"max_segment", o.max_segment},
+                           {"min_quota", o.min_quota},
+                           {"credit_decay", o.credit_decay},
+                           {"credit_mix", o.credit_mix},
+                           {"credit", o.credit},
+                           {"pool", o.pool},
+                           {"suffix_fill", o.suffix_fill},
+                           {"segments", o.segments},
+                           {"quotas", o.quotas},
                            {"coverage", o.coverage}};
   if (o.coverage_auto) policy["allocator"]["coverage"] = "auto";
   return policy.dump();
 }
 
-OracleCache::OracleCache(std::vector<oracle::Sequence> sequences, ScalarType dtype, std::int32_t padding) : sequences_(std::move(sequences)) {
+OracleCache::OracleCache(std::vector<oracle::Sequence> sequences, ScalarType dtype, std::int32_t padding)
+    : sequences_(std::move(sequences)) {
   const oracle::Sequence& first = sequences_.front();
-  spec_ = {.query_heads = first.Hq, .kv_heads = first.Hkv, .key_dim = first.D, .value_dim = first.D, .softmax_scale = first.scale, .rope = {}, .layers = {LayerSpec{}}};
+  spec_ = {.query_heads = first.Hq,
+           .kv_heads = first.Hkv,
+           .key_dim = first.D,
+           .value_dim = first.D,
+           .softmax_scale = first.scale,
+           .rope = {},
+           .layers = {LayerSpec{}}};
   std::int32_t longest = 0;
   for (const auto& s : sequences_) longest = std::max(longest, s.T);
   const auto batch = static_cast<std::int64_t>(sequences_.size());
-  const Tensor keys = at::full({batch, first.Hkv, longest + padding + 1, first.D}, std::numeric_limits<float>::quiet_NaN(), at::TensorOptions().dtype(kFloat32));
+  const Tensor keys = at::full({batch, first.Hkv, longest + padding + 1, first.D},
+                               std::numeric_limits<float>::quiet_NaN(), at::TensorOptions().dtype(kFloat32));
   for (std::int64_t b = 0; b < batch; ++b) {
     auto& s = sequences_[static_cast<std::size_t>(b)];
-    keys[b].slice(1, padding, padding + s.T).copy_(at::from_blob(s.keys.data(), {s.Hkv, s.T, s.D}, at::TensorOptions().dtype(kFloat32)));
+    keys[b]
+        .slice(1, padding, padding + s.T)
+        .copy_(at::from_blob(s.keys.data(), {s.Hkv, s.T, s.D}, at::TensorOptions().dtype(kFloat32)));
     ids_.push_back(b);
     lengths_.push_back(s.T);
     starts_.push_back(padding);
-    queries_.push_back(at::from_blob(s.queries.data(), {s.Hq, s.queries_seen(), s.D}, at::TensorOptions().dtype(kFloat32)));
+    queries_.push_back(
+        at::from_blob(s.queries.data(), {s.Hq, s.queries_seen(), s.D}, at::TensorOptions().dtype(kFloat32)));
   }
   view_.layers.emplace_back(DenseKv{keys.to(dtype), keys.neg().to(dtype)});
   view_.sequences = ids_;
@@ -96,7 +117,8 @@ std::vector<std::vector<oracle::Row>> in_oracle_words(const OracleCache& cache, 
   return out;
 }
 
-std::vector<std::vector<oracle::Row>> library_event(const oracle::Options& options, const std::vector<oracle::Sequence>& sequences, ScalarType dtype,
+std::vector<std::vector<oracle::Row>> library_event(const oracle::Options& options,
+                                                    const std::vector<oracle::Sequence>& sequences, ScalarType dtype,
                                                     std::int32_t padding) {
   const OracleCache cache(sequences, dtype, padding);
   return in_oracle_words(cache, make_policy_from_json(policy_json(options))->decide(cache.evidence()));

@@ -1,5 +1,6 @@
 #pragma once
-/// The library, run on the events that the oracle knows: one layer, any number of sequences, f32 unless asked otherwise.
+/// The library, run on the events that the oracle knows: one layer, any number of sequences, f32 unless asked
+/// otherwise.
 
 #include <memory>
 #include <string>
@@ -13,7 +14,8 @@ namespace kvkeep::testing {
 /// The policy file that says what `options` say.
 std::string policy_json(const oracle::Options& options);
 
-/// A cache of one layer that holds the given sequences, with queries and columns, ready to be decided on. Sequences share Hq, Hkv, D.
+/// A cache of one layer that holds the given sequences, with queries and columns, ready to be decided on. Sequences
+/// share Hq, Hkv, D.
 class OracleCache {
  public:
   /// `padding`: slots in front of each sequence (left padding), filled with NaN. `dtype` of keys and values.
@@ -39,7 +41,8 @@ class OracleCache {
 std::vector<std::vector<oracle::Row>> in_oracle_words(const OracleCache& cache, const Decision& decision);
 
 /// make_policy_from_json, decide, translate.
-std::vector<std::vector<oracle::Row>> library_event(const oracle::Options& options, const std::vector<oracle::Sequence>& sequences, ScalarType dtype = kFloat32,
-                                                    std::int32_t padding = 0);
+std::vector<std::vector<oracle::Row>> library_event(const oracle::Options& options,
+                                                    const std::vector<oracle::Sequence>& sequences,
+                                                    ScalarType dtype = kFloat32, std::int32_t padding = 0);
 
 }  // namespace kvkeep::testing

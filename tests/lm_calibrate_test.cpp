@@ -41,23 +41,28 @@ std::vector<double> rms_norm(const double* x, std::size_t n, const std::vector<d
 using Sums = std::vector<std::array<double, 3>>;
 
 /// Layer 0 needs the embedding, one norm, one projection, its bias and the query norm; no attention.
-Sums first_layer(const fs::path& folder, const LmConfig& config, const Ints& ids, std::size_t skip, std::int32_t head, bool query_norm) {
+Sums first_layer(const fs::path& folder, const LmConfig& config, const Ints& ids, std::size_t skip, std::int32_t head,
+                 bool query_norm) {
   const auto file = io::SafetensorsFile::open(folder / "model.safetensors");
-  const std::vector<double> embedding = numbers(file, "model.embed_tokens.weight"), before = numbers(file, "model.layers.0.input_layernorm.weight"),
+  const std::vector<double> embedding = numbers(file, "model.embed_tokens.weight"),
+                            before = numbers(file, "model.layers.0.input_layernorm.weight"),
                             matrix = numbers(file, "model.layers.0.self_attn.q_proj.weight");
   const bool biased = file.has("model.layers.0.self_attn.q_proj.bias");
-  const std::vector<double> bias = biased ? numbers(file, "model.layers.0.self_attn.q_proj.bias") : std::vector<double>();
+  const std::vector<double> bias =
+      biased ? numbers(file, "model.layers.0.self_attn.q_proj.bias") : std::vector<double>();
   const auto hidden = static_cast<std::size_t>(config.hidden), dim = static_cast<std::size_t>(config.spec.key_dim);
   Sums sums(dim / 2);
   for (std::size_t t = skip; t < ids.size(); ++t) {
-    const std::vector<double> x = rms_norm(embedding.data() + static_cast<std::size_t>(ids[t]) * hidden, hidden, before, config.rms_eps);
+    const std::vector<double> x =
+        rms_norm(embedding.data() + static_cast<std::size_t>(ids[t]) * hidden, hidden, before, config.rms_eps);
     std::vector<double> q(dim);
     for (std::size_t d = 0; d < dim; ++d) {
       const std::size_t row = static_cast<std::size_t>(head) * dim + d;
       q[d] = biased ? bias[row] : 0;
       for (std::size_t i = 0; i < hidden; ++i) q[d] += matrix[row * hidden + i] * x[i];
     }
-    if (query_norm) q = rms_norm(q.data(), dim, numbers(file, "model.layers.0.self_attn.q_norm.weight"), config.rms_eps);
+    if (query_norm)
+      q = rms_norm(q.data(), dim, numbers(file, "model.layers.0.self_attn.q_norm.weight"), config.rms_eps);
     for (std::size_t f = 0; f < dim / 2; ++f) {
       sums[f][0] += q[f];
       sums[f][1] += q[f + dim / 2];
@@ -88,7 +93,8 @@ TEST(Calibrate, AveragesTheQueriesBeforeRopeWithQueryNormAndWithoutYarnsFactor) 
     EXPECT_EQ(c.model_name, name);
     EXPECT_EQ(c.attention_scaling, decoder.spec().rope.attention_scaling);
     for (std::int32_t h = 0; h < decoder.spec().query_heads; ++h)
-      expect_mean(c.heads.at({0, h}), first_layer(checkpoint(name), decoder.config(), ids, 4, h, decoder.config().qk_norm), ids.size() - 4);
+      expect_mean(c.heads.at({0, h}),
+                  first_layer(checkpoint(name), decoder.config(), ids, 4, h, decoder.config().qk_norm), ids.size() - 4);
   }
 }
 
@@ -145,7 +151,8 @@ TEST(Calibrate, ChunksChangeNothingAndSequencesCountByTheirTokens) {
   const Ints one = ids_of(50, 3), two = ids_of(21, 90);
   const Calibration whole = calibrate(decoder, {one, two}, {.skip = 5, .chunk = 64});
   std::int64_t told = 0;
-  EXPECT_TRUE(same(whole, calibrate(decoder, {one, two}, {.skip = 5, .chunk = 3, .progress = [&](std::int64_t done) { told = done; }})));
+  EXPECT_TRUE(same(whole, calibrate(decoder, {one, two},
+                                    {.skip = 5, .chunk = 3, .progress = [&](std::int64_t done) { told = done; }})));
   EXPECT_EQ(told, 71);
   EXPECT_FALSE(same(whole, calibrate(decoder, {one, two}, {.skip = 6})));
   const Calibration first = calibrate(decoder, {one}, {.skip = 5}), second = calibrate(decoder, {two}, {.skip = 5});

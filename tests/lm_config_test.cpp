@@ -19,7 +19,9 @@ Json small(const std::string& model_type) {
           {"num_key_value_heads", 2}, {"head_dim", 8},          {"max_position_embeddings", 512}};
 }
 
-LmConfig parse(const Json& config, const std::string& generation = "") { return LmConfig::parse(config.dump(), generation, "config.json"); }
+LmConfig parse(const Json& config, const std::string& generation = "") {
+  return LmConfig::parse(config.dump(), generation, "config.json");
+}
 
 template <class E>
 void expect_refused(const Json& config, std::initializer_list<const char*> named) {
@@ -105,7 +107,8 @@ TEST(LmConfig, YarnHonoursItsOptions) {
   EXPECT_NE(exact.inv_freq[9], rounded.inv_freq[9]);
   rope.mscale = 1.0;
   rope.mscale_all_dim = 0.5;
-  EXPECT_NEAR(make_rope(rope, 64, 8192).attention_scaling, (0.1 * std::log(4.0) + 1) / (0.05 * std::log(4.0) + 1), 1e-12);
+  EXPECT_NEAR(make_rope(rope, 64, 8192).attention_scaling, (0.1 * std::log(4.0) + 1) / (0.05 * std::log(4.0) + 1),
+              1e-12);
   rope.attention_factor = 1.25;
   EXPECT_EQ(make_rope(rope, 64, 8192).attention_scaling, 1.25);
 }
@@ -200,7 +203,8 @@ TEST(LmConfig, MalformedFieldsAreNamed) {
   expect_refused<InvalidArgument>(with("head_dim", 7), {"head_dim", "7"});
   expect_refused<InvalidArgument>(with("rope_theta", -1.0), {"rope_theta"});
   expect_refused<InvalidArgument>(with("eos_token_id", "x"), {"eos_token_id"});
-  expect_refused<InvalidArgument>(with("rope_scaling", {{"rope_type", "llama3"}, {"factor", 8.0}}), {"low_freq_factor", "llama3"});
+  expect_refused<InvalidArgument>(with("rope_scaling", {{"rope_type", "llama3"}, {"factor", 8.0}}),
+                                  {"low_freq_factor", "llama3"});
   expect_refused<InvalidArgument>(with("rope_scaling", 3), {"rope_scaling"});
   expect_refused<InvalidArgument>(with("layer_types", {"full_attention"}), {"layer_types"});
   expect_refused<InvalidArgument>(Json::array(), {"config.json"});
@@ -227,7 +231,8 @@ TEST(LmConfig, WhatIsWrittenReadsBackInBothLayouts) {
 }
 
 TEST(LmConfig, RefusesFrequenciesThatAreNotFinite) {
-  for (const RopeConfig& rope : {RopeConfig{.theta = 1e-320}, RopeConfig{.type = RopeConfig::Type::linear, .theta = 1e-200, .factor = 1e-300}}) {
+  for (const RopeConfig& rope :
+       {RopeConfig{.theta = 1e-320}, RopeConfig{.type = RopeConfig::Type::linear, .theta = 1e-200, .factor = 1e-300}}) {
     const std::string said = testing::message_of<InvalidArgument>([&] { make_rope(rope, 128, 2048); });
     EXPECT_NE(said.find("frequency of inf"), std::string::npos) << said;
   }

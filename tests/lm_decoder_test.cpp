@@ -81,7 +81,8 @@ float worst_difference(const Tensor& a, const Tensor& b) {
 }
 
 bool all_equal(const Tensor& t, float value) {
-  return std::all_of(t.const_data_ptr<float>(), t.const_data_ptr<float>() + t.numel(), [&](float x) { return x == value; });
+  return std::all_of(t.const_data_ptr<float>(), t.const_data_ptr<float>() + t.numel(),
+                     [&](float x) { return x == value; });
 }
 
 // ---- A plain second decoder: one sequence, no cache, everything in double, loops as in the textbook
@@ -107,7 +108,8 @@ class PlainDecoder {
       Matrix gate = linear(prefix + "mlp.gate_proj", h);
       const Matrix up = linear(prefix + "mlp.up_proj", h);
       for (std::size_t i = 0; i < gate.size(); ++i)
-        for (std::size_t j = 0; j < gate[i].size(); ++j) gate[i][j] = gate[i][j] / (1 + std::exp(-gate[i][j])) * up[i][j];
+        for (std::size_t j = 0; j < gate[i].size(); ++j)
+          gate[i][j] = gate[i][j] / (1 + std::exp(-gate[i][j])) * up[i][j];
       add(x, linear(prefix + "mlp.down_proj", gate));
     }
     return times(matrix(config_.tied ? "model.embed_tokens.weight" : "lm_head.weight"), normed(x, "model.norm.weight"));
@@ -162,14 +164,15 @@ class PlainDecoder {
     const std::size_t pairs = rope.inv_freq.size();
     for (std::size_t f = 0; f < pairs; ++f) {
       const double angle = static_cast<double>(position) * rope.inv_freq[f];
-      const double c = std::cos(angle) * rope.attention_scaling, s = std::sin(angle) * rope.attention_scaling, a = head[f],
-                   b = head[f + pairs];
+      const double c = std::cos(angle) * rope.attention_scaling, s = std::sin(angle) * rope.attention_scaling,
+                   a = head[f], b = head[f + pairs];
       head[f] = a * c - b * s;
       head[f + pairs] = b * c + a * s;
     }
   }
   Matrix attention(const std::string& prefix, std::int32_t layer, const Matrix& x) const {
-    const auto dim = static_cast<std::size_t>(config_.spec.key_dim), heads = static_cast<std::size_t>(config_.spec.query_heads);
+    const auto dim = static_cast<std::size_t>(config_.spec.key_dim),
+               heads = static_cast<std::size_t>(config_.spec.query_heads);
     const std::size_t kv_heads = static_cast<std::size_t>(config_.spec.kv_heads), group = heads / kv_heads;
     Matrix q = linear(prefix + "q_proj", x), k = linear(prefix + "k_proj", x);
     const Matrix v = linear(prefix + "v_proj", x);
@@ -274,10 +277,10 @@ TEST(Decoder, SlidingLayersSeeTheirWindowOnly) {
 }
 
 TEST(Decoder, ScalesRopeByYarnAndLlama3) {
-  expect_as_plain(
-      LmConfig::shape(Architecture::llama, 2, 32, 48, 4, 2, 16, 64, {.type = RopeConfig::Type::yarn, .factor = 4.0, .original_max = 8}));
-  expect_as_plain(
-      LmConfig::shape(Architecture::llama, 2, 32, 48, 4, 2, 16, 64, {.type = RopeConfig::Type::llama3, .factor = 8.0, .original_max = 8}));
+  expect_as_plain(LmConfig::shape(Architecture::llama, 2, 32, 48, 4, 2, 16, 64,
+                                  {.type = RopeConfig::Type::yarn, .factor = 4.0, .original_max = 8}));
+  expect_as_plain(LmConfig::shape(Architecture::llama, 2, 32, 48, 4, 2, 16, 64,
+                                  {.type = RopeConfig::Type::llama3, .factor = 8.0, .original_max = 8}));
 }
 
 TEST(Decoder, ReadsShardsAsItReadsOneFile) {
@@ -328,13 +331,18 @@ TEST_P(DecoderLaw, NoSequenceEntersAnothersResult) {  // B4, B14
     }
     std::vector<Tensor> queries_together(3), queries_alone(3);
     StepOptions options;
-    options.on_layer = [&](const LayerSight& sight) { queries_together[static_cast<std::size_t>(sight.layer)] = sight.queries.clone(); };
+    options.on_layer = [&](const LayerSight& sight) {
+      queries_together[static_cast<std::size_t>(sight.layer)] = sight.queries.clone();
+    };
     const Tensor batch = decoder_->forward({tokens, indptr, positions, rows, done}, together, options);
     for (std::int32_t s = 0; s < kSequences; ++s) {
       const auto i = static_cast<std::size_t>(s);
-      options.on_layer = [&](const LayerSight& sight) { queries_alone[static_cast<std::size_t>(sight.layer)] = sight.queries.clone(); };
+      options.on_layer = [&](const LayerSight& sight) {
+        queries_alone[static_cast<std::size_t>(sight.layer)] = sight.queries.clone();
+      };
       const Tensor single =
-          feed(*decoder_, alone, {ids[i].begin() + done[i], ids[i].begin() + done[i] + parts[i][step]}, rows[i], done[i], done[i], options);
+          feed(*decoder_, alone, {ids[i].begin() + done[i], ids[i].begin() + done[i] + parts[i][step]}, rows[i],
+               done[i], done[i], options);
       EXPECT_TRUE(same_bits(batch.narrow(0, s, 1), single)) << "step " << step << " sequence " << s;
       for (std::size_t l = 0; l < 3; ++l)
         EXPECT_TRUE(same_bits(queries_together[l].narrow(0, indptr[i], parts[i][step]), queries_alone[l]))
@@ -371,13 +379,18 @@ TEST_P(DecoderLaw, PromptsAroundABlockOfTheFeedForwardGiveTheBitsOfOneTokenAtATi
   all.logits = Logits::all;
   const auto cache = decoder_->make_cache(1, kTokens, GetParam());
   std::vector<Tensor> one_by_one;
-  for (std::int32_t t = 0; t < kTokens; ++t) one_by_one.push_back(feed(*decoder_, cache, {ids[static_cast<std::size_t>(t)]}, 0, t, t, all));
+  for (std::int32_t t = 0; t < kTokens; ++t)
+    one_by_one.push_back(feed(*decoder_, cache, {ids[static_cast<std::size_t>(t)]}, 0, t, t, all));
   const Tensor expected = at::cat(one_by_one);
   for (const std::int32_t first : {255, 256, 257, 513}) {
     const auto other = decoder_->make_cache(1, kTokens, GetParam());
-    EXPECT_TRUE(same_bits(feed(*decoder_, other, {ids.begin(), ids.begin() + first}, 0, 0, 0, all), expected.narrow(0, 0, first))) << first;
+    EXPECT_TRUE(same_bits(feed(*decoder_, other, {ids.begin(), ids.begin() + first}, 0, 0, 0, all),
+                          expected.narrow(0, 0, first)))
+        << first;
     if (first == kTokens) continue;
-    EXPECT_TRUE(same_bits(feed(*decoder_, other, {ids.begin() + first, ids.end()}, 0, first, first, all), expected.narrow(0, first, kTokens - first))) << first;
+    EXPECT_TRUE(same_bits(feed(*decoder_, other, {ids.begin() + first, ids.end()}, 0, first, first, all),
+                          expected.narrow(0, first, kTokens - first)))
+        << first;
   }
 }
 
@@ -392,7 +405,8 @@ TEST_P(DecoderLaw, TheNumberOfThreadsChangesNoBit) {
   constexpr std::int32_t kLong = 3500;
   const auto noise = decoder.make_cache(1, kLong + 1, GetParam());
   for (const LayerCache& layer : noise)
-    for (const Tensor& side : {layer.keys, layer.values}) side.copy_(at::randn(side.sizes(), at::TensorOptions(kFloat32)));
+    for (const Tensor& side : {layer.keys, layer.values})
+      side.copy_(at::randn(side.sizes(), at::TensorOptions(kFloat32)));
   const int before = at::get_num_threads();
   std::vector<Tensor> results;
   for (const int threads : {1, 2, 3}) {
@@ -410,8 +424,10 @@ TEST_P(DecoderLaw, TheNumberOfThreadsChangesNoBit) {
 // -----------------------------------------------------------------------------------------------------------------------------
 
 // Keeps `slots` of every layer and head of a cache row, in order, as an eviction would.
-void keep_slots(std::span<const LayerCache> cache, std::int64_t row, std::int64_t layer, std::int64_t head, const Ints& slots) {
-  for (const Tensor& side : {cache[static_cast<std::size_t>(layer)].keys, cache[static_cast<std::size_t>(layer)].values})
+void keep_slots(std::span<const LayerCache> cache, std::int64_t row, std::int64_t layer, std::int64_t head,
+                const Ints& slots) {
+  for (const Tensor& side :
+       {cache[static_cast<std::size_t>(layer)].keys, cache[static_cast<std::size_t>(layer)].values})
     for (std::size_t to = 0; to < slots.size(); ++to)
       side[row][head][static_cast<std::int64_t>(to)].copy_(side[row][head][slots[to]].clone());
 }
@@ -463,7 +479,8 @@ TEST_F(CutCache, GivesWhatTheFullCacheGivesUnderAMaskTokenByToken) {  // B1, B28
   }
 }
 
-TEST_F(CutCache, TakesAChunkLongerThanWhatIsLeft) {  // B28: more queries than slots, so a square causal mask would be wrong
+TEST_F(CutCache,
+       TakesAChunkLongerThanWhatIsLeft) {  // B28: more queries than slots, so a square causal mask would be wrong
   constexpr std::int32_t kPrompt = 30, kCapacity = 80, kChunk = 20;
   const auto cut = decoder_->make_cache(1, kCapacity), full = decoder_->make_cache(1, kCapacity);
   const Ints prompt = random_ids(kPrompt, 80, 3), chunk = random_ids(kChunk, 80, 4), slots{0, 1, 9, 29};
@@ -479,7 +496,9 @@ TEST_F(CutCache, TakesAChunkLongerThanWhatIsLeft) {  // B28: more queries than s
     for (std::int64_t head = 0; head < 2; ++head) keep_slots(cut, 0, layer, head, slots);
   StepOptions masked;
   masked.visible = visible;
-  EXPECT_LE(worst_difference(feed(*decoder_, cut, chunk, 0, 4, kPrompt), feed(*decoder_, full, chunk, 0, kPrompt, kPrompt, masked)), 2e-5F);
+  EXPECT_LE(worst_difference(feed(*decoder_, cut, chunk, 0, 4, kPrompt),
+                             feed(*decoder_, full, chunk, 0, kPrompt, kPrompt, masked)),
+            2e-5F);
 }
 
 TEST_F(CutCache, HoldsRowsOfDifferentLength) {
@@ -525,7 +544,8 @@ TEST_F(CutCache, HonoursTheStridesOfTheCallersCache) {  // B25
   auto plain = decoder_->make_cache(2, 16);
   std::vector<LayerCache> strided;
   for (int l = 0; l < 3; ++l) {
-    const Tensor storage = at::zeros({16, 2, 2, 40}, at::TensorOptions(kFloat32));  // [slot, B, head, K and V side by side, padded]
+    const Tensor storage =
+        at::zeros({16, 2, 2, 40}, at::TensorOptions(kFloat32));  // [slot, B, head, K and V side by side, padded]
     const Tensor rows = storage.permute({1, 2, 0, 3});
     strided.push_back({rows.narrow(3, 0, 16), rows.narrow(3, 20, 16)});
   }
@@ -551,8 +571,8 @@ TEST_F(CutCache, DoesNotReadWhatLiesBehindItsLength) {  // B20, B24
 TEST_F(CutCache, RefusesABadStepBeforeAnythingIsWritten) {
   const auto cache = decoder_->make_cache(2, 8);
   for (const LayerCache& layer : cache) layer.keys.fill_(7), layer.values.fill_(7);
-  const auto refused = [&](const Ints& ids, const Ints& indptr, const Ints& positions, const Ints& rows, const Ints& lengths,
-                           const char* named) {
+  const auto refused = [&](const Ints& ids, const Ints& indptr, const Ints& positions, const Ints& rows,
+                           const Ints& lengths, const char* named) {
     try {
       (void)decoder_->forward({ids, indptr, positions, rows, lengths}, cache);
       ADD_FAILURE() << "accepted, should name " << named;
@@ -594,7 +614,9 @@ TEST_F(CutCache, RefusesACacheThatDoesNotFitTheModel) {
   refused([](auto& cache) { cache[1].values = cache[1].values.narrow(1, 0, 1); }, "values of layer 1");
   refused([](auto& cache) { cache[2].keys = Tensor(); }, "keys of layer 2");
   refused([](auto& cache) { cache[2].keys = cache[2].keys.narrow(2, 0, 4); }, "capacity");
-  refused([](auto& cache) { cache[0].keys = at::zeros({1, 2, 16, 8}, at::TensorOptions(kFloat32)).permute({0, 1, 3, 2}); }, "stride");
+  refused(
+      [](auto& cache) { cache[0].keys = at::zeros({1, 2, 16, 8}, at::TensorOptions(kFloat32)).permute({0, 1, 3, 2}); },
+      "stride");
   StepOptions masked;
   const std::vector<Tensor> wrong(3, at::ones({1, 2, 7}, at::TensorOptions(ScalarType::Byte)));
   masked.visible = wrong;
@@ -624,8 +646,10 @@ TEST(DecoderFolder, RefusesWeightsThatDoNotFitTheConfig) {
       EXPECT_NE(std::string(error.what()).find(damaged), std::string::npos) << error.what();
     }
   };
-  refused("model.layers.1.mlp.up_proj.weight", [](const Tensor&) { return Tensor(); }, {"missing", "model.safetensors"});
-  refused("lm_head.weight", [](const Tensor& t) { return t.narrow(0, 0, 63).clone(); }, {"[63, 32]", "[64, 32]", "model.safetensors"});
+  refused("model.layers.1.mlp.up_proj.weight", [](const Tensor&) { return Tensor(); },
+          {"missing", "model.safetensors"});
+  refused("lm_head.weight", [](const Tensor& t) { return t.narrow(0, 0, 63).clone(); },
+          {"[63, 32]", "[64, 32]", "model.safetensors"});
   refused("model.norm.weight", [](const Tensor& t) { return t.to(ScalarType::Int); }, {"Int", "bf16"});
 }
 

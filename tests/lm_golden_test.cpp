@@ -38,7 +38,9 @@ struct Case {
   [[nodiscard]] std::int32_t number(const std::string& key) const { return std::stoi(trace.metadata().at(key)); }
 };
 
-std::vector<std::int32_t> ints(const Tensor& t) { return {t.const_data_ptr<std::int32_t>(), t.const_data_ptr<std::int32_t>() + t.numel()}; }
+std::vector<std::int32_t> ints(const Tensor& t) {
+  return {t.const_data_ptr<std::int32_t>(), t.const_data_ptr<std::int32_t>() + t.numel()};
+}
 
 // |got - expected| <= atol + rtol * |expected| everywhere.
 void expect_close(const Tensor& got, const Tensor& expected, const Json& tolerance, const std::string& name) {

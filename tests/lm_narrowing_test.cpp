@@ -1,12 +1,13 @@
-// Tokens of a step that stay behind while the others go on to deeper layers, against a plain second decoder, against itself step by step, and by LibTorch's operators.
+// Tokens of a step that stay behind while the others go on to deeper layers, against a plain second decoder, against
+// itself step by step, and by LibTorch's operators.
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorIndexing.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/cos.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/einsum.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/ones.h>
@@ -54,11 +55,14 @@ Model with(Model model, const std::function<void(LmConfig&)>& change) {
 }
 
 std::vector<Model> models() {
-  const LmConfig llama = LmConfig::shape(Architecture::llama, 9, 40, 56, 6, 2, 12, 90), qwen2 = LmConfig::shape(Architecture::qwen2, 10, 48, 64, 4, 2, 16, 90);
+  const LmConfig llama = LmConfig::shape(Architecture::llama, 9, 40, 56, 6, 2, 12, 90),
+                 qwen2 = LmConfig::shape(Architecture::qwen2, 10, 48, 64, 4, 2, 16, 90);
   return {{"llama", llama},
           {"llama_interleaved_f16", llama, kFloat16, RopeStyle::interleaved},
-          with({"llama_every_bias", llama}, [](LmConfig& config) { config.qkv_bias = config.output_bias = config.mlp_bias = true; }),
-          {"llama_yarn", LmConfig::shape(Architecture::llama, 9, 32, 48, 7, 1, 16, 90, {.type = RopeConfig::Type::yarn, .factor = 4.0, .original_max = 8})},
+          with({"llama_every_bias", llama},
+               [](LmConfig& config) { config.qkv_bias = config.output_bias = config.mlp_bias = true; }),
+          {"llama_yarn", LmConfig::shape(Architecture::llama, 9, 32, 48, 7, 1, 16, 90,
+                                         {.type = RopeConfig::Type::yarn, .factor = 4.0, .original_max = 8})},
           {"qwen2_24_layers", LmConfig::shape(Architecture::qwen2, 24, 32, 48, 4, 2, 8, 90)},
           {"qwen2_bf16", qwen2, kBFloat16},
           with({"qwen2_sliding", qwen2},
@@ -66,7 +70,8 @@ std::vector<Model> models() {
                  config.spec.layers[3] = {LayerKind::sliding, 11, -1};
                  config.spec.layers[8] = {LayerKind::sliding, 5, -1};
                }),
-          with({"qwen3_tied_bf16", LmConfig::shape(Architecture::qwen3, 11, 32, 48, 4, 4, 24, 90), kBFloat16}, [](LmConfig& config) { config.tied = true; })};
+          with({"qwen3_tied_bf16", LmConfig::shape(Architecture::qwen3, 11, 32, 48, 4, 4, 24, 90), kBFloat16},
+               [](LmConfig& config) { config.tied = true; })};
 }
 
 Decoder make_decoder(const Model& model) {
@@ -94,7 +99,8 @@ Ints counted(std::int32_t first, std::int32_t n) {
 
 // ---- Who goes on
 
-/// Of one sequence, by layer: the positions below `end` that go on behind it, ascending. Whatever is not below `end` goes on everywhere.
+/// Of one sequence, by layer: the positions below `end` that go on behind it, ascending. Whatever is not below `end`
+/// goes on everywhere.
 struct Plan {
   std::map<std::int32_t, Ints> behind;
   std::int32_t end = 0;
@@ -114,7 +120,8 @@ struct Plan {
 };
 
 /// A prompt of `tokens` that narrows behind each of `layers`, to fewer each time; the newest `always` go on.
-Plan random_plan(std::int32_t tokens, std::initializer_list<std::int32_t> layers, oracle::Random& random, std::int32_t always = 1) {
+Plan random_plan(std::int32_t tokens, std::initializer_list<std::int32_t> layers, oracle::Random& random,
+                 std::int32_t always = 1) {
   Plan plan{{}, tokens};
   Ints there = counted(0, tokens);
   for (const std::int32_t layer : layers) {
@@ -137,7 +144,8 @@ Hook follow(std::vector<Plan> plans) {
       const Ints there(sight.positions.begin() + sight.indptr[s], sight.positions.begin() + sight.indptr[s + 1]);
       const Ints kept = plans[s].among(there, sight.layer);
       for (std::size_t i = 0; i < there.size(); ++i)
-        if (std::binary_search(kept.begin(), kept.end(), there[i])) onward.tokens.push_back(sight.indptr[s] + static_cast<std::int32_t>(i));
+        if (std::binary_search(kept.begin(), kept.end(), there[i]))
+          onward.tokens.push_back(sight.indptr[s] + static_cast<std::int32_t>(i));
       onward.indptr.push_back(static_cast<std::int32_t>(onward.tokens.size()));
       asked = asked || plans[s].behind.contains(sight.layer);
     }
@@ -146,11 +154,13 @@ Hook follow(std::vector<Plan> plans) {
   };
 }
 
-// ---- A plain second decoder: one sequence from position 0, no cache, in double, and in the published order: rows leave behind the whole layer
+// ---- A plain second decoder: one sequence from position 0, no cache, in double, and in the published order: rows
+// leave behind the whole layer
 
 class Plain {
  public:
-  explicit Plain(const Decoder& decoder) : config_(decoder.config()), spec_(decoder.spec()), weights_(decoder.weights()) {}
+  explicit Plain(const Decoder& decoder)
+      : config_(decoder.config()), spec_(decoder.spec()), weights_(decoder.weights()) {}
 
   struct Result {
     Ints positions;               // of the tokens that are there at the end
@@ -169,7 +179,8 @@ class Plain {
       const Ints kept = plan.among(result.positions, l);
       Ints rows;
       for (std::int32_t i = 0; i < static_cast<std::int32_t>(result.positions.size()); ++i)
-        if (std::binary_search(kept.begin(), kept.end(), result.positions[static_cast<std::size_t>(i)])) rows.push_back(i);
+        if (std::binary_search(kept.begin(), kept.end(), result.positions[static_cast<std::size_t>(i)]))
+          rows.push_back(i);
       x = x.index_select(0, index(rows));
       result.positions = kept;
     }
@@ -179,12 +190,17 @@ class Plain {
 
  private:
   static Tensor index(const Ints& numbers) {
-    return at::from_blob(const_cast<std::int32_t*>(numbers.data()), {static_cast<std::int64_t>(numbers.size())}, at::TensorOptions(kInt32)).to(ScalarType::Long);
+    return at::from_blob(const_cast<std::int32_t*>(numbers.data()), {static_cast<std::int64_t>(numbers.size())},
+                         at::TensorOptions(kInt32))
+        .to(ScalarType::Long);
   }
   [[nodiscard]] static Tensor linear(const Linear& map, const Tensor& x) {
-    return at::linear(x, map.weight.to(kDouble), map.bias.defined() ? std::optional<Tensor>(map.bias.to(kDouble)) : std::nullopt);
+    return at::linear(x, map.weight.to(kDouble),
+                      map.bias.defined() ? std::optional<Tensor>(map.bias.to(kDouble)) : std::nullopt);
   }
-  [[nodiscard]] Tensor norm(const Tensor& x, const Tensor& weight) const { return x / (x * x).mean(-1, true).add(config_.rms_eps).sqrt() * weight.to(kDouble); }
+  [[nodiscard]] Tensor norm(const Tensor& x, const Tensor& weight) const {
+    return x / (x * x).mean(-1, true).add(config_.rms_eps).sqrt() * weight.to(kDouble);
+  }
 
   // x [n, heads, D]
   [[nodiscard]] Tensor rotated(const Tensor& x, const Ints& positions) const {
@@ -194,12 +210,14 @@ class Plain {
     const Tensor angle = at::outer(index(positions).to(kDouble), speed).unsqueeze(1);
     const Tensor c = at::cos(angle) * rope.attention_scaling, s = at::sin(angle) * rope.attention_scaling;
     const bool half = rope.style == RopeStyle::half;
-    const Tensor a = half ? x.narrow(2, 0, pairs) : x.slice(2, 0, 2 * pairs, 2), b = half ? x.narrow(2, pairs, pairs) : x.slice(2, 1, 2 * pairs, 2);
+    const Tensor a = half ? x.narrow(2, 0, pairs) : x.slice(2, 0, 2 * pairs, 2),
+                 b = half ? x.narrow(2, pairs, pairs) : x.slice(2, 1, 2 * pairs, 2);
     const Tensor first = a * c - b * s, second = b * c + a * s;
     return half ? at::cat({first, second}, 2) : at::stack({first, second}, 3).flatten(2);
   }
 
-  [[nodiscard]] Tensor attention(const LayerWeights& w, std::int32_t layer, const Tensor& x, const Ints& positions, std::vector<Tensor>& seen) const {
+  [[nodiscard]] Tensor attention(const LayerWeights& w, std::int32_t layer, const Tensor& x, const Ints& positions,
+                                 std::vector<Tensor>& seen) const {
     const std::int64_t n = x.size(0), dim = spec_.key_dim;
     Tensor q = linear(w.q, x).view({n, spec_.query_heads, dim}), k = linear(w.k, x).view({n, spec_.kv_heads, dim});
     const Tensor v = linear(w.v, x).view({n, spec_.kv_heads, spec_.value_dim}).repeat_interleave(spec_.group(), 1);
@@ -211,7 +229,8 @@ class Plain {
     Tensor hidden = distance.lt(0);
     const LayerSpec& kind = spec_.layers[static_cast<std::size_t>(layer)];
     if (kind.kind == LayerKind::sliding) hidden = hidden.logical_or(distance.ge(kind.window));
-    const Tensor logits = (at::einsum("ihd,jhd->hij", {q, k}) / std::sqrt(static_cast<double>(dim))).masked_fill(hidden, -INFINITY);
+    const Tensor logits =
+        (at::einsum("ihd,jhd->hij", {q, k}) / std::sqrt(static_cast<double>(dim))).masked_fill(hidden, -INFINITY);
     return at::einsum("hij,jhd->ihd", {at::softmax(logits, 2), v}).reshape({n, -1});
   }
 
@@ -243,7 +262,8 @@ double relative_difference(const Tensor& expected, const Tensor& found) {
 
 bool same_bits(const Tensor& a, const Tensor& b) {
   const Tensor x = a.contiguous(), y = b.contiguous();
-  return x.sizes() == y.sizes() && x.scalar_type() == y.scalar_type() && std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
+  return x.sizes() == y.sizes() && x.scalar_type() == y.scalar_type() &&
+         std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
 }
 
 bool all_nan(const Tensor& t) { return t.isnan().all().item<bool>(); }
@@ -273,8 +293,12 @@ struct Part {
 class Runner {
  public:
   Runner(Decoder& decoder, std::int32_t sequences, std::int32_t capacity, const Storage& storage = {})
-      : decoder_(decoder), spec_(decoder.spec()), sequences_(sequences), tokens(static_cast<std::size_t>(sequences), 0) {
-    lengths.assign(static_cast<std::size_t>(sequences), Ints(static_cast<std::size_t>(spec_.num_layers() * spec_.kv_heads), 0));
+      : decoder_(decoder),
+        spec_(decoder.spec()),
+        sequences_(sequences),
+        tokens(static_cast<std::size_t>(sequences), 0) {
+    lengths.assign(static_cast<std::size_t>(sequences),
+                   Ints(static_cast<std::size_t>(spec_.num_layers() * spec_.kv_heads), 0));
     if (storage.page_size == 0) {
       const auto dense = decoder.make_cache(sequences, capacity, storage.dtype);
       cache.assign(dense.begin(), dense.end());
@@ -282,7 +306,8 @@ class Runner {
       const std::int64_t pages = (capacity + storage.page_size - 1) / storage.page_size;
       cache = decoder.make_pages(sequences * pages, storage.page_size, storage.dtype, storage.layout);
       table = at::empty({sequences, pages}, at::TensorOptions(kInt32));
-      for (std::int64_t i = 0; i < table.numel(); ++i) table.mutable_data_ptr<std::int32_t>()[i] = static_cast<std::int32_t>(table.numel() - 1 - i);
+      for (std::int64_t i = 0; i < table.numel(); ++i)
+        table.mutable_data_ptr<std::int32_t>()[i] = static_cast<std::int32_t>(table.numel() - 1 - i);
     }
     for (const LayerKv& layer : cache)
       for (const Tensor& side : sides_of(layer)) side.fill_(7);
@@ -313,12 +338,14 @@ class Runner {
       return says(sight);
     };
     const Lengths all{counts, static_cast<std::int32_t>(spec_.num_layers() * spec_.kv_heads)};
-    const Tensor result = decoder_.forward({ids, indptr, positions, rows, SlotCounts(all, spec_.kv_heads)}, cache, table, options);
+    const Tensor result =
+        decoder_.forward({ids, indptr, positions, rows, SlotCounts(all, spec_.kv_heads)}, cache, table, options);
     for (std::size_t i = 0; i < parts.size(); ++i) count(parts[i]);
     return result;
   }
 
-  /// Step by step what the queries of a sequence were: by sequence, layer, 0 before RoPE and 1 behind; with their positions.
+  /// Step by step what the queries of a sequence were: by sequence, layer, 0 before RoPE and 1 behind; with their
+  /// positions.
   std::map<std::tuple<std::int32_t, std::int32_t, int>, std::vector<std::pair<Tensor, Ints>>> seen;
   std::vector<LayerKv> cache;
   Tensor table;
@@ -329,11 +356,13 @@ class Runner {
   void note(const std::vector<Part>& parts, const LayerSight& sight, int when) {
     ASSERT_EQ(sight.indptr.size(), parts.size() + 1);
     ASSERT_EQ(sight.indptr.back(), static_cast<std::int64_t>(sight.positions.size()));
-    ASSERT_EQ(sight.queries.sizes(), (std::vector<std::int64_t>{sight.indptr.back(), spec_.query_heads, spec_.key_dim}));
+    ASSERT_EQ(sight.queries.sizes(),
+              (std::vector<std::int64_t>{sight.indptr.back(), spec_.query_heads, spec_.key_dim}));
     for (std::size_t s = 0; s < parts.size(); ++s) {
       const std::int32_t begin = sight.indptr[s], end = sight.indptr[s + 1];
-      seen[{parts[s].sequence, sight.layer, when}].emplace_back(sight.queries.narrow(0, begin, end - begin).clone(),
-                                                                Ints(sight.positions.begin() + begin, sight.positions.begin() + end));
+      seen[{parts[s].sequence, sight.layer, when}].emplace_back(
+          sight.queries.narrow(0, begin, end - begin).clone(),
+          Ints(sight.positions.begin() + begin, sight.positions.begin() + end));
     }
   }
 
@@ -341,7 +370,8 @@ class Runner {
     const auto s = static_cast<std::size_t>(part.sequence);
     const Ints all = counted(tokens[s], static_cast<std::int32_t>(part.ids.size()));
     for (std::int32_t row = 0; row < spec_.num_layers() * spec_.kv_heads; ++row)
-      lengths[s][static_cast<std::size_t>(row)] += static_cast<std::int32_t>(part.plan.present(all, row / spec_.kv_heads).size());
+      lengths[s][static_cast<std::size_t>(row)] +=
+          static_cast<std::int32_t>(part.plan.present(all, row / spec_.kv_heads).size());
     tokens[s] += static_cast<std::int32_t>(part.ids.size());
   }
 
@@ -356,14 +386,17 @@ class Runner {
 void expect_same_bits(Runner& a, Runner& b, const std::string& what) {
   ASSERT_EQ(a.cache.size(), b.cache.size());
   for (std::size_t l = 0; l < a.cache.size(); ++l)
-    for (std::size_t side = 0; side < 2; ++side) EXPECT_TRUE(same_bits(sides_of(a.cache[l])[side], sides_of(b.cache[l])[side])) << what << ": side " << side << " of layer " << l;
+    for (std::size_t side = 0; side < 2; ++side)
+      EXPECT_TRUE(same_bits(sides_of(a.cache[l])[side], sides_of(b.cache[l])[side]))
+          << what << ": side " << side << " of layer " << l;
   ASSERT_EQ(a.seen.size(), b.seen.size()) << what;
   for (const auto& [key, steps] : a.seen) {
     const auto& others = b.seen.at(key);
     ASSERT_EQ(steps.size(), others.size());
     for (std::size_t i = 0; i < steps.size(); ++i) {
       EXPECT_EQ(steps[i].second, others[i].second) << what;
-      EXPECT_TRUE(same_bits(steps[i].first, others[i].first)) << what << ": queries of sequence " << std::get<0>(key) << ", layer " << std::get<1>(key);
+      EXPECT_TRUE(same_bits(steps[i].first, others[i].first))
+          << what << ": queries of sequence " << std::get<0>(key) << ", layer " << std::get<1>(key);
     }
   }
 }
@@ -383,15 +416,18 @@ class Narrowing : public ::testing::TestWithParam<Model> {
   Decoder decoder_;
   std::int32_t layers_;
 };
-INSTANTIATE_TEST_SUITE_P(Models, Narrowing, ::testing::ValuesIn(models()), [](const auto& p) { return std::string(p.param.name); });
+INSTANTIATE_TEST_SUITE_P(Models, Narrowing, ::testing::ValuesIn(models()),
+                         [](const auto& p) { return std::string(p.param.name); });
 
 TEST_P(Narrowing, GivesTheLogitsOfAPlainDecoderWhoseRowsAreGatheredAndSoDoTheStepsBehindIt) {
   const Plain plain(decoder_);
   for (std::uint64_t seed = 1; seed <= 6; ++seed) {
     SCOPED_TRACE(text("seed ", seed));
     oracle::Random random(seed);
-    const std::int32_t tokens = random.between(20, 60), one = random.between(0, layers_ - 3), two = random.between(one + 1, layers_ - 1);
-    const Plan plan = seed % 2 == 0 ? random_plan(tokens, {one}, random, always()) : random_plan(tokens, {one, two}, random, always());
+    const std::int32_t tokens = random.between(20, 60), one = random.between(0, layers_ - 3),
+                       two = random.between(one + 1, layers_ - 1);
+    const Plan plan = seed % 2 == 0 ? random_plan(tokens, {one}, random, always())
+                                    : random_plan(tokens, {one, two}, random, always());
     Ints ids = random_ids(tokens, random);
     Runner run(decoder_, 1, tokens + 8);
     const Tensor first = run.step({{0, ids, plan}});
@@ -409,7 +445,8 @@ TEST_P(Narrowing, GivesTheLogitsOfAPlainDecoderWhoseRowsAreGatheredAndSoDoTheSte
       ids.insert(ids.end(), next.begin(), next.end());
       const Tensor found = run.step({{0, next}}, Logits::all);
       expected = plain.run(ids, plan);
-      EXPECT_LE(relative_difference(expected.logits.narrow(0, expected.logits.size(0) - more, more), found), 1e-5) << more << " tokens later";
+      EXPECT_LE(relative_difference(expected.logits.narrow(0, expected.logits.size(0) - more, more), found), 1e-5)
+          << more << " tokens later";
     }
   }
 }
@@ -422,7 +459,8 @@ TEST_P(Narrowing, GivesWhatAFullModelGivesWhoseDeeperLayersAreMasked) {
   const Ints ids = random_ids(kTokens + kMore, random);
   Runner run(decoder_, 1, kTokens + kMore);
   std::vector<Tensor> found{run.step({{0, {ids.begin(), ids.begin() + kTokens}, plan}})};
-  for (std::int32_t t = kTokens; t < kTokens + kMore; ++t) found.push_back(run.step({{0, {ids[static_cast<std::size_t>(t)]}}}));
+  for (std::int32_t t = kTokens; t < kTokens + kMore; ++t)
+    found.push_back(run.step({{0, {ids[static_cast<std::size_t>(t)]}}}));
 
   const auto full = decoder_.make_cache(1, kTokens + kMore);
   std::vector<Tensor> visible;
@@ -435,7 +473,9 @@ TEST_P(Narrowing, GivesWhatAFullModelGivesWhoseDeeperLayersAreMasked) {
   for (std::int32_t t = 0; t < kTokens + kMore; ++t) {
     const Ints id{ids[static_cast<std::size_t>(t)]}, at{t};
     const Tensor expected = decoder_.forward({id, indptr, at, row, at}, full, {.visible = visible});
-    if (t >= kTokens - 1) EXPECT_LE(relative_difference(expected, found[static_cast<std::size_t>(t - kTokens + 1)]), 2e-5) << "position " << t;
+    if (t >= kTokens - 1)
+      EXPECT_LE(relative_difference(expected, found[static_cast<std::size_t>(t - kTokens + 1)]), 2e-5)
+          << "position " << t;
   }
 }
 
@@ -446,7 +486,8 @@ TEST_P(Narrowing, ChangesNothingWhereEveryoneGoesOn) {  // A-3, A-6
   const Ints a = random_ids(33, random), b = random_ids(9, random);
   const Hook nothing = [](const LayerSight&) { return std::nullopt; };
   const Hook everyone = [](const LayerSight& sight) {
-    return Onward{counted(0, static_cast<std::int32_t>(sight.positions.size())), {sight.indptr.begin(), sight.indptr.end()}};
+    return Onward{counted(0, static_cast<std::int32_t>(sight.positions.size())),
+                  {sight.indptr.begin(), sight.indptr.end()}};
   };
   for (const Path path : {Path::kernels, Path::operators}) {
     decoder_.use(path);
@@ -462,7 +503,9 @@ TEST_P(Narrowing, ChangesNothingWhereEveryoneGoesOn) {  // A-3, A-6
         Runner run(decoder_, 2, 40);
         EXPECT_TRUE(same_bits(expected, run.step({{0, a}, {1, b}}, logits, hook)));
         for (std::size_t l = 0; l < cache.size(); ++l)
-          EXPECT_TRUE(same_bits(cache[l].keys, sides_of(run.cache[l])[0]) && same_bits(cache[l].values, sides_of(run.cache[l])[1])) << l;
+          EXPECT_TRUE(same_bits(cache[l].keys, sides_of(run.cache[l])[0]) &&
+                      same_bits(cache[l].values, sides_of(run.cache[l])[1]))
+              << l;
       }
     }
   }
@@ -499,21 +542,26 @@ TEST_P(Narrowing, APromptGivesTheSameBitsHoweverItIsCutIntoSteps) {
     EXPECT_TRUE(same_bits(expected, found)) << "chunks of " << chunk;
     EXPECT_EQ(whole.lengths, run.lengths);
     for (std::size_t l = 0; l < whole.cache.size(); ++l)
-      for (std::size_t side = 0; side < 2; ++side) EXPECT_TRUE(same_bits(sides_of(whole.cache[l])[side], sides_of(run.cache[l])[side])) << "chunks of " << chunk << ", layer " << l;
+      for (std::size_t side = 0; side < 2; ++side)
+        EXPECT_TRUE(same_bits(sides_of(whole.cache[l])[side], sides_of(run.cache[l])[side]))
+            << "chunks of " << chunk << ", layer " << l;
   }
 }
 
-/// Prompts that narrow at layers of their own beside others that do not, sequences that decode and one that continues its prompt; then all of them decode.
+/// Prompts that narrow at layers of their own beside others that do not, sequences that decode and one that continues
+/// its prompt; then all of them decode.
 std::vector<std::vector<Part>> ragged_steps(std::uint64_t seed, std::int32_t layers, std::int32_t always) {
   oracle::Random random(seed);
   const auto part = [&](std::int32_t sequence, std::int32_t n, std::initializer_list<std::int32_t> at) {
     return Part{sequence, random_ids(n, random), at.size() == 0 ? Plan{} : random_plan(n, at, random, always)};
   };
-  std::vector<std::vector<Part>> steps{{part(0, 20, {}), part(4, 31, {0, 6})},
-                                       {part(0, 1, {}), part(1, 150, {2, 6}), part(2, 90, {4}), part(3, 70, {}), part(4, 1, {})},
-                                       {part(3, 61, {}), part(1, 1, {}), part(5, 64, {layers - 1}), part(0, 2, {})},
-                                       {part(5, 1, {}), part(4, 3, {}), part(3, 1, {}), part(2, 1, {}), part(1, 1, {}), part(0, 1, {})}};
-  steps[2][0].plan = {{{5, counted(70 + 61 - always - 3, always + 3)}}, 131};  // the second half of a prompt narrows, the first did not
+  std::vector<std::vector<Part>> steps{
+      {part(0, 20, {}), part(4, 31, {0, 6})},
+      {part(0, 1, {}), part(1, 150, {2, 6}), part(2, 90, {4}), part(3, 70, {}), part(4, 1, {})},
+      {part(3, 61, {}), part(1, 1, {}), part(5, 64, {layers - 1}), part(0, 2, {})},
+      {part(5, 1, {}), part(4, 3, {}), part(3, 1, {}), part(2, 1, {}), part(1, 1, {}), part(0, 1, {})}};
+  steps[2][0].plan = {{{5, counted(70 + 61 - always - 3, always + 3)}},
+                      131};  // the second half of a prompt narrows, the first did not
   return steps;
 }
 
@@ -523,7 +571,8 @@ TEST_P(Narrowing, NoSequenceEntersAnothersResult) {
   for (std::size_t i = 0; i < steps.size(); ++i) {
     const Tensor batch = together.step(steps[i]);
     for (std::size_t s = 0; s < steps[i].size(); ++s)
-      EXPECT_TRUE(same_bits(batch.narrow(0, static_cast<std::int64_t>(s), 1), alone.step({steps[i][s]}))) << "step " << i << ", sequence " << steps[i][s].sequence;
+      EXPECT_TRUE(same_bits(batch.narrow(0, static_cast<std::int64_t>(s), 1), alone.step({steps[i][s]})))
+          << "step " << i << ", sequence " << steps[i][s].sequence;
   }
   EXPECT_EQ(together.lengths, alone.lengths);
   expect_same_bits(together, alone, "together and alone");
@@ -531,7 +580,8 @@ TEST_P(Narrowing, NoSequenceEntersAnothersResult) {
 
 // Large enough that every stage is really shared out.
 TEST(NarrowingThreads, ChangeNoBit) {
-  Decoder decoder = make_decoder({"threads", LmConfig::shape(Architecture::qwen3, 9, 192, 448, 8, 2, 24, 2000), kBFloat16});
+  Decoder decoder =
+      make_decoder({"threads", LmConfig::shape(Architecture::qwen3, 9, 192, 448, 8, 2, 24, 2000), kBFloat16});
   const auto steps = ragged_steps(8, 9, 1);
   const int before = at::get_num_threads();
   std::vector<std::unique_ptr<Runner>> runs;
@@ -544,7 +594,8 @@ TEST(NarrowingThreads, ChangeNoBit) {
   }
   at::set_num_threads(before);
   for (std::size_t run = 1; run < runs.size(); ++run) {
-    for (std::size_t i = 0; i < steps.size(); ++i) EXPECT_TRUE(same_bits(results[0][i], results[run][i])) << run + 1 << " threads, step " << i;
+    for (std::size_t i = 0; i < steps.size(); ++i)
+      EXPECT_TRUE(same_bits(results[0][i], results[run][i])) << run + 1 << " threads, step " << i;
     expect_same_bits(*runs[0], *runs[run], text(run + 1, " threads"));
   }
 }
@@ -558,9 +609,11 @@ TEST_P(Narrowing, GivesTheSameBitsOnPagesAsOnADenseCache) {
     for (const std::int64_t page_size : {1, 8, 32})
       for (const PageLayout layout : {PageLayout::slot_head, PageLayout::head_slot}) {
         Runner paged(decoder_, 6, 160, {page_size, layout, dtype});
-        for (std::size_t i = 0; i < steps.size(); ++i) EXPECT_TRUE(same_bits(expected[i], paged.step(steps[i]))) << "pages of " << page_size << ", step " << i;
+        for (std::size_t i = 0; i < steps.size(); ++i)
+          EXPECT_TRUE(same_bits(expected[i], paged.step(steps[i]))) << "pages of " << page_size << ", step " << i;
         for (const auto& [key, seen] : dense.seen)
-          for (std::size_t i = 0; i < seen.size(); ++i) EXPECT_TRUE(same_bits(seen[i].first, paged.seen.at(key)[i].first)) << "pages of " << page_size;
+          for (std::size_t i = 0; i < seen.size(); ++i)
+            EXPECT_TRUE(same_bits(seen[i].first, paged.seen.at(key)[i].first)) << "pages of " << page_size;
       }
   }
 }
@@ -573,14 +626,18 @@ TEST_P(Narrowing, ByOperatorsGivesTheSameNumbers) {
   operators.use(Path::operators);
   for (const Storage& storage : {Storage{}, Storage{16, PageLayout::head_slot}, Storage{8, PageLayout::slot_head}}) {
     Runner expected(decoder_, 6, 160, storage), found(operators, 6, 160, storage);
-    for (std::size_t i = 0; i < steps.size(); ++i) ASSERT_LE(relative_difference(expected.step(steps[i]), found.step(steps[i])), 1e-4) << "step " << i;
+    for (std::size_t i = 0; i < steps.size(); ++i)
+      ASSERT_LE(relative_difference(expected.step(steps[i]), found.step(steps[i])), 1e-4) << "step " << i;
     for (std::size_t l = 0; l < expected.cache.size(); ++l)
-      for (std::size_t side = 0; side < 2; ++side) EXPECT_LE(relative_difference(sides_of(expected.cache[l])[side], sides_of(found.cache[l])[side]), 1e-4) << "layer " << l;
+      for (std::size_t side = 0; side < 2; ++side)
+        EXPECT_LE(relative_difference(sides_of(expected.cache[l])[side], sides_of(found.cache[l])[side]), 1e-4)
+            << "layer " << l;
     ASSERT_EQ(expected.seen.size(), found.seen.size());
     for (const auto& [key, seen] : expected.seen)
       for (std::size_t i = 0; i < seen.size(); ++i) {
         EXPECT_EQ(seen[i].second, found.seen.at(key)[i].second);
-        EXPECT_LE(relative_difference(seen[i].first, found.seen.at(key)[i].first), 1e-4) << "layer " << std::get<1>(key);
+        EXPECT_LE(relative_difference(seen[i].first, found.seen.at(key)[i].first), 1e-4)
+            << "layer " << std::get<1>(key);
       }
   }
 }
@@ -589,7 +646,9 @@ TEST_P(Narrowing, ByOperatorsGivesTheSameNumbers) {
 
 class NarrowingCalls : public ::testing::TestWithParam<Path> {
  protected:
-  NarrowingCalls() : decoder_(make_decoder({"calls", LmConfig::shape(Architecture::llama, 9, 40, 56, 6, 2, 12, 90)})) { decoder_.use(GetParam()); }
+  NarrowingCalls() : decoder_(make_decoder({"calls", LmConfig::shape(Architecture::llama, 9, 40, 56, 6, 2, 12, 90)})) {
+    decoder_.use(GetParam());
+  }
   Decoder decoder_;
 };
 INSTANTIATE_TEST_SUITE_P(Paths, NarrowingCalls, ::testing::Values(Path::kernels, Path::operators),
@@ -622,24 +681,30 @@ TEST_P(NarrowingCalls, TakeCountsThatAllLayersShare) {
   for (const std::int64_t page_size : {0, 8}) {
     Runner by_layer(decoder_, 1, 48, {.page_size = page_size}), shared(decoder_, 1, 48, {.page_size = page_size});
     const Tensor expected = by_layer.step({{0, ids, plan}});
-    EXPECT_TRUE(same_bits(expected, decoder_.forward({ids, indptr, positions, zero, zero}, shared.cache, shared.table, {.on_attended = follow({plan})})));
+    EXPECT_TRUE(same_bits(expected, decoder_.forward({ids, indptr, positions, zero, zero}, shared.cache, shared.table,
+                                                     {.on_attended = follow({plan})})));
     for (std::size_t l = 0; l < shared.cache.size(); ++l)
-      for (std::size_t side = 0; side < 2; ++side) EXPECT_TRUE(same_bits(sides_of(by_layer.cache[l])[side], sides_of(shared.cache[l])[side])) << "layer " << l;
+      for (std::size_t side = 0; side < 2; ++side)
+        EXPECT_TRUE(same_bits(sides_of(by_layer.cache[l])[side], sides_of(shared.cache[l])[side])) << "layer " << l;
   }
 }
 
 TEST_P(NarrowingCalls, LeaveASequenceThatGoesOnWithNoneAndKeepTheOthers) {
   oracle::Random random(12);
-  const std::vector<Part> others{{0, random_ids(25, random), random_plan(25, {5}, random)}, {2, random_ids(1, random)}, {3, random_ids(40, random), random_plan(40, {2}, random)}};
+  const std::vector<Part> others{{0, random_ids(25, random), random_plan(25, {5}, random)},
+                                 {2, random_ids(1, random)},
+                                 {3, random_ids(40, random), random_plan(40, {2}, random)}};
   Runner with_it(decoder_, 4, 48), without(decoder_, 4, 48);
   Part leaves{1, random_ids(33, random), random_plan(33, {1}, random)};
   leaves.plan.behind[4] = {};
   const Tensor expected = without.step(others), found = with_it.step({others[0], leaves, others[1], others[2]});
   EXPECT_TRUE(all_nan(found[1]));
   const double tolerance = GetParam() == Path::kernels ? 0 : 1e-5;
-  for (const auto& [row, other] : {std::pair{0, 0}, {2, 1}, {3, 2}}) EXPECT_LE(relative_difference(expected[other], found[row]), tolerance) << row;
+  for (const auto& [row, other] : {std::pair{0, 0}, {2, 1}, {3, 2}})
+    EXPECT_LE(relative_difference(expected[other], found[row]), tolerance) << row;
   for (std::int32_t l = 0; l < 9; ++l) {
-    for (const Tensor& side : sides_of(with_it.cache[static_cast<std::size_t>(l)])) EXPECT_EQ(l > 4, all_equal(side[with_it.place_of(1)], 7)) << "layer " << l;
+    for (const Tensor& side : sides_of(with_it.cache[static_cast<std::size_t>(l)]))
+      EXPECT_EQ(l > 4, all_equal(side[with_it.place_of(1)], 7)) << "layer " << l;
     EXPECT_EQ(with_it.seen.at({1, l, 1})[0].second.empty(), l > 4) << "layer " << l;
   }
   // Who stays keeps on decoding.
@@ -660,7 +725,8 @@ TEST_P(NarrowingCalls, StopWhereNobodyIsLeft) {
     EXPECT_TRUE(all_nan(found));
     for (std::int32_t l = 0; l < 9; ++l) {
       EXPECT_EQ(run.seen.contains({0, l, 1}), l <= 5);
-      for (const Tensor& side : sides_of(run.cache[static_cast<std::size_t>(l)])) EXPECT_EQ(all_equal(side, 7), l > 5) << "layer " << l;
+      for (const Tensor& side : sides_of(run.cache[static_cast<std::size_t>(l)]))
+        EXPECT_EQ(all_equal(side, 7), l > 5) << "layer " << l;
     }
   }
   // The decoder is as good as before.
@@ -687,9 +753,10 @@ TEST_P(NarrowingCalls, LetAnExceptionOfTheHookThroughAndWorkOn) {
 
 // ---- What is refused
 
-/// Two sequences, 3 old slots each, with 4 and 3 new tokens; the second has left behind layer 1 where `left`. The hook's answer behind layer 4 is refused with `sentence`,
-/// and neither a slot in use nor a deeper layer is touched.
-void expect_refused(Decoder& decoder, const Onward& onward, const std::string& sentence, Logits logits = Logits::last, bool left = false) {
+/// Two sequences, 3 old slots each, with 4 and 3 new tokens; the second has left behind layer 1 where `left`. The
+/// hook's answer behind layer 4 is refused with `sentence`, and neither a slot in use nor a deeper layer is touched.
+void expect_refused(Decoder& decoder, const Onward& onward, const std::string& sentence, Logits logits = Logits::last,
+                    bool left = false) {
   Runner run(decoder, 2, 12);
   run.step({{0, {1, 2, 3}}, {1, {4, 5, 6}}});
   std::vector<Tensor> before;
@@ -714,7 +781,9 @@ void expect_refused(Decoder& decoder, const Onward& onward, const std::string& s
 
 TEST_P(NarrowingCalls, RefuseAnAnswerThatDoesNotFitAndTouchNoDeeperLayer) {
   const std::string start = "decoder step: behind layer 4 ";
-  const auto refused = [&](const Onward& onward, const std::string& rest) { expect_refused(decoder_, onward, start + rest); };
+  const auto refused = [&](const Onward& onward, const std::string& rest) {
+    expect_refused(decoder_, onward, start + rest);
+  };
   refused({{3}, {0, 1}}, "indptr has 2 entries for 2 sequences; allowed 3");
   refused({{3, 6}, {}}, "indptr has 0 entries for 2 sequences; allowed 3");
   refused({{3, 6}, {1, 1, 2}}, "indptr runs from 1 to 2; allowed 0 to the number of tokens that go on, 2");
@@ -729,9 +798,14 @@ TEST_P(NarrowingCalls, RefuseAnAnswerThatDoesNotFitAndTouchNoDeeperLayer) {
   refused({{3, 5, 5, 6}, {0, 1, 4}}, "tokens of sequence 1 do not ascend: 5 before 5");
   refused({{0, 2, 6}, {0, 2, 3}}, "sequence 0 goes on without its last token, 3; allowed with it, or with none");
   refused({{3, 4, 5}, {0, 1, 3}}, "sequence 1 goes on without its last token, 6; allowed with it, or with none");
-  expect_refused(decoder_, {{3, 6}, {0, 1, 2}}, start + "2 of 7 tokens go on, so the others have no logits; allowed Logits::last or none", Logits::all);
-  expect_refused(decoder_, {{0, 1, 2, 3}, {0, 4, 4}}, start + "4 of 7 tokens go on, so the others have no logits; allowed Logits::last or none", Logits::all);
-  expect_refused(decoder_, {{3, 4}, {0, 1, 2}}, start + "token 4 goes on for sequence 1; allowed none: it has left the step", Logits::last, true);
+  expect_refused(decoder_, {{3, 6}, {0, 1, 2}},
+                 start + "2 of 7 tokens go on, so the others have no logits; allowed Logits::last or none",
+                 Logits::all);
+  expect_refused(decoder_, {{0, 1, 2, 3}, {0, 4, 4}},
+                 start + "4 of 7 tokens go on, so the others have no logits; allowed Logits::last or none",
+                 Logits::all);
+  expect_refused(decoder_, {{3, 4}, {0, 1, 2}},
+                 start + "token 4 goes on for sequence 1; allowed none: it has left the step", Logits::last, true);
 }
 
 TEST_P(NarrowingCalls, RefuseABadStepBeforeAnyHookIsCalled) {
@@ -741,28 +815,41 @@ TEST_P(NarrowingCalls, RefuseABadStepBeforeAnyHookIsCalled) {
     ADD_FAILURE() << "called";
     return std::nullopt;
   }};
-  EXPECT_THROW(static_cast<void>(decoder_.forward({ids, indptr, positions, zero, zero}, cache, options)), InvalidArgument);
+  EXPECT_THROW(static_cast<void>(decoder_.forward({ids, indptr, positions, zero, zero}, cache, options)),
+               InvalidArgument);
   for (const LayerCache& layer : cache) EXPECT_TRUE(all_equal(layer.keys, 0) && all_equal(layer.values, 0));
 }
 
 // A later step takes it that the slots of a sliding layer hold consecutive positions.
 TEST_P(NarrowingCalls, RefuseGapsThatTheWindowOfADeeperLayerReaches) {
   const auto sliding = [&](std::int32_t layer, std::int32_t window) {
-    Decoder decoder = make_decoder({"windows", with({"windows", LmConfig::shape(Architecture::qwen2, 9, 40, 56, 6, 2, 12, 90)},
-                                                    [&](LmConfig& config) { config.spec.layers[static_cast<std::size_t>(layer)] = {LayerKind::sliding, window, -1}; })
-                                                   .config});
+    Decoder decoder = make_decoder(
+        {"windows",
+         with({"windows", LmConfig::shape(Architecture::qwen2, 9, 40, 56, 6, 2, 12, 90)}, [&](LmConfig& config) {
+           config.spec.layers[static_cast<std::size_t>(layer)] = {LayerKind::sliding, window, -1};
+         }).config});
     decoder.use(GetParam());
     return decoder;
   };
   const std::string behind = "decoder step: behind layer 4, ";
   Decoder three = sliding(7, 3), nine = sliding(5, 9), above = sliding(4, 9), one = sliding(8, 1);
-  expect_refused(three, {{0, 3, 5, 6}, {0, 2, 4}}, behind + "position 5 of sequence 0 does not go on; allowed with its newest 2 positions, which layer 7 slides over");
-  expect_refused(three, {{2, 3, 6}, {0, 2, 3}}, behind + "position 4 of sequence 1 does not go on; allowed with its newest 2 positions, which layer 7 slides over");
-  expect_refused(nine, {{1, 2, 3, 4, 5, 6}, {0, 3, 6}}, behind + "position 3 of sequence 0 does not go on; allowed with its newest 8 positions, which layer 5 slides over");
+  expect_refused(
+      three, {{0, 3, 5, 6}, {0, 2, 4}},
+      behind +
+          "position 5 of sequence 0 does not go on; allowed with its newest 2 positions, which layer 7 slides over");
+  expect_refused(
+      three, {{2, 3, 6}, {0, 2, 3}},
+      behind +
+          "position 4 of sequence 1 does not go on; allowed with its newest 2 positions, which layer 7 slides over");
+  expect_refused(
+      nine, {{1, 2, 3, 4, 5, 6}, {0, 3, 6}},
+      behind +
+          "position 3 of sequence 0 does not go on; allowed with its newest 8 positions, which layer 5 slides over");
   const auto accepted = [](Decoder& decoder, const Onward& onward) {
     Runner run(decoder, 2, 12);
-    EXPECT_NO_THROW(run.step({{0, {7, 8, 9, 10}}, {1, {11, 12, 13}}}, Logits::last,
-                             [&](const LayerSight& sight) { return sight.layer == 4 ? std::optional<Onward>(onward) : std::nullopt; }));
+    EXPECT_NO_THROW(run.step({{0, {7, 8, 9, 10}}, {1, {11, 12, 13}}}, Logits::last, [&](const LayerSight& sight) {
+      return sight.layer == 4 ? std::optional<Onward>(onward) : std::nullopt;
+    }));
   };
   accepted(three, {{0, 2, 3, 5, 6}, {0, 3, 5}});
   accepted(three, {{2, 3}, {0, 2, 2}});  // who leaves, leaves no gap

@@ -1,4 +1,5 @@
-// Files are the same bytes under every locale: what an engine writes under one that groups digits is read under the classic one, and the other way round.
+// Files are the same bytes under every locale: what an engine writes under one that groups digits is read under the
+// classic one, and the other way round.
 
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>
@@ -26,7 +27,9 @@ class Grouping final : public std::numpunct<char> {
 /// The global locale as long as this lives.
 class Under {
  public:
-  explicit Under(bool grouping) : before_(std::locale::global(grouping ? std::locale(std::locale::classic(), new Grouping) : std::locale::classic())) {}
+  explicit Under(bool grouping)
+      : before_(std::locale::global(grouping ? std::locale(std::locale::classic(), new Grouping)
+                                             : std::locale::classic())) {}
   ~Under() { std::locale::global(before_); }
   Under(const Under&) = delete;
   Under& operator=(const Under&) = delete;
@@ -39,9 +42,12 @@ class Locales : public ::testing::TestWithParam<bool> {
  protected:
   [[nodiscard]] static bool writes_grouped() { return GetParam(); }
   ~Locales() override { std::filesystem::remove(file_); }
-  std::filesystem::path file_ = std::filesystem::temp_directory_path() / text("kvkeep-locale-", ::getpid(), "-", GetParam() ? "grouped" : "classic");
+  std::filesystem::path file_ = std::filesystem::temp_directory_path() /
+                                text("kvkeep-locale-", ::getpid(), "-", GetParam() ? "grouped" : "classic");
 };
-INSTANTIATE_TEST_SUITE_P(Written, Locales, ::testing::Bool(), [](const auto& one) { return one.param ? "UnderGroupingReadUnderClassic" : "UnderClassicReadUnderGrouping"; });
+INSTANTIATE_TEST_SUITE_P(Written, Locales, ::testing::Bool(), [](const auto& one) {
+  return one.param ? "UnderGroupingReadUnderClassic" : "UnderClassicReadUnderGrouping";
+});
 
 // An earlier version: "data_offsets":[0,48.104], which no locale reads; and a checksum whose words were grouped.
 TEST_P(Locales, KeepSavedSequencesWhole) {
@@ -71,8 +77,15 @@ TEST_P(Locales, KeepTensorsCalibrationsAndTracesWhole) {
     EXPECT_TRUE(file.tensor("second").equal(large));
     EXPECT_EQ(file.metadata().at("count"), "12345");
   }
-  Calibration calibration{.head_dim = 4, .rope_style = RopeStyle::half, .heads = {}, .inv_freq = {12345.5, 0.25}, .attention_scaling = 1.25, .model_name = "m"};
-  for (std::int32_t head = 0; head < 1200; ++head) calibration.heads[{0, head}] = Calibration::Head{.q_mean = {{1.0F, 2.0F}, {3.0F, 4.0F}}, .q_abs_mean = {5.0F, 6.0F}};
+  Calibration calibration{.head_dim = 4,
+                          .rope_style = RopeStyle::half,
+                          .heads = {},
+                          .inv_freq = {12345.5, 0.25},
+                          .attention_scaling = 1.25,
+                          .model_name = "m"};
+  for (std::int32_t head = 0; head < 1200; ++head)
+    calibration.heads[{0, head}] =
+        Calibration::Head{.q_mean = {{1.0F, 2.0F}, {3.0F, 4.0F}}, .q_abs_mean = {5.0F, 6.0F}};
   for (const CalibrationLayout layout : {CalibrationLayout::safetensors, CalibrationLayout::published}) {
     {
       const Under locale(writes_grouped());
@@ -89,12 +102,21 @@ TEST_P(Locales, KeepReplayedTracesWhole) {
   const auto i32 = at::TensorOptions(kInt32);
   Tensor positions = at::full({1, 1500}, 0, i32);
   for (std::int32_t t = 0; t < 1500; ++t) positions.data_ptr<std::int32_t>()[t] = t;
-  const std::map<std::string, std::string> metadata{{"kvkeep_trace", "1"}, {"kind", "event"}, {"rope_style", "half"}, {"inv_freq", "[1000.5,0.1]"}, {"next_position", "[1500]"}};
+  const std::map<std::string, std::string> metadata{{"kvkeep_trace", "1"},
+                                                    {"kind", "event"},
+                                                    {"rope_style", "half"},
+                                                    {"inv_freq", "[1000.5,0.1]"},
+                                                    {"next_position", "[1500]"}};
   std::vector<std::pair<std::string, Tensor>> tensors;
   {
     const Under locale(writes_grouped());
-    io::write_safetensors(file_, {{"keys", at::full({1, 1, 1500, 4}, 0.5F)}, {"values", at::full({1, 1, 1500, 4}, 0.5F)}, {"positions", positions}}, metadata);
-    const trace::Result result = trace::replay_event(io::SafetensorsFile::open(file_), *make_policy("streaming,budget=1200"));
+    io::write_safetensors(file_,
+                          {{"keys", at::full({1, 1, 1500, 4}, 0.5F)},
+                           {"values", at::full({1, 1, 1500, 4}, 0.5F)},
+                           {"positions", positions}},
+                          metadata);
+    const trace::Result result =
+        trace::replay_event(io::SafetensorsFile::open(file_), *make_policy("streaming,budget=1200"));
     EXPECT_EQ(result.metadata.at("slots_kept"), "1200");
     io::write_safetensors(file_, result.tensors, result.metadata);
     tensors = result.tensors;

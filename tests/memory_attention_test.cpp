@@ -17,7 +17,9 @@ using namespace testing;
 using Rank = FactorOptions::Rank;
 using Centred = FactorOptions::Centred;
 
-Tensor marks(std::vector<std::int64_t> shape, int mark) { return at::full(shape, mark, at::TensorOptions().dtype(c10::ScalarType::Byte)); }
+Tensor marks(std::vector<std::int64_t> shape, int mark) {
+  return at::full(shape, mark, at::TensorOptions().dtype(c10::ScalarType::Byte));
+}
 
 Tensor random_marks(oracle::Random& random, std::vector<std::int64_t> shape) {
   Tensor m = marks(shape, 0);
@@ -49,7 +51,8 @@ TEST(MemoryAttention, IsOneSoftmaxOverTokensCoarseEntriesAndZoomedSpans) {  // S
           for (std::int64_t h = 0; h < shape.query_heads; ++h) {
             const std::vector<double> plain = plain_answer(memory, p.queries, zoomed, scale, n, h);
             for (std::int64_t d = 0; d < shape.dim; ++d)
-              EXPECT_NEAR(out.const_data_ptr<float>()[(n * shape.query_heads + h) * shape.dim + d], plain[static_cast<std::size_t>(d)], 2e-5);
+              EXPECT_NEAR(out.const_data_ptr<float>()[(n * shape.query_heads + h) * shape.dim + d],
+                          plain[static_cast<std::size_t>(d)], 2e-5);
           }
       }
 }
@@ -70,7 +73,9 @@ TEST(MemoryAttention, IsExactWithoutSpansAndZeroWithoutTokens) {  // S-4
   FoldedPrompt p(61, 9, 2, 4, 16, 2);
   const SpanMemory memory = p.fold();  // no longer than the window
   ASSERT_EQ(memory.spans.size(), 0);
-  EXPECT_EQ(apart(answers(memory, p.queries, marks({2, 4, 0}, 1), 0.25), attend_rows(p.keys, p.values, p.queries, 0.25).close()), 0);
+  EXPECT_EQ(apart(answers(memory, p.queries, marks({2, 4, 0}, 1), 0.25),
+                  attend_rows(p.keys, p.values, p.queries, 0.25).close()),
+            0);
   const SpanMemory nothing = fold_prompt(p.keys.narrow(1, 0, 0), p.values.narrow(1, 0, 0), {}, segment({}, {}));
   EXPECT_EQ(apart(answers(nothing, p.queries, marks({2, 4, 0}, 1), 0.25), at::zeros({2, 4, 16})), 0);
 }
@@ -82,7 +87,9 @@ TEST(MemoryAttention, DoesNotChangeWhereRankZeroIsZoomed) {  // S-5: a zoom refi
   for (const ScalarType store : {kFloat32, kBFloat16}) {
     o.store = store;
     const SpanMemory memory = p.fold(o);
-    EXPECT_LT(apart(answers(memory, p.queries, marks({2, 4, memory.spans.size()}, 1), 0.25), answers(memory, p.queries, marks({2, 4, memory.spans.size()}, 0), 0.25)), 2e-6);
+    EXPECT_LT(apart(answers(memory, p.queries, marks({2, 4, memory.spans.size()}, 1), 0.25),
+                    answers(memory, p.queries, marks({2, 4, memory.spans.size()}, 0), 0.25)),
+              2e-6);
   }
 }
 
@@ -92,7 +99,8 @@ TEST(MemoryAttention, GivesTheNumbersOfASmallExample) {  // G-S4, rows put toget
   const float k0[] = {1.0F, 0.5F, 0.2F, -0.3F};
   for (int i = 0; i < 4; ++i) keys.data_ptr<float>()[4 * i] = k0[i], values.data_ptr<float>()[5 * i] = 1;
   // The second row stands for five equal tokens, as a coarse entry does.
-  const Tensor span_keys = keys.narrow(1, 1, 1).expand({1, 5, 4}), span_values = values.narrow(1, 1, 1).expand({1, 5, 4});
+  const Tensor span_keys = keys.narrow(1, 1, 1).expand({1, 5, 4}),
+               span_values = values.narrow(1, 1, 1).expand({1, 5, 4});
   const SpanStore coarse(span_keys, span_values, std::vector<float>(5, 1.0F), {{0, 5}}, {});
   OpenAttention open = attend_rows(keys.narrow(1, 0, 1), values.narrow(1, 0, 1), query, 0.5);
   merge_spans(open, coarse, query, 0.5, coarse_logits(coarse, query, 0.5), marks({1, 1, 1}, 0));
@@ -113,9 +121,12 @@ TEST(MemoryAttention, StaysWithinTheErrorBoundOfWhatFactorsLeaveOut) {  // S-9
     const SpanMemory memory = p.fold(o);
     o.max_rank = 16;
     const Tensor all = p.fold(o).spans.singular_values();
-    const Tensor out = answers(memory, p.queries, marks({2, 2, memory.spans.size()}, 1), 0.25), exact = attend_rows(p.keys, p.values, p.queries, 0.25).close();
-    const double next_key = all.select(2, 0).select(2, 5).max().item<float>(), next_value = all.select(2, 1).select(2, 5).max().item<float>();
-    const double longest_query = p.queries.norm(2, {2}).max().item<float>(), longest_value = p.values.norm(2, {2}).max().item<float>();
+    const Tensor out = answers(memory, p.queries, marks({2, 2, memory.spans.size()}, 1), 0.25),
+                 exact = attend_rows(p.keys, p.values, p.queries, 0.25).close();
+    const double next_key = all.select(2, 0).select(2, 5).max().item<float>(),
+                 next_value = all.select(2, 1).select(2, 5).max().item<float>();
+    const double longest_query = p.queries.norm(2, {2}).max().item<float>(),
+                 longest_value = p.values.norm(2, {2}).max().item<float>();
     const double bound = (std::exp(2 * longest_query * next_key * 0.25) - 1) * longest_value + next_value;
     EXPECT_LE((out - exact).norm(2, {2}).max().item<float>(), bound);
   }
@@ -125,7 +136,8 @@ TEST(MemoryAttention, CountsBytesOfDenseRowsInTheirOwnDtype) {
   FoldedPrompt p(63, 150, 2, 4, 16, 1);
   p.keys = p.keys.to(kBFloat16), p.values = p.values.to(kBFloat16);
   const SpanMemory memory = p.fold();
-  EXPECT_EQ(memory.near_bytes(), static_cast<std::int64_t>(memory.segments.dense().size()) * 2 * 2 * 16 * 2 + memory.spans.size() * (2 * 2 * 16 * 4 + 4));
+  EXPECT_EQ(memory.near_bytes(), static_cast<std::int64_t>(memory.segments.dense().size()) * 2 * 2 * 16 * 2 +
+                                     memory.spans.size() * (2 * 2 * 16 * 4 + 4));
 }
 
 TEST(MemoryAttention, RefusesQueriesAndMarksThatDoNotFit) {
@@ -133,7 +145,8 @@ TEST(MemoryAttention, RefusesQueriesAndMarksThatDoNotFit) {
   const SpanMemory memory = p.fold();
   EXPECT_THROW(static_cast<void>(attend_rows(p.keys, p.values, p.queries.narrow(1, 0, 3), 0.25)), InvalidArgument);
   EXPECT_THROW(static_cast<void>(coarse_logits(memory.spans, p.queries.narrow(2, 0, 15), 0.25)), InvalidArgument);
-  EXPECT_THROW(static_cast<void>(answers(memory, p.queries, marks({2, 4, memory.spans.size() + 1}, 1), 0.25)), InvalidArgument);
+  EXPECT_THROW(static_cast<void>(answers(memory, p.queries, marks({2, 4, memory.spans.size() + 1}, 1), 0.25)),
+               InvalidArgument);
 }
 
 }  // namespace

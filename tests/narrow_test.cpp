@@ -1,4 +1,5 @@
-// Prompts that are narrowed while they run, in an engine's order of calls: layer by layer, beside other prompts and decoding sequences, in dense and paged caches.
+// Prompts that are narrowed while they run, in an engine's order of calls: layer by layer, beside other prompts and
+// decoding sequences, in dense and paged caches.
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -24,7 +25,8 @@ struct Alone {
 };
 
 Alone alone(const std::string& text, SequenceId id, std::int32_t tokens, QueryBasis basis) {
-  testing::LayeredPrompt prompt({.layers = kLayers, .group = kQueryHeads / kHeads, .kv_heads = kHeads, .dim = kKeyDim, .tokens = tokens}, 1);
+  testing::LayeredPrompt prompt(
+      {.layers = kLayers, .group = kQueryHeads / kHeads, .kv_heads = kHeads, .dim = kKeyDim, .tokens = tokens}, 1);
   prompt.spec = model();
   for (std::int32_t l = 0; l < kLayers; ++l)
     for (const Side side : {Side::key, Side::query}) {
@@ -33,7 +35,10 @@ Alone alone(const std::string& text, SequenceId id, std::int32_t tokens, QueryBa
         for (std::int32_t t = 0; t < tokens; ++t, out += kKeyDim) fill(out, kKeyDim, id, l, t, t, h, side);
     }
   Alone result;
-  result.report = {.tokens = tokens, .relative_variance = std::vector<double>(kLayers, std::nan("")), .entered = Ints(kLayers), .going_on = prompt.all()};
+  result.report = {.tokens = tokens,
+                   .relative_variance = std::vector<double>(kLayers, std::nan("")),
+                   .entered = Ints(kLayers),
+                   .going_on = prompt.all()};
   const auto policy = make_policy(text);
   const auto pass = policy->begin_prompt(prompt.spec, tokens);
   for (std::int32_t l = 0; l < kLayers && !result.afresh; ++l) {
@@ -44,13 +49,16 @@ Alone alone(const std::string& text, SequenceId id, std::int32_t tokens, QueryBa
     Decision decision;
     if (wanted > 0) {
       const testing::PromptLayer layer(prompt, l, here, wanted);
-      decision = pass->decide({.spec = prompt.spec, .table = layer.table, .basis = basis, .moment = Moment::prefill_layer});
+      decision =
+          pass->decide({.spec = prompt.spec, .table = layer.table, .basis = basis, .moment = Moment::prefill_layer});
     }
     for (std::size_t h = 0; h < kHeads; ++h) {
       result.rows.push_back(here);
-      if (decision.keep) result.rows.back() = Engine::at(here, {decision.keep->row(h).begin(), decision.keep->row(h).end()});
+      if (decision.keep)
+        result.rows.back() = Engine::at(here, {decision.keep->row(h).begin(), decision.keep->row(h).end()});
     }
-    if (decision.relative_variance) result.report.relative_variance[static_cast<std::size_t>(l)] = *decision.relative_variance;
+    if (decision.relative_variance)
+      result.report.relative_variance[static_cast<std::size_t>(l)] = *decision.relative_variance;
     if (decision.reason == Reason::select_layer) result.report.selection_layer = l;
     if (!decision.narrow) continue;
     const std::int32_t* places = decision.narrow->tokens.const_data_ptr<std::int32_t>();
@@ -69,23 +77,27 @@ void expect_same(const PromptReport& a, const PromptReport& b) {
   EXPECT_EQ(a.second_pass, b.second_pass);
   ASSERT_EQ(a.relative_variance.size(), b.relative_variance.size());
   for (std::size_t l = 0; l < a.relative_variance.size(); ++l)
-    EXPECT_TRUE(a.relative_variance[l] == b.relative_variance[l] || (std::isnan(a.relative_variance[l]) && std::isnan(b.relative_variance[l]))) << "layer " << l;
+    EXPECT_TRUE(a.relative_variance[l] == b.relative_variance[l] ||
+                (std::isnan(a.relative_variance[l]) && std::isnan(b.relative_variance[l])))
+        << "layer " << l;
 }
 
-const char* const kOnePass[] = {"asl,budget=24,window=6,pool=3,min_layer=1,observed_layers=2,threshold=0.6",
-                                "asl,budget=24,window=6,pool=3,min_layer=1,observed_layers=2,threshold=0.6,cache=16",
-                                "asl,budget=24,window=6,pool=3,min_layer=1,observed_layers=2,threshold=0.6,cache_mass=0.8",
-                                "asl,budget=24,window=6,pool=3,min_layer=2,missed_mass=0.5,select_mass=0.8,cache=30",
-                                "asl,budget=24,window=6,pool=3,threshold=0,cache=16",
-                                "fastkv,budget=24,window=6,layer=2,cache=24",
-                                "fastkv,budget=7,window=6,layer=0",
-                                "pyramidinfer,keep=0.5,min_context=8,sink=2",
-                                "pyramidinfer,keep=0.7,min_context=8,sink=2,schedule=constant"};
+const char* const kOnePass[] = {
+    "asl,budget=24,window=6,pool=3,min_layer=1,observed_layers=2,threshold=0.6",
+    "asl,budget=24,window=6,pool=3,min_layer=1,observed_layers=2,threshold=0.6,cache=16",
+    "asl,budget=24,window=6,pool=3,min_layer=1,observed_layers=2,threshold=0.6,cache_mass=0.8",
+    "asl,budget=24,window=6,pool=3,min_layer=2,missed_mass=0.5,select_mass=0.8,cache=30",
+    "asl,budget=24,window=6,pool=3,threshold=0,cache=16",
+    "fastkv,budget=24,window=6,layer=2,cache=24",
+    "fastkv,budget=7,window=6,layer=0",
+    "pyramidinfer,keep=0.5,min_context=8,sink=2",
+    "pyramidinfer,keep=0.7,min_context=8,sink=2,schedule=constant"};
 
 const std::int32_t kPageSizes[] = {0, 1, 16};
 
 class Narrow : public ::testing::TestWithParam<std::int32_t> {};
-INSTANTIATE_TEST_SUITE_P(Caches, Narrow, ::testing::ValuesIn(kPageSizes), [](const auto& p) { return p.param == 0 ? std::string("Dense") : text("PagesOf", p.param); });
+INSTANTIATE_TEST_SUITE_P(Caches, Narrow, ::testing::ValuesIn(kPageSizes),
+                         [](const auto& p) { return p.param == 0 ? std::string("Dense") : text("PagesOf", p.param); });
 
 TEST_P(Narrow, GivesEachPromptOfAStepWhatItWouldGetAlone) {
   for (const char* policy : kOnePass)
@@ -145,10 +157,12 @@ TEST_P(Narrow, GivesThePagesBehindTheLongestRowBackWhenThePromptHasEnded) {
       held += (longest + page - 1) / page;
     }
     EXPECT_EQ(engine.pool.free_pages(), engine.pool.capacity() - held);
-    EXPECT_EQ(engine.keeper.totals().pages_freed, (70 + page - 1) / page + (100 + page - 1) / page + (20 + page - 1) / page - held);
+    EXPECT_EQ(engine.keeper.totals().pages_freed,
+              (70 + page - 1) / page + (100 + page - 1) / page + (20 + page - 1) / page - held);
     for (const SequenceId id : {1, 2, 3}) {
       const std::int32_t shortest = *std::min_element(engine.lengths[id].begin(), engine.lengths[id].end());
-      EXPECT_THROW(engine.pages.fork(9, id, shortest + 1), InvalidArgument) << "every row of sequence " << id << " holds " << shortest << " slots, not more";
+      EXPECT_THROW(engine.pages.fork(9, id, shortest + 1), InvalidArgument)
+          << "every row of sequence " << id << " holds " << shortest << " slots, not more";
       engine.keeper.leave(id);
       engine.pages.release(id);
     }
@@ -174,9 +188,13 @@ TEST(Narrow, CountsWhatItDropsAndMoves) {
 
 TEST_P(Narrow, IsFollowedByAnyPolicyThatDecidesBehindThePrompt) {
   for (const char* prefill : {kOnePass[0], kOnePass[1], kOnePass[2], kOnePass[7]})
-    for (const char* decode : {"ams-tova,budget=16,interval=4,sink=1,recent=2,window=8,min_segment=2,max_segment=8,min_quota=1", "tova,budget=16,interval=4,sink=1,recent=2", "h2o,budget=16,interval=4,sink=1,recent=2",
-                               "streaming,budget=16,interval=4,sink=1,recent=2", "snapkv,budget=16,interval=4,sink=1,window=8", "keydiff,budget=16,interval=4,sink=1,recent=2", "expected,budget=16,interval=4,sink=1",
-                               "rkv,budget=16,interval=4,sink=1", "adakv-tova,budget=16,interval=4,sink=1,recent=2", "tova,budget=16,interval=4,sink=1,recent=2,prefill=cut"}) {
+    for (const char* decode :
+         {"ams-tova,budget=16,interval=4,sink=1,recent=2,window=8,min_segment=2,max_segment=8,min_quota=1",
+          "tova,budget=16,interval=4,sink=1,recent=2", "h2o,budget=16,interval=4,sink=1,recent=2",
+          "streaming,budget=16,interval=4,sink=1,recent=2", "snapkv,budget=16,interval=4,sink=1,window=8",
+          "keydiff,budget=16,interval=4,sink=1,recent=2", "expected,budget=16,interval=4,sink=1",
+          "rkv,budget=16,interval=4,sink=1", "adakv-tova,budget=16,interval=4,sink=1,recent=2",
+          "tova,budget=16,interval=4,sink=1,recent=2,prefill=cut"}) {
       SCOPED_TRACE(text(prefill, "+", decode));
       Engine engine(text(prefill, "+", decode), GetParam());
       engine.join(1), engine.join(2);
@@ -222,7 +240,8 @@ class Probe final : public KVPolicy {
         for (std::int32_t h = 0; h < kQueryHeads; ++h) {
           float want[kKeyDim];
           fill(want, kKeyDim, id_, group.layer, position, position, h, Side::query);
-          EXPECT_TRUE(std::equal(want, want + kKeyDim, reinterpret_cast<const float*>(group.queries.at(i, h)))) << "query " << i << " of layer " << group.layer << ", at position " << position;
+          EXPECT_TRUE(std::equal(want, want + kKeyDim, reinterpret_cast<const float*>(group.queries.at(i, h))))
+              << "query " << i << " of layer " << group.layer << ", at position " << position;
         }
       }
     }
@@ -243,7 +262,8 @@ Ints newest(std::int32_t tokens, std::int32_t count) {
 }
 
 TEST(Narrow, LeavesTheNewestQueriesWithoutAGapToThePolicyBehindIt) {
-  for (const std::int32_t wanted : {4, 6, 12, 50}) {  // fewer than the window, as many, more, more than all that went on
+  for (const std::int32_t wanted :
+       {4, 6, 12, 50}) {  // fewer than the window, as many, more, more than all that went on
     std::vector<Ints> seen;
     AslOptions options;
     options.selector.select = 24, options.selector.window = 6, options.selector.fixed_layer = 2;
@@ -258,13 +278,17 @@ TEST(Narrow, LeavesTheNewestQueriesWithoutAGapToThePolicyBehindIt) {
     for (std::int32_t n = 0; n <= 60; ++n) {
       if (n > 0) engine.step({{1, 1}});
       ASSERT_EQ(seen.size(), static_cast<std::size_t>(kLayers));
-      for (std::int32_t l = 0; l < kLayers; ++l) ASSERT_EQ(seen[static_cast<std::size_t>(l)], newest(70 + n, std::min(wanted, l <= 2 ? 70 + n : tail + n))) << "layer " << l << ", " << n << " decoded";
+      for (std::int32_t l = 0; l < kLayers; ++l)
+        ASSERT_EQ(seen[static_cast<std::size_t>(l)], newest(70 + n, std::min(wanted, l <= 2 ? 70 + n : tail + n)))
+            << "layer " << l << ", " << n << " decoded";
     }
   }
 }
 
 TEST_P(Narrow, BeginsAfreshWithTheChosenTokensInTheNextStep) {
-  for (const char* policy : {"gemfilter,budget=20,layer=2", "gemfilter,budget=20,layer=5", "gemfilter,budget=20,layer=0", "asl-2pass,budget=20,window=6,min_layer=1,threshold=0.6", "asl-2pass,budget=20,window=6,min_layer=1,threshold=0",
+  for (const char* policy : {"gemfilter,budget=20,layer=2", "gemfilter,budget=20,layer=5",
+                             "gemfilter,budget=20,layer=0", "asl-2pass,budget=20,window=6,min_layer=1,threshold=0.6",
+                             "asl-2pass,budget=20,window=6,min_layer=1,threshold=0",
                              "asl-2pass,budget=20,window=6,min_layer=1,threshold=2,indices=last_query"})
     for (const char* decode : {"", "+tova,budget=12,interval=4,sink=1,recent=2"}) {
       SCOPED_TRACE(text(policy, decode));
@@ -298,8 +322,10 @@ TEST_P(Narrow, BeginsAfreshWithTheChosenTokensInTheNextStep) {
         for (const Ints& row : engine.kept(1)) EXPECT_EQ(row.back(), 20 + n);
       }
       for (const SequenceId id : {1, 2, 3}) engine.expect_holds(id);
-      if (std::string(decode).empty()) EXPECT_EQ(engine.keeper.physical_length(1, 3, 1), 30);
-      else EXPECT_LT(engine.keeper.physical_length(1, 3, 1), 16);
+      if (std::string(decode).empty())
+        EXPECT_EQ(engine.keeper.physical_length(1, 3, 1), 30);
+      else
+        EXPECT_LT(engine.keeper.physical_length(1, 3, 1), 16);
       if (HasFatalFailure()) return;
     }
 }
@@ -398,11 +424,17 @@ TEST(Narrow, ASequenceMayLeaveInTheMiddleOfItsPrompt) {
 
 /// Everything that a refused call could have changed.
 struct Sight {
-  explicit Sight(Engine& engine) : flat(engine.flat), logical(engine.keeper.logical_length(1)), free(engine.pool.free_pages()), dropped(engine.keeper.totals().slots_dropped) {
+  explicit Sight(Engine& engine)
+      : flat(engine.flat),
+        logical(engine.keeper.logical_length(1)),
+        free(engine.pool.free_pages()),
+        dropped(engine.keeper.totals().slots_dropped) {
     rows = engine.kept(1);
     for (const LayerKv& layer : engine.layers) {
-      if (const auto* dense = std::get_if<DenseKv>(&layer)) sides.insert(sides.end(), {dense->keys.clone(), dense->values.clone()});
-      if (const auto* paged = std::get_if<PagedKv>(&layer)) sides.insert(sides.end(), {paged->keys.clone(), paged->values.clone()});
+      if (const auto* dense = std::get_if<DenseKv>(&layer))
+        sides.insert(sides.end(), {dense->keys.clone(), dense->values.clone()});
+      if (const auto* paged = std::get_if<PagedKv>(&layer))
+        sides.insert(sides.end(), {paged->keys.clone(), paged->values.clone()});
     }
     if (engine.block_table.defined()) sides.push_back(engine.block_table.clone());
     const PromptReport* report = engine.keeper.prompt_report(1);
@@ -411,7 +443,8 @@ struct Sight {
   [[nodiscard]] bool same_as(const Sight& o) const {
     for (std::size_t i = 0; i < sides.size(); ++i)
       if (!sides[i].equal(o.sides[i])) return false;
-    return flat == o.flat && logical == o.logical && free == o.free && dropped == o.dropped && rows == o.rows && entered == o.entered && going_on == o.going_on;
+    return flat == o.flat && logical == o.logical && free == o.free && dropped == o.dropped && rows == o.rows &&
+           entered == o.entered && going_on == o.going_on;
   }
   Ints flat, entered, going_on;
   std::int64_t logical;
@@ -439,7 +472,11 @@ TEST_P(Narrow, RefusesWhatDoesNotFitBeforeAnythingChanges) {
   engine.begin({{1, 70}, {2, 50}});
   const auto with = [&](const std::function<void(Observation&, CacheView&)>& change) {
     return [&engine, change] {
-      Observation o{.layer = 2, .sequences = engine.active, .indptr = engine.indptr, .queries = engine.queries, .basis = engine.basis};
+      Observation o{.layer = 2,
+                    .sequences = engine.active,
+                    .indptr = engine.indptr,
+                    .queries = engine.queries,
+                    .basis = engine.basis};
       CacheView view = engine.view();
       change(o, view);
       static_cast<void>(engine.keeper.narrow(o, view));
@@ -450,36 +487,57 @@ TEST_P(Narrow, RefusesWhatDoesNotFitBeforeAnythingChanges) {
     engine.narrow(l);
   }
   engine.observe(2);
-  expect_refused<StateError>(engine, "layer 1 of the prompt of sequence 1; layer 2 comes next", with([](Observation& o, CacheView&) { o.layer = 1; }));
-  expect_refused<StateError>(engine, "layer 3 of the prompt of sequence 1; layer 2 comes next", with([](Observation& o, CacheView&) { o.layer = 3; }));
-  expect_refused<InvalidArgument>(engine, "comes without queries", with([](Observation& o, CacheView&) { o.queries = Tensor(); }));
-  expect_refused<InvalidArgument>(engine, "allowed [", with([](Observation& o, CacheView&) { o.queries = at::empty({5, kQueryHeads, kKeyDim}); }));
-  expect_refused<InvalidArgument>(engine, "allowed f32, f16, bf16", with([](Observation& o, CacheView&) { o.queries = o.queries.to(kInt32); }));
-  expect_refused<InvalidArgument>(engine, "one length a sequence", with([](Observation&, CacheView& v) { v.lengths.rows_per_sequence = 1; }));
+  expect_refused<StateError>(engine, "layer 1 of the prompt of sequence 1; layer 2 comes next",
+                             with([](Observation& o, CacheView&) { o.layer = 1; }));
+  expect_refused<StateError>(engine, "layer 3 of the prompt of sequence 1; layer 2 comes next",
+                             with([](Observation& o, CacheView&) { o.layer = 3; }));
+  expect_refused<InvalidArgument>(engine, "comes without queries",
+                                  with([](Observation& o, CacheView&) { o.queries = Tensor(); }));
+  expect_refused<InvalidArgument>(
+      engine, "allowed [", with([](Observation& o, CacheView&) { o.queries = at::empty({5, kQueryHeads, kKeyDim}); }));
+  expect_refused<InvalidArgument>(engine, "allowed f32, f16, bf16",
+                                  with([](Observation& o, CacheView&) { o.queries = o.queries.to(kInt32); }));
+  expect_refused<InvalidArgument>(engine, "one length a sequence",
+                                  with([](Observation&, CacheView& v) { v.lengths.rows_per_sequence = 1; }));
   static const SequenceId other[] = {1, 7}, twice[] = {1, 1};
-  expect_refused<InvalidArgument>(engine, "sequence 1 is not in the view", with([](Observation&, CacheView& v) { v.sequences = std::span(other).subspan(1); }));
-  expect_refused<StateError>(engine, "sequence 7 is not known", with([](Observation& o, CacheView&) { o.sequences = other; }));
+  expect_refused<InvalidArgument>(engine, "sequence 1 is not in the view",
+                                  with([](Observation&, CacheView& v) { v.sequences = std::span(other).subspan(1); }));
+  expect_refused<StateError>(engine, "sequence 7 is not known",
+                             with([](Observation& o, CacheView&) { o.sequences = other; }));
   expect_refused<InvalidArgument>(engine, "sequence 1 stands twice", with([](Observation& o, CacheView&) {
                                     static const Ints both{0, 70, 140};
-                                    o.sequences = twice, o.indptr = both, o.queries = at::full({140, kQueryHeads, kKeyDim}, 0.5F);
+                                    o.sequences = twice, o.indptr = both,
+                                    o.queries = at::full({140, kQueryHeads, kKeyDim}, 0.5F);
                                   }));
   const Ints fewer{0, engine.indptr[1] - 1, engine.indptr[2]};
-  expect_refused<InvalidArgument>(engine, "tokens of sequence 1", with([&](Observation& o, CacheView&) { o.indptr = fewer; }));
-  expect_refused<InvalidArgument>(engine, "indptr has 2 entries for 2 sequences", with([&](Observation& o, CacheView&) { o.indptr = std::span(fewer).first(2); }));
+  expect_refused<InvalidArgument>(engine, "tokens of sequence 1",
+                                  with([&](Observation& o, CacheView&) { o.indptr = fewer; }));
+  expect_refused<InvalidArgument>(engine, "indptr has 2 entries for 2 sequences",
+                                  with([&](Observation& o, CacheView&) { o.indptr = std::span(fewer).first(2); }));
   const Ints falling{0, 70, 60};
-  expect_refused<InvalidArgument>(engine, "indptr falls from 70 to 60", with([&](Observation& o, CacheView&) { o.indptr = falling, o.queries = o.queries.narrow(0, 0, 60); }));
+  expect_refused<InvalidArgument>(engine, "indptr falls from 70 to 60", with([&](Observation& o, CacheView&) {
+                                    o.indptr = falling, o.queries = o.queries.narrow(0, 0, 60);
+                                  }));
   static Ints wrong;
   wrong = engine.flat;
   wrong[2 * kHeads] += 1;
-  expect_refused<StateError>(engine, "in layer 2, head 0", with([](Observation&, CacheView& v) { v.lengths.data = wrong; }));
+  expect_refused<StateError>(engine, "in layer 2, head 0",
+                             with([](Observation&, CacheView& v) { v.lengths.data = wrong; }));
   expect_refused<InvalidArgument>(engine, "layers", with([](Observation&, CacheView& v) { v.layers.pop_back(); }));
-  if (GetParam() > 0) expect_refused<InvalidArgument>(engine, "block table", with([](Observation&, CacheView& v) { v.block_table = Tensor(); }));
+  if (GetParam() > 0)
+    expect_refused<InvalidArgument>(engine, "block table",
+                                    with([](Observation&, CacheView& v) { v.block_table = Tensor(); }));
   Tensor broken = engine.queries.clone();
   broken[engine.indptr[2] - 1][3][2] = std::numeric_limits<float>::quiet_NaN();
-  expect_refused<InvalidArgument>(engine, "query of head 3", with([&](Observation& o, CacheView&) { o.queries = broken; }));  // of the second: the first is not cut either
-  expect_refused<StateError>(engine, "the prompt of sequence 1 has come to layer 2", [&] { engine.keeper.step(engine.view()); });
+  expect_refused<InvalidArgument>(engine, "query of head 3", with([&](Observation& o, CacheView&) {
+                                    o.queries = broken;
+                                  }));  // of the second: the first is not cut either
+  expect_refused<StateError>(engine, "the prompt of sequence 1 has come to layer 2",
+                             [&] { engine.keeper.step(engine.view()); });
   expect_refused<StateError>(engine, "on its way through the layers", [&] { engine.keeper.truncate(1, 69); });
-  expect_refused<StateError>(engine, "sequence 1", [&] { engine.keeper.observe({.layer = 0, .sequences = engine.active, .indptr = engine.indptr, .queries = engine.queries}); });
+  expect_refused<StateError>(engine, "sequence 1", [&] {
+    engine.keeper.observe({.layer = 0, .sequences = engine.active, .indptr = engine.indptr, .queries = engine.queries});
+  });
   engine.narrow(2);
   expect_refused<StateError>(engine, "layer 3 comes next", [&] { engine.narrow(2); });
   for (std::int32_t l = 3; l < kLayers; ++l) {
@@ -490,7 +548,8 @@ TEST_P(Narrow, RefusesWhatDoesNotFitBeforeAnythingChanges) {
   engine.narrow(kLayers - 1);
   engine.end();
   for (const auto& [id, tokens] : {std::pair{1, 70}, {2, 50}}) {
-    EXPECT_EQ(engine.kept(id), alone(kOnePass[1], id, tokens, QueryBasis::pre_rope).rows) << "after all that the prompt has run as ever";
+    EXPECT_EQ(engine.kept(id), alone(kOnePass[1], id, tokens, QueryBasis::pre_rope).rows)
+        << "after all that the prompt has run as ever";
     engine.expect_holds(id);
   }
 }
@@ -507,7 +566,8 @@ TEST_P(Narrow, ChecksTheViewInLayersThatNeedNothingOfIt) {
   expect_refused<InvalidArgument>(engine, "block table", [&] {
     CacheView view = engine.view();
     view.block_table = Tensor();
-    static_cast<void>(engine.keeper.narrow({.layer = kLayers - 1, .sequences = engine.active, .indptr = engine.indptr, .queries = engine.queries}, view));
+    static_cast<void>(engine.keeper.narrow(
+        {.layer = kLayers - 1, .sequences = engine.active, .indptr = engine.indptr, .queries = engine.queries}, view));
   });
   engine.narrow(kLayers - 1);
   engine.end();
@@ -525,12 +585,18 @@ TEST(Narrow, RefusesObservationsOfOtherTokensThanWentOn) {
   const Tensor all = at::full({70, kQueryHeads, kKeyDim}, 0.5F);
   const SequenceId id = 1;
   const Ints indptr{0, 70}, right{0, 24};
-  expect_refused<StateError>(engine, "layer 2 gives 70 tokens of sequence 1; 24 went on to it", [&] { engine.keeper.observe({.layer = 2, .sequences = {&id, 1}, .indptr = indptr, .queries = all}); });
+  expect_refused<StateError>(engine, "layer 2 gives 70 tokens of sequence 1; 24 went on to it", [&] {
+    engine.keeper.observe({.layer = 2, .sequences = {&id, 1}, .indptr = indptr, .queries = all});
+  });
   Ints positions = engine.present[1];
   positions[0] += 1;
-  expect_refused<InvalidArgument>(engine, "other positions", [&] { engine.keeper.observe({.layer = 2, .sequences = {&id, 1}, .indptr = right, .queries = all.narrow(0, 0, 24), .positions = positions}); });
+  expect_refused<InvalidArgument>(engine, "other positions", [&] {
+    engine.keeper.observe(
+        {.layer = 2, .sequences = {&id, 1}, .indptr = right, .queries = all.narrow(0, 0, 24), .positions = positions});
+  });
   positions[0] -= 1;
-  engine.keeper.observe({.layer = 2, .sequences = {&id, 1}, .indptr = right, .queries = all.narrow(0, 0, 24), .positions = positions});
+  engine.keeper.observe(
+      {.layer = 2, .sequences = {&id, 1}, .indptr = right, .queries = all.narrow(0, 0, 24), .positions = positions});
 }
 
 TEST(Narrow, RefusesAPromptInChunksAndEnginesThatDoNotRunLayerByLayer) {
@@ -564,13 +630,19 @@ TEST(Narrow, ReadsPositionsThatTheEngineGives) {  // logical, with gaps
   const SequenceId id = 1;
   Ints indptr{0, 20};
   std::vector<LayerKv> layers;
-  for (std::int32_t l = 0; l < kLayers; ++l) layers.emplace_back(DenseKv{at::full({1, kHeads, 20, kKeyDim}, 1.0F), at::full({1, kHeads, 20, kValueDim}, 1.0F)});
+  for (std::int32_t l = 0; l < kLayers; ++l)
+    layers.emplace_back(DenseKv{at::full({1, kHeads, 20, kKeyDim}, 1.0F), at::full({1, kHeads, 20, kValueDim}, 1.0F)});
   const CacheView view{.layers = layers, .sequences = {&id, 1}, .lengths = {lengths, kRows}};
   const Tensor queries = at::full({20, kQueryHeads, kKeyDim}, 0.5F);
   Ints left = positions;
   for (std::int32_t l = 0; l < kLayers; ++l) {
     indptr[1] = static_cast<std::int32_t>(left.size());
-    const Observation o{.layer = l, .sequences = {&id, 1}, .indptr = indptr, .queries = queries.narrow(0, 0, indptr[1]), .basis = QueryBasis::post_rope, .positions = left};
+    const Observation o{.layer = l,
+                        .sequences = {&id, 1},
+                        .indptr = indptr,
+                        .queries = queries.narrow(0, 0, indptr[1]),
+                        .basis = QueryBasis::post_rope,
+                        .positions = left};
     keeper.observe(o);
     const LayerReport report = keeper.narrow(o, view);
     if (l == 0) left = Engine::at(left, *report.prompts.at(0).tokens);
@@ -594,8 +666,14 @@ TEST(Narrow, RunsOverAModelOfOneRow) {
   const SequenceId id = 1;
   const Ints indptr{0, 20};
   Ints lengths{20};
-  const CacheView view{.layers = {DenseKv{at::full({1, 1, 20, kKeyDim}, 1.0F), at::full({1, 1, 20, kValueDim}, 1.0F)}}, .sequences = {&id, 1}, .lengths = {lengths, 1}};
-  const Observation o{.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = at::full({20, kQueryHeads, kKeyDim}, 0.5F), .basis = QueryBasis::post_rope};
+  const CacheView view{.layers = {DenseKv{at::full({1, 1, 20, kKeyDim}, 1.0F), at::full({1, 1, 20, kValueDim}, 1.0F)}},
+                       .sequences = {&id, 1},
+                       .lengths = {lengths, 1}};
+  const Observation o{.layer = 0,
+                      .sequences = {&id, 1},
+                      .indptr = indptr,
+                      .queries = at::full({20, kQueryHeads, kKeyDim}, 0.5F),
+                      .basis = QueryBasis::post_rope};
   keeper.observe(o);
   static_cast<void>(keeper.narrow(o, view));
   EXPECT_EQ(lengths[0], 6) << "one length a sequence is one length a row here";
@@ -604,13 +682,15 @@ TEST(Narrow, RunsOverAModelOfOneRow) {
 
 TEST(Narrow, GivesTheSameBitsWithAnyNumberOfThreads) {
   const int threads = at::get_num_threads();
-  for (const char* policy : {kOnePass[1], kOnePass[2], kOnePass[7], "asl-2pass,budget=20,window=6,min_layer=1,threshold=0.6"}) {
+  for (const char* policy :
+       {kOnePass[1], kOnePass[2], kOnePass[7], "asl-2pass,budget=20,window=6,min_layer=1,threshold=0.6"}) {
     std::vector<std::vector<Ints>> rows;
     std::vector<PromptReport> reports;
     std::vector<Tensor> sides;
     for (const int count : {1, 2, 2}) {
       at::set_num_threads(count);
-      Engine engine(text(policy, "+ams-tova,budget=16,interval=4,sink=1,recent=2,window=8,min_segment=2,max_segment=8,min_quota=1"));
+      Engine engine(text(
+          policy, "+ams-tova,budget=16,interval=4,sink=1,recent=2,window=8,min_segment=2,max_segment=8,min_quota=1"));
       engine.join(1), engine.join(2);
       engine.step({{1, 70}, {2, 45}});
       if (engine.fed[1] == 0) engine.step({{1, 20}, {2, 20}});

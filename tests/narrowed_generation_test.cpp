@@ -1,4 +1,5 @@
-// Decoding under policies that narrow prompts: the whole line, from ids to tokens, on the shipped model and on random models of 24 layers.
+// Decoding under policies that narrow prompts: the whole line, from ids to tokens, on the shipped model and on random
+// models of 24 layers.
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/equal.h>
@@ -31,7 +32,8 @@ Request request(std::int32_t prompt, std::int32_t new_tokens, std::uint32_t seed
 }
 
 Completion alone(Decoder& decoder, const std::string& policy, Request one, std::int32_t page_size = 0) {
-  return std::move(generate(decoder, make_policy(policy), {std::move(one)}, {.page_size = page_size}).completions.front());
+  return std::move(
+      generate(decoder, make_policy(policy), {std::move(one)}, {.page_size = page_size}).completions.front());
 }
 
 bool same_bits(const Tensor& a, const Tensor& b) { return a.sizes() == b.sizes() && at::equal(a, b); }
@@ -47,7 +49,8 @@ void expect_the_same(const Completion& a, const Completion& b, const std::string
     EXPECT_EQ(a.prompt->selection_layer, b.prompt->selection_layer) << what;
   }
   ASSERT_EQ(a.events.size(), b.events.size()) << what;
-  for (std::size_t i = 0; i < a.events.size(); ++i) EXPECT_EQ(a.events[i].positions, b.events[i].positions) << what << ", event " << i;
+  for (std::size_t i = 0; i < a.events.size(); ++i)
+    EXPECT_EQ(a.events[i].positions, b.events[i].positions) << what << ", event " << i;
 }
 
 /// The shipped model, and a random one of 24 layers.
@@ -58,7 +61,9 @@ class NarrowedGeneration : public ::testing::TestWithParam<const char*> {
       decoder_ = std::make_unique<Decoder>(Decoder::open(KVKEEP_TEST_MODEL_DIR));
       return;
     }
-    folder_ = fs::temp_directory_path() / ("kvkeep_narrowed_" + std::to_string(::getpid()) + "_" + ::testing::UnitTest::GetInstance()->current_test_info()->test_suite_name()[0]);
+    folder_ =
+        fs::temp_directory_path() / ("kvkeep_narrowed_" + std::to_string(::getpid()) + "_" +
+                                     ::testing::UnitTest::GetInstance()->current_test_info()->test_suite_name()[0]);
     write_random_checkpoint(folder_, LmConfig::shape(Architecture::llama, 24, 64, 96, 4, 2, 16, 256), 11);
     decoder_ = std::make_unique<Decoder>(Decoder::open(folder_));
   }
@@ -74,7 +79,8 @@ class NarrowedGeneration : public ::testing::TestWithParam<const char*> {
   fs::path folder_;
   std::unique_ptr<Decoder> decoder_;
 };
-INSTANTIATE_TEST_SUITE_P(Models, NarrowedGeneration, ::testing::Values("shipped", "deep"), [](const auto& one) { return one.param; });
+INSTANTIATE_TEST_SUITE_P(Models, NarrowedGeneration, ::testing::Values("shipped", "deep"),
+                         [](const auto& one) { return one.param; });
 
 TEST_P(NarrowedGeneration, ThatNeverSelectsGivesThePlainModelsBits) {
   const Request one = request(150, 6, 3);
@@ -97,12 +103,14 @@ TEST_P(NarrowedGeneration, OfAShortPromptGivesThePlainModelsBits) {  // A-6
   for (const std::int32_t tokens : {1, 7, 8, 9, 40}) {
     const Request one = request(tokens, 4, static_cast<std::uint32_t>(tokens));
     const Completion plain = alone(*decoder_, "full", one);
-    for (const char* policy : {"asl,budget=40,window=8,threshold=2", "asl-2pass,budget=40,window=8,threshold=2", "fastkv,budget=40,window=8,layer=0,cache=40", "gemfilter,budget=40,layer=0"})
+    for (const char* policy : {"asl,budget=40,window=8,threshold=2", "asl-2pass,budget=40,window=8,threshold=2",
+                               "fastkv,budget=40,window=8,layer=0,cache=40", "gemfilter,budget=40,layer=0"})
       EXPECT_TRUE(same_bits(plain.logits, alone(*decoder_, policy, one).logits)) << policy << " of " << tokens;
   }
 }
 
-TEST_P(NarrowedGeneration, EqualsADecoderThatIsToldTheSameTokens) {  // A-10, with the reference of the decoder's own tests behind it
+TEST_P(NarrowedGeneration,
+       EqualsADecoderThatIsToldTheSameTokens) {  // A-10, with the reference of the decoder's own tests behind it
   const Request one = request(130, 1, 5);
   const std::int32_t layer = layers() / 2;
   const Completion done = alone(*decoder_, "fastkv,budget=32,window=8,layer=" + middle(), one);
@@ -118,12 +126,15 @@ TEST_P(NarrowedGeneration, EqualsADecoderThatIsToldTheSameTokens) {  // A-10, wi
     return Onward{done.prompt->going_on, {0, 32}};
   };
   EXPECT_TRUE(same_bits(decoder_->forward({one.prompt, indptr, positions, row, none}, cache, options), done.logits));
-  for (std::int32_t l = 0; l < layers(); ++l) EXPECT_EQ(done.prompt->entered[static_cast<std::size_t>(l)], l <= layer ? 130 : 32);
+  for (std::int32_t l = 0; l < layers(); ++l)
+    EXPECT_EQ(done.prompt->entered[static_cast<std::size_t>(l)], l <= layer ? 130 : 32);
 }
 
 TEST_P(NarrowedGeneration, OfTwoPassesEqualsThePlainModelOnTheChosenIds) {
-  for (const std::string& policy : {"gemfilter,budget=48,layer=" + middle(), std::string("asl-2pass,budget=48,window=8,threshold=2"), std::string("asl-2pass,budget=48,window=8,threshold=0"),
-                                    std::string("asl-2pass,budget=48,window=8,threshold=2,indices=last_query")}) {
+  for (const std::string& policy :
+       {"gemfilter,budget=48,layer=" + middle(), std::string("asl-2pass,budget=48,window=8,threshold=2"),
+        std::string("asl-2pass,budget=48,window=8,threshold=0"),
+        std::string("asl-2pass,budget=48,window=8,threshold=2,indices=last_query")}) {
     const Request one = request(140, 5, 9);
     const Completion done = alone(*decoder_, policy, one);
     ASSERT_TRUE(done.prompt);
@@ -131,7 +142,8 @@ TEST_P(NarrowedGeneration, OfTwoPassesEqualsThePlainModelOnTheChosenIds) {
     ASSERT_EQ(done.prompt->going_on.size(), 48U) << policy;
     Request chosen = one;
     chosen.prompt.clear();
-    for (const std::int32_t place : done.prompt->going_on) chosen.prompt.push_back(one.prompt[static_cast<std::size_t>(place)]);
+    for (const std::int32_t place : done.prompt->going_on)
+      chosen.prompt.push_back(one.prompt[static_cast<std::size_t>(place)]);
     const Completion plain = alone(*decoder_, "full", chosen);
     EXPECT_TRUE(same_bits(plain.logits, done.logits)) << policy;
     EXPECT_EQ(plain.kept_bytes, done.kept_bytes) << policy;
@@ -140,15 +152,20 @@ TEST_P(NarrowedGeneration, OfTwoPassesEqualsThePlainModelOnTheChosenIds) {
 }
 
 TEST_P(NarrowedGeneration, InABatchEqualsOneByOne) {
-  for (const std::string& policy : {std::string("asl,budget=40,window=8,threshold=2,cache=40"), "fastkv,budget=40,window=8,layer=" + middle() + ",cache_mass=0.8", std::string("pyramidinfer"),
-                                    "gemfilter,budget=40,layer=" + middle(), std::string("asl-2pass,budget=40,window=8,threshold=2"),
-                                    "fastkv,budget=60,window=8,layer=" + middle() + "+ams-tova,budget=32,interval=4,recent=4,window=8"}) {
+  for (const std::string& policy :
+       {std::string("asl,budget=40,window=8,threshold=2,cache=40"),
+        "fastkv,budget=40,window=8,layer=" + middle() + ",cache_mass=0.8", std::string("pyramidinfer"),
+        "gemfilter,budget=40,layer=" + middle(), std::string("asl-2pass,budget=40,window=8,threshold=2"),
+        "fastkv,budget=60,window=8,layer=" + middle() + "+ams-tova,budget=32,interval=4,recent=4,window=8"}) {
     std::vector<Request> all;
-    for (const std::int32_t prompt : {90, 1, 130, 33, 71}) all.push_back(request(prompt, 12, static_cast<std::uint32_t>(prompt)));
+    for (const std::int32_t prompt : {90, 1, 130, 33, 71})
+      all.push_back(request(prompt, 12, static_cast<std::uint32_t>(prompt)));
     for (const std::int32_t page_size : {0, 16}) {
-      const GenerationRun run = generate(*decoder_, make_policy(policy), all, {.places = 3, .page_size = page_size});  // later ones join while others decode
+      const GenerationRun run = generate(*decoder_, make_policy(policy), all,
+                                         {.places = 3, .page_size = page_size});  // later ones join while others decode
       for (std::size_t i = 0; i < all.size(); ++i)
-        expect_the_same(run.completions[i], alone(*decoder_, policy, all[i]), policy + ", prompt " + std::to_string(i) + ", pages of " + std::to_string(page_size));
+        expect_the_same(run.completions[i], alone(*decoder_, policy, all[i]),
+                        policy + ", prompt " + std::to_string(i) + ", pages of " + std::to_string(page_size));
     }
   }
 }
@@ -156,17 +173,22 @@ TEST_P(NarrowedGeneration, InABatchEqualsOneByOne) {
 TEST_P(NarrowedGeneration, DoesNotDependOnTheThreads) {
   const int before = at::get_num_threads();
   at::set_num_threads(1);
-  const Completion one = alone(*decoder_, "asl,budget=40,window=8,threshold=2,cache=24+tova,budget=24,interval=4,recent=4", request(120, 12, 2));
+  const Completion one = alone(
+      *decoder_, "asl,budget=40,window=8,threshold=2,cache=24+tova,budget=24,interval=4,recent=4", request(120, 12, 2));
   at::set_num_threads(2);
-  const Completion two = alone(*decoder_, "asl,budget=40,window=8,threshold=2,cache=24+tova,budget=24,interval=4,recent=4", request(120, 12, 2));
+  const Completion two = alone(
+      *decoder_, "asl,budget=40,window=8,threshold=2,cache=24+tova,budget=24,interval=4,recent=4", request(120, 12, 2));
   at::set_num_threads(before);
   expect_the_same(one, two, "threads");
 }
 
 TEST_P(NarrowedGeneration, LetsAnyPolicyDecideBehindThePrompt) {
   const std::int32_t layer = layers() / 2;
-  for (const char* decode : {"ams-tova,budget=24,interval=8,recent=4,window=8", "h2o,budget=24,interval=8,recent=4", "streaming,budget=24,interval=8", "keydiff,budget=24,interval=8,prefill=cut", "snapkv,budget=24,window=8,interval=8"}) {
-    const Completion done = alone(*decoder_, "fastkv,budget=30,window=8,layer=" + middle() + "+" + decode, request(100, 20, 4));
+  for (const char* decode : {"ams-tova,budget=24,interval=8,recent=4,window=8", "h2o,budget=24,interval=8,recent=4",
+                             "streaming,budget=24,interval=8", "keydiff,budget=24,interval=8,prefill=cut",
+                             "snapkv,budget=24,window=8,interval=8"}) {
+    const Completion done =
+        alone(*decoder_, "fastkv,budget=30,window=8,layer=" + middle() + "+" + decode, request(100, 20, 4));
     ASSERT_FALSE(done.events.empty()) << decode;
     const std::vector<std::int32_t>& going_on = done.prompt->going_on;
     const auto heads = static_cast<std::size_t>(decoder_->spec().kv_heads);
@@ -175,7 +197,8 @@ TEST_P(NarrowedGeneration, LetsAnyPolicyDecideBehindThePrompt) {
         EXPECT_LE(event.positions[r].size(), 24U + 8U) << decode;
         for (const std::int32_t position : event.positions[r])
           if (position < 100 && static_cast<std::int32_t>(r / heads) > layer)
-            EXPECT_TRUE(std::ranges::binary_search(going_on, position)) << decode << ": layer " << r / heads << " holds a token that never reached it";
+            EXPECT_TRUE(std::ranges::binary_search(going_on, position))
+                << decode << ": layer " << r / heads << " holds a token that never reached it";
       }
   }
 }
@@ -183,9 +206,11 @@ TEST_P(NarrowedGeneration, LetsAnyPolicyDecideBehindThePrompt) {
 TEST_P(NarrowedGeneration, CountsTheBytesOfEveryLayer) {
   const std::int32_t layer = layers() / 2;
   const Completion done = alone(*decoder_, "fastkv,budget=32,window=8,cache=24,layer=" + middle(), request(100, 1, 8));
-  const std::int64_t slot = static_cast<std::int64_t>(decoder_->spec().kv_heads) * (decoder_->spec().key_dim + decoder_->spec().value_dim) * 4;
+  const std::int64_t slot = static_cast<std::int64_t>(decoder_->spec().kv_heads) *
+                            (decoder_->spec().key_dim + decoder_->spec().value_dim) * 4;
   EXPECT_EQ(done.kept_bytes, slot * 24 * layers());
-  EXPECT_EQ(done.peak_bytes, slot * std::max(100 + 24 * layer, 32 + 24 * (layers() - 1))) << "one layer is whole at a time";
+  EXPECT_EQ(done.peak_bytes, slot * std::max(100 + 24 * layer, 32 + 24 * (layers() - 1)))
+      << "one layer is whole at a time";
 }
 
 TEST(NarrowedDeepGeneration, SelectsWhereTheVarianceFallsBelowTheThreshold) {
@@ -195,7 +220,8 @@ TEST(NarrowedDeepGeneration, SelectsWhereTheVarianceFallsBelowTheThreshold) {  /
   const Request one = request(160, 1, 6);
   const Completion never = alone(decoder, "asl,budget=48,window=8,threshold=0", one);
   const std::vector<double>& ratios = never.prompt->relative_variance;
-  for (std::size_t l = 0; l < 24; ++l) EXPECT_EQ(std::isnan(ratios[l]), l < 8) << "layer " << l;  // a third of 24 layers
+  for (std::size_t l = 0; l < 24; ++l)
+    EXPECT_EQ(std::isnan(ratios[l]), l < 8) << "layer " << l;  // a third of 24 layers
   EXPECT_EQ(ratios[8], 1.0);
   int earliest = 24;
   for (const double threshold : {0.05, 0.3, 0.6, 0.8, 0.9, 0.95, 0.99, 1.01, 2.0}) {

@@ -1,4 +1,5 @@
-// The decoder by LibTorch's operators, which is how it runs off the CPU, against the decoder by its own kernels. The operators run on the CPU here.
+// The decoder by LibTorch's operators, which is how it runs off the CPU, against the decoder by its own kernels. The
+// operators run on the CPU here.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -49,14 +50,17 @@ std::vector<Model> models() {
           {"llama_group2", llama(2)},
           {"llama_group7", llama(7)},
           {"llama_interleaved", llama(2), kFloat32, RopeStyle::interleaved},
-          with({"llama_every_bias", llama(2)}, [](LmConfig& config) { config.qkv_bias = config.output_bias = config.mlp_bias = true; }),
-          {"llama_yarn", LmConfig::shape(Architecture::llama, 3, 32, 48, 4, 2, 16, 90, {.type = RopeConfig::Type::yarn, .factor = 4.0, .original_max = 8})},
+          with({"llama_every_bias", llama(2)},
+               [](LmConfig& config) { config.qkv_bias = config.output_bias = config.mlp_bias = true; }),
+          {"llama_yarn", LmConfig::shape(Architecture::llama, 3, 32, 48, 4, 2, 16, 90,
+                                         {.type = RopeConfig::Type::yarn, .factor = 4.0, .original_max = 8})},
           {"qwen2", qwen2},
           with({"qwen2_sliding", qwen2}, slide),
           with({"qwen2_sliding_bf16", qwen2, kBFloat16}, slide),
           {"qwen2_f16", qwen2, kFloat16},
           {"qwen3", LmConfig::shape(Architecture::qwen3, 3, 32, 48, 4, 2, 24, 90)},
-          with({"qwen3_tied_bf16", LmConfig::shape(Architecture::qwen3, 3, 32, 48, 4, 2, 24, 90), kBFloat16}, [](LmConfig& config) { config.tied = true; })};
+          with({"qwen3_tied_bf16", LmConfig::shape(Architecture::qwen3, 3, 32, 48, 4, 2, 24, 90), kBFloat16},
+               [](LmConfig& config) { config.tied = true; })};
 }
 
 /// One model twice, over the same weights.
@@ -64,7 +68,8 @@ struct Pair {
   Decoder kernels, operators;
 
   explicit Pair(const Model& model) : Pair(model, weights_of(model)) {}
-  Pair(const Model& model, const std::pair<LmConfig, Weights>& read) : kernels(config_of(model, read.first), read.second), operators(config_of(model, read.first), read.second) {
+  Pair(const Model& model, const std::pair<LmConfig, Weights>& read)
+      : kernels(config_of(model, read.first), read.second), operators(config_of(model, read.first), read.second) {
     operators.use(Path::operators);
   }
 
@@ -117,12 +122,14 @@ std::vector<Tensor> sides_of(const LayerKv& layer) {
   return {std::get<PagedKv>(layer).keys, std::get<PagedKv>(layer).values};
 }
 
-/// Prompts whole and in chunks, decoding by ones and more, several sequences with different numbers of tokens, rows cut to different lengths between steps.
+/// Prompts whole and in chunks, decoding by ones and more, several sequences with different numbers of tokens, rows cut
+/// to different lengths between steps.
 class Duel {
  public:
   static constexpr std::int32_t kSequences = 3, kCapacity = 96, kSteps = 5;
 
-  Duel(Pair& pair, const Storage& storage, std::uint64_t seed) : pair_(pair), spec_(pair.kernels.spec()), storage_(storage), random_(seed) {
+  Duel(Pair& pair, const Storage& storage, std::uint64_t seed)
+      : pair_(pair), spec_(pair.kernels.spec()), storage_(storage), random_(seed) {
     lengths_.assign(static_cast<std::size_t>(kSequences * rows()), 0);
     a_ = make(pair.kernels);
     b_ = make(pair.operators);
@@ -131,7 +138,9 @@ class Duel {
 
   void check() {
     const Ints parts[kSequences] = {{1, 40, 1, 1, 2}, {50, 1, 5, 1, 1}, {16, 2, 1, 30, 1}};  // new tokens a step
-    const double tolerance = storage_.dtype == kFloat32 ? 1e-4 : storage_.dtype == kFloat16 ? 4e-3 : 3e-2;  // a number between two may be rounded to either
+    const double tolerance = storage_.dtype == kFloat32   ? 1e-4
+                             : storage_.dtype == kFloat16 ? 4e-3
+                                                          : 3e-2;  // a number between two may be rounded to either
     for (std::size_t step = 0; step < kSteps; ++step) {
       Ints tokens, positions, indptr{0};
       for (std::size_t s = 0; s < kSequences; ++s) {
@@ -157,9 +166,11 @@ class Duel {
       const Tensor expected = forward(pair_.kernels, a_, queries[0]), found = forward(pair_.operators, b_, queries[1]);
       ASSERT_LE(relative_difference(expected, found), tolerance) << "logits of step " << step;
       for (std::size_t l = 0; l < a_.size(); ++l) {
-        ASSERT_LE(relative_difference(queries[0][l], queries[1][l]), tolerance) << "queries of step " << step << ", layer " << l;
+        ASSERT_LE(relative_difference(queries[0][l], queries[1][l]), tolerance)
+            << "queries of step " << step << ", layer " << l;
         for (std::size_t side = 0; side < 2; ++side)
-          ASSERT_LE(relative_difference(sides_of(a_[l])[side], sides_of(b_[l])[side]), tolerance) << "side " << side << " of step " << step << ", layer " << l;
+          ASSERT_LE(relative_difference(sides_of(a_[l])[side], sides_of(b_[l])[side]), tolerance)
+              << "side " << side << " of step " << step << ", layer " << l;
       }
       for (std::size_t i = 0; i < lengths_.size(); ++i) {
         lengths_[i] += parts[i / rows()][step];
@@ -189,7 +200,8 @@ class Duel {
   [[nodiscard]] Tensor make_table() {
     Ints pages(static_cast<std::size_t>(kSequences * pages_each() + 3));
     std::iota(pages.begin(), pages.end(), 0);
-    for (std::size_t i = pages.size(); i > 1; --i) std::swap(pages[i - 1], pages[static_cast<std::size_t>(random_.between(0, static_cast<std::int32_t>(i) - 1))]);
+    for (std::size_t i = pages.size(); i > 1; --i)
+      std::swap(pages[i - 1], pages[static_cast<std::size_t>(random_.between(0, static_cast<std::int32_t>(i) - 1))]);
     Tensor table = at::empty({kSequences, pages_each()}, at::TensorOptions(kInt32));
     std::copy_n(pages.begin(), table.numel(), table.mutable_data_ptr<std::int32_t>());
     return table;
@@ -200,7 +212,8 @@ class Duel {
     std::vector<Tensor> all;
     for (std::int32_t l = 0; l < spec_.num_layers(); ++l) {
       all.push_back(at::ones({kSequences, spec_.kv_heads, slots}, at::TensorOptions(c10::ScalarType::Byte)));
-      for (std::int64_t i = 0; i < all.back().numel(); ++i) all.back().mutable_data_ptr<std::uint8_t>()[i] = random_.between(0, 3) > 0 ? 1 : 0;
+      for (std::int64_t i = 0; i < all.back().numel(); ++i)
+        all.back().mutable_data_ptr<std::uint8_t>()[i] = random_.between(0, 3) > 0 ? 1 : 0;
     }
     return all;
   }
@@ -215,7 +228,8 @@ class Duel {
 };
 
 class OpPass : public ::testing::TestWithParam<Model> {};
-INSTANTIATE_TEST_SUITE_P(Models, OpPass, ::testing::ValuesIn(models()), [](const auto& p) { return std::string(p.param.name); });
+INSTANTIATE_TEST_SUITE_P(Models, OpPass, ::testing::ValuesIn(models()),
+                         [](const auto& p) { return std::string(p.param.name); });
 
 TEST_P(OpPass, GivesTheLogitsQueriesKeysAndValuesOfTheKernelsInADenseCache) {
   Pair pair(GetParam());
@@ -239,7 +253,8 @@ TEST_P(OpPass, GivesTheSameInPagesOfEverySize) {
 TEST_P(OpPass, RoundsWhatItStoresInHalfPrecision) {
   Pair pair(GetParam());
   for (const ScalarType dtype : {kFloat16, kBFloat16})
-    for (const std::int64_t page_size : {0, 8}) Duel(pair, {.page_size = page_size, .dtype = dtype, .ragged = true}, 6).check();
+    for (const std::int64_t page_size : {0, 8})
+      Duel(pair, {.page_size = page_size, .dtype = dtype, .ragged = true}, 6).check();
 }
 
 // More logits than are made at once: the prompt goes through in blocks.
@@ -250,11 +265,14 @@ TEST(OpPassBlocks, CutALongPromptWithoutATrace) {
     Pair pair(model);
     constexpr std::int32_t kTokens = 1700;
     Ints ids(kTokens), positions(kTokens);
-    for (std::int32_t i = 0; i < kTokens; ++i) ids[static_cast<std::size_t>(i)] = i * 7 % 50, positions[static_cast<std::size_t>(i)] = i;
+    for (std::int32_t i = 0; i < kTokens; ++i)
+      ids[static_cast<std::size_t>(i)] = i * 7 % 50, positions[static_cast<std::size_t>(i)] = i;
     const Ints indptr{0, kTokens}, row{0}, none{0};
     const Step step{ids, indptr, positions, row, none};
     const Tensor expected = pair.kernels.forward(step, pair.kernels.make_cache(1, kTokens), {.logits = Logits::all});
-    EXPECT_LE(relative_difference(expected, pair.operators.forward(step, pair.operators.make_cache(1, kTokens), {.logits = Logits::all})), 1e-4);
+    EXPECT_LE(relative_difference(expected, pair.operators.forward(step, pair.operators.make_cache(1, kTokens),
+                                                                   {.logits = Logits::all})),
+              1e-4);
   }
 }
 
@@ -265,7 +283,8 @@ TEST(OpPassCalls, HonourStridesGapsInPositionsAndStepsWithoutLogits) {
   const auto plain = pair.kernels.make_cache(1, 16);
   std::vector<LayerCache> strided;
   for (int l = 0; l < 3; ++l) {
-    const Tensor rows = at::full({16, 1, 2, 30}, 7, at::TensorOptions(kFloat32)).permute({1, 2, 0, 3});  // [slot, B, head, K and V side by side, padded]
+    const Tensor rows = at::full({16, 1, 2, 30}, 7, at::TensorOptions(kFloat32))
+                            .permute({1, 2, 0, 3});  // [slot, B, head, K and V side by side, padded]
     strided.push_back({rows.narrow(3, 0, 12), rows.narrow(3, 15, 12)});
   }
   const Ints ids{3, 1, 4, 1, 5}, indptr{0, 5}, positions{2, 3, 7, 8, 20}, row{0}, none{0};
@@ -300,23 +319,30 @@ TEST(OpPassDevices, RefuseWhatLiesElsewhereBeforeAnythingIsWritten) {
   for (Decoder* decoder : {&pair.kernels, &pair.operators}) {
     auto moved = dense;
     moved[1].values = moved[1].values.to(elsewhere);
-    refused([&] { static_cast<void>(decoder->forward(step, moved)); }, "decoder step: values of layer 1 are on meta; allowed cpu, where the weights are");
-    refused([&] { static_cast<void>(decoder->forward(step, pages, table.to(elsewhere))); }, "decoder step: the block table is on meta; allowed host memory");
+    refused([&] { static_cast<void>(decoder->forward(step, moved)); },
+            "decoder step: values of layer 1 are on meta; allowed cpu, where the weights are");
+    refused([&] { static_cast<void>(decoder->forward(step, pages, table.to(elsewhere))); },
+            "decoder step: the block table is on meta; allowed host memory");
     std::vector<Tensor> visible(3, at::ones({1, 2, 4}, at::TensorOptions(c10::ScalarType::Byte)));
     visible[2] = visible[2].to(elsewhere);
-    refused([&] { static_cast<void>(decoder->forward(step, dense, {.visible = visible})); }, "decoder step: visible of layer 2 is on meta; allowed cpu, where the weights are");
+    refused([&] { static_cast<void>(decoder->forward(step, dense, {.visible = visible})); },
+            "decoder step: visible of layer 2 is on meta; allowed cpu, where the weights are");
   }
   pair.kernels.to(elsewhere);
   EXPECT_EQ(pair.kernels.device(), elsewhere);
   EXPECT_EQ(pair.kernels.make_cache(1, 4)[0].keys.device(), elsewhere);
   EXPECT_EQ(std::get<PagedKv>(pair.kernels.make_pages(2, 4)[0]).values.device(), elsewhere);
-  refused([&] { static_cast<void>(pair.kernels.forward(step, dense)); }, "decoder step: keys of layer 0 are on cpu; allowed meta, where the weights are");
-  refused([&] { pair.kernels.use(Path::kernels); }, "decoder: it has kernels for the CPU alone; given weights on meta; allowed operators there");
+  refused([&] { static_cast<void>(pair.kernels.forward(step, dense)); },
+          "decoder step: keys of layer 0 are on cpu; allowed meta, where the weights are");
+  refused([&] { pair.kernels.use(Path::kernels); },
+          "decoder: it has kernels for the CPU alone; given weights on meta; allowed operators there");
   refused([&] { Generator(pair.kernels, make_policy("full"), {.capacity = 4}); },
-          "generate: the decoder is on meta and the keeper works on cpu; allowed one device, named by GeneratorOptions::accelerator where it is not the CPU");
+          "generate: the decoder is on meta and the keeper works on cpu; allowed one device, named by "
+          "GeneratorOptions::accelerator where it is not the CPU");
   for (std::size_t l = 0; l < 3; ++l) {
     const std::vector<float> keys = numbers(dense[l].keys), paged = numbers(std::get<PagedKv>(pages[l]).keys);
-    EXPECT_TRUE(std::all_of(keys.begin(), keys.end(), [](float x) { return x == 7; }) && std::all_of(paged.begin(), paged.end(), [](float x) { return x == 7; }));
+    EXPECT_TRUE(std::all_of(keys.begin(), keys.end(), [](float x) { return x == 7; }) &&
+                std::all_of(paged.begin(), paged.end(), [](float x) { return x == 7; }));
   }
 }
 
@@ -337,19 +363,24 @@ TEST(OpPassDevices, NameADeviceThatIsNotThereAndLeaveTheWeightsWhereTheyWere) {
 TEST(OpPassGeneration, SaysWhatTheShippedModelSaysWithAndWithoutEviction) {
   Decoder kernels = Decoder::open(KVKEEP_TEST_MODEL_DIR), operators = Decoder::open(KVKEEP_TEST_MODEL_DIR);
   operators.use(Path::operators);
-  for (const char* policy : {"full", "ams-tova,budget=96,interval=32", "adakv-snapkv,budget=96,interval=32", "tova,budget=96,interval=32"})
+  for (const char* policy :
+       {"full", "ams-tova,budget=96,interval=32", "adakv-snapkv,budget=96,interval=32", "tova,budget=96,interval=32"})
     for (const std::int32_t page_size : {0, 16}) {
       SCOPED_TRACE(text(policy, ", pages of ", page_size));
       std::vector<Request> requests;
       for (std::uint64_t seed = 5; seed < 8; ++seed) {
         const TaskSample sample = make_task("chain", seed, {.length = 256});
-        requests.push_back({.prompt = {sample.ids.begin(), sample.ids.begin() + sample.prompt_length}, .new_tokens = 60});
+        requests.push_back(
+            {.prompt = {sample.ids.begin(), sample.ids.begin() + sample.prompt_length}, .new_tokens = 60});
       }
-      const auto run = [&](Decoder& decoder) { return generate(decoder, make_policy(policy), requests, {.places = 2, .page_size = page_size}); };
+      const auto run = [&](Decoder& decoder) {
+        return generate(decoder, make_policy(policy), requests, {.places = 2, .page_size = page_size});
+      };
       const GenerationRun expected = run(kernels), found = run(operators);
       EXPECT_EQ(expected.totals.events > 0, std::string(policy) != "full");
       EXPECT_EQ(expected.totals.events, found.totals.events);
-      for (std::size_t i = 0; i < requests.size(); ++i) EXPECT_EQ(expected.completions[i].tokens, found.completions[i].tokens) << i;
+      for (std::size_t i = 0; i < requests.size(); ++i)
+        EXPECT_EQ(expected.completions[i].tokens, found.completions[i].tokens) << i;
     }
 }
 

@@ -37,11 +37,13 @@ Decoder& decoder_of(ScalarType dtype, bool sliding) {
 
 bool same_bits(const Tensor& a, const Tensor& b) {
   const Tensor x = a.contiguous(), y = b.contiguous();
-  return x.sizes() == y.sizes() && x.scalar_type() == y.scalar_type() && std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
+  return x.sizes() == y.sizes() && x.scalar_type() == y.scalar_type() &&
+         std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
 }
 
 class PagedDecoder : public ::testing::TestWithParam<ScalarType> {};
-INSTANTIATE_TEST_SUITE_P(Dtypes, PagedDecoder, ::testing::Values(kFloat32, kFloat16, kBFloat16), [](const auto& p) { return std::string(c10::toString(p.param)); });
+INSTANTIATE_TEST_SUITE_P(Dtypes, PagedDecoder, ::testing::Values(kFloat32, kFloat16, kBFloat16),
+                         [](const auto& p) { return std::string(c10::toString(p.param)); });
 
 TEST_P(PagedDecoder, GivesTheSameBitsOnPagesOfAnySizeAsOnADenseCache) {
   constexpr std::int32_t kSequences = 3, kCapacity = 90;
@@ -81,15 +83,19 @@ TEST_P(PagedDecoder, GivesTheSameBitsOnPagesOfAnySizeAsOnADenseCache) {
         for (std::int64_t s = 0; s < kSequences; ++s)
           for (std::int64_t t = 0; t < done[static_cast<std::size_t>(s)]; ++t) {
             const auto& kv = std::get<PagedKv>(paged[l]);
-            const Tensor page = kv.keys[sequences.pages(ids[static_cast<std::size_t>(s)])[static_cast<std::size_t>(t / page_size)]];
-            ASSERT_TRUE(same_bits(dense[l].keys[s].select(1, t), page.select(layout == PageLayout::slot_head ? 0 : 1, t % page_size))) << l << " " << s << " " << t;
+            const Tensor page =
+                kv.keys[sequences.pages(ids[static_cast<std::size_t>(s)])[static_cast<std::size_t>(t / page_size)]];
+            ASSERT_TRUE(same_bits(dense[l].keys[s].select(1, t),
+                                  page.select(layout == PageLayout::slot_head ? 0 : 1, t % page_size)))
+                << l << " " << s << " " << t;
           }
     }
 }
 
 TEST_P(PagedDecoder, GeneratesTheSameTokensLogitsAndEventsUnderAPolicy) {
   Decoder& decoder = decoder_of(GetParam(), false);
-  for (const char* policy : {"ams-tova,budget=24,interval=8,recent=4,window=4,min_segment=2,max_segment=8", "adakv-snapkv,budget=24,interval=8"}) {
+  for (const char* policy : {"ams-tova,budget=24,interval=8,recent=4,window=4,min_segment=2,max_segment=8",
+                             "adakv-snapkv,budget=24,interval=8"}) {
     const auto run = [&](std::int32_t page_size) {
       std::vector<Request> requests;
       for (std::int32_t r = 0; r < 3; ++r) {
@@ -109,7 +115,8 @@ TEST_P(PagedDecoder, GeneratesTheSameTokensLogitsAndEventsUnderAPolicy) {
       const GenerationRun paged = run(page_size);
       for (std::size_t r = 0; r < 3; ++r) {
         EXPECT_EQ(dense.completions[r].tokens, paged.completions[r].tokens);
-        EXPECT_TRUE(same_bits(dense.completions[r].logits, paged.completions[r].logits)) << policy << ", pages of " << page_size;
+        EXPECT_TRUE(same_bits(dense.completions[r].logits, paged.completions[r].logits))
+            << policy << ", pages of " << page_size;
         ASSERT_EQ(dense.completions[r].events.size(), paged.completions[r].events.size());
         for (std::size_t e = 0; e < dense.completions[r].events.size(); ++e)
           EXPECT_EQ(dense.completions[r].events[e].positions, paged.completions[r].events[e].positions);
@@ -126,8 +133,10 @@ TEST(PagedStep, RefusesABadTableBeforeAnythingIsWritten) {
   };
   clear();
   const auto table_of = [](const std::vector<Ints>& rows) {
-    Tensor table = at::full({static_cast<std::int64_t>(rows.size()), static_cast<std::int64_t>(rows[0].size())}, -1, at::TensorOptions().dtype(kInt32));
-    for (std::size_t i = 0; i < rows.size(); ++i) std::copy(rows[i].begin(), rows[i].end(), table.data_ptr<std::int32_t>() + i * rows[0].size());
+    Tensor table = at::full({static_cast<std::int64_t>(rows.size()), static_cast<std::int64_t>(rows[0].size())}, -1,
+                            at::TensorOptions().dtype(kInt32));
+    for (std::size_t i = 0; i < rows.size(); ++i)
+      std::copy(rows[i].begin(), rows[i].end(), table.data_ptr<std::int32_t>() + i * rows[0].size());
     return table;
   };
   const Tensor fine = table_of({{0, 1, -1}, {2, 3, 4}});
@@ -159,7 +168,8 @@ TEST(PagedStep, RefusesABadTableBeforeAnythingIsWritten) {
   refused(damaged([&](auto& cache) { cache[1] = decoder.make_pages(3, 4)[1]; }), fine, "allowed 0 to 2");
   refused(decoder.make_pages(6, 3), fine, "power of two");
   for (const LayerKv& layer : good)
-    for (const Tensor& side : {std::get<PagedKv>(layer).keys, std::get<PagedKv>(layer).values}) EXPECT_TRUE(side.eq(7).all().item<bool>());
+    for (const Tensor& side : {std::get<PagedKv>(layer).keys, std::get<PagedKv>(layer).values})
+      EXPECT_TRUE(side.eq(7).all().item<bool>());
   const auto dense = decoder.make_cache(2, 12);
   refused({dense.begin(), dense.end()}, fine, "dense cache");
   EXPECT_NO_THROW(static_cast<void>(decoder.forward({ids, indptr, positions, rows, lengths}, good, fine)));

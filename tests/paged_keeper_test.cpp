@@ -1,4 +1,5 @@
-// The line on paged caches: whatever the page size, layout and form of the tensors, a sequence keeps what it keeps in a dense cache. What is refused changes nothing.
+// The line on paged caches: whatever the page size, layout and form of the tensors, a sequence keeps what it keeps in a
+// dense cache. What is refused changes nothing.
 
 #include "engines.h"
 
@@ -24,7 +25,8 @@ TEST_P(PagedKeeper, KeepsOnAnyPagesExactlyWhatItKeepsInADenseCache) {  // B21, B
       const Form form = static_cast<Form>(which % 3);
       const ScalarType dtype = which % 2 == 0 ? kBFloat16 : kFloat32;
       ++which;
-      SCOPED_TRACE(text(name, ", pages of ", page_size, layout == PageLayout::slot_head ? " [slot, head]" : " [head, slot]"));
+      SCOPED_TRACE(
+          text(name, ", pages of ", page_size, layout == PageLayout::slot_head ? " [slot, head]" : " [head, slot]"));
       oracle::Random random(static_cast<std::uint64_t>(7 + which));
       DenseEngine dense(policy, ragged, dtype);
       PagedEngine paged(policy, ragged, dtype, page_size, layout, form);
@@ -42,10 +44,12 @@ TEST_P(PagedKeeper, KeepsOnAnyPagesExactlyWhatItKeepsInADenseCache) {  // B21, B
         engine->join(2);
       }
       step({{1, 45}, {2, 170}});
-      for (Engine* engine : {static_cast<Engine*>(&dense), static_cast<Engine*>(&paged)}) engine->fork(3, 1, 37);  // a prefix, its last page shared too
+      for (Engine* engine : {static_cast<Engine*>(&dense), static_cast<Engine*>(&paged)})
+        engine->fork(3, 1, 37);  // a prefix, its last page shared too
       step({{3, 20}, {1, 1}});
       for (int n = 0; n < 24; ++n) {
-        step(n % 3 == 0 ? std::vector<std::pair<SequenceId, std::int32_t>>{{2, 3}, {3, 1}} : std::vector<std::pair<SequenceId, std::int32_t>>{{1, 2}, {2, 1}, {3, 2}});
+        step(n % 3 == 0 ? std::vector<std::pair<SequenceId, std::int32_t>>{{2, 3}, {3, 1}}
+                        : std::vector<std::pair<SequenceId, std::int32_t>>{{1, 2}, {2, 1}, {3, 2}});
         if (n % 6 == 0) expect_alike(dense, paged);
       }
       expect_alike(dense, paged);
@@ -55,19 +59,26 @@ TEST_P(PagedKeeper, KeepsOnAnyPagesExactlyWhatItKeepsInADenseCache) {  // B21, B
     }
 }
 
-INSTANTIATE_TEST_SUITE_P(Policies, PagedKeeper,
-                         ::testing::Values(PolicyCase{"amstova", "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16", false},
-                                           PolicyCase{"keydiff", "keydiff,budget=48,interval=12", false}, PolicyCase{"expected", "ams-expected,budget=48,interval=12", false},
-                                           PolicyCase{"rkv", "rkv,budget=48,interval=12", false}, PolicyCase{"snapkv", "snapkv,budget=48,interval=12", false},
-                                           PolicyCase{"h2o", "h2o,budget=48,interval=12", false}, PolicyCase{"adakv", "adakv-tova,budget=48,interval=12,recent=4", true},
-                                           PolicyCase{"pyramidkv", "pyramidkv-knorm,budget=48,interval=12,recent=4", true}),
-                         [](const auto& p) { return std::string(p.param.name); });
+INSTANTIATE_TEST_SUITE_P(
+    Policies, PagedKeeper,
+    ::testing::Values(
+        PolicyCase{"amstova", "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16", false},
+        PolicyCase{"keydiff", "keydiff,budget=48,interval=12", false},
+        PolicyCase{"expected", "ams-expected,budget=48,interval=12", false},
+        PolicyCase{"rkv", "rkv,budget=48,interval=12", false},
+        PolicyCase{"snapkv", "snapkv,budget=48,interval=12", false},
+        PolicyCase{"h2o", "h2o,budget=48,interval=12", false},
+        PolicyCase{"adakv", "adakv-tova,budget=48,interval=12,recent=4", true},
+        PolicyCase{"pyramidkv", "pyramidkv-knorm,budget=48,interval=12,recent=4", true}),
+    [](const auto& p) { return std::string(p.param.name); });
 
 /// Everything an event may write, before and after.
 struct Sight {
-  Sight(const PagedEngine& engine, const std::vector<SequenceId>& ids) : table(engine.sequences.table(ids).clone()), lengths(engine.lengths) {
+  Sight(const PagedEngine& engine, const std::vector<SequenceId>& ids)
+      : table(engine.sequences.table(ids).clone()), lengths(engine.lengths) {
     for (const LayerKv& layer : engine.layers)
-      for (const Tensor& side : {std::get<PagedKv>(layer).keys, std::get<PagedKv>(layer).values}) sides.push_back(side.clone());
+      for (const Tensor& side : {std::get<PagedKv>(layer).keys, std::get<PagedKv>(layer).values})
+        sides.push_back(side.clone());
     for (std::int32_t p = 0; p < engine.pool.capacity(); ++p) references.push_back(engine.pool.references(p));
     for (const SequenceId id : ids)
       for (std::int32_t r = 0; r < kRows; ++r) {
@@ -78,7 +89,8 @@ struct Sight {
   [[nodiscard]] bool same_as(const Sight& other) const {
     for (std::size_t i = 0; i < sides.size(); ++i)
       if (!sides[i].equal(other.sides[i])) return false;
-    return table.equal(other.table) && lengths == other.lengths && references == other.references && positions == other.positions;
+    return table.equal(other.table) && lengths == other.lengths && references == other.references &&
+           positions == other.positions;
   }
   Tensor table;
   std::map<SequenceId, Ints> lengths;
@@ -112,7 +124,8 @@ TEST(PagedEvents, WithSharedPagesRefusedThrowBeforeAnythingIsWritten) {
 
 TEST(PagedEvents, WithoutFreePagesForCopiesThrowBeforeAnythingIsWritten) {
   oracle::Random random(4);
-  PagedEngine engine("knorm,budget=24,interval=8,recent=2", false, kFloat32, 16, PageLayout::head_slot, Form::pages_first, 4 * 16);
+  PagedEngine engine("knorm,budget=24,interval=8,recent=2", false, kFloat32, 16, PageLayout::head_slot,
+                     Form::pages_first, 4 * 16);
   engine.join(1);
   static_cast<void>(engine.step(numbers_of(random, {{1, 30}})));
   engine.fork(2, 1, 30);
@@ -134,7 +147,10 @@ TEST(PagedRows, LieWhereTheirOffsetsSayBeyondTwoToThe31Elements) {  // B22: addr
   spec.key_dim = spec.value_dim = 128;
   std::byte nowhere[64];
   const std::int64_t slot = kHeads * 128, page = kSize * slot;
-  const auto side = [&](std::int64_t) { return at::from_blob(nowhere, {kPages, kSize, kHeads, 128}, {page, slot, 128, 1}, at::TensorOptions().dtype(kBFloat16)); };
+  const auto side = [&](std::int64_t) {
+    return at::from_blob(nowhere, {kPages, kSize, kHeads, 128}, {page, slot, 128, 1},
+                         at::TensorOptions().dtype(kBFloat16));
+  };
   const PagedKv kv{side(0), side(0), PageLayout::slot_head};
   Tensor table = at::full({1, 3}, 0, at::TensorOptions().dtype(kInt32));
   const std::int32_t pages[] = {4'999'999, 0, 2'000'003};
@@ -148,15 +164,20 @@ TEST(PagedRows, LieWhereTheirOffsetsSayBeyondTwoToThe31Elements) {  // B22: addr
   for (const Row& row : rows.rows)
     for (const std::int32_t t : {0, 5, 15, 16, 31, 32, 40}) {
       const std::int64_t elements = pages[t / kSize] * page + t % kSize * slot + row.head * 128;
-      EXPECT_EQ(reinterpret_cast<std::intptr_t>(row.keys.at(t)) - reinterpret_cast<std::intptr_t>(nowhere), 2 * elements) << t;
+      EXPECT_EQ(reinterpret_cast<std::intptr_t>(row.keys.at(t)) - reinterpret_cast<std::intptr_t>(nowhere),
+                2 * elements)
+          << t;
       EXPECT_EQ(row.keys.run(t), kSize - t % kSize);
     }
   EXPECT_GT(pages[0] * page, std::int64_t{1} << 31);
 
   // A dense cache as large: place 3000 of 4000, slot 8000 of 10000.
-  const Tensor dense = at::from_blob(nowhere, {4000, kHeads, 10000, 128}, {kHeads * 10000 * 128, 10000 * 128, 128, 1}, at::TensorOptions().dtype(kFloat32));
+  const Tensor dense = at::from_blob(nowhere, {4000, kHeads, 10000, 128}, {kHeads * 10000 * 128, 10000 * 128, 128, 1},
+                                     at::TensorOptions().dtype(kFloat32));
   const std::int64_t elements = (std::int64_t{3000} * kHeads + 1) * 10000 * 128 + std::int64_t{8000} * 128;
-  EXPECT_EQ(reinterpret_cast<std::intptr_t>(dense_address(dense, 3000, 1).at(8000)) - reinterpret_cast<std::intptr_t>(nowhere), 4 * elements);
+  EXPECT_EQ(reinterpret_cast<std::intptr_t>(dense_address(dense, 3000, 1).at(8000)) -
+                reinterpret_cast<std::intptr_t>(nowhere),
+            4 * elements);
 }
 
 }  // namespace

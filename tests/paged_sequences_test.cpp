@@ -1,4 +1,5 @@
-// A pool of pages and the sequences that hold them: small examples, then many random operations beside a plain model that knows what every slot must hold.
+// A pool of pages and the sequences that hold them: small examples, then many random operations beside a plain model
+// that knows what every slot must hold.
 
 #include "kvkeep/keep/paged_sequences.h"
 
@@ -22,7 +23,9 @@ namespace {
 
 using Ints = std::vector<std::int32_t>;
 
-Ints pages_of(const PagedSequences& sequences, SequenceId id) { return {sequences.pages(id).begin(), sequences.pages(id).end()}; }
+Ints pages_of(const PagedSequences& sequences, SequenceId id) {
+  return {sequences.pages(id).begin(), sequences.pages(id).end()};
+}
 
 TEST(PagePool, HandsOutPagesInOrderAndTheNewestFreeOneFirst) {
   PagePool pool(4, 16);
@@ -178,7 +181,8 @@ TEST(PagedSequences, RowsOfUnequalLengthMayWriteAnySharedPageFromTheShortestOn) 
   EXPECT_THROW(sequences.fork(2, 1, 4), InvalidArgument) << "one row holds 3 slots";
   sequences.fork(2, 1, 3);
   const PageGrant grant = sequences.append(1, 1);
-  EXPECT_EQ(grant.copies, (std::vector<PageCopy>{{.from = 1, .to = 3, .slots = 2}})) << "the short row writes slot 3 of a page that is shared";
+  EXPECT_EQ(grant.copies, (std::vector<PageCopy>{{.from = 1, .to = 3, .slots = 2}}))
+      << "the short row writes slot 3 of a page that is shared";
   EXPECT_EQ(pages_of(sequences, 1), (Ints{0, 3, 2, 4}));
   sequences.truncate(1, 5);
   EXPECT_THROW(sequences.truncate(1, 2), InvalidArgument) << "the short row has only 2 slots to lose";
@@ -187,7 +191,8 @@ TEST(PagedSequences, RowsOfUnequalLengthMayWriteAnySharedPageFromTheShortestOn) 
 TEST(CopyPages, CopiesTheSlotsInUseOfEverySideAndNothingElse) {
   for (const PageLayout layout : {PageLayout::slot_head, PageLayout::head_slot}) {
     const bool slot_first = layout == PageLayout::slot_head;
-    const std::vector<std::int64_t> middle = slot_first ? std::vector<std::int64_t>{4, 3} : std::vector<std::int64_t>{3, 4};
+    const std::vector<std::int64_t> middle =
+        slot_first ? std::vector<std::int64_t>{4, 3} : std::vector<std::int64_t>{3, 4};
     const Tensor both = at::randint(0, 100, {5, 2, middle[0], middle[1], 6}).to(kBFloat16);
     const Tensor scales = at::randint(0, 100, {5, middle[0], middle[1]});
     const PagedKv kv{both.select(1, 0), both.select(1, 1), layout, scales, {}};
@@ -199,8 +204,10 @@ TEST(CopyPages, CopiesTheSlotsInUseOfEverySideAndNothingElse) {
     for (std::int64_t page = 0; page < 5; ++page)
       for (std::int64_t slot = 0; slot < 4; ++slot) {
         const std::int64_t from = (page == 4 && slot < 3) || (page == 0 && slot < 1) ? 1 : page;
-        EXPECT_TRUE(both[page].select(slot_dim, slot).equal(before[from].select(slot_dim, slot))) << page << " " << slot;
-        EXPECT_TRUE(scales[page].select(slot_dim - 1, slot).equal(scales_before[from].select(slot_dim - 1, slot))) << page << " " << slot;
+        EXPECT_TRUE(both[page].select(slot_dim, slot).equal(before[from].select(slot_dim, slot)))
+            << page << " " << slot;
+        EXPECT_TRUE(scales[page].select(slot_dim - 1, slot).equal(scales_before[from].select(slot_dim - 1, slot)))
+            << page << " " << slot;
       }
     const Tensor after = both.clone();
     for (const PageCopy& bad : {PageCopy{0, 5, 1}, PageCopy{-1, 0, 1}, PageCopy{0, 1, 5}, PageCopy{2, 2, 1}}) {
@@ -215,13 +222,19 @@ TEST(CopyPages, CopiesTheSlotsInUseOfEverySideAndNothingElse) {
 
 // ---- Many random operations
 
-/// An engine that decodes nothing: every slot of every row holds a number of its own, and a plain list beside says which.
+/// An engine that decodes nothing: every slot of every row holds a number of its own, and a plain list beside says
+/// which.
 class Serving {
  public:
   static constexpr std::int32_t kLayers = 2, kHeads = 2, kRows = kLayers * kHeads;
 
   Serving(std::uint64_t seed, std::int32_t page_size, const std::string& policy)
-      : random_(seed), size_(page_size), pages_(std::min(40, 160 / page_size)), pool_(pages_, page_size), sequences_(pool_), keeper_(spec(), make_policy(policy)) {
+      : random_(seed),
+        size_(page_size),
+        pages_(std::min(40, 160 / page_size)),
+        pool_(pages_, page_size),
+        sequences_(pool_),
+        keeper_(spec(), make_policy(policy)) {
     for (std::int32_t l = 0; l < kLayers; ++l) {
       const auto side = [&] { return at::full({pages_, size_, kHeads, 1}, -1, at::TensorOptions().dtype(kFloat32)); };
       layers_.emplace_back(PagedKv{side(), side(), PageLayout::slot_head});
@@ -230,12 +243,18 @@ class Serving {
 
   void operate() {
     const double what = random_.unit();
-    if (what < 0.62) step();
-    else if (what < 0.76) admit();
-    else if (what < 0.88) fork();
-    else if (what < 0.92) truncate();
-    else if (what < 0.96) leave(any());  // finished
-    else abort();
+    if (what < 0.62)
+      step();
+    else if (what < 0.76)
+      admit();
+    else if (what < 0.88)
+      fork();
+    else if (what < 0.92)
+      truncate();
+    else if (what < 0.96)
+      leave(any());  // finished
+    else
+      abort();
   }
 
   /// No page is lost or held by more than its counter says, and every sequence reads back what it wrote.
@@ -244,13 +263,15 @@ class Serving {
     for (const auto& [id, mine] : model_) {
       const auto pages = sequences_.pages(id);
       ASSERT_EQ(pages.size(), static_cast<std::size_t>((sequences_.length(id) + size_ - 1) / size_));
-      ASSERT_EQ(std::set<std::int32_t>(pages.begin(), pages.end()).size(), pages.size()) << "a page stands twice in sequence " << id;
+      ASSERT_EQ(std::set<std::int32_t>(pages.begin(), pages.end()).size(), pages.size())
+          << "a page stands twice in sequence " << id;
       for (const std::int32_t page : pages) ++holders[static_cast<std::size_t>(page)];
       ASSERT_EQ(static_cast<std::size_t>(sequences_.length(id)), mine.rows[0].size());
       for (std::int32_t r = 0; r < kRows; ++r)
         for (std::size_t t = 0; t < mine.rows[static_cast<std::size_t>(r)].size(); ++t) {
           const float tag = mine.rows[static_cast<std::size_t>(r)][t];
-          const std::int32_t page = pages[t / static_cast<std::size_t>(size_)], slot = static_cast<std::int32_t>(t) % size_;
+          const std::int32_t page = pages[t / static_cast<std::size_t>(size_)],
+                             slot = static_cast<std::int32_t>(t) % size_;
           ASSERT_EQ(*at(0, r, page, slot), tag) << "key of slot " << t << ", row " << r << ", sequence " << id;
           ASSERT_EQ(*at(1, r, page, slot), -tag) << "value of slot " << t << ", row " << r << ", sequence " << id;
         }
@@ -269,11 +290,19 @@ class Serving {
  private:
   struct Mine {
     std::vector<std::vector<float>> rows = std::vector<std::vector<float>>(kRows);  ///< tag of each slot
-    std::int32_t since_event = 0;                                                   ///< tokens that may still be taken back
-    bool observed = false;                                                          ///< the keeper has seen a token of it
+    std::int32_t since_event = 0;  ///< tokens that may still be taken back
+    bool observed = false;         ///< the keeper has seen a token of it
   };
 
-  static ModelSpec spec() { return {.query_heads = 2, .kv_heads = kHeads, .key_dim = 1, .value_dim = 1, .softmax_scale = 0, .rope = {}, .layers = std::vector<LayerSpec>(kLayers)}; }
+  static ModelSpec spec() {
+    return {.query_heads = 2,
+            .kv_heads = kHeads,
+            .key_dim = 1,
+            .value_dim = 1,
+            .softmax_scale = 0,
+            .rope = {},
+            .layers = std::vector<LayerSpec>(kLayers)};
+  }
 
   [[nodiscard]] float* at(int side, std::int32_t row, std::int32_t page, std::int32_t slot) const {
     const auto& kv = std::get<PagedKv>(layers_[static_cast<std::size_t>(row / kHeads)]);
@@ -326,7 +355,8 @@ class Serving {
     const std::int32_t slots = random_.between(0, sequences_.length(parent));
     sequences_.fork(id, parent, slots);
     Mine child;
-    for (std::size_t r = 0; r < kRows; ++r) child.rows[r].assign(model_.at(parent).rows[r].begin(), model_.at(parent).rows[r].begin() + slots);
+    for (std::size_t r = 0; r < kRows; ++r)
+      child.rows[r].assign(model_.at(parent).rows[r].begin(), model_.at(parent).rows[r].begin() + slots);
     model_[id] = std::move(child);
     keeper_.join(id, slots);
     ++count["forks"];
@@ -403,8 +433,13 @@ class Serving {
       indptr.push_back(indptr.back() + tokens[i]);
       lengths.push_back(sequences_.length(ids[i]));
     }
-    for (std::int32_t l = 0; l < kLayers; ++l) keeper_.observe({.layer = l, .sequences = ids, .indptr = indptr, .queries = {}});
-    CacheView view{.layers = layers_, .sequences = ids, .lengths = {lengths}, .block_table = sequences_.table(ids), .pages = &pool_};
+    for (std::int32_t l = 0; l < kLayers; ++l)
+      keeper_.observe({.layer = l, .sequences = ids, .indptr = indptr, .queries = {}});
+    CacheView view{.layers = layers_,
+                   .sequences = ids,
+                   .lengths = {lengths},
+                   .block_table = sequences_.table(ids),
+                   .pages = &pool_};
     cut(view, lengths);
   }
 
@@ -420,7 +455,8 @@ class Serving {
     } catch (const StateError&) {
       ++count["events without pages"];
       const std::vector<Tensor> now = everything();
-      for (std::size_t side = 0; side < now.size(); ++side) ASSERT_TRUE(now[side].equal(bytes[side])) << "a refused event has moved something";
+      for (std::size_t side = 0; side < now.size(); ++side)
+        ASSERT_TRUE(now[side].equal(bytes[side])) << "a refused event has moved something";
       ASSERT_EQ(before, lengths);
       return check();  // due again at the next step
     }
@@ -428,7 +464,8 @@ class Serving {
     for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
       if (!plan.decision.keep) break;
       const Row& row = plan.table.rows[r];
-      auto& tags = model_.at(view.sequences[static_cast<std::size_t>(row.sequence)]).rows[static_cast<std::size_t>(row.layer * kHeads + row.head)];
+      auto& tags = model_.at(view.sequences[static_cast<std::size_t>(row.sequence)])
+                       .rows[static_cast<std::size_t>(row.layer * kHeads + row.head)];
       std::vector<float> kept;
       for (const std::int32_t slot : plan.decision.keep->row(r)) kept.push_back(tags[static_cast<std::size_t>(slot)]);
       tags = std::move(kept);
@@ -443,7 +480,8 @@ class Serving {
     for (std::int32_t page = 0; page < pages_; ++page) {
       const std::int32_t before_event = holders[static_cast<std::size_t>(page)];
       if (before_event == 1 || (before_event == 0 && taken.contains(page))) continue;
-      for (std::size_t side = 0; side < now.size(); ++side) ASSERT_TRUE(now[side][page].equal(bytes[side][page])) << "an event wrote page " << page << ", shared or free";
+      for (std::size_t side = 0; side < now.size(); ++side)
+        ASSERT_TRUE(now[side][page].equal(bytes[side][page])) << "an event wrote page " << page << ", shared or free";
     }
     count["events"] += static_cast<std::int64_t>(report.cuts.size());
     count["freed by events"] += report.pages_freed;
@@ -452,7 +490,8 @@ class Serving {
   [[nodiscard]] std::vector<Tensor> everything() const {
     std::vector<Tensor> sides;
     for (const LayerKv& layer : layers_)
-      for (const Tensor& side : {std::get<PagedKv>(layer).keys, std::get<PagedKv>(layer).values}) sides.push_back(side.clone());
+      for (const Tensor& side : {std::get<PagedKv>(layer).keys, std::get<PagedKv>(layer).values})
+        sides.push_back(side.clone());
     return sides;
   }
 
@@ -480,15 +519,21 @@ TEST_P(PageModel, EverySequenceReadsBackItsOwnSlotsAndNoPageIsLostOverManyRandom
     if (HasFatalFailure()) FAIL() << "operation " << n << " of seed " << seed;
   }
   if (operations < 10'000) return;
-  for (const char* what : {"admitted", "refused", "forks", "left", "preempted", "aborted", "truncated", "events", "freed by events"})
+  for (const char* what :
+       {"admitted", "refused", "forks", "left", "preempted", "aborted", "truncated", "events", "freed by events"})
     EXPECT_GT(serving.count[what], 0) << what << " never happened";
   if (size == 1) return;  // a page of one slot is never partial, and an event links it as it is
-  for (const char* what : {"copied", "copied by events", "events without pages"}) EXPECT_GT(serving.count[what], 0) << what << " never happened";
+  for (const char* what : {"copied", "copied by events", "events without pages"})
+    EXPECT_GT(serving.count[what], 0) << what << " never happened";
 }
 
 INSTANTIATE_TEST_SUITE_P(Sizes, PageModel,
-                         ::testing::Combine(::testing::Values(1, 4, 8), ::testing::Values("streaming,budget=12,interval=6,sink=2", "knorm,budget=12,interval=6,sink=2,recent=2")),
-                         [](const auto& p) { return std::string(std::get<1>(p.param)).substr(0, 5) + std::to_string(std::get<0>(p.param)); });
+                         ::testing::Combine(::testing::Values(1, 4, 8),
+                                            ::testing::Values("streaming,budget=12,interval=6,sink=2",
+                                                              "knorm,budget=12,interval=6,sink=2,recent=2")),
+                         [](const auto& p) {
+                           return std::string(std::get<1>(p.param)).substr(0, 5) + std::to_string(std::get<0>(p.param));
+                         });
 
 }  // namespace
 }  // namespace kvkeep

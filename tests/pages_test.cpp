@@ -1,4 +1,5 @@
-// Paged caches: the same event as in a dense cache, on whatever pages a sequence holds; nobody else's pages are touched; pages are really given back.
+// Paged caches: the same event as in a dense cache, on whatever pages a sequence holds; nobody else's pages are
+// touched; pages are really given back.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -21,7 +22,9 @@ namespace {
 class CountedPages final : public PageAllocator {
  public:
   explicit CountedPages(std::vector<std::int32_t> holders) : holders_(std::move(holders)) {}
-  [[nodiscard]] std::int32_t references(std::int32_t page) const override { return holders_.at(static_cast<std::size_t>(page)); }
+  [[nodiscard]] std::int32_t references(std::int32_t page) const override {
+    return holders_.at(static_cast<std::size_t>(page));
+  }
   [[nodiscard]] std::int32_t take() override {
     const auto free = std::find(holders_.begin(), holders_.end(), 0);
     if (free == holders_.end()) return -1;
@@ -41,8 +44,16 @@ class CountedPages final : public PageAllocator {
 struct Case {
   static constexpr std::int32_t kHeads = 2, kLayers = 2;
 
-  Case(oracle::Random& random, std::int32_t page_size, PageLayout layout, ScalarType dtype, std::int32_t sequences, bool scales)
-      : size(page_size), spec{.query_heads = 2, .kv_heads = kHeads, .key_dim = 5, .value_dim = 3, .softmax_scale = 0, .rope = {}, .layers = std::vector<LayerSpec>(kLayers)} {
+  Case(oracle::Random& random, std::int32_t page_size, PageLayout layout, ScalarType dtype, std::int32_t sequences,
+       bool scales)
+      : size(page_size),
+        spec{.query_heads = 2,
+             .kv_heads = kHeads,
+             .key_dim = 5,
+             .value_dim = 3,
+             .softmax_scale = 0,
+             .rope = {},
+             .layers = std::vector<LayerSpec>(kLayers)} {
     const std::int64_t most = std::min<std::int64_t>(5 * page_size, 4 * 64);
     std::vector<std::vector<std::int32_t>> tables;
     std::int32_t used = 0, widest = 1;
@@ -56,7 +67,8 @@ struct Case {
     pool = used + 3;
     std::vector<std::int32_t> order(static_cast<std::size_t>(pool));
     std::iota(order.begin(), order.end(), 0);
-    for (std::size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[static_cast<std::size_t>(random.between(0, static_cast<std::int32_t>(i) - 1))]);
+    for (std::size_t i = order.size(); i > 1; --i)
+      std::swap(order[i - 1], order[static_cast<std::size_t>(random.between(0, static_cast<std::int32_t>(i) - 1))]);
     block_table = at::full({sequences, widest + 1}, 77777, at::TensorOptions().dtype(kInt32));
     holders.assign(static_cast<std::size_t>(pool), 0);
     std::size_t next = 0;
@@ -65,15 +77,20 @@ struct Case {
         // Now and then the first pages of the sequence before: a shared prefix.
         std::int32_t page = order[next];
         const bool share = s > 0 && p < tables[static_cast<std::size_t>(s) - 1].size() && sharing_;
-        if (share) page = block_table[s - 1][static_cast<std::int64_t>(p)].item<std::int32_t>();
-        else ++next;
+        if (share)
+          page = block_table[s - 1][static_cast<std::int64_t>(p)].item<std::int32_t>();
+        else
+          ++next;
         ++holders[static_cast<std::size_t>(page)];
         block_table[s][static_cast<std::int64_t>(p)].fill_(page);
         sharing_ = p + 1 < 2 ? random.chance(0.5) : false;
       }
-    const std::vector<std::int64_t> middle = layout == PageLayout::slot_head ? std::vector<std::int64_t>{size, kHeads} : std::vector<std::int64_t>{kHeads, size};
+    const std::vector<std::int64_t> middle = layout == PageLayout::slot_head ? std::vector<std::int64_t>{size, kHeads}
+                                                                             : std::vector<std::int64_t>{kHeads, size};
     for (std::int32_t l = 0; l < kLayers; ++l) {
-      const auto side = [&](std::int64_t dim) { return at::randint(0, 120, {pool, middle[0], middle[1], dim + 2}).to(dtype).slice(3, 1, 1 + dim); };
+      const auto side = [&](std::int64_t dim) {
+        return at::randint(0, 120, {pool, middle[0], middle[1], dim + 2}).to(dtype).slice(3, 1, 1 + dim);
+      };
       PagedKv kv{side(5), side(3), layout};
       if (scales) {
         kv.key_scales = at::randint(0, 1000, {pool, middle[0], middle[1]}).to(kFloat32);
@@ -83,7 +100,9 @@ struct Case {
     }
   }
 
-  [[nodiscard]] CacheView view() { return {.layers = layers, .sequences = ids, .lengths = {lengths}, .block_table = block_table}; }
+  [[nodiscard]] CacheView view() {
+    return {.layers = layers, .sequences = ids, .lengths = {lengths}, .block_table = block_table};
+  }
 
   /// Tensors of a layer by name.
   [[nodiscard]] std::vector<Tensor> sides(std::int32_t layer) const {
@@ -95,7 +114,8 @@ struct Case {
   }
 
   /// One slot of one side, through LibTorch alone.
-  [[nodiscard]] Tensor slot(const Tensor& side, PageLayout layout, std::int64_t page, std::int64_t offset, std::int64_t head) const {
+  [[nodiscard]] Tensor slot(const Tensor& side, PageLayout layout, std::int64_t page, std::int64_t offset,
+                            std::int64_t head) const {
     return layout == PageLayout::slot_head ? side[page][offset][head] : side[page][head][offset];
   }
 
@@ -140,9 +160,11 @@ KeepSet random_keep(oracle::Random& random, const Case& c, const RowTable& table
         const std::size_t count = first ? static_cast<std::size_t>(random.between(0, row.length)) : wanted;
         std::vector<std::int32_t> order(static_cast<std::size_t>(row.length));
         std::iota(order.begin(), order.end(), 0);
-        const std::int32_t still = random.between(0, static_cast<std::int32_t>(count));  // a prefix that stays where it is
+        const std::int32_t still =
+            random.between(0, static_cast<std::int32_t>(count));  // a prefix that stays where it is
         for (std::size_t i = static_cast<std::size_t>(still); i < order.size(); ++i)
-          std::swap(order[i], order[static_cast<std::size_t>(random.between(static_cast<std::int32_t>(i), static_cast<std::int32_t>(order.size()) - 1))]);
+          std::swap(order[i], order[static_cast<std::size_t>(random.between(
+                                  static_cast<std::int32_t>(i), static_cast<std::int32_t>(order.size()) - 1))]);
         slots.assign(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(count));
         std::sort(slots.begin(), slots.end());
       }
@@ -174,7 +196,8 @@ TEST_P(Pages, HoldAfterwardsExactlyWhatStaysAndNobodyElsesPageChanges) {  // B21
     for (const std::int32_t n : c.holders) free += n == 0 ? 1 : 0;
     if (wanted > free) {
       EXPECT_THROW(take_pages(moves, &pages), StateError);
-      for (std::int32_t p = 0; p < c.pool; ++p) ASSERT_EQ(pages.references(p), c.holders[static_cast<std::size_t>(p)]) << "nothing is taken then";
+      for (std::int32_t p = 0; p < c.pool; ++p)
+        ASSERT_EQ(pages.references(p), c.holders[static_cast<std::size_t>(p)]) << "nothing is taken then";
       continue;
     }
     take_pages(moves, &pages);
@@ -189,7 +212,8 @@ TEST_P(Pages, HoldAfterwardsExactlyWhatStaysAndNobodyElsesPageChanges) {  // B21
     for (const PageMove& move : moves) {
       copies += move.taken;
       freed += static_cast<std::int64_t>(move.freed.size());
-      ASSERT_EQ(std::set<std::int32_t>(move.after.begin(), move.after.end()).size(), move.after.size()) << "a page stands twice in a table";
+      ASSERT_EQ(std::set<std::int32_t>(move.after.begin(), move.after.end()).size(), move.after.size())
+          << "a page stands twice in a table";
       std::multiset<std::int32_t> balance(move.after.begin(), move.after.end());
       balance.insert(move.freed.begin(), move.freed.end());
       std::multiset<std::int32_t> held(move.before.begin(), move.before.end());
@@ -198,18 +222,22 @@ TEST_P(Pages, HoldAfterwardsExactlyWhatStaysAndNobodyElsesPageChanges) {  // B21
       ASSERT_EQ(balance, held) << "pages held before and taken are held after or freed";
       for (const std::int32_t page : move.after)
         if (c.holders[static_cast<std::size_t>(page)] <= 1) writable.insert(page);
-      for (std::size_t p = 0; p < move.after.size(); ++p) linked += move.after[p] != move.before[p] && c.holders[static_cast<std::size_t>(move.after[p])] > 0 ? 1 : 0;
+      for (std::size_t p = 0; p < move.after.size(); ++p)
+        linked += move.after[p] != move.before[p] && c.holders[static_cast<std::size_t>(move.after[p])] > 0 ? 1 : 0;
     }
     for (std::size_t r = 0; r < table.rows.size(); ++r) {
       const Row& row = table.rows[r];
-      const auto move = std::find_if(moves.begin(), moves.end(), [&](const PageMove& m) { return m.sequence == row.sequence; });
+      const auto move =
+          std::find_if(moves.begin(), moves.end(), [&](const PageMove& m) { return m.sequence == row.sequence; });
       const auto kept = keep.row(r);
       const std::vector<Tensor> sides = c.sides(row.layer);
       for (std::size_t j = 0; j < kept.size(); ++j)
         for (std::size_t side = 0; side < sides.size(); ++side) {
-          const auto page = move->after[j / static_cast<std::size_t>(size)], from = move->before[static_cast<std::size_t>(kept[j] / size)];
+          const auto page = move->after[j / static_cast<std::size_t>(size)],
+                     from = move->before[static_cast<std::size_t>(kept[j] / size)];
           ASSERT_TRUE(c.slot(sides[side], layout, page, static_cast<std::int64_t>(j) % size, row.head)
-                          .equal(c.slot(before[static_cast<std::size_t>(row.layer)][side], layout, from, kept[j] % size, row.head)))
+                          .equal(c.slot(before[static_cast<std::size_t>(row.layer)][side], layout, from, kept[j] % size,
+                                        row.head)))
               << "slot " << j << " of row " << r << ", side " << side;
         }
     }
@@ -217,7 +245,9 @@ TEST_P(Pages, HoldAfterwardsExactlyWhatStaysAndNobodyElsesPageChanges) {  // B21
       const std::vector<Tensor> sides = c.sides(l);
       for (std::size_t side = 0; side < sides.size(); ++side)
         for (std::int32_t p = 0; p < c.pool; ++p)
-          if (!writable.contains(p)) ASSERT_TRUE(sides[side][p].equal(before[static_cast<std::size_t>(l)][side][p])) << "page " << p << " is another's, shared or free";
+          if (!writable.contains(p))
+            ASSERT_TRUE(sides[side][p].equal(before[static_cast<std::size_t>(l)][side][p]))
+                << "page " << p << " is another's, shared or free";
     }
   }
   EXPECT_GT(freed, 0);
@@ -225,8 +255,13 @@ TEST_P(Pages, HoldAfterwardsExactlyWhatStaysAndNobodyElsesPageChanges) {  // B21
   EXPECT_GT(linked, 0) << "no case kept a whole page in another place";
 }
 
-INSTANTIATE_TEST_SUITE_P(Sizes, Pages, ::testing::Combine(::testing::Values(1, 2, 16, 32, 64), ::testing::Values(PageLayout::slot_head, PageLayout::head_slot)),
-                         [](const auto& p) { return std::to_string(std::get<0>(p.param)) + (std::get<1>(p.param) == PageLayout::slot_head ? "_slot_head" : "_head_slot"); });
+INSTANTIATE_TEST_SUITE_P(Sizes, Pages,
+                         ::testing::Combine(::testing::Values(1, 2, 16, 32, 64),
+                                            ::testing::Values(PageLayout::slot_head, PageLayout::head_slot)),
+                         [](const auto& p) {
+                           return std::to_string(std::get<0>(p.param)) +
+                                  (std::get<1>(p.param) == PageLayout::slot_head ? "_slot_head" : "_head_slot");
+                         });
 
 }  // namespace
 }  // namespace kvkeep

@@ -23,12 +23,13 @@ struct Outcome {
   std::vector<std::optional<Ints>> going;  ///< [layers that ran] places of those that went on, where the layer narrowed
   Doubles ratio;                           ///< NaN where there is none
   std::int32_t selected = -1;
-  std::optional<Reason> ended;             ///< why the pass ended, where it did
+  std::optional<Reason> ended;  ///< why the pass ended, where it did
   Ints tokens;
   bool afresh = false;
 
   [[nodiscard]] bool same_tokens(const Outcome& o) const {
-    return present == o.present && kept == o.kept && going == o.going && selected == o.selected && tokens == o.tokens && afresh == o.afresh;
+    return present == o.present && kept == o.kept && going == o.going && selected == o.selected && tokens == o.tokens &&
+           afresh == o.afresh;
   }
 };
 
@@ -57,7 +58,8 @@ Outcome run(const KVPolicy& policy, const LayeredPrompt& prompt) {
     out.going.emplace_back();
     if (!decision.narrow) continue;
     EXPECT_EQ(decision.narrow->indptr, (std::vector<std::int64_t>{0, decision.narrow->tokens.numel()}));
-    out.tokens = at(present, {decision.narrow->tokens.const_data_ptr<std::int32_t>(), static_cast<std::size_t>(decision.narrow->tokens.numel())});
+    out.tokens = at(present, {decision.narrow->tokens.const_data_ptr<std::int32_t>(),
+                              static_cast<std::size_t>(decision.narrow->tokens.numel())});
     out.going.back() = out.tokens;
     out.afresh = decision.narrow->afresh;
     if (out.afresh) out.ended = decision.reason;
@@ -85,7 +87,8 @@ void each_prompt(PromptShape shape, std::uint64_t seeds, Body&& body) {
 bool holds_window(const Ints& kept, std::int32_t tokens, std::int32_t window) {
   for (std::int32_t t = tokens - window; t < tokens; ++t)
     if (!std::binary_search(kept.begin(), kept.end(), t)) return false;
-  return std::is_sorted(kept.begin(), kept.end()) && std::set<std::int32_t>(kept.begin(), kept.end()).size() == kept.size();
+  return std::is_sorted(kept.begin(), kept.end()) &&
+         std::set<std::int32_t>(kept.begin(), kept.end()).size() == kept.size();
 }
 
 /// No layer narrowed, and every slot stays but where `cache` says otherwise.
@@ -99,8 +102,10 @@ void expect_whole(const Outcome& out, const LayeredPrompt& prompt, std::int32_t 
     EXPECT_EQ(out.present[l], all);
     EXPECT_FALSE(out.going[l].has_value());
     for (const Ints& row : out.kept[l]) {
-      if (cache == 0 || static_cast<std::size_t>(cache) >= all.size()) EXPECT_EQ(row, all);
-      else EXPECT_EQ(row.size(), static_cast<std::size_t>(cache));
+      if (cache == 0 || static_cast<std::size_t>(cache) >= all.size())
+        EXPECT_EQ(row, all);
+      else
+        EXPECT_EQ(row.size(), static_cast<std::size_t>(cache));
     }
   }
 }
@@ -123,7 +128,9 @@ TEST(Asl, AboveOneIsFastKvAtTheFirstLayer) {  // A-2, A-4
   each_prompt({}, 1, [](const LayeredPrompt& prompt) {
     for (const char* cache : {"", ",cache=16", ",cache=40", ",cache_mass=0.9"})
       for (const std::int32_t layer : {0, 3, 8}) {
-        const Outcome asl = run(text("asl,budget=24,window=6,pool=5,min_layer=", layer, ",observed_layers=3,threshold=1.01", cache), prompt);
+        const Outcome asl =
+            run(text("asl,budget=24,window=6,pool=5,min_layer=", layer, ",observed_layers=3,threshold=1.01", cache),
+                prompt);
         const Outcome fast = run(text("fastkv,budget=24,window=6,pool=5,layer=", layer, cache), prompt);
         EXPECT_EQ(asl.selected, layer);
         EXPECT_EQ(asl.ratio[static_cast<std::size_t>(layer)], 1.0);
@@ -152,9 +159,12 @@ TEST(Asl, LeavesAPromptThatFitsAlone) {  // A-6, 1.12
   for (const std::int32_t tokens : {1, 2, 5, 6, 7, 23, 24}) {
     const LayeredPrompt prompt({.tokens = tokens}, static_cast<std::uint64_t>(tokens));
     SCOPED_TRACE(text(tokens, " tokens"));
-    for (const char* policy : {"asl,budget=24,window=6,min_layer=3,threshold=2", "asl,budget=24,window=6,min_layer=3,threshold=2,cache=24", "asl,budget=24,window=6,min_layer=3,threshold=2,cache_mass=0.5",
-                               "asl-2pass,budget=24,window=6,min_layer=3,threshold=2", "asl-2pass,budget=24,window=6,indices=last_query", "fastkv,budget=24,window=6,layer=4", "gemfilter,budget=24,layer=2",
-                               "asl,budget=24,window=6,min_layer=3,missed_mass=0.9,select_mass=0.1"}) {
+    for (const char* policy :
+         {"asl,budget=24,window=6,min_layer=3,threshold=2", "asl,budget=24,window=6,min_layer=3,threshold=2,cache=24",
+          "asl,budget=24,window=6,min_layer=3,threshold=2,cache_mass=0.5",
+          "asl-2pass,budget=24,window=6,min_layer=3,threshold=2", "asl-2pass,budget=24,window=6,indices=last_query",
+          "fastkv,budget=24,window=6,layer=4", "gemfilter,budget=24,layer=2",
+          "asl,budget=24,window=6,min_layer=3,missed_mass=0.9,select_mass=0.1"}) {
       expect_whole(run(policy, prompt), prompt);
       const auto pass = make_policy(policy)->begin_prompt(prompt.spec, tokens);
       for (std::int32_t l = 0; l < 9; ++l) EXPECT_EQ(pass->wants(l, tokens), 0) << policy;
@@ -175,7 +185,8 @@ TEST(Asl, KeepsAllSlotsOfALayerThatTheCacheHolds) {  // 1.12: more than the budg
 
 TEST(Asl, MaySelectAtTheLastLayerWhereNoneIsLeftToNarrow) {  // 1.12
   const LayeredPrompt prompt({}, 6);
-  const Outcome out = run("asl,budget=24,window=6,min_layer=8,threshold=2,cache=24", prompt), fast = run("fastkv,budget=24,window=6,layer=8,cache=24", prompt);
+  const Outcome out = run("asl,budget=24,window=6,min_layer=8,threshold=2,cache=24", prompt),
+                fast = run("fastkv,budget=24,window=6,layer=8,cache=24", prompt);
   EXPECT_EQ(out.selected, 8);
   EXPECT_EQ(out.tokens.size(), 24U);
   EXPECT_EQ(out.tokens, fast.tokens);
@@ -184,16 +195,20 @@ TEST(Asl, MaySelectAtTheLastLayerWhereNoneIsLeftToNarrow) {  // 1.12
 
 TEST(PrefillPolicies, RefuseLayersThatTheModelDoesNotHave) {
   const LayeredPrompt prompt({}, 1);
-  for (const char* policy : {"asl,budget=64,min_layer=9", "asl-2pass,budget=64,min_layer=9", "fastkv,budget=64,layer=9", "gemfilter,budget=64,layer=9"}) {
+  for (const char* policy : {"asl,budget=64,min_layer=9", "asl-2pass,budget=64,min_layer=9", "fastkv,budget=64,layer=9",
+                             "gemfilter,budget=64,layer=9"}) {
     const std::vector<std::string> found = make_policy(policy)->problems(prompt.spec);
     ASSERT_EQ(found.size(), 1U) << policy;
     EXPECT_NE(found[0].find("layer: 9; allowed 0 to 8"), std::string::npos) << found[0];
   }
-  for (const char* policy : {"asl,budget=64,min_layer=8", "asl,budget=64", "fastkv,budget=64,layer=8", "gemfilter,budget=64,layer=8", "pyramidinfer"}) EXPECT_TRUE(make_policy(policy)->problems(prompt.spec).empty()) << policy;
+  for (const char* policy : {"asl,budget=64,min_layer=8", "asl,budget=64", "fastkv,budget=64,layer=8",
+                             "gemfilter,budget=64,layer=8", "pyramidinfer"})
+    EXPECT_TRUE(make_policy(policy)->problems(prompt.spec).empty()) << policy;
 
   ModelSpec sliding = prompt.spec;
   sliding.layers[4] = {LayerKind::sliding, 16, -1};
-  for (const char* policy : {"asl,budget=64", "asl-2pass,budget=64", "fastkv,budget=64,layer=8", "gemfilter,budget=64,layer=8", "pyramidinfer"}) {
+  for (const char* policy : {"asl,budget=64", "asl-2pass,budget=64", "fastkv,budget=64,layer=8",
+                             "gemfilter,budget=64,layer=8", "pyramidinfer"}) {
     const std::vector<std::string> found = make_policy(policy)->problems(sliding);
     ASSERT_EQ(found.size(), 1U) << policy;
     EXPECT_NE(found[0].find("1 of 9 layers"), std::string::npos) << found[0];
@@ -207,7 +222,8 @@ double variance(const std::vector<Ints>& ranks, std::int32_t best) {
   for (std::size_t t = 0; t < ranks.front().size(); ++t) {
     double mean = 0, squares = 0;
     bool any = false;
-    for (const Ints& r : ranks) any = any || r[t] <= best, mean += static_cast<double>(r[t]) / static_cast<double>(ranks.size());
+    for (const Ints& r : ranks)
+      any = any || r[t] <= best, mean += static_cast<double>(r[t]) / static_cast<double>(ranks.size());
     if (!any) continue;
     for (const Ints& r : ranks) squares += (r[t] - mean) * (r[t] - mean) / static_cast<double>(ranks.size());
     sum += squares, ++counted;
@@ -224,14 +240,20 @@ struct AslCase {
 
 TEST(Asl, DoesWhatPlainLoopsDo) {  // and the published steps 1 to 6
   int selections = 0, none = 0;
-  const AslCase cases[] = {{24, 6, 5, 3, 3, 0.5, 0, false}, {30, 4, 7, 2, 8, 0.7, 30, false}, {20, 8, 3, 4, 4, 0.6, 14, true}, {40, 2, 1, 1, 2, 0.8, 12, false}, {9, 8, 5, 0, 8, 0.9, 50, true}};
+  const AslCase cases[] = {{24, 6, 5, 3, 3, 0.5, 0, false},
+                           {30, 4, 7, 2, 8, 0.7, 30, false},
+                           {20, 8, 3, 4, 4, 0.6, 14, true},
+                           {40, 2, 1, 1, 2, 0.8, 12, false},
+                           {9, 8, 5, 0, 8, 0.9, 50, true}};
   each_prompt({.layers = 10}, 1, [&](const LayeredPrompt& prompt) {
     const std::int32_t tokens = prompt.shape.tokens;
     for (const AslCase& c : cases) {
       SCOPED_TRACE(text("budget ", c.budget, ", window ", c.window, ", pool ", c.pool, ", min_layer ", c.min_layer));
-      const Outcome out = run(text("asl,budget=", c.budget, ",window=", c.window, ",pool=", c.pool, ",pooling=", c.maximum ? "max" : "avg", ",min_layer=", c.min_layer, ",observed_layers=", c.observed,
-                                   ",threshold=", c.threshold, c.cache > 0 ? text(",cache=", c.cache) : ""),
-                              prompt);
+      const Outcome out =
+          run(text("asl,budget=", c.budget, ",window=", c.window, ",pool=", c.pool,
+                   ",pooling=", c.maximum ? "max" : "avg", ",min_layer=", c.min_layer, ",observed_layers=", c.observed,
+                   ",threshold=", c.threshold, c.cache > 0 ? text(",cache=", c.cache) : ""),
+              prompt);
       std::vector<Ints> ranks;
       double first = -1;
       for (std::int32_t l = 0; l < prompt.shape.layers; ++l) {
@@ -250,7 +272,8 @@ TEST(Asl, DoesWhatPlainLoopsDo) {  // A-2, A-7, A-8, and the published steps 1 t
           Ints places;
           for (std::int32_t j = 0; j < n - c.window; ++j)
             if (std::binary_search(row.begin(), row.end(), present[static_cast<std::size_t>(j)])) places.push_back(j);
-          ASSERT_TRUE(none_better(prompt.head_scores(l, present, h, c.window, c.pool, c.maximum), places, kNear)) << "layer " << l << ", head " << h;
+          ASSERT_TRUE(none_better(prompt.head_scores(l, present, h, c.window, c.pool, c.maximum), places, kNear))
+              << "layer " << l << ", head " << h;
         }
         if (out.selected >= 0 && l > out.selected) {
           ASSERT_TRUE(std::isnan(out.ratio[i]) && !out.going[i]);
@@ -265,8 +288,10 @@ TEST(Asl, DoesWhatPlainLoopsDo) {  // A-2, A-7, A-8, and the published steps 1 t
         }
         const double now = variance(ranks, c.budget - c.window);
         if (first < 0) first = now;
-        if (l == c.min_layer) ASSERT_EQ(out.ratio[i], 1.0);
-        else if (first > 0) ASSERT_NEAR(out.ratio[i], now / first, 1e-3 * (1 + now / first)) << "layer " << l;
+        if (l == c.min_layer)
+          ASSERT_EQ(out.ratio[i], 1.0);
+        else if (first > 0)
+          ASSERT_NEAR(out.ratio[i], now / first, 1e-3 * (1 + now / first)) << "layer " << l;
         ASSERT_EQ(out.going[i].has_value(), out.ratio[i] < c.threshold);
         if (!out.going[i]) continue;
         ASSERT_EQ(out.selected, l);
@@ -286,7 +311,10 @@ TEST(Asl, DoesWhatPlainLoopsDo) {  // A-2, A-7, A-8, and the published steps 1 t
 TEST(Asl, DoesNotDependOnTheScaleOfTheScores) {
   each_prompt({}, 1, [](const LayeredPrompt& prompt) {
     std::vector<LayerSelector> selectors;
-    for (int i = 0; i < 3; ++i) selectors.emplace_back(LayerSelectorOptions{.select = 24, .window = 6, .min_layer = 2, .observed_layers = 3, .threshold = 0.6}, prompt.shape.tokens);
+    for (int i = 0; i < 3; ++i)
+      selectors.emplace_back(
+          LayerSelectorOptions{.select = 24, .window = 6, .min_layer = 2, .observed_layers = 3, .threshold = 0.6},
+          prompt.shape.tokens);
     for (std::int32_t l = 0; l < prompt.shape.layers && selectors[0].layer() < 0; ++l) {
       if (!selectors[0].wants(l)) continue;
       const PromptLayer layer(prompt, l, prompt.all(), 6);
@@ -328,7 +356,9 @@ TEST(Asl, StoresPerHeadTheSlotsThatHoldTheAskedShare) {  // 1.11.5
     constexpr std::int32_t kWindow = 6;
     for (const double mass : {0.3, 0.8, 0.97})
       for (const bool official : {false, true}) {
-        const Outcome out = run(text("asl,budget=24,window=", kWindow, ",min_layer=4,threshold=2,cache_mass=", mass, official ? ",variant=official" : ""), prompt);
+        const Outcome out = run(text("asl,budget=24,window=", kWindow, ",min_layer=4,threshold=2,cache_mass=", mass,
+                                     official ? ",variant=official" : ""),
+                                prompt);
         ASSERT_EQ(out.selected, 4);
         for (std::int32_t l = 0; l < 9; ++l)
           for (std::int32_t h = 0; h < prompt.shape.kv_heads; ++h) {
@@ -370,7 +400,10 @@ TEST(Asl, UnderMissedMassSelectsWhereEveryObservedLayerLosesLess) {  // ours
     for (const double bound : {0.05, 0.2, 0.35, 0.6})
       for (const double select_mass : {1.0, 0.9}) {
         SCOPED_TRACE(text("missed_mass ", bound, ", select_mass ", select_mass));
-        const Outcome out = run(text("asl,budget=36,window=", kWindow, ",pool=3,min_layer=", kMin, ",observed_layers=", kObserved, ",missed_mass=", bound, ",select_mass=", select_mass), prompt);
+        const Outcome out =
+            run(text("asl,budget=36,window=", kWindow, ",pool=3,min_layer=", kMin, ",observed_layers=", kObserved,
+                     ",missed_mass=", bound, ",select_mass=", select_mass),
+                prompt);
         std::vector<Doubles> masses;
         for (std::int32_t l = 0; l <= (out.selected < 0 ? prompt.shape.layers - 1 : out.selected); ++l) {
           masses.push_back(prompt.masses(l, prompt.all(), kWindow));
@@ -393,8 +426,10 @@ TEST(Asl, UnderMissedMassSelectsWhereEveryObservedLayerLosesLess) {  // ours
           }
           double most = 0;
           for (const Doubles& mass : masses) most = std::max(most, missed_by(mass, kept));
-          if (out.selected == l) ASSERT_LT(most, bound + 1e-5) << "layer " << l;
-          else ASSERT_GE(most, bound - 1e-5) << "layer " << l;
+          if (out.selected == l)
+            ASSERT_LT(most, bound + 1e-5) << "layer " << l;
+          else
+            ASSERT_GE(most, bound - 1e-5) << "layer " << l;
         }
         selections += out.selected >= 0;
         late += out.selected > kMin;
@@ -409,17 +444,22 @@ TEST(Asl, UnderSelectMassNarrowsToTheFewestBestThatHoldTheShare) {  // ours
   each_prompt({}, 1, [&](const LayeredPrompt& prompt) {
     constexpr std::int32_t kWindow = 6, kBudget = 40;
     for (const double share : {0.05, 0.5, 0.7, 0.9, 0.999}) {
-      const Outcome out = run(text("asl,budget=", kBudget, ",window=", kWindow, ",pool=3,min_layer=3,threshold=2,select_mass=", share), prompt);
+      const Outcome out =
+          run(text("asl,budget=", kBudget, ",window=", kWindow, ",pool=3,min_layer=3,threshold=2,select_mass=", share),
+              prompt);
       ASSERT_EQ(out.selected, 3);
       ASSERT_TRUE(holds_window(out.tokens, 60, kWindow));
-      const Doubles scores = prompt.token_scores(3, prompt.all(), kWindow, 3, false), mass = prompt.masses(3, prompt.all(), kWindow);
+      const Doubles scores = prompt.token_scores(3, prompt.all(), kWindow, 3, false),
+                    mass = prompt.masses(3, prompt.all(), kWindow);
       Ints best = out.tokens;
       best.resize(best.size() - kWindow);
       ASSERT_TRUE(none_better(scores, best, kNear));
       ASSERT_LE(out.tokens.size(), static_cast<std::size_t>(kBudget));
       ASSERT_GE(best.size(), 1U);
       if (out.tokens.size() < kBudget) ASSERT_GE(1 - missed_by(mass, best), share - 1e-5);
-      if (best.size() > 1) ASSERT_LT(1 - missed_by(mass, best_of(scores, static_cast<std::int64_t>(best.size()) - 1)), share + 1e-5) << "one fewer would not do";
+      if (best.size() > 1)
+        ASSERT_LT(1 - missed_by(mass, best_of(scores, static_cast<std::int64_t>(best.size()) - 1)), share + 1e-5)
+            << "one fewer would not do";
       sizes.insert(out.tokens.size());
     }
   });
@@ -430,7 +470,8 @@ TEST(Asl, UnderSelectMassNarrowsToTheFewestBestThatHoldTheShare) {  // ours
 
 TEST(AslTwoPass, BeginsAfreshWithWhatTheSelectingLayerRanksBest) {
   each_prompt({}, 1, [](const LayeredPrompt& prompt) {
-    const Outcome one = run("asl,budget=24,window=6,pool=5,min_layer=2,threshold=0.8", prompt), two = run("asl-2pass,budget=24,window=6,pool=5,min_layer=2,threshold=0.8", prompt);
+    const Outcome one = run("asl,budget=24,window=6,pool=5,min_layer=2,threshold=0.8", prompt),
+                  two = run("asl-2pass,budget=24,window=6,pool=5,min_layer=2,threshold=0.8", prompt);
     if (one.selected >= 0) {
       EXPECT_TRUE(two.afresh);
       EXPECT_EQ(two.selected, one.selected);
@@ -443,19 +484,23 @@ TEST(AslTwoPass, BeginsAfreshWithWhatTheSelectingLayerRanksBest) {
 
 TEST(AslTwoPass, LeavesTheChoiceToTheLastLayerWhereNoneSelects) {
   each_prompt({}, 1, [](const LayeredPrompt& prompt) {
-    const Outcome out = run("asl-2pass,budget=24,window=6,pool=5,min_layer=2,threshold=0", prompt), last = run("fastkv,budget=24,window=6,pool=5,layer=8", prompt);
+    const Outcome out = run("asl-2pass,budget=24,window=6,pool=5,min_layer=2,threshold=0", prompt),
+                  last = run("fastkv,budget=24,window=6,pool=5,layer=8", prompt);
     EXPECT_EQ(out.selected, -1);
     EXPECT_EQ(out.ended, Reason::last_layer);
     EXPECT_TRUE(out.afresh);
     EXPECT_EQ(out.tokens, last.tokens);
-    EXPECT_EQ(run("asl-2pass,budget=24,window=6,min_layer=2,threshold=0,indices=last_query", prompt).tokens, run("gemfilter,budget=24,layer=8", prompt).tokens);
+    EXPECT_EQ(run("asl-2pass,budget=24,window=6,min_layer=2,threshold=0,indices=last_query", prompt).tokens,
+              run("gemfilter,budget=24,layer=8", prompt).tokens);
   });
 }
 
 TEST(AslTwoPass, WithTheIndicesOfTheLastQueryTakesWhatGemFilterTakesThere) {
   each_prompt({}, 1, [](const LayeredPrompt& prompt) {
     for (const std::int32_t layer : {0, 4, 8}) {
-      const Outcome asl = run(text("asl-2pass,budget=24,window=6,min_layer=", layer, ",threshold=2,indices=last_query"), prompt), gem = run(text("gemfilter,budget=24,layer=", layer), prompt);
+      const Outcome asl = run(text("asl-2pass,budget=24,window=6,min_layer=", layer, ",threshold=2,indices=last_query"),
+                              prompt),
+                    gem = run(text("gemfilter,budget=24,layer=", layer), prompt);
       EXPECT_EQ(asl.selected, layer);
       EXPECT_EQ(asl.tokens, gem.tokens);
       EXPECT_TRUE(asl.afresh && gem.afresh);
@@ -476,7 +521,8 @@ TEST(GemFilter, DoesWhatPlainLoopsDo) {
       ASSERT_TRUE(none_better(scores, out.tokens, 1e-3));
       const PromptLayer evidence(prompt, layer, prompt.all(), 1);
       const Tensor got = last_query_scores(evidence.evidence(), pool);
-      for (std::size_t j = 0; j < scores.size(); ++j) ASSERT_NEAR(got.const_data_ptr<float>()[j], scores[j], 1e-4 * (1 + std::abs(scores[j])));
+      for (std::size_t j = 0; j < scores.size(); ++j)
+        ASSERT_NEAR(got.const_data_ptr<float>()[j], scores[j], 1e-4 * (1 + std::abs(scores[j])));
     }
   });
 }
@@ -507,12 +553,21 @@ TEST(PyramidInfer, DoesWhatPlainLoopsDo) {  // 1.11.6
   int narrowed = 0;
   each_prompt({.layers = 9, .tokens = 61}, 1, [&](const LayeredPrompt& prompt) {
     const std::int32_t tokens = prompt.shape.tokens;
-    for (const PyramidCase& c : {PyramidCase{0.2, 0.5, 1.2, true, 8, 4}, {0.2, 0.8, 1.2, false, 8, 4}, {0, 0.3, 2, true, 5, 0}, {0.5, 0.6, 0.5, false, 1, 40}, {0.2, 0.9, 1.2, true, 64, 4}, {0.1, 1, 1.2, false, 8, 4}}) {
+    for (const PyramidCase& c : {PyramidCase{0.2, 0.5, 1.2, true, 8, 4},
+                                 {0.2, 0.8, 1.2, false, 8, 4},
+                                 {0, 0.3, 2, true, 5, 0},
+                                 {0.5, 0.6, 0.5, false, 1, 40},
+                                 {0.2, 0.9, 1.2, true, 64, 4},
+                                 {0.1, 1, 1.2, false, 8, 4}}) {
       SCOPED_TRACE(text("recent ", c.recent, ", keep ", c.keep, c.cosine ? ", cosine" : ", constant"));
-      const Outcome out = run(text("pyramidinfer,sink=", c.sink, ",recent_ratio=", c.recent, ",keep=", c.keep, ",schedule=", c.cosine ? "cosine" : "constant", ",min_context=", c.least, ",distance_weight=", c.weight), prompt);
+      const Outcome out = run(
+          text("pyramidinfer,sink=", c.sink, ",recent_ratio=", c.recent, ",keep=", c.keep,
+               ",schedule=", c.cosine ? "cosine" : "constant", ",min_context=", c.least, ",distance_weight=", c.weight),
+          prompt);
       ASSERT_EQ(out.selected, -1);
       ASSERT_FALSE(out.afresh);
-      const std::int32_t observers = static_cast<std::int32_t>(c.recent * tokens) + 1, floor = std::min(c.least, tokens - observers);
+      const std::int32_t observers = static_cast<std::int32_t>(c.recent * tokens) + 1,
+                         floor = std::min(c.least, tokens - observers);
       for (std::int32_t l = 0; l < 9; ++l) {
         const auto i = static_cast<std::size_t>(l);
         const Ints& present = out.present[i];
@@ -520,7 +575,8 @@ TEST(PyramidInfer, DoesWhatPlainLoopsDo) {  // 1.11.6
         const std::int32_t others = static_cast<std::int32_t>(present.size()) - observers;
         const double share = c.cosine ? (1 - c.keep) * (std::cos(std::acos(-1.0) * l / 9) + 1) / 2 + c.keep : c.keep;
         std::int32_t kept = others;
-        if (others > floor && share < 1 && static_cast<std::int32_t>(others * share) > floor) kept = static_cast<std::int32_t>(others * share);
+        if (others > floor && share < 1 && static_cast<std::int32_t>(others * share) > floor)
+          kept = static_cast<std::int32_t>(others * share);
         if (kept == others) {
           ASSERT_FALSE(out.going[i].has_value()) << "layer " << l;
           continue;
@@ -529,7 +585,8 @@ TEST(PyramidInfer, DoesWhatPlainLoopsDo) {  // 1.11.6
         ASSERT_TRUE(out.going[i].has_value()) << "layer " << l;
         ASSERT_EQ(static_cast<std::int32_t>(out.going[i]->size()), kept + observers) << "layer " << l;
         Doubles weights, scores(static_cast<std::size_t>(others));
-        for (std::int32_t w = 0; w < observers; ++w) weights.push_back(observers == 1 ? 1 : 1 + (c.weight - 1) * w / (observers - 1));
+        for (std::int32_t w = 0; w < observers; ++w)
+          weights.push_back(observers == 1 ? 1 : 1 + (c.weight - 1) * w / (observers - 1));
         for (std::int32_t h = 0; h < prompt.spec.query_heads; ++h) {
           const Doubles u = prompt.sums(l, present, h, observers, weights);
           for (std::size_t j = 0; j < scores.size(); ++j) scores[j] += u[j] / prompt.shape.group;
@@ -537,10 +594,12 @@ TEST(PyramidInfer, DoesWhatPlainLoopsDo) {  // 1.11.6
         for (std::int32_t j = 0; j < std::min(c.sink, others); ++j) scores[static_cast<std::size_t>(j)] = 1e6 - j;
         Ints places;
         for (std::int32_t j = 0; j < others; ++j)
-          if (std::binary_search(out.going[i]->begin(), out.going[i]->end(), present[static_cast<std::size_t>(j)])) places.push_back(j);
+          if (std::binary_search(out.going[i]->begin(), out.going[i]->end(), present[static_cast<std::size_t>(j)]))
+            places.push_back(j);
         ASSERT_EQ(static_cast<std::int32_t>(places.size()), kept);
         ASSERT_TRUE(none_better(scores, places, kNear)) << "layer " << l;
-        ASSERT_TRUE(std::equal(present.end() - observers, present.end(), out.going[i]->end() - observers)) << "the newest go on";
+        ASSERT_TRUE(std::equal(present.end() - observers, present.end(), out.going[i]->end() - observers))
+            << "the newest go on";
       }
     }
   });
@@ -572,42 +631,57 @@ TEST(PrefillPolicies, RefuseLayersThatAreNotWanted) {
 TEST(PromptScores, SumsAndMassesAreThoseOfPlainLoops) {
   each_prompt({.layers = 1, .tokens = 41}, 1, [](const LayeredPrompt& prompt) {
     for (const std::int32_t window : {1, 5, 40})
-      for (const PromptScoreOptions::Pool kind : {PromptScoreOptions::Pool::average, PromptScoreOptions::Pool::maximum}) {
+      for (const PromptScoreOptions::Pool kind :
+           {PromptScoreOptions::Pool::average, PromptScoreOptions::Pool::maximum}) {
         const PromptLayer layer(prompt, 0, prompt.all(), window);
         const PromptScores scores = prompt_scores(layer.evidence(), {.window = window, .pool = 3, .kind = kind});
         for (std::int32_t h = 0; h < prompt.shape.kv_heads; ++h) {
           const Doubles want = prompt.group_sums(0, prompt.all(), h, window);
-          for (std::size_t t = 0; t < want.size(); ++t) ASSERT_NEAR(scores.sums.const_data_ptr<float>()[static_cast<std::size_t>(h * 41) + t], want[t], 1e-5 * window);
+          for (std::size_t t = 0; t < want.size(); ++t)
+            ASSERT_NEAR(scores.sums.const_data_ptr<float>()[static_cast<std::size_t>(h * 41) + t], want[t],
+                        1e-5 * window);
         }
         const Tensor mass = token_mass(layer.evidence(), scores.sums, window);
         const Doubles want = prompt.masses(0, prompt.all(), window);
         ASSERT_EQ(mass.numel(), 41 - window);
         for (std::size_t t = 0; t < want.size(); ++t) ASSERT_NEAR(mass.const_data_ptr<float>()[t], want[t], 1e-5);
 
-        const KeepSet own = keep_top_mass(layer.evidence(), {.mass = 0.7, .window = window}), same = keep_top_mass(layer.table, scores.sums, {.mass = 0.7, .window = window});
+        const KeepSet own = keep_top_mass(layer.evidence(), {.mass = 0.7, .window = window}),
+                      same = keep_top_mass(layer.table, scores.sums, {.mass = 0.7, .window = window});
         if (kind == PromptScoreOptions::Pool::average) {
           EXPECT_EQ(own.indptr, same.indptr);
           EXPECT_TRUE(own.slots.equal(same.slots));
         }
       }
-    EXPECT_THROW(static_cast<void>(keep_top_mass(PromptLayer(prompt, 0, prompt.all(), 1).table, at::empty({3}), {.mass = 0.5, .window = 1})), InvalidArgument);
+    EXPECT_THROW(static_cast<void>(keep_top_mass(PromptLayer(prompt, 0, prompt.all(), 1).table, at::empty({3}),
+                                                 {.mass = 0.5, .window = 1})),
+                 InvalidArgument);
   });
 }
 
 TEST(AttentionSum, WeighsEachQueryAsPlainLoopsDo) {
   each_prompt({.layers = 1, .kv_heads = 3, .tokens = 45}, 1, [](const LayeredPrompt& prompt) {
     const PromptLayer layer(prompt, 0, prompt.all(), 20);
-    const std::vector<RowWindow> windows{{20, 25}, {7, 38}, {0, 0}};  // rows of one table may have windows of their own: those of a narrow one are the newest weights
+    const std::vector<RowWindow> windows{
+        {20, 25},
+        {7, 38},
+        {0, 0}};  // rows of one table may have windows of their own: those of a narrow one are the newest weights
     std::vector<float> weights;
     for (int i = 0; i < 20; ++i) weights.push_back(0.25F * static_cast<float>(1 + i % 7));
-    const Tensor got = attention_sum(layer.evidence(), windows, weights), ones = attention_sum(layer.evidence(), windows, std::vector<float>(20, 1.0F)), none = attention_sum(layer.evidence(), windows);
+    const Tensor got = attention_sum(layer.evidence(), windows, weights),
+                 ones = attention_sum(layer.evidence(), windows, std::vector<float>(20, 1.0F)),
+                 none = attention_sum(layer.evidence(), windows);
     EXPECT_TRUE(ones.equal(none)) << "weights of 1 change nothing";
     for (std::int32_t h = 0; h < 3; ++h) {
       const std::int32_t window = windows[static_cast<std::size_t>(h)].queries;
       const Doubles want = prompt.group_sums(0, prompt.all(), h, window, {weights.end() - window, weights.end()});
-      for (std::size_t t = 0; t < want.size(); ++t) ASSERT_NEAR(got.const_data_ptr<float>()[static_cast<std::size_t>(h * 45) + t], want[t], 1e-4) << "head " << h << ", slot " << t;
+      for (std::size_t t = 0; t < want.size(); ++t)
+        ASSERT_NEAR(got.const_data_ptr<float>()[static_cast<std::size_t>(h * 45) + t], want[t], 1e-4)
+            << "head " << h << ", slot " << t;
     }
-    EXPECT_THROW(static_cast<void>(attention_sum(layer.evidence(), windows, std::vector<float>(19, 1.0F))), InvalidArgument) << "fewer than the widest window has";
+    EXPECT_THROW(static_cast<void>(attention_sum(layer.evidence(), windows, std::vector<float>(19, 1.0F))),
+                 InvalidArgument)
+        << "fewer than the widest window has";
   });
 }
 

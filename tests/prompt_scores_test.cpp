@@ -1,4 +1,5 @@
-// What a prompt's newest queries made of the tokens before them, against plain loops in double, and what follows for the layer that selects.
+// What a prompt's newest queries made of the tokens before them, against plain loops in double, and what follows for
+// the layer that selects.
 
 #include "kvkeep/layers/prompt_scores.h"
 
@@ -13,7 +14,8 @@ namespace {
 using namespace testing;
 
 TEST(PromptScores, AreTheHandExamples) {
-  // Queries and keys of two components, no scaling but the root of two: softmax rows .134 .366 .134 | .366 0 and .128 .128 .348 | .348 .047.
+  // Queries and keys of two components, no scaling but the root of two: softmax rows .134 .366 .134 | .366 0 and .128
+  // .128 .348 | .348 .047.
   Prompts prompt(1, 1, 2, {5}, 2, 1);
   const float root = std::sqrt(2.0F);
   prompt.queries[0] = {root, 0, 0, root};
@@ -33,7 +35,8 @@ TEST(PromptScores, AreThoseOfPlainLoops) {
   for (const std::int32_t group : {1, 2, 7})
     for (const std::int32_t kv_heads : {1, 3})
       for (const std::int32_t dim : {1, 8, 33})
-        for (const Options& options : {Options{4, 1}, Options{3, 7}, Options{5, 5, Options::Pool::maximum}, Options{1, 3, Options::Pool::maximum}}) {
+        for (const Options& options : {Options{4, 1}, Options{3, 7}, Options{5, 5, Options::Pool::maximum},
+                                       Options{1, 3, Options::Pool::maximum}}) {
           const std::vector<std::int32_t> lengths{options.window + 1, 40, 23};
           const Prompts prompts(group, kv_heads, dim, lengths, options.window, ++seed);
           const PromptScores got = prompts.scores(options);
@@ -44,9 +47,12 @@ TEST(PromptScores, AreThoseOfPlainLoops) {
             std::vector<double> sum(static_cast<std::size_t>(before));
             for (std::int32_t h = 0; h < kv_heads; ++h) {
               const std::vector<double> want = prompts.head_scores(s, h, options);
-              const float* head = got.heads.const_data_ptr<float>() + table.rows[s * static_cast<std::size_t>(kv_heads) + static_cast<std::size_t>(h)].first;
+              const float* head =
+                  got.heads.const_data_ptr<float>() +
+                  table.rows[s * static_cast<std::size_t>(kv_heads) + static_cast<std::size_t>(h)].first;
               for (std::int32_t t = 0; t < before; ++t) {
-                ASSERT_NEAR(head[t], want[static_cast<std::size_t>(t)], 1e-5) << "prompt " << s << ", head " << h << ", token " << t << ", D " << dim;
+                ASSERT_NEAR(head[t], want[static_cast<std::size_t>(t)], 1e-5)
+                    << "prompt " << s << ", head " << h << ", token " << t << ", D " << dim;
                 sum[static_cast<std::size_t>(t)] += want[static_cast<std::size_t>(t)];
               }
               for (std::int32_t t = before; t < lengths[s]; ++t) ASSERT_EQ(head[t], 0.0F);
@@ -68,14 +74,18 @@ TEST(PromptScores, DoNotDependOnTheOtherPrompts) {
 TEST(PromptScores, LeadToTheLayerWhereTheRankingSettles) {
   // Layers whose keys come ever nearer to one another's: the ranking settles.
   constexpr std::int32_t kLayers = 10, kTokens = 60, kWindow = 4;
-  LayerSelector selector({.select = 20, .window = kWindow, .min_layer = 3, .observed_layers = 3, .threshold = 0.3}, kTokens);
+  LayerSelector selector({.select = 20, .window = kWindow, .min_layer = 3, .observed_layers = 3, .threshold = 0.3},
+                         kTokens);
   Prompts base(2, 2, 8, {kTokens}, kWindow, 20);
   for (std::int32_t l = 0; l < kLayers && selector.layer() < 0; ++l) {
     Prompts layer = base;
     const Prompts noise(2, 2, 8, {kTokens}, kWindow, 100 + static_cast<std::uint64_t>(l));
-    for (std::size_t i = 0; i < layer.keys[0].size(); ++i) layer.keys[0][i] += noise.keys[0][i] * (l < 5 ? 1.0F : 0.01F);
+    for (std::size_t i = 0; i < layer.keys[0].size(); ++i)
+      layer.keys[0][i] += noise.keys[0][i] * (l < 5 ? 1.0F : 0.01F);
     const PromptScores scores = layer.scores({.window = kWindow});
-    if (selector.wants(l)) static_cast<void>(selector.see(l, {scores.tokens.const_data_ptr<float>(), static_cast<std::size_t>(scores.tokens.numel())}));
+    if (selector.wants(l))
+      static_cast<void>(
+          selector.see(l, {scores.tokens.const_data_ptr<float>(), static_cast<std::size_t>(scores.tokens.numel())}));
   }
   EXPECT_EQ(selector.layer(), 7) << "the first layer whose three observed ones are all settled";
   EXPECT_EQ(selector.tokens().size(), 20U);
@@ -86,7 +96,8 @@ TEST(PromptScores, RefuseWhatTheyCannotScore) {
   EXPECT_THROW(static_cast<void>(prompts.scores({.window = 4})), InvalidArgument) << "fewer queries than the window";
   EXPECT_THROW(static_cast<void>(prompts.scores({.window = 3, .pool = 4})), InvalidArgument);
   EXPECT_THROW(static_cast<void>(prompts.scores({.window = 0})), InvalidArgument);
-  EXPECT_THROW(static_cast<void>(Prompts(1, 1, 4, {3}, 3, 31).scores({.window = 3})), InvalidArgument) << "nothing before the window";
+  EXPECT_THROW(static_cast<void>(Prompts(1, 1, 4, {3}, 3, 31).scores({.window = 3})), InvalidArgument)
+      << "nothing before the window";
 }
 
 }  // namespace

@@ -21,7 +21,8 @@ struct ReplayedTrace {
 
   [[nodiscard]] trace::Result replay(const std::string& policy) const {
     const ::testing::TestInfo& test = *::testing::UnitTest::GetInstance()->current_test_info();
-    const std::filesystem::path file = std::filesystem::path(::testing::TempDir()) / text("replayed_", test.test_suite_name(), "_", test.name(), ".safetensors");
+    const std::filesystem::path file = std::filesystem::path(::testing::TempDir()) /
+                                       text("replayed_", test.test_suite_name(), "_", test.name(), ".safetensors");
     io::write_safetensors(file, {tensors.begin(), tensors.end()}, metadata);
     const trace::Result result = run(io::SafetensorsFile::open(file), *make_policy(policy));
     std::filesystem::remove(file);

@@ -1,4 +1,5 @@
-// Sequences that are saved and come back elsewhere: they go on to the same bits, and a file that does not fit changes nothing.
+// Sequences that are saved and come back elsewhere: they go on to the same bits, and a file that does not fit changes
+// nothing.
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/full.h>
@@ -19,12 +20,16 @@ using testing::FoldingEngine;
 using testing::message_of;
 
 const std::string kSekv = "sekv,recent=12,interval=8,sink=2,memory.max_span=16,memory.min_span=3,memory.alpha=1.5";
-const std::string kAms = "ams-tova,budget=32,interval=8,recent=8,window=4,rest=fold,memory.max_span=16,memory.min_span=4";
+const std::string kAms =
+    "ams-tova,budget=32,interval=8,recent=8,window=4,rest=fold,memory.max_span=16,memory.min_span=4";
 const std::string kRkv = "rkv,budget=32,interval=8,recent=8,sink=2";
 
 /// A path of this test alone; what lies there goes with it.
 struct File {
-  explicit File(const std::string& name) : path(std::filesystem::temp_directory_path() / text("kvkeep-restore-", name, "-", ::getpid())) { std::filesystem::remove(path); }
+  explicit File(const std::string& name)
+      : path(std::filesystem::temp_directory_path() / text("kvkeep-restore-", name, "-", ::getpid())) {
+    std::filesystem::remove(path);
+  }
   ~File() { std::filesystem::remove(path); }
   [[nodiscard]] std::string bytes() const {
     std::ifstream in(path, std::ios::binary);
@@ -41,7 +46,8 @@ void expect_same(std::span<const T> a, std::span<const T> b, const char* what) {
 }
 
 /// What two keepers know of one sequence each.
-void expect_same_sequence(const Keeper& a, SequenceId of_a, const Keeper& b, SequenceId of_b, std::int32_t layers, std::int32_t heads) {
+void expect_same_sequence(const Keeper& a, SequenceId of_a, const Keeper& b, SequenceId of_b, std::int32_t layers,
+                          std::int32_t heads) {
   EXPECT_EQ(a.logical_length(of_a), b.logical_length(of_b));
   EXPECT_EQ(a.prompt_length(of_a), b.prompt_length(of_b));
   for (std::int32_t l = 0; l < layers; ++l)
@@ -54,11 +60,13 @@ void expect_same_sequence(const Keeper& a, SequenceId of_a, const Keeper& b, Seq
 void expect_same_spans(const SpanRow& a, const SpanRow& b) {
   ASSERT_EQ(a.size(), b.size());
   const auto bytes = static_cast<std::size_t>(a.size() * a.dim()) * c10::elementSize(a.dtype());
-  for (const KvSide side : {KvSide::keys, KvSide::values}) expect_same(std::span(a.coarse(side), bytes), std::span(b.coarse(side), bytes), "coarse entries");
+  for (const KvSide side : {KvSide::keys, KvSide::values})
+    expect_same(std::span(a.coarse(side), bytes), std::span(b.coarse(side), bytes), "coarse entries");
   expect_same(a.log_length(), b.log_length(), "logarithms");
   expect_same(a.norms(), b.norms(), "norms");
   EXPECT_EQ(a.sketch().signs, b.sketch().signs);
-  expect_same(std::span<const c10::BFloat16>(a.sketch().sizes), std::span<const c10::BFloat16>(b.sketch().sizes), "sketch");
+  expect_same(std::span<const c10::BFloat16>(a.sketch().sizes), std::span<const c10::BFloat16>(b.sketch().sizes),
+              "sketch");
   for (std::int64_t i = 0; i < a.size(); ++i) {
     const FoldedSpan &one = a.span(i), &other = b.span(i);
     EXPECT_EQ(std::tie(one.first, one.last, one.length), std::tie(other.first, other.last, other.length));
@@ -72,7 +80,8 @@ void expect_same_spans(const SpanRow& a, const SpanRow& b) {
     std::vector<std::byte> mine(static_cast<std::size_t>(a.blob(i)->size())), theirs(mine.size());
     a.blob(i)->read(mine.data()), b.blob(i)->read(theirs.data());
     EXPECT_EQ(mine, theirs) << "factors of span " << i;
-    EXPECT_EQ(std::tie(a.blob(i)->label().span, a.blob(i)->label().begin, a.blob(i)->label().end), std::tie(b.blob(i)->label().span, b.blob(i)->label().begin, b.blob(i)->label().end));
+    EXPECT_EQ(std::tie(a.blob(i)->label().span, a.blob(i)->label().begin, a.blob(i)->label().end),
+              std::tie(b.blob(i)->label().span, b.blob(i)->label().begin, b.blob(i)->label().end));
   }
 }
 
@@ -92,7 +101,8 @@ void bring_rows(const FoldingEngine& from, FoldingEngine& to, SequenceId id) {
     const auto &a = std::get<PagedKv>(from.cache[l]), &b = std::get<PagedKv>(to.cache[l]);
     const auto old_pages = from.sequences.pages(id), new_pages = to.sequences.pages(id);
     ASSERT_EQ(old_pages.size(), new_pages.size());
-    for (std::size_t p = 0; p < old_pages.size(); ++p) b.keys[new_pages[p]].copy_(a.keys[old_pages[p]]), b.values[new_pages[p]].copy_(a.values[old_pages[p]]);
+    for (std::size_t p = 0; p < old_pages.size(); ++p)
+      b.keys[new_pages[p]].copy_(a.keys[old_pages[p]]), b.values[new_pages[p]].copy_(a.values[old_pages[p]]);
   }
   to.living.emplace(id, std::move(s));
 }
@@ -109,19 +119,26 @@ void expect_goes_on(FoldingEngine& here, FoldingEngine& there, SequenceId id, in
     here.step({{id, tokens}});
     const Report report = there.step({{id, tokens}});
     EXPECT_EQ(report.cuts.size(), static_cast<std::size_t>(report.slots_dropped > 0 ? 1 : 0));
-    for (std::size_t l = 0; l < here.outputs.size(); ++l) ASSERT_TRUE(engines::same_bits(here.outputs[l], there.outputs[l])) << "step " << i << ", layer " << l;
+    for (std::size_t l = 0; l < here.outputs.size(); ++l)
+      ASSERT_TRUE(engines::same_bits(here.outputs[l], there.outputs[l])) << "step " << i << ", layer " << l;
   }
   expect_same_sequence(here.keeper, id, there.keeper, id, FoldingEngine::kLayers, FoldingEngine::kHeads);
   EXPECT_EQ(here.living.at(id).lengths, there.living.at(id).lengths);
   for (std::int32_t l = 0; l < FoldingEngine::kLayers; ++l)
-    for (std::int32_t h = 0; h < FoldingEngine::kHeads; ++h) expect_same_spans(here.keeper.spans(id, l, h), there.keeper.spans(id, l, h));
+    for (std::int32_t h = 0; h < FoldingEngine::kHeads; ++h)
+      expect_same_spans(here.keeper.spans(id, l, h), there.keeper.spans(id, l, h));
   EXPECT_GT(there.keeper.folded(id).spans, 20);
 }
 
 TEST(Restore, GoesOnToTheSameBitsWithEverythingThatWasFolded) {
   const File far("far"), weights("router");
-  write_routing(weights.path, {.projections = at::full({2, 4, 3, 16}, 0.25F), .thresholds = at::full({2, 4}, 0.6F), .gate_weights = {}, .gate_biases = {}});
-  for (const std::string& policy : {kSekv, kSekv + ",memory.store=bf16", kSekv + ",budget=40", kSekv + ",memory.router=" + weights.path.string(), kAms, kAms + ",memory.zoom=coverage"})
+  write_routing(weights.path, {.projections = at::full({2, 4, 3, 16}, 0.25F),
+                               .thresholds = at::full({2, 4}, 0.6F),
+                               .gate_weights = {},
+                               .gate_biases = {}});
+  for (const std::string& policy :
+       {kSekv, kSekv + ",memory.store=bf16", kSekv + ",budget=40", kSekv + ",memory.router=" + weights.path.string(),
+        kAms, kAms + ",memory.zoom=coverage"})
     for (const int page_size : {0, 4}) {
       if (page_size > 0 && policy != kSekv && policy != kAms) continue;
       SCOPED_TRACE(policy + text(", page size ", page_size));
@@ -136,7 +153,8 @@ TEST(Restore, GoesOnToTheSameBitsWithEverythingThatWasFolded) {
     }
   // Where factors lie is each keeper's own affair.
   const File file("places");
-  FoldingEngine here(kSekv), there(kSekv + ",memory.host_bytes=0,memory.near_bytes=3000,memory.file=" + far.path.string(), 2);
+  FoldingEngine here(kSekv),
+      there(kSekv + ",memory.host_bytes=0,memory.near_bytes=3000,memory.file=" + far.path.string(), 2);
   here.join(5);
   here.step({{5, 130}});
   expect_goes_on(here, there, 5, 30, file);
@@ -144,7 +162,8 @@ TEST(Restore, GoesOnToTheSameBitsWithEverythingThatWasFolded) {
 }
 
 /// The same for policies that drop: two engines, random numbers that both get.
-void expect_goes_on(engines::Engine& here, engines::Engine& there, const std::function<void()>& make_room, const std::string& name) {
+void expect_goes_on(engines::Engine& here, engines::Engine& there, const std::function<void()>& make_room,
+                    const std::string& name) {
   const File file(name);
   oracle::Random random(31);
   here.join(1), here.join(3);
@@ -157,7 +176,8 @@ void expect_goes_on(engines::Engine& here, engines::Engine& there, const std::fu
   for (std::int32_t r = 0; r < engines::kRows; ++r)
     for (std::int32_t t = 0; t < here.lengths.at(3)[static_cast<std::size_t>(r)]; ++t)
       for (const bool value : {false, true})
-        there.slot_of(3, r / engines::kHeads, r % engines::kHeads, t, value).copy_(here.slot_of(3, r / engines::kHeads, r % engines::kHeads, t, value));
+        there.slot_of(3, r / engines::kHeads, r % engines::kHeads, t, value)
+            .copy_(here.slot_of(3, r / engines::kHeads, r % engines::kHeads, t, value));
   std::int64_t dropped = 0;
   for (int i = 0; i < 24; ++i) {
     const engines::Numbers numbers = engines::numbers_of(random, {{3, 1 + i % 3}});
@@ -177,7 +197,8 @@ void expect_goes_on(engines::Engine& here, engines::Engine& there, const std::fu
   for (std::int32_t r = 0; r < engines::kRows; ++r)
     for (std::int32_t t = 0; t < here.lengths.at(3)[static_cast<std::size_t>(r)]; ++t)
       for (const bool value : {false, true})
-        ASSERT_TRUE(engines::same_bits(here.slot_of(3, r / engines::kHeads, r % engines::kHeads, t, value), there.slot_of(3, r / engines::kHeads, r % engines::kHeads, t, value)));
+        ASSERT_TRUE(engines::same_bits(here.slot_of(3, r / engines::kHeads, r % engines::kHeads, t, value),
+                                       there.slot_of(3, r / engines::kHeads, r % engines::kHeads, t, value)));
 }
 
 std::filesystem::path write_calibration(const std::filesystem::path& path) {
@@ -198,18 +219,27 @@ std::filesystem::path write_calibration(const std::filesystem::path& path) {
 TEST(Restore, GoesOnToTheSameBitsUnderPoliciesThatDrop) {
   const File statistics("calibration");
   const std::string tail = ",budget=32,interval=8,sink=2,";
-  for (const std::string& policy : {"ams-tova" + tail + "recent=8,window=4", kRkv, "triattention" + tail + "recent=8,calibration=" + write_calibration(statistics.path).string(), "snapkv" + tail + "window=6",
-                                    "h2o" + tail + "recent=8", "expected" + tail + "recent=8,statistics=stream", "adakv-snapkv" + tail + "window=6", std::string("streaming,budget=32,interval=8,sink=2"), "random" + tail + "recent=8"}) {
+  for (const std::string& policy :
+       {"ams-tova" + tail + "recent=8,window=4", kRkv,
+        "triattention" + tail + "recent=8,calibration=" + write_calibration(statistics.path).string(),
+        "snapkv" + tail + "window=6", "h2o" + tail + "recent=8", "expected" + tail + "recent=8,statistics=stream",
+        "adakv-snapkv" + tail + "window=6", std::string("streaming,budget=32,interval=8,sink=2"),
+        "random" + tail + "recent=8"}) {
     SCOPED_TRACE(policy);
     engines::DenseEngine dense(policy, true, kFloat32), there(policy, true, kFloat32);
     expect_goes_on(dense, there, [] {}, "dense");
-    engines::PagedEngine paged(policy, true, kBFloat16, 4, PageLayout::slot_head, engines::Form::apart), elsewhere(policy, true, kBFloat16, 4, PageLayout::slot_head, engines::Form::apart);
-    expect_goes_on(paged, elsewhere, [&] { ASSERT_TRUE(elsewhere.sequences.admit(3, *std::ranges::max_element(elsewhere.lengths.at(3))).given()); }, "paged");
+    engines::PagedEngine paged(policy, true, kBFloat16, 4, PageLayout::slot_head, engines::Form::apart),
+        elsewhere(policy, true, kBFloat16, 4, PageLayout::slot_head, engines::Form::apart);
+    expect_goes_on(
+        paged, elsewhere,
+        [&] { ASSERT_TRUE(elsewhere.sequences.admit(3, *std::ranges::max_element(elsewhere.lengths.at(3))).given()); },
+        "paged");
   }
 }
 
 TEST(Restore, TakesBackSpeculativeTokensThatCameBeforeItWasSaved) {
-  for (const std::string policy : {"snapkv,budget=32,interval=8,sink=2,window=6", "expected,budget=32,interval=8,sink=2,recent=8,statistics=stream"}) {
+  for (const std::string policy : {"snapkv,budget=32,interval=8,sink=2,window=6",
+                                   "expected,budget=32,interval=8,sink=2,recent=8,statistics=stream"}) {
     SCOPED_TRACE(policy);
     const File file("speculative");
     engines::DenseEngine here(policy, true, kFloat32), there(policy, true, kFloat32);
@@ -230,7 +260,8 @@ TEST(Restore, TakesBackSpeculativeTokensThatCameBeforeItWasSaved) {
 }
 
 TEST(Restore, BringsBackWhatBecameOfANarrowedPromptAndRefusesOneThatIsStillNarrowing) {
-  for (const std::string policy : {"asl,budget=24,window=6,pool=3,min_layer=1,observed_layers=2,threshold=0.6", "asl-2pass,budget=24,window=6,pool=3,min_layer=1,observed_layers=2,threshold=0.6"}) {
+  for (const std::string policy : {"asl,budget=24,window=6,pool=3,min_layer=1,observed_layers=2,threshold=0.6",
+                                   "asl-2pass,budget=24,window=6,pool=3,min_layer=1,observed_layers=2,threshold=0.6"}) {
     SCOPED_TRACE(policy);
     const File file("narrowed");
     layer_by_layer::Engine engine(policy);
@@ -238,7 +269,10 @@ TEST(Restore, BringsBackWhatBecameOfANarrowedPromptAndRefusesOneThatIsStillNarro
     engine.begin({{1, 60}});
     engine.observe(0);
     engine.narrow(0);
-    EXPECT_NE(message_of<StateError>([&] { engine.keeper.save(1, file.path); }).find("the prompt of sequence 1 has come to layer 1"), std::string::npos);
+    EXPECT_NE(message_of<StateError>([&] {
+                engine.keeper.save(1, file.path);
+              }).find("the prompt of sequence 1 has come to layer 1"),
+              std::string::npos);
     EXPECT_FALSE(std::filesystem::exists(file.path));
     for (std::int32_t l = 1; l < layer_by_layer::kLayers; ++l) engine.observe(l), engine.narrow(l);
     engine.end();
@@ -247,7 +281,8 @@ TEST(Restore, BringsBackWhatBecameOfANarrowedPromptAndRefusesOneThatIsStillNarro
     there.restore(9, file.path);
     const PromptReport *a = engine.keeper.prompt_report(1), *b = there.prompt_report(9);
     ASSERT_TRUE(a != nullptr && b != nullptr);
-    EXPECT_EQ(std::tie(a->tokens, a->selection_layer, a->entered, a->going_on, a->second_pass), std::tie(b->tokens, b->selection_layer, b->entered, b->going_on, b->second_pass));
+    EXPECT_EQ(std::tie(a->tokens, a->selection_layer, a->entered, a->going_on, a->second_pass),
+              std::tie(b->tokens, b->selection_layer, b->entered, b->going_on, b->second_pass));
     expect_same_sequence(engine.keeper, 1, there, 9, layer_by_layer::kLayers, layer_by_layer::kHeads);
   }
 }
@@ -284,12 +319,16 @@ TEST(Restore, RefusesPoliciesThatAreNoObjectOfOptions) {
   const io::SafetensorsFile honest = io::SafetensorsFile::open(whole.path);
   StateTensors tensors;
   for (const std::string& name : honest.names()) tensors.emplace_back(name, honest.tensor(name));
-  for (const std::string& policy : {std::string("{}"), std::string("[]"), std::string("no JSON"), "{\"a\":" + std::string(1000000, '[') + std::string(1000000, ']') + "}"}) {
+  for (const std::string& policy : {std::string("{}"), std::string("[]"), std::string("no JSON"),
+                                    "{\"a\":" + std::string(1000000, '[') + std::string(1000000, ']') + "}"}) {
     std::map<std::string, std::string> about = honest.metadata();
     about["policy"] = policy;
     write_state(forged.path, tensors, about);
     engines::DenseEngine there(kRkv, true, kFloat32);
-    EXPECT_NE(message_of<InvalidArgument>([&] { there.keeper.restore(1, forged.path); }).find("was saved under another policy"), std::string::npos);
+    EXPECT_NE(message_of<InvalidArgument>([&] {
+                there.keeper.restore(1, forged.path);
+              }).find("was saved under another policy"),
+              std::string::npos);
   }
 }
 
@@ -334,15 +373,22 @@ TEST(Restore, RefusesAnotherPolicyOrModelByTheFieldsThatDiffer) {
     EXPECT_NE(said.find(file.path.string()), std::string::npos) << said;
     return said;
   };
-  EXPECT_NE(restored(engines::model(), "ams-tova,budget=33,interval=8,recent=8,window=4").find("another policy: budget is 32 there and 33 here; allowed the same"), std::string::npos);
+  EXPECT_NE(restored(engines::model(), "ams-tova,budget=33,interval=8,recent=8,window=4")
+                .find("another policy: budget is 32 there and 33 here; allowed the same"),
+            std::string::npos);
   EXPECT_NE(restored(engines::model(), kRkv).find("policy is \"ams-tova\" there and \"rkv\" here"), std::string::npos);
   ModelSpec other = engines::model();
   other.key_dim = 10;
-  EXPECT_NE(restored(other, "ams-tova,budget=32,interval=8,recent=8,window=4").find("another model: key_dim is 8 there and 10 here"), std::string::npos);
+  EXPECT_NE(restored(other, "ams-tova,budget=32,interval=8,recent=8,window=4")
+                .find("another model: key_dim is 8 there and 10 here"),
+            std::string::npos);
   other = engines::model();
   other.rope.inv_freq[1] = 0.25;
-  EXPECT_NE(restored(other, "ams-tova,budget=32,interval=8,recent=8,window=4").find("rope/inv_freq/1 is 0.3 there and 0.25 here"), std::string::npos);
-  EXPECT_NE(message_of<StateError>([&] { here.keeper.restore(1, file.path); }).find("sequence 1 is already here"), std::string::npos);
+  EXPECT_NE(restored(other, "ams-tova,budget=32,interval=8,recent=8,window=4")
+                .find("rope/inv_freq/1 is 0.3 there and 0.25 here"),
+            std::string::npos);
+  EXPECT_NE(message_of<StateError>([&] { here.keeper.restore(1, file.path); }).find("sequence 1 is already here"),
+            std::string::npos);
 }
 
 TEST(Restore, RefusesToSaveInTheMiddleOfAStepAndAnUnknownSequence) {
@@ -353,8 +399,12 @@ TEST(Restore, RefusesToSaveInTheMiddleOfAStepAndAnUnknownSequence) {
   const SequenceId id = 1;
   const std::vector<std::int32_t> indptr{0, 3};
   engine.keeper.observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = queries});
-  EXPECT_NE(message_of<StateError>([&] { engine.keeper.save(1, file.path); }).find("layer 1 has shown 0 tokens of sequence 1, other layers 3"), std::string::npos);
-  EXPECT_NE(message_of<StateError>([&] { engine.keeper.save(2, file.path); }).find("sequence 2 is not known"), std::string::npos);
+  EXPECT_NE(message_of<StateError>([&] {
+              engine.keeper.save(1, file.path);
+            }).find("layer 1 has shown 0 tokens of sequence 1, other layers 3"),
+            std::string::npos);
+  EXPECT_NE(message_of<StateError>([&] { engine.keeper.save(2, file.path); }).find("sequence 2 is not known"),
+            std::string::npos);
   EXPECT_FALSE(std::filesystem::exists(file.path));
 }
 
@@ -367,7 +417,8 @@ TEST(Restore, LeavesTheFarStoreAndTheKeeperAsTheyWereWhereTheStoreIsFull) {
   const std::int64_t bytes = here.keeper.folded(1).far_bytes;
   const auto far = FarStore::make({.host_bytes = bytes / 2, .slab_bytes = 4096});
   FoldingEngine there(kSekv, 2, 0, kFloat32, far);
-  EXPECT_NE(message_of<StateError>([&] { there.keeper.restore(1, file.path); }).find("of sequence 1, layer"), std::string::npos);
+  EXPECT_NE(message_of<StateError>([&] { there.keeper.restore(1, file.path); }).find("of sequence 1, layer"),
+            std::string::npos);
   EXPECT_FALSE(there.keeper.knows(1));
   EXPECT_EQ(far->blobs(), 0);
   EXPECT_EQ(far->host_bytes(), 0);
@@ -383,7 +434,8 @@ TEST(Restore, RefusesEveryFileThatIsCutOffOrChangedAnywhere) {
   const std::string bytes = whole.bytes();
   ASSERT_GT(bytes.size(), 3000U);
   const auto far = FarStore::make();
-  Keeper keeper(FoldingEngine::model(), make_policy(kSekv), {.surprisal = true, .reads_folded = true, .far_store = far});
+  Keeper keeper(FoldingEngine::model(), make_policy(kSekv),
+                {.surprisal = true, .reads_folded = true, .far_store = far});
   const auto expect_refused = [&](const std::string& changed, std::size_t at) {
     broken.write(changed);
     const std::string said = message_of<InvalidArgument>([&] { keeper.restore(1, broken.path); });
@@ -400,11 +452,13 @@ TEST(Restore, RefusesEveryFileThatIsCutOffOrChangedAnywhere) {
   for (std::size_t size = 0; size < bytes.size(); size += 1013) expect_refused(bytes.substr(0, size), size);
   expect_refused(bytes + "more", bytes.size());
   std::filesystem::remove(broken.path);
-  EXPECT_NE(message_of<InvalidArgument>([&] { keeper.restore(1, broken.path); }).find(broken.path.string()), std::string::npos);
+  EXPECT_NE(message_of<InvalidArgument>([&] { keeper.restore(1, broken.path); }).find(broken.path.string()),
+            std::string::npos);
   keeper.restore(1, whole.path);
 }
 
-/// A file whose checksum is right and whose numbers are not: whoever wrote it. It is refused, or it is a sequence that can go on.
+/// A file whose checksum is right and whose numbers are not: whoever wrote it. It is refused, or it is a sequence that
+/// can go on.
 TEST(Restore, TrustsNoNumberOfAFileThatIsWhole) {
   const File whole("honest"), forged("forged");
   for (const std::string& policy : {kSekv, kAms}) {

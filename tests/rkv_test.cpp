@@ -28,7 +28,8 @@ RkvOptions options_of(const oracle::RkvQuestion& q) {
 }
 
 void expect_agreement(const oracle::RkvQuestion& q, int cases, const testing::ScorerCaseOptions& options = {}) {
-  expect_scores_agree(Rkv(options_of(q)), [&](const oracle::ScorerInput& in) { return oracle::rkv(in, q); }, cases, kClose, options);
+  expect_scores_agree(
+      Rkv(options_of(q)), [&](const oracle::ScorerInput& in) { return oracle::rkv(in, q); }, cases, kClose, options);
 }
 
 TEST(RkvOracle, FindsTheRedundancyOfFourKeysByPencil) {
@@ -73,11 +74,16 @@ TEST(Rkv, AgreesOnRowsOfManyPanels) {
 
 TEST(Rkv, ObeysTheLawsOfScorers) {
   expect_scorer_laws(Rkv(), 25);
-  expect_scorer_laws(Rkv({.window = 3, .group = GroupReduce::mean_prob, .redundancy = RkvOptions::Redundancy::history, .no_similar = RkvOptions::NoSimilar::first}), 25);
+  expect_scorer_laws(Rkv({.window = 3,
+                          .group = GroupReduce::mean_prob,
+                          .redundancy = RkvOptions::Redundancy::history,
+                          .no_similar = RkvOptions::NoSimilar::first}),
+                     25);
 }
 
 TEST(Rkv, NeedsRoomThatGrowsWithTheRowNotItsSquare) {
-  const std::int64_t of_one = Rkv::workspace_bytes(1024, 128), of_two = Rkv::workspace_bytes(2048, 128), of_many = Rkv::workspace_bytes(131072, 128);
+  const std::int64_t of_one = Rkv::workspace_bytes(1024, 128), of_two = Rkv::workspace_bytes(2048, 128),
+                     of_many = Rkv::workspace_bytes(131072, 128);
   EXPECT_EQ(of_two - of_one, (33 + 128) * 1024);
   EXPECT_EQ(of_many - of_one, (33 + 128) * (131072 - 1024));
   EXPECT_LE(of_one, (33 + 128) * 1024 + (8 + 4 * 7 + 5 * 32) * 128);

@@ -57,7 +57,9 @@ void rerotated_equals_rotated_afresh(ScalarType dtype, double tolerance) {  // B
     for (std::size_t j = 0; j < kept.size(); ++j) {
       const auto want = rotated(spec, plain[static_cast<std::size_t>(kept[j])], static_cast<std::int64_t>(j));
       for (std::int64_t d = 0; d < spec.dim; ++d)
-        ASSERT_NEAR(static_cast<float>(cache[j * static_cast<std::size_t>(spec.dim) + static_cast<std::size_t>(d)]), want[static_cast<std::size_t>(d)], tolerance) << spec.name << ", slot " << j;
+        ASSERT_NEAR(static_cast<float>(cache[j * static_cast<std::size_t>(spec.dim) + static_cast<std::size_t>(d)]),
+                    want[static_cast<std::size_t>(d)], tolerance)
+            << spec.name << ", slot " << j;
     }
     const std::vector<Element> once = cache;
     rerotate(keys, dtype, spec.dim, spec.rope, to, to);  // B3: contiguous already
@@ -65,20 +67,24 @@ void rerotated_equals_rotated_afresh(ScalarType dtype, double tolerance) {  // B
   }
 }
 
-TEST(Rerotate, OfAPrunedCacheEqualsRotatingThePrunedKeysAfresh) { rerotated_equals_rotated_afresh<float>(kFloat32, 2e-6); }
+TEST(Rerotate, OfAPrunedCacheEqualsRotatingThePrunedKeysAfresh) {
+  rerotated_equals_rotated_afresh<float>(kFloat32, 2e-6);
+}
 TEST(Rerotate, HoldsInHalfPrecision) {
   rerotated_equals_rotated_afresh<c10::Half>(kFloat16, 8e-3);
   rerotated_equals_rotated_afresh<c10::BFloat16>(kBFloat16, 6e-2);
 }
 
-TEST(Rerotate, TurningBackGivesTheKeyBeforeRoPE) {  // B1: a kept key turned back from its stored position is the original
+TEST(Rerotate,
+     TurningBackGivesTheKeyBeforeRoPE) {  // B1: a kept key turned back from its stored position is the original
   for (const Spec& spec : specs()) {
     if (spec.rope.attention_scaling != 1.0) continue;
     std::vector<float> key(static_cast<std::size_t>(spec.dim));
     std::iota(key.begin(), key.end(), 1.0F);
     auto cached = rotated(spec, key, 70001);
     const std::int32_t from = 70001, to = 0;
-    rerotate({reinterpret_cast<std::byte*>(cached.data()), spec.dim * 4, spec.dim * 4}, kFloat32, spec.dim, spec.rope, {&from, 1}, {&to, 1});
+    rerotate({reinterpret_cast<std::byte*>(cached.data()), spec.dim * 4, spec.dim * 4}, kFloat32, spec.dim, spec.rope,
+             {&from, 1}, {&to, 1});
     for (std::size_t d = 0; d < key.size(); ++d) EXPECT_NEAR(cached[d], key[d], 1e-5) << spec.name;
   }
 }

@@ -26,9 +26,12 @@ Tensor row(std::vector<float> x) {
   return t;
 }
 
-std::vector<int> marks_of(const Tensor& t) { return {t.const_data_ptr<std::uint8_t>(), t.const_data_ptr<std::uint8_t>() + t.numel()}; }
+std::vector<int> marks_of(const Tensor& t) {
+  return {t.const_data_ptr<std::uint8_t>(), t.const_data_ptr<std::uint8_t>() + t.numel()};
+}
 
-TEST(Router, IsASigmoidOfTheDirectionOfTheCoarseKeyAndTheLogarithmOfTheLength) {  // G-S3, and the form with stored projections (S-15)
+TEST(Router, IsASigmoidOfTheDirectionOfTheCoarseKeyAndTheLogarithmOfTheLength) {  // G-S3, and the form with stored
+                                                                                  // projections (S-15)
   // One head, d' = 4: W q = (1.2, 0, 0, 0) along the direction of W kmean, a span of five.
   Tensor w = at::zeros({1, 4, 4});
   for (int i = 0; i < 4; ++i) w.data_ptr<float>()[5 * i] = 1;
@@ -59,7 +62,9 @@ TEST(Router, IsASigmoidOfTheDirectionOfTheCoarseKeyAndTheLogarithmOfTheLength) {
           }
           dot += query * summary, norm += summary * summary;
         }
-        const double expected = 1 / (1 + std::exp(-(dot / std::sqrt(norm) / std::sqrt(8.0)) - std::log(static_cast<double>(spans.spans()[static_cast<std::size_t>(s)].length()))));
+        const double expected =
+            1 / (1 + std::exp(-(dot / std::sqrt(norm) / std::sqrt(8.0)) -
+                              std::log(static_cast<double>(spans.spans()[static_cast<std::size_t>(s)].length()))));
         EXPECT_NEAR(relevance.const_data_ptr<float>()[(n * 6 + h) * spans.size() + s], expected, 1e-5);
       }
 }
@@ -69,7 +74,8 @@ TEST(Router, TakesACoarseKeyOfZeroForNoDirectionAtAll) {
   const SpanStore spans(zero, zero, std::vector<float>(3, 1.0F), {{0, 3}}, {});
   oracle::Random random(82);
   const Router router(normals(random, {1, 2, 4}), at::zeros({1}));
-  EXPECT_NEAR(router.relevance(spans, router.norms(spans), normals(random, {1, 1, 4})).item<float>(), 0.75, 1e-6) << "sigmoid(log 3)";
+  EXPECT_NEAR(router.relevance(spans, router.norms(spans), normals(random, {1, 1, 4})).item<float>(), 0.75, 1e-6)
+      << "sigmoid(log 3)";
 }
 
 TEST(Router, ZoomsNothingAboveAThresholdOfOneAndEverythingBelowZero) {  // S-10
@@ -94,9 +100,12 @@ TEST(EstimatedMass, IsTheShareOfEachCoarseEntryInTheWholeSoftmax) {
   const Tensor dense = open.log_mass();
   for (std::int64_t i = 0; i < dense.numel(); ++i) {
     double all = std::exp(static_cast<double>(dense.const_data_ptr<float>()[i]));
-    for (std::int64_t s = 0; s < memory.spans.size(); ++s) all += std::exp(static_cast<double>(coarse.const_data_ptr<float>()[i * memory.spans.size() + s]));
     for (std::int64_t s = 0; s < memory.spans.size(); ++s)
-      EXPECT_NEAR(mass.const_data_ptr<float>()[i * memory.spans.size() + s], std::exp(static_cast<double>(coarse.const_data_ptr<float>()[i * memory.spans.size() + s])) / all, 1e-6);
+      all += std::exp(static_cast<double>(coarse.const_data_ptr<float>()[i * memory.spans.size() + s]));
+    for (std::int64_t s = 0; s < memory.spans.size(); ++s)
+      EXPECT_NEAR(mass.const_data_ptr<float>()[i * memory.spans.size() + s],
+                  std::exp(static_cast<double>(coarse.const_data_ptr<float>()[i * memory.spans.size() + s])) / all,
+                  1e-6);
   }
 }
 
@@ -104,7 +113,8 @@ TEST(WantedByMass, TakesWhatIsAboveAThresholdOrTheFewestThatCover) {
   const Tensor mass = row({0.10F, 0.30F, 0.0005F, 0.10F, 0.05F});
   ZoomOptions o;
   o.rule = Rule::mass, o.mass = 0.1;
-  EXPECT_EQ(marks_of(wanted_by_mass(mass, o)), (std::vector<int>{1, 1, 0, 1, 0})) << "0.1 as fp32 is a little more than as fp64";
+  EXPECT_EQ(marks_of(wanted_by_mass(mass, o)), (std::vector<int>{1, 1, 0, 1, 0}))
+      << "0.1 as fp32 is a little more than as fp64";
   o.mass = 0.2;
   EXPECT_EQ(marks_of(wanted_by_mass(mass, o)), (std::vector<int>{0, 1, 0, 0, 0}));
   o.rule = Rule::coverage, o.coverage = 0.7;  // of 0.5505: 0.3, then the first 0.1
@@ -112,7 +122,8 @@ TEST(WantedByMass, TakesWhatIsAboveAThresholdOrTheFewestThatCover) {
   o.coverage = 1;
   EXPECT_EQ(marks_of(wanted_by_mass(mass, o)), (std::vector<int>{1, 1, 0, 1, 1})) << "below the floor nothing opens";
   o.coverage_floor = 0;
-  EXPECT_EQ(marks_of(wanted_by_mass(row({1.0F, 1e-30F, 0.0F}), o)), (std::vector<int>{1, 1, 1})) << "what rounds away beside the others opens too";
+  EXPECT_EQ(marks_of(wanted_by_mass(row({1.0F, 1e-30F, 0.0F}), o)), (std::vector<int>{1, 1, 1}))
+      << "what rounds away beside the others opens too";
   o.coverage = 0;
   EXPECT_EQ(marks_of(wanted_by_mass(mass, o)), (std::vector<int>{0, 0, 0, 0, 0}));
   o.rule = Rule::learned;
@@ -133,12 +144,21 @@ SpanStore raw_spans(const std::vector<std::int32_t>& lengths, int kv_heads = 1) 
 
 TEST(ZoomBudget, PassesOverWhatDoesNotFitAndWalksOn) {  // G-S6
   const SpanStore spans = raw_spans({6, 7, 3, 1});
-  const Tensor relevance = row({0.9F, 0.8F, 0.7F, 0.6F}), wanted = at::full({1, 1, 4}, 1, at::TensorOptions().dtype(c10::ScalarType::Byte));
-  EXPECT_EQ(marks_of(within_budget(relevance, wanted, spans, {.entries = 20, .resident = 10}, Heads::own)), (std::vector<int>{1, 0, 1, 1}));
+  const Tensor relevance = row({0.9F, 0.8F, 0.7F, 0.6F}),
+               wanted = at::full({1, 1, 4}, 1, at::TensorOptions().dtype(c10::ScalarType::Byte));
+  EXPECT_EQ(marks_of(within_budget(relevance, wanted, spans, {.entries = 20, .resident = 10}, Heads::own)),
+            (std::vector<int>{1, 0, 1, 1}));
   EXPECT_EQ(marks_of(within_budget(relevance, wanted, spans, {}, Heads::own)), (std::vector<int>{1, 1, 1, 1}));
-  EXPECT_EQ(marks_of(within_budget(relevance, wanted, spans, {.entries = 20, .resident = 20.5}, Heads::own)), (std::vector<int>{0, 0, 0, 0})) << "over the budget already";
-  EXPECT_EQ(marks_of(within_budget(relevance, wanted, spans, {.entries = 20, .resident = 10, .per_head = true}, Heads::own)), (std::vector<int>{1, 0, 1, 1})) << "L - 1 each, as published";
-  EXPECT_EQ(marks_of(within_budget(relevance, wanted, spans, {.entries = 21, .resident = 10, .per_head = true}, Heads::own)), (std::vector<int>{1, 1, 0, 1}));
+  EXPECT_EQ(marks_of(within_budget(relevance, wanted, spans, {.entries = 20, .resident = 20.5}, Heads::own)),
+            (std::vector<int>{0, 0, 0, 0}))
+      << "over the budget already";
+  EXPECT_EQ(
+      marks_of(within_budget(relevance, wanted, spans, {.entries = 20, .resident = 10, .per_head = true}, Heads::own)),
+      (std::vector<int>{1, 0, 1, 1}))
+      << "L - 1 each, as published";
+  EXPECT_EQ(
+      marks_of(within_budget(relevance, wanted, spans, {.entries = 21, .resident = 10, .per_head = true}, Heads::own)),
+      (std::vector<int>{1, 1, 0, 1}));
 }
 
 TEST(ZoomBudget, IsNeverExceededByTheUnionOfAGroup) {  // S-11
@@ -149,8 +169,11 @@ TEST(ZoomBudget, IsNeverExceededByTheUnionOfAGroup) {  // S-11
     for (int i = random.between(1, 12); i > 0; --i) lengths.push_back(random.between(1, 20));
     const SpanStore spans = raw_spans(lengths, 2);
     const std::int64_t count = spans.size(), group = random.between(1, 4);
-    Tensor relevance = at::zeros({2, 2 * group, count}), wanted = at::zeros({2, 2 * group, count}, at::TensorOptions().dtype(c10::ScalarType::Byte));
-    for (std::int64_t i = 0; i < relevance.numel(); ++i) relevance.data_ptr<float>()[i] = static_cast<float>(random.between(0, 5)) / 5, wanted.data_ptr<std::uint8_t>()[i] = random.chance(0.6) ? 1 : 0;
+    Tensor relevance = at::zeros({2, 2 * group, count}),
+           wanted = at::zeros({2, 2 * group, count}, at::TensorOptions().dtype(c10::ScalarType::Byte));
+    for (std::int64_t i = 0; i < relevance.numel(); ++i)
+      relevance.data_ptr<float>()[i] = static_cast<float>(random.between(0, 5)) / 5,
+      wanted.data_ptr<std::uint8_t>()[i] = random.chance(0.6) ? 1 : 0;
     const ZoomBudget budget{.entries = static_cast<double>(random.between(10, 80)), .resident = 10};
     for (const Heads heads : {Heads::own, Heads::group}) {
       const Tensor zoomed = within_budget(relevance, wanted, spans, budget, heads);
@@ -161,7 +184,8 @@ TEST(ZoomBudget, IsNeverExceededByTheUnionOfAGroup) {  // S-11
             int marked = 0, asked = 0;
             for (std::int64_t h = kv * group; h < (kv + 1) * group; ++h) {
               const std::int64_t at = (q * 2 * group + h) * count + s;
-              const int mark = zoomed.const_data_ptr<std::uint8_t>()[at], want = wanted.const_data_ptr<std::uint8_t>()[at];
+              const int mark = zoomed.const_data_ptr<std::uint8_t>()[at],
+                        want = wanted.const_data_ptr<std::uint8_t>()[at];
               marked += mark, asked += want;
               if (heads == Heads::own) EXPECT_LE(mark, want);
             }

@@ -32,7 +32,8 @@ struct Case {
     parameters.thresholds = (at::zeros({2}) + 0.85).to(kFloat64);
     const std::int64_t widths[] = {10, 7, 7, 4};  // max_rank 4
     for (std::size_t i = 0; i < 3; ++i)
-      parameters.gate_weights[i] = normals(random, {widths[i + 1], widths[i]}, 0.5).to(kFloat64), parameters.gate_biases[i] = normals(random, {widths[i + 1]}, 0.5).to(kFloat64);
+      parameters.gate_weights[i] = normals(random, {widths[i + 1], widths[i]}, 0.5).to(kFloat64),
+      parameters.gate_biases[i] = normals(random, {widths[i + 1]}, 0.5).to(kFloat64);
   }
 
   TrainingLayer layer;
@@ -40,7 +41,8 @@ struct Case {
 };
 
 TEST(RouterTraining, HasTheGradientsOfFiniteDifferencesWhereNothingSteps) {
-  // The count of zoomed spans and their log-gates have gradients that no finite difference sees, so the router is checked by its smooth loss alone.
+  // The count of zoomed spans and their log-gates have gradients that no finite difference sees, so the router is
+  // checked by its smooth loss alone.
   Case c(100);
   TrainingOptions smooth;
   smooth.budget_weight = 0;
@@ -64,11 +66,14 @@ TEST(RouterTraining, HasTheGradientsOfFiniteDifferencesWhereNothingSteps) {
     differ(c.parameters.gate_weights[i], all.gradients.gate_weights[i], whole, "weight");
     differ(c.parameters.gate_biases[i], all.gradients.gate_biases[i], whole, "bias");
   }
-  // With tau out of reach nothing is zoomed and log-gates stay; what is left of the gradient of W is that of distill through 1 - z, which is removed by an equal student and teacher.
+  // With tau out of reach nothing is zoomed and log-gates stay; what is left of the gradient of W is that of distill
+  // through 1 - z, which is removed by an equal student and teacher.
   c.layer.head = at::zeros({5, 12});
   const TrainingStep routed = training_step(c.layer, c.parameters, smooth);
   EXPECT_NEAR(routed.distill, 0, 1e-12);
-  differ(c.parameters.projections, routed.gradients.projections, [&](const TrainingStep& s) { return smooth.zoom_weight * s.zoom; }, "W");
+  differ(
+      c.parameters.projections, routed.gradients.projections,
+      [&](const TrainingStep& s) { return smooth.zoom_weight * s.zoom; }, "W");
 }
 
 TEST(RouterTraining, PullsThresholdsByTheSigmoidThatStandsForAZoom) {
@@ -82,14 +87,16 @@ TEST(RouterTraining, PullsThresholdsByTheSigmoidThatStandsForAZoom) {
     for (std::int64_t n = 0; n < 2; ++n)
       for (std::int64_t s = 0; s < step.admitted.size(1); ++s) {
         if (step.admitted.const_data_ptr<std::uint8_t>()[n * step.admitted.size(1) + s] == 0) continue;
-        const double a = step.relevance.const_data_ptr<double>()[(n * 2 + h) * step.admitted.size(1) + s], p = 1 / (1 + std::exp(-(a - 0.85) / 0.1));
+        const double a = step.relevance.const_data_ptr<double>()[(n * 2 + h) * step.admitted.size(1) + s],
+                     p = 1 / (1 + std::exp(-(a - 0.85) / 0.1));
         expected -= p * (1 - p) / 0.1 / 2;
       }
     EXPECT_NEAR(step.gradients.thresholds.const_data_ptr<double>()[h], expected, 1e-6);
   }
   EXPECT_NEAR(step.budget, static_cast<double>(step.zoomed.sum().item<std::int64_t>()) / 2, 1e-12);
   o.published = true;
-  EXPECT_EQ(training_step(c.layer, c.parameters, o).gradients.thresholds.abs().max().item<double>(), 0) << "the published count has no gradient";
+  EXPECT_EQ(training_step(c.layer, c.parameters, o).gradients.thresholds.abs().max().item<double>(), 0)
+      << "the published count has no gradient";
 }
 
 TEST(RouterTraining, AdmitsSpansThatEndBeforeTheWindowOfTheQuery) {
@@ -100,7 +107,8 @@ TEST(RouterTraining, AdmitsSpansThatEndBeforeTheWindowOfTheQuery) {
   for (std::int64_t n = 0; n < 2; ++n)
     for (std::int64_t s = 0; s < spans; ++s) {
       const bool admitted = step.admitted.const_data_ptr<std::uint8_t>()[n * spans + s] != 0;
-      EXPECT_EQ(admitted, c.layer.spans[static_cast<std::size_t>(s)].end <= c.layer.positions[static_cast<std::size_t>(n)] + 1 - 9);
+      EXPECT_EQ(admitted, c.layer.spans[static_cast<std::size_t>(s)].end <=
+                              c.layer.positions[static_cast<std::size_t>(n)] + 1 - 9);
       for (std::int64_t h = 0; h < 2 && !admitted; ++h) {
         EXPECT_EQ(step.targets.const_data_ptr<std::uint8_t>()[(n * 2 + h) * spans + s], 0);
         EXPECT_EQ(step.relevance.const_data_ptr<double>()[(n * 2 + h) * spans + s], 0);
@@ -128,15 +136,20 @@ TEST(RouterTraining, AddsUpLayersAsMeansOverDecisionsAndSumsOverZoomedSpans) {
     const RankGates rank_gates(c->parameters.gate_weights, c->parameters.gate_biases);
     const TrainingMemory memory(c->layer, rank_gates.max_rank());
     const Tensor gates = memory.gates(rank_gates);
-    losses.add(memory, memory.answer(c->layer.queries, c->parameters.projections, c->parameters.thresholds, gates, o.temperature), memory.exact(c->layer.queries, o.coverage).targets, gates);
+    losses.add(
+        memory,
+        memory.answer(c->layer.queries, c->parameters.projections, c->parameters.thresholds, gates, o.temperature),
+        memory.exact(c->layer.queries, o.coverage).targets, gates);
   }
   const TrainingLosses::Sum sum = losses.sum(two.student_logits, two.teacher_logits);
   const auto weight = [](const TrainingStep& s) { return static_cast<double>(s.admitted.sum().item<std::int64_t>()); };
   ASSERT_NE(weight(one), weight(two));
-  EXPECT_NEAR(sum.zoom.item<double>(), (weight(one) * one.zoom + weight(two) * two.zoom) / (weight(one) + weight(two)), 1e-12);
+  EXPECT_NEAR(sum.zoom.item<double>(), (weight(one) * one.zoom + weight(two) * two.zoom) / (weight(one) + weight(two)),
+              1e-12);
   EXPECT_NEAR(sum.budget.item<double>(), one.budget + two.budget, 1e-10);
   const auto spans = [](const TrainingStep& s) { return static_cast<double>(s.gates.size(0)); };
-  EXPECT_NEAR(sum.recon.item<double>(), (spans(one) * one.recon + spans(two) * two.recon) / (spans(one) + spans(two)), 1e-12);
+  EXPECT_NEAR(sum.recon.item<double>(), (spans(one) * one.recon + spans(two) * two.recon) / (spans(one) + spans(two)),
+              1e-12);
   EXPECT_NEAR(sum.distill.item<double>(), two.distill, 1e-12);
 }
 
@@ -162,14 +175,18 @@ TEST(RouterTraining, SaysWhatShareOfTheTeachersAttentionEachAdmittedSpanDraws) {
       double all = 0;
       for (std::int32_t t = 0; t <= c.layer.positions[static_cast<std::size_t>(n)]; ++t) {
         double dot = 0;
-        for (std::int64_t d = 0; d < 6; ++d) dot += static_cast<double>(c.layer.queries.const_data_ptr<float>()[(n * 2 + h) * 6 + d]) * c.layer.keys.const_data_ptr<float>()[t * 6 + d];
+        for (std::int64_t d = 0; d < 6; ++d)
+          dot += static_cast<double>(c.layer.queries.const_data_ptr<float>()[(n * 2 + h) * 6 + d]) *
+                 c.layer.keys.const_data_ptr<float>()[t * 6 + d];
         weights.push_back(std::exp(c.layer.scale * dot));
         all += weights.back();
       }
       for (std::int64_t s = 0; s < spans; ++s) {
         double expected = 0;
         const Span at = c.layer.spans[static_cast<std::size_t>(s)];
-        for (std::int32_t t = at.begin; t < at.end && memory.admitted().const_data_ptr<std::uint8_t>()[n * spans + s] != 0; ++t) expected += weights[static_cast<std::size_t>(t)] / all;
+        for (std::int32_t t = at.begin;
+             t < at.end && memory.admitted().const_data_ptr<std::uint8_t>()[n * spans + s] != 0; ++t)
+          expected += weights[static_cast<std::size_t>(t)] / all;
         EXPECT_NEAR(exact.mass.const_data_ptr<double>()[(n * 2 + h) * spans + s], expected, 1e-6);
       }
     }

@@ -24,13 +24,18 @@ constexpr std::int64_t kLayers = 3, kHeads = 4, kInner = 5, kDim = 6, kMaxRank =
 
 class RoutingFile : public ::testing::Test {
  protected:
-  RoutingFile() : folder_(fs::temp_directory_path() / text("kvkeep_routing_file_", ::getpid(), "_", ::testing::UnitTest::GetInstance()->current_test_info()->name())), file_(folder_ / "small.router.safetensors") {
+  RoutingFile()
+      : folder_(fs::temp_directory_path() / text("kvkeep_routing_file_", ::getpid(), "_",
+                                                 ::testing::UnitTest::GetInstance()->current_test_info()->name())),
+        file_(folder_ / "small.router.safetensors") {
     fs::create_directories(folder_);
     oracle::Random random(7);
     parameters_.projections = normals(random, {kLayers, kHeads, kInner, kDim});
     parameters_.thresholds = normals(random, {kLayers, kHeads}, 0.1) + 0.8;
     const std::int64_t widths[] = {kMaxRank + kDim, kWidth, kWidth, kMaxRank};
-    for (std::size_t i = 0; i < 3; ++i) parameters_.gate_weights[i] = normals(random, {widths[i + 1], widths[i]}), parameters_.gate_biases[i] = normals(random, {widths[i + 1]});
+    for (std::size_t i = 0; i < 3; ++i)
+      parameters_.gate_weights[i] = normals(random, {widths[i + 1], widths[i]}),
+      parameters_.gate_biases[i] = normals(random, {widths[i + 1]});
     spec_.query_heads = kHeads, spec_.kv_heads = 2;
     spec_.key_dim = spec_.value_dim = kDim;
     spec_.layers.resize(kLayers);
@@ -41,9 +46,13 @@ class RoutingFile : public ::testing::Test {
   }
 
   /// What the reader says of a file with one tensor changed, dropped (undefined) or added.
-  [[nodiscard]] std::string refusal(const std::string& name, const Tensor& instead, const std::map<std::string, std::string>& metadata = {}) const {
-    std::vector<std::pair<std::string, Tensor>> tensors{{"W", parameters_.projections}, {"tau", parameters_.thresholds}};
-    for (std::size_t i = 0; i < 3; ++i) tensors.insert(tensors.end(), {{text("g_phi.mlp.", 2 * i, ".weight"), parameters_.gate_weights[i]}, {text("g_phi.mlp.", 2 * i, ".bias"), parameters_.gate_biases[i]}});
+  [[nodiscard]] std::string refusal(const std::string& name, const Tensor& instead,
+                                    const std::map<std::string, std::string>& metadata = {}) const {
+    std::vector<std::pair<std::string, Tensor>> tensors{{"W", parameters_.projections},
+                                                        {"tau", parameters_.thresholds}};
+    for (std::size_t i = 0; i < 3; ++i)
+      tensors.insert(tensors.end(), {{text("g_phi.mlp.", 2 * i, ".weight"), parameters_.gate_weights[i]},
+                                     {text("g_phi.mlp.", 2 * i, ".bias"), parameters_.gate_biases[i]}});
     std::erase_if(tensors, [&](const auto& t) { return t.first == name; });
     if (instead.defined()) tensors.emplace_back(name, instead);
     io::write_safetensors(file_, tensors, metadata);
@@ -65,7 +74,8 @@ class RoutingFile : public ::testing::Test {
 
 void expect_named(const std::string& message, std::initializer_list<const char*> words) {
   EXPECT_FALSE(message.empty()) << "it was not refused";
-  for (const char* word : words) EXPECT_NE(message.find(word), std::string::npos) << "\"" << word << "\" in: " << message;
+  for (const char* word : words)
+    EXPECT_NE(message.find(word), std::string::npos) << "\"" << word << "\" in: " << message;
 }
 
 TEST_F(RoutingFile, GivesBackTheSameRoutersAndGates) {
@@ -83,17 +93,22 @@ TEST_F(RoutingFile, GivesBackTheSameRoutersAndGates) {
   for (std::int64_t l = 0; l < kLayers; ++l) {
     const Router own(parameters_.projections.select(0, l), parameters_.thresholds.select(0, l));
     const Router& read = routing.layers[static_cast<std::size_t>(l)];
-    const Tensor expected = own.relevance(memory.spans, own.norms(memory.spans), prompt.queries), given = read.relevance(memory.spans, read.norms(memory.spans), prompt.queries);
+    const Tensor expected = own.relevance(memory.spans, own.norms(memory.spans), prompt.queries),
+                 given = read.relevance(memory.spans, read.norms(memory.spans), prompt.queries);
     EXPECT_EQ(apart(given, expected), 0) << "layer " << l;
     EXPECT_EQ(apart(read.wanted(given), own.wanted(expected)), 0) << "layer " << l;
   }
   oracle::Random random(12);
-  const Tensor spectra = std::get<0>(normals(random, {5, kMaxRank}).abs().sort(1, true)).to(c10::ScalarType::Double), keys = normals(random, {5, kDim}).to(c10::ScalarType::Double);
-  EXPECT_EQ(apart(routing.gates->gates(spectra, keys), RankGates(parameters_.gate_weights, parameters_.gate_biases).gates(spectra, keys)), 0);
+  const Tensor spectra = std::get<0>(normals(random, {5, kMaxRank}).abs().sort(1, true)).to(c10::ScalarType::Double),
+               keys = normals(random, {5, kDim}).to(c10::ScalarType::Double);
+  EXPECT_EQ(apart(routing.gates->gates(spectra, keys),
+                  RankGates(parameters_.gate_weights, parameters_.gate_biases).gates(spectra, keys)),
+            0);
 }
 
 TEST_F(RoutingFile, MayHaveNoGatesNoMetadataAndHalfPrecision) {
-  io::write_safetensors(file_, {{"W", parameters_.projections.to(kBFloat16)}, {"tau", parameters_.thresholds.to(kFloat16)}});
+  io::write_safetensors(file_,
+                        {{"W", parameters_.projections.to(kBFloat16)}, {"tau", parameters_.thresholds.to(kFloat16)}});
   const Routing routing = Routing::read(file_);
   EXPECT_FALSE(routing.gates.has_value());
   EXPECT_TRUE(routing.model_name.empty());
@@ -114,7 +129,8 @@ TEST_F(RoutingFile, NamesTheTensorThatIsMissingUnknownMisshapenOrNotFinite) {
   expect_named(refusal("W", w.narrow(0, 0, 0)), {"\"W\"", "[0, 4, 5, 6]"});
   expect_named(refusal("g_phi.mlp.2.bias", {}), {"\"g_phi.mlp.2.bias\"", "missing", "[7]"});
   expect_named(refusal("g_phi.mlp.2.weight", parameters_.gate_weights[2]), {"\"g_phi.mlp.2.", "[4"});
-  expect_named(refusal("g_phi.mlp.0.weight", parameters_.gate_weights[0].narrow(1, 0, 9)), {"\"g_phi.mlp.0.weight\"", "[7, 9]", "10"});
+  expect_named(refusal("g_phi.mlp.0.weight", parameters_.gate_weights[0].narrow(1, 0, 9)),
+               {"\"g_phi.mlp.0.weight\"", "[7, 9]", "10"});
   expect_named(refusal("g_phi.mlp.1.weight", w), {"\"g_phi.mlp.1.weight\"", "not known"});
   for (const float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
     Tensor broken = w.clone();
@@ -144,7 +160,8 @@ TEST_F(RoutingFile, SaysWhyItDoesNotFitAnotherModelAndWhichOneItWasTrainedOn) {
   };
   expect_named(only([](ModelSpec& s) { s.layers.resize(5); }), {"router: ", "3 layers", "5", "trained on small"});
   expect_named(only([](ModelSpec& s) { s.query_heads = 8; }), {"router: ", "4 query heads", "8", "trained on small"});
-  expect_named(only([](ModelSpec& s) { s.query_heads = 0, s.kv_heads = 3; }), {"router: ", "4 query heads", "3 KV heads"});
+  expect_named(only([](ModelSpec& s) { s.query_heads = 0, s.kv_heads = 3; }),
+               {"router: ", "4 query heads", "3 KV heads"});
   ModelSpec wide = spec_;
   wide.key_dim = 8;
   const auto found = routing.problems(wide);

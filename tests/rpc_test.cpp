@@ -15,7 +15,9 @@ using Style = RpcOptions::Style;
 using Heads = RpcOptions::Heads;
 
 ScorerOracle plain(const RpcOptions& o) {
-  return [o](const oracle::ScorerInput& in) { return oracle::rpc(in, {o.window, o.pool, o.style == Style::official, o.heads == Heads::all}); };
+  return [o](const oracle::ScorerInput& in) {
+    return oracle::rpc(in, {o.window, o.pool, o.style == Style::official, o.heads == Heads::all});
+  };
 }
 
 TEST(Rpc, AgreesWithPlainLoopsOnRandomEvents) {
@@ -63,7 +65,8 @@ TEST(Rpc, OfTheWorkedExample) {  // two queries; the prompt is slot 0
   for (int t = 0; t < 6; ++t) EXPECT_NEAR(pooled.data_ptr<float>()[t], want_pooled[t], 1e-6) << t;
   const Tensor fixed = Rpc({2, 1, Style::fixed, Heads::group}).score(cache.evidence(), limits, none).data;
   const double e = std::exp(9.0), older = e + 4, newest = e + 5;
-  const double want_fixed[] = {e / older + e / newest, 1 / older + 3 / newest, 2 / older + 1 / newest, 1 / older + 1 / newest, 0, 0};
+  const double want_fixed[] = {
+      e / older + e / newest, 1 / older + 3 / newest, 2 / older + 1 / newest, 1 / older + 1 / newest, 0, 0};
   for (int t = 0; t < 6; ++t) EXPECT_NEAR(fixed.data_ptr<float>()[t], want_fixed[t], 1e-6) << t;
 }
 
@@ -90,8 +93,8 @@ TEST(Rpc, OfficialBringsThePublishedScheduleAndFixedDoesNot) {
   EXPECT_EQ(make_policy_from_json(official->to_json())->to_json(), official->to_json());
 }
 
-/// What the published code holds behind the prompt after `decoded` tokens, R = 32, P = 1024, a quarter of which stays: it counts tokens since the prompt, since the last
-/// compression, and keeps (n + 1) * 256 + R.
+/// What the published code holds behind the prompt after `decoded` tokens, R = 32, P = 1024, a quarter of which stays:
+/// it counts tokens since the prompt, since the last compression, and keeps (n + 1) * 256 + R.
 std::int64_t published(std::int64_t decoded) {
   std::int64_t held = 0, compressions = 0;
   for (std::int64_t d = 0; d < decoded; ++d)
@@ -107,7 +110,8 @@ TEST(Rpc, KeepsWhatThePublishedScheduleKeepsOnTopOfThePrompt) {
     for (std::int64_t d = 1; d <= 5 * 1024; ++d) {
       ++slots;
       const std::int64_t seen = prompt + d;
-      if (!trigger.due({.slots = slots, .rows = 1, .seen = seen, .prompt = prompt, .step = 1, .slot_bytes = 4})) continue;
+      if (!trigger.due({.slots = slots, .rows = 1, .seen = seen, .prompt = prompt, .step = 1, .slot_bytes = 4}))
+        continue;
       EXPECT_EQ(d % 1024, 0);
       slots = trigger.budget.resolve({seen}, {prompt}, 4);
       kept.push_back(slots - prompt);
@@ -130,7 +134,10 @@ TEST(Budget, GrowsAtEveryFurtherIntervalAndCountsWhatItIsToldTo) {
   const Budget ratio{.unit = Budget::Unit::ratio, .dropped = 0.5, .decoded_only = true};
   EXPECT_EQ(ratio.resolve({130}, {30}, 1), 80);
   EXPECT_THROW(static_cast<void>(make_policy("tova,budget=64,budget_counts=decoded")), InvalidArgument);
-  EXPECT_EQ(make_policy("tova,budget=64,growth=8,interval=16,budget_counts=decoded,protect_prompt=true")->trigger().budget.resolve({100 + 48}, {100}, 1), 100 + 64 + 16);
+  EXPECT_EQ(make_policy("tova,budget=64,growth=8,interval=16,budget_counts=decoded,protect_prompt=true")
+                ->trigger()
+                .budget.resolve({100 + 48}, {100}, 1),
+            100 + 64 + 16);
 }
 
 }  // namespace

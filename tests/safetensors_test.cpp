@@ -31,8 +31,8 @@ namespace fs = std::filesystem;
 class Safetensors : public ::testing::Test {
  protected:
   Safetensors()
-      : folder_(fs::temp_directory_path() /
-                text("kvkeep_safetensors_", ::getpid(), "_", ::testing::UnitTest::GetInstance()->current_test_info()->name())) {
+      : folder_(fs::temp_directory_path() / text("kvkeep_safetensors_", ::getpid(), "_",
+                                                 ::testing::UnitTest::GetInstance()->current_test_info()->name())) {
     fs::create_directories(folder_);
   }
   ~Safetensors() override {
@@ -73,8 +73,8 @@ void expect_refused(const std::string& bytes, std::initializer_list<const char*>
 TEST_F(Safetensors, ComeBackBitForBitInEveryDtype) {
   std::vector<std::pair<std::string, Tensor>> tensors;
   using S = ScalarType;
-  for (const S dtype :
-       {S::Double, S::Float, S::Half, S::BFloat16, S::Long, S::Int, S::Short, S::Char, S::Byte, S::Bool, S::UInt16, S::UInt32, S::UInt64})
+  for (const S dtype : {S::Double, S::Float, S::Half, S::BFloat16, S::Long, S::Int, S::Short, S::Char, S::Byte, S::Bool,
+                        S::UInt16, S::UInt32, S::UInt64})
     tensors.emplace_back(c10::toString(dtype), at::arange(3, 24, at::TensorOptions(S::Int)).reshape({3, 7}).to(dtype));
   tensors.emplace_back("empty", at::zeros({0, 4}, at::TensorOptions(S::Half)));
   tensors.emplace_back("scalar", at::ones({}, at::TensorOptions(S::Float)));
@@ -89,7 +89,8 @@ TEST_F(Safetensors, ComeBackBitForBitInEveryDtype) {
     const Tensor read = file.tensor(name);
     ASSERT_EQ(read.scalar_type(), written.scalar_type()) << name;
     ASSERT_EQ(read.sizes().vec(), written.sizes().vec()) << name;
-    EXPECT_TRUE(read.numel() == 0 || std::memcmp(read.const_data_ptr(), written.const_data_ptr(), read.nbytes()) == 0) << name;
+    EXPECT_TRUE(read.numel() == 0 || std::memcmp(read.const_data_ptr(), written.const_data_ptr(), read.nbytes()) == 0)
+        << name;
   }
 }
 
@@ -134,7 +135,9 @@ TEST_F(Safetensors, RefuseAHeaderThatIsNotOne) {
 }
 
 TEST_F(Safetensors, RefuseALyingTensorByName) {
-  const auto one = [](const std::string& described, std::size_t bytes = 8) { return file_of("{\"w\":" + described + "}", bytes); };
+  const auto one = [](const std::string& described, std::size_t bytes = 8) {
+    return file_of("{\"w\":" + described + "}", bytes);
+  };
   EXPECT_EQ(refusal(one(R"({"dtype":"F32","shape":[2],"data_offsets":[0,8]})")), "");
   expect_refused(one(R"({"dtype":"F8_E4M3","shape":[8],"data_offsets":[0,8]})"), {"'w'", "F8_E4M3", "BF16"});
   expect_refused(one(R"({"dtype":7,"shape":[8],"data_offsets":[0,8]})"), {"'w'", "dtype"});
@@ -149,7 +152,8 @@ TEST_F(Safetensors, RefuseALyingTensorByName) {
   expect_refused(one(R"({"dtype":"F32","shape":[2],"data_offsets":[0,8],"more":1})"), {"'w'"});
   expect_refused(one("[]"), {"'w'"});
   expect_refused(one(R"({"dtype":"F32","shape":[4294967296,4294967296,4],"data_offsets":[0,8]})"), {"'w'", "overflow"});
-  expect_refused(one(R"({"dtype":"U8","shape":[0,4611686018427387904,4611686018427387904],"data_offsets":[0,0]})", 0), {"'w'", "overflow"});
+  expect_refused(one(R"({"dtype":"U8","shape":[0,4611686018427387904,4611686018427387904],"data_offsets":[0,0]})", 0),
+                 {"'w'", "overflow"});
   expect_refused(one(R"({"dtype":"F32","shape":[18446744073709551615,0],"data_offsets":[0,0]})", 0), {"'w'"});
 }
 
@@ -170,7 +174,8 @@ TEST_F(Safetensors, RefuseOverlapsHolesAndBytesOfNobody) {
 TEST_F(Safetensors, RefuseNamesAndFieldsSaidTwice) {
   const std::string w = R"("w":{"dtype":"U8","shape":[0],"data_offsets":[0,0]})";
   expect_refused(file_of("{" + w + "," + w + "}", 0), {"'w'", "twice"});
-  expect_refused(file_of(R"({"w":{"dtype":"U8","dtype":"I8","shape":[0],"data_offsets":[0,0]}})", 0), {"'dtype'", "twice"});
+  expect_refused(file_of(R"({"w":{"dtype":"U8","dtype":"I8","shape":[0],"data_offsets":[0,0]}})", 0),
+                 {"'dtype'", "twice"});
   expect_refused(file_of(R"({"__metadata__":{"a":"1","a":"2"}})", 0), {"'a'", "twice"});
   expect_refused(file_of(R"({"__metadata__":{"a":1}})", 0), {"__metadata__", "'a'"});
   expect_refused(file_of(R"({"__metadata__":[]})", 0), {"__metadata__"});
@@ -178,8 +183,9 @@ TEST_F(Safetensors, RefuseNamesAndFieldsSaidTwice) {
 
 TEST_F(Safetensors, EveryTruncationOfAFileIsRefused) {
   const fs::path path = folder_ / "whole.safetensors";
-  write_safetensors(path, {{"a", at::ones({5}, at::TensorOptions(kFloat32))}, {"b", at::ones({3, 3}, at::TensorOptions(kFloat16))}},
-                    {{"k", "v"}});
+  write_safetensors(
+      path, {{"a", at::ones({5}, at::TensorOptions(kFloat32))}, {"b", at::ones({3, 3}, at::TensorOptions(kFloat16))}},
+      {{"k", "v"}});
   std::ifstream in(path, std::ios::binary);
   const std::string whole{std::istreambuf_iterator<char>(in), {}};
   ASSERT_EQ(refusal(whole), "");
@@ -205,7 +211,8 @@ TEST_F(Safetensors, WritingRefusesWithoutLeavingAnythingBehind) {
   EXPECT_THROW(write_safetensors(folder_ / "f", {{"__metadata__", x}}), InvalidArgument);
   EXPECT_THROW(write_safetensors(folder_ / "f", {{"\xff", x}}), InvalidArgument);
   EXPECT_THROW(write_safetensors(folder_ / "f", {{"a", Tensor()}}), InvalidArgument);
-  EXPECT_THROW(write_safetensors(folder_ / "f", {{"a", at::empty({1}, at::TensorOptions(ScalarType::ComplexFloat))}}), InvalidArgument);
+  EXPECT_THROW(write_safetensors(folder_ / "f", {{"a", at::empty({1}, at::TensorOptions(ScalarType::ComplexFloat))}}),
+               InvalidArgument);
   EXPECT_THROW(write_safetensors(folder_ / "absent" / "f", {{"a", x}}), InvalidArgument);
   EXPECT_THROW(write_safetensors(folder_, {{"a", x}}), InvalidArgument);
   EXPECT_EQ(files(), 0U);
@@ -279,7 +286,8 @@ TEST_F(Safetensors, ManyFilesMayBeWrittenAtOnce) {
 TEST_F(Safetensors, WhatAKilledProcessLeftIsInNobodysWay) {
   const pid_t child = ::fork();
   if (child == 0) {
-    for (int i = 0; i < 1000; ++i) std::ofstream(folder_ / text(".result.", ::getpid(), "-", i, ".unfinished")) << "left";
+    for (int i = 0; i < 1000; ++i)
+      std::ofstream(folder_ / text(".result.", ::getpid(), "-", i, ".unfinished")) << "left";
     write_text_atomically(folder_ / "result", "new");
     ::_exit(0);
   }

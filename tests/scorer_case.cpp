@@ -45,15 +45,23 @@ void put(std::byte* to, float x, ScalarType dtype) {
 }
 
 enum class Keys : int { normal, heavy_tailed, crowded, few_kinds, with_zeros, loud_sink, alternating };
-constexpr const char* kKeysNames[] = {"normal", "heavy-tailed", "crowded", "few kinds of", "some zero", "loud first", "opposite"};
+constexpr const char* kKeysNames[] = {"normal",    "heavy-tailed", "crowded", "few kinds of",
+                                      "some zero", "loud first",   "opposite"};
 
 std::int32_t random_length(Random& random, std::int32_t longest) {
   std::int32_t T = 0;
   switch (random.between(0, 5)) {
-    case 0: T = random.between(1, 4); break;
-    case 1: T = 1 << random.between(1, 7); break;
-    case 2: T = random.between(1, longest); break;
-    default: T = random.between(4, 60);
+    case 0:
+      T = random.between(1, 4);
+      break;
+    case 1:
+      T = 1 << random.between(1, 7);
+      break;
+    case 2:
+      T = random.between(1, longest);
+      break;
+    default:
+      T = random.between(4, 60);
   }
   return std::min(T, longest);
 }
@@ -71,7 +79,8 @@ std::vector<int> random_positions(Random& random, std::int32_t T, std::int32_t n
   return positions;
 }
 
-void fill_slots(Random& random, Keys kind, oracle::ScorerHead& head, int D, int Dv, ScalarType key_dtype, ScalarType value_dtype) {
+void fill_slots(Random& random, Keys kind, oracle::ScorerHead& head, int D, int Dv, ScalarType key_dtype,
+                ScalarType value_dtype) {
   const auto vector = [&](int dim, double size) {
     std::vector<double> v(static_cast<std::size_t>(dim));
     for (double& x : v) x = size * random.normal();
@@ -84,7 +93,8 @@ void fill_slots(Random& random, Keys kind, oracle::ScorerHead& head, int D, int 
   for (int t = 0; t < head.T; ++t) {
     std::vector<double> key = vector(D, 1), value = vector(Dv, 1);
     switch (kind) {
-      case Keys::normal: break;
+      case Keys::normal:
+        break;
       case Keys::heavy_tailed: {
         const double size = std::exp(1.2 * random.normal());
         for (double& x : key) x *= size;
@@ -95,7 +105,9 @@ void fill_slots(Random& random, Keys kind, oracle::ScorerHead& head, int D, int 
         for (std::size_t d = 0; d < key.size(); ++d) key[d] = centre[d] + 0.5 * key[d];
         break;
       }
-      case Keys::few_kinds: std::tie(key, value) = kinds[static_cast<std::size_t>(random.between(0, 3))]; break;
+      case Keys::few_kinds:
+        std::tie(key, value) = kinds[static_cast<std::size_t>(random.between(0, 3))];
+        break;
       case Keys::with_zeros:
         if (random.chance(0.2)) std::fill(key.begin(), key.end(), 0.0);
         if (random.chance(0.1)) std::fill(value.begin(), value.end(), 0.0);
@@ -118,7 +130,8 @@ std::vector<double> turned(const oracle::ScorerInput& in, const double* x, int p
   std::vector<double> out(x, x + in.D);
   const auto F = static_cast<int>(in.inv_freq.size());
   for (int f = 0; f < F; ++f) {
-    const double angle = position * in.inv_freq[static_cast<std::size_t>(f)] * (back ? -1 : 1), a = back ? 1 / in.attention_scaling : in.attention_scaling;
+    const double angle = position * in.inv_freq[static_cast<std::size_t>(f)] * (back ? -1 : 1),
+                 a = back ? 1 / in.attention_scaling : in.attention_scaling;
     const int i = in.interleaved ? 2 * f : f, j = in.interleaved ? 2 * f + 1 : f + F;
     out[static_cast<std::size_t>(i)] = a * (x[i] * std::cos(angle) - x[j] * std::sin(angle));
     out[static_cast<std::size_t>(j)] = a * (x[j] * std::cos(angle) + x[i] * std::sin(angle));
@@ -171,7 +184,8 @@ Bits bits_of(const Scorer& scorer, const ScorerArrangement& arrangement, std::in
   Bits out;
   std::vector<std::pair<std::vector<std::int32_t>, std::uint32_t>> all;
   each_counted_slot(arrangement, [&](const Row& row, const oracle::ScorerHead&, std::int32_t t) {
-    if (arrangement.sequence_of(row) != without) all.push_back({{row.layer, arrangement.sequence_of(row), row.head, t}, bits(g[row.first + t])});
+    if (arrangement.sequence_of(row) != without)
+      all.push_back({{row.layer, arrangement.sequence_of(row), row.head, t}, bits(g[row.first + t])});
   });
   std::sort(all.begin(), all.end());
   for (const auto& [key, value] : all) {
@@ -188,7 +202,8 @@ std::string difference(const Bits& got, const Bits& want) {
     if (got.values[i] == want.values[i]) continue;
     std::ostringstream out;
     const std::int32_t* key = got.keys.data() + 4 * i;
-    out << "layer " << key[0] << ", sequence " << key[1] << ", head " << key[2] << ", slot " << key[3] << " has bits " << std::hex << got.values[i] << ", not " << want.values[i];
+    out << "layer " << key[0] << ", sequence " << key[1] << ", head " << key[2] << ", slot " << key[3] << " has bits "
+        << std::hex << got.values[i] << ", not " << want.values[i];
     return out.str();
   }
   return {};
@@ -224,28 +239,34 @@ ScorerCase::ScorerCase(std::uint64_t seed, const ScorerCaseOptions& options) : s
   query_dtype_ = random_dtype(random);
   const int hidden = random.between(1, 12);
   for (std::size_t l = 0; l < spec_.layers.size(); ++l) {
-    projections_.push_back(at::empty({hidden, spec_.query_heads * spec_.value_dim}, at::TensorOptions().dtype(kFloat32)));
+    projections_.push_back(
+        at::empty({hidden, spec_.query_heads * spec_.value_dim}, at::TensorOptions().dtype(kFloat32)));
     float* w = projections_.back().data_ptr<float>();
     for (std::int64_t i = 0; i < projections_.back().numel(); ++i) w[i] = static_cast<float>(0.2 * random.normal());
   }
 
   std::ostringstream told;
-  told << "seed " << seed << ": heads " << spec_.query_heads << '/' << kv_heads << ", D " << dim << '/' << spec_.value_dim << ", " << name_of(key_dtype_) << " keys, "
-       << name_of(value_dtype_) << " values, " << name_of(query_dtype_) << " queries " << (basis_ == QueryBasis::pre_rope ? "before" : "after") << " RoPE ("
-       << (spec_.rope.style == RopeStyle::half ? "half" : "interleaved") << ", " << pairs << " pairs, times " << spec_.rope.attention_scaling << "), " << full << " layers";
+  told << "seed " << seed << ": heads " << spec_.query_heads << '/' << kv_heads << ", D " << dim << '/'
+       << spec_.value_dim << ", " << name_of(key_dtype_) << " keys, " << name_of(value_dtype_) << " values, "
+       << name_of(query_dtype_) << " queries " << (basis_ == QueryBasis::pre_rope ? "before" : "after") << " RoPE ("
+       << (spec_.rope.style == RopeStyle::half ? "half" : "interleaved") << ", " << pairs << " pairs, times "
+       << spec_.rope.attention_scaling << "), " << full << " layers";
   const int sequences = random.between(1, dim >= 96 ? 2 : 4);
   for (int s = 0; s < sequences; ++s) {
     const Keys kind = static_cast<Keys>(random.between(0, 6));
     const bool ragged = options.ragged && random.chance(0.2);
     const std::int32_t T = random_length(random, options.longest);
     const std::int32_t next = T + (random.chance(0.5) ? 0 : random.between(1, 3 * T));
-    const std::int32_t seen = std::min({next, options.most_queries, random.one_of({0, 1, 1, 2, 5, 5, 8, 8, 9, 16, 33, 70})});
+    const std::int32_t seen =
+        std::min({next, options.most_queries, random.one_of({0, 1, 1, 2, 5, 5, 8, 8, 9, 16, 33, 70})});
     const double size = random.one_of({0.3, 1.0, 1.0, 3.0});
     const std::int32_t budget = random.chance(0.1) ? T : random.between(1, T);
-    const std::int32_t sink = random.one_of({0, 0, 1, 4}), recent = random.one_of({0, 0, 1, 8, 32}), fresh = random.one_of({1, 8, 32, T});
+    const std::int32_t sink = random.one_of({0, 0, 1, 4}), recent = random.one_of({0, 0, 1, 8, 32}),
+                       fresh = random.one_of({1, 8, 32, T});
     const std::int32_t prompt = random.between(0, next);
-    told << "; " << T << (ragged ? " or fewer" : "") << " -> " << budget << " slots of " << next << ", " << seen << " queries, " << kKeysNames[static_cast<int>(kind)]
-         << " keys, sink " << sink << ", recent " << recent << ", prompt " << prompt;
+    told << "; " << T << (ragged ? " or fewer" : "") << " -> " << budget << " slots of " << next << ", " << seen
+         << " queries, " << kKeysNames[static_cast<int>(kind)] << " keys, sink " << sink << ", recent " << recent
+         << ", prompt " << prompt;
     std::vector<oracle::ScorerInput>& layers = inputs_.emplace_back();
     for (std::int32_t l = 0; l < spec_.num_layers(); ++l) {
       if (spec_.layers[static_cast<std::size_t>(l)].kind != LayerKind::full) continue;
@@ -265,7 +286,8 @@ ScorerCase::ScorerCase(std::uint64_t seed, const ScorerCaseOptions& options) : s
         head.T = ragged ? random.between(1, T) : T;
         head.positions = random_positions(random, head.T, next, fresh);
         fill_slots(random, kind, head, in.D, in.Dv, key_dtype_, value_dtype_);
-        for (int t = random.chance(0.3) ? head.T : random.between(0, head.T); t > 0; --t) head.tally.push_back(static_cast<float>(random.unit()));
+        for (int t = random.chance(0.3) ? head.T : random.between(0, head.T); t > 0; --t)
+          head.tally.push_back(static_cast<float>(random.unit()));
         head.budget = ragged ? random.between(1, T) : budget;
         head.due = head.T > head.budget;
         head.sinks = std::min(sink, std::min(head.budget, head.T));
@@ -275,10 +297,14 @@ ScorerCase::ScorerCase(std::uint64_t seed, const ScorerCaseOptions& options) : s
       for (int h = 0; h < in.Hq; ++h)
         for (std::int32_t i = 0; i < seen; ++i) {
           std::vector<double> given;
-          for (int d = 0; d < dim; ++d) given.push_back(rounded(size * (random.unit() + random.unit() + random.unit() - 1.5) * 2 + (d == 0 ? 0.5 : 0), query_dtype_));
+          for (int d = 0; d < dim; ++d)
+            given.push_back(rounded(
+                size * (random.unit() + random.unit() + random.unit() - 1.5) * 2 + (d == 0 ? 0.5 : 0), query_dtype_));
           const bool pre = basis_ == QueryBasis::pre_rope;
-          const std::vector<double> other = turned(in, given.data(), in.query_positions[static_cast<std::size_t>(i)], !pre);
-          in.queries_pre.insert(in.queries_pre.end(), pre ? given.begin() : other.begin(), pre ? given.end() : other.end());
+          const std::vector<double> other =
+              turned(in, given.data(), in.query_positions[static_cast<std::size_t>(i)], !pre);
+          in.queries_pre.insert(in.queries_pre.end(), pre ? given.begin() : other.begin(),
+                                pre ? given.end() : other.end());
           in.queries.insert(in.queries.end(), pre ? other.begin() : given.begin(), pre ? other.end() : given.end());
         }
     }
@@ -291,10 +317,12 @@ ScorerArrangement ScorerCase::arranged() const { return {*this, {}}; }
 
 const oracle::ScorerInput& ScorerArrangement::input(const Row& row) const {
   const auto& layers = from_->inputs_[static_cast<std::size_t>(sequence_of(row))];
-  return *std::find_if(layers.begin(), layers.end(), [&](const oracle::ScorerInput& in) { return in.layer == row.layer; });
+  return *std::find_if(layers.begin(), layers.end(),
+                       [&](const oracle::ScorerInput& in) { return in.layer == row.layer; });
 }
 
-ScorerArrangement::ScorerArrangement(const ScorerCase& from, const ScorerCase::Layout& layout) : from_(&from), order_(layout.order) {
+ScorerArrangement::ScorerArrangement(const ScorerCase& from, const ScorerCase::Layout& layout)
+    : from_(&from), order_(layout.order) {
   const ModelSpec& spec = from.spec_;
   if (order_.empty()) {
     order_.resize(from.inputs_.size());
@@ -307,7 +335,8 @@ ScorerArrangement::ScorerArrangement(const ScorerCase& from, const ScorerCase::L
   std::iota(places.begin(), places.end(), 0);
   if (!layout.tight) {
     for (std::int32_t& p : places) ++p;
-    for (std::size_t i = places.size(); i > 1; --i) std::swap(places[i - 1], places[static_cast<std::size_t>(random.between(0, static_cast<int>(i) - 1))]);
+    for (std::size_t i = places.size(); i > 1; --i)
+      std::swap(places[i - 1], places[static_cast<std::size_t>(random.between(0, static_cast<int>(i) - 1))]);
   }
   std::int32_t capacity = 1;
   for (const std::int32_t s : order_) {
@@ -317,7 +346,8 @@ ScorerArrangement::ScorerArrangement(const ScorerCase& from, const ScorerCase::L
     for (std::int32_t l = 0; l < spec.num_layers(); ++l)
       for (std::int32_t h = 0; h < spec.kv_heads; ++h) {
         const bool cached = spec.layers[static_cast<std::size_t>(l)].kind == LayerKind::full;
-        lengths.push_back(cached ? from.inputs_[static_cast<std::size_t>(s)][full].heads[static_cast<std::size_t>(h)].T : 0);
+        lengths.push_back(cached ? from.inputs_[static_cast<std::size_t>(s)][full].heads[static_cast<std::size_t>(h)].T
+                                 : 0);
         capacity = std::max(capacity, starts.back() + lengths.back() + (layout.tight ? 0 : 1));
         if (cached && h + 1 == spec.kv_heads) ++full;
       }
@@ -331,12 +361,16 @@ ScorerArrangement::ScorerArrangement(const ScorerCase& from, const ScorerCase::L
     }
     const std::int64_t batch = n + (layout.tight ? 0 : 2);
     const auto room = [&](std::int64_t dim) {
-      const auto nan = [&](std::initializer_list<std::int64_t> shape) { return at::full(shape, kNaN, at::TensorOptions().dtype(kFloat32)); };
-      return layout.transposed ? nan({batch, capacity, spec.kv_heads, dim}).permute({0, 2, 1, 3}) : nan({batch, spec.kv_heads, capacity, dim});
+      const auto nan = [&](std::initializer_list<std::int64_t> shape) {
+        return at::full(shape, kNaN, at::TensorOptions().dtype(kFloat32));
+      };
+      return layout.transposed ? nan({batch, capacity, spec.kv_heads, dim}).permute({0, 2, 1, 3})
+                               : nan({batch, spec.kv_heads, capacity, dim});
     };
     const Tensor keys = room(spec.key_dim), values = room(spec.value_dim);
     for (std::int32_t i = 0; i < n; ++i) {
-      const std::int32_t s = order_[static_cast<std::size_t>(i)], start = starts[static_cast<std::size_t>(i)], place = places[static_cast<std::size_t>(i)];
+      const std::int32_t s = order_[static_cast<std::size_t>(i)], start = starts[static_cast<std::size_t>(i)],
+                         place = places[static_cast<std::size_t>(i)];
       const oracle::ScorerInput& in = from.inputs_[static_cast<std::size_t>(s)][cached.size()];
       for (std::int32_t h = 0; h < spec.kv_heads; ++h) {
         const oracle::ScorerHead& head = in.heads[static_cast<std::size_t>(h)];
@@ -344,10 +378,16 @@ ScorerArrangement::ScorerArrangement(const ScorerCase& from, const ScorerCase::L
         if (s == layout.poisoned) {
           Random dice(from.seed_ + static_cast<std::uint64_t>(h));
           for (int t = 0; t < head.T; ++t)
-            if (t == 0 || dice.chance(0.2)) k[static_cast<std::size_t>(t * in.D + dice.between(0, in.D - 1))] = dice.one_of({kNaN, kInfinity, -kInfinity});
+            if (t == 0 || dice.chance(0.2))
+              k[static_cast<std::size_t>(t * in.D + dice.between(0, in.D - 1))] =
+                  dice.one_of({kNaN, kInfinity, -kInfinity});
         }
-        keys[place][h].slice(0, start, start + head.T).copy_(at::from_blob(k.data(), {head.T, in.D}, at::TensorOptions().dtype(kFloat32)));
-        values[place][h].slice(0, start, start + head.T).copy_(at::from_blob(v.data(), {head.T, in.Dv}, at::TensorOptions().dtype(kFloat32)));
+        keys[place][h]
+            .slice(0, start, start + head.T)
+            .copy_(at::from_blob(k.data(), {head.T, in.D}, at::TensorOptions().dtype(kFloat32)));
+        values[place][h]
+            .slice(0, start, start + head.T)
+            .copy_(at::from_blob(v.data(), {head.T, in.Dv}, at::TensorOptions().dtype(kFloat32)));
       }
     }
     view_.layers.emplace_back(DenseKv{keys.to(from.key_dtype_), values.to(from.value_dtype_)});
@@ -380,7 +420,8 @@ ScorerArrangement::ScorerArrangement(const ScorerCase& from, const ScorerCase::L
     if (in.N() == 0) continue;
     Ring& ring = rings_[g];
     const auto size = static_cast<std::int64_t>(c10::elementSize(from.query_dtype_));
-    const std::int64_t head_stride = (in.D + random.between(0, 1)) * size, token_stride = in.Hq * head_stride + random.between(0, 3) * size;
+    const std::int64_t head_stride = (in.D + random.between(0, 1)) * size,
+                       token_stride = in.Hq * head_stride + random.between(0, 3) * size;
     QueryView& view = group.queries;
     view.ring = in.N() + random.one_of({0, 0, 1, 9});
     view.begin = random.between(0, view.ring - 1);  // wraps around
@@ -398,8 +439,10 @@ ScorerArrangement::ScorerArrangement(const ScorerCase& from, const ScorerCase::L
       for (std::int32_t h = 0; h < in.Hq; ++h)
         for (std::int32_t d = 0; d < in.D; ++d)
           put(ring.data.data() + view.index(i) * token_stride + h * head_stride + d * size,
-              static_cast<float>(given[(static_cast<std::size_t>(h) * static_cast<std::size_t>(in.N()) + static_cast<std::size_t>(i)) * static_cast<std::size_t>(in.D) +
-                                       static_cast<std::size_t>(d)]),
+              static_cast<float>(
+                  given[(static_cast<std::size_t>(h) * static_cast<std::size_t>(in.N()) + static_cast<std::size_t>(i)) *
+                            static_cast<std::size_t>(in.D) +
+                        static_cast<std::size_t>(d)]),
               from.query_dtype_);
     }
   }
@@ -409,11 +452,13 @@ Scores scores_of(const Scorer& scorer, const ScorerArrangement& arrangement) {
   const Evidence evidence = arrangement.evidence();
   WindowAttention seen;
   const WindowNeeds shared = scorer.shares();
-  if (shared.usage || shared.newest) seen = window_attention(evidence, row_windows(evidence, arrangement.limits(), 1, false), shared);
+  if (shared.usage || shared.newest)
+    seen = window_attention(evidence, row_windows(evidence, arrangement.limits(), 1, false), shared);
   return scorer.score(evidence, arrangement.limits(), seen);
 }
 
-void expect_scores_agree(const Scorer& scorer, const ScorerOracle& oracle, int cases, Tolerance tolerance, const ScorerCaseOptions& options) {
+void expect_scores_agree(const Scorer& scorer, const ScorerOracle& oracle, int cases, Tolerance tolerance,
+                         const ScorerCaseOptions& options) {
   const Threads one(1);
   std::int64_t compared = 0;
   for (int seed = 0; seed < oracle::random_case_count(cases); ++seed) {
@@ -438,7 +483,8 @@ void expect_scores_agree(const Scorer& scorer, const ScorerOracle& oracle, int c
             ++compared;
             if (std::isnan(expected) && std::isnan(got)) continue;
             ASSERT_NEAR(got, expected, tolerance.absolute + tolerance.relative * std::abs(expected))
-                << "layer " << row.layer << ", sequence " << s << ", head " << h << ", slot " << t << " of " << row.length << "; " << c.description();
+                << "layer " << row.layer << ", sequence " << s << ", head " << h << ", slot " << t << " of "
+                << row.length << "; " << c.description();
           }
         }
       }
@@ -476,7 +522,8 @@ void expect_scorer_laws(const Scorer& scorer, int cases, const ScorerCaseOptions
       Bits mine, others;
       for (std::size_t i = 0; i < want.values.size(); ++i) {
         Bits& part = want.keys[4 * i + 1] == s ? mine : others;
-        part.keys.insert(part.keys.end(), want.keys.begin() + static_cast<std::ptrdiff_t>(4 * i), want.keys.begin() + static_cast<std::ptrdiff_t>(4 * i + 4));
+        part.keys.insert(part.keys.end(), want.keys.begin() + static_cast<std::ptrdiff_t>(4 * i),
+                         want.keys.begin() + static_cast<std::ptrdiff_t>(4 * i + 4));
         part.values.push_back(want.values[i]);
       }
       const Bits got_alone = bits_of(scorer, c.arranged(alone)), got_others = bits_of(scorer, c.arranged(poisoned), s);
@@ -497,13 +544,18 @@ void expect_equal_slots_score_equal_bits(const Scorer& scorer, int cases, const 
     const float* g = scores.data.data_ptr<float>();
     each_counted_slot(arrangement, [&](const Row& row, const oracle::ScorerHead& head, std::int32_t t) {
       if (scorer.needs().queries > 0 && arrangement.input(row).N() == 0) return;  // ranks by age then
-      const auto dim = static_cast<std::size_t>(c.spec().key_dim), value_dim = static_cast<std::size_t>(c.spec().value_dim);
+      const auto dim = static_cast<std::size_t>(c.spec().key_dim),
+                 value_dim = static_cast<std::size_t>(c.spec().value_dim);
       for (std::int32_t e = 0; e < t; ++e) {
-        if (head.guarded(e) || std::memcmp(head.key(e, c.spec().key_dim), head.key(t, c.spec().key_dim), dim * sizeof(float)) != 0 ||
-            std::memcmp(head.value(e, c.spec().value_dim), head.value(t, c.spec().value_dim), value_dim * sizeof(float)) != 0)
+        if (head.guarded(e) ||
+            std::memcmp(head.key(e, c.spec().key_dim), head.key(t, c.spec().key_dim), dim * sizeof(float)) != 0 ||
+            std::memcmp(head.value(e, c.spec().value_dim), head.value(t, c.spec().value_dim),
+                        value_dim * sizeof(float)) != 0)
           continue;
         ++compared;
-        EXPECT_EQ(bits(g[row.first + e]), bits(g[row.first + t])) << "slots " << e << " and " << t << " of layer " << row.layer << ", head " << row.head << "; " << c.description();
+        EXPECT_EQ(bits(g[row.first + e]), bits(g[row.first + t]))
+            << "slots " << e << " and " << t << " of layer " << row.layer << ", head " << row.head << "; "
+            << c.description();
         return;
       }
     });

@@ -58,7 +58,8 @@ class Leaky final : public Scorer {
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits&, WindowAttention&) const override {
     Scores scores{at::empty({evidence.table.slots}, at::TensorOptions().dtype(kFloat32))};
     float* g = scores.data.data_ptr<float>();
-    for (const Row& row : evidence.table.rows) std::iota(g + row.first, g + row.first + row.length, leaks_ ? static_cast<float>(evidence.table.slots) : 0.0F);
+    for (const Row& row : evidence.table.rows)
+      std::iota(g + row.first, g + row.first + row.length, leaks_ ? static_cast<float>(evidence.table.slots) : 0.0F);
     return scores;
   }
 
@@ -77,7 +78,8 @@ TEST(ScorerCase, SeesAScoreThatIsWrongOrThatDiffersBetweenEqualSlots) {
       {
         ::testing::TestPartResultArray all;
         {
-          const ::testing::ScopedFakeTestPartResultReporter reporter(::testing::ScopedFakeTestPartResultReporter::INTERCEPT_ONLY_CURRENT_THREAD, &all);
+          const ::testing::ScopedFakeTestPartResultReporter reporter(
+              ::testing::ScopedFakeTestPartResultReporter::INTERCEPT_ONLY_CURRENT_THREAD, &all);
           expect_equal_slots_score_equal_bits(Recency(), 60);
         }
         if (all.size() > 0) ADD_FAILURE() << "seen";

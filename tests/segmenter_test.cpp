@@ -1,4 +1,5 @@
-// Anchors, spans and window of a prompt: hand examples, what must hold for any surprisal, and surprisal itself from logits.
+// Anchors, spans and window of a prompt: hand examples, what must hold for any surprisal, and surprisal itself from
+// logits.
 
 #include "kvkeep/memory/segmenter.h"
 
@@ -29,7 +30,8 @@ SegmenterOptions plain() {
 
 std::vector<float> random_surprisal(oracle::Random& random, int tokens) {
   std::vector<float> h;
-  for (int t = 0; t < tokens; ++t) h.push_back(static_cast<float>(-std::log(1 - random.unit()) * (random.chance(0.2) ? 4 : 1)));
+  for (int t = 0; t < tokens; ++t)
+    h.push_back(static_cast<float>(-std::log(1 - random.unit()) * (random.chance(0.2) ? 4 : 1)));
   return h;
 }
 
@@ -62,7 +64,8 @@ TEST(Segmenter, KeepsSinksAndWindowAndCutsLongRunsIntoEqualPieces) {
   EXPECT_EQ(s.spans, (Spans{{2, 4}, {5, 9}}));
   EXPECT_TRUE(s.short_spans.empty());
   o.sink = 0, o.recent = 0, o.alpha = 100, o.max_span = 5;
-  EXPECT_EQ(segment(kTwelve, o).spans, (Spans{{0, 4}, {4, 8}, {8, 12}})) << "12 tokens in ceil(12 / 5) pieces from i * 12 / 3 on";
+  EXPECT_EQ(segment(kTwelve, o).spans, (Spans{{0, 4}, {4, 8}, {8, 12}}))
+      << "12 tokens in ceil(12 / 5) pieces from i * 12 / 3 on";
 }
 
 TEST(Segmenter, LosesNothingOfPromptsWithoutAnchors) {
@@ -95,12 +98,14 @@ TEST(Segmenter, HoldsEveryTokenOnceForAnyOptions) {  // S-1
     const std::vector<float> h = random_surprisal(random, random.between(0, 200));
     SegmenterOptions o;
     o.alpha = 3 * random.unit() - 0.5;
-    o.sink = random.between(0, 9), o.recent = random.between(0, 60), o.min_span = random.between(1, 9), o.max_span = random.between(0, 40);
+    o.sink = random.between(0, 9), o.recent = random.between(0, 60), o.min_span = random.between(1, 9),
+    o.max_span = random.between(0, 40);
     if (random.chance(0.5)) o.most_entries = random.between(1, 150);
     const Segments s = segment(h, o);
     EXPECT_EQ(times_held(s), Ints(h.size(), 1));
     EXPECT_TRUE(std::ranges::is_sorted(s.anchors));
-    for (const Span& span : s.spans) EXPECT_TRUE(span.length() >= o.min_span && (o.max_span == 0 || span.length() <= o.max_span)) << span.begin;
+    for (const Span& span : s.spans)
+      EXPECT_TRUE(span.length() >= o.min_span && (o.max_span == 0 || span.length() <= o.max_span)) << span.begin;
     for (const Span& span : s.short_spans) EXPECT_LT(span.length(), o.min_span);
   }
 }
@@ -125,7 +130,8 @@ TEST(Segmenter, KeepsTheMostSurprisingAnchorsThatABudgetAllows) {
     none.alpha = 1e6;
     if (segment(h, none).entries(1.25) <= o.most_entries) EXPECT_LE(s.entries(1.25), o.most_entries);
     float least = HUGE_VALF;
-    for (std::size_t i = 4; i < s.anchors.size(); ++i) least = std::min(least, h[static_cast<std::size_t>(s.anchors[i])]);
+    for (std::size_t i = 4; i < s.anchors.size(); ++i)
+      least = std::min(least, h[static_cast<std::size_t>(s.anchors[i])]);
     for (const std::int32_t t : free.anchors)
       if (t >= 4 && !std::ranges::binary_search(s.anchors, t)) EXPECT_LE(h[static_cast<std::size_t>(t)], least) << t;
   }
@@ -149,7 +155,8 @@ TEST(PromptSurprisal, IsTheLogSumExpLessTheTokensLogitWhateverTheBlocks) {
   constexpr int kTokens = 11, kVocabulary = 9001;
   for (const ScalarType dtype : {kFloat32, kBFloat16, kFloat16}) {
     Tensor logits = at::empty({kTokens, kVocabulary}, at::TensorOptions().dtype(kFloat32));
-    for (std::int64_t i = 0; i < logits.numel(); ++i) logits.data_ptr<float>()[i] = static_cast<float>(5 * random.normal());
+    for (std::int64_t i = 0; i < logits.numel(); ++i)
+      logits.data_ptr<float>()[i] = static_cast<float>(5 * random.normal());
     logits = logits.to(dtype);
     const Tensor stored = logits.to(c10::ScalarType::Double);
     Ints ids;
@@ -165,7 +172,9 @@ TEST(PromptSurprisal, IsTheLogSumExpLessTheTokensLogitWhateverTheBlocks) {
       const double* row = stored.const_data_ptr<double>() + std::int64_t{t - 1} * kVocabulary;
       double sum = 0;
       for (int v = 0; v < kVocabulary; ++v) sum += std::exp(row[v]);
-      EXPECT_NEAR(surprisal.values()[static_cast<std::size_t>(t)], std::log(sum) - row[ids[static_cast<std::size_t>(t)]], 2e-5) << t << " " << c10::toString(dtype);
+      EXPECT_NEAR(surprisal.values()[static_cast<std::size_t>(t)],
+                  std::log(sum) - row[ids[static_cast<std::size_t>(t)]], 2e-5)
+          << t << " " << c10::toString(dtype);
     }
   }
 }
@@ -174,13 +183,14 @@ TEST(PromptSurprisal, StaysBetweenZeroAndFiftyForAnyLogits) {
   const float inf = HUGE_VALF;
   Tensor logits = at::full({5, 3}, 0.0F);
   float* row = logits.data_ptr<float>();
-  row[0] = -inf;                                  // token 1 has no probability at all
+  row[0] = -inf;  // token 1 has no probability at all
   row[3] = std::nanf("");
   row[6] = inf;
   row[9] = row[10] = row[11] = -inf;
   PromptSurprisal surprisal({0, 0, 0, 0, 0});
   surprisal.see(logits);
-  EXPECT_EQ(std::vector<float>(surprisal.values().begin(), surprisal.values().end()), (std::vector<float>{0, 50, 0, 0, 0}));
+  EXPECT_EQ(std::vector<float>(surprisal.values().begin(), surprisal.values().end()),
+            (std::vector<float>{0, 50, 0, 0, 0}));
   EXPECT_EQ(surprisal.seen(), 5);
 }
 

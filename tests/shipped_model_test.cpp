@@ -1,4 +1,5 @@
-// The shipped model: it answers with the full cache, eviction hurts it, and a policy that keeps what is needed does not (B37).
+// The shipped model: it answers with the full cache, eviction hurts it, and a policy that keeps what is needed does not
+// (B37).
 
 #include <ATen/ops/empty.h>
 #include <gtest/gtest.h>
@@ -34,8 +35,9 @@ class Needed final : public Scorer {
 
 std::unique_ptr<KVPolicy> policy_for(const std::string& text, const TaskSample& sample) {
   if (text != "needed") return make_policy(text);
-  return std::make_unique<Evict>("needed", std::make_unique<Needed>(sample.needed), std::make_unique<Flat>(), 
-                                 Retention{.trigger = {.budget = {.slots = 160}, .interval = 32}, .sink = 4, .recent = 16}, "{}");
+  return std::make_unique<Evict>(
+      "needed", std::make_unique<Needed>(sample.needed), std::make_unique<Flat>(),
+      Retention{.trigger = {.budget = {.slots = 160}, .interval = 32}, .sink = 4, .recent = 16}, "{}");
 }
 
 /// Share of look-ups answered, teacher-forced, over a few samples of one task.

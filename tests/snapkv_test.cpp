@@ -13,7 +13,9 @@ namespace {
 constexpr SnapKVOptions::Style kStyles[] = {SnapKVOptions::Style::snapkv, SnapKVOptions::Style::rkv};
 
 ScorerOracle plain(const SnapKVOptions& o) {
-  return [o](const oracle::ScorerInput& in) { return oracle::snapkv(in, {o.window, o.pool, o.style == SnapKVOptions::Style::rkv}); };
+  return [o](const oracle::ScorerInput& in) {
+    return oracle::snapkv(in, {o.window, o.pool, o.style == SnapKVOptions::Style::rkv});
+  };
 }
 
 TEST(SnapKV, AgreesWithPlainLoopsOnRandomEvents) {
@@ -44,7 +46,8 @@ TEST(SnapKV, OfTheWorkedExample) {  // one query that sees 1 : 2 : 5 : 8 of 16 p
   const Limits limits = even_limits(cache.table(), 2);
   WindowAttention none;
   const Tensor published = SnapKV({.window = 4, .pool = 3}).score(cache.evidence(), limits, none).data;
-  const Tensor rkv = SnapKV({.window = 4, .pool = 3, .style = SnapKVOptions::Style::rkv}).score(cache.evidence(), limits, none).data;
+  const Tensor rkv =
+      SnapKV({.window = 4, .pool = 3, .style = SnapKVOptions::Style::rkv}).score(cache.evidence(), limits, none).data;
   const double want[] = {3.0 / 48, 8.0 / 48, 7.0 / 48, 0}, want_rkv[] = {0.25, 0.625, 0.625, 0};
   for (int t = 0; t < 4; ++t) {
     EXPECT_NEAR(published.data_ptr<float>()[t], want[t], 1e-6) << t;
@@ -57,7 +60,8 @@ TEST(SnapKV, TakesTheWindowAttentionThatIsThereAndLeavesItAsItWas) {
   const OracleCache cache({c.sequence});
   const Limits limits = even_limits(cache.table(), 9);
   const SnapKV snapkv({.window = 6, .pool = 5});
-  WindowAttention none, own = window_attention(cache.evidence(), row_windows(cache.evidence(), limits, 6, false), {.usage = true});
+  WindowAttention none,
+      own = window_attention(cache.evidence(), row_windows(cache.evidence(), limits, 6, false), {.usage = true});
   ASSERT_GT(own.windows[0].queries, 0) << c.description;
   const Tensor want = snapkv.score(cache.evidence(), limits, none).data;
   const Tensor before = own.usage.clone();

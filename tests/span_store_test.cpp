@@ -43,18 +43,21 @@ TEST(SpanStore, HasTheSingularValuesOfAFixedMatrix) {
   FactorOptions o;
   o.centred = Centred::never, o.rank = Rank::max, o.max_rank = 5, o.raw = false;
   const SpanStore spans = five(o);
-  const std::vector<double> keys{1.038571, 0.943165, 0.714614, 0.517219, 0.240769}, values{1.321270, 1.052226, 0.587022, 0.571544, 0.263661};
+  const std::vector<double> keys{1.038571, 0.943165, 0.714614, 0.517219, 0.240769},
+      values{1.321270, 1.052226, 0.587022, 0.571544, 0.263661};
   for (std::size_t i = 0; i < 5; ++i) {
     EXPECT_NEAR(spans.singular_values().const_data_ptr<float>()[i], keys[i], 1e-6);
     EXPECT_NEAR(spans.singular_values().const_data_ptr<float>()[5 + i], values[i], 1e-6);
   }
   const std::vector<double> mean{0.010085, 0.174607, -0.203316, -0.083388, -0.109486, -0.079879, 0.011924, -0.049661};
-  for (std::size_t d = 0; d < 8; ++d) EXPECT_NEAR(spans.coarse(KvSide::values).const_data_ptr<float>()[d], mean[d], 1e-6) << "weights .25, 0, .125, .125, .5";
+  for (std::size_t d = 0; d < 8; ++d)
+    EXPECT_NEAR(spans.coarse(KvSide::values).const_data_ptr<float>()[d], mean[d], 1e-6)
+        << "weights .25, 0, .125, .125, .5";
   EXPECT_LT(apart(spans.rows(0, KvSide::keys), counted(1, {1, 5, 8})), 1e-6) << "full rank shows the rows";
 }
 
 TEST(SpanStore, LeavesOutTheSquaresOfTheComponentsItDoesNotKeep) {  // S-16 with hard components, S-9
-  for (const int length : {2, 7, 16, 40}) {                             // shorter and longer than D = 16
+  for (const int length : {2, 7, 16, 40}) {                         // shorter and longer than D = 16
     FoldedPrompt p(30 + static_cast<std::uint64_t>(length), length, 2, 2, 16, 1);
     for (const Centred centred : {Centred::never, Centred::always}) {
       double before = HUGE_VAL;
@@ -63,7 +66,10 @@ TEST(SpanStore, LeavesOutTheSquaresOfTheComponentsItDoesNotKeep) {  // S-16 with
         o.rank = Rank::max, o.max_rank = rank, o.raw = false, o.centred = centred;
         const SpanStore spans(p.keys, p.values, p.surprisal, {{0, length}}, o);
         o.max_rank = 64;
-        const Tensor all = SpanStore(p.keys, p.values, p.surprisal, {{0, length}}, o).singular_values().to(c10::ScalarType::Double).square();
+        const Tensor all = SpanStore(p.keys, p.values, p.surprisal, {{0, length}}, o)
+                               .singular_values()
+                               .to(c10::ScalarType::Double)
+                               .square();
         for (const KvSide side : {KvSide::keys, KvSide::values}) {
           const double tail = all.select(2, static_cast<int>(side)).narrow(2, rank, 64 - rank).sum().item<double>();
           EXPECT_NEAR(left_out(p, spans, 0, side), tail, 1e-5 * (1 + tail)) << length << " tokens, rank " << rank;
@@ -88,20 +94,27 @@ TEST(SpanStore, KeepsTheFewestComponentsThatTheEnergyRuleAllows) {
         for (const KvSide side : {KvSide::keys, KvSide::values}) {
           const SpanFactors& f = spans.factors(s, h, side);
           const Span at = spans.spans()[static_cast<std::size_t>(s)];
-          const double all = squares((side == KvSide::keys ? p.keys : p.values).select(0, h).narrow(0, at.begin, at.length()));
+          const double all =
+              squares((side == KvSide::keys ? p.keys : p.values).select(0, h).narrow(0, at.begin, at.length()));
           double kept = 0;
-          const float* sv = spans.singular_values().const_data_ptr<float>() + ((s * 2 + h) * 2 + static_cast<int>(side)) * 16;
+          const float* sv =
+              spans.singular_values().const_data_ptr<float>() + ((s * 2 + h) * 2 + static_cast<int>(side)) * 16;
           for (int i = 0; i < f.rank; ++i) kept += static_cast<double>(sv[i]) * sv[i];
           if (f.rank < 16) EXPECT_LE(all - kept, energy * energy * all + 1e-5 * all);
-          if (f.rank > 0) EXPECT_GT(all - kept + static_cast<double>(sv[f.rank - 1]) * sv[f.rank - 1], energy * energy * all - 1e-5 * all) << "one fewer would leave out too much";
+          if (f.rank > 0)
+            EXPECT_GT(all - kept + static_cast<double>(sv[f.rank - 1]) * sv[f.rank - 1],
+                      energy * energy * all - 1e-5 * all)
+                << "one fewer would leave out too much";
         }
   }
 }
 
 TEST(SpanStore, CentresWhereThatLeavesLessOut) {
-  // Keys: +-1 along one axis, and a token beside it that alone surprises. Centred on it, all others lie beside their axis. Values: far from the origin, close together.
+  // Keys: +-1 along one axis, and a token beside it that alone surprises. Centred on it, all others lie beside their
+  // axis. Values: far from the origin, close together.
   Tensor keys = at::zeros({1, 8, 4}), values = at::full({1, 8, 4}, 3.0F);
-  for (int t = 0; t < 8; ++t) keys.data_ptr<float>()[4 * t] = t % 2 == 0 ? 1.0F : -1.0F, values.data_ptr<float>()[4 * t + t % 4] += 0.1F;
+  for (int t = 0; t < 8; ++t)
+    keys.data_ptr<float>()[4 * t] = t % 2 == 0 ? 1.0F : -1.0F, values.data_ptr<float>()[4 * t + t % 4] += 0.1F;
   keys.data_ptr<float>()[4 * 2 + 1] = 0.3F;
   std::vector<float> surprisal(8);
   surprisal[2] = 1;
@@ -111,7 +124,8 @@ TEST(SpanStore, CentresWhereThatLeavesLessOut) {
   EXPECT_FALSE(spans.factors(0, 0, KvSide::keys).centred);
   EXPECT_TRUE(spans.factors(0, 0, KvSide::values).centred);
   o.centred = Centred::always;
-  EXPECT_LT(squares(keys - spans.rows(0, KvSide::keys)), squares(keys - SpanStore(keys, values, surprisal, {{0, 8}}, o).rows(0, KvSide::keys)));
+  EXPECT_LT(squares(keys - spans.rows(0, KvSide::keys)),
+            squares(keys - SpanStore(keys, values, surprisal, {{0, 8}}, o).rows(0, KvSide::keys)));
 }
 
 TEST(SpanStore, HoldsEqualRowsAsTheirCoarseEntryAlone) {  // S-6, and the rule of rounding noise
@@ -149,7 +163,9 @@ TEST(SpanStore, NeverStoresMoreThanTheRows) {
           raw += f.raw;
         }
       if (spans.factors(s, 0, KvSide::keys).raw) {
-        EXPECT_EQ(apart(spans.rows(s, KvSide::keys), p.keys.narrow(1, spans.spans()[static_cast<std::size_t>(s)].begin, length).to(store)), 0);
+        EXPECT_EQ(apart(spans.rows(s, KvSide::keys),
+                        p.keys.narrow(1, spans.spans()[static_cast<std::size_t>(s)].begin, length).to(store)),
+                  0);
         EXPECT_EQ(spans.row(0).zoom_entries(s), static_cast<double>(length));
       }
     }
@@ -164,7 +180,8 @@ TEST(SpanStore, NeverStoresMoreThanTheRows) {
 TEST(SpanStore, KeepsWhatGatesNameForKeysAndValuesAlike) {
   constexpr int kRank = 6, kDim = 8;
   oracle::Random random(35);
-  const std::array<Tensor, 3> weights{normals(random, {16, kRank + kDim}), normals(random, {16, 16}), normals(random, {kRank, 16})};
+  const std::array<Tensor, 3> weights{normals(random, {16, kRank + kDim}), normals(random, {16, 16}),
+                                      normals(random, {kRank, 16})};
   const std::array<Tensor, 3> biases{normals(random, {16}), normals(random, {16}), normals(random, {kRank})};
   const RankGates gates(weights, biases);
   FoldedPrompt p(36, 200, 2, 2, kDim, 1);
@@ -180,13 +197,17 @@ TEST(SpanStore, KeepsWhatGatesNameForKeysAndValuesAlike) {
         for (const KvSide side : {KvSide::keys, KvSide::values}) {
           const std::int64_t at = ((s * 2 + h) * 2 + static_cast<int>(side)) * kRank;
           const Span span = spans.spans()[static_cast<std::size_t>(s)];
-          const Tensor rows = (side == KvSide::keys ? p.keys : p.values).select(0, h).narrow(0, span.begin, span.length());
+          const Tensor rows =
+              (side == KvSide::keys ? p.keys : p.values).select(0, h).narrow(0, span.begin, span.length());
           double expected = squares(rows);
           int kept = 0;
           bool gap = false;
           for (int i = 0; i < kRank; ++i) {
             const bool stays = soft ? g[at + i] >= 0.01F : g[at + i] > 0.5F;
-            const double weight = !stays ? 0 : soft ? g[at + i] : 1, square = static_cast<double>(sv[at + i]) * sv[at + i];
+            const double weight = !stays ? 0
+                                  : soft ? g[at + i]
+                                         : 1,
+                         square = static_cast<double>(sv[at + i]) * sv[at + i];
             expected += square * ((1 - weight) * (1 - weight) - 1);
             gap = gap || (!stays && i + 1 < kRank && g[at + i + 1] > 0.5F && sv[at + i + 1] > 0);
             kept += stays && i < std::min(span.length(), kDim);

@@ -6,7 +6,6 @@
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
-
 #include "folded_prompt.h"
 #include "kvkeep/kvkeep.h"
 #include "replayed_trace.h"
@@ -18,7 +17,8 @@ using namespace testing;
 
 /// A span trace in memory, to be changed at will.
 struct Trace : testing::ReplayedTrace {
-  explicit Trace(const FoldedPrompt& p) : ReplayedTrace{trace::replay_span, {}, {{"kvkeep_trace", "1"}, {"kind", "span"}}} {
+  explicit Trace(const FoldedPrompt& p)
+      : ReplayedTrace{trace::replay_span, {}, {{"kvkeep_trace", "1"}, {"kind", "span"}}} {
     tensors["keys"] = p.keys, tensors["values"] = p.values, tensors["queries"] = p.queries;
     Tensor h = at::zeros({static_cast<std::int64_t>(p.surprisal.size())});
     std::ranges::copy(p.surprisal, h.data_ptr<float>());
@@ -43,21 +43,26 @@ TEST(SpanTrace, OfAnEmptyPromptHasAnEmptyMemory) {
 
 TEST(SpanTrace, SaysNearAndFarBytesAndWhetherTheBudgetIsExceeded) {
   Trace trace(FoldedPrompt(91, 200, 2, 4, 16, 2));
-  const trace::Result loose = trace.replay("sekv,recent=20,zoom=mass"), tight = trace.replay("sekv,recent=20,zoom=mass,budget=21");
+  const trace::Result loose = trace.replay("sekv,recent=20,zoom=mass"),
+                      tight = trace.replay("sekv,recent=20,zoom=mass,budget=21");
   EXPECT_EQ(loose.metadata.at("over_budget"), "false");
   EXPECT_EQ(tight.metadata.at("over_budget"), "true");
   EXPECT_EQ(in(tight, "zoomed").sum().item<std::int64_t>(), 0) << "nothing opens";
   EXPECT_LT(in(tight, "anchors").numel(), in(loose, "anchors").numel());
-  EXPECT_EQ(loose.metadata.at("bytes"), text("[", in(loose, "bytes").const_data_ptr<std::int64_t>()[0], ", ", in(loose, "bytes").const_data_ptr<std::int64_t>()[1], "]"));
+  EXPECT_EQ(loose.metadata.at("bytes"), text("[", in(loose, "bytes").const_data_ptr<std::int64_t>()[0], ", ",
+                                             in(loose, "bytes").const_data_ptr<std::int64_t>()[1], "]"));
 }
 
 TEST(SpanTrace, StoresHalfTheBytesInSixteenBits) {
   Trace trace(FoldedPrompt(92, 300, 2, 4, 16, 2));
-  const trace::Result wide = trace.replay("sekv,recent=20,zoom=coverage,memory.coverage=1,coverage_floor=0"), half = trace.replay("sekv,recent=20,zoom=coverage,memory.coverage=1,coverage_floor=0,store=bf16");
-  EXPECT_EQ(in(wide, "bytes").const_data_ptr<std::int64_t>()[1], 2 * in(half, "bytes").const_data_ptr<std::int64_t>()[1]);
+  const trace::Result wide = trace.replay("sekv,recent=20,zoom=coverage,memory.coverage=1,coverage_floor=0"),
+                      half = trace.replay("sekv,recent=20,zoom=coverage,memory.coverage=1,coverage_floor=0,store=bf16");
+  EXPECT_EQ(in(wide, "bytes").const_data_ptr<std::int64_t>()[1],
+            2 * in(half, "bytes").const_data_ptr<std::int64_t>()[1]);
   EXPECT_LT(apart(in(wide, "output"), in(half, "output")), 2e-2);
   EXPECT_GT(apart(in(wide, "output"), in(half, "output")), 0);
-  EXPECT_LT(apart(in(wide, "output"), in(wide, "output_full")), 0.15) << "everything is zoomed, a hundredth of the squares is left out";
+  EXPECT_LT(apart(in(wide, "output"), in(wide, "output_full")), 0.15)
+      << "everything is zoomed, a hundredth of the squares is left out";
 }
 
 TEST(SpanTrace, GivesHeadsOfAGroupWithEqualQueriesEqualAnswers) {  // S-14
@@ -107,7 +112,8 @@ TEST(Sekv, HasThePublishedDefaultsUnderOfficial) {
   EXPECT_THROW(static_cast<void>(make_policy("sekv,variant=official,zoom_heads=group")), InvalidArgument);
   EXPECT_THROW(static_cast<void>(make_policy("sekv,rank=some")), InvalidArgument);
   EXPECT_THROW(static_cast<void>(make_policy("sekv,window=512")), InvalidArgument);
-  const SegmenterOptions cut = dynamic_cast<const Sekv&>(*make_policy("sekv,budget=100,zoom_share=0.25")).segmenter(1000, 4, 128, true);
+  const SegmenterOptions cut =
+      dynamic_cast<const Sekv&>(*make_policy("sekv,budget=100,zoom_share=0.25")).segmenter(1000, 4, 128, true);
   EXPECT_DOUBLE_EQ(cut.most_entries, 75);
   EXPECT_DOUBLE_EQ(cut.entries_per_span, 1 + 4 / 256.0);
 }

@@ -24,11 +24,13 @@ uint64_t hash_of(const TaskSample& sample) {
   return hash;
 }
 
-/// A reader of the rule alone: the latest `key value` before `end` that `may_read` allows. Returns the position of the key or -1.
+/// A reader of the rule alone: the latest `key value` before `end` that `may_read` allows. Returns the position of the
+/// key or -1.
 template <class MayRead>
 int32_t latest_statement(const TaskSample& sample, int32_t key, int32_t end, MayRead may_read) {
   for (int32_t i = end - 2; i >= 0; --i)
-    if (sample.ids[i] == key && is_entity(sample.ids[i + 1]) && may_read(i) && may_read(i + 1) && !(i > 0 && is_entity(sample.ids[i - 1])))
+    if (sample.ids[i] == key && is_entity(sample.ids[i + 1]) && may_read(i) && may_read(i + 1) &&
+        !(i > 0 && is_entity(sample.ids[i - 1])))
       return i;
   return -1;
 }
@@ -64,7 +66,8 @@ void for_each_sample(uint64_t seeds, Check check) {
   for (const TaskInfo& task : tasks())
     for (const TaskOptions& options : shapes_of(task.name))
       for (uint64_t seed = 0; seed < seeds; ++seed) {
-        SCOPED_TRACE(std::string(task.name) + " seed " + std::to_string(seed) + " length " + std::to_string(options.length));
+        SCOPED_TRACE(std::string(task.name) + " seed " + std::to_string(seed) + " length " +
+                     std::to_string(options.length));
         check(task, make_task(task.name, seed, options), options);
       }
 }
@@ -199,16 +202,20 @@ TEST(Tasks, AskOneSectionForAWholePhase) {
   std::vector<int32_t> asked;
   for (int32_t i = sample.prompt_length; i + 1 < 512; ++i)
     if (sample.ids[i] == kAsk) asked.push_back(section_of.at(sample.ids[i + 1]));
-  for (size_t turn = 1; turn < asked.size(); ++turn) EXPECT_EQ(asked[turn] == asked[turn - 1], turn % 8 != 0) << "turn " << turn;
+  for (size_t turn = 1; turn < asked.size(); ++turn)
+    EXPECT_EQ(asked[turn] == asked[turn - 1], turn % 8 != 0) << "turn " << turn;
 }
 
 TEST(Tasks, RefuseWithWhatIsAllowed) {
-  EXPECT_NE(refusal("chian", {}).find("given \"chian\"; allowed chain, ask, needle, updates, copies"), std::string::npos)
+  EXPECT_NE(refusal("chian", {}).find("given \"chian\"; allowed chain, ask, needle, updates, copies"),
+            std::string::npos)
       << refusal("chian", {});
-  EXPECT_NE(refusal("chain", {.length = 15}).find("length is out of range; given 15; allowed 16 to 65536"), std::string::npos);
+  EXPECT_NE(refusal("chain", {.length = 15}).find("length is out of range; given 15; allowed 16 to 65536"),
+            std::string::npos);
   EXPECT_NE(refusal("chain", {.prompt_length = 512}).find("given 512; allowed 4 to 508"), std::string::npos);
   EXPECT_NE(refusal("chain", {.facts = 1}).find("given 1; allowed 2 to 96"), std::string::npos);
-  EXPECT_NE(refusal("ask", {.sections = 9}).find("sections is out of range; given 9; allowed 1 to 8"), std::string::npos);
+  EXPECT_NE(refusal("ask", {.sections = 9}).find("sections is out of range; given 9; allowed 1 to 8"),
+            std::string::npos);
   EXPECT_NE(refusal("ask", {.facts = 3, .sections = 4}).find("given 4; allowed 1 to 3"), std::string::npos);
   EXPECT_NE(refusal("chain", {.hops = 2}).find("no option hops"), std::string::npos);
   EXPECT_NE(refusal("chain", {.phase = 2}).find("no option phase"), std::string::npos);
@@ -216,9 +223,9 @@ TEST(Tasks, RefuseWithWhatIsAllowed) {
   EXPECT_NE(refusal("needle", {.update_every = 2}).find("no option update_every"), std::string::npos);
   EXPECT_NE(refusal("updates", {.copies = 2}).find("given 2; allowed 1 to 1"), std::string::npos);
   EXPECT_NE(refusal("updates", {.facts = 5, .rewrites = 6}).find("given 6; allowed 0 to 4"), std::string::npos);
-  EXPECT_NE(
-      refusal("chain", {.prompt_length = 100, .facts = 60}).find("do not fit the prompt; given prompt_length 100; allowed 185 or more"),
-      std::string::npos);
+  EXPECT_NE(refusal("chain", {.prompt_length = 100, .facts = 60})
+                .find("do not fit the prompt; given prompt_length 100; allowed 185 or more"),
+            std::string::npos);
 }
 
 TEST(Tasks, NameTokensForPeople) {

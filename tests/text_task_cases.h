@@ -15,10 +15,12 @@
 namespace kvkeep::lm {
 
 inline constexpr std::string_view kEssay =
-    "Call me Ishmael. Some years ago - never mind how long precisely - having little or no money in my purse, I thought I would sail about "
+    "Call me Ishmael. Some years ago - never mind how long precisely - having little or no money in my purse, I "
+    "thought I would sail about "
     "a little!  It is a way\n"
     "I have of \"driving off the spleen.\" Whenever it is damp, I go to sea?";
-inline const std::string kNoiseLine = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.";
+inline const std::string kNoiseLine =
+    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.";
 
 inline std::vector<std::string> words_of(std::string_view text) {
   std::istringstream stream{std::string(text)};
@@ -48,7 +50,8 @@ inline std::int64_t count_pieces(std::string_view text) {
 }
 
 inline std::string replaced(std::string text, std::string_view from, std::string_view to) {
-  for (std::size_t at = text.find(from); at != std::string::npos; at = text.find(from, at + to.size())) text.replace(at, from.size(), to);
+  for (std::size_t at = text.find(from); at != std::string::npos; at = text.find(from, at + to.size()))
+    text.replace(at, from.size(), to);
   return text;
 }
 
@@ -58,7 +61,9 @@ inline std::size_t times(std::string_view text, std::string_view part) {
   return found;
 }
 
-inline std::string in_quotes(std::string_view text, std::size_t from, std::size_t to) { return std::string(text.substr(from, to - from)); }
+inline std::string in_quotes(std::string_view text, std::size_t from, std::size_t to) {
+  return std::string(text.substr(from, to - from));
+}
 
 inline TextSample sample_of(std::string_view name, std::uint64_t seed, std::int64_t length = 1024) {
   return make_text_task(name, seed, count_pieces, {.length = length, .haystack = kEssay});

@@ -24,28 +24,35 @@ TEST(TextTasks, FillTheLengthAndNeverExceedItWithFewCalls) {
         SCOPED_TRACE(std::string(task.name) + " length " + std::to_string(length));
         int calls = 0;
         const auto count = [&](std::string_view text) { return ++calls, count_pieces(text); };
-        const TextSample sample = make_text_task(task.name, 11, count, {.length = length, .reserved_tokens = reserved, .haystack = kEssay});
+        const TextSample sample =
+            make_text_task(task.name, 11, count, {.length = length, .reserved_tokens = reserved, .haystack = kEssay});
         const std::int64_t total = sample.prompt_tokens + sample.answer_tokens + reserved;
         EXPECT_EQ(sample.prompt_tokens, count_pieces(sample.prompt()));
         EXPECT_EQ(sample.answer_tokens, task.answer_tokens);
         EXPECT_LE(total, length);
-        EXPECT_GT(total, length - (task.name == "ruler/niah-multikey-3" ? 90 : is_essay(task) ? 8 : 32)) << "less than one unit is left";
+        EXPECT_GT(total, length - (task.name == "ruler/niah-multikey-3" ? 90
+                                   : is_essay(task)                     ? 8
+                                                                        : 32))
+            << "less than one unit is left";
         EXPECT_LE(calls, 14);
       }
 }
 
 TEST(TextTasks, KeepToCountersThatAreNoTokenizers) {
-  const auto uneven = [](std::string_view text) { return static_cast<std::int64_t>(text.size() / 4 + text.size() * 2654435761u % 97); };
+  const auto uneven = [](std::string_view text) {
+    return static_cast<std::int64_t>(text.size() / 4 + text.size() * 2654435761u % 97);
+  };
   for (const TextTaskInfo& task : text_tasks()) {
     SCOPED_TRACE(task.name);
     int calls = 0;
-    const TextSample jagged =
-        make_text_task(task.name, 5, [&](std::string_view t) { return ++calls, uneven(t); }, {.length = 3000, .haystack = kEssay});
+    const TextSample jagged = make_text_task(task.name, 5, [&](std::string_view t) { return ++calls, uneven(t); },
+                                             {.length = 3000, .haystack = kEssay});
     EXPECT_EQ(jagged.prompt_tokens, uneven(jagged.prompt()));
     EXPECT_LE(jagged.prompt_tokens + jagged.answer_tokens, 3000);
     EXPECT_LE(calls, 60);
 
-    const TextSample free = make_text_task(task.name, 5, [](std::string_view) { return 0; }, {.length = 700, .haystack = kEssay});
+    const TextSample free =
+        make_text_task(task.name, 5, [](std::string_view) { return 0; }, {.length = 700, .haystack = kEssay});
     EXPECT_EQ(free.prompt_tokens, 0);
     EXPECT_LT(free.prompt().size(), 700u * 130) << "no more units than tokens were asked for";
 
@@ -65,7 +72,8 @@ std::uint64_t hash_of(const TextSample& sample) {
   };
   add(sample.context), add(sample.question), add(sample.answer_prefix);
   for (const std::string& answer : sample.answers) add(answer);
-  for (const TextNeedle& needle : sample.needles) add(needle.text), add(std::to_string(needle.offset)), add(needle.asked ? "asked" : "");
+  for (const TextNeedle& needle : sample.needles)
+    add(needle.text), add(std::to_string(needle.offset)), add(needle.asked ? "asked" : "");
   return hash;
 }
 
@@ -86,29 +94,35 @@ TEST(TextTasks, DifferBySeedAndByName) {
 TEST(TextTasks, AskOneOfSeveralNumbersAtTheDepthOfChoice) {
   for (const std::int32_t depth : {0, 37, 50, 100})
     for (const std::int32_t numbers : {1, 4, 40}) {
-      const TextSample sample =
-          make_text_task("text/needle", 9, count_pieces, {.length = 4096, .haystack = kEssay, .depth = depth, .numbers = numbers});
+      const TextSample sample = make_text_task(
+          "text/needle", 9, count_pieces, {.length = 4096, .haystack = kEssay, .depth = depth, .numbers = numbers});
       ASSERT_EQ(sample.needles.size(), static_cast<std::size_t>(numbers));
-      EXPECT_EQ(std::count_if(sample.needles.begin(), sample.needles.end(), [](const TextNeedle& n) { return n.asked; }), 1);
-      const auto asked = std::find_if(sample.needles.begin(), sample.needles.end(), [](const TextNeedle& n) { return n.asked; });
+      EXPECT_EQ(
+          std::count_if(sample.needles.begin(), sample.needles.end(), [](const TextNeedle& n) { return n.asked; }), 1);
+      const auto asked =
+          std::find_if(sample.needles.begin(), sample.needles.end(), [](const TextNeedle& n) { return n.asked; });
       EXPECT_NEAR(asked->depth, depth / 100.0, 0.02);
       EXPECT_NE(asked->text.find(sample.answers[0]), std::string::npos);
     }
-  const auto at = [](std::int32_t depth) { return make_text_task("text/needle", 9, count_pieces, {.haystack = kEssay, .depth = depth}); };
+  const auto at = [](std::int32_t depth) {
+    return make_text_task("text/needle", 9, count_pieces, {.haystack = kEssay, .depth = depth});
+  };
   EXPECT_EQ(at(0).answers, at(100).answers) << "a depth changes nothing else";
   EXPECT_EQ(at(0).question, at(100).question);
 }
 
 TEST(TextTasks, TakeAnEssayFromItsStartWithEveryKindOfBlank) {
-  const TextSample sample =
-      make_text_task("text/needle", 1, count_words, {.length = 64, .haystack = "\t one\r\ntwo\v\fthree.  \n", .depth = 100});
+  const TextSample sample = make_text_task("text/needle", 1, count_words,
+                                           {.length = 64, .haystack = "\t one\r\ntwo\v\fthree.  \n", .depth = 100});
   EXPECT_TRUE(sample.context.starts_with("one two three. one two three. ")) << sample.context;
   const std::string curly = "He said \u201cgo.\u201d She went. Mr. Fox (too!) \u2018slept.\u2019 End";
-  const TextSample quoted = make_text_task("text/needle", 1, count_words, {.length = 64, .haystack = curly, .depth = 1});
+  const TextSample quoted =
+      make_text_task("text/needle", 1, count_words, {.length = 64, .haystack = curly, .depth = 1});
   EXPECT_EQ(quoted.needles[0].offset, 0u) << "1 percent of few sentences is in front of the first";
   std::set<std::string> starts;  // what stands behind a needle: the sentences' first words
   for (std::int32_t depth = 0; depth <= 99; ++depth) {
-    const TextSample one = make_text_task("text/needle", 1, count_words, {.length = 64, .haystack = curly, .depth = depth});
+    const TextSample one =
+        make_text_task("text/needle", 1, count_words, {.length = 64, .haystack = curly, .depth = depth});
     const std::string behind = one.context.substr(one.needles[0].offset + one.needles[0].text.size());
     if (!words_of(behind).empty()) starts.insert(words_of(behind)[0]);
   }
@@ -147,18 +161,20 @@ std::string refusal(std::string_view name, const TextTaskOptions& options, const
 }
 
 TEST(TextTasks, SayWhatIsWrong) {
-  EXPECT_TRUE(
-      refusal("ruler/qa-1", {})
-          .starts_with("make_text_task: no task has this name; given \"ruler/qa-1\"; allowed ruler/niah-single-1, ruler/niah-single-2"));
+  EXPECT_TRUE(refusal("ruler/qa-1", {})
+                  .starts_with("make_text_task: no task has this name; given \"ruler/qa-1\"; allowed "
+                               "ruler/niah-single-1, ruler/niah-single-2"));
   EXPECT_LT(refusal(std::string(100000, 'x'), {}).size(), 600u);
   for (const TextTaskInfo& task : text_tasks()) {
     if (!task.needs_haystack) continue;
-    const std::string expected = "make_text_task(" + std::string(task.name) +
-                                 "): this task hides its needles in prose; given no haystack; allowed a text of one word or more";
+    const std::string expected =
+        "make_text_task(" + std::string(task.name) +
+        "): this task hides its needles in prose; given no haystack; allowed a text of one word or more";
     EXPECT_EQ(refusal(task.name, {}), expected);
     EXPECT_EQ(refusal(task.name, {.haystack = " \n\t"}), expected);
   }
-  EXPECT_EQ(refusal("ruler/fwe", {.length = 63}), "make_text_task(ruler/fwe): length is out of range; given 63; allowed 64 to 4194304");
+  EXPECT_EQ(refusal("ruler/fwe", {.length = 63}),
+            "make_text_task(ruler/fwe): length is out of range; given 63; allowed 64 to 4194304");
   EXPECT_EQ(refusal("ruler/fwe", {.length = 4194305}),
             "make_text_task(ruler/fwe): length is out of range; given 4194305; allowed 64 to 4194304");
   EXPECT_EQ(refusal("ruler/fwe", {.length = INT64_MIN}),
@@ -166,9 +182,11 @@ TEST(TextTasks, SayWhatIsWrong) {
   EXPECT_EQ(refusal("ruler/fwe", {.reserved_tokens = -1}),
             "make_text_task(ruler/fwe): reserved_tokens is out of range; given -1; allowed 0 to 2048");
   EXPECT_EQ(refusal("ruler/niah-single-2", {.haystack = kEssay, .depth = 5}),
-            "make_text_task(ruler/niah-single-2): this task has no option depth; given a value for it; allowed with text/needle alone");
+            "make_text_task(ruler/niah-single-2): this task has no option depth; given a value for it; allowed with "
+            "text/needle alone");
   EXPECT_EQ(refusal("ruler/vt", {.numbers = 5}),
-            "make_text_task(ruler/vt): this task has no option numbers; given a value for it; allowed with text/needle alone");
+            "make_text_task(ruler/vt): this task has no option numbers; given a value for it; allowed with text/needle "
+            "alone");
   EXPECT_EQ(refusal("text/needle", {.haystack = kEssay, .depth = 101}),
             "make_text_task(text/needle): depth is out of range; given 101; allowed 0 to 100");
   EXPECT_EQ(refusal("text/needle", {.haystack = kEssay, .numbers = 0}),
@@ -179,29 +197,35 @@ TEST(TextTasks, SayWhatIsWrong) {
             "make_text_task: count_tokens is wrong; given -5 tokens; allowed 0 to 1099511627776");
   EXPECT_EQ(refusal("ruler/vt", {}, [](std::string_view) { return INT64_MAX; }),
             "make_text_task: count_tokens is wrong; given 9223372036854775807 tokens; allowed 0 to 1099511627776");
-  EXPECT_THROW((void)make_text_task("ruler/vt", 1, [](std::string_view) -> std::int64_t { throw std::runtime_error("mine"); }),
-               std::runtime_error);
+  EXPECT_THROW(
+      (void)make_text_task("ruler/vt", 1, [](std::string_view) -> std::int64_t { throw std::runtime_error("mine"); }),
+      std::runtime_error);
 }
 
 TEST(TextTasks, SayTheShortestLengthAndTakeIt) {
   for (const TextTaskInfo& task : text_tasks()) {
     const std::string message = refusal(task.name, {.length = 64, .reserved_tokens = 10, .haystack = kEssay});
     const std::size_t at = message.find("allowed ") + 8;
-    EXPECT_TRUE(
-        message.starts_with("make_text_task(" + std::string(task.name) + "): the shortest text does not fit; given a length of 64 tokens;"))
+    EXPECT_TRUE(message.starts_with("make_text_task(" + std::string(task.name) +
+                                    "): the shortest text does not fit; given a length of 64 tokens;"))
         << message;
     const std::int64_t least = std::stoll(message.substr(at));
-    EXPECT_NO_THROW((void)make_text_task(task.name, 1, count_pieces, {.length = least, .reserved_tokens = 10, .haystack = kEssay}))
+    EXPECT_NO_THROW(
+        (void)make_text_task(task.name, 1, count_pieces, {.length = least, .reserved_tokens = 10, .haystack = kEssay}))
         << task.name;
-    EXPECT_THROW((void)make_text_task(task.name, 1, count_pieces, {.length = least - 1, .reserved_tokens = 10, .haystack = kEssay}),
+    EXPECT_THROW((void)make_text_task(task.name, 1, count_pieces,
+                                      {.length = least - 1, .reserved_tokens = 10, .haystack = kEssay}),
                  InvalidArgument)
         << task.name;
   }
 }
 
 TEST(TextTasks, RefuseAHaystackOfMoreKeysThanThereAre) {
-  const std::string message = refusal("ruler/niah-multikey-2", {.length = 200000}, [](std::string_view) { return std::int64_t{1}; });
-  EXPECT_EQ(message, "make_text_task: the text needs more adjective-noun pairs than there are; given 115132; allowed a shorter length");
+  const std::string message =
+      refusal("ruler/niah-multikey-2", {.length = 200000}, [](std::string_view) { return std::int64_t{1}; });
+  EXPECT_EQ(message,
+            "make_text_task: the text needs more adjective-noun pairs than there are; given 115132; allowed a shorter "
+            "length");
 }
 
 }  // namespace

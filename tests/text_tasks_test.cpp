@@ -1,4 +1,5 @@
-// What the text tasks say: RULER's templates by a second reading of them, small samples as they stand, needles where their depths say.
+// What the text tasks say: RULER's templates by a second reading of them, small samples as they stand, needles where
+// their depths say.
 
 #include "kvkeep/lm/text_tasks.h"
 
@@ -16,7 +17,8 @@
 namespace kvkeep::lm {
 namespace {
 
-/// The haystack of a sample, needles and the separators behind or before them taken out: what stands between the template's two parts.
+/// The haystack of a sample, needles and the separators behind or before them taken out: what stands between the
+/// template's two parts.
 std::string without_needles(const TextSample& sample, std::string_view separator) {
   std::string context = sample.context;
   for (auto needle = sample.needles.rbegin(); needle != sample.needles.rend(); ++needle) {
@@ -30,14 +32,17 @@ std::string without_needles(const TextSample& sample, std::string_view separator
   return context;
 }
 
-// RULER's constants.py and niah.py, read a second time: template + answer_prefix, and the replacements where one value is asked for.
+// RULER's constants.py and niah.py, read a second time: template + answer_prefix, and the replacements where one value
+// is asked for.
 TEST(TextTasks, HaveRulersNeedleTemplatesByteForByte) {
   for_each_sample(3, [](const TextTaskInfo& task, const TextSample& sample, std::int64_t) {
     if (!is_niah(task.name)) return;
     std::string pattern =
-        "Some special magic {type_needle_v} are hidden within the following text. Make sure to memorize it. I will quiz you about the "
+        "Some special magic {type_needle_v} are hidden within the following text. Make sure to memorize it. I will "
+        "quiz you about the "
         "{type_needle_v} "
-        "afterwards.\n{context}\nWhat are all the special magic {type_needle_v} for {query} mentioned in the provided text? The special "
+        "afterwards.\n{context}\nWhat are all the special magic {type_needle_v} for {query} mentioned in the provided "
+        "text? The special "
         "magic "
         "{type_needle_v} for {query} mentioned in the provided text are";
     std::string kind = task.name == "ruler/niah-single-3" || task.name == "ruler/niah-multikey-3" ? "uuids" : "numbers";
@@ -70,19 +75,25 @@ TEST(TextTasks, HaveRulersNeedleTemplatesByteForByte) {
 TEST(TextTasks, HaveRulersOtherTemplatesByteForByte) {
   const std::map<std::string, std::string> patterns{
       {"ruler/vt",
-       "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: Find all variables "
+       "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: "
+       "Find all variables "
        "that are assigned the value "
-       "{query} in the text above. Answer: According to the chain(s) of variable assignment in the text above, {num_v} variables are "
+       "{query} in the text above. Answer: According to the chain(s) of variable assignment in the text above, {num_v} "
+       "variables are "
        "assigned the value {query}, they "
        "are: "},
       {"ruler/cwe",
-       "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that appear most "
+       "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
+       "appear most "
        "often.\n{context}\nQuestion: What "
-       "are the 10 most common words in the above list? Answer: The top 10 words that appear most often in the list are:"},
+       "are the 10 most common words in the above list? Answer: The top 10 words that appear most often in the list "
+       "are:"},
       {"ruler/fwe",
-       "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared coded words. "
+       "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
+       "appeared coded words. "
        "{context}\nQuestion: Do not "
-       "provide any explanation. Please ignore the dots '....'. What are the three most frequently appeared words in the above coded text? "
+       "provide any explanation. Please ignore the dots '....'. What are the three most frequently appeared words in "
+       "the above coded text? "
        "Answer: According to the "
        "coded text above, the three most frequently appeared words are:"}};
   for_each_sample(3, [&](const TextTaskInfo& task, const TextSample& sample, std::int64_t) {
@@ -118,8 +129,10 @@ TEST(TextTasks, AreSplitWhereKvpressSplitsThem) {
 
 TEST(TextTasks, GiveTheseSmallSamples) {
   for (const SmallSample& expected : kSmallSamples) {
-    const TextSample sample = make_text_task(expected.name, 7, count_words, {.length = expected.length, .haystack = kEssay});
-    EXPECT_EQ(sample.context + "|" + sample.question + "|" + sample.answer_prefix + "|", expected.prompt) << expected.name;
+    const TextSample sample =
+        make_text_task(expected.name, 7, count_words, {.length = expected.length, .haystack = kEssay});
+    EXPECT_EQ(sample.context + "|" + sample.question + "|" + sample.answer_prefix + "|", expected.prompt)
+        << expected.name;
     std::string answers;
     for (const std::string& answer : sample.answers) answers += (answers.empty() ? "" : " ") + answer;
     EXPECT_EQ(answers, expected.answers) << expected.name;
@@ -210,15 +223,17 @@ TEST(TextTasks, AskForWhatStandsInTheNeedlesOfTheAskedKeys) {
       const std::string key = rest.substr(at, comma == std::string::npos ? comma : comma - at);
       at = comma == std::string::npos ? comma : comma + 2;
       const std::set<std::string>& found = by_key[key];
-      for (std::size_t i = 0; i < found.size(); ++i, ++answers) EXPECT_TRUE(found.contains(sample.answers.at(answers))) << key;
+      for (std::size_t i = 0; i < found.size(); ++i, ++answers)
+        EXPECT_TRUE(found.contains(sample.answers.at(answers))) << key;
     }
     EXPECT_EQ(answers, sample.answers.size());
     if (task.name != "ruler/niah-multivalue") {
       EXPECT_EQ(keys.size(), values.size()) << "no key stands twice";
     }
-    const std::regex form(task.name == "text/needle"  ? "[1-9][0-9]{4}"
-                          : task.name.ends_with("-3") ? "[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
-                                                      : "[1-9][0-9]{6}");
+    const std::regex form(task.name == "text/needle" ? "[1-9][0-9]{4}"
+                          : task.name.ends_with("-3")
+                              ? "[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
+                              : "[1-9][0-9]{6}");
     for (const std::string& value : values) EXPECT_TRUE(std::regex_match(value, form)) << value;
     for (const TextNeedle& one : sample.needles) {
       const bool holds = std::any_of(sample.answers.begin(), sample.answers.end(),
@@ -237,7 +252,8 @@ std::vector<std::string> followed(const std::string& text, const std::string& va
   const std::regex step("VAR ([A-Z]+) = (?:VAR ([A-Z]+) |([0-9]+))(?=\n)");
   std::vector<std::string> names;
   for (std::sregex_iterator at(text.begin(), text.end(), step), end; at != end; ++at)
-    if ((*at)[3] == value || std::count(names.begin(), names.end(), std::string((*at)[2])) > 0) names.push_back((*at)[1]);
+    if ((*at)[3] == value || std::count(names.begin(), names.end(), std::string((*at)[2])) > 0)
+      names.push_back((*at)[1]);
   return names;
 }
 
@@ -287,7 +303,8 @@ TEST(TextTasks, RepeatCommonWordsAsOftenAsRulerDoes) {
   };
   for_each_sample(3, [&](const TextTaskInfo& task, const TextSample& sample, std::int64_t length) {
     if (task.name != "ruler/cwe") return;
-    const std::vector<std::string> lines = lines_of(sample.context);  // template, list, question and answers; template, list
+    const std::vector<std::string> lines =
+        lines_of(sample.context);  // template, list, question and answers; template, list
     ASSERT_EQ(lines.size(), 5u);
     const bool is_short = length < 4096;
     EXPECT_EQ(sample.answers.size(), 10u);

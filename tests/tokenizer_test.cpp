@@ -39,7 +39,8 @@ std::vector<std::string> texts() {
     }
     const std::string hex = entry["hex"];
     texts.emplace_back();
-    for (std::size_t i = 0; i < hex.size(); i += 2) texts.back().push_back(static_cast<char>(std::stoi(hex.substr(i, 2), nullptr, 16)));
+    for (std::size_t i = 0; i < hex.size(); i += 2)
+      texts.back().push_back(static_cast<char>(std::stoi(hex.substr(i, 2), nullptr, 16)));
   }
   return texts;
 }
@@ -56,8 +57,10 @@ TokenizerParts parts_of(const std::string& name) {
     parts.types[id] = type;
   };
   for (const auto& [token, id] : json["model"]["vocab"].items()) put(id.get<std::size_t>(), token, 1);
-  for (const auto& token : json["added_tokens"]) put(token["id"].get<std::size_t>(), token["content"], token["special"] ? 3 : 4);
-  for (const auto& merge : json["model"]["merges"]) parts.merges.push_back(merge[0].get<std::string>() + " " + merge[1].get<std::string>());
+  for (const auto& token : json["added_tokens"])
+    put(token["id"].get<std::size_t>(), token["content"], token["special"] ? 3 : 4);
+  for (const auto& merge : json["model"]["merges"])
+    parts.merges.push_back(merge[0].get<std::string>() + " " + merge[1].get<std::string>());
   if (name == "llama-bpe") {
     parts.bos = Tokenizer::read(file_of(name)).bos();
     parts.add_bos = true;
@@ -108,7 +111,8 @@ TEST(Tokenizer, GivesTheTextBack) {
     const Tokenizer tokenizer = golden(name);
     EXPECT_EQ(tokenizer.lacks(), "");
     for (const std::string& text : texts()) {
-      if (text.find("<mask>") != std::string::npos || text.find("<right>") != std::string::npos) continue;  // they take blanks beside them
+      if (text.find("<mask>") != std::string::npos || text.find("<right>") != std::string::npos)
+        continue;  // they take blanks beside them
       const Ids ids = tokenizer.encode(text, SpecialTokens::parsed, false);
       const std::string back = tokenizer.decode(ids);
       EXPECT_EQ(replaced(tokenizer, ids), back);
@@ -168,8 +172,8 @@ TEST(Tokenizer, TakesLongTextsWithoutBlanksInLittleTime) {
   std::string marks = "a", nested;
   for (int i = 0; i < 250000; ++i) marks += "\xcc\x81\xcc\x96";  // U+0301, U+0316: to be sorted
   for (int i = 0; i < 300000; ++i) nested += "<mask";
-  for (const std::string& text :
-       {std::string(1000000, 'a'), std::string(1000000, ' '), std::string(1000000, '\n'), std::string(1000000, '7'), marks, nested}) {
+  for (const std::string& text : {std::string(1000000, 'a'), std::string(1000000, ' '), std::string(1000000, '\n'),
+                                  std::string(1000000, '7'), marks, nested}) {
     const auto start = std::chrono::steady_clock::now();
     (void)tokenizer.encode(text);
     (void)nfc.encode(text);

@@ -1,4 +1,5 @@
-// Per-head top-p caches against plain loops in double: what stays holds the asked mass, and no head keeps more than it must.
+// Per-head top-p caches against plain loops in double: what stays holds the asked mass, and no head keeps more than it
+// must.
 
 #include "kvkeep/layers/top_mass.h"
 
@@ -37,15 +38,19 @@ TEST(TopMass, KeepsTheFewestSlotsThatHoldTheAskedMassInEights) {
           constexpr std::int32_t kWindow = 5;
           const Prompts prompts(group, kv_heads, 8, lengths, kWindow, ++seed);
           const RowTable table = prompts.table();
-          const KeepSet keep = keep_top_mass(prompts.evidence(table), {.mass = mass, .window = kWindow, .variant = variant});
+          const KeepSet keep =
+              keep_top_mass(prompts.evidence(table), {.mass = mass, .window = kWindow, .variant = variant});
           for (std::size_t r = 0; r < table.rows.size(); ++r) {
             const std::size_t s = r / static_cast<std::size_t>(kv_heads);
             const std::vector<double> share = shares(prompts, s, table.rows[r].head, kWindow);
             std::vector<std::int32_t> order(share.size());
             std::iota(order.begin(), order.end(), 0);
-            std::sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) { return share[static_cast<std::size_t>(a)] > share[static_cast<std::size_t>(b)]; });
+            std::sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) {
+              return share[static_cast<std::size_t>(a)] > share[static_cast<std::size_t>(b)];
+            });
             std::size_t count = 0;
-            for (double held = 0; count < order.size() && held < mass - 1e-6; ++count) held += share[static_cast<std::size_t>(order[count])];
+            for (double held = 0; count < order.size() && held < mass - 1e-6; ++count)
+              held += share[static_cast<std::size_t>(order[count])];
             count = variant == Variant::official ? count / 8 * 8 : std::min(order.size(), (count + 7) / 8 * 8);
             std::vector<std::int32_t> want(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(count));
             want.push_back(0);
@@ -53,10 +58,14 @@ TEST(TopMass, KeepsTheFewestSlotsThatHoldTheAskedMassInEights) {
             std::sort(want.begin(), want.end());
             want.erase(std::unique(want.begin(), want.end()), want.end());
             const auto got = keep.row(r);
-            if (mass < 1) { ASSERT_EQ(std::vector<std::int32_t>(got.begin(), got.end()), want) << "row " << r << ", mass " << mass; }  // at 1 it is rounding that says where all is held
+            if (mass < 1) {
+              ASSERT_EQ(std::vector<std::int32_t>(got.begin(), got.end()), want) << "row " << r << ", mass " << mass;
+            }  // at 1 it is rounding that says where all is held
             double held = 0;
             for (const std::int32_t t : got) held += share[static_cast<std::size_t>(t)];
-            if (variant == Variant::strict) { EXPECT_GE(held, mass - 1e-5) << "row " << r; }
+            if (variant == Variant::strict) {
+              EXPECT_GE(held, mass - 1e-5) << "row " << r;
+            }
             EXPECT_EQ(got.front(), 0);
             EXPECT_EQ(got.back(), lengths[s] - 1);
           }
@@ -78,14 +87,18 @@ TEST(TopMass, RanksNaNLastAndLetsItHoldNothing) {
   want.push_back(kLength - 1);
   EXPECT_EQ(std::vector<std::int32_t>(keep.row(0).begin(), keep.row(0).end()), want);
   of[20] = kNaN;
-  EXPECT_EQ(keep_top_mass(table, sums, {.mass = 1, .window = 1}).count(0), kLength) << "what is left does not hold the mass";
+  EXPECT_EQ(keep_top_mass(table, sums, {.mass = 1, .window = 1}).count(0), kLength)
+      << "what is left does not hold the mass";
 }
 
 TEST(TopMass, RefusesWhatItCannotKeepBy) {
   const Prompts prompts(1, 1, 4, {12}, 3, 1);
   const RowTable table = prompts.table();
-  for (const double mass : {0.0, -1.0, 1.01, std::nan("")}) EXPECT_THROW(static_cast<void>(keep_top_mass(prompts.evidence(table), {.mass = mass, .window = 3})), InvalidArgument);
-  EXPECT_THROW(static_cast<void>(keep_top_mass(prompts.evidence(table), {.window = 4})), InvalidArgument) << "fewer queries than the window";
+  for (const double mass : {0.0, -1.0, 1.01, std::nan("")})
+    EXPECT_THROW(static_cast<void>(keep_top_mass(prompts.evidence(table), {.mass = mass, .window = 3})),
+                 InvalidArgument);
+  EXPECT_THROW(static_cast<void>(keep_top_mass(prompts.evidence(table), {.window = 4})), InvalidArgument)
+      << "fewer queries than the window";
   EXPECT_THROW(static_cast<void>(keep_top_mass(prompts.evidence(table), {.window = 0})), InvalidArgument);
 }
 

@@ -1,4 +1,5 @@
-// TriAttention against a second implementation that turns keys back before RoPE, a worked example, and the laws of scorers.
+// TriAttention against a second implementation that turns keys back before RoPE, a worked example, and the laws of
+// scorers.
 
 #include "kvkeep/score/triattention.h"
 
@@ -41,7 +42,8 @@ Calibration calibration_of(const ModelSpec& spec) {
   return c;
 }
 
-/// TriAttention with a calibration made for whatever model it meets. Models it refuses (partial RoPE, odd heads) score 0.
+/// TriAttention with a calibration made for whatever model it meets. Models it refuses (partial RoPE, odd heads) score
+/// 0.
 class Calibrated final : public Scorer {
  public:
   explicit Calibrated(Options options) : options_(options) {}
@@ -74,15 +76,20 @@ oracle::ScorerOutput expected(const oracle::ScorerInput& in, const Options& o) {
     return out;
   };
   return oracle::triattention(in, statistics,
-                              {.take_max = o.aggregate == Options::Aggregate::max, .normalize = o.normalize, .group_mean = o.group == Options::Group::mean,
-                               .sample = o.deviation == Options::Deviation::sample, .offset_max = static_cast<long>(o.offset_max)});
+                              {.take_max = o.aggregate == Options::Aggregate::max,
+                               .normalize = o.normalize,
+                               .group_mean = o.group == Options::Group::mean,
+                               .sample = o.deviation == Options::Deviation::sample,
+                               .offset_max = static_cast<long>(o.offset_max)});
 }
 
 void expect_agreement(const Options& options, int cases, testing::Tolerance tolerance) {
-  testing::expect_scores_agree(Calibrated(options), [&](const oracle::ScorerInput& in) { return expected(in, options); }, cases, tolerance);
+  testing::expect_scores_agree(
+      Calibrated(options), [&](const oracle::ScorerInput& in) { return expected(in, options); }, cases, tolerance);
 }
 
-// A z-score divides by the deviation, so what float rounding did to the raw score grows where raw scores lie close together.
+// A z-score divides by the deviation, so what float rounding did to the raw score grows where raw scores lie close
+// together.
 constexpr testing::Tolerance kRaw{2e-5, 2e-5}, kNormalised{5e-4, 2e-4};
 
 TEST(TriAttention, RawScoresAgreeWithKeysTurnedBackBeforeRope) {
@@ -118,11 +125,21 @@ struct OneRow {
   RowTable table;
   Limits limits;
 
-  OneRow(std::vector<float> all, std::int32_t dim, std::vector<double> inv_freq, std::int32_t next, std::int32_t heads = 1) : keys(std::move(all)) {
+  OneRow(std::vector<float> all, std::int32_t dim, std::vector<double> inv_freq, std::int32_t next,
+         std::int32_t heads = 1)
+      : keys(std::move(all)) {
     const auto length = static_cast<std::int32_t>(keys.size()) / dim;
     for (std::int32_t t = 0; t < length; ++t) positions.push_back(t);
-    spec = {.query_heads = heads, .kv_heads = 1, .key_dim = dim, .value_dim = dim, .rope = {.inv_freq = std::move(inv_freq)}, .layers = {LayerSpec{}}};
-    table.rows.push_back({.length = length, .keys = {reinterpret_cast<std::byte*>(keys.data()), dim * 4, dim * 4}, .values = {}, .positions = positions.data()});
+    spec = {.query_heads = heads,
+            .kv_heads = 1,
+            .key_dim = dim,
+            .value_dim = dim,
+            .rope = {.inv_freq = std::move(inv_freq)},
+            .layers = {LayerSpec{}}};
+    table.rows.push_back({.length = length,
+                          .keys = {reinterpret_cast<std::byte*>(keys.data()), dim * 4, dim * 4},
+                          .values = {},
+                          .positions = positions.data()});
     table.groups.push_back({.queries = {}, .next_position = next});
     table.slots = length;
     limits = even_limits(table, 1);
@@ -136,13 +153,15 @@ struct OneRow {
 };
 
 TEST(TriAttention, WorksOutTheExampleByHand) {
-  const OneRow row({-.234287F, .493900F, .992527F, .309939F, -.187404F, -1.253015F, .367260F, .714109F}, 4, {1, .01}, 10);
+  const OneRow row({-.234287F, .493900F, .992527F, .309939F, -.187404F, -1.253015F, .367260F, .714109F}, 4, {1, .01},
+                   10);
   Calibration c{.head_dim = 4, .heads = {}, .inv_freq = {}, .model_name = {}};
   c.heads[{0, 0}] = {{{.5F, .2F}, {-.3F, .4F}}, {.7F, .6F}};
   const auto mean = row.score(TriAttention(c, {.normalize = false, .offset_max = 4}));
   EXPECT_NEAR(mean[0], .091117, 2e-6);
   EXPECT_NEAR(mean[1], .855689, 2e-6);
-  const auto most = row.score(TriAttention(c, {.aggregate = Options::Aggregate::max, .normalize = false, .offset_max = 4}));
+  const auto most =
+      row.score(TriAttention(c, {.aggregate = Options::Aggregate::max, .normalize = false, .offset_max = 4}));
   EXPECT_NEAR(most[0], .707635, 2e-6);
   EXPECT_NEAR(most[1], 1.122189, 2e-6);
   const auto z = row.score(TriAttention(c, {.offset_max = 4}));
@@ -169,7 +188,12 @@ TEST(TriAttention, KeysThatAreNotFiniteScoreNanAndDoNotMoveTheOthers) {
   oracle::Random random(5);
   for (int i = 0; i < 20 * 8; ++i) keys.push_back(static_cast<float>(random.normal()));
   const std::vector<double> frequencies{1, .3, .1, .01};
-  const ModelSpec two{.query_heads = 2, .kv_heads = 1, .key_dim = 8, .value_dim = 8, .rope = {.inv_freq = frequencies}, .layers = {LayerSpec{}}};
+  const ModelSpec two{.query_heads = 2,
+                      .kv_heads = 1,
+                      .key_dim = 8,
+                      .value_dim = 8,
+                      .rope = {.inv_freq = frequencies},
+                      .layers = {LayerSpec{}}};
   const TriAttention scorer(calibration_of(two));
   const OneRow fewer(std::vector<float>(keys.begin(), keys.end() - 8), 8, frequencies, 20, 2);
   keys[19 * 8 + 3] = std::numeric_limits<float>::quiet_NaN();
@@ -180,7 +204,12 @@ TEST(TriAttention, KeysThatAreNotFiniteScoreNanAndDoNotMoveTheOthers) {
 }
 
 TEST(TriAttention, EqualKeysScoreZeroEachAndASingleSlotToo) {
-  const ModelSpec one{.query_heads = 1, .kv_heads = 1, .key_dim = 4, .value_dim = 4, .rope = {.inv_freq = {1, .1}}, .layers = {LayerSpec{}}};
+  const ModelSpec one{.query_heads = 1,
+                      .kv_heads = 1,
+                      .key_dim = 4,
+                      .value_dim = 4,
+                      .rope = {.inv_freq = {1, .1}},
+                      .layers = {LayerSpec{}}};
   std::vector<float> keys;
   for (int t = 0; t < 9; ++t) keys.insert(keys.end(), {1, 2, 3, 4});
   for (const auto deviation : {Options::Deviation::population, Options::Deviation::sample}) {
@@ -193,7 +222,9 @@ TEST(TriAttention, EqualKeysScoreZeroEachAndASingleSlotToo) {
 }
 
 TEST(TriAttention, WorkspaceGrowsWithTheRowAndNotWithItsSquare) {
-  const auto bytes = [](std::int64_t length, std::int64_t offsets) { return TriAttention::workspace_bytes(7, length, 64, offsets); };
+  const auto bytes = [](std::int64_t length, std::int64_t offsets) {
+    return TriAttention::workspace_bytes(7, length, 64, offsets);
+  };
   EXPECT_EQ(bytes(2000, 1) - bytes(1000, 1), 4 * 7 * 1000) << "a raw score per slot and query head, nothing else";
   EXPECT_EQ(bytes(1000, 17) - bytes(1000, 1), 4 * 7 * 64 * 2 * 16);
   EXPECT_LE(bytes(32768, 1), 4 * (7 * 32768 + 7 * 64 * 3 + 2 * 16 * (3 * 64 + 7))) << "at most 16 lanes";
@@ -206,7 +237,11 @@ std::string one_problem(const Calibration& c, const ModelSpec& spec) {
 }
 
 TEST(TriAttention, SaysWhichFieldOrHeadDoesNotFitTheModel) {
-  const ModelSpec spec{.query_heads = 4, .kv_heads = 2, .key_dim = 8, .value_dim = 8, .rope = {.inv_freq = {1, .3, .1, .01}},
+  const ModelSpec spec{.query_heads = 4,
+                       .kv_heads = 2,
+                       .key_dim = 8,
+                       .value_dim = 8,
+                       .rope = {.inv_freq = {1, .3, .1, .01}},
                        .layers = {LayerSpec{}, {.kind = LayerKind::elsewhere}, LayerSpec{}}};
   const Calibration good = calibration_of(spec);
   EXPECT_TRUE(good.problems(spec).empty());

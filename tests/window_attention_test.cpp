@@ -1,4 +1,5 @@
-// Window attention against plain loops in double: GQA groups, head sizes, dtypes, both query bases, every instruction set of the machine.
+// Window attention against plain loops in double: GQA groups, head sizes, dtypes, both query bases, every instruction
+// set of the machine.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/randn.h>
@@ -21,7 +22,6 @@ Limits every_row_due(const RowTable& table, std::int32_t budget) {
   return limits;
 }
 
-
 /// One layer, one sequence, positions 0..T-1, window queries at the last positions.
 struct Case {
   ModelSpec spec;
@@ -31,9 +31,16 @@ struct Case {
   std::int32_t length, window;
 };
 
-Case make_case(std::int32_t group, std::int32_t kv_heads, std::int32_t dim, std::int32_t length, std::int32_t window, ScalarType dtype) {
+Case make_case(std::int32_t group, std::int32_t kv_heads, std::int32_t dim, std::int32_t length, std::int32_t window,
+               ScalarType dtype) {
   Case c;
-  c.spec = {.query_heads = group * kv_heads, .kv_heads = kv_heads, .key_dim = dim, .value_dim = dim / 2 + 1, .softmax_scale = 0, .rope = {}, .layers = std::vector<LayerSpec>(1)};
+  c.spec = {.query_heads = group * kv_heads,
+            .kv_heads = kv_heads,
+            .key_dim = dim,
+            .value_dim = dim / 2 + 1,
+            .softmax_scale = 0,
+            .rope = {},
+            .layers = std::vector<LayerSpec>(1)};
   for (std::int32_t f = 0; f < dim / 2; ++f) c.spec.rope.inv_freq.push_back(std::pow(1e4, -2.0 * f / dim));
   c.keys = at::randn({1, kv_heads, length, dim}).to(dtype);
   c.values = at::randn({1, kv_heads, length, dim / 2 + 1}).to(dtype);
@@ -50,7 +57,8 @@ WindowAttention run(const Case& c, QueryBasis basis) {
   const std::int32_t zero = 0;
   CacheView view{.layers = {DenseKv{c.keys, c.values}}, .sequences = {&id, 1}, .lengths = {{&length, 1}}};
   RowTable table = make_rows(c.spec, view, {&zero, 1}, {&zero, 1});
-  std::vector<std::int32_t> positions(static_cast<std::size_t>(c.length)), query_positions(static_cast<std::size_t>(c.window));
+  std::vector<std::int32_t> positions(static_cast<std::size_t>(c.length)),
+      query_positions(static_cast<std::size_t>(c.window));
   std::iota(positions.begin(), positions.end(), 0);
   std::iota(query_positions.begin(), query_positions.end(), c.length - c.window);
   Tensor queries = c.queries.clone();
@@ -60,7 +68,8 @@ WindowAttention run(const Case& c, QueryBasis basis) {
     for (std::int32_t i = 0; i < c.window; ++i) {
       rope_at(c.spec.rope, query_positions[static_cast<std::size_t>(i)], cosines.data(), sines.data());
       for (std::int32_t h = 0; h < c.spec.query_heads; ++h)
-        rope_rotate(c.spec.rope.style, pairs, cosines.data(), sines.data(), queries.data_ptr<float>() + (i * c.spec.query_heads + h) * c.spec.key_dim);
+        rope_rotate(c.spec.rope.style, pairs, cosines.data(), sines.data(),
+                    queries.data_ptr<float>() + (i * c.spec.query_heads + h) * c.spec.key_dim);
     }
   }
   for (Row& row : table.rows) row.positions = positions.data();
@@ -72,7 +81,8 @@ WindowAttention run(const Case& c, QueryBasis basis) {
                              .begin = 0,
                              .count = c.window};
   const Evidence evidence{c.spec, table, basis};
-  return window_attention(evidence, row_windows(evidence, every_row_due(table, c.length), c.window, false), {.usage = true, .newest = true});
+  return window_attention(evidence, row_windows(evidence, every_row_due(table, c.length), c.window, false),
+                          {.usage = true, .newest = true});
 }
 
 void expect_as_in_plain_loops(const Case& c, const WindowAttention& got) {
@@ -86,7 +96,8 @@ void expect_as_in_plain_loops(const Case& c, const WindowAttention& got) {
       for (std::int32_t i = c.window - W; i < c.window; ++i) {
         const std::int32_t at = c.length - c.window + i;
         std::vector<double> q(static_cast<std::size_t>(c.spec.key_dim));
-        const float* raw = c.queries.data_ptr<float>() + (i * c.spec.query_heads + h * group + g) * c.spec.key_dim;  // query head h reads KV head h / group
+        const float* raw = c.queries.data_ptr<float>() + (i * c.spec.query_heads + h * group + g) *
+                                                             c.spec.key_dim;  // query head h reads KV head h / group
         for (std::int32_t f = 0; f < c.spec.key_dim / 2; ++f) {
           const double a = at * c.spec.rope.inv_freq[static_cast<std::size_t>(f)];
           const std::int32_t second = f + c.spec.key_dim / 2;
@@ -97,19 +108,24 @@ void expect_as_in_plain_loops(const Case& c, const WindowAttention& got) {
         double sum = 0;
         for (std::int32_t t = 0; t <= at; ++t) {
           double dot = 0;
-          for (std::int32_t d = 0; d < c.spec.key_dim; ++d) dot += q[static_cast<std::size_t>(d)] * keys[(static_cast<std::int64_t>(h) * c.length + t) * c.spec.key_dim + d];
+          for (std::int32_t d = 0; d < c.spec.key_dim; ++d)
+            dot += q[static_cast<std::size_t>(d)] *
+                   keys[(static_cast<std::int64_t>(h) * c.length + t) * c.spec.key_dim + d];
           sum += p[static_cast<std::size_t>(t)] = std::exp(dot * c.spec.scale());
         }
         for (std::int32_t t = 0; t <= at; ++t) {
           if (t < history) usage[static_cast<std::size_t>(t)] += p[static_cast<std::size_t>(t)] / sum / group / W;
-          if (t >= history && t < at) usage[static_cast<std::size_t>(t)] += p[static_cast<std::size_t>(t)] / sum / group / (c.length - 1 - t);
+          if (t >= history && t < at)
+            usage[static_cast<std::size_t>(t)] += p[static_cast<std::size_t>(t)] / sum / group / (c.length - 1 - t);
           if (i == c.window - 1) newest[static_cast<std::size_t>(t)] += p[static_cast<std::size_t>(t)] / sum / group;
         }
       }
     for (std::int32_t t = 0; t < c.length; ++t) {
       const auto s = static_cast<std::size_t>(t);
-      ASSERT_NEAR(got.usage.data_ptr<float>()[h * c.length + t], usage[s], 1e-7 + 1e-5 * usage[s]) << "head " << h << ", slot " << t << ", group " << group;
-      ASSERT_NEAR(got.newest.data_ptr<float>()[h * c.length + t], newest[s], 1e-7 + 1e-5 * newest[s]) << "head " << h << ", slot " << t << ", group " << group;
+      ASSERT_NEAR(got.usage.data_ptr<float>()[h * c.length + t], usage[s], 1e-7 + 1e-5 * usage[s])
+          << "head " << h << ", slot " << t << ", group " << group;
+      ASSERT_NEAR(got.newest.data_ptr<float>()[h * c.length + t], newest[s], 1e-7 + 1e-5 * newest[s])
+          << "head " << h << ", slot " << t << ", group " << group;
     }
   }
 }
@@ -156,13 +172,15 @@ TEST(WindowAttention, GivesEqualKeysEqualBitsWhereverTheyLie) {  // what the tie
   }
 }
 
-TEST(WindowAttention, OfOneQueryGivesEqualKeysEqualBitsInPairsAndAlone) {  // 111 slots: blocks of 32, then of 12, then single ones
+TEST(WindowAttention,
+     OfOneQueryGivesEqualKeysEqualBitsInPairsAndAlone) {  // 111 slots: blocks of 32, then of 12, then single ones
   for (const ScalarType dtype : {kFloat32, kFloat16, kBFloat16}) {
     Case c = make_case(7, 1, 128, 111, 1, dtype);
     for (const std::int64_t t : {4, 17, 63, 97, 108, 110}) c.keys[0][0][t] = c.keys[0][0][3];
     const WindowAttention got = run(c, QueryBasis::pre_rope);
     expect_as_in_plain_loops(c, got);
-    for (const std::int64_t t : {4, 17, 63, 97, 108, 110}) EXPECT_EQ(got.newest.data_ptr<float>()[t], got.newest.data_ptr<float>()[3]) << t;
+    for (const std::int64_t t : {4, 17, 63, 97, 108, 110})
+      EXPECT_EQ(got.newest.data_ptr<float>()[t], got.newest.data_ptr<float>()[3]) << t;
   }
 }
 
@@ -202,7 +220,8 @@ TEST(Allocator, LeavesTheCallersScoresAlone) {  // B18
   const oracle::RandomCase c = oracle::random_case(4, options, 200);
   const testing::OracleCache cache({c.sequence});
   const Limits limits = even_limits(cache.table(), 20, 4, 32);
-  WindowAttention seen = window_attention(cache.evidence(), row_windows(cache.evidence(), limits, 32, false), {.usage = true, .newest = true});
+  WindowAttention seen = window_attention(cache.evidence(), row_windows(cache.evidence(), limits, 32, false),
+                                          {.usage = true, .newest = true});
   Decision decision;
   decision.scores = Tova().score(cache.evidence(), limits, seen);
   const Tensor before = decision.scores.data.clone();

@@ -24,7 +24,8 @@ struct Case {
 std::vector<Case> cases;
 Options chosen;
 
-constexpr const char* kHelp = R"(Times the kernels and whole events, each checked against its reference before it is timed.
+constexpr const char* kHelp =
+    R"(Times the kernels and whole events, each checked against its reference before it is timed.
 
   --filter REGEX   cases whose name it finds
   --out FILE       one line of JSON when a case begins, one when it ends
@@ -46,7 +47,9 @@ class Lines {
     if (!path.empty()) file_.open(path, std::ios::app);
   }
   [[nodiscard]] bool good() const { return file_.good(); }
-  void write(const nlohmann::json& line) { file_ << line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) << std::endl; }
+  void write(const nlohmann::json& line) {
+    file_ << line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) << std::endl;
+  }
 
  private:
   std::ofstream file_;
@@ -82,7 +85,8 @@ int run_all() {
   int ran = 0, failed = 0, left = 0;
   for (const Case& one : cases) {
     if (!std::regex_search(one.name, wanted)) continue;
-    if (chosen.seconds > 0 && std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() > chosen.seconds) {
+    if (chosen.seconds > 0 &&
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() > chosen.seconds) {
       lines.write({{"left_out", one.name}});
       ++left;
       continue;
@@ -110,7 +114,8 @@ void add(std::string name, std::function<void(Result&)> body) { cases.push_back(
 void add(const char* kernel, Body body, std::initializer_list<Size> sizes, std::initializer_list<Size> toy) {
   for (const Shape& shape : shapes())
     for (const Size& s : chosen.toy ? toy : sizes)
-      add(text(kernel, "/", shape.name, "/batch:", s.batch, "/", s.length, "->", s.budget), [=](Result& result) { body(result, shape, s); });
+      add(text(kernel, "/", shape.name, "/batch:", s.batch, "/", s.length, "->", s.budget),
+          [=](Result& result) { body(result, shape, s); });
 }
 
 int main_of_benches(int count, char** words) {
@@ -119,17 +124,25 @@ int main_of_benches(int count, char** words) {
   for (int i = 1; i < count; ++i) {
     const std::string word = words[i];
     const auto value = [&]() -> const char* { return i + 1 < count ? words[++i] : nullptr; };
-    if (word == "--toy") chosen.toy = true;
-    else if (word == "--once") chosen.once = true;
-    else if (word == "--list") list = true;
-    else if (word == "--help") return std::fputs(kHelp, stdout), 0;
+    if (word == "--toy")
+      chosen.toy = true;
+    else if (word == "--once")
+      chosen.once = true;
+    else if (word == "--list")
+      list = true;
+    else if (word == "--help")
+      return std::fputs(kHelp, stdout), 0;
     else if (word == "--filter" || word == "--out" || word == "--seconds") {
       const char* given = value();
       if (given == nullptr) return refuse_usage(word + ": a value is missing");
-      if (word == "--filter") chosen.filter = given;
-      else if (word == "--out") chosen.out = given;
-      else chosen.seconds = std::strtod(given, nullptr);
-    } else return refuse_usage("unknown option; given '" + word + "'");
+      if (word == "--filter")
+        chosen.filter = given;
+      else if (word == "--out")
+        chosen.out = given;
+      else
+        chosen.seconds = std::strtod(given, nullptr);
+    } else
+      return refuse_usage("unknown option; given '" + word + "'");
   }
   for (const auto& adds : {add_ceilings, add_events, add_keeping, add_scorers, add_prefill, add_memory}) adds();
   if (list) {

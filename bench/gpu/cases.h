@@ -1,5 +1,6 @@
 #pragma once
-/// The GPU benches' list of cases. Each writes one line of JSON when it begins and one when it ends, so that a run that is stopped keeps all it has.
+/// The GPU benches' list of cases. Each writes one line of JSON when it begins and one when it ends, so that a run that
+/// is stopped keeps all it has.
 
 #include <cstdint>
 #include <functional>
@@ -47,7 +48,8 @@ using Body = void (*)(Result&, Shape, Size);
 
 void add(std::string name, std::function<void(Result&)> body);
 /// <kernel>/<model>/batch:<B>/<slots before>-><slots after>, for every shape and size.
-void add(const char* kernel, Body body, std::initializer_list<Size> sizes, std::initializer_list<Size> toy = {{1, 96, 64}, {2, 200, 128}});
+void add(const char* kernel, Body body, std::initializer_list<Size> sizes,
+         std::initializer_list<Size> toy = {{1, 96, 64}, {2, 200, 128}});
 
 void add_ceilings();
 void add_events();

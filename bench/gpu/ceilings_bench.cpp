@@ -1,4 +1,5 @@
-// What this machine can do, by others' programs, in the same run: its own copy, LibTorch's sum over f32, cuBLAS on bf16. The other rows are held against these.
+// What this machine can do, by others' programs, in the same run: its own copy, LibTorch's sum over f32, cuBLAS on
+// bf16. The other rows are held against these.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/matmul.h>
@@ -38,7 +39,8 @@ void reading(Result& result) {
   const double ms = best_milliseconds([&] { sum = at::sum(from); }, on.native());
   result.set("us", ms * 1e3);
   result.set("GBps", static_cast<double>(bytes_of_arrays()) / ms / 1e6);
-  if (std::abs(sum.item<double>() / static_cast<double>(from.numel()) - 1) > 1e-3) result.fail("a sum of ones is not their number");
+  if (std::abs(sum.item<double>() / static_cast<double>(from.numel()) - 1) > 1e-3)
+    result.fail("a sum of ones is not their number");
 }
 
 void multiplying(Result& result) {

@@ -1,8 +1,10 @@
-// Whole events: Keeper::step over all layers and sequences of a bf16 cache, beside what LibTorch's operations need for less in the same run; and what a step costs without an event.
+// Whole events: Keeper::step over all layers and sequences of a bf16 cache, beside what LibTorch's operations need for
+// less in the same run; and what a step costs without an event.
 //
-// `eager_us`: GPU time between two CUDA events around keeper.step(); `graph_us`: of the same event replayed from a CUDA graph; `host_us`: what the call takes on the host until it returns;
-// `launches`: kernels in the graph; medians. `torch_us`: topk, sort, and gather of K and V, layer by layer, given finished scores. `bytes`: kept rows read and written, and the keys once where
-// the policy reads them.
+// `eager_us`: GPU time between two CUDA events around keeper.step(); `graph_us`: of the same event replayed from a CUDA
+// graph; `host_us`: what the call takes on the host until it returns; `launches`: kernels in the graph; medians.
+// `torch_us`: topk, sort, and gather of K and V, layer by layer, given finished scores. `bytes`: kept rows read and
+// written, and the keys once where the policy reads them.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/gather.h>
@@ -20,26 +22,35 @@
 namespace kvkeep::cuda {
 namespace {
 
-/// An engine that has nothing but a cache: its keys and values are noise, its queries one tensor that every layer shows.
+/// An engine that has nothing but a cache: its keys and values are noise, its queries one tensor that every layer
+/// shows.
 class Engine {
  public:
-  Engine(const Shape& shape, const std::string& policy, Size size, Device device, std::shared_ptr<Accelerator> accelerator) : shape_(shape), size_(size) {
+  Engine(const Shape& shape, const std::string& policy, Size size, Device device,
+         std::shared_ptr<Accelerator> accelerator)
+      : shape_(shape), size_(size) {
     const auto there = at::TensorOptions().dtype(kBFloat16).device(device);
     ModelSpec spec;
     spec.query_heads = shape.query_heads(), spec.kv_heads = shape.kv_heads, spec.key_dim = spec.value_dim = shape.dim;
     spec.layers.resize(static_cast<std::size_t>(shape.layers));
     for (std::int32_t f = 0; f < shape.dim / 2; ++f) spec.rope.inv_freq.push_back(std::pow(1e6, -2.0 * f / shape.dim));
-    keeper = std::make_unique<Keeper>(spec, make_policy(text(policy, ",budget=", size.budget, ",interval=", size.length - size.budget)), Provided{.accelerator = std::move(accelerator)});
+    keeper = std::make_unique<Keeper>(
+        spec, make_policy(text(policy, ",budget=", size.budget, ",interval=", size.length - size.budget)),
+        Provided{.accelerator = std::move(accelerator)});
     const std::int64_t pages = size.page == 0 ? 0 : (size.length + size.page - 1) / size.page;
     const auto side = [&] {
-      return size.page == 0 ? at::randn({size.batch, shape.kv_heads, size.length, shape.dim}, there) : at::randn({pages * size.batch, size.page, shape.kv_heads, shape.dim}, there);
+      return size.page == 0 ? at::randn({size.batch, shape.kv_heads, size.length, shape.dim}, there)
+                            : at::randn({pages * size.batch, size.page, shape.kv_heads, shape.dim}, there);
     };
     for (std::int32_t l = 0; l < shape.layers; ++l) {
       const Tensor keys = side(), values = side();
-      if (size.page == 0) layers.emplace_back(DenseKv{keys, values});
-      else layers.emplace_back(PagedKv{keys, values});
+      if (size.page == 0)
+        layers.emplace_back(DenseKv{keys, values});
+      else
+        layers.emplace_back(PagedKv{keys, values});
     }
-    queries = at::randn({std::int64_t{size.batch} * (size.length - size.budget), shape.query_heads(), shape.dim}, there);
+    queries =
+        at::randn({std::int64_t{size.batch} * (size.length - size.budget), shape.query_heads(), shape.dim}, there);
     if (size.page != 0) table_ = at::empty({size.batch, pages}, at::TensorOptions().dtype(kInt32));
     lengths_.assign(static_cast<std::size_t>(size.batch), size.budget);
     for (std::int32_t s = 0; s < size.batch; ++s) {
@@ -53,16 +64,21 @@ class Engine {
     std::vector<std::int32_t> indptr{0};
     for (std::int32_t s = 0; s < size_.batch; ++s) indptr.push_back(indptr.back() + tokens);
     const Tensor shown = queries.narrow(0, 0, indptr.back());
-    for (std::int32_t l = 0; l < shape_.layers; ++l) keeper->observe({.layer = l, .sequences = ids_, .indptr = indptr, .queries = shown, .basis = QueryBasis::pre_rope});
+    for (std::int32_t l = 0; l < shape_.layers; ++l)
+      keeper->observe(
+          {.layer = l, .sequences = ids_, .indptr = indptr, .queries = shown, .basis = QueryBasis::pre_rope});
     for (std::int32_t& length : lengths_) length += tokens;
   }
   /// Tokens up to the next event, which is then due.
   void fill() {
     lengths_.assign(lengths_.size(), size_.budget);
     observe(size_.length - size_.budget);
-    if (size_.page != 0) std::iota(table_.data_ptr<std::int32_t>(), table_.data_ptr<std::int32_t>() + table_.numel(), 0);
+    if (size_.page != 0)
+      std::iota(table_.data_ptr<std::int32_t>(), table_.data_ptr<std::int32_t>() + table_.numel(), 0);
   }
-  Report cut() { return keeper->step({.layers = layers, .sequences = ids_, .lengths = {lengths_}, .block_table = table_}); }
+  Report cut() {
+    return keeper->step({.layers = layers, .sequences = ids_, .lengths = {lengths_}, .block_table = table_});
+  }
 
   /// The slots of a row of a dense layer, [length, D], on the CPU.
   [[nodiscard]] Tensor row(std::int32_t layer, std::int32_t sequence, std::int32_t head, bool values) const {
@@ -95,7 +111,8 @@ std::vector<std::int32_t> kept_of(const Engine& engine, SequenceId id, std::int3
   return {kept.begin(), kept.end()};
 }
 
-/// The first event of a dense cache: what the CPU keeps (where that takes no minute), and each kept slot's bytes in its place.
+/// The first event of a dense cache: what the CPU keeps (where that takes no minute), and each kept slot's bytes in its
+/// place.
 void check_first_event(Result& result, Engine& engine, const Shape& shape, const std::string& policy, Size size) {
   const std::int32_t layer = shape.layers - 1, sequence = size.batch - 1, head = shape.kv_heads - 1;
   std::unique_ptr<Engine> cpu;
@@ -110,8 +127,12 @@ void check_first_event(Result& result, Engine& engine, const Shape& shape, const
   const std::vector<std::int32_t> kept = kept_of(engine, sequence, layer, head);
   const Tensor slots = at::empty({static_cast<std::int64_t>(kept.size())}, at::TensorOptions().dtype(kInt32));
   std::copy(kept.begin(), kept.end(), slots.data_ptr<std::int32_t>());
-  const auto moved = [&](const Tensor& before, bool of_values) { return before.index_select(0, slots).equal(engine.row(layer, sequence, head, of_values).narrow(0, 0, slots.numel())); };
-  if (!moved(keys, false) || !moved(values, true)) result.fail("a kept slot does not hold the bytes that stood at its position");
+  const auto moved = [&](const Tensor& before, bool of_values) {
+    return before.index_select(0, slots).equal(
+        engine.row(layer, sequence, head, of_values).narrow(0, 0, slots.numel()));
+  };
+  if (!moved(keys, false) || !moved(values, true))
+    result.fail("a kept slot does not hold the bytes that stood at its position");
   if (!cpu) return;
   static_cast<void>(cpu->cut());
   std::int64_t others = 0, all = 0;
@@ -126,7 +147,8 @@ void check_first_event(Result& result, Engine& engine, const Shape& shape, const
       }
   result.set("unlike_cpu", static_cast<double>(others));
   // Near ties: a GPU's exponentials are off by an ulp or two, the model's are not.
-  if (others > (kModel ? 0 : all / 1000)) result.fail(text(others, " of ", all, " kept slots are not those that the CPU keeps"));
+  if (others > (kModel ? 0 : all / 1000))
+    result.fail(text(others, " of ", all, " kept slots are not those that the CPU keeps"));
 }
 
 /// What LibTorch's operations take to do less: no columns, no segments, into new tensors.
@@ -162,13 +184,15 @@ void event(Result& result, const Shape& shape, const std::string& policy, Size s
   for (int i = 0; i < 2; ++i) {
     engine.fill();
     const Report report = engine.cut();
-    if (report.cuts.size() != static_cast<std::size_t>(size.batch) || report.cuts[0].length_after != size.budget) return result.fail("the event did not cut to the budget");
+    if (report.cuts.size() != static_cast<std::size_t>(size.batch) || report.cuts[0].length_after != size.budget)
+      return result.fail("the event did not cut to the budget");
   }
   std::vector<double> ms, host;
   const auto timed = [&] {
     engine.fill();
     synchronize(on.native());
-    ms.push_back(milliseconds_there([&] { host.push_back(milliseconds([&] { static_cast<void>(engine.cut()); }) * 1e3); }, on.native()));
+    ms.push_back(milliseconds_there(
+        [&] { host.push_back(milliseconds([&] { static_cast<void>(engine.cut()); }) * 1e3); }, on.native()));
   };
   timed();
   for (int n = kModel ? 1 : repetitions(2 * ms[0]); n > 1; --n) timed();
@@ -182,7 +206,8 @@ void event(Result& result, const Shape& shape, const std::string& policy, Size s
   result.set("torch_us", torch_milliseconds(shape, size, on) * 1e3);
 }
 
-/// What an engine pays in every step: `us` and `host_us` of showing one token's queries to all layers, `idle_us` of the step itself on the host.
+/// What an engine pays in every step: `us` and `host_us` of showing one token's queries to all layers, `idle_us` of the
+/// step itself on the host.
 void step_without_event(Result& result, const Shape& shape, Size size) {
   const TorchStream on;
   Engine engine(shape, "ams-tova", size, on.device(), on.accelerator());
@@ -191,12 +216,14 @@ void step_without_event(Result& result, const Shape& shape, Size size) {
   std::vector<double> ms, host, idle;
   for (int i = 0; i < (options().toy || options().once ? 3 : 21); ++i) {
     synchronize(on.native());
-    ms.push_back(milliseconds_there([&] { host.push_back(milliseconds([&] { engine.observe(1); }) * 1e3); }, on.native()));
+    ms.push_back(
+        milliseconds_there([&] { host.push_back(milliseconds([&] { engine.observe(1); }) * 1e3); }, on.native()));
     Report report;
     idle.push_back(milliseconds([&] { report = engine.cut(); }) * 1e3);
     if (!report.cuts.empty()) return result.fail("an event was due");
   }
-  if (engine.keeper->logical_length(0) != size.budget + static_cast<std::int32_t>(ms.size()) + 1) result.fail("a token was lost");
+  if (engine.keeper->logical_length(0) != size.budget + static_cast<std::int32_t>(ms.size()) + 1)
+    result.fail("a token was lost");
   result.set("eager_us", median(ms) * 1e3);
   result.set("host_us", median(host));
   result.set("idle_us", median(idle));
@@ -205,18 +232,22 @@ void step_without_event(Result& result, const Shape& shape, Size size) {
 }  // namespace
 
 void add_events() {
-  const std::vector<Size> toy{{2, 96, 64}, {2, 96, 64, 16}}, real{{1, 1536, 1024}, {32, 1536, 1024}, {1, 1024, 512}, {32, 1536, 1024, 16}, {1, 32768, 2048}};
+  const std::vector<Size> toy{{2, 96, 64}, {2, 96, 64, 16}},
+      real{{1, 1536, 1024}, {32, 1536, 1024}, {1, 1024, 512}, {32, 1536, 1024, 16}, {1, 32768, 2048}};
   for (const Shape& shape : shapes()) {
     for (const Size& size : options().toy ? toy : real)
       for (const std::string policy : {"ams-tova", "tova", "ams-keydiff", "snapkv", "streaming"}) {
         if (policy != "ams-tova" && (size.length != real[0].length || size.page != 0) && !options().toy) continue;
         const std::string extra = options().toy ? ",window=8" : "";
         const bool has_window = policy == "ams-tova" || policy == "ams-keydiff" || policy == "snapkv";
-        const std::string name = text("Event/", policy, "/", shape.name, "/batch:", size.batch, "/", size.length, "->", size.budget, size.page == 0 ? "/dense" : "/pages:16");
+        const std::string name = text("Event/", policy, "/", shape.name, "/batch:", size.batch, "/", size.length, "->",
+                                      size.budget, size.page == 0 ? "/dense" : "/pages:16");
         add(name, [=](Result& result) { event(result, shape, has_window ? policy + extra : policy, size); });
       }
-    for (const Size& size : options().toy ? std::vector<Size>{{2, 96, 64}} : std::vector<Size>{{1, 1536, 1024}, {32, 1536, 1024}})
-      add(text("StepWithoutEvent/", shape.name, "/batch:", size.batch), [=](Result& result) { step_without_event(result, shape, size); });
+    for (const Size& size :
+         options().toy ? std::vector<Size>{{2, 96, 64}} : std::vector<Size>{{1, 1536, 1024}, {32, 1536, 1024}})
+      add(text("StepWithoutEvent/", shape.name, "/batch:", size.batch),
+          [=](Result& result) { step_without_event(result, shape, size); });
   }
 }
 

@@ -1,4 +1,5 @@
-// What chooses slots and moves them: compaction, selection, AMS, chunks, CriticalKV; and queries on their way to their rings.
+// What chooses slots and moves them: compaction, selection, AMS, chunks, CriticalKV; and queries on their way to their
+// rings.
 
 #include "chunks.h"
 #include "compact.h"
@@ -13,39 +14,57 @@ namespace {
 
 void compact(Result& result, Shape shape, Size size) {
   const RandomEvent event(shape, size);
-  const CompactArguments arguments{.rows = event.rows->data(), .columns = nullptr, .count = static_cast<std::int32_t>(event.count), .slots = event.slots->data(), .indptr = event.bounds->data(), .pages_after = nullptr, .pages_stride = 0};
+  const CompactArguments arguments{.rows = event.rows->data(),
+                                   .columns = nullptr,
+                                   .count = static_cast<std::int32_t>(event.count),
+                                   .slots = event.slots->data(),
+                                   .indptr = event.bounds->data(),
+                                   .pages_after = nullptr,
+                                   .pages_stride = 0};
   // Every key of a sampled row says where it stood.
   const std::int64_t words = event.width / 4;
   std::vector<std::int32_t> tags(static_cast<std::size_t>(event.length * words));
   for (std::size_t i = 0; i < tags.size(); ++i) tags[i] = static_cast<std::int32_t>(i);
   const auto sample = sample_of(static_cast<std::int32_t>(event.count));
-  for (const std::int32_t r : sample) copy_there(event.cache.data() + r * event.length * event.width, tags.data(), tags.size() * 4);
+  for (const std::int32_t r : sample)
+    copy_there(event.cache.data() + r * event.length * event.width, tags.data(), tags.size() * 4);
   launch_compact(arguments, stream());
   for (const std::int32_t r : sample) {
     std::vector<std::int32_t> moved(static_cast<std::size_t>(event.budget * words));
     copy_back(moved.data(), event.cache.data() + r * event.length * event.width, moved.size() * 4);
     for (std::int64_t n = 0; n < event.budget * words; ++n)
-      if (moved[static_cast<std::size_t>(n)] != event.kept[static_cast<std::size_t>(r * event.budget + n / words)] * words + n % words) return result.fail("a slot holds another slot's bytes");
+      if (moved[static_cast<std::size_t>(n)] !=
+          event.kept[static_cast<std::size_t>(r * event.budget + n / words)] * words + n % words)
+        return result.fail("a slot holds another slot's bytes");
   }
-  measure(result, 2.0 * 2 * static_cast<double>(event.count * event.budget * event.width), [&] { launch_compact(arguments, stream()); });
+  measure(result, 2.0 * 2 * static_cast<double>(event.count * event.budget * event.width),
+          [&] { launch_compact(arguments, stream()); });
 }
 
 void select(Result& result, Shape shape, Size size) {
   const RandomEvent event(shape, size);
-  const SelectArguments arguments{.rows = event.rows->data(), .limits = event.limits->data(), .count = static_cast<std::int32_t>(event.count), .longest = size.length,
-                                  .scores = event.scores->data(), .indptr = event.bounds->data(), .slots = event.slots->data()};
+  const SelectArguments arguments{.rows = event.rows->data(),
+                                  .limits = event.limits->data(),
+                                  .count = static_cast<std::int32_t>(event.count),
+                                  .longest = size.length,
+                                  .scores = event.scores->data(),
+                                  .indptr = event.bounds->data(),
+                                  .slots = event.slots->data()};
   launch_select(arguments, stream());
   for (const std::int32_t r : sample_of(arguments.count)) {
     const float* scores = event.drawn.data() + r * event.length;
     std::vector<std::int32_t> want(static_cast<std::size_t>(size.length));
     std::iota(want.begin(), want.end(), 0);
     const auto guarded = [&](std::int32_t t) { return t < kGuarded.sinks || t >= size.length - 32; };
-    std::stable_sort(want.begin(), want.end(), [&](std::int32_t x, std::int32_t y) { return guarded(x) != guarded(y) ? guarded(x) : scores[x] > scores[y]; });
+    std::stable_sort(want.begin(), want.end(), [&](std::int32_t x, std::int32_t y) {
+      return guarded(x) != guarded(y) ? guarded(x) : scores[x] > scores[y];
+    });
     want.resize(static_cast<std::size_t>(size.budget));
     std::sort(want.begin(), want.end());
     if (event.kept_of(r) != want) return result.fail("the kept slots are not those of a sort");
   }
-  measure(result, static_cast<double>(event.count) * (size.length + size.budget) * 4, [&] { launch_select(arguments, stream()); });
+  measure(result, static_cast<double>(event.count) * (size.length + size.budget) * 4,
+          [&] { launch_select(arguments, stream()); });
 }
 
 void mass_segmented(Result& result, Shape shape, Size size) {
@@ -72,10 +91,13 @@ void mass_segmented(Result& result, Shape shape, Size size) {
   launch_mass_segmented(a, stream());
   event.check_kept(result);
   for (const std::int32_t r : sample_of(a.count)) {
-    const std::vector<float> shares = mass.download(static_cast<std::size_t>(r * event.length), static_cast<std::size_t>(event.length));
-    if (std::abs(std::accumulate(shares.begin(), shares.end(), 0.0) - 1) > 1e-3) return result.fail("the mass of a row is not 1 in all");
+    const std::vector<float> shares =
+        mass.download(static_cast<std::size_t>(r * event.length), static_cast<std::size_t>(event.length));
+    if (std::abs(std::accumulate(shares.begin(), shares.end(), 0.0) - 1) > 1e-3)
+      return result.fail("the mass of a row is not 1 in all");
   }
-  measure(result, static_cast<double>(event.count) * (4.0 * size.length + size.budget) * 4, [&] { launch_mass_segmented(a, stream()); });
+  measure(result, static_cast<double>(event.count) * (4.0 * size.length + size.budget) * 4,
+          [&] { launch_mass_segmented(a, stream()); });
 }
 
 void chunks(Result& result, Shape shape, Size size) {
@@ -94,7 +116,8 @@ void chunks(Result& result, Shape shape, Size size) {
   a.workspace = workspace.data();
   launch_chunks(a, stream());
   event.check_kept(result);
-  measure(result, static_cast<double>(event.count) * (size.length + size.budget) * 4, [&] { launch_chunks(a, stream()); });
+  measure(result, static_cast<double>(event.count) * (size.length + size.budget) * 4,
+          [&] { launch_chunks(a, stream()); });
 }
 
 /// CriticalKV, all layers with the same output weights. It is bound by its products: `flop` says how many.
@@ -104,7 +127,8 @@ void critical(Result& result, Shape shape, Size size) {
   const std::int64_t hidden = std::int64_t{shape.query_heads()} * shape.dim;
   const DeviceArray<std::byte> weights(static_cast<std::size_t>(hidden * hidden * 2));
   fill_with_noise(weights.data(), static_cast<std::size_t>(hidden * hidden));
-  const DeviceArray<const void*> projections(std::vector<const void*>(static_cast<std::size_t>(shape.layers), weights.data()));
+  const DeviceArray<const void*> projections(
+      std::vector<const void*>(static_cast<std::size_t>(shape.layers), weights.data()));
   CriticalArguments a;
   a.evidence.rows = event.rows->data();
   a.evidence.limits = event.limits->data();
@@ -140,12 +164,21 @@ void push_queries(Result& result, Shape shape, Size size) {
   a.layout = {.heads = shape.query_heads(), .head_bytes = head, .token_stride = token, .head_stride = head};
   a.count = std::min(size.batch, kQueryArrivals);
   for (std::int32_t s = 0; s < a.count; ++s)
-    a.arrivals[s] = {.from = from.data() + s * token, .ring = rings.data() + s * kRing * token, .positions = positions.data() + s * kRing, .capacity = kRing, .at = kAt, .tokens = 1, .position = size.length};
+    a.arrivals[s] = {.from = from.data() + s * token,
+                     .ring = rings.data() + s * kRing * token,
+                     .positions = positions.data() + s * kRing,
+                     .capacity = kRing,
+                     .at = kAt,
+                     .tokens = 1,
+                     .position = size.length};
   launch_push_queries(a, stream());
   for (std::int32_t s = 0; s < a.count; ++s) {
-    const std::vector<std::byte> there = rings.download(static_cast<std::size_t>((s * kRing + kAt) * token), static_cast<std::size_t>(token));
-    if (!std::equal(there.begin(), there.end(), drawn.begin() + s * token)) return result.fail("a query is not in its place");
-    if (positions.download(static_cast<std::size_t>(s * kRing + kAt), 1)[0] != size.length) return result.fail("a position is not in its place");
+    const std::vector<std::byte> there =
+        rings.download(static_cast<std::size_t>((s * kRing + kAt) * token), static_cast<std::size_t>(token));
+    if (!std::equal(there.begin(), there.end(), drawn.begin() + s * token))
+      return result.fail("a query is not in its place");
+    if (positions.download(static_cast<std::size_t>(s * kRing + kAt), 1)[0] != size.length)
+      return result.fail("a position is not in its place");
   }
   measure(result, 2.0 * static_cast<double>(a.count * token), [&] { launch_push_queries(a, stream()); });
 }

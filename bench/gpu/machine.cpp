@@ -31,7 +31,8 @@ void measure(Result& result, double bytes, const std::function<void()>& work) {
   for (int n = repetitions(ms[0]); static_cast<int>(ms.size()) < n;) ms.push_back(milliseconds_there(work, stream()));
   result.set("eager_us", median(ms) * 1e3);
   measure_graph(result, work, stream());
-  const auto graph = std::find_if(result.numbers.begin(), result.numbers.end(), [](const auto& number) { return number.first == "graph_us"; });
+  const auto graph = std::find_if(result.numbers.begin(), result.numbers.end(),
+                                  [](const auto& number) { return number.first == "graph_us"; });
   result.set("us", graph != result.numbers.end() ? graph->second : median(ms) * 1e3);
 }
 
@@ -104,7 +105,8 @@ std::string machine_name() {
   int driver = 0;
   expect(cudaGetDeviceProperties(&chip, 0));
   expect(cudaDriverGetVersion(&driver));
-  return text(chip.name, ", ", chip.multiProcessorCount, " SMs, L2 ", chip.l2CacheSize >> 20, " MiB, CUDA of the driver ", driver / 1000, ".", driver % 1000 / 10);
+  return text(chip.name, ", ", chip.multiProcessorCount, " SMs, L2 ", chip.l2CacheSize >> 20,
+              " MiB, CUDA of the driver ", driver / 1000, ".", driver % 1000 / 10);
 }
 
 Stream stream() {

@@ -1,5 +1,6 @@
 #pragma once
-/// The machine that the benches run on: a GPU, or under the execution model the host, whose times mean nothing. Memory, copies, timing.
+/// The machine that the benches run on: a GPU, or under the execution model the host, whose times mean nothing. Memory,
+/// copies, timing.
 
 #if defined(KVKEEP_CUDA_MODEL)
 #include "cuda_model.h"
@@ -46,8 +47,11 @@ void fill_with(std::byte* to, std::size_t bytes, const void* pattern, std::size_
 template <class T>
 class DeviceArray {
  public:
-  explicit DeviceArray(std::size_t count) : count_(count), data_(reinterpret_cast<T*>(take_memory(count * sizeof(T)))) {}
-  explicit DeviceArray(const std::vector<T>& from) : DeviceArray(from.size()) { copy_there(data_, from.data(), count_ * sizeof(T)); }
+  explicit DeviceArray(std::size_t count)
+      : count_(count), data_(reinterpret_cast<T*>(take_memory(count * sizeof(T)))) {}
+  explicit DeviceArray(const std::vector<T>& from) : DeviceArray(from.size()) {
+    copy_there(data_, from.data(), count_ * sizeof(T));
+  }
   ~DeviceArray() { give_memory(reinterpret_cast<std::byte*>(data_)); }
   DeviceArray(const DeviceArray&) = delete;
   DeviceArray& operator=(const DeviceArray&) = delete;
@@ -60,7 +64,9 @@ class DeviceArray {
     copy_back(to.data(), data_ + first, count * sizeof(T));
     return to;
   }
-  void fill(const std::vector<T>& pattern) { fill_with(reinterpret_cast<std::byte*>(data_), count_ * sizeof(T), pattern.data(), pattern.size() * sizeof(T)); }
+  void fill(const std::vector<T>& pattern) {
+    fill_with(reinterpret_cast<std::byte*>(data_), count_ * sizeof(T), pattern.data(), pattern.size() * sizeof(T));
+  }
 
  private:
   std::size_t count_;
@@ -73,10 +79,12 @@ class DeviceArray {
 /// Enough repetitions for a median where one takes that long.
 [[nodiscard]] int repetitions(double milliseconds);
 
-/// Replays `work` from a CUDA graph: `graph_us`, and `launches`, the kernels in it. Where it cannot be captured, `not_captured` is 1.
+/// Replays `work` from a CUDA graph: `graph_us`, and `launches`, the kernels in it. Where it cannot be captured,
+/// `not_captured` is 1.
 void measure_graph(Result& result, const std::function<void()>& work, Stream on);
 
-/// Times `work`, which only launches: `us` (from a graph where it can be captured, else eager), `eager_us`, `launches`, and `bytes` as given.
+/// Times `work`, which only launches: `us` (from a graph where it can be captured, else eager), `eager_us`, `launches`,
+/// and `bytes` as given.
 void measure(Result& result, double bytes, const std::function<void()>& work);
 
 }  // namespace kvkeep::cuda

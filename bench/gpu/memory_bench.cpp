@@ -8,7 +8,8 @@
 namespace kvkeep::cuda {
 namespace {
 
-/// One layer of a memory: `length` tokens a sequence folded into spans of 64, sketches and factors of 8 components in bf16, one query a sequence.
+/// One layer of a memory: `length` tokens a sequence folded into spans of 64, sketches and factors of 8 components in
+/// bf16, one query a sequence.
 struct Folded {
   static constexpr std::int32_t kLength = 64, kRank = 8;
 
@@ -36,7 +37,10 @@ struct Folded {
     copy_there(sizes.data(), one.data(), one.size() * 2);
     std::vector<MemorySpan> of_row;
     for (std::int32_t s = 0; s < spans; ++s)
-      of_row.push_back({kLength, std::int64_t{s} * kLength, blob_bytes, {{kRank, false, true, 0}, {kRank, false, true, kRank * (kLength + std::int64_t{shape.dim})}}});
+      of_row.push_back({kLength,
+                        std::int64_t{s} * kLength,
+                        blob_bytes,
+                        {{kRank, false, true, 0}, {kRank, false, true, kRank * (kLength + std::int64_t{shape.dim})}}});
     table = std::make_unique<DeviceArray<MemorySpan>>(of_row);
     std::vector<const std::byte*> where;
     for (std::int64_t i = 0; i < std::int64_t{rows} * spans; ++i) where.push_back(blobs.data() + i * blob_bytes);
@@ -44,7 +48,8 @@ struct Folded {
     std::vector<FoldedRow> all;
     const std::int64_t side = std::int64_t{spans} * shape.dim * 2;
     for (std::int32_t r = 0; r < rows; ++r) {
-      FoldedRow& row = all.emplace_back(FoldedRow{.spans = spans, .head = r % shape.kv_heads, .first_query = r / shape.kv_heads, .queries = 1});
+      FoldedRow& row = all.emplace_back(
+          FoldedRow{.spans = spans, .head = r % shape.kv_heads, .first_query = r / shape.kv_heads, .queries = 1});
       row.table = table->data();
       row.coarse_keys = coarse.data() + 2 * r * side;
       row.coarse_values = row.coarse_keys + side;
@@ -56,9 +61,25 @@ struct Folded {
     table_of_rows = std::make_unique<DeviceArray<FoldedRow>>(all);
     out.fill({0});
     lse.fill({0});
-    a = {.rows = table_of_rows->data(), .count = rows, .most_spans = spans, .most_queries = 1, .tokens = batch, .kv_heads = shape.kv_heads, .group = shape.group, .dim = shape.dim, .store = Element::bf16, .query = Element::bf16,
-         .scale = 1 / std::sqrt(static_cast<float>(shape.dim)), .queries = queries.data(), .token_stride = std::int64_t{shape.kv_heads} * shape.group * shape.dim * 2, .head_stride = std::int64_t{shape.dim} * 2,
-         .out = out.data(), .lse = lse.data(), .marks = marks.data(), .opened = opened.data(), .opened_count = counts.data()};
+    a = {.rows = table_of_rows->data(),
+         .count = rows,
+         .most_spans = spans,
+         .most_queries = 1,
+         .tokens = batch,
+         .kv_heads = shape.kv_heads,
+         .group = shape.group,
+         .dim = shape.dim,
+         .store = Element::bf16,
+         .query = Element::bf16,
+         .scale = 1 / std::sqrt(static_cast<float>(shape.dim)),
+         .queries = queries.data(),
+         .token_stride = std::int64_t{shape.kv_heads} * shape.group * shape.dim * 2,
+         .head_stride = std::int64_t{shape.dim} * 2,
+         .out = out.data(),
+         .lse = lse.data(),
+         .marks = marks.data(),
+         .opened = opened.data(),
+         .opened_count = counts.data()};
     workspace = std::make_unique<DeviceArray<std::byte>>(static_cast<std::size_t>(memory_attention_workspace_bytes(a)));
     a.workspace = workspace->data();
   }
@@ -89,8 +110,10 @@ void memory_route(Result& result, Shape shape, Size size) {
   folded.a.mass = 1.0 / folded.spans;
   launch_memory_route(folded.a, stream());
   const std::int64_t zooms = folded.zooms();
-  if (zooms < 1 || zooms >= std::int64_t{folded.rows} * folded.spans) return result.fail("some spans draw more than their share, and some less");
-  const double bytes = static_cast<double>(folded.rows) * folded.spans * (2.0 * shape.dim + Folded::kLength * (shape.dim / 8.0 + 2));
+  if (zooms < 1 || zooms >= std::int64_t{folded.rows} * folded.spans)
+    return result.fail("some spans draw more than their share, and some less");
+  const double bytes =
+      static_cast<double>(folded.rows) * folded.spans * (2.0 * shape.dim + Folded::kLength * (shape.dim / 8.0 + 2));
   measure(result, bytes, [&] { launch_memory_route(folded.a, stream()); });
   result.set("opened", static_cast<double>(zooms) / folded.rows);
 }
@@ -103,8 +126,10 @@ void memory_merge(Result& result, Shape shape, Size size) {
   launch_memory_route(folded.a, stream());
   launch_memory_merge(folded.a, stream());
   for (const float mass : folded.lse.download())
-    if (!(mass > std::log(static_cast<float>(length)) - 2 && std::isfinite(mass))) return result.fail("a head's mass is not that of all tokens");
-  const double bytes = static_cast<double>(folded.rows) * folded.spans * 2 * shape.dim + static_cast<double>(folded.zooms()) * static_cast<double>(folded.blob_bytes);
+    if (!(mass > std::log(static_cast<float>(length)) - 2 && std::isfinite(mass)))
+      return result.fail("a head's mass is not that of all tokens");
+  const double bytes = static_cast<double>(folded.rows) * folded.spans * 2 * shape.dim +
+                       static_cast<double>(folded.zooms()) * static_cast<double>(folded.blob_bytes);
   measure(result, bytes, [&] { launch_memory_merge(folded.a, stream()); });
   result.set("opened", static_cast<double>(folded.zooms()) / folded.rows);
 }
@@ -112,7 +137,8 @@ void memory_merge(Result& result, Shape shape, Size size) {
 /// Pieces of `budget` bytes out of page-locked host memory, `batch` lists of them; `length` bytes in all.
 void fetch(Result& result, Shape, Size size) {
   const auto [batch, length, budget, page] = size;
-  const std::unique_ptr<std::byte, void (*)(std::byte*)> held(take_page_locked(static_cast<std::size_t>(length)), give_page_locked);
+  const std::unique_ptr<std::byte, void (*)(std::byte*)> held(take_page_locked(static_cast<std::size_t>(length)),
+                                                              give_page_locked);
   std::byte* far = held.get();
   for (std::int32_t i = 0; i < length; ++i) far[i] = static_cast<std::byte>(i % 251);
   const DeviceArray<std::byte> near(static_cast<std::size_t>(length));
@@ -126,7 +152,8 @@ void fetch(Result& result, Shape, Size size) {
   const std::vector<std::byte> got = near.download();
   const std::int64_t bytes = std::int64_t{batch} * stride * budget;
   for (std::int64_t i = 0; i < bytes; ++i)
-    if (got[static_cast<std::size_t>(i)] != static_cast<std::byte>(i % 251)) return result.fail("a byte is not what lies far");
+    if (got[static_cast<std::size_t>(i)] != static_cast<std::byte>(i % 251))
+      return result.fail("a byte is not what lies far");
   measure(result, static_cast<double>(bytes), [&] { launch_fetch(a, stream()); });
 }
 
@@ -137,17 +164,27 @@ void factorise_spans(Result& result, Shape shape, Size size) {
   const std::int64_t width = shape.dim * 2;
   const DeviceArray<std::byte> keys(static_cast<std::size_t>(std::int64_t{rows} * length * width));
   fill_with_noise(keys.data(), static_cast<std::size_t>(std::int64_t{rows} * length * shape.dim));
-  FactoriseArguments a{.longest = budget, .dim = shape.dim, .element = Element::bf16, .store = Element::bf16, .options = {.centred = FactoriseOptions::Centred::always, .max_rank = 16}};
+  FactoriseArguments a{.longest = budget,
+                       .dim = shape.dim,
+                       .element = Element::bf16,
+                       .store = Element::bf16,
+                       .options = {.centred = FactoriseOptions::Centred::always, .max_rank = 16}};
   std::vector<RowMatrix> all;
-  for (std::int64_t n = 0; n < std::int64_t{rows} * spans; ++n) all.push_back({.rows = {keys.data() + n * budget * width, width, width}, .length = budget, .offset = n * factor_numbers(budget, shape.dim, a.options)});
+  for (std::int64_t n = 0; n < std::int64_t{rows} * spans; ++n)
+    all.push_back({.rows = {keys.data() + n * budget * width, width, width},
+                   .length = budget,
+                   .offset = n * factor_numbers(budget, shape.dim, a.options)});
   const DeviceArray<RowMatrix> matrices(all);
   const DeviceArray<FactorsFound> found(all.size());
-  const DeviceArray<std::byte> coarse(all.size() * static_cast<std::size_t>(width)), factors(all.size() * static_cast<std::size_t>(factor_numbers(budget, shape.dim, a.options)) * 2);
-  a.matrices = matrices.data(), a.count = static_cast<std::int32_t>(all.size()), a.found = found.data(), a.coarse = coarse.data(), a.factors = factors.data();
+  const DeviceArray<std::byte> coarse(all.size() * static_cast<std::size_t>(width)),
+      factors(all.size() * static_cast<std::size_t>(factor_numbers(budget, shape.dim, a.options)) * 2);
+  a.matrices = matrices.data(), a.count = static_cast<std::int32_t>(all.size()), a.found = found.data(),
+  a.coarse = coarse.data(), a.factors = factors.data();
   launch_factorise(a, stream());
   for (const FactorsFound& f : found.download())
     if (!f.finite || f.raw || f.rank != 16) return result.fail("noise has more components than are allowed");
-  measure(result, static_cast<double>(all.size()) * budget * static_cast<double>(width), [&] { launch_factorise(a, stream()); });
+  measure(result, static_cast<double>(all.size()) * budget * static_cast<double>(width),
+          [&] { launch_factorise(a, stream()); });
   result.set("matrices", static_cast<double>(all.size()));
 }
 

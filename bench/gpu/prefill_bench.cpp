@@ -19,7 +19,12 @@ bool ascend(const std::vector<std::int32_t>& kept, std::int32_t budget) {
 /// Prompts that are ranked, one after the other.
 std::vector<RankedPrompt> side_by_side(std::int32_t batch, std::int32_t ranked, std::int32_t kept) {
   std::vector<RankedPrompt> prompts;
-  for (std::int32_t p = 0; p < batch; ++p) prompts.push_back({.scores = std::int64_t{p} * ranked, .ranks = std::int64_t{p} * ranked, .kept = std::int64_t{p} * kept, .ranked = ranked, .state = p});
+  for (std::int32_t p = 0; p < batch; ++p)
+    prompts.push_back({.scores = std::int64_t{p} * ranked,
+                       .ranks = std::int64_t{p} * ranked,
+                       .kept = std::int64_t{p} * kept,
+                       .ranked = ranked,
+                       .state = p});
   return prompts;
 }
 
@@ -39,13 +44,21 @@ void prompt_scores(Result& result, Shape shape, Size size) {
   shape.layers = 1;
   const Asked asked(shape, size, 32);
   const DeviceArray<float> tokens(static_cast<std::size_t>(batch) * static_cast<std::size_t>(length - 32));
-  PromptScoresArguments a{.evidence = asked.evidence, .queries = asked.queries.data(), .pool = 1, .slots = asked.slots, .heads = asked.scores.data(), .tokens = tokens.data()};
+  PromptScoresArguments a{.evidence = asked.evidence,
+                          .queries = asked.queries.data(),
+                          .pool = 1,
+                          .slots = asked.slots,
+                          .heads = asked.scores.data(),
+                          .tokens = tokens.data()};
   const DeviceArray<std::byte> workspace(static_cast<std::size_t>(prompt_scores_workspace_bytes(a)));
   a.workspace = workspace.data();
   launch_prompt_scores(a, stream());
   const std::vector<float> got = tokens.download(), heads = asked.scores.download();
-  const double sum = std::accumulate(got.begin(), got.end(), 0.0), of_heads = std::accumulate(heads.begin(), heads.end(), 0.0), most = 32.0 * batch * shape.kv_heads * shape.group;
-  if (!(sum > 0.5 * most && sum <= 1.001 * most) || std::abs(sum - of_heads) > 1e-3 * sum) return result.fail("every query gives 1 in all, most of it before the window");
+  const double sum = std::accumulate(got.begin(), got.end(), 0.0),
+               of_heads = std::accumulate(heads.begin(), heads.end(), 0.0),
+               most = 32.0 * batch * shape.kv_heads * shape.group;
+  if (!(sum > 0.5 * most && sum <= 1.001 * most) || std::abs(sum - of_heads) > 1e-3 * sum)
+    return result.fail("every query gives 1 in all, most of it before the window");
   a.pool = 7;
   measure(result, 2.0 * static_cast<double>(asked.key_bytes), [&] { launch_prompt_scores(a, stream()); });
 }
@@ -61,15 +74,19 @@ void ranks(Result& result, Shape, Size size) {
   const DeviceArray<std::int32_t> ranks(drawn.size());
   const std::vector<RankedPrompt> prompts = side_by_side(batch, length, budget);
   const DeviceArray<std::byte> workspace(static_cast<std::size_t>(ranks_workspace_bytes(prompts)));
-  const RanksArguments a{.prompts = prompts, .scores = scores.data(), .ranks = ranks.data(), .workspace = workspace.data()};
+  const RanksArguments a{
+      .prompts = prompts, .scores = scores.data(), .ranks = ranks.data(), .workspace = workspace.data()};
   launch_ranks(a, stream());
   const std::vector<std::int32_t> got = ranks.download();
   for (const RankedPrompt& prompt : prompts) {
     std::vector<std::int32_t> order(static_cast<std::size_t>(length));
     std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&](std::int32_t x, std::int32_t y) { return drawn[static_cast<std::size_t>(prompt.scores + x)] > drawn[static_cast<std::size_t>(prompt.scores + y)]; });
+    std::stable_sort(order.begin(), order.end(), [&](std::int32_t x, std::int32_t y) {
+      return drawn[static_cast<std::size_t>(prompt.scores + x)] > drawn[static_cast<std::size_t>(prompt.scores + y)];
+    });
     for (std::int32_t i = 0; i < length; ++i)
-      if (got[static_cast<std::size_t>(prompt.ranks + order[static_cast<std::size_t>(i)])] != i + 1) return result.fail("a rank is not that of a sort");
+      if (got[static_cast<std::size_t>(prompt.ranks + order[static_cast<std::size_t>(i)])] != i + 1)
+        return result.fail("a rank is not that of a sort");
   }
   measure(result, 8.0 * static_cast<double>(drawn.size()), [&] { launch_ranks(a, stream()); });
 }
@@ -89,8 +106,14 @@ void layer_variance(Result& result, Shape, Size size) {
   const DeviceArray<LayerSelection> states(std::vector<LayerSelection>(static_cast<std::size_t>(batch)));
   const std::vector<RankedPrompt> prompts = side_by_side(batch, length, budget);
   const DeviceArray<std::byte> workspace(static_cast<std::size_t>(layer_selector_workspace_bytes(prompts)));
-  LayerSelectorArguments a{.options = {.select = budget, .min_layer = kLayers, .observed_layers = kLayers, .threshold = -1}, .layer = kLayers, .prompts = prompts, .ranks = ranks.data(), .stride = stride,
-                           .states = states.data(), .workspace = workspace.data()};
+  LayerSelectorArguments a{
+      .options = {.select = budget, .min_layer = kLayers, .observed_layers = kLayers, .threshold = -1},
+      .layer = kLayers,
+      .prompts = prompts,
+      .ranks = ranks.data(),
+      .stride = stride,
+      .states = states.data(),
+      .workspace = workspace.data()};
   launch_layer_selector(a, stream());
   double sum = 0, counted = 0;
   for (std::int64_t t = 0; t < length; ++t) {
@@ -106,16 +129,19 @@ void layer_variance(Result& result, Shape, Size size) {
     sum += square - mean * mean;
     ++counted;
   }
-  if (std::abs(states.download()[0].first - sum / counted) > 1e-6 * sum / counted) return result.fail("the variance is not that of a loop");
+  if (std::abs(states.download()[0].first - sum / counted) > 1e-6 * sum / counted)
+    return result.fail("the variance is not that of a loop");
   measure(result, 4.0 * kLayers * static_cast<double>(stride), [&] { launch_layer_selector(a, stream()); });
 }
 
 void narrow(Result& result, Shape, Size size) {
   const auto [batch, length, budget, page] = size;
   std::mt19937 random(1);
-  const DeviceArray<std::int32_t> ranks(drawn_ranks(random, batch, length - 32)), tokens(static_cast<std::size_t>(batch) * static_cast<std::size_t>(budget));
+  const DeviceArray<std::int32_t> ranks(drawn_ranks(random, batch, length - 32)),
+      tokens(static_cast<std::size_t>(batch) * static_cast<std::size_t>(budget));
   const std::vector<RankedPrompt> prompts = side_by_side(batch, length - 32, budget);
-  const NarrowArguments a{.prompts = prompts, .select = budget, .window = 32, .ranks = ranks.data(), .tokens = tokens.data()};
+  const NarrowArguments a{
+      .prompts = prompts, .select = budget, .window = 32, .ranks = ranks.data(), .tokens = tokens.data()};
   launch_narrow(a, stream());
   if (!ascend(tokens.download(), budget)) return result.fail("tokens do not ascend");
   measure(result, 4.0 * batch * (static_cast<double>(length) + budget), [&] { launch_narrow(a, stream()); });
@@ -125,21 +151,33 @@ void narrow(Result& result, Shape, Size size) {
 void gather_rows(Result& result, Shape shape, Size size) {
   const auto [batch, length, budget, page] = size;
   const std::int64_t width = std::int64_t{shape.query_heads()} * shape.dim * 2;
-  const DeviceArray<std::byte> hidden(static_cast<std::size_t>(std::int64_t{batch} * length * width)), packed(static_cast<std::size_t>(std::int64_t{batch} * budget * width));
+  const DeviceArray<std::byte> hidden(static_cast<std::size_t>(std::int64_t{batch} * length * width)),
+      packed(static_cast<std::size_t>(std::int64_t{batch} * budget * width));
   fill_with_noise(hidden.data(), hidden.size() / 2);
   std::vector<std::int32_t> lists;
   std::vector<GatheredPrompt> prompts;
   for (std::int32_t p = 0; p < batch; ++p) {
-    prompts.push_back({.from = std::int64_t{p} * length, .to = std::int64_t{p} * budget, .kept = std::int64_t{p} * budget, .rows = budget});
+    prompts.push_back({.from = std::int64_t{p} * length,
+                       .to = std::int64_t{p} * budget,
+                       .kept = std::int64_t{p} * budget,
+                       .rows = budget});
     for (std::int64_t i = 0; i < budget; ++i) lists.push_back(static_cast<std::int32_t>(i * length / budget));
   }
   const DeviceArray<std::int32_t> tokens(lists);
-  const GatherRowsArguments a{.prompts = prompts, .tokens = tokens.data(), .from = hidden.data(), .to = packed.data(), .row_bytes = width, .from_stride = width, .to_stride = width};
+  const GatherRowsArguments a{.prompts = prompts,
+                              .tokens = tokens.data(),
+                              .from = hidden.data(),
+                              .to = packed.data(),
+                              .row_bytes = width,
+                              .from_stride = width,
+                              .to_stride = width};
   launch_gather_rows(a, stream());
   for (const std::int32_t row : sample_of(batch * budget)) {
     const std::int64_t from = std::int64_t{row / budget} * length + lists[static_cast<std::size_t>(row)];
     const auto bytes = static_cast<std::size_t>(width);
-    if (packed.download(static_cast<std::size_t>(row) * bytes, bytes) != hidden.download(static_cast<std::size_t>(from) * bytes, bytes)) return result.fail("a row holds another row's bytes");
+    if (packed.download(static_cast<std::size_t>(row) * bytes, bytes) !=
+        hidden.download(static_cast<std::size_t>(from) * bytes, bytes))
+      return result.fail("a row holds another row's bytes");
   }
   measure(result, 2.0 * static_cast<double>(packed.size()), [&] { launch_gather_rows(a, stream()); });
 }

@@ -40,7 +40,11 @@ inline constexpr Protected kGuarded{4, 32};
 /// All rows of an event over one dense bf16 cache, with random scores and slots that stay.
 struct RandomEvent {
   RandomEvent(const Shape& shape, Size size)
-      : count(shape.layers * size.batch * shape.kv_heads), length(size.length), budget(size.budget), width(shape.dim * 2), cache(std::size_t{2} * static_cast<std::size_t>(count * length * width)) {
+      : count(shape.layers * size.batch * shape.kv_heads),
+        length(size.length),
+        budget(size.budget),
+        width(shape.dim * 2),
+        cache(std::size_t{2} * static_cast<std::size_t>(count * length * width)) {
     std::mt19937 random(1);
     std::normal_distribution<float> normal;
     std::vector<Row> all(static_cast<std::size_t>(count));
@@ -62,13 +66,16 @@ struct RandomEvent {
     }
     indptr.push_back(count * budget);
     rows = std::make_unique<DeviceArray<Row>>(all);
-    limits = std::make_unique<DeviceArray<RowLimit>>(std::vector<RowLimit>(static_cast<std::size_t>(count), RowLimit{size.budget, true, kGuarded}));
-    windows = std::make_unique<DeviceArray<RowWindow>>(std::vector<RowWindow>(static_cast<std::size_t>(count), RowWindow{32, size.length - 32}));
+    limits = std::make_unique<DeviceArray<RowLimit>>(
+        std::vector<RowLimit>(static_cast<std::size_t>(count), RowLimit{size.budget, true, kGuarded}));
+    windows = std::make_unique<DeviceArray<RowWindow>>(
+        std::vector<RowWindow>(static_cast<std::size_t>(count), RowWindow{32, size.length - 32}));
     newest = std::make_unique<DeviceArray<std::int32_t>>(std::vector<std::int32_t>{size.length - 1});
     QueryWindow last;
     last.positions = newest->data();
     last.ring = last.count = 1;
-    queries = std::make_unique<DeviceArray<QueryWindow>>(std::vector<QueryWindow>(static_cast<std::size_t>(count / shape.kv_heads), last));
+    queries = std::make_unique<DeviceArray<QueryWindow>>(
+        std::vector<QueryWindow>(static_cast<std::size_t>(count / shape.kv_heads), last));
     bounds = std::make_unique<DeviceArray<std::int64_t>>(indptr);
     slots = std::make_unique<DeviceArray<std::int32_t>>(kept);
     drawn.resize(static_cast<std::size_t>(count * length));
@@ -80,14 +87,18 @@ struct RandomEvent {
   }
 
   /// What was kept of a row.
-  [[nodiscard]] std::vector<std::int32_t> kept_of(std::int32_t row) const { return slots->download(static_cast<std::size_t>(row * budget), static_cast<std::size_t>(budget)); }
+  [[nodiscard]] std::vector<std::int32_t> kept_of(std::int32_t row) const {
+    return slots->download(static_cast<std::size_t>(row * budget), static_cast<std::size_t>(budget));
+  }
   /// Kept slots of a sample of rows ascend, lie in the row, and have the guarded ones among them.
   void check_kept(Result& result) const {
     for (const std::int32_t r : sample_of(static_cast<std::int32_t>(count))) {
       const std::vector<std::int32_t> slots_of_row = kept_of(r);
       for (std::size_t n = 1; n < slots_of_row.size(); ++n)
         if (slots_of_row[n] <= slots_of_row[n - 1]) return result.fail("kept slots do not ascend");
-      if (slots_of_row.front() != 0 || slots_of_row[3] != 3 || slots_of_row[slots_of_row.size() - 32] != length - 32 || slots_of_row.back() != length - 1) return result.fail("a guarded slot is gone");
+      if (slots_of_row.front() != 0 || slots_of_row[3] != 3 || slots_of_row[slots_of_row.size() - 32] != length - 32 ||
+          slots_of_row.back() != length - 1)
+        return result.fail("a guarded slot is gone");
     }
   }
 
@@ -106,12 +117,22 @@ struct RandomEvent {
   std::unique_ptr<DeviceArray<float>> scores, usage;
 };
 
-/// What scorers read: bf16 keys that lie near one of eight directions, or near none, and queries that were turned. Positions have no gaps.
+/// What scorers read: bf16 keys that lie near one of eight directions, or near none, and queries that were turned.
+/// Positions have no gaps.
 struct Asked {
   Asked(const Shape& of, Size size, std::int32_t newest, bool crowded = true)
-      : shape(of), count(shape.layers * size.batch * shape.kv_heads), length(size.length), budget(size.budget), slots(std::int64_t{count} * length), window(newest), key_bytes(slots * shape.dim * 2),
-        keys(static_cast<std::size_t>(slots * shape.dim)), queries(static_cast<std::size_t>(std::int64_t{count} * shape.group * window * shape.dim)), scores(static_cast<std::size_t>(slots)) {
-    const auto drawn_keys = static_cast<std::size_t>(length) + 101;  // a little more than a row: no two rows are alike, and no key comes twice in one
+      : shape(of),
+        count(shape.layers * size.batch * shape.kv_heads),
+        length(size.length),
+        budget(size.budget),
+        slots(std::int64_t{count} * length),
+        window(newest),
+        key_bytes(slots * shape.dim * 2),
+        keys(static_cast<std::size_t>(slots * shape.dim)),
+        queries(static_cast<std::size_t>(std::int64_t{count} * shape.group * window * shape.dim)),
+        scores(static_cast<std::size_t>(slots)) {
+    const auto drawn_keys = static_cast<std::size_t>(length) +
+                            101;  // a little more than a row: no two rows are alike, and no key comes twice in one
     std::mt19937 random(1);
     std::normal_distribution<float> normal;
     const auto dim = static_cast<std::size_t>(shape.dim);
@@ -120,7 +141,9 @@ struct Asked {
     std::vector<std::uint16_t> drawn(drawn_keys * dim);
     for (std::size_t k = 0; k < drawn_keys; ++k) {
       const float* near = directions.data() + random() % 8 * dim;
-      for (std::size_t d = 0; d < dim; ++d) drawn[k * dim + d] = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(crowded ? near[d] + 0.5F * normal(random) : normal(random)) >> 16);
+      for (std::size_t d = 0; d < dim; ++d)
+        drawn[k * dim + d] = static_cast<std::uint16_t>(
+            std::bit_cast<std::uint32_t>(crowded ? near[d] + 0.5F * normal(random) : normal(random)) >> 16);
     }
     keys.fill(drawn);
     std::vector<float> asked((std::size_t{1} << 18) + 3);
@@ -141,18 +164,31 @@ struct Asked {
       host_rows.push_back(row);
     }
     rows = std::make_unique<DeviceArray<Row>>(host_rows);
-    limits = std::make_unique<DeviceArray<RowLimit>>(std::vector<RowLimit>(static_cast<std::size_t>(count), RowLimit{budget, true, kGuarded}));
-    windows = std::make_unique<DeviceArray<RowWindow>>(std::vector<RowWindow>(static_cast<std::size_t>(count), RowWindow{window, length - window}));
+    limits = std::make_unique<DeviceArray<RowLimit>>(
+        std::vector<RowLimit>(static_cast<std::size_t>(count), RowLimit{budget, true, kGuarded}));
+    windows = std::make_unique<DeviceArray<RowWindow>>(
+        std::vector<RowWindow>(static_cast<std::size_t>(count), RowWindow{window, length - window}));
     QueryWindow last;
     last.positions = positions->data() + length - window;
     last.ring = last.count = window;
-    views = std::make_unique<DeviceArray<QueryWindow>>(std::vector<QueryWindow>(static_cast<std::size_t>(groups()), last));
-    evidence = {.rows = rows->data(), .limits = limits->data(), .queries = views->data(), .count = count, .longest = length, .kv_heads = shape.kv_heads, .group = shape.group, .dim = shape.dim, .keys = Element::bf16};
+    views =
+        std::make_unique<DeviceArray<QueryWindow>>(std::vector<QueryWindow>(static_cast<std::size_t>(groups()), last));
+    evidence = {.rows = rows->data(),
+                .limits = limits->data(),
+                .queries = views->data(),
+                .count = count,
+                .longest = length,
+                .kv_heads = shape.kv_heads,
+                .group = shape.group,
+                .dim = shape.dim,
+                .keys = Element::bf16};
   }
 
   [[nodiscard]] std::int32_t groups() const { return count / shape.kv_heads; }
   /// The (layer, sequence)s whose scores are held against the CPU's.
-  [[nodiscard]] std::vector<std::int32_t> sampled_groups() const { return groups() > 1 ? std::vector<std::int32_t>{0, groups() - 1} : std::vector<std::int32_t>{0}; }
+  [[nodiscard]] std::vector<std::int32_t> sampled_groups() const {
+    return groups() > 1 ? std::vector<std::int32_t>{0, groups() - 1} : std::vector<std::int32_t>{0};
+  }
   /// Flat numbers of all rows of a (layer, sequence).
   [[nodiscard]] std::vector<float> of_group(const DeviceArray<float>& flat, std::int32_t group) const {
     const auto each = static_cast<std::size_t>(shape.kv_heads) * static_cast<std::size_t>(length);
@@ -160,7 +196,8 @@ struct Asked {
   }
   /// Sum of the scores of a row.
   [[nodiscard]] double sum_of_row(std::int32_t r) const {
-    const std::vector<float> g = scores.download(static_cast<std::size_t>(host_rows[static_cast<std::size_t>(r)].first), static_cast<std::size_t>(length));
+    const std::vector<float> g = scores.download(static_cast<std::size_t>(host_rows[static_cast<std::size_t>(r)].first),
+                                                 static_cast<std::size_t>(length));
     return std::accumulate(g.begin(), g.end(), 0.0);
   }
 
@@ -185,8 +222,10 @@ struct Asked {
 struct OnCpu {
   OnCpu(const Asked& asked, std::int32_t group) : evidence{spec, table, QueryBasis::post_rope} {
     const Shape& shape = asked.shape;
-    const auto each = static_cast<std::size_t>(shape.kv_heads) * static_cast<std::size_t>(asked.length) * static_cast<std::size_t>(shape.dim);
-    const auto asks = static_cast<std::size_t>(shape.query_heads()) * static_cast<std::size_t>(asked.window * shape.dim);
+    const auto each = static_cast<std::size_t>(shape.kv_heads) * static_cast<std::size_t>(asked.length) *
+                      static_cast<std::size_t>(shape.dim);
+    const auto asks =
+        static_cast<std::size_t>(shape.query_heads()) * static_cast<std::size_t>(asked.window * shape.dim);
     keys = asked.keys.download(static_cast<std::size_t>(group) * each, each);
     queries = asked.queries.download(static_cast<std::size_t>(group) * asks, asks);
     spec.query_heads = shape.query_heads(), spec.kv_heads = shape.kv_heads, spec.key_dim = spec.value_dim = shape.dim;
@@ -206,15 +245,25 @@ struct OnCpu {
     RowGroup one;
     one.layer = table.rows[0].layer;
     one.next_position = asked.length;
-    one.queries = {.data = reinterpret_cast<const std::byte*>(queries.data()), .dtype = kFloat32, .token_stride = query, .head_stride = query * asked.window,
-                   .positions = asked.all_positions.data() + asked.length - asked.window, .ring = asked.window, .begin = 0, .count = asked.window};
+    one.queries = {.data = reinterpret_cast<const std::byte*>(queries.data()),
+                   .dtype = kFloat32,
+                   .token_stride = query,
+                   .head_stride = query * asked.window,
+                   .positions = asked.all_positions.data() + asked.length - asked.window,
+                   .ring = asked.window,
+                   .begin = 0,
+                   .count = asked.window};
     table.groups.push_back(one);
   }
   OnCpu(const OnCpu&) = delete;
   OnCpu& operator=(const OnCpu&) = delete;
 
-  [[nodiscard]] WindowAttention attention(std::int32_t window, WindowNeeds needs) const { return window_attention(evidence, row_windows(evidence, limits, window, false), needs); }
-  [[nodiscard]] std::vector<float> flat(const Tensor& numbers) const { return {numbers.const_data_ptr<float>(), numbers.const_data_ptr<float>() + table.slots}; }
+  [[nodiscard]] WindowAttention attention(std::int32_t window, WindowNeeds needs) const {
+    return window_attention(evidence, row_windows(evidence, limits, window, false), needs);
+  }
+  [[nodiscard]] std::vector<float> flat(const Tensor& numbers) const {
+    return {numbers.const_data_ptr<float>(), numbers.const_data_ptr<float>() + table.slots};
+  }
 
   ModelSpec spec;
   RowTable table;
@@ -225,10 +274,12 @@ struct OnCpu {
 };
 
 /// Fails where numbers differ by more than `absolute` and `relative` of the wanted one together.
-inline void expect_close(Result& result, const std::string& what, const std::vector<float>& got, const std::vector<float>& want, double absolute, double relative) {
+inline void expect_close(Result& result, const std::string& what, const std::vector<float>& got,
+                         const std::vector<float>& want, double absolute, double relative) {
   for (std::size_t i = 0; i < want.size(); ++i) {
     const double off = std::abs(static_cast<double>(got[i]) - static_cast<double>(want[i]));
-    if (!(off <= absolute + relative * std::abs(static_cast<double>(want[i])))) return result.fail(text(what, " of slot ", i, " is ", got[i], ", on the CPU ", want[i]));
+    if (!(off <= absolute + relative * std::abs(static_cast<double>(want[i]))))
+      return result.fail(text(what, " of slot ", i, " is ", got[i], ", on the CPU ", want[i]));
   }
 }
 

@@ -1,4 +1,5 @@
-// Scorers and what they stand on: queries made ready, window attention, every scorer. `bytes`: keys as often as the method reads them.
+// Scorers and what they stand on: queries made ready, window attention, every scorer. `bytes`: keys as often as the
+// method reads them.
 
 #include "expected.h"
 #include "h2o.h"
@@ -22,14 +23,18 @@ namespace {
 /// Queries of a window of bf16 rings, before RoPE.
 struct Rings {
   Rings(const Shape& shape, std::int32_t groups, std::int32_t window, std::int32_t length)
-      : head(shape.dim * 2), token(head * shape.query_heads()), data(static_cast<std::size_t>(std::int64_t{groups} * window * token)), places(window) {
+      : head(shape.dim * 2),
+        token(head * shape.query_heads()),
+        data(static_cast<std::size_t>(std::int64_t{groups} * window * token)),
+        places(window) {
     fill_with_noise(data.data(), data.size() / 2);
     std::iota(places.begin(), places.end(), length - window);
     positions = std::make_unique<DeviceArray<std::int32_t>>(places);
     for (std::int32_t f = 0; f < shape.dim / 2; ++f) frequencies.push_back(std::pow(1e4, -2.0 * f / shape.dim));
     inv_freq = std::make_unique<DeviceArray<double>>(frequencies);
     std::vector<QueryWindow> all;
-    for (std::int32_t g = 0; g < groups; ++g) all.push_back({data.data() + g * window * token, token, head, positions->data(), window, 0, window});
+    for (std::int32_t g = 0; g < groups; ++g)
+      all.push_back({data.data() + g * window * token, token, head, positions->data(), window, 0, window});
     windows = std::make_unique<DeviceArray<QueryWindow>>(all);
   }
   std::int64_t head, token;
@@ -48,7 +53,13 @@ void prepare(Result& result, Shape shape, Size size) {
   const auto numbers = static_cast<std::size_t>(shape.query_heads()) * kWindow * static_cast<std::size_t>(shape.dim);
   const DeviceArray<float> turned(static_cast<std::size_t>(groups) * numbers);
   PrepareArguments a;
-  a.evidence = {.queries = rings.windows->data(), .count = groups * shape.kv_heads, .longest = size.length, .kv_heads = shape.kv_heads, .group = shape.group, .dim = shape.dim, .query = Element::bf16,
+  a.evidence = {.queries = rings.windows->data(),
+                .count = groups * shape.kv_heads,
+                .longest = size.length,
+                .kv_heads = shape.kv_heads,
+                .group = shape.group,
+                .dim = shape.dim,
+                .query = Element::bf16,
                 .scale = 1.0F / std::sqrt(static_cast<float>(shape.dim))};
   a.window = kWindow;
   a.queries = turned.data();
@@ -63,19 +74,29 @@ void prepare(Result& result, Shape shape, Size size) {
   for (std::int32_t h = 0; h < shape.query_heads(); ++h)
     for (std::int32_t i = 0; i < kWindow; ++i) {
       std::vector<float> q;
-      for (std::int32_t d = 0; d < shape.dim; ++d) q.push_back(std::bit_cast<float>(static_cast<std::uint32_t>(raw[static_cast<std::size_t>((i * shape.query_heads() + h) * shape.dim + d)]) << 16));
+      for (std::int32_t d = 0; d < shape.dim; ++d)
+        q.push_back(std::bit_cast<float>(
+            static_cast<std::uint32_t>(raw[static_cast<std::size_t>((i * shape.query_heads() + h) * shape.dim + d)])
+            << 16));
       rope_at(rope, rings.places[static_cast<std::size_t>(i)], cosines.data(), sines.data());
       rope_rotate(rope.style, shape.dim / 2, cosines.data(), sines.data(), q.data());
       for (const float x : q) want.push_back(x * a.evidence.scale);
     }
-  expect_close(result, "the turned query", turned.download(static_cast<std::size_t>(groups - 1) * numbers, numbers), want, 1e-5, 1e-5);
+  expect_close(result, "the turned query", turned.download(static_cast<std::size_t>(groups - 1) * numbers, numbers),
+               want, 1e-5, 1e-5);
   measure(result, static_cast<double>(groups) * static_cast<double>(numbers) * 6, [&] { launch_prepare(a, stream()); });
 }
 
 void time_attention(Result& result, const Asked& asked, bool usage) {
   const DeviceArray<float> newest(static_cast<std::size_t>(asked.slots));
-  WindowAttentionArguments a{.evidence = asked.evidence, .windows = asked.windows->data(), .window = asked.window, .queries = asked.queries.data(), .usage = usage ? asked.scores.data() : nullptr, .newest = newest.data()};
-  const DeviceArray<std::byte> workspace(static_cast<std::size_t>(window_attention_workspace_bytes(a.evidence, a.window)));
+  WindowAttentionArguments a{.evidence = asked.evidence,
+                             .windows = asked.windows->data(),
+                             .window = asked.window,
+                             .queries = asked.queries.data(),
+                             .usage = usage ? asked.scores.data() : nullptr,
+                             .newest = newest.data()};
+  const DeviceArray<std::byte> workspace(
+      static_cast<std::size_t>(window_attention_workspace_bytes(a.evidence, a.window)));
   a.workspace = workspace.data();
   launch_window_attention(a, stream());
   for (const std::int32_t g : asked.sampled_groups()) {
@@ -88,28 +109,40 @@ void time_attention(Result& result, const Asked& asked, bool usage) {
   measure(result, 2.0 * static_cast<double>(asked.key_bytes), [&] { launch_window_attention(a, stream()); });
 }
 
-void window_attention_of_32(Result& result, Shape shape, Size size) { time_attention(result, Asked(shape, size, 32), true); }
+void window_attention_of_32(Result& result, Shape shape, Size size) {
+  time_attention(result, Asked(shape, size, 32), true);
+}
 /// As TOVA alone asks: no matrix units.
-void attention_of_the_newest(Result& result, Shape shape, Size size) { time_attention(result, Asked(shape, size, 1), false); }
+void attention_of_the_newest(Result& result, Shape shape, Size size) {
+  time_attention(result, Asked(shape, size, 1), false);
+}
 
 /// Holds the scores of a sample against a scorer of the CPU's.
-void expect_as_on_cpu(Result& result, const Asked& asked, const Scorer& scorer, WindowNeeds needs, double absolute, double relative) {
+void expect_as_on_cpu(Result& result, const Asked& asked, const Scorer& scorer, WindowNeeds needs, double absolute,
+                      double relative) {
   for (const std::int32_t g : asked.sampled_groups()) {
     const OnCpu cpu(asked, g);
     WindowAttention seen;
     if (needs.usage || needs.newest) seen = cpu.attention(asked.window, needs);
     const Scores want = scorer.score(cpu.evidence, cpu.limits, seen);
-    expect_close(result, text("the score by ", scorer.name()), asked.of_group(asked.scores, g), cpu.flat(want.data), absolute, relative);
+    expect_close(result, text("the score by ", scorer.name()), asked.of_group(asked.scores, g), cpu.flat(want.data),
+                 absolute, relative);
   }
 }
 
 void tova(Result& result, Shape shape, Size size) {
   const Asked asked(shape, size, 1);
-  WindowAttentionArguments attention{.evidence = asked.evidence, .windows = asked.windows->data(), .window = 1, .queries = asked.queries.data(), .newest = asked.scores.data()};
-  const DeviceArray<std::byte> workspace(static_cast<std::size_t>(window_attention_workspace_bytes(attention.evidence, 1)));
+  WindowAttentionArguments attention{.evidence = asked.evidence,
+                                     .windows = asked.windows->data(),
+                                     .window = 1,
+                                     .queries = asked.queries.data(),
+                                     .newest = asked.scores.data()};
+  const DeviceArray<std::byte> workspace(
+      static_cast<std::size_t>(window_attention_workspace_bytes(attention.evidence, 1)));
   attention.workspace = workspace.data();
   launch_window_attention(attention, stream());
-  const TovaArguments a{.evidence = asked.evidence, .windows = asked.windows->data(), .all_heads = true, .scores = asked.scores.data()};
+  const TovaArguments a{
+      .evidence = asked.evidence, .windows = asked.windows->data(), .all_heads = true, .scores = asked.scores.data()};
   launch_tova(a, stream());
   expect_as_on_cpu(result, asked, Tova(), {.newest = true}, 1e-7, 1e-3);
   measure(result, static_cast<double>(asked.slots) * 8, [&] { launch_tova(a, stream()); });
@@ -136,11 +169,19 @@ void knorm(Result& result, Shape shape, Size size) {
 void snapkv(Result& result, Shape shape, Size size) {
   const Asked asked(shape, size, 32);
   const DeviceArray<float> usage(static_cast<std::size_t>(asked.slots));
-  WindowAttentionArguments attention{.evidence = asked.evidence, .windows = asked.windows->data(), .window = 32, .queries = asked.queries.data(), .usage = usage.data()};
-  const DeviceArray<std::byte> workspace(static_cast<std::size_t>(window_attention_workspace_bytes(attention.evidence, 32)));
+  WindowAttentionArguments attention{.evidence = asked.evidence,
+                                     .windows = asked.windows->data(),
+                                     .window = 32,
+                                     .queries = asked.queries.data(),
+                                     .usage = usage.data()};
+  const DeviceArray<std::byte> workspace(
+      static_cast<std::size_t>(window_attention_workspace_bytes(attention.evidence, 32)));
   attention.workspace = workspace.data();
   launch_window_attention(attention, stream());
-  const SnapKVArguments a{.evidence = asked.evidence, .windows = asked.windows->data(), .attention = usage.data(), .scores = asked.scores.data()};
+  const SnapKVArguments a{.evidence = asked.evidence,
+                          .windows = asked.windows->data(),
+                          .attention = usage.data(),
+                          .scores = asked.scores.data()};
   launch_snapkv(a, stream());
   expect_as_on_cpu(result, asked, SnapKV({.window = 32}), {.usage = true}, 1e-7, 1e-3);
   measure(result, static_cast<double>(asked.slots) * 8, [&] { launch_snapkv(a, stream()); });
@@ -168,8 +209,15 @@ void triattention(Result& result, Shape shape, Size size) {
   for (std::int32_t f = 0; f < pairs; ++f) frequencies.push_back(std::pow(1e4, -2.0 * f / shape.dim));
   const DeviceArray<float> means(mean), moduli(modulus);
   const DeviceArray<double> inv_freq(frequencies);
-  const DeviceArray<std::int32_t> next(std::vector<std::int32_t>(static_cast<std::size_t>(asked.groups()), size.length));
-  TriAttentionArguments a{.evidence = asked.evidence, .next_positions = next.data(), .q_mean = means.data(), .q_abs_mean = moduli.data(), .inv_freq = inv_freq.data(), .slots = asked.slots, .scores = asked.scores.data()};
+  const DeviceArray<std::int32_t> next(
+      std::vector<std::int32_t>(static_cast<std::size_t>(asked.groups()), size.length));
+  TriAttentionArguments a{.evidence = asked.evidence,
+                          .next_positions = next.data(),
+                          .q_mean = means.data(),
+                          .q_abs_mean = moduli.data(),
+                          .inv_freq = inv_freq.data(),
+                          .slots = asked.slots,
+                          .scores = asked.scores.data()};
   const DeviceArray<std::byte> workspace(static_cast<std::size_t>(triattention_workspace_bytes(a)));
   a.workspace = workspace.data();
   launch_triattention(a, stream());
@@ -178,7 +226,8 @@ void triattention(Result& result, Shape shape, Size size) {
     OnCpu cpu(asked, g);
     cpu.spec.rope.inv_freq = frequencies;
     WindowAttention unused;
-    expect_close(result, "the score by triattention", asked.of_group(asked.scores, g), cpu.flat(on_cpu.score(cpu.evidence, cpu.limits, unused).data), 1e-3, 1e-3);
+    expect_close(result, "the score by triattention", asked.of_group(asked.scores, g),
+                 cpu.flat(on_cpu.score(cpu.evidence, cpu.limits, unused).data), 1e-3, 1e-3);
   }
   measure(result, static_cast<double>(asked.key_bytes), [&] { launch_triattention(a, stream()); });
 }
@@ -189,7 +238,8 @@ void recency(Result& result, Shape shape, Size size) {
   launch_recency(a, stream());
   const std::vector<float> got = asked.scores.download();
   for (std::size_t i = 0; i < got.size(); ++i)
-    if (got[i] != static_cast<float>(i % static_cast<std::size_t>(size.length))) return result.fail("a slot's score is not its number");
+    if (got[i] != static_cast<float>(i % static_cast<std::size_t>(size.length)))
+      return result.fail("a slot's score is not its number");
   measure(result, static_cast<double>(asked.slots) * 4, [&] { launch_recency(a, stream()); });
 }
 
@@ -199,37 +249,57 @@ void random(Result& result, Shape shape, Size size) {
   launch_random(a, stream());
   for (const std::int32_t r : sample_of(asked.count)) {
     const Row& row = asked.host_rows[static_cast<std::size_t>(r)];
-    const std::vector<float> got = asked.scores.download(static_cast<std::size_t>(row.first), static_cast<std::size_t>(size.length));
+    const std::vector<float> got =
+        asked.scores.download(static_cast<std::size_t>(row.first), static_cast<std::size_t>(size.length));
     for (std::int32_t t = 0; t < size.length; ++t)
-      if (got[static_cast<std::size_t>(t)] != draw(draws_of_row(7, row.layer, row.head), t)) return result.fail("a draw is not the CPU's");
+      if (got[static_cast<std::size_t>(t)] != draw(draws_of_row(7, row.layer, row.head), t))
+        return result.fail("a draw is not the CPU's");
   }
   measure(result, static_cast<double>(asked.slots) * 8, [&] { launch_random(a, stream()); });
 }
 
 void rpc(Result& result, Shape shape, Size size) {
   const Asked asked(shape, size, 32);
-  RpcArguments a{.evidence = asked.evidence, .windows = asked.windows->data(), .queries = asked.queries.data(), .window = 32, .pool = 1, .slots = asked.slots, .scores = asked.scores.data()};
+  RpcArguments a{.evidence = asked.evidence,
+                 .windows = asked.windows->data(),
+                 .queries = asked.queries.data(),
+                 .window = 32,
+                 .pool = 1,
+                 .slots = asked.slots,
+                 .scores = asked.scores.data()};
   const DeviceArray<std::byte> workspace(static_cast<std::size_t>(rpc_workspace_bytes(a)));
   a.workspace = workspace.data();
   launch_rpc(a, stream());
-  if (std::abs(asked.sum_of_row(asked.count - 1) - 32) > 1e-2) return result.fail("every query gives 1 in all where nothing is pooled");
+  if (std::abs(asked.sum_of_row(asked.count - 1) - 32) > 1e-2)
+    return result.fail("every query gives 1 in all where nothing is pooled");
   a.pool = 7;
   measure(result, 2.0 * static_cast<double>(asked.key_bytes), [&] { launch_rpc(a, stream()); });
 }
 
 void h2o(Result& result, Shape shape, Size size) {
   const Asked asked(shape, size, size.length - size.budget);  // one interval's tokens
-  H2OArguments a{.evidence = asked.evidence, .queries = asked.queries.data(), .window = asked.window, .scores = asked.scores.data()};
+  H2OArguments a{.evidence = asked.evidence,
+                 .queries = asked.queries.data(),
+                 .window = asked.window,
+                 .scores = asked.scores.data()};
   const DeviceArray<std::byte> workspace(static_cast<std::size_t>(h2o_workspace_bytes(a)));
   a.workspace = workspace.data();
   launch_h2o(a, stream());
-  if (std::abs(asked.sum_of_row(asked.count - 1) - asked.window) > 1e-3 * asked.window) return result.fail("every query gives 1 in all");
+  if (std::abs(asked.sum_of_row(asked.count - 1) - asked.window) > 1e-3 * asked.window)
+    return result.fail("every query gives 1 in all");
   measure(result, 2.0 * static_cast<double>(asked.key_bytes), [&] { launch_h2o(a, stream()); });
 }
 
 /// `bytes`: the keys as often as they are read where every key finds a partner at once.
 void time_rkv(Result& result, const Asked& asked) {
-  RkvArguments a{.evidence = asked.evidence, .windows = asked.windows->data(), .queries = asked.queries.data(), .window = 8, .lambda = 0, .history_alone = true, .slots = asked.slots, .scores = asked.scores.data()};
+  RkvArguments a{.evidence = asked.evidence,
+                 .windows = asked.windows->data(),
+                 .queries = asked.queries.data(),
+                 .window = 8,
+                 .lambda = 0,
+                 .history_alone = true,
+                 .slots = asked.slots,
+                 .scores = asked.scores.data()};
   const DeviceArray<std::byte> workspace(static_cast<std::size_t>(rkv_workspace_bytes(a)));
   a.workspace = workspace.data();
   launch_rkv(a, stream());
@@ -254,8 +324,17 @@ void expected(Result& result, Shape shape, Size size) {
   const auto slots = static_cast<std::size_t>(event.count * event.length);
   const DeviceArray<float> scores(slots);
   ExpectedArguments a;
-  a.evidence = {.rows = event.rows->data(), .limits = event.limits->data(), .queries = rings.windows->data(), .count = static_cast<std::int32_t>(event.count), .longest = size.length,
-                .kv_heads = shape.kv_heads, .group = shape.group, .dim = shape.dim, .keys = Element::bf16, .query = Element::bf16, .scale = 1.0F / std::sqrt(static_cast<float>(shape.dim))};
+  a.evidence = {.rows = event.rows->data(),
+                .limits = event.limits->data(),
+                .queries = rings.windows->data(),
+                .count = static_cast<std::int32_t>(event.count),
+                .longest = size.length,
+                .kv_heads = shape.kv_heads,
+                .group = shape.group,
+                .dim = shape.dim,
+                .keys = Element::bf16,
+                .query = Element::bf16,
+                .scale = 1.0F / std::sqrt(static_cast<float>(shape.dim))};
   a.value_dim = shape.dim;
   a.values = Element::bf16;
   a.next_positions = next.data();
@@ -268,8 +347,10 @@ void expected(Result& result, Shape shape, Size size) {
   a.workspace = workspace.data();
   launch_expected(a, stream());
   for (const std::int32_t r : sample_of(a.evidence.count)) {
-    const std::vector<float> got = scores.download(static_cast<std::size_t>(r * event.length), static_cast<std::size_t>(event.length));
-    if (!(got[0] == *std::max_element(got.begin(), got.end())) || !std::isfinite(got.back())) return result.fail("a sink has not the largest score, or a score is no number");
+    const std::vector<float> got =
+        scores.download(static_cast<std::size_t>(r * event.length), static_cast<std::size_t>(event.length));
+    if (!(got[0] == *std::max_element(got.begin(), got.end())) || !std::isfinite(got.back()))
+      return result.fail("a sink has not the largest score, or a score is no number");
   }
   measure(result, static_cast<double>(slots) * shape.dim * 4, [&] { launch_expected(a, stream()); });
 }

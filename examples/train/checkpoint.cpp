@@ -22,7 +22,8 @@ void save_checkpoint(const std::string& path, const torch::nn::Module& model, co
 }
 
 Progress load_checkpoint(const std::string& path, torch::nn::Module& model, torch::optim::Optimizer& optimizer) {
-  KVKEEP_REQUIRE(std::filesystem::exists(path), "--resume: no checkpoint; given ", path, "; allowed is a file this program wrote");
+  KVKEEP_REQUIRE(std::filesystem::exists(path), "--resume: no checkpoint; given ", path,
+                 "; allowed is a file this program wrote");
   try {
     torch::serialize::InputArchive archive, model_part, optimizer_part;
     archive.load_from(path);

@@ -1,5 +1,6 @@
 #pragma once
-/// Everything that training needs to go on: weights, optimizer state, the next step. Data and order follow from seed and step.
+/// Everything that training needs to go on: weights, optimizer state, the next step. Data and order follow from seed
+/// and step.
 
 #include <torch/torch.h>
 
@@ -10,8 +11,8 @@ namespace train {
 
 struct Progress {
   uint64_t seed = 0;
-  int64_t step = 0;    ///< steps done
-  double seconds = 0;  ///< training time so far
+  int64_t step = 0;           ///< steps done
+  double seconds = 0;         ///< training time so far
   std::string settings = {};  ///< whatever else must be the same to go on; empty: nothing
 };
 

@@ -28,7 +28,8 @@ Tensor visible_part(const TaskSample& sample, Cache cache) {
   const int32_t window = cache == Cache::kNeeded ? kNewest : length / 4;
   for (int32_t query = 0; query < length; ++query) {
     const bool whole = query < sample.prompt_length;
-    for (int32_t slot = 0; slot <= query; ++slot) cell[0][query][slot] = whole || slot < kSinks || query - slot < window;
+    for (int32_t slot = 0; slot <= query; ++slot)
+      cell[0][query][slot] = whole || slot < kSinks || query - slot < window;
     if (whole || cache != Cache::kNeeded) continue;
     for (size_t i = 0; i < sample.needed.size(); ++i)
       if (sample.needed[i] <= query && query < sample.needed_until[i]) cell[0][query][sample.needed[i]] = true;
@@ -59,7 +60,8 @@ void count_look_ups(const Tensor& guess, const std::vector<TaskSample>& samples,
 
 std::vector<TaskSample> fresh_samples(std::string_view task, int32_t length, uint64_t first_seed, int32_t n) {
   std::vector<TaskSample> samples;
-  for (int32_t i = 0; i < n; ++i) samples.push_back(kvkeep::lm::make_task(task, first_seed + static_cast<uint64_t>(i), {.length = length}));
+  for (int32_t i = 0; i < n; ++i)
+    samples.push_back(kvkeep::lm::make_task(task, first_seed + static_cast<uint64_t>(i), {.length = length}));
   return samples;
 }
 
@@ -89,9 +91,22 @@ std::string with_interval(const Count& count) {
 }
 
 /// What a position is to one look-up.
-enum Part { kStart, kSectionPart, kFillerPart, kAfterFact, kAskedKey, kAskedValue, kAfterAsked, kOtherKey, kOtherValue, kTrace, kParts };
+enum Part {
+  kStart,
+  kSectionPart,
+  kFillerPart,
+  kAfterFact,
+  kAskedKey,
+  kAskedValue,
+  kAfterAsked,
+  kOtherKey,
+  kOtherValue,
+  kTrace,
+  kParts
+};
 constexpr std::array<const char*, kParts> kPartNames{
-    "BOS", "SEC", "filler", "word after another fact", "asked key", "asked value", "word after", "other key", "other value", "trace, rest"};
+    "BOS",       "SEC",         "filler",     "word after another fact", "asked key", "asked value", "word after",
+    "other key", "other value", "trace, rest"};
 
 std::vector<Part> parts_for(const TaskSample& sample, int32_t look_up) {
   const auto is_entity = [&](int32_t i) { return i >= 0 && sample.ids[i] >= kvkeep::lm::kFirstEntity; };
@@ -121,15 +136,17 @@ std::vector<Part> parts_for(const TaskSample& sample, int32_t look_up) {
 
 void print_accuracy(const Llama& model, const EvaluationOptions& options) {
   torch::NoGradGuard no_grad;
-  std::printf("| task | length | look-ups | full | newest quarter | needed + newest %d |\n|---|---|---|---|---|---|\n", kNewest);
+  std::printf("| task | length | look-ups | full | newest quarter | needed + newest %d |\n|---|---|---|---|---|---|\n",
+              kNewest);
   for (int32_t length : options.lengths) {
     for (const auto& task : kvkeep::lm::tasks()) {
       const auto samples = fresh_samples(task.name, length, options.first_seed, options.samples);
       const Count full = measure(model, samples, Cache::kFull);
       const Count newest = measure(model, samples, Cache::kNewestQuarter);
       const Count needed = measure(model, samples, Cache::kNeeded);
-      std::printf("| %s | %d | %lld | %s | %s | %s |\n", std::string(task.name).c_str(), length, static_cast<long long>(full.asked),
-                  with_interval(full).c_str(), with_interval(newest).c_str(), with_interval(needed).c_str());
+      std::printf("| %s | %d | %lld | %s | %s | %s |\n", std::string(task.name).c_str(), length,
+                  static_cast<long long>(full.asked), with_interval(full).c_str(), with_interval(newest).c_str(),
+                  with_interval(needed).c_str());
       std::fflush(stdout);
     }
   }
@@ -155,7 +172,8 @@ void print_attention(const Llama& model, int32_t length, uint64_t first_seed) {
         const auto share = attention.accessor<float, 4>();
         for (int64_t head = 0; head < attention.size(1); ++head)
           for (const auto& [i, part_of] : parts)
-            for (int32_t slot = 0; slot < i; ++slot) shares[{layer, head}][part_of[slot]] += share[0][head][i - 1][slot];
+            for (int32_t slot = 0; slot < i; ++slot)
+              shares[{layer, head}][part_of[slot]] += share[0][head][i - 1][slot];
       });
     }
     for (const auto& [where, sums] : shares) {

@@ -1,5 +1,6 @@
 #pragma once
-/// Measures a trained model: look-up accuracy per task and length with the full cache and with parts of it hidden, and where look-ups look.
+/// Measures a trained model: look-up accuracy per task and length with the full cache and with parts of it hidden, and
+/// where look-ups look.
 
 #include <cstdint>
 #include <string>
@@ -22,7 +23,8 @@ struct EvaluationOptions {
 ///            says is needed, and the newest 32.
 void print_accuracy(const Llama& model, const EvaluationOptions& options);
 
-/// A Markdown table on stdout: per layer and head, the share of a look-up's attention on each kind of token. 20 samples per task.
+/// A Markdown table on stdout: per layer and head, the share of a look-up's attention on each kind of token. 20 samples
+/// per task.
 void print_attention(const Llama& model, int32_t length, uint64_t first_seed);
 
 }  // namespace train

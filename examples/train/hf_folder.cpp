@@ -73,7 +73,8 @@ std::string safetensors_of(const Llama& model) {
     const torch::Tensor weight = parameter.value().detach().to(torch::kBFloat16).contiguous();
     const size_t begin = data.size();
     data.append(static_cast<const char*>(weight.const_data_ptr()), weight.nbytes());
-    header[hf_name(parameter.key())] = {{"dtype", "BF16"}, {"shape", weight.sizes().vec()}, {"data_offsets", {begin, data.size()}}};
+    header[hf_name(parameter.key())] = {
+        {"dtype", "BF16"}, {"shape", weight.sizes().vec()}, {"data_offsets", {begin, data.size()}}};
   }
   std::string text = header.dump();
   text.resize((text.size() + 7) / 8 * 8, ' ');  // the data starts aligned
@@ -101,7 +102,8 @@ void read_hf_weights(const std::string& folder, Llama& model) {
     kvkeep::refuse("read weights: ", what, "; given ", path, "; allowed is what --out wrote");
   };
   uint64_t header_bytes = 0;
-  for (size_t byte = 0; byte < 8 && byte < bytes.size(); ++byte) header_bytes |= uint64_t{static_cast<uint8_t>(bytes[byte])} << (8 * byte);
+  for (size_t byte = 0; byte < 8 && byte < bytes.size(); ++byte)
+    header_bytes |= uint64_t{static_cast<uint8_t>(bytes[byte])} << (8 * byte);
   if (bytes.size() < 8 || header_bytes > bytes.size() - 8) refuse_file("the header is cut");
   const Json header = Json::parse(bytes.substr(8, header_bytes), nullptr, /*allow_exceptions=*/false);
   const size_t data = 8 + header_bytes;
@@ -115,7 +117,8 @@ void read_hf_weights(const std::string& folder, Llama& model) {
     if (entry.value("dtype", "") != "BF16" || entry.value("shape", std::vector<int64_t>{}) != weight.sizes().vec())
       refuse_file("another shape or dtype of " + name);
     const auto range = entry.value("data_offsets", std::vector<uint64_t>{});
-    if (range.size() != 2 || range[1] < range[0] || range[1] - range[0] != weight.nbytes() || range[1] > bytes.size() - data)
+    if (range.size() != 2 || range[1] < range[0] || range[1] - range[0] != weight.nbytes() ||
+        range[1] > bytes.size() - data)
       refuse_file("wrong offsets of " + name);
     std::memcpy(weight.data_ptr(), bytes.data() + data + range[0], weight.nbytes());
     parameter.value().copy_(weight);

@@ -3,7 +3,8 @@
 
 namespace train {
 
-/// While it lives, Ctrl-C and a kill ask the loop to stop after the step in progress; a second one ends the program as usual.
+/// While it lives, Ctrl-C and a kill ask the loop to stop after the step in progress; a second one ends the program as
+/// usual.
 class StopOnInterrupt {
  public:
   StopOnInterrupt();

@@ -32,8 +32,10 @@ Llama::Llama(const LlamaShape& shape, uint64_t seed) : shape_(shape) {
     return register_parameter(name, torch::randn({rows, columns}) * deviation);
   };
   const auto ones = [&](const std::string& name) { return register_parameter(name, torch::ones({shape_.width})); };
-  const int64_t width = shape_.width, q_width = shape_.query_heads * shape_.head_width, kv_width = shape_.kv_heads * shape_.head_width;
-  const double residual = 0.3 / std::sqrt(2.0 * static_cast<double>(shape_.layers));  // keeps the early residual stream near the embedding
+  const int64_t width = shape_.width, q_width = shape_.query_heads * shape_.head_width,
+                kv_width = shape_.kv_heads * shape_.head_width;
+  const double residual =
+      0.3 / std::sqrt(2.0 * static_cast<double>(shape_.layers));  // keeps the early residual stream near the embedding
   const auto fan_in = [](int64_t n) { return 1.0 / std::sqrt(static_cast<double>(n)); };
 
   embedding_ = normal("model/embed_tokens/weight", shape_.vocabulary, width, 0.1);
@@ -63,7 +65,8 @@ Tensor Llama::hidden(const Tensor& ids, const Tensor& positions, const Attention
     const auto heads = [&](const Tensor& weight) {
       return torch::linear(seen, weight).view({batch, tokens, -1, shape_.head_width}).transpose(1, 2);
     };
-    const Tensor q = rotated(heads(block.q), positions, shape_.rope_theta), k = rotated(heads(block.k), positions, shape_.rope_theta);
+    const Tensor q = rotated(heads(block.q), positions, shape_.rope_theta),
+                 k = rotated(heads(block.k), positions, shape_.rope_theta);
     const Tensor mixed = attend(layer, q, k, heads(block.v));
     x = x + torch::linear(mixed.transpose(1, 2).reshape({batch, tokens, -1}), block.o);
     const Tensor normed = rms_norm(x, block.post_norm, shape_.norm_epsilon);
@@ -74,16 +77,18 @@ Tensor Llama::hidden(const Tensor& ids, const Tensor& positions, const Attention
 
 Tensor Llama::hidden(const Tensor& ids, const Tensor& visible, const AttentionReader& reader) const {
   const int64_t tokens = ids.size(1), group = shape_.query_heads / shape_.kv_heads;
-  return hidden(ids, torch::arange(tokens, torch::kInt64), [&](int64_t layer, const Tensor& q, const Tensor& keys, const Tensor& values) {
-    const Tensor k = keys.repeat_interleave(group, 1), v = values.repeat_interleave(group, 1);
-    if (reader) {
-      const Tensor allowed = visible.defined() ? visible : torch::ones({tokens, tokens}, torch::kBool).tril();
-      const Tensor scores = torch::matmul(q, k.transpose(2, 3)) / std::sqrt(static_cast<double>(shape_.head_width));
-      reader(layer, torch::softmax(scores.masked_fill(~allowed, -std::numeric_limits<float>::infinity()), -1));
-    }
-    const std::optional<Tensor> mask = visible.defined() ? std::optional<Tensor>(visible) : std::nullopt;
-    return at::scaled_dot_product_attention(q, k, v, mask, /*dropout_p=*/0.0, /*is_causal=*/!visible.defined());
-  });
+  return hidden(
+      ids, torch::arange(tokens, torch::kInt64),
+      [&](int64_t layer, const Tensor& q, const Tensor& keys, const Tensor& values) {
+        const Tensor k = keys.repeat_interleave(group, 1), v = values.repeat_interleave(group, 1);
+        if (reader) {
+          const Tensor allowed = visible.defined() ? visible : torch::ones({tokens, tokens}, torch::kBool).tril();
+          const Tensor scores = torch::matmul(q, k.transpose(2, 3)) / std::sqrt(static_cast<double>(shape_.head_width));
+          reader(layer, torch::softmax(scores.masked_fill(~allowed, -std::numeric_limits<float>::infinity()), -1));
+        }
+        const std::optional<Tensor> mask = visible.defined() ? std::optional<Tensor>(visible) : std::nullopt;
+        return at::scaled_dot_product_attention(q, k, v, mask, /*dropout_p=*/0.0, /*is_causal=*/!visible.defined());
+      });
 }
 
 Tensor Llama::logits(const Tensor& hidden) const { return torch::linear(hidden, embedding_); }

@@ -30,17 +30,20 @@ struct BlockWeights {
 /// Sees the attention of one layer: f32 [B, query_heads, T, T].
 using AttentionReader = std::function<void(int64_t layer, const torch::Tensor& attention)>;
 
-/// Attention of one layer: q [B, query_heads, T, D], k and v [B, kv_heads, T, D], q and k rotated. Returns [B, query_heads, T, D].
-using Attention = std::function<torch::Tensor(int64_t layer, const torch::Tensor& q, const torch::Tensor& k, const torch::Tensor& v)>;
+/// Attention of one layer: q [B, query_heads, T, D], k and v [B, kv_heads, T, D], q and k rotated. Returns [B,
+/// query_heads, T, D].
+using Attention =
+    std::function<torch::Tensor(int64_t layer, const torch::Tensor& q, const torch::Tensor& k, const torch::Tensor& v)>;
 
 class Llama : public torch::nn::Module {
  public:
   Llama(const LlamaShape& shape, uint64_t seed);
 
   /// Final hidden states, f32 [B, T, width].
-  /// `visible`: bool [B, 1, T, T], true where a query may look; undefined means causal. With a reader, attention is computed in the open,
-  /// which is slow.
-  torch::Tensor hidden(const torch::Tensor& ids, const torch::Tensor& visible = {}, const AttentionReader& reader = nullptr) const;
+  /// `visible`: bool [B, 1, T, T], true where a query may look; undefined means causal. With a reader, attention is
+  /// computed in the open, which is slow.
+  torch::Tensor hidden(const torch::Tensor& ids, const torch::Tensor& visible = {},
+                       const AttentionReader& reader = nullptr) const;
 
   /// The same for tokens at `positions`, i64 [T], that need not be neighbours: `attend` says what they see.
   torch::Tensor hidden(const torch::Tensor& ids, const torch::Tensor& positions, const Attention& attend) const;

@@ -14,7 +14,8 @@
 
 namespace {
 
-constexpr const char* kSchedule = "32:128:400,128:32:500,256:16:500,512:10:500,768:6:300,1024:5:300,512:10:200,1024:5:300";
+constexpr const char* kSchedule =
+    "32:128:400,128:32:500,256:16:500,512:10:500,768:6:300,1024:5:300,512:10:200,1024:5:300";
 
 constexpr const char* kExamples = R"(
 Examples:
@@ -35,7 +36,9 @@ int run(int argc, char** argv) {
   app.add_flag("--resume", training.resume, "go on from the checkpoint in --out");
   app.add_option("--seed", training.seed, "of the weights and the data")->capture_default_str();
   app.add_option("--schedule", schedule, "stages as length:batch:steps")->capture_default_str();
-  app.add_option("--lr", training.learning_rate, "highest learning rate")->capture_default_str()->check(CLI::PositiveNumber);
+  app.add_option("--lr", training.learning_rate, "highest learning rate")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
   app.add_option("--layers", shape.layers, "layers of the model")->capture_default_str()->check(CLI::Range(1, 64));
   app.add_option("--threads", training.threads, "CPU threads")->capture_default_str()->check(CLI::Range(1, 1024));
   app.add_option("--checkpoint-every", training.checkpoint_every, "steps between two checkpoints")
@@ -51,7 +54,8 @@ int run(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : 2;
   }
-  KVKEEP_REQUIRE(!out.empty() || !eval.empty(), "nothing to do; given neither --out nor --eval; allowed is one of them");
+  KVKEEP_REQUIRE(!out.empty() || !eval.empty(),
+                 "nothing to do; given neither --out nor --eval; allowed is one of them");
 
   train::keep_freed_memory(1);
   torch::set_num_threads(training.threads);

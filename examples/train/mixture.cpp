@@ -18,7 +18,9 @@ constexpr int32_t kMixedLength = 128;  // from here on: all tasks; shorter promp
 class Choice {
  public:
   explicit Choice(uint64_t seed) : bits_(seed) {}
-  int32_t between(int32_t low, int32_t high) { return low + static_cast<int32_t>(bits_() % static_cast<uint64_t>(high - low + 1)); }
+  int32_t between(int32_t low, int32_t high) {
+    return low + static_cast<int32_t>(bits_() % static_cast<uint64_t>(high - low + 1));
+  }
   bool percent(int32_t p) { return between(1, 100) <= p; }
   uint64_t seed() { return bits_(); }
 
@@ -78,8 +80,9 @@ std::vector<Stage> parse_schedule(const std::string& text) {
     const bool read = std::sscanf(part.c_str(), "%lld:%lld:%lld%c", &length, &batch, &steps, &rest) == 3;
     const bool fits = (24 <= length && length <= kDenseLength) || (kMixedLength <= length && length <= 65536);
     KVKEEP_REQUIRE(read && fits && 1 <= batch && batch <= 65536 && 1 <= steps && steps <= 100000000,
-                    "--schedule: cannot use a stage; given \"", part, "\"; allowed length:batch:steps, length 24 to ", kDenseLength,
-                    " (look-ups alone) or ", kMixedLength, " to 65536 (all tasks), batch and steps at least 1");
+                   "--schedule: cannot use a stage; given \"", part, "\"; allowed length:batch:steps, length 24 to ",
+                   kDenseLength, " (look-ups alone) or ", kMixedLength,
+                   " to 65536 (all tasks), batch and steps at least 1");
     schedule.push_back({static_cast<int32_t>(length), static_cast<int32_t>(batch), steps});
   }
   KVKEEP_REQUIRE(!schedule.empty(), "--schedule: no stage; given \"", text, "\"; allowed length:batch:steps[,...]");
@@ -112,7 +115,8 @@ std::vector<TrainingSample> training_batch(uint64_t seed, int64_t step, const St
   const bool dense = stage.length <= kDenseLength;
   for (int32_t i = 0; i < stage.batch; ++i) {
     const std::string_view task = choose_task(choice, dense);
-    const TaskOptions options = dense ? dense_options(choice, task, stage.length) : mixed_options(choice, task, stage.length);
+    const TaskOptions options =
+        dense ? dense_options(choice, task, stage.length) : mixed_options(choice, task, stage.length);
     batch.push_back({task, kvkeep::lm::make_task(task, choice.seed(), options)});
   }
   return batch;

@@ -25,7 +25,8 @@ void each_in_parallel(std::size_t count, int threads, const Work& work) {
 }
 
 /// Adds up gradients, [each][parameter], in their order, so that the number of threads changes nothing.
-inline void sum_gradients(const std::vector<std::vector<torch::Tensor>>& each, const std::vector<torch::Tensor>& parameters) {
+inline void sum_gradients(const std::vector<std::vector<torch::Tensor>>& each,
+                          const std::vector<torch::Tensor>& parameters) {
   for (std::size_t p = 0; p < parameters.size(); ++p) {
     torch::Tensor sum = each[0][p];
     for (std::size_t i = 1; i < each.size(); ++i) sum = sum + each[i][p];

@@ -61,7 +61,8 @@ std::vector<Shard> in_shards(const std::vector<TrainingSample>& samples, int32_t
   const size_t per_shard = static_cast<size_t>(std::max(1, kShardTokens / length));
   std::vector<Shard> shards;
   for (size_t begin = 0; begin < samples.size(); begin += per_shard)
-    shards.push_back(as_tensors(std::span(samples).subspan(begin, std::min(per_shard, samples.size() - begin)), length));
+    shards.push_back(
+        as_tensors(std::span(samples).subspan(begin, std::min(per_shard, samples.size() - begin)), length));
   return shards;
 }
 
@@ -90,7 +91,8 @@ struct Window {
 
 std::string told(double rate, const Window& window) {
   char numbers[64];
-  std::snprintf(numbers, sizeof numbers, "lr %.2e loss %.4f look-ups", rate, window.loss / static_cast<double>(window.steps));
+  std::snprintf(numbers, sizeof numbers, "lr %.2e loss %.4f look-ups", rate,
+                window.loss / static_cast<double>(window.steps));
   std::string text = numbers;
   for (const auto& [task, tally] : window.look_ups) {
     std::snprintf(numbers, sizeof numbers, " %.*s %.3f", static_cast<int>(task.size()), task.data(), tally.accuracy());
@@ -105,7 +107,8 @@ torch::optim::AdamW make_optimizer(Llama& model, double learning_rate) {
   for (const Tensor& parameter : model.parameters()) (parameter.dim() > 1 ? matrices : vectors).push_back(parameter);
   const auto group = [&](std::vector<Tensor> parameters, double decay) {
     auto options = torch::optim::AdamWOptions(learning_rate).betas({0.9, 0.95}).eps(1e-8).weight_decay(decay);
-    return torch::optim::OptimizerParamGroup(std::move(parameters), std::make_unique<torch::optim::AdamWOptions>(options));
+    return torch::optim::OptimizerParamGroup(std::move(parameters),
+                                             std::make_unique<torch::optim::AdamWOptions>(options));
   };
   std::vector<torch::optim::OptimizerParamGroup> groups{group(matrices, 0.01), group(vectors, 0.0)};
   return torch::optim::AdamW(groups, torch::optim::AdamWOptions(learning_rate));
@@ -121,7 +124,8 @@ struct ShardResult {
   Tensor guess;  // i64 [n]
 };
 
-ShardResult gradients_of(const Llama& model, const std::vector<Tensor>& parameters, const Shard& shard, double total_weight) {
+ShardResult gradients_of(const Llama& model, const std::vector<Tensor>& parameters, const Shard& shard,
+                         double total_weight) {
   const Tensor hidden = model.hidden(shard.ids);
   const Tensor logits = model.logits(hidden.reshape({-1, hidden.size(-1)}).index_select(0, shard.rows));
   const Tensor losses = torch::cross_entropy_loss(logits, shard.expected, /*weight=*/{}, at::Reduction::None);
@@ -129,13 +133,15 @@ ShardResult gradients_of(const Llama& model, const std::vector<Tensor>& paramete
   return {loss.item<double>(), torch::autograd::grad({loss}, parameters), logits.detach().argmax(-1)};
 }
 
-void one_step(Llama& model, torch::optim::AdamW& optimizer, const std::vector<Shard>& shards, int threads, Window& window) {
+void one_step(Llama& model, torch::optim::AdamW& optimizer, const std::vector<Shard>& shards, int threads,
+              Window& window) {
   std::vector<Tensor> parameters = model.parameters();
   double total_weight = 0;
   for (const Shard& shard : shards) total_weight += shard.weight.sum().item<double>();
 
   std::vector<ShardResult> results(shards.size());
-  each_in_parallel(shards.size(), threads, [&](size_t i) { results[i] = gradients_of(model, parameters, shards[i], total_weight); });
+  each_in_parallel(shards.size(), threads,
+                   [&](size_t i) { results[i] = gradients_of(model, parameters, shards[i], total_weight); });
   std::vector<std::vector<Tensor>> gradients;
   for (const ShardResult& result : results) gradients.push_back(result.gradients);
   sum_gradients(gradients, parameters);
@@ -163,8 +169,8 @@ bool train_model(Llama& model, const TrainingOptions& options) {
   Progress progress{options.seed, 0, 0};
   if (options.resume) {
     progress = load_checkpoint(options.checkpoint, model, optimizer);
-    KVKEEP_REQUIRE(progress.seed == options.seed, "--resume: the checkpoint has another seed; given ", options.seed, "; allowed ",
-                    progress.seed);
+    KVKEEP_REQUIRE(progress.seed == options.seed, "--resume: the checkpoint has another seed; given ", options.seed,
+                   "; allowed ", progress.seed);
   }
 
   const StopOnInterrupt interrupt;
@@ -179,7 +185,8 @@ bool train_model(Llama& model, const TrainingOptions& options) {
     const Stage& stage = stage_of(options.schedule, progress.step);
     const double rate = learning_rate_at(progress.step, steps, options);
     set_learning_rate(optimizer, rate);
-    one_step(model, optimizer, in_shards(training_batch(options.seed, progress.step, stage), stage.length), options.threads, window);
+    one_step(model, optimizer, in_shards(training_batch(options.seed, progress.step, stage), stage.length),
+             options.threads, window);
     progress.step += 1;
     line.advance(stage);
     if (progress.step % options.log_every == 0 || progress.step == steps) {

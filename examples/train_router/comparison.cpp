@@ -30,13 +30,16 @@ struct Result {
 };
 
 /// u8 [1, Hq, spans]: what one query asks for.
-using Rule = std::function<Tensor(size_t layer, const kvkeep::SpanStore& spans, const Tensor& query, const Tensor& mass, const Tensor& targets)>;
+using Rule = std::function<Tensor(size_t layer, const kvkeep::SpanStore& spans, const Tensor& query, const Tensor& mass,
+                                  const Tensor& targets)>;
 
 /// A lesson as the library folds it.
 class Exam {
  public:
-  Exam(const Llama& model, const Lesson& lesson) : lesson_(lesson), scale_(1 / std::sqrt(static_cast<double>(model.shape().head_width))) {
-    for (const TeacherLayer& layer : lesson.teacher) stores_.emplace_back(layer.keys, layer.values, lesson.surprisal, lesson.spans, kvkeep::FactorOptions{});
+  Exam(const Llama& model, const Lesson& lesson)
+      : lesson_(lesson), scale_(1 / std::sqrt(static_cast<double>(model.shape().head_width))) {
+    for (const TeacherLayer& layer : lesson.teacher)
+      stores_.emplace_back(layer.keys, layer.values, lesson.surprisal, lesson.spans, kvkeep::FactorOptions{});
     const Tensor admitted = lesson.memories.front().admitted();
     for (size_t i = 0; i < lesson.positions.size(); ++i) {
       std::vector<int64_t> dense;
@@ -54,10 +57,12 @@ class Exam {
     Result result;
     const Tensor logits = stack_logits(model, lesson_, [&](size_t layer, const Tensor& queries) {
       std::vector<Tensor> out;
-      for (int64_t i = 0; i < queries.size(0); ++i) out.push_back(answer(layer, i, queries.narrow(0, i, 1), rule, result));
+      for (int64_t i = 0; i < queries.size(0); ++i)
+        out.push_back(answer(layer, i, queries.narrow(0, i, 1), rule, result));
       return torch::cat(out);
     });
-    const Tensor wanted = torch::log_softmax(lesson_.teacher_logits, 1), guess = logits.argmax(1), asked = lesson_.next >= 0;
+    const Tensor wanted = torch::log_softmax(lesson_.teacher_logits, 1), guess = logits.argmax(1),
+                 asked = lesson_.next >= 0;
     result.divergence = (wanted.exp() * (wanted - torch::log_softmax(logits, 1))).sum().item<double>();
     result.positions = guess.size(0);
     result.same = guess.eq(wanted.argmax(1)).sum().item<int64_t>();
@@ -72,9 +77,13 @@ class Exam {
     const TeacherLayer& rows = lesson_.teacher[layer];
     const Tensor& dense = dense_[static_cast<size_t>(position)];
     const Tensor admitted = lesson_.memories[layer].admitted().narrow(0, position, 1).unsqueeze(1);
-    kvkeep::OpenAttention open = kvkeep::attend_rows(rows.keys.index_select(1, dense), rows.values.index_select(1, dense), query, scale_);
-    const Tensor coarse = kvkeep::coarse_logits(spans, query, scale_).masked_fill(admitted.logical_not(), -std::numeric_limits<float>::infinity());
-    const Tensor asked = rule(layer, spans, query, kvkeep::estimated_mass(coarse, open), lesson_.targets[layer].narrow(0, position, 1)) * admitted;
+    kvkeep::OpenAttention open =
+        kvkeep::attend_rows(rows.keys.index_select(1, dense), rows.values.index_select(1, dense), query, scale_);
+    const Tensor coarse = kvkeep::coarse_logits(spans, query, scale_)
+                              .masked_fill(admitted.logical_not(), -std::numeric_limits<float>::infinity());
+    const Tensor asked =
+        rule(layer, spans, query, kvkeep::estimated_mass(coarse, open), lesson_.targets[layer].narrow(0, position, 1)) *
+        admitted;
     count(spans, asked, result);
     kvkeep::merge_spans(open, spans, query, scale_, coarse, asked);
     return open.close();
@@ -84,7 +93,8 @@ class Exam {
     const Tensor groups = asked.view({spans.kv_heads(), -1, spans.size()}).amax({1}).contiguous();
     for (int64_t kv = 0; kv < spans.kv_heads(); ++kv)
       for (int64_t s = 0; s < spans.size(); ++s)
-        if (groups.const_data_ptr<uint8_t>()[kv * spans.size() + s] != 0) result.opened += spans.row(kv).zoom_entries(s);
+        if (groups.const_data_ptr<uint8_t>()[kv * spans.size() + s] != 0)
+          result.opened += spans.row(kv).zoom_entries(s);
     result.places += static_cast<double>(spans.kv_heads());
   }
 
@@ -103,8 +113,11 @@ Result of_all(const Llama& model, const std::vector<Exam>& exams, const Rule& ru
 }
 
 void print(const std::string& rule, const std::string& setting, const Result& r) {
-  const auto share = [](int64_t part, int64_t whole) { return whole == 0 ? 0.0 : static_cast<double>(part) / static_cast<double>(whole); };
-  std::printf("| %s | %s | %.2f | %.4f | %.4f | %.4f |\n", rule.c_str(), setting.c_str(), r.mean_opened(), r.divergence / static_cast<double>(r.positions), share(r.same, r.positions), share(r.right, r.look_ups));
+  const auto share = [](int64_t part, int64_t whole) {
+    return whole == 0 ? 0.0 : static_cast<double>(part) / static_cast<double>(whole);
+  };
+  std::printf("| %s | %s | %.2f | %.4f | %.4f | %.4f |\n", rule.c_str(), setting.c_str(), r.mean_opened(),
+              r.divergence / static_cast<double>(r.positions), share(r.same, r.positions), share(r.right, r.look_ups));
   std::fflush(stdout);
 }
 
@@ -115,12 +128,15 @@ std::string number(const char* format, double x) {
 }
 
 Rule fixed(uint8_t what) {
-  return [what](size_t, const kvkeep::SpanStore& spans, const Tensor& query, const Tensor&, const Tensor&) { return torch::full({1, query.size(1), spans.size()}, what, torch::kUInt8); };
+  return [what](size_t, const kvkeep::SpanStore& spans, const Tensor& query, const Tensor&, const Tensor&) {
+    return torch::full({1, query.size(1), spans.size()}, what, torch::kUInt8);
+  };
 }
 
 /// Thresholds moved up by `shift` on the scale of logits: above 0 opens less.
 Rule learned(const kvkeep::Routing& routing, double shift) {
-  return [&routing, shift](size_t layer, const kvkeep::SpanStore& spans, const Tensor& query, const Tensor&, const Tensor&) {
+  return [&routing, shift](size_t layer, const kvkeep::SpanStore& spans, const Tensor& query, const Tensor&,
+                           const Tensor&) {
     const kvkeep::Router& router = routing.layers[layer];
     const Tensor relevance = router.relevance(spans, router.norms(spans), query);
     return shift == 0 ? router.wanted(relevance) : router.wanted((relevance.logit(1e-7) - shift).sigmoid());
@@ -128,11 +144,14 @@ Rule learned(const kvkeep::Routing& routing, double shift) {
 }
 
 Rule without_training(const kvkeep::ZoomOptions& options) {
-  return [options](size_t, const kvkeep::SpanStore&, const Tensor&, const Tensor& mass, const Tensor&) { return kvkeep::wanted_by_mass(mass, options); };
+  return [options](size_t, const kvkeep::SpanStore&, const Tensor&, const Tensor& mass, const Tensor&) {
+    return kvkeep::wanted_by_mass(mass, options);
+  };
 }
 
 /// The setting between two with which a rule opens about `entries`; at `most` it opens most.
-std::pair<double, Result> opening(double entries, double most, double least, const std::function<Result(double)>& measured) {
+std::pair<double, Result> opening(double entries, double most, double least,
+                                  const std::function<Result(double)>& measured) {
   constexpr int kSteps = 8;
   std::pair<double, Result> found{most, {}};
   for (int i = 0; i < kSteps; ++i) {
@@ -145,22 +164,30 @@ std::pair<double, Result> opening(double entries, double most, double least, con
 
 }  // namespace
 
-void print_comparison(const Llama& model, const std::vector<Lesson>& lessons, const kvkeep::Routing& routing, const std::vector<double>& entries, int threads) {
+void print_comparison(const Llama& model, const std::vector<Lesson>& lessons, const kvkeep::Routing& routing,
+                      const std::vector<double>& entries, int threads) {
   std::vector<Exam> exams;
   for (const Lesson& lesson : lessons) exams.emplace_back(model, lesson);
   const auto measured = [&](const Rule& rule) { return of_all(model, exams, rule, threads); };
   std::printf("| opens | setting | entries opened | KL | same argmax | look-ups right |\n|---|---|---|---|---|---|\n");
   print("nothing", "", measured(fixed(0)));
   print("everything", "", measured(fixed(1)));
-  print("what the teacher needs", "", measured([](size_t, const kvkeep::SpanStore&, const Tensor&, const Tensor&, const Tensor& targets) { return targets; }));
+  print("what the teacher needs", "",
+        measured([](size_t, const kvkeep::SpanStore&, const Tensor&, const Tensor&, const Tensor& targets) {
+          return targets;
+        }));
   print("router as trained", "", measured(learned(routing, 0)));
   for (const double wanted : entries) {
     const auto routed = opening(wanted, -16, 16, [&](double shift) { return measured(learned(routing, shift)); });
     print("router", number("shift %+.2f", routed.first), routed.second);
-    const auto by_mass = [](double x) { return kvkeep::ZoomOptions{.rule = kvkeep::ZoomOptions::Rule::mass, .mass = std::pow(10.0, x)}; };
+    const auto by_mass = [](double x) {
+      return kvkeep::ZoomOptions{.rule = kvkeep::ZoomOptions::Rule::mass, .mass = std::pow(10.0, x)};
+    };
     const auto mass = opening(wanted, -9, 0, [&](double x) { return measured(without_training(by_mass(x))); });
     print("mass", number("mass=%.2e", by_mass(mass.first).mass), mass.second);
-    const auto by_coverage = [](double x) { return kvkeep::ZoomOptions{.rule = kvkeep::ZoomOptions::Rule::coverage, .coverage = 1 - std::pow(10.0, x)}; };
+    const auto by_coverage = [](double x) {
+      return kvkeep::ZoomOptions{.rule = kvkeep::ZoomOptions::Rule::coverage, .coverage = 1 - std::pow(10.0, x)};
+    };
     const auto coverage = opening(wanted, -6, 0, [&](double x) { return measured(without_training(by_coverage(x))); });
     print("coverage", number("coverage=%.6f", by_coverage(coverage.first).coverage), coverage.second);
   }

@@ -22,11 +22,14 @@ struct Pass {
 Pass run_teacher(const Llama& model, const Tensor& ids) {
   Pass pass;
   const int64_t group = model.shape().query_heads / model.shape().kv_heads;
-  const Tensor hidden = model.hidden(ids.unsqueeze(0), torch::arange(ids.size(0), torch::kInt64), [&](int64_t, const Tensor& q, const Tensor& k, const Tensor& v) {
-    pass.layers.push_back({k.squeeze(0).contiguous(), v.squeeze(0).contiguous()});
-    pass.queries.push_back(q.squeeze(0).contiguous());
-    return at::scaled_dot_product_attention(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), {}, 0.0, /*is_causal=*/true);
-  });
+  const Tensor hidden =
+      model.hidden(ids.unsqueeze(0), torch::arange(ids.size(0), torch::kInt64),
+                   [&](int64_t, const Tensor& q, const Tensor& k, const Tensor& v) {
+                     pass.layers.push_back({k.squeeze(0).contiguous(), v.squeeze(0).contiguous()});
+                     pass.queries.push_back(q.squeeze(0).contiguous());
+                     return at::scaled_dot_product_attention(
+                         q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), {}, 0.0, /*is_causal=*/true);
+                   });
   pass.logits = model.logits(hidden.squeeze(0)).contiguous();
   return pass;
 }
@@ -41,22 +44,26 @@ Tensor far_share(const Llama& model, const Pass& pass, const Tensor& positions, 
   Tensor share = torch::zeros({positions.size(0)}, torch::kFloat64);
   for (size_t l = 0; l < pass.layers.size(); ++l) {
     const Tensor q = pass.queries[l].index_select(1, positions), k = pass.layers[l].keys.repeat_interleave(group, 0);
-    const Tensor logits = (torch::matmul(q, k.transpose(1, 2)) * scale_of(model)).masked_fill(hidden, -std::numeric_limits<float>::infinity());
+    const Tensor logits = (torch::matmul(q, k.transpose(1, 2)) * scale_of(model))
+                              .masked_fill(hidden, -std::numeric_limits<float>::infinity());
     share += (torch::softmax(logits, -1) * far).sum(-1).sum(0).to(torch::kFloat64);
   }
   return share;
 }
 
 /// Evenly spaced candidates, then those that look farthest back; equal shares: the earlier first. Ascending.
-std::vector<int32_t> mined_positions(const Llama& model, const Pass& pass, int32_t first, const LessonOptions& options) {
+std::vector<int32_t> mined_positions(const Llama& model, const Pass& pass, int32_t first,
+                                     const LessonOptions& options) {
   const auto last = static_cast<int32_t>(pass.logits.size(0)) - 1;
   const int32_t count = std::min(options.candidates, last - first + 1);
   std::vector<int64_t> candidates;
-  for (int32_t i = 0; i < count; ++i) candidates.push_back(count == 1 ? last : first + int64_t{i} * (last - first) / (count - 1));
+  for (int32_t i = 0; i < count; ++i)
+    candidates.push_back(count == 1 ? last : first + int64_t{i} * (last - first) / (count - 1));
   const Tensor share = far_share(model, pass, torch::tensor(candidates), options.segmenter.recent);
   std::vector<size_t> order(candidates.size());
   std::iota(order.begin(), order.end(), 0);
-  std::ranges::stable_sort(order, [&](size_t a, size_t b) { return share.const_data_ptr<double>()[a] > share.const_data_ptr<double>()[b]; });
+  std::ranges::stable_sort(
+      order, [&](size_t a, size_t b) { return share.const_data_ptr<double>()[a] > share.const_data_ptr<double>()[b]; });
   order.resize(std::min(order.size(), static_cast<size_t>(options.positions)));
   std::vector<int32_t> mined;
   for (const size_t i : order) mined.push_back(static_cast<int32_t>(candidates[i]));
@@ -84,7 +91,8 @@ std::vector<std::string> LessonOptions::problems() const {
   return found;
 }
 
-Lesson make_lesson(const Llama& model, const kvkeep::lm::TaskSample& sample, const LessonOptions& options, double coverage) {
+Lesson make_lesson(const Llama& model, const kvkeep::lm::TaskSample& sample, const LessonOptions& options,
+                   double coverage) {
   torch::NoGradGuard no_grad;
   const Tensor ids = torch::tensor(sample.ids, torch::kInt64);
   Pass pass = run_teacher(model, ids);
@@ -105,7 +113,9 @@ Lesson make_lesson(const Llama& model, const kvkeep::lm::TaskSample& sample, con
   lesson.next = look_ups(sample, lesson.positions);
   lesson.teacher_logits = pass.logits.index_select(0, at).to(torch::kFloat64);
   for (size_t l = 0; l < pass.layers.size(); ++l) {
-    const kvkeep::TrainingPrompt prompt{pass.layers[l].keys, pass.layers[l].values, lesson.positions, lesson.surprisal, lesson.spans, options.segmenter.recent, scale_of(model)};
+    const kvkeep::TrainingPrompt prompt{pass.layers[l].keys, pass.layers[l].values, lesson.positions,
+                                        lesson.surprisal,    lesson.spans,          options.segmenter.recent,
+                                        scale_of(model)};
     lesson.memories.emplace_back(prompt, options.max_rank);
     lesson.queries.push_back(pass.queries[l].index_select(1, at).transpose(0, 1).to(torch::kFloat64).contiguous());
     const kvkeep::TrainingMemory::Exact exact = lesson.memories.back().exact(lesson.queries.back(), coverage);
@@ -115,23 +125,32 @@ Lesson make_lesson(const Llama& model, const kvkeep::lm::TaskSample& sample, con
   return lesson;
 }
 
-Tensor stack_logits(const Llama& model, const Lesson& lesson, const std::function<Tensor(size_t layer, const Tensor& queries)>& answer) {
+Tensor stack_logits(const Llama& model, const Lesson& lesson,
+                    const std::function<Tensor(size_t layer, const Tensor& queries)>& answer) {
   const Tensor positions = torch::tensor(lesson.positions, torch::kInt64);
-  const Tensor hidden = model.hidden(lesson.ids.unsqueeze(0), positions, [&](int64_t layer, const Tensor& q, const Tensor&, const Tensor&) {
-    return answer(static_cast<size_t>(layer), q.squeeze(0).transpose(0, 1).contiguous()).to(torch::kFloat32).transpose(0, 1).unsqueeze(0);
-  });
+  const Tensor hidden = model.hidden(
+      lesson.ids.unsqueeze(0), positions, [&](int64_t layer, const Tensor& q, const Tensor&, const Tensor&) {
+        return answer(static_cast<size_t>(layer), q.squeeze(0).transpose(0, 1).contiguous())
+            .to(torch::kFloat32)
+            .transpose(0, 1)
+            .unsqueeze(0);
+      });
   return model.logits(hidden.squeeze(0)).to(torch::kFloat64);
 }
 
-kvkeep::TrainingLosses::Sum student_losses(const Llama& model, const Lesson& lesson, const kvkeep::TrainedParameters& parameters, const kvkeep::TrainingOptions& options) {
+kvkeep::TrainingLosses::Sum student_losses(const Llama& model, const Lesson& lesson,
+                                           const kvkeep::TrainedParameters& parameters,
+                                           const kvkeep::TrainingOptions& options) {
   const kvkeep::RankGates rank_gates(parameters.gate_weights, parameters.gate_biases);
-  const Tensor projections = parameters.projections.to(torch::kFloat64), thresholds = parameters.thresholds.to(torch::kFloat64);
+  const Tensor projections = parameters.projections.to(torch::kFloat64),
+               thresholds = parameters.thresholds.to(torch::kFloat64);
   kvkeep::TrainingLosses losses(options);
   const Tensor logits = stack_logits(model, lesson, [&](size_t layer, const Tensor& queries) {
     const kvkeep::TrainingMemory& memory = lesson.memories[layer];
     const Tensor gates = memory.gates(rank_gates);
     const auto l = static_cast<int64_t>(layer);
-    const kvkeep::TrainingMemory::Answer answer = memory.answer(queries, projections.select(0, l), thresholds.select(0, l), gates, options.temperature);
+    const kvkeep::TrainingMemory::Answer answer =
+        memory.answer(queries, projections.select(0, l), thresholds.select(0, l), gates, options.temperature);
     losses.add(memory, answer, lesson.targets[layer], gates);
     return answer.outputs;
   });

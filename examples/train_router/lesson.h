@@ -1,5 +1,6 @@
 #pragma once
-/// What one sequence has to teach: the frozen model's answers at the positions that look far back, and the folded spans a student has instead.
+/// What one sequence has to teach: the frozen model's answers at the positions that look far back, and the folded spans
+/// a student has instead.
 
 #include <cstdint>
 #include <string_view>
@@ -14,9 +15,9 @@ namespace train {
 
 struct LessonOptions {
   kvkeep::SegmenterOptions segmenter;
-  bool fold_all = false;      ///< the trace folds too; else it stays as it is, as tokens do that a model has just written
-  int32_t candidates = 512;   ///< evenly spaced positions that are looked at
-  int32_t positions = 64;     ///< of them kept: those that look farthest back
+  bool fold_all = false;  ///< the trace folds too; else it stays as it is, as tokens do that a model has just written
+  int32_t candidates = 512;  ///< evenly spaced positions that are looked at
+  int32_t positions = 64;    ///< of them kept: those that look farthest back
   int32_t max_rank = 32;
 
   /// What is not allowed, one sentence each with the name of the flag.
@@ -29,10 +30,10 @@ struct TeacherLayer {
 };
 
 struct Lesson {
-  std::vector<int32_t> positions;                ///< [n] ascending
-  torch::Tensor ids;                             ///< i64 [n] tokens at them
-  torch::Tensor next;                            ///< i64 [n] tokens behind them, -1 where that is not the value of a look-up
-  torch::Tensor teacher_logits;                  ///< f64 [n, vocabulary]
+  std::vector<int32_t> positions;  ///< [n] ascending
+  torch::Tensor ids;               ///< i64 [n] tokens at them
+  torch::Tensor next;              ///< i64 [n] tokens behind them, -1 where that is not the value of a look-up
+  torch::Tensor teacher_logits;    ///< f64 [n, vocabulary]
   std::vector<kvkeep::TrainingMemory> memories;  ///< [layers]
   std::vector<torch::Tensor> queries;            ///< [layers] f64 [n, Hq, D] of the teacher
   std::vector<torch::Tensor> mass;               ///< [layers] f64 [n, Hq, spans] share of the teacher's attention
@@ -43,12 +44,17 @@ struct Lesson {
 };
 
 /// Runs the model over the sample. `coverage`: of the targets.
-Lesson make_lesson(const Llama& model, const kvkeep::lm::TaskSample& sample, const LessonOptions& options, double coverage);
+Lesson make_lesson(const Llama& model, const kvkeep::lm::TaskSample& sample, const LessonOptions& options,
+                   double coverage);
 
-/// The whole stack at the lesson's positions, from their embeddings, with `answer` for attention: [n, Hq, D] queries in, the same out. Returns f64 [n, vocabulary].
-torch::Tensor stack_logits(const Llama& model, const Lesson& lesson, const std::function<torch::Tensor(size_t layer, const torch::Tensor& queries)>& answer);
+/// The whole stack at the lesson's positions, from their embeddings, with `answer` for attention: [n, Hq, D] queries
+/// in, the same out. Returns f64 [n, vocabulary].
+torch::Tensor stack_logits(const Llama& model, const Lesson& lesson,
+                           const std::function<torch::Tensor(size_t layer, const torch::Tensor& queries)>& answer);
 
 /// The losses of a student with these parameters.
-kvkeep::TrainingLosses::Sum student_losses(const Llama& model, const Lesson& lesson, const kvkeep::TrainedParameters& parameters, const kvkeep::TrainingOptions& options);
+kvkeep::TrainingLosses::Sum student_losses(const Llama& model, const Lesson& lesson,
+                                           const kvkeep::TrainedParameters& parameters,
+                                           const kvkeep::TrainingOptions& options);
 
 }  // namespace train

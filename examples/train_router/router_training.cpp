@@ -32,24 +32,30 @@ struct Told {
   }
   std::string text() const {
     char line[160];
-    std::snprintf(line, sizeof line, "loss %.4f distill %.4f zoom %.4f recon %.4f budget %.1f", loss, distill, zoom, recon, budget);
+    std::snprintf(line, sizeof line, "loss %.4f distill %.4f zoom %.4f recon %.4f budget %.1f", loss, distill, zoom,
+                  recon, budget);
     return line;
   }
 };
 
 Told told(const kvkeep::TrainingLosses::Sum& s) {
-  return {s.loss.item<double>(), s.distill.item<double>(), s.zoom.item<double>(), s.recon.item<double>(), s.budget.item<double>()};
+  return {s.loss.item<double>(), s.distill.item<double>(), s.zoom.item<double>(), s.recon.item<double>(),
+          s.budget.item<double>()};
 }
 
 /// Everything that a checkpoint holds beside the optimizer.
 class State : public torch::nn::Module {
  public:
   State(RouterParameters& parameters, const LlamaShape& shape, const kvkeep::TrainedParameters& like) {
-    const auto alias = [](RouterParameters& p) { return std::shared_ptr<RouterParameters>(std::shared_ptr<void>(), &p); };  // owned by the caller
+    const auto alias = [](RouterParameters& p) {
+      return std::shared_ptr<RouterParameters>(std::shared_ptr<void>(), &p);
+    };  // owned by the caller
     now = register_module("now", alias(parameters));
-    best = register_module("best", std::make_shared<RouterParameters>(shape, like.projections.size(2), like.gate_weights[2].size(0), 0));
+    best = register_module(
+        "best", std::make_shared<RouterParameters>(shape, like.projections.size(2), like.gate_weights[2].size(0), 0));
     best->copy_from(parameters);
-    best_loss = register_buffer("best_loss", torch::full({1}, std::numeric_limits<double>::infinity(), torch::kFloat64));
+    best_loss =
+        register_buffer("best_loss", torch::full({1}, std::numeric_limits<double>::infinity(), torch::kFloat64));
     stale = register_buffer("stale", torch::zeros({1}, torch::kInt64));
   }
 
@@ -69,16 +75,20 @@ class State : public torch::nn::Module {
 
 torch::optim::AdamW make_optimizer(const RouterParameters& parameters, const RouterTrainingOptions& options) {
   std::vector<Tensor> matrices, vectors;
-  for (const auto& p : parameters.named_parameters()) (p.key() != "tau" && p.value().dim() > 1 ? matrices : vectors).push_back(p.value());
+  for (const auto& p : parameters.named_parameters())
+    (p.key() != "tau" && p.value().dim() > 1 ? matrices : vectors).push_back(p.value());
   const auto group = [&](std::vector<Tensor> of, double decay) {
-    return torch::optim::OptimizerParamGroup(std::move(of), std::make_unique<torch::optim::AdamWOptions>(torch::optim::AdamWOptions(options.learning_rate).weight_decay(decay)));
+    return torch::optim::OptimizerParamGroup(
+        std::move(of), std::make_unique<torch::optim::AdamWOptions>(
+                           torch::optim::AdamWOptions(options.learning_rate).weight_decay(decay)));
   };
   std::vector<torch::optim::OptimizerParamGroup> groups{group(matrices, options.weight_decay), group(vectors, 0.0)};
   return torch::optim::AdamW(groups, torch::optim::AdamWOptions(options.learning_rate));
 }
 
 /// One step on a batch; each sequence by itself, gradients added up in their order.
-Told one_step(const Llama& model, RouterParameters& parameters, torch::optim::AdamW& optimizer, const std::vector<TrainingSample>& batch, const RouterTrainingOptions& options,
+Told one_step(const Llama& model, RouterParameters& parameters, torch::optim::AdamW& optimizer,
+              const std::vector<TrainingSample>& batch, const RouterTrainingOptions& options,
               const kvkeep::TrainingOptions& losses) {
   const std::vector<Tensor> trained = parameters.parameters();
   std::vector<std::vector<Tensor>> gradients(batch.size());
@@ -87,7 +97,8 @@ Told one_step(const Llama& model, RouterParameters& parameters, torch::optim::Ad
     const Lesson lesson = make_lesson(model, batch[i].sample, options.lesson, losses.coverage);
     const kvkeep::TrainingLosses::Sum sum = student_losses(model, lesson, parameters.arrays(), losses);
     each[i] = told(sum);
-    gradients[i] = torch::autograd::grad({sum.loss / static_cast<double>(batch.size())}, trained, {}, {}, false, /*allow_unused=*/true);
+    gradients[i] = torch::autograd::grad({sum.loss / static_cast<double>(batch.size())}, trained, {}, {}, false,
+                                         /*allow_unused=*/true);
     for (size_t p = 0; p < trained.size(); ++p)
       if (!gradients[i][p].defined()) gradients[i][p] = torch::zeros_like(trained[p]);
   });
@@ -99,7 +110,8 @@ Told one_step(const Llama& model, RouterParameters& parameters, torch::optim::Ad
   return all;
 }
 
-Told look(const Llama& model, const std::vector<Lesson>& lessons, const RouterParameters& parameters, const RouterTrainingOptions& options) {
+Told look(const Llama& model, const std::vector<Lesson>& lessons, const RouterParameters& parameters,
+          const RouterTrainingOptions& options) {
   std::vector<Told> each(lessons.size());
   each_in_parallel(lessons.size(), options.threads, [&](size_t i) {
     torch::NoGradGuard no_grad;
@@ -117,7 +129,9 @@ std::vector<Lesson> lessons_of(const Llama& model, const RouterTrainingOptions& 
   for (const Stage& stage : options.schedule) longest = std::max(longest, stage.length);
   const std::vector<TrainingSample> samples = training_batch(seed, 0, {longest, count, 1});
   std::vector<Lesson> lessons(samples.size());
-  each_in_parallel(samples.size(), options.threads, [&](size_t i) { lessons[i] = make_lesson(model, samples[i].sample, options.lesson, options.losses.coverage); });
+  each_in_parallel(samples.size(), options.threads, [&](size_t i) {
+    lessons[i] = make_lesson(model, samples[i].sample, options.lesson, options.losses.coverage);
+  });
   return lessons;
 }
 
@@ -127,30 +141,42 @@ std::vector<std::string> RouterTrainingOptions::problems() const {
   std::vector<std::string> found = lesson.problems();
   for (std::string& one : losses.problems()) found.push_back(std::move(one));
   for (const Stage& stage : schedule)
-    if (stage.length < 128) found.push_back(kvkeep::text("schedule: a stage of length ", stage.length, "; allowed 128 or more, shorter samples fold nothing"));
+    if (stage.length < 128)
+      found.push_back(kvkeep::text("schedule: a stage of length ", stage.length,
+                                   "; allowed 128 or more, shorter samples fold nothing"));
   if (!(warmup >= 0 && warmup <= 1)) found.push_back(kvkeep::text("warmup: ", warmup, "; allowed 0 to 1"));
   if (!(price >= 0)) found.push_back(kvkeep::text("price: ", price, "; allowed 0 or more"));
-  if (patience > 0 && (check_every == 0 || held_out == 0)) found.push_back("patience: it needs looks at held-out samples; allowed with check_every and held_out above 0");
+  if (patience > 0 && (check_every == 0 || held_out == 0))
+    found.push_back("patience: it needs looks at held-out samples; allowed with check_every and held_out above 0");
   return found;
 }
 
 std::string RouterTrainingOptions::settings() const {
   std::string stages;
-  for (const Stage& s : schedule) stages += kvkeep::text(stages.empty() ? "" : ",", s.length, ":", s.batch, ":", s.steps);
+  for (const Stage& s : schedule)
+    stages += kvkeep::text(stages.empty() ? "" : ",", s.length, ":", s.batch, ":", s.steps);
   const kvkeep::SegmenterOptions& cut = lesson.segmenter;
-  return kvkeep::text("schedule ", stages, ", fold ", lesson.fold_all ? "all" : "prompt", ", alpha ", cut.alpha, ", sink ", cut.sink, ", recent ", cut.recent, ", min_span ", cut.min_span, ", max_span ", cut.max_span,
-                      ", candidates ", lesson.candidates, ", positions ", lesson.positions, ", max_rank ", lesson.max_rank, ", zoom_weight ", losses.zoom_weight, ", recon_weight ", losses.recon_weight, ", budget_weight ",
-                      losses.budget_weight, ", rank_weight ", losses.rank_weight, ", positive_weight ", losses.positive_weight, ", coverage ", losses.coverage, ", temperature ", losses.temperature, ", lr ", learning_rate,
-                      ", weight_decay ", weight_decay, ", warmup ", warmup, ", check_every ", check_every, ", held_out ", held_out, ", patience ", patience, ", price ", price);
+  return kvkeep::text("schedule ", stages, ", fold ", lesson.fold_all ? "all" : "prompt", ", alpha ", cut.alpha,
+                      ", sink ", cut.sink, ", recent ", cut.recent, ", min_span ", cut.min_span, ", max_span ",
+                      cut.max_span, ", candidates ", lesson.candidates, ", positions ", lesson.positions, ", max_rank ",
+                      lesson.max_rank, ", zoom_weight ", losses.zoom_weight, ", recon_weight ", losses.recon_weight,
+                      ", budget_weight ", losses.budget_weight, ", rank_weight ", losses.rank_weight,
+                      ", positive_weight ", losses.positive_weight, ", coverage ", losses.coverage, ", temperature ",
+                      losses.temperature, ", lr ", learning_rate, ", weight_decay ", weight_decay, ", warmup ", warmup,
+                      ", check_every ", check_every, ", held_out ", held_out, ", patience ", patience, ", price ",
+                      price);
 }
 
 double router_learning_rate_at(int64_t step, int64_t steps, const RouterTrainingOptions& options) {
   const double warm = options.warmup * static_cast<double>(steps), at = static_cast<double>(step);
   if (at < warm) return options.learning_rate * (at + 1) / std::max(1.0, std::ceil(warm));
-  return options.learning_rate * 0.5 * (1 + std::cos(std::numbers::pi * (at - warm) / std::max(1.0, static_cast<double>(steps) - warm)));
+  return options.learning_rate * 0.5 *
+         (1 + std::cos(std::numbers::pi * (at - warm) / std::max(1.0, static_cast<double>(steps) - warm)));
 }
 
-std::vector<Lesson> held_out_lessons(const Llama& model, const RouterTrainingOptions& options, int32_t count) { return lessons_of(model, options, kHeldOutSeed, count); }
+std::vector<Lesson> held_out_lessons(const Llama& model, const RouterTrainingOptions& options, int32_t count) {
+  return lessons_of(model, options, kHeldOutSeed, count);
+}
 
 bool train_router(const Llama& model, RouterParameters& parameters, const RouterTrainingOptions& options) {
   torch::optim::AdamW optimizer = make_optimizer(parameters, options);
@@ -158,19 +184,25 @@ bool train_router(const Llama& model, RouterParameters& parameters, const Router
   Progress progress{.seed = options.seed, .settings = options.settings()};
   if (options.resume) {
     progress = load_checkpoint(options.checkpoint, state, optimizer);
-    KVKEEP_REQUIRE(progress.seed == options.seed, "--resume: the checkpoint has another seed; given ", options.seed, "; allowed ", progress.seed);
-    KVKEEP_REQUIRE(progress.settings == options.settings(), "--resume: the checkpoint was made with other options; given ", options.settings(), "; allowed ", progress.settings);
+    KVKEEP_REQUIRE(progress.seed == options.seed, "--resume: the checkpoint has another seed; given ", options.seed,
+                   "; allowed ", progress.seed);
+    KVKEEP_REQUIRE(progress.settings == options.settings(),
+                   "--resume: the checkpoint was made with other options; given ", options.settings(), "; allowed ",
+                   progress.settings);
   }
 
   const StopOnInterrupt interrupt;
   const int64_t steps = total_steps(options.schedule);
-  const std::vector<Lesson> lessons = options.check_every > 0 ? held_out_lessons(model, options, options.held_out) : std::vector<Lesson>();
+  const std::vector<Lesson> lessons =
+      options.check_every > 0 ? held_out_lessons(model, options, options.held_out) : std::vector<Lesson>();
   ProgressLine line(options.schedule, progress.step, progress.seconds);
   const auto save = [&] {
     progress.seconds = line.seconds();
     save_checkpoint(options.checkpoint, state, optimizer, progress);
   };
-  const auto done = [&] { return progress.step >= steps || (options.patience > 0 && state.stale.item<int64_t>() >= options.patience); };
+  const auto done = [&] {
+    return progress.step >= steps || (options.patience > 0 && state.stale.item<int64_t>() >= options.patience);
+  };
   Told window;
   int64_t in_window = 0;
   const int64_t last = options.stop_after > 0 ? progress.step + options.stop_after : steps;
@@ -180,7 +212,8 @@ bool train_router(const Llama& model, RouterParameters& parameters, const Router
     for (auto& group : optimizer.param_groups()) static_cast<torch::optim::AdamWOptions&>(group.options()).lr(rate);
     kvkeep::TrainingOptions losses = options.losses;
     losses.budget_weight *= std::min(1.0, 2 * static_cast<double>(progress.step) / static_cast<double>(steps));
-    window.add(one_step(model, parameters, optimizer, training_batch(options.seed, progress.step, stage), options, losses), 1);
+    window.add(
+        one_step(model, parameters, optimizer, training_batch(options.seed, progress.step, stage), options, losses), 1);
     in_window += 1;
     progress.step += 1;
     line.advance(stage);
@@ -201,7 +234,8 @@ bool train_router(const Llama& model, RouterParameters& parameters, const Router
   save();
   if (!done()) return false;
   if (!lessons.empty()) parameters.copy_from(*state.best);
-  if (options.price > 0) set_thresholds(lessons_of(model, options, kThresholdSeed, kThresholdSamples), options.price, parameters);
+  if (options.price > 0)
+    set_thresholds(lessons_of(model, options, kThresholdSeed, kThresholdSamples), options.price, parameters);
   return true;
 }
 

@@ -32,15 +32,20 @@ void set_thresholds(const std::vector<Lesson>& lessons, double price, RouterPara
     std::vector<std::vector<Worth>> heads(static_cast<size_t>(projections.size(1)));
     for (const Lesson& lesson : lessons) {
       const auto at = static_cast<size_t>(l);
-      const Tensor relevance = lesson.memories[at].routing_logits(lesson.queries[at], projections.select(0, l)).sigmoid().contiguous(), mass = lesson.mass[at].contiguous();
+      const Tensor
+          relevance =
+              lesson.memories[at].routing_logits(lesson.queries[at], projections.select(0, l)).sigmoid().contiguous(),
+          mass = lesson.mass[at].contiguous();
       const Tensor& admitted = lesson.memories[at].admitted();
       const int64_t spans = admitted.size(1), rows = mass.numel() / std::max<int64_t>(1, spans);
       for (int64_t row = 0; row < rows; ++row)
         for (int64_t s = 0; s < spans; ++s)
           if (admitted.const_data_ptr<uint8_t>()[row / mass.size(1) * spans + s] != 0)
-            heads[static_cast<size_t>(row % mass.size(1))].emplace_back(relevance.const_data_ptr<double>()[row * spans + s], mass.const_data_ptr<double>()[row * spans + s]);
+            heads[static_cast<size_t>(row % mass.size(1))].emplace_back(
+                relevance.const_data_ptr<double>()[row * spans + s], mass.const_data_ptr<double>()[row * spans + s]);
     }
-    for (size_t h = 0; h < heads.size(); ++h) arrays.thresholds.select(0, l).select(0, static_cast<int64_t>(h)).fill_(best_threshold(heads[h], price));
+    for (size_t h = 0; h < heads.size(); ++h)
+      arrays.thresholds.select(0, l).select(0, static_cast<int64_t>(h)).fill_(best_threshold(heads[h], price));
   }
 }
 

@@ -8,8 +8,8 @@
 
 namespace train {
 
-/// Gives each head the threshold with the most (attention that goes to opened spans) - `price` * (opened spans) over the lessons, by the teacher's queries. A head that looks into spans too little opens
-/// nothing: its threshold is 1.
+/// Gives each head the threshold with the most (attention that goes to opened spans) - `price` * (opened spans) over
+/// the lessons, by the teacher's queries. A head that looks into spans too little opens nothing: its threshold is 1.
 void set_thresholds(const std::vector<Lesson>& lessons, double price, RouterParameters& parameters);
 
 }  // namespace train

@@ -48,12 +48,14 @@ std::vector<std::vector<std::int32_t>> sequences_of(const Options& o) {
     std::vector<std::int32_t> ids = prompt.read(o.model.folder).sample->ids;
     left -= static_cast<std::int64_t>(ids.size());
     if (left < 0 && !samples.empty()) return samples;
-    KVKEEP_REQUIRE(left >= 0, "calibrate: a sample has ", ids.size(), " tokens and --tokens is ", o.tokens, "; allowed at least one sample");
+    KVKEEP_REQUIRE(left >= 0, "calibrate: a sample has ", ids.size(), " tokens and --tokens is ", o.tokens,
+                   "; allowed at least one sample");
     samples.push_back(std::move(ids));
   }
 }
 
-// Of the heads of one layer: |q_mean| / q_abs_mean, weighted by q_abs_mean. 1: all queries of a head point the same way.
+// Of the heads of one layer: |q_mean| / q_abs_mean, weighted by q_abs_mean. 1: all queries of a head point the same
+// way.
 struct Concentration {
   double least = std::numeric_limits<double>::infinity(), sum = 0, most = 0;
 };
@@ -80,12 +82,21 @@ void run(const Options& o) {
   progress.label("tokens");
   std::error_code none;  // it is a label: empty where there is no such path
   const fs::path folder = fs::weakly_canonical(o.model.folder, none);
-  const Calibration calibration = lm::calibrate(decoder, sequences, {.skip = o.skip, .cache_dtype = o.model.dtype(), .model_name = io::in_utf8(folder.filename().string()),
-                                                                     .progress = [&](std::int64_t done) { progress.advance(done); }});
+  const Calibration calibration = lm::calibrate(decoder, sequences,
+                                                {.skip = o.skip,
+                                                 .cache_dtype = o.model.dtype(),
+                                                 .model_name = io::in_utf8(folder.filename().string()),
+                                                 .progress = [&](std::int64_t done) { progress.advance(done); }});
   progress.clear();
-  save_calibration(o.out, calibration, o.layout == "pt" ? CalibrationLayout::published : CalibrationLayout::safetensors);
+  save_calibration(o.out, calibration,
+                   o.layout == "pt" ? CalibrationLayout::published : CalibrationLayout::safetensors);
 
-  Table table({{"layer", "layer"}, {"query_heads", "query heads"}, {"tokens", "tokens"}, {"least", "least concentrated"}, {"mean", "mean"}, {"most", "most concentrated"}});
+  Table table({{"layer", "layer"},
+               {"query_heads", "query heads"},
+               {"tokens", "tokens"},
+               {"least", "least concentrated"},
+               {"mean", "mean"},
+               {"most", "most concentrated"}});
   for (std::int32_t l = 0; l < decoder.spec().num_layers(); ++l) {
     Concentration c;
     for (std::int32_t h = 0; h < decoder.spec().query_heads; ++h) {
@@ -94,10 +105,13 @@ void run(const Options& o) {
       c.most = std::max(c.most, r);
       c.sum += r;
     }
-    table.add({l, decoder.spec().query_heads, counted, real_cell(c.least, 3), real_cell(c.sum / decoder.spec().query_heads, 3), real_cell(c.most, 3)});
+    table.add({l, decoder.spec().query_heads, counted, real_cell(c.least, 3),
+               real_cell(c.sum / decoder.spec().query_heads, 3), real_cell(c.most, 3)});
   }
-  if (o.output.format == Format::json) print(io::written(table.json()) + "\n");
-  else print(table.text(o.output.format));
+  if (o.output.format == Format::json)
+    print(io::written(table.json()) + "\n");
+  else
+    print(table.text(o.output.format));
 }
 
 }  // namespace
@@ -107,8 +121,12 @@ Run add_calibrate(CLI::App& app) {
   auto o = std::make_shared<Options>();
   o->model.add(*sub);
   o->prompt.add(*sub);
-  sub->add_option("--tokens", o->tokens, "run at most so many")->check(CLI::Range(1, 1 << 24))->option_text("N [32768]");
-  sub->add_option("--skip", o->skip, "oldest tokens of every sequence that do not count")->check(CLI::Range(0, 1 << 24))->option_text("N [4]");
+  sub->add_option("--tokens", o->tokens, "run at most so many")
+      ->check(CLI::Range(1, 1 << 24))
+      ->option_text("N [32768]");
+  sub->add_option("--skip", o->skip, "oldest tokens of every sequence that do not count")
+      ->check(CLI::Range(0, 1 << 24))
+      ->option_text("N [4]");
   sub->add_option("--layout", o->layout, "of the file: ours, or the one of TriAttention's own tool")
       ->check(CLI::IsMember({"safetensors", "pt"}))
       ->option_text("safetensors|pt [safetensors]");

@@ -20,7 +20,8 @@ std::vector<std::int32_t> budgets_of(const std::vector<std::string>& lists) {
   for (const std::string& item : items_of(lists, "--budgets")) {
     std::int32_t& budget = budgets.emplace_back(0);
     const auto [end, error] = std::from_chars(item.data(), item.data() + item.size(), budget);
-    KVKEEP_REQUIRE(error == std::errc() && end == item.data() + item.size() && budget >= 1 && budget <= kMost, "--budgets: '", item, "'; allowed integers from 1 to ", kMost);
+    KVKEEP_REQUIRE(error == std::errc() && end == item.data() + item.size() && budget >= 1 && budget <= kMost,
+                   "--budgets: '", item, "'; allowed integers from 1 to ", kMost);
   }
   return budgets;
 }
@@ -38,9 +39,11 @@ void resolve(Contest& contest) {
 }
 
 // One policy under every budget, or as it is written where it says itself what may stay.
-std::vector<Contest> contests_of(const ContestOptions& o, const std::string& written, const std::vector<std::int32_t>& budgets) {
+std::vector<Contest> contests_of(const ContestOptions& o, const std::string& written,
+                                 const std::vector<std::int32_t>& budgets) {
   const PolicyText policy(written);
-  const bool says_itself = policy.name() != "full" && (policy.states("ratio") || policy.states("bytes") || policy.states("budget_share"));
+  const bool says_itself =
+      policy.name() != "full" && (policy.states("ratio") || policy.states("bytes") || policy.states("budget_share"));
   const bool every_budget = !says_itself && policy.takes("budget") && !budgets.empty();
   std::vector<std::pair<std::string, std::string>> options;
   const auto add = [&](const char* name, const std::string& value, bool even_stated) {
@@ -68,17 +71,20 @@ std::vector<Contest> contests_of(const ContestOptions& o, const std::string& wri
       resolve(contest);
       resolved.push_back(contest);
     } else {
-      resolved.back().warning = text("note: ", contest.shown(), " has no protect_prompt; allowed for policies that drop slots");
+      resolved.back().warning =
+          text("note: ", contest.shown(), " has no protect_prompt; allowed for policies that drop slots");
     }
   }
   return resolved;
 }
 
-// Finds for every contest the one of --against at the same budget, of two the one with the same prompt, or the only one there is. Those that do not run yet are added.
+// Finds for every contest the one of --against at the same budget, of two the one with the same prompt, or the only one
+// there is. Those that do not run yet are added.
 void compare_against(const ContestOptions& o, const std::vector<std::int32_t>& budgets, std::vector<Contest>& all) {
   std::vector<std::size_t> references;
   for (const Contest& wanted : contests_of(o, o.against, budgets)) {
-    const auto known = std::find_if(all.begin(), all.end(), [&](const Contest& c) { return c.resolved == wanted.resolved; });
+    const auto known =
+        std::find_if(all.begin(), all.end(), [&](const Contest& c) { return c.resolved == wanted.resolved; });
     references.push_back(static_cast<std::size_t>(known - all.begin()));
     if (known == all.end()) all.push_back(wanted);
   }
@@ -94,26 +100,30 @@ void compare_against(const ContestOptions& o, const std::vector<std::int32_t>& b
 }  // namespace
 
 void ContestOptions::add(CLI::App& app, const std::string& without, const std::string& budgets_without) {
-  app.add_option(
-         "--policy", policies,
-         std::string("repeatable: ") + kPolicyHelp + "; without it: " + without)
+  app.add_option("--policy", policies, std::string("repeatable: ") + kPolicyHelp + "; without it: " + without)
       ->take_all()
       ->option_text("POLICY");
-  app.add_option_function<std::vector<std::string>>("--budgets", [this](const std::vector<std::string>& lists) { this->budgets = budgets_of(lists); },
-                                  "runs every evicting policy under each of these budgets; without --policy: " + budgets_without)
+  app.add_option_function<std::vector<std::string>>(
+         "--budgets", [this](const std::vector<std::string>& lists) { this->budgets = budgets_of(lists); },
+         "runs every evicting policy under each of these budgets; without --policy: " + budgets_without)
       ->option_text("N,...");
-  app.add_option("--interval", interval, "new tokens between two events, for every policy under --budgets, a ratio or bytes")
+  app.add_option("--interval", interval,
+                 "new tokens between two events, for every policy under --budgets, a ratio or bytes")
       ->check(CLI::Range(1, 1 << 30))
       ->option_text("N [32]");
-  app.add_option("--recent", recent, "newest slots that stay, for every policy under --budgets; without it the policy's own")
+  app.add_option("--recent", recent,
+                 "newest slots that stay, for every policy under --budgets; without it the policy's own")
       ->check(CLI::Range(0, 1 << 30))
       ->option_text("N");
-  app.add_option("--against", against, "a policy that every row is compared to; it runs too where it does not yet")->option_text("POLICY");
+  app.add_option("--against", against, "a policy that every row is compared to; it runs too where it does not yet")
+      ->option_text("POLICY");
   app.add_flag("--protect-prompt", protect_prompt,
-               "every policy also runs with protect_prompt=true, in a row of its own; sekv and policies that narrow prompts have no such option");
+               "every policy also runs with protect_prompt=true, in a row of its own; sekv and policies that narrow "
+               "prompts have no such option");
 }
 
-std::vector<Contest> contests(ContestOptions o, const std::vector<std::string>& policies, std::vector<std::int32_t> budgets) {
+std::vector<Contest> contests(ContestOptions o, const std::vector<std::string>& policies,
+                              std::vector<std::int32_t> budgets) {
   const std::vector<std::string> given = o.policies.empty() ? policies : o.policies;
   if (!o.budgets.empty() || !o.policies.empty()) budgets = std::move(o.budgets);
   std::sort(budgets.rbegin(), budgets.rend());
@@ -121,7 +131,9 @@ std::vector<Contest> contests(ContestOptions o, const std::vector<std::string>& 
   for (const std::string& one : given)
     for (Contest& contest : contests_of(o, one, budgets)) all.push_back(std::move(contest));
   const auto slots = [](const Contest& c) {  // most first; what never cuts before them, what counts otherwise behind
-    return c.keeps_all() ? std::numeric_limits<std::int64_t>::max() : c.budget.value.is_number() ? c.budget.value.get<std::int64_t>() : 0;
+    return c.keeps_all()                ? std::numeric_limits<std::int64_t>::max()
+           : c.budget.value.is_number() ? c.budget.value.get<std::int64_t>()
+                                        : 0;
   };
   std::map<std::string, std::size_t> place;  // labels in the order in which they were given
   for (const Contest& contest : all) place.try_emplace(contest.policy.label(), place.size());
@@ -157,7 +169,8 @@ std::vector<Column> contest_columns(const ContestOptions& options, const std::ve
   return columns;
 }
 
-std::vector<Cell> contest_cells(const ContestOptions& options, const Contest& contest, const std::vector<Cell>& others) {
+std::vector<Cell> contest_cells(const ContestOptions& options, const Contest& contest,
+                                const std::vector<Cell>& others) {
   std::vector<Cell> cells{contest.policy.label(), contest.budget};
   if (options.protect_prompt) cells.emplace_back(contest.keeps_prompt || contest.keeps_all() ? "kept" : "cut");
   append(cells, others);
@@ -167,14 +180,18 @@ std::vector<Cell> contest_cells(const ContestOptions& options, const Contest& co
 std::string with_interval(double value, const report::Interval& interval, Scale scale) {
   const auto shown = [&](double x) { return real_cell(scale.factor * x, scale.digits).shown; };
   if (std::isnan(value)) return "-";
-  const std::string reach = std::isnan(interval.low) ? "no interval" : text(shown(interval.low), "-", shown(interval.high));
+  const std::string reach =
+      std::isnan(interval.low) ? "no interval" : text(shown(interval.low), "-", shown(interval.high));
   return text(shown(value), " (", reach, ")");
 }
 
 std::string Difference::shown(Scale scale) const {
   if (std::isnan(value)) return "-";
-  const auto with_sign = [&](double x) { return text(x < 0 ? "" : "+", real_cell(scale.factor * x, scale.digits).shown); };
-  const std::string reach = std::isnan(interval.low) ? "no interval" : text(with_sign(interval.low), " to ", with_sign(interval.high));
+  const auto with_sign = [&](double x) {
+    return text(x < 0 ? "" : "+", real_cell(scale.factor * x, scale.digits).shown);
+  };
+  const std::string reach =
+      std::isnan(interval.low) ? "no interval" : text(with_sign(interval.low), " to ", with_sign(interval.high));
   return text(with_sign(value), " (", reach, ")");
 }
 

@@ -38,9 +38,10 @@ struct Contest {
   [[nodiscard]] std::string shown() const;  // in one line, for people
 };
 
-// Every policy under every budget. A policy is made once here, so that a wrong option is refused before the model is opened. Without --policy: `policies`
-// under `budgets`, or under those that were given.
-std::vector<Contest> contests(ContestOptions options, const std::vector<std::string>& policies, std::vector<std::int32_t> budgets);
+// Every policy under every budget. A policy is made once here, so that a wrong option is refused before the model is
+// opened. Without --policy: `policies` under `budgets`, or under those that were given.
+std::vector<Contest> contests(ContestOptions options, const std::vector<std::string>& policies,
+                              std::vector<std::int32_t> budgets);
 
 // Notes on what is allowed but hardly meant, unless quiet.
 void warn(const std::vector<Contest>& contests, bool quiet);
@@ -49,7 +50,8 @@ void note_idle(const Contest& contest, std::int64_t events, const char* what, bo
 
 // The columns of a table: policy, budget, with --protect-prompt what became of the prompt, and the others.
 std::vector<Column> contest_columns(const ContestOptions& options, const std::vector<Column>& others = {});
-std::vector<Cell> contest_cells(const ContestOptions& options, const Contest& contest, const std::vector<Cell>& others = {});
+std::vector<Cell> contest_cells(const ContestOptions& options, const Contest& contest,
+                                const std::vector<Cell>& others = {});
 
 using Strata = std::vector<std::vector<report::Answers>>;
 

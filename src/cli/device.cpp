@@ -16,14 +16,16 @@ int gpu_of(const std::string& name) {
   const std::string digits = name == "cuda" ? "0" : name.starts_with("cuda:") ? name.substr(5) : "";
   c10::DeviceIndex index = 0;
   const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), index);
-  KVKEEP_REQUIRE(error == std::errc() && end == digits.data() + digits.size() && index >= 0, "--device: there is no such device; given '", name, "'; allowed cpu, cuda, cuda:INDEX");
+  KVKEEP_REQUIRE(error == std::errc() && end == digits.data() + digits.size() && index >= 0,
+                 "--device: there is no such device; given '", name, "'; allowed cpu, cuda, cuda:INDEX");
   return index;
 }
 
 }  // namespace
 
 void DeviceOptions::add(CLI::App& app) {
-  app.add_option("--device", name, "where the model and its cache are: the CPU, or a GPU by its number")->option_text("cpu|cuda:N [cpu]");
+  app.add_option("--device", name, "where the model and its cache are: the CPU, or a GPU by its number")
+      ->option_text("cpu|cuda:N [cpu]");
 }
 
 DeviceOptions::Place DeviceOptions::find() const {
@@ -33,7 +35,9 @@ DeviceOptions::Place DeviceOptions::find() const {
   const std::shared_ptr<Accelerator> accelerator = cuda::accelerator(gpu);
   return {accelerator->device(), accelerator};
 #else
-  refuse<Unsupported>("--device: this kvkeep was built without CUDA (no nvcc was found then, or KVKEEP_CUDA=OFF); given cuda:", gpu, "; allowed cpu");
+  refuse<Unsupported>(
+      "--device: this kvkeep was built without CUDA (no nvcc was found then, or KVKEEP_CUDA=OFF); given cuda:", gpu,
+      "; allowed cpu");
 #endif
 }
 

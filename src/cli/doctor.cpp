@@ -71,17 +71,18 @@ Finding torch_finding() {
   const std::string loaded = first_match(at::show_config(), "TORCH_VERSION=([0-9.]+)", "unknown");
   const std::string compiled = kTorchVersion;
   const bool same = loaded == "unknown" || compiled.starts_with(loaded) || loaded.starts_with(compiled);
-  return {
-      "LibTorch",
-      text("compiled against ", compiled, ", loaded ", loaded, same ? "" : "; they differ: build kvkeep again for the one that is loaded"),
-      same};
+  return {"LibTorch",
+          text("compiled against ", compiled, ", loaded ", loaded,
+               same ? "" : "; they differ: build kvkeep again for the one that is loaded"),
+          same};
 }
 
 Finding abi_finding() {
 #ifdef _GLIBCXX_USE_CXX11_ABI
   const std::string compiled = std::to_string(_GLIBCXX_USE_CXX11_ABI);
   const std::string loaded = first_match(at::show_config(), "_GLIBCXX_USE_CXX11_ABI=([01])", compiled.c_str());
-  return {"C++ ABI", text("_GLIBCXX_USE_CXX11_ABI=", compiled, compiled == loaded ? ", as LibTorch" : ", LibTorch has " + loaded),
+  return {"C++ ABI",
+          text("_GLIBCXX_USE_CXX11_ABI=", compiled, compiled == loaded ? ", as LibTorch" : ", LibTorch has " + loaded),
           compiled == loaded};
 #else
   return {"C++ ABI", "not libstdc++"};
@@ -91,7 +92,8 @@ Finding abi_finding() {
 Finding cuda_finding() {
   const bool card = fs::exists("/dev/nvidiactl") || fs::exists("/proc/driver/nvidia/version");
   return {"CUDA",
-          text("no: this build has no CUDA kernels", card ? " (there is an NVIDIA driver here)" : ", and there is no NVIDIA driver here"),
+          text("no: this build has no CUDA kernels",
+               card ? " (there is an NVIDIA driver here)" : ", and there is no NVIDIA driver here"),
           true};
 }
 
@@ -107,9 +109,11 @@ std::vector<Finding> look(const Options& o) {
                            torch_finding(),
                            abi_finding(),
                            {"CPU", text("kvkeep uses ", simd_target(), ", LibTorch ", at::get_cpu_capability())},
-                           {"threads", text(at::get_num_threads(), " of ", std::thread::hardware_concurrency(), " hardware threads; they wait by ", waiting())}};
+                           {"threads", text(at::get_num_threads(), " of ", std::thread::hardware_concurrency(),
+                                            " hardware threads; they wait by ", waiting())}};
   if (!o.quick)
-    all.push_back({"memory", text("memcpy ", real_cell(memcpy_bandwidth() / 1e9, 1).shown, " GB/s read and written, one thread")});
+    all.push_back({"memory", text("memcpy ", real_cell(memcpy_bandwidth() / 1e9, 1).shown,
+                                  " GB/s read and written, one thread")});
   all.push_back(cuda_finding());
   all.push_back({"policies", text(policies().size(), " known; kvkeep policies lists them")});
   return all;
@@ -118,7 +122,8 @@ std::vector<Finding> look(const Options& o) {
 void run(const Options& o) {
   const std::vector<Finding> findings = look(o);
   const bool fine = std::all_of(findings.begin(), findings.end(), [](const Finding& f) { return f.fine; });
-  const std::string verdict = fine ? "kvkeep works here, on the CPU" : "kvkeep does not fit this machine; see what is marked";
+  const std::string verdict =
+      fine ? "kvkeep works here, on the CPU" : "kvkeep does not fit this machine; see what is marked";
   Table table({{"what", "what", false}, {"value", "found", false}, {"fine", "fine", false}});
   for (const Finding& f : findings) table.add({f.what, f.value, Cell(f.fine, f.fine ? "yes" : "NO")});
   table.add({"verdict", verdict, Cell(fine, fine ? "yes" : "NO")});
@@ -129,7 +134,8 @@ void run(const Options& o) {
 }  // namespace
 
 Run add_doctor(CLI::App& app) {
-  CLI::App* sub = app.add_subcommand("doctor", "does this build fit this machine: versions, ABI, CPU, CUDA, one verdict");
+  CLI::App* sub =
+      app.add_subcommand("doctor", "does this build fit this machine: versions, ABI, CPU, CUDA, one verdict");
   auto o = std::make_shared<Options>();
   sub->add_flag("--quick", o->quick, "do not measure the memory bandwidth");
   o->output.add(*sub);

@@ -98,10 +98,12 @@ Strata strata(const Measured& measured, const std::string& task = "") {
 }
 
 std::string accuracy(const Options& o, const Measured& measured, const LookUps& count, const std::string& task = "") {
-  return with_interval(share(count.right, count.asked), o.wilson ? report::wilson(count.right, count.asked) : report::bootstrap(strata(measured, task)));
+  return with_interval(share(count.right, count.asked),
+                       o.wilson ? report::wilson(count.right, count.asked) : report::bootstrap(strata(measured, task)));
 }
 
-Difference difference(const Contest& contest, const Measured& own, const std::vector<Measured>& measured, const std::string& task = "") {
+Difference difference(const Contest& contest, const Measured& own, const std::vector<Measured>& measured,
+                      const std::string& task = "") {
   if (!contest.against) return {};
   return cli::difference(strata(own, task), strata(measured[*contest.against], task));
 }
@@ -114,7 +116,8 @@ std::vector<std::string> default_policies() {
 std::vector<std::string> tasks_of(const std::vector<std::string>& lists) {
   std::vector<std::string> tasks;
   for (std::string& item : items_of(lists, "--task")) {
-    KVKEEP_REQUIRE(std::ranges::find(tasks, item) == tasks.end(), "--task: '", item, "' is given twice; allowed each task once");
+    KVKEEP_REQUIRE(std::ranges::find(tasks, item) == tasks.end(), "--task: '", item,
+                   "' is given twice; allowed each task once");
     tasks.push_back(std::move(item));
   }
   return tasks;
@@ -140,14 +143,15 @@ using FullRuns = std::map<std::string, std::vector<FullRun>>;
 FullRuns run_full(lm::Decoder& decoder, const Options& o, const Samples& samples) {
   FullRuns runs;
   for (const auto& [task, drawn] : samples)
-    for (std::size_t i = 0; o.diagnostics && i < drawn.size() && i < static_cast<std::size_t>(o.diagnostics_samples); ++i)
+    for (std::size_t i = 0; o.diagnostics && i < drawn.size() && i < static_cast<std::size_t>(o.diagnostics_samples);
+         ++i)
       runs[task].emplace_back(decoder, drawn[i]);
   return runs;
 }
 
 // A contest's policy over samples, each fed its own trace, or free to decode what it likes.
-lm::GenerationRun run_policy(lm::Decoder& decoder, const Options& o, const Contest& contest, std::span<const lm::TaskSample> samples, bool forced,
-                             lm::GenerationHooks hooks) {
+lm::GenerationRun run_policy(lm::Decoder& decoder, const Options& o, const Contest& contest,
+                             std::span<const lm::TaskSample> samples, bool forced, lm::GenerationHooks hooks) {
   std::unique_ptr<KVPolicy> policy = contest.policy.make();
   if (auto* oracle = dynamic_cast<Oracle*>(policy.get())) {
     for (std::size_t i = 0; i < samples.size(); ++i) oracle->tell(static_cast<SequenceId>(i), samples[i]);
@@ -164,12 +168,15 @@ lm::GenerationRun run_policy(lm::Decoder& decoder, const Options& o, const Conte
                        .hooks = std::move(hooks)});
 }
 
-// What attention loses where spans fold. Of prompts that are narrowed nothing is told: the full run has other queries there.
-void compare_outputs(lm::Decoder& decoder, const Options& o, const Contest& contest, std::span<const lm::TaskSample> samples, std::span<const FullRun> full, report::Diagnostics& to) {
+// What attention loses where spans fold. Of prompts that are narrowed nothing is told: the full run has other queries
+// there.
+void compare_outputs(lm::Decoder& decoder, const Options& o, const Contest& contest,
+                     std::span<const lm::TaskSample> samples, std::span<const FullRun> full, report::Diagnostics& to) {
   if (samples.empty() || contest.narrows) return;
   OutputWatch watch(decoder.spec(), full, to);
   static_cast<void>(run_policy(decoder, o, contest, samples, true,
-                               {.on_attention = [&](const lm::AttentionSight& sight) { watch.see(sight); }, .on_event = [&](const lm::EventSight& sight) { watch.see(sight); }}));
+                               {.on_attention = [&](const lm::AttentionSight& sight) { watch.see(sight); },
+                                .on_event = [&](const lm::EventSight& sight) { watch.see(sight); }}));
 }
 
 void measure_task(lm::Decoder& decoder, const Options& o, const Contest& contest, const std::string& task,
@@ -194,10 +201,14 @@ void measure_task(lm::Decoder& decoder, const Options& o, const Contest& contest
   watch->end();
   const auto found = full.find(task);
   const std::size_t compared = found == full.end() ? 0 : found->second.size();
-  if (contest.folds) compare_outputs(decoder, o, contest, std::span(samples).first(compared), compared > 0 ? std::span(found->second) : std::span<const FullRun>(), watch->diagnostics());
-  for (std::size_t i = 0; !contest.folds && i < compared; ++i) found->second[i].compare(watch->kept(static_cast<SequenceId>(i)), watch->diagnostics());
+  if (contest.folds)
+    compare_outputs(decoder, o, contest, std::span(samples).first(compared),
+                    compared > 0 ? std::span(found->second) : std::span<const FullRun>(), watch->diagnostics());
+  for (std::size_t i = 0; !contest.folds && i < compared; ++i)
+    found->second[i].compare(watch->kept(static_cast<SequenceId>(i)), watch->diagnostics());
   if (compared > 0)
-    for (const lm::Completion& free : run_policy(decoder, o, contest, std::span(samples).first(compared), false, {}).completions)
+    for (const lm::Completion& free :
+         run_policy(decoder, o, contest, std::span(samples).first(compared), false, {}).completions)
       watch->diagnostics().add_generated(free.tokens);
   sum.diagnostics.emplace(task, watch->diagnostics());
 }
@@ -213,13 +224,12 @@ Table wide_table(const Options& o, const std::vector<Contest>& all, const std::v
                                                   {"tokens_per_second", "tokens/s"},
                                                   {"events", "events"}})
     columns.push_back(column);
-  const bool narrowing = o.retrieval > 0 || std::any_of(all.begin(), all.end(), [](const Contest& c) { return c.narrows; });
-  if (narrowing)
-    append(columns, {{"first_token_ms", "first token ms"}});
+  const bool narrowing =
+      o.retrieval > 0 || std::any_of(all.begin(), all.end(), [](const Contest& c) { return c.narrows; });
+  if (narrowing) append(columns, {{"first_token_ms", "first token ms"}});
   if (narrowing) append(columns, RunCost::narrowing_columns());
   const bool folding = std::any_of(all.begin(), all.end(), [](const Contest& c) { return c.folds; });
-  if (folding)
-    append(columns, RunCost::folding_columns());
+  if (folding) append(columns, RunCost::folding_columns());
   Table table(std::move(columns));
   for (std::size_t i = 0; i < all.size(); ++i) {
     const Measured& m = measured[i];
@@ -227,7 +237,8 @@ Table wide_table(const Options& o, const std::vector<Contest>& all, const std::v
     for (const std::string& task : o.tasks) row.emplace_back(accuracy(o, m, m.by_task.at(task), task));
     if (o.tasks.size() > 1) row.emplace_back(accuracy(o, m, m.all));
     row.push_back(real_cell(100 * share(m.all.late_right, m.all.late_asked), 1));
-    append(row, {bytes_cell(m.cost.peak_bytes), bytes_cell(m.cost.kept_bytes), real_cell(m.cost.tokens_per_second(), 0), m.cost.events});
+    append(row, {bytes_cell(m.cost.peak_bytes), bytes_cell(m.cost.kept_bytes), real_cell(m.cost.tokens_per_second(), 0),
+                 m.cost.events});
     if (narrowing) row.push_back(real_cell(m.cost.median_first_token_ms(), 1));
     if (narrowing) append(row, m.cost.narrowing_cells());
     if (folding) append(row, m.cost.folding_cells());
@@ -259,7 +270,8 @@ const report::WipeOut& shown_region(const report::DiagnosticsResult& r) {
   return *std::find_if(r.wipe_out.begin(), r.wipe_out.end(), [](const auto& w) { return w.region == kShownRegion; });
 }
 const report::Repetition& shown_repetition(const report::DiagnosticsResult& r) {
-  return *std::find_if(r.repetition.begin(), r.repetition.end(), [](const auto& one) { return one.n == kShownRepetition; });
+  return *std::find_if(r.repetition.begin(), r.repetition.end(),
+                       [](const auto& one) { return one.n == kShownRepetition; });
 }
 
 struct DiagnosticsColumn {
@@ -274,7 +286,8 @@ const std::vector<DiagnosticsColumn>& diagnostics_columns() {
       {"survival", "survive", [](const Result& r) { return share_cell(r.survival.value()); }},
       {"wiped_32", "wiped", [](const Result& r) { return share_cell(shown_region(r).wiped.value()); }},
       {"nearly_wiped_32", "nearly", [](const Result& r) { return share_cell(shown_region(r).nearly.value()); }},
-      {"wiped_so_far_32", "wiped so far", [](const Result& r) { return share_cell(shown_region(r).cumulative.value()); }},
+      {"wiped_so_far_32", "wiped so far",
+       [](const Result& r) { return share_cell(shown_region(r).cumulative.value()); }},
       {"longest_dropped", "longest run", [](const Result& r) { return real_cell(r.longest_dropped.value(), 1); }},
       {"middle", "middle", [](const Result& r) { return share_cell(r.middle.value()); }},
       {"middle_cumulative", "middle so far", [](const Result& r) { return share_cell(r.middle_cumulative.value()); }},
@@ -298,7 +311,8 @@ Table diagnostics_table(const Options& o, const std::vector<Contest>& all, const
   Table table(std::move(columns));
   for (std::size_t i = 0; i < all.size(); ++i) {
     report::DiagnosticsResult together = measured[i].diagnostics.begin()->second.result();
-    for (auto task = std::next(measured[i].diagnostics.begin()); task != measured[i].diagnostics.end(); ++task) together.add(task->second.result());
+    for (auto task = std::next(measured[i].diagnostics.begin()); task != measured[i].diagnostics.end(); ++task)
+      together.add(task->second.result());
     std::vector<Cell> row = contest_cells(o.contests, all[i]);
     for (const DiagnosticsColumn& column : diagnostics_columns()) row.push_back(column.cell(together));
     table.add(std::move(row));
@@ -309,12 +323,15 @@ Table diagnostics_table(const Options& o, const std::vector<Contest>& all, const
 // One row a policy, budget and task: for programs.
 Table long_table(const Options& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
   std::vector<Column> columns = contest_columns(o.contests);
-  for (const char* key : {"task", "length", "samples", "look_ups", "right", "accuracy", "accuracy_low", "accuracy_high",
-                          "sample_low", "sample_high", "late_look_ups", "late_accuracy", "peak_bytes", "kept_bytes", "tokens_per_second", "events", "first_token_ms", "selection_layer", "going_on", "far_bytes",
-                          "opened", "tokens_opened", "moved_bytes"})
+  for (const char* key : {"task",          "length",         "samples",         "look_ups",   "right",
+                          "accuracy",      "accuracy_low",   "accuracy_high",   "sample_low", "sample_high",
+                          "late_look_ups", "late_accuracy",  "peak_bytes",      "kept_bytes", "tokens_per_second",
+                          "events",        "first_token_ms", "selection_layer", "going_on",   "far_bytes",
+                          "opened",        "tokens_opened",  "moved_bytes"})
     columns.push_back({key, key});
   if (!o.contests.against.empty())
-    for (const char* key : {"against", "against_budget", "difference", "difference_low", "difference_high"}) columns.push_back({key, key});
+    for (const char* key : {"against", "against_budget", "difference", "difference_low", "difference_high"})
+      columns.push_back({key, key});
   if (o.diagnostics)
     for (const DiagnosticsColumn& column : diagnostics_columns()) columns.push_back({column.key, column.key});
   if (o.diagnostics && o.output.format == Format::json) columns.push_back({"diagnostics", "diagnostics"});
@@ -324,19 +341,23 @@ Table long_table(const Options& o, const std::vector<Contest>& all, const std::v
     for (const std::string& task : o.tasks) {
       const Measured& m = measured[i];
       const LookUps& count = m.by_task.at(task);
-      const report::Interval independent = report::wilson(count.right, count.asked), sampled = report::bootstrap(strata(m, task));
-      std::vector<Cell> row = contest_cells(o.contests, all[i], {task, o.shape.length, o.samples, count.asked, count.right,
-                            share_cell(share(count.right, count.asked)), share_cell(independent.low), share_cell(independent.high),
-                            share_cell(sampled.low), share_cell(sampled.high), count.late_asked,
-                            share_cell(share(count.late_right, count.late_asked)), bytes_cell(m.cost.peak_bytes), bytes_cell(m.cost.kept_bytes),
-                            real_cell(m.cost.tokens_per_second(), 1), m.cost.events, real_cell(m.cost.median_first_token_ms(), 3)});
+      const report::Interval independent = report::wilson(count.right, count.asked),
+                             sampled = report::bootstrap(strata(m, task));
+      std::vector<Cell> row = contest_cells(
+          o.contests, all[i],
+          {task, o.shape.length, o.samples, count.asked, count.right, share_cell(share(count.right, count.asked)),
+           share_cell(independent.low), share_cell(independent.high), share_cell(sampled.low), share_cell(sampled.high),
+           count.late_asked, share_cell(share(count.late_right, count.late_asked)), bytes_cell(m.cost.peak_bytes),
+           bytes_cell(m.cost.kept_bytes), real_cell(m.cost.tokens_per_second(), 1), m.cost.events,
+           real_cell(m.cost.median_first_token_ms(), 3)});
       append(row, m.cost.narrowing_cells(1));
       append(row, m.cost.folding_cells(3));
       if (!o.contests.against.empty()) {
         const Difference d = difference(all[i], m, measured, task);
         const Contest* reference = all[i].against ? &all[*all[i].against] : nullptr;
         const Cell none(nullptr, "-");
-        for (const Cell& cell : {reference == nullptr ? none : Cell(reference->policy.label()), reference == nullptr ? none : reference->budget, share_cell(d.value),
+        for (const Cell& cell : {reference == nullptr ? none : Cell(reference->policy.label()),
+                                 reference == nullptr ? none : reference->budget, share_cell(d.value),
                                  share_cell(d.interval.low), share_cell(d.interval.high)})
           row.push_back(cell);
       }
@@ -356,7 +377,8 @@ std::string markdown(const Options& o, const std::vector<Contest>& all, const st
   out += o.wilson ? "\n95 %: Wilson's interval, each look-up taken as independent.\n"
                   : text("\n95 %: bootstrap over whole samples (", o.samples, " a task).\n");
   if (!o.contests.against.empty())
-    out += text("\nPercentage points above ", PolicyText(o.contests.against).label(), ", paired bootstrap over samples:\n\n", difference_table(o, all, measured).markdown());
+    out += text("\nPercentage points above ", PolicyText(o.contests.against).label(),
+                ", paired bootstrap over samples:\n\n", difference_table(o, all, measured).markdown());
   if (o.diagnostics) out += "\nDiagnostics, all tasks:\n\n" + diagnostics_table(o, all, measured).markdown();
   return out;
 }
@@ -364,15 +386,27 @@ std::string markdown(const Options& o, const std::vector<Contest>& all, const st
 // Tasks over text, where --task names those.
 bool run_text(const Options& o) {
   if (std::ranges::none_of(o.tasks, is_text_task)) {
-    KVKEEP_REQUIRE(o.text.haystack.empty() && !o.text.question_after && !o.text.score_tokens && !o.text.raw && o.text.samples_out.empty(),
-                   "eval: --haystack, --question, --score, --raw and --samples-out are of tasks over text; allowed with --task ruler/... and text/needle");
+    KVKEEP_REQUIRE(o.text.haystack.empty() && !o.text.question_after && !o.text.score_tokens && !o.text.raw &&
+                       o.text.samples_out.empty(),
+                   "eval: --haystack, --question, --score, --raw and --samples-out are of tasks over text; allowed "
+                   "with --task ruler/... and text/needle");
     return false;
   }
-  KVKEEP_REQUIRE(std::ranges::all_of(o.tasks, is_text_task), "--task: tasks over text and tasks of the small model in one table; allowed one kind");
-  KVKEEP_REQUIRE(!o.diagnostics && o.retrieval == 0 && !o.wilson, "eval: --diagnostics, --retrieval and --intervals wilson are not for tasks over text");
+  KVKEEP_REQUIRE(std::ranges::all_of(o.tasks, is_text_task),
+                 "--task: tasks over text and tasks of the small model in one table; allowed one kind");
+  KVKEEP_REQUIRE(!o.diagnostics && o.retrieval == 0 && !o.wilson,
+                 "eval: --diagnostics, --retrieval and --intervals wilson are not for tasks over text");
   ContestOptions contests = o.contests;
   contests.cut_prompts = true;
-  evaluate_text({.model = o.model, .output = o.output, .text = o.text, .tasks = o.tasks, .length = o.shape.length, .samples = o.samples, .batch = o.batch, .seed = o.seed, .contests = std::move(contests)});
+  evaluate_text({.model = o.model,
+                 .output = o.output,
+                 .text = o.text,
+                 .tasks = o.tasks,
+                 .length = o.shape.length,
+                 .samples = o.samples,
+                 .batch = o.batch,
+                 .seed = o.seed,
+                 .contests = std::move(contests)});
   return true;
 }
 
@@ -385,7 +419,8 @@ void run(const Options& o) {
   warn(all, o.output.quiet);
   std::int64_t steps = 0;
   for (const auto& [task, drawn] : samples)
-    for (const lm::TaskSample& sample : drawn) steps += static_cast<std::int64_t>(sample.ids.size()) - sample.prompt_length;
+    for (const lm::TaskSample& sample : drawn)
+      steps += static_cast<std::int64_t>(sample.ids.size()) - sample.prompt_length;
   Progress progress(steps * static_cast<std::int64_t>(all.size()), o.output.quiet);
   std::vector<Measured> measured(all.size());
   for (std::size_t i = 0; i < all.size(); ++i)
@@ -394,33 +429,41 @@ void run(const Options& o) {
       measure_task(decoder, o, all[i], task, samples.at(task), full, progress, measured[i]);
     }
   progress.clear();
-  for (std::size_t i = 0; i < all.size(); ++i)
-    note_idle(all[i], measured[i].cost.events, "samples", o.output.quiet);
-  print(o.output.format == Format::md ? markdown(o, all, measured) : long_table(o, all, measured).text(o.output.format));
+  for (std::size_t i = 0; i < all.size(); ++i) note_idle(all[i], measured[i].cost.events, "samples", o.output.quiet);
+  print(o.output.format == Format::md ? markdown(o, all, measured)
+                                      : long_table(o, all, measured).text(o.output.format));
 }
 
 }  // namespace
 
 Run add_eval(CLI::App& app) {
-  CLI::App* sub = app.add_subcommand("eval", "measure policies on tasks whose answers are known: accuracy, cache bytes, speed");
+  CLI::App* sub =
+      app.add_subcommand("eval", "measure policies on tasks whose answers are known: accuracy, cache bytes, speed");
   auto o = std::make_shared<Options>();
   o->model.add(*sub);
   using Lists = std::vector<std::string>;
-  sub->add_option_function<Lists>("--task", [o](const Lists& lists) { o->tasks = tasks_of(lists); }, "of the small model: chain, ask, needle, updates, copies; over text: ruler/niah-single-1 and others, text/needle")
+  sub->add_option_function<Lists>(
+         "--task", [o](const Lists& lists) { o->tasks = tasks_of(lists); },
+         "of the small model: chain, ask, needle, updates, copies; over text: ruler/niah-single-1 and others, "
+         "text/needle")
       ->option_text("NAME,... [ask]");
   o->contests.add(*sub, "full, streaming, tova, ams-tova strict and official, oracle (small model only)");
-  sub->add_option("--samples", o->samples, "samples of each task")->check(CLI::Range(1, 1 << 24))->option_text("N [20]");
+  sub->add_option("--samples", o->samples, "samples of each task")
+      ->check(CLI::Range(1, 1 << 24))
+      ->option_text("N [20]");
   sub->add_option("--length", o->shape.length, "tokens of a sample's prompt and trace")->option_text("N [512]");
   sub->add_option("--retrieval", o->retrieval, "ask inside the prompt, and predict N look-ups; 0: the whole trace")
       ->check(CLI::Range(0, 1 << 20))
       ->option_text("N [0]");
   sub->add_option("--seed", o->seed, "of the first sample; the others follow")->option_text("N [1000000]");
   sub->add_option("--intervals", o->wilson, "of the table: over whole samples, or Wilson's over look-ups")
-      ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"samples", false}, {"wilson", true}}).description("samples|wilson"))
+      ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"samples", false}, {"wilson", true}})
+                      .description("samples|wilson"))
       ->option_text("samples|wilson [samples]");
   o->text.add(*sub);
   sub->add_flag("--diagnostics", o->diagnostics, "what kept sets look like over time, and what attention loses");
-  sub->add_option("--diagnostics-samples", o->diagnostics_samples, "samples of each task for recall, output error and repetition; 0: none")
+  sub->add_option("--diagnostics-samples", o->diagnostics_samples,
+                  "samples of each task for recall, output error and repetition; 0: none")
       ->check(CLI::Range(0, 1 << 24))
       ->option_text("N [4]");
   sub->add_option("--batch", o->batch, "sequences decoded at once")->check(CLI::Range(1, 4096))->option_text("N [8]");

@@ -31,7 +31,10 @@ struct Asked {
     all.insert(all.end(), answer.begin(), answer.end());
     return all;
   }
-  [[nodiscard]] std::int32_t new_tokens() const { return static_cast<std::int32_t>(question.size()) + (answer.empty() ? sample.answer_tokens : static_cast<std::int32_t>(answer.size())); }
+  [[nodiscard]] std::int32_t new_tokens() const {
+    return static_cast<std::int32_t>(question.size()) +
+           (answer.empty() ? sample.answer_tokens : static_cast<std::int32_t>(answer.size()));
+  }
 };
 
 // What a policy wrote, for --samples-out.
@@ -39,14 +42,16 @@ struct Writing {
   std::vector<std::int32_t> tokens;  // up to the first end token
   std::string text;
   double score = 0;
-  double cut_seconds = std::nan("");  // of the decision at the prompt's end; NaN where the prompt was narrowed on its way
+  double cut_seconds =
+      std::nan("");  // of the decision at the prompt's end; NaN where the prompt was narrowed on its way
 };
 
 // What a policy made of its samples.
 struct Answered {
-  std::map<std::string, std::vector<Writing>> writings;         // [samples]
-  std::map<std::string, std::vector<report::Answers>> by_task;  // [samples] references found, of all; or tokens of the reference
-  std::map<std::string, std::int64_t> whole;                    // samples of which all was right
+  std::map<std::string, std::vector<Writing>> writings;  // [samples]
+  std::map<std::string, std::vector<report::Answers>>
+      by_task;                                // [samples] references found, of all; or tokens of the reference
+  std::map<std::string, std::int64_t> whole;  // samples of which all was right
   RunCost cost;
 
   [[nodiscard]] Strata strata(const std::string& task = "") const {
@@ -71,7 +76,9 @@ class Layout {
     add_bos_ = !known.writes_bos();
   }
 
-  [[nodiscard]] std::int64_t count(std::string_view said) const { return static_cast<std::int64_t>(ids(before_ + std::string(said) + after_, true).size()); }
+  [[nodiscard]] std::int64_t count(std::string_view said) const {
+    return static_cast<std::int64_t>(ids(before_ + std::string(said) + after_, true).size());
+  }
 
   // Context and question are tokenised apart, so that one may be cut without the other.
   [[nodiscard]] Asked asked(lm::TextSample sample, const TextOptions& options) const {
@@ -86,9 +93,11 @@ class Layout {
   }
 
  private:
-  // The tokens of the only reference. A blank that is a token of its own goes to the question: nothing could be wrong about it.
+  // The tokens of the only reference. A blank that is a token of its own goes to the question: nothing could be wrong
+  // about it.
   [[nodiscard]] std::vector<std::int32_t> answer(Asked& to) const {
-    KVKEEP_REQUIRE(to.sample.answers.size() == 1, "--score tokens: a task with ", to.sample.answers.size(), " references, whose order is open; allowed tasks with one");
+    KVKEEP_REQUIRE(to.sample.answers.size() == 1, "--score tokens: a task with ", to.sample.answers.size(),
+                   " references, whose order is open; allowed tasks with one");
     const bool blank = !to.sample.answer_prefix.ends_with(' ');
     std::vector<std::int32_t> tokens = ids((blank ? " " : "") + to.sample.answers.front(), false);
     if (blank && text_.tokenizer.decode(std::span(tokens).first(1)) == " ") {
@@ -98,7 +107,9 @@ class Layout {
     return tokens;
   }
 
-  [[nodiscard]] std::vector<std::int32_t> ids(const std::string& said, bool first) const { return text_.tokenizer.encode(said, lm::SpecialTokens::parsed, first && add_bos_); }
+  [[nodiscard]] std::vector<std::int32_t> ids(const std::string& said, bool first) const {
+    return text_.tokenizer.encode(said, lm::SpecialTokens::parsed, first && add_bos_);
+  }
 
   const lm::TextModel& text_;
   std::string before_, after_;
@@ -106,11 +117,16 @@ class Layout {
 };
 
 lm::Request request_of(const Asked& asked) {
-  return {.prompt = asked.prompt, .new_tokens = asked.new_tokens(), .forced = asked.forced(), .forced_at_once = true, .stop_at_end = true};
+  return {.prompt = asked.prompt,
+          .new_tokens = asked.new_tokens(),
+          .forced = asked.forced(),
+          .forced_at_once = true,
+          .stop_at_end = true};
 }
 
 Writing writing_of(const lm::TextModel& text, const Asked& asked, const std::vector<std::int32_t>& tokens) {
-  const std::span<const std::int32_t> written = std::span(tokens).subspan(std::min(tokens.size(), asked.question.size()));
+  const std::span<const std::int32_t> written =
+      std::span(tokens).subspan(std::min(tokens.size(), asked.question.size()));
   const auto end = std::ranges::find_first_of(written, text.tokenizer.end_tokens());
   Writing writing{.tokens = {written.begin(), end}, .text = {}};
   writing.text = text.tokenizer.decode(writing.tokens);
@@ -121,15 +137,19 @@ Writing writing_of(const lm::TextModel& text, const Asked& asked, const std::vec
 // Tokens of the reference that the model would have written, each behind the right ones.
 report::Answers tokens_foretold(const Asked& asked, const std::vector<std::int32_t>& tokens) {
   report::Answers answers{.right = 0, .asked = static_cast<std::int64_t>(asked.answer.size())};
-  for (std::size_t i = 0; i < asked.answer.size(); ++i) answers.right += tokens.at(asked.question.size() + i) == asked.answer[i] ? 1 : 0;
+  for (std::size_t i = 0; i < asked.answer.size(); ++i)
+    answers.right += tokens.at(asked.question.size() + i) == asked.answer[i] ? 1 : 0;
   return answers;
 }
 
-void add_answer(const lm::TextModel& text, const std::string& task, const Asked& asked, const lm::Completion& done, double cut_seconds, Answered& to) {
+void add_answer(const lm::TextModel& text, const std::string& task, const Asked& asked, const lm::Completion& done,
+                double cut_seconds, Answered& to) {
   const auto references = static_cast<std::int64_t>(asked.sample.answers.size());
   Writing& writing = to.writings[task].emplace_back(writing_of(text, asked, done.tokens));
   writing.cut_seconds = cut_seconds;
-  const report::Answers answers = asked.answer.empty() ? report::Answers{std::llround(writing.score * static_cast<double>(references)), references} : tokens_foretold(asked, done.tokens);
+  const report::Answers answers =
+      asked.answer.empty() ? report::Answers{std::llround(writing.score * static_cast<double>(references)), references}
+                           : tokens_foretold(asked, done.tokens);
   if (!asked.answer.empty()) writing.score = share(answers.right, answers.asked);
   to.by_task[task].push_back(answers);
   to.whole[task] += answers.right == answers.asked ? 1 : 0;
@@ -137,10 +157,12 @@ void add_answer(const lm::TextModel& text, const std::string& task, const Asked&
 }
 
 // Some samples under every policy: their prompts run once, policies that narrow them run their own.
-void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluation& e, const std::vector<Contest>& contests, const std::string& task, std::span<const Asked> asked, Progress& progress,
-            std::vector<Answered>& to) {
+void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluation& e,
+            const std::vector<Contest>& contests, const std::string& task, std::span<const Asked> asked,
+            Progress& progress, std::vector<Answered>& to) {
   std::int64_t capacity = 0;
-  for (const Asked& one : asked) capacity = std::max(capacity, static_cast<std::int64_t>(one.prompt.size()) + one.new_tokens());
+  for (const Asked& one : asked)
+    capacity = std::max(capacity, static_cast<std::int64_t>(one.prompt.size()) + one.new_tokens());
   const auto places = static_cast<std::int64_t>(asked.size());
   using Clock = std::chrono::steady_clock;
   Clock::time_point deciding;
@@ -150,14 +172,19 @@ void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluatio
   std::vector<lm::Generator*> sharing;
   std::vector<std::size_t> place(contests.size());  // among those that share
   for (std::size_t c = 0; c < contests.size(); ++c) {
-    generators.push_back(std::make_unique<lm::Generator>(
-        decoder, contests[c].policy.make_untold(), lm::GeneratorOptions{.places = places, .capacity = capacity, .cache_dtype = e.model.dtype(), .cache = {dense.begin(), dense.end()}, .hooks = hooks}));
+    generators.push_back(std::make_unique<lm::Generator>(decoder, contests[c].policy.make_untold(),
+                                                         lm::GeneratorOptions{.places = places,
+                                                                              .capacity = capacity,
+                                                                              .cache_dtype = e.model.dtype(),
+                                                                              .cache = {dense.begin(), dense.end()},
+                                                                              .hooks = hooks}));
     place[c] = sharing.size();
     if (!contests[c].narrows) sharing.push_back(generators.back().get());
   }
   std::vector<lm::PromptRun> prompts;
   progress.label("prompts, " + task);
-  for (std::size_t i = 0; !sharing.empty() && i < asked.size(); ++i) prompts.push_back(lm::Generator::run_prompt(sharing, request_of(asked[i])));
+  for (std::size_t i = 0; !sharing.empty() && i < asked.size(); ++i)
+    prompts.push_back(lm::Generator::run_prompt(sharing, request_of(asked[i])));
   for (std::size_t c = 0; c < contests.size(); ++c) {
     progress.label(contests[c].shown() + ", " + task);
     lm::Generator& generator = *generators[c];
@@ -173,10 +200,13 @@ void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluatio
         cut_seconds[i] = std::chrono::duration<double>(Clock::now() - deciding).count();
       }
     }
-    while (generator.step()) {}
-    for (std::size_t i = 0; i < asked.size(); ++i) add_answer(text, task, asked[i], generator.leave(ids[i]), cut_seconds[i], to[c]);
+    while (generator.step()) {
+    }
+    for (std::size_t i = 0; i < asked.size(); ++i)
+      add_answer(text, task, asked[i], generator.leave(ids[i]), cut_seconds[i], to[c]);
     const FactorCache* near = generator.keeper().factor_cache();
-    to[c].cost.add(generator.pace(), generator.keeper().totals(), near == nullptr ? FactorCache::Totals{} : near->totals());
+    to[c].cost.add(generator.pace(), generator.keeper().totals(),
+                   near == nullptr ? FactorCache::Totals{} : near->totals());
     generators[c].reset();
     progress.advance(places);
   }
@@ -185,13 +215,15 @@ void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluatio
 double share_of(const Answered& answered, const std::string& task = "") { return report::share(answered.strata(task)); }
 
 // Tasks that the full cache does not solve tell nothing about what is lost.
-std::string hopeless(const TextEvaluation& e, const std::vector<Contest>& contests, const std::vector<Answered>& answered) {
+std::string hopeless(const TextEvaluation& e, const std::vector<Contest>& contests,
+                     const std::vector<Answered>& answered) {
   std::string out;
   for (std::size_t c = 0; c < contests.size(); ++c)
     if (contests[c].keeps_all())
       for (const std::string& task : e.tasks)
         if (const double whole = share_of(answered[c], task); whole < 0.5)
-          out += text("\n", task, ": the full cache itself answers ", real_cell(100 * whole, 0).shown, " %; below 50 the row says nothing about policies.\n");
+          out += text("\n", task, ": the full cache itself answers ", real_cell(100 * whole, 0).shown,
+                      " %; below 50 the row says nothing about policies.\n");
   return out;
 }
 
@@ -199,17 +231,25 @@ Table wide_table(const TextEvaluation& e, const std::vector<Contest>& contests, 
   std::vector<Column> columns = contest_columns(e.contests);
   for (const std::string& task : e.tasks) columns.push_back({task, task + " % (95 %)"});
   if (e.tasks.size() > 1) columns.push_back({"all", "all % (95 %)"});
-  append(columns, {{"peak_bytes", "cache peak"}, {"kept_bytes", "kept"}, {"first_token_ms", "first token ms"}, {"tokens_per_second", "tokens/s"}, {"events", "events"}});
-  const bool narrowing = std::ranges::any_of(contests, &Contest::narrows), folding = std::ranges::any_of(contests, &Contest::folds);
+  append(columns, {{"peak_bytes", "cache peak"},
+                   {"kept_bytes", "kept"},
+                   {"first_token_ms", "first token ms"},
+                   {"tokens_per_second", "tokens/s"},
+                   {"events", "events"}});
+  const bool narrowing = std::ranges::any_of(contests, &Contest::narrows),
+             folding = std::ranges::any_of(contests, &Contest::folds);
   if (narrowing) append(columns, RunCost::narrowing_columns());
   if (folding) append(columns, RunCost::folding_columns());
   Table table(std::move(columns));
   for (std::size_t c = 0; c < contests.size(); ++c) {
     const Answered& a = answered[c];
     std::vector<Cell> row = contest_cells(e.contests, contests[c]);
-    for (const std::string& task : e.tasks) row.emplace_back(with_interval(share_of(a, task), report::bootstrap(a.strata(task))));
+    for (const std::string& task : e.tasks)
+      row.emplace_back(with_interval(share_of(a, task), report::bootstrap(a.strata(task))));
     if (e.tasks.size() > 1) row.emplace_back(with_interval(share_of(a), report::bootstrap(a.strata())));
-    append(row, {bytes_cell(a.cost.peak_bytes), bytes_cell(a.cost.kept_bytes), real_cell(a.cost.median_first_token_ms(), 0), real_cell(a.cost.tokens_per_second(), 1), a.cost.events});
+    append(row,
+           {bytes_cell(a.cost.peak_bytes), bytes_cell(a.cost.kept_bytes), real_cell(a.cost.median_first_token_ms(), 0),
+            real_cell(a.cost.tokens_per_second(), 1), a.cost.events});
     if (narrowing) append(row, a.cost.narrowing_cells());
     if (folding) append(row, a.cost.folding_cells());
     table.add(std::move(row));
@@ -217,7 +257,8 @@ Table wide_table(const TextEvaluation& e, const std::vector<Contest>& contests, 
   return table;
 }
 
-Table difference_table(const TextEvaluation& e, const std::vector<Contest>& contests, const std::vector<Answered>& answered) {
+Table difference_table(const TextEvaluation& e, const std::vector<Contest>& contests,
+                       const std::vector<Answered>& answered) {
   std::vector<Column> columns = contest_columns(e.contests, {{"against", "against", false}});
   for (const std::string& task : e.tasks) columns.push_back({task, task + " (95 %)"});
   if (e.tasks.size() > 1) columns.push_back({"all", "all (95 %)"});
@@ -225,7 +266,9 @@ Table difference_table(const TextEvaluation& e, const std::vector<Contest>& cont
   for (std::size_t c = 0; c < contests.size(); ++c) {
     if (!contests[c].against || contests[c].against == c) continue;
     std::vector<Cell> row = contest_cells(e.contests, contests[c], {contests[*contests[c].against].shown()});
-    const auto cell = [&](const std::string& task) { return difference(answered[c].strata(task), answered[*contests[c].against].strata(task)).shown(); };
+    const auto cell = [&](const std::string& task) {
+      return difference(answered[c].strata(task), answered[*contests[c].against].strata(task)).shown();
+    };
     for (const std::string& task : e.tasks) row.emplace_back(cell(task));
     if (e.tasks.size() > 1) row.emplace_back(cell(""));
     table.add(std::move(row));
@@ -236,11 +279,14 @@ Table difference_table(const TextEvaluation& e, const std::vector<Contest>& cont
 // One row a policy, budget and task: for programs.
 Table long_table(const TextEvaluation& e, const std::vector<Contest>& contests, const std::vector<Answered>& answered) {
   std::vector<Column> columns = contest_columns(e.contests);
-  for (const char* key : {"task", "length", "question", "samples", "references", "found", "share", "share_low", "share_high", "whole", "peak_bytes", "kept_bytes", "first_token_ms", "tokens_per_second", "events"})
+  for (const char* key :
+       {"task", "length", "question", "samples", "references", "found", "share", "share_low", "share_high", "whole",
+        "peak_bytes", "kept_bytes", "first_token_ms", "tokens_per_second", "events"})
     columns.push_back({key, key});
   append(columns, RunCost::narrowing_columns());
   append(columns, RunCost::folding_columns());
-  for (const char* key : {"against", "difference", "difference_low", "difference_high", "resolved"}) columns.push_back({key, key});
+  for (const char* key : {"against", "difference", "difference_low", "difference_high", "resolved"})
+    columns.push_back({key, key});
   Table table(std::move(columns));
   for (std::size_t c = 0; c < contests.size(); ++c)
     for (const std::string& task : e.tasks) {
@@ -248,21 +294,26 @@ Table long_table(const TextEvaluation& e, const std::vector<Contest>& contests, 
       report::Answers all;
       for (const report::Answers& one : a.by_task.at(task)) all = {all.right + one.right, all.asked + one.asked};
       const report::Interval interval = report::bootstrap(a.strata(task));
-      const Difference d = contests[c].against ? difference(a.strata(task), answered[*contests[c].against].strata(task)) : Difference{};
-      std::vector<Cell> row = contest_cells(e.contests, contests[c], {task, e.length, e.text.question_after ? "after" : "before", e.samples, all.asked, all.right, share_cell(share_of(a, task)),
-                                            share_cell(interval.low), share_cell(interval.high), a.whole.at(task), bytes_cell(a.cost.peak_bytes), bytes_cell(a.cost.kept_bytes),
-                                            real_cell(a.cost.median_first_token_ms(), 3), real_cell(a.cost.tokens_per_second(), 2), a.cost.events});
+      const Difference d =
+          contests[c].against ? difference(a.strata(task), answered[*contests[c].against].strata(task)) : Difference{};
+      std::vector<Cell> row = contest_cells(
+          e.contests, contests[c],
+          {task, e.length, e.text.question_after ? "after" : "before", e.samples, all.asked, all.right,
+           share_cell(share_of(a, task)), share_cell(interval.low), share_cell(interval.high), a.whole.at(task),
+           bytes_cell(a.cost.peak_bytes), bytes_cell(a.cost.kept_bytes), real_cell(a.cost.median_first_token_ms(), 3),
+           real_cell(a.cost.tokens_per_second(), 2), a.cost.events});
       append(row, a.cost.narrowing_cells(1));
       append(row, a.cost.folding_cells(3));
-      append(row, {contests[c].against ? Cell(contests[*contests[c].against].policy.label()) : Cell(nullptr, "-"), share_cell(d.value), share_cell(d.interval.low), share_cell(d.interval.high),
-                   contests[c].resolved});
+      append(row, {contests[c].against ? Cell(contests[*contests[c].against].policy.label()) : Cell(nullptr, "-"),
+                   share_cell(d.value), share_cell(d.interval.low), share_cell(d.interval.high), contests[c].resolved});
       table.add(std::move(row));
     }
   return table;
 }
 
 // One line a sample: what was asked, in tokens, and what every policy answered. For programs that ask others the same.
-std::string sample_lines(const TextEvaluation& e, const std::vector<Contest>& contests, const std::map<std::string, std::vector<Asked>>& asked, const std::vector<Answered>& answered,
+std::string sample_lines(const TextEvaluation& e, const std::vector<Contest>& contests,
+                         const std::map<std::string, std::vector<Asked>>& asked, const std::vector<Answered>& answered,
                          const std::vector<std::int32_t>& end_tokens) {
   std::string lines;
   for (const std::string& task : e.tasks)
@@ -271,7 +322,13 @@ std::string sample_lines(const TextEvaluation& e, const std::vector<Contest>& co
       nlohmann::ordered_json answers = nlohmann::ordered_json::array();
       for (std::size_t c = 0; c < contests.size(); ++c) {
         const Writing& writing = answered[c].writings.at(task)[i];
-        answers.push_back({{"policy", contests[c].policy.label()}, {"budget", contests[c].budget.value}, {"prompt_kept", contests[c].keeps_prompt}, {"tokens", writing.tokens}, {"text", writing.text}, {"score", writing.score}, {"cut_seconds", writing.cut_seconds}});
+        answers.push_back({{"policy", contests[c].policy.label()},
+                           {"budget", contests[c].budget.value},
+                           {"prompt_kept", contests[c].keeps_prompt},
+                           {"tokens", writing.tokens},
+                           {"text", writing.text},
+                           {"score", writing.score},
+                           {"cut_seconds", writing.cut_seconds}});
       }
       const nlohmann::ordered_json line{{"task", task},
                                         {"seed", e.seed + i},
@@ -291,20 +348,31 @@ std::string sample_lines(const TextEvaluation& e, const std::vector<Contest>& co
 bool is_text_task(const std::string& name) { return name.find('/') != std::string::npos; }
 
 void TextOptions::add(CLI::App& app) {
-  app.add_option("--question", question_after, "tasks over text: whether the question comes before a prompt is cut, or after")
-      ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"before", false}, {"after", true}}).description("before|after"))
+  app.add_option("--question", question_after,
+                 "tasks over text: whether the question comes before a prompt is cut, or after")
+      ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"before", false}, {"after", true}})
+                      .description("before|after"))
       ->option_text("before|after [before]");
-  app.add_option("--score", score_tokens, "tasks over text: text: references found in what is written (RULER's); tokens: the reference is fed, and each of its tokens counts that would have been written")
-      ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"text", false}, {"tokens", true}}).description("text|tokens"))
+  app.add_option("--score", score_tokens,
+                 "tasks over text: text: references found in what is written (RULER's); tokens: the reference is fed, "
+                 "and each of its tokens counts that would have been written")
+      ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"text", false}, {"tokens", true}})
+                      .description("text|tokens"))
       ->option_text("text|tokens [text]");
-  app.add_option("--haystack", haystack, "tasks over text: prose that hides what is asked, for tasks that need an essay")->option_text("FILE");
+  app.add_option("--haystack", haystack,
+                 "tasks over text: prose that hides what is asked, for tasks that need an essay")
+      ->option_text("FILE");
   app.add_flag("--raw", raw, "tasks over text: leave the model's chat template out");
-  app.add_option("--samples-out", samples_out, "tasks over text: writes each sample as a line of JSON: its token ids, its references, and what every policy answered")->option_text("FILE");
+  app.add_option("--samples-out", samples_out,
+                 "tasks over text: writes each sample as a line of JSON: its token ids, its references, and what every "
+                 "policy answered")
+      ->option_text("FILE");
 }
 
 void evaluate_text(const TextEvaluation& e) {
   if (!e.text.samples_out.empty()) require_folder_of(e.text.samples_out, "--samples-out");
-  const std::vector<Contest> all = contests(e.contests, {"full", "streaming", "tova", "ams-tova", "snapkv"}, {static_cast<std::int32_t>(e.length / 4)});
+  const std::vector<Contest> all = contests(e.contests, {"full", "streaming", "tova", "ams-tova", "snapkv"},
+                                            {static_cast<std::int32_t>(e.length / 4)});
   for (const Contest& contest : all) static_cast<void>(contest.policy.make_untold());  // before samples are drawn
   const std::string haystack = e.text.haystack.empty() ? std::string() : io::read_file(e.text.haystack, "--haystack");
   const lm::TextModel model = lm::TextModel::open(e.model.folder);
@@ -318,10 +386,13 @@ void evaluate_text(const TextEvaluation& e) {
     constexpr std::size_t kApart = 8;  // tokens that tokenising context and question apart may cost
     for (std::int32_t i = 0; i < e.samples; ++i) {
       // Samples begin at different words, or each would hide its needle in the same text.
-      const std::size_t begin = essay && !haystack.empty() ? haystack.size() * static_cast<std::size_t>(i) / static_cast<std::size_t>(e.samples) : 0;
+      const std::size_t begin = essay && !haystack.empty() ? haystack.size() * static_cast<std::size_t>(i) /
+                                                                 static_cast<std::size_t>(e.samples)
+                                                           : 0;
       const std::size_t word = begin == 0 ? 0 : std::min(haystack.find_first_of(" \n", begin), haystack.size() - 1);
       const std::string turned = essay ? haystack.substr(word) + " " + haystack.substr(0, word) : std::string();
-      lm::TextSample sample = lm::make_text_task(task, e.seed + static_cast<std::uint64_t>(i), count, {.length = e.length, .reserved_tokens = kApart, .haystack = turned});
+      lm::TextSample sample = lm::make_text_task(task, e.seed + static_cast<std::uint64_t>(i), count,
+                                                 {.length = e.length, .reserved_tokens = kApart, .haystack = turned});
       asked[task].push_back(layout.asked(std::move(sample), e.text));
     }
   }
@@ -331,18 +402,24 @@ void evaluate_text(const TextEvaluation& e) {
   std::vector<Answered> answered(all.size());
   for (const std::string& task : e.tasks)
     for (std::size_t i = 0; i < asked[task].size(); i += static_cast<std::size_t>(e.batch))
-      answer(decoder, model, e, all, task, std::span(asked[task]).subspan(i, std::min<std::size_t>(static_cast<std::size_t>(e.batch), asked[task].size() - i)), progress, answered);
+      answer(decoder, model, e, all, task,
+             std::span(asked[task])
+                 .subspan(i, std::min<std::size_t>(static_cast<std::size_t>(e.batch), asked[task].size() - i)),
+             progress, answered);
   progress.clear();
-  if (!e.text.samples_out.empty()) io::write_text_atomically(e.text.samples_out, sample_lines(e, all, asked, answered, model.tokenizer.end_tokens()));
+  if (!e.text.samples_out.empty())
+    io::write_text_atomically(e.text.samples_out, sample_lines(e, all, asked, answered, model.tokenizer.end_tokens()));
   if (e.output.format != Format::md) {
     print(long_table(e, all, answered).text(e.output.format));
     return;
   }
   std::string out = wide_table(e, all, answered).markdown();
-  out += text("\n", e.samples, " samples a task, prompts of ", e.length, " tokens cut ", e.text.question_after ? "before their question comes" : "with their question in sight",
+  out += text("\n", e.samples, " samples a task, prompts of ", e.length, " tokens cut ",
+              e.text.question_after ? "before their question comes" : "with their question in sight",
               "; 95 %: bootstrap over samples.\n");
   if (!e.contests.against.empty())
-    out += text("\nPercentage points above ", PolicyText(e.contests.against).label(), ", paired bootstrap over samples:\n\n", difference_table(e, all, answered).markdown());
+    out += text("\nPercentage points above ", PolicyText(e.contests.against).label(),
+                ", paired bootstrap over samples:\n\n", difference_table(e, all, answered).markdown());
   print(out + hopeless(e, all, answered));
 }
 

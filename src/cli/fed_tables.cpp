@@ -202,7 +202,8 @@ std::string FedResults::counted() const {
 }
 
 void FedResults::show(const OutputOptions& output, const char* unit, const std::function<std::string()>& tables) const {
-  for (std::size_t c = 0; c < contests_.size(); ++c) note_idle(contests_[c], followed_[c].events, "texts", output.quiet);
+  for (std::size_t c = 0; c < contests_.size(); ++c)
+    note_idle(contests_[c], followed_[c].events, "texts", output.quiet);
   if (output.format != Format::md) return print(long_table().text(output.format));
   std::string out = tables();
   if (!options_.against.empty())

@@ -31,7 +31,14 @@ class Rows {
     for (std::size_t r = 0; r < lengths_.size(); ++r) {
       const auto head = static_cast<std::int32_t>(r) % spec_.kv_heads;
       const std::int32_t layer = layers_[r / static_cast<std::size_t>(spec_.kv_heads)];
-      if (head == 0) table.groups.push_back({.layer = layer, .first_row = static_cast<std::int64_t>(r), .queries = {}, .next_position = seen, .prompt_end = plan_.prompt, .seen = {seen}, .prompt = {plan_.prompt}});
+      if (head == 0)
+        table.groups.push_back({.layer = layer,
+                                .first_row = static_cast<std::int64_t>(r),
+                                .queries = {},
+                                .next_position = seen,
+                                .prompt_end = plan_.prompt,
+                                .seen = {seen},
+                                .prompt = {plan_.prompt}});
       table.rows.push_back({.layer = layer,
                             .head = head,
                             .length = lengths_[r],
@@ -56,14 +63,16 @@ class Rows {
     if (layer.kind == LayerKind::sliding) return held(std::min(seen, layer.window), std::min(seen, layer.window));
     if (layer.kind != LayerKind::full) return {};
     const auto place = std::lower_bound(layers_.begin(), layers_.end(), index) - layers_.begin();
-    const auto [least, most] = std::minmax_element(lengths_.begin() + place * spec_.kv_heads, lengths_.begin() + (place + 1) * spec_.kv_heads);
+    const auto [least, most] =
+        std::minmax_element(lengths_.begin() + place * spec_.kv_heads, lengths_.begin() + (place + 1) * spec_.kv_heads);
     return held(*least, *most);
   }
 
  private:
   [[nodiscard]] LayerSlots held(std::int32_t least, std::int32_t most) const {
     const std::int64_t pages = (std::int64_t{most} + plan_.page_size - 1) / plan_.page_size;
-    return {least, most, pages * plan_.page_size * spec_.kv_heads * (spec_.key_dim + spec_.value_dim) * plan_.element_bytes};
+    return {least, most,
+            pages * plan_.page_size * spec_.kv_heads * (spec_.key_dim + spec_.value_dim) * plan_.element_bytes};
   }
 
   const ModelSpec& spec_;
@@ -74,7 +83,8 @@ class Rows {
 };
 
 // Fills one moment of every layer; the sum of their bytes.
-std::int64_t look(const Rows& rows, std::int32_t seen, LayerSlots LayerForecast::* moment, std::vector<LayerForecast>& layers) {
+std::int64_t look(const Rows& rows, std::int32_t seen, LayerSlots LayerForecast::* moment,
+                  std::vector<LayerForecast>& layers) {
   std::int64_t bytes = 0;
   for (std::size_t l = 0; l < layers.size(); ++l) {
     layers[l].*moment = rows.layer(static_cast<std::int32_t>(l), seen);
@@ -97,10 +107,12 @@ Forecast forecast(const ModelSpec& spec, const KVPolicy& policy, const SequenceP
   check(spec, policy);
   const Trigger trigger = policy.trigger();
   const auto* evict = dynamic_cast<const Evict*>(&policy);
-  KVKEEP_REQUIRE_AS(Unsupported, trigger.never || evict != nullptr, "plan: policy ", policy.name(), " does not say what its rows may keep; allowed a policy that evicts, or full");
+  KVKEEP_REQUIRE_AS(Unsupported, trigger.never || evict != nullptr, "plan: policy ", policy.name(),
+                    " does not say what its rows may keep; allowed a policy that evicts, or full");
   Forecast result;
   result.layers.resize(spec.layers.size());
-  result.slot_bytes = static_cast<std::int64_t>(spec.full_layers().size()) * spec.kv_heads * (spec.key_dim + spec.value_dim) * plan.element_bytes;
+  result.slot_bytes = static_cast<std::int64_t>(spec.full_layers().size()) * spec.kv_heads *
+                      (spec.key_dim + spec.value_dim) * plan.element_bytes;
   Rows whole(spec, plan), rows(spec, plan);
   whole.grow(plan.length);
   result.full_bytes = look(whole, plan.length, &LayerForecast::full, result.layers);
@@ -114,7 +126,12 @@ Forecast forecast(const ModelSpec& spec, const KVPolicy& policy, const SequenceP
   for (std::int32_t seen = plan.prompt; seen <= plan.length; ++seen) {
     const std::int32_t step = seen == plan.prompt ? plan.prompt : 1;
     if (seen > plan.prompt) rows.grow(1);
-    const Occasion occasion{.slots = rows.slots(), .rows = rows.rows(), .seen = seen, .prompt = plan.prompt, .step = step, .slot_bytes = result.slot_bytes};
+    const Occasion occasion{.slots = rows.slots(),
+                            .rows = rows.rows(),
+                            .seen = seen,
+                            .prompt = plan.prompt,
+                            .step = step,
+                            .slot_bytes = result.slot_bytes};
     if (step == 0 || rows.rows() == 0 || !trigger.due(occasion)) continue;
     see_peak(seen);
     rows.cut(*evict, seen);
@@ -133,8 +150,10 @@ OwnBytes own_bytes(const ModelSpec& spec, const KVPolicy& policy, const Forecast
   OwnBytes own{.positions = kNumber * forecast.peak_slots};
   const std::int32_t queries = policy.needs().queries;
   const auto full_layers = static_cast<std::int64_t>(spec.full_layers().size());
-  if (queries > 0) own.queries = full_layers * (queries + QueryRing::kRollback) * spec.query_heads * spec.key_dim * query_bytes;
-  if (const std::int32_t from = policy.needs().statistics_from; from >= 0) own.statistics = full_layers * QueryStatistics(spec.query_heads, spec.key_dim, from).bytes();
+  if (queries > 0)
+    own.queries = full_layers * (queries + QueryRing::kRollback) * spec.query_heads * spec.key_dim * query_bytes;
+  if (const std::int32_t from = policy.needs().statistics_from; from >= 0)
+    own.statistics = full_layers * QueryStatistics(spec.query_heads, spec.key_dim, from).bytes();
   if (policy.trigger().never) return own;
   const auto options = nlohmann::json::parse(policy.to_json());
   const auto* evict = dynamic_cast<const Evict*>(&policy);

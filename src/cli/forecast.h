@@ -16,7 +16,8 @@ struct SequencePlan {
   std::int32_t page_size = 16;          // slots; 1: no pages
 };
 
-// Slots of the rows of one layer, and K and V bytes of all of them with pages rounded up. A layer's heads share its pages, so the longest row counts.
+// Slots of the rows of one layer, and K and V bytes of all of them with pages rounded up. A layer's heads share its
+// pages, so the longest row counts.
 struct LayerSlots {
   std::int32_t least = 0, most = 0;
   std::int64_t bytes = 0;
@@ -37,8 +38,9 @@ struct Forecast {
   std::int64_t slot_bytes = 0;                     // K and V of one token in every full layer
 };
 
-// Throws InvalidArgument with every reason why the policy cannot run on the model; Unsupported for a policy that is neither an eviction nor never cuts.
-// Rows of a policy that spreads its budget by the data (Trigger::ragged) are taken at what they may keep on average.
+// Throws InvalidArgument with every reason why the policy cannot run on the model; Unsupported for a policy that is
+// neither an eviction nor never cuts. Rows of a policy that spreads its budget by the data (Trigger::ragged) are taken
+// at what they may keep on average.
 Forecast forecast(const ModelSpec& spec, const KVPolicy& policy, const SequencePlan& plan);
 
 // What kvkeep itself holds for one sequence, in bytes.

@@ -63,7 +63,8 @@ void add_event_rows(Table& table, const lm::SequenceEvent& event, const ModelSpe
     const auto head = static_cast<std::int32_t>(r) % spec.kv_heads;
     const std::string kept = compact_ranges(event.positions[r]);
     table.add({event.step, layers[r / static_cast<std::size_t>(spec.kv_heads)], head, event.length_before,
-               static_cast<std::int64_t>(event.positions[r].size()), bytes_cell(event.bytes_before), bytes_cell(event.bytes_after), kept});
+               static_cast<std::int64_t>(event.positions[r].size()), bytes_cell(event.bytes_before),
+               bytes_cell(event.bytes_after), kept});
   }
 }
 
@@ -82,13 +83,22 @@ Table event_table(const Outcome& outcome) {
 
 // One row an event, for people who read the text: hundreds of rows a model would bury it.
 Table short_event_table(const Outcome& outcome) {
-  Table table({{"step", "step"}, {"length_before", "slots before"}, {"length_after", "after"}, {"bytes_before", "cache before"}, {"bytes_after", "cache after"}, {"some", "positions that some head holds"}, {"all", "that all hold"}});
+  Table table({{"step", "step"},
+               {"length_before", "slots before"},
+               {"length_after", "after"},
+               {"bytes_before", "cache before"},
+               {"bytes_after", "cache after"},
+               {"some", "positions that some head holds"},
+               {"all", "that all hold"}});
   for (const lm::SequenceEvent& event : outcome.done.events) {
     std::map<std::int32_t, std::size_t> holders;
     for (const std::vector<std::int32_t>& row : event.positions)
       for (const std::int32_t position : row) ++holders[position];
-    const auto all = std::ranges::count_if(holders, [&](const auto& held) { return held.second == event.positions.size(); });
-    table.add({event.step, event.length_before, event.length_after, bytes_cell(event.bytes_before), bytes_cell(event.bytes_after), static_cast<std::int64_t>(holders.size()), static_cast<std::int64_t>(all)});
+    const auto all =
+        std::ranges::count_if(holders, [&](const auto& held) { return held.second == event.positions.size(); });
+    table.add({event.step, event.length_before, event.length_after, bytes_cell(event.bytes_before),
+               bytes_cell(event.bytes_after), static_cast<std::int64_t>(holders.size()),
+               static_cast<std::int64_t>(all)});
   }
   return table;
 }
@@ -97,7 +107,8 @@ Table short_event_table(const Outcome& outcome) {
 std::string prompt_line(const PromptReport& prompt) {
   std::string line = text("Prompt: ", prompt.tokens, " tokens");
   if (prompt.selection_layer >= 0) line += text("; layer ", prompt.selection_layer, " selected");
-  line += prompt.second_pass ? text("; ", prompt.going_on.size(), " of them ran again as a prompt of their own") : text("; ", prompt.going_on.size(), " reached the end of the model");
+  line += prompt.second_pass ? text("; ", prompt.going_on.size(), " of them ran again as a prompt of their own")
+                             : text("; ", prompt.going_on.size(), " reached the end of the model");
   return line;
 }
 
@@ -105,27 +116,35 @@ std::string prompt_line(const PromptReport& prompt) {
 Json prompt_json(const PromptReport& prompt) {
   Json variance = Json::array();
   for (const double x : prompt.relative_variance) variance.push_back(std::isnan(x) ? Json(nullptr) : Json(x));
-  return {{"tokens", prompt.tokens},     {"selection_layer", prompt.selection_layer}, {"relative_variance", variance},
-          {"entered", prompt.entered},   {"going_on", prompt.going_on},               {"second_pass", prompt.second_pass}};
+  return {{"tokens", prompt.tokens},       {"selection_layer", prompt.selection_layer},
+          {"relative_variance", variance}, {"entered", prompt.entered},
+          {"going_on", prompt.going_on},   {"second_pass", prompt.second_pass}};
 }
 
 // What was folded by the end, and what reading it took.
 std::string folded_line(const Outcome& outcome) {
   const FoldedState& folded = *outcome.done.folded;
   const ReadCounts& reads = outcome.totals.reads;
-  std::string line = text("Folded: ", folded.tokens, " slots into ", folded.spans, folded.spans == 1 ? " span" : " spans", "; near ", bytes_cell(folded.near_bytes).shown, ", far ", bytes_cell(folded.far_bytes).shown);
+  std::string line =
+      text("Folded: ", folded.tokens, " slots into ", folded.spans, folded.spans == 1 ? " span" : " spans", "; near ",
+           bytes_cell(folded.near_bytes).shown, ", far ", bytes_cell(folded.far_bytes).shown);
   if (folded.disk_bytes > 0) line += text(", ", bytes_cell(folded.disk_bytes).shown, " of that on disk");
   line += text("; moved near ", bytes_cell(outcome.near.bytes_moved).shown);
-  if (reads.queries > 0) line += text("; a query and KV head opened ", real_cell(reads.a_query(reads.zooms), 2).shown, " spans of ", real_cell(reads.a_query(reads.tokens), 1).shown, " tokens");
-  if (reads.damaged > 0) line += text("; ", reads.damaged, " times a coarse entry stood for factors that could not be read");
+  if (reads.queries > 0)
+    line += text("; a query and KV head opened ", real_cell(reads.a_query(reads.zooms), 2).shown, " spans of ",
+                 real_cell(reads.a_query(reads.tokens), 1).shown, " tokens");
+  if (reads.damaged > 0)
+    line += text("; ", reads.damaged, " times a coarse entry stood for factors that could not be read");
   return line;
 }
 
 Json folded_json(const Outcome& outcome) {
   const FoldedState& folded = *outcome.done.folded;
   const ReadCounts& reads = outcome.totals.reads;
-  return {{"spans", folded.spans},           {"tokens", folded.tokens},         {"near_bytes", folded.near_bytes}, {"far_bytes", folded.far_bytes}, {"disk_bytes", folded.disk_bytes},
-          {"moved_bytes", outcome.near.bytes_moved}, {"queries", reads.queries}, {"opened", reads.zooms},           {"tokens_opened", reads.tokens},  {"damaged", reads.damaged}};
+  return {{"spans", folded.spans},         {"tokens", folded.tokens},         {"near_bytes", folded.near_bytes},
+          {"far_bytes", folded.far_bytes}, {"disk_bytes", folded.disk_bytes}, {"moved_bytes", outcome.near.bytes_moved},
+          {"queries", reads.queries},      {"opened", reads.zooms},           {"tokens_opened", reads.tokens},
+          {"damaged", reads.damaged}};
 }
 
 std::string markdown(const Outcome& outcome) {
@@ -136,8 +155,8 @@ std::string markdown(const Outcome& outcome) {
     for (const std::int32_t token : outcome.done.tokens) out << " " << token;
   }
   if (outcome.done.prompt) out << "\n\n" << prompt_line(*outcome.done.prompt);
-  out << "\n\nCache: peak " << bytes_cell(outcome.done.peak_bytes).shown << ", kept " << bytes_cell(outcome.done.kept_bytes).shown << ", "
-      << events << (events == 1 ? " event\n" : " events\n");
+  out << "\n\nCache: peak " << bytes_cell(outcome.done.peak_bytes).shown << ", kept "
+      << bytes_cell(outcome.done.kept_bytes).shown << ", " << events << (events == 1 ? " event\n" : " events\n");
   if (outcome.done.folded) out << folded_line(outcome) << "\n";
   if (events > 0) out << "\n" << (outcome.text.empty() ? event_table(outcome) : short_event_table(outcome)).markdown();
   return out.str();
@@ -158,8 +177,9 @@ Json json(const Outcome& outcome) {
                       {"bytes_after", event.bytes_after},
                       {"kept", kept}});
   }
-  Json all{{"policy", Json::parse(outcome.policy_json)}, {"tokens", outcome.done.tokens},        {"peak_bytes", outcome.done.peak_bytes},
-           {"kept_bytes", outcome.done.kept_bytes},      {"layers", outcome.spec.full_layers()}, {"events", events}};
+  Json all{{"policy", Json::parse(outcome.policy_json)}, {"tokens", outcome.done.tokens},
+           {"peak_bytes", outcome.done.peak_bytes},      {"kept_bytes", outcome.done.kept_bytes},
+           {"layers", outcome.spec.full_layers()},       {"events", events}};
   if (!outcome.text.empty()) all["text"] = outcome.text;
   if (outcome.done.prompt) all["prompt"] = prompt_json(*outcome.done.prompt);
   if (outcome.done.folded) all["folded"] = folded_json(outcome);
@@ -180,7 +200,8 @@ std::string csv(const Outcome& outcome) {
                {"kept", ""}});
   const Cell none(nullptr, "");
   for (std::size_t s = 0; s < outcome.done.tokens.size(); ++s)
-    table.add({"token", static_cast<std::int64_t>(s), outcome.done.tokens[s], none, none, none, none, none, none, none});
+    table.add(
+        {"token", static_cast<std::int64_t>(s), outcome.done.tokens[s], none, none, none, none, none, none, none});
   const std::vector<std::int32_t> layers = outcome.spec.full_layers();
   for (const lm::SequenceEvent& event : outcome.done.events)
     for (std::size_t r = 0; r < event.positions.size(); ++r)
@@ -213,7 +234,8 @@ Outcome decode(const Options& o, const PolicyText& policy_text, const PromptOpti
   if (const std::string warning = warning_about(*policy); !o.output.quiet && !warning.empty()) note(warning);
   const bool streams = prompt.text.has_value() && o.output.format == Format::md;
   Progress progress(streams ? 0 : request.new_tokens, o.output.quiet);
-  lm::GeneratorOptions options{.cache_dtype = o.model.dtype(), .page_size = o.page_size, .accelerator = place.accelerator};
+  lm::GeneratorOptions options{
+      .cache_dtype = o.model.dtype(), .page_size = o.page_size, .accelerator = place.accelerator};
   options.hooks.on_step = [&](std::int64_t predicted) { progress.advance(predicted); };
   std::optional<lm::StreamDecoder> stream;
   std::string written;
@@ -247,14 +269,15 @@ Outcome decode(const Options& o, const PolicyText& policy_text, const PromptOpti
   return outcome;
 }
 
-// What each token says: of the prompt, and of those that were fed after it (the last that was predicted was not). A character that is spread over several stands
-// with the last of them. Ids where the model has no text.
+// What each token says: of the prompt, and of those that were fed after it (the last that was predicted was not). A
+// character that is spread over several stands with the last of them. Ids where the model has no text.
 std::vector<std::string> pieces(const Options& o, const PromptOptions::Prompt& prompt, const Outcome& outcome) {
   std::vector<std::int32_t> ids = prompt.ids;
   for (std::size_t s = 0; s + 1 < outcome.done.tokens.size(); ++s)
     ids.push_back(o.forced && prompt.sample ? prompt.sample->ids[prompt.ids.size() + s] : outcome.done.tokens[s]);
   std::optional<lm::StreamDecoder> decoder;
-  if (prompt.text || lm::TextModel::is_there(o.model.folder)) decoder.emplace(prompt.text ? prompt.text->tokenizer : lm::TextModel::open(o.model.folder).tokenizer);
+  if (prompt.text || lm::TextModel::is_there(o.model.folder))
+    decoder.emplace(prompt.text ? prompt.text->tokenizer : lm::TextModel::open(o.model.folder).tokenizer);
   std::vector<std::string> shown;
   for (const std::int32_t id : ids) shown.push_back(decoder ? decoder->push(id) : kvkeep::text(id, " "));
   if (decoder && !shown.empty()) shown.back() += decoder->finish();
@@ -264,7 +287,8 @@ std::vector<std::string> pieces(const Options& o, const PromptOptions::Prompt& p
 void run(const Options& o) {
   if (!o.retention.empty()) require_folder_of(o.retention, "--retention");
   if (!o.html.empty()) require_folder_of(o.html, "--html");
-  KVKEEP_REQUIRE(o.html.empty() || !is_same_file(o.html, o.retention), "generate: --html and --retention name one file; allowed two");
+  KVKEEP_REQUIRE(o.html.empty() || !is_same_file(o.html, o.retention),
+                 "generate: --html and --retention name one file; allowed two");
   const PolicyText policy(o.policy);
   const PromptOptions::Prompt prompt = o.prompt.read(o.model.folder);
   const Outcome outcome = decode(o, policy, prompt);
@@ -286,8 +310,8 @@ void run(const Options& o) {
                                                              : text(io::written(json(outcome)), "\n");
   print(shown);
   if (!o.output.quiet && outcome.pace.decode_seconds > 0)
-    note(text(real_cell(static_cast<double>(outcome.pace.decoded_tokens) / outcome.pace.decode_seconds, 1).shown, " tokens/s, prompt in ",
-              real_cell(outcome.pace.prefill_seconds, 2).shown, " s"));
+    note(text(real_cell(static_cast<double>(outcome.pace.decoded_tokens) / outcome.pace.decode_seconds, 1).shown,
+              " tokens/s, prompt in ", real_cell(outcome.pace.prefill_seconds, 2).shown, " s"));
 }
 
 }  // namespace
@@ -303,10 +327,15 @@ Run add_generate(CLI::App& app) {
       ->check(CLI::Range(1, 1 << 24))
       ->option_text("N [128; all of the trace with --forced]");
   sub->add_flag("--forced", o->forced, "feed the task's own trace instead of the model's tokens (teacher forcing)");
-  sub->add_option("--page-size", o->page_size, "keep the cache in pages of N slots, a power of two up to 1024; the tokens are the same")->option_text("N [0: dense]");
-  sub->add_option("--html", o->html, "write a page: the text, each token shaded by how many heads still hold it, at every event")->option_text("FILE.html");
+  sub->add_option("--page-size", o->page_size,
+                  "keep the cache in pages of N slots, a power of two up to 1024; the tokens are the same")
+      ->option_text("N [0: dense]");
+  sub->add_option("--html", o->html,
+                  "write a page: the text, each token shaded by how many heads still hold it, at every event")
+      ->option_text("FILE.html");
   sub->add_flag("--stop", o->stop_at_end, "end behind an end token of the model");
-  sub->add_option("--retention", o->retention, "write what stayed over time, for examples/plot_retention.py")->option_text("FILE.json");
+  sub->add_option("--retention", o->retention, "write what stayed over time, for examples/plot_retention.py")
+      ->option_text("FILE.json");
   o->output.add(*sub);
   sub->footer(kExamples);
   return [o] { run(*o); };

@@ -32,7 +32,8 @@
 namespace kvkeep::cli {
 namespace {
 
-constexpr const char* kSubcommands = "generate, tokens, eval, perplexity, fidelity, replay, record, calibrate, plan, policies, doctor";
+constexpr const char* kSubcommands =
+    "generate, tokens, eval, perplexity, fidelity, replay, record, calibrate, plan, policies, doctor";
 constexpr int kRefused = 2, kFailed = 1, kSignalled = 128;
 
 constexpr const char* kExamples = R"(
@@ -56,26 +57,33 @@ extern "C" void stop(int signal) {
   ::_exit(kSignalled + signal);
 }
 
-// A signal that the parent ignores for its children, as nohup does and shells do for jobs in the background, stays ignored.
+// A signal that the parent ignores for its children, as nohup does and shells do for jobs in the background, stays
+// ignored.
 void stop_at(int signal) {
   if (std::signal(signal, stop) == SIG_IGN) std::signal(signal, SIG_IGN);
 }
 
-// Where a standard stream is closed, the next file that is opened would get its number, and what is printed. The wrong direction: to use it fails, as it does for a closed one.
+// Where a standard stream is closed, the next file that is opened would get its number, and what is printed. The wrong
+// direction: to use it fails, as it does for a closed one.
 void occupy_closed_streams() {
   for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
-    if (::fcntl(stream, F_GETFD) < 0) static_cast<void>(::open("/dev/null", stream == STDIN_FILENO ? O_WRONLY : O_RDONLY));  // takes the lowest number that is free
+    if (::fcntl(stream, F_GETFD) < 0)
+      static_cast<void>(
+          ::open("/dev/null", stream == STDIN_FILENO ? O_WRONLY : O_RDONLY));  // takes the lowest number that is free
 }
 
-/// While LibTorch's OpenMP threads wait they spin, for milliseconds, and so keep the threads that they wait for off a core which other processes want, too. The runtime reads once, before main(), how long: commands
-/// that run a model, and the one that says how threads wait, begin anew with a short spin, unless the user has said how threads wait.
+/// While LibTorch's OpenMP threads wait they spin, for milliseconds, and so keep the threads that they wait for off a
+/// core which other processes want, too. The runtime reads once, before main(), how long: commands that run a model,
+/// and the one that says how threads wait, begin anew with a short spin, unless the user has said how threads wait.
 void spin_briefly(const CLI::App& command, char** argv) {
-  constexpr std::array<std::string_view, 7> kComputing = {"generate", "eval", "perplexity", "fidelity", "record", "calibrate", "doctor"};
+  constexpr std::array<std::string_view, 7> kComputing = {"generate", "eval",      "perplexity", "fidelity",
+                                                          "record",   "calibrate", "doctor"};
   if (std::ranges::find(kComputing, command.get_name()) == kComputing.end()) return;
   if (std::getenv("OMP_WAIT_POLICY") != nullptr || std::getenv("GOMP_SPINCOUNT") != nullptr) return;
   std::error_code none;
   const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe", none);
-  if (!none && ::setenv("GOMP_SPINCOUNT", "1000", 1) == 0) ::execv(self.c_str(), argv);  // where it cannot, the command goes on as it is
+  if (!none && ::setenv("GOMP_SPINCOUNT", "1000", 1) == 0)
+    ::execv(self.c_str(), argv);  // where it cannot, the command goes on as it is
 }
 
 int refuse_usage(const CLI::App& app, const CLI::ParseError& error) {
@@ -98,8 +106,9 @@ int run(int argc, char** argv) {
   app.require_subcommand(1);
   app.footer(kExamples);
   app.get_formatter()->column_width(42);
-  const std::vector<Run> runs{add_generate(app),   add_tokens(app), add_eval(app),      add_perplexity(app), add_fidelity(app), add_replay(app),
-                              add_record(app),     add_calibrate(app), add_plan(app), add_policies(app),   add_doctor(app)};
+  const std::vector<Run> runs{add_generate(app), add_tokens(app),   add_eval(app),   add_perplexity(app),
+                              add_fidelity(app), add_replay(app),   add_record(app), add_calibrate(app),
+                              add_plan(app),     add_policies(app), add_doctor(app)};
   require_decimal_integers(app);
   try {
     app.parse(argc, argv);
@@ -115,7 +124,8 @@ int run(int argc, char** argv) {
   for (std::size_t i = 0; i < runs.size(); ++i)
     if (commands[i]->parsed()) {
       spin_briefly(*commands[i], argv);
-      for (const int signal : {SIGINT, SIGTERM, SIGHUP}) stop_at(signal);  // now that it does not begin anew, which would forget them
+      for (const int signal : {SIGINT, SIGTERM, SIGHUP})
+        stop_at(signal);  // now that it does not begin anew, which would forget them
       runs[i]();
     }
   return 0;

@@ -61,7 +61,8 @@ std::string without_budget(const std::string& text) {
   if (first.size() < text.size()) return without_budget(std::string(first)) + text.substr(first.size());
   std::string kept;
   for (const std::string& item : split(text, ','))
-    if (!gives(item, "budget") && !gives(item, "ratio") && !gives(item, "bytes") && !gives(item, "budget_share") && !gives(item, "interval"))
+    if (!gives(item, "budget") && !gives(item, "ratio") && !gives(item, "bytes") && !gives(item, "budget_share") &&
+        !gives(item, "interval"))
       kept += (kept.empty() ? "" : ",") + item;
   return kept;
 }
@@ -74,7 +75,8 @@ std::string first_name(const std::string& text) {
 bool is_name(const std::string& text) {
   const std::string name = first_name(text);
   const std::vector<PolicyInfo> known = policies();
-  return name == kOracle || std::any_of(known.begin(), known.end(), [&](const PolicyInfo& p) { return p.name == name; });
+  return name == kOracle ||
+         std::any_of(known.begin(), known.end(), [&](const PolicyInfo& p) { return p.name == name; });
 }
 
 }  // namespace
@@ -88,9 +90,12 @@ void require_decimal_integers(CLI::App& app) {
       const std::string_view digits = std::string_view(given).substr(is_signed && given.starts_with('-') ? 1 : 0);
       std::uint64_t value = 0;
       const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
-      const bool whole = error == std::errc() && end == digits.data() + digits.size() && (digits == "0" || !digits.starts_with('0'));
+      const bool whole =
+          error == std::errc() && end == digits.data() + digits.size() && (digits == "0" || !digits.starts_with('0'));
       const std::uint64_t most = is_signed ? INT64_MAX : UINT64_MAX;
-      return whole && value <= most ? std::string() : text("'", given, "' is not a whole number; allowed decimal digits", is_signed ? "" : ", 0 to 18446744073709551615");
+      return whole && value <= most ? std::string()
+                                    : text("'", given, "' is not a whole number; allowed decimal digits",
+                                           is_signed ? "" : ", 0 to 18446744073709551615");
     });
   }
   for (CLI::App* below : app.get_subcommands([](const CLI::App*) { return true; })) require_decimal_integers(*below);
@@ -100,7 +105,8 @@ std::vector<std::string> items_of(const std::vector<std::string>& lists, const c
   std::vector<std::string> all;
   for (const std::string& list : lists)
     for (std::string& item : split(list, ',')) {
-      KVKEEP_REQUIRE(!item.empty(), option, ": an item of '", list, "' is empty; allowed items separated by single commas");
+      KVKEEP_REQUIRE(!item.empty(), option, ": an item of '", list,
+                     "' is empty; allowed items separated by single commas");
       all.push_back(std::move(item));
     }
   return all;
@@ -115,7 +121,8 @@ void OutputOptions::add(CLI::App& app) {
 }
 
 void ModelOptions::add(CLI::App& app) {
-  app.add_option("--model", folder, "a Llama, Qwen2 or Qwen3: a GGUF file, or a folder with config.json and *.safetensors")
+  app.add_option("--model", folder,
+                 "a Llama, Qwen2 or Qwen3: a GGUF file, or a folder with config.json and *.safetensors")
       ->required()
       ->option_text("FILE|DIR");
   app.add_option("--threads", threads, "CPU threads; 0 takes one for a model below 8 MiB, else what LibTorch takes")
@@ -133,11 +140,14 @@ void set_threads(int threads) {
   if (threads > 0) at::set_num_threads(threads);
 }
 
-ScalarType dtype_called(const std::string& name) { return name == "f16" ? kFloat16 : name == "bf16" ? kBFloat16 : kFloat32; }
+ScalarType dtype_called(const std::string& name) {
+  return name == "f16" ? kFloat16 : name == "bf16" ? kBFloat16 : kFloat32;
+}
 
 lm::Decoder ModelOptions::open() const {
   set_threads(threads);
-  lm::Decoder decoder = lm::Decoder::open(folder, weights.empty() ? std::nullopt : std::optional(dtype_called(weights)));
+  lm::Decoder decoder =
+      lm::Decoder::open(folder, weights.empty() ? std::nullopt : std::optional(dtype_called(weights)));
   // A step of a model that fits a core's cache is over before a second thread is awake.
   constexpr std::int64_t kSmall = std::int64_t{8} << 20;
   if (threads == 0 && decoder.bytes_per_step() < kSmall) set_threads(1);
@@ -168,7 +178,9 @@ std::unique_ptr<KVPolicy> PolicyText::make() const {
 }
 
 std::unique_ptr<KVPolicy> PolicyText::make_untold() const {
-  KVKEEP_REQUIRE(name() != kOracle, "policy: oracle must be told what a task will need; allowed in eval of the small model's tasks, and in generate with --task");
+  KVKEEP_REQUIRE(name() != kOracle,
+                 "policy: oracle must be told what a task will need; allowed in eval of the small model's tasks, and "
+                 "in generate with --task");
   return make();
 }
 
@@ -202,8 +214,9 @@ PolicyText PolicyText::with(const std::vector<std::pair<std::string, std::string
 std::string PolicyText::name() const {
   if (json_.empty()) return first_name(text_);
   const json object = io::parse_json(json_, io::RepeatedNames::refused).value;
-  return object.is_object() && object.contains("policy") && object["policy"].is_string() ? object["policy"].get<std::string>()
-                                                                                         : std::string();
+  return object.is_object() && object.contains("policy") && object["policy"].is_string()
+             ? object["policy"].get<std::string>()
+             : std::string();
 }
 
 bool PolicyText::states(const std::string& option) const {
@@ -213,14 +226,16 @@ bool PolicyText::states(const std::string& option) const {
   }
   const json object = io::parse_json(json_, io::RepeatedNames::refused).value;
   const std::vector<std::string>& names = names_of(option);
-  return object.is_object() && std::any_of(names.begin(), names.end(), [&](const std::string& name) { return object.contains(name); });
+  return object.is_object() &&
+         std::any_of(names.begin(), names.end(), [&](const std::string& name) { return object.contains(name); });
 }
 
 bool PolicyText::takes(const std::string& option) const {
   if (name() == kOracle) return option == "budget" || option == "interval";
   const std::vector<PolicyInfo> known = policies();
   const auto own = std::find_if(known.begin(), known.end(), [&](const PolicyInfo& p) { return p.name == name(); });
-  return own == known.end() || std::any_of(own->options.begin(), own->options.end(), [&](const OptionInfo& o) { return o.name == option; });
+  return own == known.end() ||
+         std::any_of(own->options.begin(), own->options.end(), [&](const OptionInfo& o) { return o.name == option; });
 }
 
 std::string PolicyText::label() const { return label_; }
@@ -236,10 +251,11 @@ Cell budget_cell(const KVPolicy& policy) {
 
 std::string warning_about(const KVPolicy& policy) {
   const json options = json::parse(policy.to_json());
-  const std::int64_t sink = options.value("sink", 0), recent = options.value("recent", 0), budget = options.value("budget", 0);
+  const std::int64_t sink = options.value("sink", 0), recent = options.value("recent", 0),
+                     budget = options.value("budget", 0);
   if (budget == 0 || sink + recent <= budget / 2) return {};
-  return text("warning: sink + recent = ", sink + recent, " of ", policy.name(), " protect more than half of the budget of ", budget,
-              "; little is left to choose");
+  return text("warning: sink + recent = ", sink + recent, " of ", policy.name(),
+              " protect more than half of the budget of ", budget, "; little is left to choose");
 }
 
 std::vector<std::int32_t> parse_ids(const std::string& text, const std::string& where) {
@@ -251,9 +267,11 @@ std::vector<std::int32_t> parse_ids(const std::string& text, const std::string& 
     std::int32_t id = 0;
     const auto [next, error] = std::from_chars(at, end, id);
     const bool whole = next == end || std::string_view(", \t\r\n").find(*next) != std::string_view::npos;
-    const char* stop = std::find_if(at, end, [](char c) { return std::string_view(", \t\r\n").find(c) != std::string_view::npos; });
-    KVKEEP_REQUIRE(error == std::errc() && whole && id >= 0, where, ": '", std::string(at, std::min<std::ptrdiff_t>(stop - at, 40)), "' at place ",
-            ids.size(), " is no token id; allowed integers from 0 separated by white space or commas");
+    const char* stop =
+        std::find_if(at, end, [](char c) { return std::string_view(", \t\r\n").find(c) != std::string_view::npos; });
+    KVKEEP_REQUIRE(error == std::errc() && whole && id >= 0, where, ": '",
+                   std::string(at, std::min<std::ptrdiff_t>(stop - at, 40)), "' at place ", ids.size(),
+                   " is no token id; allowed integers from 0 separated by white space or commas");
     ids.push_back(id);
     at = next;
   }
@@ -261,12 +279,18 @@ std::vector<std::int32_t> parse_ids(const std::string& text, const std::string& 
   return ids;
 }
 
-std::vector<std::int32_t> read_ids(const std::string& file) { return parse_ids(io::read_file(file, "--ids-file"), file); }
+std::vector<std::int32_t> read_ids(const std::string& file) {
+  return parse_ids(io::read_file(file, "--ids-file"), file);
+}
 
 void TextReading::add(CLI::App& app) {
-  CLI::Option* chatting = app.add_flag("--chat", chat, "the text is what a user says: put it into the model's chat template");
-  app.add_flag("--raw", raw, "the text holds the model's own markup: <|im_start|> is a control token, not text")->excludes(chatting);
-  app.add_option("--system", system, "with --chat: the system message [the template's own]")->option_text("TEXT")->needs(chatting);
+  CLI::Option* chatting =
+      app.add_flag("--chat", chat, "the text is what a user says: put it into the model's chat template");
+  app.add_flag("--raw", raw, "the text holds the model's own markup: <|im_start|> is a control token, not text")
+      ->excludes(chatting);
+  app.add_option("--system", system, "with --chat: the system message [the template's own]")
+      ->option_text("TEXT")
+      ->needs(chatting);
 }
 
 std::vector<std::int32_t> TextReading::ids(const lm::TextModel& model, const std::string& said) const {
@@ -287,7 +311,8 @@ void PromptOptions::add(CLI::App& app) {
   source->add_option("--prompt", prompt, "text")->option_text("TEXT");
   source->add_option("--prompt-file", prompt_file, "text in a file, as it stands there")->option_text("FILE");
   source->add_option("--ids", ids, "token ids")->option_text("1,2,3");
-  source->add_option("--ids-file", ids_file, "token ids in a file, separated by white space or commas")->option_text("FILE");
+  source->add_option("--ids-file", ids_file, "token ids in a file, separated by white space or commas")
+      ->option_text("FILE");
   source->add_option("--task", task, "a task of kvkeep: chain, ask, needle, updates, copies")->option_text("NAME");
   source->require_option(1);
   reading.add(app);
@@ -296,7 +321,8 @@ void PromptOptions::add(CLI::App& app) {
 }
 
 PromptOptions::Prompt PromptOptions::read(const std::string& model) const {
-  KVKEEP_REQUIRE(is_text() || !(reading.chat || reading.raw), reading.chat ? "--chat" : "--raw", " says how text is read; allowed with --prompt and --prompt-file");
+  KVKEEP_REQUIRE(is_text() || !(reading.chat || reading.raw), reading.chat ? "--chat" : "--raw",
+                 " says how text is read; allowed with --prompt and --prompt-file");
   if (!task.empty()) {
     lm::TaskSample sample = lm::make_task(task, seed, shape);
     std::vector<std::int32_t> tokens(sample.ids.begin(), sample.ids.begin() + sample.prompt_length);
@@ -314,7 +340,8 @@ bool is_same_file(const std::string& one, const std::string& other) {
   const auto place = [&error](const std::string& name) {
     fs::path found = fs::absolute(name, error);
     constexpr int kMostLinks = 40;
-    for (int i = 0; i < kMostLinks && fs::is_symlink(found, error); ++i) found = found.parent_path() / fs::read_symlink(found, error);  // also to what is not there yet
+    for (int i = 0; i < kMostLinks && fs::is_symlink(found, error); ++i)
+      found = found.parent_path() / fs::read_symlink(found, error);  // also to what is not there yet
     found = fs::weakly_canonical(found, error);
     return error ? fs::path(name).lexically_normal() : found;
   };
@@ -325,7 +352,7 @@ void require_folder_of(const std::string& file, const char* option) {
   const fs::path folder = fs::path(file).parent_path();
   std::error_code none;
   KVKEEP_REQUIRE(folder.empty() || fs::is_directory(folder, none), option, ": the folder of '", file,
-          "' is not there; allowed a file in a folder that is");
+                 "' is not there; allowed a file in a folder that is");
   KVKEEP_REQUIRE(!fs::is_directory(file, none), option, ": '", file, "' is a folder; allowed a file");
   const io::AtomicFile tried(file);  // and gone again: whatever would refuse the result does so now
 }

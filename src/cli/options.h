@@ -18,11 +18,12 @@
 
 namespace kvkeep::cli {
 
-// What CLI11 reads as a number in its own way (-1 as 2^64 - 1, 010 as 8, too many digits as the largest) is refused: every integer option of `app` and of what
-// stands below it takes decimal digits alone.
+// What CLI11 reads as a number in its own way (-1 as 2^64 - 1, 010 as 8, too many digits as the largest) is refused:
+// every integer option of `app` and of what stands below it takes decimal digits alone.
 void require_decimal_integers(CLI::App& app);
 
-// The items of a comma-separated list that was given once or more. Throws InvalidArgument for an empty item; `option` names the list.
+// The items of a comma-separated list that was given once or more. Throws InvalidArgument for an empty item; `option`
+// names the list.
 std::vector<std::string> items_of(const std::vector<std::string>& lists, const char* option);
 
 // -o, --quiet
@@ -108,8 +109,8 @@ struct PromptOptions {
 
   struct Prompt {
     std::vector<std::int32_t> ids;
-    std::optional<lm::TaskSample> sample = {};   // of --task
-    std::optional<lm::TextModel> text = {};      // of --prompt and --prompt-file
+    std::optional<lm::TaskSample> sample = {};  // of --task
+    std::optional<lm::TextModel> text = {};     // of --prompt and --prompt-file
   };
   [[nodiscard]] bool is_text() const { return !prompt.empty() || !prompt_file.empty(); }
   // `model` has the tokenizer for text.

@@ -18,7 +18,8 @@ void Oracle::tell(SequenceId id, const lm::TaskSample& sample) {
 std::vector<std::int32_t> Oracle::keep(const Row& row) const {
   const auto place = static_cast<std::size_t>(row.sequence);
   const auto told = place < facing_.size() ? needed_until_.find(facing_[place]) : needed_until_.end();
-  KVKEEP_REQUIRE(told != needed_until_.end(), "policy: oracle was not told what sequence ", row.sequence, " needs; allowed where a task says so");
+  KVKEEP_REQUIRE(told != needed_until_.end(), "policy: oracle was not told what sequence ", row.sequence,
+                 " needs; allowed where a task says so");
   const std::map<std::int32_t, std::int32_t>& needed = told->second;
   const std::int32_t newest = row.positions[row.length - 1];
   const auto still_needed = [&](std::int32_t position) {
@@ -61,7 +62,8 @@ Decision Oracle::decide(const Evidence& evidence) const {
 }
 
 std::string Oracle::to_json() const {
-  return nlohmann::ordered_json{{"policy", kOracle}, {"budget", budget_}, {"interval", interval_}, {"sink", sink_}}.dump();
+  return nlohmann::ordered_json{{"policy", kOracle}, {"budget", budget_}, {"interval", interval_}, {"sink", sink_}}
+      .dump();
 }
 
 std::unique_ptr<Oracle> make_oracle(std::string_view text) {
@@ -71,15 +73,16 @@ std::unique_ptr<Oracle> make_oracle(std::string_view text) {
     const std::string_view item = text.substr(0, text.find(','));
     const std::size_t equals = std::min(item.find('='), item.size());
     const auto found = options.find(std::string(item.substr(0, equals)));
-    KVKEEP_REQUIRE(found != options.end() && equals < item.size(), "policy: oracle has no option \"", io::shortened(item),
-            "\"; allowed budget=, interval=, sink=");
+    KVKEEP_REQUIRE(found != options.end() && equals < item.size(), "policy: oracle has no option \"",
+                   io::shortened(item), "\"; allowed budget=, interval=, sink=");
     const std::string_view value = item.substr(equals + 1);
     const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), found->second);
-    KVKEEP_REQUIRE(error == std::errc() && end == value.data() + value.size() && found->second >= 0, "policy: ", found->first, " of oracle is \"",
-            io::shortened(value), "\"; allowed an integer, 0 or more");
+    KVKEEP_REQUIRE(error == std::errc() && end == value.data() + value.size() && found->second >= 0,
+                   "policy: ", found->first, " of oracle is \"", io::shortened(value),
+                   "\"; allowed an integer, 0 or more");
   }
   KVKEEP_REQUIRE(options["budget"] >= options["sink"] + 1, "policy: budget of oracle is ", options["budget"],
-          "; allowed at least sink + 1 = ", options["sink"] + 1);
+                 "; allowed at least sink + 1 = ", options["sink"] + 1);
   return std::make_unique<Oracle>(options["budget"], options["interval"], options["sink"]);
 }
 

@@ -16,13 +16,15 @@ namespace kvkeep::cli {
 
 inline constexpr std::string_view kOracle = "oracle";
 
-// Keeps the sinks, then the positions that are still needed (the newest of them where they do not fit), then the newest slots, up to the
-// budget.
+// Keeps the sinks, then the positions that are still needed (the newest of them where they do not fit), then the newest
+// slots, up to the budget.
 class Oracle final : public KVPolicy {
  public:
-  Oracle(std::int32_t budget, std::int32_t interval, std::int32_t sink) : budget_(budget), interval_(interval), sink_(sink) {}
+  Oracle(std::int32_t budget, std::int32_t interval, std::int32_t sink)
+      : budget_(budget), interval_(interval), sink_(sink) {}
 
-  // Tells what sequence `id` will need, and until when. decide() throws InvalidArgument for a sequence of which nothing was told.
+  // Tells what sequence `id` will need, and until when. decide() throws InvalidArgument for a sequence of which nothing
+  // was told.
   void tell(SequenceId id, const lm::TaskSample& sample);
   // Tells which sequences the next decision is about, in the order of the view.
   void face(std::span<const SequenceId> sequences) { facing_.assign(sequences.begin(), sequences.end()); }
@@ -36,7 +38,8 @@ class Oracle final : public KVPolicy {
  private:
   [[nodiscard]] std::vector<std::int32_t> keep(const Row& row) const;
   std::int32_t budget_, interval_, sink_;
-  std::map<SequenceId, std::map<std::int32_t, std::int32_t>> needed_until_;  // position -> the look-up that reads it last
+  std::map<SequenceId, std::map<std::int32_t, std::int32_t>>
+      needed_until_;  // position -> the look-up that reads it last
   std::vector<SequenceId> facing_;
 };
 

@@ -78,8 +78,8 @@ void run(const Options& o) {
   progress.clear();
   const FedResults results(options, all, followed);
   results.show(o.output, "texts", [&] {
-    return text(results.perplexity_table().markdown(), "\n", o.texts, o.texts == 1 ? " text" : " texts", " of ", o.length,
-                " tokens, prompts of ", prompt, ". ", results.counted(), "95 %: bootstrap over texts.\n");
+    return text(results.perplexity_table().markdown(), "\n", o.texts, o.texts == 1 ? " text" : " texts", " of ",
+                o.length, " tokens, prompts of ", prompt, ". ", results.counted(), "95 %: bootstrap over texts.\n");
   });
 }
 

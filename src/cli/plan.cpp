@@ -62,17 +62,21 @@ Shape parse_shape(const std::string& given) {
     numbers.push_back(number);
     at = next + 1;
   }
-  KVKEEP_REQUIRE(numbers.size() == 4 && at == end + 1, "--shape: '", given, "' is no shape; allowed qwen7b, llama8b, or layers:query heads:KV heads:head size such as 28:28:4:128");
+  KVKEEP_REQUIRE(
+      numbers.size() == 4 && at == end + 1, "--shape: '", given,
+      "' is no shape; allowed qwen7b, llama8b, or layers:query heads:KV heads:head size such as 28:28:4:128");
   return {"", numbers[0], numbers[1], numbers[2], numbers[3]};
 }
 
 ModelSpec spec_of(const Options& o) {
   if (!o.model.empty()) return lm::LmConfig::read(o.model).spec;
   const Shape shape = parse_shape(o.shape);
-  KVKEEP_REQUIRE(shape.query_heads % shape.kv_heads == 0, "--shape: ", shape.query_heads, " query heads do not divide among ", shape.kv_heads,
-          " KV heads; allowed a multiple");
+  KVKEEP_REQUIRE(shape.query_heads % shape.kv_heads == 0, "--shape: ", shape.query_heads,
+                 " query heads do not divide among ", shape.kv_heads, " KV heads; allowed a multiple");
   KVKEEP_REQUIRE(shape.head_dim % 2 == 0, "--shape: the head size is ", shape.head_dim, "; allowed an even number");
-  return lm::LmConfig::shape(lm::Architecture::qwen2, shape.layers, shape.query_heads * shape.head_dim, 1, shape.query_heads, shape.kv_heads, shape.head_dim, 1).spec;
+  return lm::LmConfig::shape(lm::Architecture::qwen2, shape.layers, shape.query_heads * shape.head_dim, 1,
+                             shape.query_heads, shape.kv_heads, shape.head_dim, 1)
+      .spec;
 }
 
 struct Outcome {
@@ -89,20 +93,28 @@ std::string slots_text(const LayerSlots& slots) {
 
 const char* kind_text(LayerKind kind) {
   switch (kind) {
-    case LayerKind::full: return "full";
-    case LayerKind::elsewhere: return "elsewhere";
-    case LayerKind::sliding: return "sliding";
-    case LayerKind::shared: return "shared";
-    case LayerKind::other: return "other";
+    case LayerKind::full:
+      return "full";
+    case LayerKind::elsewhere:
+      return "elsewhere";
+    case LayerKind::sliding:
+      return "sliding";
+    case LayerKind::shared:
+      return "shared";
+    case LayerKind::other:
+      return "other";
   }
   return "";
 }
 
-bool alike(const LayerSlots& a, const LayerSlots& b) { return a.least == b.least && a.most == b.most && a.bytes == b.bytes; }
+bool alike(const LayerSlots& a, const LayerSlots& b) {
+  return a.least == b.least && a.most == b.most && a.bytes == b.bytes;
+}
 
 bool alike(const Outcome& out, std::size_t a, std::size_t b) {
   const LayerForecast &x = out.sequence.layers[a], &y = out.sequence.layers[b];
-  return out.spec.layers[a].kind == out.spec.layers[b].kind && alike(x.full, y.full) && alike(x.peak, y.peak) && alike(x.kept, y.kept);
+  return out.spec.layers[a].kind == out.spec.layers[b].kind && alike(x.full, y.full) && alike(x.peak, y.peak) &&
+         alike(x.kept, y.kept);
 }
 
 // One row for layers that follow each other and are alike; bytes are of one of them.
@@ -119,16 +131,20 @@ Table layer_table(const Outcome& out) {
     std::size_t last = l;
     while (last + 1 < out.sequence.layers.size() && alike(out, l, last + 1)) ++last;
     const LayerForecast& layer = out.sequence.layers[l];
-    table.add({l == last ? std::to_string(l) : text(l, "-", last), kind_text(out.spec.layers[l].kind), slots_text(layer.full), bytes_cell(layer.full.bytes),
-               slots_text(layer.peak), bytes_cell(layer.peak.bytes), slots_text(layer.kept), bytes_cell(layer.kept.bytes)});
+    table.add({l == last ? std::to_string(l) : text(l, "-", last), kind_text(out.spec.layers[l].kind),
+               slots_text(layer.full), bytes_cell(layer.full.bytes), slots_text(layer.peak),
+               bytes_cell(layer.peak.bytes), slots_text(layer.kept), bytes_cell(layer.kept.bytes)});
     l = last + 1;
   }
   return table;
 }
 
 Table total_table(const Options& o, const Outcome& out) {
-  Table table({{"what", "K and V of all layers", false}, {"sequence", "a sequence"}, {"batch", text("batch of ", o.batch)}});
-  const auto add = [&](const char* what, std::int64_t bytes) { table.add({what, bytes_cell(bytes), bytes_cell(bytes * o.batch)}); };
+  Table table(
+      {{"what", "K and V of all layers", false}, {"sequence", "a sequence"}, {"batch", text("batch of ", o.batch)}});
+  const auto add = [&](const char* what, std::int64_t bytes) {
+    table.add({what, bytes_cell(bytes), bytes_cell(bytes * o.batch)});
+  };
   add("full cache", out.sequence.full_bytes);
   add("peak", out.sequence.peak_bytes);
   add("kept", out.sequence.kept_bytes);
@@ -144,30 +160,62 @@ Table total_table(const Options& o, const Outcome& out) {
 
 std::string markdown(const Options& o, const Outcome& out) {
   const Forecast& s = out.sequence;
-  std::string head = text("A token takes ", bytes_cell(s.slot_bytes).shown, " of K and V in full layers (", o.dtype, "). ");
-  if (out.policy->trigger().never) head += text(out.policy->name(), " never cuts.\n");
-  else if (s.events == 0) head += text("No event within ", o.length, " tokens.\n");
-  else head += text(s.events, s.events == 1 ? " event" : " events", ", the first at token ", s.first_event, ", the last at token ", s.last_event, ".\n");
-  if (out.policy->trigger().ragged) head += "Rows may end up unequal. Where heads of a layer differ by what they hold, slots are those of an average row.\n";
-  return text(head, "\n", layer_table(out).markdown(), "\n", total_table(o, out).markdown(), "\nIn the memory of ", o.batch, o.batch == 1 ? " full cache" : " full caches",
-              " there is room for ", out.fits, out.fits == 1 ? " sequence" : " sequences", " under ", out.policy->name(), ": ", std::max<std::int64_t>(0, out.fits - o.batch),
-              " more.\n");
+  std::string head =
+      text("A token takes ", bytes_cell(s.slot_bytes).shown, " of K and V in full layers (", o.dtype, "). ");
+  if (out.policy->trigger().never)
+    head += text(out.policy->name(), " never cuts.\n");
+  else if (s.events == 0)
+    head += text("No event within ", o.length, " tokens.\n");
+  else
+    head += text(s.events, s.events == 1 ? " event" : " events", ", the first at token ", s.first_event,
+                 ", the last at token ", s.last_event, ".\n");
+  if (out.policy->trigger().ragged)
+    head +=
+        "Rows may end up unequal. Where heads of a layer differ by what they hold, slots are those of an average "
+        "row.\n";
+  return text(head, "\n", layer_table(out).markdown(), "\n", total_table(o, out).markdown(), "\nIn the memory of ",
+              o.batch, o.batch == 1 ? " full cache" : " full caches", " there is room for ", out.fits,
+              out.fits == 1 ? " sequence" : " sequences", " under ", out.policy->name(), ": ",
+              std::max<std::int64_t>(0, out.fits - o.batch), " more.\n");
 }
 
-Json slots_json(const LayerSlots& slots) { return {{"slots_least", slots.least}, {"slots_most", slots.most}, {"bytes", slots.bytes}}; }
+Json slots_json(const LayerSlots& slots) {
+  return {{"slots_least", slots.least}, {"slots_most", slots.most}, {"bytes", slots.bytes}};
+}
 
 std::string json(const Options& o, const Outcome& out) {
   const Forecast& s = out.sequence;
-  Json all{{"model", o.model.empty() ? o.shape : o.model}, {"policy", Json::parse(out.policy->to_json())}, {"dtype", o.dtype}, {"batch", o.batch}, {"length", o.length},
-           {"prompt", o.prompt}, {"page_size", o.page_size}, {"token_bytes", s.slot_bytes}, {"ragged", out.policy->trigger().ragged}, {"events", s.events},
-           {"first_event", s.events > 0 ? Json(s.first_event) : Json(nullptr)}, {"last_event", s.events > 0 ? Json(s.last_event) : Json(nullptr)}, {"layers", Json::array()}};
+  Json all{{"model", o.model.empty() ? o.shape : o.model},
+           {"policy", Json::parse(out.policy->to_json())},
+           {"dtype", o.dtype},
+           {"batch", o.batch},
+           {"length", o.length},
+           {"prompt", o.prompt},
+           {"page_size", o.page_size},
+           {"token_bytes", s.slot_bytes},
+           {"ragged", out.policy->trigger().ragged},
+           {"events", s.events},
+           {"first_event", s.events > 0 ? Json(s.first_event) : Json(nullptr)},
+           {"last_event", s.events > 0 ? Json(s.last_event) : Json(nullptr)},
+           {"layers", Json::array()}};
   for (std::size_t l = 0; l < s.layers.size(); ++l)
-    all["layers"].push_back({{"layer", l}, {"kind", kind_text(out.spec.layers[l].kind)}, {"full", slots_json(s.layers[l].full)}, {"peak", slots_json(s.layers[l].peak)},
+    all["layers"].push_back({{"layer", l},
+                             {"kind", kind_text(out.spec.layers[l].kind)},
+                             {"full", slots_json(s.layers[l].full)},
+                             {"peak", slots_json(s.layers[l].peak)},
                              {"kept", slots_json(s.layers[l].kept)}});
-  all["own"] = {{"positions", out.own.positions}, {"credit", out.own.credit}, {"tally", out.own.tally}, {"queries", out.own.queries}, {"statistics", out.own.statistics}, {"event", out.own.event},
+  all["own"] = {{"positions", out.own.positions},
+                {"credit", out.own.credit},
+                {"tally", out.own.tally},
+                {"queries", out.own.queries},
+                {"statistics", out.own.statistics},
+                {"event", out.own.event},
                 {"sum", out.own.sum()}};
   const auto totals = [&](std::int64_t n) -> Json {
-    return {{"full_bytes", s.full_bytes * n}, {"peak_bytes", s.peak_bytes * n}, {"kept_bytes", s.kept_bytes * n}, {"own_bytes", out.own.sum() * n}};
+    return {{"full_bytes", s.full_bytes * n},
+            {"peak_bytes", s.peak_bytes * n},
+            {"kept_bytes", s.kept_bytes * n},
+            {"own_bytes", out.own.sum() * n}};
   };
   all["sequence"] = totals(1);
   all["total"] = totals(o.batch);
@@ -177,16 +225,29 @@ std::string json(const Options& o, const Outcome& out) {
 
 // Layers, then one sequence, the batch, and what fits into the batch's full caches.
 std::string csv(const Options& o, const Outcome& out) {
-  Table table({{"what", ""}, {"layer", ""}, {"kind", ""}, {"sequences", ""}, {"full_slots", ""}, {"full_bytes", ""}, {"peak_slots_least", ""}, {"peak_slots_most", ""},
-               {"peak_bytes", ""}, {"kept_slots_least", ""}, {"kept_slots_most", ""}, {"kept_bytes", ""}, {"own_bytes", ""}});
+  Table table({{"what", ""},
+               {"layer", ""},
+               {"kind", ""},
+               {"sequences", ""},
+               {"full_slots", ""},
+               {"full_bytes", ""},
+               {"peak_slots_least", ""},
+               {"peak_slots_most", ""},
+               {"peak_bytes", ""},
+               {"kept_slots_least", ""},
+               {"kept_slots_most", ""},
+               {"kept_bytes", ""},
+               {"own_bytes", ""}});
   const Cell none(nullptr, "");
   for (std::size_t l = 0; l < out.sequence.layers.size(); ++l) {
     const LayerForecast& layer = out.sequence.layers[l];
-    table.add({"layer", static_cast<std::int64_t>(l), kind_text(out.spec.layers[l].kind), 1, layer.full.most, layer.full.bytes, layer.peak.least, layer.peak.most,
-               layer.peak.bytes, layer.kept.least, layer.kept.most, layer.kept.bytes, none});
+    table.add({"layer", static_cast<std::int64_t>(l), kind_text(out.spec.layers[l].kind), 1, layer.full.most,
+               layer.full.bytes, layer.peak.least, layer.peak.most, layer.peak.bytes, layer.kept.least, layer.kept.most,
+               layer.kept.bytes, none});
   }
   const auto total = [&](const char* what, std::int64_t n) {
-    table.add({what, none, none, n, none, out.sequence.full_bytes * n, none, none, out.sequence.peak_bytes * n, none, none, out.sequence.kept_bytes * n, out.own.sum() * n});
+    table.add({what, none, none, n, none, out.sequence.full_bytes * n, none, none, out.sequence.peak_bytes * n, none,
+               none, out.sequence.kept_bytes * n, out.own.sum() * n});
   };
   total("sequence", 1);
   total("batch", o.batch);
@@ -195,17 +256,25 @@ std::string csv(const Options& o, const Outcome& out) {
 }
 
 void run(const Options& o) {
-  KVKEEP_REQUIRE(o.prompt <= o.length, "--prompt: ", o.prompt, " tokens of a sequence of ", o.length, "; allowed at most --length");
+  KVKEEP_REQUIRE(o.prompt <= o.length, "--prompt: ", o.prompt, " tokens of a sequence of ", o.length,
+                 "; allowed at most --length");
   Outcome out{.spec = spec_of(o), .policy = PolicyText(o.policy).make(), .sequence = {}, .own = {}};
-  KVKEEP_REQUIRE_AS(Unsupported, !out.policy->narrows(), "plan: ", out.policy->name(), " narrows prompts, and what its layers hold follows from the text; allowed policies that decide behind prompts (kvkeep eval measures the others)");
-  KVKEEP_REQUIRE_AS(Unsupported, out.policy->memory() == nullptr, "plan: ", out.policy->name(), " folds, and what its spans take follows from the text; allowed policies that drop (kvkeep eval measures the others)");
+  KVKEEP_REQUIRE_AS(Unsupported, !out.policy->narrows(), "plan: ", out.policy->name(),
+                    " narrows prompts, and what its layers hold follows from the text; allowed policies that decide "
+                    "behind prompts (kvkeep eval measures the others)");
+  KVKEEP_REQUIRE_AS(Unsupported, out.policy->memory() == nullptr, "plan: ", out.policy->name(),
+                    " folds, and what its spans take follows from the text; allowed policies that drop (kvkeep eval "
+                    "measures the others)");
   const std::int32_t bytes = o.dtype == "f32" ? 4 : o.dtype == "8bit" ? 1 : 2;
-  const double most = static_cast<double>(out.spec.num_layers()) * out.spec.kv_heads * (out.spec.key_dim + out.spec.value_dim) * bytes *
-                      (static_cast<double>(o.length) + o.page_size) * o.batch;
-  KVKEEP_REQUIRE(most < 1e18, "--batch: the full caches of ", o.batch, " sequences would take more than 1e18 bytes; allowed less");
-  out.sequence = forecast(out.spec, *out.policy, {.prompt = o.prompt, .length = o.length, .element_bytes = bytes, .page_size = o.page_size});
+  const double most = static_cast<double>(out.spec.num_layers()) * out.spec.kv_heads *
+                      (out.spec.key_dim + out.spec.value_dim) * bytes * (static_cast<double>(o.length) + o.page_size) *
+                      o.batch;
+  KVKEEP_REQUIRE(most < 1e18, "--batch: the full caches of ", o.batch,
+                 " sequences would take more than 1e18 bytes; allowed less");
+  out.sequence = forecast(out.spec, *out.policy,
+                          {.prompt = o.prompt, .length = o.length, .element_bytes = bytes, .page_size = o.page_size});
   out.own = own_bytes(out.spec, *out.policy, out.sequence, std::max(bytes, 2));  // queries are never quantised
-  if (out.policy->trigger().never) out.own = {};  // an engine without kvkeep
+  if (out.policy->trigger().never) out.own = {};                                 // an engine without kvkeep
   const std::int64_t each = out.sequence.peak_bytes + out.own.sum();
   out.fits = each > 0 ? out.sequence.full_bytes * o.batch / each : 0;
   const std::string warning = warning_about(*out.policy);
@@ -219,15 +288,25 @@ Run add_plan(CLI::App& app) {
   CLI::App* sub = app.add_subcommand("plan", "memory under a policy, by layer and batch, from shapes alone");
   auto o = std::make_shared<Options>();
   CLI::Option_group* model = sub->add_option_group("model (one of)");
-  model->add_option("--model", o->model, "folder with a config.json (weights are not needed), or a GGUF file")->option_text("PATH");
-  model->add_option("--shape", o->shape, "qwen7b (28:28:4:128), llama8b (32:32:8:128), or your own")->option_text("NAME|L:HQ:HKV:D");
+  model->add_option("--model", o->model, "folder with a config.json (weights are not needed), or a GGUF file")
+      ->option_text("PATH");
+  model->add_option("--shape", o->shape, "qwen7b (28:28:4:128), llama8b (32:32:8:128), or your own")
+      ->option_text("NAME|L:HQ:HKV:D");
   model->require_option(1);
   sub->add_option("--policy", o->policy, kPolicyHelp)->required()->option_text("POLICY");
-  sub->add_option("--length", o->length, "tokens of a sequence, prompt and answer")->check(CLI::Range(1, 1 << 24))->option_text("N [32768]");
-  sub->add_option("--prompt", o->prompt, "how many of them are the prompt, cached in one step")->check(CLI::Range(0, 1 << 24))->option_text("N [0]");
+  sub->add_option("--length", o->length, "tokens of a sequence, prompt and answer")
+      ->check(CLI::Range(1, 1 << 24))
+      ->option_text("N [32768]");
+  sub->add_option("--prompt", o->prompt, "how many of them are the prompt, cached in one step")
+      ->check(CLI::Range(0, 1 << 24))
+      ->option_text("N [0]");
   sub->add_option("--batch", o->batch, "sequences")->check(CLI::Range(1, 1 << 20))->option_text("N [1]");
-  sub->add_option("--dtype", o->dtype, "of K and V")->check(CLI::IsMember({"f32", "f16", "bf16", "8bit"}))->option_text("f32|f16|bf16|8bit [bf16]");
-  sub->add_option("--page-size", o->page_size, "slots of a page; 1 for a dense cache")->check(CLI::Range(1, 1 << 20))->option_text("N [16]");
+  sub->add_option("--dtype", o->dtype, "of K and V")
+      ->check(CLI::IsMember({"f32", "f16", "bf16", "8bit"}))
+      ->option_text("f32|f16|bf16|8bit [bf16]");
+  sub->add_option("--page-size", o->page_size, "slots of a page; 1 for a dense cache")
+      ->check(CLI::Range(1, 1 << 20))
+      ->option_text("N [16]");
   o->output.add(*sub);
   sub->footer(kExamples);
   return [o] { run(*o); };

@@ -31,8 +31,14 @@ struct Options {
 
 // For programs: every policy, one line each.
 Table overview(const std::vector<PolicyInfo>& known) {
-  Table table({{"policy", "policy", false}, {"scorer", "scorer", false}, {"allocator", "allocator", false}, {"needs", "needs", false}, {"what", "what", false}, {"source", "source", false}});
-  for (const PolicyInfo& policy : known) table.add({policy.name, policy.scorer, policy.allocator, policy.needs, policy.what, policy.source});
+  Table table({{"policy", "policy", false},
+               {"scorer", "scorer", false},
+               {"allocator", "allocator", false},
+               {"needs", "needs", false},
+               {"what", "what", false},
+               {"source", "source", false}});
+  for (const PolicyInfo& policy : known)
+    table.add({policy.name, policy.scorer, policy.allocator, policy.needs, policy.what, policy.source});
   return table;
 }
 
@@ -40,7 +46,8 @@ Table overview(const std::vector<PolicyInfo>& known) {
 std::string survey(const std::vector<PolicyInfo>& known) {
   std::vector<std::string> allocators;
   for (const PolicyInfo& p : known)
-    if (!p.allocator.empty() && std::find(allocators.begin(), allocators.end(), p.allocator) == allocators.end()) allocators.push_back(p.allocator);
+    if (!p.allocator.empty() && std::find(allocators.begin(), allocators.end(), p.allocator) == allocators.end())
+      allocators.push_back(p.allocator);
   std::vector<Column> columns{{"policy", "policy", false}};
   for (const std::string& a : allocators) columns.push_back({a, a + "-", false});
   for (const char* c : {"needs", "what", "source"}) columns.push_back({c, c, false});
@@ -49,22 +56,31 @@ std::string survey(const std::vector<PolicyInfo>& known) {
     if (!p.allocator.empty() || p.narrows) continue;
     std::vector<Cell> row{p.name};
     for (const std::string& a : allocators)
-      row.emplace_back(std::any_of(known.begin(), known.end(), [&](const PolicyInfo& o) { return o.name == a + "-" + p.scorer; }) ? "yes" : "");
+      row.emplace_back(
+          std::any_of(known.begin(), known.end(), [&](const PolicyInfo& o) { return o.name == a + "-" + p.scorer; })
+              ? "yes"
+              : "");
     for (const std::string& cell : {p.needs, p.what, p.source}) row.emplace_back(cell);
     scorers.add(std::move(row));
   }
-  Table table({{"name", "name", false}, {"alone", "alone", false}, {"what", "what", false}, {"source", "source", false}});
+  Table table(
+      {{"name", "name", false}, {"alone", "alone", false}, {"what", "what", false}, {"source", "source", false}});
   for (const std::string& a : allocators) {
     const auto bare = std::find_if(known.begin(), known.end(), [&](const PolicyInfo& p) { return p.name == a; });
     const auto any = std::find_if(known.begin(), known.end(), [&](const PolicyInfo& p) { return p.allocator == a; });
-    table.add({a + "-<scorer>", bare == known.end() ? std::string("-") : text("`", a, "` is ", a, "-", bare->scorer), any->what.substr(0, any->what.rfind(": ")),
-               any->source.substr(0, any->source.find(", over "))});
+    table.add({a + "-<scorer>", bare == known.end() ? std::string("-") : text("`", a, "` is ", a, "-", bare->scorer),
+               any->what.substr(0, any->what.rfind(": ")), any->source.substr(0, any->source.find(", over "))});
   }
   Table prompts({{"policy", "policy", false}, {"what", "what", false}, {"source", "source", false}});
   for (const PolicyInfo& p : known)
     if (p.narrows) prompts.add({p.name, p.what, p.source});
-  return text("Keys and values every policy may read. A \"yes\" says that the name with that prefix is a policy too, `ams-tova` for one.\n\n", scorers.markdown(), "\n", table.markdown(),
-              "\nOn prompts while they run, layer by layer; any policy above may decide behind them (`asl,budget=2048+ams-tova,budget=1024`):\n\n", prompts.markdown());
+  return text(
+      "Keys and values every policy may read. A \"yes\" says that the name with that prefix is a policy too, "
+      "`ams-tova` for one.\n\n",
+      scorers.markdown(), "\n", table.markdown(),
+      "\nOn prompts while they run, layer by layer; any policy above may decide behind them "
+      "(`asl,budget=2048+ams-tova,budget=1024`):\n\n",
+      prompts.markdown());
 }
 
 Table options_of(const std::vector<PolicyInfo>& shown) {
@@ -83,10 +99,15 @@ Table options_of(const std::vector<PolicyInfo>& shown) {
 }
 
 std::string page(const PolicyInfo& policy) {
-  std::string out = text(policy.name, ": ", policy.what, "\nSource: ", policy.source, "\nNeeds:  ", policy.needs.empty() ? "nothing" : policy.needs, "\n");
+  std::string out = text(policy.name, ": ", policy.what, "\nSource: ", policy.source,
+                         "\nNeeds:  ", policy.needs.empty() ? "nothing" : policy.needs, "\n");
   if (policy.options.empty()) return out + "No options.\n";
-  Table table({{"option", "option", false}, {"default", "default", false}, {"allowed", "allowed", false}, {"what", "what", false}});
-  for (const OptionInfo& option : policy.options) table.add({option.name, option.fallback, option.allowed, option.what});
+  Table table({{"option", "option", false},
+               {"default", "default", false},
+               {"allowed", "allowed", false},
+               {"what", "what", false}});
+  for (const OptionInfo& option : policy.options)
+    table.add({option.name, option.fallback, option.allowed, option.what});
   return out + "\n" + table.markdown();
 }
 
@@ -99,7 +120,8 @@ void run(const Options& o) {
     if (o.name.empty() || policy.name == o.name) shown.push_back(policy);
   }
   KVKEEP_REQUIRE(!shown.empty(), "policies: there is no policy \"", o.name, "\"; allowed ", names);
-  if (o.output.format != Format::md) return print((o.name.empty() && !o.all ? overview(known) : options_of(shown)).text(o.output.format));
+  if (o.output.format != Format::md)
+    return print((o.name.empty() && !o.all ? overview(known) : options_of(shown)).text(o.output.format));
   if (o.name.empty() && !o.all) return print(survey(known));
   std::string out;
   for (const PolicyInfo& policy : shown) out += (out.empty() ? "" : "\n") + page(policy);

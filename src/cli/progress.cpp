@@ -7,7 +7,8 @@
 
 namespace kvkeep::cli {
 
-Progress::Progress(std::int64_t total, bool quiet) : total_(total), shown_(total > 0 && !quiet && ::isatty(STDERR_FILENO) == 1) {}
+Progress::Progress(std::int64_t total, bool quiet)
+    : total_(total), shown_(total > 0 && !quiet && ::isatty(STDERR_FILENO) == 1) {}
 
 void Progress::advance(std::int64_t done) {
   done_ += done;
@@ -22,9 +23,11 @@ void Progress::draw() {
   const double share = std::min(1.0, static_cast<double>(done_) / static_cast<double>(total_));
   const double elapsed = std::chrono::duration<double>(Clock::now() - start_).count();
   const int full = static_cast<int>(share * kWidth);
-  const std::string bar = std::string(static_cast<std::size_t>(full), '#') + std::string(static_cast<std::size_t>(kWidth - full), '.');
+  const std::string bar =
+      std::string(static_cast<std::size_t>(full), '#') + std::string(static_cast<std::size_t>(kWidth - full), '.');
   const int left = share > 0 ? static_cast<int>(elapsed / share - elapsed + 0.5) : 0;
-  std::fprintf(stderr, "\r\033[K[%s] %3.0f %%  %d:%02d left  %s", bar.c_str(), 100 * share, left / 60, left % 60, label_.c_str());
+  std::fprintf(stderr, "\r\033[K[%s] %3.0f %%  %d:%02d left  %s", bar.c_str(), 100 * share, left / 60, left % 60,
+               label_.c_str());
   std::fflush(stderr);
   drawn_ = true;
 }

@@ -47,25 +47,33 @@ fs::path model_from(const Options& o) {
   const fs::path out = fs::absolute(o.out, error);
   const fs::path folder = error ? fs::path() : fs::absolute(o.model.folder, error);
   fs::path model = error ? fs::path() : fs::proximate(folder, out.parent_path(), error);
-  KVKEEP_REQUIRE(!error, "record: the way from the folder of '", o.out, "' to '", o.model.folder, "' is not known (", error.message(), "); allowed folders that are there");
-  KVKEEP_REQUIRE(io::is_utf8(model.string()), "record: the trace would name its checkpoint '", model.string(), "', which is not UTF-8; allowed a path in UTF-8");
+  KVKEEP_REQUIRE(!error, "record: the way from the folder of '", o.out, "' to '", o.model.folder, "' is not known (",
+                 error.message(), "); allowed folders that are there");
+  KVKEEP_REQUIRE(io::is_utf8(model.string()), "record: the trace would name its checkpoint '", model.string(),
+                 "', which is not UTF-8; allowed a path in UTF-8");
   return model;
 }
 
-trace::Result event_of(const Options& o, lm::Decoder& decoder, const PromptOptions::Prompt& prompt, std::unique_ptr<KVPolicy> policy) {
+trace::Result event_of(const Options& o, lm::Decoder& decoder, const PromptOptions::Prompt& prompt,
+                       std::unique_ptr<KVPolicy> policy) {
   lm::Request request{.prompt = prompt.ids};
   if (o.forced) {
     KVKEEP_REQUIRE(prompt.sample.has_value(), "record: --forced feeds a task's own trace; allowed with --task");
     request = lm::Request(forced_request(*prompt.sample));
-    KVKEEP_REQUIRE(o.step < request.new_tokens, "record: --event ", o.step, " is behind the trace of the sample; allowed 1 to ",
-            request.new_tokens - 1);
+    KVKEEP_REQUIRE(o.step < request.new_tokens, "record: --event ", o.step,
+                   " is behind the trace of the sample; allowed 1 to ", request.new_tokens - 1);
   } else {
     const Trigger trigger = policy->trigger();
     const ModelSpec& spec = decoder.spec();
-    const std::int64_t slot_bytes = (spec.key_dim + spec.value_dim) * static_cast<std::int64_t>(spec.full_layers().size()) * spec.kv_heads * static_cast<std::int64_t>(c10::elementSize(o.model.dtype()));
-    const std::int64_t due = trigger.never ? 1 : trigger.first_event(static_cast<std::int64_t>(prompt.ids.size()), slot_bytes, 1 << 20);
-    KVKEEP_REQUIRE(o.step > 0 || !trigger.never, "record: policy full never decides; allowed with --event STEP, or name an evicting --policy");
-    request.new_tokens = o.new_tokens > 0 ? o.new_tokens : static_cast<std::int32_t>(std::max<std::int64_t>({due, o.step, 1})) + 1;
+    const std::int64_t slot_bytes = (spec.key_dim + spec.value_dim) *
+                                    static_cast<std::int64_t>(spec.full_layers().size()) * spec.kv_heads *
+                                    static_cast<std::int64_t>(c10::elementSize(o.model.dtype()));
+    const std::int64_t due =
+        trigger.never ? 1 : trigger.first_event(static_cast<std::int64_t>(prompt.ids.size()), slot_bytes, 1 << 20);
+    KVKEEP_REQUIRE(o.step > 0 || !trigger.never,
+                   "record: policy full never decides; allowed with --event STEP, or name an evicting --policy");
+    request.new_tokens =
+        o.new_tokens > 0 ? o.new_tokens : static_cast<std::int32_t>(std::max<std::int64_t>({due, o.step, 1})) + 1;
   }
   const lm::EventRecording recording{
       .step = o.step > 0 ? std::optional(o.step) : std::nullopt, .queries = o.queries, .cache_dtype = o.model.dtype()};
@@ -78,7 +86,7 @@ trace::Result record(const Options& o) {
   lm::Decoder decoder = o.model.open();
   for (std::size_t i = 0; i < prompt.ids.size(); ++i)
     KVKEEP_REQUIRE(prompt.ids[i] < decoder.config().vocab, "record: token id ", prompt.ids[i], " at place ", i,
-            " is outside the vocabulary; allowed 0 to ", decoder.config().vocab - 1);
+                   " is outside the vocabulary; allowed 0 to ", decoder.config().vocab - 1);
   if (o.kind == "event") return event_of(o, decoder, prompt, std::move(policy));
   if (o.kind == "prefill") return lm::record_prefill(decoder, prompt.ids, o.window);
   const std::int32_t new_tokens = o.new_tokens > 0 ? o.new_tokens : 32;
@@ -95,7 +103,11 @@ void run(const Options& o) {
   std::int64_t bytes = 0;
   for (const auto& [name, tensor] : trace.tensors) bytes += static_cast<std::int64_t>(tensor.nbytes());
   const auto step = trace.metadata.find("step");
-  Table table({{"kind", "kind", false}, {"step", "step"}, {"tensors", "tensors"}, {"bytes", "bytes"}, {"trace", "trace", false}});
+  Table table({{"kind", "kind", false},
+               {"step", "step"},
+               {"tensors", "tensors"},
+               {"bytes", "bytes"},
+               {"trace", "trace", false}});
   table.add({o.kind, step == trace.metadata.end() ? Cell(nullptr, "-") : Cell(std::int64_t{std::stoll(step->second)}),
              static_cast<std::int64_t>(trace.tensors.size()), bytes_cell(bytes), o.out});
   if (o.output.format == Format::json)
@@ -115,17 +127,22 @@ Run add_record(CLI::App& app) {
       ->check(CLI::IsMember({"event", "prefill", "decoder", "generate"}))
       ->option_text("event|prefill|decoder|generate [event]");
   sub->add_flag_callback("--prefill", [o] { o->kind = "prefill"; }, "the same as --kind prefill");
-  sub->add_option("--policy", o->policy, std::string("event: what runs before and decides when one is due; ") + kPolicyHelp)
+  sub->add_option("--policy", o->policy,
+                  std::string("event: what runs before and decides when one is due; ") + kPolicyHelp)
       ->option_text("POLICY [full]");
   sub->add_option("--event", o->step, "event: after which decode step; without it the first at which the policy is due")
       ->check(CLI::Range(1, 1 << 24))
       ->option_text("STEP");
   sub->add_flag("--forced", o->forced, "event: feed the task's own trace instead of the model's tokens");
-  sub->add_option("--queries", o->queries, "event: newest queries to keep")->check(CLI::Range(1, 1 << 20))->option_text("N [256]");
+  sub->add_option("--queries", o->queries, "event: newest queries to keep")
+      ->check(CLI::Range(1, 1 << 20))
+      ->option_text("N [256]");
   sub->add_option("--window", o->window, "prefill: newest queries to keep; 0 keeps all")
       ->check(CLI::Range(0, 1 << 24))
       ->option_text("N [0]");
-  sub->add_option("--max-new-tokens", o->new_tokens, "tokens to predict")->check(CLI::Range(1, 1 << 24))->option_text("N");
+  sub->add_option("--max-new-tokens", o->new_tokens, "tokens to predict")
+      ->check(CLI::Range(1, 1 << 24))
+      ->option_text("N");
   sub->add_option("--out", o->out, "the trace file to write (safetensors)")->required()->option_text("FILE");
   o->output.add(*sub);
   sub->footer(kExamples);

@@ -49,7 +49,8 @@ std::string known_kind(const io::SafetensorsFile& file) {
   constexpr const char* kReplayed = "this build replays event, prefill, decoder, generate, span and span_train";
   const std::string kind = trace::kind_of(file);
   constexpr std::string_view kKinds[] = {"event", "prefill", "decoder", "generate", "span", "span_train"};
-  KVKEEP_REQUIRE(std::ranges::find(kKinds, kind) != std::end(kKinds), file.where(), ": a trace of kind \"", io::shortened(kind), "\" is not known; ", kReplayed);
+  KVKEEP_REQUIRE(std::ranges::find(kKinds, kind) != std::end(kKinds), file.where(), ": a trace of kind \"",
+                 io::shortened(kind), "\" is not known; ", kReplayed);
   return kind;
 }
 
@@ -67,17 +68,22 @@ trace::Result replay(const std::string& kind, const io::SafetensorsFile& file, c
 std::string ranks_json(const io::SafetensorsFile& file, const KVPolicy& policy, const trace::Result& result) {
   const auto* asl = dynamic_cast<const Asl*>(&policy);
   const AslOptions observed = asl == nullptr ? AslOptions{} : asl->options();
-  nlohmann::ordered_json json{{"kvkeep_ranks", 1}, {"policy", nlohmann::ordered_json::parse(policy.to_json())}, {"window", observed.selector.window}};
+  nlohmann::ordered_json json{{"kvkeep_ranks", 1},
+                              {"policy", nlohmann::ordered_json::parse(policy.to_json())},
+                              {"window", observed.selector.window}};
   for (const auto& [name, tensor] : result.tensors) {
     if (name == "selection_layer") json[name] = *tensor.const_data_ptr<std::int32_t>();
-    if (name == "tokens") json["going_on"] = std::vector<std::int32_t>(tensor.const_data_ptr<std::int32_t>(), tensor.const_data_ptr<std::int32_t>() + tensor.numel());
+    if (name == "tokens")
+      json["going_on"] = std::vector<std::int32_t>(tensor.const_data_ptr<std::int32_t>(),
+                                                   tensor.const_data_ptr<std::int32_t>() + tensor.numel());
     if (name != "relative_variance") continue;
     for (std::int64_t l = 0; l < tensor.numel(); ++l) {
       const double x = tensor.const_data_ptr<double>()[l];
       json[name].push_back(std::isnan(x) ? nlohmann::ordered_json(nullptr) : nlohmann::ordered_json(x));
     }
   }
-  json["ranks"] = trace::prompt_ranks(file, {.window = observed.selector.window, .pool = observed.pool, .kind = observed.pooling});
+  json["ranks"] =
+      trace::prompt_ranks(file, {.window = observed.selector.window, .pool = observed.pool, .kind = observed.pooling});
   return io::written(json) + "\n";
 }
 
@@ -85,11 +91,13 @@ void run(const Options& o) {
   require_folder_of(o.out, "--out");
   if (!o.ranks.empty()) {
     require_folder_of(o.ranks, "--ranks");
-    KVKEEP_REQUIRE(!is_same_file(o.out, o.ranks), "replay: --out and --ranks both name '", o.ranks, "'; allowed two files");
+    KVKEEP_REQUIRE(!is_same_file(o.out, o.ranks), "replay: --out and --ranks both name '", o.ranks,
+                   "'; allowed two files");
   }
   const io::SafetensorsFile file = io::SafetensorsFile::open(o.trace);
   const std::string kind = known_kind(file);
-  KVKEEP_REQUIRE(o.ranks.empty() || kind == "prefill", "replay: --ranks of a trace of kind \"", kind, "\"; allowed with a prefill trace");
+  KVKEEP_REQUIRE(o.ranks.empty() || kind == "prefill", "replay: --ranks of a trace of kind \"", kind,
+                 "\"; allowed with a prefill trace");
   set_threads(o.threads);
   std::unique_ptr<KVPolicy> policy = PolicyText(o.policy).make_untold();
   const std::string name(policy->name()), warning = o.output.quiet ? "" : warning_about(*policy);
@@ -110,8 +118,8 @@ void run(const Options& o) {
                {"result", "result", false}});
   const auto dropped = result.metadata.find("slots_dropped");
   table.add({kind, name, static_cast<std::int64_t>(result.tensors.size()),
-             dropped == result.metadata.end() ? std::int64_t{0} : std::int64_t{std::stoll(dropped->second)}, real_cell(seconds * 1000, 2),
-             o.out});
+             dropped == result.metadata.end() ? std::int64_t{0} : std::int64_t{std::stoll(dropped->second)},
+             real_cell(seconds * 1000, 2), o.out});
   if (o.output.format == Format::json)
     print(io::written(table.json().front()) + "\n");
   else
@@ -126,8 +134,11 @@ Run add_replay(CLI::App& app) {
   sub->add_option("trace", o->trace, "a trace file (docs/trace-format.md)")->required()->option_text("TRACE");
   sub->add_option("--policy", o->policy, kPolicyHelp)->required()->option_text("POLICY");
   sub->add_option("--out", o->out, "where the result goes (safetensors)")->required()->option_text("FILE");
-  sub->add_option("--ranks", o->ranks, "prefill: write the ranks of every layer, for examples/plot_ranks.py")->option_text("FILE.json");
-  sub->add_option("--threads", o->threads, "CPU threads; 0 takes what LibTorch takes")->check(CLI::Range(0, 4096))->option_text("N [0]");
+  sub->add_option("--ranks", o->ranks, "prefill: write the ranks of every layer, for examples/plot_ranks.py")
+      ->option_text("FILE.json");
+  sub->add_option("--threads", o->threads, "CPU threads; 0 takes what LibTorch takes")
+      ->check(CLI::Range(0, 4096))
+      ->option_text("N [0]");
   o->output.add(*sub);
   sub->footer(kExamples);
   return [o] { run(*o); };

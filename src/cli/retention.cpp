@@ -44,7 +44,8 @@ lm::TaskSample asked_in_the_prompt(lm::TaskSample sample, std::int32_t look_ups)
     end = i + 1;
     --look_ups;
   }
-  KVKEEP_REQUIRE(first > 0, "retrieval: the sample asks nothing behind its prompt of ", sample.prompt_length, " tokens; allowed a longer --length");
+  KVKEEP_REQUIRE(first > 0, "retrieval: the sample asks nothing behind its prompt of ", sample.prompt_length,
+                 " tokens; allowed a longer --length");
   sample.prompt_length = static_cast<std::int32_t>(first);
   sample.ids.resize(end);
   sample.target.resize(end);
@@ -84,8 +85,10 @@ Json retention_json(const RetentionAbout& about, const ModelSpec& spec, const lm
       if (r % static_cast<std::size_t>(spec.kv_heads) == 0) kept.push_back(Json::array());
       kept.back().push_back(event.positions[r]);
     }
-    json["events"].push_back(
-        {{"step", event.step}, {"length_before", event.length_before}, {"length_after", event.length_after}, {"kept", kept}});
+    json["events"].push_back({{"step", event.step},
+                              {"length_before", event.length_before},
+                              {"length_after", event.length_after},
+                              {"kept", kept}});
   }
   return json;
 }

@@ -18,7 +18,8 @@ struct RunCost {
   std::vector<double> first_token_seconds;  // [samples]
   std::int64_t samples_folded = 0, far_bytes = 0, moved_bytes = 0;
   ReadCounts reads;
-  std::int64_t prompts_selected = 0, layers_selected = 0, tokens_going_on = 0, prompts_narrowed = 0;  // sums over samples
+  std::int64_t prompts_selected = 0, layers_selected = 0, tokens_going_on = 0,
+               prompts_narrowed = 0;  // sums over samples
 
   void add(const lm::Completion& done) {
     peak_bytes = std::max(peak_bytes, done.peak_bytes);
@@ -43,7 +44,9 @@ struct RunCost {
     reads += totals.reads;
   }
 
-  [[nodiscard]] double tokens_per_second() const { return decode_seconds > 0 ? static_cast<double>(decoded_tokens) / decode_seconds : std::nan(""); }
+  [[nodiscard]] double tokens_per_second() const {
+    return decode_seconds > 0 ? static_cast<double>(decoded_tokens) / decode_seconds : std::nan("");
+  }
   [[nodiscard]] double median_first_token_ms() const {
     std::vector<double> sorted = first_token_seconds;
     std::sort(sorted.begin(), sorted.end());
@@ -53,19 +56,28 @@ struct RunCost {
   // Layer of the selection and tokens that go on, of prompts that were narrowed.
   static std::vector<Column> narrowing_columns() { return {{"selection_layer", "layer"}, {"going_on", "go on"}}; }
   [[nodiscard]] std::vector<Cell> narrowing_cells(int digits = 0) const {
-    return {real_cell(mean(layers_selected, prompts_selected), digits + 1), real_cell(mean(tokens_going_on, prompts_narrowed), digits)};
+    return {real_cell(mean(layers_selected, prompts_selected), digits + 1),
+            real_cell(mean(tokens_going_on, prompts_narrowed), digits)};
   }
 
-  // Bytes far at the end of a sample; spans that a query opens, and tokens in them; bytes that a decoded token brings near.
-  static std::vector<Column> folding_columns() { return {{"far_bytes", "far"}, {"opened", "opened"}, {"tokens_opened", "tokens opened"}, {"moved_bytes", "moved"}}; }
+  // Bytes far at the end of a sample; spans that a query opens, and tokens in them; bytes that a decoded token brings
+  // near.
+  static std::vector<Column> folding_columns() {
+    return {{"far_bytes", "far"}, {"opened", "opened"}, {"tokens_opened", "tokens opened"}, {"moved_bytes", "moved"}};
+  }
   [[nodiscard]] std::vector<Cell> folding_cells(int digits = 1) const {
-    return {mean_bytes_cell(mean(far_bytes, samples_folded)), real_cell(reads.a_query(reads.zooms), digits + 1), real_cell(reads.a_query(reads.tokens), digits),
+    return {mean_bytes_cell(mean(far_bytes, samples_folded)), real_cell(reads.a_query(reads.zooms), digits + 1),
+            real_cell(reads.a_query(reads.tokens), digits),
             mean_bytes_cell(samples_folded == 0 ? std::nan("") : mean(moved_bytes, decoded_tokens))};
   }
 
  private:
-  static double mean(std::int64_t sum, std::int64_t count) { return count == 0 ? std::nan("") : static_cast<double>(sum) / static_cast<double>(count); }
-  static Cell mean_bytes_cell(double bytes) { return std::isnan(bytes) ? real_cell(bytes, 0) : bytes_cell(std::llround(bytes)); }
+  static double mean(std::int64_t sum, std::int64_t count) {
+    return count == 0 ? std::nan("") : static_cast<double>(sum) / static_cast<double>(count);
+  }
+  static Cell mean_bytes_cell(double bytes) {
+    return std::isnan(bytes) ? real_cell(bytes, 0) : bytes_cell(std::llround(bytes));
+  }
 };
 
 }  // namespace kvkeep::cli

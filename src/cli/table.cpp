@@ -76,12 +76,15 @@ std::string Table::markdown() const {
   }
   std::ostringstream out;
   out << "|";
-  for (std::size_t c = 0; c < columns_.size(); ++c) out << " " << padded(columns_[c].title, widths[c], columns_[c].number) << " |";
+  for (std::size_t c = 0; c < columns_.size(); ++c)
+    out << " " << padded(columns_[c].title, widths[c], columns_[c].number) << " |";
   out << "\n|";
-  for (std::size_t c = 0; c < columns_.size(); ++c) out << std::string(widths[c] + 1, '-') << (columns_[c].number ? ":|" : "-|");
+  for (std::size_t c = 0; c < columns_.size(); ++c)
+    out << std::string(widths[c] + 1, '-') << (columns_[c].number ? ":|" : "-|");
   for (const auto& row : rows_) {
     out << "\n|";
-    for (std::size_t c = 0; c < row.size(); ++c) out << " " << padded(row[c].shown, widths[c], columns_[c].number) << " |";
+    for (std::size_t c = 0; c < row.size(); ++c)
+      out << " " << padded(row[c].shown, widths[c], columns_[c].number) << " |";
   }
   out << "\n";
   return out.str();

@@ -31,12 +31,18 @@ std::string visible(std::string_view piece) {
     const auto byte = static_cast<unsigned char>(piece[i]);
     const std::size_t length = byte < 0x80 ? 1 : byte >= 0xF0 ? 4 : byte >= 0xE0 ? 3 : byte >= 0xC2 ? 2 : 0;
     bool whole = length > 0 && i + length <= piece.size();
-    for (std::size_t k = 1; whole && k < length; ++k) whole = (static_cast<unsigned char>(piece[i + k]) & 0xC0U) == 0x80U;
-    if (byte == '\n') shown += "\\n";
-    else if (byte == '\r') shown += "\\r";
-    else if (byte == '\t') shown += "\\t";
-    else if (whole && byte >= 0x20 && byte != 0x7F) shown.append(piece.substr(i, length));
-    else shown += {'<', '0', 'x', kDigits[byte >> 4U], kDigits[byte & 15U], '>'};
+    for (std::size_t k = 1; whole && k < length; ++k)
+      whole = (static_cast<unsigned char>(piece[i + k]) & 0xC0U) == 0x80U;
+    if (byte == '\n')
+      shown += "\\n";
+    else if (byte == '\r')
+      shown += "\\r";
+    else if (byte == '\t')
+      shown += "\\t";
+    else if (whole && byte >= 0x20 && byte != 0x7F)
+      shown.append(piece.substr(i, length));
+    else
+      shown += {'<', '0', 'x', kDigits[byte >> 4U], kDigits[byte & 15U], '>'};
     i += whole ? length : 1;
   }
   return shown;
@@ -49,9 +55,11 @@ void run(const Options& o) {
   Table table({{"place", "place"}, {"id", "id"}, {"piece", "piece", false}, {"special", "special", false}});
   for (std::size_t i = 0; i < prompt.ids.size(); ++i) {
     const std::int32_t id = prompt.ids[i];
-    KVKEEP_REQUIRE(id < tokenizer.vocab_size(), "tokens: there is no token ", id, "; allowed 0 to ", tokenizer.vocab_size() - 1);
+    KVKEEP_REQUIRE(id < tokenizer.vocab_size(), "tokens: there is no token ", id, "; allowed 0 to ",
+                   tokenizer.vocab_size() - 1);
     const std::string piece = visible(tokenizer.piece(id));
-    table.add({static_cast<std::int64_t>(i), id, Cell(piece, text("`", piece, "`")), Cell(tokenizer.is_special(id), tokenizer.is_special(id) ? "yes" : "")});
+    table.add({static_cast<std::int64_t>(i), id, Cell(piece, text("`", piece, "`")),
+               Cell(tokenizer.is_special(id), tokenizer.is_special(id) ? "yes" : "")});
   }
   print(table.text(o.output.format));
 }
@@ -61,7 +69,9 @@ void run(const Options& o) {
 Run add_tokens(CLI::App& app) {
   CLI::App* sub = app.add_subcommand("tokens", "text as a model's tokenizer sees it: ids and pieces");
   auto o = std::make_shared<Options>();
-  sub->add_option("--model", o->model, "a GGUF file, or a folder with tokenizer.json")->required()->option_text("FILE|DIR");
+  sub->add_option("--model", o->model, "a GGUF file, or a folder with tokenizer.json")
+      ->required()
+      ->option_text("FILE|DIR");
   o->prompt.add(*sub);
   o->output.add(*sub);
   sub->footer(kExamples);

@@ -11,13 +11,16 @@
 
 namespace kvkeep::cli {
 
-Watch::Watch(const ModelSpec& spec, std::int64_t traced) : spec_(spec), traced_(traced), diagnostics_({.layers = spec.num_layers()}) {}
+Watch::Watch(const ModelSpec& spec, std::int64_t traced)
+    : spec_(spec), traced_(traced), diagnostics_({.layers = spec.num_layers()}) {}
 
 void Watch::see(const lm::EventSight& sight) {
   const RowTable& table = sight.plan.table;
   const Decision& decision = sight.plan.decision;
   if (!decision.keep) return;
-  const float* mass = decision.allotment && decision.allotment->mass.data.defined() ? decision.allotment->mass.data.const_data_ptr<float>() : nullptr;
+  const float* mass = decision.allotment && decision.allotment->mass.data.defined()
+                          ? decision.allotment->mass.data.const_data_ptr<float>()
+                          : nullptr;
   std::deque<std::vector<std::int32_t>> kept;
   std::map<SequenceId, std::vector<report::RowEvent>> events;
   for (std::size_t r = 0; r < table.rows.size(); ++r) {
@@ -52,7 +55,9 @@ void Watch::end() {
 }
 
 FullRun::FullRun(lm::Decoder& decoder, const lm::TaskSample& sample)
-    : spec_(decoder.spec()), tokens_(static_cast<std::int32_t>(sample.ids.size()) - 1), cache_(decoder.make_cache(1, tokens_)) {
+    : spec_(decoder.spec()),
+      tokens_(static_cast<std::int32_t>(sample.ids.size()) - 1),
+      cache_(decoder.make_cache(1, tokens_)) {
   const std::vector<std::int32_t> full_layers = spec_.full_layers();
   std::vector<std::int32_t> positions(static_cast<std::size_t>(tokens_));
   std::iota(positions.begin(), positions.end(), 0);
@@ -83,7 +88,8 @@ void FullRun::compare(const std::vector<KeptRows>& events, report::Diagnostics& 
   const std::vector<std::int32_t> full_layers = spec_.full_layers();
   const std::int32_t first = events.front().next_position, kv_heads = spec_.kv_heads, group = spec_.group();
   const std::int64_t dim = spec_.key_dim, queries = std::max(0, tokens_ - first);
-  std::vector<std::vector<report::QueryLoss>> losses(full_layers.size() * static_cast<std::size_t>(kv_heads));  // [row] [query, head of the group]
+  std::vector<std::vector<report::QueryLoss>> losses(
+      full_layers.size() * static_cast<std::size_t>(kv_heads));  // [row] [query, head of the group]
   at::parallel_for(0, static_cast<std::int64_t>(losses.size()), 1, [&](std::int64_t begin, std::int64_t end) {
     std::vector<double> scratch;
     for (std::int64_t r = begin; r < end; ++r) {
@@ -102,7 +108,8 @@ void FullRun::compare(const std::vector<KeptRows>& events, report::Diagnostics& 
         while (event + 1 < events.size() && events[event + 1].next_position <= t) ++event;
         for (std::int64_t g = 0; g < group; ++g) {
           const float* query = queries_[layer].data() + (t * std::int64_t{spec_.query_heads} + head * group + g) * dim;
-          losses[index].push_back(report::query_loss(row, query, t + 1, events[event].rows[index], events[event].next_position, spec_.scale(), scratch));
+          losses[index].push_back(report::query_loss(row, query, t + 1, events[event].rows[index],
+                                                     events[event].next_position, spec_.scale(), scratch));
         }
       }
     }
@@ -110,7 +117,9 @@ void FullRun::compare(const std::vector<KeptRows>& events, report::Diagnostics& 
   for (std::size_t r = 0; r < losses.size(); ++r)
     for (std::int64_t i = 0; i < queries * group; ++i)
       to.add_query(full_layers[r / static_cast<std::size_t>(kv_heads)],
-                   static_cast<std::int32_t>(r % static_cast<std::size_t>(kv_heads)) * group + static_cast<std::int32_t>(i % group), losses[r][static_cast<std::size_t>(i)]);
+                   static_cast<std::int32_t>(r % static_cast<std::size_t>(kv_heads)) * group +
+                       static_cast<std::int32_t>(i % group),
+                   losses[r][static_cast<std::size_t>(i)]);
 }
 
 void OutputWatch::see(const lm::EventSight& sight) {
@@ -125,7 +134,8 @@ void OutputWatch::see(const lm::AttentionSight& sight) {
   for (std::size_t i = 0; i < sight.sequences.size(); ++i) {
     const SequenceId id = sight.sequences[i];
     for (std::int32_t t = layer.indptr[i]; t < layer.indptr[i + 1]; ++t) {
-      const std::span<const float> full = runs_[static_cast<std::size_t>(id)].output(static_cast<std::size_t>(place - full_layers_.begin()), layer.positions[static_cast<std::size_t>(t)]);
+      const std::span<const float> full = runs_[static_cast<std::size_t>(id)].output(
+          static_cast<std::size_t>(place - full_layers_.begin()), layer.positions[static_cast<std::size_t>(t)]);
       float* out = sight.attended.out.data_ptr<float>() + t * heads * dim;
       for (std::int64_t h = 0; cut_.contains(id) && h < heads; ++h) {
         report::QueryLoss loss{.held = std::numeric_limits<double>::quiet_NaN()};

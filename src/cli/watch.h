@@ -40,8 +40,8 @@ class Watch {
   std::map<SequenceId, bool> open_;
 };
 
-// A sample's own tokens through the model, nothing dropped: keys, values, queries and attention outputs of every full layer, f32.
-// Memory: (Hq + Hkv) * (D + Dv) * 4 bytes a token and layer.
+// A sample's own tokens through the model, nothing dropped: keys, values, queries and attention outputs of every full
+// layer, f32. Memory: (Hq + Hkv) * (D + Dv) * 4 bytes a token and layer.
 class FullRun {
  public:
   FullRun(lm::Decoder& decoder, const lm::TaskSample& sample);
@@ -63,12 +63,14 @@ class FullRun {
   std::vector<std::vector<float>> outputs_;  // [full layers] [tokens, Hq, Dv]
 };
 
-// What attention loses where spans fold: each layer of a run that is fed the samples' own tokens, against the full runs. Once a layer is compared it is put right, so that the layers behind have the full run's
-// query, keys and values: the loss of one row, as FullRun::compare tells it of kept slots.
+// What attention loses where spans fold: each layer of a run that is fed the samples' own tokens, against the full
+// runs. Once a layer is compared it is put right, so that the layers behind have the full run's query, keys and values:
+// the loss of one row, as FullRun::compare tells it of kept slots.
 class OutputWatch {
  public:
   // Sequence i against runs[i]. All three must outlive the watch.
-  OutputWatch(const ModelSpec& spec, std::span<const FullRun> runs, report::Diagnostics& to) : full_layers_(spec.full_layers()), runs_(runs), to_(to) {}
+  OutputWatch(const ModelSpec& spec, std::span<const FullRun> runs, report::Diagnostics& to)
+      : full_layers_(spec.full_layers()), runs_(runs), to_(to) {}
 
   void see(const lm::EventSight& sight);
   void see(const lm::AttentionSight& sight);

@@ -16,7 +16,8 @@ namespace cpu {
 namespace {
 
 /// Marks the `count` best unmarked slots of all rows together: by score, then the lower row, then the larger slot.
-void mark_best_of_all(std::span<const Row> rows, std::int64_t count, const float* scores, std::vector<std::uint64_t>& keys, std::uint8_t* marks) {
+void mark_best_of_all(std::span<const Row> rows, std::int64_t count, const float* scores,
+                      std::vector<std::uint64_t>& keys, std::uint8_t* marks) {
   if (count <= 0) return;
   const auto order_of = [&](std::int64_t at) { return rank_key(scores[at], 0) >> 32; };
   const std::int64_t slots = rows.back().first + rows.back().length - rows.front().first;
@@ -52,13 +53,16 @@ void due_together(const Evidence& evidence, std::vector<RowLimit>& rows) {
   }
 }
 
-void mark_best(std::span<const float> scores, std::int32_t count, std::vector<std::uint64_t>& keys, std::uint8_t* marks) {
+void mark_best(std::span<const float> scores, std::int32_t count, std::vector<std::uint64_t>& keys,
+               std::uint8_t* marks) {
   if (count <= 0) return;
   keys.clear();
   for (std::size_t t = 0; t < scores.size(); ++t)
     if (marks[t] == 0) keys.push_back(rank_key(scores[t], static_cast<std::int32_t>(t)));
   const auto wanted = std::min<std::size_t>(static_cast<std::size_t>(count), keys.size());
-  if (wanted < keys.size()) std::nth_element(keys.begin(), keys.begin() + static_cast<std::ptrdiff_t>(wanted) - 1, keys.end(), std::greater<>());
+  if (wanted < keys.size())
+    std::nth_element(keys.begin(), keys.begin() + static_cast<std::ptrdiff_t>(wanted) - 1, keys.end(),
+                     std::greater<>());
   for (std::size_t n = 0; n < wanted; ++n) marks[static_cast<std::uint32_t>(keys[n])] = 1;
 }
 
@@ -66,7 +70,8 @@ void mark_guarded(std::int32_t length, Protected guarded, std::uint8_t* marks) {
   for (std::int32_t t = 0; t < length; ++t) marks[t] = guarded.holds(t, length) ? 1 : 0;
 }
 
-std::vector<std::uint8_t> mark_across_heads(const Evidence& evidence, const Limits& limits, double safeguard, const float* scores) {
+std::vector<std::uint8_t> mark_across_heads(const Evidence& evidence, const Limits& limits, double safeguard,
+                                            const float* scores) {
   const RowTable& table = evidence.table;
   std::vector<std::uint8_t> marks(static_cast<std::size_t>(table.slots), 1);
   at::parallel_for(0, static_cast<std::int64_t>(table.groups.size()), 1, [&](std::int64_t begin, std::int64_t end) {
@@ -81,7 +86,8 @@ std::vector<std::uint8_t> mark_across_heads(const Evidence& evidence, const Limi
         const Row& row = rows[h];
         std::uint8_t* own = marks.data() + row.first;
         mark_guarded(row.length, limit[h].guarded, own);
-        mark_best({scores + row.first, static_cast<std::size_t>(row.length)}, share_of(safeguard, limit[h].budget) - limit[h].guarded.count(), keys, own);
+        mark_best({scores + row.first, static_cast<std::size_t>(row.length)},
+                  share_of(safeguard, limit[h].budget) - limit[h].guarded.count(), keys, own);
         left += limit[h].budget - std::count(own, own + row.length, std::uint8_t{1});
       }
       mark_best_of_all(rows, left, scores + rows.front().first, keys, marks.data() + rows.front().first);
@@ -93,7 +99,9 @@ std::vector<std::uint8_t> mark_across_heads(const Evidence& evidence, const Limi
 KeepSet kept_by_marks(const RowTable& table, const std::uint8_t* marks) {
   KeepSet keep;
   keep.indptr.push_back(0);
-  for (const Row& row : table.rows) keep.indptr.push_back(keep.indptr.back() + std::count(marks + row.first, marks + row.first + row.length, std::uint8_t{1}));
+  for (const Row& row : table.rows)
+    keep.indptr.push_back(keep.indptr.back() +
+                          std::count(marks + row.first, marks + row.first + row.length, std::uint8_t{1}));
   keep.slots = at::empty({keep.indptr.back()}, at::TensorOptions().dtype(kInt32));
   auto* slots = keep.slots.data_ptr<std::int32_t>();
   at::parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
@@ -109,11 +117,14 @@ KeepSet kept_by_marks(const RowTable& table, const std::uint8_t* marks) {
 
 }  // namespace cpu
 
-void AdaptiveHeads::spread(const Evidence& evidence, std::span<const std::int32_t>, std::vector<RowLimit>& rows) const { cpu::due_together(evidence, rows); }
+void AdaptiveHeads::spread(const Evidence& evidence, std::span<const std::int32_t>, std::vector<RowLimit>& rows) const {
+  cpu::due_together(evidence, rows);
+}
 
 void AdaptiveHeads::allot(const Evidence& evidence, const Limits& limits, WindowAttention&, Decision& decision) const {
   dispatch("adaptive_heads", evidence.table.device, [&] {
-    const std::vector<std::uint8_t> marks = cpu::mark_across_heads(evidence, limits, options_.safeguard, decision.scores.data.data_ptr<float>());
+    const std::vector<std::uint8_t> marks =
+        cpu::mark_across_heads(evidence, limits, options_.safeguard, decision.scores.data.data_ptr<float>());
     decision.keep = cpu::kept_by_marks(evidence.table, marks.data());
   });
 }

@@ -1,5 +1,6 @@
 #pragma once
-/// Memory that begins with a cache line: rows of whole lines then meet one line a load. Products of a matrix unit take three times as long where tiles straddle lines.
+/// Memory that begins with a cache line: rows of whole lines then meet one line a load. Products of a matrix unit take
+/// three times as long where tiles straddle lines.
 
 #include <cstddef>
 #include <cstdint>
@@ -34,6 +35,8 @@ struct FreeFloats {
 using AlignedFloats = std::unique_ptr<float[], FreeFloats>;
 
 /// Not cleared: pages that nobody writes to are never touched.
-inline AlignedFloats aligned_floats(std::int64_t count) { return AlignedFloats(static_cast<float*>(::operator new(static_cast<std::size_t>(count) * sizeof(float), kLine))); }
+inline AlignedFloats aligned_floats(std::int64_t count) {
+  return AlignedFloats(static_cast<float*>(::operator new(static_cast<std::size_t>(count) * sizeof(float), kLine)));
+}
 
 }  // namespace kvkeep::cpu

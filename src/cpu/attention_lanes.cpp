@@ -38,7 +38,9 @@ HWY_INLINE std::int64_t WidthOf() {
 }
 
 std::int64_t WidestPanel() { return WidthOf<Wide>(); }
-std::int64_t PanelWidth(std::int64_t queries) { return queries <= WidthOf<Narrow>() ? WidthOf<Narrow>() : WidthOf<Wide>(); }
+std::int64_t PanelWidth(std::int64_t queries) {
+  return queries <= WidthOf<Narrow>() ? WidthOf<Narrow>() : WidthOf<Wide>();
+}
 std::int64_t PanelVector(std::int64_t width) { return width == WidthOf<Wide>() ? width / 2 : width; }
 
 template <class Half>
@@ -55,21 +57,28 @@ HWY_INLINE void Widen(const Half* HWY_RESTRICT from, std::int64_t n, float* HWY_
 
 void WidenAny(const void* from, ScalarType dtype, std::int64_t n, float* to) {
   if (n == 0) return;  // from nowhere, perhaps
-  if (dtype == kFloat16) Widen(static_cast<const hwy::float16_t*>(from), n, to);
-  else if (dtype == kBFloat16) Widen(static_cast<const hwy::bfloat16_t*>(from), n, to);
-  else std::memcpy(to, from, static_cast<std::size_t>(n) * sizeof(float));
+  if (dtype == kFloat16)
+    Widen(static_cast<const hwy::float16_t*>(from), n, to);
+  else if (dtype == kBFloat16)
+    Widen(static_cast<const hwy::bfloat16_t*>(from), n, to);
+  else
+    std::memcpy(to, from, static_cast<std::size_t>(n) * sizeof(float));
 }
 
 /// Form::kKeys keys against one panel.
 template <class Form>
-HWY_INLINE void SomeKeys(const float* const* HWY_RESTRICT key, std::int64_t dim, const float* HWY_RESTRICT panel, float* HWY_RESTRICT out, V<Form>& top0, V<Form>& top1) {
+HWY_INLINE void SomeKeys(const float* const* HWY_RESTRICT key, std::int64_t dim, const float* HWY_RESTRICT panel,
+                         float* HWY_RESTRICT out, V<Form>& top0, V<Form>& top1) {
   const typename Form::D d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   using Sum = V<Form>;
-  Sum a0 = hn::Zero(d), a1 = a0, b0 = a0, b1 = a0, c0 = a0, c1 = a0, e0 = a0, e1 = a0, f0 = a0, f1 = a0, g0 = a0, g1 = a0;
+  Sum a0 = hn::Zero(d), a1 = a0, b0 = a0, b1 = a0, c0 = a0, c1 = a0, e0 = a0, e1 = a0, f0 = a0, f1 = a0, g0 = a0,
+      g1 = a0;
   constexpr int kStep = Form::kTwo ? 1 : 2;  // a pair of sums belongs to one key or to two
-  const float *ka = key[0], *kb = key[kStep], *kc = key[2 * kStep], *ke = key[3 * kStep], *kf = key[4 * kStep], *kg = key[5 * kStep];
-  const float *la = key[kStep - 1], *lb = key[2 * kStep - 1], *lc = key[3 * kStep - 1], *le = key[4 * kStep - 1], *lf = key[5 * kStep - 1], *lg = key[6 * kStep - 1];
+  const float *ka = key[0], *kb = key[kStep], *kc = key[2 * kStep], *ke = key[3 * kStep], *kf = key[4 * kStep],
+              *kg = key[5 * kStep];
+  const float *la = key[kStep - 1], *lb = key[2 * kStep - 1], *lc = key[3 * kStep - 1], *le = key[4 * kStep - 1],
+              *lf = key[5 * kStep - 1], *lg = key[6 * kStep - 1];
   for (std::int64_t i = 0; i < dim; ++i, panel += WidthOf<Form>()) {
     const Sum q0 = hn::LoadU(d, panel), q1 = Form::kTwo ? hn::LoadU(d, panel + lanes) : q0;
     const auto add = [&](const float* k0, const float* k1, Sum& x0, Sum& x1) HWY_ATTR {
@@ -100,7 +109,8 @@ HWY_INLINE void SomeKeys(const float* const* HWY_RESTRICT key, std::int64_t dim,
 
 /// The last keys of a row, one at a time: the same chain of multiply-adds.
 template <class Form>
-HWY_INLINE void OneKey(const float* HWY_RESTRICT key, std::int64_t dim, const float* HWY_RESTRICT panel, float* HWY_RESTRICT out, V<Form>& top0, V<Form>& top1) {
+HWY_INLINE void OneKey(const float* HWY_RESTRICT key, std::int64_t dim, const float* HWY_RESTRICT panel,
+                       float* HWY_RESTRICT out, V<Form>& top0, V<Form>& top1) {
   const typename Form::D d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   V<Form> a0 = hn::Zero(d), a1 = a0;
@@ -120,24 +130,31 @@ HWY_INLINE void OneKey(const float* HWY_RESTRICT key, std::int64_t dim, const fl
 #if HWY_TARGET != HWY_SCALAR && HWY_CAP_GE512
 #define KVKEEP_PAIRS 1
 
-constexpr std::int64_t kPairs = 16;  ///< of keys that are multiplied at a time: a vector holds two keys side by side, and every query twice
-constexpr std::int64_t kPart = 8;    ///< components of a pair that lie together: a vector
+constexpr std::int64_t kPairs =
+    16;  ///< of keys that are multiplied at a time: a vector holds two keys side by side, and every query twice
+constexpr std::int64_t kPart = 8;  ///< components of a pair that lie together: a vector
 
 /// Two keys, component by component: every vector holds kPart components of both, and vectors lie kPairs apart.
 template <class T>
-HWY_INLINE void WidenPair(const std::byte* HWY_RESTRICT first, const std::byte* HWY_RESTRICT second, std::int64_t dim, float* HWY_RESTRICT to) {
+HWY_INLINE void WidenPair(const std::byte* HWY_RESTRICT first, const std::byte* HWY_RESTRICT second, std::int64_t dim,
+                          float* HWY_RESTRICT to) {
   const D d;
   constexpr std::int64_t kNext = kPairs * 2 * kPart;
   const T *a = reinterpret_cast<const T*>(first), *b = reinterpret_cast<const T*>(second);
   if constexpr (std::is_same_v<T, hwy::bfloat16_t>) {
     const hn::RebindToUnsigned<D> du;
     const hn::Repartition<std::uint16_t, D> half;
-    alignas(64) static constexpr std::uint32_t kTurned[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};  // interleaving takes every 128 bits apart
+    alignas(64) static constexpr std::uint32_t kTurned[16] = {
+        0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};  // interleaving takes every 128 bits apart
     const auto turned = hn::SetTableIndices(du, kTurned);
-    const auto load = [&](const T* from) HWY_ATTR { return hn::BitCast(half, hn::TableLookupLanes(hn::LoadU(du, reinterpret_cast<const std::uint32_t*>(from)), turned)); };
+    const auto load = [&](const T* from) HWY_ATTR {
+      return hn::BitCast(half,
+                         hn::TableLookupLanes(hn::LoadU(du, reinterpret_cast<const std::uint32_t*>(from)), turned));
+    };
     const auto none = hn::Zero(half);
     for (std::int64_t i = 0; i < dim; i += 4 * kPart, to += 4 * kNext) {
-      const auto x = load(a + i), y = load(b + i), lower = hn::InterleaveLower(half, x, y), upper = hn::InterleaveUpper(half, x, y);
+      const auto x = load(a + i), y = load(b + i), lower = hn::InterleaveLower(half, x, y),
+                 upper = hn::InterleaveUpper(half, x, y);
       hn::StoreU(hn::BitCast(d, hn::InterleaveLower(half, none, lower)), d, to);
       hn::StoreU(hn::BitCast(d, hn::InterleaveUpper(half, none, lower)), d, to + kNext);
       hn::StoreU(hn::BitCast(d, hn::InterleaveLower(half, none, upper)), d, to + 2 * kNext);
@@ -147,8 +164,10 @@ HWY_INLINE void WidenPair(const std::byte* HWY_RESTRICT first, const std::byte* 
     alignas(64) static constexpr std::int32_t kTurned[16] = {0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15};
     const auto turned = hn::SetTableIndices(d, kTurned);
     const auto load = [&](const T* from) HWY_ATTR {
-      if constexpr (sizeof(T) == sizeof(float)) return hn::TableLookupLanes(hn::LoadU(d, from), turned);
-      else return hn::TableLookupLanes(hn::PromoteTo(d, hn::LoadU(hn::Rebind<T, D>(), from)), turned);
+      if constexpr (sizeof(T) == sizeof(float))
+        return hn::TableLookupLanes(hn::LoadU(d, from), turned);
+      else
+        return hn::TableLookupLanes(hn::PromoteTo(d, hn::LoadU(hn::Rebind<T, D>(), from)), turned);
     };
     for (std::int64_t i = 0; i < dim; i += 2 * kPart, to += 2 * kNext) {
       const auto x = load(a + i), y = load(b + i);
@@ -158,14 +177,16 @@ HWY_INLINE void WidenPair(const std::byte* HWY_RESTRICT first, const std::byte* 
   }
 }
 
-/// kPairs pairs of keys against a narrow panel whose queries lie twice: the chains of SomeKeys<Narrow>. `next`: the keys that follow, asked for bit by bit, because the
-/// machine stops for more requests than it can have under way.
-HWY_INLINE void SomePairs(const float* HWY_RESTRICT pairs, std::int64_t dim, const float* HWY_RESTRICT doubled, const std::byte* const* HWY_RESTRICT next, bool two_lines,
-                          float* HWY_RESTRICT out, hn::Vec<D>& top) {
+/// kPairs pairs of keys against a narrow panel whose queries lie twice: the chains of SomeKeys<Narrow>. `next`: the
+/// keys that follow, asked for bit by bit, because the machine stops for more requests than it can have under way.
+HWY_INLINE void SomePairs(const float* HWY_RESTRICT pairs, std::int64_t dim, const float* HWY_RESTRICT doubled,
+                          const std::byte* const* HWY_RESTRICT next, bool two_lines, float* HWY_RESTRICT out,
+                          hn::Vec<D>& top) {
   const D d;
   const hn::Repartition<std::uint64_t, D> wide;
   using Sum = hn::Vec<D>;
-  Sum a0 = hn::Zero(d), b0 = a0, c0 = a0, e0 = a0, f0 = a0, g0 = a0, h0 = a0, i0 = a0, a1 = a0, b1 = a0, c1 = a0, e1 = a0, f1 = a0, g1 = a0, h1 = a0, i1 = a0;
+  Sum a0 = hn::Zero(d), b0 = a0, c0 = a0, e0 = a0, f0 = a0, g0 = a0, h0 = a0, i0 = a0, a1 = a0, b1 = a0, c1 = a0,
+      e1 = a0, f1 = a0, g1 = a0, h1 = a0, i1 = a0;
   for (std::int64_t i = 0; i < dim; i += kPart, pairs += kPairs * 2 * kPart) {
     for (std::int64_t c = 0; c < kPart; ++c, doubled += 2 * kPart) {
       const std::byte* ahead = next[(i + c) % (2 * kPairs)] + (i + c) / (2 * kPairs) * (two_lines ? 128 : 64);
@@ -207,7 +228,8 @@ HWY_INLINE void SomePairs(const float* HWY_RESTRICT pairs, std::int64_t dim, con
 }
 
 /// Logits<Narrow> for as many of [from, to) as are whole blocks of pairs; returns the first slot that is left.
-HWY_INLINE std::int64_t PairLogits(const Keys& keys, std::int64_t from, std::int64_t to, const float* HWY_RESTRICT panel, float* HWY_RESTRICT logits, float* HWY_RESTRICT top,
+HWY_INLINE std::int64_t PairLogits(const Keys& keys, std::int64_t from, std::int64_t to,
+                                   const float* HWY_RESTRICT panel, float* HWY_RESTRICT logits, float* HWY_RESTRICT top,
                                    float* HWY_RESTRICT widened) {
   constexpr std::int64_t kKeys = 2 * kPairs;
   if (to - from < kKeys || keys.dim % (4 * kPart) != 0) return from;
@@ -227,9 +249,12 @@ HWY_INLINE std::int64_t PairLogits(const Keys& keys, std::int64_t from, std::int
     }
     for (std::int64_t j = 0; j < kPairs; ++j) {
       float* pair = widened + j * 2 * kPart;
-      if (keys.dtype == kBFloat16) WidenPair<hwy::bfloat16_t>(row[2 * j], row[2 * j + 1], keys.dim, pair);
-      else if (keys.dtype == kFloat16) WidenPair<hwy::float16_t>(row[2 * j], row[2 * j + 1], keys.dim, pair);
-      else WidenPair<float>(row[2 * j], row[2 * j + 1], keys.dim, pair);
+      if (keys.dtype == kBFloat16)
+        WidenPair<hwy::bfloat16_t>(row[2 * j], row[2 * j + 1], keys.dim, pair);
+      else if (keys.dtype == kFloat16)
+        WidenPair<hwy::float16_t>(row[2 * j], row[2 * j + 1], keys.dim, pair);
+      else
+        WidenPair<float>(row[2 * j], row[2 * j + 1], keys.dim, pair);
     }
     SomePairs(widened, keys.dim, doubled, next, keys.dtype == kFloat32, logits, largest);
   }
@@ -239,8 +264,9 @@ HWY_INLINE std::int64_t PairLogits(const Keys& keys, std::int64_t from, std::int
 #endif
 
 template <class Form>
-HWY_INLINE void Logits(const Keys& keys, std::int64_t from, std::int64_t to, const float* HWY_RESTRICT panels, std::int64_t count, std::int64_t panel_stride,
-                       float* HWY_RESTRICT logits, float* HWY_RESTRICT top, float* HWY_RESTRICT widened) {
+HWY_INLINE void Logits(const Keys& keys, std::int64_t from, std::int64_t to, const float* HWY_RESTRICT panels,
+                       std::int64_t count, std::int64_t panel_stride, float* HWY_RESTRICT logits,
+                       float* HWY_RESTRICT top, float* HWY_RESTRICT widened) {
   const typename Form::D d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d)), width = WidthOf<Form>();
   const float* key[Form::kKeys];
@@ -271,18 +297,22 @@ HWY_INLINE void Logits(const Keys& keys, std::int64_t from, std::int64_t to, con
       } else {
         for (std::int64_t j = 0; j < n; ++j) OneKey<Form>(key[j], keys.dim, panel, out + j * width, top0, top1);
       }
-      if constexpr (Form::kTwo) hn::StoreU(top1, d, largest + lanes);
-      else top0 = hn::Max(top0, top1);
+      if constexpr (Form::kTwo)
+        hn::StoreU(top1, d, largest + lanes);
+      else
+        top0 = hn::Max(top0, top1);
       hn::StoreU(top0, d, largest);
     }
     t += n;
   }
 }
 
-void PanelLogits(std::int64_t width, const Keys& keys, std::int64_t from, std::int64_t to, const float* panels, std::int64_t count, std::int64_t panel_stride, float* logits,
-                 float* top, float* widened) {
-  if (width == WidthOf<Wide>()) Logits<Wide>(keys, from, to, panels, count, panel_stride, logits, top, widened);
-  else Logits<Narrow>(keys, from, to, panels, count, panel_stride, logits, top, widened);
+void PanelLogits(std::int64_t width, const Keys& keys, std::int64_t from, std::int64_t to, const float* panels,
+                 std::int64_t count, std::int64_t panel_stride, float* logits, float* top, float* widened) {
+  if (width == WidthOf<Wide>())
+    Logits<Wide>(keys, from, to, panels, count, panel_stride, logits, top, widened);
+  else
+    Logits<Narrow>(keys, from, to, panels, count, panel_stride, logits, top, widened);
 }
 
 template <class Form>
@@ -306,13 +336,15 @@ HWY_INLINE void Exp(float* HWY_RESTRICT x, std::int64_t slots, const float* HWY_
 }
 
 void PanelExp(std::int64_t width, float* x, std::int64_t slots, const float* top, float* sum) {
-  if (width == WidthOf<Wide>()) Exp<Wide>(x, slots, top, sum);
-  else Exp<Narrow>(x, slots, top, sum);
+  if (width == WidthOf<Wide>())
+    Exp<Wide>(x, slots, top, sum);
+  else
+    Exp<Narrow>(x, slots, top, sum);
 }
 
 template <class Form>
-HWY_INLINE void GroupMax(const float* HWY_RESTRICT x, std::int64_t slots, std::int64_t heads, std::int64_t queries, std::int64_t stride, bool first,
-                         float* HWY_RESTRICT largest, float* HWY_RESTRICT top) {
+HWY_INLINE void GroupMax(const float* HWY_RESTRICT x, std::int64_t slots, std::int64_t heads, std::int64_t queries,
+                         std::int64_t stride, bool first, float* HWY_RESTRICT largest, float* HWY_RESTRICT top) {
   const typename Form::D d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d)), width = WidthOf<Form>();
   const auto used0 = hn::FirstN(d, static_cast<std::size_t>(std::min(queries, lanes)));
@@ -320,7 +352,8 @@ HWY_INLINE void GroupMax(const float* HWY_RESTRICT x, std::int64_t slots, std::i
   const V<Form> none = hn::Set(d, -std::numeric_limits<float>::infinity());
   V<Form> top0 = first ? none : hn::LoadU(d, top), top1 = first || !Form::kTwo ? none : hn::LoadU(d, top + lanes);
   for (std::int64_t t = 0; t < slots; ++t, x += width, largest += width) {
-    V<Form> best0 = first ? none : hn::LoadU(d, largest), best1 = first || !Form::kTwo ? none : hn::LoadU(d, largest + lanes);
+    V<Form> best0 = first ? none : hn::LoadU(d, largest),
+            best1 = first || !Form::kTwo ? none : hn::LoadU(d, largest + lanes);
     for (std::int64_t h = 0; h < heads; ++h) {
       best0 = hn::Max(best0, hn::LoadU(d, x + h * stride));
       if constexpr (Form::kTwo) best1 = hn::Max(best1, hn::LoadU(d, x + h * stride + lanes));
@@ -338,13 +371,17 @@ HWY_INLINE void GroupMax(const float* HWY_RESTRICT x, std::int64_t slots, std::i
   if constexpr (Form::kTwo) hn::StoreU(top1, d, top + lanes);
 }
 
-void PanelGroupMax(std::int64_t width, const float* x, std::int64_t slots, std::int64_t heads, std::int64_t queries, std::int64_t stride, bool first, float* largest, float* top) {
-  if (width == WidthOf<Wide>()) GroupMax<Wide>(x, slots, heads, queries, stride, first, largest, top);
-  else GroupMax<Narrow>(x, slots, heads, queries, stride, first, largest, top);
+void PanelGroupMax(std::int64_t width, const float* x, std::int64_t slots, std::int64_t heads, std::int64_t queries,
+                   std::int64_t stride, bool first, float* largest, float* top) {
+  if (width == WidthOf<Wide>())
+    GroupMax<Wide>(x, slots, heads, queries, stride, first, largest, top);
+  else
+    GroupMax<Narrow>(x, slots, heads, queries, stride, first, largest, top);
 }
 
 template <class Form>
-HWY_INLINE void Weigh(const float* HWY_RESTRICT x, std::int64_t slots, const float* HWY_RESTRICT weight, float* HWY_RESTRICT usage) {
+HWY_INLINE void Weigh(const float* HWY_RESTRICT x, std::int64_t slots, const float* HWY_RESTRICT weight,
+                      float* HWY_RESTRICT usage) {
   const typename Form::D d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   const V<Form> w0 = hn::LoadU(d, weight), w1 = Form::kTwo ? hn::LoadU(d, weight + lanes) : w0;
@@ -356,12 +393,15 @@ HWY_INLINE void Weigh(const float* HWY_RESTRICT x, std::int64_t slots, const flo
 }
 
 void PanelWeigh(std::int64_t width, const float* x, std::int64_t slots, const float* weight, float* usage) {
-  if (width == WidthOf<Wide>()) Weigh<Wide>(x, slots, weight, usage);
-  else Weigh<Narrow>(x, slots, weight, usage);
+  if (width == WidthOf<Wide>())
+    Weigh<Wide>(x, slots, weight, usage);
+  else
+    Weigh<Narrow>(x, slots, weight, usage);
 }
 
 template <class Form>
-HWY_INLINE void Gather(const float* HWY_RESTRICT x, std::int64_t slots, const float* HWY_RESTRICT weight, float* HWY_RESTRICT out) {
+HWY_INLINE void Gather(const float* HWY_RESTRICT x, std::int64_t slots, const float* HWY_RESTRICT weight,
+                       float* HWY_RESTRICT out) {
   const typename Form::D d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   const V<Form> w0 = hn::LoadU(d, weight), w1 = Form::kTwo ? hn::LoadU(d, weight + lanes) : w0;
@@ -374,8 +414,10 @@ HWY_INLINE void Gather(const float* HWY_RESTRICT x, std::int64_t slots, const fl
 }
 
 void PanelGather(std::int64_t width, const float* x, std::int64_t slots, const float* weight, float* out) {
-  if (width == WidthOf<Wide>()) Gather<Wide>(x, slots, weight, out);
-  else Gather<Narrow>(x, slots, weight, out);
+  if (width == WidthOf<Wide>())
+    Gather<Wide>(x, slots, weight, out);
+  else
+    Gather<Narrow>(x, slots, weight, out);
 }
 
 template <class Form>
@@ -386,8 +428,10 @@ HWY_INLINE void Fold(const float* HWY_RESTRICT usage, std::int64_t slots, float*
 }
 
 void FoldLanes(std::int64_t width, const float* usage, std::int64_t slots, float* out) {
-  if (width == WidthOf<Wide>()) Fold<Wide>(usage, slots, out);
-  else Fold<Narrow>(usage, slots, out);
+  if (width == WidthOf<Wide>())
+    Fold<Wide>(usage, slots, out);
+  else
+    Fold<Narrow>(usage, slots, out);
 }
 
 void AddScaled(float* HWY_RESTRICT to, const float* HWY_RESTRICT from, float a, std::int64_t n) {
@@ -395,9 +439,11 @@ void AddScaled(float* HWY_RESTRICT to, const float* HWY_RESTRICT from, float a, 
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   const auto factor = hn::Set(d, a);
   std::int64_t i = 0;
-  for (; i + lanes <= n; i += lanes) hn::StoreU(hn::MulAdd(factor, hn::LoadU(d, from + i), hn::LoadU(d, to + i)), d, to + i);
+  for (; i + lanes <= n; i += lanes)
+    hn::StoreU(hn::MulAdd(factor, hn::LoadU(d, from + i), hn::LoadU(d, to + i)), d, to + i);
   const hn::CappedTag<float, 1> one;
-  for (; i < n; ++i) hn::StoreU(hn::MulAdd(hn::Set(one, a), hn::LoadU(one, from + i), hn::LoadU(one, to + i)), one, to + i);
+  for (; i < n; ++i)
+    hn::StoreU(hn::MulAdd(hn::Set(one, a), hn::LoadU(one, from + i), hn::LoadU(one, to + i)), one, to + i);
 }
 
 #undef KVKEEP_PAIRS
@@ -425,26 +471,39 @@ std::int64_t panel_width(std::int64_t queries) { return HWY_DYNAMIC_DISPATCH(Pan
 
 std::int64_t panel_vector(std::int64_t width) { return HWY_DYNAMIC_DISPATCH(PanelVector)(width); }
 
-void panel_logits(std::int64_t width, const Keys& keys, std::int64_t from, std::int64_t to, const float* panels, std::int64_t count, std::int64_t panel_stride, float* logits,
-                  float* top, float* widened) {
+void panel_logits(std::int64_t width, const Keys& keys, std::int64_t from, std::int64_t to, const float* panels,
+                  std::int64_t count, std::int64_t panel_stride, float* logits, float* top, float* widened) {
   HWY_DYNAMIC_DISPATCH(PanelLogits)(width, keys, from, to, panels, count, panel_stride, logits, top, widened);
 }
 
-void panel_exp(std::int64_t width, float* x, std::int64_t slots, const float* top, float* sum) { HWY_DYNAMIC_DISPATCH(PanelExp)(width, x, slots, top, sum); }
+void panel_exp(std::int64_t width, float* x, std::int64_t slots, const float* top, float* sum) {
+  HWY_DYNAMIC_DISPATCH(PanelExp)(width, x, slots, top, sum);
+}
 
-void panel_group_max(std::int64_t width, const float* x, std::int64_t slots, std::int64_t heads, std::int64_t queries, std::int64_t stride, bool first, float* largest, float* top) {
+void panel_group_max(std::int64_t width, const float* x, std::int64_t slots, std::int64_t heads, std::int64_t queries,
+                     std::int64_t stride, bool first, float* largest, float* top) {
   HWY_DYNAMIC_DISPATCH(PanelGroupMax)(width, x, slots, heads, queries, stride, first, largest, top);
 }
 
-void panel_weigh(std::int64_t width, const float* x, std::int64_t slots, const float* weight, float* usage) { HWY_DYNAMIC_DISPATCH(PanelWeigh)(width, x, slots, weight, usage); }
+void panel_weigh(std::int64_t width, const float* x, std::int64_t slots, const float* weight, float* usage) {
+  HWY_DYNAMIC_DISPATCH(PanelWeigh)(width, x, slots, weight, usage);
+}
 
-void panel_gather(std::int64_t width, const float* x, std::int64_t slots, const float* weight, float* out) { HWY_DYNAMIC_DISPATCH(PanelGather)(width, x, slots, weight, out); }
+void panel_gather(std::int64_t width, const float* x, std::int64_t slots, const float* weight, float* out) {
+  HWY_DYNAMIC_DISPATCH(PanelGather)(width, x, slots, weight, out);
+}
 
-void fold_lanes(std::int64_t width, const float* usage, std::int64_t slots, float* out) { HWY_DYNAMIC_DISPATCH(FoldLanes)(width, usage, slots, out); }
+void fold_lanes(std::int64_t width, const float* usage, std::int64_t slots, float* out) {
+  HWY_DYNAMIC_DISPATCH(FoldLanes)(width, usage, slots, out);
+}
 
-void add_scaled(float* to, const float* from, float a, std::int64_t n) { HWY_DYNAMIC_DISPATCH(AddScaled)(to, from, a, n); }
+void add_scaled(float* to, const float* from, float a, std::int64_t n) {
+  HWY_DYNAMIC_DISPATCH(AddScaled)(to, from, a, n);
+}
 
-void widen(const void* from, ScalarType dtype, std::int64_t n, float* to) { HWY_DYNAMIC_DISPATCH(WidenAny)(from, dtype, n, to); }
+void widen(const void* from, ScalarType dtype, std::int64_t n, float* to) {
+  HWY_DYNAMIC_DISPATCH(WidenAny)(from, dtype, n, to);
+}
 
 }  // namespace kvkeep::cpu
 #endif

@@ -1,6 +1,7 @@
 #pragma once
-/// Vectorised inner loops of window attention. Queries lie in panels: `width` of them side by side, one per lane, so every logit is one chain of
-/// multiply-adds over the head dimension in ascending order. Equal keys therefore score equal bits, wherever they lie and whatever else is there.
+/// Vectorised inner loops of window attention. Queries lie in panels: `width` of them side by side, one per lane, so
+/// every logit is one chain of multiply-adds over the head dimension in ascending order. Equal keys therefore score
+/// equal bits, wherever they lie and whatever else is there.
 
 #include <hwy/cache_control.h>
 
@@ -13,13 +14,15 @@ namespace kvkeep::cpu {
 /// Queries in the widest panel: two vectors of the machine.
 std::int64_t panel_width();
 
-/// Queries in the panels for `queries`: one vector of at most 8 lanes where all fit, else two vectors of the machine. The loops below take this width.
+/// Queries in the panels for `queries`: one vector of at most 8 lanes where all fit, else two vectors of the machine.
+/// The loops below take this width.
 std::int64_t panel_width(std::int64_t queries);
 
 /// Lanes of one vector of a panel.
 std::int64_t panel_vector(std::int64_t width);
 
-/// Keys' worth of floats that panel_logits works in: keys that are multiplied at a time, and once more as many queries as fit two vectors of 8 lanes.
+/// Keys' worth of floats that panel_logits works in: keys that are multiplied at a time, and once more as many queries
+/// as fit two vectors of 8 lanes.
 inline constexpr std::int64_t kPanelKeys = 48;
 
 /// Keys as they lie in a cache.
@@ -29,25 +32,29 @@ struct Keys {
   std::int64_t dim;
 };
 
-/// Asks for a key that is read soon: while a block of keys is multiplied the machine does not look as far ahead by itself.
+/// Asks for a key that is read soon: while a block of keys is multiplied the machine does not look as far ahead by
+/// itself.
 inline void fetch_key(const Keys& keys, std::int64_t slot) {
   const std::byte* at = keys.slots.at(slot);
   const std::int64_t bytes = keys.dim * (keys.dtype == kFloat32 ? 4 : 2);
   for (std::int64_t i = 0; i < bytes; i += 64) hwy::Prefetch(at + i);
 }
 
-/// logits[p][t - from][lane] = panel p's query . key t, for t in [from, to). panels: [count, dim, width]; logits: `panel_stride` floats from panel to panel.
-/// Raises top[p][lane] to the largest logit seen. `widened`: scratch of kPanelKeys * dim floats. Cost: 2 * count * width * dim flop a key.
-void panel_logits(std::int64_t width, const Keys& keys, std::int64_t from, std::int64_t to, const float* panels, std::int64_t count, std::int64_t panel_stride, float* logits,
-                  float* top, float* widened);
+/// logits[p][t - from][lane] = panel p's query . key t, for t in [from, to). panels: [count, dim, width]; logits:
+/// `panel_stride` floats from panel to panel. Raises top[p][lane] to the largest logit seen. `widened`: scratch of
+/// kPanelKeys * dim floats. Cost: 2 * count * width * dim flop a key.
+void panel_logits(std::int64_t width, const Keys& keys, std::int64_t from, std::int64_t to, const float* panels,
+                  std::int64_t count, std::int64_t panel_stride, float* logits, float* top, float* widened);
 
 /// One panel, in place: x = exp(x - top) for `slots` slots; sum[lane] gets the sums, in ascending order of slots.
 void panel_exp(std::int64_t width, float* x, std::int64_t slots, const float* top, float* sum);
 
-/// Maximum over the heads of one panel: head h has its `queries` (at most the panel's width) in lanes [h * stride, h * stride + queries).
-/// largest[t][i] = max over h of x[t][h * stride + i], and over what it holds unless `first`; top[i] likewise over t. Lanes from `queries` on become 0.
-/// Reads up to one panel's width behind x[slots]. largest: [slots, width]; top: [width].
-void panel_group_max(std::int64_t width, const float* x, std::int64_t slots, std::int64_t heads, std::int64_t queries, std::int64_t stride, bool first, float* largest, float* top);
+/// Maximum over the heads of one panel: head h has its `queries` (at most the panel's width) in lanes [h * stride, h *
+/// stride + queries). largest[t][i] = max over h of x[t][h * stride + i], and over what it holds unless `first`; top[i]
+/// likewise over t. Lanes from `queries` on become 0. Reads up to one panel's width behind x[slots]. largest: [slots,
+/// width]; top: [width].
+void panel_group_max(std::int64_t width, const float* x, std::int64_t slots, std::int64_t heads, std::int64_t queries,
+                     std::int64_t stride, bool first, float* largest, float* top);
 
 /// usage[t] += x[t] * weight, folded to one vector a slot; usage: [slots, panel_vector(width)].
 void panel_weigh(std::int64_t width, const float* x, std::int64_t slots, const float* weight, float* usage);

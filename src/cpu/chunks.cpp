@@ -53,7 +53,8 @@ void select_chunks(std::int32_t chunk, Protected guarded, Scratch& s, std::span<
     }
     s.slots.clear();
     for (std::int32_t t = from; t < to; ++t) s.slots.emplace_back(score_key(s.sums[static_cast<std::size_t>(t)]), t);
-    std::nth_element(s.slots.begin(), s.slots.begin() + static_cast<std::ptrdiff_t>(left) - 1, s.slots.end(), std::greater<>());
+    std::nth_element(s.slots.begin(), s.slots.begin() + static_cast<std::ptrdiff_t>(left) - 1, s.slots.end(),
+                     std::greater<>());
     for (std::size_t n = 0; n < left; ++n) *out++ = s.slots[n].second;
   }
   std::sort(slots.begin(), slots.end());
@@ -68,8 +69,9 @@ void Chunks::allot(const Evidence& evidence, const Limits& limits, WindowAttenti
     for (const RowGroup& group : table.groups)
       for (const Row& row : table.rows_of(group, evidence.spec.kv_heads)) {
         const std::int32_t length = table.rows[static_cast<std::size_t>(group.first_row)].length;
-        KVKEEP_REQUIRE_AS(Unsupported, !shared || row.length == length, "chunks: heads \"shared\" ranks over heads of one length; given rows of ", length, " and ", row.length,
-                             " slots in layer ", row.layer, "; use heads \"own\"");
+        KVKEEP_REQUIRE_AS(Unsupported, !shared || row.length == length,
+                          "chunks: heads \"shared\" ranks over heads of one length; given rows of ", length, " and ",
+                          row.length, " slots in layer ", row.layer, "; use heads \"own\"");
       }
     decision.keep = empty_keep_set(table, limits);
     const KeepSet& keep = *decision.keep;
@@ -86,7 +88,9 @@ void Chunks::allot(const Evidence& evidence, const Limits& limits, WindowAttenti
           return std::span{slots + keep.indptr[r], static_cast<std::size_t>(keep.count(r))};
         };
         Protected guarded;  // of all heads, which mostly guard the same slots
-        for (std::size_t h = 0; h < rows.size(); ++h) guarded = {std::max(guarded.sinks, limit[h].guarded.sinks), std::max(guarded.recents, limit[h].guarded.recents)};
+        for (std::size_t h = 0; h < rows.size(); ++h)
+          guarded = {std::max(guarded.sinks, limit[h].guarded.sinks),
+                     std::max(guarded.recents, limit[h].guarded.recents)};
         guarded = protect(rows.front().length, limit->budget, guarded.sinks, guarded.recents, limits.variant);
         for (std::size_t h = 0; h < rows.size(); ++h) {
           const std::span<std::int32_t> own = kept(h);
@@ -99,7 +103,8 @@ void Chunks::allot(const Evidence& evidence, const Limits& limits, WindowAttenti
             scratch.fit(rows[h].length, options_.chunk);
             scratch.sums.assign(first, first + rows[h].length);
             for (std::size_t other = 1; shared && other < rows.size(); ++other)
-              for (std::size_t t = 0; t < scratch.sums.size(); ++t) scratch.sums[t] += static_cast<double>(scores[rows[other].first + static_cast<std::int64_t>(t)]);
+              for (std::size_t t = 0; t < scratch.sums.size(); ++t)
+                scratch.sums[t] += static_cast<double>(scores[rows[other].first + static_cast<std::int64_t>(t)]);
             select_chunks(options_.chunk, shared ? guarded : limit[h].guarded, scratch, own);
           }
         }

@@ -11,21 +11,26 @@ namespace kvkeep::cpu {
 #if defined(__x86_64__) && defined(__GNUC__)
 
 bool has_coarse_products() {
-  static const bool has = __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512bw") != 0 && __builtin_cpu_supports("avx512vnni") != 0;
+  static const bool has = __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
+                          __builtin_cpu_supports("avx512vnni") != 0;
   return has;
 }
 
 /// Four elements of a row, in every lane.
-__attribute__((target("avx512f,avx512bw,avx512vnni"), always_inline)) static inline __m512i four_of(const std::uint8_t* from) {
+__attribute__((target("avx512f,avx512bw,avx512vnni"), always_inline)) static inline __m512i four_of(
+    const std::uint8_t* from) {
   int word = 0;
   std::memcpy(&word, from, sizeof word);
   return _mm512_set1_epi32(word);
 }
 
-__attribute__((target("avx512f,avx512bw,avx512vnni"))) bool coarse_may_hit(const std::uint8_t* const* rows, const float* step, const float* reach, const std::uint32_t* ignore,
+__attribute__((target("avx512f,avx512bw,avx512vnni"))) bool coarse_may_hit(const std::uint8_t* const* rows,
+                                                                           const float* step, const float* reach,
+                                                                           const std::uint32_t* ignore,
                                                                            const CoarsePanel& panel, float bound) {
   const __m512i start0 = _mm512_loadu_si512(panel.start), start1 = _mm512_loadu_si512(panel.start + 16);
-  __m512i a0 = start0, a1 = start1, b0 = start0, b1 = start1, c0 = start0, c1 = start1, e0 = start0, e1 = start1, f0 = start0, f1 = start1, g0 = start0, g1 = start1;
+  __m512i a0 = start0, a1 = start1, b0 = start0, b1 = start1, c0 = start0, c1 = start1, e0 = start0, e1 = start1,
+          f0 = start0, f1 = start1, g0 = start0, g1 = start1;
   const std::uint8_t *a = rows[0], *b = rows[1], *c = rows[2], *e = rows[3], *f = rows[4], *g = rows[5];
   const std::uint32_t* at = panel.q;
   for (std::int64_t w = 0; w < 4 * panel.words; w += 4, at += kCoarseWidth) {
@@ -55,8 +60,10 @@ __attribute__((target("avx512f,avx512bw,avx512vnni"))) bool coarse_may_hit(const
   for (int half = 0; half < 2; ++half) {
     const __m512 steps = _mm512_loadu_ps(panel.step + 16 * half), reaches = _mm512_loadu_ps(panel.reach + 16 * half);
     for (int r = 0; r < kCoarseRows; ++r) {
-      const __m512 cosine = _mm512_mul_ps(_mm512_maskz_cvtepi32_ps(0xFFFF, sums[r][half]), _mm512_mul_ps(steps, _mm512_set1_ps(step[r])));
-      may |= _mm512_cmp_ps_mask(_mm512_fmadd_ps(reaches, _mm512_set1_ps(reach[r]), cosine), limit, _CMP_GT_OQ) & ~(ignore[r] >> 16 * half);
+      const __m512 cosine =
+          _mm512_mul_ps(_mm512_maskz_cvtepi32_ps(0xFFFF, sums[r][half]), _mm512_mul_ps(steps, _mm512_set1_ps(step[r])));
+      may |= _mm512_cmp_ps_mask(_mm512_fmadd_ps(reaches, _mm512_set1_ps(reach[r]), cosine), limit, _CMP_GT_OQ) &
+             ~(ignore[r] >> 16 * half);
     }
   }
   return may != 0;
@@ -65,7 +72,10 @@ __attribute__((target("avx512f,avx512bw,avx512vnni"))) bool coarse_may_hit(const
 #else
 
 bool has_coarse_products() { return false; }
-bool coarse_may_hit(const std::uint8_t* const*, const float*, const float*, const std::uint32_t*, const CoarsePanel&, float) { return true; }
+bool coarse_may_hit(const std::uint8_t* const*, const float*, const float*, const std::uint32_t*, const CoarsePanel&,
+                    float) {
+  return true;
+}
 
 #endif
 

@@ -12,10 +12,12 @@
 namespace kvkeep {
 namespace {
 
-/// Events that move more than this write past the caches: what they overwrite need not be read first, and nobody reads it soon.
+/// Events that move more than this write past the caches: what they overwrite need not be read first, and nobody reads
+/// it soon.
 constexpr std::int64_t kCachedBytes = std::int64_t{16} << 20;
 
-/// Calls move(to, from, bytes) for every run of neighbouring kept slots that does not already stand where it belongs, ascending. `to`: the side as it will be.
+/// Calls move(to, from, bytes) for every run of neighbouring kept slots that does not already stand where it belongs,
+/// ascending. `to`: the side as it will be.
 template <class Move>
 void move_runs(const SlotAddress& side, const SlotAddress& to, std::span<const std::int32_t> kept, const Move& move) {
   const bool packed = side.stride == side.width;
@@ -23,7 +25,8 @@ void move_runs(const SlotAddress& side, const SlotAddress& to, std::span<const s
     const auto slot = static_cast<std::int64_t>(j);
     std::size_t run = 1;
     if (packed) {
-      const auto most = static_cast<std::size_t>(std::min<std::int64_t>({side.run(kept[j]), to.run(slot), static_cast<std::int64_t>(kept.size() - j)}));
+      const auto most = static_cast<std::size_t>(
+          std::min<std::int64_t>({side.run(kept[j]), to.run(slot), static_cast<std::int64_t>(kept.size() - j)}));
       while (run < most && kept[j + run] == kept[j] + static_cast<std::int32_t>(run)) ++run;
     }
     std::byte *destination = to.at(slot), *source = side.at(kept[j]);
@@ -37,7 +40,8 @@ class Destinations {
  public:
   explicit Destinations(std::span<const PageMove> moves) {
     for (const PageMove& move : moves) {
-      if (pages_.size() <= static_cast<std::size_t>(move.sequence)) pages_.resize(static_cast<std::size_t>(move.sequence) + 1);
+      if (pages_.size() <= static_cast<std::size_t>(move.sequence))
+        pages_.resize(static_cast<std::size_t>(move.sequence) + 1);
       pages_[static_cast<std::size_t>(move.sequence)] = move.after.data();
     }
   }
@@ -58,13 +62,13 @@ void each_side(const Row& row, const Body& body) {
 }
 
 void check(const RowTable& table, const KeepSet& keep) {
-  KVKEEP_REQUIRE(keep.indptr.size() == table.rows.size() + 1, "compact: the keep set covers ", static_cast<std::int64_t>(keep.indptr.size()) - 1, " rows; given ",
-          table.rows.size(), " rows");
+  KVKEEP_REQUIRE(keep.indptr.size() == table.rows.size() + 1, "compact: the keep set covers ",
+                 static_cast<std::int64_t>(keep.indptr.size()) - 1, " rows; given ", table.rows.size(), " rows");
   for (std::size_t r = 0; r < table.rows.size(); ++r) {
     std::int32_t last = -1;
     for (const std::int32_t slot : keep.row(r)) {
-      KVKEEP_REQUIRE(slot > last && slot < table.rows[r].length, "compact: row ", r, " keeps slot ", slot, " after ", last, "; allowed ascending slots below ",
-              table.rows[r].length);
+      KVKEEP_REQUIRE(slot > last && slot < table.rows[r].length, "compact: row ", r, " keeps slot ", slot, " after ",
+                     last, "; allowed ascending slots below ", table.rows[r].length);
       last = slot;
     }
   }
@@ -73,7 +77,9 @@ void check(const RowTable& table, const KeepSet& keep) {
 }  // namespace
 
 void compact_slots(const SlotAddress& side, std::span<const std::int32_t> kept) {
-  move_runs(side, side, kept, [](std::byte* to, const std::byte* from, std::int64_t bytes) { std::memmove(to, from, static_cast<std::size_t>(bytes)); });
+  move_runs(side, side, kept, [](std::byte* to, const std::byte* from, std::int64_t bytes) {
+    std::memmove(to, from, static_cast<std::size_t>(bytes));
+  });
 }
 
 std::int64_t bytes_to_move(const RowTable& table, const KeepSet& keep, std::span<const PageMove> moves) {
@@ -87,7 +93,8 @@ std::int64_t bytes_to_move(const RowTable& table, const KeepSet& keep, std::span
     }
     const auto kept = keep.row(r);
     std::int64_t slots = 0;
-    for (std::size_t j = 0; j < kept.size(); ++j) slots += from.at(kept[j]) != to.at(static_cast<std::int64_t>(j)) ? 1 : 0;
+    for (std::size_t j = 0; j < kept.size(); ++j)
+      slots += from.at(kept[j]) != to.at(static_cast<std::int64_t>(j)) ? 1 : 0;
     bytes += slots * table.rows[r].slot_bytes();
   }
   return bytes;
@@ -102,8 +109,12 @@ void compact(const RowTable& table, const KeepSet& keep, std::span<const PageMov
       for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r)
         each_side(table.rows[r], [&](const SlotAddress& side) {
           const SlotAddress to = destinations.of(table.rows[r], side);
-          if (stream) move_runs(side, to, keep.row(r), cpu::stream_forward);
-          else move_runs(side, to, keep.row(r), [](std::byte* at, const std::byte* from, std::int64_t bytes) { std::memmove(at, from, static_cast<std::size_t>(bytes)); });
+          if (stream)
+            move_runs(side, to, keep.row(r), cpu::stream_forward);
+          else
+            move_runs(side, to, keep.row(r), [](std::byte* at, const std::byte* from, std::int64_t bytes) {
+              std::memmove(at, from, static_cast<std::size_t>(bytes));
+            });
         });
       if (stream) cpu::flush_streams();
     });

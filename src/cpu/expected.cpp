@@ -23,12 +23,12 @@ using cpu::Aligned;
 using cpu::QueryBlock;
 using cpu::TurnBack;
 
-constexpr std::int64_t kPadding = 64;      ///< logits of a row are filled up to a multiple of it
-constexpr std::int32_t kAhead = 12;        ///< queries that are fetched ahead
-constexpr std::int64_t kTiles = 16;        ///< tiles of keys that go through a head's panels together
-constexpr std::int64_t kUnitKeys = 128;    ///< keys in a product of the matrix unit
-constexpr std::int64_t kUnitDepth = 32;    ///< head sizes it takes are multiples of it
-constexpr std::int64_t kUnitMeans = 16;    ///< columns are filled up to a multiple of it
+constexpr std::int64_t kPadding = 64;    ///< logits of a row are filled up to a multiple of it
+constexpr std::int32_t kAhead = 12;      ///< queries that are fetched ahead
+constexpr std::int64_t kTiles = 16;      ///< tiles of keys that go through a head's panels together
+constexpr std::int64_t kUnitKeys = 128;  ///< keys in a product of the matrix unit
+constexpr std::int64_t kUnitDepth = 32;  ///< head sizes it takes are multiples of it
+constexpr std::int64_t kUnitMeans = 16;  ///< columns are filled up to a multiple of it
 
 std::int64_t round_up(std::int64_t n, std::int64_t to) { return (n + to - 1) / to * to; }
 
@@ -90,28 +90,31 @@ struct Sizes {
 /// Buffers of one thread. bytes() and the constructor name the same ones.
 struct Workspace {
   QueryBlock block;
-  Aligned<double> matrix;        ///< [gram_rows(D), cholesky_stride(D)]
-  Aligned<float> panel;          ///< plain: [G, panel_floats]; matrix unit: one of [D, width]
-  Aligned<std::uint16_t> pairs;  ///< matrix unit: [G, 2 * panel_floats], high parts and low parts
-  Aligned<std::uint16_t> query_pairs, query_columns;  ///< matrix unit: low parts and high parts [2, depth / 2, D, 2]; high parts and low parts [D, 2, depth]
-  Aligned<float> factors;        ///< [G] that the sums are multiplied with
-  Aligned<float> means;          ///< [D, mean_width]
+  Aligned<double> matrix;                             ///< [gram_rows(D), cholesky_stride(D)]
+  Aligned<float> panel;                               ///< plain: [G, panel_floats]; matrix unit: one of [D, width]
+  Aligned<std::uint16_t> pairs;                       ///< matrix unit: [G, 2 * panel_floats], high parts and low parts
+  Aligned<std::uint16_t> query_pairs, query_columns;  ///< matrix unit: low parts and high parts [2, depth / 2, D, 2];
+                                                      ///< high parts and low parts [D, 2, depth]
+  Aligned<float> factors;                             ///< [G] that the sums are multiplied with
+  Aligned<float> means;                               ///< [D, mean_width]
   Aligned<std::uint16_t> mean_pairs;
-  Aligned<float> tiles;          ///< plain: keys, widened
+  Aligned<float> tiles;              ///< plain: keys, widened
   Aligned<std::uint16_t> unit_keys;  ///< matrix unit: [keys, 2 D]
-  Aligned<float> products;       ///< [keys, columns]
-  Aligned<float> linear;         ///< [keys, mean_width]
-  Aligned<float> sums;           ///< [keys, lanes]
-  Aligned<float> logits;         ///< [G, length]
-  Aligned<float> widened;        ///< [max(D, Dv)]
+  Aligned<float> products;           ///< [keys, columns]
+  Aligned<float> linear;             ///< [keys, mean_width]
+  Aligned<float> sums;               ///< [keys, lanes]
+  Aligned<float> logits;             ///< [G, length]
+  Aligned<float> widened;            ///< [max(D, Dv)]
 
   explicit Workspace(const Sizes& s, std::int32_t value_dim) {
     block.reserve(std::max(s.queries, s.depth), s.dim);
-    each(s, value_dim, [&](auto Workspace::* member, std::int64_t n) { (this->*member).resize(static_cast<std::size_t>(n)); });
+    each(s, value_dim,
+         [&](auto Workspace::* member, std::int64_t n) { (this->*member).resize(static_cast<std::size_t>(n)); });
   }
   static std::int64_t bytes(const Sizes& s, std::int32_t value_dim) {
     std::int64_t sum = QueryBlock::bytes(std::max(s.queries, s.depth), s.dim);
-    each(s, value_dim, [&]<class T>(Aligned<T> Workspace::*, std::int64_t n) { sum += n * static_cast<std::int64_t>(sizeof(T)); });
+    each(s, value_dim,
+         [&]<class T>(Aligned<T> Workspace::*, std::int64_t n) { sum += n * static_cast<std::int64_t>(sizeof(T)); });
     return sum;
   }
 
@@ -139,7 +142,8 @@ struct Workspace {
 /// One row while it is scored.
 class RowScores {
  public:
-  RowScores(const Evidence& evidence, const ExpectedOptions& options, const Sizes& sizes, const MeanTurn& turn, Workspace& work)
+  RowScores(const Evidence& evidence, const ExpectedOptions& options, const Sizes& sizes, const MeanTurn& turn,
+            Workspace& work)
       : evidence_(evidence), spec_(evidence.spec), options_(options), sizes_(sizes), turn_(turn), work_(work) {}
 
   void run(const Row& row, const RowGroup& group, const Buffered& buffered, float* g) {
@@ -172,18 +176,22 @@ class RowScores {
       spread = spread && buffered.count > 1;
       factor = work_.block.scale * scale / std::sqrt(2.0 * buffered.count);
       if (spread) turn_rows(buffered.count);
-      if (spread && buffered.count <= dim) {  // their own factor: cheaper then, and exact where the covariance is singular
+      if (spread &&
+          buffered.count <= dim) {  // their own factor: cheaper then, and exact where the covariance is singular
         rows_ = buffered.count;
         pack_queries(h, factor);
       } else if (spread && !sizes_.unit) {
         work_.block.multiply(buffered.count, dim);
         for (std::int64_t i = 0; i < dim; ++i)
-          for (std::int64_t j = i; j < dim; ++j) a[i * stride + j] = static_cast<double>(work_.block.products[static_cast<std::size_t>(i * gram_stride + j)]);
+          for (std::int64_t j = i; j < dim; ++j)
+            a[i * stride + j] =
+                static_cast<double>(work_.block.products[static_cast<std::size_t>(i * gram_stride + j)]);
       }
     }
     turn_.turn(spec_.rope.style, mean.data());
     for (std::int64_t d = 0; d < dim; ++d)
-      work_.means[static_cast<std::size_t>(mean_place(d, h))] = static_cast<float>(mean[static_cast<std::size_t>(d)] * scale);
+      work_.means[static_cast<std::size_t>(mean_place(d, h))] =
+          static_cast<float>(mean[static_cast<std::size_t>(d)] * scale);
     work_.factors[static_cast<std::size_t>(h)] = 1;
     if (!spread || rows_ > 0) return spread;
     if (sizes_.unit) {
@@ -195,7 +203,8 @@ class RowScores {
     return true;
   }
 
-  /// Where component d of head h's mean lies: plain products take one panel after the other, the matrix unit all columns at once.
+  /// Where component d of head h's mean lies: plain products take one panel after the other, the matrix unit all
+  /// columns at once.
   [[nodiscard]] std::int64_t mean_place(std::int64_t d, std::int64_t h) const {
     const std::int64_t width = sizes_.unit ? sizes_.mean_width() : sizes_.width;
     return (h / width * sizes_.dim + d) * width + h % width;
@@ -203,7 +212,8 @@ class RowScores {
 
   void gather(const QueryView& view, const Buffered& buffered, std::int32_t head) {
     float* x = work_.block.x.data();
-    const std::int64_t stride = cpu::gram_stride(sizes_.dim), bytes = sizes_.dim * static_cast<std::int64_t>(c10::elementSize(view.dtype));
+    const std::int64_t stride = cpu::gram_stride(sizes_.dim),
+                       bytes = sizes_.dim * static_cast<std::int64_t>(c10::elementSize(view.dtype));
     for (std::int32_t i = 0; i < buffered.count; ++i, x += stride) {
       if (i + kAhead < buffered.count)  // tokens lie far apart: fetched before they are read
         for (std::int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(view.at(buffered.first + i + kAhead, head) + b);
@@ -219,7 +229,8 @@ class RowScores {
     if (spec_.rope.style == RopeStyle::half) {
       cpu::turn_rows(x, rows, stride, pairs, turn_.cosines32.data(), turn_.sines32.data());
     } else {
-      for (std::int64_t i = 0; i < rows; ++i) rope_rotate(spec_.rope.style, pairs, turn_.cosines32.data(), turn_.sines32.data(), x + i * stride);
+      for (std::int64_t i = 0; i < rows; ++i)
+        rope_rotate(spec_.rope.style, pairs, turn_.cosines32.data(), turn_.sines32.data(), x + i * stride);
     }
   }
 
@@ -228,11 +239,15 @@ class RowScores {
     const std::int64_t dim = sizes_.dim, stride = cpu::cholesky_stride(dim);
     double* a = work_.matrix.data();
     double top = 0;
-    for (std::int64_t i = 0; i < dim; ++i) top = std::max(top, moments.second[static_cast<std::size_t>(i * (i + 1) / 2 + i)] / static_cast<double>(moments.count));
-    const double scale = top > 0 ? std::exp2(std::ceil(std::log2(top) / 2)) : 1.0, share = 1.0 / (static_cast<double>(moments.count) * scale * scale);
+    for (std::int64_t i = 0; i < dim; ++i)
+      top = std::max(
+          top, moments.second[static_cast<std::size_t>(i * (i + 1) / 2 + i)] / static_cast<double>(moments.count));
+    const double scale = top > 0 ? std::exp2(std::ceil(std::log2(top) / 2)) : 1.0,
+                 share = 1.0 / (static_cast<double>(moments.count) * scale * scale);
     std::size_t place = 0;
     for (std::int64_t i = 0; i < dim; ++i)
-      for (std::int64_t j = 0; j <= i; ++j, ++place) a[i * stride + j] = a[j * stride + i] = moments.second[place] * share;
+      for (std::int64_t j = 0; j <= i; ++j, ++place)
+        a[i * stride + j] = a[j * stride + i] = moments.second[place] * share;
     for (std::int64_t i = 0; i < dim; ++i) turn_.turn(spec_.rope.style, a + i * stride);  // C R^T
     const auto pairs = static_cast<std::int64_t>(turn_.cosines.size());
     for (std::int64_t f = 0; f < pairs; ++f) {
@@ -263,10 +278,12 @@ class RowScores {
     }
   }
 
-  /// The covariance itself to the panels of head h, for the matrix unit: of the `count` turned queries, or for 0 what the matrix holds. k^T C k takes C once on the
-  /// panels' square blocks of the diagonal and twice below them. One factor now, one with the sums: that reaches as far as the squares of a triangular factor do.
+  /// The covariance itself to the panels of head h, for the matrix unit: of the `count` turned queries, or for 0 what
+  /// the matrix holds. k^T C k takes C once on the panels' square blocks of the diagonal and twice below them. One
+  /// factor now, one with the sums: that reaches as far as the squares of a triangular factor do.
   void pack_covariance(std::int64_t h, double factor, std::int64_t count) {
-    const std::int64_t dim = sizes_.dim, width = sizes_.width, depth = round_up(count, kUnitDepth), stride = cpu::gram_stride(dim);
+    const std::int64_t dim = sizes_.dim, width = sizes_.width, depth = round_up(count, kUnitDepth),
+                       stride = cpu::gram_stride(dim);
     std::uint16_t *low = work_.query_pairs.data(), *high = low + depth * dim, *columns = work_.query_columns.data();
     if (count > 0) {
       std::fill(work_.block.x.data() + count * stride, work_.block.x.data() + depth * stride, 0.0F);
@@ -280,8 +297,10 @@ class RowScores {
     for (std::int64_t start = 0; start < dim; start += width) {
       const std::int64_t rows = dim - start;
       if (count > 0) {  // all products of high and low parts but low with low, which are rounding noise
-        cpu::multiply_pairs(rows, width, 2 * depth, columns + start * 2 * depth, 2 * depth, low + 2 * start, dim, false, panel);
-        cpu::multiply_pairs(rows, width, depth, columns + start * 2 * depth, 2 * depth, high + 2 * start, dim, true, panel);
+        cpu::multiply_pairs(rows, width, 2 * depth, columns + start * 2 * depth, 2 * depth, low + 2 * start, dim, false,
+                            panel);
+        cpu::multiply_pairs(rows, width, depth, columns + start * 2 * depth, 2 * depth, high + 2 * start, dim, true,
+                            panel);
       } else {
         for (std::int64_t i = 0; i < rows; ++i) {
           const double* c = work_.matrix.data() + (start + i) * cpu::cholesky_stride(dim) + start;
@@ -315,17 +334,20 @@ class RowScores {
     }
   }
 
-  /// A panel in two parts, pieces of the low one from the last to the first; its first piece times `first`, the others times `others`.
+  /// A panel in two parts, pieces of the low one from the last to the first; its first piece times `first`, the others
+  /// times `others`.
   void split(const float* panel, std::int64_t rows, float first, float others, std::uint16_t* pairs) const {
     const std::int64_t width = sizes_.width;
     for (std::int64_t i = 0; i < rows; i += width)
-      cpu::split_pairs(panel + i * width, width, width, width, i == 0 ? first : others, pairs + i * width, pairs + (rows + (rows - width - i)) * width);
+      cpu::split_pairs(panel + i * width, width, width, width, i == 0 ? first : others, pairs + i * width,
+                       pairs + (rows + (rows - width - i)) * width);
   }
 
   /// Calls body(first component that is not zero) for every panel of a head, in their order.
   template <class Body>
   void each_panel(Body&& body) const {
-    for (std::int64_t first = 0; first < (rows_ > 0 ? rows_ : sizes_.dim); first += sizes_.width) body(rows_ > 0 ? 0 : first);
+    for (std::int64_t first = 0; first < (rows_ > 0 ? rows_ : sizes_.dim); first += sizes_.width)
+      body(rows_ > 0 ? 0 : first);
   }
 
   /// x of every slot from the sinks on, [G][slots].
@@ -333,22 +355,28 @@ class RowScores {
     const cpu::Keys keys{row.keys, evidence_.table.key_dtype, spec_.key_dim};
     if (sizes_.unit)
       for (std::int64_t i = 0; i < sizes_.dim; i += sizes_.width)
-        cpu::split_pairs(work_.means.data() + i * sizes_.mean_width(), sizes_.mean_width(), sizes_.width, sizes_.mean_width(), 1,
-                         work_.mean_pairs.data() + i * sizes_.mean_width(), work_.mean_pairs.data() + (2 * sizes_.dim - sizes_.width - i) * sizes_.mean_width());
+        cpu::split_pairs(work_.means.data() + i * sizes_.mean_width(), sizes_.mean_width(), sizes_.width,
+                         sizes_.mean_width(), 1, work_.mean_pairs.data() + i * sizes_.mean_width(),
+                         work_.mean_pairs.data() + (2 * sizes_.dim - sizes_.width - i) * sizes_.mean_width());
     for (std::int64_t from = 0; from < slots_; from += sizes_.keys) {
       const std::int64_t count = std::min(sizes_.keys, slots_ - from);
-      if (sizes_.unit) unit_block(keys, from, count, spread);
-      else plain_block(keys, from, count, spread);
+      if (sizes_.unit)
+        unit_block(keys, from, count, spread);
+      else
+        plain_block(keys, from, count, spread);
     }
     for (std::int64_t h = 0; h < sizes_.group; ++h)
-      std::fill(row_logits(h) + slots_, row_logits(h) + round_up(slots_, kPadding), -std::numeric_limits<float>::infinity());
+      std::fill(row_logits(h) + slots_, row_logits(h) + round_up(slots_, kPadding),
+                -std::numeric_limits<float>::infinity());
   }
 
   void plain_block(const cpu::Keys& keys, std::int64_t from, std::int64_t count, bool spread) {
-    const std::int64_t dim = sizes_.dim, width = sizes_.width, tiles = (count + cpu::tile_keys() - 1) / cpu::tile_keys();
+    const std::int64_t dim = sizes_.dim, width = sizes_.width,
+                       tiles = (count + cpu::tile_keys() - 1) / cpu::tile_keys();
     cpu::pack_tiles(keys, sink_ + from, sink_ + from + count, work_.tiles.data(), work_.widened.data());
     for (std::int64_t first = 0; first < sizes_.group; first += width)
-      cpu::tile_products(work_.tiles.data(), tiles, dim, work_.means.data() + first * dim, work_.linear.data() + first * sizes_.keys);
+      cpu::tile_products(work_.tiles.data(), tiles, dim, work_.means.data() + first * dim,
+                         work_.linear.data() + first * sizes_.keys);
     for (std::int64_t h = 0; h < sizes_.group; ++h) {
       std::fill(work_.sums.begin(), work_.sums.end(), 0.0F);
       const float* panel = work_.panel.data() + h * sizes_.panel_floats;
@@ -357,13 +385,16 @@ class RowScores {
           cpu::add_squares(work_.tiles.data(), tiles, dim, panel, start, rows_ == 0, work_.sums.data());
           panel += (dim - start) * width;
         });
-      cpu::expected_logits(work_.sums.data(), count, work_.factors[static_cast<std::size_t>(h)], work_.linear.data() + h / width * width * sizes_.keys + h % width, width, row_logits(h) + from);
+      cpu::expected_logits(work_.sums.data(), count, work_.factors[static_cast<std::size_t>(h)],
+                           work_.linear.data() + h / width * width * sizes_.keys + h % width, width,
+                           row_logits(h) + from);
     }
   }
 
   void unit_block(const cpu::Keys& keys, std::int64_t from, std::int64_t count, bool spread) {
     const std::int64_t dim = sizes_.dim, width = sizes_.width, means = sizes_.mean_width();
-    // A key twice: as it is, for the high parts; then its pieces from the last to the first, for the low ones. The components from any piece on lie side by side.
+    // A key twice: as it is, for the high parts; then its pieces from the last to the first, for the low ones. The
+    // components from any piece on lie side by side.
     for (std::int64_t t = 0; t < sizes_.keys; ++t) {
       std::uint16_t* to = work_.unit_keys.data() + t * 2 * dim;
       if (t >= count) {
@@ -372,20 +403,27 @@ class RowScores {
       }
       const std::byte* key = keys.slots.at(sink_ + from + t);
       std::memcpy(to, key, static_cast<std::size_t>(dim) * 2);
-      for (std::int64_t i = 0; i < dim; i += width) std::memcpy(to + 2 * dim - width - i, to + i, static_cast<std::size_t>(width) * 2);
+      for (std::int64_t i = 0; i < dim; i += width)
+        std::memcpy(to + 2 * dim - width - i, to + i, static_cast<std::size_t>(width) * 2);
     }
-    cpu::multiply_pairs(sizes_.keys, means, 2 * dim, work_.unit_keys.data(), 2 * dim, work_.mean_pairs.data(), means, false, work_.linear.data());
+    cpu::multiply_pairs(sizes_.keys, means, 2 * dim, work_.unit_keys.data(), 2 * dim, work_.mean_pairs.data(), means,
+                        false, work_.linear.data());
     for (std::int64_t h = 0; h < sizes_.group; ++h) {
       std::fill(work_.sums.begin(), work_.sums.end(), 0.0F);
       const std::uint16_t* pairs = work_.pairs.data() + 2 * h * sizes_.panel_floats;
       if (spread)
         each_panel([&](std::int64_t start) {
-          cpu::multiply_pairs(sizes_.keys, width, 2 * (dim - start), work_.unit_keys.data() + start, 2 * dim, pairs, width, false, work_.products.data());
-          if (rows_ > 0) cpu::add_product_squares(work_.products.data(), count, width, work_.sums.data());
-          else cpu::add_key_products(work_.products.data(), work_.unit_keys.data() + start, 2 * dim, count, width, work_.sums.data());
+          cpu::multiply_pairs(sizes_.keys, width, 2 * (dim - start), work_.unit_keys.data() + start, 2 * dim, pairs,
+                              width, false, work_.products.data());
+          if (rows_ > 0)
+            cpu::add_product_squares(work_.products.data(), count, width, work_.sums.data());
+          else
+            cpu::add_key_products(work_.products.data(), work_.unit_keys.data() + start, 2 * dim, count, width,
+                                  work_.sums.data());
           pairs += 2 * (dim - start) * width;
         });
-      cpu::expected_logits(work_.sums.data(), count, work_.factors[static_cast<std::size_t>(h)], work_.linear.data() + h, means, row_logits(h) + from);
+      cpu::expected_logits(work_.sums.data(), count, work_.factors[static_cast<std::size_t>(h)],
+                           work_.linear.data() + h, means, row_logits(h) + from);
     }
   }
 
@@ -402,7 +440,8 @@ class RowScores {
     if (options_.value_norm) {
       const auto epsilon = static_cast<float>(options_.epsilon);
       float* norms = row_logits(0);
-      cpu::vector_norms({row.values, evidence_.table.value_dtype, spec_.value_dim}, sink_, row.length, norms, work_.widened.data());
+      cpu::vector_norms({row.values, evidence_.table.value_dtype, spec_.value_dim}, sink_, row.length, norms,
+                        work_.widened.data());
       for (std::int32_t t = 0; t < slots_; ++t) out[t] = (out[t] + epsilon) * norms[t];
     }
     std::fill_n(g, sink_, cpu::row_top(out, slots_));
@@ -423,7 +462,8 @@ class RowScores {
 }  // namespace
 
 Needs Expected::needs() const {
-  if (options_.statistics == ExpectedOptions::Statistics::stream) return {.queries = 1, .keys = true, .values = options_.value_norm, .statistics_from = options_.sink};
+  if (options_.statistics == ExpectedOptions::Statistics::stream)
+    return {.queries = 1, .keys = true, .values = options_.value_norm, .statistics_from = options_.sink};
   return {.queries = options_.queries, .keys = true, .values = options_.value_norm};
 }
 
@@ -437,9 +477,11 @@ Scores Expected::score(const Evidence& evidence, const Limits& limits, WindowAtt
     const RowTable& table = evidence.table;
     const ModelSpec& spec = evidence.spec;
     for (const ScalarType dtype : {table.key_dtype, options_.value_norm ? table.value_dtype : table.key_dtype})
-      KVKEEP_REQUIRE(is_scorable(dtype), "expected: keys or values are ", c10::toString(dtype), "; allowed f32, f16, bf16 (other rows can be moved, not scored)");
+      KVKEEP_REQUIRE(is_scorable(dtype), "expected: keys or values are ", c10::toString(dtype),
+                     "; allowed f32, f16, bf16 (other rows can be moved, not scored)");
     const bool stream = options_.statistics == ExpectedOptions::Statistics::stream;
-    const bool unit = options_.matrix_unit && table.key_dtype == kBFloat16 && spec.key_dim % kUnitDepth == 0 && cpu::has_matrix_unit();
+    const bool unit = options_.matrix_unit && table.key_dtype == kBFloat16 && spec.key_dim % kUnitDepth == 0 &&
+                      cpu::has_matrix_unit();
     Scores scores{at::empty({table.slots}, at::TensorOptions().dtype(kFloat32))};
     float* out = scores.data.data_ptr<float>();
 
@@ -460,11 +502,15 @@ Scores Expected::score(const Evidence& evidence, const Limits& limits, WindowAtt
       most = std::max<std::int64_t>(most, b.count);
       std::size_t twin = i;  // the layers of a sequence mostly see the same positions
       for (std::size_t e = 0; e < i && twin == i; ++e)
-        if (table.groups[e].sequence == group.sequence && table.groups[e].next_position == group.next_position && cpu::same_positions(table.groups[e].queries, view)) twin = e;
+        if (table.groups[e].sequence == group.sequence && table.groups[e].next_position == group.next_position &&
+            cpu::same_positions(table.groups[e].queries, view))
+          twin = e;
       turn_of[i] = twin == i ? turns.size() : turn_of[twin];
       if (twin == i) turns.emplace_back(spec.rope, group.next_position, options_.future);
       if (b.count > 0 && evidence.basis == QueryBasis::post_rope && !spec.rope.inv_freq.empty()) {
-        if (twin == i) backs[i].fill(spec.rope, b.count, [&](std::int64_t t) { return view.position(b.first + static_cast<std::int32_t>(t)); });
+        if (twin == i)
+          backs[i].fill(spec.rope, b.count,
+                        [&](std::int64_t t) { return view.position(b.first + static_cast<std::int32_t>(t)); });
         b.back = twin == i ? &backs[i] : buffered[twin].back;
       }
     }
@@ -479,7 +525,8 @@ Scores Expected::score(const Evidence& evidence, const Limits& limits, WindowAtt
         if (!limits.rows[static_cast<std::size_t>(r)].due) continue;
         const auto g = static_cast<std::size_t>(r / spec.kv_heads);
         const RowGroup& group = table.groups[g];
-        const bool counted = stream && group.statistics != nullptr ? group.statistics->count() > 0 : buffered[g].count > 0;
+        const bool counted =
+            stream && group.statistics != nullptr ? group.statistics->count() > 0 : buffered[g].count > 0;
         if (!counted) {
           std::iota(out + row.first, out + row.first + row.length, 0.0F);
           continue;

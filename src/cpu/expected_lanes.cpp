@@ -22,7 +22,8 @@ namespace hn = hwy::HWY_NAMESPACE;
 using Floats = hn::ScalableTag<float>;
 using Doubles = hn::ScalableTag<double>;
 
-// Rows of a tile: with two vectors of columns their sums, the columns and one more fill the registers, 32 or 16 of them.
+// Rows of a tile: with two vectors of columns their sums, the columns and one more fill the registers, 32 or 16 of
+// them.
 #if HWY_ARCH_X86 && HWY_TARGET > HWY_AVX3
 constexpr int kRows = 6;
 #else
@@ -54,8 +55,8 @@ struct Sums {
 
 /// sums[r] += a[i * a_step + r] * b[i * b_step + lane], i in [0, n). `kBoth`: two vectors of b.
 template <bool kBoth, class D>
-HWY_INLINE void Accumulate(D d, const hn::TFromD<D>* HWY_RESTRICT a, std::int64_t a_step, const hn::TFromD<D>* HWY_RESTRICT b, std::int64_t b_step, std::int64_t n,
-                           Sums<D>& sums) {
+HWY_INLINE void Accumulate(D d, const hn::TFromD<D>* HWY_RESTRICT a, std::int64_t a_step,
+                           const hn::TFromD<D>* HWY_RESTRICT b, std::int64_t b_step, std::int64_t n, Sums<D>& sums) {
   for (std::int64_t i = 0; i < n; ++i, a += a_step, b += b_step) {
     const auto b0 = hn::LoadU(d, b);
     const auto b1 = kBoth ? hn::LoadU(d, b + kLanes<D>) : b0;
@@ -68,7 +69,8 @@ HWY_INLINE void Accumulate(D d, const hn::TFromD<D>* HWY_RESTRICT a, std::int64_
   }
 }
 
-void PackTiles(const Keys& keys, std::int64_t from, std::int64_t to, float* HWY_RESTRICT tiles, float* HWY_RESTRICT widened) {
+void PackTiles(const Keys& keys, std::int64_t from, std::int64_t to, float* HWY_RESTRICT tiles,
+               float* HWY_RESTRICT widened) {
   for (std::int64_t t = from; t < to; t += kRows, tiles += keys.dim * kRows)
     for (std::int64_t r = 0; r < kRows; ++r) {
       if (t + r >= to) {
@@ -77,29 +79,34 @@ void PackTiles(const Keys& keys, std::int64_t from, std::int64_t to, float* HWY_
       }
       const std::byte* at = keys.slots.at(t + r);
       const float* key = widened;
-      if (keys.dtype == kFloat32) key = reinterpret_cast<const float*>(at);
-      else widen(at, keys.dtype, keys.dim, widened);
+      if (keys.dtype == kFloat32)
+        key = reinterpret_cast<const float*>(at);
+      else
+        widen(at, keys.dtype, keys.dim, widened);
       for (std::int64_t i = 0; i < keys.dim; ++i) tiles[i * kRows + r] = key[i];
     }
 }
 
-void AddSquares(const float* HWY_RESTRICT tiles, std::int64_t count, std::int64_t dim, const float* HWY_RESTRICT panel, std::int64_t start, bool triangular,
-                float* HWY_RESTRICT out) {
+void AddSquares(const float* HWY_RESTRICT tiles, std::int64_t count, std::int64_t dim, const float* HWY_RESTRICT panel,
+                std::int64_t start, bool triangular, float* HWY_RESTRICT out) {
   const Floats d;
   const std::int64_t single = triangular ? std::min(kLanes<Floats>, dim - start) : 0;
   for (std::int64_t t = 0; t < count; ++t, tiles += dim * kRows, out += kRows * kLanes<Floats>) {
     Sums<Floats> sums;
     Accumulate<false>(d, tiles + start * kRows, kRows, panel, kWidth, single, sums);
-    Accumulate<true>(d, tiles + (start + single) * kRows, kRows, panel + single * kWidth, kWidth, dim - start - single, sums);
+    Accumulate<true>(d, tiles + (start + single) * kRows, kRows, panel + single * kWidth, kWidth, dim - start - single,
+                     sums);
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
       const auto before = hn::LoadU(d, out + r * kLanes<Floats>);
-      hn::StoreU(hn::MulAdd(sums.second[r], sums.second[r], hn::MulAdd(sums.first[r], sums.first[r], before)), d, out + r * kLanes<Floats>);
+      hn::StoreU(hn::MulAdd(sums.second[r], sums.second[r], hn::MulAdd(sums.first[r], sums.first[r], before)), d,
+                 out + r * kLanes<Floats>);
     }
   }
 }
 
-void TileProducts(const float* HWY_RESTRICT tiles, std::int64_t count, std::int64_t dim, const float* HWY_RESTRICT panel, float* HWY_RESTRICT out) {
+void TileProducts(const float* HWY_RESTRICT tiles, std::int64_t count, std::int64_t dim,
+                  const float* HWY_RESTRICT panel, float* HWY_RESTRICT out) {
   const Floats d;
   for (std::int64_t t = 0; t < count; ++t, tiles += dim * kRows, out += kRows * kWidth) {
     Sums<Floats> sums;
@@ -112,7 +119,8 @@ void TileProducts(const float* HWY_RESTRICT tiles, std::int64_t count, std::int6
   }
 }
 
-void AddProductSquares(const float* HWY_RESTRICT products, std::int64_t keys, std::int64_t columns, float* HWY_RESTRICT sums) {
+void AddProductSquares(const float* HWY_RESTRICT products, std::int64_t keys, std::int64_t columns,
+                       float* HWY_RESTRICT sums) {
   const Floats d;
   for (std::int64_t t = 0; t < keys; ++t, products += columns, sums += kLanes<Floats>) {
     auto sum = hn::LoadU(d, sums);
@@ -124,14 +132,15 @@ void AddProductSquares(const float* HWY_RESTRICT products, std::int64_t keys, st
   }
 }
 
-void AddKeyProducts(const float* HWY_RESTRICT products, const std::uint16_t* HWY_RESTRICT keys, std::int64_t key_stride, std::int64_t count, std::int64_t columns,
-                    float* HWY_RESTRICT sums) {
+void AddKeyProducts(const float* HWY_RESTRICT products, const std::uint16_t* HWY_RESTRICT keys, std::int64_t key_stride,
+                    std::int64_t count, std::int64_t columns, float* HWY_RESTRICT sums) {
   const Floats d;
   const hn::Rebind<hwy::bfloat16_t, Floats> narrow;
   const auto* key = reinterpret_cast<const hwy::bfloat16_t*>(keys);
   for (std::int64_t t = 0; t < count; ++t, products += columns, key += key_stride, sums += kLanes<Floats>) {
     auto sum = hn::LoadU(d, sums);
-    for (std::int64_t c = 0; c < columns; c += kLanes<Floats>) sum = hn::MulAdd(hn::LoadU(d, products + c), hn::PromoteTo(d, hn::LoadU(narrow, key + c)), sum);
+    for (std::int64_t c = 0; c < columns; c += kLanes<Floats>)
+      sum = hn::MulAdd(hn::LoadU(d, products + c), hn::PromoteTo(d, hn::LoadU(narrow, key + c)), sum);
     hn::StoreU(sum, d, sums);
   }
 }
@@ -161,11 +170,13 @@ HWY_INLINE hn::Vec<Four> RowSums(const float* sums) {
   const auto p = load(0), q = load(1), r = load(2), s = load(3);
   const auto pq = hn::BitCast(wide, hn::Add(hn::InterleaveLower(four, p, q), hn::InterleaveUpper(four, p, q)));
   const auto rs = hn::BitCast(wide, hn::Add(hn::InterleaveLower(four, r, s), hn::InterleaveUpper(four, r, s)));
-  return hn::Add(hn::BitCast(four, hn::InterleaveLower(wide, pq, rs)), hn::BitCast(four, hn::InterleaveUpper(wide, pq, rs)));
+  return hn::Add(hn::BitCast(four, hn::InterleaveLower(wide, pq, rs)),
+                 hn::BitCast(four, hn::InterleaveUpper(wide, pq, rs)));
 }
 #endif
 
-void ExpectedLogits(const float* HWY_RESTRICT sums, std::int64_t keys, float factor, const float* HWY_RESTRICT linear, std::int64_t stride, float* HWY_RESTRICT logits) {
+void ExpectedLogits(const float* HWY_RESTRICT sums, std::int64_t keys, float factor, const float* HWY_RESTRICT linear,
+                    std::int64_t stride, float* HWY_RESTRICT logits) {
   const Four d;
   constexpr std::int64_t kFour = kLanes<Four>;
   const auto most = hn::Set(d, std::numeric_limits<float>::max() / 2), zero = hn::Zero(d);
@@ -184,7 +195,8 @@ void ExpectedLogits(const float* HWY_RESTRICT sums, std::int64_t keys, float fac
 
 /// Means of `kStrips` vectors of columns from x on.
 template <int kStrips>
-HWY_INLINE void StripMeans(const float* HWY_RESTRICT x, std::int64_t rows, std::int64_t stride, double* HWY_RESTRICT mean) {
+HWY_INLINE void StripMeans(const float* HWY_RESTRICT x, std::int64_t rows, std::int64_t stride,
+                           double* HWY_RESTRICT mean) {
   const Doubles d;
   const hn::Rebind<float, Doubles> half;
   hn::Vec<Doubles> sum[kStrips];
@@ -192,15 +204,19 @@ HWY_INLINE void StripMeans(const float* HWY_RESTRICT x, std::int64_t rows, std::
   for (auto& s : sum) s = hn::Zero(d);
   for (std::int64_t r = 0; r < rows; ++r, x += stride)
 #pragma GCC unroll 8
-    for (int i = 0; i < kStrips; ++i) sum[i] = hn::Add(sum[i], hn::PromoteTo(d, hn::LoadU(half, x + i * kLanes<Doubles>)));
+    for (int i = 0; i < kStrips; ++i)
+      sum[i] = hn::Add(sum[i], hn::PromoteTo(d, hn::LoadU(half, x + i * kLanes<Doubles>)));
 #pragma GCC unroll 8
-  for (int i = 0; i < kStrips; ++i) hn::StoreU(hn::Div(sum[i], hn::Set(d, static_cast<double>(rows))), d, mean + i * kLanes<Doubles>);
+  for (int i = 0; i < kStrips; ++i)
+    hn::StoreU(hn::Div(sum[i], hn::Set(d, static_cast<double>(rows))), d, mean + i * kLanes<Doubles>);
 }
 
-bool ColumnMeans(const float* HWY_RESTRICT x, std::int64_t rows, std::int64_t dim, std::int64_t stride, double* HWY_RESTRICT mean) {
+bool ColumnMeans(const float* HWY_RESTRICT x, std::int64_t rows, std::int64_t dim, std::int64_t stride,
+                 double* HWY_RESTRICT mean) {
   constexpr int kStrips = 8;
   std::int64_t c = 0;
-  for (; c + kStrips * kLanes<Doubles> <= dim; c += kStrips * kLanes<Doubles>) StripMeans<kStrips>(x + c, rows, stride, mean + c);
+  for (; c + kStrips * kLanes<Doubles> <= dim; c += kStrips * kLanes<Doubles>)
+    StripMeans<kStrips>(x + c, rows, stride, mean + c);
   for (; c + kLanes<Doubles> <= dim; c += kLanes<Doubles>) StripMeans<1>(x + c, rows, stride, mean + c);
   for (; c < dim; ++c) {
     double sum = 0;
@@ -210,7 +226,8 @@ bool ColumnMeans(const float* HWY_RESTRICT x, std::int64_t rows, std::int64_t di
   return std::all_of(mean, mean + dim, [](double m) { return std::isfinite(m); });
 }
 
-float CentreRows(float* HWY_RESTRICT x, std::int64_t rows, std::int64_t dim, std::int64_t stride, const float* HWY_RESTRICT mean) {
+float CentreRows(float* HWY_RESTRICT x, std::int64_t rows, std::int64_t dim, std::int64_t stride,
+                 const float* HWY_RESTRICT mean) {
   const Floats d;
   auto top = hn::Zero(d);
   float rest = 0;
@@ -234,16 +251,19 @@ void ScaleRows(float* HWY_RESTRICT x, std::int64_t rows, std::int64_t stride, fl
   const Floats d;
   const std::int64_t n = rows * stride;
   std::int64_t i = 0;
-  for (; i + kLanes<Floats> <= n; i += kLanes<Floats>) hn::StoreU(hn::Mul(hn::LoadU(d, x + i), hn::Set(d, factor)), d, x + i);
+  for (; i + kLanes<Floats> <= n; i += kLanes<Floats>)
+    hn::StoreU(hn::Mul(hn::LoadU(d, x + i), hn::Set(d, factor)), d, x + i);
   for (; i < n; ++i) x[i] *= factor;
 }
 
-void TurnRows(float* HWY_RESTRICT x, std::int64_t rows, std::int64_t stride, std::int64_t pairs, const float* HWY_RESTRICT cosines, const float* HWY_RESTRICT sines) {
+void TurnRows(float* HWY_RESTRICT x, std::int64_t rows, std::int64_t stride, std::int64_t pairs,
+              const float* HWY_RESTRICT cosines, const float* HWY_RESTRICT sines) {
   const Floats d;
   for (std::int64_t r = 0; r < rows; ++r, x += stride) {
     std::int64_t f = 0;
     for (; f + kLanes<Floats> <= pairs; f += kLanes<Floats>) {
-      const auto a = hn::LoadU(d, x + f), b = hn::LoadU(d, x + f + pairs), c = hn::LoadU(d, cosines + f), s = hn::LoadU(d, sines + f);
+      const auto a = hn::LoadU(d, x + f), b = hn::LoadU(d, x + f + pairs), c = hn::LoadU(d, cosines + f),
+                 s = hn::LoadU(d, sines + f);
       hn::StoreU(hn::NegMulAdd(b, s, hn::Mul(a, c)), d, x + f);
       hn::StoreU(hn::MulAdd(a, s, hn::Mul(b, c)), d, x + f + pairs);
     }
@@ -284,7 +304,8 @@ void Cholesky(double* HWY_RESTRICT a, std::int64_t dim) {
   for (std::int64_t i0 = 0; i0 < dim; i0 += kRows) {
     const std::int64_t block = std::min<std::int64_t>(kRows, dim - i0);
     double noise[kRows];
-    for (std::int64_t r = 0; r < block; ++r) noise[r] = a[(i0 + r) * stride + i0 + r] * static_cast<double>(dim) * 0x1p-23;
+    for (std::int64_t r = 0; r < block; ++r)
+      noise[r] = a[(i0 + r) * stride + i0 + r] * static_cast<double>(dim) * 0x1p-23;
     for (std::int64_t j = i0; j < dim; j += kStep) {  // what the rows above take from this block
       Sums<Doubles> sums;
       Accumulate<true>(d, a + i0, stride, a + j, stride, i0, sums);
@@ -306,7 +327,8 @@ void Cholesky(double* HWY_RESTRICT a, std::int64_t dim) {
       for (std::int64_t k = i + 1; k < i0 + block; ++k) {
         const auto u = hn::Set(d, row[k]);
         double* below = a + k * stride;
-        for (std::int64_t j = k; j < dim; j += kLanes<Doubles>) hn::StoreU(hn::NegMulAdd(u, hn::LoadU(d, row + j), hn::LoadU(d, below + j)), d, below + j);
+        for (std::int64_t j = k; j < dim; j += kLanes<Doubles>)
+          hn::StoreU(hn::NegMulAdd(u, hn::LoadU(d, row + j), hn::LoadU(d, below + j)), d, below + j);
       }
     }
   }
@@ -325,8 +347,8 @@ HWY_INLINE auto Paired(U a, U b) {
   return hn::Or(hn::ShiftRight<16>(a), b);
 }
 
-void SplitPairs(const float* HWY_RESTRICT panel, std::int64_t stride, std::int64_t rows, std::int64_t width, float factor, std::uint16_t* HWY_RESTRICT high,
-                std::uint16_t* HWY_RESTRICT low) {
+void SplitPairs(const float* HWY_RESTRICT panel, std::int64_t stride, std::int64_t rows, std::int64_t width,
+                float factor, std::uint16_t* HWY_RESTRICT high, std::uint16_t* HWY_RESTRICT low) {
   const hn::CappedTag<float, 16> d;
   const hn::RebindToUnsigned<decltype(d)> du;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
@@ -338,11 +360,13 @@ void SplitPairs(const float* HWY_RESTRICT panel, std::int64_t stride, std::int64
       const auto a = hn::Mul(hn::LoadU(d, panel + c), times), b = hn::Mul(hn::LoadU(d, panel + stride + c), times);
       const auto ha = Rounded(d, a), hb = Rounded(d, b);
       hn::StoreU(Paired(ha, hb), du, to_high);
-      hn::StoreU(Paired(Rounded(d, hn::Sub(a, hn::BitCast(d, ha))), Rounded(d, hn::Sub(b, hn::BitCast(d, hb)))), du, to_low);
+      hn::StoreU(Paired(Rounded(d, hn::Sub(a, hn::BitCast(d, ha))), Rounded(d, hn::Sub(b, hn::BitCast(d, hb)))), du,
+                 to_low);
     }
 }
 
-void TransposePairs(const std::uint16_t* HWY_RESTRICT pairs, std::int64_t rows, std::int64_t width, std::uint16_t* HWY_RESTRICT out, std::int64_t stride) {
+void TransposePairs(const std::uint16_t* HWY_RESTRICT pairs, std::int64_t rows, std::int64_t width,
+                    std::uint16_t* HWY_RESTRICT out, std::int64_t stride) {
   const auto* from = reinterpret_cast<const std::uint32_t*>(pairs);
   auto* to = reinterpret_cast<std::uint32_t*>(out);
   stride /= 2;
@@ -358,7 +382,8 @@ void TransposePairs(const std::uint16_t* HWY_RESTRICT pairs, std::int64_t rows, 
     for (std::int64_t i = 0; i < rows / 2; i += 4)
       for (std::int64_t c = first; c < std::min(first + kBlock, width); c += 4) {
         const std::uint32_t* at = from + i * width + c;
-        const auto p = hn::LoadU(d, at), q = hn::LoadU(d, at + width), r = hn::LoadU(d, at + 2 * width), s = hn::LoadU(d, at + 3 * width);
+        const auto p = hn::LoadU(d, at), q = hn::LoadU(d, at + width), r = hn::LoadU(d, at + 2 * width),
+                   s = hn::LoadU(d, at + 3 * width);
         const auto pq = two(hn::InterleaveLower(d, p, q)), rs = two(hn::InterleaveLower(d, r, s));
         const auto pq_high = two(hn::InterleaveUpper(d, p, q)), rs_high = two(hn::InterleaveUpper(d, r, s));
         std::uint32_t* row = to + c * stride + i;
@@ -403,7 +428,8 @@ HWY_INLINE hn::Vec<Floats> Load(const Half* from) {
 }
 
 template <class T>
-HWY_INLINE void Norms(const Keys& values, std::int64_t from, std::int64_t to, float* HWY_RESTRICT out, float* HWY_RESTRICT widened) {
+HWY_INLINE void Norms(const Keys& values, std::int64_t from, std::int64_t to, float* HWY_RESTRICT out,
+                      float* HWY_RESTRICT widened) {
   const Floats d;
   for (std::int64_t t = from; t < to; ++t) {
     const std::byte* at = values.slots.at(t);
@@ -428,10 +454,14 @@ HWY_INLINE void Norms(const Keys& values, std::int64_t from, std::int64_t to, fl
   }
 }
 
-void VectorNorms(const Keys& values, std::int64_t from, std::int64_t to, float* HWY_RESTRICT out, float* HWY_RESTRICT widened) {
-  if (values.dtype == kFloat16) Norms<hwy::float16_t>(values, from, to, out, widened);
-  else if (values.dtype == kBFloat16) Norms<hwy::bfloat16_t>(values, from, to, out, widened);
-  else Norms<float>(values, from, to, out, widened);
+void VectorNorms(const Keys& values, std::int64_t from, std::int64_t to, float* HWY_RESTRICT out,
+                 float* HWY_RESTRICT widened) {
+  if (values.dtype == kFloat16)
+    Norms<hwy::float16_t>(values, from, to, out, widened);
+  else if (values.dtype == kBFloat16)
+    Norms<hwy::bfloat16_t>(values, from, to, out, widened);
+  else
+    Norms<float>(values, from, to, out, widened);
 }
 
 }  // namespace kvkeep::cpu::HWY_NAMESPACE
@@ -473,7 +503,8 @@ void pack_tiles(const Keys& keys, std::int64_t from, std::int64_t to, float* til
   HWY_DYNAMIC_DISPATCH(PackTiles)(keys, from, to, tiles, widened);
 }
 
-void add_squares(const float* tiles, std::int64_t count, std::int64_t dim, const float* panel, std::int64_t start, bool triangular, float* sums) {
+void add_squares(const float* tiles, std::int64_t count, std::int64_t dim, const float* panel, std::int64_t start,
+                 bool triangular, float* sums) {
   HWY_DYNAMIC_DISPATCH(AddSquares)(tiles, count, dim, panel, start, triangular, sums);
 }
 
@@ -485,11 +516,13 @@ void add_product_squares(const float* products, std::int64_t keys, std::int64_t 
   HWY_DYNAMIC_DISPATCH(AddProductSquares)(products, keys, columns, sums);
 }
 
-void add_key_products(const float* products, const std::uint16_t* keys, std::int64_t key_stride, std::int64_t count, std::int64_t columns, float* sums) {
+void add_key_products(const float* products, const std::uint16_t* keys, std::int64_t key_stride, std::int64_t count,
+                      std::int64_t columns, float* sums) {
   HWY_DYNAMIC_DISPATCH(AddKeyProducts)(products, keys, key_stride, count, columns, sums);
 }
 
-void expected_logits(const float* sums, std::int64_t keys, float factor, const float* linear, std::int64_t stride, float* logits) {
+void expected_logits(const float* sums, std::int64_t keys, float factor, const float* linear, std::int64_t stride,
+                     float* logits) {
   HWY_DYNAMIC_DISPATCH(ExpectedLogits)(sums, keys, factor, linear, stride, logits);
 }
 
@@ -501,21 +534,28 @@ float centre_rows(float* x, std::int64_t rows, std::int64_t dim, std::int64_t st
   return HWY_DYNAMIC_DISPATCH(CentreRows)(x, rows, dim, stride, mean);
 }
 
-void scale_rows(float* x, std::int64_t rows, std::int64_t stride, float factor) { HWY_DYNAMIC_DISPATCH(ScaleRows)(x, rows, stride, factor); }
+void scale_rows(float* x, std::int64_t rows, std::int64_t stride, float factor) {
+  HWY_DYNAMIC_DISPATCH(ScaleRows)(x, rows, stride, factor);
+}
 
-void turn_rows(float* x, std::int64_t rows, std::int64_t stride, std::int64_t pairs, const float* cosines, const float* sines) {
+void turn_rows(float* x, std::int64_t rows, std::int64_t stride, std::int64_t pairs, const float* cosines,
+               const float* sines) {
   HWY_DYNAMIC_DISPATCH(TurnRows)(x, rows, stride, pairs, cosines, sines);
 }
 
-void gram(const float* x, std::int64_t rows, std::int64_t dim, float* out) { HWY_DYNAMIC_DISPATCH(Gram)(x, rows, dim, out); }
+void gram(const float* x, std::int64_t rows, std::int64_t dim, float* out) {
+  HWY_DYNAMIC_DISPATCH(Gram)(x, rows, dim, out);
+}
 
 void cholesky(double* a, std::int64_t dim) { HWY_DYNAMIC_DISPATCH(Cholesky)(a, dim); }
 
-void split_pairs(const float* panel, std::int64_t stride, std::int64_t rows, std::int64_t width, float factor, std::uint16_t* high, std::uint16_t* low) {
+void split_pairs(const float* panel, std::int64_t stride, std::int64_t rows, std::int64_t width, float factor,
+                 std::uint16_t* high, std::uint16_t* low) {
   HWY_DYNAMIC_DISPATCH(SplitPairs)(panel, stride, rows, width, factor, high, low);
 }
 
-void transpose_pairs(const std::uint16_t* pairs, std::int64_t rows, std::int64_t width, std::uint16_t* out, std::int64_t stride) {
+void transpose_pairs(const std::uint16_t* pairs, std::int64_t rows, std::int64_t width, std::uint16_t* out,
+                     std::int64_t stride) {
   HWY_DYNAMIC_DISPATCH(TransposePairs)(pairs, rows, width, out, stride);
 }
 

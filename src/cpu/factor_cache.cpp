@@ -10,8 +10,8 @@
 #include <unordered_set>
 #include <utility>
 
-#include "kvkeep/core/problems.h"
 #include "aligned.h"
+#include "kvkeep/core/problems.h"
 
 namespace kvkeep {
 namespace {
@@ -35,16 +35,16 @@ struct Wish {
 struct FactorCache::Entry {
   std::uint64_t id;
   std::int64_t size;
-  bool kept = true;             ///< counts, and stays where it arrives
-  bool forgotten = false;       ///< while it was on its way
-  Bytes bytes = {};             ///< null: read in place, or on its way
+  bool kept = true;                 ///< counts, and stays where it arrives
+  bool forgotten = false;           ///< while it was on its way
+  Bytes bytes = {};                 ///< null: read in place, or on its way
   std::shared_ptr<Load> load = {};  ///< while it is on its way
 };
 
 struct alignas(64) FactorCache::Shard {
   std::mutex mutex;
   std::condition_variable loaded;
-  Entries recent;     ///< near, latest used first
+  Entries recent;  ///< near, latest used first
   Entries under_way;
   std::unordered_map<std::uint64_t, Entries::iterator> by_id;
   std::int64_t bytes = 0, under_way_bytes = 0;
@@ -155,9 +155,12 @@ bool FactorCache::make_room(Shard& shard, std::int64_t bytes, Entries& dropped) 
   return true;
 }
 
-/// Loads a blob of the disk that is neither near nor on its way. Lets go of the lock, and of what had to leave, meanwhile.
-FactorCache::Bytes FactorCache::bring(Shard& shard, std::unique_lock<std::mutex>& lock, const FarBlobPtr& blob, bool kept, Entries& dropped) const {
-  const auto entry = shard.enter({.id = blob->id(), .size = blob->size(), .kept = kept, .load = std::make_shared<Load>()});
+/// Loads a blob of the disk that is neither near nor on its way. Lets go of the lock, and of what had to leave,
+/// meanwhile.
+FactorCache::Bytes FactorCache::bring(Shard& shard, std::unique_lock<std::mutex>& lock, const FarBlobPtr& blob,
+                                      bool kept, Entries& dropped) const {
+  const auto entry =
+      shard.enter({.id = blob->id(), .size = blob->size(), .kept = kept, .load = std::make_shared<Load>()});
   lock.unlock();
   Bytes bytes;
   try {
@@ -176,7 +179,8 @@ FactorCache::Bytes FactorCache::bring(Shard& shard, std::unique_lock<std::mutex>
 /// A copy of a blob.
 FactorCache::Bytes FactorCache::read(const FarBlob& blob) const {
   const auto free = [](std::byte* at) { ::operator delete(at, cpu::kLine); };
-  const std::shared_ptr<std::byte> to(static_cast<std::byte*>(::operator new(static_cast<std::size_t>(blob.size()), cpu::kLine)), free);
+  const std::shared_ptr<std::byte> to(
+      static_cast<std::byte*>(::operator new(static_cast<std::size_t>(blob.size()), cpu::kLine)), free);
   if (options_.load)
     options_.load(blob, to.get());
   else
@@ -185,7 +189,8 @@ FactorCache::Bytes FactorCache::read(const FarBlob& blob) const {
 }
 
 void FactorCache::prefetch(std::span<const FarBlobPtr> blobs) {
-  for (const FarBlobPtr& blob : blobs) KVKEEP_REQUIRE(blob != nullptr, "factor cache: prefetch of no blob; allowed those of FarStore::put");
+  for (const FarBlobPtr& blob : blobs)
+    KVKEEP_REQUIRE(blob != nullptr, "factor cache: prefetch of no blob; allowed those of FarStore::put");
   if (!options_.background) return;
   const std::scoped_lock lock(queue_->mutex);
   std::int64_t room = options_.bytes - queue_->bytes;
@@ -293,7 +298,9 @@ FactorCache::Totals FactorCache::totals() const {
   Totals sum;
   for (const auto& shard : shards_) {
     const std::scoped_lock lock(shard->mutex);
-    for (const auto field : {&Totals::hits, &Totals::misses, &Totals::late, &Totals::prefetched, &Totals::failed, &Totals::evicted, &Totals::bytes_moved}) sum.*field += shard->totals.*field;
+    for (const auto field : {&Totals::hits, &Totals::misses, &Totals::late, &Totals::prefetched, &Totals::failed,
+                             &Totals::evicted, &Totals::bytes_moved})
+      sum.*field += shard->totals.*field;
   }
   return sum;
 }

@@ -16,25 +16,32 @@
 namespace kvkeep::cpu {
 namespace {
 
-constexpr double kRoundingNoise = 1e-10;      ///< share of the squares of a span's rows below which what is left of them is noise
-constexpr double kCentringGain = 1e-6;        ///< share of the squares that rows as they are must leave out less, to be preferred
+constexpr double kRoundingNoise =
+    1e-10;  ///< share of the squares of a span's rows below which what is left of them is noise
+constexpr double kCentringGain =
+    1e-6;  ///< share of the squares that rows as they are must leave out less, to be preferred
 constexpr double kNegligibleGate = 0.01;
-constexpr std::int64_t kChunkRows = 128;      ///< rows of a long span that are copied at a time
-constexpr std::int64_t kColumns = 16;         ///< of a Gram matrix that are formed at a time
+constexpr std::int64_t kChunkRows = 128;  ///< rows of a long span that are copied at a time
+constexpr std::int64_t kColumns = 16;     ///< of a Gram matrix that are formed at a time
 
 enum Form : std::int64_t { kFirst, kPlain };  ///< the rows as options ask for them, and as they are
 
 std::int64_t padded(std::int64_t n) { return (n + matrix_lanes() - 1) / matrix_lanes() * matrix_lanes(); }
 std::int64_t triangle_size(std::int64_t n) { return n * (n + 1) / 2; }
 
-double sum_from(std::span<const double> squares, std::int64_t first) { return std::accumulate(squares.begin() + first, squares.end(), 0.0); }
+double sum_from(std::span<const double> squares, std::int64_t first) {
+  return std::accumulate(squares.begin() + first, squares.end(), 0.0);
+}
 
 std::int64_t rank_of(std::span<const double> squares, const FactorOptions& o) {
   const auto most = std::min<std::int64_t>(o.max_rank, static_cast<std::int64_t>(squares.size()));
   if (o.rank != FactorOptions::Rank::energy) return most;
-  const double allowed = o.energy * o.energy * std::accumulate(squares.rbegin(), squares.rend(), 0.0);  // in the order of what is left out below
+  const double allowed =
+      o.energy * o.energy *
+      std::accumulate(squares.rbegin(), squares.rend(), 0.0);  // in the order of what is left out below
   auto rank = static_cast<std::int64_t>(squares.size());
-  for (double left = 0; rank > 0 && left + squares[static_cast<std::size_t>(rank - 1)] <= allowed; --rank) left += squares[static_cast<std::size_t>(rank - 1)];
+  for (double left = 0; rank > 0 && left + squares[static_cast<std::size_t>(rank - 1)] <= allowed; --rank)
+    left += squares[static_cast<std::size_t>(rank - 1)];
   return std::min(rank, most);
 }
 
@@ -58,14 +65,28 @@ struct Factorisation::Choice {
 /// What one thread needs for a group of matrices, one a lane. Sizes with `lanes` as in factorise_lanes.h.
 struct Factorisation::Scratch {
   Scratch(std::int64_t length, std::int64_t dim, std::int64_t most, std::int64_t form_count)
-      : lanes(matrix_lanes()), m(std::min(length, dim)), stride(padded(dim)), chunk(length > dim ? std::min(length, kChunkRows) : length + 1), forms(static_cast<std::size_t>(form_count)) {
+      : lanes(matrix_lanes()),
+        m(std::min(length, dim)),
+        stride(padded(dim)),
+        chunk(length > dim ? std::min(length, kChunkRows) : length + 1),
+        forms(static_cast<std::size_t>(form_count)) {
     const std::int64_t rank = padded(most);
-    const std::int64_t sizes[] = {chunk * stride, std::max(triangle_size(m + 1), m * stride), 2 * m, 4 * m * lanes, m * rank, rank * std::max(stride, length), most * m * lanes, most * lanes, lanes};
+    const std::int64_t sizes[] = {chunk * stride,
+                                  std::max(triangle_size(m + 1), m * stride),
+                                  2 * m,
+                                  4 * m * lanes,
+                                  m * rank,
+                                  rank * std::max(stride, length),
+                                  most * m * lanes,
+                                  most * lanes,
+                                  lanes};
     const std::int64_t of_form = (triangle_size(m) + 5 * m) * lanes + lanes * m + lanes;
-    arena.resize(static_cast<std::size_t>(std::accumulate(std::begin(sizes), std::end(sizes), form_count * of_form) + 8 * static_cast<std::int64_t>(std::size(sizes) + 10 * forms.size())));
+    arena.resize(static_cast<std::size_t>(std::accumulate(std::begin(sizes), std::end(sizes), form_count * of_form) +
+                                          8 * static_cast<std::int64_t>(std::size(sizes) + 10 * forms.size())));
     double* at = arena.data();
     const auto take = [&at](std::int64_t numbers) { return std::exchange(at, at + (numbers + 7) / 8 * 8); };
-    rows = take(sizes[0]), gram = take(sizes[1]), shift = take(sizes[2]), work = take(sizes[3]), axes = take(sizes[4]), projected = take(sizes[5]);
+    rows = take(sizes[0]), gram = take(sizes[1]), shift = take(sizes[2]), work = take(sizes[3]), axes = take(sizes[4]),
+    projected = take(sizes[5]);
     vectors = take(sizes[6]), asked = take(sizes[7]), mask = take(sizes[8]);
     for (OfForm& f : forms) {
       f.lanes = {take(triangle_size(m) * lanes), take(m * lanes), take(m * lanes), take(m * lanes)};
@@ -79,8 +100,8 @@ struct Factorisation::Scratch {
   struct OfForm {
     LaneMatrices lanes;
     double *values, *work;  ///< [m, lanes]
-    double *squares;        ///< [lanes, m] eigenvalues, largest first, of a trace of order 1
-    double *scale;          ///< [lanes] what they are to be multiplied with
+    double* squares;        ///< [lanes, m] eigenvalues, largest first, of a trace of order 1
+    double* scale;          ///< [lanes] what they are to be multiplied with
     [[nodiscard]] std::vector<double> squares_of(std::int64_t lane, std::int64_t count) const {
       std::vector<double> out(squares + lane * count, squares + (lane + 1) * count);
       for (double& x : out) x *= scale[lane];
@@ -123,18 +144,22 @@ bool Factorisation::weigh(std::int64_t n, std::span<const double> weights) {
 }
 
 bool Factorisation::may_centre() const {
-  return options_.centred == FactorOptions::Centred::always || (options_.centred == FactorOptions::Centred::automatic && options_.rank != FactorOptions::Rank::gates);
+  return options_.centred == FactorOptions::Centred::always ||
+         (options_.centred == FactorOptions::Centred::automatic && options_.rank != FactorOptions::Rank::gates);
 }
 
 void Factorisation::run(const RankGates* gates, std::span<const std::int64_t> key_of) {
-  const std::int64_t lanes = matrix_lanes(), forms = may_centre() && options_.centred == FactorOptions::Centred::automatic ? 2 : 1;
+  const std::int64_t lanes = matrix_lanes(),
+                     forms = may_centre() && options_.centred == FactorOptions::Centred::automatic ? 2 : 1;
   at::parallel_for(0, (count_ + lanes - 1) / lanes, 1, [&](std::int64_t begin, std::int64_t end) {
     Scratch s(length_, dim_, shown(), forms);
-    for (std::int64_t g = begin; g < end; ++g) run_group(g * lanes, std::min(lanes, count_ - g * lanes), gates, key_of, s);
+    for (std::int64_t g = begin; g < end; ++g)
+      run_group(g * lanes, std::min(lanes, count_ - g * lanes), gates, key_of, s);
   });
 }
 
-void Factorisation::run_group(std::int64_t first, std::int64_t count, const RankGates* gates, std::span<const std::int64_t> key_of, Scratch& s) {
+void Factorisation::run_group(std::int64_t first, std::int64_t count, const RankGates* gates,
+                              std::span<const std::int64_t> key_of, Scratch& s) {
   for (Scratch::OfForm& f : s.forms)
     if (count < s.lanes) std::fill_n(f.lanes.triangle, triangle_size(s.m) * s.lanes, 0.0);
   for (std::int64_t lane = 0; lane < count; ++lane) take_gram(first + lane, lane, s);
@@ -152,7 +177,8 @@ void Factorisation::run_group(std::int64_t first, std::int64_t count, const Rank
     take_values(lane, s);
     choices.push_back(choose(first + lane, lane, s));
     const std::vector<double> squares = s.forms[static_cast<std::size_t>(choices.back().form)].squares_of(lane, s.m);
-    std::transform(squares.begin(), squares.begin() + shown(), spectra_.begin() + (first + lane) * options_.max_rank, [](double x) { return std::sqrt(x); });
+    std::transform(squares.begin(), squares.begin() + shown(), spectra_.begin() + (first + lane) * options_.max_rank,
+                   [](double x) { return std::sqrt(x); });
   }
   if (options_.rank == FactorOptions::Rank::gates) ask_gates(*gates, first, count, key_of);
   std::int64_t most = 0;
@@ -172,28 +198,33 @@ void Factorisation::run_group(std::int64_t first, std::int64_t count, const Rank
     const Choice& c = choices[static_cast<std::size_t>(lane)];
     s.mask[lane] = static_cast<double>(c.form == kPlain);
     const double* squares = s.forms[static_cast<std::size_t>(c.form)].squares + lane * s.m;
-    for (std::int64_t j = 0; j < std::min<std::int64_t>(most, factors(first + lane).rank); ++j) s.asked[j * s.lanes + lane] = squares[c.kept[static_cast<std::size_t>(j)].first];
+    for (std::int64_t j = 0; j < std::min<std::int64_t>(most, factors(first + lane).rank); ++j)
+      s.asked[j * s.lanes + lane] = squares[c.kept[static_cast<std::size_t>(j)].first];
   }
   const LaneMatrices& chosen = s.forms[kFirst].lanes;
   if (s.forms.size() > 1) {
     const LaneMatrices& plain = s.forms[kPlain].lanes;
     blend_lanes(s.mask, plain.triangle, triangle_size(s.m), chosen.triangle);
-    for (const auto part : {&LaneMatrices::diagonal, &LaneMatrices::beside, &LaneMatrices::inverse}) blend_lanes(s.mask, plain.*part, s.m, chosen.*part);
+    for (const auto part : {&LaneMatrices::diagonal, &LaneMatrices::beside, &LaneMatrices::inverse})
+      blend_lanes(s.mask, plain.*part, s.m, chosen.*part);
   }
   eigenvectors(s.m, chosen, s.asked, most, s.vectors, s.work);
   for (std::int64_t lane = 0; lane < count; ++lane)
-    if (const SpanFactors& f = factors(first + lane); !f.raw && f.rank > 0) form_factors(first + lane, lane, choices[static_cast<std::size_t>(lane)], s);
+    if (const SpanFactors& f = factors(first + lane); !f.raw && f.rank > 0)
+      form_factors(first + lane, lane, choices[static_cast<std::size_t>(lane)], s);
 }
 
 /// Rows `begin` to `end` into s.rows.
 void Factorisation::take_rows(std::int64_t n, bool centred, std::int64_t begin, std::int64_t end, Scratch& s) const {
   const double* from = rows_.get() + (n * length_ + begin) * dim_;
-  if (centred) centred_rows(from, end - begin, dim_, mean(n), s.rows, s.stride);
+  if (centred)
+    centred_rows(from, end - begin, dim_, mean(n), s.rows, s.stride);
   else
     for (std::int64_t t = 0; t < end - begin; ++t) std::copy_n(from + t * dim_, dim_, s.rows + t * s.stride);
 }
 
-/// The Gram matrix of matrix n, in each form, into its lane. Rows as they are = centred ones + their mean: their Gram matrix follows without a cancellation.
+/// The Gram matrix of matrix n, in each form, into its lane. Rows as they are = centred ones + their mean: their Gram
+/// matrix follows without a cancellation.
 void Factorisation::take_gram(std::int64_t n, std::int64_t lane, Scratch& s) const {
   double *x = s.shift, *y = s.shift + s.m;
   if (by_rows()) {
@@ -203,7 +234,8 @@ void Factorisation::take_gram(std::int64_t n, std::int64_t lane, Scratch& s) con
       const std::int64_t end = std::min(length_, begin + s.chunk);
       take_rows(n, may_centre(), begin, end, s);
       for (std::int64_t i = 0; i < s.m; i += kColumns)
-        outer_product({s.rows + i, s.stride, 1}, s.rows, s.stride, end - begin, std::min(kColumns, s.m - i), std::min(padded(i + kColumns), s.stride), s.gram + i * s.stride, s.stride, true);
+        outer_product({s.rows + i, s.stride, 1}, s.rows, s.stride, end - begin, std::min(kColumns, s.m - i),
+                      std::min(padded(i + kColumns), s.stride), s.gram + i * s.stride, s.stride, true);
       for (std::int64_t t = 0; t < end - begin; ++t)
         for (std::int64_t d = 0; d < dim_; ++d) x[d] += s.rows[t * s.stride + d];
     }
@@ -223,7 +255,8 @@ void Factorisation::take_gram(std::int64_t n, std::int64_t lane, Scratch& s) con
     double trace = 0;
     for (std::int64_t i = 0; i < s.m; ++i) trace += s.gram[triangle_size(i) + i];
     const double scale = s.forms[form].scale[lane] = scale_of(trace), inverse = 1 / scale;
-    for (std::int64_t i = 0; i < triangle_size(s.m); ++i) s.forms[form].lanes.triangle[i * s.lanes + lane] = s.gram[i] * inverse;
+    for (std::int64_t i = 0; i < triangle_size(s.m); ++i)
+      s.forms[form].lanes.triangle[i * s.lanes + lane] = s.gram[i] * inverse;
   }
 }
 
@@ -231,7 +264,8 @@ void Factorisation::take_gram(std::int64_t n, std::int64_t lane, Scratch& s) con
 void Factorisation::take_values(std::int64_t lane, Scratch& s) const {
   for (const Scratch::OfForm& f : s.forms) {
     double* to = f.squares + lane * s.m;
-    for (std::int64_t i = 0; i < s.m; ++i) to[i] = std::max(0.0, f.values[i * s.lanes + lane]);  // rounding may put them below
+    for (std::int64_t i = 0; i < s.m; ++i)
+      to[i] = std::max(0.0, f.values[i * s.lanes + lane]);  // rounding may put them below
     std::sort(to, to + s.m, std::greater<>());
   }
 }
@@ -248,15 +282,20 @@ Factorisation::Choice Factorisation::choose(std::int64_t n, std::int64_t lane, c
   return {kPlain, rank_of(plain, options_), {}};
 }
 
-void Factorisation::ask_gates(const RankGates& gates, std::int64_t first, std::int64_t count, std::span<const std::int64_t> key_of) {
-  const auto tensor = [&](std::int64_t columns) { return at::empty({count, columns}, at::TensorOptions().dtype(c10::ScalarType::Double)); };
+void Factorisation::ask_gates(const RankGates& gates, std::int64_t first, std::int64_t count,
+                              std::span<const std::int64_t> key_of) {
+  const auto tensor = [&](std::int64_t columns) {
+    return at::empty({count, columns}, at::TensorOptions().dtype(c10::ScalarType::Double));
+  };
   const Tensor spectra = tensor(options_.max_rank), keys = tensor(dim_);
   for (std::int64_t i = 0; i < count; ++i) {
     std::ranges::copy(singular_values(first + i), spectra.data_ptr<double>() + i * options_.max_rank);
     std::copy_n(mean(key_of[static_cast<std::size_t>(first + i)]), dim_, keys.data_ptr<double>() + i * dim_);
   }
   const Tensor own = gates.gates(spectra, keys).contiguous();
-  for (std::int64_t i = 0; i < count; ++i) std::copy_n(own.const_data_ptr<double>() + i * options_.max_rank, shown(), gates_.data() + (first + i) * options_.max_rank);
+  for (std::int64_t i = 0; i < count; ++i)
+    std::copy_n(own.const_data_ptr<double>() + i * options_.max_rank, shown(),
+                gates_.data() + (first + i) * options_.max_rank);
 }
 
 /// The first `rank` components; with gates those that they name.
@@ -266,12 +305,14 @@ std::vector<std::pair<std::int64_t, double>> Factorisation::kept_components(std:
   if (rank == 0) return kept;
   for (std::int64_t i = 0; i < (gate.empty() ? rank : shown()); ++i) {
     const double weight = gate.empty() ? 1.0 : gate[static_cast<std::size_t>(i)];
-    if (gate.empty() || (options_.soft_gates ? weight >= kNegligibleGate : weight > options_.gate_keep)) kept.emplace_back(i, options_.soft_gates ? weight : 1.0);
+    if (gate.empty() || (options_.soft_gates ? weight >= kNegligibleGate : weight > options_.gate_keep))
+      kept.emplace_back(i, options_.soft_gates ? weight : 1.0);
   }
   return kept;
 }
 
-/// A = U sqrt(w s), B = sqrt(w s) V^T: the scale of a component goes to both sides alike. It is taken from the projection, so that small ones are as exact as large ones.
+/// A = U sqrt(w s), B = sqrt(w s) V^T: the scale of a component goes to both sides alike. It is taken from the
+/// projection, so that small ones are as exact as large ones.
 void Factorisation::form_factors(std::int64_t n, std::int64_t lane, const Choice& choice, Scratch& s) {
   const SpanFactors& f = factors(n);
   const std::int64_t rank = f.rank, wide = padded(rank);
@@ -283,34 +324,43 @@ void Factorisation::form_factors(std::int64_t n, std::int64_t lane, const Choice
     for (std::int64_t begin = 0; begin < length_; begin += s.chunk) {
       const std::int64_t end = std::min(length_, begin + s.chunk);
       take_rows(n, f.centred, begin, end, s);
-      outer_product({s.rows, 1, s.stride}, s.axes, wide, dim_, end - begin, wide, s.projected + begin * wide, wide, false);
+      outer_product({s.rows, 1, s.stride}, s.axes, wide, dim_, end - begin, wide, s.projected + begin * wide, wide,
+                    false);
     }
     for (std::int64_t t = 0; t < length_; ++t)
-      for (std::int64_t j = 0; j < rank; ++j) squares[static_cast<std::size_t>(j)] += s.projected[t * wide + j] * s.projected[t * wide + j];
+      for (std::int64_t j = 0; j < rank; ++j)
+        squares[static_cast<std::size_t>(j)] += s.projected[t * wide + j] * s.projected[t * wide + j];
   } else {
     take_rows(n, f.centred, 0, length_, s);
     outer_product({s.axes, wide, 1}, s.rows, s.stride, length_, rank, s.stride, s.projected, s.stride, false);
-    for (std::int64_t j = 0; j < rank; ++j) squares[static_cast<std::size_t>(j)] = sum_of_squares(s.projected + j * s.stride, s.stride);
+    for (std::int64_t j = 0; j < rank; ++j)
+      squares[static_cast<std::size_t>(j)] = sum_of_squares(s.projected + j * s.stride, s.stride);
   }
   std::vector<float>& out = written_[static_cast<std::size_t>(n)];
   out.resize(static_cast<std::size_t>(rank * (length_ + dim_)));
   float *left = out.data(), *right = out.data() + length_ * rank;
   for (std::int64_t j = 0; j < rank; ++j) {
-    const double size = std::sqrt(squares[static_cast<std::size_t>(j)]), weight = choice.kept[static_cast<std::size_t>(j)].second;
+    const double size = std::sqrt(squares[static_cast<std::size_t>(j)]),
+                 weight = choice.kept[static_cast<std::size_t>(j)].second;
     const double of_axis = std::sqrt(weight * size), of_projection = size > 0 ? std::sqrt(weight / size) : 0.0;
     if (by_rows()) {
-      for (std::int64_t t = 0; t < length_; ++t) left[t * rank + j] = static_cast<float>(of_projection * s.projected[t * wide + j]);
+      for (std::int64_t t = 0; t < length_; ++t)
+        left[t * rank + j] = static_cast<float>(of_projection * s.projected[t * wide + j]);
       for (std::int64_t d = 0; d < dim_; ++d) right[j * dim_ + d] = static_cast<float>(of_axis * s.axes[d * wide + j]);
     } else {
-      for (std::int64_t t = 0; t < length_; ++t) left[t * rank + j] = static_cast<float>(of_axis * s.axes[t * wide + j]);
-      for (std::int64_t d = 0; d < dim_; ++d) right[j * dim_ + d] = static_cast<float>(of_projection * s.projected[j * s.stride + d]);
+      for (std::int64_t t = 0; t < length_; ++t)
+        left[t * rank + j] = static_cast<float>(of_axis * s.axes[t * wide + j]);
+      for (std::int64_t d = 0; d < dim_; ++d)
+        right[j * dim_ + d] = static_cast<float>(of_projection * s.projected[j * s.stride + d]);
     }
   }
 }
 
 void Factorisation::write(std::int64_t n, float* out) const {
-  if (factors(n).raw) std::copy_n(rows_.get() + n * length_ * dim_, length_ * dim_, out);
-  else std::ranges::copy(written_[static_cast<std::size_t>(n)], out);
+  if (factors(n).raw)
+    std::copy_n(rows_.get() + n * length_ * dim_, length_ * dim_, out);
+  else
+    std::ranges::copy(written_[static_cast<std::size_t>(n)], out);
 }
 
 }  // namespace kvkeep::cpu

@@ -1,4 +1,5 @@
-// Vectorised for the machine it runs on: compiled once per instruction set, chosen at run time. Arrays of vectors need a size, so not where sizes are known at run time only.
+// Vectorised for the machine it runs on: compiled once per instruction set, chosen at run time. Arrays of vectors need
+// a size, so not where sizes are known at run time only.
 #undef HWY_DISABLED_TARGETS
 #define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
 #undef HWY_TARGET_INCLUDE
@@ -20,27 +21,33 @@ using V = hn::Vec<D>;
 using M = hn::Mask<D>;
 constexpr std::int64_t kLanes = hn::MaxLanes(D());
 
-constexpr double kNothing = 1e-280;          ///< squares of matrices with a trace of order 1 that are 0 for all purposes
+constexpr double kNothing = 1e-280;  ///< squares of matrices with a trace of order 1 that are 0 for all purposes
 constexpr double kRounding = 0x1p-52;
-constexpr double kClose = 0x1p-20;           ///< eigenvalues closer than this share of the trace do not give orthogonal vectors by themselves
-constexpr double kApart = 4 * kRounding;     ///< equal eigenvalues are solved for with shifts this far apart
-constexpr int kSweeps = 60;                  ///< most for one eigenvalue; two or three are usual
-constexpr int kSolves = 3;                   ///< of inverse iteration: the second one brings full precision, the third one serves clusters
-constexpr int kBlock = 4;                    ///< rows, or vectors, that share what they read
+constexpr double kClose =
+    0x1p-20;  ///< eigenvalues closer than this share of the trace do not give orthogonal vectors by themselves
+constexpr double kApart = 4 * kRounding;  ///< equal eigenvalues are solved for with shifts this far apart
+constexpr int kSweeps = 60;               ///< most for one eigenvalue; two or three are usual
+constexpr int kSolves =
+    3;  ///< of inverse iteration: the second one brings full precision, the third one serves clusters
+constexpr int kBlock = 4;  ///< rows, or vectors, that share what they read
 
 HWY_INLINE V At(const double* x, std::int64_t i) { return hn::Load(D(), x + i * kLanes); }
 HWY_INLINE void Put(V v, double* x, std::int64_t i) { hn::Store(v, D(), x + i * kLanes); }
 HWY_INLINE double* Row(double* triangle, std::int64_t i) { return triangle + i * (i + 1) / 2 * kLanes; }
-HWY_INLINE V InverseOrZero(V v) { return hn::IfThenElseZero(hn::Gt(v, hn::Set(D(), kNothing)), hn::Div(hn::Set(D(), 1.0), v)); }
+HWY_INLINE V InverseOrZero(V v) {
+  return hn::IfThenElseZero(hn::Gt(v, hn::Set(D(), kNothing)), hn::Div(hn::Set(D(), 1.0), v));
+}
 
 std::int64_t MatrixLanes() { return kLanes; }
 
-void WeightedMean(const double* HWY_RESTRICT rows, std::int64_t length, std::int64_t dim, const double* HWY_RESTRICT weights, double* HWY_RESTRICT mean) {
+void WeightedMean(const double* HWY_RESTRICT rows, std::int64_t length, std::int64_t dim,
+                  const double* HWY_RESTRICT weights, double* HWY_RESTRICT mean) {
   const D d;
   std::int64_t j = 0;
   for (; j + kLanes <= dim; j += kLanes) {
     V sum = hn::Zero(d);
-    for (std::int64_t t = 0; t < length; ++t) sum = hn::MulAdd(hn::Set(d, weights[t]), hn::LoadU(d, rows + t * dim + j), sum);
+    for (std::int64_t t = 0; t < length; ++t)
+      sum = hn::MulAdd(hn::Set(d, weights[t]), hn::LoadU(d, rows + t * dim + j), sum);
     hn::StoreU(sum, d, mean + j);
   }
   for (; j < dim; ++j) {
@@ -50,11 +57,13 @@ void WeightedMean(const double* HWY_RESTRICT rows, std::int64_t length, std::int
   }
 }
 
-void CentredRows(const double* HWY_RESTRICT rows, std::int64_t count, std::int64_t dim, const double* HWY_RESTRICT mean, double* HWY_RESTRICT out, std::int64_t stride) {
+void CentredRows(const double* HWY_RESTRICT rows, std::int64_t count, std::int64_t dim, const double* HWY_RESTRICT mean,
+                 double* HWY_RESTRICT out, std::int64_t stride) {
   const D d;
   for (std::int64_t t = 0; t < count; ++t, rows += dim, out += stride) {
     std::int64_t j = 0;
-    for (; j + kLanes <= dim; j += kLanes) hn::Store(hn::Sub(hn::LoadU(d, rows + j), hn::LoadU(d, mean + j)), d, out + j);
+    for (; j + kLanes <= dim; j += kLanes)
+      hn::Store(hn::Sub(hn::LoadU(d, rows + j), hn::LoadU(d, mean + j)), d, out + j);
     for (; j < dim; ++j) out[j] = rows[j] - mean[j];
   }
 }
@@ -79,7 +88,8 @@ void RowGram(const double* HWY_RESTRICT rows, std::int64_t n, std::int64_t strid
   for (std::int64_t i = 0; i < n; i += kBlock)
     for (std::int64_t j = 0; j <= i; j += kBlock) {
       const double *left[kBlock], *right[kBlock];
-      for (int b = 0; b < kBlock; ++b) left[b] = rows + std::min(i + b, n - 1) * stride, right[b] = rows + std::min(j + b, n - 1) * stride;
+      for (int b = 0; b < kBlock; ++b)
+        left[b] = rows + std::min(i + b, n - 1) * stride, right[b] = rows + std::min(j + b, n - 1) * stride;
       V sums[kBlock][kBlock];
       for (auto& row : sums)
         for (V& s : row) s = hn::Zero(d);
@@ -92,14 +102,16 @@ void RowGram(const double* HWY_RESTRICT rows, std::int64_t n, std::int64_t strid
         }
       }
       for (std::int64_t b = 0; b < kBlock && i + b < n; ++b)
-        for (std::int64_t c = 0; c < kBlock && j + c <= i + b; ++c) out[(i + b) * (i + b + 1) / 2 + j + c] = hn::GetLane(hn::SumOfLanes(d, sums[b][c]));
+        for (std::int64_t c = 0; c < kBlock && j + c <= i + b; ++c)
+          out[(i + b) * (i + b + 1) / 2 + j + c] = hn::GetLane(hn::SumOfLanes(d, sums[b][c]));
     }
 }
 
 /// kBlock rows and kVectors of columns.
 template <int kVectors>
-HWY_INLINE void OuterBlock(const Factor& x, std::int64_t i, std::int64_t rows, const double* HWY_RESTRICT y, std::int64_t y_stride, std::int64_t depth, double* HWY_RESTRICT out,
-                           std::int64_t out_stride, bool add) {
+HWY_INLINE void OuterBlock(const Factor& x, std::int64_t i, std::int64_t rows, const double* HWY_RESTRICT y,
+                           std::int64_t y_stride, std::int64_t depth, double* HWY_RESTRICT out, std::int64_t out_stride,
+                           bool add) {
   const D d;
   const double* left[kBlock];
   for (int b = 0; b < kBlock; ++b) left[b] = x.at + std::min(i + b, rows - 1) * x.stride;
@@ -121,17 +133,22 @@ HWY_INLINE void OuterBlock(const Factor& x, std::int64_t i, std::int64_t rows, c
     }
 }
 
-void OuterProduct(const Factor& x, const double* y, std::int64_t y_stride, std::int64_t depth, std::int64_t rows, std::int64_t columns, double* out, std::int64_t out_stride, bool add) {
+void OuterProduct(const Factor& x, const double* y, std::int64_t y_stride, std::int64_t depth, std::int64_t rows,
+                  std::int64_t columns, double* out, std::int64_t out_stride, bool add) {
   std::int64_t j = 0;
   for (; j + 4 * kLanes <= columns; j += 4 * kLanes)
-    for (std::int64_t i = 0; i < rows; i += kBlock) OuterBlock<4>(x, i, rows, y + j, y_stride, depth, out + j, out_stride, add);
+    for (std::int64_t i = 0; i < rows; i += kBlock)
+      OuterBlock<4>(x, i, rows, y + j, y_stride, depth, out + j, out_stride, add);
   for (; j < columns; j += kLanes)
-    for (std::int64_t i = 0; i < rows; i += kBlock) OuterBlock<1>(x, i, rows, y + j, y_stride, depth, out + j, out_stride, add);
+    for (std::int64_t i = 0; i < rows; i += kBlock)
+      OuterBlock<1>(x, i, rows, y + j, y_stride, depth, out + j, out_stride, add);
 }
 
-/// Rows `first` to first + kRows of the leading block: A -= u q^T + q u^T, then p = A x as far as these rows and those before them go.
+/// Rows `first` to first + kRows of the leading block: A -= u q^T + q u^T, then p = A x as far as these rows and those
+/// before them go.
 template <int kRows>
-HWY_INLINE void UpdateAndMultiply(double* triangle, std::int64_t first, const double* u, const double* q, const double* x, double* p) {
+HWY_INLINE void UpdateAndMultiply(double* triangle, std::int64_t first, const double* u, const double* q,
+                                  const double* x, double* p) {
   double* a[kRows];
   V u_row[kRows], q_row[kRows], x_row[kRows], sum[kRows];
   for (int r = 0; r < kRows; ++r) {
@@ -177,7 +194,8 @@ void Tridiagonalise(std::int64_t n, const LaneMatrices& a, double* scratch) {
     }
     Put(hn::NegMulAdd(q_i, u_i, hn::NegMulAdd(u_i, q_i, At(u, i))), a.diagonal, i);
     if (i == 0) break;
-    const V last = At(u, i - 1), beta = hn::CopySign(hn::Sqrt(square), hn::Neg(last)), inverse = InverseOrZero(hn::NegMulAdd(last, beta, square));
+    const V last = At(u, i - 1), beta = hn::CopySign(hn::Sqrt(square), hn::Neg(last)),
+            inverse = InverseOrZero(hn::NegMulAdd(last, beta, square));
     Put(beta, a.beside, i - 1);
     Put(inverse, a.inverse, i);
     Put(hn::Sub(last, beta), u, i - 1);
@@ -225,11 +243,13 @@ HWY_INLINE void Eigenvalues(std::int64_t n, double* const* values, double* const
           const V r = hn::Add(p[k], b);
           if (i != n - 2) Put(hn::IfThenElse(active[k], hn::Mul(s[k], r), At(squares[k], i + 1)), squares[k], i + 1);
           const M has_r = hn::Gt(r, nothing);
-          const V inverse = hn::Div(one, hn::IfThenElse(has_r, r, one)), scale = hn::Div(r, hn::IfThenElse(has_p, p[k], one)), c_before = c[k], gamma_before = gamma[k];
+          const V inverse = hn::Div(one, hn::IfThenElse(has_r, r, one)),
+                  scale = hn::Div(r, hn::IfThenElse(has_p, p[k], one)), c_before = c[k], gamma_before = gamma[k];
           s[k] = hn::Mul(b, inverse);
           c[k] = hn::IfThenElse(has_r, hn::Mul(p[k], inverse), one);
           gamma[k] = hn::NegMulAdd(s[k], gamma_before, hn::Mul(c[k], hn::Sub(before, shift[k])));
-          Put(hn::IfThenElse(active[k], hn::Add(gamma_before, hn::Sub(before, gamma[k])), At(values[k], i + 1)), values[k], i + 1);
+          Put(hn::IfThenElse(active[k], hn::Add(gamma_before, hn::Sub(before, gamma[k])), At(values[k], i + 1)),
+              values[k], i + 1);
           // gamma^2 / c, and its limit where c is 0
           const V square = hn::Mul(gamma[k], gamma[k]);
           p[k] = hn::IfThenElse(has_p, hn::Mul(square, scale), hn::IfThenElse(has_r, hn::Mul(c_before, b), square));
@@ -241,16 +261,20 @@ HWY_INLINE void Eigenvalues(std::int64_t n, double* const* values, double* const
     }
 }
 
-void TridiagonalEigenvalues(std::int64_t n, std::span<const LaneMatrices> sets, double* const* values, double* const* squares) {
+void TridiagonalEigenvalues(std::int64_t n, std::span<const LaneMatrices> sets, double* const* values,
+                            double* const* squares) {
   for (std::size_t k = 0; k < sets.size(); ++k) {
     std::copy_n(sets[k].diagonal, n * kLanes, values[k]);
     for (std::int64_t i = 0; i + 1 < n; ++i) Put(hn::Mul(At(sets[k].beside, i), At(sets[k].beside, i)), squares[k], i);
   }
-  if (sets.size() == 2) Eigenvalues<2>(n, values, squares);
-  else Eigenvalues<1>(n, values, squares);
+  if (sets.size() == 2)
+    Eigenvalues<2>(n, values, squares);
+  else
+    Eigenvalues<1>(n, values, squares);
 }
 
-/// T - value I = L D L^T, without exchanges of rows: where a pivot all but vanishes, so does the number behind it in the vector that is sought, and with it what was lost.
+/// T - value I = L D L^T, without exchanges of rows: where a pivot all but vanishes, so does the number behind it in
+/// the vector that is sought, and with it what was lost.
 struct Elimination {
   double *inverse, *share;  ///< [n, lanes] 1 / D, and L below its diagonal
 };
@@ -266,7 +290,8 @@ HWY_INLINE void Eliminate(std::int64_t n, const LaneMatrices& a, const V* values
     const V beside = i + 1 < n ? At(a.beside, i) : hn::Zero(d);
     for (int b = 0; b < kCount; ++b) {
       const V pivot = hn::Sub(hn::Sub(At(a.diagonal, i), values[b]), taken[b]);
-      const V inverse = hn::Div(one, hn::CopySign(hn::Max(hn::Abs(pivot), least), pivot)), share = hn::Mul(beside, inverse);
+      const V inverse = hn::Div(one, hn::CopySign(hn::Max(hn::Abs(pivot), least), pivot)),
+              share = hn::Mul(beside, inverse);
       Put(inverse, lu[b].inverse, i);
       Put(share, lu[b].share, i);
       taken[b] = hn::Mul(beside, share);
@@ -326,7 +351,8 @@ HWY_INLINE void Scatter(std::int64_t n, std::uint32_t seed, double* x) {
   }
 }
 
-/// Vectors of the tridiagonal matrix become those of the whole: kCount of them meet every reflector, the last one first.
+/// Vectors of the tridiagonal matrix become those of the whole: kCount of them meet every reflector, the last one
+/// first.
 template <int kCount>
 HWY_INLINE void Reflect(std::int64_t n, const LaneMatrices& a, double* vectors) {
   double* x[kCount];
@@ -345,7 +371,8 @@ HWY_INLINE void Reflect(std::int64_t n, const LaneMatrices& a, double* vectors) 
 
 /// Vectors `first` to first + kCount of the tridiagonal matrix. `shift`: that of the vector before.
 template <int kCount>
-HWY_INLINE void Iterate(std::int64_t n, const LaneMatrices& a, const double* values, std::int64_t first, V& shift, double* vectors, double* scratch) {
+HWY_INLINE void Iterate(std::int64_t n, const LaneMatrices& a, const double* values, std::int64_t first, V& shift,
+                        double* vectors, double* scratch) {
   const std::int64_t size = n * kLanes;
   Elimination lu[kCount];
   double* x[kCount];
@@ -372,7 +399,8 @@ HWY_INLINE void Iterate(std::int64_t n, const LaneMatrices& a, const double* val
   }
 }
 
-void Eigenvectors(std::int64_t n, const LaneMatrices& a, const double* values, std::int64_t count, double* vectors, double* scratch) {
+void Eigenvectors(std::int64_t n, const LaneMatrices& a, const double* values, std::int64_t count, double* vectors,
+                  double* scratch) {
   V shift = hn::Set(D(), 4.0);  // above all of a matrix with a trace of order 1
   std::int64_t j = 0;
   for (; j + 2 <= count; j += 2) Iterate<2>(n, a, values, j, shift, vectors, scratch);
@@ -405,23 +433,35 @@ HWY_EXPORT(Eigenvectors);
 HWY_EXPORT(BlendLanes);
 
 std::int64_t matrix_lanes() { return HWY_DYNAMIC_DISPATCH(MatrixLanes)(); }
-void weighted_mean(const double* rows, std::int64_t length, std::int64_t dim, const double* weights, double* mean) { HWY_DYNAMIC_DISPATCH(WeightedMean)(rows, length, dim, weights, mean); }
-void centred_rows(const double* rows, std::int64_t count, std::int64_t dim, const double* mean, double* out, std::int64_t stride) {
+void weighted_mean(const double* rows, std::int64_t length, std::int64_t dim, const double* weights, double* mean) {
+  HWY_DYNAMIC_DISPATCH(WeightedMean)(rows, length, dim, weights, mean);
+}
+void centred_rows(const double* rows, std::int64_t count, std::int64_t dim, const double* mean, double* out,
+                  std::int64_t stride) {
   HWY_DYNAMIC_DISPATCH(CentredRows)(rows, count, dim, mean, out, stride);
 }
 double sum_of_squares(const double* x, std::int64_t n) { return HWY_DYNAMIC_DISPATCH(SumOfSquares)(x, n); }
-void row_gram(const double* rows, std::int64_t n, std::int64_t stride, double* out) { HWY_DYNAMIC_DISPATCH(RowGram)(rows, n, stride, out); }
-void outer_product(const Factor& x, const double* y, std::int64_t y_stride, std::int64_t depth, std::int64_t rows, std::int64_t columns, double* out, std::int64_t out_stride, bool add) {
+void row_gram(const double* rows, std::int64_t n, std::int64_t stride, double* out) {
+  HWY_DYNAMIC_DISPATCH(RowGram)(rows, n, stride, out);
+}
+void outer_product(const Factor& x, const double* y, std::int64_t y_stride, std::int64_t depth, std::int64_t rows,
+                   std::int64_t columns, double* out, std::int64_t out_stride, bool add) {
   HWY_DYNAMIC_DISPATCH(OuterProduct)(x, y, y_stride, depth, rows, columns, out, out_stride, add);
 }
-void tridiagonalise(std::int64_t n, const LaneMatrices& a, double* scratch) { HWY_DYNAMIC_DISPATCH(Tridiagonalise)(n, a, scratch); }
-void tridiagonal_eigenvalues(std::int64_t n, std::span<const LaneMatrices> sets, double* const* values, double* const* squares) {
+void tridiagonalise(std::int64_t n, const LaneMatrices& a, double* scratch) {
+  HWY_DYNAMIC_DISPATCH(Tridiagonalise)(n, a, scratch);
+}
+void tridiagonal_eigenvalues(std::int64_t n, std::span<const LaneMatrices> sets, double* const* values,
+                             double* const* squares) {
   HWY_DYNAMIC_DISPATCH(TridiagonalEigenvalues)(n, sets, values, squares);
 }
-void eigenvectors(std::int64_t n, const LaneMatrices& a, const double* values, std::int64_t count, double* vectors, double* scratch) {
+void eigenvectors(std::int64_t n, const LaneMatrices& a, const double* values, std::int64_t count, double* vectors,
+                  double* scratch) {
   HWY_DYNAMIC_DISPATCH(Eigenvectors)(n, a, values, count, vectors, scratch);
 }
-void blend_lanes(const double* mask, const double* from, std::int64_t n, double* to) { HWY_DYNAMIC_DISPATCH(BlendLanes)(mask, from, n, to); }
+void blend_lanes(const double* mask, const double* from, std::int64_t n, double* to) {
+  HWY_DYNAMIC_DISPATCH(BlendLanes)(mask, from, n, to);
+}
 
 }  // namespace kvkeep::cpu
 #endif

@@ -111,7 +111,8 @@ struct Tally {
   void add(std::int64_t more) { peak = std::max(peak, bytes += more); }
 };
 
-/// Slabs of host memory. Each has a range of a line of its own: numbers that are never used again, with a gap between, so that pieces of two slabs are never neighbours.
+/// Slabs of host memory. Each has a range of a line of its own: numbers that are never used again, with a gap between,
+/// so that pieces of two slabs are never neighbours.
 class Arena {
  public:
   explicit Arena(const FarStoreOptions& options) : options_(options) {}
@@ -153,10 +154,12 @@ class Arena {
   [[nodiscard]] Slabs::iterator slab_of(std::int64_t offset) { return std::prev(slabs_.upper_bound(offset)); }
 
   bool grow(std::int64_t bytes) {
-    const std::int64_t wanted = bytes > options_.slab_bytes / 4 ? round_up(bytes, kPage) : options_.slab_bytes, size = std::min(wanted, left());
+    const std::int64_t wanted = bytes > options_.slab_bytes / 4 ? round_up(bytes, kPage) : options_.slab_bytes,
+                       size = std::min(wanted, left());
     if (size < bytes) return false;
     std::byte* const at = allocate(size);
-    KVKEEP_REQUIRE_AS(DeviceError, at != nullptr, "far store: the system has no memory for a slab of ", size, " bytes; ", slabs.bytes, " are taken, host_bytes allows ", options_.host_bytes);
+    KVKEEP_REQUIRE_AS(DeviceError, at != nullptr, "far store: the system has no memory for a slab of ", size,
+                      " bytes; ", slabs.bytes, " are taken, host_bytes allows ", options_.host_bytes);
     try {
       slabs_.emplace(end_, Slab{at, size});
       free_.add({end_, size});
@@ -172,9 +175,11 @@ class Arena {
 
   [[nodiscard]] std::byte* allocate(std::int64_t bytes) const {
     if (options_.allocate) return options_.allocate(bytes);
-    // A slab that many blobs will fill has all its pages at once, which takes a fraction of meeting them one by one. Larger ones would hold the lock for long.
+    // A slab that many blobs will fill has all its pages at once, which takes a fraction of meeting them one by one.
+    // Larger ones would hold the lock for long.
     const int at_once = bytes <= options_.slab_bytes ? kPopulate : 0;
-    void* const at = ::mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | at_once, -1, 0);
+    void* const at = ::mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | at_once, -1, 0);
     return at == MAP_FAILED ? nullptr : static_cast<std::byte*>(at);
   }
 
@@ -231,25 +236,30 @@ class SpillFile {
 
   void write(std::span<const std::byte> bytes, std::int64_t offset, const FarLabel& label) const {
     for (std::size_t done = 0; done < bytes.size();) {
-      const ssize_t more = ::pwrite(descriptor_, bytes.data() + done, bytes.size() - done, kLine + offset + static_cast<std::int64_t>(done));
+      const ssize_t more = ::pwrite(descriptor_, bytes.data() + done, bytes.size() - done,
+                                    kLine + offset + static_cast<std::int64_t>(done));
       if (more < 0 && errno == EINTR) continue;
-      KVKEEP_REQUIRE_AS(DeviceError, more > 0, "far store: writing ", bytes.size(), " bytes of ", label, " to '", path_.string(), "' failed (", reason(), "); allowed a disk with room for them");
+      KVKEEP_REQUIRE_AS(DeviceError, more > 0, "far store: writing ", bytes.size(), " bytes of ", label, " to '",
+                        path_.string(), "' failed (", reason(), "); allowed a disk with room for them");
       done += static_cast<std::size_t>(more);
     }
   }
 
   void read(std::span<std::byte> bytes, std::int64_t offset, const FarBlob& blob) const {
     const auto damaged = [&](const auto&... what) {
-      refuse<DamagedData>("read far blob: ", blob.label(), " cannot be read: ", bytes.size(), " bytes at offset ", kLine + offset, " of '", path_.string(), "' ", what...);
+      refuse<DamagedData>("read far blob: ", blob.label(), " cannot be read: ", bytes.size(), " bytes at offset ",
+                          kLine + offset, " of '", path_.string(), "' ", what...);
     };
     for (std::size_t done = 0; done < bytes.size();) {
-      const ssize_t more = ::pread(descriptor_, bytes.data() + done, bytes.size() - done, kLine + offset + static_cast<std::int64_t>(done));
+      const ssize_t more = ::pread(descriptor_, bytes.data() + done, bytes.size() - done,
+                                   kLine + offset + static_cast<std::int64_t>(done));
       if (more < 0 && errno == EINTR) continue;
       if (more < 0) damaged("failed (", reason(), ")");
       if (more == 0) damaged("end after ", done, "; was the file truncated?");
       done += static_cast<std::size_t>(more);
     }
-    if (checksum(bytes) != blob.checksum()) damaged("have another checksum than when they were written; was the file changed?");
+    if (checksum(bytes) != blob.checksum())
+      damaged("have another checksum than when they were written; was the file changed?");
   }
 
   Tally handed;
@@ -263,36 +273,46 @@ class SpillFile {
   static fs::path from_root(const fs::path& file) {
     std::error_code none;
     fs::path path = fs::absolute(file, none);
-    KVKEEP_REQUIRE(!none, "far store: '", file.string(), "' is relative to a folder that is gone (", none.message(), "); allowed a path from /");
+    KVKEEP_REQUIRE(!none, "far store: '", file.string(), "' is relative to a folder that is gone (", none.message(),
+                   "); allowed a path from /");
     return path;
   }
 
-  /// Makes the file or takes the one that is there, and locks it. A store that ends may remove it in between: then again.
+  /// Makes the file or takes the one that is there, and locks it. A store that ends may remove it in between: then
+  /// again.
   void open() {
     for (int tries = 0; tries < 100; ++tries) {
       descriptor_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600);
-      KVKEEP_REQUIRE(descriptor_ >= 0, "far store: cannot make file '", path_.string(), "' (", reason(), "); allowed a file name, no link, in a folder that is there and can be written to");
+      KVKEEP_REQUIRE(descriptor_ >= 0, "far store: cannot make file '", path_.string(), "' (", reason(),
+                     "); allowed a file name, no link, in a folder that is there and can be written to");
       if (::flock(descriptor_, LOCK_EX | LOCK_NB) != 0) {
         const bool used = errno == EWOULDBLOCK;
         const std::string why = reason();
         ::close(descriptor_);
-        refuse("far store: cannot lock file '", path_.string(), "' (", used ? "another store uses it" : why, "); allowed a file for each store");
+        refuse("far store: cannot lock file '", path_.string(), "' (", used ? "another store uses it" : why,
+               "); allowed a file for each store");
       }
       if (is_at_its_path()) return;
       ::close(descriptor_);
     }
-    refuse("far store: file '", path_.string(), "' is removed by others again and again; allowed a file for each store");
+    refuse("far store: file '", path_.string(),
+           "' is removed by others again and again; allowed a file for each store");
   }
 
   void begin() const {
     struct stat status{};
     std::array<char, kLine> first{};
-    KVKEEP_REQUIRE(::fstat(descriptor_, &status) == 0 && S_ISREG(status.st_mode), "far store: '", path_.string(), "' is not a regular file");
-    const bool ours = status.st_size >= kLine && ::pread(descriptor_, first.data(), first.size(), 0) == kLine && std::string_view(first.data(), first.size()) == kFirstLine;
-    KVKEEP_REQUIRE(status.st_size == 0 || ours, "far store: file '", path_.string(), "' is there and is not a far store's; allowed a new name, an empty file, or what a far store left");
+    KVKEEP_REQUIRE(::fstat(descriptor_, &status) == 0 && S_ISREG(status.st_mode), "far store: '", path_.string(),
+                   "' is not a regular file");
+    const bool ours = status.st_size >= kLine && ::pread(descriptor_, first.data(), first.size(), 0) == kLine &&
+                      std::string_view(first.data(), first.size()) == kFirstLine;
+    KVKEEP_REQUIRE(status.st_size == 0 || ours, "far store: file '", path_.string(),
+                   "' is there and is not a far store's; allowed a new name, an empty file, or what a far store left");
     const bool alone = ::fchmod(descriptor_, 0600) == 0;  // one that was there may be anybody's to read
-    KVKEEP_REQUIRE(alone, "far store: file '", path_.string(), "' cannot be made this user's alone (", reason(), "); allowed a file of this user");
-    const bool begun = ::ftruncate(descriptor_, 0) == 0 && ::pwrite(descriptor_, kFirstLine.data(), kFirstLine.size(), 0) == kLine;
+    KVKEEP_REQUIRE(alone, "far store: file '", path_.string(), "' cannot be made this user's alone (", reason(),
+                   "); allowed a file of this user");
+    const bool begun =
+        ::ftruncate(descriptor_, 0) == 0 && ::pwrite(descriptor_, kFirstLine.data(), kFirstLine.size(), 0) == kLine;
     if (begun) return;
     const std::string why = reason();
     if (!ours) ::unlink(path_.c_str());
@@ -301,7 +321,8 @@ class SpillFile {
 
   [[nodiscard]] bool is_at_its_path() const {
     struct stat here{}, there{};
-    return ::fstat(descriptor_, &here) == 0 && ::lstat(path_.c_str(), &there) == 0 && here.st_dev == there.st_dev && here.st_ino == there.st_ino;
+    return ::fstat(descriptor_, &here) == 0 && ::lstat(path_.c_str(), &there) == 0 && here.st_dev == there.st_dev &&
+           here.st_ino == there.st_ino;
   }
 
   const fs::path path_;
@@ -314,7 +335,8 @@ class SpillFile {
 
 }  // namespace
 
-// Eight sums side by side, each a chain of steps that lose nothing of what they were given: what differs in one word differs ever after.
+// Eight sums side by side, each a chain of steps that lose nothing of what they were given: what differs in one word
+// differs ever after.
 std::uint64_t checksum(std::span<const std::byte> bytes) {
   constexpr std::size_t kLanes = 8, kBlock = kLanes * sizeof(std::uint64_t);
   constexpr std::uint64_t kOdd = 0x9e3779b97f4a7c15;  // 2^64 / the golden ratio
@@ -362,9 +384,12 @@ std::vector<std::string> FarStoreOptions::problems() const {
   std::vector<std::string> found;
   if (host_bytes < 0) found.push_back(text("host_bytes: ", host_bytes, "; allowed 0 or more"));
   if (file_bytes < 0) found.push_back(text("file_bytes: ", file_bytes, "; allowed 0 or more"));
-  if (file.empty() && file_bytes != kUnlimited) found.push_back(text("file_bytes: ", file_bytes, " without a file; allowed with `file` only"));
-  if (slab_bytes < kPage || slab_bytes % kPage != 0) found.push_back(text("slab_bytes: ", slab_bytes, "; allowed multiples of ", kPage));
-  if ((allocate == nullptr) != (release == nullptr)) found.push_back("allocate, release: one without the other; allowed both or neither");
+  if (file.empty() && file_bytes != kUnlimited)
+    found.push_back(text("file_bytes: ", file_bytes, " without a file; allowed with `file` only"));
+  if (slab_bytes < kPage || slab_bytes % kPage != 0)
+    found.push_back(text("slab_bytes: ", slab_bytes, "; allowed multiples of ", kPage));
+  if ((allocate == nullptr) != (release == nullptr))
+    found.push_back("allocate, release: one without the other; allowed both or neither");
   return found;
 }
 
@@ -387,7 +412,9 @@ FarStore::FarStore(FarStoreOptions options) : options_(std::move(options)) {
 
 FarStore::~FarStore() = default;
 
-std::shared_ptr<FarStore> FarStore::make(FarStoreOptions options) { return std::shared_ptr<FarStore>(new FarStore(std::move(options))); }
+std::shared_ptr<FarStore> FarStore::make(FarStoreOptions options) {
+  return std::shared_ptr<FarStore>(new FarStore(std::move(options)));
+}
 
 FarBlobPtr FarStore::put(std::span<const std::byte> bytes, const FarLabel& label) {
   // The blob first: it gives back what it got when a later step throws.
@@ -411,9 +438,14 @@ FarStore::Piece FarStore::reserve(std::int64_t size, const FarLabel& label) {
   if (const auto found = rooms_->arena.take(bytes)) return {found->second, found->first, bytes};
   if (rooms_->file)
     if (const auto offset = rooms_->file->take(bytes)) return {nullptr, *offset, bytes};
-  const auto room = [](std::int64_t cap, std::int64_t used, std::int64_t largest) { return text(cap - used, " of ", cap, " bytes free, at most ", largest, " in one piece"); };
-  refuse<StateError>("far store: no room for ", label, "; given ", size, " bytes; host memory has ", room(options_.host_bytes, rooms_->arena.handed.bytes, rooms_->arena.largest()), "; ",
-                     rooms_->file ? text("file '", options_.file.string(), "' has ", room(options_.file_bytes, rooms_->file->handed.bytes, rooms_->file->largest())) : "there is no file");
+  const auto room = [](std::int64_t cap, std::int64_t used, std::int64_t largest) {
+    return text(cap - used, " of ", cap, " bytes free, at most ", largest, " in one piece");
+  };
+  refuse<StateError>("far store: no room for ", label, "; given ", size, " bytes; host memory has ",
+                     room(options_.host_bytes, rooms_->arena.handed.bytes, rooms_->arena.largest()), "; ",
+                     rooms_->file ? text("file '", options_.file.string(), "' has ",
+                                         room(options_.file_bytes, rooms_->file->handed.bytes, rooms_->file->largest()))
+                                  : "there is no file");
 }
 
 void FarStore::give_back(const Piece& piece) noexcept {
@@ -467,7 +499,11 @@ std::uint64_t next_id() {
 }  // namespace
 
 FarBlob::FarBlob(const Key&, std::shared_ptr<FarStore> store, std::span<const std::byte> bytes, const FarLabel& label)
-    : store_(std::move(store)), size_(static_cast<std::int64_t>(bytes.size())), checksum_(kvkeep::checksum(bytes)), id_(next_id()), label_(label) {
+    : store_(std::move(store)),
+      size_(static_cast<std::int64_t>(bytes.size())),
+      checksum_(kvkeep::checksum(bytes)),
+      id_(next_id()),
+      label_(label) {
   store_->blobs_.fetch_add(1, std::memory_order_relaxed);
 }
 

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
+#include "attention_lanes.h"
 #include "kvkeep/core/dispatch.h"
 #include "kvkeep/score/window_attention.h"
-#include "attention_lanes.h"
 
 namespace kvkeep {
 namespace {

@@ -6,9 +6,9 @@
 #include <span>
 #include <vector>
 
+#include "attention_lanes.h"
 #include "kvkeep/core/dispatch.h"
 #include "kvkeep/score/window_attention.h"
-#include "attention_lanes.h"
 #include "panel_scratch.h"
 #include "window_queries.h"
 
@@ -27,7 +27,8 @@ struct Span {
 Span span_of(const Row& row, const QueryView& queries, RowWindow window, std::int32_t first) {
   if (window.queries == 0) return {};
   const std::int32_t oldest = queries.position(queries.count - window.queries);
-  const auto visible = static_cast<std::int32_t>(std::upper_bound(row.positions, row.positions + row.length, oldest) - row.positions);
+  const auto visible =
+      static_cast<std::int32_t>(std::upper_bound(row.positions, row.positions + row.length, oldest) - row.positions);
   const std::int32_t end = std::min(window.history, visible);
   return {std::min(first, end), end, window.queries};
 }
@@ -36,14 +37,21 @@ Span span_of(const Row& row, const QueryView& queries, RowWindow window, std::in
 class HistoryReduction {
  public:
   HistoryReduction(const Evidence& evidence, const Row& row, Span span, HistoryOptions options, Scratch& scratch)
-      : heads_(evidence.spec.group()), dim_(evidence.spec.key_dim), span_(span), options_(options), scratch_(scratch), keys_{row.keys, evidence.table.key_dtype, dim_},
+      : heads_(evidence.spec.group()),
+        dim_(evidence.spec.key_dim),
+        span_(span),
+        options_(options),
+        scratch_(scratch),
+        keys_{row.keys, evidence.table.key_dtype, dim_},
         width_(cpu::panel_width(heads_ * span.queries)) {}
 
   /// `out`: the row's part of the result from slot span.first on.
   void run(float* out) {
     std::fill_n(scratch_.usage, span_.slots() * cpu::panel_vector(width_), 0.0F);
-    if (options_.group == GroupReduce::mean_prob) mean_over_heads();
-    else maximum_over_heads();
+    if (options_.group == GroupReduce::mean_prob)
+      mean_over_heads();
+    else
+      maximum_over_heads();
     cpu::fold_lanes(width_, scratch_.usage, span_.slots(), out);
     const std::int64_t heads = options_.group == GroupReduce::mean_prob ? heads_ : 1;
     const auto parts = static_cast<float>(heads * (span_.queries - 1 + options_.newest_counts));
@@ -52,7 +60,9 @@ class HistoryReduction {
 
  private:
   /// How often the i-th query of the window counts.
-  [[nodiscard]] float counts(std::int64_t i) const { return i == span_.queries - 1 ? static_cast<float>(options_.newest_counts) : 1.0F; }
+  [[nodiscard]] float counts(std::int64_t i) const {
+    return i == span_.queries - 1 ? static_cast<float>(options_.newest_counts) : 1.0F;
+  }
 
   void clear(std::int64_t panels) { std::fill_n(scratch_.panels, panels * dim_ * width_, 0.0F); }
 
@@ -64,7 +74,8 @@ class HistoryReduction {
 
   void logits(std::int64_t panels) {
     std::fill_n(scratch_.top, panels * width_, -std::numeric_limits<float>::infinity());
-    cpu::panel_logits(width_, keys_, span_.first, span_.end, scratch_.panels, panels, span_.slots() * width_, scratch_.logits, scratch_.top, scratch_.widened);
+    cpu::panel_logits(width_, keys_, span_.first, span_.end, scratch_.panels, panels, span_.slots() * width_,
+                      scratch_.logits, scratch_.top, scratch_.widened);
   }
 
   /// Softmax of one panel x, then added to the usage; `counts_of(lane)` is 0 for lanes without a query.
@@ -99,16 +110,20 @@ class HistoryReduction {
     for (std::int64_t first = 0; first < span_.queries; first += stride) {
       const std::int64_t queries = std::min(stride, span_.queries - first);
       for (std::int64_t head = 0; head < heads_; head += kPanels * per_panel) {
-        const std::int64_t heads = std::min(kPanels * per_panel, heads_ - head), panels = (heads + per_panel - 1) / per_panel;
+        const std::int64_t heads = std::min(kPanels * per_panel, heads_ - head),
+                           panels = (heads + per_panel - 1) / per_panel;
         clear(panels);
         for (std::int64_t h = 0; h < heads; ++h)
-          for (std::int64_t i = 0; i < queries; ++i) place((head + h) * span_.queries + first + i, h / per_panel, h % per_panel * stride + i);
+          for (std::int64_t i = 0; i < queries; ++i)
+            place((head + h) * span_.queries + first + i, h / per_panel, h % per_panel * stride + i);
         logits(panels);
         for (std::int64_t p = 0; p < panels; ++p)
-          cpu::panel_group_max(width_, scratch_.logits + p * span_.slots() * width_, span_.slots(), std::min(per_panel, heads - p * per_panel), queries, stride,
-                               head + p == 0, scratch_.largest, scratch_.peak);
+          cpu::panel_group_max(width_, scratch_.logits + p * span_.slots() * width_, span_.slots(),
+                               std::min(per_panel, heads - p * per_panel), queries, stride, head + p == 0,
+                               scratch_.largest, scratch_.peak);
       }
-      add_softmax(scratch_.largest, scratch_.peak, [&](std::int64_t lane) { return lane < queries ? counts(first + lane) : 0.0F; });
+      add_softmax(scratch_.largest, scratch_.peak,
+                  [&](std::int64_t lane) { return lane < queries ? counts(first + lane) : 0.0F; });
     }
   }
 
@@ -122,14 +137,18 @@ class HistoryReduction {
 
 }  // namespace
 
-std::int64_t history_attention_workspace(const ModelSpec& spec, std::int32_t slots, std::int32_t queries, GroupReduce group) {
-  return cpu::PanelSizes(spec, slots, queries, {.maxima = group == GroupReduce::max_logit}).total() * static_cast<std::int64_t>(sizeof(float));
+std::int64_t history_attention_workspace(const ModelSpec& spec, std::int32_t slots, std::int32_t queries,
+                                         GroupReduce group) {
+  return cpu::PanelSizes(spec, slots, queries, {.maxima = group == GroupReduce::max_logit}).total() *
+         static_cast<std::int64_t>(sizeof(float));
 }
 
-Tensor history_attention(const Evidence& evidence, std::span<const RowWindow> windows, HistoryOptions options, std::span<const std::int32_t> first) {
+Tensor history_attention(const Evidence& evidence, std::span<const RowWindow> windows, HistoryOptions options,
+                         std::span<const std::int32_t> first) {
   return dispatch("history_attention", evidence.table.device, [&] {
     const RowTable& table = evidence.table;
-    KVKEEP_REQUIRE(is_scorable(table.key_dtype), "history_attention: keys are ", c10::toString(table.key_dtype), "; allowed f32, f16, bf16 (other rows can be moved, not scored)");
+    KVKEEP_REQUIRE(is_scorable(table.key_dtype), "history_attention: keys are ", c10::toString(table.key_dtype),
+                   "; allowed f32, f16, bf16 (other rows can be moved, not scored)");
     const Tensor result = at::empty({table.slots}, at::TensorOptions().dtype(kFloat32));
     float* out = result.data_ptr<float>();
     const auto heads = static_cast<std::size_t>(evidence.spec.kv_heads);
@@ -150,7 +169,8 @@ Tensor history_attention(const Evidence& evidence, std::span<const RowWindow> wi
         std::fill_n(out + row.first, row.length, 0.0F);
         if (spans[r].slots() == 0) continue;
         const std::size_t g = r / heads;
-        cpu::gather_queries(evidence, table.groups[g].queries, row.head, spans[r].queries, turns.of(g), scratch.queries);
+        cpu::gather_queries(evidence, table.groups[g].queries, row.head, spans[r].queries, turns.of(g),
+                            scratch.queries);
         HistoryReduction(evidence, row, spans[r], options, scratch).run(out + row.first + spans[r].first);
       }
     });

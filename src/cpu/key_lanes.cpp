@@ -17,8 +17,12 @@ using F32 = hn::ScalableTag<float>;
 using Lanes32 = hn::Vec<F32>;
 
 HWY_INLINE Lanes32 Load(const float* from) { return hn::LoadU(F32(), from); }
-HWY_INLINE Lanes32 Load(const hwy::float16_t* from) { return hn::PromoteTo(F32(), hn::LoadU(hn::Rebind<hwy::float16_t, F32>(), from)); }
-HWY_INLINE Lanes32 Load(const hwy::bfloat16_t* from) { return hn::PromoteTo(F32(), hn::LoadU(hn::Rebind<hwy::bfloat16_t, F32>(), from)); }
+HWY_INLINE Lanes32 Load(const hwy::float16_t* from) {
+  return hn::PromoteTo(F32(), hn::LoadU(hn::Rebind<hwy::float16_t, F32>(), from));
+}
+HWY_INLINE Lanes32 Load(const hwy::bfloat16_t* from) {
+  return hn::PromoteTo(F32(), hn::LoadU(hn::Rebind<hwy::bfloat16_t, F32>(), from));
+}
 
 /// The first n elements, then zeros.
 template <class T>
@@ -31,12 +35,16 @@ HWY_INLINE Lanes32 LoadFirst(const T* from, std::int64_t n) {
 /// body(element type) with the keys' own type.
 template <class Body>
 HWY_INLINE void WithType(const Keys& keys, Body&& body) {
-  if (keys.dtype == kFloat16) body(hwy::float16_t{});
-  else if (keys.dtype == kBFloat16) body(hwy::bfloat16_t{});
-  else body(float{});
+  if (keys.dtype == kFloat16)
+    body(hwy::float16_t{});
+  else if (keys.dtype == kBFloat16)
+    body(hwy::bfloat16_t{});
+  else
+    body(float{});
 }
 
-/// Sum over d of k[d] * other[d], four sums side by side; other(k, d) gives the other factor of the lanes k that begin at d.
+/// Sum over d of k[d] * other[d], four sums side by side; other(k, d) gives the other factor of the lanes k that begin
+/// at d.
 template <class T, class Other>
 HWY_INLINE float Dot(const T* HWY_RESTRICT key, std::int64_t dim, Other&& other) {
   const F32 d;
@@ -44,7 +52,8 @@ HWY_INLINE float Dot(const T* HWY_RESTRICT key, std::int64_t dim, Other&& other)
   Lanes32 a = hn::Zero(d), b = a, c = a, e = a;
   std::int64_t i = 0;
   for (; i + 4 * lanes <= dim; i += 4 * lanes) {
-    const Lanes32 k0 = Load(key + i), k1 = Load(key + i + lanes), k2 = Load(key + i + 2 * lanes), k3 = Load(key + i + 3 * lanes);
+    const Lanes32 k0 = Load(key + i), k1 = Load(key + i + lanes), k2 = Load(key + i + 2 * lanes),
+                  k3 = Load(key + i + 3 * lanes);
     a = hn::MulAdd(k0, other(k0, i), a);
     b = hn::MulAdd(k1, other(k1, i + lanes), b);
     c = hn::MulAdd(k2, other(k2, i + 2 * lanes), c);
@@ -64,11 +73,13 @@ HWY_INLINE float Dot(const T* HWY_RESTRICT key, std::int64_t dim, Other&& other)
 void KeyNorms(const Keys& keys, std::int64_t from, std::int64_t to, float* HWY_RESTRICT norms) {
   WithType(keys, [&](auto type) HWY_ATTR {
     for (std::int64_t t = from; t < to; ++t)
-      norms[t - from] = std::sqrt(Dot(reinterpret_cast<const decltype(type)*>(keys.slots.at(t)), keys.dim, [](Lanes32 k, std::int64_t) HWY_ATTR { return k; }));
+      norms[t - from] = std::sqrt(Dot(reinterpret_cast<const decltype(type)*>(keys.slots.at(t)), keys.dim,
+                                      [](Lanes32 k, std::int64_t) HWY_ATTR { return k; }));
   });
 }
 
-void KeyDots(const Keys& keys, std::int64_t from, std::int64_t to, const float* HWY_RESTRICT vector, float* HWY_RESTRICT dots) {
+void KeyDots(const Keys& keys, std::int64_t from, std::int64_t to, const float* HWY_RESTRICT vector,
+             float* HWY_RESTRICT dots) {
   const std::int64_t whole = keys.dim - keys.dim % static_cast<std::int64_t>(hn::Lanes(F32()));
   const Lanes32 last = whole < keys.dim ? LoadFirst(vector + whole, keys.dim - whole) : hn::Zero(F32());
   WithType(keys, [&](auto type) HWY_ATTR {
@@ -78,7 +89,8 @@ void KeyDots(const Keys& keys, std::int64_t from, std::int64_t to, const float* 
   });
 }
 
-void AddWeightedKeys(const Keys& keys, std::int64_t from, std::int64_t to, const float* HWY_RESTRICT weights, double* HWY_RESTRICT sum) {
+void AddWeightedKeys(const Keys& keys, std::int64_t from, std::int64_t to, const float* HWY_RESTRICT weights,
+                     double* HWY_RESTRICT sum) {
   const F32 d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   HWY_ALIGN float part[4 * hn::MaxLanes(F32())];
@@ -124,7 +136,9 @@ HWY_EXPORT(KeyNorms);
 HWY_EXPORT(KeyDots);
 HWY_EXPORT(AddWeightedKeys);
 
-void key_norms(const Keys& keys, std::int64_t from, std::int64_t to, float* norms) { HWY_DYNAMIC_DISPATCH(KeyNorms)(keys, from, to, norms); }
+void key_norms(const Keys& keys, std::int64_t from, std::int64_t to, float* norms) {
+  HWY_DYNAMIC_DISPATCH(KeyNorms)(keys, from, to, norms);
+}
 
 void key_dots(const Keys& keys, std::int64_t from, std::int64_t to, const float* vector, float* dots) {
   HWY_DYNAMIC_DISPATCH(KeyDots)(keys, from, to, vector, dots);

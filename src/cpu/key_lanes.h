@@ -1,5 +1,6 @@
 #pragma once
-/// Vectorised passes over the keys of a row. Every key is treated alike wherever it lies, so equal keys give equal bits.
+/// Vectorised passes over the keys of a row. Every key is treated alike wherever it lies, so equal keys give equal
+/// bits.
 
 #include <cstdint>
 
@@ -16,8 +17,9 @@ void key_norms(const Keys& keys, std::int64_t from, std::int64_t to, float* norm
 /// dots[t - from] = k_t . vector, for t in [from, to). vector: f32 [dim]. fp32. Cost: one reading of the keys.
 void key_dots(const Keys& keys, std::int64_t from, std::int64_t to, const float* vector, float* dots);
 
-/// sum[d] += sum over t in [from, to) of weights[t - from] * k_t[d]. Added in fp32 in ascending order of t (opposite vectors cancel exactly), then to the f64
-/// sum: call it for blocks of at most a few dozen keys. Cost: one reading of the keys.
+/// sum[d] += sum over t in [from, to) of weights[t - from] * k_t[d]. Added in fp32 in ascending order of t (opposite
+/// vectors cancel exactly), then to the f64 sum: call it for blocks of at most a few dozen keys. Cost: one reading of
+/// the keys.
 void add_weighted_keys(const Keys& keys, std::int64_t from, std::int64_t to, const float* weights, double* sum);
 
 }  // namespace kvkeep::cpu

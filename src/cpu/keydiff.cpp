@@ -16,7 +16,10 @@ constexpr float kLeastForDirection = 1e-12F, kLeastForCosine = 1e-8F;
 
 /// Buffers of one thread.
 struct Scratch {
-  explicit Scratch(std::int64_t dim) : sum(static_cast<std::size_t>(dim)), anchor(static_cast<std::size_t>(dim)), block(static_cast<std::size_t>(cpu::kKeyBlock)) {}
+  explicit Scratch(std::int64_t dim)
+      : sum(static_cast<std::size_t>(dim)),
+        anchor(static_cast<std::size_t>(dim)),
+        block(static_cast<std::size_t>(cpu::kKeyBlock)) {}
   std::vector<double> sum;
   std::vector<float> anchor;
   std::vector<float> block;  ///< weights, then dots
@@ -28,16 +31,19 @@ void find_anchor(const cpu::Keys& keys, std::int64_t length, float* norms, Scrat
   for (std::int64_t t = 0; t < length; t += cpu::kKeyBlock) {
     const std::int64_t end = std::min(t + cpu::kKeyBlock, length);
     cpu::key_norms(keys, t, end, norms + t);
-    std::transform(norms + t, norms + end, scratch.block.begin(), [](float norm) { return 1.0F / (norm < kLeastForDirection ? kLeastForDirection : norm); });
+    std::transform(norms + t, norms + end, scratch.block.begin(),
+                   [](float norm) { return 1.0F / (norm < kLeastForDirection ? kLeastForDirection : norm); });
     cpu::add_weighted_keys(keys, t, end, scratch.block.data(), scratch.sum.data());
   }
-  std::transform(scratch.sum.begin(), scratch.sum.end(), scratch.anchor.begin(), [&](double x) { return static_cast<float>(x / static_cast<double>(length)); });
+  std::transform(scratch.sum.begin(), scratch.sum.end(), scratch.anchor.begin(),
+                 [&](double x) { return static_cast<float>(x / static_cast<double>(length)); });
 }
 
 }  // namespace
 
 std::int64_t KeyDiff::workspace_bytes(std::int64_t dim) {
-  return dim * static_cast<std::int64_t>(sizeof(double) + sizeof(float)) + cpu::kKeyBlock * static_cast<std::int64_t>(sizeof(float));
+  return dim * static_cast<std::int64_t>(sizeof(double) + sizeof(float)) +
+         cpu::kKeyBlock * static_cast<std::int64_t>(sizeof(float));
 }
 
 Scores KeyDiff::score(const Evidence& evidence, const Limits& limits, WindowAttention&) const {
@@ -61,7 +67,9 @@ Scores KeyDiff::score(const Evidence& evidence, const Limits& limits, WindowAtte
         for (std::int64_t t = last; t >= 0; t -= cpu::kKeyBlock) {
           const std::int64_t n = std::min(cpu::kKeyBlock, row.length - t);
           cpu::key_dots(keys, t, t + n, scratch.anchor.data(), scratch.block.data());
-          for (std::int64_t i = 0; i < n; ++i) g[t + i] = 0.0F - scratch.block[static_cast<std::size_t>(i)] / ((g[t + i] < kLeastForCosine ? kLeastForCosine : g[t + i]) * anchor_norm);
+          for (std::int64_t i = 0; i < n; ++i)
+            g[t + i] = 0.0F - scratch.block[static_cast<std::size_t>(i)] /
+                                  ((g[t + i] < kLeastForCosine ? kLeastForCosine : g[t + i]) * anchor_norm);
         }
       }
     });

@@ -14,11 +14,13 @@ namespace {
 
 void check(const Evidence& evidence, std::int32_t pool) {
   KVKEEP_REQUIRE(pool >= 1 && pool % 2 == 1, "last query: pool; given ", pool, "; allowed odd numbers from 1 on");
-  KVKEEP_REQUIRE(is_scorable(evidence.table.key_dtype), "last query: keys are ", c10::toString(evidence.table.key_dtype), "; allowed f32, f16, bf16");
+  KVKEEP_REQUIRE(is_scorable(evidence.table.key_dtype), "last query: keys are ",
+                 c10::toString(evidence.table.key_dtype), "; allowed f32, f16, bf16");
   for (const RowGroup& group : evidence.table.groups) {
     KVKEEP_REQUIRE(group.queries.count >= 1, "last query: layer ", group.layer, " has no queries; allowed 1 or more");
     for (const Row& row : evidence.table.rows_of(group, evidence.spec.kv_heads))
-      KVKEEP_REQUIRE(row.length == evidence.table.rows[static_cast<std::size_t>(group.first_row)].length, "last query: rows of layer ", row.layer, " differ in length; allowed one length");
+      KVKEEP_REQUIRE(row.length == evidence.table.rows[static_cast<std::size_t>(group.first_row)].length,
+                     "last query: rows of layer ", row.layer, " differ in length; allowed one length");
   }
 }
 
@@ -39,10 +41,12 @@ Tensor last_query_scores(const Evidence& evidence, std::int32_t pool) {
       const auto g = static_cast<std::size_t>(r / spec.kv_heads);
       cpu::gather_queries(evidence, table.groups[g].queries, row.head, 1, turns.of(g), queries.data());
       for (std::int32_t h = 1; h < spec.group(); ++h)
-        for (std::int32_t d = 0; d < spec.key_dim; ++d) queries[static_cast<std::size_t>(d)] += queries[static_cast<std::size_t>(h * spec.key_dim + d)];
+        for (std::int32_t d = 0; d < spec.key_dim; ++d)
+          queries[static_cast<std::size_t>(d)] += queries[static_cast<std::size_t>(h * spec.key_dim + d)];
       const auto unscaled = static_cast<float>(1.0 / spec.scale());  // gather_queries scales for softmaxes
       for (std::int32_t d = 0; d < spec.key_dim; ++d) queries[static_cast<std::size_t>(d)] *= unscaled;
-      cpu::key_dots({row.keys, table.key_dtype, spec.key_dim}, 0, row.length, queries.data(), products.data() + row.first);
+      cpu::key_dots({row.keys, table.key_dtype, spec.key_dim}, 0, row.length, queries.data(),
+                    products.data() + row.first);
     }
   });
 

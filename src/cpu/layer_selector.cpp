@@ -15,19 +15,24 @@ namespace kvkeep {
 std::vector<std::string> LayerSelectorOptions::problems() const {
   std::vector<std::string> found;
   if (window < 1) found.push_back(text("window: ", window, "; allowed 1 or more"));
-  if (select <= window) found.push_back(text("select: ", select, " tokens go on, the window of ", window, " included; allowed more than the window"));
+  if (select <= window)
+    found.push_back(
+        text("select: ", select, " tokens go on, the window of ", window, " included; allowed more than the window"));
   if (min_layer < 0) found.push_back(text("min_layer: ", min_layer, "; allowed 0 or more"));
   if (observed_layers < 1) found.push_back(text("observed_layers: ", observed_layers, "; allowed 1 or more"));
   if (std::isnan(threshold)) found.push_back("threshold: it is not a number; allowed numbers");
-  if (!(missed_mass >= 0 && missed_mass < 1)) found.push_back(text("missed_mass: ", missed_mass, "; allowed 0 for none, or a share below 1"));
-  if (!(select_mass > 0 && select_mass <= 1)) found.push_back(text("select_mass: ", select_mass, "; allowed a share above 0, up to 1"));
+  if (!(missed_mass >= 0 && missed_mass < 1))
+    found.push_back(text("missed_mass: ", missed_mass, "; allowed 0 for none, or a share below 1"));
+  if (!(select_mass > 0 && select_mass <= 1))
+    found.push_back(text("select_mass: ", select_mass, "; allowed a share above 0, up to 1"));
   if (fixed_layer < -1) found.push_back(text("fixed_layer: ", fixed_layer, "; allowed 0 or more, or -1 for none"));
   return found;
 }
 
 namespace {
 
-constexpr std::int64_t kMostRanks = (std::int64_t{1} << 32) - 1;  ///< of the layers that are compared: their sums stay exact
+constexpr std::int64_t kMostRanks =
+    (std::int64_t{1} << 32) - 1;  ///< of the layers that are compared: their sums stay exact
 
 /// Ascends as ranks do: the higher the score the lower the key, NaN last, -0 and 0 alike.
 std::uint32_t rank_key(float score) {
@@ -52,7 +57,8 @@ std::vector<std::int32_t> ranks_of(std::span<const float> scores) {
   std::array<std::array<std::uint32_t, kBins>, kDigits> starts{};
   for (std::size_t t = 0; t < scores.size(); ++t) {
     order[t] = {rank_key(scores[t]), static_cast<std::int32_t>(t)};
-    for (int d = 0; d < kDigits; ++d) ++starts[static_cast<std::size_t>(d)][order[t].key >> (d * kDigitBits) & (kBins - 1)];
+    for (int d = 0; d < kDigits; ++d)
+      ++starts[static_cast<std::size_t>(d)][order[t].key >> (d * kDigitBits) & (kBins - 1)];
   }
   for (int d = 0; d < kDigits; ++d) {
     auto& start = starts[static_cast<std::size_t>(d)];
@@ -61,7 +67,8 @@ std::vector<std::int32_t> ranks_of(std::span<const float> scores) {
     order.swap(other);
   }
   std::vector<std::int32_t> ranks(scores.size());
-  for (std::size_t i = 0; i < order.size(); ++i) ranks[static_cast<std::size_t>(order[i].token)] = static_cast<std::int32_t>(i) + 1;
+  for (std::size_t i = 0; i < order.size(); ++i)
+    ranks[static_cast<std::size_t>(order[i].token)] = static_cast<std::int32_t>(i) + 1;
   return ranks;
 }
 
@@ -73,8 +80,9 @@ LayerSelector::LayerSelector(LayerSelectorOptions options, std::int64_t tokens)
       relative_(std::numeric_limits<double>::quiet_NaN()),
       missed_(relative_) {
   require_no_problems("layer selector", options_.problems());
-  KVKEEP_REQUIRE(tokens >= 0 && tokens <= kMostRanks / std::max(observed(), 1), "layer selector: a prompt of ", tokens, " tokens; allowed 0 to ", kMostRanks / std::max(observed(), 1), " where ", observed(),
-          " layers are compared");
+  KVKEEP_REQUIRE(tokens >= 0 && tokens <= kMostRanks / std::max(observed(), 1), "layer selector: a prompt of ", tokens,
+                 " tokens; allowed 0 to ", kMostRanks / std::max(observed(), 1), " where ", observed(),
+                 " layers are compared");
 }
 
 std::int32_t LayerSelector::observed() const { return std::min(options_.observed_layers, options_.min_layer + 1); }
@@ -84,8 +92,9 @@ bool LayerSelector::wants(std::int32_t layer) const {
   return options_.fixed_layer >= 0 ? layer == options_.fixed_layer : layer > options_.min_layer - observed();
 }
 
-/// Mean over the tokens that any observed layer has among its best of the population variance of their ranks over those layers. In whole numbers up to the last division: no order of
-/// sums changes it. A token's L * sum(r^2) - sum(r)^2 is L^2 times its variance and fits 63 bits; its halves are summed apart.
+/// Mean over the tokens that any observed layer has among its best of the population variance of their ranks over those
+/// layers. In whole numbers up to the last division: no order of sums changes it. A token's L * sum(r^2) - sum(r)^2 is
+/// L^2 times its variance and fits 63 bits; its halves are summed apart.
 double LayerSelector::variance() const {
   const auto layers = static_cast<std::int64_t>(ranks_.size());
   const auto best = static_cast<std::int32_t>(best_);
@@ -114,10 +123,12 @@ double LayerSelector::variance() const {
     }
   }
   const auto wide = static_cast<double>(layers);
-  return (static_cast<double>(high) * 4294967296.0 + static_cast<double>(low)) / (wide * wide) / static_cast<double>(counted);  // as a GPU divides
+  return (static_cast<double>(high) * 4294967296.0 + static_cast<double>(low)) / (wide * wide) /
+         static_cast<double>(counted);  // as a GPU divides
 }
 
-/// Over the observed layers, the largest share of attention that went to tokens which the newest one does not have among its best.
+/// Over the observed layers, the largest share of attention that went to tokens which the newest one does not have
+/// among its best.
 double LayerSelector::most_missed() const {
   double most = 0;
   for (const std::vector<float>& mass : masses_) {
@@ -146,12 +157,16 @@ std::int64_t LayerSelector::enough(std::span<const float> mass) const {
 }
 
 bool LayerSelector::see(std::int32_t layer, std::span<const float> scores, std::span<const float> mass) {
-  KVKEEP_REQUIRE_AS(StateError, wants(layer) && layer > seen_, "layer selector: the scores of layer ", layer, " come behind those of layer ", seen_, layer_ >= 0 ? ", after the selection" : "",
-                      "; allowed layers that wants() names, ascending");
-  KVKEEP_REQUIRE_AS(StateError, options_.fixed_layer >= 0 || seen_ < 0 || layer == seen_ + 1, "layer selector: layer ", layer, " follows layer ", seen_, "; allowed every layer from there on");
-  KVKEEP_REQUIRE(static_cast<std::int64_t>(scores.size()) == tokens_ - options_.window, "layer selector: ", scores.size(), " scores; allowed ", tokens_ - options_.window,
-          ", one for each token before the window");
-  KVKEEP_REQUIRE(!options_.reads_mass() || mass.size() == scores.size(), "layer selector: ", mass.size(), " masses for ", scores.size(), " scores; allowed one each, for missed_mass and select_mass read them");
+  KVKEEP_REQUIRE_AS(StateError, wants(layer) && layer > seen_, "layer selector: the scores of layer ", layer,
+                    " come behind those of layer ", seen_, layer_ >= 0 ? ", after the selection" : "",
+                    "; allowed layers that wants() names, ascending");
+  KVKEEP_REQUIRE_AS(StateError, options_.fixed_layer >= 0 || seen_ < 0 || layer == seen_ + 1, "layer selector: layer ",
+                    layer, " follows layer ", seen_, "; allowed every layer from there on");
+  KVKEEP_REQUIRE(static_cast<std::int64_t>(scores.size()) == tokens_ - options_.window,
+                 "layer selector: ", scores.size(), " scores; allowed ", tokens_ - options_.window,
+                 ", one for each token before the window");
+  KVKEEP_REQUIRE(!options_.reads_mass() || mass.size() == scores.size(), "layer selector: ", mass.size(),
+                 " masses for ", scores.size(), " scores; allowed one each, for missed_mass and select_mass read them");
   if (static_cast<std::int32_t>(ranks_.size()) == (options_.fixed_layer >= 0 ? 1 : observed())) {
     ranks_.erase(ranks_.begin());
     if (!masses_.empty()) masses_.erase(masses_.begin());
@@ -164,7 +179,10 @@ bool LayerSelector::see(std::int32_t layer, std::span<const float> scores, std::
   if (options_.fixed_layer < 0 && layer >= options_.min_layer) {
     const double now = variance();
     if (first_variance_ < 0) first_variance_ = now;
-    relative_ = layer == options_.min_layer ? 1.0 : first_variance_ > 0 ? now / first_variance_ : now == 0 ? 0.0 : std::numeric_limits<double>::infinity();
+    relative_ = layer == options_.min_layer ? 1.0
+                : first_variance_ > 0       ? now / first_variance_
+                : now == 0                  ? 0.0
+                                            : std::numeric_limits<double>::infinity();
     selects = relative_ < options_.threshold;
     if (options_.missed_mass > 0) selects = (missed_ = most_missed()) < options_.missed_mass;
   }
@@ -191,7 +209,8 @@ std::vector<std::int32_t> LayerSelector::tokens() const {
 
 std::int64_t LayerSelector::bytes() const {
   std::int64_t bytes = 0;
-  for (const std::vector<std::int32_t>& ranks : ranks_) bytes += static_cast<std::int64_t>(ranks.size() * sizeof(std::int32_t));
+  for (const std::vector<std::int32_t>& ranks : ranks_)
+    bytes += static_cast<std::int64_t>(ranks.size() * sizeof(std::int32_t));
   for (const std::vector<float>& mass : masses_) bytes += static_cast<std::int64_t>(mass.size() * sizeof(float));
   return bytes;
 }

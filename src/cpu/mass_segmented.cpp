@@ -32,14 +32,18 @@ struct Scratch {
   }
 };
 
-/// Segments of one row with their quotas, which stand in scratch.ends and scratch.shares. Returns the sum of the quotas.
-std::int32_t divide(const MassSegmentedOptions& options, Variant variant, const float* used, std::int32_t length, std::int32_t budget, Protected guarded,
-                    Scratch& scratch) {
+/// Segments of one row with their quotas, which stand in scratch.ends and scratch.shares. Returns the sum of the
+/// quotas.
+std::int32_t divide(const MassSegmentedOptions& options, Variant variant, const float* used, std::int32_t length,
+                    std::int32_t budget, Protected guarded, Scratch& scratch) {
   prefix_mass(used, length, scratch.prefix.data());
-  const SegmentOptions segments{variant, options.segments, options.fixed, options.segment_mass, options.min_segment, options.max_segment};
-  const std::int32_t count = segment_ends(scratch.prefix.data(), length, segments, scratch.ends.data(), scratch.cuts.data());
+  const SegmentOptions segments{
+      variant, options.segments, options.fixed, options.segment_mass, options.min_segment, options.max_segment};
+  const std::int32_t count =
+      segment_ends(scratch.prefix.data(), length, segments, scratch.ends.data(), scratch.cuts.data());
   scratch.shares.clear();
-  for (std::int32_t i = 0; i < count; ++i) scratch.shares.push_back(share_of(options.quotas, scratch.prefix.data(), scratch.ends.data(), i, length, guarded));
+  for (std::int32_t i = 0; i < count; ++i)
+    scratch.shares.push_back(share_of(options.quotas, scratch.prefix.data(), scratch.ends.data(), i, length, guarded));
   if (variant == Variant::official) {
     official_quotas(scratch.shares.data(), count, budget, options.min_quota);
     return budget;
@@ -51,7 +55,8 @@ std::int32_t divide(const MassSegmentedOptions& options, Variant variant, const 
 
 }  // namespace
 
-void MassSegmented::allot(const Evidence& evidence, const Limits& limits, WindowAttention& seen, Decision& decision) const {
+void MassSegmented::allot(const Evidence& evidence, const Limits& limits, WindowAttention& seen,
+                          Decision& decision) const {
   dispatch("mass_segmented", evidence.table.device, [&] {
     const RowTable& table = evidence.table;
     const auto count = static_cast<std::int64_t>(table.rows.size());
@@ -97,7 +102,8 @@ void MassSegmented::allot(const Evidence& evidence, const Limits& limits, Window
       for (std::int64_t n = begin; n < end; ++n) {
         const auto r = static_cast<std::size_t>(n);
         const Row& row = table.rows[r];
-        float *row_mass = mass + row.first, *row_used = used + row.first, *row_credit = credit == nullptr ? nullptr : credit + row.first;
+        float *row_mass = mass + row.first, *row_used = used + row.first,
+              *row_credit = credit == nullptr ? nullptr : credit + row.first;
         const RowLimit& limit = limits.rows[r];
         const std::span kept{slots + decision.keep->indptr[r], static_cast<std::size_t>(decision.keep->count(r))};
         if (!limit.due) {
@@ -115,20 +121,26 @@ void MassSegmented::allot(const Evidence& evidence, const Limits& limits, Window
         if (seen.windows[r].queries > 0) {
           const QueryView& queries = table.groups[static_cast<std::size_t>(n / heads)].queries;
           const std::int32_t newest = queries.count > 0 ? queries.position(queries.count - 1) : -1;
-          fill_suffix(options_.suffix_fill, row.positions, row.length, newest, seen.windows[r].history, tops[r], row_mass, OneThread{});
+          fill_suffix(options_.suffix_fill, row.positions, row.length, newest, seen.windows[r].history, tops[r],
+                      row_mass, OneThread{});
         }
-        weigh_row(options_, row.credit, row.credit_length, row.length, row_mass, scratch.fed.data(), row_credit, row_used, OneThread{});
+        weigh_row(options_, row.credit, row.credit_length, row.length, row_mass, scratch.fed.data(), row_credit,
+                  row_used, OneThread{});
 
         const Protected guarded = limit.guarded;
-        const std::int32_t share = divide(options_, limits.variant, row_used, row.length, limit.budget, guarded, scratch);
-        allotment.ends[r].assign(scratch.ends.begin(), scratch.ends.begin() + static_cast<std::ptrdiff_t>(scratch.shares.size()));
+        const std::int32_t share =
+            divide(options_, limits.variant, row_used, row.length, limit.budget, guarded, scratch);
+        allotment.ends[r].assign(scratch.ends.begin(),
+                                 scratch.ends.begin() + static_cast<std::ptrdiff_t>(scratch.shares.size()));
         for (const Share& s : scratch.shares) allotment.quotas[r].push_back(s.quota);
 
         const std::span row_scores{scores + row.first, static_cast<std::size_t>(row.length)};
         if (official) {
-          select_official(row_scores, allotment.ends[r], allotment.quotas[r], guarded, limits.padding, scratch.keys, kept);
+          select_official(row_scores, allotment.ends[r], allotment.quotas[r], guarded, limits.padding, scratch.keys,
+                          kept);
         } else {
-          select_in_segments(row_scores, allotment.ends[r], allotment.quotas[r], guarded, scratch.keys, kept.first(static_cast<std::size_t>(share)));
+          select_in_segments(row_scores, allotment.ends[r], allotment.quotas[r], guarded, scratch.keys,
+                             kept.first(static_cast<std::size_t>(share)));
           select_rest(row_scores, share, scratch.keys, kept);
         }
       }

@@ -28,7 +28,9 @@ constexpr std::int64_t kRowsAtOnce = 64;  ///< keys, or values, that all heads o
 
 /// `count` numbers of a tensor as f32, from number `first` on: where they are, or in `scratch`.
 const float* as_floats(const Tensor& rows, std::int64_t first, std::int64_t count, cpu::Aligned<float>& scratch) {
-  return cpu::as_floats(static_cast<const std::byte*>(rows.const_data_ptr()) + first * static_cast<std::int64_t>(rows.element_size()), rows.scalar_type(), count, scratch);
+  return cpu::as_floats(
+      static_cast<const std::byte*>(rows.const_data_ptr()) + first * static_cast<std::int64_t>(rows.element_size()),
+      rows.scalar_type(), count, scratch);
 }
 
 /// Softmaxes of the heads of a group, from head `head` of query `query` on.
@@ -38,8 +40,10 @@ cpu::OpenHeads open_at(OpenAttention& open, std::int64_t query, std::int64_t hea
 }
 
 void check_queries(const char* operation, const Tensor& queries, std::int64_t kv_heads, std::int64_t dim) {
-  KVKEEP_REQUIRE(queries.dim() == 3 && queries.device().is_cpu() && is_scorable(queries.scalar_type()) && queries.size(1) >= kv_heads && queries.size(1) % kv_heads == 0 && queries.size(2) == dim, operation,
-          ": queries do not fit; allowed f32, f16 or bf16 [n, Hq, ", dim, "] on the CPU with Hq a multiple of ", kv_heads);
+  KVKEEP_REQUIRE(queries.dim() == 3 && queries.device().is_cpu() && is_scorable(queries.scalar_type()) &&
+                     queries.size(1) >= kv_heads && queries.size(1) % kv_heads == 0 && queries.size(2) == dim,
+                 operation, ": queries do not fit; allowed f32, f16 or bf16 [n, Hq, ", dim,
+                 "] on the CPU with Hq a multiple of ", kv_heads);
 }
 
 }  // namespace
@@ -49,29 +53,35 @@ std::int64_t SpanMemory::near_bytes() const {
   return bytes(dense_keys) + bytes(dense_values) + spans.near_bytes();
 }
 
-SpanMemory fold_prompt(const Tensor& keys, const Tensor& values, std::span<const float> surprisal, Segments segments, const FactorOptions& options, const RankGates* gates) {
+SpanMemory fold_prompt(const Tensor& keys, const Tensor& values, std::span<const float> surprisal, Segments segments,
+                       const FactorOptions& options, const RankGates* gates) {
   SpanMemory memory;
   memory.spans = SpanStore(keys, values, surprisal, segments.spans, options, gates);
   std::vector<std::int32_t> dense = segments.dense();
-  const Tensor places = at::from_blob(dense.data(), {static_cast<std::int64_t>(dense.size())}, at::TensorOptions().dtype(kInt32));
+  const Tensor places =
+      at::from_blob(dense.data(), {static_cast<std::int64_t>(dense.size())}, at::TensorOptions().dtype(kInt32));
   memory.dense_keys = keys.index_select(1, places).contiguous();
   memory.dense_values = values.index_select(1, places).contiguous();
   memory.segments = std::move(segments);
   return memory;
 }
 
-Tensor OpenAttention::close() const { return at::where((sum > 0).unsqueeze(2), out / sum.unsqueeze(2), at::zeros({1}, out.options())); }
+Tensor OpenAttention::close() const {
+  return at::where((sum > 0).unsqueeze(2), out / sum.unsqueeze(2), at::zeros({1}, out.options()));
+}
 
 Tensor OpenAttention::log_mass() const { return top + sum.log(); }
 
 OpenAttention attend_rows(const Tensor& keys, const Tensor& values, const Tensor& queries, double scale) {
-  KVKEEP_REQUIRE(keys.dim() == 3 && keys.sizes() == values.sizes() && keys.size(0) >= 1 && keys.device().is_cpu() && values.device().is_cpu() && is_scorable(keys.scalar_type()) && is_scorable(values.scalar_type()),
-          "attention: keys or values do not fit; allowed f32, f16 or bf16 [Hkv, T, D] of one shape on the CPU");
+  KVKEEP_REQUIRE(keys.dim() == 3 && keys.sizes() == values.sizes() && keys.size(0) >= 1 && keys.device().is_cpu() &&
+                     values.device().is_cpu() && is_scorable(keys.scalar_type()) && is_scorable(values.scalar_type()),
+                 "attention: keys or values do not fit; allowed f32, f16 or bf16 [Hkv, T, D] of one shape on the CPU");
   const std::int64_t kv_heads = keys.size(0), rows = keys.size(1), dim = keys.size(2);
   check_queries("attention", queries, kv_heads, dim);
   const std::int64_t n = queries.size(0), heads = queries.size(1), group = heads / kv_heads;
   const auto floats = at::TensorOptions().dtype(kFloat32);
-  OpenAttention open{at::full({n, heads}, -std::numeric_limits<float>::infinity(), floats), at::zeros({n, heads}, floats), at::zeros({n, heads, dim}, floats)};
+  OpenAttention open{at::full({n, heads}, -std::numeric_limits<float>::infinity(), floats),
+                     at::zeros({n, heads}, floats), at::zeros({n, heads, dim}, floats)};
   const Tensor k = keys.contiguous(), v = values.contiguous(), q = queries.to(kFloat32).contiguous();
   const auto factor = static_cast<float>(scale);
   at::parallel_for(0, n * kv_heads, 1, [&](std::int64_t begin, std::int64_t end) {
@@ -85,7 +95,9 @@ OpenAttention attend_rows(const Tensor& keys, const Tensor& values, const Tensor
         const float* block_values = as_floats(v, at, count * dim, wide_values);
         const cpu::OpenHeads heads_of = open_at(open, query, kv * group);
         for (std::int64_t h = 0; h < group; ++h)
-          cpu::merge_rows(block_keys, block_values, count, dim, q.const_data_ptr<float>() + (query * heads + kv * group + h) * dim, factor, logits.data(), heads_of.top[h], heads_of.sum[h], heads_of.out + h * dim);
+          cpu::merge_rows(block_keys, block_values, count, dim,
+                          q.const_data_ptr<float>() + (query * heads + kv * group + h) * dim, factor, logits.data(),
+                          heads_of.top[h], heads_of.sum[h], heads_of.out + h * dim);
       }
     }
   });
@@ -99,16 +111,21 @@ Tensor coarse_logits(const SpanStore& spans, const Tensor& queries, double scale
   Tensor logits = at::zeros({n, heads, spans.size()}, at::TensorOptions().dtype(kFloat32));
   cpu::ZoomScratch scratch;
   for (std::int64_t i = 0; i < n * spans.kv_heads(); ++i)  // heads of a group lie side by side
-    cpu::coarse_logits(spans.row(i % spans.kv_heads()), q.const_data_ptr<float>() + i * group * spans.dim(), group, static_cast<float>(scale), logits.data_ptr<float>() + i * group * spans.size(), scratch);
+    cpu::coarse_logits(spans.row(i % spans.kv_heads()), q.const_data_ptr<float>() + i * group * spans.dim(), group,
+                       static_cast<float>(scale), logits.data_ptr<float>() + i * group * spans.size(), scratch);
   return logits;
 }
 
-void merge_spans(OpenAttention& open, const SpanStore& spans, const Tensor& queries, double scale, const Tensor& coarse, const Tensor& zoomed) {
+void merge_spans(OpenAttention& open, const SpanStore& spans, const Tensor& queries, double scale, const Tensor& coarse,
+                 const Tensor& zoomed) {
   check_queries("merge of spans", queries, spans.kv_heads(), spans.dim());
-  const std::int64_t n = queries.size(0), heads = queries.size(1), group = heads / spans.kv_heads(), kv_heads = spans.kv_heads(), count = spans.size();
-  KVKEEP_REQUIRE(open.out.sizes() == queries.sizes() && coarse.sizes() == zoomed.sizes() && coarse.sizes() == at::IntArrayRef({n, heads, count}) && coarse.scalar_type() == kFloat32 &&
-              zoomed.scalar_type() == c10::ScalarType::Byte,
-          "merge of spans: softmaxes, logits or marks do not fit; allowed [n, Hq, D], f32 and u8 [n, Hq, ", count, "]");
+  const std::int64_t n = queries.size(0), heads = queries.size(1), group = heads / spans.kv_heads(),
+                     kv_heads = spans.kv_heads(), count = spans.size();
+  KVKEEP_REQUIRE(open.out.sizes() == queries.sizes() && coarse.sizes() == zoomed.sizes() &&
+                     coarse.sizes() == at::IntArrayRef({n, heads, count}) && coarse.scalar_type() == kFloat32 &&
+                     zoomed.scalar_type() == c10::ScalarType::Byte,
+                 "merge of spans: softmaxes, logits or marks do not fit; allowed [n, Hq, D], f32 and u8 [n, Hq, ",
+                 count, "]");
   const Tensor q = queries.to(kFloat32).contiguous(), logits = coarse.contiguous(), marks = zoomed.contiguous();
   at::parallel_for(0, n * kv_heads, 1, [&](std::int64_t begin, std::int64_t end) {
     cpu::ZoomScratch scratch;
@@ -122,19 +139,25 @@ void merge_spans(OpenAttention& open, const SpanStore& spans, const Tensor& quer
         if (!cpu::anyone(own, group, count, s)) continue;
         blob.resize(static_cast<std::size_t>(row.blob(s) == nullptr ? 0 : row.blob(s)->size()));
         if (row.blob(s) != nullptr) row.blob(s)->read(blob.data());
-        cpu::merge_opened(row, s, blob.data(), own, q.const_data_ptr<float>() + task * group * row.dim(), group, static_cast<float>(scale), softmaxes, scratch);
+        cpu::merge_opened(row, s, blob.data(), own, q.const_data_ptr<float>() + task * group * row.dim(), group,
+                          static_cast<float>(scale), softmaxes, scratch);
       }
     }
   });
 }
 
-ReadCounts read_memory(OpenAttention& open, std::span<const MemoryRow> rows, const Tensor& queries, double scale, const Reading& reading, std::vector<std::vector<std::int32_t>>* opened) {
+ReadCounts read_memory(OpenAttention& open, std::span<const MemoryRow> rows, const Tensor& queries, double scale,
+                       const Reading& reading, std::vector<std::vector<std::int32_t>>* opened) {
   const auto kv_heads = static_cast<std::int64_t>(rows.size());
   KVKEEP_REQUIRE(kv_heads > 0, "memory: there are no rows; allowed one for each KV head");
   const std::int64_t dim = rows.front().spans->dim();
   check_queries("memory", queries, kv_heads, dim);
-  KVKEEP_REQUIRE(open.out.sizes() == queries.sizes() && open.out.is_contiguous() && open.top.is_contiguous() && open.sum.is_contiguous(), "memory: softmaxes do not fit the queries; allowed f32 [n, Hq, D], contiguous");
-  KVKEEP_REQUIRE(reading.router == nullptr || (reading.router->query_heads() == queries.size(1) && reading.router->key_dim() == dim), "memory: the router is for other heads; allowed one for ", queries.size(1), " heads of ", dim);
+  KVKEEP_REQUIRE(open.out.sizes() == queries.sizes() && open.out.is_contiguous() && open.top.is_contiguous() &&
+                     open.sum.is_contiguous(),
+                 "memory: softmaxes do not fit the queries; allowed f32 [n, Hq, D], contiguous");
+  KVKEEP_REQUIRE(reading.router == nullptr ||
+                     (reading.router->query_heads() == queries.size(1) && reading.router->key_dim() == dim),
+                 "memory: the router is for other heads; allowed one for ", queries.size(1), " heads of ", dim);
   KVKEEP_REQUIRE(reading.cache != nullptr, "memory: there is no factor cache; allowed one");
   const std::int64_t n = queries.size(0), group = queries.size(1) / kv_heads;
   const Tensor q = queries.to(kFloat32).contiguous();
@@ -147,7 +170,8 @@ ReadCounts read_memory(OpenAttention& open, std::span<const MemoryRow> rows, con
       const MemoryRow& row = rows[static_cast<std::size_t>(kv)];
       if (row.spans->size() == 0) continue;
       const cpu::OpenHeads softmaxes = open_at(open, task / kv_heads, kv * group);
-      counts[static_cast<std::size_t>(task)] = reader.read(row, kv * group, q.const_data_ptr<float>() + task * group * dim, softmaxes);
+      counts[static_cast<std::size_t>(task)] =
+          reader.read(row, kv * group, q.const_data_ptr<float>() + task * group * dim, softmaxes);
       if (opened != nullptr && task / kv_heads == n - 1) (*opened)[static_cast<std::size_t>(kv)] = reader.opened();
     }
   });

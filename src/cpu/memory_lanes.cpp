@@ -38,7 +38,8 @@ HWY_INLINE void StoreFirst(V v, std::int64_t n, float* to) {
 
 /// `kRows` rows at a time: a vector of x is loaded once for all of them.
 template <int kRows>
-HWY_INLINE void DotsOf(const float* HWY_RESTRICT rows, std::int64_t dim, const float* HWY_RESTRICT x, float* HWY_RESTRICT out) {
+HWY_INLINE void DotsOf(const float* HWY_RESTRICT rows, std::int64_t dim, const float* HWY_RESTRICT x,
+                       float* HWY_RESTRICT out) {
   const D d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   V sums[kRows];
@@ -55,13 +56,15 @@ HWY_INLINE void DotsOf(const float* HWY_RESTRICT rows, std::int64_t dim, const f
   for (int r = 0; r < kRows; ++r) out[r] = Sum(sums[r]);
 }
 
-void RowDots(const float* HWY_RESTRICT rows, std::int64_t count, std::int64_t dim, const float* HWY_RESTRICT x, float* HWY_RESTRICT out) {
+void RowDots(const float* HWY_RESTRICT rows, std::int64_t count, std::int64_t dim, const float* HWY_RESTRICT x,
+             float* HWY_RESTRICT out) {
   std::int64_t i = 0;
   for (; i + 4 <= count; i += 4) DotsOf<4>(rows + i * dim, dim, x, out + i);
   for (; i < count; ++i) DotsOf<1>(rows + i * dim, dim, x, out + i);
 }
 
-void AddRows(const float* HWY_RESTRICT rows, std::int64_t count, std::int64_t dim, const float* HWY_RESTRICT weights, float* HWY_RESTRICT out) {
+void AddRows(const float* HWY_RESTRICT rows, std::int64_t count, std::int64_t dim, const float* HWY_RESTRICT weights,
+             float* HWY_RESTRICT out) {
   const D d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   std::int64_t j = 0;
@@ -78,7 +81,8 @@ void AddRows(const float* HWY_RESTRICT rows, std::int64_t count, std::int64_t di
   for (; j < dim; j += lanes) {
     const std::int64_t width = std::min(lanes, dim - j);
     V a = First(out + j, width);
-    for (std::int64_t i = 0; i < count; ++i) a = hn::MulAdd(First(rows + i * dim + j, width), hn::Set(d, weights[i]), a);
+    for (std::int64_t i = 0; i < count; ++i)
+      a = hn::MulAdd(First(rows + i * dim + j, width), hn::Set(d, weights[i]), a);
     StoreFirst(a, width, out + j);
   }
 }
@@ -116,7 +120,8 @@ float Exponentials(float* HWY_RESTRICT x, std::int64_t n, float top) {
   return Sum(sum);
 }
 
-/// Sum of exp(x - top), each within 8e-5 of itself, which is far less than a sketch is off by; what is below e^-86 counts as that.
+/// Sum of exp(x - top), each within 8e-5 of itself, which is far less than a sketch is off by; what is below e^-86
+/// counts as that.
 HWY_INLINE float SumOfRoughExponentials(const float* HWY_RESTRICT x, std::int64_t n, float top) {
   const D d;
   const hn::RebindToSigned<D> di;
@@ -139,8 +144,10 @@ HWY_INLINE float SumOfRoughExponentials(const float* HWY_RESTRICT x, std::int64_
   return Sum(sum);
 }
 
-/// Tables of a query as whole numbers, and what one of them is worth; see sketch_table(). All that is added up are whole numbers that fit 16 bits (and so an f32), so the sums are the same everywhere.
-/// 512-bit vectors look up 32 numbers of 16 bits at once: those of signs 4n to 4n+3 of the lower half of a word, then of its upper half. Others look up f32 numbers.
+/// Tables of a query as whole numbers, and what one of them is worth; see sketch_table(). All that is added up are
+/// whole numbers that fit 16 bits (and so an f32), so the sums are the same everywhere. 512-bit vectors look up 32
+/// numbers of 16 bits at once: those of signs 4n to 4n+3 of the lower half of a word, then of its upper half. Others
+/// look up f32 numbers.
 #if HWY_TARGET <= HWY_AVX3
 using Entry = std::int16_t;
 HWY_INLINE std::int64_t EntryAt(std::int64_t quad) { return (quad / 8 * 4 + quad % 4) * 32 + quad / 4 % 2 * 16; }
@@ -154,7 +161,8 @@ float SketchTable(const float* HWY_RESTRICT query, std::int64_t dim, float* HWY_
   double halves[2] = {0, 0};  // lower and upper halves of words add up on their own
   for (std::int64_t i = 0; i < dim; ++i) halves[i / 16 % 2] += std::abs(static_cast<double>(query[i]));
   const double most = halves[0] + halves[1];
-  const double unit = std::max(halves[0], halves[1]) / static_cast<double>(std::numeric_limits<std::int16_t>::max() - quads);  // each rounds by a half at most
+  const double unit = std::max(halves[0], halves[1]) / static_cast<double>(std::numeric_limits<std::int16_t>::max() -
+                                                                           quads);  // each rounds by a half at most
   const bool counts = std::isfinite(most) && most > std::numeric_limits<float>::min();
   auto* entries = reinterpret_cast<Entry*>(table);
   for (std::int64_t quad = 0; quad < quads; ++quad)
@@ -167,9 +175,12 @@ float SketchTable(const float* HWY_RESTRICT query, std::int64_t dim, float* HWY_
   return std::isfinite(most) ? static_cast<float>(counts ? unit : 0) : std::numeric_limits<float>::quiet_NaN();
 }
 
-/// One block of tokens, `kHeads` queries: x[h][0 to 15] = factor[h] * size[t] * (signs of t . query of h). The signs are unpacked once for all of them.
+/// One block of tokens, `kHeads` queries: x[h][0 to 15] = factor[h] * size[t] * (signs of t . query of h). The signs
+/// are unpacked once for all of them.
 template <int kHeads>
-HWY_INLINE void SketchBlock(const SketchedSpans& sketch, std::int64_t block, const float* HWY_RESTRICT tables, std::int64_t table_size, const float* HWY_RESTRICT factors, std::int64_t stride, float* HWY_RESTRICT x) {
+HWY_INLINE void SketchBlock(const SketchedSpans& sketch, std::int64_t block, const float* HWY_RESTRICT tables,
+                            std::int64_t table_size, const float* HWY_RESTRICT factors, std::int64_t stride,
+                            float* HWY_RESTRICT x) {
   const hn::RebindToUnsigned<D> du;
   const hn::Rebind<std::uint16_t, D> d16;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(D()));
@@ -185,7 +196,10 @@ HWY_INLINE void SketchBlock(const SketchedSpans& sketch, std::int64_t block, con
       for (std::int64_t n = 0; n < 4; ++n) {
         const __m512i index = _mm512_ternarylogic_epi32(bits, four, upper, 0xEA);  // (bits & four) | upper
         for (int h = 0; h < kHeads; ++h)
-          pairs[h] = _mm512_add_epi16(pairs[h], _mm512_permutexvar_epi16(index, _mm512_load_si512(reinterpret_cast<const Entry*>(tables + h * table_size) + (w * 4 + n) * 32)));
+          pairs[h] = _mm512_add_epi16(
+              pairs[h], _mm512_permutexvar_epi16(
+                            index, _mm512_load_si512(reinterpret_cast<const Entry*>(tables + h * table_size) +
+                                                     (w * 4 + n) * 32)));
         bits = _mm512_srli_epi16(bits, 4);
       }
     }
@@ -198,19 +212,25 @@ HWY_INLINE void SketchBlock(const SketchedSpans& sketch, std::int64_t block, con
       auto bits = hn::LoadU(du, signs + w * kSketchBlock);
       for (std::int64_t n = 0; n < 8; ++n) {
         const auto index = hn::BitCast(di, hn::And(bits, four));
-        for (int h = 0; h < kHeads; ++h) sums[h] = hn::Add(sums[h], hn::GatherIndex(D(), tables + h * table_size + (w * 8 + n) * 16, index));
+        for (int h = 0; h < kHeads; ++h)
+          sums[h] = hn::Add(sums[h], hn::GatherIndex(D(), tables + h * table_size + (w * 8 + n) * 16, index));
         bits = hn::ShiftRight<4>(bits);
       }
     }
 #endif
-    const V size = hn::BitCast(D(), hn::ShiftLeft<16>(hn::PromoteTo(du, hn::LoadU(d16, sketch.sizes + block * kSketchBlock + lane))));
-    for (int h = 0; h < kHeads; ++h) hn::StoreU(hn::Mul(sums[h], hn::Mul(hn::Set(D(), factors[h]), size)), D(), x + h * stride + lane);
+    const V size = hn::BitCast(
+        D(), hn::ShiftLeft<16>(hn::PromoteTo(du, hn::LoadU(d16, sketch.sizes + block * kSketchBlock + lane))));
+    for (int h = 0; h < kHeads; ++h)
+      hn::StoreU(hn::Mul(sums[h], hn::Mul(hn::Set(D(), factors[h]), size)), D(), x + h * stride + lane);
   }
 }
 
-void SketchSums(const SketchedSpans& sketch, const float* HWY_RESTRICT tables, const float* HWY_RESTRICT factors, float* HWY_RESTRICT base, std::int64_t heads, float* HWY_RESTRICT x, float* HWY_RESTRICT tops, float* HWY_RESTRICT out) {
+void SketchSums(const SketchedSpans& sketch, const float* HWY_RESTRICT tables, const float* HWY_RESTRICT factors,
+                float* HWY_RESTRICT base, std::int64_t heads, float* HWY_RESTRICT x, float* HWY_RESTRICT tops,
+                float* HWY_RESTRICT out) {
   constexpr float kNegligible = 30;
-  const std::int64_t blocks = (sketch.first[sketch.spans] + kSketchBlock - 1) / kSketchBlock, stride = sketch_window(sketch), table_size = sketch_table_size(sketch.words * 32);
+  const std::int64_t blocks = (sketch.first[sketch.spans] + kSketchBlock - 1) / kSketchBlock,
+                     stride = sketch_window(sketch), table_size = sketch_table_size(sketch.words * 32);
   std::fill_n(tops, heads, -std::numeric_limits<float>::infinity());
   std::int64_t span = 0, origin = 0;  // x begins with token `origin`
   // A span is added up, against its own largest exponent, as soon as its last block is there.
@@ -229,13 +249,17 @@ void SketchSums(const SketchedSpans& sketch, const float* HWY_RESTRICT tables, c
     const std::int64_t token = block * kSketchBlock;
     if (token + kSketchBlock - origin > stride) {
       const std::int64_t moved = sketch.first[span] / kSketchBlock * kSketchBlock;
-      for (std::int64_t h = 0; h < heads; ++h) std::memmove(x + h * stride, x + h * stride + moved - origin, static_cast<std::size_t>(token - moved) * sizeof(float));
+      for (std::int64_t h = 0; h < heads; ++h)
+        std::memmove(x + h * stride, x + h * stride + moved - origin,
+                     static_cast<std::size_t>(token - moved) * sizeof(float));
       origin = moved;
     }
     float* at = x + token - origin;
     std::int64_t h = 0;
-    for (; h + 4 <= heads; h += 4) SketchBlock<4>(sketch, block, tables + h * table_size, table_size, factors + h, stride, at + h * stride);
-    for (; h < heads; ++h) SketchBlock<1>(sketch, block, tables + h * table_size, table_size, factors + h, stride, at + h * stride);
+    for (; h + 4 <= heads; h += 4)
+      SketchBlock<4>(sketch, block, tables + h * table_size, table_size, factors + h, stride, at + h * stride);
+    for (; h < heads; ++h)
+      SketchBlock<1>(sketch, block, tables + h * table_size, table_size, factors + h, stride, at + h * stride);
     while (span < sketch.spans && sketch.first[span + 1] <= token + kSketchBlock) add_up(span++);
   }
   for (std::int64_t h = 0; h < heads; ++h) {
@@ -272,8 +296,12 @@ HWY_EXPORT(SketchSums);
 HWY_EXPORT(Exponentials);
 HWY_EXPORT(AnyNan);
 
-void row_dots(const float* rows, std::int64_t count, std::int64_t dim, const float* x, float* out) { HWY_DYNAMIC_DISPATCH(RowDots)(rows, count, dim, x, out); }
-void add_rows(const float* rows, std::int64_t count, std::int64_t dim, const float* weights, float* out) { HWY_DYNAMIC_DISPATCH(AddRows)(rows, count, dim, weights, out); }
+void row_dots(const float* rows, std::int64_t count, std::int64_t dim, const float* x, float* out) {
+  HWY_DYNAMIC_DISPATCH(RowDots)(rows, count, dim, x, out);
+}
+void add_rows(const float* rows, std::int64_t count, std::int64_t dim, const float* weights, float* out) {
+  HWY_DYNAMIC_DISPATCH(AddRows)(rows, count, dim, weights, out);
+}
 std::int64_t sketch_table_size(std::int64_t dim) { return (dim + 31) / 32 * 8 * 16; }
 std::int64_t sketch_window(const SketchedSpans& sketch) {
   constexpr std::int64_t kBlocks = 64;  // that come in before what is left of a span moves to the front
@@ -281,16 +309,22 @@ std::int64_t sketch_window(const SketchedSpans& sketch) {
   for (std::int64_t s = 0; s < sketch.spans; ++s) longest = std::max(longest, sketch.first[s + 1] - sketch.first[s]);
   return (longest / kSketchBlock + 2 + kBlocks) * kSketchBlock;
 }
-float sketch_table(const float* query, std::int64_t dim, float* table) { return HWY_DYNAMIC_DISPATCH(SketchTable)(query, dim, table); }
-void sketch_sums(const SketchedSpans& spans, const float* tables, const float* factors, float* base, std::int64_t heads, float* x, float* top, float* out) {
+float sketch_table(const float* query, std::int64_t dim, float* table) {
+  return HWY_DYNAMIC_DISPATCH(SketchTable)(query, dim, table);
+}
+void sketch_sums(const SketchedSpans& spans, const float* tables, const float* factors, float* base, std::int64_t heads,
+                 float* x, float* top, float* out) {
   HWY_DYNAMIC_DISPATCH(SketchSums)(spans, tables, factors, base, heads, x, top, out);
 }
 float largest(const float* x, std::int64_t n) { return HWY_DYNAMIC_DISPATCH(Largest)(x, n); }
 float exponentials(float* x, std::int64_t n, float top) { return HWY_DYNAMIC_DISPATCH(Exponentials)(x, n, top); }
 void narrow(const float* from, std::int64_t n, ScalarType dtype, std::byte* to) {
   if (dtype == kFloat32) std::memcpy(to, from, static_cast<std::size_t>(n) * sizeof(float));
-  if (dtype == kFloat16) std::transform(from, from + n, reinterpret_cast<c10::Half*>(to), [](float x) { return static_cast<c10::Half>(x); });
-  if (dtype == kBFloat16) std::transform(from, from + n, reinterpret_cast<c10::BFloat16*>(to), [](float x) { return static_cast<c10::BFloat16>(x); });
+  if (dtype == kFloat16)
+    std::transform(from, from + n, reinterpret_cast<c10::Half*>(to), [](float x) { return static_cast<c10::Half>(x); });
+  if (dtype == kBFloat16)
+    std::transform(from, from + n, reinterpret_cast<c10::BFloat16*>(to),
+                   [](float x) { return static_cast<c10::BFloat16>(x); });
 }
 bool any_nan(const float* x, std::int64_t n) { return HWY_DYNAMIC_DISPATCH(AnyNan)(x, n); }
 

@@ -1,5 +1,6 @@
 #pragma once
-/// Vectorised inner loops of attention over a span memory, and of log-sum-exps. One thread each; the order of every sum depends on its length alone.
+/// Vectorised inner loops of attention over a span memory, and of log-sum-exps. One thread each; the order of every sum
+/// depends on its length alone.
 
 #include <cstddef>
 #include <cstdint>
@@ -14,15 +15,17 @@ void row_dots(const float* rows, std::int64_t count, std::int64_t dim, const flo
 /// out += sum over i, ascending, of weights[i] * rows[i].
 void add_rows(const float* rows, std::int64_t count, std::int64_t dim, const float* weights, float* out);
 
-/// What a query of `dim` numbers gives any four signs: for every four of them the sums under all 16 patterns, rounded to multiples of what is returned, as sketch_sums() of this machine reads them. The
-/// query is held to 15 bits of the sum of its absolutes: a sum over all signs is off by about 2^-16 of that at most for every four of them. NaN for a query that is not finite.
-/// table: 64-byte aligned, sketch_table_size() floats.
+/// What a query of `dim` numbers gives any four signs: for every four of them the sums under all 16 patterns, rounded
+/// to multiples of what is returned, as sketch_sums() of this machine reads them. The query is held to 15 bits of the
+/// sum of its absolutes: a sum over all signs is off by about 2^-16 of that at most for every four of them. NaN for a
+/// query that is not finite. table: 64-byte aligned, sketch_table_size() floats.
 [[nodiscard]] std::int64_t sketch_table_size(std::int64_t dim);
 [[nodiscard]] float sketch_table(const float* query, std::int64_t dim, float* table);
 
 inline constexpr std::int64_t kSketchBlock = 16;  ///< KeySketch::kBlock
 
-/// A sketch of keys (KeySketch) as it lies: `sizes` are the bits of bf16 numbers; span s has the tokens first[s] to first[s + 1] - 1.
+/// A sketch of keys (KeySketch) as it lies: `sizes` are the bits of bf16 numbers; span s has the tokens first[s] to
+/// first[s + 1] - 1.
 struct SketchedSpans {
   const std::uint32_t* signs;
   const std::uint16_t* sizes;
@@ -33,10 +36,13 @@ struct SketchedSpans {
 /// Scratch of sketch_sums() for a head, in floats: a little more than the longest span.
 [[nodiscard]] std::int64_t sketch_window(const SketchedSpans& spans);
 
-/// What the tokens of each span draw, told by their sketch: out [heads, spans] = sum over a span's tokens of exp(base[span] + scale * size * (signs . query) - top), for `heads` queries at once, and
-/// top [heads] the largest exponent before it is taken off. Spans far below e^-30 of it may be 0. tables: [heads, sketch_table_size]; factors [heads] = scale * what sketch_table() returned; base:
-/// [heads, spans], scratch afterwards; x: scratch of heads * sketch_window() floats.
-void sketch_sums(const SketchedSpans& spans, const float* tables, const float* factors, float* base, std::int64_t heads, float* x, float* top, float* out);
+/// What the tokens of each span draw, told by their sketch: out [heads, spans] = sum over a span's tokens of
+/// exp(base[span] + scale * size * (signs . query) - top), for `heads` queries at once, and top [heads] the largest
+/// exponent before it is taken off. Spans far below e^-30 of it may be 0. tables: [heads, sketch_table_size]; factors
+/// [heads] = scale * what sketch_table() returned; base: [heads, spans], scratch afterwards; x: scratch of heads *
+/// sketch_window() floats.
+void sketch_sums(const SketchedSpans& spans, const float* tables, const float* factors, float* base, std::int64_t heads,
+                 float* x, float* top, float* out);
 
 /// Largest of n floats; -inf where n is 0. NaN is passed over.
 float largest(const float* x, std::int64_t n);

@@ -11,7 +11,8 @@ namespace {
 /// Pages of one sequence while they are chosen.
 class Sequence {
  public:
-  Sequence(const RowTable& table, const KeepSet& keep, std::vector<std::size_t> rows) : table_(table), keep_(keep), rows_(std::move(rows)), size_(table.page_size) {}
+  Sequence(const RowTable& table, const KeepSet& keep, std::vector<std::size_t> rows)
+      : table_(table), keep_(keep), rows_(std::move(rows)), size_(table.page_size) {}
 
   PageMove choose() {
     std::int64_t held = 0, kept = 0;
@@ -28,9 +29,11 @@ class Sequence {
     std::vector<std::int64_t> whole(static_cast<std::size_t>(pages), -1);
     for (std::int64_t p = 0; p < pages; ++p) {
       whole[static_cast<std::size_t>(p)] = moves_whole(p);
-      if (whole[static_cast<std::size_t>(p)] >= 0) used[static_cast<std::size_t>(whole[static_cast<std::size_t>(p)])] = 1;
+      if (whole[static_cast<std::size_t>(p)] >= 0)
+        used[static_cast<std::size_t>(whole[static_cast<std::size_t>(p)])] = 1;
     }
-    // The lowest page that is still free lies at or before the one to be filled: all that stays of it has been read by then.
+    // The lowest page that is still free lies at or before the one to be filled: all that stays of it has been read by
+    // then.
     std::size_t lowest = 0;
     for (std::int64_t p = 0; p < pages; ++p) {
       std::int64_t from = whole[static_cast<std::size_t>(p)];
@@ -56,7 +59,10 @@ class Sequence {
   /// The page that supplies all slots of page p of the result, each at its own place, in every row; -1: there is none.
   [[nodiscard]] std::int64_t moves_whole(std::int64_t p) const {
     if (!keep_.firm.empty())
-      return std::ranges::all_of(rows_, [&](std::size_t r) { return std::min((p + 1) * size_, keep_.count(r)) <= keep_.firm[r]; }) ? p : -1;
+      return std::ranges::all_of(
+                 rows_, [&](std::size_t r) { return std::min((p + 1) * size_, keep_.count(r)) <= keep_.firm[r]; })
+                 ? p
+                 : -1;
     std::int64_t page = -1;
     for (const std::size_t r : rows_) {
       const auto kept = keep_.row(r);
@@ -79,9 +85,11 @@ class Sequence {
 
 }  // namespace
 
-std::vector<PageMove> plan_pages(const RowTable& table, const KeepSet& keep, std::span<const SequenceId> sequences, const PageAllocator* pages, SharedPages shared) {
+std::vector<PageMove> plan_pages(const RowTable& table, const KeepSet& keep, std::span<const SequenceId> sequences,
+                                 const PageAllocator* pages, SharedPages shared) {
   std::vector<std::vector<std::size_t>> rows(sequences.size());
-  for (std::size_t r = 0; r < table.rows.size(); ++r) rows[static_cast<std::size_t>(table.rows[r].sequence)].push_back(r);
+  for (std::size_t r = 0; r < table.rows.size(); ++r)
+    rows[static_cast<std::size_t>(table.rows[r].sequence)].push_back(r);
   std::vector<PageMove> moves;
   for (std::size_t i = 0; i < sequences.size(); ++i) {
     if (rows[i].empty()) continue;
@@ -90,8 +98,10 @@ std::vector<PageMove> plan_pages(const RowTable& table, const KeepSet& keep, std
     for (const std::size_t p : sequence.written()) {
       const std::int32_t page = move.after[p], holders = pages == nullptr ? 1 : pages->references(page);
       if (holders <= 1) continue;
-      KVKEEP_REQUIRE_AS(StateError, shared == SharedPages::copy, "apply: page ", page, " of sequence ", sequences[i], " is held by ", holders,
-                          " sequences and would be written; allowed with SharedPages::copy, or when the policy protects what is shared");
+      KVKEEP_REQUIRE_AS(StateError, shared == SharedPages::copy, "apply: page ", page, " of sequence ", sequences[i],
+                        " is held by ", holders,
+                        " sequences and would be written; allowed with SharedPages::copy, or when the policy protects "
+                        "what is shared");
       move.after[p] = PageMove::kTake;
       move.freed.push_back(page);
       ++move.taken;
@@ -121,7 +131,8 @@ void take_pages(std::span<PageMove> moves, PageAllocator* pages) {
   try {
     while (static_cast<std::int64_t>(taken.size()) < wanted) {
       const std::int32_t page = pages->take();
-      KVKEEP_REQUIRE_AS(StateError, page >= 0, "apply: ", wanted, " free pages are needed for copies of shared ones; there are ", taken.size());
+      KVKEEP_REQUIRE_AS(StateError, page >= 0, "apply: ", wanted,
+                        " free pages are needed for copies of shared ones; there are ", taken.size());
       taken.push_back(page);
     }
   } catch (...) {

@@ -1,11 +1,12 @@
 #pragma once
-/// What one thread needs to take softmaxes over panels of queries: sizes first, so that they can be told, then one allocation of that size.
+/// What one thread needs to take softmaxes over panels of queries: sizes first, so that they can be told, then one
+/// allocation of that size.
 
 #include <cstdint>
 
-#include "kvkeep/core/model_spec.h"
 #include "aligned.h"
 #include "attention_lanes.h"
+#include "kvkeep/core/model_spec.h"
 
 namespace kvkeep::cpu {
 
@@ -21,7 +22,8 @@ struct PanelExtras {
 struct PanelSizes {
   /// `slots`: longest stretch of a row; `window`: most queries. Rows with fewer of either fit as well.
   PanelSizes(const ModelSpec& spec, std::int64_t slots, std::int64_t window, PanelExtras extras) {
-    const std::int64_t dim = spec.key_dim, rows = spec.group() * window, width = panel_width(rows), held = rows > width ? kPanels : 1;
+    const std::int64_t dim = spec.key_dim, rows = spec.group() * window, width = panel_width(rows),
+                       held = rows > width ? kPanels : 1;
     queries = rows * dim;
     panels = held * dim * width;
     widened = kPanelKeys * dim;
@@ -32,7 +34,9 @@ struct PanelSizes {
     largest = extras.maxima ? slots * width : 0;
   }
   std::int64_t queries, panels, widened, lanes, peak, logits, usage, largest;
-  [[nodiscard]] std::int64_t total() const { return queries + panels + widened + 3 * lanes + peak + logits + usage + largest; }
+  [[nodiscard]] std::int64_t total() const {
+    return queries + panels + widened + 3 * lanes + peak + logits + usage + largest;
+  }
 };
 
 struct PanelScratch {

@@ -15,7 +15,8 @@ void PanelSizes(const float* HWY_RESTRICT x, std::int64_t slots, float* HWY_REST
   const hn::ScalableTag<float> d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   for (std::int64_t t = 0; t < slots; ++t, x += 2 * lanes, sums += lanes)
-    hn::StoreU(hn::Add(hn::LoadU(d, sums), hn::Add(hn::Abs(hn::LoadU(d, x)), hn::Abs(hn::LoadU(d, x + lanes)))), d, sums);
+    hn::StoreU(hn::Add(hn::LoadU(d, sums), hn::Add(hn::Abs(hn::LoadU(d, x)), hn::Abs(hn::LoadU(d, x + lanes)))), d,
+               sums);
 }
 
 }  // namespace kvkeep::cpu::HWY_NAMESPACE

@@ -13,13 +13,17 @@ using Options = PromptScoreOptions;
 
 void check(const Evidence& evidence, const Options& options) {
   KVKEEP_REQUIRE(options.window >= 1, "prompt scores: window; given ", options.window, "; allowed 1 or more");
-  KVKEEP_REQUIRE(options.pool >= 1 && options.pool % 2 == 1, "prompt scores: pool; given ", options.pool, "; allowed odd numbers from 1 on");
+  KVKEEP_REQUIRE(options.pool >= 1 && options.pool % 2 == 1, "prompt scores: pool; given ", options.pool,
+                 "; allowed odd numbers from 1 on");
   const RowTable& table = evidence.table;
   for (const RowGroup& group : table.groups) {
-    KVKEEP_REQUIRE(group.queries.count >= options.window, "prompt scores: layer ", group.layer, " has ", group.queries.count, " queries; allowed ", options.window, " or more, the window");
+    KVKEEP_REQUIRE(group.queries.count >= options.window, "prompt scores: layer ", group.layer, " has ",
+                   group.queries.count, " queries; allowed ", options.window, " or more, the window");
     for (const Row& row : table.rows_of(group, evidence.spec.kv_heads)) {
-      KVKEEP_REQUIRE(row.length > options.window, "prompt scores: a row of layer ", row.layer, " holds ", row.length, " slots; allowed more than the window of ", options.window);
-      KVKEEP_REQUIRE(row.length == table.rows[static_cast<std::size_t>(group.first_row)].length, "prompt scores: rows of layer ", row.layer, " differ in length; allowed one length");
+      KVKEEP_REQUIRE(row.length > options.window, "prompt scores: a row of layer ", row.layer, " holds ", row.length,
+                     " slots; allowed more than the window of ", options.window);
+      KVKEEP_REQUIRE(row.length == table.rows[static_cast<std::size_t>(group.first_row)].length,
+                     "prompt scores: rows of layer ", row.layer, " differ in length; allowed one length");
     }
   }
 }
@@ -69,7 +73,8 @@ Tensor over_groups(const RowTable& table, std::int32_t group, const float* by_he
 
 std::int64_t slots_before_windows(const RowTable& table, std::int32_t window) {
   std::int64_t before = 0;
-  for (const RowGroup& group : table.groups) before += table.rows[static_cast<std::size_t>(group.first_row)].length - window;
+  for (const RowGroup& group : table.groups)
+    before += table.rows[static_cast<std::size_t>(group.first_row)].length - window;
   return before;
 }
 
@@ -87,13 +92,15 @@ PromptScores prompt_scores(const Evidence& evidence, PromptScoreOptions options)
     sum = sums(evidence, options.window);
   } else {
     const ByQueryHead split(evidence);
-    sum = sums({.spec = split.spec, .table = split.table, .basis = evidence.basis, .moment = evidence.moment}, options.window);
+    sum = sums({.spec = split.spec, .table = split.table, .basis = evidence.basis, .moment = evidence.moment},
+               options.window);
   }
   const float* of_window = sum.const_data_ptr<float>();
   const float weight = average ? static_cast<float>(spec.group()) : 1.0F;
 
   const auto f32 = at::TensorOptions().dtype(kFloat32);
-  PromptScores scores{at::zeros({table.slots}, f32), at::zeros({slots_before_windows(table, options.window)}, f32), average ? sum : over_groups(table, parts, of_window)};
+  PromptScores scores{at::zeros({table.slots}, f32), at::zeros({slots_before_windows(table, options.window)}, f32),
+                      average ? sum : over_groups(table, parts, of_window)};
   at::parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
     std::vector<float> pooled;
     for (std::int64_t r = begin; r < end; ++r) {
@@ -103,8 +110,10 @@ PromptScores prompt_scores(const Evidence& evidence, PromptScoreOptions options)
       float* head = scores.heads.data_ptr<float>() + row.first;
       for (std::int32_t part = 0; part < parts; ++part) {
         const float* u = of_window + row.first * parts + std::int64_t{part} * row.length;
-        if (average) pool_average(u, before, options.pool, pooled.data());
-        else pool_max(u, before, options.pool, pooled.data());
+        if (average)
+          pool_average(u, before, options.pool, pooled.data());
+        else
+          pool_max(u, before, options.pool, pooled.data());
         for (std::int32_t t = 0; t < before; ++t) head[t] += weight * pooled[static_cast<std::size_t>(t)];
       }
     }

@@ -13,8 +13,10 @@ namespace {
 
 __extension__ typedef __int128 Wide;  // budgets times layers times millionths
 
-/// floor(whole * part[i] / divisor) each, and one more to the largest remainders (ties: the lower index) until the sum is `total`.
-std::vector<std::int64_t> largest_remainder(Wide whole, const std::vector<Wide>& part, Wide divisor, std::int64_t total) {
+/// floor(whole * part[i] / divisor) each, and one more to the largest remainders (ties: the lower index) until the sum
+/// is `total`.
+std::vector<std::int64_t> largest_remainder(Wide whole, const std::vector<Wide>& part, Wide divisor,
+                                            std::int64_t total) {
   std::vector<std::int64_t> out(part.size());
   std::vector<Wide> remainder(part.size());
   for (std::size_t i = 0; i < part.size(); ++i) {
@@ -23,7 +25,8 @@ std::vector<std::int64_t> largest_remainder(Wide whole, const std::vector<Wide>&
   }
   std::vector<std::size_t> order(part.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
-  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return remainder[a] > remainder[b]; });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::size_t a, std::size_t b) { return remainder[a] > remainder[b]; });
   const std::int64_t left = total - std::accumulate(out.begin(), out.end(), std::int64_t{0});
   for (std::int64_t i = 0; i < left; ++i) ++out[order[static_cast<std::size_t>(i)]];
   return out;
@@ -32,13 +35,15 @@ std::vector<std::int64_t> largest_remainder(Wide whole, const std::vector<Wide>&
 }  // namespace
 
 std::vector<std::int32_t> pyramid_budgets(std::int32_t layers, std::int32_t budget, double beta, std::int32_t least) {
-  KVKEEP_REQUIRE(budget >= least, "pyramid: the budget is ", budget, " slots a row; allowed at least the ", least, " that every layer keeps (sinks and the scorer's window)");
+  KVKEEP_REQUIRE(budget >= least, "pyramid: the budget is ", budget, " slots a row; allowed at least the ", least,
+                 " that every layer keeps (sinks and the scorer's window)");
   if (layers == 1) return {budget};
   constexpr std::int64_t kParts = 1'000'000;
   const auto b = std::llround(beta * static_cast<double>(kParts));
   // Layer l: budget * ((2 beta - 1) (layers - 1) - 2 l (beta - 1)) / (beta (layers - 1)).
   std::vector<Wide> profile;
-  for (std::int64_t l = 0; l < layers; ++l) profile.push_back(Wide{2 * b - kParts} * (layers - 1) - Wide{2 * l} * (b - kParts));
+  for (std::int64_t l = 0; l < layers; ++l)
+    profile.push_back(Wide{2 * b - kParts} * (layers - 1) - Wide{2 * l} * (b - kParts));
   const std::int64_t total = std::int64_t{layers} * budget;
   std::vector<std::int64_t> slots = largest_remainder(budget, profile, Wide{b} * (layers - 1), total);
 
@@ -59,9 +64,12 @@ std::vector<std::int32_t> pyramid_budgets(std::int32_t layers, std::int32_t budg
 
 void Pyramid::spread(const Evidence& evidence, std::span<const std::int32_t> least, std::vector<RowLimit>& rows) const {
   const std::vector<LayerSpec>& layers = evidence.spec.layers;
-  const auto counts = [](const LayerSpec& layer) { return layer.kind == LayerKind::full || layer.kind == LayerKind::elsewhere; };
+  const auto counts = [](const LayerSpec& layer) {
+    return layer.kind == LayerKind::full || layer.kind == LayerKind::elsewhere;
+  };
   const auto count = static_cast<std::int32_t>(std::count_if(layers.begin(), layers.end(), counts));
-  std::map<std::pair<std::int32_t, std::int32_t>, std::vector<std::int32_t>> known;  // sequences mostly have the same budget
+  std::map<std::pair<std::int32_t, std::int32_t>, std::vector<std::int32_t>>
+      known;  // sequences mostly have the same budget
   for (std::size_t g = 0; g < evidence.table.groups.size(); ++g) {
     const RowGroup& group = evidence.table.groups[g];
     const auto first = static_cast<std::size_t>(group.first_row);

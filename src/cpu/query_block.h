@@ -23,7 +23,8 @@ struct TurnBack {
     sines.resize(cosines.size());
     const auto shrink = static_cast<float>(1.0 / (rope.attention_scaling * rope.attention_scaling));
     for (std::int64_t i = 0; i < tokens; ++i) {
-      float *c = cosines.data() + static_cast<std::size_t>(i) * pairs, *s = sines.data() + static_cast<std::size_t>(i) * pairs;
+      float *c = cosines.data() + static_cast<std::size_t>(i) * pairs,
+            *s = sines.data() + static_cast<std::size_t>(i) * pairs;
       rope_at(rope, position(i), c, s);
       for (std::size_t f = 0; f < pairs; ++f) {
         c[f] *= shrink;
@@ -39,15 +40,16 @@ struct TurnBack {
 
 /// Queries less their mean, divided by `scale`.
 struct QueryBlock {
-  Aligned<float> x;             ///< [rows, gram_stride(D)], and as much behind it as gram() reads
-  std::vector<double> mean;     ///< [D]
+  Aligned<float> x;          ///< [rows, gram_stride(D)], and as much behind it as gram() reads
+  std::vector<double> mean;  ///< [D]
   std::vector<float> mean32;
-  Aligned<float> products;      ///< [gram_rows(D), gram_stride(D)] upper triangle of the sum of x x^T
-  double scale = 1;             ///< a power of two that keeps the squares inside fp32
+  Aligned<float> products;  ///< [gram_rows(D), gram_stride(D)] upper triangle of the sum of x x^T
+  double scale = 1;         ///< a power of two that keeps the squares inside fp32
 
   /// Room for `rows` queries of `dim` numbers.
   void reserve(std::int64_t rows, std::int64_t dim);
-  /// Takes the mean away from `rows` rows of x. Throws InvalidArgument for numbers that are not finite, or too large for fp32 when centred.
+  /// Takes the mean away from `rows` rows of x. Throws InvalidArgument for numbers that are not finite, or too large
+  /// for fp32 when centred.
   void centre(std::int64_t rows, std::int64_t dim, std::int32_t head);
   /// x to products.
   void multiply(std::int64_t rows, std::int64_t dim);

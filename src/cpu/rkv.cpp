@@ -58,7 +58,8 @@ class Scratch {
 };
 
 /// Redundancy of the keys [0, n) of a row before its softmax, to out[0, n).
-void column_means(const cpu::Keys& keys, std::int64_t n, const RkvOptions& options, const Scratch& scratch, float* out) {
+void column_means(const cpu::Keys& keys, std::int64_t n, const RkvOptions& options, const Scratch& scratch,
+                  float* out) {
   float* inverse = scratch.inverse;
   std::fill_n(scratch.sum, keys.dim, 0.0);
   for (std::int64_t t = 0; t < n; t += cpu::kKeyBlock) {
@@ -72,7 +73,8 @@ void column_means(const cpu::Keys& keys, std::int64_t n, const RkvOptions& optio
     }
     cpu::add_weighted_keys(keys, t, end, inverse + t, scratch.sum);
   }
-  std::transform(scratch.sum, scratch.sum + keys.dim, scratch.direction, [](double x) { return static_cast<float>(x); });
+  std::transform(scratch.sum, scratch.sum + keys.dim, scratch.direction,
+                 [](double x) { return static_cast<float>(x); });
   float dots[cpu::kKeyBlock];
   for (std::int64_t t = 0; t < n; t += cpu::kKeyBlock) {
     const std::int64_t end = std::min(t + cpu::kKeyBlock, n);
@@ -90,7 +92,8 @@ void column_means(const cpu::Keys& keys, std::int64_t n, const RkvOptions& optio
       spared[0] += static_cast<double>(dots[0] * (inverse[i] * inverse[0]));
     }
   }
-  for (std::int64_t i = 0; i < n; ++i) out[i] = static_cast<float>((static_cast<double>(out[i]) - spared[i]) / static_cast<double>(n));
+  for (std::int64_t i = 0; i < n; ++i)
+    out[i] = static_cast<float>((static_cast<double>(out[i]) - spared[i]) / static_cast<double>(n));
 }
 
 /// In place. NaN anywhere makes all NaN.
@@ -104,7 +107,9 @@ void softmax(float* x, std::int64_t n) {
 
 }  // namespace
 
-std::int64_t Rkv::workspace_bytes(std::int64_t length, std::int64_t dim) { return Scratch(nullptr, length, dim).bytes(); }
+std::int64_t Rkv::workspace_bytes(std::int64_t length, std::int64_t dim) {
+  return Scratch(nullptr, length, dim).bytes();
+}
 
 Scores Rkv::score(const Evidence& evidence, const Limits& limits, WindowAttention&) const {
   return dispatch("rkv", evidence.table.device, [&] {
@@ -130,7 +135,8 @@ Scores Rkv::score(const Evidence& evidence, const Limits& limits, WindowAttentio
           std::iota(g, g + row.length, 0.0F);
           continue;
         }
-        const std::int32_t history = windows[r].history, domain = options_.redundancy == RkvOptions::Redundancy::all ? row.length : history;
+        const std::int32_t history = windows[r].history,
+                           domain = options_.redundancy == RkvOptions::Redundancy::all ? row.length : history;
         column_means({row.keys, table.key_dtype, dim}, domain, options_, scratch, g);
         softmax(g, domain);
         float* pooled = scratch.inverse;  // read no more

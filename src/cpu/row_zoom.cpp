@@ -14,13 +14,17 @@ namespace {
 
 constexpr std::int64_t kRowsAtOnce = 64;  ///< coarse entries that all heads of a group read while they lie in a cache
 
-const float* coarse_rows(const SpanRow& spans, KvSide side, std::int64_t first, std::int64_t count, Aligned<float>& scratch) {
-  return as_floats(spans.coarse(side) + first * spans.dim() * static_cast<std::int64_t>(c10::elementSize(spans.dtype())), spans.dtype(), count * spans.dim(), scratch);
+const float* coarse_rows(const SpanRow& spans, KvSide side, std::int64_t first, std::int64_t count,
+                         Aligned<float>& scratch) {
+  return as_floats(
+      spans.coarse(side) + first * spans.dim() * static_cast<std::int64_t>(c10::elementSize(spans.dtype())),
+      spans.dtype(), count * spans.dim(), scratch);
 }
 
 /// Spans by descending key, NaN last, then ascending index.
 std::vector<std::int64_t> by_key(std::span<const float> keys, std::vector<std::int64_t> order) {
-  std::ranges::stable_sort(order, std::ranges::greater(), [keys](std::int64_t s) { return rank_key(keys[static_cast<std::size_t>(s)], 0); });
+  std::ranges::stable_sort(order, std::ranges::greater(),
+                           [keys](std::int64_t s) { return rank_key(keys[static_cast<std::size_t>(s)], 0); });
   return order;
 }
 
@@ -37,8 +41,10 @@ void want_coverage(std::span<const float> mass, const ZoomOptions& o, std::uint8
   }
 }
 
-/// Walks the spans that one of `heads` rows of marks wants, most relevant first; a span's cost is charged once. [heads, spans].
-void walk(const SpanRow& row, const float* relevance, const std::uint8_t* wanted, std::int64_t heads, const ZoomBudget& budget, bool share, std::uint8_t* zoomed) {
+/// Walks the spans that one of `heads` rows of marks wants, most relevant first; a span's cost is charged once. [heads,
+/// spans].
+void walk(const SpanRow& row, const float* relevance, const std::uint8_t* wanted, std::int64_t heads,
+          const ZoomBudget& budget, bool share, std::uint8_t* zoomed) {
   const std::int64_t spans = row.size();
   std::vector<std::int64_t> asked;
   std::vector<float> keys(static_cast<std::size_t>(spans));
@@ -125,26 +131,33 @@ void coarse_products(const SpanRow& spans, const float* queries, std::int64_t he
   }
 }
 
-void coarse_logits(const SpanRow& spans, const float* queries, std::int64_t heads, float scale, float* out, ZoomScratch& scratch) {
+void coarse_logits(const SpanRow& spans, const float* queries, std::int64_t heads, float scale, float* out,
+                   ZoomScratch& scratch) {
   coarse_products(spans, queries, heads, out, scratch);
   const std::span<const float> lengths = spans.log_length();
   for (std::int64_t h = 0; h < heads; ++h, out += spans.size())
     for (std::size_t s = 0; s < lengths.size(); ++s) out[s] = scale * out[s] + lengths[s];
 }
 
-void sketch_mass(const SpanRow& spans, const float* queries, std::int64_t heads, float scale, const float* coarse, const float* dense, float* mass, ZoomScratch& scratch) {
+void sketch_mass(const SpanRow& spans, const float* queries, std::int64_t heads, float scale, const float* coarse,
+                 const float* dense, float* mass, ZoomScratch& scratch) {
   const std::int64_t dim = spans.dim(), n = spans.size(), table = sketch_table_size(dim);
-  const SketchedSpans sketched{spans.sketch().signs.data(), reinterpret_cast<const std::uint16_t*>(spans.sketch().sizes.data()), spans.first_tokens().data(), KeySketch::words(dim), n};
+  const SketchedSpans sketched{spans.sketch().signs.data(),
+                               reinterpret_cast<const std::uint16_t*>(spans.sketch().sizes.data()),
+                               spans.first_tokens().data(), KeySketch::words(dim), n};
   scratch.inner.resize(static_cast<std::size_t>(heads * table));
   scratch.tokens.resize(static_cast<std::size_t>(heads * sketch_window(sketched)));
   scratch.base.resize(static_cast<std::size_t>(heads * (n + 2)));
   float *base = scratch.base.data(), *top = base + heads * n, *factors = top + heads;
-  for (std::int64_t h = 0; h < heads; ++h) factors[h] = scale * sketch_table(queries + h * dim, dim, scratch.inner.data() + h * table);
-  for (std::int64_t i = 0; i < heads * n; ++i) base[i] = coarse[i] - spans.log_length()[static_cast<std::size_t>(i % n)];
+  for (std::int64_t h = 0; h < heads; ++h)
+    factors[h] = scale * sketch_table(queries + h * dim, dim, scratch.inner.data() + h * table);
+  for (std::int64_t i = 0; i < heads * n; ++i)
+    base[i] = coarse[i] - spans.log_length()[static_cast<std::size_t>(i % n)];
   sketch_sums(sketched, scratch.inner.data(), factors, base, heads, scratch.tokens.data(), top, mass);
   for (std::int64_t h = 0; h < heads; ++h) {
     float* own = mass + h * n;
-    const double most = std::max<double>(top[h], dense[h]), sum = std::accumulate(own, own + n, 0.0), all = std::exp(dense[h] - most) + sum * std::exp(top[h] - most);
+    const double most = std::max<double>(top[h], dense[h]), sum = std::accumulate(own, own + n, 0.0),
+                 all = std::exp(dense[h] - most) + sum * std::exp(top[h] - most);
     const auto factor = static_cast<float>(std::exp(top[h] - most) / all);
     for (std::int64_t s = 0; s < n; ++s) own[s] *= factor;
   }
@@ -169,7 +182,8 @@ void want_by_mass(std::span<const float> mass, const ZoomOptions& options, std::
   for (std::size_t s = 0; s < mass.size(); ++s) wanted[s] = static_cast<double>(mass[s]) > options.mass ? 1 : 0;
 }
 
-void router_relevance(const Router& router, const SpanRow& spans, std::int64_t first_head, std::int64_t heads, const RouterNorms& norms, const float* queries, float* relevance, ZoomScratch& scratch) {
+void router_relevance(const Router& router, const SpanRow& spans, std::int64_t first_head, std::int64_t heads,
+                      const RouterNorms& norms, const float* queries, float* relevance, ZoomScratch& scratch) {
   const std::int64_t dim = spans.dim(), inner = router.inner();
   // (W q) . (W k) = (W^T W q) . k: the coarse keys are all that is read.
   scratch.logits.assign(static_cast<std::size_t>(heads * dim), 0.0F);
@@ -183,18 +197,22 @@ void router_relevance(const Router& router, const SpanRow& spans, std::int64_t f
   for (std::int64_t h = 0; h < heads; ++h)
     for (std::int64_t s = 0; s < spans.size(); ++s) {
       float& a = relevance[h * spans.size() + s];
-      const double direction = static_cast<double>(a) * static_cast<double>(norms.at[s * norms.span_stride + h * norms.head_stride]) / width;
-      a = static_cast<float>(1 / (1 + std::exp(-(direction + static_cast<double>(spans.log_length()[static_cast<std::size_t>(s)])))));
+      const double direction =
+          static_cast<double>(a) * static_cast<double>(norms.at[s * norms.span_stride + h * norms.head_stride]) / width;
+      a = static_cast<float>(
+          1 / (1 + std::exp(-(direction + static_cast<double>(spans.log_length()[static_cast<std::size_t>(s)])))));
     }
 }
 
-void open_within(const SpanRow& spans, const float* relevance, const std::uint8_t* wanted, std::int64_t group, const ZoomBudget& budget, ZoomOptions::Heads heads, std::uint8_t* zoomed) {
+void open_within(const SpanRow& spans, const float* relevance, const std::uint8_t* wanted, std::int64_t group,
+                 const ZoomBudget& budget, ZoomOptions::Heads heads, std::uint8_t* zoomed) {
   const std::int64_t together = budget.per_head ? 1 : group;
   for (std::int64_t at = 0; at < group * spans.size(); at += together * spans.size())
     walk(spans, relevance + at, wanted + at, together, budget, heads == ZoomOptions::Heads::group, zoomed + at);
 }
 
-void merge_coarse(const SpanRow& spans, const float* logits, const std::uint8_t* zoomed, std::int64_t heads, const OpenHeads& open, ZoomScratch& scratch) {
+void merge_coarse(const SpanRow& spans, const float* logits, const std::uint8_t* zoomed, std::int64_t heads,
+                  const OpenHeads& open, ZoomScratch& scratch) {
   const std::int64_t n = spans.size(), dim = spans.dim();
   scratch.logits.assign(logits, logits + heads * n);
   for (std::int64_t h = 0; h < heads; ++h) {
@@ -206,18 +224,23 @@ void merge_coarse(const SpanRow& spans, const float* logits, const std::uint8_t*
   for (std::int64_t first = 0; first < n; first += kRowsAtOnce) {
     const std::int64_t count = std::min(kRowsAtOnce, n - first);
     const float* values = coarse_rows(spans, KvSide::values, first, count, scratch.coarse);
-    for (std::int64_t h = 0; h < heads; ++h) add_rows(values, count, dim, scratch.logits.data() + h * n + first, open.out + h * dim);
+    for (std::int64_t h = 0; h < heads; ++h)
+      add_rows(values, count, dim, scratch.logits.data() + h * n + first, open.out + h * dim);
   }
 }
 
-void merge_opened(const SpanRow& spans, std::int64_t i, const std::byte* blob, const std::uint8_t* zoomed, const float* queries, std::int64_t heads, float scale, const OpenHeads& open, ZoomScratch& scratch) {
+void merge_opened(const SpanRow& spans, std::int64_t i, const std::byte* blob, const std::uint8_t* zoomed,
+                  const float* queries, std::int64_t heads, float scale, const OpenHeads& open, ZoomScratch& scratch) {
   const FoldedSpan& span = spans.span(i);
-  const std::int64_t dim = spans.dim(), length = span.length, n = spans.size(), bytes = static_cast<std::int64_t>(c10::elementSize(spans.dtype()));
+  const std::int64_t dim = spans.dim(), length = span.length, n = spans.size(),
+                     bytes = static_cast<std::int64_t>(c10::elementSize(spans.dtype()));
   const SpanFactors &keys = span.factors[0], &values = span.factors[1];
   const Opened opened{.keys = keys,
                       .values = values,
-                      .key_numbers = as_floats(blob + keys.offset * bytes, spans.dtype(), keys.numbers(length, dim), scratch.numbers[0]),
-                      .value_numbers = as_floats(blob + values.offset * bytes, spans.dtype(), values.numbers(length, dim), scratch.numbers[1]),
+                      .key_numbers = as_floats(blob + keys.offset * bytes, spans.dtype(), keys.numbers(length, dim),
+                                               scratch.numbers[0]),
+                      .value_numbers = as_floats(blob + values.offset * bytes, spans.dtype(),
+                                                 values.numbers(length, dim), scratch.numbers[1]),
                       .coarse_key = coarse_rows(spans, KvSide::keys, i, 1, scratch.coarse),
                       .coarse_value = coarse_rows(spans, KvSide::values, i, 1, scratch.coarse_value),
                       .length = length,
@@ -241,17 +264,27 @@ void RowReader::route(const MemoryRow& row, std::int64_t first_head, const float
   wanted_.assign(all, 0), zoomed_.assign(all, 0);
   coarse_logits(spans, queries, group_, scale_, coarse_.data(), scratch_);
   if (reading_.zoom.learned(reading_.router != nullptr)) {
-    router_relevance(*reading_.router, spans, first_head, group_, {spans.norms().data(), group_, 1}, queries, relevance_.data(), scratch_);
-    for (std::int64_t i = 0; i < group_ * n; ++i) wanted_[static_cast<std::size_t>(i)] = relevance_[static_cast<std::size_t>(i)] > reading_.router->threshold(first_head + i / n) ? 1 : 0;
+    router_relevance(*reading_.router, spans, first_head, group_, {spans.norms().data(), group_, 1}, queries,
+                     relevance_.data(), scratch_);
+    for (std::int64_t i = 0; i < group_ * n; ++i)
+      wanted_[static_cast<std::size_t>(i)] =
+          relevance_[static_cast<std::size_t>(i)] > reading_.router->threshold(first_head + i / n) ? 1 : 0;
   } else {
     dense_.resize(static_cast<std::size_t>(group_));
     for (std::int64_t h = 0; h < group_; ++h) dense_[static_cast<std::size_t>(h)] = open.top[h] + std::log(open.sum[h]);
-    if (!spans.sketch().sizes.empty()) sketch_mass(spans, queries, group_, scale_, coarse_.data(), dense_.data(), relevance_.data(), scratch_);
+    if (!spans.sketch().sizes.empty())
+      sketch_mass(spans, queries, group_, scale_, coarse_.data(), dense_.data(), relevance_.data(), scratch_);
     else
-      for (std::int64_t h = 0; h < group_; ++h) coarse_mass(coarse_.data() + h * n, n, dense_[static_cast<std::size_t>(h)], relevance_.data() + h * n);
-    for (std::int64_t h = 0; h < group_; ++h) want_by_mass({relevance_.data() + h * n, static_cast<std::size_t>(n)}, reading_.zoom, wanted_.data() + h * n);
+      for (std::int64_t h = 0; h < group_; ++h)
+        coarse_mass(coarse_.data() + h * n, n, dense_[static_cast<std::size_t>(h)], relevance_.data() + h * n);
+    for (std::int64_t h = 0; h < group_; ++h)
+      want_by_mass({relevance_.data() + h * n, static_cast<std::size_t>(n)}, reading_.zoom, wanted_.data() + h * n);
   }
-  const ZoomBudget budget{.entries = reading_.entries, .resident = static_cast<double>(row.dense) + reading_.entries_per_span * static_cast<double>(n) + reading_.entries_per_token * static_cast<double>(spans.tokens()), .per_head = reading_.per_head};
+  const ZoomBudget budget{.entries = reading_.entries,
+                          .resident = static_cast<double>(row.dense) +
+                                      reading_.entries_per_span * static_cast<double>(n) +
+                                      reading_.entries_per_token * static_cast<double>(spans.tokens()),
+                          .per_head = reading_.per_head};
   open_within(spans, relevance_.data(), wanted_.data(), group_, budget, reading_.zoom.heads, zoomed_.data());
 }
 
@@ -276,12 +309,14 @@ ReadCounts RowReader::read(const MemoryRow& row, std::int64_t first_head, const 
     counts.tokens += spans.span(s).length;
   }
   merge_coarse(spans, coarse_.data(), zoomed_.data(), group_, open, scratch_);
-  for (std::size_t i = 0; i < opened_.size(); ++i) merge_opened(spans, opened_[i], bytes_[i].get(), zoomed_.data(), queries, group_, scale_, open, scratch_);
+  for (std::size_t i = 0; i < opened_.size(); ++i)
+    merge_opened(spans, opened_[i], bytes_[i].get(), zoomed_.data(), queries, group_, scale_, open, scratch_);
   bytes_.clear();
   return counts;
 }
 
-void merge_rows(const float* keys, const float* values, std::int64_t count, std::int64_t dim, const float* query, float scale, float* logits, float& top, float& sum, float* out) {
+void merge_rows(const float* keys, const float* values, std::int64_t count, std::int64_t dim, const float* query,
+                float scale, float* logits, float& top, float& sum, float* out) {
   row_dots(keys, count, dim, query, logits);
   for (std::int64_t t = 0; t < count; ++t) logits[t] *= scale;
   if (weigh(logits, count, top, sum, out, dim) > 0) add_rows(values, count, dim, logits, out);

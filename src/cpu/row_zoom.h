@@ -1,5 +1,6 @@
 #pragma once
-/// One row's folded spans and the query heads that read them, for one token: what routing and merging are made of. One thread each.
+/// One row's folded spans and the query heads that read them, for one token: what routing and merging are made of. One
+/// thread each.
 
 #include <cstdint>
 #include <span>
@@ -22,13 +23,17 @@ struct ZoomScratch {
 void coarse_products(const SpanRow& spans, const float* queries, std::int64_t heads, float* out, ZoomScratch& scratch);
 
 /// The same as logits: scaled, with the logarithms of the lengths.
-void coarse_logits(const SpanRow& spans, const float* queries, std::int64_t heads, float scale, float* out, ZoomScratch& scratch);
+void coarse_logits(const SpanRow& spans, const float* queries, std::int64_t heads, float scale, float* out,
+                   ZoomScratch& scratch);
 
-/// mass [heads, spans] = share of attention that the tokens of each span draw, as the sketch of their keys tells: logits scale * (q . coarse key + signs), in a softmax with all of them and `dense`
-/// [heads], the log-sum-exps of the dense rows. queries: [heads, D]; coarse: coarse_logits().
-void sketch_mass(const SpanRow& spans, const float* queries, std::int64_t heads, float scale, const float* coarse, const float* dense, float* mass, ZoomScratch& scratch);
+/// mass [heads, spans] = share of attention that the tokens of each span draw, as the sketch of their keys tells:
+/// logits scale * (q . coarse key + signs), in a softmax with all of them and `dense` [heads], the log-sum-exps of the
+/// dense rows. queries: [heads, D]; coarse: coarse_logits().
+void sketch_mass(const SpanRow& spans, const float* queries, std::int64_t heads, float scale, const float* coarse,
+                 const float* dense, float* mass, ZoomScratch& scratch);
 
-/// mass [spans] = share of each coarse logit in a softmax with all of them and `dense`, the log-sum-exp of the dense rows.
+/// mass [spans] = share of each coarse logit in a softmax with all of them and `dense`, the log-sum-exp of the dense
+/// rows.
 void coarse_mass(const float* logits, std::int64_t spans, float dense, float* mass);
 
 /// Marks the spans of one head that a rule without training asks for. wanted: [spans].
@@ -41,10 +46,12 @@ struct RouterNorms {
 };
 
 /// relevance [heads, spans] that a learned router gives; queries: [heads, D] of the heads from `first_head` on.
-void router_relevance(const Router& router, const SpanRow& spans, std::int64_t first_head, std::int64_t heads, const RouterNorms& norms, const float* queries, float* relevance, ZoomScratch& scratch);
+void router_relevance(const Router& router, const SpanRow& spans, std::int64_t first_head, std::int64_t heads,
+                      const RouterNorms& norms, const float* queries, float* relevance, ZoomScratch& scratch);
 
 /// Marks what is opened of what `group` heads want, [group, spans], within budget.entries.
-void open_within(const SpanRow& spans, const float* relevance, const std::uint8_t* wanted, std::int64_t group, const ZoomBudget& budget, ZoomOptions::Heads heads, std::uint8_t* zoomed);
+void open_within(const SpanRow& spans, const float* relevance, const std::uint8_t* wanted, std::int64_t group,
+                 const ZoomBudget& budget, ZoomOptions::Heads heads, std::uint8_t* zoomed);
 
 /// Softmaxes that are open, of the heads of one group: [heads], [heads], [heads, dim].
 struct OpenHeads {
@@ -52,10 +59,13 @@ struct OpenHeads {
 };
 
 /// Merges coarse entries into the softmaxes, but for those that a head has opened. logits, zoomed: [heads, spans].
-void merge_coarse(const SpanRow& spans, const float* logits, const std::uint8_t* zoomed, std::int64_t heads, const OpenHeads& open, ZoomScratch& scratch);
+void merge_coarse(const SpanRow& spans, const float* logits, const std::uint8_t* zoomed, std::int64_t heads,
+                  const OpenHeads& open, ZoomScratch& scratch);
 
-/// Merges span `i`, token by token, into the softmaxes of the heads that have opened it (zoomed [heads, spans]). `blob`: its numbers; may be null where there are none.
-void merge_opened(const SpanRow& spans, std::int64_t i, const std::byte* blob, const std::uint8_t* zoomed, const float* queries, std::int64_t heads, float scale, const OpenHeads& open, ZoomScratch& scratch);
+/// Merges span `i`, token by token, into the softmaxes of the heads that have opened it (zoomed [heads, spans]).
+/// `blob`: its numbers; may be null where there are none.
+void merge_opened(const SpanRow& spans, std::int64_t i, const std::byte* blob, const std::uint8_t* zoomed,
+                  const float* queries, std::int64_t heads, float scale, const OpenHeads& open, ZoomScratch& scratch);
 
 /// True where one of `heads` rows of marks [heads, spans] names span `s`.
 inline bool anyone(const std::uint8_t* marks, std::int64_t heads, std::int64_t spans, std::int64_t s) {
@@ -67,7 +77,8 @@ inline bool anyone(const std::uint8_t* marks, std::int64_t heads, std::int64_t s
 /// Reads rows, one token's group of heads at a time: routes, opens, merges. For one thread.
 class RowReader {
  public:
-  RowReader(const Reading& reading, std::int64_t group, float scale) : reading_(reading), group_(group), scale_(scale) {}
+  RowReader(const Reading& reading, std::int64_t group, float scale)
+      : reading_(reading), group_(group), scale_(scale) {}
 
   /// queries: [group, D]. Everything is read before a softmax changes: where this throws they are as they were.
   ReadCounts read(const MemoryRow& row, std::int64_t first_head, const float* queries, const OpenHeads& open);
@@ -89,6 +100,7 @@ class RowReader {
 };
 
 /// Merges `count` rows (keys, values: [count, dim] f32) into one head's softmax. logits: scratch of `count`.
-void merge_rows(const float* keys, const float* values, std::int64_t count, std::int64_t dim, const float* query, float scale, float* logits, float& top, float& sum, float* out);
+void merge_rows(const float* keys, const float* values, std::int64_t count, std::int64_t dim, const float* query,
+                float scale, float* logits, float& top, float& sum, float* out);
 
 }  // namespace kvkeep::cpu

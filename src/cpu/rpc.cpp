@@ -6,10 +6,10 @@
 #include <algorithm>
 #include <numeric>
 
+#include "head_mean.h"
 #include "kvkeep/core/dispatch.h"
 #include "kvkeep/core/pool.h"
 #include "kvkeep/score/window_attention.h"
-#include "head_mean.h"
 
 namespace kvkeep {
 
@@ -40,13 +40,15 @@ Scores Rpc::score(const Evidence& evidence, const Limits& limits, WindowAttentio
         }
         pool_average(a + row.first + first[r], windows[r].history - first[r], options_.pool, out + first[r]);
         const auto queries = static_cast<float>(windows[r].queries);
-        std::transform(out + first[r], out + windows[r].history, out + first[r], [queries](float x) { return x * queries; });
+        std::transform(out + first[r], out + windows[r].history, out + first[r],
+                       [queries](float x) { return x * queries; });
       }
     });
     if (options_.heads == RpcOptions::Heads::group) return scores;
     for (const RowGroup& group : table.groups) {
       const auto begin = windows.begin() + group.first_row;
-      const auto asked = static_cast<std::int32_t>(std::count_if(begin, begin + evidence.spec.kv_heads, [](RowWindow w) { return w.queries > 0; }));
+      const auto asked = static_cast<std::int32_t>(
+          std::count_if(begin, begin + evidence.spec.kv_heads, [](RowWindow w) { return w.queries > 0; }));
       if (asked > 0) cpu::mean_over_heads("rpc", evidence, group, asked, g);
     }
     return scores;

@@ -47,26 +47,35 @@ double logit(const std::byte* row, ScalarType dtype, std::int64_t id) {
 }
 
 /// -log p(id) of a row of logits, clamped.
-float surprisal_of(const std::byte* row, ScalarType dtype, std::int64_t vocabulary, std::int64_t id) { return static_cast<float>(clamped(log_sum_exp(row, dtype, vocabulary) - logit(row, dtype, id))); }
+float surprisal_of(const std::byte* row, ScalarType dtype, std::int64_t vocabulary, std::int64_t id) {
+  return static_cast<float>(clamped(log_sum_exp(row, dtype, vocabulary) - logit(row, dtype, id)));
+}
 
 /// The tokens before the window: which of them may be anchors, and the runs between those that are.
 class Runs {
  public:
   Runs(std::span<const float> surprisal, const SegmenterOptions& options, double threshold)
-      : options_(options), end_(std::max<std::int32_t>(0, static_cast<std::int32_t>(surprisal.size()) - options.recent)), sinks_(std::min(options.sink, end_)) {
+      : options_(options),
+        end_(std::max<std::int32_t>(0, static_cast<std::int32_t>(surprisal.size()) - options.recent)),
+        sinks_(std::min(options.sink, end_)) {
     std::vector<std::int32_t> above;
     for (std::int32_t t = sinks_; t < end_; ++t)
       if (clamped(surprisal[static_cast<std::size_t>(t)]) > threshold) above.push_back(t);
     candidates_ = static_cast<std::int32_t>(above.size());
-    std::ranges::stable_sort(above, [&](std::int32_t a, std::int32_t b) { return clamped(surprisal[static_cast<std::size_t>(a)]) > clamped(surprisal[static_cast<std::size_t>(b)]); });
+    std::ranges::stable_sort(above, [&](std::int32_t a, std::int32_t b) {
+      return clamped(surprisal[static_cast<std::size_t>(a)]) > clamped(surprisal[static_cast<std::size_t>(b)]);
+    });
     order_.assign(static_cast<std::size_t>(end_), kNoAnchor);
     std::fill_n(order_.begin(), sinks_, -1);
-    for (std::int32_t i = 0; i < candidates_; ++i) order_[static_cast<std::size_t>(above[static_cast<std::size_t>(i)])] = i;
+    for (std::int32_t i = 0; i < candidates_; ++i)
+      order_[static_cast<std::size_t>(above[static_cast<std::size_t>(i)])] = i;
   }
 
   [[nodiscard]] std::int32_t candidates() const { return candidates_; }
   /// Place of the i-th most surprising one.
-  [[nodiscard]] std::int32_t candidate(std::int32_t i) const { return static_cast<std::int32_t>(std::ranges::find(order_, i) - order_.begin()); }
+  [[nodiscard]] std::int32_t candidate(std::int32_t i) const {
+    return static_cast<std::int32_t>(std::ranges::find(order_, i) - order_.begin());
+  }
   [[nodiscard]] std::int32_t end() const { return end_; }
 
   /// The pieces where the `kept` most surprising candidates are anchors.
@@ -87,9 +96,12 @@ class Runs {
 
  private:
   void cut(Span run, Segments& out) const {
-    const std::int64_t length = run.length(), most = options_.max_span > 0 ? options_.max_span : std::max<std::int64_t>(length, 1), pieces = (length + most - 1) / most;
+    const std::int64_t length = run.length(),
+                       most = options_.max_span > 0 ? options_.max_span : std::max<std::int64_t>(length, 1),
+                       pieces = (length + most - 1) / most;
     for (std::int64_t i = 0; i < pieces; ++i) {
-      const Span piece{run.begin + static_cast<std::int32_t>(i * length / pieces), run.begin + static_cast<std::int32_t>((i + 1) * length / pieces)};
+      const Span piece{run.begin + static_cast<std::int32_t>(i * length / pieces),
+                       run.begin + static_cast<std::int32_t>((i + 1) * length / pieces)};
       (piece.length() < options_.min_span ? out.short_spans : out.spans).push_back(piece);
     }
   }
@@ -115,13 +127,18 @@ std::pair<double, double> statistics(std::span<const float> surprisal) {
 PromptSurprisal::PromptSurprisal(std::vector<std::int32_t> ids) : ids_(std::move(ids)), values_(ids_.size(), 0.0F) {}
 
 void PromptSurprisal::see(const Tensor& logits) {
-  KVKEEP_REQUIRE(logits.dim() == 2 && logits.device().is_cpu() && is_scorable(logits.scalar_type()) && logits.size(1) > 0, "surprisal: logits have ", logits.dim(), " dimensions of dtype ",
-          c10::toString(logits.scalar_type()), " on ", logits.device().str(), "; allowed f32, f16 or bf16 [rows, vocab] on the CPU");
-  const std::int64_t rows = logits.size(0), vocabulary = logits.size(1), tokens = static_cast<std::int64_t>(ids_.size());
-  KVKEEP_REQUIRE(rows <= tokens - seen_, "surprisal: logits of ", rows, " tokens; allowed at most ", tokens - seen_, ", those of the prompt that are left");
+  KVKEEP_REQUIRE(
+      logits.dim() == 2 && logits.device().is_cpu() && is_scorable(logits.scalar_type()) && logits.size(1) > 0,
+      "surprisal: logits have ", logits.dim(), " dimensions of dtype ", c10::toString(logits.scalar_type()), " on ",
+      logits.device().str(), "; allowed f32, f16 or bf16 [rows, vocab] on the CPU");
+  const std::int64_t rows = logits.size(0), vocabulary = logits.size(1),
+                     tokens = static_cast<std::int64_t>(ids_.size());
+  KVKEEP_REQUIRE(rows <= tokens - seen_, "surprisal: logits of ", rows, " tokens; allowed at most ", tokens - seen_,
+                 ", those of the prompt that are left");
   for (std::int64_t i = seen_; i < seen_ + rows && i + 1 < tokens; ++i) {
     const std::int32_t id = ids_[static_cast<std::size_t>(i + 1)];
-    KVKEEP_REQUIRE(id >= 0 && id < vocabulary, "surprisal: token ", i + 1, " has id ", id, "; allowed 0 to ", vocabulary - 1);
+    KVKEEP_REQUIRE(id >= 0 && id < vocabulary, "surprisal: token ", i + 1, " has id ", id, "; allowed 0 to ",
+                   vocabulary - 1);
   }
   const Tensor block = logits.contiguous();
   const auto* data = static_cast<const std::byte*>(block.const_data_ptr());
@@ -130,16 +147,19 @@ void PromptSurprisal::see(const Tensor& logits) {
     for (std::int64_t i = begin; i < end; ++i) {
       const std::int64_t next = seen_ + i + 1;
       if (next >= tokens) continue;
-      values_[static_cast<std::size_t>(next)] = surprisal_of(data + i * stride, block.scalar_type(), vocabulary, ids_[static_cast<std::size_t>(next)]);
+      values_[static_cast<std::size_t>(next)] =
+          surprisal_of(data + i * stride, block.scalar_type(), vocabulary, ids_[static_cast<std::size_t>(next)]);
     }
   });
   seen_ += rows;
 }
 
 float token_surprisal(const Tensor& logits, std::int32_t id) {
-  KVKEEP_REQUIRE(logits.dim() == 1 && logits.device().is_cpu() && is_scorable(logits.scalar_type()), "surprisal: logits have ", logits.dim(), " dimensions of dtype ", c10::toString(logits.scalar_type()), " on ",
-          logits.device().str(), "; allowed f32, f16 or bf16 [vocab] on the CPU");
-  KVKEEP_REQUIRE(id >= 0 && id < logits.size(0), "surprisal: the token has id ", id, "; allowed 0 to ", logits.size(0) - 1);
+  KVKEEP_REQUIRE(logits.dim() == 1 && logits.device().is_cpu() && is_scorable(logits.scalar_type()),
+                 "surprisal: logits have ", logits.dim(), " dimensions of dtype ", c10::toString(logits.scalar_type()),
+                 " on ", logits.device().str(), "; allowed f32, f16 or bf16 [vocab] on the CPU");
+  KVKEEP_REQUIRE(id >= 0 && id < logits.size(0), "surprisal: the token has id ", id, "; allowed 0 to ",
+                 logits.size(0) - 1);
   const Tensor row = logits.contiguous();
   return surprisal_of(static_cast<const std::byte*>(row.const_data_ptr()), row.scalar_type(), row.size(0), id);
 }
@@ -169,7 +189,8 @@ std::vector<std::int32_t> Segments::dense() const {
 double Segments::entries(double per_span, double per_token) const {
   std::int64_t dense = static_cast<std::int64_t>(anchors.size()) + tokens - window;
   for (const Span& s : short_spans) dense += s.length();
-  return static_cast<double>(dense) + per_span * static_cast<double>(spans.size()) + per_token * static_cast<double>(tokens - dense);
+  return static_cast<double>(dense) + per_span * static_cast<double>(spans.size()) +
+         per_token * static_cast<double>(tokens - dense);
 }
 
 namespace {
@@ -187,21 +208,27 @@ Segments segment(std::span<const float> surprisal, const SegmenterOptions& optio
   const auto [mean, deviation] = statistics(surprisal);
   const double threshold = mean + options.alpha * deviation;
   const Runs runs(surprisal, options, threshold);
-  const auto fits = [&](std::int32_t kept) { return runs.pieces(tokens, kept).entries(options.entries_per_span, options.entries_per_token) <= options.most_entries; };
+  const auto fits = [&](std::int32_t kept) {
+    return runs.pieces(tokens, kept).entries(options.entries_per_span, options.entries_per_token) <=
+           options.most_entries;
+  };
   std::int32_t kept = runs.candidates();
   if (!fits(kept)) {
     // The largest count that bisection finds: entries grow with it, though not at every step.
     std::int32_t low = 0, high = kept;
     while (low < high) {
       const std::int32_t middle = high - (high - low) / 2;
-      if (fits(middle)) low = middle;
-      else high = middle - 1;
+      if (fits(middle))
+        low = middle;
+      else
+        high = middle - 1;
     }
     kept = low;
   }
   Segments out = runs.pieces(tokens, kept);
   out.threshold = threshold;
-  out.kept_above = kept < runs.candidates() ? clamped(surprisal[static_cast<std::size_t>(runs.candidate(kept))]) : threshold;
+  out.kept_above =
+      kept < runs.candidates() ? clamped(surprisal[static_cast<std::size_t>(runs.candidate(kept))]) : threshold;
   return out;
 }
 

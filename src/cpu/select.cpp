@@ -10,13 +10,15 @@ std::int32_t slot_of(std::uint64_t key) { return static_cast<std::int32_t>(stati
 
 /// Moves the `count` largest keys to the front, in no order.
 void largest_first(std::vector<std::uint64_t>& keys, std::size_t count) {
-  if (count > 0 && count < keys.size()) std::nth_element(keys.begin(), keys.begin() + static_cast<std::ptrdiff_t>(count) - 1, keys.end(), std::greater<>());
+  if (count > 0 && count < keys.size())
+    std::nth_element(keys.begin(), keys.begin() + static_cast<std::ptrdiff_t>(count) - 1, keys.end(), std::greater<>());
 }
 
 }  // namespace
 
-void select_in_segments(std::span<const float> scores, std::span<const std::int32_t> ends, std::span<const std::int32_t> quotas, Protected guarded,
-                        std::vector<std::uint64_t>& keys, std::span<std::int32_t> slots) {
+void select_in_segments(std::span<const float> scores, std::span<const std::int32_t> ends,
+                        std::span<const std::int32_t> quotas, Protected guarded, std::vector<std::uint64_t>& keys,
+                        std::span<std::int32_t> slots) {
   const auto length = static_cast<std::int32_t>(scores.size());
   const std::int32_t old_end = guarded.sinks, new_begin = length - guarded.recents;
   std::size_t out = 0;
@@ -29,7 +31,8 @@ void select_in_segments(std::span<const float> scores, std::span<const std::int3
       for (std::int32_t t = from; t < to; ++t) slots[out++] = t;
     } else if (wanted > 0) {
       keys.resize(static_cast<std::size_t>(to - from));
-      for (std::int32_t t = from; t < to; ++t) keys[static_cast<std::size_t>(t - from)] = rank_key(scores[static_cast<std::size_t>(t)], t);
+      for (std::int32_t t = from; t < to; ++t)
+        keys[static_cast<std::size_t>(t - from)] = rank_key(scores[static_cast<std::size_t>(t)], t);
       largest_first(keys, wanted);
       const std::uint64_t least = *std::min_element(keys.begin(), keys.begin() + static_cast<std::ptrdiff_t>(wanted));
       for (std::int32_t t = from; t < to; ++t)
@@ -39,8 +42,9 @@ void select_in_segments(std::span<const float> scores, std::span<const std::int3
   }
 }
 
-void select_official(std::span<const float> scores, std::span<const std::int32_t> ends, std::span<const std::int32_t> quotas, Protected guarded,
-                     Padding padding, std::vector<std::uint64_t>& keys, std::span<std::int32_t> slots) {
+void select_official(std::span<const float> scores, std::span<const std::int32_t> ends,
+                     std::span<const std::int32_t> quotas, Protected guarded, Padding padding,
+                     std::vector<std::uint64_t>& keys, std::span<std::int32_t> slots) {
   const auto length = static_cast<std::int32_t>(scores.size());
   const auto key_of = [&](std::int32_t t) {
     return padding.holds(t, length) ? first_key(t) : rank_key(scores[static_cast<std::size_t>(t)], t);
@@ -66,14 +70,17 @@ void select_official(std::span<const float> scores, std::span<const std::int32_t
   std::sort(slots.begin(), slots.end());
 }
 
-void select_rest(std::span<const float> scores, std::int32_t taken, std::vector<std::uint64_t>& keys, std::span<std::int32_t> slots) {
+void select_rest(std::span<const float> scores, std::int32_t taken, std::vector<std::uint64_t>& keys,
+                 std::span<std::int32_t> slots) {
   const std::size_t wanted = slots.size() - static_cast<std::size_t>(taken);
   if (wanted == 0) return;
   keys.clear();
   std::int32_t next = 0;
   for (std::int32_t t = 0; t < static_cast<std::int32_t>(scores.size()); ++t) {
-    if (next < taken && slots[static_cast<std::size_t>(next)] == t) ++next;
-    else keys.push_back(rank_key(scores[static_cast<std::size_t>(t)], t));
+    if (next < taken && slots[static_cast<std::size_t>(next)] == t)
+      ++next;
+    else
+      keys.push_back(rank_key(scores[static_cast<std::size_t>(t)], t));
   }
   largest_first(keys, wanted);
   for (std::size_t n = 0; n < wanted; ++n) slots[static_cast<std::size_t>(taken) + n] = slot_of(keys[n]);

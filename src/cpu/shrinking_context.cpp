@@ -13,15 +13,18 @@ namespace kvkeep {
 
 std::vector<std::string> ShrinkingContextOptions::problems() const {
   std::vector<std::string> found;
-  if (!(recent_ratio >= 0 && recent_ratio < 1)) found.push_back(text("recent_ratio: ", recent_ratio, "; allowed 0 up to, not including, 1"));
+  if (!(recent_ratio >= 0 && recent_ratio < 1))
+    found.push_back(text("recent_ratio: ", recent_ratio, "; allowed 0 up to, not including, 1"));
   if (!(keep > 0 && keep <= 1)) found.push_back(text("keep: ", keep, "; allowed above 0, up to 1"));
   if (min_context < 1) found.push_back(text("min_context: ", min_context, "; allowed 1 or more"));
-  if (!(distance_weight > 0) || !std::isfinite(distance_weight)) found.push_back(text("distance_weight: ", distance_weight, "; allowed above 0"));
+  if (!(distance_weight > 0) || !std::isfinite(distance_weight))
+    found.push_back(text("distance_weight: ", distance_weight, "; allowed above 0"));
   if (sink < 0) found.push_back(text("sink: ", sink, "; allowed 0 or more"));
   return found;
 }
 
-ShrinkingContext::ShrinkingContext(ShrinkingContextOptions options, std::int32_t layers, std::int32_t tokens) : options_(options), layers_(layers) {
+ShrinkingContext::ShrinkingContext(ShrinkingContextOptions options, std::int32_t layers, std::int32_t tokens)
+    : options_(options), layers_(layers) {
   std::string all;
   for (const std::string& one : options_.problems()) all += (all.empty() ? "" : "; ") + one;
   KVKEEP_REQUIRE(all.empty(), "shrinking context: ", all);
@@ -50,11 +53,14 @@ std::vector<std::int32_t> ShrinkingContext::tokens(const Evidence& evidence) con
   std::vector<std::int32_t> places(static_cast<std::size_t>(present));
   std::iota(places.begin(), places.end(), 0);
   if (kept >= others) return places;
-  KVKEEP_REQUIRE(table.groups.front().queries.count >= observers_, "shrinking context: layer ", table.groups.front().layer, " has ", table.groups.front().queries.count, " queries; allowed ", observers_,
-          " or more, the newest share of the prompt");
+  KVKEEP_REQUIRE(table.groups.front().queries.count >= observers_, "shrinking context: layer ",
+                 table.groups.front().layer, " has ", table.groups.front().queries.count, " queries; allowed ",
+                 observers_, " or more, the newest share of the prompt");
 
   std::vector<float> weights(static_cast<std::size_t>(observers_), 1.0F);
-  for (std::int32_t i = 1; i < observers_; ++i) weights[static_cast<std::size_t>(i)] = static_cast<float>(1 + (options_.distance_weight - 1) * i / (observers_ - 1));
+  for (std::int32_t i = 1; i < observers_; ++i)
+    weights[static_cast<std::size_t>(i)] =
+        static_cast<float>(1 + (options_.distance_weight - 1) * i / (observers_ - 1));
   const std::vector<RowWindow> windows(table.rows.size(), RowWindow{observers_, others});
   const Tensor sums = attention_sum(evidence, windows, weights);
   std::vector<float> scores(static_cast<std::size_t>(others));

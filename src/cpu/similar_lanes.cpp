@@ -19,8 +19,8 @@ namespace hn = hwy::HWY_NAMESPACE;
 using P = hn::CappedTag<float, 16>;
 using Lane = hn::Vec<P>;
 
-constexpr std::int64_t kRows = kCoarseRows;      ///< keys held against a panel at a time: twelve sums in registers
-constexpr std::int64_t kWidest = kCoarseWidth;   ///< keys in a panel
+constexpr std::int64_t kRows = kCoarseRows;     ///< keys held against a panel at a time: twelve sums in registers
+constexpr std::int64_t kWidest = kCoarseWidth;  ///< keys in a panel
 
 std::int64_t SimilarWidth() { return 2 * static_cast<std::int64_t>(hn::Lanes(P())); }
 
@@ -39,15 +39,17 @@ struct Panel {
 
 /// What six keys made of a panel.
 struct Verdict {
-  std::uint32_t hits[kRows];  ///< a bit for every lane above the threshold
+  std::uint32_t hits[kRows];               ///< a bit for every lane above the threshold
   HWY_ALIGN float cosine[kRows][kWidest];  ///< set where hits is not 0
 };
 
 /// Holds six keys against a panel. `key`: f32 [dim] each.
-HWY_INLINE void Hold(const float* const* HWY_RESTRICT key, const float* HWY_RESTRICT inverse, std::int64_t dim, const Panel& panel, float threshold, Verdict& verdict) {
+HWY_INLINE void Hold(const float* const* HWY_RESTRICT key, const float* HWY_RESTRICT inverse, std::int64_t dim,
+                     const Panel& panel, float threshold, Verdict& verdict) {
   const P d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  Lane a0 = hn::Zero(d), a1 = a0, b0 = a0, b1 = a0, c0 = a0, c1 = a0, e0 = a0, e1 = a0, f0 = a0, f1 = a0, g0 = a0, g1 = a0;
+  Lane a0 = hn::Zero(d), a1 = a0, b0 = a0, b1 = a0, c0 = a0, c1 = a0, e0 = a0, e1 = a0, f0 = a0, f1 = a0, g0 = a0,
+       g1 = a0;
   const float *ka = key[0], *kb = key[1], *kc = key[2], *ke = key[3], *kf = key[4], *kg = key[5], *at = panel.elements;
   for (std::int64_t i = 0; i < dim; ++i, at += 2 * lanes) {
     const Lane q0 = hn::LoadU(d, at), q1 = hn::LoadU(d, at + lanes);
@@ -70,7 +72,8 @@ HWY_INLINE void Hold(const float* const* HWY_RESTRICT key, const float* HWY_REST
     g0 = hn::MulAdd(k, q0, g0);
     g1 = hn::MulAdd(k, q1, g1);
   }
-  const Lane bound = hn::Set(d, threshold), left = hn::LoadU(d, panel.inverse), right = hn::LoadU(d, panel.inverse + lanes);
+  const Lane bound = hn::Set(d, threshold), left = hn::LoadU(d, panel.inverse),
+             right = hn::LoadU(d, panel.inverse + lanes);
   const auto judge = [&](std::int64_t r, Lane x0, Lane x1) HWY_ATTR {
     const Lane mine = hn::Set(d, inverse[r]);
     x0 = hn::Mul(x0, hn::Mul(mine, left));
@@ -93,8 +96,10 @@ HWY_INLINE void Hold(const float* const* HWY_RESTRICT key, const float* HWY_REST
 /// Slack for the rounding of the exact cosine and of the coarse one.
 constexpr float kRounding = 1e-4F;
 
-/// A unit key in 8 bits: q = round(k / step) + 128. `reach` is 1 + |k - step (q - 128)|. Keys that never resemble any (zero, not finite) get step 0, reach 0.
-HWY_INLINE void Coarsen(const float* HWY_RESTRICT key, float inverse, std::int64_t dim, std::uint8_t* HWY_RESTRICT coarse, float& step, float& reach) {
+/// A unit key in 8 bits: q = round(k / step) + 128. `reach` is 1 + |k - step (q - 128)|. Keys that never resemble any
+/// (zero, not finite) get step 0, reach 0.
+HWY_INLINE void Coarsen(const float* HWY_RESTRICT key, float inverse, std::int64_t dim,
+                        std::uint8_t* HWY_RESTRICT coarse, float& step, float& reach) {
   const P d;
   const hn::Rebind<std::int8_t, P> d8;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
@@ -133,7 +138,13 @@ HWY_INLINE void Coarsen(const float* HWY_RESTRICT key, float inverse, std::int64
 class Search {
  public:
   Search(const Keys& keys, std::int64_t n, const float* inverse, float threshold, const SimilarWork& work)
-      : keys_(keys), n_(n), width_(SimilarWidth()), coarse_allowed_(width_ == kCoarseWidth && has_coarse_products()), inverse_(inverse), threshold_(threshold), work_(work) {
+      : keys_(keys),
+        n_(n),
+        width_(SimilarWidth()),
+        coarse_allowed_(width_ == kCoarseWidth && has_coarse_products()),
+        inverse_(inverse),
+        threshold_(threshold),
+        work_(work) {
     panel_.elements = work.panel;
   }
 
@@ -141,7 +152,8 @@ class Search {
     std::fill_n(work_.matched, n_, std::uint8_t{0});
     std::fill_n(work_.spared, n_, 0.0);
     for (std::int64_t i = 0; i < n_; ++i) work_.open[open_++] = static_cast<std::int32_t>(i);
-    for (std::int64_t first = (n_ - 1) / width_ * width_; first >= 0; first -= width_) LookAtPanel(first, std::min(width_, n_ - first));
+    for (std::int64_t first = (n_ - 1) / width_ * width_; first >= 0; first -= width_)
+      LookAtPanel(first, std::min(width_, n_ - first));
     LookAtLate();
   }
 
@@ -220,7 +232,9 @@ class Search {
       reach[r] = work_.reach[i];
     }
     // cosine <= coarse cosine + reach * reach - 1
-    return coarse_may_hit(rows, step, reach, ignore, {bytes / 4, work_.coarse_panel, lane_start_, lane_step_, lane_reach_}, threshold_ + 1.0F - kRounding);
+    return coarse_may_hit(rows, step, reach, ignore,
+                          {bytes / 4, work_.coarse_panel, lane_start_, lane_step_, lane_reach_},
+                          threshold_ + 1.0F - kRounding);
   }
 
   /// Holds count <= 6 keys against the panel; `own`: they are of the panel themselves, and not held against themselves.
@@ -268,9 +282,11 @@ class Search {
     return lanes & ~verdict_.hits[r];
   }
 
-  /// Keys [first, first + count) as a panel: partners among each other, for older keys among them, and for them among older keys. Newer keys had their turn.
+  /// Keys [first, first + count) as a panel: partners among each other, for older keys among them, and for them among
+  /// older keys. Newer keys had their turn.
   void LookAtPanel(std::int64_t first, std::int64_t count) {
-    open_ = std::remove_if(work_.open, work_.open + open_, [&](std::int32_t i) { return work_.matched[i] != 0; }) - work_.open;
+    open_ = std::remove_if(work_.open, work_.open + open_, [&](std::int32_t i) { return work_.matched[i] != 0; }) -
+            work_.open;
     if (open_ == 0) return;
     ClearPanel();
     for (std::int64_t lane = 0; lane < count; ++lane) Lay(lane, static_cast<std::int32_t>(first + lane));
@@ -312,7 +328,8 @@ class Search {
     }
   }
 
-  /// Keys that have no partner among newer ones, and were left before all older ones were looked at: a panel of them at a time, older keys newest first.
+  /// Keys that have no partner among newer ones, and were left before all older ones were looked at: a panel of them at
+  /// a time, older keys newest first.
   void LookAtLate() {
     for (std::int64_t begin = 0; begin < late_; begin += width_) {
       const std::int64_t count = std::min(width_, late_ - begin);
@@ -331,7 +348,8 @@ class Search {
         for (std::int64_t r = 0; r < group; ++r) {
           if (verdict_.hits[r] == 0) continue;
           std::uint32_t may = 0;  // lanes that were not held against this key before
-          for (std::int64_t lane = 0; lane < count; ++lane) may |= static_cast<std::uint32_t>(work_.late_below[begin + lane] > which[r]) << lane;
+          for (std::int64_t lane = 0; lane < count; ++lane)
+            may |= static_cast<std::uint32_t>(work_.late_below[begin + lane] > which[r]) << lane;
           const std::uint32_t left = MatchLanes(which[r], r, lonely & may);
           lonely = (lonely & ~may) | left;
         }

@@ -12,27 +12,28 @@ std::int64_t similar_width();
 
 /// Buffers of a search over n keys.
 struct SimilarWork {
-  std::uint8_t* matched;     ///< [n] result: 1 where a key has a partner
-  double* spared;            ///< [n] result: sum of the cosines with the keys whose partner this one is
-  std::int32_t* open;        ///< [n]
-  std::int32_t* late;        ///< [n]
-  std::int32_t* late_below;  ///< [n]
-  float* panel;              ///< [dim, similar_width()]
-  float* widened;            ///< [6, dim]
-  std::uint8_t* coarse;      ///< [n, coarse_dim(dim)] keys in 8 bits
-  float* step;               ///< [n] what one unit of those 8 bits is of a unit key
-  float* reach;              ///< [n] 1 + the length of what they leave out
+  std::uint8_t* matched;        ///< [n] result: 1 where a key has a partner
+  double* spared;               ///< [n] result: sum of the cosines with the keys whose partner this one is
+  std::int32_t* open;           ///< [n]
+  std::int32_t* late;           ///< [n]
+  std::int32_t* late_below;     ///< [n]
+  float* panel;                 ///< [dim, similar_width()]
+  float* widened;               ///< [6, dim]
+  std::uint8_t* coarse;         ///< [n, coarse_dim(dim)] keys in 8 bits
+  float* step;                  ///< [n] what one unit of those 8 bits is of a unit key
+  float* reach;                 ///< [n] 1 + the length of what they leave out
   std::uint32_t* coarse_panel;  ///< [coarse_dim(dim) / 4, similar_width()]
 };
 
 /// Bytes of one key in 8 bits.
 inline std::int64_t coarse_dim(std::int64_t dim) { return (dim + 3) / 4 * 4; }
 
-/// The partner of key i in [0, n) is the largest j != i with cosine(i, j) = (k_i . k_j) * (inverse_i * inverse_j) > threshold, threshold >= 0. Every product is one
-/// chain of multiply-adds over the dimensions in ascending order, so it does not matter which of two keys looks at the other.
-/// While nothing resembles anything, keys are first compared in 8 bits, with a bound on what that leaves out, where the machine has an instruction for it: it
-/// changes the cost, never the outcome.
-/// Cost: ends early for keys whose partner is among the newest; n^2 / 2 products of `dim` where no key has any.
+/// The partner of key i in [0, n) is the largest j != i with cosine(i, j) = (k_i . k_j) * (inverse_i * inverse_j) >
+/// threshold, threshold >= 0. Every product is one chain of multiply-adds over the dimensions in ascending order, so it
+/// does not matter which of two keys looks at the other. While nothing resembles anything, keys are first compared in 8
+/// bits, with a bound on what that leaves out, where the machine has an instruction for it: it changes the cost, never
+/// the outcome. Cost: ends early for keys whose partner is among the newest; n^2 / 2 products of `dim` where no key has
+/// any.
 void find_similar(const Keys& keys, std::int64_t n, const float* inverse, float threshold, const SimilarWork& work);
 
 }  // namespace kvkeep::cpu

@@ -15,8 +15,9 @@ namespace {
 
 /// True where somebody already asked the same windows for their usage.
 bool is_known(const WindowAttention& seen, const std::vector<RowWindow>& windows) {
-  return seen.usage.defined() && std::equal(windows.begin(), windows.end(), seen.windows.begin(), seen.windows.end(),
-                                            [](RowWindow a, RowWindow b) { return a.queries == b.queries && a.history == b.history; });
+  return seen.usage.defined() &&
+         std::equal(windows.begin(), windows.end(), seen.windows.begin(), seen.windows.end(),
+                    [](RowWindow a, RowWindow b) { return a.queries == b.queries && a.history == b.history; });
 }
 
 }  // namespace
@@ -27,8 +28,10 @@ Scores SnapKV::score(const Evidence& evidence, const Limits& limits, WindowAtten
     const std::vector<RowWindow> windows = row_windows(evidence, limits, options_.window, false);
     const bool average = options_.style == SnapKVOptions::Style::snapkv;
     Tensor attention;
-    if (!average) attention = history_attention(evidence, windows, {.group = GroupReduce::max_logit});
-    else attention = is_known(seen, windows) ? seen.usage : window_attention(evidence, windows, {.usage = true}).usage;
+    if (!average)
+      attention = history_attention(evidence, windows, {.group = GroupReduce::max_logit});
+    else
+      attention = is_known(seen, windows) ? seen.usage : window_attention(evidence, windows, {.usage = true}).usage;
     const float* a = attention.data_ptr<float>();
     Scores scores{at::empty({table.slots}, at::TensorOptions().dtype(kFloat32))};
     float* g = scores.data.data_ptr<float>();
@@ -41,8 +44,10 @@ Scores SnapKV::score(const Evidence& evidence, const Limits& limits, WindowAtten
           std::iota(out, out + row.length, 0.0F);
           continue;
         }
-        if (average) pool_average(a + row.first, window.history, options_.pool, out);
-        else pool_max(a + row.first, window.history, options_.pool, out);
+        if (average)
+          pool_average(a + row.first, window.history, options_.pool, out);
+        else
+          pool_max(a + row.first, window.history, options_.pool, out);
         std::fill(out + window.history, out + row.length, 0.0F);
       }
     });

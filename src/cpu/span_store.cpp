@@ -15,34 +15,47 @@ namespace kvkeep {
 namespace {
 
 void check_spans(std::span<const Span> spans, std::int64_t tokens) {
-  for (const Span& s : spans) KVKEEP_REQUIRE(s.begin >= 0 && s.length() >= 1 && s.end <= tokens, "span store: a span from ", s.begin, " to ", s.end, "; allowed inside ", tokens, " tokens");
+  for (const Span& s : spans)
+    KVKEEP_REQUIRE(s.begin >= 0 && s.length() >= 1 && s.end <= tokens, "span store: a span from ", s.begin, " to ",
+                   s.end, "; allowed inside ", tokens, " tokens");
   std::vector<Span> ordered(spans.begin(), spans.end());
   std::ranges::sort(ordered, {}, &Span::begin);
   for (std::size_t i = 1; i < ordered.size(); ++i)
-    KVKEEP_REQUIRE(ordered[i - 1].end <= ordered[i].begin, "span store: spans ", ordered[i - 1].begin, " to ", ordered[i - 1].end, " and ", ordered[i].begin, " to ", ordered[i].end, " overlap; allowed apart");
+    KVKEEP_REQUIRE(ordered[i - 1].end <= ordered[i].begin, "span store: spans ", ordered[i - 1].begin, " to ",
+                   ordered[i - 1].end, " and ", ordered[i].begin, " to ", ordered[i].end, " overlap; allowed apart");
 }
 
 }  // namespace
 
-SpanStore::SpanStore(const Tensor& keys, const Tensor& values, std::span<const float> surprisal, std::vector<Span> spans, const FactorOptions& options, const RankGates* gates,
+SpanStore::SpanStore(const Tensor& keys, const Tensor& values, std::span<const float> surprisal,
+                     std::vector<Span> spans, const FactorOptions& options, const RankGates* gates,
                      std::shared_ptr<FarStore> far)
     : spans_(std::move(spans)) {
-  KVKEEP_REQUIRE(keys.dim() == 3 && keys.sizes() == values.sizes() && keys.size(0) >= 1 && keys.size(2) >= 1 && keys.device().is_cpu() && values.device().is_cpu() && is_scorable(keys.scalar_type()) &&
-              is_scorable(values.scalar_type()),
-          "span store: keys or values do not fit; allowed f32, f16 or bf16 [Hkv, T, D] of one shape on the CPU");
-  KVKEEP_REQUIRE(keys.size(1) == static_cast<std::int64_t>(surprisal.size()), "span store: ", keys.size(1), " tokens with ", surprisal.size(), " surprisals; allowed one each");
+  KVKEEP_REQUIRE(keys.dim() == 3 && keys.sizes() == values.sizes() && keys.size(0) >= 1 && keys.size(2) >= 1 &&
+                     keys.device().is_cpu() && values.device().is_cpu() && is_scorable(keys.scalar_type()) &&
+                     is_scorable(values.scalar_type()),
+                 "span store: keys or values do not fit; allowed f32, f16 or bf16 [Hkv, T, D] of one shape on the CPU");
+  KVKEEP_REQUIRE(keys.size(1) == static_cast<std::int64_t>(surprisal.size()), "span store: ", keys.size(1),
+                 " tokens with ", surprisal.size(), " surprisals; allowed one each");
   check_spans(spans_, keys.size(1));
   std::vector<std::int32_t> slots;
   std::vector<std::int64_t> indptr{0};
   std::vector<float> weights;
   for (const Span& s : spans_) {
-    for (std::int32_t t = s.begin; t < s.end; ++t) slots.push_back(t), weights.push_back(surprisal[static_cast<std::size_t>(t)]);
+    for (std::int32_t t = s.begin; t < s.end; ++t)
+      slots.push_back(t), weights.push_back(surprisal[static_cast<std::size_t>(t)]);
     indptr.push_back(static_cast<std::int64_t>(slots.size()));
   }
   const Tensor k = keys.contiguous().unsqueeze(0), v = values.contiguous().unsqueeze(0);
   std::vector<RowFold> folds;
   for (std::int64_t h = 0; h < keys.size(0); ++h)
-    folds.push_back({.keys = dense_address(k, 0, h), .values = dense_address(v, 0, h), .key_dtype = k.scalar_type(), .value_dtype = v.scalar_type(), .slots = slots, .indptr = indptr, .weights = weights,
+    folds.push_back({.keys = dense_address(k, 0, h),
+                     .values = dense_address(v, 0, h),
+                     .key_dtype = k.scalar_type(),
+                     .value_dtype = v.scalar_type(),
+                     .slots = slots,
+                     .indptr = indptr,
+                     .weights = weights,
                      .label = {.head = static_cast<std::int32_t>(h)}});
   FoldTrace trace;
   if (far == nullptr) far = FarStore::make();
@@ -52,7 +65,8 @@ SpanStore::SpanStore(const Tensor& keys, const Tensor& values, std::span<const f
   const auto by_span = [&](const std::vector<double>& numbers) {  // the trace is by head, then span
     Tensor out = at::zeros({size(), heads, 2, options.max_rank}, at::TensorOptions().dtype(kFloat32));
     const std::int64_t width = 2 * std::int64_t{options.max_rank};
-    for (std::int64_t i = 0; i < size() * heads; ++i) std::copy_n(numbers.begin() + (i % heads * size() + i / heads) * width, width, out.data_ptr<float>() + i * width);
+    for (std::int64_t i = 0; i < size() * heads; ++i)
+      std::copy_n(numbers.begin() + (i % heads * size() + i / heads) * width, width, out.data_ptr<float>() + i * width);
     return out;
   };
   singular_values_ = by_span(trace.singular_values);
@@ -61,7 +75,8 @@ SpanStore::SpanStore(const Tensor& keys, const Tensor& values, std::span<const f
 
 Tensor SpanStore::coarse(KvSide side) const {
   Tensor out = at::zeros({kv_heads(), size(), dim()}, at::TensorOptions().dtype(kFloat32));
-  for (std::int64_t h = 0; h < kv_heads(); ++h) cpu::widen(row(h).coarse(side), row(h).dtype(), size() * dim(), out.data_ptr<float>() + h * size() * dim());
+  for (std::int64_t h = 0; h < kv_heads(); ++h)
+    cpu::widen(row(h).coarse(side), row(h).dtype(), size() * dim(), out.data_ptr<float>() + h * size() * dim());
   return out;
 }
 
@@ -73,11 +88,13 @@ Tensor SpanStore::rows(std::int64_t span, KvSide side) const {
 
 std::int64_t SpanStore::near_bytes() const {
   // The rows count the shared logarithms each.
-  return std::accumulate(rows_.begin(), rows_.end(), 4 * size() * (1 - kv_heads()), [](std::int64_t sum, const SpanRow& r) { return sum + r.near_bytes(); });
+  return std::accumulate(rows_.begin(), rows_.end(), 4 * size() * (1 - kv_heads()),
+                         [](std::int64_t sum, const SpanRow& r) { return sum + r.near_bytes(); });
 }
 
 std::int64_t SpanStore::far_bytes() const {
-  return std::accumulate(rows_.begin(), rows_.end(), std::int64_t{0}, [](std::int64_t sum, const SpanRow& r) { return sum + r.far_bytes(); });
+  return std::accumulate(rows_.begin(), rows_.end(), std::int64_t{0},
+                         [](std::int64_t sum, const SpanRow& r) { return sum + r.far_bytes(); });
 }
 
 }  // namespace kvkeep

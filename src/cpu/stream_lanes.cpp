@@ -1,8 +1,8 @@
 // Vectorised for the machine it runs on: compiled once per instruction set, chosen at run time.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "stream_lanes.cpp"
-#include <hwy/foreach_target.h>  // must come before highway.h
 #include <hwy/cache_control.h>
+#include <hwy/foreach_target.h>  // must come before highway.h
 #include <hwy/highway.h>
 
 #include <cstring>
@@ -33,7 +33,8 @@ namespace kvkeep::cpu {
 HWY_EXPORT(StreamForward);
 
 void stream_forward(std::byte* to, const std::byte* from, std::int64_t bytes) {
-  HWY_DYNAMIC_DISPATCH(StreamForward)(reinterpret_cast<std::uint8_t*>(to), reinterpret_cast<const std::uint8_t*>(from), bytes);
+  HWY_DYNAMIC_DISPATCH(StreamForward)(reinterpret_cast<std::uint8_t*>(to), reinterpret_cast<const std::uint8_t*>(from),
+                                      bytes);
 }
 
 void flush_streams() { hwy::FlushStream(); }

@@ -6,8 +6,8 @@
 
 namespace kvkeep::cpu {
 
-/// Copies `bytes` forward with stores that do not fetch what they overwrite; `to` may overlap `from` where it lies before it.
-/// Falls back to memmove where `to` or `bytes` is not a multiple of the machine's vector.
+/// Copies `bytes` forward with stores that do not fetch what they overwrite; `to` may overlap `from` where it lies
+/// before it. Falls back to memmove where `to` or `bytes` is not a multiple of the machine's vector.
 void stream_forward(std::byte* to, const std::byte* from, std::int64_t bytes);
 
 /// Makes streamed bytes visible to other threads.

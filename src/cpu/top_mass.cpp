@@ -29,8 +29,10 @@ std::vector<std::int32_t> slots_of(const float* sums, std::int32_t length, const
     count = i + 1;
     break;
   }
-  if (options.variant == Variant::official) count = count / kRounding * kRounding;
-  else count = std::min(order.size(), (count + kRounding - 1) / kRounding * kRounding);
+  if (options.variant == Variant::official)
+    count = count / kRounding * kRounding;
+  else
+    count = std::min(order.size(), (count + kRounding - 1) / kRounding * kRounding);
   order.resize(count);
   if (length > 0) order.push_back(0);
   for (std::int32_t t = std::max(0, length - options.window); t < length; ++t) order.push_back(t);
@@ -40,7 +42,8 @@ std::vector<std::int32_t> slots_of(const float* sums, std::int32_t length, const
 }
 
 void check(const TopMassOptions& options) {
-  KVKEEP_REQUIRE(options.mass > 0 && options.mass <= 1, "top mass: mass; given ", options.mass, "; allowed above 0, up to 1");
+  KVKEEP_REQUIRE(options.mass > 0 && options.mass <= 1, "top mass: mass; given ", options.mass,
+                 "; allowed above 0, up to 1");
   KVKEEP_REQUIRE(options.window >= 1, "top mass: window; given ", options.window, "; allowed 1 or more");
 }
 
@@ -48,11 +51,13 @@ void check(const TopMassOptions& options) {
 
 KeepSet keep_top_mass(const RowTable& table, const Tensor& sums, TopMassOptions options) {
   check(options);
-  KVKEEP_REQUIRE(sums.defined() && sums.scalar_type() == kFloat32 && sums.numel() == table.slots, "top mass: sums; allowed f32 [", table.slots, "], one for each slot");
+  KVKEEP_REQUIRE(sums.defined() && sums.scalar_type() == kFloat32 && sums.numel() == table.slots,
+                 "top mass: sums; allowed f32 [", table.slots, "], one for each slot");
   const float* of_window = sums.const_data_ptr<float>();
   std::vector<std::vector<std::int32_t>> kept(table.rows.size());
   at::parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-    for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r) kept[r] = slots_of(of_window + table.rows[r].first, table.rows[r].length, options);
+    for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r)
+      kept[r] = slots_of(of_window + table.rows[r].first, table.rows[r].length, options);
   });
   KeepSet keep;
   keep.indptr.push_back(0);
@@ -68,8 +73,10 @@ KeepSet keep_top_mass(const Evidence& evidence, TopMassOptions options) {
   const RowTable& table = evidence.table;
   std::vector<RowWindow> windows;
   for (const RowGroup& group : table.groups) {
-    KVKEEP_REQUIRE(group.queries.count >= options.window, "top mass: layer ", group.layer, " has ", group.queries.count, " queries; allowed ", options.window, " or more, the window");
-    for (const Row& row : table.rows_of(group, evidence.spec.kv_heads)) windows.push_back({row.length == 0 ? 0 : options.window, row.length});
+    KVKEEP_REQUIRE(group.queries.count >= options.window, "top mass: layer ", group.layer, " has ", group.queries.count,
+                   " queries; allowed ", options.window, " or more, the window");
+    for (const Row& row : table.rows_of(group, evidence.spec.kv_heads))
+      windows.push_back({row.length == 0 ? 0 : options.window, row.length});
   }
   return keep_top_mass(table, attention_sum(evidence, windows), options);
 }

@@ -4,8 +4,8 @@
 #include <numeric>
 #include <utility>
 
-#include "kvkeep/core/dispatch.h"
 #include "head_mean.h"
+#include "kvkeep/core/dispatch.h"
 
 namespace kvkeep {
 
@@ -18,10 +18,13 @@ Scores Tova::score(const Evidence& evidence, const Limits&, WindowAttention& see
       const auto rows = evidence.table.rows_of(group, heads);
       std::int32_t asked = 0;  // a row that is not due has no window
       for (std::size_t h = 0; h < rows.size(); ++h) {
-        if (seen.windows[static_cast<std::size_t>(group.first_row) + h].queries > 0) ++asked;
-        else std::iota(g + rows[h].first, g + rows[h].first + rows[h].length, 0.0F);
+        if (seen.windows[static_cast<std::size_t>(group.first_row) + h].queries > 0)
+          ++asked;
+        else
+          std::iota(g + rows[h].first, g + rows[h].first + rows[h].length, 0.0F);
       }
-      if (asked > 0 && options_.heads == TovaOptions::Heads::all) cpu::mean_over_heads("tova", evidence, group, asked, g);
+      if (asked > 0 && options_.heads == TovaOptions::Heads::all)
+        cpu::mean_over_heads("tova", evidence, group, asked, g);
     }
     return scores;
   });

@@ -8,8 +8,8 @@
 #include <complex>
 #include <limits>
 
-#include "kvkeep/core/dispatch.h"
 #include "aligned.h"
+#include "kvkeep/core/dispatch.h"
 #include "triattention_lanes.h"
 
 namespace kvkeep {
@@ -42,7 +42,8 @@ struct Workspace {
   float *raw = nullptr, *trig = nullptr, *norm = nullptr, *scratch = nullptr;
 
   void fit(std::int64_t group, std::int64_t length, std::int64_t pairs, std::int64_t offsets) {
-    const std::int64_t floats = TriAttention::workspace_bytes(group, length, pairs, offsets) / static_cast<std::int64_t>(sizeof(float));
+    const std::int64_t floats =
+        TriAttention::workspace_bytes(group, length, pairs, offsets) / static_cast<std::int64_t>(sizeof(float));
     if (held < floats) {
       memory.reset();
       memory = cpu::aligned_floats(floats);
@@ -56,15 +57,18 @@ struct Workspace {
 };
 
 /// Columns of the row's query heads.
-cpu::TriColumns columns_of(const Calibration& calibration, const Row& row, std::int64_t group, double scaling, const std::vector<Turn>& now, const std::vector<Turn>& later, Workspace& work) {
+cpu::TriColumns columns_of(const Calibration& calibration, const Row& row, std::int64_t group, double scaling,
+                           const std::vector<Turn>& now, const std::vector<Turn>& later, Workspace& work) {
   const std::size_t pairs = now.size();
-  const auto offsets = static_cast<std::int64_t>(later.size() / pairs), side = offsets == 1 ? group : offsets;  // columns that lie side by side
+  const auto offsets = static_cast<std::int64_t>(later.size() / pairs),
+             side = offsets == 1 ? group : offsets;  // columns that lie side by side
   for (std::int64_t g = 0; g < group; ++g) {
     const Calibration::Head& head = calibration.heads.at({row.layer, static_cast<std::int32_t>(row.head * group + g)});
     float* first = work.trig + (offsets == 1 ? g : g * static_cast<std::int64_t>(pairs) * 2 * offsets);
     for (std::size_t f = 0; f < pairs; ++f) {
       const Turn q(static_cast<double>(head.q_mean[f].real()), static_cast<double>(head.q_mean[f].imag()));
-      work.norm[static_cast<std::int64_t>(f) * group + g] = static_cast<float>(scaling * (static_cast<double>(head.q_abs_mean[f]) - std::abs(q)));
+      work.norm[static_cast<std::int64_t>(f) * group + g] =
+          static_cast<float>(scaling * (static_cast<double>(head.q_abs_mean[f]) - std::abs(q)));
       for (std::int64_t o = 0; o < offsets; ++o) {
         const Turn w = scaling * q * now[f] * later[static_cast<std::size_t>(o) * pairs + f];
         float* trig = first + static_cast<std::int64_t>(f) * 2 * side + o;
@@ -103,8 +107,10 @@ Standard standard_of(const float* raw, std::int64_t length, const Protected& gua
 
 }  // namespace
 
-std::int64_t TriAttention::workspace_bytes(std::int64_t group, std::int64_t length, std::int64_t pairs, std::int64_t offsets) {
-  return static_cast<std::int64_t>(sizeof(float)) * (group * length + group * pairs * (2 * offsets + 1) + cpu::tri_scratch(group, pairs));
+std::int64_t TriAttention::workspace_bytes(std::int64_t group, std::int64_t length, std::int64_t pairs,
+                                           std::int64_t offsets) {
+  return static_cast<std::int64_t>(sizeof(float)) *
+         (group * length + group * pairs * (2 * offsets + 1) + cpu::tri_scratch(group, pairs));
 }
 
 Scores TriAttention::score(const Evidence& evidence, const Limits& limits, WindowAttention&) const {
@@ -132,14 +138,17 @@ Scores TriAttention::score(const Evidence& evidence, const Limits& limits, Windo
         const RowLimit& limit = limits.rows[static_cast<std::size_t>(r)];
         if (!limit.due) continue;
         work.fit(group, row.length, pairs, static_cast<std::int64_t>(later.size()) / pairs);
-        const cpu::TriColumns columns = columns_of(*calibration_, row, group, spec.rope.attention_scaling, now[static_cast<std::size_t>(row.sequence)], later, work);
-        cpu::tri_scores({row.keys, table.key_dtype, spec.key_dim}, row.length, spec.rope.style, columns, work.scratch, work.raw);
+        const cpu::TriColumns columns = columns_of(*calibration_, row, group, spec.rope.attention_scaling,
+                                                   now[static_cast<std::size_t>(row.sequence)], later, work);
+        cpu::tri_scores({row.keys, table.key_dtype, spec.key_dim}, row.length, spec.rope.style, columns, work.scratch,
+                        work.raw);
         for (std::int64_t h = 0; options_.normalize && h < group; ++h) {
           const Standard s = standard_of(work.raw + h * row.length, row.length, limit.guarded, options_.deviation);
           shift[static_cast<std::size_t>(h)] = s.shift;
           factor[static_cast<std::size_t>(h)] = s.factor;
         }
-        cpu::tri_combine(work.raw, group, row.length, shift.data(), factor.data(), options_.group == Options::Group::max, g + row.first);
+        cpu::tri_combine(work.raw, group, row.length, shift.data(), factor.data(),
+                         options_.group == Options::Group::max, g + row.first);
       }
     });
     return scores;

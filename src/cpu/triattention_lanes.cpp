@@ -34,7 +34,8 @@ std::int64_t TriScratch(std::int64_t group, std::int64_t pairs) { return (3 * pa
 HWY_INLINE V Modulus(D d, V a, V b) {
   const V square = hn::MulAdd(a, a, hn::Mul(b, b));
 #if HWY_ARCH_X86 && HWY_TARGET != HWY_SCALAR
-  const V guess = hn::ApproximateReciprocalSqrt(hn::Max(square, hn::Set(d, 1e-36F))), root = hn::Mul(square, guess);  // 12 bits or more, and one step of Newton
+  const V guess = hn::ApproximateReciprocalSqrt(hn::Max(square, hn::Set(d, 1e-36F))),
+          root = hn::Mul(square, guess);  // 12 bits or more, and one step of Newton
   return hn::MulAdd(hn::Mul(root, hn::Set(d, 0.5F)), hn::NegMulAdd(root, guess, hn::Set(d, 1.0F)), root);
 #else
   return hn::IfThenZeroElse(hn::Lt(square, hn::Set(d, 1e-36F)), hn::Sqrt(square));
@@ -54,7 +55,8 @@ HWY_INLINE hn::Vec<Part> Quarters(Part d, const float* const* HWY_RESTRICT row, 
 }
 #endif
 
-/// Components of one vector of keys: out[c * BlockKeys() + k] = key k's component c. `row`: the keys; of 16-bit keys two components lie in a float.
+/// Components of one vector of keys: out[c * BlockKeys() + k] = key k's component c. `row`: the keys; of 16-bit keys
+/// two components lie in a float.
 template <class T>
 HWY_INLINE void Turn(const float* const* HWY_RESTRICT row, std::int64_t dim, float* HWY_RESTRICT out) {
   const std::int64_t block = BlockKeys();
@@ -74,11 +76,17 @@ HWY_INLINE void Turn(const float* const* HWY_RESTRICT row, std::int64_t dim, flo
     out += kPacked * block;
   };
   const hn::Repartition<std::uint64_t, D> wide;
-  const auto lower = [&](V a, V b) HWY_ATTR { return hn::BitCast(d, hn::InterleaveLower(wide, hn::BitCast(wide, a), hn::BitCast(wide, b))); };
-  const auto upper = [&](V a, V b) HWY_ATTR { return hn::BitCast(d, hn::InterleaveUpper(wide, hn::BitCast(wide, a), hn::BitCast(wide, b))); };
+  const auto lower = [&](V a, V b) HWY_ATTR {
+    return hn::BitCast(d, hn::InterleaveLower(wide, hn::BitCast(wide, a), hn::BitCast(wide, b)));
+  };
+  const auto upper = [&](V a, V b) HWY_ATTR {
+    return hn::BitCast(d, hn::InterleaveUpper(wide, hn::BitCast(wide, a), hn::BitCast(wide, b)));
+  };
   for (; kPacked * (i + 4) <= dim; i += 4) {
-    const V a = Quarters(d, row, i), b = Quarters(d, row + 1, i), c = Quarters(d, row + 2, i), e = Quarters(d, row + 3, i);
-    const V ab = hn::InterleaveLower(d, a, b), ab_behind = hn::InterleaveUpper(d, a, b), ce = hn::InterleaveLower(d, c, e), ce_behind = hn::InterleaveUpper(d, c, e);
+    const V a = Quarters(d, row, i), b = Quarters(d, row + 1, i), c = Quarters(d, row + 2, i),
+            e = Quarters(d, row + 3, i);
+    const V ab = hn::InterleaveLower(d, a, b), ab_behind = hn::InterleaveUpper(d, a, b),
+            ce = hn::InterleaveLower(d, c, e), ce_behind = hn::InterleaveUpper(d, c, e);
     put(lower(ab, ce));
     put(upper(ab, ce));
     put(lower(ab_behind, ce_behind));
@@ -90,12 +98,15 @@ HWY_INLINE void Turn(const float* const* HWY_RESTRICT row, std::int64_t dim, flo
   for (std::int64_t c = kPacked * i; c < dim; ++c, out += block)
     for (std::int64_t k = 0; k < Lanes(); ++k) {
       const T* at = reinterpret_cast<const T*>(row[k]) + c;
-      if constexpr (kPacked == 1) out[k] = *at;
-      else out[k] = hn::GetLane(hn::PromoteTo(one, hn::LoadU(one_t, at)));
+      if constexpr (kPacked == 1)
+        out[k] = *at;
+      else
+        out[k] = hn::GetLane(hn::PromoteTo(one, hn::LoadU(one_t, at)));
     }
 }
 
-/// Asks for the keys of the next block one line after another while this one is multiplied: the machine stops for more requests than it can have under way.
+/// Asks for the keys of the next block one line after another while this one is multiplied: the machine stops for more
+/// requests than it can have under way.
 struct Ahead {
   const std::byte* const* row;
   std::int64_t lines;  ///< at a time
@@ -110,7 +121,8 @@ struct Ahead {
 };
 
 /// A block of keys as [3 F, BlockKeys()]: their components, then the moduli of their pairs.
-HWY_INLINE void Spread(const std::byte* const* HWY_RESTRICT at, const Keys& keys, RopeStyle style, float* HWY_RESTRICT out) {
+HWY_INLINE void Spread(const std::byte* const* HWY_RESTRICT at, const Keys& keys, RopeStyle style,
+                       float* HWY_RESTRICT out) {
   const D d;
   const std::int64_t dim = keys.dim, pairs = dim / 2, lanes = Lanes(), block = BlockKeys();
   float* moduli = out + dim * block;
@@ -122,31 +134,39 @@ HWY_INLINE void Spread(const std::byte* const* HWY_RESTRICT at, const Keys& keys
       widen(at[first + k], kFloat16, dim, moduli + k * dim);  // their place is free until all components are there
       row[k] = moduli + k * dim;
     }
-    if (keys.dtype == kBFloat16) Turn<hwy::bfloat16_t>(row, dim, out + first);
-    else Turn<float>(row, dim, out + first);
+    if (keys.dtype == kBFloat16)
+      Turn<hwy::bfloat16_t>(row, dim, out + first);
+    else
+      Turn<float>(row, dim, out + first);
   }
   const bool half = style == RopeStyle::half;
   const float *a = out, *b = out + (half ? pairs : 1) * block;
   for (std::int64_t f = 0; f < pairs; ++f, a += (half ? 1 : 2) * block, b += (half ? 1 : 2) * block)
-    for (std::int64_t k = 0; k < block; k += lanes) hn::Store(Modulus(d, hn::Load(d, a + k), hn::Load(d, b + k)), d, moduli + f * block + k);
+    for (std::int64_t k = 0; k < block; k += lanes)
+      hn::Store(Modulus(d, hn::Load(d, a + k), hn::Load(d, b + k)), d, moduli + f * block + k);
 }
 
-/// What a block of keys is multiplied with: `trig` goes with the components and `norm` with the moduli; null: not multiplied.
+/// What a block of keys is multiplied with: `trig` goes with the components and `norm` with the moduli; null: not
+/// multiplied.
 struct Factors {
   const float *trig, *norm;
   std::int64_t next_trig, next_norm;  ///< from one component's columns to the next one's
 };
 
-/// A block times `count` columns that lie side by side, one chain per key in ascending order of pairs: put(column, sums, sums of the second half).
+/// A block times `count` columns that lie side by side, one chain per key in ascending order of pairs: put(column,
+/// sums, sums of the second half).
 template <int kCount, bool kTrig, bool kNorm, class Put>
-HWY_INLINE void Columns(const float* HWY_RESTRICT keys, std::int64_t pairs, RopeStyle style, Factors by, std::int64_t count, Ahead ahead, const Put& put) {
+HWY_INLINE void Columns(const float* HWY_RESTRICT keys, std::int64_t pairs, RopeStyle style, Factors by,
+                        std::int64_t count, Ahead ahead, const Put& put) {
   if constexpr (kCount > 1) {
     if (count < kCount) return Columns<kCount - 1, kTrig, kNorm>(keys, pairs, style, by, count, ahead, put);
   }
   const D d;
   const std::int64_t lanes = Lanes(), block = BlockKeys(), next = style == RopeStyle::half ? block : 2 * block;
-  const float *first = keys, *second = keys + (style == RopeStyle::half ? pairs : 1) * block, *modulus = keys + 2 * pairs * block;
-  V a0 = hn::Zero(d), b0 = a0, c0 = a0, e0 = a0, f0 = a0, g0 = a0, h0 = a0, i0 = a0, a1 = a0, b1 = a0, c1 = a0, e1 = a0, f1 = a0, g1 = a0, h1 = a0, i1 = a0;
+  const float *first = keys, *second = keys + (style == RopeStyle::half ? pairs : 1) * block,
+              *modulus = keys + 2 * pairs * block;
+  V a0 = hn::Zero(d), b0 = a0, c0 = a0, e0 = a0, f0 = a0, g0 = a0, h0 = a0, i0 = a0, a1 = a0, b1 = a0, c1 = a0, e1 = a0,
+    f1 = a0, g1 = a0, h1 = a0, i1 = a0;
   const auto step = [&](const float* part, const float* factor) HWY_ATTR {
     const V x = hn::Load(d, part), y = hn::Load(d, part + lanes);
     const auto add = [&](int column, V& sum0, V& sum1) HWY_ATTR {
@@ -188,7 +208,8 @@ HWY_INLINE void Columns(const float* HWY_RESTRICT keys, std::int64_t pairs, Rope
   if constexpr (kCount > 7) put(7, i0, i1);
 }
 
-/// body(first, count) for `columns` columns in as few parts as they fit, of nearly equal size: a part of one would wait for its own sums.
+/// body(first, count) for `columns` columns in as few parts as they fit, of nearly equal size: a part of one would wait
+/// for its own sums.
 template <class Body>
 HWY_INLINE void InParts(std::int64_t columns, const Body& body) {
   for (std::int64_t first = 0, parts = (columns + kColumns - 1) / kColumns; parts > 0; --parts) {
@@ -198,13 +219,16 @@ HWY_INLINE void InParts(std::int64_t columns, const Body& body) {
   }
 }
 
-void TriScores(const Keys& keys, std::int64_t length, RopeStyle style, const TriColumns& columns, float* HWY_RESTRICT scratch, float* HWY_RESTRICT raw) {
+void TriScores(const Keys& keys, std::int64_t length, RopeStyle style, const TriColumns& columns,
+               float* HWY_RESTRICT scratch, float* HWY_RESTRICT raw) {
   if (length == 0) return;  // there is no last key
   const D d;
-  const std::int64_t pairs = keys.dim / 2, lanes = Lanes(), block = BlockKeys(), group = columns.group, offsets = columns.offsets;
+  const std::int64_t pairs = keys.dim / 2, lanes = Lanes(), block = BlockKeys(), group = columns.group,
+                     offsets = columns.offsets;
   float* norms = scratch + 3 * pairs * block;  // [G, block] for the maximum
   const V least = hn::Set(d, -std::numeric_limits<float>::infinity());
-  const std::int64_t bytes = keys.dim * (keys.dtype == kFloat32 ? 4 : 2), lines = (bytes + 63) / 64 * block / pairs;  // what is cut off, the machine fetches when it is read
+  const std::int64_t bytes = keys.dim * (keys.dtype == kFloat32 ? 4 : 2),
+                     lines = (bytes + 63) / 64 * block / pairs;  // what is cut off, the machine fetches when it is read
   const std::byte *row[2 * hn::MaxLanes(d)], *next[2 * hn::MaxLanes(d)];  // behind the last key, that one again
   for (std::int64_t k = 0; k < block; ++k) next[k] = keys.slots.at(std::min(k, length - 1));
   for (std::int64_t t = 0; t < length; t += block) {
@@ -223,27 +247,33 @@ void TriScores(const Keys& keys, std::int64_t length, RopeStyle style, const Tri
     };
     if (offsets == 1) {
       InParts(group, [&](std::int64_t g, std::int64_t count) HWY_ATTR {
-        Columns<kColumns, true, true>(scratch, pairs, style, {columns.trig + g, columns.norm + g, group, group}, count, ahead(g), [&](std::int64_t column, V x, V y) HWY_ATTR {
-          store(g + column, t, x);
-          store(g + column, t + lanes, y);
-        });
+        Columns<kColumns, true, true>(scratch, pairs, style, {columns.trig + g, columns.norm + g, group, group}, count,
+                                      ahead(g), [&](std::int64_t column, V x, V y) HWY_ATTR {
+                                        store(g + column, t, x);
+                                        store(g + column, t + lanes, y);
+                                      });
       });
       continue;
     }
     InParts(group, [&](std::int64_t g, std::int64_t count) HWY_ATTR {
-      Columns<kColumns, false, true>(scratch, pairs, style, {nullptr, columns.norm + g, 0, group}, count, ahead(g), [&](std::int64_t column, V x, V y) HWY_ATTR {
-        hn::Store(x, d, norms + (g + column) * block);
-        hn::Store(y, d, norms + (g + column) * block + lanes);
-      });
+      Columns<kColumns, false, true>(scratch, pairs, style, {nullptr, columns.norm + g, 0, group}, count, ahead(g),
+                                     [&](std::int64_t column, V x, V y) HWY_ATTR {
+                                       hn::Store(x, d, norms + (g + column) * block);
+                                       hn::Store(y, d, norms + (g + column) * block + lanes);
+                                     });
     });
     for (std::int64_t g = 0; g < group; ++g) {
       V best0 = least, best1 = least;
-      const auto raise = [](V& best, V found) HWY_ATTR { best = hn::IfThenElse(hn::Or(hn::Gt(found, best), hn::IsNaN(found)), found, best); };
+      const auto raise = [](V& best, V found) HWY_ATTR {
+        best = hn::IfThenElse(hn::Or(hn::Gt(found, best), hn::IsNaN(found)), found, best);
+      };
       InParts(offsets, [&](std::int64_t first, std::int64_t count) HWY_ATTR {
-        Columns<kColumns, true, false>(scratch, pairs, style, {columns.trig + g * pairs * 2 * offsets + first, nullptr, offsets, 0}, count, ahead(1), [&](std::int64_t, V x, V y) HWY_ATTR {
-          raise(best0, x);
-          raise(best1, y);
-        });
+        Columns<kColumns, true, false>(scratch, pairs, style,
+                                       {columns.trig + g * pairs * 2 * offsets + first, nullptr, offsets, 0}, count,
+                                       ahead(1), [&](std::int64_t, V x, V y) HWY_ATTR {
+                                         raise(best0, x);
+                                         raise(best1, y);
+                                       });
       });
       store(g, t, hn::Add(best0, hn::Load(d, norms + g * block)));
       store(g, t + lanes, hn::Add(best1, hn::Load(d, norms + g * block + lanes)));
@@ -268,7 +298,8 @@ Moments FiniteSum(const float* HWY_RESTRICT x, std::int64_t n) {
     add(x + i, sum, count);
     add(x + i + lanes, sum_behind, count_behind);
   }
-  Moments m{hn::GetLane(hn::SumOfLanes(d, hn::Add(sum, sum_behind))), static_cast<std::int64_t>(hn::GetLane(hn::SumOfLanes(d, hn::Add(count, count_behind))))};
+  Moments m{hn::GetLane(hn::SumOfLanes(d, hn::Add(sum, sum_behind))),
+            static_cast<std::int64_t>(hn::GetLane(hn::SumOfLanes(d, hn::Add(count, count_behind))))};
   for (; i < n; ++i)
     if (std::isfinite(x[i])) {
       m.sum += static_cast<double>(x[i]);
@@ -299,17 +330,21 @@ double FiniteSquares(const float* HWY_RESTRICT x, std::int64_t n, double about) 
   return total;
 }
 
-void TriCombine(const float* HWY_RESTRICT raw, std::int64_t group, std::int64_t length, const float* HWY_RESTRICT shift, const float* HWY_RESTRICT factor, bool take_max,
-                float* HWY_RESTRICT out) {
+void TriCombine(const float* HWY_RESTRICT raw, std::int64_t group, std::int64_t length, const float* HWY_RESTRICT shift,
+                const float* HWY_RESTRICT factor, bool take_max, float* HWY_RESTRICT out) {
   const auto run = [&](auto d, std::int64_t t) HWY_ATTR {
-    const auto value = [&](std::int64_t g) HWY_ATTR { return hn::Mul(hn::Sub(hn::LoadU(d, raw + g * length + t), hn::Set(d, shift[g])), hn::Set(d, factor[g])); };
+    const auto value = [&](std::int64_t g) HWY_ATTR {
+      return hn::Mul(hn::Sub(hn::LoadU(d, raw + g * length + t), hn::Set(d, shift[g])), hn::Set(d, factor[g]));
+    };
     auto best = value(0), sum = best;
     for (std::int64_t g = 1; g < group; ++g) {
       const auto z = value(g);
       best = hn::Max(best, z);
       sum = hn::Add(sum, z);
     }
-    hn::StoreU(take_max ? hn::IfThenElse(hn::IsNaN(sum), sum, best) : hn::Mul(sum, hn::Set(d, 1.0F / static_cast<float>(group))), d, out + t);
+    hn::StoreU(take_max ? hn::IfThenElse(hn::IsNaN(sum), sum, best)
+                        : hn::Mul(sum, hn::Set(d, 1.0F / static_cast<float>(group))),
+               d, out + t);
   };
   const D d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
@@ -330,17 +365,23 @@ HWY_EXPORT(FiniteSum);
 HWY_EXPORT(FiniteSquares);
 HWY_EXPORT(TriCombine);
 
-std::int64_t tri_scratch(std::int64_t group, std::int64_t pairs) { return HWY_DYNAMIC_DISPATCH(TriScratch)(group, pairs); }
+std::int64_t tri_scratch(std::int64_t group, std::int64_t pairs) {
+  return HWY_DYNAMIC_DISPATCH(TriScratch)(group, pairs);
+}
 
-void tri_scores(const Keys& keys, std::int64_t length, RopeStyle style, const TriColumns& columns, float* scratch, float* raw) {
+void tri_scores(const Keys& keys, std::int64_t length, RopeStyle style, const TriColumns& columns, float* scratch,
+                float* raw) {
   HWY_DYNAMIC_DISPATCH(TriScores)(keys, length, style, columns, scratch, raw);
 }
 
 Moments finite_sum(const float* x, std::int64_t n) { return HWY_DYNAMIC_DISPATCH(FiniteSum)(x, n); }
 
-double finite_squares(const float* x, std::int64_t n, double about) { return HWY_DYNAMIC_DISPATCH(FiniteSquares)(x, n, about); }
+double finite_squares(const float* x, std::int64_t n, double about) {
+  return HWY_DYNAMIC_DISPATCH(FiniteSquares)(x, n, about);
+}
 
-void tri_combine(const float* raw, std::int64_t group, std::int64_t length, const float* shift, const float* factor, bool take_max, float* out) {
+void tri_combine(const float* raw, std::int64_t group, std::int64_t length, const float* shift, const float* factor,
+                 bool take_max, float* out) {
   HWY_DYNAMIC_DISPATCH(TriCombine)(raw, group, length, shift, factor, take_max, out);
 }
 

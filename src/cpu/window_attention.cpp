@@ -8,8 +8,8 @@
 #include <limits>
 #include <utility>
 
-#include "kvkeep/core/dispatch.h"
 #include "attention_lanes.h"
+#include "kvkeep/core/dispatch.h"
 #include "panel_scratch.h"
 #include "window_queries.h"
 
@@ -20,7 +20,9 @@ using cpu::kPanels;
 
 /// Buffers of one thread.
 struct Scratch : cpu::PanelScratch {
-  Scratch(const cpu::PanelSizes& sizes, std::int32_t window) : cpu::PanelScratch(sizes) { visible.reserve(static_cast<std::size_t>(window)); }
+  Scratch(const cpu::PanelSizes& sizes, std::int32_t window) : cpu::PanelScratch(sizes) {
+    visible.reserve(static_cast<std::size_t>(window));
+  }
   std::vector<std::int32_t> visible;  ///< [W] slots that each window query sees
 };
 
@@ -28,7 +30,7 @@ struct Scratch : cpu::PanelScratch {
 struct Targets {
   float* usage = nullptr;
   float* newest = nullptr;
-  float* sum = nullptr;  ///< not together with usage
+  float* sum = nullptr;                 ///< not together with usage
   std::span<const float> weights = {};  ///< [W] of each query in `sum`; empty: 1
 };
 
@@ -36,14 +38,20 @@ struct Targets {
 class RowReduction {
  public:
   RowReduction(const Evidence& evidence, const Row& row, const RowGroup& group, RowWindow window, Scratch& scratch)
-      : spec_(evidence.spec), row_(row), view_(group.queries), window_(window), scratch_(scratch), keys_{row.keys, evidence.table.key_dtype, evidence.spec.key_dim},
+      : spec_(evidence.spec),
+        row_(row),
+        view_(group.queries),
+        window_(window),
+        scratch_(scratch),
+        keys_{row.keys, evidence.table.key_dtype, evidence.spec.key_dim},
         width_(cpu::panel_width(std::int64_t{spec_.group()} * window.queries)) {}
 
   void run(const Evidence& evidence, const cpu::Turns& turns, const Targets& to) {
     cpu::gather_queries(evidence, view_, row_.head, window_.queries, turns, scratch_.queries);
     count_visible();
     const std::int64_t total = std::int64_t{spec_.group()} * window_.queries, tile = kPanels * width_;
-    if (to.usage != nullptr || to.sum != nullptr) std::fill_n(scratch_.usage, row_.length * cpu::panel_vector(width_), 0.0F);
+    if (to.usage != nullptr || to.sum != nullptr)
+      std::fill_n(scratch_.usage, row_.length * cpu::panel_vector(width_), 0.0F);
     if (to.usage != nullptr) std::fill_n(to.usage, row_.length, 0.0F);
     if (to.newest != nullptr) std::fill_n(to.newest, row_.length, 0.0F);
     for (std::int64_t first = 0; first < total; first += tile) {
@@ -53,7 +61,8 @@ class RowReduction {
         const float* x = scratch_.logits + p * row_.length * width_;
         const std::int64_t begin = first + p * width_, end = std::min(begin + width_, total);
         if (to.newest != nullptr) add_newest(x, begin, end, to.newest);
-        if (to.sum != nullptr && !to.weights.empty()) weigh_queries(begin, end, to.weights, scratch_.weight + p * width_);
+        if (to.sum != nullptr && !to.weights.empty())
+          weigh_queries(begin, end, to.weights, scratch_.weight + p * width_);
         if (to.sum != nullptr) cpu::panel_weigh(width_, x, row_.length, scratch_.weight + p * width_, scratch_.usage);
         if (to.usage == nullptr) continue;
         add_suffix(x, begin, end, to.usage);
@@ -68,13 +77,18 @@ class RowReduction {
   }
 
  private:
-  [[nodiscard]] std::int32_t query_of(std::int64_t n) const { return static_cast<std::int32_t>(n % window_.queries); }  ///< index in the window of the n-th row of the product
-  [[nodiscard]] std::int32_t position(std::int32_t i) const { return view_.position(view_.count - window_.queries + i); }
+  [[nodiscard]] std::int32_t query_of(std::int64_t n) const {
+    return static_cast<std::int32_t>(n % window_.queries);
+  }  ///< index in the window of the n-th row of the product
+  [[nodiscard]] std::int32_t position(std::int32_t i) const {
+    return view_.position(view_.count - window_.queries + i);
+  }
 
   void count_visible() {
     scratch_.visible.clear();
     for (std::int32_t i = 0; i < window_.queries; ++i)
-      scratch_.visible.push_back(static_cast<std::int32_t>(std::upper_bound(row_.positions, row_.positions + row_.length, position(i)) - row_.positions));
+      scratch_.visible.push_back(static_cast<std::int32_t>(
+          std::upper_bound(row_.positions, row_.positions + row_.length, position(i)) - row_.positions));
   }
 
   /// Turns scratch.logits into exp(logit - max) and scratch.weight into 1 / sum for queries [first, first + count).
@@ -82,35 +96,44 @@ class RowReduction {
     const std::int64_t dim = spec_.key_dim, length = row_.length;
     std::fill_n(scratch_.panels, panels * dim * width_, 0.0F);
     for (std::int64_t n = 0; n < count; ++n)
-      for (std::int64_t d = 0; d < dim; ++d) scratch_.panels[(n / width_ * dim + d) * width_ + n % width_] = scratch_.queries[(first + n) * dim + d];
+      for (std::int64_t d = 0; d < dim; ++d)
+        scratch_.panels[(n / width_ * dim + d) * width_ + n % width_] = scratch_.queries[(first + n) * dim + d];
     std::fill_n(scratch_.top, panels * width_, -std::numeric_limits<float>::infinity());
 
     const std::int64_t open = scratch_.visible.front();  // slots before it are visible to every query
-    float* ignored = scratch_.sum;                       // largest logits of the slots behind it are taken after masking
-    cpu::panel_logits(width_, keys_, 0, open, scratch_.panels, panels, length * width_, scratch_.logits, scratch_.top, scratch_.widened);
-    cpu::panel_logits(width_, keys_, open, length, scratch_.panels, panels, length * width_, scratch_.logits + open * width_, ignored,
+    float* ignored = scratch_.sum;  // largest logits of the slots behind it are taken after masking
+    cpu::panel_logits(width_, keys_, 0, open, scratch_.panels, panels, length * width_, scratch_.logits, scratch_.top,
                       scratch_.widened);
+    cpu::panel_logits(width_, keys_, open, length, scratch_.panels, panels, length * width_,
+                      scratch_.logits + open * width_, ignored, scratch_.widened);
     for (std::int64_t p = 0; p < panels; ++p) {
       float* x = scratch_.logits + p * length * width_;
       float *top = scratch_.top + p * width_, *sum = scratch_.sum + p * width_, *weight = scratch_.weight + p * width_;
       for (std::int64_t lane = 0; lane < width_; ++lane) {
         const std::int64_t n = p * width_ + lane;
-        const std::int32_t visible = n < count ? scratch_.visible[static_cast<std::size_t>(query_of(first + n))] : row_.length;
+        const std::int32_t visible =
+            n < count ? scratch_.visible[static_cast<std::size_t>(query_of(first + n))] : row_.length;
         for (std::int64_t t = open; t < length; ++t) {
           float& logit = x[t * width_ + lane];
-          if (t >= visible) logit = -std::numeric_limits<float>::infinity();
-          else if (!(logit <= top[lane])) top[lane] = logit;
+          if (t >= visible)
+            logit = -std::numeric_limits<float>::infinity();
+          else if (!(logit <= top[lane]))
+            top[lane] = logit;
         }
         if (visible == 0) top[lane] = 0;  // older than every slot that is left: it sees nothing
       }
       cpu::panel_exp(width_, x, length, top, sum);
-      for (std::int64_t lane = 0; lane < width_; ++lane) weight[lane] = p * width_ + lane < count && sum[lane] != 0 ? 1.0F / sum[lane] : 0.0F;
+      for (std::int64_t lane = 0; lane < width_; ++lane)
+        weight[lane] = p * width_ + lane < count && sum[lane] != 0 ? 1.0F / sum[lane] : 0.0F;
     }
   }
 
   void weigh_queries(std::int64_t begin, std::int64_t end, std::span<const float> weights, float* of_lanes) const {
-    const std::size_t skipped = weights.size() - static_cast<std::size_t>(window_.queries);  // a narrower window is the newest part of the widest
-    for (std::int64_t n = begin; n < end; ++n) of_lanes[n - begin] *= weights[skipped + static_cast<std::size_t>(query_of(n))];
+    const std::size_t skipped =
+        weights.size() -
+        static_cast<std::size_t>(window_.queries);  // a narrower window is the newest part of the widest
+    for (std::int64_t n = begin; n < end; ++n)
+      of_lanes[n - begin] *= weights[skipped + static_cast<std::size_t>(query_of(n))];
   }
 
   void add_newest(const float* x, std::int64_t begin, std::int64_t end, float* newest) const {
@@ -118,7 +141,8 @@ class RowReduction {
     bool any = false;
     for (std::int64_t lane = 0; lane < width_; ++lane) {
       const bool counts = begin + lane < end && query_of(begin + lane) == window_.queries - 1;
-      share[lane] = counts ? scratch_.weight[begin / width_ % kPanels * width_ + lane] / static_cast<float>(spec_.group()) : 0.0F;
+      share[lane] =
+          counts ? scratch_.weight[begin / width_ % kPanels * width_ + lane] / static_cast<float>(spec_.group()) : 0.0F;
       any |= counts;
     }
     if (any) cpu::panel_gather(width_, x, row_.length, share, newest);
@@ -130,7 +154,8 @@ class RowReduction {
       const std::int64_t lane = n - begin;
       const float weight = scratch_.weight[begin / width_ % kPanels * width_ + lane];
       const std::int32_t at = position(query_of(n));
-      for (std::int32_t t = window_.history; t < row_.length && row_.positions[t] < at; ++t) usage[t] += x[t * width_ + lane] * weight;
+      for (std::int32_t t = window_.history; t < row_.length && row_.positions[t] < at; ++t)
+        usage[t] += x[t * width_ + lane] * weight;
     }
   }
 
@@ -170,7 +195,8 @@ std::vector<RowWindow> row_windows(const Evidence& evidence, const Limits& limit
         windows[r] = {queries, std::max(0, row.length - queries)};
       } else {
         const std::int32_t oldest = group.queries.position(seen - fits);
-        windows[r] = {fits, static_cast<std::int32_t>(std::lower_bound(row.positions, row.positions + row.length, oldest) - row.positions)};
+        windows[r] = {fits, static_cast<std::int32_t>(
+                                std::lower_bound(row.positions, row.positions + row.length, oldest) - row.positions)};
       }
     }
   }
@@ -178,7 +204,8 @@ std::vector<RowWindow> row_windows(const Evidence& evidence, const Limits& limit
 }
 
 std::int64_t window_attention_workspace(const ModelSpec& spec, std::int32_t slots, std::int32_t queries) {
-  return cpu::PanelSizes(spec, slots, queries, {}).total() * static_cast<std::int64_t>(sizeof(float)) + queries * static_cast<std::int64_t>(sizeof(std::int32_t));
+  return cpu::PanelSizes(spec, slots, queries, {}).total() * static_cast<std::int64_t>(sizeof(float)) +
+         queries * static_cast<std::int64_t>(sizeof(std::int32_t));
 }
 
 namespace {
@@ -186,7 +213,8 @@ namespace {
 /// Reduces every row that has a window; the others get zeros.
 void reduce_rows(const Evidence& evidence, std::span<const RowWindow> windows, const Targets& to) {
   const RowTable& table = evidence.table;
-  KVKEEP_REQUIRE(is_scorable(table.key_dtype), "window_attention: keys are ", c10::toString(table.key_dtype), "; allowed f32, f16, bf16 (other rows can be moved, not scored)");
+  KVKEEP_REQUIRE(is_scorable(table.key_dtype), "window_attention: keys are ", c10::toString(table.key_dtype),
+                 "; allowed f32, f16, bf16 (other rows can be moved, not scored)");
   const cpu::WindowTurns turns(evidence, windows);
   std::int32_t slots = 0, queries = 0;
   for (std::size_t r = 0; r < windows.size(); ++r) {
@@ -203,7 +231,8 @@ void reduce_rows(const Evidence& evidence, std::span<const RowWindow> windows, c
       const auto part = [&](float* flat) { return flat == nullptr ? nullptr : flat + row.first; };
       const Targets own{part(to.usage), part(to.newest), part(to.sum), to.weights};
       if (windows[static_cast<std::size_t>(r)].queries > 0) {
-        RowReduction(evidence, row, table.groups[g], windows[static_cast<std::size_t>(r)], scratch).run(evidence, turns.of(g), own);
+        RowReduction(evidence, row, table.groups[g], windows[static_cast<std::size_t>(r)], scratch)
+            .run(evidence, turns.of(g), own);
         continue;
       }
       for (float* out : {own.usage, own.newest, own.sum})
@@ -221,7 +250,9 @@ WindowAttention window_attention(const Evidence& evidence, std::vector<RowWindow
     const auto f32 = at::TensorOptions().dtype(kFloat32);
     if (needs.usage) out.usage = at::empty({evidence.table.slots}, f32);
     if (needs.newest) out.newest = at::empty({evidence.table.slots}, f32);
-    reduce_rows(evidence, out.windows, {.usage = needs.usage ? out.usage.data_ptr<float>() : nullptr, .newest = needs.newest ? out.newest.data_ptr<float>() : nullptr});
+    reduce_rows(evidence, out.windows,
+                {.usage = needs.usage ? out.usage.data_ptr<float>() : nullptr,
+                 .newest = needs.newest ? out.newest.data_ptr<float>() : nullptr});
     return out;
   });
 }
@@ -229,7 +260,9 @@ WindowAttention window_attention(const Evidence& evidence, std::vector<RowWindow
 Tensor attention_sum(const Evidence& evidence, std::span<const RowWindow> windows, std::span<const float> weights) {
   return dispatch("attention_sum", evidence.table.device, [&] {
     for (const RowWindow& window : windows)
-      KVKEEP_REQUIRE(weights.empty() || weights.size() >= static_cast<std::size_t>(window.queries), "attention_sum: ", weights.size(), " weights for a window of ", window.queries, "; allowed one a query");
+      KVKEEP_REQUIRE(weights.empty() || weights.size() >= static_cast<std::size_t>(window.queries),
+                     "attention_sum: ", weights.size(), " weights for a window of ", window.queries,
+                     "; allowed one a query");
     const Tensor out = at::empty({evidence.table.slots}, at::TensorOptions().dtype(kFloat32));
     reduce_rows(evidence, windows, {.sum = out.data_ptr<float>(), .weights = weights});
     return out;

@@ -1,5 +1,6 @@
 #pragma once
-/// Queries of a window as the reductions of window attention read them: f32, turned at their own positions, times the softmax scale.
+/// Queries of a window as the reductions of window attention read them: f32, turned at their own positions, times the
+/// softmax scale.
 
 #include <cstdint>
 #include <span>
@@ -19,7 +20,8 @@ struct Turns {
   std::vector<float> cosines, sines;  ///< [window, F], newest query last
 };
 
-/// Turns of all groups, each as wide as the widest window of its rows. Layers of a sequence share them: its queries stand at the same positions in each.
+/// Turns of all groups, each as wide as the widest window of its rows. Layers of a sequence share them: its queries
+/// stand at the same positions in each.
 class WindowTurns {
  public:
   WindowTurns(const Evidence& evidence, std::span<const RowWindow> windows);
@@ -32,6 +34,7 @@ class WindowTurns {
 
 /// Queries of the group of `head`, [G * window, D] f32, newest `window` of the view, query head by query head.
 /// Throws InvalidArgument for a query that is not finite or of a dtype that cannot be read.
-void gather_queries(const Evidence& evidence, const QueryView& view, std::int32_t head, std::int32_t window, const Turns& turns, float* out);
+void gather_queries(const Evidence& evidence, const QueryView& view, std::int32_t head, std::int32_t window,
+                    const Turns& turns, float* out);
 
 }  // namespace kvkeep::cpu

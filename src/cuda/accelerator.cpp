@@ -20,7 +20,8 @@ namespace {
 
 class CudaAccelerator final : public Accelerator {
  public:
-  explicit CudaAccelerator(Device device) : device_(device), pool_(device), memory_(pool_), event_table_(pool_), move_table_(pool_) {}
+  explicit CudaAccelerator(Device device)
+      : device_(device), pool_(device), memory_(pool_), event_table_(pool_), move_table_(pool_) {}
 
   [[nodiscard]] Device device() const override { return device_; }
 
@@ -28,16 +29,26 @@ class CudaAccelerator final : public Accelerator {
     std::vector<std::string> found;
     if (policy.trigger().never) return found;
     const auto* evict = dynamic_cast<const Evict*>(&policy);
-    if (evict == nullptr) return {text("device: ", policy.name(), " has no kernels; given ", device_.str(), "; allowed on the CPU")};
-    if (score_of(evict->scorer().name()) == nullptr) found.push_back(text("device: scorer ", evict->scorer().name(), " has no kernel; given ", device_.str(), "; allowed on the CPU"));
-    if (allot_of(evict->allocator().name()) == nullptr) found.push_back(text("device: allocator ", evict->allocator().name(), " has no kernel; given ", device_.str(), "; allowed on the CPU"));
+    if (evict == nullptr)
+      return {text("device: ", policy.name(), " has no kernels; given ", device_.str(), "; allowed on the CPU")};
+    if (score_of(evict->scorer().name()) == nullptr)
+      found.push_back(text("device: scorer ", evict->scorer().name(), " has no kernel; given ", device_.str(),
+                           "; allowed on the CPU"));
+    if (allot_of(evict->allocator().name()) == nullptr)
+      found.push_back(text("device: allocator ", evict->allocator().name(), " has no kernel; given ", device_.str(),
+                           "; allowed on the CPU"));
     if (evict->allocator().name() == "critical" && evict->allocator().ragged())
-      found.push_back(text("heads: critical with adaptive heads keeps as many slots as scores say, which the host does not know; given ", device_.str(), "; allowed equal, or on the CPU"));
-    if (evict->retention().share != Sharing::per_layer_per_head) found.push_back(text("share: rows that share one selection have no kernel; given ", device_.str(), "; allowed per_layer_per_head, or on the CPU"));
+      found.push_back(text(
+          "heads: critical with adaptive heads keeps as many slots as scores say, which the host does not know; given ",
+          device_.str(), "; allowed equal, or on the CPU"));
+    if (evict->retention().share != Sharing::per_layer_per_head)
+      found.push_back(text("share: rows that share one selection have no kernel; given ", device_.str(),
+                           "; allowed per_layer_per_head, or on the CPU"));
     for (const bool value : {false, true}) {
       const std::int32_t dim = value ? spec.value_dim : spec.key_dim;
       if ((value ? policy.needs().values : policy.needs().keys) && dim > kMostDim)
-        found.push_back(text(value ? "value_dim: " : "key_dim: ", policy.name(), " reads ", value ? "values" : "keys", " of ", dim, " numbers; allowed up to ", kMostDim, " on ", device_.str()));
+        found.push_back(text(value ? "value_dim: " : "key_dim: ", policy.name(), " reads ", value ? "values" : "keys",
+                             " of ", dim, " numbers; allowed up to ", kMostDim, " on ", device_.str()));
     }
     return found;
   }
@@ -46,7 +57,8 @@ class CudaAccelerator final : public Accelerator {
 
   [[nodiscard]] bool captured() const override { return pool_.captured(); }
 
-  void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t from_stride, std::int64_t bytes, std::int64_t rows) override {
+  void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t from_stride, std::int64_t bytes,
+                 std::int64_t rows) override {
     const c10::DeviceGuard guard(device_);
     cuda::copy_rows(to, to_stride, from, from_stride, bytes, rows, pool_.stream());
   }
@@ -66,7 +78,8 @@ class CudaAccelerator final : public Accelerator {
     const c10::DeviceGuard guard(device_);
     if (memory_.given() >= 0) {
       const std::int64_t needed = workspace_bytes(policy, evidence);
-      KVKEEP_REQUIRE_AS(StateError, needed <= memory_.given(), "decide: the workspace holds ", memory_.given(), " bytes and this event needs ", needed, "; allowed at least that, or no workspace");
+      KVKEEP_REQUIRE_AS(StateError, needed <= memory_.given(), "decide: the workspace holds ", memory_.given(),
+                        " bytes and this event needs ", needed, "; allowed at least that, or no workspace");
     }
     ++serial_;  // from here on nothing is left of what was decided before
     memory_.begin();
@@ -79,9 +92,12 @@ class CudaAccelerator final : public Accelerator {
     return memory_.counted();
   }
 
-  void move(const RowTable& table, const Decision& decision, std::span<const PageMove> pages, std::span<const ColumnTarget> columns) override {
+  void move(const RowTable& table, const Decision& decision, std::span<const PageMove> pages,
+            std::span<const ColumnTarget> columns) override {
     const c10::DeviceGuard guard(device_);
-    KVKEEP_REQUIRE_AS(StateError, decision.serial == serial_, "apply: the slots of this plan lay in memory that a later plan, or use_workspace(), has taken; allowed the newest plan on ",
+    KVKEEP_REQUIRE_AS(StateError, decision.serial == serial_,
+                      "apply: the slots of this plan lay in memory that a later plan, or use_workspace(), has taken; "
+                      "allowed the newest plan on ",
                       device_.str());
     const Stream stream = pool_.stream();
     const KeepSet& keep = *decision.keep;
@@ -101,14 +117,19 @@ class CudaAccelerator final : public Accelerator {
       sequences = std::max(sequences, page.sequence + 1);
     }
     std::vector<std::int32_t> after(static_cast<std::size_t>(sequences * stride), -1);
-    for (const PageMove& page : pages) std::copy(page.after.begin(), page.after.end(), after.begin() + page.sequence * stride);
+    for (const PageMove& page : pages)
+      std::copy(page.after.begin(), page.after.end(), after.begin() + page.sequence * stride);
     move_table_.clear();
     const std::int64_t moves_at = move_table_.add(moves), after_at = move_table_.add(after);
     move_table_.place();
     move_table_.upload(staging_, stream);
-    launch_compact({.rows = event_table_.there<Row>(rows_at_), .columns = move_table_.there<ColumnMove>(moves_at), .count = static_cast<std::int32_t>(table.rows.size()),
-                    .slots = keep.slots.data_ptr<std::int32_t>(), .indptr = event_table_.there<std::int64_t>(indptr_at_),
-                    .pages_after = pages.empty() ? nullptr : move_table_.there<std::int32_t>(after_at), .pages_stride = stride},
+    launch_compact({.rows = event_table_.there<Row>(rows_at_),
+                    .columns = move_table_.there<ColumnMove>(moves_at),
+                    .count = static_cast<std::int32_t>(table.rows.size()),
+                    .slots = keep.slots.data_ptr<std::int32_t>(),
+                    .indptr = event_table_.there<std::int64_t>(indptr_at_),
+                    .pages_after = pages.empty() ? nullptr : move_table_.there<std::int32_t>(after_at),
+                    .pages_stride = stride},
                    stream);
   }
 
@@ -164,7 +185,12 @@ class CudaAccelerator final : public Accelerator {
     return decision;
   }
 
-  [[nodiscard]] Tensor tensor(void* data, std::int64_t count, ScalarType dtype) const { return at::for_blob(data, {count}).options(at::TensorOptions().dtype(dtype).device(device_)).target_device(device_).make_tensor(); }
+  [[nodiscard]] Tensor tensor(void* data, std::int64_t count, ScalarType dtype) const {
+    return at::for_blob(data, {count})
+        .options(at::TensorOptions().dtype(dtype).device(device_))
+        .target_device(device_)
+        .make_tensor();
+  }
 
   /// Sends everything that kernels read of the event in one copy; returns where the kept slots of every row will lie.
   KeepSet upload(Event& event, const Needs& needs, bool dry) {
@@ -190,32 +216,47 @@ class CudaAccelerator final : public Accelerator {
     ScalarType query_dtype = kFloat32;
     for (const RowGroup& group : table.groups) {
       const QueryView& q = group.queries;
-      queries.push_back({.data = q.data, .token_stride = q.token_stride, .head_stride = q.head_stride, .positions = q.positions, .ring = q.ring, .begin = q.begin, .count = q.count});
+      queries.push_back({.data = q.data,
+                         .token_stride = q.token_stride,
+                         .head_stride = q.head_stride,
+                         .positions = q.positions,
+                         .ring = q.ring,
+                         .begin = q.begin,
+                         .count = q.count});
       if (q.data != nullptr) query_dtype = q.dtype;
       next.push_back(group.next_position);
       auto [at, fresh] = runs_of.try_emplace(group.sequence, runs.size(), 0);
       if (fresh) {
         for (const std::int32_t position : group.newest) {
-          if (runs.size() > at->second.first && runs.back().position + runs.back().count == position) ++runs.back().count;
-          else runs.push_back({position, 1});
+          if (runs.size() > at->second.first && runs.back().position + runs.back().count == position)
+            ++runs.back().count;
+          else
+            runs.push_back({position, 1});
         }
         at->second.second = runs.size() - at->second.first;
       }
-      newest.push_back({.runs = nullptr, .count = static_cast<std::int32_t>(at->second.second), .slots = static_cast<std::int32_t>(group.newest.size())});
+      newest.push_back({.runs = nullptr,
+                        .count = static_cast<std::int32_t>(at->second.second),
+                        .slots = static_cast<std::int32_t>(group.newest.size())});
     }
     for (const Row& row : table.rows)
       for (const bool value : {false, true}) {
-        const bool reads = value ? needs.values : needs.keys, f8 = (value ? table.value_dtype : table.key_dtype) == c10::ScalarType::Float8_e4m3fn;
-        KVKEEP_REQUIRE_AS(Unsupported, !reads || !f8 || (value ? row.value_scales : row.key_scales).width == 4, "decide: ", value ? "values" : "keys", " of layer ", row.layer,
-                             " are f8 e4m3 without f32 scales; allowed with one f32 scale a slot");
+        const bool reads = value ? needs.values : needs.keys,
+                   f8 = (value ? table.value_dtype : table.key_dtype) == c10::ScalarType::Float8_e4m3fn;
+        KVKEEP_REQUIRE_AS(Unsupported, !reads || !f8 || (value ? row.value_scales : row.key_scales).width == 4,
+                          "decide: ", value ? "values" : "keys", " of layer ", row.layer,
+                          " are f8 e4m3 without f32 scales; allowed with one f32 scale a slot");
       }
 
     event_table_.clear();
     std::map<const std::int32_t*, std::int64_t> pages;  // by where they lie on the host
     for (const Row& row : table.rows)
-      if (row.keys.pages != nullptr && !pages.contains(row.keys.pages)) pages[row.keys.pages] = event_table_.add(row.keys.pages, static_cast<std::size_t>(page_count(table, row)));
-    const std::int64_t rows_at = event_table_.add(table.rows), limits_at = event_table_.add(event.limits.rows), queries_at = event_table_.add(queries), next_at = event_table_.add(next),
-                       runs_at = event_table_.add(runs), newest_at = event_table_.add(newest), indptr_at = event_table_.add(keep.indptr);
+      if (row.keys.pages != nullptr && !pages.contains(row.keys.pages))
+        pages[row.keys.pages] = event_table_.add(row.keys.pages, static_cast<std::size_t>(page_count(table, row)));
+    const std::int64_t rows_at = event_table_.add(table.rows), limits_at = event_table_.add(event.limits.rows),
+                       queries_at = event_table_.add(queries), next_at = event_table_.add(next),
+                       runs_at = event_table_.add(runs), newest_at = event_table_.add(newest),
+                       indptr_at = event_table_.add(keep.indptr);
     if (!dry) event_table_.place();
     for (std::size_t r = 0; r < table.rows.size(); ++r) {
       Row& row = event_table_.here<Row>(rows_at)[r];
@@ -224,7 +265,8 @@ class CudaAccelerator final : public Accelerator {
     }
     for (std::size_t g = 0; g < newest.size(); ++g) {
       const std::size_t first = runs_of.at(table.groups[g].sequence).first;
-      event_table_.here<NewestPositions>(newest_at)[g].runs = event_table_.there<PositionRun>(runs_at + static_cast<std::int64_t>(first * sizeof(PositionRun)));
+      event_table_.here<NewestPositions>(newest_at)[g].runs =
+          event_table_.there<PositionRun>(runs_at + static_cast<std::int64_t>(first * sizeof(PositionRun)));
     }
     if (!dry) {
       event_table_.upload(staging_, event.stream);
@@ -246,7 +288,8 @@ class CudaAccelerator final : public Accelerator {
     event.indptr = event_table_.there<std::int64_t>(indptr_at);
     event.next_positions = event_table_.there<std::int32_t>(next_at);
     event.newest_positions = event_table_.there<NewestPositions>(newest_at);
-    if (!spec.rope.inv_freq.empty()) event.inv_freq = event.constant<double>(&spec.rope, [&] { return spec.rope.inv_freq; });
+    if (!spec.rope.inv_freq.empty())
+      event.inv_freq = event.constant<double>(&spec.rope, [&] { return spec.rope.inv_freq; });
     return keep;
   }
 
@@ -276,9 +319,11 @@ std::shared_ptr<Accelerator> make_accelerator(Device device) { return std::make_
 
 std::shared_ptr<Accelerator> accelerator(int index) {
   require_device(index);
-  // LibTorch's CUDA half takes half a second to load, and linking it is left to programs that need it from their first moment. It must be there before it is first asked for.
+  // LibTorch's CUDA half takes half a second to load, and linking it is left to programs that need it from their first
+  // moment. It must be there before it is first asked for.
   const bool loaded = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL) != nullptr;
-  KVKEEP_REQUIRE_AS(DeviceError, at::globalContext().hasCUDA(), "accelerator: this LibTorch has no CUDA", loaded ? "" : " (libtorch_cuda was not found)", "; allowed one that was built with it");
+  KVKEEP_REQUIRE_AS(DeviceError, at::globalContext().hasCUDA(), "accelerator: this LibTorch has no CUDA",
+                    loaded ? "" : " (libtorch_cuda was not found)", "; allowed one that was built with it");
   at::globalContext().lazyInitDevice(c10::kCUDA);
   return make_accelerator(Device(c10::kCUDA, static_cast<c10::DeviceIndex>(index)));
 }

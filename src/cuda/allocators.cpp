@@ -14,12 +14,19 @@ namespace {
 
 float* allot_flat(Event& event, const Allocator&, const Seen&, const float* scores, std::int32_t* slots) {
   const Padding padding = event.limits.variant == Variant::official ? event.limits.padding : Padding{};
-  event.launch(launch_select, {.rows = event.arguments.rows, .limits = event.arguments.limits, .count = event.arguments.count, .longest = event.arguments.longest, .padding = padding, .scores = scores,
-                               .indptr = event.indptr, .slots = slots});
+  event.launch(launch_select, {.rows = event.arguments.rows,
+                               .limits = event.arguments.limits,
+                               .count = event.arguments.count,
+                               .longest = event.arguments.longest,
+                               .padding = padding,
+                               .scores = scores,
+                               .indptr = event.indptr,
+                               .slots = slots});
   return nullptr;
 }
 
-float* allot_mass_segmented(Event& event, const Allocator& allocator, const Seen& seen, const float* scores, std::int32_t* slots) {
+float* allot_mass_segmented(Event& event, const Allocator& allocator, const Seen& seen, const float* scores,
+                            std::int32_t* slots) {
   MassSegmentedArguments arguments;
   arguments.options = static_cast<const MassSegmented&>(allocator).options();
   arguments.variant = event.limits.variant;
@@ -37,7 +44,8 @@ float* allot_mass_segmented(Event& event, const Allocator& allocator, const Seen
   arguments.credit = arguments.options.credit ? event.flat() : nullptr;
   arguments.indptr = event.indptr;
   arguments.slots = slots;
-  arguments.workspace = event.take<std::byte>(static_cast<std::int64_t>(mass_segmented_workspace_bytes(arguments.options, arguments.count, arguments.longest, arguments.slots_in_all)));
+  arguments.workspace = event.take<std::byte>(static_cast<std::int64_t>(
+      mass_segmented_workspace_bytes(arguments.options, arguments.count, arguments.longest, arguments.slots_in_all)));
   event.launch(launch_mass_segmented, arguments);
   return arguments.credit;
 }
@@ -66,7 +74,9 @@ float* allot_critical(Event& event, const Allocator& allocator, const Seen&, con
   const Tensor& any = given[static_cast<std::size_t>(event.evidence.table.groups.front().layer)];
   for (const RowGroup& group : event.evidence.table.groups) {
     const Tensor& w = given[static_cast<std::size_t>(group.layer)];
-    KVKEEP_REQUIRE(w.scalar_type() == any.scalar_type() && w.size(0) == any.size(0), "critical: output projections differ in dtype or hidden size between layers; allowed one of each on a device");
+    KVKEEP_REQUIRE(
+        w.scalar_type() == any.scalar_type() && w.size(0) == any.size(0),
+        "critical: output projections differ in dtype or hidden size between layers; allowed one of each on a device");
   }
   CriticalArguments arguments;
   arguments.evidence = event.arguments;
@@ -93,10 +103,8 @@ float* allot_critical(Event& event, const Allocator& allocator, const Seen&, con
 
 Allot allot_of(std::string_view allocator) {
   static constexpr std::pair<std::string_view, Allot> kAll[] = {
-      {"chunks", allot_chunks},
-      {"critical", allot_critical},
-      {"flat", allot_flat},
-      {"mass_segmented", allot_mass_segmented},
+      {"chunks", allot_chunks}, {"critical", allot_critical},
+      {"flat", allot_flat},     {"mass_segmented", allot_mass_segmented},
       {"pyramid", allot_flat},
   };
   for (const auto& [name, allot] : kAll)

@@ -18,13 +18,16 @@ class DevicePool {
 
   [[nodiscard]] Device device() const { return device_; }
 
-  /// The stream that is current on the device, for work that is about to be launched. It is remembered: it may use any memory of this pool.
+  /// The stream that is current on the device, for work that is about to be launched. It is remembered: it may use any
+  /// memory of this pool.
   [[nodiscard]] Stream stream();
 
-  /// True once work was launched on a stream that was being captured: a graph knows addresses then, and may run again at any time.
+  /// True once work was launched on a stream that was being captured: a graph knows addresses then, and may run again
+  /// at any time.
   [[nodiscard]] bool captured() const { return captured_; }
 
-  /// At least 64 bytes. LibTorch's allocator hands freed memory out again only after every stream that was remembered has done what it was given until then.
+  /// At least 64 bytes. LibTorch's allocator hands freed memory out again only after every stream that was remembered
+  /// has done what it was given until then.
   [[nodiscard]] DeviceMemory allocate(std::int64_t bytes) const;
 
   /// Takes memory that was replaced: frees it, or keeps it as long as this pool lives where a graph may use it.

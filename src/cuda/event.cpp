@@ -8,11 +8,17 @@ namespace kvkeep::cuda {
 
 Element element_of(const char* what, ScalarType dtype) {
   switch (dtype) {
-    case kFloat32: return Element::f32;
-    case kFloat16: return Element::f16;
-    case kBFloat16: return Element::bf16;
-    case c10::ScalarType::Float8_e4m3fn: return Element::fp8_e4m3;
-    default: refuse<Unsupported>("decide: ", what, " are ", c10::toString(dtype), "; allowed f32, f16, bf16 and, for keys with f32 scales, f8 e4m3");
+    case kFloat32:
+      return Element::f32;
+    case kFloat16:
+      return Element::f16;
+    case kBFloat16:
+      return Element::bf16;
+    case c10::ScalarType::Float8_e4m3fn:
+      return Element::fp8_e4m3;
+    default:
+      refuse<Unsupported>("decide: ", what, " are ", c10::toString(dtype),
+                          "; allowed f32, f16, bf16 and, for keys with f32 scales, f8 e4m3");
   }
 }
 
@@ -57,13 +63,18 @@ std::byte* EventMemory::take(std::int64_t bytes) {
 }
 
 void EventMemory::use(Tensor memory) {
-  KVKEEP_REQUIRE(memory.defined() && memory.device() == pool_.device() && memory.is_contiguous() && memory.scalar_type() == c10::kByte, "workspace: allowed a contiguous u8 tensor on ", pool_.device().str());
-  KVKEEP_REQUIRE(reinterpret_cast<std::uintptr_t>(memory.data_ptr()) % 256 == 0, "workspace: it begins inside a line of 256 bytes; allowed at the beginning of one");
+  KVKEEP_REQUIRE(memory.defined() && memory.device() == pool_.device() && memory.is_contiguous() &&
+                     memory.scalar_type() == c10::kByte,
+                 "workspace: allowed a contiguous u8 tensor on ", pool_.device().str());
+  KVKEEP_REQUIRE(reinterpret_cast<std::uintptr_t>(memory.data_ptr()) % 256 == 0,
+                 "workspace: it begins inside a line of 256 bytes; allowed at the beginning of one");
   retire_all();
   given_ = memory.numel();
   void* const data = memory.data_ptr();
   auto held = std::make_unique<Tensor>(std::move(memory));
-  blocks_.push_back({.memory = {data, held.release(), [](void* tensor) { delete static_cast<Tensor*>(tensor); }, pool_.device()}, .bytes = given_});
+  blocks_.push_back(
+      {.memory = {data, held.release(), [](void* tensor) { delete static_cast<Tensor*>(tensor); }, pool_.device()},
+       .bytes = given_});
 }
 
 void Table::place() {
@@ -85,8 +96,9 @@ void require_even_heads(const Event& event, std::string_view name, const char* o
   const RowTable& table = event.evidence.table;
   for (const RowGroup& group : table.groups)
     for (const Row& row : table.rows_of(group, event.evidence.spec.kv_heads))
-      KVKEEP_REQUIRE_AS(Unsupported, row.length == table.rows[static_cast<std::size_t>(group.first_row)].length, name, ": heads of layer ", row.layer,
-                           " hold different numbers of slots; allowed rows of one length, or heads \"", otherwise, "\"");
+      KVKEEP_REQUIRE_AS(Unsupported, row.length == table.rows[static_cast<std::size_t>(group.first_row)].length, name,
+                        ": heads of layer ", row.layer,
+                        " hold different numbers of slots; allowed rows of one length, or heads \"", otherwise, "\"");
 }
 
 PrepareArguments Event::prepare_arguments() const {
@@ -99,7 +111,8 @@ PrepareArguments Event::prepare_arguments() const {
 DeviceWindow Event::ask(std::int32_t window, bool official) {
   const auto groups = static_cast<std::int64_t>(evidence.table.groups.size());
   const RopeSpec& rope = evidence.spec.rope;
-  DeviceWindow asked{window, official, take<RowWindow>(arguments.count), take<float>(groups * evidence.spec.query_heads * window * evidence.spec.key_dim)};
+  DeviceWindow asked{window, official, take<RowWindow>(arguments.count),
+                     take<float>(groups * evidence.spec.query_heads * window * evidence.spec.key_dim)};
   PrepareArguments prepare = prepare_arguments();
   prepare.window = window;
   prepare.official = official;

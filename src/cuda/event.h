@@ -65,7 +65,8 @@ class Table {
   std::int64_t add(const std::vector<T>& values) {
     return add(values.data(), values.size());
   }
-  /// Takes memory for everything that was added, once no more comes. Addresses on the device are known from here on, null before.
+  /// Takes memory for everything that was added, once no more comes. Addresses on the device are known from here on,
+  /// null before.
   void place();
   template <class T>
   [[nodiscard]] T* there(std::int64_t at) const {
@@ -75,7 +76,8 @@ class Table {
   [[nodiscard]] T* here(std::int64_t at) {
     return reinterpret_cast<T*>(image_.data() + at);
   }
-  /// Copies all of it, or nothing where the device holds it already. What it holds is not known once something was captured: a replay writes the table that it was captured with.
+  /// Copies all of it, or nothing where the device holds it already. What it holds is not known once something was
+  /// captured: a replay writes the table that it was captured with.
   void upload(Staging& staging, Stream stream);
 
  private:
@@ -104,17 +106,18 @@ struct Seen {
 class Event {
  public:
   /// `dry`: nothing is launched, and memory is counted only.
-  Event(const Evidence& given, const Limits& limits_given, EventMemory& memory, Stream on, bool dry) : evidence(given), limits(limits_given), stream(on), workspace_(memory), dry_(dry) {}
+  Event(const Evidence& given, const Limits& limits_given, EventMemory& memory, Stream on, bool dry)
+      : evidence(given), limits(limits_given), stream(on), workspace_(memory), dry_(dry) {}
 
   const Evidence& evidence;
   const Limits& limits;
   Stream stream;
-  EvidenceArguments arguments;                    ///< rows, limits and queries on the device
-  const std::int64_t* indptr = nullptr;           ///< i64 [rows + 1] where each row's kept slots go
-  const std::int32_t* next_positions = nullptr;   ///< i32 [groups]
-  const double* inv_freq = nullptr;               ///< f64 [pairs]
+  EvidenceArguments arguments;                        ///< rows, limits and queries on the device
+  const std::int64_t* indptr = nullptr;               ///< i64 [rows + 1] where each row's kept slots go
+  const std::int32_t* next_positions = nullptr;       ///< i32 [groups]
+  const double* inv_freq = nullptr;                   ///< f64 [pairs]
   const NewestPositions* newest_positions = nullptr;  ///< [groups] null once they stand in the columns
-  std::int64_t kept = 0;                          ///< slots that stay, of all rows
+  std::int64_t kept = 0;                              ///< slots that stay, of all rows
 
   template <class T>
   [[nodiscard]] T* take(std::int64_t count) const {
@@ -128,14 +131,16 @@ class Event {
     if (!dry_) launcher(with, stream);
   }
 
-  /// The newest `window` queries, turned, and the window of every row; positions stand in the columns afterwards. One launch.
+  /// The newest `window` queries, turned, and the window of every row; positions stand in the columns afterwards. One
+  /// launch.
   [[nodiscard]] DeviceWindow ask(std::int32_t window, bool official);
   /// Positions stand in the columns afterwards. One launch, or none.
   void settle_positions();
   /// Reductions of the window; null: not asked for. Two launches.
   void attend(const DeviceWindow& window, float* usage, float* newest, float* sum = nullptr) const;
   /// f32 [slots]. Two launches.
-  [[nodiscard]] float* attend_history(const DeviceWindow& window, HistoryOptions options, const std::int32_t* first = nullptr) const;
+  [[nodiscard]] float* attend_history(const DeviceWindow& window, HistoryOptions options,
+                                      const std::int32_t* first = nullptr) const;
 
   /// Numbers that stay the same from event to event, by what they belong to: uploaded the first time.
   std::map<const void*, DeviceMemory>* constants = nullptr;
@@ -150,8 +155,10 @@ class Event {
     DeviceMemory memory = pool->allocate(static_cast<std::int64_t>(values.size() * sizeof(T)));
     const auto* there = static_cast<const T*>(memory.get());
     staging->upload(memory.get(), values.data(), values.size() * sizeof(T), stream);
-    if (is_capturing(stream)) pool->retire(std::move(memory));  // filled by a replay only
-    else constants->emplace(owner, std::move(memory));
+    if (is_capturing(stream))
+      pool->retire(std::move(memory));  // filled by a replay only
+    else
+      constants->emplace(owner, std::move(memory));
     return there;
   }
 
@@ -164,13 +171,15 @@ class Event {
 /// Throws Unsupported for a dtype that no kernel reads.
 [[nodiscard]] Element element_of(const char* what, ScalarType dtype);
 
-/// Throws Unsupported where the rows of a (layer, sequence) differ in length: `name` looks at all of them slot by slot, unless its heads are `otherwise`.
+/// Throws Unsupported where the rows of a (layer, sequence) differ in length: `name` looks at all of them slot by slot,
+/// unless its heads are `otherwise`.
 void require_even_heads(const Event& event, std::string_view name, const char* otherwise);
 
 /// Fills scores [slots] of every due row.
 using Score = float* (*)(Event& event, const Scorer& scorer, Seen& seen);
 /// Writes the kept slots of every row; returns the new credit, or null where there is none.
-using Allot = float* (*)(Event& event, const Allocator& allocator, const Seen& seen, const float* scores, std::int32_t* slots);
+using Allot = float* (*)(Event& event, const Allocator& allocator, const Seen& seen, const float* scores,
+                         std::int32_t* slots);
 
 /// Those that kernels exist for, by name; null: there are none.
 [[nodiscard]] Score score_of(std::string_view scorer);

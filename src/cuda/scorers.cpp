@@ -31,7 +31,9 @@ float* score_recency(Event& event, const Scorer&, Seen&) {
 }
 
 float* score_random(Event& event, const Scorer& scorer, Seen&) {
-  const RandomArguments arguments{.evidence = event.arguments, .seed = static_cast<const RandomScorer&>(scorer).options().seed, .scores = event.flat()};
+  const RandomArguments arguments{.evidence = event.arguments,
+                                  .seed = static_cast<const RandomScorer&>(scorer).options().seed,
+                                  .scores = event.flat()};
   event.launch(launch_random, arguments);
   return arguments.scores;
 }
@@ -39,9 +41,13 @@ float* score_random(Event& event, const Scorer& scorer, Seen&) {
 float* score_h2o(Event& event, const Scorer& scorer, Seen&) {
   // Only queries that came after the last event count, so that a window need not be longer than their number.
   std::int32_t fresh = 1;
-  for (const RowGroup& group : event.evidence.table.groups) fresh = std::max(fresh, static_cast<std::int32_t>(group.newest.size()));
+  for (const RowGroup& group : event.evidence.table.groups)
+    fresh = std::max(fresh, static_cast<std::int32_t>(group.newest.size()));
   const std::int32_t window = std::min(static_cast<const H2O&>(scorer).options().window, fresh);
-  H2OArguments arguments{.evidence = event.arguments, .queries = event.ask(window, false).queries, .window = window, .scores = event.flat()};
+  H2OArguments arguments{.evidence = event.arguments,
+                         .queries = event.ask(window, false).queries,
+                         .window = window,
+                         .scores = event.flat()};
   arguments.workspace = event.take<std::byte>(h2o_workspace_bytes(arguments));
   event.launch(launch_h2o, arguments);
   return arguments.scores;
@@ -82,8 +88,15 @@ float* score_rpc(Event& event, const Scorer& scorer, Seen&) {
   const bool all_heads = options.heads == RpcOptions::Heads::all;
   if (all_heads) require_even_heads(event, scorer.name(), "group");
   const DeviceWindow window = event.ask(options.window, false);
-  RpcArguments arguments{.evidence = event.arguments, .windows = window.windows, .queries = window.queries, .window = options.window, .pool = options.pool,
-                         .official = options.style == RpcOptions::Style::official, .all_heads = all_heads, .slots = event.evidence.table.slots, .scores = event.flat()};
+  RpcArguments arguments{.evidence = event.arguments,
+                         .windows = window.windows,
+                         .queries = window.queries,
+                         .window = options.window,
+                         .pool = options.pool,
+                         .official = options.style == RpcOptions::Style::official,
+                         .all_heads = all_heads,
+                         .slots = event.evidence.table.slots,
+                         .scores = event.flat()};
   arguments.workspace = event.take<std::byte>(rpc_workspace_bytes(arguments));
   event.launch(launch_rpc, arguments);
   return arguments.scores;
@@ -92,9 +105,18 @@ float* score_rpc(Event& event, const Scorer& scorer, Seen&) {
 float* score_rkv(Event& event, const Scorer& scorer, Seen&) {
   const RkvOptions& options = static_cast<const Rkv&>(scorer).options();
   const DeviceWindow window = event.ask(options.window, false);
-  RkvArguments arguments{.evidence = event.arguments, .windows = window.windows, .queries = window.queries, .window = options.window, .pool = options.pool, .lambda = options.lambda,
-                         .similarity = options.similarity, .max_logit = options.group == GroupReduce::max_logit, .history_alone = options.redundancy == RkvOptions::Redundancy::history,
-                         .spares_first = options.no_similar == RkvOptions::NoSimilar::first, .slots = event.evidence.table.slots, .scores = event.flat()};
+  RkvArguments arguments{.evidence = event.arguments,
+                         .windows = window.windows,
+                         .queries = window.queries,
+                         .window = options.window,
+                         .pool = options.pool,
+                         .lambda = options.lambda,
+                         .similarity = options.similarity,
+                         .max_logit = options.group == GroupReduce::max_logit,
+                         .history_alone = options.redundancy == RkvOptions::Redundancy::history,
+                         .spares_first = options.no_similar == RkvOptions::NoSimilar::first,
+                         .slots = event.evidence.table.slots,
+                         .scores = event.flat()};
   arguments.workspace = event.take<std::byte>(rkv_workspace_bytes(arguments));
   event.launch(launch_rkv, arguments);
   return arguments.scores;
@@ -103,12 +125,16 @@ float* score_rkv(Event& event, const Scorer& scorer, Seen&) {
 float* score_tova(Event& event, const Scorer& scorer, Seen& seen) {
   const bool all_heads = static_cast<const Tova&>(scorer).options().heads == TovaOptions::Heads::all;
   if (all_heads) require_even_heads(event, scorer.name(), "group");
-  event.launch(launch_tova, {.evidence = event.arguments, .windows = seen.asked.windows, .all_heads = all_heads, .scores = seen.newest});
+  event.launch(
+      launch_tova,
+      {.evidence = event.arguments, .windows = seen.asked.windows, .all_heads = all_heads, .scores = seen.newest});
   return seen.newest;
 }
 
 float* score_keydiff(Event& event, const Scorer&, Seen&) {
-  KeyDiffArguments arguments{.evidence = event.arguments, .scores = event.flat(), .workspace = event.take<std::byte>(keydiff_workspace_bytes(event.arguments))};
+  KeyDiffArguments arguments{.evidence = event.arguments,
+                             .scores = event.flat(),
+                             .workspace = event.take<std::byte>(keydiff_workspace_bytes(event.arguments))};
   event.launch(launch_keydiff, arguments);
   return arguments.scores;
 }
@@ -125,13 +151,19 @@ float* score_snapkv(Event& event, const Scorer& scorer, Seen& seen) {
   const bool known = average && seen.usage != nullptr && seen.asked.window == options.window && !seen.asked.official;
   const DeviceWindow window = known ? seen.asked : event.ask(options.window, false);
   const float* attention = seen.usage;
-  if (!average) attention = event.attend_history(window, {.group = GroupReduce::max_logit});
+  if (!average)
+    attention = event.attend_history(window, {.group = GroupReduce::max_logit});
   else if (!known) {
     float* usage = event.flat();
     event.attend(window, usage, nullptr);
     attention = usage;
   }
-  SnapKVArguments arguments{.evidence = event.arguments, .windows = window.windows, .attention = attention, .pool = options.pool, .average = average, .scores = event.flat()};
+  SnapKVArguments arguments{.evidence = event.arguments,
+                            .windows = window.windows,
+                            .attention = attention,
+                            .pool = options.pool,
+                            .average = average,
+                            .scores = event.flat()};
   event.launch(launch_snapkv, arguments);
   return arguments.scores;
 }
@@ -147,13 +179,22 @@ float* score_triattention(Event& event, const Scorer& scorer, Seen&) {
     for (std::int32_t l = 0; l < spec.num_layers(); ++l)
       for (std::int32_t h = 0; h < heads; ++h) {
         const auto found = calibration.heads.find({l, h});
-        for (std::size_t f = 0; f < static_cast<std::size_t>(calibration.pairs()); ++f) put(found == calibration.heads.end() ? nullptr : &found->second, f);
+        for (std::size_t f = 0; f < static_cast<std::size_t>(calibration.pairs()); ++f)
+          put(found == calibration.heads.end() ? nullptr : &found->second, f);
       }
   };
-  TriAttentionArguments arguments{.evidence = event.arguments, .next_positions = event.next_positions, .inv_freq = event.inv_freq, .style = spec.rope.style,
-                                  .attention_scaling = spec.rope.attention_scaling, .offset_max = options.offset_max, .maximum = options.aggregate == TriAttentionOptions::Aggregate::max,
-                                  .normalize = options.normalize, .group_mean = options.group == TriAttentionOptions::Group::mean,
-                                  .sample = options.deviation == TriAttentionOptions::Deviation::sample, .slots = event.evidence.table.slots, .scores = event.flat()};
+  TriAttentionArguments arguments{.evidence = event.arguments,
+                                  .next_positions = event.next_positions,
+                                  .inv_freq = event.inv_freq,
+                                  .style = spec.rope.style,
+                                  .attention_scaling = spec.rope.attention_scaling,
+                                  .offset_max = options.offset_max,
+                                  .maximum = options.aggregate == TriAttentionOptions::Aggregate::max,
+                                  .normalize = options.normalize,
+                                  .group_mean = options.group == TriAttentionOptions::Group::mean,
+                                  .sample = options.deviation == TriAttentionOptions::Deviation::sample,
+                                  .slots = event.evidence.table.slots,
+                                  .scores = event.flat()};
   arguments.evidence.group = heads / spec.kv_heads;
   arguments.q_mean = event.constant<float>(&calibration, [&] {
     std::vector<float> all;
@@ -165,7 +206,9 @@ float* score_triattention(Event& event, const Scorer& scorer, Seen&) {
   });
   arguments.q_abs_mean = event.constant<float>(&calibration.heads, [&] {
     std::vector<float> all;
-    all_heads([&](const Calibration::Head* head, std::size_t f) { all.push_back(head == nullptr ? 0.0F : head->q_abs_mean[f]); });
+    all_heads([&](const Calibration::Head* head, std::size_t f) {
+      all.push_back(head == nullptr ? 0.0F : head->q_abs_mean[f]);
+    });
     return all;
   });
   arguments.workspace = event.take<std::byte>(triattention_workspace_bytes(arguments));
@@ -177,11 +220,16 @@ float* score_triattention(Event& event, const Scorer& scorer, Seen&) {
 
 Score score_of(std::string_view scorer) {
   static constexpr std::pair<std::string_view, Score> kAll[] = {
-      {"expected", score_expected}, {"h2o", score_h2o},
-      {"keydiff", score_keydiff},   {"knorm", score_knorm},
-      {"random", score_random},     {"recency", score_recency},
-      {"rkv", score_rkv},           {"rpc", score_rpc},
-      {"snapkv", score_snapkv},     {"tova", score_tova},
+      {"expected", score_expected},
+      {"h2o", score_h2o},
+      {"keydiff", score_keydiff},
+      {"knorm", score_knorm},
+      {"random", score_random},
+      {"recency", score_recency},
+      {"rkv", score_rkv},
+      {"rpc", score_rpc},
+      {"snapkv", score_snapkv},
+      {"tova", score_tova},
       {"triattention", score_triattention},
   };
   for (const auto& [name, score] : kAll)

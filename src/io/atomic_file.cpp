@@ -20,7 +20,8 @@ namespace fs = std::filesystem;
 
 }  // namespace
 
-// A signal handler may only read what was there before the signal: entries that are used again and never go, each published by one atomic store.
+// A signal handler may only read what was there before the signal: entries that are used again and never go, each
+// published by one atomic store.
 struct ListedFile {
   std::atomic<int> state{0};
   std::array<char, 4096> path{};
@@ -31,7 +32,8 @@ namespace {
 
 constexpr int kFree = 0, kTaken = 1, kListed = 2;  // taken: the path is not whole yet
 std::atomic<ListedFile*> first_listed{nullptr};
-static_assert(std::atomic<int>::is_always_lock_free && std::atomic<ListedFile*>::is_always_lock_free, "a signal handler reads them");
+static_assert(std::atomic<int>::is_always_lock_free && std::atomic<ListedFile*>::is_always_lock_free,
+              "a signal handler reads them");
 
 ListedFile& free_entry() {
   for (ListedFile* file = first_listed.load(); file != nullptr; file = file->next) {
@@ -86,12 +88,14 @@ fs::path folder_of(const fs::path& path) { return path.has_parent_path() ? path.
 
 AtomicFile::AtomicFile(const fs::path& path) : path_(through_links(path)) {
   static std::atomic<unsigned> count{0};
-  KVKEEP_REQUIRE(path_.has_filename(), "write file: '", path.string(), "' names no file; allowed a path that ends in a file name");
+  KVKEEP_REQUIRE(path_.has_filename(), "write file: '", path.string(),
+                 "' names no file; allowed a path that ends in a file name");
   std::error_code error;
   const fs::file_status there = fs::status(path_, error);
-  KVKEEP_REQUIRE(there.type() != fs::file_type::none, "write file: '", path.string(), "' cannot be looked at (", error.message(), "); allowed a file or a new name");
+  KVKEEP_REQUIRE(there.type() != fs::file_type::none, "write file: '", path.string(), "' cannot be looked at (",
+                 error.message(), "); allowed a file or a new name");
   KVKEEP_REQUIRE(!fs::exists(there) || fs::is_regular_file(there), "write file: '", path.string(),
-          "' is there and is not a regular file; allowed a file or a new name");
+                 "' is there and is not a regular file; allowed a file or a new name");
   constexpr std::size_t kMostOfName = 200;  // the rest of the 255 is for what is put around it
   const std::string name = path_.filename().string().substr(0, kMostOfName);
   do {  // a killed process may have left a file, and in a container the next one has its number
@@ -101,7 +105,8 @@ AtomicFile::AtomicFile(const fs::path& path) : path_(through_links(path)) {
     if (descriptor_ >= 0) return;
     unlist(listed_);
   } while (errno == EEXIST);
-  refuse("write file: cannot create '", path.string(), "' (", reason(), "); allowed a folder that is there and can be written to");
+  refuse("write file: cannot create '", path.string(), "' (", reason(),
+         "); allowed a folder that is there and can be written to");
 }
 
 AtomicFile::~AtomicFile() {
@@ -125,9 +130,10 @@ void AtomicFile::write(const void* data, std::size_t bytes) {
 }
 
 void AtomicFile::commit() {
-  KVKEEP_REQUIRE_AS(Error, ::fsync(descriptor_) == 0, "write file: syncing '", path_.string(), "' failed (", reason(), ")");
-  KVKEEP_REQUIRE_AS(Error, ::rename(temporary_.c_str(), path_.c_str()) == 0, "write file: putting '", path_.string(), "' in place failed (", reason(),
-                 ")");
+  KVKEEP_REQUIRE_AS(Error, ::fsync(descriptor_) == 0, "write file: syncing '", path_.string(), "' failed (", reason(),
+                    ")");
+  KVKEEP_REQUIRE_AS(Error, ::rename(temporary_.c_str(), path_.c_str()) == 0, "write file: putting '", path_.string(),
+                    "' in place failed (", reason(), ")");
   ::close(descriptor_);
   descriptor_ = -1;
   unlist(std::exchange(listed_, nullptr));

@@ -25,36 +25,46 @@ constexpr std::int64_t kMost = 1 << 16;  ///< layers, heads and components of a 
 constexpr const char* name_of(RopeStyle style) { return style == RopeStyle::half ? "half" : "interleaved"; }
 
 RopeStyle style_called(const std::string& name, const std::string& where) {
-  KVKEEP_REQUIRE(name == "half" || name == "interleaved", "read calibration: rope_style in ", where, " is \"", io::shortened(name), "\"; allowed half, interleaved");
+  KVKEEP_REQUIRE(name == "half" || name == "interleaved", "read calibration: rope_style in ", where, " is \"",
+                 io::shortened(name), "\"; allowed half, interleaved");
   return name == "half" ? RopeStyle::half : RopeStyle::interleaved;
 }
 
 void check_head_dim(std::int64_t dim, const std::string& where) {
-  KVKEEP_REQUIRE(dim >= 2 && dim <= kMost && dim % 2 == 0, "read calibration: head_dim in ", where, " is ", dim, "; allowed an even number from 2 to ", kMost);
+  KVKEEP_REQUIRE(dim >= 2 && dim <= kMost && dim % 2 == 0, "read calibration: head_dim in ", where, " is ", dim,
+                 "; allowed an even number from 2 to ", kMost);
 }
 
 void check_scaling(double scaling, const std::string& where) {
-  KVKEEP_REQUIRE(std::isfinite(scaling) && scaling > 0, "read calibration: attention_scaling in ", where, " is ", scaling, "; allowed a positive number");
+  KVKEEP_REQUIRE(std::isfinite(scaling) && scaling > 0, "read calibration: attention_scaling in ", where, " is ",
+                 scaling, "; allowed a positive number");
 }
 
-// ---- Safetensors ---------------------------------------------------------------------------------------------------------------------------
+// ---- Safetensors
+// ---------------------------------------------------------------------------------------------------------------------------
 
 Calibration from_safetensors(const io::SafetensorsFile& file) {
   const std::string& where = file.where();
   const auto& metadata = file.metadata();
   const auto parsed = [&](const char* key) {
     const auto found = metadata.find(key);
-    KVKEEP_REQUIRE(found != metadata.end(), "read calibration: metadata \"", key, "\" is missing in ", where, "; a calibration file needs it");
+    KVKEEP_REQUIRE(found != metadata.end(), "read calibration: metadata \"", key, "\" is missing in ", where,
+                   "; a calibration file needs it");
     return io::parse_json(found->second).value;
   };
-  KVKEEP_REQUIRE(metadata.contains("kvkeep_calibration"), "read calibration: metadata \"kvkeep_calibration\" is missing in ", where, ", so this is no calibration file");
-  KVKEEP_REQUIRE(metadata.at("kvkeep_calibration") == "1", "read calibration: ", where, " has format version ", io::shortened(metadata.at("kvkeep_calibration")), "; allowed 1");
+  KVKEEP_REQUIRE(metadata.contains("kvkeep_calibration"),
+                 "read calibration: metadata \"kvkeep_calibration\" is missing in ", where,
+                 ", so this is no calibration file");
+  KVKEEP_REQUIRE(metadata.at("kvkeep_calibration") == "1", "read calibration: ", where, " has format version ",
+                 io::shortened(metadata.at("kvkeep_calibration")), "; allowed 1");
   Calibration c;
   const json dim = parsed("head_dim");
-  KVKEEP_REQUIRE(dim.is_number_unsigned() && dim.get<std::uint64_t>() <= kMost, "read calibration: head_dim in ", where, " is not a number; allowed an even number from 2 to ", kMost);
+  KVKEEP_REQUIRE(dim.is_number_unsigned() && dim.get<std::uint64_t>() <= kMost, "read calibration: head_dim in ", where,
+                 " is not a number; allowed an even number from 2 to ", kMost);
   check_head_dim(dim.get<std::int64_t>(), where);
   c.head_dim = dim.get<std::int32_t>();
-  KVKEEP_REQUIRE(metadata.contains("rope_style"), "read calibration: metadata \"rope_style\" is missing in ", where, "; allowed half, interleaved");
+  KVKEEP_REQUIRE(metadata.contains("rope_style"), "read calibration: metadata \"rope_style\" is missing in ", where,
+                 "; allowed half, interleaved");
   c.rope_style = style_called(metadata.at("rope_style"), where);
   if (metadata.contains("model_name")) c.model_name = metadata.at("model_name");
   if (metadata.contains("attention_scaling")) {
@@ -64,29 +74,38 @@ Calibration from_safetensors(const io::SafetensorsFile& file) {
   }
   if (metadata.contains("inv_freq")) {
     const json frequencies = parsed("inv_freq");
-    KVKEEP_REQUIRE(frequencies.is_array() && std::all_of(frequencies.begin(), frequencies.end(), [](const json& f) { return f.is_number(); }) &&
-                static_cast<std::int64_t>(frequencies.size()) == c.pairs(),
-            "read calibration: inv_freq in ", where, " is not an array of head_dim / 2 = ", c.pairs(), " numbers");
+    KVKEEP_REQUIRE(
+        frequencies.is_array() &&
+            std::all_of(frequencies.begin(), frequencies.end(), [](const json& f) { return f.is_number(); }) &&
+            static_cast<std::int64_t>(frequencies.size()) == c.pairs(),
+        "read calibration: inv_freq in ", where, " is not an array of head_dim / 2 = ", c.pairs(), " numbers");
     c.inv_freq = frequencies.get<std::vector<double>>();
   }
   const auto tensor = [&](const char* name, std::int64_t dimensions) {
     const Tensor t = file.tensor(name);
-    KVKEEP_REQUIRE(t.scalar_type() == kFloat32 && t.dim() == dimensions && t.size(2) == c.pairs() && t.size(0) >= 1 && t.size(1) >= 1 && t.size(0) <= kMost && t.size(1) <= kMost,
-            "read calibration: tensor \"", name, "\" in ", where, " has dtype ", c10::toString(t.scalar_type()), " and ", t.dim(), " dimensions; allowed f32 [L, Hq, ", c.pairs(),
-            dimensions == 4 ? ", 2]" : "]");
+    KVKEEP_REQUIRE(t.scalar_type() == kFloat32 && t.dim() == dimensions && t.size(2) == c.pairs() && t.size(0) >= 1 &&
+                       t.size(1) >= 1 && t.size(0) <= kMost && t.size(1) <= kMost,
+                   "read calibration: tensor \"", name, "\" in ", where, " has dtype ", c10::toString(t.scalar_type()),
+                   " and ", t.dim(), " dimensions; allowed f32 [L, Hq, ", c.pairs(), dimensions == 4 ? ", 2]" : "]");
     return t;
   };
   const Tensor mean = tensor("q_mean", 4), modulus = tensor("q_abs_mean", 3);
-  KVKEEP_REQUIRE(mean.size(3) == 2 && mean.size(0) == modulus.size(0) && mean.size(1) == modulus.size(1), "read calibration: q_mean and q_abs_mean in ", where,
-          " do not fit each other; allowed [L, Hq, F, 2] and [L, Hq, F]");
+  KVKEEP_REQUIRE(mean.size(3) == 2 && mean.size(0) == modulus.size(0) && mean.size(1) == modulus.size(1),
+                 "read calibration: q_mean and q_abs_mean in ", where,
+                 " do not fit each other; allowed [L, Hq, F, 2] and [L, Hq, F]");
   const std::int64_t layers = mean.size(0), heads = mean.size(1), pairs = c.pairs();
   std::vector<std::int32_t> numbers;
   if (metadata.contains("layers")) {
     const json given = parsed("layers");
-    KVKEEP_REQUIRE(given.is_array() && static_cast<std::int64_t>(given.size()) == layers, "read calibration: metadata \"layers\" in ", where, " is not an array of ", layers, " layer numbers");
+    KVKEEP_REQUIRE(given.is_array() && static_cast<std::int64_t>(given.size()) == layers,
+                   "read calibration: metadata \"layers\" in ", where, " is not an array of ", layers,
+                   " layer numbers");
     for (const json& l : given) {
-      KVKEEP_REQUIRE(l.is_number_unsigned() && l.get<std::uint64_t>() < kMost, "read calibration: metadata \"layers\" in ", where, " names layer ", io::shown(l), "; allowed 0 to ", kMost - 1);
-      KVKEEP_REQUIRE(std::find(numbers.begin(), numbers.end(), l.get<std::int32_t>()) == numbers.end(), "read calibration: metadata \"layers\" in ", where, " names layer ", io::shown(l), " twice");
+      KVKEEP_REQUIRE(l.is_number_unsigned() && l.get<std::uint64_t>() < kMost,
+                     "read calibration: metadata \"layers\" in ", where, " names layer ", io::shown(l),
+                     "; allowed 0 to ", kMost - 1);
+      KVKEEP_REQUIRE(std::find(numbers.begin(), numbers.end(), l.get<std::int32_t>()) == numbers.end(),
+                     "read calibration: metadata \"layers\" in ", where, " names layer ", io::shown(l), " twice");
       numbers.push_back(l.get<std::int32_t>());
     }
   } else {
@@ -102,12 +121,15 @@ Calibration from_safetensors(const io::SafetensorsFile& file) {
   return c;
 }
 
-// ---- What the published tool writes --------------------------------------------------------------------------------------------------------
+// ---- What the published tool writes
+// --------------------------------------------------------------------------------------------------------
 
-const TorchArchive::Value& member(const TorchArchive::Value& dict, const char* key, TorchArchive::Kind kind, const std::string& subject, const char* allowed) {
+const TorchArchive::Value& member(const TorchArchive::Value& dict, const char* key, TorchArchive::Kind kind,
+                                  const std::string& subject, const char* allowed) {
   const TorchArchive::Value* found = TorchArchive::find(dict, key);
   KVKEEP_REQUIRE(found != nullptr, "read calibration: ", subject, " has no \"", key, "\"; allowed ", allowed);
-  KVKEEP_REQUIRE(found->kind == kind, "read calibration: \"", key, "\" of ", subject, " is of the wrong type; allowed ", allowed);
+  KVKEEP_REQUIRE(found->kind == kind, "read calibration: \"", key, "\" of ", subject, " is of the wrong type; allowed ",
+                 allowed);
   return *found;
 }
 
@@ -125,14 +147,16 @@ std::pair<std::int32_t, std::int32_t> place_of(const std::string& key, const std
       good = wrong == std::errc() && last == end;
     }
   }
-  KVKEEP_REQUIRE(good && layer >= 0 && head >= 0 && layer < kMost && head < kMost, "read calibration: stats of ", where, " has the key \"", io::shortened(key), "\"; allowed layer<number>_head<number>");
+  KVKEEP_REQUIRE(good && layer >= 0 && head >= 0 && layer < kMost && head < kMost, "read calibration: stats of ", where,
+                 " has the key \"", io::shortened(key), "\"; allowed layer<number>_head<number>");
   return {layer, head};
 }
 
 Calibration from_archive(const TorchArchive& archive, const std::string& where) {
   using Kind = TorchArchive::Kind;
   using Value = TorchArchive::Value;
-  KVKEEP_REQUIRE(archive.root().kind == Kind::dict, "read calibration: ", where, " holds no dict; allowed {\"metadata\": ..., \"stats\": ...}");
+  KVKEEP_REQUIRE(archive.root().kind == Kind::dict, "read calibration: ", where,
+                 " holds no dict; allowed {\"metadata\": ..., \"stats\": ...}");
   const Value& metadata = member(archive.root(), "metadata", Kind::dict, where, "a dict");
   const Value& stats = member(archive.root(), "stats", Kind::dict, where, "a dict");
   const std::string about = "the metadata of " + where;
@@ -141,48 +165,65 @@ Calibration from_archive(const TorchArchive& archive, const std::string& where) 
   check_head_dim(dim, where);
   c.head_dim = static_cast<std::int32_t>(dim);
   c.rope_style = style_called(member(metadata, "rope_style", Kind::string, about, "half, interleaved").text, where);
-  if (const Value* name = TorchArchive::find(metadata, "model_name"); name != nullptr && name->kind == Kind::string) c.model_name = name->text;
+  if (const Value* name = TorchArchive::find(metadata, "model_name"); name != nullptr && name->kind == Kind::string)
+    c.model_name = name->text;
   const auto number = [&](const Value& v, const char* field) {
-    KVKEEP_REQUIRE(v.kind == Kind::real || v.kind == Kind::integer, "read calibration: ", field, " in ", where, " is not a number");
+    KVKEEP_REQUIRE(v.kind == Kind::real || v.kind == Kind::integer, "read calibration: ", field, " in ", where,
+                   " is not a number");
     return v.kind == Kind::real ? v.real : static_cast<double>(v.integer);
   };
-  if (const Value* scaling = TorchArchive::find(metadata, "attention_scaling"); scaling != nullptr && scaling->kind != Kind::none) {
+  if (const Value* scaling = TorchArchive::find(metadata, "attention_scaling");
+      scaling != nullptr && scaling->kind != Kind::none) {
     c.attention_scaling = number(*scaling, "attention_scaling");
     check_scaling(c.attention_scaling, where);
   }
-  if (const Value* frequencies = TorchArchive::find(metadata, "inv_freq"); frequencies != nullptr && frequencies->kind != Kind::none) {
+  if (const Value* frequencies = TorchArchive::find(metadata, "inv_freq");
+      frequencies != nullptr && frequencies->kind != Kind::none) {
     if (frequencies->kind == Kind::list) {
-      KVKEEP_REQUIRE(static_cast<std::int64_t>(frequencies->items.size()) == c.pairs(), "read calibration: inv_freq in ", where, " has ", frequencies->items.size(), " numbers; allowed head_dim / 2 = ", c.pairs());
+      KVKEEP_REQUIRE(static_cast<std::int64_t>(frequencies->items.size()) == c.pairs(),
+                     "read calibration: inv_freq in ", where, " has ", frequencies->items.size(),
+                     " numbers; allowed head_dim / 2 = ", c.pairs());
       for (const Value* f : frequencies->items) c.inv_freq.push_back(number(*f, "inv_freq"));
     } else {
       c.inv_freq = archive.numbers(*frequencies, c.pairs(), "inv_freq");
     }
   }
   for (std::size_t i = 0; i < stats.items.size(); i += 2) {
-    KVKEEP_REQUIRE(stats.items[i]->kind == Kind::string, "read calibration: stats of ", where, " has a key that is no string; allowed layer<number>_head<number>");
+    KVKEEP_REQUIRE(stats.items[i]->kind == Kind::string, "read calibration: stats of ", where,
+                   " has a key that is no string; allowed layer<number>_head<number>");
     const std::string& key = stats.items[i]->text;
     Calibration::Head& head = c.heads[place_of(key, where)];
-    KVKEEP_REQUIRE(head.q_mean.empty(), "read calibration: stats of ", where, " has ", io::shortened(key), " twice; allowed once");
+    KVKEEP_REQUIRE(head.q_mean.empty(), "read calibration: stats of ", where, " has ", io::shortened(key),
+                   " twice; allowed once");
     const auto column = [&](const char* name) {
       const Value* tensor = TorchArchive::find(*stats.items[i + 1], name);
-      KVKEEP_REQUIRE(tensor != nullptr, "read calibration: ", key, " of ", where, " has no \"", name, "\"; allowed q_mean_real, q_mean_imag and q_abs_mean");
+      KVKEEP_REQUIRE(tensor != nullptr, "read calibration: ", key, " of ", where, " has no \"", name,
+                     "\"; allowed q_mean_real, q_mean_imag and q_abs_mean");
       return archive.numbers(*tensor, c.pairs(), key + "." + name);
     };
-    const std::vector<double> real = column("q_mean_real"), imaginary = column("q_mean_imag"), modulus = column("q_abs_mean");
+    const std::vector<double> real = column("q_mean_real"), imaginary = column("q_mean_imag"),
+                              modulus = column("q_abs_mean");
     for (std::size_t f = 0; f < real.size(); ++f) {
       head.q_mean.emplace_back(static_cast<float>(real[f]), static_cast<float>(imaginary[f]));
       head.q_abs_mean.push_back(static_cast<float>(modulus[f]));
     }
   }
-  KVKEEP_REQUIRE(!c.heads.empty(), "read calibration: stats of ", where, " is empty; allowed one entry per (layer, query head)");
-  if (const Value* sampled = TorchArchive::find(metadata, "sampled_heads"); sampled != nullptr && sampled->kind != Kind::none) {
-    KVKEEP_REQUIRE(sampled->kind == Kind::list, "read calibration: sampled_heads in ", where, " is not a list; allowed [[layer, head], ...]");
+  KVKEEP_REQUIRE(!c.heads.empty(), "read calibration: stats of ", where,
+                 " is empty; allowed one entry per (layer, query head)");
+  if (const Value* sampled = TorchArchive::find(metadata, "sampled_heads");
+      sampled != nullptr && sampled->kind != Kind::none) {
+    KVKEEP_REQUIRE(sampled->kind == Kind::list, "read calibration: sampled_heads in ", where,
+                   " is not a list; allowed [[layer, head], ...]");
     for (const Value* pair : sampled->items) {
-      KVKEEP_REQUIRE(pair->kind == Kind::list && pair->items.size() == 2 && pair->items[0]->kind == Kind::integer && pair->items[1]->kind == Kind::integer,
-              "read calibration: sampled_heads in ", where, " holds an entry that is no pair; allowed [layer, head]");
+      KVKEEP_REQUIRE(pair->kind == Kind::list && pair->items.size() == 2 && pair->items[0]->kind == Kind::integer &&
+                         pair->items[1]->kind == Kind::integer,
+                     "read calibration: sampled_heads in ", where,
+                     " holds an entry that is no pair; allowed [layer, head]");
       const std::int64_t layer = pair->items[0]->integer, head = pair->items[1]->integer;
-      KVKEEP_REQUIRE(layer >= 0 && head >= 0 && layer < kMost && head < kMost && c.heads.contains({static_cast<std::int32_t>(layer), static_cast<std::int32_t>(head)}),
-              "read calibration: sampled_heads in ", where, " names layer ", layer, ", head ", head, ", and stats does not have it");
+      KVKEEP_REQUIRE(layer >= 0 && head >= 0 && layer < kMost && head < kMost &&
+                         c.heads.contains({static_cast<std::int32_t>(layer), static_cast<std::int32_t>(head)}),
+                     "read calibration: sampled_heads in ", where, " names layer ", layer, ", head ", head,
+                     ", and stats does not have it");
     }
   }
   return c;
@@ -194,7 +235,8 @@ std::int32_t Calibration::query_heads(const std::vector<std::int32_t>& layers) c
   std::int32_t most = 0;
   for (const std::int32_t l : layers) {
     const auto behind = heads.lower_bound({l + 1, 0});
-    if (behind != heads.begin() && std::prev(behind)->first.first == l) most = std::max(most, std::prev(behind)->first.second + 1);
+    if (behind != heads.begin() && std::prev(behind)->first.first == l)
+      most = std::max(most, std::prev(behind)->first.second + 1);
   }
   return most;
 }
@@ -207,18 +249,23 @@ std::vector<std::string> Calibration::problems(const ModelSpec& spec) const {
     say("head_dim is ", head_dim, "; allowed an even number from 2");
     return found;
   }
-  if (head_dim != spec.key_dim) say("head_dim is ", head_dim, "; allowed the model's ", spec.key_dim);
+  if (head_dim != spec.key_dim)
+    say("head_dim is ", head_dim, "; allowed the model's ", spec.key_dim);
   else if (pairs() != static_cast<std::int64_t>(spec.rope.inv_freq.size()))
     say("F = head_dim / 2 is ", pairs(), "; allowed the model's number of rotary pairs, ", spec.rope.inv_freq.size());
-  if (rope_style != spec.rope.style) say("rope_style is ", name_of(rope_style), "; allowed the model's ", name_of(spec.rope.style));
+  if (rope_style != spec.rope.style)
+    say("rope_style is ", name_of(rope_style), "; allowed the model's ", name_of(spec.rope.style));
   const std::vector<std::int32_t> layers = spec.full_layers();
   const std::int32_t given = query_heads(layers), wanted = spec.query_heads > 0 ? spec.query_heads : given;
   if (given == 0) {
-    say("it holds none of the model's layers (", layers.empty() ? -1 : layers.front(), " to ", layers.empty() ? -1 : layers.back(), ")");
+    say("it holds none of the model's layers (", layers.empty() ? -1 : layers.front(), " to ",
+        layers.empty() ? -1 : layers.back(), ")");
     return found;
   }
-  if (given % spec.kv_heads != 0) say("it has ", given, " query heads; allowed a multiple of the model's ", spec.kv_heads, " KV heads");
-  else if (given != wanted) say("it has ", given, " query heads; allowed the model's ", wanted);
+  if (given % spec.kv_heads != 0)
+    say("it has ", given, " query heads; allowed a multiple of the model's ", spec.kv_heads, " KV heads");
+  else if (given != wanted)
+    say("it has ", given, " query heads; allowed the model's ", wanted);
   std::string missing, infinite;
   std::int64_t lacking = 0, bad = 0;
   for (const std::int32_t l : layers)
@@ -229,14 +276,22 @@ std::vector<std::string> Calibration::problems(const ModelSpec& spec) const {
         continue;
       }
       const Head& s = head->second;
-      const bool finite = std::all_of(s.q_mean.begin(), s.q_mean.end(), [](const auto& z) { return std::isfinite(z.real()) && std::isfinite(z.imag()); }) &&
-                          std::all_of(s.q_abs_mean.begin(), s.q_abs_mean.end(), [](float x) { return std::isfinite(x); });
+      const bool finite =
+          std::all_of(s.q_mean.begin(), s.q_mean.end(),
+                      [](const auto& z) { return std::isfinite(z.real()) && std::isfinite(z.imag()); }) &&
+          std::all_of(s.q_abs_mean.begin(), s.q_abs_mean.end(), [](float x) { return std::isfinite(x); });
       if (!finite && bad++ == 0) infinite = text("layer ", l, ", head ", h);
-      if (static_cast<std::int64_t>(s.q_mean.size()) != pairs() || static_cast<std::int64_t>(s.q_abs_mean.size()) != pairs())
-        say("layer ", l, ", head ", h, " has ", s.q_mean.size(), " means and ", s.q_abs_mean.size(), " moduli; allowed F = ", pairs());
+      if (static_cast<std::int64_t>(s.q_mean.size()) != pairs() ||
+          static_cast<std::int64_t>(s.q_abs_mean.size()) != pairs())
+        say("layer ", l, ", head ", h, " has ", s.q_mean.size(), " means and ", s.q_abs_mean.size(),
+            " moduli; allowed F = ", pairs());
     }
-  if (lacking > 0) say(missing, " is missing", lacking > 1 ? text(" (and ", lacking - 1, " more)") : "", "; allowed every query head of every layer that is cut");
-  if (bad > 0) say(infinite, bad > 1 ? text(" (and ", bad - 1, " more)") : "", " holds a number that is not finite; allowed finite numbers");
+  if (lacking > 0)
+    say(missing, " is missing", lacking > 1 ? text(" (and ", lacking - 1, " more)") : "",
+        "; allowed every query head of every layer that is cut");
+  if (bad > 0)
+    say(infinite, bad > 1 ? text(" (and ", bad - 1, " more)") : "",
+        " holds a number that is not finite; allowed finite numbers");
   if (!inv_freq.empty() && inv_freq.size() == spec.rope.inv_freq.size()) {
     for (std::size_t f = 0; f < inv_freq.size(); ++f) {
       const double own = spec.rope.inv_freq[f];
@@ -251,7 +306,8 @@ std::vector<std::string> Calibration::problems(const ModelSpec& spec) const {
 Calibration read_calibration(std::string_view bytes, const std::string& name) {
   constexpr std::size_t kLengthBytes = 8;
   if (bytes.starts_with("PK")) return from_archive(TorchArchive(bytes, name), name);
-  KVKEEP_REQUIRE(bytes.size() > kLengthBytes && bytes[kLengthBytes] == '{', "read calibration: ", name, " is neither a safetensors file nor a zip archive as torch.save writes; is it truncated or damaged?");
+  KVKEEP_REQUIRE(bytes.size() > kLengthBytes && bytes[kLengthBytes] == '{', "read calibration: ", name,
+                 " is neither a safetensors file nor a zip archive as torch.save writes; is it truncated or damaged?");
   return from_safetensors(io::SafetensorsFile::from_bytes(bytes, name));
 }
 
@@ -265,17 +321,21 @@ void save_calibration(const std::filesystem::path& file, const Calibration& c, C
   const std::vector<std::int32_t> numbers(layers.begin(), layers.end());
   const std::int32_t heads = c.query_heads(numbers);
   const std::int64_t pairs = c.pairs();
-  KVKEEP_REQUIRE(!numbers.empty(), "save calibration: there are no heads for ", file.string(), "; allowed one layer or more");
+  KVKEEP_REQUIRE(!numbers.empty(), "save calibration: there are no heads for ", file.string(),
+                 "; allowed one layer or more");
   for (const std::int32_t l : numbers)
     for (std::int32_t h = 0; h < heads; ++h) {
       const auto head = c.heads.find({l, h});
-      KVKEEP_REQUIRE(head != c.heads.end(), "save calibration: layer ", l, ", head ", h, " is missing; allowed every head of a layer");
-      KVKEEP_REQUIRE(static_cast<std::int64_t>(head->second.q_mean.size()) == pairs && static_cast<std::int64_t>(head->second.q_abs_mean.size()) == pairs, "save calibration: layer ", l, ", head ", h,
-              " does not hold head_dim / 2 = ", pairs, " numbers");
+      KVKEEP_REQUIRE(head != c.heads.end(), "save calibration: layer ", l, ", head ", h,
+                     " is missing; allowed every head of a layer");
+      KVKEEP_REQUIRE(static_cast<std::int64_t>(head->second.q_mean.size()) == pairs &&
+                         static_cast<std::int64_t>(head->second.q_abs_mean.size()) == pairs,
+                     "save calibration: layer ", l, ", head ", h, " does not hold head_dim / 2 = ", pairs, " numbers");
     }
   if (layout == CalibrationLayout::safetensors) {
     const auto count = static_cast<std::int64_t>(numbers.size());
-    const Tensor mean = at::empty({count, heads, pairs, 2}, at::TensorOptions(kFloat32)), modulus = at::empty({count, heads, pairs}, at::TensorOptions(kFloat32));
+    const Tensor mean = at::empty({count, heads, pairs, 2}, at::TensorOptions(kFloat32)),
+                 modulus = at::empty({count, heads, pairs}, at::TensorOptions(kFloat32));
     float *m = mean.mutable_data_ptr<float>(), *a = modulus.mutable_data_ptr<float>();
     for (const auto& [place, head] : c.heads) {
       for (const std::complex<float>& z : head.q_mean) {
@@ -284,8 +344,11 @@ void save_calibration(const std::filesystem::path& file, const Calibration& c, C
       }
       a = std::copy(head.q_abs_mean.begin(), head.q_abs_mean.end(), a);
     }
-    std::map<std::string, std::string> metadata{{"kvkeep_calibration", "1"}, {"head_dim", std::to_string(c.head_dim)}, {"rope_style", name_of(c.rope_style)},
-                                                {"attention_scaling", json(c.attention_scaling).dump()}, {"model_name", c.model_name}};
+    std::map<std::string, std::string> metadata{{"kvkeep_calibration", "1"},
+                                                {"head_dim", std::to_string(c.head_dim)},
+                                                {"rope_style", name_of(c.rope_style)},
+                                                {"attention_scaling", json(c.attention_scaling).dump()},
+                                                {"model_name", c.model_name}};
     if (!c.inv_freq.empty()) metadata["inv_freq"] = json(c.inv_freq).dump();
     if (numbers.back() + 1 != static_cast<std::int32_t>(numbers.size())) metadata["layers"] = json(numbers).dump();
     io::write_safetensors(file, {{"q_mean", mean}, {"q_abs_mean", modulus}}, metadata);

@@ -22,7 +22,9 @@ T load(const std::uint8_t* bytes) {
   return value;
 }
 
-float half(const std::uint8_t* bytes) { return static_cast<float>(c10::Half(load<std::uint16_t>(bytes), c10::Half::from_bits())); }
+float half(const std::uint8_t* bytes) {
+  return static_cast<float>(c10::Half(load<std::uint16_t>(bytes), c10::Half::from_bits()));
+}
 
 // Every block below is kBytes for kValues numbers. Products and sums are rounded to f32 one by one, in this order.
 
@@ -38,7 +40,9 @@ struct F16 {
 
 struct BF16 {
   static constexpr std::int32_t kValues = 1, kBytes = 2;
-  static void widen(const std::uint8_t* block, float* out) { *out = std::bit_cast<float>(std::uint32_t{load<std::uint16_t>(block)} << 16); }
+  static void widen(const std::uint8_t* block, float* out) {
+    *out = std::bit_cast<float>(std::uint32_t{load<std::uint16_t>(block)} << 16);
+  }
 };
 
 // f16 scale; 32 signed bytes.
@@ -84,7 +88,8 @@ struct Q5_0 {
     const std::uint8_t* halves = block + 6;
     for (unsigned i = 0; i < 16; ++i) {
       out[i] = scale * static_cast<float>(static_cast<int>((halves[i] & 15U) | ((fifth >> i & 1U) << 4)) - 16);
-      out[i + 16] = scale * static_cast<float>(static_cast<int>((halves[i] >> 4U) | ((fifth >> (i + 16) & 1U) << 4)) - 16);
+      out[i + 16] =
+          scale * static_cast<float>(static_cast<int>((halves[i] >> 4U) | ((fifth >> (i + 16) & 1U) << 4)) - 16);
     }
   }
 };
@@ -116,8 +121,8 @@ struct ScaleAndLeast {
   float scale, least;
 };
 
-// f16 scales of the scales and of the offsets; the twelve bytes; 8 sub-blocks of 32 values, two in 32 bytes: the low halves are those of
-// the even one.
+// f16 scales of the scales and of the offsets; the twelve bytes; 8 sub-blocks of 32 values, two in 32 bytes: the low
+// halves are those of the even one.
 struct Q4_K {
   static constexpr std::int32_t kValues = kLarge, kBytes = 4 + 12 + kLarge / 2;
   static void widen(const std::uint8_t* block, float* out) {
@@ -149,8 +154,8 @@ struct Q5_K {
   }
 };
 
-// Two halves of 128 values: 64 bytes of low halves, 32 bytes of pairs of bits above them; then 16 signed scales, one for 16 values, and
-// their f16 scale.
+// Two halves of 128 values: 64 bytes of low halves, 32 bytes of pairs of bits above them; then 16 signed scales, one
+// for 16 values, and their f16 scale.
 struct Q6_K {
   static constexpr std::int32_t kValues = kLarge, kBytes = kLarge / 2 + kLarge / 4 + kLarge / 16 + 2;
   static void widen(const std::uint8_t* block, float* out) {
@@ -163,7 +168,8 @@ struct Q6_K {
       const std::uint8_t* high = block + 128 + 32 * half_block + first;
       const int low_shift = 4 * (quarter / 2), high_shift = 2 * quarter;
       for (int i = 0; i < 16; ++i)
-        out[16 * s + i] = scale * static_cast<float>(((low[i] >> low_shift & 15) | (high[i] >> high_shift & 3) << 4) - 32);
+        out[16 * s + i] =
+            scale * static_cast<float>(((low[i] >> low_shift & 15) | (high[i] >> high_shift & 3) << 4) - 32);
     }
   }
 };
@@ -179,17 +185,18 @@ constexpr GgmlType readable(std::uint32_t number, std::string_view name) {
   return {number, name, Block::kValues, Block::kBytes, &widen_all<Block>};
 }
 
-constexpr std::array<GgmlType, 11> kReadable{readable<F32>(0, "F32"),    readable<F16>(1, "F16"),   readable<BF16>(30, "BF16"),
-                                             readable<Q4_0>(2, "Q4_0"),  readable<Q4_1>(3, "Q4_1"), readable<Q5_0>(6, "Q5_0"),
-                                             readable<Q5_1>(7, "Q5_1"),  readable<Q8_0>(8, "Q8_0"), readable<Q4_K>(12, "Q4_K"),
-                                             readable<Q5_K>(13, "Q5_K"), readable<Q6_K>(14, "Q6_K")};
+constexpr std::array<GgmlType, 11> kReadable{
+    readable<F32>(0, "F32"),    readable<F16>(1, "F16"),    readable<BF16>(30, "BF16"), readable<Q4_0>(2, "Q4_0"),
+    readable<Q4_1>(3, "Q4_1"),  readable<Q5_0>(6, "Q5_0"),  readable<Q5_1>(7, "Q5_1"),  readable<Q8_0>(8, "Q8_0"),
+    readable<Q4_K>(12, "Q4_K"), readable<Q5_K>(13, "Q5_K"), readable<Q6_K>(14, "Q6_K")};
 
 // By number. Source: ggml.h, `enum ggml_type`, with the names of types that it has given up.
 constexpr std::array<std::string_view, 42> kNames{
-    "F32",      "F16",    "Q4_0",  "Q4_1",       "Q4_2",       "Q4_3",       "Q5_0",   "Q5_1",    "Q8_0",  "Q8_1",     "Q2_K",
-    "Q3_K",     "Q4_K",   "Q5_K",  "Q6_K",       "Q8_K",       "IQ2_XXS",    "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL",   "IQ3_S",
-    "IQ2_S",    "IQ4_XS", "I8",    "I16",        "I32",        "I64",        "F64",    "IQ1_M",   "BF16",  "Q4_0_4_4", "Q4_0_4_8",
-    "Q4_0_8_8", "TQ1_0",  "TQ2_0", "IQ4_NL_4_4", "IQ4_NL_4_8", "IQ4_NL_8_8", "MXFP4",  "NVFP4",   "Q1_0"};
+    "F32",        "F16",        "Q4_0",       "Q4_1",  "Q4_2",     "Q4_3",     "Q5_0",     "Q5_1",    "Q8_0",
+    "Q8_1",       "Q2_K",       "Q3_K",       "Q4_K",  "Q5_K",     "Q6_K",     "Q8_K",     "IQ2_XXS", "IQ2_XS",
+    "IQ3_XXS",    "IQ1_S",      "IQ4_NL",     "IQ3_S", "IQ2_S",    "IQ4_XS",   "I8",       "I16",     "I32",
+    "I64",        "F64",        "IQ1_M",      "BF16",  "Q4_0_4_4", "Q4_0_4_8", "Q4_0_8_8", "TQ1_0",   "TQ2_0",
+    "IQ4_NL_4_4", "IQ4_NL_4_8", "IQ4_NL_8_8", "MXFP4", "NVFP4",    "Q1_0"};
 
 }  // namespace
 

@@ -13,8 +13,8 @@ struct GgmlType {
   std::string_view name;  ///< "Q4_1"
   std::int32_t values;    ///< of one block; 1: plain numbers
   std::int32_t bytes;     ///< of one block
-  /// Writes the values of `count` blocks, f32 [count * values]. The same bits as the Python package `gguf` gives, NaN but for its payload.
-  /// `blocks` needs no alignment.
+  /// Writes the values of `count` blocks, f32 [count * values]. The same bits as the Python package `gguf` gives, NaN
+  /// but for its payload. `blocks` needs no alignment.
   void (*widen)(const std::byte* blocks, std::int64_t count, float* out);
 };
 

@@ -26,10 +26,26 @@ constexpr std::uint32_t kMostAlignment = 1U << 31;
 constexpr std::string_view kAlignmentKey = "general.alignment";
 
 // Types of values by the numbers that stand in files.
-enum ValueType : std::uint32_t { u8, i8, u16, i16, u32, i32, f32, boolean, characters, list, u64, i64, f64, type_count };
+enum ValueType : std::uint32_t {
+  u8,
+  i8,
+  u16,
+  i16,
+  u32,
+  i32,
+  f32,
+  boolean,
+  characters,
+  list,
+  u64,
+  i64,
+  f64,
+  type_count
+};
 constexpr std::array<std::string_view, type_count> kTypeNames{"u8",   "i8",     "u16",   "i16", "u32", "i32", "f32",
                                                               "bool", "string", "array", "u64", "i64", "f64"};
-constexpr std::array<std::size_t, type_count> kItemBytes{1, 1, 2, 2, 4, 4, 4, 1, 8, 12, 8, 8, 8};  // of strings and arrays: the least
+constexpr std::array<std::size_t, type_count> kItemBytes{1, 1, 2,  2, 4, 4, 4,
+                                                         1, 8, 12, 8, 8, 8};  // of strings and arrays: the least
 constexpr std::string_view kReadableValues = "u8, i8, u16, i16, u32, i32, u64, i64, f32, f64, bool, string, array";
 
 constexpr std::uint32_t one_of(std::initializer_list<ValueType> types) {
@@ -59,10 +75,13 @@ auto as_integer(std::uint32_t type, const std::byte* item, auto&& read) {
   return read(load<std::int64_t>(item));
 }
 
-double as_float(std::uint32_t type, const std::byte* item) { return type == f32 ? double{load<float>(item)} : load<double>(item); }
+double as_float(std::uint32_t type, const std::byte* item) {
+  return type == f32 ? double{load<float>(item)} : load<double>(item);
+}
 
 std::string_view string_at(const std::byte* item) {
-  return {reinterpret_cast<const char*>(item) + sizeof(std::uint64_t), static_cast<std::size_t>(load<std::uint64_t>(item))};
+  return {reinterpret_cast<const char*>(item) + sizeof(std::uint64_t),
+          static_cast<std::size_t>(load<std::uint64_t>(item))};
 }
 
 // One sentence's beginning for everything that can be wrong with one tensor or one key.
@@ -73,7 +92,9 @@ std::string key_in(std::string_view key, const std::string& where) {
   return text(kOperation, ": key '", shortened(key), "' in ", where, " ");
 }
 
-std::uint64_t aligned(std::uint64_t offset, std::uint64_t alignment) { return (offset + alignment - 1) / alignment * alignment; }
+std::uint64_t aligned(std::uint64_t offset, std::uint64_t alignment) {
+  return (offset + alignment - 1) / alignment * alignment;
+}
 
 }  // namespace
 
@@ -87,8 +108,8 @@ struct GgufFile::Reader {
   [[nodiscard]] std::size_t left() const { return size - at; }
 
   const std::byte* take(std::uint64_t bytes, std::string_view subject) {
-    KVKEEP_REQUIRE(bytes <= left(), kOperation, ": ", subject, " of ", file.where_, " has ", bytes, " bytes from byte ", at,
-                   " on, but only ", left(), " follow; is the file truncated?");
+    KVKEEP_REQUIRE(bytes <= left(), kOperation, ": ", subject, " of ", file.where_, " has ", bytes, " bytes from byte ",
+                   at, " on, but only ", left(), " follow; is the file truncated?");
     const std::byte* begin = data + at;
     at += static_cast<std::size_t>(bytes);
     return begin;
@@ -104,8 +125,8 @@ struct GgufFile::Reader {
   // The number of things, `subject` in the plural, that take `least` bytes each or more.
   std::uint64_t count(std::size_t least, std::string_view subject) {
     const auto count = number<std::uint64_t>(subject);
-    KVKEEP_REQUIRE(count <= left() / least, kOperation, ": ", file.where_, " says that it has ", count, " ", subject, ", but only ", left(),
-                   " bytes follow; is the file truncated?");
+    KVKEEP_REQUIRE(count <= left() / least, kOperation, ": ", file.where_, " says that it has ", count, " ", subject,
+                   ", but only ", left(), " bytes follow; is the file truncated?");
     return count;
   }
 
@@ -116,22 +137,23 @@ struct GgufFile::Reader {
     file.version_ = number<std::uint32_t>("the version");
     KVKEEP_REQUIRE((file.version_ & 0xffffU) != 0 || file.version_ == 0, kOperation, ": ", file.where_,
                    " is big-endian; allowed little-endian files");
-    KVKEEP_REQUIRE(file.version_ == 2 || file.version_ == 3, kOperation, ": ", file.where_, " has version ", file.version_,
-                   "; allowed 2 and 3");
+    KVKEEP_REQUIRE(file.version_ == 2 || file.version_ == 3, kOperation, ": ", file.where_, " has version ",
+                   file.version_, "; allowed 2 and 3");
   }
 
   void value() {
     const std::string_view key = string("a key");
     const std::string subject = text("the value of '", shortened(key), "'");
     const auto known = [&](std::uint32_t type) {
-      KVKEEP_REQUIRE(type < type_count, key_in(key, file.where_), "has a value of type ", type, "; allowed 0 to ", type_count - 1, " (",
-                     kReadableValues, ")");
+      KVKEEP_REQUIRE(type < type_count, key_in(key, file.where_), "has a value of type ", type, "; allowed 0 to ",
+                     type_count - 1, " (", kReadableValues, ")");
       return type;
     };
     Value value{known(number<std::uint32_t>(subject)), false, 1, 0};
     if (value.type == list) {
       value = {known(number<std::uint32_t>(subject)), true, 0, 0};
-      KVKEEP_REQUIRE(value.type != list, key_in(key, file.where_), "has an array of arrays; allowed arrays of numbers or strings");
+      KVKEEP_REQUIRE(value.type != list, key_in(key, file.where_),
+                     "has an array of arrays; allowed arrays of numbers or strings");
       value.count = count(kItemBytes[value.type], text("items of '", shortened(key), "'"));
     }
     value.begin = at;
@@ -140,17 +162,19 @@ struct GgufFile::Reader {
     } else {
       const std::byte* items = take(value.count * kItemBytes[value.type], subject);
       const auto is_truth = [](std::byte item) { return std::to_integer<unsigned>(item) <= 1; };
-      KVKEEP_REQUIRE(value.type != boolean || std::all_of(items, items + value.count, is_truth), key_in(key, file.where_),
-                     "holds a bool that is neither 0 nor 1");
+      KVKEEP_REQUIRE(value.type != boolean || std::all_of(items, items + value.count, is_truth),
+                     key_in(key, file.where_), "holds a bool that is neither 0 nor 1");
     }
     KVKEEP_REQUIRE(file.values_.emplace(key, value).second, key_in(key, file.where_), "stands twice; allowed once");
   }
 
   void tensor() {
     const std::string_view name = string("a tensor's name");
-    const std::string subject = text("the description of '", shortened(name), "'"), complaint = tensor_in(name, file.where_);
+    const std::string subject = text("the description of '", shortened(name), "'"),
+                      complaint = tensor_in(name, file.where_);
     const auto dimensions = number<std::uint32_t>(subject);
-    KVKEEP_REQUIRE(dimensions <= kMostDimensions, complaint, "has ", dimensions, " dimensions; allowed at most ", kMostDimensions);
+    KVKEEP_REQUIRE(dimensions <= kMostDimensions, complaint, "has ", dimensions, " dimensions; allowed at most ",
+                   kMostDimensions);
     std::vector<std::int64_t> shape;
     std::uint64_t elements = 1;
     bool empty = false;
@@ -158,17 +182,18 @@ struct GgufFile::Reader {
       const auto extent = number<std::uint64_t>(subject);
       empty = empty || extent == 0;
       const std::uint64_t factor = std::max<std::uint64_t>(extent, 1);  // strides are made of the others
-      KVKEEP_REQUIRE(factor <= kMostElements / elements, complaint, "has a shape whose product overflows; allowed at most 2^62 numbers");
+      KVKEEP_REQUIRE(factor <= kMostElements / elements, complaint,
+                     "has a shape whose product overflows; allowed at most 2^62 numbers");
       elements *= factor;
       shape.insert(shape.begin(), static_cast<std::int64_t>(extent));
     }
     const auto number_of_type = number<std::uint32_t>(subject);
     const GgmlType* type = ggml_type(number_of_type);
-    KVKEEP_REQUIRE(type != nullptr, complaint, "has type ", number_of_type, " (", ggml_type_name(number_of_type), "); allowed ",
-                   kReadableGgmlTypes);
+    KVKEEP_REQUIRE(type != nullptr, complaint, "has type ", number_of_type, " (", ggml_type_name(number_of_type),
+                   "); allowed ", kReadableGgmlTypes);
     const std::int64_t row = shape.empty() ? 1 : shape.back();
-    KVKEEP_REQUIRE(row % type->values == 0, complaint, "has rows of ", row, " numbers; allowed multiples of ", type->values,
-                   ", the block of ", type->name);
+    KVKEEP_REQUIRE(row % type->values == 0, complaint, "has rows of ", row, " numbers; allowed multiples of ",
+                   type->values, ", the block of ", type->name);
     const auto blocks = static_cast<std::int64_t>(empty ? 0 : elements / static_cast<std::uint64_t>(type->values));
     std::optional<ScalarType> dtype;
     if (type->values == 1) dtype = type->name == "F32" ? kFloat32 : type->name == "F16" ? kFloat16 : kBFloat16;
@@ -181,8 +206,8 @@ struct GgufFile::Reader {
   std::uint64_t alignment() const {
     if (!file.has_key(kAlignmentKey)) return 32;
     const std::uint64_t alignment = file.whole_number(kAlignmentKey);
-    KVKEEP_REQUIRE(std::has_single_bit(alignment) && alignment <= kMostAlignment, key_in(kAlignmentKey, file.where_), "is ", alignment,
-                   "; allowed powers of two to 2^31");
+    KVKEEP_REQUIRE(std::has_single_bit(alignment) && alignment <= kMostAlignment, key_in(kAlignmentKey, file.where_),
+                   "is ", alignment, "; allowed powers of two to 2^31");
     return alignment;
   }
 
@@ -193,26 +218,31 @@ struct GgufFile::Reader {
     std::vector<std::pair<std::string_view, Entry*>> by_place;
     for (const std::string_view name : file.names_) by_place.emplace_back(name, &file.tensors_.at(name));
     std::stable_sort(by_place.begin(), by_place.end(), [](const auto& a, const auto& b) {
-      return a.second->begin != b.second->begin ? a.second->begin < b.second->begin : a.second->blocks < b.second->blocks;
+      return a.second->begin != b.second->begin ? a.second->begin < b.second->begin
+                                                : a.second->blocks < b.second->blocks;
     });
     std::uint64_t end = 0;  // of the one before
     for (auto& [name, entry] : by_place) {
       KVKEEP_REQUIRE(entry->begin % alignment == 0, tensor_in(name, file.where_), "begins at byte ", entry->begin,
                      " of the data; allowed multiples of ", alignment);
-      KVKEEP_REQUIRE(entry->begin == aligned(end, alignment), tensor_in(name, file.where_), "begins at byte ", entry->begin,
-                     " of the data where the one before it ends at ", end, "; allowed no overlap, and no hole beyond the padding to ",
-                     alignment);
-      const auto blocks = static_cast<std::uint64_t>(entry->blocks), block_bytes = static_cast<std::uint64_t>(entry->type->bytes);
+      KVKEEP_REQUIRE(entry->begin == aligned(end, alignment), tensor_in(name, file.where_), "begins at byte ",
+                     entry->begin, " of the data where the one before it ends at ", end,
+                     "; allowed no overlap, and no hole beyond the padding to ", alignment);
+      const auto blocks = static_cast<std::uint64_t>(entry->blocks),
+                 block_bytes = static_cast<std::uint64_t>(entry->type->bytes);
       const std::uint64_t room = entry->begin < data_bytes ? data_bytes - entry->begin : 0;
-      KVKEEP_REQUIRE(blocks <= room / block_bytes, tensor_in(name, file.where_), "has ", blocks, " blocks of ", block_bytes,
-                     " bytes from byte ", entry->begin, " of the data on, but only ", room, " follow; is the file truncated?");
+      KVKEEP_REQUIRE(blocks <= room / block_bytes, tensor_in(name, file.where_), "has ", blocks, " blocks of ",
+                     block_bytes, " bytes from byte ", entry->begin, " of the data on, but only ", room,
+                     " follow; is the file truncated?");
       end = entry->begin + blocks * block_bytes;
       entry->begin += static_cast<std::size_t>(data_begin);
     }
   }
 };
 
-GgufFile GgufFile::open(const std::filesystem::path& path) { return parse(FileBytes::mapped(path, kOperation), path.string()); }
+GgufFile GgufFile::open(const std::filesystem::path& path) {
+  return parse(FileBytes::mapped(path, kOperation), path.string());
+}
 
 GgufFile GgufFile::from_bytes(std::string_view bytes, std::string name) {
   auto copy = FileBytes::copied(bytes, name, kOperation);
@@ -240,14 +270,17 @@ std::vector<std::string_view> GgufFile::keys() const {
   return keys;
 }
 
-const GgufFile::Value& GgufFile::value(std::string_view key, bool array, std::uint32_t types, std::string_view allowed) const {
+const GgufFile::Value& GgufFile::value(std::string_view key, bool array, std::uint32_t types,
+                                       std::string_view allowed) const {
   const auto found = values_.find(key);
-  KVKEEP_REQUIRE(found != values_.end(), kOperation, ": ", where_, " has no key '", shortened(key), "'; it should be ", allowed);
+  KVKEEP_REQUIRE(found != values_.end(), kOperation, ": ", where_, " has no key '", shortened(key), "'; it should be ",
+                 allowed);
   const Value& value = found->second;
   // Nothing tells what an empty array is of: writers name any type.
   const bool fits = value.array == array && ((types >> value.type & 1U) != 0 || (array && value.count == 0));
   KVKEEP_REQUIRE(fits, key_in(key, where_), "is ",
-                 value.array ? text("an array of ", value.count, " x ", kTypeNames[value.type]) : text("of type ", kTypeNames[value.type]),
+                 value.array ? text("an array of ", value.count, " x ", kTypeNames[value.type])
+                             : text("of type ", kTypeNames[value.type]),
                  "; allowed ", allowed);
   return value;
 }
@@ -259,7 +292,8 @@ std::string_view GgufFile::string(std::string_view key) const {
 std::uint64_t GgufFile::whole_number(std::string_view key) const {
   const Value& found = value(key, false, kIntegers, "a whole number");
   return as_integer(found.type, bytes_->data() + found.begin, [&](auto number) {
-    KVKEEP_REQUIRE(number >= 0, key_in(key, where_), "is ", static_cast<std::int64_t>(number), "; allowed whole numbers from 0");
+    KVKEEP_REQUIRE(number >= 0, key_in(key, where_), "is ", static_cast<std::int64_t>(number),
+                   "; allowed whole numbers from 0");
     return static_cast<std::uint64_t>(number);
   });
 }
@@ -290,11 +324,12 @@ std::vector<std::int64_t> GgufFile::whole_numbers(std::string_view key) const {
   std::vector<std::int64_t> numbers;
   numbers.reserve(static_cast<std::size_t>(found.count));
   for (std::uint64_t i = 0; i < found.count; ++i) {
-    numbers.push_back(as_integer(found.type, bytes_->data() + found.begin + i * kItemBytes[found.type], [&](auto number) {
-      KVKEEP_REQUIRE(std::in_range<std::int64_t>(number), key_in(key, where_), "holds ", static_cast<std::uint64_t>(number),
-                     "; allowed whole numbers below 2^63");
-      return static_cast<std::int64_t>(number);
-    }));
+    numbers.push_back(
+        as_integer(found.type, bytes_->data() + found.begin + i * kItemBytes[found.type], [&](auto number) {
+          KVKEEP_REQUIRE(std::in_range<std::int64_t>(number), key_in(key, where_), "holds ",
+                         static_cast<std::uint64_t>(number), "; allowed whole numbers below 2^63");
+          return static_cast<std::int64_t>(number);
+        }));
   }
   return numbers;
 }
@@ -335,7 +370,8 @@ Tensor empty_tensor(const std::vector<std::int64_t>& shape, ScalarType dtype, co
   try {
     return at::empty(shape, at::TensorOptions(dtype));
   } catch (const c10::Error&) {
-    refuse<DeviceError>(subject, "needs more memory than there is as ", c10::toString(dtype), "; its shape is ", at::IntArrayRef(shape));
+    refuse<DeviceError>(subject, "needs more memory than there is as ", c10::toString(dtype), "; its shape is ",
+                        at::IntArrayRef(shape));
   }
 }
 
@@ -344,7 +380,8 @@ Tensor empty_tensor(const std::vector<std::int64_t>& shape, ScalarType dtype, co
 Tensor GgufFile::tensor(std::string_view name, ScalarType dtype) const {
   const Entry& found = entry(name);
   const GgmlType& type = *found.type;
-  KVKEEP_REQUIRE(is_scorable(dtype), tensor_in(name, where_), "is asked for as ", c10::toString(dtype), "; allowed f32, f16, bf16");
+  KVKEEP_REQUIRE(is_scorable(dtype), tensor_in(name, where_), "is asked for as ", c10::toString(dtype),
+                 "; allowed f32, f16, bf16");
   const Tensor out = empty_tensor(found.described.shape, dtype, tensor_in(name, where_));
   const std::byte* blocks = bytes_->data() + found.begin;
   constexpr std::int64_t kGrain = 1 << 16;  // numbers that are worth a thread

@@ -7,7 +7,8 @@
 
 namespace kvkeep::io {
 
-/// The bytes of a file or pipe, at most 1 GiB. Throws InvalidArgument, which begins with `operation`, where it cannot be read or is longer.
+/// The bytes of a file or pipe, at most 1 GiB. Throws InvalidArgument, which begins with `operation`, where it cannot
+/// be read or is longer.
 [[nodiscard]] std::string read_file(const std::filesystem::path& path, std::string_view operation);
 
 }  // namespace kvkeep::io

@@ -21,9 +21,9 @@ struct Opened {
   /// Not blocking: a pipe without a writer would be waited for, and is refused.
   Opened(const std::filesystem::path& path, std::string_view operation)
       : descriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {
-    KVKEEP_REQUIRE(descriptor >= 0, operation, ": cannot open ", path.string(), " (", std::system_category().message(errno),
-                   "); allowed a file that can be read");
-    struct stat status {};
+    KVKEEP_REQUIRE(descriptor >= 0, operation, ": cannot open ", path.string(), " (",
+                   std::system_category().message(errno), "); allowed a file that can be read");
+    struct stat status{};
     const bool regular = ::fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode);
     if (!regular) ::close(descriptor);
     KVKEEP_REQUIRE(regular, operation, ": ", path.string(), " is not a regular file");
@@ -64,14 +64,16 @@ std::shared_ptr<const FileBytes> FileBytes::copied(const std::filesystem::path& 
     constexpr std::size_t kMost = std::size_t{1} << 30;  // Linux reads at most 2 GiB at once
     const ssize_t more = ::read(file.descriptor, bytes->owned_.get() + done, std::min(kMost, bytes->size_ - done));
     if (more < 0 && errno == EINTR) continue;
-    KVKEEP_REQUIRE(more >= 0, operation, ": reading ", path.string(), " failed (", std::system_category().message(errno), ")");
+    KVKEEP_REQUIRE(more >= 0, operation, ": reading ", path.string(), " failed (",
+                   std::system_category().message(errno), ")");
     KVKEEP_REQUIRE(more > 0, operation, ": ", path.string(), " was cut to ", done, " bytes while it was read");
     done += static_cast<std::size_t>(more);
   }
   return bytes;
 }
 
-std::shared_ptr<const FileBytes> FileBytes::copied(std::string_view source, const std::string& name, std::string_view operation) {
+std::shared_ptr<const FileBytes> FileBytes::copied(std::string_view source, const std::string& name,
+                                                   std::string_view operation) {
   const std::shared_ptr<FileBytes> bytes = room_for(source.size(), name, operation);
   if (!source.empty()) std::memcpy(bytes->owned_.get(), source.data(), source.size());
   return bytes;
@@ -81,7 +83,8 @@ std::shared_ptr<FileBytes> FileBytes::room_for(std::size_t size, const std::stri
   auto bytes = std::make_shared<FileBytes>();
   bytes->size_ = size;
   bytes->owned_.reset(new (std::nothrow) std::byte[size]);
-  KVKEEP_REQUIRE_AS(DeviceError, bytes->owned_ != nullptr, operation, ": there is no memory for the ", size, " bytes of ", name);
+  KVKEEP_REQUIRE_AS(DeviceError, bytes->owned_ != nullptr, operation, ": there is no memory for the ", size,
+                    " bytes of ", name);
   bytes->data_ = bytes->owned_.get();
   return bytes;
 }

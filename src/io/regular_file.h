@@ -9,19 +9,22 @@
 
 namespace kvkeep::io {
 
-/// Bytes that stay where they are while somebody holds them. Every sentence begins with `operation`, "read safetensors" for one.
+/// Bytes that stay where they are while somebody holds them. Every sentence begins with `operation`, "read safetensors"
+/// for one.
 class FileBytes {
  public:
   /// The file itself: who cuts it while it is mapped ends the process (SIGBUS).
-  /// Throws: InvalidArgument where it cannot be opened, is not a regular file (a pipe is refused at once) or cannot be mapped.
+  /// Throws: InvalidArgument where it cannot be opened, is not a regular file (a pipe is refused at once) or cannot be
+  /// mapped.
   static std::shared_ptr<const FileBytes> mapped(const std::filesystem::path& path, std::string_view operation);
 
-  /// What the file holds now. Throws: as mapped(); InvalidArgument where it is cut while it is read, DeviceError where there is no memory
-  /// for it.
+  /// What the file holds now. Throws: as mapped(); InvalidArgument where it is cut while it is read, DeviceError where
+  /// there is no memory for it.
   static std::shared_ptr<const FileBytes> copied(const std::filesystem::path& path, std::string_view operation);
 
   /// A copy of bytes in memory; `name` stands for the file. Throws: DeviceError where there is no memory for it.
-  static std::shared_ptr<const FileBytes> copied(std::string_view source, const std::string& name, std::string_view operation);
+  static std::shared_ptr<const FileBytes> copied(std::string_view source, const std::string& name,
+                                                 std::string_view operation);
 
   FileBytes() = default;
   ~FileBytes();

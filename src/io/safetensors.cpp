@@ -63,10 +63,12 @@ std::uint64_t little_endian_length(const std::byte* bytes) {
 }
 
 std::map<std::string, std::string> parse_metadata(const Json& metadata, const std::string& where) {
-  KVKEEP_REQUIRE(metadata.is_object(), "read safetensors: __metadata__ of ", where, " is not an object; allowed an object of strings");
+  KVKEEP_REQUIRE(metadata.is_object(), "read safetensors: __metadata__ of ", where,
+                 " is not an object; allowed an object of strings");
   std::map<std::string, std::string> strings;
   for (const auto& [key, value] : metadata.items()) {
-    KVKEEP_REQUIRE(value.is_string(), "read safetensors: __metadata__ '", shortened(key), "' of ", where, " is not a string; allowed strings only");
+    KVKEEP_REQUIRE(value.is_string(), "read safetensors: __metadata__ '", shortened(key), "' of ", where,
+                   " is not a string; allowed strings only");
     strings[key] = value.get<std::string>();
   }
   return strings;
@@ -82,18 +84,21 @@ std::vector<std::uint64_t> whole_numbers(const Json& list, const std::string& su
   std::vector<std::uint64_t> numbers;
   numbers.reserve(list.size());
   for (const Json& item : list) {
-    KVKEEP_REQUIRE(item.is_number_unsigned(), subject, "has ", shown(item), " in ", field, "; allowed whole numbers from 0");
+    KVKEEP_REQUIRE(item.is_number_unsigned(), subject, "has ", shown(item), " in ", field,
+                   "; allowed whole numbers from 0");
     numbers.push_back(item.get<std::uint64_t>());
   }
   return numbers;
 }
 
-std::uint64_t bytes_of_shape(const std::vector<std::uint64_t>& shape, std::uint64_t item_bytes, const std::string& subject) {
+std::uint64_t bytes_of_shape(const std::vector<std::uint64_t>& shape, std::uint64_t item_bytes,
+                             const std::string& subject) {
   constexpr std::uint64_t kMost = std::uint64_t{1} << 62;
   const bool empty = std::find(shape.begin(), shape.end(), 0U) != shape.end();
   std::uint64_t bytes = item_bytes;
   for (const std::uint64_t size : shape) {
-    KVKEEP_REQUIRE(size <= kMost, subject, "has a dimension of ", size, "; allowed sizes whose product fits 2^62 bytes");
+    KVKEEP_REQUIRE(size <= kMost, subject, "has a dimension of ", size,
+                   "; allowed sizes whose product fits 2^62 bytes");
     if (size == 0) continue;  // strides are made of the others
     KVKEEP_REQUIRE(bytes <= kMost / size, subject, "has a shape whose product overflows; allowed at most 2^62 bytes");
     bytes *= size;
@@ -103,9 +108,13 @@ std::uint64_t bytes_of_shape(const std::vector<std::uint64_t>& shape, std::uint6
 
 }  // namespace
 
-SafetensorsFile SafetensorsFile::open(const std::filesystem::path& path) { return parse(FileBytes::mapped(path, kOperation), path.string()); }
+SafetensorsFile SafetensorsFile::open(const std::filesystem::path& path) {
+  return parse(FileBytes::mapped(path, kOperation), path.string());
+}
 
-SafetensorsFile SafetensorsFile::read(const std::filesystem::path& path) { return parse(FileBytes::copied(path, kOperation), path.string()); }
+SafetensorsFile SafetensorsFile::read(const std::filesystem::path& path) {
+  return parse(FileBytes::copied(path, kOperation), path.string());
+}
 
 SafetensorsFile SafetensorsFile::from_bytes(std::string_view bytes, std::string name) {
   auto copy = FileBytes::copied(bytes, name, kOperation);
@@ -114,15 +123,15 @@ SafetensorsFile SafetensorsFile::from_bytes(std::string_view bytes, std::string 
 
 SafetensorsFile SafetensorsFile::parse(std::shared_ptr<const FileBytes> bytes, std::string where) {
   KVKEEP_REQUIRE(bytes->size() >= kLengthBytes, "read safetensors: ", where, " has ", bytes->size(),
-          " bytes; allowed 8 or more (the header's length comes first)");
+                 " bytes; allowed 8 or more (the header's length comes first)");
   const std::uint64_t header_bytes = little_endian_length(bytes->data());
-  KVKEEP_REQUIRE(header_bytes <= kLongestHeader, "read safetensors: ", where, " says its header has ", header_bytes, " bytes; allowed at most ",
-          kLongestHeader);
-  KVKEEP_REQUIRE(header_bytes <= bytes->size() - kLengthBytes, "read safetensors: ", where, " says its header has ", header_bytes,
-          " bytes, but only ", bytes->size() - kLengthBytes, " follow; is the file truncated?");
+  KVKEEP_REQUIRE(header_bytes <= kLongestHeader, "read safetensors: ", where, " says its header has ", header_bytes,
+                 " bytes; allowed at most ", kLongestHeader);
+  KVKEEP_REQUIRE(header_bytes <= bytes->size() - kLengthBytes, "read safetensors: ", where, " says its header has ",
+                 header_bytes, " bytes, but only ", bytes->size() - kLengthBytes, " follow; is the file truncated?");
   const std::string_view header(reinterpret_cast<const char*>(bytes->data()) + kLengthBytes, header_bytes);
   KVKEEP_REQUIRE(!header.empty() && header.front() == '{', "read safetensors: the header of ", where,
-          " does not begin with '{'; allowed one JSON object");
+                 " does not begin with '{'; allowed one JSON object");
 
   SafetensorsFile file;
   file.where_ = std::move(where);
@@ -137,38 +146,45 @@ SafetensorsFile SafetensorsFile::parse(std::shared_ptr<const FileBytes> bytes, s
       continue;
     }
     const std::string subject = tensor_in(name, file.where_);
-    KVKEEP_REQUIRE(described.is_object() && described.size() == 3 && described.contains("dtype") && described.contains("shape") &&
-                described.contains("data_offsets"),
-            subject, "is not described by exactly dtype, shape and data_offsets");
+    KVKEEP_REQUIRE(described.is_object() && described.size() == 3 && described.contains("dtype") &&
+                       described.contains("shape") && described.contains("data_offsets"),
+                   subject, "is not described by exactly dtype, shape and data_offsets");
     const Json& dtype_name = described["dtype"];
     KVKEEP_REQUIRE(dtype_name.is_string(), subject, "has a dtype that is not a string; allowed ", kAllowedDtypes);
     const std::optional<ScalarType> dtype = dtype_called(dtype_name.get<std::string>());
-    KVKEEP_REQUIRE(dtype.has_value(), subject, "has dtype '", shortened(dtype_name.get<std::string>()), "'; allowed ", kAllowedDtypes);
+    KVKEEP_REQUIRE(dtype.has_value(), subject, "has dtype '", shortened(dtype_name.get<std::string>()), "'; allowed ",
+                   kAllowedDtypes);
     const std::vector<std::uint64_t> shape = whole_numbers(described["shape"], subject, "shape");
-    KVKEEP_REQUIRE(shape.size() <= kMostDimensions, subject, "has ", shape.size(), " dimensions; allowed at most ", kMostDimensions);
+    KVKEEP_REQUIRE(shape.size() <= kMostDimensions, subject, "has ", shape.size(), " dimensions; allowed at most ",
+                   kMostDimensions);
     const std::vector<std::uint64_t> offsets = whole_numbers(described["data_offsets"], subject, "data_offsets");
-    KVKEEP_REQUIRE(offsets.size() == 2 && offsets[0] <= offsets[1], subject, "has data_offsets that are not [begin, end] with begin <= end");
-    KVKEEP_REQUIRE(offsets[1] <= file.data_bytes_, subject, "ends at byte ", offsets[1], " of the data, but the file holds ", file.data_bytes_,
-            "; is it truncated?");
+    KVKEEP_REQUIRE(offsets.size() == 2 && offsets[0] <= offsets[1], subject,
+                   "has data_offsets that are not [begin, end] with begin <= end");
+    KVKEEP_REQUIRE(offsets[1] <= file.data_bytes_, subject, "ends at byte ", offsets[1],
+                   " of the data, but the file holds ", file.data_bytes_, "; is it truncated?");
     const std::uint64_t expected = bytes_of_shape(shape, c10::elementSize(*dtype), subject);
-    KVKEEP_REQUIRE(offsets[1] - offsets[0] == expected, subject, "has ", offsets[1] - offsets[0], " bytes by its data_offsets but ", expected,
-            " by its dtype and shape");
-    file.entries_.push_back(
-        {name, *dtype, {shape.begin(), shape.end()}, static_cast<std::size_t>(offsets[0]), static_cast<std::size_t>(expected)});
+    KVKEEP_REQUIRE(offsets[1] - offsets[0] == expected, subject, "has ", offsets[1] - offsets[0],
+                   " bytes by its data_offsets but ", expected, " by its dtype and shape");
+    file.entries_.push_back({name,
+                             *dtype,
+                             {shape.begin(), shape.end()},
+                             static_cast<std::size_t>(offsets[0]),
+                             static_cast<std::size_t>(expected)});
   }
 
-  std::stable_sort(file.entries_.begin(), file.entries_.end(),
-                   [](const Entry& a, const Entry& b) { return a.begin != b.begin ? a.begin < b.begin : a.bytes < b.bytes; });
+  std::stable_sort(file.entries_.begin(), file.entries_.end(), [](const Entry& a, const Entry& b) {
+    return a.begin != b.begin ? a.begin < b.begin : a.bytes < b.bytes;
+  });
   std::size_t covered = 0;
   for (std::size_t i = 0; i < file.entries_.size(); ++i) {
     const Entry& entry = file.entries_[i];
     KVKEEP_REQUIRE(entry.begin == covered, tensor_in(entry.name, file.where_), "begins at byte ", entry.begin,
-            " of the data where the one before it ends at ", covered, "; allowed no overlap and no hole");
+                   " of the data where the one before it ends at ", covered, "; allowed no overlap and no hole");
     covered = entry.begin + entry.bytes;
     file.by_name_[entry.name] = i;
   }
-  KVKEEP_REQUIRE(covered == file.data_bytes_, "read safetensors: the tensors of ", file.where_, " cover ", covered, " bytes, but ",
-          file.data_bytes_, " follow the header; allowed no bytes that belong to no tensor");
+  KVKEEP_REQUIRE(covered == file.data_bytes_, "read safetensors: the tensors of ", file.where_, " cover ", covered,
+                 " bytes, but ", file.data_bytes_, " follow the header; allowed no bytes that belong to no tensor");
   return file;
 }
 
@@ -186,8 +202,7 @@ Tensor SafetensorsFile::tensor(std::string_view name) const {
     return copy;
   }
   // from_blob wants a pointer it may write through; nothing here does, and the pages would refuse it.
-  return at::from_blob(
-      const_cast<std::byte*>(data), entry.shape, [keep = bytes_](void*) {}, options);
+  return at::from_blob(const_cast<std::byte*>(data), entry.shape, [keep = bytes_](void*) {}, options);
 }
 
 std::vector<std::string> SafetensorsFile::names() const {
@@ -210,28 +225,31 @@ void write_safetensors(const std::filesystem::path& path, const std::vector<std:
   std::string header = "{";
   if (!metadata.empty()) {
     header += "\"__metadata__\":{";
-    for (const auto& [key, value] : metadata) header += text(header.back() == '{' ? "" : ",", quoted(key), ":", quoted(value));
+    for (const auto& [key, value] : metadata)
+      header += text(header.back() == '{' ? "" : ",", quoted(key), ":", quoted(value));
     header += "}";
   }
   std::set<std::string> names{"__metadata__"};
   std::vector<Tensor> data;
   std::size_t begin = 0;
   for (const auto& [name, tensor] : tensors) {
-    KVKEEP_REQUIRE(names.insert(name).second, "write safetensors: the name '", name, "' is given twice or reserved (", path.string(), ")");
+    KVKEEP_REQUIRE(names.insert(name).second, "write safetensors: the name '", name, "' is given twice or reserved (",
+                   path.string(), ")");
     KVKEEP_REQUIRE(tensor.defined(), "write safetensors: tensor '", name, "' is undefined (", path.string(), ")");
     const std::optional<std::string_view> dtype = name_of(tensor.scalar_type());
-    KVKEEP_REQUIRE(dtype.has_value(), "write safetensors: tensor '", name, "' has dtype ", c10::toString(tensor.scalar_type()), "; allowed ",
-            kAllowedDtypes);
+    KVKEEP_REQUIRE(dtype.has_value(), "write safetensors: tensor '", name, "' has dtype ",
+                   c10::toString(tensor.scalar_type()), "; allowed ", kAllowedDtypes);
     data.push_back(tensor.cpu().contiguous());
     const std::size_t end = begin + data.back().nbytes();
-    header += text(header.back() == '{' ? "" : ",", quoted(name), ":{\"dtype\":\"", *dtype,
-                   "\",\"shape\":", Json(data.back().sizes().vec()).dump(), ",\"data_offsets\":[", begin, ",", end, "]}");
+    header +=
+        text(header.back() == '{' ? "" : ",", quoted(name), ":{\"dtype\":\"", *dtype,
+             "\",\"shape\":", Json(data.back().sizes().vec()).dump(), ",\"data_offsets\":[", begin, ",", end, "]}");
     begin = end;
   }
   header += "}";
   header.append((kLengthBytes - header.size() % kLengthBytes) % kLengthBytes, ' ');
-  KVKEEP_REQUIRE(header.size() <= kLongestHeader, "write safetensors: the header of ", path.string(), " would have ", header.size(),
-          " bytes; allowed ", kLongestHeader);
+  KVKEEP_REQUIRE(header.size() <= kLongestHeader, "write safetensors: the header of ", path.string(), " would have ",
+                 header.size(), " bytes; allowed ", kLongestHeader);
 
   std::array<char, kLengthBytes> length{};
   for (std::size_t i = 0; i < kLengthBytes; ++i) length[i] = static_cast<char>(header.size() >> (8 * i) & 0xff);

@@ -23,12 +23,13 @@ constexpr std::size_t kMostNamed = 6;  ///< differences that a message lists
 /// 16 digits under every locale.
 std::string hexadecimal(std::uint64_t number) {
   std::array<char, 16> digits{};
-  const std::size_t count = static_cast<std::size_t>(std::to_chars(digits.begin(), digits.end(), number, 16).ptr - digits.begin());
+  const std::size_t count =
+      static_cast<std::size_t>(std::to_chars(digits.begin(), digits.end(), number, 16).ptr - digits.begin());
   return std::string(digits.size() - count, '0') + std::string(digits.data(), count);
 }
 
-/// Of everything that a file says but the checksum itself: the checksum of a list of checksums, one a tensor and one of the words. The order of tensors does not count: where some are empty, it is not
-/// told by a file.
+/// Of everything that a file says but the checksum itself: the checksum of a list of checksums, one a tensor and one of
+/// the words. The order of tensors does not count: where some are empty, it is not told by a file.
 std::string checksum_of(const StateTensors& tensors, const std::map<std::string, std::string>& about) {
   std::string words;
   const auto add = [&words](std::string_view word) { words += text(word.size(), ':', word); };
@@ -47,7 +48,8 @@ std::string checksum_of(const StateTensors& tensors, const std::map<std::string,
 
 std::string shape_text(at::IntArrayRef shape) {
   std::string out = "[";
-  for (const std::int64_t size : shape) out += text(out.size() == 1 ? "" : ", ", size < 0 ? std::string("any") : std::to_string(size));
+  for (const std::int64_t size : shape)
+    out += text(out.size() == 1 ? "" : ", ", size < 0 ? std::string("any") : std::to_string(size));
   return out + "]";
 }
 
@@ -63,7 +65,8 @@ std::string value_at(const Json& fields, const std::string& path) {
 
 }  // namespace
 
-void write_state(const std::filesystem::path& file, const StateTensors& tensors, std::map<std::string, std::string> about) {
+void write_state(const std::filesystem::path& file, const StateTensors& tensors,
+                 std::map<std::string, std::string> about) {
   StateTensors whole;
   for (const auto& [name, tensor] : tensors) whole.emplace_back(name, tensor.contiguous());
   about[kVersionKey] = kVersion;
@@ -74,28 +77,36 @@ void write_state(const std::filesystem::path& file, const StateTensors& tensors,
 StateFile StateFile::open(const std::filesystem::path& path) {
   StateFile state(io::SafetensorsFile::read(path));  // a copy: what the checksum was taken of is what is read
   const std::string& version = state.about(kVersionKey);
-  KVKEEP_REQUIRE(version == kVersion, "restore: ", state.where(), " has format version ", io::shortened(version), "; allowed ", kVersion);
+  KVKEEP_REQUIRE(version == kVersion, "restore: ", state.where(), " has format version ", io::shortened(version),
+                 "; allowed ", kVersion);
   StateTensors all;
   for (const std::string& name : state.file_.names()) all.emplace_back(name, state.file_.tensor(name));
-  KVKEEP_REQUIRE(checksum_of(all, state.file_.metadata()) == state.about(kChecksumKey), "restore: ", state.where(), " is damaged: what it holds has another checksum than when it was written; allowed a file as save() left it");
+  KVKEEP_REQUIRE(
+      checksum_of(all, state.file_.metadata()) == state.about(kChecksumKey), "restore: ", state.where(),
+      " is damaged: what it holds has another checksum than when it was written; allowed a file as save() left it");
   return state;
 }
 
 Tensor StateFile::tensor(const std::string& name, ScalarType dtype, at::IntArrayRef shape) const {
   KVKEEP_REQUIRE(has(name), "restore: tensor \"", name, "\" is missing in ", where());
   const Tensor found = file_.tensor(name);
-  const bool fits = found.scalar_type() == dtype && std::ranges::equal(found.sizes(), shape, [](std::int64_t is, std::int64_t wanted) { return wanted < 0 || is == wanted; });
-  KVKEEP_REQUIRE(fits, "restore: tensor \"", name, "\" in ", where(), " is ", c10::toString(found.scalar_type()), " ", shape_text(found.sizes()), "; allowed ", c10::toString(dtype), " ", shape_text(shape));
+  const bool fits = found.scalar_type() == dtype &&
+                    std::ranges::equal(found.sizes(), shape,
+                                       [](std::int64_t is, std::int64_t wanted) { return wanted < 0 || is == wanted; });
+  KVKEEP_REQUIRE(fits, "restore: tensor \"", name, "\" in ", where(), " is ", c10::toString(found.scalar_type()), " ",
+                 shape_text(found.sizes()), "; allowed ", c10::toString(dtype), " ", shape_text(shape));
   return found;
 }
 
 const std::string& StateFile::about(const std::string& name) const {
   const auto found = file_.metadata().find(name);
-  KVKEEP_REQUIRE(found != file_.metadata().end(), "restore: ", where(), " does not say its ", name, "; allowed a file that Keeper::save() wrote");
+  KVKEEP_REQUIRE(found != file_.metadata().end(), "restore: ", where(), " does not say its ", name,
+                 "; allowed a file that Keeper::save() wrote");
   return found->second;
 }
 
-void StateFile::expect_same(const std::string& name, std::string_view mine, std::span<const std::string_view> free) const {
+void StateFile::expect_same(const std::string& name, std::string_view mine,
+                            std::span<const std::string_view> free) const {
   const Json there = fields_of(about(name)), here = fields_of(mine);
   std::set<std::string> paths;
   for (const Json* fields : {&there, &here})
@@ -104,12 +115,17 @@ void StateFile::expect_same(const std::string& name, std::string_view mine, std:
   std::size_t count = 0;
   for (const bool in_both : {true, false})  // what one of them alone has often follows from the rest
     for (const std::string& path : paths) {
-      if (in_both != (there.contains(path) && here.contains(path)) || std::ranges::any_of(free, [&](std::string_view end) { return path.ends_with(end); })) continue;
+      if (in_both != (there.contains(path) && here.contains(path)) ||
+          std::ranges::any_of(free, [&](std::string_view end) { return path.ends_with(end); }))
+        continue;
       if (in_both && there.at(path) == here.at(path)) continue;
-      if (++count <= kMostNamed) wrong += text(wrong.empty() ? "" : ", ", io::shortened(path.substr(1)), " is ", value_at(there, path), " there and ", value_at(here, path), " here");
+      if (++count <= kMostNamed)
+        wrong += text(wrong.empty() ? "" : ", ", io::shortened(path.substr(1)), " is ", value_at(there, path),
+                      " there and ", value_at(here, path), " here");
     }
   if (count > kMostNamed) wrong += text(", and ", count - kMostNamed, " more fields differ");
-  KVKEEP_REQUIRE(count == 0, "restore: ", where(), " was saved under another ", name, ": ", wrong, "; allowed the same");
+  KVKEEP_REQUIRE(count == 0, "restore: ", where(), " was saved under another ", name, ": ", wrong,
+                 "; allowed the same");
 }
 
 }  // namespace kvkeep

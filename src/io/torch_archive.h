@@ -1,5 +1,6 @@
 #pragma once
-/// What torch.save writes: a zip archive of a pickled object and the storages of its tensors. A reader that runs nothing it finds, and a writer.
+/// What torch.save writes: a zip archive of a pickled object and the storages of its tensors. A reader that runs
+/// nothing it finds, and a writer.
 
 #include <cstdint>
 #include <deque>
@@ -12,12 +13,14 @@
 
 namespace kvkeep::io {
 
-/// One opened archive. Objects: None, booleans, integers up to 64 bits, floats, strings, lists and tuples, dicts, tensors. Names of classes and functions are
-/// kept as such; the only ones that are called are those that make tensors and empty dicts, and they are called here, not in Python.
+/// One opened archive. Objects: None, booleans, integers up to 64 bits, floats, strings, lists and tuples, dicts,
+/// tensors. Names of classes and functions are kept as such; the only ones that are called are those that make tensors
+/// and empty dicts, and they are called here, not in Python.
 ///
-/// Refused with one sentence: a zip directory that is missing, cut or leads outside the file, compressed or encrypted records, a record whose checksum is wrong, a
-/// pickle that ends early or asks for anything else, big-endian storages, views that leave their storage.
-/// Why not LibTorch's reader: here every checksum, every view against its storage and every size is checked before anything is allocated, and the message names what is wrong.
+/// Refused with one sentence: a zip directory that is missing, cut or leads outside the file, compressed or encrypted
+/// records, a record whose checksum is wrong, a pickle that ends early or asks for anything else, big-endian storages,
+/// views that leave their storage. Why not LibTorch's reader: here every checksum, every view against its storage and
+/// every size is checked before anything is allocated, and the message names what is wrong.
 class TorchArchive {
  public:
   enum class Kind : std::uint8_t { none, boolean, integer, real, string, list, dict, global, storage, tensor };
@@ -26,8 +29,9 @@ class TorchArchive {
     Kind kind = Kind::none;
     std::int64_t integer = 0;  ///< boolean, integer; number of elements of a storage; offset of a tensor
     double real = 0;
-    std::string text;                 ///< string; name of a global ("module name"); key of a storage
-    std::vector<const Value*> items;  ///< list; dict: key, value, key, value; storage: its class; tensor: storage, sizes, strides
+    std::string text;  ///< string; name of a global ("module name"); key of a storage
+    std::vector<const Value*>
+        items;  ///< list; dict: key, value, key, value; storage: its class; tensor: storage, sizes, strides
   };
 
   /// `bytes` must outlive the archive. `name` stands for the file in messages.
@@ -50,13 +54,14 @@ class TorchArchive {
 
   std::string_view bytes_;
   std::string name_;
-  std::string prefix_;                              ///< folder inside the archive, with '/'
-  std::map<std::string, std::string_view> records_; ///< by full name
-  std::deque<Value> values_;                        ///< everything the pickle made
+  std::string prefix_;                               ///< folder inside the archive, with '/'
+  std::map<std::string, std::string_view> records_;  ///< by full name
+  std::deque<Value> values_;                         ///< everything the pickle made
   const Value* root_ = nullptr;
 };
 
-/// Builds an archive that torch.load(weights_only=True) opens. Calls follow the order of the object; `end_dict` and `end_list` close what was begun last.
+/// Builds an archive that torch.load(weights_only=True) opens. Calls follow the order of the object; `end_dict` and
+/// `end_list` close what was begun last.
 class TorchArchiveWriter {
  public:
   TorchArchiveWriter();

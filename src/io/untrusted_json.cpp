@@ -8,7 +8,8 @@ namespace {
 
 using Json = nlohmann::json;
 
-/// Builds the value while it is read. nlohmann's own callback could refuse names too, but walks all siblings at the end of each object: quadratic.
+/// Builds the value while it is read. nlohmann's own callback could refuse names too, but walks all siblings at the end
+/// of each object: quadratic.
 class Builder final : public nlohmann::json_sax<Json> {
  public:
   explicit Builder(RepeatedNames names) : names_(names) {}
@@ -65,8 +66,9 @@ class Builder final : public nlohmann::json_sax<Json> {
   }
 
   RepeatedNames names_;
-  std::vector<Json*> open_;  ///< arrays and objects around what comes next; nothing is added to one before those inside it are closed
-  Json* member_ = nullptr;   ///< of the innermost object, the one that was named last
+  std::vector<Json*>
+      open_;  ///< arrays and objects around what comes next; nothing is added to one before those inside it are closed
+  Json* member_ = nullptr;  ///< of the innermost object, the one that was named last
 };
 
 }  // namespace
@@ -84,7 +86,8 @@ Json read_json(std::string_view text, std::string_view subject, RepeatedNames na
 }
 
 std::optional<std::int64_t> whole_number(const Json& value, std::int64_t least, std::int64_t most) {
-  if (!value.is_number_integer() || (value.is_number_unsigned() && value.get<std::uint64_t>() > INT64_MAX)) return std::nullopt;
+  if (!value.is_number_integer() || (value.is_number_unsigned() && value.get<std::uint64_t>() > INT64_MAX))
+    return std::nullopt;
   const auto number = value.get<std::int64_t>();
   return number >= least && number <= most ? std::optional(number) : std::nullopt;
 }
@@ -95,7 +98,8 @@ std::string shortened(std::string_view text) {
   constexpr std::size_t kLongest = 80;
   if (text.size() <= kLongest) return std::string(text);
   std::size_t end = kLongest;
-  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0U) == 0x80U) --end;  // not in the middle of a character
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0U) == 0x80U)
+    --end;  // not in the middle of a character
   return std::string(text.substr(0, end)) + "...";
 }
 

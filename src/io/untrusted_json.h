@@ -26,10 +26,13 @@ struct ParsedJson {
 [[nodiscard]] ParsedJson parse_json(std::string_view text, RepeatedNames names = RepeatedNames::last_counts);
 
 /// The same for texts that must be good. Throws InvalidArgument: `subject` and the problem.
-[[nodiscard]] nlohmann::json read_json(std::string_view text, std::string_view subject, RepeatedNames names = RepeatedNames::last_counts);
+[[nodiscard]] nlohmann::json read_json(std::string_view text, std::string_view subject,
+                                       RepeatedNames names = RepeatedNames::last_counts);
 
-/// A whole number from `least` to `most`; nothing where the value is anything else. get<std::int64_t>() would wrap 2^64 - 1 to -1.
-[[nodiscard]] std::optional<std::int64_t> whole_number(const nlohmann::json& value, std::int64_t least, std::int64_t most);
+/// A whole number from `least` to `most`; nothing where the value is anything else. get<std::int64_t>() would wrap 2^64
+/// - 1 to -1.
+[[nodiscard]] std::optional<std::int64_t> whole_number(const nlohmann::json& value, std::int64_t least,
+                                                       std::int64_t most);
 
 /// JSON text of a value whose strings may be file names, which need not be UTF-8: U+FFFD stands for what is not.
 template <class Json>

@@ -13,7 +13,9 @@ std::size_t character_before(std::string_view text, std::size_t at) {
   return at;
 }
 
-bool is_space(std::string_view text, std::size_t at) { return class_of(character_at(text, at).code) == CharClass::space; }
+bool is_space(std::string_view text, std::size_t at) {
+  return class_of(character_at(text, at).code) == CharClass::space;
+}
 
 bool stands_alone(std::string_view text, std::size_t begin, std::size_t end) {
   const bool word_before = begin > 0 && is_word_character(character_at(text, character_before(text, begin)).code);
@@ -21,7 +23,8 @@ bool stands_alone(std::string_view text, std::size_t begin, std::size_t end) {
   return !word_before && !word_behind;
 }
 
-/// Ends of runs of blanks. Remembers the last run, or a token of one blank in a long run would read all of it each time.
+/// Ends of runs of blanks. Remembers the last run, or a token of one blank in a long run would read all of it each
+/// time.
 class Blanks {
  public:
   explicit Blanks(std::string_view text) : text_(text) {}
@@ -48,7 +51,8 @@ class Blanks {
 
 AddedTokens::AddedTokens(std::vector<AddedToken> tokens) : tokens_(std::move(tokens)) {
   std::stable_sort(tokens_.begin(), tokens_.end(), [](const auto& a, const auto& b) { return a.text < b.text; });
-  const auto rest = std::unique(tokens_.begin(), tokens_.end(), [](const auto& a, const auto& b) { return a.text == b.text; });
+  const auto rest =
+      std::unique(tokens_.begin(), tokens_.end(), [](const auto& a, const auto& b) { return a.text == b.text; });
   tokens_.erase(rest, tokens_.end());
   for (const AddedToken& token : tokens_) ++first_byte_[static_cast<unsigned char>(token.text[0]) + std::size_t{1}];
   for (std::size_t b = 0; b < 256; ++b) first_byte_[b + 1] += first_byte_[b];
@@ -58,12 +62,15 @@ const AddedToken* AddedTokens::longest_at(std::string_view text, std::size_t at)
   const std::size_t first = static_cast<unsigned char>(text[at]);
   auto low = tokens_.begin() + first_byte_[first], high = tokens_.begin() + first_byte_[first + 1];
   const AddedToken* longest = nullptr;
-  for (std::size_t length = 1; low != high; ++length) {  // between them: those that agree with the text in `length` bytes
+  for (std::size_t length = 1; low != high;
+       ++length) {  // between them: those that agree with the text in `length` bytes
     if (low->text.size() == length) longest = &*low++;
     if (at + length == text.size()) break;
     const auto byte = static_cast<unsigned char>(text[at + length]);
-    low = std::partition_point(low, high, [&](const auto& token) { return static_cast<unsigned char>(token.text[length]) < byte; });
-    high = std::partition_point(low, high, [&](const auto& token) { return static_cast<unsigned char>(token.text[length]) == byte; });
+    low = std::partition_point(
+        low, high, [&](const auto& token) { return static_cast<unsigned char>(token.text[length]) < byte; });
+    high = std::partition_point(
+        low, high, [&](const auto& token) { return static_cast<unsigned char>(token.text[length]) == byte; });
   }
   return longest;
 }

@@ -35,15 +35,17 @@ class AddedTokens {
     std::int32_t id;         ///< negative: text between tokens
   };
 
-  /// A text of UTF-8 in parts. Without `specials` control tokens are text. Cost: O(n times the longest token that nearly fits).
+  /// A text of UTF-8 in parts. Without `specials` control tokens are text. Cost: O(n times the longest token that
+  /// nearly fits).
   [[nodiscard]] std::vector<Part> split(std::string_view text, bool specials) const;
 
  private:
   /// The longest token that stands at `at`; null where there is none.
   [[nodiscard]] const AddedToken* longest_at(std::string_view text, std::size_t at) const;
 
-  std::vector<AddedToken> tokens_;                  ///< by text
-  std::array<std::uint32_t, 257> first_byte_ = {};  ///< tokens that begin with byte b: first_byte_[b] to first_byte_[b + 1]
+  std::vector<AddedToken> tokens_;  ///< by text
+  std::array<std::uint32_t, 257> first_byte_ =
+      {};  ///< tokens that begin with byte b: first_byte_[b] to first_byte_[b + 1]
 };
 
 }  // namespace kvkeep::lm::detail

@@ -20,7 +20,8 @@ struct Tile {
 
 std::int64_t tile_tokens(const AttentionRow& row, const AttentionShape& shape) {
   const std::int64_t slots = row.slots_before + row.new_tokens;
-  return std::clamp<std::int64_t>(kLogitsPerTile / (shape.group * std::max<std::int64_t>(1, slots)), 1, kMostTileTokens);
+  return std::clamp<std::int64_t>(kLogitsPerTile / (shape.group * std::max<std::int64_t>(1, slots)), 1,
+                                  kMostTileTokens);
 }
 
 std::vector<Tile> tiles_of(std::span<const AttentionRow> rows, const AttentionShape& shape) {
@@ -33,7 +34,8 @@ std::vector<Tile> tiles_of(std::span<const AttentionRow> rows, const AttentionSh
   return tiles;
 }
 
-// The first slot that token i sees. A sliding layer is never cut inside, so its old slots hold the positions just before the step.
+// The first slot that token i sees. A sliding layer is never cut inside, so its old slots hold the positions just
+// before the step.
 std::int64_t first_visible(const AttentionRow& row, const AttentionShape& shape, std::int64_t i) {
   if (shape.window == 0) return 0;
   const std::int32_t* positions = shape.positions + row.first_token;
@@ -42,10 +44,12 @@ std::int64_t first_visible(const AttentionRow& row, const AttentionShape& shape,
   return std::max<std::int64_t>(0, row.slots_before - (row.begin - oldest));
 }
 
-// Calls f(rows, first, count) for the slots [begin, begin + slots), in order, cut where they cease to lie one stride apart; short runs (small pages) are gathered in
-// `scratch` first. Each output of the kernels is one sum over a slot's numbers, or goes on where the last call left it: the cuts change no bit.
+// Calls f(rows, first, count) for the slots [begin, begin + slots), in order, cut where they cease to lie one stride
+// apart; short runs (small pages) are gathered in `scratch` first. Each output of the kernels is one sum over a slot's
+// numbers, or goes on where the last call left it: the cuts change no bit.
 template <class F>
-void for_runs(const SlotAddress& side, ScalarType dtype, std::int64_t begin, std::int64_t slots, std::vector<std::byte>& scratch, const F& f) {
+void for_runs(const SlotAddress& side, ScalarType dtype, std::int64_t begin, std::int64_t slots,
+              std::vector<std::byte>& scratch, const F& f) {
   constexpr std::int64_t kShortRun = 8, kGathered = 64;
   const auto bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
   const auto run = [&](std::int64_t slot) {
@@ -61,15 +65,16 @@ void for_runs(const SlotAddress& side, ScalarType dtype, std::int64_t begin, std
     } else {
       count = std::min(kGathered, slots - done);
       scratch.resize(static_cast<std::size_t>(kGathered * side.width));
-      for (std::int64_t i = 0; i < count; ++i) std::memcpy(scratch.data() + i * side.width, side.at(begin + done + i), static_cast<std::size_t>(side.width));
+      for (std::int64_t i = 0; i < count; ++i)
+        std::memcpy(scratch.data() + i * side.width, side.at(begin + done + i), static_cast<std::size_t>(side.width));
       f(Rows{scratch.data(), dtype, side.width / bytes}, done, count);
     }
     done += count;
   }
 }
 
-// One tile, in the order of its methods. Its logits may be asked for in runs of slots, its weights by query and its outputs in runs of dimensions, by several threads:
-// each number is one sum, whoever takes it.
+// One tile, in the order of its methods. Its logits may be asked for in runs of slots, its weights by query and its
+// outputs in runs of dimensions, by several threads: each number is one sum, whoever takes it.
 class TileAttention {
  public:
   explicit TileAttention(const AttentionShape& shape) : shape_(shape) {}
@@ -78,7 +83,8 @@ class TileAttention {
     row_ = &row;
     tile_ = tile;
     vectors_ = (tile.last - tile.first) * shape_.group;
-    // Beginning at a multiple of the register keeps every slot in its lane, so sums do not depend on where the tile begins.
+    // Beginning at a multiple of the register keeps every slot in its lane, so sums do not depend on where the tile
+    // begins.
     begin_ = first_visible(row, shape_, tile.first) / kWidestVector * kWidestVector;
     slots_ = row.slots_before + tile.last - begin_;
     gather(queries);
@@ -92,21 +98,26 @@ class TileAttention {
   [[nodiscard]] std::int64_t vectors() const { return vectors_; }
 
   void logits(std::int64_t from, std::int64_t to, std::vector<std::byte>& scratch) {
-    for_runs(row_->keys, row_->key_dtype, begin_ + from, to - from, scratch, [&](const Rows& keys, std::int64_t first, std::int64_t count) {
-      dots(keys, count, shape_.key_dim, queries_.data(), shape_.key_dim, vectors_, logits_.data() + from + first, slots_);
-    });
+    for_runs(row_->keys, row_->key_dtype, begin_ + from, to - from, scratch,
+             [&](const Rows& keys, std::int64_t first, std::int64_t count) {
+               dots(keys, count, shape_.key_dim, queries_.data(), shape_.key_dim, vectors_,
+                    logits_.data() + from + first, slots_);
+             });
   }
 
   void weights(std::int64_t v) {
     float* logits = logits_.data() + v * slots_;
     hide(tile_.first + v / shape_.group, logits);
-    sums_[static_cast<std::size_t>(v)] = exponentials(logits, slots_, shape_.scale, &tops_[static_cast<std::size_t>(v)]);
+    sums_[static_cast<std::size_t>(v)] =
+        exponentials(logits, slots_, shape_.scale, &tops_[static_cast<std::size_t>(v)]);
   }
 
   void outputs(std::int64_t from, std::int64_t to, std::vector<std::byte>& scratch) {
-    for_runs(row_->values, row_->value_dtype, begin_, slots_, scratch, [&](const Rows& values, std::int64_t first, std::int64_t count) {
-      add_weighted_rows(values.columns(from), count, to - from, logits_.data() + first, slots_, vectors_, outputs_.data() + from, shape_.value_dim);
-    });
+    for_runs(row_->values, row_->value_dtype, begin_, slots_, scratch,
+             [&](const Rows& values, std::int64_t first, std::int64_t count) {
+               add_weighted_rows(values.columns(from), count, to - from, logits_.data() + first, slots_, vectors_,
+                                 outputs_.data() + from, shape_.value_dim);
+             });
   }
 
   void end(float* out, float* log_sum_exp) const {
@@ -120,8 +131,9 @@ class TileAttention {
     const std::int64_t bundle = shape_.group * shape_.key_dim;
     queries_.resize(static_cast<std::size_t>((tile_.last - tile_.first) * bundle));
     for (std::int64_t i = tile_.first; i < tile_.last; ++i)
-      std::copy_n(queries + ((row_->first_token + i) * shape_.query_heads + row_->kv_head * shape_.group) * shape_.key_dim, bundle,
-                  queries_.data() + (i - tile_.first) * bundle);
+      std::copy_n(
+          queries + ((row_->first_token + i) * shape_.query_heads + row_->kv_head * shape_.group) * shape_.key_dim,
+          bundle, queries_.data() + (i - tile_.first) * bundle);
   }
 
   // -inf for what token i may not see: the future, what slid out of its window, what the caller's mask hides.
@@ -141,7 +153,8 @@ class TileAttention {
         const std::int64_t v = (i - tile_.first) * shape_.group + g;
         const float normaliser = 1.0F / sums_[static_cast<std::size_t>(v)];
         const float* from = outputs_.data() + v * shape_.value_dim;
-        float* to = out + ((row_->first_token + i) * shape_.query_heads + row_->kv_head * shape_.group + g) * shape_.value_dim;
+        float* to =
+            out + ((row_->first_token + i) * shape_.query_heads + row_->kv_head * shape_.group + g) * shape_.value_dim;
         for (std::int64_t d = 0; d < shape_.value_dim; ++d) to[d] = from[d] * normaliser;
       }
   }
@@ -150,7 +163,8 @@ class TileAttention {
     for (std::int64_t i = tile_.first; i < tile_.last; ++i)
       for (std::int64_t g = 0; g < shape_.group; ++g) {
         const auto v = static_cast<std::size_t>((i - tile_.first) * shape_.group + g);
-        out[(row_->first_token + i) * shape_.query_heads + row_->kv_head * shape_.group + g] = shape_.scale * tops_[v] + std::log(sums_[v]);
+        out[(row_->first_token + i) * shape_.query_heads + row_->kv_head * shape_.group + g] =
+            shape_.scale * tops_[v] + std::log(sums_[v]);
       }
   }
 
@@ -164,11 +178,11 @@ class TileAttention {
 constexpr std::int64_t kWorthAThread = 512 * 1024;  // multiply-adds
 
 // Threads take tiles.
-void attend_by_tile(std::span<const AttentionRow> rows, const std::vector<Tile>& tiles, const AttentionShape& shape, std::int64_t work, const float* queries, float* out,
-                    float* log_sum_exp) {
+void attend_by_tile(std::span<const AttentionRow> rows, const std::vector<Tile>& tiles, const AttentionShape& shape,
+                    std::int64_t work, const float* queries, float* out, float* log_sum_exp) {
   const auto count = static_cast<std::int64_t>(tiles.size());
-  const std::int64_t grain =
-      std::clamp<std::int64_t>(count * kWorthAThread / std::max<std::int64_t>(1, work), 1, std::max<std::int64_t>(1, count));
+  const std::int64_t grain = std::clamp<std::int64_t>(count * kWorthAThread / std::max<std::int64_t>(1, work), 1,
+                                                      std::max<std::int64_t>(1, count));
   at::parallel_for(0, count, grain, [&](std::int64_t first, std::int64_t last) {
     TileAttention attention(shape);
     std::vector<std::byte> scratch;
@@ -184,7 +198,8 @@ void attend_by_tile(std::span<const AttentionRow> rows, const std::vector<Tile>&
 }
 
 // Few tiles over long rows, as in decoding: threads share each of them.
-void attend_inside_tiles(std::span<const AttentionRow> rows, const std::vector<Tile>& tiles, const AttentionShape& shape, const float* queries, float* out, float* log_sum_exp) {
+void attend_inside_tiles(std::span<const AttentionRow> rows, const std::vector<Tile>& tiles,
+                         const AttentionShape& shape, const float* queries, float* out, float* log_sum_exp) {
   struct Piece {
     TileAttention* tile;
     std::int64_t from, to;
@@ -196,7 +211,8 @@ void attend_inside_tiles(std::span<const AttentionRow> rows, const std::vector<T
     TileAttention& one = attentions[t];
     one.begin(rows[static_cast<std::size_t>(tiles[t].row)], tiles[t], queries);
     const auto cut = [&one](std::vector<Piece>& pieces, std::int64_t length, std::int64_t step) {
-      for (std::int64_t from = 0; from < length; from += step) pieces.push_back({&one, from, std::min(from + step, length)});
+      for (std::int64_t from = 0; from < length; from += step)
+        pieces.push_back({&one, from, std::min(from + step, length)});
     };
     cut(slots, one.slots(), kSlots);
     cut(vectors, one.vectors(), 1);
@@ -216,15 +232,18 @@ void attend_inside_tiles(std::span<const AttentionRow> rows, const std::vector<T
 
 }  // namespace
 
-void attend(std::span<const AttentionRow> rows, const AttentionShape& shape, const float* queries, float* out, float* log_sum_exp) {
+void attend(std::span<const AttentionRow> rows, const AttentionShape& shape, const float* queries, float* out,
+            float* log_sum_exp) {
   const std::vector<Tile> tiles = tiles_of(rows, shape);
   std::int64_t work = 0;  // multiply-adds, to keep small steps on one thread
   for (const AttentionRow& row : rows)
     work += row.new_tokens * (row.slots_before + row.new_tokens) * shape.group * (shape.key_dim + shape.value_dim);
   const auto threads = static_cast<std::int64_t>(at::get_num_threads());
   const bool uneven = static_cast<std::int64_t>(tiles.size()) < 4 * threads && work >= threads * kWorthAThread;
-  if (threads > 1 && uneven && !at::in_parallel_region()) attend_inside_tiles(rows, tiles, shape, queries, out, log_sum_exp);
-  else attend_by_tile(rows, tiles, shape, work, queries, out, log_sum_exp);
+  if (threads > 1 && uneven && !at::in_parallel_region())
+    attend_inside_tiles(rows, tiles, shape, queries, out, log_sum_exp);
+  else
+    attend_by_tile(rows, tiles, shape, work, queries, out, log_sum_exp);
 }
 
 }  // namespace kvkeep::lm::detail

@@ -15,9 +15,10 @@ struct AttentionRow {
   std::int64_t first_token = 0;  ///< of the sequence, in the step
   std::int64_t new_tokens = 0;
   std::int64_t slots_before = 0;  ///< in use before the step; token i sits at slot slots_before + i
-  std::int32_t begin = 0;         ///< position where the step begins for the sequence; old slots of a sliding layer hold those just before
+  std::int32_t begin =
+      0;  ///< position where the step begins for the sequence; old slots of a sliding layer hold those just before
   std::int64_t kv_head = 0;
-  SlotAddress keys, values;               ///< the row's slots, side by side or by page
+  SlotAddress keys, values;  ///< the row's slots, side by side or by page
   ScalarType key_dtype = kFloat32, value_dtype = kFloat32;
   const std::uint8_t* visible = nullptr;  ///< [slots_before], 0 hides the slot; null: all visible
 };
@@ -30,8 +31,10 @@ struct AttentionShape {
   const std::int32_t* positions = nullptr;  ///< [n_tokens] logical, of the step's tokens
 };
 
-/// out [n_tokens, Hq, Dv] from queries [n_tokens, Hq, D] after RoPE; log_sum_exp [n_tokens, Hq] of the scaled logits, unless it is null. Rows run in parallel; per thread at most a few MB of logits, whatever
-/// the length (one query's group of heads always fits). Every query's result is the same for any split of its prompt into steps.
-void attend(std::span<const AttentionRow> rows, const AttentionShape& shape, const float* queries, float* out, float* log_sum_exp = nullptr);
+/// out [n_tokens, Hq, Dv] from queries [n_tokens, Hq, D] after RoPE; log_sum_exp [n_tokens, Hq] of the scaled logits,
+/// unless it is null. Rows run in parallel; per thread at most a few MB of logits, whatever the length (one query's
+/// group of heads always fits). Every query's result is the same for any split of its prompt into steps.
+void attend(std::span<const AttentionRow> rows, const AttentionShape& shape, const float* queries, float* out,
+            float* log_sum_exp = nullptr);
 
 }  // namespace kvkeep::lm::detail

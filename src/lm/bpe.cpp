@@ -34,7 +34,8 @@ void Merges::apply(std::span<const std::int32_t> word, std::vector<std::int32_t>
   }
 }
 
-void Merges::apply_to_short(std::span<const std::int32_t> word, std::vector<std::int32_t>& out, Scratch& scratch) const {
+void Merges::apply_to_short(std::span<const std::int32_t> word, std::vector<std::int32_t>& out,
+                            Scratch& scratch) const {
   auto& symbols = scratch.neighbours;
   const auto merge_of = [this](std::int32_t left, std::int32_t right) {
     const Merge* merge = find(left, right);
@@ -44,8 +45,9 @@ void Merges::apply_to_short(std::span<const std::int32_t> word, std::vector<std:
   for (std::size_t i = 0; i < word.size(); ++i)
     symbols.push_back({word[i], i + 1 < word.size() ? merge_of(word[i], word[i + 1]) : Merge{kNoRank, 0}});
   for (;;) {
-    const auto best =
-        std::min_element(symbols.begin(), symbols.end(), [](const auto& a, const auto& b) { return a.with_next.rank < b.with_next.rank; });
+    const auto best = std::min_element(symbols.begin(), symbols.end(), [](const auto& a, const auto& b) {
+      return a.with_next.rank < b.with_next.rank;
+    });
     if (best->with_next.rank == kNoRank) break;
     best->token = best->with_next.token;
     symbols.erase(best + 1);
@@ -62,10 +64,13 @@ void Merges::apply_to_long(std::span<const std::int32_t> word, std::vector<std::
   symbols.clear();
   queue.clear();
   const auto count = static_cast<std::int32_t>(word.size());
-  for (std::int32_t i = 0; i < count; ++i) symbols.push_back({word[static_cast<std::size_t>(i)], i - 1, i + 1 < count ? i + 1 : kNone});
+  for (std::int32_t i = 0; i < count; ++i)
+    symbols.push_back({word[static_cast<std::size_t>(i)], i - 1, i + 1 < count ? i + 1 : kNone});
 
   const auto symbol = [&](std::int32_t at) -> Scratch::Symbol& { return symbols[static_cast<std::size_t>(at)]; };
-  const auto later = [](const Scratch::Entry& a, const Scratch::Entry& b) { return a.rank != b.rank ? a.rank > b.rank : a.at > b.at; };
+  const auto later = [](const Scratch::Entry& a, const Scratch::Entry& b) {
+    return a.rank != b.rank ? a.rank > b.rank : a.at > b.at;
+  };
   const auto merge_at = [&](std::int32_t at) { return find(symbol(at).token, symbol(symbol(at).next).token); };
   const auto propose = [&](std::int32_t at) {
     const Merge* merge = merge_at(at);

@@ -1,5 +1,6 @@
 #pragma once
-/// Byte-pair merges: of all neighbours in a word the pair of least rank becomes one token, the leftmost first, until no pair has a rank.
+/// Byte-pair merges: of all neighbours in a word the pair of least rank becomes one token, the leftmost first, until no
+/// pair has a rank.
 
 #include <cstddef>
 #include <cstdint>
@@ -48,7 +49,8 @@ class Merges {
     std::vector<Neighbour> neighbours;
   };
 
-  /// Appends to `out` what the tokens of one word become. Cost: O(n log n); for a short word it scans, which is quicker.
+  /// Appends to `out` what the tokens of one word become. Cost: O(n log n); for a short word it scans, which is
+  /// quicker.
   void apply(std::span<const std::int32_t> word, std::vector<std::int32_t>& out, Scratch& scratch) const;
 
  private:
@@ -61,7 +63,9 @@ class Merges {
   static std::uint64_t key(std::int32_t left, std::int32_t right) {
     return static_cast<std::uint64_t>(static_cast<std::uint32_t>(left)) << 32U | static_cast<std::uint32_t>(right);
   }
-  [[nodiscard]] std::size_t place(std::uint64_t pair) const { return static_cast<std::size_t>((pair * 0x9e3779b97f4a7c15ULL) >> shift_); }
+  [[nodiscard]] std::size_t place(std::uint64_t pair) const {
+    return static_cast<std::size_t>((pair * 0x9e3779b97f4a7c15ULL) >> shift_);
+  }
 
   void apply_to_short(std::span<const std::int32_t> word, std::vector<std::int32_t>& out, Scratch& scratch) const;
   void apply_to_long(std::span<const std::int32_t> word, std::vector<std::int32_t>& out, Scratch& scratch) const;

@@ -18,7 +18,10 @@ struct PairSum {
 /// Sums of every layer, [layers][Hq * F].
 class QuerySums {
  public:
-  explicit QuerySums(const ModelSpec& spec) : spec_(spec), sums_(spec.layers.size(), std::vector<PairSum>(static_cast<std::size_t>(spec.query_heads) * spec.rope.inv_freq.size())) {}
+  explicit QuerySums(const ModelSpec& spec)
+      : spec_(spec),
+        sums_(spec.layers.size(),
+              std::vector<PairSum>(static_cast<std::size_t>(spec.query_heads) * spec.rope.inv_freq.size())) {}
 
   /// Tokens [first, ...) of a step's queries, f32 [n_tokens, Hq, D].
   void add(std::int32_t layer, const Tensor& queries, std::int64_t first) {
@@ -61,19 +64,24 @@ class QuerySums {
 
 }  // namespace
 
-Calibration calibrate(Decoder& decoder, const std::vector<std::vector<std::int32_t>>& sequences, const CalibrationRun& run) {
+Calibration calibrate(Decoder& decoder, const std::vector<std::vector<std::int32_t>>& sequences,
+                      const CalibrationRun& run) {
   const ModelSpec& spec = decoder.spec();
-  KVKEEP_REQUIRE(run.skip >= 0 && run.chunk >= 1, "calibrate: skip is ", run.skip, " and chunk ", run.chunk, "; allowed 0 or more, and 1 or more");
-  KVKEEP_REQUIRE(spec.rope.rotary_dim() == spec.key_dim && spec.key_dim > 0, "calibrate: RoPE turns ", spec.rope.rotary_dim(), " of ", spec.key_dim, " components of a head; allowed all of them");
+  KVKEEP_REQUIRE(run.skip >= 0 && run.chunk >= 1, "calibrate: skip is ", run.skip, " and chunk ", run.chunk,
+                 "; allowed 0 or more, and 1 or more");
+  KVKEEP_REQUIRE(spec.rope.rotary_dim() == spec.key_dim && spec.key_dim > 0, "calibrate: RoPE turns ",
+                 spec.rope.rotary_dim(), " of ", spec.key_dim, " components of a head; allowed all of them");
   std::size_t longest = 0;
   std::int64_t counted = 0;
   for (const std::vector<std::int32_t>& ids : sequences) {
     longest = std::max(longest, ids.size());
     counted += std::max<std::int64_t>(static_cast<std::int64_t>(ids.size()) - run.skip, 0);
     for (std::size_t i = 0; i < ids.size(); ++i)
-      KVKEEP_REQUIRE(ids[i] >= 0 && ids[i] < decoder.config().vocab, "calibrate: token id ", ids[i], " at place ", i, " is outside the vocabulary; allowed 0 to ", decoder.config().vocab - 1);
+      KVKEEP_REQUIRE(ids[i] >= 0 && ids[i] < decoder.config().vocab, "calibrate: token id ", ids[i], " at place ", i,
+                     " is outside the vocabulary; allowed 0 to ", decoder.config().vocab - 1);
   }
-  KVKEEP_REQUIRE(counted > 0, "calibrate: no token is left, the longest sequence has ", longest, " and the first ", run.skip, " of each do not count; allowed ", run.skip + 1, " tokens or more");
+  KVKEEP_REQUIRE(counted > 0, "calibrate: no token is left, the longest sequence has ", longest, " and the first ",
+                 run.skip, " of each do not count; allowed ", run.skip + 1, " tokens or more");
 
   QuerySums sums(spec);
   const std::vector<LayerCache> cache = decoder.make_cache(1, static_cast<std::int64_t>(longest), run.cache_dtype);
@@ -81,14 +89,18 @@ Calibration calibrate(Decoder& decoder, const std::vector<std::vector<std::int32
   std::iota(positions.begin(), positions.end(), 0);
   std::int32_t begin = 0;
   StepOptions options{.logits = Logits::none};
-  options.on_layer = [&](const LayerSight& sight) { sums.add(sight.layer, sight.queries.cpu(), std::max(run.skip - begin, 0)); };
+  options.on_layer = [&](const LayerSight& sight) {
+    sums.add(sight.layer, sight.queries.cpu(), std::max(run.skip - begin, 0));
+  };
   std::int64_t done = 0;
   for (const std::vector<std::int32_t>& ids : sequences)
     for (begin = 0; begin < static_cast<std::int32_t>(ids.size()); begin += run.chunk) {
       const std::int32_t n = std::min(run.chunk, static_cast<std::int32_t>(ids.size()) - begin);
       const std::vector<std::int32_t> whole{0, n}, row{0}, held{begin};
       decoder.forward({std::span(ids).subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(n)), whole,
-                       std::span<const std::int32_t>(positions).subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(n)), row, held},
+                       std::span<const std::int32_t>(positions).subspan(static_cast<std::size_t>(begin),
+                                                                        static_cast<std::size_t>(n)),
+                       row, held},
                       cache, options);
       done += n;
       if (run.progress) run.progress(done);

@@ -9,11 +9,13 @@
 namespace kvkeep::lm {
 namespace {
 
-// Published templates. A hole stands where the default system message does; with_line_breaks() says how line breaks are written.
+// Published templates. A hole stands where the default system message does; with_line_breaks() says how line breaks are
+// written.
 constexpr char kHole = '@';
 
 constexpr std::string_view kChatml =
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + "
+    "'\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
 
 constexpr std::string_view kChatmlWithSystem =  // SmolLM2, Qwen2
@@ -24,7 +26,8 @@ constexpr std::string_view kChatmlWithSystem =  // SmolLM2, Qwen2
 
 constexpr std::string_view kLlama3 =
     "{% set loop_messages = messages %}{% for message in loop_messages %}"
-    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}"
+    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + "
+    "'<|eot_id|>' %}"
     "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}";
 
@@ -115,8 +118,8 @@ For each function call, return a json object with function name and arguments wi
 ' }}
 {%- endif %})";
 
-/// Some files hold a line break inside a string of the template, others a backslash and an n: the same to jinja. One line break at the end
-/// is dropped, as jinja does.
+/// Some files hold a line break inside a string of the template, others a backslash and an n: the same to jinja. One
+/// line break at the end is dropped, as jinja does.
 std::string with_line_breaks(std::string_view jinja) {
   if (jinja.ends_with('\n')) jinja.remove_suffix(1);
   std::string out;
@@ -128,11 +131,12 @@ std::string with_line_breaks(std::string_view jinja) {
   return out;
 }
 
-/// What stands in the hole of `known`, the same in each; nothing where the texts differ elsewhere. A message with quotes or escapes is not
-/// tried.
+/// What stands in the hole of `known`, the same in each; nothing where the texts differ elsewhere. A message with
+/// quotes or escapes is not tried.
 std::optional<std::string> fills(std::string_view known, std::string_view jinja) {
   const std::size_t hole = known.find(kHole);
-  if (hole == std::string_view::npos || jinja.size() < hole) return known == jinja ? std::optional<std::string>("") : std::nullopt;
+  if (hole == std::string_view::npos || jinja.size() < hole)
+    return known == jinja ? std::optional<std::string>("") : std::nullopt;
   const std::string message(jinja.substr(hole, jinja.find_first_of("'<", hole) - hole));
   if (message.find('\\') != std::string::npos) return std::nullopt;
   std::string filled;
@@ -146,7 +150,9 @@ std::optional<std::string> fills(std::string_view known, std::string_view jinja)
 
 /// Python's str.strip(), as the filter `trim` applies it.
 std::string_view stripped(std::string_view utf8) {
-  const auto blank = [](char32_t code) { return detail::class_of(code) == detail::CharClass::space || (code >= 0x1c && code <= 0x1f); };
+  const auto blank = [](char32_t code) {
+    return detail::class_of(code) == detail::CharClass::space || (code >= 0x1c && code <= 0x1f);
+  };
   std::size_t begin = utf8.size(), end = 0;
   for (std::size_t at = 0; at < utf8.size();) {
     const detail::Utf8Step step = detail::first_step(utf8.substr(at));
@@ -172,18 +178,20 @@ ChatTemplate ChatTemplate::recognise(std::string_view jinja, std::string_view bo
   if ((found.default_system_ = fills(kChatmlWithSystem, given))) return found;
   found.kind_ = Kind::qwen25;
   if ((found.default_system_ = fills(kQwen25, given))) return found;
-  refuse<Unsupported>(
-      "read chat template: ", io::shown(jinja),
-      " is not known; allowed those of SmolLM2, Qwen2, Qwen2.5, Llama 3 and plain ChatML, or --raw, which takes the prompt as it is");
+  refuse<Unsupported>("read chat template: ", io::shown(jinja),
+                      " is not known; allowed those of SmolLM2, Qwen2, Qwen2.5, Llama 3 and plain ChatML, or --raw, "
+                      "which takes the prompt as it is");
 }
 
-std::string_view ChatTemplate::name() const { return kind_ == Kind::chatml ? "chatml" : kind_ == Kind::qwen25 ? "qwen2.5" : "llama3"; }
+std::string_view ChatTemplate::name() const {
+  return kind_ == Kind::chatml ? "chatml" : kind_ == Kind::qwen25 ? "qwen2.5" : "llama3";
+}
 
 std::string ChatTemplate::render(std::span<const ChatMessage> messages, bool add_generation_prompt) const {
   KVKEEP_REQUIRE(!messages.empty(), "render chat: no messages; allowed one or more");
   for (const ChatMessage& message : messages)
-    KVKEEP_REQUIRE(message.role == "system" || message.role == "user" || message.role == "assistant", "render chat: the role ",
-                   io::shown(message.role), " is not known; allowed system, user, assistant");
+    KVKEEP_REQUIRE(message.role == "system" || message.role == "user" || message.role == "assistant",
+                   "render chat: the role ", io::shown(message.role), " is not known; allowed system, user, assistant");
   std::string out = bos_;
   const auto turn = [&](std::string_view role, std::string_view content) {
     if (kind_ == Kind::llama3)
@@ -193,7 +201,8 @@ std::string ChatTemplate::render(std::span<const ChatMessage> messages, bool add
   };
   if (default_system_ && messages.front().role != "system") turn("system", *default_system_);
   for (const ChatMessage& message : messages) turn(message.role, message.content);
-  if (add_generation_prompt) out += kind_ == Kind::llama3 ? "<|start_header_id|>assistant<|end_header_id|>\n\n" : "<|im_start|>assistant\n";
+  if (add_generation_prompt)
+    out += kind_ == Kind::llama3 ? "<|start_header_id|>assistant<|end_header_id|>\n\n" : "<|im_start|>assistant\n";
   return out;
 }
 

@@ -1,5 +1,6 @@
 #pragma once
-/// Where the tensors of a model come from, whatever its files look like: by their Hugging Face names, rows in Hugging Face's order.
+/// Where the tensors of a model come from, whatever its files look like: by their Hugging Face names, rows in Hugging
+/// Face's order.
 
 #include <filesystem>
 #include <memory>
@@ -13,7 +14,8 @@ namespace kvkeep::lm::detail {
 
 class Checkpoint {
  public:
-  /// A GGUF file where `path` is a file, else a Hugging Face folder. Throws: InvalidArgument for what their readers refuse.
+  /// A GGUF file where `path` is a file, else a Hugging Face folder. Throws: InvalidArgument for what their readers
+  /// refuse.
   static std::unique_ptr<const Checkpoint> open(const std::filesystem::path& path, const LmConfig& config);
 
   Checkpoint() = default;
@@ -21,18 +23,20 @@ class Checkpoint {
   Checkpoint(const Checkpoint&) = delete;
   Checkpoint& operator=(const Checkpoint&) = delete;
 
-  /// Throws: InvalidArgument, naming tensor and file, unless it is there in this shape and in a dtype that can be read. Cost: none of its
-  /// bytes are touched.
+  /// Throws: InvalidArgument, naming tensor and file, unless it is there in this shape and in a dtype that can be read.
+  /// Cost: none of its bytes are touched.
   virtual void check(const TensorSpec& wanted) const = 0;
 
-  /// The tensor, contiguous, as `dtype`; without one as it is stored, or as f32 where it is quantised. A view of the file where nothing
-  /// changes and the file allows it. Throws: as check().
+  /// The tensor, contiguous, as `dtype`; without one as it is stored, or as f32 where it is quantised. A view of the
+  /// file where nothing changes and the file allows it. Throws: as check().
   [[nodiscard]] virtual Tensor tensor(const TensorSpec& wanted, std::optional<ScalarType> dtype = {}) const = 0;
 };
 
 [[nodiscard]] std::unique_ptr<const Checkpoint> open_folder_checkpoint(const std::filesystem::path& folder);
 
-/// Throws, besides: InvalidArgument for a tensor that a model of `config` does not have, since what it does would be left out in silence.
-[[nodiscard]] std::unique_ptr<const Checkpoint> open_gguf_checkpoint(const std::filesystem::path& path, const LmConfig& config);
+/// Throws, besides: InvalidArgument for a tensor that a model of `config` does not have, since what it does would be
+/// left out in silence.
+[[nodiscard]] std::unique_ptr<const Checkpoint> open_gguf_checkpoint(const std::filesystem::path& path,
+                                                                     const LmConfig& config);
 
 }  // namespace kvkeep::lm::detail

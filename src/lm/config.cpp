@@ -18,7 +18,9 @@ using detail::ConfigFields;
 
 std::string read_text(const std::filesystem::path& path) { return io::read_file(path, "read config"); }
 
-Json parse_json(std::string_view content, const std::string& where) { return io::read_json(content, "read config: " + where); }
+Json parse_json(std::string_view content, const std::string& where) {
+  return io::read_json(content, "read config: " + where);
+}
 
 std::string name_of(Architecture architecture) {
   return architecture == Architecture::llama ? "llama" : architecture == Architecture::qwen2 ? "qwen2" : "qwen3";
@@ -29,7 +31,8 @@ RopeConfig::Type rope_type_called(const std::string& name, const std::string& wh
   if (name == "linear") return RopeConfig::Type::linear;
   if (name == "llama3") return RopeConfig::Type::llama3;
   if (name == "yarn") return RopeConfig::Type::yarn;
-  refuse<Unsupported>("read config: ", where, " has rope_type '", io::shortened(name), "'; the decoder has code for default, linear, llama3, yarn");
+  refuse<Unsupported>("read config: ", where, " has rope_type '", io::shortened(name),
+                      "'; the decoder has code for default, linear, llama3, yarn");
 }
 
 std::string name_of(RopeConfig::Type type) {
@@ -45,37 +48,41 @@ std::string name_of(RopeConfig::Type type) {
   }
 }
 
-// Where the frequencies' base may stand: `rope_parameters` (transformers 5), the top level (4), seldom inside `rope_scaling`. Reading one
-// place only would fall back to 10000 in silence on a file of the other release.
+// Where the frequencies' base may stand: `rope_parameters` (transformers 5), the top level (4), seldom inside
+// `rope_scaling`. Reading one place only would fall back to 10000 in silence on a file of the other release.
 double rope_theta(const ConfigFields& config, const ConfigFields* scaling) {
   const std::optional<double> outer = config.number("rope_theta");
   const std::optional<double> inner = scaling != nullptr ? scaling->number("rope_theta") : std::nullopt;
-  KVKEEP_REQUIRE(!outer || !inner || *outer == *inner, "read config: ", config.where(), " has rope_theta ", outer.value_or(0), " at the top and ",
-          inner.value_or(0), " in ", scaling != nullptr ? scaling->where() : "", "; allowed one value");
+  KVKEEP_REQUIRE(!outer || !inner || *outer == *inner, "read config: ", config.where(), " has rope_theta ",
+                 outer.value_or(0), " at the top and ", inner.value_or(0), " in ",
+                 scaling != nullptr ? scaling->where() : "", "; allowed one value");
   return inner ? *inner : outer.value_or(10000.0);
 }
 
 void refuse_partial_rotation(const ConfigFields& fields) {
-  KVKEEP_REQUIRE_AS(Unsupported, fields.number("partial_rotary_factor").value_or(1.0) == 1.0, "read config: ", fields.where(),
-                       " has a partial_rotary_factor; the decoder rotates whole heads only");
+  KVKEEP_REQUIRE_AS(Unsupported, fields.number("partial_rotary_factor").value_or(1.0) == 1.0,
+                    "read config: ", fields.where(),
+                    " has a partial_rotary_factor; the decoder rotates whole heads only");
 }
 
 RopeConfig read_rope(const ConfigFields& config) {
   refuse_partial_rotation(config);
   const Json* new_place = config.find("rope_parameters");
   const Json* old_place = config.find("rope_scaling");
-  KVKEEP_REQUIRE(new_place == nullptr || old_place == nullptr || *new_place == *old_place, "read config: ", config.where(),
-          " has rope_parameters and another rope_scaling; allowed one of them");
+  KVKEEP_REQUIRE(new_place == nullptr || old_place == nullptr || *new_place == *old_place,
+                 "read config: ", config.where(), " has rope_parameters and another rope_scaling; allowed one of them");
   const Json* place = new_place != nullptr ? new_place : old_place;
   RopeConfig rope;
   if (place == nullptr) {
     rope.theta = rope_theta(config, nullptr);
     return rope;
   }
-  const ConfigFields scaling(*place, text(new_place != nullptr ? "rope_parameters" : "rope_scaling", " of ", config.where()));
+  const ConfigFields scaling(*place,
+                             text(new_place != nullptr ? "rope_parameters" : "rope_scaling", " of ", config.where()));
   for (const auto& [key, value] : place->items())
-    KVKEEP_REQUIRE_AS(Unsupported, !value.is_object(), "read config: ", scaling.where(), " holds parameters by layer type ('", io::shortened(key),
-                         "'); the decoder has one RoPE for all layers");
+    KVKEEP_REQUIRE_AS(Unsupported, !value.is_object(), "read config: ", scaling.where(),
+                      " holds parameters by layer type ('", io::shortened(key),
+                      "'); the decoder has one RoPE for all layers");
   refuse_partial_rotation(scaling);
   rope.theta = rope_theta(config, &scaling);
   const std::optional<std::string> type = scaling.word("rope_type");
@@ -84,23 +91,29 @@ RopeConfig read_rope(const ConfigFields& config) {
 
   const auto needed = [&](const char* name) {
     const std::optional<double> value = scaling.number(name);
-    KVKEEP_REQUIRE(value.has_value(), "read config: ", scaling.where(), " has no ", name, "; rope_type '", name_of(rope.type), "' needs it");
+    KVKEEP_REQUIRE(value.has_value(), "read config: ", scaling.where(), " has no ", name, "; rope_type '",
+                   name_of(rope.type), "' needs it");
     return *value;
   };
   rope.original_max = scaling.whole("original_max_position_embeddings").value_or(0);
   const std::int64_t longest = config.whole("max_position_embeddings").value_or(2048);
-  const bool ratio_stands_in = rope.type == RopeConfig::Type::yarn && rope.original_max > 0 && scaling.find("factor") == nullptr;
-  rope.factor = ratio_stands_in ? static_cast<double>(longest) / static_cast<double>(rope.original_max) : needed("factor");
+  const bool ratio_stands_in =
+      rope.type == RopeConfig::Type::yarn && rope.original_max > 0 && scaling.find("factor") == nullptr;
+  rope.factor =
+      ratio_stands_in ? static_cast<double>(longest) / static_cast<double>(rope.original_max) : needed("factor");
   if (rope.type == RopeConfig::Type::llama3) {
     rope.low_freq_factor = needed("low_freq_factor");
     rope.high_freq_factor = needed("high_freq_factor");
     const double original = needed("original_max_position_embeddings");
-    KVKEEP_REQUIRE(original >= 1 && original <= INT32_MAX, "read config: ", scaling.where(), " has original_max_position_embeddings = ", original, "; allowed 1 to ", INT32_MAX);
+    KVKEEP_REQUIRE(original >= 1 && original <= INT32_MAX, "read config: ", scaling.where(),
+                   " has original_max_position_embeddings = ", original, "; allowed 1 to ", INT32_MAX);
     rope.original_max = static_cast<std::int64_t>(original);
   }
   if (rope.type == RopeConfig::Type::yarn) {
     // transformers takes 0 for "not set" in these three.
-    const auto set = [&](const char* name) { return scaling.number(name).value_or(0.0) != 0.0 ? scaling.number(name) : std::nullopt; };
+    const auto set = [&](const char* name) {
+      return scaling.number(name).value_or(0.0) != 0.0 ? scaling.number(name) : std::nullopt;
+    };
     rope.beta_fast = set("beta_fast").value_or(32.0);
     rope.beta_slow = set("beta_slow").value_or(1.0);
     rope.truncate = scaling.truth("truncate").value_or(true);
@@ -111,7 +124,8 @@ RopeConfig read_rope(const ConfigFields& config) {
   return rope;
 }
 
-// Qwen slides over the layers from `max_window_layers` up when `use_sliding_window`; newer configs also list `layer_types`.
+// Qwen slides over the layers from `max_window_layers` up when `use_sliding_window`; newer configs also list
+// `layer_types`.
 std::vector<LayerSpec> read_layers(const ConfigFields& config, Architecture architecture, std::int32_t count) {
   std::vector<LayerSpec> layers(static_cast<std::size_t>(count));
   const Json* types = config.find("layer_types");
@@ -124,16 +138,16 @@ std::vector<LayerSpec> read_layers(const ConfigFields& config, Architecture arch
       if (has_window && l >= first_sliding) layers[static_cast<std::size_t>(l)] = {LayerKind::sliding, window, -1};
     return layers;
   }
-  KVKEEP_REQUIRE(types->is_array() && types->size() == layers.size(), "read config: layer_types of ", config.where(), " must list ", count,
-          " layers");
+  KVKEEP_REQUIRE(types->is_array() && types->size() == layers.size(), "read config: layer_types of ", config.where(),
+                 " must list ", count, " layers");
   for (std::size_t l = 0; l < layers.size(); ++l) {
     const Json& type = (*types)[l];
     if (type == "full_attention") continue;
-    KVKEEP_REQUIRE_AS(Unsupported, type == "sliding_attention", "read config: layer ", l, " of ", config.where(), " is of type ",
-                         io::shown(type),
-                         "; the decoder has code for full_attention and sliding_attention");
+    KVKEEP_REQUIRE_AS(Unsupported, type == "sliding_attention", "read config: layer ", l, " of ", config.where(),
+                      " is of type ", io::shown(type),
+                      "; the decoder has code for full_attention and sliding_attention");
     KVKEEP_REQUIRE(has_window, "read config: layer ", l, " of ", config.where(),
-            " slides, but the file sets no use_sliding_window and sliding_window");
+                   " slides, but the file sets no use_sliding_window and sliding_window");
     layers[l] = {LayerKind::sliding, window, -1};
   }
   return layers;
@@ -141,10 +155,10 @@ std::vector<LayerSpec> read_layers(const ConfigFields& config, Architecture arch
 
 void refuse_what_has_no_code(const ConfigFields& config) {
   KVKEEP_REQUIRE_AS(Unsupported, config.find("quantization_config") == nullptr, "read config: ", config.where(),
-                       " has a quantization_config; the decoder reads f32, f16 and bf16 weights");
+                    " has a quantization_config; the decoder reads f32, f16 and bf16 weights");
   const std::string activation = config.word("hidden_act").value_or("silu");
-  KVKEEP_REQUIRE_AS(Unsupported, activation == "silu" || activation == "swish", "read config: ", config.where(), " has hidden_act '", io::shortened(activation),
-                       "'; the decoder has code for silu");
+  KVKEEP_REQUIRE_AS(Unsupported, activation == "silu" || activation == "swish", "read config: ", config.where(),
+                    " has hidden_act '", io::shortened(activation), "'; the decoder has code for silu");
 }
 
 std::optional<std::vector<std::int32_t>> read_end_tokens(const ConfigFields& fields) {
@@ -154,7 +168,8 @@ std::optional<std::vector<std::int32_t>> read_end_tokens(const ConfigFields& fie
   std::vector<std::int32_t> tokens;
   for (const Json& token : list) {
     const std::optional<std::int64_t> id = io::whole_number(token, 0, INT32_MAX);
-    KVKEEP_REQUIRE(id.has_value(), "read config: ", fields.where(), " has eos_token_id ", io::shown(*value), "; allowed a token or a list of tokens");
+    KVKEEP_REQUIRE(id.has_value(), "read config: ", fields.where(), " has eos_token_id ", io::shown(*value),
+                   "; allowed a token or a list of tokens");
     tokens.push_back(static_cast<std::int32_t>(*id));
   }
   return tokens;
@@ -170,15 +185,20 @@ void set_biases(LmConfig& model, bool attention_bias, bool mlp_bias) {
 
 }  // namespace
 
-bool LmConfig::ends(std::int32_t token) const { return std::find(end_tokens.begin(), end_tokens.end(), token) != end_tokens.end(); }
+bool LmConfig::ends(std::int32_t token) const {
+  return std::find(end_tokens.begin(), end_tokens.end(), token) != end_tokens.end();
+}
 
 void LmConfig::check() const {
-  KVKEEP_REQUIRE(vocab >= 1 && hidden >= 1 && intermediate >= 1, "model config: vocab, hidden and intermediate must be positive; given ", vocab,
-          ", ", hidden, ", ", intermediate);
-  KVKEEP_REQUIRE(std::isfinite(rms_eps) && rms_eps >= 0, "model config: rms_norm_eps must be finite and not negative; given ", rms_eps);
+  KVKEEP_REQUIRE(vocab >= 1 && hidden >= 1 && intermediate >= 1,
+                 "model config: vocab, hidden and intermediate must be positive; given ", vocab, ", ", hidden, ", ",
+                 intermediate);
+  KVKEEP_REQUIRE(std::isfinite(rms_eps) && rms_eps >= 0,
+                 "model config: rms_norm_eps must be finite and not negative; given ", rms_eps);
   KVKEEP_REQUIRE(max_positions >= 1, "model config: max_position_embeddings must be positive; given ", max_positions);
   KVKEEP_REQUIRE(spec.key_dim == spec.value_dim && spec.key_dim % 2 == 0,
-          "model config: head_dim must be even and the same for keys and values; given ", spec.key_dim, " and ", spec.value_dim);
+                 "model config: head_dim must be even and the same for keys and values; given ", spec.key_dim, " and ",
+                 spec.value_dim);
   spec.check();
 }
 
@@ -186,8 +206,10 @@ LmConfig LmConfig::read(const std::filesystem::path& path) {
   std::error_code none;
   if (std::filesystem::is_regular_file(path, none)) return detail::read_gguf_config(io::GgufFile::open(path));
   const std::filesystem::path config = path / "config.json", generation = path / "generation_config.json";
-  KVKEEP_REQUIRE(std::filesystem::is_directory(path, none), "read config: ", path.string(), " is neither a folder nor a file; allowed a Hugging Face model folder or a GGUF file");
-  return parse(read_text(config), std::filesystem::exists(generation, none) ? read_text(generation) : std::string(), config.string());
+  KVKEEP_REQUIRE(std::filesystem::is_directory(path, none), "read config: ", path.string(),
+                 " is neither a folder nor a file; allowed a Hugging Face model folder or a GGUF file");
+  return parse(read_text(config), std::filesystem::exists(generation, none) ? read_text(generation) : std::string(),
+               config.string());
 }
 
 LmConfig LmConfig::parse(std::string_view config_text, std::string_view generation_text, const std::string& where) {
@@ -195,7 +217,8 @@ LmConfig LmConfig::parse(std::string_view config_text, std::string_view generati
   const ConfigFields config(parsed, where);
   LmConfig model;
   const std::optional<std::string> model_type = config.word("model_type");
-  KVKEEP_REQUIRE(model_type.has_value(), "read config: ", where, " has no model_type; the decoder has code for llama, qwen2, qwen3");
+  KVKEEP_REQUIRE(model_type.has_value(), "read config: ", where,
+                 " has no model_type; the decoder has code for llama, qwen2, qwen3");
   model.architecture = detail::architecture_called(*model_type, where, "model_type");
   refuse_what_has_no_code(config);
 
@@ -211,17 +234,20 @@ LmConfig LmConfig::parse(std::string_view config_text, std::string_view generati
   spec.query_heads = config.size("num_attention_heads");
   spec.kv_heads = config.size("num_key_value_heads", spec.query_heads);
   const bool head_dim_given = config.find("head_dim") != nullptr || model.architecture == Architecture::qwen3;
-  KVKEEP_REQUIRE(head_dim_given || model.hidden % spec.query_heads == 0, "read config: ", where, " has no head_dim, and hidden_size ",
-          model.hidden, " is not a multiple of num_attention_heads ", spec.query_heads);
+  KVKEEP_REQUIRE(head_dim_given || model.hidden % spec.query_heads == 0, "read config: ", where,
+                 " has no head_dim, and hidden_size ", model.hidden, " is not a multiple of num_attention_heads ",
+                 spec.query_heads);
   // transformers' Qwen3 does not derive head_dim: it is 128 unless the file says otherwise.
-  spec.key_dim = config.size("head_dim", model.architecture == Architecture::qwen3 ? 128 : model.hidden / spec.query_heads);
+  spec.key_dim =
+      config.size("head_dim", model.architecture == Architecture::qwen3 ? 128 : model.hidden / spec.query_heads);
   spec.value_dim = spec.key_dim;
   spec.layers = read_layers(config, model.architecture, config.size_up_to("num_hidden_layers", detail::kMostLayers));
   model.rope = read_rope(config);
   spec.rope = make_rope(model.rope, spec.key_dim, model.max_positions);
 
   if (!generation_text.empty()) {
-    const std::string generation_where = (std::filesystem::path(where).parent_path() / "generation_config.json").string();
+    const std::string generation_where =
+        (std::filesystem::path(where).parent_path() / "generation_config.json").string();
     const Json generation = parse_json(generation_text, generation_where);
     if (auto tokens = read_end_tokens(ConfigFields(generation, generation_where))) model.end_tokens = *tokens;
   }
@@ -231,7 +257,8 @@ LmConfig LmConfig::parse(std::string_view config_text, std::string_view generati
 }
 
 LmConfig LmConfig::shape(Architecture architecture, std::int32_t layers, std::int32_t hidden, std::int32_t intermediate,
-                         std::int32_t query_heads, std::int32_t kv_heads, std::int32_t head_dim, std::int32_t vocab, RopeConfig rope) {
+                         std::int32_t query_heads, std::int32_t kv_heads, std::int32_t head_dim, std::int32_t vocab,
+                         RopeConfig rope) {
   LmConfig model;
   model.architecture = architecture;
   model.vocab = vocab;
@@ -249,7 +276,8 @@ LmConfig LmConfig::shape(Architecture architecture, std::int32_t layers, std::in
 }
 
 std::string LmConfig::json(std::string_view dtype, Layout layout) const {
-  KVKEEP_REQUIRE(rope.divisors.empty(), "write config: RoPE has divisors of a GGUF file; config.json has no word for them");
+  KVKEEP_REQUIRE(rope.divisors.empty(),
+                 "write config: RoPE has divisors of a GGUF file; config.json has no word for them");
   const bool qwen = architecture != Architecture::llama;
   const std::string class_name = architecture == Architecture::llama   ? "LlamaForCausalLM"
                                  : architecture == Architecture::qwen2 ? "Qwen2ForCausalLM"
@@ -278,7 +306,8 @@ std::string LmConfig::json(std::string_view dtype, Layout layout) const {
     const auto first = std::find_if(spec.layers.begin(), spec.layers.end(), slides);
     config["use_sliding_window"] = first != spec.layers.end();
     config["sliding_window"] = first != spec.layers.end() ? Json(first->window) : Json();
-    for (const LayerSpec& layer : spec.layers) config["layer_types"].push_back(slides(layer) ? "sliding_attention" : "full_attention");
+    for (const LayerSpec& layer : spec.layers)
+      config["layer_types"].push_back(slides(layer) ? "sliding_attention" : "full_attention");
   }
 
   Json scaling{{"rope_type", name_of(rope.type)}};

@@ -16,12 +16,14 @@ namespace kvkeep::lm::detail {
 
 inline constexpr std::int32_t kMostLayers = 1 << 16;
 
-/// The architecture that `field` of a file names. Throws Unsupported, naming it, for one that the decoder has no code for.
+/// The architecture that `field` of a file names. Throws Unsupported, naming it, for one that the decoder has no code
+/// for.
 inline Architecture architecture_called(std::string_view name, const std::string& where, std::string_view field) {
   if (name == "llama") return Architecture::llama;
   if (name == "qwen2") return Architecture::qwen2;
   if (name == "qwen3") return Architecture::qwen3;
-  refuse<Unsupported>("read config: ", where, " has ", field, " '", io::shortened(name), "'; the decoder has code for llama, qwen2, qwen3");
+  refuse<Unsupported>("read config: ", where, " has ", field, " '", io::shortened(name),
+                      "'; the decoder has code for llama, qwen2, qwen3");
 }
 
 class ConfigFields {
@@ -84,7 +86,8 @@ class ConfigFields {
     return text("read config: ", where_, " has ", name, " = ", io::shown(value), "; allowed ");
   }
   [[nodiscard]] std::int32_t checked_size(const char* name, std::int64_t value, std::int32_t most) const {
-    KVKEEP_REQUIRE(value >= 1 && value <= most, "read config: ", where_, " has ", name, " = ", value, "; allowed 1 to ", most);
+    KVKEEP_REQUIRE(value >= 1 && value <= most, "read config: ", where_, " has ", name, " = ", value, "; allowed 1 to ",
+                   most);
     return static_cast<std::int32_t>(value);
   }
 

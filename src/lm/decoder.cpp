@@ -28,7 +28,9 @@ using detail::Rows;
 Rows rows_of(const Tensor& matrix) { return {matrix.const_data_ptr(), matrix.scalar_type(), matrix.stride(0)}; }
 
 void widen_row(const Rows& from, std::int64_t n, float* to) {
-  const auto copy = [&](const auto* data) { std::transform(data, data + n, to, [](auto x) { return static_cast<float>(x); }); };
+  const auto copy = [&](const auto* data) {
+    std::transform(data, data + n, to, [](auto x) { return static_cast<float>(x); });
+  };
   if (from.dtype == kFloat32) return copy(static_cast<const float*>(from.data));
   if (from.dtype == kFloat16) return copy(static_cast<const c10::Half*>(from.data));
   copy(static_cast<const c10::BFloat16*>(from.data));
@@ -59,7 +61,8 @@ void multiply(std::initializer_list<Product> products, const float* x, std::int6
     std::int64_t band = 0;
     for (const auto& [map, out] : products) {
       const std::int64_t rows = map->weight.size(0), own_bands = (rows + kBand - 1) / kBand;
-      const std::int64_t begin = std::max<std::int64_t>(0, first - band) * kBand, end = std::min(rows, (last - band) * kBand);
+      const std::int64_t begin = std::max<std::int64_t>(0, first - band) * kBand,
+                         end = std::min(rows, (last - band) * kBand);
       band += own_bands;
       // Within a thread, few rows at a time: they stay in the cache while a long prompt passes by.
       constexpr std::int64_t kRowsAtOnce = 4 * kBand;
@@ -91,8 +94,8 @@ struct Decoder::Workspace {
 Decoder::Decoder(LmConfig config, Weights weights)
     : config_(std::move(config)), weights_(std::move(weights)), workspace_(std::make_unique<Workspace>()) {
   config_.check();
-  KVKEEP_REQUIRE(weights_.layers.size() == config_.spec.layers.size(), "decoder: weights of ", weights_.layers.size(), " layers for a config of ",
-          config_.num_layers());
+  KVKEEP_REQUIRE(weights_.layers.size() == config_.spec.layers.size(), "decoder: weights of ", weights_.layers.size(),
+                 " layers for a config of ", config_.num_layers());
 }
 Decoder::~Decoder() = default;
 Decoder::Decoder(Decoder&&) noexcept = default;
@@ -110,30 +113,39 @@ void Decoder::to(Device device) {
 }
 
 void Decoder::use(Path path) {
-  KVKEEP_REQUIRE(path == Path::operators || device().is_cpu(), "decoder: it has kernels for the CPU alone; given weights on ", device().str(), "; allowed operators there");
+  KVKEEP_REQUIRE(path == Path::operators || device().is_cpu(),
+                 "decoder: it has kernels for the CPU alone; given weights on ", device().str(),
+                 "; allowed operators there");
   path_ = path;
 }
 
 std::vector<LayerCache> Decoder::make_cache(std::int64_t sequences, std::int64_t capacity, ScalarType dtype) const {
-  KVKEEP_REQUIRE(sequences >= 1 && capacity >= 1, "make cache: sequences and capacity must be positive; given ", sequences, " and ", capacity);
+  KVKEEP_REQUIRE(sequences >= 1 && capacity >= 1, "make cache: sequences and capacity must be positive; given ",
+                 sequences, " and ", capacity);
   KVKEEP_REQUIRE(is_scorable(dtype), "make cache: dtype is ", c10::toString(dtype), "; allowed f32, f16, bf16");
   std::vector<LayerCache> cache;
   const ModelSpec& model = spec();
-  const auto side = [&](std::int64_t dim) { return at::zeros({sequences, model.kv_heads, capacity, dim}, at::TensorOptions(dtype).device(device())); };
+  const auto side = [&](std::int64_t dim) {
+    return at::zeros({sequences, model.kv_heads, capacity, dim}, at::TensorOptions(dtype).device(device()));
+  };
   for (std::int32_t l = 0; l < model.num_layers(); ++l) cache.push_back({side(model.key_dim), side(model.value_dim)});
   return cache;
 }
 
-std::vector<LayerKv> Decoder::make_pages(std::int64_t pages, std::int64_t page_size, ScalarType dtype, PageLayout layout) const {
-  KVKEEP_REQUIRE(pages >= 1 && page_size >= 1, "make pages: pages and page size must be positive; given ", pages, " and ", page_size);
+std::vector<LayerKv> Decoder::make_pages(std::int64_t pages, std::int64_t page_size, ScalarType dtype,
+                                         PageLayout layout) const {
+  KVKEEP_REQUIRE(pages >= 1 && page_size >= 1, "make pages: pages and page size must be positive; given ", pages,
+                 " and ", page_size);
   KVKEEP_REQUIRE(is_scorable(dtype), "make pages: dtype is ", c10::toString(dtype), "; allowed f32, f16, bf16");
   const ModelSpec& model = spec();
   const auto options = at::TensorOptions(dtype).device(device());
   const auto side = [&](std::int64_t dim) {
-    return layout == PageLayout::slot_head ? at::zeros({pages, page_size, model.kv_heads, dim}, options) : at::zeros({pages, model.kv_heads, page_size, dim}, options);
+    return layout == PageLayout::slot_head ? at::zeros({pages, page_size, model.kv_heads, dim}, options)
+                                           : at::zeros({pages, model.kv_heads, page_size, dim}, options);
   };
   std::vector<LayerKv> cache;
-  for (std::int32_t l = 0; l < model.num_layers(); ++l) cache.emplace_back(PagedKv{side(model.key_dim), side(model.value_dim), layout});
+  for (std::int32_t l = 0; l < model.num_layers(); ++l)
+    cache.emplace_back(PagedKv{side(model.key_dim), side(model.value_dim), layout});
   return cache;
 }
 
@@ -146,7 +158,8 @@ std::vector<Tensor> Decoder::output_projections() const {
 std::int64_t Decoder::bytes_per_step() const {
   std::size_t bytes = weights_.output.nbytes();
   for (const LayerWeights& layer : weights_.layers)
-    for (const Linear* map : {&layer.q, &layer.k, &layer.v, &layer.o, &layer.gate, &layer.up, &layer.down}) bytes += map->weight.nbytes();
+    for (const Linear* map : {&layer.q, &layer.k, &layer.v, &layer.o, &layer.gate, &layer.up, &layer.down})
+      bytes += map->weight.nbytes();
   return static_cast<std::int64_t>(bytes);
 }
 
@@ -162,7 +175,8 @@ float* sized(std::vector<float>& buffer, std::int64_t n) {
 // One step through the model.
 class Decoder::Pass {
  public:
-  Pass(const Decoder& decoder, const Step& step, std::span<const LayerKv> cache, const Tensor& block_table, const StepOptions& options)
+  Pass(const Decoder& decoder, const Step& step, std::span<const LayerKv> cache, const Tensor& block_table,
+       const StepOptions& options)
       : config_(decoder.config_),
         spec_(decoder.config_.spec),
         weights_(decoder.weights_),
@@ -214,13 +228,15 @@ class Decoder::Pass {
 
   // The queries as they are at the time.
   LayerSight sight(std::int32_t layer) {
-    const Tensor queries = at::from_blob(work_.queries.data(), {tokens(), spec_.query_heads, spec_.key_dim}, at::TensorOptions(kFloat32));
+    const Tensor queries =
+        at::from_blob(work_.queries.data(), {tokens(), spec_.query_heads, spec_.key_dim}, at::TensorOptions(kFloat32));
     return {.layer = layer, .queries = queries, .indptr = present_.indptr(), .positions = present_.positions()};
   }
 
   [[nodiscard]] Attended attended() {
     const auto floats = at::TensorOptions(kFloat32);
-    return {at::from_blob(work_.attended.data(), {tokens(), spec_.query_heads, spec_.value_dim}, floats), at::from_blob(work_.sums.data(), {tokens(), spec_.query_heads}, floats)};
+    return {at::from_blob(work_.attended.data(), {tokens(), spec_.query_heads, spec_.value_dim}, floats),
+            at::from_blob(work_.sums.data(), {tokens(), spec_.query_heads}, floats)};
   }
 
   // What is kept of a token from here on moves to the front: the rows of those that go on lie side by side.
@@ -231,7 +247,8 @@ class Decoder::Pass {
     const auto keep_rows = [&](std::vector<float>& rows, std::int64_t width) {
       for (std::size_t i = 0; i < onward->tokens.size(); ++i)
         if (onward->tokens[i] != static_cast<std::int64_t>(i))
-          std::copy_n(rows.data() + onward->tokens[i] * width, width, rows.data() + static_cast<std::int64_t>(i) * width);
+          std::copy_n(rows.data() + onward->tokens[i] * width, width,
+                      rows.data() + static_cast<std::int64_t>(i) * width);
     };
     keep_rows(work_.hidden, config_.hidden);
     keep_rows(work_.attended, std::int64_t{spec_.query_heads} * spec_.value_dim);
@@ -243,11 +260,13 @@ class Decoder::Pass {
   void normalise(const Tensor& weight) {
     const float* scale = weight.const_data_ptr<float>();
     const std::int64_t n = config_.hidden;
-    for_tokens(tokens(), n,
-               [&](std::int64_t i) { detail::rms_norm(work_.hidden.data() + i * n, scale, epsilon(), n, work_.normed.data() + i * n); });
+    for_tokens(tokens(), n, [&](std::int64_t i) {
+      detail::rms_norm(work_.hidden.data() + i * n, scale, epsilon(), n, work_.normed.data() + i * n);
+    });
   }
 
-  // Queries stay before RoPE (a hook may want them so); keys are rotated and stored with the values behind the slots in use.
+  // Queries stay before RoPE (a hook may want them so); keys are rotated and stored with the values behind the slots in
+  // use.
   void project_and_store(std::int32_t layer, const LayerWeights& weights) {
     const std::int64_t heads = spec_.query_heads, kv_heads = spec_.kv_heads, dim = spec_.key_dim;
     float* queries = sized(work_.queries, tokens() * heads * dim);
@@ -320,7 +339,8 @@ class Decoder::Pass {
                                        .window = kind.kind == LayerKind::sliding ? kind.window : 0,
                                        .positions = present_.positions().data()};
     rotate(work_.queries.data(), spec_.query_heads);
-    detail::attend(work_.rows, shape, work_.queries.data(), sized(work_.attended, tokens() * spec_.query_heads * spec_.value_dim),
+    detail::attend(work_.rows, shape, work_.queries.data(),
+                   sized(work_.attended, tokens() * spec_.query_heads * spec_.value_dim),
                    options_.view ? sized(work_.sums, tokens() * spec_.query_heads) : nullptr);
   }
 
@@ -345,7 +365,8 @@ class Decoder::Pass {
     for (std::int64_t first = 0; first < tokens(); first += kBlock) {
       const std::int64_t last = std::min(first + kBlock, tokens());
       multiply({{&weights.gate, gate}, {&weights.up, up}}, work_.normed.data() + first * config_.hidden, last - first);
-      for_tokens(last - first, inner * 8, [&](std::int64_t i) { detail::silu_times(gate + i * inner, up + i * inner, inner); });
+      for_tokens(last - first, inner * 8,
+                 [&](std::int64_t i) { detail::silu_times(gate + i * inner, up + i * inner, inner); });
       add_product(weights.down, gate, first, last);
     }
   }
@@ -354,7 +375,10 @@ class Decoder::Pass {
   template <typename TokenAt>
   void logits_of(std::int64_t count, const TokenAt& token_at, float* out) {
     const std::int64_t n = config_.hidden;
-    for_tokens(count, n, [&](std::int64_t i) { detail::rms_norm(work_.hidden.data() + token_at(i) * n, weights_.final_norm.const_data_ptr<float>(), epsilon(), n, work_.normed.data() + i * n); });
+    for_tokens(count, n, [&](std::int64_t i) {
+      detail::rms_norm(work_.hidden.data() + token_at(i) * n, weights_.final_norm.const_data_ptr<float>(), epsilon(), n,
+                       work_.normed.data() + i * n);
+    });
     const Linear output{weights_.output, {}};
     if (count > 0) multiply({{&output, out}}, work_.normed.data(), count);
   }
@@ -375,9 +399,12 @@ class Decoder::Pass {
     const std::vector<std::int32_t> still = present_.still();
     const std::int64_t count = all ? tokens() : static_cast<std::int64_t>(still.size());
     Tensor result = at::empty({count, config_.vocab}, at::TensorOptions(kFloat32));
-    logits_of(count, [&](std::int64_t i) { return all ? i : first_token(still[static_cast<std::size_t>(i)] + 1) - 1; }, result.mutable_data_ptr<float>());
+    logits_of(
+        count, [&](std::int64_t i) { return all ? i : first_token(still[static_cast<std::size_t>(i)] + 1) - 1; },
+        result.mutable_data_ptr<float>());
     if (all || count == sequences()) return result;
-    Tensor rows = at::full({sequences(), config_.vocab}, std::numeric_limits<float>::quiet_NaN(), at::TensorOptions(kFloat32));
+    Tensor rows =
+        at::full({sequences(), config_.vocab}, std::numeric_limits<float>::quiet_NaN(), at::TensorOptions(kFloat32));
     for (std::int64_t i = 0; i < count; ++i) rows[still[static_cast<std::size_t>(i)]].copy_(result[i]);
     return rows;
   }
@@ -395,16 +422,19 @@ class Decoder::Pass {
     const std::int64_t place = step_.rows[static_cast<std::size_t>(sequence)];
     const LayerKv& kv = cache_[static_cast<std::size_t>(layer)];
     if (const auto* dense = std::get_if<DenseKv>(&kv))
-      return {dense_address(dense->keys, place, head), dense_address(dense->values, place, head), dense->keys.scalar_type(), dense->values.scalar_type()};
+      return {dense_address(dense->keys, place, head), dense_address(dense->values, place, head),
+              dense->keys.scalar_type(), dense->values.scalar_type()};
     const auto& paged = std::get<PagedKv>(kv);
     const std::int32_t* pages = block_table_.const_data_ptr<std::int32_t>() + place * block_table_.stride(0);
-    return {paged_address(paged.keys, paged.layout, head, pages), paged_address(paged.values, paged.layout, head, pages), paged.keys.scalar_type(),
+    return {paged_address(paged.keys, paged.layout, head, pages),
+            paged_address(paged.values, paged.layout, head, pages), paged.keys.scalar_type(),
             paged.values.scalar_type()};
   }
   [[nodiscard]] const std::uint8_t* visible(std::int32_t layer, std::int32_t sequence, std::int32_t head) const {
     if (options_.visible.empty()) return nullptr;
     const Tensor& mask = options_.visible[static_cast<std::size_t>(layer)];
-    return mask.const_data_ptr<std::uint8_t>() + step_.rows[static_cast<std::size_t>(sequence)] * mask.stride(0) + head * mask.stride(1);
+    return mask.const_data_ptr<std::uint8_t>() + step_.rows[static_cast<std::size_t>(sequence)] * mask.stride(0) +
+           head * mask.stride(1);
   }
 
   const LmConfig& config_;
@@ -422,22 +452,25 @@ Tensor Decoder::forward(const Step& step, std::span<const LayerCache> cache, con
   return forward(step, std::vector<LayerKv>(cache.begin(), cache.end()), Tensor(), options);
 }
 
-Tensor Decoder::forward(const Step& step, std::span<const LayerKv> cache, const Tensor& block_table, const StepOptions& options) {
+Tensor Decoder::forward(const Step& step, std::span<const LayerKv> cache, const Tensor& block_table,
+                        const StepOptions& options) {
   detail::check_step(config_, device(), step, cache, block_table, options);
   if (path_ == Path::operators) return detail::run_with_operators(config_, weights_, step, cache, block_table, options);
   return Pass(*this, step, cache, block_table, options).run();
 }
 
 std::vector<std::int32_t> argmax(const Tensor& logits) {
-  KVKEEP_REQUIRE(logits.dim() == 2 && logits.size(1) >= 1 && logits.scalar_type() == kFloat32, "argmax: logits must be f32 [n, vocab]; given ",
-          c10::toString(logits.scalar_type()), " ", logits.sizes());
+  KVKEEP_REQUIRE(logits.dim() == 2 && logits.size(1) >= 1 && logits.scalar_type() == kFloat32,
+                 "argmax: logits must be f32 [n, vocab]; given ", c10::toString(logits.scalar_type()), " ",
+                 logits.sizes());
   const Tensor rows = logits.cpu().contiguous();
   std::vector<std::int32_t> best;
   for (std::int64_t i = 0; i < rows.size(0); ++i) {
     const float* row = rows.const_data_ptr<float>() + i * rows.size(1);
     std::int64_t top = 0;
     for (std::int64_t j = 0; j < rows.size(1); ++j) {
-      KVKEEP_REQUIRE(!std::isnan(row[j]), "argmax: logit ", j, " of row ", i, " is not a number; allowed numbers (are the weights damaged?)");
+      KVKEEP_REQUIRE(!std::isnan(row[j]), "argmax: logit ", j, " of row ", i,
+                     " is not a number; allowed numbers (are the weights damaged?)");
       if (row[j] > row[top]) top = j;
     }
     best.push_back(static_cast<std::int32_t>(top));

@@ -19,32 +19,35 @@ namespace {
 
 using trace::Result;
 
-constexpr std::int32_t kMostTokens = 1 << 24;  ///< as many as the command predicts; the cache has room for them from the start
+constexpr std::int32_t kMostTokens =
+    1 << 24;  ///< as many as the command predicts; the cache has room for them from the start
 
 std::int32_t number(const io::SafetensorsFile& file, const std::string& key, std::int32_t least) {
   const auto found = file.metadata().find(key);
-  KVKEEP_REQUIRE(found != file.metadata().end(), file.where(), ": metadata \"", key, "\" is missing; a trace of kind \"", trace::kind_of(file),
-          "\" needs it");
+  KVKEEP_REQUIRE(found != file.metadata().end(), file.where(), ": metadata \"", key,
+                 "\" is missing; a trace of kind \"", trace::kind_of(file), "\" needs it");
   const std::string& written = found->second;
   std::int32_t value = 0;
   const auto [end, error] = std::from_chars(written.data(), written.data() + written.size(), value);
-  KVKEEP_REQUIRE(error == std::errc() && end == written.data() + written.size() && value >= least && value <= kMostTokens, file.where(), ": metadata \"", key, "\" is \"",
-          io::shortened(written), "\"; allowed an integer from ", least, " to ", kMostTokens);
+  KVKEEP_REQUIRE(
+      error == std::errc() && end == written.data() + written.size() && value >= least && value <= kMostTokens,
+      file.where(), ": metadata \"", key, "\" is \"", io::shortened(written), "\"; allowed an integer from ", least,
+      " to ", kMostTokens);
   return value;
 }
 
 std::vector<std::int32_t> ids(const io::SafetensorsFile& file, const char* name) {
   const Tensor stored = file.tensor(name);
-  KVKEEP_REQUIRE(stored.dim() == 1 && (stored.scalar_type() == kInt32 || stored.scalar_type() == c10::ScalarType::Long), file.where(),
-          ": tensor \"", name, "\" is ", c10::toString(stored.scalar_type()), " with ", stored.dim(),
-          " dimensions; allowed i32 or i64 [n]");
+  KVKEEP_REQUIRE(stored.dim() == 1 && (stored.scalar_type() == kInt32 || stored.scalar_type() == c10::ScalarType::Long),
+                 file.where(), ": tensor \"", name, "\" is ", c10::toString(stored.scalar_type()), " with ",
+                 stored.dim(), " dimensions; allowed i32 or i64 [n]");
   KVKEEP_REQUIRE(stored.numel() >= 1, file.where(), ": tensor \"", name, "\" is empty; allowed one token or more");
   std::vector<std::int32_t> values(static_cast<std::size_t>(stored.numel()));
   const Tensor wide = stored.to(c10::ScalarType::Long).contiguous();
   for (std::size_t i = 0; i < values.size(); ++i) {
     const std::int64_t id = wide.const_data_ptr<std::int64_t>()[i];
     KVKEEP_REQUIRE(id >= 0 && id <= INT32_MAX, file.where(), ": tensor \"", name, "\" holds ", id, " at place ", i,
-            "; allowed token ids of the model's vocabulary");
+                   "; allowed token ids of the model's vocabulary");
     values[i] = static_cast<std::int32_t>(id);
   }
   return values;
@@ -53,9 +56,10 @@ std::vector<std::int32_t> ids(const io::SafetensorsFile& file, const char* name)
 Decoder open_model(const io::SafetensorsFile& file, const std::filesystem::path& folder) {
   const auto model = file.metadata().find("model"), dtype = file.metadata().find("compute_dtype");
   KVKEEP_REQUIRE(model != file.metadata().end(), file.where(),
-          ": metadata \"model\" is missing; allowed a checkpoint's folder, relative to the trace");
-  KVKEEP_REQUIRE_AS(Unsupported, dtype == file.metadata().end() || dtype->second == "f32", file.where(), ": metadata \"compute_dtype\" is \"",
-                       dtype == file.metadata().end() ? "" : io::shortened(dtype->second), "\"; allowed f32");
+                 ": metadata \"model\" is missing; allowed a checkpoint's folder, relative to the trace");
+  KVKEEP_REQUIRE_AS(Unsupported, dtype == file.metadata().end() || dtype->second == "f32", file.where(),
+                    ": metadata \"compute_dtype\" is \"",
+                    dtype == file.metadata().end() ? "" : io::shortened(dtype->second), "\"; allowed f32");
   return Decoder::open(folder / model->second);
 }
 
@@ -70,8 +74,8 @@ std::map<std::string, std::string> about(const KVPolicy& policy) {
 }
 
 /// Argmax from the last logits on, ending with an end token. `cache` holds `n` slots.
-std::vector<std::int32_t> continue_greedily(Decoder& decoder, std::span<const LayerCache> cache, Tensor last, std::int32_t n,
-                                            std::int32_t new_tokens) {
+std::vector<std::int32_t> continue_greedily(Decoder& decoder, std::span<const LayerCache> cache, Tensor last,
+                                            std::int32_t n, std::int32_t new_tokens) {
   std::vector<std::int32_t> greedy;
   while (static_cast<std::int32_t>(greedy.size()) < new_tokens) {
     const std::vector<std::int32_t> token = argmax(last);
@@ -86,8 +90,8 @@ std::vector<std::int32_t> continue_greedily(Decoder& decoder, std::span<const La
 }  // namespace
 
 Result replay_decoder(const io::SafetensorsFile& file, const std::filesystem::path& folder, const KVPolicy& policy) {
-  KVKEEP_REQUIRE(policy.name() == "full", file.where(), ": a trace of kind \"decoder\" runs without eviction; given policy ", policy.name(),
-          "; allowed full");
+  KVKEEP_REQUIRE(policy.name() == "full", file.where(),
+                 ": a trace of kind \"decoder\" runs without eviction; given policy ", policy.name(), "; allowed full");
   const std::vector<std::int32_t> prompt = ids(file, "input_ids");
   const auto n = static_cast<std::int32_t>(prompt.size());
   const std::int32_t new_tokens = number(file, "new_tokens", 0);
@@ -118,20 +122,26 @@ Result replay_decoder(const io::SafetensorsFile& file, const std::filesystem::pa
   return result;
 }
 
-Result replay_generate(const io::SafetensorsFile& file, const std::filesystem::path& folder, std::unique_ptr<KVPolicy> policy) {
+Result replay_generate(const io::SafetensorsFile& file, const std::filesystem::path& folder,
+                       std::unique_ptr<KVPolicy> policy) {
   KVKEEP_REQUIRE(policy != nullptr, "replay: there is no policy; allowed one from make_policy()");
-  Request request{.prompt = ids(file, "prompt"), .new_tokens = number(file, "new_tokens", 1), .keep_logits = true, .keep_positions = true};
+  Request request{.prompt = ids(file, "prompt"),
+                  .new_tokens = number(file, "new_tokens", 1),
+                  .keep_logits = true,
+                  .keep_positions = true};
   Decoder decoder = open_model(file, folder);
   Result result;
   result.metadata = about(*policy);
   GenerationRun run = generate(decoder, std::move(policy), {std::move(request)});
   const Completion& done = run.completions.front();
 
-  const auto tokens = static_cast<std::int64_t>(done.tokens.size()), events = static_cast<std::int64_t>(done.events.size());
+  const auto tokens = static_cast<std::int64_t>(done.tokens.size()),
+             events = static_cast<std::int64_t>(done.events.size());
   result.tensors.emplace_back("tokens", i32_tensor(done.tokens, {tokens}));
   result.tensors.emplace_back("logits", done.logits);
   std::vector<std::int32_t> flat;
-  for (const SequenceEvent& event : done.events) flat.insert(flat.end(), {event.step, event.length_before, event.length_after});
+  for (const SequenceEvent& event : done.events)
+    flat.insert(flat.end(), {event.step, event.length_before, event.length_after});
   result.tensors.emplace_back("events", i32_tensor(flat, {events, 3}));
   for (std::size_t i = 0; i < done.events.size(); ++i) {
     std::vector<std::int32_t> kept;
@@ -142,9 +152,9 @@ Result replay_generate(const io::SafetensorsFile& file, const std::filesystem::p
       kept.insert(kept.end(), width - row.size(), -1);
     }
     const std::int64_t heads = decoder.spec().kv_heads;
-    result.tensors.emplace_back(
-        text("event.", i, ".positions"),
-        i32_tensor(kept, {static_cast<std::int64_t>(done.events[i].positions.size()) / heads, heads, static_cast<std::int64_t>(width)}));
+    result.tensors.emplace_back(text("event.", i, ".positions"),
+                                i32_tensor(kept, {static_cast<std::int64_t>(done.events[i].positions.size()) / heads,
+                                                  heads, static_cast<std::int64_t>(width)}));
   }
   result.metadata["tokens"] = std::to_string(tokens);
   result.metadata["events"] = std::to_string(events);

@@ -1,6 +1,6 @@
 #pragma once
-/// Random numbers that are the same bits everywhere. The standard library promises that of its engines, not of its distributions and
-/// shuffles.
+/// Random numbers that are the same bits everywhere. The standard library promises that of its engines, not of its
+/// distributions and shuffles.
 
 #include <cstdint>
 #include <string_view>
@@ -76,7 +76,8 @@ class Deck {
 
   Dice& dice_;
   std::int64_t left_;
-  std::unordered_map<std::int64_t, std::int64_t> moved_;  // Fisher-Yates without the cards that still lie where they lay
+  std::unordered_map<std::int64_t, std::int64_t>
+      moved_;  // Fisher-Yates without the cards that still lie where they lay
 };
 
 }  // namespace kvkeep::lm

@@ -47,27 +47,29 @@ class FolderCheckpoint final : public Checkpoint {
     KVKEEP_REQUIRE(found != file_of_.end(), "read weights: tensor '", wanted.name, "' is missing in ", where_,
                    "; the model of config.json needs it");
     Tensor tensor = files_.at(found->second).tensor(wanted.name);
-    KVKEEP_REQUIRE(is_scorable(tensor.scalar_type()), "read weights: tensor '", wanted.name, "' in ", found->second, " has dtype ",
-                   c10::toString(tensor.scalar_type()), "; allowed f32, f16, bf16");
-    KVKEEP_REQUIRE(tensor.sizes().vec() == wanted.shape, "read weights: tensor '", wanted.name, "' in ", found->second, " has shape ",
-                   tensor.sizes(), "; config.json asks for ", at::IntArrayRef(wanted.shape));
+    KVKEEP_REQUIRE(is_scorable(tensor.scalar_type()), "read weights: tensor '", wanted.name, "' in ", found->second,
+                   " has dtype ", c10::toString(tensor.scalar_type()), "; allowed f32, f16, bf16");
+    KVKEEP_REQUIRE(tensor.sizes().vec() == wanted.shape, "read weights: tensor '", wanted.name, "' in ", found->second,
+                   " has shape ", tensor.sizes(), "; config.json asks for ", at::IntArrayRef(wanted.shape));
     return tensor;
   }
 
   void read_index(const fs::path& folder, const fs::path& path) {
     const Json parsed = io::read_json(io::read_file(path, "read weights"), "read weights: " + where_);
-    KVKEEP_REQUIRE(parsed.is_object() && parsed.contains("weight_map") && parsed["weight_map"].is_object(), "read weights: ", where_,
-                   " has no object weight_map");
+    KVKEEP_REQUIRE(parsed.is_object() && parsed.contains("weight_map") && parsed["weight_map"].is_object(),
+                   "read weights: ", where_, " has no object weight_map");
     for (const auto& [tensor, file] : parsed["weight_map"].items()) {
-      KVKEEP_REQUIRE(file.is_string(), "read weights: weight_map of ", where_, " gives no file name for '", io::shortened(tensor), "'");
+      KVKEEP_REQUIRE(file.is_string(), "read weights: weight_map of ", where_, " gives no file name for '",
+                     io::shortened(tensor), "'");
       const fs::path name = file.get<std::string>();
       // A shard lies beside its index; anything else would let a downloaded file name any file of this machine.
-      KVKEEP_REQUIRE(name == name.filename() && !name.empty() && name != "..", "read weights: weight_map of ", where_, " sends '",
-                     io::shortened(tensor), "' to '", io::shortened(name.string()), "'; allowed a file in the same folder");
+      KVKEEP_REQUIRE(name == name.filename() && !name.empty() && name != "..", "read weights: weight_map of ", where_,
+                     " sends '", io::shortened(tensor), "' to '", io::shortened(name.string()),
+                     "'; allowed a file in the same folder");
       const std::string shard = (folder / name).string();
       if (!files_.contains(shard)) files_.emplace(shard, io::SafetensorsFile::open(shard));
-      KVKEEP_REQUIRE(files_.at(shard).has(tensor), "read weights: tensor '", io::shortened(tensor), "' is missing in ", shard, ", where ",
-                     where_, " says it is");
+      KVKEEP_REQUIRE(files_.at(shard).has(tensor), "read weights: tensor '", io::shortened(tensor), "' is missing in ",
+                     shard, ", where ", where_, " says it is");
       file_of_[tensor] = shard;
     }
   }
@@ -79,7 +81,9 @@ class FolderCheckpoint final : public Checkpoint {
 
 }  // namespace
 
-std::unique_ptr<const Checkpoint> open_folder_checkpoint(const fs::path& folder) { return std::make_unique<FolderCheckpoint>(folder); }
+std::unique_ptr<const Checkpoint> open_folder_checkpoint(const fs::path& folder) {
+  return std::make_unique<FolderCheckpoint>(folder);
+}
 
 std::unique_ptr<const Checkpoint> Checkpoint::open(const fs::path& path, const LmConfig& config) {
   std::error_code none;

@@ -13,7 +13,9 @@
 namespace kvkeep::lm {
 namespace {
 
-bool cuts_every_layer(const ModelSpec& spec) { return static_cast<std::int32_t>(spec.full_layers().size()) == spec.num_layers(); }
+bool cuts_every_layer(const ModelSpec& spec) {
+  return static_cast<std::int32_t>(spec.full_layers().size()) == spec.num_layers();
+}
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -30,9 +32,11 @@ std::int64_t slots_needed(const ModelSpec& spec, const Trigger& trigger, const R
   const auto prompt = static_cast<std::int64_t>(request.prompt.size());
   const std::int64_t all = prompt + request.new_tokens - 1;
   if (request.forced_at_once && !request.forced.empty()) return all;
-  const bool bounded = trigger.kind == Trigger::Kind::slack && trigger.budget.unit == Budget::Unit::slots && trigger.prefill != Trigger::Prefill::only && !trigger.ragged;
+  const bool bounded = trigger.kind == Trigger::Kind::slack && trigger.budget.unit == Budget::Unit::slots &&
+                       trigger.prefill != Trigger::Prefill::only && !trigger.ragged;
   if (!cuts_every_layer(spec) || trigger.never || !bounded) return all;  // sliding layers are never cut
-  return std::min(all, std::max(prompt + 1, trigger.budget.resolve({all}, {prompt}, 0) + std::int64_t{trigger.interval}));
+  return std::min(all,
+                  std::max(prompt + 1, trigger.budget.resolve({all}, {prompt}, 0) + std::int64_t{trigger.interval}));
 }
 
 // The tokens of one step. Sequences that decode stand before those that prefill.
@@ -41,12 +45,14 @@ struct Generator::Batch {
   std::vector<std::int32_t> tokens, indptr{0}, positions, places;
   std::vector<std::int32_t> lengths;  ///< [sequences * layers * Hkv] before the step
   std::vector<std::int32_t> after;    ///< the same behind it: what a prompt lost on its way is taken off
-  std::vector<char> left;             ///< [sequences] 1: its prompt begins afresh in the next step, and it has no logits in this one
-  std::vector<std::int32_t> steps;    ///< [sequences]
-  Tensor block_table;                 ///< where the cache is in pages; `places` are its rows then
+  std::vector<char>
+      left;  ///< [sequences] 1: its prompt begins afresh in the next step, and it has no logits in this one
+  std::vector<std::int32_t> steps;  ///< [sequences]
+  Tensor block_table;               ///< where the cache is in pages; `places` are its rows then
   std::size_t decoding = 0;
   std::vector<PromptSurprisal> surprisal;  ///< of the prompts, where the policy reads it
-  std::vector<std::vector<float>> passed;  ///< [decoding] surprisal of what a sequence feeds beyond one token, where the policy reads it
+  std::vector<std::vector<float>>
+      passed;  ///< [decoding] surprisal of what a sequence feeds beyond one token, where the policy reads it
 
   [[nodiscard]] std::int32_t tokens_of(std::size_t i) const { return indptr[i + 1] - indptr[i]; }
 };
@@ -54,18 +60,26 @@ struct Generator::Batch {
 Generator::Generator(Decoder& decoder, std::unique_ptr<KVPolicy> policy, GeneratorOptions options)
     : decoder_(decoder),
       options_(std::move(options)),
-      keeper_(decoder.spec(), std::move(policy), {.layer_by_layer = true, .output_projections = decoder.output_projections(), .surprisal = true, .reads_folded = true, .accelerator = options_.accelerator}) {
-  KVKEEP_REQUIRE(keeper_.device() == decoder.device(), "generate: the decoder is on ", decoder.device().str(), " and the keeper works on ", keeper_.device().str(),
-          "; allowed one device, named by GeneratorOptions::accelerator where it is not the CPU");
+      keeper_(decoder.spec(), std::move(policy),
+              {.layer_by_layer = true,
+               .output_projections = decoder.output_projections(),
+               .surprisal = true,
+               .reads_folded = true,
+               .accelerator = options_.accelerator}) {
+  KVKEEP_REQUIRE(keeper_.device() == decoder.device(), "generate: the decoder is on ", decoder.device().str(),
+                 " and the keeper works on ", keeper_.device().str(),
+                 "; allowed one device, named by GeneratorOptions::accelerator where it is not the CPU");
   if (!options_.cache.empty()) {
-    KVKEEP_REQUIRE(options_.page_size == 0, "generate: a cache is given, and a page size of ", options_.page_size, "; allowed a dense cache (page_size=0)");
+    KVKEEP_REQUIRE(options_.page_size == 0, "generate: a cache is given, and a page size of ", options_.page_size,
+                   "; allowed a dense cache (page_size=0)");
     cache_ = std::move(options_.cache);
   } else if (options_.page_size == 0) {
     const std::vector<LayerCache> dense = decoder.make_cache(options_.places, options_.capacity, options_.cache_dtype);
     cache_.assign(dense.begin(), dense.end());
   } else {
-    KVKEEP_REQUIRE_AS(Unsupported, cuts_every_layer(decoder.spec()) || keeper_.policy().trigger().never, "generate: the model has sliding layers, and policy ", keeper_.policy().name(),
-                         " moves whole pages; allowed a dense cache (page_size=0), or policy full");
+    KVKEEP_REQUIRE_AS(Unsupported, cuts_every_layer(decoder.spec()) || keeper_.policy().trigger().never,
+                      "generate: the model has sliding layers, and policy ", keeper_.policy().name(),
+                      " moves whole pages; allowed a dense cache (page_size=0), or policy full");
     static_cast<void>(PagePool(0, options_.page_size));  // says what is wrong with the size
     const std::int64_t pages = options_.places * ((options_.capacity + options_.page_size - 1) / options_.page_size);
     cache_ = decoder.make_pages(pages, options_.page_size, options_.cache_dtype);
@@ -80,19 +94,21 @@ void Generator::check(const Request& request) const {
   KVKEEP_REQUIRE(request.new_tokens >= 1, "generate: new_tokens is ", request.new_tokens, "; allowed 1 or more");
   const auto check_ids = [&](const std::vector<std::int32_t>& ids, const char* which) {
     for (std::size_t i = 0; i < ids.size(); ++i)
-      KVKEEP_REQUIRE(ids[i] >= 0 && ids[i] < decoder_.config().vocab, "generate: token id ", ids[i], " at place ", i, " of the ", which,
-              " is outside the vocabulary; allowed 0 to ", decoder_.config().vocab - 1);
+      KVKEEP_REQUIRE(ids[i] >= 0 && ids[i] < decoder_.config().vocab, "generate: token id ", ids[i], " at place ", i,
+                     " of the ", which, " is outside the vocabulary; allowed 0 to ", decoder_.config().vocab - 1);
   };
   check_ids(request.prompt, "prompt");
   check_ids(request.forced, "forced tokens");
   const std::int64_t needed = slots_needed(keeper_.spec(), keeper_.policy().trigger(), request);
-  KVKEEP_REQUIRE(needed <= options_.capacity, "generate: a prompt of ", request.prompt.size(), " with ", request.new_tokens, " new tokens needs ",
-          needed, " slots; the cache has room for ", options_.capacity);
+  KVKEEP_REQUIRE(needed <= options_.capacity, "generate: a prompt of ", request.prompt.size(), " with ",
+                 request.new_tokens, " new tokens needs ", needed, " slots; the cache has room for ",
+                 options_.capacity);
 }
 
 SequenceId Generator::join(Request request) {
   check(request);
-  KVKEEP_REQUIRE_AS(StateError, has_place(), "generate: every place of the cache is taken; allowed ", options_.places, " sequences at once");
+  KVKEEP_REQUIRE_AS(StateError, has_place(), "generate: every place of the cache is taken; allowed ", options_.places,
+                    " sequences at once");
   const SequenceId id = next_++;
   keeper_.join(id, 0, static_cast<std::int32_t>(request.prompt.size()));
   if (pages_) static_cast<void>(pages_->sequences.admit(id, 0));
@@ -106,7 +122,8 @@ SequenceId Generator::join(Request request) {
 
 bool Generator::done(SequenceId sequence) const {
   const auto found = sequences_.find(sequence);
-  KVKEEP_REQUIRE_AS(StateError, found != sequences_.end(), "generate: sequence ", sequence, " is not here; allowed after join() and before leave()");
+  KVKEEP_REQUIRE_AS(StateError, found != sequences_.end(), "generate: sequence ", sequence,
+                    " is not here; allowed after join() and before leave()");
   return found->second.done;
 }
 
@@ -120,8 +137,8 @@ Completion Generator::leave(SequenceId id) {
   if (const PromptReport* report = keeper_.prompt_report(id)) result.prompt = *report;
   if (keeper_.policy().memory() != nullptr) result.folded = keeper_.folded(id);
   if (sequence.request.keep_logits)
-    result.logits =
-        sequence.logits.empty() ? at::empty({0, decoder_.config().vocab}, at::TensorOptions(kFloat32)) : at::cat(sequence.logits);
+    result.logits = sequence.logits.empty() ? at::empty({0, decoder_.config().vocab}, at::TensorOptions(kFloat32))
+                                            : at::cat(sequence.logits);
   free_places_.push_back(sequence.place);
   if (pages_) pages_->sequences.release(id);
   keeper_.leave(id);
@@ -171,10 +188,14 @@ PromptRun Generator::run_prompt(std::span<Generator* const> generators, const Re
   Generator& first = *generators.front();
   bool surprisal = false;
   for (const Generator* g : generators) {
-    KVKEEP_REQUIRE(&g->decoder_ == &first.decoder_ && g->options_.cache_dtype == first.options_.cache_dtype, "run prompt: generators of other decoders or cache dtypes; allowed those of one");
-    KVKEEP_REQUIRE_AS(Unsupported, !g->keeper_.policy().narrows(), "run prompt: policy ", g->keeper_.policy().name(), " narrows prompts, so it runs its own; allowed policies that do not");
-    KVKEEP_REQUIRE_AS(Unsupported, !g->pages_ && g->options_.accelerator == nullptr, "run prompt: allowed dense caches on the CPU");
-    KVKEEP_REQUIRE_AS(StateError, g->has_place(), "generate: every place of the cache is taken; allowed ", g->options_.places, " sequences at once");
+    KVKEEP_REQUIRE(&g->decoder_ == &first.decoder_ && g->options_.cache_dtype == first.options_.cache_dtype,
+                   "run prompt: generators of other decoders or cache dtypes; allowed those of one");
+    KVKEEP_REQUIRE_AS(Unsupported, !g->keeper_.policy().narrows(), "run prompt: policy ", g->keeper_.policy().name(),
+                      " narrows prompts, so it runs its own; allowed policies that do not");
+    KVKEEP_REQUIRE_AS(Unsupported, !g->pages_ && g->options_.accelerator == nullptr,
+                      "run prompt: allowed dense caches on the CPU");
+    KVKEEP_REQUIRE_AS(StateError, g->has_place(), "generate: every place of the cache is taken; allowed ",
+                      g->options_.places, " sequences at once");
     g->check(request);
     surprisal = surprisal || g->keeper_.policy().needs().surprisal;
   }
@@ -193,11 +214,16 @@ PromptRun Generator::run_prompt(std::span<Generator* const> generators, const Re
   first.add(batch, run.sequences.front());
   batch.places = {0};
   const Lengths lengths{batch.lengths, first.keeper_.spec().num_layers() * first.keeper_.spec().kv_heads};
-  const Step step{batch.tokens, batch.indptr, batch.positions, batch.places, SlotCounts(lengths, first.keeper_.spec().kv_heads)};
+  const Step step{batch.tokens, batch.indptr, batch.positions, batch.places,
+                  SlotCounts(lengths, first.keeper_.spec().kv_heads)};
   StepOptions options;
   options.on_layer = [&](const LayerSight& sight) {
     for (std::size_t g = 0; g < generators.size(); ++g)
-      generators[g]->keeper_.observe({.layer = sight.layer, .sequences = {&run.sequences[g], 1}, .indptr = sight.indptr, .queries = sight.queries, .positions = sight.positions});
+      generators[g]->keeper_.observe({.layer = sight.layer,
+                                      .sequences = {&run.sequences[g], 1},
+                                      .indptr = sight.indptr,
+                                      .queries = sight.queries,
+                                      .positions = sight.positions});
   };
   std::optional<PromptSurprisal> surprise;
   if (surprisal) {
@@ -217,7 +243,8 @@ PromptRun Generator::run_prompt(std::span<Generator* const> generators, const Re
 void Generator::begin(SequenceId id, const PromptRun& prompt) {
   static_cast<void>(done(id));
   Sequence& sequence = sequences_.at(id);
-  KVKEEP_REQUIRE_AS(StateError, sequence.waits, "generate: sequence ", id, " does not wait for its prompt; allowed after run_prompt(), once");
+  KVKEEP_REQUIRE_AS(StateError, sequence.waits, "generate: sequence ", id,
+                    " does not wait for its prompt; allowed after run_prompt(), once");
   const auto start = std::chrono::steady_clock::now();
   const auto tokens = static_cast<std::int64_t>(sequence.prompt.size());
   for (std::size_t l = 0; l < cache_.size(); ++l) {
@@ -246,47 +273,65 @@ bool Generator::step() {
   decide(batch);
   const double seconds = seconds_since(start);
   const bool prefilled = batch.decoding < batch.ids.size();
-  for (std::size_t i = batch.decoding; i < batch.ids.size(); ++i) sequences_.at(batch.ids[i]).result.first_token_seconds += seconds;
+  for (std::size_t i = batch.decoding; i < batch.ids.size(); ++i)
+    sequences_.at(batch.ids[i]).result.first_token_seconds += seconds;
   (prefilled ? pace_.prefill_seconds : pace_.decode_seconds) += seconds;
   if (prefilled)
     pace_.prompt_tokens += static_cast<std::int64_t>(batch.tokens.size()) - batch.indptr[batch.decoding];
   else
     pace_.decoded_tokens += batch.indptr[batch.decoding];
-  if (options_.hooks.on_step) options_.hooks.on_step(static_cast<std::int64_t>(batch.ids.size() - batch.decoding) + batch.indptr[batch.decoding]);
+  if (options_.hooks.on_step)
+    options_.hooks.on_step(static_cast<std::int64_t>(batch.ids.size() - batch.decoding) + batch.indptr[batch.decoding]);
   return true;
 }
 
 Tensor Generator::run(Batch& batch) {
   if (pages_) {
-    for (std::size_t i = 0; i < batch.ids.size(); ++i)  // nothing is shared, and every place has its pages: none are missing, none are copied
+    for (std::size_t i = 0; i < batch.ids.size();
+         ++i)  // nothing is shared, and every place has its pages: none are missing, none are copied
       static_cast<void>(pages_->sequences.append(batch.ids[i], batch.tokens_of(i)));
     batch.block_table = pages_->sequences.table(batch.ids);
     std::iota(batch.places.begin(), batch.places.end(), 0);
   }
   const Lengths lengths{batch.lengths, keeper_.spec().num_layers() * keeper_.spec().kv_heads};
-  const Step step{batch.tokens, batch.indptr, batch.positions, batch.places, SlotCounts(lengths, keeper_.spec().kv_heads)};
+  const Step step{batch.tokens, batch.indptr, batch.positions, batch.places,
+                  SlotCounts(lengths, keeper_.spec().kv_heads)};
   StepOptions options;
   options.on_layer = [&](const LayerSight& sight) {
-    keeper_.observe({.layer = sight.layer, .sequences = batch.ids, .indptr = sight.indptr, .queries = sight.queries, .positions = sight.positions});
+    keeper_.observe({.layer = sight.layer,
+                     .sequences = batch.ids,
+                     .indptr = sight.indptr,
+                     .queries = sight.queries,
+                     .positions = sight.positions});
     if (options_.hooks.on_layer) options_.hooks.on_layer(sight);
   };
   if (keeper_.policy().narrows() && batch.decoding < batch.ids.size())
     options.on_attended = [&](const LayerSight& sight) { return narrow(batch, sight); };
   if (keeper_.policy().memory() != nullptr || options_.hooks.on_attention)
     options.view = [&](const LayerSight& sight, const Attended& attended) {
-      static_cast<void>(keeper_.view({.layer = sight.layer, .sequences = batch.ids, .indptr = sight.indptr, .queries = sight.queries, .basis = QueryBasis::post_rope, .positions = sight.positions}, attended));
+      static_cast<void>(keeper_.view({.layer = sight.layer,
+                                      .sequences = batch.ids,
+                                      .indptr = sight.indptr,
+                                      .queries = sight.queries,
+                                      .basis = QueryBasis::post_rope,
+                                      .positions = sight.positions},
+                                     attended));
       if (options_.hooks.on_attention) options_.hooks.on_attention({batch.ids, sight, attended});
     };
   const bool prompts = keeper_.policy().needs().surprisal && batch.decoding < batch.ids.size();
   if (prompts)
-    for (std::size_t i = batch.decoding; i < batch.ids.size(); ++i) batch.surprisal.emplace_back(sequences_.at(batch.ids[i]).prompt);
+    for (std::size_t i = batch.decoding; i < batch.ids.size(); ++i)
+      batch.surprisal.emplace_back(sequences_.at(batch.ids[i]).prompt);
   if (prompts || batch.indptr[batch.decoding] > static_cast<std::int32_t>(batch.decoding))
     options.on_logits = [&](const LogitsSight& sight) {
       for (std::size_t i = 0; i < batch.ids.size(); ++i) {
-        const std::int64_t first = std::max<std::int64_t>(batch.indptr[i], sight.first_token), last = std::min<std::int64_t>(batch.indptr[i + 1], sight.first_token + sight.logits.size(0));
+        const std::int64_t first = std::max<std::int64_t>(batch.indptr[i], sight.first_token),
+                           last = std::min<std::int64_t>(batch.indptr[i + 1], sight.first_token + sight.logits.size(0));
         if (first >= last) continue;
-        if (i < batch.decoding) pass(batch, i, sight, first, std::min<std::int64_t>(last, batch.indptr[i + 1] - 1));
-        else if (prompts) batch.surprisal[i - batch.decoding].see(sight.logits.narrow(0, first - sight.first_token, last - first));
+        if (i < batch.decoding)
+          pass(batch, i, sight, first, std::min<std::int64_t>(last, batch.indptr[i + 1] - 1));
+        else if (prompts)
+          batch.surprisal[i - batch.decoding].see(sight.logits.narrow(0, first - sight.first_token, last - first));
       }
     };
   const Tensor logits = decoder_.forward(step, cache_, batch.block_table, options);
@@ -299,7 +344,8 @@ std::int32_t Generator::write(SequenceId id, const Tensor& row) {
   Sequence& sequence = sequences_.at(id);
   const std::int32_t best = argmax(row).front();
   sequence.result.tokens.push_back(best);
-  if (options_.hooks.on_logits) options_.hooks.on_logits(id, {row.const_data_ptr<float>(), static_cast<std::size_t>(row.numel())});
+  if (options_.hooks.on_logits)
+    options_.hooks.on_logits(id, {row.const_data_ptr<float>(), static_cast<std::size_t>(row.numel())});
   if (options_.hooks.on_token) options_.hooks.on_token(id, best);
   if (sequence.request.keep_logits) sequence.logits.push_back(row.clone());
   return best;
@@ -310,7 +356,8 @@ void Generator::pass(Batch& batch, std::size_t i, const LogitsSight& sight, std:
   for (std::int64_t t = first; t < last; ++t) {
     const Tensor row = sight.logits.narrow(0, t - sight.first_token, 1).cpu();
     static_cast<void>(write(batch.ids[i], row));
-    if (keeper_.policy().needs().surprisal) batch.passed[i].push_back(token_surprisal(row[0], batch.tokens[static_cast<std::size_t>(t) + 1]));
+    if (keeper_.policy().needs().surprisal)
+      batch.passed[i].push_back(token_surprisal(row[0], batch.tokens[static_cast<std::size_t>(t) + 1]));
   }
 }
 
@@ -320,7 +367,8 @@ void Generator::tell_surprisal(const Batch& batch) {
       std::vector<float> surprisal{sequences_.at(batch.ids[i]).next_surprisal};
       surprisal.insert(surprisal.end(), batch.passed[i].begin(), batch.passed[i].end());
       keeper_.surprise(batch.ids[i], surprisal);
-    } else keeper_.surprise(batch.ids[i], batch.surprisal[i - batch.decoding].values());
+    } else
+      keeper_.surprise(batch.ids[i], batch.surprisal[i - batch.decoding].values());
 }
 
 // One layer of the prompts that the step holds: the keeper decides and cuts, the decoder goes on with what is left.
@@ -334,7 +382,8 @@ std::optional<Onward> Generator::narrow(Batch& batch, const LayerSight& sight) {
                                              .positions = sight.positions},
                                             view);
   if (pages_) pages_->sequences.settle(view, report.pages);
-  if (std::ranges::none_of(report.prompts, [](const Narrowing& prompt) { return prompt.tokens.has_value(); })) return std::nullopt;
+  if (std::ranges::none_of(report.prompts, [](const Narrowing& prompt) { return prompt.tokens.has_value(); }))
+    return std::nullopt;
   Onward onward{{}, {0}};
   for (std::size_t i = 0; i < batch.ids.size(); ++i) {
     const std::int32_t first = sight.indptr[i], last = sight.indptr[i + 1];
@@ -355,7 +404,8 @@ std::optional<Onward> Generator::narrow(Batch& batch, const LayerSight& sight) {
 void Generator::begin_afresh(SequenceId id) {
   Sequence& sequence = sequences_.at(id);
   std::vector<std::int32_t> chosen;
-  for (const std::int32_t place : keeper_.prompt_report(id)->going_on) chosen.push_back(sequence.prompt[static_cast<std::size_t>(place)]);
+  for (const std::int32_t place : keeper_.prompt_report(id)->going_on)
+    chosen.push_back(sequence.prompt[static_cast<std::size_t>(place)]);
   sequence.prompt = std::move(chosen);
 }
 
@@ -364,14 +414,17 @@ void Generator::predict(const Batch& batch, const Tensor& logits) {
   for (std::size_t i = 0; i < batch.ids.size(); ++i) {
     Sequence& sequence = sequences_.at(batch.ids[i]);
     std::copy_n(batch.after.begin() + static_cast<std::ptrdiff_t>(i * rows), rows, sequence.lengths.begin());
-    if (i >= batch.decoding) sequence.result.peak_bytes = std::max(sequence.result.peak_bytes, prompt_bytes(batch.ids[i]));
+    if (i >= batch.decoding)
+      sequence.result.peak_bytes = std::max(sequence.result.peak_bytes, prompt_bytes(batch.ids[i]));
     if (batch.left[i] != 0) continue;
     const Tensor row = logits.narrow(0, static_cast<std::int64_t>(i), 1);
     const std::int32_t best = write(batch.ids[i], row);
     sequence.result.peak_bytes = std::max(sequence.result.peak_bytes, near_bytes(batch.ids[i]));
     sequence.done = static_cast<std::int32_t>(sequence.result.tokens.size()) >= sequence.request.new_tokens ||
-                    (sequence.request.stop_at_end && sequence.result.tokens.size() > sequence.request.forced.size() && decoder_.config().ends(best));
-    if (keeper_.policy().needs().surprisal && !sequence.done) sequence.next_surprisal = token_surprisal(row[0], fed_next(sequence.request, sequence.result.tokens));
+                    (sequence.request.stop_at_end && sequence.result.tokens.size() > sequence.request.forced.size() &&
+                     decoder_.config().ends(best));
+    if (keeper_.policy().needs().surprisal && !sequence.done)
+      sequence.next_surprisal = token_surprisal(row[0], fed_next(sequence.request, sequence.result.tokens));
   }
 }
 
@@ -414,7 +467,8 @@ void Generator::decide(Batch& batch) {
   if (pages_) pages_->sequences.settle(view, report.pages);
   for (std::size_t c = 0; c < report.cuts.size(); ++c) {
     const Cut& cut = report.cuts[c];
-    const auto i = static_cast<std::size_t>(std::find(batch.ids.begin(), batch.ids.end(), cut.sequence) - batch.ids.begin());
+    const auto i =
+        static_cast<std::size_t>(std::find(batch.ids.begin(), batch.ids.end(), cut.sequence) - batch.ids.begin());
     Sequence& sequence = sequences_.at(cut.sequence);
     std::copy_n(batch.after.begin() + static_cast<std::ptrdiff_t>(i * rows), rows, sequence.lengths.begin());
     record(cut.sequence, cut, bytes_before[c]);
@@ -445,10 +499,12 @@ std::vector<std::vector<std::int32_t>> Generator::positions(SequenceId id) const
 
 std::int64_t Generator::live_bytes(std::span<const std::int32_t> lengths) const {
   const ModelSpec& spec = keeper_.spec();
-  const std::int64_t slot = (spec.key_dim + spec.value_dim) * static_cast<std::int64_t>(c10::elementSize(options_.cache_dtype));
+  const std::int64_t slot =
+      (spec.key_dim + spec.value_dim) * static_cast<std::int64_t>(c10::elementSize(options_.cache_dtype));
   std::int64_t slots = 0;
   for (const std::int32_t layer : spec.full_layers())
-    for (std::int32_t head = 0; head < spec.kv_heads; ++head) slots += lengths[static_cast<std::size_t>(layer * spec.kv_heads + head)];
+    for (std::int32_t head = 0; head < spec.kv_heads; ++head)
+      slots += lengths[static_cast<std::size_t>(layer * spec.kv_heads + head)];
   return slots * slot;
 }
 
@@ -456,11 +512,13 @@ std::int64_t Generator::near_bytes(SequenceId id) const {
   std::int64_t bytes = live_bytes(sequences_.at(id).lengths);
   if (keeper_.policy().memory() == nullptr) return bytes;
   for (const std::int32_t layer : keeper_.spec().full_layers())
-    for (std::int32_t head = 0; head < keeper_.spec().kv_heads; ++head) bytes += keeper_.spans(id, layer, head).near_bytes();
+    for (std::int32_t head = 0; head < keeper_.spec().kv_heads; ++head)
+      bytes += keeper_.spans(id, layer, head).near_bytes();
   return bytes;
 }
 
-GenerationRun generate(Decoder& decoder, std::unique_ptr<KVPolicy> policy, std::vector<Request> requests, GeneratorOptions options) {
+GenerationRun generate(Decoder& decoder, std::unique_ptr<KVPolicy> policy, std::vector<Request> requests,
+                       GeneratorOptions options) {
   KVKEEP_REQUIRE(policy != nullptr, "generate: there is no policy; allowed one from make_policy()");
   GenerationRun run;
   run.completions.resize(requests.size());
@@ -474,7 +532,8 @@ GenerationRun generate(Decoder& decoder, std::unique_ptr<KVPolicy> policy, std::
   std::vector<SequenceId> alive;
   std::size_t next = 0;
   while (true) {
-    while (next < requests.size() && generator.has_place()) alive.push_back(generator.join(std::move(requests[next++])));
+    while (next < requests.size() && generator.has_place())
+      alive.push_back(generator.join(std::move(requests[next++])));
     if (!generator.step()) break;
     std::erase_if(alive, [&](SequenceId id) {
       if (!generator.done(id)) return false;

@@ -29,7 +29,8 @@ constexpr std::array<NamePair, 11> kLayerNames{{{"input_layernorm", "attn_norm"}
                                                 {"mlp.gate_proj", "ffn_gate"},
                                                 {"mlp.up_proj", "ffn_up"},
                                                 {"mlp.down_proj", "ffn_down"}}};
-constexpr std::array<NamePair, 3> kModelNames{{{"model.embed_tokens", "token_embd"}, {"model.norm", "output_norm"}, {"lm_head", "output"}}};
+constexpr std::array<NamePair, 3> kModelNames{
+    {{"model.embed_tokens", "token_embd"}, {"model.norm", "output_norm"}, {"lm_head", "output"}}};
 
 // Names come from checkpoint_tensors(), so one of the pairs fits.
 std::string_view other_name(const auto& pairs, std::string_view name) {
@@ -51,12 +52,13 @@ std::string gguf_name(std::string_view name) {
 
 class GgufCheckpoint final : public Checkpoint {
  public:
-  GgufCheckpoint(const std::filesystem::path& path, const LmConfig& config) : file_(io::GgufFile::open(path)), config_(config) {
+  GgufCheckpoint(const std::filesystem::path& path, const LmConfig& config)
+      : file_(io::GgufFile::open(path)), config_(config) {
     std::set<std::string> known{"rope_freqs.weight"};
     for (const TensorSpec& tensor : checkpoint_tensors(config)) known.insert(gguf_name(tensor.name));
     for (const std::string_view name : file_.names())
-      KVKEEP_REQUIRE(known.contains(std::string(name)), "read weights: tensor '", io::shortened(name), "' in ", file_.where(),
-                     " is not one that its metadata ask for; the decoder has no code for it");
+      KVKEEP_REQUIRE(known.contains(std::string(name)), "read weights: tensor '", io::shortened(name), "' in ",
+                     file_.where(), " is not one that its metadata ask for; the decoder has no code for it");
   }
 
   void check(const TensorSpec& wanted) const override {
@@ -64,8 +66,8 @@ class GgufCheckpoint final : public Checkpoint {
     KVKEEP_REQUIRE(file_.has(name), "read weights: tensor '", name, "' is missing in ", file_.where(),
                    "; the model of its metadata needs it");
     const auto& shape = file_.described(name).shape;
-    KVKEEP_REQUIRE(shape == wanted.shape, "read weights: tensor '", name, "' in ", file_.where(), " has shape ", at::IntArrayRef(shape),
-                   "; its metadata ask for ", at::IntArrayRef(wanted.shape));
+    KVKEEP_REQUIRE(shape == wanted.shape, "read weights: tensor '", name, "' in ", file_.where(), " has shape ",
+                   at::IntArrayRef(shape), "; its metadata ask for ", at::IntArrayRef(wanted.shape));
   }
 
   [[nodiscard]] Tensor tensor(const TensorSpec& wanted, std::optional<ScalarType> dtype) const override {
@@ -74,12 +76,15 @@ class GgufCheckpoint final : public Checkpoint {
     const Tensor stored = file_.tensor(name, dtype.value_or(file_.described(name).dtype.value_or(kFloat32)));
     if (config_.architecture != Architecture::llama || !wanted.name.starts_with(kLayers)) return stored;
     const std::string_view map = map_in_layer(wanted.name);
-    return map == kQuery ? halves(stored, config_.spec.query_heads) : map == kKey ? halves(stored, config_.spec.kv_heads) : stored;
+    return map == kQuery ? halves(stored, config_.spec.query_heads)
+           : map == kKey ? halves(stored, config_.spec.kv_heads)
+                         : stored;
   }
 
  private:
-  // llama.cpp turns neighbours of a Llama's head by RoPE, transformers element i of the one half with element i of the other: so GGUF files
-  // have the rows of queries and keys interleaved, and here they come apart again. Qwen's are as transformers has them.
+  // llama.cpp turns neighbours of a Llama's head by RoPE, transformers element i of the one half with element i of the
+  // other: so GGUF files have the rows of queries and keys interleaved, and here they come apart again. Qwen's are as
+  // transformers has them.
   [[nodiscard]] static Tensor halves(const Tensor& rows, std::int64_t heads) {
     return rows.view({heads, rows.size(0) / heads / 2, 2, -1}).transpose(1, 2).reshape(rows.sizes());
   }

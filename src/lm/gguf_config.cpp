@@ -27,22 +27,26 @@ class GgufFields {
   /// 1 to `most`. Required.
   [[nodiscard]] std::int32_t size(std::string_view name, std::int32_t most = INT32_MAX) const {
     const std::uint64_t value = file_.whole_number(key(name));
-    KVKEEP_REQUIRE(value >= 1 && value <= static_cast<std::uint64_t>(most), "read config: ", file_.where(), " has ", key(name), " = ",
-                   value, "; allowed 1 to ", most);
+    KVKEEP_REQUIRE(value >= 1 && value <= static_cast<std::uint64_t>(most), "read config: ", file_.where(), " has ",
+                   key(name), " = ", value, "; allowed 1 to ", most);
     return static_cast<std::int32_t>(value);
   }
-  [[nodiscard]] std::int32_t size_or(std::string_view name, std::int32_t fallback) const { return has(name) ? size(name) : fallback; }
+  [[nodiscard]] std::int32_t size_or(std::string_view name, std::int32_t fallback) const {
+    return has(name) ? size(name) : fallback;
+  }
 
-  [[nodiscard]] double number_or(std::string_view name, double fallback) const { return has(name) ? file_.number(key(name)) : fallback; }
+  [[nodiscard]] double number_or(std::string_view name, double fallback) const {
+    return has(name) ? file_.number(key(name)) : fallback;
+  }
 
   /// The decoder has no code for what the key stands for, unless it is `neutral`.
   void refuse_unless(std::string_view name, double neutral, std::string_view reason) const {
-    KVKEEP_REQUIRE_AS(Unsupported, number_or(name, neutral) == neutral, "read config: ", file_.where(), " has ", key(name), " = ",
-                      file_.number(key(name)), "; ", reason);
+    KVKEEP_REQUIRE_AS(Unsupported, number_or(name, neutral) == neutral, "read config: ", file_.where(), " has ",
+                      key(name), " = ", file_.number(key(name)), "; ", reason);
   }
   void refuse_any(std::string_view name, std::string_view reason) const {
-    KVKEEP_REQUIRE_AS(Unsupported, !has(name) || file_.whole_number(key(name)) == 0, "read config: ", file_.where(), " has ", key(name),
-                      "; ", reason);
+    KVKEEP_REQUIRE_AS(Unsupported, !has(name) || file_.whole_number(key(name)) == 0, "read config: ", file_.where(),
+                      " has ", key(name), "; ", reason);
   }
 
  private:
@@ -54,10 +58,10 @@ class GgufFields {
 const Shape& shape_of(const io::GgufFile& file, std::string_view name, std::size_t dimensions) {
   KVKEEP_REQUIRE(file.has(name), "read config: ", file.where(), " has no tensor '", name, "'; a decoder needs it");
   const Shape& shape = file.described(name).shape;
-  KVKEEP_REQUIRE(
-      shape.size() == dimensions && std::all_of(shape.begin(), shape.end(), [](std::int64_t n) { return n >= 1 && n <= INT32_MAX; }),
-      "read config: tensor '", name, "' in ", file.where(), " has shape ", at::IntArrayRef(shape), "; allowed ", dimensions,
-      " sizes from 1 to ", INT32_MAX);
+  KVKEEP_REQUIRE(shape.size() == dimensions &&
+                     std::all_of(shape.begin(), shape.end(), [](std::int64_t n) { return n >= 1 && n <= INT32_MAX; }),
+                 "read config: tensor '", name, "' in ", file.where(), " has shape ", at::IntArrayRef(shape),
+                 "; allowed ", dimensions, " sizes from 1 to ", INT32_MAX);
   return shape;
 }
 
@@ -65,8 +69,8 @@ std::vector<double> read_divisors(const io::GgufFile& file, std::int32_t head_di
   constexpr std::string_view kName = "rope_freqs.weight";
   if (!file.has(kName)) return {};
   const Shape& shape = shape_of(file, kName, 1);
-  KVKEEP_REQUIRE(shape[0] == head_dim / 2, "read config: tensor '", kName, "' in ", file.where(), " has ", shape[0], " divisors; allowed ",
-                 head_dim / 2, ", half of the head size");
+  KVKEEP_REQUIRE(shape[0] == head_dim / 2, "read config: tensor '", kName, "' in ", file.where(), " has ", shape[0],
+                 " divisors; allowed ", head_dim / 2, ", half of the head size");
   const Tensor divisors = file.tensor(kName);
   const float* data = divisors.const_data_ptr<float>();
   return {data, data + divisors.numel()};
@@ -74,8 +78,8 @@ std::vector<double> read_divisors(const io::GgufFile& file, std::int32_t head_di
 
 RopeConfig read_rope(const io::GgufFile& file, const GgufFields& fields, std::int32_t head_dim) {
   const std::int32_t rotated = fields.size_or("rope.dimension_count", head_dim);
-  KVKEEP_REQUIRE_AS(Unsupported, rotated == head_dim, "read config: ", file.where(), " rotates ", rotated, " of ", head_dim,
-                    " numbers of a head; the decoder rotates whole heads only");
+  KVKEEP_REQUIRE_AS(Unsupported, rotated == head_dim, "read config: ", file.where(), " rotates ", rotated, " of ",
+                    head_dim, " numbers of a head; the decoder rotates whole heads only");
   RopeConfig rope;
   rope.theta = fields.number_or("rope.freq_base", 10000.0);
   rope.divisors = read_divisors(file, head_dim);
@@ -84,7 +88,8 @@ RopeConfig read_rope(const io::GgufFile& file, const GgufFields& fields, std::in
   const std::string type(fields.has("rope.scaling.type") ? file.string(fields.key("rope.scaling.type")) : "linear");
   if (type == "none" || (factor == 0.0 && type == "linear")) return rope;
   KVKEEP_REQUIRE_AS(Unsupported, type == "linear" || type == "yarn", "read config: ", file.where(), " has ",
-                    fields.key("rope.scaling.type"), " '", io::shortened(type), "'; the decoder has code for none, linear, yarn");
+                    fields.key("rope.scaling.type"), " '", io::shortened(type),
+                    "'; the decoder has code for none, linear, yarn");
   rope.factor = factor == 0.0 ? 1.0 : factor;
   rope.type = type == "linear" ? RopeConfig::Type::linear : RopeConfig::Type::yarn;
   if (rope.type == RopeConfig::Type::linear) return rope;
@@ -102,18 +107,22 @@ RopeConfig read_rope(const io::GgufFile& file, const GgufFields& fields, std::in
 // The tokens that end a text or a turn.
 std::vector<std::int32_t> read_end_tokens(const io::GgufFile& file) {
   std::vector<std::int32_t> tokens;
-  for (const std::string_view key : {"tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"}) {
+  for (const std::string_view key :
+       {"tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"}) {
     if (!file.has_key(key)) continue;
     const std::uint64_t token = file.whole_number(key);
-    KVKEEP_REQUIRE(token <= INT32_MAX, "read config: ", file.where(), " has ", key, " = ", token, "; allowed 0 to ", INT32_MAX);
-    if (std::find(tokens.begin(), tokens.end(), token) == tokens.end()) tokens.push_back(static_cast<std::int32_t>(token));
+    KVKEEP_REQUIRE(token <= INT32_MAX, "read config: ", file.where(), " has ", key, " = ", token, "; allowed 0 to ",
+                   INT32_MAX);
+    if (std::find(tokens.begin(), tokens.end(), token) == tokens.end())
+      tokens.push_back(static_cast<std::int32_t>(token));
   }
   return tokens;
 }
 
 void refuse_what_has_no_code(const io::GgufFile& file, const GgufFields& fields) {
-  KVKEEP_REQUIRE_AS(Unsupported, !file.has_key("split.count") || file.whole_number("split.count") <= 1, "read config: ", file.where(),
-                    " is one of several files of its model; allowed a model in one file (llama-gguf-split --merge makes it)");
+  KVKEEP_REQUIRE_AS(
+      Unsupported, !file.has_key("split.count") || file.whole_number("split.count") <= 1, "read config: ", file.where(),
+      " is one of several files of its model; allowed a model in one file (llama-gguf-split --merge makes it)");
   fields.refuse_any("expert_count", "the decoder has no code for mixtures of experts");
   fields.refuse_any("attention.sliding_window", "the decoder cannot tell which layers slide");
   fields.refuse_unless("attention.scale", 0.0, "the decoder scales by 1 / sqrt(head size)");
@@ -131,8 +140,8 @@ LmConfig read_gguf_config(const io::GgufFile& file) {
   const Shape& embedding = shape_of(file, "token_embd.weight", 2);
   model.vocab = static_cast<std::int32_t>(embedding[0]);
   model.hidden = fields.size("embedding_length");
-  KVKEEP_REQUIRE(embedding[1] == model.hidden, "read config: tensor 'token_embd.weight' in ", file.where(), " has rows of ", embedding[1],
-                 " numbers; ", fields.key("embedding_length"), " says ", model.hidden);
+  KVKEEP_REQUIRE(embedding[1] == model.hidden, "read config: tensor 'token_embd.weight' in ", file.where(),
+                 " has rows of ", embedding[1], " numbers; ", fields.key("embedding_length"), " says ", model.hidden);
   model.intermediate = fields.size("feed_forward_length");
   model.max_positions = fields.size("context_length");
   model.rms_eps = file.number(fields.key("attention.layer_norm_rms_epsilon"));
@@ -145,18 +154,21 @@ LmConfig read_gguf_config(const io::GgufFile& file) {
   ModelSpec& spec = model.spec;
   spec.query_heads = fields.size("attention.head_count");
   spec.kv_heads = fields.size_or("attention.head_count_kv", spec.query_heads);
-  KVKEEP_REQUIRE(fields.has("attention.key_length") || model.hidden % spec.query_heads == 0, "read config: ", file.where(), " has no ",
-                 fields.key("attention.key_length"), ", and ", fields.key("embedding_length"), " ", model.hidden, " is not a multiple of ",
+  KVKEEP_REQUIRE(fields.has("attention.key_length") || model.hidden % spec.query_heads == 0,
+                 "read config: ", file.where(), " has no ", fields.key("attention.key_length"), ", and ",
+                 fields.key("embedding_length"), " ", model.hidden, " is not a multiple of ",
                  fields.key("attention.head_count"), " ", spec.query_heads);
   const std::int32_t derived = std::max(model.hidden / spec.query_heads, 1);
   spec.key_dim = fields.size_or("attention.key_length", derived);
   spec.value_dim = fields.size_or("attention.value_length", derived);
   // What the file says of a head must fit its bytes before anything is made in that size.
   const std::int64_t rows = shape_of(file, "blk.0.attn_q.weight", 2)[0];
-  KVKEEP_REQUIRE(rows == std::int64_t{spec.query_heads} * spec.key_dim, "read config: tensor 'blk.0.attn_q.weight' in ", file.where(),
-                 " has ", rows, " rows; its metadata ask for ", spec.query_heads, " heads of ", spec.key_dim);
-  KVKEEP_REQUIRE_AS(Unsupported, spec.key_dim == spec.value_dim, "read config: ", file.where(), " has keys of ", spec.key_dim,
-                    " numbers and values of ", spec.value_dim, "; the decoder has code for heads of one size");
+  KVKEEP_REQUIRE(rows == std::int64_t{spec.query_heads} * spec.key_dim, "read config: tensor 'blk.0.attn_q.weight' in ",
+                 file.where(), " has ", rows, " rows; its metadata ask for ", spec.query_heads, " heads of ",
+                 spec.key_dim);
+  KVKEEP_REQUIRE_AS(Unsupported, spec.key_dim == spec.value_dim, "read config: ", file.where(), " has keys of ",
+                    spec.key_dim, " numbers and values of ", spec.value_dim,
+                    "; the decoder has code for heads of one size");
   spec.layers.resize(static_cast<std::size_t>(fields.size("block_count", kMostLayers)));
   model.rope = read_rope(file, fields, spec.key_dim);
   spec.rope = make_rope(model.rope, spec.key_dim, model.max_positions);

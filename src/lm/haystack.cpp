@@ -21,7 +21,8 @@ bool ends_sentence(std::string_view word) {
 }  // namespace
 
 Essay::Essay(std::string_view text, std::int64_t most_words) {
-  for (std::size_t at = text.find_first_not_of(kBlanks); at != std::string_view::npos && std::cmp_less(words_.size(), most_words);) {
+  for (std::size_t at = text.find_first_not_of(kBlanks);
+       at != std::string_view::npos && std::cmp_less(words_.size(), most_words);) {
     const std::size_t end = std::min(text.find_first_of(kBlanks, at), text.size());
     const std::string_view word = text.substr(at, end - at);
     if (!text_.empty()) text_ += ' ';
@@ -48,7 +49,8 @@ std::vector<std::string_view> Essay::sentences(std::int64_t words) const {
 
 void append_haystack(TextSample& sample, std::span<const std::string_view> units, std::vector<Insertion> insertions,
                      std::string_view between) {
-  std::stable_sort(insertions.begin(), insertions.end(), [](const Insertion& a, const Insertion& b) { return a.before < b.before; });
+  std::stable_sort(insertions.begin(), insertions.end(),
+                   [](const Insertion& a, const Insertion& b) { return a.before < b.before; });
   std::string& context = sample.context;
   const std::size_t begin = context.size();
   const auto separate = [&] {
@@ -58,7 +60,8 @@ void append_haystack(TextSample& sample, std::span<const std::string_view> units
   for (std::size_t i = 0; i <= units.size(); ++i) {
     for (; next != insertions.end() && std::cmp_equal(next->before, i); ++next) {
       separate();
-      sample.needles.push_back({next->text, context.size(), static_cast<double>(i) / static_cast<double>(units.size()), next->asked});
+      sample.needles.push_back(
+          {next->text, context.size(), static_cast<double>(i) / static_cast<double>(units.size()), next->asked});
       context += next->text;
     }
     if (i == units.size()) break;

@@ -19,8 +19,8 @@ class Essay {
 
   [[nodiscard]] bool empty() const { return words_.empty(); }
 
-  /// The sentences of the first `words` words, the last of which may be cut short; starts again from the first word behind the last. Views
-  /// into this object. Cost: O(words).
+  /// The sentences of the first `words` words, the last of which may be cut short; starts again from the first word
+  /// behind the last. Views into this object. Cost: O(words).
   [[nodiscard]] std::vector<std::string_view> sentences(std::int64_t words) const;
 
  private:
@@ -40,8 +40,8 @@ struct Insertion {
   bool asked = false;
 };
 
-/// Appends units and insertions to the context of `sample`, with `between` between any two, and notes the needles. Insertions at one place
-/// keep their order.
+/// Appends units and insertions to the context of `sample`, with `between` between any two, and notes the needles.
+/// Insertions at one place keep their order.
 void append_haystack(TextSample& sample, std::span<const std::string_view> units, std::vector<Insertion> insertions,
                      std::string_view between);
 

@@ -44,11 +44,12 @@ HWY_INLINE Vector widen_first(const T* from, std::int64_t n) {
 
 HWY_INLINE float sum_lanes(Vector v) { return hn::GetLane(hn::SumOfLanes(kLanes32, v)); }
 
-// R rows by N vectors in registers; each of the R*N sums has its own accumulator, so its order is that of one row and one vector alone.
-// `kAhead` asks for the next R rows meanwhile: short rows end before the machine's own prefetcher has found its pace.
+// R rows by N vectors in registers; each of the R*N sums has its own accumulator, so its order is that of one row and
+// one vector alone. `kAhead` asks for the next R rows meanwhile: short rows end before the machine's own prefetcher has
+// found its pace.
 template <int R, int N, bool kAhead, class T>
-HWY_INLINE void dot_tile(const T* rows, std::int64_t stride, std::int64_t length, const float* x, std::int64_t x_stride, float* out,
-                         std::int64_t out_stride) {
+HWY_INLINE void dot_tile(const T* rows, std::int64_t stride, std::int64_t length, const float* x, std::int64_t x_stride,
+                         float* out, std::int64_t out_stride) {
   Vector sums[R][N];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
@@ -70,28 +71,32 @@ HWY_INLINE void dot_tile(const T* rows, std::int64_t stride, std::int64_t length
   if (i < length)
     for (int r = 0; r < R; ++r) {
       const Vector row = widen_first(rows + r * stride + i, length - i);
-      for (int n = 0; n < N; ++n) sums[r][n] = hn::MulAdd(row, widen_first(x + n * x_stride + i, length - i), sums[r][n]);
+      for (int n = 0; n < N; ++n)
+        sums[r][n] = hn::MulAdd(row, widen_first(x + n * x_stride + i, length - i), sums[r][n]);
     }
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) out[n * out_stride + r] = sum_lanes(sums[r][n]);
 }
 
 template <int R, bool kAhead, class T>
-HWY_INLINE void dot_rows(const T* rows, std::int64_t stride, std::int64_t length, const float* x, std::int64_t x_stride, std::int64_t n_x,
-                         float* out, std::int64_t out_stride) {
+HWY_INLINE void dot_rows(const T* rows, std::int64_t stride, std::int64_t length, const float* x, std::int64_t x_stride,
+                         std::int64_t n_x, float* out, std::int64_t out_stride) {
   // Only the first vectors meet rows that are not in the cache yet.
   if (n_x == 1) return dot_tile<R, 1, kAhead>(rows, stride, length, x, x_stride, out, out_stride);
   if (n_x == 2) return dot_tile<R, 2, kAhead>(rows, stride, length, x, x_stride, out, out_stride);
   dot_tile<R, 3, kAhead>(rows, stride, length, x, x_stride, out, out_stride);
   std::int64_t i = 3;
-  for (; i + 3 <= n_x; i += 3) dot_tile<R, 3, false>(rows, stride, length, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
-  if (n_x - i == 2) dot_tile<R, 2, false>(rows, stride, length, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
-  if (n_x - i == 1) dot_tile<R, 1, false>(rows, stride, length, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
+  for (; i + 3 <= n_x; i += 3)
+    dot_tile<R, 3, false>(rows, stride, length, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
+  if (n_x - i == 2)
+    dot_tile<R, 2, false>(rows, stride, length, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
+  if (n_x - i == 1)
+    dot_tile<R, 1, false>(rows, stride, length, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
 }
 
 template <class T>
-void dots_of(const T* rows, std::int64_t stride, std::int64_t n_rows, std::int64_t length, const float* x, std::int64_t x_stride,
-             std::int64_t n_x, float* out, std::int64_t out_stride) {
+void dots_of(const T* rows, std::int64_t stride, std::int64_t n_rows, std::int64_t length, const float* x,
+             std::int64_t x_stride, std::int64_t n_x, float* out, std::int64_t out_stride) {
   // Vectors in blocks that stay in the second-level cache while the rows pass by.
   constexpr std::int64_t kBlockBytes = 192 * 1024;
   constexpr std::int64_t kShortRowBytes = 8 * 1024;
@@ -107,14 +112,15 @@ void dots_of(const T* rows, std::int64_t stride, std::int64_t n_rows, std::int64
       else
         dot_rows<4, false>(rows + r * stride, stride, length, xs, x_stride, count, outs + r, out_stride);
     }
-    for (; r < n_rows; ++r) dot_rows<1, false>(rows + r * stride, stride, length, xs, x_stride, count, outs + r, out_stride);
+    for (; r < n_rows; ++r)
+      dot_rows<1, false>(rows + r * stride, stride, length, xs, x_stride, count, outs + r, out_stride);
   }
 }
 
 // N outputs, V registers of each, over `n_rows` rows.
 template <int N, int V, class T>
-HWY_INLINE void weighted_tile(const T* rows, std::int64_t stride, std::int64_t n_rows, const float* weights, std::int64_t weights_stride,
-                              float* out, std::int64_t out_stride) {
+HWY_INLINE void weighted_tile(const T* rows, std::int64_t stride, std::int64_t n_rows, const float* weights,
+                              std::int64_t weights_stride, float* out, std::int64_t out_stride) {
   Vector sums[N][V];
 #pragma GCC unroll 4
   for (int n = 0; n < N; ++n)
@@ -138,18 +144,20 @@ HWY_INLINE void weighted_tile(const T* rows, std::int64_t stride, std::int64_t n
 }
 
 template <int N, class T>
-HWY_INLINE void weighted_rows(const T* rows, std::int64_t stride, std::int64_t n_rows, std::int64_t length, const float* weights,
-                              std::int64_t weights_stride, float* out, std::int64_t out_stride) {
+HWY_INLINE void weighted_rows(const T* rows, std::int64_t stride, std::int64_t n_rows, std::int64_t length,
+                              const float* weights, std::int64_t weights_stride, float* out, std::int64_t out_stride) {
   std::int64_t i = 0;
   for (; i + 2 * kStride <= length; i += 2 * kStride)
     weighted_tile<N, 2>(rows + i, stride, n_rows, weights, weights_stride, out + i, out_stride);
-  for (; i + kStride <= length; i += kStride) weighted_tile<N, 1>(rows + i, stride, n_rows, weights, weights_stride, out + i, out_stride);
+  for (; i + kStride <= length; i += kStride)
+    weighted_tile<N, 1>(rows + i, stride, n_rows, weights, weights_stride, out + i, out_stride);
   if (i == length) return;
   const auto bytes = static_cast<std::size_t>(length - i) * sizeof(float);
   for (int n = 0; n < N; ++n) {
     Vector sum = widen_first(out + n * out_stride + i, length - i);
     for (std::int64_t t = 0; t < n_rows; ++t)
-      sum = hn::MulAdd(hn::Set(kLanes32, weights[n * weights_stride + t]), widen_first(rows + t * stride + i, length - i), sum);
+      sum = hn::MulAdd(hn::Set(kLanes32, weights[n * weights_stride + t]),
+                       widen_first(rows + t * stride + i, length - i), sum);
     alignas(64) float padded[kStride];
     hn::Store(sum, kLanes32, padded);
     std::memcpy(out + n * out_stride + i, padded, bytes);
@@ -157,8 +165,9 @@ HWY_INLINE void weighted_rows(const T* rows, std::int64_t stride, std::int64_t n
 }
 
 template <class T>
-void add_weighted_rows_of(const T* rows, std::int64_t stride, std::int64_t n_rows, std::int64_t length, const float* weights,
-                          std::int64_t weights_stride, std::int64_t n_weights, float* out, std::int64_t out_stride) {
+void add_weighted_rows_of(const T* rows, std::int64_t stride, std::int64_t n_rows, std::int64_t length,
+                          const float* weights, std::int64_t weights_stride, std::int64_t n_weights, float* out,
+                          std::int64_t out_stride) {
   constexpr std::int64_t kBlock = 64;  // rows that stay in the first-level cache while the outputs pass by
   for (std::int64_t first = 0; first < n_rows; first += kBlock) {
     const std::int64_t count = std::min(kBlock, n_rows - first);
@@ -166,23 +175,28 @@ void add_weighted_rows_of(const T* rows, std::int64_t stride, std::int64_t n_row
     const float* w = weights + first;
     std::int64_t i = 0;
     for (; i + 4 <= n_weights; i += 4)
-      weighted_rows<4>(block, stride, count, length, w + i * weights_stride, weights_stride, out + i * out_stride, out_stride);
+      weighted_rows<4>(block, stride, count, length, w + i * weights_stride, weights_stride, out + i * out_stride,
+                       out_stride);
     for (; i < n_weights; ++i)
-      weighted_rows<1>(block, stride, count, length, w + i * weights_stride, weights_stride, out + i * out_stride, out_stride);
+      weighted_rows<1>(block, stride, count, length, w + i * weights_stride, weights_stride, out + i * out_stride,
+                       out_stride);
   }
 }
 
-void dots_any(const Rows& rows, std::int64_t n_rows, std::int64_t length, const float* x, std::int64_t x_stride, std::int64_t n_x,
-              float* out, std::int64_t out_stride) {
+void dots_any(const Rows& rows, std::int64_t n_rows, std::int64_t length, const float* x, std::int64_t x_stride,
+              std::int64_t n_x, float* out, std::int64_t out_stride) {
   if (rows.dtype == kFloat32)
-    return dots_of(static_cast<const float*>(rows.data), rows.stride, n_rows, length, x, x_stride, n_x, out, out_stride);
+    return dots_of(static_cast<const float*>(rows.data), rows.stride, n_rows, length, x, x_stride, n_x, out,
+                   out_stride);
   if (rows.dtype == kFloat16)
-    return dots_of(static_cast<const hwy::float16_t*>(rows.data), rows.stride, n_rows, length, x, x_stride, n_x, out, out_stride);
-  dots_of(static_cast<const hwy::bfloat16_t*>(rows.data), rows.stride, n_rows, length, x, x_stride, n_x, out, out_stride);
+    return dots_of(static_cast<const hwy::float16_t*>(rows.data), rows.stride, n_rows, length, x, x_stride, n_x, out,
+                   out_stride);
+  dots_of(static_cast<const hwy::bfloat16_t*>(rows.data), rows.stride, n_rows, length, x, x_stride, n_x, out,
+          out_stride);
 }
 
-void add_weighted_rows_any(const Rows& rows, std::int64_t n_rows, std::int64_t length, const float* weights, std::int64_t weights_stride,
-                           std::int64_t n_weights, float* out, std::int64_t out_stride) {
+void add_weighted_rows_any(const Rows& rows, std::int64_t n_rows, std::int64_t length, const float* weights,
+                           std::int64_t weights_stride, std::int64_t n_weights, float* out, std::int64_t out_stride) {
   const auto add = [&](const auto* data) {
     add_weighted_rows_of(data, rows.stride, n_rows, length, weights, weights_stride, n_weights, out, out_stride);
   };
@@ -260,17 +274,20 @@ HWY_EXPORT(exponentials_any);
 HWY_EXPORT(silu_times_any);
 HWY_EXPORT(rms_norm_any);
 
-void dots(const Rows& rows, std::int64_t n_rows, std::int64_t length, const float* x, std::int64_t x_stride, std::int64_t n_x, float* out,
-          std::int64_t out_stride) {
+void dots(const Rows& rows, std::int64_t n_rows, std::int64_t length, const float* x, std::int64_t x_stride,
+          std::int64_t n_x, float* out, std::int64_t out_stride) {
   HWY_DYNAMIC_DISPATCH(dots_any)(rows, n_rows, length, x, x_stride, n_x, out, out_stride);
 }
 
-void add_weighted_rows(const Rows& rows, std::int64_t n_rows, std::int64_t length, const float* weights, std::int64_t weights_stride,
-                       std::int64_t n_weights, float* out, std::int64_t out_stride) {
-  HWY_DYNAMIC_DISPATCH(add_weighted_rows_any)(rows, n_rows, length, weights, weights_stride, n_weights, out, out_stride);
+void add_weighted_rows(const Rows& rows, std::int64_t n_rows, std::int64_t length, const float* weights,
+                       std::int64_t weights_stride, std::int64_t n_weights, float* out, std::int64_t out_stride) {
+  HWY_DYNAMIC_DISPATCH(add_weighted_rows_any)(rows, n_rows, length, weights, weights_stride, n_weights, out,
+                                              out_stride);
 }
 
-float exponentials(float* x, std::int64_t n, float scale, float* most) { return HWY_DYNAMIC_DISPATCH(exponentials_any)(x, n, scale, most); }
+float exponentials(float* x, std::int64_t n, float scale, float* most) {
+  return HWY_DYNAMIC_DISPATCH(exponentials_any)(x, n, scale, most);
+}
 
 void silu_times(float* gate, const float* up, std::int64_t n) { HWY_DYNAMIC_DISPATCH(silu_times_any)(gate, up, n); }
 

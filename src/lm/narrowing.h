@@ -19,9 +19,13 @@ class Present {
 
   [[nodiscard]] std::int64_t tokens() const { return static_cast<std::int64_t>(positions_.size()); }
   [[nodiscard]] std::int64_t sequences() const { return static_cast<std::int64_t>(indptr_.size()) - 1; }
-  [[nodiscard]] std::int64_t first_token(std::int64_t sequence) const { return indptr_[static_cast<std::size_t>(sequence)]; }
+  [[nodiscard]] std::int64_t first_token(std::int64_t sequence) const {
+    return indptr_[static_cast<std::size_t>(sequence)];
+  }
   /// 0 for a sequence that has left the step.
-  [[nodiscard]] std::int64_t tokens_of(std::int64_t sequence) const { return first_token(sequence + 1) - first_token(sequence); }
+  [[nodiscard]] std::int64_t tokens_of(std::int64_t sequence) const {
+    return first_token(sequence + 1) - first_token(sequence);
+  }
   /// Sequences with tokens, ascending.
   [[nodiscard]] std::vector<std::int32_t> still() const;
   [[nodiscard]] std::span<const std::int32_t> indptr() const { return indptr_; }

@@ -94,8 +94,8 @@ std::vector<Insertion> ask(Dice& dice, const Shape& shape, Needles& needles, std
   return result;
 }
 
-/// Gives each needle its place, in the order they have. Lines: all different. Sentences of an essay: depths of 40 from 0 to 100 percent, no
-/// depth twice.
+/// Gives each needle its place, in the order they have. Lines: all different. Sentences of an essay: depths of 40 from
+/// 0 to 100 percent, no depth twice.
 void place(Dice& dice, bool essay, std::size_t units, std::vector<Insertion>& needles) {
   const auto size = static_cast<std::int64_t>(units);
   Deck deck(dice, essay ? 40 : size);
@@ -163,8 +163,8 @@ TextSample text_needle(const Recipe& recipe, std::int64_t words) {
       query = key;
       sample.answers.push_back(value);
     }
-    insertions.push_back(
-        {static_cast<std::int64_t>(hay.size()) * percent / 100, filled(kProseNeedle, {{"key", key}, {"value", value}}), i == 0});
+    insertions.push_back({static_cast<std::int64_t>(hay.size()) * percent / 100,
+                          filled(kProseNeedle, {{"key", key}, {"value", value}}), i == 0});
   }
   append_haystack(sample, hay, std::move(insertions), " ");
   sample.context += '\n';

@@ -47,7 +47,8 @@ class Parcel {
 
   // On the CPU the tensors lie in this object.
   void send(Device device) {
-    Tensor all = at::from_blob(numbers_.data(), {static_cast<std::int64_t>(numbers_.size())}, at::TensorOptions(kIndex));
+    Tensor all =
+        at::from_blob(numbers_.data(), {static_cast<std::int64_t>(numbers_.size())}, at::TensorOptions(kIndex));
     if (device.is_cuda()) all = all.pin_memory();
     all = all.to(device, kIndex, /*non_blocking=*/device.is_cuda());
     for (const Part& part : parts_) *part.to = all.narrow(0, part.first, part.count).view(part.shape);
@@ -65,7 +66,8 @@ class Parcel {
 
 class OpPass {
  public:
-  OpPass(const LmConfig& config, const Weights& weights, const Step& step, std::span<const LayerKv> cache, const Tensor& block_table, const StepOptions& options)
+  OpPass(const LmConfig& config, const Weights& weights, const Step& step, std::span<const LayerKv> cache,
+         const Tensor& block_table, const StepOptions& options)
       : config_(config),
         spec_(config.spec),
         weights_(weights),
@@ -74,7 +76,8 @@ class OpPass {
         options_(options),
         device_(weights.embedding.device()),
         present_(step) {
-    if (const auto* pages = std::get_if<PagedKv>(&cache.front())) page_size_ = pages->keys.size(pages->layout == PageLayout::slot_head ? 1 : 2);
+    if (const auto* pages = std::get_if<PagedKv>(&cache.front()))
+      page_size_ = pages->keys.size(pages->layout == PageLayout::slot_head ? 1 : 2);
     gather_numbers(block_table);
   }
 
@@ -144,13 +147,16 @@ class OpPass {
     for (std::int32_t layer = 0; layer < spec_.num_layers(); ++layer) {
       for (std::int32_t s = 0; s < sequences(); ++s) slots_ = std::max(slots_, extent(layer, s).longest + added(s));
       numbers_.add(lengths_[static_cast<std::size_t>(layer)], {sequences(), spec_.kv_heads}, [&](std::int64_t i) {
-        return step_.lengths.at(layer, static_cast<std::int32_t>(i / spec_.kv_heads), static_cast<std::int32_t>(i % spec_.kv_heads));
+        return step_.lengths.at(layer, static_cast<std::int32_t>(i / spec_.kv_heads),
+                                static_cast<std::int32_t>(i % spec_.kv_heads));
       });
     }
     if (page_size_ == 0) {
       numbers_.add(places_, {tokens(), 1}, [&](std::int64_t i) { return place_of(owner_of(i)); });
     } else {
-      const std::int64_t pages = (slots_ + page_size_ - 1) / page_size_;  // of the longest row; shorter ones are filled up, and what fills them is never looked up
+      const std::int64_t pages =
+          (slots_ + page_size_ - 1) /
+          page_size_;  // of the longest row; shorter ones are filled up, and what fills them is never looked up
       numbers_.add(pages_, {sequences(), pages}, [&](std::int64_t i) -> std::int64_t {
         const std::int64_t s = i / pages, page = i % pages;
         if (page >= block_table.size(1)) return 0;
@@ -161,7 +167,8 @@ class OpPass {
     const std::vector<double>& inv_freq = spec_.rope.inv_freq;
     const auto pairs = static_cast<std::int64_t>(inv_freq.size());
     numbers_.add(turns_, {tokens(), pairs}, [&](std::int64_t i) {
-      const RopeTurn turn = rope_turn(step_.positions[static_cast<std::size_t>(i / pairs)], inv_freq[static_cast<std::size_t>(i % pairs)], spec_.rope.attention_scaling);
+      const RopeTurn turn = rope_turn(step_.positions[static_cast<std::size_t>(i / pairs)],
+                                      inv_freq[static_cast<std::size_t>(i % pairs)], spec_.rope.attention_scaling);
       return std::bit_cast<std::int64_t>(std::array{turn.cosine, turn.sine});
     });
     numbers_.send(device_);
@@ -178,12 +185,15 @@ class OpPass {
   // What depends on how the tokens present stand beside each other, for the layers from `first_layer` on.
   void add_numbers_in_order(Parcel& numbers, std::int32_t first_layer) {
     const std::vector<std::int64_t> owners = owners_of_tokens();
-    const auto ordinal = [&](std::int64_t token) { return token - first_token(owners[static_cast<std::size_t>(token)]); };
+    const auto ordinal = [&](std::int64_t token) {
+      return token - first_token(owners[static_cast<std::size_t>(token)]);
+    };
     const std::vector<std::int32_t> still = present_.still();
     const auto sequences_still = static_cast<std::int64_t>(still.size());
     numbers.add(ordinals_, {tokens(), 1}, ordinal);
     numbers.add(still_, {sequences_still}, [&](std::int64_t i) { return still[static_cast<std::size_t>(i)]; });
-    numbers.add(last_, {sequences_still}, [&](std::int64_t i) { return first_token(still[static_cast<std::size_t>(i)] + 1) - 1; });
+    numbers.add(last_, {sequences_still},
+                [&](std::int64_t i) { return first_token(still[static_cast<std::size_t>(i)] + 1) - 1; });
     offsets_.resize(spec_.layers.size());
     for (std::int32_t layer = first_layer; layer < spec_.num_layers(); ++layer)
       if (window(layer) > 0)
@@ -197,7 +207,8 @@ class OpPass {
     if (!onward) return;
     Parcel numbers;
     Tensor kept;
-    numbers.add(kept, {static_cast<std::int64_t>(onward->tokens.size())}, [&](std::int64_t i) { return onward->tokens[static_cast<std::size_t>(i)]; });
+    numbers.add(kept, {static_cast<std::int64_t>(onward->tokens.size())},
+                [&](std::int64_t i) { return onward->tokens[static_cast<std::size_t>(i)]; });
     present_.narrow(*std::move(onward));
     if (tokens() == 0) return;
     add_numbers_in_order(numbers, layer + 1);
@@ -213,8 +224,8 @@ class OpPass {
     return kind.kind == LayerKind::sliding ? kind.window : 0;
   }
 
-  // The first slot that token i of a sequence sees in a sliding layer, counted from the sequence's first new token: below 0 for old slots, which hold the positions just
-  // before the step.
+  // The first slot that token i of a sequence sees in a sliding layer, counted from the sequence's first new token:
+  // below 0 for old slots, which hold the positions just before the step.
   [[nodiscard]] std::int64_t first_seen(std::int32_t layer, std::int64_t sequence, std::int64_t i) const {
     const std::int32_t* positions = present_.positions().data() + first_token(sequence);
     const std::int64_t oldest = positions[i] - window(layer) + 1, begin = present_.begin(sequence);
@@ -227,14 +238,17 @@ class OpPass {
     return at::linear(x, map.weight.to(kFloat32), map.bias.defined() ? std::optional<Tensor>(map.bias) : std::nullopt);
   }
 
-  [[nodiscard]] Tensor normalised(const Tensor& x, const Tensor& weight) const { return at::rms_norm(x, weight.sizes(), weight, config_.rms_eps); }
+  [[nodiscard]] Tensor normalised(const Tensor& x, const Tensor& weight) const {
+    return at::rms_norm(x, weight.sizes(), weight, config_.rms_eps);
+  }
 
   // x [n, heads, D], every token turned by its position.
   [[nodiscard]] Tensor rotated(const Tensor& x) const {
     const std::int64_t pairs = turns_.size(2), rest = x.size(2) - 2 * pairs;
     const Tensor cosines = turns_.select(3, 0), sines = turns_.select(3, 1), turning = x.narrow(2, 0, 2 * pairs);
     const bool half = spec_.rope.style == RopeStyle::half;
-    const Tensor split = half ? turning.reshape({x.size(0), x.size(1), 2, pairs}).transpose(2, 3) : turning.reshape({x.size(0), x.size(1), pairs, 2});
+    const Tensor split = half ? turning.reshape({x.size(0), x.size(1), 2, pairs}).transpose(2, 3)
+                              : turning.reshape({x.size(0), x.size(1), pairs, 2});
     const Tensor a = split.select(3, 0), b = split.select(3, 1);
     const Tensor first = a * cosines - b * sines, second = b * cosines + a * sines;
     const Tensor turned = half ? at::cat({first, second}, 2) : at::stack({first, second}, 3).flatten(2);
@@ -263,34 +277,45 @@ class OpPass {
     put(paged, Index({new_pages_, heads_, new_slots_}));
   }
 
-  // The first `slots` slots of a sequence as f32 [Hkv, slots, D], out of one side of a layer: a view of a dense f32 cache, else a copy.
-  [[nodiscard]] Tensor rows_of(const Tensor& side, const PagedKv* paged, std::int64_t sequence, std::int64_t slots) const {
-    if (paged == nullptr) return side.select(0, step_.rows[static_cast<std::size_t>(sequence)]).narrow(1, 0, slots).to(kFloat32);
-    const Tensor own = side.index_select(0, pages_.select(0, sequence).narrow(0, 0, (slots + page_size_ - 1) / page_size_));
-    const Tensor rows = paged->layout == PageLayout::slot_head ? own.flatten(0, 1).transpose(0, 1) : own.transpose(0, 1).flatten(1, 2);
+  // The first `slots` slots of a sequence as f32 [Hkv, slots, D], out of one side of a layer: a view of a dense f32
+  // cache, else a copy.
+  [[nodiscard]] Tensor rows_of(const Tensor& side, const PagedKv* paged, std::int64_t sequence,
+                               std::int64_t slots) const {
+    if (paged == nullptr)
+      return side.select(0, step_.rows[static_cast<std::size_t>(sequence)]).narrow(1, 0, slots).to(kFloat32);
+    const Tensor own =
+        side.index_select(0, pages_.select(0, sequence).narrow(0, 0, (slots + page_size_ - 1) / page_size_));
+    const Tensor rows =
+        paged->layout == PageLayout::slot_head ? own.flatten(0, 1).transpose(0, 1) : own.transpose(0, 1).flatten(1, 2);
     return rows.narrow(1, 0, slots).to(kFloat32);
   }
 
   // ---- Attention
 
-  // [n, Hq * Dv] from queries [n, Hq, D], rotated and scaled; and, where asked for, the log-sum-exps [n, Hq] of their logits.
+  // [n, Hq * Dv] from queries [n, Hq, D], rotated and scaled; and, where asked for, the log-sum-exps [n, Hq] of their
+  // logits.
   [[nodiscard]] Tensor attend(std::int32_t layer, const Tensor& queries, Tensor* log_sum_exp) const {
     std::vector<Tensor> parts, sums;
-    for (const std::int32_t s : present_.still()) attend_sequence(layer, s, queries.narrow(0, first_token(s), added(s)), parts, log_sum_exp == nullptr ? nullptr : &sums);
+    for (const std::int32_t s : present_.still())
+      attend_sequence(layer, s, queries.narrow(0, first_token(s), added(s)), parts,
+                      log_sum_exp == nullptr ? nullptr : &sums);
     if (log_sum_exp != nullptr) *log_sum_exp = at::cat(sums);
     return at::cat(parts);
   }
 
-  void attend_sequence(std::int32_t layer, std::int32_t sequence, const Tensor& queries, std::vector<Tensor>& parts, std::vector<Tensor>* sums) const {
+  void attend_sequence(std::int32_t layer, std::int32_t sequence, const Tensor& queries, std::vector<Tensor>& parts,
+                       std::vector<Tensor>* sums) const {
     const LayerKv& kv = cache_[static_cast<std::size_t>(layer)];
     const auto* dense = std::get_if<DenseKv>(&kv);
     const auto* paged = std::get_if<PagedKv>(&kv);
     const auto [shortest, longest] = extent(layer, sequence);
-    const std::int64_t tokens = added(sequence), slots = longest + tokens, heads = spec_.kv_heads, group = spec_.group();
+    const std::int64_t tokens = added(sequence), slots = longest + tokens, heads = spec_.kv_heads,
+                       group = spec_.group();
     const Tensor keys = rows_of(dense != nullptr ? dense->keys : paged->keys, paged, sequence, slots);
     Tensor values = rows_of(dense != nullptr ? dense->values : paged->values, paged, sequence, slots);
     // [Hkv, slots]: the slot of new token i is i, the newest old slot is -1
-    const Tensor ages = every_slot_.narrow(0, 0, slots) - lengths_[static_cast<std::size_t>(layer)][sequence].unsqueeze(1);
+    const Tensor ages =
+        every_slot_.narrow(0, 0, slots) - lengths_[static_cast<std::size_t>(layer)][sequence].unsqueeze(1);
     // Behind a row that is shorter than others lies anything: no weight of 0 helps against a NaN there.
     if (shortest < longest) values = values.masked_fill(ages.ge(tokens).unsqueeze(2), 0);
 
@@ -298,27 +323,42 @@ class OpPass {
     const std::int64_t block = std::clamp<std::int64_t>(kMostLogits / (spec_.query_heads * slots), 1, tokens);
     for (std::int64_t i = 0; i < tokens; i += block) {
       const std::int64_t count = std::min(block, tokens - i);
-      const std::int64_t begin = window(layer) == 0 ? 0 : std::max<std::int64_t>(0, shortest + first_seen(layer, sequence, i)), width = longest + i + count - begin;
+      const std::int64_t begin = window(layer) == 0
+                                     ? 0
+                                     : std::max<std::int64_t>(0, shortest + first_seen(layer, sequence, i)),
+                         width = longest + i + count - begin;
       // Token after token, and the heads of a group within: one product for all that read the same rows.
-      const Tensor asking = queries.narrow(0, i, count).view({count, heads, group, spec_.key_dim}).transpose(0, 1).reshape({heads, count * group, spec_.key_dim});
+      const Tensor asking = queries.narrow(0, i, count)
+                                .view({count, heads, group, spec_.key_dim})
+                                .transpose(0, 1)
+                                .reshape({heads, count * group, spec_.key_dim});
       Tensor logits = at::bmm(asking, keys.narrow(1, begin, width).transpose(1, 2));
       if (count > 1 || shortest < longest || !options_.visible.empty())
         logits.view({heads, count, group, width})
-            .masked_fill_(hidden(layer, sequence, i, count, ages.narrow(1, begin, width), begin).unsqueeze(2), -std::numeric_limits<float>::infinity());
-      if (sums != nullptr) sums->push_back(at::logsumexp(logits, {2}).view({heads, count, group}).transpose(0, 1).reshape({count, spec_.query_heads}));
+            .masked_fill_(hidden(layer, sequence, i, count, ages.narrow(1, begin, width), begin).unsqueeze(2),
+                          -std::numeric_limits<float>::infinity());
+      if (sums != nullptr)
+        sums->push_back(
+            at::logsumexp(logits, {2}).view({heads, count, group}).transpose(0, 1).reshape({count, spec_.query_heads}));
       const Tensor seen = at::bmm(at::softmax(logits, 2), values.narrow(1, begin, width));
-      parts.push_back(seen.view({heads, count, group * spec_.value_dim}).transpose(0, 1).reshape({count, spec_.query_heads * spec_.value_dim}));
+      parts.push_back(seen.view({heads, count, group * spec_.value_dim})
+                          .transpose(0, 1)
+                          .reshape({count, spec_.query_heads * spec_.value_dim}));
     }
   }
 
-  // bool [Hkv, count, slots] what tokens i.. of a sequence may not see: the future, what slid out of the window, what the caller's mask hides. `begin`: the first slot of `ages`.
-  [[nodiscard]] Tensor hidden(std::int32_t layer, std::int32_t sequence, std::int64_t i, std::int64_t count, const Tensor& ages, std::int64_t begin) const {
+  // bool [Hkv, count, slots] what tokens i.. of a sequence may not see: the future, what slid out of the window, what
+  // the caller's mask hides. `begin`: the first slot of `ages`.
+  [[nodiscard]] Tensor hidden(std::int32_t layer, std::int32_t sequence, std::int64_t i, std::int64_t count,
+                              const Tensor& ages, std::int64_t begin) const {
     const auto of_tokens = [&](const Tensor& numbers) { return numbers.narrow(0, first_token(sequence) + i, count); };
     const Tensor slots = ages.unsqueeze(1);
     Tensor hide = slots.gt(of_tokens(ordinals_));
     if (window(layer) > 0) hide.logical_or_(slots.lt(of_tokens(offsets_[static_cast<std::size_t>(layer)])));
     if (options_.visible.empty()) return hide;
-    const Tensor mask = options_.visible[static_cast<std::size_t>(layer)].select(0, step_.rows[static_cast<std::size_t>(sequence)]).narrow(1, begin, ages.size(1));
+    const Tensor mask = options_.visible[static_cast<std::size_t>(layer)]
+                            .select(0, step_.rows[static_cast<std::size_t>(sequence)])
+                            .narrow(1, begin, ages.size(1));
     return hide.logical_or_(mask.eq(0).logical_and_(ages.lt(0)).unsqueeze(1));
   }
 
@@ -332,7 +372,9 @@ class OpPass {
 
   [[nodiscard]] Tensor logits(const Tensor& hidden) const {
     if (options_.logits == Logits::none) return at::empty({0, config_.vocab}, hidden.options());
-    const auto of = [&](const Tensor& asked) { return product({weights_.output, {}}, normalised(asked, weights_.final_norm)); };
+    const auto of = [&](const Tensor& asked) {
+      return product({weights_.output, {}}, normalised(asked, weights_.final_norm));
+    };
     if (options_.logits == Logits::all) return of(hidden);
     if (still_.size(0) == sequences() && tokens() > 0) return of(hidden.index_select(0, last_));
     Tensor rows = at::full({sequences(), config_.vocab}, std::numeric_limits<float>::quiet_NaN(), hidden.options());
@@ -350,22 +392,23 @@ class OpPass {
   std::int64_t page_size_ = 0;  // 0: dense
   std::int64_t slots_ = 0;      // of the longest row, with what it gets
 
-  Parcel numbers_, narrowed_;       // hold what follows where the device is the CPU
-  Tensor ids_, owners_;             // i64 [n], its sequence [n]
-  Tensor still_, last_;             // i64 [sequences that have not left] which they are, their last token
-  Tensor ordinals_, places_;        // i64 [n, 1] place of a token among its sequence's, of its sequence in a dense cache
-  Tensor heads_, pages_;            // i64 [1, Hkv] 0, 1, ...; [sequences, pages]
-  std::vector<Tensor> lengths_;     // i64 [layers] [sequences, Hkv]
-  std::vector<Tensor> offsets_;     // i64 [layers] [n, 1] first_seen(); undefined where nothing slides
-  Tensor turns_;                    // f32 [n, 1, pairs, 2] cos and sin
-  Tensor every_slot_;               // i64 [slots] 0, 1, ...
-  Tensor new_slots_, new_pages_;    // i64 [n, Hkv] where the step's tokens go in the layer at hand; slots within their pages
+  Parcel numbers_, narrowed_;    // hold what follows where the device is the CPU
+  Tensor ids_, owners_;          // i64 [n], its sequence [n]
+  Tensor still_, last_;          // i64 [sequences that have not left] which they are, their last token
+  Tensor ordinals_, places_;     // i64 [n, 1] place of a token among its sequence's, of its sequence in a dense cache
+  Tensor heads_, pages_;         // i64 [1, Hkv] 0, 1, ...; [sequences, pages]
+  std::vector<Tensor> lengths_;  // i64 [layers] [sequences, Hkv]
+  std::vector<Tensor> offsets_;  // i64 [layers] [n, 1] first_seen(); undefined where nothing slides
+  Tensor turns_;                 // f32 [n, 1, pairs, 2] cos and sin
+  Tensor every_slot_;            // i64 [slots] 0, 1, ...
+  Tensor new_slots_,
+      new_pages_;  // i64 [n, Hkv] where the step's tokens go in the layer at hand; slots within their pages
 };
 
 }  // namespace
 
-Tensor run_with_operators(const LmConfig& config, const Weights& weights, const Step& step, std::span<const LayerKv> cache, const Tensor& block_table,
-                          const StepOptions& options) {
+Tensor run_with_operators(const LmConfig& config, const Weights& weights, const Step& step,
+                          std::span<const LayerKv> cache, const Tensor& block_table, const StepOptions& options) {
   return OpPass(config, weights, step, cache, block_table, options).run();
 }
 

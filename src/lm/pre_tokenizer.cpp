@@ -93,10 +93,12 @@ std::size_t llama3_end(const Words& words, std::size_t begin, int most_digits) {
   if (first.kind == CharClass::letter) return words.end_of_run(CharClass::letter, begin);
   if (first.kind == CharClass::number) {
     std::size_t end = first.next;
-    for (int digits = 1; digits < most_digits && words.look(end).kind == CharClass::number; ++digits) end = words.look(end).next;
+    for (int digits = 1; digits < most_digits && words.look(end).kind == CharClass::number; ++digits)
+      end = words.look(end).next;
     return end;
   }
-  if (!is_line_end(first.code) && second.kind == CharClass::letter) return words.end_of_run(CharClass::letter, first.next);
+  if (!is_line_end(first.code) && second.kind == CharClass::letter)
+    return words.end_of_run(CharClass::letter, first.next);
   const std::size_t body = first.code == ' ' ? first.next : begin;
   if (const Words::Seen seen = words.look(body); !seen.end && seen.kind == CharClass::other)
     return words.end_of_line_ends(words.end_of_run(CharClass::other, body));

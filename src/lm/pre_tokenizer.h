@@ -24,7 +24,8 @@ inline constexpr std::string_view kPreTokenizerNames = "gpt-2, smollm, llama-bpe
 
 [[nodiscard]] std::optional<PreTokenizer> pre_tokenizer_called(std::string_view name);
 
-/// Where the word that begins at byte `begin` < text.size() ends. `text` is UTF-8. Cost: O(word), and one look at the blanks behind it.
+/// Where the word that begins at byte `begin` < text.size() ends. `text` is UTF-8. Cost: O(word), and one look at the
+/// blanks behind it.
 [[nodiscard]] std::size_t word_end(PreTokenizer pre, std::string_view text, std::size_t begin);
 
 }  // namespace kvkeep::lm::detail

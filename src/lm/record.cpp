@@ -39,7 +39,8 @@ Tensor queries_of(const QueryView& view, std::int32_t heads, std::int32_t dim) {
   Tensor queries = at::empty({1, heads, view.count, dim}, at::TensorOptions(kFloat32));
   float* to = queries.mutable_data_ptr<float>();
   for (std::int32_t h = 0; h < heads; ++h)
-    for (std::int32_t i = 0; i < view.count; ++i, to += dim) std::memcpy(to, view.at(i, h), static_cast<std::size_t>(dim) * sizeof(float));
+    for (std::int32_t i = 0; i < view.count; ++i, to += dim)
+      std::memcpy(to, view.at(i, h), static_cast<std::size_t>(dim) * sizeof(float));
   return queries;
 }
 
@@ -47,7 +48,8 @@ Tensor queries_of(const QueryView& view, std::int32_t heads, std::int32_t dim) {
 class EventRecorder {
  public:
   /// `projections`: W_o of every layer, where the trace is to hold it; else empty.
-  EventRecorder(const ModelSpec& spec, std::int32_t queries, std::optional<std::int32_t> step, std::vector<Tensor> projections)
+  EventRecorder(const ModelSpec& spec, std::int32_t queries, std::optional<std::int32_t> step,
+                std::vector<Tensor> projections)
       : spec_(spec),
         projections_(std::move(projections)),
         full_layers_(spec.full_layers()),
@@ -62,7 +64,8 @@ class EventRecorder {
     const auto index = static_cast<std::int32_t>(found - full_layers_.begin());
     std::iota(positions.begin(), positions.end(), static_cast<std::int32_t>(ring_.seen(index)));
     constexpr auto kBytes = static_cast<std::int64_t>(sizeof(float));
-    ring_.push(index, static_cast<const std::byte*>(q.const_data_ptr()), kFloat32, q.stride(0) * kBytes, q.stride(1) * kBytes, positions);
+    ring_.push(index, static_cast<const std::byte*>(q.const_data_ptr()), kFloat32, q.stride(0) * kBytes,
+               q.stride(1) * kBytes, positions);
   }
 
   void before(const DecisionSight& sight) {
@@ -96,8 +99,8 @@ class EventRecorder {
     for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
       const auto row = sight.keeper.positions(id, layer, h);
       const auto paid = sight.keeper.credit(id, layer, h);
-      KVKEEP_REQUIRE(static_cast<std::int64_t>(row.size()) == length, "record: layer ", layer, " holds ", row.size(), " slots in head ", h,
-              ", the first row ", length, "; an event trace holds rows of one length");
+      KVKEEP_REQUIRE(static_cast<std::int64_t>(row.size()) == length, "record: layer ", layer, " holds ", row.size(),
+                     " slots in head ", h, ", the first row ", length, "; an event trace holds rows of one length");
       positions.insert(positions.end(), row.begin(), row.end());
       credit.insert(credit.end(), paid.begin(), paid.end());
     }
@@ -107,10 +110,12 @@ class EventRecorder {
     add(prefix + "values", rows.values.narrow(0, place, 1).narrow(2, 0, length).clone());
     add(prefix + "positions", i32_tensor(positions, {1, spec_.kv_heads, length}));
     if (!projections_.empty()) add(prefix + "o_proj", projections_[static_cast<std::size_t>(layer)]);
-    const auto index = static_cast<std::int32_t>(std::find(full_layers_.begin(), full_layers_.end(), layer) - full_layers_.begin());
+    const auto index =
+        static_cast<std::int32_t>(std::find(full_layers_.begin(), full_layers_.end(), layer) - full_layers_.begin());
     add(prefix + "queries", queries_of(ring_.view(index), spec_.query_heads, spec_.key_dim));
     if (credit.empty()) return;
-    Tensor paid = at::empty({1, spec_.kv_heads, static_cast<std::int64_t>(credit.size()) / spec_.kv_heads}, at::TensorOptions(kFloat32));
+    Tensor paid = at::empty({1, spec_.kv_heads, static_cast<std::int64_t>(credit.size()) / spec_.kv_heads},
+                            at::TensorOptions(kFloat32));
     std::copy(credit.begin(), credit.end(), paid.mutable_data_ptr<float>());
     add(prefix + "credit", paid);
   }
@@ -125,19 +130,21 @@ class EventRecorder {
 
 /// [T, H, D] before RoPE at positions 0..T-1 -> the last W of them, [H, W, D] after RoPE.
 Tensor rotated_tail(const RopeSpec& rope, const Tensor& vectors, std::int64_t window) {
-  const std::int64_t first = vectors.size(0) - window, heads = vectors.size(1), dim = vectors.size(2), pairs = rope.rotary_dim() / 2;
+  const std::int64_t first = vectors.size(0) - window, heads = vectors.size(1), dim = vectors.size(2),
+                     pairs = rope.rotary_dim() / 2;
   Tensor tail = vectors.narrow(0, first, window).permute({1, 0, 2}).contiguous().clone();
   std::vector<float> cosines(static_cast<std::size_t>(pairs)), sines(static_cast<std::size_t>(pairs));
   for (std::int64_t i = 0; i < window; ++i) {
     rope_at(rope, first + i, cosines.data(), sines.data());
     for (std::int64_t h = 0; h < heads; ++h)
-      rope_rotate(rope.style, pairs, cosines.data(), sines.data(), tail.mutable_data_ptr<float>() + (h * window + i) * dim);
+      rope_rotate(rope.style, pairs, cosines.data(), sines.data(),
+                  tail.mutable_data_ptr<float>() + (h * window + i) * dim);
   }
   return tail;
 }
 
-Result name_the_model(const char* kind, const char* ids_name, const std::filesystem::path& model, const std::vector<std::int32_t>& ids,
-                      std::int32_t new_tokens) {
+Result name_the_model(const char* kind, const char* ids_name, const std::filesystem::path& model,
+                      const std::vector<std::int32_t>& ids, std::int32_t new_tokens) {
   Result result;
   result.tensors.emplace_back(ids_name, i32_tensor(ids, {static_cast<std::int64_t>(ids.size())}));
   result.metadata = {{"kvkeep_trace", "1"},
@@ -150,17 +157,19 @@ Result name_the_model(const char* kind, const char* ids_name, const std::filesys
 
 }  // namespace
 
-Result record_event(Decoder& decoder, std::unique_ptr<KVPolicy> policy, Request request, const EventRecording& options) {
+Result record_event(Decoder& decoder, std::unique_ptr<KVPolicy> policy, Request request,
+                    const EventRecording& options) {
   KVKEEP_REQUIRE(policy != nullptr, "record: there is no policy; allowed one from make_policy()");
   KVKEEP_REQUIRE(!options.step || *options.step >= 1, "record: event step is ", options.step.value_or(0),
-          "; allowed 1 or more (the prefill is step 0 and is never cut)");
+                 "; allowed 1 or more (the prefill is step 0 and is never cut)");
   KVKEEP_REQUIRE(options.queries >= 1, "record: ", options.queries, " queries are to be kept; allowed 1 or more");
   if (options.step) request.new_tokens = std::max(request.new_tokens, *options.step + 1);
   const Trigger trigger = policy->trigger();
   const Needs needs = policy->needs();
   EventRecorder recorder(decoder.spec(), std::max(options.queries, needs.queries), options.step,
                          needs.output_projection ? decoder.output_projections() : std::vector<Tensor>{});
-  GeneratorOptions generator_options{.capacity = slots_needed(decoder.spec(), trigger, request), .cache_dtype = options.cache_dtype};
+  GeneratorOptions generator_options{.capacity = slots_needed(decoder.spec(), trigger, request),
+                                     .cache_dtype = options.cache_dtype};
   generator_options.hooks.on_layer = [&](const LayerSight& sight) { recorder.see(sight); };
   generator_options.hooks.before_decision = [&](const DecisionSight& sight) { recorder.before(sight); };
   const std::int32_t steps = request.new_tokens - 1;
@@ -169,17 +178,18 @@ Result record_event(Decoder& decoder, std::unique_ptr<KVPolicy> policy, Request 
   while (!recorder.taken() && generator.step()) {
   }
   KVKEEP_REQUIRE(recorder.taken(), "record: the run of ", steps, " decode steps has no event",
-          options.step
-              ? text(" step ", *options.step)
-              : std::string(trigger.never ? " (the policy never cuts)" : " (the policy was not due in it)"),
-          "; allowed an --event STEP within the run, or more new tokens");
+                 options.step
+                     ? text(" step ", *options.step)
+                     : std::string(trigger.never ? " (the policy never cuts)" : " (the policy was not due in it)"),
+                 "; allowed an --event STEP within the run, or more new tokens");
   return recorder.result();
 }
 
 Result record_prefill(Decoder& decoder, const std::vector<std::int32_t>& prompt, std::int32_t window) {
   const auto n = static_cast<std::int32_t>(prompt.size());
   KVKEEP_REQUIRE(n >= 1, "record: the prompt is empty; allowed one token or more");
-  KVKEEP_REQUIRE(window >= 0 && window <= n, "record: the last ", window, " queries of a prompt of ", n, " tokens; allowed 0 (all) to ", n);
+  KVKEEP_REQUIRE(window >= 0 && window <= n, "record: the last ", window, " queries of a prompt of ", n,
+                 " tokens; allowed 0 (all) to ", n);
   const std::vector<LayerCache> cache = decoder.make_cache(1, n);
   std::vector<std::int32_t> positions(prompt.size());
   std::iota(positions.begin(), positions.end(), 0);
@@ -188,7 +198,8 @@ Result record_prefill(Decoder& decoder, const std::vector<std::int32_t>& prompt,
   options.on_layer = [&](const LayerSight& sight) {
     result.tensors.emplace_back(text("layer.", sight.layer, ".queries"),
                                 rotated_tail(decoder.spec().rope, sight.queries.cpu(), window == 0 ? n : window));
-    result.tensors.emplace_back(text("layer.", sight.layer, ".keys"), cache[static_cast<std::size_t>(sight.layer)].keys[0].cpu().contiguous());
+    result.tensors.emplace_back(text("layer.", sight.layer, ".keys"),
+                                cache[static_cast<std::size_t>(sight.layer)].keys[0].cpu().contiguous());
   };
   const std::vector<std::int32_t> whole{0, n}, row{0}, none{0};
   decoder.forward({prompt, whole, positions, row, none}, cache, options);
@@ -204,7 +215,8 @@ Result record_decoder(const std::filesystem::path& model, const std::vector<std:
   return result;
 }
 
-Result record_generate(const std::filesystem::path& model, const std::vector<std::int32_t>& prompt, std::int32_t new_tokens) {
+Result record_generate(const std::filesystem::path& model, const std::vector<std::int32_t>& prompt,
+                       std::int32_t new_tokens) {
   return name_the_model("generate", "prompt", model, prompt, new_tokens);
 }
 

@@ -7,8 +7,10 @@
 
 namespace kvkeep::lm::detail {
 
-/// Throws InvalidArgument with the first thing that is wrong. `device`: where the weights are. `block_table` is undefined for a dense cache.
-void check_step(const LmConfig& config, Device device, const Step& step, std::span<const LayerKv> cache, const Tensor& block_table, const StepOptions& options);
+/// Throws InvalidArgument with the first thing that is wrong. `device`: where the weights are. `block_table` is
+/// undefined for a dense cache.
+void check_step(const LmConfig& config, Device device, const Step& step, std::span<const LayerKv> cache,
+                const Tensor& block_table, const StepOptions& options);
 
 /// The same for what a hook says of who goes on behind the layer that it saw.
 void check_onward(const ModelSpec& spec, Logits logits, const LayerSight& sight, const Onward& onward);

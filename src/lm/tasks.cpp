@@ -25,7 +25,8 @@ uint64_t mixed(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-/// SplitMix64 with unbiased integers and a Fisher-Yates shuffle: the standard library's versions differ between platforms.
+/// SplitMix64 with unbiased integers and a Fisher-Yates shuffle: the standard library's versions differ between
+/// platforms.
 class Dice {
  public:
   Dice(std::string_view name, uint64_t seed) {
@@ -81,14 +82,14 @@ struct Fact {
 using Sections = std::vector<std::vector<Fact>>;  // in the order of the prompt
 
 int32_t in_range(std::string_view task, std::string_view option, int32_t value, int32_t low, int32_t high) {
-  KVKEEP_REQUIRE(low <= value && value <= high, "make_task(", task, "): ", option, " is out of range; given ", value, "; allowed ", low, " to ",
-          high);
+  KVKEEP_REQUIRE(low <= value && value <= high, "make_task(", task, "): ", option, " is out of range; given ", value,
+                 "; allowed ", low, " to ", high);
   return value;
 }
 
 void refuse_foreign(std::string_view task, std::string_view option, bool given, bool belongs) {
   KVKEEP_REQUIRE(!given || belongs, "make_task(", task, "): this task has no option ", option,
-          "; given a value for it; allowed are the options of ", task);
+                 "; given a value for it; allowed are the options of ", task);
 }
 
 int32_t default_facts(std::string_view task, int32_t trace_tokens, int32_t longest) {
@@ -109,29 +110,35 @@ Shape resolve(std::string_view task, const TaskOptions& options) {
   Shape shape{};
   shape.thinking = options.thinking;
   shape.length = in_range(task, "length", options.length, 16, 65536);
-  shape.prompt_length = in_range(task, "prompt_length", options.prompt_length.value_or(shape.length * 3 / 8), 4, shape.length - 4);
-  shape.copies = in_range(task, "copies", options.copies.value_or(task == kCopies ? 3 : 1), 1, task == kUpdates ? 1 : 8);
+  shape.prompt_length =
+      in_range(task, "prompt_length", options.prompt_length.value_or(shape.length * 3 / 8), 4, shape.length - 4);
+  shape.copies =
+      in_range(task, "copies", options.copies.value_or(task == kCopies ? 3 : 1), 1, task == kUpdates ? 1 : 8);
 
-  const int32_t room =
-      (shape.prompt_length - 2) / (3 * shape.copies) * (task == kUpdates ? 3 : 4) / 4;  // leaves some filler and the rewrites
-  shape.facts = in_range(task, "facts", options.facts.value_or(default_facts(task, shape.length - shape.prompt_length, std::max(2, room))),
-                         2, kMaxFacts);
-  shape.sections = in_range(task, "sections", options.sections.value_or(std::min(task == kCopies ? 8 : 4, shape.facts)), 1,
-                            std::min<int32_t>(kSectionCount, shape.facts));
+  const int32_t room = (shape.prompt_length - 2) / (3 * shape.copies) * (task == kUpdates ? 3 : 4) /
+                       4;  // leaves some filler and the rewrites
+  shape.facts = in_range(
+      task, "facts", options.facts.value_or(default_facts(task, shape.length - shape.prompt_length, std::max(2, room))),
+      2, kMaxFacts);
+  shape.sections = in_range(task, "sections", options.sections.value_or(std::min(task == kCopies ? 8 : 4, shape.facts)),
+                            1, std::min<int32_t>(kSectionCount, shape.facts));
   shape.hops = in_range(task, "hops", options.hops.value_or(1), 1, 8);
   shape.phase = in_range(task, "phase", options.phase.value_or(8), 0, 65536);
   shape.gap = in_range(task, "gap", options.gap.value_or(32), 1, 4096);
   shape.update_every = in_range(task, "update_every", options.update_every.value_or(2), 0, 65536);
   const bool introduces = task == kUpdates && shape.update_every > 0;
-  shape.late = in_range(task, "late", options.late.value_or(introduces ? shape.facts / 4 : 0), 0, introduces ? shape.facts - 2 : 0);
+  shape.late = in_range(task, "late", options.late.value_or(introduces ? shape.facts / 4 : 0), 0,
+                        introduces ? shape.facts - 2 : 0);
   const int32_t stated = shape.facts - shape.late;
-  shape.rewrites =
-      task == kUpdates ? in_range(task, "rewrites", options.rewrites.value_or(std::min(shape.facts / 3, stated)), 0, stated) : 0;
+  shape.rewrites = task == kUpdates ? in_range(task, "rewrites",
+                                               options.rewrites.value_or(std::min(shape.facts / 3, stated)), 0, stated)
+                                    : 0;
 
   const int32_t shortest = shortest_prompt(stated, shape.sections, shape.copies) + 3 * shape.rewrites;
-  KVKEEP_REQUIRE(shortest <= shape.prompt_length, "make_task(", task, "): ", shape.facts, " facts in ", shape.sections, " sections, ",
-          shape.copies, " times each and ", shape.rewrites, " rewritten, do not fit the prompt; given prompt_length ", shape.prompt_length,
-          "; allowed ", shortest, " or more");
+  KVKEEP_REQUIRE(shortest <= shape.prompt_length, "make_task(", task, "): ", shape.facts, " facts in ", shape.sections,
+                 " sections, ", shape.copies, " times each and ", shape.rewrites,
+                 " rewritten, do not fit the prompt; given prompt_length ", shape.prompt_length, "; allowed ", shortest,
+                 " or more");
   return shape;
 }
 
@@ -181,7 +188,7 @@ class Writer {
 
   const Shape& shape_;
   TaskSample sample_;
-  std::map<int32_t, int32_t> last_use_;          // position of a needed token -> position of the last look-up that reads it
+  std::map<int32_t, int32_t> last_use_;  // position of a needed token -> position of the last look-up that reads it
   std::array<int32_t, kEntityCount> statement_;  // where the prompt or a SET last stated a key
   std::array<int32_t, kEntityCount> mention_;    // where any token pair last did
 };
@@ -301,8 +308,10 @@ TaskSample make_needle(Dice& dice, const Shape& shape) {
   return writer.take();
 }
 
-/// Without the late keys: the keys to rewrite first, their second values last, keys with one value in between and on both sides.
-Sections in_order_of_assignment(Dice& dice, const Shape& shape, const std::vector<Fact>& facts, std::vector<Fact>& latest) {
+/// Without the late keys: the keys to rewrite first, their second values last, keys with one value in between and on
+/// both sides.
+Sections in_order_of_assignment(Dice& dice, const Shape& shape, const std::vector<Fact>& facts,
+                                std::vector<Fact>& latest) {
   std::vector<std::vector<Fact>> thirds(3);
   for (int32_t i = 0; i < shape.facts - shape.late; ++i) {
     if (i >= shape.rewrites) {
@@ -371,7 +380,8 @@ struct Task {
 };
 
 constexpr std::array<Task, 5> kTasks{{
-    {{kChain, "every fact leads to the next: a look-up per step, generated without help after the first key"}, make_chain},
+    {{kChain, "every fact leads to the next: a look-up per step, generated without help after the first key"},
+     make_chain},
     {{kAskTask, "questions to one section of the prompt at a time, then to another"}, make_ask},
     {{kNeedle, "a few facts in a haystack, asked once each after stretches of filler"}, make_needle},
     {{kUpdates, "variables that the prompt and the trace assign again: the latest value is the answer"}, make_updates},
@@ -406,7 +416,8 @@ TaskSample make_task(std::string_view name, uint64_t seed, const TaskOptions& op
 }
 
 std::string token_name(int32_t id) {
-  KVKEEP_REQUIRE(0 <= id && id < kTaskVocabulary, "token_name: id outside the vocabulary; given ", id, "; allowed 0 to ", kTaskVocabulary - 1);
+  KVKEEP_REQUIRE(0 <= id && id < kTaskVocabulary, "token_name: id outside the vocabulary; given ", id,
+                 "; allowed 0 to ", kTaskVocabulary - 1);
   static constexpr std::array<std::string_view, 6> kNames{"PAD", "BOS", "SET", "GO", "ASK", "END"};
   if (id < static_cast<int32_t>(kNames.size())) return std::string(kNames[id]);
   if (id >= kFirstEntity) return text("E", id - kFirstEntity);

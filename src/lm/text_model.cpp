@@ -21,22 +21,27 @@ bool is_gguf(const fs::path& model) {  // as LmConfig::read() tells
 std::optional<std::int32_t> token_called(const io::GgufFile& file, std::string_view key, std::size_t tokens) {
   if (!file.has_key(key)) return std::nullopt;
   const std::uint64_t id = file.whole_number(key);
-  KVKEEP_REQUIRE(id < tokens, "read GGUF: ", key, " of ", file.where(), " is ", id, "; allowed ids below its ", tokens, " tokens");
+  KVKEEP_REQUIRE(id < tokens, "read GGUF: ", key, " of ", file.where(), " is ", id, "; allowed ids below its ", tokens,
+                 " tokens");
   return static_cast<std::int32_t>(id);
 }
 
-// The template of a Hugging Face folder: a file of its own, or in tokenizer_config.json, alone or in a list where it is called "default".
+// The template of a Hugging Face folder: a file of its own, or in tokenizer_config.json, alone or in a list where it is
+// called "default".
 std::string folder_template(const fs::path& folder) {
   if (fs::exists(folder / "chat_template.jinja")) return io::read_file(folder / "chat_template.jinja", "chat template");
   const fs::path config = folder / "tokenizer_config.json";
   if (!fs::exists(config)) return {};
-  const nlohmann::json parsed = io::read_json(io::read_file(config, "tokenizer config"), "read " + config.string(), io::RepeatedNames::refused);
+  const nlohmann::json parsed =
+      io::read_json(io::read_file(config, "tokenizer config"), "read " + config.string(), io::RepeatedNames::refused);
   if (!parsed.is_object() || !parsed.contains("chat_template")) return {};
   const nlohmann::json& found = parsed["chat_template"];
   if (found.is_string()) return found.get<std::string>();
   if (found.is_array())
     for (const nlohmann::json& one : found)
-      if (one.is_object() && one.value("name", nlohmann::json()) == "default" && one.value("template", nlohmann::json()).is_string()) return one["template"].get<std::string>();
+      if (one.is_object() && one.value("name", nlohmann::json()) == "default" &&
+          one.value("template", nlohmann::json()).is_string())
+        return one["template"].get<std::string>();
   return {};
 }
 
@@ -44,21 +49,26 @@ std::string folder_template(const fs::path& folder) {
 
 Tokenizer read_tokenizer(const io::GgufFile& file) {
   const std::string_view model = file.string("tokenizer.ggml.model");
-  KVKEEP_REQUIRE_AS(Unsupported, model == "gpt2", "read GGUF: the tokenizer of ", file.where(), " is '", io::shortened(std::string(model)), "'; allowed gpt2 (byte-level BPE)");
+  KVKEEP_REQUIRE_AS(Unsupported, model == "gpt2", "read GGUF: the tokenizer of ", file.where(), " is '",
+                    io::shortened(std::string(model)), "'; allowed gpt2 (byte-level BPE)");
   TokenizerParts parts;
-  const auto copy = [](const std::vector<std::string_view>& views) { return std::vector<std::string>(views.begin(), views.end()); };
+  const auto copy = [](const std::vector<std::string_view>& views) {
+    return std::vector<std::string>(views.begin(), views.end());
+  };
   parts.tokens = copy(file.strings("tokenizer.ggml.tokens"));
   parts.merges = copy(file.strings("tokenizer.ggml.merges"));
   parts.pre_tokenizer = file.has_key("tokenizer.ggml.pre") ? std::string(file.string("tokenizer.ggml.pre")) : "gpt-2";
   if (file.has_key("tokenizer.ggml.token_type"))
     for (const std::int64_t type : file.whole_numbers("tokenizer.ggml.token_type")) {
-      KVKEEP_REQUIRE(type >= 1 && type <= 6, "read GGUF: ", file.where(), " has a token of type ", type, "; allowed 1 (normal) to 6 (byte)");
+      KVKEEP_REQUIRE(type >= 1 && type <= 6, "read GGUF: ", file.where(), " has a token of type ", type,
+                     "; allowed 1 (normal) to 6 (byte)");
       parts.types.push_back(static_cast<std::int32_t>(type));
     }
   parts.bos = token_called(file, "tokenizer.ggml.bos_token_id", parts.tokens.size());
   parts.eos = token_called(file, "tokenizer.ggml.eos_token_id", parts.tokens.size());
   parts.eot = token_called(file, "tokenizer.ggml.eot_token_id", parts.tokens.size());
-  parts.add_bos = file.has_key("tokenizer.ggml.add_bos_token") ? file.truth("tokenizer.ggml.add_bos_token") : parts.pre_tokenizer == "llama-bpe" && parts.bos;
+  parts.add_bos = file.has_key("tokenizer.ggml.add_bos_token") ? file.truth("tokenizer.ggml.add_bos_token")
+                                                               : parts.pre_tokenizer == "llama-bpe" && parts.bos;
   return Tokenizer::from_parts(parts, file.where());
 }
 
@@ -70,9 +80,12 @@ bool TextModel::is_there(const fs::path& model) {
 TextModel TextModel::open(const fs::path& model) {
   if (is_gguf(model)) {
     const io::GgufFile file = io::GgufFile::open(model);
-    return {read_tokenizer(file), file.has_key("tokenizer.chat_template") ? std::string(file.string("tokenizer.chat_template")) : std::string()};
+    return {read_tokenizer(file), file.has_key("tokenizer.chat_template")
+                                      ? std::string(file.string("tokenizer.chat_template"))
+                                      : std::string()};
   }
-  KVKEEP_REQUIRE(is_there(model), "text: ", model.string(), " has no tokenizer; allowed a GGUF file, or a folder with tokenizer.json");
+  KVKEEP_REQUIRE(is_there(model), "text: ", model.string(),
+                 " has no tokenizer; allowed a GGUF file, or a folder with tokenizer.json");
   return {Tokenizer::read(model / "tokenizer.json"), folder_template(model)};
 }
 

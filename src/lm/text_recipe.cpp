@@ -16,7 +16,8 @@ std::string Pairs::next() {
   return text(adjectives()[card / nouns().size()], "-", nouns()[card % nouns().size()]);
 }
 
-std::string filled(std::string_view pattern, std::initializer_list<std::pair<std::string_view, std::string_view>> values) {
+std::string filled(std::string_view pattern,
+                   std::initializer_list<std::pair<std::string_view, std::string_view>> values) {
   std::string result;
   while (true) {
     const std::size_t open = pattern.find('{');

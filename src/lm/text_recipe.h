@@ -24,17 +24,19 @@ struct Recipe {
   [[nodiscard]] Dice dice() const { return Dice(task.name, seed); }
 };
 
-inline constexpr std::int64_t kChain = 5;        ///< variables of vt: the value's own, and four hops
-inline constexpr std::int64_t kLeastCoded = 74;  ///< words of fwe; from here on ranks 4 and 5 differ in number, so the answer is one
+inline constexpr std::int64_t kChain = 5;  ///< variables of vt: the value's own, and four hops
+inline constexpr std::int64_t kLeastCoded =
+    74;  ///< words of fwe; from here on ranks 4 and 5 differ in number, so the answer is one
 
 // Samples of so many units, without answer_tokens and prompt_tokens: the same recipe and units, the same bytes.
 
-TextSample niah(const Recipe& recipe, std::int64_t units);                              ///< 1 or more lines, or words of the essay
-TextSample text_needle(const Recipe& recipe, std::int64_t words);                       ///< 1 or more
-TextSample chain_example(const Recipe& recipe, std::int64_t lines);                     ///< of vt: kChain or more
-TextSample chain(const Recipe& recipe, std::int64_t lines, const TextSample& example);  ///< vt behind its example: kChain or more
-TextSample common_words(const Recipe& recipe, std::int64_t others);                     ///< 1 or more words beside the ten
-TextSample coded_words(const Recipe& recipe, std::int64_t words);                       ///< kLeastCoded or more
+TextSample niah(const Recipe& recipe, std::int64_t units);           ///< 1 or more lines, or words of the essay
+TextSample text_needle(const Recipe& recipe, std::int64_t words);    ///< 1 or more
+TextSample chain_example(const Recipe& recipe, std::int64_t lines);  ///< of vt: kChain or more
+TextSample chain(const Recipe& recipe, std::int64_t lines,
+                 const TextSample& example);                         ///< vt behind its example: kChain or more
+TextSample common_words(const Recipe& recipe, std::int64_t others);  ///< 1 or more words beside the ten
+TextSample coded_words(const Recipe& recipe, std::int64_t words);    ///< kLeastCoded or more
 
 /// Keys: adjective-noun pairs, none twice.
 class Pairs {
@@ -49,7 +51,8 @@ class Pairs {
 };
 
 /// Each {name} of the pattern replaced by what `values` says.
-std::string filled(std::string_view pattern, std::initializer_list<std::pair<std::string_view, std::string_view>> values);
+std::string filled(std::string_view pattern,
+                   std::initializer_list<std::pair<std::string_view, std::string_view>> values);
 
 /// Calls `draw` until it gives what is not in `seen`, and adds that.
 template <class Draw>

@@ -33,24 +33,27 @@ using Build = std::function<TextSample(std::int64_t units)>;
 
 std::int64_t counted(const TokenCounter& count_tokens, const TextSample& sample) {
   const std::int64_t tokens = count_tokens(sample.prompt());
-  KVKEEP_REQUIRE(0 <= tokens && tokens <= kMostCounted, "make_text_task: count_tokens is wrong; given ", tokens, " tokens; allowed 0 to ",
-                 kMostCounted);
+  KVKEEP_REQUIRE(0 <= tokens && tokens <= kMostCounted, "make_text_task: count_tokens is wrong; given ", tokens,
+                 " tokens; allowed 0 to ", kMostCounted);
   return tokens;
 }
 
-/// The sample of the most units whose prompt has at most `room` tokens, or that of the fewest where that is too long. Follows the slope
-/// until a text is too long, then closes in by secants, every third step by halves.
-TextSample longest_fit(const Build& build, std::int64_t least, std::int64_t most, std::int64_t room, const TokenCounter& count_tokens) {
+/// The sample of the most units whose prompt has at most `room` tokens, or that of the fewest where that is too long.
+/// Follows the slope until a text is too long, then closes in by secants, every third step by halves.
+TextSample longest_fit(const Build& build, std::int64_t least, std::int64_t most, std::int64_t room,
+                       const TokenCounter& count_tokens) {
   TextSample best = build(least);
   best.prompt_tokens = counted(count_tokens, best);
   if (best.prompt_tokens > room) return best;
-  std::int64_t low = least, high = most + 1, high_tokens = -1;          // low fits; high does not, or was not counted
-  std::int64_t units = least, tokens = best.prompt_tokens, stride = 1;  // the slope, with the template in it at first: too steep
+  std::int64_t low = least, high = most + 1, high_tokens = -1;  // low fits; high does not, or was not counted
+  std::int64_t units = least, tokens = best.prompt_tokens,
+               stride = 1;  // the slope, with the template in it at first: too steep
   for (std::int64_t step = 1; high - low > 1; ++step) {
     const std::int64_t left = room - best.prompt_tokens;
     std::int64_t by = left * units / std::max<std::int64_t>(tokens, 1);
     if (high_tokens < 0 && by < stride) by = std::exchange(stride, 2 * stride);
-    if (high_tokens >= 0) by = step % 3 == 0 ? (high - low) / 2 : left * (high - low) / (high_tokens - best.prompt_tokens);
+    if (high_tokens >= 0)
+      by = step % 3 == 0 ? (high - low) / 2 : left * (high - low) / (high_tokens - best.prompt_tokens);
     const std::int64_t guess = std::clamp(low + by, low + 1, high - 1);
     TextSample sample = build(guess);
     sample.prompt_tokens = counted(count_tokens, sample);
@@ -58,7 +61,8 @@ TextSample longest_fit(const Build& build, std::int64_t least, std::int64_t most
       high = guess, high_tokens = sample.prompt_tokens;
       continue;
     }
-    if (sample.prompt_tokens > best.prompt_tokens) units = guess - low, tokens = sample.prompt_tokens - best.prompt_tokens;
+    if (sample.prompt_tokens > best.prompt_tokens)
+      units = guess - low, tokens = sample.prompt_tokens - best.prompt_tokens;
     low = guess, best = std::move(sample);
   }
   return best;
@@ -66,12 +70,12 @@ TextSample longest_fit(const Build& build, std::int64_t least, std::int64_t most
 
 void check(const TextTaskInfo& task, const TokenCounter& count_tokens, const TextTaskOptions& options) {
   const auto in_range = [&](std::string_view option, std::int64_t value, std::int64_t low, std::int64_t high) {
-    KVKEEP_REQUIRE(low <= value && value <= high, "make_text_task(", task.name, "): ", option, " is out of range; given ", value,
-                   "; allowed ", low, " to ", high);
+    KVKEEP_REQUIRE(low <= value && value <= high, "make_text_task(", task.name, "): ", option,
+                   " is out of range; given ", value, "; allowed ", low, " to ", high);
   };
   const auto own = [&](std::string_view option, bool given) {
-    KVKEEP_REQUIRE(!given || task.name == "text/needle", "make_text_task(", task.name, "): this task has no option ", option,
-                   "; given a value for it; allowed with text/needle alone");
+    KVKEEP_REQUIRE(!given || task.name == "text/needle", "make_text_task(", task.name, "): this task has no option ",
+                   option, "; given a value for it; allowed with text/needle alone");
   };
   KVKEEP_REQUIRE(count_tokens != nullptr, "make_text_task(", task.name,
                  "): nothing counts the tokens; given an empty function; allowed one of a tokenizer");
@@ -93,14 +97,16 @@ double text_score(std::string_view answer, std::span<const std::string> referenc
   KVKEEP_REQUIRE(!references.empty(), "text_score: nothing to look for; given no references; allowed one or more");
   std::size_t found = 0;
   for (const std::string& one : references)
-    found += std::search(answer.begin(), answer.end(), one.begin(), one.end(), [](char a, char b) { return lower(a) == lower(b); }) !=
-             answer.end();
+    found += std::search(answer.begin(), answer.end(), one.begin(), one.end(),
+                         [](char a, char b) { return lower(a) == lower(b); }) != answer.end();
   if (scoring == TextScoring::part) return found > 0 ? 1 : 0;
   return static_cast<double>(found) / static_cast<double>(references.size());
 }
 
-TextSample make_text_task(std::string_view name, std::uint64_t seed, const TokenCounter& count_tokens, const TextTaskOptions& options) {
-  const auto task = std::find_if(kTasks.begin(), kTasks.end(), [&](const TextTaskInfo& one) { return one.name == name; });
+TextSample make_text_task(std::string_view name, std::uint64_t seed, const TokenCounter& count_tokens,
+                          const TextTaskOptions& options) {
+  const auto task =
+      std::find_if(kTasks.begin(), kTasks.end(), [&](const TextTaskInfo& one) { return one.name == name; });
   if (task == kTasks.end()) {
     std::string names;
     for (const TextTaskInfo& one : kTasks) names += text(names.empty() ? "" : ", ", one.name);
@@ -132,8 +138,9 @@ TextSample make_text_task(std::string_view name, std::uint64_t seed, const Token
   }
 
   TextSample sample = longest_fit(build, least, std::max(least, options.length), room, count_tokens);
-  KVKEEP_REQUIRE(sample.prompt_tokens <= room, "make_text_task(", name, "): the shortest text does not fit; given a length of ",
-                 options.length, " tokens; allowed ", options.length - room + sample.prompt_tokens, " or more");
+  KVKEEP_REQUIRE(sample.prompt_tokens <= room, "make_text_task(", name,
+                 "): the shortest text does not fit; given a length of ", options.length, " tokens; allowed ",
+                 options.length - room + sample.prompt_tokens, " or more");
   sample.answer_tokens = task->answer_tokens;
   return sample;
 }

@@ -15,7 +15,14 @@ namespace {
 using detail::TokenizerData;
 using detail::TokenizerPlan;
 
-enum TokenType : std::int32_t { kNormal = 1, kUnknown, kControl, kUserDefined, kUnused, kByte };  // as GGUF numbers them
+enum TokenType : std::int32_t {
+  kNormal = 1,
+  kUnknown,
+  kControl,
+  kUserDefined,
+  kUnused,
+  kByte
+};  // as GGUF numbers them
 
 /// One call of encode(): text in, ids out.
 class Encoder {
@@ -82,10 +89,11 @@ TokenizerPlan plan_of(const TokenizerParts& parts, const std::string& where) {
   const auto pre = detail::pre_tokenizer_called(parts.pre_tokenizer);
   KVKEEP_REQUIRE_AS(Unsupported, pre.has_value(), "read tokenizer: ", where, " cuts words by the pre-tokenizer ",
                     io::shown(parts.pre_tokenizer), "; allowed ", detail::kPreTokenizerNames);
-  KVKEEP_REQUIRE(parts.types.empty() || parts.types.size() == parts.tokens.size(), "read tokenizer: ", where, " has ", parts.tokens.size(),
-                 " tokens and ", parts.types.size(), " types; allowed a type for each token, or none");
-  KVKEEP_REQUIRE(parts.tokens.size() < INT32_MAX, "read tokenizer: ", where, " has ", parts.tokens.size(), " tokens; allowed below ",
-                 INT32_MAX);
+  KVKEEP_REQUIRE(parts.types.empty() || parts.types.size() == parts.tokens.size(), "read tokenizer: ", where, " has ",
+                 parts.tokens.size(), " tokens and ", parts.types.size(),
+                 " types; allowed a type for each token, or none");
+  KVKEEP_REQUIRE(parts.tokens.size() < INT32_MAX, "read tokenizer: ", where, " has ", parts.tokens.size(),
+                 " tokens; allowed below ", INT32_MAX);
   TokenizerPlan plan;
   plan.where = where;
   plan.pre = *pre;
@@ -94,17 +102,19 @@ TokenizerPlan plan_of(const TokenizerParts& parts, const std::string& where) {
   plan.vocabulary.reserve(parts.tokens.size());
   for (std::size_t id = 0; id < parts.tokens.size(); ++id) {
     const std::int32_t type = parts.types.empty() ? kNormal : parts.types[id];
-    KVKEEP_REQUIRE(type >= kNormal && type <= kByte, "read tokenizer: ", where, " gives the token ", id, " the type ", type,
-                   "; allowed 1 to 6");
+    KVKEEP_REQUIRE(type >= kNormal && type <= kByte, "read tokenizer: ", where, " gives the token ", id, " the type ",
+                   type, "; allowed 1 to 6");
     const bool special = type == kControl || type == kUnknown;
     plan.vocabulary.push_back({static_cast<std::int64_t>(id), parts.tokens[id], !special && type != kUnused});
     if (special || type == kUserDefined)
-      plan.added.push_back({{.id = static_cast<std::int32_t>(id), .text = parts.tokens[id], .special = special}, false});
+      plan.added.push_back(
+          {{.id = static_cast<std::int32_t>(id), .text = parts.tokens[id], .special = special}, false});
   }
   plan.merges.reserve(parts.merges.size());
   for (const std::string& merge : parts.merges) {
     const std::size_t blank = merge.find(' ', 1);
-    KVKEEP_REQUIRE(blank != std::string::npos, "read tokenizer: ", where, " has the merge ", io::shown(merge), "; allowed \"left right\"");
+    KVKEEP_REQUIRE(blank != std::string::npos, "read tokenizer: ", where, " has the merge ", io::shown(merge),
+                   "; allowed \"left right\"");
     plan.merges.push_back({std::string_view(merge).substr(0, blank), std::string_view(merge).substr(blank + 1)});
   }
   plan.bos = parts.bos;
@@ -116,11 +126,14 @@ TokenizerPlan plan_of(const TokenizerParts& parts, const std::string& where) {
 
 }  // namespace
 
-Tokenizer Tokenizer::read(const std::filesystem::path& file) { return from_json(io::read_file(file, "read tokenizer"), file.string()); }
+Tokenizer Tokenizer::read(const std::filesystem::path& file) {
+  return from_json(io::read_file(file, "read tokenizer"), file.string());
+}
 
 Tokenizer Tokenizer::from_json(std::string_view json, const std::string& where) {
   constexpr std::size_t kMost = std::size_t{256} << 20U;
-  KVKEEP_REQUIRE(json.size() <= kMost, "read tokenizer: ", where, " has ", json.size(), " bytes; allowed at most ", kMost);
+  KVKEEP_REQUIRE(json.size() <= kMost, "read tokenizer: ", where, " has ", json.size(), " bytes; allowed at most ",
+                 kMost);
   const nlohmann::json parsed = io::read_json(json, "read tokenizer: " + where, io::RepeatedNames::refused);
   return Tokenizer(std::make_shared<const TokenizerData>(detail::plan_of(parsed, where)));
 }
@@ -162,7 +175,9 @@ std::optional<std::int32_t> Tokenizer::id_of(std::string_view piece) const {
 }
 
 std::int32_t Tokenizer::vocab_size() const { return static_cast<std::int32_t>(data_->pieces.size()); }
-bool Tokenizer::is_special(std::int32_t id) const { return id >= 0 && id < vocab_size() && data_->special[static_cast<std::size_t>(id)]; }
+bool Tokenizer::is_special(std::int32_t id) const {
+  return id >= 0 && id < vocab_size() && data_->special[static_cast<std::size_t>(id)];
+}
 std::optional<std::int32_t> Tokenizer::bos() const { return data_->bos; }
 std::optional<std::int32_t> Tokenizer::eos() const { return data_->eos; }
 bool Tokenizer::adds_bos() const { return data_->add_bos; }
@@ -171,7 +186,8 @@ const std::vector<std::int32_t>& Tokenizer::end_tokens() const { return data_->e
 std::string Tokenizer::lacks() const {
   std::string bytes;
   for (int byte = 0; byte < 256; ++byte)
-    if (data_->byte_tokens[static_cast<std::size_t>(byte)] == TokenizerData::kNone) bytes.push_back(static_cast<char>(byte));
+    if (data_->byte_tokens[static_cast<std::size_t>(byte)] == TokenizerData::kNone)
+      bytes.push_back(static_cast<char>(byte));
   return bytes;
 }
 

@@ -77,8 +77,8 @@ TokenizerData::IdsByText TokenizerData::take_vocabulary(const TokenizerPlan& pla
     KVKEEP_REQUIRE(!taken[place], "read tokenizer: ", plan.where, " gives ", io::shown(token.text), " the id ", id,
                    ", which another token has; allowed one token for an id");
     taken[place] = true;
-    KVKEEP_REQUIRE(by_text.emplace(token.text, id).second, "read tokenizer: ", plan.where, " has ", io::shown(token.text),
-                   " twice, at last with id ", id, "; allowed once");
+    KVKEEP_REQUIRE(by_text.emplace(token.text, id).second, "read tokenizer: ", plan.where, " has ",
+                   io::shown(token.text), " twice, at last with id ", id, "; allowed once");
     const std::optional<std::string> bytes = bytes_of(token.text);
     pieces[place] = bytes ? *bytes : std::string(token.text);
     if (!bytes || !token.is_word || bytes->empty()) continue;
@@ -86,23 +86,24 @@ TokenizerData::IdsByText TokenizerData::take_vocabulary(const TokenizerPlan& pla
     if (bytes->size() == 1) byte_tokens[static_cast<unsigned char>(pieces[place][0])] = id;
   }
   for (int byte = ' '; byte <= '~'; ++byte)
-    KVKEEP_REQUIRE(byte_tokens[static_cast<std::size_t>(byte)] != kNone, "read tokenizer: ", plan.where, " has no token for the byte ",
-                   byte, " ('", static_cast<char>(byte),
+    KVKEEP_REQUIRE(byte_tokens[static_cast<std::size_t>(byte)] != kNone, "read tokenizer: ", plan.where,
+                   " has no token for the byte ", byte, " ('", static_cast<char>(byte),
                    "'); allowed vocabularies of byte-level BPE, which have one for each printable ASCII character");
   return by_text;
 }
 
 void TokenizerData::take_merges(const TokenizerPlan& plan, const IdsByText& ids) {
-  KVKEEP_REQUIRE(plan.merges.size() < UINT32_MAX, "read tokenizer: ", plan.where, " has ", plan.merges.size(), " merges; allowed below ",
-                 UINT32_MAX);
+  KVKEEP_REQUIRE(plan.merges.size() < UINT32_MAX, "read tokenizer: ", plan.where, " has ", plan.merges.size(),
+                 " merges; allowed below ", UINT32_MAX);
   std::uint32_t rank = 0;
   std::string both;
   for (const auto& pair : plan.merges) {
     both.assign(pair.left).append(pair.right);
     const auto id_of = [&](std::string_view written) {
       const auto found = ids.find(written);
-      KVKEEP_REQUIRE(found != ids.end(), "read tokenizer: ", plan.where, " merges ", io::shown(pair.left), " and ", io::shown(pair.right),
-                     ", but has no token ", io::shown(written), "; allowed merges of tokens into a token");
+      KVKEEP_REQUIRE(found != ids.end(), "read tokenizer: ", plan.where, " merges ", io::shown(pair.left), " and ",
+                     io::shown(pair.right), ", but has no token ", io::shown(written),
+                     "; allowed merges of tokens into a token");
       return found->second;
     };
     merges.put(id_of(pair.left), id_of(pair.right), {rank++, id_of(both)});
@@ -111,24 +112,26 @@ void TokenizerData::take_merges(const TokenizerPlan& plan, const IdsByText& ids)
 
 void TokenizerData::take_added(const TokenizerPlan& plan, const IdsByText& ids) {
   std::vector<AddedToken> before, after;
-  auto next = static_cast<std::int64_t>(plan.vocabulary.size());  // the package numbers new tokens so, whatever the file says
+  auto next =
+      static_cast<std::int64_t>(plan.vocabulary.size());  // the package numbers new tokens so, whatever the file says
   std::vector<bool> taken(pieces.size());
   for (const auto& token : plan.vocabulary) taken[static_cast<std::size_t>(token.id)] = true;
   for (const auto& [token, is_normalized] : plan.added) {
     const auto known = ids.find(token.text);
     const auto place = static_cast<std::size_t>(token.id);
     const auto shown = [&text = token.text] { return io::shown(text); };
-    KVKEEP_REQUIRE(is_utf8(token.text) && !token.text.empty() && token.text.size() <= kLongestAddedToken, "read tokenizer: ", plan.where,
-                   " has the added token ", shown(), " of ", token.text.size(), " bytes; allowed 1 to ", kLongestAddedToken,
-                   " bytes of UTF-8");
-    KVKEEP_REQUIRE(added.emplace(token.text, token.id).second, "read tokenizer: ", plan.where, " adds the token ", shown(),
-                   " twice; allowed once");
+    KVKEEP_REQUIRE(is_utf8(token.text) && !token.text.empty() && token.text.size() <= kLongestAddedToken,
+                   "read tokenizer: ", plan.where, " has the added token ", shown(), " of ", token.text.size(),
+                   " bytes; allowed 1 to ", kLongestAddedToken, " bytes of UTF-8");
+    KVKEEP_REQUIRE(added.emplace(token.text, token.id).second, "read tokenizer: ", plan.where, " adds the token ",
+                   shown(), " twice; allowed once");
     if (known != ids.end()) {
-      KVKEEP_REQUIRE(known->second == token.id, "read tokenizer: ", plan.where, " has the token ", shown(), " with id ", known->second,
-                     " and adds it with id ", token.id, "; allowed one id");
+      KVKEEP_REQUIRE(known->second == token.id, "read tokenizer: ", plan.where, " has the token ", shown(), " with id ",
+                     known->second, " and adds it with id ", token.id, "; allowed one id");
     } else {
-      KVKEEP_REQUIRE(token.id == next && !taken[place], "read tokenizer: ", plan.where, " adds the token ", shown(), " with id ", token.id,
-                     "; allowed ", next, ", the first behind the tokens before it, if it is free");
+      KVKEEP_REQUIRE(token.id == next && !taken[place], "read tokenizer: ", plan.where, " adds the token ", shown(),
+                     " with id ", token.id, "; allowed ", next,
+                     ", the first behind the tokens before it, if it is free");
       taken[place] = true;
       pieces[place] = piece_of(token.text);
     }
@@ -154,13 +157,15 @@ void TokenizerData::take_named(const TokenizerPlan& plan, const IdsByText& ids) 
   const auto named = [&](const std::optional<std::int64_t>& id, const char* name) -> std::optional<std::int32_t> {
     if (!id) return std::nullopt;
     const bool exists = *id >= 0 && *id < static_cast<std::int64_t>(pieces.size());
-    KVKEEP_REQUIRE(exists, "read tokenizer: ", plan.where, " names ", *id, " as its ", name, " token; allowed 0 to ", pieces.size() - 1);
+    KVKEEP_REQUIRE(exists, "read tokenizer: ", plan.where, " names ", *id, " as its ", name, " token; allowed 0 to ",
+                   pieces.size() - 1);
     return static_cast<std::int32_t>(*id);
   };
   bos = named(plan.bos, "bos");
   eos = named(plan.eos, "eos");
   eot = named(plan.eot, "eot");
-  KVKEEP_REQUIRE(!add_bos || bos, "read tokenizer: ", plan.where, " puts a bos token in front and names none; allowed with one");
+  KVKEEP_REQUIRE(!add_bos || bos, "read tokenizer: ", plan.where,
+                 " puts a bos token in front and names none; allowed with one");
   for (const auto& id : {eos, eot})
     if (id) end_tokens.push_back(*id);
   for (const char* name : {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>"})

@@ -24,11 +24,12 @@ struct TokenizerData {
   TokenizerData(const TokenizerData&) = delete;
   TokenizerData& operator=(const TokenizerData&) = delete;
 
-  std::vector<std::string> pieces;                           ///< [ids] bytes; empty where an id has no token
-  std::vector<bool> special;                                 ///< [ids]
-  std::unordered_map<std::string_view, std::int32_t> words;  ///< by bytes, into `pieces`: what a word may become at once
-  std::unordered_map<std::string, std::int32_t> added;       ///< by text
-  std::array<std::int32_t, 256> byte_tokens;                 ///< kNone where there is none
+  std::vector<std::string> pieces;  ///< [ids] bytes; empty where an id has no token
+  std::vector<bool> special;        ///< [ids]
+  std::unordered_map<std::string_view, std::int32_t>
+      words;                                            ///< by bytes, into `pieces`: what a word may become at once
+  std::unordered_map<std::string, std::int32_t> added;  ///< by text
+  std::array<std::int32_t, 256> byte_tokens;            ///< kNone where there is none
   Merges merges;
   AddedTokens as_written, normalized;  ///< found before NFC and after it
   PreTokenizer pre;

@@ -56,7 +56,9 @@ class Part {
     return found;
   }
 
-  [[nodiscard]] Part part(const std::string& field) const { return Part(at(field, "an object"), text(name_, ": ", io::shown(field))); }
+  [[nodiscard]] Part part(const std::string& field) const {
+    return Part(at(field, "an object"), text(name_, ": ", io::shown(field)));
+  }
 
   /// There is code for one value only.
   void only(const char* field, bool allowed, const char* what) const {
@@ -79,8 +81,8 @@ void read_vocabulary(const Part& model, TokenizerPlan& plan) {
   plan.vocabulary.reserve(vocabulary.size());
   for (const auto& [token, number] : vocabulary.get_ref<const Json::object_t&>()) {
     const std::optional<std::int64_t> id = io::whole_number(number, 0, INT32_MAX);
-    KVKEEP_REQUIRE(id.has_value(), "read tokenizer: ", plan.where, " gives ", io::shown(token), " the id ", io::shown(number),
-                   "; allowed 0 to ", INT32_MAX);
+    KVKEEP_REQUIRE(id.has_value(), "read tokenizer: ", plan.where, " gives ", io::shown(token), " the id ",
+                   io::shown(number), "; allowed 0 to ", INT32_MAX);
     plan.vocabulary.push_back({*id, token, true});
   }
 }
@@ -88,7 +90,8 @@ void read_vocabulary(const Part& model, TokenizerPlan& plan) {
 // "left right", as files were written before tokenizers 0.20, or ["left", "right"].
 TokenizerPlan::Pair merge_of(const Json& merge, const std::string& where) {
   const auto complain = [&] {
-    return text("read tokenizer: ", where, " has the merge ", io::shown(merge), "; allowed \"left right\" or [\"left\", \"right\"]");
+    return text("read tokenizer: ", where, " has the merge ", io::shown(merge),
+                "; allowed \"left right\" or [\"left\", \"right\"]");
   };
   if (merge.is_array()) {
     KVKEEP_REQUIRE(merge.size() == 2 && merge[0].is_string() && merge[1].is_string(), complain());
@@ -140,10 +143,13 @@ PreTokenizer pre_tokenizer_of(const Part& pre) {
     if (bytes.truth("add_prefix_space", true)) bytes.only("add_prefix_space", false, "false");
     const bool cuts = bytes.truth("use_regex", true);
     if (parts.size() == 1 && cuts) return PreTokenizer::gpt2;
-    if (is(0, "Digits") && parts.size() == 2 && cuts && parts[0].truth("individual_digits", false)) return PreTokenizer::smollm;
-    if (is(0, "Split") && parts.size() == 2 && !cuts && parts[0].word("behavior") == "Isolated" && !parts[0].truth("invert", false)) {
+    if (is(0, "Digits") && parts.size() == 2 && cuts && parts[0].truth("individual_digits", false))
+      return PreTokenizer::smollm;
+    if (is(0, "Split") && parts.size() == 2 && !cuts && parts[0].word("behavior") == "Isolated" &&
+        !parts[0].truth("invert", false)) {
       const Part pattern = parts[0].part("pattern");
-      const std::string_view regex = pattern.find("Regex") != nullptr ? std::string_view(pattern.word("Regex")) : std::string_view();
+      const std::string_view regex =
+          pattern.find("Regex") != nullptr ? std::string_view(pattern.word("Regex")) : std::string_view();
       if (regex == kLlama3Words) return PreTokenizer::llama_bpe;
       if (regex == kQwen2Words) return PreTokenizer::qwen2;
       refuse<Unsupported>("read tokenizer: ", pre.name(), " cuts words by ", io::shown(regex),
@@ -159,8 +165,11 @@ PreTokenizer pre_tokenizer_of(const Part& pre) {
 // What stands around a single text: nothing, or one token in front.
 void read_template(const Part& part, TokenizerPlan& plan) {
   const Json& pieces = part.list("single");
-  const auto is = [&](std::size_t i, const char* kind) { return i < pieces.size() && pieces[i].is_object() && pieces[i].contains(kind); };
-  const bool plain = pieces.size() == 1 && is(0, "Sequence"), with_bos = pieces.size() == 2 && is(0, "SpecialToken") && is(1, "Sequence");
+  const auto is = [&](std::size_t i, const char* kind) {
+    return i < pieces.size() && pieces[i].is_object() && pieces[i].contains(kind);
+  };
+  const bool plain = pieces.size() == 1 && is(0, "Sequence"),
+             with_bos = pieces.size() == 2 && is(0, "SpecialToken") && is(1, "Sequence");
   part.only("single", plain || with_bos, "the text, and at most one token in front");
   if (plain) return;
   const std::string& name = Part(pieces[0], part.name()).part("SpecialToken").word("id");
@@ -168,7 +177,8 @@ void read_template(const Part& part, TokenizerPlan& plan) {
   const Json& ids = token.list("ids");
   const std::optional<std::int64_t> id = ids.size() == 1 ? io::whole_number(ids[0], 0, INT32_MAX) : std::nullopt;
   KVKEEP_REQUIRE(id.has_value(), "read tokenizer: ", token.name(), " has ids = ", io::shown(ids), "; allowed one id");
-  KVKEEP_REQUIRE_AS(Unsupported, !plan.bos, "read tokenizer: ", part.name(), " puts tokens in front twice; allowed once");
+  KVKEEP_REQUIRE_AS(Unsupported, !plan.bos, "read tokenizer: ", part.name(),
+                    " puts tokens in front twice; allowed once");
   plan.bos = id;
   plan.add_bos = true;
 }
@@ -182,7 +192,8 @@ void read_post_processor(const Part& post, TokenizerPlan& plan) {
 }
 
 void read_added(const Json& tokens, TokenizerPlan& plan) {
-  KVKEEP_REQUIRE(tokens.is_array(), "read tokenizer: ", plan.where, " has added_tokens that are no list; allowed a list");
+  KVKEEP_REQUIRE(tokens.is_array(), "read tokenizer: ", plan.where,
+                 " has added_tokens that are no list; allowed a list");
   plan.added.reserve(tokens.size());
   for (const Json& value : tokens) {
     const Part token(value, text(plan.where, ": added_tokens"));

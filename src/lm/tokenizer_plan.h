@@ -41,7 +41,8 @@ struct TokenizerPlan {
   bool add_bos = false;
 };
 
-/// What a parsed tokenizer.json says, which must outlive the plan. Throws as Tokenizer::from_json() does for what there is no code for.
+/// What a parsed tokenizer.json says, which must outlive the plan. Throws as Tokenizer::from_json() does for what there
+/// is no code for.
 [[nodiscard]] TokenizerPlan plan_of(const nlohmann::json& json, const std::string& where);
 
 }  // namespace kvkeep::lm::detail

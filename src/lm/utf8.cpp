@@ -13,7 +13,8 @@ Utf8Step first_step(std::string_view text) {
   if (first < 0x80) return {Utf8State::good, 1};
   const std::uint32_t length = first < 0xc2 ? 0 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : first < 0xf5 ? 4 : 0;
   if (length == 0) return {Utf8State::bad, 1};
-  // The second byte has a range of its own where a character could be written shorter, is a surrogate, or lies beyond U+10FFFF.
+  // The second byte has a range of its own where a character could be written shorter, is a surrogate, or lies beyond
+  // U+10FFFF.
   unsigned low = first == 0xe0 ? 0xa0 : first == 0xf0 ? 0x90 : 0x80;
   unsigned high = first == 0xed ? 0x9f : first == 0xf4 ? 0x8f : 0xbf;
   for (std::uint32_t i = 1; i < length; ++i) {
@@ -68,7 +69,8 @@ CharClass class_beyond_ascii(char32_t code) {
     case UTF8PROC_CATEGORY_ZP:
       return CharClass::space;
     default:
-      return code == 0x85 ? CharClass::space : CharClass::other;  // of the control characters beyond ASCII, next line alone
+      return code == 0x85 ? CharClass::space
+                          : CharClass::other;  // of the control characters beyond ASCII, next line alone
   }
 }
 
@@ -82,8 +84,8 @@ bool is_word_character(char32_t code) {
     case UTF8PROC_CATEGORY_PC:
       return true;
     case UTF8PROC_CATEGORY_SO:  // circled and squared Latin letters: alphabetic, though symbols
-      return (code >= 0x24b6 && code <= 0x24e9) || (code >= 0x1f130 && code <= 0x1f149) || (code >= 0x1f150 && code <= 0x1f169) ||
-             (code >= 0x1f170 && code <= 0x1f189);
+      return (code >= 0x24b6 && code <= 0x24e9) || (code >= 0x1f130 && code <= 0x1f149) ||
+             (code >= 0x1f150 && code <= 0x1f169) || (code >= 0x1f170 && code <= 0x1f189);
     case UTF8PROC_CATEGORY_CF:
       return code == 0x200c || code == 0x200d;
     default:
@@ -98,7 +100,8 @@ int combining_class(utf8proc_int32_t code) { return utf8proc_get_property(code)-
 // utf8proc_decompose would sort marks by swapping neighbours: quadratic in the length of a run of them.
 void sort_marks(std::vector<utf8proc_int32_t>& codes) {
   const auto is_mark = [](utf8proc_int32_t code) { return combining_class(code) != 0; };
-  for (auto run = std::find_if(codes.begin(), codes.end(), is_mark); run != codes.end(); run = std::find_if(run, codes.end(), is_mark)) {
+  for (auto run = std::find_if(codes.begin(), codes.end(), is_mark); run != codes.end();
+       run = std::find_if(run, codes.end(), is_mark)) {
     const auto end = std::find_if_not(run, codes.end(), is_mark);
     std::stable_sort(run, end, [](auto a, auto b) { return combining_class(a) < combining_class(b); });
     run = end;
@@ -112,8 +115,9 @@ std::vector<utf8proc_int32_t> decomposed(std::string_view text) {
   int boundary = 0;
   for (std::size_t at = 0; at < text.size();) {
     const Character c = character_at(text, at);
-    const auto count = utf8proc_decompose_char(static_cast<utf8proc_int32_t>(c.code), parts.data(), parts.size(),
-                                               static_cast<utf8proc_option_t>(UTF8PROC_STABLE | UTF8PROC_DECOMPOSE), &boundary);
+    const auto count =
+        utf8proc_decompose_char(static_cast<utf8proc_int32_t>(c.code), parts.data(), parts.size(),
+                                static_cast<utf8proc_option_t>(UTF8PROC_STABLE | UTF8PROC_DECOMPOSE), &boundary);
     codes.insert(codes.end(), parts.begin(), parts.begin() + count);
     at += c.bytes;
   }
@@ -132,7 +136,8 @@ std::string nfc(std::string_view text) {
                                               static_cast<utf8proc_option_t>(UTF8PROC_STABLE | UTF8PROC_COMPOSE));
   std::string out;
   out.reserve(text.size());
-  for (utf8proc_ssize_t i = 0; i < count; ++i) append_utf8(out, static_cast<char32_t>(codes[static_cast<std::size_t>(i)]));
+  for (utf8proc_ssize_t i = 0; i < count; ++i)
+    append_utf8(out, static_cast<char32_t>(codes[static_cast<std::size_t>(i)]));
   return out;
 }
 

@@ -1,5 +1,6 @@
 #pragma once
-/// UTF-8 and the classes of Unicode, as tokenizers need them. Classes and normal forms are those of utf8proc's Unicode version.
+/// UTF-8 and the classes of Unicode, as tokenizers need them. Classes and normal forms are those of utf8proc's Unicode
+/// version.
 
 #include <array>
 #include <cstddef>
@@ -57,7 +58,10 @@ enum class CharClass : std::uint8_t { letter, number, space, other };
     for (std::size_t c = 0; c < classes.size(); ++c) {
       const bool letter = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
       const bool space = c == ' ' || (c >= '\t' && c <= '\r');
-      classes[c] = letter ? CharClass::letter : c >= '0' && c <= '9' ? CharClass::number : space ? CharClass::space : CharClass::other;
+      classes[c] = letter                 ? CharClass::letter
+                   : c >= '0' && c <= '9' ? CharClass::number
+                   : space                ? CharClass::space
+                                          : CharClass::other;
     }
     return classes;
   }();

@@ -50,7 +50,8 @@ Linear linear_from(const Checkpoint& checkpoint, const LinearSpec& linear, std::
   return loaded;
 }
 
-LayerWeights layer_from(const Checkpoint& checkpoint, const LmConfig& config, std::int32_t layer, std::optional<ScalarType> dtype) {
+LayerWeights layer_from(const Checkpoint& checkpoint, const LmConfig& config, std::int32_t layer,
+                        std::optional<ScalarType> dtype) {
   const std::string prefix = layer_prefix(layer);
   const auto norm = [&](const std::string& name, std::int64_t size) {
     return widened(checkpoint.tensor({prefix + name + ".weight", {size}}));
@@ -68,7 +69,9 @@ LayerWeights layer_from(const Checkpoint& checkpoint, const LmConfig& config, st
   return weights;
 }
 
-std::string dtype_name(ScalarType dtype) { return dtype == kFloat32 ? "float32" : dtype == kFloat16 ? "float16" : "bfloat16"; }
+std::string dtype_name(ScalarType dtype) {
+  return dtype == kFloat32 ? "float32" : dtype == kFloat16 ? "float16" : "bfloat16";
+}
 
 // The standard library promises no bits for its distributions, so the normal numbers are made here.
 class Normal {
@@ -121,14 +124,17 @@ std::vector<TensorSpec> checkpoint_tensors(const LmConfig& config) {
 
 Weights Weights::read(const fs::path& path, const LmConfig& config, std::optional<ScalarType> dtype) {
   config.check();
-  KVKEEP_REQUIRE(!dtype || is_scorable(*dtype), "read weights: dtype is ", c10::toString(*dtype), "; allowed f32, f16, bf16");
+  KVKEEP_REQUIRE(!dtype || is_scorable(*dtype), "read weights: dtype is ", c10::toString(*dtype),
+                 "; allowed f32, f16, bf16");
   const std::unique_ptr<const Checkpoint> checkpoint = Checkpoint::open(path, config);
   for (const TensorSpec& tensor : checkpoint_tensors(config)) checkpoint->check(tensor);  // all checks before any work
   Weights weights;
   weights.embedding = checkpoint->tensor({"model.embed_tokens.weight", {config.vocab, config.hidden}}, dtype);
-  for (std::int32_t layer = 0; layer < config.num_layers(); ++layer) weights.layers.push_back(layer_from(*checkpoint, config, layer, dtype));
+  for (std::int32_t layer = 0; layer < config.num_layers(); ++layer)
+    weights.layers.push_back(layer_from(*checkpoint, config, layer, dtype));
   weights.final_norm = widened(checkpoint->tensor({"model.norm.weight", {config.hidden}}));
-  weights.output = config.tied ? weights.embedding : checkpoint->tensor({"lm_head.weight", {config.vocab, config.hidden}}, dtype);
+  weights.output =
+      config.tied ? weights.embedding : checkpoint->tensor({"lm_head.weight", {config.vocab, config.hidden}}, dtype);
   return weights;
 }
 
@@ -154,30 +160,33 @@ Weights Weights::to(Device device) const {
     }
   } catch (const c10::Error& error) {
     const std::string why = error.what_without_backtrace();
-    refuse<DeviceError>("weights: LibTorch cannot put them on ", device.str(), " (", why.substr(0, why.find('\n')), "); allowed a device that it has, with room for them");
+    refuse<DeviceError>("weights: LibTorch cannot put them on ", device.str(), " (", why.substr(0, why.find('\n')),
+                        "); allowed a device that it has, with room for them");
   }
   return moved;
 }
 
-void write_random_checkpoint(const fs::path& folder, const LmConfig& config, std::uint64_t seed, ScalarType dtype, std::int32_t shards,
-                             LmConfig::Layout layout) {
+void write_random_checkpoint(const fs::path& folder, const LmConfig& config, std::uint64_t seed, ScalarType dtype,
+                             std::int32_t shards, LmConfig::Layout layout) {
   config.check();
-  KVKEEP_REQUIRE(is_scorable(dtype), "write random checkpoint: dtype is ", c10::toString(dtype), "; allowed f32, f16, bf16");
+  KVKEEP_REQUIRE(is_scorable(dtype), "write random checkpoint: dtype is ", c10::toString(dtype),
+                 "; allowed f32, f16, bf16");
   const std::vector<TensorSpec> tensors = checkpoint_tensors(config);
-  KVKEEP_REQUIRE(shards >= 1 && static_cast<std::size_t>(shards) <= tensors.size(), "write random checkpoint: shards is ", shards,
-          "; allowed 1 to ", tensors.size());
+  KVKEEP_REQUIRE(shards >= 1 && static_cast<std::size_t>(shards) <= tensors.size(),
+                 "write random checkpoint: shards is ", shards, "; allowed 1 to ", tensors.size());
   fs::create_directories(folder);
   io::write_text_atomically(folder / "config.json", config.json(dtype_name(dtype), layout));
   if (!config.end_tokens.empty())
-    io::write_text_atomically(folder / "generation_config.json", Json{{"eos_token_id", config.end_tokens}}.dump(1) + "\n");
+    io::write_text_atomically(folder / "generation_config.json",
+                              Json{{"eos_token_id", config.end_tokens}}.dump(1) + "\n");
 
   Normal normal(seed);
   Json index{{"metadata", Json::object()}, {"weight_map", Json::object()}};
   const auto count = static_cast<std::size_t>(shards);
   const auto numbered = [](std::size_t n) { return text(n < 10 ? "0000" : "000", n); };
   for (std::size_t shard = 0; shard < count; ++shard) {
-    const std::string file =
-        shards == 1 ? "model.safetensors" : text("model-", numbered(shard + 1), "-of-", numbered(count), ".safetensors");
+    const std::string file = shards == 1 ? "model.safetensors"
+                                         : text("model-", numbered(shard + 1), "-of-", numbered(count), ".safetensors");
     std::vector<std::pair<std::string, Tensor>> part;
     for (std::size_t i = shard * tensors.size() / count; i < (shard + 1) * tensors.size() / count; ++i) {
       part.emplace_back(tensors[i].name, random_tensor(tensors[i], normal, dtype));

@@ -43,7 +43,8 @@ TextSample assignments(Dice& dice, std::int64_t lines, int name_letters, std::st
     sample.answers.push_back(name);
   }
   sample.context = kVtText;
-  append_haystack(sample, std::vector<std::string_view>(static_cast<std::size_t>(lines), kNoise), std::move(steps), "\n");
+  append_haystack(sample, std::vector<std::string_view>(static_cast<std::size_t>(lines), kNoise), std::move(steps),
+                  "\n");
   sample.context += '\n';
   sample.question = filled(kVtQuestion, {{"query", value}});
   sample.answer_prefix = filled(kVtAnswer, {{"count", text(kChain)}, {"query", value}});
@@ -101,7 +102,9 @@ TextSample common_words(const Recipe& recipe, std::int64_t others) {
   all.insert(all.end(), verbs().begin(), verbs().end());
   Deck deck(dice, static_cast<std::int64_t>(all.size()));
   Pairs pairs(dice);
-  const auto word = [&] { return deck.left() > 0 ? std::string(all[static_cast<std::size_t>(deck.deal())]) : pairs.next(); };
+  const auto word = [&] {
+    return deck.left() > 0 ? std::string(all[static_cast<std::size_t>(deck.deal())]) : pairs.next();
+  };
 
   const bool is_short = recipe.options.length < 4096;
   const TextSample example = is_short ? word_list(dice, 10, {3, 1}, word) : word_list(dice, 30, {10, 3}, word);
@@ -115,8 +118,10 @@ TextSample coded_words(const Recipe& recipe, std::int64_t words) {
   std::set<std::string> seen;
   TextSample sample;
   std::vector<std::string> list;
-  const std::int64_t share = words * 607927101854 / 1000000000000;  // words / zeta(2) = words * 6 / pi^2: those of rank 1
-  for (std::int64_t rank = 1; rank <= std::max<std::int64_t>(8, recipe.options.length / 50) && rank * rank <= share; ++rank) {
+  const std::int64_t share =
+      words * 607927101854 / 1000000000000;  // words / zeta(2) = words * 6 / pi^2: those of rank 1
+  for (std::int64_t rank = 1; rank <= std::max<std::int64_t>(8, recipe.options.length / 50) && rank * rank <= share;
+       ++rank) {
     const std::string word = rank == 1 ? "..." : fresh(seen, [&] { return letters(dice, 'a', 6); });
     if (2 <= rank && rank <= 4) sample.answers.push_back(word);
     list.insert(list.end(), static_cast<std::size_t>(share / (rank * rank)), word);

@@ -26,7 +26,8 @@ KeepSet keep_best(const RowTable& table, const Tensor& scores, std::int32_t slot
     std::vector<std::uint64_t> keys;
     for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r) {
       const Row& row = table.rows[r];
-      select({scores.const_data_ptr<float>() + row.first, static_cast<std::size_t>(row.length)}, {.sinks = 0, .recents = window}, keys,
+      select({scores.const_data_ptr<float>() + row.first, static_cast<std::size_t>(row.length)},
+             {.sinks = 0, .recents = window}, keys,
              {keep.slots.data_ptr<std::int32_t>() + keep.indptr[r], static_cast<std::size_t>(slots)});
     }
   });
@@ -38,18 +39,24 @@ class AslPass final : public PromptPass {
   AslPass(const AslOptions& options, const LayerSelectorOptions& selector, std::int32_t layers, std::int32_t tokens)
       : options_(options), window_(selector.window), last_layer_(layers - 1), selector_(selector, tokens) {}
 
-  [[nodiscard]] std::int32_t wants(std::int32_t layer, std::int32_t present) const override { return selector_.wants(layer) || cuts(present) ? window_ : 0; }
+  [[nodiscard]] std::int32_t wants(std::int32_t layer, std::int32_t present) const override {
+    return selector_.wants(layer) || cuts(present) ? window_ : 0;
+  }
 
   [[nodiscard]] Decision decide(const Evidence& evidence) override {
     const std::int32_t layer = evidence.table.rows.front().layer, present = evidence.table.rows.front().length;
-    KVKEEP_REQUIRE_AS(StateError, wants(layer, present) > 0, "prompt pass: layer ", layer, " with ", present, " tokens is not asked; allowed layers that wants() names");
+    KVKEEP_REQUIRE_AS(StateError, wants(layer, present) > 0, "prompt pass: layer ", layer, " with ", present,
+                      " tokens is not asked; allowed layers that wants() names");
     const bool ranked = selector_.wants(layer);
-    const PromptScores scores = prompt_scores(evidence, {.window = window_, .pool = options_.pool, .kind = options_.pooling});
+    const PromptScores scores =
+        prompt_scores(evidence, {.window = window_, .pool = options_.pool, .kind = options_.pooling});
     Decision decision;
     if (ranked) rank(evidence, layer, scores, decision);
     if (!cuts(present)) return decision;
-    decision.keep = options_.cache > 0 ? keep_best(evidence.table, scores.heads, options_.cache, window_)
-                                       : keep_top_mass(evidence.table, scores.sums, {.mass = options_.cache_mass, .window = window_, .variant = options_.variant});
+    decision.keep = options_.cache > 0
+                        ? keep_best(evidence.table, scores.heads, options_.cache, window_)
+                        : keep_top_mass(evidence.table, scores.sums,
+                                        {.mass = options_.cache_mass, .window = window_, .variant = options_.variant});
     decision.scores.data = scores.heads;
     if (decision.reason == Reason::nothing_due) decision.reason = Reason::over_budget;
     return decision;
@@ -59,17 +66,25 @@ class AslPass final : public PromptPass {
   /// Whether a layer that `present` tokens have reached keeps fewer of them.
   [[nodiscard]] bool cuts(std::int32_t present) const {
     if (present <= window_) return false;
-    return options_.cache > 0 ? present > options_.cache : options_.cache_mass > 0 && present > options_.selector.select;
+    return options_.cache > 0 ? present > options_.cache
+                              : options_.cache_mass > 0 && present > options_.selector.select;
   }
 
   void rank(const Evidence& evidence, std::int32_t layer, const PromptScores& scores, Decision& decision) {
     const Tensor mass = options_.selector.reads_mass() ? token_mass(evidence, scores.sums, window_) : Tensor();
-    const auto floats = [](const Tensor& t) { return std::span<const float>(t.const_data_ptr<float>(), static_cast<std::size_t>(t.numel())); };
-    const bool selects = selector_.see(layer, floats(scores.tokens), mass.defined() ? floats(mass) : std::span<const float>());
-    if (options_.selector.fixed_layer < 0 && layer >= min_layer(evidence.spec)) decision.relative_variance = selector_.relative_variance();
-    if (selects) decision.reason = Reason::select_layer;
-    else if (options_.two_pass && layer == last_layer_) decision.reason = Reason::last_layer;
-    else return;
+    const auto floats = [](const Tensor& t) {
+      return std::span<const float>(t.const_data_ptr<float>(), static_cast<std::size_t>(t.numel()));
+    };
+    const bool selects =
+        selector_.see(layer, floats(scores.tokens), mass.defined() ? floats(mass) : std::span<const float>());
+    if (options_.selector.fixed_layer < 0 && layer >= min_layer(evidence.spec))
+      decision.relative_variance = selector_.relative_variance();
+    if (selects)
+      decision.reason = Reason::select_layer;
+    else if (options_.two_pass && layer == last_layer_)
+      decision.reason = Reason::last_layer;
+    else
+      return;
     if (options_.indices == AslOptions::Indices::last_query) {
       const Tensor last = last_query_scores(evidence, kLastQueryPool);
       decision.narrow = tokens_of(best_tokens(floats(last), options_.selector.select));
@@ -79,7 +94,9 @@ class AslPass final : public PromptPass {
     decision.narrow->afresh = options_.two_pass;
   }
 
-  [[nodiscard]] std::int32_t min_layer(const ModelSpec& spec) const { return options_.selector.min_layer < 0 ? spec.num_layers() / 3 : options_.selector.min_layer; }
+  [[nodiscard]] std::int32_t min_layer(const ModelSpec& spec) const {
+    return options_.selector.min_layer < 0 ? spec.num_layers() / 3 : options_.selector.min_layer;
+  }
 
   AslOptions options_;
   std::int32_t window_, last_layer_;
@@ -93,23 +110,32 @@ std::vector<std::string> AslOptions::problems() const {
   if (resolved.min_layer == -1) resolved.min_layer = 0;
   std::vector<std::string> found = resolved.problems();
   if (pool < 1 || pool % 2 == 0) found.push_back(text("pool: ", pool, "; allowed odd numbers from 1 on"));
-  if (cache != 0 && cache <= selector.window) found.push_back(text("cache: ", cache, " slots, the window of ", selector.window, " included; allowed more than the window, or 0 for all"));
-  if (!(cache_mass >= 0 && cache_mass <= 1)) found.push_back(text("cache_mass: ", cache_mass, "; allowed a share above 0, up to 1, or 0 for all"));
+  if (cache != 0 && cache <= selector.window)
+    found.push_back(text("cache: ", cache, " slots, the window of ", selector.window,
+                         " included; allowed more than the window, or 0 for all"));
+  if (!(cache_mass >= 0 && cache_mass <= 1))
+    found.push_back(text("cache_mass: ", cache_mass, "; allowed a share above 0, up to 1, or 0 for all"));
   if (cache > 0 && cache_mass > 0) found.push_back("cache and cache_mass: both are set; allowed one of them");
-  if (two_pass && (cache > 0 || cache_mass > 0)) found.push_back("cache: the first of two passes keeps no cache; allowed 0");
-  if (!two_pass && indices != Indices::ranks) found.push_back("indices: they are the last query's without a second pass; allowed ranks");
+  if (two_pass && (cache > 0 || cache_mass > 0))
+    found.push_back("cache: the first of two passes keeps no cache; allowed 0");
+  if (!two_pass && indices != Indices::ranks)
+    found.push_back("indices: they are the last query's without a second pass; allowed ranks");
   return found;
 }
 
-Asl::Asl(std::string name, AslOptions options, std::unique_ptr<KVPolicy> decoding, std::string json) : Prefill(std::move(name), std::move(decoding), std::move(json)), options_(options) {
+Asl::Asl(std::string name, AslOptions options, std::unique_ptr<KVPolicy> decoding, std::string json)
+    : Prefill(std::move(name), std::move(decoding), std::move(json)), options_(options) {
   require_no_problems("asl", options_.problems());
 }
 
 std::vector<std::string> Asl::misfits(const ModelSpec& spec) const {
   std::vector<std::string> found;
   const LayerSelectorOptions& o = options_.selector;
-  if (o.fixed_layer >= spec.num_layers()) found.push_back(text("layer: ", o.fixed_layer, "; allowed 0 to ", spec.num_layers() - 1, ", a layer of the model"));
-  if (o.fixed_layer < 0 && o.min_layer >= spec.num_layers()) found.push_back(text("min_layer: ", o.min_layer, "; allowed 0 to ", spec.num_layers() - 1, ", a layer of the model"));
+  if (o.fixed_layer >= spec.num_layers())
+    found.push_back(text("layer: ", o.fixed_layer, "; allowed 0 to ", spec.num_layers() - 1, ", a layer of the model"));
+  if (o.fixed_layer < 0 && o.min_layer >= spec.num_layers())
+    found.push_back(
+        text("min_layer: ", o.min_layer, "; allowed 0 to ", spec.num_layers() - 1, ", a layer of the model"));
   return found;
 }
 

@@ -9,7 +9,8 @@ namespace kvkeep {
 
 namespace {
 
-/// Copies a list into memory of `size` numbers where it holds more than twice as many. Where memory is out, it stays as it is.
+/// Copies a list into memory of `size` numbers where it holds more than twice as many. Where memory is out, it stays as
+/// it is.
 template <class T>
 void give_back(std::vector<T>& list, std::size_t size) noexcept {
   if (list.capacity() <= 2 * size) return;
@@ -38,7 +39,8 @@ void HostColumns::reserve_settled(std::int32_t row, std::int64_t slots, bool cre
   if (tally) make_room(columns.tally, static_cast<std::size_t>(slots));
 }
 
-void HostColumns::settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit, const float* tally) {
+void HostColumns::settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit,
+                         const float* tally) {
   RowColumns& columns = rows_[static_cast<std::size_t>(row)];
   const std::span<const std::int32_t> kept = keep.row(r);
   if (credit != nullptr) columns.credit.resize(kept.size());
@@ -59,13 +61,16 @@ void HostColumns::finish_event(std::int32_t room) noexcept {
   }
 }
 
-void HostColumns::assign(std::int32_t row, std::span<const std::int32_t> positions, std::span<const float> credit, std::span<const float> tally) {
-  rows_[static_cast<std::size_t>(row)] = {{positions.begin(), positions.end()}, {credit.begin(), credit.end()}, {tally.begin(), tally.end()}};
+void HostColumns::assign(std::int32_t row, std::span<const std::int32_t> positions, std::span<const float> credit,
+                         std::span<const float> tally) {
+  rows_[static_cast<std::size_t>(row)] = {
+      {positions.begin(), positions.end()}, {credit.begin(), credit.end()}, {tally.begin(), tally.end()}};
 }
 
 std::int64_t HostColumns::bytes() const {
   std::int64_t numbers = 0;
-  for (const RowColumns& row : rows_) numbers += static_cast<std::int64_t>(row.positions.capacity() + row.credit.capacity() + row.tally.capacity());
+  for (const RowColumns& row : rows_)
+    numbers += static_cast<std::int64_t>(row.positions.capacity() + row.credit.capacity() + row.tally.capacity());
   return numbers * 4;
 }
 

@@ -5,7 +5,8 @@
 
 namespace kvkeep {
 
-DeviceColumns::DeviceColumns(std::int32_t rows, Accelerator& accelerator) : accelerator_(accelerator), rows_(static_cast<std::size_t>(rows)) {}
+DeviceColumns::DeviceColumns(std::int32_t rows, Accelerator& accelerator)
+    : accelerator_(accelerator), rows_(static_cast<std::size_t>(rows)) {}
 
 void DeviceColumns::grow(std::int32_t capacity) {
   std::int32_t used = 0;
@@ -18,7 +19,9 @@ void DeviceColumns::grow(std::int32_t capacity) {
   for (std::size_t c = 0; c < columns.size(); ++c) {
     if (larger[c].get() == nullptr) continue;
     if (columns[c]->get() != nullptr)
-      accelerator_.copy_rows(larger[c].get(), std::int64_t{capacity} * 4, columns[c]->get(), std::int64_t{capacity_} * 4, std::int64_t{used} * 4, static_cast<std::int64_t>(rows_.size()));
+      accelerator_.copy_rows(larger[c].get(), std::int64_t{capacity} * 4, columns[c]->get(),
+                             std::int64_t{capacity_} * 4, std::int64_t{used} * 4,
+                             static_cast<std::int64_t>(rows_.size()));
     std::swap(*columns[c], larger[c]);
     if (accelerator_.captured() && larger[c]) retired_.push_back(std::move(larger[c]));
   }
@@ -39,7 +42,8 @@ void DeviceColumns::append(std::span<const std::int32_t> positions) {
   for (RowLengths& row : rows_) row.length += static_cast<std::int32_t>(positions.size());
 }
 
-void DeviceColumns::settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit, const float* tally) {
+void DeviceColumns::settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit,
+                           const float* tally) {
   RowLengths& lengths = rows_[static_cast<std::size_t>(row)];
   lengths.length = static_cast<std::int32_t>(keep.count(r));
   if (credit != nullptr) lengths.credit = lengths.length;
@@ -63,7 +67,8 @@ void DeviceColumns::describe(std::int32_t row, Row& out) const {
 ColumnTarget DeviceColumns::target(std::int32_t row, bool credit, bool tally) {
   if (credit && credit_.get() == nullptr) credit_ = column(capacity_);
   if (tally && tally_.get() == nullptr) tally_ = column(capacity_);
-  return {at<std::int32_t>(positions_, row), credit ? at<float>(credit_, row) : nullptr, tally ? at<float>(tally_, row) : nullptr};
+  return {at<std::int32_t>(positions_, row), credit ? at<float>(credit_, row) : nullptr,
+          tally ? at<float>(tally_, row) : nullptr};
 }
 
 std::span<const std::int32_t> DeviceColumns::positions(std::int32_t row) const {
@@ -76,7 +81,8 @@ std::span<const std::int32_t> DeviceColumns::positions(std::int32_t row) const {
 
 std::span<const float> DeviceColumns::credit(std::int32_t row) const {
   read_credit_.resize(static_cast<std::size_t>(rows_[static_cast<std::size_t>(row)].credit));
-  if (!read_credit_.empty()) accelerator_.read(read_credit_.data(), at<float>(credit_, row), static_cast<std::int64_t>(read_credit_.size()) * 4);
+  if (!read_credit_.empty())
+    accelerator_.read(read_credit_.data(), at<float>(credit_, row), static_cast<std::int64_t>(read_credit_.size()) * 4);
   return read_credit_;
 }
 

@@ -1,5 +1,6 @@
 #pragma once
-/// Columns of one sequence in the memory of a device. The host knows lengths, and positions that came since the last event: they reach the device with the next one.
+/// Columns of one sequence in the memory of a device. The host knows lengths, and positions that came since the last
+/// event: they reach the device with the next one.
 
 #include "kvkeep/core/accelerator.h"
 #include "kvkeep/core/columns.h"
@@ -10,13 +11,16 @@ class DeviceColumns final : public Columns {
  public:
   DeviceColumns(std::int32_t rows, Accelerator& accelerator);
 
-  /// Allocates where a row outgrows its memory, by half again. What it had before is freed, or kept where a graph may use it.
+  /// Allocates where a row outgrows its memory, by half again. What it had before is freed, or kept where a graph may
+  /// use it.
   void reserve(std::int32_t slots) override;
   void append(std::span<const std::int32_t> positions) override;
   void reserve_settled(std::int32_t, std::int64_t, bool, bool) override {}  // target() has
   void settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit, const float* tally) override;
   void truncate(std::int32_t slots) override;
-  [[nodiscard]] std::int32_t length(std::int32_t row) const override { return rows_[static_cast<std::size_t>(row)].length; }
+  [[nodiscard]] std::int32_t length(std::int32_t row) const override {
+    return rows_[static_cast<std::size_t>(row)].length;
+  }
   [[nodiscard]] std::span<const std::int32_t> newest() const override { return newest_; }
   void describe(std::int32_t row, Row& out) const override;
   /// Waits for the device.
@@ -38,7 +42,9 @@ class DeviceColumns final : public Columns {
   [[nodiscard]] T* at(const DeviceMemory& memory, std::int32_t row) const {
     return memory.get() == nullptr ? nullptr : static_cast<T*>(memory.get()) + std::int64_t{row} * capacity_;
   }
-  [[nodiscard]] DeviceMemory column(std::int32_t capacity) { return accelerator_.allocate(static_cast<std::int64_t>(rows_.size()) * capacity * 4); }
+  [[nodiscard]] DeviceMemory column(std::int32_t capacity) {
+    return accelerator_.allocate(static_cast<std::int64_t>(rows_.size()) * capacity * 4);
+  }
   void grow(std::int32_t capacity);
 
   Accelerator& accelerator_;

@@ -9,7 +9,8 @@
 namespace kvkeep {
 namespace {
 
-/// Gives rows that share one selection the same scores, in place. Rows lie in the order layer, sequence, head; a sequence's rows are equally long.
+/// Gives rows that share one selection the same scores, in place. Rows lie in the order layer, sequence, head; a
+/// sequence's rows are equally long.
 void share_scores(const Evidence& evidence, const Limits& limits, Sharing share, float* g) {
   const RowTable& table = evidence.table;
   const auto heads = static_cast<std::size_t>(evidence.spec.kv_heads);
@@ -21,7 +22,8 @@ void share_scores(const Evidence& evidence, const Limits& limits, Sharing share,
   const std::size_t stride = sequences * heads, layers = table.rows.size() / std::max<std::size_t>(stride, 1);
   const auto each_sharing_row = [&](std::size_t sequence, std::size_t head, auto&& body) {
     for (std::size_t l = 0; l < layers; ++l)
-      for (std::size_t h = share == Sharing::all ? 0 : head; h < (share == Sharing::all ? heads : head + 1); ++h) body(l * stride + sequence * heads + h);
+      for (std::size_t h = share == Sharing::all ? 0 : head; h < (share == Sharing::all ? heads : head + 1); ++h)
+        body(l * stride + sequence * heads + h);
   };
   for (std::size_t s = 0; s < sequences; ++s)
     for (std::size_t head = 0; head < (share == Sharing::all ? 1 : heads); ++head) {
@@ -31,22 +33,30 @@ void share_scores(const Evidence& evidence, const Limits& limits, Sharing share,
       float* shared = g + row.first;
       each_sharing_row(s, head, [&](std::size_t r) {
         const Row& other = table.rows[r];
-        KVKEEP_REQUIRE_AS(Unsupported, other.length == row.length, "share: rows that share one selection hold ", row.length, " and ", other.length,
-                             " slots (layer ", other.layer, ", head ", other.head, "); allowed rows of one length");
+        KVKEEP_REQUIRE_AS(Unsupported, other.length == row.length, "share: rows that share one selection hold ",
+                          row.length, " and ", other.length, " slots (layer ", other.layer, ", head ", other.head,
+                          "); allowed rows of one length");
         if (r == first) return;
         const float* from = g + other.first;
-        if (share == Sharing::all) std::transform(from, from + row.length, shared, shared, [](float a, float b) { return a > b || b != b ? a : b; });
-        else std::transform(from, from + row.length, shared, shared, [](float a, float b) { return a + b; });
+        if (share == Sharing::all)
+          std::transform(from, from + row.length, shared, shared,
+                         [](float a, float b) { return a > b || b != b ? a : b; });
+        else
+          std::transform(from, from + row.length, shared, shared, [](float a, float b) { return a + b; });
       });
-      if (share == Sharing::per_head) std::transform(shared, shared + row.length, shared, [layers](float x) { return x / static_cast<float>(layers); });
+      if (share == Sharing::per_head)
+        std::transform(shared, shared + row.length, shared,
+                       [layers](float x) { return x / static_cast<float>(layers); });
       each_sharing_row(s, head, [&](std::size_t r) {
         if (r != first) std::copy_n(shared, row.length, g + table.rows[r].first);
       });
     }
 }
 
-/// Dropped slots of one row into spans: what each segment drops is one, small ones joined with what follows, large ones cut.
-void fold_row(const KeepSet& keep, std::size_t r, std::int32_t length, std::span<const std::int32_t> ends, const RestOptions& rest, Fold& fold) {
+/// Dropped slots of one row into spans: what each segment drops is one, small ones joined with what follows, large ones
+/// cut.
+void fold_row(const KeepSet& keep, std::size_t r, std::int32_t length, std::span<const std::int32_t> ends,
+              const RestOptions& rest, Fold& fold) {
   const std::span<const std::int32_t> kept = keep.row(r);
   const std::size_t first = fold.slots.size();
   std::vector<std::int64_t> pieces;  // ends among the dropped slots of the row
@@ -57,16 +67,21 @@ void fold_row(const KeepSet& keep, std::size_t r, std::int32_t length, std::span
   };
   for (std::int32_t slot = 0; slot < length; ++slot) {
     while (segment < ends.size() && slot >= ends[segment]) ++segment, close();
-    if (next < kept.size() && kept[next] == slot) ++next;
-    else fold.slots.push_back(slot);
+    if (next < kept.size() && kept[next] == slot)
+      ++next;
+    else
+      fold.slots.push_back(slot);
   }
   if (dropped() == 0) return;
-  if (pieces.empty() || dropped() - pieces.back() >= rest.min_span) pieces.push_back(dropped());
-  else pieces.back() = dropped();  // the last few join those before
+  if (pieces.empty() || dropped() - pieces.back() >= rest.min_span)
+    pieces.push_back(dropped());
+  else
+    pieces.back() = dropped();  // the last few join those before
   std::int64_t begin = 0;
   for (const std::int64_t end : pieces) {
     const std::int64_t count = (end - begin + rest.max_span - 1) / rest.max_span;
-    for (std::int64_t i = 1; i <= count; ++i) fold.spans.push_back(static_cast<std::int64_t>(first) + begin + i * (end - begin) / count);
+    for (std::int64_t i = 1; i <= count; ++i)
+      fold.spans.push_back(static_cast<std::int64_t>(first) + begin + i * (end - begin) / count);
     begin = end;
   }
 }
@@ -74,15 +89,20 @@ void fold_row(const KeepSet& keep, std::size_t r, std::int32_t length, std::span
 Fold fold_rest(const RowTable& table, const Decision& decision, const RestOptions& rest) {
   Fold fold;
   const KeepSet& keep = *decision.keep;
-  const bool weighed = rest.weights == RestOptions::Weights::mass && decision.allotment.has_value() && decision.allotment->mass.data.defined();
+  const bool weighed = rest.weights == RestOptions::Weights::mass && decision.allotment.has_value() &&
+                       decision.allotment->mass.data.defined();
   for (std::size_t r = 0; r < table.rows.size(); ++r) {
     const Row& row = table.rows[r];
     const auto first = static_cast<std::ptrdiff_t>(fold.slots.size());
-    fold_row(keep, r, row.length, decision.allotment.has_value() ? std::span<const std::int32_t>(decision.allotment->ends[r]) : std::span<const std::int32_t>(), rest, fold);
+    fold_row(keep, r, row.length,
+             decision.allotment.has_value() ? std::span<const std::int32_t>(decision.allotment->ends[r])
+                                            : std::span<const std::int32_t>(),
+             rest, fold);
     fold.indptr.push_back(static_cast<std::int64_t>(fold.spans.size()) - 1);
     if (!weighed) continue;
     const float* mass = decision.allotment->mass.data.const_data_ptr<float>() + row.first;
-    std::transform(fold.slots.begin() + first, fold.slots.end(), std::back_inserter(fold.weights), [mass](std::int32_t slot) { return mass[slot]; });
+    std::transform(fold.slots.begin() + first, fold.slots.end(), std::back_inserter(fold.weights),
+                   [mass](std::int32_t slot) { return mass[slot]; });
   }
   return fold;
 }
@@ -96,10 +116,16 @@ std::vector<std::string> RestOptions::problems() const {
   return found;
 }
 
-Evict::Evict(std::string name, std::unique_ptr<Scorer> scorer, std::unique_ptr<Allocator> allocator, Retention retention, std::string json)
-    : name_(std::move(name)), scorer_(std::move(scorer)), allocator_(std::move(allocator)), retention_(retention), json_(std::move(json)) {
+Evict::Evict(std::string name, std::unique_ptr<Scorer> scorer, std::unique_ptr<Allocator> allocator,
+             Retention retention, std::string json)
+    : name_(std::move(name)),
+      scorer_(std::move(scorer)),
+      allocator_(std::move(allocator)),
+      retention_(retention),
+      json_(std::move(json)) {
   const std::int64_t least = std::int64_t{retention_.sink} + std::max(scorer_->keeps_newest(), 1);
-  KVKEEP_REQUIRE(least <= INT32_MAX, "policy: sink of ", name_, " and what it always keeps beside come to ", least, " slots; allowed at most ", INT32_MAX);
+  KVKEEP_REQUIRE(least <= INT32_MAX, "policy: sink of ", name_, " and what it always keeps beside come to ", least,
+                 " slots; allowed at most ", INT32_MAX);
   if (retention_.variant == Variant::strict) retention_.recent = std::max(retention_.recent, scorer_->keeps_newest());
   Budget& budget = retention_.trigger.budget;
   budget.least = std::max(budget.least, retention_.sink + 1);
@@ -126,7 +152,8 @@ Needs needs_of(const Retention& retention, const Scorer& scorer, const Allocator
 Limits Evict::limits(const Evidence& evidence) const {
   const RowTable& table = evidence.table;
   const auto heads = static_cast<std::size_t>(evidence.spec.kv_heads);
-  Limits limits{retention_.variant, retention_.variant == Variant::official ? scorer_->padding() : Padding{}, std::vector<RowLimit>(table.rows.size())};
+  Limits limits{retention_.variant, retention_.variant == Variant::official ? scorer_->padding() : Padding{},
+                std::vector<RowLimit>(table.rows.size())};
   std::vector<std::int32_t> least;
   least.reserve(table.groups.size());
   const auto rows_of_a_sequence = static_cast<std::int64_t>(heads * evidence.spec.full_layers().size());
@@ -138,7 +165,10 @@ Limits Evict::limits(const Evidence& evidence) const {
       const std::size_t r = static_cast<std::size_t>(group.first_row) + h;
       limits.rows[r] = {budget, table.rows[r].length > budget, {}};
     }
-    least.push_back((retention_.protect_prompt ? std::max(retention_.sink, static_cast<std::int32_t>(group.prompt.tokens)) : retention_.sink) + scorer_->keeps_newest());
+    least.push_back((retention_.protect_prompt
+                         ? std::max(retention_.sink, static_cast<std::int32_t>(group.prompt.tokens))
+                         : retention_.sink) +
+                    scorer_->keeps_newest());
   }
   allocator_->spread(evidence, least, limits.rows);
   for (std::size_t r = 0; r < table.rows.size(); ++r) {
@@ -146,8 +176,11 @@ Limits Evict::limits(const Evidence& evidence) const {
     std::int32_t sink = retention_.sink;
     if (retention_.protect_prompt) {
       const RowGroup& group = table.groups[r / heads];
-      const std::int32_t held = group.prompt_slots >= 0 ? group.prompt_slots
-                                                        : static_cast<std::int32_t>(std::lower_bound(row.positions, row.positions + row.length, group.prompt_end) - row.positions);
+      const std::int32_t held =
+          group.prompt_slots >= 0
+              ? group.prompt_slots
+              : static_cast<std::int32_t>(
+                    std::lower_bound(row.positions, row.positions + row.length, group.prompt_end) - row.positions);
       sink = std::max(sink, held);
     }
     limits.rows[r].guarded = protect(row.length, limits.rows[r].budget, sink, retention_.recent, retention_.variant);
@@ -168,15 +201,21 @@ Decision Evict::decide(const Evidence& evidence) const {
   shared.usage = allocator_->window() > 0;
   WindowAttention seen;
   if (shared.usage || shared.newest)
-    seen = window_attention(evidence, row_windows(evidence, limits, std::max(allocator_->window(), 1), retention_.variant == Variant::official), shared);
+    seen = window_attention(
+        evidence,
+        row_windows(evidence, limits, std::max(allocator_->window(), 1), retention_.variant == Variant::official),
+        shared);
   Decision decision;
   decision.reason = Reason::over_budget;
   decision.scores = scorer_->score(evidence, limits, seen);
-  if (scorer_->accumulates()) decision.tally = decision.scores.data.clone();  // sharing and allocators may change the scores for ranking's sake
+  if (scorer_->accumulates())
+    decision.tally = decision.scores.data.clone();  // sharing and allocators may change the scores for ranking's sake
   decision.share = retention_.share;
-  if (retention_.share != Sharing::per_layer_per_head) share_scores(evidence, limits, retention_.share, decision.scores.data.data_ptr<float>());
+  if (retention_.share != Sharing::per_layer_per_head)
+    share_scores(evidence, limits, retention_.share, decision.scores.data.data_ptr<float>());
   allocator_->allot(evidence, limits, seen, decision);
-  if (retention_.rest != nullptr && decision.keep) decision.fold = fold_rest(evidence.table, decision, *retention_.rest);
+  if (retention_.rest != nullptr && decision.keep)
+    decision.fold = fold_rest(evidence.table, decision, *retention_.rest);
   return decision;
 }
 

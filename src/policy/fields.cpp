@@ -18,7 +18,8 @@ std::string bound(std::int64_t most) { return most >= INT32_MAX ? "" : std::to_s
 }  // namespace
 
 void Fields::bad(const char* name, const nlohmann::json& given, const std::string& allowed) const {
-  refuse("policy: ", full_name(name), " is out of range or of the wrong type; given ", io::shown(given), "; allowed ", allowed);
+  refuse("policy: ", full_name(name), " is out of range or of the wrong type; given ", io::shown(given), "; allowed ",
+         allowed);
 }
 
 const nlohmann::json* Fields::find(const char* name, Aliases aliases) {
@@ -33,19 +34,24 @@ const nlohmann::json* Fields::find(const char* name, Aliases aliases) {
   for (const char* alias : aliases) {
     taken_.push_back(full_name(alias));
     if (!object->contains(alias)) continue;
-    KVKEEP_REQUIRE(found == nullptr, "policy: ", full_name(name), " is given twice, also under the alias ", alias, "; allowed once");
+    KVKEEP_REQUIRE(found == nullptr, "policy: ", full_name(name), " is given twice, also under the alias ", alias,
+                   "; allowed once");
     found = &(*object)[alias];
   }
   return found;
 }
 
 void Fields::put(const char* name, const nlohmann::ordered_json& value) {
-  if (scope_.empty()) resolved_[name] = value;
-  else resolved_[scope_][name] = value;
+  if (scope_.empty())
+    resolved_[name] = value;
+  else
+    resolved_[scope_][name] = value;
 }
 
-bool Fields::integer(const char* name, std::int64_t& value, std::int64_t least, std::int64_t most, const char* what, Aliases aliases, const char* fallback) {
-  const std::string allowed = bound(most).empty() ? "an integer, " + std::to_string(least) + " or more" : "an integer from " + std::to_string(least) + " to " + bound(most);
+bool Fields::integer(const char* name, std::int64_t& value, std::int64_t least, std::int64_t most, const char* what,
+                     Aliases aliases, const char* fallback) {
+  const std::string allowed = bound(most).empty() ? "an integer, " + std::to_string(least) + " or more"
+                                                  : "an integer from " + std::to_string(least) + " to " + bound(most);
   if (listing()) {
     listed_.push_back({full_name(name), fallback != nullptr ? fallback : std::to_string(value), allowed, what});
     return false;
@@ -55,7 +61,8 @@ bool Fields::integer(const char* name, std::int64_t& value, std::int64_t least, 
     if (fallback == nullptr) put(name, value);
     return false;
   }
-  if (!given->is_number_integer() || (given->is_number_unsigned() && given->get<std::uint64_t>() > INT64_MAX)) bad(name, *given, allowed);
+  if (!given->is_number_integer() || (given->is_number_unsigned() && given->get<std::uint64_t>() > INT64_MAX))
+    bad(name, *given, allowed);
   const auto number = given->get<std::int64_t>();
   if (number < least || number > most) bad(name, *given, allowed);
   value = number;
@@ -63,23 +70,28 @@ bool Fields::integer(const char* name, std::int64_t& value, std::int64_t least, 
   return true;
 }
 
-bool Fields::integer(const char* name, std::int32_t& value, std::int64_t least, std::int64_t most, const char* what, Aliases aliases, const char* fallback) {
+bool Fields::integer(const char* name, std::int32_t& value, std::int64_t least, std::int64_t most, const char* what,
+                     Aliases aliases, const char* fallback) {
   std::int64_t wide = value;
   const bool given = integer(name, wide, least, std::min<std::int64_t>(most, INT32_MAX), what, aliases, fallback);
   value = static_cast<std::int32_t>(wide);
   return given;
 }
 
-bool Fields::real(const char* name, double& value, double low, bool low_open, double high, bool high_open, const char* what, Aliases aliases, const char* fallback) {
+bool Fields::real(const char* name, double& value, double low, bool low_open, double high, bool high_open,
+                  const char* what, Aliases aliases, const char* fallback) {
   return number(name, value, {low, low_open, high, high_open}, what, aliases, fallback, nullptr) == Given::number;
 }
 
-void Fields::real_or(const char* name, double& value, double low, bool low_open, double high, bool high_open, const char* word, bool& chosen, const char* what) {
+void Fields::real_or(const char* name, double& value, double low, bool low_open, double high, bool high_open,
+                     const char* word, bool& chosen, const char* what) {
   chosen = number(name, value, {low, low_open, high, high_open}, what, {}, nullptr, word) == Given::word;
 }
 
-Fields::Given Fields::number(const char* name, double& value, Range range, const char* what, Aliases aliases, const char* fallback, const char* word) {
-  std::string allowed = text("a number in ", range.low_open ? "(" : "[", shown(range.low), ", ", shown(range.high), range.high_open ? ")" : "]");
+Fields::Given Fields::number(const char* name, double& value, Range range, const char* what, Aliases aliases,
+                             const char* fallback, const char* word) {
+  std::string allowed = text("a number in ", range.low_open ? "(" : "[", shown(range.low), ", ", shown(range.high),
+                             range.high_open ? ")" : "]");
   if (word != nullptr) allowed += text(" or ", word);
   if (listing()) {
     listed_.push_back({full_name(name), fallback != nullptr ? fallback : shown(value), allowed, what});
@@ -96,7 +108,8 @@ Fields::Given Fields::number(const char* name, double& value, Range range, const
   }
   if (!given->is_number()) bad(name, *given, allowed);
   const auto wanted = given->get<double>();
-  const bool inside = (range.low_open ? wanted > range.low : wanted >= range.low) && (range.high_open ? wanted < range.high : wanted <= range.high);
+  const bool inside = (range.low_open ? wanted > range.low : wanted >= range.low) &&
+                      (range.high_open ? wanted < range.high : wanted <= range.high);
   if (!inside || !std::isfinite(wanted)) bad(name, *given, allowed);
   value = wanted;
   put(name, value);
@@ -111,7 +124,8 @@ void Fields::exactly_one(std::initializer_list<std::pair<const char*, bool>> giv
     names += (names.empty() ? "" : ", ") + full_name(name);
     if (is) found += (count++ > 0 ? ", " : "") + full_name(name);
   }
-  KVKEEP_REQUIRE(count != 0, "policy: ", full_name(given.begin()->first), " is missing; allowed exactly one of ", names);
+  KVKEEP_REQUIRE(count != 0, "policy: ", full_name(given.begin()->first), " is missing; allowed exactly one of ",
+                 names);
   KVKEEP_REQUIRE(count == 1, "policy: ", found, " are given together; allowed exactly one of ", names);
 }
 
@@ -121,7 +135,8 @@ std::filesystem::path Fields::file(const char* name, const char* what) {
     return {};
   }
   const std::filesystem::path path = named_file(name);
-  KVKEEP_REQUIRE(!path.empty(), "policy: ", full_name(name), " is missing; allowed the name of a file, relative to the policy file");
+  KVKEEP_REQUIRE(!path.empty(), "policy: ", full_name(name),
+                 " is missing; allowed the name of a file, relative to the policy file");
   return path;
 }
 
@@ -161,7 +176,8 @@ void Fields::flag(const char* name, bool& value, const char* what) {
   put(name, value);
 }
 
-std::string Fields::word(const char* name, const std::string& fallback, const std::string& allowed, const char* what, Aliases aliases) {
+std::string Fields::word(const char* name, const std::string& fallback, const std::string& allowed, const char* what,
+                         Aliases aliases) {
   if (listing()) {
     listed_.push_back({full_name(name), fallback, allowed, what});
     return fallback;
@@ -178,7 +194,9 @@ void Fields::enter(const char* scope) {
   if (listing()) return;
   resolved_[scope] = nlohmann::ordered_json::object();
   taken_.emplace_back(scope);
-  if (from_->contains(scope)) KVKEEP_REQUIRE((*from_)[scope].is_object(), "policy: ", scope, " holds ", io::shown((*from_)[scope]), "; allowed an object");
+  if (from_->contains(scope))
+    KVKEEP_REQUIRE((*from_)[scope].is_object(), "policy: ", scope, " holds ", io::shown((*from_)[scope]),
+                   "; allowed an object");
 }
 
 void Fields::leave() { scope_.clear(); }

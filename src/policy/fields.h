@@ -1,5 +1,6 @@
 #pragma once
-/// One description of an options struct serves reading JSON, writing the resolved JSON and telling people what there is.
+/// One description of an options struct serves reading JSON, writing the resolved JSON and telling people what there
+/// is.
 
 #include <algorithm>
 #include <cstdint>
@@ -15,53 +16,65 @@
 
 namespace kvkeep {
 
-/// A description function calls integer(), real(), flag(), choice() or word() once per option. Reading fills the options and `resolved()`;
-/// listing fills `listed()` from the defaults.
+/// A description function calls integer(), real(), flag(), choice() or word() once per option. Reading fills the
+/// options and `resolved()`; listing fills `listed()` from the defaults.
 class Fields {
  public:
   /// `folder`: where relative file names are taken from.
-  static Fields reader(const nlohmann::json& from, std::filesystem::path folder = {}) { return Fields(&from, std::move(folder)); }
+  static Fields reader(const nlohmann::json& from, std::filesystem::path folder = {}) {
+    return Fields(&from, std::move(folder));
+  }
   static Fields lister() { return Fields(nullptr, {}); }
   [[nodiscard]] bool listing() const { return from_ == nullptr; }
   /// True where this object gives `name`, whatever it holds.
   [[nodiscard]] bool has(const char* name) const { return !listing() && from_->contains(name); }
 
-  bool uneven_heads = false;   ///< rows of a layer may differ in length: scorers that read them side by side have other defaults
-  bool values_weighed = false; ///< the allocator weighs values itself: scorers that do so too have other defaults
+  bool uneven_heads =
+      false;  ///< rows of a layer may differ in length: scorers that read them side by side have other defaults
+  bool values_weighed = false;  ///< the allocator weighs values itself: scorers that do so too have other defaults
 
   using Aliases = std::initializer_list<const char*>;
 
-  /// True when it was given. `fallback`, where set, stands for the default in lists; an option that is not given is then left out of `resolved()`.
-  bool integer(const char* name, std::int64_t& value, std::int64_t least, std::int64_t most, const char* what, Aliases aliases = {}, const char* fallback = nullptr);
-  bool integer(const char* name, std::int32_t& value, std::int64_t least, std::int64_t most, const char* what, Aliases aliases = {}, const char* fallback = nullptr);
+  /// True when it was given. `fallback`, where set, stands for the default in lists; an option that is not given is
+  /// then left out of `resolved()`.
+  bool integer(const char* name, std::int64_t& value, std::int64_t least, std::int64_t most, const char* what,
+               Aliases aliases = {}, const char* fallback = nullptr);
+  bool integer(const char* name, std::int32_t& value, std::int64_t least, std::int64_t most, const char* what,
+               Aliases aliases = {}, const char* fallback = nullptr);
   /// `low_open`, `high_open`: the bound itself is not allowed.
-  bool real(const char* name, double& value, double low, bool low_open, double high, bool high_open, const char* what, Aliases aliases = {},
-            const char* fallback = nullptr);
+  bool real(const char* name, double& value, double low, bool low_open, double high, bool high_open, const char* what,
+            Aliases aliases = {}, const char* fallback = nullptr);
   /// A number as real(), or the word, which sets `chosen`.
-  void real_or(const char* name, double& value, double low, bool low_open, double high, bool high_open, const char* word, bool& chosen, const char* what);
+  void real_or(const char* name, double& value, double low, bool low_open, double high, bool high_open,
+               const char* word, bool& chosen, const char* what);
   /// Reading only: throws unless exactly one of these options was given.
   void exactly_one(std::initializer_list<std::pair<const char*, bool>> given) const;
   void flag(const char* name, bool& value, const char* what);
 
   template <class Choice>
-  void choice(const char* name, Choice& value, std::initializer_list<std::pair<const char*, Choice>> choices, const char* what, Aliases aliases = {}) {
+  void choice(const char* name, Choice& value, std::initializer_list<std::pair<const char*, Choice>> choices,
+              const char* what, Aliases aliases = {}) {
     std::string allowed, current;
     for (const auto& [word, c] : choices) {
       allowed += (allowed.empty() ? "" : ", ") + std::string(word);
       if (c == value && current.empty()) current = word;
     }
     const std::string given = word(name, current, allowed, what, aliases);
-    const auto chosen = std::find_if(choices.begin(), choices.end(), [&](const auto& choice) { return given == choice.first; });
+    const auto chosen =
+        std::find_if(choices.begin(), choices.end(), [&](const auto& choice) { return given == choice.first; });
     if (chosen == choices.end()) bad(name, given, "one of " + allowed);
     value = chosen->second;
-    const auto canonical = std::find_if(choices.begin(), choices.end(), [&](const auto& choice) { return choice.second == value; });
+    const auto canonical =
+        std::find_if(choices.begin(), choices.end(), [&](const auto& choice) { return choice.second == value; });
     if (!listing()) put(name, canonical->first);
   }
 
   /// A string option of free form: what was given, or `fallback`.
-  std::string word(const char* name, const std::string& fallback, const std::string& allowed, const char* what, Aliases aliases = {});
+  std::string word(const char* name, const std::string& fallback, const std::string& allowed, const char* what,
+                   Aliases aliases = {});
 
-  /// True where the option `name` of sub-object `scope` was given (and is `word`): for defaults that follow from an option that is described later.
+  /// True where the option `name` of sub-object `scope` was given (and is `word`): for defaults that follow from an
+  /// option that is described later.
   [[nodiscard]] bool gives(const char* scope, const char* name) const;
   [[nodiscard]] bool says(const char* scope, const char* name, const char* word) const;
 
@@ -93,13 +106,14 @@ class Fields {
     bool high_open;
   };
   enum class Given : std::uint8_t { nothing, number, word };
-  Given number(const char* name, double& value, Range range, const char* what, Aliases aliases, const char* fallback, const char* word);
+  Given number(const char* name, double& value, Range range, const char* what, Aliases aliases, const char* fallback,
+               const char* word);
   [[nodiscard]] std::string full_name(const char* name) const { return scope_.empty() ? name : scope_ + "." + name; }
   const nlohmann::json* find(const char* name, Aliases aliases);
   std::filesystem::path named_file(const char* name);
   void put(const char* name, const nlohmann::ordered_json& value);
 
-  const nlohmann::json* from_;        ///< null while listing
+  const nlohmann::json* from_;  ///< null while listing
   std::filesystem::path folder_;
   std::string scope_;
   std::vector<std::string> taken_;    ///< full names that were asked for

@@ -14,20 +14,27 @@ namespace kvkeep {
 /// Every slot that folds is dropped, and lies in one span.
 void Keeper::check_fold(const Plan& plan) const {
   const Fold& fold = *plan.decision.fold;
-  KVKEEP_REQUIRE(policy_->memory() != nullptr, "fold: policy ", policy_->name(), " does not say how folded spans are kept; allowed with KVPolicy::memory()");
-  KVKEEP_REQUIRE(plan.decision.keep && fold.indptr.size() == plan.table.rows.size() + 1 && fold.indptr.back() == static_cast<std::int64_t>(fold.spans.size()) - 1 &&
-              fold.spans.back() == static_cast<std::int64_t>(fold.slots.size()) && (fold.weights.empty() || fold.weights.size() == fold.slots.size()) &&
-              (fold.settled.empty() || fold.settled.size() == plan.table.groups.size()),
-          "fold: its tables do not fit ", plan.table.rows.size(), " rows of ", plan.table.groups.size(), " groups; allowed one more entry than rows, and than spans");
+  KVKEEP_REQUIRE(policy_->memory() != nullptr, "fold: policy ", policy_->name(),
+                 " does not say how folded spans are kept; allowed with KVPolicy::memory()");
+  KVKEEP_REQUIRE(plan.decision.keep && fold.indptr.size() == plan.table.rows.size() + 1 &&
+                     fold.indptr.back() == static_cast<std::int64_t>(fold.spans.size()) - 1 &&
+                     fold.spans.back() == static_cast<std::int64_t>(fold.slots.size()) &&
+                     (fold.weights.empty() || fold.weights.size() == fold.slots.size()) &&
+                     (fold.settled.empty() || fold.settled.size() == plan.table.groups.size()),
+                 "fold: its tables do not fit ", plan.table.rows.size(), " rows of ", plan.table.groups.size(),
+                 " groups; allowed one more entry than rows, and than spans");
   for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
     const Row& row = plan.table.rows[r];
     std::vector<std::int32_t> owner(static_cast<std::size_t>(row.length), -1);  // span of a slot; -2: it stays
     for (const std::int32_t slot : plan.decision.keep->row(r)) owner[static_cast<std::size_t>(slot)] = -2;
     for (std::int64_t s = fold.indptr[r]; s < fold.indptr[r + 1]; ++s) {
       const auto number = static_cast<std::int32_t>(s - fold.indptr[r]);
-      for (std::int64_t i = fold.spans[static_cast<std::size_t>(s)]; i < fold.spans[static_cast<std::size_t>(s) + 1]; ++i) {
+      for (std::int64_t i = fold.spans[static_cast<std::size_t>(s)]; i < fold.spans[static_cast<std::size_t>(s) + 1];
+           ++i) {
         const std::int32_t slot = fold.slots[static_cast<std::size_t>(i)];
-        const auto where = [&] { return text("fold: slot ", slot, " of layer ", row.layer, ", head ", row.head, ", span ", number); };
+        const auto where = [&] {
+          return text("fold: slot ", slot, " of layer ", row.layer, ", head ", row.head, ", span ", number);
+        };
         KVKEEP_REQUIRE(slot >= 0 && slot < row.length, where(), " is outside the row; allowed 0 to ", row.length - 1);
         std::int32_t& held = owner[static_cast<std::size_t>(slot)];
         KVKEEP_REQUIRE(held != -2, where(), " stays; allowed slots that are dropped");
@@ -47,9 +54,13 @@ std::vector<SpanRow> Keeper::fold_dropped(const Plan& plan, const CacheView& vie
   for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
     const Row& row = plan.table.rows[r];
     const SequenceId id = view.sequences[static_cast<std::size_t>(row.sequence)];
-    const std::int64_t first = fold.spans[static_cast<std::size_t>(fold.indptr[r])], last = fold.spans[static_cast<std::size_t>(fold.indptr[r + 1])];
-    for (std::int64_t s = fold.indptr[r]; s <= fold.indptr[r + 1]; ++s) spans[r].push_back(fold.spans[static_cast<std::size_t>(s)] - first);
-    const auto own = [&](const auto& all) { return std::span(all).subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(last - first)); };
+    const std::int64_t first = fold.spans[static_cast<std::size_t>(fold.indptr[r])],
+                       last = fold.spans[static_cast<std::size_t>(fold.indptr[r + 1])];
+    for (std::int64_t s = fold.indptr[r]; s <= fold.indptr[r + 1]; ++s)
+      spans[r].push_back(fold.spans[static_cast<std::size_t>(s)] - first);
+    const auto own = [&](const auto& all) {
+      return std::span(all).subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(last - first));
+    };
     rows.push_back({.keys = row.keys,
                     .values = row.values,
                     .key_dtype = plan.table.key_dtype,
@@ -59,18 +70,21 @@ std::vector<SpanRow> Keeper::fold_dropped(const Plan& plan, const CacheView& vie
                     .weights = fold.weights.empty() ? std::span<const float>() : own(fold.weights),
                     .positions = {row.positions, static_cast<std::size_t>(row.length)},
                     .label = {.sequence = id, .layer = row.layer, .head = row.head},
-                    .spans_before = static_cast<std::int32_t>(at(id).memory[static_cast<std::size_t>(row_of(row.layer, row.head))].size())});
+                    .spans_before = static_cast<std::int32_t>(
+                        at(id).memory[static_cast<std::size_t>(row_of(row.layer, row.head))].size())});
   }
   std::vector<SpanRow> folded = kvkeep::fold(rows, spec_.key_dim, memory.fold_options(), *far_, memory.gates());
   if (memory.learned())
     for (std::size_t r = 0; r < folded.size(); ++r) {
       const Row& row = plan.table.rows[r];
-      folded[r].set_norms(memory.routing->layers[static_cast<std::size_t>(row.layer)].norms(folded[r], std::int64_t{row.head} * spec_.group(), spec_.group()));
+      folded[r].set_norms(memory.routing->layers[static_cast<std::size_t>(row.layer)].norms(
+          folded[r], std::int64_t{row.head} * spec_.group(), spec_.group()));
     }
   return folded;
 }
 
-void Keeper::settle_folded(const Plan& plan, const CacheView& view, std::vector<SpanRow> folded, Report& report) noexcept {
+void Keeper::settle_folded(const Plan& plan, const CacheView& view, std::vector<SpanRow> folded,
+                           Report& report) noexcept {
   if (!plan.decision.fold) return;
   for (std::size_t r = 0; r < folded.size(); ++r) {
     const Row& row = plan.table.rows[r];
@@ -91,14 +105,18 @@ void Keeper::surprise(SequenceId sequence, std::span<const float> nats) {
   Sequence& s = const_cast<Sequence&>(at(sequence));
   if (!needs_.surprisal) return;
   const std::int64_t open = s.logical - s.surprised;
-  KVKEEP_REQUIRE(static_cast<std::int64_t>(nats.size()) <= open, "surprise: ", nats.size(), " tokens of sequence ", sequence, "; ", open, " of the ", s.logical, " observed have none yet, allowed at most these");
+  KVKEEP_REQUIRE(static_cast<std::int64_t>(nats.size()) <= open, "surprise: ", nats.size(), " tokens of sequence ",
+                 sequence, "; ", open, " of the ", s.logical, " observed have none yet, allowed at most these");
   const auto newest = s.columns->newest();
   const auto positions = newest.last(static_cast<std::size_t>(open));
   for (std::size_t i = 0; i < nats.size(); ++i) {
     const auto at = static_cast<std::size_t>(positions[i]);
-    if (const auto had = static_cast<std::int64_t>(s.surprisal.size()); had <= positions[i]) {  // 0 for a prefix that was never seen, nothing for positions without a token
+    if (const auto had = static_cast<std::int64_t>(s.surprisal.size());
+        had <= positions[i]) {  // 0 for a prefix that was never seen, nothing for positions without a token
       s.surprisal.resize(at + 1, kNoToken);
-      if (had < s.prefix) std::fill(s.surprisal.begin() + had, s.surprisal.begin() + std::min<std::int64_t>(s.prefix, positions[i]), 0.0F);
+      if (had < s.prefix)
+        std::fill(s.surprisal.begin() + had, s.surprisal.begin() + std::min<std::int64_t>(s.prefix, positions[i]),
+                  0.0F);
     }
     s.surprisal[at] = std::max(nats[i], 0.0F);
   }
@@ -106,17 +124,25 @@ void Keeper::surprise(SequenceId sequence, std::span<const float> nats) {
 }
 
 void Keeper::check_attended(const Observation& o, const Attended& attended) const {
-  KVKEEP_REQUIRE(o.queries.defined(), "view: layer ", o.layer, " comes without queries; folded spans are read by them, allowed those of every token");
+  KVKEEP_REQUIRE(o.queries.defined(), "view: layer ", o.layer,
+                 " comes without queries; folded spans are read by them, allowed those of every token");
   check_queries("view", o);
   const std::int64_t tokens = o.indptr.back();
-  KVKEEP_REQUIRE(o.basis == QueryBasis::post_rope, "view: queries of layer ", o.layer, " come before RoPE; allowed after it");
-  const auto fits = [](const Tensor& t, at::IntArrayRef shape) { return t.defined() && t.scalar_type() == kFloat32 && t.device().is_cpu() && t.is_contiguous() && t.sizes() == shape; };
-  KVKEEP_REQUIRE(fits(attended.out, {tokens, spec_.query_heads, spec_.value_dim}) && fits(attended.log_sum_exp, {tokens, spec_.query_heads}), "view: what attention gave in layer ", o.layer,
-          " does not fit; allowed contiguous f32 [", tokens, ", ", spec_.query_heads, ", ", spec_.value_dim, "] and [", tokens, ", ", spec_.query_heads, "] on the CPU");
+  KVKEEP_REQUIRE(o.basis == QueryBasis::post_rope, "view: queries of layer ", o.layer,
+                 " come before RoPE; allowed after it");
+  const auto fits = [](const Tensor& t, at::IntArrayRef shape) {
+    return t.defined() && t.scalar_type() == kFloat32 && t.device().is_cpu() && t.is_contiguous() && t.sizes() == shape;
+  };
+  KVKEEP_REQUIRE(fits(attended.out, {tokens, spec_.query_heads, spec_.value_dim}) &&
+                     fits(attended.log_sum_exp, {tokens, spec_.query_heads}),
+                 "view: what attention gave in layer ", o.layer, " does not fit; allowed contiguous f32 [", tokens,
+                 ", ", spec_.query_heads, ", ", spec_.value_dim, "] and [", tokens, ", ", spec_.query_heads,
+                 "] on the CPU");
 }
 
 ReadCounts Keeper::view(const Observation& o, const Attended& attended) {
-  KVKEEP_REQUIRE(o.layer >= 0 && o.layer < spec_.num_layers(), "view: layer ", o.layer, " is out of range; allowed 0 to ", spec_.num_layers() - 1);
+  KVKEEP_REQUIRE(o.layer >= 0 && o.layer < spec_.num_layers(), "view: layer ", o.layer,
+                 " is out of range; allowed 0 to ", spec_.num_layers() - 1);
   const std::int32_t index = layer_index_[static_cast<std::size_t>(o.layer)];
   const MemoryOptions* memory = policy_->memory();
   ReadCounts counts;
@@ -138,14 +164,15 @@ ReadCounts Keeper::view(const Observation& o, const Attended& attended) {
       viewed = s.logical;
       continue;
     }
-    const Reading reading{.zoom = memory->zoom,
-                          .router = memory->learned() ? &memory->routing->layers[static_cast<std::size_t>(o.layer)] : nullptr,
-                          .entries = memory->entries_share > 0 ? memory->entries_share * static_cast<double>(s.logical) : memory->entries,
-                          .entries_per_span = memory->entries_per_span(spec_.group(), spec_.key_dim, memory->learned()),
-                          .entries_per_token = memory->entries_per_token(spec_.key_dim),
-                          .per_head = memory->published_budget,
-                          .damage = memory->damage,
-                          .cache = near_.get()};
+    const Reading reading{
+        .zoom = memory->zoom,
+        .router = memory->learned() ? &memory->routing->layers[static_cast<std::size_t>(o.layer)] : nullptr,
+        .entries = memory->entries_share > 0 ? memory->entries_share * static_cast<double>(s.logical) : memory->entries,
+        .entries_per_span = memory->entries_per_span(spec_.group(), spec_.key_dim, memory->learned()),
+        .entries_per_token = memory->entries_per_token(spec_.key_dim),
+        .per_head = memory->published_budget,
+        .damage = memory->damage,
+        .cache = near_.get()};
     const Tensor lse = attended.log_sum_exp.narrow(0, first, tokens), out = attended.out.narrow(0, first, tokens);
     const Tensor seen = lse.ne(-std::numeric_limits<float>::infinity());
     OpenAttention open{lse, seen.to(kFloat32), out};
@@ -162,7 +189,8 @@ ReadCounts Keeper::view(const Observation& o, const Attended& attended) {
   return counts;
 }
 
-/// Spans that the layer behind opened last, each of its rows in turn: likely it opens them again. The first layer stands behind the last.
+/// Spans that the layer behind opened last, each of its rows in turn: likely it opens them again. The first layer
+/// stands behind the last.
 void Keeper::bring_next(std::span<const SequenceId> sequences, std::int32_t index) const {
   if (far_->file_bytes() == 0) return;
   const std::int32_t next = (index + 1) % static_cast<std::int32_t>(full_layers_.size()) * spec_.kv_heads;
@@ -191,7 +219,8 @@ FoldedState Keeper::folded(SequenceId sequence) const {
 
 const SpanRow& Keeper::spans(SequenceId sequence, std::int32_t layer, std::int32_t head) const {
   const Sequence& s = at(sequence);
-  KVKEEP_REQUIRE_AS(Unsupported, !s.memory.empty(), "kvkeep: policy ", policy_->name(), " does not fold; allowed under one that does");
+  KVKEEP_REQUIRE_AS(Unsupported, !s.memory.empty(), "kvkeep: policy ", policy_->name(),
+                    " does not fold; allowed under one that does");
   return s.memory[static_cast<std::size_t>(row_of(layer, head))];
 }
 

@@ -12,15 +12,19 @@ class GemFilterPass final : public PromptPass {
  public:
   GemFilterPass(const GemFilterOptions& options, std::int32_t tokens) : options_(options), tokens_(tokens) {}
 
-  [[nodiscard]] std::int32_t wants(std::int32_t layer, std::int32_t) const override { return layer == options_.layer && tokens_ > options_.select ? 1 : 0; }
+  [[nodiscard]] std::int32_t wants(std::int32_t layer, std::int32_t) const override {
+    return layer == options_.layer && tokens_ > options_.select ? 1 : 0;
+  }
 
   [[nodiscard]] Decision decide(const Evidence& evidence) override {
     const std::int32_t layer = evidence.table.rows.front().layer;
-    KVKEEP_REQUIRE_AS(StateError, wants(layer, tokens_) > 0, "prompt pass: layer ", layer, " is not asked; allowed layer ", options_.layer);
+    KVKEEP_REQUIRE_AS(StateError, wants(layer, tokens_) > 0, "prompt pass: layer ", layer,
+                      " is not asked; allowed layer ", options_.layer);
     const Tensor scores = last_query_scores(evidence, options_.pool);
     Decision decision;
     decision.reason = Reason::select_layer;
-    decision.narrow = tokens_of(best_tokens({scores.const_data_ptr<float>(), static_cast<std::size_t>(scores.numel())}, options_.select));
+    decision.narrow = tokens_of(
+        best_tokens({scores.const_data_ptr<float>(), static_cast<std::size_t>(scores.numel())}, options_.select));
     decision.narrow->afresh = true;
     return decision;
   }
@@ -32,10 +36,12 @@ class GemFilterPass final : public PromptPass {
 
 }  // namespace
 
-GemFilter::GemFilter(GemFilterOptions options, std::unique_ptr<KVPolicy> decoding, std::string json) : Prefill("gemfilter", std::move(decoding), std::move(json)), options_(options) {
+GemFilter::GemFilter(GemFilterOptions options, std::unique_ptr<KVPolicy> decoding, std::string json)
+    : Prefill("gemfilter", std::move(decoding), std::move(json)), options_(options) {
   KVKEEP_REQUIRE(options_.select >= 1, "gemfilter: select; given ", options_.select, "; allowed 1 or more");
   KVKEEP_REQUIRE(options_.layer >= 0, "gemfilter: layer; given ", options_.layer, "; allowed 0 or more");
-  KVKEEP_REQUIRE(options_.pool >= 1 && options_.pool % 2 == 1, "gemfilter: pool; given ", options_.pool, "; allowed odd numbers from 1 on");
+  KVKEEP_REQUIRE(options_.pool >= 1 && options_.pool % 2 == 1, "gemfilter: pool; given ", options_.pool,
+                 "; allowed odd numbers from 1 on");
 }
 
 std::vector<std::string> GemFilter::misfits(const ModelSpec& spec) const {
@@ -43,6 +49,8 @@ std::vector<std::string> GemFilter::misfits(const ModelSpec& spec) const {
   return {text("layer: ", options_.layer, "; allowed 0 to ", spec.num_layers() - 1, ", a layer of the model")};
 }
 
-std::unique_ptr<PromptPass> GemFilter::begin_prompt(const ModelSpec&, std::int32_t tokens) const { return std::make_unique<GemFilterPass>(options_, tokens); }
+std::unique_ptr<PromptPass> GemFilter::begin_prompt(const ModelSpec&, std::int32_t tokens) const {
+  return std::make_unique<GemFilterPass>(options_, tokens);
+}
 
 }  // namespace kvkeep

@@ -6,8 +6,8 @@
 #include <utility>
 #include <variant>
 
-#include "kvkeep/core/page_allocator.h"
 #include "device_columns.h"
+#include "kvkeep/core/page_allocator.h"
 #include "kvkeep/keep/compact.h"
 
 namespace kvkeep {
@@ -23,8 +23,9 @@ std::int64_t slot_bytes(const ModelSpec& spec, const LayerKv& layer) {
       return 0;
     } else {
       const auto scale = [](const Tensor& t) { return t.defined() ? static_cast<std::int64_t>(t.element_size()) : 0; };
-      return spec.key_dim * static_cast<std::int64_t>(kv.keys.element_size()) + spec.value_dim * static_cast<std::int64_t>(kv.values.element_size()) +
-             scale(kv.key_scales) + scale(kv.value_scales);
+      return spec.key_dim * static_cast<std::int64_t>(kv.keys.element_size()) +
+             spec.value_dim * static_cast<std::int64_t>(kv.values.element_size()) + scale(kv.key_scales) +
+             scale(kv.value_scales);
     }
   };
   return std::visit(of, layer);
@@ -48,8 +49,9 @@ void require_one_length(const RowTable& table, const KeepSet& keep, const CacheV
   std::vector<std::int64_t> lengths(view.sequences.size(), -1);
   for (std::size_t r = 0; r < table.rows.size(); ++r) {
     std::int64_t& length = lengths[static_cast<std::size_t>(table.rows[r].sequence)];
-    KVKEEP_REQUIRE(length < 0 || length == keep.count(r), "apply: rows of sequence ", view.sequences[static_cast<std::size_t>(table.rows[r].sequence)], " keep ", length, " and ",
-            keep.count(r), " slots; the view has one length a sequence, allowed with one length a row");
+    KVKEEP_REQUIRE(length < 0 || length == keep.count(r), "apply: rows of sequence ",
+                   view.sequences[static_cast<std::size_t>(table.rows[r].sequence)], " keep ", length, " and ",
+                   keep.count(r), " slots; the view has one length a sequence, allowed with one length a row");
     length = keep.count(r);
   }
 }
@@ -76,35 +78,56 @@ std::vector<std::string> problems(const KVPolicy& policy, const ModelSpec& spec,
   const Needs needs = policy.needs();
   if (provided.accelerator != nullptr) {
     for (std::string& one : provided.accelerator->problems(policy, spec)) found.push_back(std::move(one));
-    if (policy.narrows()) found.push_back(text("device: ", policy.name(), " narrows prompts, which a keeper does on the CPU only; given ", provided.accelerator->device().str()));
-    if (needs.statistics_from >= 0) found.push_back(text("device: ", policy.name(), " reads statistics of every query, which are kept on the CPU only; given ", provided.accelerator->device().str()));
+    if (policy.narrows())
+      found.push_back(text("device: ", policy.name(), " narrows prompts, which a keeper does on the CPU only; given ",
+                           provided.accelerator->device().str()));
+    if (needs.statistics_from >= 0)
+      found.push_back(text("device: ", policy.name(),
+                           " reads statistics of every query, which are kept on the CPU only; given ",
+                           provided.accelerator->device().str()));
   }
   if (policy.memory() != nullptr) {
-    if (provided.accelerator != nullptr) found.push_back(text("device: ", policy.name(), " folds spans, which a keeper does on the CPU only; given ", provided.accelerator->device().str()));
-    if (!provided.reads_folded) found.push_back(text("reads_folded: ", policy.name(), " folds spans; the engine does not say that it calls view() behind each layer's attention"));
+    if (provided.accelerator != nullptr)
+      found.push_back(text("device: ", policy.name(), " folds spans, which a keeper does on the CPU only; given ",
+                           provided.accelerator->device().str()));
+    if (!provided.reads_folded)
+      found.push_back(text("reads_folded: ", policy.name(),
+                           " folds spans; the engine does not say that it calls view() behind each layer's attention"));
   }
-  if (needs.surprisal && !provided.surprisal) found.push_back(text("surprisal: ", policy.name(), " reads that of every token; the engine gives none"));
+  if (needs.surprisal && !provided.surprisal)
+    found.push_back(text("surprisal: ", policy.name(), " reads that of every token; the engine gives none"));
   if (needs.queries > 0 && !provided.queries)
-    found.push_back(text("queries: ", policy.name(), " reads the newest ", needs.queries, " of every full layer; the engine gives none"));
+    found.push_back(text("queries: ", policy.name(), " reads the newest ", needs.queries,
+                         " of every full layer; the engine gives none"));
   if (policy.narrows() && !provided.layer_by_layer)
-    found.push_back(text("layer_by_layer: ", policy.name(), " narrows prompts while they run; the engine does not say that it runs them layer by layer and calls narrow() behind each"));
+    found.push_back(text("layer_by_layer: ", policy.name(),
+                         " narrows prompts while they run; the engine does not say that it runs them layer by layer "
+                         "and calls narrow() behind each"));
   if (policy.narrows() && (!provided.queries || spec.query_heads == 0))
-    found.push_back(text("queries: ", policy.name(), " reads those of prompts; ", provided.queries ? "the model spec does not say how many heads they have" : "the engine gives none"));
-  if (needs.queries > 0 && spec.query_heads == 0) found.push_back(text("query_heads: ", policy.name(), " reads queries; the model spec does not say how many heads they have"));
+    found.push_back(
+        text("queries: ", policy.name(), " reads those of prompts; ",
+             provided.queries ? "the model spec does not say how many heads they have" : "the engine gives none"));
+  if (needs.queries > 0 && spec.query_heads == 0)
+    found.push_back(
+        text("query_heads: ", policy.name(), " reads queries; the model spec does not say how many heads they have"));
   if (!needs.output_projection) return found;
   const auto& given = provided.output_projections;
   if (given.empty()) {
     found.push_back(text("output_projections: ", policy.name(), " weighs values by W_o; the engine gives none"));
   } else if (given.size() != spec.layers.size()) {
-    found.push_back(text("output_projections: there are ", given.size(), "; allowed one for each of ", spec.layers.size(), " layers"));
+    found.push_back(text("output_projections: there are ", given.size(), "; allowed one for each of ",
+                         spec.layers.size(), " layers"));
   } else {
     const std::int64_t width = std::int64_t{spec.query_heads} * spec.value_dim;
     for (const std::int32_t l : spec.full_layers()) {
       const Tensor& w = given[static_cast<std::size_t>(l)];
       const Device there = provided.accelerator == nullptr ? Device(c10::kCPU) : provided.accelerator->device();
-      if (w.defined() && w.device() != there) found.push_back(text("output_projections: that of layer ", l, " is on ", w.device().str(), "; allowed on ", there.str(), ", where the keeper works"));
+      if (w.defined() && w.device() != there)
+        found.push_back(text("output_projections: that of layer ", l, " is on ", w.device().str(), "; allowed on ",
+                             there.str(), ", where the keeper works"));
       if (!w.defined() || w.dim() != 2 || w.size(1) != width || !w.is_contiguous() || !is_scorable(w.scalar_type()))
-        found.push_back(text("output_projections: that of layer ", l, w.defined() ? " does not fit" : " is missing", "; allowed a contiguous f32, f16 or bf16 [hidden, ", width, "]"));
+        found.push_back(text("output_projections: that of layer ", l, w.defined() ? " does not fit" : " is missing",
+                             "; allowed a contiguous f32, f16 or bf16 [hidden, ", width, "]"));
     }
   }
   return found;
@@ -119,16 +142,21 @@ void check(const KVPolicy& policy, const ModelSpec& spec, const Provided& provid
   refuse(all);
 }
 
-Keeper::Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy, Provided provided) : spec_(std::move(spec)), policy_(std::move(policy)), provided_(std::move(provided)) {
+Keeper::Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy, Provided provided)
+    : spec_(std::move(spec)), policy_(std::move(policy)), provided_(std::move(provided)) {
   spec_.check();
   KVKEEP_REQUIRE(policy_ != nullptr, "Keeper: there is no policy; allowed one from make_policy()");
   kvkeep::check(*policy_, spec_, provided_);
   needs_ = policy_->needs();
   full_layers_ = spec_.full_layers();
-  KVKEEP_REQUIRE(!full_layers_.empty(), "Keeper: the model has no full-attention layer, so there is nothing to keep or drop; allowed one or more");
+  KVKEEP_REQUIRE(
+      !full_layers_.empty(),
+      "Keeper: the model has no full-attention layer, so there is nothing to keep or drop; allowed one or more");
   layer_index_.assign(spec_.layers.size(), -1);
-  for (std::size_t i = 0; i < full_layers_.size(); ++i) layer_index_[static_cast<std::size_t>(full_layers_[i])] = static_cast<std::int32_t>(i);
-  if (needs_.statistics_from >= 0) workspace_ = QueryStatistics::workspace(spec_.query_heads, spec_.key_dim, spec_.rope);
+  for (std::size_t i = 0; i < full_layers_.size(); ++i)
+    layer_index_[static_cast<std::size_t>(full_layers_[i])] = static_cast<std::int32_t>(i);
+  if (needs_.statistics_from >= 0)
+    workspace_ = QueryStatistics::workspace(spec_.query_heads, spec_.key_dim, spec_.rope);
   if (const MemoryOptions* memory = policy_->memory()) {
     far_ = provided_.far_store != nullptr ? provided_.far_store : FarStore::make(memory->far);
     near_ = std::make_unique<FactorCache>(memory->near);
@@ -137,17 +165,25 @@ Keeper::Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy, Provided provid
 }
 
 void Keeper::join(SequenceId sequence, std::int32_t tokens, std::int32_t prompt) {
-  KVKEEP_REQUIRE_AS(StateError, !knows(sequence), "join: sequence ", sequence, " is already here; allowed after leave(), or use reset()");
-  KVKEEP_REQUIRE(tokens >= 0 && tokens <= kMostPositions, "join: sequence ", sequence, " begins with ", tokens, " cached tokens; allowed 0 to ", kMostPositions);
-  KVKEEP_REQUIRE(prompt == -1 || prompt >= tokens, "join: sequence ", sequence, " has a prompt of ", prompt, " tokens and ", tokens,
-          " of them cached; allowed at least as many as are cached, or -1 for not known");
+  KVKEEP_REQUIRE_AS(StateError, !knows(sequence), "join: sequence ", sequence,
+                    " is already here; allowed after leave(), or use reset()");
+  KVKEEP_REQUIRE(tokens >= 0 && tokens <= kMostPositions, "join: sequence ", sequence, " begins with ", tokens,
+                 " cached tokens; allowed 0 to ", kMostPositions);
+  KVKEEP_REQUIRE(prompt == -1 || prompt >= tokens, "join: sequence ", sequence, " has a prompt of ", prompt,
+                 " tokens and ", tokens,
+                 " of them cached; allowed at least as many as are cached, or -1 for not known");
   const auto layers = static_cast<std::int32_t>(full_layers_.size());
   Accelerator* accelerator = provided_.accelerator.get();
   std::unique_ptr<Columns> columns;
-  if (accelerator == nullptr) columns = std::make_unique<HostColumns>(layers * spec_.kv_heads);
-  else columns = std::make_unique<DeviceColumns>(layers * spec_.kv_heads, *accelerator);
-  Sequence fresh{std::move(columns), QueryRing(layers, needs_.queries, spec_.query_heads, spec_.key_dim, accelerator), {}};
-  if (needs_.statistics_from >= 0) fresh.statistics.assign(full_layers_.size(), QueryStatistics(spec_.query_heads, spec_.key_dim, needs_.statistics_from));
+  if (accelerator == nullptr)
+    columns = std::make_unique<HostColumns>(layers * spec_.kv_heads);
+  else
+    columns = std::make_unique<DeviceColumns>(layers * spec_.kv_heads, *accelerator);
+  Sequence fresh{
+      std::move(columns), QueryRing(layers, needs_.queries, spec_.query_heads, spec_.key_dim, accelerator), {}};
+  if (needs_.statistics_from >= 0)
+    fresh.statistics.assign(full_layers_.size(),
+                            QueryStatistics(spec_.query_heads, spec_.key_dim, needs_.statistics_from));
   std::vector<std::int32_t> positions(static_cast<std::size_t>(tokens));
   std::iota(positions.begin(), positions.end(), 0);
   fresh.columns->append(positions);
@@ -184,12 +220,14 @@ const Keeper::Sequence& Keeper::once(const char* operation, SequenceId sequence)
 
 /// indptr has a range for every sequence, and no sequence stands twice.
 void Keeper::check_sequences(const char* operation, const Observation& o) const {
-  KVKEEP_REQUIRE(o.indptr.size() == o.sequences.size() + 1 && o.indptr.front() == 0, operation, ": indptr has ", o.indptr.size(), " entries for ", o.sequences.size(),
+  KVKEEP_REQUIRE(o.indptr.size() == o.sequences.size() + 1 && o.indptr.front() == 0, operation, ": indptr has ",
+                 o.indptr.size(), " entries for ", o.sequences.size(),
                  " sequences; allowed one more than sequences, the first 0");
   ++mark_;
   met_.clear();
   for (std::size_t i = 0; i < o.sequences.size(); ++i) {
-    KVKEEP_REQUIRE(o.indptr[i] <= o.indptr[i + 1], operation, ": indptr falls from ", o.indptr[i], " to ", o.indptr[i + 1], " at sequence ", o.sequences[i], "; allowed ascending");
+    KVKEEP_REQUIRE(o.indptr[i] <= o.indptr[i + 1], operation, ": indptr falls from ", o.indptr[i], " to ",
+                   o.indptr[i + 1], " at sequence ", o.sequences[i], "; allowed ascending");
     met_.push_back(&once(operation, o.sequences[i]));
   }
 }
@@ -197,52 +235,69 @@ void Keeper::check_sequences(const char* operation, const Observation& o) const 
 void Keeper::check(const Observation& o) const {
   check_sequences("observe", o);
   const std::int32_t tokens = o.indptr.back();
-  KVKEEP_REQUIRE(o.positions.empty() || static_cast<std::int32_t>(o.positions.size()) == tokens, "observe: ", o.positions.size(), " positions for ", tokens, " tokens; allowed none or one each");
+  KVKEEP_REQUIRE(o.positions.empty() || static_cast<std::int32_t>(o.positions.size()) == tokens,
+                 "observe: ", o.positions.size(), " positions for ", tokens, " tokens; allowed none or one each");
   for (std::size_t i = 0; i < o.sequences.size(); ++i) {
     const Sequence& s = *met_[i];
     const std::int32_t own_tokens = o.indptr[i + 1] - o.indptr[i];
-    KVKEEP_REQUIRE(!begins_prompt(s, own_tokens) || s.prompt <= own_tokens, "observe: sequence ", o.sequences[i], " brings ", own_tokens, " of the ", s.prompt, " tokens of its prompt; ", policy_->name(),
-            " compares layers over the whole prompt, allowed all of it in one step");
+    KVKEEP_REQUIRE(!begins_prompt(s, own_tokens) || s.prompt <= own_tokens, "observe: sequence ", o.sequences[i],
+                   " brings ", own_tokens, " of the ", s.prompt, " tokens of its prompt; ", policy_->name(),
+                   " compares layers over the whole prompt, allowed all of it in one step");
     const bool first = leads(s, o.layer, own_tokens);
-    KVKEEP_REQUIRE_AS(StateError, !first || s.pass == nullptr, "observe: layer ", o.layer, " brings more tokens of sequence ", o.sequences[i], ", whose prompt has come to layer ", s.next_layer, "; allowed when it has ended");
+    KVKEEP_REQUIRE_AS(StateError, !first || s.pass == nullptr, "observe: layer ", o.layer,
+                      " brings more tokens of sequence ", o.sequences[i], ", whose prompt has come to layer ",
+                      s.next_layer, "; allowed when it has ended");
     if (!first) {
-      KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr || own_tokens == static_cast<std::int32_t>(s.present.size()), "observe: layer ", o.layer, " gives ", own_tokens, " tokens of sequence ", o.sequences[i], "; ",
-                          s.present.size(), " went on to it, allowed these");
+      KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr || own_tokens == static_cast<std::int32_t>(s.present.size()),
+                        "observe: layer ", o.layer, " gives ", own_tokens, " tokens of sequence ", o.sequences[i], "; ",
+                        s.present.size(), " went on to it, allowed these");
       const auto shown = already_shown(s, o.layer, own_tokens);
-      KVKEEP_REQUIRE(o.positions.empty() || std::equal(shown.begin(), shown.end(), o.positions.begin() + o.indptr[i]), "observe: layer ", o.layer, " gives sequence ",
-              o.sequences[i], " other positions than an earlier layer of the step; allowed the same in every layer");
+      KVKEEP_REQUIRE(o.positions.empty() || std::equal(shown.begin(), shown.end(), o.positions.begin() + o.indptr[i]),
+                     "observe: layer ", o.layer, " gives sequence ", o.sequences[i],
+                     " other positions than an earlier layer of the step; allowed the same in every layer");
       continue;
     }
-    const std::int64_t most = needs_.surprisal ? kMostSurprisals : kMostPositions;  // one number per position is kept where surprisal is
+    const std::int64_t most =
+        needs_.surprisal ? kMostSurprisals : kMostPositions;  // one number per position is kept where surprisal is
     std::int64_t least = s.next_position;
     for (std::int32_t t = o.indptr[i]; !o.positions.empty() && t < o.indptr[i + 1]; ++t) {
       const std::int32_t p = o.positions[static_cast<std::size_t>(t)];
-      KVKEEP_REQUIRE(p >= least && p < most, "observe: token ", t - o.indptr[i], " of sequence ", o.sequences[i], " stands at position ", p, "; allowed ", least, " or more, below ", most,
+      KVKEEP_REQUIRE(p >= least && p < most, "observe: token ", t - o.indptr[i], " of sequence ", o.sequences[i],
+                     " stands at position ", p, "; allowed ", least, " or more, below ", most,
                      " (positions are logical and ascend)");
       least = std::int64_t{p} + 1;
     }
-    KVKEEP_REQUIRE(!o.positions.empty() || s.next_position + std::int64_t{own_tokens} <= most, "observe: ", own_tokens, " tokens of sequence ", o.sequences[i], " from position ", s.next_position,
+    KVKEEP_REQUIRE(!o.positions.empty() || s.next_position + std::int64_t{own_tokens} <= most, "observe: ", own_tokens,
+                   " tokens of sequence ", o.sequences[i], " from position ", s.next_position,
                    " on; allowed positions up to ", most - 1);
   }
   if (needs_.queries == 0) return;
   check_queries("observe", o);
   for (std::size_t i = 0; i < met_.size(); ++i)
-    KVKEEP_REQUIRE(met_[i]->ring.takes(o.queries.scalar_type()), "observe: queries of layer ", o.layer, ", sequence ", o.sequences[i], ", are ", c10::toString(o.queries.scalar_type()), "; earlier ones were ",
-            c10::toString(met_[i]->ring.dtype()), ", allowed one dtype");
-  KVKEEP_REQUIRE(!basis_known_ || o.basis == basis_, "observe: queries of layer ", o.layer, " come ", o.basis == QueryBasis::pre_rope ? "before" : "after",
-          " RoPE; earlier ones came the other way, allowed one basis");
+    KVKEEP_REQUIRE(met_[i]->ring.takes(o.queries.scalar_type()), "observe: queries of layer ", o.layer, ", sequence ",
+                   o.sequences[i], ", are ", c10::toString(o.queries.scalar_type()), "; earlier ones were ",
+                   c10::toString(met_[i]->ring.dtype()), ", allowed one dtype");
+  KVKEEP_REQUIRE(!basis_known_ || o.basis == basis_, "observe: queries of layer ", o.layer, " come ",
+                 o.basis == QueryBasis::pre_rope ? "before" : "after",
+                 " RoPE; earlier ones came the other way, allowed one basis");
 }
 
 void Keeper::check_queries(const char* operation, const Observation& o) const {
   const Tensor& q = o.queries;
   const std::int32_t tokens = o.indptr.back();
-  KVKEEP_REQUIRE(q.defined(), operation, ": layer ", o.layer, " comes without queries; policy ", policy_->name(), " needs ", needs_.queries > 0 ? text("the last ", needs_.queries, " of every full layer") : "those of prompts");
-  KVKEEP_REQUIRE(q.dim() == 3 && q.size(0) == tokens && q.size(1) == spec_.query_heads && q.size(2) == spec_.key_dim, operation, ": queries of layer ", o.layer, " have ", q.dim(),
-          " dimensions", q.dim() == 3 ? text(" [", q.size(0), ", ", q.size(1), ", ", q.size(2), "]") : "", "; allowed [", tokens, ", ", spec_.query_heads, ", ",
-          spec_.key_dim, "]");
-  KVKEEP_REQUIRE(is_scorable(q.scalar_type()), operation, ": queries of layer ", o.layer, " are ", c10::toString(q.scalar_type()), "; allowed f32, f16, bf16");
-  KVKEEP_REQUIRE(q.stride(2) == 1 || spec_.key_dim == 1, operation, ": queries of layer ", o.layer, " have stride ", q.stride(2), " in the last dimension; allowed 1");
-  KVKEEP_REQUIRE(q.device() == device(), operation, ": queries of layer ", o.layer, " are on ", q.device().str(), "; the keeper works on ", device().str(), ", allowed there only");
+  KVKEEP_REQUIRE(q.defined(), operation, ": layer ", o.layer, " comes without queries; policy ", policy_->name(),
+                 " needs ",
+                 needs_.queries > 0 ? text("the last ", needs_.queries, " of every full layer") : "those of prompts");
+  KVKEEP_REQUIRE(q.dim() == 3 && q.size(0) == tokens && q.size(1) == spec_.query_heads && q.size(2) == spec_.key_dim,
+                 operation, ": queries of layer ", o.layer, " have ", q.dim(), " dimensions",
+                 q.dim() == 3 ? text(" [", q.size(0), ", ", q.size(1), ", ", q.size(2), "]") : "", "; allowed [",
+                 tokens, ", ", spec_.query_heads, ", ", spec_.key_dim, "]");
+  KVKEEP_REQUIRE(is_scorable(q.scalar_type()), operation, ": queries of layer ", o.layer, " are ",
+                 c10::toString(q.scalar_type()), "; allowed f32, f16, bf16");
+  KVKEEP_REQUIRE(q.stride(2) == 1 || spec_.key_dim == 1, operation, ": queries of layer ", o.layer, " have stride ",
+                 q.stride(2), " in the last dimension; allowed 1");
+  KVKEEP_REQUIRE(q.device() == device(), operation, ": queries of layer ", o.layer, " are on ", q.device().str(),
+                 "; the keeper works on ", device().str(), ", allowed there only");
 }
 
 /// True when these tokens are the first that any layer shows of this step.
@@ -256,7 +311,8 @@ std::span<const std::int32_t> Keeper::already_shown(const Sequence& s, std::int3
   if (s.pass != nullptr) return s.present;
   const std::int64_t behind = s.logical - s.prefix - s.ring.seen(layer_index_[static_cast<std::size_t>(layer)]);
   const auto newest = s.columns->newest();
-  KVKEEP_REQUIRE_AS(StateError, behind <= static_cast<std::int64_t>(newest.size()), "observe: layer ", layer, " is ", behind, " tokens behind the other layers; observe every full layer in each step");
+  KVKEEP_REQUIRE_AS(StateError, behind <= static_cast<std::int64_t>(newest.size()), "observe: layer ", layer, " is ",
+                    behind, " tokens behind the other layers; observe every full layer in each step");
   return newest.subspan(newest.size() - static_cast<std::size_t>(behind), static_cast<std::size_t>(tokens));
 }
 
@@ -268,8 +324,10 @@ void Keeper::find_positions(const Observation& o, std::size_t i, const Sequence&
     return;
   }
   positions_.resize(static_cast<std::size_t>(tokens));
-  if (leads(s, o.layer, tokens)) std::iota(positions_.begin(), positions_.end(), s.next_position);
-  else std::ranges::copy(already_shown(s, o.layer, tokens), positions_.begin());
+  if (leads(s, o.layer, tokens))
+    std::iota(positions_.begin(), positions_.end(), s.next_position);
+  else
+    std::ranges::copy(already_shown(s, o.layer, tokens), positions_.begin());
 }
 
 namespace {
@@ -292,13 +350,16 @@ struct Queries {
 
 }  // namespace
 
-/// Queries that statistics take in are finite. A window looks at the event: what it does not read any more does not matter.
-void Keeper::check_statistics(const Observation& o, std::size_t i, const Sequence& s, std::span<const std::int32_t> positions) const {
+/// Queries that statistics take in are finite. A window looks at the event: what it does not read any more does not
+/// matter.
+void Keeper::check_statistics(const Observation& o, std::size_t i, const Sequence& s,
+                              std::span<const std::int32_t> positions) const {
   if (s.statistics.empty()) return;
   const Queries q(o, i);
   const auto index = static_cast<std::size_t>(layer_index_[static_cast<std::size_t>(o.layer)]);
   if (s.statistics[index].finite(q.data, q.dtype, q.token_stride, q.head_stride, positions)) return;
-  s.statistics[index].check(text("observe: layer ", o.layer, ", sequence ", o.sequences[i]), q.data, q.dtype, q.token_stride, q.head_stride, positions);
+  s.statistics[index].check(text("observe: layer ", o.layer, ", sequence ", o.sequences[i]), q.data, q.dtype,
+                            q.token_stride, q.head_stride, positions);
 }
 
 /// All that can fail of recording a step, before anything of it is recorded.
@@ -321,7 +382,8 @@ void Keeper::make_room(const Observation& o) {
 }
 
 void Keeper::observe(const Observation& o) {
-  KVKEEP_REQUIRE(o.layer >= 0 && o.layer < spec_.num_layers(), "observe: layer ", o.layer, " is out of range; allowed 0 to ", spec_.num_layers() - 1);
+  KVKEEP_REQUIRE(o.layer >= 0 && o.layer < spec_.num_layers(), "observe: layer ", o.layer,
+                 " is out of range; allowed 0 to ", spec_.num_layers() - 1);
   const std::int32_t index = layer_index_[static_cast<std::size_t>(o.layer)];
   if (index < 0) return;  // sliding, shared and other layers are not ours
   check(o);
@@ -347,10 +409,13 @@ void Keeper::observe(const Observation& o) {
       s.columns->append(positions_);
       const std::int64_t before = std::exchange(s.logical, s.logical + tokens);
       if (tokens > 0) s.next_position = positions_.back() + 1;
-      if (before < s.prompt && s.prompt <= s.logical) s.prompt_end = positions_[static_cast<std::size_t>(s.prompt - before - 1)] + 1;
+      if (before < s.prompt && s.prompt <= s.logical)
+        s.prompt_end = positions_[static_cast<std::size_t>(s.prompt - before - 1)] + 1;
     }
     Queries q = needs_.queries > 0 ? Queries(o, i) : Queries({}, 0);
-    if (!s.statistics.empty()) s.statistics[static_cast<std::size_t>(index)].add(q.data, q.dtype, q.token_stride, q.head_stride, positions_, o.basis, spec_.rope, *workspace_);
+    if (!s.statistics.empty())
+      s.statistics[static_cast<std::size_t>(index)].add(q.data, q.dtype, q.token_stride, q.head_stride, positions_,
+                                                        o.basis, spec_.rope, *workspace_);
     std::span<const std::int32_t> seen = positions_;
     if (s.pass != nullptr && s.tail < s.report->tokens) {  // what went on is whole at its end only
       s.ring.skip(index, s.report->tokens - s.tail);
@@ -358,14 +423,18 @@ void Keeper::observe(const Observation& o) {
       seen = seen.last(static_cast<std::size_t>(s.tail));
     }
     s.ring.push(index, q.data, q.dtype, q.token_stride, q.head_stride, seen, &arrivals_);
-    layout = {.heads = spec_.query_heads, .head_bytes = static_cast<std::int64_t>(c10::elementSize(q.dtype)) * spec_.key_dim, .token_stride = q.token_stride, .head_stride = q.head_stride};
+    layout = {.heads = spec_.query_heads,
+              .head_bytes = static_cast<std::int64_t>(c10::elementSize(q.dtype)) * spec_.key_dim,
+              .token_stride = q.token_stride,
+              .head_stride = q.head_stride};
   }
   if (!arrivals_.empty()) provided_.accelerator->push_queries(arrivals_, layout);
 }
 
 RowTable Keeper::table_of(const CacheView& view, std::span<const std::int32_t> due) const {
   RowTable table = make_rows(spec_, view, full_layers_, due);
-  for (Row& row : table.rows) at(view.sequences[static_cast<std::size_t>(row.sequence)]).columns->describe(row_of(row.layer, row.head), row);
+  for (Row& row : table.rows)
+    at(view.sequences[static_cast<std::size_t>(row.sequence)]).columns->describe(row_of(row.layer, row.head), row);
   for (RowGroup& group : table.groups) {
     const Sequence& s = at(view.sequences[static_cast<std::size_t>(group.sequence)]);
     const std::int32_t index = layer_index_[static_cast<std::size_t>(group.layer)];
@@ -380,13 +449,20 @@ RowTable Keeper::table_of(const CacheView& view, std::span<const std::int32_t> d
     group.settled = s.settled;
     if (provided_.accelerator == nullptr) continue;
     group.newest = s.columns->newest();
-    group.prompt_slots = s.prompt_slots >= 0 ? s.prompt_slots : static_cast<std::int32_t>(std::ranges::lower_bound(group.newest, group.prompt_end) - group.newest.begin());
+    group.prompt_slots = s.prompt_slots >= 0
+                             ? s.prompt_slots
+                             : static_cast<std::int32_t>(std::ranges::lower_bound(group.newest, group.prompt_end) -
+                                                         group.newest.begin());
   }
   return table;
 }
 
 Evidence Keeper::evidence_of(const RowTable& table) const {
-  return {.spec = spec_, .table = table, .basis = basis_, .moment = Moment::step_end, .output_projections = provided_.output_projections};
+  return {.spec = spec_,
+          .table = table,
+          .basis = basis_,
+          .moment = Moment::step_end,
+          .output_projections = provided_.output_projections};
 }
 
 std::int64_t Keeper::workspace_bytes(const CacheView& view) const {
@@ -405,10 +481,13 @@ void Keeper::check_places(const CacheView& view) const {
   places_.resize(static_cast<std::size_t>(batch));
   for (std::size_t i = 0; i < view.places.size(); ++i) {
     const std::int32_t place = view.places[i];
-    KVKEEP_REQUIRE(place >= 0 && place < batch, "cache: sequence ", view.sequences[i], " is at place ", place, " of the batch; allowed 0 to ", batch - 1);
+    KVKEEP_REQUIRE(place >= 0 && place < batch, "cache: sequence ", view.sequences[i], " is at place ", place,
+                   " of the batch; allowed 0 to ", batch - 1);
     std::uint64_t& mark = places_[static_cast<std::size_t>(place)];
-    KVKEEP_REQUIRE(mark != mark_, "cache: sequences ", view.sequences[static_cast<std::size_t>(std::ranges::find(view.places, place) - view.places.begin())], " and ", view.sequences[i], " are both at place ",
-                   place, "; allowed a place of its own for each");
+    KVKEEP_REQUIRE(
+        mark != mark_, "cache: sequences ",
+        view.sequences[static_cast<std::size_t>(std::ranges::find(view.places, place) - view.places.begin())], " and ",
+        view.sequences[i], " are both at place ", place, "; allowed a place of its own for each");
     mark = mark_;
   }
 }
@@ -416,13 +495,17 @@ void Keeper::check_places(const CacheView& view) const {
 /// The block table names no page of the sequences that are due more often than it has holders.
 void Keeper::check_pages(const CacheView& view, const RowTable& table) const {
   if (table.page_size == 0) return;
-  const std::int64_t pages = std::get<PagedKv>(view.layers[static_cast<std::size_t>(full_layers_.front())]).keys.size(0);
+  const std::int64_t pages =
+      std::get<PagedKv>(view.layers[static_cast<std::size_t>(full_layers_.front())]).keys.size(0);
   const auto pages_of = [&](std::size_t i) {
     std::int64_t longest = 0;
     for (const std::int32_t l : full_layers_)
-      for (std::int32_t h = 0; h < spec_.kv_heads; ++h) longest = std::max<std::int64_t>(longest, view.lengths.at(i, l * spec_.kv_heads + h));
+      for (std::int32_t h = 0; h < spec_.kv_heads; ++h)
+        longest = std::max<std::int64_t>(longest, view.lengths.at(i, l * spec_.kv_heads + h));
     const std::int64_t held = std::min((longest + table.page_size - 1) / table.page_size, view.block_table.size(1));
-    return std::span(view.block_table.const_data_ptr<std::int32_t>() + static_cast<std::int64_t>(i) * view.block_table.stride(0), static_cast<std::size_t>(held));
+    return std::span(
+        view.block_table.const_data_ptr<std::int32_t>() + static_cast<std::int64_t>(i) * view.block_table.stride(0),
+        static_cast<std::size_t>(held));
   };
   holders_.assign(static_cast<std::size_t>(pages), 0);
   for (std::size_t i = 0; i < view.sequences.size(); ++i)
@@ -434,8 +517,10 @@ void Keeper::check_pages(const CacheView& view, const RowTable& table) const {
       const std::int32_t named = page >= 0 && page < pages ? holders_[static_cast<std::size_t>(page)] : 0;
       if (named <= 1) continue;
       const std::int32_t held = view.pages == nullptr ? 1 : view.pages->references(page);
-      KVKEEP_REQUIRE(named <= held, "cache: the block table names page ", page, " of sequence ", view.sequences[static_cast<std::size_t>(group.sequence)], " ", named, " times, and ", held,
-                     view.pages == nullptr ? " may hold it (there is no PageAllocator)" : " hold it", "; allowed at most once per holder");
+      KVKEEP_REQUIRE(named <= held, "cache: the block table names page ", page, " of sequence ",
+                     view.sequences[static_cast<std::size_t>(group.sequence)], " ", named, " times, and ", held,
+                     view.pages == nullptr ? " may hold it (there is no PageAllocator)" : " hold it",
+                     "; allowed at most once per holder");
     }
   }
 }
@@ -444,7 +529,8 @@ void Keeper::check_pages(const CacheView& view, const RowTable& table) const {
 std::optional<Unscored> Keeper::unscored(SequenceId id, const Sequence& s) const {
   if (needs_.queries == 0) return {};
   for (const std::int32_t l : full_layers_)
-    if (const std::optional<std::int32_t> position = s.ring.not_finite(layer_index_[static_cast<std::size_t>(l)])) return Unscored{.sequence = id, .layer = l, .position = *position};
+    if (const std::optional<std::int32_t> position = s.ring.not_finite(layer_index_[static_cast<std::size_t>(l)]))
+      return Unscored{.sequence = id, .layer = l, .position = *position};
   return {};
 }
 
@@ -457,20 +543,29 @@ Plan Keeper::plan(const CacheView& view) const {
   std::vector<std::int32_t> due;
   ++mark_;
   for (const SequenceId id : view.sequences) static_cast<void>(once("step", id));
-  const Device there = make_rows(spec_, view, full_layers_, {}).device;  // a view that does not fit is refused on every step, not only at events
-  KVKEEP_REQUIRE(there == device(), "cache: it lies on ", there.str(), ", the keeper works on ", device().str(), "; allowed one device, named by Provided::accelerator where it is not the CPU");
+  const Device there = make_rows(spec_, view, full_layers_, {})
+                           .device;  // a view that does not fit is refused on every step, not only at events
+  KVKEEP_REQUIRE(there == device(), "cache: it lies on ", there.str(), ", the keeper works on ", device().str(),
+                 "; allowed one device, named by Provided::accelerator where it is not the CPU");
   check_places(view);
   std::int64_t bytes_per_slot = 0;
-  for (const std::int32_t l : full_layers_) bytes_per_slot += spec_.kv_heads * slot_bytes(spec_, view.layers[static_cast<std::size_t>(l)]);
+  for (const std::int32_t l : full_layers_)
+    bytes_per_slot += spec_.kv_heads * slot_bytes(spec_, view.layers[static_cast<std::size_t>(l)]);
   for (std::size_t i = 0; i < view.sequences.size(); ++i) {
     const Sequence& s = at(view.sequences[i]);
-    KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr, "step: the prompt of sequence ", view.sequences[i], " has come to layer ", s.next_layer, "; allowed after narrow() of the last one");
-    Occasion occasion{.rows = rows, .seen = s.logical, .prompt = s.prompt < 0 ? s.logical : s.prompt, .step = s.logical - s.asked, .slot_bytes = bytes_per_slot};
+    KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr, "step: the prompt of sequence ", view.sequences[i],
+                      " has come to layer ", s.next_layer, "; allowed after narrow() of the last one");
+    Occasion occasion{.rows = rows,
+                      .seen = s.logical,
+                      .prompt = s.prompt < 0 ? s.logical : s.prompt,
+                      .step = s.logical - s.asked,
+                      .slot_bytes = bytes_per_slot};
     for (const std::int32_t l : full_layers_) {
       for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
         const std::int32_t held = view.lengths.at(i, l * spec_.kv_heads + h), known = s.columns->length(row_of(l, h));
-        KVKEEP_REQUIRE_AS(StateError, held == known, "step: sequence ", view.sequences[i], " holds ", held, " slots in layer ", l, ", head ", h, "; kvkeep has seen ", known,
-                            " (observe every new token, and write an event's new lengths back)");
+        KVKEEP_REQUIRE_AS(StateError, held == known, "step: sequence ", view.sequences[i], " holds ", held,
+                          " slots in layer ", l, ", head ", h, "; kvkeep has seen ", known,
+                          " (observe every new token, and write an event's new lengths back)");
         occasion.slots += held;
       }
     }
@@ -478,22 +573,31 @@ Plan Keeper::plan(const CacheView& view) const {
       const auto newest = s.columns->newest();
       occasion.unsettled = newest.end() - std::ranges::lower_bound(newest, s.settled);
     }
-    KVKEEP_REQUIRE_AS(StateError, !needs_.surprisal || s.surprised == s.logical, "step: ", s.surprised, " of the ", s.logical, " tokens of sequence ", view.sequences[i], " have their surprisal; ", policy_->name(),
-                        " reads that of all, give them with surprise()");
+    KVKEEP_REQUIRE_AS(StateError, !needs_.surprisal || s.surprised == s.logical, "step: ", s.surprised, " of the ",
+                      s.logical, " tokens of sequence ", view.sequences[i], " have their surprisal; ", policy_->name(),
+                      " reads that of all, give them with surprise()");
     for (const std::int32_t l : full_layers_) {
       const auto index = static_cast<std::size_t>(layer_index_[static_cast<std::size_t>(l)]);
-      if (s.memory.empty() || std::ranges::all_of(std::span(s.memory).subspan(index * static_cast<std::size_t>(spec_.kv_heads), static_cast<std::size_t>(spec_.kv_heads)), [](const SpanRow& row) { return row.size() == 0; })) continue;
-      KVKEEP_REQUIRE_AS(StateError, s.viewed[index] == s.logical, "step: layer ", l, " of sequence ", view.sequences[i], " has read its folded spans for ", s.viewed[index], " of ", s.logical,
-                          " tokens; call view() behind each layer's attention");
+      if (s.memory.empty() ||
+          std::ranges::all_of(std::span(s.memory).subspan(index * static_cast<std::size_t>(spec_.kv_heads),
+                                                          static_cast<std::size_t>(spec_.kv_heads)),
+                              [](const SpanRow& row) { return row.size() == 0; }))
+        continue;
+      KVKEEP_REQUIRE_AS(StateError, s.viewed[index] == s.logical, "step: layer ", l, " of sequence ", view.sequences[i],
+                        " has read its folded spans for ", s.viewed[index], " of ", s.logical,
+                        " tokens; call view() behind each layer's attention");
     }
     if (!trigger.due(occasion)) continue;
     for (const std::int32_t l : full_layers_) {
       const std::int64_t seen = s.prefix + s.ring.seen(layer_index_[static_cast<std::size_t>(l)]);
-      KVKEEP_REQUIRE_AS(StateError, needs_.queries == 0 || seen == s.logical, "step: layer ", l, " has shown ", seen, " tokens of sequence ", view.sequences[i], ", other layers ",
-                          s.logical, "; observe every full layer in each step");
+      KVKEEP_REQUIRE_AS(StateError, needs_.queries == 0 || seen == s.logical, "step: layer ", l, " has shown ", seen,
+                        " tokens of sequence ", view.sequences[i], ", other layers ", s.logical,
+                        "; observe every full layer in each step");
     }
-    if (const std::optional<Unscored> left = unscored(view.sequences[i], s)) plan.unscored.push_back(*left);
-    else due.push_back(static_cast<std::int32_t>(i));
+    if (const std::optional<Unscored> left = unscored(view.sequences[i], s))
+      plan.unscored.push_back(*left);
+    else
+      due.push_back(static_cast<std::int32_t>(i));
   }
   plan.bytes_before = plan.bytes_after = live_bytes(spec_, full_layers_, view);
   if (due.empty()) return plan;
@@ -501,7 +605,8 @@ Plan Keeper::plan(const CacheView& view) const {
   plan.table = table_of(view, due);
   check_pages(view, plan.table);
   const Evidence evidence = evidence_of(plan.table);
-  plan.decision = provided_.accelerator == nullptr ? policy_->decide(evidence) : provided_.accelerator->decide(*policy_, evidence);
+  plan.decision =
+      provided_.accelerator == nullptr ? policy_->decide(evidence) : provided_.accelerator->decide(*policy_, evidence);
 
   if (!plan.decision.keep) return plan;
   const KeepSet& keep = *plan.decision.keep;
@@ -512,14 +617,16 @@ Plan Keeper::plan(const CacheView& view) const {
   for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
     const Row& row = plan.table.rows[r];
     plan.bytes_after -= (row.length - keep.count(r)) * row.slot_bytes();
-    Cut& cut = plan.cuts[r / static_cast<std::size_t>(spec_.kv_heads) % due.size()];  // rows lie in the order layer, sequence, head
+    Cut& cut = plan.cuts[r / static_cast<std::size_t>(spec_.kv_heads) %
+                         due.size()];  // rows lie in the order layer, sequence, head
     cut.length_before = std::max(cut.length_before, row.length);
     cut.length_after = std::max(cut.length_after, static_cast<std::int32_t>(keep.count(r)));
     cut.slots_before += row.length;
     cut.slots_after += keep.count(r);
   }
   if (plan.decision.fold) check_fold(plan);
-  if (plan.table.page_size > 0) plan.pages = plan_pages(plan.table, keep, view.sequences, view.pages, view.shared_pages);
+  if (plan.table.page_size > 0)
+    plan.pages = plan_pages(plan.table, keep, view.sequences, view.pages, view.shared_pages);
   return plan;
 }
 
@@ -527,7 +634,9 @@ std::vector<ColumnTarget> Keeper::column_targets(const Plan& plan, const CacheVi
   std::vector<ColumnTarget> targets;
   targets.reserve(plan.table.rows.size());
   for (const Row& row : plan.table.rows)
-    targets.push_back(on_device(sequences_.at(view.sequences[static_cast<std::size_t>(row.sequence)])).target(row_of(row.layer, row.head), plan.decision.credit.has_value(), plan.decision.tally.has_value()));
+    targets.push_back(
+        on_device(sequences_.at(view.sequences[static_cast<std::size_t>(row.sequence)]))
+            .target(row_of(row.layer, row.head), plan.decision.credit.has_value(), plan.decision.tally.has_value()));
   return targets;
 }
 
@@ -538,8 +647,10 @@ void Keeper::check_planned(const Plan& plan, const CacheView& view) const {
   ++mark_;
   for (const SequenceId id : view.sequences) static_cast<void>(once("apply", id));
   for (std::size_t i = 0; i < plan.cuts.size(); ++i) {
-    const auto place = static_cast<std::size_t>(plan.table.groups[i].sequence);  // groups of the first layer come first, one per cut
-    KVKEEP_REQUIRE_AS(StateError, place < view.sequences.size() && view.sequences[place] == plan.cuts[i].sequence, "apply: the plan cuts sequence ", plan.cuts[i].sequence, ", which does not stand at place ",
+    const auto place =
+        static_cast<std::size_t>(plan.table.groups[i].sequence);  // groups of the first layer come first, one per cut
+    KVKEEP_REQUIRE_AS(StateError, place < view.sequences.size() && view.sequences[place] == plan.cuts[i].sequence,
+                      "apply: the plan cuts sequence ", plan.cuts[i].sequence, ", which does not stand at place ",
                       place, " of the view; allowed with the view of the plan");
   }
 }
@@ -557,10 +668,21 @@ void Keeper::reserve_settled(const Plan& plan, const CacheView& view, std::span<
 }
 
 Report Keeper::apply(const Plan& plan, const CacheView& view) {
-  KVKEEP_REQUIRE_AS(StateError, plan.keeper == identity_, "apply: the plan is not one of this keeper; allowed what its own plan() returned");
-  KVKEEP_REQUIRE_AS(StateError, plan.version == version_, "apply: the plan is out of date, tokens were observed or rows were cut since; make a new one");
+  KVKEEP_REQUIRE_AS(StateError, plan.keeper == identity_,
+                    "apply: the plan is not one of this keeper; allowed what its own plan() returned");
+  KVKEEP_REQUIRE_AS(StateError, plan.version == version_,
+                    "apply: the plan is out of date, tokens were observed or rows were cut since; make a new one");
   check_planned(plan, view);
-  Report report{.cuts = plan.cuts, .pages = plan.pages, .unscored = plan.unscored, .slots_dropped = 0, .slots_folded = 0, .far_bytes = 0, .bytes_before = plan.bytes_before, .bytes_after = plan.bytes_after, .bytes_moved = 0, .pages_freed = 0};
+  Report report{.cuts = plan.cuts,
+                .pages = plan.pages,
+                .unscored = plan.unscored,
+                .slots_dropped = 0,
+                .slots_folded = 0,
+                .far_bytes = 0,
+                .bytes_before = plan.bytes_before,
+                .bytes_after = plan.bytes_after,
+                .bytes_moved = 0,
+                .pages_freed = 0};
   std::vector<SpanRow> folded;
   if (plan.decision.keep) {
     require_one_length(plan.table, *plan.decision.keep, view);
@@ -569,8 +691,10 @@ Report Keeper::apply(const Plan& plan, const CacheView& view) {
     take_pages(report.pages, view.pages);
     try {
       report.bytes_moved = bytes_to_move(plan.table, *plan.decision.keep, report.pages);
-      if (provided_.accelerator == nullptr) compact(plan.table, *plan.decision.keep, report.pages);
-      else provided_.accelerator->move(plan.table, plan.decision, report.pages, column_targets(plan, view));
+      if (provided_.accelerator == nullptr)
+        compact(plan.table, *plan.decision.keep, report.pages);
+      else
+        provided_.accelerator->move(plan.table, plan.decision, report.pages, column_targets(plan, view));
     } catch (...) {
       give_back_taken(plan.pages, report.pages, view.pages);
       throw;
@@ -602,7 +726,8 @@ void Keeper::settle(const Plan& plan, const CacheView& view, std::vector<SpanRow
     const Row& row = plan.table.rows[r];
     const auto i = static_cast<std::size_t>(row.sequence);
     Sequence& s = sequences_.at(view.sequences[i]);
-    s.columns->settle(row_of(row.layer, row.head), keep, r, credit == nullptr ? nullptr : credit + row.first, tally == nullptr ? nullptr : tally + row.first);
+    s.columns->settle(row_of(row.layer, row.head), keep, r, credit == nullptr ? nullptr : credit + row.first,
+                      tally == nullptr ? nullptr : tally + row.first);
     view.lengths.at(i, row.layer * spec_.kv_heads + row.head) = static_cast<std::int32_t>(keep.count(r));
     report.slots_dropped += row.length - keep.count(r);
   }
@@ -626,16 +751,21 @@ void Keeper::settle(const Plan& plan, const CacheView& view, std::vector<SpanRow
 
 void Keeper::truncate(SequenceId sequence, std::int64_t logical_length) {
   Sequence& s = const_cast<Sequence&>(at(sequence));
-  KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr, "truncate: the prompt of sequence ", sequence, " is on its way through the layers; allowed when it has ended");
+  KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr, "truncate: the prompt of sequence ", sequence,
+                    " is on its way through the layers; allowed when it has ended");
   const std::int64_t taken = s.logical - logical_length;
-  KVKEEP_REQUIRE(taken >= 0, "truncate: sequence ", sequence, " is ", s.logical, " tokens long; given ", logical_length, "; allowed at most that");
-  KVKEEP_REQUIRE_AS(StateError, logical_length >= std::max<std::int64_t>(s.last_event, s.prefix), "truncate: sequence ", sequence, " was cut at length ", s.last_event,
-                      " and what was dropped then is gone; given ", logical_length, "; allowed ", std::max<std::int64_t>(s.last_event, s.prefix), " or more");
-  KVKEEP_REQUIRE_AS(StateError, needs_.queries == 0 || s.ring.can_forget(taken), "truncate: ", taken, " tokens of sequence ", sequence,
-                      " reach behind what the query ring remembers; allowed at most ", QueryRing::kRollback);
+  KVKEEP_REQUIRE(taken >= 0, "truncate: sequence ", sequence, " is ", s.logical, " tokens long; given ", logical_length,
+                 "; allowed at most that");
+  KVKEEP_REQUIRE_AS(StateError, logical_length >= std::max<std::int64_t>(s.last_event, s.prefix), "truncate: sequence ",
+                    sequence, " was cut at length ", s.last_event, " and what was dropped then is gone; given ",
+                    logical_length, "; allowed ", std::max<std::int64_t>(s.last_event, s.prefix), " or more");
+  KVKEEP_REQUIRE_AS(StateError, needs_.queries == 0 || s.ring.can_forget(taken), "truncate: ", taken,
+                    " tokens of sequence ", sequence, " reach behind what the query ring remembers; allowed at most ",
+                    QueryRing::kRollback);
   for (const QueryStatistics& statistics : s.statistics)
-    KVKEEP_REQUIRE_AS(StateError, statistics.can_forget(taken), "truncate: ", taken, " tokens of sequence ", sequence, " reach behind what the query statistics can take back; allowed at most ",
-                        QueryStatistics::kRollback);
+    KVKEEP_REQUIRE_AS(StateError, statistics.can_forget(taken), "truncate: ", taken, " tokens of sequence ", sequence,
+                      " reach behind what the query statistics can take back; allowed at most ",
+                      QueryStatistics::kRollback);
   if (taken == 0) return;
   const auto newest = s.columns->newest();
   const bool some_left = logical_length > std::max<std::int64_t>(s.last_event, s.prefix);  // of those that came since
@@ -650,7 +780,8 @@ void Keeper::truncate(SequenceId sequence, std::int64_t logical_length) {
   s.logical = logical_length;
   s.asked = std::min(s.asked, s.logical);
   s.surprised = std::min(s.surprised, s.logical);
-  if (static_cast<std::int64_t>(s.surprisal.size()) > s.next_position) s.surprisal.resize(static_cast<std::size_t>(s.next_position));
+  if (static_cast<std::int64_t>(s.surprisal.size()) > s.next_position)
+    s.surprisal.resize(static_cast<std::size_t>(s.next_position));
   for (std::int64_t& viewed : s.viewed) viewed = std::min(viewed, s.logical);
   ++version_;
 }
@@ -669,14 +800,16 @@ std::span<const float> Keeper::credit(SequenceId sequence, std::int32_t layer, s
 
 const Keeper::Sequence& Keeper::at(SequenceId sequence) const {
   const auto found = sequences_.find(sequence);
-  KVKEEP_REQUIRE_AS(StateError, found != sequences_.end(), "kvkeep: sequence ", sequence, " is not known; allowed after join() and before leave()");
+  KVKEEP_REQUIRE_AS(StateError, found != sequences_.end(), "kvkeep: sequence ", sequence,
+                    " is not known; allowed after join() and before leave()");
   return found->second;
 }
 
 std::int32_t Keeper::row_of(std::int32_t layer, std::int32_t head) const {
-  KVKEEP_REQUIRE(layer >= 0 && layer < spec_.num_layers() && layer_index_[static_cast<std::size_t>(layer)] >= 0, "kvkeep: layer ", layer,
-          " is not a full-attention layer of the model");
-  KVKEEP_REQUIRE(head >= 0 && head < spec_.kv_heads, "kvkeep: KV head ", head, " is out of range; allowed 0 to ", spec_.kv_heads - 1);
+  KVKEEP_REQUIRE(layer >= 0 && layer < spec_.num_layers() && layer_index_[static_cast<std::size_t>(layer)] >= 0,
+                 "kvkeep: layer ", layer, " is not a full-attention layer of the model");
+  KVKEEP_REQUIRE(head >= 0 && head < spec_.kv_heads, "kvkeep: KV head ", head, " is out of range; allowed 0 to ",
+                 spec_.kv_heads - 1);
   return layer_index_[static_cast<std::size_t>(layer)] * spec_.kv_heads + head;
 }
 

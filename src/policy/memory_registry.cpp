@@ -20,32 +20,41 @@ SekvOptions defaults_of(Variant variant) {
 }
 
 void describe_spans(Fields& f, SegmenterOptions& o) {
-  f.real("alpha", o.alpha, -kAnyAlpha, false, kAnyAlpha, false, "a token is an anchor where its surprisal is above mean + alpha * deviation");
+  f.real("alpha", o.alpha, -kAnyAlpha, false, kAnyAlpha, false,
+         "a token is an anchor where its surprisal is above mean + alpha * deviation");
   f.integer("min_span", o.min_span, 1, INT32_MAX, "shorter runs between anchors stay as they are");
-  f.integer("max_span", o.max_span, 1, INT32_MAX, "longer runs are cut into equal pieces", {}, o.max_span == 0 ? "none" : nullptr);
+  f.integer("max_span", o.max_span, 1, INT32_MAX, "longer runs are cut into equal pieces", {},
+            o.max_span == 0 ? "none" : nullptr);
 }
 
 void describe_factors(Fields& f, FactorOptions& o) {
   using Rank = FactorOptions::Rank;
   using Centred = FactorOptions::Centred;
   f.integer("max_rank", o.max_rank, 1, 4096, "components that are kept of a span's keys, and of its values, at most");
-  f.choice("rank", o.rank, {{"energy", Rank::energy}, {"gates", Rank::gates}, {"max", Rank::max}}, "how many: by what is left out, by learned gates, or as many as there are");
-  f.real("energy", o.energy, 0, false, 1, false, "with rank=energy: what is left out is at most energy^2 of the sum of squares");
+  f.choice("rank", o.rank, {{"energy", Rank::energy}, {"gates", Rank::gates}, {"max", Rank::max}},
+           "how many: by what is left out, by learned gates, or as many as there are");
+  f.real("energy", o.energy, 0, false, 1, false,
+         "with rank=energy: what is left out is at most energy^2 of the sum of squares");
   f.real("gate_keep", o.gate_keep, 0, false, 1, false, "with rank=gates: gates above it keep their component");
   f.choice("centred", o.centred, {{"auto", Centred::automatic}, {"always", Centred::always}, {"never", Centred::never}},
            "factors of rows less their coarse entry: where that leaves less out (never with gates), always, or never");
-  f.choice("store", o.store, {{"f32", kFloat32}, {"bf16", kBFloat16}, {"f16", kFloat16}}, "dtype of coarse entries and factors");
+  f.choice("store", o.store, {{"f32", kFloat32}, {"bf16", kBFloat16}, {"f16", kFloat16}},
+           "dtype of coarse entries and factors");
 }
 
 void describe_zoom(Fields& f, ZoomOptions& o) {
   using Rule = ZoomOptions::Rule;
   using Heads = ZoomOptions::Heads;
-  f.choice("zoom", o.rule, {{"auto", Rule::automatic}, {"learned", Rule::learned}, {"mass", Rule::mass}, {"coverage", Rule::coverage}},
-           "which spans a query opens: by a trained router, by estimated share of attention, or the fewest that hold `coverage` of what spans draw; auto: learned where there is a router, else mass");
+  f.choice("zoom", o.rule,
+           {{"auto", Rule::automatic}, {"learned", Rule::learned}, {"mass", Rule::mass}, {"coverage", Rule::coverage}},
+           "which spans a query opens: by a trained router, by estimated share of attention, or the fewest that hold "
+           "`coverage` of what spans draw; auto: learned where there is a router, else mass");
   f.real("mass", o.mass, 0, false, 1, false, "with zoom=mass: share of attention above which a span opens");
   f.real("coverage", o.coverage, 0, false, 1, false, "with zoom=coverage: share of what all spans draw that opens");
-  f.real("coverage_floor", o.coverage_floor, 0, false, 1, false, "with zoom=coverage: spans below this share of attention stay folded");
-  f.choice("zoom_heads", o.heads, {{"own", Heads::own}, {"group", Heads::group}}, "a query head reads in full what it asked for, or what any head of its group did");
+  f.real("coverage_floor", o.coverage_floor, 0, false, 1, false,
+         "with zoom=coverage: spans below this share of attention stay folded");
+  f.choice("zoom_heads", o.heads, {{"own", Heads::own}, {"group", Heads::group}},
+           "a query head reads in full what it asked for, or what any head of its group did");
 }
 
 void describe_stores(Fields& f, MemoryOptions& o) {
@@ -53,22 +62,29 @@ void describe_stores(Fields& f, MemoryOptions& o) {
     std::int64_t given = 0;
     if (f.integer(name, given, 0, INT64_MAX, what, {}, "-")) cap = given;
   };
-  if (const std::filesystem::path file = f.optional_file("router", "trained router and gates (kvkeep_train_router)"); !file.empty()) o.routing = std::make_shared<Routing>(Routing::read(file));
+  if (const std::filesystem::path file = f.optional_file("router", "trained router and gates (kvkeep_train_router)");
+      !file.empty())
+    o.routing = std::make_shared<Routing>(Routing::read(file));
   bytes("near_bytes", o.near.bytes, "factors of opened spans that stay near; left out: all");
   bytes("host_bytes", o.far.host_bytes, "factors in host memory, an exact cap; left out: no limit");
-  o.far.file = f.optional_file("file", "what does not fit into host memory goes into this file, which is new and goes with the run");
+  o.far.file = f.optional_file(
+      "file", "what does not fit into host memory goes into this file, which is new and goes with the run");
   bytes("file_bytes", o.far.file_bytes, "factors in the file; left out: no limit");
-  f.choice("damage", o.damage, {{"refuse", Damage::refuse}, {"coarse", Damage::coarse}}, "a span whose factors cannot be read any more: an error that names it, or its coarse entry is read");
+  f.choice("damage", o.damage, {{"refuse", Damage::refuse}, {"coarse", Damage::coarse}},
+           "a span whose factors cannot be read any more: an error that names it, or its coarse entry is read");
 }
 
 void describe_training(Fields& f, TrainingOptions& o) {
-  f.real("zoom_weight", o.zoom_weight, 0, false, kAnyWeight, false, "of the loss for spans that should be zoomed and are not, or the other way round");
+  f.real("zoom_weight", o.zoom_weight, 0, false, kAnyWeight, false,
+         "of the loss for spans that should be zoomed and are not, or the other way round");
   f.real("recon_weight", o.recon_weight, 0, false, kAnyWeight, false, "of the loss for what gates leave out");
-  f.real("budget_weight", o.budget_weight, 0, false, kAnyWeight, false, "of the loss for zoomed spans and kept components, as annealed at this step");
+  f.real("budget_weight", o.budget_weight, 0, false, kAnyWeight, false,
+         "of the loss for zoomed spans and kept components, as annealed at this step");
   f.real("rank_weight", o.rank_weight, 0, false, kAnyWeight, false, "of a kept component against a zoomed span");
   f.real("positive_weight", o.positive_weight, 0, false, kAnyWeight, false, "of spans that should be zoomed");
   f.real("coverage", o.coverage, 0, false, 1, false, "share of what the teacher gives to spans that those should hold");
-  f.real("temperature", o.temperature, 0, true, kAnyWeight, false, "of the sigmoid that stands for a zoom in gradients");
+  f.real("temperature", o.temperature, 0, true, kAnyWeight, false,
+         "of the sigmoid that stands for a zoom in gradients");
 }
 
 }  // namespace
@@ -76,17 +92,24 @@ void describe_training(Fields& f, TrainingOptions& o) {
 void describe_memory(Fields& f, MemoryOptions& o) {
   describe_factors(f, o.factors);
   describe_zoom(f, o.zoom);
-  f.flag("sketch", o.sketch, "without a learned router: signs of every folded key stay near, and shares of attention are told from them (off in traces)");
+  f.flag("sketch", o.sketch,
+         "without a learned router: signs of every folded key stay near, and shares of attention are told from them "
+         "(off in traces)");
   describe_stores(f, o);
 }
 
 SekvOptions describe_sekv(Fields& f) {
   std::int32_t budget = 0;
-  f.integer("budget", budget, 1, INT32_MAX, "entries of one KV head that may be in reach at once: dense tokens, coarse entries, zoomed factors by size; left out: no limit", {}, "-");
+  f.integer("budget", budget, 1, INT32_MAX,
+            "entries of one KV head that may be in reach at once: dense tokens, coarse entries, zoomed factors by "
+            "size; left out: no limit",
+            {}, "-");
   double share = 0;
-  f.real("budget_share", share, 0, true, 1, false, "the same as a share of the tokens seen, instead of budget", {}, "-");
+  f.real("budget_share", share, 0, true, 1, false, "the same as a share of the tokens seen, instead of budget", {},
+         "-");
   Variant variant = Variant::strict;
-  f.choice("variant", variant, {{"strict", Variant::strict}, {"official", Variant::official}}, "our corrected form, or the published rules and defaults");
+  f.choice("variant", variant, {{"strict", Variant::strict}, {"official", Variant::official}},
+           "our corrected form, or the published rules and defaults");
   SekvOptions o = defaults_of(variant);
   o.budget = budget;
   o.budget_share = share;
@@ -96,12 +119,16 @@ SekvOptions describe_sekv(Fields& f) {
   f.enter("memory");
   describe_spans(f, o.segmenter);
   describe_memory(f, o.memory);
-  f.real("zoom_share", o.zoom_share, 0, false, 1, false, "share of the budget that is kept free for zooming when anchors are chosen");
+  f.real("zoom_share", o.zoom_share, 0, false, 1, false,
+         "share of the budget that is kept free for zooming when anchors are chosen");
   f.leave();
   f.enter("training");
   describe_training(f, o.training);
   f.leave();
-  if (variant == Variant::official && o.memory.zoom.heads == ZoomOptions::Heads::group) refuse("policy: memory.zoom_heads of sekv is group with variant official; allowed own, as the published budget is of each head by itself");
+  if (variant == Variant::official && o.memory.zoom.heads == ZoomOptions::Heads::group)
+    refuse(
+        "policy: memory.zoom_heads of sekv is group with variant official; allowed own, as the published budget is of "
+        "each head by itself");
   return o;
 }
 

@@ -7,7 +7,8 @@
 namespace kvkeep {
 
 inline constexpr const char* kSekv = "sekv";
-inline constexpr const char* kSekvWhat = "spans of low surprisal fold into one coarse entry and low-rank factors, and open again where a query asks";
+inline constexpr const char* kSekvWhat =
+    "spans of low surprisal fold into one coarse entry and low-rank factors, and open again where a query asks";
 inline constexpr const char* kSekvSource = "SeKV (AmirAbaskohi/SeKV)";
 inline constexpr const char* kSekvNeeds = "queries and values, surprisal of every token";
 

@@ -17,7 +17,9 @@ namespace {
 /// The newest of a prompt of `tokens` that all went on.
 std::int32_t tail_of(std::span<const std::int32_t> places, std::int32_t tokens) {
   std::int32_t tail = 0;
-  while (tail < static_cast<std::int32_t>(places.size()) && places[places.size() - 1 - static_cast<std::size_t>(tail)] == tokens - 1 - tail) ++tail;
+  while (tail < static_cast<std::int32_t>(places.size()) &&
+         places[places.size() - 1 - static_cast<std::size_t>(tail)] == tokens - 1 - tail)
+    ++tail;
   return tail;
 }
 
@@ -30,30 +32,38 @@ std::vector<std::int32_t> those_at(std::span<const std::int32_t> places, std::sp
 }
 
 /// That the row of the block table of the sequence at `place` names pages of `pages` for so many slots.
-void check_prompt_pages(const CacheView& view, std::size_t place, std::int64_t slots, std::int64_t page_size, std::int64_t pages) {
+void check_prompt_pages(const CacheView& view, std::size_t place, std::int64_t slots, std::int64_t page_size,
+                        std::int64_t pages) {
   const Tensor& table = view.block_table;
   const std::int64_t held = (slots + page_size - 1) / page_size;
-  KVKEEP_REQUIRE(table.size(1) >= held, "narrow: the block table names ", table.size(1), " pages a sequence; sequence ", view.sequences[place], " came in with ", slots, " tokens, allowed at least ", held);
+  KVKEEP_REQUIRE(table.size(1) >= held, "narrow: the block table names ", table.size(1), " pages a sequence; sequence ",
+                 view.sequences[place], " came in with ", slots, " tokens, allowed at least ", held);
   const std::int32_t* row = table.const_data_ptr<std::int32_t>() + static_cast<std::int64_t>(place) * table.stride(0);
   for (std::int64_t p = 0; p < held; ++p)
-    KVKEEP_REQUIRE(row[p] >= 0 && row[p] < pages, "narrow: page ", p, " of sequence ", view.sequences[place], " is ", row[p], "; allowed 0 to ", pages - 1, ", for the prompt's pages are given back at its end");
+    KVKEEP_REQUIRE(row[p] >= 0 && row[p] < pages, "narrow: page ", p, " of sequence ", view.sequences[place], " is ",
+                   row[p], "; allowed 0 to ", pages - 1, ", for the prompt's pages are given back at its end");
 }
 
 /// What moves in place must be nobody else's: prompts that share rows cannot lose different ones.
 void require_own_cache(const CacheView& view, std::size_t place, const RowTable& table) {
   for (std::size_t other = 0; other < view.places.size(); ++other)
-    KVKEEP_REQUIRE(other == place || view.places[other] != view.places[place], "narrow: places: sequences ", view.sequences[place], " and ", view.sequences[other], " are both at place ", view.places[place],
-            " of the cache; allowed a place of its own for each");
+    KVKEEP_REQUIRE(other == place || view.places[other] != view.places[place], "narrow: places: sequences ",
+                   view.sequences[place], " and ", view.sequences[other], " are both at place ", view.places[place],
+                   " of the cache; allowed a place of its own for each");
   if (view.pages == nullptr || table.page_size == 0) return;
   const Row& row = table.rows.front();
   for (std::int32_t p = 0; p * table.page_size < row.length; ++p)
-    KVKEEP_REQUIRE(view.pages->references(row.keys.pages[p]) <= 1, "narrow: block_table: page ", row.keys.pages[p], " of sequence ", view.sequences[place], " is held by ",
-            view.pages->references(row.keys.pages[p]), " sequences; allowed pages of its own while a prompt narrows");
+    KVKEEP_REQUIRE(view.pages->references(row.keys.pages[p]) <= 1, "narrow: block_table: page ", row.keys.pages[p],
+                   " of sequence ", view.sequences[place], " is held by ", view.pages->references(row.keys.pages[p]),
+                   " sequences; allowed pages of its own while a prompt narrows");
 }
 
-/// The sequence at `place` held `before` slots and holds `after`: pages past them leave its row of the block table, to be given back.
-PageMove drop_pages(const CacheView& view, std::size_t place, std::int64_t before, std::int64_t after, std::int64_t page_size) {
-  std::int32_t* row = view.block_table.data_ptr<std::int32_t>() + static_cast<std::int64_t>(place) * view.block_table.stride(0);
+/// The sequence at `place` held `before` slots and holds `after`: pages past them leave its row of the block table, to
+/// be given back.
+PageMove drop_pages(const CacheView& view, std::size_t place, std::int64_t before, std::int64_t after,
+                    std::int64_t page_size) {
+  std::int32_t* row =
+      view.block_table.data_ptr<std::int32_t>() + static_cast<std::int64_t>(place) * view.block_table.stride(0);
   const std::int64_t held = (before + page_size - 1) / page_size, needed = (after + page_size - 1) / page_size;
   PageMove move;
   move.sequence = static_cast<std::int32_t>(place);
@@ -70,8 +80,9 @@ void check_finite(SequenceId sequence, const RowGroup& group, const ModelSpec& s
     for (std::int32_t i = 0; i < queries.count; ++i)
       for (std::int32_t h = 0; h < spec.query_heads; ++h) {
         const auto* q = reinterpret_cast<const decltype(type)*>(queries.at(i, h));
-        KVKEEP_REQUIRE(std::all_of(q, q + spec.key_dim, [](auto x) { return std::isfinite(static_cast<float>(x)); }), "narrow: query of head ", h, " at position ", queries.position(i), " of sequence ", sequence, ", layer ", group.layer, ",",
-                " holds a number that is not finite; allowed finite numbers");
+        KVKEEP_REQUIRE(std::all_of(q, q + spec.key_dim, [](auto x) { return std::isfinite(static_cast<float>(x)); }),
+                       "narrow: query of head ", h, " at position ", queries.position(i), " of sequence ", sequence,
+                       ", layer ", group.layer, ",", " holds a number that is not finite; allowed finite numbers");
       }
   });
 }
@@ -97,37 +108,51 @@ Keeper::Begun Keeper::begin_prompt(Sequence& s, std::span<const std::int32_t> po
   const auto tokens = static_cast<std::int32_t>(positions.size()), layers = spec_.num_layers();
   PromptReport report{.tokens = tokens,
                       .selection_layer = -1,
-                      .relative_variance = std::vector<double>(static_cast<std::size_t>(layers), std::numeric_limits<double>::quiet_NaN()),
+                      .relative_variance = std::vector<double>(static_cast<std::size_t>(layers),
+                                                               std::numeric_limits<double>::quiet_NaN()),
                       .entered = std::vector<std::int32_t>(static_cast<std::size_t>(layers)),
                       .going_on = std::vector<std::int32_t>(positions.size())};
   std::iota(report.going_on.begin(), report.going_on.end(), 0);
-  return {.sequence = &s, .pass = policy_->begin_prompt(spec_, tokens), .present = {positions.begin(), positions.end()}, .report = std::move(report)};
+  return {.sequence = &s,
+          .pass = policy_->begin_prompt(spec_, tokens),
+          .present = {positions.begin(), positions.end()},
+          .report = std::move(report)};
 }
 
 Keeper::LayerPlan Keeper::plan_layer(Sequence& s, const Observation& o, std::size_t i, const CacheView& view) const {
   const SequenceId id = o.sequences[i];
   const auto place = static_cast<std::size_t>(std::ranges::find(view.sequences, id) - view.sequences.begin());
-  KVKEEP_REQUIRE(place < view.sequences.size(), "narrow: sequence ", id, " is not in the view; allowed a view of the step's sequences");
-  KVKEEP_REQUIRE_AS(StateError, s.next_layer == o.layer, "narrow: layer ", o.layer, " of the prompt of sequence ", id, "; layer ", s.next_layer, " comes next, allowed that");
+  KVKEEP_REQUIRE(place < view.sequences.size(), "narrow: sequence ", id,
+                 " is not in the view; allowed a view of the step's sequences");
+  KVKEEP_REQUIRE_AS(StateError, s.next_layer == o.layer, "narrow: layer ", o.layer, " of the prompt of sequence ", id,
+                    "; layer ", s.next_layer, " comes next, allowed that");
   const auto present = static_cast<std::int32_t>(s.present.size());
-  KVKEEP_REQUIRE(o.indptr[i + 1] - o.indptr[i] == present, "narrow: layer ", o.layer, " gives ", o.indptr[i + 1] - o.indptr[i], " tokens of sequence ", id, "; ", present, " went on to it, allowed these");
-  KVKEEP_REQUIRE(view.lengths.per_row() || spec_.num_layers() * spec_.kv_heads == 1, "narrow: the view has one length a sequence, and layers of a prompt end up with different ones; allowed one length a row");
+  KVKEEP_REQUIRE(o.indptr[i + 1] - o.indptr[i] == present, "narrow: layer ", o.layer, " gives ",
+                 o.indptr[i + 1] - o.indptr[i], " tokens of sequence ", id, "; ", present,
+                 " went on to it, allowed these");
+  KVKEEP_REQUIRE(view.lengths.per_row() || spec_.num_layers() * spec_.kv_heads == 1,
+                 "narrow: the view has one length a sequence, and layers of a prompt end up with different ones; "
+                 "allowed one length a row");
 
   LayerPlan plan{.sequence = &s, .id = id, .layer = o.layer, .place = place};
   for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
     const std::int32_t held = view.lengths.at(place, o.layer * spec_.kv_heads + h);
-    KVKEEP_REQUIRE_AS(StateError, held == present, "narrow: sequence ", id, " holds ", held, " slots in layer ", o.layer, ", head ", h, "; ", present, " tokens went on to it");
+    KVKEEP_REQUIRE_AS(StateError, held == present, "narrow: sequence ", id, " holds ", held, " slots in layer ",
+                      o.layer, ", head ", h, "; ", present, " tokens went on to it");
   }
   const std::int32_t due = static_cast<std::int32_t>(place);
   plan.table = make_rows(spec_, view, {&o.layer, 1}, {&due, 1});
-  if (plan.table.page_size > 0) check_prompt_pages(view, place, s.report->tokens, plan.table.page_size, std::get<PagedKv>(view.layers[static_cast<std::size_t>(o.layer)]).keys.size(0));
+  if (plan.table.page_size > 0)
+    check_prompt_pages(view, place, s.report->tokens, plan.table.page_size,
+                       std::get<PagedKv>(view.layers[static_cast<std::size_t>(o.layer)]).keys.size(0));
   const std::int32_t wanted = plan.queries = s.pass->wants(o.layer, present);
   if (wanted == 0) return plan;
   require_own_cache(view, place, plan.table);
   for (Row& row : plan.table.rows) s.columns->describe(row_of(row.layer, row.head), row);
   RowGroup& group = plan.table.groups.front();
   const auto bytes = static_cast<std::int64_t>(o.queries.element_size());
-  group.queries = {.data = static_cast<const std::byte*>(o.queries.const_data_ptr()) + (o.indptr[i + 1] - wanted) * o.queries.stride(0) * bytes,
+  group.queries = {.data = static_cast<const std::byte*>(o.queries.const_data_ptr()) +
+                           (o.indptr[i + 1] - wanted) * o.queries.stride(0) * bytes,
                    .dtype = o.queries.scalar_type(),
                    .token_stride = o.queries.stride(0) * bytes,
                    .head_stride = o.queries.stride(1) * bytes,
@@ -155,15 +180,21 @@ LayerReport Keeper::narrow(const Observation& o, const CacheView& view) {
     }
     plans.push_back(plan_layer(s, o, i, view));
   }
-  // Passes remember what they have seen: none is asked before everything that could be refused was looked at, in every prompt.
+  // Passes remember what they have seen: none is asked before everything that could be refused was looked at, in every
+  // prompt.
   for (LayerPlan& plan : plans)
     if (plan.queries > 0)
-      plan.decision = plan.sequence->pass->decide({.spec = spec_, .table = plan.table, .basis = o.basis, .moment = Moment::prefill_layer, .output_projections = provided_.output_projections});
+      plan.decision = plan.sequence->pass->decide({.spec = spec_,
+                                                   .table = plan.table,
+                                                   .basis = o.basis,
+                                                   .moment = Moment::prefill_layer,
+                                                   .output_projections = provided_.output_projections});
   for (LayerPlan& plan : plans) {
     Sequence& s = *plan.sequence;
     Narrowing narrowing{.sequence = plan.id};
     s.report->entered[static_cast<std::size_t>(plan.layer)] = static_cast<std::int32_t>(s.present.size());
-    if (plan.decision.relative_variance) s.report->relative_variance[static_cast<std::size_t>(plan.layer)] = *plan.decision.relative_variance;
+    if (plan.decision.relative_variance)
+      s.report->relative_variance[static_cast<std::size_t>(plan.layer)] = *plan.decision.relative_variance;
     if (plan.decision.reason == Reason::select_layer) s.report->selection_layer = plan.layer;
     s.next_layer = plan.layer + 1;
     ++version_;
@@ -183,7 +214,8 @@ LayerReport Keeper::narrow(const Observation& o, const CacheView& view) {
       }
       const std::int32_t page_size = plan.table.page_size;
       // Said where no page came free too: whoever shares pages must know how short the shortest row is.
-      if (page_size > 0 && shortest < s.report->tokens) report.pages.push_back(drop_pages(view, plan.place, s.report->tokens, longest, page_size));
+      if (page_size > 0 && shortest < s.report->tokens)
+        report.pages.push_back(drop_pages(view, plan.place, s.report->tokens, longest, page_size));
     }
   }
   for (const PageMove& move : report.pages) totals_.pages_freed += static_cast<std::int64_t>(move.freed.size());
@@ -208,7 +240,8 @@ void Keeper::cut_layer(const LayerPlan& plan, const CacheView& view, Narrowing& 
 void Keeper::let_go_on(const LayerPlan& plan, const CacheView& view, Narrowing& report) {
   Sequence& s = *plan.sequence;
   const TokenSet& narrow = *plan.decision.narrow;
-  const std::span<const std::int32_t> places{narrow.tokens.const_data_ptr<std::int32_t>(), static_cast<std::size_t>(narrow.tokens.numel())};
+  const std::span<const std::int32_t> places{narrow.tokens.const_data_ptr<std::int32_t>(),
+                                             static_cast<std::size_t>(narrow.tokens.numel())};
   report.tokens = std::vector<std::int32_t>(places.begin(), places.end());
   report.afresh = narrow.afresh;
   s.report->going_on = those_at(places, s.report->going_on);

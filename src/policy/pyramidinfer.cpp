@@ -9,7 +9,8 @@ namespace {
 
 class PyramidInferPass final : public PromptPass {
  public:
-  PyramidInferPass(const ShrinkingContextOptions& options, std::int32_t layers, std::int32_t tokens) : context_(options, layers, tokens) {}
+  PyramidInferPass(const ShrinkingContextOptions& options, std::int32_t layers, std::int32_t tokens)
+      : context_(options, layers, tokens) {}
 
   [[nodiscard]] std::int32_t wants(std::int32_t layer, std::int32_t present) const override {
     return context_.going_on(layer, present) < present - context_.observers() ? context_.observers() : 0;
@@ -17,7 +18,8 @@ class PyramidInferPass final : public PromptPass {
 
   [[nodiscard]] Decision decide(const Evidence& evidence) override {
     const Row& row = evidence.table.rows.front();
-    KVKEEP_REQUIRE_AS(StateError, wants(row.layer, row.length) > 0, "prompt pass: layer ", row.layer, " with ", row.length, " tokens is not asked; allowed layers that wants() names");
+    KVKEEP_REQUIRE_AS(StateError, wants(row.layer, row.length) > 0, "prompt pass: layer ", row.layer, " with ",
+                      row.length, " tokens is not asked; allowed layers that wants() names");
     Decision decision;
     decision.reason = Reason::over_budget;
     decision.narrow = tokens_of(context_.tokens(evidence));
@@ -30,7 +32,8 @@ class PyramidInferPass final : public PromptPass {
 
 }  // namespace
 
-PyramidInfer::PyramidInfer(ShrinkingContextOptions options, std::unique_ptr<KVPolicy> decoding, std::string json) : Prefill("pyramidinfer", std::move(decoding), std::move(json)), options_(options) {
+PyramidInfer::PyramidInfer(ShrinkingContextOptions options, std::unique_ptr<KVPolicy> decoding, std::string json)
+    : Prefill("pyramidinfer", std::move(decoding), std::move(json)), options_(options) {
   static_cast<void>(ShrinkingContext(options_, 1, 1));  // says what is wrong with the options
 }
 

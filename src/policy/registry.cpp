@@ -6,30 +6,30 @@
 #include <functional>
 #include <utility>
 
-#include "kvkeep/core/problems.h"
 #include "fields.h"
-#include "memory_registry.h"
-#include "prefill_registry.h"
-#include "read_file.h"
-#include "untrusted_json.h"
 #include "kvkeep/allot/adaptive_heads.h"
 #include "kvkeep/allot/chunks.h"
 #include "kvkeep/allot/critical.h"
 #include "kvkeep/allot/mass_segmented.h"
 #include "kvkeep/allot/pyramid.h"
+#include "kvkeep/core/problems.h"
 #include "kvkeep/policy/evict.h"
 #include "kvkeep/policy/full.h"
+#include "kvkeep/score/expected.h"
+#include "kvkeep/score/h2o.h"
 #include "kvkeep/score/keydiff.h"
 #include "kvkeep/score/knorm.h"
 #include "kvkeep/score/random.h"
-#include "kvkeep/score/h2o.h"
-#include "kvkeep/score/expected.h"
 #include "kvkeep/score/recency.h"
+#include "kvkeep/score/rkv.h"
 #include "kvkeep/score/rpc.h"
 #include "kvkeep/score/snapkv.h"
-#include "kvkeep/score/rkv.h"
 #include "kvkeep/score/tova.h"
 #include "kvkeep/score/triattention.h"
+#include "memory_registry.h"
+#include "prefill_registry.h"
+#include "read_file.h"
+#include "untrusted_json.h"
 
 namespace kvkeep {
 
@@ -42,8 +42,9 @@ namespace {
 
 using nlohmann::json;
 
-/// What AMS does over a scorer unless told otherwise. Measured (docs/ams.md), not published: a scorer that ranks a whole row well keeps half of the budget for
-/// that; one that does not gains most where all of it is spread over segments.
+/// What AMS does over a scorer unless told otherwise. Measured (docs/ams.md), not published: a scorer that ranks a
+/// whole row well keeps half of the budget for that; one that does not gains most where all of it is spread over
+/// segments.
 struct AmsDefaults {
   SuffixFill suffix_fill = SuffixFill::exclude;
   double coverage = 0.5;
@@ -59,7 +60,8 @@ struct ScorerEntry {
   const char* what;
   const char* source;
   std::function<std::unique_ptr<Scorer>(Fields&)> make;
-  std::function<void(const Fields&, Retention&)> defaults = {};  ///< other defaults of the options that every policy has
+  std::function<void(const Fields&, Retention&)> defaults =
+      {};  ///< other defaults of the options that every policy has
   AmsDefaults ams = {};
 };
 
@@ -76,97 +78,142 @@ void rpc_defaults(const Fields& f, Retention& r) {
 
 const std::vector<ScorerEntry>& scorers() {
   static const std::vector<ScorerEntry> all = {
-      {"streaming", nullptr, false, "the oldest `sink` slots and the newest", "Xiao et al., Efficient Streaming Language Models with Attention Sinks",
+      {"streaming", nullptr, false, "the oldest `sink` slots and the newest",
+       "Xiao et al., Efficient Streaming Language Models with Attention Sinks",
        [](Fields&) { return std::make_unique<Recency>(); }},
       {"tova", "tova", true, "attention of the newest query", "Oren et al., Transformers are Multi-State RNNs (TOVA)",
        [](Fields& f) {
          TovaOptions o;
          if (f.uneven_heads) o.heads = TovaOptions::Heads::group;
-         f.choice("heads", o.heads, {{"all", TovaOptions::Heads::all}, {"group", TovaOptions::Heads::group}}, "query heads that are averaged: of the layer, or of the KV head");
-         if (f.uneven_heads && o.heads == TovaOptions::Heads::all) f.bad("heads", "all", "group: heads that differ in length cannot be averaged slot by slot");
+         f.choice("heads", o.heads, {{"all", TovaOptions::Heads::all}, {"group", TovaOptions::Heads::group}},
+                  "query heads that are averaged: of the layer, or of the KV head");
+         if (f.uneven_heads && o.heads == TovaOptions::Heads::all)
+           f.bad("heads", "all", "group: heads that differ in length cannot be averaged slot by slot");
          return std::make_unique<Tova>(o);
        }},
-      {"keydiff", "keydiff", false, "keys that point away from the mean direction", "Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction",
+      {"keydiff", "keydiff", false, "keys that point away from the mean direction",
+       "Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction",
        [](Fields&) { return std::make_unique<KeyDiff>(); }},
-      {"knorm", "knorm", false, "keys of small norm", "Devoto et al., A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
+      {"knorm",
+       "knorm",
+       false,
+       "keys of small norm",
+       "Devoto et al., A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
        [](Fields&) { return std::make_unique<Knorm>(); },
-       {}, kAsPublished},
-      {"rkv", "rkv", false, "what the newest queries attend to, less what repeats other keys", "Cai et al., R-KV: Redundancy-aware KV Cache Compression for Reasoning Models",
+       {},
+       kAsPublished},
+      {"rkv", "rkv", false, "what the newest queries attend to, less what repeats other keys",
+       "Cai et al., R-KV: Redundancy-aware KV Cache Compression for Reasoning Models",
        [](Fields& f) {
          RkvOptions o;
-         f.integer("window", o.window, 1, kMostQueries, "newest queries whose attention counts; their slots stay", {"window_size"});
+         f.integer("window", o.window, 1, kMostQueries, "newest queries whose attention counts; their slots stay",
+                   {"window_size"});
          f.integer("pool", o.pool, 1, 4095, "slots the largest attention is taken over, odd; 1: none", {"kernel_size"});
          if (o.pool % 2 == 0) f.bad("pool", o.pool, "an odd number");
          f.real("lambda", o.lambda, 0, false, 1, false, "weight of attention against redundancy", {"mix_lambda"});
          f.real("similarity", o.similarity, 0, false, 1, false, "cosine above which two keys resemble each other");
          f.choice("group", o.group, {{"max_logit", GroupReduce::max_logit}, {"mean_prob", GroupReduce::mean_prob}},
                   "query heads of a KV head: the largest logit, then one softmax; or the mean of their softmaxes");
-         f.choice("redundancy", o.redundancy, {{"all", RkvOptions::Redundancy::all}, {"history", RkvOptions::Redundancy::history}},
+         f.choice("redundancy", o.redundancy,
+                  {{"all", RkvOptions::Redundancy::all}, {"history", RkvOptions::Redundancy::history}},
                   "among all slots, or among those older than the window");
-         f.choice("no_similar", o.no_similar, {{"nothing", RkvOptions::NoSimilar::nothing}, {"first", RkvOptions::NoSimilar::first}},
+         f.choice("no_similar", o.no_similar,
+                  {{"nothing", RkvOptions::NoSimilar::nothing}, {"first", RkvOptions::NoSimilar::first}},
                   "a key that resembles no other spares none, or slot 0 (a side effect of the published code)");
          return std::make_unique<Rkv>(o);
        }},
       {"random", "random", false, "random slots: the baseline", "none",
        [](Fields& f) {
          RandomOptions o;
-         f.integer("seed", o.seed, 0, INT64_MAX, "a slot's draw follows from the seed, its layer, head and logical position");
+         f.integer("seed", o.seed, 0, INT64_MAX,
+                   "a slot's draw follows from the seed, its layer, head and logical position");
          return std::make_unique<RandomScorer>(o);
        }},
-      {"triattention", "triattention", false, "what queries to come will attend to, by where each head's queries lie before RoPE", "TriAttention (WeianMao/triattention)",
+      {"triattention",
+       "triattention",
+       false,
+       "what queries to come will attend to, by where each head's queries lie before RoPE",
+       "TriAttention (WeianMao/triattention)",
        [](Fields& f) -> std::unique_ptr<Scorer> {
          TriAttentionOptions o;
-         const std::filesystem::path file = f.file("calibration", "query statistics of the model, as kvkeep calibrate or the published tool writes them");
-         f.choice("aggregate", o.aggregate, {{"mean", TriAttentionOptions::Aggregate::mean}, {"max", TriAttentionOptions::Aggregate::max}}, "over the future offsets");
+         const std::filesystem::path file = f.file(
+             "calibration", "query statistics of the model, as kvkeep calibrate or the published tool writes them");
+         f.choice("aggregate", o.aggregate,
+                  {{"mean", TriAttentionOptions::Aggregate::mean}, {"max", TriAttentionOptions::Aggregate::max}},
+                  "over the future offsets");
          f.flag("normalize", o.normalize, "z-score of each query head before the group is taken together");
-         f.choice("group", o.group, {{"max", TriAttentionOptions::Group::max}, {"mean", TriAttentionOptions::Group::mean}}, "over the query heads of the KV head");
+         f.choice("group", o.group,
+                  {{"max", TriAttentionOptions::Group::max}, {"mean", TriAttentionOptions::Group::mean}},
+                  "over the query heads of the KV head");
          f.integer("offset_max", o.offset_max, 1, 1 << 30, "future offsets are 1, 2, 4, ... up to this");
-         f.choice("std", o.deviation, {{"population", TriAttentionOptions::Deviation::population}, {"sample", TriAttentionOptions::Deviation::sample}},
-                  "deviation of the z-score: over the slots that are not protected (floor 1e-6), or with n - 1 over all slots");
+         f.choice("std", o.deviation,
+                  {{"population", TriAttentionOptions::Deviation::population},
+                   {"sample", TriAttentionOptions::Deviation::sample}},
+                  "deviation of the z-score: over the slots that are not protected (floor 1e-6), or with n - 1 over "
+                  "all slots");
          return std::make_unique<TriAttention>(f.listing() ? Calibration() : load_calibration(file), o);
        },
-       {}, kSpreadAll},
-      {"snapkv", "snapkv", true, "attention of the newest `window` queries, pooled over neighbours", "Li et al., SnapKV: LLM Knows What You are Looking for Before Generation",
+       {},
+       kSpreadAll},
+      {"snapkv",
+       "snapkv",
+       true,
+       "attention of the newest `window` queries, pooled over neighbours",
+       "Li et al., SnapKV: LLM Knows What You are Looking for Before Generation",
        [](Fields& f) {
          SnapKVOptions o;
          f.integer("window", o.window, 1, kMostQueries, "newest queries that are asked; their slots always stay");
          describe_pool(f, o.pool, "slots pooled over, odd; 1: none");
          f.choice("style", o.style, {{"snapkv", SnapKVOptions::Style::snapkv}, {"rkv", SnapKVOptions::Style::rkv}},
-                  "softmax over all slots, mean over the group, average pool; or largest logit of the group, softmax over the history alone, max pool");
+                  "softmax over all slots, mean over the group, average pool; or largest logit of the group, softmax "
+                  "over the history alone, max pool");
          return std::make_unique<SnapKV>(o);
        },
-       {}, kSpreadAll},
-      {"rpc", "rpc", true, "attention of the newest `window` queries to what came before them, in sum", "Song et al., Reasoning Path Compression",
+       {},
+       kSpreadAll},
+      {"rpc", "rpc", true, "attention of the newest `window` queries to what came before them, in sum",
+       "Song et al., Reasoning Path Compression",
        [](Fields& f) {
          RpcOptions o;
          f.integer("window", o.window, 1, kMostQueries, "newest queries that are asked; their slots always stay");
          describe_pool(f, o.pool, "slots pooled over, odd; 1: none");
          f.choice("style", o.style, {{"fixed", RpcOptions::Style::fixed}, {"official", RpcOptions::Style::official}},
-                  "every window query over the whole history; or as published: the newest query counted twice, the protected prompt outside the softmax, a budget that grows");
+                  "every window query over the whole history; or as published: the newest query counted twice, the "
+                  "protected prompt outside the softmax, a budget that grows");
          if (o.style == RpcOptions::Style::official) o.heads = RpcOptions::Heads::all;
-         f.choice("heads", o.heads, {{"group", RpcOptions::Heads::group}, {"all", RpcOptions::Heads::all}}, "query heads that are averaged: of the layer, or of the KV head");
-         if (f.uneven_heads && o.heads == RpcOptions::Heads::all) f.bad("heads", "all", "group: heads that differ in length cannot be averaged slot by slot");
+         f.choice("heads", o.heads, {{"group", RpcOptions::Heads::group}, {"all", RpcOptions::Heads::all}},
+                  "query heads that are averaged: of the layer, or of the KV head");
+         if (f.uneven_heads && o.heads == RpcOptions::Heads::all)
+           f.bad("heads", "all", "group: heads that differ in length cannot be averaged slot by slot");
          return std::make_unique<Rpc>(o);
        },
        rpc_defaults, kSpreadAll},
-      {"h2o", "h2o", true, "attention of every query so far, in sum", "Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
+      {"h2o", "h2o", true, "attention of every query so far, in sum",
+       "Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
        [](Fields& f) {
          H2OOptions o;
-         f.integer("window", o.window, 1, kMostQueries, "newest queries that an event can add to the sum; those further back are not counted");
+         f.integer("window", o.window, 1, kMostQueries,
+                   "newest queries that an event can add to the sum; those further back are not counted");
          return std::make_unique<H2O>(o);
        }},
-      {"expected", "expected", true, "attention that coming queries will pay, by mean and covariance of those seen", "Devoto et al., Expected Attention",
+      {"expected", "expected", true, "attention that coming queries will pay, by mean and covariance of those seen",
+       "Devoto et al., Expected Attention",
        [](Fields& f) {
          ExpectedOptions o;
          f.integer("n_future", o.future, 1, 1 << 20, "coming positions whose rotations are averaged");
-         f.integer("sink", o.sink, 0, INT32_MAX, "queries at positions below it are left out of the statistics, the oldest slots below it of the softmax");
+         f.integer(
+             "sink", o.sink, 0, INT32_MAX,
+             "queries at positions below it are left out of the statistics, the oldest slots below it of the softmax");
          f.flag("covariance", o.covariance, "use the covariance of the queries beside their mean");
          if (f.values_weighed) o.value_norm = false;  // the allocator does it, behind W_o
          f.flag("value_norm", o.value_norm, "weigh by the length of the value");
          if (f.values_weighed && o.value_norm) f.bad("value_norm", true, "false: the allocator weighs values itself");
-         f.real("epsilon", o.epsilon, 0, false, 1, false, "added to the expected attention before it is weighed by the value (value_norm)");
-         f.integer("queries", o.queries, 1, 1 << 20, "newest queries whose mean and covariance are taken (statistics window)");
-         f.choice("statistics", o.statistics, {{"window", ExpectedOptions::Statistics::window}, {"stream", ExpectedOptions::Statistics::stream}},
+         f.real("epsilon", o.epsilon, 0, false, 1, false,
+                "added to the expected attention before it is weighed by the value (value_norm)");
+         f.integer("queries", o.queries, 1, 1 << 20,
+                   "newest queries whose mean and covariance are taken (statistics window)");
+         f.choice("statistics", o.statistics,
+                  {{"window", ExpectedOptions::Statistics::window}, {"stream", ExpectedOptions::Statistics::stream}},
                   "mean and covariance of the newest `queries`, or of every query since the sequence began");
          return std::make_unique<Expected>(o);
        }},
@@ -180,10 +227,16 @@ void describe_budget(Fields& f, Budget& b) {
   std::int32_t slots = 0;
   double ratio = -1;
   std::int64_t bytes = 0;
-  const bool given = f.integer("budget", slots, 1, INT32_MAX, "slots every (layer, sequence, KV head) keeps at an event, at least sink + 1",
-                               {"kv_budget", "target_size", "max_cache_size", "max_capacity_prompt"}, "one of budget, ratio, bytes");
-  const bool by_ratio = f.real("ratio", ratio, 0, false, 1, true, "instead of `budget`: share of the tokens seen that is dropped, rounded so that fewer stay", {"compression_ratio"}, "-");
-  const bool by_bytes = f.integer("bytes", bytes, 1, INT64_MAX, "instead of `budget`: K and V bytes a sequence may hold over all layers and heads", {}, "-");
+  const bool given = f.integer(
+      "budget", slots, 1, INT32_MAX, "slots every (layer, sequence, KV head) keeps at an event, at least sink + 1",
+      {"kv_budget", "target_size", "max_cache_size", "max_capacity_prompt"}, "one of budget, ratio, bytes");
+  const bool by_ratio =
+      f.real("ratio", ratio, 0, false, 1, true,
+             "instead of `budget`: share of the tokens seen that is dropped, rounded so that fewer stay",
+             {"compression_ratio"}, "-");
+  const bool by_bytes =
+      f.integer("bytes", bytes, 1, INT64_MAX,
+                "instead of `budget`: K and V bytes a sequence may hold over all layers and heads", {}, "-");
   f.exactly_one({{"budget", given}, {"ratio", by_ratio}, {"bytes", by_bytes}});
   b.unit = by_ratio ? Budget::Unit::ratio : by_bytes ? Budget::Unit::bytes : Budget::Unit::slots;
   b.slots = slots;
@@ -193,22 +246,38 @@ void describe_budget(Fields& f, Budget& b) {
 
 void describe_common(Fields& f, Retention& r) {
   describe_budget(f, r.trigger.budget);
-  f.integer("interval", r.trigger.interval, 1, INT32_MAX, "new slots between events: one is due at budget + interval slots",
+  f.integer("interval", r.trigger.interval, 1, INT32_MAX,
+            "new slots between events: one is due at budget + interval slots",
             {"compression_interval", "divide_length", "prune_interval"});
   f.choice("trigger", r.trigger.kind, {{"slack", Trigger::Kind::slack}, {"counter", Trigger::Kind::counter}},
-           "an event at budget + interval slots, or every `interval` decoded tokens if there are more slots than the budget");
-  f.choice("prefill", r.trigger.prefill, {{"keep", Trigger::Prefill::keep}, {"cut", Trigger::Prefill::cut}, {"only", Trigger::Prefill::only}},
-           "when the prompt ends: leave it to the first event of decoding, cut it to the budget, or cut it and never cut again");
-  f.integer("growth", r.trigger.budget.growth, 0, INT32_MAX, "slots that the budget grows by at every further `interval` of decoded tokens");
+           "an event at budget + interval slots, or every `interval` decoded tokens if there are more slots than the "
+           "budget");
+  f.choice("prefill", r.trigger.prefill,
+           {{"keep", Trigger::Prefill::keep}, {"cut", Trigger::Prefill::cut}, {"only", Trigger::Prefill::only}},
+           "when the prompt ends: leave it to the first event of decoding, cut it to the budget, or cut it and never "
+           "cut again");
+  f.integer("growth", r.trigger.budget.growth, 0, INT32_MAX,
+            "slots that the budget grows by at every further `interval` of decoded tokens");
   f.integer("sink", r.sink, 0, INT32_MAX, "oldest slots that always stay", {"n_sink", "start_size", "sink_tokens"});
-  f.integer("recent", r.recent, 0, INT32_MAX, "newest slots that always stay; they shrink first when the budget is small", {"n_last", "recent_size"});
-  f.flag("protect_prompt", r.protect_prompt, "the prompt always stays, inside the budget; a prompt that does not fit raises the budget to prompt + recent");
+  f.integer("recent", r.recent, 0, INT32_MAX,
+            "newest slots that always stay; they shrink first when the budget is small", {"n_last", "recent_size"});
+  f.flag("protect_prompt", r.protect_prompt,
+         "the prompt always stays, inside the budget; a prompt that does not fit raises the budget to prompt + recent");
   std::int32_t counts = r.trigger.budget.decoded_only ? 1 : 0;
-  f.choice("budget_counts", counts, {{"all", 0}, {"decoded", 1}}, "what the budget counts: every slot, or those behind the prompt, which then stays on top of it (needs protect_prompt)");
+  f.choice("budget_counts", counts, {{"all", 0}, {"decoded", 1}},
+           "what the budget counts: every slot, or those behind the prompt, which then stays on top of it (needs "
+           "protect_prompt)");
   r.trigger.budget.decoded_only = counts == 1;
-  f.choice("variant", r.variant, {{"strict", Variant::strict}, {"official", Variant::official}}, "our corrected form, or the published code slot for slot");
-  f.choice("share", r.share, {{"per_layer_per_head", Sharing::per_layer_per_head}, {"per_layer_perhead", Sharing::per_layer_per_head}, {"per_head", Sharing::per_head}, {"union", Sharing::all}},
-           "who shares one selection: nobody, the layers of a KV head (mean of scores), or all layers and heads (maximum)", {"eviction_mode"});
+  f.choice("variant", r.variant, {{"strict", Variant::strict}, {"official", Variant::official}},
+           "our corrected form, or the published code slot for slot");
+  f.choice(
+      "share", r.share,
+      {{"per_layer_per_head", Sharing::per_layer_per_head},
+       {"per_layer_perhead", Sharing::per_layer_per_head},
+       {"per_head", Sharing::per_head},
+       {"union", Sharing::all}},
+      "who shares one selection: nobody, the layers of a KV head (mean of scores), or all layers and heads (maximum)",
+      {"eviction_mode"});
 }
 
 MassSegmentedOptions preset_options(Preset preset) {
@@ -225,8 +294,11 @@ MassSegmentedOptions preset_options(Preset preset) {
 }
 
 void describe_segments(Fields& f, MassSegmentedOptions& o) {
-  const std::string current = o.segments == Segmentation::mass ? "mass" : o.segments == Segmentation::none ? "none" : "fixed:" + std::to_string(o.fixed);
-  const std::string word = f.word("segments", current, "mass, fixed:<slots>, none", "how a row is cut: by mass, every so many slots, or not (top-k)");
+  const std::string current = o.segments == Segmentation::mass   ? "mass"
+                              : o.segments == Segmentation::none ? "none"
+                                                                 : "fixed:" + std::to_string(o.fixed);
+  const std::string word = f.word("segments", current, "mass, fixed:<slots>, none",
+                                  "how a row is cut: by mass, every so many slots, or not (top-k)");
   constexpr std::string_view kFixed = "fixed:";
   if (word == "mass") {
     o.segments = Segmentation::mass;
@@ -246,41 +318,57 @@ void describe_mass_segmented(Fields& f, MassSegmentedOptions& o) {
   f.integer("window", o.window, 1, kMostQueries, "newest queries whose attention makes the mass");
   f.real("segment_mass", o.segment_mass, 0, true, 1, false, "mass a segment aims at");
   f.integer("min_segment", o.min_segment, 1, INT32_MAX, "slots; shorter segments merge");
-  f.integer("max_segment", o.max_segment, 1, INT32_MAX, "slots; longer segments are cut (strict: at least 2 * min_segment)");
+  f.integer("max_segment", o.max_segment, 1, INT32_MAX,
+            "slots; longer segments are cut (strict: at least 2 * min_segment)");
   f.integer("min_quota", o.min_quota, 0, INT32_MAX, "slots every segment may keep, as far as the budget goes");
   f.flag("credit", o.credit, "mix in what slots drew at earlier events");
   f.real("credit_decay", o.credit_decay, 0, false, 1, true, "weight of the old credit at each event (lambda)");
   f.real("credit_mix", o.credit_mix, 0, false, 1, false, "weight of this event's mass against the credit (beta)");
   f.integer("pool", o.pool, 0, 4095, "slots averaged over, odd; 0 or 1: none");
   f.choice("suffix_fill", o.suffix_fill,
-           {{"max_head", SuffixFill::max_head}, {"max_global", SuffixFill::max_global}, {"causal_mean", SuffixFill::causal_mean}, {"exclude", SuffixFill::exclude}},
+           {{"max_head", SuffixFill::max_head},
+            {"max_global", SuffixFill::max_global},
+            {"causal_mean", SuffixFill::causal_mean},
+            {"exclude", SuffixFill::exclude}},
            "mass of the slots that part of the window cannot see (variant official: max_global)");
   describe_segments(f, o);
   f.choice("quotas", o.quotas,
-           {{"mass", QuotaWeight::mass}, {"equal", QuotaWeight::equal}, {"length", QuotaWeight::length}, {"raw_mass", QuotaWeight::raw_mass}},
+           {{"mass", QuotaWeight::mass},
+            {"equal", QuotaWeight::equal},
+            {"length", QuotaWeight::length},
+            {"raw_mass", QuotaWeight::raw_mass}},
            "what a segment's quota is proportional to");
   f.real_or("coverage", o.coverage, 0, false, 1, false, "auto", o.coverage_auto,
-            "share of the budget above the protected slots that goes through segments; 0 is top-k; auto: only what every segment's `min_quota` takes");
+            "share of the budget above the protected slots that goes through segments; 0 is top-k; auto: only what "
+            "every segment's `min_quota` takes");
 }
 
 void check(const std::string& policy, const Retention& r) {
   const Budget& b = r.trigger.budget;
   if (b.unit == Budget::Unit::slots)
-    KVKEEP_REQUIRE(std::int64_t{r.sink} + 1 <= b.slots, "policy: budget of ", policy, " is ", b.slots, "; allowed at least sink + 1 = ", std::int64_t{r.sink} + 1);
-  KVKEEP_REQUIRE(!b.decoded_only || r.protect_prompt, "policy: budget_counts of ", policy, " is \"decoded\" without protect_prompt; allowed with protect_prompt, or \"all\"");
-  KVKEEP_REQUIRE(std::int64_t{b.slots} + r.trigger.interval <= INT32_MAX, "policy: budget + interval of ", policy, " is above ", INT32_MAX);
+    KVKEEP_REQUIRE(std::int64_t{r.sink} + 1 <= b.slots, "policy: budget of ", policy, " is ", b.slots,
+                   "; allowed at least sink + 1 = ", std::int64_t{r.sink} + 1);
+  KVKEEP_REQUIRE(!b.decoded_only || r.protect_prompt, "policy: budget_counts of ", policy,
+                 " is \"decoded\" without protect_prompt; allowed with protect_prompt, or \"all\"");
+  KVKEEP_REQUIRE(std::int64_t{b.slots} + r.trigger.interval <= INT32_MAX, "policy: budget + interval of ", policy,
+                 " is above ", INT32_MAX);
 }
 
 void check(const MassSegmentedOptions& o, const Retention& r) {
-  KVKEEP_REQUIRE(r.share == Sharing::per_layer_per_head, "policy: share is not per_layer_per_head with allocator ams; allowed per_layer_per_head (rows of one selection would need one quota too)");
-  KVKEEP_REQUIRE(o.pool <= 1 || o.pool % 2 == 1, "policy: allocator.pool is ", o.pool, "; allowed an odd number, or 0 for none");
+  KVKEEP_REQUIRE(r.share == Sharing::per_layer_per_head,
+                 "policy: share is not per_layer_per_head with allocator ams; allowed per_layer_per_head (rows of one "
+                 "selection would need one quota too)");
+  KVKEEP_REQUIRE(o.pool <= 1 || o.pool % 2 == 1, "policy: allocator.pool is ", o.pool,
+                 "; allowed an odd number, or 0 for none");
   if (r.variant == Variant::official) {
-    KVKEEP_REQUIRE(o.max_segment >= o.min_segment, "policy: allocator.max_segment is ", o.max_segment, "; allowed at least min_segment = ", o.min_segment);
-    KVKEEP_REQUIRE(!o.coverage_auto && o.coverage == 1.0, "policy: allocator.coverage is ", o.coverage_auto ? std::string("auto") : text(o.coverage),
-            " with variant official; allowed 1 (the published code has no such share)");
+    KVKEEP_REQUIRE(o.max_segment >= o.min_segment, "policy: allocator.max_segment is ", o.max_segment,
+                   "; allowed at least min_segment = ", o.min_segment);
+    KVKEEP_REQUIRE(!o.coverage_auto && o.coverage == 1.0, "policy: allocator.coverage is ",
+                   o.coverage_auto ? std::string("auto") : text(o.coverage),
+                   " with variant official; allowed 1 (the published code has no such share)");
   } else {
     KVKEEP_REQUIRE(o.max_segment >= 2 * std::int64_t{o.min_segment}, "policy: allocator.max_segment is ", o.max_segment,
-            "; allowed at least 2 * min_segment = ", 2 * std::int64_t{o.min_segment}, " (variant strict)");
+                   "; allowed at least 2 * min_segment = ", 2 * std::int64_t{o.min_segment}, " (variant strict)");
   }
 }
 
@@ -292,22 +380,25 @@ struct EvictParts {
   AmsDefaults ams;
 };
 
-/// What allocators of our own form ask of the rest of a policy. `alike`: rows that share one selection could not be told apart.
+/// What allocators of our own form ask of the rest of a policy. `alike`: rows that share one selection could not be
+/// told apart.
 void check_own_form(const char* allocator, const Retention& r, bool alike) {
-  KVKEEP_REQUIRE(r.variant == Variant::strict, "policy: variant is official with allocator ", allocator, "; allowed strict (docs/allocators.md says how that differs from what is published)");
-  KVKEEP_REQUIRE(alike || r.share == Sharing::per_layer_per_head, "policy: share is not per_layer_per_head with allocator ", allocator,
-          "; allowed per_layer_per_head (its rows keep different slots)");
+  KVKEEP_REQUIRE(r.variant == Variant::strict, "policy: variant is official with allocator ", allocator,
+                 "; allowed strict (docs/allocators.md says how that differs from what is published)");
+  KVKEEP_REQUIRE(alike || r.share == Sharing::per_layer_per_head,
+                 "policy: share is not per_layer_per_head with allocator ", allocator,
+                 "; allowed per_layer_per_head (its rows keep different slots)");
 }
 
 /// An allocator by the name it has in policies ("ams-tova" is allocator "ams" over scorer "tova").
 struct AllocatorEntry {
-  const char* name;            ///< null: plain top-k, whose policies are named by their scorer
-  const char* scorer;          ///< scorer behind the bare name ("adakv"); null: the bare name is no policy
-  bool probability;            ///< takes scores that are shares of attention only
+  const char* name;    ///< null: plain top-k, whose policies are named by their scorer
+  const char* scorer;  ///< scorer behind the bare name ("adakv"); null: the bare name is no policy
+  bool probability;    ///< takes scores that are shares of attention only
   const char* what;
   const char* source;
-  /// Reads the options (top level, then those of the scorer with `make_scorer`, then `enter("allocator")`) and makes the allocator. Sets what scorers must know of
-  /// it in Fields before it makes the scorer.
+  /// Reads the options (top level, then those of the scorer with `make_scorer`, then `enter("allocator")`) and makes
+  /// the allocator. Sets what scorers must know of it in Fields before it makes the scorer.
   std::function<void(Fields&, EvictParts&, const std::function<void()>& make_scorer)> make;
 };
 
@@ -318,15 +409,19 @@ const std::vector<AllocatorEntry>& allocators() {
          make_scorer();
          f.enter("allocator");
          f.leave();
-         if (!parts.scorer->needs().keys) parts.retention.variant = Variant::strict;  // by age alone there is one reading: sinks, then the newest
+         if (!parts.scorer->needs().keys)
+           parts.retention.variant = Variant::strict;  // by age alone there is one reading: sinks, then the newest
          parts.allocator = std::make_unique<Flat>();
        }},
-      {"ams", nullptr, false, "budget spread over segments of equal attention mass, inside them", "Adaptive Mass-Segmented KV compression (AMS)",
+      {"ams", nullptr, false, "budget spread over segments of equal attention mass, inside them",
+       "Adaptive Mass-Segmented KV compression (AMS)",
        [](Fields& f, EvictParts& parts, const std::function<void()>& make_scorer) {
          const bool official = parts.retention.variant == Variant::official;
          Preset preset = official ? Preset::registry : Preset::kvkeep;
-         f.choice("preset", preset, {{"kvkeep", Preset::kvkeep}, {"registry", Preset::registry}, {"paper", Preset::paper}},
-                  "defaults of `allocator`: ours (registry, with suffix_fill and coverage as measured for the scorer), of the released scripts, or of the paper's Table 15 (window 128, "
+         f.choice("preset", preset,
+                  {{"kvkeep", Preset::kvkeep}, {"registry", Preset::registry}, {"paper", Preset::paper}},
+                  "defaults of `allocator`: ours (registry, with suffix_fill and coverage as measured for the scorer), "
+                  "of the released scripts, or of the paper's Table 15 (window 128, "
                   "segment_mass 0.1, segments 16 to 256, min_quota 1, decay and mix 0.9)");
          MassSegmentedOptions o = preset_options(preset);
          if (official) {
@@ -343,31 +438,38 @@ const std::vector<AllocatorEntry>& allocators() {
          if (!f.listing()) check(o, parts.retention);
          parts.allocator = std::make_unique<MassSegmented>(o);
        }},
-      {"pyramidkv", "snapkv", false, "early layers keep more than late ones, each the best of its rows", "PyramidKV (Cai et al.)",
+      {"pyramidkv", "snapkv", false, "early layers keep more than late ones, each the best of its rows",
+       "PyramidKV (Cai et al.)",
        [](Fields& f, EvictParts& parts, const std::function<void()>& make_scorer) {
          PyramidOptions o;
          make_scorer();
          f.enter("allocator");
-         f.real("beta", o.beta, 1, false, 1000, false, "the last layer keeps 1 / beta of the budget, the first 2 - 1 / beta of it, before small ones are raised to sinks and window");
+         f.real("beta", o.beta, 1, false, 1000, false,
+                "the last layer keeps 1 / beta of the budget, the first 2 - 1 / beta of it, before small ones are "
+                "raised to sinks and window");
          f.leave();
          parts.allocator = std::make_unique<Pyramid>(o);
          if (f.listing()) return;
          check_own_form("pyramidkv", parts.retention, false);
          Budget& b = parts.retention.trigger.budget;
          const std::int64_t keeps = std::int64_t{parts.retention.sink} + parts.scorer->keeps_newest();
-         KVKEEP_REQUIRE(keeps <= INT32_MAX, "policy: sink + the scorer's window is ", keeps, " with allocator pyramidkv; allowed at most ", INT32_MAX);
+         KVKEEP_REQUIRE(keeps <= INT32_MAX, "policy: sink + the scorer's window is ", keeps,
+                        " with allocator pyramidkv; allowed at most ", INT32_MAX);
          const auto least = static_cast<std::int32_t>(keeps);
-         KVKEEP_REQUIRE(b.unit != Budget::Unit::slots || b.slots >= least, "policy: budget is ", b.slots, " with allocator pyramidkv; allowed at least ", least,
-                 ", what every layer keeps: sink + the scorer's window");
+         KVKEEP_REQUIRE(b.unit != Budget::Unit::slots || b.slots >= least, "policy: budget is ", b.slots,
+                        " with allocator pyramidkv; allowed at least ", least,
+                        ", what every layer keeps: sink + the scorer's window");
          b.least = std::max(b.least, least);
        }},
-      {"adakv", "snapkv", true, "the heads of a layer share one budget, spent on the best of all their slots", "Ada-KV (Feng et al.)",
+      {"adakv", "snapkv", true, "the heads of a layer share one budget, spent on the best of all their slots",
+       "Ada-KV (Feng et al.)",
        [](Fields& f, EvictParts& parts, const std::function<void()>& make_scorer) {
          AdaptiveHeadsOptions o;
          f.uneven_heads = true;
          make_scorer();
          f.enter("allocator");
-         f.real("safeguard", o.safeguard, 0, false, 1, false, "share of the budget that every head keeps by its own ranking, protected slots included");
+         f.real("safeguard", o.safeguard, 0, false, 1, false,
+                "share of the budget that every head keeps by its own ranking, protected slots included");
          f.leave();
          parts.allocator = std::make_unique<AdaptiveHeads>(o);
          if (!f.listing()) check_own_form("adakv", parts.retention, false);
@@ -378,18 +480,25 @@ const std::vector<AllocatorEntry>& allocators() {
          make_scorer();
          f.enter("allocator");
          f.integer("chunk", o.chunk, 1, INT32_MAX, "slots a chunk");
-         f.choice("heads", o.heads, {{"shared", ChunksOptions::Heads::shared}, {"own", ChunksOptions::Heads::own}}, "chunks rank by the sum over the KV heads of a layer, or for each KV head");
+         f.choice("heads", o.heads, {{"shared", ChunksOptions::Heads::shared}, {"own", ChunksOptions::Heads::own}},
+                  "chunks rank by the sum over the KV heads of a layer, or for each KV head");
          f.leave();
          parts.allocator = std::make_unique<Chunks>(o);
          if (!f.listing()) check_own_form("chunkkv", parts.retention, true);
        }},
-      {"criticalkv", "snapkv", true, "half of the budget by score, the rest by score times the size of the value behind the output projection", "CriticalKV (Feng et al.)",
+      {"criticalkv", "snapkv", true,
+       "half of the budget by score, the rest by score times the size of the value behind the output projection",
+       "CriticalKV (Feng et al.)",
        [](Fields& f, EvictParts& parts, const std::function<void()>& make_scorer) {
          CriticalOptions o;
          f.enter("allocator");  // first: whether heads stay equal matters to scorers
-         f.real("first_stage", o.first_stage, 0, false, 1, false, "share of the budget that the score alone decides, protected slots included");
-         f.choice("heads", o.heads, {{"equal", CriticalOptions::Heads::equal}, {"adaptive", CriticalOptions::Heads::adaptive}}, "every head keeps the budget, or as much of the layer's as `adakv` would give it");
-         f.real("safeguard", o.safeguard, 0, false, 1, false, "with heads=adaptive: share of the budget that every head keeps by its own ranking");
+         f.real("first_stage", o.first_stage, 0, false, 1, false,
+                "share of the budget that the score alone decides, protected slots included");
+         f.choice("heads", o.heads,
+                  {{"equal", CriticalOptions::Heads::equal}, {"adaptive", CriticalOptions::Heads::adaptive}},
+                  "every head keeps the budget, or as much of the layer's as `adakv` would give it");
+         f.real("safeguard", o.safeguard, 0, false, 1, false,
+                "with heads=adaptive: share of the budget that every head keeps by its own ranking");
          f.leave();
          f.uneven_heads = f.uneven_heads || o.heads == CriticalOptions::Heads::adaptive;
          f.values_weighed = true;
@@ -410,19 +519,27 @@ bool fit(const AllocatorEntry& allocator, const ScorerEntry& scorer) {
 /// What becomes of the rest, and where it folds, how.
 void describe_rest(Fields& f, Retention& r) {
   bool folds = false;
-  f.choice("rest", folds, {{"drop", false}, {"fold", true}}, "slots that do not stay: dropped, or folded into spans that open again where a query asks (docs/memory.md)");
+  f.choice("rest", folds, {{"drop", false}, {"fold", true}},
+           "slots that do not stay: dropped, or folded into spans that open again where a query asks (docs/memory.md)");
   if (!folds && !f.listing()) {
-    KVKEEP_REQUIRE(!f.has("memory"), "policy: options of folded spans (memory) are given, and rest is drop; allowed with rest=fold");
+    KVKEEP_REQUIRE(!f.has("memory"),
+                   "policy: options of folded spans (memory) are given, and rest is drop; allowed with rest=fold");
     return;
   }
   RestOptions rest;
   f.enter("memory");
-  f.integer("min_span", rest.min_span, 1, INT32_MAX, "with rest=fold: what neighbouring segments drop shares a span until it has so many tokens");
+  f.integer("min_span", rest.min_span, 1, INT32_MAX,
+            "with rest=fold: what neighbouring segments drop shares a span until it has so many tokens");
   f.integer("max_span", rest.max_span, 1, INT32_MAX, "with rest=fold: longer spans are cut into equal pieces");
-  f.choice("weights", rest.weights, {{"equal", RestOptions::Weights::equal}, {"mass", RestOptions::Weights::mass}}, "with rest=fold: how much a token counts in its span's coarse entry: all alike, or by attention mass");
+  f.choice("weights", rest.weights, {{"equal", RestOptions::Weights::equal}, {"mass", RestOptions::Weights::mass}},
+           "with rest=fold: how much a token counts in its span's coarse entry: all alike, or by attention mass");
   describe_memory(f, rest.memory);
   std::int32_t reach = 0;
-  if (f.integer("reach", reach, 1, INT32_MAX, "with rest=fold: entries of one KV head that may be in reach at once: slots, coarse entries, opened factors by size; left out: no limit", {}, "-")) rest.memory.entries = reach;
+  if (f.integer("reach", reach, 1, INT32_MAX,
+                "with rest=fold: entries of one KV head that may be in reach at once: slots, coarse entries, opened "
+                "factors by size; left out: no limit",
+                {}, "-"))
+    rest.memory.entries = reach;
   f.leave();
   if (f.listing()) return;
   require_no_problems("policy: memory", rest.problems());
@@ -458,7 +575,8 @@ std::string in_words(const Needs& needs) {
   const auto add = [&](bool is, const std::string& what) {
     if (is) words += (words.empty() ? "" : ", ") + what;
   };
-  add(needs.queries > 0, needs.queries == 1 ? "the newest query" : "the newest " + std::to_string(needs.queries) + " queries");
+  add(needs.queries > 0,
+      needs.queries == 1 ? "the newest query" : "the newest " + std::to_string(needs.queries) + " queries");
   add(needs.calibration, "calibration");
   add(needs.output_projection, "W_o");
   return words.empty() ? "nothing" : words;
@@ -471,7 +589,8 @@ std::string known_policies() {
 }
 
 /// `uneven_heads`: rows of a layer differ in length before the policy first decides.
-std::unique_ptr<KVPolicy> from_object(const json& object, const std::filesystem::path& folder = {}, bool uneven_heads = false);
+std::unique_ptr<KVPolicy> from_object(const json& object, const std::filesystem::path& folder = {},
+                                      bool uneven_heads = false);
 
 /// `rest` without its name. What decides behind the prompt is a policy object of its own.
 std::unique_ptr<KVPolicy> make_prefill(const PrefillEntry& entry, json rest, const std::filesystem::path& folder) {
@@ -479,11 +598,13 @@ std::unique_ptr<KVPolicy> make_prefill(const PrefillEntry& entry, json rest, con
   if (rest.contains("decode")) {
     try {
       const Fields given = Fields::reader(rest);
-      decoding = from_object(rest["decode"], folder, given.gives("layers", "cache_mass") || given.gives("layers", "cache_p"));
+      decoding =
+          from_object(rest["decode"], folder, given.gives("layers", "cache_mass") || given.gives("layers", "cache_p"));
     } catch (const InvalidArgument& e) {
       refuse("decode of ", entry.name, ": ", e.what());
     }
-    KVKEEP_REQUIRE(!decoding->narrows(), "policy: decode of ", entry.name, " is ", decoding->name(), ", which acts on prompts itself; allowed a policy that decides behind them");
+    KVKEEP_REQUIRE(!decoding->narrows(), "policy: decode of ", entry.name, " is ", decoding->name(),
+                   ", which acts on prompts itself; allowed a policy that decides behind them");
     rest.erase("decode");
   } else {
     decoding = std::make_unique<Full>();
@@ -508,7 +629,8 @@ std::unique_ptr<KVPolicy> make_sekv(const json& rest, const std::filesystem::pat
 
 std::unique_ptr<KVPolicy> from_object(const json& object, const std::filesystem::path& folder, bool uneven_heads) {
   KVKEEP_REQUIRE(object.is_object(), "policy: the file holds ", object.type_name(), "; allowed a JSON object");
-  KVKEEP_REQUIRE(object.contains("policy") && object["policy"].is_string(), "policy: \"policy\" is missing or not a string; allowed one of ", known_policies());
+  KVKEEP_REQUIRE(object.contains("policy") && object["policy"].is_string(),
+                 "policy: \"policy\" is missing or not a string; allowed one of ", known_policies());
   const auto name = object["policy"].get<std::string>();
   json rest = object;
   rest.erase("policy");
@@ -531,9 +653,11 @@ std::unique_ptr<KVPolicy> from_object(const json& object, const std::filesystem:
     check(name, parts.retention);
     nlohmann::ordered_json resolved = {{"policy", name}};
     resolved.update(reader.resolved());
-    made = std::make_unique<Evict>(name, std::move(parts.scorer), std::move(parts.allocator), parts.retention, io::written(resolved));
+    made = std::make_unique<Evict>(name, std::move(parts.scorer), std::move(parts.allocator), parts.retention,
+                                   io::written(resolved));
   });
-  KVKEEP_REQUIRE(made != nullptr, "policy: there is no policy \"", io::shortened(name), "\"; allowed ", known_policies());
+  KVKEEP_REQUIRE(made != nullptr, "policy: there is no policy \"", io::shortened(name), "\"; allowed ",
+                 known_policies());
   return made;
 }
 
@@ -552,9 +676,11 @@ std::string full_key(const PolicyInfo& policy, const std::string& key) {
     if (o.name.ends_with("." + key)) matches.push_back(o.name);
   }
   // Folded spans are a part of every evicting policy: a name that the policy itself uses means its own.
-  if (matches.size() > 1) std::erase_if(matches, [&](const std::string& match) { return !policy.scorer.empty() && match.starts_with("memory."); });
-  KVKEEP_REQUIRE(matches.size() < 2, "policy: option \"", io::shortened(key), "\" of ", policy.name, " could be ", matches.empty() ? "" : matches.front() + " or " + matches.back(),
-          "; write one of them");
+  if (matches.size() > 1)
+    std::erase_if(matches,
+                  [&](const std::string& match) { return !policy.scorer.empty() && match.starts_with("memory."); });
+  KVKEEP_REQUIRE(matches.size() < 2, "policy: option \"", io::shortened(key), "\" of ", policy.name, " could be ",
+                 matches.empty() ? "" : matches.front() + " or " + matches.back(), "; write one of them");
   return matches.empty() ? key : matches.front();
 }
 
@@ -566,7 +692,9 @@ std::vector<PolicyInfo> policies() {
     Fields lister = Fields::lister();
     EvictParts parts;
     describe_evict(lister, allocator, scorer, parts);
-    PolicyInfo info{name, scorer.what, scorer.source, lister.listed(), scorer.name == nullptr ? scorer.policy : scorer.name, {}, {}};
+    PolicyInfo info{
+        name, scorer.what, scorer.source, lister.listed(), scorer.name == nullptr ? scorer.policy : scorer.name,
+        {},   {}};
     if (allocator.name != nullptr) {
       info.what = std::string(allocator.what) + ": " + scorer.what;
       info.source = std::string(allocator.source) + ", over " + scorer.source;
@@ -579,7 +707,8 @@ std::vector<PolicyInfo> policies() {
     Fields lister = Fields::lister();
     static_cast<void>(entry.describe(lister));
     PolicyInfo info{entry.name, entry.what, entry.source, lister.listed(), {}, {}, entry.needs, true};
-    info.options.push_back({"decode", "full", "a policy object", "the policy that decides once the prompt has ended; in text, what stands behind a +"});
+    info.options.push_back({"decode", "full", "a policy object",
+                            "the policy that decides once the prompt has ended; in text, what stands behind a +"});
     all.push_back(std::move(info));
   }
   Fields lister = Fields::lister();
@@ -590,7 +719,8 @@ std::vector<PolicyInfo> policies() {
 
 std::unique_ptr<KVPolicy> make_policy_from_json(std::string_view text, const std::filesystem::path& folder) {
   const io::ParsedJson parsed = io::parse_json(text, io::RepeatedNames::refused);
-  KVKEEP_REQUIRE(parsed.problem.empty(), "policy: this ", parsed.problem, ", an object such as {\"policy\": \"ams-tova\", \"budget\": 1024}");
+  KVKEEP_REQUIRE(parsed.problem.empty(), "policy: this ", parsed.problem,
+                 ", an object such as {\"policy\": \"ams-tova\", \"budget\": 1024}");
   return from_object(parsed.value, folder);
 }
 
@@ -599,7 +729,8 @@ namespace {
 json object_of(std::string_view text) {
   if (const std::string_view first = prefill_part(text); first.size() < text.size()) {
     json object = object_of(first);
-    KVKEEP_REQUIRE(!object.contains("decode"), "policy: decode is given twice, as an option and behind a +; allowed once");
+    KVKEEP_REQUIRE(!object.contains("decode"),
+                   "policy: decode is given twice, as an option and behind a +; allowed once");
     object["decode"] = object_of(text.substr(first.size() + 1));
     return object;
   }
@@ -608,18 +739,19 @@ json object_of(std::string_view text) {
   json object = {{"policy", name}};
   const std::vector<PolicyInfo> all = policies();
   const auto info = std::find_if(all.begin(), all.end(), [&](const PolicyInfo& p) { return p.name == name; });
-  KVKEEP_REQUIRE(info != all.end(), "policy: there is no policy \"", io::shortened(name), "\"; allowed ", known_policies());
+  KVKEEP_REQUIRE(info != all.end(), "policy: there is no policy \"", io::shortened(name), "\"; allowed ",
+                 known_policies());
   while (text.find(',') != std::string_view::npos) {
     text.remove_prefix(text.find(',') + 1);
     const std::string item(text.substr(0, text.find(',')));
     const std::size_t equals = item.find('=');
-    KVKEEP_REQUIRE(equals != std::string::npos && equals > 0, "policy: \"", io::shortened(item), "\" is not key=value; given \"", io::shortened(text),
-                   "\"; allowed name,key=value,...");
+    KVKEEP_REQUIRE(equals != std::string::npos && equals > 0, "policy: \"", io::shortened(item),
+                   "\" is not key=value; given \"", io::shortened(text), "\"; allowed name,key=value,...");
     const std::string key = full_key(*info, item.substr(0, equals));
     const std::size_t dot = key.find('.');
     json& scope = dot == std::string::npos ? object : object[key.substr(0, dot)];
-    KVKEEP_REQUIRE(scope.is_null() || scope.is_object(), "policy: ", io::shortened(key.substr(0, dot)), " is given as a value and ", io::shortened(key),
-                   " as an option in it; allowed one of them");
+    KVKEEP_REQUIRE(scope.is_null() || scope.is_object(), "policy: ", io::shortened(key.substr(0, dot)),
+                   " is given as a value and ", io::shortened(key), " as an option in it; allowed one of them");
     json& slot = scope[dot == std::string::npos ? key : key.substr(dot + 1)];
     KVKEEP_REQUIRE(slot.is_null(), "policy: ", io::shortened(key), " is given twice; allowed once");
     slot = value_of(item.substr(equals + 1));
@@ -631,9 +763,11 @@ json object_of(std::string_view text) {
 
 std::string_view prefill_part(std::string_view text) {
   const std::string_view name = text.substr(0, text.find_first_of(",+"));
-  if (std::ranges::none_of(prefill_policies(), [name](const PrefillEntry& entry) { return name == entry.name; })) return text;  // the others may name files with a + in their names
+  if (std::ranges::none_of(prefill_policies(), [name](const PrefillEntry& entry) { return name == entry.name; }))
+    return text;  // the others may name files with a + in their names
   for (std::size_t at = text.find('+'); at != std::string_view::npos; at = text.find('+', at + 1))
-    if (at + 1 < text.size() && std::isalpha(static_cast<unsigned char>(text[at + 1])) != 0) return text.substr(0, at);  // 1e+5 is a number
+    if (at + 1 < text.size() && std::isalpha(static_cast<unsigned char>(text[at + 1])) != 0)
+      return text.substr(0, at);  // 1e+5 is a number
   return text;
 }
 

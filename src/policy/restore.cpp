@@ -19,7 +19,8 @@ using Json = nlohmann::json;
 
 constexpr ScalarType kInt64 = ScalarType::Long, kFloat64 = ScalarType::Double, kUInt8 = ScalarType::Byte;
 /// Where factors lie is each keeper's own affair.
-constexpr std::array<std::string_view, 4> kPlaces = {"/memory/near_bytes", "/memory/host_bytes", "/memory/file", "/memory/file_bytes"};
+constexpr std::array<std::string_view, 4> kPlaces = {"/memory/near_bytes", "/memory/host_bytes", "/memory/file",
+                                                     "/memory/file_bytes"};
 
 /// A tensor of `shape` with the bytes of some numbers; both have as many.
 template <class T>
@@ -43,13 +44,17 @@ std::vector<T> list_from(std::span<const T> numbers, std::int64_t begin, std::in
 
 std::string model_json(const ModelSpec& spec) {
   Json layers = Json::array();
-  for (const LayerSpec& layer : spec.layers) layers.push_back({{"kind", static_cast<int>(layer.kind)}, {"window", layer.window}, {"source", layer.source}});
+  for (const LayerSpec& layer : spec.layers)
+    layers.push_back({{"kind", static_cast<int>(layer.kind)}, {"window", layer.window}, {"source", layer.source}});
   return Json{{"query_heads", spec.query_heads},
               {"kv_heads", spec.kv_heads},
               {"key_dim", spec.key_dim},
               {"value_dim", spec.value_dim},
               {"softmax_scale", spec.softmax_scale},
-              {"rope", {{"style", static_cast<int>(spec.rope.style)}, {"inv_freq", spec.rope.inv_freq}, {"attention_scaling", spec.rope.attention_scaling}}},
+              {"rope",
+               {{"style", static_cast<int>(spec.rope.style)},
+                {"inv_freq", spec.rope.inv_freq},
+                {"attention_scaling", spec.rope.attention_scaling}}},
               {"layers", layers}}
       .dump();
 }
@@ -79,11 +84,14 @@ class RaggedView {
   RaggedView(const StateFile& state, const std::string& name, ScalarType dtype, std::int64_t rows)
       : data_(state.tensor(name, dtype, {-1})), ends_(state.tensor(name + ".indptr", kInt64, {rows + 1})) {
     const auto ends = numbers_of<std::int64_t>(ends_);
-    KVKEEP_REQUIRE(ends.front() == 0 && std::ranges::is_sorted(ends) && ends.back() == data_.numel(), "restore: tensor \"", name, ".indptr\" in ", state.where(), " does not ascend from 0 to ", data_.numel(), "; allowed where each row begins");
+    KVKEEP_REQUIRE(ends.front() == 0 && std::ranges::is_sorted(ends) && ends.back() == data_.numel(),
+                   "restore: tensor \"", name, ".indptr\" in ", state.where(), " does not ascend from 0 to ",
+                   data_.numel(), "; allowed where each row begins");
   }
   [[nodiscard]] std::span<const T> row(std::size_t r) const {
     const auto ends = numbers_of<std::int64_t>(ends_);
-    return numbers_of<T>(data_).subspan(static_cast<std::size_t>(ends[r]), static_cast<std::size_t>(ends[r + 1] - ends[r]));
+    return numbers_of<T>(data_).subspan(static_cast<std::size_t>(ends[r]),
+                                        static_cast<std::size_t>(ends[r + 1] - ends[r]));
   }
 
  private:
@@ -107,13 +115,15 @@ void save_columns(StateTensors& to, const Columns& columns, std::int32_t rows) {
 
 void save_ring(StateTensors& to, const QueryRing& ring, const ModelSpec& spec) {
   const QueryRing::Held held = ring.held();
-  const auto layers = static_cast<std::int64_t>(held.layers.size()), count = static_cast<std::int64_t>(held.positions.size());
+  const auto layers = static_cast<std::int64_t>(held.layers.size()),
+             count = static_cast<std::int64_t>(held.positions.size());
   std::vector<std::int64_t> seen;
   for (const QueryRing::Layer& l : held.layers) seen.insert(seen.end(), {l.seen, l.first, l.oldest});
   to.emplace_back("queries.seen", tensor_of(std::span<const std::int64_t>(seen), kInt64, {layers, 3}));
   if (count == 0) return;
   to.emplace_back("queries.positions", list_of(held.positions, kInt32));
-  to.emplace_back("queries", tensor_of(std::span<const std::byte>(held.data), held.dtype, {layers, count, spec.query_heads, spec.key_dim}));
+  to.emplace_back("queries", tensor_of(std::span<const std::byte>(held.data), held.dtype,
+                                       {layers, count, spec.query_heads, spec.key_dim}));
 }
 
 void save_statistics(StateTensors& to, std::span<const QueryStatistics> statistics) {
@@ -130,7 +140,8 @@ void save_statistics(StateTensors& to, std::span<const QueryStatistics> statisti
       seconds.insert(seconds.end(), m.second.begin(), m.second.end());
     }
   }
-  to.emplace_back("statistics.counts", tensor_of(std::span<const std::int64_t>(counts), kInt64, {static_cast<std::int64_t>(statistics.size()), 2}));
+  to.emplace_back("statistics.counts", tensor_of(std::span<const std::int64_t>(counts), kInt64,
+                                                 {static_cast<std::int64_t>(statistics.size()), 2}));
   to.emplace_back("statistics.means", list_of(means, kFloat64));
   to.emplace_back("statistics.seconds", list_of(seconds, kFloat64));
   newest.give(to, "statistics.newest", kFloat32);
@@ -138,15 +149,22 @@ void save_statistics(StateTensors& to, std::span<const QueryStatistics> statisti
 
 void restore_statistics(std::vector<QueryStatistics>& statistics, const StateFile& state, const ModelSpec& spec) {
   if (statistics.empty()) return;
-  const auto layers = static_cast<std::int64_t>(statistics.size()), heads = layers * spec.query_heads, dim = std::int64_t{spec.key_dim}, triangle = dim * (dim + 1) / 2;
-  const Tensor counts = state.tensor("statistics.counts", kInt64, {layers, 2}), means = state.tensor("statistics.means", kFloat64, {heads * dim}), seconds = state.tensor("statistics.seconds", kFloat64, {heads * triangle});
+  const auto layers = static_cast<std::int64_t>(statistics.size()), heads = layers * spec.query_heads,
+             dim = std::int64_t{spec.key_dim}, triangle = dim * (dim + 1) / 2;
+  const Tensor counts = state.tensor("statistics.counts", kInt64, {layers, 2}),
+               means = state.tensor("statistics.means", kFloat64, {heads * dim}),
+               seconds = state.tensor("statistics.seconds", kFloat64, {heads * triangle});
   const RaggedView<float> newest(state, "statistics.newest", kFloat32, layers);
   for (std::size_t l = 0; l < statistics.size(); ++l) {
-    const std::int64_t count = numbers_of<std::int64_t>(counts)[2 * l], skipped = numbers_of<std::int64_t>(counts)[2 * l + 1];
-    KVKEEP_REQUIRE(count >= 0 && count <= kMostPositions && skipped >= 0 && skipped <= kMostPositions, "restore: tensor \"statistics.counts\" in ", state.where(), " says that ", count, " queries count and ", skipped, " do not; allowed 0 to ", kMostPositions);
+    const std::int64_t count = numbers_of<std::int64_t>(counts)[2 * l],
+                       skipped = numbers_of<std::int64_t>(counts)[2 * l + 1];
+    KVKEEP_REQUIRE(count >= 0 && count <= kMostPositions && skipped >= 0 && skipped <= kMostPositions,
+                   "restore: tensor \"statistics.counts\" in ", state.where(), " says that ", count,
+                   " queries count and ", skipped, " do not; allowed 0 to ", kMostPositions);
     const auto own = newest.row(l);
     QueryStatistics::Held held{.heads = {}, .skipped = skipped, .newest = {own.begin(), own.end()}};
-    for (std::int64_t h = static_cast<std::int64_t>(l) * spec.query_heads; h < (static_cast<std::int64_t>(l) + 1) * spec.query_heads; ++h) {
+    for (std::int64_t h = static_cast<std::int64_t>(l) * spec.query_heads;
+         h < (static_cast<std::int64_t>(l) + 1) * spec.query_heads; ++h) {
       QueryMoments m(spec.key_dim);
       m.count = count;
       m.mean = list_from(numbers_of<double>(means), h * dim, (h + 1) * dim);
@@ -158,7 +176,9 @@ void restore_statistics(std::vector<QueryStatistics>& statistics, const StateFil
 }
 
 void save_report(StateTensors& to, const PromptReport& report) {
-  to.emplace_back("prompt.counts", list_of(std::vector<std::int64_t>{report.tokens, report.selection_layer, report.second_pass ? 1 : 0}, kInt64));
+  to.emplace_back(
+      "prompt.counts",
+      list_of(std::vector<std::int64_t>{report.tokens, report.selection_layer, report.second_pass ? 1 : 0}, kInt64));
   to.emplace_back("prompt.relative_variance", list_of(report.relative_variance, kFloat64));
   to.emplace_back("prompt.entered", list_of(report.entered, kInt32));
   to.emplace_back("prompt.going_on", list_of(report.going_on, kInt32));
@@ -166,11 +186,15 @@ void save_report(StateTensors& to, const PromptReport& report) {
 
 std::optional<PromptReport> restored_report(const StateFile& state, const ModelSpec& spec) {
   if (!state.has("prompt.counts")) return {};
-  const Tensor counts = state.tensor("prompt.counts", kInt64, {3}), variance = state.tensor("prompt.relative_variance", kFloat64, {spec.num_layers()}), entered = state.tensor("prompt.entered", kInt32, {spec.num_layers()}),
+  const Tensor counts = state.tensor("prompt.counts", kInt64, {3}),
+               variance = state.tensor("prompt.relative_variance", kFloat64, {spec.num_layers()}),
+               entered = state.tensor("prompt.entered", kInt32, {spec.num_layers()}),
                going_on = state.tensor("prompt.going_on", kInt32, {-1});
   const auto c = numbers_of<std::int64_t>(counts);
-  KVKEEP_REQUIRE(c[0] >= 0 && c[0] <= kMostPositions && c[1] >= -1 && c[1] < spec.num_layers() && c[2] >= 0 && c[2] <= 1, "restore: tensor \"prompt.counts\" in ", state.where(), " is [", c[0], ", ", c[1], ", ", c[2],
-          "]; allowed a number of tokens, a layer of the model or -1, and 0 or 1");
+  KVKEEP_REQUIRE(
+      c[0] >= 0 && c[0] <= kMostPositions && c[1] >= -1 && c[1] < spec.num_layers() && c[2] >= 0 && c[2] <= 1,
+      "restore: tensor \"prompt.counts\" in ", state.where(), " is [", c[0], ", ", c[1], ", ", c[2],
+      "]; allowed a number of tokens, a layer of the model or -1, and 0 or 1");
   return PromptReport{.tokens = static_cast<std::int32_t>(c[0]),
                       .selection_layer = static_cast<std::int32_t>(c[1]),
                       .relative_variance = list_from(numbers_of<double>(variance), 0, variance.numel()),
@@ -180,7 +204,8 @@ std::optional<PromptReport> restored_report(const StateFile& state, const ModelS
 }
 
 std::int64_t far_bytes(const FoldedSpan& span, std::int64_t dim, ScalarType store) {
-  return (span.factors[0].numbers(span.length, dim) + span.factors[1].numbers(span.length, dim)) * static_cast<std::int64_t>(c10::elementSize(store));
+  return (span.factors[0].numbers(span.length, dim) + span.factors[1].numbers(span.length, dim)) *
+         static_cast<std::int64_t>(c10::elementSize(store));
 }
 
 /// first, last, length; then rank and form of keys and of values. Form: 1 raw, 2 centred.
@@ -200,7 +225,8 @@ void save_memory(StateTensors& to, std::span<const SpanRow> memory) {
     for (std::int64_t i = 0; i < row.size(); ++i) {
       const FoldedSpan& s = row.span(i);
       numbers.insert(numbers.end(), {s.first, s.last, s.length});
-      for (const SpanFactors& f : s.factors) numbers.insert(numbers.end(), {f.rank, (f.raw ? 1 : 0) | (f.centred ? 2 : 0)});
+      for (const SpanFactors& f : s.factors)
+        numbers.insert(numbers.end(), {f.rank, (f.raw ? 1 : 0) | (f.centred ? 2 : 0)});
     }
     spans.add(numbers);
     const std::vector<std::int32_t> words(row.sketch().signs.begin(), row.sketch().signs.end());
@@ -209,7 +235,8 @@ void save_memory(StateTensors& to, std::span<const SpanRow> memory) {
     norms.add(row.norms());
     for (const KvSide side : {KvSide::keys, KvSide::values}) {
       auto& all = coarse[static_cast<std::size_t>(side)];
-      all.insert(all.end(), row.coarse(side), row.coarse(side) + row.size() * dim * static_cast<std::int64_t>(c10::elementSize(store)));
+      all.insert(all.end(), row.coarse(side),
+                 row.coarse(side) + row.size() * dim * static_cast<std::int64_t>(c10::elementSize(store)));
     }
     count += row.size(), far += row.far_bytes();
   }
@@ -239,11 +266,15 @@ QueryBasis basis_of(const StateFile& state) {
 }  // namespace
 
 void Keeper::require_saveable(SequenceId sequence, const Sequence& s) const {
-  KVKEEP_REQUIRE_AS(Unsupported, provided_.accelerator == nullptr, "save: the keeper works on ", device().str(), ", whose columns and queries are not read back; allowed on the CPU");
-  KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr, "save: the prompt of sequence ", sequence, " has come to layer ", s.next_layer, "; allowed when it has ended");
+  KVKEEP_REQUIRE_AS(Unsupported, provided_.accelerator == nullptr, "save: the keeper works on ", device().str(),
+                    ", whose columns and queries are not read back; allowed on the CPU");
+  KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr, "save: the prompt of sequence ", sequence, " has come to layer ",
+                    s.next_layer, "; allowed when it has ended");
   for (const std::int32_t l : full_layers_) {
     const std::int64_t seen = s.prefix + s.ring.seen(layer_index_[static_cast<std::size_t>(l)]);
-    KVKEEP_REQUIRE_AS(StateError, needs_.queries == 0 || seen == s.logical, "save: layer ", l, " has shown ", seen, " tokens of sequence ", sequence, ", other layers ", s.logical, "; allowed once every full layer was observed");
+    KVKEEP_REQUIRE_AS(StateError, needs_.queries == 0 || seen == s.logical, "save: layer ", l, " has shown ", seen,
+                      " tokens of sequence ", sequence, ", other layers ", s.logical,
+                      "; allowed once every full layer was observed");
   }
 }
 
@@ -251,7 +282,10 @@ void Keeper::save(SequenceId sequence, const std::filesystem::path& file) const 
   const Sequence& s = at(sequence);
   require_saveable(sequence, s);
   StateTensors tensors;
-  tensors.emplace_back("counters", list_of(std::vector<std::int64_t>{s.logical, s.prefix, s.prompt, s.last_event, s.asked, s.next_position, s.surprised, s.settled, s.prompt_end, s.event_position}, kInt64));
+  tensors.emplace_back("counters", list_of(std::vector<std::int64_t>{s.logical, s.prefix, s.prompt, s.last_event,
+                                                                     s.asked, s.next_position, s.surprised, s.settled,
+                                                                     s.prompt_end, s.event_position},
+                                           kInt64));
   save_columns(tensors, *s.columns, static_cast<std::int32_t>(full_layers_.size()) * spec_.kv_heads);
   save_ring(tensors, s.ring, spec_);
   save_statistics(tensors, s.statistics);
@@ -265,14 +299,18 @@ void Keeper::save(SequenceId sequence, const std::filesystem::path& file) const 
 }
 
 void Keeper::restore(SequenceId sequence, const std::filesystem::path& file) {
-  KVKEEP_REQUIRE_AS(StateError, !knows(sequence), "restore: sequence ", sequence, " is already here; allowed an id that is free");
-  KVKEEP_REQUIRE_AS(Unsupported, provided_.accelerator == nullptr, "restore: the keeper works on ", device().str(), "; allowed on the CPU");
+  KVKEEP_REQUIRE_AS(StateError, !knows(sequence), "restore: sequence ", sequence,
+                    " is already here; allowed an id that is free");
+  KVKEEP_REQUIRE_AS(Unsupported, provided_.accelerator == nullptr, "restore: the keeper works on ", device().str(),
+                    "; allowed on the CPU");
   const StateFile state = StateFile::open(file);
   state.expect_same("policy", policy_->to_json(), kPlaces);
   state.expect_same("model", model_json(spec_));
   std::optional<QueryBasis> basis;
   if (needs_.queries > 0 && state.has("queries")) basis = basis_of(state);
-  KVKEEP_REQUIRE(!basis || !basis_known_ || *basis == basis_, "restore: queries in ", state.where(), " came ", name_of(basis.value_or(basis_)), ", those of the keeper come ", name_of(basis_), "; allowed one basis");
+  KVKEEP_REQUIRE(!basis || !basis_known_ || *basis == basis_, "restore: queries in ", state.where(), " came ",
+                 name_of(basis.value_or(basis_)), ", those of the keeper come ", name_of(basis_),
+                 "; allowed one basis");
 
   join(sequence);
   try {
@@ -298,13 +336,18 @@ void Keeper::restore_columns(Sequence& s, const StateFile& state) const {
   const auto rows = full_layers_.size() * static_cast<std::size_t>(spec_.kv_heads);
   const Tensor stored = state.tensor("counters", kInt64, {10});
   const auto c = numbers_of<std::int64_t>(stored);
-  const std::int64_t logical = c[0], prefix = c[1], prompt = c[2], last_event = c[3], asked = c[4], next_position = c[5], surprised = c[6], settled = c[7], prompt_end = c[8], event_position = c[9];
+  const std::int64_t logical = c[0], prefix = c[1], prompt = c[2], last_event = c[3], asked = c[4],
+                     next_position = c[5], surprised = c[6], settled = c[7], prompt_end = c[8], event_position = c[9];
   const auto within = [](std::int64_t x, std::int64_t most) { return x >= 0 && x <= most; };
-  KVKEEP_REQUIRE(within(next_position, kMostPositions) && within(logical, next_position) && within(prefix, logical) && prompt >= -1 && prompt <= kMostPositions && within(last_event, logical) && within(asked, logical) && within(surprised, logical) &&
-              within(settled, next_position) && within(prompt_end, next_position) && within(event_position, next_position),
-          "restore: tensor \"counters\" in ", state.where(), " does not describe a sequence of ", logical, " tokens whose next position is ", next_position, "; allowed counters up to these");
+  KVKEEP_REQUIRE(within(next_position, kMostPositions) && within(logical, next_position) && within(prefix, logical) &&
+                     prompt >= -1 && prompt <= kMostPositions && within(last_event, logical) &&
+                     within(asked, logical) && within(surprised, logical) && within(settled, next_position) &&
+                     within(prompt_end, next_position) && within(event_position, next_position),
+                 "restore: tensor \"counters\" in ", state.where(), " does not describe a sequence of ", logical,
+                 " tokens whose next position is ", next_position, "; allowed counters up to these");
   const RaggedView<std::int32_t> positions(state, "positions", kInt32, static_cast<std::int64_t>(rows));
-  const RaggedView<float> credit(state, "credit", kFloat32, static_cast<std::int64_t>(rows)), tally(state, "tally", kFloat32, static_cast<std::int64_t>(rows));
+  const RaggedView<float> credit(state, "credit", kFloat32, static_cast<std::int64_t>(rows)),
+      tally(state, "tally", kFloat32, static_cast<std::int64_t>(rows));
 
   const std::int64_t firm = logical - std::max(last_event, prefix);  // came since the last event: in every row
   const auto told = [&](std::size_t r) { return std::max(credit.row(r).size(), tally.row(r).size()); };
@@ -318,14 +361,21 @@ void Keeper::restore_columns(Sequence& s, const StateFile& state) const {
   for (std::size_t r = 0; r < rows; ++r) {
     const auto own = positions.row(r);
     const std::size_t credited = credit.row(r).size(), tallied = tally.row(r).size();
-    const bool ascends = std::ranges::adjacent_find(own, std::ranges::greater_equal()) == own.end() && (own.empty() || (own.front() >= 0 && own.back() < next_position));
-    KVKEEP_REQUIRE(ascends && std::ssize(own) >= firm && std::ssize(own) <= logical, "restore: row ", r, " in ", state.where(), " has ", own.size(), " positions; allowed ", firm, " to ", logical, " that ascend, from 0 to ", next_position - 1);
-    KVKEEP_REQUIRE((!any_told || told(r) + since == own.size()) && (credited == 0 || credited == told(r)) && (tallied == 0 || tallied == told(r)) && std::ranges::equal(own.last(since), newest), "restore: row ",
-            r, " in ", state.where(), " has ", own.size(), " slots, credit of ", credited, " and a tally of ", tallied, "; allowed that of its slots at the last event, none or all, and the same slots since in every row");
+    const bool ascends = std::ranges::adjacent_find(own, std::ranges::greater_equal()) == own.end() &&
+                         (own.empty() || (own.front() >= 0 && own.back() < next_position));
+    KVKEEP_REQUIRE(ascends && std::ssize(own) >= firm && std::ssize(own) <= logical, "restore: row ", r, " in ",
+                   state.where(), " has ", own.size(), " positions; allowed ", firm, " to ", logical,
+                   " that ascend, from 0 to ", next_position - 1);
+    KVKEEP_REQUIRE((!any_told || told(r) + since == own.size()) && (credited == 0 || credited == told(r)) &&
+                       (tallied == 0 || tallied == told(r)) && std::ranges::equal(own.last(since), newest),
+                   "restore: row ", r, " in ", state.where(), " has ", own.size(), " slots, credit of ", credited,
+                   " and a tally of ", tallied,
+                   "; allowed that of its slots at the last event, none or all, and the same slots since in every row");
     columns.assign(static_cast<std::int32_t>(r), own, credit.row(r), tally.row(r));
   }
   s.logical = logical, s.prompt = prompt, s.last_event = last_event, s.asked = asked, s.surprised = surprised;
-  s.prefix = static_cast<std::int32_t>(prefix), s.next_position = static_cast<std::int32_t>(next_position), s.settled = static_cast<std::int32_t>(settled);
+  s.prefix = static_cast<std::int32_t>(prefix), s.next_position = static_cast<std::int32_t>(next_position),
+  s.settled = static_cast<std::int32_t>(settled);
   s.prompt_end = static_cast<std::int32_t>(prompt_end), s.event_position = static_cast<std::int32_t>(event_position);
 }
 
@@ -336,16 +386,21 @@ void Keeper::restore_queries(Sequence& s, const StateFile& state) const {
   QueryRing::Held held;
   for (std::int64_t l = 0; l < layers; ++l) {
     const auto of_layer = numbers_of<std::int64_t>(seen).subspan(static_cast<std::size_t>(3 * l), 3);
-    KVKEEP_REQUIRE(std::ranges::all_of(of_layer, [](std::int64_t x) { return x >= -kMostPositions && x <= kMostPositions; }) && of_layer[0] + s.prefix <= s.logical && (needs_.queries == 0 || of_layer[0] + s.prefix == s.logical),
-            "restore: layer ", full_layers_[static_cast<std::size_t>(l)], " in ", state.where(), " has shown ", of_layer[0], " of ", s.logical, " tokens; allowed all that were not cached before");
+    KVKEEP_REQUIRE(
+        std::ranges::all_of(of_layer, [](std::int64_t x) { return x >= -kMostPositions && x <= kMostPositions; }) &&
+            of_layer[0] + s.prefix <= s.logical && (needs_.queries == 0 || of_layer[0] + s.prefix == s.logical),
+        "restore: layer ", full_layers_[static_cast<std::size_t>(l)], " in ", state.where(), " has shown ", of_layer[0],
+        " of ", s.logical, " tokens; allowed all that were not cached before");
     held.layers.push_back({.seen = of_layer[0], .first = of_layer[1], .oldest = of_layer[2]});
   }
   if (state.has("queries")) {
     const Tensor positions = state.tensor("queries.positions", kInt32, {-1});
     held.positions = list_from(numbers_of<std::int32_t>(positions), 0, positions.numel());
     held.dtype = state.dtype("queries");
-    KVKEEP_REQUIRE(is_scorable(held.dtype), "restore: tensor \"queries\" in ", state.where(), " is ", c10::toString(held.dtype), "; allowed f32, f16, bf16");
-    const Tensor queries = state.tensor("queries", held.dtype, {layers, positions.numel(), spec_.query_heads, spec_.key_dim});
+    KVKEEP_REQUIRE(is_scorable(held.dtype), "restore: tensor \"queries\" in ", state.where(), " is ",
+                   c10::toString(held.dtype), "; allowed f32, f16, bf16");
+    const Tensor queries =
+        state.tensor("queries", held.dtype, {layers, positions.numel(), spec_.query_heads, spec_.key_dim});
     held.data = list_from(numbers_of<std::byte>(queries), 0, static_cast<std::int64_t>(queries.nbytes()));
   }
   s.ring.take(held);
@@ -355,14 +410,18 @@ void Keeper::restore_queries(Sequence& s, const StateFile& state) const {
   s.surprisal = list_from(numbers_of<float>(surprisal), 0, surprisal.numel());
   const auto newest = s.columns->newest();
   const std::int64_t open = s.logical - s.surprised;
-  KVKEEP_REQUIRE(!needs_.surprisal || (open <= std::ssize(newest) && surprisal.numel() <= s.next_position), "restore: ", s.surprised, " of ", s.logical, " tokens in ", state.where(), " have their surprisal, up to position ",
-          surprisal.numel() - 1, "; allowed all but the newest, below position ", s.next_position);
+  KVKEEP_REQUIRE(!needs_.surprisal || (open <= std::ssize(newest) && surprisal.numel() <= s.next_position),
+                 "restore: ", s.surprised, " of ", s.logical, " tokens in ", state.where(),
+                 " have their surprisal, up to position ", surprisal.numel() - 1,
+                 "; allowed all but the newest, below position ", s.next_position);
 }
 
 void Keeper::restore_memory(SequenceId id, Sequence& s, const StateFile& state) const {
   const Tensor viewed = state.tensor("viewed", kInt64, {std::ssize(s.viewed)});
   s.viewed = list_from(numbers_of<std::int64_t>(viewed), 0, viewed.numel());
-  KVKEEP_REQUIRE(std::ranges::all_of(s.viewed, [&](std::int64_t x) { return x >= 0 && x <= s.logical; }), "restore: tensor \"viewed\" in ", state.where(), " is not within the ", s.logical, " tokens of the sequence; allowed 0 to these");
+  KVKEEP_REQUIRE(std::ranges::all_of(s.viewed, [&](std::int64_t x) { return x >= 0 && x <= s.logical; }),
+                 "restore: tensor \"viewed\" in ", state.where(), " is not within the ", s.logical,
+                 " tokens of the sequence; allowed 0 to these");
   if (s.memory.empty()) return;
   const MemoryOptions& memory = *policy_->memory();
   const std::int64_t dim = spec_.key_dim, rows = std::ssize(s.memory);
@@ -371,7 +430,8 @@ void Keeper::restore_memory(SequenceId id, Sequence& s, const StateFile& state) 
   const RaggedView<std::int32_t> spans(state, "spans", kInt32, rows), signs(state, "sketch.signs", kInt32, rows);
   const RaggedView<c10::BFloat16> sizes(state, "sketch.sizes", kBFloat16, rows);
   const RaggedView<float> norms(state, "spans.norms", kFloat32, rows);
-  const std::array<Tensor, 2> coarse = {state.tensor("spans.keys", store, {-1, dim}), state.tensor("spans.values", store, {-1, dim})};
+  const std::array<Tensor, 2> coarse = {state.tensor("spans.keys", store, {-1, dim}),
+                                        state.tensor("spans.values", store, {-1, dim})};
   const Tensor factors = state.tensor("factors", kUInt8, {-1});
   auto far = numbers_of<std::byte>(factors);
   std::int64_t before = 0;
@@ -379,36 +439,56 @@ void Keeper::restore_memory(SequenceId id, Sequence& s, const StateFile& state) 
     const auto numbers = spans.row(r);
     const std::int64_t count = std::ssize(numbers) / kSpanNumbers;
     const auto where = [&] { return text("restore: row ", r, " in ", state.where()); };
-    KVKEEP_REQUIRE(count * kSpanNumbers == std::ssize(numbers) && before + count <= coarse[0].size(0) && before + count <= coarse[1].size(0), where(), " has ", numbers.size(), " numbers of spans, and there are ", coarse[0].size(0),
-            " coarse entries; allowed ", kSpanNumbers, " a span, and an entry each");
+    KVKEEP_REQUIRE(count * kSpanNumbers == std::ssize(numbers) && before + count <= coarse[0].size(0) &&
+                       before + count <= coarse[1].size(0),
+                   where(), " has ", numbers.size(), " numbers of spans, and there are ", coarse[0].size(0),
+                   " coarse entries; allowed ", kSpanNumbers, " a span, and an entry each");
     SpanParts parts;
     for (std::int64_t i = 0; i < count; ++i) {
       const auto n = numbers.subspan(static_cast<std::size_t>(i * kSpanNumbers), kSpanNumbers);
       FoldedSpan span{.first = n[0], .last = n[1], .length = n[2]};
-      for (std::size_t side = 0; side < 2; ++side) span.factors[side] = {.rank = n[3 + 2 * side], .raw = (n[4 + 2 * side] & 1) != 0, .centred = (n[4 + 2 * side] & 2) != 0};
+      for (std::size_t side = 0; side < 2; ++side)
+        span.factors[side] = {
+            .rank = n[3 + 2 * side], .raw = (n[4 + 2 * side] & 1) != 0, .centred = (n[4 + 2 * side] & 2) != 0};
       const auto rank_fits = [&](const SpanFactors& f) { return f.rank >= 0 && f.rank <= memory.factors.max_rank; };
-      KVKEEP_REQUIRE(span.length >= 1 && span.first >= 0 && span.last < s.next_position && rank_fits(span.factors[0]) && rank_fits(span.factors[1]), where(), ": span ", i, " has ", span.length, " tokens at positions ", span.first, " to ",
-              span.last, ", rank ", span.factors[0].rank, " and ", span.factors[1].rank, "; allowed tokens below position ", s.next_position, " and ranks to ", memory.factors.max_rank);
+      KVKEEP_REQUIRE(span.length >= 1 && span.first >= 0 && span.last < s.next_position && rank_fits(span.factors[0]) &&
+                         rank_fits(span.factors[1]),
+                     where(), ": span ", i, " has ", span.length, " tokens at positions ", span.first, " to ",
+                     span.last, ", rank ", span.factors[0].rank, " and ", span.factors[1].rank,
+                     "; allowed tokens below position ", s.next_position, " and ranks to ", memory.factors.max_rank);
       const std::int64_t bytes = far_bytes(span, dim, store);
-      KVKEEP_REQUIRE(bytes <= std::ssize(far), where(), ": factors of span ", i, " take ", bytes, " bytes; ", far.size(), " are left, allowed no more");
-      const auto [layer, head] = std::pair(full_layers_[r / static_cast<std::size_t>(spec_.kv_heads)], static_cast<std::int32_t>(r % static_cast<std::size_t>(spec_.kv_heads)));
-      const FarLabel label{.sequence = id, .layer = layer, .head = head, .span = static_cast<std::int32_t>(i), .begin = span.first, .end = span.last + 1};
+      KVKEEP_REQUIRE(bytes <= std::ssize(far), where(), ": factors of span ", i, " take ", bytes, " bytes; ",
+                     far.size(), " are left, allowed no more");
+      const auto [layer, head] = std::pair(full_layers_[r / static_cast<std::size_t>(spec_.kv_heads)],
+                                           static_cast<std::int32_t>(r % static_cast<std::size_t>(spec_.kv_heads)));
+      const FarLabel label{.sequence = id,
+                           .layer = layer,
+                           .head = head,
+                           .span = static_cast<std::int32_t>(i),
+                           .begin = span.first,
+                           .end = span.last + 1};
       parts.blobs.push_back(bytes == 0 ? nullptr : far_->put(far.first(static_cast<std::size_t>(bytes)), label));
       far = far.subspan(static_cast<std::size_t>(bytes));
       parts.spans.push_back(span);
     }
-    for (std::size_t side = 0; side < 2; ++side) parts.coarse[side] = list_from(numbers_of<std::byte>(coarse[side]), before * entry, (before + count) * entry);
+    for (std::size_t side = 0; side < 2; ++side)
+      parts.coarse[side] = list_from(numbers_of<std::byte>(coarse[side]), before * entry, (before + count) * entry);
     before += count;
     parts.norms.assign(norms.row(r).begin(), norms.row(r).end());
     parts.sketch.signs.assign(signs.row(r).begin(), signs.row(r).end());
     parts.sketch.sizes.assign(sizes.row(r).begin(), sizes.row(r).end());
     SpanRow row(dim, store, std::move(parts));
-    const std::int64_t sketched = memory.fold_options().sketch ? KeySketch::padded(row.tokens()) : 0, normed = memory.learned() ? count * spec_.group() : 0;
-    KVKEEP_REQUIRE(std::ssize(row.sketch().sizes) == sketched && std::ssize(row.norms()) == normed && row.tokens() <= s.logical, where(), " has folded ", row.tokens(), " tokens, with a sketch of ", row.sketch().sizes.size(), " and ",
-            row.norms().size(), " norms; allowed at most ", s.logical, ", ", sketched, " and ", normed);
+    const std::int64_t sketched = memory.fold_options().sketch ? KeySketch::padded(row.tokens()) : 0,
+                       normed = memory.learned() ? count * spec_.group() : 0;
+    KVKEEP_REQUIRE(
+        std::ssize(row.sketch().sizes) == sketched && std::ssize(row.norms()) == normed && row.tokens() <= s.logical,
+        where(), " has folded ", row.tokens(), " tokens, with a sketch of ", row.sketch().sizes.size(), " and ",
+        row.norms().size(), " norms; allowed at most ", s.logical, ", ", sketched, " and ", normed);
     s.memory[r] = std::move(row);
   }
-  KVKEEP_REQUIRE(far.empty() && before == coarse[0].size(0) && before == coarse[1].size(0), "restore: ", state.where(), " holds ", far.size(), " bytes of factors and ", coarse[0].size(0) - before, " coarse entries that belong to no span; allowed none");
+  KVKEEP_REQUIRE(far.empty() && before == coarse[0].size(0) && before == coarse[1].size(0), "restore: ", state.where(),
+                 " holds ", far.size(), " bytes of factors and ", coarse[0].size(0) - before,
+                 " coarse entries that belong to no span; allowed none");
 }
 
 }  // namespace kvkeep

@@ -14,11 +14,11 @@ namespace {
 
 /// What becomes of the slots of a row, the same in all rows of a sequence.
 struct Pieces {
-  std::vector<std::int32_t> kept;        ///< slots
-  std::vector<std::int32_t> folded;      ///< slots of one span after the other
-  std::vector<std::int64_t> spans{0};    ///< where each begins in `folded`
-  std::vector<float> weights;            ///< [folded]
-  std::int32_t settled = 0;              ///< logical position
+  std::vector<std::int32_t> kept;      ///< slots
+  std::vector<std::int32_t> folded;    ///< slots of one span after the other
+  std::vector<std::int64_t> spans{0};  ///< where each begins in `folded`
+  std::vector<float> weights;          ///< [folded]
+  std::int32_t settled = 0;            ///< logical position
 };
 
 /// Slots from `first` on are cut as `segments` says.
@@ -27,7 +27,8 @@ Pieces pieces_of(const Segments& segments, std::int32_t first, const Row& row, s
   for (std::int32_t slot = 0; slot < first; ++slot) out.kept.push_back(slot);
   for (const std::int32_t t : segments.dense()) out.kept.push_back(first + t);
   for (const Span& s : segments.spans) {
-    for (std::int32_t t = s.begin; t < s.end; ++t) out.folded.push_back(first + t), out.weights.push_back(surprisal[static_cast<std::size_t>(t)]);
+    for (std::int32_t t = s.begin; t < s.end; ++t)
+      out.folded.push_back(first + t), out.weights.push_back(surprisal[static_cast<std::size_t>(t)]);
     out.spans.push_back(static_cast<std::int64_t>(out.folded.size()));
   }
   const std::int32_t window = first + segments.window;
@@ -39,7 +40,9 @@ Pieces pieces_of(const Segments& segments, std::int32_t first, const Row& row, s
 
 Sekv::Sekv(SekvOptions options, std::string json) : options_(std::move(options)), json_(std::move(json)) {
   std::vector<std::string> found;
-  const auto add = [&found](const std::vector<std::string>& more) { found.insert(found.end(), more.begin(), more.end()); };
+  const auto add = [&found](const std::vector<std::string>& more) {
+    found.insert(found.end(), more.begin(), more.end());
+  };
   if (options_.budget > 0) options_.memory.entries = options_.budget;
   options_.memory.entries_share = options_.budget_share;
   options_.memory.published_budget = options_.variant == Variant::official;
@@ -48,7 +51,8 @@ Sekv::Sekv(SekvOptions options, std::string json) : options_(std::move(options))
   add(options_.training.problems());
   if (options_.budget < 0) add({text("budget: ", options_.budget, "; allowed 1 or more, or 0 for none")});
   if (options_.budget > 0 && options_.budget_share > 0) add({"budget: given with budget_share; allowed one of them"});
-  if (!(options_.zoom_share >= 0 && options_.zoom_share <= 1)) add({text("zoom_share: ", options_.zoom_share, "; allowed 0 to 1")});
+  if (!(options_.zoom_share >= 0 && options_.zoom_share <= 1))
+    add({text("zoom_share: ", options_.zoom_share, "; allowed 0 to 1")});
   if (options_.interval < 1) add({text("interval: ", options_.interval, "; allowed 1 or more")});
   require_no_problems("sekv", found);
 }
@@ -56,15 +60,20 @@ Sekv::Sekv(SekvOptions options, std::string json) : options_(std::move(options))
 std::vector<std::string> Sekv::problems(const ModelSpec& spec) const {
   std::vector<std::string> found = options_.memory.problems(spec);
   const SegmenterOptions& s = options_.segmenter;
-  if (options_.interval < s.min_span) found.push_back(text("interval: ", options_.interval, ", and runs below min_span ", s.min_span, " stay as they are, so nothing that is generated would fold; allowed min_span or more"));
-  if (s.max_span > 0 && s.max_span < s.min_span) found.push_back(text("max_span: ", s.max_span, ", and pieces below min_span ", s.min_span, " stay as they are, so nothing would fold; allowed min_span or more"));
+  if (options_.interval < s.min_span)
+    found.push_back(text("interval: ", options_.interval, ", and runs below min_span ", s.min_span,
+                         " stay as they are, so nothing that is generated would fold; allowed min_span or more"));
+  if (s.max_span > 0 && s.max_span < s.min_span)
+    found.push_back(text("max_span: ", s.max_span, ", and pieces below min_span ", s.min_span,
+                         " stay as they are, so nothing would fold; allowed min_span or more"));
   return found;
 }
 
 SegmenterOptions Sekv::segmenter(std::int64_t tokens, std::int64_t group, std::int64_t dim, bool learned) const {
   SegmenterOptions o = options_.segmenter;
   o.entries_per_span = options_.memory.entries_per_span(group, dim, learned);
-  const double budget = options_.budget_share > 0 ? options_.budget_share * static_cast<double>(tokens) : options_.budget;
+  const double budget =
+      options_.budget_share > 0 ? options_.budget_share * static_cast<double>(tokens) : options_.budget;
   if (budget > 0 && options_.variant == Variant::strict) o.most_entries = (1 - options_.zoom_share) * budget;
   return o;
 }
@@ -86,10 +95,12 @@ Decision Sekv::decide(const Evidence& evidence) const {
   std::map<std::int32_t, Pieces> by_sequence;
   const auto decide_sequence = [&](const RowGroup& group, const Row& row) -> Pieces {
     const auto surprisal_at = [&](std::int32_t position) {
-      KVKEEP_REQUIRE(static_cast<std::size_t>(position) < group.surprisal.size(), "sekv: position ", position, " has no surprisal; ", group.surprisal.size(), " tokens do, allowed all");
+      KVKEEP_REQUIRE(static_cast<std::size_t>(position) < group.surprisal.size(), "sekv: position ", position,
+                     " has no surprisal; ", group.surprisal.size(), " tokens do, allowed all");
       return group.surprisal[static_cast<std::size_t>(position)];
     };
-    const auto first = static_cast<std::int32_t>(std::lower_bound(row.positions, row.positions + row.length, group.settled) - row.positions);
+    const auto first = static_cast<std::int32_t>(
+        std::lower_bound(row.positions, row.positions + row.length, group.settled) - row.positions);
     std::vector<float> nats;
     for (std::int32_t slot = first; slot < row.length; ++slot) nats.push_back(surprisal_at(row.positions[slot]));
     const auto segmenter = [&](std::int64_t tokens) {
@@ -98,8 +109,10 @@ Decision Sekv::decide(const Evidence& evidence) const {
       return o;
     };
     if (group.settled == 0) return pieces_of(segment(nats, segmenter(row.length)), 0, row, nats);
-    // The first time was at the end of the prompt, or for one shorter than the window when `interval` tokens had left it.
-    const std::int32_t then = std::max(static_cast<std::int32_t>(group.prompt.tokens), group.prompt.tokens > own.recent ? 0 : own.recent + options_.interval);
+    // The first time was at the end of the prompt, or for one shorter than the window when `interval` tokens had left
+    // it.
+    const std::int32_t then = std::max(static_cast<std::int32_t>(group.prompt.tokens),
+                                       group.prompt.tokens > own.recent ? 0 : own.recent + options_.interval);
     std::vector<float> all;
     for (std::size_t p = 0; p < group.surprisal.size() && std::ssize(all) < then; ++p)
       if (group.surprisal[p] != kNoToken) all.push_back(group.surprisal[p]);
@@ -123,7 +136,8 @@ Decision Sekv::decide(const Evidence& evidence) const {
     const std::int32_t length = static_cast<std::int32_t>(pieces.kept.size() + pieces.folded.size());
     fold.settled.push_back(pieces.settled);
     for (std::size_t h = 0; h < heads; ++h) {
-      KVKEEP_REQUIRE(rows[h].length == length, "sekv: rows of one sequence hold ", rows[h].length, " and ", length, " slots; allowed the same in all layers and heads");
+      KVKEEP_REQUIRE(rows[h].length == length, "sekv: rows of one sequence hold ", rows[h].length, " and ", length,
+                     " slots; allowed the same in all layers and heads");
       kept.insert(kept.end(), pieces.kept.begin(), pieces.kept.end());
       keep.indptr.push_back(static_cast<std::int64_t>(kept.size()));
       const auto before = static_cast<std::int64_t>(fold.slots.size());

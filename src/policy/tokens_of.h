@@ -11,7 +11,8 @@
 namespace kvkeep {
 
 inline TokenSet tokens_of(std::span<const std::int32_t> places) {
-  TokenSet set{at::empty({static_cast<std::int64_t>(places.size())}, at::TensorOptions().dtype(kInt32)), {0, static_cast<std::int64_t>(places.size())}};
+  TokenSet set{at::empty({static_cast<std::int64_t>(places.size())}, at::TensorOptions().dtype(kInt32)),
+               {0, static_cast<std::int64_t>(places.size())}};
   std::ranges::copy(places, set.tokens.data_ptr<std::int32_t>());
   return set;
 }

@@ -32,11 +32,13 @@ void add_each(std::array<Ratio, N>& to, const std::array<Ratio, N>& from) {
 }
 
 Json loss_json(const HeadLoss& loss) {
-  return {{"recall", number(loss.held)}, {"past_recall", number(loss.past)}, {"output_error", number(loss.output_error())}};
+  return {
+      {"recall", number(loss.held)}, {"past_recall", number(loss.past)}, {"output_error", number(loss.output_error())}};
 }
 
 /// Positions of each region of `size` below `end`.
-std::vector<std::int32_t> count_by_region(std::span<const std::int32_t> positions, std::int32_t size, std::int32_t end) {
+std::vector<std::int32_t> count_by_region(std::span<const std::int32_t> positions, std::int32_t size,
+                                          std::int32_t end) {
   std::vector<std::int32_t> counts(static_cast<std::size_t>(end / size));
   for (const std::int32_t p : positions) {
     const auto region = static_cast<std::size_t>(p / size);
@@ -49,7 +51,8 @@ double dot(const float* a, const float* b, std::int32_t n) {
   std::array<double, 4> sums{};
   std::int32_t i = 0;
   for (; i + 4 <= n; i += 4)
-    for (std::int32_t k = 0; k < 4; ++k) sums[static_cast<std::size_t>(k)] += static_cast<double>(a[i + k]) * static_cast<double>(b[i + k]);
+    for (std::int32_t k = 0; k < 4; ++k)
+      sums[static_cast<std::size_t>(k)] += static_cast<double>(a[i + k]) * static_cast<double>(b[i + k]);
   double sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
   for (; i < n; ++i) sum += static_cast<double>(a[i]) * static_cast<double>(b[i]);
   return sum;
@@ -79,14 +82,16 @@ double ngram_repetition(std::span<const std::int32_t> tokens, std::int32_t n) {
   const auto gram = [&](std::size_t at) { return tokens.subspan(at, static_cast<std::size_t>(n)); };
   std::vector<std::size_t> begins(tokens.size() - static_cast<std::size_t>(n) + 1);
   std::iota(begins.begin(), begins.end(), std::size_t{0});
-  std::sort(begins.begin(), begins.end(), [&](std::size_t a, std::size_t b) { return std::ranges::lexicographical_compare(gram(a), gram(b)); });
-  const auto last = std::unique(begins.begin(), begins.end(), [&](std::size_t a, std::size_t b) { return std::ranges::equal(gram(a), gram(b)); });
+  std::sort(begins.begin(), begins.end(),
+            [&](std::size_t a, std::size_t b) { return std::ranges::lexicographical_compare(gram(a), gram(b)); });
+  const auto last = std::unique(begins.begin(), begins.end(),
+                                [&](std::size_t a, std::size_t b) { return std::ranges::equal(gram(a), gram(b)); });
   const auto distinct = static_cast<double>(last - begins.begin());
   return 1 - distinct / static_cast<double>(begins.size());
 }
 
-QueryLoss query_loss(const FullRow& row, const float* query, std::int32_t slots, std::span<const std::int32_t> kept, std::int32_t next_position, double scale,
-                     std::vector<double>& scratch) {
+QueryLoss query_loss(const FullRow& row, const float* query, std::int32_t slots, std::span<const std::int32_t> kept,
+                     std::int32_t next_position, double scale, std::vector<double>& scratch) {
   const auto dim = static_cast<std::size_t>(row.value_dim);
   scratch.resize(static_cast<std::size_t>(slots) + 2 * dim);
   const std::span weights{scratch.data(), static_cast<std::size_t>(slots)};
@@ -132,8 +137,10 @@ void HeadLoss::add(const HeadLoss& other) {
 }
 
 void DiagnosticsResult::add(const DiagnosticsResult& other) {
-  KVKEEP_REQUIRE(wipe_out.size() == other.wipe_out.size() && repetition.size() == other.repetition.size(), "diagnostics: results of ", wipe_out.size(), " and ",
-          other.wipe_out.size(), " regions, ", repetition.size(), " and ", other.repetition.size(), " n-grams cannot be added; allowed those of the same options");
+  KVKEEP_REQUIRE(wipe_out.size() == other.wipe_out.size() && repetition.size() == other.repetition.size(),
+                 "diagnostics: results of ", wipe_out.size(), " and ", other.wipe_out.size(), " regions, ",
+                 repetition.size(), " and ", other.repetition.size(),
+                 " n-grams cannot be added; allowed those of the same options");
   events += other.events;
   row_events += other.row_events;
   iou.add(other.iou);
@@ -186,7 +193,10 @@ std::string to_json(const DiagnosticsResult& r) {
             {"attention", loss_json(r.attention)},
             {"attention_by_head", Json::array()}};
   for (const WipeOut& w : r.wipe_out)
-    json["wipe_out"].push_back({{"region", w.region}, {"wiped", number(w.wiped)}, {"nearly", number(w.nearly)}, {"cumulative", number(w.cumulative)}});
+    json["wipe_out"].push_back({{"region", w.region},
+                                {"wiped", number(w.wiped)},
+                                {"nearly", number(w.nearly)},
+                                {"cumulative", number(w.cumulative)}});
   for (const Repetition& one : r.repetition) json["repetition"].push_back({{"n", one.n}, {"rate", number(one.rate)}});
   for (const auto& [where, loss] : r.attention_by_head) {
     Json one{{"layer", where.first}, {"query_head", where.second}};
@@ -198,7 +208,8 @@ std::string to_json(const DiagnosticsResult& r) {
 
 Diagnostics::Diagnostics(DiagnosticsOptions options) : options_(std::move(options)) {
   KVKEEP_REQUIRE(options_.layers >= 1, "diagnostics: layers is ", options_.layers, "; allowed 1 or more");
-  KVKEEP_REQUIRE(options_.window >= 0 && options_.sink >= 0, "diagnostics: window and sink are ", options_.window, " and ", options_.sink, "; allowed 0 or more");
+  KVKEEP_REQUIRE(options_.window >= 0 && options_.sink >= 0, "diagnostics: window and sink are ", options_.window,
+                 " and ", options_.sink, "; allowed 0 or more");
   for (const std::int32_t region : options_.regions) {
     KVKEEP_REQUIRE(region >= 1, "diagnostics: regions holds ", region, "; allowed 1 or more");
     result_.wipe_out.push_back({.region = region, .wiped = {}, .nearly = {}, .cumulative = {}});
@@ -211,16 +222,24 @@ Diagnostics::Diagnostics(DiagnosticsOptions options) : options_(std::move(option
 
 void Diagnostics::check(const RowEvent& row) const {
   const auto where = [&] { return text("diagnostics: layer ", row.layer, ", head ", row.head, ": "); };
-  KVKEEP_REQUIRE(row.layer >= 0 && row.layer < options_.layers, "diagnostics: layer ", row.layer, " is out of range; allowed 0 to ", options_.layers - 1);
-  KVKEEP_REQUIRE(ascends(row.before) && ascends(row.kept), where(), "positions do not ascend; allowed ascending and unique");
-  KVKEEP_REQUIRE(row.before.empty() || (row.before.front() >= 0 && row.before.back() < row.next_position), where(), "positions reach from ",
-          row.before.empty() ? 0 : row.before.front(), " to ", row.before.empty() ? 0 : row.before.back(), "; allowed 0 to next_position - 1 = ", row.next_position - 1);
-  KVKEEP_REQUIRE(common(row.before, row.kept) == static_cast<std::int64_t>(row.kept.size()), where(), "a kept position was not there before; allowed those of `before`");
-  KVKEEP_REQUIRE(row.mass.empty() || row.mass.size() == row.before.size(), where(), "mass has ", row.mass.size(), " values; allowed none or ", row.before.size());
-  KVKEEP_REQUIRE(row.segment_ends.size() == row.quotas.size(), where(), row.segment_ends.size(), " segments with ", row.quotas.size(), " quotas; allowed one each");
+  KVKEEP_REQUIRE(row.layer >= 0 && row.layer < options_.layers, "diagnostics: layer ", row.layer,
+                 " is out of range; allowed 0 to ", options_.layers - 1);
+  KVKEEP_REQUIRE(ascends(row.before) && ascends(row.kept), where(),
+                 "positions do not ascend; allowed ascending and unique");
+  KVKEEP_REQUIRE(row.before.empty() || (row.before.front() >= 0 && row.before.back() < row.next_position), where(),
+                 "positions reach from ", row.before.empty() ? 0 : row.before.front(), " to ",
+                 row.before.empty() ? 0 : row.before.back(),
+                 "; allowed 0 to next_position - 1 = ", row.next_position - 1);
+  KVKEEP_REQUIRE(common(row.before, row.kept) == static_cast<std::int64_t>(row.kept.size()), where(),
+                 "a kept position was not there before; allowed those of `before`");
+  KVKEEP_REQUIRE(row.mass.empty() || row.mass.size() == row.before.size(), where(), "mass has ", row.mass.size(),
+                 " values; allowed none or ", row.before.size());
+  KVKEEP_REQUIRE(row.segment_ends.size() == row.quotas.size(), where(), row.segment_ends.size(), " segments with ",
+                 row.quotas.size(), " quotas; allowed one each");
   KVKEEP_REQUIRE(row.segment_ends.empty() || (ascends(row.segment_ends) && row.segment_ends.front() >= 1 &&
-                                       row.segment_ends.back() == static_cast<std::int32_t>(row.before.size())),
-          where(), "segments do not end at ascending slots up to ", row.before.size(), ", the row's length; allowed so");
+                                              row.segment_ends.back() == static_cast<std::int32_t>(row.before.size())),
+                 where(), "segments do not end at ascending slots up to ", row.before.size(),
+                 ", the row's length; allowed so");
 }
 
 void Diagnostics::add_event(std::int64_t sequence, std::span<const RowEvent> rows) {
@@ -254,11 +273,13 @@ void Diagnostics::add_pair(const RowEvent& row, std::span<const std::int32_t> la
 void Diagnostics::add_wipe_out(const RowEvent& row) {
   for (WipeOut& wipe_out : result_.wipe_out) {
     const std::int32_t size = wipe_out.region;
-    const std::vector<std::int32_t> held = count_by_region(row.before, size, row.next_position), kept = count_by_region(row.kept, size, row.next_position);
+    const std::vector<std::int32_t> held = count_by_region(row.before, size, row.next_position),
+                                    kept = count_by_region(row.kept, size, row.next_position);
     for (std::size_t k = 0; k < held.size(); ++k) {
       const std::int64_t begin = static_cast<std::int64_t>(k) * size;
       wipe_out.cumulative.add(kept[k] == 0 ? 1 : 0, 1);
-      const bool live = std::int64_t{2} * held[k] >= size && begin >= options_.sink && begin + size <= row.next_position - options_.window;
+      const bool live = std::int64_t{2} * held[k] >= size && begin >= options_.sink &&
+                        begin + size <= row.next_position - options_.window;
       if (!live) continue;
       wipe_out.wiped.add(kept[k] == 0 ? 1 : 0, 1);
       wipe_out.nearly.add(kept[k] < kSoftWipeOut * held[k] ? 1 : 0, 1);
@@ -293,7 +314,8 @@ void Diagnostics::add_coverage(const RowEvent& row) {
   }
   const auto up = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
   for (std::int64_t k = 0; k < kCoverageBins; ++k)
-    result_.coverage_cumulative[static_cast<std::size_t>(k)].whole += static_cast<double>(up((k + 1) * end, kCoverageBins) - up(k * end, kCoverageBins));
+    result_.coverage_cumulative[static_cast<std::size_t>(k)].whole +=
+        static_cast<double>(up((k + 1) * end, kCoverageBins) - up(k * end, kCoverageBins));
   result_.middle_cumulative.whole += static_cast<double>(up(2 * end, 3) - up(end, 3));
 }
 
@@ -315,21 +337,26 @@ void Diagnostics::add_segments(const RowEvent& row) {
 
 void Diagnostics::add_generated(std::span<const std::int32_t> tokens) {
   for (Repetition& one : result_.repetition) one.rate.add(ngram_repetition(tokens, one.n), 1);
-  if (!options_.ngrams.empty()) result_.collapsed.add(ngram_repetition(tokens, options_.ngrams.front()) > kCollapsed ? 1 : 0, 1);
+  if (!options_.ngrams.empty())
+    result_.collapsed.add(ngram_repetition(tokens, options_.ngrams.front()) > kCollapsed ? 1 : 0, 1);
 }
 
 void Diagnostics::add_query(std::int32_t layer, std::int32_t query_head, const QueryLoss& loss) {
-  const HeadLoss one{.held = {loss.held, 1}, .past = {loss.past_held, loss.past}, .error_squared = {loss.error_squared, loss.output_squared}};
+  const HeadLoss one{.held = {loss.held, 1},
+                     .past = {loss.past_held, loss.past},
+                     .error_squared = {loss.error_squared, loss.output_squared}};
   result_.attention.add(one);
   result_.attention_by_head[{layer, query_head}].add(one);
 }
 
 void Diagnostics::merge(const Diagnostics& other) {
-  KVKEEP_REQUIRE(options_.layers == other.options_.layers && options_.regions == other.options_.regions && options_.ngrams == other.options_.ngrams &&
-              options_.window == other.options_.window && options_.sink == other.options_.sink,
-          "diagnostics: two with different options cannot be merged; allowed the same options in both");
+  KVKEEP_REQUIRE(options_.layers == other.options_.layers && options_.regions == other.options_.regions &&
+                     options_.ngrams == other.options_.ngrams && options_.window == other.options_.window &&
+                     options_.sink == other.options_.sink,
+                 "diagnostics: two with different options cannot be merged; allowed the same options in both");
   for (const auto& [sequence, rows] : other.last_)
-    KVKEEP_REQUIRE(!last_.contains(sequence), "diagnostics: sequence ", sequence, " is open in both; allowed in one, or end() it first");
+    KVKEEP_REQUIRE(!last_.contains(sequence), "diagnostics: sequence ", sequence,
+                   " is open in both; allowed in one, or end() it first");
   result_.add(other.result_);
   last_.insert(other.last_.begin(), other.last_.end());
 }

@@ -24,12 +24,14 @@ Normalised normalised(std::string_view operation, std::span<const float> logits)
   KVKEEP_REQUIRE(!logits.empty(), operation, ": a row of logits is empty; given 0; allowed 1 or more");
   std::size_t likeliest = 0;
   for (std::size_t i = 0; i < logits.size(); ++i) {
-    KVKEEP_REQUIRE(logits[i] < std::numeric_limits<float>::infinity(), operation, ": a logit is no number that can be compared; given ",
-                   logits[i], " at ", i, "; allowed finite ones and -inf");
+    KVKEEP_REQUIRE(logits[i] < std::numeric_limits<float>::infinity(), operation,
+                   ": a logit is no number that can be compared; given ", logits[i], " at ", i,
+                   "; allowed finite ones and -inf");
     if (logits[i] > logits[likeliest]) likeliest = i;
   }
   const double top = logits[likeliest];
-  KVKEEP_REQUIRE(std::isfinite(top), operation, ": no token can come; given logits of -inf alone; allowed one finite logit or more");
+  KVKEEP_REQUIRE(std::isfinite(top), operation,
+                 ": no token can come; given logits of -inf alone; allowed one finite logit or more");
   double sum = 0;
   for (const float logit : logits) sum += std::exp(static_cast<double>(logit) - top);
   return {likeliest, top, std::log(sum)};
@@ -40,9 +42,11 @@ void require_counting(std::string_view operation, std::int64_t first_counted, st
   KVKEEP_REQUIRE(bin_tokens >= 1, operation, ": bin_tokens is ", bin_tokens, "; allowed 1 or more");
 }
 
-void require_same(std::string_view operation, std::int64_t first, std::int64_t other_first, std::int64_t bin, std::int64_t other_bin) {
-  KVKEEP_REQUIRE(first == other_first && bin == other_bin, operation, ": the texts were counted in two ways; given first_counted ", first,
-                 " and ", other_first, ", bin_tokens ", bin, " and ", other_bin, "; allowed the same");
+void require_same(std::string_view operation, std::int64_t first, std::int64_t other_first, std::int64_t bin,
+                  std::int64_t other_bin) {
+  KVKEEP_REQUIRE(first == other_first && bin == other_bin, operation,
+                 ": the texts were counted in two ways; given first_counted ", first, " and ", other_first,
+                 ", bin_tokens ", bin, " and ", other_bin, "; allowed the same");
 }
 
 /// The bin of token `at`, made where it is the next one.
@@ -63,14 +67,14 @@ void add_bins(std::vector<T>& bins, const std::vector<T>& others) {
 
 double negative_log_likelihood(std::span<const float> logits, std::int32_t token) {
   const Normalised row = normalised("negative_log_likelihood", logits);
-  KVKEEP_REQUIRE(token >= 0 && static_cast<std::size_t>(token) < logits.size(), "negative_log_likelihood: token is out of range; given ",
-                 token, "; allowed 0 to ", logits.size() - 1);
+  KVKEEP_REQUIRE(token >= 0 && static_cast<std::size_t>(token) < logits.size(),
+                 "negative_log_likelihood: token is out of range; given ", token, "; allowed 0 to ", logits.size() - 1);
   return -row.log_share(logits[static_cast<std::size_t>(token)]);
 }
 
 Departure departure(std::span<const float> full, std::span<const float> cut) {
-  KVKEEP_REQUIRE(full.size() == cut.size(), "departure: the rows differ in length; given ", full.size(), " and ", cut.size(),
-                 "; allowed the same vocabulary");
+  KVKEEP_REQUIRE(full.size() == cut.size(), "departure: the rows differ in length; given ", full.size(), " and ",
+                 cut.size(), "; allowed the same vocabulary");
   const Normalised p = normalised("departure", full), q = normalised("departure", cut);
   double divergence = 0;
   for (std::size_t i = 0; i < full.size(); ++i) {
@@ -88,8 +92,8 @@ StreamingPerplexity::StreamingPerplexity(std::int64_t first_counted, std::int64_
 }
 
 void StreamingPerplexity::add(double negative_log_likelihood) {
-  KVKEEP_REQUIRE(!std::isnan(negative_log_likelihood), "StreamingPerplexity: a likelihood is no number; given NaN at token ", tokens_,
-                 "; allowed numbers");
+  KVKEEP_REQUIRE(!std::isnan(negative_log_likelihood),
+                 "StreamingPerplexity: a likelihood is no number; given NaN at token ", tokens_, "; allowed numbers");
   bin_of(curve_, tokens_, bin_tokens_).add(negative_log_likelihood, 1);
   if (tokens_ >= first_counted_) total_.add(negative_log_likelihood, 1);
   ++tokens_;
@@ -113,8 +117,8 @@ DecodeFidelity::DecodeFidelity(std::int64_t first_counted, std::int64_t bin_toke
 }
 
 void DecodeFidelity::add(const Departure& departure) {
-  KVKEEP_REQUIRE(departure.divergence >= 0, "DecodeFidelity: a divergence is out of range; given ", departure.divergence,
-                 "; allowed 0 or more");
+  KVKEEP_REQUIRE(departure.divergence >= 0, "DecodeFidelity: a divergence is out of range; given ",
+                 departure.divergence, "; allowed 0 or more");
   const FidelitySums one{{departure.divergence, 1}, {departure.same_token ? 1 : 0, 1}};
   bin_of(bins_, tokens_, bin_tokens_).add(one);
   if (tokens_ >= first_counted_) total_.add(one);

@@ -57,7 +57,8 @@ Interval percentile(std::vector<double> values, double confidence) {
 
 void check(const Bootstrap& options) {
   KVKEEP_REQUIRE(options.resamples >= 1, "bootstrap: resamples is ", options.resamples, "; allowed 1 or more");
-  KVKEEP_REQUIRE(options.confidence > 0 && options.confidence < 1, "bootstrap: confidence is ", options.confidence, "; allowed a number in (0, 1)");
+  KVKEEP_REQUIRE(options.confidence > 0 && options.confidence < 1, "bootstrap: confidence is ", options.confidence,
+                 "; allowed a number in (0, 1)");
 }
 
 }  // namespace
@@ -97,9 +98,11 @@ Interval bootstrap(RatioStrata samples, const Bootstrap& options) {
 
 Interval bootstrap_difference(RatioStrata a, RatioStrata b, const Bootstrap& options) {
   check(options);
-  KVKEEP_REQUIRE(a.size() == b.size(), "bootstrap: ", a.size(), " strata against ", b.size(), "; allowed the same number");
+  KVKEEP_REQUIRE(a.size() == b.size(), "bootstrap: ", a.size(), " strata against ", b.size(),
+                 "; allowed the same number");
   for (std::size_t s = 0; s < a.size(); ++s)
-    KVKEEP_REQUIRE(a[s].size() == b[s].size(), "bootstrap: stratum ", s, " has ", a[s].size(), " samples against ", b[s].size(), "; allowed the same samples in both");
+    KVKEEP_REQUIRE(a[s].size() == b[s].size(), "bootstrap: stratum ", s, " has ", a[s].size(), " samples against ",
+                   b[s].size(), "; allowed the same samples in both");
   if (!can_vary(a)) return {kNone, kNone};
   Draw draw(options.seed);
   std::vector<double> values;

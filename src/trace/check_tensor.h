@@ -15,8 +15,10 @@ inline std::string shape_of(const Tensor& t) {
   return out + "]";
 }
 
-inline void want(const io::SafetensorsFile& file, const std::string& name, const Tensor& t, bool ok, const std::string& allowed) {
-  KVKEEP_REQUIRE(ok, file.where(), ": tensor \"", name, "\" has shape ", shape_of(t), " and dtype ", c10::toString(t.scalar_type()), "; allowed ", allowed);
+inline void want(const io::SafetensorsFile& file, const std::string& name, const Tensor& t, bool ok,
+                 const std::string& allowed) {
+  KVKEEP_REQUIRE(ok, file.where(), ": tensor \"", name, "\" has shape ", shape_of(t), " and dtype ",
+                 c10::toString(t.scalar_type()), "; allowed ", allowed);
 }
 
 /// A metadata value that is a positive number; `fallback` where it is absent.

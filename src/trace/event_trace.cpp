@@ -25,31 +25,35 @@ using nlohmann::json;
 
 /// One trace with its shapes known and checked.
 struct Event {
-  ModelSpec spec;                    ///< the model's layers; those that the trace does not hold are `elsewhere`
+  ModelSpec spec;  ///< the model's layers; those that the trace does not hold are `elsewhere`
   QueryBasis basis = QueryBasis::pre_rope;
-  std::vector<std::string> prefixes; ///< "" or "layer.<l>."
-  std::vector<std::int32_t> layers;  ///< number of each layer of the trace
+  std::vector<std::string> prefixes;  ///< "" or "layer.<l>."
+  std::vector<std::int32_t> layers;   ///< number of each layer of the trace
   std::int64_t batch = 0, slots = 0, queries = 0;
   std::vector<std::int32_t> next_positions;
   std::vector<std::int32_t> lengths;
-  std::vector<LayerKv> rows;         ///< copies, so that they can be compacted
-  std::vector<Tensor> positions;     ///< i32 [B, Hkv, T]
-  std::vector<Tensor> query_data;    ///< [B, Hq, W, D]
-  std::vector<Tensor> query_positions;  ///< i32 [B, W]
-  std::vector<Tensor> credit, tally; ///< f32 [B, Hkv, T'], or undefined
+  std::vector<LayerKv> rows;               ///< copies, so that they can be compacted
+  std::vector<Tensor> positions;           ///< i32 [B, Hkv, T]
+  std::vector<Tensor> query_data;          ///< [B, Hq, W, D]
+  std::vector<Tensor> query_positions;     ///< i32 [B, W]
+  std::vector<Tensor> credit, tally;       ///< f32 [B, Hkv, T'], or undefined
   std::vector<Tensor> output_projections;  ///< [num_layers], or empty
 };
 
 json parsed(const io::SafetensorsFile& file, const std::string& key) {
   const auto found = file.metadata().find(key);
-  KVKEEP_REQUIRE(found != file.metadata().end(), file.where(), ": metadata \"", key, "\" is missing; an event trace needs it");
+  KVKEEP_REQUIRE(found != file.metadata().end(), file.where(), ": metadata \"", key,
+                 "\" is missing; an event trace needs it");
   return io::read_json(found->second, text(file.where(), ": metadata \"", key, "\""));
 }
 
-std::string choice(const io::SafetensorsFile& file, const std::string& key, const std::string& first, const std::string& second) {
+std::string choice(const io::SafetensorsFile& file, const std::string& key, const std::string& first,
+                   const std::string& second) {
   const auto found = file.metadata().find(key);
-  KVKEEP_REQUIRE(found != file.metadata().end(), file.where(), ": metadata \"", key, "\" is missing; allowed ", first, " or ", second);
-  KVKEEP_REQUIRE(found->second == first || found->second == second, file.where(), ": metadata \"", key, "\" is \"", io::shortened(found->second), "\"; allowed ", first, " or ", second);
+  KVKEEP_REQUIRE(found != file.metadata().end(), file.where(), ": metadata \"", key, "\" is missing; allowed ", first,
+                 " or ", second);
+  KVKEEP_REQUIRE(found->second == first || found->second == second, file.where(), ": metadata \"", key, "\" is \"",
+                 io::shortened(found->second), "\"; allowed ", first, " or ", second);
   return found->second;
 }
 
@@ -67,56 +71,81 @@ Tensor integers(const io::SafetensorsFile& file, const std::string& name, const 
   return t.to(c10::ScalarType::Long).contiguous();
 }
 
-void check_ascending(const io::SafetensorsFile& file, const std::string& name, const std::int64_t* values, std::int64_t n) {
+void check_ascending(const io::SafetensorsFile& file, const std::string& name, const std::int64_t* values,
+                     std::int64_t n) {
   std::int64_t last = -1;
   for (std::int64_t t = 0; t < n; ++t) {
-    KVKEEP_REQUIRE(values[t] > last && values[t] <= INT32_MAX, file.where(), ": ", name, " holds ", values[t], " after ", last, "; allowed ascending logical positions from 0 to ", INT32_MAX);
+    KVKEEP_REQUIRE(values[t] > last && values[t] <= INT32_MAX, file.where(), ": ", name, " holds ", values[t],
+                   " after ", last, "; allowed ascending logical positions from 0 to ", INT32_MAX);
     last = values[t];
   }
 }
 
 void read_layer(const io::SafetensorsFile& file, const std::string& prefix, Event& e) {
-  const Tensor keys = find(file, prefix, "keys"), values = find(file, prefix, "values"), queries = find(file, prefix, "queries", false);
+  const Tensor keys = find(file, prefix, "keys"), values = find(file, prefix, "values"),
+               queries = find(file, prefix, "queries", false);
   const bool first = e.positions.empty();
-  want(file, "keys", keys, keys.dim() == 4 && is_scorable(keys.scalar_type()) && keys.numel() > 0 && std::ranges::max(keys.sizes()) <= INT32_MAX, "f32, f16 or bf16 [B, Hkv, T, D]");
+  want(file, "keys", keys,
+       keys.dim() == 4 && is_scorable(keys.scalar_type()) && keys.numel() > 0 &&
+           std::ranges::max(keys.sizes()) <= INT32_MAX,
+       "f32, f16 or bf16 [B, Hkv, T, D]");
   if (first) {
     e.batch = keys.size(0);
     e.slots = keys.size(2);
     e.spec.kv_heads = static_cast<std::int32_t>(keys.size(1));
     e.spec.key_dim = static_cast<std::int32_t>(keys.size(3));
   }
-  want(file, "keys", keys, keys.size(0) == e.batch && keys.size(1) == e.spec.kv_heads && keys.size(2) == e.slots && keys.size(3) == e.spec.key_dim, "the shape of the first layer");
-  want(file, "values", values, values.dim() == 4 && values.numel() > 0 && values.size(0) == e.batch && values.size(1) == e.spec.kv_heads && values.size(2) == e.slots && is_scorable(values.scalar_type()),
+  want(file, "keys", keys,
+       keys.size(0) == e.batch && keys.size(1) == e.spec.kv_heads && keys.size(2) == e.slots &&
+           keys.size(3) == e.spec.key_dim,
+       "the shape of the first layer");
+  want(file, "values", values,
+       values.dim() == 4 && values.numel() > 0 && values.size(0) == e.batch && values.size(1) == e.spec.kv_heads &&
+           values.size(2) == e.slots && is_scorable(values.scalar_type()),
        text("f32, f16 or bf16 [", e.batch, ", ", e.spec.kv_heads, ", ", e.slots, ", Dv]"));
-  if (queries.defined()) want(file, "queries", queries, queries.dim() == 4 && queries.size(0) == e.batch && queries.size(1) % e.spec.kv_heads == 0 && queries.size(1) > 0 && queries.size(3) == e.spec.key_dim && is_scorable(queries.scalar_type()),
-       text("f32, f16 or bf16 [", e.batch, ", Hq, W, ", e.spec.key_dim, "] with Hq a multiple of ", e.spec.kv_heads));
+  if (queries.defined())
+    want(file, "queries", queries,
+         queries.dim() == 4 && queries.size(0) == e.batch && queries.size(1) % e.spec.kv_heads == 0 &&
+             queries.size(1) > 0 && queries.size(3) == e.spec.key_dim && is_scorable(queries.scalar_type()),
+         text("f32, f16 or bf16 [", e.batch, ", Hq, W, ", e.spec.key_dim, "] with Hq a multiple of ", e.spec.kv_heads));
   if (first) {
     e.spec.value_dim = static_cast<std::int32_t>(values.size(3));
     e.spec.query_heads = queries.defined() ? static_cast<std::int32_t>(queries.size(1)) : 0;
     e.queries = queries.defined() ? queries.size(2) : 0;
   }
   want(file, "values", values, values.size(3) == e.spec.value_dim, "the head size of the first layer");
-  KVKEEP_REQUIRE(queries.defined() == (e.spec.query_heads > 0), file.where(), ": some layers come with queries and some without; allowed all or none");
-  if (queries.defined()) want(file, "queries", queries, queries.size(1) == e.spec.query_heads && queries.size(2) == e.queries, "the shape of the first layer");
+  KVKEEP_REQUIRE(queries.defined() == (e.spec.query_heads > 0), file.where(),
+                 ": some layers come with queries and some without; allowed all or none");
+  if (queries.defined())
+    want(file, "queries", queries, queries.size(1) == e.spec.query_heads && queries.size(2) == e.queries,
+         "the shape of the first layer");
 
   Tensor positions = integers(file, "positions", find(file, prefix, "positions"));
-  want(file, "positions", positions, positions.sizes() == at::IntArrayRef({e.batch, e.slots}) || positions.sizes() == at::IntArrayRef({e.batch, e.spec.kv_heads, e.slots}),
+  want(file, "positions", positions,
+       positions.sizes() == at::IntArrayRef({e.batch, e.slots}) ||
+           positions.sizes() == at::IntArrayRef({e.batch, e.spec.kv_heads, e.slots}),
        text("[", e.batch, ", ", e.slots, "] or [", e.batch, ", ", e.spec.kv_heads, ", ", e.slots, "]"));
   if (positions.dim() == 2) positions = positions.unsqueeze(1).expand({e.batch, e.spec.kv_heads, e.slots}).contiguous();
   Tensor query_positions;
   if (queries.defined()) {
     query_positions = integers(file, "query_positions", find(file, prefix, "query_positions"));
-    want(file, "query_positions", query_positions, query_positions.sizes() == at::IntArrayRef({e.batch, e.queries}), text("[", e.batch, ", ", e.queries, "]"));
+    want(file, "query_positions", query_positions, query_positions.sizes() == at::IntArrayRef({e.batch, e.queries}),
+         text("[", e.batch, ", ", e.queries, "]"));
   }
   for (std::int64_t b = 0; b < e.batch; ++b) {
-    if (queries.defined()) check_ascending(file, "query_positions", query_positions.const_data_ptr<std::int64_t>() + b * e.queries, e.queries);
+    if (queries.defined())
+      check_ascending(file, "query_positions", query_positions.const_data_ptr<std::int64_t>() + b * e.queries,
+                      e.queries);
     for (std::int64_t h = 0; h < e.spec.kv_heads; ++h)
-      check_ascending(file, "positions", positions.const_data_ptr<std::int64_t>() + (b * e.spec.kv_heads + h) * e.slots, e.lengths.empty() ? e.slots : e.lengths[static_cast<std::size_t>(b)]);
+      check_ascending(file, "positions", positions.const_data_ptr<std::int64_t>() + (b * e.spec.kv_heads + h) * e.slots,
+                      e.lengths.empty() ? e.slots : e.lengths[static_cast<std::size_t>(b)]);
   }
   const auto column = [&](const char* name) {
     Tensor t = find(file, prefix, name, false);
     if (!t.defined()) return t;
-    want(file, name, t, t.dim() == 3 && t.size(0) == e.batch && t.size(1) == e.spec.kv_heads && t.size(2) <= e.slots && is_scorable(t.scalar_type()),
+    want(file, name, t,
+         t.dim() == 3 && t.size(0) == e.batch && t.size(1) == e.spec.kv_heads && t.size(2) <= e.slots &&
+             is_scorable(t.scalar_type()),
          text("f32, f16 or bf16 [", e.batch, ", ", e.spec.kv_heads, ", at most ", e.slots, "]"));
     return t.to(kFloat32).contiguous();
   };
@@ -125,8 +154,11 @@ void read_layer(const io::SafetensorsFile& file, const std::string& prefix, Even
   const auto layer = static_cast<std::size_t>(e.layers[e.positions.size()]);
   const Tensor projection = find(file, prefix, "o_proj", false);
   if (projection.defined()) {
-    want(file, "o_proj", projection, projection.dim() == 2 && is_scorable(projection.scalar_type()) && e.spec.query_heads > 0 && projection.size(1) == std::int64_t{e.spec.query_heads} * e.spec.value_dim,
-         text("f32, f16 or bf16 [hidden, Hq * Dv = ", std::int64_t{e.spec.query_heads} * e.spec.value_dim, "], with queries in the trace"));
+    want(file, "o_proj", projection,
+         projection.dim() == 2 && is_scorable(projection.scalar_type()) && e.spec.query_heads > 0 &&
+             projection.size(1) == std::int64_t{e.spec.query_heads} * e.spec.value_dim,
+         text("f32, f16 or bf16 [hidden, Hq * Dv = ", std::int64_t{e.spec.query_heads} * e.spec.value_dim,
+              "], with queries in the trace"));
     e.output_projections.resize(e.spec.layers.size());
     e.output_projections[layer] = projection.contiguous();
   }
@@ -142,16 +174,19 @@ void read_layer_numbers(const io::SafetensorsFile& file, Event& e) {
   constexpr std::int64_t kMost = 1 << 16;
   const auto layer_number = [&](const char* key, const json& value) {
     const std::optional<std::int64_t> number = io::whole_number(value, 0, kMost - 1);
-    KVKEEP_REQUIRE(number.has_value(), file.where(), ": metadata \"", key, "\" names layer ", io::shown(value), "; allowed 0 to ", kMost - 1);
+    KVKEEP_REQUIRE(number.has_value(), file.where(), ": metadata \"", key, "\" names layer ", io::shown(value),
+                   "; allowed 0 to ", kMost - 1);
     return static_cast<std::int32_t>(*number);
   };
   if (file.metadata().contains("layers")) {
     const json layers = parsed(file, "layers");
-    KVKEEP_REQUIRE(layers.is_array() && !layers.empty(), file.where(), ": metadata \"layers\" is ", io::shown(layers), "; allowed an array of layer numbers");
+    KVKEEP_REQUIRE(layers.is_array() && !layers.empty(), file.where(), ": metadata \"layers\" is ", io::shown(layers),
+                   "; allowed an array of layer numbers");
     for (const json& l : layers) {
       e.layers.push_back(layer_number("layers", l));
       e.prefixes.push_back(text("layer.", e.layers.back(), "."));
-      KVKEEP_REQUIRE(std::find(e.layers.begin(), e.layers.end() - 1, e.layers.back()) == e.layers.end() - 1, file.where(), ": metadata \"layers\" names layer ", e.layers.back(), " twice");
+      KVKEEP_REQUIRE(std::find(e.layers.begin(), e.layers.end() - 1, e.layers.back()) == e.layers.end() - 1,
+                     file.where(), ": metadata \"layers\" names layer ", e.layers.back(), " twice");
     }
   } else {
     e.layers.push_back(file.metadata().contains("layer") ? layer_number("layer", parsed(file, "layer")) : 0);
@@ -160,20 +195,25 @@ void read_layer_numbers(const io::SafetensorsFile& file, Event& e) {
   const std::int32_t most = *std::max_element(e.layers.begin(), e.layers.end());
   std::int32_t count = most + 1;
   if (file.metadata().contains("num_layers")) count = layer_number("num_layers", parsed(file, "num_layers"));
-  KVKEEP_REQUIRE(count > most, file.where(), ": metadata \"num_layers\" is ", count, "; allowed more than the largest layer number, ", most);
+  KVKEEP_REQUIRE(count > most, file.where(), ": metadata \"num_layers\" is ", count,
+                 "; allowed more than the largest layer number, ", most);
   e.spec.layers.assign(static_cast<std::size_t>(count), {.kind = LayerKind::elsewhere});
   e.rows.resize(static_cast<std::size_t>(count));
 }
 
 Event read(const io::SafetensorsFile& file) {
-  KVKEEP_REQUIRE(kind_of(file) == "event", file.where(), ": the trace is of kind \"", io::shortened(kind_of(file)), "\"; allowed here: event");
+  KVKEEP_REQUIRE(kind_of(file) == "event", file.where(), ": the trace is of kind \"", io::shortened(kind_of(file)),
+                 "\"; allowed here: event");
   Event e;
   if (file.metadata().contains("query_basis") || file.has("queries"))
-    e.basis = choice(file, "query_basis", "pre_rope", "post_rope") == "pre_rope" ? QueryBasis::pre_rope : QueryBasis::post_rope;
-  e.spec.rope.style = choice(file, "rope_style", "half", "interleaved") == "half" ? RopeStyle::half : RopeStyle::interleaved;
+    e.basis = choice(file, "query_basis", "pre_rope", "post_rope") == "pre_rope" ? QueryBasis::pre_rope
+                                                                                 : QueryBasis::post_rope;
+  e.spec.rope.style =
+      choice(file, "rope_style", "half", "interleaved") == "half" ? RopeStyle::half : RopeStyle::interleaved;
   const json frequencies = parsed(file, "inv_freq");
-  KVKEEP_REQUIRE(frequencies.is_array() && std::all_of(frequencies.begin(), frequencies.end(), [](const json& f) { return f.is_number(); }), file.where(),
-          ": metadata \"inv_freq\" is not an array of numbers");
+  KVKEEP_REQUIRE(frequencies.is_array() &&
+                     std::all_of(frequencies.begin(), frequencies.end(), [](const json& f) { return f.is_number(); }),
+                 file.where(), ": metadata \"inv_freq\" is not an array of numbers");
   e.spec.rope.inv_freq = frequencies.get<std::vector<double>>();
   e.spec.rope.attention_scaling = number(file, "attention_scaling", 1.0);
   e.spec.softmax_scale = number(file, "softmax_scale", 0.0);
@@ -181,26 +221,33 @@ Event read(const io::SafetensorsFile& file) {
   if (file.has("lengths")) {
     const Tensor lengths = integers(file, "lengths", file.tensor("lengths"));
     want(file, "lengths", lengths, lengths.dim() == 1, "[B]");
-    for (const std::int64_t length : std::span(lengths.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(lengths.numel()))) {
-      KVKEEP_REQUIRE(length >= 0 && length <= INT32_MAX, file.where(), ": lengths holds ", length, "; allowed 0 to ", INT32_MAX);
+    for (const std::int64_t length :
+         std::span(lengths.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(lengths.numel()))) {
+      KVKEEP_REQUIRE(length >= 0 && length <= INT32_MAX, file.where(), ": lengths holds ", length, "; allowed 0 to ",
+                     INT32_MAX);
       e.lengths.push_back(static_cast<std::int32_t>(length));
     }
   }
   read_layer_numbers(file, e);
   if (!e.lengths.empty()) {
     const Tensor keys = find(file, e.prefixes.front(), "keys");
-    KVKEEP_REQUIRE(keys.dim() == 4 && static_cast<std::int64_t>(e.lengths.size()) == keys.size(0), file.where(), ": lengths holds ", e.lengths.size(), " entries; allowed one for each sequence of keys");
+    KVKEEP_REQUIRE(keys.dim() == 4 && static_cast<std::int64_t>(e.lengths.size()) == keys.size(0), file.where(),
+                   ": lengths holds ", e.lengths.size(), " entries; allowed one for each sequence of keys");
     for (const std::int32_t length : e.lengths)
-      KVKEEP_REQUIRE(length >= 0 && length <= keys.size(2), file.where(), ": lengths holds ", length, "; allowed 0 to ", keys.size(2));
+      KVKEEP_REQUIRE(length >= 0 && length <= keys.size(2), file.where(), ": lengths holds ", length, "; allowed 0 to ",
+                     keys.size(2));
   }
   for (const std::string& prefix : e.prefixes) read_layer(file, prefix, e);
   if (e.lengths.empty()) e.lengths.assign(static_cast<std::size_t>(e.batch), static_cast<std::int32_t>(e.slots));
-  KVKEEP_REQUIRE(e.spec.rope.rotary_dim() <= e.spec.key_dim, file.where(), ": metadata \"inv_freq\" holds ", e.spec.rope.inv_freq.size(), " numbers; allowed at most ", e.spec.key_dim / 2);
+  KVKEEP_REQUIRE(e.spec.rope.rotary_dim() <= e.spec.key_dim, file.where(), ": metadata \"inv_freq\" holds ",
+                 e.spec.rope.inv_freq.size(), " numbers; allowed at most ", e.spec.key_dim / 2);
   const json next = parsed(file, "next_position");
-  KVKEEP_REQUIRE(next.is_array() && static_cast<std::int64_t>(next.size()) == e.batch, file.where(), ": metadata \"next_position\" is ", io::shown(next), "; allowed an array of ", e.batch, " positions");
+  KVKEEP_REQUIRE(next.is_array() && static_cast<std::int64_t>(next.size()) == e.batch, file.where(),
+                 ": metadata \"next_position\" is ", io::shown(next), "; allowed an array of ", e.batch, " positions");
   for (const json& n : next) {
     const std::optional<std::int64_t> position = io::whole_number(n, 0, INT32_MAX);
-    KVKEEP_REQUIRE(position.has_value(), file.where(), ": metadata \"next_position\" holds ", io::shown(n), "; allowed 0 to ", INT32_MAX);
+    KVKEEP_REQUIRE(position.has_value(), file.where(), ": metadata \"next_position\" holds ", io::shown(n),
+                   "; allowed 0 to ", INT32_MAX);
     e.next_positions.push_back(static_cast<std::int32_t>(*position));
   }
   e.spec.check();
@@ -212,7 +259,8 @@ RowTable rows_of(Event& e, std::vector<std::int32_t>& due) {
   std::iota(sequences.begin(), sequences.end(), 0);
   RowTable table = make_rows(e.spec, {.layers = e.rows, .sequences = sequences, .lengths = {e.lengths}}, e.layers, due);
   const std::int64_t planes = e.batch * e.spec.kv_heads;  // rows of one layer of the trace
-  const auto column = [](const Tensor& t, std::int64_t plane, std::int32_t length, const float*& data, std::int32_t& known) {
+  const auto column = [](const Tensor& t, std::int64_t plane, std::int32_t length, const float*& data,
+                         std::int32_t& known) {
     if (!t.defined()) return;
     known = static_cast<std::int32_t>(std::min<std::int64_t>(t.size(2), length));
     data = t.data_ptr<float>() + plane * t.size(2);
@@ -249,7 +297,8 @@ RowTable rows_of(Event& e, std::vector<std::int32_t>& due) {
 /// [B, Hkv, width] from one value list per row; short rows end with `pad`.
 template <class T, class RowValues>
 Tensor stack(const Event& e, std::size_t first_row, std::int64_t width, T pad, RowValues&& values) {
-  Tensor out = at::full({e.batch, e.spec.kv_heads, width}, pad, at::TensorOptions().dtype(c10::CppTypeToScalarType<T>::value));
+  Tensor out =
+      at::full({e.batch, e.spec.kv_heads, width}, pad, at::TensorOptions().dtype(c10::CppTypeToScalarType<T>::value));
   for (std::size_t r = 0; r < static_cast<std::size_t>(e.batch * e.spec.kv_heads); ++r) {
     const auto row = values(first_row + r);
     std::copy(row.begin(), row.end(), out.data_ptr<T>() + static_cast<std::int64_t>(r) * width);
@@ -258,20 +307,25 @@ Tensor stack(const Event& e, std::size_t first_row, std::int64_t width, T pad, R
 }
 
 /// Writes one layer's part of the result. Rows lie in the table in the order layer, sequence, head.
-void add_layer(Event& e, const RowTable& table, const Decision& decision, const KeepSet& keep, std::size_t layer, Result& result) {
+void add_layer(Event& e, const RowTable& table, const Decision& decision, const KeepSet& keep, std::size_t layer,
+               Result& result) {
   const std::string& prefix = e.prefixes[layer];
   const std::size_t first = layer * static_cast<std::size_t>(e.batch * e.spec.kv_heads);
   const std::size_t last = first + static_cast<std::size_t>(e.batch * e.spec.kv_heads);
   std::int64_t width = 0;
   for (std::size_t r = first; r < last; ++r) width = std::max(width, keep.count(r));
   const auto add = [&](const char* name, Tensor t) { result.tensors.emplace_back(prefix + name, std::move(t)); };
-  const auto add_shared = [&](const char* name, Tensor t) {  // one selection for all layers stands once, without a prefix
-    if (decision.share == Sharing::per_layer_per_head) add(name, std::move(t));
-    else if (layer == 0) result.tensors.emplace_back(name, std::move(t));
+  const auto add_shared = [&](const char* name,
+                              Tensor t) {  // one selection for all layers stands once, without a prefix
+    if (decision.share == Sharing::per_layer_per_head)
+      add(name, std::move(t));
+    else if (layer == 0)
+      result.tensors.emplace_back(name, std::move(t));
   };
   const auto flat = [&](const Tensor& data) {
     return stack<float>(e, first, e.slots, 0.0F, [&](std::size_t r) {
-      return std::span<const float>{data.data_ptr<float>() + table.rows[r].first, static_cast<std::size_t>(table.rows[r].length)};
+      return std::span<const float>{data.data_ptr<float>() + table.rows[r].first,
+                                    static_cast<std::size_t>(table.rows[r].length)};
     });
   };
   add_shared("slots", stack<std::int32_t>(e, first, width, -1, [&](std::size_t r) { return keep.row(r); }));
@@ -291,8 +345,10 @@ void add_layer(Event& e, const RowTable& table, const Decision& decision, const 
     add("mass_used", flat(a.mass_used.data));
     std::size_t segments = 0;
     for (std::size_t r = first; r < last; ++r) segments = std::max(segments, a.ends[r].size());
-    add("segment_ends", stack<std::int32_t>(e, first, static_cast<std::int64_t>(segments), -1, [&](std::size_t r) { return std::span(a.ends[r]); }));
-    add("quotas", stack<std::int32_t>(e, first, static_cast<std::int64_t>(segments), -1, [&](std::size_t r) { return std::span(a.quotas[r]); }));
+    add("segment_ends", stack<std::int32_t>(e, first, static_cast<std::int64_t>(segments), -1,
+                                            [&](std::size_t r) { return std::span(a.ends[r]); }));
+    add("quotas", stack<std::int32_t>(e, first, static_cast<std::int64_t>(segments), -1,
+                                      [&](std::size_t r) { return std::span(a.quotas[r]); }));
   }
   add("positions", stack<std::int32_t>(e, first, width, -1, [&](std::size_t r) {
         std::vector<std::int32_t> kept;
@@ -304,7 +360,10 @@ void add_layer(Event& e, const RowTable& table, const Decision& decision, const 
     Tensor rows = keys ? std::get<DenseKv>(rows_of_layer).keys : std::get<DenseKv>(rows_of_layer).values;
     rows = rows.slice(2, 0, width).clone();
     for (std::size_t r = first; r < last; ++r)  // behind a row's kept slots lies what it held before
-      rows[static_cast<std::int64_t>(r - first) / e.spec.kv_heads][static_cast<std::int64_t>(r - first) % e.spec.kv_heads].slice(0, keep.count(r)).zero_();
+      rows[static_cast<std::int64_t>(r - first) / e.spec.kv_heads]
+          [static_cast<std::int64_t>(r - first) % e.spec.kv_heads]
+              .slice(0, keep.count(r))
+              .zero_();
     add(keys ? "keys" : "values", rows);
   }
 }
@@ -314,15 +373,17 @@ void add_layer(Event& e, const RowTable& table, const Decision& decision, const 
 double number(const io::SafetensorsFile& file, const std::string& key, double fallback) {
   if (!file.metadata().contains(key)) return fallback;
   const json value = parsed(file, key);
-  KVKEEP_REQUIRE(value.is_number() && std::isfinite(value.get<double>()) && value.get<double>() > 0, file.where(), ": metadata \"", key, "\" is ", io::shown(value),
-          "; allowed a positive number");
+  KVKEEP_REQUIRE(value.is_number() && std::isfinite(value.get<double>()) && value.get<double>() > 0, file.where(),
+                 ": metadata \"", key, "\" is ", io::shown(value), "; allowed a positive number");
   return value.get<double>();
 }
 
 std::string kind_of(const io::SafetensorsFile& file) {
   const auto version = file.metadata().find("kvkeep_trace");
-  KVKEEP_REQUIRE(version != file.metadata().end(), file.where(), ": metadata \"kvkeep_trace\" is missing, so this is no trace");
-  KVKEEP_REQUIRE(version->second == "1", file.where(), ": the trace has format version ", io::shortened(version->second), "; allowed 1");
+  KVKEEP_REQUIRE(version != file.metadata().end(), file.where(),
+                 ": metadata \"kvkeep_trace\" is missing, so this is no trace");
+  KVKEEP_REQUIRE(version->second == "1", file.where(), ": the trace has format version ",
+                 io::shortened(version->second), "; allowed 1");
   const auto kind = file.metadata().find("kind");
   KVKEEP_REQUIRE(kind != file.metadata().end(), file.where(), ": metadata \"kind\" is missing; a trace names its kind");
   return kind->second;
@@ -342,8 +403,12 @@ Result replay_event(const io::SafetensorsFile& file, const KVPolicy& policy) {
   for (std::size_t l = 0; l < e.prefixes.size(); ++l) add_layer(e, table, decision, keep, l, result);
   std::int64_t dropped = 0;
   for (std::size_t r = 0; r < table.rows.size(); ++r) dropped += table.rows[r].length - keep.count(r);
-  result.metadata = {{"kvkeep_result", "1"}, {"policy", policy.to_json()}, {"kvkeep_version", kVersion}, {"rows", std::to_string(table.rows.size())},
-                     {"slots_kept", std::to_string(keep.indptr.back())}, {"slots_dropped", std::to_string(dropped)}};
+  result.metadata = {{"kvkeep_result", "1"},
+                     {"policy", policy.to_json()},
+                     {"kvkeep_version", kVersion},
+                     {"rows", std::to_string(table.rows.size())},
+                     {"slots_kept", std::to_string(keep.indptr.back())},
+                     {"slots_dropped", std::to_string(dropped)}};
   return result;
 }
 

@@ -29,25 +29,30 @@ struct Prompt {
 
 std::int32_t layers_of(const io::SafetensorsFile& file) {
   const auto found = file.metadata().find("num_layers");
-  KVKEEP_REQUIRE(found != file.metadata().end(), file.where(), ": metadata \"num_layers\" is missing; a prefill trace needs it");
+  KVKEEP_REQUIRE(found != file.metadata().end(), file.where(),
+                 ": metadata \"num_layers\" is missing; a prefill trace needs it");
   std::int32_t layers = 0;
   const char* end = found->second.data() + found->second.size();
   const auto [stop, error] = std::from_chars(found->second.data(), end, layers);
-  KVKEEP_REQUIRE(error == std::errc() && stop == end && layers >= 1 && layers <= 4096, file.where(), ": metadata \"num_layers\" is \"", io::shortened(found->second), "\"; allowed 1 to 4096");
+  KVKEEP_REQUIRE(error == std::errc() && stop == end && layers >= 1 && layers <= 4096, file.where(),
+                 ": metadata \"num_layers\" is \"", io::shortened(found->second), "\"; allowed 1 to 4096");
   return layers;
 }
 
 Prompt read(const io::SafetensorsFile& file) {
-  KVKEEP_REQUIRE(kind_of(file) == "prefill", file.where(), ": the trace is of kind \"", io::shortened(kind_of(file)), "\"; allowed here: prefill");
+  KVKEEP_REQUIRE(kind_of(file) == "prefill", file.where(), ": the trace is of kind \"", io::shortened(kind_of(file)),
+                 "\"; allowed here: prefill");
   Prompt prompt;
   prompt.spec.layers.resize(static_cast<std::size_t>(layers_of(file)));
   prompt.spec.softmax_scale = number(file, "softmax_scale", 0.0);
   for (std::int32_t l = 0; l < prompt.spec.num_layers(); ++l) {
     const auto tensor = [&](const char* name) {
       const std::string full = text("layer.", l, ".", name);
-      KVKEEP_REQUIRE(file.has(full), file.where(), ": tensor \"", full, "\" is missing; a prefill trace needs it for each of ", prompt.spec.num_layers(), " layers");
+      KVKEEP_REQUIRE(file.has(full), file.where(), ": tensor \"", full,
+                     "\" is missing; a prefill trace needs it for each of ", prompt.spec.num_layers(), " layers");
       Tensor t = file.tensor(full);
-      want(file, full, t, t.dim() == 3 && is_scorable(t.scalar_type()) && t.numel() > 0, "f32, f16 or bf16 [heads, tokens, D]");
+      want(file, full, t, t.dim() == 3 && is_scorable(t.scalar_type()) && t.numel() > 0,
+           "f32, f16 or bf16 [heads, tokens, D]");
       return t.contiguous();
     };
     const Tensor keys = tensor("keys"), queries = tensor("queries");
@@ -61,10 +66,15 @@ Prompt read(const io::SafetensorsFile& file) {
       prompt.queries = static_cast<std::int32_t>(queries.size(1));
     }
     const ModelSpec& s = prompt.spec;
-    want(file, text("layer.", l, ".keys"), keys, keys.size(0) == s.kv_heads && keys.size(1) == prompt.tokens && keys.size(2) == s.key_dim && keys.scalar_type() == (l == 0 ? keys : prompt.layer_keys.front()).scalar_type(),
+    want(file, text("layer.", l, ".keys"), keys,
+         keys.size(0) == s.kv_heads && keys.size(1) == prompt.tokens && keys.size(2) == s.key_dim &&
+             keys.scalar_type() == (l == 0 ? keys : prompt.layer_keys.front()).scalar_type(),
          "shape and dtype of the first layer's");
-    want(file, text("layer.", l, ".queries"), queries, queries.size(0) == s.query_heads && queries.size(0) % s.kv_heads == 0 && queries.size(1) == prompt.queries && queries.size(1) <= prompt.tokens && queries.size(2) == s.key_dim,
-         text("[Hq, the newest of ", prompt.tokens, " tokens, ", s.key_dim, "] with Hq a multiple of ", s.kv_heads, ", as the first layer's"));
+    want(file, text("layer.", l, ".queries"), queries,
+         queries.size(0) == s.query_heads && queries.size(0) % s.kv_heads == 0 && queries.size(1) == prompt.queries &&
+             queries.size(1) <= prompt.tokens && queries.size(2) == s.key_dim,
+         text("[Hq, the newest of ", prompt.tokens, " tokens, ", s.key_dim, "] with Hq a multiple of ", s.kv_heads,
+              ", as the first layer's"));
     prompt.layer_keys.push_back(keys);
     prompt.layer_queries.push_back(queries);
   }
@@ -74,12 +84,14 @@ Prompt read(const io::SafetensorsFile& file) {
 
 /// One layer on the tokens that reach it. Holds what its table points at.
 struct Layer {
-  Layer(const Prompt& prompt, std::int32_t layer, const std::vector<std::int32_t>& present, std::int32_t wanted) : positions(present) {
+  Layer(const Prompt& prompt, std::int32_t layer, const std::vector<std::int32_t>& present, std::int32_t wanted)
+      : positions(present) {
     const auto n = static_cast<std::int64_t>(present.size());
     keys = prompt.layer_keys[static_cast<std::size_t>(layer)];
     if (n < prompt.tokens) keys = at::index_select(keys, 1, indices(present, 0));
     const std::span<const std::int32_t> asking = std::span(present).last(static_cast<std::size_t>(wanted));
-    queries = at::index_select(prompt.layer_queries[static_cast<std::size_t>(layer)], 1, indices(asking, prompt.tokens - prompt.queries));
+    queries = at::index_select(prompt.layer_queries[static_cast<std::size_t>(layer)], 1,
+                               indices(asking, prompt.tokens - prompt.queries));
     table.key_dtype = table.value_dtype = keys.scalar_type();
     const std::int64_t width = prompt.spec.key_dim * static_cast<std::int64_t>(keys.element_size());
     for (std::int32_t h = 0; h < prompt.spec.kv_heads; ++h) {
@@ -93,8 +105,14 @@ struct Layer {
     const auto bytes = static_cast<std::int64_t>(queries.element_size());
     RowGroup group;
     group.layer = layer;
-    group.queries = {.data = static_cast<const std::byte*>(queries.const_data_ptr()), .dtype = queries.scalar_type(), .token_stride = queries.stride(1) * bytes, .head_stride = queries.stride(0) * bytes,
-                     .positions = positions.data() + n - wanted, .ring = wanted, .begin = 0, .count = wanted};
+    group.queries = {.data = static_cast<const std::byte*>(queries.const_data_ptr()),
+                     .dtype = queries.scalar_type(),
+                     .token_stride = queries.stride(1) * bytes,
+                     .head_stride = queries.stride(0) * bytes,
+                     .positions = positions.data() + n - wanted,
+                     .ring = wanted,
+                     .begin = 0,
+                     .count = wanted};
     group.next_position = group.prompt_end = prompt.tokens;
     group.seen = group.prompt = {prompt.tokens};
     table.groups.push_back(group);
@@ -125,8 +143,11 @@ Tensor slots_of(const std::vector<std::int32_t>& present, std::int32_t heads, co
   Tensor slots = at::full({heads, width}, -1, at::TensorOptions().dtype(kInt32));
   for (std::int32_t h = 0; h < heads; ++h) {
     std::int32_t* out = slots.data_ptr<std::int32_t>() + h * width;
-    if (!keep) std::ranges::copy(present, out);
-    else std::ranges::transform(keep->row(static_cast<std::size_t>(h)), out, [&](std::int32_t slot) { return present[static_cast<std::size_t>(slot)]; });
+    if (!keep)
+      std::ranges::copy(present, out);
+    else
+      std::ranges::transform(keep->row(static_cast<std::size_t>(h)), out,
+                             [&](std::int32_t slot) { return present[static_cast<std::size_t>(slot)]; });
   }
   return slots;
 }
@@ -137,10 +158,12 @@ Result replay_prefill(const io::SafetensorsFile& file, const KVPolicy& policy) {
   const Prompt prompt = read(file);
   const std::int32_t layers = prompt.spec.num_layers();
   check(policy, prompt.spec, {.queries = true, .layer_by_layer = true});
-  KVKEEP_REQUIRE(!policy.needs().values && !policy.needs().output_projection, file.where(), ": policy ", policy.name(), " reads values, which prefill traces do not hold; allowed policies that read keys and queries");
+  KVKEEP_REQUIRE(!policy.needs().values && !policy.needs().output_projection, file.where(), ": policy ", policy.name(),
+                 " reads values, which prefill traces do not hold; allowed policies that read keys and queries");
 
   Result result;
-  Tensor variance = at::full({layers}, std::numeric_limits<double>::quiet_NaN(), at::TensorOptions().dtype(c10::ScalarType::Double));
+  Tensor variance =
+      at::full({layers}, std::numeric_limits<double>::quiet_NaN(), at::TensorOptions().dtype(c10::ScalarType::Double));
   std::int32_t selection_layer = -1;
   bool afresh = false;
   std::int64_t dropped = 0;
@@ -149,21 +172,28 @@ Result replay_prefill(const io::SafetensorsFile& file, const KVPolicy& policy) {
   const std::unique_ptr<PromptPass> pass = policy.begin_prompt(prompt.spec, prompt.tokens);
   for (std::int32_t l = 0; l < layers && !afresh; ++l) {
     const std::int32_t there = recorded(prompt, present);
-    const std::int32_t wanted = pass == nullptr ? std::min(policy.needs().queries, prompt.tokens) : pass->wants(l, static_cast<std::int32_t>(present.size()));
-    KVKEEP_REQUIRE(wanted <= there, file.where(), ": layer ", l, " holds the newest ", there, " queries of the tokens that reach it; ", policy.name(), " reads ", wanted, ", allowed as many");
+    const std::int32_t wanted = pass == nullptr ? std::min(policy.needs().queries, prompt.tokens)
+                                                : pass->wants(l, static_cast<std::int32_t>(present.size()));
+    KVKEEP_REQUIRE(wanted <= there, file.where(), ": layer ", l, " holds the newest ", there,
+                   " queries of the tokens that reach it; ", policy.name(), " reads ", wanted, ", allowed as many");
     Decision decision;
     if (pass == nullptr || wanted > 0) {
       const Layer layer(prompt, l, present, pass == nullptr ? there : wanted);
-      const Evidence evidence{.spec = prompt.spec, .table = layer.table, .basis = QueryBasis::post_rope, .moment = pass == nullptr ? Moment::prefill_end : Moment::prefill_layer};
+      const Evidence evidence{.spec = prompt.spec,
+                              .table = layer.table,
+                              .basis = QueryBasis::post_rope,
+                              .moment = pass == nullptr ? Moment::prefill_end : Moment::prefill_layer};
       decision = pass == nullptr ? policy.decide(evidence) : pass->decide(evidence);
     }
     if (decision.relative_variance) variance.data_ptr<double>()[l] = *decision.relative_variance;
     if (decision.reason == Reason::select_layer) selection_layer = l;
     result.tensors.emplace_back(text("layer.", l, ".slots"), slots_of(present, prompt.spec.kv_heads, decision.keep));
-    if (decision.keep) dropped += static_cast<std::int64_t>(present.size()) * prompt.spec.kv_heads - decision.keep->indptr.back();
+    if (decision.keep)
+      dropped += static_cast<std::int64_t>(present.size()) * prompt.spec.kv_heads - decision.keep->indptr.back();
     if (!decision.narrow) continue;
     std::vector<std::int32_t> left;
-    for (std::int64_t i = 0; i < decision.narrow->tokens.numel(); ++i) left.push_back(present[static_cast<std::size_t>(decision.narrow->tokens.const_data_ptr<std::int32_t>()[i])]);
+    for (std::int64_t i = 0; i < decision.narrow->tokens.numel(); ++i)
+      left.push_back(present[static_cast<std::size_t>(decision.narrow->tokens.const_data_ptr<std::int32_t>()[i])]);
     present = std::move(left);
     afresh = decision.narrow->afresh;
   }
@@ -171,21 +201,32 @@ Result replay_prefill(const io::SafetensorsFile& file, const KVPolicy& policy) {
   result.tensors.emplace_back("selection_layer", at::full({1}, selection_layer, at::TensorOptions().dtype(kInt32)));
   result.tensors.emplace_back("relative_variance", variance);
   result.tensors.emplace_back("tokens", Layer::indices(present, 0));
-  result.metadata = {{"kvkeep_result", "1"}, {"policy", policy.to_json()}, {"kvkeep_version", kVersion}, {"selection_layer", std::to_string(selection_layer)},
-                     {"tokens_going_on", std::to_string(present.size())}, {"slots_dropped", std::to_string(dropped)}};
+  result.metadata = {{"kvkeep_result", "1"},
+                     {"policy", policy.to_json()},
+                     {"kvkeep_version", kVersion},
+                     {"selection_layer", std::to_string(selection_layer)},
+                     {"tokens_going_on", std::to_string(present.size())},
+                     {"slots_dropped", std::to_string(dropped)}};
   return result;
 }
 
-std::vector<std::vector<std::int32_t>> prompt_ranks(const io::SafetensorsFile& file, const PromptScoreOptions& options) {
+std::vector<std::vector<std::int32_t>> prompt_ranks(const io::SafetensorsFile& file,
+                                                    const PromptScoreOptions& options) {
   const Prompt prompt = read(file);
-  KVKEEP_REQUIRE(options.window < prompt.tokens && options.window <= prompt.queries, file.where(), ": a prompt of ", prompt.tokens, " tokens with the newest ", prompt.queries, " queries; allowed more tokens than, and at least as many queries as, the window of ",
-          options.window);
+  KVKEEP_REQUIRE(options.window < prompt.tokens && options.window <= prompt.queries, file.where(), ": a prompt of ",
+                 prompt.tokens, " tokens with the newest ", prompt.queries,
+                 " queries; allowed more tokens than, and at least as many queries as, the window of ", options.window);
   std::vector<std::int32_t> all(static_cast<std::size_t>(prompt.tokens));
   std::iota(all.begin(), all.end(), 0);
   std::vector<std::vector<std::int32_t>> ranks;
   for (std::int32_t l = 0; l < prompt.spec.num_layers(); ++l) {
     const Layer layer(prompt, l, all, options.window);
-    const Tensor scores = prompt_scores({.spec = prompt.spec, .table = layer.table, .basis = QueryBasis::post_rope, .moment = Moment::prefill_layer}, options).tokens;
+    const Tensor scores = prompt_scores({.spec = prompt.spec,
+                                         .table = layer.table,
+                                         .basis = QueryBasis::post_rope,
+                                         .moment = Moment::prefill_layer},
+                                        options)
+                              .tokens;
     ranks.push_back(ranks_of({scores.const_data_ptr<float>(), static_cast<std::size_t>(scores.numel())}));
   }
   return ranks;

@@ -25,7 +25,9 @@ struct Layer {
 
   [[nodiscard]] std::int64_t group() const { return queries.size(1) / keys.size(0); }
   [[nodiscard]] std::int64_t dim() const { return keys.size(2); }
-  [[nodiscard]] std::span<const float> nats() const { return {surprisal.const_data_ptr<float>(), static_cast<std::size_t>(surprisal.numel())}; }
+  [[nodiscard]] std::span<const float> nats() const {
+    return {surprisal.const_data_ptr<float>(), static_cast<std::size_t>(surprisal.numel())};
+  }
 };
 
 Tensor floats(const io::SafetensorsFile& file, const std::string& name, std::int64_t dims, const std::string& shape) {
@@ -37,27 +39,34 @@ Tensor floats(const io::SafetensorsFile& file, const std::string& name, std::int
 
 Tensor finite(const io::SafetensorsFile& file, const std::string& name, std::int64_t dims, const std::string& shape) {
   Tensor t = floats(file, name, dims, shape);
-  KVKEEP_REQUIRE(at::isfinite(t).all().item<bool>(), file.where(), ": tensor \"", name, "\" holds NaN or infinity; allowed finite numbers");
+  KVKEEP_REQUIRE(at::isfinite(t).all().item<bool>(), file.where(), ": tensor \"", name,
+                 "\" holds NaN or infinity; allowed finite numbers");
   return t;
 }
 
 /// Router and gates as they are stored, shapes checked; those that are not asked for stay undefined.
-TrainedParameters read_parameters(const io::SafetensorsFile& file, const Layer& layer, bool router, bool gates, std::int64_t max_rank) {
+TrainedParameters read_parameters(const io::SafetensorsFile& file, const Layer& layer, bool router, bool gates,
+                                  std::int64_t max_rank) {
   TrainedParameters p;
   const std::int64_t heads = layer.queries.size(1);
   if (router) {
     p.projections = finite(file, "router.W", 3, "[Hq, d', D] of a learned router");
     p.thresholds = finite(file, "router.tau", 1, "[Hq] of a learned router");
-    want(file, "router.W", p.projections, p.projections.size(0) == heads && p.projections.size(1) >= 1 && p.projections.size(2) == layer.dim(), text("[", heads, ", d', ", layer.dim(), "]"));
+    want(file, "router.W", p.projections,
+         p.projections.size(0) == heads && p.projections.size(1) >= 1 && p.projections.size(2) == layer.dim(),
+         text("[", heads, ", d', ", layer.dim(), "]"));
     want(file, "router.tau", p.thresholds, p.thresholds.size(0) == heads, text("[", heads, "]"));
   }
   for (std::size_t i = 0; gates && i < 3; ++i) {
     const std::string weight = text("gate.", 2 * i, ".weight"), bias = text("gate.", 2 * i, ".bias");
     p.gate_weights[i] = finite(file, weight, 2, "[outputs, inputs] of the rank gates");
     p.gate_biases[i] = finite(file, bias, 1, "[outputs] of the rank gates");
-    const std::int64_t inputs = i == 0 ? max_rank + layer.dim() : p.gate_weights[i - 1].size(0), outputs = p.gate_weights[i].size(0);
-    want(file, weight, p.gate_weights[i], p.gate_weights[i].size(1) == inputs && (i < 2 ? outputs >= 1 : outputs == max_rank),
-         text("[", i < 2 ? std::string("outputs") : std::to_string(max_rank), ", ", inputs, "], for max_rank = ", max_rank, " and D = ", layer.dim()));
+    const std::int64_t inputs = i == 0 ? max_rank + layer.dim() : p.gate_weights[i - 1].size(0),
+                       outputs = p.gate_weights[i].size(0);
+    want(file, weight, p.gate_weights[i],
+         p.gate_weights[i].size(1) == inputs && (i < 2 ? outputs >= 1 : outputs == max_rank),
+         text("[", i < 2 ? std::string("outputs") : std::to_string(max_rank), ", ", inputs,
+              "], for max_rank = ", max_rank, " and D = ", layer.dim()));
     want(file, bias, p.gate_biases[i], p.gate_biases[i].size(0) == outputs, text("[", outputs, "]"));
   }
   return p;
@@ -70,9 +79,12 @@ Layer read(const io::SafetensorsFile& file) {
   layer.values = finite(file, "values", 3, "[Hkv, T, D]");
   layer.queries = finite(file, "queries", 3, "[n, Hq, D]");
   const std::int64_t heads = layer.keys.size(0), tokens = layer.keys.size(1), dim = layer.keys.size(2);
-  want(file, "keys", layer.keys, heads >= 1 && dim >= 1 && tokens < INT32_MAX, "at least one head of one number, and fewer than 2^31 tokens");
+  want(file, "keys", layer.keys, heads >= 1 && dim >= 1 && tokens < INT32_MAX,
+       "at least one head of one number, and fewer than 2^31 tokens");
   want(file, "values", layer.values, layer.values.sizes() == layer.keys.sizes(), "the shape of keys");
-  want(file, "queries", layer.queries, layer.queries.size(1) >= heads && layer.queries.size(1) % heads == 0 && layer.queries.size(2) == dim, text("[n, a multiple of ", heads, ", ", dim, "]"));
+  want(file, "queries", layer.queries,
+       layer.queries.size(1) >= heads && layer.queries.size(1) % heads == 0 && layer.queries.size(2) == dim,
+       text("[n, a multiple of ", heads, ", ", dim, "]"));
   layer.surprisal = floats(file, "surprisal", 1, "[T]").to(kFloat32);
   want(file, "surprisal", layer.surprisal, layer.surprisal.size(0) == tokens, text("[", tokens, "], one for each key"));
   layer.scale = number(file, "softmax_scale", 1 / std::sqrt(static_cast<double>(dim)));
@@ -85,13 +97,18 @@ TrainingLayer read_training(const io::SafetensorsFile& file, const Sekv& sekv) {
   out.keys = layer.keys, out.values = layer.values, out.queries = layer.queries, out.scale = layer.scale;
   const std::int64_t queries = layer.queries.size(0), width = layer.queries.size(1) * layer.dim();
   want(file, "queries", layer.queries, queries >= 1, "at least one query");
-  KVKEEP_REQUIRE(file.has("query_positions"), file.where(), ": tensor \"query_positions\" is missing; a span_train trace needs it");
+  KVKEEP_REQUIRE(file.has("query_positions"), file.where(),
+                 ": tensor \"query_positions\" is missing; a span_train trace needs it");
   const Tensor positions = file.tensor("query_positions");
-  want(file, "query_positions", positions, positions.dim() == 1 && positions.size(0) == queries && (positions.scalar_type() == kInt32 || positions.scalar_type() == c10::ScalarType::Long), text("i32 or i64 [", queries, "]"));
+  want(file, "query_positions", positions,
+       positions.dim() == 1 && positions.size(0) == queries &&
+           (positions.scalar_type() == kInt32 || positions.scalar_type() == c10::ScalarType::Long),
+       text("i32 or i64 [", queries, "]"));
   const Tensor wide = positions.to(c10::ScalarType::Long).contiguous();
   for (std::int64_t i = 0; i < queries; ++i) {
     const std::int64_t q = wide.const_data_ptr<std::int64_t>()[i];
-    KVKEEP_REQUIRE(q >= 0 && q < layer.keys.size(1), file.where(), ": tensor \"query_positions\" holds ", q, "; allowed 0 to ", layer.keys.size(1) - 1);
+    KVKEEP_REQUIRE(q >= 0 && q < layer.keys.size(1), file.where(), ": tensor \"query_positions\" holds ", q,
+                   "; allowed 0 to ", layer.keys.size(1) - 1);
     out.positions.push_back(static_cast<std::int32_t>(q));
   }
   out.head = finite(file, "head", 2, text("[vocab, ", width, "]"));
@@ -122,13 +139,16 @@ Tensor shown_rows(const SpanStore& spans, KvSide side) {
 
 void add_folded(const SpanMemory& memory, Result& result) {
   const SpanStore& spans = memory.spans;
-  Tensor ranks = at::empty({spans.size(), spans.kv_heads(), 2}, at::TensorOptions().dtype(kInt32)), centred = at::empty(ranks.sizes(), at::TensorOptions().dtype(c10::ScalarType::Byte));
+  Tensor ranks = at::empty({spans.size(), spans.kv_heads(), 2}, at::TensorOptions().dtype(kInt32)),
+         centred = at::empty(ranks.sizes(), at::TensorOptions().dtype(c10::ScalarType::Byte));
   for (std::int64_t i = 0; i < ranks.numel(); ++i) {
-    const SpanFactors& f = spans.factors(i / 2 / spans.kv_heads(), i / 2 % spans.kv_heads(), i % 2 == 0 ? KvSide::keys : KvSide::values);
+    const SpanFactors& f =
+        spans.factors(i / 2 / spans.kv_heads(), i / 2 % spans.kv_heads(), i % 2 == 0 ? KvSide::keys : KvSide::values);
     ranks.data_ptr<std::int32_t>()[i] = f.raw ? -1 : f.rank;
     centred.data_ptr<std::uint8_t>()[i] = f.centred ? 1 : 0;
   }
-  result.tensors.emplace_back("anchors", integers_of(memory.segments.anchors, {static_cast<std::int64_t>(memory.segments.anchors.size())}));
+  result.tensors.emplace_back(
+      "anchors", integers_of(memory.segments.anchors, {static_cast<std::int64_t>(memory.segments.anchors.size())}));
   result.tensors.emplace_back("spans", table_of(memory.segments.spans));
   result.tensors.emplace_back("short_spans", table_of(memory.segments.short_spans));
   result.tensors.emplace_back("ranks", ranks);
@@ -143,14 +163,16 @@ void add_folded(const SpanMemory& memory, Result& result) {
 
 const Sekv& sekv_of(const io::SafetensorsFile& file, const KVPolicy& policy) {
   const auto* sekv = dynamic_cast<const Sekv*>(&policy);
-  KVKEEP_REQUIRE(sekv != nullptr, file.where(), ": a trace of kind \"", kind_of(file), "\" holds what span memories are made of; given policy ", policy.name(), ", allowed sekv");
+  KVKEEP_REQUIRE(sekv != nullptr, file.where(), ": a trace of kind \"", kind_of(file),
+                 "\" holds what span memories are made of; given policy ", policy.name(), ", allowed sekv");
   return *sekv;
 }
 
 }  // namespace
 
 Result replay_span(const io::SafetensorsFile& file, const KVPolicy& policy) {
-  KVKEEP_REQUIRE(kind_of(file) == "span", file.where(), ": the trace is of kind \"", kind_of(file), "\"; allowed here: span");
+  KVKEEP_REQUIRE(kind_of(file) == "span", file.where(), ": the trace is of kind \"", kind_of(file),
+                 "\"; allowed here: span");
   const Sekv& sekv = sekv_of(file, policy);
   const SekvOptions& o = sekv.options();
   const Layer layer = read(file);
@@ -158,16 +180,22 @@ Result replay_span(const io::SafetensorsFile& file, const KVPolicy& policy) {
   const ZoomOptions& zoom = o.memory.zoom;
   const bool learned = zoom.learned(true), gated = factors.rank == FactorOptions::Rank::gates;
   const TrainedParameters parameters = read_parameters(file, layer, learned, gated, factors.max_rank);
-  const std::optional<Router> router = learned ? std::optional<Router>(std::in_place, parameters.projections, parameters.thresholds) : std::nullopt;
-  const std::optional<RankGates> gates = gated ? std::optional<RankGates>(std::in_place, parameters.gate_weights, parameters.gate_biases) : std::nullopt;
+  const std::optional<Router> router =
+      learned ? std::optional<Router>(std::in_place, parameters.projections, parameters.thresholds) : std::nullopt;
+  const std::optional<RankGates> gates =
+      gated ? std::optional<RankGates>(std::in_place, parameters.gate_weights, parameters.gate_biases) : std::nullopt;
   const SpanMemory memory =
-      fold_prompt(layer.keys, layer.values, layer.nats(), segment(layer.nats(), sekv.segmenter(layer.keys.size(1), layer.group(), layer.dim(), learned)), factors, gates ? &*gates : nullptr);
+      fold_prompt(layer.keys, layer.values, layer.nats(),
+                  segment(layer.nats(), sekv.segmenter(layer.keys.size(1), layer.group(), layer.dim(), learned)),
+                  factors, gates ? &*gates : nullptr);
 
   OpenAttention open = attend_rows(memory.dense_keys, memory.dense_values, layer.queries, layer.scale);
   const Tensor coarse = coarse_logits(memory.spans, layer.queries, layer.scale);
-  const Tensor relevance = learned ? router->relevance(memory.spans, router->norms(memory.spans), layer.queries) : estimated_mass(coarse, open);
+  const Tensor relevance = learned ? router->relevance(memory.spans, router->norms(memory.spans), layer.queries)
+                                   : estimated_mass(coarse, open);
   const ZoomBudget budget = sekv.zoom_budget(memory.segments, layer.group(), layer.dim(), learned);
-  const Tensor zoomed = within_budget(relevance, learned ? router->wanted(relevance) : wanted_by_mass(relevance, zoom), memory.spans, budget, zoom.heads);
+  const Tensor zoomed = within_budget(relevance, learned ? router->wanted(relevance) : wanted_by_mass(relevance, zoom),
+                                      memory.spans, budget, zoom.heads);
   merge_spans(open, memory.spans, layer.queries, layer.scale, coarse, zoomed);
 
   Result result;
@@ -176,32 +204,48 @@ Result replay_span(const io::SafetensorsFile& file, const KVPolicy& policy) {
   result.tensors.emplace_back("zoomed", zoomed);
   result.tensors.emplace_back("output", open.close());
   result.tensors.emplace_back("output_full", attend_rows(layer.keys, layer.values, layer.queries, layer.scale).close());
-  const std::int64_t near = memory.near_bytes() + (learned ? 4 * layer.queries.size(1) * memory.spans.size() : 0), far = memory.spans.far_bytes();
+  const std::int64_t near = memory.near_bytes() + (learned ? 4 * layer.queries.size(1) * memory.spans.size() : 0),
+                     far = memory.spans.far_bytes();
   Tensor bytes = at::empty({2}, at::TensorOptions().dtype(c10::ScalarType::Long));
   bytes.data_ptr<std::int64_t>()[0] = near, bytes.data_ptr<std::int64_t>()[1] = far;
   result.tensors.emplace_back("bytes", bytes);
-  result.metadata = {{"kvkeep_result", "1"}, {"policy", policy.to_json()}, {"kvkeep_version", kVersion}, {"bytes", text("[", near, ", ", far, "]")}, {"spans", std::to_string(memory.spans.size())},
-                     {"resident_entries", text(budget.resident)}, {"over_budget", budget.resident > budget.entries ? "true" : "false"}};
+  result.metadata = {{"kvkeep_result", "1"},
+                     {"policy", policy.to_json()},
+                     {"kvkeep_version", kVersion},
+                     {"bytes", text("[", near, ", ", far, "]")},
+                     {"spans", std::to_string(memory.spans.size())},
+                     {"resident_entries", text(budget.resident)},
+                     {"over_budget", budget.resident > budget.entries ? "true" : "false"}};
   return result;
 }
 
 Result replay_span_train(const io::SafetensorsFile& file, const KVPolicy& policy) {
-  KVKEEP_REQUIRE(kind_of(file) == "span_train", file.where(), ": the trace is of kind \"", kind_of(file), "\"; allowed here: span_train");
+  KVKEEP_REQUIRE(kind_of(file) == "span_train", file.where(), ": the trace is of kind \"", kind_of(file),
+                 "\"; allowed here: span_train");
   const Sekv& sekv = sekv_of(file, policy);
   const TrainingLayer layer = read_training(file, sekv);
-  const TrainingStep step = training_step(layer, read_parameters(file, read(file), true, true, sekv.options().memory.factors.max_rank), sekv.options().training);
+  const TrainingStep step =
+      training_step(layer, read_parameters(file, read(file), true, true, sekv.options().memory.factors.max_rank),
+                    sekv.options().training);
 
   Result result;
   const auto add = [&result](std::string name, const Tensor& t) { result.tensors.emplace_back(std::move(name), t); };
   const auto number_of = [](double x) { return at::full({1}, x, at::TensorOptions().dtype(c10::ScalarType::Double)); };
   add("loss", number_of(step.loss));
-  add("loss.distill", number_of(step.distill)), add("loss.zoom", number_of(step.zoom)), add("loss.recon", number_of(step.recon)), add("loss.budget", number_of(step.budget));
+  add("loss.distill", number_of(step.distill)), add("loss.zoom", number_of(step.zoom)),
+      add("loss.recon", number_of(step.recon)), add("loss.budget", number_of(step.budget));
   add("grad.router.W", step.gradients.projections), add("grad.router.tau", step.gradients.thresholds);
-  for (std::size_t i = 0; i < 3; ++i) add(text("grad.gate.", 2 * i, ".weight"), step.gradients.gate_weights[i]), add(text("grad.gate.", 2 * i, ".bias"), step.gradients.gate_biases[i]);
+  for (std::size_t i = 0; i < 3; ++i)
+    add(text("grad.gate.", 2 * i, ".weight"), step.gradients.gate_weights[i]),
+        add(text("grad.gate.", 2 * i, ".bias"), step.gradients.gate_biases[i]);
   add("spans", table_of(layer.spans));
-  add("admitted", step.admitted), add("targets", step.targets), add("zoomed", step.zoomed), add("relevance", step.relevance), add("gates", step.gates);
+  add("admitted", step.admitted), add("targets", step.targets), add("zoomed", step.zoomed),
+      add("relevance", step.relevance), add("gates", step.gates);
   add("student_logits", step.student_logits), add("teacher_logits", step.teacher_logits);
-  result.metadata = {{"kvkeep_result", "1"}, {"policy", policy.to_json()}, {"kvkeep_version", kVersion}, {"spans", std::to_string(layer.spans.size())}};
+  result.metadata = {{"kvkeep_result", "1"},
+                     {"policy", policy.to_json()},
+                     {"kvkeep_version", kVersion},
+                     {"spans", std::to_string(layer.spans.size())}};
   return result;
 }
 

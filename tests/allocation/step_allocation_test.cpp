@@ -61,12 +61,14 @@ Provided provided() {
 class Engine {
  public:
   Engine(const std::string& policy, bool paged)
-      : keeper(model(), make_policy(policy), provided()),
-        pool(2 * kCapacity / kPageSize, kPageSize),
-        pages(pool) {
+      : keeper(model(), make_policy(policy), provided()), pool(2 * kCapacity / kPageSize, kPageSize), pages(pool) {
     for (std::int32_t l = 0; l < kLayers; ++l) {
-      if (paged) layers.emplace_back(PagedKv{at::randn({pool.capacity(), kPageSize, kKvHeads, kDim}), at::randn({pool.capacity(), kPageSize, kKvHeads, kDim})});
-      else layers.emplace_back(DenseKv{at::randn({2, kKvHeads, kCapacity, kDim}), at::randn({2, kKvHeads, kCapacity, kDim})});
+      if (paged)
+        layers.emplace_back(PagedKv{at::randn({pool.capacity(), kPageSize, kKvHeads, kDim}),
+                                    at::randn({pool.capacity(), kPageSize, kKvHeads, kDim})});
+      else
+        layers.emplace_back(
+            DenseKv{at::randn({2, kKvHeads, kCapacity, kDim}), at::randn({2, kKvHeads, kCapacity, kDim})});
     }
     for (const SequenceId id : ids) {
       keeper.join(id, 3, 9);
@@ -90,11 +92,21 @@ class Engine {
     for (const SequenceId id : ids) static_cast<void>(pages.append(id, tokens));
     table = pages.table(ids);
   }
-  void observe(std::int32_t layer) { keeper.observe({.layer = layer, .sequences = ids, .indptr = indptr, .queries = queries[static_cast<std::size_t>(layer)], .basis = QueryBasis::post_rope}); }
+  void observe(std::int32_t layer) {
+    keeper.observe({.layer = layer,
+                    .sequences = ids,
+                    .indptr = indptr,
+                    .queries = queries[static_cast<std::size_t>(layer)],
+                    .basis = QueryBasis::post_rope});
+  }
   void read_folded(std::int32_t layer) {
     if (keeper.far_store() == nullptr) return;
     const std::int64_t tokens = indptr.back();
-    keeper.view({.layer = layer, .sequences = ids, .indptr = indptr, .queries = queries[static_cast<std::size_t>(layer)], .basis = QueryBasis::post_rope},
+    keeper.view({.layer = layer,
+                 .sequences = ids,
+                 .indptr = indptr,
+                 .queries = queries[static_cast<std::size_t>(layer)],
+                 .basis = QueryBasis::post_rope},
                 {at::full({tokens, kQueryHeads, kDim}, 0.0F), at::full({tokens, kQueryHeads}, 0.0F)});
   }
   void grow() {
@@ -104,9 +116,13 @@ class Engine {
   /// All that a caller can see.
   [[nodiscard]] std::vector<std::string> sight() {
     std::vector<std::string> seen;
-    const auto add = [&seen](const void* data, std::size_t bytes) { seen.emplace_back(static_cast<const char*>(data), bytes); };
+    const auto add = [&seen](const void* data, std::size_t bytes) {
+      seen.emplace_back(static_cast<const char*>(data), bytes);
+    };
     for (const LayerKv& layer : layers)
-      for (const Tensor& side : table.defined() ? std::array{std::get<PagedKv>(layer).keys, std::get<PagedKv>(layer).values} : std::array{std::get<DenseKv>(layer).keys, std::get<DenseKv>(layer).values})
+      for (const Tensor& side : table.defined()
+                                    ? std::array{std::get<PagedKv>(layer).keys, std::get<PagedKv>(layer).values}
+                                    : std::array{std::get<DenseKv>(layer).keys, std::get<DenseKv>(layer).values})
         add(side.const_data_ptr(), side.nbytes());
     add(lengths.data(), lengths.size() * 4);
     if (table.defined()) add(table.const_data_ptr(), table.nbytes());
@@ -133,7 +149,8 @@ class Engine {
   std::vector<Tensor> queries;
 };
 
-/// Runs a call, letting one allocation after the other fail, until it comes through. Where it does not, everything is as before. Counts failures.
+/// Runs a call, letting one allocation after the other fail, until it comes through. Where it does not, everything is
+/// as before. Counts failures.
 void come_through(Engine& engine, const std::string& what, const std::function<void()>& call, std::int64_t& failures) {
   for (long fails = 0;; ++fails) {
     const auto before = engine.sight();
@@ -162,7 +179,8 @@ TEST_P(OutOfMemory, LeavesEverythingAsItWas) {
   for (std::int32_t step = 0; step < 14 && !testing::Test::HasFatalFailure(); ++step) {
     engine.bring(step == 0 ? 6 : 1);
     for (std::int32_t layer = 0; layer < kLayers; ++layer) {
-      come_through(engine, text("observe of layer ", layer, " at step ", step), [&] { engine.observe(layer); }, failures);
+      come_through(
+          engine, text("observe of layer ", layer, " at step ", step), [&] { engine.observe(layer); }, failures);
       engine.read_folded(layer);
     }
     engine.grow();
@@ -176,15 +194,21 @@ TEST_P(OutOfMemory, LeavesEverythingAsItWas) {
   EXPECT_GE(failures, 50) << "allocations that failed on purpose";
 }
 
-INSTANTIATE_TEST_SUITE_P(Policies, OutOfMemory,
-                         testing::Combine(testing::Values("streaming,budget=8,interval=4,sink=2,recent=1", "tova,budget=8,interval=4,sink=1,recent=1",
-                                                          "ams-tova,budget=8,interval=4,sink=1,recent=1,min_segment=2,max_segment=4,min_quota=1", "h2o,budget=8,interval=4,sink=1,recent=1",
-                                                          "expected,budget=8,interval=4,sink=1,recent=1,statistics=stream", "adakv,budget=8,interval=4,sink=1,recent=1,scorer.window=2",
-                                                          "knorm,budget=8,interval=4,sink=1,recent=1,rest=fold,min_span=2"),
-                                          testing::Bool()));
+INSTANTIATE_TEST_SUITE_P(
+    Policies, OutOfMemory,
+    testing::Combine(
+        testing::Values("streaming,budget=8,interval=4,sink=2,recent=1", "tova,budget=8,interval=4,sink=1,recent=1",
+                        "ams-tova,budget=8,interval=4,sink=1,recent=1,min_segment=2,max_segment=4,min_quota=1",
+                        "h2o,budget=8,interval=4,sink=1,recent=1",
+                        "expected,budget=8,interval=4,sink=1,recent=1,statistics=stream",
+                        "adakv,budget=8,interval=4,sink=1,recent=1,scorer.window=2",
+                        "knorm,budget=8,interval=4,sink=1,recent=1,rest=fold,min_span=2"),
+        testing::Bool()));
 
 TEST(IdleStep, AllocatesNothing) {
-  for (const char* policy : {"streaming,budget=24,interval=16", "tova,budget=24,interval=16,recent=2", "ams-tova,budget=24,interval=16,recent=2,window=8,min_segment=2,max_segment=8,min_quota=1", "expected,budget=24,interval=16,statistics=stream"})
+  for (const char* policy : {"streaming,budget=24,interval=16", "tova,budget=24,interval=16,recent=2",
+                             "ams-tova,budget=24,interval=16,recent=2,window=8,min_segment=2,max_segment=8,min_quota=1",
+                             "expected,budget=24,interval=16,statistics=stream"})
     for (const bool paged : {false, true}) {
       Engine engine(policy, paged);
       std::int32_t idle = 0;

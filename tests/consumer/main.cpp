@@ -11,5 +11,8 @@ int main() {  // 0 when a prompt of twelve cached tokens fell to six
   std::int32_t length = 12;
   keeper.join(id, length);
   const kvkeep::DenseKv rows{at::zeros({1, 1, 12, 8}), at::zeros({1, 1, 12, 8})};
-  return keeper.step({.layers = {rows}, .sequences = {&id, 1}, .lengths = {{&length, 1}}}).slots_dropped == 6 && length == 6 ? 0 : 1;
+  return keeper.step({.layers = {rows}, .sequences = {&id, 1}, .lengths = {{&length, 1}}}).slots_dropped == 6 &&
+                 length == 6
+             ? 0
+             : 1;
 }

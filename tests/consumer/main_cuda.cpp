@@ -2,7 +2,7 @@
 #include <kvkeep/cuda/compact.h>
 #include <kvkeep/kvkeep.h>
 
-int main() {  // 0 when the launchers are there, and a GPU is found or its absence said
+int main() {                                  // 0 when the launchers are there, and a GPU is found or its absence said
   kvkeep::cuda::launch_compact({}, nullptr);  // of no rows
   try {
     static_cast<void>(kvkeep::cuda::accelerator(0));

@@ -1,5 +1,5 @@
-// Compiled twice into one program: as the library is, and with -march=native and fused multiply-adds, as kvkeep_native (-Dkvkeep=kvkeep_native), so that the linker
-// keeps both copies of what is inline.
+// Compiled twice into one program: as the library is, and with -march=native and fused multiply-adds, as kvkeep_native
+// (-Dkvkeep=kvkeep_native), so that the linker keeps both copies of what is inline.
 
 #include "bodies.h"
 
@@ -13,7 +13,8 @@ contraction::Divided divide(const contraction::Row& row) {
   const Variant variant = row.official ? Variant::official : Variant::strict;
   contraction::Divided out{row.credit, std::vector<float>(slots), std::vector<std::int32_t>(slots), {}};
   out.credit.resize(slots);
-  update_credit(row.mass.data(), length, static_cast<std::int32_t>(row.credit.size()), {row.decay, row.mix}, kMassEpsilon, false, out.credit.data(), out.used.data());
+  update_credit(row.mass.data(), length, static_cast<std::int32_t>(row.credit.size()), {row.decay, row.mix},
+                kMassEpsilon, false, out.credit.data(), out.used.data());
 
   std::vector<std::uint64_t> prefix(slots);
   prefix_mass(out.used.data(), length, prefix.data());
@@ -26,9 +27,12 @@ contraction::Divided divide(const contraction::Row& row) {
   options.coverage = row.coverage;
   const Protected guarded = protect(length, row.budget, 4, 8, variant);
   std::vector<Share> shares;
-  for (std::int32_t i = 0; i < count; ++i) shares.push_back(share_of(QuotaWeight::mass, prefix.data(), out.ends.data(), i, length, guarded));
-  if (row.official) official_quotas(shares.data(), count, row.budget, row.min_quota);
-  else strict_quotas(shares.data(), count, covered(options, shares.data(), count, row.budget, guarded), row.min_quota);
+  for (std::int32_t i = 0; i < count; ++i)
+    shares.push_back(share_of(QuotaWeight::mass, prefix.data(), out.ends.data(), i, length, guarded));
+  if (row.official)
+    official_quotas(shares.data(), count, row.budget, row.min_quota);
+  else
+    strict_quotas(shares.data(), count, covered(options, shares.data(), count, row.budget, guarded), row.min_quota);
   for (const Share& share : shares) out.quotas.push_back(share.quota);
   return out;
 }

@@ -7,8 +7,8 @@
 namespace contraction {
 
 struct Row {
-  std::vector<float> mass;                ///< [length]
-  std::vector<float> credit;              ///< [known] old credit
+  std::vector<float> mass;    ///< [length]
+  std::vector<float> credit;  ///< [known] old credit
   double decay = 0.8, mix = 0.7, segment_mass = 0.02, coverage = 1;
   std::int32_t min_segment = 1, max_segment = 1024, min_quota = 0, budget = 1;
   bool official = false;

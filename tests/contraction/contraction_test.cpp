@@ -25,7 +25,8 @@ bool has_fma() {
 #endif
 }
 
-/// A mass for which decay * old + (1 - decay) * mass lies so close to the middle between two floats that the last bit of a double says to which it rounds.
+/// A mass for which decay * old + (1 - decay) * mass lies so close to the middle between two floats that the last bit
+/// of a double says to which it rounds.
 float mass_near_a_tie(double decay, float old) {
   const double kept = decay * static_cast<double>(old);
   auto below = static_cast<float>(kept);
@@ -40,7 +41,9 @@ float mass_near_a_tie(double decay, float old) {
 contraction::Row random_row(std::uint64_t seed) {
   std::mt19937_64 random(seed);
   std::uniform_real_distribution<double> unit(0, 1);
-  const auto between = [&](std::int32_t least, std::int32_t most) { return std::uniform_int_distribution<std::int32_t>(least, most)(random); };
+  const auto between = [&](std::int32_t least, std::int32_t most) {
+    return std::uniform_int_distribution<std::int32_t>(least, most)(random);
+  };
   contraction::Row row;
   const std::int32_t length = between(1, 700);
   row.decay = seed % 2 == 0 ? 0.8 : unit(random);
@@ -54,7 +57,9 @@ contraction::Row random_row(std::uint64_t seed) {
   row.budget = between(1, length);
   const std::int32_t known = between(0, length);
   for (std::int32_t t = 0; t < known; ++t) row.credit.push_back(static_cast<float>(unit(random) + 1e-3));
-  for (std::int32_t t = 0; t < length; ++t) row.mass.push_back(t < known && t % 2 == 0 ? mass_near_a_tie(row.decay, row.credit[static_cast<std::size_t>(t)]) : static_cast<float>(unit(random) / length));
+  for (std::int32_t t = 0; t < length; ++t)
+    row.mass.push_back(t < known && t % 2 == 0 ? mass_near_a_tie(row.decay, row.credit[static_cast<std::size_t>(t)])
+                                               : static_cast<float>(unit(random) / length));
   return row;
 }
 

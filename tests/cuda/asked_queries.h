@@ -10,7 +10,8 @@ namespace kvkeep::cuda {
 class AskedQueries {
  public:
   AskedQueries(const EvidenceCase& c, const DeviceEvidence& there, std::int32_t window, bool official = false)
-      : out_(c.table.groups.size() * static_cast<std::size_t>(c.spec.query_heads * window * c.shape.dim)), windows_(c.table.rows.size()) {
+      : out_(c.table.groups.size() * static_cast<std::size_t>(c.spec.query_heads * window * c.shape.dim)),
+        windows_(c.table.rows.size()) {
     launch_prepare({.evidence = there.arguments(),
                     .newest = nullptr,
                     .window = window,

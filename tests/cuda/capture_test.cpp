@@ -1,4 +1,5 @@
-// Events in CUDA graphs and on several streams: a replay is the event that was captured, whatever ran between; memory lives as long as graphs and streams need it.
+// Events in CUDA graphs and on several streams: a replay is the event that was captured, whatever ran between; memory
+// lives as long as graphs and streams need it.
 
 #include <deque>
 #include <optional>
@@ -123,7 +124,8 @@ TEST_F(CapturedEvents, MayBeAnyNumberWithoutAnEventThatIsNotCapturedBetween) {
 }
 
 TEST_F(CapturedEvents, TakeConstantsAlongWhereTheFirstIsCaptured) {
-  // The first event of a keeper uploads rotary frequencies. Where it is captured they come with its replay, and later events must not count on that.
+  // The first event of a keeper uploads rotary frequencies. Where it is captured they come with its replay, and later
+  // events must not count on that.
 #if !defined(KVKEEP_CUDA_MODEL)
   GTEST_SKIP() << "a first event allocates, which a GPU allows in a pool of the graph alone";
 #endif
@@ -140,7 +142,9 @@ using Uploads = CapturedEvents;
 TEST_F(Uploads, LeaveABufferAloneUntilItsCopyIsDone) {
   constexpr std::size_t kUploads = 30, kBytes = 3000;
   const auto native = static_cast<cudaStream_t>(stream().native_handle());
-  const auto bytes_of = [&](std::size_t n) { return std::vector<std::byte>(1 + n * 37 % kBytes, static_cast<std::byte>(n + 1)); };
+  const auto bytes_of = [&](std::size_t n) {
+    return std::vector<std::byte>(1 + n * 37 % kBytes, static_cast<std::byte>(n + 1));
+  };
   Staging staging;
   std::deque<DeviceArray<std::byte>> there;
   for (std::size_t n = 0; n < kUploads; ++n) there.emplace_back(bytes_of(n).size());
@@ -193,7 +197,8 @@ class WatchedMemory final : public c10::Allocator {
     c10::DataPtr memory = below_->allocate(bytes);
     void* const data = memory.get();
     log_->living.insert(data);
-    return {data, new Piece{std::move(memory), log_}, [](void* piece) { delete static_cast<Piece*>(piece); }, c10::Device(c10::kCPU)};
+    return {data, new Piece{std::move(memory), log_}, [](void* piece) { delete static_cast<Piece*>(piece); },
+            c10::Device(c10::kCPU)};
   }
   void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
 
@@ -245,7 +250,8 @@ TEST_F(CapturedEvents, FindTheirMemoryThoughTablesColumnsAndWorkspaceGrewSince) 
 
   graph.replay();  // no event any more, but columns that were replaced since are none of the sequence's
   for (std::int32_t r = 0; r < kRows; ++r) {
-    const auto a = twins.cpu.keeper.positions(1, r / kHeads, r % kHeads), b = twins.device->keeper.positions(1, r / kHeads, r % kHeads);
+    const auto a = twins.cpu.keeper.positions(1, r / kHeads, r % kHeads),
+               b = twins.device->keeper.positions(1, r / kHeads, r % kHeads);
     EXPECT_TRUE(std::ranges::equal(a, b)) << "row " << r;
   }
   const auto kept = [&] {
@@ -265,7 +271,8 @@ TEST_F(CapturedEvents, FreeWhatIsReplacedWhereNothingWasCaptured) {
   const std::set<const void*> known = watched.living();
   static_cast<void>(watched.freed());
   twins.feed({{1, 40}, {2, 40}});
-  EXPECT_EQ(std::ranges::count_if(watched.freed(), [&](const void* memory) { return known.contains(memory); }), 4) << "positions and credit of two sequences";
+  EXPECT_EQ(std::ranges::count_if(watched.freed(), [&](const void* memory) { return known.contains(memory); }), 4)
+      << "positions and credit of two sequences";
 }
 
 TEST_F(CapturedEvents, RunOnStreamsThatTheAllocatorIsToldOf) {
@@ -280,7 +287,9 @@ TEST_F(CapturedEvents, RunOnStreamsThatTheAllocatorIsToldOf) {
 
   const c10::Stream other = side_stream(twins.device->keeper.device());
   const auto is_told = [&](const void* memory) {
-    return std::ranges::any_of(model::recorded(), [&](const model::Recorded& one) { return one.memory == memory && one.stream == other.native_handle(); });
+    return std::ranges::any_of(model::recorded(), [&](const model::Recorded& one) {
+      return one.memory == memory && one.stream == other.native_handle();
+    });
   };
   {
     const c10::StreamGuard guard(other);
@@ -289,7 +298,8 @@ TEST_F(CapturedEvents, RunOnStreamsThatTheAllocatorIsToldOf) {
     twins.feed({{2, 60}});
   }
   const std::vector<const void*> grown = watched.freed();
-  EXPECT_EQ(std::ranges::count_if(grown, is_told), 2) << "positions and credit, allocated on the first stream and replaced on the second";
+  EXPECT_EQ(std::ranges::count_if(grown, is_told), 2)
+      << "positions and credit, allocated on the first stream and replaced on the second";
   twins.device->keeper.leave(1);
   const std::vector<const void*> left = watched.freed();
   EXPECT_GE(left.size(), 3U);

@@ -11,7 +11,9 @@
 namespace kvkeep::cuda {
 
 /// A stream beside the default one, not current yet.
-inline c10::Stream side_stream(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device); }
+inline c10::Stream side_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+}
 
 class CapturedGraph {
  public:

@@ -26,12 +26,14 @@ struct Case {
   std::vector<float> scores;
 };
 
-/// Scores with the troubles that scores have: few values, NaN, infinities, zeros of both signs, sums that depend on their order.
+/// Scores with the troubles that scores have: few values, NaN, infinities, zeros of both signs, sums that depend on
+/// their order.
 float troubled_score(oracle::Random& random, int kind) {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN(), kMost = std::numeric_limits<float>::infinity();
   if (kind == 0) return static_cast<float>(random.normal());
   if (kind == 1) return static_cast<float>(random.between(0, 2));
-  if (kind == 2) return random.chance(0.03) ? random.one_of({kNan, kMost, -kMost}) : random.one_of({0.0F, -0.0F, 1.0F, -1.0F});
+  if (kind == 2)
+    return random.chance(0.03) ? random.one_of({kNan, kMost, -kMost}) : random.one_of({0.0F, -0.0F, 1.0F, -1.0F});
   if (kind == 3) return static_cast<float>(random.normal()) * random.one_of({1e-30F, 1.0F, 1e30F});
   return 0.5F;
 }
@@ -63,7 +65,13 @@ Case random_case(oracle::Random& random, std::initializer_list<int> lengths) {
 }
 
 void compare(const Case& c, const std::string& what) {
-  const ModelSpec spec{.query_heads = c.heads, .kv_heads = c.heads, .key_dim = 4, .value_dim = 4, .softmax_scale = 0, .rope = {}, .layers = std::vector<LayerSpec>(1)};
+  const ModelSpec spec{.query_heads = c.heads,
+                       .kv_heads = c.heads,
+                       .key_dim = 4,
+                       .value_dim = 4,
+                       .softmax_scale = 0,
+                       .rope = {},
+                       .layers = std::vector<LayerSpec>(1)};
   RowTable table;
   table.rows = c.rows;
   table.slots = static_cast<std::int64_t>(c.scores.size());
@@ -72,11 +80,13 @@ void compare(const Case& c, const std::string& what) {
     table.groups.back().first_row = static_cast<std::int64_t>(r);
   }
   Decision decision;
-  decision.scores.data = at::from_blob(const_cast<float*>(c.scores.data()), {table.slots}, at::TensorOptions().dtype(kFloat32));
+  decision.scores.data =
+      at::from_blob(const_cast<float*>(c.scores.data()), {table.slots}, at::TensorOptions().dtype(kFloat32));
   WindowAttention unused;
   Chunks(c.options).allot({.spec = spec, .table = table}, {c.variant, {}, c.limits}, unused, decision);
   const KeepSet& keep = *decision.keep;
-  const std::vector<std::int32_t> wanted(keep.slots.data_ptr<std::int32_t>(), keep.slots.data_ptr<std::int32_t>() + keep.slots.numel());
+  const std::vector<std::int32_t> wanted(keep.slots.data_ptr<std::int32_t>(),
+                                         keep.slots.data_ptr<std::int32_t>() + keep.slots.numel());
   in_every_order([&] {
     const DeviceArray<Row> rows(c.rows);
     const DeviceArray<RowLimit> limits(c.limits);
@@ -104,12 +114,15 @@ void compare(const Case& c, const std::string& what) {
 
 TEST_F(ChunksKernel, KeepsTheSlotsThatTheCpuKeeps) {
   oracle::Random random(31);
-  for (int round = 0; round < 300; ++round) compare(random_case(random, {0, 1, 2, 19, 20, 21, 63, 64, 65, 127, 256, 257, 600}), "round " + std::to_string(round));
+  for (int round = 0; round < 300; ++round)
+    compare(random_case(random, {0, 1, 2, 19, 20, 21, 63, 64, 65, 127, 256, 257, 600}),
+            "round " + std::to_string(round));
 }
 
 TEST_F(ChunksKernel, TakesRowsThatNeedTheLargestBlock) {
   oracle::Random random(32);
-  for (int round = 0; round < 8; ++round) compare(random_case(random, {4096, 4097, 70001}), "round " + std::to_string(round));
+  for (int round = 0; round < 8; ++round)
+    compare(random_case(random, {4096, 4097, 70001}), "round " + std::to_string(round));
 }
 
 TEST_F(ChunksKernel, KnowsMoreSlotsOfOneScoreThanTheirNumbersHaveLowDigits) {
@@ -122,7 +135,9 @@ TEST_F(ChunksKernel, KnowsMoreSlotsOfOneScoreThanTheirNumbersHaveLowDigits) {
   compare(c, "all alike");
 }
 
-TEST_F(ChunksKernel, RefusesChunksOfNothing) { EXPECT_THROW(launch_chunks({.options = {.chunk = 0}}, nullptr), InvalidArgument); }
+TEST_F(ChunksKernel, RefusesChunksOfNothing) {
+  EXPECT_THROW(launch_chunks({.options = {.chunk = 0}}, nullptr), InvalidArgument);
+}
 
 }  // namespace
 }  // namespace kvkeep::cuda

@@ -1,4 +1,5 @@
-// Compaction in one launch: the bytes are those of the CPU, for any width, stride, page and column; nothing beside them changes.
+// Compaction in one launch: the bytes are those of the CPU, for any width, stride, page and column; nothing beside them
+// changes.
 
 #include "compact.h"
 
@@ -17,16 +18,17 @@ namespace {
 
 using Compact = OnDevice;
 
-/// Rows of some sequences over one buffer for all sides, dense or in pages, with the same addresses on host and device but for the base.
+/// Rows of some sequences over one buffer for all sides, dense or in pages, with the same addresses on host and device
+/// but for the base.
 struct Case {
-  std::vector<Row> rows;           ///< addresses are offsets
+  std::vector<Row> rows;  ///< addresses are offsets
   std::vector<std::byte> bytes;
   std::vector<std::int32_t> block_table, pages_after;
   std::int64_t table_width = 0;
   std::vector<std::int32_t> slots;
   std::vector<std::int64_t> indptr{0};
   std::vector<std::vector<std::int32_t>> positions;
-  std::vector<float> credit;       ///< flat over rows, before compaction
+  std::vector<float> credit;  ///< flat over rows, before compaction
 
   /// The rows as they lie in `base`, with block tables at `table`.
   [[nodiscard]] std::vector<Row> rows_at(std::byte* base, const std::int32_t* table) const {
@@ -35,20 +37,23 @@ struct Case {
       for (SlotAddress* side : {&row.keys, &row.values, &row.key_scales, &row.value_scales}) {
         if (side->width == 0) continue;
         side->base = base + reinterpret_cast<std::intptr_t>(side->base);
-        if (side->page_shift >= 0 && table != nullptr && side->page_stride > 0) side->pages = table + row.sequence * table_width;
+        if (side->page_shift >= 0 && table != nullptr && side->page_stride > 0)
+          side->pages = table + row.sequence * table_width;
       }
     return there;
   }
 };
 
 /// `width`, `gap`: bytes of a slot's vector and between slots; `page`: 0 dense.
-Case make_case(oracle::Random& random, std::int64_t width, std::int64_t gap, std::int32_t page, std::int32_t sequences, std::int32_t heads, std::int32_t longest, bool scales) {
+Case make_case(oracle::Random& random, std::int64_t width, std::int64_t gap, std::int32_t page, std::int32_t sequences,
+               std::int32_t heads, std::int32_t longest, bool scales) {
   Case c;
   const std::int64_t stride = width + gap, capacity = longest + 5;
   const std::int64_t pages_each = page == 0 ? 0 : (capacity + page - 1) / page, pool = pages_each * sequences + 2;
   std::vector<std::int32_t> order(static_cast<std::size_t>(pool));
   std::iota(order.begin(), order.end(), 0);
-  for (std::size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[static_cast<std::size_t>(random.between(0, static_cast<std::int32_t>(i) - 1))]);
+  for (std::size_t i = order.size(); i > 1; --i)
+    std::swap(order[i - 1], order[static_cast<std::size_t>(random.between(0, static_cast<std::int32_t>(i) - 1))]);
   c.table_width = pages_each;
   c.block_table.assign(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(pages_each * sequences));
   std::int64_t offset = 0;
@@ -71,10 +76,12 @@ Case make_case(oracle::Random& random, std::int64_t width, std::int64_t gap, std
       return side;
     };
   };
-  const auto keys = side_of(width, stride), values = side_of(std::max<std::int64_t>(1, width / 2), stride), key_scales = side_of(4, 4), value_scales = side_of(2, 2);
+  const auto keys = side_of(width, stride), values = side_of(std::max<std::int64_t>(1, width / 2), stride),
+             key_scales = side_of(4, 4), value_scales = side_of(2, 2);
   std::int64_t first = 0;
   for (std::int32_t s = 0; s < sequences; ++s) {
-    const std::int32_t length = random.between(0, longest), count = random.between(0, length), still = random.between(0, count);
+    const std::int32_t length = random.between(0, longest), count = random.between(0, length),
+                       still = random.between(0, count);
     for (std::int32_t h = 0; h < heads; ++h) {
       Row row;
       row.sequence = s;
@@ -88,7 +95,8 @@ Case make_case(oracle::Random& random, std::int64_t width, std::int64_t gap, std
       std::vector<std::int32_t> chosen(static_cast<std::size_t>(length));
       std::iota(chosen.begin(), chosen.end(), 0);
       for (std::size_t i = static_cast<std::size_t>(still); i < chosen.size(); ++i)
-        std::swap(chosen[i], chosen[static_cast<std::size_t>(random.between(static_cast<std::int32_t>(i), length - 1))]);
+        std::swap(chosen[i],
+                  chosen[static_cast<std::size_t>(random.between(static_cast<std::int32_t>(i), length - 1))]);
       chosen.resize(static_cast<std::size_t>(count));
       std::sort(chosen.begin(), chosen.end());
       c.slots.insert(c.slots.end(), chosen.begin(), chosen.end());
@@ -111,13 +119,15 @@ std::vector<std::byte> on_cpu(Case& c, std::int32_t page) {
   table.rows = c.rows_at(bytes.data(), c.block_table.data());
   table.page_size = page;
   KeepSet keep{{}, c.indptr};
-  keep.slots = at::from_blob(c.slots.data(), {static_cast<std::int64_t>(c.slots.size())}, at::TensorOptions().dtype(kInt32));
+  keep.slots =
+      at::from_blob(c.slots.data(), {static_cast<std::int64_t>(c.slots.size())}, at::TensorOptions().dtype(kInt32));
   c.pages_after = c.block_table;
   std::vector<PageMove> moves;
   if (page > 0) {
     std::vector<SequenceId> ids(static_cast<std::size_t>(table.rows.back().sequence) + 1);
     moves = plan_pages(table, keep, ids, nullptr, SharedPages::copy);
-    for (const PageMove& move : moves) std::copy(move.after.begin(), move.after.end(), c.pages_after.begin() + move.sequence * c.table_width);
+    for (const PageMove& move : moves)
+      std::copy(move.after.begin(), move.after.end(), c.pages_after.begin() + move.sequence * c.table_width);
   }
   compact(table, keep, moves);
   return bytes;
@@ -128,7 +138,8 @@ TEST_F(Compact, MovesTheBytesThatTheCpuMoves) {  // B21, B23, B24, B25
   for (const std::int64_t width : {1, 2, 4, 8, 16, 24, 80, 96, 128, 256, 384})
     for (const std::int32_t page : {0, 1, 16, 64})
       for (const std::int64_t gap : {0, 16, 1}) {
-        Case c = make_case(random, width, gap, page, random.between(1, 3), random.between(1, 3), random.one_of({1, 2, 17, 64, 127, 129}), width % 3 == 0);
+        Case c = make_case(random, width, gap, page, random.between(1, 3), random.between(1, 3),
+                           random.one_of({1, 2, 17, 64, 127, 129}), width % 3 == 0);
         const std::vector<std::byte> wanted = on_cpu(c, page);
         in_every_order([&] {
           const DeviceArray<std::byte> bytes(c.bytes);
@@ -162,21 +173,33 @@ TEST_F(Compact, CarriesTheColumnsWithTheirSlots) {
       const DeviceArray<Row> rows(c.rows_at(bytes.data(), nullptr));
       std::vector<ColumnMove> moves;
       for (const Row& row : c.rows)
-        moves.push_back({.positions = column.data() + row.first, .credit = credit.data() + row.first, .new_credit = fresh.data() + row.first, .tally = nullptr, .new_tally = nullptr});
+        moves.push_back({.positions = column.data() + row.first,
+                         .credit = credit.data() + row.first,
+                         .new_credit = fresh.data() + row.first,
+                         .tally = nullptr,
+                         .new_tally = nullptr});
       const DeviceArray<ColumnMove> columns(moves);
-      launch_compact({.rows = rows.data(), .columns = columns.data(), .count = static_cast<std::int32_t>(c.rows.size()), .slots = slots.data(), .indptr = indptr.data(), .pages_after = nullptr, .pages_stride = 0},
+      launch_compact({.rows = rows.data(),
+                      .columns = columns.data(),
+                      .count = static_cast<std::int32_t>(c.rows.size()),
+                      .slots = slots.data(),
+                      .indptr = indptr.data(),
+                      .pages_after = nullptr,
+                      .pages_stride = 0},
                      nullptr);
       const std::vector<std::int32_t> moved = column.download();
       const std::vector<float> carried = credit.download();
       for (std::size_t r = 0; r < c.rows.size(); ++r) {
-        const auto first = static_cast<std::size_t>(c.rows[r].first), length = static_cast<std::size_t>(c.rows[r].length);
+        const auto first = static_cast<std::size_t>(c.rows[r].first),
+                   length = static_cast<std::size_t>(c.rows[r].length);
         const auto count = static_cast<std::size_t>(c.indptr[r + 1] - c.indptr[r]);
         for (std::size_t j = 0; j < count; ++j) {
           const auto slot = static_cast<std::size_t>(c.slots[static_cast<std::size_t>(c.indptr[r]) + j]);
           ASSERT_EQ(moved[first + j], c.positions[r][slot]);
           ASSERT_EQ(carried[first + j], c.credit[first + slot]);
         }
-        for (std::size_t t = count; t < length; ++t) ASSERT_EQ(moved[first + t], c.positions[r][t]) << "behind the kept slots nothing changes";
+        for (std::size_t t = count; t < length; ++t)
+          ASSERT_EQ(moved[first + t], c.positions[r][t]) << "behind the kept slots nothing changes";
       }
     });
   }
@@ -203,7 +226,14 @@ TEST_F(Compact, TakesNoRowsAtAllAndMoreRowsThanABlockIndexHolds) {  // B29
     rows[r].keys = {reinterpret_cast<std::byte*>(cache.data() + 2 * r), 4, 4};
   }
   const DeviceArray<Row> table(rows);
-  launch_compact({.rows = table.data(), .columns = nullptr, .count = count, .slots = slots.data(), .indptr = indptr.data(), .pages_after = nullptr, .pages_stride = 0}, nullptr);
+  launch_compact({.rows = table.data(),
+                  .columns = nullptr,
+                  .count = count,
+                  .slots = slots.data(),
+                  .indptr = indptr.data(),
+                  .pages_after = nullptr,
+                  .pages_stride = 0},
+                 nullptr);
   const std::vector<std::uint32_t> moved = cache.download();
   for (std::size_t r = 0; r < rows.size(); ++r) ASSERT_EQ(moved[2 * r], 2 * r + 1);
 }

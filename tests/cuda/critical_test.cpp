@@ -15,23 +15,29 @@ namespace {
 using CriticalKernel = OnDevice;
 
 struct CriticalCase {
-  CriticalCase(std::uint64_t seed, EvidenceShape shape, Element value, Element weight, std::int32_t units) : c(seed, shape), values(seed, c, value), projection(weight), hidden(units) {
+  CriticalCase(std::uint64_t seed, EvidenceShape shape, Element value, Element weight, std::int32_t units)
+      : c(seed, shape), values(seed, c, value), projection(weight), hidden(units) {
     oracle::Random random(seed + 77);
     const std::int64_t layers = 2, each = std::int64_t{hidden} * c.spec.query_heads * shape.value_dim;
     for (std::int64_t l = 0; l < layers; ++l) {
       weights.emplace_back(static_cast<std::size_t>(each * element_bytes(weight)));
       plain.emplace_back();
-      for (std::int64_t i = 0; i < each; ++i) plain.back().push_back(store(static_cast<float>(random.normal()), weight, weights.back().data() + i * element_bytes(weight)));
+      for (std::int64_t i = 0; i < each; ++i)
+        plain.back().push_back(
+            store(static_cast<float>(random.normal()), weight, weights.back().data() + i * element_bytes(weight)));
     }
     for (std::size_t r = 0; r < c.table.rows.size(); ++r) {
       Row& row = c.table.rows[r];
-      row.layer = static_cast<std::int32_t>(r / static_cast<std::size_t>(shape.kv_heads)) % static_cast<std::int32_t>(layers);
+      row.layer =
+          static_cast<std::int32_t>(r / static_cast<std::size_t>(shape.kv_heads)) % static_cast<std::int32_t>(layers);
       c.table.groups[r / static_cast<std::size_t>(shape.kv_heads)].layer = row.layer;
       RowLimit& limit = c.limits.rows[r];
       limit.due = row.length > limit.budget && random.chance(0.85);
       const int kind = random.between(0, 2);
       for (std::int32_t t = 0; t < row.length; ++t)
-        scores.push_back(kind == 0 ? static_cast<float>(random.between(0, 2)) : kind == 1 && random.chance(0.1) ? std::nanf("") : static_cast<float>(random.unit()));
+        scores.push_back(kind == 0                         ? static_cast<float>(random.between(0, 2))
+                         : kind == 1 && random.chance(0.1) ? std::nanf("")
+                                                           : static_cast<float>(random.unit()));
     }
   }
   [[nodiscard]] double size_of(const Row& row, std::size_t r, std::int64_t t) const {
@@ -41,7 +47,9 @@ struct CriticalCase {
       for (std::int32_t n = 0; n < hidden; ++n) {
         double product = 0;
         for (std::int64_t d = 0; d < dim; ++d)
-          product += static_cast<double>(plain[static_cast<std::size_t>(row.layer)][static_cast<std::size_t>(n * width + (row.head * c.shape.group + g) * dim + d)]) * static_cast<double>(values.plain[r][static_cast<std::size_t>(t * dim + d)]);
+          product += static_cast<double>(plain[static_cast<std::size_t>(row.layer)][static_cast<std::size_t>(
+                         n * width + (row.head * c.shape.group + g) * dim + d)]) *
+                     static_cast<double>(values.plain[r][static_cast<std::size_t>(t * dim + d)]);
         sum += std::abs(product);
       }
     return sum / c.shape.group;
@@ -98,7 +106,8 @@ Got on_device(const CriticalCase& k, double first_stage, bool matrix_unit = true
   a.scores = scores.data();
   a.indptr = indptr.data();
   a.slots = slots.data();
-  const DeviceArray<float> workspace(std::vector<float>(static_cast<std::size_t>(critical_workspace_bytes(a)) / sizeof(float), kUntouched));
+  const DeviceArray<float> workspace(
+      std::vector<float>(static_cast<std::size_t>(critical_workspace_bytes(a)) / sizeof(float), kUntouched));
   a.workspace = workspace.data();
   launch_critical(a, nullptr);
   return {workspace.download(), slots.download()};
@@ -113,21 +122,26 @@ std::vector<std::int32_t> selected(const CriticalCase& k, const std::vector<floa
     const RowLimit& limit = k.c.limits.rows[r];
     const auto kept = static_cast<std::int32_t>(bounds[r + 1] - bounds[r]);
     std::vector<std::int32_t> slots, rest;
-    for (std::int32_t t = 0; t < row.length; ++t) (kept == row.length || limit.guarded.holds(t, row.length) ? slots : rest).push_back(t);
+    for (std::int32_t t = 0; t < row.length; ++t)
+      (kept == row.length || limit.guarded.holds(t, row.length) ? slots : rest).push_back(t);
     const auto take = [&](std::int32_t until, auto&& score_of) {
-      std::sort(rest.begin(), rest.end(), [&](std::int32_t a, std::int32_t b) { return rank_key(score_of(a), a) > rank_key(score_of(b), b); });
+      std::sort(rest.begin(), rest.end(),
+                [&](std::int32_t a, std::int32_t b) { return rank_key(score_of(a), a) > rank_key(score_of(b), b); });
       while (static_cast<std::int32_t>(slots.size()) < until) slots.push_back(rest.front()), rest.erase(rest.begin());
     };
     const float *scores = k.scores.data() + row.first, *own = sizes.data() + row.first;
     take(std::min(kept, share_of(first_stage, kept)), [&](std::int32_t t) { return scores[t]; });
-    take(kept, [&](std::int32_t t) { return std::isfinite(own[t]) ? (scores[t] + kCriticalEpsilon) * own[t] : std::nanf(""); });
+    take(kept, [&](std::int32_t t) {
+      return std::isfinite(own[t]) ? (scores[t] + kCriticalEpsilon) * own[t] : std::nanf("");
+    });
     std::sort(slots.begin(), slots.end());
     all.insert(all.end(), slots.begin(), slots.end());
   }
   return all;
 }
 
-void expect_as_it_should_be(const CriticalCase& k, double first_stage, bool matrix_unit = true, DeviceLayout layout = {}) {
+void expect_as_it_should_be(const CriticalCase& k, double first_stage, bool matrix_unit = true,
+                            DeviceLayout layout = {}) {
   in_every_order([&] {
     const Got got = on_device(k, first_stage, matrix_unit, layout);
     for (std::size_t r = 0; r < k.c.table.rows.size(); ++r) {
@@ -140,8 +154,12 @@ void expect_as_it_should_be(const CriticalCase& k, double first_stage, bool matr
           continue;
         }
         const double want = k.size_of(row, r, t);
-        if (std::isnan(want)) ASSERT_TRUE(std::isnan(size)) << "row " << r << ", slot " << t;
-        else ASSERT_NEAR(size, want, 2e-6 * want + 1e-12) << "row " << r << ", slot " << t << "; " << k.c.description() << ", " << name_of(k.values.element) << " values, " << name_of(k.projection) << " weights";
+        if (std::isnan(want))
+          ASSERT_TRUE(std::isnan(size)) << "row " << r << ", slot " << t;
+        else
+          ASSERT_NEAR(size, want, 2e-6 * want + 1e-12)
+              << "row " << r << ", slot " << t << "; " << k.c.description() << ", " << name_of(k.values.element)
+              << " values, " << name_of(k.projection) << " weights";
       }
     }
     ASSERT_EQ(got.slots, selected(k, got.sizes, first_stage)) << k.c.description();
@@ -156,7 +174,11 @@ TEST_F(CriticalKernel, WeighsValuesOfEveryElementAndHeadSize) {  // B25
     for (const Element value : kElements)
       for (const Element weight : {Element::f32, Element::f16, Element::bf16}) {
         ++seed;
-        expect_as_it_should_be(CriticalCase(seed, {.group = 2, .kv_heads = 2, .dim = 4, .value_dim = dim, .lengths = {19, 40}, .ragged = true}, value, weight, seed % 3 == 0 ? 32 : 37), 0.5);
+        expect_as_it_should_be(
+            CriticalCase(seed,
+                         {.group = 2, .kv_heads = 2, .dim = 4, .value_dim = dim, .lengths = {19, 40}, .ragged = true},
+                         value, weight, seed % 3 == 0 ? 32 : 37),
+            0.5);
       }
 }
 
@@ -165,7 +187,14 @@ TEST_F(CriticalKernel, SelectsInTwoStagesForEveryLengthGroupAndShare) {  // B15,
   for (const std::int32_t length : {0, 1, 2, 63, 64, 65, 127, 128, 129, 300})
     for (const double first_stage : {0.0, 0.3, 1.0}) {
       ++seed;
-      expect_as_it_should_be(CriticalCase(seed, {.group = static_cast<std::int32_t>(seed % 4) + 1, .kv_heads = 2, .dim = 4, .value_dim = 8, .lengths = {length, 50}}, seed % 2 == 0 ? Element::f16 : Element::f32, Element::f16, 20), first_stage);
+      expect_as_it_should_be(CriticalCase(seed,
+                                          {.group = static_cast<std::int32_t>(seed % 4) + 1,
+                                           .kv_heads = 2,
+                                           .dim = 4,
+                                           .value_dim = 8,
+                                           .lengths = {length, 50}},
+                                          seed % 2 == 0 ? Element::f16 : Element::f32, Element::f16, 20),
+                             first_stage);
     }
 }
 
@@ -174,16 +203,25 @@ TEST_F(CriticalKernel, KeepsTheSlotsThatTheCpuKeeps) {
   for (const Element value : {Element::f32, Element::f16, Element::bf16})
     for (const Element weight : {Element::f32, Element::f16, Element::bf16})
       for (const double first_stage : {0.1, 0.5}) {
-        const CriticalCase k(++seed, {.group = 3, .kv_heads = 2, .dim = 4, .value_dim = 24, .lengths = {90, 33}, .ragged = true}, value, weight, 48);
+        const CriticalCase k(
+            ++seed, {.group = 3, .kv_heads = 2, .dim = 4, .value_dim = 24, .lengths = {90, 33}, .ragged = true}, value,
+            weight, 48);
         Decision decision;
-        decision.scores.data = at::from_blob(const_cast<float*>(k.scores.data()), {k.c.table.slots}, at::TensorOptions().dtype(kFloat32));
+        decision.scores.data =
+            at::from_blob(const_cast<float*>(k.scores.data()), {k.c.table.slots}, at::TensorOptions().dtype(kFloat32));
         std::vector<Tensor> projections;
-        for (const auto& layer : k.weights) projections.push_back(at::from_blob(const_cast<std::byte*>(layer.data()), {48, k.c.spec.query_heads * 24}, at::TensorOptions().dtype(dtype_of(weight))));
+        for (const auto& layer : k.weights)
+          projections.push_back(at::from_blob(const_cast<std::byte*>(layer.data()), {48, k.c.spec.query_heads * 24},
+                                              at::TensorOptions().dtype(dtype_of(weight))));
         Evidence evidence = k.c.evidence();
         WindowAttention unused;
-        Critical({.first_stage = first_stage}).allot({.spec = evidence.spec, .table = evidence.table, .output_projections = projections}, k.c.limits, unused, decision);
+        Critical({.first_stage = first_stage})
+            .allot({.spec = evidence.spec, .table = evidence.table, .output_projections = projections}, k.c.limits,
+                   unused, decision);
         const Tensor& slots = decision.keep->slots;
-        ASSERT_EQ(on_device(k, first_stage).slots, std::vector<std::int32_t>(slots.data_ptr<std::int32_t>(), slots.data_ptr<std::int32_t>() + slots.numel()));
+        ASSERT_EQ(
+            on_device(k, first_stage).slots,
+            std::vector<std::int32_t>(slots.data_ptr<std::int32_t>(), slots.data_ptr<std::int32_t>() + slots.numel()));
       }
 }
 
@@ -194,7 +232,10 @@ TEST_F(CriticalKernel, ReadsPagesAndVectorsThatAreNotAligned) {  // B21, B24
       for (const std::int64_t gap : {0, 4, 16})
         for (const bool matrix_unit : {false, true}) {
           ++seed;
-          expect_as_it_should_be(CriticalCase(seed, {.group = 2, .kv_heads = 2, .dim = 4, .value_dim = 40, .lengths = {50, 33}}, value, Element::bf16, 33), 0.4, matrix_unit, {.gap = gap, .page = page});
+          expect_as_it_should_be(
+              CriticalCase(seed, {.group = 2, .kv_heads = 2, .dim = 4, .value_dim = 40, .lengths = {50, 33}}, value,
+                           Element::bf16, 33),
+              0.4, matrix_unit, {.gap = gap, .page = page});
         }
 }
 
@@ -227,7 +268,8 @@ TEST_F(CriticalKernel, GivesEqualValuesEqualBits) {
 TEST_F(CriticalKernel, RefusesWhatItCannotWeigh) {
   EXPECT_THROW(launch_critical({.evidence = {}, .value_dim = 0}, nullptr), InvalidArgument);
   EXPECT_THROW(launch_critical({.evidence = {}, .value_dim = 257}, nullptr), InvalidArgument);
-  EXPECT_THROW(launch_critical({.evidence = {}, .value_dim = 8, .projection = Element::fp8_e4m3}, nullptr), InvalidArgument);
+  EXPECT_THROW(launch_critical({.evidence = {}, .value_dim = 8, .projection = Element::fp8_e4m3}, nullptr),
+               InvalidArgument);
   EXPECT_THROW(launch_critical({.evidence = {}, .value_dim = 8, .first_stage = 1.5}, nullptr), InvalidArgument);
 }
 

@@ -1,4 +1,5 @@
-// The reference decoder on a device: its logits, keys and values are the CPU's within rounding, and what it generates under a policy whose kernels run there is the same.
+// The reference decoder on a device: its logits, keys and values are the CPU's within rounding, and what it generates
+// under a policy whose kernels run there is the same.
 
 #include "kvkeep/lm/decoder.h"
 
@@ -47,7 +48,8 @@ std::pair<std::size_t, std::size_t> compare(const std::vector<Ints>& a, const st
   EXPECT_EQ(a.size(), b.size());
   for (std::size_t r = 0; r < std::min(a.size(), b.size()); ++r) {
     EXPECT_EQ(a[r].size(), b[r].size());
-    differing += static_cast<std::size_t>(std::count_if(a[r].begin(), a[r].end(), [&](std::int32_t p) { return !std::binary_search(b[r].begin(), b[r].end(), p); }));
+    differing += static_cast<std::size_t>(std::count_if(
+        a[r].begin(), a[r].end(), [&](std::int32_t p) { return !std::binary_search(b[r].begin(), b[r].end(), p); }));
     all += a[r].size();
   }
   return {differing, all};
@@ -95,7 +97,8 @@ TEST_F(DeviceDecoder, GivesTheLogitsQueriesKeysAndValuesOfTheCpu) {
     step({5, 6, 7, 8, 9}, {0, 1, 5}, {20, 3, 4, 5, 6}, SlotCounts(Lengths{lengths, 6}, 2));
     for (std::size_t l = 0; l < 3; ++l) {
       const auto sides = [&](const LayerKv& kv) {
-        return paged ? std::pair(std::get<PagedKv>(kv).keys, std::get<PagedKv>(kv).values) : std::pair(std::get<DenseKv>(kv).keys, std::get<DenseKv>(kv).values);
+        return paged ? std::pair(std::get<PagedKv>(kv).keys, std::get<PagedKv>(kv).values)
+                     : std::pair(std::get<DenseKv>(kv).keys, std::get<DenseKv>(kv).values);
       };
       expect_close(sides(a[l]).first, sides(b[l]).first);
       expect_close(sides(a[l]).second, sides(b[l]).second);
@@ -109,13 +112,19 @@ TEST_F(DeviceDecoder, GeneratesUnderAPolicyWhatTheCpuGenerates) {
   std::vector<Request> requests;
   for (std::uint64_t seed = 5; seed < 8; ++seed) {
     const TaskSample sample = make_task("chain", seed, {.length = 256});
-    requests.push_back({.prompt = {sample.ids.begin(), sample.ids.begin() + sample.prompt_length}, .new_tokens = 40, .keep_logits = true, .keep_positions = true});
+    requests.push_back({.prompt = {sample.ids.begin(), sample.ids.begin() + sample.prompt_length},
+                        .new_tokens = 40,
+                        .keep_logits = true,
+                        .keep_positions = true});
   }
-  for (const char* policy : {"full", "ams-tova,budget=64,interval=16", "snapkv,budget=64,interval=16", "tova,budget=64,interval=16"})
+  for (const char* policy :
+       {"full", "ams-tova,budget=64,interval=16", "snapkv,budget=64,interval=16", "tova,budget=64,interval=16"})
     for (const std::int32_t page_size : {0, 16}) {
       SCOPED_TRACE(text(policy, ", pages of ", page_size));
-      const GenerationRun expected = generate(cpu, make_policy(policy), requests, {.places = 2, .page_size = page_size});
-      const GenerationRun found = generate(device, make_policy(policy), requests, {.places = 2, .page_size = page_size, .accelerator = fresh_accelerator()});
+      const GenerationRun expected =
+          generate(cpu, make_policy(policy), requests, {.places = 2, .page_size = page_size});
+      const GenerationRun found = generate(device, make_policy(policy), requests,
+                                           {.places = 2, .page_size = page_size, .accelerator = fresh_accelerator()});
       EXPECT_EQ(expected.totals.events > 0, std::string(policy) != "full");
       for (std::size_t i = 0; i < requests.size(); ++i) {
         const Completion &a = expected.completions[i], &b = found.completions[i];

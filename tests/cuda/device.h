@@ -1,5 +1,6 @@
 #pragma once
-/// Memory of the machine that a kernel test runs on: a GPU's, or under the execution model the host's. Each test runs the kernel there and compares with the CPU.
+/// Memory of the machine that a kernel test runs on: a GPU's, or under the execution model the host's. Each test runs
+/// the kernel there and compares with the CPU.
 
 #include <gtest/gtest.h>
 
@@ -28,7 +29,8 @@ inline bool has_machine() {
   return cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0;
 }
 
-/// Calls `body` as often as the machine has ways to run a kernel: the model runs blocks and threads upwards, then downwards.
+/// Calls `body` as often as the machine has ways to run a kernel: the model runs blocks and threads upwards, then
+/// downwards.
 template <class Body>
 void in_every_order(Body&& body) {
 #if defined(KVKEEP_CUDA_MODEL)
@@ -49,8 +51,11 @@ class DeviceArray {
   explicit DeviceArray(std::size_t count) : count_(count) {
     expect(cudaMalloc(reinterpret_cast<void**>(&data_), std::max<std::size_t>(count * sizeof(T), 1)));
   }
-  DeviceArray(std::span<const T> from) : DeviceArray(from.size()) { upload(from); }               // NOLINT(google-explicit-constructor)
-  DeviceArray(const std::vector<T>& from) : DeviceArray(std::span<const T>(from)) {}              // NOLINT(google-explicit-constructor)
+  DeviceArray(std::span<const T> from) : DeviceArray(from.size()) {
+    upload(from);
+  }  // NOLINT(google-explicit-constructor)
+  DeviceArray(const std::vector<T>& from)
+      : DeviceArray(std::span<const T>(from)) {}  // NOLINT(google-explicit-constructor)
   ~DeviceArray() { cudaFree(data_); }
   DeviceArray(const DeviceArray&) = delete;
   DeviceArray& operator=(const DeviceArray&) = delete;

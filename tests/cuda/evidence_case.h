@@ -1,5 +1,6 @@
 #pragma once
-/// Events for the scoring kernels: the same rows for the CPU, packed, and on the device, dense or in pages, aligned or not.
+/// Events for the scoring kernels: the same rows for the CPU, packed, and on the device, dense or in pages, aligned or
+/// not.
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Float8_e4m3fn.h>
@@ -26,16 +27,20 @@ struct EvidenceShape {
   Element keys = Element::f32, query = Element::f32;
   bool pre_rope = false;
   RopeStyle style = RopeStyle::half;
-  std::int32_t pairs = -1;                ///< -1: half of the head size
-  bool ragged = false;                    ///< heads hold different numbers of slots
-  bool gaps = true;                       ///< in positions
-  double loudness = 1;                    ///< of the keys
+  std::int32_t pairs = -1;  ///< -1: half of the head size
+  bool ragged = false;      ///< heads hold different numbers of slots
+  bool gaps = true;         ///< in positions
+  double loudness = 1;      ///< of the keys
 };
 
 /// Bytes of one stored number.
 inline std::int64_t element_bytes(Element e) { return e == Element::f32 ? 4 : e == Element::fp8_e4m3 ? 1 : 2; }
-inline const char* name_of(Element e) { return e == Element::f32 ? "f32" : e == Element::f16 ? "f16" : e == Element::bf16 ? "bf16" : "fp8"; }
-inline ScalarType dtype_of(Element e) { return e == Element::f16 ? kFloat16 : e == Element::bf16 ? kBFloat16 : kFloat32; }
+inline const char* name_of(Element e) {
+  return e == Element::f32 ? "f32" : e == Element::f16 ? "f16" : e == Element::bf16 ? "bf16" : "fp8";
+}
+inline ScalarType dtype_of(Element e) {
+  return e == Element::f16 ? kFloat16 : e == Element::bf16 ? kBFloat16 : kFloat32;
+}
 
 /// Writes x as `e` and gives what was written.
 inline float store(float x, Element e, std::byte* to) {
@@ -44,10 +49,14 @@ inline float store(float x, Element e, std::byte* to) {
     return static_cast<float>(y);
   };
   switch (e) {
-    case Element::f16: return put(c10::Half(x));
-    case Element::bf16: return put(c10::BFloat16(x));
-    case Element::fp8_e4m3: return put(c10::Float8_e4m3fn(std::clamp(x, -448.0F, 448.0F)));
-    default: return put(x);
+    case Element::f16:
+      return put(c10::Half(x));
+    case Element::bf16:
+      return put(c10::BFloat16(x));
+    case Element::fp8_e4m3:
+      return put(c10::Float8_e4m3fn(std::clamp(x, -448.0F, 448.0F)));
+    default:
+      return put(x);
   }
 }
 
@@ -87,7 +96,8 @@ class EvidenceCase {
         place(r, row.length, group.next_position, seen);
         table.rows.push_back(row);
         const std::int32_t budget = row.length == 0 ? 0 : random_.between(1, row.length);
-        limits.rows.push_back({budget, true, protect(row.length, budget, random_.between(0, 4), random_.between(0, 8), Variant::strict)});
+        limits.rows.push_back(
+            {budget, true, protect(row.length, budget, random_.between(0, 4), random_.between(0, 8), Variant::strict)});
       }
       ask(g, group, seen);
       table.groups.push_back(group);
@@ -101,7 +111,8 @@ class EvidenceCase {
     for (std::size_t r = 0; r < table.rows.size(); ++r) {
       Row& row = table.rows[r];
       const std::int64_t width = shape.dim * c10::elementSize(table.key_dtype);
-      row.keys = {shape.keys == Element::fp8_e4m3 ? reinterpret_cast<std::byte*>(plain[r].data()) : keys[r].data(), width, width};
+      row.keys = {shape.keys == Element::fp8_e4m3 ? reinterpret_cast<std::byte*>(plain[r].data()) : keys[r].data(),
+                  width, width};
       row.positions = positions[r].data();
       row.tally = tallies[r].empty() ? nullptr : tallies[r].data();
       row.tally_length = static_cast<std::int32_t>(tallies[r].size());
@@ -116,17 +127,22 @@ class EvidenceCase {
   void set_key(std::size_t r, std::int64_t t, std::int64_t d, float x) {
     const std::int64_t at = t * shape.dim + d;
     const float scale = scales[r].empty() ? 1.0F : scales[r][static_cast<std::size_t>(t)];
-    plain[r][static_cast<std::size_t>(at)] = store(x / scale, shape.keys, keys[r].data() + at * element_bytes(shape.keys)) * scale;
+    plain[r][static_cast<std::size_t>(at)] =
+        store(x / scale, shape.keys, keys[r].data() + at * element_bytes(shape.keys)) * scale;
   }
   void copy_key(std::size_t r, std::int64_t from, std::int64_t to) {
     if (!scales[r].empty()) scales[r][static_cast<std::size_t>(to)] = scales[r][static_cast<std::size_t>(from)];
-    for (std::int64_t d = 0; d < shape.dim; ++d) set_key(r, to, d, plain[r][static_cast<std::size_t>(from * shape.dim + d)]);
+    for (std::int64_t d = 0; d < shape.dim; ++d)
+      set_key(r, to, d, plain[r][static_cast<std::size_t>(from * shape.dim + d)]);
   }
 
-  [[nodiscard]] Evidence evidence() const { return {spec, table, shape.pre_rope ? QueryBasis::pre_rope : QueryBasis::post_rope}; }
+  [[nodiscard]] Evidence evidence() const {
+    return {spec, table, shape.pre_rope ? QueryBasis::pre_rope : QueryBasis::post_rope};
+  }
   [[nodiscard]] std::string description() const {
-    return text("group ", shape.group, ", kv heads ", shape.kv_heads, ", D ", shape.dim, ", ", name_of(shape.keys), " keys, ", name_of(shape.query), " queries, seen ", shape.seen,
-                ", first length ", shape.lengths.empty() ? 0 : shape.lengths[0]);
+    return text("group ", shape.group, ", kv heads ", shape.kv_heads, ", D ", shape.dim, ", ", name_of(shape.keys),
+                " keys, ", name_of(shape.query), " queries, seen ", shape.seen, ", first length ",
+                shape.lengths.empty() ? 0 : shape.lengths[0]);
   }
 
   struct Ring {
@@ -137,10 +153,10 @@ class EvidenceCase {
   ModelSpec spec;
   RowTable table;
   Limits limits;
-  std::vector<std::vector<std::byte>> keys;            ///< [rows] as stored
-  std::vector<std::vector<float>> scales, plain;       ///< [rows] fp8 scales; the keys as f32
+  std::vector<std::vector<std::byte>> keys;       ///< [rows] as stored
+  std::vector<std::vector<float>> scales, plain;  ///< [rows] fp8 scales; the keys as f32
   std::vector<std::vector<std::int32_t>> positions;
-  std::vector<std::vector<float>> tallies;             ///< [rows] of the oldest slots; empty: none
+  std::vector<std::vector<float>> tallies;  ///< [rows] of the oldest slots; empty: none
   std::vector<Ring> rings;
 
  private:
@@ -149,22 +165,32 @@ class EvidenceCase {
     plain[r].resize(static_cast<std::size_t>(length) * static_cast<std::size_t>(shape.dim));
     for (std::int32_t t = 0; t < length; ++t) {
       if (shape.keys == Element::fp8_e4m3) scales[r].push_back(static_cast<float>(std::exp(random_.normal())) * 0.02F);
-      for (std::int32_t d = 0; d < shape.dim; ++d) set_key(r, t, d, static_cast<float>(shape.loudness * random_.normal()));
+      for (std::int32_t d = 0; d < shape.dim; ++d)
+        set_key(r, t, d, static_cast<float>(shape.loudness * random_.normal()));
     }
   }
   void place(std::size_t r, std::int32_t length, std::int32_t next, std::int32_t seen) {
     const std::int32_t fresh = std::min({length, seen, random_.between(0, seen)});
     std::vector<std::int32_t> all(static_cast<std::size_t>(next - fresh));
     std::iota(all.begin(), all.end(), 0);
-    for (std::int32_t left = next - length; left > 0; --left) all.erase(all.begin() + random_.between(0, static_cast<std::int32_t>(all.size()) - 1));
+    for (std::int32_t left = next - length; left > 0; --left)
+      all.erase(all.begin() + random_.between(0, static_cast<std::int32_t>(all.size()) - 1));
     for (std::int32_t p = next - fresh; p < next; ++p) all.push_back(p);
     positions[r] = all;
   }
   void ask(std::size_t g, RowGroup& group, std::int32_t seen) {
-    const std::int64_t size = element_bytes(shape.query), head_stride = (shape.dim + random_.between(0, 1)) * size, token_stride = spec.query_heads * head_stride + random_.between(0, 3) * size;
+    const std::int64_t size = element_bytes(shape.query), head_stride = (shape.dim + random_.between(0, 1)) * size,
+                       token_stride = spec.query_heads * head_stride + random_.between(0, 3) * size;
     Ring& ring = rings[g];
     QueryView& view = group.queries;
-    view = {.data = nullptr, .dtype = dtype_of(shape.query), .token_stride = token_stride, .head_stride = head_stride, .positions = nullptr, .ring = seen + random_.between(0, 3), .begin = 0, .count = seen};
+    view = {.data = nullptr,
+            .dtype = dtype_of(shape.query),
+            .token_stride = token_stride,
+            .head_stride = head_stride,
+            .positions = nullptr,
+            .ring = seen + random_.between(0, 3),
+            .begin = 0,
+            .count = seen};
     view.begin = view.ring == 0 ? 0 : random_.between(0, view.ring - 1);
     ring.data.assign(static_cast<std::size_t>(view.ring * token_stride), std::byte{0xFF});
     ring.positions.assign(static_cast<std::size_t>(view.ring), -1);
@@ -172,7 +198,8 @@ class EvidenceCase {
       ring.positions[static_cast<std::size_t>(view.index(i))] = group.next_position - seen + i;
       for (std::int32_t h = 0; h < spec.query_heads; ++h)
         for (std::int32_t d = 0; d < shape.dim; ++d)
-          store(static_cast<float>(1.5 * random_.normal()), shape.query, ring.data.data() + view.index(i) * token_stride + h * head_stride + d * size);
+          store(static_cast<float>(1.5 * random_.normal()), shape.query,
+                ring.data.data() + view.index(i) * token_stride + h * head_stride + d * size);
     }
   }
 
@@ -189,8 +216,18 @@ struct DeviceLayout {
 class DeviceEvidence {
  public:
   DeviceEvidence(const EvidenceCase& from, DeviceLayout layout = {})
-      : from_(from), bytes_(pack(from, layout)), scales_(packed_scales_), pages_(page_table_), positions_(flat(from.positions)), tallies_(flat(from.tallies)), limits_(from.limits.rows), rows_(from.table.rows.size()),
-        rings_(flat_rings(from)), ring_positions_(flat_ring_positions(from)), queries_(from.table.groups.size()), inv_freq_(from.spec.rope.inv_freq) {
+      : from_(from),
+        bytes_(pack(from, layout)),
+        scales_(packed_scales_),
+        pages_(page_table_),
+        positions_(flat(from.positions)),
+        tallies_(flat(from.tallies)),
+        limits_(from.limits.rows),
+        rows_(from.table.rows.size()),
+        rings_(flat_rings(from)),
+        ring_positions_(flat_ring_positions(from)),
+        queries_(from.table.groups.size()),
+        inv_freq_(from.spec.rope.inv_freq) {
     std::vector<Row> rows = from.table.rows;
     const std::int64_t width = from.shape.dim * element_bytes(from.shape.keys), stride = width + layout.gap;
     std::int64_t slot = 0, table = 0, position = 0, tally = 0;
@@ -201,13 +238,17 @@ class DeviceEvidence {
       tally += row.tally_length;
       const auto side = [&](std::byte* base, std::int64_t each, std::int64_t wide) {
         SlotAddress a{base, each, wide};
-        if (layout.page > 0) a.pages = pages_.data() + table, a.page_stride = each * layout.page, a.page_shift = std::countr_zero(static_cast<unsigned>(layout.page));
-        else a.base += slot * each;
+        if (layout.page > 0)
+          a.pages = pages_.data() + table, a.page_stride = each * layout.page,
+          a.page_shift = std::countr_zero(static_cast<unsigned>(layout.page));
+        else
+          a.base += slot * each;
         return a;
       };
       row.keys = side(bytes_.data(), stride, width);
       row.values = {};
-      if (from.shape.keys == Element::fp8_e4m3) row.key_scales = side(reinterpret_cast<std::byte*>(scales_.data()), 4, 4);
+      if (from.shape.keys == Element::fp8_e4m3)
+        row.key_scales = side(reinterpret_cast<std::byte*>(scales_.data()), 4, 4);
       slot += row.length;
       if (layout.page > 0) table += (row.length + layout.page - 1) / layout.page;
     }
@@ -216,7 +257,8 @@ class DeviceEvidence {
     std::int64_t ring = 0, token = 0;
     for (std::size_t g = 0; g < from.table.groups.size(); ++g) {
       const QueryView& v = from.table.groups[g].queries;
-      windows.push_back({rings_.data() + ring, v.token_stride, v.head_stride, ring_positions_.data() + token, v.ring, v.begin, v.count});
+      windows.push_back({rings_.data() + ring, v.token_stride, v.head_stride, ring_positions_.data() + token, v.ring,
+                         v.begin, v.count});
       ring += static_cast<std::int64_t>(from.rings[g].data.size());
       token += v.ring;
     }
@@ -251,7 +293,9 @@ class DeviceEvidence {
       page_table_.resize(static_cast<std::size_t>(pages));
       std::iota(page_table_.begin(), page_table_.end(), 1);  // page 0 belongs to nobody
       oracle::Random random(static_cast<std::uint64_t>(pages));
-      for (std::size_t i = page_table_.size(); i > 1; --i) std::swap(page_table_[i - 1], page_table_[static_cast<std::size_t>(random.between(0, static_cast<std::int32_t>(i) - 1))]);
+      for (std::size_t i = page_table_.size(); i > 1; --i)
+        std::swap(page_table_[i - 1],
+                  page_table_[static_cast<std::size_t>(random.between(0, static_cast<std::int32_t>(i) - 1))]);
       places = (pages + 1) * layout.page;
     }
     std::vector<std::byte> bytes(static_cast<std::size_t>(places * stride), std::byte{0xFF});
@@ -260,9 +304,14 @@ class DeviceEvidence {
     for (std::size_t r = 0; r < from.table.rows.size(); ++r) {
       const std::int32_t length = from.table.rows[r].length;
       for (std::int32_t t = 0; t < length; ++t) {
-        const std::int64_t at = layout.page == 0 ? slot + t : std::int64_t{page_table_[static_cast<std::size_t>(table + t / layout.page)]} * layout.page + t % layout.page;
+        const std::int64_t at =
+            layout.page == 0
+                ? slot + t
+                : std::int64_t{page_table_[static_cast<std::size_t>(table + t / layout.page)]} * layout.page +
+                      t % layout.page;
         std::copy_n(from.keys[r].data() + t * width, width, bytes.data() + at * stride);
-        if (!packed_scales_.empty()) packed_scales_[static_cast<std::size_t>(at)] = from.scales[r][static_cast<std::size_t>(t)];
+        if (!packed_scales_.empty())
+          packed_scales_[static_cast<std::size_t>(at)] = from.scales[r][static_cast<std::size_t>(t)];
       }
       slot += length;
       if (layout.page > 0) table += (length + layout.page - 1) / layout.page;
@@ -303,9 +352,10 @@ class DeviceEvidence {
 
 constexpr float kUntouched = -12345.0F;  ///< what results hold before a kernel runs
 
-/// Every slot of every due row within the tolerance, but those that are guarded where they do not matter; every other slot untouched. A NaN of one must be a NaN
-/// of the other.
-inline void expect_rows_agree(const EvidenceCase& c, const std::vector<float>& got, const float* want, double absolute, double relative, bool guarded_too = true) {
+/// Every slot of every due row within the tolerance, but those that are guarded where they do not matter; every other
+/// slot untouched. A NaN of one must be a NaN of the other.
+inline void expect_rows_agree(const EvidenceCase& c, const std::vector<float>& got, const float* want, double absolute,
+                              double relative, bool guarded_too = true) {
   for (std::size_t r = 0; r < c.table.rows.size(); ++r) {
     const Row& row = c.table.rows[r];
     for (std::int32_t t = 0; t < row.length; ++t) {
@@ -319,7 +369,8 @@ inline void expect_rows_agree(const EvidenceCase& c, const std::vector<float>& g
       if (std::isnan(w)) {
         ASSERT_TRUE(std::isnan(g)) << "row " << r << ", slot " << t << "; " << c.description();
       } else {
-        ASSERT_NEAR(g, w, absolute + relative * std::abs(static_cast<double>(w))) << "row " << r << ", slot " << t << " of " << row.length << "; " << c.description();
+        ASSERT_NEAR(g, w, absolute + relative * std::abs(static_cast<double>(w)))
+            << "row " << r << ", slot " << t << " of " << row.length << "; " << c.description();
       }
     }
   }

@@ -1,4 +1,5 @@
-// Expected Attention on a GPU against the CPU: moments of a window and given ones, every option, in f32 and on matrix units.
+// Expected Attention on a GPU against the CPU: moments of a window and given ones, every option, in f32 and on matrix
+// units.
 
 #include "expected.h"
 
@@ -12,22 +13,26 @@ using ExpectedKernel = OnDevice;
 using Statistics = ExpectedOptions::Statistics;
 
 /// Statistics of random queries, for every group of a case.
-std::vector<QueryStatistics> statistics_of(const EvidenceCase& c, std::int32_t tokens, std::int32_t from, double size = 1) {
+std::vector<QueryStatistics> statistics_of(const EvidenceCase& c, std::int32_t tokens, std::int32_t from,
+                                           double size = 1) {
   oracle::Random random(static_cast<std::uint64_t>(tokens));
   std::vector<QueryStatistics> all;
   for (std::size_t g = 0; g < c.table.groups.size(); ++g) {
     all.emplace_back(c.spec.query_heads, c.shape.dim, from);
-    std::vector<float> queries(static_cast<std::size_t>(tokens) * static_cast<std::size_t>(c.spec.query_heads * c.shape.dim));
+    std::vector<float> queries(static_cast<std::size_t>(tokens) *
+                               static_cast<std::size_t>(c.spec.query_heads * c.shape.dim));
     for (float& x : queries) x = static_cast<float>(size * (0.3 + random.normal()));
     std::vector<std::int32_t> positions(static_cast<std::size_t>(tokens));
     std::iota(positions.begin(), positions.end(), 0);
-    all.back().add(reinterpret_cast<const std::byte*>(queries.data()), kFloat32, c.spec.query_heads * c.shape.dim * 4, c.shape.dim * 4, positions, QueryBasis::pre_rope, c.spec.rope,
+    all.back().add(reinterpret_cast<const std::byte*>(queries.data()), kFloat32, c.spec.query_heads * c.shape.dim * 4,
+                   c.shape.dim * 4, positions, QueryBasis::pre_rope, c.spec.rope,
                    *QueryStatistics::workspace(c.spec.query_heads, c.shape.dim, c.spec.rope));
   }
   return all;
 }
 
-std::vector<float> on_device(const EvidenceCase& c, const ValueCase& values, const ExpectedOptions& options, DeviceLayout layout = {}, const std::vector<QueryStatistics>* statistics = nullptr) {
+std::vector<float> on_device(const EvidenceCase& c, const ValueCase& values, const ExpectedOptions& options,
+                             DeviceLayout layout = {}, const std::vector<QueryStatistics>* statistics = nullptr) {
   const DeviceEvidence there(c, layout);
   const DeviceValues sides(c, there, values, layout);
   std::vector<std::int32_t> next;
@@ -51,7 +56,8 @@ std::vector<float> on_device(const EvidenceCase& c, const ValueCase& values, con
   std::vector<GivenMoments> given;
   const std::int64_t dim = c.shape.dim, heads = c.spec.query_heads;
   for (std::size_t g = 0; g < counts.size(); ++g)
-    given.push_back({counts[g], device_means.data() + static_cast<std::int64_t>(g) * heads * dim, device_seconds.data() + static_cast<std::int64_t>(g) * heads * dim * (dim + 1) / 2});
+    given.push_back({counts[g], device_means.data() + static_cast<std::int64_t>(g) * heads * dim,
+                     device_seconds.data() + static_cast<std::int64_t>(g) * heads * dim * (dim + 1) / 2});
   const DeviceArray<GivenMoments> moments(given);
   const DeviceArray<std::int32_t> positions(next);
   const DeviceArray<float> scores(std::vector<float>(static_cast<std::size_t>(c.table.slots), kUntouched));
@@ -82,7 +88,8 @@ std::vector<float> on_device(const EvidenceCase& c, const ValueCase& values, con
 }
 
 /// As on the CPU, which multiplies in f32 here. bf16 keys on matrix units meet a factor of 16 bits.
-void expect_as_on_cpu(EvidenceCase& c, const ValueCase& values, const ExpectedOptions& options, DeviceLayout layout = {}, const std::vector<QueryStatistics>* statistics = nullptr) {
+void expect_as_on_cpu(EvidenceCase& c, const ValueCase& values, const ExpectedOptions& options,
+                      DeviceLayout layout = {}, const std::vector<QueryStatistics>* statistics = nullptr) {
   const double relative = c.shape.keys == Element::bf16 && options.matrix_unit ? 2e-3 : 2e-4;
   ExpectedOptions plain = options;
   plain.matrix_unit = false;
@@ -90,10 +97,14 @@ void expect_as_on_cpu(EvidenceCase& c, const ValueCase& values, const ExpectedOp
     for (std::size_t g = 0; g < c.table.groups.size(); ++g) c.table.groups[g].statistics = &(*statistics)[g];
   WindowAttention unused;
   const Scores want = Expected(plain).score(c.evidence(), c.limits, unused);
-  in_every_order([&] { ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, on_device(c, values, options, layout, statistics), want.data.const_data_ptr<float>(), 1e-7, relative)); });
+  in_every_order([&] {
+    ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, on_device(c, values, options, layout, statistics),
+                                              want.data.const_data_ptr<float>(), 1e-7, relative));
+  });
 }
 
-void expect_as_on_cpu(std::uint64_t seed, EvidenceShape shape, ExpectedOptions options, Element value = Element::f32, DeviceLayout layout = {}) {
+void expect_as_on_cpu(std::uint64_t seed, EvidenceShape shape, ExpectedOptions options, Element value = Element::f32,
+                      DeviceLayout layout = {}) {
   EvidenceCase c(seed, std::move(shape));
   const ValueCase values(seed, c, value);
   expect_as_on_cpu(c, values, options, layout);
@@ -111,7 +122,9 @@ TEST_F(ExpectedKernel, AgreesWithTheCpuForEveryHeadSizeAndElement) {  // B25
                         .dim = dim,
                         .value_dim = dim,
                         .lengths = {70, 3},
-                        .seen = seed % 2 == 0 ? 20 : dim > 128 ? 40 : dim + 13,
+                        .seen = seed % 2 == 0 ? 20
+                                : dim > 128   ? 40
+                                              : dim + 13,
                         .keys = keys,
                         .query = kElements[seed % 3],
                         .pre_rope = seed % 3 == 0,
@@ -123,21 +136,35 @@ TEST_F(ExpectedKernel, AgreesWithTheCpuForEveryHeadSizeAndElement) {  // B25
 TEST_F(ExpectedKernel, FactorisesTheCovarianceOfMoreQueriesThanComponents) {
   std::uint64_t seed = 50;
   for (const std::int32_t dim : {128, 130, 192, 256})
-    for (const Element keys : {Element::f32, Element::f16}) expect_as_on_cpu(++seed, {.dim = dim, .value_dim = 4, .lengths = {66, 300}, .seen = dim + 70, .keys = keys}, {.queries = dim + 44});
+    for (const Element keys : {Element::f32, Element::f16})
+      expect_as_on_cpu(++seed, {.dim = dim, .value_dim = 4, .lengths = {66, 300}, .seen = dim + 70, .keys = keys},
+                       {.queries = dim + 44});
 }
 
 TEST_F(ExpectedKernel, AgreesWithTheCpuForEveryGroup) {  // B15
   std::uint64_t seed = 100;
   for (const std::int32_t group : {1, 3, 4, 7, 8, 17, 33})
     for (const Element keys : kElements)
-      ++seed, expect_as_on_cpu(seed, {.group = group, .kv_heads = 2, .dim = 16, .value_dim = 8, .lengths = {45, 17}, .seen = seed % 2 == 0 ? 30 : 9, .keys = keys, .pre_rope = true, .pairs = 6, .ragged = true},
-                       {.epsilon = 0.001}, kElements[seed % 4]);
+      ++seed, expect_as_on_cpu(seed,
+                               {.group = group,
+                                .kv_heads = 2,
+                                .dim = 16,
+                                .value_dim = 8,
+                                .lengths = {45, 17},
+                                .seen = seed % 2 == 0 ? 30 : 9,
+                                .keys = keys,
+                                .pre_rope = true,
+                                .pairs = 6,
+                                .ragged = true},
+                               {.epsilon = 0.001}, kElements[seed % 4]);
 }
 
 TEST_F(ExpectedKernel, AgreesWithTheCpuForEveryLength) {  // B29
   std::uint64_t seed = 200;
   for (const std::int32_t length : {0, 1, 3, 4, 5, 31, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1025})
-    for (const Element keys : {Element::f32, Element::f16}) ++seed, expect_as_on_cpu(seed, {.dim = 8, .lengths = {length, 5}, .seen = 12, .keys = keys}, {.value_norm = seed % 2 == 0});
+    for (const Element keys : {Element::f32, Element::f16})
+      ++seed, expect_as_on_cpu(seed, {.dim = 8, .lengths = {length, 5}, .seen = 12, .keys = keys},
+                               {.value_norm = seed % 2 == 0});
 }
 
 TEST_F(ExpectedKernel, KnowsEveryOption) {
@@ -147,14 +174,24 @@ TEST_F(ExpectedKernel, KnowsEveryOption) {
       for (const std::int32_t sink : {0, 1, 7, 40})
         for (const bool matrix_unit : {false, true})
           for (const std::int32_t queries : {1, 2, 11, 256})
-            ++seed, expect_as_on_cpu(seed, {.group = 2, .dim = 12, .lengths = {60, 41, 40, 1}, .seen = 33, .keys = kElements[seed % 4]},
-                             {.future = static_cast<std::int32_t>(seed % 5) * 100 + 1, .sink = sink, .covariance = covariance, .value_norm = value_norm, .epsilon = 0.1, .queries = queries, .matrix_unit = matrix_unit},
-                             kElements[(seed / 4) % 4]);
+            ++seed,
+                expect_as_on_cpu(
+                    seed, {.group = 2, .dim = 12, .lengths = {60, 41, 40, 1}, .seen = 33, .keys = kElements[seed % 4]},
+                    {.future = static_cast<std::int32_t>(seed % 5) * 100 + 1,
+                     .sink = sink,
+                     .covariance = covariance,
+                     .value_norm = value_norm,
+                     .epsilon = 0.1,
+                     .queries = queries,
+                     .matrix_unit = matrix_unit},
+                    kElements[(seed / 4) % 4]);
 }
 
 TEST_F(ExpectedKernel, LeavesQueriesOutThatStandBelowTheSinkAndRanksByAgeWithoutAny) {
   std::uint64_t seed = 400;
-  for (const std::int32_t seen : {0, 1, 5, 6, 20}) expect_as_on_cpu(++seed, {.group = 2, .kv_heads = 2, .dim = 8, .lengths = {20, 6}, .seen = seen, .gaps = false}, {.sink = 5});
+  for (const std::int32_t seen : {0, 1, 5, 6, 20})
+    expect_as_on_cpu(++seed, {.group = 2, .kv_heads = 2, .dim = 8, .lengths = {20, 6}, .seen = seen, .gaps = false},
+                     {.sink = 5});
 }
 
 TEST_F(ExpectedKernel, TakesGivenMoments) {
@@ -162,7 +199,14 @@ TEST_F(ExpectedKernel, TakesGivenMoments) {
   for (const std::int32_t dim : {1, 6, 17, 64, 192})
     for (const Element keys : kElements)
       for (const RopeStyle style : {RopeStyle::half, RopeStyle::interleaved}) {
-        EvidenceCase c(++seed, {.group = 2, .kv_heads = 2, .dim = dim, .lengths = {50, 9}, .seen = 3, .keys = keys, .style = style, .pairs = dim == 17 ? 5 : -1});
+        EvidenceCase c(++seed, {.group = 2,
+                                .kv_heads = 2,
+                                .dim = dim,
+                                .lengths = {50, 9},
+                                .seen = 3,
+                                .keys = keys,
+                                .style = style,
+                                .pairs = dim == 17 ? 5 : -1});
         const ValueCase values(seed, c, Element::f16);
         for (const std::int32_t tokens : {3, 5, 20, 150}) {
           if (dim > 64 && tokens != 20) continue;
@@ -183,7 +227,11 @@ TEST_F(ExpectedKernel, ReadsPagesAndVectorsThatAreNotAligned) {  // B21, B24
   for (const Element keys : kElements)
     for (const std::int32_t page : {0, 1, 16})
       for (const std::int64_t gap : {0, 4, 16})
-        ++seed, expect_as_on_cpu(seed, {.group = 2, .kv_heads = 2, .dim = 48, .value_dim = 32, .lengths = {50, 33}, .seen = 60, .keys = keys}, {}, kElements[seed % 4], {.gap = gap, .page = page});
+        ++seed,
+            expect_as_on_cpu(
+                seed,
+                {.group = 2, .kv_heads = 2, .dim = 48, .value_dim = 32, .lengths = {50, 33}, .seen = 60, .keys = keys},
+                {}, kElements[seed % 4], {.gap = gap, .page = page});
 }
 
 TEST_F(ExpectedKernel, LeavesRowsAloneThatAreNotDueAndANaNInItsSlot) {
@@ -196,7 +244,8 @@ TEST_F(ExpectedKernel, LeavesRowsAloneThatAreNotDueAndANaNInItsSlot) {
       values.set(2, 30, 1, std::nanf(""));
       expect_as_on_cpu(c, values, {});
       const std::vector<float> got = on_device(c, values, {});
-      for (std::size_t t = 0; t < 41; ++t) ASSERT_EQ(std::isnan(got[82 + t]), (t == 7 && keys != Element::fp8_e4m3) || t == 30) << t;
+      for (std::size_t t = 0; t < 41; ++t)
+        ASSERT_EQ(std::isnan(got[82 + t]), (t == 7 && keys != Element::fp8_e4m3) || t == 30) << t;
     }
 }
 
@@ -208,7 +257,8 @@ TEST_F(ExpectedKernel, OnlyTheProductOfTheSizesOfQueriesAndKeysCounts) {
         EvidenceCase c(800, {.group = 2, .dim = 32, .lengths = {50}, .seen = seen, .keys = keys, .pre_rope = true});
         const ValueCase values(800, c, Element::f32);
         for (std::int64_t t = 0; t < 50; ++t)
-          for (std::int64_t d = 0; d < 32; ++d) c.set_key(0, t, d, std::ldexp(c.plain[0][static_cast<std::size_t>(t * 32 + d)], exponent));
+          for (std::int64_t d = 0; d < 32; ++d)
+            c.set_key(0, t, d, std::ldexp(c.plain[0][static_cast<std::size_t>(t * 32 + d)], exponent));
         const QueryView& view = c.table.groups[0].queries;
         for (std::int32_t i = 0; i < view.count; ++i)
           for (std::int32_t h = 0; h < 2; ++h) {
@@ -217,7 +267,8 @@ TEST_F(ExpectedKernel, OnlyTheProductOfTheSizesOfQueriesAndKeysCounts) {
           }
         const std::vector<float> got = on_device(c, values, {.epsilon = 0});
         if (first.empty()) first = got;
-        for (std::size_t t = 0; t < got.size(); ++t) ASSERT_NEAR(got[t], first[t], 1e-5F * std::abs(first[t]) + 1e-9F) << exponent << ", slot " << t;
+        for (std::size_t t = 0; t < got.size(); ++t)
+          ASSERT_NEAR(got[t], first[t], 1e-5F * std::abs(first[t]) + 1e-9F) << exponent << ", slot " << t;
       }
     }
 }
@@ -243,7 +294,8 @@ TEST_F(ExpectedKernel, AKeyWhoseSquareLeavesFp32GetsTheLargestScore) {
     for (const std::int32_t seen : {20, 100}) {
       EvidenceCase c(850, {.group = 2, .dim = 32, .lengths = {100}, .seen = seen, .keys = keys});
       const ValueCase values(850, c, Element::f32);
-      for (std::int64_t d = 0; d < 32; ++d) c.set_key(0, 50, d, c.plain[0][static_cast<std::size_t>(50 * 32 + d)] * 1e30F);
+      for (std::int64_t d = 0; d < 32; ++d)
+        c.set_key(0, 50, d, c.plain[0][static_cast<std::size_t>(50 * 32 + d)] * 1e30F);
       const std::vector<float> got = on_device(c, values, {.value_norm = false});
       for (std::size_t t = 0; t < 100; ++t) ASSERT_TRUE(std::isfinite(got[t])) << t;
       EXPECT_NEAR(got[50], 1.0F, 1e-5F);
@@ -271,7 +323,8 @@ TEST_F(ExpectedKernel, RefusesWhatItCannotScore) {
   EXPECT_THROW(launch_expected({.evidence = {.dim = 8}, .value_dim = 8, .future = 0}, nullptr), InvalidArgument);
   EXPECT_THROW(launch_expected({.evidence = {.dim = 8}, .value_dim = 8, .sink = -1}, nullptr), InvalidArgument);
   EXPECT_THROW(launch_expected({.evidence = {.dim = 8}, .value_dim = 8, .queries = 0}, nullptr), InvalidArgument);
-  EXPECT_THROW(launch_expected({.evidence = {.dim = 8, .query = Element::fp8_e4m3}, .value_dim = 8}, nullptr), InvalidArgument);
+  EXPECT_THROW(launch_expected({.evidence = {.dim = 8, .query = Element::fp8_e4m3}, .value_dim = 8}, nullptr),
+               InvalidArgument);
 }
 
 }  // namespace

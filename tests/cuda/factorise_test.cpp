@@ -30,11 +30,13 @@ FactoriseOptions options_of(const FactorOptions& o) {
 }
 
 /// `components` directions of falling size, some noise, and a mean.
-Rows random_rows(oracle::Random& random, std::int64_t length, std::int64_t dim, int components, double noise, double mean) {
+Rows random_rows(oracle::Random& random, std::int64_t length, std::int64_t dim, int components, double noise,
+                 double mean) {
   Rows rows(static_cast<std::size_t>(length * dim));
   for (std::int64_t d = 0; d < dim; ++d) {
     const double offset = mean * random.normal();
-    for (std::int64_t t = 0; t < length; ++t) rows[static_cast<std::size_t>(t * dim + d)] = static_cast<float>(offset + noise * random.normal());
+    for (std::int64_t t = 0; t < length; ++t)
+      rows[static_cast<std::size_t>(t * dim + d)] = static_cast<float>(offset + noise * random.normal());
   }
   double size = 1;
   for (int c = 0; c < components; ++c, size *= 0.5) {
@@ -42,7 +44,9 @@ Rows random_rows(oracle::Random& random, std::int64_t length, std::int64_t dim, 
     for (double& x : of_token) x = size * random.normal();
     for (double& x : of_number) x = random.normal();
     for (std::int64_t t = 0; t < length; ++t)
-      for (std::int64_t d = 0; d < dim; ++d) rows[static_cast<std::size_t>(t * dim + d)] += static_cast<float>(of_token[static_cast<std::size_t>(t)] * of_number[static_cast<std::size_t>(d)]);
+      for (std::int64_t d = 0; d < dim; ++d)
+        rows[static_cast<std::size_t>(t * dim + d)] +=
+            static_cast<float>(of_token[static_cast<std::size_t>(t)] * of_number[static_cast<std::size_t>(d)]);
   }
   return rows;
 }
@@ -50,21 +54,27 @@ Rows random_rows(oracle::Random& random, std::int64_t length, std::int64_t dim, 
 /// Matrices of one launch on both machines.
 class Both {
  public:
-  Both(std::vector<Rows> matrices, std::int32_t dim, Element element, const FactorOptions& options, bool weighted = false, std::uint64_t seed = 1) : options_(options), dim_(dim), element_(element) {
+  Both(std::vector<Rows> matrices, std::int32_t dim, Element element, const FactorOptions& options,
+       bool weighted = false, std::uint64_t seed = 1)
+      : options_(options), dim_(dim), element_(element) {
     oracle::Random random(seed);
     for (const Rows& rows : matrices) {
       const auto length = static_cast<std::int64_t>(rows.size()) / dim;
       lengths_.push_back(static_cast<std::int32_t>(length));
       // The span's rows lie in every other slot of a cache.
-      auto& bytes = caches_.emplace_back(static_cast<std::size_t>(2 * length * dim * element_bytes(element)), std::byte{0x7F});
+      auto& bytes =
+          caches_.emplace_back(static_cast<std::size_t>(2 * length * dim * element_bytes(element)), std::byte{0x7F});
       auto& slots = slots_.emplace_back();
       auto& plain = plain_.emplace_back();
       for (std::int64_t t = 0; t < length; ++t) {
         slots.push_back(static_cast<std::int32_t>(2 * t + 1));
-        for (std::int64_t d = 0; d < dim; ++d) plain.push_back(store(rows[static_cast<std::size_t>(t * dim + d)], element, bytes.data() + ((2 * t + 1) * dim + d) * element_bytes(element)));
+        for (std::int64_t d = 0; d < dim; ++d)
+          plain.push_back(store(rows[static_cast<std::size_t>(t * dim + d)], element,
+                                bytes.data() + ((2 * t + 1) * dim + d) * element_bytes(element)));
       }
       auto& weights = weights_.emplace_back();
-      for (std::int64_t t = 0; weighted && t < length; ++t) weights.push_back(static_cast<float>(std::exp(2 * random.normal())));  // far from the plain mean
+      for (std::int64_t t = 0; weighted && t < length; ++t)
+        weights.push_back(static_cast<float>(std::exp(2 * random.normal())));  // far from the plain mean
     }
   }
 
@@ -80,14 +90,20 @@ class Both {
       caches.push_back(std::make_unique<DeviceArray<std::byte>>(caches_[n]));
       slots.push_back(std::make_unique<DeviceArray<std::int32_t>>(slots_[n]));
       std::vector<float> shares;
-      for (const double w : weights_[n].empty() ? std::vector<double>() : span_weights(weights_[n])) shares.push_back(static_cast<float>(w));
+      for (const double w : weights_[n].empty() ? std::vector<double>() : span_weights(weights_[n]))
+        shares.push_back(static_cast<float>(w));
       weights.push_back(std::make_unique<DeviceArray<float>>(shares));
-      matrices.push_back({.rows = {caches.back()->data(), dim_ * number, dim_ * number}, .slots = slots.back()->data(), .length = lengths_[n], .weights = shares.empty() ? nullptr : weights.back()->data(), .offset = all});
+      matrices.push_back({.rows = {caches.back()->data(), dim_ * number, dim_ * number},
+                          .slots = slots.back()->data(),
+                          .length = lengths_[n],
+                          .weights = shares.empty() ? nullptr : weights.back()->data(),
+                          .offset = all});
       all += factor_numbers(lengths_[n], dim_, options);
     }
     const DeviceArray<RowMatrix> there(matrices);
     const DeviceArray<FactorsFound> found(std::vector<FactorsFound>(matrices.size(), FactorsFound{-7}));
-    const DeviceArray<std::byte> coarse(matrices.size() * static_cast<std::size_t>(dim_ * number)), factors(static_cast<std::size_t>(all * number));
+    const DeviceArray<std::byte> coarse(matrices.size() * static_cast<std::size_t>(dim_ * number)),
+        factors(static_cast<std::size_t>(all * number));
     launch_factorise({.matrices = there.data(),
                       .count = static_cast<std::int32_t>(matrices.size()),
                       .longest = *std::max_element(lengths_.begin(), lengths_.end()),
@@ -116,8 +132,12 @@ class Both {
     std::vector<double> out(static_cast<std::size_t>(length * dim_));
     for (std::int64_t t = 0; t < length; ++t)
       for (std::int64_t d = 0; d < dim_; ++d) {
-        double x = f.raw ? static_cast<double>(at[t * dim_ + d]) : f.centred ? static_cast<double>(coarse_[static_cast<std::size_t>(static_cast<std::int64_t>(n) * dim_ + d)]) : 0;
-        for (std::int64_t r = 0; !f.raw && r < rank; ++r) x += static_cast<double>(at[t * rank + r]) * static_cast<double>(at[length * rank + r * dim_ + d]);
+        double x = f.raw ? static_cast<double>(at[t * dim_ + d])
+                   : f.centred
+                       ? static_cast<double>(coarse_[static_cast<std::size_t>(static_cast<std::int64_t>(n) * dim_ + d)])
+                       : 0;
+        for (std::int64_t r = 0; !f.raw && r < rank; ++r)
+          x += static_cast<double>(at[t * rank + r]) * static_cast<double>(at[length * rank + r * dim_ + d]);
         out[static_cast<std::size_t>(t * dim_ + d)] = x;
       }
     return out;
@@ -144,7 +164,8 @@ class Both {
       }
       const Rows means = floats({row.coarse(KvSide::keys), row.coarse(KvSide::keys) + dim_ * element_bytes(element_)});
       for (std::size_t d = 0; d < means.size(); ++d) {
-        off = std::max(off, std::abs(static_cast<double>(means[d]) - static_cast<double>(coarse_[n * static_cast<std::size_t>(dim_) + d])));
+        off = std::max(off, std::abs(static_cast<double>(means[d]) -
+                                     static_cast<double>(coarse_[n * static_cast<std::size_t>(dim_) + d])));
         mean = std::max(mean, std::abs(static_cast<double>(means[d])));
       }
       EXPECT_LE(std::sqrt(apart), tolerance * std::sqrt(size) + 1e-30) << which;
@@ -156,9 +177,16 @@ class Both {
   [[nodiscard]] SpanRow folded(std::size_t n) const {
     FactorOptions o = options_;
     o.store = dtype_of(element_);
-    const SlotAddress rows{const_cast<std::byte*>(caches_[n].data()), dim_ * element_bytes(element_), dim_ * element_bytes(element_)};
+    const SlotAddress rows{const_cast<std::byte*>(caches_[n].data()), dim_ * element_bytes(element_),
+                           dim_ * element_bytes(element_)};
     const std::vector<std::int64_t> indptr{0, lengths_[n]};
-    const RowFold one{.keys = rows, .values = rows, .key_dtype = o.store, .value_dtype = o.store, .slots = slots_[n], .indptr = indptr, .weights = weights_[n]};
+    const RowFold one{.keys = rows,
+                      .values = rows,
+                      .key_dtype = o.store,
+                      .value_dtype = o.store,
+                      .slots = slots_[n],
+                      .indptr = indptr,
+                      .weights = weights_[n]};
     return std::move(fold({&one, 1}, dim_, o, *FarStore::make()).front());
   }
   [[nodiscard]] Rows floats(std::span<const std::byte> bytes) const {
@@ -166,7 +194,8 @@ class Both {
     for (std::size_t i = 0; i < out.size(); ++i) {
       if (element_ == Element::f32) std::memcpy(&out[i], bytes.data() + 4 * i, 4);
       if (element_ == Element::f16) out[i] = static_cast<float>(reinterpret_cast<const c10::Half*>(bytes.data())[i]);
-      if (element_ == Element::bf16) out[i] = static_cast<float>(reinterpret_cast<const c10::BFloat16*>(bytes.data())[i]);
+      if (element_ == Element::bf16)
+        out[i] = static_cast<float>(reinterpret_cast<const c10::BFloat16*>(bytes.data())[i]);
     }
     return out;
   }
@@ -183,7 +212,8 @@ class Both {
   Rows coarse_, factors_;
 };
 
-void expect_as_on_cpu(const std::vector<Rows>& matrices, std::int32_t dim, Element element, const FactorOptions& options, const std::string& what, bool weighted = false) {
+void expect_as_on_cpu(const std::vector<Rows>& matrices, std::int32_t dim, Element element,
+                      const FactorOptions& options, const std::string& what, bool weighted = false) {
   in_every_order([&] {
     Both both(matrices, dim, element, options, weighted);
     both.run_on_device();
@@ -195,7 +225,8 @@ TEST_F(Factorise, GivesWhatTheCpuStoresForEverySize) {
   oracle::Random random(70);
   for (const std::int32_t dim : {1, 2, 7, 16, 33, 64, 65}) {
     std::vector<Rows> matrices;
-    for (const int length : {1, 2, 13, 16, 17, 64, 67}) matrices.push_back(random_rows(random, length, dim, 6, 0.02, 0.5));
+    for (const int length : {1, 2, 13, 16, 17, 64, 67})
+      matrices.push_back(random_rows(random, length, dim, 6, 0.02, 0.5));
     expect_as_on_cpu(matrices, dim, Element::f32, {.centred = Centred::always}, text("dim ", dim));
   }
 }
@@ -207,20 +238,25 @@ TEST_F(Factorise, GivesWhatTheCpuStoresForEveryRule) {
       for (const bool raw : {true, false}) {
         std::vector<Rows> matrices;
         for (const int length : {5, 24, 30}) matrices.push_back(random_rows(random, length, 20, 5, 0.03, 0.4));
-        const FactorOptions o{.rank = rank, .centred = centred, .max_rank = rank == Rank::max ? 4 : 32, .energy = 0.15, .raw = raw};
-        expect_as_on_cpu(matrices, 20, Element::f32, o, text("centred ", static_cast<int>(centred), ", rank ", static_cast<int>(rank), ", raw ", raw), rank == Rank::energy);
+        const FactorOptions o{
+            .rank = rank, .centred = centred, .max_rank = rank == Rank::max ? 4 : 32, .energy = 0.15, .raw = raw};
+        expect_as_on_cpu(matrices, 20, Element::f32, o,
+                         text("centred ", static_cast<int>(centred), ", rank ", static_cast<int>(rank), ", raw ", raw),
+                         rank == Rank::energy);
       }
 }
 
 TEST_F(Factorise, GivesWhatTheCpuStoresInHalfWidth) {
   oracle::Random random(72);
   for (const Element element : {Element::f16, Element::bf16}) {
-    const std::vector<Rows> matrices{random_rows(random, 24, 32, 4, 0.05, 0.5), random_rows(random, 40, 32, 4, 0.05, 0.5)};
+    const std::vector<Rows> matrices{random_rows(random, 24, 32, 4, 0.05, 0.5),
+                                     random_rows(random, 40, 32, 4, 0.05, 0.5)};
     expect_as_on_cpu(matrices, 32, element, {.centred = Centred::always, .energy = 0.2}, name_of(element));
   }
 }
 
-/// A mean that one token nearly makes alone is a bad centre: rows as they are leave out less, and are decomposed once more.
+/// A mean that one token nearly makes alone is a bad centre: rows as they are leave out less, and are decomposed once
+/// more.
 TEST_F(Factorise, ChoosesRowsAsTheyAreWhereCentringLosesMore) {
   oracle::Random random(73);
   std::vector<Rows> matrices;
@@ -238,15 +274,19 @@ TEST_F(Factorise, ChoosesRowsAsTheyAreWhereCentringLosesMore) {
 
 TEST_F(Factorise, TakesTheWidestMatrixThatItKnows) {
   oracle::Random random(74);
-  expect_as_on_cpu({random_rows(random, 128, 129, 6, 0.01, 0.3)}, 129, Element::f32, {.centred = Centred::always}, "128 x 129");
-  expect_as_on_cpu({random_rows(random, 130, 65, 6, 0.01, 0.3)}, 65, Element::f32, {.centred = Centred::always}, "130 x 65");
+  expect_as_on_cpu({random_rows(random, 128, 129, 6, 0.01, 0.3)}, 129, Element::f32, {.centred = Centred::always},
+                   "128 x 129");
+  expect_as_on_cpu({random_rows(random, 130, 65, 6, 0.01, 0.3)}, 65, Element::f32, {.centred = Centred::always},
+                   "130 x 65");
 }
 
 TEST_F(Factorise, KnowsTheEnds) {
   oracle::Random random(75);
   const Rows nothing(20 * 12), once = random_rows(random, 20, 12, 1, 0, 0);
   Rows same(20 * 12), far = once;
-  for (std::size_t i = 0; i < same.size(); ++i) same[i] = (static_cast<float>(i % 12) + 0.37F) * (1 + 2e-6F * static_cast<float>(i / 12 % 3));  // what is left of them is noise
+  for (std::size_t i = 0; i < same.size(); ++i)
+    same[i] = (static_cast<float>(i % 12) + 0.37F) *
+              (1 + 2e-6F * static_cast<float>(i / 12 % 3));  // what is left of them is noise
   for (float& x : far) x *= 1e18F;
   in_every_order([&] {
     Both both({nothing, once, same, far}, 12, Element::f32, {.centred = Centred::always, .energy = 1e-3});

@@ -46,12 +46,17 @@ TEST_F(Fetch, TakesMorePiecesThanAListHasBlocks) {
   in_every_order([&] {
     const DeviceArray<std::byte> from(source), to(source.size());
     std::vector<FarPiece> pieces;
-    for (std::int64_t p = 0; p < kPieces; ++p) pieces.push_back({from.data() + p * 16, to.data() + (kPieces - 1 - p) * 16, 16});
+    for (std::int64_t p = 0; p < kPieces; ++p)
+      pieces.push_back({from.data() + p * 16, to.data() + (kPieces - 1 - p) * 16, 16});
     const DeviceArray<FarPiece> there(pieces);
     const DeviceArray<std::int32_t> told(std::vector<std::int32_t>{kPieces});
     launch_fetch({.pieces = there.data(), .counts = told.data(), .lists = 1, .stride = kPieces}, nullptr);
     const std::vector<std::byte> got = to.download();
-    for (std::size_t p = 0; p < kPieces; ++p) ASSERT_TRUE(std::equal(got.begin() + static_cast<std::ptrdiff_t>(16 * p), got.begin() + static_cast<std::ptrdiff_t>(16 * p + 16), source.begin() + static_cast<std::ptrdiff_t>(16 * (kPieces - 1 - p)))) << p;
+    for (std::size_t p = 0; p < kPieces; ++p)
+      ASSERT_TRUE(std::equal(got.begin() + static_cast<std::ptrdiff_t>(16 * p),
+                             got.begin() + static_cast<std::ptrdiff_t>(16 * p + 16),
+                             source.begin() + static_cast<std::ptrdiff_t>(16 * (kPieces - 1 - p))))
+          << p;
   });
 }
 

@@ -24,7 +24,8 @@ std::vector<float> on_device(const EvidenceCase& c, std::int32_t window, DeviceL
   const DeviceEvidence there(c, layout);
   const AskedQueries queries(c, there, window);
   const DeviceArray<float> scores(std::vector<float>(static_cast<std::size_t>(c.table.slots), kUntouched));
-  H2OArguments arguments{.evidence = there.arguments(), .queries = queries.floats().data(), .window = window, .scores = scores.data()};
+  H2OArguments arguments{
+      .evidence = there.arguments(), .queries = queries.floats().data(), .window = window, .scores = scores.data()};
   const DeviceArray<std::byte> workspace(static_cast<std::size_t>(h2o_workspace_bytes(arguments)));
   arguments.workspace = workspace.data();
   launch_h2o(arguments, nullptr);
@@ -37,7 +38,8 @@ void expect_as_on_cpu(const EvidenceCase& c, std::int32_t window, DeviceLayout l
   EvidenceCase all = c;  // every row counts, due or not
   for (RowLimit& limit : all.limits.rows) limit.due = true;
   in_every_order([&] {
-    ASSERT_NO_FATAL_FAILURE(expect_rows_agree(all, on_device(c, window, layout), want.data.const_data_ptr<float>(), 1e-6, c.shape.keys == Element::bf16 ? 1e-4 : 2e-5));
+    ASSERT_NO_FATAL_FAILURE(expect_rows_agree(all, on_device(c, window, layout), want.data.const_data_ptr<float>(),
+                                              1e-6, c.shape.keys == Element::bf16 ? 1e-4 : 2e-5));
   });
 }
 
@@ -49,7 +51,14 @@ TEST_F(H2OKernel, AgreesWithTheCpuForEveryWindowGroupAndElement) {
     for (const std::int32_t group : {1, 3})
       for (const Element keys : kElements)
         for (const std::int32_t seen : {0, 9}) {
-          EvidenceCase c(++seed, {.group = group, .kv_heads = 2, .dim = 16, .lengths = {50, 9, 1, 0}, .seen = seen, .keys = keys, .pre_rope = true, .ragged = true});
+          EvidenceCase c(++seed, {.group = group,
+                                  .kv_heads = 2,
+                                  .dim = 16,
+                                  .lengths = {50, 9, 1, 0},
+                                  .seen = seen,
+                                  .keys = keys,
+                                  .pre_rope = true,
+                                  .ragged = true});
           expect_as_on_cpu(c, window);  // no event before
           count_before(c, seed);
           expect_as_on_cpu(c, window);

@@ -1,4 +1,5 @@
-// The line on a device: a keeper whose cache, columns and queries lie there keeps what a keeper on the CPU keeps, slot for slot, dense and in pages.
+// The line on a device: a keeper whose cache, columns and queries lie there keeps what a keeper on the CPU keeps, slot
+// for slot, dense and in pages.
 
 #include "engines.h"
 
@@ -44,7 +45,9 @@ void expect_alike_credit(const Engine& a, const Engine& b) {
     for (std::int32_t r = 0; r < kRows; ++r) {
       const auto x = a.keeper.credit(id, r / kHeads, r % kHeads), y = b.keeper.credit(id, r / kHeads, r % kHeads);
       ASSERT_EQ(x.size(), y.size());
-      for (std::size_t t = 0; t < x.size(); ++t) ASSERT_NEAR(x[t], y[t], 1e-6 + 1e-4 * std::abs(x[t])) << "sequence " << id << ", row " << r << ", slot " << t << " of " << x.size();
+      for (std::size_t t = 0; t < x.size(); ++t)
+        ASSERT_NEAR(x[t], y[t], 1e-6 + 1e-4 * std::abs(x[t]))
+            << "sequence " << id << ", row " << r << ", slot " << t << " of " << x.size();
     }
 }
 
@@ -66,7 +69,8 @@ void run_both(Engine& cpu, Engine& device, std::uint64_t seed) {
   for (Engine* engine : {&cpu, &device}) engine->fork(3, 1, 37);
   step({{3, 20}, {1, 1}});
   for (int n = 0; n < 24; ++n) {
-    step(n % 3 == 0 ? std::vector<std::pair<SequenceId, std::int32_t>>{{2, 3}, {3, 1}} : std::vector<std::pair<SequenceId, std::int32_t>>{{1, 2}, {2, 1}, {3, 2}});
+    step(n % 3 == 0 ? std::vector<std::pair<SequenceId, std::int32_t>>{{2, 3}, {3, 1}}
+                    : std::vector<std::pair<SequenceId, std::int32_t>>{{1, 2}, {2, 1}, {3, 2}});
     if (n % 8 == 0) ASSERT_NO_FATAL_FAILURE(expect_alike(cpu, device));
   }
   ASSERT_NO_FATAL_FAILURE(expect_alike(cpu, device));
@@ -94,28 +98,45 @@ TEST_P(DeviceKeeper, KeepsInPagesWhatTheCpuKeepsInADenseCache) {  // B21, B23, B
     ASSERT_NO_FATAL_FAILURE(run_both(cpu, device, 12));
     std::int64_t holders = 0, held = 0;
     for (std::int32_t p = 0; p < device.pool.capacity(); ++p) holders += device.pool.references(p);
-    for (const auto& [id, lengths] : device.lengths) held += (*std::max_element(lengths.begin(), lengths.end()) + page_size - 1) / page_size;
+    for (const auto& [id, lengths] : device.lengths)
+      held += (*std::max_element(lengths.begin(), lengths.end()) + page_size - 1) / page_size;
     EXPECT_EQ(holders, held) << "every page that is not needed has been given back";
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Policies, DeviceKeeper,
-                         ::testing::Values(Case{"amstova", "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16"},
-                                           Case{"amstovagroup", "ams-tova,budget=40,interval=8,recent=4,window=4,min_segment=2,max_segment=16,coverage=0.6,scorer.heads=group"},
-                                           Case{"amssnapkv", "ams-snapkv,budget=48,interval=12,recent=4,allocator.window=8,scorer.window=8,min_segment=2,max_segment=16"},
-                                           Case{"official", "ams-tova,variant=official,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16"},
-                                           Case{"amskeydiff", "ams-keydiff,budget=48,interval=12,window=8"}, Case{"tova", "tova,budget=48,interval=12,recent=4"},
-                                           Case{"keydiff", "keydiff,budget=48,interval=12"}, Case{"knorm", "knorm,budget=48,interval=12,prefill=cut"},
-                                           Case{"snapkv", "snapkv,budget=48,interval=12,window=8"}, Case{"snapkvrkv", "snapkv,budget=48,interval=12,window=8,style=rkv"},
-                                           Case{"officialtova", "tova,variant=official,budget=48,interval=12"}, Case{"prompt", "tova,budget=64,interval=12,protect_prompt=true"},
-                                           Case{"streaming", "streaming,budget=48,interval=12"}, Case{"random", "ams-random,budget=48,interval=12,window=8,scorer.seed=3"},
-                                           Case{"h2o", "h2o,budget=48,interval=12"}, Case{"rkv", "rkv,budget=48,interval=12"}, Case{"rpc", "rpc,budget=60,interval=12,window=8"},
-                                           Case{"expected", "expected,budget=48,interval=12,queries=16"},
-                                           Case{"amsexpected", "ams-expected,budget=48,interval=12,allocator.window=8,scorer.covariance=false"}, Case{"chunkkv", "chunkkv-snapkv,budget=48,interval=12,window=8,chunk=5"},
-                                           Case{"chunkkvown", "chunkkv-tova,budget=48,interval=12,chunk=7,allocator.heads=own"}, Case{"criticalkv", "criticalkv-tova,budget=48,interval=12"},
-                                           Case{"rpcofficial", "rpc,style=official,budget=48,sink=4,recent=8,protect_prompt=false,budget_counts=all,growth=0,trigger=slack,interval=12,window=8,heads=all"},
-                                           Case{"pyramidkv", "pyramidkv-knorm,budget=48,interval=12,recent=4", true}),
-                         [](const auto& p) { return std::string(p.param.name); });
+INSTANTIATE_TEST_SUITE_P(
+    Policies, DeviceKeeper,
+    ::testing::Values(
+        Case{"amstova", "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16"},
+        Case{"amstovagroup",
+             "ams-tova,budget=40,interval=8,recent=4,window=4,min_segment=2,max_segment=16,coverage=0.6,scorer.heads="
+             "group"},
+        Case{"amssnapkv",
+             "ams-snapkv,budget=48,interval=12,recent=4,allocator.window=8,scorer.window=8,min_segment=2,max_segment="
+             "16"},
+        Case{"official",
+             "ams-tova,variant=official,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16"},
+        Case{"amskeydiff", "ams-keydiff,budget=48,interval=12,window=8"},
+        Case{"tova", "tova,budget=48,interval=12,recent=4"}, Case{"keydiff", "keydiff,budget=48,interval=12"},
+        Case{"knorm", "knorm,budget=48,interval=12,prefill=cut"},
+        Case{"snapkv", "snapkv,budget=48,interval=12,window=8"},
+        Case{"snapkvrkv", "snapkv,budget=48,interval=12,window=8,style=rkv"},
+        Case{"officialtova", "tova,variant=official,budget=48,interval=12"},
+        Case{"prompt", "tova,budget=64,interval=12,protect_prompt=true"},
+        Case{"streaming", "streaming,budget=48,interval=12"},
+        Case{"random", "ams-random,budget=48,interval=12,window=8,scorer.seed=3"},
+        Case{"h2o", "h2o,budget=48,interval=12"}, Case{"rkv", "rkv,budget=48,interval=12"},
+        Case{"rpc", "rpc,budget=60,interval=12,window=8"},
+        Case{"expected", "expected,budget=48,interval=12,queries=16"},
+        Case{"amsexpected", "ams-expected,budget=48,interval=12,allocator.window=8,scorer.covariance=false"},
+        Case{"chunkkv", "chunkkv-snapkv,budget=48,interval=12,window=8,chunk=5"},
+        Case{"chunkkvown", "chunkkv-tova,budget=48,interval=12,chunk=7,allocator.heads=own"},
+        Case{"criticalkv", "criticalkv-tova,budget=48,interval=12"},
+        Case{"rpcofficial",
+             "rpc,style=official,budget=48,sink=4,recent=8,protect_prompt=false,budget_counts=all,growth=0,trigger="
+             "slack,interval=12,window=8,heads=all"},
+        Case{"pyramidkv", "pyramidkv-knorm,budget=48,interval=12,recent=4", true}),
+    [](const auto& p) { return std::string(p.param.name); });
 
 using DeviceLine = OnDevice;
 
@@ -136,7 +157,8 @@ TEST_F(DeviceLine, RanksByACalibration) {
     retention.trigger.budget.slots = 48;
     retention.trigger.interval = 12;
     retention.recent = 4;
-    return std::make_unique<Evict>("triattention", std::make_unique<TriAttention>(std::move(calibration)), std::make_unique<Flat>(), retention, "{}");
+    return std::make_unique<Evict>("triattention", std::make_unique<TriAttention>(std::move(calibration)),
+                                   std::make_unique<Flat>(), retention, "{}");
   };
   DenseEngine cpu(policy(), false, kFloat32), device(policy(), false, kFloat32, fresh_accelerator());
   ASSERT_NO_FATAL_FAILURE(run_both(cpu, device, 13));
@@ -185,7 +207,8 @@ TEST_F(DeviceLine, NamesWhatHasNoKernel) {
     DenseEngine engine("adakv-tova,budget=48,interval=12", true, kFloat32, fresh_accelerator());
     FAIL() << "AdaKV ran on a device";
   } catch (const InvalidArgument& error) {
-    EXPECT_NE(std::string(error.what()).find("allocator adaptive_heads has no kernel"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("allocator adaptive_heads has no kernel"), std::string::npos)
+        << error.what();
   }
   try {
     DenseEngine engine("tova,budget=48,interval=12,share=union", false, kFloat32, fresh_accelerator());
@@ -200,7 +223,8 @@ TEST_F(DeviceLine, NamesValuesThatAreTooLongForItsKernels) {
   wide.value_dim = 320;
   const auto named = [&](const char* policy) {
     for (const std::string& problem : fresh_accelerator()->problems(*make_policy(policy), wide))
-      if (problem.find("value_dim: ") == 0 && problem.find(" 320 numbers; allowed up to 256") != std::string::npos) return true;
+      if (problem.find("value_dim: ") == 0 && problem.find(" 320 numbers; allowed up to 256") != std::string::npos)
+        return true;
     return false;
   };
   EXPECT_TRUE(named("expected,budget=48,interval=12"));
@@ -226,7 +250,8 @@ TEST_F(DeviceLine, RefusesADtypeWithoutAKernelAndChangesNothing) {
   EXPECT_TRUE(std::get<DenseKv>(engine.layers[0]).keys.equal(before));
   EXPECT_EQ(engine.keeper.physical_length(1, 0, 0), 41);
   EXPECT_EQ(engine.keeper.totals().events, 0);
-  DenseEngine moves("streaming,budget=24,interval=8,recent=2", false, c10::ScalarType::Char, fresh_accelerator());  // what is not read only moves
+  DenseEngine moves("streaming,budget=24,interval=8,recent=2", false, c10::ScalarType::Char,
+                    fresh_accelerator());  // what is not read only moves
   moves.join(1);
   static_cast<void>(moves.step(numbers));
   EXPECT_EQ(moves.step(numbers_of(random, {{1, 1}})).cuts.size(), 1U);
@@ -250,8 +275,12 @@ TEST_F(DeviceLine, WorksInTheMemoryItIsGivenAndSaysWhenThatIsTooLittle) {
   run(first);
   ASSERT_GT(needed, 0);
   const std::int64_t bytes_needed = needed;
-  const auto memory = [&](std::int64_t bytes) { return at::empty({bytes + 256}, at::TensorOptions().dtype(c10::kByte).device(first->device())); };
-  const auto aligned = [](const Tensor& m, std::int64_t bytes) { return m.narrow(0, (256 - reinterpret_cast<std::intptr_t>(m.data_ptr()) % 256) % 256, bytes); };
+  const auto memory = [&](std::int64_t bytes) {
+    return at::empty({bytes + 256}, at::TensorOptions().dtype(c10::kByte).device(first->device()));
+  };
+  const auto aligned = [](const Tensor& m, std::int64_t bytes) {
+    return m.narrow(0, (256 - reinterpret_cast<std::intptr_t>(m.data_ptr()) % 256) % 256, bytes);
+  };
   const Tensor enough = memory(bytes_needed), little = memory(bytes_needed - 256);
   const std::shared_ptr<Accelerator> second = fresh_accelerator(), third = fresh_accelerator();
   second->use_workspace(aligned(enough, bytes_needed));
@@ -277,7 +306,9 @@ TEST_F(DeviceLine, TakesAtMostSixLaunchesForAnEventOfAllLayersAndSequences) {
     for (;;) {
       const Numbers numbers = numbers_of(random, {{1, 1}, {2, 1}});
       const std::int64_t before = model::counters().launches;
-      if (engine.step(numbers).cuts.size() == 2) return model::counters().launches - before - (engine.keeper.policy().needs().queries > 0 ? kLayers : 0);  // less one a layer for the new queries
+      if (engine.step(numbers).cuts.size() == 2)
+        return model::counters().launches - before -
+               (engine.keeper.policy().needs().queries > 0 ? kLayers : 0);  // less one a layer for the new queries
     }
   };
   EXPECT_EQ(launches_of("ams-tova,budget=48,interval=12,window=8"), 6);
@@ -297,7 +328,9 @@ TEST_F(DeviceLine, RefusesTensorsThatLieElsewhere) {
   engine.join(1);
   oracle::Random random(8);
   const Numbers numbers = numbers_of(random, {{1, 3}});
-  EXPECT_THROW(engine.keeper.observe({.layer = 0, .sequences = numbers.ids, .indptr = numbers.indptr, .queries = numbers.queries[0]}), InvalidArgument);
+  EXPECT_THROW(engine.keeper.observe(
+                   {.layer = 0, .sequences = numbers.ids, .indptr = numbers.indptr, .queries = numbers.queries[0]}),
+               InvalidArgument);
   DenseEngine host("tova,budget=48,interval=12", false, kFloat32);
   host.layers = engine.layers;
   host.join(1);

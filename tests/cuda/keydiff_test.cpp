@@ -20,7 +20,9 @@ std::vector<float> on_device(const EvidenceCase& c, DeviceLayout layout = {}) {
 void expect_as_on_cpu(const EvidenceCase& c, DeviceLayout layout = {}) {
   WindowAttention unused;
   const Scores want = KeyDiff().score(c.evidence(), c.limits, unused);
-  in_every_order([&] { ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, on_device(c, layout), want.data.const_data_ptr<float>(), 1e-6, 1e-5)); });
+  in_every_order([&] {
+    ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, on_device(c, layout), want.data.const_data_ptr<float>(), 1e-6, 1e-5));
+  });
 }
 
 constexpr Element kElements[] = {Element::f32, Element::f16, Element::bf16, Element::fp8_e4m3};
@@ -28,15 +30,20 @@ constexpr Element kElements[] = {Element::f32, Element::f16, Element::bf16, Elem
 TEST_F(KeyDiffKernel, AgreesWithTheCpuForEveryHeadSizeElementAndLength) {  // B25, B29
   std::uint64_t seed = 0;
   for (const std::int32_t dim : {1, 7, 64, 80, 96, 128, 192, 256})
-    for (const Element keys : kElements) expect_as_on_cpu(EvidenceCase(++seed, {.kv_heads = 2, .dim = dim, .lengths = {37, 0, 1, 32, 33}, .keys = keys, .ragged = true}));
-  for (const std::int32_t length : {1023, 1024, 1025, 2300}) expect_as_on_cpu(EvidenceCase(++seed, {.dim = 8, .lengths = {length, 40}, .keys = Element::bf16}));
+    for (const Element keys : kElements)
+      expect_as_on_cpu(EvidenceCase(
+          ++seed, {.kv_heads = 2, .dim = dim, .lengths = {37, 0, 1, 32, 33}, .keys = keys, .ragged = true}));
+  for (const std::int32_t length : {1023, 1024, 1025, 2300})
+    expect_as_on_cpu(EvidenceCase(++seed, {.dim = 8, .lengths = {length, 40}, .keys = Element::bf16}));
 }
 
 TEST_F(KeyDiffKernel, ReadsPagesAndVectorsThatAreNotAligned) {  // B21, B24
   std::uint64_t seed = 100;
   for (const Element keys : kElements)
     for (const std::int32_t page : {0, 1, 16})
-      for (const std::int64_t gap : {0, 4, 16}) expect_as_on_cpu(EvidenceCase(++seed, {.kv_heads = 2, .dim = 48, .lengths = {50, 33}, .keys = keys}), {.gap = gap, .page = page});
+      for (const std::int64_t gap : {0, 4, 16})
+        expect_as_on_cpu(EvidenceCase(++seed, {.kv_heads = 2, .dim = 48, .lengths = {50, 33}, .keys = keys}),
+                         {.gap = gap, .page = page});
 }
 
 TEST_F(KeyDiffKernel, LeavesRowsAloneThatAreNotDueAndGivesNaNToTheRowOfANaN) {
@@ -50,7 +57,8 @@ TEST_F(KeyDiffKernel, LeavesRowsAloneThatAreNotDueAndGivesNaNToTheRowOfANaN) {
 TEST_F(KeyDiffKernel, KnowsKeysOfZerosAndOppositeKeysThatCancel) {
   EvidenceCase c(250, {.dim = 24, .lengths = {64, 10}});
   for (std::int64_t t = 0; t < 64; ++t)
-    for (std::int64_t d = 0; d < 24; ++d) c.set_key(0, t, d, (t % 2 == 0 ? 1.0F : -1.0F) * c.plain[0][static_cast<std::size_t>(d)]);
+    for (std::int64_t d = 0; d < 24; ++d)
+      c.set_key(0, t, d, (t % 2 == 0 ? 1.0F : -1.0F) * c.plain[0][static_cast<std::size_t>(d)]);
   for (std::int64_t d = 0; d < 24; ++d) c.set_key(1, 4, d, 0.0F);
   expect_as_on_cpu(c);
   const std::vector<float> got = on_device(c);

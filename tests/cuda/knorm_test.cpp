@@ -19,7 +19,9 @@ std::vector<float> on_device(const EvidenceCase& c, DeviceLayout layout = {}) {
 void expect_as_on_cpu(const EvidenceCase& c, DeviceLayout layout = {}) {
   WindowAttention unused;
   const Scores want = Knorm().score(c.evidence(), c.limits, unused);
-  in_every_order([&] { ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, on_device(c, layout), want.data.const_data_ptr<float>(), 1e-9, 1e-6)); });
+  in_every_order([&] {
+    ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, on_device(c, layout), want.data.const_data_ptr<float>(), 1e-9, 1e-6));
+  });
 }
 
 constexpr Element kElements[] = {Element::f32, Element::f16, Element::bf16, Element::fp8_e4m3};
@@ -27,15 +29,20 @@ constexpr Element kElements[] = {Element::f32, Element::f16, Element::bf16, Elem
 TEST_F(KnormKernel, AgreesWithTheCpuForEveryHeadSizeElementAndLength) {  // B25, B29
   std::uint64_t seed = 0;
   for (const std::int32_t dim : {1, 7, 64, 80, 96, 128, 192, 256})
-    for (const Element keys : kElements) expect_as_on_cpu(EvidenceCase(++seed, {.kv_heads = 2, .dim = dim, .lengths = {37, 0, 1, 32, 33}, .keys = keys, .ragged = true}));
-  for (const std::int32_t length : {1023, 1024, 1025, 2300}) expect_as_on_cpu(EvidenceCase(++seed, {.dim = 8, .lengths = {length}, .keys = Element::bf16}));
+    for (const Element keys : kElements)
+      expect_as_on_cpu(EvidenceCase(
+          ++seed, {.kv_heads = 2, .dim = dim, .lengths = {37, 0, 1, 32, 33}, .keys = keys, .ragged = true}));
+  for (const std::int32_t length : {1023, 1024, 1025, 2300})
+    expect_as_on_cpu(EvidenceCase(++seed, {.dim = 8, .lengths = {length}, .keys = Element::bf16}));
 }
 
 TEST_F(KnormKernel, ReadsPagesAndVectorsThatAreNotAligned) {  // B21, B24
   std::uint64_t seed = 100;
   for (const Element keys : kElements)
     for (const std::int32_t page : {0, 1, 16})
-      for (const std::int64_t gap : {0, 4, 16}) expect_as_on_cpu(EvidenceCase(++seed, {.kv_heads = 2, .dim = 48, .lengths = {50, 33}, .keys = keys}), {.gap = gap, .page = page});
+      for (const std::int64_t gap : {0, 4, 16})
+        expect_as_on_cpu(EvidenceCase(++seed, {.kv_heads = 2, .dim = 48, .lengths = {50, 33}, .keys = keys}),
+                         {.gap = gap, .page = page});
 }
 
 TEST_F(KnormKernel, LeavesRowsAloneThatAreNotDueAndGivesNaNForNaN) {

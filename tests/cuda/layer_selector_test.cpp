@@ -42,7 +42,8 @@ class Selecting {
       std::copy(scores[p].begin(), scores[p].end(), flat.begin() + static_cast<std::ptrdiff_t>(c_.prompts[p].scores));
     const DeviceArray<float> there(flat);
     newest_ = ring_.data() + rank_place(options_, layer) * c_.elements;
-    launch_ranks({.prompts = c_.prompts, .scores = there.data(), .ranks = newest_, .workspace = ranking_.data()}, nullptr);
+    launch_ranks({.prompts = c_.prompts, .scores = there.data(), .ranks = newest_, .workspace = ranking_.data()},
+                 nullptr);
     launch_layer_selector({.options = options_,
                            .layer = layer,
                            .prompts = c_.prompts,
@@ -91,7 +92,8 @@ class Selecting {
 };
 
 /// The same prompts on both machines: layers[l][p] are prompt p's scores in layer l.
-void expect_as_on_cpu(const LayerSelectorOptions& options, const std::vector<std::vector<Floats>>& layers, const std::string& what) {
+void expect_as_on_cpu(const LayerSelectorOptions& options, const std::vector<std::vector<Floats>>& layers,
+                      const std::string& what) {
   in_every_order([&] {
     Ints ranked;
     std::vector<LayerSelector> want;
@@ -112,8 +114,11 @@ void expect_as_on_cpu(const LayerSelectorOptions& options, const std::vector<std
         const bool selects = want[p].wants(l) && want[p].see(l, layers[static_cast<std::size_t>(l)][p]);
         const double relative = want[p].relative_variance();
         ASSERT_EQ(states[p].layer, want[p].layer()) << what << ", layer " << l << ", prompt " << p;
-        if (std::isnan(relative)) ASSERT_TRUE(std::isnan(states[p].relative)) << what << ", layer " << l << ", prompt " << p;
-        else ASSERT_EQ(states[p].relative, relative) << what << ", layer " << l << ", prompt " << p;  // whole numbers, divided alike
+        if (std::isnan(relative))
+          ASSERT_TRUE(std::isnan(states[p].relative)) << what << ", layer " << l << ", prompt " << p;
+        else
+          ASSERT_EQ(states[p].relative, relative)
+              << what << ", layer " << l << ", prompt " << p;  // whole numbers, divided alike
         ASSERT_EQ(lists[p], selects ? want[p].tokens() : Ints{}) << what << ", layer " << l << ", prompt " << p;
       }
     }
@@ -155,7 +160,8 @@ TEST_F(LayerSelectorKernel, SelectsWhereTheVarianceFallsBelowItsShare) {  // G-A
 TEST_F(LayerSelectorKernel, DecidesAsTheCpuForPromptsSideBySide) {
   oracle::Random random(31);
   for (int n = 0; n < oracle::random_case_count(30); ++n) {
-    const std::int32_t window = random.between(1, 8), select = window + random.between(1, 20), count = random.between(1, 8);
+    const std::int32_t window = random.between(1, 8), select = window + random.between(1, 20),
+                       count = random.between(1, 8);
     LayerSelectorOptions options{.select = select,
                                  .window = window,
                                  .min_layer = random.between(0, 7),
@@ -164,7 +170,8 @@ TEST_F(LayerSelectorKernel, DecidesAsTheCpuForPromptsSideBySide) {
     if (random.chance(0.15)) options.fixed_layer = random.between(0, count);
     std::vector<Floats> drift;
     for (int p = random.between(1, 4); p > 0; --p)
-      drift.emplace_back(static_cast<std::size_t>(random.one_of({1, 2, 13, 31, 32, 33, 61, select - window, select - window + 1})));
+      drift.emplace_back(
+          static_cast<std::size_t>(random.one_of({1, 2, 13, 31, 32, 33, 61, select - window, select - window + 1})));
     std::vector<std::vector<Floats>> layers;
     for (std::int32_t l = 0; l < options.min_layer + count; ++l) {
       for (Floats& scores : drift)
@@ -179,7 +186,8 @@ TEST_F(LayerSelectorKernel, TakesEqualAndTroubledScoresAsTheCpuDoes) {
   oracle::Random random(32);
   for (int n = 0; n < oracle::random_case_count(12); ++n) {
     std::vector<std::vector<Floats>> layers;
-    for (int l = 0; l < 5; ++l) layers.push_back({troubled_scores(random, 40), Floats(23, 0.5F), troubled_scores(random, 17)});
+    for (int l = 0; l < 5; ++l)
+      layers.push_back({troubled_scores(random, 40), Floats(23, 0.5F), troubled_scores(random, 17)});
     expect_as_on_cpu({.select = 12, .window = 3, .min_layer = 2, .observed_layers = 3, .threshold = 0.9}, layers,
                      "case " + std::to_string(n));
   }
@@ -188,7 +196,8 @@ TEST_F(LayerSelectorKernel, TakesEqualAndTroubledScoresAsTheCpuDoes) {
 TEST_F(LayerSelectorKernel, DividesByNoFirstVarianceOfZero) {
   const Floats same = with_ranks({1, 2, 3, 4}), other = with_ranks({4, 3, 2, 1});
   const LayerSelectorOptions options{.select = 3, .window = 1, .min_layer = 1, .observed_layers = 2, .threshold = 0.3};
-  expect_as_on_cpu(options, {{same, same, other}, {same, same, same}, {same, other, other}, {same, other, same}}, "zero");
+  expect_as_on_cpu(options, {{same, same, other}, {same, same, same}, {same, other, other}, {same, other, same}},
+                   "zero");
   Selecting settled(options, {4, 4});
   for (std::int32_t l = 0; l < 2; ++l) settled.see(l, {same, same});
   settled.see(2, {same, other});
@@ -197,12 +206,13 @@ TEST_F(LayerSelectorKernel, DividesByNoFirstVarianceOfZero) {
   EXPECT_TRUE(std::isinf(settled.states()[1].relative));
 }
 
-/// Ranks of long prompts are given, not made: sums over several blocks, of which one token's can exceed 32 bits, are those of one loop in
-/// exact integers.
+/// Ranks of long prompts are given, not made: sums over several blocks, of which one token's can exceed 32 bits, are
+/// those of one loop in exact integers.
 TEST_F(LayerSelectorKernel, AddsUpExactlyOverManyBlocks) {
   constexpr std::int32_t kLayers = 40;
   oracle::Random random(33);
-  const LayerSelectorOptions options{.select = 204, .window = 4, .min_layer = kLayers - 1, .observed_layers = kLayers, .threshold = 0.3};
+  const LayerSelectorOptions options{
+      .select = 204, .window = 4, .min_layer = kLayers - 1, .observed_layers = kLayers, .threshold = 0.3};
   const RankedPrompts c({9001, 4097, 4096, 201, 200});
   std::vector<Ints> ring;
   for (int l = 0; l < kLayers; ++l) {
@@ -223,7 +233,8 @@ TEST_F(LayerSelectorKernel, AddsUpExactlyOverManyBlocks) {
       for (const Ints& ranks : ring) {
         const std::int32_t rank = ranks[static_cast<std::size_t>(t)];
         least = std::min(least, rank);
-        sum += static_cast<std::uint64_t>(rank), squares += static_cast<std::uint64_t>(rank) * static_cast<std::uint64_t>(rank);
+        sum += static_cast<std::uint64_t>(rank),
+            squares += static_cast<std::uint64_t>(rank) * static_cast<std::uint64_t>(rank);
       }
       if (least > options.select - options.window) continue;
       spread += kLayers * squares - sum * sum;
@@ -289,7 +300,8 @@ TEST_F(LayerSelectorKernel, RefusesOptionsByTheFieldsNameAndLayersThatAreNotWant
   EXPECT_NE(message({.threshold = std::nan("")}, 4).find("threshold; given NaN"), std::string::npos);
   EXPECT_NE(message({.fixed_layer = -2}, 4).find("fixed_layer; given -2"), std::string::npos);
   EXPECT_NE(message({}, 4, -1).find("a prompt of -1 ranked tokens"), std::string::npos);
-  EXPECT_NE(message({.min_layer = 1000, .observed_layers = 512}, 600, 1 << 23).find("fewer than 2^32"), std::string::npos);
+  EXPECT_NE(message({.min_layer = 1000, .observed_layers = 512}, 600, 1 << 23).find("fewer than 2^32"),
+            std::string::npos);
   EXPECT_EQ(message({}, 2), "layer selector: the ranks of layer 2; allowed layers from 3 on");
   EXPECT_EQ(message({.fixed_layer = 5}, 6), "layer selector: the ranks of layer 6; allowed layer 5 alone");
   EXPECT_EQ(message({}, 3), "");

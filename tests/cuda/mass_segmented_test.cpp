@@ -42,16 +42,19 @@ Case random_case(oracle::Random& random, std::initializer_list<int> lengths) {
   Case c;
   MassSegmentedOptions& o = c.options;
   c.variant = random.one_of({Variant::strict, Variant::strict, Variant::official});
-  o.segments = random.one_of({Segmentation::mass, Segmentation::mass, Segmentation::mass, Segmentation::fixed, Segmentation::none});
+  o.segments = random.one_of(
+      {Segmentation::mass, Segmentation::mass, Segmentation::mass, Segmentation::fixed, Segmentation::none});
   o.fixed = random.one_of({1, 16, 128});
   o.segment_mass = random.one_of({0.0005, 0.02, 0.02, 0.1, 0.3, 1.0});
   o.min_segment = random.one_of({1, 8, 32});
   o.max_segment = random.one_of({64, 100, 1024});
   o.min_quota = random.one_of({0, 1, 8, 40});
-  o.quotas = random.one_of({QuotaWeight::mass, QuotaWeight::mass, QuotaWeight::equal, QuotaWeight::length, QuotaWeight::raw_mass});
+  o.quotas = random.one_of(
+      {QuotaWeight::mass, QuotaWeight::mass, QuotaWeight::equal, QuotaWeight::length, QuotaWeight::raw_mass});
   o.credit = random.chance(0.7);
   o.pool = random.one_of({1, 5, 7});
-  o.suffix_fill = random.one_of({SuffixFill::max_head, SuffixFill::max_global, SuffixFill::causal_mean, SuffixFill::exclude});
+  o.suffix_fill =
+      random.one_of({SuffixFill::max_head, SuffixFill::max_global, SuffixFill::causal_mean, SuffixFill::exclude});
   o.coverage = random.one_of({1.0, 1.0, 0.5, 0.0});
   o.coverage_auto = random.chance(0.1);
   c.heads = random.one_of({1, 2, 4});
@@ -64,7 +67,8 @@ Case random_case(oracle::Random& random, std::initializer_list<int> lengths) {
   for (int g = random.between(1, 2); g > 0; --g) {
     const std::int32_t length = random.one_of(lengths), budget = random.between(1, length);
     const bool due = length > budget && random.chance(0.9);
-    const std::int32_t window = random.between(0, std::min(40, length - 1)), history = length - random.between(window == 0 ? 0 : 1, std::max(window, 1));
+    const std::int32_t window = random.between(0, std::min(40, length - 1)),
+                       history = length - random.between(window == 0 ? 0 : 1, std::max(window, 1));
     c.newest.push_back(2 * length - random.between(0, 6));
     for (std::int32_t h = 0; h < c.heads; ++h) {
       Row row;
@@ -74,12 +78,16 @@ Case random_case(oracle::Random& random, std::initializer_list<int> lengths) {
       for (std::int32_t t = 0; t < length; ++t) c.positions.back().push_back(2 * t + random.between(0, 1));
       c.old_credit.emplace_back(static_cast<std::size_t>(random.chance(0.8) ? random.between(0, length) : length + 3));
       for (float& x : c.old_credit.back()) x = static_cast<float>(random.unit()) * 0.01F;
-      c.limits.push_back({budget, due, protect(length, budget, random.between(0, 5), random.between(0, 33), c.variant)});
+      c.limits.push_back(
+          {budget, due, protect(length, budget, random.between(0, 5), random.between(0, 33), c.variant)});
       c.windows.push_back({window, window == 0 ? length : std::max(0, history)});
       const int kind = random.between(0, 3);
       for (std::int32_t t = 0; t < length; ++t) {
         c.scores.push_back(kind == 0 ? static_cast<float>(random.between(0, 3)) : static_cast<float>(random.normal()));
-        c.usage.push_back(kind == 1 ? 0.0F : kind == 2 ? static_cast<float>(random.between(0, 1)) : static_cast<float>(random.unit() * random.unit() * random.unit()) / static_cast<float>(length));
+        c.usage.push_back(kind == 1   ? 0.0F
+                          : kind == 2 ? static_cast<float>(random.between(0, 1))
+                                      : static_cast<float>(random.unit() * random.unit() * random.unit()) /
+                                            static_cast<float>(length));
       }
       c.rows.push_back(row);
     }
@@ -94,7 +102,13 @@ struct Outcome {
 };
 
 Outcome on_cpu(const Case& c) {
-  const ModelSpec spec{.query_heads = c.heads, .kv_heads = c.heads, .key_dim = 4, .value_dim = 4, .softmax_scale = 0, .rope = {}, .layers = std::vector<LayerSpec>(1)};
+  const ModelSpec spec{.query_heads = c.heads,
+                       .kv_heads = c.heads,
+                       .key_dim = 4,
+                       .value_dim = 4,
+                       .softmax_scale = 0,
+                       .rope = {},
+                       .layers = std::vector<LayerSpec>(1)};
   RowTable table;
   table.rows = c.rows;
   table.slots = static_cast<std::int64_t>(c.scores.size());
@@ -117,13 +131,22 @@ Outcome on_cpu(const Case& c) {
   Decision decision;
   decision.scores.data = at::from_blob(const_cast<float*>(c.scores.data()), {table.slots}, f32);
   const Limits limits{c.variant, c.padding, c.limits};
-  MassSegmented(c.options).allot({.spec = spec, .table = table, .basis = QueryBasis::pre_rope, .moment = Moment::step_end, .explain = c.explain, .output_projections = {}}, limits, seen, decision);
-  const auto floats = [](const Tensor& t) { return std::vector<float>(t.data_ptr<float>(), t.data_ptr<float>() + t.numel()); };
+  MassSegmented(c.options).allot({.spec = spec,
+                                  .table = table,
+                                  .basis = QueryBasis::pre_rope,
+                                  .moment = Moment::step_end,
+                                  .explain = c.explain,
+                                  .output_projections = {}},
+                                 limits, seen, decision);
+  const auto floats = [](const Tensor& t) {
+    return std::vector<float>(t.data_ptr<float>(), t.data_ptr<float>() + t.numel());
+  };
   Outcome out;
   out.mass = floats(decision.allotment->mass.data);
   if (c.explain) out.used = floats(decision.allotment->mass_used.data);
   if (decision.credit) out.credit = floats(*decision.credit);
-  out.slots.assign(decision.keep->slots.data_ptr<std::int32_t>(), decision.keep->slots.data_ptr<std::int32_t>() + decision.keep->slots.numel());
+  out.slots.assign(decision.keep->slots.data_ptr<std::int32_t>(),
+                   decision.keep->slots.data_ptr<std::int32_t>() + decision.keep->slots.numel());
   out.indptr = decision.keep->indptr;
   return out;
 }
@@ -132,7 +155,8 @@ template <class T>
 void expect_alike(const std::vector<T>& got, const std::vector<T>& wanted, const std::string& what) {
   ASSERT_EQ(got.size(), wanted.size()) << what;
   const auto differs = std::mismatch(got.begin(), got.end(), wanted.begin());
-  ASSERT_TRUE(differs.first == got.end()) << what << ": at " << differs.first - got.begin() << " of " << got.size() << " stands " << *differs.first << "; the CPU has " << *differs.second;
+  ASSERT_TRUE(differs.first == got.end()) << what << ": at " << differs.first - got.begin() << " of " << got.size()
+                                          << " stands " << *differs.first << "; the CPU has " << *differs.second;
 }
 
 void compare(const Case& c, const std::string& what) {
@@ -164,7 +188,8 @@ void compare(const Case& c, const std::string& what) {
       last[g].ring = last[g].count = 1;
     }
     const DeviceArray<QueryWindow> queries(last);
-    const DeviceArray<float> scores(c.scores), mass(c.usage), used(c.explain ? c.usage.size() : 0), credit(c.options.credit ? c.usage.size() : 0);
+    const DeviceArray<float> scores(c.scores), mass(c.usage), used(c.explain ? c.usage.size() : 0),
+        credit(c.options.credit ? c.usage.size() : 0);
     const DeviceArray<std::int64_t> indptr(wanted.indptr);
     const DeviceArray<std::int32_t> slots(wanted.slots.size());
     MassSegmentedArguments a;
@@ -199,7 +224,8 @@ void compare(const Case& c, const std::string& what) {
 
 TEST_F(MassSegmentedKernel, KeepsTheCpusSlotsWithItsMassAndCreditBitForBit) {
   oracle::Random random(21);
-  for (int round = 0; round < 120; ++round) compare(random_case(random, {1, 2, 3, 31, 64, 97, 255, 256, 257, 600}), "round " + std::to_string(round));
+  for (int round = 0; round < 120; ++round)
+    compare(random_case(random, {1, 2, 3, 31, 64, 97, 255, 256, 257, 600}), "round " + std::to_string(round));
 }
 
 TEST_F(MassSegmentedKernel, TakesRowsThatNeedTheLargestBlockAndSegmentsTooLongForAWarp) {

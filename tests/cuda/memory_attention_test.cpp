@@ -23,7 +23,11 @@ struct Rule {
 };
 
 Reading reading_of(const MemoryCase& c, const Rule& rule, std::size_t n, FactorCache& cache) {
-  Reading r{.zoom = {.rule = ZoomOptions::Rule::mass, .heads = rule.share ? ZoomOptions::Heads::group : ZoomOptions::Heads::own, .mass = rule.mass}, .per_head = rule.per_head, .cache = &cache};
+  Reading r{.zoom = {.rule = ZoomOptions::Rule::mass,
+                     .heads = rule.share ? ZoomOptions::Heads::group : ZoomOptions::Heads::own,
+                     .mass = rule.mass},
+            .per_head = rule.per_head,
+            .cache = &cache};
   r.entries = c.shape.dense + static_cast<double>(c.sequences[n].spans.size()) + rule.room;
   return r;
 }
@@ -39,7 +43,8 @@ void set_rule(const MemoryCase& c, const Rule& rule, DeviceMemory& there) {
 }
 
 /// Decisions of every token and KV head, and answers, as read_memory() gives them; returns how many spans were opened.
-std::int64_t expect_as_on_cpu(const MemoryCase& c, const Rule& rule, const DeviceMemory& there, const std::string& what) {
+std::int64_t expect_as_on_cpu(const MemoryCase& c, const Rule& rule, const DeviceMemory& there,
+                              const std::string& what) {
   const Ints opened = there.opened->download(), counts = there.opened_count->download();
   const std::vector<std::uint8_t> marks = there.marks->download();
   const std::vector<float> out = there.out->download(), lse = there.lse->download();
@@ -58,22 +63,33 @@ std::int64_t expect_as_on_cpu(const MemoryCase& c, const Rule& rule, const Devic
       zooms += read_memory(open, rows, query, c.scale, reading_of(c, rule, n, cache), &want).zooms;
       for (std::int64_t kv = 0; kv < c.shape.kv_heads; ++kv) {
         const std::int64_t at = token * c.shape.kv_heads + kv;
-        const Ints got(opened.begin() + at * spans, opened.begin() + at * spans + std::max(0, counts[static_cast<std::size_t>(at)]));
+        const Ints got(opened.begin() + at * spans,
+                       opened.begin() + at * spans + std::max(0, counts[static_cast<std::size_t>(at)]));
         EXPECT_EQ(got, want[static_cast<std::size_t>(kv)]) << what << ", token " << token << ", KV head " << kv;
         for (std::int64_t s = 0; s < sequence.spans.size(); ++s) {
           int marked = 0;
-          for (std::int64_t h = 0; h < c.shape.group; ++h) marked += marks[static_cast<std::size_t>(((token * heads) + kv * c.shape.group + h) * spans + s)];
+          for (std::int64_t h = 0; h < c.shape.group; ++h)
+            marked += marks[static_cast<std::size_t>(((token * heads) + kv * c.shape.group + h) * spans + s)];
           const bool listed = std::find(got.begin(), got.end(), s) != got.end();
-          EXPECT_TRUE(listed ? marked >= 1 && marked <= c.shape.group && (!rule.share || rule.per_head || marked == c.shape.group) : marked == 0) << what << ", span " << s << " has " << marked << " marks";
+          EXPECT_TRUE(listed ? marked >= 1 && marked <= c.shape.group &&
+                                   (!rule.share || rule.per_head || marked == c.shape.group)
+                             : marked == 0)
+              << what << ", span " << s << " has " << marked << " marks";
         }
       }
       const Tensor answer = open.close(), mass = open.log_mass();
       for (std::int64_t h = 0; h < heads; ++h) {
-        const float want_mass = mass.const_data_ptr<float>()[h], got_mass = lse[static_cast<std::size_t>(token * heads + h)];
-        if (std::isinf(want_mass)) EXPECT_EQ(got_mass, want_mass) << what;
-        else EXPECT_NEAR(got_mass, want_mass, tolerance) << what << ", token " << token << ", head " << h;
+        const float want_mass = mass.const_data_ptr<float>()[h],
+                    got_mass = lse[static_cast<std::size_t>(token * heads + h)];
+        if (std::isinf(want_mass))
+          EXPECT_EQ(got_mass, want_mass) << what;
+        else
+          EXPECT_NEAR(got_mass, want_mass, tolerance) << what << ", token " << token << ", head " << h;
         double apart = 0;
-        for (std::int64_t d = 0; d < dim; ++d) apart = std::max(apart, std::abs(static_cast<double>(out[static_cast<std::size_t>((token * heads + h) * dim + d)]) - answer.const_data_ptr<float>()[h * dim + d]));
+        for (std::int64_t d = 0; d < dim; ++d)
+          apart = std::max(apart,
+                           std::abs(static_cast<double>(out[static_cast<std::size_t>((token * heads + h) * dim + d)]) -
+                                    answer.const_data_ptr<float>()[h * dim + d]));
         EXPECT_LE(apart, tolerance) << what << ", token " << token << ", head " << h;
       }
     }
@@ -98,7 +114,9 @@ TEST_F(MemoryMerge, GivesTheCpusAnswersForEveryWayThatASpanIsStored) {
   for (const Centred centred : {Centred::always, Centred::never})
     for (const bool raw : {true, false}) {
       FactorOptions factors{.centred = centred, .max_rank = 64, .energy = 0.5, .raw = raw};
-      const MemoryCase c(++seed, {.kv_heads = 1, .group = 2, .dim = 16, .lengths = {{1, 7, 66, 2, 33}}, .factors = factors, .loudness = 0.5});
+      const MemoryCase c(
+          ++seed,
+          {.kv_heads = 1, .group = 2, .dim = 16, .lengths = {{1, 7, 66, 2, 33}}, .factors = factors, .loudness = 0.5});
       EXPECT_GT(read_on_both(c, {.mass = 0.01}, text("centred ", static_cast<int>(centred), ", raw ", raw)), 2);
     }
 }
@@ -108,7 +126,14 @@ TEST_F(MemoryMerge, GivesTheCpusAnswersInEveryDtypeAndHeadSize) {
   for (const Element store : {Element::f32, Element::f16, Element::bf16})
     for (const std::int32_t dim : {1, 7, 33, 80, 256}) {
       const Element query = dim == 7 ? Element::f16 : dim == 33 ? Element::bf16 : Element::f32;
-      const MemoryCase c(++seed, {.kv_heads = 1, .group = 2, .dim = dim, .lengths = {{4, 17}}, .store = store, .query = query, .factors = {.energy = 0.4}, .loudness = 0.5});
+      const MemoryCase c(++seed, {.kv_heads = 1,
+                                  .group = 2,
+                                  .dim = dim,
+                                  .lengths = {{4, 17}},
+                                  .store = store,
+                                  .query = query,
+                                  .factors = {.energy = 0.4},
+                                  .loudness = 0.5});
       EXPECT_GT(read_on_both(c, {.mass = 0.03}, text(name_of(store), ", dim ", dim)), 0);
     }
 }
@@ -116,7 +141,12 @@ TEST_F(MemoryMerge, GivesTheCpusAnswersInEveryDtypeAndHeadSize) {
 TEST_F(MemoryMerge, ServesRowsOfSeveralSequencesQueriesAndAnyGroup) {
   std::uint64_t seed = 340;
   for (const std::int32_t group : {1, 3, 9}) {
-    const MemoryCase c(++seed, {.kv_heads = 2, .group = group, .dim = 8, .lengths = {{3, 4}, {}, {6, 2, 5}}, .queries = {1, 2, 2}, .factors = {.energy = 0.3}});
+    const MemoryCase c(++seed, {.kv_heads = 2,
+                                .group = group,
+                                .dim = 8,
+                                .lengths = {{3, 4}, {}, {6, 2, 5}},
+                                .queries = {1, 2, 2},
+                                .factors = {.energy = 0.3}});
     EXPECT_GT(read_on_both(c, {.mass = 0.1}, text("group ", group)), 0);
   }
 }
@@ -125,7 +155,8 @@ TEST_F(MemoryMerge, TakesManySpansInSeveralParts) {
   for (const std::int32_t spans : {63, 64, 65, 131}) {
     Ints lengths;
     for (std::int32_t i = 0; i < spans; ++i) lengths.push_back(1 + i % 3);
-    const MemoryCase c(350 + static_cast<std::uint64_t>(spans), {.group = 2, .dim = 8, .lengths = {lengths}, .loudness = 2});
+    const MemoryCase c(350 + static_cast<std::uint64_t>(spans),
+                       {.group = 2, .dim = 8, .lengths = {lengths}, .loudness = 2});
     EXPECT_GT(read_on_both(c, {.mass = 0.05}, text(spans, " spans")), 0);
   }
 }
@@ -157,7 +188,8 @@ TEST_F(MemoryMerge, PassesOnWhatIsNotANumberToItsOwnHeadAlone) {
     there.merge();
     const std::vector<float> out = there.out->download();
     for (std::size_t d = 0; d < 8; ++d) EXPECT_TRUE(std::isfinite(out[8 + d])) << "of the other head";
-    for (std::size_t s = 0; s < 3; ++s) EXPECT_EQ(there.marks->download()[s], 0) << "nothing is above a share that is no number";
+    for (std::size_t s = 0; s < 3; ++s)
+      EXPECT_EQ(there.marks->download()[s], 0) << "nothing is above a share that is no number";
   });
 }
 
@@ -165,7 +197,13 @@ TEST_F(MemoryRoute, OpensWhatTheCpuOpensByCoarseEntriesAndBySketches) {
   std::uint64_t seed = 400;
   for (const bool sketch : {false, true})
     for (const std::int32_t dim : {8, 33, 64}) {
-      const MemoryCase c(++seed, {.kv_heads = 2, .group = 3, .dim = dim, .lengths = {{1, 5, 18, 2, 31, 16, 9, 3}}, .queries = {2}, .factors = {.energy = 0.4, .sketch = sketch}, .loudness = 2});
+      const MemoryCase c(++seed, {.kv_heads = 2,
+                                  .group = 3,
+                                  .dim = dim,
+                                  .lengths = {{1, 5, 18, 2, 31, 16, 9, 3}},
+                                  .queries = {2},
+                                  .factors = {.energy = 0.4, .sketch = sketch},
+                                  .loudness = 2});
       EXPECT_GT(read_on_both(c, {.mass = 0.02}, text("sketch ", sketch, ", dim ", dim)), 1);
     }
 }
@@ -175,8 +213,11 @@ TEST_F(MemoryRoute, OpensTheMostRelevantSpansThatFitTheBudget) {
   for (const bool share : {false, true})
     for (const bool per_head : {false, true})
       for (const double room : {-1.0, 0.0, 4.0, 15.0, 40.0}) {
-        const MemoryCase c(++seed, {.kv_heads = 1, .group = 3, .dim = 8, .lengths = {{4, 9, 3, 12, 5, 20, 2, 7, 1, 6}}, .loudness = 2});
-        const std::int64_t opened = read_on_both(c, {.mass = 0, .share = share, .per_head = per_head, .room = room}, text("share ", share, ", per head ", per_head, ", room ", room));
+        const MemoryCase c(
+            ++seed,
+            {.kv_heads = 1, .group = 3, .dim = 8, .lengths = {{4, 9, 3, 12, 5, 20, 2, 7, 1, 6}}, .loudness = 2});
+        const std::int64_t opened = read_on_both(c, {.mass = 0, .share = share, .per_head = per_head, .room = room},
+                                                 text("share ", share, ", per head ", per_head, ", room ", room));
         EXPECT_TRUE(room < 0 ? opened == 0 : room < 4 || (opened > 0 && opened <= 10));
       }
 }
@@ -210,7 +251,8 @@ TEST_F(MemoryRoute, WalksMoreSpansThanAWarpHasLanes) {
       OpenAttention open = c.open(0);
       std::vector<std::vector<std::int32_t>> want;
       const MemoryRow row{&c.sequences[0].spans.row(0), c.shape.dense};
-      static_cast<void>(read_memory(open, {&row, 1}, c.sequences[0].queries, c.scale, reading_of(c, rule, 0, cache), &want));
+      static_cast<void>(
+          read_memory(open, {&row, 1}, c.sequences[0].queries, c.scale, reading_of(c, rule, 0, cache), &want));
       const Ints opened = there.opened->download();
       EXPECT_EQ(Ints(opened.begin(), opened.begin() + there.opened_count->download()[0]), want[0]) << room;
       EXPECT_GT(want[0].size(), 3U);
@@ -219,7 +261,14 @@ TEST_F(MemoryRoute, WalksMoreSpansThanAWarpHasLanes) {
 }
 
 TEST_F(MemoryFetch, BringsOpenedSpansNearAndReadsTheOthersFromAfar) {
-  const MemoryCase c(440, {.kv_heads = 2, .group = 2, .dim = 8, .lengths = {{4, 9, 3, 12, 5}}, .queries = {2}, .store = Element::f16, .factors = {.energy = 0.3}, .loudness = 2});
+  const MemoryCase c(440, {.kv_heads = 2,
+                           .group = 2,
+                           .dim = 8,
+                           .lengths = {{4, 9, 3, 12, 5}},
+                           .queries = {2},
+                           .store = Element::f16,
+                           .factors = {.energy = 0.3},
+                           .loudness = 2});
   for (const std::int64_t arena : {std::int64_t{1} << 14, std::int64_t{176}, std::int64_t{0}}) {
     in_every_order([&] {
       DeviceMemory there(c, false, arena);

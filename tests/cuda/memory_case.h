@@ -21,7 +21,7 @@ struct MemoryShape {
   std::int32_t dense = 7;                                  ///< rows that stayed
   Element store = Element::f32, query = Element::f32;
   FactorOptions factors = {};
-  double loudness = 1;                                     ///< of the queries
+  double loudness = 1;  ///< of the queries
 };
 
 class MemoryCase {
@@ -31,7 +31,8 @@ class MemoryCase {
     Tensor dense_keys, dense_values, queries;
   };
 
-  MemoryCase(std::uint64_t seed, MemoryShape given) : shape(std::move(given)), scale(1 / std::sqrt(static_cast<double>(shape.dim))) {
+  MemoryCase(std::uint64_t seed, MemoryShape given)
+      : shape(std::move(given)), scale(1 / std::sqrt(static_cast<double>(shape.dim))) {
     oracle::Random random(seed);
     shape.factors.store = dtype_of(shape.store);
     const std::int64_t heads = shape.kv_heads, query_heads = heads * shape.group;
@@ -42,7 +43,8 @@ class MemoryCase {
         spans.push_back({tokens, tokens + length});
         tokens += length;
       }
-      Tensor keys = testing::normals(random, {heads, tokens, shape.dim}), values = testing::normals(random, {heads, tokens, shape.dim});
+      Tensor keys = testing::normals(random, {heads, tokens, shape.dim}),
+             values = testing::normals(random, {heads, tokens, shape.dim});
       for (Tensor* side : {&keys, &values})  // neighbours resemble each other, so that factors have few components
         for (std::int64_t h = 0; h < heads; ++h)
           for (std::int64_t i = shape.dim; i < tokens * shape.dim; ++i) {
@@ -50,12 +52,17 @@ class MemoryCase {
             row[i] = 0.9F * row[i - shape.dim] + 0.4F * row[i];
           }
       const std::vector<float> surprisal(static_cast<std::size_t>(tokens), 1.0F);
-      sequences.push_back({SpanStore(keys, values, surprisal, spans, shape.factors), testing::normals(random, {heads, shape.dense, shape.dim}), testing::normals(random, {heads, shape.dense, shape.dim}),
-                           testing::normals(random, {shape.queries[n], query_heads, shape.dim}, shape.loudness).to(dtype_of(shape.query))});
+      sequences.push_back({SpanStore(keys, values, surprisal, spans, shape.factors),
+                           testing::normals(random, {heads, shape.dense, shape.dim}),
+                           testing::normals(random, {heads, shape.dense, shape.dim}),
+                           testing::normals(random, {shape.queries[n], query_heads, shape.dim}, shape.loudness)
+                               .to(dtype_of(shape.query))});
     }
   }
 
-  [[nodiscard]] OpenAttention open(std::size_t n) const { return attend_rows(sequences[n].dense_keys, sequences[n].dense_values, sequences[n].queries, scale); }
+  [[nodiscard]] OpenAttention open(std::size_t n) const {
+    return attend_rows(sequences[n].dense_keys, sequences[n].dense_values, sequences[n].queries, scale);
+  }
   [[nodiscard]] std::int32_t tokens() const { return std::accumulate(shape.queries.begin(), shape.queries.end(), 0); }
   [[nodiscard]] std::int32_t most_spans() const {
     std::size_t most = 0;
@@ -92,7 +99,8 @@ class DeviceMemory {
       answers.insert(answers.end(), closed.const_data_ptr<float>(), closed.const_data_ptr<float>() + closed.numel());
       masses.insert(masses.end(), mass.const_data_ptr<float>(), mass.const_data_ptr<float>() + mass.numel());
     }
-    const auto spans = static_cast<std::size_t>(c.most_spans()), tokens = static_cast<std::size_t>(token), all = tokens * static_cast<std::size_t>(heads), kv = tokens * static_cast<std::size_t>(s.kv_heads);
+    const auto spans = static_cast<std::size_t>(c.most_spans()), tokens = static_cast<std::size_t>(token),
+               all = tokens * static_cast<std::size_t>(heads), kv = tokens * static_cast<std::size_t>(s.kv_heads);
     out = std::make_unique<DeviceArray<float>>(answers);
     lse = std::make_unique<DeviceArray<float>>(masses);
     marks = std::make_unique<DeviceArray<std::uint8_t>>(std::vector<std::uint8_t>(all * spans, 7));
@@ -120,7 +128,8 @@ class DeviceMemory {
                  .marks = marks->data(),
                  .opened = opened->data(),
                  .opened_count = opened_count->data()};
-    workspace_ = std::make_unique<DeviceArray<std::byte>>(static_cast<std::size_t>(memory_attention_workspace_bytes(arguments)));
+    workspace_ =
+        std::make_unique<DeviceArray<std::byte>>(static_cast<std::size_t>(memory_attention_workspace_bytes(arguments)));
     arguments.workspace = workspace_->data();
   }
 
@@ -129,7 +138,9 @@ class DeviceMemory {
   void route() const { launch_memory_route(arguments, nullptr); }
   void fetch() const {
     launch_memory_pieces(arguments, pieces->data(), counts->data(), nullptr);
-    launch_fetch({.pieces = pieces->data(), .counts = counts->data(), .lists = arguments.count, .stride = arguments.most_spans}, nullptr);
+    launch_fetch(
+        {.pieces = pieces->data(), .counts = counts->data(), .lists = arguments.count, .stride = arguments.most_spans},
+        nullptr);
   }
   void merge() const { launch_memory_merge(arguments, nullptr); }
 
@@ -150,7 +161,9 @@ class DeviceMemory {
     to.insert(to.end(), begin, begin + bytes);
   }
   /// Bytes on the device.
-  std::byte* held(std::span<const std::byte> bytes) { return bytes_.emplace_back(std::make_unique<DeviceArray<std::byte>>(bytes))->data(); }
+  std::byte* held(std::span<const std::byte> bytes) {
+    return bytes_.emplace_back(std::make_unique<DeviceArray<std::byte>>(bytes))->data();
+  }
   template <class T>
   std::byte* held(const T* from, std::int64_t count) {
     return held(std::as_bytes(std::span(from, static_cast<std::size_t>(count))));
@@ -162,7 +175,9 @@ class DeviceMemory {
     std::vector<const std::byte*> far;
     for (std::int64_t i = 0; i < n; ++i) {
       const FoldedSpan& span = spans.span(i);
-      MemorySpan& to = table.emplace_back(MemorySpan{.length = span.length, .first_token = spans.tokens_before(i), .bytes = spans.blob(i) == nullptr ? 0 : spans.blob(i)->size()});
+      MemorySpan& to = table.emplace_back(MemorySpan{.length = span.length,
+                                                     .first_token = spans.tokens_before(i),
+                                                     .bytes = spans.blob(i) == nullptr ? 0 : spans.blob(i)->size()});
       for (std::size_t side = 0; side < 2; ++side) {
         const SpanFactors& f = span.factors[side];
         to.factors[side] = {f.rank, f.raw, f.centred, f.offset};
@@ -177,11 +192,14 @@ class DeviceMemory {
     row.coarse_values = held(spans.coarse(KvSide::values), n * spans.dim() * number);
     row.log_length = reinterpret_cast<const float*>(held(spans.log_length().data(), n));
     if (!spans.sketch().sizes.empty()) {
-      row.signs = reinterpret_cast<const std::uint32_t*>(held(spans.sketch().signs.data(), static_cast<std::int64_t>(spans.sketch().signs.size())));
+      row.signs = reinterpret_cast<const std::uint32_t*>(
+          held(spans.sketch().signs.data(), static_cast<std::int64_t>(spans.sketch().signs.size())));
       row.sizes = reinterpret_cast<const std::uint16_t*>(held(spans.sketch().sizes.data(), spans.tokens()));
     }
     far_.push_back(far);
-    const auto table_of = [&](const std::vector<const std::byte*>& all) { return pointers_.emplace_back(std::make_unique<DeviceArray<const std::byte*>>(all))->data(); };
+    const auto table_of = [&](const std::vector<const std::byte*>& all) {
+      return pointers_.emplace_back(std::make_unique<DeviceArray<const std::byte*>>(all))->data();
+    };
     row.far = table_of(far);
     row.near = table_of(near ? far : std::vector<const std::byte*>(far.size(), nullptr));
     if (!near) {

@@ -22,7 +22,8 @@ TEST_F(Narrow, GivesTheTokensOfALayerThatSelectsAtOnce) {
     const std::int32_t window = random.between(1, 40), select = window + random.one_of({1, 2, 31, 32, 100, 300});
     Ints lengths;
     for (int p = random.between(1, 4); p > 0; --p)
-      lengths.push_back(random.one_of({0, 1, 13, 255, 256, 257, select - window - 1, select - window, select - window + 1, 600}));
+      lengths.push_back(
+          random.one_of({0, 1, 13, 255, 256, 257, select - window - 1, select - window, select - window + 1, 600}));
     RankedPrompts c(lengths, 1);
     Ints ranks(static_cast<std::size_t>(c.elements), -5), want;
     for (RankedPrompt& prompt : c.prompts) {
@@ -30,7 +31,8 @@ TEST_F(Narrow, GivesTheTokensOfALayerThatSelectsAtOnce) {
       for (float& x : scores) x = static_cast<float>(random.between(0, 99));
       const Ints own = ranks_of(scores);
       std::copy(own.begin(), own.end(), ranks.begin() + static_cast<std::ptrdiff_t>(prompt.ranks));
-      LayerSelector selector({.select = select, .window = window, .fixed_layer = 0}, std::int64_t{prompt.ranked} + window);
+      LayerSelector selector({.select = select, .window = window, .fixed_layer = 0},
+                             std::int64_t{prompt.ranked} + window);
       if (selector.wants(0)) static_cast<void>(selector.see(0, scores));
       prompt.kept = static_cast<std::int64_t>(want.size());
       const Ints tokens = selector.tokens();
@@ -38,7 +40,9 @@ TEST_F(Narrow, GivesTheTokensOfALayerThatSelectsAtOnce) {
     }
     in_every_order([&] {
       const DeviceArray<std::int32_t> there(ranks), tokens(want.size());
-      launch_narrow({.prompts = c.prompts, .select = select, .window = window, .ranks = there.data(), .tokens = tokens.data()}, nullptr);
+      launch_narrow(
+          {.prompts = c.prompts, .select = select, .window = window, .ranks = there.data(), .tokens = tokens.data()},
+          nullptr);
       ASSERT_EQ(tokens.download(), want) << "case " << n << ", select " << select << ", window " << window;
     });
   }
@@ -52,7 +56,8 @@ TEST_F(Narrow, GivesTheTokensOfALongPrompt) {
   static_cast<void>(selector.see(0, scores));
   const RankedPrompt prompt{.ranked = 4100};
   const DeviceArray<std::int32_t> ranks(ranks_of(scores)), tokens(1000);
-  launch_narrow({.prompts = {&prompt, 1}, .select = 1000, .window = 32, .ranks = ranks.data(), .tokens = tokens.data()}, nullptr);
+  launch_narrow({.prompts = {&prompt, 1}, .select = 1000, .window = 32, .ranks = ranks.data(), .tokens = tokens.data()},
+                nullptr);
   EXPECT_EQ(tokens.download(), selector.tokens());
 }
 
@@ -64,17 +69,23 @@ TEST_F(Narrow, WritesThePromptsThatTheLayerHasSelectedAndNoOther) {
   all[0].layer = 7, all[1].layer = 6;
   const DeviceArray<LayerSelection> states(all);
   const DeviceArray<std::int32_t> ranks(Ints{2, 1, 3, 2, 1, 3, 3, 2, 1}), tokens(Ints(9, -1));
-  launch_narrow(
-      {.prompts = c.prompts, .select = 3, .window = 1, .ranks = ranks.data(), .states = states.data(), .layer = 7, .tokens = tokens.data()},
-      nullptr);
+  launch_narrow({.prompts = c.prompts,
+                 .select = 3,
+                 .window = 1,
+                 .ranks = ranks.data(),
+                 .states = states.data(),
+                 .layer = 7,
+                 .tokens = tokens.data()},
+                nullptr);
   EXPECT_EQ(tokens.download(), (Ints{-1, -1, -1, -1, -1, -1, 1, 2, 3}));
 }
 
-/// From queries to packed rows, layer by layer; the host looks at states where it must know how long the rows are. The CPU is told the
-/// device's scores: ranks, decisions and rows are its own.
+/// From queries to packed rows, layer by layer; the host looks at states where it must know how long the rows are. The
+/// CPU is told the device's scores: ranks, decisions and rows are its own.
 TEST_F(Narrow, FollowsTheScoresOfEveryLayerToTheRowsThatGoOn) {
   constexpr std::int32_t kWindow = 3, kSelect = 9, kLayers = 7;
-  const LayerSelectorOptions options{.select = kSelect, .window = kWindow, .min_layer = 2, .observed_layers = 3, .threshold = 0.5};
+  const LayerSelectorOptions options{
+      .select = kSelect, .window = kWindow, .min_layer = 2, .observed_layers = 3, .threshold = 0.5};
   const Ints lengths{40, 9, 29};
   RankedPrompts c({37, 6, 26});
   std::vector<GatheredPrompt> gathered;
@@ -89,8 +100,8 @@ TEST_F(Narrow, FollowsTheScoresOfEveryLayerToTheRowsThatGoOn) {
     for (std::int32_t t = 0; t < lengths[p]; ++t) hidden.push_back(1000 * static_cast<std::int32_t>(p) + t);
     want.emplace_back(options, lengths[p]);
   }
-  const DeviceArray<std::int32_t> ring(static_cast<std::size_t>(ranked_layers(options) * c.elements)), tokens(3 * kSelect), rows(hidden),
-      packed(Ints(3 * kSelect, -1));
+  const DeviceArray<std::int32_t> ring(static_cast<std::size_t>(ranked_layers(options) * c.elements)),
+      tokens(3 * kSelect), rows(hidden), packed(Ints(3 * kSelect, -1));
   const DeviceArray<LayerSelection> states(std::vector<LayerSelection>(3));
   const DeviceArray<std::byte> ranking(static_cast<std::size_t>(ranks_workspace_bytes(c.prompts))),
       comparing(static_cast<std::size_t>(layer_selector_workspace_bytes(c.prompts)));
@@ -116,7 +127,8 @@ TEST_F(Narrow, FollowsTheScoresOfEveryLayerToTheRowsThatGoOn) {
     a.workspace = workspace.data();
     launch_prompt_scores(a, nullptr);
     std::int32_t* newest = ring.data() + rank_place(options, l) * c.elements;
-    launch_ranks({.prompts = c.prompts, .scores = scores.data(), .ranks = newest, .workspace = ranking.data()}, nullptr);
+    launch_ranks({.prompts = c.prompts, .scores = scores.data(), .ranks = newest, .workspace = ranking.data()},
+                 nullptr);
     launch_layer_selector({.options = options,
                            .layer = l,
                            .prompts = c.prompts,
@@ -137,7 +149,8 @@ TEST_F(Narrow, FollowsTheScoresOfEveryLayerToTheRowsThatGoOn) {
     const std::vector<float> told = scores.download();
     for (std::size_t p = 0; p < want.size(); ++p) {
       if (want[p].wants(l))
-        static_cast<void>(want[p].see(l, {told.data() + c.prompts[p].scores, static_cast<std::size_t>(c.prompts[p].ranked)}));
+        static_cast<void>(
+            want[p].see(l, {told.data() + c.prompts[p].scores, static_cast<std::size_t>(c.prompts[p].ranked)}));
       ASSERT_EQ(flags[p].layer, want[p].layer()) << "layer " << l << ", prompt " << p;
       if (flags[p].layer != l) continue;
       ++selected;
@@ -156,7 +169,8 @@ TEST_F(Narrow, FollowsTheScoresOfEveryLayerToTheRowsThatGoOn) {
   for (const std::size_t p : {std::size_t{0}, std::size_t{2}}) {
     Ints all;
     for (const std::int32_t t : want[p].tokens()) all.push_back(1000 * static_cast<std::int32_t>(p) + t);
-    EXPECT_EQ(Ints(got.begin() + static_cast<std::ptrdiff_t>(p) * kSelect, got.begin() + static_cast<std::ptrdiff_t>(p + 1) * kSelect),
+    EXPECT_EQ(Ints(got.begin() + static_cast<std::ptrdiff_t>(p) * kSelect,
+                   got.begin() + static_cast<std::ptrdiff_t>(p + 1) * kSelect),
               all);
   }
 }
@@ -195,7 +209,8 @@ TEST_F(GatherRows, CopyEveryRowToItsPlaceForAnyWidthAndStride) {
       std::vector<std::byte> want = before;
       for (const GatheredPrompt& prompt : prompts)
         for (std::int32_t i = 0; i < prompt.rows; ++i) {
-          const std::int64_t row = prompt.from + (prompt.kept < 0 ? i : tokens[static_cast<std::size_t>(prompt.kept + i)]);
+          const std::int64_t row =
+              prompt.from + (prompt.kept < 0 ? i : tokens[static_cast<std::size_t>(prompt.kept + i)]);
           std::copy_n(source.begin() + row * from_stride, width, want.begin() + (prompt.to + i) * to_stride);
         }
       in_every_order([&] {
@@ -241,8 +256,11 @@ TEST_F(GatherRows, RefuseStridesBelowARowAndListsThatAreNotThere) {
   EXPECT_THROW(launch_gather_rows({.row_bytes = 0, .from_stride = 4, .to_stride = 4}, nullptr), InvalidArgument);
   EXPECT_THROW(launch_gather_rows({.row_bytes = 8, .from_stride = 4, .to_stride = 8}, nullptr), InvalidArgument);
   EXPECT_THROW(launch_gather_rows({.row_bytes = 8, .from_stride = 8, .to_stride = 6}, nullptr), InvalidArgument);
-  EXPECT_THROW(launch_gather_rows({.prompts = {&negative, 1}, .row_bytes = 4, .from_stride = 4, .to_stride = 4}, nullptr), InvalidArgument);
-  EXPECT_THROW(launch_gather_rows({.prompts = {&listed, 1}, .row_bytes = 4, .from_stride = 4, .to_stride = 4}, nullptr), InvalidArgument);
+  EXPECT_THROW(
+      launch_gather_rows({.prompts = {&negative, 1}, .row_bytes = 4, .from_stride = 4, .to_stride = 4}, nullptr),
+      InvalidArgument);
+  EXPECT_THROW(launch_gather_rows({.prompts = {&listed, 1}, .row_bytes = 4, .from_stride = 4, .to_stride = 4}, nullptr),
+               InvalidArgument);
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// Plans: only the newest one of a keeper moves anything on a device, a keeper applies none but its own on either machine, and no two keepers share an accelerator.
+// Plans: only the newest one of a keeper moves anything on a device, a keeper applies none but its own on either
+// machine, and no two keepers share an accelerator.
 
 #include "device.h"
 #include "engines.h"
@@ -14,7 +15,8 @@ const char* const kPolicy = "ams-tova,budget=48,interval=12,recent=4,window=8,mi
 /// Two sequences of one engine, both due.
 class TwoDue {
  public:
-  explicit TwoDue(const std::shared_ptr<Accelerator>& accelerator, std::uint64_t seed = 31) : engine(kPolicy, false, kFloat32, accelerator) {
+  explicit TwoDue(const std::shared_ptr<Accelerator>& accelerator, std::uint64_t seed = 31)
+      : engine(kPolicy, false, kFloat32, accelerator) {
     oracle::Random random(seed);
     engine.join(1);
     engine.join(2);
@@ -22,7 +24,10 @@ class TwoDue {
     engine.feed(numbers_of(random, {{1, 12}, {2, 12}}));
   }
   [[nodiscard]] CacheView view_of(std::size_t i) {
-    return {.layers = engine.layers, .sequences = std::span(ids_).subspan(i, 1), .lengths = {std::span(lengths_).subspan(i, 1), 1}, .places = std::span(places_).subspan(i, 1)};
+    return {.layers = engine.layers,
+            .sequences = std::span(ids_).subspan(i, 1),
+            .lengths = {std::span(lengths_).subspan(i, 1), 1},
+            .places = std::span(places_).subspan(i, 1)};
   }
   [[nodiscard]] Plan plan(std::size_t i) { return engine.keeper.plan(view_of(i)); }
   Report apply(const Plan& plan, std::size_t i) {
@@ -34,7 +39,8 @@ class TwoDue {
   [[nodiscard]] std::vector<Tensor> bytes() const {
     std::vector<Tensor> all;
     for (const LayerKv& layer : engine.layers)
-      for (const Tensor& side : {std::get<DenseKv>(layer).keys, std::get<DenseKv>(layer).values}) all.push_back(side.clone());
+      for (const Tensor& side : {std::get<DenseKv>(layer).keys, std::get<DenseKv>(layer).values})
+        all.push_back(side.clone());
     return all;
   }
 
@@ -57,7 +63,8 @@ std::string refusal(Body&& body) {
 
 void expect_same(const std::vector<Tensor>& before, const std::vector<Tensor>& after) {
   ASSERT_EQ(before.size(), after.size());
-  for (std::size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(same_bits(before[i], after[i])) << "K or V number " << i << " moved";
+  for (std::size_t i = 0; i < before.size(); ++i)
+    EXPECT_TRUE(same_bits(before[i], after[i])) << "K or V number " << i << " moved";
 }
 
 using DevicePlans = OnDevice;
@@ -84,7 +91,8 @@ TEST_F(DevicePlans, WhoseMemoryWasTakenAwayAreRefused) {
   TwoDue device(accelerator);
   const Plan plan = device.plan(0);
   const Tensor memory = at::empty({1 << 22}, at::TensorOptions().dtype(c10::kByte).device(accelerator->device()));
-  accelerator->use_workspace(memory.narrow(0, (256 - reinterpret_cast<std::intptr_t>(memory.data_ptr()) % 256) % 256, (1 << 22) - 256));
+  accelerator->use_workspace(
+      memory.narrow(0, (256 - reinterpret_cast<std::intptr_t>(memory.data_ptr()) % 256) % 256, (1 << 22) - 256));
   const std::vector<Tensor> before = device.bytes();
   EXPECT_NE(refusal([&] { return device.apply(plan, 0); }).find("use_workspace()"), std::string::npos);
   expect_same(before, device.bytes());
@@ -98,7 +106,9 @@ TEST_F(DevicePlans, StandThoughAViewIsMeasuredAndAStepWithoutAnEventComesBetween
   cpu.engine.join(3);
   const std::vector<SequenceId> ids{3};
   Ints lengths{0}, places{3};
-  EXPECT_TRUE(device.engine.keeper.plan({.layers = device.engine.layers, .sequences = ids, .lengths = {lengths, 1}, .places = places}).cuts.empty());
+  EXPECT_TRUE(device.engine.keeper
+                  .plan({.layers = device.engine.layers, .sequences = ids, .lengths = {lengths, 1}, .places = places})
+                  .cuts.empty());
   EXPECT_EQ(device.apply(plan, 0).cuts.size(), 1U);
   EXPECT_EQ(cpu.apply(cpu.plan(0), 0).cuts.size(), 1U);
   expect_alike(cpu.engine, device.engine);
@@ -116,13 +126,21 @@ TEST_F(DevicePlans, OfAnotherKeeperAreRefusedBeforeAByteMoves) {
 
 TEST_F(DevicePlans, OfTwoKeepersNeverMeetForAnAcceleratorServesOne) {
   const std::shared_ptr<Accelerator> accelerator = fresh_accelerator();
-  EXPECT_THROW(Keeper(engines::model(), make_policy("adakv-tova,budget=48,interval=12"), {.accelerator = accelerator}), InvalidArgument);
+  EXPECT_THROW(Keeper(engines::model(), make_policy("adakv-tova,budget=48,interval=12"), {.accelerator = accelerator}),
+               InvalidArgument);
   {
     const Keeper first(engines::model(), make_policy("knorm,budget=48,interval=12"), {.accelerator = accelerator});
-    EXPECT_NE(refusal([&] { return Keeper(engines::model(), make_policy("knorm,budget=48,interval=12"), {.accelerator = accelerator}); }).find("one accelerator for each keeper"), std::string::npos);
+    EXPECT_NE(refusal([&] {
+                return Keeper(engines::model(), make_policy("knorm,budget=48,interval=12"),
+                              {.accelerator = accelerator});
+              }).find("one accelerator for each keeper"),
+              std::string::npos);
   }
   // Constants of the first are known by addresses that another keeper may get now.
-  EXPECT_NE(refusal([&] { return Keeper(engines::model(), make_policy("knorm,budget=48,interval=12"), {.accelerator = accelerator}); }).find("or did before"), std::string::npos);
+  EXPECT_NE(refusal([&] {
+              return Keeper(engines::model(), make_policy("knorm,budget=48,interval=12"), {.accelerator = accelerator});
+            }).find("or did before"),
+            std::string::npos);
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// What an event needs before anything is scored, on a GPU: window queries turned as on the CPU, and the newest positions at the end of the columns.
+// What an event needs before anything is scored, on a GPU: window queries turned as on the CPU, and the newest
+// positions at the end of the columns.
 
 #include "prepare.h"
 
@@ -20,9 +21,12 @@ std::vector<float> on_cpu(const EvidenceCase& c, std::int32_t window) {
         std::fill(q.begin(), q.end(), 0.0F);
         for (std::int32_t d = 0; i >= 0 && d < c.shape.dim; ++d) {
           const std::byte* at = group.queries.at(i, h) + d * element_bytes(c.shape.query);
-          if (c.shape.query == Element::f16) q[static_cast<std::size_t>(d)] = *reinterpret_cast<const c10::Half*>(at);
-          else if (c.shape.query == Element::bf16) q[static_cast<std::size_t>(d)] = *reinterpret_cast<const c10::BFloat16*>(at);
-          else q[static_cast<std::size_t>(d)] = *reinterpret_cast<const float*>(at);
+          if (c.shape.query == Element::f16)
+            q[static_cast<std::size_t>(d)] = *reinterpret_cast<const c10::Half*>(at);
+          else if (c.shape.query == Element::bf16)
+            q[static_cast<std::size_t>(d)] = *reinterpret_cast<const c10::BFloat16*>(at);
+          else
+            q[static_cast<std::size_t>(d)] = *reinterpret_cast<const float*>(at);
         }
         if (i >= 0 && c.shape.pre_rope) {
           rope_at(c.spec.rope, group.queries.position(i), cosines.data(), sines.data());
@@ -40,7 +44,15 @@ TEST_F(Prepare, TurnsQueriesAsTheCpuDoes) {  // B16
     for (const bool pre_rope : {false, true})
       for (const RopeStyle style : {RopeStyle::half, RopeStyle::interleaved})
         for (const std::int32_t dim : {1, 7, 64, 96}) {
-          const EvidenceCase c(++seed, {.group = 3, .kv_heads = 2, .dim = dim, .lengths = {40, 2, 9}, .seen = 5, .query = element, .pre_rope = pre_rope, .style = style, .pairs = dim / 4 + dim / 5});
+          const EvidenceCase c(++seed, {.group = 3,
+                                        .kv_heads = 2,
+                                        .dim = dim,
+                                        .lengths = {40, 2, 9},
+                                        .seen = 5,
+                                        .query = element,
+                                        .pre_rope = pre_rope,
+                                        .style = style,
+                                        .pairs = dim / 4 + dim / 5});
           for (const std::int32_t window : {1, 4, 7}) {
             const std::vector<float> want = on_cpu(c, window);
             in_every_order([&] {
@@ -57,7 +69,8 @@ TEST_F(Prepare, TurnsQueriesAsTheCpuDoes) {  // B16
                               .attention_scaling = c.spec.rope.attention_scaling},
                              nullptr);
               const std::vector<float> got = out.download();
-              for (std::size_t i = 0; i < want.size(); ++i) ASSERT_NEAR(got[i], want[i], 1e-6) << "at " << i << "; " << c.description();
+              for (std::size_t i = 0; i < want.size(); ++i)
+                ASSERT_NEAR(got[i], want[i], 1e-6) << "at " << i << "; " << c.description();
             });
           }
         }
@@ -81,12 +94,18 @@ TEST_F(Prepare, WritesTheNewestPositionsBehindThoseThatStayed) {
     const DeviceArray<Row> there(rows);
     const DeviceArray<PositionRun> runs_there(runs);
     const DeviceArray<NewestPositions> newest(std::vector<NewestPositions>{{runs_there.data(), 3, kNewest}});
-    launch_prepare({.evidence = {.rows = there.data(), .count = 3, .longest = 210, .kv_heads = 3, .dim = 8}, .newest = newest.data(), .windows = nullptr, .queries = nullptr}, nullptr);
+    launch_prepare({.evidence = {.rows = there.data(), .count = 3, .longest = 210, .kv_heads = 3, .dim = 8},
+                    .newest = newest.data(),
+                    .windows = nullptr,
+                    .queries = nullptr},
+                   nullptr);
     const std::vector<std::int32_t> got = columns.download();
     for (std::size_t r = 0; r < rows.size(); ++r)
       for (std::int32_t t = 0; t < kRoom; ++t) {
         const std::int32_t i = t - (lengths[r] - kNewest);
-        ASSERT_EQ(got[r * kRoom + static_cast<std::size_t>(t)], i >= 0 && t < lengths[r] ? tail[static_cast<std::size_t>(i)] : -7) << "row " << r << ", slot " << t;
+        ASSERT_EQ(got[r * kRoom + static_cast<std::size_t>(t)],
+                  i >= 0 && t < lengths[r] ? tail[static_cast<std::size_t>(i)] : -7)
+            << "row " << r << ", slot " << t;
       }
   });
 }

@@ -78,10 +78,14 @@ TEST_F(PromptScoresKernel, AgreeWithTheCpuForEveryGroupElementAndPool) {
         for (const std::int32_t pool : {1, 5, 7}) {
           if (kind == Pool::maximum && pool == 1) continue;
           const std::int32_t window = ++seed % 2 == 0 ? 3 : 5;
-          expect_as_on_cpu(
-              prompts(seed,
-                      {.group = group, .kv_heads = 2, .dim = 8, .lengths = {window + 1, 37, 20}, .seen = 6, .keys = keys, .query = keys}),
-              {window, pool, kind});
+          expect_as_on_cpu(prompts(seed, {.group = group,
+                                          .kv_heads = 2,
+                                          .dim = 8,
+                                          .lengths = {window + 1, 37, 20},
+                                          .seen = 6,
+                                          .keys = keys,
+                                          .query = keys}),
+                           {window, pool, kind});
         }
 }
 
@@ -90,7 +94,8 @@ TEST_F(PromptScoresKernel, AgreeWithTheCpuOnMatrixUnits) {  // windows of 16 que
   for (const Element keys : {Element::f16, Element::bf16})
     for (const Pool kind : {Pool::average, Pool::maximum})
       expect_as_on_cpu(
-          prompts(++seed, {.group = 2, .kv_heads = 2, .dim = 16, .lengths = {67, 19}, .seen = 16, .keys = keys, .query = keys}),
+          prompts(++seed,
+                  {.group = 2, .kv_heads = 2, .dim = 16, .lengths = {67, 19}, .seen = 16, .keys = keys, .query = keys}),
           {16, 7, kind});
 }
 
@@ -103,8 +108,9 @@ TEST_F(PromptScoresKernel, AgreeWithTheCpuForEveryLength) {
 TEST_F(PromptScoresKernel, ReadPages) {
   std::uint64_t seed = 300;
   for (const Pool kind : {Pool::average, Pool::maximum})
-    expect_as_on_cpu(prompts(++seed, {.group = 2, .kv_heads = 2, .dim = 8, .lengths = {41, 33}, .seen = 4, .keys = Element::f16}),
-                     {4, 5, kind}, {.gap = 4, .page = 16});
+    expect_as_on_cpu(
+        prompts(++seed, {.group = 2, .kv_heads = 2, .dim = 8, .lengths = {41, 33}, .seen = 4, .keys = Element::f16}),
+        {4, 5, kind}, {.gap = 4, .page = 16});
 }
 
 TEST_F(PromptScoresKernel, AreTheCpusBitsOfEqualSums) {
@@ -115,7 +121,8 @@ TEST_F(PromptScoresKernel, AreTheCpusBitsOfEqualSums) {
   for (const Row& row : c.table.rows) all.push_back({4, row.length - 4});
   const DeviceArray<RowWindow> windows(all);
   const DeviceArray<float> sums(static_cast<std::size_t>(c.table.slots));
-  const DeviceArray<std::byte> workspace(static_cast<std::size_t>(window_attention_workspace_bytes(there.arguments(), 4)));
+  const DeviceArray<std::byte> workspace(
+      static_cast<std::size_t>(window_attention_workspace_bytes(there.arguments(), 4)));
   launch_window_attention({.evidence = there.arguments(),
                            .windows = windows.data(),
                            .window = 4,
@@ -201,9 +208,11 @@ TEST_F(PromptScoresKernel, RefuseWhatTheyCannotScore) {
     return std::string();
   };
   const EvidenceArguments rows{.count = 4, .longest = 40, .kv_heads = 2, .dim = 8};
-  EXPECT_EQ(message({.evidence = rows, .window = 4, .pool = 4}), "prompt scores: pool; given 4; allowed odd numbers from 1 on");
+  EXPECT_EQ(message({.evidence = rows, .window = 4, .pool = 4}),
+            "prompt scores: pool; given 4; allowed odd numbers from 1 on");
   EXPECT_EQ(message({.evidence = rows, .window = 0}), "prompt scores: window; given 0; allowed 1 or more");
-  EXPECT_EQ(message({.evidence = rows, .window = 40}), "prompt scores: the longest row holds 40 slots; allowed more than the window of 40");
+  EXPECT_EQ(message({.evidence = rows, .window = 40}),
+            "prompt scores: the longest row holds 40 slots; allowed more than the window of 40");
   EXPECT_EQ(message({.evidence = {.count = 3, .longest = 40, .kv_heads = 2, .dim = 8}, .window = 4}),
             "prompt scores: rows; given 3; allowed whole groups of 2, one row a KV head");
   EXPECT_NE(message({.evidence = {.dim = 257}}).find("head size"), std::string::npos);

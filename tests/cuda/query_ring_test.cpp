@@ -1,4 +1,5 @@
-// New queries on their way to their rings: every token at its place, whatever the strides, the dtype and where the ring begins; what lies between stays.
+// New queries on their way to their rings: every token at its place, whatever the strides, the dtype and where the ring
+// begins; what lies between stays.
 
 #include "query_ring.h"
 
@@ -28,20 +29,27 @@ TEST_F(PushQueries, PutEveryTokenAtItsPlace) {
           std::vector<std::int32_t> capacities{4, 7, 9, 1, 12}, tokens{4, 3, 0, 1, 11}, begins{3, 5, 0, 0, 7};
           std::int64_t room = 0;
           for (const std::int32_t capacity : capacities) room += capacity;
-          const DeviceArray<std::byte> rings(std::vector<std::byte>(static_cast<std::size_t>(room * kHeads * head), std::byte{0x5A}));
+          const DeviceArray<std::byte> rings(
+              std::vector<std::byte>(static_cast<std::size_t>(room * kHeads * head), std::byte{0x5A}));
           const DeviceArray<std::int32_t> positions(std::vector<std::int32_t>(static_cast<std::size_t>(room), -1));
           want.assign(static_cast<std::size_t>(room * kHeads * head), std::byte{0x5A});
           want_positions.assign(static_cast<std::size_t>(room), -1);
           std::int64_t ring = 0;
           for (std::int32_t p = 0; p < kPieces; ++p) {
             const auto n = static_cast<std::size_t>(p);
-            arguments.arrivals[p] = {.from = source.data() + token * token_stride, .ring = rings.data() + ring * kHeads * head, .positions = positions.data() + ring, .capacity = capacities[n],
-                                   .at = begins[n], .tokens = tokens[n], .position = 100 * p};
+            arguments.arrivals[p] = {.from = source.data() + token * token_stride,
+                                     .ring = rings.data() + ring * kHeads * head,
+                                     .positions = positions.data() + ring,
+                                     .capacity = capacities[n],
+                                     .at = begins[n],
+                                     .tokens = tokens[n],
+                                     .position = 100 * p};
             for (std::int32_t i = 0; i < tokens[n]; ++i) {
               const std::int64_t place = ring + (begins[n] + i) % capacities[n];
               want_positions[static_cast<std::size_t>(place)] = 100 * p + i;
               for (std::int32_t h = 0; h < kHeads; ++h)
-                std::copy_n(from.begin() + (token + i) * token_stride + h * head_stride, head, want.begin() + (place * kHeads + h) * head);
+                std::copy_n(from.begin() + (token + i) * token_stride + h * head_stride, head,
+                            want.begin() + (place * kHeads + h) * head);
             }
             token += tokens[n];
             ring += capacities[n];

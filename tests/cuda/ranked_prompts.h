@@ -16,8 +16,11 @@ namespace kvkeep::cuda {
 struct RankedPrompts {
   explicit RankedPrompts(const std::vector<std::int32_t>& ranked, std::int64_t gap = 0) {
     for (const std::int32_t n : ranked) {
-      prompts.push_back(
-          {.scores = elements, .ranks = elements, .kept = elements, .ranked = n, .state = static_cast<std::int32_t>(prompts.size())});
+      prompts.push_back({.scores = elements,
+                         .ranks = elements,
+                         .kept = elements,
+                         .ranked = n,
+                         .state = static_cast<std::int32_t>(prompts.size())});
       elements += n + gap;
     }
   }

@@ -22,7 +22,8 @@ Ints on_device(const RankedPrompts& c, const std::vector<float>& scores) {
   const DeviceArray<float> there(scores);
   const DeviceArray<std::int32_t> ranks(Ints(scores.size(), kNobody));
   const DeviceArray<std::byte> workspace(static_cast<std::size_t>(ranks_workspace_bytes(c.prompts)));
-  launch_ranks({.prompts = c.prompts, .scores = there.data(), .ranks = ranks.data(), .workspace = workspace.data()}, nullptr);
+  launch_ranks({.prompts = c.prompts, .scores = there.data(), .ranks = ranks.data(), .workspace = workspace.data()},
+               nullptr);
   return ranks.download();
 }
 
@@ -50,7 +51,8 @@ TEST_F(Ranks, AreTheCpusForPromptsOfAnyLength) {
   oracle::Random random(21);
   for (int round = 0; round < oracle::random_case_count(24); ++round) {
     Ints lengths;
-    for (int n = random.between(1, 4); n > 0; --n) lengths.push_back(random.one_of({0, 1, 2, 31, 32, 33, 97, 127, 255, 256, 257}));
+    for (int n = random.between(1, 4); n > 0; --n)
+      lengths.push_back(random.one_of({0, 1, 2, 31, 32, 33, 97, 127, 255, 256, 257}));
     const RankedPrompts c(lengths, random.between(0, 3));
     std::vector<float> scores(static_cast<std::size_t>(c.elements));
     for (const RankedPrompt& prompt : c.prompts) {
@@ -89,7 +91,8 @@ TEST_F(Ranks, TakeMorePromptsThanOneLaunchHolds) {
   expect_as_on_cpu(c, troubled_scores(random, static_cast<std::int32_t>(c.elements)), "66 prompts");
 }
 
-TEST_F(Ranks, GiveEveryPromptAWorkspaceOfItsOwn) {  // the model runs one block after the other: prompts that share would not be seen
+TEST_F(Ranks, GiveEveryPromptAWorkspaceOfItsOwn) {  // the model runs one block after the other: prompts that share
+                                                    // would not be seen
   const RankedPrompts c({5, 40, 1, 33});
   oracle::Random random(25);
   std::vector<float> scores(static_cast<std::size_t>(c.elements));
@@ -98,8 +101,10 @@ TEST_F(Ranks, GiveEveryPromptAWorkspaceOfItsOwn) {  // the model runs one block 
   const DeviceArray<std::int32_t> ranks(scores.size());
   const auto bytes = static_cast<std::size_t>(ranks_workspace_bytes(c.prompts));
   EXPECT_EQ(bytes, 16U * 79);
-  const DeviceArray<std::uint64_t> workspace(std::vector<std::uint64_t>(bytes / 8, ~std::uint64_t{0}));  // no token has that number
-  launch_ranks({.prompts = c.prompts, .scores = there.data(), .ranks = ranks.data(), .workspace = workspace.data()}, nullptr);
+  const DeviceArray<std::uint64_t> workspace(
+      std::vector<std::uint64_t>(bytes / 8, ~std::uint64_t{0}));  // no token has that number
+  launch_ranks({.prompts = c.prompts, .scores = there.data(), .ranks = ranks.data(), .workspace = workspace.data()},
+               nullptr);
   for (const std::uint64_t entry : workspace.download()) EXPECT_NE(entry, ~std::uint64_t{0});
 }
 

@@ -23,7 +23,8 @@ void expect_as_on_cpu(const EvidenceCase& c) {
 TEST_F(RecencyKernel, CountsTheSlotsOfEveryRow) {  // B29
   std::uint64_t seed = 0;
   expect_as_on_cpu(EvidenceCase(++seed, {.dim = 1, .lengths = {}}));
-  for (const std::int32_t length : {0, 1, 2, 31, 255, 256, 257, 1023, 1024, 1025, 2311}) expect_as_on_cpu(EvidenceCase(++seed, {.kv_heads = 3, .dim = 1, .lengths = {length, 7, 0}, .ragged = true}));
+  for (const std::int32_t length : {0, 1, 2, 31, 255, 256, 257, 1023, 1024, 1025, 2311})
+    expect_as_on_cpu(EvidenceCase(++seed, {.kv_heads = 3, .dim = 1, .lengths = {length, 7, 0}, .ragged = true}));
 }
 
 TEST_F(RecencyKernel, LeavesRowsAloneThatAreNotDue) {

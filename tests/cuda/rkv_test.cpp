@@ -53,7 +53,10 @@ void crowd(EvidenceCase& c, std::uint64_t seed, std::int32_t directions, double 
     for (double& x : centres) x = random.normal();
     for (std::int32_t t = 0; t < c.table.rows[r].length; ++t) {
       const std::int32_t which = random.between(0, directions - 1);
-      for (std::int32_t d = 0; d < c.shape.dim; ++d) c.set_key(r, t, d, static_cast<float>(centres[static_cast<std::size_t>(which * c.shape.dim + d)] + noise * random.normal()));
+      for (std::int32_t d = 0; d < c.shape.dim; ++d)
+        c.set_key(
+            r, t, d,
+            static_cast<float>(centres[static_cast<std::size_t>(which * c.shape.dim + d)] + noise * random.normal()));
     }
   }
 }
@@ -70,9 +73,21 @@ TEST_F(RkvKernel, AgreesWithTheCpuUnderEveryOption) {
         for (const std::int32_t pool : {1, 7})
           for (const std::int32_t seen : {0, 1, 9}) {
             ++seed;
-            EvidenceCase c(seed, {.group = 3, .kv_heads = 2, .dim = 16, .lengths = {150, 9, 1, 0}, .seen = seen, .keys = kElements[seed % 4], .pre_rope = true, .ragged = true});
+            EvidenceCase c(seed, {.group = 3,
+                                  .kv_heads = 2,
+                                  .dim = 16,
+                                  .lengths = {150, 9, 1, 0},
+                                  .seen = seen,
+                                  .keys = kElements[seed % 4],
+                                  .pre_rope = true,
+                                  .ragged = true});
             if (seed % 2 == 0) crowd(c, seed, 3, 0.4);
-            expect_as_on_cpu(c, {.window = 6, .pool = pool, .lambda = seed % 3 == 0 ? 0.5 : 0.07, .group = group, .redundancy = redundancy, .no_similar = no_similar});
+            expect_as_on_cpu(c, {.window = 6,
+                                 .pool = pool,
+                                 .lambda = seed % 3 == 0 ? 0.5 : 0.07,
+                                 .group = group,
+                                 .redundancy = redundancy,
+                                 .no_similar = no_similar});
           }
 }
 
@@ -83,7 +98,8 @@ TEST_F(RkvKernel, AgreesWithTheCpuForEveryLength) {  // B29
       for (const bool crowded : {false, true}) {
         EvidenceCase c(++seed, {.dim = 16, .lengths = {length, 5}, .seen = 3, .keys = keys});
         if (crowded) crowd(c, seed, 2, 0.5);
-        expect_as_on_cpu(c, {.window = 2, .lambda = 0, .no_similar = seed % 2 == 0 ? NoSimilar::first : NoSimilar::nothing});
+        expect_as_on_cpu(
+            c, {.window = 2, .lambda = 0, .no_similar = seed % 2 == 0 ? NoSimilar::first : NoSimilar::nothing});
       }
 }
 
@@ -102,7 +118,9 @@ TEST_F(RkvKernel, AgreesWhereNoKeyAndWhereEveryKeyHasAPartner) {
   for (const double similarity : {0.0, 0.05, 0.999})
     for (const Element keys : kElements)
       for (const auto no_similar : {NoSimilar::nothing, NoSimilar::first})
-        expect_as_on_cpu(EvidenceCase(++seed, {.kv_heads = 2, .dim = 48, .lengths = {200}, .seen = 4, .keys = keys, .ragged = true}), {.window = 4, .lambda = 0, .similarity = similarity, .no_similar = no_similar});
+        expect_as_on_cpu(
+            EvidenceCase(++seed, {.kv_heads = 2, .dim = 48, .lengths = {200}, .seen = 4, .keys = keys, .ragged = true}),
+            {.window = 4, .lambda = 0, .similarity = similarity, .no_similar = no_similar});
 }
 
 TEST_F(RkvKernel, AgreesWhereKeysAreOfVeryDifferentLengths) {
@@ -112,7 +130,8 @@ TEST_F(RkvKernel, AgreesWhereKeysAreOfVeryDifferentLengths) {
       EvidenceCase c(++seed, {.dim = 16, .lengths = {300}, .seen = 4, .keys = keys});
       oracle::Random random(seed);
       for (std::int64_t t = 0; t < 300; ++t) {
-        const bool loud = t >= 300 - 128 ? (300 - t) % 16 == 0 : t % 64 < 16;  // the first rows of a tile, the first of 16 columns
+        const bool loud =
+            t >= 300 - 128 ? (300 - t) % 16 == 0 : t % 64 < 16;  // the first rows of a tile, the first of 16 columns
         const float by = by_chance ? static_cast<float>(std::exp(1.5 * random.normal())) : loud ? 4.0F : 0.1F;
         for (std::int64_t d = 0; d < 16; ++d) c.set_key(0, t, d, by * c.plain[0][static_cast<std::size_t>(t * 16 + d)]);
       }
@@ -148,7 +167,8 @@ TEST_F(RkvKernel, KnowsKeysOfZerosAndOppositeKeys) {
   for (const Element keys : kElements) {
     EvidenceCase c(550, {.dim = 24, .lengths = {200, 140}, .seen = 3, .keys = keys});
     for (std::int64_t t = 0; t < 200; ++t)
-      for (std::int64_t d = 0; d < 24; ++d) c.set_key(0, t, d, (t % 2 == 0 ? 1.0F : -1.0F) * c.plain[0][static_cast<std::size_t>(d)]);
+      for (std::int64_t d = 0; d < 24; ++d)
+        c.set_key(0, t, d, (t % 2 == 0 ? 1.0F : -1.0F) * c.plain[0][static_cast<std::size_t>(d)]);
     for (std::int64_t t = 0; t < 140; t += 3)
       for (std::int64_t d = 0; d < 24; ++d) c.set_key(1, t, d, 0.0F);
     expect_as_on_cpu(c, {.window = 3});

@@ -33,7 +33,8 @@ void expect_as_on_cpu(const EvidenceCase& c, const RpcOptions& options, DeviceLa
   WindowAttention unused;
   const Scores want = Rpc(options).score(c.evidence(), c.limits, unused);
   in_every_order([&] {
-    ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, on_device(c, options, layout), want.data.const_data_ptr<float>(), 1e-6, c.shape.keys == Element::bf16 ? 1e-4 : 2e-5));
+    ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, on_device(c, options, layout), want.data.const_data_ptr<float>(), 1e-6,
+                                              c.shape.keys == Element::bf16 ? 1e-4 : 2e-5));
   });
 }
 
@@ -48,7 +49,14 @@ TEST_F(RpcKernel, AgreesWithTheCpuUnderEveryOption) {
       for (const std::int32_t pool : {1, 7})
         for (const std::int32_t seen : {0, 1, 9}) {
           ++seed;
-          expect_as_on_cpu(EvidenceCase(seed, {.group = 2, .kv_heads = 3, .dim = 16, .lengths = {50, 9, 1, 0}, .seen = seen, .keys = kElements[seed % 4], .pre_rope = true, .ragged = heads == Heads::group}),
+          expect_as_on_cpu(EvidenceCase(seed, {.group = 2,
+                                               .kv_heads = 3,
+                                               .dim = 16,
+                                               .lengths = {50, 9, 1, 0},
+                                               .seen = seen,
+                                               .keys = kElements[seed % 4],
+                                               .pre_rope = true,
+                                               .ragged = heads == Heads::group}),
                            {.window = 6, .pool = pool, .style = style, .heads = heads});
         }
 }
@@ -59,14 +67,19 @@ TEST_F(RpcKernel, AgreesWithTheCpuForEveryLengthAndWindow) {  // B29
     for (const std::int32_t length : {2, 3, 7, 31, 64, 65, 127, 1023, 1024, 1025})
       for (const std::int32_t window : {1, 4}) {
         ++seed;
-        expect_as_on_cpu(EvidenceCase(seed, {.kv_heads = 2, .dim = 4, .lengths = {length}, .seen = 5}), {.window = window, .pool = 5, .style = style, .heads = seed % 2 == 0 ? Heads::all : Heads::group});
+        expect_as_on_cpu(
+            EvidenceCase(seed, {.kv_heads = 2, .dim = 4, .lengths = {length}, .seen = 5}),
+            {.window = window, .pool = 5, .style = style, .heads = seed % 2 == 0 ? Heads::all : Heads::group});
       }
 }
 
 TEST_F(RpcKernel, ReadsPagesAndKnowsEveryHeadSize) {  // B21, B25
   std::uint64_t seed = 200;
   for (const Element keys : kElements)
-    for (const std::int32_t dim : {1, 7, 64, 256}) expect_as_on_cpu(EvidenceCase(++seed, {.group = 4, .kv_heads = 2, .dim = dim, .lengths = {67, 33}, .seen = 8, .keys = keys}), {.window = 8}, {.gap = 4, .page = 16});
+    for (const std::int32_t dim : {1, 7, 64, 256})
+      expect_as_on_cpu(
+          EvidenceCase(++seed, {.group = 4, .kv_heads = 2, .dim = dim, .lengths = {67, 33}, .seen = 8, .keys = keys}),
+          {.window = 8}, {.gap = 4, .page = 16});
 }
 
 TEST_F(RpcKernel, CountsFromTheProtectedOldestSlotsOn) {

@@ -21,11 +21,16 @@ std::vector<float> troubled_scores(oracle::Random& random, std::int32_t length) 
   std::vector<float> scores(static_cast<std::size_t>(length));
   const int kind = random.between(0, 4);
   for (float& s : scores) {
-    if (kind == 0) s = static_cast<float>(random.normal());
-    else if (kind == 1) s = static_cast<float>(random.between(0, 2));
-    else if (kind == 2) s = 0.5F;
-    else if (kind == 3) s = random.one_of({kNan, kMost, -kMost, 0.0F, -0.0F, 1.0F, -1.0F});
-    else s = static_cast<float>(random.unit()) * 1e-30F;
+    if (kind == 0)
+      s = static_cast<float>(random.normal());
+    else if (kind == 1)
+      s = static_cast<float>(random.between(0, 2));
+    else if (kind == 2)
+      s = 0.5F;
+    else if (kind == 3)
+      s = random.one_of({kNan, kMost, -kMost, 0.0F, -0.0F, 1.0F, -1.0F});
+    else
+      s = static_cast<float>(random.unit()) * 1e-30F;
   }
   return scores;
 }
@@ -47,13 +52,17 @@ TEST_F(Select, KeepsTheSlotsThatTheCpuKeeps) {
       RowLimit limit;
       limit.budget = random.between(0, row.length + 2);
       limit.due = row.length > limit.budget && random.chance(0.9);
-      limit.guarded = protect(row.length, limit.budget, random.between(0, 6), random.between(0, 40), random.one_of({Variant::strict, Variant::official}));
+      limit.guarded = protect(row.length, limit.budget, random.between(0, 6), random.between(0, 40),
+                              random.one_of({Variant::strict, Variant::official}));
       const std::vector<float> own = troubled_scores(random, row.length);
       scores.insert(scores.end(), own.begin(), own.end());
-      std::vector<std::int32_t> kept(static_cast<std::size_t>(limit.due ? std::min(row.length, limit.budget) : row.length));
+      std::vector<std::int32_t> kept(
+          static_cast<std::size_t>(limit.due ? std::min(row.length, limit.budget) : row.length));
       std::vector<std::uint64_t> keys;
-      if (limit.due) select(own, limit.guarded, keys, kept);
-      else std::iota(kept.begin(), kept.end(), 0);
+      if (limit.due)
+        select(own, limit.guarded, keys, kept);
+      else
+        std::iota(kept.begin(), kept.end(), 0);
       wanted.insert(wanted.end(), kept.begin(), kept.end());
       indptr.push_back(static_cast<std::int64_t>(wanted.size()));
       rows.push_back(row);
@@ -93,7 +102,14 @@ TEST_F(Select, TakesARowThatNeedsTheLargestBlock) {
     const DeviceArray<float> device_scores(scores);
     const DeviceArray<std::int64_t> indptr(std::vector<std::int64_t>{0, length / 3});
     const DeviceArray<std::int32_t> slots(wanted.size());
-    launch_select({.rows = device_rows.data(), .limits = device_limits.data(), .count = 1, .longest = length, .scores = device_scores.data(), .indptr = indptr.data(), .slots = slots.data()}, nullptr);
+    launch_select({.rows = device_rows.data(),
+                   .limits = device_limits.data(),
+                   .count = 1,
+                   .longest = length,
+                   .scores = device_scores.data(),
+                   .indptr = indptr.data(),
+                   .slots = slots.data()},
+                  nullptr);
     ASSERT_EQ(slots.download(), wanted) << length;
   }
 }

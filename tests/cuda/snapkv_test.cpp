@@ -19,17 +19,44 @@ void expect_as_on_cpu(const EvidenceCase& c, const SnapKVOptions& options) {
     const DeviceEvidence there(c);
     const EvidenceArguments evidence = there.arguments();
     const std::vector<float> nothing(static_cast<std::size_t>(c.table.slots), kUntouched);
-    const DeviceArray<float> queries(c.table.groups.size() * static_cast<std::size_t>(c.spec.query_heads * options.window * c.shape.dim)), attention(nothing), scores(nothing);
+    const DeviceArray<float> queries(c.table.groups.size() *
+                                     static_cast<std::size_t>(c.spec.query_heads * options.window * c.shape.dim)),
+        attention(nothing), scores(nothing);
     const DeviceArray<RowWindow> windows(c.table.rows.size());
-    const DeviceArray<std::byte> workspace(static_cast<std::size_t>(window_attention_workspace_bytes(evidence, options.window)));
-    launch_prepare({.evidence = evidence, .newest = nullptr, .window = options.window, .windows = windows.data(), .queries = queries.data()}, nullptr);
+    const DeviceArray<std::byte> workspace(
+        static_cast<std::size_t>(window_attention_workspace_bytes(evidence, options.window)));
+    launch_prepare({.evidence = evidence,
+                    .newest = nullptr,
+                    .window = options.window,
+                    .windows = windows.data(),
+                    .queries = queries.data()},
+                   nullptr);
     if (average)
-      launch_window_attention({.evidence = evidence, .windows = windows.data(), .window = options.window, .queries = queries.data(), .usage = attention.data(), .workspace = workspace.data()}, nullptr);
+      launch_window_attention({.evidence = evidence,
+                               .windows = windows.data(),
+                               .window = options.window,
+                               .queries = queries.data(),
+                               .usage = attention.data(),
+                               .workspace = workspace.data()},
+                              nullptr);
     else
-      launch_history_attention(
-          {.evidence = evidence, .windows = windows.data(), .window = options.window, .queries = queries.data(), .max_logit = true, .out = attention.data(), .workspace = workspace.data()}, nullptr);
-    launch_snapkv({.evidence = evidence, .windows = windows.data(), .attention = attention.data(), .pool = options.pool, .average = average, .scores = scores.data()}, nullptr);
-    ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, scores.download(), want.data.const_data_ptr<float>(), 1e-7, c.shape.keys == Element::bf16 ? 1e-4 : 2e-5));
+      launch_history_attention({.evidence = evidence,
+                                .windows = windows.data(),
+                                .window = options.window,
+                                .queries = queries.data(),
+                                .max_logit = true,
+                                .out = attention.data(),
+                                .workspace = workspace.data()},
+                               nullptr);
+    launch_snapkv({.evidence = evidence,
+                   .windows = windows.data(),
+                   .attention = attention.data(),
+                   .pool = options.pool,
+                   .average = average,
+                   .scores = scores.data()},
+                  nullptr);
+    ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, scores.download(), want.data.const_data_ptr<float>(), 1e-7,
+                                              c.shape.keys == Element::bf16 ? 1e-4 : 2e-5));
   });
 }
 
@@ -39,7 +66,14 @@ TEST_F(SnapKVKernel, AgreesWithTheCpuInBothStyles) {
     for (const std::int32_t pool : {1, 5})
       for (const Element keys : {Element::f32, Element::f16, Element::bf16, Element::fp8_e4m3})
         for (const std::int32_t seen : {0, 8})
-          expect_as_on_cpu(EvidenceCase(++seed, {.group = 3, .kv_heads = 2, .dim = 16, .lengths = {50, 9, 1, 0}, .seen = seen, .keys = keys, .ragged = true}), {.window = 6, .pool = pool, .style = style});
+          expect_as_on_cpu(EvidenceCase(++seed, {.group = 3,
+                                                 .kv_heads = 2,
+                                                 .dim = 16,
+                                                 .lengths = {50, 9, 1, 0},
+                                                 .seen = seen,
+                                                 .keys = keys,
+                                                 .ragged = true}),
+                           {.window = 6, .pool = pool, .style = style});
   expect_as_on_cpu(EvidenceCase(++seed, {.dim = 4, .lengths = {1027}, .seen = 3}), {.window = 2, .pool = 5});
 }
 

@@ -16,12 +16,15 @@ void expect_as_on_cpu(const EvidenceCase& c, bool all_heads) {
   for (std::size_t r = 0; r < c.table.rows.size(); ++r)
     if (!c.limits.rows[r].due) std::fill_n(newest.begin() + c.table.rows[r].first, c.table.rows[r].length, kUntouched);
   const std::vector<RowWindow> host = seen.windows;
-  const Scores want = Tova({all_heads ? TovaOptions::Heads::all : TovaOptions::Heads::group}).score(evidence, c.limits, seen);
+  const Scores want =
+      Tova({all_heads ? TovaOptions::Heads::all : TovaOptions::Heads::group}).score(evidence, c.limits, seen);
   in_every_order([&] {
     const DeviceEvidence there(c);
     const DeviceArray<RowWindow> windows(host);
     const DeviceArray<float> scores(newest);
-    launch_tova({.evidence = there.arguments(), .windows = windows.data(), .all_heads = all_heads, .scores = scores.data()}, nullptr);
+    launch_tova(
+        {.evidence = there.arguments(), .windows = windows.data(), .all_heads = all_heads, .scores = scores.data()},
+        nullptr);
     ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, scores.download(), want.data.const_data_ptr<float>(), 0, 2e-7));
   });
 }
@@ -30,10 +33,17 @@ TEST_F(TovaKernel, AgreesWithTheCpuForEveryNumberOfHeads) {
   std::uint64_t seed = 0;
   for (const std::int32_t kv_heads : {1, 2, 3, 8})
     for (const std::int32_t seen : {0, 1, 3}) {
-      expect_as_on_cpu(EvidenceCase(++seed, {.group = 2, .kv_heads = kv_heads, .dim = 8, .lengths = {40, 7, 0}, .seen = seen}), true);
-      expect_as_on_cpu(EvidenceCase(++seed, {.group = 2, .kv_heads = kv_heads, .dim = 8, .lengths = {40, 7, 0}, .seen = seen, .ragged = true}), false);
+      expect_as_on_cpu(
+          EvidenceCase(++seed, {.group = 2, .kv_heads = kv_heads, .dim = 8, .lengths = {40, 7, 0}, .seen = seen}),
+          true);
+      expect_as_on_cpu(
+          EvidenceCase(
+              ++seed,
+              {.group = 2, .kv_heads = kv_heads, .dim = 8, .lengths = {40, 7, 0}, .seen = seen, .ragged = true}),
+          false);
     }
-  for (const std::int32_t length : {1023, 1024, 1025, 2300}) expect_as_on_cpu(EvidenceCase(++seed, {.kv_heads = 2, .dim = 4, .lengths = {length}, .seen = 1}), true);
+  for (const std::int32_t length : {1023, 1024, 1025, 2300})
+    expect_as_on_cpu(EvidenceCase(++seed, {.kv_heads = 2, .dim = 4, .lengths = {length}, .seen = 1}), true);
 }
 
 TEST_F(TovaKernel, LeavesRowsAloneThatAreNotDue) {

@@ -24,7 +24,8 @@ Calibration calibration_of(const EvidenceCase& c, std::uint64_t seed) {
   return calibration;
 }
 
-std::vector<float> on_device(const EvidenceCase& c, const Calibration& calibration, const TriAttentionOptions& options, DeviceLayout layout = {}) {
+std::vector<float> on_device(const EvidenceCase& c, const Calibration& calibration, const TriAttentionOptions& options,
+                             DeviceLayout layout = {}) {
   const DeviceEvidence there(c, layout);
   std::vector<float> mean, modulus;
   for (const auto& [at, head] : calibration.heads) {
@@ -33,7 +34,8 @@ std::vector<float> on_device(const EvidenceCase& c, const Calibration& calibrati
   }
   std::vector<std::int32_t> next;
   for (const RowGroup& group : c.table.groups) next.push_back(group.next_position);
-  const DeviceArray<float> means(mean), moduli(modulus), scores(std::vector<float>(static_cast<std::size_t>(c.table.slots), kUntouched));
+  const DeviceArray<float> means(mean), moduli(modulus),
+      scores(std::vector<float>(static_cast<std::size_t>(c.table.slots), kUntouched));
   const DeviceArray<std::int32_t> positions(next);
   TriAttentionArguments arguments{.evidence = there.arguments(),
                                   .next_positions = positions.data(),
@@ -55,12 +57,16 @@ std::vector<float> on_device(const EvidenceCase& c, const Calibration& calibrati
   return scores.download();
 }
 
-/// Rows want one slot that counts, or several: where two lie close together, normalising makes much of how each machine rounds.
+/// Rows want one slot that counts, or several: where two lie close together, normalising makes much of how each machine
+/// rounds.
 void expect_as_on_cpu(const EvidenceCase& c, const TriAttentionOptions& options, DeviceLayout layout = {}) {
   const Calibration calibration = calibration_of(c, 7);
   WindowAttention unused;
   const Scores want = TriAttention(calibration, options).score(c.evidence(), c.limits, unused);
-  in_every_order([&] { ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, on_device(c, calibration, options, layout), want.data.const_data_ptr<float>(), 3e-5, 3e-5, false)); });
+  in_every_order([&] {
+    ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, on_device(c, calibration, options, layout),
+                                              want.data.const_data_ptr<float>(), 3e-5, 3e-5, false));
+  });
 }
 
 constexpr Element kElements[] = {Element::f32, Element::f16, Element::bf16, Element::fp8_e4m3};
@@ -72,11 +78,23 @@ TEST_F(TriAttentionKernel, AgreesWithTheCpuForEveryHeadSizeGroupAndElement) {  /
     for (const std::int32_t dim : {2, 6, 64, 80, 96, 128, 192, 256})
       for (const Element keys : kElements) {
         ++seed;
-        expect_as_on_cpu(EvidenceCase(seed, {.group = 2, .dim = dim, .lengths = {37, 9}, .keys = keys, .style = seed % 2 == 0 ? RopeStyle::half : RopeStyle::interleaved}), {.aggregate = aggregate, .offset_max = 300});
+        expect_as_on_cpu(EvidenceCase(seed, {.group = 2,
+                                             .dim = dim,
+                                             .lengths = {37, 9},
+                                             .keys = keys,
+                                             .style = seed % 2 == 0 ? RopeStyle::half : RopeStyle::interleaved}),
+                         {.aggregate = aggregate, .offset_max = 300});
       }
     for (const std::int32_t group : {1, 3, 4, 7, 8}) {
       ++seed;
-      expect_as_on_cpu(EvidenceCase(seed, {.group = group, .kv_heads = 2, .dim = 16, .lengths = {45, 17}, .keys = kElements[seed % 4], .pre_rope = true, .ragged = true}), {.aggregate = aggregate});
+      expect_as_on_cpu(EvidenceCase(seed, {.group = group,
+                                           .kv_heads = 2,
+                                           .dim = 16,
+                                           .lengths = {45, 17},
+                                           .keys = kElements[seed % 4],
+                                           .pre_rope = true,
+                                           .ragged = true}),
+                       {.aggregate = aggregate});
     }
   }
 }
@@ -86,19 +104,28 @@ TEST_F(TriAttentionKernel, KnowsEveryWayToShareAndNormalise) {
   for (const auto group : {TriAttentionOptions::Group::max, TriAttentionOptions::Group::mean})
     for (const auto deviation : {TriAttentionOptions::Deviation::population, TriAttentionOptions::Deviation::sample})
       for (const bool normalize : {false, true})
-        expect_as_on_cpu(EvidenceCase(++seed, {.group = 3, .kv_heads = 2, .dim = 20, .lengths = {60, 1, 0, 9}, .keys = Element::bf16, .ragged = true}), {.normalize = normalize, .group = group, .deviation = deviation});
+        expect_as_on_cpu(EvidenceCase(++seed, {.group = 3,
+                                               .kv_heads = 2,
+                                               .dim = 20,
+                                               .lengths = {60, 1, 0, 9},
+                                               .keys = Element::bf16,
+                                               .ragged = true}),
+                         {.normalize = normalize, .group = group, .deviation = deviation});
 }
 
 TEST_F(TriAttentionKernel, AgreesWithTheCpuForEveryLength) {  // B29
   std::uint64_t seed = 200;
-  for (const std::int32_t length : {1, 63, 64, 65, 127, 128, 129, 1025}) expect_as_on_cpu(EvidenceCase(++seed, {.dim = 8, .lengths = {length, 5}, .keys = Element::f16}), {});
+  for (const std::int32_t length : {1, 63, 64, 65, 127, 128, 129, 1025})
+    expect_as_on_cpu(EvidenceCase(++seed, {.dim = 8, .lengths = {length, 5}, .keys = Element::f16}), {});
 }
 
 TEST_F(TriAttentionKernel, ReadsPagesAndVectorsThatAreNotAligned) {  // B21, B24
   std::uint64_t seed = 300;
   for (const Element keys : kElements)
     for (const std::int32_t page : {0, 1, 16})
-      for (const std::int64_t gap : {0, 4, 16}) expect_as_on_cpu(EvidenceCase(++seed, {.group = 2, .dim = 48, .lengths = {50, 33}, .keys = keys}), {}, {.gap = gap, .page = page});
+      for (const std::int64_t gap : {0, 4, 16})
+        expect_as_on_cpu(EvidenceCase(++seed, {.group = 2, .dim = 48, .lengths = {50, 33}, .keys = keys}), {},
+                         {.gap = gap, .page = page});
 }
 
 TEST_F(TriAttentionKernel, LeavesRowsAloneThatAreNotDueAndKeysThatAreNoNumbersOutOfTheNormalisation) {

@@ -8,7 +8,8 @@ namespace kvkeep::cuda {
 /// Points the rows of a case at values. The case must not be copied while they are read.
 class ValueCase {
  public:
-  ValueCase(std::uint64_t seed, EvidenceCase& at, Element stored) : element(stored), at_(at), random_(seed), bytes_(at.table.rows.size()) {
+  ValueCase(std::uint64_t seed, EvidenceCase& at, Element stored)
+      : element(stored), at_(at), random_(seed), bytes_(at.table.rows.size()) {
     const bool fp8 = element == Element::fp8_e4m3;
     at.table.value_dtype = dtype_of(element);
     const std::int64_t dim = at.shape.value_dim;
@@ -31,11 +32,13 @@ class ValueCase {
   void set(std::size_t r, std::int64_t t, std::int64_t d, float x) {
     const std::int64_t place = t * at_.shape.value_dim + d;
     const float scale = scales[r].empty() ? 1.0F : scales[r][static_cast<std::size_t>(t)];
-    plain[r][static_cast<std::size_t>(place)] = store(x / scale, element, bytes_[r].data() + place * element_bytes(element)) * scale;
+    plain[r][static_cast<std::size_t>(place)] =
+        store(x / scale, element, bytes_[r].data() + place * element_bytes(element)) * scale;
   }
   void copy(std::size_t r, std::int64_t from, std::int64_t to) {
     if (!scales[r].empty()) scales[r][static_cast<std::size_t>(to)] = scales[r][static_cast<std::size_t>(from)];
-    for (std::int64_t d = 0; d < at_.shape.value_dim; ++d) set(r, to, d, plain[r][static_cast<std::size_t>(from * at_.shape.value_dim + d)]);
+    for (std::int64_t d = 0; d < at_.shape.value_dim; ++d)
+      set(r, to, d, plain[r][static_cast<std::size_t>(from * at_.shape.value_dim + d)]);
   }
   [[nodiscard]] const std::byte* stored(std::size_t r) const { return bytes_[r].data(); }
 
@@ -59,12 +62,16 @@ class DeviceValues {
     for (Row& row : rows) {
       const auto side = [&](std::byte* base, std::int64_t each, std::int64_t wide) {
         SlotAddress a{base, each, wide};
-        if (layout.page > 0) a.pages = pages_.data() + table, a.page_stride = each * layout.page, a.page_shift = std::countr_zero(static_cast<unsigned>(layout.page));
-        else a.base += slot * each;
+        if (layout.page > 0)
+          a.pages = pages_.data() + table, a.page_stride = each * layout.page,
+          a.page_shift = std::countr_zero(static_cast<unsigned>(layout.page));
+        else
+          a.base += slot * each;
         return a;
       };
       row.values = side(bytes_.data(), stride, width);
-      if (values.element == Element::fp8_e4m3) row.value_scales = side(reinterpret_cast<std::byte*>(scales_.data()), 4, 4);
+      if (values.element == Element::fp8_e4m3)
+        row.value_scales = side(reinterpret_cast<std::byte*>(scales_.data()), 4, 4);
       slot += row.length;
       if (layout.page > 0) table += (row.length + layout.page - 1) / layout.page;
     }
@@ -87,9 +94,14 @@ class DeviceValues {
     for (std::size_t r = 0; r < c.table.rows.size(); ++r) {
       const std::int32_t length = c.table.rows[r].length;
       for (std::int32_t t = 0; t < length; ++t) {
-        const std::int64_t at = layout.page == 0 ? slot + t : std::int64_t{page_table_[static_cast<std::size_t>(table + t / layout.page)]} * layout.page + t % layout.page;
+        const std::int64_t at =
+            layout.page == 0
+                ? slot + t
+                : std::int64_t{page_table_[static_cast<std::size_t>(table + t / layout.page)]} * layout.page +
+                      t % layout.page;
         std::copy_n(values.stored(r) + t * width, width, bytes.data() + at * stride);
-        if (!packed_scales_.empty()) packed_scales_[static_cast<std::size_t>(at)] = values.scales[r][static_cast<std::size_t>(t)];
+        if (!packed_scales_.empty())
+          packed_scales_[static_cast<std::size_t>(at)] = values.scales[r][static_cast<std::size_t>(t)];
       }
       slot += length;
       if (layout.page > 0) table += (length + layout.page - 1) / layout.page;

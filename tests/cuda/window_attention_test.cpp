@@ -17,14 +17,18 @@ struct Got {
   std::vector<float> column, newest;
 };
 
-std::vector<float> untouched(const EvidenceCase& c) { return std::vector<float>(static_cast<std::size_t>(c.table.slots), kUntouched); }
+std::vector<float> untouched(const EvidenceCase& c) {
+  return std::vector<float>(static_cast<std::size_t>(c.table.slots), kUntouched);
+}
 
-Got on_device(const EvidenceCase& c, std::int32_t window, bool official, Wanted wanted, DeviceLayout layout = {}, const std::vector<float>& log_sum_exp = {}) {
+Got on_device(const EvidenceCase& c, std::int32_t window, bool official, Wanted wanted, DeviceLayout layout = {},
+              const std::vector<float>& log_sum_exp = {}) {
   const DeviceEvidence there(c, layout);
   const AskedQueries queries(c, there, window, official);
   const DeviceArray<RowWindow>& windows = queries.windows();
   const DeviceArray<float> column(untouched(c)), newest(untouched(c)), lse(log_sum_exp);
-  const DeviceArray<std::byte> workspace(static_cast<std::size_t>(window_attention_workspace_bytes(there.arguments(), window)));
+  const DeviceArray<std::byte> workspace(
+      static_cast<std::size_t>(window_attention_workspace_bytes(there.arguments(), window)));
   launch_window_attention({.evidence = there.arguments(),
                            .windows = windows.data(),
                            .window = window,
@@ -52,10 +56,13 @@ void expect_as_on_cpu(const EvidenceCase& c, std::int32_t window, bool official 
       ASSERT_EQ(got.windows[r].queries, windows[r].queries) << "row " << r << "; " << c.description();
       ASSERT_EQ(got.windows[r].history, windows[r].history) << "row " << r << "; " << c.description();
     }
-    ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, got.column, want.usage.const_data_ptr<float>(), kAbsolute, relative_of(c)));
-    ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, got.newest, want.newest.const_data_ptr<float>(), kAbsolute, relative_of(c)));
+    ASSERT_NO_FATAL_FAILURE(
+        expect_rows_agree(c, got.column, want.usage.const_data_ptr<float>(), kAbsolute, relative_of(c)));
+    ASSERT_NO_FATAL_FAILURE(
+        expect_rows_agree(c, got.newest, want.newest.const_data_ptr<float>(), kAbsolute, relative_of(c)));
   });
-  ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, on_device(c, window, official, Wanted::sum, layout).column, sum.const_data_ptr<float>(), kAbsolute, relative_of(c)));
+  ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, on_device(c, window, official, Wanted::sum, layout).column,
+                                            sum.const_data_ptr<float>(), kAbsolute, relative_of(c)));
 }
 
 constexpr Element kElements[] = {Element::f32, Element::f16, Element::bf16, Element::fp8_e4m3};
@@ -65,7 +72,16 @@ TEST_F(WindowAttentionKernel, AgreesWithTheCpuForEveryGroupAndElement) {  // B15
   for (const std::int32_t group : {1, 2, 3, 4, 7, 8})
     for (const Element keys : kElements) {
       ++seed;
-      expect_as_on_cpu(EvidenceCase(seed, {.group = group, .kv_heads = 2, .dim = 16, .lengths = {45, 17}, .seen = 7, .keys = keys, .query = kElements[seed % 3], .pre_rope = seed % 2 == 0, .ragged = true}), 5);
+      expect_as_on_cpu(EvidenceCase(seed, {.group = group,
+                                           .kv_heads = 2,
+                                           .dim = 16,
+                                           .lengths = {45, 17},
+                                           .seen = 7,
+                                           .keys = keys,
+                                           .query = kElements[seed % 3],
+                                           .pre_rope = seed % 2 == 0,
+                                           .ragged = true}),
+                       5);
     }
 }
 
@@ -73,7 +89,9 @@ TEST_F(WindowAttentionKernel, AgreesWithTheCpuForEveryHeadSize) {  // B25
   std::uint64_t seed = 100;
   for (const std::int32_t dim : {1, 7, 33, 64, 80, 96, 128, 192, 256})
     for (const Element keys : kElements) {
-      expect_as_on_cpu(EvidenceCase(++seed, {.group = 2, .dim = dim, .lengths = {37}, .seen = 9, .keys = keys, .pre_rope = true}), 9);
+      expect_as_on_cpu(
+          EvidenceCase(++seed, {.group = 2, .dim = dim, .lengths = {37}, .seen = 9, .keys = keys, .pre_rope = true}),
+          9);
       expect_as_on_cpu(EvidenceCase(++seed, {.group = 1, .dim = dim, .lengths = {37}, .seen = 2, .keys = keys}), 1);
     }
 }
@@ -82,26 +100,34 @@ TEST_F(WindowAttentionKernel, AgreesWithTheCpuForEveryLength) {  // B29
   std::uint64_t seed = 200;
   for (const std::int32_t length : {0, 1, 2, 3, 16, 31, 64, 65, 127, 128, 129, 257})
     for (const bool matrix : {false, true})
-      expect_as_on_cpu(EvidenceCase(++seed, {.group = matrix ? 4 : 1, .dim = 16, .lengths = {length, 5, 0}, .seen = 8, .keys = Element::f16}), matrix ? 8 : 3);
+      expect_as_on_cpu(
+          EvidenceCase(
+              ++seed, {.group = matrix ? 4 : 1, .dim = 16, .lengths = {length, 5, 0}, .seen = 8, .keys = Element::f16}),
+          matrix ? 8 : 3);
 }
 
 TEST_F(WindowAttentionKernel, PutsChunksOfLongRowsTogether) {
   std::uint64_t seed = 300;
   for (const std::int32_t length : {1023, 1024, 1025, 2500}) {
-    expect_as_on_cpu(EvidenceCase(++seed, {.group = 2, .dim = 8, .lengths = {length, 70}, .seen = 2, .keys = Element::f32}), 2);
-    expect_as_on_cpu(EvidenceCase(++seed, {.group = 4, .dim = 16, .lengths = {length, 70}, .seen = 4, .keys = Element::bf16}), 4);
+    expect_as_on_cpu(
+        EvidenceCase(++seed, {.group = 2, .dim = 8, .lengths = {length, 70}, .seen = 2, .keys = Element::f32}), 2);
+    expect_as_on_cpu(
+        EvidenceCase(++seed, {.group = 4, .dim = 16, .lengths = {length, 70}, .seen = 4, .keys = Element::bf16}), 4);
   }
 }
 
 TEST_F(WindowAttentionKernel, TakesStatisticsOfSeveralChunksAtATimeInVeryLongRows) {
   expect_as_on_cpu(EvidenceCase(340, {.group = 1, .dim = 2, .lengths = {33 * 1024 + 5, 1500}, .seen = 1}), 1);
-  expect_as_on_cpu(EvidenceCase(341, {.group = 16, .dim = 16, .lengths = {33 * 1024 + 5}, .seen = 1, .keys = Element::f16}), 1);
+  expect_as_on_cpu(
+      EvidenceCase(341, {.group = 16, .dim = 16, .lengths = {33 * 1024 + 5}, .seen = 1, .keys = Element::f16}), 1);
 }
 
 TEST_F(WindowAttentionKernel, TakesMoreQueriesThanATileHolds) {
   std::uint64_t seed = 350;
   for (const Element keys : {Element::f32, Element::f16})
-    for (const std::int32_t window : {33, 64}) expect_as_on_cpu(EvidenceCase(++seed, {.group = 3, .dim = 16, .lengths = {150}, .seen = 64, .keys = keys}), window);
+    for (const std::int32_t window : {33, 64})
+      expect_as_on_cpu(EvidenceCase(++seed, {.group = 3, .dim = 16, .lengths = {150}, .seen = 64, .keys = keys}),
+                       window);
 }
 
 TEST_F(WindowAttentionKernel, ReadsPagesAndVectorsThatAreNotAligned) {  // B21, B24
@@ -110,13 +136,23 @@ TEST_F(WindowAttentionKernel, ReadsPagesAndVectorsThatAreNotAligned) {  // B21, 
     for (const std::int32_t page : {0, 1, 16})
       for (const std::int64_t gap : {0, 4})
         for (const std::int32_t window : {1, 8})
-          expect_as_on_cpu(EvidenceCase(++seed, {.group = 2, .kv_heads = 2, .dim = 32, .lengths = {67}, .seen = 8, .keys = keys}), window, false, {.gap = gap, .page = page});
+          expect_as_on_cpu(
+              EvidenceCase(++seed, {.group = 2, .kv_heads = 2, .dim = 32, .lengths = {67}, .seen = 8, .keys = keys}),
+              window, false, {.gap = gap, .page = page});
 }
 
 TEST_F(WindowAttentionKernel, KnowsThePublishedWindowsToo) {
   std::uint64_t seed = 500;
   for (const std::int32_t seen : {0, 1, 2, 9})
-    for (const std::int32_t window : {1, 4, 20}) expect_as_on_cpu(EvidenceCase(++seed, {.group = 2, .kv_heads = 2, .dim = 16, .lengths = {30, 6, 1}, .seen = seen, .keys = Element::f16, .ragged = true}), window, true);
+    for (const std::int32_t window : {1, 4, 20})
+      expect_as_on_cpu(EvidenceCase(++seed, {.group = 2,
+                                             .kv_heads = 2,
+                                             .dim = 16,
+                                             .lengths = {30, 6, 1},
+                                             .seen = seen,
+                                             .keys = Element::f16,
+                                             .ragged = true}),
+                       window, true);
 }
 
 TEST_F(WindowAttentionKernel, LeavesRowsAloneThatAreNotDue) {
@@ -130,14 +166,18 @@ TEST_F(WindowAttentionKernel, GivesTheNewestAlone) {
   const EvidenceCase c(650, {.group = 4, .kv_heads = 2, .dim = 64, .lengths = {90}, .seen = 1, .keys = Element::bf16});
   const Evidence evidence = c.evidence();
   const WindowAttention want = window_attention(evidence, row_windows(evidence, c.limits, 1, false), {.newest = true});
-  expect_rows_agree(c, on_device(c, 1, false, Wanted::newest_alone).newest, want.newest.const_data_ptr<float>(), kAbsolute, kRelative);
+  expect_rows_agree(c, on_device(c, 1, false, Wanted::newest_alone).newest, want.newest.const_data_ptr<float>(),
+                    kAbsolute, kRelative);
 }
 
 TEST_F(WindowAttentionKernel, StaysExactWhereLogitsAreLarge) {
   std::uint64_t seed = 700;
   for (const Element keys : kElements)
     for (const double loudness : {1e-3, 6.0})
-      expect_as_on_cpu(EvidenceCase(++seed, {.group = 4, .dim = 128, .lengths = {100}, .seen = 8, .keys = keys, .loudness = loudness}), 8);
+      expect_as_on_cpu(
+          EvidenceCase(++seed,
+                       {.group = 4, .dim = 128, .lengths = {100}, .seen = 8, .keys = keys, .loudness = loudness}),
+          8);
 }
 
 /// log-sum-exp of every query of a case with one KV head, in double.
@@ -151,7 +191,9 @@ std::vector<float> log_sums(const EvidenceCase& c, const std::vector<float>& que
     for (std::int32_t t = 0; t < c.table.rows[0].length; ++t) {
       if (c.positions[0][static_cast<std::size_t>(t)] > at) continue;
       double logit = 0;
-      for (std::size_t d = 0; d < dim; ++d) logit += static_cast<double>(queries[n * dim + d]) * static_cast<double>(c.plain[0][static_cast<std::size_t>(t) * dim + d]);
+      for (std::size_t d = 0; d < dim; ++d)
+        logit += static_cast<double>(queries[n * dim + d]) *
+                 static_cast<double>(c.plain[0][static_cast<std::size_t>(t) * dim + d]);
       sum += std::exp(logit);
     }
     out.push_back(static_cast<float>(std::log(sum)));
@@ -167,7 +209,8 @@ TEST_F(WindowAttentionKernel, ReadsTheKeysOnceWhereItIsGivenTheSums) {
       const DeviceEvidence there(c);
       const std::vector<float> sums = log_sums(c, AskedQueries(c, there, window).floats().download(), window);
       const Evidence evidence = c.evidence();
-      const WindowAttention want = window_attention(evidence, row_windows(evidence, c.limits, window, false), {.usage = true, .newest = true});
+      const WindowAttention want =
+          window_attention(evidence, row_windows(evidence, c.limits, window, false), {.usage = true, .newest = true});
       const Got got = on_device(c, window, false, Wanted::usage, {}, sums);
       expect_rows_agree(c, got.column, want.usage.const_data_ptr<float>(), kAbsolute, kRelative);
       expect_rows_agree(c, got.newest, want.newest.const_data_ptr<float>(), kAbsolute, kRelative);
@@ -184,11 +227,14 @@ TEST_F(WindowAttentionKernel, GivesEqualKeysEqualBitsAndRowsTheSameBitsInAnyBatc
         ASSERT_EQ(got.column[t], got.column[3]) << t;
         ASSERT_EQ(got.newest[t], got.newest[3]) << t;
       }
-      EXPECT_EQ(on_device(c, window, false, Wanted::usage, {.gap = 1 * element_bytes(keys), .page = 32}).column, got.column);
+      EXPECT_EQ(on_device(c, window, false, Wanted::usage, {.gap = 1 * element_bytes(keys), .page = 32}).column,
+                got.column);
       EvidenceCase both = c;  // the same row twice
       both.shape.lengths = {1200, 1200};
       for (auto* list : {&both.keys}) list->push_back(list->front());
-      both.plain.push_back(both.plain.front()), both.scales.push_back(both.scales.front()), both.positions.push_back(both.positions.front()), both.rings.push_back(both.rings.front()), both.tallies.emplace_back();
+      both.plain.push_back(both.plain.front()), both.scales.push_back(both.scales.front()),
+          both.positions.push_back(both.positions.front()), both.rings.push_back(both.rings.front()),
+          both.tallies.emplace_back();
       both.limits.rows.push_back(both.limits.rows.front());
       Row second = both.table.rows.front();
       second.first = second.length;
@@ -208,7 +254,8 @@ TEST_F(WindowAttentionKernel, GivesASlotWhoseLogitsAreNoNumbersNothing) {
       EvidenceCase c(950, {.group = 2, .dim = 32, .lengths = {60}, .seen = 8, .keys = keys});
       EvidenceCase without = c;  // the same row without slot 7
       without.settle();
-      without.keys[0].erase(without.keys[0].begin() + 7 * 32 * element_bytes(keys), without.keys[0].begin() + 8 * 32 * element_bytes(keys));
+      without.keys[0].erase(without.keys[0].begin() + 7 * 32 * element_bytes(keys),
+                            without.keys[0].begin() + 8 * 32 * element_bytes(keys));
       without.plain[0].erase(without.plain[0].begin() + 7 * 32, without.plain[0].begin() + 8 * 32);
       without.positions[0].erase(without.positions[0].begin() + 7);
       --without.table.rows[0].length;
@@ -219,7 +266,8 @@ TEST_F(WindowAttentionKernel, GivesASlotWhoseLogitsAreNoNumbersNothing) {
         c.set_key(0, 7, 5, bad);
         std::vector<float> got = on_device(c, window, false, Wanted::usage).column;
         const Evidence evidence = without.evidence();
-        const WindowAttention want = window_attention(evidence, row_windows(evidence, without.limits, window, false), {.usage = true});
+        const WindowAttention want =
+            window_attention(evidence, row_windows(evidence, without.limits, window, false), {.usage = true});
         ASSERT_EQ(got[7], 0.0F);
         got.erase(got.begin() + 7);
         expect_rows_agree(without, got, want.usage.const_data_ptr<float>(), kAbsolute, kRelativeBf16);
@@ -233,19 +281,30 @@ TEST_F(WindowAttentionKernel, ReducesTheHistoryAlone) {
     for (const Element keys : kElements)
       for (const bool max_logit : {false, true})
         for (const std::int32_t dim : {80, 9}) {
-          const EvidenceCase c(++seed, {.group = group, .kv_heads = 2, .dim = dim, .lengths = {70, 9, 1}, .seen = 9, .keys = keys, .pre_rope = true, .ragged = true});
+          const EvidenceCase c(++seed, {.group = group,
+                                        .kv_heads = 2,
+                                        .dim = dim,
+                                        .lengths = {70, 9, 1},
+                                        .seen = 9,
+                                        .keys = keys,
+                                        .pre_rope = true,
+                                        .ragged = true});
           const Evidence evidence = c.evidence();
           const std::vector<RowWindow> windows = row_windows(evidence, c.limits, 9, seed % 2 == 0);
           std::vector<std::int32_t> first;
           for (const Row& row : c.table.rows) first.push_back(row.length / 5);
           const std::int32_t newest_counts = 1 + static_cast<std::int32_t>(seed % 3);
-          const Tensor want = history_attention(evidence, windows, {.group = max_logit ? GroupReduce::max_logit : GroupReduce::mean_prob, .newest_counts = newest_counts}, first);
+          const Tensor want = history_attention(
+              evidence, windows,
+              {.group = max_logit ? GroupReduce::max_logit : GroupReduce::mean_prob, .newest_counts = newest_counts},
+              first);
           const DeviceEvidence there(c, {.page = 16});
           const AskedQueries queries(c, there, 9);
           const DeviceArray<RowWindow> ours(windows);
           const DeviceArray<std::int32_t> starts(first);
           const DeviceArray<float> out(untouched(c));
-          const DeviceArray<std::byte> workspace(static_cast<std::size_t>(window_attention_workspace_bytes(there.arguments(), 9)));
+          const DeviceArray<std::byte> workspace(
+              static_cast<std::size_t>(window_attention_workspace_bytes(there.arguments(), 9)));
           launch_history_attention({.evidence = there.arguments(),
                                     .windows = ours.data(),
                                     .window = 9,
@@ -256,7 +315,8 @@ TEST_F(WindowAttentionKernel, ReducesTheHistoryAlone) {
                                     .out = out.data(),
                                     .workspace = workspace.data()},
                                    nullptr);
-          ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, out.download(), want.const_data_ptr<float>(), kAbsolute, relative_of(c)));
+          ASSERT_NO_FATAL_FAILURE(
+              expect_rows_agree(c, out.download(), want.const_data_ptr<float>(), kAbsolute, relative_of(c)));
         }
 }
 

@@ -16,7 +16,8 @@
 #endif
 
 #if defined(__x86_64__)
-/// Saves the running stack's registers and goes on where `to` was left. ucontext would do, at two system calls a switch.
+/// Saves the running stack's registers and goes on where `to` was left. ucontext would do, at two system calls a
+/// switch.
 extern "C" void kvkeep_model_switch(void** from, void* to);
 asm(R"(
 .text
@@ -54,8 +55,9 @@ struct Barrier {
 };
 
 struct Warp {
-  std::array<std::byte, 2 * 32 * kExchange> buffer;  ///< two, so that a lane may read one exchange while the next begins
-  unsigned waiting = 0;                              ///< lanes at a barrier
+  std::array<std::byte, 2 * 32 * kExchange>
+      buffer;            ///< two, so that a lane may read one exchange while the next begins
+  unsigned waiting = 0;  ///< lanes at a barrier
 };
 
 struct Fiber {
@@ -169,7 +171,8 @@ void prepare(Fiber& f) {
 
 [[nodiscard]] Warp& warp() { return machine.warps[static_cast<std::size_t>(machine.running->number / 32)]; }
 
-/// A warp runs as far as it can before the next one does: what a missing barrier of the block would let it overtake, it overtakes.
+/// A warp runs as far as it can before the next one does: what a missing barrier of the block would let it overtake, it
+/// overtakes.
 void run_block(const char* name) {
   const std::size_t n = machine.fibers.size();
   while (machine.living > 0) {
@@ -185,7 +188,8 @@ void run_block(const char* name) {
         if (machine.failure) std::rethrow_exception(machine.failure);
       } while (machine.progress != of_warp);
     }
-    if (machine.progress == before) throw std::logic_error(std::string(name) + ": threads wait at a barrier that others never reach");
+    if (machine.progress == before)
+      throw std::logic_error(std::string(name) + ": threads wait at a barrier that others never reach");
   }
 }
 
@@ -238,9 +242,13 @@ const std::byte* exchange(unsigned mask, const void* mine, std::size_t bytes) {
 }
 
 void run(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, const std::function<void()>& body) {
-  if (threads <= 0 || threads > 1024 || threads % 32 != 0) throw std::logic_error(std::string(name) + ": " + std::to_string(threads) + " threads a block; allowed 32, 64 ... 1024");
-  if (blocks.y > 65535 || blocks.z > 65535) throw std::logic_error(std::string(name) + ": more than 65535 blocks in y or z");
-  if (shared_bytes > (std::size_t{227} << 10)) throw std::logic_error(std::string(name) + ": more shared memory than a block can have");
+  if (threads <= 0 || threads > 1024 || threads % 32 != 0)
+    throw std::logic_error(std::string(name) + ": " + std::to_string(threads) +
+                           " threads a block; allowed 32, 64 ... 1024");
+  if (blocks.y > 65535 || blocks.z > 65535)
+    throw std::logic_error(std::string(name) + ": more than 65535 blocks in y or z");
+  if (shared_bytes > (std::size_t{227} << 10))
+    throw std::logic_error(std::string(name) + ": more shared memory than a block can have");
   ++machine.counters.launches;
   machine.body = &body;
   machine.failure = nullptr;
@@ -249,7 +257,8 @@ void run(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, c
   const std::int64_t count = std::int64_t{blocks.x} * blocks.y * blocks.z;
   for (std::int64_t n = 0; n < count; ++n) {
     const std::int64_t b = machine.order == Order::ascending ? n : count - 1 - n;
-    const auto shared = std::make_unique_for_overwrite<std::byte[]>(shared_bytes);  // of exactly that size: the address sanitizer watches its ends
+    const auto shared = std::make_unique_for_overwrite<std::byte[]>(
+        shared_bytes);  // of exactly that size: the address sanitizer watches its ends
     std::memset(shared.get(), 0xCD, shared_bytes);
     machine.warps.assign(static_cast<std::size_t>(threads / 32), Warp{});
     machine.block = {};
@@ -258,7 +267,9 @@ void run(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, c
     for (int t = 0; t < threads; ++t) {
       Fiber& f = machine.fibers[static_cast<std::size_t>(t)];
       f.number = t;
-      f.place = {dim3(static_cast<unsigned>(t)), dim3(static_cast<unsigned>(b % blocks.x), static_cast<unsigned>(b / blocks.x % blocks.y), static_cast<unsigned>(b / blocks.x / blocks.y)),
+      f.place = {dim3(static_cast<unsigned>(t)),
+                 dim3(static_cast<unsigned>(b % blocks.x), static_cast<unsigned>(b / blocks.x % blocks.y),
+                      static_cast<unsigned>(b / blocks.x / blocks.y)),
                  dim3(static_cast<unsigned>(threads)), blocks, shared.get()};
       prepare(f);
     }

@@ -1,9 +1,11 @@
 #pragma once
-/// An execution model of CUDA on the host, for tests alone: the bodies in cuda/ compiled by a host compiler and run under the address sanitizer. Streams, events and graphs: cuda_runtime.cpp.
+/// An execution model of CUDA on the host, for tests alone: the bodies in cuda/ compiled by a host compiler and run
+/// under the address sanitizer. Streams, events and graphs: cuda_runtime.cpp.
 ///
-/// One block after the other; the threads of a block are fibers that run until they wait for each other, a warp as far as it can before the next. Barriers, shuffles, ballots, atomics, shared memory and
-/// `wmma` fragments behave as CUDA says. Blocks and threads run in ascending or descending order (`model::set_order`): a result that depends on it is a race.
-/// What it cannot show: races between blocks that overlap in time, alignment faults of vector loads, speed.
+/// One block after the other; the threads of a block are fibers that run until they wait for each other, a warp as far
+/// as it can before the next. Barriers, shuffles, ballots, atomics, shared memory and `wmma` fragments behave as CUDA
+/// says. Blocks and threads run in ascending or descending order (`model::set_order`): a result that depends on it is a
+/// race. What it cannot show: races between blocks that overlap in time, alignment faults of vector loads, speed.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -55,11 +57,14 @@ enum class Order : std::uint8_t { ascending, descending };
 /// In which order blocks start, and warps and threads between two barriers.
 void set_order(Order order);
 
-/// Runs `body` in every thread of the grid. Throws std::logic_error when threads wait for each other in vain. An exception of a body ends the run.
+/// Runs `body` in every thread of the grid. Throws std::logic_error when threads wait for each other in vain. An
+/// exception of a body ends the run.
 void run(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, const std::function<void()>& body);
 
-/// The same in the order of `stream`; `body` holds the arguments as they are now. On a stream that is being captured it runs with every replay of the graph.
-void launch(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, cudaStream_t stream, std::function<void()> body);
+/// The same in the order of `stream`; `body` holds the arguments as they are now. On a stream that is being captured it
+/// runs with every replay of the graph.
+void launch(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, cudaStream_t stream,
+            std::function<void()> body);
 
 /// While true, what streams are given waits until somebody waits for it. Else it runs at once.
 void hold_streams(bool hold);
@@ -201,7 +206,8 @@ T atomicOr(T* at, std::type_identity_t<T> x) {
 
 namespace kvkeep::cuda {
 
-/// `nvcuda::wmma` for 16 x 16 x 16 tiles: an element's place in a fragment is the model's own, as CUDA leaves it open too.
+/// `nvcuda::wmma` for 16 x 16 x 16 tiles: an element's place in a fragment is the model's own, as CUDA leaves it open
+/// too.
 namespace wmma {
 
 struct matrix_a;
@@ -257,8 +263,8 @@ void store_matrix_sync(T* at, const fragment<accumulator, 16, 16, 16, T>& f, uns
 }
 
 template <class T, class LayoutA, class LayoutB>
-void mma_sync(fragment<accumulator, 16, 16, 16, float>& d, const fragment<matrix_a, 16, 16, 16, T, LayoutA>& a, const fragment<matrix_b, 16, 16, 16, T, LayoutB>& b,
-              const fragment<accumulator, 16, 16, 16, float>& c) {
+void mma_sync(fragment<accumulator, 16, 16, 16, float>& d, const fragment<matrix_a, 16, 16, 16, T, LayoutA>& a,
+              const fragment<matrix_b, 16, 16, 16, T, LayoutB>& b, const fragment<accumulator, 16, 16, 16, float>& c) {
   struct Both {
     T a[8], b[8];
   } mine;

@@ -1,6 +1,8 @@
-// CUDA's runtime for the execution model, as far as kvkeep and its tests use it: memory that is the host's, streams whose work runs at once or, while they are held, when somebody waits for it,
-// captures that record kernels with their arguments and copies with their addresses, graphs that run them again. What waits or allocates is refused while a stream is captured, unless the thread has said
-// otherwise, and ends that capture, as with CUDA. LibTorch sees these streams as those of the CPU. For one thread.
+// CUDA's runtime for the execution model, as far as kvkeep and its tests use it: memory that is the host's, streams
+// whose work runs at once or, while they are held, when somebody waits for it, captures that record kernels with their
+// arguments and copies with their addresses, graphs that run them again. What waits or allocates is refused while a
+// stream is captured, unless the thread has said otherwise, and ends that capture, as with CUDA. LibTorch sees these
+// streams as those of the CPU. For one thread.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -53,9 +55,12 @@ CUstream_st& stream_of(cudaStream_t stream) { return stream == nullptr ? runtime
 
 void add(cudaStream_t to, cudaGraphNodeType type, std::function<void()> work) {
   CUstream_st& stream = stream_of(to);
-  if (stream.captured != nullptr) stream.captured->nodes.push_back({type, std::move(work)});
-  else if (runtime().held) stream.waiting.push_back(std::move(work));
-  else work();
+  if (stream.captured != nullptr)
+    stream.captured->nodes.push_back({type, std::move(work)});
+  else if (runtime().held)
+    stream.waiting.push_back(std::move(work));
+  else
+    work();
 }
 
 void finish(CUstream_st& stream) {
@@ -76,7 +81,8 @@ cudaError_t beside_captures() {
 
 cudaError_t take_memory(void** memory, std::size_t bytes) {
   const cudaError_t status = beside_captures();
-  if (status == cudaSuccess) *memory = new std::byte[bytes];  // of exactly that size: the address sanitizer watches its ends
+  if (status == cudaSuccess)
+    *memory = new std::byte[bytes];  // of exactly that size: the address sanitizer watches its ends
   return status;
 }
 
@@ -94,23 +100,31 @@ cudaStream_t new_stream() { return runtime().streams.emplace_back(std::make_uniq
 
 /// The streams above as LibTorch's, under the device that the model's memory is on.
 struct HostStreams final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CPU> {
-  const c10::impl::DeviceGuardImplInterface* before = c10::impl::getDeviceGuardImpl(c10::DeviceType::CPU);  // what this takes the place of, held for the leak sanitizer
+  const c10::impl::DeviceGuardImplInterface* before =
+      c10::impl::getDeviceGuardImpl(c10::DeviceType::CPU);  // what this takes the place of, held for the leak sanitizer
 
-  static c10::Stream as_torch(cudaStream_t stream) { return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kCPU), reinterpret_cast<c10::StreamId>(stream)); }
+  static c10::Stream as_torch(cudaStream_t stream) {
+    return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kCPU), reinterpret_cast<c10::StreamId>(stream));
+  }
   static cudaStream_t as_cuda(const c10::Stream& stream) { return reinterpret_cast<cudaStream_t>(stream.id()); }
 
   c10::Stream getStream(c10::Device) const noexcept override { return as_torch(runtime().current); }
   c10::Stream getDefaultStream(c10::Device) const override { return as_torch(nullptr); }
   c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override { return as_torch(new_stream()); }
-  c10::Stream exchangeStream(c10::Stream stream) const noexcept override { return as_torch(std::exchange(runtime().current, as_cuda(stream))); }
+  c10::Stream exchangeStream(c10::Stream stream) const noexcept override {
+    return as_torch(std::exchange(runtime().current, as_cuda(stream)));
+  }
   void* getStreamNativeHandle(const c10::Stream stream) const override { return as_cuda(stream); }
-  void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override { runtime().recorded.push_back({memory.get(), as_cuda(stream)}); }
+  void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
+    runtime().recorded.push_back({memory.get(), as_cuda(stream)});
+  }
 };
 const c10::impl::DeviceGuardImplRegistrar registered(c10::DeviceType::CPU, new HostStreams);
 
 }  // namespace
 
-void launch(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, cudaStream_t stream, std::function<void()> body) {
+void launch(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, cudaStream_t stream,
+            std::function<void()> body) {
   add(stream, cudaGraphNodeTypeKernel, [=, body = std::move(body)] { run(name, blocks, threads, shared_bytes, body); });
 }
 
@@ -129,12 +143,18 @@ extern "C" {
 
 const char* cudaGetErrorString(cudaError_t error) {
   switch (error) {
-    case cudaSuccess: return "no error";
-    case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
-    case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
-    case cudaErrorCapturedEvent: return "operation not permitted on an event last recorded in a capturing stream";
-    case cudaErrorIllegalState: return "the operation cannot be performed in the present state";
-    default: return "an error of the execution model";
+    case cudaSuccess:
+      return "no error";
+    case cudaErrorStreamCaptureUnsupported:
+      return "operation not permitted when stream is capturing";
+    case cudaErrorStreamCaptureInvalidated:
+      return "operation failed due to a previous error during capture";
+    case cudaErrorCapturedEvent:
+      return "operation not permitted on an event last recorded in a capturing stream";
+    case cudaErrorIllegalState:
+      return "the operation cannot be performed in the present state";
+    default:
+      return "an error of the execution model";
   }
 }
 
@@ -170,9 +190,11 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaM
   add(stream, cudaGraphNodeTypeMemcpy, [=] { copy(to, from, bytes); });
   return cudaSuccess;
 }
-cudaError_t cudaMemcpy2DAsync(void* to, std::size_t to_stride, const void* from, std::size_t from_stride, std::size_t bytes, std::size_t rows, cudaMemcpyKind, cudaStream_t stream) {
+cudaError_t cudaMemcpy2DAsync(void* to, std::size_t to_stride, const void* from, std::size_t from_stride,
+                              std::size_t bytes, std::size_t rows, cudaMemcpyKind, cudaStream_t stream) {
   add(stream, cudaGraphNodeTypeMemcpy, [=] {
-    for (std::size_t r = 0; r < rows; ++r) copy(static_cast<std::byte*>(to) + r * to_stride, static_cast<const std::byte*>(from) + r * from_stride, bytes);
+    for (std::size_t r = 0; r < rows; ++r)
+      copy(static_cast<std::byte*>(to) + r * to_stride, static_cast<const std::byte*>(from) + r * from_stride, bytes);
   });
   return cudaSuccess;
 }
@@ -184,7 +206,9 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
   const CUstream_st& s = stream_of(stream);
-  *status = s.captured == nullptr ? cudaStreamCaptureStatusNone : s.spoilt ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
+  *status = s.captured == nullptr ? cudaStreamCaptureStatusNone
+            : s.spoilt            ? cudaStreamCaptureStatusInvalidated
+                                  : cudaStreamCaptureStatusActive;
   return cudaSuccess;
 }
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {

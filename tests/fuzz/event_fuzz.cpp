@@ -39,7 +39,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   while (!bytes.empty()) {  // small integers in keys and queries make ties, the interesting place
     const auto value = static_cast<float>(static_cast<std::int8_t>(bytes.next())) / 16.0F;
     auto& numbers = bytes.next() % 2 == 0 ? c.sequence.keys : c.sequence.queries;
-    if (!numbers.empty()) numbers[(static_cast<std::size_t>(bytes.next()) * 256 + bytes.next()) % numbers.size()] = value;
+    if (!numbers.empty())
+      numbers[(static_cast<std::size_t>(bytes.next()) * 256 + bytes.next()) % numbers.size()] = value;
   }
   const auto want = oracle::event(c.options, c.sequence);
   auto got = kvkeep::testing::library_event(c.options, {c.sequence})[0];
@@ -50,7 +51,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
       const auto wrong = oracle::violations(c.options, c.sequence, static_cast<int>(h), got[h]);
       if (!wrong.empty()) fail(wrong.front(), c.description);
     }
-    if (!rounding_decides && got[h].slots != want[h].slots) fail("other slots than the second implementation", c.description);
+    if (!rounding_decides && got[h].slots != want[h].slots)
+      fail("other slots than the second implementation", c.description);
   }
   return 0;
 }

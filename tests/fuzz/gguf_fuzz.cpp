@@ -19,7 +19,8 @@ using namespace kvkeep;
 
 // What is refused must be refused with a sentence of the readers.
 void attempt(auto&& call) {
-  constexpr std::array<std::string_view, 5> kReaders = {"read GGUF: ", "read config: ", "model config: ", "ModelSpec: ", "RoPE: "};
+  constexpr std::array<std::string_view, 5> kReaders = {
+      "read GGUF: ", "read config: ", "model config: ", "ModelSpec: ", "RoPE: "};
   try {
     call();
   } catch (const Error& refused) {

@@ -1,4 +1,5 @@
-// Any text as a policy: it is made, or refused with a sentence. What was made describes itself, and that description makes the same again.
+// Any text as a policy: it is made, or refused with a sentence. What was made describes itself, and that description
+// makes the same again.
 
 #include <cstdint>
 #include <cstdlib>

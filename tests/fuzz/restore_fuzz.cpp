@@ -1,4 +1,5 @@
-// Whatever a file holds that is whole by its checksum: restore() refuses it and changes nothing, or the sequence can go on, be cut back and leave.
+// Whatever a file holds that is whole by its checksum: restore() refuses it and changes nothing, or the sequence can go
+// on, be cut back and leave.
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/full.h>
@@ -30,7 +31,11 @@ ModelSpec model() {
 
 /// An engine of one layer and one sequence.
 struct Engine {
-  Keeper keeper{model(), make_policy("ams-tova,budget=24,interval=4,recent=4,window=3,sink=1,rest=fold,memory.max_span=8,memory.min_span=2"), {.surprisal = true, .reads_folded = true}};
+  Keeper keeper{
+      model(),
+      make_policy(
+          "ams-tova,budget=24,interval=4,recent=4,window=3,sink=1,rest=fold,memory.max_span=8,memory.min_span=2"),
+      {.surprisal = true, .reads_folded = true}};
   std::vector<LayerKv> cache{DenseKv{at::zeros({1, kHeads, kCapacity, kDim}), at::zeros({1, kHeads, kCapacity, kDim})}};
   std::vector<std::int32_t> lengths = {0, 0};
   oracle::Random random{5};
@@ -39,7 +44,8 @@ struct Engine {
     const SequenceId id = 1;
     const std::vector<std::int32_t> indptr{0, tokens};
     const auto& kv = std::get<DenseKv>(cache.front());
-    Tensor queries = at::zeros({tokens, kHeads, kDim}), out = at::zeros({tokens, kHeads, kDim}), lse = at::zeros({tokens, kHeads});
+    Tensor queries = at::zeros({tokens, kHeads, kDim}), out = at::zeros({tokens, kHeads, kDim}),
+           lse = at::zeros({tokens, kHeads});
     for (std::int32_t h = 0; h < kHeads; ++h)
       for (std::int32_t t = 0; t < tokens; ++t)
         for (std::int32_t d = 0; d < kDim; ++d) {
@@ -48,7 +54,8 @@ struct Engine {
           kv.values.data_ptr<float>()[slot] = static_cast<float>(random.normal());
           queries.data_ptr<float>()[(t * kHeads + h) * kDim + d] = static_cast<float>(random.normal());
         }
-    const Observation seen{.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = queries, .basis = QueryBasis::post_rope};
+    const Observation seen{
+        .layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = queries, .basis = QueryBasis::post_rope};
     keeper.observe(seen);
     for (std::int32_t& length : lengths) length += tokens;
     keeper.view(seen, {out, lse});
@@ -81,18 +88,25 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   for (; size >= 7; data += 7, size -= 7) {
     Tensor& t = tensors[data[0] % tensors.size()].second;
     const std::size_t at = data[1] | static_cast<std::size_t>(data[2] & 0x7f) << 8;
-    if (data[2] & 0x80) t = (data[3] & 1) != 0 && t.size(0) > 0 ? at::cat({t, t.narrow(0, 0, 1 + static_cast<std::int64_t>(at) % t.size(0))}, 0) : t.narrow(0, 0, static_cast<std::int64_t>(at) % (t.size(0) + 1)).clone();
-    else if (t.nbytes() >= 4) std::memcpy(static_cast<std::byte*>(t.mutable_data_ptr()) + at % (t.nbytes() / 4) * 4, data + 3, 4);
+    if (data[2] & 0x80)
+      t = (data[3] & 1) != 0 && t.size(0) > 0
+              ? at::cat({t, t.narrow(0, 0, 1 + static_cast<std::int64_t>(at) % t.size(0))}, 0)
+              : t.narrow(0, 0, static_cast<std::int64_t>(at) % (t.size(0) + 1)).clone();
+    else if (t.nbytes() >= 4)
+      std::memcpy(static_cast<std::byte*>(t.mutable_data_ptr()) + at % (t.nbytes() / 4) * 4, data + 3, 4);
   }
   write_state(path, tensors, file.metadata());
   Engine engine;
   try {
     engine.keeper.restore(1, path);
   } catch (const Error& refused) {
-    if (std::string_view(refused.what()).find(path.string()) == std::string_view::npos || engine.keeper.knows(1) || engine.keeper.far_store()->blobs() > 0) std::abort();
+    if (std::string_view(refused.what()).find(path.string()) == std::string_view::npos || engine.keeper.knows(1) ||
+        engine.keeper.far_store()->blobs() > 0)
+      std::abort();
     return 0;
   }
-  for (std::int32_t h = 0; h < kHeads; ++h) engine.lengths[static_cast<std::size_t>(h)] = engine.keeper.physical_length(1, 0, h);
+  for (std::int32_t h = 0; h < kHeads; ++h)
+    engine.lengths[static_cast<std::size_t>(h)] = engine.keeper.physical_length(1, 0, h);
   try {
     for (int i = 0; i < 6 && std::ranges::max(engine.lengths) < kCapacity - 2; ++i) engine.step(i % 2 + 1);
     engine.keeper.truncate(1, engine.keeper.logical_length(1) - 1);

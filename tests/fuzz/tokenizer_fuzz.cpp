@@ -1,5 +1,5 @@
-// Whatever the bytes, as a tokenizer.json, as the parts of one, or as a text: a tokenizer whose ids are its own, or a sentence; and the
-// text comes back.
+// Whatever the bytes, as a tokenizer.json, as the parts of one, or as a text: a tokenizer whose ids are its own, or a
+// sentence; and the text comes back.
 
 #include <algorithm>
 #include <cstddef>
@@ -58,8 +58,8 @@ void check_round_trip(const Tokenizer& tokenizer, std::string_view text, bool nf
   if (nfc) require(lm::detail::nfc(lm::detail::nfc(clean)) == lm::detail::nfc(clean));
 }
 
-// Lines: 'm' a merge whose token is added, 't' a token, 'c' a control token, 'u' a user-defined one, 'x' a merge as it stands; the rest is
-// text.
+// Lines: 'm' a merge whose token is added, 't' a token, 'c' a control token, 'u' a user-defined one, 'x' a merge as it
+// stands; the rest is text.
 void check_parts(std::string_view bytes) {
   TokenizerParts parts = bytes_alone(kPreTokenizers[bytes.empty() ? 0 : static_cast<unsigned char>(bytes[0]) % 4]);
   parts.types.assign(parts.tokens.size(), 1);

@@ -13,8 +13,10 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   static const auto policy = make_policy("ams-tova,budget=8,sink=1,recent=1,min_segment=1,max_segment=4");
   try {
     const auto file = io::SafetensorsFile::from_bytes({reinterpret_cast<const char*>(data), size});
-    if (trace::kind_of(file) == "prefill") static_cast<void>(trace::replay_prefill(file, *policy));
-    else static_cast<void>(trace::replay_event(file, *policy));
+    if (trace::kind_of(file) == "prefill")
+      static_cast<void>(trace::replay_prefill(file, *policy));
+    else
+      static_cast<void>(trace::replay_event(file, *policy));
   } catch (const Error&) {
   }
   return 0;

@@ -12,7 +12,8 @@ const double kLowest = -std::numeric_limits<double>::infinity();
 
 double ranked(double score) { return std::isnan(score) ? kLowest : score; }
 
-/// Whole parts, then one each to the largest fractions, lower index first. Fractions that differ by rounding only are equal.
+/// Whole parts, then one each to the largest fractions, lower index first. Fractions that differ by rounding only are
+/// equal.
 std::vector<int> apportioned(const std::vector<long double>& shares, int total) {
   std::vector<int> out;
   std::vector<long double> fraction;
@@ -185,19 +186,22 @@ CriticalRow critical(const AllotHead& head, int budget, double first_stage) {
   for (int i = 0; i < wanted; ++i) kept[order[i]] = true;
   if (wanted > 0 && wanted < static_cast<int>(order.size())) {
     const double in = ranked(ranks[order[wanted - 1]]), out = ranked(ranks[order[wanted]]);
-    if (std::isfinite(in) && std::isfinite(out) && in != out) row.margin = (in - out) / std::max({std::abs(in), std::abs(out), 1e-30});
+    if (std::isfinite(in) && std::isfinite(out) && in != out)
+      row.margin = (in - out) / std::max({std::abs(in), std::abs(out), 1e-30});
   }
   row.slots = slots_of(kept);
   return row;
 }
 
-double value_weight(const std::vector<float>& projection, int hidden, int Hq, int Hkv, int Dv, int kv_head, const float* value) {
+double value_weight(const std::vector<float>& projection, int hidden, int Hq, int Hkv, int Dv, int kv_head,
+                    const float* value) {
   const int group = Hq / Hkv;
   double sum = 0;
   for (int hq = kv_head * group; hq < (kv_head + 1) * group; ++hq) {
     for (int i = 0; i < hidden; ++i) {
       double out = 0;
-      for (int d = 0; d < Dv; ++d) out += static_cast<double>(projection[(static_cast<size_t>(i) * Hq + hq) * Dv + d]) * value[d];
+      for (int d = 0; d < Dv; ++d)
+        out += static_cast<double>(projection[(static_cast<size_t>(i) * Hq + hq) * Dv + d]) * value[d];
       sum += std::abs(out) / group;
     }
   }

@@ -1,5 +1,6 @@
 #pragma once
-/// Second implementations of the allocators beside AMS, for tests only: sorts over doubles, one (layer, sequence) at a time, nothing shared with the library.
+/// Second implementations of the allocators beside AMS, for tests only: sorts over doubles, one (layer, sequence) at a
+/// time, nothing shared with the library.
 
 #include <vector>
 
@@ -34,7 +35,9 @@ struct CriticalRow {
 };
 CriticalRow critical(const AllotHead& head, int budget, double first_stage);
 
-/// The whole of W_o * V: mean over the group of the L1 norm of what a slot's value becomes. projection: [hidden][Hq * Dv], value: [Dv].
-double value_weight(const std::vector<float>& projection, int hidden, int Hq, int Hkv, int Dv, int kv_head, const float* value);
+/// The whole of W_o * V: mean over the group of the L1 norm of what a slot's value becomes. projection: [hidden][Hq *
+/// Dv], value: [Dv].
+double value_weight(const std::vector<float>& projection, int hidden, int Hq, int Hkv, int Dv, int kv_head,
+                    const float* value);
 
 }  // namespace oracle

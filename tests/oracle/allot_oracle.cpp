@@ -16,7 +16,9 @@ bool is_official(const Options& options) { return options.variant == "official";
 // Segments
 
 /// Thresholds segment_mass, 2 * segment_mass, ... strictly below 1, counted as in real arithmetic.
-int threshold_count(double segment_mass) { return static_cast<int>(std::ceil((1 - segment_mass) / segment_mass - 1e-9)); }
+int threshold_count(double segment_mass) {
+  return static_cast<int>(std::ceil((1 - segment_mass) / segment_mass - 1e-9));
+}
 
 std::vector<double> prefix_sums(const std::vector<double>& mass) {
   std::vector<double> sums(mass.size());
@@ -101,7 +103,8 @@ std::vector<int> strict_ends(const Options& options, const std::vector<int>& cro
   start = 0;
   for (int length : merged) {
     const int pieces = (length + options.max_segment - 1) / options.max_segment;
-    for (int j = 1; j <= pieces; ++j) ends.push_back(start + static_cast<int>(static_cast<long long>(length) * j / pieces));
+    for (int j = 1; j <= pieces; ++j)
+      ends.push_back(start + static_cast<int>(static_cast<long long>(length) * j / pieces));
     start += length;
   }
   return ends;
@@ -130,7 +133,8 @@ std::vector<int> mass_ends(const Options& options, const std::vector<double>& ma
   const int T = static_cast<int>(mass.size());
   const std::vector<double> sums = prefix_sums(is_official(options) ? normalised(mass) : mass);
   std::vector<int> crossings;
-  for (int k = 1; k <= threshold_count(options.segment_mass); ++k) crossings.push_back(crossing(sums, k * options.segment_mass));
+  for (int k = 1; k <= threshold_count(options.segment_mass); ++k)
+    crossings.push_back(crossing(sums, k * options.segment_mass));
   const std::vector<int> ends = ends_from(options, crossings, T);
   for (size_t k = 0; margin && k < crossings.size(); ++k) note_threshold(options, sums, crossings, ends, k, *margin);
   return ends;
@@ -145,7 +149,8 @@ struct Weights {
   bool exact = false;      ///< whole numbers
 };
 
-/// Where the row's last value begins: from there on every slot has it, bit for bit, for the suffix is filled with one number.
+/// Where the row's last value begins: from there on every slot has it, bit for bit, for the suffix is filled with one
+/// number.
 int constant_tail(const std::vector<double>& mass) {
   int start = static_cast<int>(mass.size()) - 1;
   while (start > 0 && mass[start - 1] == mass.back()) --start;
@@ -182,9 +187,10 @@ double round_half_even(double x) {
   return std::fmod(below, 2) == 0 ? below : below + 1;
 }
 
-/// Published step 5. The caller makes sure that it ends: floors that do not fit need a budget of at least one slot per segment.
-std::vector<int> official_quotas(const Options& options, const std::vector<double>& weight, const std::vector<int>& length, int budget,
-                                 Margin* margin) {
+/// Published step 5. The caller makes sure that it ends: floors that do not fit need a budget of at least one slot per
+/// segment.
+std::vector<int> official_quotas(const Options& options, const std::vector<double>& weight,
+                                 const std::vector<int>& length, int budget, Margin* margin) {
   const size_t n = length.size();
   std::vector<int> floors(n);
   for (size_t i = 0; i < n; ++i) floors[i] = std::min(options.min_quota, length[i]);
@@ -217,14 +223,15 @@ std::vector<int> official_quotas(const Options& options, const std::vector<doubl
 std::vector<int> descending(const std::vector<double>& values) {
   std::vector<int> order(values.size());
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return static_cast<float>(values[a]) > static_cast<float>(values[b]); });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int a, int b) { return static_cast<float>(values[a]) > static_cast<float>(values[b]); });
   return order;
 }
 
-/// Notes how close the segments that were served came to those that were not. Equal by construction is not close: whole numbers, and
-/// equal pieces of the suffix. `unit` 0 takes gaps relative to the values.
-void note_order(const Weights& weights, const std::vector<double>& values, const std::vector<int>& served, const std::vector<int>& left_out,
-                double unit, Margin* margin) {
+/// Notes how close the segments that were served came to those that were not. Equal by construction is not close: whole
+/// numbers, and equal pieces of the suffix. `unit` 0 takes gaps relative to the values.
+void note_order(const Weights& weights, const std::vector<double>& values, const std::vector<int>& served,
+                const std::vector<int>& left_out, double unit, Margin* margin) {
   if (!margin) return;
   for (int i : served) {
     for (int j : left_out) {
@@ -237,7 +244,8 @@ void note_order(const Weights& weights, const std::vector<double>& values, const
 }
 
 /// 2.4 step 5.ii: one slot at a time to every segment below its floor, heaviest first.
-void give_floors(const Weights& weights, const std::vector<int>& floors, std::vector<int>& q, int& left, Margin* margin) {
+void give_floors(const Weights& weights, const std::vector<int>& floors, std::vector<int>& q, int& left,
+                 Margin* margin) {
   const std::vector<int> order = descending(weights.value);
   bool given = true;
   while (left > 0 && given) {
@@ -259,7 +267,8 @@ void give_floors(const Weights& weights, const std::vector<int>& floors, std::ve
 }
 
 /// 2.4 step 5.iii: what is left, proportional to weight, capped by length, largest remainder last.
-void fill_by_weight(const Weights& weights, const std::vector<int>& length, std::vector<int>& q, int left, Margin* margin) {
+void fill_by_weight(const Weights& weights, const std::vector<int>& length, std::vector<int>& q, int left,
+                    Margin* margin) {
   while (left > 0) {
     std::vector<int> active;
     double total = 0;
@@ -269,7 +278,8 @@ void fill_by_weight(const Weights& weights, const std::vector<int>& length, std:
       total += weights.value[i];
     }
     std::vector<double> share;
-    for (int i : active) share.push_back(total > 0 ? left * weights.value[i] / total : static_cast<double>(left) / active.size());
+    for (int i : active)
+      share.push_back(total > 0 ? left * weights.value[i] / total : static_cast<double>(left) / active.size());
 
     const int left_before = left;
     for (size_t j = 0; j < active.size(); ++j) {
@@ -291,7 +301,8 @@ void fill_by_weight(const Weights& weights, const std::vector<int>& length, std:
     order.resize(active.size());
     for (int j = 0; j < left; ++j) ++q[order[j]];
     // Across a whole number nothing hangs on rounding: a share of almost 3 comes to 3 either way.
-    note_order(weights, fraction, {order.begin(), order.begin() + left}, {order.begin() + left, order.end()}, left_before, margin);
+    note_order(weights, fraction, {order.begin(), order.begin() + left}, {order.begin() + left, order.end()},
+               left_before, margin);
     left = 0;
   }
 }
@@ -333,8 +344,8 @@ std::vector<int> best(const std::vector<double>& scores, std::vector<int> slots,
   return slots;
 }
 
-std::vector<int> strict_select(const std::vector<double>& scores, const std::vector<int>& ends, const std::vector<int>& quotas,
-                               const MustKeep& must, Margin* margin) {
+std::vector<int> strict_select(const std::vector<double>& scores, const std::vector<int>& ends,
+                               const std::vector<int>& quotas, const MustKeep& must, Margin* margin) {
   const int T = static_cast<int>(scores.size());
   std::vector<int> chosen;
   int start = 0;
@@ -356,8 +367,9 @@ std::vector<int> strict_select(const std::vector<double>& scores, const std::vec
 }
 
 /// Published steps 6 and 7: the best of every segment compete again, all together, for what the must-keep set leaves.
-std::vector<int> official_select(const Options& options, const std::vector<double>& scores, const std::vector<int>& ends,
-                                 const std::vector<int>& quotas, const MustKeep& must, Margin* margin) {
+std::vector<int> official_select(const Options& options, const std::vector<double>& scores,
+                                 const std::vector<int>& ends, const std::vector<int>& quotas, const MustKeep& must,
+                                 Margin* margin) {
   const int T = static_cast<int>(scores.size());
   std::vector<int> chosen;
   for (int t = 0; t < T; ++t) {
@@ -379,8 +391,8 @@ std::vector<int> official_select(const Options& options, const std::vector<doubl
   return chosen;
 }
 
-std::vector<int> floor_quotas(const Options& options, const Weights& weights, const std::vector<int>& ends, const MustKeep& must,
-                              Margin* margin) {
+std::vector<int> floor_quotas(const Options& options, const Weights& weights, const std::vector<int>& ends,
+                              const MustKeep& must, Margin* margin) {
   std::vector<int> q;
   std::vector<int> floors;
   int start = 0;
@@ -396,12 +408,14 @@ std::vector<int> floor_quotas(const Options& options, const Weights& weights, co
   return q;
 }
 
-/// Coverage "auto": the best of the row; then segments below their quota take their best others, each in exchange for the worst slot of
-/// the segments above theirs.
+/// Coverage "auto": the best of the row; then segments below their quota take their best others, each in exchange for
+/// the worst slot of the segments above theirs.
 std::vector<int> exchanged(const Options& options, const std::vector<double>& scores, const std::vector<int>& ends,
                            const std::vector<int>& quotas, const MustKeep& must, Margin* margin) {
   const int T = static_cast<int>(scores.size());
-  const auto segment_of = [&](int t) { return static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), t) - ends.begin()); };
+  const auto segment_of = [&](int t) {
+    return static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), t) - ends.begin());
+  };
   std::vector<int> chosen = strict_select(scores, {T}, {options.budget}, must, margin);
   for (;;) {
     std::vector<int> count(ends.size());
@@ -418,7 +432,8 @@ std::vector<int> exchanged(const Options& options, const std::vector<double>& sc
     }
     const std::vector<int> stay = best(scores, gives, static_cast<int>(gives.size()) - 1, margin);
     for (int t : gives) {
-      if (std::find(stay.begin(), stay.end(), t) == stay.end()) chosen.erase(std::find(chosen.begin(), chosen.end(), t));
+      if (std::find(stay.begin(), stay.end(), t) == stay.end())
+        chosen.erase(std::find(chosen.begin(), chosen.end(), t));
     }
     chosen.push_back(best(scores, takes, 1, margin).front());
   }
@@ -475,13 +490,15 @@ int segment_budget(const Options& options, const MustKeep& must) {
   return held + static_cast<int>(std::floor(options.coverage * (options.budget - held) + 0.5));
 }
 
-std::vector<int> quotas(const Options& options, const std::vector<double>& mass_used, const std::vector<int>& ends, int budget,
-                        const MustKeep& must, Margin* margin) {
+std::vector<int> quotas(const Options& options, const std::vector<double>& mass_used, const std::vector<int>& ends,
+                        int budget, const MustKeep& must, Margin* margin) {
   const Weights weight = weights(options, mass_used, ends);
   if (options.coverage_auto) return floor_quotas(options, weight, ends, must, margin);
-  // The published loop never ends when the floors, at least one per segment, outnumber the budget. Without floors it does end.
+  // The published loop never ends when the floors, at least one per segment, outnumber the budget. Without floors it
+  // does end.
   const bool would_hang = static_cast<int>(ends.size()) > budget && options.min_quota > 0;
-  if (is_official(options) && !would_hang) return official_quotas(options, weight.value, ends_to_lengths(ends), budget, margin);
+  if (is_official(options) && !would_hang)
+    return official_quotas(options, weight.value, ends_to_lengths(ends), budget, margin);
   return strict_quotas(options, weight, ends, budget, must, margin);
 }
 

@@ -78,14 +78,15 @@ double repetition(const std::vector<std::int32_t>& tokens, int n) {
   std::set<std::vector<std::int32_t>> distinct;
   double all = 0;
   for (std::size_t i = 0; i + static_cast<std::size_t>(n) <= tokens.size(); ++i) {
-    distinct.insert({tokens.begin() + static_cast<std::ptrdiff_t>(i), tokens.begin() + static_cast<std::ptrdiff_t>(i) + n});
+    distinct.insert(
+        {tokens.begin() + static_cast<std::ptrdiff_t>(i), tokens.begin() + static_cast<std::ptrdiff_t>(i) + n});
     all += 1;
   }
   return all == 0 ? 0 : 1 - static_cast<double>(distinct.size()) / all;
 }
 
-Loss attention_loss(const std::vector<std::vector<double>>& keys, const std::vector<std::vector<double>>& values, const std::vector<double>& query,
-                    const std::set<int>& kept, int P, double scale) {
+Loss attention_loss(const std::vector<std::vector<double>>& keys, const std::vector<std::vector<double>>& values,
+                    const std::vector<double>& query, const std::set<int>& kept, int P, double scale) {
   std::vector<double> weight;
   double sum = 0, held_sum = 0;
   for (const auto& key : keys) {

@@ -34,7 +34,7 @@ struct Loss {
   double held = 0, past = 0, past_held = 0, error = 0, output = 0;
 };
 // keys [T][D], values [T][Dv]
-Loss attention_loss(const std::vector<std::vector<double>>& keys, const std::vector<std::vector<double>>& values, const std::vector<double>& query,
-                    const std::set<int>& kept, int P, double scale);
+Loss attention_loss(const std::vector<std::vector<double>>& keys, const std::vector<std::vector<double>>& values,
+                    const std::vector<double>& query, const std::set<int>& kept, int P, double scale);
 
 }  // namespace kvkeep::oracle

@@ -25,7 +25,9 @@ double logit(const Sequence& s, int query_head, int query, int slot) {
   return s.scale * sum;
 }
 
-int position(const Sequence& s, int kv_head, int slot) { return s.positions[static_cast<size_t>(kv_head) * s.T + slot]; }
+int position(const Sequence& s, int kv_head, int slot) {
+  return s.positions[static_cast<size_t>(kv_head) * s.T + slot];
+}
 
 /// Softmax over every slot the query can see (position at or before its own); all zeros where it sees none.
 std::vector<double> attention(const Sequence& s, int query_head, int query) {
@@ -63,7 +65,8 @@ int window_size(const Options& options, const Sequence& s) {
   return std::min({options.window, seen, s.T - 1, options.budget});
 }
 
-/// Slots before the suffix. Strict: the suffix is every slot at or after the oldest window query. Official: the last W slots.
+/// Slots before the suffix. Strict: the suffix is every slot at or after the oldest window query. Official: the last W
+/// slots.
 int history_size(const Options& options, const Sequence& s, int kv_head, int window) {
   if (is_official(options)) return s.T - window;
   const int oldest = s.query_positions[s.queries_seen() - window];
@@ -72,8 +75,8 @@ int history_size(const Options& options, const Sequence& s, int kv_head, int win
   return n;
 }
 
-/// Mean attention to the history (pooled, then averaged over the group), and for each suffix slot the mean over the window queries that
-/// come strictly after it; -1 where there is none.
+/// Mean attention to the history (pooled, then averaged over the group), and for each suffix slot the mean over the
+/// window queries that come strictly after it; -1 where there is none.
 std::vector<double> head_usage(const Options& options, const Sequence& s, int kv_head, int window, int history) {
   const int group = s.Hq / s.Hkv;
   const int first_query = s.queries_seen() - window;
@@ -121,8 +124,8 @@ void fill_suffix(const Options& options, std::vector<double>& usage, int history
   }
 }
 
-/// How much larger than their sum the terms of a dot product may be: rounding in a logit grows with it, and so does the relative error of
-/// every probability.
+/// How much larger than their sum the terms of a dot product may be: rounding in a logit grows with it, and so does the
+/// relative error of every probability.
 double logit_size(const Sequence& s, int queries_used) {
   double largest = 1;
   const int seen = s.queries_seen();
@@ -163,7 +166,8 @@ Row streaming_row(const Options& options, const Sequence& s) {
   return row;
 }
 
-/// The published TOVA pads the slot of its own query with the largest score; that this ties with one other slot is undone by the tie rule.
+/// The published TOVA pads the slot of its own query with the largest score; that this ties with one other slot is
+/// undone by the tie rule.
 std::vector<double> with_own_query_first(const Options& options, std::vector<double> scores) {
   if (is_official(options) && is_tova(options)) scores.back() = std::numeric_limits<double>::infinity();
   return scores;
@@ -176,7 +180,8 @@ Row plain_row(const Options& options, const std::vector<double>& scores) {
   Margin margin;
   Options whole = options;
   whole.variant = "strict";  // within one segment both variants choose the same slots
-  row.slots = select(whole, with_own_query_first(options, scores), {T}, {options.budget}, must_keep(options, T), &margin);
+  row.slots =
+      select(whole, with_own_query_first(options, scores), {T}, {options.budget}, must_keep(options, T), &margin);
   row.margin = margin.smallest;
   return row;
 }
@@ -265,8 +270,10 @@ Masses masses(const Options& options, const std::vector<double>& usage, const st
     return out;
   }
   out.credit.assign(T, 0.0);
-  if (given_credit.size() <= T) std::copy(given_credit.begin(), given_credit.end(), out.credit.begin());  // longer: another sequence's
-  for (size_t t = 0; t < T; ++t) out.credit[t] = options.credit_decay * out.credit[t] + (1 - options.credit_decay) * fed[t];
+  if (given_credit.size() <= T)
+    std::copy(given_credit.begin(), given_credit.end(), out.credit.begin());  // longer: another sequence's
+  for (size_t t = 0; t < T; ++t)
+    out.credit[t] = options.credit_decay * out.credit[t] + (1 - options.credit_decay) * fed[t];
   const std::vector<double> share = raw ? out.credit : normalised(out.credit);
   std::vector<double> mix(T);
   for (size_t t = 0; t < T; ++t) mix[t] = options.credit_mix * fed[t] + (1 - options.credit_mix) * share[t];
@@ -286,7 +293,8 @@ std::vector<Row> event_with_scores(const Options& options, const Sequence& s, co
     } else if (options.policy == "streaming") {
       rows.push_back(streaming_row(options, s));
     } else if (ams) {
-      rows.push_back(ams_row(options, scores[h], masses(options, used[h], s.credit.empty() ? std::vector<double>() : s.credit[h])));
+      rows.push_back(ams_row(options, scores[h],
+                             masses(options, used[h], s.credit.empty() ? std::vector<double>() : s.credit[h])));
     } else {
       rows.push_back(plain_row(options, scores[h]));
     }

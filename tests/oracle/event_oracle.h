@@ -1,6 +1,7 @@
 #pragma once
-/// A second implementation of one eviction event, for tests only. It is slow and plain on purpose: loops over std::vector<double>, no
-/// tensors, nothing shared with the library. Where both agree on thousands of random events, a mistake has to be made twice to stay.
+/// A second implementation of one eviction event, for tests only. It is slow and plain on purpose: loops over
+/// std::vector<double>, no tensors, nothing shared with the library. Where both agree on thousands of random events, a
+/// mistake has to be made twice to stay.
 ///
 /// One event = one layer and one sequence; every KV head is decided alone (except where `max_global` says otherwise).
 
@@ -31,7 +32,8 @@ struct Options {
   double credit_decay = 0.8;
   double credit_mix = 0.7;
   double coverage = 1;  ///< strict only
-  bool coverage_auto = false;  ///< strict only: floors of all segments, and the best of the row beside them; `coverage` is not read then
+  bool coverage_auto =
+      false;  ///< strict only: floors of all segments, and the best of the row beside them; `coverage` is not read then
   bool credit = true;
   bool tova_heads_all = true;  ///< TOVA averages over all query heads, or over the heads of the group
 };
@@ -61,9 +63,9 @@ struct Margin {
 struct Row {
   std::vector<int> slots;
   std::vector<double> scores;
-  std::vector<double> mass, mass_used;                      ///< AMS only
-  std::vector<double> credit, credit_kept;                  ///< after the update, before and after compaction; with `credit` only
-  std::vector<int> segment_ends, quotas;                    ///< AMS only
+  std::vector<double> mass, mass_used;      ///< AMS only
+  std::vector<double> credit, credit_kept;  ///< after the update, before and after compaction; with `credit` only
+  std::vector<int> segment_ends, quotas;    ///< AMS only
   double margin = std::numeric_limits<double>::infinity();  ///< see near_tie
 };
 
@@ -79,10 +81,12 @@ struct MustKeep {
 std::vector<Row> event(const Options& options, const Sequence& sequence);
 
 /// The same with scores from elsewhere, [Hkv][T].
-std::vector<Row> event_with_scores(const Options& options, const Sequence& sequence, const std::vector<std::vector<double>>& scores);
+std::vector<Row> event_with_scores(const Options& options, const Sequence& sequence,
+                                   const std::vector<std::vector<double>>& scores);
 
-/// True where float arithmetic may rightly decide otherwise: some comparison that mattered was decided by less than `tolerance`, taken
-/// relative to the size of the dot products. Ties between equal numbers do not count, for they are equal in any arithmetic.
+/// True where float arithmetic may rightly decide otherwise: some comparison that mattered was decided by less than
+/// `tolerance`, taken relative to the size of the dot products. Ties between equal numbers do not count, for they are
+/// equal in any arithmetic.
 bool near_tie(const std::vector<Row>& rows, double tolerance = 2e-6);
 
 // The stages, in order.
@@ -110,12 +114,14 @@ MustKeep must_keep(const Options& options, int T);
 /// One past the last slot of each segment, ascending; the last is T.
 std::vector<int> segment_ends(const Options& options, const std::vector<double>& mass_used, Margin* margin = nullptr);
 
-/// How many of the budget go through segments: all of it, unless `coverage` says less. Not for `coverage_auto`, where it follows from the segments.
+/// How many of the budget go through segments: all of it, unless `coverage` says less. Not for `coverage_auto`, where
+/// it follows from the segments.
 int segment_budget(const Options& options, const MustKeep& must);
 
-/// Slots each segment may keep; they add up to `budget`, which is below T. With `coverage_auto` these are the floors, as far as all of the budget goes.
-std::vector<int> quotas(const Options& options, const std::vector<double>& mass_used, const std::vector<int>& ends, int budget,
-                        const MustKeep& must, Margin* margin = nullptr);
+/// Slots each segment may keep; they add up to `budget`, which is below T. With `coverage_auto` these are the floors,
+/// as far as all of the budget goes.
+std::vector<int> quotas(const Options& options, const std::vector<double>& mass_used, const std::vector<int>& ends,
+                        int budget, const MustKeep& must, Margin* margin = nullptr);
 
 /// The slots that stay, ascending; exactly `options.budget`, which is below T.
 std::vector<int> select(const Options& options, const std::vector<double>& scores, const std::vector<int>& ends,

@@ -1,4 +1,5 @@
-// The slow second implementation against examples worked by hand, its own invariants, and its own claim of what hangs on rounding.
+// The slow second implementation against examples worked by hand, its own invariants, and its own claim of what hangs
+// on rounding.
 
 #include "event_oracle.h"
 
@@ -22,7 +23,8 @@ const int kRandomCases = random_case_count(1500);
 // 24 slots, a window of 4, one head: mean attention to the history, then the suffix.
 struct WorkedExample {
   Options options;
-  Doubles history = {.30, .01, .01, .02, .05, .04, .01, .01, .01, .01, .02, .06, .03, .01, .01, .01, .01, .02, .01, .05};
+  Doubles history = {.30, .01, .01, .02, .05, .04, .01, .01, .01, .01,
+                     .02, .06, .03, .01, .01, .01, .01, .02, .01, .05};
   Doubles scores = {9, 1, 2, 8, 7, 3, 1, 4, 2, 6, 5, 9, 8, 2, 1, 3, 2, 7, 1, 6, 4, 3, 2, 5};
   Doubles mass;
 
@@ -128,7 +130,8 @@ TEST(OracleSegments, MergeAShortTailIntoItsPredecessorAndSplitEvenly) {
   o.segment_mass = 0.5;
   o.min_segment = 3;
   o.max_segment = 6;
-  EXPECT_EQ(segment_ends(o, {0, 0, 0, 0, 0, 0, 0, .6, .4}), (Ints{4, 9})) << "[0,8) and a tail of one become nine, split in two";
+  EXPECT_EQ(segment_ends(o, {0, 0, 0, 0, 0, 0, 0, .6, .4}), (Ints{4, 9}))
+      << "[0,8) and a tail of one become nine, split in two";
   EXPECT_EQ(segment_ends(o, {1, 0}), (Ints{2})) << "fewer slots than min_segment";
 }
 
@@ -140,7 +143,8 @@ TEST(OracleQuotas, GiveTheHeaviestSegmentsTheirFloorsWhereNotAllFit) {
   EXPECT_EQ(quotas(o, {.1, .1, .3, .1, .1, .3}, {2, 4, 6}, 4, {}), (Ints{1, 2, 1}))
       << "one round to all, the second to the first of two equals";
   o.variant = "official";
-  EXPECT_EQ(quotas(o, {.2, .2, .2, .2, .2}, {1, 2, 3, 4, 5}, 4, {}), (Ints{1, 1, 1, 1, 0})) << "the published loop would never end";
+  EXPECT_EQ(quotas(o, {.2, .2, .2, .2, .2}, {1, 2, 3, 4, 5}, 4, {}), (Ints{1, 1, 1, 1, 0}))
+      << "the published loop would never end";
 }
 
 TEST(OracleCoverage, GoesFromSegmentsToPlainTopK) {
@@ -152,7 +156,9 @@ TEST(OracleCoverage, GoesFromSegmentsToPlainTopK) {
   EXPECT_EQ(budget, 3);
   const Ints ends = example.ends();
   const Ints all_by_rank = select(o, example.scores, {24}, {12}, must);
-  EXPECT_EQ(select(example.options, example.scores, ends, quotas(example.options, example.mass, ends, budget, must), must), all_by_rank);
+  EXPECT_EQ(
+      select(example.options, example.scores, ends, quotas(example.options, example.mass, ends, budget, must), must),
+      all_by_rank);
 }
 
 TEST(OracleEvent, KeepsEverythingWhereTheBudgetCoversIt) {
@@ -275,7 +281,8 @@ Doubles with_rounding(Doubles values, uint64_t seed, double size) {
 }
 
 /// The slots that head `head` keeps when its scores, its usage and its mass carry rounding errors.
-Ints slots_with_rounding(const RandomCase& random, int head, Doubles scores, const Doubles& usage, uint64_t seed, double size) {
+Ints slots_with_rounding(const RandomCase& random, int head, Doubles scores, const Doubles& usage, uint64_t seed,
+                         double size) {
   const Options& o = random.options;
   const Sequence& s = random.sequence;
   scores = with_rounding(scores, seed, size);

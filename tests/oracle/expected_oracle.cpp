@@ -15,7 +15,8 @@ Matrix mean_rotation(const ScorerInput& in, int first, int count) {
   const int F = static_cast<int>(in.inv_freq.size());
   for (int d = 2 * F; d < in.D; ++d) r[static_cast<std::size_t>(d)][static_cast<std::size_t>(d)] = 1;
   for (int f = 0; f < F; ++f) {
-    const auto i = static_cast<std::size_t>(in.interleaved ? 2 * f : f), j = static_cast<std::size_t>(in.interleaved ? 2 * f + 1 : f + F);
+    const auto i = static_cast<std::size_t>(in.interleaved ? 2 * f : f),
+               j = static_cast<std::size_t>(in.interleaved ? 2 * f + 1 : f + F);
     double c = 0, s = 0;
     for (int p = first; p < first + count; ++p) {
       c += std::cos(p * in.inv_freq[static_cast<std::size_t>(f)]);
@@ -53,7 +54,8 @@ std::vector<std::vector<double>> expected_logits(const ScorerInput& in, const Ex
       for (std::size_t d = 0; d < D; ++d) mean[d] += in.query_pre(h, row)[d] / n;
     for (const int row : rows)
       for (std::size_t i = 0; i < D; ++i)
-        for (std::size_t j = 0; j < D; ++j) c[i][j] += (in.query_pre(h, row)[i] - mean[i]) * (in.query_pre(h, row)[j] - mean[j]) / n;
+        for (std::size_t j = 0; j < D; ++j)
+          c[i][j] += (in.query_pre(h, row)[i] - mean[i]) * (in.query_pre(h, row)[j] - mean[j]) / n;
     for (std::size_t i = 0; i < D; ++i)
       for (std::size_t j = 0; j < D; ++j) {
         mean_bar[i] += r[i][j] * mean[j];
@@ -70,7 +72,8 @@ std::vector<std::vector<double>> expected_logits(const ScorerInput& in, const Ex
       double line = 0, square = 0;
       for (std::size_t i = 0; i < D; ++i) {
         line += mean_bar[i] * static_cast<double>(key[i]);
-        for (std::size_t j = 0; j < D; ++j) square += static_cast<double>(key[i]) * c_bar[i][j] * static_cast<double>(key[j]);
+        for (std::size_t j = 0; j < D; ++j)
+          square += static_cast<double>(key[i]) * c_bar[i][j] * static_cast<double>(key[j]);
       }
       x.push_back(in.scale * line + (o.covariance && rows.size() > 1 ? in.scale * in.scale / 2 * square : 0.0));
     }
@@ -93,12 +96,14 @@ ScorerOutput expected(const ScorerInput& in, const ExpectedSettings& o) {
       const double top = *std::max_element(logits.begin(), logits.end());
       double sum = 0;
       for (const double l : logits) sum += std::exp(l - top);
-      for (std::size_t t = 0; t < logits.size(); ++t) g[static_cast<std::size_t>(first) + t] += std::exp(logits[t] - top) / sum / in.group();
+      for (std::size_t t = 0; t < logits.size(); ++t)
+        g[static_cast<std::size_t>(first) + t] += std::exp(logits[t] - top) / sum / in.group();
     }
     double most = -std::numeric_limits<double>::infinity();
     for (int t = first; t < head.T; ++t) {
       double length = 0;
-      for (int d = 0; d < in.Dv; ++d) length += static_cast<double>(head.value(t, in.Dv)[d]) * static_cast<double>(head.value(t, in.Dv)[d]);
+      for (int d = 0; d < in.Dv; ++d)
+        length += static_cast<double>(head.value(t, in.Dv)[d]) * static_cast<double>(head.value(t, in.Dv)[d]);
       double& score = g[static_cast<std::size_t>(t)];
       if (o.value_norm) score = (score + o.epsilon) * std::sqrt(length);
       most = std::max(most, score);

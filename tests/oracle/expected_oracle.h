@@ -18,6 +18,7 @@ struct ExpectedSettings {
 ScorerOutput expected(const ScorerInput& input, const ExpectedSettings& settings);
 
 /// Expected logits of one KV head, [G][T - sink]; empty where no query counts.
-std::vector<std::vector<double>> expected_logits(const ScorerInput& input, const ExpectedSettings& settings, int kv_head);
+std::vector<std::vector<double>> expected_logits(const ScorerInput& input, const ExpectedSettings& settings,
+                                                 int kv_head);
 
 }  // namespace oracle

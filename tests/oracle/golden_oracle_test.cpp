@@ -1,4 +1,5 @@
-// Replays the golden events on the slow second implementation alone, so that it is known to be right before anything is compared with it.
+// Replays the golden events on the slow second implementation alone, so that it is known to be right before anything is
+// compared with it.
 
 #include <gtest/gtest.h>
 
@@ -33,7 +34,8 @@ Json read_json(const fs::path& path) {
   return Json::parse(in);
 }
 
-/// Streaming and TOVA are replayed whole; other AMS cases with the scores of `expected`, which proves everything after the scorer.
+/// Streaming and TOVA are replayed whole; other AMS cases with the scores of `expected`, which proves everything after
+/// the scorer.
 bool is_ours(const Json& policy) {
   const std::string name = policy.at("policy").get<std::string>();
   return name == "streaming" || name == "tova" || name.rfind("ams-", 0) == 0;
@@ -47,7 +49,8 @@ std::vector<std::string> cases() {
     if (!fs::is_directory(folder)) continue;
     for (const auto& entry : fs::directory_iterator(folder)) {
       if (!fs::exists(entry.path() / "case.json") || !fs::exists(entry.path() / "expected.safetensors")) continue;
-      if (is_ours(read_json(entry.path() / "policy.json"))) found.push_back(std::string(family) + "/" + entry.path().filename().string());
+      if (is_ours(read_json(entry.path() / "policy.json")))
+        found.push_back(std::string(family) + "/" + entry.path().filename().string());
     }
   }
   std::sort(found.begin(), found.end());
@@ -109,7 +112,8 @@ void rotate(const Trace& trace, int position, float* query, size_t D) {
 void read_queries(const Trace& trace, size_t b, Sequence& s) {
   const TensorData& queries = trace.of("queries");
   const size_t N = queries.shape[2];
-  for (size_t i = 0; i < N; ++i) s.query_positions.push_back(static_cast<int>(trace.of("query_positions").data[b * N + i]));
+  for (size_t i = 0; i < N; ++i)
+    s.query_positions.push_back(static_cast<int>(trace.of("query_positions").data[b * N + i]));
   const size_t per_sequence = s.Hq * N * s.D;
   for (size_t i = 0; i < per_sequence; ++i) s.queries.push_back(static_cast<float>(queries.data[b * per_sequence + i]));
   if (trace.meta("query_basis", "") != "pre_rope") return;
@@ -152,7 +156,8 @@ std::pair<int, int> compared_slots(const Json& test, const std::string& name, si
 }
 
 /// The scores a golden file expects; slots outside the compared range are protected by the scorer and rank first.
-std::vector<std::vector<double>> given_scores(const Json& test, const TensorFile& expected, const Sequence& s, size_t b, size_t width) {
+std::vector<std::vector<double>> given_scores(const Json& test, const TensorFile& expected, const Sequence& s, size_t b,
+                                              size_t width) {
   const std::vector<double>& all = expected.tensors.at("scores").data;
   const auto [first, last] = compared_slots(test, "scores", b, width);
   std::vector<std::vector<double>> scores;
@@ -190,8 +195,8 @@ void expect_integers(const std::string& what, const std::vector<double>& got, co
   EXPECT_EQ(got, without_padding(want)) << what;
 }
 
-void expect_floats(const std::string& what, const std::vector<double>& got, const std::vector<double>& want, const Json& rule,
-                   std::pair<int, int> range) {
+void expect_floats(const std::string& what, const std::vector<double>& got, const std::vector<double>& want,
+                   const Json& rule, std::pair<int, int> range) {
   const double atol = rule.at("atol").get<double>();
   const double rtol = rule.at("rtol").get<double>();
   const int last = std::min<int>(range.second, static_cast<int>(want.size()));
@@ -214,9 +219,12 @@ TEST_P(OracleGoldenEvent, IsReproducedByTheSlowImplementation) {
 
   for (size_t b = 0; b < trace.batch(); ++b) {
     const Sequence s = sequence_from(trace, b);
-    const std::vector<Row> rows =
-        scores_given ? event_with_scores(options, s, given_scores(test, expected, s, b, trace.width())) : event(options, s);
-    EXPECT_GT(std::min_element(rows.begin(), rows.end(), [](const Row& x, const Row& y) { return x.margin < y.margin; })->margin, 0);
+    const std::vector<Row> rows = scores_given
+                                      ? event_with_scores(options, s, given_scores(test, expected, s, b, trace.width()))
+                                      : event(options, s);
+    EXPECT_GT(std::min_element(rows.begin(), rows.end(), [](const Row& x, const Row& y) { return x.margin < y.margin; })
+                  ->margin,
+              0);
     for (const auto& [name, rule] : test.at("compare").items()) {
       if (scores_given && name == "scores") continue;
       const TensorData& want = expected.tensors.at(name);
@@ -224,7 +232,8 @@ TEST_P(OracleGoldenEvent, IsReproducedByTheSlowImplementation) {
       for (int h = 0; h < s.Hkv; ++h) {
         const auto got = field(rows[h], name);
         if (!got) continue;
-        const std::string what = GetParam() + " " + name + " sequence " + std::to_string(b) + " head " + std::to_string(h);
+        const std::string what =
+            GetParam() + " " + name + " sequence " + std::to_string(b) + " head " + std::to_string(h);
         const auto start = want.data.begin() + (b * s.Hkv + h) * width;
         const std::vector<double> row(start, start + width);
         if (rule.is_string()) {
@@ -239,8 +248,7 @@ TEST_P(OracleGoldenEvent, IsReproducedByTheSlowImplementation) {
 
 std::string test_name(const testing::TestParamInfo<std::string>& info) {
   std::string name = info.param;
-  std::replace_if(
-      name.begin(), name.end(), [](unsigned char c) { return !std::isalnum(c); }, '_');
+  std::replace_if(name.begin(), name.end(), [](unsigned char c) { return !std::isalnum(c); }, '_');
   return name;
 }
 

@@ -21,7 +21,9 @@ void append(Violations& out, const Violations& more) { out.insert(out.end(), mor
 
 bool is_strict(const Options& options) { return options.variant != "official"; }
 
-bool contains(const std::vector<int>& slots, int slot) { return std::find(slots.begin(), slots.end(), slot) != slots.end(); }
+bool contains(const std::vector<int>& slots, int slot) {
+  return std::find(slots.begin(), slots.end(), slot) != slots.end();
+}
 
 double sum_of(const std::vector<double>& values) { return std::accumulate(values.begin(), values.end(), 0.0); }
 
@@ -56,8 +58,10 @@ Violations check_segments(const Options& options, int T, const std::vector<int>&
   for (size_t i = 0; i < ends.size(); ++i) {
     const int length = ends[i] - start;
     if (length <= 0) say(out, "segment ", i, " ends at ", ends[i], " and starts at ", start);
-    if (bounded && length > options.max_segment) say(out, "segment ", i, " has ", length, " slots, more than ", options.max_segment);
-    if (bounded && length < shortest && ends.size() > 1) say(out, "segment ", i, " has ", length, " slots, fewer than ", shortest);
+    if (bounded && length > options.max_segment)
+      say(out, "segment ", i, " has ", length, " slots, more than ", options.max_segment);
+    if (bounded && length < shortest && ends.size() > 1)
+      say(out, "segment ", i, " has ", length, " slots, fewer than ", shortest);
     start = ends[i];
   }
   return out;
@@ -81,8 +85,10 @@ Violations check_quotas(const Options& options, const std::vector<int>& ends, co
     int held = 0;
     for (int t = start; t < ends[i]; ++t) held += must.holds(t, T);
     const int length = ends[i] - start;
-    const int kept = static_cast<int>(std::count_if(slots.begin(), slots.end(), [&](int t) { return t >= start && t < ends[i]; }));
-    if (quotas[i] < 0 || quotas[i] > length) say(out, "quota ", quotas[i], " of segment ", i, " is outside [0, ", length, "]");
+    const int kept =
+        static_cast<int>(std::count_if(slots.begin(), slots.end(), [&](int t) { return t >= start && t < ends[i]; }));
+    if (quotas[i] < 0 || quotas[i] > length)
+      say(out, "quota ", quotas[i], " of segment ", i, " is outside [0, ", length, "]");
     if (is_strict(options) && quotas[i] < held)
       say(out, "quota ", quotas[i], " of segment ", i, " is below its ", held, " must-keep slots");
     if (is_strict(options) && (more_than_quotas ? kept < quotas[i] : kept != quotas[i])) {
@@ -106,7 +112,8 @@ Violations check_ranking(const Options& options, const std::vector<double>& scor
   Violations out;
   const int T = static_cast<int>(scores.size());
   MustKeep must = must_keep(options, T);
-  if (must.recents == 0 && options.policy.find("tova") != std::string::npos) must.recents = 1;  // TOVA's own query ranks first in any case
+  if (must.recents == 0 && options.policy.find("tova") != std::string::npos)
+    must.recents = 1;  // TOVA's own query ranks first in any case
   int start = 0;
   for (size_t i = 0; i < ends.size(); ++i) {
     int lowest_kept = -1;
@@ -118,8 +125,8 @@ Violations check_ranking(const Options& options, const std::vector<double>& scor
       if (edge < 0 || ranks_before(scores, edge, t) == kept) edge = t;
     }
     if (lowest_kept >= 0 && highest_dropped >= 0 && !ranks_before(scores, lowest_kept, highest_dropped)) {
-      say(out, "segment ", i, " keeps slot ", lowest_kept, " (", scores[lowest_kept], ") and drops slot ", highest_dropped, " (",
-          scores[highest_dropped], ")");
+      say(out, "segment ", i, " keeps slot ", lowest_kept, " (", scores[lowest_kept], ") and drops slot ",
+          highest_dropped, " (", scores[highest_dropped], ")");
     }
     start = ends[i];
   }
@@ -145,14 +152,16 @@ Violations check_credit(const Options& options, const std::vector<double>& given
   for (size_t t = 0; !raw && t < row.credit.size() && t < row.mass.size(); ++t) {
     const double before = t < given.size() && given.size() <= row.mass.size() ? given[t] : 0.0;
     const double want = options.credit_decay * before + (1 - options.credit_decay) * row.mass[t];
-    if (!(std::abs(row.credit[t] - want) <= 1e-6 * (1e-3 + want))) say(out, "credit of slot ", t, " is ", row.credit[t], ", not ", want);
+    if (!(std::abs(row.credit[t] - want) <= 1e-6 * (1e-3 + want)))
+      say(out, "credit of slot ", t, " is ", row.credit[t], ", not ", want);
   }
   if (row.credit_kept.size() != row.slots.size()) {
     say(out, row.credit_kept.size(), " credits were kept for ", row.slots.size(), " slots");
     return out;
   }
   for (size_t j = 0; j < row.slots.size(); ++j) {
-    if (row.credit_kept[j] != row.credit[row.slots[j]]) say(out, "credit ", j, " was not moved with slot ", row.slots[j]);
+    if (row.credit_kept[j] != row.credit[row.slots[j]])
+      say(out, "credit ", j, " was not moved with slot ", row.slots[j]);
   }
   return out;
 }
@@ -160,9 +169,11 @@ Violations check_credit(const Options& options, const std::vector<double>& given
 Violations check_positions(const Options& options, const std::vector<int>& positions, const std::vector<int>& slots) {
   Violations out;
   for (size_t j = 1; j < slots.size(); ++j) {
-    if (positions[slots[j]] <= positions[slots[j - 1]]) say(out, "position ", positions[slots[j]], " follows ", positions[slots[j - 1]]);
+    if (positions[slots[j]] <= positions[slots[j - 1]])
+      say(out, "position ", positions[slots[j]], " follows ", positions[slots[j - 1]]);
   }
-  if (!is_strict(options) && options.policy != "streaming") return out;  // the published must-keep may give up sinks for recents
+  if (!is_strict(options) && options.policy != "streaming")
+    return out;  // the published must-keep may give up sinks for recents
   for (int p = 0; p < options.sink && p < static_cast<int>(positions.size()); ++p) {
     if (positions[p] == p && !contains(slots, p)) say(out, "sink position ", p, " is gone");
   }
@@ -180,10 +191,12 @@ Violations violations(const Options& options, const Sequence& sequence, int head
   if (!row.segment_ends.empty()) append(out, check_segments(options, T, row.segment_ends));
   if (!out.empty()) return out;
   if (!row.quotas.empty()) append(out, check_quotas(options, row.segment_ends, row.quotas, row.slots));
-  if (!row.scores.empty()) append(out, check_ranking(options, row.scores, row.segment_ends.empty() ? whole : row.segment_ends, row.slots));
+  if (!row.scores.empty())
+    append(out, check_ranking(options, row.scores, row.segment_ends.empty() ? whole : row.segment_ends, row.slots));
   if (!row.mass.empty()) append(out, check_mass("mass", row.mass));
   if (!row.mass_used.empty()) append(out, check_mass("mass_used", row.mass_used));
-  if (!row.credit.empty()) append(out, check_credit(options, sequence.credit.empty() ? std::vector<double>() : sequence.credit[head], row));
+  if (!row.credit.empty())
+    append(out, check_credit(options, sequence.credit.empty() ? std::vector<double>() : sequence.credit[head], row));
   return out;
 }
 

@@ -1,5 +1,6 @@
 #pragma once
-/// What must hold after any event, whoever computed it. Each function returns one sentence per violation; empty is good.
+/// What must hold after any event, whoever computed it. Each function returns one sentence per violation; empty is
+/// good.
 
 #include <string>
 #include <vector>
@@ -10,17 +11,20 @@ namespace oracle {
 
 using Violations = std::vector<std::string>;
 
-/// Exactly min(T, budget) slots, inside [0, T), strictly ascending, with every must-keep slot and, where nothing has to go, all of them.
+/// Exactly min(T, budget) slots, inside [0, T), strictly ascending, with every must-keep slot and, where nothing has to
+/// go, all of them.
 Violations check_slots(const Options& options, int T, const std::vector<int>& slots);
 
 /// Segments partition [0, T); in strict their lengths are within bounds.
 Violations check_segments(const Options& options, int T, const std::vector<int>& ends);
 
-/// Quotas add up to the (segment) budget, fit their segments, hold the floors where all floors fit, and strict keeps what they say.
+/// Quotas add up to the (segment) budget, fit their segments, hold the floors where all floors fit, and strict keeps
+/// what they say.
 Violations check_quotas(const Options& options, const std::vector<int>& ends, const std::vector<int>& quotas,
                         const std::vector<int>& slots);
 
-/// Within a segment no dropped slot ranks before a kept one that is not must-keep. Give [0, T) as one segment for plain top-k.
+/// Within a segment no dropped slot ranks before a kept one that is not must-keep. Give [0, T) as one segment for plain
+/// top-k.
 Violations check_ranking(const Options& options, const std::vector<double>& scores, const std::vector<int>& ends,
                          const std::vector<int>& slots);
 

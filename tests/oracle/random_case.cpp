@@ -16,7 +16,9 @@ uint64_t Random::bits() {
 
 double Random::unit() { return static_cast<double>(bits() >> 11) * 0x1p-53; }
 
-int Random::between(int first, int last) { return first + static_cast<int>(bits() % static_cast<uint64_t>(last - first + 1)); }
+int Random::between(int first, int last) {
+  return first + static_cast<int>(bits() % static_cast<uint64_t>(last - first + 1));
+}
 
 double Random::normal() {
   const double radius = std::sqrt(-2 * std::log(1 - unit()));
@@ -69,7 +71,8 @@ void choose_allocator(Random& random, Options& o, int T) {
 
 Options random_options(Random& random, int T) {
   Options o;
-  o.policy = random.one_of({"ams-tova", "ams-tova", "ams-tova", "ams-tova", "ams-tova", "ams-tova", "tova", "streaming"});
+  o.policy =
+      random.one_of({"ams-tova", "ams-tova", "ams-tova", "ams-tova", "ams-tova", "ams-tova", "tova", "streaming"});
   o.variant = random.one_of({"strict", "strict", "official"});
   o.budget = random.chance(0.9) ? random.between(1, T) : random.between(1, T + 3);
   o.sink = std::min(random.one_of({0, 1, 4}), o.budget - 1);
@@ -176,20 +179,24 @@ Sequence random_sequence(Random& random, const Options& o, int T, Keys kind) {
 
 std::string described(uint64_t seed, const Options& o, const Sequence& s, Keys kind) {
   std::ostringstream out;
-  out << "seed " << seed << ": " << o.policy << ' ' << o.variant << ", " << s.T << " -> " << o.budget << ", sink " << o.sink << ", recent "
-      << o.recent << ", heads " << s.Hq << '/' << s.Hkv << ", D " << s.D << ", " << s.queries_seen() << " queries, "
-      << kKeysNames[static_cast<int>(kind)] << " keys, last position " << s.positions.back();
+  out << "seed " << seed << ": " << o.policy << ' ' << o.variant << ", " << s.T << " -> " << o.budget << ", sink "
+      << o.sink << ", recent " << o.recent << ", heads " << s.Hq << '/' << s.Hkv << ", D " << s.D << ", "
+      << s.queries_seen() << " queries, " << kKeysNames[static_cast<int>(kind)] << " keys, last position "
+      << s.positions.back();
   if (o.policy != "ams-tova") return out.str();
-  out << ", window " << o.window << ", pool " << o.pool << ", segments " << o.segments << " of " << o.segment_mass << " in ["
-      << o.min_segment << ", " << o.max_segment << "], quotas " << o.quotas << ", min_quota " << o.min_quota << ", fill " << o.suffix_fill
-      << ", coverage " << (o.coverage_auto ? "auto" : std::to_string(o.coverage));
-  if (o.credit) out << ", credit " << o.credit_decay << '/' << o.credit_mix << " of " << (s.credit.empty() ? 0 : s.credit[0].size());
+  out << ", window " << o.window << ", pool " << o.pool << ", segments " << o.segments << " of " << o.segment_mass
+      << " in [" << o.min_segment << ", " << o.max_segment << "], quotas " << o.quotas << ", min_quota " << o.min_quota
+      << ", fill " << o.suffix_fill << ", coverage " << (o.coverage_auto ? "auto" : std::to_string(o.coverage));
+  if (o.credit)
+    out << ", credit " << o.credit_decay << '/' << o.credit_mix << " of "
+        << (s.credit.empty() ? 0 : s.credit[0].size());
   return out.str();
 }
 
 RandomCase case_of_length(Random& random, uint64_t seed, const Options& options, int T) {
-  const Keys kind = random.one_of({Keys::normal, Keys::normal, Keys::normal, Keys::heavy_tailed, Keys::heavy_tailed, Keys::heavy_tailed,
-                                   Keys::one_loud, Keys::few_kinds, Keys::constant, Keys::one_hot, Keys::zero});
+  const Keys kind =
+      random.one_of({Keys::normal, Keys::normal, Keys::normal, Keys::heavy_tailed, Keys::heavy_tailed,
+                     Keys::heavy_tailed, Keys::one_loud, Keys::few_kinds, Keys::constant, Keys::one_hot, Keys::zero});
   RandomCase out{options, random_sequence(random, options, T, kind), ""};
   out.description = described(seed, options, out.sequence, kind);
   return out;

@@ -40,10 +40,12 @@ RandomCase random_case(uint64_t seed);
 /// The same, with the options given and T at most `largest_T`.
 RandomCase random_case(uint64_t seed, const Options& options, int largest_T = 300);
 
-/// How many random cases a test runs: `normally`, a third of it under the address sanitizer, or what the environment variable KVKEEP_RANDOM_CASES says.
+/// How many random cases a test runs: `normally`, a third of it under the address sanitizer, or what the environment
+/// variable KVKEEP_RANDOM_CASES says.
 int random_case_count(int normally);
 
-/// The next event of the same sequence: what `rows` kept (with its credit), then `new_tokens` more. Rows must keep equally many slots.
+/// The next event of the same sequence: what `rows` kept (with its credit), then `new_tokens` more. Rows must keep
+/// equally many slots.
 Sequence continued(const Sequence& before, const std::vector<Row>& rows, int new_tokens, uint64_t seed);
 
 }  // namespace oracle

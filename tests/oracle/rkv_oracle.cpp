@@ -57,7 +57,8 @@ std::vector<double> redundancy(const ScorerHead& head, int D, int n, double simi
     for (int j = 0; j < n; ++j)
       if (i != j) {
         const float *a = head.key(i, D), *b = head.key(j, D);
-        Z[static_cast<std::size_t>(i)][static_cast<std::size_t>(j)] = dot(a, b, D) / ((std::sqrt(dot(a, a, D)) + 1e-8) * (std::sqrt(dot(b, b, D)) + 1e-8));
+        Z[static_cast<std::size_t>(i)][static_cast<std::size_t>(j)] =
+            dot(a, b, D) / ((std::sqrt(dot(a, a, D)) + 1e-8) * (std::sqrt(dot(b, b, D)) + 1e-8));
       }
   for (auto& row : Z) {
     int spared = first ? 0 : -1;
@@ -86,11 +87,14 @@ ScorerOutput rkv(const ScorerInput& in, const RkvQuestion& question) {
     while (history < head.T && head.positions[static_cast<std::size_t>(history)] < oldest) ++history;
     if (history == 0) continue;
     const std::vector<double> a = attention(in, h, window, history, question.max_logit);
-    const std::vector<double> r = softmax(redundancy(head, in.D, question.all ? head.T : history, question.similarity, question.first));
+    const std::vector<double> r =
+        softmax(redundancy(head, in.D, question.all ? head.T : history, question.similarity, question.first));
     for (int t = 0; t < history; ++t) {
       double pooled = 0;
-      for (int i = std::max(0, t - question.pool / 2); i <= std::min(history - 1, t + question.pool / 2); ++i) pooled = std::max(pooled, a[static_cast<std::size_t>(i)]);
-      g[static_cast<std::size_t>(t)] = question.lambda * pooled - (1 - question.lambda) * r[static_cast<std::size_t>(t)];
+      for (int i = std::max(0, t - question.pool / 2); i <= std::min(history - 1, t + question.pool / 2); ++i)
+        pooled = std::max(pooled, a[static_cast<std::size_t>(i)]);
+      g[static_cast<std::size_t>(t)] =
+          question.lambda * pooled - (1 - question.lambda) * r[static_cast<std::size_t>(t)];
     }
   }
   return out;

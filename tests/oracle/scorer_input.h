@@ -1,5 +1,6 @@
 #pragma once
-/// What a scorer may read of one layer of one sequence, as plain numbers: the input of the second implementations, which share nothing with the library.
+/// What a scorer may read of one layer of one sequence, as plain numbers: the input of the second implementations,
+/// which share nothing with the library.
 
 #include <vector>
 
@@ -11,11 +12,12 @@ struct ScorerHead {
   std::vector<float> keys;     ///< [T][D] after RoPE, exactly the numbers in the cache
   std::vector<float> values;   ///< [T][Dv]
   std::vector<int> positions;  ///< [T] logical, ascending
-  std::vector<float> tally;    ///< what an accumulating scorer gave the oldest slots at the last event; the other slots hold 0
-  int budget = 1;              ///< slots that may stay
-  bool due = false;            ///< T > budget; scores of other heads are not looked at
-  int sinks = 0;               ///< oldest slots that stay whatever they score
-  int recents = 0;             ///< newest slots that stay whatever they score
+  std::vector<float>
+      tally;         ///< what an accumulating scorer gave the oldest slots at the last event; the other slots hold 0
+  int budget = 1;    ///< slots that may stay
+  bool due = false;  ///< T > budget; scores of other heads are not looked at
+  int sinks = 0;     ///< oldest slots that stay whatever they score
+  int recents = 0;   ///< newest slots that stay whatever they score
 
   bool guarded(int slot) const { return slot < sinks || slot >= T - recents; }
   const float* key(int slot, int D) const { return keys.data() + static_cast<long>(slot) * D; }
@@ -23,25 +25,27 @@ struct ScorerHead {
 };
 
 struct ScorerInput {
-  int layer = 0;                         ///< index in the model, counting layers without a cache
-  int Hq = 1, Hkv = 1, D = 1, Dv = 1;    ///< query head h reads KV head h / (Hq / Hkv)
-  double scale = 1;                      ///< factor on q.k
-  std::vector<ScorerHead> heads;         ///< [Hkv]
-  std::vector<int> query_positions;      ///< [N] ascending: the newest queries seen
-  std::vector<double> queries;           ///< [Hq][N][D] after RoPE, oldest first
-  std::vector<double> queries_pre;       ///< [Hq][N][D] before RoPE
-  int P = 0;                             ///< position of the next token
-  int prompt = 0;                        ///< positions [0, prompt) are the prompt's
-  std::vector<double> inv_freq;          ///< [F]; components past 2 F are not rotated
-  double attention_scaling = 1;          ///< factor on cos and sin
-  bool interleaved = false;              ///< pair f is (x[2f], x[2f+1]); else (x[f], x[f+F])
+  int layer = 0;                       ///< index in the model, counting layers without a cache
+  int Hq = 1, Hkv = 1, D = 1, Dv = 1;  ///< query head h reads KV head h / (Hq / Hkv)
+  double scale = 1;                    ///< factor on q.k
+  std::vector<ScorerHead> heads;       ///< [Hkv]
+  std::vector<int> query_positions;    ///< [N] ascending: the newest queries seen
+  std::vector<double> queries;         ///< [Hq][N][D] after RoPE, oldest first
+  std::vector<double> queries_pre;     ///< [Hq][N][D] before RoPE
+  int P = 0;                           ///< position of the next token
+  int prompt = 0;                      ///< positions [0, prompt) are the prompt's
+  std::vector<double> inv_freq;        ///< [F]; components past 2 F are not rotated
+  double attention_scaling = 1;        ///< factor on cos and sin
+  bool interleaved = false;            ///< pair f is (x[2f], x[2f+1]); else (x[f], x[f+F])
   int hidden = 1;
   std::vector<float> output_projection;  ///< [hidden][Hq * Dv]
 
   int N() const { return static_cast<int>(query_positions.size()); }
   int group() const { return Hq / Hkv; }
   const double* query(int head, int i) const { return queries.data() + (static_cast<long>(head) * N() + i) * D; }
-  const double* query_pre(int head, int i) const { return queries_pre.data() + (static_cast<long>(head) * N() + i) * D; }
+  const double* query_pre(int head, int i) const {
+    return queries_pre.data() + (static_cast<long>(head) * N() + i) * D;
+  }
 };
 
 /// Scores of one layer of one sequence, [Hkv][T].

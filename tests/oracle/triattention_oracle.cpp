@@ -15,7 +15,8 @@ double raw_score(const ScorerInput& in, const TriHead& q, const float* key, int 
   double norm = 0;
   for (int f = 0; f < F; ++f) {
     const double w = in.inv_freq[static_cast<std::size_t>(f)];
-    const std::complex<double> cached(static_cast<double>(key[in.interleaved ? 2 * f : f]), static_cast<double>(key[in.interleaved ? 2 * f + 1 : f + F]));
+    const std::complex<double> cached(static_cast<double>(key[in.interleaved ? 2 * f : f]),
+                                      static_cast<double>(key[in.interleaved ? 2 * f + 1 : f + F]));
     unturned.push_back(cached * std::polar(1.0 / a, -w * position));
     const std::complex<double> mean(q.real[static_cast<std::size_t>(f)], q.imaginary[static_cast<std::size_t>(f)]);
     norm += a * a * (q.modulus[static_cast<std::size_t>(f)] - std::abs(mean)) * std::abs(unturned.back());
@@ -25,9 +26,11 @@ double raw_score(const ScorerInput& in, const TriHead& q, const float* key, int 
   for (long offset = 1; offset <= o.offset_max; offset *= 2, ++count) {
     double trig = 0;
     for (int f = 0; f < F; ++f) {
-      const std::complex<double> mean(q.real[static_cast<std::size_t>(f)], q.imaginary[static_cast<std::size_t>(f)]), k = unturned[static_cast<std::size_t>(f)];
+      const std::complex<double> mean(q.real[static_cast<std::size_t>(f)], q.imaginary[static_cast<std::size_t>(f)]),
+          k = unturned[static_cast<std::size_t>(f)];
       const double distance = static_cast<double>(in.P + offset - position);
-      trig += a * a * std::abs(mean) * std::abs(k) * std::cos(in.inv_freq[static_cast<std::size_t>(f)] * distance + std::arg(mean * std::conj(k)));
+      trig += a * a * std::abs(mean) * std::abs(k) *
+              std::cos(in.inv_freq[static_cast<std::size_t>(f)] * distance + std::arg(mean * std::conj(k)));
     }
     sum += trig;
     best = std::max(best, trig);
@@ -43,7 +46,8 @@ void normalise(std::vector<double>& x, const ScorerHead& head, bool sample) {
   if (n == 0) return;
   mean /= n;
   for (int t = 0; t < head.T; ++t)
-    if (sample || !head.guarded(t)) square += (x[static_cast<std::size_t>(t)] - mean) * (x[static_cast<std::size_t>(t)] - mean);
+    if (sample || !head.guarded(t))
+      square += (x[static_cast<std::size_t>(t)] - mean) * (x[static_cast<std::size_t>(t)] - mean);
   double deviation = sample ? (n > 1 ? std::sqrt(square / (n - 1)) : 1) : std::max(std::sqrt(square / n), 1e-6);
   if (sample && deviation < 1e-8) deviation = 1;
   for (double& v : x) v = (v - mean) / deviation;
@@ -51,15 +55,18 @@ void normalise(std::vector<double>& x, const ScorerHead& head, bool sample) {
 
 }  // namespace
 
-ScorerOutput triattention(const ScorerInput& in, const std::function<TriHead(int, int)>& statistics, const TriOptions& o) {
+ScorerOutput triattention(const ScorerInput& in, const std::function<TriHead(int, int)>& statistics,
+                          const TriOptions& o) {
   ScorerOutput out;
   for (int h = 0; h < in.Hkv; ++h) {
     const ScorerHead& head = in.heads[static_cast<std::size_t>(h)];
-    std::vector<double>& g = out.emplace_back(static_cast<std::size_t>(head.T), o.group_mean ? 0 : -std::numeric_limits<double>::infinity());
+    std::vector<double>& g =
+        out.emplace_back(static_cast<std::size_t>(head.T), o.group_mean ? 0 : -std::numeric_limits<double>::infinity());
     for (int q = h * in.group(); q < (h + 1) * in.group(); ++q) {
       const TriHead given = statistics(in.layer, q);
       std::vector<double> x;
-      for (int t = 0; t < head.T; ++t) x.push_back(raw_score(in, given, head.key(t, in.D), head.positions[static_cast<std::size_t>(t)], o));
+      for (int t = 0; t < head.T; ++t)
+        x.push_back(raw_score(in, given, head.key(t, in.D), head.positions[static_cast<std::size_t>(t)], o));
       if (o.normalize) normalise(x, head, o.sample);
       for (std::size_t t = 0; t < x.size(); ++t) g[t] = o.group_mean ? g[t] + x[t] / in.group() : std::max(g[t], x[t]);
     }

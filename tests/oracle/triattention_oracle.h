@@ -1,5 +1,6 @@
 #pragma once
-/// TriAttention a second time: keys turned back to where they stood before RoPE, the series over the distance between query and key, every offset by itself.
+/// TriAttention a second time: keys turned back to where they stood before RoPE, the series over the distance between
+/// query and key, every offset by itself.
 
 #include <functional>
 #include <vector>
@@ -9,10 +10,11 @@
 namespace oracle {
 
 struct TriOptions {
-  bool take_max = false;    ///< over the offsets; else their mean
+  bool take_max = false;  ///< over the offsets; else their mean
   bool normalize = true;
   bool group_mean = false;  ///< over the query heads of a KV head; else their maximum
-  bool sample = false;      ///< deviation with n - 1 over all slots, 1 where it vanishes; else population over the slots that are not guarded, at least 1e-6
+  bool sample = false;  ///< deviation with n - 1 over all slots, 1 where it vanishes; else population over the slots
+                        ///< that are not guarded, at least 1e-6
   long offset_max = 65536;
 };
 
@@ -21,6 +23,7 @@ struct TriHead {
   std::vector<double> real, imaginary, modulus;
 };
 
-ScorerOutput triattention(const ScorerInput& in, const std::function<TriHead(int layer, int query_head)>& statistics, const TriOptions& options);
+ScorerOutput triattention(const ScorerInput& in, const std::function<TriHead(int layer, int query_head)>& statistics,
+                          const TriOptions& options);
 
 }  // namespace oracle

@@ -39,7 +39,9 @@ Sequence alone(const ScorerInput& in, int h) {
   return s;
 }
 
-int clamped_window(const ScorerInput& in, const ScorerHead& head, int window) { return std::min({window, in.N(), head.T - 1, head.budget}); }
+int clamped_window(const ScorerInput& in, const ScorerHead& head, int window) {
+  return std::min({window, in.N(), head.T - 1, head.budget});
+}
 
 std::vector<double> by_age(int T) {
   std::vector<double> g;
@@ -76,7 +78,9 @@ ScorerOutput snapkv(const ScorerInput& in, const SnapKVQuestion& question) {
       mean = attention_sum(s, 0, W);
       for (double& x : mean) x /= W;
     }
-    out.push_back(pooled_between(mean, 0, history, [&](const std::vector<double>& x) { return question.rkv ? max_pooled(x, question.pool) : average_pooled(x, question.pool); }));
+    out.push_back(pooled_between(mean, 0, history, [&](const std::vector<double>& x) {
+      return question.rkv ? max_pooled(x, question.pool) : average_pooled(x, question.pool);
+    }));
   }
   return out;
 }
@@ -93,18 +97,21 @@ ScorerOutput rpc(const ScorerInput& in, const RpcQuestion& question) {
     const Sequence s = alone(in, h);
     const int history = history_of(s, 0, W), first = question.official ? std::min(head.sinks, history) : 0;
     std::vector<double> sum(static_cast<size_t>(head.T), 0.0);
-    for (int i = 0; i < W; ++i) {  // i queries before the newest; the published selectors end one query earlier and begin with the newest
+    for (int i = 0; i < W;
+         ++i) {  // i queries before the newest; the published selectors end one query earlier and begin with the newest
       const int back = question.official && i > 0 ? i - 1 : i;
       Sequence until = s;  // the window's only query is the one `back` before the newest
       until.query_positions.resize(s.query_positions.size() - static_cast<size_t>(back));
       until.queries.clear();
       for (int q = 0; q < s.Hq; ++q)
-        until.queries.insert(until.queries.end(), s.queries.begin() + static_cast<long>(q) * s.queries_seen() * s.D,
-                             s.queries.begin() + (static_cast<long>(q) * s.queries_seen() + until.queries_seen()) * s.D);
+        until.queries.insert(
+            until.queries.end(), s.queries.begin() + static_cast<long>(q) * s.queries_seen() * s.D,
+            s.queries.begin() + (static_cast<long>(q) * s.queries_seen() + until.queries_seen()) * s.D);
       const std::vector<double> one = history_attention(until, 0, {1, first, history, false, 1});
       for (size_t t = 0; t < one.size(); ++t) sum[t] += one[t];
     }
-    out.push_back(pooled_between(sum, first, history, [&](const std::vector<double>& x) { return average_pooled(x, question.pool); }));
+    out.push_back(pooled_between(sum, first, history,
+                                 [&](const std::vector<double>& x) { return average_pooled(x, question.pool); }));
   }
   if (!question.all_heads || clamped_window(in, in.heads[0], question.window) < 1) return out;
   std::vector<double> mean(out[0].size(), 0.0);
@@ -154,7 +161,8 @@ std::vector<double> history_attention(const Sequence& s, int kv_head, const Hist
     }
     for (auto& x : heads) {
       softmax(x);
-      for (size_t t = 0; t < x.size(); ++t) out[static_cast<size_t>(question.first) + t] += counts * x[t] / static_cast<double>(heads.size());
+      for (size_t t = 0; t < x.size(); ++t)
+        out[static_cast<size_t>(question.first) + t] += counts * x[t] / static_cast<double>(heads.size());
     }
   }
   for (double& x : out) x /= counted;
@@ -167,7 +175,9 @@ std::vector<double> attention_sum(const Sequence& s, int kv_head, int window) {
   for (int i = s.queries_seen() - window; i < s.queries_seen(); ++i)
     for (int g = 0; g < group; ++g) {
       std::vector<double> x;
-      for (int t = 0; t < s.T && s.positions[static_cast<size_t>(kv_head) * s.T + t] <= s.query_positions[static_cast<size_t>(i)]; ++t)
+      for (int t = 0;
+           t < s.T && s.positions[static_cast<size_t>(kv_head) * s.T + t] <= s.query_positions[static_cast<size_t>(i)];
+           ++t)
         x.push_back(dot(s, kv_head * group + g, i, t));
       softmax(x);
       for (size_t t = 0; t < x.size(); ++t) out[t] += x[t] / group;

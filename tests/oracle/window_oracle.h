@@ -1,5 +1,6 @@
 #pragma once
-/// A second implementation of what the newest queries make of a sequence, for tests only: plain loops in double, nothing shared with the library.
+/// A second implementation of what the newest queries make of a sequence, for tests only: plain loops in double,
+/// nothing shared with the library.
 
 #include <vector>
 
@@ -11,10 +12,10 @@ namespace oracle {
 /// One KV head of a sequence under its newest `window` queries.
 struct HistoryQuestion {
   int window = 1;
-  int first = 0;             ///< slots [first, history) take part
+  int first = 0;  ///< slots [first, history) take part
   int history = 0;
-  bool max_logit = false;    ///< largest logit of the group, then softmax; else softmax per query head, then mean
-  int newest_counts = 1;     ///< how often the newest query counts
+  bool max_logit = false;  ///< largest logit of the group, then softmax; else softmax per query head, then mean
+  int newest_counts = 1;   ///< how often the newest query counts
 };
 
 /// Softmax over [first, history) only, mean over the group and the queries; [T], 0 elsewhere.
@@ -38,7 +39,7 @@ ScorerOutput snapkv(const ScorerInput& input, const SnapKVQuestion& question);
 
 struct RpcQuestion {
   int window = 32, pool = 7;
-  bool official = false;   ///< one query fewer, the newest twice, the guarded oldest slots outside
+  bool official = false;  ///< one query fewer, the newest twice, the guarded oldest slots outside
   bool all_heads = false;
 };
 ScorerOutput rpc(const ScorerInput& input, const RpcQuestion& question);

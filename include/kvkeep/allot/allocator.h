@@ -21,9 +21,11 @@ class Allocator {
   /// Window queries whose usage it reads; 0: none.
   [[nodiscard]] virtual std::int32_t window() const { return 0; }
 
-  /// Other budgets than the same for every row: changes `budget` and `due` of `rows`, which hold the policy's budget. `least`, one a
-  /// group: slots that each of its rows must be able to keep (sinks or a protected prompt, and what the scorer never drops). Called before anything is scored.
-  virtual void spread(const Evidence&, std::span<const std::int32_t> /*least*/, std::vector<RowLimit>& /*rows*/) const {}
+  /// Other budgets than the same for every row: changes `budget` and `due` of `rows`, which hold the policy's budget.
+  /// `least`, one a group: slots that each of its rows must be able to keep (sinks or a protected prompt, and what the
+  /// scorer never drops). Called before anything is scored.
+  virtual void spread(const Evidence&, std::span<const std::int32_t> /*least*/, std::vector<RowLimit>& /*rows*/) const {
+  }
 
   /// True where rows of one sequence may end up unequal.
   [[nodiscard]] virtual bool ragged() const { return false; }
@@ -31,9 +33,11 @@ class Allocator {
   /// What it reads beside scores and window attention.
   [[nodiscard]] virtual Needs needs() const { return {}; }
 
-  /// Fills `decision.keep` and, where it has them, credit and allotment. `decision.scores` is set and may be changed for ranking's sake. A row that is not due keeps
-  /// everything and its credit as it was. Rows run in parallel; no row reads another (layer, sequence). `seen.usage` is the allocator's own and may become its mass.
-  virtual void allot(const Evidence& evidence, const Limits& limits, WindowAttention& seen, Decision& decision) const = 0;
+  /// Fills `decision.keep` and, where it has them, credit and allotment. `decision.scores` is set and may be changed
+  /// for ranking's sake. A row that is not due keeps everything and its credit as it was. Rows run in parallel; no row
+  /// reads another (layer, sequence). `seen.usage` is the allocator's own and may become its mass.
+  virtual void allot(const Evidence& evidence, const Limits& limits, WindowAttention& seen,
+                     Decision& decision) const = 0;
 };
 
 /// Every slot of every row.

@@ -1,6 +1,7 @@
 #pragma once
-/// ChunkKV: runs of adjacent slots stay or go together. Source: "ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM Inference"
-/// (Liu et al.). Differs: exactly the budget stays; protected slots first, outside the chunks' scores; per sequence; heads may choose for themselves.
+/// ChunkKV: runs of adjacent slots stay or go together. Source: "ChunkKV: Semantic-Preserving KV Cache Compression for
+/// Efficient Long-Context LLM Inference" (Liu et al.). Differs: exactly the budget stays; protected slots first,
+/// outside the chunks' scores; per sequence; heads may choose for themselves.
 
 #include <cstdint>
 
@@ -9,8 +10,9 @@
 
 namespace kvkeep {
 
-/// Protected slots stay. Chunks, cut from slot 0 on, rank by the mean score of their other slots (ties: the newer chunk; NaN last). They stay whole, best first,
-/// while they fit; of the first that does not, the best slots fill the budget.
+/// Protected slots stay. Chunks, cut from slot 0 on, rank by the mean score of their other slots (ties: the newer
+/// chunk; NaN last). They stay whole, best first, while they fit; of the first that does not, the best slots fill the
+/// budget.
 class Chunks final : public Allocator {
  public:
   explicit Chunks(ChunksOptions options) : options_(options) {}

@@ -1,5 +1,6 @@
 #pragma once
-/// One row through AMS, from the usage of its slots to segments with quotas: the body that the CPU runs with one thread a row and CUDA with a block. No LibTorch in here.
+/// One row through AMS, from the usage of its slots to segments with quotas: the body that the CPU runs with one thread
+/// a row and CUDA with a block. No LibTorch in here.
 
 #include <cmath>
 #include <cstdint>
@@ -15,21 +16,22 @@
 namespace kvkeep {
 
 struct MassSegmentedOptions {
-  std::int32_t window = 32;                      ///< queries whose attention makes the mass
+  std::int32_t window = 32;  ///< queries whose attention makes the mass
   Segmentation segments = Segmentation::mass;
-  std::int32_t fixed = 128;                      ///< slots a segment, `Segmentation::fixed` only
-  double segment_mass = 0.02;                    ///< mass a segment aims at, (0, 1]; below kLeastSegmentMass it counts as that
-  std::int32_t min_segment = 32;                 ///< slots
-  std::int32_t max_segment = 1024;               ///< slots, at least 2 * min_segment
-  std::int32_t min_quota = 8;                    ///< slots every segment may keep, as far as the budget allows
+  std::int32_t fixed = 128;         ///< slots a segment, `Segmentation::fixed` only
+  double segment_mass = 0.02;       ///< mass a segment aims at, (0, 1]; below kLeastSegmentMass it counts as that
+  std::int32_t min_segment = 32;    ///< slots
+  std::int32_t max_segment = 1024;  ///< slots, at least 2 * min_segment
+  std::int32_t min_quota = 8;       ///< slots every segment may keep, as far as the budget allows
   QuotaWeight quotas = QuotaWeight::mass;
   bool credit = true;
-  double credit_decay = 0.8;                     ///< weight of the old credit, [0, 1)
-  double credit_mix = 0.7;                       ///< weight of this event's mass, [0, 1]
-  std::int32_t pool = 5;                         ///< odd; 1 or less: no pooling
+  double credit_decay = 0.8;  ///< weight of the old credit, [0, 1)
+  double credit_mix = 0.7;    ///< weight of this event's mass, [0, 1]
+  std::int32_t pool = 5;      ///< odd; 1 or less: no pooling
   SuffixFill suffix_fill = SuffixFill::max_head;
-  double coverage = 1.0;                         ///< share of the budget above the protected slots that goes through segments, [0, 1]
-  bool coverage_auto = false;                    ///< instead: what the segments' floors take, so that `min_quota` slots of every segment stay and the rest is top-k
+  double coverage = 1.0;       ///< share of the budget above the protected slots that goes through segments, [0, 1]
+  bool coverage_auto = false;  ///< instead: what the segments' floors take, so that `min_quota` slots of every segment
+                               ///< stay and the rest is top-k
 };
 
 /// Added to every usage before it is normalised, so that an all-zero row becomes uniform.
@@ -46,33 +48,40 @@ KVKEEP_HD inline std::int32_t most_segments(const MassSegmentedOptions& options,
 
 /// Pools the history of `usage` in place. `scratch`: [history], only where there is pooling.
 template <class Team>
-KVKEEP_HD void pool_history(const MassSegmentedOptions& options, float* usage, std::int32_t history, float* scratch, Team team) {
+KVKEEP_HD void pool_history(const MassSegmentedOptions& options, float* usage, std::int32_t history, float* scratch,
+                            Team team) {
   if (options.pool <= 1) return;
   for (std::int32_t t = team.rank(); t < history; t += team.size()) scratch[t] = usage[t];
   team.sync();
-  for (std::int32_t t = team.rank(); t < history; t += team.size()) usage[t] = pooled_average(scratch, history, options.pool, t);
+  for (std::int32_t t = team.rank(); t < history; t += team.size())
+    usage[t] = pooled_average(scratch, history, options.pool, t);
   team.sync();
 }
 
-/// Gives the suffix its usage. `newest`: position of the newest query; `top`: the largest pooled usage of the history, of the row or of all its heads.
+/// Gives the suffix its usage. `newest`: position of the newest query; `top`: the largest pooled usage of the history,
+/// of the row or of all its heads.
 template <class Team>
-KVKEEP_HD void fill_suffix(SuffixFill fill, const std::int32_t* positions, std::int32_t length, std::int32_t newest, std::int32_t history, float top, float* usage,
-                           Team team) {
+KVKEEP_HD void fill_suffix(SuffixFill fill, const std::int32_t* positions, std::int32_t length, std::int32_t newest,
+                           std::int32_t history, float top, float* usage, Team team) {
   for (std::int32_t t = history + team.rank(); t < length; t += team.size()) {
-    if (fill == SuffixFill::exclude) usage[t] = 0;
-    else if (fill != SuffixFill::causal_mean || positions[t] >= newest) usage[t] = top;
+    if (fill == SuffixFill::exclude)
+      usage[t] = 0;
+    else if (fill != SuffixFill::causal_mean || positions[t] >= newest)
+      usage[t] = top;
   }
   team.sync();
 }
 
-/// Turns usage into mass in place; with `credit` (or null), makes it the new credit out of `old` ([known] oldest slots) and writes the mixture that segments follow
-/// to `used`, which may be `usage`. `fed`: scratch [length], only for raw mass.
+/// Turns usage into mass in place; with `credit` (or null), makes it the new credit out of `old` ([known] oldest slots)
+/// and writes the mixture that segments follow to `used`, which may be `usage`. `fed`: scratch [length], only for raw
+/// mass.
 template <class Team>
-KVKEEP_HD void weigh_row(const MassSegmentedOptions& options, const float* old, std::int32_t known, std::int32_t length, float* usage, float* fed, float* credit,
-                         float* used, Team team) {
+KVKEEP_HD void weigh_row(const MassSegmentedOptions& options, const float* old, std::int32_t known, std::int32_t length,
+                         float* usage, float* fed, float* credit, float* used, Team team) {
   const bool raw = options.quotas == QuotaWeight::raw_mass && credit != nullptr;
   if (raw)
-    for (std::int32_t t = team.rank(); t < length; t += team.size()) fed[t] = (usage[t] > 0 ? usage[t] : 0.0F) + static_cast<float>(kMassEpsilon);
+    for (std::int32_t t = team.rank(); t < length; t += team.size())
+      fed[t] = (usage[t] > 0 ? usage[t] : 0.0F) + static_cast<float>(kMassEpsilon);
   team.sync();
   normalise_mass(usage, length, kMassEpsilon, team);
   if (credit == nullptr) {
@@ -84,23 +93,30 @@ KVKEEP_HD void weigh_row(const MassSegmentedOptions& options, const float* old, 
   if (old == nullptr || known > length) known = 0;
   for (std::int32_t t = team.rank(); t < known; t += team.size()) credit[t] = old[t];
   team.sync();
-  update_credit(raw ? fed : usage, length, known, {options.credit_decay, options.credit_mix}, kMassEpsilon, raw, credit, used, team);
+  update_credit(raw ? fed : usage, length, known, {options.credit_decay, options.credit_mix}, kMassEpsilon, raw, credit,
+                used, team);
 }
 
 /// Segment i as a share of the budget: what it weighs, how long it is, what of it is protected.
-KVKEEP_HD inline Share share_of(QuotaWeight quotas, const std::uint64_t* prefix, const std::int32_t* ends, std::int32_t i, std::int32_t length, Protected guarded) {
+KVKEEP_HD inline Share share_of(QuotaWeight quotas, const std::uint64_t* prefix, const std::int32_t* ends,
+                                std::int32_t i, std::int32_t length, Protected guarded) {
   const std::int32_t start = i > 0 ? ends[i - 1] : 0, end = ends[i];
   const std::uint64_t before = start > 0 ? prefix[start - 1] : 0, total = prefix[length - 1];
   const double mass = total > 0 ? static_cast<double>(prefix[end - 1] - before) / static_cast<double>(total) : 0.0;
   const auto inside = [start, end](std::int32_t t) { return t < start ? start : t > end ? end : t; };
   const std::int32_t guarded_slots = inside(guarded.sinks) - start + end - inside(length - guarded.recents);
-  const double weight = quotas == QuotaWeight::equal ? 1.0 : quotas == QuotaWeight::length ? static_cast<double>(end - start) : mass;
+  const double weight = quotas == QuotaWeight::equal    ? 1.0
+                        : quotas == QuotaWeight::length ? static_cast<double>(end - start)
+                                                        : mass;
   return {weight, end - start, guarded_slots < end - start ? guarded_slots : end - start, 0, 0};
 }
 
-/// Slots of the budget that go through segments: all but (1 - coverage) of what is above the protected ones, or just the segments' floors.
-KVKEEP_HD inline std::int32_t covered(const MassSegmentedOptions& options, const Share* shares, std::int32_t count, std::int32_t budget, Protected guarded) {
-  if (!options.coverage_auto) return guarded.count() + static_cast<std::int32_t>(std::floor(options.coverage * (budget - guarded.count()) + 0.5));
+/// Slots of the budget that go through segments: all but (1 - coverage) of what is above the protected ones, or just
+/// the segments' floors.
+KVKEEP_HD inline std::int32_t covered(const MassSegmentedOptions& options, const Share* shares, std::int32_t count,
+                                      std::int32_t budget, Protected guarded) {
+  if (!options.coverage_auto)
+    return guarded.count() + static_cast<std::int32_t>(std::floor(options.coverage * (budget - guarded.count()) + 0.5));
   std::int64_t floors = 0;
   for (std::int32_t i = 0; i < count; ++i) floors += detail::floor_of(shares[i], options.min_quota);
   return floors < budget ? static_cast<std::int32_t>(floors) : budget;

@@ -24,8 +24,9 @@ KVKEEP_HD inline float usable(float u) {
   return u > 0 ? (u < kMost ? u : kMost) : 0.0F;
 }
 
-/// Usage as integers: sums of integers do not depend on their order, so a row is weighed and cut alike by one thread and by many. The largest usage maps to 2^52 or,
-/// in long rows, to what keeps the row's total below 2^63. Rows up to 2^30 slots.
+/// Usage as integers: sums of integers do not depend on their order, so a row is weighed and cut alike by one thread
+/// and by many. The largest usage maps to 2^52 or, in long rows, to what keeps the row's total below 2^63. Rows up to
+/// 2^30 slots.
 class IntegerMass {
  public:
   KVKEEP_HD IntegerMass(float top, std::int32_t length) : top_(top) {
@@ -34,10 +35,13 @@ class IntegerMass {
     unit_ = static_cast<double>(std::uint64_t{1} << (bits < 52 ? bits : 52));
   }
   [[nodiscard]] KVKEEP_HD std::uint64_t operator()(float u) const {
-    return top_ > 0 ? static_cast<std::uint64_t>(static_cast<double>(usable(u)) / static_cast<double>(top_) * unit_) : 0;
+    return top_ > 0 ? static_cast<std::uint64_t>(static_cast<double>(usable(u)) / static_cast<double>(top_) * unit_)
+                    : 0;
   }
   /// What a sum of such integers stands for.
-  [[nodiscard]] KVKEEP_HD double value(std::uint64_t sum) const { return static_cast<double>(sum) / unit_ * static_cast<double>(top_); }
+  [[nodiscard]] KVKEEP_HD double value(std::uint64_t sum) const {
+    return static_cast<double>(sum) / unit_ * static_cast<double>(top_);
+  }
 
  private:
   float top_;
@@ -65,7 +69,8 @@ KVKEEP_HD double total(const float* x, std::int32_t n, Team team = {}) {
 template <class Team = OneThread>
 KVKEEP_HD void normalise_mass(float* u, std::int32_t length, double epsilon, Team team = {}) {
   const double sum = total(u, length, team) + length * epsilon;
-  for (std::int32_t t = team.rank(); t < length; t += team.size()) u[t] = static_cast<float>((static_cast<double>(usable(u[t])) + epsilon) / sum);
+  for (std::int32_t t = team.rank(); t < length; t += team.size())
+    u[t] = static_cast<float>((static_cast<double>(usable(u[t])) + epsilon) / sum);
   team.sync();
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 /// AMS: adaptive mass-segmented allocation. Usage -> mass -> credit -> segments -> quotas -> selection inside segments.
-/// Source: "Adaptive Mass-Segmented KV compression", Algorithm 1 and section on EMA credit. Differs (`strict`): docs/ams.md lists every point and why.
+/// Source: "Adaptive Mass-Segmented KV compression", Algorithm 1 and section on EMA credit. Differs (`strict`):
+/// docs/ams.md lists every point and why.
 
 #include "kvkeep/allot/allocator.h"
 #include "kvkeep/allot/divide.h"
@@ -13,8 +14,9 @@ class MassSegmented final : public Allocator {
   [[nodiscard]] std::string_view name() const override { return "mass_segmented"; }
   [[nodiscard]] std::int32_t window() const override { return options_.window; }
 
-  /// Cost: O(length) a row beyond the window attention, no sort. Workspace per thread: about 40 bytes a slot of its longest row.
-  /// Between window attention and compaction an event holds scores, mass and credit: 12 bytes a slot and row.
+  /// Cost: O(length) a row beyond the window attention, no sort. Workspace per thread: about 40 bytes a slot of its
+  /// longest row. Between window attention and compaction an event holds scores, mass and credit: 12 bytes a slot and
+  /// row.
   void allot(const Evidence& evidence, const Limits& limits, WindowAttention& seen, Decision& decision) const override;
 
   [[nodiscard]] const MassSegmentedOptions& options() const { return options_; }

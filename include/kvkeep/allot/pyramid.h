@@ -1,7 +1,8 @@
 #pragma once
-/// PyramidKV: early layers keep more slots than late ones. Source: "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling"
-/// (Cai et al.), the linear profile. Differs: budgets follow from the policy's budget alone, not from the cache's momentary length, so they stay the same from
-/// event to event; they add up exactly; none falls below what the scorer never drops; they count the window's slots.
+/// PyramidKV: early layers keep more slots than late ones. Source: "PyramidKV: Dynamic KV Cache Compression based on
+/// Pyramidal Information Funneling" (Cai et al.), the linear profile. Differs: budgets follow from the policy's budget
+/// alone, not from the cache's momentary length, so they stay the same from event to event; they add up exactly; none
+/// falls below what the scorer never drops; they count the window's slots.
 
 #include <cstdint>
 #include <span>
@@ -12,25 +13,31 @@
 namespace kvkeep {
 
 struct PyramidOptions {
-  double beta = 20;  ///< the last layer gets 1 / beta of the mean budget before clamping, the first 2 - 1 / beta of it; [1, 1000], read in millionths
+  double beta = 20;  ///< the last layer gets 1 / beta of the mean budget before clamping, the first 2 - 1 / beta of it;
+                     ///< [1, 1000], read in millionths
 };
 
-/// Slots per row of each of `layers` layers, falling: linear from budget * (2 - 1 / beta) to budget / beta, rounded by largest remainder (ties: the lower layer),
-/// each raised to `least`; what that adds is taken from the layers above `least` in proportion to their excess (largest remainder, ties: the lower layer).
-/// The sum is layers * budget. One layer has the budget itself. Exact: integers throughout.
-/// Requires: layers >= 1. Throws InvalidArgument where budget < least. Cost: O(layers * log(layers)).
-[[nodiscard]] std::vector<std::int32_t> pyramid_budgets(std::int32_t layers, std::int32_t budget, double beta, std::int32_t least);
+/// Slots per row of each of `layers` layers, falling: linear from budget * (2 - 1 / beta) to budget / beta, rounded by
+/// largest remainder (ties: the lower layer), each raised to `least`; what that adds is taken from the layers above
+/// `least` in proportion to their excess (largest remainder, ties: the lower layer). The sum is layers * budget. One
+/// layer has the budget itself. Exact: integers throughout. Requires: layers >= 1. Throws InvalidArgument where budget
+/// < least. Cost: O(layers * log(layers)).
+[[nodiscard]] std::vector<std::int32_t> pyramid_budgets(std::int32_t layers, std::int32_t budget, double beta,
+                                                        std::int32_t least);
 
-/// Budgets by layer, then top-k of each row with protected slots. Layers are those whose rows could be cut, whether this cache holds them or not
-/// (LayerKind::full and `elsewhere`).
+/// Budgets by layer, then top-k of each row with protected slots. Layers are those whose rows could be cut, whether
+/// this cache holds them or not (LayerKind::full and `elsewhere`).
 class Pyramid final : public Allocator {
  public:
   explicit Pyramid(PyramidOptions options) : options_(options) {}
   [[nodiscard]] std::string_view name() const override { return "pyramid"; }
-  void spread(const Evidence& evidence, std::span<const std::int32_t> least, std::vector<RowLimit>& rows) const override;
+  void spread(const Evidence& evidence, std::span<const std::int32_t> least,
+              std::vector<RowLimit>& rows) const override;
   [[nodiscard]] bool ragged() const override { return true; }
   /// Cost and workspace: as Flat.
-  void allot(const Evidence& evidence, const Limits& limits, WindowAttention& seen, Decision& decision) const override { Flat().allot(evidence, limits, seen, decision); }
+  void allot(const Evidence& evidence, const Limits& limits, WindowAttention& seen, Decision& decision) const override {
+    Flat().allot(evidence, limits, seen, decision);
+  }
 
  private:
   PyramidOptions options_;

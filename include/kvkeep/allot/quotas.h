@@ -1,7 +1,8 @@
 #pragma once
 /// Quotas: how many slots each segment may keep. Source: AMS, section "quotas".
-/// Differs (`strict`): protected slots are reserved inside the quotas, floors are honoured heaviest first, and the rest is poured by mass with
-/// largest remainders, so the sum is the budget and no trimming follows. `official` rounds and then corrects round-robin.
+/// Differs (`strict`): protected slots are reserved inside the quotas, floors are honoured heaviest first, and the rest
+/// is poured by mass with largest remainders, so the sum is the budget and no trimming follows. `official` rounds and
+/// then corrects round-robin.
 
 #include <cmath>
 #include <cstdint>
@@ -21,12 +22,12 @@ enum class QuotaWeight : std::uint8_t {
 
 /// One segment while its quota is worked out.
 struct Share {
-  double mass;              ///< weight, not negative
-  std::int32_t length;      ///< slots
-  std::int32_t protect;     ///< protected slots inside
-  std::int32_t quota;       ///< result
-  std::int32_t more;        ///< scratch: slots it is about to get
-  double part = 0;          ///< scratch: its part of what is left
+  double mass;           ///< weight, not negative
+  std::int32_t length;   ///< slots
+  std::int32_t protect;  ///< protected slots inside
+  std::int32_t quota;    ///< result
+  std::int32_t more;     ///< scratch: slots it is about to get
+  double part = 0;       ///< scratch: its part of what is left
 };
 
 namespace detail {
@@ -36,7 +37,8 @@ KVKEEP_HD inline std::int32_t floor_of(const Share& s, std::int32_t min_quota) {
   return s.protect > least ? s.protect : least;
 }
 
-/// How many i for which member(i) holds come before segment `of`: those with a larger value, among equals those with a lower index.
+/// How many i for which member(i) holds come before segment `of`: those with a larger value, among equals those with a
+/// lower index.
 template <class Member, class Value>
 KVKEEP_HD std::int32_t rank_of(std::int32_t of, std::int32_t count, const Member& member, const Value& value) {
   const float mine = value(of);
@@ -46,8 +48,8 @@ KVKEEP_HD std::int32_t rank_of(std::int32_t of, std::int32_t count, const Member
   return before;
 }
 
-/// Floors that do not fit: every segment below its floor gets one slot a round, the heaviest (after rounding to fp32, lower index first) before the lighter,
-/// until `left` is used up.
+/// Floors that do not fit: every segment below its floor gets one slot a round, the heaviest (after rounding to fp32,
+/// lower index first) before the lighter, until `left` is used up.
 template <class Team>
 KVKEEP_HD void pour_floors(Share* s, std::int32_t count, std::int32_t left, std::int32_t min_quota, Team team) {
   const auto need = [&](std::int32_t i) { return floor_of(s[i], min_quota) - s[i].protect; };
@@ -63,7 +65,8 @@ KVKEEP_HD void pour_floors(Share* s, std::int32_t count, std::int32_t left, std:
   }
   for (std::int32_t i = team.rank(); i < count; i += team.size()) {
     const auto wants = [&](std::int32_t n) { return need(n) > rounds; };
-    const bool last = wants(i) && rank_of(i, count, wants, [&](std::int32_t n) { return static_cast<float>(s[n].mass); }) < left;
+    const bool last =
+        wants(i) && rank_of(i, count, wants, [&](std::int32_t n) { return static_cast<float>(s[n].mass); }) < left;
     s[i].quota = s[i].protect + (need(i) < rounds ? need(i) : rounds) + (last ? 1 : 0);
   }
   team.sync();
@@ -71,10 +74,12 @@ KVKEEP_HD void pour_floors(Share* s, std::int32_t count, std::int32_t left, std:
 
 }  // namespace detail
 
-/// Strict quotas: sum is `budget`, protect <= quota <= length, and quota >= max(protect, min(min_quota, length)) whenever those floors fit.
-/// Requires: sum of protect <= budget <= sum of length. Cost: O(segments) a round of filling up, O(segments^2) comparisons for remainders.
+/// Strict quotas: sum is `budget`, protect <= quota <= length, and quota >= max(protect, min(min_quota, length))
+/// whenever those floors fit. Requires: sum of protect <= budget <= sum of length. Cost: O(segments) a round of filling
+/// up, O(segments^2) comparisons for remainders.
 template <class Team = OneThread>
-KVKEEP_HD void strict_quotas(Share* s, std::int32_t count, std::int32_t budget, std::int32_t min_quota, Team team = {}) {
+KVKEEP_HD void strict_quotas(Share* s, std::int32_t count, std::int32_t budget, std::int32_t min_quota,
+                             Team team = {}) {
   std::int32_t left = budget;
   std::int64_t wanting = 0;
   for (std::int32_t i = 0; i < count; ++i) {
@@ -109,7 +114,9 @@ KVKEEP_HD void strict_quotas(Share* s, std::int32_t count, std::int32_t budget, 
     if (filled == 0) {  // no segment fills up: whole parts first, then the largest fractional parts
       const auto fraction = [&](std::int32_t i) { return static_cast<float>(s[i].part - std::floor(s[i].part)); };
       for (std::int32_t i = team.rank(); i < count; i += team.size())
-        if (open(i)) s[i].more = static_cast<std::int32_t>(std::floor(s[i].part)) + (detail::rank_of(i, count, open, fraction) < units ? 1 : 0);
+        if (open(i))
+          s[i].more = static_cast<std::int32_t>(std::floor(s[i].part)) +
+                      (detail::rank_of(i, count, open, fraction) < units ? 1 : 0);
       team.sync();
       filled = left;
     }
@@ -119,9 +126,8 @@ KVKEEP_HD void strict_quotas(Share* s, std::int32_t count, std::int32_t budget, 
   }
 }
 
-/// The published quotas. Falls back to `strict_quotas` where the published loop never ends: more segments than budget, each with a floor of at least one.
-/// Requires: budget <= sum of length.
-/// One thread's work.
+/// The published quotas. Falls back to `strict_quotas` where the published loop never ends: more segments than budget,
+/// each with a floor of at least one. Requires: budget <= sum of length. One thread's work.
 KVKEEP_HD inline void official_quotas(Share* s, std::int32_t count, std::int32_t budget, std::int32_t min_quota) {
   if (count > budget && min_quota >= 1) return strict_quotas(s, count, budget, min_quota);
   const auto floor = [&](std::int32_t i) { return min_quota < s[i].length ? min_quota : s[i].length; };

@@ -1,6 +1,7 @@
 #pragma once
 /// Segments: stretches of the cache that hold about equal mass. Source: AMS, Algorithm 1.
-/// Differs: cuts fall after the slot that crosses the threshold, short pieces merge before long ones are split, so every length bound holds
+/// Differs: cuts fall after the slot that crosses the threshold, short pieces merge before long ones are split, so
+/// every length bound holds
 /// (`Variant::strict`); `official` repeats the published code.
 
 #include <cmath>
@@ -21,13 +22,14 @@ enum class Segmentation : std::uint8_t {
 struct SegmentOptions {
   Variant variant = Variant::strict;
   Segmentation kind = Segmentation::mass;
-  std::int32_t fixed = 128;        ///< slots, `fixed` only
-  double segment_mass = 0.02;      ///< in (0, 1]; below kLeastSegmentMass it counts as that
-  std::int32_t min_segment = 32;   ///< slots
-  std::int32_t max_segment = 1024; ///< slots, at least 2 * min_segment
+  std::int32_t fixed = 128;         ///< slots, `fixed` only
+  double segment_mass = 0.02;       ///< in (0, 1]; below kLeastSegmentMass it counts as that
+  std::int32_t min_segment = 32;    ///< slots
+  std::int32_t max_segment = 1024;  ///< slots, at least 2 * min_segment
 };
 
-/// Shares of a row's mass below this one cannot be told apart: integer mass has 52 bits, and thresholds are counted exactly in a double.
+/// Shares of a row's mass below this one cannot be told apart: integer mass has 52 bits, and thresholds are counted
+/// exactly in a double.
 inline constexpr double kLeastSegmentMass = 0x1p-52;
 
 /// Mass as integers, summed: prefix[t] is the integer mass of slots 0..t. Order: any.
@@ -47,7 +49,9 @@ KVKEEP_HD void prefix_mass(const float* mass, std::int32_t length, std::uint64_t
 
 namespace detail {
 
-KVKEEP_HD inline double step_of(double segment_mass) { return segment_mass < kLeastSegmentMass ? kLeastSegmentMass : segment_mass; }
+KVKEEP_HD inline double step_of(double segment_mass) {
+  return segment_mass < kLeastSegmentMass ? kLeastSegmentMass : segment_mass;
+}
 
 /// Thresholds between segments of about `segment_mass`.
 KVKEEP_HD inline std::int64_t thresholds(double segment_mass) {
@@ -60,22 +64,27 @@ KVKEEP_HD inline double threshold(double segment_mass, std::int64_t k, std::uint
   return static_cast<double>(k) * step_of(segment_mass) * static_cast<double>(total);
 }
 
-/// Where the k-th threshold cuts, k from 1: behind the first slot with which the mass so far reaches it (`official`: before that slot).
-KVKEEP_HD inline std::int32_t cut_at(const std::uint64_t* prefix, std::int32_t length, const SegmentOptions& options, std::int64_t k) {
+/// Where the k-th threshold cuts, k from 1: behind the first slot with which the mass so far reaches it (`official`:
+/// before that slot).
+KVKEEP_HD inline std::int32_t cut_at(const std::uint64_t* prefix, std::int32_t length, const SegmentOptions& options,
+                                     std::int64_t k) {
   const double wanted = threshold(options.segment_mass, k, prefix[length - 1]);
   std::int32_t low = 0, high = length - 1;
   while (low < high) {
     const std::int32_t middle = low + (high - low) / 2;
-    if (static_cast<double>(prefix[middle]) < wanted) low = middle + 1;
-    else high = middle;
+    if (static_cast<double>(prefix[middle]) < wanted)
+      low = middle + 1;
+    else
+      high = middle;
   }
   if (options.variant == Variant::strict) return low + 1;
   return low < 1 ? 1 : low;
 }
 
-/// The first threshold behind k that cuts elsewhere than k does, at `cut`; past the last one where none does. A slot that many thresholds fall into
-/// costs no more than any other.
-KVKEEP_HD inline std::int64_t next_threshold(const std::uint64_t* prefix, std::int32_t length, const SegmentOptions& options, std::int64_t k, std::int32_t cut) {
+/// The first threshold behind k that cuts elsewhere than k does, at `cut`; past the last one where none does. A slot
+/// that many thresholds fall into costs no more than any other.
+KVKEEP_HD inline std::int64_t next_threshold(const std::uint64_t* prefix, std::int32_t length,
+                                             const SegmentOptions& options, std::int64_t k, std::int32_t cut) {
   const std::int64_t past = thresholds(options.segment_mass) + 1;
   const std::uint64_t total = prefix[length - 1];
   const auto reached = static_cast<double>(prefix[options.variant == Variant::strict ? cut - 1 : cut]);
@@ -88,9 +97,11 @@ KVKEEP_HD inline std::int64_t next_threshold(const std::uint64_t* prefix, std::i
   return next;
 }
 
-/// Cut positions, ascending and inside (0, length); returns their number. `cut_of(k)`: cut_at(k), or what was kept of it. Cost: one cut_of a cut.
+/// Cut positions, ascending and inside (0, length); returns their number. `cut_of(k)`: cut_at(k), or what was kept of
+/// it. Cost: one cut_of a cut.
 template <class CutOf>
-KVKEEP_HD std::int32_t cut_by_mass(const std::uint64_t* prefix, std::int32_t length, const SegmentOptions& options, const CutOf& cut_of, std::int32_t* cuts) {
+KVKEEP_HD std::int32_t cut_by_mass(const std::uint64_t* prefix, std::int32_t length, const SegmentOptions& options,
+                                   const CutOf& cut_of, std::int32_t* cuts) {
   const std::int64_t most = thresholds(options.segment_mass);
   std::int32_t count = 0;
   for (std::int64_t k = 1; k <= most; k = next_threshold(prefix, length, options, k, cuts[count - 1])) {
@@ -101,7 +112,8 @@ KVKEEP_HD std::int32_t cut_by_mass(const std::uint64_t* prefix, std::int32_t len
   return count;
 }
 
-/// Absorbs intervals shorter than `least` into what follows; with `tail`, a short last one into its predecessor. In place.
+/// Absorbs intervals shorter than `least` into what follows; with `tail`, a short last one into its predecessor. In
+/// place.
 KVKEEP_HD inline std::int32_t merge_short(std::int32_t* ends, std::int32_t count, std::int32_t least, bool tail) {
   std::int32_t out = 0, start = 0;
   for (std::int32_t i = 0; i < count; ++i) {
@@ -116,14 +128,17 @@ KVKEEP_HD inline std::int32_t merge_short(std::int32_t* ends, std::int32_t count
   return out;
 }
 
-/// Cuts intervals longer than `most` into near-equal pieces (`equal`) or into pieces of exactly `most` and a remainder. `from` and `to` differ.
-KVKEEP_HD inline std::int32_t split_long(const std::int32_t* from, std::int32_t count, std::int32_t most, bool equal, std::int32_t* to) {
+/// Cuts intervals longer than `most` into near-equal pieces (`equal`) or into pieces of exactly `most` and a remainder.
+/// `from` and `to` differ.
+KVKEEP_HD inline std::int32_t split_long(const std::int32_t* from, std::int32_t count, std::int32_t most, bool equal,
+                                         std::int32_t* to) {
   std::int32_t out = 0, start = 0;
   for (std::int32_t i = 0; i < count; ++i) {
     const std::int32_t length = from[i] - start;
     const std::int32_t pieces = (length - 1) / most + 1;
     for (std::int32_t j = 1; j < pieces; ++j)
-      to[out++] = start + (equal ? static_cast<std::int32_t>(static_cast<std::int64_t>(length) * j / pieces) : j * most);
+      to[out++] =
+          start + (equal ? static_cast<std::int32_t>(static_cast<std::int64_t>(length) * j / pieces) : j * most);
     to[out++] = from[i];
     start = from[i];
   }
@@ -132,12 +147,13 @@ KVKEEP_HD inline std::int32_t split_long(const std::int32_t* from, std::int32_t 
 
 }  // namespace detail
 
-/// Writes one past each segment's last slot to `ends` (ascending, the last is `length`) and returns their number. One thread's work.
-/// `cut_of(k)` says where threshold k cuts (detail::cut_at of the same prefix). Requires: length >= 1; `ends` and `scratch` hold most_segments() entries, which never exceed `length`.
-/// Strict lengths lie in [min((min_segment, (max_segment + 1) / 2), max_segment], except a single segment of a shorter row.
+/// Writes one past each segment's last slot to `ends` (ascending, the last is `length`) and returns their number. One
+/// thread's work. `cut_of(k)` says where threshold k cuts (detail::cut_at of the same prefix). Requires: length >= 1;
+/// `ends` and `scratch` hold most_segments() entries, which never exceed `length`. Strict lengths lie in
+/// [min((min_segment, (max_segment + 1) / 2), max_segment], except a single segment of a shorter row.
 template <class CutOf>
-KVKEEP_HD std::int32_t segment_ends(const std::uint64_t* prefix, std::int32_t length, const SegmentOptions& options, const CutOf& cut_of, std::int32_t* ends,
-                                    std::int32_t* scratch) {
+KVKEEP_HD std::int32_t segment_ends(const std::uint64_t* prefix, std::int32_t length, const SegmentOptions& options,
+                                    const CutOf& cut_of, std::int32_t* ends, std::int32_t* scratch) {
   if (options.kind == Segmentation::none) {
     ends[0] = length;
     return 1;
@@ -160,9 +176,13 @@ KVKEEP_HD std::int32_t segment_ends(const std::uint64_t* prefix, std::int32_t le
   return count;
 }
 
-/// The same with no cuts known before. Cost: O(cuts * log(length)): never more cuts than slots, nor than 1 / segment_mass.
-KVKEEP_HD inline std::int32_t segment_ends(const std::uint64_t* prefix, std::int32_t length, const SegmentOptions& options, std::int32_t* ends, std::int32_t* scratch) {
-  return segment_ends(prefix, length, options, [&](std::int64_t k) { return detail::cut_at(prefix, length, options, k); }, ends, scratch);
+/// The same with no cuts known before. Cost: O(cuts * log(length)): never more cuts than slots, nor than 1 /
+/// segment_mass.
+KVKEEP_HD inline std::int32_t segment_ends(const std::uint64_t* prefix, std::int32_t length,
+                                           const SegmentOptions& options, std::int32_t* ends, std::int32_t* scratch) {
+  return segment_ends(
+      prefix, length, options, [&](std::int64_t k) { return detail::cut_at(prefix, length, options, k); }, ends,
+      scratch);
 }
 
 }  // namespace kvkeep

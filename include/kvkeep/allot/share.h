@@ -11,7 +11,8 @@ namespace kvkeep {
 /// floor(share * budget), the share read in millionths, so that 0.3 of 10 is 3 on every machine.
 KVKEEP_HD inline std::int32_t share_of(double share, std::int32_t budget) {
   constexpr std::int64_t kParts = 1'000'000;
-  return static_cast<std::int32_t>(static_cast<std::int64_t>(llround(share * static_cast<double>(kParts))) * budget / kParts);
+  return static_cast<std::int32_t>(static_cast<std::int64_t>(llround(share * static_cast<double>(kParts))) * budget /
+                                   kParts);
 }
 
 }  // namespace kvkeep

@@ -1,5 +1,6 @@
 #pragma once
-/// How much a row may keep: so many slots, a share of what was seen, or a sequence's bytes. One rounding for all: down, and at least one slot.
+/// How much a row may keep: so many slots, a share of what was seen, or a sequence's bytes. One rounding for all: down,
+/// and at least one slot.
 
 #include <cmath>
 #include <cstdint>
@@ -7,7 +8,8 @@
 
 namespace kvkeep {
 
-/// A number of tokens. A type of its own, because logical positions count something else: they may begin anywhere and have gaps.
+/// A number of tokens. A type of its own, because logical positions count something else: they may begin anywhere and
+/// have gaps.
 struct TokenCount {
   std::int64_t tokens = 0;
 };
@@ -20,16 +22,18 @@ struct Budget {
   };
   Unit unit = Unit::slots;
   std::int32_t slots = 0;
-  double dropped = 0;        ///< [0, 1)
+  double dropped = 0;  ///< [0, 1)
   std::int64_t bytes = 0;
-  std::int32_t least = 1;    ///< never fewer slots than this (sinks and one more)
-  std::int32_t growth = 0;   ///< slots more at the second `period` of decoded tokens, at the third, and so on
-  std::int32_t period = 0;   ///< decoded tokens; 0: no growth
-  bool decoded_only = false; ///< the budget counts slots behind the prompt: the prompt stays on top of it
-  std::int32_t beyond_prompt = -1;  ///< 0 or more: the prompt is protected, and where it leaves fewer slots than this the budget is prompt + beyond_prompt
+  std::int32_t least = 1;           ///< never fewer slots than this (sinks and one more)
+  std::int32_t growth = 0;          ///< slots more at the second `period` of decoded tokens, at the third, and so on
+  std::int32_t period = 0;          ///< decoded tokens; 0: no growth
+  bool decoded_only = false;        ///< the budget counts slots behind the prompt: the prompt stays on top of it
+  std::int32_t beyond_prompt = -1;  ///< 0 or more: the prompt is protected, and where it leaves fewer slots than this
+                                    ///< the budget is prompt + beyond_prompt
 
-  /// Slots a row may keep. `seen_so_far`: tokens of the sequence; `of_prompt`: how many of them are its prompt; `slot_bytes`: K and V bytes of one slot in every
-  /// row of the sequence. Exact: the ratio counts in millionths, so that 10 tokens less 90 % are 1, not 0.
+  /// Slots a row may keep. `seen_so_far`: tokens of the sequence; `of_prompt`: how many of them are its prompt;
+  /// `slot_bytes`: K and V bytes of one slot in every row of the sequence. Exact: the ratio counts in millionths, so
+  /// that 10 tokens less 90 % are 1, not 0.
   [[nodiscard]] std::int32_t resolve(TokenCount seen_so_far, TokenCount of_prompt, std::int64_t slot_bytes) const {
     const std::int64_t seen = seen_so_far.tokens, prompt = of_prompt.tokens;
     const std::int64_t decoded = seen > prompt ? seen - prompt : 0;
@@ -44,7 +48,8 @@ struct Budget {
     if (kept < least) kept = least;
     if (decoded_only) kept += prompt;
     if (beyond_prompt >= 0 && kept < prompt + beyond_prompt) kept = prompt + beyond_prompt;
-    return static_cast<std::int32_t>(kept < std::numeric_limits<std::int32_t>::max() ? kept : std::numeric_limits<std::int32_t>::max());
+    return static_cast<std::int32_t>(
+        kept < std::numeric_limits<std::int32_t>::max() ? kept : std::numeric_limits<std::int32_t>::max());
   }
 };
 

@@ -15,9 +15,11 @@ using SequenceId = std::int64_t;
 
 /// One layer's rows in a dense batch.
 struct DenseKv {
-  Tensor keys;    ///< any 1-, 2- or 4-byte dtype [B, Hkv, capacity, D] after RoPE; the last dimension contiguous, other strides free
+  Tensor keys;    ///< any 1-, 2- or 4-byte dtype [B, Hkv, capacity, D] after RoPE; the last dimension contiguous, other
+                  ///< strides free
   Tensor values;  ///< any 1-, 2- or 4-byte dtype [B, Hkv, capacity, Dv]
-  Tensor key_scales = {};    ///< any dtype [B, Hkv, capacity], where keys are quantised row by row: they move with their rows. Undefined: none
+  Tensor key_scales = {};  ///< any dtype [B, Hkv, capacity], where keys are quantised row by row: they move with their
+                           ///< rows. Undefined: none
   Tensor value_scales = {};  ///< the same of values
 };
 
@@ -30,8 +32,8 @@ enum class PageLayout : std::uint8_t {
 /// One layer's rows in pages. `CacheView::block_table` says which pages a sequence holds: the same in every layer.
 /// Both sides of one tensor ([2, pages, ...] or [pages, 2, ...]) are given as two views: strides are honoured.
 struct PagedKv {
-  Tensor keys;    ///< any 1-, 2- or 4-byte dtype [pages, page_size, Hkv, D] or [pages, Hkv, page_size, D] after RoPE; page_size a power of two up to 1024, the last
-                  ///< dimension contiguous, other strides free
+  Tensor keys;  ///< any 1-, 2- or 4-byte dtype [pages, page_size, Hkv, D] or [pages, Hkv, page_size, D] after RoPE;
+                ///< page_size a power of two up to 1024, the last dimension contiguous, other strides free
   Tensor values;  ///< the same with Dv
   PageLayout layout = PageLayout::slot_head;
   Tensor key_scales = {};    ///< any dtype [pages, page_size, Hkv] or [pages, Hkv, page_size], as in DenseKv
@@ -41,14 +43,16 @@ struct PagedKv {
 /// `monostate` stands for a layer that has no rows of its own (see LayerKind).
 using LayerKv = std::variant<std::monostate, DenseKv, PagedKv>;
 
-/// Physical lengths, in slots, on the host. One number a sequence while all its rows are equally long, else one for each of its rows.
+/// Physical lengths, in slots, on the host. One number a sequence while all its rows are equally long, else one for
+/// each of its rows.
 struct Lengths {
-  std::span<std::int32_t> data;           ///< [n * rows_per_sequence]
-  std::int32_t rows_per_sequence = 1;     ///< 1, or layers * Hkv when budgets differ by layer or head
+  std::span<std::int32_t> data;        ///< [n * rows_per_sequence]
+  std::int32_t rows_per_sequence = 1;  ///< 1, or layers * Hkv when budgets differ by layer or head
   [[nodiscard]] bool per_row() const { return rows_per_sequence > 1; }
   /// Length of row (layer, head) of the i-th sequence; `row` is layer * Hkv + head.
   [[nodiscard]] std::int32_t& at(std::size_t sequence, std::int32_t row) const {
-    return data[sequence * static_cast<std::size_t>(rows_per_sequence) + (per_row() ? static_cast<std::size_t>(row) : 0)];
+    return data[sequence * static_cast<std::size_t>(rows_per_sequence) +
+                (per_row() ? static_cast<std::size_t>(row) : 0)];
   }
 };
 
@@ -60,16 +64,19 @@ enum class SharedPages : std::uint8_t {
   refuse,  ///< StateError, before anything is written
 };
 
-/// The cache of the sequences of one step, all layers. An event writes `lengths` (new physical lengths) and `block_table`; the rest is read.
+/// The cache of the sequences of one step, all layers. An event writes `lengths` (new physical lengths) and
+/// `block_table`; the rest is read.
 struct CacheView {
   std::vector<LayerKv> layers;                ///< [num_layers]
   std::span<const SequenceId> sequences;      ///< [n] which sequences
   Lengths lengths;                            ///< physical lengths, this step's tokens included
   std::span<const std::int32_t> places = {};  ///< [n] batch index of each sequence in dense tensors; empty: 0..n-1
   std::span<const std::int32_t> starts = {};  ///< [n] first valid slot of each sequence (left padding); empty: 0
-  Tensor block_table = {};                    ///< i32 [n, max_pages], paged layers only: row i holds the ceil(length / page_size) pages of sequence i first; what is
-                                              ///< behind them is not read. An event writes the pages that stay, then -1 over those given back
-  PageAllocator* pages = nullptr;             ///< who counts references; null: every page belongs to one sequence, and freed ones are reported only
+  Tensor block_table = {};  ///< i32 [n, max_pages], paged layers only: row i holds the ceil(length / page_size) pages
+                            ///< of sequence i first; what is behind them is not read. An event writes the pages that
+                            ///< stay, then -1 over those given back
+  PageAllocator* pages =
+      nullptr;  ///< who counts references; null: every page belongs to one sequence, and freed ones are reported only
   SharedPages shared_pages = SharedPages::copy;
 };
 

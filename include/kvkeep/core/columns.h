@@ -1,5 +1,6 @@
 #pragma once
-/// Columns: what travels with every slot of a sequence through the same compaction: its logical position, its EMA credit, the tally of its scores.
+/// Columns: what travels with every slot of a sequence through the same compaction: its logical position, its EMA
+/// credit, the tally of its scores.
 
 #include <cstdint>
 #include <span>
@@ -10,22 +11,27 @@
 
 namespace kvkeep {
 
-/// The columns of one sequence, for all its rows (full layers x KV heads). Rows are as long as the cache's; positions ascend in each.
+/// The columns of one sequence, for all its rows (full layers x KV heads). Rows are as long as the cache's; positions
+/// ascend in each.
 class Columns {
  public:
   virtual ~Columns() = default;
 
-  /// Makes room for `slots` more in every row, so that append() of as many cannot fail. Changes nothing that can be seen.
+  /// Makes room for `slots` more in every row, so that append() of as many cannot fail. Changes nothing that can be
+  /// seen.
   virtual void reserve(std::int32_t slots) = 0;
   /// Adds new slots at the end of every row. Credit and tally of new slots are 0. Does not throw after reserve().
   virtual void append(std::span<const std::int32_t> positions) = 0;
 
   /// Makes room for what settle() of `slots` kept slots writes into one row. Changes nothing that can be seen.
   virtual void reserve_settled(std::int32_t row, std::int64_t slots, bool credit, bool tally) = 0;
-  /// Keeps the slots of row `r` of the set in one row; `credit` and `tally` (or null) hold the new value of every slot before compaction. Does not throw after reserve_settled().
-  virtual void settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit, const float* tally) = 0;
+  /// Keeps the slots of row `r` of the set in one row; `credit` and `tally` (or null) hold the new value of every slot
+  /// before compaction. Does not throw after reserve_settled().
+  virtual void settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit,
+                      const float* tally) = 0;
 
-  /// Call it once all rows are settled. Gives memory back where a row holds more than twice what its slots and `room` more need.
+  /// Call it once all rows are settled. Gives memory back where a row holds more than twice what its slots and `room`
+  /// more need.
   virtual void finish_event(std::int32_t room) noexcept = 0;
 
   /// Drops the newest `slots` of every row. They must have come after the last event.
@@ -54,9 +60,12 @@ class HostColumns final : public Columns {
   void settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit, const float* tally) override;
   void finish_event(std::int32_t room) noexcept override;
   /// Replaces one row. `credit` and `tally` are those of its oldest slots.
-  void assign(std::int32_t row, std::span<const std::int32_t> positions, std::span<const float> credit, std::span<const float> tally);
+  void assign(std::int32_t row, std::span<const std::int32_t> positions, std::span<const float> credit,
+              std::span<const float> tally);
   void truncate(std::int32_t slots) override;
-  [[nodiscard]] std::int32_t length(std::int32_t row) const override { return static_cast<std::int32_t>(at(row).positions.size()); }
+  [[nodiscard]] std::int32_t length(std::int32_t row) const override {
+    return static_cast<std::int32_t>(at(row).positions.size());
+  }
   [[nodiscard]] std::span<const std::int32_t> newest() const override { return at(0).positions; }
   void describe(std::int32_t row, Row& out) const override;
   [[nodiscard]] std::span<const std::int32_t> positions(std::int32_t row) const override { return at(row).positions; }

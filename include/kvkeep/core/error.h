@@ -45,10 +45,12 @@ template <class E = InvalidArgument, class... Parts>
 
 }  // namespace kvkeep
 
-/// KVKEEP_REQUIRE_AS(E, ok, parts...): throws `E` with the joined parts unless `ok`. A macro, because the parts are evaluated only when it throws: checks stand on the path of every step.
-#define KVKEEP_REQUIRE_AS(E, ok, ...)                          \
-  do {                                                         \
-    if (!(ok)) [[unlikely]] ::kvkeep::refuse<E>(__VA_ARGS__);  \
+/// KVKEEP_REQUIRE_AS(E, ok, parts...): throws `E` with the joined parts unless `ok`. A macro, because the parts are
+/// evaluated only when it throws: checks stand on the path of every step.
+#define KVKEEP_REQUIRE_AS(E, ok, ...)   \
+  do {                                  \
+    if (!(ok)) [[unlikely]]             \
+      ::kvkeep::refuse<E>(__VA_ARGS__); \
   } while (false)
 
 /// The same for what the caller gave: throws InvalidArgument.

@@ -20,13 +20,14 @@ enum class Moment : std::uint8_t {
 
 /// What a policy reads. An engine that cannot give it is told so before anything runs.
 struct Needs {
-  std::int32_t queries = 0;    ///< newest queries per (layer, sequence) to be kept; 0: none
+  std::int32_t queries = 0;  ///< newest queries per (layer, sequence) to be kept; 0: none
   bool keys = false;
   bool values = false;
   bool calibration = false;        ///< a file that the policy names
   bool output_projection = false;  ///< W_o of every full layer
   bool surprisal = false;
-  std::int32_t statistics_from = -1;  ///< running mean and covariance of every query from this logical position on, per (layer, sequence); -1: none
+  std::int32_t statistics_from = -1;  ///< running mean and covariance of every query from this logical position on, per
+                                      ///< (layer, sequence); -1: none
 };
 
 /// Everything an event is decided on. Plain data over rows: from a running engine, or from a trace.
@@ -36,7 +37,8 @@ struct Evidence {
   QueryBasis basis = QueryBasis::pre_rope;
   Moment moment = Moment::step_end;
   bool explain = false;  ///< also keep what only reports read: the mass before credit was mixed in
-  std::span<const Tensor> output_projections = {};  ///< [num_layers] f32, f16 or bf16 [hidden, Hq * Dv] W_o, contiguous, where the rows lie; empty where nobody needs it
+  std::span<const Tensor> output_projections = {};  ///< [num_layers] f32, f16 or bf16 [hidden, Hq * Dv] W_o,
+                                                    ///< contiguous, where the rows lie; empty where nobody needs it
 };
 
 }  // namespace kvkeep

@@ -16,10 +16,12 @@ struct Limits {
 };
 
 /// The same budget for every row: for scorers and allocators that are used without a policy.
-[[nodiscard]] inline Limits even_limits(const RowTable& table, std::int32_t budget, std::int32_t sink = 0, std::int32_t recent = 0, Variant variant = Variant::strict) {
+[[nodiscard]] inline Limits even_limits(const RowTable& table, std::int32_t budget, std::int32_t sink = 0,
+                                        std::int32_t recent = 0, Variant variant = Variant::strict) {
   Limits limits{variant, {}, {}};
   limits.rows.reserve(table.rows.size());
-  for (const Row& row : table.rows) limits.rows.push_back({budget, row.length > budget, protect(row.length, budget, sink, recent, variant)});
+  for (const Row& row : table.rows)
+    limits.rows.push_back({budget, row.length > budget, protect(row.length, budget, sink, recent, variant)});
   return limits;
 }
 

@@ -13,11 +13,11 @@ namespace kvkeep {
 
 /// What a layer caches. Only `full` layers are ever cut; the others pass untouched and count in no ratio.
 enum class LayerKind : std::uint8_t {
-  full,     ///< every token attends to all earlier ones; owns its K and V
+  full,       ///< every token attends to all earlier ones; owns its K and V
   elsewhere,  ///< full too, but its rows are not in this cache: another device holds them, or a trace left them out
-  sliding,  ///< attends to the last `window` tokens only
-  shared,   ///< reads the cache of layer `source`
-  other,    ///< holds no K/V rows (state-space, linear attention, cross attention)
+  sliding,    ///< attends to the last `window` tokens only
+  shared,     ///< reads the cache of layer `source`
+  other,      ///< holds no K/V rows (state-space, linear attention, cross attention)
 };
 
 struct LayerSpec {
@@ -38,7 +38,9 @@ struct ModelSpec {
 
   [[nodiscard]] std::int32_t num_layers() const { return static_cast<std::int32_t>(layers.size()); }
   [[nodiscard]] std::int32_t group() const { return query_heads / kv_heads; }
-  [[nodiscard]] double scale() const { return softmax_scale > 0 ? softmax_scale : 1.0 / std::sqrt(static_cast<double>(key_dim)); }
+  [[nodiscard]] double scale() const {
+    return softmax_scale > 0 ? softmax_scale : 1.0 / std::sqrt(static_cast<double>(key_dim));
+  }
 
   /// The layers a policy may cut, ascending.
   [[nodiscard]] std::vector<std::int32_t> full_layers() const {
@@ -51,18 +53,23 @@ struct ModelSpec {
   /// Throws InvalidArgument with the first field that is out of range.
   void check() const {
     KVKEEP_REQUIRE(kv_heads >= 1, "ModelSpec: kv_heads must be positive; given ", kv_heads);
-    KVKEEP_REQUIRE(query_heads == 0 || (query_heads >= kv_heads && query_heads % kv_heads == 0), "ModelSpec: query_heads must be a multiple of kv_heads; given ", query_heads,
-            " query heads and ", kv_heads, " KV heads");
-    KVKEEP_REQUIRE(key_dim >= 1 && value_dim >= 1, "ModelSpec: head sizes must be positive; given key_dim ", key_dim, " and value_dim ", value_dim);
-    KVKEEP_REQUIRE(std::isfinite(softmax_scale) && softmax_scale >= 0, "ModelSpec: softmax_scale must be finite and not negative (0 means 1/sqrt(key_dim)); given ",
-            softmax_scale);
-    KVKEEP_REQUIRE(rope.rotary_dim() <= key_dim, "ModelSpec: rope.inv_freq has ", rope.inv_freq.size(), " pairs; allowed at most key_dim/2 = ", key_dim / 2);
+    KVKEEP_REQUIRE(query_heads == 0 || (query_heads >= kv_heads && query_heads % kv_heads == 0),
+                   "ModelSpec: query_heads must be a multiple of kv_heads; given ", query_heads, " query heads and ",
+                   kv_heads, " KV heads");
+    KVKEEP_REQUIRE(key_dim >= 1 && value_dim >= 1, "ModelSpec: head sizes must be positive; given key_dim ", key_dim,
+                   " and value_dim ", value_dim);
+    KVKEEP_REQUIRE(std::isfinite(softmax_scale) && softmax_scale >= 0,
+                   "ModelSpec: softmax_scale must be finite and not negative (0 means 1/sqrt(key_dim)); given ",
+                   softmax_scale);
+    KVKEEP_REQUIRE(rope.rotary_dim() <= key_dim, "ModelSpec: rope.inv_freq has ", rope.inv_freq.size(),
+                   " pairs; allowed at most key_dim/2 = ", key_dim / 2);
     KVKEEP_REQUIRE(!layers.empty(), "ModelSpec: layers is empty; a model has at least one layer");
     for (std::int32_t l = 0; l < num_layers(); ++l) {
       const LayerSpec& layer = layers[static_cast<std::size_t>(l)];
-      KVKEEP_REQUIRE(layer.kind != LayerKind::sliding || layer.window >= 1, "ModelSpec: layer ", l, " slides over window ", layer.window, "; allowed 1 or more");
-      KVKEEP_REQUIRE(layer.kind != LayerKind::shared || (layer.source >= 0 && layer.source < l), "ModelSpec: layer ", l, " shares the cache of layer ", layer.source,
-              "; allowed an earlier layer");
+      KVKEEP_REQUIRE(layer.kind != LayerKind::sliding || layer.window >= 1, "ModelSpec: layer ", l,
+                     " slides over window ", layer.window, "; allowed 1 or more");
+      KVKEEP_REQUIRE(layer.kind != LayerKind::shared || (layer.source >= 0 && layer.source < l), "ModelSpec: layer ", l,
+                     " shares the cache of layer ", layer.source, "; allowed an earlier layer");
     }
   }
 };

@@ -14,11 +14,15 @@ struct Protected {
   std::int32_t recents = 0;
 
   [[nodiscard]] KVKEEP_HD std::int32_t count() const { return sinks + recents; }
-  [[nodiscard]] KVKEEP_HD bool holds(std::int32_t slot, std::int32_t length) const { return slot < sinks || slot >= length - recents; }
+  [[nodiscard]] KVKEEP_HD bool holds(std::int32_t slot, std::int32_t length) const {
+    return slot < sinks || slot >= length - recents;
+  }
 };
 
-/// What fits of the asked sinks and recents into `budget` slots of a row of `length`. Strict: recents shrink first. Official: sinks shrink first.
-KVKEEP_HD inline Protected protect(std::int32_t length, std::int32_t budget, std::int32_t sink, std::int32_t recent, Variant variant) {
+/// What fits of the asked sinks and recents into `budget` slots of a row of `length`. Strict: recents shrink first.
+/// Official: sinks shrink first.
+KVKEEP_HD inline Protected protect(std::int32_t length, std::int32_t budget, std::int32_t sink, std::int32_t recent,
+                                   Variant variant) {
   const auto least = [](std::int32_t a, std::int32_t b) { return a < b ? a : b; };
   const std::int32_t room = least(budget, length);
   if (variant == Variant::official) {

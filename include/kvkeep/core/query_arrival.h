@@ -12,9 +12,9 @@ struct QueryArrival {
   std::byte* ring = nullptr;          ///< [capacity, Hq, D] packed
   std::int32_t* positions = nullptr;  ///< i32 [capacity]
   std::int32_t capacity = 0;
-  std::int32_t at = 0;                ///< place of the first token in the ring, below capacity
-  std::int32_t tokens = 0;            ///< at most capacity
-  std::int32_t position = 0;          ///< logical, of the first token
+  std::int32_t at = 0;        ///< place of the first token in the ring, below capacity
+  std::int32_t tokens = 0;    ///< at most capacity
+  std::int32_t position = 0;  ///< logical, of the first token
 };
 
 /// How one token's queries lie.

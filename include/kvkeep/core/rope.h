@@ -16,8 +16,8 @@ enum class RopeStyle : std::uint8_t {
   interleaved,  ///< (x[2f], x[2f + 1]): GPT-J
 };
 
-/// RoPE of a model, after any scaling (llama3, YaRN). Pair f turns by position * inv_freq[f]; cos and sin are multiplied by
-/// `attention_scaling`. Components past 2 * inv_freq.size() are not rotated (partial RoPE).
+/// RoPE of a model, after any scaling (llama3, YaRN). Pair f turns by position * inv_freq[f]; cos and sin are
+/// multiplied by `attention_scaling`. Components past 2 * inv_freq.size() are not rotated (partial RoPE).
 struct RopeSpec {
   RopeStyle style = RopeStyle::half;
   std::vector<double> inv_freq;    ///< [F] radians per position; empty: no rotation
@@ -35,7 +35,8 @@ KVKEEP_HD inline RopePair rope_pair(RopeStyle style, std::int64_t f, std::int64_
   return style == RopeStyle::half ? RopePair{f, f + pairs} : RopePair{2 * f, 2 * f + 1};
 }
 
-/// Angle of pair f at `position`, reduced to about [-pi, pi] in double: at position 1e6 a float phase is off by 0.03 rad.
+/// Angle of pair f at `position`, reduced to about [-pi, pi] in double: at position 1e6 a float phase is off by 0.03
+/// rad.
 KVKEEP_HD inline double rope_angle(std::int64_t position, double inv_freq) {
   constexpr double kTurn = 6.283185307179586476925286766559;
   const double angle = static_cast<double>(position) * inv_freq;
@@ -58,7 +59,8 @@ struct RopeMeanTurn {
   double cosine;
   double sine;
 };
-KVKEEP_HD inline RopeMeanTurn rope_mean_turn(std::int64_t first, std::int64_t count, double inv_freq, double attention_scaling) {
+KVKEEP_HD inline RopeMeanTurn rope_mean_turn(std::int64_t first, std::int64_t count, double inv_freq,
+                                             double attention_scaling) {
   const double slow = sin(inv_freq / 2), n = static_cast<double>(count);
   double c = 0, s = 0;
   if (fabs(slow) > 1e-9) {

@@ -14,11 +14,14 @@
 
 namespace kvkeep {
 
-/// Where one side of the row (place, head) of a dense layer lies, from slot `start` on. `side`: [B, Hkv, capacity, D], or without D for scales. Undefined: width 0.
-[[nodiscard]] SlotAddress dense_address(const Tensor& side, std::int64_t place, std::int64_t head, std::int64_t start = 0);
+/// Where one side of the row (place, head) of a dense layer lies, from slot `start` on. `side`: [B, Hkv, capacity, D],
+/// or without D for scales. Undefined: width 0.
+[[nodiscard]] SlotAddress dense_address(const Tensor& side, std::int64_t place, std::int64_t head,
+                                        std::int64_t start = 0);
 
 /// The same of a paged layer, whose row holds `pages` in order.
-[[nodiscard]] SlotAddress paged_address(const Tensor& side, PageLayout layout, std::int64_t head, const std::int32_t* pages);
+[[nodiscard]] SlotAddress paged_address(const Tensor& side, PageLayout layout, std::int64_t head,
+                                        const std::int32_t* pages);
 
 /// Whether queries are handed over before or after the rotary embedding.
 enum class QueryBasis : std::uint8_t { pre_rope, post_rope };
@@ -26,17 +29,19 @@ enum class QueryBasis : std::uint8_t { pre_rope, post_rope };
 /// The newest queries of one (layer, sequence), oldest first, in a ring of `ring` tokens that starts at token `begin`.
 struct QueryView {
   const std::byte* data = nullptr;
-  ScalarType dtype = kFloat32;             ///< f32, f16 or bf16
-  std::int64_t token_stride = 0;           ///< bytes
-  std::int64_t head_stride = 0;            ///< bytes
-  const std::int32_t* positions = nullptr; ///< i32 [ring] logical
-  std::int32_t ring = 0;                   ///< tokens the ring can hold
-  std::int32_t begin = 0;                  ///< ring index of the oldest token
-  std::int32_t count = 0;                  ///< tokens held
+  ScalarType dtype = kFloat32;              ///< f32, f16 or bf16
+  std::int64_t token_stride = 0;            ///< bytes
+  std::int64_t head_stride = 0;             ///< bytes
+  const std::int32_t* positions = nullptr;  ///< i32 [ring] logical
+  std::int32_t ring = 0;                    ///< tokens the ring can hold
+  std::int32_t begin = 0;                   ///< ring index of the oldest token
+  std::int32_t count = 0;                   ///< tokens held
 
   /// Ring index of the i-th oldest token.
   [[nodiscard]] std::int32_t index(std::int32_t i) const { return ring == 0 ? 0 : (begin + i) % ring; }
-  [[nodiscard]] const std::byte* at(std::int32_t i, std::int32_t head) const { return data + index(i) * token_stride + head * head_stride; }
+  [[nodiscard]] const std::byte* at(std::int32_t i, std::int32_t head) const {
+    return data + index(i) * token_stride + head * head_stride;
+  }
   [[nodiscard]] std::int32_t position(std::int32_t i) const { return positions[index(i)]; }
 };
 
@@ -55,11 +60,15 @@ struct RowGroup {
   std::int32_t prompt_end = 0;     ///< logical position below which every token belongs to the prompt
   TokenCount seen = {};            ///< tokens of the sequence so far
   TokenCount prompt = {};          ///< how many of them are its prompt
-  std::span<const std::int32_t> newest = {};  ///< rows on a device: positions of the newest slots of every row, which Row::positions does not hold yet
-  std::int32_t prompt_slots = -1;  ///< rows on a device: slots of every row at positions below `prompt_end`, where all of them stay; -1: not known
-  const QueryStatistics* statistics = nullptr;  ///< of every query so far, where a policy asked for them; null in a trace
-  std::span<const float> surprisal = {};  ///< nats, by logical position, of all tokens, where a policy asked for them; kNoToken in gaps
-  std::int32_t settled = 0;        ///< logical position below which everything was decided for good (Fold::settled)
+  std::span<const std::int32_t> newest =
+      {};  ///< rows on a device: positions of the newest slots of every row, which Row::positions does not hold yet
+  std::int32_t prompt_slots = -1;  ///< rows on a device: slots of every row at positions below `prompt_end`, where all
+                                   ///< of them stay; -1: not known
+  const QueryStatistics* statistics =
+      nullptr;  ///< of every query so far, where a policy asked for them; null in a trace
+  std::span<const float> surprisal =
+      {};  ///< nats, by logical position, of all tokens, where a policy asked for them; kNoToken in gaps
+  std::int32_t settled = 0;  ///< logical position below which everything was decided for good (Fold::settled)
 };
 
 /// All rows of one event, in the order layer, sequence, head.
@@ -70,7 +79,7 @@ struct RowTable {
   ScalarType value_dtype = kFloat32;
   Device device = c10::kCPU;
   std::int32_t page_size = 0;  ///< slots of a page; 0: dense
-  std::int64_t slots = 0;  ///< sum of all lengths: size of a flat f32 array over the rows
+  std::int64_t slots = 0;      ///< sum of all lengths: size of a flat f32 array over the rows
 
   [[nodiscard]] std::span<const Row> rows_of(const RowGroup& group, std::int32_t kv_heads) const {
     return {rows.data() + group.first_row, static_cast<std::size_t>(kv_heads)};
@@ -78,8 +87,10 @@ struct RowTable {
 };
 
 /// Rows of `layers` for the sequences `due` (indices into the view), without columns and queries.
-/// Throws InvalidArgument when the view does not fit the spec: layer count, kind of cache, dtype, shape, strides, device, page size, page, place or length out of
-/// range. Cost: O(rows), and O(pages) of the due sequences where layers are paged; no allocation per slot.
-[[nodiscard]] RowTable make_rows(const ModelSpec& spec, const CacheView& view, std::span<const std::int32_t> layers, std::span<const std::int32_t> due);
+/// Throws InvalidArgument when the view does not fit the spec: layer count, kind of cache, dtype, shape, strides,
+/// device, page size, page, place or length out of range. Cost: O(rows), and O(pages) of the due sequences where layers
+/// are paged; no allocation per slot.
+[[nodiscard]] RowTable make_rows(const ModelSpec& spec, const CacheView& view, std::span<const std::int32_t> layers,
+                                 std::span<const std::int32_t> due);
 
 }  // namespace kvkeep

@@ -10,15 +10,19 @@ namespace kvkeep {
 
 struct RowLimit {
   std::int32_t budget = 0;  ///< slots that may stay; where the rows of a layer share one budget, their mean
-  bool due = false;         ///< something of this row may go; a row that is not due keeps every slot, and its score is not looked at
-  Protected guarded;        ///< slots that stay whatever their score, at most `budget` of them
+  bool due =
+      false;  ///< something of this row may go; a row that is not due keeps every slot, and its score is not looked at
+  Protected guarded;  ///< slots that stay whatever their score, at most `budget` of them
 };
 
-/// Slots that rank before all others inside their segment, whatever they score: what published scorers do by writing a maximum over them (variant official).
+/// Slots that rank before all others inside their segment, whatever they score: what published scorers do by writing a
+/// maximum over them (variant official).
 struct Padding {
   std::int32_t oldest = 0;
   std::int32_t newest = 0;
-  [[nodiscard]] KVKEEP_HD bool holds(std::int32_t slot, std::int32_t length) const { return slot < oldest || slot >= length - newest; }
+  [[nodiscard]] KVKEEP_HD bool holds(std::int32_t slot, std::int32_t length) const {
+    return slot < oldest || slot >= length - newest;
+  }
 };
 
 }  // namespace kvkeep

@@ -1,5 +1,6 @@
 #pragma once
-/// A row is (layer, sequence, KV head): the unit of every decision. Plain structs that a kernel takes as they are; no LibTorch in here.
+/// A row is (layer, sequence, KV head): the unit of every decision. Plain structs that a kernel takes as they are; no
+/// LibTorch in here.
 
 #include <cstddef>
 #include <cstdint>
@@ -8,7 +9,8 @@
 
 namespace kvkeep {
 
-/// Where the slots of one side (keys, values or their scales) of a row lie: side by side in a dense cache, by page in a paged one. The one place that knows.
+/// Where the slots of one side (keys, values or their scales) of a row lie: side by side in a dense cache, by page in a
+/// paged one. The one place that knows.
 struct SlotAddress {
   std::byte* base = nullptr;            ///< slot 0; in pages, slot 0 of page 0
   std::int64_t stride = 0;              ///< bytes from slot to slot, inside a page where there are pages
@@ -23,28 +25,33 @@ struct SlotAddress {
   }
   /// Slots from `slot` on that lie one stride apart.
   [[nodiscard]] KVKEEP_HD std::int64_t run(std::int64_t slot) const {
-    return pages == nullptr ? std::int64_t{1} << 62 : (std::int64_t{1} << page_shift) - (slot & ((std::int64_t{1} << page_shift) - 1));
+    return pages == nullptr ? std::int64_t{1} << 62
+                            : (std::int64_t{1} << page_shift) - (slot & ((std::int64_t{1} << page_shift) - 1));
   }
 };
 
 /// One row with the columns that travel with it.
 struct Row {
   std::int32_t layer = 0;
-  std::int32_t sequence = 0;               ///< index into the step's sequences
-  std::int32_t head = 0;                   ///< KV head
-  std::int32_t length = 0;                 ///< slots held
-  std::int64_t first = 0;                  ///< where the row's values begin in flat f32 arrays (Scores, Mass): sum of the lengths before it
+  std::int32_t sequence = 0;  ///< index into the step's sequences
+  std::int32_t head = 0;      ///< KV head
+  std::int32_t length = 0;    ///< slots held
+  std::int64_t first =
+      0;  ///< where the row's values begin in flat f32 arrays (Scores, Mass): sum of the lengths before it
   SlotAddress keys = {};
   SlotAddress values = {};
-  SlotAddress key_scales = {};    ///< where rows are quantised and the cache brings their scales
+  SlotAddress key_scales = {};  ///< where rows are quantised and the cache brings their scales
   SlotAddress value_scales = {};
 
   /// K and V bytes of one slot, scales included.
-  [[nodiscard]] std::int64_t slot_bytes() const { return keys.width + values.width + key_scales.width + value_scales.width; }
-  const std::int32_t* positions = nullptr; ///< i32 [length] logical position per slot, ascending
-  const float* credit = nullptr;           ///< f32 [credit_length] EMA credit of the oldest slots; the rest hold 0
+  [[nodiscard]] std::int64_t slot_bytes() const {
+    return keys.width + values.width + key_scales.width + value_scales.width;
+  }
+  const std::int32_t* positions = nullptr;  ///< i32 [length] logical position per slot, ascending
+  const float* credit = nullptr;            ///< f32 [credit_length] EMA credit of the oldest slots; the rest hold 0
   std::int32_t credit_length = 0;
-  const float* tally = nullptr;            ///< f32 [tally_length] what an accumulating scorer gave the oldest slots at the last event; the rest hold 0
+  const float* tally = nullptr;  ///< f32 [tally_length] what an accumulating scorer gave the oldest slots at the last
+                                 ///< event; the rest hold 0
   std::int32_t tally_length = 0;
 };
 

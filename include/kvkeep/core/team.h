@@ -1,8 +1,10 @@
 #pragma once
-/// Threads that work on one row together, so that one body serves the CPU, where a team is one thread, and CUDA, where it is a block or a warp.
+/// Threads that work on one row together, so that one body serves the CPU, where a team is one thread, and CUDA, where
+/// it is a block or a warp.
 ///
-/// Every member calls the same functions in the same order with the same arguments but `mine`. Work over n elements is split by `for (i = rank(); i < n; i += size())`;
-/// what one member wrote others read after sync(). Sums are of integers: they do not depend on who added what first.
+/// Every member calls the same functions in the same order with the same arguments but `mine`. Work over n elements is
+/// split by `for (i = rank(); i < n; i += size())`; what one member wrote others read after sync(). Sums are of
+/// integers: they do not depend on who added what first.
 
 #include <cstdint>
 

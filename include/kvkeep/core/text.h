@@ -1,5 +1,6 @@
 #pragma once
-/// The one place where numbers become text: the same characters under every locale, because files are written with them, too.
+/// The one place where numbers become text: the same characters under every locale, because files are written with
+/// them, too.
 
 #include <charconv>
 #include <concepts>
@@ -14,9 +15,11 @@ namespace kvkeep {
 namespace detail {
 
 template <class T>
-concept Number = std::is_arithmetic_v<T> && !std::same_as<T, bool> && !std::same_as<T, char> && !std::same_as<T, signed char> && !std::same_as<T, unsigned char>;
+concept Number = std::is_arithmetic_v<T> && !std::same_as<T, bool> && !std::same_as<T, char> &&
+                 !std::same_as<T, signed char> && !std::same_as<T, unsigned char>;
 
-/// Appends one part: text as it is, integers in decimal, floating point with six digits as %g, anything else by its operator<<.
+/// Appends one part: text as it is, integers in decimal, floating point with six digits as %g, anything else by its
+/// operator<<.
 template <class T>
 void append(std::string& out, const T& part) {
   if constexpr (std::is_convertible_v<const T&, std::string_view>) {
@@ -25,8 +28,10 @@ void append(std::string& out, const T& part) {
     out += part;
   } else if constexpr (Number<T>) {
     char digits[48];
-    if constexpr (std::is_integral_v<T>) out.append(digits, std::to_chars(digits, digits + sizeof digits, part).ptr);
-    else out.append(digits, std::to_chars(digits, digits + sizeof digits, part, std::chars_format::general, 6).ptr);
+    if constexpr (std::is_integral_v<T>)
+      out.append(digits, std::to_chars(digits, digits + sizeof digits, part).ptr);
+    else
+      out.append(digits, std::to_chars(digits, digits + sizeof digits, part, std::chars_format::general, 6).ptr);
   } else {
     std::ostringstream stream;
     stream.imbue(std::locale::classic());

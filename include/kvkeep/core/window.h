@@ -8,12 +8,14 @@
 
 namespace kvkeep {
 
-/// Reductions of softmax(scale * q.k + causal mask) over the newest `queries` queries of each row, over all slots of the row. fp32.
+/// Reductions of softmax(scale * q.k + causal mask) over the newest `queries` queries of each row, over all slots of
+/// the row. fp32.
 struct WindowAttention {
   std::vector<RowWindow> windows;  ///< [rows]
-  Tensor usage;                    ///< f32 [slots] mean over window queries and the heads of the group; on the suffix the mean over the strictly
-                                   ///< later queries, 0 where there is none. Absent unless asked for.
-  Tensor newest;                   ///< f32 [slots] the newest query's probabilities, mean over the heads of the group. Absent unless asked for.
+  Tensor usage;  ///< f32 [slots] mean over window queries and the heads of the group; on the suffix the mean over the
+                 ///< strictly later queries, 0 where there is none. Absent unless asked for.
+  Tensor newest;  ///< f32 [slots] the newest query's probabilities, mean over the heads of the group. Absent unless
+                  ///< asked for.
 };
 
 struct WindowNeeds {

@@ -10,9 +10,10 @@ namespace kvkeep::io {
 
 struct ListedFile;
 
-/// A file under construction: bytes go to a temporary file beside `path`, `commit()` puts it in place, and anything else removes it.
-/// What a link points to is replaced, or made where there is nothing yet. Any number may be under construction at once.
-/// Throws: InvalidArgument when the folder is missing or cannot be written to, when `path` is there and is not a regular file, or is a link that leads in a circle.
+/// A file under construction: bytes go to a temporary file beside `path`, `commit()` puts it in place, and anything
+/// else removes it. What a link points to is replaced, or made where there is nothing yet. Any number may be under
+/// construction at once. Throws: InvalidArgument when the folder is missing or cannot be written to, when `path` is
+/// there and is not a regular file, or is a link that leads in a circle.
 class AtomicFile {
  public:
   explicit AtomicFile(const std::filesystem::path& path);
@@ -36,7 +37,8 @@ class AtomicFile {
 /// Writes a text file whole or not at all.
 void write_text_atomically(const std::filesystem::path& path, std::string_view content);
 
-/// A file that goes with the process where a signal ends it: remove_unfinished_files() removes it too, as long as this lives.
+/// A file that goes with the process where a signal ends it: remove_unfinished_files() removes it too, as long as this
+/// lives.
 class RemovedOnSignal {
  public:
   explicit RemovedOnSignal(const std::filesystem::path& path);
@@ -48,7 +50,8 @@ class RemovedOnSignal {
   ListedFile* listed_;
 };
 
-/// Removes the temporary files of every AtomicFile alive, and every RemovedOnSignal. Async-signal-safe: made for a SIGINT handler that exits next.
+/// Removes the temporary files of every AtomicFile alive, and every RemovedOnSignal. Async-signal-safe: made for a
+/// SIGINT handler that exits next.
 void remove_unfinished_files() noexcept;
 
 }  // namespace kvkeep::io

@@ -24,20 +24,20 @@ struct GgufTensor {
   std::optional<ScalarType> dtype;  ///< f32, f16 or bf16; nothing: quantised in blocks
 };
 
-/// One opened file. Opening costs the header only: tensors are widened when they are asked for, and strings are views of the file's bytes,
-/// good while this file or a copy of it is there.
+/// One opened file. Opening costs the header only: tensors are widened when they are asked for, and strings are views
+/// of the file's bytes, good while this file or a copy of it is there.
 ///
-/// Refused with one sentence that names the file, the tensor or key, what is wrong and what is allowed: another version than 2 and 3,
-/// big-endian files, counts and lengths that the file cannot hold, a key or a name that stands twice, arrays of arrays, a
-/// `general.alignment` that is not a power of two, a tensor of more than 4 dimensions, of a type that cannot be read (F32, F16, BF16, Q4_0,
-/// Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K can), with rows that are not whole blocks, whose data overlap another's, leave more than
-/// padding behind another's, or are not in the file. Names and strings are bytes: whether they are UTF-8 is not looked at. Source:
-/// docs/gguf.md of ggml.
+/// Refused with one sentence that names the file, the tensor or key, what is wrong and what is allowed: another version
+/// than 2 and 3, big-endian files, counts and lengths that the file cannot hold, a key or a name that stands twice,
+/// arrays of arrays, a `general.alignment` that is not a power of two, a tensor of more than 4 dimensions, of a type
+/// that cannot be read (F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K can), with rows that are not
+/// whole blocks, whose data overlap another's, leave more than padding behind another's, or are not in the file. Names
+/// and strings are bytes: whether they are UTF-8 is not looked at. Source: docs/gguf.md of ggml.
 class GgufFile {
  public:
-  /// Throws: InvalidArgument as above, or when the file cannot be read. Cost: maps the file, one pass over the header, memory for what it
-  /// lists (not for the items of arrays). Made for large files of the machine's owner: who cuts the file while it is open ends the process
-  /// (SIGBUS).
+  /// Throws: InvalidArgument as above, or when the file cannot be read. Cost: maps the file, one pass over the header,
+  /// memory for what it lists (not for the items of arrays). Made for large files of the machine's owner: who cuts the
+  /// file while it is open ends the process (SIGBUS).
   static GgufFile open(const std::filesystem::path& path);
 
   /// The same for bytes in memory (copied); `name` stands for the file in messages.
@@ -74,9 +74,10 @@ class GgufFile {
   /// Throws: InvalidArgument when there is none of that name.
   [[nodiscard]] const GgufTensor& described(std::string_view name) const;
 
-  /// A new contiguous tensor of the stored shape as f32, f16 or bf16: the numbers in f32 (the same bits as the Python package `gguf`
-  /// gives), then rounded to nearest even; what is stored so is copied. Throws: InvalidArgument when there is none of that name or `dtype`
-  /// is another; DeviceError where there is no memory for it. Cost: one pass over its bytes, on LibTorch's threads.
+  /// A new contiguous tensor of the stored shape as f32, f16 or bf16: the numbers in f32 (the same bits as the Python
+  /// package `gguf` gives), then rounded to nearest even; what is stored so is copied. Throws: InvalidArgument when
+  /// there is none of that name or `dtype` is another; DeviceError where there is no memory for it. Cost: one pass over
+  /// its bytes, on LibTorch's threads.
   [[nodiscard]] Tensor tensor(std::string_view name, ScalarType dtype = kFloat32) const;
 
  private:
@@ -97,7 +98,8 @@ class GgufFile {
 
   GgufFile() = default;
   static GgufFile parse(std::shared_ptr<const FileBytes> bytes, std::string where);
-  [[nodiscard]] const Value& value(std::string_view key, bool array, std::uint32_t types, std::string_view allowed) const;
+  [[nodiscard]] const Value& value(std::string_view key, bool array, std::uint32_t types,
+                                   std::string_view allowed) const;
   [[nodiscard]] const Entry& entry(std::string_view name) const;
 
   std::string where_;

@@ -9,11 +9,12 @@
 namespace kvkeep {
 
 /// A fixed number of pages with their holders. It owns no K and V: page p is row p of every layer's tensors (PagedKv).
-/// Pages are taken in the order 0, 1, 2, ...; one that became free is the next to be taken, before all that became free earlier. So the same calls give the same
-/// pages. Not thread safe.
+/// Pages are taken in the order 0, 1, 2, ...; one that became free is the next to be taken, before all that became free
+/// earlier. So the same calls give the same pages. Not thread safe.
 class PagePool final : public PageAllocator {
  public:
-  /// `pages` pages, all free, of `page_size` slots. Throws InvalidArgument for fewer than 0 pages, and a size that is not a power of two up to 1024.
+  /// `pages` pages, all free, of `page_size` slots. Throws InvalidArgument for fewer than 0 pages, and a size that is
+  /// not a power of two up to 1024.
   PagePool(std::int32_t pages, std::int32_t page_size);
 
   /// Holders of a page; 0: it is free. Throws InvalidArgument for a page outside the pool.
@@ -22,7 +23,8 @@ class PagePool final : public PageAllocator {
   /// A free page, from now on held once; -1: there is none. Cost: O(1).
   [[nodiscard]] std::int32_t take() override;
 
-  /// One holder less. Throws StateError for a page that nobody holds, InvalidArgument for one outside the pool. Cost: O(1).
+  /// One holder less. Throws StateError for a page that nobody holds, InvalidArgument for one outside the pool. Cost:
+  /// O(1).
   void give_back(std::int32_t page) override;
 
   /// One holder more: a prefix is shared. Throws as give_back does. Cost: O(1).

@@ -13,7 +13,8 @@
 
 namespace kvkeep {
 
-/// K, V and scales of the first `slots` slots of page `from` belong into page `to` too, in every layer, before anything new is written there.
+/// K, V and scales of the first `slots` slots of page `from` belong into page `to` too, in every layer, before anything
+/// new is written there.
 struct PageCopy {
   std::int32_t from = 0;
   std::int32_t to = 0;
@@ -24,14 +25,16 @@ struct PageCopy {
 
 /// What became of a wish for room.
 struct PageGrant {
-  std::int32_t missing = 0;           ///< pages that were free too few; 0: the room is there. Otherwise nothing has changed
-  std::vector<PageCopy> copies = {};  ///< to be done (copy_pages) in the order in which they were granted, before anything is written into any page
+  std::int32_t missing = 0;  ///< pages that were free too few; 0: the room is there. Otherwise nothing has changed
+  std::vector<PageCopy> copies = {};  ///< to be done (copy_pages) in the order in which they were granted, before
+                                      ///< anything is written into any page
 
   [[nodiscard]] bool given() const { return missing == 0; }
 };
 
-/// The pages of living sequences over a pool that outlives this object. A page may be held by several sequences (a shared prefix); the one that is about to write
-/// it gets its own copy first. Ids are the engine's. Not thread safe; every call costs O(pages it is about), and O(log sequences) to find them.
+/// The pages of living sequences over a pool that outlives this object. A page may be held by several sequences (a
+/// shared prefix); the one that is about to write it gets its own copy first. Ids are the engine's. Not thread safe;
+/// every call costs O(pages it is about), and O(log sequences) to find them.
 ///
 ///     PageGrant grant = sequences.append(id, 1);            // before the step: room for its tokens
 ///     if (!grant.given()) preempt(...);                     // nothing changed
@@ -49,17 +52,19 @@ class PagedSequences {
   /// Gives every page back.
   ~PagedSequences();
 
-  /// A sequence begins with room for `slots` slots, none of them shared. Without enough free pages it is not here afterwards.
+  /// A sequence begins with room for `slots` slots, none of them shared. Without enough free pages it is not here
+  /// afterwards.
   [[nodiscard]] PageGrant admit(SequenceId sequence, std::int32_t slots);
 
-  /// A sequence begins with the first `slots` slots of `parent`, whose pages (a last partial one included) it holds too. Takes no page.
-  /// Those slots are what the parent holds now: after an event, no longer its first tokens.
-  /// Throws InvalidArgument for more slots than every row of the parent holds.
+  /// A sequence begins with the first `slots` slots of `parent`, whose pages (a last partial one included) it holds
+  /// too. Takes no page. Those slots are what the parent holds now: after an event, no longer its first tokens. Throws
+  /// InvalidArgument for more slots than every row of the parent holds.
   void fork(SequenceId sequence, SequenceId parent, std::int32_t slots);
 
-  /// Room for `slots` more in every row. A page that will be written and that others hold too is replaced by a new one, to be filled as `copies` says: the last one,
-  /// where it is partial; where rows differ in length, every one from the end of the shortest row on.
-  /// Where `missing` pages are not free, nothing has changed: release a sequence (preemption) and ask again.
+  /// Room for `slots` more in every row. A page that will be written and that others hold too is replaced by a new one,
+  /// to be filled as `copies` says: the last one, where it is partial; where rows differ in length, every one from the
+  /// end of the shortest row on. Where `missing` pages are not free, nothing has changed: release a sequence
+  /// (preemption) and ask again.
   [[nodiscard]] PageGrant append(SequenceId sequence, std::int32_t slots);
 
   /// The longest row holds `slots` slots from now on, the others lose as many as it does; pages behind are given back.
@@ -69,11 +74,13 @@ class PagedSequences {
   /// A sequence ends, or is preempted: its pages lose a holder.
   void release(SequenceId sequence);
 
-  /// After Keeper::step: takes over the lengths of `view` and the pages of `moves` (Report::pages). References do not change: the event gave back and took already.
-  /// Lengths are those of the rows of paged layers. Throws StateError where a sequence does not hold what the event found: settled twice, or changed since.
+  /// After Keeper::step: takes over the lengths of `view` and the pages of `moves` (Report::pages). References do not
+  /// change: the event gave back and took already. Lengths are those of the rows of paged layers. Throws StateError
+  /// where a sequence does not hold what the event found: settled twice, or changed since.
   void settle(const CacheView& view, std::span<const PageMove> moves);
 
-  /// i32 [n, max_pages] for CacheView::block_table: the pages of each sequence in order, -1 behind them; at least one column. A new tensor in host memory.
+  /// i32 [n, max_pages] for CacheView::block_table: the pages of each sequence in order, -1 behind them; at least one
+  /// column. A new tensor in host memory.
   [[nodiscard]] Tensor table(std::span<const SequenceId> sequences) const;
 
   [[nodiscard]] bool knows(SequenceId sequence) const { return held_.contains(sequence); }
@@ -97,9 +104,10 @@ class PagedSequences {
   std::map<SequenceId, Held> held_;
 };
 
-/// Does `copies`, one after the other, in every layer: K, V and scales of all heads. Layers without rows are left out; on a GPU the copies are queued on the
-/// current stream. Throws InvalidArgument, before the first byte moves, for a dense layer, a page outside a layer's tensors, or slots that a page does not have.
-/// Cost: slots * slot bytes, read and written.
+/// Does `copies`, one after the other, in every layer: K, V and scales of all heads. Layers without rows are left out;
+/// on a GPU the copies are queued on the current stream. Throws InvalidArgument, before the first byte moves, for a
+/// dense layer, a page outside a layer's tensors, or slots that a page does not have. Cost: slots * slot bytes, read
+/// and written.
 void copy_pages(std::span<const LayerKv> layers, std::span<const PageCopy> copies);
 
 }  // namespace kvkeep

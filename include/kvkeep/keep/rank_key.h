@@ -8,7 +8,8 @@
 
 namespace kvkeep {
 
-/// Order of two slots of one row as an integer: larger key stays. Score descending, then the larger (newer) slot; NaN is lowest, -0 equals +0. Never 0.
+/// Order of two slots of one row as an integer: larger key stays. Score descending, then the larger (newer) slot; NaN
+/// is lowest, -0 equals +0. Never 0.
 KVKEEP_HD inline std::uint64_t rank_key(float score, std::int32_t slot) {
   std::uint32_t bits;
   score += 0.0F;
@@ -19,6 +20,8 @@ KVKEEP_HD inline std::uint64_t rank_key(float score, std::int32_t slot) {
 }
 
 /// The key of a slot that ranks before all others, whatever it scores; newer before older.
-KVKEEP_HD inline std::uint64_t first_key(std::int32_t slot) { return std::uint64_t{0xFFFFFFFF} << 32 | static_cast<std::uint32_t>(slot); }
+KVKEEP_HD inline std::uint64_t first_key(std::int32_t slot) {
+  return std::uint64_t{0xFFFFFFFF} << 32 | static_cast<std::uint32_t>(slot);
+}
 
 }  // namespace kvkeep

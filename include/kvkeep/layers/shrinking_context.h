@@ -1,6 +1,7 @@
 #pragma once
 /// A prompt that loses tokens behind every layer: PyramidInfer's rule.
-/// Source: PyramidInfer (Yang et al., Pyramid KV Cache Compression for High-throughput LLM Inference), as ASL's repository runs it. Differs: fp32; equal scores choose the lower index first.
+/// Source: PyramidInfer (Yang et al., Pyramid KV Cache Compression for High-throughput LLM Inference), as ASL's
+/// repository runs it. Differs: fp32; equal scores choose the lower index first.
 
 #include <cstdint>
 #include <string>
@@ -15,12 +16,12 @@ struct ShrinkingContextOptions {
     cosine,    ///< from 1 at the first layer down to `keep`
     constant,  ///< `keep` at every layer
   };
-  double recent_ratio = 0.2;         ///< newest share of the prompt: observes, is not scored, and always goes on
-  double keep = 0.9;                 ///< share of the others that goes on, at the deepest layer
+  double recent_ratio = 0.2;  ///< newest share of the prompt: observes, is not scored, and always goes on
+  double keep = 0.9;          ///< share of the others that goes on, at the deepest layer
   Schedule schedule = Schedule::cosine;
-  std::int32_t min_context = 64;     ///< no fewer of the others are left
-  double distance_weight = 1.2;      ///< weight of the newest observer against 1 of the oldest
-  std::int32_t sink = 4;             ///< oldest tokens that always go on
+  std::int32_t min_context = 64;  ///< no fewer of the others are left
+  double distance_weight = 1.2;   ///< weight of the newest observer against 1 of the oldest
+  std::int32_t sink = 4;          ///< oldest tokens that always go on
 
   /// What is not allowed, one sentence each with the field's name; empty: nothing.
   [[nodiscard]] std::vector<std::string> problems() const;
@@ -39,7 +40,8 @@ class ShrinkingContext {
   /// How many of the others go on, where `present` tokens are: all of them where it would leave min_context or fewer.
   [[nodiscard]] std::int32_t going_on(std::int32_t layer, std::int32_t present) const;
   /// Places, among the tokens present, of those that go on behind this layer, ascending.
-  /// evidence: the rows of one layer of this prompt, with at least observers() queries. Throws: as attention_sum(). Cost: attention_sum() of a fifth of the prompt's queries.
+  /// evidence: the rows of one layer of this prompt, with at least observers() queries. Throws: as attention_sum().
+  /// Cost: attention_sum() of a fifth of the prompt's queries.
   [[nodiscard]] std::vector<std::int32_t> tokens(const Evidence& evidence) const;
 
  private:

@@ -19,10 +19,12 @@ struct CalibrationRun {
   std::function<void(std::int64_t)> progress = {};  ///< called with the tokens run so far
 };
 
-/// Runs every sequence once from position 0 and averages the queries of every layer and head before RoPE, bias and query norm applied, in double. All layers are in the
-/// result, also those that no policy cuts. Tokens weigh the same, whatever sequence they stand in, and the chunks change nothing.
-/// Throws: InvalidArgument for a model without full RoPE, an id outside the vocabulary, and where no token is left after `skip`.
-/// Cost: one prefill, and a square root per token, query head and pair. Memory: the cache of the longest sequence; 12 D Hq bytes a layer.
-[[nodiscard]] Calibration calibrate(Decoder& decoder, const std::vector<std::vector<std::int32_t>>& sequences, const CalibrationRun& run = {});
+/// Runs every sequence once from position 0 and averages the queries of every layer and head before RoPE, bias and
+/// query norm applied, in double. All layers are in the result, also those that no policy cuts. Tokens weigh the same,
+/// whatever sequence they stand in, and the chunks change nothing. Throws: InvalidArgument for a model without full
+/// RoPE, an id outside the vocabulary, and where no token is left after `skip`. Cost: one prefill, and a square root
+/// per token, query head and pair. Memory: the cache of the longest sequence; 12 D Hq bytes a layer.
+[[nodiscard]] Calibration calibrate(Decoder& decoder, const std::vector<std::vector<std::int32_t>>& sequences,
+                                    const CalibrationRun& run = {});
 
 }  // namespace kvkeep::lm

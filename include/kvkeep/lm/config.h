@@ -12,23 +12,25 @@
 
 namespace kvkeep::lm {
 
-/// RoPE as a config names it. Source: transformers `modeling_rope_utils.py` (frequencies), checked against transformers 4.51, 4.57, 5.5.
+/// RoPE as a config names it. Source: transformers `modeling_rope_utils.py` (frequencies), checked against
+/// transformers 4.51, 4.57, 5.5.
 struct RopeConfig {
   enum class Type : std::uint8_t { standard, linear, llama3, yarn };  ///< `standard` is called "default" in config.json
 
   Type type = Type::standard;
   double theta = 10000.0;
-  double factor = 1.0;                          ///< all but `standard`
-  std::int64_t original_max = 0;                ///< `original_max_position_embeddings`: llama3, yarn (0: the model's max_positions)
-  double low_freq_factor = 1.0;                 ///< llama3
-  double high_freq_factor = 4.0;                ///< llama3
-  double beta_fast = 32.0;                      ///< yarn
-  double beta_slow = 1.0;                       ///< yarn
-  bool truncate = true;                         ///< yarn: correction range rounded to whole pairs
+  double factor = 1.0;            ///< all but `standard`
+  std::int64_t original_max = 0;  ///< `original_max_position_embeddings`: llama3, yarn (0: the model's max_positions)
+  double low_freq_factor = 1.0;   ///< llama3
+  double high_freq_factor = 4.0;  ///< llama3
+  double beta_fast = 32.0;        ///< yarn
+  double beta_slow = 1.0;         ///< yarn
+  bool truncate = true;           ///< yarn: correction range rounded to whole pairs
   std::optional<double> attention_factor = {};  ///< yarn: on cos and sin; from `factor` (and the mscales) where absent
   std::optional<double> mscale = {};            ///< yarn
   std::optional<double> mscale_all_dim = {};    ///< yarn
-  std::vector<double> divisors = {};            ///< [head_dim / 2] of the frequencies, besides: `rope_freqs.weight` of a GGUF file, Llama 3's scaling; empty: none
+  std::vector<double> divisors = {};  ///< [head_dim / 2] of the frequencies, besides: `rope_freqs.weight` of a GGUF
+                                      ///< file, Llama 3's scaling; empty: none
 };
 
 /// Frequencies after scaling, and the factor on cos and sin, for heads of `head_dim`.
@@ -50,7 +52,8 @@ struct LmConfig {
   bool mlp_bias = false;
   bool qk_norm = false;  ///< RMSNorm on each query and key head, before RoPE
   RopeConfig rope;
-  std::vector<std::int32_t> end_tokens;  ///< of generation_config.json; of config.json where that names none; of a GGUF file's metadata; may be empty
+  std::vector<std::int32_t> end_tokens;  ///< of generation_config.json; of config.json where that names none; of a GGUF
+                                         ///< file's metadata; may be empty
   ModelSpec spec;                        ///< heads, head size, layers and their kinds, final RoPE
 
   [[nodiscard]] std::int32_t num_layers() const { return spec.num_layers(); }
@@ -60,20 +63,23 @@ struct LmConfig {
   void check() const;
 
   /// Reads `path`/config.json and, where it is there, generation_config.json. Understands the layout of transformers 4
-  /// (`rope_theta`, `rope_scaling` with `rope_type` or `type`) and of 5 (`rope_parameters`). Reads the metadata of a GGUF file where `path` is no folder: architectures
-  /// llama, qwen2 and qwen3; `vocab` is the number of rows of its embedding.
-  /// Throws: InvalidArgument for a missing or malformed field; Unsupported, by name, for a model type, RoPE type, activation or
-  /// quantisation that the decoder has no code for. Weights are not touched.
+  /// (`rope_theta`, `rope_scaling` with `rope_type` or `type`) and of 5 (`rope_parameters`). Reads the metadata of a
+  /// GGUF file where `path` is no folder: architectures llama, qwen2 and qwen3; `vocab` is the number of rows of its
+  /// embedding. Throws: InvalidArgument for a missing or malformed field; Unsupported, by name, for a model type, RoPE
+  /// type, activation or quantisation that the decoder has no code for. Weights are not touched.
   static LmConfig read(const std::filesystem::path& path);
 
   /// The same from JSON texts; `where` names the source in messages. `generation` may be empty.
   static LmConfig parse(std::string_view config, std::string_view generation, const std::string& where);
 
-  /// A small valid model to start from (tests, benches, the trainer): set the fields, then `spec` follows from `shape()`.
+  /// A small valid model to start from (tests, benches, the trainer): set the fields, then `spec` follows from
+  /// `shape()`.
   static LmConfig shape(Architecture architecture, std::int32_t layers, std::int32_t hidden, std::int32_t intermediate,
-                        std::int32_t query_heads, std::int32_t kv_heads, std::int32_t head_dim, std::int32_t vocab, RopeConfig rope = {});
+                        std::int32_t query_heads, std::int32_t kv_heads, std::int32_t head_dim, std::int32_t vocab,
+                        RopeConfig rope = {});
 
-  /// config.json as transformers saves it; reading it back gives an equal config. Throws: InvalidArgument where RoPE has divisors, which it cannot say.
+  /// config.json as transformers saves it; reading it back gives an equal config. Throws: InvalidArgument where RoPE
+  /// has divisors, which it cannot say.
   enum class Layout : std::uint8_t { transformers4, transformers5 };
   [[nodiscard]] std::string json(std::string_view dtype, Layout layout = Layout::transformers4) const;
 };

@@ -20,16 +20,19 @@ struct EventRecording {
   ScalarType cache_dtype = kFloat32;
 };
 
-/// Everything the policy sees right before it decides after `step`: a trace of kind `event` with all full layers. Events before it have
-/// happened. Replaying the same policy on it gives the slots of the run's own event. Throws InvalidArgument when the run ends before that
-/// step, or when rows of one layer hold different numbers of slots.
+/// Everything the policy sees right before it decides after `step`: a trace of kind `event` with all full layers.
+/// Events before it have happened. Replaying the same policy on it gives the slots of the run's own event. Throws
+/// InvalidArgument when the run ends before that step, or when rows of one layer hold different numbers of slots.
 [[nodiscard]] trace::Result record_event(Decoder& decoder, std::unique_ptr<KVPolicy> policy, Request request,
                                          const EventRecording& options);
 
-/// K and queries of every layer after RoPE, as prefill leaves them: a trace of kind `prefill`. `window` 0 keeps all queries.
-[[nodiscard]] trace::Result record_prefill(Decoder& decoder, const std::vector<std::int32_t>& prompt, std::int32_t window);
+/// K and queries of every layer after RoPE, as prefill leaves them: a trace of kind `prefill`. `window` 0 keeps all
+/// queries.
+[[nodiscard]] trace::Result record_prefill(Decoder& decoder, const std::vector<std::int32_t>& prompt,
+                                           std::int32_t window);
 
-/// A trace of kind `decoder` (or `generate`): the ids and where the checkpoint lies, `model` as seen from the trace's folder.
+/// A trace of kind `decoder` (or `generate`): the ids and where the checkpoint lies, `model` as seen from the trace's
+/// folder.
 [[nodiscard]] trace::Result record_decoder(const std::filesystem::path& model, const std::vector<std::int32_t>& ids,
                                            std::int32_t new_tokens, std::int32_t query_tail);
 [[nodiscard]] trace::Result record_generate(const std::filesystem::path& model, const std::vector<std::int32_t>& prompt,

@@ -18,23 +18,27 @@
 /// Haystacks:
 /// - noise: "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again." on each line.
 /// - needles: a line is another needle, no key twice.
-/// - essay: as many words of the caller's text as fit, from its start, one blank between them. A text that is too short starts again.
+/// - essay: as many words of the caller's text as fit, from its start, one blank between them. A text that is too short
+/// starts again.
 ///
-/// Source: RULER (Hsieh et al., What's the Real Context Size of Your Long-Context Language Models?), repository NVIDIA/RULER at c3f5e3b:
-/// templates byte for byte, parameters, and how answers are scored. Differs:
+/// Source: RULER (Hsieh et al., What's the Real Context Size of Your Long-Context Language Models?), repository
+/// NVIDIA/RULER at c3f5e3b: templates byte for byte, parameters, and how answers are scored. Differs:
 /// - The random numbers are our own, so no sample is RULER's.
-/// - The words are our own list of 1,060 common English ones (214 adjectives, 538 nouns, 308 verbs), none a part of another. RULER takes
-///   wonderwords' lists, which are longer. Keys are adjective-noun pairs as there. A cwe list longer than ours goes on with such pairs.
+/// - The words are our own list of 1,060 common English ones (214 adjectives, 538 nouns, 308 verbs), none a part of
+/// another. RULER takes
+///   wonderwords' lists, which are longer. Keys are adjective-noun pairs as there. A cwe list longer than ours goes on
+///   with such pairs.
 /// - No key and no value stands twice in a sample. RULER draws each by itself.
 /// - Essays are what the caller gives. RULER's are Paul Graham's: name your text beside the numbers.
 /// - A word that ends with . ! or ? ends a sentence of an essay. RULER asks NLTK, which knows abbreviations.
 /// - A sample holds the most units that fit: lines, words. RULER searches for that number once a task.
-/// - vt: the solved example in front has RULER's 500 tokens from a length of 2,000 on. In a shorter one it has a quarter, or five lines.
+/// - vt: the solved example in front has RULER's 500 tokens from a length of 2,000 on. In a shorter one it has a
+/// quarter, or five lines.
 /// - cwe: the solved example in front shares no word with the list.
 /// - fwe: at least eight coded words. RULER has length / 50.
 ///
-/// No LibTorch here. The same name, seed, options and token counts give the same bytes on every machine: draws are integers, and nothing is
-/// read from clocks, files or locales.
+/// No LibTorch here. The same name, seed, options and token counts give the same bytes on every machine: draws are
+/// integers, and nothing is read from clocks, files or locales.
 
 #include <cstddef>
 #include <cstdint>
@@ -53,13 +57,16 @@ using TokenCounter = std::function<std::int64_t(std::string_view)>;
 /// How an answer is judged.
 enum class TextScoring : std::uint8_t {
   all,   ///< the share of the references that stand in the answer: RULER's string_match_all
-  part,  ///< 1 where any of them does, else 0: RULER's string_match_part, for references that are spellings of one answer. No task here
+  part,  ///< 1 where any of them does, else 0: RULER's string_match_part, for references that are spellings of one
+         ///< answer. No task here
 };
 
-/// From 0 to 1. A reference counts where it stands anywhere in the answer, A to Z taken as a to z. Bytes beyond ASCII count as they are.
-/// Source: RULER, whose numbers are 100 times the mean. It turns control characters of an answer into line ends first, which changes
-/// nothing: no reference holds one. Throws InvalidArgument where there are no references. Cost: O(answer * references).
-[[nodiscard]] double text_score(std::string_view answer, std::span<const std::string> references, TextScoring scoring = TextScoring::all);
+/// From 0 to 1. A reference counts where it stands anywhere in the answer, A to Z taken as a to z. Bytes beyond ASCII
+/// count as they are. Source: RULER, whose numbers are 100 times the mean. It turns control characters of an answer
+/// into line ends first, which changes nothing: no reference holds one. Throws InvalidArgument where there are no
+/// references. Cost: O(answer * references).
+[[nodiscard]] double text_score(std::string_view answer, std::span<const std::string> references,
+                                TextScoring scoring = TextScoring::all);
 
 /// One sentence that was put into a haystack.
 struct TextNeedle {
@@ -71,14 +78,16 @@ struct TextNeedle {
 
 /// One prompt with its answer. A cache may be cut behind `context`, before the question is seen, or behind `question`.
 struct TextSample {
-  std::string context;               ///< UTF-8 where the haystack is; ends with a line end
-  std::string question;              ///< starts where kvpress splits RULER's prompts: "What is", "What are all" or "Question:"
-  std::string answer_prefix;         ///< the first words of the answer, fed as they are. Starts with a blank; that of vt ends with one, too
+  std::string context;        ///< UTF-8 where the haystack is; ends with a line end
+  std::string question;       ///< starts where kvpress splits RULER's prompts: "What is", "What are all" or "Question:"
+  std::string answer_prefix;  ///< the first words of the answer, fed as they are. Starts with a blank; that of vt ends
+                              ///< with one, too
   std::vector<std::string> answers;  ///< references, in the order of the question; cwe: of no order
   TextScoring scoring = TextScoring::all;
-  std::int32_t answer_tokens = 0;   ///< how many tokens RULER generates
-  std::int64_t prompt_tokens = 0;   ///< what count_tokens said of prompt()
-  std::vector<TextNeedle> needles;  ///< in the order of the text; haystacks' own needles are not among them. cwe, fwe: none
+  std::int32_t answer_tokens = 0;  ///< how many tokens RULER generates
+  std::int64_t prompt_tokens = 0;  ///< what count_tokens said of prompt()
+  std::vector<TextNeedle>
+      needles;  ///< in the order of the text; haystacks' own needles are not among them. cwe, fwe: none
 
   [[nodiscard]] std::string prompt() const { return context + question + answer_prefix; }
   [[nodiscard]] double score(std::string_view answer) const { return text_score(answer, answers, scoring); }
@@ -89,8 +98,8 @@ struct TextTaskOptions {
   /// Tokens of prompt, answer and reserve together, 64 to 4,194,304: RULER's max_seq_length.
   std::int64_t length = 2048;
 
-  /// The reserve: tokens that the caller adds (a begin token, chat markup) or loses where it tokenises context and question apart. 0 to
-  /// length.
+  /// The reserve: tokens that the caller adds (a begin token, chat markup) or loses where it tokenises context and
+  /// question apart. 0 to length.
   std::int64_t reserved_tokens = 0;
 
   /// The essay. Its bytes go through unchecked; it must outlive the call. Tasks without an essay do not read it.
@@ -114,12 +123,12 @@ struct TextTaskInfo {
 /// Every task, in the order of the table above.
 [[nodiscard]] std::span<const TextTaskInfo> text_tasks();
 
-/// A sample of task `name` as long as `length` allows: prompt_tokens + answer_tokens + reserved_tokens <= length, and with one unit of
-/// haystack more (a line, a word) the count was above it, or the text has `length` units. The prompt is counted as one text.
-/// Throws InvalidArgument for an unknown name, an option out of range or of another task, a missing haystack, a missing counter, a count
-/// that is negative or above 2^40, a length below the shortest text (the message says which fits), and a haystack of more keys than there
-/// are pairs (115,132).
-/// Cost: 4 to 15 calls of count_tokens with whole prompts (vt: 4 of them with its example), and O(length) beside each.
+/// A sample of task `name` as long as `length` allows: prompt_tokens + answer_tokens + reserved_tokens <= length, and
+/// with one unit of haystack more (a line, a word) the count was above it, or the text has `length` units. The prompt
+/// is counted as one text. Throws InvalidArgument for an unknown name, an option out of range or of another task, a
+/// missing haystack, a missing counter, a count that is negative or above 2^40, a length below the shortest text (the
+/// message says which fits), and a haystack of more keys than there are pairs (115,132). Cost: 4 to 15 calls of
+/// count_tokens with whole prompts (vt: 4 of them with its example), and O(length) beside each.
 [[nodiscard]] TextSample make_text_task(std::string_view name, std::uint64_t seed, const TokenCounter& count_tokens,
                                         const TextTaskOptions& options = {});
 

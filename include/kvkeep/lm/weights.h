@@ -26,19 +26,22 @@ struct LayerWeights {
   Linear gate, up, down;
 };
 
-/// All weights of one model. Matrices stay in the dtype they are stored in (views of a folder's mapped files); vectors are widened to f32.
+/// All weights of one model. Matrices stay in the dtype they are stored in (views of a folder's mapped files); vectors
+/// are widened to f32.
 struct Weights {
   Tensor embedding;  ///< f32/f16/bf16 [vocab, hidden]
   std::vector<LayerWeights> layers;
   Tensor final_norm;  ///< f32 [hidden]
   Tensor output;      ///< f32/f16/bf16 [vocab, hidden]; the embedding itself where tied
 
-  /// Reads `path`/model.safetensors, or the shards that model.safetensors.index.json names; or a GGUF file where `path` is no folder.
-  /// `dtype`, f32, f16 or bf16, is what matrices become (rounded to nearest even). Without it they stay as they are stored, and quantised ones become f32: an f16 scale times
-  /// a few bits is exact or nearly so there, where bf16 would round each weight by up to 1/256 of itself once more, and be another model than the file's.
-  /// Throws: InvalidArgument naming the tensor and the file for one that is missing, of another shape, or of a dtype other than
-  /// f32, f16, bf16; for a tensor of a GGUF file that the decoder has no code for; and for whatever SafetensorsFile and GgufFile refuse. Everything is checked before anything is
-  /// returned. Cost: headers and vectors; matrices that change their dtype or come from a GGUF file, one pass and memory of their own.
+  /// Reads `path`/model.safetensors, or the shards that model.safetensors.index.json names; or a GGUF file where `path`
+  /// is no folder. `dtype`, f32, f16 or bf16, is what matrices become (rounded to nearest even). Without it they stay
+  /// as they are stored, and quantised ones become f32: an f16 scale times a few bits is exact or nearly so there,
+  /// where bf16 would round each weight by up to 1/256 of itself once more, and be another model than the file's.
+  /// Throws: InvalidArgument naming the tensor and the file for one that is missing, of another shape, or of a dtype
+  /// other than f32, f16, bf16; for a tensor of a GGUF file that the decoder has no code for; and for whatever
+  /// SafetensorsFile and GgufFile refuse. Everything is checked before anything is returned. Cost: headers and vectors;
+  /// matrices that change their dtype or come from a GGUF file, one pass and memory of their own.
   static Weights read(const std::filesystem::path& path, const LmConfig& config, std::optional<ScalarType> dtype = {});
 
   /// The same numbers in the same dtypes on `device`; an output that is the embedding stays so.
@@ -55,10 +58,11 @@ struct TensorSpec {
 /// Every tensor of a checkpoint of `config`, under its Hugging Face name, in the order it is written.
 std::vector<TensorSpec> checkpoint_tensors(const LmConfig& config);
 
-/// Writes a model folder with random weights (config.json, generation_config.json, model.safetensors or shards): for tests and benches.
-/// Matrices are normal with deviation 1/sqrt(in), norms near 1, so activations keep their size through any depth.
-/// The same `seed` gives the same bytes. `dtype` is f32, f16 or bf16.
-void write_random_checkpoint(const std::filesystem::path& folder, const LmConfig& config, std::uint64_t seed, ScalarType dtype = kFloat32,
-                             std::int32_t shards = 1, LmConfig::Layout layout = LmConfig::Layout::transformers4);
+/// Writes a model folder with random weights (config.json, generation_config.json, model.safetensors or shards): for
+/// tests and benches. Matrices are normal with deviation 1/sqrt(in), norms near 1, so activations keep their size
+/// through any depth. The same `seed` gives the same bytes. `dtype` is f32, f16 or bf16.
+void write_random_checkpoint(const std::filesystem::path& folder, const LmConfig& config, std::uint64_t seed,
+                             ScalarType dtype = kFloat32, std::int32_t shards = 1,
+                             LmConfig::Layout layout = LmConfig::Layout::transformers4);
 
 }  // namespace kvkeep::lm

@@ -24,25 +24,29 @@ struct FactorOptions {
   Centred centred = Centred::automatic;
   std::int32_t max_rank = 32;
   double energy = 0.1;
-  double gate_keep = 0.5;    ///< gates above it keep their component, with weight 1
-  bool soft_gates = false;   ///< instead: every gate is a weight, those below 0.01 drop their component (published)
-  bool raw = true;           ///< rows that are smaller than their factors are stored as they are; false: never (published)
-  bool sketch = false;       ///< keep the signs of every key near: what a query would give a token can then be told without its factors
+  double gate_keep = 0.5;   ///< gates above it keep their component, with weight 1
+  bool soft_gates = false;  ///< instead: every gate is a weight, those below 0.01 drop their component (published)
+  bool raw = true;      ///< rows that are smaller than their factors are stored as they are; false: never (published)
+  bool sketch = false;  ///< keep the signs of every key near: what a query would give a token can then be told without
+                        ///< its factors
   ScalarType store = kFloat32;  ///< f32, bf16 or f16: of coarse entries, factors and raw rows
 
   /// What is not allowed, one sentence each with the field's name; empty: nothing.
   [[nodiscard]] std::vector<std::string> problems() const;
 };
 
-/// Keys or values of one span and KV head, as they are stored. Stands for base + A B, base being the coarse entry where centred, else 0.
+/// Keys or values of one span and KV head, as they are stored. Stands for base + A B, base being the coarse entry where
+/// centred, else 0.
 struct SpanFactors {
-  std::int32_t rank = 0;      ///< r, columns of A; meaningless where raw
-  bool raw = false;           ///< [length, D] rows instead of factors
+  std::int32_t rank = 0;  ///< r, columns of A; meaningless where raw
+  bool raw = false;       ///< [length, D] rows instead of factors
   bool centred = false;
-  std::int64_t offset = 0;    ///< of A [length, r], then B [r, D], or of the rows, in the span's blob
+  std::int64_t offset = 0;  ///< of A [length, r], then B [r, D], or of the rows, in the span's blob
 
   /// Numbers that are stored.
-  [[nodiscard]] std::int64_t numbers(std::int64_t length, std::int64_t dim) const { return raw ? length * dim : rank * (length + dim); }
+  [[nodiscard]] std::int64_t numbers(std::int64_t length, std::int64_t dim) const {
+    return raw ? length * dim : rank * (length + dim);
+  }
 };
 
 }  // namespace kvkeep

@@ -1,6 +1,7 @@
 #pragma once
-/// Attention over a memory whose spans are folded: rows as they are, one entry for a folded span, its factors for a zoomed one, all in one softmax.
-/// Source: SeKV (AmirAbaskohi/SeKV). Differs: a zoomed span is read in factored form, so no token row is formed; entries that do not count are left out (published: 1e-6 of them stays).
+/// Attention over a memory whose spans are folded: rows as they are, one entry for a folded span, its factors for a
+/// zoomed one, all in one softmax. Source: SeKV (AmirAbaskohi/SeKV). Differs: a zoomed span is read in factored form,
+/// so no token row is formed; entries that do not count are left out (published: 1e-6 of them stays).
 
 #include "kvkeep/memory/span_store.h"
 
@@ -16,8 +17,11 @@ struct SpanMemory {
   [[nodiscard]] std::int64_t near_bytes() const;
 };
 
-/// keys, values: f32, f16 or bf16 [Hkv, T, D], keys after RoPE. Copies the dense rows and folds the spans. Throws and costs as SpanStore.
-[[nodiscard]] SpanMemory fold_prompt(const Tensor& keys, const Tensor& values, std::span<const float> surprisal, Segments segments, const FactorOptions& options = {}, const RankGates* gates = nullptr);
+/// keys, values: f32, f16 or bf16 [Hkv, T, D], keys after RoPE. Copies the dense rows and folds the spans. Throws and
+/// costs as SpanStore.
+[[nodiscard]] SpanMemory fold_prompt(const Tensor& keys, const Tensor& values, std::span<const float> surprisal,
+                                     Segments segments, const FactorOptions& options = {},
+                                     const RankGates* gates = nullptr);
 
 /// Softmaxes that are still open: entries may be merged into them, in any order, with one result but for rounding.
 struct OpenAttention {
@@ -31,15 +35,19 @@ struct OpenAttention {
   [[nodiscard]] Tensor log_mass() const;
 };
 
-/// Attention of queries over rows as they are. keys, values: f32, f16 or bf16 [Hkv, T, D]; queries: f32, f16 or bf16 [n, Hq, D] after RoPE; every query sees every row. Query head h reads KV head h / (Hq / Hkv).
-/// Throws InvalidArgument for other shapes and dtypes. Cost: 4 * n * Hq * T * D flop; queries and KV heads in parallel.
+/// Attention of queries over rows as they are. keys, values: f32, f16 or bf16 [Hkv, T, D]; queries: f32, f16 or bf16
+/// [n, Hq, D] after RoPE; every query sees every row. Query head h reads KV head h / (Hq / Hkv). Throws InvalidArgument
+/// for other shapes and dtypes. Cost: 4 * n * Hq * T * D flop; queries and KV heads in parallel.
 [[nodiscard]] OpenAttention attend_rows(const Tensor& keys, const Tensor& values, const Tensor& queries, double scale);
 
-/// f32 [n, Hq, spans]: logit of the coarse entry of every span, with the logarithm of its length. Throws as attend_rows(). Cost: one matrix product.
+/// f32 [n, Hq, spans]: logit of the coarse entry of every span, with the logarithm of its length. Throws as
+/// attend_rows(). Cost: one matrix product.
 [[nodiscard]] Tensor coarse_logits(const SpanStore& spans, const Tensor& queries, double scale);
 
-/// Merges every span into `open`: where `zoomed` (u8 [n, Hq, spans]) is 0 as its coarse entry with its logit of `coarse` (coarse_logits()), else token by token, from its factors.
-/// Throws InvalidArgument for other shapes. Cost, a zoomed span and head: numbers of its factors, or of its rows, in multiply-adds.
-void merge_spans(OpenAttention& open, const SpanStore& spans, const Tensor& queries, double scale, const Tensor& coarse, const Tensor& zoomed);
+/// Merges every span into `open`: where `zoomed` (u8 [n, Hq, spans]) is 0 as its coarse entry with its logit of
+/// `coarse` (coarse_logits()), else token by token, from its factors. Throws InvalidArgument for other shapes. Cost, a
+/// zoomed span and head: numbers of its factors, or of its rows, in multiply-adds.
+void merge_spans(OpenAttention& open, const SpanStore& spans, const Tensor& queries, double scale, const Tensor& coarse,
+                 const Tensor& zoomed);
 
 }  // namespace kvkeep

@@ -1,6 +1,7 @@
 #pragma once
 /// Which folded spans a query zooms into: by a learned gate, or by the attention that their coarse entries would draw.
-/// Source: SeKV (AmirAbaskohi/SeKV); the rules without training are ours. Differs: a budget is held jointly by the heads that share keys and is never exceeded, where the published code stops.
+/// Source: SeKV (AmirAbaskohi/SeKV); the rules without training are ours. Differs: a budget is held jointly by the
+/// heads that share keys and is never exceeded, where the published code stops.
 
 #include <limits>
 #include <string>
@@ -12,10 +13,10 @@ namespace kvkeep {
 
 struct ZoomOptions {
   enum class Rule : std::uint8_t {
-    automatic, ///< learned where there is a router, else mass
-    learned,   ///< relevance above each head's threshold
-    mass,      ///< estimated share of attention above `mass`
-    coverage,  ///< the fewest spans, best first, that hold `coverage` of what all spans draw; 1: all
+    automatic,  ///< learned where there is a router, else mass
+    learned,    ///< relevance above each head's threshold
+    mass,       ///< estimated share of attention above `mass`
+    coverage,   ///< the fewest spans, best first, that hold `coverage` of what all spans draw; 1: all
   };
   enum class Heads : std::uint8_t {
     own,    ///< a head reads in full what it asked for itself
@@ -28,7 +29,9 @@ struct ZoomOptions {
   double coverage_floor = 0.001;  ///< spans below this share are left folded, whatever they would add
 
   /// True where a router decides.
-  [[nodiscard]] bool learned(bool has_router) const { return rule == Rule::learned || (rule == Rule::automatic && has_router); }
+  [[nodiscard]] bool learned(bool has_router) const {
+    return rule == Rule::learned || (rule == Rule::automatic && has_router);
+  }
 
   /// What is not allowed, one sentence each with the field's name; empty: nothing.
   [[nodiscard]] std::vector<std::string> problems() const;
@@ -44,13 +47,16 @@ struct ZoomBudget {
 /// The learned gate: projections W, thresholds tau.
 class Router {
  public:
-  /// projections: f32, f16 or bf16 [Hq, d', D]; thresholds: [Hq]. Throws InvalidArgument for other shapes, and for numbers that are not finite.
+  /// projections: f32, f16 or bf16 [Hq, d', D]; thresholds: [Hq]. Throws InvalidArgument for other shapes, and for
+  /// numbers that are not finite.
   Router(const Tensor& projections, const Tensor& thresholds);
 
-  /// f32 [Hq, spans]: 1 / |W kmean|, at most 1e8: all that routing needs beside the coarse keys. Throws InvalidArgument where heads or D differ. Cost: a matrix product.
+  /// f32 [Hq, spans]: 1 / |W kmean|, at most 1e8: all that routing needs beside the coarse keys. Throws InvalidArgument
+  /// where heads or D differ. Cost: a matrix product.
   [[nodiscard]] Tensor norms(const SpanStore& spans) const;
 
-  /// f32 [n, Hq, spans] in [0, 1]: sigmoid((W q) . (W kmean) * norm / sqrt(d') + log L). queries: [n, Hq, D] after RoPE. Cost: a matrix product with the coarse keys.
+  /// f32 [n, Hq, spans] in [0, 1]: sigmoid((W q) . (W kmean) * norm / sqrt(d') + log L). queries: [n, Hq, D] after
+  /// RoPE. Cost: a matrix product with the coarse keys.
   [[nodiscard]] Tensor relevance(const SpanStore& spans, const Tensor& norms, const Tensor& queries) const;
 
   /// u8 [n, Hq, spans]: relevance above the head's threshold.
@@ -64,21 +70,27 @@ class Router {
   [[nodiscard]] std::int64_t key_dim() const { return projections_.size(2); }
   [[nodiscard]] float threshold(std::int64_t head) const { return thresholds_.const_data_ptr<float>()[head]; }
   /// f32 [d', D] of one head, and d'.
-  [[nodiscard]] const float* projection(std::int64_t head) const { return projections_.const_data_ptr<float>() + head * projections_.stride(0); }
+  [[nodiscard]] const float* projection(std::int64_t head) const {
+    return projections_.const_data_ptr<float>() + head * projections_.stride(0);
+  }
   [[nodiscard]] std::int64_t inner() const { return projections_.size(1); }
 
  private:
   Tensor projections_, thresholds_;  ///< f32 [Hq, d', D], [Hq]
 };
 
-/// f32 [n, Hq, spans]: share of attention that each coarse entry draws where nothing is zoomed. coarse: coarse_logits(); dense: attention over the dense rows.
+/// f32 [n, Hq, spans]: share of attention that each coarse entry draws where nothing is zoomed. coarse:
+/// coarse_logits(); dense: attention over the dense rows.
 [[nodiscard]] Tensor estimated_mass(const Tensor& coarse, const OpenAttention& dense);
 
-/// u8 [n, Hq, spans]: spans that ZoomOptions' rules without training ask for. Equal masses: the lower index first. Throws InvalidArgument for Rule::learned; automatic is mass.
+/// u8 [n, Hq, spans]: spans that ZoomOptions' rules without training ask for. Equal masses: the lower index first.
+/// Throws InvalidArgument for Rule::learned; automatic is mass.
 [[nodiscard]] Tensor wanted_by_mass(const Tensor& mass, const ZoomOptions& options);
 
-/// u8 [n, Hq, spans]: what is zoomed of what was `wanted`. Each KV head walks the spans that any of its heads wants, by the highest relevance among those heads, then the lower index; one that does not fit
-/// is passed over. Throws InvalidArgument where shapes do not fit. Cost: a sort for each query and KV head.
-[[nodiscard]] Tensor within_budget(const Tensor& relevance, const Tensor& wanted, const SpanStore& spans, const ZoomBudget& budget, ZoomOptions::Heads heads);
+/// u8 [n, Hq, spans]: what is zoomed of what was `wanted`. Each KV head walks the spans that any of its heads wants, by
+/// the highest relevance among those heads, then the lower index; one that does not fit is passed over. Throws
+/// InvalidArgument where shapes do not fit. Cost: a sort for each query and KV head.
+[[nodiscard]] Tensor within_budget(const Tensor& relevance, const Tensor& wanted, const SpanStore& spans,
+                                   const ZoomBudget& budget, ZoomOptions::Heads heads);
 
 }  // namespace kvkeep

@@ -1,7 +1,8 @@
 #pragma once
 /// Losses that train a router and rank gates, and one step on a recorded layer with its gradients.
-/// Source: SeKV (AmirAbaskohi/SeKV), its equations 10 to 15. Differs: a position sees only spans that end before its window, short spans are in no loss, the count of zoomed spans has a gradient, and the
-/// reconstruction is a share of what there is.
+/// Source: SeKV (AmirAbaskohi/SeKV), its equations 10 to 15. Differs: a position sees only spans that end before its
+/// window, short spans are in no loss, the count of zoomed spans has a gradient, and the reconstruction is a share of
+/// what there is.
 
 #include <array>
 #include <cstdint>
@@ -16,12 +17,12 @@ namespace kvkeep {
 struct TrainingOptions {
   double zoom_weight = 1;
   double recon_weight = 0.5;
-  double budget_weight = 0.1;     ///< as annealed at this step
-  double rank_weight = 0.1;       ///< of kept components against zoomed spans, inside the budget
-  double positive_weight = 10;    ///< of spans that should be zoomed
-  double coverage = 0.9;          ///< share of what the teacher gives to spans that those should hold
-  double temperature = 0.1;       ///< of the sigmoid whose gradient a zoom has
-  bool published = false;         ///< reconstruction as a plain sum, zoomed spans counted without a gradient
+  double budget_weight = 0.1;   ///< as annealed at this step
+  double rank_weight = 0.1;     ///< of kept components against zoomed spans, inside the budget
+  double positive_weight = 10;  ///< of spans that should be zoomed
+  double coverage = 0.9;        ///< share of what the teacher gives to spans that those should hold
+  double temperature = 0.1;     ///< of the sigmoid whose gradient a zoom has
+  bool published = false;       ///< reconstruction as a plain sum, zoomed spans counted without a gradient
 
   /// What is not allowed, one sentence each with the field's name; empty: nothing.
   [[nodiscard]] std::vector<std::string> problems() const;
@@ -29,42 +30,46 @@ struct TrainingOptions {
 
 /// What is trained. f32, f16, bf16 or f64 on the way in, f64 as gradients.
 struct TrainedParameters {
-  Tensor projections;                 ///< [Hq, d', D] W
-  Tensor thresholds;                  ///< [Hq] tau
-  std::array<Tensor, 3> gate_weights; ///< as RankGates
+  Tensor projections;                  ///< [Hq, d', D] W
+  Tensor thresholds;                   ///< [Hq] tau
+  std::array<Tensor, 3> gate_weights;  ///< as RankGates
   std::array<Tensor, 3> gate_biases;
 };
 
 /// Keys and values of one layer of one prompt, and the positions that ask them.
 struct TrainingPrompt {
-  Tensor keys, values;                        ///< [Hkv, T, D]
-  std::vector<std::int32_t> positions;        ///< [n] a query at each: it sees the tokens up to its own
-  std::vector<float> surprisal;               ///< [T]
+  Tensor keys, values;                  ///< [Hkv, T, D]
+  std::vector<std::int32_t> positions;  ///< [n] a query at each: it sees the tokens up to its own
+  std::vector<float> surprisal;         ///< [T]
   std::vector<Span> spans;
-  std::int32_t recent = 0;                    ///< newest tokens of a query that are dense whatever the spans
+  std::int32_t recent = 0;  ///< newest tokens of a query that are dense whatever the spans
   double scale = 0;
 };
 
-/// What does not change while router and gates do: coarse entries, factors, and what each position may see of them. All in fp64.
+/// What does not change while router and gates do: coarse entries, factors, and what each position may see of them. All
+/// in fp64.
 class TrainingMemory {
  public:
-  /// Decomposes rows as they are into at most `max_rank` components. Throws InvalidArgument for shapes, positions or spans that do not fit each other.
-  /// Cost: an SVD for each span, head and side.
+  /// Decomposes rows as they are into at most `max_rank` components. Throws InvalidArgument for shapes, positions or
+  /// spans that do not fit each other. Cost: an SVD for each span, head and side.
   TrainingMemory(const TrainingPrompt& prompt, std::int64_t max_rank);
 
-  /// u8 [n, spans]: spans that a position may see, those that end before its window. All other tokens up to its own are dense.
+  /// u8 [n, spans]: spans that a position may see, those that end before its window. All other tokens up to its own are
+  /// dense.
   [[nodiscard]] const Tensor& admitted() const { return admitted_; }
 
   /// What the teacher's queries get, and which spans they need for it.
   struct Exact {
     Tensor outputs;  ///< f64 [n, Hq, D]
     Tensor mass;     ///< f64 [n, Hq, spans] share of attention that goes to each span; 0 where not admitted
-    Tensor targets;  ///< u8 [n, Hq, spans] equation 12: the fewest admitted spans that hold `coverage` of what goes to admitted spans
+    Tensor targets;  ///< u8 [n, Hq, spans] equation 12: the fewest admitted spans that hold `coverage` of what goes to
+                     ///< admitted spans
   };
   /// queries: [n, Hq, D] of the teacher, one for each position. Cost: attention over all tokens.
   [[nodiscard]] Exact exact(const Tensor& queries, double coverage) const;
 
-  /// f64 [n, Hq, spans]: what the sigmoid of relevance is taken of. queries: f64 [n, Hq, D]; projections: f64 of this layer. Cost: matrix products with the coarse keys.
+  /// f64 [n, Hq, spans]: what the sigmoid of relevance is taken of. queries: f64 [n, Hq, D]; projections: f64 of this
+  /// layer. Cost: matrix products with the coarse keys.
   [[nodiscard]] Tensor routing_logits(const Tensor& queries, const Tensor& projections) const;
 
   /// f64 [spans, Hkv, 2, max_rank]: soft gates of every span, 0 where it has no component; with their gradient.
@@ -77,8 +82,10 @@ class TrainingMemory {
     Tensor relevance;  ///< f64 [n, Hq, spans]
     Tensor zoomed;     ///< f64 [n, Hq, spans] 1 or 0, with the gradient of a sigmoid; 0 where not admitted
   };
-  /// queries: [n, Hq, D] of the student. projections, thresholds: f64, of this layer. gates: what gates() made. Cost: attention over all tokens, coarse entries and zoomed rows.
-  [[nodiscard]] Answer answer(const Tensor& queries, const Tensor& projections, const Tensor& thresholds, const Tensor& gates, double temperature) const;
+  /// queries: [n, Hq, D] of the student. projections, thresholds: f64, of this layer. gates: what gates() made. Cost:
+  /// attention over all tokens, coarse entries and zoomed rows.
+  [[nodiscard]] Answer answer(const Tensor& queries, const Tensor& projections, const Tensor& thresholds,
+                              const Tensor& gates, double temperature) const;
 
  private:
   friend class TrainingLosses;
@@ -96,11 +103,11 @@ class TrainingMemory {
 
   std::array<Tensor, 2> rows_, coarse_;  ///< f64 [Hkv, T, D], [Hkv, spans, D] keys, values
   Tensor log_length_;                    ///< f64 [spans]
-  Tensor spectra_, present_;             ///< f64 [spans, Hkv, 2, max_rank] singular values; 1 where there is a component
+  Tensor spectra_, present_;  ///< f64 [spans, Hkv, 2, max_rank] singular values; 1 where there is a component
   std::vector<Decomposed> decomposed_;
-  Tensor span_of_;                       ///< i64 [T], `spans` for a token in none
-  Tensor admitted_;                      ///< u8 [n, spans]
-  Tensor causal_, dense_, folded_;       ///< f64 [n, T], [n, T], [n, spans] 0, or -inf for what a position does not see
+  Tensor span_of_;                  ///< i64 [T], `spans` for a token in none
+  Tensor admitted_;                 ///< u8 [n, spans]
+  Tensor causal_, dense_, folded_;  ///< f64 [n, T], [n, T], [n, spans] 0, or -inf for what a position does not see
   double scale_;
 };
 
@@ -110,7 +117,8 @@ class TrainingLosses {
   explicit TrainingLosses(const TrainingOptions& options) : options_(options) {}
 
   /// One layer: its answer, the targets of its teacher, and the gates that it was given with.
-  void add(const TrainingMemory& memory, const TrainingMemory::Answer& answer, const Tensor& targets, const Tensor& gates);
+  void add(const TrainingMemory& memory, const TrainingMemory::Answer& answer, const Tensor& targets,
+           const Tensor& gates);
 
   /// f64 [], with gradients.
   struct Sum {
@@ -121,27 +129,30 @@ class TrainingLosses {
 
  private:
   TrainingOptions options_;
-  std::vector<Tensor> zoom_, left_out_, zoomed_, kept_;  ///< of each layer: losses of each decision, squares that gates leave out, zoomed spans a query, sum of gates
+  std::vector<Tensor> zoom_, left_out_, zoomed_, kept_;  ///< of each layer: losses of each decision, squares that gates
+                                                         ///< leave out, zoomed spans a query, sum of gates
 };
 
 /// One layer of one prompt, with queries inside it.
 struct TrainingLayer : TrainingPrompt {
-  Tensor queries;                             ///< [n, Hq, D]
-  Tensor head;                                ///< [vocab, Hq * D] readout: logits = head * (outputs of all heads)
+  Tensor queries;  ///< [n, Hq, D]
+  Tensor head;     ///< [vocab, Hq * D] readout: logits = head * (outputs of all heads)
 };
 
 struct TrainingStep {
   double loss = 0, distill = 0, zoom = 0, recon = 0, budget = 0;
-  TrainedParameters gradients;  ///< of loss
-  Tensor admitted;              ///< u8 [n, spans] spans that a query may see
-  Tensor targets, zoomed;       ///< u8 [n, Hq, spans]; 0 where not admitted
-  Tensor relevance;             ///< f64 [n, Hq, spans]; the same
-  Tensor gates;                 ///< f64 [spans, Hkv, 2, max_rank]
+  TrainedParameters gradients;            ///< of loss
+  Tensor admitted;                        ///< u8 [n, spans] spans that a query may see
+  Tensor targets, zoomed;                 ///< u8 [n, Hq, spans]; 0 where not admitted
+  Tensor relevance;                       ///< f64 [n, Hq, spans]; the same
+  Tensor gates;                           ///< f64 [spans, Hkv, 2, max_rank]
   Tensor student_logits, teacher_logits;  ///< f64 [n, vocab]
 };
 
-/// All in fp64, gradients by LibTorch. Throws InvalidArgument with all of options.problems(), and for shapes, positions or spans that do not fit each other.
-/// Cost: for each query exact attention and attention over the memory with its gradient; meant for training programs, not for serving.
-[[nodiscard]] TrainingStep training_step(const TrainingLayer& layer, const TrainedParameters& parameters, const TrainingOptions& options);
+/// All in fp64, gradients by LibTorch. Throws InvalidArgument with all of options.problems(), and for shapes, positions
+/// or spans that do not fit each other. Cost: for each query exact attention and attention over the memory with its
+/// gradient; meant for training programs, not for serving.
+[[nodiscard]] TrainingStep training_step(const TrainingLayer& layer, const TrainedParameters& parameters,
+                                         const TrainingOptions& options);
 
 }  // namespace kvkeep

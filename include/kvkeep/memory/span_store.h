@@ -18,10 +18,11 @@ class SpanStore {
  public:
   SpanStore() = default;
 
-  /// keys, values: f32, f16 or bf16 [Hkv, T, D], keys as attention reads them (after RoPE); surprisal: [T]; spans inside T. `gates`: where options.rank is gates. `far`: null is a store of its own.
-  /// Throws InvalidArgument for other shapes and spans that overlap, and as fold(). Cost: as fold().
-  SpanStore(const Tensor& keys, const Tensor& values, std::span<const float> surprisal, std::vector<Span> spans, const FactorOptions& options, const RankGates* gates = nullptr,
-            std::shared_ptr<FarStore> far = nullptr);
+  /// keys, values: f32, f16 or bf16 [Hkv, T, D], keys as attention reads them (after RoPE); surprisal: [T]; spans
+  /// inside T. `gates`: where options.rank is gates. `far`: null is a store of its own. Throws InvalidArgument for
+  /// other shapes and spans that overlap, and as fold(). Cost: as fold().
+  SpanStore(const Tensor& keys, const Tensor& values, std::span<const float> surprisal, std::vector<Span> spans,
+            const FactorOptions& options, const RankGates* gates = nullptr, std::shared_ptr<FarStore> far = nullptr);
 
   [[nodiscard]] std::int64_t size() const { return static_cast<std::int64_t>(spans_.size()); }
   [[nodiscard]] std::span<const Span> spans() const { return spans_; }
@@ -32,7 +33,9 @@ class SpanStore {
 
   /// f32 [Hkv, spans, D]: a copy of what the rows hold.
   [[nodiscard]] Tensor coarse(KvSide side) const;
-  [[nodiscard]] const SpanFactors& factors(std::int64_t span, std::int64_t head, KvSide side) const { return row(head).span(span).factors[static_cast<std::size_t>(side)]; }
+  [[nodiscard]] const SpanFactors& factors(std::int64_t span, std::int64_t head, KvSide side) const {
+    return row(head).span(span).factors[static_cast<std::size_t>(side)];
+  }
   /// f32 [Hkv, L, D]: SpanRow::rows() of all heads.
   [[nodiscard]] Tensor rows(std::int64_t span, KvSide side) const;
 
@@ -41,7 +44,8 @@ class SpanStore {
   /// The same of gates; undefined unless options.rank is gates.
   [[nodiscard]] const Tensor& gates() const { return gates_; }
 
-  /// Bytes of tensors, tables not counted: near 2 * Hkv * D in the rows' dtype and 4 for the logarithm a span, which the heads share; far the blobs.
+  /// Bytes of tensors, tables not counted: near 2 * Hkv * D in the rows' dtype and 4 for the logarithm a span, which
+  /// the heads share; far the blobs.
   [[nodiscard]] std::int64_t near_bytes() const;
   [[nodiscard]] std::int64_t far_bytes() const;
 

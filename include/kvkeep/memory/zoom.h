@@ -1,6 +1,6 @@
 #pragma once
-/// Reading a memory of folded spans: which of them each query opens, and all of them in one softmax with the rows that stayed.
-/// Source, and what differs: router.h, memory_attention.h.
+/// Reading a memory of folded spans: which of them each query opens, and all of them in one softmax with the rows that
+/// stayed. Source, and what differs: router.h, memory_attention.h.
 
 #include <cstdint>
 #include <limits>
@@ -27,11 +27,12 @@ struct MemoryRow {
 /// How a layer's memory is read.
 struct Reading {
   ZoomOptions zoom;
-  const Router* router = nullptr;  ///< of the layer; null: none
-  double entries = std::numeric_limits<double>::infinity();  ///< of one KV head that may be in reach at once: dense ones, coarse entries and what opened spans take
-  double entries_per_span = 1;     ///< what a folded span counts as
-  double entries_per_token = 0;    ///< and every token in it
-  bool per_head = false;           ///< ZoomBudget::per_head
+  const Router* router = nullptr;                            ///< of the layer; null: none
+  double entries = std::numeric_limits<double>::infinity();  ///< of one KV head that may be in reach at once: dense
+                                                             ///< ones, coarse entries and what opened spans take
+  double entries_per_span = 1;                               ///< what a folded span counts as
+  double entries_per_token = 0;                              ///< and every token in it
+  bool per_head = false;                                     ///< ZoomBudget::per_head
   Damage damage = Damage::refuse;
   FactorCache* cache = nullptr;
 };
@@ -44,16 +45,22 @@ struct ReadCounts {
   std::int64_t damaged = 0;  ///< read as their coarse entry, for their factors could not be read
 
   /// One of these numbers for each query; NaN where there was none.
-  [[nodiscard]] double a_query(std::int64_t count) const { return queries == 0 ? std::numeric_limits<double>::quiet_NaN() : static_cast<double>(count) / static_cast<double>(queries); }
+  [[nodiscard]] double a_query(std::int64_t count) const {
+    return queries == 0 ? std::numeric_limits<double>::quiet_NaN()
+                        : static_cast<double>(count) / static_cast<double>(queries);
+  }
 
   ReadCounts& operator+=(const ReadCounts& other);
   friend ReadCounts operator+(ReadCounts a, const ReadCounts& b) { return a += b; }
 };
 
-/// Merges the folded spans of one layer and sequence into softmaxes that are open over its rows: each query opens what the rule names, as far as the budget goes; the others are read as their coarse entries.
-/// rows: [Hkv]; queries: f32, f16 or bf16 [n, Hq, D] after RoPE, of which every one sees every span. `opened`: if not null, [Hkv] the spans that the last query opened.
-/// Throws InvalidArgument for other shapes and a router of other heads; DamagedData where reading.damage refuses. `open` is of no use then.
-/// Cost, a query and KV head: the coarse keys and values once; the factors of opened spans. Queries and KV heads in parallel.
-ReadCounts read_memory(OpenAttention& open, std::span<const MemoryRow> rows, const Tensor& queries, double scale, const Reading& reading, std::vector<std::vector<std::int32_t>>* opened = nullptr);
+/// Merges the folded spans of one layer and sequence into softmaxes that are open over its rows: each query opens what
+/// the rule names, as far as the budget goes; the others are read as their coarse entries. rows: [Hkv]; queries: f32,
+/// f16 or bf16 [n, Hq, D] after RoPE, of which every one sees every span. `opened`: if not null, [Hkv] the spans that
+/// the last query opened. Throws InvalidArgument for other shapes and a router of other heads; DamagedData where
+/// reading.damage refuses. `open` is of no use then. Cost, a query and KV head: the coarse keys and values once; the
+/// factors of opened spans. Queries and KV heads in parallel.
+ReadCounts read_memory(OpenAttention& open, std::span<const MemoryRow> rows, const Tensor& queries, double scale,
+                       const Reading& reading, std::vector<std::vector<std::int32_t>>* opened = nullptr);
 
 }  // namespace kvkeep

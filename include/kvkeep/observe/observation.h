@@ -16,11 +16,13 @@ inline constexpr std::int32_t kMostPositions = (1 << 30) - 1;
 /// Offsets and counts are host integers, as every length is: an event must not wait for the device.
 struct Observation {
   std::int32_t layer = 0;
-  std::span<const SequenceId> sequences;         ///< [n]
-  std::span<const std::int32_t> indptr;          ///< host [n + 1]: tokens of sequence i are [indptr[i], indptr[i + 1])
-  Tensor queries = {};                           ///< f32, f16 or bf16 [n_tokens, Hq, D] after bias and query norm; absent where the policy needs none
+  std::span<const SequenceId> sequences;  ///< [n]
+  std::span<const std::int32_t> indptr;   ///< host [n + 1]: tokens of sequence i are [indptr[i], indptr[i + 1])
+  Tensor queries =
+      {};  ///< f32, f16 or bf16 [n_tokens, Hq, D] after bias and query norm; absent where the policy needs none
   QueryBasis basis = QueryBasis::pre_rope;
-  std::span<const std::int32_t> positions = {};  ///< host [n_tokens] logical, from 0 to below kMostPositions, ascending per sequence; empty: the next ones of each sequence
+  std::span<const std::int32_t> positions = {};  ///< host [n_tokens] logical, from 0 to below kMostPositions, ascending
+                                                 ///< per sequence; empty: the next ones of each sequence
 };
 
 }  // namespace kvkeep

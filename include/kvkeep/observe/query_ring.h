@@ -1,5 +1,6 @@
 #pragma once
-/// The newest queries of one sequence, per layer: what scorers need of the past. Queries, not hidden states: no projection is run twice.
+/// The newest queries of one sequence, per layer: what scorers need of the past. Queries, not hidden states: no
+/// projection is run twice.
 
 #include <cstdint>
 #include <optional>
@@ -11,7 +12,8 @@
 
 namespace kvkeep {
 
-/// The last `wanted` queries of every full layer. Kept across events: with stored positions the causal test stays right.
+/// The last `wanted` queries of every full layer. Kept across events: with stored positions the causal test stays
+/// right.
 class QueryRing {
  public:
   /// Tokens that can be taken back (speculative decoding) with the window still whole.
@@ -33,13 +35,16 @@ class QueryRing {
   };
 
   /// layers: full layers of the model. `wanted` 0 keeps nothing. With an accelerator the queries lie on its device.
-  QueryRing(std::int32_t layers, std::int32_t wanted, std::int32_t query_heads, std::int32_t key_dim, Accelerator* accelerator = nullptr);
+  QueryRing(std::int32_t layers, std::int32_t wanted, std::int32_t query_heads, std::int32_t key_dim,
+            Accelerator* accelerator = nullptr);
 
-  /// Adds the queries of new tokens of one layer. data: [tokens, Hq, D] with strides in bytes, the D elements of a head contiguous.
-  /// Requires: takes(dtype). Cost: copies at most wanted + kRollback tokens of Hq * D elements.
-  /// On a device nothing is copied yet: what is to be copied is added to `arrivals`, which must be given, so that one launch serves all sequences of a step.
-  void push(std::int32_t layer, const std::byte* data, ScalarType dtype, std::int64_t token_stride, std::int64_t head_stride,
-            std::span<const std::int32_t> positions, std::vector<QueryArrival>* arrivals = nullptr);
+  /// Adds the queries of new tokens of one layer. data: [tokens, Hq, D] with strides in bytes, the D elements of a head
+  /// contiguous. Requires: takes(dtype). Cost: copies at most wanted + kRollback tokens of Hq * D elements. On a device
+  /// nothing is copied yet: what is to be copied is added to `arrivals`, which must be given, so that one launch serves
+  /// all sequences of a step.
+  void push(std::int32_t layer, const std::byte* data, ScalarType dtype, std::int64_t token_stride,
+            std::int64_t head_stride, std::span<const std::int32_t> positions,
+            std::vector<QueryArrival>* arrivals = nullptr);
 
   /// Makes sure that push() of queries of this dtype does not fail, on the host. Changes nothing that can be seen.
   void reserve(ScalarType dtype) {
@@ -51,7 +56,8 @@ class QueryRing {
     for (Layer& layer : layers_) layer = {.seen = seen, .first = seen, .oldest = seen};
   }
 
-  /// Tokens that one layer will not see, because they did not go on to it. What it saw before them is forgotten: the window holds queries without a gap.
+  /// Tokens that one layer will not see, because they did not go on to it. What it saw before them is forgotten: the
+  /// window holds queries without a gap.
   void skip(std::int32_t layer, std::int64_t tokens) {
     Layer& state = layers_[static_cast<std::size_t>(layer)];
     state.first = state.oldest = state.seen += tokens;
@@ -84,10 +90,18 @@ class QueryRing {
 
  private:
   void allocate(ScalarType dtype);
-  [[nodiscard]] const std::byte* memory() const { return there_.get() != nullptr ? static_cast<const std::byte*>(there_.get()) : data_.empty() ? nullptr : data_.data(); }
-  [[nodiscard]] std::int64_t token_bytes() const { return static_cast<std::int64_t>(c10::elementSize(dtype_)) * dim_ * heads_; }
+  [[nodiscard]] const std::byte* memory() const {
+    return there_.get() != nullptr ? static_cast<const std::byte*>(there_.get())
+           : data_.empty()         ? nullptr
+                                   : data_.data();
+  }
+  [[nodiscard]] std::int64_t token_bytes() const {
+    return static_cast<std::int64_t>(c10::elementSize(dtype_)) * dim_ * heads_;
+  }
   /// Bytes before the positions, on a device.
-  [[nodiscard]] std::int64_t data_bytes() const { return (static_cast<std::int64_t>(layers_.size()) * capacity_ * token_bytes() + 63) / 64 * 64; }
+  [[nodiscard]] std::int64_t data_bytes() const {
+    return (static_cast<std::int64_t>(layers_.size()) * capacity_ * token_bytes() + 63) / 64 * 64;
+  }
 
   std::int32_t wanted_, capacity_, heads_, dim_;
   Accelerator* accelerator_;

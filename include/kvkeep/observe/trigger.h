@@ -18,14 +18,16 @@ struct Occasion {
   std::int64_t unsettled = 0;   ///< newest tokens that nothing was decided on yet (Fold::settled)
 };
 
-/// A sequence is due when its rows hold, on average, at least budget + interval slots: they then fall to the budget, so the cache swings between budget and
-/// budget + interval. Slots are counted, not calls. Before its prompt has ended a sequence is never due.
-/// Source: slack is TriAttention's trigger, counter that of the published AMS and of kvpress. In steady state both run the same schedule.
+/// A sequence is due when its rows hold, on average, at least budget + interval slots: they then fall to the budget, so
+/// the cache swings between budget and budget + interval. Slots are counted, not calls. Before its prompt has ended a
+/// sequence is never due. Source: slack is TriAttention's trigger, counter that of the published AMS and of kvpress. In
+/// steady state both run the same schedule.
 struct Trigger {
   enum class Kind : std::uint8_t {
     slack,    ///< at budget + interval slots
     counter,  ///< every `interval` decoded tokens, if there are more slots than the budget
-    window,   ///< where `interval` tokens stand before the local window, and at the end of a prompt where any do: all of them leave
+    window,  ///< where `interval` tokens stand before the local window, and at the end of a prompt where any do: all of
+             ///< them leave
   };
   enum class Prefill : std::uint8_t {
     keep,  ///< the prompt is not cut when it ends; the first decoded token may find it over the budget
@@ -37,13 +39,14 @@ struct Trigger {
   Kind kind = Kind::slack;
   Prefill prefill = Prefill::keep;
   bool never = false;
-  bool ragged = false;  ///< rows of one sequence may end up unequal
+  bool ragged = false;      ///< rows of one sequence may end up unequal
   std::int32_t recent = 0;  ///< with Kind::window: tokens of the local window
 
   [[nodiscard]] bool due(const Occasion& o) const {
     const std::int64_t decoded = o.seen - o.prompt;
     if (never || decoded < 0) return false;
-    if (kind == Kind::window) return o.unsettled >= std::int64_t{recent} + (decoded == 0 || decoded < o.step ? 1 : interval);
+    if (kind == Kind::window)
+      return o.unsettled >= std::int64_t{recent} + (decoded == 0 || decoded < o.step ? 1 : interval);
     const std::int64_t kept = budget.resolve({o.seen}, {o.prompt}, o.slot_bytes) * o.rows;
     if (decoded == 0 || decoded < o.step) return prefill != Prefill::keep && o.slots > kept;
     if (prefill == Prefill::only) return false;
@@ -54,7 +57,13 @@ struct Trigger {
   /// Decoded tokens until the first event of a sequence that decodes one at a time; -1 where none comes within `most`.
   [[nodiscard]] std::int64_t first_event(std::int64_t prompt, std::int64_t slot_bytes, std::int64_t most) const {
     for (std::int64_t d = 0; d <= most; ++d)
-      if (due({.slots = prompt + d, .rows = 1, .seen = prompt + d, .prompt = prompt, .step = d == 0 ? prompt : 1, .slot_bytes = slot_bytes})) return d;
+      if (due({.slots = prompt + d,
+               .rows = 1,
+               .seen = prompt + d,
+               .prompt = prompt,
+               .step = d == 0 ? prompt : 1,
+               .slot_bytes = slot_bytes}))
+        return d;
     return -1;
   }
 };

@@ -1,8 +1,9 @@
 #pragma once
-/// ASL and FastKV: a prompt's tokens are ranked by its newest queries in every layer; from the layer on where the ranking has settled, or a given one, only the best go on.
-/// Source: ASL (adaptive layer selection), its paper and code; FastKV (Jo et al.) by `selector.fixed_layer`.
-/// Differs: see LayerSelector; the cache may follow SnapKV or top-p as in ASL's code; kept slots stay in order of position. FastKV's own release observes with 8 queries and leaves prompts
-/// that fit the cache alone.
+/// ASL and FastKV: a prompt's tokens are ranked by its newest queries in every layer; from the layer on where the
+/// ranking has settled, or a given one, only the best go on. Source: ASL (adaptive layer selection), its paper and
+/// code; FastKV (Jo et al.) by `selector.fixed_layer`. Differs: see LayerSelector; the cache may follow SnapKV or top-p
+/// as in ASL's code; kept slots stay in order of position. FastKV's own release observes with 8 queries and leaves
+/// prompts that fit the cache alone.
 
 #include <memory>
 
@@ -18,14 +19,21 @@ struct AslOptions {
     ranks,       ///< the best ranked and the window
     last_query,  ///< what GemFilter would choose in the selecting layer
   };
-  LayerSelectorOptions selector = {.select = 2048, .window = 32, .min_layer = -1, .observed_layers = 8, .threshold = 0.3, .fixed_layer = -1, .missed_mass = 0, .select_mass = 1};  ///< min_layer -1: a third of the model's layers
-  std::int32_t pool = 7;                                            ///< tokens pooled over, odd
+  LayerSelectorOptions selector = {.select = 2048,
+                                   .window = 32,
+                                   .min_layer = -1,
+                                   .observed_layers = 8,
+                                   .threshold = 0.3,
+                                   .fixed_layer = -1,
+                                   .missed_mass = 0,
+                                   .select_mass = 1};  ///< min_layer -1: a third of the model's layers
+  std::int32_t pool = 7;                               ///< tokens pooled over, odd
   PromptScoreOptions::Pool pooling = PromptScoreOptions::Pool::average;
-  std::int32_t cache = 0;                                           ///< slots each row of a layer keeps for decoding, the window's included (SnapKV); 0: all
-  double cache_mass = 0;                                            ///< instead: as many as hold this share of the window's attention; 0: all
-  bool two_pass = false;                                            ///< the tokens that were chosen run again as a prompt of their own
-  Indices indices = Indices::ranks;                                 ///< two_pass only
-  Variant variant = Variant::strict;                                ///< official: counts of cache_mass are rounded down
+  std::int32_t cache = 0;  ///< slots each row of a layer keeps for decoding, the window's included (SnapKV); 0: all
+  double cache_mass = 0;   ///< instead: as many as hold this share of the window's attention; 0: all
+  bool two_pass = false;   ///< the tokens that were chosen run again as a prompt of their own
+  Indices indices = Indices::ranks;   ///< two_pass only
+  Variant variant = Variant::strict;  ///< official: counts of cache_mass are rounded down
 
   /// What is not allowed, one sentence each with the field's name; empty: nothing.
   [[nodiscard]] std::vector<std::string> problems() const;

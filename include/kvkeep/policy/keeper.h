@@ -30,22 +30,24 @@ struct Cut {
   std::int64_t logical_length = 0;  ///< tokens seen
   std::int32_t length_before = 0;   ///< slots
   std::int32_t length_after = 0;
-  std::int64_t slots_before = 0;    ///< over all its rows
+  std::int64_t slots_before = 0;  ///< over all its rows
   std::int64_t slots_after = 0;
 };
 
-/// A sequence that was due and was left as it is: the policy reads a query of it that is NaN or infinite, so what it attends to is lost. Others are cut as if it were not there. End it, or let the query leave
-/// the window. On a device such queries are not looked for; their scores are NaN, which rank last.
+/// A sequence that was due and was left as it is: the policy reads a query of it that is NaN or infinite, so what it
+/// attends to is lost. Others are cut as if it were not there. End it, or let the query leave the window. On a device
+/// such queries are not looked for; their scores are NaN, which rank last.
 struct Unscored {
   SequenceId sequence = 0;
   std::int32_t layer = 0;
   std::int32_t position = 0;  ///< logical, of the query
 };
 
-/// What would happen. Refers to the view and the keeper it was made from: apply it before either changes. On a device its tensors lie in memory that the keeper's next plan writes again.
+/// What would happen. Refers to the view and the keeper it was made from: apply it before either changes. On a device
+/// its tensors lie in memory that the keeper's next plan writes again.
 struct Plan {
-  std::vector<Cut> cuts;           ///< one per sequence that is due
-  RowTable table;                  ///< the rows of those sequences
+  std::vector<Cut> cuts;  ///< one per sequence that is due
+  RowTable table;         ///< the rows of those sequences
   Decision decision;
   std::vector<PageMove> pages;     ///< paged caches: one per sequence that is due
   std::vector<Unscored> unscored;  ///< sequences that are due and will not be cut
@@ -58,33 +60,37 @@ struct Plan {
 /// What happened: proof that compression ran, in numbers.
 struct Report {
   std::vector<Cut> cuts;
-  std::vector<PageMove> pages;     ///< paged caches: what each cut sequence holds now and what it gave back, as its row of the block table says
+  std::vector<PageMove> pages;  ///< paged caches: what each cut sequence holds now and what it gave back, as its row of
+                                ///< the block table says
   std::vector<Unscored> unscored;  ///< sequences that were due and were not cut
   std::int64_t slots_dropped = 0;  ///< over all rows
   std::int64_t slots_folded = 0;   ///< of them into spans
   std::int64_t far_bytes = 0;      ///< of the factors that were stored for them
   std::int64_t bytes_before = 0;   ///< as in Plan
   std::int64_t bytes_after = 0;
-  std::int64_t bytes_moved = 0;    ///< K and V bytes that were copied inside the cache; on a device at most so many: which slots stood where they belong, the host does not know
-  std::int64_t pages_freed = 0;    ///< holders less, over all sequences; a page that nobody holds any more is free
+  std::int64_t bytes_moved = 0;  ///< K and V bytes that were copied inside the cache; on a device at most so many:
+                                 ///< which slots stood where they belong, the host does not know
+  std::int64_t pages_freed = 0;  ///< holders less, over all sequences; a page that nobody holds any more is free
 };
 
 /// What happened to a prompt on its way through the layers, under a policy that narrows.
 struct PromptReport {
-  std::int32_t tokens = 0;                  ///< of the prompt, as it came in
-  std::int32_t selection_layer = -1;        ///< the layer that selected; -1: none
-  std::vector<double> relative_variance;    ///< [num_layers] NaN where it was not computed
-  std::vector<std::int32_t> entered;        ///< [num_layers] tokens that reached the layer; 0: none of this pass, or not yet
-  std::vector<std::int32_t> going_on;       ///< places in the prompt of the tokens that reached the end, or that make up the second pass, ascending
-  bool second_pass = false;                 ///< they run again as a prompt of their own
+  std::int32_t tokens = 0;                ///< of the prompt, as it came in
+  std::int32_t selection_layer = -1;      ///< the layer that selected; -1: none
+  std::vector<double> relative_variance;  ///< [num_layers] NaN where it was not computed
+  std::vector<std::int32_t> entered;   ///< [num_layers] tokens that reached the layer; 0: none of this pass, or not yet
+  std::vector<std::int32_t> going_on;  ///< places in the prompt of the tokens that reached the end, or that make up the
+                                       ///< second pass, ascending
+  bool second_pass = false;            ///< they run again as a prompt of their own
 };
 
 /// What one layer did to one prompt.
 struct Narrowing {
   SequenceId sequence = 0;
-  std::optional<std::vector<std::int32_t>> tokens = {};  ///< places, among the tokens present, of those that go on, ascending; absent: all do
-  bool afresh = false;          ///< they do not go on here: the sequence leaves this step with nothing in the cache, and its prompt is, from the next step on, these tokens alone at
-                                ///< positions from 0
+  std::optional<std::vector<std::int32_t>> tokens =
+      {};               ///< places, among the tokens present, of those that go on, ascending; absent: all do
+  bool afresh = false;  ///< they do not go on here: the sequence leaves this step with nothing in the cache, and its
+                        ///< prompt is, from the next step on, these tokens alone at positions from 0
   std::int64_t slots_dropped = 0;  ///< of this layer's rows
   std::int64_t bytes_moved = 0;
 };
@@ -92,7 +98,8 @@ struct Narrowing {
 /// What one layer did to the prompts of a step.
 struct LayerReport {
   std::vector<Narrowing> prompts;  ///< of every sequence of the step that something happened to
-  std::vector<PageMove> pages;     ///< paged caches: what a prompt that has ended holds now and what it gave back, as its row of the block table says
+  std::vector<PageMove> pages;  ///< paged caches: what a prompt that has ended holds now and what it gave back, as its
+                                ///< row of the block table says
 };
 
 /// What a sequence has folded.
@@ -107,16 +114,17 @@ struct FoldedState {
 /// Counters since the keeper was made.
 struct Totals {
   std::int64_t steps = 0;
-  std::int64_t events = 0;         ///< steps in which something was cut
+  std::int64_t events = 0;  ///< steps in which something was cut
   std::int64_t sequences_cut = 0;
   std::int64_t slots_dropped = 0;
   std::int64_t bytes_moved = 0;
   std::int64_t pages_freed = 0;
   std::int64_t slots_folded = 0;
-  ReadCounts reads;                ///< of folded spans
+  ReadCounts reads;  ///< of folded spans
 };
 
-/// Keeps the columns and queries of the living sequences and runs the line. Not thread safe: one keeper, one thread at a time.
+/// Keeps the columns and queries of the living sequences and runs the line. Not thread safe: one keeper, one thread at
+/// a time.
 ///
 ///     keeper.join(id);
 ///     // in every layer of a step
@@ -124,60 +132,73 @@ struct Totals {
 ///     // once, after the last layer
 ///     kvkeep::Report report = keeper.step(cache);
 ///
-/// Positions are logical throughout: the next token of a sequence stands at logical_length(id), whatever was dropped (or behind the last position that the
-/// engine gave, where it gives its own with gaps).
+/// Positions are logical throughout: the next token of a sequence stands at logical_length(id), whatever was dropped
+/// (or behind the last position that the engine gave, where it gives its own with gaps).
 class Keeper {
  public:
-  /// Throws InvalidArgument when the spec is inconsistent, or when the policy needs what the engine does not give: with every reason at once. StateError for an accelerator
-  /// that serves, or served, another keeper.
+  /// Throws InvalidArgument when the spec is inconsistent, or when the policy needs what the engine does not give: with
+  /// every reason at once. StateError for an accelerator that serves, or served, another keeper.
   Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy, Provided provided = {});
 
-  /// A sequence begins. `tokens` of it are already in the cache (a prefix that kvkeep did not see), at positions 0..tokens-1.
-  /// `prompt`: tokens of its prompt, those included; -1: the cached tokens, or where there are none, what the first step brings. No event comes before the prompt
-  /// has ended, in however many chunks it comes.
+  /// A sequence begins. `tokens` of it are already in the cache (a prefix that kvkeep did not see), at positions
+  /// 0..tokens-1. `prompt`: tokens of its prompt, those included; -1: the cached tokens, or where there are none, what
+  /// the first step brings. No event comes before the prompt has ended, in however many chunks it comes.
   void join(SequenceId sequence, std::int32_t tokens = 0, std::int32_t prompt = -1);
   /// A sequence ends, at any point: everything known of it is dropped.
   void leave(SequenceId sequence);
-  /// Writes what is known of a sequence into a file (docs/state.md), whole or not at all; the sequence goes on. Its rows of the cache are the engine's to save. Between steps: with queries, once every full layer
-  /// was observed.
-  /// Throws: StateError for an unknown sequence, in the middle of a step, and while its prompt narrows; Unsupported on a device; DamagedData where factors cannot be read; as io::write_safetensors. Nothing has changed then.
-  /// Cost: what it holds, far bytes included, once in memory and once to the file.
+  /// Writes what is known of a sequence into a file (docs/state.md), whole or not at all; the sequence goes on. Its
+  /// rows of the cache are the engine's to save. Between steps: with queries, once every full layer was observed.
+  /// Throws: StateError for an unknown sequence, in the middle of a step, and while its prompt narrows; Unsupported on
+  /// a device; DamagedData where factors cannot be read; as io::write_safetensors. Nothing has changed then. Cost: what
+  /// it holds, far bytes included, once in memory and once to the file.
   void save(SequenceId sequence, const std::filesystem::path& file) const;
-  /// A sequence comes back as it was when it was saved, under any id that is free, in any process; the engine has its rows back before the next step. It goes on to the same bits.
-  /// Throws: StateError for a sequence that is here; InvalidArgument that names the file where it is damaged, or was saved under another policy or model, with each field that differs; Unsupported on a device; as FarStore::put. The
-  /// keeper is as it was then. Cost: one read of the file, and putting its far bytes into the far store.
+  /// A sequence comes back as it was when it was saved, under any id that is free, in any process; the engine has its
+  /// rows back before the next step. It goes on to the same bits. Throws: StateError for a sequence that is here;
+  /// InvalidArgument that names the file where it is damaged, or was saved under another policy or model, with each
+  /// field that differs; Unsupported on a device; as FarStore::put. The keeper is as it was then. Cost: one read of the
+  /// file, and putting its far bytes into the far store.
   void restore(SequenceId sequence, const std::filesystem::path& file);
   /// leave and join.
   void reset(SequenceId sequence);
   [[nodiscard]] bool knows(SequenceId sequence) const { return sequences_.contains(sequence); }
 
-  /// Records the new tokens of one layer. Call it in every full layer, or in one of them where the policy needs no queries; other layers are ignored.
-  /// Throws: StateError for a sequence that never joined; InvalidArgument for a wrong layer, indptr, shape, dtype or device, a sequence that stands twice, missing queries, positions that do
-  /// not ascend or are too large, and, where running statistics are kept, a query that is not finite. Nothing is recorded then, of any sequence. Cost: copies the newest queries; allocates at a sequence's
-  /// first tokens, and where its columns grow beyond what they were.
+  /// Records the new tokens of one layer. Call it in every full layer, or in one of them where the policy needs no
+  /// queries; other layers are ignored. Throws: StateError for a sequence that never joined; InvalidArgument for a
+  /// wrong layer, indptr, shape, dtype or device, a sequence that stands twice, missing queries, positions that do not
+  /// ascend or are too large, and, where running statistics are kept, a query that is not finite. Nothing is recorded
+  /// then, of any sequence. Cost: copies the newest queries; allocates at a sequence's first tokens, and where its
+  /// columns grow beyond what they were.
   void observe(const Observation& observation);
 
-  /// Under a policy that narrows: call it in every layer, once attention has run over the keys and values of all tokens present, with what observe() was given. Sequences that are
-  /// not in the first pass of a prompt are left alone, so steps may mix them. Decides for each prompt by itself, cuts this layer's rows, and says which tokens go on: the layers behind
-  /// are to be given (observe() too) these tokens alone, at their own positions. Output projection and MLP of the others need not run any more.
-  /// `view`: lengths per row, as they will be when the step has run. Written: those of this layer where slots were dropped, those of the layers behind where tokens were; where a paged
-  /// prompt has come to its end, its row of the block table.
-  /// A prompt comes whole, in one step; where tokens of the sequence were cached before (join), it runs as under a policy that does not narrow.
-  /// Throws: StateError for layers out of order or lengths that are not what was observed; InvalidArgument for missing queries, one length a sequence, and as the policy does; before
-  /// anything is written. Cost: the policy's, and moving the slots that stay.
+  /// Under a policy that narrows: call it in every layer, once attention has run over the keys and values of all tokens
+  /// present, with what observe() was given. Sequences that are not in the first pass of a prompt are left alone, so
+  /// steps may mix them. Decides for each prompt by itself, cuts this layer's rows, and says which tokens go on: the
+  /// layers behind are to be given (observe() too) these tokens alone, at their own positions. Output projection and
+  /// MLP of the others need not run any more. `view`: lengths per row, as they will be when the step has run. Written:
+  /// those of this layer where slots were dropped, those of the layers behind where tokens were; where a paged prompt
+  /// has come to its end, its row of the block table. A prompt comes whole, in one step; where tokens of the sequence
+  /// were cached before (join), it runs as under a policy that does not narrow. Throws: StateError for layers out of
+  /// order or lengths that are not what was observed; InvalidArgument for missing queries, one length a sequence, and
+  /// as the policy does; before anything is written. Cost: the policy's, and moving the slots that stay.
   LayerReport narrow(const Observation& observation, const CacheView& view);
 
-  /// What happened to the newest prompt of a sequence; null where the policy does not narrow, or nothing has come yet. Valid until it leaves.
+  /// What happened to the newest prompt of a sequence; null where the policy does not narrow, or nothing has come yet.
+  /// Valid until it leaves.
   [[nodiscard]] const PromptReport* prompt_report(SequenceId sequence) const;
 
-  /// Surprisal of the oldest tokens that have none yet, nats: log-sum-exp of the logits before a token less its own (PromptSurprisal, token_surprisal); 0 for the first of a text. Under a policy that reads it
-  /// all tokens that were observed, cached ones included, need theirs before step(). Ignored under others. Throws InvalidArgument for more than there are tokens.
+  /// Surprisal of the oldest tokens that have none yet, nats: log-sum-exp of the logits before a token less its own
+  /// (PromptSurprisal, token_surprisal); 0 for the first of a text. Under a policy that reads it all tokens that were
+  /// observed, cached ones included, need theirs before step(). Ignored under others. Throws InvalidArgument for more
+  /// than there are tokens.
   void surprise(SequenceId sequence, std::span<const float> nats);
 
-  /// Under a policy that folds: call it in every full layer of every step, once attention has run over the rows, with what observe() was given but queries after RoPE. Merges what was folded of each
-  /// sequence into `attended`, in place: its own softmax and that of the folded spans become one. Nothing happens where nothing was folded, in other layers and under other policies.
-  /// Throws: InvalidArgument for queries before RoPE, other shapes or dtypes; DamagedData where factors cannot be read and the policy refuses to go on (`attended` is of no use then); before anything is
-  /// written but for the last. Cost: read_memory(); spans that the next layer opened last are brought near meanwhile, where they lie in a file.
+  /// Under a policy that folds: call it in every full layer of every step, once attention has run over the rows, with
+  /// what observe() was given but queries after RoPE. Merges what was folded of each sequence into `attended`, in
+  /// place: its own softmax and that of the folded spans become one. Nothing happens where nothing was folded, in other
+  /// layers and under other policies. Throws: InvalidArgument for queries before RoPE, other shapes or dtypes;
+  /// DamagedData where factors cannot be read and the policy refuses to go on (`attended` is of no use then); before
+  /// anything is written but for the last. Cost: read_memory(); spans that the next layer opened last are brought near
+  /// meanwhile, where they lie in a file.
   ReadCounts view(const Observation& observation, const Attended& attended);
 
   /// What was folded of a sequence.
@@ -188,23 +209,28 @@ class Keeper {
   [[nodiscard]] const FarStore* far_store() const { return far_.get(); }
   [[nodiscard]] const FactorCache* factor_cache() const { return near_.get(); }
 
-  /// Decides, moves nothing. Throws: StateError when the view's lengths are not what was observed; InvalidArgument for a sequence, a place or a page that stands twice in the view; InvalidArgument and
-  /// Unsupported as make_rows and the policy do. Where nobody is due it allocates nothing.
+  /// Decides, moves nothing. Throws: StateError when the view's lengths are not what was observed; InvalidArgument for
+  /// a sequence, a place or a page that stands twice in the view; InvalidArgument and Unsupported as make_rows and the
+  /// policy do. Where nobody is due it allocates nothing.
   [[nodiscard]] Plan plan(const CacheView& view) const;
 
-  /// Folds what the plan folds, moves K, V and columns, writes the new lengths and, in pages, the new block table into the view, then gives back the pages that are no longer held.
-  /// Throws: as fold(), before the first byte moves, for rows that are not finite and a far store that is full; StateError, before the first byte moves, for a plan of another keeper or one that is out of date (on a device also for one that a later plan() replaced), and where there are no free pages for copies of shared ones.
+  /// Folds what the plan folds, moves K, V and columns, writes the new lengths and, in pages, the new block table into
+  /// the view, then gives back the pages that are no longer held. Throws: as fold(), before the first byte moves, for
+  /// rows that are not finite and a far store that is full; StateError, before the first byte moves, for a plan of
+  /// another keeper or one that is out of date (on a device also for one that a later plan() replaced), and where there
+  /// are no free pages for copies of shared ones.
   Report apply(const Plan& plan, const CacheView& view);
 
   /// plan and apply.
   Report step(const CacheView& view) { return apply(plan(view), view); }
 
-  /// On a device: bytes that an event over this view would work in, were all its sequences due (Accelerator::use_workspace). 0 on the CPU. Launches nothing.
-  /// Throws: as plan().
+  /// On a device: bytes that an event over this view would work in, were all its sequences due
+  /// (Accelerator::use_workspace). 0 on the CPU. Launches nothing. Throws: as plan().
   [[nodiscard]] std::int64_t workspace_bytes(const CacheView& view) const;
 
-  /// Takes back the newest tokens (speculative decoding): the sequence is `logical_length` tokens long afterwards; the engine shortens its cache alike.
-  /// Exact, or StateError: it cannot go behind the last event, nor further than the query ring remembers. The next position is the one after the last token that is left. A prompt that had ended and
+  /// Takes back the newest tokens (speculative decoding): the sequence is `logical_length` tokens long afterwards; the
+  /// engine shortens its cache alike. Exact, or StateError: it cannot go behind the last event, nor further than the
+  /// query ring remembers. The next position is the one after the last token that is left. A prompt that had ended and
   /// loses tokens is as long as what is left.
   void truncate(SequenceId sequence, std::int64_t logical_length);
 
@@ -214,13 +240,17 @@ class Keeper {
   [[nodiscard]] std::int64_t prompt_length(SequenceId sequence) const { return at(sequence).prompt; }
   /// Slots held by one row.
   [[nodiscard]] std::int32_t physical_length(SequenceId sequence, std::int32_t layer, std::int32_t head) const;
-  /// Logical position of every slot of one row, ascending. Valid until the next call. On a device: copied to the host, which waits for it.
-  [[nodiscard]] std::span<const std::int32_t> positions(SequenceId sequence, std::int32_t layer, std::int32_t head) const;
+  /// Logical position of every slot of one row, ascending. Valid until the next call. On a device: copied to the host,
+  /// which waits for it.
+  [[nodiscard]] std::span<const std::int32_t> positions(SequenceId sequence, std::int32_t layer,
+                                                        std::int32_t head) const;
   /// EMA credit of the oldest slots of one row (empty before the first event). As positions().
   [[nodiscard]] std::span<const float> credit(SequenceId sequence, std::int32_t layer, std::int32_t head) const;
 
   /// Where cache and queries must lie.
-  [[nodiscard]] Device device() const { return provided_.accelerator == nullptr ? Device(c10::kCPU) : provided_.accelerator->device(); }
+  [[nodiscard]] Device device() const {
+    return provided_.accelerator == nullptr ? Device(c10::kCPU) : provided_.accelerator->device();
+  }
   [[nodiscard]] const ModelSpec& spec() const { return spec_; }
   [[nodiscard]] const KVPolicy& policy() const { return *policy_; }
   [[nodiscard]] const Totals& totals() const { return totals_; }
@@ -230,33 +260,34 @@ class Keeper {
     std::unique_ptr<Columns> columns;
     QueryRing ring;
     std::vector<QueryStatistics> statistics;  ///< [full layers] where the policy asks for them; else none
-    std::int32_t prefix = 0;         ///< tokens that were cached before the sequence joined
-    std::int64_t logical = 0;        ///< tokens seen, prefix included
-    std::int64_t last_event = 0;     ///< logical length at the last event
-    std::int64_t prompt = -1;        ///< tokens of the prompt; -1 until known
-    std::int32_t prompt_end = 0;     ///< once it has ended: logical position below which its tokens stand
-    std::int32_t event_position = 0; ///< next position at the last event, or after the prefix
-    mutable std::uint64_t mark = 0;  ///< of the last call that met the sequence
-    std::int64_t asked = 0;          ///< logical length when the policy was last asked
+    std::int32_t prefix = 0;                  ///< tokens that were cached before the sequence joined
+    std::int64_t logical = 0;                 ///< tokens seen, prefix included
+    std::int64_t last_event = 0;              ///< logical length at the last event
+    std::int64_t prompt = -1;                 ///< tokens of the prompt; -1 until known
+    std::int32_t prompt_end = 0;              ///< once it has ended: logical position below which its tokens stand
+    std::int32_t event_position = 0;          ///< next position at the last event, or after the prefix
+    mutable std::uint64_t mark = 0;           ///< of the last call that met the sequence
+    std::int64_t asked = 0;                   ///< logical length when the policy was last asked
     std::int32_t next_position = 0;
-    std::int32_t prompt_slots = -1;  ///< on a device: slots of the prompt at the first event; -1 before it
-    std::unique_ptr<PromptPass> pass = nullptr;      ///< while a prompt narrows
-    std::vector<std::int32_t> present = {};          ///< then: logical positions of the tokens that are left
-    std::int32_t tail = 0;                           ///< then: how many of them are the newest of the prompt without a gap
-    std::int32_t next_layer = 0;                     ///< then: whose narrow() comes next
+    std::int32_t prompt_slots = -1;              ///< on a device: slots of the prompt at the first event; -1 before it
+    std::unique_ptr<PromptPass> pass = nullptr;  ///< while a prompt narrows
+    std::vector<std::int32_t> present = {};      ///< then: logical positions of the tokens that are left
+    std::int32_t tail = 0;                       ///< then: how many of them are the newest of the prompt without a gap
+    std::int32_t next_layer = 0;                 ///< then: whose narrow() comes next
     std::optional<PromptReport> report = {};
-    std::vector<float> surprisal = {};               ///< by logical position, where the policy asks for it
-    std::int64_t surprised = 0;                      ///< tokens that have theirs
-    std::int32_t settled = 0;                        ///< logical position below which everything is decided for good
-    std::vector<SpanRow> memory = {};                ///< [rows] where the policy folds; else none
+    std::vector<float> surprisal = {};  ///< by logical position, where the policy asks for it
+    std::int64_t surprised = 0;         ///< tokens that have theirs
+    std::int32_t settled = 0;           ///< logical position below which everything is decided for good
+    std::vector<SpanRow> memory = {};   ///< [rows] where the policy folds; else none
     std::vector<std::vector<std::int32_t>> opened = {};  ///< [rows] spans that the newest query opened
-    std::vector<std::int64_t> viewed = {};           ///< [full layers] logical length when the layer last read its folded spans
+    std::vector<std::int64_t> viewed = {};  ///< [full layers] logical length when the layer last read its folded spans
   };
   [[nodiscard]] const Sequence& at(SequenceId sequence) const;
   [[nodiscard]] std::int32_t row_of(std::int32_t layer, std::int32_t head) const;
   [[nodiscard]] const Sequence& once(const char* operation, SequenceId sequence) const;
   void check_sequences(const char* operation, const Observation& observation) const;
-  void check_statistics(const Observation& observation, std::size_t i, const Sequence& sequence, std::span<const std::int32_t> positions) const;
+  void check_statistics(const Observation& observation, std::size_t i, const Sequence& sequence,
+                        std::span<const std::int32_t> positions) const;
   void check_places(const CacheView& view) const;
   void check_pages(const CacheView& view, const RowTable& table) const;
   void check(const Observation& observation) const;
@@ -267,7 +298,8 @@ class Keeper {
   void reserve_settled(const Plan& plan, const CacheView& view, std::span<const SpanRow> folded);
   void settle(const Plan& plan, const CacheView& view, std::vector<SpanRow> folded, Report& report) noexcept;
   void check_queries(const char* operation, const Observation& observation) const;
-  [[nodiscard]] std::span<const std::int32_t> already_shown(const Sequence& sequence, std::int32_t layer, std::int32_t tokens) const;
+  [[nodiscard]] std::span<const std::int32_t> already_shown(const Sequence& sequence, std::int32_t layer,
+                                                            std::int32_t tokens) const;
   [[nodiscard]] RowTable table_of(const CacheView& view, std::span<const std::int32_t> due) const;
   [[nodiscard]] Evidence evidence_of(const RowTable& table) const;
   [[nodiscard]] std::vector<ColumnTarget> column_targets(const Plan& plan, const CacheView& view);
@@ -291,7 +323,8 @@ class Keeper {
   void restore_queries(Sequence& s, const StateFile& state) const;
   void restore_memory(SequenceId id, Sequence& s, const StateFile& state) const;
   struct LayerPlan;
-  [[nodiscard]] LayerPlan plan_layer(Sequence& sequence, const Observation& observation, std::size_t i, const CacheView& view) const;
+  [[nodiscard]] LayerPlan plan_layer(Sequence& sequence, const Observation& observation, std::size_t i,
+                                     const CacheView& view) const;
   void cut_layer(const LayerPlan& plan, const CacheView& view, Narrowing& report);
   void let_go_on(const LayerPlan& plan, const CacheView& view, Narrowing& report);
   void begin_afresh(const LayerPlan& plan, const CacheView& view, LayerReport& report);
@@ -305,19 +338,20 @@ class Keeper {
   std::map<SequenceId, Sequence> sequences_;
   QueryBasis basis_ = QueryBasis::pre_rope;
   bool basis_known_ = false;
-  std::shared_ptr<FarStore> far_;          ///< where the policy folds
+  std::shared_ptr<FarStore> far_;  ///< where the policy folds
   std::unique_ptr<FactorCache> near_;
-  std::uint64_t version_ = 0;              ///< changes with every observation and event
-  std::shared_ptr<const void> identity_ = std::make_shared<char>();  ///< of this keeper and no other that lives, or whose plan does
+  std::uint64_t version_ = 0;  ///< changes with every observation and event
+  std::shared_ptr<const void> identity_ =
+      std::make_shared<char>();  ///< of this keeper and no other that lives, or whose plan does
   Totals totals_;
-  std::vector<std::int32_t> positions_;    ///< scratch of observe()
-  std::vector<Begun> begun_;               ///< the same: prompts that begin with this step
-  std::vector<QueryArrival> arrivals_;     ///< the same, on a device
+  std::vector<std::int32_t> positions_;                    ///< scratch of observe()
+  std::vector<Begun> begun_;                               ///< the same: prompts that begin with this step
+  std::vector<QueryArrival> arrivals_;                     ///< the same, on a device
   std::shared_ptr<QueryStatistics::Workspace> workspace_;  ///< the same, where the policy asks for statistics
-  mutable std::uint64_t mark_ = 0;         ///< of the call under way: what has it was met
-  mutable std::vector<const Sequence*> met_;     ///< the sequences of the observation under way, in its order
-  mutable std::vector<std::uint64_t> places_;    ///< [places of the cache] marks
-  mutable std::vector<std::int32_t> holders_;    ///< [pages] rows of the block table that name a page
+  mutable std::uint64_t mark_ = 0;                         ///< of the call under way: what has it was met
+  mutable std::vector<const Sequence*> met_;               ///< the sequences of the observation under way, in its order
+  mutable std::vector<std::uint64_t> places_;              ///< [places of the cache] marks
+  mutable std::vector<std::int32_t> holders_;              ///< [pages] rows of the block table that name a page
 };
 
 }  // namespace kvkeep

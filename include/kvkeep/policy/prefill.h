@@ -12,7 +12,8 @@ namespace kvkeep {
 
 class Prefill : public KVPolicy {
  public:
-  /// `decoding` decides behind the prompt: any policy that does not narrow. `name` and `json` describe the whole to people and files; the registry makes them.
+  /// `decoding` decides behind the prompt: any policy that does not narrow. `name` and `json` describe the whole to
+  /// people and files; the registry makes them.
   Prefill(std::string name, std::unique_ptr<KVPolicy> decoding, std::string json);
 
   [[nodiscard]] std::string_view name() const override { return name_; }

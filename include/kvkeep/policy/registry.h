@@ -33,13 +33,16 @@ struct PolicyInfo {
 /// Every policy this build knows, with all its options.
 [[nodiscard]] std::vector<PolicyInfo> policies();
 
-/// Makes a policy from a JSON object: {"policy": "ams-tova", "budget": 1024, "allocator": {"window": 64}}. Strict: an unknown key, a wrong type, a value out of
-/// range, or options that contradict each other throw InvalidArgument naming the field, the value and what is allowed. Well-known aliases of other projects
-/// are accepted (docs/policies.md lists them). Relative file names in it are taken from `folder` (empty: the current one).
-[[nodiscard]] std::unique_ptr<KVPolicy> make_policy_from_json(std::string_view json, const std::filesystem::path& folder = {});
+/// Makes a policy from a JSON object: {"policy": "ams-tova", "budget": 1024, "allocator": {"window": 64}}. Strict: an
+/// unknown key, a wrong type, a value out of range, or options that contradict each other throw InvalidArgument naming
+/// the field, the value and what is allowed. Well-known aliases of other projects are accepted (docs/policies.md lists
+/// them). Relative file names in it are taken from `folder` (empty: the current one).
+[[nodiscard]] std::unique_ptr<KVPolicy> make_policy_from_json(std::string_view json,
+                                                              const std::filesystem::path& folder = {});
 
-/// Makes a policy from "name,key=value,...": "ams-tova,budget=1024,window=64,preset=paper". Keys of sub-objects may stand alone where only one option has
-/// the name. What narrows prompts may be followed by the policy that decides behind them: "asl,budget=2048+ams-tova,budget=1024". Errors as above.
+/// Makes a policy from "name,key=value,...": "ams-tova,budget=1024,window=64,preset=paper". Keys of sub-objects may
+/// stand alone where only one option has the name. What narrows prompts may be followed by the policy that decides
+/// behind them: "asl,budget=2048+ams-tova,budget=1024". Errors as above.
 [[nodiscard]] std::unique_ptr<KVPolicy> make_policy(std::string_view text);
 
 /// What stands before the + of "prefill+decode"; all of `text` where there is no policy behind one.

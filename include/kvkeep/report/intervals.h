@@ -33,21 +33,22 @@ struct Bootstrap {
 /// right / asked over all strata; NaN where nothing was asked.
 [[nodiscard]] double share(Strata samples);
 
-/// Sum of parts / sum of wholes over all strata: a sample of many values weighs more than one of few. NaN where there are none.
+/// Sum of parts / sum of wholes over all strata: a sample of many values weighs more than one of few. NaN where there
+/// are none.
 [[nodiscard]] double mean(RatioStrata samples);
 
 /// Wilson's score interval at 95 %: right for independent answers, too narrow for answers that share a sample.
 [[nodiscard]] Interval wilson(std::int64_t right, std::int64_t asked);
 
-/// Percentile bootstrap of share() or mean() over whole samples: what another draw of samples would have given. Deterministic: the same seed
-/// gives the same interval on every platform, as far as the samples are the same. None with fewer than two samples in every stratum. Where
-/// every sample has the same value the interval has no width: for shares of 0 or 1, Wilson's says more there.
-/// Cost: O(resamples * samples).
+/// Percentile bootstrap of share() or mean() over whole samples: what another draw of samples would have given.
+/// Deterministic: the same seed gives the same interval on every platform, as far as the samples are the same. None
+/// with fewer than two samples in every stratum. Where every sample has the same value the interval has no width: for
+/// shares of 0 or 1, Wilson's says more there. Cost: O(resamples * samples).
 [[nodiscard]] Interval bootstrap(Strata samples, const Bootstrap& options = {});
 [[nodiscard]] Interval bootstrap(RatioStrata samples, const Bootstrap& options = {});
 
-/// The same of share(a) - share(b) or mean(a) - mean(b), where sample i of both is one sample: both are drawn together, so what they have in
-/// common falls out. Throws InvalidArgument where the strata differ in size.
+/// The same of share(a) - share(b) or mean(a) - mean(b), where sample i of both is one sample: both are drawn together,
+/// so what they have in common falls out. Throws InvalidArgument where the strata differ in size.
 [[nodiscard]] Interval bootstrap_difference(Strata a, Strata b, const Bootstrap& options = {});
 [[nodiscard]] Interval bootstrap_difference(RatioStrata a, RatioStrata b, const Bootstrap& options = {});
 

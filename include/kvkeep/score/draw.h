@@ -17,7 +17,8 @@ KVKEEP_HD inline std::uint64_t mixed_bits(std::uint64_t x) {
 
 /// What the draws of one (layer, KV head) begin with.
 KVKEEP_HD inline std::uint64_t draws_of_row(std::int64_t seed, std::int32_t layer, std::int32_t head) {
-  return mixed_bits(mixed_bits(static_cast<std::uint64_t>(seed)) ^ (static_cast<std::uint64_t>(layer) << 32 | static_cast<std::uint32_t>(head)));
+  return mixed_bits(mixed_bits(static_cast<std::uint64_t>(seed)) ^
+                    (static_cast<std::uint64_t>(layer) << 32 | static_cast<std::uint32_t>(head)));
 }
 
 /// In [0, 1), a multiple of 2^-24. `position`: logical, of the slot that draws.

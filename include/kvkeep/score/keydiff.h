@@ -1,6 +1,7 @@
 #pragma once
-/// KeyDiff: keys that point away from the mean direction stay. Source: "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
-/// Resource-Constrained Environments" (Park et al.). Differs: the whole row at each event instead of block by block; protects nothing by itself.
+/// KeyDiff: keys that point away from the mean direction stay. Source: "KeyDiff: Key Similarity-Based KV Cache Eviction
+/// for Long-Context LLM Inference in Resource-Constrained Environments" (Park et al.). Differs: the whole row at each
+/// event instead of block by block; protects nothing by itself.
 
 #include "kvkeep/score/scorer.h"
 
@@ -11,9 +12,10 @@ class KeyDiff final : public Scorer {
   [[nodiscard]] std::string_view name() const override { return "keydiff"; }
   [[nodiscard]] Needs needs() const override { return {.queries = 0, .keys = true}; }
 
-  /// g[t] = -cos(k_t, a), a the mean over all slots of k / max(|k|, 1e-12), norms at least 1e-8: 0 for a key of zeros, and for every slot where a is 0.
-  /// Dots in fp32, the mean in f64 over fp32 blocks. A key that is not finite makes its whole row NaN, which ranks by age. Throws InvalidArgument for keys
-  /// that are not f32, f16 or bf16. Cost: two passes over the keys of a row, the second backwards, so that it begins with what is still in the caches.
+  /// g[t] = -cos(k_t, a), a the mean over all slots of k / max(|k|, 1e-12), norms at least 1e-8: 0 for a key of zeros,
+  /// and for every slot where a is 0. Dots in fp32, the mean in f64 over fp32 blocks. A key that is not finite makes
+  /// its whole row NaN, which ranks by age. Throws InvalidArgument for keys that are not f32, f16 or bf16. Cost: two
+  /// passes over the keys of a row, the second backwards, so that it begins with what is still in the caches.
   /// Workspace: workspace_bytes() a thread.
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
 

@@ -1,6 +1,6 @@
 #pragma once
-/// Knorm: keys of small norm stay. Source: "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression" (Devoto et al.). Differs: nothing; sinks and
-/// recent slots are the policy's to protect.
+/// Knorm: keys of small norm stay. Source: "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression"
+/// (Devoto et al.). Differs: nothing; sinks and recent slots are the policy's to protect.
 
 #include "kvkeep/score/scorer.h"
 

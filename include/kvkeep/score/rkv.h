@@ -1,7 +1,8 @@
 #pragma once
-/// R-KV: what the newest queries attend to, less what repeats other keys. Source: "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models" (Cai et al.).
-/// Differs: each query at its own logical position; every sequence of a batch by its own keys; the window is a protected set; fp32; a key that resembles no other
-/// takes nothing off slot 0 unless asked to. "Retain direction" last only, which is what the published default does.
+/// R-KV: what the newest queries attend to, less what repeats other keys. Source: "R-KV: Redundancy-aware KV Cache
+/// Compression for Reasoning Models" (Cai et al.). Differs: each query at its own logical position; every sequence of a
+/// batch by its own keys; the window is a protected set; fp32; a key that resembles no other takes nothing off slot 0
+/// unless asked to. "Retain direction" last only, which is what the published default does.
 
 #include "kvkeep/score/scorer.h"
 #include "kvkeep/score/window_attention.h"
@@ -17,11 +18,11 @@ struct RkvOptions {
     nothing,  ///< a key that resembles no other spares none
     first,    ///< it spares slot 0 (published code, a side effect)
   };
-  std::int32_t window = 8;                    ///< newest queries
-  std::int32_t pool = 7;                      ///< slots the maximum is taken over, odd; 1: none
-  double lambda = 0.07;                       ///< weight of attention against redundancy
-  double similarity = 0.5;                    ///< cosine above which keys resemble each other, in [0, 1]
-  GroupReduce group = GroupReduce::max_logit; ///< max_logit as published, mean_prob as in AMS's code
+  std::int32_t window = 8;                     ///< newest queries
+  std::int32_t pool = 7;                       ///< slots the maximum is taken over, odd; 1: none
+  double lambda = 0.07;                        ///< weight of attention against redundancy
+  double similarity = 0.5;                     ///< cosine above which keys resemble each other, in [0, 1]
+  GroupReduce group = GroupReduce::max_logit;  ///< max_logit as published, mean_prob as in AMS's code
   Redundancy redundancy = Redundancy::all;
   NoSimilar no_similar = NoSimilar::nothing;
 };
@@ -35,17 +36,20 @@ class Rkv final : public Scorer {
   [[nodiscard]] std::int32_t keeps_newest() const override { return options_.window; }
   [[nodiscard]] Padding padding() const override { return {4, options_.window}; }
 
-  /// g[t] = lambda * a[t] - (1 - lambda) * r[t] for slots that all of the newest min(window, seen, length - 1, budget) queries see, 0 for the rest; g[t] = t
-  /// where no query was seen. a: history_attention, then the maximum over neighbours. r: softmax over the slots of the redundancy's domain of the column means
-  /// of S, the cosines k_i.k_j / ((|k_i| + 1e-8) (|k_j| + 1e-8)) with S_ii = 0 and S_ij = 0 at the largest j != i where S_ij > similarity: of keys that
-  /// resemble each other the newest is spared. Keys that are not finite make their row NaN, which ranks by age.
-  /// Cost: history_attention; three passes over the keys; for the newest resembling keys a descending search, near one more pass where most keys have a
-  /// neighbour among the newest, length^2 / 2 products of D a row where none has. Nothing of size T * T exists.
-  /// Workspace: 4 bytes a slot of the event, and per thread the larger of history_attention_workspace() and workspace_bytes().
+  /// g[t] = lambda * a[t] - (1 - lambda) * r[t] for slots that all of the newest min(window, seen, length - 1, budget)
+  /// queries see, 0 for the rest; g[t] = t where no query was seen. a: history_attention, then the maximum over
+  /// neighbours. r: softmax over the slots of the redundancy's domain of the column means of S, the cosines k_i.k_j /
+  /// ((|k_i| + 1e-8) (|k_j| + 1e-8)) with S_ii = 0 and S_ij = 0 at the largest j != i where S_ij > similarity: of keys
+  /// that resemble each other the newest is spared. Keys that are not finite make their row NaN, which ranks by age.
+  /// Cost: history_attention; three passes over the keys; for the newest resembling keys a descending search, near one
+  /// more pass where most keys have a neighbour among the newest, length^2 / 2 products of D a row where none has.
+  /// Nothing of size T * T exists. Workspace: 4 bytes a slot of the event, and per thread the larger of
+  /// history_attention_workspace() and workspace_bytes().
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
 
-  /// Of one thread, for rows of `length` slots: (33 + dim) * length + (8 + 4 * 7 + 5 * w) * dim, dim a multiple of 4, rounded up to whole cache lines by part;
-  /// w = two vectors of the machine (8 floats with SSE4, 16 with AVX2, 32 with AVX-512).
+  /// Of one thread, for rows of `length` slots: (33 + dim) * length + (8 + 4 * 7 + 5 * w) * dim, dim a multiple of 4,
+  /// rounded up to whole cache lines by part; w = two vectors of the machine (8 floats with SSE4, 16 with AVX2, 32 with
+  /// AVX-512).
   [[nodiscard]] static std::int64_t workspace_bytes(std::int64_t length, std::int64_t dim);
 
   [[nodiscard]] const RkvOptions& options() const { return options_; }

@@ -37,8 +37,9 @@ class Scorer {
   /// True where the scores add up over events: they come back as Row::tally.
   [[nodiscard]] virtual bool accumulates() const { return false; }
 
-  /// Scores of every slot of every due row; the rest is undefined. `seen` holds at least the reductions of `shares()`; those are the scorer's own and may
-  /// become its result. Slots that are guarded in `limits` need no meaningful score. Rows run in parallel; a row reads its own layer and sequence only.
+  /// Scores of every slot of every due row; the rest is undefined. `seen` holds at least the reductions of `shares()`;
+  /// those are the scorer's own and may become its result. Slots that are guarded in `limits` need no meaningful score.
+  /// Rows run in parallel; a row reads its own layer and sequence only.
   [[nodiscard]] virtual Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const = 0;
 };
 

@@ -1,7 +1,8 @@
 #pragma once
-/// SnapKV: what a window of the newest queries attends to, smoothed over neighbours. Source: "SnapKV: LLM Knows What You are Looking for Before Generation"
-/// (Li et al.); style `rkv` is the form that R-KV's repository decodes with.
-/// Differs: each query at its own logical position; the window's slots are protected as a set instead of scoring the maximum; fp32.
+/// SnapKV: what a window of the newest queries attends to, smoothed over neighbours. Source: "SnapKV: LLM Knows What
+/// You are Looking for Before Generation" (Li et al.); style `rkv` is the form that R-KV's repository decodes with.
+/// Differs: each query at its own logical position; the window's slots are protected as a set instead of scoring the
+/// maximum; fp32.
 
 #include "kvkeep/score/scorer.h"
 
@@ -25,9 +26,10 @@ class SnapKV final : public Scorer {
   [[nodiscard]] Needs needs() const override { return {.queries = options_.window, .keys = true}; }
   [[nodiscard]] std::int32_t keeps_newest() const override { return options_.window; }
 
-  /// g[t] = pooled mean attention of the newest min(window, seen, length - 1, budget) queries for slots that all of them see, 0 for the rest; g[t] = t where
-  /// no query was seen. Pooling stays inside the history. Style `snapkv` takes the policy's window attention where that has the same window.
-  /// Cost: window attention with `window` queries. Workspace: 4 bytes a slot, and per thread window_attention_workspace() or history_attention_workspace().
+  /// g[t] = pooled mean attention of the newest min(window, seen, length - 1, budget) queries for slots that all of
+  /// them see, 0 for the rest; g[t] = t where no query was seen. Pooling stays inside the history. Style `snapkv` takes
+  /// the policy's window attention where that has the same window. Cost: window attention with `window` queries.
+  /// Workspace: 4 bytes a slot, and per thread window_attention_workspace() or history_attention_workspace().
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
 
   [[nodiscard]] const SnapKVOptions& options() const { return options_; }

@@ -1,6 +1,7 @@
 #pragma once
 /// TOVA: the newest query's attention. Source: "Transformers are Multi-State RNNs" (Oren et al.), the TOVA policy.
-/// Differs: events every `interval` tokens instead of every step; the newest slot is protected instead of competing with its own weight; fp32.
+/// Differs: events every `interval` tokens instead of every step; the newest slot is protected instead of competing
+/// with its own weight; fp32.
 
 #include "kvkeep/score/scorer.h"
 
@@ -23,9 +24,9 @@ class Tova final : public Scorer {
   [[nodiscard]] WindowNeeds shares() const override { return {.newest = true}; }
   [[nodiscard]] std::int32_t keeps_newest() const override { return 1; }
 
-  /// g[t] = mean over heads of softmax over all slots of scale * q.k, for the newest query; g[t] = t where no query was seen.
-  /// `Heads::all` needs rows of one length and averages by slot, also when the heads hold different tokens, as published.
-  /// Cost: O(slots) beyond the shared window attention. Workspace: none.
+  /// g[t] = mean over heads of softmax over all slots of scale * q.k, for the newest query; g[t] = t where no query was
+  /// seen. `Heads::all` needs rows of one length and averages by slot, also when the heads hold different tokens, as
+  /// published. Cost: O(slots) beyond the shared window attention. Workspace: none.
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
 
   [[nodiscard]] const TovaOptions& options() const { return options_; }

@@ -1,5 +1,6 @@
 #pragma once
-/// Event traces: what an engine saw at one compression event, replayed without the model. The file format is docs/trace-format.md.
+/// Event traces: what an engine saw at one compression event, replayed without the model. The file format is
+/// docs/trace-format.md.
 
 #include <map>
 #include <string>
@@ -20,8 +21,9 @@ struct Result {
 /// Value of `kind` in a trace. Throws InvalidArgument when the file is no trace or of another format version.
 [[nodiscard]] std::string kind_of(const io::SafetensorsFile& file);
 
-/// Runs one event of `policy` on a trace of kind `event`: slots, scores, the allotment where the policy makes one, and the compacted rows.
-/// A sequence that holds at most its budget keeps everything. Throws InvalidArgument, naming tensor or metadata, for a trace that does not fit the format.
+/// Runs one event of `policy` on a trace of kind `event`: slots, scores, the allotment where the policy makes one, and
+/// the compacted rows. A sequence that holds at most its budget keeps everything. Throws InvalidArgument, naming tensor
+/// or metadata, for a trace that does not fit the format.
 [[nodiscard]] Result replay_event(const io::SafetensorsFile& file, const KVPolicy& policy);
 
 }  // namespace kvkeep::trace
