@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tables of docs/results.md on a pretrained model: what each policy keeps of the answers, at which budget.
+# Tables of docs/results.md on a pretrained model: how much of the answers each policy keeps at each budget.
 set -euo pipefail
 
 usage() {
@@ -12,27 +12,30 @@ Measures policies on SmolLM2-135M-Instruct and writes the tables that docs/resul
             after    the same, the context cut before its question comes
             fold     what is not kept, folded instead of dropped
             prompts  policies that narrow prompts, layer by layer
+            decode   2048 tokens one by one: of the prose (perplexity), and as the full cache writes them (fidelity)
   --lengths L,...   [1024,2048,4096]
-  --samples N       of each task [17]
+  --samples N       samples per task [17]
+  --set all|main    before and after: every scorer and allocator, or eight scorers alone and under AMS [all]
   --threads N       [1]
   --model FILE      [SmolLM2-135M-Instruct, loaded as examples/real_model.sh does]
-  --haystack FILE   prose [docs of the Debian Administrator's Handbook, loaded as a package and turned into text by bench/prose.py]
+  --haystack FILE   prose [the Debian Administrator's Handbook, loaded as a package, made text by bench/prose.py]
   --out DIR         [out/results]
   --kvkeep FILE     [build/release/bin/kvkeep]
 
-Each table is one command, which is printed before it runs.
+Each table is one command, which is printed before it runs. Samples are written beside it as lines of JSON, from which
+bench/needles_tables.py makes the tables of docs/results.md.
 TEXT
 }
 
 stop() { printf '%s\n' "$*" >&2; exit 2; }
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
-stage="" lengths=1024,2048,4096 samples=17 threads=1 batch=9 model="" haystack="" out="$root/out/results" kvkeep="$root/build/release/bin/kvkeep"
+stage="" lengths=1024,2048,4096 samples=17 threads=1 set=all batch=9 model="" haystack="" out="$root/out/results" kvkeep="$root/build/release/bin/kvkeep"
 while [[ $# -gt 0 ]]; do
   case "$1" in
     --help | -h) usage; exit 0 ;;
-    before | after | fold | prompts) stage="$1" ;;
-    --lengths | --samples | --threads | --model | --haystack | --out | --kvkeep)
+    before | after | fold | prompts | decode) stage="$1" ;;
+    --lengths | --samples | --set | --threads | --model | --haystack | --out | --kvkeep)
       [[ $# -ge 2 ]] || stop "bench/real_model.sh: $1: a value is missing; see --help"
       printf -v "${1#--}" '%s' "$2"
       shift
@@ -41,21 +44,22 @@ while [[ $# -gt 0 ]]; do
   esac
   shift
 done
-[[ -n "$stage" ]] || stop "bench/real_model.sh: no stage; allowed before, after, fold, prompts"
-[[ -x "$kvkeep" ]] || stop "bench/real_model.sh: $kvkeep is not there; build it, or name another with --kvkeep"
+[[ "$set" == all || "$set" == main ]] || stop "bench/real_model.sh: --set: given '$set'; allowed all, main"
+[[ -n "$stage" ]] || stop "bench/real_model.sh: no stage; allowed before, after, fold, prompts, decode"
+[[ -x "$kvkeep" ]] || stop "bench/real_model.sh: $kvkeep does not exist; build it, or name another with --kvkeep"
 mkdir -p -- "$out"
 
 if [[ -z "$model" ]]; then
   # shellcheck source=cmake/bootstrap.sh
   source "$root/cmake/bootstrap.sh"
-  kvkeep_get_real_model || stop "bench/real_model.sh: the model cannot be had; name a file with --model"
+  kvkeep_get_real_model || stop "bench/real_model.sh: cannot get the model; name a file with --model"
   model="$kvkeep_real_model"
 fi
 if [[ -z "$haystack" ]]; then
   haystack="$root/.cache/prose/handbook.txt"
   if [[ ! -f "$haystack" ]]; then
     mkdir -p -- "$root/.cache/prose"
-    (cd -- "$root/.cache/prose" && apt-get download debian-handbook && dpkg-deb -x debian-handbook_*.deb handbook) >&2 || stop "bench/real_model.sh: the package debian-handbook cannot be had; name prose with --haystack"
+    (cd -- "$root/.cache/prose" && apt-get download debian-handbook && dpkg-deb -x debian-handbook_*.deb handbook) >&2 || stop "bench/real_model.sh: cannot get the package debian-handbook; name prose with --haystack"
     python3 "$root/bench/prose.py" "$haystack" "$root"/.cache/prose/handbook/usr/share/doc/debian-handbook/html/en-US/*.html >&2
   fi
 fi
@@ -77,20 +81,20 @@ needles() {
   local name="$1" length="$2" slots="$3"
   shift 3
   shown "$kvkeep" eval --model "$model" --weights bf16 --threads "$threads" --task ruler/niah-single-2,ruler/niah-multikey-1,text/needle --haystack "$haystack" --length "$length" --samples "$samples" \
-    --batch "$batch" --score tokens --interval 512 --budgets "$slots" "$@" --quiet -o csv > "$out/$name-$length.csv.part"
+    --batch "$batch" --score tokens --interval 512 --budgets "$slots" "$@" --samples-out "$out/$name-$length.jsonl" --quiet -o csv > "$out/$name-$length.csv.part"
   mv -- "$out/$name-$length.csv.part" "$out/$name-$length.csv"
 }
 
 budgets() { echo "$(($1 / 2)),$(($1 / 4)),$(($1 / 8))"; }  # half, a quarter and an eighth of a length
 
 table() {
-  local policies=(--policy full --policy streaming --policy random) scorer allocator
-  for scorer in tova snapkv,scorer.window=16 rpc,scorer.window=16 rkv h2o expected keydiff knorm "triattention,calibration=$calibration"; do
-    policies+=(--policy "$scorer" --policy "ams-$scorer" --policy "ams-$scorer,variant=official")
-  done
-  for allocator in pyramidkv adakv chunkkv criticalkv; do policies+=(--policy "$allocator-snapkv,scorer.window=16"); done
-  policies+=(--policy pyramidkv-tova --policy adakv-tova --policy chunkkv-tova --policy criticalkv-tova)
-  calibrate
+  local policies=(--policy full --policy streaming --policy random) scorers=(tova snapkv,scorer.window=16 rkv h2o expected keydiff) scorer allocator
+  if [[ "$set" == all ]]; then
+    calibrate
+    scorers+=(rpc,scorer.window=16 knorm "triattention,calibration=$calibration")
+    for allocator in pyramidkv adakv chunkkv criticalkv; do policies+=(--policy "$allocator-snapkv,scorer.window=16" --policy "$allocator-tova"); done
+  fi
+  for scorer in "${scorers[@]}"; do policies+=(--policy "$scorer" --policy "ams-$scorer" --policy "ams-$scorer,variant=official"); done
   for length in ${lengths//,/ }; do needles "$1" "$length" "$(budgets "$length")" --question "$1" "${policies[@]}"; done
 }
 
@@ -109,5 +113,12 @@ case "$stage" in
     for length in ${lengths//,/ }; do
       needles prompts "$length" "$((length / 4))" --policy full --policy asl --policy asl-2pass --policy fastkv,layer=15 --policy gemfilter,layer=13 --policy pyramidinfer --policy "asl+tova,budget=$((length / 4))"
     done
+    ;;
+  decode)
+    policies=(--policy streaming --policy random --policy tova --policy ams-tova --policy snapkv,scorer.window=16 --policy expected --policy keydiff --policy rkv)
+    shown "$kvkeep" perplexity --model "$model" --weights bf16 --threads "$threads" --text "$haystack" --length 2560 --prompt 512 --texts 4 --budgets 256 "${policies[@]}" --against tova --protect-prompt \
+      --quiet > "$out/perplexity.md"
+    shown "$kvkeep" fidelity --model "$model" --weights bf16 --threads "$threads" --chat --prompt "Write a long story about a lighthouse." --prompt "Explain how tides work, in detail." \
+      --prompt "Describe a day in a medieval town." --new-tokens 2048 --budgets 256 "${policies[@]}" --against tova --protect-prompt --quiet > "$out/fidelity.md"
     ;;
 esac
