@@ -18,7 +18,7 @@ set(CMAKE_LIBRARY_OUTPUT_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}/lib")
 set(CMAKE_ARCHIVE_OUTPUT_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}/lib")
 
 # The build tree needs no help: CMake puts the folder of each linked library into RPATH. Installed files find their siblings, then LibTorch.
-set(CMAKE_INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}" "$ORIGIN" "${KVKEEP_TORCH_LIBRARY_DIR}")
+set(CMAKE_INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}" "$ORIGIN" ${KVKEEP_TORCH_LIBRARY_DIR})
 
 # The sources in the given folders, each a path below the top.
 function(kvkeep_glob result)
@@ -57,28 +57,35 @@ function(kvkeep_sanitize_lightly target)
   endif()
 endfunction()
 
-# Reads the headers that most files include once for the whole target, and further ones that are named. Worth it from about ten files on.
+# Reads the headers that most files include once for the whole target, with TORCH those of LibTorch too, and further ones that are named. Worth it from about ten files on.
 function(kvkeep_precompile target)
+  cmake_parse_arguments(arg "TORCH" "" "" ${ARGN})
   if(KVKEEP_PRECOMPILE)
-    target_precompile_headers(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:${PROJECT_SOURCE_DIR}/cmake/precompiled.h>" ${ARGN})
+    set(torch "$<$<BOOL:${arg_TORCH}>:${PROJECT_SOURCE_DIR}/cmake/precompiled_torch.h>")
+    target_precompile_headers(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:${PROJECT_SOURCE_DIR}/cmake/precompiled.h>" "$<$<COMPILE_LANGUAGE:CXX>:${torch}>" ${arg_UNPARSED_ARGUMENTS})
   endif()
 endfunction()
 
-# A library NAME from the .cpp files of some folders; while there are none yet, an empty name that links what it would.
+# A library NAME from the .cpp files of some folders, with TORCH one that knows LibTorch; while there are none yet, an empty name that links what it would.
 function(kvkeep_add_library name)
-  cmake_parse_arguments(arg "" "" "STEMS;LINK" ${ARGN})
+  cmake_parse_arguments(arg "TORCH" "" "STEMS;LINK" ${ARGN})
   kvkeep_glob(sources ${arg_STEMS})
   string(REPLACE "kvkeep_" "" short "${name}")
   if(sources)
     add_library(${name} ${sources})
     kvkeep_own_code(${name})
-    kvkeep_precompile(${name})
+    if(arg_TORCH)
+      kvkeep_precompile(${name} TORCH)
+      target_link_libraries(${name} PRIVATE kvkeep_torch::openmp)  # loops of at::parallel_for
+    else()
+      kvkeep_precompile(${name})
+    endif()
     set_target_properties(${name} PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
     # Highway compiles a file once per instruction set by including it again under its own name.
     list(TRANSFORM arg_STEMS PREPEND "${PROJECT_SOURCE_DIR}/" OUTPUT_VARIABLE folders)
     target_include_directories(${name} PRIVATE ${folders})
     target_link_libraries(${name} PUBLIC ${arg_LINK} Threads::Threads
-      PRIVATE kvkeep_torch::openmp hwy::hwy $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
+      PRIVATE hwy::hwy $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
   else()
     add_library(${name} INTERFACE)
     target_link_libraries(${name} INTERFACE ${arg_LINK})

@@ -24,7 +24,7 @@ kvkeep_stop() {
 # Names of Debian packages that are needed and absent. Programs count from wherever they come; libraries by package.
 kvkeep_missing_packages() {
   local -A programs=([g++]=g++ [cmake]=cmake [ninja]=ninja-build [python3]=python3)
-  local libraries=(libgtest-dev libbenchmark-dev nlohmann-json3-dev libcli11-dev libhwy-dev libutf8proc-dev)
+  local libraries=(libgtest-dev libbenchmark-dev nlohmann-json3-dev libcli11-dev libhwy-dev libeigen3-dev libutf8proc-dev)
   local program library installed
   for program in g++ cmake ninja python3; do
     command -v "$program" > /dev/null || echo "${programs[$program]}"

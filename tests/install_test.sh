@@ -27,9 +27,11 @@ fail() {
 prefix="$scratch/a prefix"  # with a space: paths must survive one
 cmake --install "$build_dir" --prefix "$prefix" > /dev/null
 
+"${CXX:-c++}" -std=c++20 -fsyntax-only -I "$prefix/include" "$source_dir/tests/consumer/main.cpp" || fail "the installed headers need more than themselves (LibTorch?)"
+
 # The LibTorch that kvkeep was built with may live in the source tree (.venv); it is the one path of this machine that may be recorded.
 config="$(find "$prefix" -name kvkeepConfig.cmake)"
-torch_root="$(sed -n 's/^set(KVKEEP_TORCH_HINT "\(.*\)")$/\1/p' "$config")"
+torch_root="$(sed -n 's/^ *set(KVKEEP_TORCH_HINT "\(.*\)")$/\1/p' "$config")"
 [[ -n "$torch_root" ]] || fail "$config does not record the LibTorch it was built with"
 
 leaks="$(find "$prefix" \( -name '*.cmake' -o -name '*.h' \) -print0 | xargs -0 sed "s|$torch_root||g" | grep -nF -e "$build_dir" -e "$source_dir" || true)"

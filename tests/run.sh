@@ -7,10 +7,10 @@ usage() {
 Builds kvkeep and runs every test; ends with ctest's summary, exit status 0 when all passed.
 
   bash tests/run.sh                    optimized build in build/release, every test
-  bash tests/run.sh --fast             leaves out `install` and the tests labelled `slow`: a twelfth of the tests, more than a third of the time
+  bash tests/run.sh --fast             leaves out `install` and the tests labelled `slow`: more than half of the time
   bash tests/run.sh --sanitize         address and undefined-behaviour sanitizers, by Clang, in build/sanitize
   bash tests/run.sh --build-dir DIR    builds in DIR
-  bash tests/run.sh -- -R Quotas       what follows -- goes to ctest: here, the tests whose name contains Quotas
+  bash tests/run.sh -- -R Quotas       what follows -- goes to ctest: here, the suites whose name contains Quotas
 
 What is missing on a Debian or Ubuntu machine is installed first, and named before it is. Torch_DIR chooses a LibTorch (2.7 or newer).
 TEXT
