@@ -1,5 +1,5 @@
 // Decode tokens/s of the reference decoder on a random checkpoint of more than 200 MB, beside the memory-read bandwidth
-// of the same run. A decode step must read every weight once, so `read_share` says how near it is to the least time.
+// of the same run. A decode step must read every weight once, so `read_share` says how close it is to the least time.
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/randperm.h>
@@ -53,12 +53,12 @@ double read_bandwidth() {
   return best;
 }
 
-// A checkpoint in the shape of Qwen2 with about 7 M weights a layer, written once per run and removed at its end.
+// A checkpoint in the shape of Qwen2 with about 7 M weights per layer, written once per run and removed at its end.
 class Checkpoint {
  public:
-  Checkpoint(ScalarType dtype, std::int32_t layers)
+  Checkpoint(Dtype dtype, std::int32_t layers)
       : folder_(std::filesystem::temp_directory_path() /
-                ("kvkeep_bench_" + std::to_string(::getpid()) + c10::toString(dtype) + std::to_string(layers))) {
+                ("kvkeep_bench_" + std::to_string(::getpid()) + name_of(dtype) + std::to_string(layers))) {
     LmConfig config = LmConfig::shape(Architecture::qwen2, layers, 896, 2432, 14, 2, 64, 16384);
     write_random_checkpoint(folder_, config, 1, dtype);
     decoder = std::make_unique<Decoder>(Decoder::open(folder_));
@@ -74,28 +74,28 @@ class Checkpoint {
   std::filesystem::path folder_;
 };
 
-Decoder& decoder_of(ScalarType dtype, std::int32_t layers) {
-  static std::map<std::pair<ScalarType, std::int32_t>, std::unique_ptr<Checkpoint>> made;
+Decoder& decoder_of(Dtype dtype, std::int32_t layers) {
+  static std::map<std::pair<Dtype, std::int32_t>, std::unique_ptr<Checkpoint>> made;
   auto& checkpoint = made[{dtype, layers}];
   if (!checkpoint) checkpoint = std::make_unique<Checkpoint>(dtype, layers);
   return *checkpoint->decoder;
 }
 
 // About 60 M weights in f32 and 115 M in bf16: more than 200 MB.
-Decoder& decoder_of(ScalarType dtype) { return decoder_of(dtype, dtype == kFloat32 ? 8 : 16); }
+Decoder& decoder_of(Dtype dtype) { return decoder_of(dtype, dtype == Dtype::f32 ? 8 : 16); }
 
 // `page_size` 0: a dense cache.
-void decode(benchmark::State& state, ScalarType dtype, std::int32_t page_size = 0) {
+void decode(benchmark::State& state, Dtype dtype, std::int32_t page_size = 0) {
   Decoder& decoder = decoder_of(dtype);
   const auto batch = static_cast<std::int32_t>(state.range(0));
   constexpr std::int32_t kHeld = 256;  // slots in use, as after an eviction
   const std::vector<DenseKv> dense = decoder.make_cache(batch, kHeld + 1, dtype);
   std::vector<LayerKv> cache(dense.begin(), dense.end());
-  Tensor block_table;
+  at::Tensor block_table;
   if (page_size > 0) {
     const std::int32_t pages = kHeld / page_size + 1;
     cache = decoder.make_pages(batch * pages, page_size, dtype);
-    block_table = at::randperm(batch * pages, at::TensorOptions().dtype(kInt32)).view({batch, pages});
+    block_table = at::randperm(batch * pages, at::TensorOptions().dtype(at::kInt)).view({batch, pages});
   }
   const std::vector<std::int32_t> ids(static_cast<std::size_t>(batch), 7), positions(ids.size(), 4096),
       lengths(ids.size(), kHeld);
@@ -123,7 +123,7 @@ void decode(benchmark::State& state, ScalarType dtype, std::int32_t page_size = 
   state.counters["read_share"] = weights_per_second / bandwidth;
 }
 
-void prefill(benchmark::State& state, ScalarType dtype) {
+void prefill(benchmark::State& state, Dtype dtype) {
   Decoder& decoder = decoder_of(dtype);
   const auto tokens = static_cast<std::int32_t>(state.range(0));
   const auto cache = decoder.make_cache(1, tokens, dtype);
@@ -135,7 +135,7 @@ void prefill(benchmark::State& state, ScalarType dtype) {
   state.counters["tokens/s"] =
       benchmark::Counter(static_cast<double>(tokens), benchmark::Counter::kIsIterationInvariantRate);
   const double flops =
-      2.0 * static_cast<double>(decoder.bytes_per_step()) / static_cast<double>(c10::elementSize(dtype)) * tokens;
+      2.0 * static_cast<double>(decoder.bytes_per_step()) / static_cast<double>(element_size(dtype)) * tokens;
   state.counters["flop/s"] = benchmark::Counter(flops, benchmark::Counter::kIsIterationInvariantRate);
 }
 
@@ -167,14 +167,14 @@ class Prompt {
   std::vector<std::int32_t> ids_, positions_, indptr_, zero_{0};
 };
 
-// A prompt of which some tokens go on behind one layer. `layer_work` is what its layers cost on as many tokens as they
-// see, each as in a full run on so many.
+// A prompt of which some tokens continue after one layer. `layer_work` is what its layers cost on the tokens that they
+// see, each as in a full run on that many.
 void narrowed_prefill(benchmark::State& state) {
   constexpr std::int32_t kLayers = 12;
-  Decoder& decoder = decoder_of(kFloat32, kLayers);
+  Decoder& decoder = decoder_of(Dtype::f32, kLayers);
   const auto tokens = static_cast<std::int32_t>(state.range(0)), layer = static_cast<std::int32_t>(state.range(1)),
              kept = static_cast<std::int32_t>(state.range(2));
-  std::vector<std::int32_t> places;  // evenly over the prompt, the last token among them
+  std::vector<std::int32_t> places;  // evenly over the prompt, including the last token
   for (std::int32_t i = 1; i <= kept; ++i)
     places.push_back(static_cast<std::int32_t>(std::int64_t{i} * tokens / kept - 1));
   const StepOptions options{.on_attended = [&](const LayerSight& sight) {
@@ -192,26 +192,30 @@ void narrowed_prefill(benchmark::State& state) {
   state.counters["of_layer_work"] = fastest / layer_work;
 }
 
-BENCHMARK_CAPTURE(decode, f32, kFloat32)
+BENCHMARK_CAPTURE(decode, f32, Dtype::f32)
     ->ArgName("batch")
     ->Arg(1)
     ->Arg(4)
     ->UseRealTime()
     ->Unit(benchmark::kMillisecond);
-BENCHMARK_CAPTURE(decode, bf16, kBFloat16)
+BENCHMARK_CAPTURE(decode, bf16, Dtype::bf16)
     ->ArgName("batch")
     ->Arg(1)
     ->Arg(4)
     ->UseRealTime()
     ->Unit(benchmark::kMillisecond);
-BENCHMARK_CAPTURE(decode, bf16_pages_of_16, kBFloat16, 16)
+BENCHMARK_CAPTURE(decode, bf16_pages_of_16, Dtype::bf16, 16)
     ->ArgName("batch")
     ->Arg(1)
     ->Arg(4)
     ->UseRealTime()
     ->Unit(benchmark::kMillisecond);
-BENCHMARK_CAPTURE(prefill, f32, kFloat32)->ArgName("tokens")->Arg(512)->UseRealTime()->Unit(benchmark::kMillisecond);
-BENCHMARK_CAPTURE(prefill, bf16, kBFloat16)->ArgName("tokens")->Arg(512)->UseRealTime()->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(prefill, f32, Dtype::f32)->ArgName("tokens")->Arg(512)->UseRealTime()->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(prefill, bf16, Dtype::bf16)
+    ->ArgName("tokens")
+    ->Arg(512)
+    ->UseRealTime()
+    ->Unit(benchmark::kMillisecond);
 BENCHMARK(narrowed_prefill)
     ->ArgNames({"tokens", "layer", "kept"})
     ->Args({2048, 4, 256})

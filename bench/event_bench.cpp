@@ -24,6 +24,7 @@
 #include <numeric>
 
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/torch.h"
 #include "timing.h"
 
 namespace kvkeep {
@@ -40,7 +41,7 @@ constexpr Shape kShapes[] = {{"qwen7b", 28, 28, 4, 128}, {"llama8b", 32, 32, 8, 
 /// A cache of one sequence with 1536 slots in every layer, ready for an event.
 class Subject {
  public:
-  Subject(const Shape& shape, ScalarType dtype, const std::string& policy) : policy_(policy) {
+  Subject(const Shape& shape, Dtype dtype, const std::string& policy) : policy_(policy) {
     spec_ = {.query_heads = shape.query_heads,
              .kv_heads = shape.kv_heads,
              .key_dim = shape.dim,
@@ -50,11 +51,13 @@ class Subject {
              .layers = {}};
     for (int f = 0; f < shape.dim / 2; ++f) spec_.rope.inv_freq.push_back(std::pow(1e6, -2.0 * f / shape.dim));
     spec_.layers.resize(static_cast<std::size_t>(shape.layers));
-    const auto options = at::TensorOptions().dtype(kFloat32);
+    const auto options = at::TensorOptions().dtype(at::kFloat);
     for (std::int32_t l = 0; l < shape.layers; ++l) {
-      const auto rows = [&] { return at::randn({1, shape.kv_heads, kBefore, shape.dim}, options).to(dtype); };
+      const auto rows = [&] {
+        return at::randn({1, shape.kv_heads, kBefore, shape.dim}, options).to(torch_dtype(dtype));
+      };
       view_.layers.emplace_back(DenseKv{rows(), rows()});
-      queries_.push_back(at::randn({kSeen, shape.query_heads, shape.dim}, options).to(dtype));
+      queries_.push_back(at::randn({kSeen, shape.query_heads, shape.dim}, options).to(torch_dtype(dtype)));
     }
     view_.sequences = ids_;
     view_.lengths.data = lengths_;
@@ -75,13 +78,14 @@ class Subject {
   /// The products alone, one exponential per logit, and a memcpy of `bytes`.
   void limit(std::int32_t window, std::int64_t bytes, std::vector<char>& from, std::vector<char>& to) {
     for (std::int32_t l = 0; l < spec_.num_layers(); ++l) {
-      const Tensor q = queries_[static_cast<std::size_t>(l)]
-                           .slice(0, kSeen - window)
-                           .permute({1, 0, 2})
-                           .reshape({spec_.kv_heads, spec_.group() * window, spec_.key_dim});
-      const Tensor logits =
-          at::matmul(q, std::get<DenseKv>(view_.layers[static_cast<std::size_t>(l)]).keys[0].transpose(1, 2))
-              .to(kFloat32);
+      const at::Tensor q = queries_[static_cast<std::size_t>(l)]
+                               .slice(0, kSeen - window)
+                               .permute({1, 0, 2})
+                               .reshape({spec_.kv_heads, spec_.group() * window, spec_.key_dim});
+      const at::Tensor logits =
+          at::matmul(q,
+                     torch_tensor(std::get<DenseKv>(view_.layers[static_cast<std::size_t>(l)]).keys)[0].transpose(1, 2))
+              .to(at::kFloat);
       logits.exp_();
       benchmark::DoNotOptimize(logits.data_ptr());
     }
@@ -101,29 +105,28 @@ class Subject {
   std::string policy_;
   std::vector<SequenceId> ids_{0};
   std::vector<std::int32_t> lengths_{kBefore};
-  std::vector<Tensor> queries_;
+  std::vector<at::Tensor> queries_;
 };
 
 /// Compaction of one row against an out-of-place gather, so that nothing wrong is timed.
 bool moves_the_right_bytes(Subject& subject) {
   Keeper keeper = subject.ready();
   const Plan plan = keeper.plan(subject.view_);
-  const Tensor& keys = std::get<DenseKv>(subject.view_.layers[0]).keys;
+  const at::Tensor keys = std::get<DenseKv>(subject.view_.layers[0]).keys;
   const auto kept = plan.decision.keep->row(0);
-  const Tensor index = at::empty({static_cast<std::int64_t>(kept.size())}, at::TensorOptions().dtype(kInt32));
+  const at::Tensor index = at::empty({static_cast<std::int64_t>(kept.size())}, at::TensorOptions().dtype(at::kInt));
   std::copy(kept.begin(), kept.end(), index.data_ptr<std::int32_t>());
-  const Tensor expected = at::index_select(keys[0][0], 0, index);
+  const at::Tensor expected = at::index_select(keys[0][0], 0, index);
   keeper.apply(plan, subject.view_);
   return expected.equal(keys[0][0].slice(0, 0, static_cast<std::int64_t>(kept.size())));
 }
 
-void Event(benchmark::State& state, const Shape& shape, ScalarType dtype, bool paper) {
+void Event(benchmark::State& state, const Shape& shape, Dtype dtype, bool paper) {
   const std::int32_t window = paper ? 128 : 32;
   Subject subject(shape, dtype,
                   std::string("ams-tova,budget=1024,interval=512,preset=") + (paper ? "paper" : "registry"));
   if (!moves_the_right_bytes(subject)) return state.SkipWithError("compaction moved wrong bytes");
-  const std::int64_t all = std::int64_t{2} * shape.layers * shape.kv_heads * kBefore * shape.dim *
-                           static_cast<std::int64_t>(c10::elementSize(dtype));
+  const std::int64_t all = std::int64_t{2} * shape.layers * shape.kv_heads * kBefore * shape.dim * element_size(dtype);
   std::vector<char> from(static_cast<std::size_t>(all), 1), to(static_cast<std::size_t>(all), 2);
 
   std::vector<double> event, limit, window_part, scoring, allot, moving, copying;
@@ -172,11 +175,17 @@ void Event(benchmark::State& state, const Shape& shape, ScalarType dtype, bool p
 }
 
 /// Selection and compaction against what LibTorch offers: topk, sort and gather, for each row and segment.
-void SelectAndCompact(benchmark::State& state, const Shape& shape, ScalarType dtype) {
+void SelectAndCompact(benchmark::State& state, const Shape& shape, Dtype dtype) {
   Subject subject(shape, dtype, "ams-tova,budget=1024,interval=512");
   Keeper keeper = subject.ready();
   const Plan plan = keeper.plan(subject.view_);
-  const float* scores = plan.decision.scores.data.data_ptr<float>();
+  const float* scores = plan.decision.scores.data.data<float>();
+  const at::Tensor all_scores = plan.decision.scores.data;
+  std::vector<at::Tensor> all_keys, all_values;
+  for (const LayerKv& layer : subject.view_.layers) {
+    all_keys.push_back(std::get<DenseKv>(layer).keys);
+    all_values.push_back(std::get<DenseKv>(layer).values);
+  }
   std::vector<double> ours, torch;
   for (auto _ : state) {
     ours.push_back(milliseconds([&] {
@@ -196,18 +205,18 @@ void SelectAndCompact(benchmark::State& state, const Shape& shape, ScalarType dt
     torch.push_back(milliseconds([&] {
       for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
         const Row& row = plan.table.rows[r];
-        std::vector<Tensor> parts;
+        std::vector<at::Tensor> parts;
         std::int32_t start = 0;
         for (std::size_t i = 0; i < plan.decision.allotment->ends[r].size(); ++i) {
           const std::int32_t end = plan.decision.allotment->ends[r][i], quota = plan.decision.allotment->quotas[r][i];
-          parts.push_back(at::add(
-              std::get<1>(plan.decision.scores.data.slice(0, row.first + start, row.first + end).topk(quota)), start));
+          parts.push_back(
+              at::add(std::get<1>(all_scores.slice(0, row.first + start, row.first + end).topk(quota)), start));
           start = end;
         }
-        const Tensor index = std::get<0>(at::cat(parts).sort());
-        const auto& dense = std::get<DenseKv>(subject.view_.layers[static_cast<std::size_t>(row.layer)]);
-        benchmark::DoNotOptimize(dense.keys[0][row.head].index_select(0, index).data_ptr());
-        benchmark::DoNotOptimize(dense.values[0][row.head].index_select(0, index).data_ptr());
+        const at::Tensor index = std::get<0>(at::cat(parts).sort());
+        const auto layer = static_cast<std::size_t>(row.layer);
+        benchmark::DoNotOptimize(all_keys[layer][0][row.head].index_select(0, index).data_ptr());
+        benchmark::DoNotOptimize(all_values[layer][0][row.head].index_select(0, index).data_ptr());
       }
     }));
   }
@@ -218,8 +227,8 @@ void SelectAndCompact(benchmark::State& state, const Shape& shape, ScalarType dt
 
 const int kRegistered = [] {
   for (const Shape& shape : kShapes)
-    for (const ScalarType dtype : {kFloat32, kBFloat16}) {
-      const std::string tail = std::string(shape.name) + (dtype == kFloat32 ? "/f32" : "/bf16");
+    for (const Dtype dtype : {Dtype::f32, Dtype::bf16}) {
+      const std::string tail = std::string(shape.name) + (dtype == Dtype::f32 ? "/f32" : "/bf16");
       for (const bool paper : {false, true})
         benchmark::RegisterBenchmark(("Event/" + tail + (paper ? "/paper" : "/registry")).c_str(), Event, shape, dtype,
                                      paper)

@@ -1,14 +1,14 @@
-// What it takes to have a factor near: from the disk, beside a memcpy of the same bytes in the same run, and where it
-// is near already.
+// The cost of having a factor near: from the disk, beside a memcpy of the same bytes in the same run, and if it is near
+// already.
 //
 //   kvkeep_bench --benchmark_filter=FarStore
 //
 // FarStore/Put/<where>/<bytes of a blob> and FarStore/Reload/disk/<bytes>: GB/s of one thread over 128 MiB of blobs,
 // medians of the iterations. `put` is FarStore::put into a file or into memory, `get` FactorCache::get that finds
-// nothing near, `copy` a memcpy of each blob between blocks of memory that are there already, `share` the first over
-// it. A file of 128 MiB stays in the system's page cache: what is timed is the way from there, not the disk. `check` is
-// the checksum alone. FarStore/Near: ns of a get() where everything is near, by threads that ask at once for blobs of
-// host memory, without a limit and with one.
+// nothing near, `copy` a memcpy of each blob between blocks of memory that already exist, `share` their rate over that
+// of `copy`. A file of 128 MiB stays in the system's page cache: this times the way from there, not the disk. `check`
+// is the checksum alone. FarStore/Near: ns of a get() when everything is near, by threads that ask at the same time for
+// blobs in host memory, without a limit and with one.
 
 #include <benchmark/benchmark.h>
 #include <unistd.h>

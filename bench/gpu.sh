@@ -1,24 +1,26 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in stages that each end within eight minutes on 16 cores, without a network.
 #
-#   bash bench/gpu.sh build OUT      compiles tests and benches for the chip that is here, in build/gpu
+#   bash bench/gpu.sh build OUT      compiles tests and benches for this machine's chip, in build/gpu
 #   bash bench/gpu.sh test OUT       every GPU test once, those of compaction, selection, R-KV and AMS 20 times
 #   bash bench/gpu.sh sanitize OUT   memcheck, racecheck, synccheck, initcheck over one small case of every kernel
 #   bash bench/gpu.sh bench OUT      ceilings of this machine, whole events, kernels
 #   bash bench/gpu.sh profile OUT    what ncu says of the kernels that decide
 #   bash bench/gpu.sh all OUT        all of them
-#   bash bench/gpu.sh filters TESTS  fails where a kernel has no sanitizer test, or its filter names none of the program TESTS
+#   bash bench/gpu.sh filters TESTS  fails if a kernel has no sanitizer test, or its filter matches none in TESTS
 #
-# Results go to OUT (build/gpu-results unless given) as they come: OUT/STAGE/*.log, and of the benches OUT/bench.jsonl, a line for each case. A stage that is stopped prints what it has;
-# one that is killed has written it. In the end OUT/STAGE.tar.gz holds the logs. What is printed stays below 10,000 characters, failures last.
+# Results go to OUT (build/gpu-results unless given) as they come: OUT/STAGE/*.log, and from the benches OUT/bench.jsonl,
+# a line per case. A stage that is stopped prints what it has; one that is killed has written it. At the end
+# OUT/STAGE.tar.gz holds the logs. The output stays below 10,000 characters, failures last.
 #
-# Needs nvcc, CMake 3.25, Ninja and LibTorch. The other libraries come from the system or from .deps/ (bench/gpu_deps.sh). To carry: the tree is 34 MB, .deps 8 MB.
-#   KVKEEP_GPU_ARCH       chips to compile for, by default the one that is here
-#   KVKEEP_GPU_FILTER     of the benches, a regular expression
-#   KVKEEP_GPU_SECONDS    a stage's limit, 450 unless given
+# Needs nvcc, CMake 3.25, Ninja and LibTorch. The other libraries come from the system or from .deps/
+# (bench/gpu_deps.sh). To carry: the tree is 34 MB, .deps 18 MB.
+#   KVKEEP_GPU_ARCH       chips to compile for, by default this machine's
+#   KVKEEP_GPU_FILTER     benches to run, a regular expression
+#   KVKEEP_GPU_SECONDS    limit of a stage, 450 unless given
 #   KVKEEP_GPU_BUILD      the build folder, build/gpu unless given
 #   KVKEEP_GPU_CMAKE      options for CMake
-#   KVKEEP_GPU_REHEARSAL  1: the execution model stands in for the card, at small sizes; so it is where there is no nvidia-smi
+#   KVKEEP_GPU_REHEARSAL  1: the execution model replaces the GPU, at small sizes; also used if there is no nvidia-smi
 set -euo pipefail
 
 # One small case of every kernel, by the stem in cuda/. Matrix units are in those of window_attention, expected, critical and rkv.
@@ -27,6 +29,7 @@ declare -A small=(
   [compact]='Compact.CarriesTheColumnsWithTheirSlots'
   [critical]='CriticalKernel.RanksASlotLastWhoseValueIsNoNumber'
   [expected]='ExpectedKernel.LeavesRowsAlone*'
+  [expected_moments]='ExpectedKernel.FactorisesTheCovarianceOfMoreQueriesThanComponents'
   [factorise]='Factorise.ChoosesRowsAsTheyAre*'
   [fetch]='Fetch.TakesMorePieces*'
   [h2o]='H2OKernel.BringsRowsUpToDate*'
@@ -84,17 +87,17 @@ step() {
   [[ $status -eq 0 ]] || failed+=("$name")
 }
 
-# left: seconds that this stage has yet.
+# left: seconds that this stage has left.
 left() { echo $((seconds - SECONDS > 20 ? seconds - SECONDS : 20)); }
 
-# say_tests NAME...: of each log of GoogleTest how many tests passed, and what those that failed say.
+# say_tests NAME...: how many tests passed in each GoogleTest log, and the output of those that failed.
 say_tests() {
   local name logs=()
   for name in "$@"; do if [[ -s "$folder/$name.log" ]]; then logs+=("$folder/$name.log"); fi; done
   if [[ ${#logs[@]} -gt 0 ]]; then python3 bench/gpu_report.py tests "${logs[@]}"; fi
 }
 
-# However a stage ends: what there is of its results is printed, and packed.
+# However a stage ends, its results so far are printed and packed.
 finish() {
   local status=$?
   trap - EXIT
@@ -122,7 +125,7 @@ stage_build() {
     options+=(-DKVKEEP_CUDA=ON "-DCMAKE_CUDA_ARCHITECTURES=$arch")
   fi
   if [[ -d .deps/usr ]]; then options+=("-DCMAKE_PREFIX_PATH=$PWD/.deps/usr"); fi
-  # shellcheck disable=SC2206  # words are meant
+  # shellcheck disable=SC2206  # words are intended
   options+=(${KVKEEP_GPU_CMAKE:-})
   step configure 60 cmake -S . -B "$build" -G Ninja "${options[@]}"
   if [[ ${#failed[@]} -eq 0 ]]; then step compile "$(left)" cmake --build "$build" --parallel "${KVKEEP_GPU_JOBS:-$(nproc)}" --target "$(basename "$tests")" "$(basename "$bench")"; fi
@@ -149,11 +152,11 @@ stage_sanitize() {
   check_filters "$tests"
   filter="$(IFS=:; echo "${small[*]}")"
   if [[ $rehearsal == 1 ]] || ! command -v compute-sanitizer > /dev/null; then
-    echo "sanitize: there is no compute-sanitizer here (or this is a rehearsal): the tests it would watch run without it"
+    echo "sanitize: there is no compute-sanitizer here (or this is a rehearsal): the tests run without it"
     step plain "$(left)" "$tests" --gtest_color=no "--gtest_filter=$filter"
     return
   fi
-  # All at once: what takes time is the host's half of them.
+  # All at once: most of their time goes to the host's part.
   limit="$(left)"
   for tool in "${sanitizers[@]}"; do
     timeout --kill-after=10 "$limit" compute-sanitizer --tool "$tool" --error-exitcode 97 "$tests" --gtest_color=no "--gtest_filter=$filter" > "$folder/$tool.log" 2>&1 &
@@ -186,7 +189,7 @@ stage_bench() {
     timeout "$seconds" nvidia-smi --query-gpu=clocks.sm,temperature.gpu,power.draw --format=csv,noheader,nounits --loop=2 > "$folder/clock.csv" 2>&1 &
     watch=$!
   fi
-  # Cases begin until four fifths of the time are over; the rest is for those that last.
+  # No case begins after four fifths of the time; the rest is for those that are still running.
   step cases "$(left)" "$bench" --seconds $((seconds * 8 / 10)) --filter "${KVKEEP_GPU_FILTER:-}" --out "$out/bench.jsonl"
   if [[ -n $watch ]]; then kill "$watch" 2> /dev/null || true; fi
 }
@@ -197,7 +200,7 @@ stage_profile() {
   local tool=(ncu --clock-control none --section SpeedOfLight --section MemoryWorkloadAnalysis --section Occupancy --csv --page details)
   local entry kernel filter number=0
   if [[ $rehearsal == 1 ]] || ! command -v ncu > /dev/null; then
-    echo "profile: there is no ncu here (or this is a rehearsal): the cases it would look at run without it"
+    echo "profile: there is no ncu here (or this is a rehearsal): the cases run without it"
     tool=()
   fi
   for entry in "${profiled[@]}"; do
@@ -215,7 +218,7 @@ report_profile() {
 names_one() {
   local pattern="$1" name
   shift
-  # shellcheck disable=SC2053  # a pattern is meant
+  # shellcheck disable=SC2053  # a pattern is intended
   for name in "$@"; do if [[ $name == $pattern ]]; then return 0; fi; done
   return 1
 }
@@ -235,7 +238,7 @@ check_filters() {
     done
   done
   for pattern in ${repeated//:/ }; do
-    if ! names_one "$pattern" "${names[@]}"; then echo "gpu.sh: what is repeated names no test: $pattern"; bad=1; fi
+    if ! names_one "$pattern" "${names[@]}"; then echo "gpu.sh: the filter of repeated tests names no test: $pattern"; bad=1; fi
   done
   if [[ $bad == 1 ]]; then failed+=(filters); return 1; fi
   echo "filters: ${#small[@]} kernels, each with a test that exists"
@@ -273,7 +276,7 @@ export PATH="$PATH:${CUDA_HOME:-/usr/local/cuda}/bin" PYTHONUNBUFFERED=1
 rehearsal="${KVKEEP_GPU_REHEARSAL:-}"
 if [[ $rehearsal != 1 ]] && ! command -v nvidia-smi > /dev/null; then rehearsal=1; fi
 if [[ $rehearsal == 1 ]]; then
-  echo "REHEARSAL: no GPU takes part. The execution model stands in for it, at small sizes; times mean nothing."
+  echo "REHEARSAL: no GPU is used. The execution model replaces it, at small sizes; times mean nothing."
   build="${KVKEEP_GPU_BUILD:-build/gpu-rehearsal}"
   tests="$build/bin/kvkeep_cuda_model_tests" bench="$build/bin/kvkeep_cuda_model_bench"
 else
@@ -287,7 +290,7 @@ case "$stage" in
   bench | profile) needed="$bench" ;;
   *) needed="" ;;
 esac
-[[ -z $needed || -x $needed ]] || { echo "gpu.sh: $needed is not there; run the stage build first" >&2; exit 2; }
+[[ -z $needed || -x $needed ]] || { echo "gpu.sh: $needed does not exist; run the stage build first" >&2; exit 2; }
 trap finish EXIT
 trap 'failed+=("stopped"); exit 1' TERM INT HUP
 "stage_$stage"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What bench/gpu.sh must stand up to: filters that name nothing, a result that is half written, a stage that is stopped or killed, a row that fails.
+# What bench/gpu.sh must cope with: filters that name nothing, a half-written result, a stage that is stopped or killed, a row that fails.
 #
 #   bench/gpu_test.sh TESTS BENCH    kvkeep_cuda_model_tests and kvkeep_cuda_model_bench
 set -euo pipefail

@@ -1,12 +1,12 @@
-// What a layer of a prompt costs an engine that selects: observation, ranks, variance, beside one reading of the keys
+// What a layer of a prompt costs an engine that selects: observation, ranks, variance, beside one read of the keys
 // and one product with them, in the same run.
 //
 //   kvkeep_bench --benchmark_filter=Layers       rows: Layers/<model>/<dtype>/<T>/window:<W>
 //
-// Counters are medians over the iterations, in ms with as many threads: `observe` (prompt_scores), `ranks` (ranks_of),
-// `variance` (LayerSelector::see less ranks_of, over 8 layers), their sum `layer`; `keys` reads the keys once,
-// `product` is LibTorch's matrix product of the window's queries with the keys of their head in f32, which no exact
-// observation can do without. `once` and `twice` are SnapKV's slots of a layer that is also ranked, from one
+// Counters are medians over the iterations, in ms with the same number of threads: `observe` (prompt_scores), `ranks`
+// (ranks_of), `variance` (LayerSelector::see less ranks_of, over 8 layers), their sum `layer`; `keys` reads the keys
+// once, `product` is LibTorch's matrix product of the window's queries with the keys of their head in f32, which no
+// exact observation can do without. `once` and `twice` are SnapKV's slots of a layer that is also ranked, from one
 // observation or from two.
 
 #include <ATen/Parallel.h>
@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/torch.h"
 #include "timing.h"
 
 namespace kvkeep {
@@ -34,7 +35,7 @@ constexpr std::int32_t kObservedLayers = 8;
 /// One layer of one prompt, queries after RoPE.
 class PromptLayer {
  public:
-  PromptLayer(const Shape& shape, ScalarType dtype, std::int32_t length, std::int32_t window)
+  PromptLayer(const Shape& shape, Dtype dtype, std::int32_t length, std::int32_t window)
       : spec_{.query_heads = shape.query_heads,
               .kv_heads = shape.kv_heads,
               .key_dim = shape.dim,
@@ -44,9 +45,9 @@ class PromptLayer {
               .layers = std::vector<LayerSpec>(1)},
         positions_(static_cast<std::size_t>(length)) {
     std::iota(positions_.begin(), positions_.end(), 0);
-    const auto options = at::TensorOptions().dtype(kFloat32);
-    keys_ = at::randn({shape.kv_heads, length, shape.dim}, options).to(dtype);
-    queries_ = at::randn({window, shape.query_heads, shape.dim}, options).to(dtype);
+    const auto options = at::TensorOptions().dtype(at::kFloat);
+    keys_ = at::randn({shape.kv_heads, length, shape.dim}, options).to(torch_dtype(dtype));
+    queries_ = at::randn({window, shape.query_heads, shape.dim}, options).to(torch_dtype(dtype));
     const auto bytes = static_cast<std::int64_t>(keys_.element_size());
     table_.key_dtype = dtype;
     for (std::int32_t h = 0; h < shape.kv_heads; ++h) {
@@ -77,14 +78,14 @@ class PromptLayer {
         {.window = window});
   }
 
-  /// Operands of `product`, as wide as it takes them.
-  [[nodiscard]] std::pair<Tensor, Tensor> operands() const {
+  /// Operands of `product`, in the width that it takes.
+  [[nodiscard]] std::pair<at::Tensor, at::Tensor> operands() const {
     const std::int64_t group = spec_.group();
-    return {keys_.to(kFloat32), queries_.to(kFloat32)
-                                    .permute({1, 0, 2})
-                                    .reshape({spec_.kv_heads, group * queries_.size(0), spec_.key_dim})
-                                    .transpose(1, 2)
-                                    .contiguous()};
+    return {keys_.to(at::kFloat), queries_.to(at::kFloat)
+                                      .permute({1, 0, 2})
+                                      .reshape({spec_.kv_heads, group * queries_.size(0), spec_.key_dim})
+                                      .transpose(1, 2)
+                                      .contiguous()};
   }
 
   void read_keys() const {
@@ -102,15 +103,13 @@ class PromptLayer {
  private:
   ModelSpec spec_;
   std::vector<std::int32_t> positions_;
-  Tensor keys_, queries_;
+  at::Tensor keys_, queries_;
   RowTable table_;
 };
 
-std::span<const float> floats(const Tensor& t) {
-  return {t.const_data_ptr<float>(), static_cast<std::size_t>(t.numel())};
-}
+std::span<const float> floats(const Tensor& t) { return {t.data<float>(), static_cast<std::size_t>(t.numel())}; }
 
-void Layers(benchmark::State& state, const Shape& shape, ScalarType dtype, std::int32_t length, std::int32_t window) {
+void Layers(benchmark::State& state, const Shape& shape, Dtype dtype, std::int32_t length, std::int32_t window) {
   const PromptLayer layer(shape, dtype, length, window);
   const auto [keys, queries] = layer.operands();
   const PromptScores scores = layer.observe(window);
@@ -127,7 +126,7 @@ void Layers(benchmark::State& state, const Shape& shape, ScalarType dtype, std::
       std::rotate(moved.begin(), moved.begin() + static_cast<std::ptrdiff_t>(moved.size() / 7), moved.end());
       selector.see(l, moved);
     }
-    observe.push_back(milliseconds([&] { benchmark::DoNotOptimize(layer.observe(window).tokens.data_ptr()); }));
+    observe.push_back(milliseconds([&] { benchmark::DoNotOptimize(layer.observe(window).tokens.bytes()); }));
     rank.push_back(milliseconds([&] { benchmark::DoNotOptimize(ranks_of(floats(scores.tokens)).data()); }));
     see.push_back(
         milliseconds([&] { benchmark::DoNotOptimize(selector.see(kObservedLayers - 1, floats(scores.tokens))); }));
@@ -136,8 +135,8 @@ void Layers(benchmark::State& state, const Shape& shape, ScalarType dtype, std::
     product.push_back(milliseconds([&] { benchmark::DoNotOptimize(at::bmm(keys, queries).data_ptr()); }));
     const auto slots_and_ranks = [&](bool again) {
       const PromptScores first = layer.observe(window), second = again ? layer.observe(window) : first;
-      benchmark::DoNotOptimize(first.tokens.data_ptr());
-      benchmark::DoNotOptimize(second.heads.data_ptr());
+      benchmark::DoNotOptimize(first.tokens.bytes());
+      benchmark::DoNotOptimize(second.heads.bytes());
     };
     once.push_back(milliseconds([&] { slots_and_ranks(false); }));
     twice.push_back(milliseconds([&] { slots_and_ranks(true); }));
@@ -154,9 +153,9 @@ void Layers(benchmark::State& state, const Shape& shape, ScalarType dtype, std::
 
 const int kRegistered = [] {
   for (const Shape& shape : kShapes)
-    for (const ScalarType dtype : {kFloat32, kBFloat16})
+    for (const Dtype dtype : {Dtype::f32, Dtype::bf16})
       for (const std::int32_t length : {8192, 131072}) {
-        const std::string name = std::string("Layers/") + shape.name + (dtype == kFloat32 ? "/f32/" : "/bf16/") +
+        const std::string name = std::string("Layers/") + shape.name + (dtype == Dtype::f32 ? "/f32/" : "/bf16/") +
                                  std::to_string(length) + "/window:32";
         benchmark::RegisterBenchmark(name.c_str(), Layers, shape, dtype, length, 32)
             ->UseManualTime()

@@ -1,4 +1,4 @@
-// What folded spans cost, beside LibTorch's own way to do the same, in the same run.
+// What folded spans cost, beside LibTorch's own way of doing the same, in the same run.
 //
 //   kvkeep_bench --benchmark_filter=Memory
 
@@ -20,8 +20,9 @@
 #include <utility>
 #include <vector>
 
-#include "../src/cpu/factorise.h"
+#include "../src/memory/factorise.h"
 #include "kvkeep/memory/zoom.h"
+#include "kvkeep/torch.h"
 #include "timing.h"
 
 namespace kvkeep {
@@ -29,12 +30,11 @@ namespace {
 
 constexpr std::int64_t kDim = 128;
 
-// ---- Factors
-// -------------------------------------------------------------------------------------------------------------------------------
+// ---- Factors --------------------------------------------------------------------------------------------------------
 //
 // rows: Memory/Factors/<span length>
 //
-// `ours` and `svd` are matrices [span, 128] a second: cpu::Factorisation with default options, from f32 rows to f32
+// `ours` and `svd` are matrices [span, 128] per second: cpu::Factorisation with default options, from f32 rows to f32
 // factors, against at::linalg_svd(full_matrices=False) of the batch in f32, which gives every component and decides
 // nothing; `svd_alone` is the same on one thread, often the faster one. `ratio` is to the faster of both, the median
 // over runs of all three in turn. `rank` is the mean of what is kept, `raw` the share of matrices whose rows are
@@ -42,23 +42,23 @@ constexpr std::int64_t kDim = 128;
 
 /// f32 [matrices, L, D] that look like keys after RoPE: few directions that drift along a span, an offset, and noise,
 /// rotated by position.
-Tensor keys_like(std::int64_t matrices, std::int64_t length) {
+at::Tensor keys_like(std::int64_t matrices, std::int64_t length) {
   constexpr std::int64_t kDirections = 24;
-  const auto options = at::TensorOptions().dtype(kFloat32);
-  const Tensor sizes = at::pow(1.0 + at::arange(kDirections, options), -0.75);
-  const Tensor drift = at::randn({matrices, length, kDirections}, options).cumsum(1) * 0.5 +
-                       at::randn({matrices, length, kDirections}, options);
-  const Tensor rows = at::bmm(drift * sizes, at::randn({matrices, kDirections, kDim}, options)) +
-                      at::randn({matrices, 1, kDim}, options) + 0.15 * at::randn({matrices, length, kDim}, options);
-  const Tensor angles =
+  const auto options = at::TensorOptions().dtype(at::kFloat);
+  const at::Tensor sizes = at::pow(1.0 + at::arange(kDirections, options), -0.75);
+  const at::Tensor drift = at::randn({matrices, length, kDirections}, options).cumsum(1) * 0.5 +
+                           at::randn({matrices, length, kDirections}, options);
+  const at::Tensor rows = at::bmm(drift * sizes, at::randn({matrices, kDirections, kDim}, options)) +
+                          at::randn({matrices, 1, kDim}, options) + 0.15 * at::randn({matrices, length, kDim}, options);
+  const at::Tensor angles =
       at::arange(length, options).unsqueeze(1) * at::pow(10000.0, at::arange(kDim / 2, options) * (-2.0 / kDim));
-  const Tensor cos = angles.cos(), sin = angles.sin(), left = rows.narrow(2, 0, kDim / 2),
-               right = rows.narrow(2, kDim / 2, kDim / 2);
+  const at::Tensor cos = angles.cos(), sin = angles.sin(), left = rows.narrow(2, 0, kDim / 2),
+                   right = rows.narrow(2, kDim / 2, kDim / 2);
   return at::cat({left * cos - right * sin, right * cos + left * sin}, 2).contiguous();
 }
 
 /// Rows in batches of one length, as SpanStore folds them, batches in parallel; sums of ranks and of raw matrices.
-std::pair<std::int64_t, std::int64_t> factorise(const Tensor& matrices, std::span<const double> weights) {
+std::pair<std::int64_t, std::int64_t> factorise(const at::Tensor& matrices, std::span<const double> weights) {
   const std::int64_t count = matrices.size(0), length = matrices.size(1),
                      batch = std::max<std::int64_t>(1, (1 << 19) / (length * kDim));
   std::vector<std::int64_t> ranks(static_cast<std::size_t>(count)), raws(ranks.size());
@@ -88,7 +88,7 @@ std::pair<std::int64_t, std::int64_t> factorise(const Tensor& matrices, std::spa
 
 void Factors(benchmark::State& state, std::int64_t length) {
   const std::int64_t count = std::max<std::int64_t>(256, (1 << 15) / length);
-  const Tensor matrices = keys_like(count, length);
+  const at::Tensor matrices = keys_like(count, length);
   std::vector<float> surprisal(static_cast<std::size_t>(length));
   for (std::size_t t = 0; t < surprisal.size(); ++t) surprisal[t] = 0.2F + static_cast<float>(t * 7 % 11) / 8;
   const std::vector<double> weights = span_weights(surprisal);
@@ -114,24 +114,23 @@ void Factors(benchmark::State& state, std::int64_t length) {
   state.counters["raw"] = static_cast<double>(kept.second) / all;
 }
 
-// ---- Reading
-// -------------------------------------------------------------------------------------------------------------------------------
+// ---- Reading --------------------------------------------------------------------------------------------------------
 //
 // rows: Memory/Read/<tokens>/<dtype of factors>
 //
 // One decode step of one layer (llama8b: 32 query heads, 8 KV heads, D 128; f32 rows) over a memory: 1/16 of the tokens
-// are dense rows, the others lie in spans of 64. In turns, the median over runs: `memory` ms: attention over the dense
+// are dense rows, the others are in spans of 64. In turns, the median over runs: `memory` ms: attention over the dense
 // rows, and read_memory() with default options (sketch, mass); `same_bytes` ms: attention over as many dense rows as
 // take the same bytes near; `all` ms: over all tokens. Caches are as warm as the sizes allow: each turn reads all of
-// its own. `to_same` and `to_all` are ratios within a run; `zooms`: spans opened a query head group; `near`: share of
+// its own. `to_same` and `to_all` are ratios within a run; `zooms`: spans opened per query head group; `near`: share of
 // all bytes.
 
 constexpr std::int64_t kKvHeads = 8, kQueryHeads = 32, kSpan = 64;
 
 struct LongMemory {
-  LongMemory(std::int64_t tokens, ScalarType store) {
+  LongMemory(std::int64_t tokens, Dtype store) {
     const std::int64_t dense = tokens / 16, spans = (tokens - dense) / kSpan;
-    std::vector<Tensor> sides;
+    std::vector<at::Tensor> sides;
     for (int side = 0; side < 2; ++side)
       sides.push_back(at::cat({keys_like(kKvHeads * spans, kSpan).view({kKvHeads, spans * kSpan, kDim}),
                                at::randn({kKvHeads, dense, kDim})},
@@ -156,12 +155,12 @@ struct LongMemory {
       queries[0][h].add_(keys[h / (kQueryHeads / kKvHeads)][(h * 3571) % (spans * kSpan)], 0.5);
   }
 
-  Tensor keys, values, dense_keys, dense_values, same_keys, same_values, queries;
+  at::Tensor keys, values, dense_keys, dense_values, same_keys, same_values, queries;
   SpanStore folded;
   double share = 0;
 };
 
-void Read(benchmark::State& state, std::int64_t tokens, ScalarType store) {
+void Read(benchmark::State& state, std::int64_t tokens, Dtype store) {
   const LongMemory m(tokens, store);
   const double scale = 1 / std::sqrt(static_cast<double>(kDim));
   FactorCache cache;
@@ -174,14 +173,13 @@ void Read(benchmark::State& state, std::int64_t tokens, ScalarType store) {
     memory.push_back(milliseconds([&] {
       OpenAttention open = attend_rows(m.dense_keys, m.dense_values, m.queries, scale);
       counts = read_memory(open, rows, m.queries, scale, {.cache = &cache});
-      benchmark::DoNotOptimize(open.close().data_ptr());
+      benchmark::DoNotOptimize(open.close().bytes());
     }));
     state.SetIterationTime(memory.back() / 1e3);
-    same.push_back(milliseconds([&] {
-      benchmark::DoNotOptimize(attend_rows(m.same_keys, m.same_values, m.queries, scale).close().data_ptr());
-    }));
+    same.push_back(milliseconds(
+        [&] { benchmark::DoNotOptimize(attend_rows(m.same_keys, m.same_values, m.queries, scale).close().bytes()); }));
     all.push_back(milliseconds(
-        [&] { benchmark::DoNotOptimize(attend_rows(m.keys, m.values, m.queries, scale).close().data_ptr()); }));
+        [&] { benchmark::DoNotOptimize(attend_rows(m.keys, m.values, m.queries, scale).close().bytes()); }));
     to_same.push_back(memory.back() / same.back()), to_all.push_back(memory.back() / all.back());
   }
   state.counters["memory"] = median(memory), state.counters["same_bytes"] = median(same),
@@ -191,8 +189,7 @@ void Read(benchmark::State& state, std::int64_t tokens, ScalarType store) {
   state.counters["near"] = m.share;
 }
 
-// ---- Rows
-// ----------------------------------------------------------------------------------------------------------------------------------
+// ---- Rows -----------------------------------------------------------------------------------------------------------
 
 const int kRegistered = [] {
   for (const std::int64_t length : {8, 16, 32, 64, 128})
@@ -201,9 +198,9 @@ const int kRegistered = [] {
         ->Iterations(9)
         ->Unit(benchmark::kMillisecond);
   for (const std::int64_t tokens : {8192, 131072})
-    for (const ScalarType store : {kFloat32, kBFloat16})
+    for (const Dtype store : {Dtype::f32, Dtype::bf16})
       benchmark::RegisterBenchmark(
-          ("Memory/Read/" + std::to_string(tokens) + (store == kFloat32 ? "/f32" : "/bf16")).c_str(), Read, tokens,
+          ("Memory/Read/" + std::to_string(tokens) + (store == Dtype::f32 ? "/f32" : "/bf16")).c_str(), Read, tokens,
           store)
           ->UseManualTime()
           ->Iterations(15)

@@ -1,10 +1,10 @@
 // Time to the first token under policies that narrow prompts, beside what their layers' work would cost: a random Llama
-// of 24 layers, the whole line (decoder, keeper, policy).
+// of 24 layers, the whole pipeline (decoder, keeper, policy).
 //
 //   kvkeep_bench --benchmark_filter=Prefill      rows: Prefill/<policy>/<tokens>
 //
 // Counters: `ms` of the prompt, median; `full_ms` of the same prompt under `full`, in turns with it; `speed_up` full_ms
-// / ms; `model_ms` the layer-work model: the sum over the layers that ran, of both passes where there are two, of A(n)
+// / ms; `model_ms` the layer-work model: the sum over the layers that ran, of both passes if there are two, of A(n)
 // for the n tokens that entered each, where A(n) = a n + b n^2 is fitted to runs under `full` of the whole prompt and
 // of a quarter of it (nothing for observing); `against_model` ms / model_ms.
 
@@ -31,7 +31,7 @@ class DeepModel {
   DeepModel()
       : folder_(std::filesystem::temp_directory_path() / ("kvkeep_prefill_bench_" + std::to_string(::getpid()))) {
     LmConfig config = LmConfig::shape(Architecture::llama, kLayers, 256, 768, 8, 2, 32, 256);
-    write_random_checkpoint(folder_, config, 1, kFloat32);
+    write_random_checkpoint(folder_, config, 1, Dtype::f32);
     decoder = std::make_unique<Decoder>(Decoder::open(folder_));
   }
   ~DeepModel() {

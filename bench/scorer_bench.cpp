@@ -1,11 +1,11 @@
-// One layer's rows scored, beside one reading of their keys in the same run.
+// One layer's rows scored, beside one read of their keys in the same run.
 //
 //   kvkeep_bench --benchmark_filter=Scorer        rows: Scorer/<name>/<model>/<dtype>/<T>
 //
 // Counters are medians over the iterations: ms of the scorer (the window attention that it shares included), keys_ms of
 // reading the keys once with as many threads, their ratio, and the bytes of the keys over the scorer's time. Keys are
 // near one of a few directions, as keys after RoPE are; "far" keys are independent of each other, which is the worst
-// for a scorer that looks for similar ones. A new scorer is one line in kSubjects.
+// case for a scorer that looks for similar ones. A new scorer is one line in kSubjects.
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -20,6 +20,7 @@
 #include <numeric>
 
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/torch.h"
 #include "timing.h"
 
 namespace kvkeep {
@@ -36,7 +37,7 @@ struct Subject {
   bool far;  ///< keys without neighbours
   std::function<std::unique_ptr<Scorer>()> make;
   std::function<std::unique_ptr<Scorer>(const Shape&)> make_for =
-      {};  ///< instead of `make`, where the scorer knows the model
+      {};  ///< instead of `make`, if the scorer knows the model
 };
 
 /// TriAttention with any statistics: its time does not depend on them.
@@ -87,7 +88,7 @@ sum_of(const std::uint64_t* words, std::int64_t count) {
 /// One layer of one sequence, ready to be scored.
 class Layer {
  public:
-  Layer(const Shape& shape, ScalarType dtype, std::int32_t length, bool far, std::int32_t seen)
+  Layer(const Shape& shape, Dtype dtype, std::int32_t length, bool far, std::int32_t seen)
       : spec_{.query_heads = shape.query_heads,
               .kv_heads = shape.kv_heads,
               .key_dim = shape.dim,
@@ -100,13 +101,14 @@ class Layer {
         query_positions_(static_cast<std::size_t>(seen)) {
     spec_.layers.resize(1);
     for (int f = 0; f < shape.dim / 2; ++f) spec_.rope.inv_freq.push_back(std::pow(1e6, -2.0 * f / shape.dim));
-    const auto options = at::TensorOptions().dtype(kFloat32);
-    Tensor keys = at::randn({1, shape.kv_heads, length, shape.dim}, options);
+    const auto options = at::TensorOptions().dtype(at::kFloat);
+    at::Tensor keys = at::randn({1, shape.kv_heads, length, shape.dim}, options);
     if (!far)
       keys = keys.mul_(0.6).add_(
           at::randn({8, shape.dim}, options)
               .index_select(0, at::randint(8, {length}, at::TensorOptions().dtype(c10::ScalarType::Long))));
-    view_.layers = {DenseKv{keys.to(dtype), at::randn({1, shape.kv_heads, length, shape.dim}, options).to(dtype)}};
+    view_.layers = {DenseKv{keys.to(torch_dtype(dtype)),
+                            at::randn({1, shape.kv_heads, length, shape.dim}, options).to(torch_dtype(dtype))}};
     view_.sequences = {&id_, 1};
     view_.lengths = {{&length_, 1}, 1};
     const std::int32_t zero = 0;
@@ -117,7 +119,7 @@ class Layer {
     RowGroup& group = table_.groups[0];
     group.next_position = length;
     if (seen == 0) return;
-    queries_ = at::randn({seen, shape.query_heads, shape.dim}, options).to(dtype);
+    queries_ = at::randn({seen, shape.query_heads, shape.dim}, options).to(torch_dtype(dtype));
     const auto bytes = static_cast<std::int64_t>(queries_.element_size());
     group.queries = {.data = static_cast<const std::byte*>(queries_.const_data_ptr()),
                      .dtype = dtype,
@@ -159,18 +161,18 @@ class Layer {
   SequenceId id_ = 0;
   std::int32_t length_;
   std::vector<std::int32_t> positions_, query_positions_;
-  Tensor queries_;
+  at::Tensor queries_;
   CacheView view_;
   RowTable table_;
 };
 
-void Score(benchmark::State& state, const Subject& subject, const Shape& shape, ScalarType dtype, std::int32_t length) {
+void Score(benchmark::State& state, const Subject& subject, const Shape& shape, Dtype dtype, std::int32_t length) {
   const std::unique_ptr<Scorer> scorer = subject.make ? subject.make() : subject.make_for(shape);
   const Layer layer(shape, dtype, length, subject.far, scorer->needs().queries);
-  benchmark::DoNotOptimize(layer.score(*scorer).data.data_ptr());
+  benchmark::DoNotOptimize(layer.score(*scorer).data.bytes());
   std::vector<double> scoring, reading;
   for (auto _ : state) {
-    scoring.push_back(milliseconds([&] { benchmark::DoNotOptimize(layer.score(*scorer).data.data_ptr()); }));
+    scoring.push_back(milliseconds([&] { benchmark::DoNotOptimize(layer.score(*scorer).data.bytes()); }));
     state.SetIterationTime(scoring.back() / 1e3);
     reading.push_back(milliseconds([&] { layer.read_keys(); }));
   }
@@ -183,10 +185,10 @@ void Score(benchmark::State& state, const Subject& subject, const Shape& shape, 
 const int kRegistered = [] {
   for (const Subject& subject : kSubjects)
     for (const Shape& shape : kShapes)
-      for (const ScalarType dtype : {kFloat32, kBFloat16})
+      for (const Dtype dtype : {Dtype::f32, Dtype::bf16})
         for (const std::int32_t length : {1536, 32768}) {
           const std::string name = std::string("Scorer/") + subject.name + "/" + shape.name +
-                                   (dtype == kFloat32 ? "/f32/" : "/bf16/") + std::to_string(length);
+                                   (dtype == Dtype::f32 ? "/f32/" : "/bf16/") + std::to_string(length);
           benchmark::RegisterBenchmark(name.c_str(), Score, subject, shape, dtype, length)
               ->UseManualTime()
               ->Iterations(length > 8192 ? 9 : 41)

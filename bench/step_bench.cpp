@@ -1,10 +1,10 @@
-// A step in which nobody is due, through the public API: what an engine pays for kvkeep with every token. One observe()
-// per layer, then step().
+// A step in which no sequence is due, through the public API: what an engine pays for kvkeep with every token. One
+// observe() per layer, then step().
 //
 //   kvkeep_bench --benchmark_filter=Step        rows: Step/<policy>/<batch>, 30 layers, 9 query heads and 3 KV heads of
 //   64 (SmolLM2-135M)
 //
-// `observe_us` and `step_us` are medians per step; the clock stops where an event comes.
+// `observe_us` and `step_us` are medians per step; steps with an event do not count.
 
 #include <ATen/ops/randn.h>
 #include <ATen/ops/zeros.h>
@@ -14,6 +14,7 @@
 #include <numeric>
 
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/torch.h"
 #include "timing.h"
 
 namespace kvkeep {
@@ -60,7 +61,7 @@ class Subject {
  private:
   std::vector<SequenceId> ids_;
   std::vector<std::int32_t> lengths_, indptr_;
-  Tensor queries_;
+  at::Tensor queries_;
   CacheView view_;
 };
 

@@ -1,5 +1,5 @@
 #pragma once
-/// What the benchmarks time with.
+/// How the benchmarks measure time.
 
 #include <algorithm>
 #include <chrono>

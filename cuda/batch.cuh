@@ -8,7 +8,7 @@
 
 namespace kvkeep::cuda {
 
-inline constexpr std::int32_t kPromptsAtOnce = 64;  ///< of one launch
+inline constexpr std::int32_t kPromptsAtOnce = 64;  ///< per launch
 
 template <class T>
 struct Batch {

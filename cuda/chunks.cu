@@ -14,20 +14,20 @@ struct Task {
   std::int32_t chunks;  ///< of the longest row
 };
 
-/// Where items, taken from the largest on, stop to fit.
+/// Where items, taken from the largest down, stop fitting.
 struct Cut {
   bool there;         ///< false: all fit
   std::uint64_t key;  ///< of the first that does not fit, and its number
   std::int32_t number;
-  std::int32_t left;  ///< room that is left when it comes
+  std::int32_t left;  ///< room left when it comes
 
   [[nodiscard]] __device__ bool fits(std::uint64_t of, std::int32_t n) const {
     return !there || of > key || (of == key && n > number);
   }
 };
 
-/// Items [from, to) by key_of(i), then by the larger i, into room for `wanted`, each weight_of(i) wide. A key of 0 is
-/// no item. `histogram`: kDigits counters of shared memory.
+/// Items [from, to) by key_of(i), then by the larger i, into room for `wanted`, each weight_of(i) wide. An item with
+/// key 0 is ignored. `histogram`: kDigits counters of shared memory.
 template <class KeyOf, class WeightOf>
 __device__ Cut cut_of(const BlockTeam& team, std::int32_t* histogram, std::int32_t from, std::int32_t to,
                       std::int32_t wanted, const KeyOf& key_of, const WeightOf& weight_of) {
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(tuning::kMostThreads) chunks_kernel(Task task)
   }
 }
 
-/// Where the parts of the workspace lie. Gives its size.
+/// Assigns the parts of the workspace. Returns its size.
 std::int64_t divide(const ChunksArguments& a, Task& task) {
   task.a = a;
   task.chunks = a.longest > 0 ? chunks_in(a.longest, a.options.chunk) : 0;

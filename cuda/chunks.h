@@ -23,17 +23,17 @@ struct ChunksArguments {
   std::int64_t slots_in_all = 0;  ///< sum of the rows' lengths
   const float* scores = nullptr;  ///< f32 flat
   const std::int64_t* indptr =
-      nullptr;  ///< i64 [count + 1] where each row's kept slots go: min(budget, length) of a due row, all of another
+      nullptr;  ///< i64 [count + 1] where each row's kept slots go: min(budget, length) for a due row, all for others
   std::int32_t* slots = nullptr;  ///< i32 [indptr[count]] out, ascending in each row
   void* workspace = nullptr;      ///< chunks_workspace_bytes(), aligned to 8
 };
 
-/// 8 bytes a slot, and 8 for every row and chunk of the longest one.
+/// 8 bytes per slot, and 8 per row and chunk of the longest one.
 [[nodiscard]] std::int64_t chunks_workspace_bytes(const ChunksArguments& arguments);
 
-/// One launch: a block a row, or with Heads::shared a (layer, sequence). Sums in double, in the CPU's order; no sort:
-/// the chunk that does not fit is found digit by digit. Cost: two passes over the scores, and up to 12 over the chunks.
-/// Throws InvalidArgument for chunks below one slot.
+/// One launch: one block per row, or with Heads::shared per (layer, sequence). Sums in double, in the CPU's order; no
+/// sort: the chunk that does not fit is found digit by digit. Cost: two passes over the scores, and up to 12 over the
+/// chunks. Throws InvalidArgument for chunks below one slot.
 void launch_chunks(const ChunksArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

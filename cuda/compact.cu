@@ -11,7 +11,7 @@ using tuning::kCompactThreads;
 using tuning::kCompactWords;
 
 /// Moves one side of one row upwards, tile by tile. Every slot of a tile has been read before the first of it is
-/// written; what is read later lies behind it.
+/// written; what is read later comes after it.
 template <class Word>
 __device__ void move_side(const SlotAddress& from, const SlotAddress& to, const std::int32_t* kept,
                           std::int64_t count) {

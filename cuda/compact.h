@@ -9,7 +9,7 @@
 
 namespace kvkeep::cuda {
 
-/// Columns of one row, which travel with its slots; null: not there.
+/// Columns of one row, which travel with its slots; null: absent.
 struct ColumnMove {
   std::int32_t* positions = nullptr;  ///< i32 [length], in place
   float* credit = nullptr;            ///< f32 [kept], from `new_credit`
@@ -30,10 +30,10 @@ struct CompactArguments {
   std::int64_t pages_stride = 0;
 };
 
-/// Slot kept[j] moves to slot j, in place: a block a row and side walks its tiles upwards, reads one whole, then writes
-/// it. Requires: slots ascend, so that kept[j] >= j, and new pages as plan_pages() chooses them. Does not check them:
-/// they are on the device. Cost: kept bytes read and written once, in words of up to 16 bytes; slots that stand where
-/// they belong are skipped. Registers only, no workspace.
+/// Slot kept[j] moves to slot j, in place: one block per row and side walks its tiles upwards, reads a whole one, then
+/// writes it. Requires: slots ascend, so that kept[j] >= j, and new pages as plan_pages() chooses them. Does not check
+/// them: they are on the device. Cost: kept bytes read and written once, in words of up to 16 bytes; slots that are
+/// already in place are skipped. Registers only, no workspace.
 void launch_compact(const CompactArguments& arguments, Stream stream);
 
 /// Bytes from slots of one tensor to another: out[n] = row.keys or row.values at slots[indptr[r] + j], n counting

@@ -53,7 +53,7 @@ __device__ inline float value_scale(const CriticalArguments& a, const Row& row, 
   return a.values == Element::fp8_e4m3 ? *reinterpret_cast<const float*>(row.value_scales.at(slot)) : 1.0F;
 }
 
-/// Values as S, whatever they are stored as.
+/// Stages values as S, whatever they are stored as.
 template <class S>
 __device__ void stage_values(const Task& task, const Row& row, std::int32_t begin, std::int32_t rows, S* to,
                              std::int32_t stride) {
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(kCriticalThreads, 4) unit_kernel(Task task) {
     }
     if (!live) return;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {  // half a row a lane
+    for (int i = 0; i < 2; ++i) {  // half a row per lane
       __syncwarp();
       wmma::store_matrix_sync(scratch, sizes[i], kScratchStride, wmma::mem_row_major);
       __syncwarp();

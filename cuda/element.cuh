@@ -41,7 +41,7 @@ decltype(auto) with_element(Element element, Body&& body) {
   }
 }
 
-/// The same for one that is no 8-bit number.
+/// The same for an element that is not an 8-bit number.
 template <class Body>
 decltype(auto) with_wide_element(Element element, Body&& body) {
   switch (element) {
@@ -67,14 +67,14 @@ struct alignas(16) Elements {
   T x[kPerWord<T>];
 };
 
-/// True where every slot's vector begins at a multiple of 16 bytes.
+/// True if every slot's vector begins at a multiple of 16 bytes.
 __device__ inline bool is_aligned(const SlotAddress& side) {
   return ((reinterpret_cast<std::uintptr_t>(side.base) | static_cast<std::uint64_t>(side.stride) |
            static_cast<std::uint64_t>(side.page_stride)) &
           15U) == 0;
 }
 
-/// Elements [from, from + kPerWord) of a vector of `dim` as f32, zeros behind its end. `aligned`: the vector begins at
+/// Elements [from, from + kPerWord) of a vector of `dim` as f32, zeros after its end. `aligned`: the vector begins at
 /// a multiple of 16 bytes; from is one of kPerWord.
 template <class T>
 __device__ inline void load_floats(const T* vector, std::int32_t from, std::int32_t dim, bool aligned, float* to) {
@@ -88,7 +88,7 @@ __device__ inline void load_floats(const T* vector, std::int32_t from, std::int3
   for (int i = 0; i < kPerWord<T>; ++i) to[i] = from + i < dim ? to_float(vector[from + i]) : 0.0F;
 }
 
-/// Copies components [d0, d0 + n) of slots [begin, end) to rows of `stride` bytes; zeros behind them up to a whole word
+/// Copies components [d0, d0 + n) of slots [begin, end) to rows of `stride` bytes; zeros after them up to a whole word
 /// of 16 bytes.
 template <class T>
 __device__ void stage_keys(const SlotAddress& keys, bool aligned, std::int32_t begin, std::int32_t end, std::int32_t d0,
@@ -107,7 +107,7 @@ __device__ void stage_keys(const SlotAddress& keys, bool aligned, std::int32_t b
   }
 }
 
-/// One element as another: exact, but for f32 as 16 bits.
+/// One element as another: exact, except f32 as 16 bits.
 template <class S, class T>
 __device__ inline S element_as(T x) {
   if constexpr (std::is_same_v<S, T>) {
@@ -125,7 +125,7 @@ struct alignas(sizeof(T) * kCount) Piece {
 };
 
 /// Writes slots [begin, end) of one side as S to `rows` rows of `stride` elements, with zeros from component `dim` up
-/// to `padded` and in the rows behind the last slot. `padded`: a multiple of 8. f32 is multiplied with scale_of(slot).
+/// to `padded` and in the rows after the last slot. `padded`: a multiple of 8. f32 is multiplied with scale_of(slot).
 template <class T, class S, class ScaleOf>
 __device__ void stage_as(const SlotAddress& side, bool aligned, std::int32_t begin, std::int32_t end, std::int32_t rows,
                          std::int32_t dim, std::int32_t padded, S* to, std::int32_t stride, const ScaleOf& scale_of) {
@@ -156,7 +156,7 @@ __device__ void stage_as(const SlotAddress& side, bool aligned, std::int32_t beg
   }
 }
 
-/// What the keys of a slot are multiplied with: its scale where keys are fp8, else 1.
+/// What the keys of a slot are multiplied with: its scale if keys are fp8, else 1.
 template <class T>
 __device__ inline float key_scale(const Row& row, std::int64_t slot) {
   if constexpr (std::is_same_v<T, Fp8>)
@@ -168,7 +168,7 @@ __device__ inline float key_scale(const Row& row, std::int64_t slot) {
 /// False for NaN and the infinities.
 __device__ inline bool is_number(float x) { return x - x == 0.0F; }
 
-/// Throws InvalidArgument for a head size that the kernels do not know.
+/// Throws InvalidArgument for a head size that the kernels do not support.
 inline void check_dim(const char* operation, std::int32_t dim) {
   KVKEEP_REQUIRE(dim >= 1 && dim <= 256, operation, ": head size; given ", dim, "; allowed 1 to 256");
 }

@@ -10,7 +10,7 @@
 
 namespace kvkeep::cuda {
 
-/// What a component of a key or query is stored as. fp8 keys are e4m3 with one f32 scale a slot, in Row::key_scales.
+/// How a component of a key or query is stored. fp8 keys are e4m3 with one f32 scale per slot, in Row::key_scales.
 enum class Element : std::uint8_t { f32, f16, bf16, fp8_e4m3 };
 
 /// The newest queries of one (layer, sequence), oldest first, in a ring of `ring` tokens that starts at token `begin`:
@@ -32,15 +32,15 @@ struct QueryWindow {
   [[nodiscard]] KVKEEP_HD std::int32_t position(std::int32_t i) const { return positions[index(i)]; }
 };
 
-/// Rows of all layers and sequences of an event. Pointers are to the device; the rest the host knows without asking it.
+/// Rows of all layers and sequences of an event. Pointers are to the device; the host knows the rest without asking it.
 struct EvidenceArguments {
   const Row* rows = nullptr;             ///< [count], the rows of a (layer, sequence) next to each other
-  const RowLimit* limits = nullptr;      ///< [count]; null: every row is due. Nothing is written of a row that is not
+  const RowLimit* limits = nullptr;      ///< [count]; null: every row is due. Nothing is written for a row that is not
   const QueryWindow* queries = nullptr;  ///< [count / kv_heads]
   std::int32_t count = 0;
   std::int32_t longest = 0;  ///< slots of the longest row, or more
   std::int32_t kv_heads = 1;
-  std::int32_t group = 1;  ///< query heads of a KV head
+  std::int32_t group = 1;  ///< query heads per KV head
   std::int32_t dim = 0;    ///< of keys and queries, 1 to 256
   Element keys = Element::f32;
   Element query = Element::f32;  ///< f32, f16 or bf16

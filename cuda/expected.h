@@ -1,13 +1,13 @@
 #pragma once
-/// Expected Attention on a GPU. Same contract as `kvkeep::Expected`, with fp8 keys and values too, and but for queries
-/// that are not finite: the host cannot be told from here, so their heads make every score of the row NaN.
+/// Expected Attention on a GPU. Same contract as `kvkeep::Expected`, with fp8 keys and values too, except for queries
+/// that are not finite: the device cannot tell the host, so their heads make every score of the row NaN.
 ///
 /// k^T C k = |U k|^2 throughout, C = U^T U: U is the Cholesky factor (sums in double, kept as f32), or the centred
-/// queries themselves where a window holds no more than D of them. It is never negative, and as exact where C is
-/// singular. f32 keys, and all where `matrix_unit` is false, run in f32, one chain of multiply-adds over the head
+/// queries themselves if a window holds no more than D of them. It is never negative, and as exact if C is singular.
+/// f32 keys, and all keys if `matrix_unit` is false, run in f32, one chain of multiply-adds over the head
 /// dimension. Other keys run on matrix units in their own dtype (fp8: f16), U as the sum of two such numbers, the mean
 /// as the sum of three: for f16 and fp8 keys as exact as f32; for bf16 keys x differs by up to 2^-15 scale^2 tr(C)
-/// |k|^2. Equal keys of a row score equal bits wherever they lie; a row's bits depend on nothing but the row. An
+/// |k|^2. Equal keys of a row score equal bits wherever they are; a row's bits depend only on the row. An
 /// infinite key may score NaN on matrix units.
 
 #include "evidence.h"
@@ -18,16 +18,16 @@ namespace kvkeep::cuda {
 
 /// Moments of one group's queries before RoPE as `kvkeep::QueryMoments` holds them, on the device.
 struct GivenMoments {
-  std::int64_t count = 0;          ///< queries behind them; 0: nothing was seen
+  std::int64_t count = 0;          ///< queries that they sum up; 0: none were seen
   const double* mean = nullptr;    ///< [Hq, D]; null: this group has none, its window is read
   const double* second = nullptr;  ///< [Hq, D (D + 1) / 2] sum of (q - mean)(q - mean)^T, lower triangle row after row;
-                                   ///< not read where count <= 1 or without covariance
+                                   ///< not read if count <= 1 or without covariance
 };
 
 struct ExpectedArguments {
-  EvidenceArguments evidence;                    ///< `queries` may be null where every group has given moments
-  Element values = Element::f32;                 ///< read where value_norm
-  std::int32_t value_dim = 0;                    ///< 1 to 256 where value_norm
+  EvidenceArguments evidence;                    ///< `queries` may be null if every group has given moments
+  Element values = Element::f32;                 ///< read if value_norm
+  std::int32_t value_dim = 0;                    ///< 1 to 256 if value_norm
   const std::int32_t* next_positions = nullptr;  ///< i32 [count / kv_heads] RowGroup::next_position
   const double* inv_freq = nullptr;              ///< f64 [pairs]
   std::int32_t pairs = 0;                        ///< rotary pairs, at most D / 2; 0: nothing turns
@@ -49,17 +49,17 @@ struct ExpectedArguments {
   void* workspace = nullptr;  ///< expected_workspace_bytes(), aligned to 32
 };
 
-/// 4 G bytes a slot; 8 G + 4 for every (row, 512 slots of the longest row). For every query head 16 bytes, its factor
-/// of 4 Dp R and its mean: 4 Dp in f32, 6 Dp on matrix units, where a KV head's heads are filled up to 16; Dp is D
+/// 4 G bytes per slot; 8 G + 4 for every (row, 512 slots of the longest row). For every query head 16 bytes, its factor
+/// of 4 Dp R and its mean: 4 Dp in f32, 6 Dp on matrix units, where a KV head's heads are padded to 16; Dp is D
 /// rounded up to 16, R the lesser of `queries` and D (with given moments D) rounded up to 32, without covariance 0. For
-/// every group 16 F, and 8 F for each of `queries` where they come after RoPE.
+/// every group 16 F, and 8 F for each of `queries` if they come after RoPE.
 [[nodiscard]] std::int64_t expected_workspace_bytes(const ExpectedArguments& arguments);
 
-/// Five launches: turns; a block a query head for its moments and factor; logits; softmax, mean and value norm; the
-/// sinks' score (not where sink is 0). Cost: flop as on the CPU, twice that on matrix units; keys and values are read
+/// Five launches: turns; one block per query head for its moments and factor; logits; softmax, mean and value norm; the
+/// sinks' score (not if sink is 0). Cost: flop as on the CPU, twice that on matrix units; keys and values are read
 /// once, a head's factor once for every 128 slots (in f32 64), its queries three to five times, the more the larger D
 /// is. Throws InvalidArgument for head sizes outside 1 to 256, pairs beyond half of D, fp8 queries, and future, sink or
-/// queries that are no counts.
+/// queries that are not counts.
 void launch_expected(const ExpectedArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

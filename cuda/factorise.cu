@@ -18,11 +18,10 @@ using tuning::kFactorThreads;
 constexpr std::int32_t kMostWidth = 128;
 constexpr std::int32_t kTile = 4;  ///< a thread forms kTile x kTile numbers of a Gram matrix
 constexpr std::int32_t kMostSweeps = 16;
-constexpr float kNegligible = 3e-8F;  ///< share of the trace below which a number beside the diagonal is left there
-constexpr double kRoundingNoise =
-    1e-10;  ///< share of the squares of the rows below which what is left of them is noise
+constexpr float kNegligible = 3e-8F;      ///< share of the trace below which a number off the diagonal is left there
+constexpr double kRoundingNoise = 1e-10;  ///< share of the squares of the rows below which the rest of them is noise
 constexpr double kCentringGain =
-    1e-6;  ///< share of the squares that rows as they are must leave out less, to be preferred
+    1e-6;  ///< share of the squares that uncentred rows must leave out less, to be preferred
 
 KVKEEP_HD inline std::int32_t padded(std::int32_t m) { return (m + kTile - 1) / kTile * kTile; }
 
@@ -51,7 +50,7 @@ __device__ void put_number(float x, Element element, std::byte* to, std::int64_t
     reinterpret_cast<float*>(to)[i] = x;
 }
 
-/// One matrix, and a block at work on it.
+/// One matrix, and the block that works on it.
 template <class T>
 class Factorising {
  public:
@@ -98,13 +97,13 @@ class Factorising {
   [[nodiscard]] __device__ float plain_number(std::int32_t t, std::int32_t d) const {
     return to_float(reinterpret_cast<const T*>(matrix_.rows.at(matrix_.slots == nullptr ? t : matrix_.slots[t]))[d]);
   }
-  /// What is factorised: centred or not, brought to the order of 1.
+  /// The number that is factorised: centred or not, scaled to the order of 1.
   [[nodiscard]] __device__ float number(std::int32_t t, std::int32_t d) const {
     const float x = plain_number(t, d);
     return (centred_ ? x - mean_[d] : x) * unit_;
   }
 
-  /// The mean, and the size of the rows. False where they are not finite.
+  /// Finds the mean and the size of the rows. False if they are not finite.
   __device__ bool weigh(std::byte* coarse) {
     double mine = 0;
     for (std::int32_t d = rank_; d < dim_; d += size_) {
@@ -132,7 +131,7 @@ class Factorising {
     return sum;
   }
 
-  /// As kvkeep::FactorOptions has it.
+  /// As kvkeep::FactorOptions defines it.
   [[nodiscard]] __device__ std::int32_t rank_of(const float* squares) const {
     const std::int32_t most = a_.options.max_rank < m_ ? a_.options.max_rank : m_;
     if (a_.options.rank != FactoriseOptions::Rank::energy) return most;
@@ -143,7 +142,7 @@ class Factorising {
     return rank < most ? rank : most;
   }
 
-  /// Form and rank; axes and squares are there then.
+  /// Chooses form and rank; axes and squares are then set.
   __device__ std::int32_t choose() {
     using Centred = FactoriseOptions::Centred;
     const bool both = a_.options.centred == Centred::automatic;
@@ -172,7 +171,7 @@ class Factorising {
     sort();
   }
 
-  /// Products of the vectors of the shorter side, kFactorDepth of their numbers at a time; zeros behind m_.
+  /// Products of the vectors of the shorter side, kFactorDepth of their numbers at a time; zeros after m_.
   __device__ void form_gram() {
     float* stage = axes_;  // [kFactorDepth][stride_]
     const std::int32_t tiles = wide_ / kTile;
@@ -215,7 +214,8 @@ class Factorising {
     __syncthreads();
   }
 
-  /// Two indices that are turned together; with `players` of them, round by round, each meets each other once a sweep.
+  /// Two indices that are turned together; with `players` of them, round by round, each meets each other once per
+  /// sweep.
   struct Pair {
     std::int32_t p, q;
     __device__ Pair(std::int32_t k, std::int32_t round, std::int32_t players) {
@@ -226,7 +226,7 @@ class Factorising {
     }
   };
 
-  /// Turns the Gram matrix until it is diagonal; axes follow, one a row.
+  /// Turns the Gram matrix until it is diagonal; the axes, one per row, follow.
   __device__ void diagonalise() {
     const std::int32_t players = (m_ + 1) / 2 * 2, pairs = players / 2;
     float trace = 0;
@@ -255,7 +255,7 @@ class Factorising {
     }
   }
 
-  /// Cosine and sine that bring the number of a pair to 0. True where it was not there yet.
+  /// Finds the cosine and sine that bring the number of a pair to 0. True if it was not there yet.
   __device__ bool find_turn(const Pair& pair, std::int32_t k, float negligible) {
     const float beside = gram_[pair.p * stride_ + pair.q];
     turns_[2 * k] = 1;
@@ -299,7 +299,7 @@ class Factorising {
     *at[1][1] = gram_[columns.q * stride_ + rows.q] = x[1][1];
   }
 
-  /// squares_ and order_: the diagonal, largest first, the lower index first where equal.
+  /// squares_ and order_: the diagonal, largest first, the lower index first if equal.
   __device__ void sort() {
     __syncthreads();
     for (std::int32_t i = rank_; i < m_; i += size_) {
@@ -310,7 +310,7 @@ class Factorising {
         place += other > own || (other == own && j < i) ? 1 : 0;
       }
       order_[place] = i;
-      squares_[place] = own > 0 ? own : 0.0F;  // rounding may put it below
+      squares_[place] = own > 0 ? own : 0.0F;  // rounding may make it negative
     }
     __syncthreads();
   }
@@ -323,15 +323,15 @@ class Factorising {
     }
   }
 
-  /// Number i of the rows' projection on an axis.
+  /// Number i of the rows' projection onto an axis.
   [[nodiscard]] __device__ float projection(const float* axis, std::int32_t i) const {
     float sum = 0;
     for (std::int32_t k = 0; k < m_; ++k) sum = fmaf(axis[k], by_rows_ ? number(i, k) : number(k, i), sum);
     return sum;
   }
 
-  /// A = U sqrt(s), B = sqrt(s) V^T: a warp a component. The scale of a component is taken from the projection, so that
-  /// small ones are as exact as large ones.
+  /// A = U sqrt(s), B = sqrt(s) V^T: one warp per component. The scale of a component is taken from the projection, so
+  /// that small ones are as exact as large ones.
   __device__ void write_factors(std::int32_t rank) {
     const std::int32_t lane = rank_ % 32;
     const std::int64_t right = matrix_.offset + std::int64_t{length_} * rank;

@@ -1,5 +1,5 @@
 #pragma once
-/// Rows of folded spans cut down to few components, on a GPU: what kvkeep::fold() stores of them. No LibTorch in here.
+/// Reduces rows of folded spans to few components, on a GPU: what kvkeep::fold() stores of them. No LibTorch in here.
 
 #include <cstddef>
 #include <cstdint>
@@ -13,13 +13,13 @@ namespace kvkeep::cuda {
 /// Keys or values of one span and KV head. Pointers are to the device.
 struct RowMatrix {
   SlotAddress rows = {};                ///< of the cache
-  const std::int32_t* slots = nullptr;  ///< i32 [length] the span's; null: the first ones
+  const std::int32_t* slots = nullptr;  ///< i32 [length] slots of the span; null: the first ones
   std::int32_t length = 0;              ///< L, 1 or more
-  const float* weights = nullptr;       ///< f32 [length] of sum 1 (kvkeep::span_weights()); null: all alike
+  const float* weights = nullptr;       ///< f32 [length] with sum 1 (kvkeep::span_weights()); null: all equal
   std::int64_t offset = 0;              ///< of its numbers in FactoriseArguments::factors
 };
 
-/// What became of it: kvkeep::SpanFactors.
+/// The result: kvkeep::SpanFactors.
 struct FactorsFound {
   std::int32_t rank = 0;
   bool raw = false;
@@ -48,21 +48,21 @@ struct FactoriseArguments {
   FactoriseOptions options = {};
   FactorsFound* found = nullptr;  ///< [count]
   std::byte* coarse = nullptr;    ///< store [count, D] weighted means
-  std::byte* factors = nullptr;   ///< store: A [L, r], then B [r, D], or the rows where raw, at RowMatrix::offset;
-                                  ///< factor_numbers() of room
+  std::byte* factors = nullptr;   ///< store: A [L, r], then B [r, D], or the rows if raw, at RowMatrix::offset;
+                                  ///< room for factor_numbers()
 };
 
-/// Numbers that a matrix takes at most.
+/// Most numbers that a matrix takes.
 [[nodiscard]] std::int64_t factor_numbers(std::int64_t length, std::int64_t dim, const FactoriseOptions& options);
 
-/// One launch, a block a matrix: of a warp where no side is longer than 16, of 256 threads above 64. Lengths of one
-/// launch had better be alike. From the Gram matrix of the shorter side, m = min(L, D) up to 128, by cyclic Jacobi
+/// One launch, one block per matrix: of a warp if no side is longer than 16, of 256 threads above 64. Lengths in one
+/// launch should be similar. Decomposes the Gram matrix of the shorter side, m = min(L, D) up to 128, by cyclic Jacobi
 /// rotations in shared memory; the other side of the factors, and the scale of a component, is the projection of the
-/// rows. Agrees with the CPU, which decomposes in f64: what factors stand for, to 1e-3 of the rows; ranks and centring,
-/// but where a rule is met within 1e-4 of the squares. It ends after 16 sweeps at most. Cost: m^2 max(L, D) / 2
-/// products, some sweeps of 2 m^3 each (twice of both where centring is automatic, three times where rows go as they
-/// are), 2 r L D for r components. Shared memory 8 m (m + 1) bytes. Throws InvalidArgument for sizes below 0, a head
-/// size outside 1 to 256, a rank below 1, an energy outside 0 to 1 and other dtypes; Unsupported where both L and D are
+/// rows. Agrees with the CPU, which decomposes in f64: the product of the factors to 1e-3 of the rows; ranks and
+/// centring unless a rule is met within 1e-4 of the squares. It ends after 16 sweeps at most. Cost: m^2 max(L, D) / 2
+/// products, some sweeps of 2 m^3 each (both twice if centring is automatic, three times if rows stay uncentred),
+/// 2 r L D for r components. Shared memory 8 m (m + 1) bytes. Throws InvalidArgument for sizes below 0, a head
+/// size outside 1 to 256, a rank below 1, an energy outside 0 to 1 and other dtypes; Unsupported if both L and D are
 /// above 128.
 void launch_factorise(const FactoriseArguments& arguments, Stream stream);
 

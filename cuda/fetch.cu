@@ -13,8 +13,8 @@ using tuning::kFetchBlocks;
 using tuning::kFetchThreads;
 using tuning::kFetchWords;
 
-/// Words [0, count) of a piece that fall to the block's thread. A thread asks for some words before it writes the first
-/// of them: the way to them is long.
+/// Copies this thread's words of a piece, out of [0, count). A thread requests several words before it writes the first
+/// of them, since their latency is long.
 template <class Word>
 __device__ void copy_words(const FarPiece& piece, std::int64_t count) {
   const auto* from = reinterpret_cast<const Word*>(piece.from);
@@ -30,7 +30,7 @@ __device__ void copy_words(const FarPiece& piece, std::int64_t count) {
   }
 }
 
-/// Blocks of one y walk the pieces of one list.
+/// Blocks with the same y walk the pieces of one list.
 __global__ void __launch_bounds__(kFetchThreads) fetch_kernel(FetchArguments a) {
   const FarPiece* list = a.pieces + std::int64_t{blockIdx.y} * a.stride;
   const std::int32_t count = a.counts[blockIdx.y];

@@ -15,7 +15,7 @@ struct Task {
   void* rest;          ///< window_attention_workspace_bytes()
 };
 
-/// Divides the workspace. Gives its size.
+/// Divides the workspace. Returns its size.
 std::int64_t divide(const H2OArguments& a, Task& task) {
   WorkspaceParts parts(a.workspace);
   task.a = a;

@@ -1,14 +1,14 @@
 #pragma once
-/// Passes over keys alone: eight lanes a slot, so that a warp reads whole lines of four slots. Every key is treated
-/// alike wherever it lies: equal keys give equal bits.
+/// Passes over keys alone: eight lanes per slot, so that a warp reads whole lines of four slots. Every key is treated
+/// alike wherever it is: equal keys give equal bits.
 
 #include "element.cuh"
 #include "tuning.cuh"
 
 namespace kvkeep::cuda {
 
-inline constexpr std::int32_t kLanes = 8;                                  ///< of a slot
-inline constexpr std::int32_t kKeysAtOnce = tuning::kKeyThreads / kLanes;  ///< slots of a block
+inline constexpr std::int32_t kLanes = 8;                                  ///< per slot
+inline constexpr std::int32_t kKeysAtOnce = tuning::kKeyThreads / kLanes;  ///< slots per block
 static_assert(kKeysAtOnce == 32, "the mean direction is added up in blocks of 32 keys, as on the CPU");
 
 /// Sum over the slot's eight lanes, the same in each of them.
@@ -18,7 +18,7 @@ __device__ inline float sum_of_lanes(float x) {
   return x;
 }
 
-/// Calls body(d, floats) for the lane's words of a key, kPerWord components from d on, those behind the end 0.
+/// Calls body(d, floats) for the lane's words of a key, kPerWord components from d on, those past the end 0.
 template <class T, class Body>
 __device__ inline void each_word(const SlotAddress& keys, std::int64_t slot, std::int32_t dim, bool aligned,
                                  Body&& body) {
@@ -31,7 +31,7 @@ __device__ inline void each_word(const SlotAddress& keys, std::int64_t slot, std
   }
 }
 
-/// The chunk of slots that a block reads: [begin, end) of row r. Walks gridDim.x further where there are more chunks
+/// The chunk of slots that a block reads: [begin, end) of row r. Walks gridDim.x further if there are more chunks
 /// than blocks.
 struct Chunk {
   std::int64_t row;
@@ -50,7 +50,7 @@ __device__ inline void each_chunk(const EvidenceArguments& e, std::int32_t chunk
   }
 }
 
-/// Floats from key to key where 32 of them lie in shared memory.
+/// Floats from one key to the next when 32 of them are in shared memory.
 KVKEEP_HD inline std::int32_t staged_key(std::int32_t dim) { return (dim + 15) / 16 * 16 + 4; }
 
 /// Dynamic shared memory of weighted_sum().

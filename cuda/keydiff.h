@@ -16,7 +16,7 @@ struct KeyDiffArguments {
 [[nodiscard]] std::int64_t keydiff_workspace_bytes(const EvidenceArguments& evidence);
 
 /// The mean direction is added up in fp32 over 32 keys, in f64 over a chunk and over the chunks in ascending order: its
-/// bits depend on nothing but the row. Cost: two passes over the keys. Throws InvalidArgument for a head size outside 1
+/// bits depend only on the row. Cost: two passes over the keys. Throws InvalidArgument for a head size outside 1
 /// to 256.
 void launch_keydiff(const KeyDiffArguments& arguments, Stream stream);
 

@@ -12,8 +12,8 @@ namespace kvkeep::cuda {
 /// How a kernel is spread over the machine.
 struct Grid {
   dim3 blocks{1, 1, 1};
-  std::int32_t threads = 0;            ///< of a block, a multiple of 32
-  std::size_t shared_bytes = 0;        ///< dynamic
+  std::int32_t threads = 0;      ///< per block, a multiple of 32
+  std::size_t shared_bytes = 0;  ///< dynamic
 };
 
 /// Blocks for `n` pieces of work in x: as many, up to what x can hold; a kernel walks the rest in strides of gridDim.x.
@@ -22,26 +22,34 @@ inline dim3 blocks_for(std::int64_t n, unsigned y = 1, unsigned z = 1) {
   return {static_cast<unsigned>(n < kMost ? n : kMost), y, z};
 }
 
-/// Blocks of `threads` for `n` pieces of work, one a thread.
+/// Blocks of `threads` for `n` pieces of work, one per thread.
 inline dim3 blocks_of_threads(std::int64_t n, std::int32_t threads) { return blocks_for((n + threads - 1) / threads); }
 
-/// Starts `kernel` on `stream`. Nothing happens where there is no block. Throws DeviceError with the kernel's name when CUDA refuses it.
+/// Starts `kernel` on `stream`. Does nothing if there is no block. Throws DeviceError with the kernel's name when
+/// CUDA refuses it.
 template <class... Parameters, class... Arguments>
-void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, cudaStream_t stream, Arguments&&... arguments) {
+void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, cudaStream_t stream,
+            Arguments&&... arguments) {
   if (grid.blocks.x == 0 || grid.blocks.y == 0 || grid.blocks.z == 0) return;
 #if defined(KVKEEP_CUDA_MODEL)
-  model::launch(name, grid.blocks, grid.threads, grid.shared_bytes, stream, [kernel, copied = std::tuple<Parameters...>(arguments...)] { std::apply(kernel, copied); });
+  model::launch(name, grid.blocks, grid.threads, grid.shared_bytes, stream,
+                [kernel, copied = std::tuple<Parameters...>(arguments...)] { std::apply(kernel, copied); });
 #else
   constexpr std::size_t kWithoutAsking = 48 << 10;
   cudaError_t status = cudaSuccess;
   if (grid.shared_bytes > kWithoutAsking)
-    status = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(grid.shared_bytes));
+    status = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(grid.shared_bytes));
   if (status == cudaSuccess) {
-    kernel<<<grid.blocks, static_cast<unsigned>(grid.threads), grid.shared_bytes, stream>>>(Parameters(std::forward<Arguments>(arguments))...);
+    // clang-format off: it takes >>> apart
+    kernel<<<grid.blocks, static_cast<unsigned>(grid.threads), grid.shared_bytes, stream>>>(
+        Parameters(std::forward<Arguments>(arguments))...);
+    // clang-format on
     status = cudaGetLastError();
   }
-  KVKEEP_REQUIRE_AS(DeviceError, status == cudaSuccess, name, ": the launch failed: ", cudaGetErrorString(status), "; given ", grid.blocks.x, " x ", grid.blocks.y, " x ",
-                       grid.blocks.z, " blocks of ", grid.threads, " threads with ", grid.shared_bytes, " bytes of shared memory");
+  KVKEEP_REQUIRE_AS(DeviceError, status == cudaSuccess, name, ": the launch failed: ", cudaGetErrorString(status),
+                    "; given ", grid.blocks.x, " x ", grid.blocks.y, " x ", grid.blocks.z, " blocks of ", grid.threads,
+                    " threads with ", grid.shared_bytes, " bytes of shared memory");
 #endif
 }
 

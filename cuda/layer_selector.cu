@@ -19,7 +19,7 @@ struct Part {
   std::uint64_t low, high, counted;
 };
 
-/// What the kernels are given.
+/// The arguments of the kernels.
 struct Task {
   Batch<RankedPrompt> prompts;
   const std::int32_t* ranks;
@@ -32,7 +32,7 @@ struct Task {
   std::int32_t layer;
   std::int32_t min_layer, fixed_layer, select, window;
 
-  /// Tokens before the window that go on.
+  /// Tokens before the window that continue.
   [[nodiscard]] __device__ std::int32_t best() const { return select - window; }
   [[nodiscard]] __device__ bool wants(const RankedPrompt& prompt) const {
     return states[prompt.state].layer < 0 && prompt.ranked > best();
@@ -41,7 +41,7 @@ struct Task {
 
 KVKEEP_HD inline std::int32_t parts_of(std::int32_t ranked) { return (ranked + kVarianceTokens - 1) / kVarianceTokens; }
 
-/// x blocks have a part of a prompt each, y the prompts.
+/// In x, one block per part of a prompt; in y, one per prompt.
 __global__ void __launch_bounds__(kVarianceThreads) variance_kernel(Task task) {
   __shared__ unsigned long long scratch[kBlockScratch];
   const BlockTeam team(scratch);
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kVarianceThreads) variance_kernel(Task task) {
   }
 }
 
-/// As LayerSelector::see() has it.
+/// As LayerSelector::see() does.
 __device__ void decide(const Task& task, double variance, LayerSelection& state) {
   if (state.first < 0) state.first = variance;
   state.relative = task.layer == task.min_layer ? 1.0
@@ -84,7 +84,7 @@ __device__ void decide(const Task& task, double variance, LayerSelection& state)
   if (state.relative < task.threshold) state.layer = task.layer;
 }
 
-/// A warp has a prompt.
+/// One warp per prompt.
 __global__ void __launch_bounds__(32) decide_kernel(Task task) {
   const WarpTeam warp;
   const RankedPrompt& prompt = task.prompts.of[blockIdx.x];

@@ -12,11 +12,11 @@
 
 namespace kvkeep::cuda {
 
-/// What is known of one prompt, on the device. A prompt begins with LayerSelection{}.
+/// The state of one prompt, on the device. A prompt begins with LayerSelection{}.
 struct LayerSelection {
-  double first = -1;                                           ///< variance at min_layer; below 0: not there yet
+  double first = -1;                                           ///< variance at min_layer; below 0: not known yet
   double relative = std::numeric_limits<double>::quiet_NaN();  ///< of the newest layer seen, as a share of `first`; NaN
-                                                               ///< where none was computed
+                                                               ///< if none was computed
   std::int32_t layer = -1;                                     ///< that selected; -1: none so far
 };
 
@@ -25,11 +25,11 @@ struct LayerSelection {
   if (options.fixed_layer >= 0) return 1;
   return options.observed_layers <= options.min_layer ? options.observed_layers : options.min_layer + 1;
 }
-/// True where a layer's scores must be ranked, as long as the prompt has not selected.
+/// True if a layer's scores must be ranked, as long as the prompt has not selected.
 [[nodiscard]] constexpr bool wants_ranks(const LayerSelectorOptions& options, std::int32_t layer) {
   return options.fixed_layer >= 0 ? layer == options.fixed_layer : layer > options.min_layer - ranked_layers(options);
 }
-/// Which of ranked_layers() places a layer's ranks go to, over the oldest that are there.
+/// Which of ranked_layers() places a layer's ranks go to, over the oldest ones.
 [[nodiscard]] constexpr std::int32_t rank_place(const LayerSelectorOptions& options, std::int32_t layer) {
   return layer % ranked_layers(options);
 }
@@ -48,13 +48,13 @@ struct LayerSelectorArguments {
 /// 24 bytes for every 4096 tokens of the longest prompt, for each prompt of a launch.
 [[nodiscard]] std::int64_t layer_selector_workspace_bytes(std::span<const RankedPrompt> prompts);
 
-/// LayerSelector::see() behind launch_ranks: takes the ranks of `layer` in. A prompt that has selected before, or that
-/// goes on whole, is left as it is. Requires: ranks of every layer that wants_ranks(), up to this one. Variances are
+/// LayerSelector::see() after launch_ranks: takes in the ranks of `layer`. A prompt that has selected before, or that
+/// continues whole, is left as it is. Requires: ranks of every layer that wants_ranks(), up to this one. Variances are
 /// sums of integers, exact and the same for any grid, and rounded only when they are divided, as on the CPU: the same
 /// bits, the same layer. Launches for up to 64 prompts: 2 from min_layer on, 1 at a fixed layer, none before. Cost: one
-/// pass over the ranks that are held. Throws InvalidArgument for options that kvkeep::LayerSelector refuses,
-/// Unsupported for missed_mass and select_mass, which have no kernel, InvalidArgument and where layers times tokens is
-/// 2^32 or more; StateError for a layer whose ranks are not wanted.
+/// pass over the ranks that are held. Throws InvalidArgument for options that kvkeep::LayerSelector refuses, and if
+/// layers times tokens is 2^32 or more; Unsupported for missed_mass and select_mass, which have no kernel; StateError
+/// for a layer whose ranks are not wanted.
 void launch_layer_selector(const LayerSelectorArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

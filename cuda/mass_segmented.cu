@@ -11,9 +11,9 @@ namespace {
 using tuning::kMostThreads;
 using tuning::kWarpSegment;
 
-constexpr std::int32_t kCachedCuts = 1024;  ///< cuts that are worked out side by side; where there are more, one by one
+constexpr std::int32_t kCachedCuts = 1024;  ///< cuts that are worked out side by side; if there are more, one by one
 
-/// The workspace, taken apart. Sizes and places stand here alone.
+/// The parts of the workspace. Only this defines their sizes and places.
 struct Workspace {
   std::uint64_t* prefix;      ///< [slots]
   float* fed;                 ///< [slots]
@@ -39,10 +39,10 @@ struct Workspace {
   }
 };
 
-/// Marks of a slot while a row is selected.
+/// Marks of a slot while a row's slots are selected.
 enum Mark : std::uint8_t { kOut = 0, kCandidate = 1, kIn = 2 };
 
-/// The pooled usage of every row, and its largest: first where heads look at each other.
+/// The pooled usage of every row, and its largest: runs first if heads look at each other.
 __global__ void __launch_bounds__(kMostThreads) pool_kernel(MassSegmentedArguments a) {
   __shared__ unsigned long long scratch[kBlockScratch];
   const BlockTeam team(scratch);
@@ -66,7 +66,7 @@ class Selection {
                        std::int32_t length, Protected guarded)
       : team_(team), histograms_(histograms), scores_(scores), marks_(marks), length_(length), guarded_(guarded) {}
 
-  /// Calls body(team, segment, from, to) for every segment: a warp each, or the block where one is long.
+  /// Calls body(team, segment, from, to) for every segment: one warp each, or the whole block if it is long.
   template <class Body>
   __device__ void each_segment(const std::int32_t* ends, std::int32_t count, const Body& body) const {
     const auto warp = static_cast<std::int32_t>(threadIdx.x / 32), warps = static_cast<std::int32_t>(blockDim.x / 32);

@@ -18,7 +18,7 @@ void expect(const char* what, cudaError_t status) {
 constexpr std::size_t kBuffers = 4;
 constexpr int kOldestChip = 8;  ///< compute capability: bf16 products
 
-/// While it lives, this thread may wait and take page-locked memory though a stream is being captured, here or
+/// While it lives, this thread may wait and take page-locked memory even if a stream is being captured, here or
 /// elsewhere: neither goes into a graph.
 class BesideCapture {
  public:
@@ -28,7 +28,7 @@ class BesideCapture {
   BesideCapture& operator=(const BesideCapture&) = delete;
 
  private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  ///< of the thread, while this lives: what it was before
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  ///< of the thread; while this lives, its earlier mode
 };
 
 }  // namespace
@@ -41,7 +41,7 @@ struct Staging::Buffers {
   struct Buffer {
     HostMemory memory;
     std::size_t bytes = 0;
-    cudaEvent_t gone = nullptr;  ///< after the last copy that left from it
+    cudaEvent_t gone = nullptr;  ///< after the last copy out of it
   };
   std::array<Buffer, kBuffers> in_turn;
   std::size_t next = 0;

@@ -9,8 +9,8 @@
 
 namespace kvkeep::cuda {
 
-/// Page-locked host memory that uploads leave from. An upload does not wait for the device, but where all buffers are
-/// still on their way.
+/// Page-locked host memory that uploads start from. An upload does not wait for the device, unless all buffers are
+/// still in flight.
 class Staging {
  public:
   Staging();
@@ -28,7 +28,7 @@ class Staging {
   std::unique_ptr<Buffers> buffers_;
 };
 
-/// True where work that is launched on the stream goes into a graph.
+/// True if work that is launched on the stream goes into a graph.
 [[nodiscard]] bool is_capturing(Stream stream);
 
 /// Copies `rows` runs of `bytes` on the device.
@@ -38,7 +38,7 @@ void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t 
 /// Copies to the host and waits.
 void download(void* to, const void* from, std::size_t bytes, Stream stream);
 
-/// Throws DeviceError where there is no GPU of that number, or one that is too old for the kernels.
+/// Throws DeviceError if there is no GPU with that number, or if it is too old for the kernels.
 void require_device(int index);
 
 }  // namespace kvkeep::cuda

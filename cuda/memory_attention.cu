@@ -33,7 +33,7 @@ std::int64_t parts_of(const MemoryAttentionArguments& a) {
   return std::clamp<std::int64_t>((tuning::kMemoryBlocks + blocks - 1) / blocks, 1, std::max<std::int64_t>(1, most));
 }
 
-/// What the kernels are given, and where things lie.
+/// The arguments of the kernels, and the parts of the workspace.
 struct Task {
   explicit Task(const MemoryAttentionArguments& arguments)
       : a(arguments),
@@ -61,7 +61,7 @@ struct Task {
   std::int32_t slices;               ///< of kMemoryHeads query heads or less
   std::int32_t parts;                ///< of a row, when it is merged
   float* coarse = nullptr;           ///< [tokens, Hq, most_spans] logits
-  float* relevance = nullptr;        ///< the same: what spans are told to draw, then their share
+  float* relevance = nullptr;        ///< the same: what sketches predict that spans draw, then their share
   std::uint64_t* entries = nullptr;  ///< [tokens, Hkv, 2, most_spans] of a sort
   std::uint8_t* flags = nullptr;     ///< [tokens, Hkv, most_spans]
   float* partial = nullptr;          ///< [tokens, Hq, parts, 2 + D] top, sum and sum of values
@@ -92,7 +92,7 @@ __device__ float number_at(const std::byte* at, Element element, std::int32_t i)
   return reinterpret_cast<const float*>(at)[i];
 }
 
-/// Floats from query to query in shared memory.
+/// Floats from one query to the next in shared memory.
 KVKEEP_HD inline std::int32_t staged_query(std::int32_t dim) { return (dim + 7) / 8 * 8; }
 
 __device__ void stage_queries(const Task& task, const Asked& asked, float* to) {
@@ -152,8 +152,7 @@ struct LogitsShared {
   std::size_t queries, tables;
 };
 
-/// tables [heads][components / 4][16]: sums of four components of a query, those of the bits that are set plus, the
-/// others minus.
+/// tables [heads][components / 4][16]: sums of four components of a query, plus where a bit is set, else minus.
 __device__ void fill_tables(const float* queries, std::int32_t heads, std::int32_t dim, std::int32_t entries,
                             float* tables) {
   const std::int32_t stride = staged_query(dim);
@@ -168,8 +167,8 @@ __device__ void fill_tables(const float* queries, std::int32_t heads, std::int32
   }
 }
 
-/// The log-sum-exp of what the tokens of spans [begin, end) are told to draw, added to what `relevance` holds of their
-/// coarse keys. Eight lanes a span.
+/// Adds the log-sum-exp of the logits that sketches predict for the tokens of spans [begin, end) to what `relevance`
+/// holds of their coarse keys. Eight lanes per span.
 __device__ void add_told(const Task& task, const Asked& asked, std::int32_t begin, std::int32_t end,
                          const float* tables, std::int32_t entries, float* relevance) {
   const FoldedRow& row = *asked.row;
@@ -244,8 +243,8 @@ __device__ T sum_of_warp(T x) {
   return x;
 }
 
-/// Logits of one head become shares of all mass, `dense` being the log-sum-exp of what lies outside; marks what is
-/// above the rule's. By a warp.
+/// Turns the logits of one head into shares of all mass, `dense` being the log-sum-exp of everything else; marks those
+/// above the rule's. By one warp.
 __device__ void want_by_mass(const Task& task, std::int32_t spans, float dense, float* shares, std::uint8_t* marks) {
   const WarpTeam warp;
   float top = Running::kNothing;
@@ -269,7 +268,7 @@ __device__ void want_by_mass(const Task& task, std::int32_t spans, float dense, 
   }
 }
 
-/// Heads of one row and query that open spans on one budget.
+/// Heads of one row and query that open spans within one budget.
 struct Sharing {
   const float* relevance;  ///< [heads, most_spans]
   std::uint8_t* marks;     ///< the same: what each wants, then what it opens
@@ -290,7 +289,7 @@ struct Sharing {
   }
 };
 
-/// What opening a span takes: numbers that are divided by unit().
+/// The cost of opening a span: numbers that are divided by unit().
 struct Cost {
   const MemorySpan* table;
   std::int32_t dim;
@@ -307,7 +306,7 @@ struct Cost {
   [[nodiscard]] __device__ double operator()(std::int32_t s) const { return static_cast<double>(numbers(s)) / unit(); }
 };
 
-/// Walks n entries in their order and flags the spans that fit, adding up as the CPU does. By a warp.
+/// Walks n entries in their order and flags the spans that fit, adding up as the CPU does. By one warp.
 __device__ void open_in_order(const FoldedRow& row, const Cost& cost, const std::uint64_t* entries, std::int32_t n,
                               std::uint8_t* flags) {
   const WarpTeam warp;
@@ -317,7 +316,7 @@ __device__ void open_in_order(const FoldedRow& row, const Cost& cost, const std:
     const auto s = static_cast<std::int32_t>(there ? static_cast<std::uint32_t>(entries[first + warp.rank()]) : 0);
     const double own = there ? cost(s) : 0;
     unsigned left = __ballot_sync(kWholeWarp, there ? 1 : 0);
-    while (left != 0) {  // what does not fit now never will
+    while (left != 0) {  // a span that does not fit now never will
       left &= __ballot_sync(kWholeWarp, used + own > row.entries ? 0 : 1);
       if (left == 0) break;
       const int next = __ffs(static_cast<int>(left)) - 1;
@@ -358,7 +357,7 @@ __device__ void open_within(const Task& task, const BlockTeam& team, std::uint32
   team.sync();
 }
 
-/// A block decides for one row and query what is opened.
+/// One block decides what one row and query opens.
 __global__ void __launch_bounds__(kMemoryThreads) open_kernel(Task task) {
   __shared__ unsigned long long scratch[kBlockScratch];
   __shared__ std::uint32_t counters[sort_counters(kMemoryThreads)];
@@ -386,7 +385,7 @@ __global__ void __launch_bounds__(kMemoryThreads) open_kernel(Task task) {
   if (team.rank() == 0) task.a.opened_count[place] = opened;
 }
 
-/// A block lists the pieces of one row.
+/// One block lists the pieces of one row.
 __global__ void __launch_bounds__(kMemoryThreads) pieces_kernel(Task task, FarPiece* pieces, std::int32_t* counts) {
   __shared__ unsigned long long scratch[kBlockScratch];
   const BlockTeam team(scratch);
@@ -454,8 +453,8 @@ class Merging {
   /// Where the logit of entry t of the tile goes.
   [[nodiscard]] __device__ float& entry(std::int32_t h, std::int32_t t) const { return weights_[h * kMemoryTile + t]; }
 
-  /// The tile's `count` logits, which were written before, become weights; what was summed is brought to the new scale.
-  /// drawn [heads][rank] is brought along.
+  /// Turns the tile's `count` logits, which were written before, into weights, and brings what was summed, drawn
+  /// [heads][rank] included, to the new scale.
   __device__ void weigh(std::int32_t count, float* drawn = nullptr, std::int32_t rank = 0) {
     __syncthreads();
     const auto thread = static_cast<std::int32_t>(threadIdx.x), h = thread / 32, lane = thread % 32;
@@ -511,7 +510,7 @@ class Merging {
   }
   [[nodiscard]] __device__ const float* drawn_sum() const { return drawn_sum_; }
 
-  /// to [parts][2 + dim] of a head after the other.
+  /// Writes to `to`, [parts][2 + dim], one head after the other.
   __device__ void write(float* to, std::int64_t head_stride) const {
     __syncthreads();
     if (threadIdx.x < static_cast<unsigned>(heads_)) {
@@ -593,7 +592,7 @@ class OpenedSpan {
                    [&](std::int32_t, std::int32_t h, float dot) { offset[h] = dot; });
   }
 
-  /// Of tokens [first, first + count): nothing for heads that have not opened the span.
+  /// Logits of tokens [first, first + count): nothing for heads that have not opened the span.
   __device__ void logits(const Merging& softmax, const FactorPlace& keys, std::int32_t first, std::int32_t count,
                          const float* queries, const float* inner, const float* offset, std::int32_t heads) const {
     const auto entry_of_head = [&](std::int32_t t, std::int32_t h, float dot) {
@@ -617,7 +616,7 @@ class OpenedSpan {
   const T *coarse_key_, *coarse_value_;
   float scale_;
   std::int32_t dim_;
-  unsigned open_;  ///< heads that have opened it, a bit each
+  unsigned open_;  ///< heads that have opened it, one bit each
 };
 
 /// One part of a row, for one query and up to kMemoryHeads heads: a run of its coarse entries, and every parts-th
@@ -669,7 +668,7 @@ __global__ void __launch_bounds__(kMemoryThreads) merge_kernel(Task task) {
 
 constexpr std::int32_t kCombineThreads = 128;
 
-/// A block puts the parts of one head together with what was read before.
+/// One block combines the parts of one head with what was read before.
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(Task task) {
   const Asked asked = asked_of(task, blockIdx.x, task.a.group, 1);
   if (!asked.there) return;

@@ -1,7 +1,7 @@
 #pragma once
-/// Attention over folded spans on a GPU: which spans every query opens, where their factors come near, and all of it
-/// merged into softmaxes over rows that were read before. Same decisions as kvkeep::read_memory() by the rule `mass`.
-/// Differs: the rules `coverage` and `learned` have no kernel. No LibTorch in here.
+/// Attention over folded spans on a GPU: decides which spans every query opens, brings their factors near, and merges
+/// all of it into softmaxes over rows that were read before. Same decisions as kvkeep::read_memory() by the rule
+/// `mass`. Differs: the rules `coverage` and `learned` have no kernel. No LibTorch in here.
 
 #include <cstddef>
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace kvkeep::cuda {
 
-/// Where keys or values of a span lie in its blob: kvkeep::SpanFactors.
+/// Where keys or values of a span are in its blob: kvkeep::SpanFactors.
 struct FactorPlace {
   std::int32_t rank = 0;
   bool raw = false;
@@ -58,7 +58,7 @@ struct MemoryAttentionArguments {
   std::int32_t most_queries = 0;  ///< of a row, or more
   std::int32_t tokens = 0;        ///< of all sequences
   std::int32_t kv_heads = 1;
-  std::int32_t group = 1;              ///< query heads of a KV head
+  std::int32_t group = 1;              ///< query heads per KV head
   std::int32_t dim = 0;                ///< 1 to 256
   Element store = Element::f32;        ///< of coarse entries and blobs: f32, f16 or bf16
   Element query = Element::f32;        ///< f32, f16 or bf16
@@ -75,7 +75,7 @@ struct MemoryAttentionArguments {
   float* lse =
       nullptr;  ///< f32 [tokens, Hq] log of its sum of exponentials; -inf: there was no row, and `out` counts as 0
   std::uint8_t* marks =
-      nullptr;  ///< u8 [tokens, Hq, most_spans] 1 where a head has opened a span; written up to a row's spans
+      nullptr;  ///< u8 [tokens, Hq, most_spans] 1 if a head has opened a span; written up to a row's spans
   std::int32_t* opened =
       nullptr;  ///< i32 [tokens, Hkv, most_spans] spans that some head of the group has opened, ascending
   std::int32_t* opened_count = nullptr;  ///< i32 [tokens, Hkv] how many
@@ -85,31 +85,30 @@ struct MemoryAttentionArguments {
   [[nodiscard]] KVKEEP_HD std::int32_t query_heads() const { return kv_heads * group; }
 };
 
-/// A token: 8 for each query head and span, 17 for each KV head and span, and 4 (D + 2) for each query head and part of
-/// a row, of which there are up to 32 where few rows and queries are at work.
+/// Per token: 8 for each query head and span, 17 for each KV head and span, and 4 (D + 2) for each query head and part
+/// of a row, of which there are up to 32 if there are few rows and queries.
 [[nodiscard]] std::int64_t memory_attention_workspace_bytes(const MemoryAttentionArguments& arguments);
 
-/// Writes marks, opened and opened_count; reads queries, lse and what is near of the rows. A span is wanted where its
-/// share of all mass is above `mass`: told by its sketch where there is one, else by its coarse entry. Within the
-/// budget the most relevant go first, the lower span at equal relevance, and one that does not fit is passed over.
-/// Agrees with the CPU but where a share is within 1e-5 of `mass`, or two shares that compete for the budget are that
-/// close. 2 launches. Cost: the coarse keys and sketches once for 8 query heads; a sort of the spans that are wanted
-/// where they do not all fit. Throws InvalidArgument for sizes below 0, a head size outside 1 to 256, no head, and
-/// other dtypes.
+/// Writes marks, opened and opened_count; reads queries, lse and what is near of the rows. A span is wanted if its
+/// share of all mass is above `mass`, as predicted by its sketch if there is one, else by its coarse entry. Within the
+/// budget the most relevant go first, the lower span at equal relevance, and one that does not fit is skipped. Agrees
+/// with the CPU unless a share is within 1e-5 of `mass`, or two shares that compete for the budget are that close. 2
+/// launches. Cost: the coarse keys and sketches once for 8 query heads; a sort of the wanted spans if they do not all
+/// fit. Throws InvalidArgument for sizes below 0, a head size outside 1 to 256, no head, and other dtypes.
 void launch_memory_route(const MemoryAttentionArguments& arguments, Stream stream);
 
-/// Lists what is to be fetched of the opened spans (launch_fetch), and says in `near` where it will lie: `pieces`
-/// [count][most_spans], `counts` [count], for each row. A row's arena is handed out from its beginning: what lay there,
+/// Lists what to fetch of the opened spans (launch_fetch), and writes to `near` where it will be: `pieces`
+/// [count][most_spans], `counts` [count], for each row. A row's arena is handed out from its beginning: what was there,
 /// and what was read from afar, is no longer near. Spans whose `near` points elsewhere stay there and are not fetched.
-/// What does not fit into the arena is read where it lies, over the bus: the same answer, later. 1 launch. Not needed
-/// where `near` is filled by the caller. Throws as launch_memory_route.
+/// What does not fit into the arena is read in place, over the bus: the same answer, later. 1 launch. Not needed if the
+/// caller fills `near`. Throws as launch_memory_route.
 void launch_memory_pieces(const MemoryAttentionArguments& arguments, FarPiece* pieces, std::int32_t* counts,
                           Stream stream);
 
 /// Merges the spans into (out, lse), in place: opened ones token by token from their factors, without a row being
 /// formed, the others as their coarse entries. Rows without spans are left as they are. Requires: launch_memory_route
 /// with the same arguments before it, on the same workspace. 2 launches. Cost: the coarse values and the factors of
-/// opened spans once for 8 query heads. Rounding depends on into how many parts a row is cut, and so on how many rows
+/// opened spans once for 8 query heads. Rounding depends on how many parts a row is cut into, and so on how many rows
 /// and queries go together. Throws as launch_memory_route.
 void launch_memory_merge(const MemoryAttentionArguments& arguments, Stream stream);
 

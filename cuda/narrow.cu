@@ -45,7 +45,7 @@ struct Rows {
   std::int32_t each;   ///< rows that one block copies at a time
 };
 
-/// Blocks of one y walk the rows of one prompt. A thread asks for some words before it writes the first of them.
+/// Blocks with the same y walk the rows of one prompt. A thread requests several words before it writes the first.
 template <class Word>
 __global__ void __launch_bounds__(kCompactThreads) gather_rows_kernel(Rows a) {
   const GatheredPrompt& prompt = a.prompts.of[blockIdx.y];

@@ -1,5 +1,5 @@
 #pragma once
-/// Prompts go on with some of their tokens: which, and their rows packed, on a GPU. Same tokens as
+/// Prompts continue with some of their tokens: chooses these and packs their rows, on a GPU. Same tokens as
 /// kvkeep::LayerSelector::tokens(). No LibTorch in here.
 
 #include <cstdint>
@@ -13,8 +13,8 @@ namespace kvkeep::cuda {
 
 struct NarrowArguments {
   std::span<const RankedPrompt> prompts = {};  ///< on the host
-  std::int32_t select = 2048;                  ///< tokens that go on, the window's included
-  std::int32_t window = 32;                    ///< newest tokens, which always go on
+  std::int32_t select = 2048;                  ///< tokens that continue, the window's included
+  std::int32_t window = 32;                    ///< newest tokens, which always continue
   const std::int32_t* ranks = nullptr;         ///< i32 of the newest layer, each prompt's at RankedPrompt::ranks
   const LayerSelection* states = nullptr;  ///< only prompts that `layer` has selected are written; null: every prompt
   std::int32_t layer = -1;
@@ -22,22 +22,22 @@ struct NarrowArguments {
                                    ///< window, ascending; min(select, ranked + window) of them
 };
 
-/// Decides on the device: the host need not know which prompts are written. One launch for up to 64 prompts, a block
+/// Decides on the device: the host need not know which prompts are written. One launch for up to 64 prompts, one block
 /// each. Cost: one pass over the ranks. Throws InvalidArgument for a window below 1, a select that does not exceed it,
 /// and a prompt with fewer than 0 ranked tokens.
 void launch_narrow(const NarrowArguments& arguments, Stream stream);
 
-/// Rows of one prompt on their way.
+/// Rows of one prompt to be copied.
 struct GatheredPrompt {
-  std::int64_t from = 0;   ///< its first row where they come from
-  std::int64_t to = 0;     ///< and where they go to
+  std::int64_t from = 0;   ///< its first row in the source
+  std::int64_t to = 0;     ///< its first row in the destination
   std::int64_t kept = -1;  ///< where its list of tokens begins; -1: none, every row goes as it is
-  std::int32_t rows = 0;   ///< that go
+  std::int32_t rows = 0;   ///< rows to copy
 };
 
 struct GatherRowsArguments {
   std::span<const GatheredPrompt> prompts = {};  ///< on the host
-  const std::int32_t* tokens = nullptr;          ///< i32 lists, of launch_narrow
+  const std::int32_t* tokens = nullptr;          ///< i32 lists from launch_narrow
   const std::byte* from = nullptr;               ///< rows of opaque bytes: hidden states, positions
   std::byte* to = nullptr;                       ///< must not overlap `from`
   std::int64_t row_bytes = 0;
@@ -45,10 +45,10 @@ struct GatherRowsArguments {
   std::int64_t to_stride = 0;
 };
 
-/// Row i of a prompt becomes row tokens[i] of it. One launch for up to 64 prompts. Cost: the bytes that go, read and
-/// written once, in words of 16 bytes where both addresses, strides and row_bytes are multiples of 16, else in the
+/// Row i of a prompt becomes row tokens[i] of it. One launch for up to 64 prompts. Cost: the bytes copied, read and
+/// written once, in words of 16 bytes if both addresses, strides and row_bytes are multiples of 16, else in the
 /// widest that divides them. Throws InvalidArgument for rows of fewer than 1 byte or more than 2^30, a stride below
-/// that, a negative number of rows, and a list where there are no tokens.
+/// that, a negative number of rows, and a list without tokens.
 void launch_gather_rows(const GatherRowsArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

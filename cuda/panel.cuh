@@ -1,13 +1,13 @@
 #pragma once
-/// Products in f32 of slots that lie in shared memory with rows that are brought there a panel at a time. A warp has 16
-/// slots, a thread four of them and four rows.
+/// Products in f32 of slots in shared memory with rows that are brought there one panel at a time. A warp has 16 slots,
+/// a thread four of them and four rows.
 
 #include "platform.cuh"
 
 namespace kvkeep::cuda {
 
 inline constexpr std::int32_t kPanelRows = 32, kPanelSlots = 64, kPanelThreads = 128;
-inline constexpr std::int32_t kPanelSlice = 64;                ///< components of the rows that lie there at a time
+inline constexpr std::int32_t kPanelSlice = 64;                ///< components of the rows that are there at a time
 inline constexpr std::int32_t kPanelStride = kPanelSlice + 4;  ///< threads read rows of it without conflicts
 
 /// Which slots and rows the thread has: slot0 and every fourth from there, row0 and every eighth.
@@ -20,8 +20,8 @@ struct PanelPlace {
 };
 
 /// products[4 i + j]: slot slot0 + 4 i times row row0 + 8 j, components [d0, padded), one chain of multiply-adds.
-/// load(row, d): four components of a row from d on, zeros where there are none. `padded`: a multiple of 4. For a whole
-/// block, which waits before anything is read.
+/// load(row, d): four components of a row from d on, zeros where there are none. `padded`: a multiple of 4. The whole
+/// block calls, and waits before anything is read.
 template <class Load>
 __device__ __forceinline__ void multiply_panel(const Load& load, std::int32_t d0, std::int32_t padded,
                                                const float* slots, std::int32_t stride, PanelPlace place, float* panel,

@@ -1,5 +1,5 @@
 #pragma once
-/// How memory that is asked for as one piece is cut into arrays.
+/// How memory that is allocated as one piece is cut into arrays.
 
 #include "kvkeep/core/hd.h"
 #include "platform.cuh"

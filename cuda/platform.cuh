@@ -1,5 +1,5 @@
 #pragma once
-/// What every kernel stands on: CUDA itself, or, in the tests of a machine without a GPU, the execution model of
+/// What every kernel builds on: CUDA itself, or, in tests on a machine without a GPU, the execution model of
 /// tests/cuda_model, which compiles the same bodies with a host compiler. No LibTorch in this folder.
 
 #include <cstddef>
@@ -17,7 +17,7 @@
 namespace kvkeep::cuda {
 namespace wmma = nvcuda::wmma;
 
-/// The block's dynamic shared memory, aligned to 32 bytes, as wmma wants its tiles.
+/// The block's dynamic shared memory, aligned to 32 bytes, as wmma requires for its tiles.
 __device__ inline std::byte* dynamic_shared() {
   extern __shared__ __align__(32) unsigned char kvkeep_dynamic_shared[];
   return reinterpret_cast<std::byte*>(kvkeep_dynamic_shared);

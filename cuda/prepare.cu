@@ -9,7 +9,7 @@ namespace {
 
 using tuning::kTurnThreads;
 
-/// Writes the newest positions of one row; the older ones are there.
+/// Writes the newest positions of one row; the older ones are already there.
 __device__ void append_positions(const Row& row, const NewestPositions& newest) {
   auto* to = const_cast<std::int32_t*>(row.positions) + row.length - newest.slots;
   for (std::int32_t n = 0; n < newest.count; ++n) {
@@ -43,7 +43,7 @@ __device__ RowWindow window_of(const PrepareArguments& a, std::int64_t r) {
   return window;
 }
 
-/// One token of a group: all its heads stand at the same position.
+/// One token of a group: all its heads are at the same position.
 template <class From>
 __device__ void turn_token(const PrepareArguments& a, std::int64_t group, std::int32_t i, RopeTurn* turns) {
   const EvidenceArguments& e = a.evidence;
@@ -73,7 +73,7 @@ __device__ void turn_token(const PrepareArguments& a, std::int64_t group, std::i
   }
 }
 
-/// The first blocks have a row each, the others a token of a group.
+/// The first blocks have one row each, the others one token of a group.
 template <class From>
 __global__ void __launch_bounds__(kTurnThreads)
     prepare_kernel(PrepareArguments a, std::int64_t rows, std::int64_t tokens) {

@@ -26,22 +26,22 @@ struct NewestPositions {
 struct PrepareArguments {
   EvidenceArguments evidence;
   const NewestPositions* newest =
-      nullptr;  ///< [groups] written to the end of Row::positions, which is the keeper's own; null: they are there
+      nullptr;  ///< [groups] written to the end of Row::positions, which is the keeper's own; null: already there
 
   std::int32_t window = 0;       ///< W: at most that many newest queries
   bool official = false;         ///< of the windows
   RowWindow* windows = nullptr;  ///< [count] as kvkeep::row_windows(); null: not asked for. Needs limits
 
   float* queries = nullptr;  ///< f32 [groups, Hq, W, D], turned at their own positions, times the softmax scale, newest
-                             ///< last; zeros where a group holds fewer; null: not asked for
+                             ///< last; zeros if a group holds fewer; null: not asked for
   const double* inv_freq = nullptr;  ///< f64 [pairs] on the device
   std::int32_t pairs = 0;            ///< 0: queries come after RoPE, or nothing turns
   RopeStyle style = RopeStyle::half;
   double attention_scaling = 1.0;
 };
 
-/// Phases in double, one sine-cosine pair for every (group, query, pair). A query that is not finite stays so: the host
-/// cannot be told from here. Throws InvalidArgument for a head size outside 1 to 256, pairs beyond half of it, and
+/// Phases in double, one sine-cosine pair for every (group, query, pair). A query that is not finite stays so: the
+/// device cannot tell the host. Throws InvalidArgument for a head size outside 1 to 256, pairs beyond half of it, and
 /// queries that cannot be read.
 void launch_prepare(const PrepareArguments& arguments, Stream stream);
 

@@ -17,14 +17,14 @@ using tuning::kTurnThreads;
 struct Task {
   PromptScoresArguments a;
   EvidenceArguments summed;  ///< a row for every (row, part)
-  std::int32_t parts;        ///< of a row: its query heads where each is pooled by itself, else 1
+  std::int32_t parts;        ///< of a row: its query heads if each is pooled by itself, else 1
   Row* rows;                 ///< [summed.count]; null: those of the evidence
   RowWindow* windows;        ///< [summed.count]
   float* sums;               ///< f32 [slots * parts]
   void* rest;                ///< window_attention_workspace_bytes()
 };
 
-/// Divides the workspace. Gives its size.
+/// Divides the workspace. Returns its size.
 std::int64_t divide(const PromptScoresArguments& a, Task& task) {
   WorkspaceParts parts(a.workspace);
   task.a = a;
@@ -42,7 +42,7 @@ std::int64_t divide(const PromptScoresArguments& a, Task& task) {
   return parts.bytes();
 }
 
-/// The window of every row that is summed, and the row itself where query heads are: the same keys, once for each.
+/// Sets the window of every row that is summed, and the row itself if query heads are: the same keys, once for each.
 __global__ void __launch_bounds__(kTurnThreads) rows_kernel(Task task) {
   const EvidenceArguments& e = task.a.evidence;
   for (std::int64_t n = std::int64_t{blockIdx.x} * kTurnThreads + threadIdx.x; n < task.summed.count;
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kTurnThreads) rows_kernel(Task task) {
   }
 }
 
-/// A thread has a token of a group: its score of every KV head, and their sum, both added up in ascending order.
+/// One thread per token of a group: its score of every KV head, and their sum, both added up in ascending order.
 __global__ void __launch_bounds__(kKeyThreads) pool_kernel(Task task, std::int32_t chunks) {
   const PromptScoresArguments& a = task.a;
   const EvidenceArguments& e = a.evidence;

@@ -1,5 +1,5 @@
 #pragma once
-/// What the newest queries of prompts made of the tokens before them, in one layer, on a GPU. Same contract as
+/// How the newest queries of prompts score the tokens before them, in one layer, on a GPU. Same contract as
 /// kvkeep::prompt_scores().
 
 #include "evidence.h"
@@ -8,8 +8,8 @@
 namespace kvkeep::cuda {
 
 struct PromptScoresArguments {
-  EvidenceArguments evidence;  ///< rows that end with the window's own slots, a group's of one length, all longer than
-                               ///< `window`. `limits` are not read
+  EvidenceArguments evidence;  ///< rows that end with the window's own slots; same length within a group, all longer
+                               ///< than `window`. `limits` are not read
   const float* queries =
       nullptr;  ///< f32 [groups, Hq, window, D] from launch_prepare, which finds `window` or more of every group
   const float* log_sum_exp =
@@ -23,17 +23,17 @@ struct PromptScoresArguments {
   void* workspace = nullptr;  ///< prompt_scores_workspace_bytes(), aligned to 32
 };
 
-/// Average: 4 bytes a slot, 8 a row, and window_attention_workspace_bytes(). Maximum: 4 bytes a slot and query head of
-/// its group, sizeof(Row) + 8 for every (row, query head of its group), and window_attention_workspace_bytes() of as
-/// many rows. Each part rounded up to 32.
+/// Average: 4 bytes per slot, 8 per row, and window_attention_workspace_bytes(). Maximum: 4 bytes per slot and query
+/// head of its group, sizeof(Row) + 8 for every (row, query head of its group), and window_attention_workspace_bytes()
+/// of as many rows. Each part rounded up to 32.
 [[nodiscard]] std::int64_t prompt_scores_workspace_bytes(const PromptScoresArguments& arguments);
 
-/// Agrees with the CPU as launch_window_attention does: sums to about 2e-5 of themselves, 1e-4 with bf16 keys. Of equal
-/// sums the scores are the CPU's bits. They depend on nothing but the group's rows. Launches: 4. Cost:
+/// Agrees with the CPU as launch_window_attention does: sums to about 2e-5 of themselves, 1e-4 with bf16 keys. From
+/// equal sums, the scores are the CPU's bits. They depend only on the group's rows. Launches: 4. Cost:
 /// launch_window_attention for its `sum`, and one pass over the sums. The average of a sum is the sum of averages: one
-/// sum a KV head is enough. A maximum is not: under `maximum` every query head is a row of its own over the same keys.
-/// Throws InvalidArgument for a window below 1, no row longer than it, an even pool, rows that are no whole groups, and
-/// a head size outside 1 to 256.
+/// sum per KV head is enough. A maximum is not: under `maximum` every query head is a row of its own over the same
+/// keys. Throws InvalidArgument for a window below 1, no row longer than it, an even pool, rows that are not whole
+/// groups, and a head size outside 1 to 256.
 void launch_prompt_scores(const PromptScoresArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

@@ -16,7 +16,7 @@ __device__ void copy_token(const QueryLayout& layout, const std::byte* from, std
   }
 }
 
-/// Blocks of one y walk the tokens of one arrival.
+/// Blocks with the same y walk the tokens of one arrival.
 __global__ void __launch_bounds__(tuning::kTurnThreads) push_queries_kernel(PushQueriesArguments a) {
   const QueryArrival& arrival = a.arrivals[blockIdx.y];
   const QueryLayout& layout = a.layout;

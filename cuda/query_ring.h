@@ -8,7 +8,7 @@
 namespace kvkeep::cuda {
 
 inline constexpr std::int32_t kQueryArrivals =
-    64;  ///< of one launch: they travel with it, so that nothing is copied before
+    64;  ///< per launch: they travel with it, so that nothing is copied before it
 
 struct PushQueriesArguments {
   QueryArrival arrivals[kQueryArrivals];
@@ -16,7 +16,7 @@ struct PushQueriesArguments {
   QueryLayout layout;
 };
 
-/// One launch, a block a token. Cost: the bytes of the queries, read and written once in words of up to 16 bytes.
+/// One launch, one block per token. Cost: the bytes of the queries, read and written once in words of up to 16 bytes.
 void launch_push_queries(const PushQueriesArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

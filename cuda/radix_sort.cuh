@@ -1,26 +1,26 @@
 #pragma once
-/// A stable sort of numbers by what they score, the highest first, by one block.
+/// A stable sort of numbers by their score, the highest first, by one block.
 
 #include "team.cuh"
 
 namespace kvkeep::cuda {
 
 inline constexpr std::int32_t kDigitBits = 8, kDigitCount = 1 << kDigitBits;
-inline constexpr std::int32_t kAhead = 4;  ///< numbers that a thread has asked for before it places the first of them
+inline constexpr std::int32_t kAhead = 4;  ///< numbers that a thread requests before it places the first of them
 
-/// A score as an integer, the highest first: NaN behind all others, -0 equals +0.
+/// A score as an integer, the highest first: NaN after all others, -0 equals +0.
 __device__ inline std::uint32_t place_of(float score) {
   if (score != score) return ~std::uint32_t{0};
   const std::uint32_t bits = __float_as_uint(score + 0.0F);
   return (bits & 0x80000000U) != 0 ? bits : ~bits & 0x7FFFFFFFU;
 }
 
-/// An entry of the sort: what it is sorted by above, the token's number below.
+/// An entry of the sort: the sort key in the high half, the token's number in the low half.
 __device__ inline std::uint64_t entry_of(float score, std::int32_t t) {
   return std::uint64_t{place_of(score)} << 32 | static_cast<std::uint32_t>(t);
 }
 
-/// Lanes of the warp whose digit is this lane's, of those that are there. The whole warp calls.
+/// Lanes of the warp with the same digit as this lane, of those that are there. The whole warp calls.
 __device__ inline unsigned peers_of(std::uint32_t digit, bool there) {
   unsigned peers = __ballot_sync(kWholeWarp, there ? 1 : 0);
 #pragma unroll
@@ -47,8 +47,8 @@ __device__ inline void place_digits(const BlockTeam& team, std::uint32_t* counte
   team.sync();
 }
 
-/// Calls step(there, entry) for a warp's run of entries, 32 neighbours at a time, one a lane; the entry of a lane whose
-/// `there` is false is nobody's.
+/// Calls step(there, entry) for a warp's run of entries, 32 neighbours at a time, one per lane; the entry of a lane
+/// whose `there` is false has no meaning.
 template <class Read, class Step>
 __device__ void each_entry(std::int32_t begin, std::int32_t end, const Read& read, const Step& step) {
   const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
@@ -67,8 +67,8 @@ __device__ void each_entry(std::int32_t begin, std::int32_t end, const Read& rea
   }
 }
 
-/// One pass of a stable sort of n entries: read(i) gives the i-th, write(i, entry) puts it to its place by the digit at
-/// `shift`. Each warp has a run of neighbours.
+/// One pass of a stable sort of n entries: read(i) gives the i-th, write(i, entry) puts an entry in its place by the
+/// digit at `shift`. Each warp has a run of neighbours.
 template <class Read, class Write>
 __device__ void sort_by_digit(const BlockTeam& team, std::uint32_t* counters, std::int32_t n, int shift,
                               const Read& read, const Write& write) {

@@ -20,7 +20,7 @@ struct RanksArguments {
 /// 16 bytes for every ranked token of a launch.
 [[nodiscard]] std::int64_t ranks_workspace_bytes(std::span<const RankedPrompt> prompts);
 
-/// A stable radix sort, a block a prompt, 8 bits at a time. One launch for up to 64 prompts. Cost: four passes that
+/// A stable radix sort, one block per prompt, 8 bits at a time. One launch for up to 64 prompts. Cost: four passes that
 /// read every number twice and write it once. Throws InvalidArgument for a prompt with fewer than 0 or more than 2^30
 /// tokens.
 void launch_ranks(const RanksArguments& arguments, Stream stream);

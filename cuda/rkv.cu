@@ -44,7 +44,7 @@ struct Task {
   }
 };
 
-/// Divides the workspace. Gives its size.
+/// Divides the workspace. Returns its size.
 std::int64_t divide(const RkvArguments& a, Task& task) {
   WorkspaceParts parts(a.workspace);
   task.chunks = key_chunks(a.evidence);
@@ -82,15 +82,15 @@ using Multiplied = std::conditional_t<std::is_same_v<T, Fp8>, __half, T>;
 template <class T>
 inline constexpr bool kOnMatrixUnits = !std::is_same_v<T, float>;
 
-/// Components of a key that lie in shared memory at a time, and what lies from key to key there: threads read rows of
-/// it without conflicts.
+/// Components of a key in shared memory at a time, and the stride from key to key there, such that threads read rows
+/// without conflicts.
 template <class T>
 inline constexpr std::int32_t kSlice = tuning::kSimilarSlice / static_cast<std::int32_t>(sizeof(Multiplied<T>));
 template <class T>
 inline constexpr std::int32_t kStride = kSlice<T> + 16 / static_cast<std::int32_t>(sizeof(Multiplied<T>));
 
-/// Copies components [d0, d0 + n) of `count` keys, zeros behind them up to a multiple of 16. slot_of(i): the slot of
-/// the i-th.
+/// Copies components [d0, d0 + n) of `count` keys, with zeros after them up to a multiple of 16. slot_of(i): the slot
+/// of the i-th.
 template <class T, class SlotOf>
 __device__ inline void stage(const SlotAddress& keys, bool aligned, std::int32_t count, std::int32_t d0, std::int32_t n,
                              Multiplied<T>* to, SlotOf&& slot_of) {
@@ -116,10 +116,10 @@ __device__ inline void stage(const SlotAddress& keys, bool aligned, std::int32_t
   }
 }
 
-/// What the cosine of key i with key j makes of i: 0 where it takes no partner, else the partner and the cosine, such
+/// What the cosine of key i with key j means for i: 0 if it takes no partner, else the partner and the cosine, such
 /// that the newest partner is the largest number.
 __device__ inline unsigned long long verdict(const Task& task, std::int32_t i, std::int32_t j, float cosine) {
-  const bool hit = cosine > task.threshold || (task.spares_first && j == 0);  // slot 0 is spared by who finds no other
+  const bool hit = cosine > task.threshold || (task.spares_first && j == 0);  // slot 0: if a key finds no other
   return hit && i != j ? static_cast<unsigned long long>(j + 1) << 32 | __float_as_uint(cosine) : 0;
 }
 
@@ -143,8 +143,8 @@ __device__ inline void add_to_columns(unsigned long long* spared, std::int32_t c
   }
 }
 
-/// Takes the keys that found a partner from the list, and gives what they spare to the partner's column. Gives how many
-/// are left. Ends without a barrier: hold() begins with one.
+/// Removes the keys that found a partner from the list, and adds what they spare to the partner's column. Returns how
+/// many are left. Ends without a barrier: hold() begins with one.
 __device__ inline std::int32_t settle(Open& open, std::int32_t count, unsigned long long* spared,
                                       const BlockTeam& team) {
   constexpr std::int32_t kEach = kSimilarOwned / kSimilarThreads;
@@ -183,13 +183,13 @@ __device__ inline float largest_of_warp(float x) {
   return x;
 }
 
-/// Where the search stands: keys [first, first + rows) of the list against slots [low, low + columns).
+/// The current step of the search: keys [first, first + rows) of the list against slots [low, low + columns).
 struct Tile {
   std::int32_t first, rows, low, columns;
 };
 
-/// Holds the tile's keys against its slots. Column keys that fit shared memory whole are staged with the first rows and
-/// left there.
+/// Compares the tile's keys with its slots. Column keys that fit whole in shared memory are staged with the first rows
+/// and left there.
 template <class T>
 __device__ inline void hold(const Task& task, const Row& row, bool aligned, const Tile& tile, Open& open,
                             const float* column_factors, Multiplied<T>* row_keys, Multiplied<T>* column_keys) {
@@ -213,8 +213,7 @@ __device__ inline void hold(const Task& task, const Row& row, bool aligned, cons
                    product * (open.factor[tile.first + r] * column_factors[c]));
   };
 
-  if constexpr (kOnMatrixUnits<T>) {  // a warp has all rows and 16 columns: where few rows are left, every warp still
-                                      // has work
+  if constexpr (kOnMatrixUnits<T>) {  // a warp has all rows and 16 columns: even with few rows, all have work
     constexpr int kBlocks = kSimilarRows / 16;
     constexpr std::int32_t kScratch = 20;
     static_assert(kSimilarThreads / 32 * 16 == kSimilarColumns);
@@ -238,8 +237,8 @@ __device__ inline void hold(const Task& task, const Row& row, bool aligned, cons
         }
       }
     });
-    // Nobody knows which element of a fragment is whose, but none is above the threshold where the largest would not be
-    // with the largest factors: rounding keeps order.
+    // The layout of a fragment is unknown, but no element is above the threshold unless the largest would be with the
+    // largest factors: rounding keeps order.
     float of_rows = 0, of_columns = 0;
     for (std::int32_t r = lane; r < tile.rows; r += 32) of_rows = fmaxf(of_rows, fabsf(open.factor[tile.first + r]));
     if (c0 + lane % 16 < tile.columns) of_columns = fabsf(column_factors[c0 + lane % 16]);
@@ -253,7 +252,7 @@ __device__ inline void hold(const Task& task, const Row& row, bool aligned, cons
       hopeful[b] =
           __any_sync(kWholeWarp, !(most * factor <= task.threshold) || (task.spares_first && tile.low == 0)) != 0;
     }
-    __syncthreads();  // the rows' keys give way to the products
+    __syncthreads();  // the products replace the rows' keys
     float* scratch = reinterpret_cast<float*>(row_keys) + warp * 16 * kScratch;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
@@ -304,7 +303,8 @@ __device__ inline void hold(const Task& task, const Row& row, bool aligned, cons
   }
 }
 
-/// Column sums without what is spared, and the search for who spares what. A block owns kSimilarOwned keys of a row.
+/// Column sums without what is spared, and the search for what each key spares. A block owns kSimilarOwned keys of a
+/// row.
 template <class T>
 __global__ void __launch_bounds__(kSimilarThreads, 2) search_kernel(Task task, std::int32_t owners) {
   __shared__ Open open;
@@ -366,7 +366,7 @@ __global__ void __launch_bounds__(kSimilarThreads, 2) search_kernel(Task task, s
   }
 }
 
-/// Softmax of the column means of a row, and the score. A block has a row.
+/// Softmax of the column means of a row, and the score. One block per row.
 __global__ void __launch_bounds__(kStandardThreads) rkv_kernel(Task task) {
   __shared__ double sums[kStandardThreads / 32];
   __shared__ unsigned long long words[kBlockScratch];
@@ -376,7 +376,7 @@ __global__ void __launch_bounds__(kStandardThreads) rkv_kernel(Task task) {
     if (!task.e.due(r) || row.length == 0) continue;
     float* g = task.scores + row.first;
     const RowWindow window = task.windows[r];
-    if (window.queries == 0) {  // no query was seen: the older go first
+    if (window.queries == 0) {  // no query was seen: the oldest leave first
       for (std::int32_t t = thread; t < row.length; t += kStandardThreads) g[t] = static_cast<float>(t);
       continue;
     }

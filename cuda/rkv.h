@@ -23,19 +23,18 @@ struct RkvArguments {
   void* workspace = nullptr;   ///< rkv_workspace_bytes(), aligned to 16
 };
 
-/// window_attention_workspace_bytes(), 16 bytes a slot, and 8 D for every (row, chunk of 1024 slots of the longest
+/// window_attention_workspace_bytes(), 16 bytes per slot, and 8 D for every (row, chunk of 1024 slots of the longest
 /// row). Nothing of size T * T exists.
 [[nodiscard]] std::int64_t rkv_workspace_bytes(const RkvArguments& arguments);
 
-/// Keys are multiplied with keys in f32 where they are f32, one chain of multiply-adds over the head dimension as on
-/// the CPU; else on matrix units, where every product of two 16-bit numbers is exact and their sum is f32: a cosine is
-/// off by as little as on the CPU, but where it is nearer to `similarity` than about 1e-7 the two may take it
-/// differently. Cosines are added as integers of 2^-32, so that no order of additions is left: a row's bits depend on
-/// nothing but the row.
+/// f32 keys are multiplied in f32, one chain of multiply-adds over the head dimension as on the CPU; others on matrix
+/// units, where every product of two 16-bit numbers is exact and their sum is f32: a cosine is as exact as on the CPU,
+/// but if it is nearer to `similarity` than about 1e-7, the two may decide differently. Cosines are added as integers
+/// of 2^-32, so the order of additions does not matter: a row's bits depend only on the row.
 ///
 /// Cost: launch_history_attention; two passes over the keys; the search for the newest resembling keys. A block
-/// searches for 512 keys at a time, from the newest key down, and holds those against each 128 that have no partner
-/// yet: near one more pass where most keys have one among the newest, length^2 products of D a row where none has.
+/// searches for 512 keys at a time, from the newest key down, and compares those that have no partner yet with 128 keys
+/// at a time: about one more pass if most keys have one among the newest, length^2 products of D per row if none has.
 /// Launches: 5. Throws InvalidArgument for a head size outside 1 to 256, a pool that is not odd or less than 1, and a
 /// similarity outside [0, 1].
 void launch_rkv(const RkvArguments& arguments, Stream stream);

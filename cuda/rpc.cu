@@ -17,7 +17,7 @@ struct Task {
   void* rest;            ///< window_attention_workspace_bytes()
 };
 
-/// Divides the workspace. Gives its size.
+/// Divides the workspace. Returns its size.
 std::int64_t divide(const RpcArguments& a, Task& task) {
   WorkspaceParts parts(a.workspace);
   task.a = a;
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(tuning::kTurnThreads) selectors_kernel(Task ta
   }
 }
 
-/// Score of slot t of a row that was asked.
+/// Score of slot t of a row that has queries.
 __device__ float pooled(const Task& task, std::int64_t r, std::int32_t t) {
   const RowWindow window = task.a.windows[r];
   const std::int32_t begin = task.a.official ? task.first[r] : 0;
@@ -48,13 +48,13 @@ __device__ float pooled(const Task& task, std::int64_t r, std::int32_t t) {
   return pooled_average(attention, window.history - begin, task.a.pool, t - begin) * static_cast<float>(window.queries);
 }
 
-/// A block has a chunk of a row; with all heads that of the first row, for all rows of its group.
+/// One block per chunk of a row; with all heads, of the first row, for all rows of its group.
 __global__ void __launch_bounds__(tuning::kKeyThreads) rpc_kernel(Task task, std::int32_t chunks) {
   const EvidenceArguments& e = task.a.evidence;
   each_chunk(e, chunks, [&](const Chunk& chunk) {
     float* g = task.a.scores + e.rows[chunk.row].first;
     const std::int32_t first = chunk.begin + static_cast<std::int32_t>(threadIdx.x);
-    if (task.a.windows[chunk.row].queries == 0) {  // no query was seen: the older go first
+    if (task.a.windows[chunk.row].queries == 0) {  // no query was seen: the oldest leave first
       for (std::int32_t t = first; t < chunk.end; t += tuning::kKeyThreads) g[t] = static_cast<float>(t);
       return;
     }

@@ -20,11 +20,11 @@ struct RpcArguments {
   void* workspace = nullptr;  ///< rpc_workspace_bytes(), aligned to 16
 };
 
-/// window_attention_workspace_bytes(), 4 bytes a slot, and 12 a row.
+/// window_attention_workspace_bytes(), 4 bytes per slot, and 12 per row.
 [[nodiscard]] std::int64_t rpc_workspace_bytes(const RpcArguments& arguments);
 
-/// Requires, with all_heads: a (layer, sequence) is due as a whole, and its rows are of one length; the CPU throws
-/// Unsupported where they are not, and the host knows both. Cost: launch_history_attention with `window` queries, and
+/// Requires, with all_heads: a (layer, sequence) is due as a whole, and its rows have one length; the CPU throws
+/// Unsupported if they do not, and the host knows both. Cost: launch_history_attention with `window` queries, and
 /// one pass over its result. Launches: 3, under `official` 4. Throws InvalidArgument for a head size outside 1 to 256,
 /// and for a pool that is not odd, or less than 1.
 void launch_rpc(const RpcArguments& arguments, Stream stream);

@@ -1,6 +1,6 @@
 #pragma once
-/// Selection without a sort: the key that the last kept slot has is found digit by digit, then everything at or above
-/// it stays.
+/// Selection without a sort: the key of the last kept slot is found digit by digit, then everything at or above it
+/// stays.
 
 #include "kvkeep/core/row_limit.h"
 #include "kvkeep/keep/rank_key.h"
@@ -10,8 +10,8 @@ namespace kvkeep::cuda {
 
 inline constexpr std::int32_t kDigits = 256;
 
-/// The least key among the `wanted` largest of key_of(t), t in [from, to). A key of 0 is no candidate; other keys
-/// differ. Low bits of the result may be 0 where no other key lies between. `histogram`: kDigits counters of shared
+/// The least key among the `wanted` largest of key_of(t), t in [from, to). A key of 0 is not a candidate; other keys
+/// differ. Low bits of the result may be 0 if no other key is in between. `histogram`: kDigits counters of shared
 /// memory for this team. Requires: 1 <= wanted <= candidates. Cost: at most 8 passes, mostly 4.
 template <class Team, class KeyOf>
 __device__ std::uint64_t least_kept(const Team& team, std::int32_t* histogram, std::int32_t from, std::int32_t to,

@@ -14,7 +14,7 @@ struct SnapKVArguments {
                                        ///< launch_history_attention with max_logit (style rkv)
   std::int32_t pool = 5;               ///< slots pooled over, odd
   bool average = true;                 ///< style snapkv; style rkv pools the maximum
-  float* scores = nullptr;             ///< f32 [slots], not where `attention` lies
+  float* scores = nullptr;             ///< f32 [slots], not the memory of `attention`
 };
 
 /// Cost: one pass over the attention. Workspace: none. Throws InvalidArgument for a pool that is not odd, or less

@@ -1,5 +1,5 @@
 #pragma once
-/// Softmax in pieces: sums of exponentials that are put together later.
+/// Softmax in pieces: sums of exponentials that are combined later.
 
 #include <limits>
 

@@ -1,5 +1,5 @@
 #pragma once
-/// A CUDA stream by name alone, so that callers of launchers need no CUDA header.
+/// A CUDA stream by name only, so that callers of launchers need no CUDA header.
 
 struct CUstream_st;
 

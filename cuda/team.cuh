@@ -72,7 +72,7 @@ class BlockTeam {
     __syncthreads();
     return before + offset;
   }
-  /// The first thread's number, for each.
+  /// The first thread's number, for every thread.
   template <class T>
   [[nodiscard]] __device__ T from_first(T mine) const {
     if (rank() == 0) scratch_[32] = static_cast<unsigned long long>(mine);
@@ -94,7 +94,7 @@ class BlockTeam {
   unsigned long long* scratch_;
 };
 
-/// Sum over a block in a fixed order, the same in every thread. `shared`: one double a warp.
+/// Sum over a block in a fixed order, the same in every thread. `shared`: one double per warp.
 __device__ inline double sum_of_block(double x, double* shared, std::int32_t warps) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kWholeWarp, x, step);

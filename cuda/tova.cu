@@ -6,12 +6,12 @@
 namespace kvkeep::cuda {
 namespace {
 
-/// A block has a chunk of a row; with all heads that of the first row, for all rows of its group.
+/// One block per chunk of a row; with all heads, of the first row, for all rows of its group.
 __global__ void __launch_bounds__(tuning::kKeyThreads, 4) tova_kernel(TovaArguments a, std::int32_t chunks) {
   const EvidenceArguments& e = a.evidence;
   each_chunk(e, chunks, [&](const Chunk& chunk) {
     float* g = a.scores + e.rows[chunk.row].first;
-    if (a.windows[chunk.row].queries == 0) {  // no query was seen: the older go first
+    if (a.windows[chunk.row].queries == 0) {  // no query was seen: the oldest leave first
       for (std::int32_t t = chunk.begin + static_cast<std::int32_t>(threadIdx.x); t < chunk.end;
            t += tuning::kKeyThreads)
         g[t] = static_cast<float>(t);

@@ -14,8 +14,8 @@ struct TovaArguments {
   float* scores = nullptr;             ///< f32 [slots]: `newest` of launch_window_attention, which becomes the scores
 };
 
-/// Requires, with all_heads: a (layer, sequence) is due as a whole, and its rows are of one length; the CPU throws
-/// Unsupported where they are not, and the host knows both. Cost: one pass over the scores. Workspace: none.
+/// Requires, with all_heads: a (layer, sequence) is due as a whole, and its rows have one length; the CPU throws
+/// Unsupported if they do not, and the host knows both. Cost: one pass over the scores. Workspace: none.
 void launch_tova(const TovaArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

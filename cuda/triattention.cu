@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kTriThreads) columns_kernel(Task task) {
   }
 }
 
-/// Four pairs of a key that lies in shared memory; zeros behind the last.
+/// Four pairs of a key in shared memory; zeros after the last.
 template <class T>
 struct alignas(4 * sizeof(T)) FourElements {
   T x[4];
@@ -145,16 +145,16 @@ __device__ void multiply(const T* key, float scale, const Task& task, const floa
   }
 }
 
-/// Bytes from key to key in shared memory.
+/// Bytes from one key to the next in shared memory.
 template <class T>
 KVKEEP_HD std::int32_t staged(std::int32_t dim) {
   return (dim * static_cast<std::int32_t>(sizeof(T)) + 15) / 16 * 16 + 16;
 }
 
-constexpr int kAtOnce = 4;  ///< columns that share a reading of the key
+constexpr int kAtOnce = 4;  ///< columns that share one read of the key
 
-/// Raw scores of every query head: a thread has a slot, whose key lies in shared memory; all threads read the columns
-/// alike.
+/// Raw scores of every query head: one thread per slot, whose key is in shared memory; all threads read the same
+/// columns.
 template <class T>
 __global__ void __launch_bounds__(kTriThreads) raw_kernel(Task task) {
   const EvidenceArguments& e = task.a.evidence;
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(kTriThreads) raw_kernel(Task task) {
   }
 }
 
-/// What makes a query head's raw scores comparable: a block a query head of a row.
+/// Finds what makes a query head's raw scores comparable: one block per query head of a row.
 __global__ void __launch_bounds__(kStandardThreads) standard_kernel(Task task) {
   __shared__ double shared[kStandardThreads / 32];
   constexpr double kFloor = 1e-6, kNone = 1e-8;
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kTriThreads) combine_kernel(Task task, std::in
   }
 }
 
-/// Slots of a block: half as many where keys are large, so that they fit the shared memory of every chip.
+/// Slots per block: half as many if keys are large, so that they fit in the shared memory of every chip.
 template <class T>
 std::int32_t tile_of(std::int32_t dim) {
   return staged<T>(dim) > 600 ? kTriThreads / 2 : kTriThreads;
@@ -274,7 +274,7 @@ std::int32_t offsets_of(const TriAttentionArguments& a) {
   return a.maximum ? count : 1;
 }
 
-/// Where the parts of the workspace lie. Gives its size.
+/// Assigns the parts of the workspace. Returns its size.
 std::int64_t divide(const TriAttentionArguments& a, Task& task) {
   task.a = a;
   task.pairs = a.evidence.dim / 2;

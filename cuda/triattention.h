@@ -27,7 +27,7 @@ struct TriAttentionArguments {
   void* workspace = nullptr;  ///< triattention_workspace_bytes(), aligned to 16
 };
 
-/// 4 G bytes a slot, and for every (row, query head) 8 bytes and its columns: 4 Fp (2 offsets + 1) bytes, Fp = F
+/// 4 G bytes per slot, and for every (row, query head) 8 bytes and its columns: 4 Fp (2 offsets + 1) bytes, Fp = F
 /// rounded up to a multiple of 4, offsets 1 for the mean; 16 F offsets bytes for the turns.
 [[nodiscard]] std::int64_t triattention_workspace_bytes(const TriAttentionArguments& arguments);
 

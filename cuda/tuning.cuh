@@ -17,19 +17,19 @@ inline constexpr std::int32_t kWarpSegment = 4096;  ///< longest segment that is
 inline constexpr std::int32_t kTurnThreads = 128;
 
 inline constexpr std::int32_t kAttentionChunk =
-    1024;  ///< slots that one block looks at: many chunks fill the machine where there are few rows
-inline constexpr std::int32_t kAttentionParts = 32;  ///< at most that many pieces of a row have statistics of their
-                                                     ///< own: whoever needs them puts them together again
+    1024;  ///< slots that one block looks at: many chunks fill the machine even if there are few rows
+inline constexpr std::int32_t kAttentionParts = 32;  ///< most pieces of a row that have statistics of their own:
+                                                     ///< whoever needs them combines them again
 inline constexpr std::int32_t kAttentionTile = 128;  ///< slots that are multiplied at a time
-inline constexpr std::int32_t kAttentionSlice = 64;  ///< components of them that lie in shared memory at a time
+inline constexpr std::int32_t kAttentionSlice = 64;  ///< components of them that are in shared memory at a time
 inline constexpr std::int32_t kMatrixThreads = 256;  ///< two warps along the queries, four along the slots
 inline constexpr std::int32_t kMatrixQueries = 64;   ///< queries that matrix units multiply at a time
 
-inline constexpr std::int32_t kKeyThreads = 256;  ///< of a block that reads keys alone, eight of them a slot
+inline constexpr std::int32_t kKeyThreads = 256;  ///< of a block that reads keys alone, eight of them per slot
 inline constexpr std::int32_t kKeyChunk = 1024;   ///< slots that one such block reads
 
-inline constexpr std::int32_t kMomentThreads = 256;  ///< of the block that makes mean and covariance of one query head
-inline constexpr std::int32_t kMomentQueries = 32;   ///< queries that lie in shared memory at a time while it does
+inline constexpr std::int32_t kMomentThreads = 256;  ///< of the block that forms mean and covariance of one query head
+inline constexpr std::int32_t kMomentQueries = 32;   ///< queries that are in shared memory at a time while it does
 inline constexpr std::int32_t kExpectedThreads = 128;  ///< of a block that multiplies keys with a covariance
 inline constexpr std::int32_t kExpectedChunk = 512;    ///< slots that one such block looks at
 
@@ -37,14 +37,14 @@ inline constexpr std::int32_t kCriticalThreads = 128;  ///< of a block that mult
 inline constexpr std::int32_t kCriticalHidden = 32;    ///< hidden units that matrix units multiply at a time
 
 inline constexpr std::int32_t kTriThreads =
-    128;  ///< of a block that multiplies keys with TriAttention's columns, a slot each
+    128;  ///< of a block that multiplies keys with TriAttention's columns, one slot each
 inline constexpr std::int32_t kStandardThreads = 512;  ///< of the block that normalises one query head of a row
 
 inline constexpr std::int32_t kSimilarThreads = 256;  ///< of a block that looks for resembling keys
-inline constexpr std::int32_t kSimilarOwned = 512;    ///< keys that one such block looks for partners of
+inline constexpr std::int32_t kSimilarOwned = 512;    ///< keys whose partners one such block looks for
 inline constexpr std::int32_t kSimilarRows = 64;      ///< of them that are multiplied at a time
-inline constexpr std::int32_t kSimilarColumns = 128;  ///< keys that they are held against at a time
-inline constexpr std::int32_t kSimilarSlice = 256;    ///< bytes of a key that lie in shared memory at a time
+inline constexpr std::int32_t kSimilarColumns = 128;  ///< keys that they are compared with at a time
+inline constexpr std::int32_t kSimilarSlice = 256;    ///< bytes of a key that are in shared memory at a time
 
 inline constexpr std::int32_t kRankThreads = 1024;  ///< of the one block that sorts a prompt's scores
 constexpr std::int32_t rank_threads_for(std::int32_t longest) { return longest <= 4096 ? 256 : kRankThreads; }
@@ -52,16 +52,16 @@ constexpr std::int32_t rank_threads_for(std::int32_t longest) { return longest <
 inline constexpr std::int32_t kVarianceThreads = 256;  ///< of a block that compares ranks
 inline constexpr std::int32_t kVarianceTokens = 4096;  ///< tokens that one such block looks at
 
-inline constexpr std::int32_t kMemoryHeads = 8;  ///< query heads that a block reads a memory for: a warp each
+inline constexpr std::int32_t kMemoryHeads = 8;  ///< query heads that a block reads a memory for: one warp each
 inline constexpr std::int32_t kMemoryThreads = kMemoryHeads * 32;
 inline constexpr std::int32_t kMemorySpans = 64;  ///< spans whose logits one block makes
 inline constexpr std::int32_t kMemoryTile = 64;   ///< entries that go into a softmax at a time
 inline constexpr std::int32_t kMemoryBlocks =
-    264;  ///< that fill the machine: below it a row's spans are shared out to more blocks,
-inline constexpr std::int32_t kMemoryParts = 32;  ///< but no more than these
+    264;  ///< that fill the machine: below that, a row's spans are spread over more blocks,
+inline constexpr std::int32_t kMemoryParts = 32;  ///< but over no more than these
 
 inline constexpr std::int32_t kFactorThreads = 256;  ///< of a block that decomposes a matrix, at most
-inline constexpr std::int32_t kFactorDepth = 32;     ///< numbers of its vectors that lie in shared memory at a time
+inline constexpr std::int32_t kFactorDepth = 32;     ///< numbers of its vectors that are in shared memory at a time
 
 inline constexpr std::int32_t kFetchThreads = 256;
 inline constexpr std::int32_t kFetchWords = 4;    ///< words of 16 bytes that a thread holds between reading and writing

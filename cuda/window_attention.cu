@@ -23,7 +23,7 @@ constexpr std::int32_t kFirst = std::numeric_limits<std::int32_t>::min(),
 
 enum class Kind : std::uint8_t { window, sum, history };
 
-/// What the kernels are given.
+/// The arguments of the kernels.
 struct Task {
   EvidenceArguments e;
   const RowWindow* windows;
@@ -42,8 +42,8 @@ struct Task {
   bool max_logit;
 };
 
-/// One row of the table and the rows of its product: n counts query head by query head, under max_logit the queries
-/// alone.
+/// One row of the table and the rows of its product: n counts query head by query head, under max_logit only the
+/// queries.
 struct Plan {
   const Row* row;
   const QueryWindow* view;
@@ -93,7 +93,7 @@ __device__ Plan plan_of(const Task& task, std::int64_t r) {
 /// Where the next query head's queries begin, in floats.
 __device__ inline std::int64_t head_stride(const Task& task) { return std::int64_t{task.window} * task.e.dim; }
 
-/// What a query's position is compared with: a slot is seen by the queries at or behind it.
+/// What a query's position is compared with: a slot is seen by the queries at or after it.
 __device__ inline std::int32_t slot_position(const Task& task, const Plan& plan, std::int32_t slot) {
   if (slot < plan.from || slot >= plan.to) return kNever;
   return task.kind == Kind::history ? kFirst : plan.row->positions[slot];
@@ -107,18 +107,18 @@ struct QueryArrays {
   float* share;   ///< in newest
 };
 
-/// Slots of a row whose statistics one block takes: whole chunks, so that no row falls into more than kAttentionParts
-/// of them.
+/// Slots of a row whose statistics one block takes: whole chunks, so that no row has more than kAttentionParts such
+/// parts.
 KVKEEP_HD inline std::int32_t part_of(std::int32_t length) {
   const std::int32_t chunks = (length + kAttentionChunk - 1) / kAttentionChunk;
   return (chunks + kAttentionParts - 1) / kAttentionParts * kAttentionChunk;
 }
 
-/// What one block looks at: a chunk of a row, or a part of it where statistics are taken.
+/// What one block looks at: a chunk of a row, or a part of it when statistics are taken.
 struct Piece {
   std::int64_t row;
   std::int32_t begin;
-  std::int32_t slots;  ///< 0: nothing is to be done
+  std::int32_t slots;  ///< 0: nothing to do
 };
 
 template <bool kApply>
@@ -137,7 +137,7 @@ __device__ Piece piece_of(const Task& task, std::int64_t work) {
 }
 
 /// What is subtracted from the logits of row n of the product, and the factor of their exponentials: what the parts of
-/// the row found, put together in ascending order.
+/// the row found, combined in ascending order.
 __device__ float2 standard_of(const Task& task, const Plan& plan, std::int64_t r, std::int32_t n) {
   const std::int32_t part = part_of(plan.row->length), parts = (plan.row->length + part - 1) / part;
   Running seen;
@@ -208,7 +208,7 @@ __device__ void finish(const Task& task, const Plan& plan, std::int32_t begin, c
   }
 }
 
-// In f32: a thread has a slot, and multiplies its key with kQ queries that all threads read alike.
+// In f32: a thread has one slot, and multiplies its key with kQ queries that all threads read alike.
 
 template <class T, int kQ>
 struct PlainShared {
@@ -356,7 +356,7 @@ constexpr std::int32_t kScratchStride = 20;
 template <class S>
 struct MatrixShared {
   static constexpr std::int32_t kStride =
-      kAttentionSlice + 8;  ///< of a slot, in elements: rows of it lie in different banks
+      kAttentionSlice + 8;  ///< of a slot, in elements: rows of it are in different banks
   std::size_t keys, high, low, scratch, factor, position, shift, weight, share, slot_at, slot_scale, running, side,
       side_newest, columns, newest, bytes;
   std::int32_t stride;  ///< of a query, in elements
@@ -366,8 +366,7 @@ struct MatrixShared {
     keys = parts.take(sizeof(S) * kAttentionTile * kStride);
     high = parts.take(sizeof(S) * kMatrixQueries * static_cast<std::size_t>(stride));
     low = parts.take(sizeof(S) * kMatrixQueries * static_cast<std::size_t>(stride));
-    scratch =
-        keys;  // products are written where the keys lay: what 256 components need still fits the chips with the least
+    scratch = keys;  // products replace the keys: what 256 components need then still fits the chips with the least
     static_assert(sizeof(float) * (kMatrixThreads / 32) * 16 * kScratchStride <= sizeof(S) * kAttentionTile * kStride);
     factor = parts.take(sizeof(float) * kMatrixQueries);
     position = parts.take(sizeof(std::int32_t) * kMatrixQueries);
@@ -385,8 +384,8 @@ struct MatrixShared {
   }
 };
 
-/// One row of queries to its high and low parts, a warp a row. Times a power of two that brings its largest component
-/// to [1, 2), so that neither part leaves f16.
+/// Splits one row of queries into high and low parts, one warp per row, times a power of two that brings its largest
+/// component to [1, 2), so that neither part leaves f16.
 template <class S>
 __device__ void split_query(const float* query, std::int32_t dim, S* high, S* low, float* factor) {
   const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
@@ -395,7 +394,7 @@ __device__ void split_query(const float* query, std::int32_t dim, S* high, S* lo
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFU, largest, step));
   std::int32_t exponent = static_cast<std::int32_t>(__float_as_uint(largest) >> 23U) - 127;
-  if (exponent == -127 || exponent == 128) exponent = 0;  // zeros and subnormals; what is not finite
+  if (exponent == -127 || exponent == 128) exponent = 0;  // zeros and subnormals; numbers that are not finite
   const float by = ldexpf(1.0F, -exponent);
   for (std::int32_t d = lane; d < dim; d += 32) {
     const float x = query == nullptr ? 0.0F : query[d] * by;
@@ -457,8 +456,8 @@ __global__ void __launch_bounds__(kMatrixThreads, 2) matrix_kernel(Task task) {
       Running seen[2];
       for (std::int32_t tile = begin; tile < end; tile += kAttentionTile) {
         const std::int32_t tile_end = tile + kAttentionTile < end ? tile + kAttentionTile : end;
-        // The same for a whole warp: blocks of 16 behind the last query or slot are left out. Slots behind the last one
-        // in its block hold anything: nobody sees them.
+        // The same for a whole warp: blocks of 16 after the last query or slot are left out. Slots after the last one
+        // in its block may hold anything: no query sees them.
         const auto query_block = [&](int i) { return query_side * 32 + i * 16; };
         const auto slot_block = [&](int j) { return slot_side * 32 + j * 16; };
         const auto wanted = [&](int i, int j) {
@@ -529,7 +528,7 @@ __global__ void __launch_bounds__(kMatrixThreads, 2) matrix_kernel(Task task) {
             __syncwarp();
             wmma::store_matrix_sync(scratch, product[i][j], kScratchStride, wmma::mem_row_major);
             __syncwarp();
-            if constexpr (kApply) {  // half a column a lane
+            if constexpr (kApply) {  // half a column per lane
               const std::int32_t s = slot_block(j) + lane % 16, q0 = query_block(i) + lane / 16 * 8, at = slot_at[s];
               const bool open = tile + s < plan.history;
 #pragma unroll
@@ -540,7 +539,7 @@ __global__ void __launch_bounds__(kMatrixThreads, 2) matrix_kernel(Task task) {
                 add_share(task.kind, logit, at, arrays.position[q], open, arrays.shift[q], arrays.weight[q],
                           arrays.share[q], column, of_newest);
               }
-            } else {  // half a row a lane
+            } else {  // half a row per lane
               const std::int32_t q = query_block(i) + lane / 2, s0 = slot_block(j) + lane % 2 * 8,
                                  at = arrays.position[q];
               const float by = factor[q];

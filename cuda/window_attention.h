@@ -1,17 +1,17 @@
 #pragma once
 /// Attention of the newest queries over the cache, reduced while it is computed: nothing of size [Hq, W, T] is written.
-/// Same contract as the CPU functions of the same names, but for keys that make a logit NaN or infinite: such a slot
-/// gets nothing from that query, as though it were not there.
+/// Same contract as the CPU functions of the same names, except for keys that make a logit NaN or infinite: such a slot
+/// gets nothing from that query, as if it were not there.
 ///
-/// A row is cut into chunks of 1024 slots, a block each, so that few long rows fill the machine; statistics of whole
-/// chunks are put together in ascending order. A row's bits depend on nothing but the row: not on the batch, the pages,
-/// or the machine's size. Slots with equal keys that the same queries see get equal bits.
+/// A row is cut into chunks of 1024 slots, one block each, so that few long rows fill the machine; statistics of whole
+/// chunks are combined in ascending order. A row's bits depend only on the row, not on the batch, the pages, or the
+/// machine's size. Slots with equal keys that the same queries see get equal bits.
 ///
-/// Products: f32 keys, windows of fewer than 16 queries in a group, head sizes that are no multiple of 16 and max_logit
-/// run in f32, one chain of multiply-adds over the head dimension as on the CPU. Else on matrix units, in the keys' own
-/// dtype (fp8: f16), each query as the sum of two such numbers times a power of two: for f16 and fp8 keys as exact as
-/// f32; for bf16 keys a query keeps 16 bits, a logit is off by about 4e-6 |q| |k| scale / sqrt(D), and a share by as
-/// much of itself.
+/// Products: f32 keys, windows of fewer than 16 queries in a group, head sizes that are not a multiple of 16 and
+/// max_logit run in f32, one chain of multiply-adds over the head dimension as on the CPU. Else on matrix units, in the
+/// keys' own dtype (fp8: f16), each query as the sum of two such numbers times a power of two: for f16 and fp8 keys as
+/// exact as f32; for bf16 keys a query keeps 16 bits, a logit is off by about 4e-6 |q| |k| scale / sqrt(D), and a share
+/// by as much of itself.
 
 #include "evidence.h"
 #include "kvkeep/core/row_window.h"
@@ -36,7 +36,7 @@ struct WindowAttentionArguments {
 /// than 32 of them.
 [[nodiscard]] std::int64_t window_attention_workspace_bytes(const EvidenceArguments& evidence, std::int32_t window);
 
-/// Rows without a window get zeros. Cost: two passes over the keys, one where log_sum_exp is given.
+/// Rows without a window get zeros. Cost: two passes over the keys, one if log_sum_exp is given.
 /// Throws InvalidArgument for a head size outside 1 to 256, and for usage together with sum.
 void launch_window_attention(const WindowAttentionArguments& arguments, Stream stream);
 

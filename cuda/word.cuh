@@ -1,5 +1,5 @@
 #pragma once
-/// Bytes that nobody looks into travel in the widest words that they are aligned to.
+/// Opaque bytes are moved in the widest words that they are aligned to.
 
 #include <cstdint>
 

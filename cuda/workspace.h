@@ -8,7 +8,7 @@
 
 namespace kvkeep::cuda {
 
-/// Hands out one part after the other, each a multiple of 32 bytes behind the beginning. Where the workspace is null
+/// Hands out one part after the other, each at a multiple of 32 bytes from the beginning. If the workspace is null,
 /// only its size is found.
 class WorkspaceParts {
  public:

@@ -4,14 +4,14 @@ set -euo pipefail
 
 usage() {
   cat << 'TEXT'
-Builds kvkeep, then lets the shipped model solve long-decoding tasks with the full cache and under several eviction policies and budgets.
-Prints one table (accuracy, cache bytes, tokens per second, events) and draws what stayed.
+Builds kvkeep, then lets the shipped model solve long-decoding tasks with the full cache and under several eviction
+policies and budgets. Prints one table (accuracy, cache bytes, tokens per second, events) and draws what stayed.
 
   bash examples/demo.sh                 the table on stdout, the picture in out/demo
   bash examples/demo.sh --out DIR       picture and table in DIR
 
-What is missing on a Debian or Ubuntu machine is installed first, and named before it is; a second run takes seconds.
-Torch_DIR chooses a LibTorch (2.7 or newer).
+On Debian or Ubuntu, missing packages are listed and then installed first; a second run takes seconds. Torch_DIR
+chooses a LibTorch (2.7 or newer).
 TEXT
 }
 

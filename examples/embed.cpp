@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/torch.h"
 
 namespace {
 
@@ -25,7 +26,7 @@ kvkeep::ModelSpec small_model() {
   return model;
 }
 
-/// The first step brings both prompts, every later one a token each.
+/// The first step adds both prompts, every later one adds a token to each.
 class ToyEngine {
  public:
   ToyEngine(kvkeep::ModelSpec model, std::int64_t capacity) : model_(std::move(model)) {
@@ -38,16 +39,16 @@ class ToyEngine {
   std::vector<std::int32_t> indptr{0, 40, 52};  ///< tokens of sequence i in this step: indptr[i] to indptr[i + 1] - 1
   std::vector<std::int32_t> lengths{40, 12};    ///< slots in use, this step's tokens included
 
-  /// Writes K and V of the step's tokens behind the slots in use and gives back their queries, [n_tokens, Hq, D] before
+  /// Writes K and V of the step's tokens after the slots in use and returns their queries, [n_tokens, Hq, D] before
   /// RoPE. An engine rotates by each token's position here, and its attention reads the first lengths[i] slots of
   /// sequence i.
   at::Tensor run_layer(std::int32_t layer) {
     for (std::int64_t i = 0; i < 2; ++i) {
       const auto s = static_cast<std::size_t>(i);
       const std::int64_t tokens = indptr[s + 1] - indptr[s], first = lengths[s] - tokens;
-      for (at::Tensor* side :
-           {&cache_[static_cast<std::size_t>(layer)].keys, &cache_[static_cast<std::size_t>(layer)].values})
-        side->select(0, i).narrow(1, first, tokens).copy_(at::randn({model_.kv_heads, tokens, side->size(3)}));
+      const kvkeep::DenseKv& kv = cache_[static_cast<std::size_t>(layer)];
+      for (const at::Tensor& side : {kvkeep::torch_tensor(kv.keys), kvkeep::torch_tensor(kv.values)})
+        side.select(0, i).narrow(1, first, tokens).copy_(at::randn({model_.kv_heads, tokens, side.size(3)}));
     }
     return at::randn({indptr.back(), model_.query_heads, model_.key_dim});
   }
@@ -84,11 +85,11 @@ int main() {
     const kvkeep::Report report = keeper.step(engine.cache());  // cuts what is due and writes engine.lengths
     for (const kvkeep::Cut& cut : report.cuts)
       std::cout << "sequence " << cut.sequence << ", " << cut.logical_length << " tokens: " << cut.length_before
-                << " -> " << cut.length_after << " slots a row\n";
+                << " -> " << cut.length_after << " slots per row\n";
   }
   // ----
 
   const kvkeep::Totals& totals = keeper.totals();
   std::cout << totals.events << " events, " << totals.slots_dropped << " slots dropped, " << totals.bytes_moved
-            << " bytes moved; the next token of sequence 7 stands at position " << keeper.logical_length(7) << "\n";
+            << " bytes moved; the next token of sequence 7 is at position " << keeper.logical_length(7) << "\n";
 }

@@ -46,6 +46,7 @@ def main():
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
 
     cells = read(a.tables)
     panels = sorted(cells, key=lambda c: (c[1], c[0] != "before"))
@@ -79,6 +80,8 @@ def main():
     for axis in axes.flat:
         for line, label in zip(*axis.get_legend_handles_labels()):
             lines.setdefault(label, line)
+    if "with rest=fold" in lines:
+        lines["with rest=fold"] = Line2D([], [], color="#555555", ls="--", lw=1.6)
     figure.legend(lines.values(), lines.keys(), loc="lower center", ncols=min(5, len(lines)), fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0.05 + 0.035 * ((len(lines) + 4) // 5), 1, 1))
     figure.savefig(a.out, dpi=130)

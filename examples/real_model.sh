@@ -4,15 +4,16 @@ set -euo pipefail
 
 usage() {
   cat << 'TEXT'
-Builds kvkeep, loads SmolLM2-135M-Instruct (98 MB, Apache-2.0), and lets it answer questions about a long prompt and write a long answer with the full cache
-and under policies that keep a part of it. Prints a table and the texts, and writes a page that shows what stayed.
+Builds kvkeep, loads SmolLM2-135M-Instruct (98 MB, Apache-2.0), and lets it answer questions about a long prompt and
+write a long answer with the full cache and under policies that keep a part of it. Prints a table and the texts, and
+writes a page that shows what stayed.
 
-  bash examples/real_model.sh                  ten samples a row
-  bash examples/real_model.sh --samples 50     intervals that mean something
+  bash examples/real_model.sh                  ten samples per row
+  bash examples/real_model.sh --samples 50     meaningful intervals
   bash examples/real_model.sh --model FILE     another GGUF file, or a folder
   bash examples/real_model.sh --out DIR        table, texts and page in DIR
 
-What is missing on a Debian or Ubuntu machine is installed first, and named before it is. Torch_DIR chooses a LibTorch (2.7 or newer).
+On Debian or Ubuntu, missing packages are listed and then installed first. Torch_DIR chooses a LibTorch (2.7 or newer).
 TEXT
 }
 
@@ -59,4 +60,4 @@ done
 
 "$kvkeep" generate --model "$model" --chat --prompt-file "$kvkeep_root/examples/lighthouse.txt" --max-new-tokens 40 --stop --quiet \
   --policy tova,budget=192,interval=32,recent=16,prefill=cut --html "$out/kept.html" > "$out/lighthouse.txt"
-kvkeep_say "" "A story of 425 tokens cut to 192, and which of them stayed, for a browser:  $out/kept.html"
+kvkeep_say "" "A story of 425 tokens cut to 192, and the tokens that stayed, for a browser:  $out/kept.html"

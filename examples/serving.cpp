@@ -31,27 +31,30 @@ using Ints = std::vector<std::int32_t>;
 
 constexpr const char* kHelp = R"(example_serving: what a policy buys an engine whose cache is a fixed number of pages.
 
-Requests arrive at random (Poisson). Most begin with one of a few prompt prefixes, whose pages they share; each then decodes its own number of tokens. A step runs every
-request that is here. Where pages run out, the newest request is preempted: its pages go back, and it returns to the head of the queue to be computed again.
+Requests arrive at random (Poisson). Most begin with one of a few prompt prefixes, whose pages they share; each then
+decodes its own number of tokens. A step runs every request that has arrived. When pages run out, the newest request is
+preempted: its pages go back, and it returns to the head of the queue to be computed again.
 The same requests are served twice, with policy full (nothing is ever dropped) and with --policy.
 
   example_serving                                    both runs with the shipped model, the table on stdout
-  example_serving --csv serving.csv                  and pages in use after every step; draw it: examples/plot_serving.py serving.csv serving.png
+  example_serving --csv serving.csv                  also the pages in use after every step; to draw them:
+                                                     examples/plot_serving.py serving.csv serving.png
   example_serving --pages 96 --policy tova,budget=64,interval=16
 
   --model FOLDER      a model in the Hugging Face layout   [examples/model, beside this program's sources]
   --policy POLICY     as in `kvkeep policies`              [ams-tova,budget=96,interval=32,recent=16]
   --requests N        how many arrive                      [64]
-  --rate X            arrivals a step, on average          [0.06]
-  --pages N           pages of the pool                    [160]
-  --page-size N       slots of a page, a power of two      [16]
-  --prefixes N        prompt prefixes that are shared      [3]
+  --rate X            arrivals per step, on average        [0.06]
+  --pages N           pages in the pool                    [160]
+  --page-size N       slots per page, a power of two       [16]
+  --prefixes N        shared prompt prefixes               [3]
   --seed N            everything random follows from it    [1]
   --csv FILE          pages in use, requests running and waiting after each step of both runs
-  --quiet             no progress bar (there is none either where stderr is no terminal)
+  --quiet             no progress bar (if stderr is not a terminal, there is none anyway)
 
-Prompts are random tokens: this shows pages and pace, not answers. How to read the table: `most requests at once` is how many requests had pages
-at the same time; what was preempted is computed twice; pages freed are those that events gave back. Everything but tokens/s follows from the seed.
+Prompts are random tokens: this shows pages and pace, not answers. How to read the table: `most requests at once` is
+how many requests had pages at the same time; preempted requests are computed twice; pages freed are those that events
+gave back. Everything but tokens/s follows from the seed.
 )";
 
 struct Options {
@@ -62,14 +65,14 @@ struct Options {
   bool quiet = false;
 };
 
-/// One request: what arrives, when, and what has become of it.
+/// One request: what arrives, when, and its answer so far.
 struct Request {
   SequenceId id = 0;
   std::int32_t arrives = 0;  ///< step
   std::int32_t prefix = -1;  ///< which shared prefix its prompt begins with; -1: none
   Ints prompt;               ///< prefix included
   std::int32_t new_tokens = 0;
-  std::int32_t aborted_after = 0;  ///< tokens after which its user goes away; 0: never
+  std::int32_t aborted_after = 0;  ///< tokens after which its user leaves; 0: never
   Ints answer;
 };
 
@@ -78,7 +81,7 @@ struct Workload {
   std::vector<Request> requests;
 };
 
-/// The same on every machine: std:: distributions are not.
+/// The same on every machine, which std:: distributions are not.
 class Random {
  public:
   explicit Random(std::uint32_t seed) : bits_(seed) {}
@@ -147,7 +150,7 @@ class Bar {
   bool shown_;
 };
 
-/// The engine: queue, pages, steps. What is kvkeep's here: `keeper_`, `sequences_`, and the lines marked with a number.
+/// The engine: queue, pages, steps. The kvkeep part: `keeper_`, `sequences_`, and the lines marked with a number.
 class Engine {
  public:
   Engine(kvkeep::lm::Decoder& decoder, const Options& o, const std::string& policy, Workload work)
@@ -193,7 +196,7 @@ class Engine {
     const Ints& ids = work_.prefixes[static_cast<std::size_t>(prefix)];
     const auto n = static_cast<std::int32_t>(ids.size());
     KVKEEP_REQUIRE(sequences_.admit(prefix_id(prefix), n).given(), "serving: the prefixes do not fit into ",
-                   pool_.capacity(), " pages; allowed --pages of more");
+                   pool_.capacity(), " pages; allowed a larger --pages");
     const SequenceId id = prefix_id(prefix);
     Ints indptr{0, n}, positions(ids.size()), row{0}, none{0};
     std::iota(positions.begin(), positions.end(), 0);
@@ -201,18 +204,18 @@ class Engine {
                      {.logits = kvkeep::lm::Logits::none});
   }
 
-  /// Tokens of a request that have to be in the cache before it decodes on: its prompt, and after a preemption what it
-  /// had said.
+  /// Tokens of a request that must be in the cache before it continues to decode: its prompt, and after a preemption
+  /// its answer so far.
   static Ints tokens_to_compute(const Request& request) {
     Ints tokens = request.prompt;
     tokens.insert(tokens.end(), request.answer.begin(), request.answer.end());
     return tokens;
   }
 
-  /// First come, first served, while the pages of the next one are there. After a preemption nobody comes in until
-  /// pages were freed: what was just preempted would only be preempted again.
+  /// First come, first served, while there are pages for the next one. After a preemption no request comes in until
+  /// pages are freed: the one that was just preempted would only be preempted again.
   void admit() {
-    std::int32_t promised = 0;  // pages of those who come in now
+    std::int32_t promised = 0;  // pages of the requests that come in now
     while (!waiting_.empty() && (!crowded_ || running_.empty())) {
       Request& request = *waiting_.front();
       const auto all = static_cast<std::int32_t>(tokens_to_compute(request).size());
@@ -220,7 +223,7 @@ class Engine {
           request.prefix < 0
               ? 0
               : static_cast<std::int32_t>(work_.prefixes[static_cast<std::size_t>(request.prefix)].size());
-      // One page more than it needs stays free for each request that is here: it will want to grow.
+      // Each running request leaves one page free beyond its need, since it will grow.
       const std::int32_t wanted = (all - shared) / pool_.page_size() + 2;
       if (promised + wanted + static_cast<std::int32_t>(running_.size()) > pool_.free_pages() && !running_.empty())
         return;
@@ -229,7 +232,7 @@ class Engine {
         sequences_.fork(request.id, prefix_id(request.prefix), shared);  // 1. the prefix's pages, shared
       else
         static_cast<void>(sequences_.admit(request.id, 0));
-      keeper_.join(request.id, shared, static_cast<std::int32_t>(request.prompt.size()));  // 2. kvkeep hears of it
+      keeper_.join(request.id, shared, static_cast<std::int32_t>(request.prompt.size()));  // 2. kvkeep is told
       running_.push_back(&request);
       waiting_.pop_front();
     }
@@ -241,19 +244,19 @@ class Engine {
     std::erase(running_, &request);
   }
 
-  /// The newest goes back to the head of the queue, and its pages to the pool.
+  /// The newest request goes back to the head of the queue, and its pages to the pool.
   void preempt() {
     Request& newest = **std::max_element(running_.begin(), running_.end(),
                                          [](const Request* a, const Request* b) { return a->id < b->id; });
     KVKEEP_REQUIRE_AS(kvkeep::StateError, running_.size() > 1, "serving: request ", newest.id,
-                      " alone does not fit into ", pool_.capacity(), " pages; allowed --pages of more");
+                      " alone does not fit into ", pool_.capacity(), " pages; allowed a larger --pages");
     leave(newest);
     waiting_.push_front(&newest);
     crowded_ = true;
     ++numbers_.preempted;
   }
 
-  /// 3. Room for the new tokens of everyone; a page that is shared and about to be written is copied first.
+  /// 3. Room for the new tokens of every request; a page that is shared and about to be written is copied first.
   void make_room() {
     std::vector<kvkeep::PageCopy> copies;
     std::map<SequenceId, bool> has_room;
@@ -314,7 +317,7 @@ class Engine {
     const kvkeep::CacheView view{
         .layers = cache_, .sequences = ids, .lengths = {lengths}, .block_table = table, .pages = &pool_};
     const kvkeep::Report report = event(view);
-    sequences_.settle(view, report.pages);  // 7. and the new pages are ours
+    sequences_.settle(view, report.pages);  // 7. takes over the new pages
     numbers_.freed += report.pages_freed;
     if (report.pages_freed > 0) crowded_ = false;
 
@@ -333,8 +336,8 @@ class Engine {
     }
   }
 
-  /// 6. Who is due is cut, all in one event. It may need a page for a copy of a shared one: where there is none, it
-  /// changes nothing and comes after the next step.
+  /// 6. Cuts all sequences that are due, in one event. It may need a page for a copy of a shared one: if there is none,
+  /// it changes nothing and comes after the next step.
   kvkeep::Report event(const kvkeep::CacheView& view) {
     const kvkeep::Plan plan = keeper_.plan(view);
     std::int64_t wanted = 0;
@@ -352,7 +355,7 @@ class Engine {
   Workload work_;
   std::deque<Request*> waiting_;
   std::vector<Request*> running_;
-  bool crowded_ = false;  ///< somebody was preempted, and no pages were freed since
+  bool crowded_ = false;  ///< a request was preempted, and no pages were freed since
   Numbers numbers_;
 };
 
@@ -398,7 +401,7 @@ Options parse(int argc, char** argv) {
   return o;
 }
 
-/// sum / n with one digit behind the point.
+/// sum / n with one digit after the point.
 std::string tenths(std::int64_t sum, std::int64_t n) {
   const std::int64_t rounded = (10 * sum + n / 2) / std::max<std::int64_t>(1, n);
   return kvkeep::text(rounded / 10, ".", rounded % 10);
@@ -443,7 +446,7 @@ int run(const Options& o) {
   std::ofstream csv;
   if (!o.csv.empty()) {
     csv.open(o.csv);
-    KVKEEP_REQUIRE(csv.good(), "serving: ", o.csv, " cannot be written; allowed a file in a folder that is there");
+    KVKEEP_REQUIRE(csv.good(), "serving: ", o.csv, " cannot be written; allowed a file in an existing folder");
     csv << "policy,step,pages_used,pages,running,waiting\n";
   }
   std::vector<std::pair<std::string, Numbers>> runs;

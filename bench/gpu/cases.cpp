@@ -1,4 +1,4 @@
-// kvkeep_gpu_bench, and kvkeep_cuda_model_bench where the execution model stands in for the card. See --help.
+// kvkeep_gpu_bench, and kvkeep_cuda_model_bench, in which the execution model replaces the GPU. See --help.
 
 #include "cases.h"
 
@@ -27,13 +27,13 @@ Options chosen;
 constexpr const char* kHelp =
     R"(Times the kernels and whole events, each checked against its reference before it is timed.
 
-  --filter REGEX   cases whose name it finds
+  --filter REGEX   cases whose name matches
   --out FILE       one line of JSON when a case begins, one when it ends
-  --seconds N      after N seconds no further case begins
+  --seconds N      begin no further case after N seconds
   --once           check, then launch once: for profilers and sanitizers
   --toy            small sizes; the execution model has no others
-  --list           names alone
-Exit status: 1 where a row is not what its reference says, 2 where nothing could run.
+  --list           names only
+Exit status: 1 if a row differs from its reference, 2 if nothing could run.
 )";
 
 int refuse_usage(const std::string& why) {
@@ -95,7 +95,7 @@ int run_all() {
     ++ran;
   }
   lines.write({{"ended", true}, {"ran", ran}, {"failed", failed}});
-  std::printf("%d cases, %d failed, %d left out for want of time\n", ran, failed, left);
+  std::printf("%d cases, %d failed, %d left out for lack of time\n", ran, failed, left);
   if (ran == 0) return refuse_usage(text("no case is named like '", chosen.filter, "'"));
   return failed == 0 ? 0 : 1;
 }

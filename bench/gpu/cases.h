@@ -1,6 +1,6 @@
 #pragma once
-/// The GPU benches' list of cases. Each writes one line of JSON when it begins and one when it ends, so that a run that
-/// is stopped keeps all it has.
+/// The GPU benches' list of cases. Each writes one line of JSON when it begins and one when it ends, so that a stopped
+/// run keeps all it has.
 
 #include <cstdint>
 #include <functional>
@@ -14,7 +14,7 @@ namespace kvkeep::cuda {
 /// What one case found.
 struct Result {
   std::vector<std::pair<std::string, double>> numbers;
-  std::string error;  ///< empty: every row that was looked at is what its reference says
+  std::string error;  ///< empty: every row that was checked agrees with its reference
 
   void set(const char* what, double number) { numbers.emplace_back(what, number); }
   void fail(std::string why) {
@@ -25,7 +25,7 @@ struct Result {
 struct Options {
   bool toy = false;    ///< small sizes of every kernel and policy, for the execution model and the sanitizers
   bool once = false;   ///< checks, then launches once: for profilers
-  double seconds = 0;  ///< after that long no case begins any more; 0: no limit
+  double seconds = 0;  ///< no case begins after that; 0: no limit
   std::string filter;  ///< a regular expression; empty: all
   std::string out;     ///< where the lines go; empty: nowhere
 };
@@ -33,7 +33,7 @@ struct Options {
 
 struct Shape {
   const char* name;
-  std::int32_t layers, kv_heads, dim, group;  ///< group: query heads of a KV head
+  std::int32_t layers, kv_heads, dim, group;  ///< group: query heads per KV head
   [[nodiscard]] std::int32_t query_heads() const { return kv_heads * group; }
 };
 /// The models whose shapes are measured.

@@ -1,5 +1,5 @@
-// What this machine can do, by others' programs, in the same run: its own copy, LibTorch's sum over f32, cuBLAS on
-// bf16. The other rows are held against these.
+// What this machine can do with other programs, in the same run: its own copy, LibTorch's sum over f32, cuBLAS on bf16.
+// The other rows are compared with these.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/matmul.h>
@@ -25,33 +25,33 @@ std::int64_t bytes_of_arrays() { return options().toy ? std::int64_t{1} << 20 : 
 void copying(Result& result) {
   const TorchStream on;
   const auto bytes = at::TensorOptions().dtype(c10::kByte).device(on.device());
-  const Tensor from = at::ones({bytes_of_arrays() / 2}, bytes), to = at::empty({bytes_of_arrays() / 2}, bytes);
+  const at::Tensor from = at::ones({bytes_of_arrays() / 2}, bytes), to = at::empty({bytes_of_arrays() / 2}, bytes);
   const double ms = best_milliseconds([&] { to.copy_(from); }, on.native());
   result.set("us", ms * 1e3);
   result.set("GBps", static_cast<double>(bytes_of_arrays()) / ms / 1e6);
-  if (!to.equal(from)) result.fail("a copy is not what was copied");
+  if (!to.equal(from)) result.fail("a copy differs from what was copied");
 }
 
 void reading(Result& result) {
   const TorchStream on;
-  const Tensor from = at::ones({bytes_of_arrays() / 4}, at::TensorOptions().dtype(kFloat32).device(on.device()));
-  Tensor sum;
+  const at::Tensor from = at::ones({bytes_of_arrays() / 4}, at::TensorOptions().dtype(at::kFloat).device(on.device()));
+  at::Tensor sum;
   const double ms = best_milliseconds([&] { sum = at::sum(from); }, on.native());
   result.set("us", ms * 1e3);
   result.set("GBps", static_cast<double>(bytes_of_arrays()) / ms / 1e6);
   if (std::abs(sum.item<double>() / static_cast<double>(from.numel()) - 1) > 1e-3)
-    result.fail("a sum of ones is not their number");
+    result.fail("a sum of ones is not their count");
 }
 
 void multiplying(Result& result) {
   const std::int64_t n = options().toy ? 64 : 8192;
   const TorchStream on;
-  const Tensor a = at::ones({n, n}, at::TensorOptions().dtype(kBFloat16).device(on.device())), b = a.clone();
-  Tensor product = at::empty({n, n}, a.options());
+  const at::Tensor a = at::ones({n, n}, at::TensorOptions().dtype(at::kBFloat16).device(on.device())), b = a.clone();
+  at::Tensor product = at::empty({n, n}, a.options());
   const double ms = best_milliseconds([&] { at::matmul_out(product, a, b); }, on.native());
   result.set("us", ms * 1e3);
   result.set("TFLOPS", 2.0 * static_cast<double>(n * n * n) / ms / 1e9);
-  if (product[0][n - 1].item<double>() != static_cast<double>(n)) result.fail("a product of ones is not their number");
+  if (product[0][n - 1].item<double>() != static_cast<double>(n)) result.fail("a product of ones is not their count");
 }
 
 }  // namespace

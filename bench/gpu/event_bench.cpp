@@ -1,10 +1,10 @@
 // Whole events: Keeper::step over all layers and sequences of a bf16 cache, beside what LibTorch's operations need for
-// less in the same run; and what a step costs without an event.
+// less work in the same run; and what a step costs without an event.
 //
 // `eager_us`: GPU time between two CUDA events around keeper.step(); `graph_us`: of the same event replayed from a CUDA
 // graph; `host_us`: what the call takes on the host until it returns; `launches`: kernels in the graph; medians.
 // `torch_us`: topk, sort, and gather of K and V, layer by layer, given finished scores. `bytes`: kept rows read and
-// written, and the keys once where the policy reads them.
+// written, and the keys once if the policy reads them.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/gather.h>
@@ -16,6 +16,7 @@
 #include <numeric>
 
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/torch.h"
 #include "timing.h"
 #include "torch_machine.h"
 
@@ -26,10 +27,10 @@ namespace {
 /// shows.
 class Engine {
  public:
-  Engine(const Shape& shape, const std::string& policy, Size size, Device device,
+  Engine(const Shape& shape, const std::string& policy, Size size, at::Device device,
          std::shared_ptr<Accelerator> accelerator)
       : shape_(shape), size_(size) {
-    const auto there = at::TensorOptions().dtype(kBFloat16).device(device);
+    const auto there = at::TensorOptions().dtype(at::kBFloat16).device(device);
     ModelSpec spec;
     spec.query_heads = shape.query_heads(), spec.kv_heads = shape.kv_heads, spec.key_dim = spec.value_dim = shape.dim;
     spec.layers.resize(static_cast<std::size_t>(shape.layers));
@@ -43,7 +44,7 @@ class Engine {
                             : at::randn({pages * size.batch, size.page, shape.kv_heads, shape.dim}, there);
     };
     for (std::int32_t l = 0; l < shape.layers; ++l) {
-      const Tensor keys = side(), values = side();
+      const at::Tensor keys = side(), values = side();
       if (size.page == 0)
         layers.emplace_back(DenseKv{keys, values});
       else
@@ -51,7 +52,7 @@ class Engine {
     }
     queries =
         at::randn({std::int64_t{size.batch} * (size.length - size.budget), shape.query_heads(), shape.dim}, there);
-    if (size.page != 0) table_ = at::empty({size.batch, pages}, at::TensorOptions().dtype(kInt32));
+    if (size.page != 0) table_ = at::empty({size.batch, pages}, at::TensorOptions().dtype(at::kInt));
     lengths_.assign(static_cast<std::size_t>(size.batch), size.budget);
     for (std::int32_t s = 0; s < size.batch; ++s) {
       ids_.push_back(s);
@@ -59,17 +60,17 @@ class Engine {
     }
   }
 
-  /// `tokens` more of every sequence, shown to all layers.
+  /// Shows `tokens` more of every sequence to all layers.
   void observe(std::int32_t tokens) {
     std::vector<std::int32_t> indptr{0};
     for (std::int32_t s = 0; s < size_.batch; ++s) indptr.push_back(indptr.back() + tokens);
-    const Tensor shown = queries.narrow(0, 0, indptr.back());
+    const at::Tensor shown = queries.narrow(0, 0, indptr.back());
     for (std::int32_t l = 0; l < shape_.layers; ++l)
       keeper->observe(
           {.layer = l, .sequences = ids_, .indptr = indptr, .queries = shown, .basis = QueryBasis::pre_rope});
     for (std::int32_t& length : lengths_) length += tokens;
   }
-  /// Tokens up to the next event, which is then due.
+  /// Adds tokens up to the next event, which is then due.
   void fill() {
     lengths_.assign(lengths_.size(), size_.budget);
     observe(size_.length - size_.budget);
@@ -81,27 +82,30 @@ class Engine {
   }
 
   /// The slots of a row of a dense layer, [length, D], on the CPU.
-  [[nodiscard]] Tensor row(std::int32_t layer, std::int32_t sequence, std::int32_t head, bool values) const {
+  [[nodiscard]] at::Tensor row(std::int32_t layer, std::int32_t sequence, std::int32_t head, bool values) const {
     const auto& dense = std::get<DenseKv>(layers[static_cast<std::size_t>(layer)]);
-    return (values ? dense.values : dense.keys).select(0, sequence).select(0, head).to(c10::kCPU, false, true);
+    return torch_tensor(values ? dense.values : dense.keys)
+        .select(0, sequence)
+        .select(0, head)
+        .to(c10::kCPU, false, true);
   }
-  /// Keys, values and queries of another engine.
+  /// Takes the keys, values and queries of another engine.
   void become(const Engine& other) {
     for (std::size_t l = 0; l < layers.size(); ++l) {
-      std::get<DenseKv>(layers[l]).keys.copy_(std::get<DenseKv>(other.layers[l]).keys);
-      std::get<DenseKv>(layers[l]).values.copy_(std::get<DenseKv>(other.layers[l]).values);
+      torch_tensor(std::get<DenseKv>(layers[l]).keys).copy_(std::get<DenseKv>(other.layers[l]).keys);
+      torch_tensor(std::get<DenseKv>(layers[l]).values).copy_(std::get<DenseKv>(other.layers[l]).values);
     }
     queries.copy_(other.queries);
   }
 
   std::unique_ptr<Keeper> keeper;
   std::vector<LayerKv> layers;
-  Tensor queries;
+  at::Tensor queries;
 
  private:
   Shape shape_;
   Size size_;
-  Tensor table_;
+  at::Tensor table_;
   std::vector<SequenceId> ids_;
   std::vector<std::int32_t> lengths_;
 };
@@ -111,8 +115,8 @@ std::vector<std::int32_t> kept_of(const Engine& engine, SequenceId id, std::int3
   return {kept.begin(), kept.end()};
 }
 
-/// The first event of a dense cache: what the CPU keeps (where that takes no minute), and each kept slot's bytes in its
-/// place.
+/// Checks the first event of a dense cache: it keeps what the CPU keeps (if that takes less than a minute), and each
+/// kept slot's bytes are in place.
 void check_first_event(Result& result, Engine& engine, const Shape& shape, const std::string& policy, Size size) {
   const std::int32_t layer = shape.layers - 1, sequence = size.batch - 1, head = shape.kv_heads - 1;
   std::unique_ptr<Engine> cpu;
@@ -121,18 +125,18 @@ void check_first_event(Result& result, Engine& engine, const Shape& shape, const
     cpu->become(engine);
     cpu->fill();
   }
-  const Tensor keys = engine.row(layer, sequence, head, false), values = engine.row(layer, sequence, head, true);
+  const at::Tensor keys = engine.row(layer, sequence, head, false), values = engine.row(layer, sequence, head, true);
   engine.fill();
   static_cast<void>(engine.cut());
   const std::vector<std::int32_t> kept = kept_of(engine, sequence, layer, head);
-  const Tensor slots = at::empty({static_cast<std::int64_t>(kept.size())}, at::TensorOptions().dtype(kInt32));
+  const at::Tensor slots = at::empty({static_cast<std::int64_t>(kept.size())}, at::TensorOptions().dtype(at::kInt));
   std::copy(kept.begin(), kept.end(), slots.data_ptr<std::int32_t>());
-  const auto moved = [&](const Tensor& before, bool of_values) {
+  const auto moved = [&](const at::Tensor& before, bool of_values) {
     return before.index_select(0, slots).equal(
         engine.row(layer, sequence, head, of_values).narrow(0, 0, slots.numel()));
   };
   if (!moved(keys, false) || !moved(values, true))
-    result.fail("a kept slot does not hold the bytes that stood at its position");
+    result.fail("a kept slot does not hold the bytes that were at its position");
   if (!cpu) return;
   static_cast<void>(cpu->cut());
   std::int64_t others = 0, all = 0;
@@ -151,23 +155,23 @@ void check_first_event(Result& result, Engine& engine, const Shape& shape, const
     result.fail(text(others, " of ", all, " kept slots are not those that the CPU keeps"));
 }
 
-/// What LibTorch's operations take to do less: no columns, no segments, into new tensors.
+/// The time that LibTorch's operations take to do less: no columns, no segments, into new tensors.
 double torch_milliseconds(const Shape& shape, Size size, const TorchStream& on) {
   const auto there = at::TensorOptions().device(on.device());
-  std::vector<Tensor> keys, values, scores;
+  std::vector<at::Tensor> keys, values, scores;
   for (std::int32_t l = 0; l < shape.layers; ++l) {
-    keys.push_back(at::randn({size.batch, shape.kv_heads, size.length, shape.dim}, there.dtype(kBFloat16)));
-    values.push_back(at::randn({size.batch, shape.kv_heads, size.length, shape.dim}, there.dtype(kBFloat16)));
-    scores.push_back(at::randn({size.batch, shape.kv_heads, size.length}, there.dtype(kFloat32)));
+    keys.push_back(at::randn({size.batch, shape.kv_heads, size.length, shape.dim}, there.dtype(at::kBFloat16)));
+    values.push_back(at::randn({size.batch, shape.kv_heads, size.length, shape.dim}, there.dtype(at::kBFloat16)));
+    scores.push_back(at::randn({size.batch, shape.kv_heads, size.length}, there.dtype(at::kFloat)));
   }
   std::vector<double> ms;
-  Tensor some;
+  at::Tensor some;
   for (int i = 0; i < 5; ++i)
     ms.push_back(milliseconds_there(
         [&] {
           for (std::size_t l = 0; l < keys.size(); ++l) {
-            const Tensor best = std::get<1>(at::topk(scores[l], size.budget)), slots = std::get<0>(at::sort(best));
-            const Tensor index = slots.unsqueeze(3).expand({size.batch, shape.kv_heads, size.budget, shape.dim});
+            const at::Tensor best = std::get<1>(at::topk(scores[l], size.budget)), slots = std::get<0>(at::sort(best));
+            const at::Tensor index = slots.unsqueeze(3).expand({size.batch, shape.kv_heads, size.budget, shape.dim});
             some = at::gather(keys[l], 2, index);
             some = at::gather(values[l], 2, index);
           }
@@ -206,8 +210,8 @@ void event(Result& result, const Shape& shape, const std::string& policy, Size s
   result.set("torch_us", torch_milliseconds(shape, size, on) * 1e3);
 }
 
-/// What an engine pays in every step: `us` and `host_us` of showing one token's queries to all layers, `idle_us` of the
-/// step itself on the host.
+/// What an engine pays in every step: `eager_us` and `host_us` of showing one token's queries to all layers, `idle_us`
+/// of the step itself on the host.
 void step_without_event(Result& result, const Shape& shape, Size size) {
   const TorchStream on;
   Engine engine(shape, "ams-tova", size, on.device(), on.accelerator());

@@ -1,5 +1,5 @@
-// What chooses slots and moves them: compaction, selection, AMS, chunks, CriticalKV; and queries on their way to their
-// rings.
+// Kernels that choose slots and move them: compaction, selection, AMS, chunks, CriticalKV; and those that put queries
+// into their rings.
 
 #include "chunks.h"
 #include "compact.h"
@@ -21,7 +21,7 @@ void compact(Result& result, Shape shape, Size size) {
                                    .indptr = event.bounds->data(),
                                    .pages_after = nullptr,
                                    .pages_stride = 0};
-  // Every key of a sampled row says where it stood.
+  // Every key of a sampled row says where it was.
   const std::int64_t words = event.width / 4;
   std::vector<std::int32_t> tags(static_cast<std::size_t>(event.length * words));
   for (std::size_t i = 0; i < tags.size(); ++i) tags[i] = static_cast<std::int32_t>(i);
@@ -94,7 +94,7 @@ void mass_segmented(Result& result, Shape shape, Size size) {
     const std::vector<float> shares =
         mass.download(static_cast<std::size_t>(r * event.length), static_cast<std::size_t>(event.length));
     if (std::abs(std::accumulate(shares.begin(), shares.end(), 0.0) - 1) > 1e-3)
-      return result.fail("the mass of a row is not 1 in all");
+      return result.fail("the mass of a row does not sum to 1");
   }
   measure(result, static_cast<double>(event.count) * (4.0 * size.length + size.budget) * 4,
           [&] { launch_mass_segmented(a, stream()); });
@@ -152,7 +152,7 @@ void critical(Result& result, Shape shape, Size size) {
   measure(result, static_cast<double>(a.slots_in_all) * shape.dim * 2, [&] { launch_critical(a, stream()); });
 }
 
-/// One new token of every sequence goes to the ring of one layer: what every step pays once a layer.
+/// One new token of every sequence goes to the ring of one layer: what every step pays once per layer.
 void push_queries(Result& result, Shape shape, Size size) {
   const std::int64_t head = shape.dim * 2, token = head * shape.query_heads();
   constexpr std::int32_t kRing = 64, kAt = 17;

@@ -161,7 +161,7 @@ double milliseconds_there(const std::function<void()>& work, Stream on) {
 void measure_graph(Result& result, const std::function<void()>& work, Stream on) {
   cudaGraph_t graph = nullptr;
   synchronize(on);
-  // Whatever waits, allocates or copies to the host is an error while a stream is captured in this mode.
+  // While a stream is captured in this mode, anything that waits, allocates or copies to the host is an error.
   expect(cudaStreamBeginCapture(on, cudaStreamCaptureModeGlobal));
   std::string why;
   try {

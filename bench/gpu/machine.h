@@ -41,7 +41,7 @@ void copy_there(void* to, const void* from, std::size_t bytes);
 void copy_back(void* to, const void* from, std::size_t bytes);
 void copy_inside(void* to, const void* from, std::size_t bytes);
 
-/// `bytes` of memory filled with `pattern`, again and again.
+/// Fills `bytes` of memory with `pattern`, repeated.
 void fill_with(std::byte* to, std::size_t bytes, const void* pattern, std::size_t pattern_bytes);
 
 template <class T>
@@ -73,17 +73,17 @@ class DeviceArray {
   T* data_;
 };
 
-/// GPU milliseconds of what `work` launches on `on`. Caches hold nothing of it before.
+/// GPU milliseconds of what `work` launches on `on`, with cold caches.
 [[nodiscard]] double milliseconds_there(const std::function<void()>& work, Stream on);
 
-/// Enough repetitions for a median where one takes that long.
+/// Enough repetitions for a median if one takes that long.
 [[nodiscard]] int repetitions(double milliseconds);
 
-/// Replays `work` from a CUDA graph: `graph_us`, and `launches`, the kernels in it. Where it cannot be captured,
+/// Replays `work` from a CUDA graph: `graph_us`, and `launches`, the kernels in it. If it cannot be captured,
 /// `not_captured` is 1.
 void measure_graph(Result& result, const std::function<void()>& work, Stream on);
 
-/// Times `work`, which only launches: `us` (from a graph where it can be captured, else eager), `eager_us`, `launches`,
+/// Times `work`, which only launches: `us` (from a graph if it can be captured, else eager), `eager_us`, `launches`,
 /// and `bytes` as given.
 void measure(Result& result, double bytes, const std::function<void()>& work);
 

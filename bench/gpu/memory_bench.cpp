@@ -8,8 +8,8 @@
 namespace kvkeep::cuda {
 namespace {
 
-/// One layer of a memory: `length` tokens a sequence folded into spans of 64, sketches and factors of 8 components in
-/// bf16, one query a sequence.
+/// One layer of a memory: `length` tokens per sequence folded into spans of 64, sketches and factors of 8 components
+/// in bf16, one query per sequence.
 struct Folded {
   static constexpr std::int32_t kLength = 64, kRank = 8;
 
@@ -111,7 +111,7 @@ void memory_route(Result& result, Shape shape, Size size) {
   launch_memory_route(folded.a, stream());
   const std::int64_t zooms = folded.zooms();
   if (zooms < 1 || zooms >= std::int64_t{folded.rows} * folded.spans)
-    return result.fail("some spans draw more than their share, and some less");
+    return result.fail("either no span or every span was opened");
   const double bytes =
       static_cast<double>(folded.rows) * folded.spans * (2.0 * shape.dim + Folded::kLength * (shape.dim / 8.0 + 2));
   measure(result, bytes, [&] { launch_memory_route(folded.a, stream()); });
@@ -153,7 +153,7 @@ void fetch(Result& result, Shape, Size size) {
   const std::int64_t bytes = std::int64_t{batch} * stride * budget;
   for (std::int64_t i = 0; i < bytes; ++i)
     if (got[static_cast<std::size_t>(i)] != static_cast<std::byte>(i % 251))
-      return result.fail("a byte is not what lies far");
+      return result.fail("a byte differs from the far one");
   measure(result, static_cast<double>(bytes), [&] { launch_fetch(a, stream()); });
 }
 
@@ -182,7 +182,8 @@ void factorise_spans(Result& result, Shape shape, Size size) {
   a.coarse = coarse.data(), a.factors = factors.data();
   launch_factorise(a, stream());
   for (const FactorsFound& f : found.download())
-    if (!f.finite || f.raw || f.rank != 16) return result.fail("noise has more components than are allowed");
+    if (!f.finite || f.raw || f.rank != 16)
+      return result.fail("noise did not take all the components that are allowed");
   measure(result, static_cast<double>(all.size()) * budget * static_cast<double>(width),
           [&] { launch_factorise(a, stream()); });
   result.set("matrices", static_cast<double>(all.size()));

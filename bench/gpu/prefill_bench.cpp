@@ -1,4 +1,4 @@
-// The layer of a prefill that selects: scores of a prompt, ranks, variance over layers, the tokens that go on.
+// The layer of a prefill that selects: scores of a prompt, ranks, variance over layers, the tokens that continue.
 
 #include "layer_selector.h"
 #include "narrow.h"
@@ -9,7 +9,7 @@
 namespace kvkeep::cuda {
 namespace {
 
-/// True where the kept slots of every row ascend.
+/// True if the kept slots of every row ascend.
 bool ascend(const std::vector<std::int32_t>& kept, std::int32_t budget) {
   for (std::size_t n = 1; n < kept.size(); ++n)
     if (n % static_cast<std::size_t>(budget) != 0 && kept[n] <= kept[n - 1]) return false;
@@ -58,7 +58,7 @@ void prompt_scores(Result& result, Shape shape, Size size) {
                of_heads = std::accumulate(heads.begin(), heads.end(), 0.0),
                most = 32.0 * batch * shape.kv_heads * shape.group;
   if (!(sum > 0.5 * most && sum <= 1.001 * most) || std::abs(sum - of_heads) > 1e-3 * sum)
-    return result.fail("every query gives 1 in all, most of it before the window");
+    return result.fail("scores do not add up to 1 per query, most of it before the window");
   a.pool = 7;
   measure(result, 2.0 * static_cast<double>(asked.key_bytes), [&] { launch_prompt_scores(a, stream()); });
 }

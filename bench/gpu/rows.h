@@ -1,5 +1,5 @@
 #pragma once
-/// Rows of an event for the kernels' benches, and what the CPU's scorers say of a sample of them.
+/// Rows of an event for the kernels' benches, and the CPU's scores for a sample of them.
 
 #include <algorithm>
 #include <bit>
@@ -13,6 +13,7 @@
 
 #include "evidence.h"
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/torch.h"
 #include "machine.h"
 
 namespace kvkeep::cuda {
@@ -31,7 +32,7 @@ inline void fill_with_noise(std::byte* to, std::size_t elements) {
   fill_with(to, elements * 2, noise.data(), noise.size() * 2);
 }
 
-/// Rows whose answers are looked at: the first, the last, one in between.
+/// Rows whose answers are checked: the first, the last, one in between.
 inline std::vector<std::int32_t> sample_of(std::int32_t count) { return {0, count / 2, count - 1}; }
 
 /// Keeps the newest 32 and the oldest 4.
@@ -90,7 +91,7 @@ struct RandomEvent {
   [[nodiscard]] std::vector<std::int32_t> kept_of(std::int32_t row) const {
     return slots->download(static_cast<std::size_t>(row * budget), static_cast<std::size_t>(budget));
   }
-  /// Kept slots of a sample of rows ascend, lie in the row, and have the guarded ones among them.
+  /// Checks that kept slots of a sample of rows ascend, are in the row, and include the guarded ones.
   void check_kept(Result& result) const {
     for (const std::int32_t r : sample_of(static_cast<std::int32_t>(count))) {
       const std::vector<std::int32_t> slots_of_row = kept_of(r);
@@ -117,7 +118,7 @@ struct RandomEvent {
   std::unique_ptr<DeviceArray<float>> scores, usage;
 };
 
-/// What scorers read: bf16 keys that lie near one of eight directions, or near none, and queries that were turned.
+/// What scorers read: bf16 keys near one of eight directions, or near none, and queries that were turned.
 /// Positions have no gaps.
 struct Asked {
   Asked(const Shape& of, Size size, std::int32_t newest, bool crowded = true)
@@ -132,7 +133,7 @@ struct Asked {
         queries(static_cast<std::size_t>(std::int64_t{count} * shape.group * window * shape.dim)),
         scores(static_cast<std::size_t>(slots)) {
     const auto drawn_keys = static_cast<std::size_t>(length) +
-                            101;  // a little more than a row: no two rows are alike, and no key comes twice in one
+                            101;  // a little more than a row: no two rows are alike, and no key appears twice in one
     std::mt19937 random(1);
     std::normal_distribution<float> normal;
     const auto dim = static_cast<std::size_t>(shape.dim);
@@ -185,7 +186,7 @@ struct Asked {
   }
 
   [[nodiscard]] std::int32_t groups() const { return count / shape.kv_heads; }
-  /// The (layer, sequence)s whose scores are held against the CPU's.
+  /// The (layer, sequence)s whose scores are compared with the CPU's.
   [[nodiscard]] std::vector<std::int32_t> sampled_groups() const {
     return groups() > 1 ? std::vector<std::int32_t>{0, groups() - 1} : std::vector<std::int32_t>{0};
   }
@@ -229,9 +230,9 @@ struct OnCpu {
     keys = asked.keys.download(static_cast<std::size_t>(group) * each, each);
     queries = asked.queries.download(static_cast<std::size_t>(group) * asks, asks);
     spec.query_heads = shape.query_heads(), spec.kv_heads = shape.kv_heads, spec.key_dim = spec.value_dim = shape.dim;
-    spec.softmax_scale = 1;  // the queries hold it
+    spec.softmax_scale = 1;  // the queries include it
     spec.layers.resize(static_cast<std::size_t>(shape.layers));
-    table.key_dtype = kBFloat16;
+    table.key_dtype = Dtype::bf16;
     table.slots = std::int64_t{shape.kv_heads} * asked.length;
     const std::int64_t width = std::int64_t{shape.dim} * 2, query = std::int64_t{shape.dim} * 4;
     for (std::int32_t h = 0; h < shape.kv_heads; ++h) {
@@ -246,7 +247,7 @@ struct OnCpu {
     one.layer = table.rows[0].layer;
     one.next_position = asked.length;
     one.queries = {.data = reinterpret_cast<const std::byte*>(queries.data()),
-                   .dtype = kFloat32,
+                   .dtype = Dtype::f32,
                    .token_stride = query,
                    .head_stride = query * asked.window,
                    .positions = asked.all_positions.data() + asked.length - asked.window,
@@ -262,7 +263,7 @@ struct OnCpu {
     return window_attention(evidence, row_windows(evidence, limits, window, false), needs);
   }
   [[nodiscard]] std::vector<float> flat(const Tensor& numbers) const {
-    return {numbers.const_data_ptr<float>(), numbers.const_data_ptr<float>() + table.slots};
+    return {numbers.data<float>(), numbers.data<float>() + table.slots};
   }
 
   ModelSpec spec;
@@ -273,7 +274,7 @@ struct OnCpu {
   Evidence evidence;
 };
 
-/// Fails where numbers differ by more than `absolute` and `relative` of the wanted one together.
+/// Fails if numbers differ by more than `absolute` plus `relative` times the wanted one.
 inline void expect_close(Result& result, const std::string& what, const std::vector<float>& got,
                          const std::vector<float>& want, double absolute, double relative) {
   for (std::size_t i = 0; i < want.size(); ++i) {

@@ -1,4 +1,4 @@
-// Scorers and what they stand on: queries made ready, window attention, every scorer. `bytes`: keys as often as the
+// Scorers and what they build on: prepared queries, window attention, every scorer. `bytes`: keys as often as the
 // method reads them.
 
 #include "expected.h"
@@ -112,12 +112,12 @@ void time_attention(Result& result, const Asked& asked, bool usage) {
 void window_attention_of_32(Result& result, Shape shape, Size size) {
   time_attention(result, Asked(shape, size, 32), true);
 }
-/// As TOVA alone asks: no matrix units.
+/// As TOVA alone needs it: no matrix units.
 void attention_of_the_newest(Result& result, Shape shape, Size size) {
   time_attention(result, Asked(shape, size, 1), false);
 }
 
-/// Holds the scores of a sample against a scorer of the CPU's.
+/// Compares the scores of a sample with those of a CPU scorer.
 void expect_as_on_cpu(Result& result, const Asked& asked, const Scorer& scorer, WindowNeeds needs, double absolute,
                       double relative) {
   for (const std::int32_t g : asked.sampled_groups()) {
@@ -271,7 +271,7 @@ void rpc(Result& result, Shape shape, Size size) {
   a.workspace = workspace.data();
   launch_rpc(a, stream());
   if (std::abs(asked.sum_of_row(asked.count - 1) - 32) > 1e-2)
-    return result.fail("every query gives 1 in all where nothing is pooled");
+    return result.fail("without pooling, scores do not add up to 1 per query");
   a.pool = 7;
   measure(result, 2.0 * static_cast<double>(asked.key_bytes), [&] { launch_rpc(a, stream()); });
 }
@@ -286,11 +286,11 @@ void h2o(Result& result, Shape shape, Size size) {
   a.workspace = workspace.data();
   launch_h2o(a, stream());
   if (std::abs(asked.sum_of_row(asked.count - 1) - asked.window) > 1e-3 * asked.window)
-    return result.fail("every query gives 1 in all");
+    return result.fail("scores do not add up to 1 per query");
   measure(result, 2.0 * static_cast<double>(asked.key_bytes), [&] { launch_h2o(a, stream()); });
 }
 
-/// `bytes`: the keys as often as they are read where every key finds a partner at once.
+/// `bytes`: the keys as often as they are read if every key finds a partner at once.
 void time_rkv(Result& result, const Asked& asked) {
   RkvArguments a{.evidence = asked.evidence,
                  .windows = asked.windows->data(),
@@ -303,7 +303,7 @@ void time_rkv(Result& result, const Asked& asked) {
   const DeviceArray<std::byte> workspace(static_cast<std::size_t>(rkv_workspace_bytes(a)));
   a.workspace = workspace.data();
   launch_rkv(a, stream());
-  if (std::abs(asked.sum_of_row(asked.count - 1) + 1) > 1e-3) return result.fail("redundancy is a softmax");
+  if (std::abs(asked.sum_of_row(asked.count - 1) + 1) > 1e-3) return result.fail("redundancies do not add up to 1");
   a.lambda = 0.07;
   a.history_alone = false;
   measure(result, 5.0 * static_cast<double>(asked.key_bytes), [&] { launch_rkv(a, stream()); });
@@ -350,7 +350,7 @@ void expected(Result& result, Shape shape, Size size) {
     const std::vector<float> got =
         scores.download(static_cast<std::size_t>(r * event.length), static_cast<std::size_t>(event.length));
     if (!(got[0] == *std::max_element(got.begin(), got.end())) || !std::isfinite(got.back()))
-      return result.fail("a sink has not the largest score, or a score is no number");
+      return result.fail("a sink does not have the largest score, or a score is not finite");
   }
   measure(result, static_cast<double>(slots) * shape.dim * 4, [&] { launch_expected(a, stream()); });
 }

@@ -1,5 +1,5 @@
 #pragma once
-/// The machine as LibTorch sees it: where tensors of the benches lie, and the stream that they are worked on.
+/// The machine as LibTorch sees it: where tensors of the benches are, and the stream that works on them.
 
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -8,7 +8,7 @@
 
 #include "cuda/fresh_accelerator.h"
 #include "kvkeep/core/accelerator.h"
-#include "kvkeep/core/tensor.h"
+#include "kvkeep/torch.h"
 #include "machine.h"
 
 namespace kvkeep::cuda {
@@ -23,7 +23,7 @@ class TorchStream {
       native_ = static_cast<Stream>(side.native_handle());
     }
   }
-  [[nodiscard]] Device device() const { return accelerator_->device(); }
+  [[nodiscard]] at::Device device() const { return torch_device(accelerator_->device()); }
   [[nodiscard]] Stream native() const { return native_; }
   [[nodiscard]] const std::shared_ptr<Accelerator>& accelerator() const { return accelerator_; }
 

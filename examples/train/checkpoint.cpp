@@ -23,7 +23,7 @@ void save_checkpoint(const std::string& path, const torch::nn::Module& model, co
 
 Progress load_checkpoint(const std::string& path, torch::nn::Module& model, torch::optim::Optimizer& optimizer) {
   KVKEEP_REQUIRE(std::filesystem::exists(path), "--resume: no checkpoint; given ", path,
-                 "; allowed is a file this program wrote");
+                 "; allowed a file that this program wrote");
   try {
     torch::serialize::InputArchive archive, model_part, optimizer_part;
     archive.load_from(path);
@@ -40,7 +40,7 @@ Progress load_checkpoint(const std::string& path, torch::nn::Module& model, torc
     return {static_cast<uint64_t>(seed.toInt()), step.toInt(), seconds.toDouble(), told ? settings.toStringRef() : ""};
   } catch (const c10::Error& error) {
     kvkeep::refuse("--resume: cannot read the checkpoint; given ", path, " (", error.what_without_backtrace(),
-                   "); allowed is a file of this model");
+                   "); allowed a file of this model");
   }
 }
 

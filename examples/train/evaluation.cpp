@@ -90,7 +90,7 @@ std::string with_interval(const Count& count) {
   return text;
 }
 
-/// What a position is to one look-up.
+/// The role of a position in one look-up.
 enum Part {
   kStart,
   kSectionPart,

@@ -13,7 +13,7 @@ namespace train {
 struct EvaluationOptions {
   std::vector<int32_t> lengths = {512, 1024};
   int32_t samples = 200;           ///< fresh samples per task and length
-  uint64_t first_seed = 1u << 30;  ///< training draws its seeds elsewhere
+  uint64_t first_seed = 1u << 30;  ///< training draws its seeds from elsewhere
 };
 
 /// A Markdown table on stdout: look-ups, accuracy and 95 % interval (Wilson) for

@@ -20,13 +20,14 @@ void write_file(const std::string& path, const std::string& bytes) {
   std::ofstream out(part, std::ios::binary);
   out.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
   out.close();
-  KVKEEP_REQUIRE(out.good(), "write: the disk refused; given ", part, "; allowed is a writable folder with room");
+  KVKEEP_REQUIRE(out.good(), "write: the file cannot be written; given ", part,
+                 "; allowed a writable folder with room");
   std::filesystem::rename(part, path);
 }
 
 std::string read_file(const std::string& path) {
   std::ifstream in(path, std::ios::binary);
-  KVKEEP_REQUIRE(in.good(), "read: cannot open; given ", path, "; allowed is a folder that --out wrote");
+  KVKEEP_REQUIRE(in.good(), "read: cannot open; given ", path, "; allowed a folder that --out wrote");
   std::ostringstream bytes;
   bytes << in.rdbuf();
   return std::move(bytes).str();
@@ -99,12 +100,12 @@ void write_hf_folder(const std::string& folder, const Llama& model, int32_t trai
 void read_hf_weights(const std::string& folder, Llama& model) {
   const std::string path = folder + "/model.safetensors", bytes = read_file(path);
   const auto refuse_file = [&](const std::string& what) {
-    kvkeep::refuse("read weights: ", what, "; given ", path, "; allowed is what --out wrote");
+    kvkeep::refuse("read weights: ", what, "; given ", path, "; allowed a file that --out wrote");
   };
   uint64_t header_bytes = 0;
   for (size_t byte = 0; byte < 8 && byte < bytes.size(); ++byte)
     header_bytes |= uint64_t{static_cast<uint8_t>(bytes[byte])} << (8 * byte);
-  if (bytes.size() < 8 || header_bytes > bytes.size() - 8) refuse_file("the header is cut");
+  if (bytes.size() < 8 || header_bytes > bytes.size() - 8) refuse_file("the header is cut short");
   const Json header = Json::parse(bytes.substr(8, header_bytes), nullptr, /*allow_exceptions=*/false);
   const size_t data = 8 + header_bytes;
 
@@ -115,7 +116,7 @@ void read_hf_weights(const std::string& folder, Llama& model) {
     if (!header.is_object() || !header.contains(name)) refuse_file("no tensor " + name);
     const Json& entry = header[name];
     if (entry.value("dtype", "") != "BF16" || entry.value("shape", std::vector<int64_t>{}) != weight.sizes().vec())
-      refuse_file("another shape or dtype of " + name);
+      refuse_file("wrong shape or dtype of " + name);
     const auto range = entry.value("data_offsets", std::vector<uint64_t>{});
     if (range.size() != 2 || range[1] < range[0] || range[1] - range[0] != weight.nbytes() ||
         range[1] > bytes.size() - data)

@@ -8,11 +8,11 @@
 
 namespace train {
 
-/// Creates `folder` if needed. Each file is written beside its name and renamed.
+/// Creates `folder` if needed. Each file is written under another name and renamed.
 void write_hf_folder(const std::string& folder, const Llama& model, int32_t trained_length);
 
-/// Fills `model` with the weights of `folder` (bf16, widened to f32). Throws kvkeep::InvalidArgument when a tensor is
-/// missing or of another shape.
+/// Fills `model` with the weights of `folder` (bf16, widened to f32). Throws kvkeep::InvalidArgument if a tensor is
+/// missing or has another shape.
 void read_hf_weights(const std::string& folder, Llama& model);
 
 }  // namespace train

@@ -1,5 +1,5 @@
 #pragma once
-/// Ctrl-C as a wish to stop.
+/// Ctrl-C as a request to stop.
 
 namespace train {
 

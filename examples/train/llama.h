@@ -1,7 +1,7 @@
 #pragma once
 /// A small Llama with autograd: RMSNorm, RoPE (half layout), grouped-query attention, SwiGLU, tied embeddings.
 ///
-/// Written plainly and apart from kvkeep::lm, so that the decoder has something independent to agree with.
+/// Written plainly and independently of kvkeep::lm, so that the decoder can be checked against it.
 
 #include <torch/torch.h>
 
@@ -41,7 +41,7 @@ class Llama : public torch::nn::Module {
 
   /// Final hidden states, f32 [B, T, width].
   /// `visible`: bool [B, 1, T, T], true where a query may look; undefined means causal. With a reader, attention is
-  /// computed in the open, which is slow.
+  /// computed explicitly, which is slow.
   torch::Tensor hidden(const torch::Tensor& ids, const torch::Tensor& visible = {},
                        const AttentionReader& reader = nullptr) const;
 

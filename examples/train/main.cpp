@@ -20,7 +20,7 @@ constexpr const char* kSchedule =
 constexpr const char* kExamples = R"(
 Examples:
   kvkeep_train --out model                      train, then write model/ in the Hugging Face layout
-  kvkeep_train --out model --resume             go on where Ctrl-C or a crash ended it
+  kvkeep_train --out model --resume             continue after Ctrl-C or a crash
   kvkeep_train --eval model --lengths 512,1024  measure look-ups with the full and with evicted caches
 )";
 
@@ -33,8 +33,8 @@ int run(int argc, char** argv) {
   train::EvaluationOptions evaluation;
   app.add_option("--out", out, "folder to write: the model, and the checkpoint while it trains");
   app.add_option("--eval", eval, "folder of a trained model to measure; nothing is written")->excludes("--out");
-  app.add_flag("--resume", training.resume, "go on from the checkpoint in --out");
-  app.add_option("--seed", training.seed, "of the weights and the data")->capture_default_str();
+  app.add_flag("--resume", training.resume, "continue from the checkpoint in --out");
+  app.add_option("--seed", training.seed, "seed of the weights and the data")->capture_default_str();
   app.add_option("--schedule", schedule, "stages as length:batch:steps")->capture_default_str();
   app.add_option("--lr", training.learning_rate, "highest learning rate")
       ->capture_default_str()
@@ -48,14 +48,13 @@ int run(int argc, char** argv) {
   app.add_option("--samples", evaluation.samples, "fresh samples per task and length of --eval")
       ->capture_default_str()
       ->check(CLI::PositiveNumber);
-  app.add_option("--first-seed", evaluation.first_seed, "of the samples of --eval")->capture_default_str();
+  app.add_option("--first-seed", evaluation.first_seed, "first seed of the samples of --eval")->capture_default_str();
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : 2;
   }
-  KVKEEP_REQUIRE(!out.empty() || !eval.empty(),
-                 "nothing to do; given neither --out nor --eval; allowed is one of them");
+  KVKEEP_REQUIRE(!out.empty() || !eval.empty(), "nothing to do; given neither --out nor --eval; allowed one of them");
 
   train::keep_freed_memory(1);
   torch::set_num_threads(training.threads);
@@ -71,7 +70,7 @@ int run(int argc, char** argv) {
   training.checkpoint = out + "/checkpoint.pt";
   std::filesystem::create_directories(out);
   if (!train::train_model(model, training)) {
-    std::fprintf(stderr, "stopped; go on with --resume\n");
+    std::fprintf(stderr, "stopped; continue with --resume\n");
     return 130;
   }
   int32_t longest = 0;

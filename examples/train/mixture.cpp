@@ -13,7 +13,7 @@ namespace {
 using kvkeep::lm::TaskOptions;
 
 constexpr int32_t kDenseLength = 48;   // up to here: nothing but look-ups, on which induction forms within minutes
-constexpr int32_t kMixedLength = 128;  // from here on: all tasks; shorter prompts do not hold them
+constexpr int32_t kMixedLength = 128;  // from here on: all tasks; shorter prompts cannot hold them
 
 class Choice {
  public:

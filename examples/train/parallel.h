@@ -10,7 +10,7 @@
 
 namespace train {
 
-/// Calls work(i) for every i below `count`; each thread takes the next. Exceptions come out here.
+/// Calls work(i) for every i below `count`; each thread takes the next. Exceptions are rethrown here.
 template <class Work>
 void each_in_parallel(std::size_t count, int threads, const Work& work) {
   std::atomic<std::size_t> next = 0;
@@ -18,13 +18,13 @@ void each_in_parallel(std::size_t count, int threads, const Work& work) {
     torch::set_num_threads(1);
     for (std::size_t i = next++; i < count; i = next++) work(i);
   };
-  std::vector<std::future<void>> workers;  // a future hands an exception on
+  std::vector<std::future<void>> workers;  // a future passes an exception on
   for (int i = 1; i < threads; ++i) workers.push_back(std::async(std::launch::async, loop));
   loop();
   for (auto& worker : workers) worker.get();
 }
 
-/// Adds up gradients, [each][parameter], in their order, so that the number of threads changes nothing.
+/// Adds up gradients, [each][parameter], in order, so that the number of threads does not matter.
 inline void sum_gradients(const std::vector<std::vector<torch::Tensor>>& each,
                           const std::vector<torch::Tensor>& parameters) {
   for (std::size_t p = 0; p < parameters.size(); ++p) {

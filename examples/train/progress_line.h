@@ -1,5 +1,5 @@
 #pragma once
-/// How far a training run is.
+/// How far a training run has come.
 
 #include <chrono>
 #include <cstdint>

@@ -9,6 +9,7 @@
 #include "kvkeep/memory/memory_attention.h"
 #include "kvkeep/memory/router.h"
 #include "kvkeep/memory/span_store.h"
+#include "kvkeep/torch.h"
 #include "parallel.h"
 
 namespace train {
@@ -79,7 +80,7 @@ class Exam {
     const Tensor admitted = lesson_.memories[layer].admitted().narrow(0, position, 1).unsqueeze(1);
     kvkeep::OpenAttention open =
         kvkeep::attend_rows(rows.keys.index_select(1, dense), rows.values.index_select(1, dense), query, scale_);
-    const Tensor coarse = kvkeep::coarse_logits(spans, query, scale_)
+    const Tensor coarse = kvkeep::torch_tensor(kvkeep::coarse_logits(spans, query, scale_))
                               .masked_fill(admitted.logical_not(), -std::numeric_limits<float>::infinity());
     const Tensor asked =
         rule(layer, spans, query, kvkeep::estimated_mass(coarse, open), lesson_.targets[layer].narrow(0, position, 1)) *
@@ -101,7 +102,7 @@ class Exam {
   const Lesson& lesson_;
   double scale_;
   std::vector<kvkeep::SpanStore> stores_;
-  std::vector<Tensor> dense_;  // i64, of each position: tokens that it sees as they are
+  std::vector<Tensor> dense_;  // i64, of each position: tokens that it sees unfolded
 };
 
 Result of_all(const Llama& model, const std::vector<Exam>& exams, const Rule& rule, int threads) {

@@ -6,7 +6,6 @@
 #include <numeric>
 
 #include "kvkeep/core/error.h"
-#include "kvkeep/memory/rank_gates.h"
 
 namespace train {
 namespace {
@@ -51,7 +50,7 @@ Tensor far_share(const Llama& model, const Pass& pass, const Tensor& positions, 
   return share;
 }
 
-/// Evenly spaced candidates, then those that look farthest back; equal shares: the earlier first. Ascending.
+/// Of evenly spaced candidates, those that look farthest back; at equal shares the earlier first. Ascending.
 std::vector<int32_t> mined_positions(const Llama& model, const Pass& pass, int32_t first,
                                      const LessonOptions& options) {
   const auto last = static_cast<int32_t>(pass.logits.size(0)) - 1;
@@ -101,7 +100,7 @@ Lesson make_lesson(const Llama& model, const kvkeep::lm::TaskSample& sample, con
   kvkeep::PromptSurprisal surprisal(sample.ids);
   surprisal.see(pass.logits);
   lesson.surprisal.assign(surprisal.values().begin(), surprisal.values().end());
-  // Spans form as the window passes them by, so each query has a window of its own, and the segmenter none.
+  // Spans form as the window passes them, so each query has its own window, and the segmenter has none.
   kvkeep::SegmenterOptions cut = options.segmenter;
   cut.recent = 0;
   const size_t folded = options.fold_all ? sample.ids.size() : static_cast<size_t>(sample.prompt_length);
@@ -113,12 +112,12 @@ Lesson make_lesson(const Llama& model, const kvkeep::lm::TaskSample& sample, con
   lesson.next = look_ups(sample, lesson.positions);
   lesson.teacher_logits = pass.logits.index_select(0, at).to(torch::kFloat64);
   for (size_t l = 0; l < pass.layers.size(); ++l) {
-    const kvkeep::TrainingPrompt prompt{pass.layers[l].keys, pass.layers[l].values, lesson.positions,
-                                        lesson.surprisal,    lesson.spans,          options.segmenter.recent,
-                                        scale_of(model)};
+    const kvkeep::lm::TrainingPrompt prompt{pass.layers[l].keys, pass.layers[l].values, lesson.positions,
+                                            lesson.surprisal,    lesson.spans,          options.segmenter.recent,
+                                            scale_of(model)};
     lesson.memories.emplace_back(prompt, options.max_rank);
     lesson.queries.push_back(pass.queries[l].index_select(1, at).transpose(0, 1).to(torch::kFloat64).contiguous());
-    const kvkeep::TrainingMemory::Exact exact = lesson.memories.back().exact(lesson.queries.back(), coverage);
+    const kvkeep::lm::TrainingMemory::Exact exact = lesson.memories.back().exact(lesson.queries.back(), coverage);
     lesson.mass.push_back(exact.mass), lesson.targets.push_back(exact.targets);
   }
   lesson.teacher = std::move(pass.layers);
@@ -138,18 +137,21 @@ Tensor stack_logits(const Llama& model, const Lesson& lesson,
   return model.logits(hidden.squeeze(0)).to(torch::kFloat64);
 }
 
-kvkeep::TrainingLosses::Sum student_losses(const Llama& model, const Lesson& lesson,
-                                           const kvkeep::TrainedParameters& parameters,
-                                           const kvkeep::TrainingOptions& options) {
-  const kvkeep::RankGates rank_gates(parameters.gate_weights, parameters.gate_biases);
+kvkeep::lm::TrainingLosses::Sum student_losses(const Llama& model, const Lesson& lesson,
+                                               const kvkeep::lm::TrainedParameters& parameters,
+                                               const kvkeep::TrainingOptions& options) {
+  const auto doubles = [](const std::array<Tensor, 3>& of) {
+    return std::array<Tensor, 3>{of[0].to(torch::kFloat64), of[1].to(torch::kFloat64), of[2].to(torch::kFloat64)};
+  };
+  const kvkeep::lm::SoftGates rank_gates(doubles(parameters.gate_weights), doubles(parameters.gate_biases));
   const Tensor projections = parameters.projections.to(torch::kFloat64),
                thresholds = parameters.thresholds.to(torch::kFloat64);
-  kvkeep::TrainingLosses losses(options);
+  kvkeep::lm::TrainingLosses losses(options);
   const Tensor logits = stack_logits(model, lesson, [&](size_t layer, const Tensor& queries) {
-    const kvkeep::TrainingMemory& memory = lesson.memories[layer];
+    const kvkeep::lm::TrainingMemory& memory = lesson.memories[layer];
     const Tensor gates = memory.gates(rank_gates);
     const auto l = static_cast<int64_t>(layer);
-    const kvkeep::TrainingMemory::Answer answer =
+    const kvkeep::lm::TrainingMemory::Answer answer =
         memory.answer(queries, projections.select(0, l), thresholds.select(0, l), gates, options.temperature);
     losses.add(memory, answer, lesson.targets[layer], gates);
     return answer.outputs;

@@ -1,5 +1,5 @@
 #!/bin/sh
-# A run that is stopped and goes on ends in the bytes of one that was not, with another number of threads too.
+# A run that is stopped and resumed ends with the bytes of one that was not, also with another number of threads.
 # usage: resume_test.sh PROGRAM MODEL FOLDER
 set -eu
 program=$1 model=$2 folder=$3

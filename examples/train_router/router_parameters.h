@@ -6,7 +6,7 @@
 #include <array>
 #include <cstdint>
 
-#include "kvkeep/memory/router_training.h"
+#include "kvkeep/lm/router_training.h"
 #include "llama.h"
 
 namespace train {
@@ -17,7 +17,14 @@ class RouterParameters : public torch::nn::Module {
   RouterParameters(const LlamaShape& shape, int64_t inner, int64_t max_rank, uint64_t seed);
 
   /// f32 [layers, query_heads, inner, head_width], [layers, query_heads], and the gates.
-  kvkeep::TrainedParameters arrays() const { return {projections_, thresholds_, gate_weights_, gate_biases_}; }
+  kvkeep::lm::TrainedParameters arrays() const { return {projections_, thresholds_, gate_weights_, gate_biases_}; }
+  /// The same, as a file takes them.
+  kvkeep::TrainedParameters stored() const {
+    return {projections_,
+            thresholds_,
+            {gate_weights_[0], gate_weights_[1], gate_weights_[2]},
+            {gate_biases_[0], gate_biases_[1], gate_biases_[2]}};
+  }
 
   void copy_from(const RouterParameters& other);
 

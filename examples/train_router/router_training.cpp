@@ -38,7 +38,7 @@ struct Told {
   }
 };
 
-Told told(const kvkeep::TrainingLosses::Sum& s) {
+Told told(const kvkeep::lm::TrainingLosses::Sum& s) {
   return {s.loss.item<double>(), s.distill.item<double>(), s.zoom.item<double>(), s.recon.item<double>(),
           s.budget.item<double>()};
 }
@@ -46,7 +46,7 @@ Told told(const kvkeep::TrainingLosses::Sum& s) {
 /// Everything that a checkpoint holds beside the optimizer.
 class State : public torch::nn::Module {
  public:
-  State(RouterParameters& parameters, const LlamaShape& shape, const kvkeep::TrainedParameters& like) {
+  State(RouterParameters& parameters, const LlamaShape& shape, const kvkeep::lm::TrainedParameters& like) {
     const auto alias = [](RouterParameters& p) {
       return std::shared_ptr<RouterParameters>(std::shared_ptr<void>(), &p);
     };  // owned by the caller
@@ -59,7 +59,7 @@ class State : public torch::nn::Module {
     stale = register_buffer("stale", torch::zeros({1}, torch::kInt64));
   }
 
-  /// Takes what held-out samples say of the parameters as they are.
+  /// Records the held-out loss of the current parameters.
   void see(double loss) {
     if (loss < best_loss.item<double>()) {
       best_loss.fill_(loss), stale.fill_(0);
@@ -70,7 +70,7 @@ class State : public torch::nn::Module {
   }
 
   std::shared_ptr<RouterParameters> now, best;
-  Tensor best_loss, stale;  ///< f64 [1]; i64 [1] looks since then
+  Tensor best_loss, stale;  ///< f64 [1]; i64 [1] checks since then
 };
 
 torch::optim::AdamW make_optimizer(const RouterParameters& parameters, const RouterTrainingOptions& options) {
@@ -95,7 +95,7 @@ Told one_step(const Llama& model, RouterParameters& parameters, torch::optim::Ad
   std::vector<Told> each(batch.size());
   each_in_parallel(batch.size(), options.threads, [&](size_t i) {
     const Lesson lesson = make_lesson(model, batch[i].sample, options.lesson, losses.coverage);
-    const kvkeep::TrainingLosses::Sum sum = student_losses(model, lesson, parameters.arrays(), losses);
+    const kvkeep::lm::TrainingLosses::Sum sum = student_losses(model, lesson, parameters.arrays(), losses);
     each[i] = told(sum);
     gradients[i] = torch::autograd::grad({sum.loss / static_cast<double>(batch.size())}, trained, {}, {}, false,
                                          /*allow_unused=*/true);
@@ -147,7 +147,7 @@ std::vector<std::string> RouterTrainingOptions::problems() const {
   if (!(warmup >= 0 && warmup <= 1)) found.push_back(kvkeep::text("warmup: ", warmup, "; allowed 0 to 1"));
   if (!(price >= 0)) found.push_back(kvkeep::text("price: ", price, "; allowed 0 or more"));
   if (patience > 0 && (check_every == 0 || held_out == 0))
-    found.push_back("patience: it needs looks at held-out samples; allowed with check_every and held_out above 0");
+    found.push_back("patience: it needs checks on held-out samples; allowed with check_every and held_out above 0");
   return found;
 }
 

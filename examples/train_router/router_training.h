@@ -23,16 +23,16 @@ struct RouterTrainingOptions {
   std::string checkpoint;         ///< path of the checkpoint file
   int64_t checkpoint_every = 50;  ///< steps
   int64_t log_every = 10;         ///< steps
-  int64_t check_every = 50;       ///< steps between two looks at held-out samples; 0: never
+  int64_t check_every = 50;       ///< steps between two checks on held-out samples; 0: never
   int32_t held_out = 16;          ///< samples
-  int64_t patience = 0;           ///< looks without a better loss after which it stops; 0: never
+  int64_t patience = 0;           ///< checks without a better loss after which it stops; 0: never
   double price =
-      0.004;  ///< in attention, of an opened span, when thresholds are set at the end; 0: they stay as trained
+      0.004;  ///< of an opened span, in attention, when thresholds are set at the end; 0: they stay as trained
   int64_t stop_after = 0;  ///< steps of this run, after which it stops as Ctrl-C would; 0: never
   int threads = 2;
   bool resume = false;
 
-  /// What is not allowed, one sentence each with the name of the flag.
+  /// The options that are not allowed, one sentence each with the name of the flag.
   std::vector<std::string> problems() const;
   /// All that a result depends on, except the seed.
   std::string settings() const;
@@ -44,9 +44,9 @@ double router_learning_rate_at(int64_t step, int64_t steps, const RouterTraining
 /// Of the samples that training does not see, at the longest length of the schedule.
 std::vector<Lesson> held_out_lessons(const Llama& model, const RouterTrainingOptions& options, int32_t count);
 
-/// Trains to the end of the schedule, or until held-out samples get no better; `parameters` are then the best that were
-/// seen (with check_every 0: the last). False when Ctrl-C or stop_after stopped it (the checkpoint is then written, and
-/// --resume goes on to the same bits).
+/// Trains to the end of the schedule, or until the held-out loss stops improving; `parameters` are then the best that
+/// were seen (with check_every 0: the last). False if Ctrl-C or stop_after stopped it (the checkpoint is then written,
+/// and --resume continues to the same bits).
 bool train_router(const Llama& model, RouterParameters& parameters, const RouterTrainingOptions& options);
 
 }  // namespace train

@@ -26,7 +26,7 @@ double best_threshold(std::vector<Worth>& spans, double price) {
 
 void set_thresholds(const std::vector<Lesson>& lessons, double price, RouterParameters& parameters) {
   torch::NoGradGuard no_grad;
-  const kvkeep::TrainedParameters arrays = parameters.arrays();
+  const kvkeep::lm::TrainedParameters arrays = parameters.arrays();
   const Tensor projections = arrays.projections.to(torch::kFloat64);
   for (int64_t l = 0; l < projections.size(0); ++l) {
     std::vector<std::vector<Worth>> heads(static_cast<size_t>(projections.size(1)));

@@ -1,7 +1,7 @@
 #pragma once
-/// kvkeep: decides which entries of an LLM's key-value cache stay, and moves them. The public API in reading order.
+/// kvkeep decides which entries of an LLM's key-value cache stay, and moves them. The public API in reading order.
 
-// Words: errors, tensors, the model, the cache, positions that travel.
+// Vocabulary: errors, tensors, the model, the cache, the columns that travel with the rows.
 #include "kvkeep/core/accelerator.h"
 #include "kvkeep/core/cache_view.h"
 #include "kvkeep/core/columns.h"
@@ -51,7 +51,7 @@
 #include "kvkeep/score/triattention.h"
 #include "kvkeep/score/window_attention.h"
 
-// prefill: the layer where ranks settle
+// prefill: finds the layer in which the ranks settle
 #include "kvkeep/layers/last_query.h"
 #include "kvkeep/layers/layer_selector.h"
 #include "kvkeep/layers/prompt_scores.h"
@@ -66,7 +66,7 @@
 #include "kvkeep/memory/memory_options.h"
 #include "kvkeep/memory/rank_gates.h"
 #include "kvkeep/memory/router.h"
-#include "kvkeep/memory/router_training.h"
+#include "kvkeep/memory/router_parameters.h"
 #include "kvkeep/memory/routing_file.h"
 #include "kvkeep/memory/segmenter.h"
 #include "kvkeep/memory/span_row.h"
@@ -83,12 +83,12 @@
 // state: save and restore
 #include "kvkeep/state/state_file.h"
 
-// report: what it did, in numbers
+// report: the results in numbers
 #include "kvkeep/report/diagnostics.h"
 #include "kvkeep/report/intervals.h"
 #include "kvkeep/report/ratio.h"
 
-// The policies, and the line itself.
+// The policies, and the pipeline itself.
 #include "kvkeep/policy/asl.h"
 #include "kvkeep/policy/evict.h"
 #include "kvkeep/policy/full.h"

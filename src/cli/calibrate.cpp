@@ -1,4 +1,4 @@
-// kvkeep calibrate: where the queries of each head lie, for TriAttention.
+// kvkeep calibrate: the query statistics of each head, for TriAttention.
 
 #include <CLI/Option.hpp>
 #include <CLI/Validators.hpp>
@@ -23,9 +23,11 @@ Examples:
   kvkeep calibrate --model examples/model --task ask --out model.calibration.safetensors
   kvkeep calibrate --model DIR --ids-file text.ids --tokens 32768 --out model.pt --layout pt
 
-Then: kvkeep generate --model examples/model --task ask --policy triattention,budget=96,calibration=model.calibration.safetensors
+Then: kvkeep generate --model examples/model --task ask \
+          --policy triattention,budget=96,calibration=model.calibration.safetensors
 
-Ids are run once, from position 0, up to --tokens of them. A task gives samples of consecutive seeds, each from position 0, as many whole ones as fit.
+Given ids run once, from position 0, up to --tokens of them. A task supplies samples of consecutive seeds, each from
+position 0, as many whole ones as fit.
 )";
 
 struct Options {
@@ -54,8 +56,7 @@ std::vector<std::vector<std::int32_t>> sequences_of(const Options& o) {
   }
 }
 
-// Of the heads of one layer: |q_mean| / q_abs_mean, weighted by q_abs_mean. 1: all queries of a head point the same
-// way.
+// |q_mean| / q_abs_mean of the heads of one layer, weighted by q_abs_mean. 1: all queries of a head point the same way.
 struct Concentration {
   double least = std::numeric_limits<double>::infinity(), sum = 0, most = 0;
 };
@@ -80,7 +81,7 @@ void run(const Options& o) {
   lm::Decoder decoder = o.model.open();
   Progress progress(tokens, o.output.quiet);
   progress.label("tokens");
-  std::error_code none;  // it is a label: empty where there is no such path
+  std::error_code none;  // only a label: empty if there is no such path
   const fs::path folder = fs::weakly_canonical(o.model.folder, none);
   const Calibration calibration = lm::calibrate(decoder, sequences,
                                                 {.skip = o.skip,
@@ -121,13 +122,13 @@ Run add_calibrate(CLI::App& app) {
   auto o = std::make_shared<Options>();
   o->model.add(*sub);
   o->prompt.add(*sub);
-  sub->add_option("--tokens", o->tokens, "run at most so many")
+  sub->add_option("--tokens", o->tokens, "run at most this many")
       ->check(CLI::Range(1, 1 << 24))
       ->option_text("N [32768]");
-  sub->add_option("--skip", o->skip, "oldest tokens of every sequence that do not count")
+  sub->add_option("--skip", o->skip, "oldest tokens of every sequence to leave out of the statistics")
       ->check(CLI::Range(0, 1 << 24))
       ->option_text("N [4]");
-  sub->add_option("--layout", o->layout, "of the file: ours, or the one of TriAttention's own tool")
+  sub->add_option("--layout", o->layout, "layout of the file: kvkeep's, or that of TriAttention's own tool")
       ->check(CLI::IsMember({"safetensors", "pt"}))
       ->option_text("safetensors|pt [safetensors]");
   sub->add_option("--out", o->out, "the calibration file to write")->required()->option_text("FILE");

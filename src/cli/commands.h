@@ -1,5 +1,5 @@
 #pragma once
-// The sub-commands. Each adds itself to the command line and gives back what to run when it was chosen.
+// The sub-commands. Each adds itself to the command line and returns the function to run if it is chosen.
 
 #include <CLI/App.hpp>
 #include <functional>

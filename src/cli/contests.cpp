@@ -26,7 +26,7 @@ std::vector<std::int32_t> budgets_of(const std::vector<std::string>& lists) {
   return budgets;
 }
 
-// What the policy itself says.
+// Fills in what follows from the policy itself.
 void resolve(Contest& contest) {
   const std::unique_ptr<KVPolicy> made = contest.policy.make();
   contest.never = made->trigger().never;
@@ -38,7 +38,7 @@ void resolve(Contest& contest) {
   contest.warning = warning_about(*made);
 }
 
-// One policy under every budget, or as it is written where it says itself what may stay.
+// One policy under every budget, or as it is written if it states its own limit.
 std::vector<Contest> contests_of(const ContestOptions& o, const std::string& written,
                                  const std::vector<std::int32_t>& budgets) {
   const PolicyText policy(written);
@@ -78,8 +78,8 @@ std::vector<Contest> contests_of(const ContestOptions& o, const std::string& wri
   return resolved;
 }
 
-// Finds for every contest the one of --against at the same budget, of two the one with the same prompt, or the only one
-// there is. Those that do not run yet are added.
+// Finds for every contest its reference of --against: the one at the same budget (of two, the one that treats the
+// prompt alike), or else the only one. References that do not run yet are added.
 void compare_against(const ContestOptions& o, const std::vector<std::int32_t>& budgets, std::vector<Contest>& all) {
   std::vector<std::size_t> references;
   for (const Contest& wanted : contests_of(o, o.against, budgets)) {
@@ -105,21 +105,22 @@ void ContestOptions::add(CLI::App& app, const std::string& without, const std::s
       ->option_text("POLICY");
   app.add_option_function<std::vector<std::string>>(
          "--budgets", [this](const std::vector<std::string>& lists) { this->budgets = budgets_of(lists); },
-         "runs every evicting policy under each of these budgets; without --policy: " + budgets_without)
+         "run every evicting policy under each of these budgets; without --policy: " + budgets_without)
       ->option_text("N,...");
   app.add_option("--interval", interval,
-                 "new tokens between two events, for every policy under --budgets, a ratio or bytes")
+                 "new tokens between two events, for every policy under --budgets, ratio or bytes")
       ->check(CLI::Range(1, 1 << 30))
       ->option_text("N [32]");
   app.add_option("--recent", recent,
-                 "newest slots that stay, for every policy under --budgets; without it the policy's own")
+                 "newest slots that always stay, for every policy under --budgets; without it: the policy's own")
       ->check(CLI::Range(0, 1 << 30))
       ->option_text("N");
-  app.add_option("--against", against, "a policy that every row is compared to; it runs too where it does not yet")
+  app.add_option("--against", against,
+                 "policy that every row is compared to; it runs too if it is not among the others")
       ->option_text("POLICY");
   app.add_flag("--protect-prompt", protect_prompt,
-               "every policy also runs with protect_prompt=true, in a row of its own; sekv and policies that narrow "
-               "prompts have no such option");
+               "also run every policy with protect_prompt=true, in a row of its own; sekv and policies that narrow "
+               "prompts do not have this option");
 }
 
 std::vector<Contest> contests(ContestOptions o, const std::vector<std::string>& policies,
@@ -130,12 +131,12 @@ std::vector<Contest> contests(ContestOptions o, const std::vector<std::string>& 
   std::vector<Contest> all;
   for (const std::string& one : given)
     for (Contest& contest : contests_of(o, one, budgets)) all.push_back(std::move(contest));
-  const auto slots = [](const Contest& c) {  // most first; what never cuts before them, what counts otherwise behind
+  const auto slots = [](const Contest& c) {  // most first; policies that never cut come before, other limits after
     return c.keeps_all()                ? std::numeric_limits<std::int64_t>::max()
            : c.budget.value.is_number() ? c.budget.value.get<std::int64_t>()
                                         : 0;
   };
-  std::map<std::string, std::size_t> place;  // labels in the order in which they were given
+  std::map<std::string, std::size_t> place;  // labels in the order given
   for (const Contest& contest : all) place.try_emplace(contest.policy.label(), place.size());
   std::stable_sort(all.begin(), all.end(), [&](const Contest& a, const Contest& b) {
     return std::pair(place[a.policy.label()], slots(b)) < std::pair(place[b.policy.label()], slots(a));
@@ -159,7 +160,7 @@ void warn(const std::vector<Contest>& contests, bool quiet) {
 
 void note_idle(const Contest& contest, std::int64_t events, const char* what, bool quiet) {
   if (events == 0 && !contest.never && !quiet)
-    note(text("note: ", contest.shown(), " never came to an event; its ", what, " stay below budget + interval"));
+    note(text("note: ", contest.shown(), " never reached an event; its ", what, " stay below budget + interval"));
 }
 
 std::vector<Column> contest_columns(const ContestOptions& options, const std::vector<Column>& others) {

@@ -22,7 +22,7 @@ struct ContestOptions {
   std::string against;
   bool protect_prompt = false;  // policies that can also run with their prompt protected
   bool cut_prompts = false;     // policies that do not say otherwise cut a prompt at its end
-  // `without`: what runs where no policy is given; `budgets_without`: under which budgets
+  // `without`: what runs if no policy is given; `budgets_without`: under which budgets
   void add(CLI::App& app, const std::string& without, const std::string& budgets_without = "length/4,length/8");
 };
 
@@ -43,12 +43,12 @@ struct Contest {
 std::vector<Contest> contests(ContestOptions options, const std::vector<std::string>& policies,
                               std::vector<std::int32_t> budgets);
 
-// Notes on what is allowed but hardly meant, unless quiet.
+// Prints the warnings of the contests, unless quiet.
 void warn(const std::vector<Contest>& contests, bool quiet);
-// A note where a policy that cuts never did, unless quiet. `what` it ran over: samples, texts.
+// Prints a note if a policy that cuts never did, unless quiet. `what` names what it ran over: samples, texts.
 void note_idle(const Contest& contest, std::int64_t events, const char* what, bool quiet);
 
-// The columns of a table: policy, budget, with --protect-prompt what became of the prompt, and the others.
+// The columns of a table: policy, budget, with --protect-prompt whether the prompt was kept, and the others.
 std::vector<Column> contest_columns(const ContestOptions& options, const std::vector<Column>& others = {});
 std::vector<Cell> contest_cells(const ContestOptions& options, const Contest& contest,
                                 const std::vector<Cell>& others = {});
@@ -57,13 +57,13 @@ using Strata = std::vector<std::vector<report::Answers>>;
 
 using RatioStrata = std::vector<std::vector<report::Ratio>>;
 
-// How people read a number: shares in per cent, or as it is.
+// How a number is shown to people: a share as a percentage, or as it is.
 struct Scale {
   double factor = 100;
   int digits = 1;
 };
 
-// NaN where nothing was asked.
+// NaN if nothing was asked.
 double share(std::int64_t right, std::int64_t asked);
 // With the interval in parentheses.
 std::string with_interval(double value, const report::Interval& interval, Scale scale = {});

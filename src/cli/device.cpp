@@ -14,7 +14,7 @@ namespace {
 // The number of the GPU that `name` means: "cuda" is "cuda:0".
 int gpu_of(const std::string& name) {
   const std::string digits = name == "cuda" ? "0" : name.starts_with("cuda:") ? name.substr(5) : "";
-  c10::DeviceIndex index = 0;
+  std::int32_t index = 0;
   const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), index);
   KVKEEP_REQUIRE(error == std::errc() && end == digits.data() + digits.size() && index >= 0,
                  "--device: there is no such device; given '", name, "'; allowed cpu, cuda, cuda:INDEX");
@@ -24,19 +24,19 @@ int gpu_of(const std::string& name) {
 }  // namespace
 
 void DeviceOptions::add(CLI::App& app) {
-  app.add_option("--device", name, "where the model and its cache are: the CPU, or a GPU by its number")
+  app.add_option("--device", name, "device that holds the model and its cache: the CPU, or a GPU by its number")
       ->option_text("cpu|cuda:N [cpu]");
 }
 
 DeviceOptions::Place DeviceOptions::find() const {
-  if (name == "cpu") return {Device(c10::kCPU), nullptr};
+  if (name == "cpu") return {Device{}, nullptr};
   const int gpu = gpu_of(name);
 #ifdef KVKEEP_CLI_CUDA
   const std::shared_ptr<Accelerator> accelerator = cuda::accelerator(gpu);
   return {accelerator->device(), accelerator};
 #else
   refuse<Unsupported>(
-      "--device: this kvkeep was built without CUDA (no nvcc was found then, or KVKEEP_CUDA=OFF); given cuda:", gpu,
+      "--device: this kvkeep was built without CUDA (nvcc was not found, or KVKEEP_CUDA=OFF); given cuda:", gpu,
       "; allowed cpu");
 #endif
 }

@@ -18,8 +18,8 @@ struct DeviceOptions {
     Device device;
     std::shared_ptr<Accelerator> accelerator;  // null: the CPU
   };
-  // Throws: InvalidArgument for a name that is none; Unsupported for CUDA in a build without it; DeviceError for a GPU
-  // that is not there.
+  // Throws: InvalidArgument for an unknown name; Unsupported for CUDA in a build without it; DeviceError for a GPU
+  // that does not exist.
   [[nodiscard]] Place find() const;
 };
 

@@ -47,13 +47,13 @@ std::string first_match(const std::string& text, const char* pattern, const char
   return std::regex_search(text, found, std::regex(pattern)) ? found[1].str() : std::string(otherwise);
 }
 
-// The best instruction set that is both compiled in and here. Lower bits are better targets.
+// The best instruction set that is compiled in and that this machine has. Lower bits are better targets.
 std::string simd_target() {
   const std::int64_t usable = hwy::SupportedTargets();
   return usable == 0 ? "none" : hwy::TargetName(usable & -usable);
 }
 
-// Bytes read and written a second by one thread's memcpy of 256 MiB, the best of three.
+// Bytes read and written per second by one thread's memcpy of 256 MiB, best of three.
 double memcpy_bandwidth() {
   constexpr std::size_t kBytes = std::size_t{256} << 20;
   std::vector<char> from(kBytes, 1), to(kBytes, 2);
@@ -73,7 +73,7 @@ Finding torch_finding() {
   const bool same = loaded == "unknown" || compiled.starts_with(loaded) || loaded.starts_with(compiled);
   return {"LibTorch",
           text("compiled against ", compiled, ", loaded ", loaded,
-               same ? "" : "; they differ: build kvkeep again for the one that is loaded"),
+               same ? "" : "; they differ: rebuild kvkeep for the one that is loaded"),
           same};
 }
 
@@ -97,11 +97,11 @@ Finding cuda_finding() {
           true};
 }
 
-/// How threads wait for each other, by the variables that LibTorch's OpenMP runtime reads.
+/// How threads wait for each other, according to the variables that LibTorch's OpenMP runtime reads.
 std::string waiting() {
   for (const char* name : {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"})
     if (const char* value = std::getenv(name)) return text(name, "=", value);
-  return "the OpenMP runtime's own way";
+  return "the OpenMP runtime's default";
 }
 
 std::vector<Finding> look(const Options& o) {
@@ -110,7 +110,7 @@ std::vector<Finding> look(const Options& o) {
                            abi_finding(),
                            {"CPU", text("kvkeep uses ", simd_target(), ", LibTorch ", at::get_cpu_capability())},
                            {"threads", text(at::get_num_threads(), " of ", std::thread::hardware_concurrency(),
-                                            " hardware threads; they wait by ", waiting())}};
+                                            " hardware threads; waiting: ", waiting())}};
   if (!o.quick)
     all.push_back({"memory", text("memcpy ", real_cell(memcpy_bandwidth() / 1e9, 1).shown,
                                   " GB/s read and written, one thread")});
@@ -123,7 +123,7 @@ void run(const Options& o) {
   const std::vector<Finding> findings = look(o);
   const bool fine = std::all_of(findings.begin(), findings.end(), [](const Finding& f) { return f.fine; });
   const std::string verdict =
-      fine ? "kvkeep works here, on the CPU" : "kvkeep does not fit this machine; see what is marked";
+      fine ? "kvkeep works here, on the CPU" : "kvkeep does not fit this machine; see the rows marked NO";
   Table table({{"what", "what", false}, {"value", "found", false}, {"fine", "fine", false}});
   for (const Finding& f : findings) table.add({f.what, f.value, Cell(f.fine, f.fine ? "yes" : "NO")});
   table.add({"verdict", verdict, Cell(fine, fine ? "yes" : "NO")});
@@ -135,7 +135,7 @@ void run(const Options& o) {
 
 Run add_doctor(CLI::App& app) {
   CLI::App* sub =
-      app.add_subcommand("doctor", "does this build fit this machine: versions, ABI, CPU, CUDA, one verdict");
+      app.add_subcommand("doctor", "check that this build fits this machine: versions, ABI, CPU, CUDA, one verdict");
   auto o = std::make_shared<Options>();
   sub->add_flag("--quick", o->quick, "do not measure the memory bandwidth");
   o->output.add(*sub);

@@ -27,45 +27,52 @@ namespace {
 constexpr const char* kExamples = R"(
 Examples:
   kvkeep eval --model examples/model
-  kvkeep eval --model examples/model --task ask,chain --length 1024 --budgets 256,128 --policy full --policy ams-tova --policy tova
+  kvkeep eval --model examples/model --task ask,chain --length 1024 --budgets 256,128 --policy full --policy tova
   kvkeep eval --model examples/model --task ask --policy ams-tova,variant=official,budget=128 --samples 100 -o csv
   kvkeep eval --model examples/model --policy tova --policy ams-tova --budgets 128 --samples 100 --against tova
   kvkeep eval --model examples/model --policy tova,ratio=0.5 --policy ams-tova,bytes=200000 --diagnostics
-  kvkeep eval --model examples/model --task ask,chain --policy full --policy sekv,recent=32,interval=32,alpha=3 --policy tova,budget=32,interval=32,recent=16,rest=fold
-  kvkeep eval --model examples/model --task needle --length 1024 --retrieval 4 --batch 1 --policy full --policy fastkv,layer=1,window=16 --budgets 256
-  kvkeep eval --model SmolLM2.gguf --task ruler/niah-single-1,ruler/vt --length 1024 --budgets 512,256 --policy full --policy tova --policy snapkv
-  kvkeep eval --model SmolLM2.gguf --task text/needle --haystack prose.txt --length 1024 --budgets 256 --question after --batch 4
+  kvkeep eval --model examples/model --task ask,chain --policy full --policy tova,budget=32,interval=32,rest=fold
+  kvkeep eval --model examples/model --task needle --length 1024 --retrieval 4 --batch 1 --policy fastkv,layer=1
+  kvkeep eval --model SmolLM2.gguf --task ruler/niah-single-1,ruler/vt --length 1024 --budgets 512,256 --policy tova
+  kvkeep eval --model SmolLM2.gguf --task text/needle --haystack prose.txt --budgets 256 --question after --batch 4
 
-Tasks over text (their names have a /) are asked of a model with a tokenizer, in its chat template unless --raw: the answer is written, and scored by the references that
-stand in it. Prompts are cut at their end, with the question in sight or (--question after) before it comes. Each prompt runs once for all policies.
---samples-out FILE has each sample as a line of JSON: task, seed, the token ids of prompt and question, max_new_tokens, end_tokens, references, and for each
-policy and budget the answer's tokens, text and score, and the seconds that the cut of the prompt took. docs/text.md describes it.
-  ruler/niah-single-1 to -3, ruler/niah-multikey-1 to -3, ruler/niah-multivalue, ruler/niah-multiquery, ruler/vt, ruler/cwe, ruler/fwe, text/needle
+Tasks over text (those with a / in their names) need a model with a tokenizer. The question is asked in the model's
+chat template unless --raw is given; the answer is generated and scored by the references that it contains. A prompt
+is cut at its end, with the question in sight or, with --question after, before it comes. Each prompt runs once for
+all policies. --samples-out FILE writes each sample as a line of JSON: task, seed, the token ids of prompt and
+question, max_new_tokens, end_tokens, references, and per policy and budget the tokens, text and score of the answer
+and the seconds taken by the cut of the prompt. docs/text.md describes it. The tasks:
+  ruler/niah-single-1 to -3, ruler/niah-multikey-1 to -3, ruler/niah-multivalue, ruler/niah-multiquery,
+  ruler/vt, ruler/cwe, ruler/fwe, text/needle
 
-Tasks of the small model are teacher forced: the trace of each sample is fed, and a look-up is right when the argmax of the logits before it is the value that was asked
-for. "late" is the last third of the trace. Cache bytes are those of one sequence: the most at any time, and what is left behind the last
-event. tokens/s counts steps that only decode, events and eviction included.
-Policies that narrow prompts (asl and its relatives) are asked with --retrieval N: the prompt is 7/8 of --length, goes on up to the first
-question, and N look-ups are predicted. Three columns more: seconds until the first token (median; --batch 1 for a prompt by itself), the layer
-that selected (mean over the samples where one did), and tokens that went on to the end of the model or to a second pass (mean).
---budgets goes to what stands before a +, asl,window=16+ams-tova,budget=128 for one.
+Tasks of the small model are teacher-forced: the trace of each sample is fed, and a look-up is right if the argmax of
+the logits before it is the value that was asked for. "late" is the last third of the trace. Cache bytes are those of
+one sequence: the most at any time, and what is left after the last event. tokens/s counts steps that only decode,
+including events and eviction.
+Policies that narrow prompts (asl and its relatives) are tested with --retrieval N: the prompt is 7/8 of --length,
+extended to the first question, and N look-ups are predicted. Three more columns: the time to the first token (median;
+--batch 1 for a prompt by itself), the layer that selected (mean over the samples that have one), and the tokens that
+continued to the end of the model or to a second pass (mean). --budgets applies to the policy before a +, as in
+asl,window=16+ams-tova,budget=128.
 
-Policies that fold (sekv, rest=fold) count coarse entries and sketches as cache bytes: `kept` is what they have near. Four columns more: bytes of factors, near or
-far, at the end of a sample (mean); spans that a query opens in each KV head of each layer, and tokens in them (means over queries that find spans); bytes of
-factors that are brought near for each decoded token.
+Policies that fold (sekv, rest=fold) count coarse entries and sketches as cache bytes: `kept` is what they hold near.
+Four more columns: bytes of factors, near or far, at the end of a sample (mean); spans that a query opens per KV head
+and layer, and tokens in them (means over queries that find spans); bytes of factors moved near per decoded token.
 
-The policy `oracle` is told which positions the sample will need: it shows what a perfect choice of the same size would give.
+The policy `oracle` is told which positions the sample will need, so it shows what a perfect choice of the same size
+achieves.
 
-Intervals are at 95 %. The look-ups of one sample share a prompt and a cache, so they are not independent: the table shows a bootstrap over
-whole samples (1000 resamples within each task, seeded). Wilson's interval takes each look-up as independent: --intervals wilson. CSV and
-JSON hold both: sample_low and sample_high, accuracy_low and accuracy_high.
---against adds the difference to another policy at the same budget (or at its only one), with the interval of the paired bootstrap: both
-policies answer the same resampled samples. An interval that holds 0 shows no difference.
-A policy that states ratio or bytes keeps to that, whatever --budgets says; it takes --interval and --recent where it does not state its own.
+Intervals are at 95 %. The look-ups of one sample share a prompt and a cache, so they are not independent: the table
+shows a bootstrap over whole samples (1000 resamples within each task, seeded). --intervals wilson treats each
+look-up as independent. CSV and JSON hold both: sample_low and sample_high, accuracy_low and accuracy_high.
+--against adds the difference to another policy at the same budget (or at its only one), with the interval of the
+paired bootstrap: both policies answer the same resampled samples. An interval that contains 0 shows no difference.
+A policy that states a ratio or bytes ignores --budgets; it takes --interval and --recent unless it states its own.
 
---diagnostics adds how kept sets change (IoU, survival), which regions of the text lose everything (of 32 positions), what is kept of the
-middle third, segments, and from --diagnostics-samples samples of each task what a full cache's attention would have read (recall, output
-error) and how much a free run repeats itself. docs/diagnostics.md defines each; JSON has them all.
+--diagnostics adds how kept sets change (IoU, survival), which regions of 32 positions lose everything, how much of
+the middle third is kept, segments, and, from --diagnostics-samples samples of each task, what a full cache's
+attention would have read (recall, output error) and how much a free run repeats itself. docs/diagnostics.md defines
+each; JSON has them all.
 )";
 
 struct Options {
@@ -112,7 +119,7 @@ std::vector<std::string> default_policies() {
   return {"full", "streaming", "tova", "ams-tova", "ams-tova,variant=official", std::string(kOracle)};
 }
 
-// A task twice would count its look-ups twice and make intervals too narrow.
+// A repeated task would count its look-ups twice and make intervals too narrow.
 std::vector<std::string> tasks_of(const std::vector<std::string>& lists) {
   std::vector<std::string> tasks;
   for (std::string& item : items_of(lists, "--task")) {
@@ -137,7 +144,7 @@ Samples draw_samples(const Options& o) {
   return samples;
 }
 
-// What --diagnostics holds every run against, by task: the first samples with a full cache.
+// What --diagnostics compares every run with, by task: the first samples with a full cache.
 using FullRuns = std::map<std::string, std::vector<FullRun>>;
 
 FullRuns run_full(lm::Decoder& decoder, const Options& o, const Samples& samples) {
@@ -149,7 +156,7 @@ FullRuns run_full(lm::Decoder& decoder, const Options& o, const Samples& samples
   return runs;
 }
 
-// A contest's policy over samples, each fed its own trace, or free to decode what it likes.
+// Runs a contest's policy over samples. Each is fed its own trace if `forced`, else it decodes freely.
 lm::GenerationRun run_policy(lm::Decoder& decoder, const Options& o, const Contest& contest,
                              std::span<const lm::TaskSample> samples, bool forced, lm::GenerationHooks hooks) {
   std::unique_ptr<KVPolicy> policy = contest.policy.make();
@@ -168,8 +175,7 @@ lm::GenerationRun run_policy(lm::Decoder& decoder, const Options& o, const Conte
                        .hooks = std::move(hooks)});
 }
 
-// What attention loses where spans fold. Of prompts that are narrowed nothing is told: the full run has other queries
-// there.
+// Measures what attention loses when spans fold. Skips policies that narrow prompts: the full run has other queries.
 void compare_outputs(lm::Decoder& decoder, const Options& o, const Contest& contest,
                      std::span<const lm::TaskSample> samples, std::span<const FullRun> full, report::Diagnostics& to) {
   if (samples.empty() || contest.narrows) return;
@@ -213,7 +219,7 @@ void measure_task(lm::Decoder& decoder, const Options& o, const Contest& contest
   sum.diagnostics.emplace(task, watch->diagnostics());
 }
 
-// One row a policy and budget; a column a task.
+// One row per policy and budget, one column per task.
 Table wide_table(const Options& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
   std::vector<Column> columns = contest_columns(o.contests);
   for (const std::string& task : o.tasks) columns.push_back({task, task + " % (95 %)"});
@@ -320,7 +326,7 @@ Table diagnostics_table(const Options& o, const std::vector<Contest>& all, const
   return table;
 }
 
-// One row a policy, budget and task: for programs.
+// One row per policy, budget and task: for programs.
 Table long_table(const Options& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
   std::vector<Column> columns = contest_columns(o.contests);
   for (const char* key : {"task",          "length",         "samples",         "look_ups",   "right",
@@ -375,7 +381,7 @@ Table long_table(const Options& o, const std::vector<Contest>& all, const std::v
 std::string markdown(const Options& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
   std::string out = wide_table(o, all, measured).markdown();
   out += o.wilson ? "\n95 %: Wilson's interval, each look-up taken as independent.\n"
-                  : text("\n95 %: bootstrap over whole samples (", o.samples, " a task).\n");
+                  : text("\n95 %: bootstrap over whole samples (", o.samples, " per task).\n");
   if (!o.contests.against.empty())
     out += text("\nPercentage points above ", PolicyText(o.contests.against).label(),
                 ", paired bootstrap over samples:\n\n", difference_table(o, all, measured).markdown());
@@ -383,17 +389,17 @@ std::string markdown(const Options& o, const std::vector<Contest>& all, const st
   return out;
 }
 
-// Tasks over text, where --task names those.
+// Runs tasks over text, if --task names them.
 bool run_text(const Options& o) {
   if (std::ranges::none_of(o.tasks, is_text_task)) {
     KVKEEP_REQUIRE(o.text.haystack.empty() && !o.text.question_after && !o.text.score_tokens && !o.text.raw &&
                        o.text.samples_out.empty(),
-                   "eval: --haystack, --question, --score, --raw and --samples-out are of tasks over text; allowed "
+                   "eval: --haystack, --question, --score, --raw and --samples-out are for tasks over text; allowed "
                    "with --task ruler/... and text/needle");
     return false;
   }
   KVKEEP_REQUIRE(std::ranges::all_of(o.tasks, is_text_task),
-                 "--task: tasks over text and tasks of the small model in one table; allowed one kind");
+                 "--task: tasks over text and tasks of the small model cannot share a table; allowed one kind");
   KVKEEP_REQUIRE(!o.diagnostics && o.retrieval == 0 && !o.wilson,
                  "eval: --diagnostics, --retrieval and --intervals wilson are not for tasks over text");
   ContestOptions contests = o.contests;
@@ -444,7 +450,7 @@ Run add_eval(CLI::App& app) {
   using Lists = std::vector<std::string>;
   sub->add_option_function<Lists>(
          "--task", [o](const Lists& lists) { o->tasks = tasks_of(lists); },
-         "of the small model: chain, ask, needle, updates, copies; over text: ruler/niah-single-1 and others, "
+         "tasks of the small model: chain, ask, needle, updates, copies; over text: ruler/niah-single-1 and others, "
          "text/needle")
       ->option_text("NAME,... [ask]");
   o->contests.add(*sub, "full, streaming, tova, ams-tova strict and official, oracle (small model only)");
@@ -452,16 +458,16 @@ Run add_eval(CLI::App& app) {
       ->check(CLI::Range(1, 1 << 24))
       ->option_text("N [20]");
   sub->add_option("--length", o->shape.length, "tokens of a sample's prompt and trace")->option_text("N [512]");
-  sub->add_option("--retrieval", o->retrieval, "ask inside the prompt, and predict N look-ups; 0: the whole trace")
+  sub->add_option("--retrieval", o->retrieval, "ask inside the prompt and predict N look-ups; 0: the whole trace")
       ->check(CLI::Range(0, 1 << 20))
       ->option_text("N [0]");
-  sub->add_option("--seed", o->seed, "of the first sample; the others follow")->option_text("N [1000000]");
-  sub->add_option("--intervals", o->wilson, "of the table: over whole samples, or Wilson's over look-ups")
+  sub->add_option("--seed", o->seed, "seed of the first sample; the others follow")->option_text("N [1000000]");
+  sub->add_option("--intervals", o->wilson, "intervals in the table: over whole samples, or Wilson's over look-ups")
       ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"samples", false}, {"wilson", true}})
                       .description("samples|wilson"))
       ->option_text("samples|wilson [samples]");
   o->text.add(*sub);
-  sub->add_flag("--diagnostics", o->diagnostics, "what kept sets look like over time, and what attention loses");
+  sub->add_flag("--diagnostics", o->diagnostics, "show how kept sets change over time, and what attention loses");
   sub->add_option("--diagnostics-samples", o->diagnostics_samples,
                   "samples of each task for recall, output error and repetition; 0: none")
       ->check(CLI::Range(0, 1 << 24))

@@ -23,8 +23,8 @@ namespace {
 // A sample as tokens: what is cut, and what comes after the cut.
 struct Asked {
   lm::TextSample sample;
-  std::vector<std::int32_t> prompt, question;  // the answer's first words stand at the end of the last of them
-  std::vector<std::int32_t> answer = {};       // the reference, where it is fed
+  std::vector<std::int32_t> prompt, question;  // the answer's prefix ends the last one that is not empty
+  std::vector<std::int32_t> answer = {};       // the reference, if it is fed
 
   [[nodiscard]] std::vector<std::int32_t> forced() const {
     std::vector<std::int32_t> all = question;
@@ -42,16 +42,15 @@ struct Writing {
   std::vector<std::int32_t> tokens;  // up to the first end token
   std::string text;
   double score = 0;
-  double cut_seconds =
-      std::nan("");  // of the decision at the prompt's end; NaN where the prompt was narrowed on its way
+  double cut_seconds = std::nan("");  // of the decision at the prompt's end; NaN if the prompt was narrowed as it ran
 };
 
-// What a policy made of its samples.
+// What a policy answered.
 struct Answered {
   std::map<std::string, std::vector<Writing>> writings;  // [samples]
   std::map<std::string, std::vector<report::Answers>>
-      by_task;                                // [samples] references found, of all; or tokens of the reference
-  std::map<std::string, std::int64_t> whole;  // samples of which all was right
+      by_task;                                // [samples] references found, of all; or right tokens of the reference
+  std::map<std::string, std::int64_t> whole;  // samples in which all was right
   RunCost cost;
 
   [[nodiscard]] Strata strata(const std::string& task = "") const {
@@ -62,7 +61,7 @@ struct Answered {
   }
 };
 
-// The model's markup around what a user says, and what the model is then to answer.
+// The model's markup around a user's message, and the tokens of samples in it.
 class Layout {
  public:
   Layout(const lm::TextModel& text, bool raw) : text_(text) {
@@ -80,7 +79,7 @@ class Layout {
     return static_cast<std::int64_t>(ids(before_ + std::string(said) + after_, true).size());
   }
 
-  // Context and question are tokenised apart, so that one may be cut without the other.
+  // Context and question are tokenised separately, so that one may be cut without the other.
   [[nodiscard]] Asked asked(lm::TextSample sample, const TextOptions& options) const {
     Asked made{.sample = std::move(sample), .prompt = {}, .question = {}};
     made.prompt = ids(before_ + made.sample.context, true);
@@ -93,11 +92,11 @@ class Layout {
   }
 
  private:
-  // The tokens of the only reference. A blank that is a token of its own goes to the question: nothing could be wrong
-  // about it.
+  // The tokens of the only reference. A leading blank that is a token of its own moves to the question: it could never
+  // be wrong.
   [[nodiscard]] std::vector<std::int32_t> answer(Asked& to) const {
-    KVKEEP_REQUIRE(to.sample.answers.size() == 1, "--score tokens: a task with ", to.sample.answers.size(),
-                   " references, whose order is open; allowed tasks with one");
+    KVKEEP_REQUIRE(to.sample.answers.size() == 1, "--score tokens: the task has ", to.sample.answers.size(),
+                   " references in no set order; allowed tasks with one");
     const bool blank = !to.sample.answer_prefix.ends_with(' ');
     std::vector<std::int32_t> tokens = ids((blank ? " " : "") + to.sample.answers.front(), false);
     if (blank && text_.tokenizer.decode(std::span(tokens).first(1)) == " ") {
@@ -134,7 +133,7 @@ Writing writing_of(const lm::TextModel& text, const Asked& asked, const std::vec
   return writing;
 }
 
-// Tokens of the reference that the model would have written, each behind the right ones.
+// Tokens of the reference that the model would have written, each after the right ones before it.
 report::Answers tokens_foretold(const Asked& asked, const std::vector<std::int32_t>& tokens) {
   report::Answers answers{.right = 0, .asked = static_cast<std::int64_t>(asked.answer.size())};
   for (std::size_t i = 0; i < asked.answer.size(); ++i)
@@ -156,7 +155,7 @@ void add_answer(const lm::TextModel& text, const std::string& task, const Asked&
   to.cost.add(done);
 }
 
-// Some samples under every policy: their prompts run once, policies that narrow them run their own.
+// Runs some samples under every policy. Their prompts run once for all policies but those that narrow them.
 void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluation& e,
             const std::vector<Contest>& contests, const std::string& task, std::span<const Asked> asked,
             Progress& progress, std::vector<Answered>& to) {
@@ -193,7 +192,7 @@ void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluatio
     for (std::size_t i = 0; i < asked.size(); ++i) {
       if (contests[c].narrows) {
         ids.push_back(generator.join(request_of(asked[i])));
-        static_cast<void>(generator.step());  // alone, so that its first token is its own
+        static_cast<void>(generator.step());  // alone, so that the time to its first token is its own
       } else {
         ids.push_back(prompts[i].sequences[place[c]]);
         generator.begin(ids.back(), prompts[i]);  // the decision is the last thing it does
@@ -214,7 +213,7 @@ void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluatio
 
 double share_of(const Answered& answered, const std::string& task = "") { return report::share(answered.strata(task)); }
 
-// Tasks that the full cache does not solve tell nothing about what is lost.
+// Tasks that the full cache does not solve say nothing about what policies lose.
 std::string hopeless(const TextEvaluation& e, const std::vector<Contest>& contests,
                      const std::vector<Answered>& answered) {
   std::string out;
@@ -311,7 +310,8 @@ Table long_table(const TextEvaluation& e, const std::vector<Contest>& contests, 
   return table;
 }
 
-// One line a sample: what was asked, in tokens, and what every policy answered. For programs that ask others the same.
+// One line per sample: the tokens of the question, and every policy's answer. For programs that ask other systems the
+// same.
 std::string sample_lines(const TextEvaluation& e, const std::vector<Contest>& contests,
                          const std::map<std::string, std::vector<Asked>>& asked, const std::vector<Answered>& answered,
                          const std::vector<std::int32_t>& end_tokens) {
@@ -349,23 +349,22 @@ bool is_text_task(const std::string& name) { return name.find('/') != std::strin
 
 void TextOptions::add(CLI::App& app) {
   app.add_option("--question", question_after,
-                 "tasks over text: whether the question comes before a prompt is cut, or after")
+                 "tasks over text: whether the question comes before or after the prompt is cut")
       ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"before", false}, {"after", true}})
                       .description("before|after"))
       ->option_text("before|after [before]");
   app.add_option("--score", score_tokens,
-                 "tasks over text: text: references found in what is written (RULER's); tokens: the reference is fed, "
-                 "and each of its tokens counts that would have been written")
+                 "tasks over text: text: references found in the answer (RULER's score); tokens: the reference is fed, "
+                 "and those of its tokens count that the model would have written")
       ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"text", false}, {"tokens", true}})
                       .description("text|tokens"))
       ->option_text("text|tokens [text]");
-  app.add_option("--haystack", haystack,
-                 "tasks over text: prose that hides what is asked, for tasks that need an essay")
+  app.add_option("--haystack", haystack, "tasks over text: prose that hides the answer, for tasks that need an essay")
       ->option_text("FILE");
-  app.add_flag("--raw", raw, "tasks over text: leave the model's chat template out");
+  app.add_flag("--raw", raw, "tasks over text: do not use the model's chat template");
   app.add_option("--samples-out", samples_out,
-                 "tasks over text: writes each sample as a line of JSON: its token ids, its references, and what every "
-                 "policy answered")
+                 "tasks over text: write each sample as a line of JSON: its token ids, its references, and every "
+                 "policy's answer")
       ->option_text("FILE");
 }
 
@@ -383,9 +382,9 @@ void evaluate_text(const TextEvaluation& e) {
   for (const std::string& task : e.tasks) {
     const auto info = std::ranges::find(known, task, &lm::TextTaskInfo::name);
     const bool essay = info != known.end() && info->needs_haystack;
-    constexpr std::size_t kApart = 8;  // tokens that tokenising context and question apart may cost
+    constexpr std::size_t kApart = 8;  // tokens that tokenising context and question separately may add
     for (std::int32_t i = 0; i < e.samples; ++i) {
-      // Samples begin at different words, or each would hide its needle in the same text.
+      // Samples begin at different words; otherwise each would hide its needle in the same text.
       const std::size_t begin = essay && !haystack.empty() ? haystack.size() * static_cast<std::size_t>(i) /
                                                                  static_cast<std::size_t>(e.samples)
                                                            : 0;
@@ -414,7 +413,7 @@ void evaluate_text(const TextEvaluation& e) {
     return;
   }
   std::string out = wide_table(e, all, answered).markdown();
-  out += text("\n", e.samples, " samples a task, prompts of ", e.length, " tokens cut ",
+  out += text("\n", e.samples, " samples per task, prompts of ", e.length, " tokens cut ",
               e.text.question_after ? "before their question comes" : "with their question in sight",
               "; 95 %: bootstrap over samples.\n");
   if (!e.contests.against.empty())

@@ -10,12 +10,12 @@
 
 namespace kvkeep::cli {
 
-// What --task names says which: tasks over text have a / in their names.
+// Tasks over text have a / in their names.
 bool is_text_task(const std::string& name);
 
 struct TextOptions {
   bool question_after = false;  // the prompt is cut before the question is seen
-  bool score_tokens = false;    // the reference is fed, and each of its tokens asked for
+  bool score_tokens = false;    // the reference is fed, and each of its tokens is predicted
   bool raw = false;             // no chat template
   std::string haystack;         // a file
   std::string samples_out;      // a file

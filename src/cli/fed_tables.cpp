@@ -33,19 +33,19 @@ Measures measure(const Followed& followed, std::int64_t first_counted) {
 
 double share_of(const report::Answers& answers) { return share(answers.right, answers.asked); }
 
-// Of exp(mean): exp keeps the order, so the resamples of one are those of the other.
+// Of exp(mean): exp keeps the order, so the bounds of the mean become those of the perplexity.
 report::Interval perplexity_interval(const Measures& m) {
   const report::Interval nats = report::bootstrap(m.likelihoods);
   return {std::exp(nats.low), std::exp(nats.high)};
 }
 
-// The tokens of a bin, both ends included, where the longest text has `longest` tokens.
+// The tokens of a bin, both ends included, if the longest text has `longest` tokens.
 std::pair<std::int64_t, std::int64_t> bounds(std::size_t bin, std::int64_t longest) {
   const auto first = static_cast<std::int64_t>(bin) * report::kFidelityBin;
   return {first, std::min(first + report::kFidelityBin, longest) - 1};
 }
 
-// A mean or a share, and its interval: of a row of numbers for programs.
+// Appends a mean or a share and its interval, as numbers for programs.
 void put(std::vector<Cell>& row, double value, const report::Interval& interval) {
   for (const double number : {value, interval.low, interval.high}) row.push_back(real_cell(number, 6));
 }
@@ -160,7 +160,7 @@ Table FedResults::long_table() const {
   return table;
 }
 
-// Intervals and differences are of the tokens that count.
+// Intervals and differences cover only the tokens that count.
 void FedResults::add_row(Table& table, std::size_t c, const std::string& part,
                          std::pair<std::int64_t, std::int64_t> tokens, const report::Ratio& nll,
                          const report::FidelitySums& from_full) const {
@@ -195,10 +195,11 @@ void FedResults::add_row(Table& table, std::size_t c, const std::string& part,
 }
 
 std::string FedResults::counted() const {
-  if (first_counted_ == 0) return "All tokens behind the prompts count.\n";
+  if (first_counted_ == 0) return "All tokens after the prompts count.\n";
   const auto last = std::ranges::max_element(followed_, {}, &Followed::before_events) - followed_.begin();
-  return text("The first ", first_counted_, " tokens behind a prompt count for no policy: the first event of ",
-              contests_[static_cast<std::size_t>(last)].shown(), ", which comes last, is behind them.\n");
+  return text("The first ", first_counted_,
+              " tokens after a prompt count for no policy: the latest first event, that of ",
+              contests_[static_cast<std::size_t>(last)].shown(), ", comes after them.\n");
 }
 
 void FedResults::show(const OutputOptions& output, const char* unit, const std::function<std::string()>& tables) const {

@@ -1,6 +1,6 @@
 #pragma once
-// Tables of kvkeep perplexity and kvkeep fidelity: how well each policy foretold the texts that it was fed, and how far
-// it was from the full cache.
+// Tables of kvkeep perplexity and kvkeep fidelity: how well each policy predicted the texts that it was fed, and how
+// far it was from the full cache.
 
 #include <functional>
 #include <string>
@@ -12,7 +12,7 @@
 
 namespace kvkeep::cli {
 
-// One policy, text by text and in sum.
+// One policy, text by text and in total.
 struct Measures {
   RatioStrata likelihoods{1}, divergences{1};  // [1][texts] in nats, over the tokens that count
   Strata same_tokens{1};
@@ -32,13 +32,14 @@ class FedResults {
   [[nodiscard]] Table fidelity_table() const;
   // The same, a column for each 256 tokens.
   [[nodiscard]] Table bin_table() const;
-  // What is above the policy of --against.
+  // Differences from the policy of --against.
   [[nodiscard]] Table difference_table() const;
-  // All of it for programs: a row a policy and budget for the tokens that count, and one for each 256 tokens.
+  // Everything, for programs: per policy and budget a row for the tokens that count, and one for each 256 tokens.
   [[nodiscard]] Table long_table() const;
   // Which tokens count, and why.
   [[nodiscard]] std::string counted() const;
-  // Prints them: `tables` for people, with what is above --against, paired by `unit`; the long one for programs.
+  // Prints them. For people: `tables`, and the differences from --against, paired by `unit`. For programs: the long
+  // one.
   void show(const OutputOptions& output, const char* unit, const std::function<std::string()>& tables) const;
 
  private:
@@ -48,8 +49,8 @@ class FedResults {
   const ContestOptions& options_;
   const std::vector<Contest>& contests_;
   const std::vector<Followed>& followed_;
-  std::int64_t first_counted_ = 0;  // tokens before it count in no sum: some policy had not cut anything yet
-  std::int64_t longest_ = 0;        // tokens behind a prompt
+  std::int64_t first_counted_ = 0;  // tokens before it count in no sum, since some policy had not cut yet
+  std::int64_t longest_ = 0;        // tokens after a prompt
   std::vector<Measures> measures_;  // [contests]
 };
 

@@ -14,7 +14,7 @@ lm::Request request_of(const FedText& text) {
   return {.prompt = text.prompt, .new_tokens = static_cast<std::int32_t>(text.tokens.size()), .forced = text.tokens};
 }
 
-// Logits of the full cache for one text, as long as a policy has yet to come to them.
+// Logits of the full cache for one text, until every policy has reached them.
 class FullRows {
  public:
   void push(std::span<const float> logits) { rows_.emplace_back(logits.begin(), logits.end()); }
@@ -31,8 +31,7 @@ class FullRows {
 // Some texts under all policies.
 class Group {
  public:
-  Group(lm::Decoder& decoder, ScalarType cache_dtype, const std::vector<Contest>& contests,
-        std::span<const FedText> texts)
+  Group(lm::Decoder& decoder, Dtype cache_dtype, const std::vector<Contest>& contests, std::span<const FedText> texts)
       : contests_(contests), texts_(texts), rows_(texts.size()), foretold_(contests.size()), order_(contests.size()) {
     std::iota(order_.begin(), order_.end(), std::size_t{0});
     const auto full = std::ranges::find_if(contests, &Contest::keeps_all) - contests.begin();
@@ -58,7 +57,7 @@ class Group {
       if (went) progress.advance(static_cast<std::int64_t>(texts_.size()));
       return went;
     };
-    // The full cache goes first and never waits, so nobody is ahead of it; a policy that runs a prompt of its own is a
+    // The full cache goes first and never waits, so no policy is ahead of it. A policy that runs its own prompt is a
     // step or two behind.
     while (std::ranges::count_if(order_, step) > 0)
       for (std::size_t i = 0; i < texts_.size(); ++i) {
@@ -108,7 +107,7 @@ class Group {
   std::span<const FedText> texts_;
   std::vector<FullRows> rows_;                                // [texts]
   std::vector<std::vector<std::vector<Foretold>>> foretold_;  // [contests][texts][tokens so far]
-  std::vector<std::size_t> order_;                            // of the contests: the full cache first
+  std::vector<std::size_t> order_;                            // of the contests, the full cache first
   std::vector<std::unique_ptr<lm::Generator>> generators_;    // [contests]
 };
 
@@ -125,7 +124,7 @@ std::vector<Contest> fed_contests(ContestOptions& options, std::int32_t tokens) 
   return all;
 }
 
-std::vector<Followed> follow(lm::Decoder& decoder, ScalarType cache_dtype, const std::vector<Contest>& contests,
+std::vector<Followed> follow(lm::Decoder& decoder, Dtype cache_dtype, const std::vector<Contest>& contests,
                              std::span<const FedText> texts, std::int32_t batch, Progress& progress) {
   std::vector<Followed> all(contests.size());
   for (std::size_t first = 0; first < texts.size(); first += static_cast<std::size_t>(batch)) {

@@ -1,4 +1,4 @@
-// kvkeep fidelity: what the full cache generated, fed again to caches that policies cut.
+// kvkeep fidelity: feeds what the full cache generated to caches that policies cut.
 
 #include <CLI/Option.hpp>
 #include <CLI/Validators.hpp>
@@ -17,23 +17,24 @@ namespace {
 constexpr const char* kExamples = R"(
 Examples:
   kvkeep fidelity --model SmolLM2.gguf --chat --prompt "Write a story." --policy tova --budgets 256,128
-  kvkeep fidelity --model SmolLM2.gguf --prompt "One day" --prompt "Tides are" --budgets 256 --policy tova --policy snapkv
+  kvkeep fidelity --model SmolLM2.gguf --prompt "One day" --prompt "Tides are" --budgets 256 --policy tova \
+      --policy snapkv
   kvkeep fidelity --model SmolLM2.gguf --prompt-file article.txt --policy tova --budgets 256 --protect-prompt
   kvkeep fidelity --model SmolLM2.gguf --prompt-file article.txt --new-tokens 2048 --budgets 512,256 -o csv
 
 The full cache generates --new-tokens tokens after each prompt, greedily, past the model's end tokens unless --stop.
-They are fed again under every policy, one by one and in step with the full cache: KL is the mean of KL(full ||
-policy) over the next-token distributions, in nats; "same token" the share of tokens before which both have the same
+They are fed again under every policy, one by one and in step with the full cache. KL is the mean of KL(full ||
+policy) over the next-token distributions, in nats; "same token" is the share of tokens for which both have the same
 argmax. A second table has both for each 256 tokens. Prompts run once for all policies and are cut at their end
 (prefill=cut, unless a policy says otherwise).
 
-Only tokens behind the first event of every policy count in the first table, the same tokens for all; the second has
+Only tokens after the first event of every policy count in the first table, the same tokens for all; the second has
 all of them. CSV and JSON have both (part: counted, and bin), and the NLL of the tokens. Intervals are at 95 %,
-bootstrap over prompts: they take two prompts or more. --against adds the difference to another policy, paired by
+bootstrap over prompts; they need two prompts or more. --against adds the difference to another policy, paired by
 prompt.
 
---protect-prompt: in the row `kept` the prompt stays. It counts inside the budget; where it does not fit, the budget
-is the prompt and `recent` slots more. A budget on top of the prompt: tova,protect_prompt=true,budget_counts=decoded.
+--protect-prompt: in the row `kept` the prompt stays. It counts towards the budget; if it does not fit, the budget
+becomes the prompt plus `recent` slots. A budget on top of the prompt: tova,protect_prompt=true,budget_counts=decoded.
 The caches of all policies are held at once, for --batch prompts.
 )";
 
@@ -80,7 +81,7 @@ void run(const Options& o) {
   results.show(o.output, "prompts", [&] {
     return text(results.fidelity_table().markdown(), "\n", prompts.size(), prompts.size() == 1 ? " prompt" : " prompts",
                 ". ", results.counted(), "95 %: bootstrap over prompts.\n",
-                "\nKL and same token, by tokens behind the prompt:\n\n", results.bin_table().markdown());
+                "\nKL and same token, by tokens after the prompt:\n\n", results.bin_table().markdown());
   });
 }
 
@@ -97,14 +98,14 @@ Run add_fidelity(CLI::App& app) {
       ->option_text("TEXT");
   sub->add_option_function<std::string>(
          "--prompt-file", [o](const std::string& file) { o->prompts.push_back(io::read_file(file, "--prompt-file")); },
-         "repeatable: text in a file, as it stands there")
+         "repeatable: text in a file, taken verbatim")
       ->trigger_on_parse()
       ->option_text("FILE");
   o->reading.add(*sub);
   sub->add_option("--new-tokens", o->new_tokens, "tokens that the full cache generates after each prompt")
       ->check(CLI::Range(1, 1 << 24))
       ->option_text("N [1024]");
-  sub->add_flag("--stop", o->stop_at_end, "end behind an end token of the model");
+  sub->add_flag("--stop", o->stop_at_end, "stop after an end token of the model");
   o->contests.add(*sub, "full, streaming, tova, ams-tova, snapkv", "new tokens/4,new tokens/8");
   sub->add_option("--batch", o->batch, "prompts decoded at once")->check(CLI::Range(1, 4096))->option_text("N [4]");
   o->output.add(*sub);

@@ -12,7 +12,7 @@
 namespace kvkeep::cli {
 namespace {
 
-// A sequence's rows as an engine without a cache would show them.
+// A sequence's rows, as an engine without a cache would present them.
 class Rows {
  public:
   Rows(const ModelSpec& spec, const SequencePlan& plan)
@@ -82,7 +82,7 @@ class Rows {
   std::int64_t slots_ = 0;
 };
 
-// Fills one moment of every layer; the sum of their bytes.
+// Fills in one moment of every layer; returns the sum of their bytes.
 std::int64_t look(const Rows& rows, std::int32_t seen, LayerSlots LayerForecast::* moment,
                   std::vector<LayerForecast>& layers) {
   std::int64_t bytes = 0;

@@ -1,5 +1,5 @@
 #pragma once
-// What a policy will hold of a sequence, by its own trigger and limits: no weights, no cache.
+// What a policy will hold of a sequence, from its trigger and limits alone: no weights, no cache.
 
 #include <cstdint>
 #include <vector>
@@ -9,7 +9,7 @@
 
 namespace kvkeep::cli {
 
-// One sequence as it grows, and where it is held.
+// One sequence as it grows, and how it is stored.
 struct SequencePlan {
   std::int32_t prompt = 0, length = 1;  // tokens; `length` counts the prompt
   std::int32_t element_bytes = 2;       // of K and V
@@ -26,7 +26,7 @@ struct LayerSlots {
 struct LayerForecast {
   LayerSlots full;  // nothing dropped
   LayerSlots peak;  // just before the event that finds most
-  LayerSlots kept;  // right behind the last event; at the end where there is none
+  LayerSlots kept;  // right after the last event; at the end if there is none
 };
 
 struct Forecast {
@@ -38,9 +38,9 @@ struct Forecast {
   std::int64_t slot_bytes = 0;                     // K and V of one token in every full layer
 };
 
-// Throws InvalidArgument with every reason why the policy cannot run on the model; Unsupported for a policy that is
-// neither an eviction nor never cuts. Rows of a policy that spreads its budget by the data (Trigger::ragged) are taken
-// at what they may keep on average.
+// Throws InvalidArgument with every reason why the policy cannot run on the model; Unsupported for a policy that cuts
+// without being an eviction. Rows of a policy that spreads its budget by the data (Trigger::ragged) count with what
+// they may keep on average.
 Forecast forecast(const ModelSpec& spec, const KVPolicy& policy, const SequencePlan& plan);
 
 // What kvkeep itself holds for one sequence, in bytes.
@@ -48,7 +48,7 @@ struct OwnBytes {
   std::int64_t positions = 0, credit = 0, tally = 0;  // columns, at the peak
   std::int64_t queries = 0;                           // the ring
   std::int64_t statistics = 0;                        // running mean and covariance of every query
-  std::int64_t event = 0;                             // scores, and for AMS mass and credit, while an event lasts
+  std::int64_t event = 0;                             // scores, and for AMS mass and credit, during an event
   [[nodiscard]] std::int64_t sum() const { return positions + credit + tally + queries + statistics + event; }
 };
 OwnBytes own_bytes(const ModelSpec& spec, const KVPolicy& policy, const Forecast& forecast, std::int32_t query_bytes);

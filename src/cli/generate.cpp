@@ -1,4 +1,4 @@
-// kvkeep generate: decodes, and says what every event kept.
+// kvkeep generate: decodes, and shows what every event kept.
 
 #include <CLI/Option.hpp>
 #include <CLI/Validators.hpp>
@@ -29,8 +29,10 @@ constexpr const char* kExamples = R"(
 Examples:
   kvkeep generate --model SmolLM2.gguf --chat --prompt "Why is the sky blue?" --policy tova,budget=256 --stop
   kvkeep generate --model SmolLM2.gguf --prompt-file article.txt --policy snapkv,budget=256 --html kept.html
-  kvkeep generate --model examples/model --task chain --seed 7 --policy ams-tova,budget=96,interval=32 --max-new-tokens 200
-  kvkeep generate --model examples/model --task needle --policy fastkv,layer=1,budget=96,window=16+ams-tova,budget=96,interval=32
+  kvkeep generate --model examples/model --task chain --seed 7 --policy ams-tova,budget=96,interval=32 \
+      --max-new-tokens 200
+  kvkeep generate --model examples/model --task needle \
+      --policy fastkv,layer=1,budget=96,window=16+ams-tova,budget=96,interval=32
   kvkeep generate --model examples/model --task ask --forced --policy tova,budget=32,interval=32,recent=16,rest=fold
   kvkeep generate --model examples/model --ids 1,8,20,150,160 --policy full --max-new-tokens 16 -o json
   kvkeep generate --model examples/model --task ask --policy ams-tova,budget=96,interval=32 --device cuda:0
@@ -48,7 +50,7 @@ struct Options {
 };
 
 struct Outcome {
-  std::string policy_json, text;  // the text of what was written; empty where the prompt was none
+  std::string policy_json, text;  // text: what was written; empty if the prompt was not text
   ModelSpec spec;
   lm::Completion done;
   lm::Pace pace;
@@ -56,7 +58,7 @@ struct Outcome {
   FactorCache::Totals near;
 };
 
-// One row a layer and head.
+// One row per layer and head.
 void add_event_rows(Table& table, const lm::SequenceEvent& event, const ModelSpec& spec) {
   const std::vector<std::int32_t> layers = spec.full_layers();
   for (std::size_t r = 0; r < event.positions.size(); ++r) {
@@ -81,7 +83,7 @@ Table event_table(const Outcome& outcome) {
   return table;
 }
 
-// One row an event, for people who read the text: hundreds of rows a model would bury it.
+// One row per event, for people who read the text: a row per layer and head would bury it.
 Table short_event_table(const Outcome& outcome) {
   Table table({{"step", "step"},
                {"length_before", "slots before"},
@@ -103,7 +105,7 @@ Table short_event_table(const Outcome& outcome) {
   return table;
 }
 
-// What became of the prompt under a policy that narrows.
+// What a policy that narrows made of the prompt.
 std::string prompt_line(const PromptReport& prompt) {
   std::string line = text("Prompt: ", prompt.tokens, " tokens");
   if (prompt.selection_layer >= 0) line += text("; layer ", prompt.selection_layer, " selected");
@@ -112,7 +114,7 @@ std::string prompt_line(const PromptReport& prompt) {
   return line;
 }
 
-// NaN, where nothing was computed, is null.
+// NaN (nothing was computed) becomes null.
 Json prompt_json(const PromptReport& prompt) {
   Json variance = Json::array();
   for (const double x : prompt.relative_variance) variance.push_back(std::isnan(x) ? Json(nullptr) : Json(x));
@@ -121,7 +123,7 @@ Json prompt_json(const PromptReport& prompt) {
           {"going_on", prompt.going_on},   {"second_pass", prompt.second_pass}};
 }
 
-// What was folded by the end, and what reading it took.
+// What was folded by the end, and how much of it was read.
 std::string folded_line(const Outcome& outcome) {
   const FoldedState& folded = *outcome.done.folded;
   const ReadCounts& reads = outcome.totals.reads;
@@ -131,10 +133,10 @@ std::string folded_line(const Outcome& outcome) {
   if (folded.disk_bytes > 0) line += text(", ", bytes_cell(folded.disk_bytes).shown, " of that on disk");
   line += text("; moved near ", bytes_cell(outcome.near.bytes_moved).shown);
   if (reads.queries > 0)
-    line += text("; a query and KV head opened ", real_cell(reads.a_query(reads.zooms), 2).shown, " spans of ",
+    line += text("; opened per query and KV head: ", real_cell(reads.a_query(reads.zooms), 2).shown, " spans with ",
                  real_cell(reads.a_query(reads.tokens), 1).shown, " tokens");
   if (reads.damaged > 0)
-    line += text("; ", reads.damaged, " times a coarse entry stood for factors that could not be read");
+    line += text("; ", reads.damaged, " times a coarse entry replaced factors that could not be read");
   return line;
 }
 
@@ -150,7 +152,7 @@ Json folded_json(const Outcome& outcome) {
 std::string markdown(const Outcome& outcome) {
   const std::size_t events = outcome.done.events.size();
   std::ostringstream out;
-  if (outcome.text.empty()) {  // text has been shown as it came
+  if (outcome.text.empty()) {  // text was printed as it came
     out << "Tokens:";
     for (const std::int32_t token : outcome.done.tokens) out << " " << token;
   }
@@ -265,12 +267,12 @@ Outcome decode(const Options& o, const PolicyText& policy_text, const PromptOpti
   outcome.totals = run.totals;
   outcome.near = run.near;
   if (outcome.done.events.empty() && !trigger.never && !o.output.quiet)
-    note("note: no event came; the policy is due at budget + interval slots, and the run did not get there");
+    note("note: there was no event; the policy is due at budget + interval slots, and the run did not reach that");
   return outcome;
 }
 
-// What each token says: of the prompt, and of those that were fed after it (the last that was predicted was not). A
-// character that is spread over several stands with the last of them. Ids where the model has no text.
+// The text of each token of the prompt and of those fed after it (the last predicted one was not fed). A character that
+// is spread over several tokens belongs to the last of them. Ids if the model has no tokenizer.
 std::vector<std::string> pieces(const Options& o, const PromptOptions::Prompt& prompt, const Outcome& outcome) {
   std::vector<std::int32_t> ids = prompt.ids;
   for (std::size_t s = 0; s + 1 < outcome.done.tokens.size(); ++s)
@@ -288,7 +290,7 @@ void run(const Options& o) {
   if (!o.retention.empty()) require_folder_of(o.retention, "--retention");
   if (!o.html.empty()) require_folder_of(o.html, "--html");
   KVKEEP_REQUIRE(o.html.empty() || !is_same_file(o.html, o.retention),
-                 "generate: --html and --retention name one file; allowed two");
+                 "generate: --html and --retention name the same file; allowed two files");
   const PolicyText policy(o.policy);
   const PromptOptions::Prompt prompt = o.prompt.read(o.model.folder);
   const Outcome outcome = decode(o, policy, prompt);
@@ -328,12 +330,12 @@ Run add_generate(CLI::App& app) {
       ->option_text("N [128; all of the trace with --forced]");
   sub->add_flag("--forced", o->forced, "feed the task's own trace instead of the model's tokens (teacher forcing)");
   sub->add_option("--page-size", o->page_size,
-                  "keep the cache in pages of N slots, a power of two up to 1024; the tokens are the same")
+                  "keep the cache in pages of N slots, a power of two up to 1024; does not change the tokens")
       ->option_text("N [0: dense]");
   sub->add_option("--html", o->html,
                   "write a page: the text, each token shaded by how many heads still hold it, at every event")
       ->option_text("FILE.html");
-  sub->add_flag("--stop", o->stop_at_end, "end behind an end token of the model");
+  sub->add_flag("--stop", o->stop_at_end, "stop after an end token of the model");
   sub->add_option("--retention", o->retention, "write what stayed over time, for examples/plot_retention.py")
       ->option_text("FILE.json");
   o->output.add(*sub);

@@ -38,43 +38,45 @@ constexpr int kRefused = 2, kFailed = 1, kSignalled = 128;
 
 constexpr const char* kExamples = R"(
 Examples:
-  kvkeep policies                                           what there is to choose from
+  kvkeep policies                                           the policies to choose from
   kvkeep generate --model SmolLM2.gguf --chat --prompt "Why is the sky blue?" --policy tova,budget=256
   kvkeep eval --model examples/model --task ask --budgets 128,64
   kvkeep perplexity --model SmolLM2.gguf --text prose.txt --budgets 256 --policy tova --policy snapkv
-  kvkeep generate --model examples/model --task chain --seed 7 --policy ams-tova,budget=96,interval=32 --max-new-tokens 200
-  kvkeep record --model examples/model --ids-file prompt.txt --policy tova,budget=96,interval=32 --out event.safetensors
+  kvkeep generate --model examples/model --task chain --seed 7 --policy ams-tova,budget=96,interval=32 \
+      --max-new-tokens 200
+  kvkeep record --model examples/model --ids-file prompt.txt --policy tova,budget=96,interval=32 \
+      --out event.safetensors
   kvkeep plan --shape qwen7b --policy ams-tova,budget=1024 --batch 16 --length 32768
   kvkeep replay event.safetensors --policy ams-tova,budget=96,interval=32 --out kept.safetensors
 
-Results go to stdout (-o md|csv|json), everything else to stderr. Exit status: 0 done; 2 the input was refused; 1 anything else; 130 Ctrl-C.
+Results go to stdout (-o md|csv|json), everything else to stderr.
+Exit status: 0 done; 2 the input was refused; 1 any other failure; 130 Ctrl-C.
 )";
 
 extern "C" void stop(int signal) {
   io::remove_unfinished_files();
-  constexpr char kLine[] = "\nkvkeep: stopped, nothing half-written is left\n";
+  constexpr char kLine[] = "\nkvkeep: stopped; no half-written file is left\n";
   static_cast<void>(!::write(STDERR_FILENO, kLine, sizeof kLine - 1));
   ::_exit(kSignalled + signal);
 }
 
-// A signal that the parent ignores for its children, as nohup does and shells do for jobs in the background, stays
-// ignored.
+// A signal that the parent has set to be ignored, as nohup and shells with background jobs do, stays ignored.
 void stop_at(int signal) {
   if (std::signal(signal, stop) == SIG_IGN) std::signal(signal, SIG_IGN);
 }
 
-// Where a standard stream is closed, the next file that is opened would get its number, and what is printed. The wrong
-// direction: to use it fails, as it does for a closed one.
+// If a standard stream is closed, the next file that is opened would get its number and receive what is printed.
+// /dev/null takes its place, opened in the wrong direction: using it fails, as it does for a closed stream.
 void occupy_closed_streams() {
   for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
     if (::fcntl(stream, F_GETFD) < 0)
       static_cast<void>(
-          ::open("/dev/null", stream == STDIN_FILENO ? O_WRONLY : O_RDONLY));  // takes the lowest number that is free
+          ::open("/dev/null", stream == STDIN_FILENO ? O_WRONLY : O_RDONLY));  // gets the lowest free number
 }
 
-/// While LibTorch's OpenMP threads wait they spin, for milliseconds, and so keep the threads that they wait for off a
-/// core which other processes want, too. The runtime reads once, before main(), how long: commands that run a model,
-/// and the one that says how threads wait, begin anew with a short spin, unless the user has said how threads wait.
+/// LibTorch's OpenMP threads spin for milliseconds while they wait. On a core that other processes want too, this holds
+/// up the very threads they wait for. The runtime reads the length of the spin once, before main(). So commands that
+/// run a model, and doctor, which reports how threads wait, restart with a short spin unless the user has set one.
 void spin_briefly(const CLI::App& command, char** argv) {
   constexpr std::array<std::string_view, 7> kComputing = {"generate", "eval",      "perplexity", "fidelity",
                                                           "record",   "calibrate", "doctor"};
@@ -83,7 +85,7 @@ void spin_briefly(const CLI::App& command, char** argv) {
   std::error_code none;
   const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe", none);
   if (!none && ::setenv("GOMP_SPINCOUNT", "1000", 1) == 0)
-    ::execv(self.c_str(), argv);  // where it cannot, the command goes on as it is
+    ::execv(self.c_str(), argv);  // if this fails, the command continues as it is
 }
 
 int refuse_usage(const CLI::App& app, const CLI::ParseError& error) {
@@ -124,8 +126,7 @@ int run(int argc, char** argv) {
   for (std::size_t i = 0; i < runs.size(); ++i)
     if (commands[i]->parsed()) {
       spin_briefly(*commands[i], argv);
-      for (const int signal : {SIGINT, SIGTERM, SIGHUP})
-        stop_at(signal);  // now that it does not begin anew, which would forget them
+      for (const int signal : {SIGINT, SIGTERM, SIGHUP}) stop_at(signal);  // only now: a restart would lose them
       runs[i]();
     }
   return 0;
@@ -137,7 +138,7 @@ int run(int argc, char** argv) {
 int main(int argc, char** argv) {
   using namespace kvkeep::cli;
   occupy_closed_streams();
-  for (const int signal : {SIGPIPE, SIGXFSZ}) std::signal(signal, SIG_IGN);  // the write fails, which has a sentence
+  for (const int signal : {SIGPIPE, SIGXFSZ}) std::signal(signal, SIG_IGN);  // the write fails instead, with a message
   try {
     return run(argc, argv);
   } catch (const kvkeep::InvalidArgument& error) {

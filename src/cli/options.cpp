@@ -54,8 +54,8 @@ bool gives(const std::string& item, const std::string& option) {
   return std::any_of(names.begin(), names.end(), [&](const std::string& name) { return item.starts_with(name + "="); });
 }
 
-// Items of name,key=value,... but interval and what may be kept.
-// Of what narrows prompts; a policy behind its + keeps its own.
+// The items of name,key=value,... without interval and limits. A policy that narrows prompts loses only its own items:
+// the policy after its + keeps all of its items.
 std::string without_budget(const std::string& text) {
   const std::string_view first = prefill_part(text);
   if (first.size() < text.size()) return without_budget(std::string(first)) + text.substr(first.size());
@@ -114,7 +114,7 @@ std::vector<std::string> items_of(const std::vector<std::string>& lists, const c
 
 void OutputOptions::add(CLI::App& app) {
   static const std::map<std::string, Format> kFormats{{"md", Format::md}, {"csv", Format::csv}, {"json", Format::json}};
-  app.add_option("-o,--output", format, "of the results on stdout")
+  app.add_option("-o,--output", format, "format of the results on stdout")
       ->transform(CLI::CheckedTransformer(kFormats).description("md|csv|json"))
       ->option_text("md|csv|json [md]");
   app.add_flag("--quiet", quiet, "no progress, no warnings");
@@ -122,16 +122,16 @@ void OutputOptions::add(CLI::App& app) {
 
 void ModelOptions::add(CLI::App& app) {
   app.add_option("--model", folder,
-                 "a Llama, Qwen2 or Qwen3: a GGUF file, or a folder with config.json and *.safetensors")
+                 "a Llama, Qwen2 or Qwen3 model: a GGUF file, or a folder with config.json and *.safetensors")
       ->required()
       ->option_text("FILE|DIR");
-  app.add_option("--threads", threads, "CPU threads; 0 takes one for a model below 8 MiB, else what LibTorch takes")
+  app.add_option("--threads", threads, "CPU threads; 0: one for a model below 8 MiB, else LibTorch's default")
       ->check(CLI::Range(0, 4096))
       ->option_text("N [0]");
-  app.add_option("--weights", weights, "what the weights are widened or rounded to when they are read")
+  app.add_option("--weights", weights, "data type that weights are widened or rounded to when they are read")
       ->check(CLI::IsMember({"f32", "f16", "bf16"}))
-      ->option_text("f32|f16|bf16 [as stored; f32 where quantised]");
-  app.add_option("--cache-dtype", cache_dtype, "of the KV cache")
+      ->option_text("f32|f16|bf16 [as stored; f32 if quantised]");
+  app.add_option("--cache-dtype", cache_dtype, "data type of the KV cache")
       ->check(CLI::IsMember({"f32", "f16", "bf16"}))
       ->option_text("f32|f16|bf16 [f32]");
 }
@@ -140,25 +140,25 @@ void set_threads(int threads) {
   if (threads > 0) at::set_num_threads(threads);
 }
 
-ScalarType dtype_called(const std::string& name) {
-  return name == "f16" ? kFloat16 : name == "bf16" ? kBFloat16 : kFloat32;
+Dtype dtype_called(const std::string& name) {
+  return name == "f16" ? Dtype::f16 : name == "bf16" ? Dtype::bf16 : Dtype::f32;
 }
 
 lm::Decoder ModelOptions::open() const {
   set_threads(threads);
   lm::Decoder decoder =
       lm::Decoder::open(folder, weights.empty() ? std::nullopt : std::optional(dtype_called(weights)));
-  // A step of a model that fits a core's cache is over before a second thread is awake.
+  // A step of a model that fits in a core's cache is over before a second thread wakes up.
   constexpr std::int64_t kSmall = std::int64_t{8} << 20;
   if (threads == 0 && decoder.bytes_per_step() < kSmall) set_threads(1);
   return decoder;
 }
 
-ScalarType ModelOptions::dtype() const { return dtype_called(cache_dtype); }
+Dtype ModelOptions::dtype() const { return dtype_called(cache_dtype); }
 
 PolicyText::PolicyText(std::string text) : text_(std::move(text)) {
   KVKEEP_REQUIRE(!text_.empty(), "policy: the option is empty; allowed a JSON file, or name,key=value,...");
-  std::error_code none;  // a text too long to be a file name is none
+  std::error_code none;  // a text too long for a file name is not a file
   if (is_name(text_) || (!fs::exists(text_, none) && !text_.ends_with(".json"))) {
     label_ = without_budget(text_);
     return;
@@ -179,7 +179,7 @@ std::unique_ptr<KVPolicy> PolicyText::make() const {
 
 std::unique_ptr<KVPolicy> PolicyText::make_untold() const {
   KVKEEP_REQUIRE(name() != kOracle,
-                 "policy: oracle must be told what a task will need; allowed in eval of the small model's tasks, and "
+                 "policy: oracle must be told what a task will need; allowed in eval on the small model's tasks, and "
                  "in generate with --task");
   return make();
 }
@@ -202,7 +202,7 @@ PolicyText PolicyText::with(const std::vector<std::pair<std::string, std::string
     return changed;
   }
   json object = io::parse_json(json_, io::RepeatedNames::refused).value;
-  KVKEEP_REQUIRE(object.is_object(), "policy: ", text_, " holds no JSON object");
+  KVKEEP_REQUIRE(object.is_object(), "policy: ", text_, " does not hold a JSON object");
   for (const auto& [key, value] : options) {
     for (const std::string& name : names_of(key)) object.erase(name);
     object[key] = json::accept(value) ? json::parse(value) : json(value);
@@ -245,7 +245,7 @@ Cell budget_cell(const KVPolicy& policy) {
   if (policy.trigger().never && !(policy.narrows() && options.contains("budget"))) return {nullptr, "-"};
   for (const char* other : {"ratio", "bytes", "budget_share"})
     if (options.contains(other)) return text(other, "=", options[other].dump());
-  if (!options.contains("budget")) return {nullptr, "-"};  // what folds may have no limit
+  if (!options.contains("budget")) return {nullptr, "-"};  // a policy that folds may have no limit
   return options["budget"].get<std::int32_t>();
 }
 
@@ -255,7 +255,7 @@ std::string warning_about(const KVPolicy& policy) {
                      budget = options.value("budget", 0);
   if (budget == 0 || sink + recent <= budget / 2) return {};
   return text("warning: sink + recent = ", sink + recent, " of ", policy.name(),
-              " protect more than half of the budget of ", budget, "; little is left to choose");
+              " protect more than half of the budget of ", budget, "; little is left to choose from");
 }
 
 std::vector<std::int32_t> parse_ids(const std::string& text, const std::string& where) {
@@ -271,7 +271,7 @@ std::vector<std::int32_t> parse_ids(const std::string& text, const std::string& 
         std::find_if(at, end, [](char c) { return std::string_view(", \t\r\n").find(c) != std::string_view::npos; });
     KVKEEP_REQUIRE(error == std::errc() && whole && id >= 0, where, ": '",
                    std::string(at, std::min<std::ptrdiff_t>(stop - at, 40)), "' at place ", ids.size(),
-                   " is no token id; allowed integers from 0 separated by white space or commas");
+                   " is not a token id; allowed integers from 0, separated by white space or commas");
     ids.push_back(id);
     at = next;
   }
@@ -285,8 +285,8 @@ std::vector<std::int32_t> read_ids(const std::string& file) {
 
 void TextReading::add(CLI::App& app) {
   CLI::Option* chatting =
-      app.add_flag("--chat", chat, "the text is what a user says: put it into the model's chat template");
-  app.add_flag("--raw", raw, "the text holds the model's own markup: <|im_start|> is a control token, not text")
+      app.add_flag("--chat", chat, "the text is a user's message: put it into the model's chat template");
+  app.add_flag("--raw", raw, "the text contains the model's own markup: <|im_start|> is a control token, not text")
       ->excludes(chatting);
   app.add_option("--system", system, "with --chat: the system message [the template's own]")
       ->option_text("TEXT")
@@ -309,14 +309,14 @@ std::vector<std::int32_t> TextReading::ids(const lm::TextModel& model, const std
 void PromptOptions::add(CLI::App& app) {
   CLI::Option_group* source = app.add_option_group("prompt (one of)");
   source->add_option("--prompt", prompt, "text")->option_text("TEXT");
-  source->add_option("--prompt-file", prompt_file, "text in a file, as it stands there")->option_text("FILE");
+  source->add_option("--prompt-file", prompt_file, "text in a file, taken verbatim")->option_text("FILE");
   source->add_option("--ids", ids, "token ids")->option_text("1,2,3");
   source->add_option("--ids-file", ids_file, "token ids in a file, separated by white space or commas")
       ->option_text("FILE");
-  source->add_option("--task", task, "a task of kvkeep: chain, ask, needle, updates, copies")->option_text("NAME");
+  source->add_option("--task", task, "one of kvkeep's tasks: chain, ask, needle, updates, copies")->option_text("NAME");
   source->require_option(1);
   reading.add(app);
-  app.add_option("--seed", seed, "of the task's sample")->option_text("N [0]");
+  app.add_option("--seed", seed, "seed of the task's sample")->option_text("N [0]");
   app.add_option("--length", shape.length, "tokens of the task's prompt and trace")->option_text("N [512]");
 }
 
@@ -336,12 +336,12 @@ PromptOptions::Prompt PromptOptions::read(const std::string& model) const {
 }
 
 bool is_same_file(const std::string& one, const std::string& other) {
-  std::error_code error;  // names that cannot be looked up are compared as they are written
+  std::error_code error;  // names that cannot be looked up are compared as written
   const auto place = [&error](const std::string& name) {
     fs::path found = fs::absolute(name, error);
     constexpr int kMostLinks = 40;
     for (int i = 0; i < kMostLinks && fs::is_symlink(found, error); ++i)
-      found = found.parent_path() / fs::read_symlink(found, error);  // also to what is not there yet
+      found = found.parent_path() / fs::read_symlink(found, error);  // the target need not exist yet
     found = fs::weakly_canonical(found, error);
     return error ? fs::path(name).lexically_normal() : found;
   };
@@ -352,9 +352,9 @@ void require_folder_of(const std::string& file, const char* option) {
   const fs::path folder = fs::path(file).parent_path();
   std::error_code none;
   KVKEEP_REQUIRE(folder.empty() || fs::is_directory(folder, none), option, ": the folder of '", file,
-                 "' is not there; allowed a file in a folder that is");
+                 "' does not exist; allowed a file in an existing folder");
   KVKEEP_REQUIRE(!fs::is_directory(file, none), option, ": '", file, "' is a folder; allowed a file");
-  const io::AtomicFile tried(file);  // and gone again: whatever would refuse the result does so now
+  const io::AtomicFile tried(file);  // removed again: whatever would prevent the result shows up now
 }
 
 }  // namespace kvkeep::cli

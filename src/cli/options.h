@@ -1,5 +1,5 @@
 #pragma once
-// Options that several sub-commands share, and what they stand for.
+// Options that several sub-commands share, and their values.
 
 #include <CLI/App.hpp>
 #include <cstdint>
@@ -18,12 +18,12 @@
 
 namespace kvkeep::cli {
 
-// What CLI11 reads as a number in its own way (-1 as 2^64 - 1, 010 as 8, too many digits as the largest) is refused:
-// every integer option of `app` and of what stands below it takes decimal digits alone.
+// Every integer option of `app` and its sub-commands takes plain decimal digits. This refuses forms that CLI11 reads in
+// its own way: -1 as 2^64 - 1, 010 as 8, too many digits as the largest number.
 void require_decimal_integers(CLI::App& app);
 
-// The items of a comma-separated list that was given once or more. Throws InvalidArgument for an empty item; `option`
-// names the list.
+// The items of a comma-separated list that may be given more than once. Throws InvalidArgument for an empty item;
+// `option` names the list.
 std::vector<std::string> items_of(const std::vector<std::string>& lists, const char* option);
 
 // -o, --quiet
@@ -37,7 +37,7 @@ struct OutputOptions {
 void set_threads(int threads);
 
 // f32, f16 or bf16.
-ScalarType dtype_called(const std::string& name);
+Dtype dtype_called(const std::string& name);
 
 // --model, --threads, --weights, --cache-dtype
 struct ModelOptions {
@@ -46,7 +46,7 @@ struct ModelOptions {
   std::string weights, cache_dtype = "f32";
   void add(CLI::App& app);
   [[nodiscard]] lm::Decoder open() const;  // sets the number of threads
-  [[nodiscard]] ScalarType dtype() const;
+  [[nodiscard]] Dtype dtype() const;
 };
 
 // A policy as it was written: a file, or name,key=value,...
@@ -56,34 +56,35 @@ class PolicyText {
 
   // Throws as make_policy and load_policy do.
   [[nodiscard]] std::unique_ptr<KVPolicy> make() const;
-  // The same where nobody tells what a task needs: throws for the oracle.
+  // The same, for callers that cannot tell the oracle what a task needs: throws for the oracle.
   [[nodiscard]] std::unique_ptr<KVPolicy> make_untold() const;
-  // With other values of some top-level options: numbers, or words as name,key=value,... has them.
+  // A copy with other values of some top-level options: numbers or words, written as in name,key=value,...
   [[nodiscard]] PolicyText with(const std::vector<std::pair<std::string, std::string>>& options) const;
 
   // The registry name, without making the policy.
   [[nodiscard]] std::string name() const;
-  // True where a top-level option is written, under this name or an alias.
+  // True if a top-level option is written, under this name or an alias.
   [[nodiscard]] bool states(const std::string& option) const;
-  // True where the policy has this top-level option.
+  // True if the policy has this top-level option.
   [[nodiscard]] bool takes(const std::string& option) const;
-  // For tables: as written, without what it may keep (budget, ratio, bytes) and interval.
+  // For tables: as written, without the limit (budget, ratio, bytes) and the interval.
   [[nodiscard]] std::string label() const;
   [[nodiscard]] const std::string& text() const { return text_; }
 
  private:
   std::string text_;
-  std::string json_;  // of a file, or changed from one; empty for name,key=value
+  std::string json_;  // from a file, possibly changed; empty for name,key=value
   std::string label_;
 };
 
 // The text of --policy in every sub-command.
 inline constexpr const char* kPolicyHelp = "a JSON file, or name,key=value,... (see kvkeep policies)";
 
-// What a policy may keep, for tables: slots, "ratio=0.5", "bytes=65536"; null where it never cuts.
+// What a policy may keep, for tables: slots, "ratio=0.5", "bytes=65536"; null if it never cuts.
 Cell budget_cell(const KVPolicy& policy);
 
-// What is allowed but hardly meant: protected slots that fill more than half of the budget. Empty where all is well.
+// Warns of settings that are allowed but probably not intended: protected slots that fill more than half of the budget.
+// Empty if there is nothing to warn of.
 std::string warning_about(const KVPolicy& policy);
 
 // Token ids separated by white space or commas. Throws InvalidArgument for anything else; `where` names the source.
@@ -95,7 +96,7 @@ struct TextReading {
   bool chat = false, raw = false;
   std::string system;
   void add(CLI::App& app);
-  // The ids of what was said. Throws where there are none.
+  // The token ids of `said`. Throws if there are none.
   [[nodiscard]] std::vector<std::int32_t> ids(const lm::TextModel& model, const std::string& said) const;
 };
 
@@ -109,18 +110,18 @@ struct PromptOptions {
 
   struct Prompt {
     std::vector<std::int32_t> ids;
-    std::optional<lm::TaskSample> sample = {};  // of --task
-    std::optional<lm::TextModel> text = {};     // of --prompt and --prompt-file
+    std::optional<lm::TaskSample> sample = {};  // with --task
+    std::optional<lm::TextModel> text = {};     // with --prompt and --prompt-file
   };
   [[nodiscard]] bool is_text() const { return !prompt.empty() || !prompt_file.empty(); }
   // `model` has the tokenizer for text.
   [[nodiscard]] Prompt read(const std::string& model) const;
 };
 
-// Whether two names are of one file, which need not be there yet.
+// Whether two names refer to the same file, which need not exist yet.
 bool is_same_file(const std::string& one, const std::string& other);
 
-// Throws unless a file can be written beside others in the folder of `file`; `option` names it.
+// Throws unless a file can be written in the folder of `file`; `option` names the option for the message.
 void require_folder_of(const std::string& file, const char* option);
 
 }  // namespace kvkeep::cli

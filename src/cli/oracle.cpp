@@ -19,12 +19,12 @@ std::vector<std::int32_t> Oracle::keep(const Row& row) const {
   const auto place = static_cast<std::size_t>(row.sequence);
   const auto told = place < facing_.size() ? needed_until_.find(facing_[place]) : needed_until_.end();
   KVKEEP_REQUIRE(told != needed_until_.end(), "policy: oracle was not told what sequence ", row.sequence,
-                 " needs; allowed where a task says so");
+                 " needs; allowed with a task that says so");
   const std::map<std::int32_t, std::int32_t>& needed = told->second;
   const std::int32_t newest = row.positions[row.length - 1];
   const auto still_needed = [&](std::int32_t position) {
     const auto found = needed.find(position);
-    return found != needed.end() && found->second > newest + 1;  // the token behind the newest is predicted already
+    return found != needed.end() && found->second > newest + 1;  // the token after the newest is already predicted
   };
   std::vector<bool> stays(static_cast<std::size_t>(row.length));
   std::int32_t room = budget_;
@@ -53,8 +53,8 @@ Decision Oracle::decide(const Evidence& evidence) const {
     slots.insert(slots.end(), kept.begin(), kept.end());
     set.indptr.push_back(static_cast<std::int64_t>(slots.size()));
   }
-  set.slots = at::empty({static_cast<std::int64_t>(slots.size())}, at::TensorOptions(kInt32));
-  std::copy(slots.begin(), slots.end(), set.slots.mutable_data_ptr<std::int32_t>());
+  set.slots = empty({static_cast<std::int64_t>(slots.size())}, Dtype::i32);
+  std::copy(slots.begin(), slots.end(), set.slots.data<std::int32_t>());
   Decision decision;
   decision.reason = Reason::over_budget;
   decision.keep = std::move(set);

@@ -1,5 +1,5 @@
 #pragma once
-// A policy of the evaluation only: it is told which positions a task will need. What it loses no policy could keep.
+// A policy for evaluation only: it is told which positions a task will need. No policy could keep what it loses.
 
 #include <cstdint>
 #include <map>
@@ -16,15 +16,15 @@ namespace kvkeep::cli {
 
 inline constexpr std::string_view kOracle = "oracle";
 
-// Keeps the sinks, then the positions that are still needed (the newest of them where they do not fit), then the newest
+// Keeps the sinks, then the positions that are still needed (the newest of them if they do not fit), then the newest
 // slots, up to the budget.
 class Oracle final : public KVPolicy {
  public:
   Oracle(std::int32_t budget, std::int32_t interval, std::int32_t sink)
       : budget_(budget), interval_(interval), sink_(sink) {}
 
-  // Tells what sequence `id` will need, and until when. decide() throws InvalidArgument for a sequence of which nothing
-  // was told.
+  // Tells what sequence `id` will need, and until when. decide() throws InvalidArgument for a sequence that was never
+  // told.
   void tell(SequenceId id, const lm::TaskSample& sample);
   // Tells which sequences the next decision is about, in the order of the view.
   void face(std::span<const SequenceId> sequences) { facing_.assign(sequences.begin(), sequences.end()); }

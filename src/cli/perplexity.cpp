@@ -1,4 +1,4 @@
-// kvkeep perplexity: how well a text is foretold, token by token, through a cache that a policy cuts.
+// kvkeep perplexity: how well a text is predicted, token by token, through a cache that a policy cuts.
 
 #include <CLI/Option.hpp>
 #include <CLI/Validators.hpp>
@@ -22,17 +22,17 @@ Examples:
 
 Texts of --length tokens are cut out of the file at --texts places, evenly spaced. The first --prompt tokens of each
 run as its prompt, once for all policies, and are cut at their end (prefill=cut, unless a policy says otherwise). The
-others are fed one by one; what is measured is -ln p of each before it enters. Policies run in step with the full
-cache, which is always in the table: KL is the mean of KL(full || policy) over the next-token distributions, in nats;
-"same token" the share of tokens before which both have the same argmax.
+others are fed one by one, and -ln p of each is measured before it enters. Policies run in step with the full cache,
+which is always in the table. KL is the mean of KL(full || policy) over the next-token distributions, in nats; "same
+token" is the share of tokens for which both have the same argmax.
 
-Only tokens behind the first event of every policy count, the same tokens for all: a policy with a large budget, whose
-first event comes late, takes tokens from the others' count. CSV and JSON have these sums (part: counted) and the
-curve over all tokens, a row for each 256 of them (part: bin). Intervals are at 95 %, bootstrap over texts: they take
-two texts or more. --against adds the difference to another policy, paired by text.
+Only tokens after the first event of every policy count, the same tokens for all: a policy with a large budget, whose
+first event comes late, leaves fewer tokens to count for the others too. CSV and JSON have these sums (part: counted)
+and the curve over all tokens, a row for each 256 of them (part: bin). Intervals are at 95 %, bootstrap over texts;
+they need two texts or more. --against adds the difference to another policy, paired by text.
 
---protect-prompt: in the row `kept` the prompt stays. It counts inside the budget; where it does not fit, the budget
-is the prompt and `recent` slots more. A budget on top of the prompt: tova,protect_prompt=true,budget_counts=decoded.
+--protect-prompt: in the row `kept` the prompt stays. It counts towards the budget; if it does not fit, the budget
+becomes the prompt plus `recent` slots. A budget on top of the prompt: tova,protect_prompt=true,budget_counts=decoded.
 The caches of all policies are held at once, for --batch texts.
 )";
 
@@ -87,17 +87,17 @@ void run(const Options& o) {
 
 Run add_perplexity(CLI::App& app) {
   CLI::App* sub = app.add_subcommand(
-      "perplexity", "measure policies on a text: how well each token is foretold, and how far from the full cache");
+      "perplexity", "measure policies on a text: how well each token is predicted, and how far from the full cache");
   auto o = std::make_shared<Options>();
   o->model.add(*sub);
-  sub->add_option("--text", o->text, "the text")->required()->option_text("FILE");
+  sub->add_option("--text", o->text, "the text to predict")->required()->option_text("FILE");
   sub->add_option("--length", o->length, "tokens of a text, its prompt included")
       ->check(CLI::Range(2, 1 << 24))
       ->option_text("N [2048]");
-  sub->add_option("--prompt", o->prompt, "tokens of it that run as its prompt")
+  sub->add_option("--prompt", o->prompt, "how many of them run as its prompt")
       ->check(CLI::Range(1, 1 << 24))
       ->option_text("N [length/4]");
-  sub->add_option("--texts", o->texts, "places of the file that are read")
+  sub->add_option("--texts", o->texts, "texts to cut out of the file")
       ->check(CLI::Range(1, 1 << 20))
       ->option_text("N [4]");
   o->contests.add(*sub, "full, streaming, tova, ams-tova, snapkv");

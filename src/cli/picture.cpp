@@ -26,7 +26,7 @@ Json ranges(const Positions& positions) {
   return all;
 }
 
-// Places in the prompt for positions of a second pass, which count from 0 over the tokens that it runs on.
+// Maps positions of a second pass, which count from 0 over the tokens it runs on, to places in the prompt.
 class Places {
  public:
   Places(const lm::Completion& done, std::int32_t prompt_length) {
@@ -67,7 +67,7 @@ std::string picture_page(const PictureAbout& about, const ModelSpec& spec, const
   const Json data{{"policy", about.policy},           {"model", about.model},         {"prompt", about.prompt_length},
                   {"folds", done.folded.has_value()}, {"layers", spec.full_layers()}, {"kv_heads", spec.kv_heads},
                   {"pieces", about.pieces},           {"stops", std::move(stops)}};
-  // What a token says must not end the script that it stands in.
+  // A token's text must not end the script that contains it.
   std::string written = data.dump(-1, ' ', false, Json::error_handler_t::replace);
   for (std::size_t at = 0; (at = written.find("</", at)) != std::string::npos; at += 3) written.replace(at, 2, "<\\/");
   for (std::size_t at = 0; (at = written.find("<!--", at)) != std::string::npos; at += 5)

@@ -1,5 +1,5 @@
 #pragma once
-// The page of kvkeep generate --html: everything but the data, which stands where kPictureData does.
+// The page of kvkeep generate --html: everything but the data, which replaces kPictureData.
 
 namespace kvkeep::cli {
 
@@ -60,7 +60,7 @@ const data = /*DATA*/null;
 const by = (id) => document.getElementById(id);
 const stops = data.stops, heads = data.kv_heads, layers = data.layers, rows = layers.length * heads, tokens = data.pieces.length;
 
-// Ranges [first, length, ...] of every row become one byte a row and token.
+// Ranges [first, length, ...] of every row become one byte per row and token.
 const held = stops.map((stop) => {
   const bits = new Uint8Array(rows * tokens);
   stop.kept.forEach((ranges, row) => {

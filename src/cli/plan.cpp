@@ -26,15 +26,17 @@ Examples:
   kvkeep plan --model examples/model --policy streaming,bytes=200000 --length 1024 --dtype f32 -o json
 
 No weights are read and nothing is run: the policy's own trigger and limits are followed token by token.
-slots         what a row (layer, KV head) holds; a range where heads differ
+slots         what a row (layer, KV head) holds; a range if heads differ
 full          the cache with nothing dropped, at --length tokens
-peak          just before the event that finds most; the event comes after its step's attention, so this much room is needed
-kept          right behind the last event
-kvkeep's own  position, credit and tally of every slot, the newest queries, and the flat arrays of one event. A scorer's workspace per
-              thread comes on top: docs/scorers.md has its formula.
-fits          sequences under this policy, each at its peak, in the memory that the batch needs with a full cache
+peak          just before the event that finds the most slots; the event comes after its step's attention, so this
+              much room is needed
+kept          right after the last event
+kvkeep's own  position, credit and tally of every slot, the newest queries, and the flat arrays of one event. A
+              scorer's workspace per thread is extra: docs/scorers.md has its formula.
+fits          sequences under this policy, each at its peak, that fit in the memory of the batch with a full cache
 
-Bytes are those of K and V with pages rounded up to --page-size slots. The heads of a layer share its pages: the longest row counts.
+Bytes are those of K and V with pages rounded up to --page-size slots. The heads of a layer share its pages, so the
+longest row counts.
 Sliding layers hold their window and are never cut. --shape takes layers:query heads:KV heads:head size.
 )";
 
@@ -64,7 +66,7 @@ Shape parse_shape(const std::string& given) {
   }
   KVKEEP_REQUIRE(
       numbers.size() == 4 && at == end + 1, "--shape: '", given,
-      "' is no shape; allowed qwen7b, llama8b, or layers:query heads:KV heads:head size such as 28:28:4:128");
+      "' is not a shape; allowed qwen7b, llama8b, or layers:query heads:KV heads:head size such as 28:28:4:128");
   return {"", numbers[0], numbers[1], numbers[2], numbers[3]};
 }
 
@@ -72,7 +74,7 @@ ModelSpec spec_of(const Options& o) {
   if (!o.model.empty()) return lm::LmConfig::read(o.model).spec;
   const Shape shape = parse_shape(o.shape);
   KVKEEP_REQUIRE(shape.query_heads % shape.kv_heads == 0, "--shape: ", shape.query_heads,
-                 " query heads do not divide among ", shape.kv_heads, " KV heads; allowed a multiple");
+                 " query heads do not divide evenly among ", shape.kv_heads, " KV heads; allowed a multiple");
   KVKEEP_REQUIRE(shape.head_dim % 2 == 0, "--shape: the head size is ", shape.head_dim, "; allowed an even number");
   return lm::LmConfig::shape(lm::Architecture::qwen2, shape.layers, shape.query_heads * shape.head_dim, 1,
                              shape.query_heads, shape.kv_heads, shape.head_dim, 1)
@@ -117,16 +119,16 @@ bool alike(const Outcome& out, std::size_t a, std::size_t b) {
          alike(x.kept, y.kept);
 }
 
-// One row for layers that follow each other and are alike; bytes are of one of them.
+// One row for consecutive layers that are alike; bytes are per layer.
 Table layer_table(const Outcome& out) {
   Table table({{"layers", "layers", false},
                {"kind", "kind", false},
                {"full_slots", "full slots"},
-               {"full_bytes", "a layer"},
+               {"full_bytes", "per layer"},
                {"peak_slots", "peak slots"},
-               {"peak_bytes", "a layer"},
+               {"peak_bytes", "per layer"},
                {"kept_slots", "kept slots"},
-               {"kept_bytes", "a layer"}});
+               {"kept_bytes", "per layer"}});
   for (std::size_t l = 0; l < out.sequence.layers.size();) {
     std::size_t last = l;
     while (last + 1 < out.sequence.layers.size() && alike(out, l, last + 1)) ++last;
@@ -141,7 +143,7 @@ Table layer_table(const Outcome& out) {
 
 Table total_table(const Options& o, const Outcome& out) {
   Table table(
-      {{"what", "K and V of all layers", false}, {"sequence", "a sequence"}, {"batch", text("batch of ", o.batch)}});
+      {{"what", "K and V of all layers", false}, {"sequence", "per sequence"}, {"batch", text("batch of ", o.batch)}});
   const auto add = [&](const char* what, std::int64_t bytes) {
     table.add({what, bytes_cell(bytes), bytes_cell(bytes * o.batch)});
   };
@@ -171,7 +173,7 @@ std::string markdown(const Options& o, const Outcome& out) {
                  ", the last at token ", s.last_event, ".\n");
   if (out.policy->trigger().ragged)
     head +=
-        "Rows may end up unequal. Where heads of a layer differ by what they hold, slots are those of an average "
+        "Rows may end up unequal. If the data decide what each head of a layer holds, slots are those of an average "
         "row.\n";
   return text(head, "\n", layer_table(out).markdown(), "\n", total_table(o, out).markdown(), "\nIn the memory of ",
               o.batch, o.batch == 1 ? " full cache" : " full caches", " there is room for ", out.fits,
@@ -260,10 +262,10 @@ void run(const Options& o) {
                  "; allowed at most --length");
   Outcome out{.spec = spec_of(o), .policy = PolicyText(o.policy).make(), .sequence = {}, .own = {}};
   KVKEEP_REQUIRE_AS(Unsupported, !out.policy->narrows(), "plan: ", out.policy->name(),
-                    " narrows prompts, and what its layers hold follows from the text; allowed policies that decide "
-                    "behind prompts (kvkeep eval measures the others)");
+                    " narrows prompts, so what its layers hold depends on the text; allowed policies that decide "
+                    "after prompts (kvkeep eval measures the others)");
   KVKEEP_REQUIRE_AS(Unsupported, out.policy->memory() == nullptr, "plan: ", out.policy->name(),
-                    " folds, and what its spans take follows from the text; allowed policies that drop (kvkeep eval "
+                    " folds, so what its spans take depends on the text; allowed policies that drop (kvkeep eval "
                     "measures the others)");
   const std::int32_t bytes = o.dtype == "f32" ? 4 : o.dtype == "8bit" ? 1 : 2;
   const double most = static_cast<double>(out.spec.num_layers()) * out.spec.kv_heads *
@@ -301,10 +303,10 @@ Run add_plan(CLI::App& app) {
       ->check(CLI::Range(0, 1 << 24))
       ->option_text("N [0]");
   sub->add_option("--batch", o->batch, "sequences")->check(CLI::Range(1, 1 << 20))->option_text("N [1]");
-  sub->add_option("--dtype", o->dtype, "of K and V")
+  sub->add_option("--dtype", o->dtype, "data type of K and V")
       ->check(CLI::IsMember({"f32", "f16", "bf16", "8bit"}))
       ->option_text("f32|f16|bf16|8bit [bf16]");
-  sub->add_option("--page-size", o->page_size, "slots of a page; 1 for a dense cache")
+  sub->add_option("--page-size", o->page_size, "slots per page; 1 for a dense cache")
       ->check(CLI::Range(1, 1 << 20))
       ->option_text("N [16]");
   o->output.add(*sub);

@@ -9,7 +9,7 @@ namespace kvkeep::cli {
 
 class Progress {
  public:
-  // Draws nothing when `total` is 0, when stderr is no terminal, or when quiet.
+  // Draws nothing when `total` is 0, when stderr is not a terminal, or when quiet.
   Progress(std::int64_t total, bool quiet);
   ~Progress() { clear(); }
   Progress(const Progress&) = delete;
@@ -17,7 +17,7 @@ class Progress {
 
   void label(std::string what) { label_ = std::move(what); }
   void advance(std::int64_t done);
-  // Takes the bar away, so that other lines can be written.
+  // Removes the bar, so that other lines can be written.
   void clear();
 
  private:

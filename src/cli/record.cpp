@@ -21,15 +21,18 @@ namespace fs = std::filesystem;
 
 constexpr const char* kExamples = R"(
 Examples:
-  kvkeep record --model examples/model --ids-file prompt.txt --policy tova,budget=96,interval=32 --out event.safetensors
-  kvkeep record --model examples/model --task ask --forced --policy ams-tova,budget=96,interval=32 --event 130 --out event.safetensors
+  kvkeep record --model examples/model --ids-file prompt.txt --policy tova,budget=96,interval=32 \
+      --out event.safetensors
+  kvkeep record --model examples/model --task ask --forced --policy ams-tova,budget=96,interval=32 --event 130 \
+      --out event.safetensors
   kvkeep record --model examples/model --ids-file prompt.txt --kind prefill --window 32 --out prefill.safetensors
 
 Then: kvkeep replay event.safetensors --policy ams-tova,budget=96 --out kept.safetensors
 
-Kinds: event      what a policy sees right before it decides after decode step STEP: all full layers; events before STEP have happened
+Kinds: event      what a policy sees right before it decides after decode step STEP: all full layers, after any
+                  earlier events
        prefill    keys and queries of every layer after RoPE, as the prompt leaves them
-       decoder, generate    the ids and the place of the checkpoint, to be run again by replay
+       decoder, generate    the ids and the path of the checkpoint, for replay to run again
 )";
 
 struct Options {
@@ -41,14 +44,14 @@ struct Options {
   bool forced = false;
 };
 
-// The checkpoint as seen from the folder of the trace, which names it in UTF-8.
+// The path of the checkpoint relative to the folder of the trace, which names it in UTF-8.
 fs::path model_from(const Options& o) {
   std::error_code error;
   const fs::path out = fs::absolute(o.out, error);
   const fs::path folder = error ? fs::path() : fs::absolute(o.model.folder, error);
   fs::path model = error ? fs::path() : fs::proximate(folder, out.parent_path(), error);
-  KVKEEP_REQUIRE(!error, "record: the way from the folder of '", o.out, "' to '", o.model.folder, "' is not known (",
-                 error.message(), "); allowed folders that are there");
+  KVKEEP_REQUIRE(!error, "record: the path from the folder of '", o.out, "' to '", o.model.folder, "' is unknown (",
+                 error.message(), "); allowed existing folders");
   KVKEEP_REQUIRE(io::is_utf8(model.string()), "record: the trace would name its checkpoint '", model.string(),
                  "', which is not UTF-8; allowed a path in UTF-8");
   return model;
@@ -61,13 +64,13 @@ trace::Result event_of(const Options& o, lm::Decoder& decoder, const PromptOptio
     KVKEEP_REQUIRE(prompt.sample.has_value(), "record: --forced feeds a task's own trace; allowed with --task");
     request = lm::Request(forced_request(*prompt.sample));
     KVKEEP_REQUIRE(o.step < request.new_tokens, "record: --event ", o.step,
-                   " is behind the trace of the sample; allowed 1 to ", request.new_tokens - 1);
+                   " is past the trace of the sample; allowed 1 to ", request.new_tokens - 1);
   } else {
     const Trigger trigger = policy->trigger();
     const ModelSpec& spec = decoder.spec();
     const std::int64_t slot_bytes = (spec.key_dim + spec.value_dim) *
                                     static_cast<std::int64_t>(spec.full_layers().size()) * spec.kv_heads *
-                                    static_cast<std::int64_t>(c10::elementSize(o.model.dtype()));
+                                    element_size(o.model.dtype());
     const std::int64_t due =
         trigger.never ? 1 : trigger.first_event(static_cast<std::int64_t>(prompt.ids.size()), slot_bytes, 1 << 20);
     KVKEEP_REQUIRE(o.step > 0 || !trigger.never,
@@ -123,14 +126,14 @@ Run add_record(CLI::App& app) {
   auto o = std::make_shared<Options>();
   o->model.add(*sub);
   o->prompt.add(*sub);
-  sub->add_option("--kind", o->kind, "of the trace")
+  sub->add_option("--kind", o->kind, "kind of trace")
       ->check(CLI::IsMember({"event", "prefill", "decoder", "generate"}))
       ->option_text("event|prefill|decoder|generate [event]");
   sub->add_flag_callback("--prefill", [o] { o->kind = "prefill"; }, "the same as --kind prefill");
   sub->add_option("--policy", o->policy,
-                  std::string("event: what runs before and decides when one is due; ") + kPolicyHelp)
+                  std::string("event: the policy that runs until the event and says when it is due; ") + kPolicyHelp)
       ->option_text("POLICY [full]");
-  sub->add_option("--event", o->step, "event: after which decode step; without it the first at which the policy is due")
+  sub->add_option("--event", o->step, "event: after which decode step; default: the first at which the policy is due")
       ->check(CLI::Range(1, 1 << 24))
       ->option_text("STEP");
   sub->add_flag("--forced", o->forced, "event: feed the task's own trace instead of the model's tokens");

@@ -13,6 +13,7 @@
 #include "kvkeep/io/atomic_file.h"
 #include "kvkeep/io/safetensors.h"
 #include "kvkeep/lm/decoder_trace.h"
+#include "kvkeep/lm/router_training.h"
 #include "kvkeep/policy/asl.h"
 #include "kvkeep/trace/event_trace.h"
 #include "kvkeep/trace/prefill_trace.h"
@@ -33,9 +34,10 @@ Examples:
   kvkeep replay generate.safetensors --policy tova,budget=64,interval=32 --out tokens.safetensors
   kvkeep replay span.safetensors --policy sekv,recent=256,zoom=mass --out answers.safetensors
 
---ranks FILE.json writes where every token ranks in every layer of a prefill trace, for examples/plot_ranks.py.
+--ranks FILE.json writes the rank of every token in every layer of a prefill trace, for examples/plot_ranks.py.
 
-Kinds of traces: event, prefill, decoder, generate, span, span_train. What is refused ends with exit status 2 and a sentence, and no result is written.
+Kinds of traces: event, prefill, decoder, generate, span, span_train. Refused input ends with exit status 2 and a
+message, and no result is written.
 )";
 
 struct Options {
@@ -44,7 +46,7 @@ struct Options {
   OutputOptions output;
 };
 
-// Named before the policy is read: its kind says what a trace is about.
+// Checked before the policy is read: the kind says what a trace is about.
 std::string known_kind(const io::SafetensorsFile& file) {
   constexpr const char* kReplayed = "this build replays event, prefill, decoder, generate, span and span_train";
   const std::string kind = trace::kind_of(file);
@@ -64,7 +66,7 @@ trace::Result replay(const std::string& kind, const io::SafetensorsFile& file, c
   return lm::replay_generate(file, folder, std::move(policy));
 }
 
-// What examples/plot_ranks.py draws. Observed as the policy does, where it is one that ranks prompts.
+// What examples/plot_ranks.py draws. Observed as the policy does if it ranks prompts.
 std::string ranks_json(const io::SafetensorsFile& file, const KVPolicy& policy, const trace::Result& result) {
   const auto* asl = dynamic_cast<const Asl*>(&policy);
   const AslOptions observed = asl == nullptr ? AslOptions{} : asl->options();
@@ -72,13 +74,13 @@ std::string ranks_json(const io::SafetensorsFile& file, const KVPolicy& policy, 
                               {"policy", nlohmann::ordered_json::parse(policy.to_json())},
                               {"window", observed.selector.window}};
   for (const auto& [name, tensor] : result.tensors) {
-    if (name == "selection_layer") json[name] = *tensor.const_data_ptr<std::int32_t>();
+    if (name == "selection_layer") json[name] = *tensor.data<std::int32_t>();
     if (name == "tokens")
-      json["going_on"] = std::vector<std::int32_t>(tensor.const_data_ptr<std::int32_t>(),
-                                                   tensor.const_data_ptr<std::int32_t>() + tensor.numel());
+      json["going_on"] =
+          std::vector<std::int32_t>(tensor.data<std::int32_t>(), tensor.data<std::int32_t>() + tensor.numel());
     if (name != "relative_variance") continue;
     for (std::int64_t l = 0; l < tensor.numel(); ++l) {
-      const double x = tensor.const_data_ptr<double>()[l];
+      const double x = tensor.data<double>()[l];
       json[name].push_back(std::isnan(x) ? nlohmann::ordered_json(nullptr) : nlohmann::ordered_json(x));
     }
   }
@@ -133,10 +135,10 @@ Run add_replay(CLI::App& app) {
   auto o = std::make_shared<Options>();
   sub->add_option("trace", o->trace, "a trace file (docs/trace-format.md)")->required()->option_text("TRACE");
   sub->add_option("--policy", o->policy, kPolicyHelp)->required()->option_text("POLICY");
-  sub->add_option("--out", o->out, "where the result goes (safetensors)")->required()->option_text("FILE");
+  sub->add_option("--out", o->out, "result file to write (safetensors)")->required()->option_text("FILE");
   sub->add_option("--ranks", o->ranks, "prefill: write the ranks of every layer, for examples/plot_ranks.py")
       ->option_text("FILE.json");
-  sub->add_option("--threads", o->threads, "CPU threads; 0 takes what LibTorch takes")
+  sub->add_option("--threads", o->threads, "CPU threads; 0: LibTorch's default")
       ->check(CLI::Range(0, 4096))
       ->option_text("N [0]");
   o->output.add(*sub);

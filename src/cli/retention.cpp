@@ -44,7 +44,7 @@ lm::TaskSample asked_in_the_prompt(lm::TaskSample sample, std::int32_t look_ups)
     end = i + 1;
     --look_ups;
   }
-  KVKEEP_REQUIRE(first > 0, "retrieval: the sample asks nothing behind its prompt of ", sample.prompt_length,
+  KVKEEP_REQUIRE(first > 0, "retrieval: the sample asks nothing after its prompt of ", sample.prompt_length,
                  " tokens; allowed a longer --length");
   sample.prompt_length = static_cast<std::int32_t>(first);
   sample.ids.resize(end);

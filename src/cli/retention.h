@@ -32,8 +32,8 @@ LookUps count_look_ups(const lm::TaskSample& sample, const std::vector<std::int3
 // The request that feeds a sample's own trace. Its last token is predicted, not fed.
 lm::Request forced_request(const lm::TaskSample& sample);
 
-// The sample with its first question inside the prompt: the prompt goes on up to the first look-up, and ends the sample
-// with its `look_ups`th.
+// The sample with its first question inside the prompt: the prompt extends to the first look-up, and the sample ends
+// with the `look_ups`th.
 lm::TaskSample asked_in_the_prompt(lm::TaskSample sample, std::int32_t look_ups);
 
 }  // namespace kvkeep::cli

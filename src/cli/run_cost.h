@@ -1,5 +1,5 @@
 #pragma once
-// What runs of samples under one policy cost, beside what they answered.
+// The cost of running samples under one policy, beside their answers.
 
 #include <algorithm>
 #include <cmath>
@@ -53,15 +53,15 @@ struct RunCost {
     return sorted.empty() ? std::nan("") : 1000 * sorted[sorted.size() / 2];
   }
 
-  // Layer of the selection and tokens that go on, of prompts that were narrowed.
+  // For narrowed prompts: the layer of the selection, and the tokens that continue.
   static std::vector<Column> narrowing_columns() { return {{"selection_layer", "layer"}, {"going_on", "go on"}}; }
   [[nodiscard]] std::vector<Cell> narrowing_cells(int digits = 0) const {
     return {real_cell(mean(layers_selected, prompts_selected), digits + 1),
             real_cell(mean(tokens_going_on, prompts_narrowed), digits)};
   }
 
-  // Bytes far at the end of a sample; spans that a query opens, and tokens in them; bytes that a decoded token brings
-  // near.
+  // Bytes of factors at the end of a sample; spans that a query opens, and tokens in them; bytes moved near per decoded
+  // token.
   static std::vector<Column> folding_columns() {
     return {{"far_bytes", "far"}, {"opened", "opened"}, {"tokens_opened", "tokens opened"}, {"moved_bytes", "moved"}};
   }

@@ -62,7 +62,7 @@ Cell share_cell(double share) {
 }
 
 void Table::add(std::vector<Cell> row) {
-  if (row.size() != columns_.size()) throw std::logic_error("table: a row of another width");
+  if (row.size() != columns_.size()) throw std::logic_error("table: the row does not have one cell per column");
   rows_.push_back(std::move(row));
 }
 

@@ -10,7 +10,7 @@ namespace kvkeep::cli {
 
 enum class Format : std::uint8_t { md, csv, json };
 
-// A value, and how people read it in Markdown.
+// A value, and its text in Markdown.
 struct Cell {
   nlohmann::ordered_json value;
   std::string shown;
@@ -24,7 +24,7 @@ struct Cell {
 
 Cell bytes_cell(std::int64_t bytes);
 Cell real_cell(double number, int digits);
-// A share as per cent.
+// A share as a percentage.
 Cell share_cell(double share);
 
 struct Column {
@@ -42,7 +42,7 @@ void append(std::vector<T>& to, const std::vector<T>& more) {
 class Table {
  public:
   explicit Table(std::vector<Column> columns) : columns_(std::move(columns)) {}
-  // Throws std::logic_error for a row of another width.
+  // Throws std::logic_error unless the row has a cell per column.
   void add(std::vector<Cell> row);
   [[nodiscard]] bool empty() const { return rows_.empty(); }
   [[nodiscard]] std::string markdown() const;

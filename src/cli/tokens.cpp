@@ -14,7 +14,7 @@ Examples:
   kvkeep tokens --model SmolLM2.gguf --prompt-file article.txt -o csv
   kvkeep tokens --model SmolLM2.gguf --ids 504,2767,13734
 
-A piece is the text of one token; bytes that are no whole character by themselves stand as <0xE2>.
+A piece is the text of one token; bytes that are not a whole character by themselves are shown as <0xE2>.
 )";
 
 struct Options {
@@ -23,7 +23,7 @@ struct Options {
   OutputOptions output;
 };
 
-// Characters as they are; blanks at the ends can be seen, and what is no whole character is named by its bytes.
+// Characters as they are; line ends and tabs are escaped, and bytes that are not a whole character are shown in hex.
 std::string visible(std::string_view piece) {
   constexpr const char* kDigits = "0123456789ABCDEF";
   std::string shown;

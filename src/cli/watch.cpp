@@ -19,7 +19,7 @@ void Watch::see(const lm::EventSight& sight) {
   const Decision& decision = sight.plan.decision;
   if (!decision.keep) return;
   const float* mass = decision.allotment && decision.allotment->mass.data.defined()
-                          ? decision.allotment->mass.data.const_data_ptr<float>()
+                          ? decision.allotment->mass.data.data<float>()
                           : nullptr;
   std::deque<std::vector<std::int32_t>> kept;
   std::map<SequenceId, std::vector<report::RowEvent>> events;
@@ -76,7 +76,7 @@ FullRun::FullRun(lm::Decoder& decoder, const lm::TaskSample& sample)
   };
   options.view = [&](const lm::LayerSight& sight, const Attended& attended) {
     if (!std::binary_search(full_layers.begin(), full_layers.end(), sight.layer)) return;
-    const float* from = attended.out.const_data_ptr<float>();
+    const float* from = attended.out.data<float>();
     outputs_.emplace_back(from, from + attended.out.numel());
   };
   const std::vector<std::int32_t> ids(sample.ids.begin(), sample.ids.end() - 1), whole{0, tokens_}, row{0}, none{0};
@@ -90,16 +90,16 @@ void FullRun::compare(const std::vector<KeptRows>& events, report::Diagnostics& 
   const std::int64_t dim = spec_.key_dim, queries = std::max(0, tokens_ - first);
   std::vector<std::vector<report::QueryLoss>> losses(
       full_layers.size() * static_cast<std::size_t>(kv_heads));  // [row] [query, head of the group]
-  at::parallel_for(0, static_cast<std::int64_t>(losses.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+  parallel_for(0, static_cast<std::int64_t>(losses.size()), 1, [&](std::int64_t begin, std::int64_t end) {
     std::vector<double> scratch;
     for (std::int64_t r = begin; r < end; ++r) {
       const auto index = static_cast<std::size_t>(r), layer = index / static_cast<std::size_t>(kv_heads);
       const std::int64_t head = r % kv_heads;
       const lm::LayerCache& cache = cache_[static_cast<std::size_t>(full_layers[layer])];
       const Tensor &keys = cache.keys, &values = cache.values;
-      const report::FullRow row{.keys = keys.const_data_ptr<float>() + head * keys.stride(1),
+      const report::FullRow row{.keys = keys.data<float>() + head * keys.stride(1),
                                 .key_stride = keys.stride(2),
-                                .values = values.const_data_ptr<float>() + head * values.stride(1),
+                                .values = values.data<float>() + head * values.stride(1),
                                 .value_stride = values.stride(2),
                                 .key_dim = spec_.key_dim,
                                 .value_dim = spec_.value_dim};
@@ -136,7 +136,7 @@ void OutputWatch::see(const lm::AttentionSight& sight) {
     for (std::int32_t t = layer.indptr[i]; t < layer.indptr[i + 1]; ++t) {
       const std::span<const float> full = runs_[static_cast<std::size_t>(id)].output(
           static_cast<std::size_t>(place - full_layers_.begin()), layer.positions[static_cast<std::size_t>(t)]);
-      float* out = sight.attended.out.data_ptr<float>() + t * heads * dim;
+      float* out = sight.attended.out.data<float>() + t * heads * dim;
       for (std::int64_t h = 0; cut_.contains(id) && h < heads; ++h) {
         report::QueryLoss loss{.held = std::numeric_limits<double>::quiet_NaN()};
         for (std::int64_t d = h * dim; d < (h + 1) * dim; ++d) {

@@ -13,7 +13,7 @@
 
 namespace kvkeep::cli {
 
-// What every row of a sequence held behind an event.
+// What every row of a sequence held after an event.
 struct KeptRows {
   std::int32_t next_position = 0;
   std::vector<std::vector<std::int32_t>> rows = {};  // [full layers * Hkv] logical positions
@@ -22,7 +22,7 @@ struct KeptRows {
 // Collects events of the sequences 0, 1, 2, ... of one run.
 class Watch {
  public:
-  // Of the first `traced` sequences, what they kept is remembered too.
+  // Also remembers what the first `traced` sequences kept.
   Watch(const ModelSpec& spec, std::int64_t traced);
 
   void see(const lm::EventSight& sight);
@@ -41,12 +41,12 @@ class Watch {
 };
 
 // A sample's own tokens through the model, nothing dropped: keys, values, queries and attention outputs of every full
-// layer, f32. Memory: (Hq + Hkv) * (D + Dv) * 4 bytes a token and layer.
+// layer, f32. Memory: (Hq + Hkv) * (D + Dv) * 4 bytes per token and layer.
 class FullRun {
  public:
   FullRun(lm::Decoder& decoder, const lm::TaskSample& sample);
 
-  // Every query behind an event, against what that event kept and what came since; up to the next event.
+  // Compares every query after an event, up to the next one, with what that event kept and what came since.
   void compare(const std::vector<KeptRows>& events, report::Diagnostics& to) const;
 
   // f32 [Hq, Dv] that attention gave a token in one full layer, the `index`th of them.
@@ -63,12 +63,12 @@ class FullRun {
   std::vector<std::vector<float>> outputs_;  // [full layers] [tokens, Hq, Dv]
 };
 
-// What attention loses where spans fold: each layer of a run that is fed the samples' own tokens, against the full
-// runs. Once a layer is compared it is put right, so that the layers behind have the full run's query, keys and values:
-// the loss of one row, as FullRun::compare tells it of kept slots.
+// What attention loses when spans fold: each layer of a run that is fed the samples' own tokens, against the full runs.
+// Once a layer is compared, its output is replaced by the full run's, so that later layers have the full run's query,
+// keys and values. The result is the loss of single rows, as FullRun::compare gives it for kept slots.
 class OutputWatch {
  public:
-  // Sequence i against runs[i]. All three must outlive the watch.
+  // Compares sequence i with runs[i]. All three must outlive the watch.
   OutputWatch(const ModelSpec& spec, std::span<const FullRun> runs, report::Diagnostics& to)
       : full_layers_(spec.full_layers()), runs_(runs), to_(to) {}
 
@@ -79,7 +79,7 @@ class OutputWatch {
   std::vector<std::int32_t> full_layers_;
   std::span<const FullRun> runs_;
   report::Diagnostics& to_;
-  std::set<SequenceId> cut_;  // queries behind a first event count
+  std::set<SequenceId> cut_;  // sequences that had an event: their later queries count
 };
 
 }  // namespace kvkeep::cli

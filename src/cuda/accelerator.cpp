@@ -1,7 +1,6 @@
 #include "accelerator.h"
 
 #include <ATen/Context.h>
-#include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
 #include <dlfcn.h>
 
@@ -13,6 +12,7 @@
 #include "kvkeep/cuda.h"
 #include "kvkeep/keep/pages.h"
 #include "kvkeep/policy/evict.h"
+#include "kvkeep/torch.h"
 #include "query_ring.h"
 
 namespace kvkeep::cuda {
@@ -30,20 +30,20 @@ class CudaAccelerator final : public Accelerator {
     if (policy.trigger().never) return found;
     const auto* evict = dynamic_cast<const Evict*>(&policy);
     if (evict == nullptr)
-      return {text("device: ", policy.name(), " has no kernels; given ", device_.str(), "; allowed on the CPU")};
+      return {text("device: ", policy.name(), " has no kernels; given ", device_.str(), "; allowed only on the CPU")};
     if (score_of(evict->scorer().name()) == nullptr)
       found.push_back(text("device: scorer ", evict->scorer().name(), " has no kernel; given ", device_.str(),
-                           "; allowed on the CPU"));
+                           "; allowed only on the CPU"));
     if (allot_of(evict->allocator().name()) == nullptr)
       found.push_back(text("device: allocator ", evict->allocator().name(), " has no kernel; given ", device_.str(),
-                           "; allowed on the CPU"));
+                           "; allowed only on the CPU"));
     if (evict->allocator().name() == "critical" && evict->allocator().ragged())
-      found.push_back(text(
-          "heads: critical with adaptive heads keeps as many slots as scores say, which the host does not know; given ",
-          device_.str(), "; allowed equal, or on the CPU"));
+      found.push_back(
+          text("heads: with adaptive heads of critical, scores decide how many slots stay, unknown to the host; given ",
+               device_.str(), "; allowed equal, or the CPU"));
     if (evict->retention().share != Sharing::per_layer_per_head)
       found.push_back(text("share: rows that share one selection have no kernel; given ", device_.str(),
-                           "; allowed per_layer_per_head, or on the CPU"));
+                           "; allowed per_layer_per_head, or the CPU"));
     for (const bool value : {false, true}) {
       const std::int32_t dim = value ? spec.value_dim : spec.key_dim;
       if ((value ? policy.needs().values : policy.needs().keys) && dim > kMostDim)
@@ -59,12 +59,12 @@ class CudaAccelerator final : public Accelerator {
 
   void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t from_stride, std::int64_t bytes,
                  std::int64_t rows) override {
-    const c10::DeviceGuard guard(device_);
+    const c10::DeviceGuard guard(torch_device(device_));
     cuda::copy_rows(to, to_stride, from, from_stride, bytes, rows, pool_.stream());
   }
 
   void push_queries(std::span<const QueryArrival> arrivals, const QueryLayout& layout) override {
-    const c10::DeviceGuard guard(device_);
+    const c10::DeviceGuard guard(torch_device(device_));
     for (; !arrivals.empty(); arrivals = arrivals.subspan(std::min<std::size_t>(kQueryArrivals, arrivals.size()))) {
       PushQueriesArguments arguments;
       arguments.count = static_cast<std::int32_t>(std::min<std::size_t>(kQueryArrivals, arrivals.size()));
@@ -75,13 +75,13 @@ class CudaAccelerator final : public Accelerator {
   }
 
   [[nodiscard]] Decision decide(const KVPolicy& policy, const Evidence& evidence) override {
-    const c10::DeviceGuard guard(device_);
+    const c10::DeviceGuard guard(torch_device(device_));
     if (memory_.given() >= 0) {
       const std::int64_t needed = workspace_bytes(policy, evidence);
       KVKEEP_REQUIRE_AS(StateError, needed <= memory_.given(), "decide: the workspace holds ", memory_.given(),
-                        " bytes and this event needs ", needed, "; allowed at least that, or no workspace");
+                        " bytes, but this event needs ", needed, "; allowed at least that, or no workspace");
     }
-    ++serial_;  // from here on nothing is left of what was decided before
+    ++serial_;  // this invalidates earlier decisions
     memory_.begin();
     return run(policy, evidence, false);
   }
@@ -94,9 +94,9 @@ class CudaAccelerator final : public Accelerator {
 
   void move(const RowTable& table, const Decision& decision, std::span<const PageMove> pages,
             std::span<const ColumnTarget> columns) override {
-    const c10::DeviceGuard guard(device_);
+    const c10::DeviceGuard guard(torch_device(device_));
     KVKEEP_REQUIRE_AS(StateError, decision.serial == serial_,
-                      "apply: the slots of this plan lay in memory that a later plan, or use_workspace(), has taken; "
+                      "apply: the slots of this plan were in memory that a later plan, or use_workspace(), has reused; "
                       "allowed the newest plan on ",
                       device_.str());
     const Stream stream = pool_.stream();
@@ -106,9 +106,9 @@ class CudaAccelerator final : public Accelerator {
       const std::int64_t first = table.rows[r].first;
       moves[r].positions = columns[r].positions;
       moves[r].credit = columns[r].credit;
-      moves[r].new_credit = decision.credit ? decision.credit->data_ptr<float>() + first : nullptr;
+      moves[r].new_credit = decision.credit ? decision.credit->data<float>() + first : nullptr;
       moves[r].tally = columns[r].tally;
-      moves[r].new_tally = decision.tally ? decision.tally->data_ptr<float>() + first : nullptr;
+      moves[r].new_tally = decision.tally ? decision.tally->data<float>() + first : nullptr;
     }
     std::int64_t stride = 0;
     std::int32_t sequences = 0;
@@ -126,7 +126,7 @@ class CudaAccelerator final : public Accelerator {
     launch_compact({.rows = event_table_.there<Row>(rows_at_),
                     .columns = move_table_.there<ColumnMove>(moves_at),
                     .count = static_cast<std::int32_t>(table.rows.size()),
-                    .slots = keep.slots.data_ptr<std::int32_t>(),
+                    .slots = keep.slots.data<std::int32_t>(),
                     .indptr = event_table_.there<std::int64_t>(indptr_at_),
                     .pages_after = pages.empty() ? nullptr : move_table_.there<std::int32_t>(after_at),
                     .pages_stride = stride},
@@ -134,7 +134,7 @@ class CudaAccelerator final : public Accelerator {
   }
 
   void read(void* to, const void* from, std::int64_t bytes) override {
-    const c10::DeviceGuard guard(device_);
+    const c10::DeviceGuard guard(torch_device(device_));
     download(to, from, static_cast<std::size_t>(bytes), pool_.stream());
   }
 
@@ -176,23 +176,20 @@ class CudaAccelerator final : public Accelerator {
     if (dry) return decision;
     decision.serial = serial_;
     decision.reason = Reason::over_budget;
-    decision.scores.data = tensor(scores, evidence.table.slots, kFloat32);
+    decision.scores.data = tensor(scores, evidence.table.slots, Dtype::f32);
     if (evict.scorer().accumulates()) decision.tally = decision.scores.data;
-    if (credit != nullptr) decision.credit = tensor(credit, evidence.table.slots, kFloat32);
-    keep.slots = tensor(slots, event.kept, kInt32);
+    if (credit != nullptr) decision.credit = tensor(credit, evidence.table.slots, Dtype::f32);
+    keep.slots = tensor(slots, event.kept, Dtype::i32);
     decision.keep = std::move(keep);
     decision.share = retention.share;
     return decision;
   }
 
-  [[nodiscard]] Tensor tensor(void* data, std::int64_t count, ScalarType dtype) const {
-    return at::for_blob(data, {count})
-        .options(at::TensorOptions().dtype(dtype).device(device_))
-        .target_device(device_)
-        .make_tensor();
+  [[nodiscard]] Tensor tensor(void* data, std::int64_t count, Dtype dtype) const {
+    return {data, dtype, Shape{count}, device_};
   }
 
-  /// Sends everything that kernels read of the event in one copy; returns where the kept slots of every row will lie.
+  /// Sends everything of the event that kernels read in one copy; returns where the kept slots of every row will be.
   KeepSet upload(Event& event, const Needs& needs, bool dry) {
     const RowTable& table = event.evidence.table;
     const ModelSpec& spec = event.evidence.spec;
@@ -213,7 +210,7 @@ class CudaAccelerator final : public Accelerator {
     std::vector<NewestPositions> newest;
     std::vector<PositionRun> runs;
     std::map<std::int32_t, std::pair<std::size_t, std::size_t>> runs_of;  // by sequence: the same in every layer
-    ScalarType query_dtype = kFloat32;
+    Dtype query_dtype = Dtype::f32;
     for (const RowGroup& group : table.groups) {
       const QueryView& q = group.queries;
       queries.push_back({.data = q.data,
@@ -242,14 +239,14 @@ class CudaAccelerator final : public Accelerator {
     for (const Row& row : table.rows)
       for (const bool value : {false, true}) {
         const bool reads = value ? needs.values : needs.keys,
-                   f8 = (value ? table.value_dtype : table.key_dtype) == c10::ScalarType::Float8_e4m3fn;
+                   f8 = (value ? table.value_dtype : table.key_dtype) == Dtype::f8_e4m3;
         KVKEEP_REQUIRE_AS(Unsupported, !reads || !f8 || (value ? row.value_scales : row.key_scales).width == 4,
                           "decide: ", value ? "values" : "keys", " of layer ", row.layer,
-                          " are f8 e4m3 without f32 scales; allowed with one f32 scale a slot");
+                          " are f8 e4m3 without f32 scales; allowed with one f32 scale per slot");
       }
 
     event_table_.clear();
-    std::map<const std::int32_t*, std::int64_t> pages;  // by where they lie on the host
+    std::map<const std::int32_t*, std::int64_t> pages;  // by their address on the host
     for (const Row& row : table.rows)
       if (row.keys.pages != nullptr && !pages.contains(row.keys.pages))
         pages[row.keys.pages] = event_table_.add(row.keys.pages, static_cast<std::size_t>(page_count(table, row)));
@@ -293,7 +290,7 @@ class CudaAccelerator final : public Accelerator {
     return keep;
   }
 
-  /// Of the longest row of its sequence: all of them share their pages.
+  /// Pages of the longest row of its sequence: all rows share their pages.
   static std::int64_t page_count(const RowTable& table, const Row& of) {
     std::int64_t longest = 0;
     for (const Row& row : table.rows)
@@ -309,7 +306,7 @@ class CudaAccelerator final : public Accelerator {
   Staging staging_;
   Table event_table_, move_table_;
   std::int64_t rows_at_ = 0, indptr_at_ = 0;
-  std::uint64_t serial_ = 0;  ///< of the newest decision: workspace and tables hold no other
+  std::uint64_t serial_ = 0;  ///< of the newest decision, the only one that workspace and tables hold
   std::map<const void*, DeviceMemory> constants_;
 };
 
@@ -319,13 +316,13 @@ std::shared_ptr<Accelerator> make_accelerator(Device device) { return std::make_
 
 std::shared_ptr<Accelerator> accelerator(int index) {
   require_device(index);
-  // LibTorch's CUDA half takes half a second to load, and linking it is left to programs that need it from their first
-  // moment. It must be there before it is first asked for.
+  // LibTorch's CUDA half takes half a second to load, and only programs that need it from the start link it. It must be
+  // loaded before its first use.
   const bool loaded = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL) != nullptr;
   KVKEEP_REQUIRE_AS(DeviceError, at::globalContext().hasCUDA(), "accelerator: this LibTorch has no CUDA",
-                    loaded ? "" : " (libtorch_cuda was not found)", "; allowed one that was built with it");
+                    loaded ? "" : " (libtorch_cuda was not found)", "; allowed a LibTorch with CUDA");
   at::globalContext().lazyInitDevice(c10::kCUDA);
-  return make_accelerator(Device(c10::kCUDA, static_cast<c10::DeviceIndex>(index)));
+  return make_accelerator({.kind = Device::Kind::cuda, .index = index});
 }
 
 }  // namespace kvkeep::cuda

@@ -1,5 +1,5 @@
 #pragma once
-/// The accelerator of kvkeep::cuda. Under the execution model of the tests its device is the host.
+/// The accelerator of kvkeep::cuda. In the tests' execution model its device is the host.
 
 #include "kvkeep/core/accelerator.h"
 

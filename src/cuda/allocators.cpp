@@ -1,4 +1,4 @@
-/// Allocators on a device: from their options to their kernels.
+/// Allocators on a device: from options to kernels.
 
 #include "chunks.h"
 #include "critical.h"
@@ -75,7 +75,7 @@ float* allot_critical(Event& event, const Allocator& allocator, const Seen&, con
   for (const RowGroup& group : event.evidence.table.groups) {
     const Tensor& w = given[static_cast<std::size_t>(group.layer)];
     KVKEEP_REQUIRE(
-        w.scalar_type() == any.scalar_type() && w.size(0) == any.size(0),
+        w.dtype() == any.dtype() && w.size(0) == any.size(0),
         "critical: output projections differ in dtype or hidden size between layers; allowed one of each on a device");
   }
   CriticalArguments arguments;
@@ -84,10 +84,10 @@ float* allot_critical(Event& event, const Allocator& allocator, const Seen&, con
   arguments.value_dim = event.evidence.spec.value_dim;
   arguments.projections = event.constant<const void*>(given.data(), [&] {
     std::vector<const void*> all;
-    for (const Tensor& w : given) all.push_back(w.defined() ? w.const_data_ptr() : nullptr);
+    for (const Tensor& w : given) all.push_back(w.defined() ? w.bytes() : nullptr);
     return all;
   });
-  arguments.projection = element_of("output projections", any.scalar_type());
+  arguments.projection = element_of("output projections", any.dtype());
   arguments.hidden = static_cast<std::int32_t>(any.size(0));
   arguments.first_stage = static_cast<const Critical&>(allocator).options().first_stage;
   arguments.slots_in_all = event.evidence.table.slots;

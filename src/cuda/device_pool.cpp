@@ -1,18 +1,20 @@
 #include "device_pool.h"
 
+#include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 
+#include "kvkeep/torch.h"
 #include "memory.h"
 
 namespace kvkeep::cuda {
 namespace {
 
-c10::Stream current_stream(Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
+c10::Stream current_stream(at::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
 
-/// Memory of LibTorch's allocator, which takes it to be used on the stream that was current when it was allocated.
+/// Memory from LibTorch's allocator, which assumes that it is used on the stream that was current at allocation.
 struct Held {
   c10::DataPtr memory;
   c10::Stream home;
@@ -29,7 +31,7 @@ void release(void* context) {
 }  // namespace
 
 Stream DevicePool::stream() {
-  const c10::Stream now = current_stream(device_);
+  const c10::Stream now = current_stream(torch_device(device_));
   if (std::ranges::find(*streams_, now) == streams_->end()) streams_->push_back(now);
   const auto stream = static_cast<Stream>(now.native_handle());
   captured_ = captured_ || is_capturing(stream);
@@ -38,11 +40,12 @@ Stream DevicePool::stream() {
 
 DeviceMemory DevicePool::allocate(std::int64_t bytes) const {
   constexpr std::int64_t kLeast = 64;
-  const c10::DeviceGuard guard(device_);
-  c10::DataPtr memory = c10::GetAllocator(device_.type())->allocate(static_cast<std::size_t>(std::max(bytes, kLeast)));
+  const at::Device device = torch_device(device_);
+  const c10::DeviceGuard guard(device);
+  c10::DataPtr memory = c10::GetAllocator(device.type())->allocate(static_cast<std::size_t>(std::max(bytes, kLeast)));
   void* const data = memory.get();
-  auto held = std::make_unique<Held>(Held{std::move(memory), current_stream(device_), streams_});
-  return {data, held.release(), release, device_};
+  auto held = std::make_unique<Held>(Held{std::move(memory), current_stream(device), streams_});
+  return {data, {held.release(), release}};
 }
 
 }  // namespace kvkeep::cuda

@@ -6,18 +6,18 @@
 
 namespace kvkeep::cuda {
 
-Element element_of(const char* what, ScalarType dtype) {
+Element element_of(const char* what, Dtype dtype) {
   switch (dtype) {
-    case kFloat32:
+    case Dtype::f32:
       return Element::f32;
-    case kFloat16:
+    case Dtype::f16:
       return Element::f16;
-    case kBFloat16:
+    case Dtype::bf16:
       return Element::bf16;
-    case c10::ScalarType::Float8_e4m3fn:
+    case Dtype::f8_e4m3:
       return Element::fp8_e4m3;
     default:
-      refuse<Unsupported>("decide: ", what, " are ", c10::toString(dtype),
+      refuse<Unsupported>("decide: ", what, " are ", dtype,
                           "; allowed f32, f16, bf16 and, for keys with f32 scales, f8 e4m3");
   }
 }
@@ -63,18 +63,17 @@ std::byte* EventMemory::take(std::int64_t bytes) {
 }
 
 void EventMemory::use(Tensor memory) {
-  KVKEEP_REQUIRE(memory.defined() && memory.device() == pool_.device() && memory.is_contiguous() &&
-                     memory.scalar_type() == c10::kByte,
-                 "workspace: allowed a contiguous u8 tensor on ", pool_.device().str());
-  KVKEEP_REQUIRE(reinterpret_cast<std::uintptr_t>(memory.data_ptr()) % 256 == 0,
-                 "workspace: it begins inside a line of 256 bytes; allowed at the beginning of one");
+  KVKEEP_REQUIRE(
+      memory.defined() && memory.device() == pool_.device() && memory.is_contiguous() && memory.dtype() == Dtype::u8,
+      "workspace: not usable; allowed a contiguous u8 tensor on ", pool_.device().str());
+  KVKEEP_REQUIRE(reinterpret_cast<std::uintptr_t>(memory.bytes()) % 256 == 0,
+                 "workspace: not aligned; allowed an address that is a multiple of 256 bytes");
   retire_all();
   given_ = memory.numel();
-  void* const data = memory.data_ptr();
+  void* const data = memory.bytes();
   auto held = std::make_unique<Tensor>(std::move(memory));
   blocks_.push_back(
-      {.memory = {data, held.release(), [](void* tensor) { delete static_cast<Tensor*>(tensor); }, pool_.device()},
-       .bytes = given_});
+      {.memory = {data, {held.release(), [](void* tensor) { delete static_cast<Tensor*>(tensor); }}}, .bytes = given_});
 }
 
 void Table::place() {

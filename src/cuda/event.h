@@ -1,5 +1,5 @@
 #pragma once
-/// One event on a device, between the policy's words and the kernels': tables, memory, stream.
+/// One event on a device, between the policy and the kernels: tables, memory, stream.
 
 #include <cstring>
 #include <map>
@@ -16,20 +16,20 @@
 
 namespace kvkeep::cuda {
 
-/// Memory that events work in: taken piece by piece, all given back at once.
+/// Working memory of events: taken piece by piece, given back all at once.
 class EventMemory {
  public:
   explicit EventMemory(DevicePool& pool) : pool_(pool) {}
 
-  /// Everything is free again. Several blocks become one, larger by half, so that the next events allocate nothing.
+  /// Frees everything. Several blocks become one, larger by half, so that the next events allocate nothing.
   void begin();
   /// Aligned to 256.
   [[nodiscard]] std::byte* take(std::int64_t bytes);
   void use(Tensor memory);
-  /// Nothing is there from here to the next begin(): pieces are counted only.
+  /// Until the next begin(), take() only counts bytes and returns no memory.
   void begin_counting();
   [[nodiscard]] std::int64_t counted() const { return counted_; }
-  /// Bytes that were given; -1: none were.
+  /// Size of the workspace in bytes; -1: none was given.
   [[nodiscard]] std::int64_t given() const { return given_; }
 
  private:
@@ -45,13 +45,13 @@ class EventMemory {
   bool counting_ = false;
 };
 
-/// Arrays of an event side by side, on their way to the device in one copy.
+/// Arrays of an event side by side, to be copied to the device at once.
 class Table {
  public:
   explicit Table(DevicePool& pool) : pool_(pool) {}
 
   void clear() { image_.clear(); }
-  /// Appends `count` values; returns where they lie in the table.
+  /// Appends `count` values; returns their place in the table.
   template <class T>
   std::int64_t add(const T* values, std::size_t count) {
     static_assert(std::is_trivially_copyable_v<T>);
@@ -65,8 +65,8 @@ class Table {
   std::int64_t add(const std::vector<T>& values) {
     return add(values.data(), values.size());
   }
-  /// Takes memory for everything that was added, once no more comes. Addresses on the device are known from here on,
-  /// null before.
+  /// Allocates memory for everything that was added, once nothing more follows. Device addresses are known from then
+  /// on, null before.
   void place();
   template <class T>
   [[nodiscard]] T* there(std::int64_t at) const {
@@ -76,8 +76,8 @@ class Table {
   [[nodiscard]] T* here(std::int64_t at) {
     return reinterpret_cast<T*>(image_.data() + at);
   }
-  /// Copies all of it, or nothing where the device holds it already. What it holds is not known once something was
-  /// captured: a replay writes the table that it was captured with.
+  /// Copies all of it, or nothing if the device holds it already. After a capture its content is unknown: a replay
+  /// writes the table that it was captured with.
   void upload(Staging& staging, Stream stream);
 
  private:
@@ -95,17 +95,17 @@ struct DeviceWindow {
   float* queries = nullptr;      ///< f32 [groups, Hq, window, D]
 };
 
-/// The policy's window and what was reduced of it.
+/// The policy's window and its reductions.
 struct Seen {
   DeviceWindow asked;
   float* usage = nullptr;
   float* newest = nullptr;
 };
 
-/// What a scorer or an allocator runs with.
+/// Context of a scorer or an allocator.
 class Event {
  public:
-  /// `dry`: nothing is launched, and memory is counted only.
+  /// `dry`: nothing is launched, and memory is only counted.
   Event(const Evidence& given, const Limits& limits_given, EventMemory& memory, Stream on, bool dry)
       : evidence(given), limits(limits_given), stream(on), workspace_(memory), dry_(dry) {}
 
@@ -116,7 +116,7 @@ class Event {
   const std::int64_t* indptr = nullptr;               ///< i64 [rows + 1] where each row's kept slots go
   const std::int32_t* next_positions = nullptr;       ///< i32 [groups]
   const double* inv_freq = nullptr;                   ///< f64 [pairs]
-  const NewestPositions* newest_positions = nullptr;  ///< [groups] null once they stand in the columns
+  const NewestPositions* newest_positions = nullptr;  ///< [groups] null once they are in the columns
   std::int64_t kept = 0;                              ///< slots that stay, of all rows
 
   template <class T>
@@ -131,18 +131,18 @@ class Event {
     if (!dry_) launcher(with, stream);
   }
 
-  /// The newest `window` queries, turned, and the window of every row; positions stand in the columns afterwards. One
+  /// The newest `window` queries, rotated, and the window of every row; afterwards the columns hold the positions. One
   /// launch.
   [[nodiscard]] DeviceWindow ask(std::int32_t window, bool official);
-  /// Positions stand in the columns afterwards. One launch, or none.
+  /// Afterwards the columns hold the positions. One launch, or none.
   void settle_positions();
-  /// Reductions of the window; null: not asked for. Two launches.
+  /// Reductions of the window; null: not wanted. Two launches.
   void attend(const DeviceWindow& window, float* usage, float* newest, float* sum = nullptr) const;
   /// f32 [slots]. Two launches.
   [[nodiscard]] float* attend_history(const DeviceWindow& window, HistoryOptions options,
                                       const std::int32_t* first = nullptr) const;
 
-  /// Numbers that stay the same from event to event, by what they belong to: uploaded the first time.
+  /// Numbers that stay the same from event to event, by owner: uploaded the first time.
   std::map<const void*, DeviceMemory>* constants = nullptr;
   Staging* staging = nullptr;
   DevicePool* pool = nullptr;
@@ -156,7 +156,7 @@ class Event {
     const auto* there = static_cast<const T*>(memory.get());
     staging->upload(memory.get(), values.data(), values.size() * sizeof(T), stream);
     if (is_capturing(stream))
-      pool->retire(std::move(memory));  // filled by a replay only
+      pool->retire(std::move(memory));  // filled only by a replay
     else
       constants->emplace(owner, std::move(memory));
     return there;
@@ -169,19 +169,19 @@ class Event {
 };
 
 /// Throws Unsupported for a dtype that no kernel reads.
-[[nodiscard]] Element element_of(const char* what, ScalarType dtype);
+[[nodiscard]] Element element_of(const char* what, Dtype dtype);
 
-/// Throws Unsupported where the rows of a (layer, sequence) differ in length: `name` looks at all of them slot by slot,
+/// Throws Unsupported if the rows of a (layer, sequence) differ in length: `name` reads all of them slot by slot,
 /// unless its heads are `otherwise`.
 void require_even_heads(const Event& event, std::string_view name, const char* otherwise);
 
 /// Fills scores [slots] of every due row.
 using Score = float* (*)(Event& event, const Scorer& scorer, Seen& seen);
-/// Writes the kept slots of every row; returns the new credit, or null where there is none.
+/// Writes the kept slots of every row; returns the new credit, or null if there is none.
 using Allot = float* (*)(Event& event, const Allocator& allocator, const Seen& seen, const float* scores,
                          std::int32_t* slots);
 
-/// Those that kernels exist for, by name; null: there are none.
+/// Functions with kernels, by name; null: none.
 [[nodiscard]] Score score_of(std::string_view scorer);
 [[nodiscard]] Allot allot_of(std::string_view allocator);
 

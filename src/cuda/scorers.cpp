@@ -1,4 +1,4 @@
-/// Scorers on a device: from their options to their kernels.
+/// Scorers on a device: from options to kernels.
 
 #include "event.h"
 #include "expected.h"
@@ -39,7 +39,7 @@ float* score_random(Event& event, const Scorer& scorer, Seen&) {
 }
 
 float* score_h2o(Event& event, const Scorer& scorer, Seen&) {
-  // Only queries that came after the last event count, so that a window need not be longer than their number.
+  // Only queries that came after the last event count, so the window need not be longer than their number.
   std::int32_t fresh = 1;
   for (const RowGroup& group : event.evidence.table.groups)
     fresh = std::max(fresh, static_cast<std::int32_t>(group.newest.size()));
@@ -174,7 +174,7 @@ float* score_triattention(Event& event, const Scorer& scorer, Seen&) {
   const Calibration& calibration = tri.calibration();
   const ModelSpec& spec = event.evidence.spec;
   const std::int32_t heads = calibration.query_heads(spec.full_layers());
-  // [layers, Hq, F]; layers without rows are left out of a calibration, and of no use here
+  // [layers, Hq, F]; a calibration may lack layers without rows, which are not needed here
   const auto all_heads = [&](auto&& put) {
     for (std::int32_t l = 0; l < spec.num_layers(); ++l)
       for (std::int32_t h = 0; h < heads; ++h) {

@@ -20,17 +20,17 @@ namespace fs = std::filesystem;
 
 }  // namespace
 
-// A signal handler may only read what was there before the signal: entries that are used again and never go, each
+// A signal handler may only read what existed before the signal: entries that are reused and never freed, each
 // published by one atomic store.
 struct ListedFile {
   std::atomic<int> state{0};
   std::array<char, 4096> path{};
-  ListedFile* next = nullptr;  // set before the entry can be seen
+  ListedFile* next = nullptr;  // set before the entry is visible
 };
 
 namespace {
 
-constexpr int kFree = 0, kTaken = 1, kListed = 2;  // taken: the path is not whole yet
+constexpr int kFree = 0, kTaken = 1, kListed = 2;  // taken: the path is not complete yet
 std::atomic<ListedFile*> first_listed{nullptr};
 static_assert(std::atomic<int>::is_always_lock_free && std::atomic<ListedFile*>::is_always_lock_free,
               "a signal handler reads them");
@@ -48,7 +48,7 @@ ListedFile& free_entry() {
   return *added;
 }
 
-/// Null where the path is longer than any that a file can have.
+/// Null if the path is longer than any that a file can have.
 ListedFile* list(const std::string& path) {
   if (path.size() >= ListedFile{}.path.size()) return nullptr;
   ListedFile& file = free_entry();
@@ -63,16 +63,16 @@ void unlist(ListedFile* file) {
 
 std::string reason() { return std::system_category().message(errno); }
 
-// What a link points to is replaced or made, not the link.
+// Replaces or creates the target of a link, not the link.
 fs::path through_links(const fs::path& path) {
   constexpr int kMostLinks = 40;  // as many as Linux follows
   std::error_code ignored;
   fs::path target = path;
   for (int links = 0; links < kMostLinks; ++links) {
     if (!fs::is_symlink(fs::symlink_status(target, ignored))) return target;
-    target = target.parent_path() / fs::read_symlink(target, ignored);  // an absolute one takes the whole place
+    target = target.parent_path() / fs::read_symlink(target, ignored);  // an absolute target replaces the whole path
   }
-  refuse("write file: '", path.string(), "' is a link that leads to no end; allowed a file or a new name");
+  refuse("write file: '", path.string(), "' is a link without an end; allowed a file or a new name");
 }
 
 void sync_folder(const fs::path& folder) {
@@ -89,16 +89,16 @@ fs::path folder_of(const fs::path& path) { return path.has_parent_path() ? path.
 AtomicFile::AtomicFile(const fs::path& path) : path_(through_links(path)) {
   static std::atomic<unsigned> count{0};
   KVKEEP_REQUIRE(path_.has_filename(), "write file: '", path.string(),
-                 "' names no file; allowed a path that ends in a file name");
+                 "' does not name a file; allowed a path that ends in a file name");
   std::error_code error;
   const fs::file_status there = fs::status(path_, error);
-  KVKEEP_REQUIRE(there.type() != fs::file_type::none, "write file: '", path.string(), "' cannot be looked at (",
+  KVKEEP_REQUIRE(there.type() != fs::file_type::none, "write file: '", path.string(), "' cannot be inspected (",
                  error.message(), "); allowed a file or a new name");
   KVKEEP_REQUIRE(!fs::exists(there) || fs::is_regular_file(there), "write file: '", path.string(),
-                 "' is there and is not a regular file; allowed a file or a new name");
-  constexpr std::size_t kMostOfName = 200;  // the rest of the 255 is for what is put around it
+                 "' exists and is not a regular file; allowed a file or a new name");
+  constexpr std::size_t kMostOfName = 200;  // the rest of the 255 is for the prefix and suffix
   const std::string name = path_.filename().string().substr(0, kMostOfName);
-  do {  // a killed process may have left a file, and in a container the next one has its number
+  do {  // a killed process may have left a file, and in a container the next one has the same process id
     temporary_ = (folder_of(path_) / text(".", name, ".", ::getpid(), "-", count++, ".unfinished")).string();
     listed_ = list(temporary_);
     descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
@@ -106,7 +106,7 @@ AtomicFile::AtomicFile(const fs::path& path) : path_(through_links(path)) {
     unlist(listed_);
   } while (errno == EEXIST);
   refuse("write file: cannot create '", path.string(), "' (", reason(),
-         "); allowed a folder that is there and can be written to");
+         "); allowed an existing folder that can be written to");
 }
 
 AtomicFile::~AtomicFile() {

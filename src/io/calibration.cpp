@@ -1,7 +1,5 @@
 #include "kvkeep/io/calibration.h"
 
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <charconv>
 #include <cmath>
@@ -40,8 +38,7 @@ void check_scaling(double scaling, const std::string& where) {
                  scaling, "; allowed a positive number");
 }
 
-// ---- Safetensors
-// ---------------------------------------------------------------------------------------------------------------------------
+// ---- Safetensors ----------------------------------------------------------------------------------------------------
 
 Calibration from_safetensors(const io::SafetensorsFile& file) {
   const std::string& where = file.where();
@@ -54,7 +51,7 @@ Calibration from_safetensors(const io::SafetensorsFile& file) {
   };
   KVKEEP_REQUIRE(metadata.contains("kvkeep_calibration"),
                  "read calibration: metadata \"kvkeep_calibration\" is missing in ", where,
-                 ", so this is no calibration file");
+                 ", so this is not a calibration file");
   KVKEEP_REQUIRE(metadata.at("kvkeep_calibration") == "1", "read calibration: ", where, " has format version ",
                  io::shortened(metadata.at("kvkeep_calibration")), "; allowed 1");
   Calibration c;
@@ -83,16 +80,16 @@ Calibration from_safetensors(const io::SafetensorsFile& file) {
   }
   const auto tensor = [&](const char* name, std::int64_t dimensions) {
     const Tensor t = file.tensor(name);
-    KVKEEP_REQUIRE(t.scalar_type() == kFloat32 && t.dim() == dimensions && t.size(2) == c.pairs() && t.size(0) >= 1 &&
+    KVKEEP_REQUIRE(t.dtype() == Dtype::f32 && t.dim() == dimensions && t.size(2) == c.pairs() && t.size(0) >= 1 &&
                        t.size(1) >= 1 && t.size(0) <= kMost && t.size(1) <= kMost,
-                   "read calibration: tensor \"", name, "\" in ", where, " has dtype ", c10::toString(t.scalar_type()),
-                   " and ", t.dim(), " dimensions; allowed f32 [L, Hq, ", c.pairs(), dimensions == 4 ? ", 2]" : "]");
+                   "read calibration: tensor \"", name, "\" in ", where, " has dtype ", t.dtype(), " and ", t.dim(),
+                   " dimensions; allowed f32 [L, Hq, ", c.pairs(), dimensions == 4 ? ", 2]" : "]");
     return t;
   };
   const Tensor mean = tensor("q_mean", 4), modulus = tensor("q_abs_mean", 3);
   KVKEEP_REQUIRE(mean.size(3) == 2 && mean.size(0) == modulus.size(0) && mean.size(1) == modulus.size(1),
                  "read calibration: q_mean and q_abs_mean in ", where,
-                 " do not fit each other; allowed [L, Hq, F, 2] and [L, Hq, F]");
+                 " do not match; allowed [L, Hq, F, 2] and [L, Hq, F]");
   const std::int64_t layers = mean.size(0), heads = mean.size(1), pairs = c.pairs();
   std::vector<std::int32_t> numbers;
   if (metadata.contains("layers")) {
@@ -111,7 +108,7 @@ Calibration from_safetensors(const io::SafetensorsFile& file) {
   } else {
     for (std::int32_t l = 0; l < layers; ++l) numbers.push_back(l);
   }
-  const float *from = mean.const_data_ptr<float>(), *size = modulus.const_data_ptr<float>();
+  const float *from = mean.data<float>(), *size = modulus.data<float>();
   for (std::int64_t l = 0; l < layers; ++l)
     for (std::int64_t h = 0; h < heads; ++h, size += pairs) {
       Calibration::Head& head = c.heads[{numbers[static_cast<std::size_t>(l)], static_cast<std::int32_t>(h)}];
@@ -121,8 +118,7 @@ Calibration from_safetensors(const io::SafetensorsFile& file) {
   return c;
 }
 
-// ---- What the published tool writes
-// --------------------------------------------------------------------------------------------------------
+// ---- Files of the published tool ---------------------------------------------------------------------------------
 
 const TorchArchive::Value& member(const TorchArchive::Value& dict, const char* key, TorchArchive::Kind kind,
                                   const std::string& subject, const char* allowed) {
@@ -156,7 +152,7 @@ Calibration from_archive(const TorchArchive& archive, const std::string& where) 
   using Kind = TorchArchive::Kind;
   using Value = TorchArchive::Value;
   KVKEEP_REQUIRE(archive.root().kind == Kind::dict, "read calibration: ", where,
-                 " holds no dict; allowed {\"metadata\": ..., \"stats\": ...}");
+                 " does not hold a dict; allowed {\"metadata\": ..., \"stats\": ...}");
   const Value& metadata = member(archive.root(), "metadata", Kind::dict, where, "a dict");
   const Value& stats = member(archive.root(), "stats", Kind::dict, where, "a dict");
   const std::string about = "the metadata of " + where;
@@ -190,7 +186,7 @@ Calibration from_archive(const TorchArchive& archive, const std::string& where) 
   }
   for (std::size_t i = 0; i < stats.items.size(); i += 2) {
     KVKEEP_REQUIRE(stats.items[i]->kind == Kind::string, "read calibration: stats of ", where,
-                   " has a key that is no string; allowed layer<number>_head<number>");
+                   " has a key that is not a string; allowed layer<number>_head<number>");
     const std::string& key = stats.items[i]->text;
     Calibration::Head& head = c.heads[place_of(key, where)];
     KVKEEP_REQUIRE(head.q_mean.empty(), "read calibration: stats of ", where, " has ", io::shortened(key),
@@ -218,12 +214,12 @@ Calibration from_archive(const TorchArchive& archive, const std::string& where) 
       KVKEEP_REQUIRE(pair->kind == Kind::list && pair->items.size() == 2 && pair->items[0]->kind == Kind::integer &&
                          pair->items[1]->kind == Kind::integer,
                      "read calibration: sampled_heads in ", where,
-                     " holds an entry that is no pair; allowed [layer, head]");
+                     " holds an entry that is not a pair; allowed [layer, head]");
       const std::int64_t layer = pair->items[0]->integer, head = pair->items[1]->integer;
       KVKEEP_REQUIRE(layer >= 0 && head >= 0 && layer < kMost && head < kMost &&
                          c.heads.contains({static_cast<std::int32_t>(layer), static_cast<std::int32_t>(head)}),
                      "read calibration: sampled_heads in ", where, " names layer ", layer, ", head ", head,
-                     ", and stats does not have it");
+                     ", but stats does not have it");
     }
   }
   return c;
@@ -321,8 +317,8 @@ void save_calibration(const std::filesystem::path& file, const Calibration& c, C
   const std::vector<std::int32_t> numbers(layers.begin(), layers.end());
   const std::int32_t heads = c.query_heads(numbers);
   const std::int64_t pairs = c.pairs();
-  KVKEEP_REQUIRE(!numbers.empty(), "save calibration: there are no heads for ", file.string(),
-                 "; allowed one layer or more");
+  KVKEEP_REQUIRE(!numbers.empty(), "save calibration: no heads to save in ", file.string(),
+                 "; allowed one or more layers");
   for (const std::int32_t l : numbers)
     for (std::int32_t h = 0; h < heads; ++h) {
       const auto head = c.heads.find({l, h});
@@ -334,9 +330,8 @@ void save_calibration(const std::filesystem::path& file, const Calibration& c, C
     }
   if (layout == CalibrationLayout::safetensors) {
     const auto count = static_cast<std::int64_t>(numbers.size());
-    const Tensor mean = at::empty({count, heads, pairs, 2}, at::TensorOptions(kFloat32)),
-                 modulus = at::empty({count, heads, pairs}, at::TensorOptions(kFloat32));
-    float *m = mean.mutable_data_ptr<float>(), *a = modulus.mutable_data_ptr<float>();
+    const Tensor mean = empty({count, heads, pairs, 2}, Dtype::f32), modulus = empty({count, heads, pairs}, Dtype::f32);
+    float *m = mean.data<float>(), *a = modulus.data<float>();
     for (const auto& [place, head] : c.heads) {
       for (const std::complex<float>& z : head.q_mean) {
         *m++ = z.real();

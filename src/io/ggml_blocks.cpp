@@ -1,7 +1,5 @@
 #include "ggml_blocks.h"
-
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
+#include "kvkeep/core/dtype.h"
 
 #include <array>
 #include <bit>
@@ -10,10 +8,10 @@
 namespace kvkeep::io {
 namespace {
 
-static_assert(std::endian::native == std::endian::little, "GGUF files are read as they lie in memory");
+static_assert(std::endian::native == std::endian::little, "GGUF files are read as they are stored in memory");
 
-constexpr std::int32_t kSmall = 32;   // values of a block of the older types
-constexpr std::int32_t kLarge = 256;  // of those with K in their names: sub-blocks with scales of their own
+constexpr std::int32_t kSmall = 32;   // values per block of the older types
+constexpr std::int32_t kLarge = 256;  // of types with K in their names: sub-blocks with their own scales
 
 template <class T>
 T load(const std::uint8_t* bytes) {
@@ -22,9 +20,7 @@ T load(const std::uint8_t* bytes) {
   return value;
 }
 
-float half(const std::uint8_t* bytes) {
-  return static_cast<float>(c10::Half(load<std::uint16_t>(bytes), c10::Half::from_bits()));
-}
+float half(const std::uint8_t* bytes) { return static_cast<float>(Half::from_bits(load<std::uint16_t>(bytes))); }
 
 // Every block below is kBytes for kValues numbers. Products and sums are rounded to f32 one by one, in this order.
 
@@ -79,7 +75,7 @@ struct Q4_1 {
   }
 };
 
-// As four bits, and the fifth of value i is bit i of 32.
+// As Q4_0, but five bits: the fifth of value i is bit i of 32.
 struct Q5_0 {
   static constexpr std::int32_t kValues = kSmall, kBytes = 2 + 4 + 16;
   static void widen(const std::uint8_t* block, float* out) {
@@ -107,7 +103,7 @@ struct Q5_1 {
   }
 };
 
-// Scale and offset of sub-block `s` of 8, six bits each, of the twelve bytes where Q4_K and Q5_K keep them.
+// Scale and offset of sub-block `s` of 8, six bits each, from the twelve bytes where Q4_K and Q5_K store them.
 struct ScaleAndLeast {
   ScaleAndLeast(const std::uint8_t* packed, int s) {
     if (s < 4) {
@@ -121,7 +117,7 @@ struct ScaleAndLeast {
   float scale, least;
 };
 
-// f16 scales of the scales and of the offsets; the twelve bytes; 8 sub-blocks of 32 values, two in 32 bytes: the low
+// f16 scales of the scales and of the offsets; the twelve bytes; 8 sub-blocks of 32 values, two per 32 bytes: the low
 // halves are those of the even one.
 struct Q4_K {
   static constexpr std::int32_t kValues = kLarge, kBytes = 4 + 12 + kLarge / 2;
@@ -137,7 +133,7 @@ struct Q4_K {
   }
 };
 
-// As Q4_K, and the fifth bit of value i of sub-block s is bit s of byte i.
+// As Q4_K, but five bits: the fifth of value i of sub-block s is bit s of byte i.
 struct Q5_K {
   static constexpr std::int32_t kValues = kLarge, kBytes = 4 + 12 + kLarge / 8 + kLarge / 2;
   static void widen(const std::uint8_t* block, float* out) {
@@ -155,7 +151,7 @@ struct Q5_K {
 };
 
 // Two halves of 128 values: 64 bytes of low halves, 32 bytes of pairs of bits above them; then 16 signed scales, one
-// for 16 values, and their f16 scale.
+// per 16 values, and their f16 scale.
 struct Q6_K {
   static constexpr std::int32_t kValues = kLarge, kBytes = kLarge / 2 + kLarge / 4 + kLarge / 16 + 2;
   static void widen(const std::uint8_t* block, float* out) {
@@ -190,7 +186,7 @@ constexpr std::array<GgmlType, 11> kReadable{
     readable<Q4_1>(3, "Q4_1"),  readable<Q5_0>(6, "Q5_0"),  readable<Q5_1>(7, "Q5_1"),  readable<Q8_0>(8, "Q8_0"),
     readable<Q4_K>(12, "Q4_K"), readable<Q5_K>(13, "Q5_K"), readable<Q6_K>(14, "Q6_K")};
 
-// By number. Source: ggml.h, `enum ggml_type`, with the names of types that it has given up.
+// By number. Source: ggml.h, `enum ggml_type`, with the names of types that ggml has dropped.
 constexpr std::array<std::string_view, 42> kNames{
     "F32",        "F16",        "Q4_0",       "Q4_1",  "Q4_2",     "Q4_3",     "Q5_0",     "Q5_1",    "Q8_0",
     "Q8_1",       "Q2_K",       "Q3_K",       "Q4_K",  "Q5_K",     "Q6_K",     "Q8_K",     "IQ2_XXS", "IQ2_XS",

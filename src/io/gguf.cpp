@@ -1,9 +1,5 @@
 #include "kvkeep/io/gguf.h"
 
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -13,6 +9,7 @@
 
 #include "ggml_blocks.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/parallel.h"
 #include "regular_file.h"
 #include "untrusted_json.h"
 
@@ -25,7 +22,7 @@ constexpr std::uint64_t kMostElements = std::uint64_t{1} << 62;
 constexpr std::uint32_t kMostAlignment = 1U << 31;
 constexpr std::string_view kAlignmentKey = "general.alignment";
 
-// Types of values by the numbers that stand in files.
+// Types of values by their numbers in files.
 enum ValueType : std::uint32_t {
   u8,
   i8,
@@ -45,7 +42,7 @@ enum ValueType : std::uint32_t {
 constexpr std::array<std::string_view, type_count> kTypeNames{"u8",   "i8",     "u16",   "i16", "u32", "i32", "f32",
                                                               "bool", "string", "array", "u64", "i64", "f64"};
 constexpr std::array<std::size_t, type_count> kItemBytes{1, 1, 2,  2, 4, 4, 4,
-                                                         1, 8, 12, 8, 8, 8};  // of strings and arrays: the least
+                                                         1, 8, 12, 8, 8, 8};  // of strings and arrays: the minimum
 constexpr std::string_view kReadableValues = "u8, i8, u16, i16, u32, i32, u64, i64, f32, f64, bool, string, array";
 
 constexpr std::uint32_t one_of(std::initializer_list<ValueType> types) {
@@ -57,13 +54,13 @@ constexpr std::uint32_t kIntegers = one_of({u8, i8, u16, i16, u32, i32, u64, i64
 
 template <class T>
 T load(const std::byte* bytes) {
-  static_assert(std::endian::native == std::endian::little, "GGUF files are read as they lie in memory");
+  static_assert(std::endian::native == std::endian::little, "GGUF files are read as they are stored in memory");
   T value;
   std::memcpy(&value, bytes, sizeof(T));
   return value;
 }
 
-// Calls `read` with the item as the type that it is stored as.
+// Calls `read` with the item as its stored type.
 auto as_integer(std::uint32_t type, const std::byte* item, auto&& read) {
   if (type == u8) return read(load<std::uint8_t>(item));
   if (type == i8) return read(load<std::int8_t>(item));
@@ -84,7 +81,7 @@ std::string_view string_at(const std::byte* item) {
           static_cast<std::size_t>(load<std::uint64_t>(item))};
 }
 
-// One sentence's beginning for everything that can be wrong with one tensor or one key.
+// The beginning of every message about one tensor or one key.
 std::string tensor_in(std::string_view name, const std::string& where) {
   return text(kOperation, ": tensor '", shortened(name), "' in ", where, " ");
 }
@@ -98,7 +95,7 @@ std::uint64_t aligned(std::uint64_t offset, std::uint64_t alignment) {
 
 }  // namespace
 
-// Walks the header. Nothing is read before it is known to be there.
+// Walks the header. Nothing is read before it is known to exist.
 struct GgufFile::Reader {
   GgufFile& file;
   const std::byte* data;
@@ -122,7 +119,7 @@ struct GgufFile::Reader {
     const auto length = number<std::uint64_t>(subject);
     return {reinterpret_cast<const char*>(take(length, subject)), static_cast<std::size_t>(length)};
   }
-  // The number of things, `subject` in the plural, that take `least` bytes each or more.
+  // The number of things, `subject` in the plural, that take at least `least` bytes each.
   std::uint64_t count(std::size_t least, std::string_view subject) {
     const auto count = number<std::uint64_t>(subject);
     KVKEEP_REQUIRE(count <= left() / least, kOperation, ": ", file.where_, " says that it has ", count, " ", subject,
@@ -165,7 +162,7 @@ struct GgufFile::Reader {
       KVKEEP_REQUIRE(value.type != boolean || std::all_of(items, items + value.count, is_truth),
                      key_in(key, file.where_), "holds a bool that is neither 0 nor 1");
     }
-    KVKEEP_REQUIRE(file.values_.emplace(key, value).second, key_in(key, file.where_), "stands twice; allowed once");
+    KVKEEP_REQUIRE(file.values_.emplace(key, value).second, key_in(key, file.where_), "appears twice; allowed once");
   }
 
   void tensor() {
@@ -181,7 +178,7 @@ struct GgufFile::Reader {
     for (std::uint32_t d = 0; d < dimensions; ++d) {
       const auto extent = number<std::uint64_t>(subject);
       empty = empty || extent == 0;
-      const std::uint64_t factor = std::max<std::uint64_t>(extent, 1);  // strides are made of the others
+      const std::uint64_t factor = std::max<std::uint64_t>(extent, 1);  // strides are made from the others
       KVKEEP_REQUIRE(factor <= kMostElements / elements, complaint,
                      "has a shape whose product overflows; allowed at most 2^62 numbers");
       elements *= factor;
@@ -195,11 +192,11 @@ struct GgufFile::Reader {
     KVKEEP_REQUIRE(row % type->values == 0, complaint, "has rows of ", row, " numbers; allowed multiples of ",
                    type->values, ", the block of ", type->name);
     const auto blocks = static_cast<std::int64_t>(empty ? 0 : elements / static_cast<std::uint64_t>(type->values));
-    std::optional<ScalarType> dtype;
-    if (type->values == 1) dtype = type->name == "F32" ? kFloat32 : type->name == "F16" ? kFloat16 : kBFloat16;
+    std::optional<Dtype> dtype;
+    if (type->values == 1) dtype = type->name == "F32" ? Dtype::f32 : type->name == "F16" ? Dtype::f16 : Dtype::bf16;
     const auto begin = number<std::uint64_t>(subject);  // of the data so far
     Entry entry{{std::move(shape), type->name, dtype}, type, static_cast<std::size_t>(begin), blocks};
-    KVKEEP_REQUIRE(file.tensors_.emplace(name, std::move(entry)).second, complaint, "stands twice; allowed once");
+    KVKEEP_REQUIRE(file.tensors_.emplace(name, std::move(entry)).second, complaint, "appears twice; allowed once");
     file.names_.push_back(name);
   }
 
@@ -211,7 +208,7 @@ struct GgufFile::Reader {
     return alignment;
   }
 
-  // Checks where the tensors say they are, and makes offsets of the file of them.
+  // Checks where the tensors say they are, and turns that into file offsets.
   void places() {
     const std::uint64_t alignment = this->alignment(), data_begin = aligned(at, alignment),
                         data_bytes = size > data_begin ? size - data_begin : 0;
@@ -221,12 +218,12 @@ struct GgufFile::Reader {
       return a.second->begin != b.second->begin ? a.second->begin < b.second->begin
                                                 : a.second->blocks < b.second->blocks;
     });
-    std::uint64_t end = 0;  // of the one before
+    std::uint64_t end = 0;  // of the previous one
     for (auto& [name, entry] : by_place) {
       KVKEEP_REQUIRE(entry->begin % alignment == 0, tensor_in(name, file.where_), "begins at byte ", entry->begin,
                      " of the data; allowed multiples of ", alignment);
       KVKEEP_REQUIRE(entry->begin == aligned(end, alignment), tensor_in(name, file.where_), "begins at byte ",
-                     entry->begin, " of the data where the one before it ends at ", end,
+                     entry->begin, " of the data, but the one before it ends at ", end,
                      "; allowed no overlap, and no hole beyond the padding to ", alignment);
       const auto blocks = static_cast<std::uint64_t>(entry->blocks),
                  block_bytes = static_cast<std::uint64_t>(entry->type->bytes);
@@ -276,7 +273,7 @@ const GgufFile::Value& GgufFile::value(std::string_view key, bool array, std::ui
   KVKEEP_REQUIRE(found != values_.end(), kOperation, ": ", where_, " has no key '", shortened(key), "'; it should be ",
                  allowed);
   const Value& value = found->second;
-  // Nothing tells what an empty array is of: writers name any type.
+  // The type of an empty array means nothing: writers name any.
   const bool fits = value.array == array && ((types >> value.type & 1U) != 0 || (array && value.count == 0));
   KVKEEP_REQUIRE(fits, key_in(key, where_), "is ",
                  value.array ? text("an array of ", value.count, " x ", kTypeNames[value.type])
@@ -353,7 +350,7 @@ const GgufTensor& GgufFile::described(std::string_view name) const { return entr
 
 namespace {
 
-// Blocks from `begin` to `end` as T, by way of a few in f32.
+// Blocks from `begin` to `end` as T, a few at a time through f32.
 template <class T>
 void round_blocks(const GgmlType& type, const std::byte* blocks, std::int64_t begin, std::int64_t end, T* out) {
   constexpr std::int64_t kPiece = 2048;
@@ -362,39 +359,38 @@ void round_blocks(const GgmlType& type, const std::byte* blocks, std::int64_t be
   for (std::int64_t b = begin; b < end; b += most) {
     const std::int64_t count = std::min(most, end - b);
     type.widen(blocks + b * type.bytes, count, wide.data());
-    std::copy_n(wide.data(), count * type.values, out + b * type.values);  // c10's conversions round to nearest even
+    std::transform(wide.data(), wide.data() + count * type.values, out + b * type.values,
+                   [](float x) { return T(x); });  // rounds to nearest even
   }
 }
 
-Tensor empty_tensor(const std::vector<std::int64_t>& shape, ScalarType dtype, const std::string& subject) {
+Tensor empty_tensor(const std::vector<std::int64_t>& shape, Dtype dtype, const std::string& subject) {
   try {
-    return at::empty(shape, at::TensorOptions(dtype));
-  } catch (const c10::Error&) {
-    refuse<DeviceError>(subject, "needs more memory than there is as ", c10::toString(dtype), "; its shape is ",
-                        at::IntArrayRef(shape));
+    return empty(shape, dtype);
+  } catch (const std::bad_alloc&) {
+    refuse<DeviceError>(subject, "needs more memory than there is as ", dtype, "; its shape is ", Shape(shape));
   }
 }
 
 }  // namespace
 
-Tensor GgufFile::tensor(std::string_view name, ScalarType dtype) const {
+Tensor GgufFile::tensor(std::string_view name, Dtype dtype) const {
   const Entry& found = entry(name);
   const GgmlType& type = *found.type;
-  KVKEEP_REQUIRE(is_scorable(dtype), tensor_in(name, where_), "is asked for as ", c10::toString(dtype),
-                 "; allowed f32, f16, bf16");
+  KVKEEP_REQUIRE(is_scorable(dtype), tensor_in(name, where_), "is requested as ", dtype, "; allowed f32, f16, bf16");
   const Tensor out = empty_tensor(found.described.shape, dtype, tensor_in(name, where_));
   const std::byte* blocks = bytes_->data() + found.begin;
-  constexpr std::int64_t kGrain = 1 << 16;  // numbers that are worth a thread
-  at::parallel_for(0, found.blocks, kGrain / type.values, [&](std::int64_t begin, std::int64_t end) {
+  constexpr std::int64_t kGrain = 1 << 16;  // numbers that justify a thread
+  parallel_for(0, found.blocks, kGrain / type.values, [&](std::int64_t begin, std::int64_t end) {
     if (found.described.dtype == dtype) {
-      std::memcpy(static_cast<std::byte*>(out.data_ptr()) + begin * type.bytes, blocks + begin * type.bytes,
+      std::memcpy(static_cast<std::byte*>(out.bytes()) + begin * type.bytes, blocks + begin * type.bytes,
                   static_cast<std::size_t>((end - begin) * type.bytes));
-    } else if (dtype == kFloat32) {
-      type.widen(blocks + begin * type.bytes, end - begin, out.data_ptr<float>() + begin * type.values);
-    } else if (dtype == kFloat16) {
-      round_blocks(type, blocks, begin, end, out.data_ptr<c10::Half>());
+    } else if (dtype == Dtype::f32) {
+      type.widen(blocks + begin * type.bytes, end - begin, out.data<float>() + begin * type.values);
+    } else if (dtype == Dtype::f16) {
+      round_blocks(type, blocks, begin, end, out.data<Half>());
     } else {
-      round_blocks(type, blocks, begin, end, out.data_ptr<c10::BFloat16>());
+      round_blocks(type, blocks, begin, end, out.data<BFloat16>());
     }
   });
   return out;

@@ -13,15 +13,14 @@ std::string read_file(const std::filesystem::path& path, std::string_view operat
   std::error_code none;
   std::ifstream in(path, std::ios::binary);
   const bool opened = in.is_open() && !std::filesystem::is_directory(path, none);
-  KVKEEP_REQUIRE(opened, operation, ": cannot read '", path.string(),
-                 "'; allowed a file that is there and can be read");
+  KVKEEP_REQUIRE(opened, operation, ": cannot read '", path.string(), "'; allowed an existing file that can be read");
   std::string content;
   std::array<char, kPiece> piece;
   do {
     in.read(piece.data(), piece.size());
     content.append(piece.data(), static_cast<std::size_t>(in.gcount()));
     KVKEEP_REQUIRE(content.size() <= kMost, operation, ": '", path.string(), "' has more than ", kMost,
-                   " bytes; allowed at most as many");
+                   " bytes; allowed at most that many");
   } while (in.good());
   KVKEEP_REQUIRE(!in.bad(), operation, ": reading '", path.string(), "' failed; allowed a file that can be read");
   return content;

@@ -1,5 +1,5 @@
 #pragma once
-/// Whole files that others wrote, as bytes of our own.
+/// Whole files that others wrote, copied into memory.
 
 #include <filesystem>
 #include <string>
@@ -7,8 +7,8 @@
 
 namespace kvkeep::io {
 
-/// The bytes of a file or pipe, at most 1 GiB. Throws InvalidArgument, which begins with `operation`, where it cannot
-/// be read or is longer.
+/// The bytes of a file or pipe, at most 1 GiB. Throws InvalidArgument, with a message that begins with `operation`, if
+/// it cannot be read or is longer.
 [[nodiscard]] std::string read_file(const std::filesystem::path& path, std::string_view operation);
 
 }  // namespace kvkeep::io

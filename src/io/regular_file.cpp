@@ -16,9 +16,9 @@
 namespace kvkeep::io {
 namespace {
 
-/// A regular file while its bytes are fetched.
+/// A regular file while its bytes are read.
 struct Opened {
-  /// Not blocking: a pipe without a writer would be waited for, and is refused.
+  /// Non-blocking: opening a pipe without a writer would wait, and it is refused anyway.
   Opened(const std::filesystem::path& path, std::string_view operation)
       : descriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {
     KVKEEP_REQUIRE(descriptor >= 0, operation, ": cannot open ", path.string(), " (",
@@ -66,7 +66,7 @@ std::shared_ptr<const FileBytes> FileBytes::copied(const std::filesystem::path& 
     if (more < 0 && errno == EINTR) continue;
     KVKEEP_REQUIRE(more >= 0, operation, ": reading ", path.string(), " failed (",
                    std::system_category().message(errno), ")");
-    KVKEEP_REQUIRE(more > 0, operation, ": ", path.string(), " was cut to ", done, " bytes while it was read");
+    KVKEEP_REQUIRE(more > 0, operation, ": ", path.string(), " was cut to ", done, " bytes while it was being read");
     done += static_cast<std::size_t>(more);
   }
   return bytes;
@@ -83,8 +83,7 @@ std::shared_ptr<FileBytes> FileBytes::room_for(std::size_t size, const std::stri
   auto bytes = std::make_shared<FileBytes>();
   bytes->size_ = size;
   bytes->owned_.reset(new (std::nothrow) std::byte[size]);
-  KVKEEP_REQUIRE_AS(DeviceError, bytes->owned_ != nullptr, operation, ": there is no memory for the ", size,
-                    " bytes of ", name);
+  KVKEEP_REQUIRE_AS(DeviceError, bytes->owned_ != nullptr, operation, ": no memory for the ", size, " bytes of ", name);
   bytes->data_ = bytes->owned_.get();
   return bytes;
 }

@@ -1,5 +1,5 @@
 #pragma once
-/// Regular files that others wrote, as bytes: mapped where they are large, copied where they must not change.
+/// Regular files that others wrote, as bytes: mapped if they are large, copied if they must not change.
 
 #include <cstddef>
 #include <filesystem>
@@ -9,20 +9,19 @@
 
 namespace kvkeep::io {
 
-/// Bytes that stay where they are while somebody holds them. Every sentence begins with `operation`, "read safetensors"
-/// for one.
+/// Bytes that stay in place while somebody holds them. Every message begins with `operation`, for example "read
+/// safetensors".
 class FileBytes {
  public:
-  /// The file itself: who cuts it while it is mapped ends the process (SIGBUS).
-  /// Throws: InvalidArgument where it cannot be opened, is not a regular file (a pipe is refused at once) or cannot be
-  /// mapped.
+  /// The file itself: if someone truncates it while it is mapped, the process ends (SIGBUS). Throws: InvalidArgument if
+  /// it cannot be opened, is not a regular file (a pipe is refused at once) or cannot be mapped.
   static std::shared_ptr<const FileBytes> mapped(const std::filesystem::path& path, std::string_view operation);
 
-  /// What the file holds now. Throws: as mapped(); InvalidArgument where it is cut while it is read, DeviceError where
-  /// there is no memory for it.
+  /// The file's current content. Throws: as mapped(); InvalidArgument if it is truncated while it is read, DeviceError
+  /// if there is no memory for it.
   static std::shared_ptr<const FileBytes> copied(const std::filesystem::path& path, std::string_view operation);
 
-  /// A copy of bytes in memory; `name` stands for the file. Throws: DeviceError where there is no memory for it.
+  /// A copy of bytes in memory; `name` stands for the file. Throws: DeviceError if there is no memory for it.
   static std::shared_ptr<const FileBytes> copied(std::string_view source, const std::string& name,
                                                  std::string_view operation);
 

@@ -1,8 +1,5 @@
 #include "kvkeep/io/safetensors.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
-
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -24,33 +21,32 @@ constexpr std::string_view kOperation = "read safetensors";
 
 struct DtypeName {
   std::string_view name;
-  ScalarType dtype;
+  Dtype dtype;
 };
-constexpr std::array<DtypeName, 13> kDtypes{{{"F64", ScalarType::Double},
-                                             {"F32", ScalarType::Float},
-                                             {"F16", ScalarType::Half},
-                                             {"BF16", ScalarType::BFloat16},
-                                             {"I64", ScalarType::Long},
-                                             {"I32", ScalarType::Int},
-                                             {"I16", ScalarType::Short},
-                                             {"I8", ScalarType::Char},
-                                             {"U64", ScalarType::UInt64},
-                                             {"U32", ScalarType::UInt32},
-                                             {"U16", ScalarType::UInt16},
-                                             {"U8", ScalarType::Byte},
-                                             {"BOOL", ScalarType::Bool}}};
+constexpr std::array<DtypeName, 13> kDtypes{{{"F64", Dtype::f64},
+                                             {"F32", Dtype::f32},
+                                             {"F16", Dtype::f16},
+                                             {"BF16", Dtype::bf16},
+                                             {"I64", Dtype::i64},
+                                             {"I32", Dtype::i32},
+                                             {"I16", Dtype::i16},
+                                             {"I8", Dtype::i8},
+                                             {"U64", Dtype::u64},
+                                             {"U32", Dtype::u32},
+                                             {"U16", Dtype::u16},
+                                             {"U8", Dtype::u8},
+                                             {"BOOL", Dtype::boolean}}};
 constexpr std::string_view kAllowedDtypes = "F64, F32, F16, BF16, I64, I32, I16, I8, U64, U32, U16, U8, BOOL";
 constexpr std::size_t kLengthBytes = 8;
 constexpr std::uint64_t kLongestHeader = 100'000'000;
-constexpr std::size_t kMostDimensions = 64;
 
-std::optional<ScalarType> dtype_called(std::string_view name) {
+std::optional<Dtype> dtype_called(std::string_view name) {
   for (const DtypeName& known : kDtypes)
     if (known.name == name) return known.dtype;
   return std::nullopt;
 }
 
-std::optional<std::string_view> name_of(ScalarType dtype) {
+std::optional<std::string_view> safetensors_name(Dtype dtype) {
   for (const DtypeName& known : kDtypes)
     if (known.dtype == dtype) return known.name;
   return std::nullopt;
@@ -74,7 +70,7 @@ std::map<std::string, std::string> parse_metadata(const Json& metadata, const st
   return strings;
 }
 
-// One sentence's beginning for everything that can be wrong with one tensor.
+// The beginning of every message about one tensor.
 std::string tensor_in(const std::string& name, const std::string& where) {
   return text("read safetensors: tensor '", shortened(name), "' in ", where, " ");
 }
@@ -99,7 +95,7 @@ std::uint64_t bytes_of_shape(const std::vector<std::uint64_t>& shape, std::uint6
   for (const std::uint64_t size : shape) {
     KVKEEP_REQUIRE(size <= kMost, subject, "has a dimension of ", size,
                    "; allowed sizes whose product fits 2^62 bytes");
-    if (size == 0) continue;  // strides are made of the others
+    if (size == 0) continue;  // strides are made from the others
     KVKEEP_REQUIRE(bytes <= kMost / size, subject, "has a shape whose product overflows; allowed at most 2^62 bytes");
     bytes *= size;
   }
@@ -138,7 +134,7 @@ SafetensorsFile SafetensorsFile::parse(std::shared_ptr<const FileBytes> bytes, s
   file.data_begin_ = kLengthBytes + header_bytes;
   file.data_bytes_ = bytes->size() - file.data_begin_;
   file.bytes_ = std::move(bytes);
-  // A name that is said twice would hide a tensor.
+  // A repeated name would hide a tensor.
   const Json parsed = read_json(header, "read safetensors: the header of " + file.where_, RepeatedNames::refused);
   for (const auto& [name, described] : parsed.items()) {
     if (name == "__metadata__") {
@@ -151,18 +147,18 @@ SafetensorsFile SafetensorsFile::parse(std::shared_ptr<const FileBytes> bytes, s
                    subject, "is not described by exactly dtype, shape and data_offsets");
     const Json& dtype_name = described["dtype"];
     KVKEEP_REQUIRE(dtype_name.is_string(), subject, "has a dtype that is not a string; allowed ", kAllowedDtypes);
-    const std::optional<ScalarType> dtype = dtype_called(dtype_name.get<std::string>());
+    const std::optional<Dtype> dtype = dtype_called(dtype_name.get<std::string>());
     KVKEEP_REQUIRE(dtype.has_value(), subject, "has dtype '", shortened(dtype_name.get<std::string>()), "'; allowed ",
                    kAllowedDtypes);
     const std::vector<std::uint64_t> shape = whole_numbers(described["shape"], subject, "shape");
-    KVKEEP_REQUIRE(shape.size() <= kMostDimensions, subject, "has ", shape.size(), " dimensions; allowed at most ",
-                   kMostDimensions);
+    KVKEEP_REQUIRE(shape.size() <= Shape::kMostDims, subject, "has ", shape.size(), " dimensions; allowed at most ",
+                   Shape::kMostDims);
     const std::vector<std::uint64_t> offsets = whole_numbers(described["data_offsets"], subject, "data_offsets");
     KVKEEP_REQUIRE(offsets.size() == 2 && offsets[0] <= offsets[1], subject,
                    "has data_offsets that are not [begin, end] with begin <= end");
     KVKEEP_REQUIRE(offsets[1] <= file.data_bytes_, subject, "ends at byte ", offsets[1],
                    " of the data, but the file holds ", file.data_bytes_, "; is it truncated?");
-    const std::uint64_t expected = bytes_of_shape(shape, c10::elementSize(*dtype), subject);
+    const std::uint64_t expected = bytes_of_shape(shape, element_size(*dtype), subject);
     KVKEEP_REQUIRE(offsets[1] - offsets[0] == expected, subject, "has ", offsets[1] - offsets[0],
                    " bytes by its data_offsets but ", expected, " by its dtype and shape");
     file.entries_.push_back({name,
@@ -179,12 +175,12 @@ SafetensorsFile SafetensorsFile::parse(std::shared_ptr<const FileBytes> bytes, s
   for (std::size_t i = 0; i < file.entries_.size(); ++i) {
     const Entry& entry = file.entries_[i];
     KVKEEP_REQUIRE(entry.begin == covered, tensor_in(entry.name, file.where_), "begins at byte ", entry.begin,
-                   " of the data where the one before it ends at ", covered, "; allowed no overlap and no hole");
+                   " of the data, but the one before it ends at ", covered, "; allowed no overlap and no hole");
     covered = entry.begin + entry.bytes;
     file.by_name_[entry.name] = i;
   }
   KVKEEP_REQUIRE(covered == file.data_bytes_, "read safetensors: the tensors of ", file.where_, " cover ", covered,
-                 " bytes, but ", file.data_bytes_, " follow the header; allowed no bytes that belong to no tensor");
+                 " bytes, but ", file.data_bytes_, " follow the header; allowed only bytes that belong to a tensor");
   return file;
 }
 
@@ -194,15 +190,14 @@ Tensor SafetensorsFile::tensor(std::string_view name) const {
   const auto found = by_name_.find(name);
   KVKEEP_REQUIRE(found != by_name_.end(), "read safetensors: ", where_, " has no tensor '", name, "'");
   const Entry& entry = entries_[found->second];
-  const auto options = at::TensorOptions(entry.dtype);
   const std::byte* data = bytes_->data() + data_begin_ + entry.begin;
-  if (entry.bytes == 0 || reinterpret_cast<std::uintptr_t>(data) % c10::elementSize(entry.dtype) != 0) {
-    Tensor copy = at::empty(entry.shape, options);
-    if (entry.bytes > 0) std::memcpy(copy.mutable_data_ptr(), data, entry.bytes);
+  if (entry.bytes == 0 || reinterpret_cast<std::uintptr_t>(data) % element_size(entry.dtype) != 0) {
+    Tensor copy = empty(entry.shape, entry.dtype);
+    if (entry.bytes > 0) std::memcpy(copy.bytes(), data, entry.bytes);
     return copy;
   }
-  // from_blob wants a pointer it may write through; nothing here does, and the pages would refuse it.
-  return at::from_blob(const_cast<std::byte*>(data), entry.shape, [keep = bytes_](void*) {}, options);
+  // Views take a pointer that may be written through; nothing here writes, and the pages are read-only.
+  return {const_cast<std::byte*>(data), entry.dtype, entry.shape, Device{}, Owner::of(bytes_)};
 }
 
 std::vector<std::string> SafetensorsFile::names() const {
@@ -214,7 +209,7 @@ std::vector<std::string> SafetensorsFile::names() const {
 
 void write_safetensors(const std::filesystem::path& path, const std::vector<std::pair<std::string, Tensor>>& tensors,
                        const std::map<std::string, std::string>& metadata) {
-  // The header is put together by hand: its order is the order of the data, which nlohmann's sorted object would lose.
+  // The header is assembled by hand: its order is the order of the data, which nlohmann's sorted object would lose.
   const auto quoted = [&](const std::string& string) {
     try {
       return Json(string).dump();
@@ -236,14 +231,14 @@ void write_safetensors(const std::filesystem::path& path, const std::vector<std:
     KVKEEP_REQUIRE(names.insert(name).second, "write safetensors: the name '", name, "' is given twice or reserved (",
                    path.string(), ")");
     KVKEEP_REQUIRE(tensor.defined(), "write safetensors: tensor '", name, "' is undefined (", path.string(), ")");
-    const std::optional<std::string_view> dtype = name_of(tensor.scalar_type());
-    KVKEEP_REQUIRE(dtype.has_value(), "write safetensors: tensor '", name, "' has dtype ",
-                   c10::toString(tensor.scalar_type()), "; allowed ", kAllowedDtypes);
-    data.push_back(tensor.cpu().contiguous());
+    const std::optional<std::string_view> dtype = safetensors_name(tensor.dtype());
+    KVKEEP_REQUIRE(dtype.has_value(), "write safetensors: tensor '", name, "' has dtype ", tensor.dtype(), "; allowed ",
+                   kAllowedDtypes);
+    data.push_back(tensor.device().is_cpu() ? contiguous(tensor) : clone(tensor));
     const std::size_t end = begin + data.back().nbytes();
-    header +=
-        text(header.back() == '{' ? "" : ",", quoted(name), ":{\"dtype\":\"", *dtype,
-             "\",\"shape\":", Json(data.back().sizes().vec()).dump(), ",\"data_offsets\":[", begin, ",", end, "]}");
+    header += text(header.back() == '{' ? "" : ",", quoted(name), ":{\"dtype\":\"", *dtype, "\",\"shape\":",
+                   Json(std::vector<std::int64_t>(data.back().sizes().begin(), data.back().sizes().end())).dump(),
+                   ",\"data_offsets\":[", begin, ",", end, "]}");
     begin = end;
   }
   header += "}";
@@ -256,7 +251,7 @@ void write_safetensors(const std::filesystem::path& path, const std::vector<std:
   AtomicFile file(path);
   file.write(length.data(), length.size());
   file.write(header);
-  for (const Tensor& tensor : data) file.write(tensor.const_data_ptr(), tensor.nbytes());
+  for (const Tensor& tensor : data) file.write(tensor.bytes(), tensor.nbytes());
   file.commit();
 }
 

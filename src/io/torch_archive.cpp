@@ -1,13 +1,11 @@
 #include "torch_archive.h"
 
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
-
 #include <array>
 #include <bit>
 #include <cstring>
 #include <limits>
 
+#include "kvkeep/core/dtype.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
 
@@ -201,7 +199,7 @@ class TorchArchive::Unpickler {
     stack_.pop_back();
     return value;
   }
-  /// Values above the newest mark; the mark goes.
+  /// Values above the newest mark, which is removed.
   std::size_t since_mark() {
     require_damaged(!marks_.empty());
     const std::size_t count = stack_.size() - marks_.back();
@@ -280,7 +278,7 @@ class TorchArchive::Unpickler {
       tensor.integer = given[1]->integer;
       tensor.items = {given[0], given[2], given[3]};
     } else {
-      refuse(where(), "calls '", function->text.substr(0, 80), "'; allowed what makes tensors and dicts");
+      refuse(where(), "calls '", function->text.substr(0, 80), "'; allowed only functions that make tensors and dicts");
     }
   }
 
@@ -298,7 +296,7 @@ TorchArchive::TorchArchive(std::string_view bytes, std::string name) : bytes_(by
   for (const auto& [full, data] : records_)
     if (full == kPickle || full.ends_with(text("/", kPickle))) {
       KVKEEP_REQUIRE(prefix_.empty(), "read calibration: ", name_,
-                     " holds more than one data.pkl; allowed what torch.save writes");
+                     " holds more than one data.pkl; allowed archives that torch.save writes");
       prefix_ = full.substr(0, full.size() - kPickle.size());
     }
   if (const auto order = records_.find(prefix_ + "byteorder"); order != records_.end())
@@ -313,7 +311,7 @@ TorchArchive::TorchArchive(std::string_view bytes, std::string name) : bytes_(by
 std::string_view TorchArchive::record(const std::string& name) const {
   const auto found = records_.find(prefix_ + name);
   KVKEEP_REQUIRE(found != records_.end(), "read calibration: ", name_, " has no record ", prefix_, name,
-                 "; allowed what torch.save writes");
+                 "; allowed archives that torch.save writes");
   return found->second;
 }
 
@@ -366,13 +364,13 @@ const TorchArchive::Value* TorchArchive::find(const Value& dict, std::string_vie
   const Value* found = nullptr;
   for (std::size_t i = 0; i < dict.items.size(); i += 2)
     if (dict.items[i]->kind == Kind::string && dict.items[i]->text == key)
-      found = dict.items[i + 1];  // as in Python the last one counts
+      found = dict.items[i + 1];  // as in Python, the last one counts
   return found;
 }
 
 std::vector<double> TorchArchive::numbers(const Value& tensor, std::int64_t count, const std::string& what) const {
   const std::string subject = text("read calibration: ", what, " in ", name_, " ");
-  KVKEEP_REQUIRE(tensor.kind == Kind::tensor, subject, "is no tensor; allowed a floating tensor [", count, "]");
+  KVKEEP_REQUIRE(tensor.kind == Kind::tensor, subject, "is not a tensor; allowed floating-point [", count, "]");
   const Value &storage = *tensor.items[0], &sizes = *tensor.items[1], &strides = *tensor.items[2];
   const std::string& type = storage.items[0]->text;
   const std::size_t bytes = element_bytes(type);
@@ -386,8 +384,8 @@ std::vector<double> TorchArchive::numbers(const Value& tensor, std::int64_t coun
                      held = static_cast<std::int64_t>(data.size() / bytes);
   const bool inside = storage.integer == held && data.size() % bytes == 0 && offset >= 0 && stride >= 0 &&
                       offset < held && (count == 1 || stride <= (held - 1 - offset) / (count - 1));
-  KVKEEP_REQUIRE(inside, subject, "lies outside its storage of ", held, " numbers (offset ", offset, ", stride ",
-                 stride, ")");
+  KVKEEP_REQUIRE(inside, subject, "is outside its storage of ", held, " numbers (offset ", offset, ", stride ", stride,
+                 ")");
   std::vector<double> out(static_cast<std::size_t>(count));
   for (std::int64_t i = 0; i < count; ++i) {
     const std::uint64_t bits =
@@ -398,10 +396,9 @@ std::vector<double> TorchArchive::numbers(const Value& tensor, std::int64_t coun
     else if (bytes == 4)
       x = static_cast<double>(std::bit_cast<float>(static_cast<std::uint32_t>(bits)));
     else if (type == "torch HalfStorage")
-      x = static_cast<double>(static_cast<float>(c10::Half(static_cast<std::uint16_t>(bits), c10::Half::from_bits())));
+      x = static_cast<double>(static_cast<float>(Half::from_bits(static_cast<std::uint16_t>(bits))));
     else
-      x = static_cast<double>(
-          static_cast<float>(c10::BFloat16(static_cast<std::uint16_t>(bits), c10::BFloat16::from_bits())));
+      x = static_cast<double>(static_cast<float>(BFloat16::from_bits(static_cast<std::uint16_t>(bits))));
   }
   return out;
 }

@@ -1,5 +1,5 @@
 #pragma once
-/// What torch.save writes: a zip archive of a pickled object and the storages of its tensors. A reader that runs
+/// Files that torch.save writes: a zip archive of a pickled object and the storages of its tensors. A reader that runs
 /// nothing it finds, and a writer.
 
 #include <cstdint>
@@ -41,10 +41,10 @@ class TorchArchive {
 
   [[nodiscard]] const Value& root() const { return *root_; }
 
-  /// Value of a string key in a dict; null where there is none or `dict` is no dict.
+  /// Value of a string key in a dict; null if there is none or `dict` is not a dict.
   [[nodiscard]] static const Value* find(const Value& dict, std::string_view key);
 
-  /// A one-dimensional floating tensor of `count` elements. `what` names it in messages.
+  /// A one-dimensional floating-point tensor of `count` elements. `what` names it in messages.
   [[nodiscard]] std::vector<double> numbers(const Value& tensor, std::int64_t count, const std::string& what) const;
 
  private:
@@ -61,7 +61,7 @@ class TorchArchive {
 };
 
 /// Builds an archive that torch.load(weights_only=True) opens. Calls follow the order of the object; `end_dict` and
-/// `end_list` close what was begun last.
+/// `end_list` close the object that was begun last.
 class TorchArchiveWriter {
  public:
   TorchArchiveWriter();
@@ -72,9 +72,9 @@ class TorchArchiveWriter {
   void string(std::string_view text);
   void integer(std::int32_t value);
   void real(double value);
-  void tensor(const std::vector<float>& values);  ///< f32 [n], contiguous, a storage of its own
+  void tensor(const std::vector<float>& values);  ///< f32 [n], contiguous, with its own storage
 
-  /// Writes the file whole or not at all.
+  /// Writes the whole file or nothing.
   void save(const std::filesystem::path& file);
 
  private:

@@ -8,8 +8,8 @@ namespace {
 
 using Json = nlohmann::json;
 
-/// Builds the value while it is read. nlohmann's own callback could refuse names too, but walks all siblings at the end
-/// of each object: quadratic.
+/// Builds the value while it is read. nlohmann's own callback could refuse names too, but it walks all siblings at the
+/// end of each object: quadratic.
 class Builder final : public nlohmann::json_sax<Json> {
  public:
   explicit Builder(RepeatedNames names) : names_(names) {}
@@ -57,7 +57,7 @@ class Builder final : public nlohmann::json_sax<Json> {
       open_.push_back(place(std::move(empty)));
       return true;
     }
-    problem = text("nests deeper than ", kDeepestJson, " levels; allowed at most as many");
+    problem = text("nests deeper than ", kDeepestJson, " levels; allowed at most that many");
     return false;
   }
   bool close() {
@@ -67,8 +67,8 @@ class Builder final : public nlohmann::json_sax<Json> {
 
   RepeatedNames names_;
   std::vector<Json*>
-      open_;  ///< arrays and objects around what comes next; nothing is added to one before those inside it are closed
-  Json* member_ = nullptr;  ///< of the innermost object, the one that was named last
+      open_;  ///< arrays and objects around the next value; nothing is added to one before those inside it are closed
+  Json* member_ = nullptr;  ///< the member of the innermost object that was named last
 };
 
 }  // namespace

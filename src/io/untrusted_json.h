@@ -1,5 +1,5 @@
 #pragma once
-/// The one reader of JSON that others wrote: headers and metadata of files, configs, policies.
+/// The only reader of JSON that others wrote: headers and metadata of files, configs, policies.
 
 #include <cstdint>
 #include <nlohmann/json.hpp>
@@ -11,36 +11,36 @@
 
 namespace kvkeep::io {
 
-/// Nothing that is read here nests deeper. What walks a value may then recurse: comparing, writing, flattening.
+/// Nothing that is read here nests deeper, so code that walks a value may recurse: comparing, writing, flattening.
 inline constexpr int kDeepestJson = 32;
 
-/// What becomes of an object that says a name twice: the last counts, as transformers reads it, or the text is refused.
+/// Treatment of an object that repeats a name: the last one counts, as in transformers, or the text is refused.
 enum class RepeatedNames : std::uint8_t { last_counts, refused };
 
 struct ParsedJson {
-  nlohmann::json value;  ///< null where there is a problem
-  std::string problem;   ///< the rest of a sentence, "is not JSON in UTF-8; allowed ..." for one; empty: none
+  nlohmann::json value;  ///< null if there is a problem
+  std::string problem;   ///< the rest of a sentence, such as "is not JSON in UTF-8; allowed ..."; empty: none
 };
 
-/// Reads one JSON value. Never throws for what the text says. Cost: time and memory in proportion to the text.
+/// Reads one JSON value. Never throws because of the text. Cost: time and memory in proportion to the text.
 [[nodiscard]] ParsedJson parse_json(std::string_view text, RepeatedNames names = RepeatedNames::last_counts);
 
-/// The same for texts that must be good. Throws InvalidArgument: `subject` and the problem.
+/// The same for texts that must be valid. Throws InvalidArgument: `subject` and the problem.
 [[nodiscard]] nlohmann::json read_json(std::string_view text, std::string_view subject,
                                        RepeatedNames names = RepeatedNames::last_counts);
 
-/// A whole number from `least` to `most`; nothing where the value is anything else. get<std::int64_t>() would wrap 2^64
-/// - 1 to -1.
+/// A whole number from `least` to `most`; nothing if the value is anything else. get<std::int64_t>() would wrap 2^64 -
+/// 1 to -1.
 [[nodiscard]] std::optional<std::int64_t> whole_number(const nlohmann::json& value, std::int64_t least,
                                                        std::int64_t most);
 
-/// JSON text of a value whose strings may be file names, which need not be UTF-8: U+FFFD stands for what is not.
+/// JSON text of a value whose strings may be file names, which need not be UTF-8: U+FFFD replaces the rest.
 template <class Json>
 [[nodiscard]] std::string written(const Json& value, int indent = -1) {
   return value.dump(indent, ' ', false, Json::error_handler_t::replace);
 }
 
-/// Whether JSON and safetensors can say it as it is; and what they say instead.
+/// The text as JSON and safetensors can store it, and whether that changes nothing.
 [[nodiscard]] std::string in_utf8(const std::string& bytes);
 [[nodiscard]] inline bool is_utf8(const std::string& bytes) { return in_utf8(bytes) == bytes; }
 

@@ -23,8 +23,8 @@ bool stands_alone(std::string_view text, std::size_t begin, std::size_t end) {
   return !word_before && !word_behind;
 }
 
-/// Ends of runs of blanks. Remembers the last run, or a token of one blank in a long run would read all of it each
-/// time.
+/// Ends of runs of blanks. Remembers the last run: otherwise every one-blank token in a long run would read all of it
+/// again.
 class Blanks {
  public:
   explicit Blanks(std::string_view text) : text_(text) {}
@@ -62,8 +62,7 @@ const AddedToken* AddedTokens::longest_at(std::string_view text, std::size_t at)
   const std::size_t first = static_cast<unsigned char>(text[at]);
   auto low = tokens_.begin() + first_byte_[first], high = tokens_.begin() + first_byte_[first + 1];
   const AddedToken* longest = nullptr;
-  for (std::size_t length = 1; low != high;
-       ++length) {  // between them: those that agree with the text in `length` bytes
+  for (std::size_t length = 1; low != high; ++length) {  // [low, high) agree with the text in `length` bytes
     if (low->text.size() == length) longest = &*low++;
     if (at + length == text.size()) break;
     const auto byte = static_cast<unsigned char>(text[at + length]);
@@ -86,14 +85,14 @@ std::vector<AddedTokens::Part> AddedTokens::split(std::string_view text, bool sp
       continue;
     }
     std::size_t begin = at, end = at + token->text.size();
-    at = end;  // what is found and turned down is passed over all the same
+    at = end;  // a token that is found but rejected is skipped all the same
     if (token->special && !specials) continue;
     if (token->single_word && !stands_alone(text, begin, end)) continue;
     if (token->lstrip) begin = std::max(done, blanks.begin_of(begin, done));
     if (token->rstrip) end = blanks.end_from(end);
     if (done < begin) parts.push_back({done, begin, -1});
     parts.push_back({begin, end, token->id});
-    done = end;  // the next token may stand in blanks that this one took: the package then goes back, too
+    done = end;  // the next token may be in blanks that this one took: the package goes back then, too
   }
   if (done < text.size()) parts.push_back({done, text.size(), -1});
   return parts;

@@ -34,8 +34,8 @@ std::vector<Tile> tiles_of(std::span<const AttentionRow> rows, const AttentionSh
   return tiles;
 }
 
-// The first slot that token i sees. A sliding layer is never cut inside, so its old slots hold the positions just
-// before the step.
+// The first slot that token i sees. A sliding layer never loses slots within its window, so its old slots hold the
+// positions just before the step.
 std::int64_t first_visible(const AttentionRow& row, const AttentionShape& shape, std::int64_t i) {
   if (shape.window == 0) return 0;
   const std::int32_t* positions = shape.positions + row.first_token;
@@ -44,11 +44,11 @@ std::int64_t first_visible(const AttentionRow& row, const AttentionShape& shape,
   return std::max<std::int64_t>(0, row.slots_before - (row.begin - oldest));
 }
 
-// Calls f(rows, first, count) for the slots [begin, begin + slots), in order, cut where they cease to lie one stride
+// Calls f(rows, first, count) for the slots [begin, begin + slots), in order, split where they stop being one stride
 // apart; short runs (small pages) are gathered in `scratch` first. Each output of the kernels is one sum over a slot's
-// numbers, or goes on where the last call left it: the cuts change no bit.
+// numbers, or continues where the last call left it, so the splits do not change a bit.
 template <class F>
-void for_runs(const SlotAddress& side, ScalarType dtype, std::int64_t begin, std::int64_t slots,
+void for_runs(const SlotAddress& side, at::ScalarType dtype, std::int64_t begin, std::int64_t slots,
               std::vector<std::byte>& scratch, const F& f) {
   constexpr std::int64_t kShortRun = 8, kGathered = 64;
   const auto bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
@@ -73,8 +73,8 @@ void for_runs(const SlotAddress& side, ScalarType dtype, std::int64_t begin, std
   }
 }
 
-// One tile, in the order of its methods. Its logits may be asked for in runs of slots, its weights by query and its
-// outputs in runs of dimensions, by several threads: each number is one sum, whoever takes it.
+// One tile; its methods are called in order. Several threads may share its logits by runs of slots, its weights by
+// query, and its outputs by runs of dimensions: each number is one sum, whichever thread forms it.
 class TileAttention {
  public:
   explicit TileAttention(const AttentionShape& shape) : shape_(shape) {}
@@ -136,7 +136,7 @@ class TileAttention {
           bundle, queries_.data() + (i - tile_.first) * bundle);
   }
 
-  // -inf for what token i may not see: the future, what slid out of its window, what the caller's mask hides.
+  // -inf for slots that token i may not see: the future, those outside its window, those that the caller's mask hides.
   void hide(std::int64_t i, float* logits) const {
     constexpr float kHidden = -HUGE_VALF;
     const std::int64_t seen = first_visible(*row_, shape_, i) - begin_, end = row_->slots_before + i + 1 - begin_;
@@ -177,7 +177,7 @@ class TileAttention {
 
 constexpr std::int64_t kWorthAThread = 512 * 1024;  // multiply-adds
 
-// Threads take tiles.
+// Threads take whole tiles.
 void attend_by_tile(std::span<const AttentionRow> rows, const std::vector<Tile>& tiles, const AttentionShape& shape,
                     std::int64_t work, const float* queries, float* out, float* log_sum_exp) {
   const auto count = static_cast<std::int64_t>(tiles.size());

@@ -6,7 +6,7 @@
 
 #include "kernels.h"
 #include "kvkeep/core/row.h"
-#include "kvkeep/core/tensor.h"
+#include "kvkeep/lm/tensor.h"
 
 namespace kvkeep::lm::detail {
 
@@ -16,10 +16,10 @@ struct AttentionRow {
   std::int64_t new_tokens = 0;
   std::int64_t slots_before = 0;  ///< in use before the step; token i sits at slot slots_before + i
   std::int32_t begin =
-      0;  ///< position where the step begins for the sequence; old slots of a sliding layer hold those just before
+      0;  ///< position where the step begins for the sequence; old slots of a sliding layer hold those just before it
   std::int64_t kv_head = 0;
   SlotAddress keys, values;  ///< the row's slots, side by side or by page
-  ScalarType key_dtype = kFloat32, value_dtype = kFloat32;
+  at::ScalarType key_dtype = at::kFloat, value_dtype = at::kFloat;
   const std::uint8_t* visible = nullptr;  ///< [slots_before], 0 hides the slot; null: all visible
 };
 

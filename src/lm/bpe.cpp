@@ -6,7 +6,7 @@
 namespace kvkeep::lm::detail {
 namespace {
 
-constexpr std::size_t kShort = 48;  // tokens of a word that is merged by scanning
+constexpr std::size_t kShort = 48;  // most tokens of a word that is merged by scanning
 constexpr std::uint32_t kNoRank = UINT32_MAX;
 
 }  // namespace

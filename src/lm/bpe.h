@@ -1,6 +1,6 @@
 #pragma once
-/// Byte-pair merges: of all neighbours in a word the pair of least rank becomes one token, the leftmost first, until no
-/// pair has a rank.
+/// Byte-pair merges: of all neighbouring pairs in a word, the one of least rank becomes one token, the leftmost first,
+/// until no pair has a rank.
 
 #include <cstddef>
 #include <cstdint>
@@ -19,10 +19,10 @@ class Merges {
  public:
   explicit Merges(std::size_t count = 0);
 
-  /// At most as many as the constructor was told. The last of a pair counts.
+  /// At most as often as the constructor was told. If a pair is put twice, the last one counts.
   void put(std::int32_t left, std::int32_t right, Merge merge);
 
-  /// Null where the pair does not merge.
+  /// Null if the pair does not merge.
   [[nodiscard]] const Merge* find(std::int32_t left, std::int32_t right) const {
     const std::uint64_t pair = key(left, right);
     for (std::size_t at = place(pair);; at = (at + 1) & (slots_.size() - 1)) {
@@ -31,7 +31,7 @@ class Merges {
     }
   }
 
-  /// Memory that words after each other share.
+  /// Memory that consecutive words share.
   struct Scratch {
     struct Symbol {
       std::int32_t token, previous, next;
@@ -49,8 +49,7 @@ class Merges {
     std::vector<Neighbour> neighbours;
   };
 
-  /// Appends to `out` what the tokens of one word become. Cost: O(n log n); for a short word it scans, which is
-  /// quicker.
+  /// Appends the merged tokens of one word to `out`. Cost: O(n log n); a short word is scanned, which is faster.
   void apply(std::span<const std::int32_t> word, std::vector<std::int32_t>& out, Scratch& scratch) const;
 
  private:

@@ -23,7 +23,7 @@ class QuerySums {
         sums_(spec.layers.size(),
               std::vector<PairSum>(static_cast<std::size_t>(spec.query_heads) * spec.rope.inv_freq.size())) {}
 
-  /// Tokens [first, ...) of a step's queries, f32 [n_tokens, Hq, D].
+  /// Adds tokens [first, ...) of a step's queries, f32 [n_tokens, Hq, D].
   void add(std::int32_t layer, const Tensor& queries, std::int64_t first) {
     const auto pairs = static_cast<std::int64_t>(spec_.rope.inv_freq.size());
     std::vector<PairSum>& sums = sums_[static_cast<std::size_t>(layer)];
@@ -80,7 +80,7 @@ Calibration calibrate(Decoder& decoder, const std::vector<std::vector<std::int32
       KVKEEP_REQUIRE(ids[i] >= 0 && ids[i] < decoder.config().vocab, "calibrate: token id ", ids[i], " at place ", i,
                      " is outside the vocabulary; allowed 0 to ", decoder.config().vocab - 1);
   }
-  KVKEEP_REQUIRE(counted > 0, "calibrate: no token is left, the longest sequence has ", longest, " and the first ",
+  KVKEEP_REQUIRE(counted > 0, "calibrate: no token is left: the longest sequence has ", longest, " and the first ",
                  run.skip, " of each do not count; allowed ", run.skip + 1, " tokens or more");
 
   QuerySums sums(spec);

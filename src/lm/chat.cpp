@@ -9,8 +9,8 @@
 namespace kvkeep::lm {
 namespace {
 
-// Published templates. A hole stands where the default system message does; with_line_breaks() says how line breaks are
-// written.
+// Published templates. A hole marks the place of the default system message; with_line_breaks() says how line breaks
+// are written.
 constexpr char kHole = '@';
 
 constexpr std::string_view kChatml =
@@ -118,8 +118,8 @@ For each function call, return a json object with function name and arguments wi
 ' }}
 {%- endif %})";
 
-/// Some files hold a line break inside a string of the template, others a backslash and an n: the same to jinja. One
-/// line break at the end is dropped, as jinja does.
+/// Inside a string of the template, some files have a line break, others a backslash and an n: the same to jinja. One
+/// line break at the end is dropped, as in jinja.
 std::string with_line_breaks(std::string_view jinja) {
   if (jinja.ends_with('\n')) jinja.remove_suffix(1);
   std::string out;
@@ -131,8 +131,8 @@ std::string with_line_breaks(std::string_view jinja) {
   return out;
 }
 
-/// What stands in the hole of `known`, the same in each; nothing where the texts differ elsewhere. A message with
-/// quotes or escapes is not tried.
+/// The text in the holes of `known`, which must be the same in each; nothing if the texts differ elsewhere. A message
+/// with quotes or escapes is not tried.
 std::optional<std::string> fills(std::string_view known, std::string_view jinja) {
   const std::size_t hole = known.find(kHole);
   if (hole == std::string_view::npos || jinja.size() < hole)

@@ -1,20 +1,20 @@
 #pragma once
-/// Where the tensors of a model come from, whatever its files look like: by their Hugging Face names, rows in Hugging
-/// Face's order.
+/// The source of a model's tensors, whatever its files look like: by Hugging Face names, with rows in Hugging Face's
+/// order.
 
 #include <filesystem>
 #include <memory>
 #include <optional>
 
-#include "kvkeep/core/tensor.h"
 #include "kvkeep/lm/config.h"
+#include "kvkeep/lm/tensor.h"
 #include "kvkeep/lm/weights.h"
 
 namespace kvkeep::lm::detail {
 
 class Checkpoint {
  public:
-  /// A GGUF file where `path` is a file, else a Hugging Face folder. Throws: InvalidArgument for what their readers
+  /// A GGUF file if `path` is a file, else a Hugging Face folder. Throws: InvalidArgument for what their readers
   /// refuse.
   static std::unique_ptr<const Checkpoint> open(const std::filesystem::path& path, const LmConfig& config);
 
@@ -23,19 +23,19 @@ class Checkpoint {
   Checkpoint(const Checkpoint&) = delete;
   Checkpoint& operator=(const Checkpoint&) = delete;
 
-  /// Throws: InvalidArgument, naming tensor and file, unless it is there in this shape and in a dtype that can be read.
+  /// Throws: InvalidArgument, naming tensor and file, unless it exists in this shape and in a dtype that can be read.
   /// Cost: none of its bytes are touched.
   virtual void check(const TensorSpec& wanted) const = 0;
 
-  /// The tensor, contiguous, as `dtype`; without one as it is stored, or as f32 where it is quantised. A view of the
-  /// file where nothing changes and the file allows it. Throws: as check().
-  [[nodiscard]] virtual Tensor tensor(const TensorSpec& wanted, std::optional<ScalarType> dtype = {}) const = 0;
+  /// The tensor, contiguous, as `dtype`; without one as it is stored, or as f32 if it is quantised. A view of the file
+  /// if nothing changes and the file allows it. Throws: as check().
+  [[nodiscard]] virtual Tensor tensor(const TensorSpec& wanted, std::optional<Dtype> dtype = {}) const = 0;
 };
 
 [[nodiscard]] std::unique_ptr<const Checkpoint> open_folder_checkpoint(const std::filesystem::path& folder);
 
-/// Throws, besides: InvalidArgument for a tensor that a model of `config` does not have, since what it does would be
-/// left out in silence.
+/// Also throws InvalidArgument for a tensor that a model of `config` does not have: its effect would be silently left
+/// out.
 [[nodiscard]] std::unique_ptr<const Checkpoint> open_gguf_checkpoint(const std::filesystem::path& path,
                                                                      const LmConfig& config);
 

@@ -48,8 +48,8 @@ std::string name_of(RopeConfig::Type type) {
   }
 }
 
-// Where the frequencies' base may stand: `rope_parameters` (transformers 5), the top level (4), seldom inside
-// `rope_scaling`. Reading one place only would fall back to 10000 in silence on a file of the other release.
+// The base of the frequencies may be in `rope_parameters` (transformers 5), at the top level (4), or, rarely, in
+// `rope_scaling`. Reading one place only would silently fall back to 10000 on a file of the other release.
 double rope_theta(const ConfigFields& config, const ConfigFields* scaling) {
   const std::optional<double> outer = config.number("rope_theta");
   const std::optional<double> inner = scaling != nullptr ? scaling->number("rope_theta") : std::nullopt;
@@ -124,7 +124,7 @@ RopeConfig read_rope(const ConfigFields& config) {
   return rope;
 }
 
-// Qwen slides over the layers from `max_window_layers` up when `use_sliding_window`; newer configs also list
+// Qwen's layers slide from `max_window_layers` up if `use_sliding_window` is set; newer configs also list
 // `layer_types`.
 std::vector<LayerSpec> read_layers(const ConfigFields& config, Architecture architecture, std::int32_t count) {
   std::vector<LayerSpec> layers(static_cast<std::size_t>(count));
@@ -277,7 +277,7 @@ LmConfig LmConfig::shape(Architecture architecture, std::int32_t layers, std::in
 
 std::string LmConfig::json(std::string_view dtype, Layout layout) const {
   KVKEEP_REQUIRE(rope.divisors.empty(),
-                 "write config: RoPE has divisors of a GGUF file; config.json has no word for them");
+                 "write config: RoPE has divisors of a GGUF file; config.json cannot express them");
   const bool qwen = architecture != Architecture::llama;
   const std::string class_name = architecture == Architecture::llama   ? "LlamaForCausalLM"
                                  : architecture == Architecture::qwen2 ? "Qwen2ForCausalLM"

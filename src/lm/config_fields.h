@@ -1,5 +1,5 @@
 #pragma once
-/// Typed reading of one JSON object whose complaints name the file and the field.
+/// Typed reading of one JSON object. Errors name the file and the field.
 
 #include <cmath>
 #include <cstdint>
@@ -34,7 +34,7 @@ class ConfigFields {
 
   [[nodiscard]] const std::string& where() const { return where_; }
 
-  /// The value, or null where it is missing or null: transformers writes null for "not set".
+  /// The value, or null if it is missing or null: transformers writes null for "not set".
   [[nodiscard]] const nlohmann::json* find(const char* name) const {
     const auto found = object_.find(name);
     return found == object_.end() || found->is_null() ? nullptr : &*found;

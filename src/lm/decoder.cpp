@@ -31,15 +31,15 @@ void widen_row(const Rows& from, std::int64_t n, float* to) {
   const auto copy = [&](const auto* data) {
     std::transform(data, data + n, to, [](auto x) { return static_cast<float>(x); });
   };
-  if (from.dtype == kFloat32) return copy(static_cast<const float*>(from.data));
-  if (from.dtype == kFloat16) return copy(static_cast<const c10::Half*>(from.data));
+  if (from.dtype == at::kFloat) return copy(static_cast<const float*>(from.data));
+  if (from.dtype == at::kHalf) return copy(static_cast<const c10::Half*>(from.data));
   copy(static_cast<const c10::BFloat16*>(from.data));
 }
 
-void narrow_row(const float* from, std::int64_t n, ScalarType dtype, void* to) {
-  if (dtype == kFloat32) std::copy_n(from, n, static_cast<float*>(to));
-  if (dtype == kFloat16) std::copy_n(from, n, static_cast<c10::Half*>(to));
-  if (dtype == kBFloat16) std::copy_n(from, n, static_cast<c10::BFloat16*>(to));
+void narrow_row(const float* from, std::int64_t n, at::ScalarType dtype, void* to) {
+  if (dtype == at::kFloat) std::copy_n(from, n, static_cast<float*>(to));
+  if (dtype == at::kHalf) std::copy_n(from, n, static_cast<c10::Half*>(to));
+  if (dtype == at::kBFloat16) std::copy_n(from, n, static_cast<c10::BFloat16*>(to));
 }
 
 // One linear map of x, and where its outputs go: [n, out].
@@ -101,7 +101,7 @@ Decoder::~Decoder() = default;
 Decoder::Decoder(Decoder&&) noexcept = default;
 Decoder& Decoder::operator=(Decoder&&) noexcept = default;
 
-Decoder Decoder::open(const std::filesystem::path& path, std::optional<ScalarType> dtype) {
+Decoder Decoder::open(const std::filesystem::path& path, std::optional<Dtype> dtype) {
   LmConfig config = LmConfig::read(path);
   Weights weights = Weights::read(path, config, dtype);
   return {std::move(config), std::move(weights)};
@@ -114,31 +114,32 @@ void Decoder::to(Device device) {
 
 void Decoder::use(Path path) {
   KVKEEP_REQUIRE(path == Path::operators || device().is_cpu(),
-                 "decoder: it has kernels for the CPU alone; given weights on ", device().str(),
+                 "decoder: it has kernels for the CPU only; given weights on ", device().str(),
                  "; allowed operators there");
   path_ = path;
 }
 
-std::vector<LayerCache> Decoder::make_cache(std::int64_t sequences, std::int64_t capacity, ScalarType dtype) const {
+std::vector<LayerCache> Decoder::make_cache(std::int64_t sequences, std::int64_t capacity, Dtype dtype) const {
   KVKEEP_REQUIRE(sequences >= 1 && capacity >= 1, "make cache: sequences and capacity must be positive; given ",
                  sequences, " and ", capacity);
-  KVKEEP_REQUIRE(is_scorable(dtype), "make cache: dtype is ", c10::toString(dtype), "; allowed f32, f16, bf16");
+  KVKEEP_REQUIRE(is_scorable(dtype), "make cache: dtype is ", dtype, "; allowed f32, f16, bf16");
   std::vector<LayerCache> cache;
   const ModelSpec& model = spec();
   const auto side = [&](std::int64_t dim) {
-    return at::zeros({sequences, model.kv_heads, capacity, dim}, at::TensorOptions(dtype).device(device()));
+    return at::zeros({sequences, model.kv_heads, capacity, dim},
+                     at::TensorOptions(torch_dtype(dtype)).device(weights_.embedding.device()));
   };
   for (std::int32_t l = 0; l < model.num_layers(); ++l) cache.push_back({side(model.key_dim), side(model.value_dim)});
   return cache;
 }
 
-std::vector<LayerKv> Decoder::make_pages(std::int64_t pages, std::int64_t page_size, ScalarType dtype,
+std::vector<LayerKv> Decoder::make_pages(std::int64_t pages, std::int64_t page_size, Dtype dtype,
                                          PageLayout layout) const {
   KVKEEP_REQUIRE(pages >= 1 && page_size >= 1, "make pages: pages and page size must be positive; given ", pages,
                  " and ", page_size);
-  KVKEEP_REQUIRE(is_scorable(dtype), "make pages: dtype is ", c10::toString(dtype), "; allowed f32, f16, bf16");
+  KVKEEP_REQUIRE(is_scorable(dtype), "make pages: dtype is ", dtype, "; allowed f32, f16, bf16");
   const ModelSpec& model = spec();
-  const auto options = at::TensorOptions(dtype).device(device());
+  const auto options = at::TensorOptions(torch_dtype(dtype)).device(weights_.embedding.device());
   const auto side = [&](std::int64_t dim) {
     return layout == PageLayout::slot_head ? at::zeros({pages, page_size, model.kv_heads, dim}, options)
                                            : at::zeros({pages, model.kv_heads, page_size, dim}, options);
@@ -149,8 +150,8 @@ std::vector<LayerKv> Decoder::make_pages(std::int64_t pages, std::int64_t page_s
   return cache;
 }
 
-std::vector<Tensor> Decoder::output_projections() const {
-  std::vector<Tensor> all;
+std::vector<kvkeep::Tensor> Decoder::output_projections() const {
+  std::vector<kvkeep::Tensor> all;
   for (const LayerWeights& layer : weights_.layers) all.push_back(layer.o.weight);
   return all;
 }
@@ -226,20 +227,20 @@ class Decoder::Pass {
     });
   }
 
-  // The queries as they are at the time.
+  // With the queries in their current state.
   LayerSight sight(std::int32_t layer) {
-    const Tensor queries =
-        at::from_blob(work_.queries.data(), {tokens(), spec_.query_heads, spec_.key_dim}, at::TensorOptions(kFloat32));
+    const Tensor queries = at::from_blob(work_.queries.data(), {tokens(), spec_.query_heads, spec_.key_dim},
+                                         at::TensorOptions(at::kFloat));
     return {.layer = layer, .queries = queries, .indptr = present_.indptr(), .positions = present_.positions()};
   }
 
   [[nodiscard]] Attended attended() {
-    const auto floats = at::TensorOptions(kFloat32);
+    const auto floats = at::TensorOptions(at::kFloat);
     return {at::from_blob(work_.attended.data(), {tokens(), spec_.query_heads, spec_.value_dim}, floats),
             at::from_blob(work_.sums.data(), {tokens(), spec_.query_heads}, floats)};
   }
 
-  // What is kept of a token from here on moves to the front: the rows of those that go on lie side by side.
+  // Everything that is still needed of the tokens that continue moves to the front, so that their rows are adjacent.
   void narrow(std::int32_t layer) {
     std::optional<Onward> onward = detail::who_goes_on(spec_, options_, sight(layer));
     if (!onward) return;
@@ -265,8 +266,7 @@ class Decoder::Pass {
     });
   }
 
-  // Queries stay before RoPE (a hook may want them so); keys are rotated and stored with the values behind the slots in
-  // use.
+  // Queries stay before RoPE (for hooks); keys are rotated and stored with the values after the slots in use.
   void project_and_store(std::int32_t layer, const LayerWeights& weights) {
     const std::int64_t heads = spec_.query_heads, kv_heads = spec_.kv_heads, dim = spec_.key_dim;
     float* queries = sized(work_.queries, tokens() * heads * dim);
@@ -355,7 +355,7 @@ class Decoder::Pass {
     });
   }
 
-  // A long prompt goes through in blocks, so that its inner activations stay small.
+  // A long prompt is processed in blocks, so that its inner activations stay small.
   void feed_forward(const LayerWeights& weights) {
     constexpr std::int64_t kBlock = 256;
     const std::int64_t inner = config_.intermediate, block = std::min(kBlock, tokens());
@@ -389,22 +389,22 @@ class Decoder::Pass {
     for (std::int64_t first = 0; first < tokens(); first += kBlock) {
       const std::int64_t count = std::min(kBlock, tokens() - first);
       logits_of(count, [&](std::int64_t i) { return first + i; }, block);
-      options_.on_logits({first, at::from_blob(block, {count, config_.vocab}, at::TensorOptions(kFloat32))});
+      options_.on_logits({first, at::from_blob(block, {count, config_.vocab}, at::TensorOptions(at::kFloat))});
     }
   }
 
   Tensor logits() {
-    if (options_.logits == Logits::none) return at::empty({0, config_.vocab}, at::TensorOptions(kFloat32));
+    if (options_.logits == Logits::none) return at::empty({0, config_.vocab}, at::TensorOptions(at::kFloat));
     const bool all = options_.logits == Logits::all;
     const std::vector<std::int32_t> still = present_.still();
     const std::int64_t count = all ? tokens() : static_cast<std::int64_t>(still.size());
-    Tensor result = at::empty({count, config_.vocab}, at::TensorOptions(kFloat32));
+    Tensor result = at::empty({count, config_.vocab}, at::TensorOptions(at::kFloat));
     logits_of(
         count, [&](std::int64_t i) { return all ? i : first_token(still[static_cast<std::size_t>(i)] + 1) - 1; },
         result.mutable_data_ptr<float>());
     if (all || count == sequences()) return result;
     Tensor rows =
-        at::full({sequences(), config_.vocab}, std::numeric_limits<float>::quiet_NaN(), at::TensorOptions(kFloat32));
+        at::full({sequences(), config_.vocab}, std::numeric_limits<float>::quiet_NaN(), at::TensorOptions(at::kFloat));
     for (std::int64_t i = 0; i < count; ++i) rows[still[static_cast<std::size_t>(i)]].copy_(result[i]);
     return rows;
   }
@@ -413,22 +413,22 @@ class Decoder::Pass {
   [[nodiscard]] std::int64_t sequences() const { return present_.sequences(); }
   [[nodiscard]] float epsilon() const { return static_cast<float>(config_.rms_eps); }
   [[nodiscard]] std::int64_t first_token(std::int32_t sequence) const { return present_.first_token(sequence); }
-  // One row of the cache: where its slots lie.
+  // Where the slots of one row of the cache are.
   struct Sides {
     SlotAddress keys, values;
-    ScalarType key_dtype, value_dtype;
+    at::ScalarType key_dtype, value_dtype;
   };
   [[nodiscard]] Sides sides_of(std::int32_t layer, std::int32_t sequence, std::int32_t head) const {
     const std::int64_t place = step_.rows[static_cast<std::size_t>(sequence)];
     const LayerKv& kv = cache_[static_cast<std::size_t>(layer)];
     if (const auto* dense = std::get_if<DenseKv>(&kv))
       return {dense_address(dense->keys, place, head), dense_address(dense->values, place, head),
-              dense->keys.scalar_type(), dense->values.scalar_type()};
+              torch_dtype(dense->keys.dtype()), torch_dtype(dense->values.dtype())};
     const auto& paged = std::get<PagedKv>(kv);
     const std::int32_t* pages = block_table_.const_data_ptr<std::int32_t>() + place * block_table_.stride(0);
     return {paged_address(paged.keys, paged.layout, head, pages),
-            paged_address(paged.values, paged.layout, head, pages), paged.keys.scalar_type(),
-            paged.values.scalar_type()};
+            paged_address(paged.values, paged.layout, head, pages), torch_dtype(paged.keys.dtype()),
+            torch_dtype(paged.values.dtype())};
   }
   [[nodiscard]] const std::uint8_t* visible(std::int32_t layer, std::int32_t sequence, std::int32_t head) const {
     if (options_.visible.empty()) return nullptr;
@@ -460,9 +460,8 @@ Tensor Decoder::forward(const Step& step, std::span<const LayerKv> cache, const 
 }
 
 std::vector<std::int32_t> argmax(const Tensor& logits) {
-  KVKEEP_REQUIRE(logits.dim() == 2 && logits.size(1) >= 1 && logits.scalar_type() == kFloat32,
-                 "argmax: logits must be f32 [n, vocab]; given ", c10::toString(logits.scalar_type()), " ",
-                 logits.sizes());
+  KVKEEP_REQUIRE(logits.dim() == 2 && logits.size(1) >= 1 && logits.scalar_type() == at::kFloat,
+                 "argmax: logits must be f32 [n, vocab]; given ", dtype_of(logits.scalar_type()), " ", logits.sizes());
   const Tensor rows = logits.cpu().contiguous();
   std::vector<std::int32_t> best;
   for (std::int64_t i = 0; i < rows.size(0); ++i) {

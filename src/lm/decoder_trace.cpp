@@ -20,7 +20,7 @@ namespace {
 using trace::Result;
 
 constexpr std::int32_t kMostTokens =
-    1 << 24;  ///< as many as the command predicts; the cache has room for them from the start
+    1 << 24;  ///< as many as the command may predict; the cache has room for them from the start
 
 std::int32_t number(const io::SafetensorsFile& file, const std::string& key, std::int32_t least) {
   const auto found = file.metadata().find(key);
@@ -37,15 +37,15 @@ std::int32_t number(const io::SafetensorsFile& file, const std::string& key, std
 }
 
 std::vector<std::int32_t> ids(const io::SafetensorsFile& file, const char* name) {
-  const Tensor stored = file.tensor(name);
-  KVKEEP_REQUIRE(stored.dim() == 1 && (stored.scalar_type() == kInt32 || stored.scalar_type() == c10::ScalarType::Long),
-                 file.where(), ": tensor \"", name, "\" is ", c10::toString(stored.scalar_type()), " with ",
-                 stored.dim(), " dimensions; allowed i32 or i64 [n]");
+  const kvkeep::Tensor stored = file.tensor(name);
+  KVKEEP_REQUIRE(stored.dim() == 1 && (stored.dtype() == Dtype::i32 || stored.dtype() == Dtype::i64), file.where(),
+                 ": tensor \"", name, "\" is ", stored.dtype(), " with ", stored.dim(),
+                 " dimensions; allowed i32 or i64 [n]");
   KVKEEP_REQUIRE(stored.numel() >= 1, file.where(), ": tensor \"", name, "\" is empty; allowed one token or more");
   std::vector<std::int32_t> values(static_cast<std::size_t>(stored.numel()));
-  const Tensor wide = stored.to(c10::ScalarType::Long).contiguous();
+  const kvkeep::Tensor wide = as<std::int64_t>(stored);
   for (std::size_t i = 0; i < values.size(); ++i) {
-    const std::int64_t id = wide.const_data_ptr<std::int64_t>()[i];
+    const std::int64_t id = wide.data<std::int64_t>()[i];
     KVKEEP_REQUIRE(id >= 0 && id <= INT32_MAX, file.where(), ": tensor \"", name, "\" holds ", id, " at place ", i,
                    "; allowed token ids of the model's vocabulary");
     values[i] = static_cast<std::int32_t>(id);
@@ -64,7 +64,7 @@ Decoder open_model(const io::SafetensorsFile& file, const std::filesystem::path&
 }
 
 Tensor i32_tensor(const std::vector<std::int32_t>& values, at::IntArrayRef shape) {
-  Tensor t = at::empty(shape, at::TensorOptions(kInt32));
+  Tensor t = at::empty(shape, at::TensorOptions(at::kInt));
   std::copy(values.begin(), values.end(), t.mutable_data_ptr<std::int32_t>());
   return t;
 }
@@ -73,7 +73,7 @@ std::map<std::string, std::string> about(const KVPolicy& policy) {
   return {{"kvkeep_result", "1"}, {"policy", policy.to_json()}, {"kvkeep_version", kVersion}};
 }
 
-/// Argmax from the last logits on, ending with an end token. `cache` holds `n` slots.
+/// Decodes greedily from the last logits on, up to and with an end token. `cache` holds `n` slots.
 std::vector<std::int32_t> continue_greedily(Decoder& decoder, std::span<const LayerCache> cache, Tensor last,
                                             std::int32_t n, std::int32_t new_tokens) {
   std::vector<std::int32_t> greedy;
@@ -111,8 +111,8 @@ Result replay_decoder(const io::SafetensorsFile& file, const std::filesystem::pa
   const Tensor logits = decoder.forward({prompt, whole, positions, row, none}, cache, options);
   result.tensors.emplace_back("logits", logits);
   for (std::size_t l = 0; l < cache.size(); ++l) {
-    result.tensors.emplace_back(text("layer.", l, ".keys"), cache[l].keys[0].narrow(1, 0, n).contiguous());
-    result.tensors.emplace_back(text("layer.", l, ".values"), cache[l].values[0].narrow(1, 0, n).contiguous());
+    result.tensors.emplace_back(text("layer.", l, ".keys"), contiguous(cache[l].keys.select(0, 0).narrow(1, 0, n)));
+    result.tensors.emplace_back(text("layer.", l, ".values"), contiguous(cache[l].values.select(0, 0).narrow(1, 0, n)));
   }
   result.tensors.emplace_back("queries", queries);
   const std::vector<std::int32_t> greedy = continue_greedily(decoder, cache, logits.narrow(0, n - 1, 1), n, new_tokens);
@@ -124,7 +124,7 @@ Result replay_decoder(const io::SafetensorsFile& file, const std::filesystem::pa
 
 Result replay_generate(const io::SafetensorsFile& file, const std::filesystem::path& folder,
                        std::unique_ptr<KVPolicy> policy) {
-  KVKEEP_REQUIRE(policy != nullptr, "replay: there is no policy; allowed one from make_policy()");
+  KVKEEP_REQUIRE(policy != nullptr, "replay: policy must not be null; allowed one from make_policy()");
   Request request{.prompt = ids(file, "prompt"),
                   .new_tokens = number(file, "new_tokens", 1),
                   .keep_logits = true,

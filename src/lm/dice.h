@@ -1,5 +1,5 @@
 #pragma once
-/// Random numbers that are the same bits everywhere. The standard library promises that of its engines, not of its
+/// Random numbers that are the same bits everywhere. The standard library promises that for its engines, not for its
 /// distributions and shuffles.
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace kvkeep::lm {
 
-/// SplitMix64. Dice of different names share nothing, whatever their seeds. Integer arithmetic alone.
+/// SplitMix64. Dice with different names share nothing, whatever their seeds. Integer arithmetic only.
 class Dice {
  public:
   Dice(std::string_view name, std::uint64_t seed) {
@@ -25,7 +25,7 @@ class Dice {
   /// Uniform in [0, n), n at least 1.
   std::int64_t below(std::int64_t n) {
     const auto range = static_cast<std::uint64_t>(n);
-    const std::uint64_t reject_below = (0 - range) % range;  // 2^64 mod n values would favour the small numbers
+    const std::uint64_t reject_below = (0 - range) % range;  // without it, 2^64 mod n values would favour small numbers
     std::uint64_t draw = bits();
     while (draw < reject_below) draw = bits();
     return static_cast<std::int64_t>(draw % range);
@@ -76,8 +76,7 @@ class Deck {
 
   Dice& dice_;
   std::int64_t left_;
-  std::unordered_map<std::int64_t, std::int64_t>
-      moved_;  // Fisher-Yates without the cards that still lie where they lay
+  std::unordered_map<std::int64_t, std::int64_t> moved_;  // Fisher-Yates, without the cards that have not moved
 };
 
 }  // namespace kvkeep::lm

@@ -35,9 +35,9 @@ class FolderCheckpoint final : public Checkpoint {
 
   void check(const TensorSpec& wanted) const override { (void)stored(wanted); }
 
-  [[nodiscard]] Tensor tensor(const TensorSpec& wanted, std::optional<ScalarType> dtype) const override {
+  [[nodiscard]] Tensor tensor(const TensorSpec& wanted, std::optional<Dtype> dtype) const override {
     const Tensor tensor = stored(wanted);
-    return dtype ? tensor.to(*dtype) : tensor;
+    return dtype ? tensor.to(torch_dtype(*dtype)) : tensor;
   }
 
  private:
@@ -46,25 +46,25 @@ class FolderCheckpoint final : public Checkpoint {
     const auto found = file_of_.find(wanted.name);
     KVKEEP_REQUIRE(found != file_of_.end(), "read weights: tensor '", wanted.name, "' is missing in ", where_,
                    "; the model of config.json needs it");
-    Tensor tensor = files_.at(found->second).tensor(wanted.name);
-    KVKEEP_REQUIRE(is_scorable(tensor.scalar_type()), "read weights: tensor '", wanted.name, "' in ", found->second,
-                   " has dtype ", c10::toString(tensor.scalar_type()), "; allowed f32, f16, bf16");
-    KVKEEP_REQUIRE(tensor.sizes().vec() == wanted.shape, "read weights: tensor '", wanted.name, "' in ", found->second,
-                   " has shape ", tensor.sizes(), "; config.json asks for ", at::IntArrayRef(wanted.shape));
+    const kvkeep::Tensor tensor = files_.at(found->second).tensor(wanted.name);
+    KVKEEP_REQUIRE(is_scorable(tensor.dtype()), "read weights: tensor '", wanted.name, "' in ", found->second,
+                   " has dtype ", tensor.dtype(), "; allowed f32, f16, bf16");
+    KVKEEP_REQUIRE(tensor.sizes() == Shape(wanted.shape), "read weights: tensor '", wanted.name, "' in ", found->second,
+                   " has shape ", tensor.sizes(), "; config.json asks for ", Shape(wanted.shape));
     return tensor;
   }
 
   void read_index(const fs::path& folder, const fs::path& path) {
     const Json parsed = io::read_json(io::read_file(path, "read weights"), "read weights: " + where_);
     KVKEEP_REQUIRE(parsed.is_object() && parsed.contains("weight_map") && parsed["weight_map"].is_object(),
-                   "read weights: ", where_, " has no object weight_map");
+                   "read weights: ", where_, " has no weight_map object");
     for (const auto& [tensor, file] : parsed["weight_map"].items()) {
-      KVKEEP_REQUIRE(file.is_string(), "read weights: weight_map of ", where_, " gives no file name for '",
+      KVKEEP_REQUIRE(file.is_string(), "read weights: weight_map of ", where_, " has no file name for '",
                      io::shortened(tensor), "'");
       const fs::path name = file.get<std::string>();
-      // A shard lies beside its index; anything else would let a downloaded file name any file of this machine.
+      // A shard is beside its index; anything else would let a downloaded file name any file on this machine.
       KVKEEP_REQUIRE(name == name.filename() && !name.empty() && name != "..", "read weights: weight_map of ", where_,
-                     " sends '", io::shortened(tensor), "' to '", io::shortened(name.string()),
+                     " maps '", io::shortened(tensor), "' to '", io::shortened(name.string()),
                      "'; allowed a file in the same folder");
       const std::string shard = (folder / name).string();
       if (!files_.contains(shard)) files_.emplace(shard, io::SafetensorsFile::open(shard));

@@ -21,7 +21,7 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-/// The token after those that were predicted.
+/// The token that is fed after those that were predicted.
 std::int32_t fed_next(const Request& request, std::span<const std::int32_t> predicted) {
   return predicted.size() <= request.forced.size() ? request.forced[predicted.size() - 1] : predicted.back();
 }
@@ -39,20 +39,19 @@ std::int64_t slots_needed(const ModelSpec& spec, const Trigger& trigger, const R
                   std::max(prompt + 1, trigger.budget.resolve({all}, {prompt}, 0) + std::int64_t{trigger.interval}));
 }
 
-// The tokens of one step. Sequences that decode stand before those that prefill.
+// The tokens of one step. Sequences that decode come before those that prefill.
 struct Generator::Batch {
   std::vector<SequenceId> ids;
   std::vector<std::int32_t> tokens, indptr{0}, positions, places;
   std::vector<std::int32_t> lengths;  ///< [sequences * layers * Hkv] before the step
-  std::vector<std::int32_t> after;    ///< the same behind it: what a prompt lost on its way is taken off
-  std::vector<char>
-      left;  ///< [sequences] 1: its prompt begins afresh in the next step, and it has no logits in this one
+  std::vector<std::int32_t> after;    ///< the same after it, less what a prompt lost on its way
+  std::vector<char> left;  ///< [sequences] 1: its prompt starts over in the next step, and it has no logits in this one
   std::vector<std::int32_t> steps;  ///< [sequences]
-  Tensor block_table;               ///< where the cache is in pages; `places` are its rows then
+  Tensor block_table;               ///< if the cache is in pages; `places` are then its rows
   std::size_t decoding = 0;
-  std::vector<PromptSurprisal> surprisal;  ///< of the prompts, where the policy reads it
+  std::vector<PromptSurprisal> surprisal;  ///< of the prompts, if the policy reads it
   std::vector<std::vector<float>>
-      passed;  ///< [decoding] surprisal of what a sequence feeds beyond one token, where the policy reads it
+      passed;  ///< [decoding] surprisal of the tokens that a sequence feeds after its first, if the policy reads it
 
   [[nodiscard]] std::int32_t tokens_of(std::size_t i) const { return indptr[i + 1] - indptr[i]; }
 };
@@ -68,9 +67,9 @@ Generator::Generator(Decoder& decoder, std::unique_ptr<KVPolicy> policy, Generat
                .accelerator = options_.accelerator}) {
   KVKEEP_REQUIRE(keeper_.device() == decoder.device(), "generate: the decoder is on ", decoder.device().str(),
                  " and the keeper works on ", keeper_.device().str(),
-                 "; allowed one device, named by GeneratorOptions::accelerator where it is not the CPU");
+                 "; allowed one device, named by GeneratorOptions::accelerator if it is not the CPU");
   if (!options_.cache.empty()) {
-    KVKEEP_REQUIRE(options_.page_size == 0, "generate: a cache is given, and a page size of ", options_.page_size,
+    KVKEEP_REQUIRE(options_.page_size == 0, "generate: given a cache and a page size of ", options_.page_size,
                    "; allowed a dense cache (page_size=0)");
     cache_ = std::move(options_.cache);
   } else if (options_.page_size == 0) {
@@ -80,7 +79,7 @@ Generator::Generator(Decoder& decoder, std::unique_ptr<KVPolicy> policy, Generat
     KVKEEP_REQUIRE_AS(Unsupported, cuts_every_layer(decoder.spec()) || keeper_.policy().trigger().never,
                       "generate: the model has sliding layers, and policy ", keeper_.policy().name(),
                       " moves whole pages; allowed a dense cache (page_size=0), or policy full");
-    static_cast<void>(PagePool(0, options_.page_size));  // says what is wrong with the size
+    static_cast<void>(PagePool(0, options_.page_size));  // throws if the size is wrong
     const std::int64_t pages = options_.places * ((options_.capacity + options_.page_size - 1) / options_.page_size);
     cache_ = decoder.make_pages(pages, options_.page_size, options_.cache_dtype);
     pages_ = std::make_unique<Pages>(static_cast<std::int32_t>(pages), options_.page_size);
@@ -123,7 +122,7 @@ SequenceId Generator::join(Request request) {
 bool Generator::done(SequenceId sequence) const {
   const auto found = sequences_.find(sequence);
   KVKEEP_REQUIRE_AS(StateError, found != sequences_.end(), "generate: sequence ", sequence,
-                    " is not here; allowed after join() and before leave()");
+                    " is not known; allowed after join() and before leave()");
   return found->second.done;
 }
 
@@ -137,7 +136,7 @@ Completion Generator::leave(SequenceId id) {
   if (const PromptReport* report = keeper_.prompt_report(id)) result.prompt = *report;
   if (keeper_.policy().memory() != nullptr) result.folded = keeper_.folded(id);
   if (sequence.request.keep_logits)
-    result.logits = sequence.logits.empty() ? at::empty({0, decoder_.config().vocab}, at::TensorOptions(kFloat32))
+    result.logits = sequence.logits.empty() ? at::empty({0, decoder_.config().vocab}, at::TensorOptions(at::kFloat))
                                             : at::cat(sequence.logits);
   free_places_.push_back(sequence.place);
   if (pages_) pages_->sequences.release(id);
@@ -189,11 +188,11 @@ PromptRun Generator::run_prompt(std::span<Generator* const> generators, const Re
   bool surprisal = false;
   for (const Generator* g : generators) {
     KVKEEP_REQUIRE(&g->decoder_ == &first.decoder_ && g->options_.cache_dtype == first.options_.cache_dtype,
-                   "run prompt: generators of other decoders or cache dtypes; allowed those of one");
+                   "run prompt: generators differ in decoder or cache dtype; allowed those that share both");
     KVKEEP_REQUIRE_AS(Unsupported, !g->keeper_.policy().narrows(), "run prompt: policy ", g->keeper_.policy().name(),
                       " narrows prompts, so it runs its own; allowed policies that do not");
     KVKEEP_REQUIRE_AS(Unsupported, !g->pages_ && g->options_.accelerator == nullptr,
-                      "run prompt: allowed dense caches on the CPU");
+                      "run prompt: a cache is in pages or on a GPU; allowed dense caches on the CPU");
     KVKEEP_REQUIRE_AS(StateError, g->has_place(), "generate: every place of the cache is taken; allowed ",
                       g->options_.places, " sequences at once");
     g->check(request);
@@ -233,8 +232,8 @@ PromptRun Generator::run_prompt(std::span<Generator* const> generators, const Re
   run.logits = decoder.forward(step, cache, {}, options);
   if (surprise) run.surprisal.assign(surprise->values().begin(), surprise->values().end());
   for (const LayerCache& layer : dense) {
-    run.keys.push_back(layer.keys[0]);
-    run.values.push_back(layer.values[0]);
+    run.keys.push_back(layer.keys.select(0, 0));
+    run.values.push_back(layer.values.select(0, 0));
   }
   run.seconds = seconds_since(start);
   return run;
@@ -249,8 +248,8 @@ void Generator::begin(SequenceId id, const PromptRun& prompt) {
   const auto tokens = static_cast<std::int64_t>(sequence.prompt.size());
   for (std::size_t l = 0; l < cache_.size(); ++l) {
     const auto& kv = std::get<DenseKv>(cache_[l]);
-    kv.keys[sequence.place].narrow(1, 0, tokens).copy_(prompt.keys[l]);
-    kv.values[sequence.place].narrow(1, 0, tokens).copy_(prompt.values[l]);
+    copy(prompt.keys[l], kv.keys.select(0, sequence.place).narrow(1, 0, tokens));
+    copy(prompt.values[l], kv.values.select(0, sequence.place).narrow(1, 0, tokens));
   }
   sequence.waits = false;
   Batch batch;
@@ -339,7 +338,7 @@ Tensor Generator::run(Batch& batch) {
   return logits;
 }
 
-// The token that f32 [1, vocab] in host memory foretells.
+// Takes the token that f32 [1, vocab] in host memory predicts.
 std::int32_t Generator::write(SequenceId id, const Tensor& row) {
   Sequence& sequence = sequences_.at(id);
   const std::int32_t best = argmax(row).front();
@@ -351,7 +350,7 @@ std::int32_t Generator::write(SequenceId id, const Tensor& row) {
   return best;
 }
 
-// Tokens [first, last) of the step: of a sequence that decodes, and none of them its last.
+// Takes in tokens [first, last) of the step, which are those of a decoding sequence without its last.
 void Generator::pass(Batch& batch, std::size_t i, const LogitsSight& sight, std::int64_t first, std::int64_t last) {
   for (std::int64_t t = first; t < last; ++t) {
     const Tensor row = sight.logits.narrow(0, t - sight.first_token, 1).cpu();
@@ -371,7 +370,7 @@ void Generator::tell_surprisal(const Batch& batch) {
       keeper_.surprise(batch.ids[i], batch.surprisal[i - batch.decoding].values());
 }
 
-// One layer of the prompts that the step holds: the keeper decides and cuts, the decoder goes on with what is left.
+// One layer of the prompts in the step: the keeper decides and cuts, the decoder continues with what is left.
 std::optional<Onward> Generator::narrow(Batch& batch, const LayerSight& sight) {
   const CacheView view = view_of(batch);
   const LayerReport report = keeper_.narrow({.layer = sight.layer,
@@ -428,7 +427,7 @@ void Generator::predict(const Batch& batch, const Tensor& logits) {
   }
 }
 
-// Most bytes on the way through the layers: a layer's rows are whole until it is cut.
+// Peak bytes of a prompt on its way through the layers: a layer's rows are whole until it is cut.
 std::int64_t Generator::prompt_bytes(SequenceId id) const {
   const PromptReport* report = keeper_.prompt_report(id);
   const Sequence& sequence = sequences_.at(id);
@@ -499,8 +498,7 @@ std::vector<std::vector<std::int32_t>> Generator::positions(SequenceId id) const
 
 std::int64_t Generator::live_bytes(std::span<const std::int32_t> lengths) const {
   const ModelSpec& spec = keeper_.spec();
-  const std::int64_t slot =
-      (spec.key_dim + spec.value_dim) * static_cast<std::int64_t>(c10::elementSize(options_.cache_dtype));
+  const std::int64_t slot = (spec.key_dim + spec.value_dim) * element_size(options_.cache_dtype);
   std::int64_t slots = 0;
   for (const std::int32_t layer : spec.full_layers())
     for (std::int32_t head = 0; head < spec.kv_heads; ++head)
@@ -519,7 +517,7 @@ std::int64_t Generator::near_bytes(SequenceId id) const {
 
 GenerationRun generate(Decoder& decoder, std::unique_ptr<KVPolicy> policy, std::vector<Request> requests,
                        GeneratorOptions options) {
-  KVKEEP_REQUIRE(policy != nullptr, "generate: there is no policy; allowed one from make_policy()");
+  KVKEEP_REQUIRE(policy != nullptr, "generate: policy must not be null; allowed one from make_policy()");
   GenerationRun run;
   run.completions.resize(requests.size());
   if (requests.empty()) return run;

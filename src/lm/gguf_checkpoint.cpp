@@ -32,7 +32,7 @@ constexpr std::array<NamePair, 11> kLayerNames{{{"input_layernorm", "attn_norm"}
 constexpr std::array<NamePair, 3> kModelNames{
     {{"model.embed_tokens", "token_embd"}, {"model.norm", "output_norm"}, {"lm_head", "output"}}};
 
-// Names come from checkpoint_tensors(), so one of the pairs fits.
+// Names come from checkpoint_tensors(), so one of the pairs matches.
 std::string_view other_name(const auto& pairs, std::string_view name) {
   return std::find_if(pairs.begin(), pairs.end(), [&](const NamePair& pair) { return pair.first == name; })->second;
 }
@@ -67,13 +67,13 @@ class GgufCheckpoint final : public Checkpoint {
                    "; the model of its metadata needs it");
     const auto& shape = file_.described(name).shape;
     KVKEEP_REQUIRE(shape == wanted.shape, "read weights: tensor '", name, "' in ", file_.where(), " has shape ",
-                   at::IntArrayRef(shape), "; its metadata ask for ", at::IntArrayRef(wanted.shape));
+                   Shape(shape), "; its metadata ask for ", Shape(wanted.shape));
   }
 
-  [[nodiscard]] Tensor tensor(const TensorSpec& wanted, std::optional<ScalarType> dtype) const override {
+  [[nodiscard]] Tensor tensor(const TensorSpec& wanted, std::optional<Dtype> dtype) const override {
     check(wanted);
     const std::string name = gguf_name(wanted.name);
-    const Tensor stored = file_.tensor(name, dtype.value_or(file_.described(name).dtype.value_or(kFloat32)));
+    const Tensor stored = file_.tensor(name, dtype.value_or(file_.described(name).dtype.value_or(Dtype::f32)));
     if (config_.architecture != Architecture::llama || !wanted.name.starts_with(kLayers)) return stored;
     const std::string_view map = map_in_layer(wanted.name);
     return map == kQuery ? halves(stored, config_.spec.query_heads)
@@ -82,9 +82,9 @@ class GgufCheckpoint final : public Checkpoint {
   }
 
  private:
-  // llama.cpp turns neighbours of a Llama's head by RoPE, transformers element i of the one half with element i of the
-  // other: so GGUF files have the rows of queries and keys interleaved, and here they come apart again. Qwen's are as
-  // transformers has them.
+  // In a Llama's head, llama.cpp rotates neighbours by RoPE, transformers element i of one half with element i of the
+  // other. So GGUF files have the rows of queries and keys interleaved, and this separates them again. Qwen's rows are
+  // as in transformers.
   [[nodiscard]] static Tensor halves(const Tensor& rows, std::int64_t heads) {
     return rows.view({heads, rows.size(0) / heads / 2, 2, -1}).transpose(1, 2).reshape(rows.sizes());
   }

@@ -14,9 +14,7 @@
 namespace kvkeep::lm::detail {
 namespace {
 
-using Shape = std::vector<std::int64_t>;
-
-/// Keys of the file's architecture, by what stands behind its name.
+/// Keys of the file's architecture, by what follows its name.
 class GgufFields {
  public:
   GgufFields(const io::GgufFile& file, std::string_view architecture) : file_(file), prefix_(text(architecture, ".")) {}
@@ -39,7 +37,7 @@ class GgufFields {
     return has(name) ? file_.number(key(name)) : fallback;
   }
 
-  /// The decoder has no code for what the key stands for, unless it is `neutral`.
+  /// The decoder has no code for the key, unless its value is `neutral`.
   void refuse_unless(std::string_view name, double neutral, std::string_view reason) const {
     KVKEEP_REQUIRE_AS(Unsupported, number_or(name, neutral) == neutral, "read config: ", file_.where(), " has ",
                       key(name), " = ", file_.number(key(name)), "; ", reason);
@@ -54,13 +52,13 @@ class GgufFields {
   std::string prefix_;
 };
 
-/// The shape of a tensor that says a size. `dimensions` are asked for.
-const Shape& shape_of(const io::GgufFile& file, std::string_view name, std::size_t dimensions) {
+/// The shape of a tensor that states a size. It must have `dimensions` dimensions.
+const std::vector<std::int64_t>& shape_of(const io::GgufFile& file, std::string_view name, std::size_t dimensions) {
   KVKEEP_REQUIRE(file.has(name), "read config: ", file.where(), " has no tensor '", name, "'; a decoder needs it");
-  const Shape& shape = file.described(name).shape;
+  const auto& shape = file.described(name).shape;
   KVKEEP_REQUIRE(shape.size() == dimensions &&
                      std::all_of(shape.begin(), shape.end(), [](std::int64_t n) { return n >= 1 && n <= INT32_MAX; }),
-                 "read config: tensor '", name, "' in ", file.where(), " has shape ", at::IntArrayRef(shape),
+                 "read config: tensor '", name, "' in ", file.where(), " has shape ", Shape(shape),
                  "; allowed ", dimensions, " sizes from 1 to ", INT32_MAX);
   return shape;
 }
@@ -68,11 +66,11 @@ const Shape& shape_of(const io::GgufFile& file, std::string_view name, std::size
 std::vector<double> read_divisors(const io::GgufFile& file, std::int32_t head_dim) {
   constexpr std::string_view kName = "rope_freqs.weight";
   if (!file.has(kName)) return {};
-  const Shape& shape = shape_of(file, kName, 1);
+  const auto& shape = shape_of(file, kName, 1);
   KVKEEP_REQUIRE(shape[0] == head_dim / 2, "read config: tensor '", kName, "' in ", file.where(), " has ", shape[0],
                  " divisors; allowed ", head_dim / 2, ", half of the head size");
-  const Tensor divisors = file.tensor(kName);
-  const float* data = divisors.const_data_ptr<float>();
+  const kvkeep::Tensor divisors = file.tensor(kName);
+  const float* data = divisors.data<float>();
   return {data, data + divisors.numel()};
 }
 
@@ -83,7 +81,7 @@ RopeConfig read_rope(const io::GgufFile& file, const GgufFields& fields, std::in
   RopeConfig rope;
   rope.theta = fields.number_or("rope.freq_base", 10000.0);
   rope.divisors = read_divisors(file, head_dim);
-  // Older files say a factor alone, which is linear; 0 stands for none.
+  // Older files have only a factor, which is linear; 0 means none.
   const double factor = fields.number_or("rope.scaling.factor", fields.number_or("rope.scale_linear", 0.0));
   const std::string type(fields.has("rope.scaling.type") ? file.string(fields.key("rope.scaling.type")) : "linear");
   if (type == "none" || (factor == 0.0 && type == "linear")) return rope;
@@ -137,7 +135,7 @@ LmConfig read_gguf_config(const io::GgufFile& file) {
   const GgufFields fields(file, architecture);
   refuse_what_has_no_code(file, fields);
 
-  const Shape& embedding = shape_of(file, "token_embd.weight", 2);
+  const auto& embedding = shape_of(file, "token_embd.weight", 2);
   model.vocab = static_cast<std::int32_t>(embedding[0]);
   model.hidden = fields.size("embedding_length");
   KVKEEP_REQUIRE(embedding[1] == model.hidden, "read config: tensor 'token_embd.weight' in ", file.where(),
@@ -161,7 +159,7 @@ LmConfig read_gguf_config(const io::GgufFile& file) {
   const std::int32_t derived = std::max(model.hidden / spec.query_heads, 1);
   spec.key_dim = fields.size_or("attention.key_length", derived);
   spec.value_dim = fields.size_or("attention.value_length", derived);
-  // What the file says of a head must fit its bytes before anything is made in that size.
+  // The file's head size must agree with its tensors before anything of that size is made.
   const std::int64_t rows = shape_of(file, "blk.0.attn_q.weight", 2)[0];
   KVKEEP_REQUIRE(rows == std::int64_t{spec.query_heads} * spec.key_dim, "read config: tensor 'blk.0.attn_q.weight' in ",
                  file.where(), " has ", rows, " rows; its metadata ask for ", spec.query_heads, " heads of ",

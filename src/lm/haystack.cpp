@@ -8,7 +8,7 @@ namespace {
 
 constexpr std::string_view kBlanks = " \t\n\v\f\r";
 
-/// Whether a word ends with . ! or ?, quotes and brackets behind that aside.
+/// Whether a word ends with . ! or ?, ignoring quotes and brackets after that.
 bool ends_sentence(std::string_view word) {
   for (bool closing = true; closing;) {
     closing = false;

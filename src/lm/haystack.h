@@ -1,5 +1,5 @@
 #pragma once
-/// What the needles of the text tasks are hidden in.
+/// The haystacks that hide the needles of the text tasks.
 
 #include <cstdint>
 #include <span>
@@ -14,13 +14,13 @@ namespace kvkeep::lm {
 /// A text as words and sentences.
 class Essay {
  public:
-  /// Reads the first `most_words` words; more are never asked for. Blanks are those of ASCII. Cost: O(what is read).
+  /// Reads the first `most_words` words; more are never asked for. Blanks are those of ASCII. Cost: O(text read).
   Essay(std::string_view text, std::int64_t most_words);
 
   [[nodiscard]] bool empty() const { return words_.empty(); }
 
   /// The sentences of the first `words` words, the last of which may be cut short; starts again from the first word
-  /// behind the last. Views into this object. Cost: O(words).
+  /// after the last. Views into this object. Cost: O(words).
   [[nodiscard]] std::vector<std::string_view> sentences(std::int64_t words) const;
 
  private:
@@ -33,7 +33,7 @@ class Essay {
   std::vector<Word> words_;
 };
 
-/// A sentence that goes in front of unit `before`, or behind the last unit.
+/// A sentence that goes in front of unit `before`, or after the last unit.
 struct Insertion {
   std::int64_t before = 0;
   std::string text;
@@ -41,7 +41,7 @@ struct Insertion {
 };
 
 /// Appends units and insertions to the context of `sample`, with `between` between any two, and notes the needles.
-/// Insertions at one place keep their order.
+/// Insertions at the same place keep their order.
 void append_haystack(TextSample& sample, std::span<const std::string_view> units, std::vector<Insertion> insertions,
                      std::string_view between);
 

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstring>
 
-// Sizeless vectors (SVE, RISC-V) cannot stand in the small arrays below; those machines run the fixed-width targets.
+// Sizeless vectors (SVE, RISC-V) cannot be in the small arrays below; those machines run the fixed-width targets.
 #undef HWY_DISABLED_TARGETS
 #define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
 #undef HWY_TARGET_INCLUDE
@@ -33,7 +33,7 @@ HWY_INLINE Vector widen(const hwy::bfloat16_t* from) {
   return hn::PromoteTo(kLanes32, hn::LoadU(hn::Rebind<hwy::bfloat16_t, Lanes32>(), from));
 }
 
-// The last numbers of a row, zeros behind them.
+// The last numbers of a row, followed by zeros.
 template <class T>
 HWY_INLINE Vector widen_first(const T* from, std::int64_t n) {
   alignas(64) T padded[kStride];
@@ -45,8 +45,8 @@ HWY_INLINE Vector widen_first(const T* from, std::int64_t n) {
 HWY_INLINE float sum_lanes(Vector v) { return hn::GetLane(hn::SumOfLanes(kLanes32, v)); }
 
 // R rows by N vectors in registers; each of the R*N sums has its own accumulator, so its order is that of one row and
-// one vector alone. `kAhead` asks for the next R rows meanwhile: short rows end before the machine's own prefetcher has
-// found its pace.
+// one vector alone. `kAhead` prefetches the next R rows meanwhile: short rows end before the machine's own prefetcher
+// has caught up.
 template <int R, int N, bool kAhead, class T>
 HWY_INLINE void dot_tile(const T* rows, std::int64_t stride, std::int64_t length, const float* x, std::int64_t x_stride,
                          float* out, std::int64_t out_stride) {
@@ -185,10 +185,10 @@ void add_weighted_rows_of(const T* rows, std::int64_t stride, std::int64_t n_row
 
 void dots_any(const Rows& rows, std::int64_t n_rows, std::int64_t length, const float* x, std::int64_t x_stride,
               std::int64_t n_x, float* out, std::int64_t out_stride) {
-  if (rows.dtype == kFloat32)
+  if (rows.dtype == at::kFloat)
     return dots_of(static_cast<const float*>(rows.data), rows.stride, n_rows, length, x, x_stride, n_x, out,
                    out_stride);
-  if (rows.dtype == kFloat16)
+  if (rows.dtype == at::kHalf)
     return dots_of(static_cast<const hwy::float16_t*>(rows.data), rows.stride, n_rows, length, x, x_stride, n_x, out,
                    out_stride);
   dots_of(static_cast<const hwy::bfloat16_t*>(rows.data), rows.stride, n_rows, length, x, x_stride, n_x, out,
@@ -200,8 +200,8 @@ void add_weighted_rows_any(const Rows& rows, std::int64_t n_rows, std::int64_t l
   const auto add = [&](const auto* data) {
     add_weighted_rows_of(data, rows.stride, n_rows, length, weights, weights_stride, n_weights, out, out_stride);
   };
-  if (rows.dtype == kFloat32) return add(static_cast<const float*>(rows.data));
-  if (rows.dtype == kFloat16) return add(static_cast<const hwy::float16_t*>(rows.data));
+  if (rows.dtype == at::kFloat) return add(static_cast<const float*>(rows.data));
+  if (rows.dtype == at::kHalf) return add(static_cast<const hwy::float16_t*>(rows.data));
   add(static_cast<const hwy::bfloat16_t*>(rows.data));
 }
 
@@ -240,7 +240,7 @@ void silu_times_any(float* gate, const float* up, std::int64_t n) {
   const Vector one = hn::Set(kLanes32, 1.0F);
   for_each_vector(gate, n, 0.0F, [&](Vector g, std::int64_t i, std::int64_t count) HWY_ATTR {
     const Vector u = count == kStride ? hn::LoadU(kLanes32, up + i) : widen_first(up + i, count);
-    const Vector decay = hn::Exp(kLanes32, hn::Neg(hn::Abs(g)));  // exp of what is never positive cannot overflow
+    const Vector decay = hn::Exp(kLanes32, hn::Neg(hn::Abs(g)));  // never positive, so exp cannot overflow
     const Vector numerator = hn::IfThenElse(hn::Lt(g, hn::Zero(kLanes32)), decay, one);
     return hn::Mul(hn::Mul(g, hn::Div(numerator, hn::Add(one, decay))), u);
   });

@@ -2,19 +2,19 @@
 /// The arithmetic of the decoder, vectorised for the machine it runs on. Plain pointers; one thread each; the caller
 /// splits the work.
 ///
-/// Law of the order: every output is one sum whose order depends on the length of the sum alone, never on how many rows
-/// or vectors share a call. So a caller may split and join calls as it likes and gets the same bits.
+/// Law of the order: every output is one sum whose order depends only on the length of the sum, never on how many rows
+/// or vectors share a call. So a caller may split and join calls freely and gets the same bits.
 
 #include <cstdint>
 
-#include "kvkeep/core/tensor.h"
+#include "kvkeep/lm/tensor.h"
 
 namespace kvkeep::lm::detail {
 
 /// Rows of f32, f16 or bf16 numbers; each row contiguous.
 struct Rows {
   const void* data = nullptr;
-  ScalarType dtype = kFloat32;
+  at::ScalarType dtype = at::kFloat;
   std::int64_t stride = 0;  ///< elements from one row to the next
 
   [[nodiscard]] Rows from(std::int64_t row) const { return columns(row * stride); }
@@ -32,7 +32,7 @@ void add_weighted_rows(const Rows& rows, std::int64_t n_rows, std::int64_t lengt
                        std::int64_t weights_stride, std::int64_t n_weights, float* out, std::int64_t out_stride);
 
 /// x[t] = exp(scale * (x[t] - max)), and returns their sum. -inf gives 0 and leaves the sum as it is, so a row may be
-/// padded with it. `most`: where not null, gets max.
+/// padded with it. `most`: if not null, receives max.
 float exponentials(float* x, std::int64_t n, float scale, float* most = nullptr);
 
 /// gate = silu(gate) * up.
@@ -41,7 +41,7 @@ void silu_times(float* gate, const float* up, std::int64_t n);
 /// out = weight * x / sqrt(mean(x^2) + eps). `out` may be `x`.
 void rms_norm(const float* x, const float* weight, float eps, std::int64_t n, float* out);
 
-/// Numbers of a vector register at most, in f32: sums over slots stay the same where they start at a multiple of it.
+/// Most f32 numbers in a vector register: sums over slots stay the same if they start at a multiple of it.
 inline constexpr std::int64_t kWidestVector = 16;
 
 }  // namespace kvkeep::lm::detail

@@ -10,7 +10,7 @@
 
 namespace kvkeep::lm::detail {
 
-/// The tokens of a step that are present in the layer at hand: all of them, until `narrow`.
+/// The tokens of a step that are present in the current layer: all of them, until `narrow`.
 class Present {
  public:
   explicit Present(const Step& step) : step_(step), indptr_(step.indptr), positions_(step.positions) {}
@@ -30,12 +30,12 @@ class Present {
   [[nodiscard]] std::vector<std::int32_t> still() const;
   [[nodiscard]] std::span<const std::int32_t> indptr() const { return indptr_; }
   [[nodiscard]] std::span<const std::int32_t> positions() const { return positions_; }
-  /// Where the step begins for a sequence, whoever has gone since: its old slots lie before.
+  /// The position where the step begins for a sequence, whichever tokens have left since: its old slots are before it.
   [[nodiscard]] std::int32_t begin(std::int64_t sequence) const {
     return step_.positions[static_cast<std::size_t>(step_.indptr[static_cast<std::size_t>(sequence)])];
   }
 
-  /// Only those that go on are present from now on. `onward` is what who_goes_on says of this.
+  /// From now on only the tokens of `onward`, the answer of who_goes_on, are present.
   void narrow(Onward onward);
 
  private:
@@ -44,7 +44,8 @@ class Present {
   std::vector<std::int32_t> own_indptr_, own_positions_;
 };
 
-/// What `options.on_attended` says to `sight`; nothing where all go on. Throws: InvalidArgument as StepOptions says.
+/// The answer of `options.on_attended` to `sight`; nothing if all tokens continue. Throws: InvalidArgument as
+/// StepOptions says.
 std::optional<Onward> who_goes_on(const ModelSpec& spec, const StepOptions& options, const LayerSight& sight);
 
 }  // namespace kvkeep::lm::detail

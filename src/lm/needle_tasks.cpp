@@ -76,13 +76,13 @@ std::string listed(const std::vector<std::string>& items) {
   return result;
 }
 
-/// Draws what is asked for and what is not. Returns the needles in random order.
+/// Draws the needles that are asked for and those that are not. Returns them in random order.
 std::vector<Insertion> ask(Dice& dice, const Shape& shape, Needles& needles, std::vector<std::string>& queries,
                            std::vector<std::string>& answers) {
   std::vector<Insertion> result;
   for (int k = 0; k < shape.keys; ++k) {
     const std::string key = needles.key();
-    const bool is_asked = k < shape.queries;  // keys are random, so it may as well be the first
+    const bool is_asked = k < shape.queries;  // keys are random, so it may as well be the first ones
     if (is_asked) queries.push_back(key);
     for (int v = 0; v < shape.values; ++v) {
       const std::string value = needles.value();
@@ -94,8 +94,8 @@ std::vector<Insertion> ask(Dice& dice, const Shape& shape, Needles& needles, std
   return result;
 }
 
-/// Gives each needle its place, in the order they have. Lines: all different. Sentences of an essay: depths of 40 from
-/// 0 to 100 percent, no depth twice.
+/// Gives each needle its place, in their order. Lines: all different. Sentences of an essay: some of 40 depths from 0
+/// to 100 percent, no depth twice.
 void place(Dice& dice, bool essay, std::size_t units, std::vector<Insertion>& needles) {
   const auto size = static_cast<std::int64_t>(units);
   Deck deck(dice, essay ? 40 : size);
@@ -157,7 +157,7 @@ TextSample text_needle(const Recipe& recipe, std::int64_t words) {
   for (std::int32_t i = 0; i < recipe.options.numbers.value_or(1); ++i) {
     const std::string_view key = nouns()[static_cast<std::size_t>(keys.deal())];
     const std::string value = fresh(seen, [&] { return text(dice.between(10000, 99999)); });
-    std::int64_t percent = dice.below(101);  // drawn in any case: a given depth changes nothing else
+    std::int64_t percent = dice.below(101);  // drawn in any case, so that a given depth changes nothing else
     if (i == 0) {
       percent = recipe.options.depth.value_or(static_cast<std::int32_t>(percent));
       query = key;

@@ -30,10 +30,10 @@
 namespace kvkeep::lm::detail {
 namespace {
 
-constexpr ScalarType kIndex = c10::ScalarType::Long;
+constexpr at::ScalarType kIndex = c10::ScalarType::Long;
 using Index = c10::List<std::optional<Tensor>>;
 
-// Numbers that the host makes for a step. They travel together: one copy, from page-locked memory where that matters.
+// Numbers that the host computes for a step. They travel in one copy, from page-locked memory if that matters.
 class Parcel {
  public:
   // `to` will be i64 [shape], number(i) at flat index i.
@@ -45,8 +45,8 @@ class Parcel {
     for (std::int64_t i = 0; i < count; ++i) numbers_.push_back(number(i));
   }
 
-  // On the CPU the tensors lie in this object.
-  void send(Device device) {
+  // On the CPU the tensors are views of this object.
+  void send(at::Device device) {
     Tensor all =
         at::from_blob(numbers_.data(), {static_cast<std::int64_t>(numbers_.size())}, at::TensorOptions(kIndex));
     if (device.is_cuda()) all = all.pin_memory();
@@ -82,7 +82,7 @@ class OpPass {
   }
 
   Tensor run() {
-    Tensor hidden = weights_.embedding.index_select(0, ids_).to(kFloat32);
+    Tensor hidden = weights_.embedding.index_select(0, ids_).to(at::kFloat);
     for (std::int32_t layer = 0; layer < spec_.num_layers(); ++layer) {
       const LayerWeights& weights = weights_.layers[static_cast<std::size_t>(layer)];
       const Tensor normed = normalised(hidden, weights.input_norm);
@@ -156,14 +156,14 @@ class OpPass {
     } else {
       const std::int64_t pages =
           (slots_ + page_size_ - 1) /
-          page_size_;  // of the longest row; shorter ones are filled up, and what fills them is never looked up
+          page_size_;  // of the longest row; shorter ones are padded, and the padding is never looked up
       numbers_.add(pages_, {sequences(), pages}, [&](std::int64_t i) -> std::int64_t {
         const std::int64_t s = i / pages, page = i % pages;
         if (page >= block_table.size(1)) return 0;
         return block_table.const_data_ptr<std::int32_t>()[place_of(s) * block_table.stride(0) + page];
       });
     }
-    // cos and sin, in double on the host, travel as one 64-bit number.
+    // cos and sin, computed in double on the host, travel as one 64-bit number.
     const std::vector<double>& inv_freq = spec_.rope.inv_freq;
     const auto pairs = static_cast<std::int64_t>(inv_freq.size());
     numbers_.add(turns_, {tokens(), pairs}, [&](std::int64_t i) {
@@ -172,7 +172,7 @@ class OpPass {
       return std::bit_cast<std::int64_t>(std::array{turn.cosine, turn.sine});
     });
     numbers_.send(device_);
-    turns_ = turns_.view(kFloat32).view({tokens(), 1, pairs, 2});
+    turns_ = turns_.view(at::kFloat).view({tokens(), 1, pairs, 2});
     every_slot_ = at::arange(slots_, at::TensorOptions(kIndex).device(device_));
   }
 
@@ -182,7 +182,7 @@ class OpPass {
     return owners;
   }
 
-  // What depends on how the tokens present stand beside each other, for the layers from `first_layer` on.
+  // Numbers that depend on the order of the tokens present, for the layers from `first_layer` on.
   void add_numbers_in_order(Parcel& numbers, std::int32_t first_layer) {
     const std::vector<std::int64_t> owners = owners_of_tokens();
     const auto ordinal = [&](std::int64_t token) {
@@ -201,7 +201,7 @@ class OpPass {
                     [&](std::int64_t i) { return first_seen(layer, owners[static_cast<std::size_t>(i)], ordinal(i)); });
   }
 
-  // The hook answers on the host: one more parcel, and the rows of those that go on are gathered.
+  // The hook answers on the host: one more parcel is sent, and the rows of the tokens that continue are gathered.
   void narrow(std::int32_t layer, const Tensor& queries, Tensor& hidden, Tensor& attended) {
     std::optional<Onward> onward = who_goes_on(spec_, options_, sight(layer, queries));
     if (!onward) return;
@@ -235,7 +235,8 @@ class OpPass {
   // ---- Products, norms, rotations
 
   [[nodiscard]] static Tensor product(const Linear& map, const Tensor& x) {
-    return at::linear(x, map.weight.to(kFloat32), map.bias.defined() ? std::optional<Tensor>(map.bias) : std::nullopt);
+    return at::linear(x, map.weight.to(at::kFloat),
+                      map.bias.defined() ? std::optional<Tensor>(map.bias) : std::nullopt);
   }
 
   [[nodiscard]] Tensor normalised(const Tensor& x, const Tensor& weight) const {
@@ -257,7 +258,7 @@ class OpPass {
 
   // ---- The cache
 
-  // keys and values [n, Hkv, D] behind each row's slots in use.
+  // Writes keys and values [n, Hkv, D] after each row's slots in use.
   void store(std::int32_t layer, const Tensor& keys, const Tensor& values) {
     if (!new_slots_.defined() || step_.lengths.layer_stride != 0) {
       new_slots_ = lengths_[static_cast<std::size_t>(layer)].index_select(0, owners_) + ordinals_;
@@ -267,8 +268,9 @@ class OpPass {
       }
     }
     const auto put = [&](const auto& kv, const Index& at) {
-      kv.keys.index_put_(at, keys.to(kv.keys.scalar_type()));
-      kv.values.index_put_(at, values.to(kv.values.scalar_type()));
+      const Tensor to_keys = kv.keys, to_values = kv.values;
+      to_keys.index_put_(at, keys.to(to_keys.scalar_type()));
+      to_values.index_put_(at, values.to(to_values.scalar_type()));
     };
     const LayerKv& kv = cache_[static_cast<std::size_t>(layer)];
     if (const auto* dense = std::get_if<DenseKv>(&kv)) return put(*dense, Index({places_, heads_, new_slots_}));
@@ -282,17 +284,17 @@ class OpPass {
   [[nodiscard]] Tensor rows_of(const Tensor& side, const PagedKv* paged, std::int64_t sequence,
                                std::int64_t slots) const {
     if (paged == nullptr)
-      return side.select(0, step_.rows[static_cast<std::size_t>(sequence)]).narrow(1, 0, slots).to(kFloat32);
+      return side.select(0, step_.rows[static_cast<std::size_t>(sequence)]).narrow(1, 0, slots).to(at::kFloat);
     const Tensor own =
         side.index_select(0, pages_.select(0, sequence).narrow(0, 0, (slots + page_size_ - 1) / page_size_));
     const Tensor rows =
         paged->layout == PageLayout::slot_head ? own.flatten(0, 1).transpose(0, 1) : own.transpose(0, 1).flatten(1, 2);
-    return rows.narrow(1, 0, slots).to(kFloat32);
+    return rows.narrow(1, 0, slots).to(at::kFloat);
   }
 
   // ---- Attention
 
-  // [n, Hq * Dv] from queries [n, Hq, D], rotated and scaled; and, where asked for, the log-sum-exps [n, Hq] of their
+  // [n, Hq * Dv] from queries [n, Hq, D], rotated and scaled; and, if asked for, the log-sum-exps [n, Hq] of their
   // logits.
   [[nodiscard]] Tensor attend(std::int32_t layer, const Tensor& queries, Tensor* log_sum_exp) const {
     std::vector<Tensor> parts, sums;
@@ -316,7 +318,7 @@ class OpPass {
     // [Hkv, slots]: the slot of new token i is i, the newest old slot is -1
     const Tensor ages =
         every_slot_.narrow(0, 0, slots) - lengths_[static_cast<std::size_t>(layer)][sequence].unsqueeze(1);
-    // Behind a row that is shorter than others lies anything: no weight of 0 helps against a NaN there.
+    // Memory after a shorter row may hold anything: a weight of 0 does not help against a NaN there.
     if (shortest < longest) values = values.masked_fill(ages.ge(tokens).unsqueeze(2), 0);
 
     constexpr std::int64_t kMostLogits = std::int64_t{32} << 20;
@@ -347,8 +349,8 @@ class OpPass {
     }
   }
 
-  // bool [Hkv, count, slots] what tokens i.. of a sequence may not see: the future, what slid out of the window, what
-  // the caller's mask hides. `begin`: the first slot of `ages`.
+  // bool [Hkv, count, slots] what tokens i.. of a sequence may not see: the future, slots outside the window, those
+  // that the caller's mask hides. `begin`: the first slot of `ages`.
   [[nodiscard]] Tensor hidden(std::int32_t layer, std::int32_t sequence, std::int64_t i, std::int64_t count,
                               const Tensor& ages, std::int64_t begin) const {
     const auto of_tokens = [&](const Tensor& numbers) { return numbers.narrow(0, first_token(sequence) + i, count); };
@@ -387,22 +389,22 @@ class OpPass {
   const Step& step_;
   std::span<const LayerKv> cache_;
   const StepOptions& options_;
-  Device device_;
+  at::Device device_;
   Present present_;
   std::int64_t page_size_ = 0;  // 0: dense
-  std::int64_t slots_ = 0;      // of the longest row, with what it gets
+  std::int64_t slots_ = 0;      // of the longest row, new ones included
 
-  Parcel numbers_, narrowed_;    // hold what follows where the device is the CPU
-  Tensor ids_, owners_;          // i64 [n], its sequence [n]
-  Tensor still_, last_;          // i64 [sequences that have not left] which they are, their last token
+  Parcel numbers_, narrowed_;    // hold what follows if the device is the CPU
+  Tensor ids_, owners_;          // i64 [n] ids, their sequences
+  Tensor still_, last_;          // i64 [sequences that have not left] which they are, their last tokens
   Tensor ordinals_, places_;     // i64 [n, 1] place of a token among its sequence's, of its sequence in a dense cache
   Tensor heads_, pages_;         // i64 [1, Hkv] 0, 1, ...; [sequences, pages]
   std::vector<Tensor> lengths_;  // i64 [layers] [sequences, Hkv]
-  std::vector<Tensor> offsets_;  // i64 [layers] [n, 1] first_seen(); undefined where nothing slides
+  std::vector<Tensor> offsets_;  // i64 [layers] [n, 1] first_seen(); undefined if nothing slides
   Tensor turns_;                 // f32 [n, 1, pairs, 2] cos and sin
   Tensor every_slot_;            // i64 [slots] 0, 1, ...
   Tensor new_slots_,
-      new_pages_;  // i64 [n, Hkv] where the step's tokens go in the layer at hand; slots within their pages
+      new_pages_;  // i64 [n, Hkv] where the step's tokens go in the current layer; slots within their pages
 };
 
 }  // namespace

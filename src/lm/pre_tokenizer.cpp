@@ -18,7 +18,7 @@ class Words {
     char32_t code;
     CharClass kind;
     std::size_t next;
-    bool end;  ///< of what the regular expression is given
+    bool end;  ///< of the text that the regular expression is given
   };
 
   [[nodiscard]] Seen look(std::size_t at) const {
@@ -33,7 +33,7 @@ class Words {
     return at;
   }
 
-  /// 's|'t|'re|'ve|'m|'ll|'d at `begin`; `begin` where there is none.
+  /// 's|'t|'re|'ve|'m|'ll|'d at `begin`; `begin` if there is none.
   [[nodiscard]] std::size_t end_of_contraction(std::size_t begin, Case letters) const {
     const auto letter = [&](std::size_t i) -> char {
       if (begin + i >= text_.size()) return 0;
@@ -45,11 +45,11 @@ class Words {
     if (first == 's' || first == 't' || first == 'm' || first == 'd') return begin + 2;
     if ((first == 'r' || first == 'v') && second == 'e') return begin + 3;
     if (first == 'l' && second == 'l') return begin + 3;
-    // Without case the long s is an s.
+    // If case is ignored, the long s is an s.
     return letters == Case::ignored && text_.substr(begin + 1, 2) == "\xc5\xbf" ? begin + 3 : begin;
   }
 
-  /// \s+(?!\S)|\s+ at `begin`, where a blank stands: without the last one where something follows.
+  /// \s+(?!\S)|\s+ at `begin`, which is a blank: without the last blank if something follows.
   [[nodiscard]] std::size_t end_of_blanks(std::size_t begin) const {
     std::size_t last = begin, at = begin;
     Seen seen = look(at);
@@ -60,7 +60,7 @@ class Words {
     return seen.end || last == begin ? at : last;
   }
 
-  /// \s*[\r\n]+ at `begin`; `begin` where there is no line end among the blanks.
+  /// \s*[\r\n]+ at `begin`; `begin` if there is no line end among the blanks.
   [[nodiscard]] std::size_t end_of_lines(std::size_t begin) const {
     std::size_t end = begin;
     for (Seen seen = look(begin); !seen.end && seen.kind == CharClass::space; seen = look(seen.next))

@@ -20,7 +20,7 @@ using nlohmann::json;
 using trace::Result;
 
 Tensor i32_tensor(std::span<const std::int32_t> values, at::IntArrayRef shape) {
-  Tensor t = at::empty(shape, at::TensorOptions(kInt32));
+  Tensor t = at::empty(shape, at::TensorOptions(at::kInt));
   std::copy(values.begin(), values.end(), t.mutable_data_ptr<std::int32_t>());
   return t;
 }
@@ -36,7 +36,7 @@ std::map<std::string, std::string> about_model(const ModelSpec& spec) {
 
 /// The queries of one layer, oldest first: [1, Hq, W, D] before RoPE.
 Tensor queries_of(const QueryView& view, std::int32_t heads, std::int32_t dim) {
-  Tensor queries = at::empty({1, heads, view.count, dim}, at::TensorOptions(kFloat32));
+  Tensor queries = at::empty({1, heads, view.count, dim}, at::TensorOptions(at::kFloat));
   float* to = queries.mutable_data_ptr<float>();
   for (std::int32_t h = 0; h < heads; ++h)
     for (std::int32_t i = 0; i < view.count; ++i, to += dim)
@@ -44,12 +44,12 @@ Tensor queries_of(const QueryView& view, std::int32_t heads, std::int32_t dim) {
   return queries;
 }
 
-// Follows one sequence and takes its picture before the decision that was asked for.
+// Follows one sequence and captures it before the decision that was asked for.
 class EventRecorder {
  public:
-  /// `projections`: W_o of every layer, where the trace is to hold it; else empty.
+  /// `projections`: W_o of every layer if the trace should hold it, else empty.
   EventRecorder(const ModelSpec& spec, std::int32_t queries, std::optional<std::int32_t> step,
-                std::vector<Tensor> projections)
+                std::vector<kvkeep::Tensor> projections)
       : spec_(spec),
         projections_(std::move(projections)),
         full_layers_(spec.full_layers()),
@@ -64,7 +64,7 @@ class EventRecorder {
     const auto index = static_cast<std::int32_t>(found - full_layers_.begin());
     std::iota(positions.begin(), positions.end(), static_cast<std::int32_t>(ring_.seen(index)));
     constexpr auto kBytes = static_cast<std::int64_t>(sizeof(float));
-    ring_.push(index, static_cast<const std::byte*>(q.const_data_ptr()), kFloat32, q.stride(0) * kBytes,
+    ring_.push(index, static_cast<const std::byte*>(q.const_data_ptr()), Dtype::f32, q.stride(0) * kBytes,
                q.stride(1) * kBytes, positions);
   }
 
@@ -106,8 +106,8 @@ class EventRecorder {
     }
     const auto& rows = std::get<DenseKv>(sight.view.layers[static_cast<std::size_t>(layer)]);
     const std::int64_t place = sight.view.places[0];
-    add(prefix + "keys", rows.keys.narrow(0, place, 1).narrow(2, 0, length).clone());
-    add(prefix + "values", rows.values.narrow(0, place, 1).narrow(2, 0, length).clone());
+    add(prefix + "keys", clone(rows.keys.narrow(0, place, 1).narrow(2, 0, length)));
+    add(prefix + "values", clone(rows.values.narrow(0, place, 1).narrow(2, 0, length)));
     add(prefix + "positions", i32_tensor(positions, {1, spec_.kv_heads, length}));
     if (!projections_.empty()) add(prefix + "o_proj", projections_[static_cast<std::size_t>(layer)]);
     const auto index =
@@ -115,13 +115,13 @@ class EventRecorder {
     add(prefix + "queries", queries_of(ring_.view(index), spec_.query_heads, spec_.key_dim));
     if (credit.empty()) return;
     Tensor paid = at::empty({1, spec_.kv_heads, static_cast<std::int64_t>(credit.size()) / spec_.kv_heads},
-                            at::TensorOptions(kFloat32));
+                            at::TensorOptions(at::kFloat));
     std::copy(credit.begin(), credit.end(), paid.mutable_data_ptr<float>());
     add(prefix + "credit", paid);
   }
 
   const ModelSpec& spec_;
-  std::vector<Tensor> projections_;
+  std::vector<kvkeep::Tensor> projections_;
   std::vector<std::int32_t> full_layers_;
   QueryRing ring_;
   std::optional<std::int32_t> step_;
@@ -159,15 +159,15 @@ Result name_the_model(const char* kind, const char* ids_name, const std::filesys
 
 Result record_event(Decoder& decoder, std::unique_ptr<KVPolicy> policy, Request request,
                     const EventRecording& options) {
-  KVKEEP_REQUIRE(policy != nullptr, "record: there is no policy; allowed one from make_policy()");
+  KVKEEP_REQUIRE(policy != nullptr, "record: policy must not be null; allowed one from make_policy()");
   KVKEEP_REQUIRE(!options.step || *options.step >= 1, "record: event step is ", options.step.value_or(0),
                  "; allowed 1 or more (the prefill is step 0 and is never cut)");
-  KVKEEP_REQUIRE(options.queries >= 1, "record: ", options.queries, " queries are to be kept; allowed 1 or more");
+  KVKEEP_REQUIRE(options.queries >= 1, "record: given ", options.queries, " queries to keep; allowed 1 or more");
   if (options.step) request.new_tokens = std::max(request.new_tokens, *options.step + 1);
   const Trigger trigger = policy->trigger();
   const Needs needs = policy->needs();
   EventRecorder recorder(decoder.spec(), std::max(options.queries, needs.queries), options.step,
-                         needs.output_projection ? decoder.output_projections() : std::vector<Tensor>{});
+                         needs.output_projection ? decoder.output_projections() : std::vector<kvkeep::Tensor>{});
   GeneratorOptions generator_options{.capacity = slots_needed(decoder.spec(), trigger, request),
                                      .cache_dtype = options.cache_dtype};
   generator_options.hooks.on_layer = [&](const LayerSight& sight) { recorder.see(sight); };
@@ -198,8 +198,9 @@ Result record_prefill(Decoder& decoder, const std::vector<std::int32_t>& prompt,
   options.on_layer = [&](const LayerSight& sight) {
     result.tensors.emplace_back(text("layer.", sight.layer, ".queries"),
                                 rotated_tail(decoder.spec().rope, sight.queries.cpu(), window == 0 ? n : window));
-    result.tensors.emplace_back(text("layer.", sight.layer, ".keys"),
-                                cache[static_cast<std::size_t>(sight.layer)].keys[0].cpu().contiguous());
+    result.tensors.emplace_back(
+        text("layer.", sight.layer, ".keys"),
+        torch_tensor(cache[static_cast<std::size_t>(sight.layer)].keys).select(0, 0).cpu().contiguous());
   };
   const std::vector<std::int32_t> whole{0, n}, row{0}, none{0};
   decoder.forward({prompt, whole, positions, row, none}, cache, options);

@@ -1,7 +1,6 @@
 /// Frequencies of scaled RoPE. Source: transformers `modeling_rope_utils.py` (5.x); computed in double.
-/// Differs from transformers 4.45 to 4.57 for YaRN, which put max_position_embeddings /
-/// original_max_position_embeddings in the place of a `factor` that says otherwise; as in 5.x the written factor
-/// counts.
+/// Differs for YaRN from transformers 4.45 to 4.57, which replace a `factor` that differs from max_position_embeddings
+/// / original_max_position_embeddings by that quotient; here, as in 5.x, the written factor counts.
 
 #include <algorithm>
 #include <cmath>
@@ -62,7 +61,7 @@ void check(const RopeConfig& rope) {
                  rope.theta);
   KVKEEP_REQUIRE(rope.type == Type::standard || (std::isfinite(rope.factor) && rope.factor > 0),
                  "RoPE: factor must be finite and positive; given ", rope.factor);
-  KVKEEP_REQUIRE(rope.original_max >= 0, "RoPE: original_max_position_embeddings must be positive; given ",
+  KVKEEP_REQUIRE(rope.original_max >= 0, "RoPE: original_max_position_embeddings must not be negative; given ",
                  rope.original_max);
   if (rope.type == Type::llama3) {
     KVKEEP_REQUIRE(rope.original_max > 0, "RoPE: llama3 needs original_max_position_embeddings; given ",

@@ -32,7 +32,7 @@ void check_tokens(const LmConfig& config, const Step& step) {
 
 /// A layer's tensors, dense or in pages, with their dimensions by meaning.
 struct Sides {
-  const Tensor &keys, &values;
+  const kvkeep::Tensor &keys, &values;
   int head, slot;
 };
 
@@ -58,10 +58,10 @@ Room room_of(const LayerKv& layer, const Tensor& block_table) {
   return {block_table.size(0), block_table.size(1) * sides.keys.size(sides.slot)};
 }
 
-void check_side(const Tensor& side, Device device, const Sides& sides, bool paged, std::string_view name,
+void check_side(const kvkeep::Tensor& side, Device device, const Sides& sides, bool paged, std::string_view name,
                 std::int32_t layer, std::int64_t heads, std::int64_t dim) {
   if (!side.defined() || side.dim() != 4 || side.size(sides.head) != heads ||
-      side.size(3) != dim) {  // the words are made only where they are needed
+      side.size(3) != dim) {  // the message is made only if it is needed
     const std::string shape = !paged            ? text("[B, ", heads, ", capacity, ", dim, "]")
                               : sides.slot == 1 ? text("[pages, page_size, ", heads, ", ", dim, "]")
                                                 : text("[pages, ", heads, ", page_size, ", dim, "]");
@@ -70,8 +70,8 @@ void check_side(const Tensor& side, Device device, const Sides& sides, bool page
   }
   KVKEEP_REQUIRE(side.device() == device, "decoder step: ", name, " of layer ", layer, " are on ", side.device().str(),
                  "; allowed ", device.str(), ", where the weights are");
-  KVKEEP_REQUIRE(is_scorable(side.scalar_type()), "decoder step: ", name, " of layer ", layer, " are ",
-                 c10::toString(side.scalar_type()), "; allowed f32, f16, bf16");
+  KVKEEP_REQUIRE(is_scorable(side.dtype()), "decoder step: ", name, " of layer ", layer, " are ", side.dtype(),
+                 "; allowed f32, f16, bf16");
   KVKEEP_REQUIRE(side.stride(3) == 1, "decoder step: ", name, " of layer ", layer, " have stride ", side.stride(3),
                  " in their last dimension; allowed 1");
 }
@@ -110,7 +110,7 @@ void check_table(const Step& step, bool paged, const Tensor& table) {
   if (!paged) return;
   KVKEEP_REQUIRE(!table.defined() || table.device().is_cpu(), "decoder step: the block table is on ",
                  table.defined() ? table.device().str() : std::string(), "; allowed host memory");
-  KVKEEP_REQUIRE(table.defined() && table.dim() == 2 && table.scalar_type() == kInt32 &&
+  KVKEEP_REQUIRE(table.defined() && table.dim() == 2 && table.scalar_type() == at::kInt &&
                      (table.size(1) <= 1 || table.stride(1) == 1),
                  "decoder step: a paged cache needs a block table; allowed i32 [sequences, max_pages] in host memory, "
                  "its last dimension contiguous");
@@ -151,13 +151,13 @@ void check_sequence(const ModelSpec& spec, const Step& step, std::span<const Lay
                          capacity = room_of(cache[static_cast<std::size_t>(l)], block_table).capacity;
       KVKEEP_REQUIRE(used >= 0 && used + added <= capacity, "decoder step: the cache is full: sequence ", s, " holds ",
                      used, " slots in layer ", l, " and adds ", added, "; allowed ", capacity, " together");
-      KVKEEP_REQUIRE(step.positions[begin] >= used, "decoder step: sequence ", s, " goes on at position ",
+      KVKEEP_REQUIRE(step.positions[begin] >= used, "decoder step: sequence ", s, " continues at position ",
                      step.positions[begin], " but holds ", used, " slots in layer ", l,
                      "; allowed positions from the number of tokens seen");
     }
 }
 
-// Every page is there, and none is written for two sequences, or twice for one.
+// Every page exists, and none is written for two sequences, or twice for one.
 void check_pages(const ModelSpec& spec, const Step& step, std::span<const LayerKv> cache, const Tensor& block_table) {
   std::int64_t pages = std::numeric_limits<std::int64_t>::max();
   for (const LayerKv& layer : cache) pages = std::min(pages, sides_of(layer).keys.size(0));
@@ -199,13 +199,13 @@ void check_mask(const ModelSpec& spec, Device device, std::span<const LayerKv> c
                        mask.size(2) == room.capacity,
                    "decoder step: visible of layer ", l, " must be contiguous u8 [", room.places, ", ", spec.kv_heads,
                    ", ", room.capacity, "]");
-    KVKEEP_REQUIRE(mask.device() == device, "decoder step: visible of layer ", l, " is on ", mask.device().str(),
-                   "; allowed ", device.str(), ", where the weights are");
+    KVKEEP_REQUIRE(device_of(mask.device()) == device, "decoder step: visible of layer ", l, " is on ",
+                   mask.device().str(), "; allowed ", device.str(), ", where the weights are");
   }
 }
 
-// Later steps take it that a sliding layer's slots hold consecutive positions up to them (Decoder), so what its window
-// reaches must go on.
+// Later steps assume that a sliding layer's slots hold consecutive positions up to them (Decoder), so tokens that its
+// window reaches must continue.
 void check_windows(const ModelSpec& spec, const LayerSight& sight, const Onward& onward, std::size_t s) {
   const auto begin = static_cast<std::size_t>(sight.indptr[s]), end = static_cast<std::size_t>(sight.indptr[s + 1]);
   const std::size_t gone = end - begin - static_cast<std::size_t>(onward.indptr[s + 1] - onward.indptr[s]);
@@ -213,14 +213,14 @@ void check_windows(const ModelSpec& spec, const LayerSight& sight, const Onward&
   for (std::int32_t l = sight.layer + 1; l < spec.num_layers(); ++l) {
     const LayerSpec& kind = spec.layers[static_cast<std::size_t>(l)];
     if (kind.kind != LayerKind::sliding) continue;
-    // Newest first, so long as the two lists agree.
+    // Newest first, as long as the two lists agree.
     for (std::size_t back = 1;
          back <= end - begin && sight.positions[end - back] > sight.positions[end - 1] - kind.window + 1; ++back) {
       const std::int64_t place = onward.indptr[s + 1] - static_cast<std::int64_t>(back);
       KVKEEP_REQUIRE(place >= onward.indptr[s] &&
                          onward.tokens[static_cast<std::size_t>(place)] == static_cast<std::int64_t>(end - back),
-                     "decoder step: behind layer ", sight.layer, ", position ", sight.positions[end - back],
-                     " of sequence ", s, " does not go on; allowed with its newest ", kind.window - 1,
+                     "decoder step: after layer ", sight.layer, ", position ", sight.positions[end - back],
+                     " of sequence ", s, " does not continue; allowed with its newest ", kind.window - 1,
                      " positions, which layer ", l, " slides over");
     }
   }
@@ -231,13 +231,13 @@ void check_windows(const ModelSpec& spec, const LayerSight& sight, const Onward&
 void check_onward(const ModelSpec& spec, Logits logits, const LayerSight& sight, const Onward& onward) {
   const std::size_t sequences = sight.indptr.size() - 1;
   const auto tokens = static_cast<std::int64_t>(onward.tokens.size());
-  KVKEEP_REQUIRE(onward.indptr.size() == sequences + 1, "decoder step: behind layer ", sight.layer, " indptr has ",
+  KVKEEP_REQUIRE(onward.indptr.size() == sequences + 1, "decoder step: after layer ", sight.layer, " indptr has ",
                  onward.indptr.size(), " entries for ", sequences, " sequences; allowed ", sequences + 1);
-  KVKEEP_REQUIRE(onward.indptr.front() == 0 && onward.indptr.back() == tokens, "decoder step: behind layer ",
+  KVKEEP_REQUIRE(onward.indptr.front() == 0 && onward.indptr.back() == tokens, "decoder step: after layer ",
                  sight.layer, " indptr runs from ", onward.indptr.front(), " to ", onward.indptr.back(),
-                 "; allowed 0 to the number of tokens that go on, ", tokens);
+                 "; allowed 0 to the number of tokens that continue, ", tokens);
   for (std::size_t s = 0; s < sequences; ++s)
-    KVKEEP_REQUIRE(onward.indptr[s] <= onward.indptr[s + 1], "decoder step: behind layer ", sight.layer,
+    KVKEEP_REQUIRE(onward.indptr[s] <= onward.indptr[s + 1], "decoder step: after layer ", sight.layer,
                    " indptr falls from ", onward.indptr[s], " to ", onward.indptr[s + 1], " at sequence ", s,
                    "; allowed ascending numbers");
   for (std::size_t s = 0; s < sequences; ++s) {
@@ -245,21 +245,21 @@ void check_onward(const ModelSpec& spec, Logits logits, const LayerSight& sight,
     std::int32_t before = -1;
     for (auto i = static_cast<std::size_t>(onward.indptr[s]); i < static_cast<std::size_t>(onward.indptr[s + 1]); ++i) {
       const std::int32_t token = onward.tokens[i];
-      KVKEEP_REQUIRE(begin < end, "decoder step: behind layer ", sight.layer, " token ", token,
-                     " goes on for sequence ", s, "; allowed none: it has left the step");
-      KVKEEP_REQUIRE(token >= begin && token < end, "decoder step: behind layer ", sight.layer, " token ", token,
-                     " goes on for sequence ", s, "; allowed its own, ", begin, " to ", end - 1);
-      KVKEEP_REQUIRE(token > before, "decoder step: behind layer ", sight.layer, " tokens of sequence ", s,
+      KVKEEP_REQUIRE(begin < end, "decoder step: after layer ", sight.layer, " token ", token,
+                     " continues for sequence ", s, "; allowed none: it has left the step");
+      KVKEEP_REQUIRE(token >= begin && token < end, "decoder step: after layer ", sight.layer, " token ", token,
+                     " continues for sequence ", s, "; allowed its own, ", begin, " to ", end - 1);
+      KVKEEP_REQUIRE(token > before, "decoder step: after layer ", sight.layer, " tokens of sequence ", s,
                      " do not ascend: ", before, " before ", token);
       before = token;
     }
-    KVKEEP_REQUIRE(before == -1 || before == end - 1, "decoder step: behind layer ", sight.layer, " sequence ", s,
-                   " goes on without its last token, ", end - 1, "; allowed with it, or with none");
+    KVKEEP_REQUIRE(before == -1 || before == end - 1, "decoder step: after layer ", sight.layer, " sequence ", s,
+                   " continues without its last token, ", end - 1, "; allowed with it, or with none");
     check_windows(spec, sight, onward, s);
   }
   KVKEEP_REQUIRE(logits != Logits::all || tokens == static_cast<std::int64_t>(sight.positions.size()),
-                 "decoder step: behind layer ", sight.layer, " ", tokens, " of ", sight.positions.size(),
-                 " tokens go on, so the others have no logits; allowed Logits::last or none");
+                 "decoder step: after layer ", sight.layer, " ", tokens, " of ", sight.positions.size(),
+                 " tokens continue, so the others have no logits; allowed Logits::last or none");
 }
 
 void check_step(const LmConfig& config, Device device, const Step& step, std::span<const LayerKv> cache,

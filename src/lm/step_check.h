@@ -12,7 +12,7 @@ namespace kvkeep::lm::detail {
 void check_step(const LmConfig& config, Device device, const Step& step, std::span<const LayerKv> cache,
                 const Tensor& block_table, const StepOptions& options);
 
-/// The same for what a hook says of who goes on behind the layer that it saw.
+/// The same for a hook's answer as to which tokens continue after the layer that it saw.
 void check_onward(const ModelSpec& spec, Logits logits, const LayerSight& sight, const Onward& onward);
 
 }  // namespace kvkeep::lm::detail

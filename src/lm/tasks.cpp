@@ -38,7 +38,7 @@ class Dice {
   /// Uniform in [0, n).
   int32_t below(int32_t n) {
     const uint64_t range = static_cast<uint64_t>(n);
-    const uint64_t reject_below = (0 - range) % range;  // 2^64 mod n values would favour the small numbers
+    const uint64_t reject_below = (0 - range) % range;  // without it, 2^64 mod n values would favour small numbers
     uint64_t draw = next();
     while (draw < reject_below) draw = next();
     return static_cast<int32_t>(draw % range);
@@ -89,7 +89,7 @@ int32_t in_range(std::string_view task, std::string_view option, int32_t value, 
 
 void refuse_foreign(std::string_view task, std::string_view option, bool given, bool belongs) {
   KVKEEP_REQUIRE(!given || belongs, "make_task(", task, "): this task has no option ", option,
-                 "; given a value for it; allowed are the options of ", task);
+                 "; given a value for it; allowed the options of ", task);
 }
 
 int32_t default_facts(std::string_view task, int32_t trace_tokens, int32_t longest) {
@@ -190,7 +190,7 @@ class Writer {
   TaskSample sample_;
   std::map<int32_t, int32_t> last_use_;  // position of a needed token -> position of the last look-up that reads it
   std::array<int32_t, kEntityCount> statement_;  // where the prompt or a SET last stated a key
-  std::array<int32_t, kEntityCount> mention_;    // where any token pair last did
+  std::array<int32_t, kEntityCount> mention_;    // where any token pair last named it
 };
 
 /// `total` cut at random into `parts` lengths.
@@ -308,8 +308,8 @@ TaskSample make_needle(Dice& dice, const Shape& shape) {
   return writer.take();
 }
 
-/// Without the late keys: the keys to rewrite first, their second values last, keys with one value in between and on
-/// both sides.
+/// Without the late keys. Keys to rewrite come in the first third, their second values in the last; keys with one value
+/// in any.
 Sections in_order_of_assignment(Dice& dice, const Shape& shape, const std::vector<Fact>& facts,
                                 std::vector<Fact>& latest) {
   std::vector<std::vector<Fact>> thirds(3);
@@ -382,7 +382,7 @@ struct Task {
 constexpr std::array<Task, 5> kTasks{{
     {{kChain, "every fact leads to the next: a look-up per step, generated without help after the first key"},
      make_chain},
-    {{kAskTask, "questions to one section of the prompt at a time, then to another"}, make_ask},
+    {{kAskTask, "questions about one section of the prompt at a time, then about another"}, make_ask},
     {{kNeedle, "a few facts in a haystack, asked once each after stretches of filler"}, make_needle},
     {{kUpdates, "variables that the prompt and the trace assign again: the latest value is the answer"}, make_updates},
     {{kCopies, "chain with every fact stated three times in its section: one survivor is enough"}, make_chain},

@@ -13,7 +13,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-bool is_gguf(const fs::path& model) {  // as LmConfig::read() tells
+bool is_gguf(const fs::path& model) {  // as LmConfig::read() decides
   std::error_code none;
   return fs::is_regular_file(model, none);
 }
@@ -26,8 +26,8 @@ std::optional<std::int32_t> token_called(const io::GgufFile& file, std::string_v
   return static_cast<std::int32_t>(id);
 }
 
-// The template of a Hugging Face folder: a file of its own, or in tokenizer_config.json, alone or in a list where it is
-// called "default".
+// The template of a Hugging Face folder: a file of its own, or in tokenizer_config.json, alone or as "default" in a
+// list.
 std::string folder_template(const fs::path& folder) {
   if (fs::exists(folder / "chat_template.jinja")) return io::read_file(folder / "chat_template.jinja", "chat template");
   const fs::path config = folder / "tokenizer_config.json";

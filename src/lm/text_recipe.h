@@ -26,15 +26,15 @@ struct Recipe {
 
 inline constexpr std::int64_t kChain = 5;  ///< variables of vt: the value's own, and four hops
 inline constexpr std::int64_t kLeastCoded =
-    74;  ///< words of fwe; from here on ranks 4 and 5 differ in number, so the answer is one
+    74;  ///< words of fwe; from here on ranks 4 and 5 differ in count, so the answer is unique
 
-// Samples of so many units, without answer_tokens and prompt_tokens: the same recipe and units, the same bytes.
+// Samples of a number of units, without answer_tokens and prompt_tokens. The same recipe and units give the same bytes.
 
 TextSample niah(const Recipe& recipe, std::int64_t units);           ///< 1 or more lines, or words of the essay
 TextSample text_needle(const Recipe& recipe, std::int64_t words);    ///< 1 or more
 TextSample chain_example(const Recipe& recipe, std::int64_t lines);  ///< of vt: kChain or more
 TextSample chain(const Recipe& recipe, std::int64_t lines,
-                 const TextSample& example);                         ///< vt behind its example: kChain or more
+                 const TextSample& example);                         ///< vt after its example: kChain or more
 TextSample common_words(const Recipe& recipe, std::int64_t others);  ///< 1 or more words beside the ten
 TextSample coded_words(const Recipe& recipe, std::int64_t words);    ///< kLeastCoded or more
 
@@ -43,18 +43,18 @@ class Pairs {
  public:
   explicit Pairs(Dice& dice);
 
-  /// Throws InvalidArgument where all were given.
+  /// Throws InvalidArgument once all were given.
   std::string next();
 
  private:
   Deck deck_;
 };
 
-/// Each {name} of the pattern replaced by what `values` says.
+/// The pattern with each {name} replaced by its value.
 std::string filled(std::string_view pattern,
                    std::initializer_list<std::pair<std::string_view, std::string_view>> values);
 
-/// Calls `draw` until it gives what is not in `seen`, and adds that.
+/// Calls `draw` until it returns something that is not in `seen`, and adds it.
 template <class Draw>
 std::string fresh(std::set<std::string>& seen, Draw draw) {
   while (true)

@@ -12,7 +12,7 @@ namespace kvkeep::lm {
 namespace {
 
 constexpr std::int64_t kShortest = 64, kLongest = std::int64_t{1} << 22;  // tokens of a length
-constexpr std::int64_t kMostCounted = std::int64_t{1} << 40;              // what a tokenizer may say of one prompt
+constexpr std::int64_t kMostCounted = std::int64_t{1} << 40;  // most tokens that a tokenizer may count in one prompt
 
 constexpr std::array<TextTaskInfo, 12> kTasks{{
     {"ruler/niah-single-1", "one number in noise", false, 128},
@@ -38,8 +38,8 @@ std::int64_t counted(const TokenCounter& count_tokens, const TextSample& sample)
   return tokens;
 }
 
-/// The sample of the most units whose prompt has at most `room` tokens, or that of the fewest where that is too long.
-/// Follows the slope until a text is too long, then closes in by secants, every third step by halves.
+/// The sample of the most units whose prompt has at most `room` tokens, or that of the fewest if even that is too long.
+/// Follows the slope until a text is too long, then closes in by secants, and every third step by bisection.
 TextSample longest_fit(const Build& build, std::int64_t least, std::int64_t most, std::int64_t room,
                        const TokenCounter& count_tokens) {
   TextSample best = build(least);
@@ -47,7 +47,7 @@ TextSample longest_fit(const Build& build, std::int64_t least, std::int64_t most
   if (best.prompt_tokens > room) return best;
   std::int64_t low = least, high = most + 1, high_tokens = -1;  // low fits; high does not, or was not counted
   std::int64_t units = least, tokens = best.prompt_tokens,
-               stride = 1;  // the slope, with the template in it at first: too steep
+               stride = 1;  // the slope, at first too steep: it includes the template
   for (std::int64_t step = 1; high - low > 1; ++step) {
     const std::int64_t left = room - best.prompt_tokens;
     std::int64_t by = left * units / std::max<std::int64_t>(tokens, 1);
@@ -78,7 +78,7 @@ void check(const TextTaskInfo& task, const TokenCounter& count_tokens, const Tex
                    option, "; given a value for it; allowed with text/needle alone");
   };
   KVKEEP_REQUIRE(count_tokens != nullptr, "make_text_task(", task.name,
-                 "): nothing counts the tokens; given an empty function; allowed one of a tokenizer");
+                 "): count_tokens is empty; given an empty function; allowed one of a tokenizer");
   in_range("length", options.length, kShortest, kLongest);
   in_range("reserved_tokens", options.reserved_tokens, 0, options.length);
   own("depth", options.depth.has_value());

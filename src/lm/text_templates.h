@@ -19,7 +19,7 @@ inline constexpr std::string_view kNiahQuestion =
 inline constexpr std::string_view kNiahAnswer =
     " The special magic {kind} for {query} mentioned in the provided text are";
 
-// Where one value is asked for, RULER replaces Some by A, "are all" by is, are by is, and takes the singular of what it
+// If one value is asked for, RULER replaces Some by A, "are all" by is, are by is, and takes the singular of what it
 // asks for.
 inline constexpr std::string_view kNiahOneText =
     "A special magic {kind} is hidden within the following text. Make sure to memorize it. "

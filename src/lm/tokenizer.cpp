@@ -143,7 +143,7 @@ Tokenizer Tokenizer::from_parts(const TokenizerParts& parts, const std::string& 
 }
 
 std::vector<std::int32_t> Tokenizer::encode(std::string_view utf8, SpecialTokens special, bool add_bos) const {
-  constexpr std::size_t kMost = INT32_MAX / 3;  // U+FFFD and NFC make at most three bytes of one
+  constexpr std::size_t kMost = INT32_MAX / 3;  // U+FFFD and NFC make one byte at most three
   KVKEEP_REQUIRE(utf8.size() <= kMost, "encode: the text has ", utf8.size(), " bytes; allowed at most ", kMost);
   std::vector<std::int32_t> out;
   out.reserve(utf8.size() / 4 + 2);

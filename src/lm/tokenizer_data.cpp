@@ -9,10 +9,10 @@
 namespace kvkeep::lm::detail {
 namespace {
 
-// Ids may leave gaps, but not take memory that the source did not pay for.
+// Ids may have gaps, but not such that a small source takes much memory.
 constexpr std::int64_t kIdsPerToken = 16;
 
-// GPT-2's alphabet: printable bytes of Latin-1 stand for themselves, the others for U+0100 and on, in their order.
+// GPT-2's alphabet: printable bytes of Latin-1 are written as themselves, the others as U+0100 and up, in order.
 constexpr bool stands_for_itself(int byte) { return (byte >= 0x21 && byte <= 0x7e) || (byte >= 0xa1 && byte != 0xad); }
 
 constexpr std::array<std::int16_t, 0x144> kByteOf = [] {
@@ -24,7 +24,7 @@ constexpr std::array<std::int16_t, 0x144> kByteOf = [] {
   return bytes;
 }();
 
-/// The bytes that a token's text stands for; nothing where a character of it is not of the alphabet.
+/// The bytes that a token's text represents; nothing if it has a character outside the alphabet.
 std::optional<std::string> bytes_of(std::string_view written) {
   std::string bytes;
   if (!is_utf8(written)) return std::nullopt;
@@ -60,7 +60,7 @@ TokenizerData::IdsByText TokenizerData::take_vocabulary(const TokenizerPlan& pla
   std::int64_t ids = 0;
   const auto count = [&](std::int64_t id, std::string_view written) {
     KVKEEP_REQUIRE(id >= 0 && id < most, "read tokenizer: ", plan.where, " gives ", io::shown(written), " the id ", id,
-                   "; allowed ids below ", most, ", for it has ", tokens, " tokens");
+                   "; allowed ids below ", most, ", since it has ", tokens, " tokens");
     ids = std::max(ids, id + 1);
   };
   for (const auto& token : plan.vocabulary) count(token.id, token.text);
@@ -75,10 +75,10 @@ TokenizerData::IdsByText TokenizerData::take_vocabulary(const TokenizerPlan& pla
     const auto place = static_cast<std::size_t>(token.id);
     const auto id = static_cast<std::int32_t>(token.id);
     KVKEEP_REQUIRE(!taken[place], "read tokenizer: ", plan.where, " gives ", io::shown(token.text), " the id ", id,
-                   ", which another token has; allowed one token for an id");
+                   ", which another token has; allowed one token per id");
     taken[place] = true;
     KVKEEP_REQUIRE(by_text.emplace(token.text, id).second, "read tokenizer: ", plan.where, " has ",
-                   io::shown(token.text), " twice, at last with id ", id, "; allowed once");
+                   io::shown(token.text), " twice, the second time with id ", id, "; allowed once");
     const std::optional<std::string> bytes = bytes_of(token.text);
     pieces[place] = bytes ? *bytes : std::string(token.text);
     if (!bytes || !token.is_word || bytes->empty()) continue;
@@ -112,8 +112,8 @@ void TokenizerData::take_merges(const TokenizerPlan& plan, const IdsByText& ids)
 
 void TokenizerData::take_added(const TokenizerPlan& plan, const IdsByText& ids) {
   std::vector<AddedToken> before, after;
-  auto next =
-      static_cast<std::int64_t>(plan.vocabulary.size());  // the package numbers new tokens so, whatever the file says
+  auto next = static_cast<std::int64_t>(
+      plan.vocabulary.size());  // the package numbers new tokens this way, whatever the file says
   std::vector<bool> taken(pieces.size());
   for (const auto& token : plan.vocabulary) taken[static_cast<std::size_t>(token.id)] = true;
   for (const auto& [token, is_normalized] : plan.added) {
@@ -131,7 +131,7 @@ void TokenizerData::take_added(const TokenizerPlan& plan, const IdsByText& ids) 
     } else {
       KVKEEP_REQUIRE(token.id == next && !taken[place], "read tokenizer: ", plan.where, " adds the token ", shown(),
                      " with id ", token.id, "; allowed ", next,
-                     ", the first behind the tokens before it, if it is free");
+                     ", the first after the tokens before it, if it is free");
       taken[place] = true;
       pieces[place] = piece_of(token.text);
     }
@@ -141,7 +141,7 @@ void TokenizerData::take_added(const TokenizerPlan& plan, const IdsByText& ids) 
     found.push_back(token);
     if (is_normalized && nfc) found.back().text = detail::nfc(token.text);
   }
-  // Of two that NFC makes one, a control token is found.
+  // Of two tokens that are the same after NFC, a control token is found.
   std::stable_partition(after.begin(), after.end(), [](const AddedToken& token) { return token.special; });
   as_written = AddedTokens(std::move(before));
   normalized = AddedTokens(std::move(after));
@@ -151,7 +151,7 @@ void TokenizerData::take_named(const TokenizerPlan& plan, const IdsByText& ids) 
   if (plan.unknown) {
     const auto found = ids.find(*plan.unknown);
     KVKEEP_REQUIRE(found != ids.end(), "read tokenizer: ", plan.where, " has the unk_token ", io::shown(*plan.unknown),
-                   ", which is no token of its vocabulary; allowed one that is");
+                   ", which is not a token of its vocabulary; allowed one that is");
     unknown = found->second;
   }
   const auto named = [&](const std::optional<std::int64_t>& id, const char* name) -> std::optional<std::int32_t> {
@@ -165,7 +165,7 @@ void TokenizerData::take_named(const TokenizerPlan& plan, const IdsByText& ids) 
   eos = named(plan.eos, "eos");
   eot = named(plan.eot, "eot");
   KVKEEP_REQUIRE(!add_bos || bos, "read tokenizer: ", plan.where,
-                 " puts a bos token in front and names none; allowed with one");
+                 " puts a bos token in front but names none; allowed with one");
   for (const auto& id : {eos, eot})
     if (id) end_tokens.push_back(*id);
   for (const char* name : {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>"})

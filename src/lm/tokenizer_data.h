@@ -1,5 +1,5 @@
 #pragma once
-/// A tokenizer that was checked.
+/// A checked tokenizer.
 
 #include <array>
 #include <cstdint>
@@ -19,17 +19,17 @@ namespace kvkeep::lm::detail {
 struct TokenizerData {
   static constexpr std::int32_t kNone = -1;
 
-  /// Throws InvalidArgument where the plan contradicts itself, before memory is taken for more than it lists.
+  /// Throws InvalidArgument if the plan contradicts itself, before taking memory for more than it lists.
   explicit TokenizerData(const TokenizerPlan& plan);
   TokenizerData(const TokenizerData&) = delete;
   TokenizerData& operator=(const TokenizerData&) = delete;
 
-  std::vector<std::string> pieces;  ///< [ids] bytes; empty where an id has no token
+  std::vector<std::string> pieces;  ///< [ids] bytes; empty if an id has no token
   std::vector<bool> special;        ///< [ids]
   std::unordered_map<std::string_view, std::int32_t>
-      words;                                            ///< by bytes, into `pieces`: what a word may become at once
+      words;  ///< by bytes, into `pieces`: tokens that a whole word may become
   std::unordered_map<std::string, std::int32_t> added;  ///< by text
-  std::array<std::int32_t, 256> byte_tokens;            ///< kNone where there is none
+  std::array<std::int32_t, 256> byte_tokens;            ///< kNone if there is none
   Merges merges;
   AddedTokens as_written, normalized;  ///< found before NFC and after it
   PreTokenizer pre;

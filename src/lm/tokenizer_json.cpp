@@ -9,7 +9,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-/// One object of the file; complaints name the file and where in it the object stands.
+/// One object of the file; errors name the file and the object's place in it.
 class Part {
  public:
   Part(const Json& value, std::string name) : value_(value), name_(std::move(name)) {
@@ -18,7 +18,7 @@ class Part {
 
   [[nodiscard]] const std::string& name() const { return name_; }
 
-  /// Null where it is missing or null, which the package takes for the same.
+  /// Null if it is missing or null, which the package treats alike.
   [[nodiscard]] const Json* find(const std::string& field) const {
     const auto found = value_.find(field);
     return found == value_.end() || found->is_null() ? nullptr : &*found;
@@ -60,7 +60,7 @@ class Part {
     return Part(at(field, "an object"), text(name_, ": ", io::shown(field)));
   }
 
-  /// There is code for one value only.
+  /// Refuses every value but the one that there is code for.
   void only(const char* field, bool allowed, const char* what) const {
     KVKEEP_REQUIRE_AS(Unsupported, allowed, complaint(field, at(field, what)), what);
   }
@@ -77,7 +77,7 @@ class Part {
 void read_vocabulary(const Part& model, TokenizerPlan& plan) {
   const Json& vocabulary = model.at("vocab", "an object of ids by token");
   KVKEEP_REQUIRE(vocabulary.is_object(), "read tokenizer: ", model.name(),
-                 " has a vocab that is no object; allowed an object of ids by token");
+                 " has a vocab that is not an object; allowed an object of ids by token");
   plan.vocabulary.reserve(vocabulary.size());
   for (const auto& [token, number] : vocabulary.get_ref<const Json::object_t&>()) {
     const std::optional<std::int64_t> id = io::whole_number(number, 0, INT32_MAX);
@@ -119,7 +119,7 @@ void read_model(const Part& model, TokenizerPlan& plan) {
   for (const Json& merge : merges) plan.merges.push_back(merge_of(merge, plan.where));
 }
 
-/// The members of a "Sequence", or the one thing that is none.
+/// The members of a "Sequence", or the part itself if it is not one.
 std::vector<Part> sequence(const Part& part, const char* members) {
   if (part.word("type") != "Sequence") return {part};
   std::vector<Part> parts;
@@ -162,7 +162,7 @@ PreTokenizer pre_tokenizer_of(const Part& pre) {
                       " with options that together are none of: ", kPreTokenizerNames);
 }
 
-// What stands around a single text: nothing, or one token in front.
+// What is put around a single text: nothing, or one token in front.
 void read_template(const Part& part, TokenizerPlan& plan) {
   const Json& pieces = part.list("single");
   const auto is = [&](std::size_t i, const char* kind) {
@@ -193,7 +193,7 @@ void read_post_processor(const Part& post, TokenizerPlan& plan) {
 
 void read_added(const Json& tokens, TokenizerPlan& plan) {
   KVKEEP_REQUIRE(tokens.is_array(), "read tokenizer: ", plan.where,
-                 " has added_tokens that are no list; allowed a list");
+                 " has added_tokens that are not a list; allowed a list");
   plan.added.reserve(tokens.size());
   for (const Json& value : tokens) {
     const Part token(value, text(plan.where, ": added_tokens"));

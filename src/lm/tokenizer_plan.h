@@ -1,5 +1,5 @@
 #pragma once
-/// What a source says of a tokenizer, before anything of it is believed.
+/// What a source says about a tokenizer, before any of it is checked.
 
 #include <cstdint>
 #include <nlohmann/json_fwd.hpp>
@@ -18,7 +18,7 @@ struct TokenizerPlan {
   struct Token {
     std::int64_t id = 0;
     std::string_view text;  ///< in GPT-2's alphabet
-    bool is_word = true;    ///< `ignore_merges` may give it to a word
+    bool is_word = true;    ///< a whole word may become it under `ignore_merges`
   };
   struct Added {
     AddedToken token;
@@ -41,8 +41,8 @@ struct TokenizerPlan {
   bool add_bos = false;
 };
 
-/// What a parsed tokenizer.json says, which must outlive the plan. Throws as Tokenizer::from_json() does for what there
-/// is no code for.
+/// What a parsed tokenizer.json says; it must outlive the plan. Throws as Tokenizer::from_json() does for anything that
+/// there is no code for.
 [[nodiscard]] TokenizerPlan plan_of(const nlohmann::json& json, const std::string& where);
 
 }  // namespace kvkeep::lm::detail

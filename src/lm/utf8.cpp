@@ -13,7 +13,7 @@ Utf8Step first_step(std::string_view text) {
   if (first < 0x80) return {Utf8State::good, 1};
   const std::uint32_t length = first < 0xc2 ? 0 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : first < 0xf5 ? 4 : 0;
   if (length == 0) return {Utf8State::bad, 1};
-  // The second byte has a range of its own where a character could be written shorter, is a surrogate, or lies beyond
+  // The second byte has a range of its own if characters could be written shorter, be surrogates, or be beyond
   // U+10FFFF.
   unsigned low = first == 0xe0 ? 0xa0 : first == 0xf0 ? 0x90 : 0x80;
   unsigned high = first == 0xed ? 0x9f : first == 0xf4 ? 0x8f : 0xbf;
@@ -70,7 +70,7 @@ CharClass class_beyond_ascii(char32_t code) {
       return CharClass::space;
     default:
       return code == 0x85 ? CharClass::space
-                          : CharClass::other;  // of the control characters beyond ASCII, next line alone
+                          : CharClass::other;  // of the control characters beyond ASCII, only next line
   }
 }
 

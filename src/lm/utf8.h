@@ -12,7 +12,7 @@ namespace kvkeep::lm::detail {
 
 enum class Utf8State : std::uint8_t {
   good,  ///< a character
-  bad,   ///< the longest beginning of one that cannot go on
+  bad,   ///< the longest beginning of one that cannot continue
   cut,   ///< the text ends within one
 };
 
@@ -21,12 +21,12 @@ struct Utf8Step {
   std::uint32_t bytes;  ///< 1 to 4
 };
 
-/// What stands at the beginning of a text that is not empty.
+/// The first step of a text that is not empty.
 [[nodiscard]] Utf8Step first_step(std::string_view text);
 
 [[nodiscard]] bool is_utf8(std::string_view text);
 
-/// U+FFFD for each step that is no character: Python's bytes.decode("utf-8", errors="replace").
+/// U+FFFD for each step that is not a character: Python's bytes.decode("utf-8", errors="replace").
 [[nodiscard]] std::string replaced_utf8(std::string_view text);
 
 struct Character {
@@ -34,7 +34,7 @@ struct Character {
   std::uint32_t bytes;
 };
 
-/// The character at byte `at`, which must be the first of one, of text that is_utf8.
+/// The character that begins at byte `at` of text that is_utf8.
 [[nodiscard]] inline Character character_at(std::string_view text, std::size_t at) {
   const auto byte = [&](std::size_t i) -> char32_t { return static_cast<unsigned char>(text[at + i]); };
   const char32_t first = byte(0);
@@ -71,7 +71,7 @@ enum class CharClass : std::uint8_t { letter, number, space, other };
 /// \w of Unicode: letters, marks, decimal digits, letter numbers, connectors, joiners.
 [[nodiscard]] bool is_word_character(char32_t code);
 
-/// Normal form C of text that is_utf8. Cost: O(n log n), one pass over bytes where all characters stand below U+0300.
+/// Normal form C of text that is_utf8. Cost: O(n log n), one pass over bytes if all characters are below U+0300.
 [[nodiscard]] std::string nfc(std::string_view text);
 
 }  // namespace kvkeep::lm::detail

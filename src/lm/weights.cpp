@@ -42,16 +42,16 @@ std::vector<LinearSpec> linears_of(const LmConfig& config, std::int32_t layer) {
           {mlp + "down_proj", config.hidden, config.intermediate, config.mlp_bias}};
 }
 
-Tensor widened(const Tensor& tensor) { return tensor.to(kFloat32, /*non_blocking=*/false, /*copy=*/true); }
+Tensor widened(const Tensor& tensor) { return tensor.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true); }
 
-Linear linear_from(const Checkpoint& checkpoint, const LinearSpec& linear, std::optional<ScalarType> dtype) {
+Linear linear_from(const Checkpoint& checkpoint, const LinearSpec& linear, std::optional<Dtype> dtype) {
   Linear loaded{checkpoint.tensor({linear.name + ".weight", {linear.out, linear.in}}, dtype), {}};
   if (linear.bias) loaded.bias = widened(checkpoint.tensor({linear.name + ".bias", {linear.out}}));
   return loaded;
 }
 
 LayerWeights layer_from(const Checkpoint& checkpoint, const LmConfig& config, std::int32_t layer,
-                        std::optional<ScalarType> dtype) {
+                        std::optional<Dtype> dtype) {
   const std::string prefix = layer_prefix(layer);
   const auto norm = [&](const std::string& name, std::int64_t size) {
     return widened(checkpoint.tensor({prefix + name + ".weight", {size}}));
@@ -69,11 +69,11 @@ LayerWeights layer_from(const Checkpoint& checkpoint, const LmConfig& config, st
   return weights;
 }
 
-std::string dtype_name(ScalarType dtype) {
-  return dtype == kFloat32 ? "float32" : dtype == kFloat16 ? "float16" : "bfloat16";
+std::string dtype_name(Dtype dtype) {
+  return dtype == Dtype::f32 ? "float32" : dtype == Dtype::f16 ? "float16" : "bfloat16";
 }
 
-// The standard library promises no bits for its distributions, so the normal numbers are made here.
+// The standard library does not fix the bits of its distributions, so the normal numbers are made here.
 class Normal {
  public:
   explicit Normal(std::uint64_t seed) : bits_(seed) {}
@@ -90,14 +90,14 @@ class Normal {
   std::optional<float> spare_;
 };
 
-Tensor random_tensor(const TensorSpec& spec, Normal& normal, ScalarType dtype) {
-  Tensor values = at::empty(spec.shape, at::TensorOptions(kFloat32));
+Tensor random_tensor(const TensorSpec& spec, Normal& normal, Dtype dtype) {
+  Tensor values = at::empty(spec.shape, at::TensorOptions(at::kFloat));
   const bool is_norm = spec.name.ends_with("norm.weight"), is_bias = spec.name.ends_with(".bias");
   const float mean = is_norm ? 1.0F : 0.0F;
   const float deviation = is_norm || is_bias ? 0.1F : 1.0F / std::sqrt(static_cast<float>(spec.shape.back()));
   float* data = values.mutable_data_ptr<float>();
   for (std::int64_t i = 0; i < values.numel(); ++i) data[i] = mean + deviation * normal();
-  return values.to(dtype);
+  return values.to(torch_dtype(dtype));
 }
 
 }  // namespace
@@ -122,10 +122,9 @@ std::vector<TensorSpec> checkpoint_tensors(const LmConfig& config) {
   return tensors;
 }
 
-Weights Weights::read(const fs::path& path, const LmConfig& config, std::optional<ScalarType> dtype) {
+Weights Weights::read(const fs::path& path, const LmConfig& config, std::optional<Dtype> dtype) {
   config.check();
-  KVKEEP_REQUIRE(!dtype || is_scorable(*dtype), "read weights: dtype is ", c10::toString(*dtype),
-                 "; allowed f32, f16, bf16");
+  KVKEEP_REQUIRE(!dtype || is_scorable(*dtype), "read weights: dtype is ", *dtype, "; allowed f32, f16, bf16");
   const std::unique_ptr<const Checkpoint> checkpoint = Checkpoint::open(path, config);
   for (const TensorSpec& tensor : checkpoint_tensors(config)) checkpoint->check(tensor);  // all checks before any work
   Weights weights;
@@ -140,7 +139,7 @@ Weights Weights::read(const fs::path& path, const LmConfig& config, std::optiona
 
 Weights Weights::to(Device device) const {
   const auto move = [&](Tensor& tensor) {
-    if (tensor.defined()) tensor = tensor.to(device);
+    if (tensor.defined()) tensor = tensor.to(torch_device(device));
   };
   Weights moved = *this;
   try {
@@ -166,11 +165,10 @@ Weights Weights::to(Device device) const {
   return moved;
 }
 
-void write_random_checkpoint(const fs::path& folder, const LmConfig& config, std::uint64_t seed, ScalarType dtype,
+void write_random_checkpoint(const fs::path& folder, const LmConfig& config, std::uint64_t seed, Dtype dtype,
                              std::int32_t shards, LmConfig::Layout layout) {
   config.check();
-  KVKEEP_REQUIRE(is_scorable(dtype), "write random checkpoint: dtype is ", c10::toString(dtype),
-                 "; allowed f32, f16, bf16");
+  KVKEEP_REQUIRE(is_scorable(dtype), "write random checkpoint: dtype is ", dtype, "; allowed f32, f16, bf16");
   const std::vector<TensorSpec> tensors = checkpoint_tensors(config);
   KVKEEP_REQUIRE(shards >= 1 && static_cast<std::size_t>(shards) <= tensors.size(),
                  "write random checkpoint: shards is ", shards, "; allowed 1 to ", tensors.size());
@@ -187,7 +185,7 @@ void write_random_checkpoint(const fs::path& folder, const LmConfig& config, std
   for (std::size_t shard = 0; shard < count; ++shard) {
     const std::string file = shards == 1 ? "model.safetensors"
                                          : text("model-", numbered(shard + 1), "-of-", numbered(count), ".safetensors");
-    std::vector<std::pair<std::string, Tensor>> part;
+    std::vector<std::pair<std::string, kvkeep::Tensor>> part;
     for (std::size_t i = shard * tensors.size() / count; i < (shard + 1) * tensors.size() / count; ++i) {
       part.emplace_back(tensors[i].name, random_tensor(tensors[i], normal, dtype));
       index["weight_map"][tensors[i].name] = file;

@@ -1,4 +1,4 @@
-// Variables that follow each other, words that stand most often: ruler/vt, ruler/cwe, ruler/fwe.
+// Chains of variables, most frequent words: ruler/vt, ruler/cwe, ruler/fwe.
 
 #include <algorithm>
 #include <functional>
@@ -19,14 +19,14 @@ std::string letters(Dice& dice, char first, int count) {
   return result;
 }
 
-/// `sample` behind a solved one.
+/// `sample` after a solved one.
 TextSample with_example(const std::string& example, TextSample sample) {
   sample.context = example + sample.context;
   for (TextNeedle& needle : sample.needles) needle.offset += example.size();
   return sample;
 }
 
-/// One text of vt, with names of so many letters.
+/// One text of vt, with names of `name_letters` letters.
 TextSample assignments(Dice& dice, std::int64_t lines, int name_letters, std::string_view value) {
   Deck deck(dice, lines);
   std::vector<std::int64_t> places;

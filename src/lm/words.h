@@ -6,8 +6,8 @@
 
 namespace kvkeep::lm {
 
-/// Lower-case ASCII, four letters or more. No word is in two lists, and none is a part of another: an answer that holds
-/// a word was meant to.
+/// Lower-case ASCII, four letters or more. No word is in two lists, and none is a part of another, so an answer that
+/// contains a word means it.
 std::span<const std::string_view> adjectives();  ///< 214
 std::span<const std::string_view> nouns();       ///< 538
 std::span<const std::string_view> verbs();       ///< 308

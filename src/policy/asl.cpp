@@ -1,11 +1,9 @@
 #include "kvkeep/policy/asl.h"
 
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <utility>
 
+#include "kvkeep/core/parallel.h"
 #include "kvkeep/core/problems.h"
 #include "kvkeep/keep/select.h"
 #include "kvkeep/layers/last_query.h"
@@ -17,18 +15,17 @@ namespace {
 
 constexpr std::int32_t kLastQueryPool = 5;  ///< GemFilter's
 
-/// SnapKV: of every row the best `slots - window` and the window.
+/// SnapKV: the best `slots - window` of every row, and the window.
 KeepSet keep_best(const RowTable& table, const Tensor& scores, std::int32_t slots, std::int32_t window) {
   KeepSet keep;
   for (std::size_t r = 0; r <= table.rows.size(); ++r) keep.indptr.push_back(static_cast<std::int64_t>(r) * slots);
-  keep.slots = at::empty({keep.indptr.back()}, at::TensorOptions().dtype(kInt32));
-  at::parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+  keep.slots = empty({keep.indptr.back()}, Dtype::i32);
+  parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
     std::vector<std::uint64_t> keys;
     for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r) {
       const Row& row = table.rows[r];
-      select({scores.const_data_ptr<float>() + row.first, static_cast<std::size_t>(row.length)},
-             {.sinks = 0, .recents = window}, keys,
-             {keep.slots.data_ptr<std::int32_t>() + keep.indptr[r], static_cast<std::size_t>(slots)});
+      select({scores.data<float>() + row.first, static_cast<std::size_t>(row.length)}, {.sinks = 0, .recents = window},
+             keys, {keep.slots.data<std::int32_t>() + keep.indptr[r], static_cast<std::size_t>(slots)});
     }
   });
   return keep;
@@ -46,7 +43,7 @@ class AslPass final : public PromptPass {
   [[nodiscard]] Decision decide(const Evidence& evidence) override {
     const std::int32_t layer = evidence.table.rows.front().layer, present = evidence.table.rows.front().length;
     KVKEEP_REQUIRE_AS(StateError, wants(layer, present) > 0, "prompt pass: layer ", layer, " with ", present,
-                      " tokens is not asked; allowed layers that wants() names");
+                      " tokens is not due; allowed layers that wants() names");
     const bool ranked = selector_.wants(layer);
     const PromptScores scores =
         prompt_scores(evidence, {.window = window_, .pool = options_.pool, .kind = options_.pooling});
@@ -63,7 +60,7 @@ class AslPass final : public PromptPass {
   }
 
  private:
-  /// Whether a layer that `present` tokens have reached keeps fewer of them.
+  /// True if a layer that `present` tokens have reached keeps fewer of them.
   [[nodiscard]] bool cuts(std::int32_t present) const {
     if (present <= window_) return false;
     return options_.cache > 0 ? present > options_.cache
@@ -73,7 +70,7 @@ class AslPass final : public PromptPass {
   void rank(const Evidence& evidence, std::int32_t layer, const PromptScores& scores, Decision& decision) {
     const Tensor mass = options_.selector.reads_mass() ? token_mass(evidence, scores.sums, window_) : Tensor();
     const auto floats = [](const Tensor& t) {
-      return std::span<const float>(t.const_data_ptr<float>(), static_cast<std::size_t>(t.numel()));
+      return std::span<const float>(t.data<float>(), static_cast<std::size_t>(t.numel()));
     };
     const bool selects =
         selector_.see(layer, floats(scores.tokens), mass.defined() ? floats(mass) : std::span<const float>());
@@ -111,15 +108,15 @@ std::vector<std::string> AslOptions::problems() const {
   std::vector<std::string> found = resolved.problems();
   if (pool < 1 || pool % 2 == 0) found.push_back(text("pool: ", pool, "; allowed odd numbers from 1 on"));
   if (cache != 0 && cache <= selector.window)
-    found.push_back(text("cache: ", cache, " slots, the window of ", selector.window,
-                         " included; allowed more than the window, or 0 for all"));
+    found.push_back(text("cache: ", cache, " slots, including the window of ", selector.window,
+                         "; allowed more than the window, or 0 for all"));
   if (!(cache_mass >= 0 && cache_mass <= 1))
     found.push_back(text("cache_mass: ", cache_mass, "; allowed a share above 0, up to 1, or 0 for all"));
-  if (cache > 0 && cache_mass > 0) found.push_back("cache and cache_mass: both are set; allowed one of them");
+  if (cache > 0 && cache_mass > 0) found.push_back("cache and cache_mass: both are set; allowed only one of them");
   if (two_pass && (cache > 0 || cache_mass > 0))
     found.push_back("cache: the first of two passes keeps no cache; allowed 0");
   if (!two_pass && indices != Indices::ranks)
-    found.push_back("indices: they are the last query's without a second pass; allowed ranks");
+    found.push_back("indices: the last query's need a second pass; allowed ranks");
   return found;
 }
 

@@ -12,7 +12,7 @@ void DeviceColumns::grow(std::int32_t capacity) {
   std::int32_t used = 0;
   for (const RowLengths& row : rows_) used = std::max(used, std::min(row.length, capacity_));
   const std::array<DeviceMemory*, 3> columns = {&positions_, &credit_, &tally_};
-  std::array<DeviceMemory, 3> larger;  // all of it before anything is replaced
+  std::array<DeviceMemory, 3> larger;  // all allocated before anything is replaced
   for (std::size_t c = 0; c < columns.size(); ++c)
     if (columns[c]->get() != nullptr || columns[c] == &positions_) larger[c] = column(capacity);
   retired_.reserve(retired_.size() + columns.size());

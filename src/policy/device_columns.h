@@ -1,6 +1,6 @@
 #pragma once
-/// Columns of one sequence in the memory of a device. The host knows lengths, and positions that came since the last
-/// event: they reach the device with the next one.
+/// Columns of one sequence in the memory of a device. The host knows the lengths, and the positions that came since the
+/// last event: they reach the device with the next one.
 
 #include "kvkeep/core/accelerator.h"
 #include "kvkeep/core/columns.h"
@@ -11,11 +11,11 @@ class DeviceColumns final : public Columns {
  public:
   DeviceColumns(std::int32_t rows, Accelerator& accelerator);
 
-  /// Allocates where a row outgrows its memory, by half again. What it had before is freed, or kept where a graph may
-  /// use it.
+  /// Allocates if a row outgrows its memory, half as much again. The old memory is freed, or kept if a graph may use
+  /// it.
   void reserve(std::int32_t slots) override;
   void append(std::span<const std::int32_t> positions) override;
-  void reserve_settled(std::int32_t, std::int64_t, bool, bool) override {}  // target() has
+  void reserve_settled(std::int32_t, std::int64_t, bool, bool) override {}  // target() does
   void settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit, const float* tally) override;
   void truncate(std::int32_t slots) override;
   [[nodiscard]] std::int32_t length(std::int32_t row) const override {
@@ -27,10 +27,10 @@ class DeviceColumns final : public Columns {
   [[nodiscard]] std::span<const std::int32_t> positions(std::int32_t row) const override;
   [[nodiscard]] std::span<const float> credit(std::int32_t row) const override;
 
-  /// Where an event writes the columns of a row. Allocates what is asked for the first time.
+  /// Where an event writes the columns of a row. Allocates each column when it is first requested.
   [[nodiscard]] ColumnTarget target(std::int32_t row, bool credit, bool tally);
 
-  /// Settled rows hold all of their positions on the device.
+  /// Settled rows have all their positions on the device.
   void finish_event(std::int32_t /*room*/) noexcept override { newest_.clear(); }
 
  private:

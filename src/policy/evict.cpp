@@ -9,8 +9,8 @@
 namespace kvkeep {
 namespace {
 
-/// Gives rows that share one selection the same scores, in place. Rows lie in the order layer, sequence, head; a
-/// sequence's rows are equally long.
+/// Gives rows that share one selection the same scores, in place. Rows are in the order layer, sequence, head; all rows
+/// of a sequence have one length.
 void share_scores(const Evidence& evidence, const Limits& limits, Sharing share, float* g) {
   const RowTable& table = evidence.table;
   const auto heads = static_cast<std::size_t>(evidence.spec.kv_heads);
@@ -53,7 +53,7 @@ void share_scores(const Evidence& evidence, const Limits& limits, Sharing share,
     }
 }
 
-/// Dropped slots of one row into spans: what each segment drops is one, small ones joined with what follows, large ones
+/// Groups the dropped slots of one row into spans, one per segment: small spans merge with the next, large ones are
 /// cut.
 void fold_row(const KeepSet& keep, std::size_t r, std::int32_t length, std::span<const std::int32_t> ends,
               const RestOptions& rest, Fold& fold) {
@@ -76,7 +76,7 @@ void fold_row(const KeepSet& keep, std::size_t r, std::int32_t length, std::span
   if (pieces.empty() || dropped() - pieces.back() >= rest.min_span)
     pieces.push_back(dropped());
   else
-    pieces.back() = dropped();  // the last few join those before
+    pieces.back() = dropped();  // the last few join the previous span
   std::int64_t begin = 0;
   for (const std::int64_t end : pieces) {
     const std::int64_t count = (end - begin + rest.max_span - 1) / rest.max_span;
@@ -100,7 +100,7 @@ Fold fold_rest(const RowTable& table, const Decision& decision, const RestOption
              rest, fold);
     fold.indptr.push_back(static_cast<std::int64_t>(fold.spans.size()) - 1);
     if (!weighed) continue;
-    const float* mass = decision.allotment->mass.data.const_data_ptr<float>() + row.first;
+    const float* mass = decision.allotment->mass.data.data<float>() + row.first;
     std::transform(fold.slots.begin() + first, fold.slots.end(), std::back_inserter(fold.weights),
                    [mass](std::int32_t slot) { return mass[slot]; });
   }
@@ -124,8 +124,8 @@ Evict::Evict(std::string name, std::unique_ptr<Scorer> scorer, std::unique_ptr<A
       retention_(retention),
       json_(std::move(json)) {
   const std::int64_t least = std::int64_t{retention_.sink} + std::max(scorer_->keeps_newest(), 1);
-  KVKEEP_REQUIRE(least <= INT32_MAX, "policy: sink of ", name_, " and what it always keeps beside come to ", least,
-                 " slots; allowed at most ", INT32_MAX);
+  KVKEEP_REQUIRE(least <= INT32_MAX, "policy: sink of ", name_, " and the other slots it always keeps add up to ",
+                 least, " slots; allowed at most ", INT32_MAX);
   if (retention_.variant == Variant::strict) retention_.recent = std::max(retention_.recent, scorer_->keeps_newest());
   Budget& budget = retention_.trigger.budget;
   budget.least = std::max(budget.least, retention_.sink + 1);
@@ -136,7 +136,7 @@ Evict::Evict(std::string name, std::unique_ptr<Scorer> scorer, std::unique_ptr<A
 
 Needs needs_of(const Retention& retention, const Scorer& scorer, const Allocator& allocator) {
   Needs needs = scorer.needs();
-  // The published window leaves out one query that was seen.
+  // The published window leaves out one query that has been seen.
   if (allocator.window() > 0) {
     needs.queries = std::max(needs.queries, allocator.window() + (retention.variant == Variant::official ? 1 : 0));
     needs.keys = true;
@@ -209,10 +209,10 @@ Decision Evict::decide(const Evidence& evidence) const {
   decision.reason = Reason::over_budget;
   decision.scores = scorer_->score(evidence, limits, seen);
   if (scorer_->accumulates())
-    decision.tally = decision.scores.data.clone();  // sharing and allocators may change the scores for ranking's sake
+    decision.tally = clone(decision.scores.data);  // sharing and allocators may change the scores for ranking
   decision.share = retention_.share;
   if (retention_.share != Sharing::per_layer_per_head)
-    share_scores(evidence, limits, retention_.share, decision.scores.data.data_ptr<float>());
+    share_scores(evidence, limits, retention_.share, decision.scores.data.data<float>());
   allocator_->allot(evidence, limits, seen, decision);
   if (retention_.rest != nullptr && decision.keep)
     decision.fold = fold_rest(evidence.table, decision, *retention_.rest);

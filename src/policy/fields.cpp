@@ -34,8 +34,8 @@ const nlohmann::json* Fields::find(const char* name, Aliases aliases) {
   for (const char* alias : aliases) {
     taken_.push_back(full_name(alias));
     if (!object->contains(alias)) continue;
-    KVKEEP_REQUIRE(found == nullptr, "policy: ", full_name(name), " is given twice, also under the alias ", alias,
-                   "; allowed once");
+    KVKEEP_REQUIRE(found == nullptr, "policy: ", full_name(name), " is given twice, the second time under the alias ",
+                   alias, "; allowed once");
     found = &(*object)[alias];
   }
   return found;

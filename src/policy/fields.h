@@ -1,6 +1,5 @@
 #pragma once
-/// One description of an options struct serves reading JSON, writing the resolved JSON and telling people what there
-/// is.
+/// One description of an options struct serves to read JSON, to write the resolved JSON and to list the options.
 
 #include <algorithm>
 #include <cstdint>
@@ -20,23 +19,23 @@ namespace kvkeep {
 /// options and `resolved()`; listing fills `listed()` from the defaults.
 class Fields {
  public:
-  /// `folder`: where relative file names are taken from.
+  /// `folder`: base of relative file names.
   static Fields reader(const nlohmann::json& from, std::filesystem::path folder = {}) {
     return Fields(&from, std::move(folder));
   }
   static Fields lister() { return Fields(nullptr, {}); }
   [[nodiscard]] bool listing() const { return from_ == nullptr; }
-  /// True where this object gives `name`, whatever it holds.
+  /// True if this object has the key `name`, whatever its value.
   [[nodiscard]] bool has(const char* name) const { return !listing() && from_->contains(name); }
 
   bool uneven_heads =
-      false;  ///< rows of a layer may differ in length: scorers that read them side by side have other defaults
-  bool values_weighed = false;  ///< the allocator weighs values itself: scorers that do so too have other defaults
+      false;  ///< rows of a layer may differ in length: changes the defaults of scorers that read them side by side
+  bool values_weighed = false;  ///< the allocator weighs values itself: changes the defaults of scorers that do so too
 
   using Aliases = std::initializer_list<const char*>;
 
-  /// True when it was given. `fallback`, where set, stands for the default in lists; an option that is not given is
-  /// then left out of `resolved()`.
+  /// True if it was given. `fallback`, if set, replaces the default in lists; an option that is not given is then left
+  /// out of `resolved()`.
   bool integer(const char* name, std::int64_t& value, std::int64_t least, std::int64_t most, const char* what,
                Aliases aliases = {}, const char* fallback = nullptr);
   bool integer(const char* name, std::int32_t& value, std::int64_t least, std::int64_t most, const char* what,
@@ -44,7 +43,7 @@ class Fields {
   /// `low_open`, `high_open`: the bound itself is not allowed.
   bool real(const char* name, double& value, double low, bool low_open, double high, bool high_open, const char* what,
             Aliases aliases = {}, const char* fallback = nullptr);
-  /// A number as real(), or the word, which sets `chosen`.
+  /// A number as in real(), or the word, which sets `chosen`.
   void real_or(const char* name, double& value, double low, bool low_open, double high, bool high_open,
                const char* word, bool& chosen, const char* what);
   /// Reading only: throws unless exactly one of these options was given.
@@ -69,19 +68,19 @@ class Fields {
     if (!listing()) put(name, canonical->first);
   }
 
-  /// A string option of free form: what was given, or `fallback`.
+  /// A free-form string option: the given value, or `fallback`.
   std::string word(const char* name, const std::string& fallback, const std::string& allowed, const char* what,
                    Aliases aliases = {});
 
-  /// True where the option `name` of sub-object `scope` was given (and is `word`): for defaults that follow from an
-  /// option that is described later.
+  /// True if the option `name` of sub-object `scope` was given (and is `word`): for defaults that depend on an option
+  /// described later.
   [[nodiscard]] bool gives(const char* scope, const char* name) const;
   [[nodiscard]] bool says(const char* scope, const char* name, const char* word) const;
 
   /// A file that must be named; relative to the reader's folder. Empty while listing.
   std::filesystem::path file(const char* name, const char* what);
 
-  /// The same of a file that need not be named; empty where it is not.
+  /// The same for a file that may be left out; then empty.
   std::filesystem::path optional_file(const char* name, const char* what);
 
   [[noreturn]] void bad(const char* name, const nlohmann::json& given, const std::string& allowed) const;
@@ -90,7 +89,7 @@ class Fields {
   void enter(const char* scope);
   void leave();
 
-  /// Reading only: throws for keys that no option took.
+  /// Reading only: throws for keys that no option used.
   void finish(const std::string& policy) const;
 
   /// Every option with its value, defaults included.
@@ -116,7 +115,7 @@ class Fields {
   const nlohmann::json* from_;  ///< null while listing
   std::filesystem::path folder_;
   std::string scope_;
-  std::vector<std::string> taken_;    ///< full names that were asked for
+  std::vector<std::string> taken_;    ///< full names that were requested
   std::vector<std::string> offered_;  ///< canonical full names, for messages
   nlohmann::ordered_json resolved_ = nlohmann::ordered_json::object();
   std::vector<OptionInfo> listed_;

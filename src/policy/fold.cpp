@@ -1,8 +1,4 @@
-// Keeper's part of folded spans: what leaves the rows, and what attention reads of it.
-
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/ones_like.h>
-#include <ATen/ops/zeros.h>
+// Keeper's part of folded spans: the slots that leave the rows, and what attention reads of them.
 
 #include <algorithm>
 #include <utility>
@@ -11,17 +7,17 @@
 
 namespace kvkeep {
 
-/// Every slot that folds is dropped, and lies in one span.
+/// Every slot that folds is dropped, and is in one span.
 void Keeper::check_fold(const Plan& plan) const {
   const Fold& fold = *plan.decision.fold;
   KVKEEP_REQUIRE(policy_->memory() != nullptr, "fold: policy ", policy_->name(),
-                 " does not say how folded spans are kept; allowed with KVPolicy::memory()");
+                 " does not say how folded spans are kept; allowed only with KVPolicy::memory()");
   KVKEEP_REQUIRE(plan.decision.keep && fold.indptr.size() == plan.table.rows.size() + 1 &&
                      fold.indptr.back() == static_cast<std::int64_t>(fold.spans.size()) - 1 &&
                      fold.spans.back() == static_cast<std::int64_t>(fold.slots.size()) &&
                      (fold.weights.empty() || fold.weights.size() == fold.slots.size()) &&
                      (fold.settled.empty() || fold.settled.size() == plan.table.groups.size()),
-                 "fold: its tables do not fit ", plan.table.rows.size(), " rows of ", plan.table.groups.size(),
+                 "fold: its tables do not match ", plan.table.rows.size(), " rows of ", plan.table.groups.size(),
                  " groups; allowed one more entry than rows, and than spans");
   for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
     const Row& row = plan.table.rows[r];
@@ -38,7 +34,7 @@ void Keeper::check_fold(const Plan& plan) const {
         KVKEEP_REQUIRE(slot >= 0 && slot < row.length, where(), " is outside the row; allowed 0 to ", row.length - 1);
         std::int32_t& held = owner[static_cast<std::size_t>(slot)];
         KVKEEP_REQUIRE(held != -2, where(), " stays; allowed slots that are dropped");
-        KVKEEP_REQUIRE(held == -1, where(), " lies in span ", held, " too; allowed in one");
+        KVKEEP_REQUIRE(held == -1, where(), " is in span ", held, " too; allowed in only one");
         held = number;
       }
     }
@@ -49,7 +45,7 @@ std::vector<SpanRow> Keeper::fold_dropped(const Plan& plan, const CacheView& vie
   if (!plan.decision.fold) return {};
   const Fold& fold = *plan.decision.fold;
   const MemoryOptions& memory = *policy_->memory();
-  std::vector<std::vector<std::int64_t>> spans(plan.table.rows.size());  // where each begins among the row's own slots
+  std::vector<std::vector<std::int64_t>> spans(plan.table.rows.size());  // where each begins among the slots of its row
   std::vector<RowFold> rows;
   for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
     const Row& row = plan.table.rows[r];
@@ -106,13 +102,13 @@ void Keeper::surprise(SequenceId sequence, std::span<const float> nats) {
   if (!needs_.surprisal) return;
   const std::int64_t open = s.logical - s.surprised;
   KVKEEP_REQUIRE(static_cast<std::int64_t>(nats.size()) <= open, "surprise: ", nats.size(), " tokens of sequence ",
-                 sequence, "; ", open, " of the ", s.logical, " observed have none yet, allowed at most these");
+                 sequence, "; ", open, " of the ", s.logical, " observed have none yet; allowed at most that many");
   const auto newest = s.columns->newest();
   const auto positions = newest.last(static_cast<std::size_t>(open));
   for (std::size_t i = 0; i < nats.size(); ++i) {
     const auto at = static_cast<std::size_t>(positions[i]);
     if (const auto had = static_cast<std::int64_t>(s.surprisal.size());
-        had <= positions[i]) {  // 0 for a prefix that was never seen, nothing for positions without a token
+        had <= positions[i]) {  // 0 for a prefix that was never seen, kNoToken for positions without a token
       s.surprisal.resize(at + 1, kNoToken);
       if (had < s.prefix)
         std::fill(s.surprisal.begin() + had, s.surprisal.begin() + std::min<std::int64_t>(s.prefix, positions[i]),
@@ -125,19 +121,19 @@ void Keeper::surprise(SequenceId sequence, std::span<const float> nats) {
 
 void Keeper::check_attended(const Observation& o, const Attended& attended) const {
   KVKEEP_REQUIRE(o.queries.defined(), "view: layer ", o.layer,
-                 " comes without queries; folded spans are read by them, allowed those of every token");
+                 " has no queries, and folded spans are read by queries; allowed the queries of every token");
   check_queries("view", o);
   const std::int64_t tokens = o.indptr.back();
   KVKEEP_REQUIRE(o.basis == QueryBasis::post_rope, "view: queries of layer ", o.layer,
-                 " come before RoPE; allowed after it");
-  const auto fits = [](const Tensor& t, at::IntArrayRef shape) {
-    return t.defined() && t.scalar_type() == kFloat32 && t.device().is_cpu() && t.is_contiguous() && t.sizes() == shape;
+                 " are taken before RoPE; allowed after RoPE");
+  const auto fits = [](const Tensor& t, Shape shape) {
+    return t.defined() && t.dtype() == Dtype::f32 && t.device().is_cpu() && t.is_contiguous() && t.sizes() == shape;
   };
   KVKEEP_REQUIRE(fits(attended.out, {tokens, spec_.query_heads, spec_.value_dim}) &&
                      fits(attended.log_sum_exp, {tokens, spec_.query_heads}),
-                 "view: what attention gave in layer ", o.layer, " does not fit; allowed contiguous f32 [", tokens,
-                 ", ", spec_.query_heads, ", ", spec_.value_dim, "] and [", tokens, ", ", spec_.query_heads,
-                 "] on the CPU");
+                 "view: the output of attention in layer ", o.layer,
+                 " has the wrong shape, dtype or device; allowed contiguous f32 [", tokens, ", ", spec_.query_heads,
+                 ", ", spec_.value_dim, "] and [", tokens, ", ", spec_.query_heads, "] on the CPU");
 }
 
 ReadCounts Keeper::view(const Observation& o, const Attended& attended) {
@@ -174,13 +170,19 @@ ReadCounts Keeper::view(const Observation& o, const Attended& attended) {
         .damage = memory->damage,
         .cache = near_.get()};
     const Tensor lse = attended.log_sum_exp.narrow(0, first, tokens), out = attended.out.narrow(0, first, tokens);
-    const Tensor seen = lse.ne(-std::numeric_limits<float>::infinity());
-    OpenAttention open{lse, seen.to(kFloat32), out};
-    out.masked_fill_(seen.logical_not().unsqueeze(2), 0);
+    OpenAttention open{lse, empty(lse.sizes(), Dtype::f32), out};
+    const std::int64_t dim = out.size(2);
+    float *sums = open.sum.data<float>(), *outputs = out.data<float>();
+    for (std::int64_t n = 0; n < lse.numel(); ++n) {
+      const bool seen = lse.data<float>()[n] != -std::numeric_limits<float>::infinity();
+      sums[n] = seen ? 1.0F : 0.0F;
+      if (!seen) std::fill_n(outputs + n * dim, dim, 0.0F);
+    }
     std::vector<std::vector<std::int32_t>> opened;
     counts += read_memory(open, rows, o.queries.narrow(0, first, tokens), spec_.scale(), reading, &opened);
-    out.div_(open.sum.unsqueeze(2));
-    lse.copy_(open.log_mass());
+    for (std::int64_t n = 0; n < lse.numel(); ++n)
+      for (float* x = outputs + n * dim; x < outputs + (n + 1) * dim; ++x) *x /= sums[n];
+    copy(open.log_mass(), lse);
     std::ranges::move(opened, s.opened.begin() + first_row);
     viewed = s.logical;
   }
@@ -189,8 +191,8 @@ ReadCounts Keeper::view(const Observation& o, const Attended& attended) {
   return counts;
 }
 
-/// Spans that the layer behind opened last, each of its rows in turn: likely it opens them again. The first layer
-/// stands behind the last.
+/// Prefetches the spans that the next layer opened last, because it is likely to open them again. The first layer
+/// follows the last.
 void Keeper::bring_next(std::span<const SequenceId> sequences, std::int32_t index) const {
   if (far_->file_bytes() == 0) return;
   const std::int32_t next = (index + 1) % static_cast<std::int32_t>(full_layers_.size()) * spec_.kv_heads;
@@ -220,7 +222,7 @@ FoldedState Keeper::folded(SequenceId sequence) const {
 const SpanRow& Keeper::spans(SequenceId sequence, std::int32_t layer, std::int32_t head) const {
   const Sequence& s = at(sequence);
   KVKEEP_REQUIRE_AS(Unsupported, !s.memory.empty(), "kvkeep: policy ", policy_->name(),
-                    " does not fold; allowed under one that does");
+                    " does not fold; allowed only with one that does");
   return s.memory[static_cast<std::size_t>(row_of(layer, head))];
 }
 

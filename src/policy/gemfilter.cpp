@@ -19,12 +19,12 @@ class GemFilterPass final : public PromptPass {
   [[nodiscard]] Decision decide(const Evidence& evidence) override {
     const std::int32_t layer = evidence.table.rows.front().layer;
     KVKEEP_REQUIRE_AS(StateError, wants(layer, tokens_) > 0, "prompt pass: layer ", layer,
-                      " is not asked; allowed layer ", options_.layer);
+                      " is not due; allowed layer ", options_.layer);
     const Tensor scores = last_query_scores(evidence, options_.pool);
     Decision decision;
     decision.reason = Reason::select_layer;
-    decision.narrow = tokens_of(
-        best_tokens({scores.const_data_ptr<float>(), static_cast<std::size_t>(scores.numel())}, options_.select));
+    decision.narrow =
+        tokens_of(best_tokens({scores.data<float>(), static_cast<std::size_t>(scores.numel())}, options_.select));
     decision.narrow->afresh = true;
     return decision;
   }

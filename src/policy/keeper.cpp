@@ -13,16 +13,13 @@
 namespace kvkeep {
 namespace {
 
-/// Positions of a policy that reads surprisal lie below it: 64 MiB of numbers per sequence.
-constexpr std::int32_t kMostSurprisals = 1 << 24;
-
 /// K and V bytes of one slot of one head, scales included.
 std::int64_t slot_bytes(const ModelSpec& spec, const LayerKv& layer) {
   const auto of = [&spec](const auto& kv) -> std::int64_t {
     if constexpr (std::is_same_v<std::decay_t<decltype(kv)>, std::monostate>) {
       return 0;
     } else {
-      const auto scale = [](const Tensor& t) { return t.defined() ? static_cast<std::int64_t>(t.element_size()) : 0; };
+      const auto scale = [](const Tensor& t) { return t.defined() ? t.element_size() : 0; };
       return spec.key_dim * static_cast<std::int64_t>(kv.keys.element_size()) +
              spec.value_dim * static_cast<std::int64_t>(kv.values.element_size()) + scale(kv.key_scales) +
              scale(kv.value_scales);
@@ -43,7 +40,7 @@ std::int64_t live_bytes(const ModelSpec& spec, std::span<const std::int32_t> ful
   return bytes;
 }
 
-/// Rows of one sequence may end up unequal only where the view can say so.
+/// Rows of one sequence may only end up unequal if the view can express it.
 void require_one_length(const RowTable& table, const KeepSet& keep, const CacheView& view) {
   if (view.lengths.per_row()) return;
   std::vector<std::int64_t> lengths(view.sequences.size(), -1);
@@ -51,12 +48,12 @@ void require_one_length(const RowTable& table, const KeepSet& keep, const CacheV
     std::int64_t& length = lengths[static_cast<std::size_t>(table.rows[r].sequence)];
     KVKEEP_REQUIRE(length < 0 || length == keep.count(r), "apply: rows of sequence ",
                    view.sequences[static_cast<std::size_t>(table.rows[r].sequence)], " keep ", length, " and ",
-                   keep.count(r), " slots; the view has one length a sequence, allowed with one length a row");
+                   keep.count(r), " slots, but the view has one length per sequence; allowed one length per row");
     length = keep.count(r);
   }
 }
 
-/// After an event that did not come about.
+/// After an event that failed.
 void give_back_taken(std::span<const PageMove> planned, std::span<const PageMove> taken, PageAllocator* pages) {
   for (std::size_t i = 0; i < planned.size(); ++i)
     for (std::size_t p = 0; p < planned[i].after.size(); ++p)
@@ -65,7 +62,7 @@ void give_back_taken(std::span<const PageMove> planned, std::span<const PageMove
 
 void write_table(std::span<const PageMove> moves, const CacheView& view) noexcept {
   for (const PageMove& move : moves) {
-    std::int32_t* row = view.block_table.data_ptr<std::int32_t>() + move.sequence * view.block_table.stride(0);
+    std::int32_t* row = view.block_table.data<std::int32_t>() + move.sequence * view.block_table.stride(0);
     std::copy(move.after.begin(), move.after.end(), row);
     std::fill(row + move.after.size(), row + move.before.size(), -1);
   }
@@ -79,54 +76,57 @@ std::vector<std::string> problems(const KVPolicy& policy, const ModelSpec& spec,
   if (provided.accelerator != nullptr) {
     for (std::string& one : provided.accelerator->problems(policy, spec)) found.push_back(std::move(one));
     if (policy.narrows())
-      found.push_back(text("device: ", policy.name(), " narrows prompts, which a keeper does on the CPU only; given ",
+      found.push_back(text("device: ", policy.name(), " narrows prompts, which a keeper does only on the CPU; given ",
                            provided.accelerator->device().str()));
     if (needs.statistics_from >= 0)
       found.push_back(text("device: ", policy.name(),
-                           " reads statistics of every query, which are kept on the CPU only; given ",
+                           " reads statistics of every query, which are kept only on the CPU; given ",
                            provided.accelerator->device().str()));
   }
   if (policy.memory() != nullptr) {
     if (provided.accelerator != nullptr)
-      found.push_back(text("device: ", policy.name(), " folds spans, which a keeper does on the CPU only; given ",
+      found.push_back(text("device: ", policy.name(), " folds spans, which a keeper does only on the CPU; given ",
                            provided.accelerator->device().str()));
     if (!provided.reads_folded)
-      found.push_back(text("reads_folded: ", policy.name(),
-                           " folds spans; the engine does not say that it calls view() behind each layer's attention"));
+      found.push_back(
+          text("reads_folded: ", policy.name(),
+               " folds spans, but the engine does not say that it calls view() after each layer's attention"));
   }
   if (needs.surprisal && !provided.surprisal)
-    found.push_back(text("surprisal: ", policy.name(), " reads that of every token; the engine gives none"));
+    found.push_back(text("surprisal: ", policy.name(), " reads that of every token, but the engine supplies none"));
   if (needs.queries > 0 && !provided.queries)
     found.push_back(text("queries: ", policy.name(), " reads the newest ", needs.queries,
-                         " of every full layer; the engine gives none"));
+                         " of every full layer, but the engine supplies none"));
   if (policy.narrows() && !provided.layer_by_layer)
-    found.push_back(text("layer_by_layer: ", policy.name(),
-                         " narrows prompts while they run; the engine does not say that it runs them layer by layer "
-                         "and calls narrow() behind each"));
+    found.push_back(
+        text("layer_by_layer: ", policy.name(),
+             " narrows prompts while they run, but the engine does not say that it runs them layer by layer "
+             "and calls narrow() after each"));
   if (policy.narrows() && (!provided.queries || spec.query_heads == 0))
     found.push_back(
-        text("queries: ", policy.name(), " reads those of prompts; ",
-             provided.queries ? "the model spec does not say how many heads they have" : "the engine gives none"));
+        text("queries: ", policy.name(), " reads those of prompts, but ",
+             provided.queries ? "the model spec does not say how many heads they have" : "the engine supplies none"));
   if (needs.queries > 0 && spec.query_heads == 0)
-    found.push_back(
-        text("query_heads: ", policy.name(), " reads queries; the model spec does not say how many heads they have"));
+    found.push_back(text("query_heads: ", policy.name(),
+                         " reads queries, but the model spec does not say how many heads they have"));
   if (!needs.output_projection) return found;
   const auto& given = provided.output_projections;
   if (given.empty()) {
-    found.push_back(text("output_projections: ", policy.name(), " weighs values by W_o; the engine gives none"));
+    found.push_back(text("output_projections: ", policy.name(), " weighs values by W_o, but the engine supplies none"));
   } else if (given.size() != spec.layers.size()) {
-    found.push_back(text("output_projections: there are ", given.size(), "; allowed one for each of ",
+    found.push_back(text("output_projections: given ", given.size(), "; allowed one for each of the ",
                          spec.layers.size(), " layers"));
   } else {
     const std::int64_t width = std::int64_t{spec.query_heads} * spec.value_dim;
     for (const std::int32_t l : spec.full_layers()) {
       const Tensor& w = given[static_cast<std::size_t>(l)];
-      const Device there = provided.accelerator == nullptr ? Device(c10::kCPU) : provided.accelerator->device();
+      const Device there = provided.accelerator == nullptr ? Device({}) : provided.accelerator->device();
       if (w.defined() && w.device() != there)
-        found.push_back(text("output_projections: that of layer ", l, " is on ", w.device().str(), "; allowed on ",
+        found.push_back(text("output_projections: W_o of layer ", l, " is on ", w.device().str(), "; allowed ",
                              there.str(), ", where the keeper works"));
-      if (!w.defined() || w.dim() != 2 || w.size(1) != width || !w.is_contiguous() || !is_scorable(w.scalar_type()))
-        found.push_back(text("output_projections: that of layer ", l, w.defined() ? " does not fit" : " is missing",
+      if (!w.defined() || w.dim() != 2 || w.size(1) != width || !w.is_contiguous() || !is_scorable(w.dtype()))
+        found.push_back(text("output_projections: W_o of layer ", l,
+                             w.defined() ? " has the wrong shape, dtype or strides" : " is missing",
                              "; allowed a contiguous f32, f16 or bf16 [hidden, ", width, "]"));
     }
   }
@@ -145,7 +145,7 @@ void check(const KVPolicy& policy, const ModelSpec& spec, const Provided& provid
 Keeper::Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy, Provided provided)
     : spec_(std::move(spec)), policy_(std::move(policy)), provided_(std::move(provided)) {
   spec_.check();
-  KVKEEP_REQUIRE(policy_ != nullptr, "Keeper: there is no policy; allowed one from make_policy()");
+  KVKEEP_REQUIRE(policy_ != nullptr, "Keeper: policy must not be null; allowed one from make_policy()");
   kvkeep::check(*policy_, spec_, provided_);
   needs_ = policy_->needs();
   full_layers_ = spec_.full_layers();
@@ -170,8 +170,7 @@ void Keeper::join(SequenceId sequence, std::int32_t tokens, std::int32_t prompt)
   KVKEEP_REQUIRE(tokens >= 0 && tokens <= kMostPositions, "join: sequence ", sequence, " begins with ", tokens,
                  " cached tokens; allowed 0 to ", kMostPositions);
   KVKEEP_REQUIRE(prompt == -1 || prompt >= tokens, "join: sequence ", sequence, " has a prompt of ", prompt,
-                 " tokens and ", tokens,
-                 " of them cached; allowed at least as many as are cached, or -1 for not known");
+                 " tokens and ", tokens, " of them cached; allowed at least the number cached, or -1 if unknown");
   const auto layers = static_cast<std::int32_t>(full_layers_.size());
   Accelerator* accelerator = provided_.accelerator.get();
   std::unique_ptr<Columns> columns;
@@ -210,19 +209,19 @@ void Keeper::reset(SequenceId sequence) {
   join(sequence);
 }
 
-/// The sequence of that id, which no other entry of the call may name: mark_ is of the call.
+/// The sequence with that id, which no other entry of the call may name: mark_ belongs to the call.
 const Keeper::Sequence& Keeper::once(const char* operation, SequenceId sequence) const {
   const Sequence& s = at(sequence);
-  KVKEEP_REQUIRE(s.mark != mark_, operation, ": sequence ", sequence, " stands twice in one step; allowed once");
+  KVKEEP_REQUIRE(s.mark != mark_, operation, ": sequence ", sequence, " is named twice in one step; allowed once");
   s.mark = mark_;
   return s;
 }
 
-/// indptr has a range for every sequence, and no sequence stands twice.
+/// indptr has a range for every sequence, and no sequence is named twice.
 void Keeper::check_sequences(const char* operation, const Observation& o) const {
   KVKEEP_REQUIRE(o.indptr.size() == o.sequences.size() + 1 && o.indptr.front() == 0, operation, ": indptr has ",
                  o.indptr.size(), " entries for ", o.sequences.size(),
-                 " sequences; allowed one more than sequences, the first 0");
+                 " sequences; allowed one entry more than sequences, the first one 0");
   ++mark_;
   met_.clear();
   for (std::size_t i = 0; i < o.sequences.size(); ++i) {
@@ -230,205 +229,6 @@ void Keeper::check_sequences(const char* operation, const Observation& o) const 
                    o.indptr[i + 1], " at sequence ", o.sequences[i], "; allowed ascending");
     met_.push_back(&once(operation, o.sequences[i]));
   }
-}
-
-void Keeper::check(const Observation& o) const {
-  check_sequences("observe", o);
-  const std::int32_t tokens = o.indptr.back();
-  KVKEEP_REQUIRE(o.positions.empty() || static_cast<std::int32_t>(o.positions.size()) == tokens,
-                 "observe: ", o.positions.size(), " positions for ", tokens, " tokens; allowed none or one each");
-  for (std::size_t i = 0; i < o.sequences.size(); ++i) {
-    const Sequence& s = *met_[i];
-    const std::int32_t own_tokens = o.indptr[i + 1] - o.indptr[i];
-    KVKEEP_REQUIRE(!begins_prompt(s, own_tokens) || s.prompt <= own_tokens, "observe: sequence ", o.sequences[i],
-                   " brings ", own_tokens, " of the ", s.prompt, " tokens of its prompt; ", policy_->name(),
-                   " compares layers over the whole prompt, allowed all of it in one step");
-    const bool first = leads(s, o.layer, own_tokens);
-    KVKEEP_REQUIRE_AS(StateError, !first || s.pass == nullptr, "observe: layer ", o.layer,
-                      " brings more tokens of sequence ", o.sequences[i], ", whose prompt has come to layer ",
-                      s.next_layer, "; allowed when it has ended");
-    if (!first) {
-      KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr || own_tokens == static_cast<std::int32_t>(s.present.size()),
-                        "observe: layer ", o.layer, " gives ", own_tokens, " tokens of sequence ", o.sequences[i], "; ",
-                        s.present.size(), " went on to it, allowed these");
-      const auto shown = already_shown(s, o.layer, own_tokens);
-      KVKEEP_REQUIRE(o.positions.empty() || std::equal(shown.begin(), shown.end(), o.positions.begin() + o.indptr[i]),
-                     "observe: layer ", o.layer, " gives sequence ", o.sequences[i],
-                     " other positions than an earlier layer of the step; allowed the same in every layer");
-      continue;
-    }
-    const std::int64_t most =
-        needs_.surprisal ? kMostSurprisals : kMostPositions;  // one number per position is kept where surprisal is
-    std::int64_t least = s.next_position;
-    for (std::int32_t t = o.indptr[i]; !o.positions.empty() && t < o.indptr[i + 1]; ++t) {
-      const std::int32_t p = o.positions[static_cast<std::size_t>(t)];
-      KVKEEP_REQUIRE(p >= least && p < most, "observe: token ", t - o.indptr[i], " of sequence ", o.sequences[i],
-                     " stands at position ", p, "; allowed ", least, " or more, below ", most,
-                     " (positions are logical and ascend)");
-      least = std::int64_t{p} + 1;
-    }
-    KVKEEP_REQUIRE(!o.positions.empty() || s.next_position + std::int64_t{own_tokens} <= most, "observe: ", own_tokens,
-                   " tokens of sequence ", o.sequences[i], " from position ", s.next_position,
-                   " on; allowed positions up to ", most - 1);
-  }
-  if (needs_.queries == 0) return;
-  check_queries("observe", o);
-  for (std::size_t i = 0; i < met_.size(); ++i)
-    KVKEEP_REQUIRE(met_[i]->ring.takes(o.queries.scalar_type()), "observe: queries of layer ", o.layer, ", sequence ",
-                   o.sequences[i], ", are ", c10::toString(o.queries.scalar_type()), "; earlier ones were ",
-                   c10::toString(met_[i]->ring.dtype()), ", allowed one dtype");
-  KVKEEP_REQUIRE(!basis_known_ || o.basis == basis_, "observe: queries of layer ", o.layer, " come ",
-                 o.basis == QueryBasis::pre_rope ? "before" : "after",
-                 " RoPE; earlier ones came the other way, allowed one basis");
-}
-
-void Keeper::check_queries(const char* operation, const Observation& o) const {
-  const Tensor& q = o.queries;
-  const std::int32_t tokens = o.indptr.back();
-  KVKEEP_REQUIRE(q.defined(), operation, ": layer ", o.layer, " comes without queries; policy ", policy_->name(),
-                 " needs ",
-                 needs_.queries > 0 ? text("the last ", needs_.queries, " of every full layer") : "those of prompts");
-  KVKEEP_REQUIRE(q.dim() == 3 && q.size(0) == tokens && q.size(1) == spec_.query_heads && q.size(2) == spec_.key_dim,
-                 operation, ": queries of layer ", o.layer, " have ", q.dim(), " dimensions",
-                 q.dim() == 3 ? text(" [", q.size(0), ", ", q.size(1), ", ", q.size(2), "]") : "", "; allowed [",
-                 tokens, ", ", spec_.query_heads, ", ", spec_.key_dim, "]");
-  KVKEEP_REQUIRE(is_scorable(q.scalar_type()), operation, ": queries of layer ", o.layer, " are ",
-                 c10::toString(q.scalar_type()), "; allowed f32, f16, bf16");
-  KVKEEP_REQUIRE(q.stride(2) == 1 || spec_.key_dim == 1, operation, ": queries of layer ", o.layer, " have stride ",
-                 q.stride(2), " in the last dimension; allowed 1");
-  KVKEEP_REQUIRE(q.device() == device(), operation, ": queries of layer ", o.layer, " are on ", q.device().str(),
-                 "; the keeper works on ", device().str(), ", allowed there only");
-}
-
-/// True when these tokens are the first that any layer shows of this step.
-bool Keeper::leads(const Sequence& s, std::int32_t layer, std::int32_t tokens) const {
-  const std::int32_t index = layer_index_[static_cast<std::size_t>(layer)];
-  return s.prefix + s.ring.seen(index) + tokens > s.logical;
-}
-
-/// Positions that an earlier layer gave to the tokens that this one shows now.
-std::span<const std::int32_t> Keeper::already_shown(const Sequence& s, std::int32_t layer, std::int32_t tokens) const {
-  if (s.pass != nullptr) return s.present;
-  const std::int64_t behind = s.logical - s.prefix - s.ring.seen(layer_index_[static_cast<std::size_t>(layer)]);
-  const auto newest = s.columns->newest();
-  KVKEEP_REQUIRE_AS(StateError, behind <= static_cast<std::int64_t>(newest.size()), "observe: layer ", layer, " is ",
-                    behind, " tokens behind the other layers; observe every full layer in each step");
-  return newest.subspan(newest.size() - static_cast<std::size_t>(behind), static_cast<std::size_t>(tokens));
-}
-
-/// Positions of the tokens of the i-th sequence, into positions_.
-void Keeper::find_positions(const Observation& o, std::size_t i, const Sequence& s) {
-  const std::int32_t tokens = o.indptr[i + 1] - o.indptr[i];
-  if (!o.positions.empty()) {
-    positions_.assign(o.positions.begin() + o.indptr[i], o.positions.begin() + o.indptr[i + 1]);
-    return;
-  }
-  positions_.resize(static_cast<std::size_t>(tokens));
-  if (leads(s, o.layer, tokens))
-    std::iota(positions_.begin(), positions_.end(), s.next_position);
-  else
-    std::ranges::copy(already_shown(s, o.layer, tokens), positions_.begin());
-}
-
-namespace {
-
-/// Where the queries of the i-th sequence of a step lie; nothing where there are none.
-struct Queries {
-  const std::byte* data = nullptr;
-  ScalarType dtype = kFloat32;
-  std::int64_t token_stride = 0, head_stride = 0;  ///< bytes
-
-  Queries(const Observation& o, std::size_t i) {
-    if (!o.queries.defined()) return;
-    const auto bytes = static_cast<std::int64_t>(o.queries.element_size());
-    dtype = o.queries.scalar_type();
-    token_stride = o.queries.stride(0) * bytes;
-    head_stride = o.queries.stride(1) * bytes;
-    data = static_cast<const std::byte*>(o.queries.const_data_ptr()) + o.indptr[i] * token_stride;
-  }
-};
-
-}  // namespace
-
-/// Queries that statistics take in are finite. A window looks at the event: what it does not read any more does not
-/// matter.
-void Keeper::check_statistics(const Observation& o, std::size_t i, const Sequence& s,
-                              std::span<const std::int32_t> positions) const {
-  if (s.statistics.empty()) return;
-  const Queries q(o, i);
-  const auto index = static_cast<std::size_t>(layer_index_[static_cast<std::size_t>(o.layer)]);
-  if (s.statistics[index].finite(q.data, q.dtype, q.token_stride, q.head_stride, positions)) return;
-  s.statistics[index].check(text("observe: layer ", o.layer, ", sequence ", o.sequences[i]), q.data, q.dtype,
-                            q.token_stride, q.head_stride, positions);
-}
-
-/// All that can fail of recording a step, before anything of it is recorded.
-void Keeper::make_room(const Observation& o) {
-  begun_.clear();
-  arrivals_.clear();
-  std::size_t arrivals = 0;
-  for (std::size_t i = 0; i < o.sequences.size(); ++i) {
-    auto& s = const_cast<Sequence&>(*met_[i]);
-    const std::int32_t tokens = o.indptr[i + 1] - o.indptr[i];
-    find_positions(o, i, s);
-    check_statistics(o, i, s, positions_);
-    if (needs_.queries > 0) s.ring.reserve(o.queries.scalar_type());
-    arrivals += static_cast<std::size_t>(std::min(tokens, s.ring.capacity()));
-    if (!leads(s, o.layer, tokens)) continue;
-    s.columns->reserve(tokens);
-    if (begins_prompt(s, tokens)) begun_.push_back(begin_prompt(s, positions_));
-  }
-  if (provided_.accelerator != nullptr) arrivals_.reserve(arrivals);
-}
-
-void Keeper::observe(const Observation& o) {
-  KVKEEP_REQUIRE(o.layer >= 0 && o.layer < spec_.num_layers(), "observe: layer ", o.layer,
-                 " is out of range; allowed 0 to ", spec_.num_layers() - 1);
-  const std::int32_t index = layer_index_[static_cast<std::size_t>(o.layer)];
-  if (index < 0) return;  // sliding, shared and other layers are not ours
-  check(o);
-  make_room(o);
-  if (o.queries.defined()) {
-    basis_ = o.basis;
-    basis_known_ = true;
-  }
-  ++version_;
-  for (Begun& begun : begun_) {
-    begun.sequence->pass = std::move(begun.pass);
-    begun.sequence->present = std::move(begun.present);
-    begun.sequence->tail = begun.report.tokens;
-    begun.sequence->next_layer = 0;
-    begun.sequence->report = std::move(begun.report);
-  }
-  QueryLayout layout{};
-  for (std::size_t i = 0; i < o.sequences.size(); ++i) {
-    auto& s = const_cast<Sequence&>(*met_[i]);
-    const std::int32_t tokens = o.indptr[i + 1] - o.indptr[i];
-    find_positions(o, i, s);
-    if (leads(s, o.layer, tokens)) {
-      s.columns->append(positions_);
-      const std::int64_t before = std::exchange(s.logical, s.logical + tokens);
-      if (tokens > 0) s.next_position = positions_.back() + 1;
-      if (before < s.prompt && s.prompt <= s.logical)
-        s.prompt_end = positions_[static_cast<std::size_t>(s.prompt - before - 1)] + 1;
-    }
-    Queries q = needs_.queries > 0 ? Queries(o, i) : Queries({}, 0);
-    if (!s.statistics.empty())
-      s.statistics[static_cast<std::size_t>(index)].add(q.data, q.dtype, q.token_stride, q.head_stride, positions_,
-                                                        o.basis, spec_.rope, *workspace_);
-    std::span<const std::int32_t> seen = positions_;
-    if (s.pass != nullptr && s.tail < s.report->tokens) {  // what went on is whole at its end only
-      s.ring.skip(index, s.report->tokens - s.tail);
-      if (q.data != nullptr) q.data += (tokens - s.tail) * q.token_stride;
-      seen = seen.last(static_cast<std::size_t>(s.tail));
-    }
-    s.ring.push(index, q.data, q.dtype, q.token_stride, q.head_stride, seen, &arrivals_);
-    layout = {.heads = spec_.query_heads,
-              .head_bytes = static_cast<std::int64_t>(c10::elementSize(q.dtype)) * spec_.key_dim,
-              .token_stride = q.token_stride,
-              .head_stride = q.head_stride};
-  }
-  if (!arrivals_.empty()) provided_.accelerator->push_queries(arrivals_, layout);
 }
 
 RowTable Keeper::table_of(const CacheView& view, std::span<const std::int32_t> due) const {
@@ -473,7 +273,7 @@ std::int64_t Keeper::workspace_bytes(const CacheView& view) const {
   return provided_.accelerator->workspace_bytes(*policy_, evidence_of(table));
 }
 
-/// What moves in place must be nobody else's.
+/// Rows that move in place must not be anybody else's.
 void Keeper::check_places(const CacheView& view) const {
   const auto* dense = std::get_if<DenseKv>(&view.layers[static_cast<std::size_t>(full_layers_.front())]);
   if (dense == nullptr || view.places.empty()) return;
@@ -487,12 +287,12 @@ void Keeper::check_places(const CacheView& view) const {
     KVKEEP_REQUIRE(
         mark != mark_, "cache: sequences ",
         view.sequences[static_cast<std::size_t>(std::ranges::find(view.places, place) - view.places.begin())], " and ",
-        view.sequences[i], " are both at place ", place, "; allowed a place of its own for each");
+        view.sequences[i], " are both at place ", place, "; allowed one place per sequence");
     mark = mark_;
   }
 }
 
-/// The block table names no page of the sequences that are due more often than it has holders.
+/// Among the sequences that are due, the block table names no page more often than it has holders.
 void Keeper::check_pages(const CacheView& view, const RowTable& table) const {
   if (table.page_size == 0) return;
   const std::int64_t pages =
@@ -503,9 +303,8 @@ void Keeper::check_pages(const CacheView& view, const RowTable& table) const {
       for (std::int32_t h = 0; h < spec_.kv_heads; ++h)
         longest = std::max<std::int64_t>(longest, view.lengths.at(i, l * spec_.kv_heads + h));
     const std::int64_t held = std::min((longest + table.page_size - 1) / table.page_size, view.block_table.size(1));
-    return std::span(
-        view.block_table.const_data_ptr<std::int32_t>() + static_cast<std::int64_t>(i) * view.block_table.stride(0),
-        static_cast<std::size_t>(held));
+    return std::span(view.block_table.data<std::int32_t>() + static_cast<std::int64_t>(i) * view.block_table.stride(0),
+                     static_cast<std::size_t>(held));
   };
   holders_.assign(static_cast<std::size_t>(pages), 0);
   for (std::size_t i = 0; i < view.sequences.size(); ++i)
@@ -519,13 +318,13 @@ void Keeper::check_pages(const CacheView& view, const RowTable& table) const {
       const std::int32_t held = view.pages == nullptr ? 1 : view.pages->references(page);
       KVKEEP_REQUIRE(named <= held, "cache: the block table names page ", page, " of sequence ",
                      view.sequences[static_cast<std::size_t>(group.sequence)], " ", named, " times, and ", held,
-                     view.pages == nullptr ? " may hold it (there is no PageAllocator)" : " hold it",
+                     view.pages == nullptr ? " may hold it (without a PageAllocator)" : " hold it",
                      "; allowed at most once per holder");
     }
   }
 }
 
-/// The newest query, of those that the policy reads, that is not finite.
+/// The newest query that the policy reads and that is not finite.
 std::optional<Unscored> Keeper::unscored(SequenceId id, const Sequence& s) const {
   if (needs_.queries == 0) return {};
   for (const std::int32_t l : full_layers_)
@@ -544,9 +343,9 @@ Plan Keeper::plan(const CacheView& view) const {
   ++mark_;
   for (const SequenceId id : view.sequences) static_cast<void>(once("step", id));
   const Device there = make_rows(spec_, view, full_layers_, {})
-                           .device;  // a view that does not fit is refused on every step, not only at events
-  KVKEEP_REQUIRE(there == device(), "cache: it lies on ", there.str(), ", the keeper works on ", device().str(),
-                 "; allowed one device, named by Provided::accelerator where it is not the CPU");
+                           .device;  // a view that does not match is refused on every step, not only at events
+  KVKEEP_REQUIRE(there == device(), "cache: it is on ", there.str(), ", but the keeper works on ", device().str(),
+                 "; allowed one device, named by Provided::accelerator if it is not the CPU");
   check_places(view);
   std::int64_t bytes_per_slot = 0;
   for (const std::int32_t l : full_layers_)
@@ -554,7 +353,7 @@ Plan Keeper::plan(const CacheView& view) const {
   for (std::size_t i = 0; i < view.sequences.size(); ++i) {
     const Sequence& s = at(view.sequences[i]);
     KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr, "step: the prompt of sequence ", view.sequences[i],
-                      " has come to layer ", s.next_layer, "; allowed after narrow() of the last one");
+                      " has only reached layer ", s.next_layer, "; allowed after narrow() of the last layer");
     Occasion occasion{.rows = rows,
                       .seen = s.logical,
                       .prompt = s.prompt < 0 ? s.logical : s.prompt,
@@ -574,8 +373,8 @@ Plan Keeper::plan(const CacheView& view) const {
       occasion.unsettled = newest.end() - std::ranges::lower_bound(newest, s.settled);
     }
     KVKEEP_REQUIRE_AS(StateError, !needs_.surprisal || s.surprised == s.logical, "step: ", s.surprised, " of the ",
-                      s.logical, " tokens of sequence ", view.sequences[i], " have their surprisal; ", policy_->name(),
-                      " reads that of all, give them with surprise()");
+                      s.logical, " tokens of sequence ", view.sequences[i], " have their surprisal, but ",
+                      policy_->name(), " reads all; supply the rest with surprise()");
     for (const std::int32_t l : full_layers_) {
       const auto index = static_cast<std::size_t>(layer_index_[static_cast<std::size_t>(l)]);
       if (s.memory.empty() ||
@@ -585,7 +384,7 @@ Plan Keeper::plan(const CacheView& view) const {
         continue;
       KVKEEP_REQUIRE_AS(StateError, s.viewed[index] == s.logical, "step: layer ", l, " of sequence ", view.sequences[i],
                         " has read its folded spans for ", s.viewed[index], " of ", s.logical,
-                        " tokens; call view() behind each layer's attention");
+                        " tokens; call view() after each layer's attention");
     }
     if (!trigger.due(occasion)) continue;
     for (const std::int32_t l : full_layers_) {
@@ -618,7 +417,7 @@ Plan Keeper::plan(const CacheView& view) const {
     const Row& row = plan.table.rows[r];
     plan.bytes_after -= (row.length - keep.count(r)) * row.slot_bytes();
     Cut& cut = plan.cuts[r / static_cast<std::size_t>(spec_.kv_heads) %
-                         due.size()];  // rows lie in the order layer, sequence, head
+                         due.size()];  // rows are in the order layer, sequence, head
     cut.length_before = std::max(cut.length_before, row.length);
     cut.length_after = std::max(cut.length_after, static_cast<std::int32_t>(keep.count(r)));
     cut.slots_before += row.length;
@@ -642,7 +441,7 @@ std::vector<ColumnTarget> Keeper::column_targets(const Plan& plan, const CacheVi
 
 DeviceColumns& Keeper::on_device(Sequence& sequence) { return static_cast<DeviceColumns&>(*sequence.columns); }
 
-/// The view names the sequences that the plan was made for.
+/// The view names the sequences for which the plan was made.
 void Keeper::check_planned(const Plan& plan, const CacheView& view) const {
   ++mark_;
   for (const SequenceId id : view.sequences) static_cast<void>(once("apply", id));
@@ -650,12 +449,12 @@ void Keeper::check_planned(const Plan& plan, const CacheView& view) const {
     const auto place =
         static_cast<std::size_t>(plan.table.groups[i].sequence);  // groups of the first layer come first, one per cut
     KVKEEP_REQUIRE_AS(StateError, place < view.sequences.size() && view.sequences[place] == plan.cuts[i].sequence,
-                      "apply: the plan cuts sequence ", plan.cuts[i].sequence, ", which does not stand at place ",
-                      place, " of the view; allowed with the view of the plan");
+                      "apply: the plan cuts sequence ", plan.cuts[i].sequence, ", which is not at place ", place,
+                      " of the view; allowed the view of the plan");
   }
 }
 
-/// Room for all that settle() writes.
+/// Reserves memory for all that settle() writes.
 void Keeper::reserve_settled(const Plan& plan, const CacheView& view, std::span<const SpanRow> folded) {
   const KeepSet& keep = *plan.decision.keep;
   for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
@@ -669,9 +468,9 @@ void Keeper::reserve_settled(const Plan& plan, const CacheView& view, std::span<
 
 Report Keeper::apply(const Plan& plan, const CacheView& view) {
   KVKEEP_REQUIRE_AS(StateError, plan.keeper == identity_,
-                    "apply: the plan is not one of this keeper; allowed what its own plan() returned");
+                    "apply: the plan is not from this keeper; allowed plans that its own plan() returned");
   KVKEEP_REQUIRE_AS(StateError, plan.version == version_,
-                    "apply: the plan is out of date, tokens were observed or rows were cut since; make a new one");
+                    "apply: the plan is out of date: tokens were observed or rows were cut since; make a new one");
   check_planned(plan, view);
   Report report{.cuts = plan.cuts,
                 .pages = plan.pages,
@@ -700,7 +499,7 @@ Report Keeper::apply(const Plan& plan, const CacheView& view) {
       throw;
     }
   }
-  settle(plan, view, std::move(folded), report);  // from the first byte that moved on, nothing fails
+  settle(plan, view, std::move(folded), report);  // nothing fails after the first byte has moved
   if (plan.decision.keep) give_back_pages(report.pages, view.pages);
   return report;
 }
@@ -720,8 +519,8 @@ void Keeper::settle(const Plan& plan, const CacheView& view, std::vector<SpanRow
   const KeepSet& keep = *plan.decision.keep;
   write_table(report.pages, view);
   for (const PageMove& move : report.pages) report.pages_freed += static_cast<std::int64_t>(move.freed.size());
-  const float* credit = plan.decision.credit ? plan.decision.credit->data_ptr<float>() : nullptr;
-  const float* tally = plan.decision.tally ? plan.decision.tally->data_ptr<float>() : nullptr;
+  const float* credit = plan.decision.credit ? plan.decision.credit->data<float>() : nullptr;
+  const float* tally = plan.decision.tally ? plan.decision.tally->data<float>() : nullptr;
   for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
     const Row& row = plan.table.rows[r];
     const auto i = static_cast<std::size_t>(row.sequence);
@@ -752,7 +551,7 @@ void Keeper::settle(const Plan& plan, const CacheView& view, std::vector<SpanRow
 void Keeper::truncate(SequenceId sequence, std::int64_t logical_length) {
   Sequence& s = const_cast<Sequence&>(at(sequence));
   KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr, "truncate: the prompt of sequence ", sequence,
-                    " is on its way through the layers; allowed when it has ended");
+                    " is still running through the layers; allowed after its last layer");
   const std::int64_t taken = s.logical - logical_length;
   KVKEEP_REQUIRE(taken >= 0, "truncate: sequence ", sequence, " is ", s.logical, " tokens long; given ", logical_length,
                  "; allowed at most that");
@@ -760,15 +559,15 @@ void Keeper::truncate(SequenceId sequence, std::int64_t logical_length) {
                     sequence, " was cut at length ", s.last_event, " and what was dropped then is gone; given ",
                     logical_length, "; allowed ", std::max<std::int64_t>(s.last_event, s.prefix), " or more");
   KVKEEP_REQUIRE_AS(StateError, needs_.queries == 0 || s.ring.can_forget(taken), "truncate: ", taken,
-                    " tokens of sequence ", sequence, " reach behind what the query ring remembers; allowed at most ",
+                    " tokens of sequence ", sequence, " are more than the query ring can take back; allowed at most ",
                     QueryRing::kRollback);
   for (const QueryStatistics& statistics : s.statistics)
     KVKEEP_REQUIRE_AS(StateError, statistics.can_forget(taken), "truncate: ", taken, " tokens of sequence ", sequence,
-                      " reach behind what the query statistics can take back; allowed at most ",
+                      " are more than the query statistics can take back; allowed at most ",
                       QueryStatistics::kRollback);
   if (taken == 0) return;
   const auto newest = s.columns->newest();
-  const bool some_left = logical_length > std::max<std::int64_t>(s.last_event, s.prefix);  // of those that came since
+  const bool some_left = logical_length > std::max<std::int64_t>(s.last_event, s.prefix);  // of tokens that came since
   s.next_position = some_left ? newest[newest.size() - static_cast<std::size_t>(taken) - 1] + 1 : s.event_position;
   if (s.logical >= s.prompt && logical_length < s.prompt) {
     s.prompt = logical_length;

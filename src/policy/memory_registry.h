@@ -1,5 +1,5 @@
 #pragma once
-/// Folded spans in policies: the one that folds by surprisal, and what the others that fold share.
+/// Folded spans in policies: the policy that folds by surprisal, and the parts that other folding policies share.
 
 #include "fields.h"
 #include "kvkeep/policy/sekv.h"
@@ -8,13 +8,13 @@ namespace kvkeep {
 
 inline constexpr const char* kSekv = "sekv";
 inline constexpr const char* kSekvWhat =
-    "spans of low surprisal fold into one coarse entry and low-rank factors, and open again where a query asks";
+    "spans of low surprisal fold into one coarse entry and low-rank factors, and open again when a query asks for them";
 inline constexpr const char* kSekvSource = "SeKV (AmirAbaskohi/SeKV)";
 inline constexpr const char* kSekvNeeds = "queries and values, surprisal of every token";
 
 [[nodiscard]] SekvOptions describe_sekv(Fields& f);
 
-/// Options of the sub-object at hand: how spans are kept and read.
+/// Options of the current sub-object: how spans are kept and read.
 void describe_memory(Fields& f, MemoryOptions& o);
 
 }  // namespace kvkeep

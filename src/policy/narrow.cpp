@@ -1,4 +1,4 @@
-// Keeper's part of a prompt: layer by layer, while it runs.
+// Keeper's part of a prompt, layer by layer while it runs.
 
 #include <algorithm>
 #include <cmath>
@@ -14,7 +14,7 @@
 namespace kvkeep {
 namespace {
 
-/// The newest of a prompt of `tokens` that all went on.
+/// The number of newest tokens of a prompt of `tokens` that all continued.
 std::int32_t tail_of(std::span<const std::int32_t> places, std::int32_t tokens) {
   std::int32_t tail = 0;
   while (tail < static_cast<std::int32_t>(places.size()) &&
@@ -23,7 +23,7 @@ std::int32_t tail_of(std::span<const std::int32_t> places, std::int32_t tokens) 
   return tail;
 }
 
-/// What is left of a list.
+/// The entries of a list that are left.
 std::vector<std::int32_t> those_at(std::span<const std::int32_t> places, std::span<const std::int32_t> list) {
   std::vector<std::int32_t> left;
   left.reserve(places.size());
@@ -31,39 +31,40 @@ std::vector<std::int32_t> those_at(std::span<const std::int32_t> places, std::sp
   return left;
 }
 
-/// That the row of the block table of the sequence at `place` names pages of `pages` for so many slots.
+/// Checks that the block table's row for the sequence at `place` names pages of `pages` for `slots` slots.
 void check_prompt_pages(const CacheView& view, std::size_t place, std::int64_t slots, std::int64_t page_size,
                         std::int64_t pages) {
   const Tensor& table = view.block_table;
   const std::int64_t held = (slots + page_size - 1) / page_size;
-  KVKEEP_REQUIRE(table.size(1) >= held, "narrow: the block table names ", table.size(1), " pages a sequence; sequence ",
-                 view.sequences[place], " came in with ", slots, " tokens, allowed at least ", held);
-  const std::int32_t* row = table.const_data_ptr<std::int32_t>() + static_cast<std::int64_t>(place) * table.stride(0);
+  KVKEEP_REQUIRE(table.size(1) >= held, "narrow: the block table names ", table.size(1),
+                 " pages per sequence; sequence ", view.sequences[place], " came in with ", slots,
+                 " tokens; allowed at least ", held);
+  const std::int32_t* row = table.data<std::int32_t>() + static_cast<std::int64_t>(place) * table.stride(0);
   for (std::int64_t p = 0; p < held; ++p)
     KVKEEP_REQUIRE(row[p] >= 0 && row[p] < pages, "narrow: page ", p, " of sequence ", view.sequences[place], " is ",
-                   row[p], "; allowed 0 to ", pages - 1, ", for the prompt's pages are given back at its end");
+                   row[p], "; allowed 0 to ", pages - 1, ", because the prompt's pages are given back at its end");
 }
 
-/// What moves in place must be nobody else's: prompts that share rows cannot lose different ones.
+/// Rows that move in place must not be anybody else's: prompts that share rows cannot drop different ones.
 void require_own_cache(const CacheView& view, std::size_t place, const RowTable& table) {
   for (std::size_t other = 0; other < view.places.size(); ++other)
     KVKEEP_REQUIRE(other == place || view.places[other] != view.places[place], "narrow: places: sequences ",
                    view.sequences[place], " and ", view.sequences[other], " are both at place ", view.places[place],
-                   " of the cache; allowed a place of its own for each");
+                   " of the cache; allowed one place per sequence");
   if (view.pages == nullptr || table.page_size == 0) return;
   const Row& row = table.rows.front();
   for (std::int32_t p = 0; p * table.page_size < row.length; ++p)
     KVKEEP_REQUIRE(view.pages->references(row.keys.pages[p]) <= 1, "narrow: block_table: page ", row.keys.pages[p],
                    " of sequence ", view.sequences[place], " is held by ", view.pages->references(row.keys.pages[p]),
-                   " sequences; allowed pages of its own while a prompt narrows");
+                   " sequences; allowed only unshared pages while a prompt narrows");
 }
 
-/// The sequence at `place` held `before` slots and holds `after`: pages past them leave its row of the block table, to
-/// be given back.
+/// The sequence at `place` held `before` slots and now holds `after`: the pages past them leave its row of the block
+/// table, to be given back.
 PageMove drop_pages(const CacheView& view, std::size_t place, std::int64_t before, std::int64_t after,
                     std::int64_t page_size) {
   std::int32_t* row =
-      view.block_table.data_ptr<std::int32_t>() + static_cast<std::int64_t>(place) * view.block_table.stride(0);
+      view.block_table.data<std::int32_t>() + static_cast<std::int64_t>(place) * view.block_table.stride(0);
   const std::int64_t held = (before + page_size - 1) / page_size, needed = (after + page_size - 1) / page_size;
   PageMove move;
   move.sequence = static_cast<std::int32_t>(place);
@@ -89,14 +90,14 @@ void check_finite(SequenceId sequence, const RowGroup& group, const ModelSpec& s
 
 }  // namespace
 
-/// One prompt at one layer: what is to be decided on, then what was decided; nothing of it done.
+/// One prompt at one layer: the input of its decision, then the decision; nothing of it is applied yet.
 struct Keeper::LayerPlan {
   Sequence* sequence = nullptr;
   SequenceId id = 0;
   std::int32_t layer = 0;
   std::size_t place = 0;  ///< in the view
   RowTable table = {};
-  std::int32_t queries = 0;  ///< newest ones that decide; 0: the layer is not asked
+  std::int32_t queries = 0;  ///< newest ones that decide; 0: the layer does not decide
   Decision decision = {};
 };
 
@@ -125,20 +126,20 @@ Keeper::LayerPlan Keeper::plan_layer(Sequence& s, const Observation& o, std::siz
   KVKEEP_REQUIRE(place < view.sequences.size(), "narrow: sequence ", id,
                  " is not in the view; allowed a view of the step's sequences");
   KVKEEP_REQUIRE_AS(StateError, s.next_layer == o.layer, "narrow: layer ", o.layer, " of the prompt of sequence ", id,
-                    "; layer ", s.next_layer, " comes next, allowed that");
+                    "; layer ", s.next_layer, " comes next; allowed only that");
   const auto present = static_cast<std::int32_t>(s.present.size());
-  KVKEEP_REQUIRE(o.indptr[i + 1] - o.indptr[i] == present, "narrow: layer ", o.layer, " gives ",
+  KVKEEP_REQUIRE(o.indptr[i + 1] - o.indptr[i] == present, "narrow: layer ", o.layer, " passes ",
                  o.indptr[i + 1] - o.indptr[i], " tokens of sequence ", id, "; ", present,
-                 " went on to it, allowed these");
+                 " continued to it; allowed exactly these");
   KVKEEP_REQUIRE(view.lengths.per_row() || spec_.num_layers() * spec_.kv_heads == 1,
-                 "narrow: the view has one length a sequence, and layers of a prompt end up with different ones; "
-                 "allowed one length a row");
+                 "narrow: the view has one length per sequence, but layers of a prompt end up with different ones; "
+                 "allowed one length per row");
 
   LayerPlan plan{.sequence = &s, .id = id, .layer = o.layer, .place = place};
   for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
     const std::int32_t held = view.lengths.at(place, o.layer * spec_.kv_heads + h);
     KVKEEP_REQUIRE_AS(StateError, held == present, "narrow: sequence ", id, " holds ", held, " slots in layer ",
-                      o.layer, ", head ", h, "; ", present, " tokens went on to it");
+                      o.layer, ", head ", h, "; ", present, " tokens continued to it");
   }
   const std::int32_t due = static_cast<std::int32_t>(place);
   plan.table = make_rows(spec_, view, {&o.layer, 1}, {&due, 1});
@@ -151,9 +152,9 @@ Keeper::LayerPlan Keeper::plan_layer(Sequence& s, const Observation& o, std::siz
   for (Row& row : plan.table.rows) s.columns->describe(row_of(row.layer, row.head), row);
   RowGroup& group = plan.table.groups.front();
   const auto bytes = static_cast<std::int64_t>(o.queries.element_size());
-  group.queries = {.data = static_cast<const std::byte*>(o.queries.const_data_ptr()) +
+  group.queries = {.data = static_cast<const std::byte*>(o.queries.bytes()) +
                            (o.indptr[i + 1] - wanted) * o.queries.stride(0) * bytes,
-                   .dtype = o.queries.scalar_type(),
+                   .dtype = o.queries.dtype(),
                    .token_stride = o.queries.stride(0) * bytes,
                    .head_stride = o.queries.stride(1) * bytes,
                    .positions = s.present.data() + present - wanted,
@@ -180,8 +181,8 @@ LayerReport Keeper::narrow(const Observation& o, const CacheView& view) {
     }
     plans.push_back(plan_layer(s, o, i, view));
   }
-  // Passes remember what they have seen: none is asked before everything that could be refused was looked at, in every
-  // prompt.
+  // Passes remember what they have seen: none decides before everything that could be refused has been checked, in
+  // every prompt.
   for (LayerPlan& plan : plans)
     if (plan.queries > 0)
       plan.decision = plan.sequence->pass->decide({.spec = spec_,
@@ -213,7 +214,7 @@ LayerReport Keeper::narrow(const Observation& o, const CacheView& view) {
         shortest = std::min<std::int64_t>(shortest, s.columns->length(r));
       }
       const std::int32_t page_size = plan.table.page_size;
-      // Said where no page came free too: whoever shares pages must know how short the shortest row is.
+      // Reported even if no page became free: whoever shares pages must know how short the shortest row is.
       if (page_size > 0 && shortest < s.report->tokens)
         report.pages.push_back(drop_pages(view, plan.place, s.report->tokens, longest, page_size));
     }
@@ -240,7 +241,7 @@ void Keeper::cut_layer(const LayerPlan& plan, const CacheView& view, Narrowing& 
 void Keeper::let_go_on(const LayerPlan& plan, const CacheView& view, Narrowing& report) {
   Sequence& s = *plan.sequence;
   const TokenSet& narrow = *plan.decision.narrow;
-  const std::span<const std::int32_t> places{narrow.tokens.const_data_ptr<std::int32_t>(),
+  const std::span<const std::int32_t> places{narrow.tokens.data<std::int32_t>(),
                                              static_cast<std::size_t>(narrow.tokens.numel())};
   report.tokens = std::vector<std::int32_t>(places.begin(), places.end());
   report.afresh = narrow.afresh;
@@ -257,7 +258,7 @@ void Keeper::let_go_on(const LayerPlan& plan, const CacheView& view, Narrowing& 
     }
 }
 
-/// The first pass is over: nothing of it stays but what was chosen.
+/// The first pass is over: only what it chose remains.
 void Keeper::begin_afresh(const LayerPlan& plan, const CacheView& view, LayerReport& report) {
   PromptReport of_first_pass = std::move(*plan.sequence->report);
   of_first_pass.second_pass = true;

@@ -16,7 +16,7 @@ constexpr double kAnyThreshold = 1e9;
 
 void describe_variant(Fields& f, Variant& variant) {
   f.choice("variant", variant, {{"strict", Variant::strict}, {"official", Variant::official}},
-           "counts of cache_mass in multiples of 8 rounded up, so that the mass is held; or down, as published");
+           "slot counts of cache_mass are multiples of 8: rounded up, so that the mass is held, or down, as published");
 }
 
 void describe_budget(Fields& f, std::int32_t& select, const char* what) {
@@ -26,24 +26,25 @@ void describe_budget(Fields& f, std::int32_t& select, const char* what) {
 void describe_observers(Fields& f, AslOptions& o) {
   f.enter("scorer");
   f.integer("window", o.selector.window, 1, kMostQueries,
-            "newest tokens of a prompt: they observe, are not ranked, and always go on", {"window_size"});
+            "newest tokens of a prompt: they observe, are not ranked, and always continue", {"window_size"});
   describe_pool(f, o.pool, "tokens pooled over, odd; 1: none");
   f.choice("pooling", o.pooling, {{"avg", Pool::average}, {"max", Pool::maximum}}, "average or maximum");
   f.leave();
 }
 
 void describe_cache(Fields& f, AslOptions& o) {
-  const bool slots = f.integer(
-      "cache", o.cache, 1, INT32_MAX,
-      "slots each row keeps of the prompt, the window's included, as SnapKV chooses; left out: all", {"cache_k"}, "-");
+  const bool slots =
+      f.integer("cache", o.cache, 1, INT32_MAX,
+                "slots of the prompt that each row keeps, including the window, chosen as in SnapKV; left out: all",
+                {"cache_k"}, "-");
   const bool mass =
       f.real("cache_mass", o.cache_mass, 0, true, 1, false,
              "instead of `cache`: each row keeps as many slots as hold this share of the window's attention",
              {"cache_p"}, "-");
-  if (slots && mass) f.bad("cache_mass", o.cache_mass, "nothing beside `cache`");
+  if (slots && mass) f.bad("cache_mass", o.cache_mass, "only without `cache`");
 }
 
-/// What one option allows because of another.
+/// Checks of options that depend on each other.
 void check(const char* policy, const Fields& f, const AslOptions& o) {
   if (f.listing()) return;
   KVKEEP_REQUIRE(o.selector.select > o.selector.window, "policy: budget of ", policy, " is ", o.selector.select,
@@ -62,25 +63,25 @@ void describe_selection(Fields& f, AslOptions& o) {
   LayerSelectorOptions& s = o.selector;
   f.integer("min_layer", s.min_layer, 0, INT32_MAX, "first layer that may select", {"l_min"}, "layers / 3");
   f.integer("observed_layers", s.observed_layers, 1, 4096,
-            "consecutive layers whose ranks are compared; at most min_layer + 1 of them are", {"l_obs"});
-  const bool by_mass = f.gives("layers", "missed_mass");  // what it stands for is then not written beside it
-  const bool threshold = f.real(
-      "threshold", s.threshold, -kAnyThreshold, false, kAnyThreshold, false,
-      "selects where the variance of the ranks has fallen below this share of that at min_layer; 0 or less: never",
-      {"tau"}, by_mass ? "-" : nullptr);
+            "consecutive layers whose ranks are compared, at most min_layer + 1", {"l_obs"});
+  const bool by_mass = f.gives("layers", "missed_mass");  // then the option that it replaces is not written too
+  const bool threshold =
+      f.real("threshold", s.threshold, -kAnyThreshold, false, kAnyThreshold, false,
+             "selects once the variance of the ranks is below this share of its value at min_layer; 0 or less: never",
+             {"tau"}, by_mass ? "-" : nullptr);
   const bool missed = f.real("missed_mass", s.missed_mass, 0, true, 1, true,
-                             "instead of `threshold`: selects where in each observed layer less than this share of "
-                             "attention went to tokens that would not go on",
+                             "instead of `threshold`: selects once, in each observed layer, less than this share of "
+                             "attention went to tokens that would not continue",
                              {}, "-");
-  if (threshold && missed) f.bad("missed_mass", s.missed_mass, "nothing beside `threshold`");
+  if (threshold && missed) f.bad("missed_mass", s.missed_mass, "only without `threshold`");
   f.real("select_mass", s.select_mass, 0, true, 1, false,
-         "fewer than `budget` tokens go on where so few, with the window, drew this share of the selecting layer's "
+         "fewer than `budget` tokens continue if they, with the window, drew this share of the selecting layer's "
          "attention");
 }
 
 MakePrefill describe_asl(Fields& f) {
   AslOptions o;
-  describe_budget(f, o.selector.select, "tokens that go on behind the layer that selects, the window's included");
+  describe_budget(f, o.selector.select, "tokens that continue after the selecting layer, including the window");
   describe_variant(f, o.variant);
   describe_observers(f, o);
   f.enter("layers");
@@ -94,13 +95,13 @@ MakePrefill describe_asl(Fields& f) {
 MakePrefill describe_two_pass(Fields& f) {
   AslOptions o;
   o.two_pass = true;
-  describe_budget(f, o.selector.select, "tokens of the second pass, the window's included");
+  describe_budget(f, o.selector.select, "tokens of the second pass, including the window");
   describe_observers(f, o);
   f.enter("layers");
   describe_selection(f, o);
   f.choice("indices", o.indices,
            {{"ranks", AslOptions::Indices::ranks}, {"last_query", AslOptions::Indices::last_query}},
-           "the best ranked and the window, or what GemFilter would choose in that layer");
+           "the best ranked tokens and the window, or those that GemFilter would choose in that layer");
   f.leave();
   check("asl-2pass", f, o);
   return maker("asl-2pass", o);
@@ -108,7 +109,7 @@ MakePrefill describe_two_pass(Fields& f) {
 
 MakePrefill describe_fastkv(Fields& f) {
   AslOptions o;
-  describe_budget(f, o.selector.select, "tokens that go on behind `layer`, the window's included");
+  describe_budget(f, o.selector.select, "tokens that continue after `layer`, including the window");
   describe_variant(f, o.variant);
   describe_observers(f, o);
   f.enter("layers");
@@ -128,7 +129,7 @@ MakePrefill describe_gemfilter(Fields& f) {
   f.leave();
   f.enter("layers");
   f.exactly_one({{"layer", f.integer("layer", o.layer, 0, INT32_MAX,
-                                     "the layer whose last query chooses; the first pass ends there",
+                                     "the layer whose last query chooses the tokens; the first pass ends there",
                                      {"select_layer_idx"}, "required")}});
   f.leave();
   return [o](std::unique_ptr<KVPolicy> decoding, std::string json) {
@@ -139,16 +140,15 @@ MakePrefill describe_gemfilter(Fields& f) {
 MakePrefill describe_pyramidinfer(Fields& f) {
   using Schedule = ShrinkingContextOptions::Schedule;
   ShrinkingContextOptions o;
-  f.integer("sink", o.sink, 0, INT32_MAX, "oldest tokens that always go on");
+  f.integer("sink", o.sink, 0, INT32_MAX, "oldest tokens that always continue");
   f.enter("layers");
   f.real("recent_ratio", o.recent_ratio, 0, false, 1, true,
-         "newest share of the prompt: it observes, and always goes on");
-  f.real("keep", o.keep, 0, true, 1, false, "share of the others that goes on behind the deepest layer");
+         "newest share of the prompt: it observes, and always continues");
+  f.real("keep", o.keep, 0, true, 1, false, "share of the others that continues after the deepest layer");
   f.choice("schedule", o.schedule, {{"cosine", Schedule::cosine}, {"constant", Schedule::constant}},
            "from all at the first layer down to `keep`, or `keep` at every layer");
-  f.integer("min_context", o.min_context, 1, INT32_MAX, "no fewer of the others are left");
-  f.real("distance_weight", o.distance_weight, 0, true, 1000, false,
-         "weight of the newest observer against 1 of the oldest");
+  f.integer("min_context", o.min_context, 1, INT32_MAX, "no layer leaves fewer of the others");
+  f.real("distance_weight", o.distance_weight, 0, true, 1000, false, "weight of the newest observer; the oldest has 1");
   f.leave();
   return [o](std::unique_ptr<KVPolicy> decoding, std::string json) {
     return std::make_unique<PyramidInfer>(o, std::move(decoding), std::move(json));
@@ -159,17 +159,17 @@ MakePrefill describe_pyramidinfer(Fields& f) {
 
 const std::vector<PrefillEntry>& prefill_policies() {
   static const std::vector<PrefillEntry> all = {
-      {"asl", "the best tokens go on from the layer where the ranking of a prompt settles",
+      {"asl", "the best tokens continue from the layer where the ranking of a prompt settles",
        "ASL: Adaptive Selection Layer (TANIGUCHIREI/ASL)", "prompts layer by layer, with queries", describe_asl},
-      {"asl-2pass", "the same tokens run again as a short prompt of their own",
+      {"asl-2pass", "the tokens that asl selects run again as a short prompt of their own",
        "ASL: Adaptive Selection Layer (TANIGUCHIREI/ASL)", "prompts layer by layer, with queries", describe_two_pass},
-      {"fastkv", "the best tokens go on from a given layer",
+      {"fastkv", "the best tokens continue from a given layer",
        "Jo et al., FastKV: KV Cache Compression for Fast Long-Context Processing with Token-Selective Propagation",
        "prompts layer by layer, with queries", describe_fastkv},
-      {"gemfilter", "what the last query of an early layer chooses runs again as a short prompt",
+      {"gemfilter", "the tokens that the last query of an early layer chooses run again as a short prompt",
        "Shi et al., Discovering the Gems in Early Layers (GemFilter)", "prompts layer by layer, with queries",
        describe_gemfilter},
-      {"pyramidinfer", "fewer tokens of a prompt go on from layer to layer",
+      {"pyramidinfer", "fewer tokens of a prompt continue from layer to layer",
        "Yang et al., PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM Inference",
        "prompts layer by layer, with queries", describe_pyramidinfer},
   };

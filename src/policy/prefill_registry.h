@@ -10,7 +10,7 @@
 
 namespace kvkeep {
 
-/// Makes a policy of the options that were read.
+/// Makes a policy from the options that were read.
 using MakePrefill = std::function<std::unique_ptr<KVPolicy>(std::unique_ptr<KVPolicy> decoding, std::string json)>;
 
 struct PrefillEntry {
@@ -23,8 +23,8 @@ struct PrefillEntry {
 
 [[nodiscard]] const std::vector<PrefillEntry>& prefill_policies();
 
-/// Of how many newest queries observe, and slots pooled over: what scorers of windows share.
+/// Option `pool`, the slots pooled over, which scorers of windows share.
 void describe_pool(Fields& f, std::int32_t& pool, const char* what);
-inline constexpr std::int64_t kMostQueries = 1 << 20;  ///< what a ring may be asked to hold
+inline constexpr std::int64_t kMostQueries = 1 << 20;  ///< most queries that a ring may be asked to hold
 
 }  // namespace kvkeep

@@ -19,7 +19,7 @@ class PyramidInferPass final : public PromptPass {
   [[nodiscard]] Decision decide(const Evidence& evidence) override {
     const Row& row = evidence.table.rows.front();
     KVKEEP_REQUIRE_AS(StateError, wants(row.layer, row.length) > 0, "prompt pass: layer ", row.layer, " with ",
-                      row.length, " tokens is not asked; allowed layers that wants() names");
+                      row.length, " tokens is not due; allowed layers that wants() names");
     Decision decision;
     decision.reason = Reason::over_budget;
     decision.narrow = tokens_of(context_.tokens(evidence));
@@ -34,7 +34,7 @@ class PyramidInferPass final : public PromptPass {
 
 PyramidInfer::PyramidInfer(ShrinkingContextOptions options, std::unique_ptr<KVPolicy> decoding, std::string json)
     : Prefill("pyramidinfer", std::move(decoding), std::move(json)), options_(options) {
-  static_cast<void>(ShrinkingContext(options_, 1, 1));  // says what is wrong with the options
+  static_cast<void>(ShrinkingContext(options_, 1, 1));  // throws if the options are wrong
 }
 
 std::vector<std::string> PyramidInfer::misfits(const ModelSpec&) const { return {}; }

@@ -42,30 +42,22 @@ namespace {
 
 using nlohmann::json;
 
-/// What AMS does over a scorer unless told otherwise. Measured (docs/ams.md), not published: a scorer that ranks a
-/// whole row well keeps half of the budget for that; one that does not gains most where all of it is spread over
-/// segments.
-struct AmsDefaults {
-  SuffixFill suffix_fill = SuffixFill::exclude;
-  double coverage = 0.5;
-};
-constexpr AmsDefaults kSpreadAll{SuffixFill::exclude, 1.0};
-constexpr AmsDefaults kAsPublished{SuffixFill::max_head, 1.0};
+/// Default share of the budget that AMS sends through segments. Measured (docs/ams.md), not published.
+constexpr double kCoverage = 0.5;
 
 /// A scorer by the name it has in policies, its options, and where it comes from.
 struct ScorerEntry {
   const char* policy;  ///< as a policy of its own
-  const char* name;    ///< behind an allocator's name, "ams-" and its like; null: not offered so
+  const char* name;    ///< after an allocator's name, such as "ams-"; null: not offered with one
   bool probability;    ///< shares of attention: not negative and comparable between heads, as AdaKV and CriticalKV need
   const char* what;
   const char* source;
   std::function<std::unique_ptr<Scorer>(Fields&)> make;
   std::function<void(const Fields&, Retention&)> defaults =
       {};  ///< other defaults of the options that every policy has
-  AmsDefaults ams = {};
 };
 
-/// Prompt kept and not counted, nothing but prompt and window protected, 256 slots more at every further 1024 tokens.
+/// Keeps the prompt without counting it, protects only prompt and window, and adds 256 slots per further 1024 tokens.
 void rpc_defaults(const Fields& f, Retention& r) {
   if (!f.says("scorer", "style", "official")) return;
   r.sink = r.recent = 0;
@@ -94,21 +86,17 @@ const std::vector<ScorerEntry>& scorers() {
       {"keydiff", "keydiff", false, "keys that point away from the mean direction",
        "Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction",
        [](Fields&) { return std::make_unique<KeyDiff>(); }},
-      {"knorm",
-       "knorm",
-       false,
-       "keys of small norm",
+      {"knorm", "knorm", false, "keys of small norm",
        "Devoto et al., A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
-       [](Fields&) { return std::make_unique<Knorm>(); },
-       {},
-       kAsPublished},
-      {"rkv", "rkv", false, "what the newest queries attend to, less what repeats other keys",
+       [](Fields&) { return std::make_unique<Knorm>(); }},
+      {"rkv", "rkv", false, "slots that the newest queries attend to, less those that repeat other keys",
        "Cai et al., R-KV: Redundancy-aware KV Cache Compression for Reasoning Models",
        [](Fields& f) {
          RkvOptions o;
          f.integer("window", o.window, 1, kMostQueries, "newest queries whose attention counts; their slots stay",
                    {"window_size"});
-         f.integer("pool", o.pool, 1, 4095, "slots the largest attention is taken over, odd; 1: none", {"kernel_size"});
+         f.integer("pool", o.pool, 1, 4095, "slots over which the largest attention is taken, odd; 1: none",
+                   {"kernel_size"});
          if (o.pool % 2 == 0) f.bad("pool", o.pool, "an odd number");
          f.real("lambda", o.lambda, 0, false, 1, false, "weight of attention against redundancy", {"mix_lambda"});
          f.real("similarity", o.similarity, 0, false, 1, false, "cosine above which two keys resemble each other");
@@ -129,10 +117,8 @@ const std::vector<ScorerEntry>& scorers() {
                    "a slot's draw follows from the seed, its layer, head and logical position");
          return std::make_unique<RandomScorer>(o);
        }},
-      {"triattention",
-       "triattention",
-       false,
-       "what queries to come will attend to, by where each head's queries lie before RoPE",
+      {"triattention", "triattention", false,
+       "slots that future queries will attend to, by where each head's queries are before RoPE",
        "TriAttention (WeianMao/triattention)",
        [](Fields& f) -> std::unique_ptr<Scorer> {
          TriAttentionOptions o;
@@ -141,7 +127,7 @@ const std::vector<ScorerEntry>& scorers() {
          f.choice("aggregate", o.aggregate,
                   {{"mean", TriAttentionOptions::Aggregate::mean}, {"max", TriAttentionOptions::Aggregate::max}},
                   "over the future offsets");
-         f.flag("normalize", o.normalize, "z-score of each query head before the group is taken together");
+         f.flag("normalize", o.normalize, "z-score of each query head before the group is combined");
          f.choice("group", o.group,
                   {{"max", TriAttentionOptions::Group::max}, {"mean", TriAttentionOptions::Group::mean}},
                   "over the query heads of the KV head");
@@ -152,30 +138,25 @@ const std::vector<ScorerEntry>& scorers() {
                   "deviation of the z-score: over the slots that are not protected (floor 1e-6), or with n - 1 over "
                   "all slots");
          return std::make_unique<TriAttention>(f.listing() ? Calibration() : load_calibration(file), o);
-       },
-       {},
-       kSpreadAll},
-      {"snapkv",
-       "snapkv",
-       true,
-       "attention of the newest `window` queries, pooled over neighbours",
+       }},
+      {"snapkv", "snapkv", true, "attention of the newest `window` queries, pooled over neighbours",
        "Li et al., SnapKV: LLM Knows What You are Looking for Before Generation",
        [](Fields& f) {
          SnapKVOptions o;
-         f.integer("window", o.window, 1, kMostQueries, "newest queries that are asked; their slots always stay");
+         f.integer("window", o.window, 1, kMostQueries,
+                   "newest queries whose attention counts; their slots always stay");
          describe_pool(f, o.pool, "slots pooled over, odd; 1: none");
          f.choice("style", o.style, {{"snapkv", SnapKVOptions::Style::snapkv}, {"rkv", SnapKVOptions::Style::rkv}},
                   "softmax over all slots, mean over the group, average pool; or largest logit of the group, softmax "
-                  "over the history alone, max pool");
+                  "over the history only, max pool");
          return std::make_unique<SnapKV>(o);
-       },
-       {},
-       kSpreadAll},
-      {"rpc", "rpc", true, "attention of the newest `window` queries to what came before them, in sum",
+       }},
+      {"rpc", "rpc", true, "sum of the attention of the newest `window` queries to the slots before them",
        "Song et al., Reasoning Path Compression",
        [](Fields& f) {
          RpcOptions o;
-         f.integer("window", o.window, 1, kMostQueries, "newest queries that are asked; their slots always stay");
+         f.integer("window", o.window, 1, kMostQueries,
+                   "newest queries whose attention counts; their slots always stay");
          describe_pool(f, o.pool, "slots pooled over, odd; 1: none");
          f.choice("style", o.style, {{"fixed", RpcOptions::Style::fixed}, {"official", RpcOptions::Style::official}},
                   "every window query over the whole history; or as published: the newest query counted twice, the "
@@ -187,25 +168,25 @@ const std::vector<ScorerEntry>& scorers() {
            f.bad("heads", "all", "group: heads that differ in length cannot be averaged slot by slot");
          return std::make_unique<Rpc>(o);
        },
-       rpc_defaults, kSpreadAll},
-      {"h2o", "h2o", true, "attention of every query so far, in sum",
+       rpc_defaults},
+      {"h2o", "h2o", true, "sum of the attention of every query so far",
        "Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
        [](Fields& f) {
          H2OOptions o;
          f.integer("window", o.window, 1, kMostQueries,
-                   "newest queries that an event can add to the sum; those further back are not counted");
+                   "newest queries that an event can add to the sum; older ones are not counted");
          return std::make_unique<H2O>(o);
        }},
-      {"expected", "expected", true, "attention that coming queries will pay, by mean and covariance of those seen",
+      {"expected", "expected", true, "attention that future queries will pay, by the mean and covariance of past ones",
        "Devoto et al., Expected Attention",
        [](Fields& f) {
          ExpectedOptions o;
-         f.integer("n_future", o.future, 1, 1 << 20, "coming positions whose rotations are averaged");
-         f.integer(
-             "sink", o.sink, 0, INT32_MAX,
-             "queries at positions below it are left out of the statistics, the oldest slots below it of the softmax");
-         f.flag("covariance", o.covariance, "use the covariance of the queries beside their mean");
-         if (f.values_weighed) o.value_norm = false;  // the allocator does it, behind W_o
+         f.integer("n_future", o.future, 1, 1 << 20, "future positions whose rotations are averaged");
+         f.integer("sink", o.sink, 0, INT32_MAX,
+                   "queries at positions below it are left out of the statistics, and that many oldest slots out of "
+                   "the softmax");
+         f.flag("covariance", o.covariance, "use the covariance of the queries as well as their mean");
+         if (f.values_weighed) o.value_norm = false;  // the allocator does it, after W_o
          f.flag("value_norm", o.value_norm, "weigh by the length of the value");
          if (f.values_weighed && o.value_norm) f.bad("value_norm", true, "false: the allocator weighs values itself");
          f.real("epsilon", o.epsilon, 0, false, 1, false,
@@ -228,7 +209,7 @@ void describe_budget(Fields& f, Budget& b) {
   double ratio = -1;
   std::int64_t bytes = 0;
   const bool given = f.integer(
-      "budget", slots, 1, INT32_MAX, "slots every (layer, sequence, KV head) keeps at an event, at least sink + 1",
+      "budget", slots, 1, INT32_MAX, "slots that every (layer, sequence, KV head) keeps at an event, at least sink + 1",
       {"kv_budget", "target_size", "max_cache_size", "max_capacity_prompt"}, "one of budget, ratio, bytes");
   const bool by_ratio =
       f.real("ratio", ratio, 0, false, 1, true,
@@ -257,7 +238,7 @@ void describe_common(Fields& f, Retention& r) {
            "when the prompt ends: leave it to the first event of decoding, cut it to the budget, or cut it and never "
            "cut again");
   f.integer("growth", r.trigger.budget.growth, 0, INT32_MAX,
-            "slots that the budget grows by at every further `interval` of decoded tokens");
+            "slots by which the budget grows per further `interval` of decoded tokens");
   f.integer("sink", r.sink, 0, INT32_MAX, "oldest slots that always stay", {"n_sink", "start_size", "sink_tokens"});
   f.integer("recent", r.recent, 0, INT32_MAX,
             "newest slots that always stay; they shrink first when the budget is small", {"n_last", "recent_size"});
@@ -265,19 +246,19 @@ void describe_common(Fields& f, Retention& r) {
          "the prompt always stays, inside the budget; a prompt that does not fit raises the budget to prompt + recent");
   std::int32_t counts = r.trigger.budget.decoded_only ? 1 : 0;
   f.choice("budget_counts", counts, {{"all", 0}, {"decoded", 1}},
-           "what the budget counts: every slot, or those behind the prompt, which then stays on top of it (needs "
+           "what the budget counts: every slot, or those after the prompt, which then stays in addition (needs "
            "protect_prompt)");
   r.trigger.budget.decoded_only = counts == 1;
   f.choice("variant", r.variant, {{"strict", Variant::strict}, {"official", Variant::official}},
            "our corrected form, or the published code slot for slot");
-  f.choice(
-      "share", r.share,
-      {{"per_layer_per_head", Sharing::per_layer_per_head},
-       {"per_layer_perhead", Sharing::per_layer_per_head},
-       {"per_head", Sharing::per_head},
-       {"union", Sharing::all}},
-      "who shares one selection: nobody, the layers of a KV head (mean of scores), or all layers and heads (maximum)",
-      {"eviction_mode"});
+  f.choice("share", r.share,
+           {{"per_layer_per_head", Sharing::per_layer_per_head},
+            {"per_layer_perhead", Sharing::per_layer_per_head},
+            {"per_head", Sharing::per_head},
+            {"union", Sharing::all}},
+           "which rows share one selection: none, the layers of a KV head (mean of scores), or all layers and heads "
+           "(maximum)",
+           {"eviction_mode"});
 }
 
 MassSegmentedOptions preset_options(Preset preset) {
@@ -298,7 +279,7 @@ void describe_segments(Fields& f, MassSegmentedOptions& o) {
                               : o.segments == Segmentation::none ? "none"
                                                                  : "fixed:" + std::to_string(o.fixed);
   const std::string word = f.word("segments", current, "mass, fixed:<slots>, none",
-                                  "how a row is cut: by mass, every so many slots, or not (top-k)");
+                                  "how a row is cut: by mass, every fixed number of slots, or not (top-k)");
   constexpr std::string_view kFixed = "fixed:";
   if (word == "mass") {
     o.segments = Segmentation::mass;
@@ -308,20 +289,20 @@ void describe_segments(Fields& f, MassSegmentedOptions& o) {
     const char* end = word.data() + word.size();
     std::int32_t slots = 0;
     if (!word.starts_with(kFixed) || std::from_chars(word.data() + kFixed.size(), end, slots).ptr != end || slots < 1)
-      f.bad("segments", word, "mass, fixed:<slots> with 1 slot or more, none");
+      f.bad("segments", word, "mass, fixed:<slots> with 1 or more slots, none");
     o.segments = Segmentation::fixed;
     o.fixed = slots;
   }
 }
 
 void describe_mass_segmented(Fields& f, MassSegmentedOptions& o) {
-  f.integer("window", o.window, 1, kMostQueries, "newest queries whose attention makes the mass");
-  f.real("segment_mass", o.segment_mass, 0, true, 1, false, "mass a segment aims at");
+  f.integer("window", o.window, 1, kMostQueries, "newest queries whose attention is the mass");
+  f.real("segment_mass", o.segment_mass, 0, true, 1, false, "target mass of a segment");
   f.integer("min_segment", o.min_segment, 1, INT32_MAX, "slots; shorter segments merge");
   f.integer("max_segment", o.max_segment, 1, INT32_MAX,
             "slots; longer segments are cut (strict: at least 2 * min_segment)");
   f.integer("min_quota", o.min_quota, 0, INT32_MAX, "slots every segment may keep, as far as the budget goes");
-  f.flag("credit", o.credit, "mix in what slots drew at earlier events");
+  f.flag("credit", o.credit, "mix in the mass that slots drew at earlier events");
   f.real("credit_decay", o.credit_decay, 0, false, 1, true, "weight of the old credit at each event (lambda)");
   f.real("credit_mix", o.credit_mix, 0, false, 1, false, "weight of this event's mass against the credit (beta)");
   f.integer("pool", o.pool, 0, 4095, "slots averaged over, odd; 0 or 1: none");
@@ -338,9 +319,10 @@ void describe_mass_segmented(Fields& f, MassSegmentedOptions& o) {
             {"length", QuotaWeight::length},
             {"raw_mass", QuotaWeight::raw_mass}},
            "what a segment's quota is proportional to");
-  f.real_or("coverage", o.coverage, 0, false, 1, false, "auto", o.coverage_auto,
-            "share of the budget above the protected slots that goes through segments; 0 is top-k; auto: only what "
-            "every segment's `min_quota` takes");
+  f.real_or(
+      "coverage", o.coverage, 0, false, 1, false, "auto", o.coverage_auto,
+      "share of the budget above the protected slots that goes through segments; 0 is top-k; auto: only as much as "
+      "every segment's `min_quota` takes");
 }
 
 void check(const std::string& policy, const Retention& r) {
@@ -355,9 +337,10 @@ void check(const std::string& policy, const Retention& r) {
 }
 
 void check(const MassSegmentedOptions& o, const Retention& r) {
-  KVKEEP_REQUIRE(r.share == Sharing::per_layer_per_head,
-                 "policy: share is not per_layer_per_head with allocator ams; allowed per_layer_per_head (rows of one "
-                 "selection would need one quota too)");
+  KVKEEP_REQUIRE(
+      r.share == Sharing::per_layer_per_head,
+      "policy: share is not per_layer_per_head with allocator ams; allowed per_layer_per_head (rows that share a "
+      "selection would have to share quotas too)");
   KVKEEP_REQUIRE(o.pool <= 1 || o.pool % 2 == 1, "policy: allocator.pool is ", o.pool,
                  "; allowed an odd number, or 0 for none");
   if (r.variant == Variant::official) {
@@ -365,7 +348,7 @@ void check(const MassSegmentedOptions& o, const Retention& r) {
                    "; allowed at least min_segment = ", o.min_segment);
     KVKEEP_REQUIRE(!o.coverage_auto && o.coverage == 1.0, "policy: allocator.coverage is ",
                    o.coverage_auto ? std::string("auto") : text(o.coverage),
-                   " with variant official; allowed 1 (the published code has no such share)");
+                   " with variant official; allowed 1 (the published code has no such option)");
   } else {
     KVKEEP_REQUIRE(o.max_segment >= 2 * std::int64_t{o.min_segment}, "policy: allocator.max_segment is ", o.max_segment,
                    "; allowed at least 2 * min_segment = ", 2 * std::int64_t{o.min_segment}, " (variant strict)");
@@ -377,28 +360,27 @@ struct EvictParts {
   Retention retention;
   std::unique_ptr<Scorer> scorer;
   std::unique_ptr<Allocator> allocator;
-  AmsDefaults ams;
 };
 
-/// What allocators of our own form ask of the rest of a policy. `alike`: rows that share one selection could not be
-/// told apart.
+/// Requirements of allocators in our own form on the rest of a policy. `alike`: rows with equal scores keep equal
+/// slots.
 void check_own_form(const char* allocator, const Retention& r, bool alike) {
   KVKEEP_REQUIRE(r.variant == Variant::strict, "policy: variant is official with allocator ", allocator,
-                 "; allowed strict (docs/allocators.md says how that differs from what is published)");
+                 "; allowed strict (docs/allocators.md describes how that differs from the published form)");
   KVKEEP_REQUIRE(alike || r.share == Sharing::per_layer_per_head,
                  "policy: share is not per_layer_per_head with allocator ", allocator,
                  "; allowed per_layer_per_head (its rows keep different slots)");
 }
 
-/// An allocator by the name it has in policies ("ams-tova" is allocator "ams" over scorer "tova").
+/// An allocator by the name it has in policies ("ams-tova" is allocator "ams" with scorer "tova").
 struct AllocatorEntry {
   const char* name;    ///< null: plain top-k, whose policies are named by their scorer
-  const char* scorer;  ///< scorer behind the bare name ("adakv"); null: the bare name is no policy
-  bool probability;    ///< takes scores that are shares of attention only
+  const char* scorer;  ///< scorer that the bare name ("adakv") stands for; null: the bare name is not a policy
+  bool probability;    ///< takes only scores that are shares of attention
   const char* what;
   const char* source;
   /// Reads the options (top level, then those of the scorer with `make_scorer`, then `enter("allocator")`) and makes
-  /// the allocator. Sets what scorers must know of it in Fields before it makes the scorer.
+  /// the allocator. Tells scorers about itself through Fields before it makes the scorer.
   std::function<void(Fields&, EvictParts&, const std::function<void()>& make_scorer)> make;
 };
 
@@ -410,26 +392,26 @@ const std::vector<AllocatorEntry>& allocators() {
          f.enter("allocator");
          f.leave();
          if (!parts.scorer->needs().keys)
-           parts.retention.variant = Variant::strict;  // by age alone there is one reading: sinks, then the newest
+           parts.retention.variant =
+               Variant::strict;  // by age alone there is only one interpretation: sinks, then the newest
          parts.allocator = std::make_unique<Flat>();
        }},
-      {"ams", nullptr, false, "budget spread over segments of equal attention mass, inside them",
+      {"ams", nullptr, false, "budget spread over segments of equal attention mass, and within each",
        "Adaptive Mass-Segmented KV compression (AMS)",
        [](Fields& f, EvictParts& parts, const std::function<void()>& make_scorer) {
          const bool official = parts.retention.variant == Variant::official;
          Preset preset = official ? Preset::registry : Preset::kvkeep;
          f.choice("preset", preset,
                   {{"kvkeep", Preset::kvkeep}, {"registry", Preset::registry}, {"paper", Preset::paper}},
-                  "defaults of `allocator`: ours (registry, with suffix_fill and coverage as measured for the scorer), "
-                  "of the released scripts, or of the paper's Table 15 (window 128, "
+                  "defaults of `allocator`: ours (registry, with coverage 0.5), of the released scripts, or of the "
+                  "paper's Table 15 (window 128, "
                   "segment_mass 0.1, segments 16 to 256, min_quota 1, decay and mix 0.9)");
          MassSegmentedOptions o = preset_options(preset);
          if (official) {
            o.suffix_fill = SuffixFill::max_global;  // as published
          } else if (preset == Preset::kvkeep) {
-           o.suffix_fill = parts.ams.suffix_fill;
-           // Who names a fill describes AMS as published, in which everything goes through segments.
-           o.coverage = f.gives("allocator", "suffix_fill") ? 1.0 : parts.ams.coverage;
+           // Naming a fill selects AMS as published, in which everything goes through segments.
+           o.coverage = f.gives("allocator", "suffix_fill") ? 1.0 : kCoverage;
          }
          make_scorer();
          f.enter("allocator");
@@ -445,8 +427,8 @@ const std::vector<AllocatorEntry>& allocators() {
          make_scorer();
          f.enter("allocator");
          f.real("beta", o.beta, 1, false, 1000, false,
-                "the last layer keeps 1 / beta of the budget, the first 2 - 1 / beta of it, before small ones are "
-                "raised to sinks and window");
+                "the last layer keeps 1 / beta of the budget, the first 2 - 1 / beta of it, before small budgets are "
+                "raised to sinks + window");
          f.leave();
          parts.allocator = std::make_unique<Pyramid>(o);
          if (f.listing()) return;
@@ -458,7 +440,7 @@ const std::vector<AllocatorEntry>& allocators() {
          const auto least = static_cast<std::int32_t>(keeps);
          KVKEEP_REQUIRE(b.unit != Budget::Unit::slots || b.slots >= least, "policy: budget is ", b.slots,
                         " with allocator pyramidkv; allowed at least ", least,
-                        ", what every layer keeps: sink + the scorer's window");
+                        ", which every layer keeps: sink + the scorer's window");
          b.least = std::max(b.least, least);
        }},
       {"adakv", "snapkv", true, "the heads of a layer share one budget, spent on the best of all their slots",
@@ -479,19 +461,19 @@ const std::vector<AllocatorEntry>& allocators() {
          ChunksOptions o;
          make_scorer();
          f.enter("allocator");
-         f.integer("chunk", o.chunk, 1, INT32_MAX, "slots a chunk");
+         f.integer("chunk", o.chunk, 1, INT32_MAX, "slots per chunk");
          f.choice("heads", o.heads, {{"shared", ChunksOptions::Heads::shared}, {"own", ChunksOptions::Heads::own}},
-                  "chunks rank by the sum over the KV heads of a layer, or for each KV head");
+                  "chunks rank by the sum over the KV heads of a layer, or per KV head");
          f.leave();
          parts.allocator = std::make_unique<Chunks>(o);
          if (!f.listing()) check_own_form("chunkkv", parts.retention, true);
        }},
       {"criticalkv", "snapkv", true,
-       "half of the budget by score, the rest by score times the size of the value behind the output projection",
+       "half of the budget by score, the rest by score times the size of the value after the output projection",
        "CriticalKV (Feng et al.)",
        [](Fields& f, EvictParts& parts, const std::function<void()>& make_scorer) {
          CriticalOptions o;
-         f.enter("allocator");  // first: whether heads stay equal matters to scorers
+         f.enter("allocator");  // first, because scorers depend on whether heads stay equal
          f.real("first_stage", o.first_stage, 0, false, 1, false,
                 "share of the budget that the score alone decides, protected slots included");
          f.choice("heads", o.heads,
@@ -510,29 +492,31 @@ const std::vector<AllocatorEntry>& allocators() {
   return all;
 }
 
-/// Whether a policy of these two exists.
+/// True if a policy of these two exists.
 bool fit(const AllocatorEntry& allocator, const ScorerEntry& scorer) {
   if (allocator.name == nullptr) return true;
   return scorer.name != nullptr && (scorer.probability || !allocator.probability);
 }
 
-/// What becomes of the rest, and where it folds, how.
+/// What happens to the other slots, and how they fold.
 void describe_rest(Fields& f, Retention& r) {
   bool folds = false;
   f.choice("rest", folds, {{"drop", false}, {"fold", true}},
-           "slots that do not stay: dropped, or folded into spans that open again where a query asks (docs/memory.md)");
+           "slots that do not stay: dropped, or folded into spans that open again when a query asks for them "
+           "(docs/memory.md)");
   if (!folds && !f.listing()) {
     KVKEEP_REQUIRE(!f.has("memory"),
-                   "policy: options of folded spans (memory) are given, and rest is drop; allowed with rest=fold");
+                   "policy: options of folded spans (memory) are given, but rest is drop; allowed only with rest=fold");
     return;
   }
   RestOptions rest;
   f.enter("memory");
-  f.integer("min_span", rest.min_span, 1, INT32_MAX,
-            "with rest=fold: what neighbouring segments drop shares a span until it has so many tokens");
+  f.integer(
+      "min_span", rest.min_span, 1, INT32_MAX,
+      "with rest=fold: slots dropped by neighbouring segments merge until the span has at least this many tokens");
   f.integer("max_span", rest.max_span, 1, INT32_MAX, "with rest=fold: longer spans are cut into equal pieces");
   f.choice("weights", rest.weights, {{"equal", RestOptions::Weights::equal}, {"mass", RestOptions::Weights::mass}},
-           "with rest=fold: how much a token counts in its span's coarse entry: all alike, or by attention mass");
+           "with rest=fold: weight of a token in its span's coarse entry: equal, or by attention mass");
   describe_memory(f, rest.memory);
   std::int32_t reach = 0;
   if (f.integer("reach", reach, 1, INT32_MAX,
@@ -548,7 +532,6 @@ void describe_rest(Fields& f, Retention& r) {
 
 void describe_evict(Fields& f, const AllocatorEntry& allocator, const ScorerEntry& scorer, EvictParts& parts) {
   parts.retention.trigger.interval = 512;
-  parts.ams = scorer.ams;
   if (scorer.defaults) scorer.defaults(f, parts.retention);
   describe_common(f, parts.retention);
   allocator.make(f, parts, [&] {
@@ -592,7 +575,7 @@ std::string known_policies() {
 std::unique_ptr<KVPolicy> from_object(const json& object, const std::filesystem::path& folder = {},
                                       bool uneven_heads = false);
 
-/// `rest` without its name. What decides behind the prompt is a policy object of its own.
+/// `rest` without its name. The policy that decides after the prompt is a separate object.
 std::unique_ptr<KVPolicy> make_prefill(const PrefillEntry& entry, json rest, const std::filesystem::path& folder) {
   std::unique_ptr<KVPolicy> decoding;
   if (rest.contains("decode")) {
@@ -604,7 +587,7 @@ std::unique_ptr<KVPolicy> make_prefill(const PrefillEntry& entry, json rest, con
       refuse("decode of ", entry.name, ": ", e.what());
     }
     KVKEEP_REQUIRE(!decoding->narrows(), "policy: decode of ", entry.name, " is ", decoding->name(),
-                   ", which acts on prompts itself; allowed a policy that decides behind them");
+                   ", which acts on prompts itself; allowed a policy that decides after them");
     rest.erase("decode");
   } else {
     decoding = std::make_unique<Full>();
@@ -661,7 +644,7 @@ std::unique_ptr<KVPolicy> from_object(const json& object, const std::filesystem:
   return made;
 }
 
-/// A JSON value from the text of "key=value": a number or a boolean where it reads as one, else a string.
+/// A JSON value from the text of "key=value": a number or a boolean if it reads as one, else a string.
 json value_of(const std::string& text) {
   json parsed = io::parse_json(text).value;
   return parsed.is_number() || parsed.is_boolean() ? parsed : json(text);
@@ -675,7 +658,7 @@ std::string full_key(const PolicyInfo& policy, const std::string& key) {
     if (o.name == key) return key;
     if (o.name.ends_with("." + key)) matches.push_back(o.name);
   }
-  // Folded spans are a part of every evicting policy: a name that the policy itself uses means its own.
+  // Every evicting policy has the options of folded spans: a name that the policy itself uses means its own.
   if (matches.size() > 1)
     std::erase_if(matches,
                   [&](const std::string& match) { return !policy.scorer.empty() && match.starts_with("memory."); });
@@ -708,7 +691,7 @@ std::vector<PolicyInfo> policies() {
     static_cast<void>(entry.describe(lister));
     PolicyInfo info{entry.name, entry.what, entry.source, lister.listed(), {}, {}, entry.needs, true};
     info.options.push_back({"decode", "full", "a policy object",
-                            "the policy that decides once the prompt has ended; in text, what stands behind a +"});
+                            "the policy that decides once the prompt has ended; in text, the part after a +"});
     all.push_back(std::move(info));
   }
   Fields lister = Fields::lister();
@@ -730,7 +713,7 @@ json object_of(std::string_view text) {
   if (const std::string_view first = prefill_part(text); first.size() < text.size()) {
     json object = object_of(first);
     KVKEEP_REQUIRE(!object.contains("decode"),
-                   "policy: decode is given twice, as an option and behind a +; allowed once");
+                   "policy: decode is given twice, as an option and after a +; allowed once");
     object["decode"] = object_of(text.substr(first.size() + 1));
     return object;
   }
@@ -751,7 +734,7 @@ json object_of(std::string_view text) {
     const std::size_t dot = key.find('.');
     json& scope = dot == std::string::npos ? object : object[key.substr(0, dot)];
     KVKEEP_REQUIRE(scope.is_null() || scope.is_object(), "policy: ", io::shortened(key.substr(0, dot)),
-                   " is given as a value and ", io::shortened(key), " as an option in it; allowed one of them");
+                   " is given as a value, and ", io::shortened(key), " as an option in it; allowed one of them");
     json& slot = scope[dot == std::string::npos ? key : key.substr(dot + 1)];
     KVKEEP_REQUIRE(slot.is_null(), "policy: ", io::shortened(key), " is given twice; allowed once");
     slot = value_of(item.substr(equals + 1));

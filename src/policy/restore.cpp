@@ -1,6 +1,4 @@
-// Keeper's part of save and restore: what a sequence is, as tensors and back.
-
-#include <ATen/ops/empty.h>
+// Keeper's part of save and restore: a sequence as tensors, and back.
 
 #include <algorithm>
 #include <array>
@@ -17,25 +15,24 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr ScalarType kInt64 = ScalarType::Long, kFloat64 = ScalarType::Double, kUInt8 = ScalarType::Byte;
-/// Where factors lie is each keeper's own affair.
+/// Where factors are stored is up to each keeper.
 constexpr std::array<std::string_view, 4> kPlaces = {"/memory/near_bytes", "/memory/host_bytes", "/memory/file",
                                                      "/memory/file_bytes"};
 
-/// A tensor of `shape` with the bytes of some numbers; both have as many.
+/// A tensor of `shape` with the bytes of as many numbers.
 template <class T>
-Tensor tensor_of(std::span<const T> numbers, ScalarType dtype, at::IntArrayRef shape) {
-  Tensor t = at::empty(shape, at::TensorOptions().dtype(dtype));
-  if (!numbers.empty()) std::memcpy(t.mutable_data_ptr(), numbers.data(), numbers.size_bytes());
+Tensor tensor_of(std::span<const T> numbers, Dtype dtype, Shape shape) {
+  Tensor t = empty(shape, dtype);
+  if (!numbers.empty()) std::memcpy(t.bytes(), numbers.data(), numbers.size_bytes());
   return t;
 }
 template <class T>
-Tensor list_of(const std::vector<T>& numbers, ScalarType dtype) {
+Tensor list_of(const std::vector<T>& numbers, Dtype dtype) {
   return tensor_of(std::span<const T>(numbers), dtype, {static_cast<std::int64_t>(numbers.size())});
 }
 template <class T>
 std::span<const T> numbers_of(const Tensor& t) {
-  return {static_cast<const T*>(t.const_data_ptr()), t.nbytes() / sizeof(T)};
+  return {reinterpret_cast<const T*>(t.bytes()), static_cast<std::size_t>(t.nbytes()) / sizeof(T)};
 }
 template <class T>
 std::vector<T> list_from(std::span<const T> numbers, std::int64_t begin, std::int64_t end) {
@@ -59,7 +56,7 @@ std::string model_json(const ModelSpec& spec) {
       .dump();
 }
 
-/// Rows of numbers of any length, one behind the other.
+/// Rows of numbers of any length, one after the other.
 template <class T>
 class Ragged {
  public:
@@ -67,9 +64,9 @@ class Ragged {
     numbers_.insert(numbers_.end(), row.begin(), row.end());
     ends_.push_back(static_cast<std::int64_t>(numbers_.size()));
   }
-  void give(StateTensors& to, const std::string& name, ScalarType dtype) const {
+  void give(StateTensors& to, const std::string& name, Dtype dtype) const {
     to.emplace_back(name, list_of(numbers_, dtype));
-    to.emplace_back(name + ".indptr", list_of(ends_, kInt64));
+    to.emplace_back(name + ".indptr", list_of(ends_, Dtype::i64));
   }
 
  private:
@@ -77,16 +74,16 @@ class Ragged {
   std::vector<std::int64_t> ends_{0};
 };
 
-/// The same, as it lies in a file.
+/// The same, as stored in a file.
 template <class T>
 class RaggedView {
  public:
-  RaggedView(const StateFile& state, const std::string& name, ScalarType dtype, std::int64_t rows)
-      : data_(state.tensor(name, dtype, {-1})), ends_(state.tensor(name + ".indptr", kInt64, {rows + 1})) {
+  RaggedView(const StateFile& state, const std::string& name, Dtype dtype, std::int64_t rows)
+      : data_(state.tensor(name, dtype, {-1})), ends_(state.tensor(name + ".indptr", Dtype::i64, {rows + 1})) {
     const auto ends = numbers_of<std::int64_t>(ends_);
     KVKEEP_REQUIRE(ends.front() == 0 && std::ranges::is_sorted(ends) && ends.back() == data_.numel(),
                    "restore: tensor \"", name, ".indptr\" in ", state.where(), " does not ascend from 0 to ",
-                   data_.numel(), "; allowed where each row begins");
+                   data_.numel(), "; allowed the offsets where rows begin");
   }
   [[nodiscard]] std::span<const T> row(std::size_t r) const {
     const auto ends = numbers_of<std::int64_t>(ends_);
@@ -108,9 +105,9 @@ void save_columns(StateTensors& to, const Columns& columns, std::int32_t rows) {
     credit.add({row.credit, static_cast<std::size_t>(row.credit_length)});
     tally.add({row.tally, static_cast<std::size_t>(row.tally_length)});
   }
-  positions.give(to, "positions", kInt32);
-  credit.give(to, "credit", kFloat32);
-  tally.give(to, "tally", kFloat32);
+  positions.give(to, "positions", Dtype::i32);
+  credit.give(to, "credit", Dtype::f32);
+  tally.give(to, "tally", Dtype::f32);
 }
 
 void save_ring(StateTensors& to, const QueryRing& ring, const ModelSpec& spec) {
@@ -119,9 +116,9 @@ void save_ring(StateTensors& to, const QueryRing& ring, const ModelSpec& spec) {
              count = static_cast<std::int64_t>(held.positions.size());
   std::vector<std::int64_t> seen;
   for (const QueryRing::Layer& l : held.layers) seen.insert(seen.end(), {l.seen, l.first, l.oldest});
-  to.emplace_back("queries.seen", tensor_of(std::span<const std::int64_t>(seen), kInt64, {layers, 3}));
+  to.emplace_back("queries.seen", tensor_of(std::span<const std::int64_t>(seen), Dtype::i64, {layers, 3}));
   if (count == 0) return;
-  to.emplace_back("queries.positions", list_of(held.positions, kInt32));
+  to.emplace_back("queries.positions", list_of(held.positions, Dtype::i32));
   to.emplace_back("queries", tensor_of(std::span<const std::byte>(held.data), held.dtype,
                                        {layers, count, spec.query_heads, spec.key_dim}));
 }
@@ -140,27 +137,27 @@ void save_statistics(StateTensors& to, std::span<const QueryStatistics> statisti
       seconds.insert(seconds.end(), m.second.begin(), m.second.end());
     }
   }
-  to.emplace_back("statistics.counts", tensor_of(std::span<const std::int64_t>(counts), kInt64,
+  to.emplace_back("statistics.counts", tensor_of(std::span<const std::int64_t>(counts), Dtype::i64,
                                                  {static_cast<std::int64_t>(statistics.size()), 2}));
-  to.emplace_back("statistics.means", list_of(means, kFloat64));
-  to.emplace_back("statistics.seconds", list_of(seconds, kFloat64));
-  newest.give(to, "statistics.newest", kFloat32);
+  to.emplace_back("statistics.means", list_of(means, Dtype::f64));
+  to.emplace_back("statistics.seconds", list_of(seconds, Dtype::f64));
+  newest.give(to, "statistics.newest", Dtype::f32);
 }
 
 void restore_statistics(std::vector<QueryStatistics>& statistics, const StateFile& state, const ModelSpec& spec) {
   if (statistics.empty()) return;
   const auto layers = static_cast<std::int64_t>(statistics.size()), heads = layers * spec.query_heads,
              dim = std::int64_t{spec.key_dim}, triangle = dim * (dim + 1) / 2;
-  const Tensor counts = state.tensor("statistics.counts", kInt64, {layers, 2}),
-               means = state.tensor("statistics.means", kFloat64, {heads * dim}),
-               seconds = state.tensor("statistics.seconds", kFloat64, {heads * triangle});
-  const RaggedView<float> newest(state, "statistics.newest", kFloat32, layers);
+  const Tensor counts = state.tensor("statistics.counts", Dtype::i64, {layers, 2}),
+               means = state.tensor("statistics.means", Dtype::f64, {heads * dim}),
+               seconds = state.tensor("statistics.seconds", Dtype::f64, {heads * triangle});
+  const RaggedView<float> newest(state, "statistics.newest", Dtype::f32, layers);
   for (std::size_t l = 0; l < statistics.size(); ++l) {
     const std::int64_t count = numbers_of<std::int64_t>(counts)[2 * l],
                        skipped = numbers_of<std::int64_t>(counts)[2 * l + 1];
     KVKEEP_REQUIRE(count >= 0 && count <= kMostPositions && skipped >= 0 && skipped <= kMostPositions,
                    "restore: tensor \"statistics.counts\" in ", state.where(), " says that ", count,
-                   " queries count and ", skipped, " do not; allowed 0 to ", kMostPositions);
+                   " queries are counted and ", skipped, " are not; allowed 0 to ", kMostPositions);
     const auto own = newest.row(l);
     QueryStatistics::Held held{.heads = {}, .skipped = skipped, .newest = {own.begin(), own.end()}};
     for (std::int64_t h = static_cast<std::int64_t>(l) * spec.query_heads;
@@ -176,20 +173,20 @@ void restore_statistics(std::vector<QueryStatistics>& statistics, const StateFil
 }
 
 void save_report(StateTensors& to, const PromptReport& report) {
-  to.emplace_back(
-      "prompt.counts",
-      list_of(std::vector<std::int64_t>{report.tokens, report.selection_layer, report.second_pass ? 1 : 0}, kInt64));
-  to.emplace_back("prompt.relative_variance", list_of(report.relative_variance, kFloat64));
-  to.emplace_back("prompt.entered", list_of(report.entered, kInt32));
-  to.emplace_back("prompt.going_on", list_of(report.going_on, kInt32));
+  to.emplace_back("prompt.counts",
+                  list_of(std::vector<std::int64_t>{report.tokens, report.selection_layer, report.second_pass ? 1 : 0},
+                          Dtype::i64));
+  to.emplace_back("prompt.relative_variance", list_of(report.relative_variance, Dtype::f64));
+  to.emplace_back("prompt.entered", list_of(report.entered, Dtype::i32));
+  to.emplace_back("prompt.going_on", list_of(report.going_on, Dtype::i32));
 }
 
 std::optional<PromptReport> restored_report(const StateFile& state, const ModelSpec& spec) {
   if (!state.has("prompt.counts")) return {};
-  const Tensor counts = state.tensor("prompt.counts", kInt64, {3}),
-               variance = state.tensor("prompt.relative_variance", kFloat64, {spec.num_layers()}),
-               entered = state.tensor("prompt.entered", kInt32, {spec.num_layers()}),
-               going_on = state.tensor("prompt.going_on", kInt32, {-1});
+  const Tensor counts = state.tensor("prompt.counts", Dtype::i64, {3}),
+               variance = state.tensor("prompt.relative_variance", Dtype::f64, {spec.num_layers()}),
+               entered = state.tensor("prompt.entered", Dtype::i32, {spec.num_layers()}),
+               going_on = state.tensor("prompt.going_on", Dtype::i32, {-1});
   const auto c = numbers_of<std::int64_t>(counts);
   KVKEEP_REQUIRE(
       c[0] >= 0 && c[0] <= kMostPositions && c[1] >= -1 && c[1] < spec.num_layers() && c[2] >= 0 && c[2] <= 1,
@@ -203,9 +200,8 @@ std::optional<PromptReport> restored_report(const StateFile& state, const ModelS
                       .second_pass = c[2] == 1};
 }
 
-std::int64_t far_bytes(const FoldedSpan& span, std::int64_t dim, ScalarType store) {
-  return (span.factors[0].numbers(span.length, dim) + span.factors[1].numbers(span.length, dim)) *
-         static_cast<std::int64_t>(c10::elementSize(store));
+std::int64_t far_bytes(const FoldedSpan& span, std::int64_t dim, Dtype store) {
+  return (span.factors[0].numbers(span.length, dim) + span.factors[1].numbers(span.length, dim)) * element_size(store);
 }
 
 /// first, last, length; then rank and form of keys and of values. Form: 1 raw, 2 centred.
@@ -214,9 +210,9 @@ constexpr std::int64_t kSpanNumbers = 7;
 void save_memory(StateTensors& to, std::span<const SpanRow> memory) {
   if (memory.empty()) return;
   const std::int64_t dim = memory.front().dim();
-  const ScalarType store = memory.front().dtype();
+  const Dtype store = memory.front().dtype();
   Ragged<std::int32_t> spans, signs;
-  Ragged<c10::BFloat16> sizes;
+  Ragged<BFloat16> sizes;
   Ragged<float> norms;
   std::array<std::vector<std::byte>, 2> coarse;
   std::int64_t count = 0, far = 0;
@@ -235,19 +231,18 @@ void save_memory(StateTensors& to, std::span<const SpanRow> memory) {
     norms.add(row.norms());
     for (const KvSide side : {KvSide::keys, KvSide::values}) {
       auto& all = coarse[static_cast<std::size_t>(side)];
-      all.insert(all.end(), row.coarse(side),
-                 row.coarse(side) + row.size() * dim * static_cast<std::int64_t>(c10::elementSize(store)));
+      all.insert(all.end(), row.coarse(side), row.coarse(side) + row.size() * dim * element_size(store));
     }
     count += row.size(), far += row.far_bytes();
   }
-  spans.give(to, "spans", kInt32);
+  spans.give(to, "spans", Dtype::i32);
   to.emplace_back("spans.keys", tensor_of(std::span<const std::byte>(coarse[0]), store, {count, dim}));
   to.emplace_back("spans.values", tensor_of(std::span<const std::byte>(coarse[1]), store, {count, dim}));
-  norms.give(to, "spans.norms", kFloat32);
-  signs.give(to, "sketch.signs", kInt32);
-  sizes.give(to, "sketch.sizes", kBFloat16);
-  Tensor factors = at::empty({far}, at::TensorOptions().dtype(kUInt8));
-  auto* at = static_cast<std::byte*>(factors.mutable_data_ptr());
+  norms.give(to, "spans.norms", Dtype::f32);
+  signs.give(to, "sketch.signs", Dtype::i32);
+  sizes.give(to, "sketch.sizes", Dtype::bf16);
+  Tensor factors = empty({far}, Dtype::u8);
+  auto* at = static_cast<std::byte*>(factors.bytes());
   for (const SpanRow& row : memory)
     for (const FarBlobPtr& blob : row.blobs())
       if (blob != nullptr) blob->read(at), at += blob->size();
@@ -260,21 +255,22 @@ QueryBasis basis_of(const StateFile& state) {
   const std::string& said = state.about("basis");
   for (const QueryBasis basis : {QueryBasis::pre_rope, QueryBasis::post_rope})
     if (said == name_of(basis)) return basis;
-  refuse("restore: queries in ", state.where(), " came \"", said.substr(0, 80), "\"; allowed before RoPE, after RoPE");
+  refuse("restore: queries in ", state.where(), " are taken \"", said.substr(0, 80),
+         "\"; allowed before RoPE, after RoPE");
 }
 
 }  // namespace
 
 void Keeper::require_saveable(SequenceId sequence, const Sequence& s) const {
   KVKEEP_REQUIRE_AS(Unsupported, provided_.accelerator == nullptr, "save: the keeper works on ", device().str(),
-                    ", whose columns and queries are not read back; allowed on the CPU");
-  KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr, "save: the prompt of sequence ", sequence, " has come to layer ",
-                    s.next_layer, "; allowed when it has ended");
+                    ", whose columns and queries are not read back; allowed only on the CPU");
+  KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr, "save: the prompt of sequence ", sequence,
+                    " has only reached layer ", s.next_layer, "; allowed after its last layer");
   for (const std::int32_t l : full_layers_) {
     const std::int64_t seen = s.prefix + s.ring.seen(layer_index_[static_cast<std::size_t>(l)]);
     KVKEEP_REQUIRE_AS(StateError, needs_.queries == 0 || seen == s.logical, "save: layer ", l, " has shown ", seen,
                       " tokens of sequence ", sequence, ", other layers ", s.logical,
-                      "; allowed once every full layer was observed");
+                      "; allowed once every full layer has been observed");
   }
 }
 
@@ -285,13 +281,13 @@ void Keeper::save(SequenceId sequence, const std::filesystem::path& file) const 
   tensors.emplace_back("counters", list_of(std::vector<std::int64_t>{s.logical, s.prefix, s.prompt, s.last_event,
                                                                      s.asked, s.next_position, s.surprised, s.settled,
                                                                      s.prompt_end, s.event_position},
-                                           kInt64));
+                                           Dtype::i64));
   save_columns(tensors, *s.columns, static_cast<std::int32_t>(full_layers_.size()) * spec_.kv_heads);
   save_ring(tensors, s.ring, spec_);
   save_statistics(tensors, s.statistics);
   if (s.report) save_report(tensors, *s.report);
-  tensors.emplace_back("surprisal", list_of(s.surprisal, kFloat32));
-  tensors.emplace_back("viewed", list_of(s.viewed, kInt64));
+  tensors.emplace_back("surprisal", list_of(s.surprisal, Dtype::f32));
+  tensors.emplace_back("viewed", list_of(s.viewed, Dtype::i64));
   save_memory(tensors, s.memory);
   std::map<std::string, std::string> about{{"policy", policy_->to_json()}, {"model", model_json(spec_)}};
   if (needs_.queries > 0 && basis_known_) about["basis"] = name_of(basis_);
@@ -300,17 +296,16 @@ void Keeper::save(SequenceId sequence, const std::filesystem::path& file) const 
 
 void Keeper::restore(SequenceId sequence, const std::filesystem::path& file) {
   KVKEEP_REQUIRE_AS(StateError, !knows(sequence), "restore: sequence ", sequence,
-                    " is already here; allowed an id that is free");
+                    " is already here; allowed a free id");
   KVKEEP_REQUIRE_AS(Unsupported, provided_.accelerator == nullptr, "restore: the keeper works on ", device().str(),
-                    "; allowed on the CPU");
+                    "; allowed only on the CPU");
   const StateFile state = StateFile::open(file);
   state.expect_same("policy", policy_->to_json(), kPlaces);
   state.expect_same("model", model_json(spec_));
   std::optional<QueryBasis> basis;
   if (needs_.queries > 0 && state.has("queries")) basis = basis_of(state);
-  KVKEEP_REQUIRE(!basis || !basis_known_ || *basis == basis_, "restore: queries in ", state.where(), " came ",
-                 name_of(basis.value_or(basis_)), ", those of the keeper come ", name_of(basis_),
-                 "; allowed one basis");
+  KVKEEP_REQUIRE(!basis || !basis_known_ || *basis == basis_, "restore: queries in ", state.where(), " are taken ",
+                 name_of(basis.value_or(basis_)), ", those of the keeper ", name_of(basis_), "; allowed one basis");
 
   join(sequence);
   try {
@@ -331,10 +326,10 @@ void Keeper::restore(SequenceId sequence, const std::filesystem::path& file) {
   if (basis) basis_ = *basis, basis_known_ = true;
 }
 
-/// Counters, and columns: each row is what an event leaves of the slots of all rows, and the slots that came since.
+/// Counters and columns: each row has the slots that the last event left it, and those that came since in all rows.
 void Keeper::restore_columns(Sequence& s, const StateFile& state) const {
   const auto rows = full_layers_.size() * static_cast<std::size_t>(spec_.kv_heads);
-  const Tensor stored = state.tensor("counters", kInt64, {10});
+  const Tensor stored = state.tensor("counters", Dtype::i64, {10});
   const auto c = numbers_of<std::int64_t>(stored);
   const std::int64_t logical = c[0], prefix = c[1], prompt = c[2], last_event = c[3], asked = c[4],
                      next_position = c[5], surprised = c[6], settled = c[7], prompt_end = c[8], event_position = c[9];
@@ -345,13 +340,13 @@ void Keeper::restore_columns(Sequence& s, const StateFile& state) const {
                      within(prompt_end, next_position) && within(event_position, next_position),
                  "restore: tensor \"counters\" in ", state.where(), " does not describe a sequence of ", logical,
                  " tokens whose next position is ", next_position, "; allowed counters up to these");
-  const RaggedView<std::int32_t> positions(state, "positions", kInt32, static_cast<std::int64_t>(rows));
-  const RaggedView<float> credit(state, "credit", kFloat32, static_cast<std::int64_t>(rows)),
-      tally(state, "tally", kFloat32, static_cast<std::int64_t>(rows));
+  const RaggedView<std::int32_t> positions(state, "positions", Dtype::i32, static_cast<std::int64_t>(rows));
+  const RaggedView<float> credit(state, "credit", Dtype::f32, static_cast<std::int64_t>(rows)),
+      tally(state, "tally", Dtype::f32, static_cast<std::int64_t>(rows));
 
-  const std::int64_t firm = logical - std::max(last_event, prefix);  // came since the last event: in every row
+  const std::int64_t firm = logical - std::max(last_event, prefix);  // slots since the last event, in every row
   const auto told = [&](std::size_t r) { return std::max(credit.row(r).size(), tally.row(r).size()); };
-  std::size_t since = 0;  // slots that have neither credit nor tally, where others do
+  std::size_t since = 0;  // slots without credit and tally, if others have them
   for (std::size_t r = 0; r < rows && since == 0; ++r)
     if (told(r) > 0) since = positions.row(r).size() - std::min(told(r), positions.row(r).size());
   bool any_told = false;
@@ -365,12 +360,13 @@ void Keeper::restore_columns(Sequence& s, const StateFile& state) const {
                          (own.empty() || (own.front() >= 0 && own.back() < next_position));
     KVKEEP_REQUIRE(ascends && std::ssize(own) >= firm && std::ssize(own) <= logical, "restore: row ", r, " in ",
                    state.where(), " has ", own.size(), " positions; allowed ", firm, " to ", logical,
-                   " that ascend, from 0 to ", next_position - 1);
-    KVKEEP_REQUIRE((!any_told || told(r) + since == own.size()) && (credited == 0 || credited == told(r)) &&
-                       (tallied == 0 || tallied == told(r)) && std::ranges::equal(own.last(since), newest),
-                   "restore: row ", r, " in ", state.where(), " has ", own.size(), " slots, credit of ", credited,
-                   " and a tally of ", tallied,
-                   "; allowed that of its slots at the last event, none or all, and the same slots since in every row");
+                   " ascending ones, from 0 to ", next_position - 1);
+    KVKEEP_REQUIRE(
+        (!any_told || told(r) + since == own.size()) && (credited == 0 || credited == told(r)) &&
+            (tallied == 0 || tallied == told(r)) && std::ranges::equal(own.last(since), newest),
+        "restore: row ", r, " in ", state.where(), " has ", own.size(), " slots, credit of ", credited,
+        " and a tally of ", tallied,
+        "; allowed those of none or of all of its slots at the last event, and the same slots since in every row");
     columns.assign(static_cast<std::int32_t>(r), own, credit.row(r), tally.row(r));
   }
   s.logical = logical, s.prompt = prompt, s.last_event = last_event, s.asked = asked, s.surprised = surprised;
@@ -382,7 +378,7 @@ void Keeper::restore_columns(Sequence& s, const StateFile& state) const {
 /// Queries, their statistics, and surprisal.
 void Keeper::restore_queries(Sequence& s, const StateFile& state) const {
   const auto layers = static_cast<std::int64_t>(full_layers_.size());
-  const Tensor seen = state.tensor("queries.seen", kInt64, {layers, 3});
+  const Tensor seen = state.tensor("queries.seen", Dtype::i64, {layers, 3});
   QueryRing::Held held;
   for (std::int64_t l = 0; l < layers; ++l) {
     const auto of_layer = numbers_of<std::int64_t>(seen).subspan(static_cast<std::size_t>(3 * l), 3);
@@ -394,11 +390,11 @@ void Keeper::restore_queries(Sequence& s, const StateFile& state) const {
     held.layers.push_back({.seen = of_layer[0], .first = of_layer[1], .oldest = of_layer[2]});
   }
   if (state.has("queries")) {
-    const Tensor positions = state.tensor("queries.positions", kInt32, {-1});
+    const Tensor positions = state.tensor("queries.positions", Dtype::i32, {-1});
     held.positions = list_from(numbers_of<std::int32_t>(positions), 0, positions.numel());
     held.dtype = state.dtype("queries");
-    KVKEEP_REQUIRE(is_scorable(held.dtype), "restore: tensor \"queries\" in ", state.where(), " is ",
-                   c10::toString(held.dtype), "; allowed f32, f16, bf16");
+    KVKEEP_REQUIRE(is_scorable(held.dtype), "restore: tensor \"queries\" in ", state.where(), " is ", held.dtype,
+                   "; allowed f32, f16, bf16");
     const Tensor queries =
         state.tensor("queries", held.dtype, {layers, positions.numel(), spec_.query_heads, spec_.key_dim});
     held.data = list_from(numbers_of<std::byte>(queries), 0, static_cast<std::int64_t>(queries.nbytes()));
@@ -406,7 +402,7 @@ void Keeper::restore_queries(Sequence& s, const StateFile& state) const {
   s.ring.take(held);
   restore_statistics(s.statistics, state, spec_);
 
-  const Tensor surprisal = state.tensor("surprisal", kFloat32, {-1});
+  const Tensor surprisal = state.tensor("surprisal", Dtype::f32, {-1});
   s.surprisal = list_from(numbers_of<float>(surprisal), 0, surprisal.numel());
   const auto newest = s.columns->newest();
   const std::int64_t open = s.logical - s.surprised;
@@ -417,22 +413,23 @@ void Keeper::restore_queries(Sequence& s, const StateFile& state) const {
 }
 
 void Keeper::restore_memory(SequenceId id, Sequence& s, const StateFile& state) const {
-  const Tensor viewed = state.tensor("viewed", kInt64, {std::ssize(s.viewed)});
+  const Tensor viewed = state.tensor("viewed", Dtype::i64, {std::ssize(s.viewed)});
   s.viewed = list_from(numbers_of<std::int64_t>(viewed), 0, viewed.numel());
   KVKEEP_REQUIRE(std::ranges::all_of(s.viewed, [&](std::int64_t x) { return x >= 0 && x <= s.logical; }),
                  "restore: tensor \"viewed\" in ", state.where(), " is not within the ", s.logical,
-                 " tokens of the sequence; allowed 0 to these");
+                 " tokens of the sequence; allowed 0 to that");
   if (s.memory.empty()) return;
   const MemoryOptions& memory = *policy_->memory();
   const std::int64_t dim = spec_.key_dim, rows = std::ssize(s.memory);
-  const ScalarType store = memory.factors.store;
-  const auto entry = dim * static_cast<std::int64_t>(c10::elementSize(store));
-  const RaggedView<std::int32_t> spans(state, "spans", kInt32, rows), signs(state, "sketch.signs", kInt32, rows);
-  const RaggedView<c10::BFloat16> sizes(state, "sketch.sizes", kBFloat16, rows);
-  const RaggedView<float> norms(state, "spans.norms", kFloat32, rows);
+  const Dtype store = memory.factors.store;
+  const auto entry = dim * element_size(store);
+  const RaggedView<std::int32_t> spans(state, "spans", Dtype::i32, rows),
+      signs(state, "sketch.signs", Dtype::i32, rows);
+  const RaggedView<BFloat16> sizes(state, "sketch.sizes", Dtype::bf16, rows);
+  const RaggedView<float> norms(state, "spans.norms", Dtype::f32, rows);
   const std::array<Tensor, 2> coarse = {state.tensor("spans.keys", store, {-1, dim}),
                                         state.tensor("spans.values", store, {-1, dim})};
-  const Tensor factors = state.tensor("factors", kUInt8, {-1});
+  const Tensor factors = state.tensor("factors", Dtype::u8, {-1});
   auto far = numbers_of<std::byte>(factors);
   std::int64_t before = 0;
   for (std::size_t r = 0; r < s.memory.size(); ++r) {
@@ -441,8 +438,8 @@ void Keeper::restore_memory(SequenceId id, Sequence& s, const StateFile& state) 
     const auto where = [&] { return text("restore: row ", r, " in ", state.where()); };
     KVKEEP_REQUIRE(count * kSpanNumbers == std::ssize(numbers) && before + count <= coarse[0].size(0) &&
                        before + count <= coarse[1].size(0),
-                   where(), " has ", numbers.size(), " numbers of spans, and there are ", coarse[0].size(0),
-                   " coarse entries; allowed ", kSpanNumbers, " a span, and an entry each");
+                   where(), " has ", numbers.size(), " numbers of spans, but there are ", coarse[0].size(0),
+                   " coarse entries; allowed ", kSpanNumbers, " per span, and one entry each");
     SpanParts parts;
     for (std::int64_t i = 0; i < count; ++i) {
       const auto n = numbers.subspan(static_cast<std::size_t>(i * kSpanNumbers), kSpanNumbers);
@@ -458,7 +455,7 @@ void Keeper::restore_memory(SequenceId id, Sequence& s, const StateFile& state) 
                      "; allowed tokens below position ", s.next_position, " and ranks to ", memory.factors.max_rank);
       const std::int64_t bytes = far_bytes(span, dim, store);
       KVKEEP_REQUIRE(bytes <= std::ssize(far), where(), ": factors of span ", i, " take ", bytes, " bytes; ",
-                     far.size(), " are left, allowed no more");
+                     far.size(), " are left; allowed no more");
       const auto [layer, head] = std::pair(full_layers_[r / static_cast<std::size_t>(spec_.kv_heads)],
                                            static_cast<std::int32_t>(r % static_cast<std::size_t>(spec_.kv_heads)));
       const FarLabel label{.sequence = id,

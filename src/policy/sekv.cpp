@@ -1,7 +1,5 @@
 #include "kvkeep/policy/sekv.h"
 
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <map>
 #include <utility>
@@ -12,7 +10,7 @@
 namespace kvkeep {
 namespace {
 
-/// What becomes of the slots of a row, the same in all rows of a sequence.
+/// What happens to the slots of a row, the same in all rows of a sequence.
 struct Pieces {
   std::vector<std::int32_t> kept;      ///< slots
   std::vector<std::int32_t> folded;    ///< slots of one span after the other
@@ -21,7 +19,7 @@ struct Pieces {
   std::int32_t settled = 0;            ///< logical position
 };
 
-/// Slots from `first` on are cut as `segments` says.
+/// The slots from `first` on, cut according to `segments`.
 Pieces pieces_of(const Segments& segments, std::int32_t first, const Row& row, std::span<const float> surprisal) {
   Pieces out;
   for (std::int32_t slot = 0; slot < first; ++slot) out.kept.push_back(slot);
@@ -61,10 +59,10 @@ std::vector<std::string> Sekv::problems(const ModelSpec& spec) const {
   std::vector<std::string> found = options_.memory.problems(spec);
   const SegmenterOptions& s = options_.segmenter;
   if (options_.interval < s.min_span)
-    found.push_back(text("interval: ", options_.interval, ", and runs below min_span ", s.min_span,
-                         " stay as they are, so nothing that is generated would fold; allowed min_span or more"));
+    found.push_back(text("interval: ", options_.interval, ", but runs below min_span ", s.min_span,
+                         " stay as they are, so no generated token would fold; allowed min_span or more"));
   if (s.max_span > 0 && s.max_span < s.min_span)
-    found.push_back(text("max_span: ", s.max_span, ", and pieces below min_span ", s.min_span,
+    found.push_back(text("max_span: ", s.max_span, ", but pieces below min_span ", s.min_span,
                          " stay as they are, so nothing would fold; allowed min_span or more"));
   return found;
 }
@@ -96,7 +94,7 @@ Decision Sekv::decide(const Evidence& evidence) const {
   const auto decide_sequence = [&](const RowGroup& group, const Row& row) -> Pieces {
     const auto surprisal_at = [&](std::int32_t position) {
       KVKEEP_REQUIRE(static_cast<std::size_t>(position) < group.surprisal.size(), "sekv: position ", position,
-                     " has no surprisal; ", group.surprisal.size(), " tokens do, allowed all");
+                     " has no surprisal; ", group.surprisal.size(), " tokens have one; allowed all");
       return group.surprisal[static_cast<std::size_t>(position)];
     };
     const auto first = static_cast<std::int32_t>(
@@ -109,8 +107,8 @@ Decision Sekv::decide(const Evidence& evidence) const {
       return o;
     };
     if (group.settled == 0) return pieces_of(segment(nats, segmenter(row.length)), 0, row, nats);
-    // The first time was at the end of the prompt, or for one shorter than the window when `interval` tokens had left
-    // it.
+    // The first event was at the end of the prompt, or, for a prompt no longer than the window, when `interval` tokens
+    // had left the window.
     const std::int32_t then = std::max(static_cast<std::int32_t>(group.prompt.tokens),
                                        group.prompt.tokens > own.recent ? 0 : own.recent + options_.interval);
     std::vector<float> all;
@@ -118,7 +116,7 @@ Decision Sekv::decide(const Evidence& evidence) const {
       if (group.surprisal[p] != kNoToken) all.push_back(group.surprisal[p]);
     const double threshold = segment(all, segmenter(then)).kept_above;
     SegmenterOptions behind = own;
-    behind.sink = std::max(0, own.sink - first);  // those that stand already lie before
+    behind.sink = std::max(0, own.sink - first);  // earlier sinks are before `first`
     return pieces_of(segment_above(nats, threshold, behind), first, row, nats);
   };
 
@@ -147,8 +145,8 @@ Decision Sekv::decide(const Evidence& evidence) const {
       fold.indptr.push_back(static_cast<std::int64_t>(fold.spans.size()) - 1);
     }
   }
-  keep.slots = at::empty({static_cast<std::int64_t>(kept.size())}, at::TensorOptions().dtype(kInt32));
-  std::ranges::copy(kept, keep.slots.data_ptr<std::int32_t>());
+  keep.slots = empty({static_cast<std::int64_t>(kept.size())}, Dtype::i32);
+  std::ranges::copy(kept, keep.slots.data<std::int32_t>());
   decision.keep = std::move(keep);
   decision.fold = std::move(fold);
   return decision;

@@ -1,8 +1,6 @@
 #pragma once
 /// Chosen tokens of one prompt as a Decision holds them.
 
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <span>
 
@@ -11,9 +9,9 @@
 namespace kvkeep {
 
 inline TokenSet tokens_of(std::span<const std::int32_t> places) {
-  TokenSet set{at::empty({static_cast<std::int64_t>(places.size())}, at::TensorOptions().dtype(kInt32)),
+  TokenSet set{empty({static_cast<std::int64_t>(places.size())}, Dtype::i32),
                {0, static_cast<std::int64_t>(places.size())}};
-  std::ranges::copy(places, set.tokens.data_ptr<std::int32_t>());
+  std::ranges::copy(places, set.tokens.data<std::int32_t>());
   return set;
 }
 

@@ -36,7 +36,7 @@ Json loss_json(const HeadLoss& loss) {
       {"recall", number(loss.held)}, {"past_recall", number(loss.past)}, {"output_error", number(loss.output_error())}};
 }
 
-/// Positions of each region of `size` below `end`.
+/// Number of positions in each region of `size` below `end`.
 std::vector<std::int32_t> count_by_region(std::span<const std::int32_t> positions, std::int32_t size,
                                           std::int32_t end) {
   std::vector<std::int32_t> counts(static_cast<std::size_t>(end / size));
@@ -231,7 +231,7 @@ void Diagnostics::check(const RowEvent& row) const {
                  row.before.empty() ? 0 : row.before.back(),
                  "; allowed 0 to next_position - 1 = ", row.next_position - 1);
   KVKEEP_REQUIRE(common(row.before, row.kept) == static_cast<std::int64_t>(row.kept.size()), where(),
-                 "a kept position was not there before; allowed those of `before`");
+                 "a kept position is not in `before`; allowed those of `before`");
   KVKEEP_REQUIRE(row.mass.empty() || row.mass.size() == row.before.size(), where(), "mass has ", row.mass.size(),
                  " values; allowed none or ", row.before.size());
   KVKEEP_REQUIRE(row.segment_ends.size() == row.quotas.size(), where(), row.segment_ends.size(), " segments with ",
@@ -239,7 +239,7 @@ void Diagnostics::check(const RowEvent& row) const {
   KVKEEP_REQUIRE(row.segment_ends.empty() || (ascends(row.segment_ends) && row.segment_ends.front() >= 1 &&
                                               row.segment_ends.back() == static_cast<std::int32_t>(row.before.size())),
                  where(), "segments do not end at ascending slots up to ", row.before.size(),
-                 ", the row's length; allowed so");
+                 ", the row's length; allowed ends that do");
 }
 
 void Diagnostics::add_event(std::int64_t sequence, std::span<const RowEvent> rows) {
@@ -353,10 +353,10 @@ void Diagnostics::merge(const Diagnostics& other) {
   KVKEEP_REQUIRE(options_.layers == other.options_.layers && options_.regions == other.options_.regions &&
                      options_.ngrams == other.options_.ngrams && options_.window == other.options_.window &&
                      options_.sink == other.options_.sink,
-                 "diagnostics: two with different options cannot be merged; allowed the same options in both");
+                 "diagnostics: results with different options cannot be merged; allowed the same options in both");
   for (const auto& [sequence, rows] : other.last_)
     KVKEEP_REQUIRE(!last_.contains(sequence), "diagnostics: sequence ", sequence,
-                   " is open in both; allowed in one, or end() it first");
+                   " is open in both; allowed in only one, or call end() first");
   result_.add(other.result_);
   last_.insert(other.last_.begin(), other.last_.end());
 }

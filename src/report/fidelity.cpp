@@ -12,7 +12,7 @@ namespace {
 
 /// A row of logits as a distribution.
 struct Normalised {
-  std::size_t likeliest;  // the lowest of equals
+  std::size_t likeliest;  // the lowest index of equals
   double top;             // its logit
   double log_sum;         // ln of the sum of exp(logit - top)
 
@@ -25,13 +25,12 @@ Normalised normalised(std::string_view operation, std::span<const float> logits)
   std::size_t likeliest = 0;
   for (std::size_t i = 0; i < logits.size(); ++i) {
     KVKEEP_REQUIRE(logits[i] < std::numeric_limits<float>::infinity(), operation,
-                   ": a logit is no number that can be compared; given ", logits[i], " at ", i,
-                   "; allowed finite ones and -inf");
+                   ": a logit cannot be compared; given ", logits[i], " at ", i, "; allowed finite ones and -inf");
     if (logits[i] > logits[likeliest]) likeliest = i;
   }
   const double top = logits[likeliest];
   KVKEEP_REQUIRE(std::isfinite(top), operation,
-                 ": no token can come; given logits of -inf alone; allowed one finite logit or more");
+                 ": no token is possible; given only logits of -inf; allowed one or more finite logits");
   double sum = 0;
   for (const float logit : logits) sum += std::exp(static_cast<double>(logit) - top);
   return {likeliest, top, std::log(sum)};
@@ -45,11 +44,11 @@ void require_counting(std::string_view operation, std::int64_t first_counted, st
 void require_same(std::string_view operation, std::int64_t first, std::int64_t other_first, std::int64_t bin,
                   std::int64_t other_bin) {
   KVKEEP_REQUIRE(first == other_first && bin == other_bin, operation,
-                 ": the texts were counted in two ways; given first_counted ", first, " and ", other_first,
+                 ": the texts were counted differently; given first_counted ", first, " and ", other_first,
                  ", bin_tokens ", bin, " and ", other_bin, "; allowed the same");
 }
 
-/// The bin of token `at`, made where it is the next one.
+/// The bin of token `at`, added if it is the next one.
 template <class T>
 T& bin_of(std::vector<T>& bins, std::int64_t at, std::int64_t bin_tokens) {
   const auto bin = static_cast<std::size_t>(at / bin_tokens);
@@ -93,7 +92,8 @@ StreamingPerplexity::StreamingPerplexity(std::int64_t first_counted, std::int64_
 
 void StreamingPerplexity::add(double negative_log_likelihood) {
   KVKEEP_REQUIRE(!std::isnan(negative_log_likelihood),
-                 "StreamingPerplexity: a likelihood is no number; given NaN at token ", tokens_, "; allowed numbers");
+                 "StreamingPerplexity: a likelihood is not a number; given NaN at token ", tokens_,
+                 "; allowed numbers");
   bin_of(curve_, tokens_, bin_tokens_).add(negative_log_likelihood, 1);
   if (tokens_ >= first_counted_) total_.add(negative_log_likelihood, 1);
   ++tokens_;

@@ -37,7 +37,7 @@ std::vector<std::vector<Ratio>> as_ratios(Strata samples) {
   return all;
 }
 
-/// The value below which `part` of the sorted values lie, between neighbours in proportion.
+/// The value below which `part` of the sorted values are, interpolated linearly between neighbours.
 double quantile(const std::vector<double>& sorted, double part) {
   const double at = part * static_cast<double>(sorted.size() - 1);
   const auto low = static_cast<std::size_t>(at), high = std::min(low + 1, sorted.size() - 1);

@@ -1,5 +1,5 @@
 #pragma once
-/// Tensors of a trace, checked.
+/// Checks of a trace's tensors.
 
 #include <string>
 
@@ -17,11 +17,11 @@ inline std::string shape_of(const Tensor& t) {
 
 inline void want(const io::SafetensorsFile& file, const std::string& name, const Tensor& t, bool ok,
                  const std::string& allowed) {
-  KVKEEP_REQUIRE(ok, file.where(), ": tensor \"", name, "\" has shape ", shape_of(t), " and dtype ",
-                 c10::toString(t.scalar_type()), "; allowed ", allowed);
+  KVKEEP_REQUIRE(ok, file.where(), ": tensor \"", name, "\" has shape ", shape_of(t), " and dtype ", t.dtype(),
+                 "; allowed ", allowed);
 }
 
-/// A metadata value that is a positive number; `fallback` where it is absent.
+/// A metadata value that is a positive number; `fallback` if it is absent.
 double number(const io::SafetensorsFile& file, const std::string& key, double fallback);
 
 }  // namespace kvkeep::trace

@@ -1,9 +1,5 @@
 #include "kvkeep/trace/event_trace.h"
 
-#include <ATen/ops/from_blob.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
-
 #include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
@@ -23,7 +19,7 @@ namespace {
 
 using nlohmann::json;
 
-/// One trace with its shapes known and checked.
+/// One trace, with its shapes known and checked.
 struct Event {
   ModelSpec spec;  ///< the model's layers; those that the trace does not hold are `elsewhere`
   QueryBasis basis = QueryBasis::pre_rope;
@@ -57,7 +53,7 @@ std::string choice(const io::SafetensorsFile& file, const std::string& key, cons
   return found->second;
 }
 
-/// A tensor of one layer, or the one that stands for all layers.
+/// A tensor of one layer, or the one shared by all layers.
 Tensor find(const io::SafetensorsFile& file, const std::string& prefix, const std::string& name, bool required = true) {
   for (const std::string& full : {prefix + name, name})
     if (file.has(full)) return file.tensor(full);
@@ -65,10 +61,10 @@ Tensor find(const io::SafetensorsFile& file, const std::string& prefix, const st
   return {};
 }
 
-/// i64: whoever takes fewer bits looks at the numbers first.
+/// As i64: code that needs fewer bits checks the numbers first.
 Tensor integers(const io::SafetensorsFile& file, const std::string& name, const Tensor& t) {
-  want(file, name, t, t.scalar_type() == kInt32 || t.scalar_type() == c10::ScalarType::Long, "i32 or i64");
-  return t.to(c10::ScalarType::Long).contiguous();
+  want(file, name, t, t.dtype() == Dtype::i32 || t.dtype() == Dtype::i64, "i32 or i64");
+  return as<std::int64_t>(t);
 }
 
 void check_ascending(const io::SafetensorsFile& file, const std::string& name, const std::int64_t* values,
@@ -86,8 +82,7 @@ void read_layer(const io::SafetensorsFile& file, const std::string& prefix, Even
                queries = find(file, prefix, "queries", false);
   const bool first = e.positions.empty();
   want(file, "keys", keys,
-       keys.dim() == 4 && is_scorable(keys.scalar_type()) && keys.numel() > 0 &&
-           std::ranges::max(keys.sizes()) <= INT32_MAX,
+       keys.dim() == 4 && is_scorable(keys.dtype()) && keys.numel() > 0 && std::ranges::max(keys.sizes()) <= INT32_MAX,
        "f32, f16 or bf16 [B, Hkv, T, D]");
   if (first) {
     e.batch = keys.size(0);
@@ -101,12 +96,12 @@ void read_layer(const io::SafetensorsFile& file, const std::string& prefix, Even
        "the shape of the first layer");
   want(file, "values", values,
        values.dim() == 4 && values.numel() > 0 && values.size(0) == e.batch && values.size(1) == e.spec.kv_heads &&
-           values.size(2) == e.slots && is_scorable(values.scalar_type()),
+           values.size(2) == e.slots && is_scorable(values.dtype()),
        text("f32, f16 or bf16 [", e.batch, ", ", e.spec.kv_heads, ", ", e.slots, ", Dv]"));
   if (queries.defined())
     want(file, "queries", queries,
          queries.dim() == 4 && queries.size(0) == e.batch && queries.size(1) % e.spec.kv_heads == 0 &&
-             queries.size(1) > 0 && queries.size(3) == e.spec.key_dim && is_scorable(queries.scalar_type()),
+             queries.size(1) > 0 && queries.size(3) == e.spec.key_dim && is_scorable(queries.dtype()),
          text("f32, f16 or bf16 [", e.batch, ", Hq, W, ", e.spec.key_dim, "] with Hq a multiple of ", e.spec.kv_heads));
   if (first) {
     e.spec.value_dim = static_cast<std::int32_t>(values.size(3));
@@ -115,29 +110,30 @@ void read_layer(const io::SafetensorsFile& file, const std::string& prefix, Even
   }
   want(file, "values", values, values.size(3) == e.spec.value_dim, "the head size of the first layer");
   KVKEEP_REQUIRE(queries.defined() == (e.spec.query_heads > 0), file.where(),
-                 ": some layers come with queries and some without; allowed all or none");
+                 ": some layers have queries and some do not; allowed all or none");
   if (queries.defined())
     want(file, "queries", queries, queries.size(1) == e.spec.query_heads && queries.size(2) == e.queries,
          "the shape of the first layer");
 
   Tensor positions = integers(file, "positions", find(file, prefix, "positions"));
-  want(file, "positions", positions,
-       positions.sizes() == at::IntArrayRef({e.batch, e.slots}) ||
-           positions.sizes() == at::IntArrayRef({e.batch, e.spec.kv_heads, e.slots}),
-       text("[", e.batch, ", ", e.slots, "] or [", e.batch, ", ", e.spec.kv_heads, ", ", e.slots, "]"));
-  if (positions.dim() == 2) positions = positions.unsqueeze(1).expand({e.batch, e.spec.kv_heads, e.slots}).contiguous();
+  want(
+      file, "positions", positions,
+      positions.sizes() == Shape({e.batch, e.slots}) || positions.sizes() == Shape({e.batch, e.spec.kv_heads, e.slots}),
+      text("[", e.batch, ", ", e.slots, "] or [", e.batch, ", ", e.spec.kv_heads, ", ", e.slots, "]"));
+  if (positions.dim() == 2)
+    positions = clone(Tensor(positions.bytes(), positions.dtype(), {e.batch, e.spec.kv_heads, e.slots}, {e.slots, 0, 1},
+                             {}, positions.owner()));  // the same in every head
   Tensor query_positions;
   if (queries.defined()) {
     query_positions = integers(file, "query_positions", find(file, prefix, "query_positions"));
-    want(file, "query_positions", query_positions, query_positions.sizes() == at::IntArrayRef({e.batch, e.queries}),
+    want(file, "query_positions", query_positions, query_positions.sizes() == Shape({e.batch, e.queries}),
          text("[", e.batch, ", ", e.queries, "]"));
   }
   for (std::int64_t b = 0; b < e.batch; ++b) {
     if (queries.defined())
-      check_ascending(file, "query_positions", query_positions.const_data_ptr<std::int64_t>() + b * e.queries,
-                      e.queries);
+      check_ascending(file, "query_positions", query_positions.data<std::int64_t>() + b * e.queries, e.queries);
     for (std::int64_t h = 0; h < e.spec.kv_heads; ++h)
-      check_ascending(file, "positions", positions.const_data_ptr<std::int64_t>() + (b * e.spec.kv_heads + h) * e.slots,
+      check_ascending(file, "positions", positions.data<std::int64_t>() + (b * e.spec.kv_heads + h) * e.slots,
                       e.lengths.empty() ? e.slots : e.lengths[static_cast<std::size_t>(b)]);
   }
   const auto column = [&](const char* name) {
@@ -145,9 +141,9 @@ void read_layer(const io::SafetensorsFile& file, const std::string& prefix, Even
     if (!t.defined()) return t;
     want(file, name, t,
          t.dim() == 3 && t.size(0) == e.batch && t.size(1) == e.spec.kv_heads && t.size(2) <= e.slots &&
-             is_scorable(t.scalar_type()),
+             is_scorable(t.dtype()),
          text("f32, f16 or bf16 [", e.batch, ", ", e.spec.kv_heads, ", at most ", e.slots, "]"));
-    return t.to(kFloat32).contiguous();
+    return as<float>(t);
   };
   e.credit.push_back(column("credit"));
   e.tally.push_back(column("tally"));
@@ -155,21 +151,21 @@ void read_layer(const io::SafetensorsFile& file, const std::string& prefix, Even
   const Tensor projection = find(file, prefix, "o_proj", false);
   if (projection.defined()) {
     want(file, "o_proj", projection,
-         projection.dim() == 2 && is_scorable(projection.scalar_type()) && e.spec.query_heads > 0 &&
+         projection.dim() == 2 && is_scorable(projection.dtype()) && e.spec.query_heads > 0 &&
              projection.size(1) == std::int64_t{e.spec.query_heads} * e.spec.value_dim,
          text("f32, f16 or bf16 [hidden, Hq * Dv = ", std::int64_t{e.spec.query_heads} * e.spec.value_dim,
               "], with queries in the trace"));
     e.output_projections.resize(e.spec.layers.size());
-    e.output_projections[layer] = projection.contiguous();
+    e.output_projections[layer] = contiguous(projection);
   }
   e.spec.layers[layer] = {};
-  e.rows[layer] = (DenseKv{keys.clone(at::MemoryFormat::Contiguous), values.clone(at::MemoryFormat::Contiguous)});
-  e.positions.push_back(positions.to(kInt32));
-  e.query_positions.push_back(queries.defined() ? query_positions.to(kInt32) : Tensor());
-  e.query_data.push_back(queries.defined() ? queries.contiguous() : Tensor());
+  e.rows[layer] = (DenseKv{clone(keys), clone(values)});
+  e.positions.push_back(as<std::int32_t>(positions));
+  e.query_positions.push_back(queries.defined() ? as<std::int32_t>(query_positions) : Tensor());
+  e.query_data.push_back(queries.defined() ? contiguous(queries) : Tensor());
 }
 
-/// Which layers the trace holds, and how many the model has.
+/// Reads which layers the trace holds, and how many the model has.
 void read_layer_numbers(const io::SafetensorsFile& file, Event& e) {
   constexpr std::int64_t kMost = 1 << 16;
   const auto layer_number = [&](const char* key, const json& value) {
@@ -222,7 +218,7 @@ Event read(const io::SafetensorsFile& file) {
     const Tensor lengths = integers(file, "lengths", file.tensor("lengths"));
     want(file, "lengths", lengths, lengths.dim() == 1, "[B]");
     for (const std::int64_t length :
-         std::span(lengths.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(lengths.numel()))) {
+         std::span(lengths.data<std::int64_t>(), static_cast<std::size_t>(lengths.numel()))) {
       KVKEEP_REQUIRE(length >= 0 && length <= INT32_MAX, file.where(), ": lengths holds ", length, "; allowed 0 to ",
                      INT32_MAX);
       e.lengths.push_back(static_cast<std::int32_t>(length));
@@ -232,7 +228,7 @@ Event read(const io::SafetensorsFile& file) {
   if (!e.lengths.empty()) {
     const Tensor keys = find(file, e.prefixes.front(), "keys");
     KVKEEP_REQUIRE(keys.dim() == 4 && static_cast<std::int64_t>(e.lengths.size()) == keys.size(0), file.where(),
-                   ": lengths holds ", e.lengths.size(), " entries; allowed one for each sequence of keys");
+                   ": lengths holds ", e.lengths.size(), " entries; allowed one per sequence of keys");
     for (const std::int32_t length : e.lengths)
       KVKEEP_REQUIRE(length >= 0 && length <= keys.size(2), file.where(), ": lengths holds ", length, "; allowed 0 to ",
                      keys.size(2));
@@ -263,30 +259,30 @@ RowTable rows_of(Event& e, std::vector<std::int32_t>& due) {
                          std::int32_t& known) {
     if (!t.defined()) return;
     known = static_cast<std::int32_t>(std::min<std::int64_t>(t.size(2), length));
-    data = t.data_ptr<float>() + plane * t.size(2);
+    data = t.data<float>() + plane * t.size(2);
   };
   for (std::size_t r = 0; r < table.rows.size(); ++r) {
     Row& row = table.rows[r];
     const std::size_t l = r / static_cast<std::size_t>(planes);
     const std::int64_t plane = static_cast<std::int64_t>(r) % planes;
-    row.positions = e.positions[l].data_ptr<std::int32_t>() + plane * e.slots;
+    row.positions = e.positions[l].data<std::int32_t>() + plane * e.slots;
     column(e.credit[l], plane, row.length, row.credit, row.credit_length);
     column(e.tally[l], plane, row.length, row.tally, row.tally_length);
   }
   for (std::size_t g = 0; g < table.groups.size(); ++g) {
     RowGroup& group = table.groups[g];
     group.next_position = e.next_positions[static_cast<std::size_t>(group.sequence)];
-    group.seen = {group.next_position};  // a trace tells of no gaps
+    group.seen = {group.next_position};  // a trace does not record gaps
     const std::size_t l = g / static_cast<std::size_t>(e.batch);
     const Tensor& q = e.query_data[l];
     if (!q.defined()) continue;
-    const auto bytes = static_cast<std::int64_t>(q.element_size());
+    const auto bytes = q.element_size();
     const auto count = static_cast<std::int32_t>(e.queries);
-    group.queries = {.data = static_cast<const std::byte*>(q.const_data_ptr()) + group.sequence * q.stride(0) * bytes,
-                     .dtype = q.scalar_type(),
+    group.queries = {.data = static_cast<const std::byte*>(q.bytes()) + group.sequence * q.stride(0) * bytes,
+                     .dtype = q.dtype(),
                      .token_stride = q.stride(2) * bytes,
                      .head_stride = q.stride(1) * bytes,
-                     .positions = e.query_positions[l].data_ptr<std::int32_t>() + group.sequence * e.queries,
+                     .positions = e.query_positions[l].data<std::int32_t>() + group.sequence * e.queries,
                      .ring = count,
                      .begin = 0,
                      .count = count};
@@ -297,16 +293,15 @@ RowTable rows_of(Event& e, std::vector<std::int32_t>& due) {
 /// [B, Hkv, width] from one value list per row; short rows end with `pad`.
 template <class T, class RowValues>
 Tensor stack(const Event& e, std::size_t first_row, std::int64_t width, T pad, RowValues&& values) {
-  Tensor out =
-      at::full({e.batch, e.spec.kv_heads, width}, pad, at::TensorOptions().dtype(c10::CppTypeToScalarType<T>::value));
+  Tensor out = full<T>({e.batch, e.spec.kv_heads, width}, pad);
   for (std::size_t r = 0; r < static_cast<std::size_t>(e.batch * e.spec.kv_heads); ++r) {
     const auto row = values(first_row + r);
-    std::copy(row.begin(), row.end(), out.data_ptr<T>() + static_cast<std::int64_t>(r) * width);
+    std::copy(row.begin(), row.end(), out.data<T>() + static_cast<std::int64_t>(r) * width);
   }
   return out;
 }
 
-/// Writes one layer's part of the result. Rows lie in the table in the order layer, sequence, head.
+/// Writes one layer's part of the result. Rows are in the table in the order layer, sequence, head.
 void add_layer(Event& e, const RowTable& table, const Decision& decision, const KeepSet& keep, std::size_t layer,
                Result& result) {
   const std::string& prefix = e.prefixes[layer];
@@ -316,7 +311,7 @@ void add_layer(Event& e, const RowTable& table, const Decision& decision, const 
   for (std::size_t r = first; r < last; ++r) width = std::max(width, keep.count(r));
   const auto add = [&](const char* name, Tensor t) { result.tensors.emplace_back(prefix + name, std::move(t)); };
   const auto add_shared = [&](const char* name,
-                              Tensor t) {  // one selection for all layers stands once, without a prefix
+                              Tensor t) {  // one selection for all layers is written once, without a prefix
     if (decision.share == Sharing::per_layer_per_head)
       add(name, std::move(t));
     else if (layer == 0)
@@ -324,14 +319,14 @@ void add_layer(Event& e, const RowTable& table, const Decision& decision, const 
   };
   const auto flat = [&](const Tensor& data) {
     return stack<float>(e, first, e.slots, 0.0F, [&](std::size_t r) {
-      return std::span<const float>{data.data_ptr<float>() + table.rows[r].first,
+      return std::span<const float>{data.data<float>() + table.rows[r].first,
                                     static_cast<std::size_t>(table.rows[r].length)};
     });
   };
   add_shared("slots", stack<std::int32_t>(e, first, width, -1, [&](std::size_t r) { return keep.row(r); }));
   if (decision.scores.data.defined()) add_shared("scores", flat(decision.scores.data));
   if (decision.credit) {
-    const float* credit = decision.credit->data_ptr<float>();
+    const float* credit = decision.credit->data<float>();
     add("credit", flat(*decision.credit));
     add("credit_kept", stack<float>(e, first, width, 0.0F, [&](std::size_t r) {
           std::vector<float> kept;
@@ -358,12 +353,11 @@ void add_layer(Event& e, const RowTable& table, const Decision& decision, const 
   const LayerKv& rows_of_layer = e.rows[static_cast<std::size_t>(e.layers[layer])];
   for (const bool keys : {true, false}) {
     Tensor rows = keys ? std::get<DenseKv>(rows_of_layer).keys : std::get<DenseKv>(rows_of_layer).values;
-    rows = rows.slice(2, 0, width).clone();
-    for (std::size_t r = first; r < last; ++r)  // behind a row's kept slots lies what it held before
-      rows[static_cast<std::int64_t>(r - first) / e.spec.kv_heads]
-          [static_cast<std::int64_t>(r - first) % e.spec.kv_heads]
-              .slice(0, keep.count(r))
-              .zero_();
+    rows = clone(rows.narrow(2, 0, width));
+    const std::int64_t slot = rows.size(3) * rows.element_size();
+    for (std::size_t r = first; r < last; ++r)  // a row's kept slots are followed by its old content
+      std::memset(rows.bytes() + (static_cast<std::int64_t>(r - first) * width + keep.count(r)) * slot, 0,
+                  static_cast<std::size_t>((width - keep.count(r)) * slot));
     add(keys ? "keys" : "values", rows);
   }
 }
@@ -381,7 +375,7 @@ double number(const io::SafetensorsFile& file, const std::string& key, double fa
 std::string kind_of(const io::SafetensorsFile& file) {
   const auto version = file.metadata().find("kvkeep_trace");
   KVKEEP_REQUIRE(version != file.metadata().end(), file.where(),
-                 ": metadata \"kvkeep_trace\" is missing, so this is no trace");
+                 ": metadata \"kvkeep_trace\" is missing, so this is not a trace");
   KVKEEP_REQUIRE(version->second == "1", file.where(), ": the trace has format version ",
                  io::shortened(version->second), "; allowed 1");
   const auto kind = file.metadata().find("kind");

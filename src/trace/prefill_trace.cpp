@@ -1,9 +1,5 @@
 #include "kvkeep/trace/prefill_trace.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/index_select.h>
-
 #include <algorithm>
 #include <charconv>
 #include <cmath>
@@ -19,10 +15,10 @@
 namespace kvkeep::trace {
 namespace {
 
-/// One prompt, its shapes known and checked.
+/// One prompt, with its shapes known and checked.
 struct Prompt {
   ModelSpec spec;
-  std::int32_t tokens = 0, queries = 0;  ///< T, and the newest of them whose queries were recorded
+  std::int32_t tokens = 0, queries = 0;  ///< T, and the number of newest ones whose queries were recorded
   std::vector<Tensor> layer_keys;        ///< [num_layers] [Hkv, T, D]
   std::vector<Tensor> layer_queries;     ///< [num_layers] [Hq, queries, D]
 };
@@ -51,9 +47,9 @@ Prompt read(const io::SafetensorsFile& file) {
       KVKEEP_REQUIRE(file.has(full), file.where(), ": tensor \"", full,
                      "\" is missing; a prefill trace needs it for each of ", prompt.spec.num_layers(), " layers");
       Tensor t = file.tensor(full);
-      want(file, full, t, t.dim() == 3 && is_scorable(t.scalar_type()) && t.numel() > 0,
+      want(file, full, t, t.dim() == 3 && is_scorable(t.dtype()) && t.numel() > 0,
            "f32, f16 or bf16 [heads, tokens, D]");
-      return t.contiguous();
+      return contiguous(t);
     };
     const Tensor keys = tensor("keys"), queries = tensor("queries");
     if (l == 0) {
@@ -68,8 +64,8 @@ Prompt read(const io::SafetensorsFile& file) {
     const ModelSpec& s = prompt.spec;
     want(file, text("layer.", l, ".keys"), keys,
          keys.size(0) == s.kv_heads && keys.size(1) == prompt.tokens && keys.size(2) == s.key_dim &&
-             keys.scalar_type() == (l == 0 ? keys : prompt.layer_keys.front()).scalar_type(),
-         "shape and dtype of the first layer's");
+             keys.dtype() == (l == 0 ? keys : prompt.layer_keys.front()).dtype(),
+         "the shape and dtype of the first layer");
     want(file, text("layer.", l, ".queries"), queries,
          queries.size(0) == s.query_heads && queries.size(0) % s.kv_heads == 0 && queries.size(1) == prompt.queries &&
              queries.size(1) <= prompt.tokens && queries.size(2) == s.key_dim,
@@ -82,31 +78,32 @@ Prompt read(const io::SafetensorsFile& file) {
   return prompt;
 }
 
-/// One layer on the tokens that reach it. Holds what its table points at.
+/// One layer and the tokens that reach it. Owns the data that its table points to.
 struct Layer {
   Layer(const Prompt& prompt, std::int32_t layer, const std::vector<std::int32_t>& present, std::int32_t wanted)
       : positions(present) {
     const auto n = static_cast<std::int64_t>(present.size());
     keys = prompt.layer_keys[static_cast<std::size_t>(layer)];
-    if (n < prompt.tokens) keys = at::index_select(keys, 1, indices(present, 0));
+    if (n < prompt.tokens) keys = gather(keys, 1, present);
     const std::span<const std::int32_t> asking = std::span(present).last(static_cast<std::size_t>(wanted));
-    queries = at::index_select(prompt.layer_queries[static_cast<std::size_t>(layer)], 1,
-                               indices(asking, prompt.tokens - prompt.queries));
-    table.key_dtype = table.value_dtype = keys.scalar_type();
-    const std::int64_t width = prompt.spec.key_dim * static_cast<std::int64_t>(keys.element_size());
+    std::vector<std::int32_t> places;
+    for (const std::int32_t token : asking) places.push_back(token - (prompt.tokens - prompt.queries));
+    queries = gather(prompt.layer_queries[static_cast<std::size_t>(layer)], 1, places);
+    table.key_dtype = table.value_dtype = keys.dtype();
+    const std::int64_t width = prompt.spec.key_dim * keys.element_size();
     for (std::int32_t h = 0; h < prompt.spec.kv_heads; ++h) {
       Row row;
       row.layer = layer, row.head = h, row.length = static_cast<std::int32_t>(n), row.first = table.slots;
-      row.keys = {static_cast<std::byte*>(keys.data_ptr()) + h * n * width, width, width};
+      row.keys = {static_cast<std::byte*>(keys.bytes()) + h * n * width, width, width};
       row.positions = positions.data();
       table.slots += n;
       table.rows.push_back(row);
     }
-    const auto bytes = static_cast<std::int64_t>(queries.element_size());
+    const auto bytes = queries.element_size();
     RowGroup group;
     group.layer = layer;
-    group.queries = {.data = static_cast<const std::byte*>(queries.const_data_ptr()),
-                     .dtype = queries.scalar_type(),
+    group.queries = {.data = static_cast<const std::byte*>(queries.bytes()),
+                     .dtype = queries.dtype(),
                      .token_stride = queries.stride(1) * bytes,
                      .head_stride = queries.stride(0) * bytes,
                      .positions = positions.data() + n - wanted,
@@ -120,29 +117,23 @@ struct Layer {
   Layer(const Layer&) = delete;
   Layer& operator=(const Layer&) = delete;
 
-  static Tensor indices(std::span<const std::int32_t> places, std::int32_t first) {
-    Tensor out = at::empty({static_cast<std::int64_t>(places.size())}, at::TensorOptions().dtype(kInt32));
-    std::ranges::transform(places, out.data_ptr<std::int32_t>(), [first](std::int32_t place) { return place - first; });
-    return out;
-  }
-
   std::vector<std::int32_t> positions;
   Tensor keys, queries;
   RowTable table;
 };
 
-/// How many of the newest tokens that are present had their queries recorded.
+/// Number of newest present tokens whose queries were recorded.
 std::int32_t recorded(const Prompt& prompt, const std::vector<std::int32_t>& present) {
   return static_cast<std::int32_t>(present.end() - std::ranges::lower_bound(present, prompt.tokens - prompt.queries));
 }
 
-/// [Hkv, longest row] places in the prompt; -1 behind a row's.
+/// [Hkv, longest row] places in the prompt; -1 after the end of a row.
 Tensor slots_of(const std::vector<std::int32_t>& present, std::int32_t heads, const std::optional<KeepSet>& keep) {
   std::int64_t width = keep ? 0 : static_cast<std::int64_t>(present.size());
   for (std::int32_t h = 0; keep && h < heads; ++h) width = std::max(width, keep->count(static_cast<std::size_t>(h)));
-  Tensor slots = at::full({heads, width}, -1, at::TensorOptions().dtype(kInt32));
+  Tensor slots = full<std::int32_t>({heads, width}, -1);
   for (std::int32_t h = 0; h < heads; ++h) {
-    std::int32_t* out = slots.data_ptr<std::int32_t>() + h * width;
+    std::int32_t* out = slots.data<std::int32_t>() + h * width;
     if (!keep)
       std::ranges::copy(present, out);
     else
@@ -162,8 +153,7 @@ Result replay_prefill(const io::SafetensorsFile& file, const KVPolicy& policy) {
                  " reads values, which prefill traces do not hold; allowed policies that read keys and queries");
 
   Result result;
-  Tensor variance =
-      at::full({layers}, std::numeric_limits<double>::quiet_NaN(), at::TensorOptions().dtype(c10::ScalarType::Double));
+  Tensor variance = full({layers}, std::numeric_limits<double>::quiet_NaN());
   std::int32_t selection_layer = -1;
   bool afresh = false;
   std::int64_t dropped = 0;
@@ -175,7 +165,8 @@ Result replay_prefill(const io::SafetensorsFile& file, const KVPolicy& policy) {
     const std::int32_t wanted = pass == nullptr ? std::min(policy.needs().queries, prompt.tokens)
                                                 : pass->wants(l, static_cast<std::int32_t>(present.size()));
     KVKEEP_REQUIRE(wanted <= there, file.where(), ": layer ", l, " holds the newest ", there,
-                   " queries of the tokens that reach it; ", policy.name(), " reads ", wanted, ", allowed as many");
+                   " queries of the tokens that reach it; ", policy.name(), " reads ", wanted,
+                   "; allowed at most those recorded");
     Decision decision;
     if (pass == nullptr || wanted > 0) {
       const Layer layer(prompt, l, present, pass == nullptr ? there : wanted);
@@ -185,7 +176,7 @@ Result replay_prefill(const io::SafetensorsFile& file, const KVPolicy& policy) {
                               .moment = pass == nullptr ? Moment::prefill_end : Moment::prefill_layer};
       decision = pass == nullptr ? policy.decide(evidence) : pass->decide(evidence);
     }
-    if (decision.relative_variance) variance.data_ptr<double>()[l] = *decision.relative_variance;
+    if (decision.relative_variance) variance.data<double>()[l] = *decision.relative_variance;
     if (decision.reason == Reason::select_layer) selection_layer = l;
     result.tensors.emplace_back(text("layer.", l, ".slots"), slots_of(present, prompt.spec.kv_heads, decision.keep));
     if (decision.keep)
@@ -193,14 +184,15 @@ Result replay_prefill(const io::SafetensorsFile& file, const KVPolicy& policy) {
     if (!decision.narrow) continue;
     std::vector<std::int32_t> left;
     for (std::int64_t i = 0; i < decision.narrow->tokens.numel(); ++i)
-      left.push_back(present[static_cast<std::size_t>(decision.narrow->tokens.const_data_ptr<std::int32_t>()[i])]);
+      left.push_back(present[static_cast<std::size_t>(decision.narrow->tokens.data<std::int32_t>()[i])]);
     present = std::move(left);
     afresh = decision.narrow->afresh;
   }
   if (afresh) result.tensors.clear();  // the first pass keeps no cache
-  result.tensors.emplace_back("selection_layer", at::full({1}, selection_layer, at::TensorOptions().dtype(kInt32)));
+  result.tensors.emplace_back("selection_layer", full<std::int32_t>({1}, selection_layer));
   result.tensors.emplace_back("relative_variance", variance);
-  result.tensors.emplace_back("tokens", Layer::indices(present, 0));
+  result.tensors.emplace_back("tokens",
+                              clone(Tensor(present.data(), Dtype::i32, {static_cast<std::int64_t>(present.size())})));
   result.metadata = {{"kvkeep_result", "1"},
                      {"policy", policy.to_json()},
                      {"kvkeep_version", kVersion},
@@ -227,7 +219,7 @@ std::vector<std::vector<std::int32_t>> prompt_ranks(const io::SafetensorsFile& f
                                          .moment = Moment::prefill_layer},
                                         options)
                               .tokens;
-    ranks.push_back(ranks_of({scores.const_data_ptr<float>(), static_cast<std::size_t>(scores.numel())}));
+    ranks.push_back(ranks_of({scores.data<float>(), static_cast<std::size_t>(scores.numel())}));
   }
   return ranks;
 }

@@ -1,57 +1,40 @@
 #include "kvkeep/trace/span_trace.h"
 
-#include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/isfinite.h>
-#include <ATen/ops/zeros.h>
-
 #include <cmath>
 #include <optional>
 
 #include "check_tensor.h"
+#include "kvkeep/core/finite.h"
 #include "kvkeep/policy/sekv.h"
 #include "kvkeep/version.h"
+#include "span_layer.h"
 
 namespace kvkeep::trace {
 namespace {
 
-/// One layer's prompt and the queries behind it, shapes known and checked.
-struct Layer {
-  Tensor keys, values;  ///< [Hkv, T, D]
-  Tensor queries;       ///< [n, Hq, D]
-  Tensor surprisal;     ///< f32 [T]
-  double scale = 0;
-
-  [[nodiscard]] std::int64_t group() const { return queries.size(1) / keys.size(0); }
-  [[nodiscard]] std::int64_t dim() const { return keys.size(2); }
-  [[nodiscard]] std::span<const float> nats() const {
-    return {surprisal.const_data_ptr<float>(), static_cast<std::size_t>(surprisal.numel())};
-  }
-};
-
 Tensor floats(const io::SafetensorsFile& file, const std::string& name, std::int64_t dims, const std::string& shape) {
   KVKEEP_REQUIRE(file.has(name), file.where(), ": tensor \"", name, "\" is missing; a span trace needs it");
   Tensor t = file.tensor(name);
-  want(file, name, t, t.dim() == dims && is_scorable(t.scalar_type()), "f32, f16 or bf16 " + shape);
-  return t.contiguous();
+  want(file, name, t, t.dim() == dims && is_scorable(t.dtype()), "f32, f16 or bf16 " + shape);
+  return contiguous(t);
 }
 
-Tensor finite(const io::SafetensorsFile& file, const std::string& name, std::int64_t dims, const std::string& shape) {
+}  // namespace
+
+Tensor finite_floats(const io::SafetensorsFile& file, const std::string& name, std::int64_t dims,
+                     const std::string& shape) {
   Tensor t = floats(file, name, dims, shape);
-  KVKEEP_REQUIRE(at::isfinite(t).all().item<bool>(), file.where(), ": tensor \"", name,
-                 "\" holds NaN or infinity; allowed finite numbers");
+  KVKEEP_REQUIRE(all_finite(t), file.where(), ": tensor \"", name, "\" holds NaN or infinity; allowed finite numbers");
   return t;
 }
 
-/// Router and gates as they are stored, shapes checked; those that are not asked for stay undefined.
 TrainedParameters read_parameters(const io::SafetensorsFile& file, const Layer& layer, bool router, bool gates,
                                   std::int64_t max_rank) {
   TrainedParameters p;
   const std::int64_t heads = layer.queries.size(1);
   if (router) {
-    p.projections = finite(file, "router.W", 3, "[Hq, d', D] of a learned router");
-    p.thresholds = finite(file, "router.tau", 1, "[Hq] of a learned router");
+    p.projections = finite_floats(file, "router.W", 3, "[Hq, d', D] of a learned router");
+    p.thresholds = finite_floats(file, "router.tau", 1, "[Hq] of a learned router");
     want(file, "router.W", p.projections,
          p.projections.size(0) == heads && p.projections.size(1) >= 1 && p.projections.size(2) == layer.dim(),
          text("[", heads, ", d', ", layer.dim(), "]"));
@@ -59,8 +42,8 @@ TrainedParameters read_parameters(const io::SafetensorsFile& file, const Layer& 
   }
   for (std::size_t i = 0; gates && i < 3; ++i) {
     const std::string weight = text("gate.", 2 * i, ".weight"), bias = text("gate.", 2 * i, ".bias");
-    p.gate_weights[i] = finite(file, weight, 2, "[outputs, inputs] of the rank gates");
-    p.gate_biases[i] = finite(file, bias, 1, "[outputs] of the rank gates");
+    p.gate_weights[i] = finite_floats(file, weight, 2, "[outputs, inputs] of the rank gates");
+    p.gate_biases[i] = finite_floats(file, bias, 1, "[outputs] of the rank gates");
     const std::int64_t inputs = i == 0 ? max_rank + layer.dim() : p.gate_weights[i - 1].size(0),
                        outputs = p.gate_weights[i].size(0);
     want(file, weight, p.gate_weights[i],
@@ -72,12 +55,11 @@ TrainedParameters read_parameters(const io::SafetensorsFile& file, const Layer& 
   return p;
 }
 
-/// Without router and gates.
-Layer read(const io::SafetensorsFile& file) {
+Layer read_layer(const io::SafetensorsFile& file) {
   Layer layer;
-  layer.keys = finite(file, "keys", 3, "[Hkv, T, D]");
-  layer.values = finite(file, "values", 3, "[Hkv, T, D]");
-  layer.queries = finite(file, "queries", 3, "[n, Hq, D]");
+  layer.keys = finite_floats(file, "keys", 3, "[Hkv, T, D]");
+  layer.values = finite_floats(file, "values", 3, "[Hkv, T, D]");
+  layer.queries = finite_floats(file, "queries", 3, "[n, Hq, D]");
   const std::int64_t heads = layer.keys.size(0), tokens = layer.keys.size(1), dim = layer.keys.size(2);
   want(file, "keys", layer.keys, heads >= 1 && dim >= 1 && tokens < INT32_MAX,
        "at least one head of one number, and fewer than 2^31 tokens");
@@ -85,45 +67,21 @@ Layer read(const io::SafetensorsFile& file) {
   want(file, "queries", layer.queries,
        layer.queries.size(1) >= heads && layer.queries.size(1) % heads == 0 && layer.queries.size(2) == dim,
        text("[n, a multiple of ", heads, ", ", dim, "]"));
-  layer.surprisal = floats(file, "surprisal", 1, "[T]").to(kFloat32);
-  want(file, "surprisal", layer.surprisal, layer.surprisal.size(0) == tokens, text("[", tokens, "], one for each key"));
+  layer.surprisal = as<float>(floats(file, "surprisal", 1, "[T]"));
+  want(file, "surprisal", layer.surprisal, layer.surprisal.size(0) == tokens, text("[", tokens, "], one per key"));
   layer.scale = number(file, "softmax_scale", 1 / std::sqrt(static_cast<double>(dim)));
   return layer;
 }
 
-TrainingLayer read_training(const io::SafetensorsFile& file, const Sekv& sekv) {
-  const Layer layer = read(file);
-  TrainingLayer out;
-  out.keys = layer.keys, out.values = layer.values, out.queries = layer.queries, out.scale = layer.scale;
-  const std::int64_t queries = layer.queries.size(0), width = layer.queries.size(1) * layer.dim();
-  want(file, "queries", layer.queries, queries >= 1, "at least one query");
-  KVKEEP_REQUIRE(file.has("query_positions"), file.where(),
-                 ": tensor \"query_positions\" is missing; a span_train trace needs it");
-  const Tensor positions = file.tensor("query_positions");
-  want(file, "query_positions", positions,
-       positions.dim() == 1 && positions.size(0) == queries &&
-           (positions.scalar_type() == kInt32 || positions.scalar_type() == c10::ScalarType::Long),
-       text("i32 or i64 [", queries, "]"));
-  const Tensor wide = positions.to(c10::ScalarType::Long).contiguous();
-  for (std::int64_t i = 0; i < queries; ++i) {
-    const std::int64_t q = wide.const_data_ptr<std::int64_t>()[i];
-    KVKEEP_REQUIRE(q >= 0 && q < layer.keys.size(1), file.where(), ": tensor \"query_positions\" holds ", q,
-                   "; allowed 0 to ", layer.keys.size(1) - 1);
-    out.positions.push_back(static_cast<std::int32_t>(q));
-  }
-  out.head = finite(file, "head", 2, text("[vocab, ", width, "]"));
-  want(file, "head", out.head, out.head.size(0) >= 1 && out.head.size(1) == width, text("[vocab, ", width, "]"));
-  out.surprisal.assign(layer.nats().begin(), layer.nats().end());
-  out.spans = segment(layer.nats(), sekv.segmenter(layer.keys.size(1), layer.group(), layer.dim(), true)).spans;
-  out.recent = sekv.options().segmenter.recent;
+namespace {
+
+Tensor integers_of(std::span<const std::int32_t> from, std::vector<std::int64_t> shape) {
+  Tensor out = empty(shape, Dtype::i32);
+  std::ranges::copy(from, out.data<std::int32_t>());
   return out;
 }
 
-Tensor integers_of(std::span<const std::int32_t> from, std::vector<std::int64_t> shape) {
-  Tensor out = at::empty(shape, at::TensorOptions().dtype(kInt32));
-  std::ranges::copy(from, out.data_ptr<std::int32_t>());
-  return out;
-}
+}  // namespace
 
 Tensor table_of(std::span<const Span> spans) {
   std::vector<std::int32_t> ends;
@@ -131,21 +89,28 @@ Tensor table_of(std::span<const Span> spans) {
   return integers_of(ends, {static_cast<std::int64_t>(spans.size()), 2});
 }
 
+namespace {
+
 Tensor shown_rows(const SpanStore& spans, KvSide side) {
-  std::vector<Tensor> rows{at::zeros({spans.kv_heads(), 0, spans.dim()}, at::TensorOptions().dtype(kFloat32))};
-  for (std::int64_t s = 0; s < spans.size(); ++s) rows.push_back(spans.rows(s, side));
-  return at::cat(rows, 1);
+  std::int64_t tokens = 0;
+  for (const Span& s : spans.spans()) tokens += s.length();
+  Tensor rows = empty({spans.kv_heads(), tokens, spans.dim()}, Dtype::f32);
+  for (std::int64_t s = 0, first = 0; s < spans.size(); ++s) {
+    const Tensor own = spans.rows(s, side);
+    copy(own, rows.narrow(1, first, own.size(1)));
+    first += own.size(1);
+  }
+  return rows;
 }
 
 void add_folded(const SpanMemory& memory, Result& result) {
   const SpanStore& spans = memory.spans;
-  Tensor ranks = at::empty({spans.size(), spans.kv_heads(), 2}, at::TensorOptions().dtype(kInt32)),
-         centred = at::empty(ranks.sizes(), at::TensorOptions().dtype(c10::ScalarType::Byte));
+  Tensor ranks = empty({spans.size(), spans.kv_heads(), 2}, Dtype::i32), centred = empty(ranks.sizes(), Dtype::u8);
   for (std::int64_t i = 0; i < ranks.numel(); ++i) {
     const SpanFactors& f =
         spans.factors(i / 2 / spans.kv_heads(), i / 2 % spans.kv_heads(), i % 2 == 0 ? KvSide::keys : KvSide::values);
-    ranks.data_ptr<std::int32_t>()[i] = f.raw ? -1 : f.rank;
-    centred.data_ptr<std::uint8_t>()[i] = f.centred ? 1 : 0;
+    ranks.data<std::int32_t>()[i] = f.raw ? -1 : f.rank;
+    centred.data<std::uint8_t>()[i] = f.centred ? 1 : 0;
   }
   result.tensors.emplace_back(
       "anchors", integers_of(memory.segments.anchors, {static_cast<std::int64_t>(memory.segments.anchors.size())}));
@@ -161,21 +126,21 @@ void add_folded(const SpanMemory& memory, Result& result) {
   result.tensors.emplace_back("span_values", shown_rows(spans, KvSide::values));
 }
 
+}  // namespace
+
 const Sekv& sekv_of(const io::SafetensorsFile& file, const KVPolicy& policy) {
   const auto* sekv = dynamic_cast<const Sekv*>(&policy);
   KVKEEP_REQUIRE(sekv != nullptr, file.where(), ": a trace of kind \"", kind_of(file),
-                 "\" holds what span memories are made of; given policy ", policy.name(), ", allowed sekv");
+                 "\" holds the input of span memories; given policy ", policy.name(), "; allowed sekv");
   return *sekv;
 }
-
-}  // namespace
 
 Result replay_span(const io::SafetensorsFile& file, const KVPolicy& policy) {
   KVKEEP_REQUIRE(kind_of(file) == "span", file.where(), ": the trace is of kind \"", kind_of(file),
                  "\"; allowed here: span");
   const Sekv& sekv = sekv_of(file, policy);
   const SekvOptions& o = sekv.options();
-  const Layer layer = read(file);
+  const Layer layer = read_layer(file);
   const FactorOptions& factors = o.memory.factors;
   const ZoomOptions& zoom = o.memory.zoom;
   const bool learned = zoom.learned(true), gated = factors.rank == FactorOptions::Rank::gates;
@@ -206,8 +171,8 @@ Result replay_span(const io::SafetensorsFile& file, const KVPolicy& policy) {
   result.tensors.emplace_back("output_full", attend_rows(layer.keys, layer.values, layer.queries, layer.scale).close());
   const std::int64_t near = memory.near_bytes() + (learned ? 4 * layer.queries.size(1) * memory.spans.size() : 0),
                      far = memory.spans.far_bytes();
-  Tensor bytes = at::empty({2}, at::TensorOptions().dtype(c10::ScalarType::Long));
-  bytes.data_ptr<std::int64_t>()[0] = near, bytes.data_ptr<std::int64_t>()[1] = far;
+  Tensor bytes = empty({2}, Dtype::i64);
+  bytes.data<std::int64_t>()[0] = near, bytes.data<std::int64_t>()[1] = far;
   result.tensors.emplace_back("bytes", bytes);
   result.metadata = {{"kvkeep_result", "1"},
                      {"policy", policy.to_json()},
@@ -216,36 +181,6 @@ Result replay_span(const io::SafetensorsFile& file, const KVPolicy& policy) {
                      {"spans", std::to_string(memory.spans.size())},
                      {"resident_entries", text(budget.resident)},
                      {"over_budget", budget.resident > budget.entries ? "true" : "false"}};
-  return result;
-}
-
-Result replay_span_train(const io::SafetensorsFile& file, const KVPolicy& policy) {
-  KVKEEP_REQUIRE(kind_of(file) == "span_train", file.where(), ": the trace is of kind \"", kind_of(file),
-                 "\"; allowed here: span_train");
-  const Sekv& sekv = sekv_of(file, policy);
-  const TrainingLayer layer = read_training(file, sekv);
-  const TrainingStep step =
-      training_step(layer, read_parameters(file, read(file), true, true, sekv.options().memory.factors.max_rank),
-                    sekv.options().training);
-
-  Result result;
-  const auto add = [&result](std::string name, const Tensor& t) { result.tensors.emplace_back(std::move(name), t); };
-  const auto number_of = [](double x) { return at::full({1}, x, at::TensorOptions().dtype(c10::ScalarType::Double)); };
-  add("loss", number_of(step.loss));
-  add("loss.distill", number_of(step.distill)), add("loss.zoom", number_of(step.zoom)),
-      add("loss.recon", number_of(step.recon)), add("loss.budget", number_of(step.budget));
-  add("grad.router.W", step.gradients.projections), add("grad.router.tau", step.gradients.thresholds);
-  for (std::size_t i = 0; i < 3; ++i)
-    add(text("grad.gate.", 2 * i, ".weight"), step.gradients.gate_weights[i]),
-        add(text("grad.gate.", 2 * i, ".bias"), step.gradients.gate_biases[i]);
-  add("spans", table_of(layer.spans));
-  add("admitted", step.admitted), add("targets", step.targets), add("zoomed", step.zoomed),
-      add("relevance", step.relevance), add("gates", step.gates);
-  add("student_logits", step.student_logits), add("teacher_logits", step.teacher_logits);
-  result.metadata = {{"kvkeep_result", "1"},
-                     {"policy", policy.to_json()},
-                     {"kvkeep_version", kVersion},
-                     {"spans", std::to_string(layer.spans.size())}};
   return result;
 }
 

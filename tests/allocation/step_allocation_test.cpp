@@ -12,6 +12,7 @@
 #include <new>
 
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/torch.h"
 
 namespace {
 
@@ -123,7 +124,7 @@ class Engine {
       for (const Tensor& side : table.defined()
                                     ? std::array{std::get<PagedKv>(layer).keys, std::get<PagedKv>(layer).values}
                                     : std::array{std::get<DenseKv>(layer).keys, std::get<DenseKv>(layer).values})
-        add(side.const_data_ptr(), side.nbytes());
+        add(side.bytes(), static_cast<std::size_t>(side.nbytes()));
     add(lengths.data(), lengths.size() * 4);
     if (table.defined()) add(table.const_data_ptr(), table.nbytes());
     seen.push_back(text(pool.free_pages()));
@@ -144,9 +145,9 @@ class Engine {
   PagePool pool;
   PagedSequences pages;
   std::vector<LayerKv> layers;
-  Tensor table;
+  at::Tensor table;
   std::vector<std::int32_t> lengths = std::vector<std::int32_t>(2 * kLayers * kKvHeads, 3), indptr;
-  std::vector<Tensor> queries;
+  std::vector<at::Tensor> queries;
 };
 
 /// Runs a call, letting one allocation after the other fail, until it comes through. Where it does not, everything is

@@ -1,4 +1,3 @@
-#include <ATen/ops/zeros.h>
 #include <kvkeep/kvkeep.h>
 
 int main() {  // 0 when a prompt of twelve cached tokens fell to six
@@ -10,7 +9,8 @@ int main() {  // 0 when a prompt of twelve cached tokens fell to six
   const kvkeep::SequenceId id = 1;
   std::int32_t length = 12;
   keeper.join(id, length);
-  const kvkeep::DenseKv rows{at::zeros({1, 1, 12, 8}), at::zeros({1, 1, 12, 8})};
+  const kvkeep::DenseKv rows{kvkeep::zeros({1, 1, 12, 8}, kvkeep::Dtype::f32),
+                             kvkeep::zeros({1, 1, 12, 8}, kvkeep::Dtype::f32)};
   return keeper.step({.layers = {rows}, .sequences = {&id, 1}, .lengths = {{&length, 1}}}).slots_dropped == 6 &&
                  length == 6
              ? 0

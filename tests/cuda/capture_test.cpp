@@ -22,7 +22,7 @@ const char* const kPolicy = "ams-tova,budget=48,interval=12,recent=4,window=8,mi
 /// A keeper on the CPU and one on the device, fed alike. Sequences 1 and 2 are due whenever 12 tokens came.
 class Twins {
  public:
-  explicit Twins(ScalarType dtype = kFloat32, const std::shared_ptr<Accelerator>& accelerator = fresh_accelerator())
+  explicit Twins(Dtype dtype = Dtype::f32, const std::shared_ptr<Accelerator>& accelerator = fresh_accelerator())
       : cpu(kPolicy, false, dtype), device(std::in_place, kPolicy, false, dtype, accelerator) {
     for (const SequenceId id : {1, 2}) join(id, 50);
   }
@@ -70,7 +70,7 @@ class CapturedEvents : public OnDevice {
   void SetUp() override {
     OnDevice::SetUp();
     if (IsSkipped()) return;
-    side_.emplace(side_stream(fresh_accelerator()->device()));
+    side_.emplace(side_stream(torch_device(fresh_accelerator()->device())));
     guard_.emplace(*side_);
   }
   [[nodiscard]] const c10::Stream& stream() const { return *side_; }
@@ -103,7 +103,7 @@ TEST_F(CapturedEvents, LeaveNothingToTheNextEventThatItWouldTakeForItsOwn) {
 }
 
 TEST_F(CapturedEvents, MayBeAnyNumberWithoutAnEventThatIsNotCapturedBetween) {
-  for (const ScalarType dtype : {kFloat32, kBFloat16}) {
+  for (const Dtype dtype : {Dtype::f32, Dtype::bf16}) {
     Twins twins(dtype);
     twins.warm_up(2);
     std::deque<CapturedGraph> graphs;
@@ -228,11 +228,11 @@ TEST_F(CapturedEvents, FindTheirMemoryThoughTablesColumnsAndWorkspaceGrewSince) 
   const WatchedMemory watched;
   const std::shared_ptr<Accelerator> accelerator = fresh_accelerator();
   const auto workspace = [&](std::int64_t bytes) {
-    const Tensor memory = at::empty({bytes + 256}, at::TensorOptions().dtype(c10::kByte));
+    const at::Tensor memory = at::empty({bytes + 256}, at::TensorOptions().dtype(c10::kByte));
     return memory.narrow(0, (256 - reinterpret_cast<std::intptr_t>(memory.data_ptr()) % 256) % 256, bytes);
   };
   accelerator->use_workspace(workspace(8 << 20));
-  Twins twins(kFloat32, accelerator);
+  Twins twins(Dtype::f32, accelerator);
   twins.warm_up(2);
   const CapturedGraph graph = twins.capture(stream(), {1});
   graph.replay();
@@ -285,7 +285,7 @@ TEST_F(CapturedEvents, RunOnStreamsThatTheAllocatorIsToldOf) {
   static_cast<void>(watched.freed());
   EXPECT_TRUE(model::recorded().empty()) << "one stream is what memory is allocated for";
 
-  const c10::Stream other = side_stream(twins.device->keeper.device());
+  const c10::Stream other = side_stream(torch_device(twins.device->keeper.device()));
   const auto is_told = [&](const void* memory) {
     return std::ranges::any_of(model::recorded(), [&](const model::Recorded& one) {
       return one.memory == memory && one.stream == other.native_handle();

@@ -10,6 +10,7 @@
 
 #include "device.h"
 #include "kvkeep/allot/chunks.h"
+#include "kvkeep/torch.h"
 #include "oracle/random_case.h"
 
 namespace kvkeep::cuda {
@@ -81,12 +82,12 @@ void compare(const Case& c, const std::string& what) {
   }
   Decision decision;
   decision.scores.data =
-      at::from_blob(const_cast<float*>(c.scores.data()), {table.slots}, at::TensorOptions().dtype(kFloat32));
+      at::from_blob(const_cast<float*>(c.scores.data()), {table.slots}, at::TensorOptions().dtype(at::kFloat));
   WindowAttention unused;
   Chunks(c.options).allot({.spec = spec, .table = table}, {c.variant, {}, c.limits}, unused, decision);
   const KeepSet& keep = *decision.keep;
-  const std::vector<std::int32_t> wanted(keep.slots.data_ptr<std::int32_t>(),
-                                         keep.slots.data_ptr<std::int32_t>() + keep.slots.numel());
+  const std::vector<std::int32_t> wanted(keep.slots.data<std::int32_t>(),
+                                         keep.slots.data<std::int32_t>() + keep.slots.numel());
   in_every_order([&] {
     const DeviceArray<Row> rows(c.rows);
     const DeviceArray<RowLimit> limits(c.limits);

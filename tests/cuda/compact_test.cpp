@@ -11,6 +11,7 @@
 
 #include "device.h"
 #include "kvkeep/keep/compact.h"
+#include "kvkeep/torch.h"
 #include "oracle/random_case.h"
 
 namespace kvkeep::cuda {
@@ -120,7 +121,7 @@ std::vector<std::byte> on_cpu(Case& c, std::int32_t page) {
   table.page_size = page;
   KeepSet keep{{}, c.indptr};
   keep.slots =
-      at::from_blob(c.slots.data(), {static_cast<std::int64_t>(c.slots.size())}, at::TensorOptions().dtype(kInt32));
+      at::from_blob(c.slots.data(), {static_cast<std::int64_t>(c.slots.size())}, at::TensorOptions().dtype(at::kInt));
   c.pages_after = c.block_table;
   std::vector<PageMove> moves;
   if (page > 0) {

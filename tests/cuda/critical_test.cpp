@@ -7,6 +7,7 @@
 #include "kvkeep/allot/critical.h"
 #include "kvkeep/allot/share.h"
 #include "kvkeep/keep/rank_key.h"
+#include "kvkeep/torch.h"
 #include "value_case.h"
 
 namespace kvkeep::cuda {
@@ -207,21 +208,20 @@ TEST_F(CriticalKernel, KeepsTheSlotsThatTheCpuKeeps) {
             ++seed, {.group = 3, .kv_heads = 2, .dim = 4, .value_dim = 24, .lengths = {90, 33}, .ragged = true}, value,
             weight, 48);
         Decision decision;
-        decision.scores.data =
-            at::from_blob(const_cast<float*>(k.scores.data()), {k.c.table.slots}, at::TensorOptions().dtype(kFloat32));
+        decision.scores.data = at::from_blob(const_cast<float*>(k.scores.data()), {k.c.table.slots},
+                                             at::TensorOptions().dtype(at::kFloat));
         std::vector<Tensor> projections;
         for (const auto& layer : k.weights)
           projections.push_back(at::from_blob(const_cast<std::byte*>(layer.data()), {48, k.c.spec.query_heads * 24},
-                                              at::TensorOptions().dtype(dtype_of(weight))));
+                                              at::TensorOptions().dtype(torch_dtype(dtype_of(weight)))));
         Evidence evidence = k.c.evidence();
         WindowAttention unused;
         Critical({.first_stage = first_stage})
             .allot({.spec = evidence.spec, .table = evidence.table, .output_projections = projections}, k.c.limits,
                    unused, decision);
         const Tensor& slots = decision.keep->slots;
-        ASSERT_EQ(
-            on_device(k, first_stage).slots,
-            std::vector<std::int32_t>(slots.data_ptr<std::int32_t>(), slots.data_ptr<std::int32_t>() + slots.numel()));
+        ASSERT_EQ(on_device(k, first_stage).slots,
+                  std::vector<std::int32_t>(slots.data<std::int32_t>(), slots.data<std::int32_t>() + slots.numel()));
       }
 }
 

@@ -28,12 +28,12 @@ using Ints = std::vector<std::int32_t>;
 #if defined(KVKEEP_CUDA_MODEL)
 void move(Decoder& decoder) { decoder.use(Path::operators); }
 #else
-void move(Decoder& decoder) { decoder.to(Device(c10::kCUDA, 0)); }
+void move(Decoder& decoder) { decoder.to({.kind = Device::Kind::cuda, .index = 0}); }
 #endif
 
-void expect_close(const Tensor& expected, const Tensor& found) {
+void expect_close(const at::Tensor& expected, const at::Tensor& found) {
   ASSERT_EQ(expected.sizes(), found.sizes());
-  const Tensor a = expected.to(kFloat32).contiguous(), b = found.cpu().to(kFloat32).contiguous();
+  const at::Tensor a = expected.to(at::kFloat).contiguous(), b = found.cpu().to(at::kFloat).contiguous();
   float worst = 0, largest = 1e-6F;
   for (std::int64_t i = 0; i < a.numel(); ++i) {
     worst = std::max(worst, std::abs(a.const_data_ptr<float>()[i] - b.const_data_ptr<float>()[i]));
@@ -61,11 +61,11 @@ TEST_F(DeviceDecoder, GivesTheLogitsQueriesKeysAndValuesOfTheCpu) {
   LmConfig config = LmConfig::shape(Architecture::qwen3, 3, 72, 104, 6, 2, 20, 90);
   config.spec.layers[1] = {LayerKind::sliding, 11, -1};
   const auto folder = std::filesystem::temp_directory_path() / text("kvkeep_device_decoder_", ::getpid());
-  write_random_checkpoint(folder, config, 21, kBFloat16);
+  write_random_checkpoint(folder, config, 21, Dtype::bf16);
   Decoder cpu = Decoder::open(folder), device = Decoder::open(folder);
   std::filesystem::remove_all(folder);  // mapped files stay readable
   move(device);
-  Tensor table = at::empty({2, 5}, at::TensorOptions(kInt32));
+  at::Tensor table = at::empty({2, 5}, at::TensorOptions(at::kInt));
   for (std::int32_t i = 0; i < 10; ++i) table.mutable_data_ptr<std::int32_t>()[i] = 9 - i;
   for (const bool paged : {false, true}) {
     const auto make = [&](Decoder& decoder) {
@@ -77,14 +77,15 @@ TEST_F(DeviceDecoder, GivesTheLogitsQueriesKeysAndValuesOfTheCpu) {
     // A prompt of 20 and one of 3, then rows of different length, one token and four.
     const auto step = [&](const Ints& tokens, const Ints& indptr, const Ints& positions, const SlotCounts& lengths) {
       const Ints places{1, 0};
-      std::vector<Tensor> queries[2];
-      const auto forward = [&](Decoder& decoder, const std::vector<LayerKv>& cache, std::vector<Tensor>& seen) {
+      std::vector<at::Tensor> queries[2];
+      const auto forward = [&](Decoder& decoder, const std::vector<LayerKv>& cache, std::vector<at::Tensor>& seen) {
         StepOptions options{.logits = Logits::all};
         options.on_layer = [&](const LayerSight& sight) { seen.push_back(sight.queries.cpu().clone()); };
-        return decoder.forward({tokens, indptr, positions, places, lengths}, cache, paged ? table : Tensor(), options);
+        return decoder.forward({tokens, indptr, positions, places, lengths}, cache, paged ? table : at::Tensor(),
+                               options);
       };
-      const Tensor expected = forward(cpu, a, queries[0]), found = forward(device, b, queries[1]);
-      EXPECT_EQ(found.device(), device.device());
+      const at::Tensor expected = forward(cpu, a, queries[0]), found = forward(device, b, queries[1]);
+      EXPECT_EQ(device_of(found.device()), device.device());
       expect_close(expected, found);
       EXPECT_EQ(argmax(expected), argmax(found));
       for (std::size_t l = 0; l < 3; ++l) expect_close(queries[0][l], queries[1][l]);

@@ -16,6 +16,7 @@
 #include "device.h"
 #include "evidence.h"
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/torch.h"
 #include "oracle/random_case.h"
 
 namespace kvkeep::cuda {
@@ -38,8 +39,8 @@ inline std::int64_t element_bytes(Element e) { return e == Element::f32 ? 4 : e 
 inline const char* name_of(Element e) {
   return e == Element::f32 ? "f32" : e == Element::f16 ? "f16" : e == Element::bf16 ? "bf16" : "fp8";
 }
-inline ScalarType dtype_of(Element e) {
-  return e == Element::f16 ? kFloat16 : e == Element::bf16 ? kBFloat16 : kFloat32;
+inline Dtype dtype_of(Element e) {
+  return e == Element::f16 ? Dtype::f16 : e == Element::bf16 ? Dtype::bf16 : Dtype::f32;
 }
 
 /// Writes x as `e` and gives what was written.
@@ -110,7 +111,7 @@ class EvidenceCase {
   void settle() {
     for (std::size_t r = 0; r < table.rows.size(); ++r) {
       Row& row = table.rows[r];
-      const std::int64_t width = shape.dim * c10::elementSize(table.key_dtype);
+      const std::int64_t width = shape.dim * element_size(table.key_dtype);
       row.keys = {shape.keys == Element::fp8_e4m3 ? reinterpret_cast<std::byte*>(plain[r].data()) : keys[r].data(),
                   width, width};
       row.positions = positions[r].data();

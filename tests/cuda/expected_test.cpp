@@ -24,7 +24,7 @@ std::vector<QueryStatistics> statistics_of(const EvidenceCase& c, std::int32_t t
     for (float& x : queries) x = static_cast<float>(size * (0.3 + random.normal()));
     std::vector<std::int32_t> positions(static_cast<std::size_t>(tokens));
     std::iota(positions.begin(), positions.end(), 0);
-    all.back().add(reinterpret_cast<const std::byte*>(queries.data()), kFloat32, c.spec.query_heads * c.shape.dim * 4,
+    all.back().add(reinterpret_cast<const std::byte*>(queries.data()), Dtype::f32, c.spec.query_heads * c.shape.dim * 4,
                    c.shape.dim * 4, positions, QueryBasis::pre_rope, c.spec.rope,
                    *QueryStatistics::workspace(c.spec.query_heads, c.shape.dim, c.spec.rope));
   }
@@ -99,7 +99,7 @@ void expect_as_on_cpu(EvidenceCase& c, const ValueCase& values, const ExpectedOp
   const Scores want = Expected(plain).score(c.evidence(), c.limits, unused);
   in_every_order([&] {
     ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, on_device(c, values, options, layout, statistics),
-                                              want.data.const_data_ptr<float>(), 1e-7, relative));
+                                              want.data.data<float>(), 1e-7, relative));
   });
 }
 

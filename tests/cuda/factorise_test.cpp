@@ -10,6 +10,7 @@
 #include "kvkeep/core/error.h"
 #include "kvkeep/memory/segmenter.h"
 #include "kvkeep/memory/span_row.h"
+#include "kvkeep/torch.h"
 
 namespace kvkeep::cuda {
 namespace {
@@ -154,7 +155,7 @@ class Both {
       EXPECT_EQ(got.rank, want.rank) << which;
       EXPECT_EQ(got.raw, want.raw) << which;
       EXPECT_EQ(got.centred, want.centred) << which;
-      const Tensor rows = row.rows(0, KvSide::keys);
+      const at::Tensor rows = row.rows(0, KvSide::keys);
       const std::vector<double> own = shown(n);
       double apart = 0, size = 0, off = 0, mean = 0;
       for (std::size_t i = 0; i < own.size(); ++i) {

@@ -11,7 +11,7 @@ namespace kvkeep::cuda {
 
 inline std::shared_ptr<Accelerator> fresh_accelerator() {
 #if defined(KVKEEP_CUDA_MODEL)
-  return make_accelerator(c10::kCPU);  // the model's device memory is the host's
+  return make_accelerator(Device{});  // the model's device memory is the host's
 #else
   return accelerator(0);
 #endif

@@ -80,7 +80,7 @@ void run_both(Engine& cpu, Engine& device, std::uint64_t seed) {
 
 TEST_P(DeviceKeeper, KeepsInADenseCacheWhatTheCpuKeeps) {
   const auto [name, policy, ragged] = GetParam();
-  for (const ScalarType dtype : {kFloat32, kBFloat16}) {
+  for (const Dtype dtype : {Dtype::f32, Dtype::bf16}) {
     DenseEngine cpu(policy, ragged, dtype), device(policy, ragged, dtype, fresh_accelerator());
     ASSERT_NO_FATAL_FAILURE(run_both(cpu, device, 11));
   }
@@ -93,8 +93,8 @@ TEST_P(DeviceKeeper, KeepsInPagesWhatTheCpuKeepsInADenseCache) {  // B21, B23, B
     const PageLayout layout = which % 2 == 0 ? PageLayout::slot_head : PageLayout::head_slot;
     const Form form = static_cast<Form>(which++ % 3);
     SCOPED_TRACE(text(name, ", pages of ", page_size));
-    DenseEngine cpu(policy, ragged, kFloat32);
-    PagedEngine device(policy, ragged, kFloat32, page_size, layout, form, 1600, fresh_accelerator());
+    DenseEngine cpu(policy, ragged, Dtype::f32);
+    PagedEngine device(policy, ragged, Dtype::f32, page_size, layout, form, 1600, fresh_accelerator());
     ASSERT_NO_FATAL_FAILURE(run_both(cpu, device, 12));
     std::int64_t holders = 0, held = 0;
     for (std::int32_t p = 0; p < device.pool.capacity(); ++p) holders += device.pool.references(p);
@@ -160,13 +160,13 @@ TEST_F(DeviceLine, RanksByACalibration) {
     return std::make_unique<Evict>("triattention", std::make_unique<TriAttention>(std::move(calibration)),
                                    std::make_unique<Flat>(), retention, "{}");
   };
-  DenseEngine cpu(policy(), false, kFloat32), device(policy(), false, kFloat32, fresh_accelerator());
+  DenseEngine cpu(policy(), false, Dtype::f32), device(policy(), false, Dtype::f32, fresh_accelerator());
   ASSERT_NO_FATAL_FAILURE(run_both(cpu, device, 13));
 }
 
 TEST_F(DeviceLine, TakesTokensBack) {
   const char* policy = "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16";
-  DenseEngine cpu(policy, false, kFloat32), device(policy, false, kFloat32, fresh_accelerator());
+  DenseEngine cpu(policy, false, Dtype::f32), device(policy, false, Dtype::f32, fresh_accelerator());
   oracle::Random random(5);
   for (Engine* engine : {static_cast<Engine*>(&cpu), static_cast<Engine*>(&device)}) engine->join(1);
   for (int n = 0; n < 30; ++n) {
@@ -195,7 +195,7 @@ TEST_F(DeviceLine, TakesGapsInPositions) {
       static_cast<void>(engine.step(numbers_of(random, {{1, tokens}}), positions));
     }
   };
-  DenseEngine cpu(policy, false, kFloat32), device(policy, false, kFloat32, fresh_accelerator());
+  DenseEngine cpu(policy, false, Dtype::f32), device(policy, false, Dtype::f32, fresh_accelerator());
   run(cpu);
   run(device);
   expect_alike(cpu, device);
@@ -204,14 +204,14 @@ TEST_F(DeviceLine, TakesGapsInPositions) {
 
 TEST_F(DeviceLine, NamesWhatHasNoKernel) {
   try {
-    DenseEngine engine("adakv-tova,budget=48,interval=12", true, kFloat32, fresh_accelerator());
+    DenseEngine engine("adakv-tova,budget=48,interval=12", true, Dtype::f32, fresh_accelerator());
     FAIL() << "AdaKV ran on a device";
   } catch (const InvalidArgument& error) {
     EXPECT_NE(std::string(error.what()).find("allocator adaptive_heads has no kernel"), std::string::npos)
         << error.what();
   }
   try {
-    DenseEngine engine("tova,budget=48,interval=12,share=union", false, kFloat32, fresh_accelerator());
+    DenseEngine engine("tova,budget=48,interval=12,share=union", false, Dtype::f32, fresh_accelerator());
     FAIL() << "rows shared a selection on a device";
   } catch (const InvalidArgument& error) {
     EXPECT_NE(std::string(error.what()).find("share: "), std::string::npos) << error.what();
@@ -234,23 +234,23 @@ TEST_F(DeviceLine, NamesValuesThatAreTooLongForItsKernels) {
 }
 
 TEST_F(DeviceLine, RefusesADtypeWithoutAKernelAndChangesNothing) {
-  DenseEngine engine("tova,budget=24,interval=8,recent=2", false, c10::ScalarType::Char, fresh_accelerator());
+  DenseEngine engine("tova,budget=24,interval=8,recent=2", false, Dtype::i8, fresh_accelerator());
   oracle::Random random(11);
   engine.join(1);
   Numbers numbers = numbers_of(random, {{1, 40}});
   static_cast<void>(engine.step(numbers));  // the prompt is not cut
   engine.feed(numbers_of(random, {{1, 1}}));
-  const Tensor before = std::get<DenseKv>(engine.layers[0]).keys.clone();
+  const at::Tensor before = torch_tensor(std::get<DenseKv>(engine.layers[0]).keys).clone();
   try {
     static_cast<void>(engine.cut({1}));
     FAIL() << "8-bit integers were scored";
   } catch (const Unsupported& error) {
-    EXPECT_NE(std::string(error.what()).find("keys are Char"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("keys are i8"), std::string::npos) << error.what();
   }
-  EXPECT_TRUE(std::get<DenseKv>(engine.layers[0]).keys.equal(before));
+  EXPECT_TRUE(torch_tensor(std::get<DenseKv>(engine.layers[0]).keys).equal(before));
   EXPECT_EQ(engine.keeper.physical_length(1, 0, 0), 41);
   EXPECT_EQ(engine.keeper.totals().events, 0);
-  DenseEngine moves("streaming,budget=24,interval=8,recent=2", false, c10::ScalarType::Char,
+  DenseEngine moves("streaming,budget=24,interval=8,recent=2", false, Dtype::i8,
                     fresh_accelerator());  // what is not read only moves
   moves.join(1);
   static_cast<void>(moves.step(numbers));
@@ -261,7 +261,7 @@ TEST_F(DeviceLine, WorksInTheMemoryItIsGivenAndSaysWhenThatIsTooLittle) {
   const char* policy = "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16";
   std::int64_t needed = 0;
   const auto run = [&](const std::shared_ptr<Accelerator>& accelerator) {
-    DenseEngine engine(policy, false, kFloat32, accelerator);
+    DenseEngine engine(policy, false, Dtype::f32, accelerator);
     oracle::Random random(7);
     engine.join(1);
     for (int n = 0; n < 40; ++n) {
@@ -276,12 +276,12 @@ TEST_F(DeviceLine, WorksInTheMemoryItIsGivenAndSaysWhenThatIsTooLittle) {
   ASSERT_GT(needed, 0);
   const std::int64_t bytes_needed = needed;
   const auto memory = [&](std::int64_t bytes) {
-    return at::empty({bytes + 256}, at::TensorOptions().dtype(c10::kByte).device(first->device()));
+    return at::empty({bytes + 256}, at::TensorOptions().dtype(c10::kByte).device(torch_device(first->device())));
   };
-  const auto aligned = [](const Tensor& m, std::int64_t bytes) {
+  const auto aligned = [](const at::Tensor& m, std::int64_t bytes) {
     return m.narrow(0, (256 - reinterpret_cast<std::intptr_t>(m.data_ptr()) % 256) % 256, bytes);
   };
-  const Tensor enough = memory(bytes_needed), little = memory(bytes_needed - 256);
+  const at::Tensor enough = memory(bytes_needed), little = memory(bytes_needed - 256);
   const std::shared_ptr<Accelerator> second = fresh_accelerator(), third = fresh_accelerator();
   second->use_workspace(aligned(enough, bytes_needed));
   run(second);
@@ -292,13 +292,13 @@ TEST_F(DeviceLine, WorksInTheMemoryItIsGivenAndSaysWhenThatIsTooLittle) {
   } catch (const StateError& error) {
     EXPECT_NE(std::string(error.what()).find(text("needs ", bytes_needed)), std::string::npos) << error.what();
   }
-  EXPECT_THROW(third->use_workspace(little.narrow(0, 0, 1).to(kFloat32)), InvalidArgument);
+  EXPECT_THROW(third->use_workspace(little.narrow(0, 0, 1).to(at::kFloat)), InvalidArgument);
 }
 
 #if defined(KVKEEP_CUDA_MODEL)
 TEST_F(DeviceLine, TakesAtMostSixLaunchesForAnEventOfAllLayersAndSequences) {
   const auto launches_of = [](const char* policy) {
-    DenseEngine engine(policy, false, kFloat32, fresh_accelerator());
+    DenseEngine engine(policy, false, Dtype::f32, fresh_accelerator());
     oracle::Random random(9);
     engine.join(1);
     engine.join(2);
@@ -324,14 +324,14 @@ TEST_F(DeviceLine, RefusesTensorsThatLieElsewhere) {
 #if defined(KVKEEP_CUDA_MODEL)
   GTEST_SKIP() << "the model's device is the host";
 #else
-  DenseEngine engine("tova,budget=48,interval=12", false, kFloat32, fresh_accelerator());
+  DenseEngine engine("tova,budget=48,interval=12", false, Dtype::f32, fresh_accelerator());
   engine.join(1);
   oracle::Random random(8);
   const Numbers numbers = numbers_of(random, {{1, 3}});
   EXPECT_THROW(engine.keeper.observe(
                    {.layer = 0, .sequences = numbers.ids, .indptr = numbers.indptr, .queries = numbers.queries[0]}),
                InvalidArgument);
-  DenseEngine host("tova,budget=48,interval=12", false, kFloat32);
+  DenseEngine host("tova,budget=48,interval=12", false, Dtype::f32);
   host.layers = engine.layers;
   host.join(1);
   EXPECT_THROW(static_cast<void>(host.cut({1})), InvalidArgument);

@@ -21,7 +21,7 @@ void expect_as_on_cpu(const EvidenceCase& c, DeviceLayout layout = {}) {
   WindowAttention unused;
   const Scores want = KeyDiff().score(c.evidence(), c.limits, unused);
   in_every_order([&] {
-    ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, on_device(c, layout), want.data.const_data_ptr<float>(), 1e-6, 1e-5));
+    ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, on_device(c, layout), want.data.data<float>(), 1e-6, 1e-5));
   });
 }
 

@@ -10,6 +10,7 @@
 
 #include "device.h"
 #include "kvkeep/allot/mass_segmented.h"
+#include "kvkeep/torch.h"
 #include "oracle/random_case.h"
 
 namespace kvkeep::cuda {
@@ -126,7 +127,7 @@ Outcome on_cpu(const Case& c) {
     group.queries.ring = group.queries.count = 1;
     table.groups.push_back(group);
   }
-  const auto f32 = at::TensorOptions().dtype(kFloat32);
+  const auto f32 = at::TensorOptions().dtype(at::kFloat);
   seen.usage = at::from_blob(const_cast<float*>(c.usage.data()), {table.slots}, f32).clone();
   Decision decision;
   decision.scores.data = at::from_blob(const_cast<float*>(c.scores.data()), {table.slots}, f32);
@@ -138,15 +139,15 @@ Outcome on_cpu(const Case& c) {
                                   .explain = c.explain,
                                   .output_projections = {}},
                                  limits, seen, decision);
-  const auto floats = [](const Tensor& t) {
+  const auto floats = [](const at::Tensor& t) {
     return std::vector<float>(t.data_ptr<float>(), t.data_ptr<float>() + t.numel());
   };
   Outcome out;
   out.mass = floats(decision.allotment->mass.data);
   if (c.explain) out.used = floats(decision.allotment->mass_used.data);
   if (decision.credit) out.credit = floats(*decision.credit);
-  out.slots.assign(decision.keep->slots.data_ptr<std::int32_t>(),
-                   decision.keep->slots.data_ptr<std::int32_t>() + decision.keep->slots.numel());
+  out.slots.assign(decision.keep->slots.data<std::int32_t>(),
+                   decision.keep->slots.data<std::int32_t>() + decision.keep->slots.numel());
   out.indptr = decision.keep->indptr;
   return out;
 }

@@ -10,6 +10,7 @@
 #include "evidence_case.h"
 #include "folded_prompt.h"
 #include "kvkeep/memory/zoom.h"
+#include "kvkeep/torch.h"
 #include "memory_attention.h"
 
 namespace kvkeep::cuda {
@@ -28,7 +29,7 @@ class MemoryCase {
  public:
   struct Sequence {
     SpanStore spans;
-    Tensor dense_keys, dense_values, queries;
+    at::Tensor dense_keys, dense_values, queries;
   };
 
   MemoryCase(std::uint64_t seed, MemoryShape given)
@@ -43,9 +44,9 @@ class MemoryCase {
         spans.push_back({tokens, tokens + length});
         tokens += length;
       }
-      Tensor keys = testing::normals(random, {heads, tokens, shape.dim}),
-             values = testing::normals(random, {heads, tokens, shape.dim});
-      for (Tensor* side : {&keys, &values})  // neighbours resemble each other, so that factors have few components
+      at::Tensor keys = testing::normals(random, {heads, tokens, shape.dim}),
+                 values = testing::normals(random, {heads, tokens, shape.dim});
+      for (at::Tensor* side : {&keys, &values})  // neighbours resemble each other, so that factors have few components
         for (std::int64_t h = 0; h < heads; ++h)
           for (std::int64_t i = shape.dim; i < tokens * shape.dim; ++i) {
             float* row = side->data_ptr<float>() + h * tokens * shape.dim;
@@ -56,7 +57,7 @@ class MemoryCase {
                            testing::normals(random, {heads, shape.dense, shape.dim}),
                            testing::normals(random, {heads, shape.dense, shape.dim}),
                            testing::normals(random, {shape.queries[n], query_heads, shape.dim}, shape.loudness)
-                               .to(dtype_of(shape.query))});
+                               .to(torch_dtype(dtype_of(shape.query)))});
     }
   }
 
@@ -95,7 +96,7 @@ class DeviceMemory {
       token += s.queries[n];
       append(queries, sequence.queries.const_data_ptr(), sequence.queries.numel() * element_bytes(s.query));
       const OpenAttention open = c.open(n);
-      const Tensor closed = open.close(), mass = open.log_mass();
+      const at::Tensor closed = open.close(), mass = open.log_mass();
       answers.insert(answers.end(), closed.const_data_ptr<float>(), closed.const_data_ptr<float>() + closed.numel());
       masses.insert(masses.end(), mass.const_data_ptr<float>(), mass.const_data_ptr<float>() + mass.numel());
     }
@@ -170,7 +171,7 @@ class DeviceMemory {
   }
 
   FoldedRow row_of(const SpanRow& spans, bool near, std::int64_t arena_bytes) {
-    const std::int64_t n = spans.size(), number = static_cast<std::int64_t>(c10::elementSize(spans.dtype()));
+    const std::int64_t n = spans.size(), number = element_size(spans.dtype());
     std::vector<MemorySpan> table;
     std::vector<const std::byte*> far;
     for (std::int64_t i = 0; i < n; ++i) {

@@ -16,7 +16,7 @@ const char* const kPolicy = "ams-tova,budget=48,interval=12,recent=4,window=8,mi
 class TwoDue {
  public:
   explicit TwoDue(const std::shared_ptr<Accelerator>& accelerator, std::uint64_t seed = 31)
-      : engine(kPolicy, false, kFloat32, accelerator) {
+      : engine(kPolicy, false, Dtype::f32, accelerator) {
     oracle::Random random(seed);
     engine.join(1);
     engine.join(2);
@@ -36,11 +36,11 @@ class TwoDue {
     for (std::int32_t& length : engine.lengths.at(ids_[i])) length = view.lengths.at(0, 0);
     return report;
   }
-  [[nodiscard]] std::vector<Tensor> bytes() const {
-    std::vector<Tensor> all;
+  [[nodiscard]] std::vector<at::Tensor> bytes() const {
+    std::vector<at::Tensor> all;
     for (const LayerKv& layer : engine.layers)
       for (const Tensor& side : {std::get<DenseKv>(layer).keys, std::get<DenseKv>(layer).values})
-        all.push_back(side.clone());
+        all.push_back(torch_tensor(side).clone());
     return all;
   }
 
@@ -61,7 +61,7 @@ std::string refusal(Body&& body) {
   return "";
 }
 
-void expect_same(const std::vector<Tensor>& before, const std::vector<Tensor>& after) {
+void expect_same(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after) {
   ASSERT_EQ(before.size(), after.size());
   for (std::size_t i = 0; i < before.size(); ++i)
     EXPECT_TRUE(same_bits(before[i], after[i])) << "K or V number " << i << " moved";
@@ -74,7 +74,7 @@ TEST_F(DevicePlans, ThatALaterOneReplacedAreRefusedBeforeAByteMoves) {
   const Plan first = device.plan(0), second = device.plan(1);
   ASSERT_EQ(first.cuts.size(), 1U);
   ASSERT_EQ(second.cuts.size(), 1U);
-  const std::vector<Tensor> before = device.bytes();
+  const std::vector<at::Tensor> before = device.bytes();
   EXPECT_NE(refusal([&] { return device.apply(first, 0); }).find("allowed the newest plan"), std::string::npos);
   expect_same(before, device.bytes());
   EXPECT_EQ(device.engine.keeper.physical_length(1, 0, 0), 62);
@@ -90,10 +90,11 @@ TEST_F(DevicePlans, WhoseMemoryWasTakenAwayAreRefused) {
   const std::shared_ptr<Accelerator> accelerator = fresh_accelerator();
   TwoDue device(accelerator);
   const Plan plan = device.plan(0);
-  const Tensor memory = at::empty({1 << 22}, at::TensorOptions().dtype(c10::kByte).device(accelerator->device()));
+  const at::Tensor memory =
+      at::empty({1 << 22}, at::TensorOptions().dtype(c10::kByte).device(torch_device(accelerator->device())));
   accelerator->use_workspace(
       memory.narrow(0, (256 - reinterpret_cast<std::intptr_t>(memory.data_ptr()) % 256) % 256, (1 << 22) - 256));
-  const std::vector<Tensor> before = device.bytes();
+  const std::vector<at::Tensor> before = device.bytes();
   EXPECT_NE(refusal([&] { return device.apply(plan, 0); }).find("use_workspace()"), std::string::npos);
   expect_same(before, device.bytes());
 }
@@ -118,8 +119,8 @@ TEST_F(DevicePlans, OfAnotherKeeperAreRefusedBeforeAByteMoves) {
   TwoDue one(fresh_accelerator()), other(fresh_accelerator(), 32);
   const Plan own = one.plan(0), foreign = other.plan(0);
   EXPECT_EQ(own.version, foreign.version) << "else this would be no test";
-  const std::vector<Tensor> before = one.bytes();
-  EXPECT_NE(refusal([&] { return one.apply(foreign, 0); }).find("not one of this keeper"), std::string::npos);
+  const std::vector<at::Tensor> before = one.bytes();
+  EXPECT_NE(refusal([&] { return one.apply(foreign, 0); }).find("not from this keeper"), std::string::npos);
   expect_same(before, one.bytes());
   EXPECT_EQ(one.apply(own, 0).cuts.size(), 1U);
 }
@@ -133,13 +134,13 @@ TEST_F(DevicePlans, OfTwoKeepersNeverMeetForAnAcceleratorServesOne) {
     EXPECT_NE(refusal([&] {
                 return Keeper(engines::model(), make_policy("knorm,budget=48,interval=12"),
                               {.accelerator = accelerator});
-              }).find("one accelerator for each keeper"),
+              }).find("one accelerator per keeper"),
               std::string::npos);
   }
   // Constants of the first are known by addresses that another keeper may get now.
   EXPECT_NE(refusal([&] {
               return Keeper(engines::model(), make_policy("knorm,budget=48,interval=12"), {.accelerator = accelerator});
-            }).find("or did before"),
+            }).find("or served one before"),
             std::string::npos);
 }
 

@@ -54,14 +54,14 @@ void expect_as_on_cpu(const EvidenceCase& c, const PromptScoreOptions& options, 
   in_every_order([&] {
     const Got got = on_device(c, options, layout);
     for (std::size_t i = 0; i < got.heads.size(); ++i) {
-      const float w = want.heads.const_data_ptr<float>()[i];
+      const float w = want.heads.data<float>()[i];
       ASSERT_NEAR(got.heads[i], w, 1e-6 + relative * std::abs(static_cast<double>(w)))
           << "slot " << i << ", pool " << options.pool << "; " << c.description();
       if (w == 0) ASSERT_EQ(got.heads[i], 0.0F) << "the window's own slot " << i;
     }
     ASSERT_EQ(static_cast<std::int64_t>(got.tokens.size()), want.tokens.numel());
     for (std::size_t i = 0; i < got.tokens.size(); ++i) {
-      const float w = want.tokens.const_data_ptr<float>()[i];
+      const float w = want.tokens.data<float>()[i];
       ASSERT_NEAR(got.tokens[i], w, 1e-6 + relative * std::abs(static_cast<double>(w)))
           << "token " << i << ", pool " << options.pool << "; " << c.description();
     }

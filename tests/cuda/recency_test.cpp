@@ -16,7 +16,7 @@ void expect_as_on_cpu(const EvidenceCase& c) {
     const DeviceEvidence there(c);
     const DeviceArray<float> scores(std::vector<float>(static_cast<std::size_t>(c.table.slots), kUntouched));
     launch_recency({.evidence = there.arguments(), .scores = scores.data()}, nullptr);
-    ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, scores.download(), want.data.const_data_ptr<float>(), 0, 0));
+    ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, scores.download(), want.data.data<float>(), 0, 0));
   });
 }
 

@@ -33,7 +33,7 @@ void expect_as_on_cpu(const EvidenceCase& c, const RpcOptions& options, DeviceLa
   WindowAttention unused;
   const Scores want = Rpc(options).score(c.evidence(), c.limits, unused);
   in_every_order([&] {
-    ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, on_device(c, options, layout), want.data.const_data_ptr<float>(), 1e-6,
+    ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, on_device(c, options, layout), want.data.data<float>(), 1e-6,
                                               c.shape.keys == Element::bf16 ? 1e-4 : 2e-5));
   });
 }

@@ -12,7 +12,7 @@ using TovaKernel = OnDevice;
 void expect_as_on_cpu(const EvidenceCase& c, bool all_heads) {
   const Evidence evidence = c.evidence();
   WindowAttention seen = window_attention(evidence, row_windows(evidence, c.limits, 1, false), {.newest = true});
-  std::vector<float> newest(seen.newest.const_data_ptr<float>(), seen.newest.const_data_ptr<float>() + c.table.slots);
+  std::vector<float> newest(seen.newest.data<float>(), seen.newest.data<float>() + c.table.slots);
   for (std::size_t r = 0; r < c.table.rows.size(); ++r)
     if (!c.limits.rows[r].due) std::fill_n(newest.begin() + c.table.rows[r].first, c.table.rows[r].length, kUntouched);
   const std::vector<RowWindow> host = seen.windows;
@@ -25,7 +25,7 @@ void expect_as_on_cpu(const EvidenceCase& c, bool all_heads) {
     launch_tova(
         {.evidence = there.arguments(), .windows = windows.data(), .all_heads = all_heads, .scores = scores.data()},
         nullptr);
-    ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, scores.download(), want.data.const_data_ptr<float>(), 0, 2e-7));
+    ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, scores.download(), want.data.data<float>(), 0, 2e-7));
   });
 }
 

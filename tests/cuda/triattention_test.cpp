@@ -64,8 +64,8 @@ void expect_as_on_cpu(const EvidenceCase& c, const TriAttentionOptions& options,
   WindowAttention unused;
   const Scores want = TriAttention(calibration, options).score(c.evidence(), c.limits, unused);
   in_every_order([&] {
-    ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, on_device(c, calibration, options, layout),
-                                              want.data.const_data_ptr<float>(), 3e-5, 3e-5, false));
+    ASSERT_NO_FATAL_FAILURE(
+        expect_rows_agree(c, on_device(c, calibration, options, layout), want.data.data<float>(), 3e-5, 3e-5, false));
   });
 }
 

@@ -22,7 +22,7 @@ class ValueCase {
         if (fp8) scales[r].push_back(static_cast<float>(std::exp(random_.normal())) * 0.02F);
         for (std::int64_t d = 0; d < dim; ++d) set(r, t, d, static_cast<float>(random_.normal()));
       }
-      const std::int64_t width = dim * c10::elementSize(at.table.value_dtype);
+      const std::int64_t width = dim * element_size(at.table.value_dtype);
       row.values = {fp8 ? reinterpret_cast<std::byte*>(plain[r].data()) : bytes_[r].data(), width, width};
     }
   }

@@ -4,6 +4,7 @@
 
 #include "asked_queries.h"
 #include "kvkeep/score/window_attention.h"
+#include "kvkeep/torch.h"
 
 namespace kvkeep::cuda {
 namespace {
@@ -49,17 +50,15 @@ void expect_as_on_cpu(const EvidenceCase& c, std::int32_t window, bool official 
   const Evidence evidence = c.evidence();
   const std::vector<RowWindow> windows = row_windows(evidence, c.limits, window, official);
   const WindowAttention want = window_attention(evidence, windows, {.usage = true, .newest = true});
-  const Tensor sum = attention_sum(evidence, windows);
+  const at::Tensor sum = attention_sum(evidence, windows);
   in_every_order([&] {
     const Got got = on_device(c, window, official, Wanted::usage, layout);
     for (std::size_t r = 0; r < windows.size(); ++r) {
       ASSERT_EQ(got.windows[r].queries, windows[r].queries) << "row " << r << "; " << c.description();
       ASSERT_EQ(got.windows[r].history, windows[r].history) << "row " << r << "; " << c.description();
     }
-    ASSERT_NO_FATAL_FAILURE(
-        expect_rows_agree(c, got.column, want.usage.const_data_ptr<float>(), kAbsolute, relative_of(c)));
-    ASSERT_NO_FATAL_FAILURE(
-        expect_rows_agree(c, got.newest, want.newest.const_data_ptr<float>(), kAbsolute, relative_of(c)));
+    ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, got.column, want.usage.data<float>(), kAbsolute, relative_of(c)));
+    ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, got.newest, want.newest.data<float>(), kAbsolute, relative_of(c)));
   });
   ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, on_device(c, window, official, Wanted::sum, layout).column,
                                             sum.const_data_ptr<float>(), kAbsolute, relative_of(c)));
@@ -166,8 +165,8 @@ TEST_F(WindowAttentionKernel, GivesTheNewestAlone) {
   const EvidenceCase c(650, {.group = 4, .kv_heads = 2, .dim = 64, .lengths = {90}, .seen = 1, .keys = Element::bf16});
   const Evidence evidence = c.evidence();
   const WindowAttention want = window_attention(evidence, row_windows(evidence, c.limits, 1, false), {.newest = true});
-  expect_rows_agree(c, on_device(c, 1, false, Wanted::newest_alone).newest, want.newest.const_data_ptr<float>(),
-                    kAbsolute, kRelative);
+  expect_rows_agree(c, on_device(c, 1, false, Wanted::newest_alone).newest, want.newest.data<float>(), kAbsolute,
+                    kRelative);
 }
 
 TEST_F(WindowAttentionKernel, StaysExactWhereLogitsAreLarge) {
@@ -212,8 +211,8 @@ TEST_F(WindowAttentionKernel, ReadsTheKeysOnceWhereItIsGivenTheSums) {
       const WindowAttention want =
           window_attention(evidence, row_windows(evidence, c.limits, window, false), {.usage = true, .newest = true});
       const Got got = on_device(c, window, false, Wanted::usage, {}, sums);
-      expect_rows_agree(c, got.column, want.usage.const_data_ptr<float>(), kAbsolute, kRelative);
-      expect_rows_agree(c, got.newest, want.newest.const_data_ptr<float>(), kAbsolute, kRelative);
+      expect_rows_agree(c, got.column, want.usage.data<float>(), kAbsolute, kRelative);
+      expect_rows_agree(c, got.newest, want.newest.data<float>(), kAbsolute, kRelative);
     }
 }
 
@@ -270,7 +269,7 @@ TEST_F(WindowAttentionKernel, GivesASlotWhoseLogitsAreNoNumbersNothing) {
             window_attention(evidence, row_windows(evidence, without.limits, window, false), {.usage = true});
         ASSERT_EQ(got[7], 0.0F);
         got.erase(got.begin() + 7);
-        expect_rows_agree(without, got, want.usage.const_data_ptr<float>(), kAbsolute, kRelativeBf16);
+        expect_rows_agree(without, got, want.usage.data<float>(), kAbsolute, kRelativeBf16);
       }
     }
 }
@@ -294,7 +293,7 @@ TEST_F(WindowAttentionKernel, ReducesTheHistoryAlone) {
           std::vector<std::int32_t> first;
           for (const Row& row : c.table.rows) first.push_back(row.length / 5);
           const std::int32_t newest_counts = 1 + static_cast<std::int32_t>(seed % 3);
-          const Tensor want = history_attention(
+          const at::Tensor want = history_attention(
               evidence, windows,
               {.group = max_logit ? GroupReduce::max_logit : GroupReduce::mean_prob, .newest_counts = newest_counts},
               first);

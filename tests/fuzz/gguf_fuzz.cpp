@@ -12,6 +12,7 @@
 #include "gguf_config.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/gguf.h"
+#include "kvkeep/torch.h"
 
 namespace {
 
@@ -58,11 +59,11 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
       });
     }
     for (const std::string_view name : file.names()) {
-      for (const ScalarType dtype : {kFloat32, kFloat16, kBFloat16}) {
+      for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
         const Tensor tensor = file.tensor(name, dtype);
-        if (tensor.sizes().vec() != file.described(name).shape) std::abort();
-        const auto* bytes = static_cast<const std::uint8_t*>(tensor.const_data_ptr());
-        for (std::size_t i = 0; i < tensor.nbytes(); ++i) sum += bytes[i];
+        if (tensor.sizes() != Shape(file.described(name).shape)) std::abort();
+        const auto* bytes = reinterpret_cast<const std::uint8_t*>(tensor.bytes());
+        for (std::int64_t i = 0; i < tensor.nbytes(); ++i) sum += bytes[i];
       }
     }
     [[maybe_unused]] static volatile std::uint64_t sink;

@@ -109,7 +109,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     RowGroup rows;
     rows.layer = l;
     rows.queries = {.data = reinterpret_cast<const std::byte*>(queries.data()),
-                    .dtype = kFloat32,
+                    .dtype = Dtype::f32,
                     .token_stride = heads * group * dim * 4,
                     .head_stride = dim * 4,
                     .positions = present.data() + n - wanted,
@@ -126,7 +126,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
              what + ": the newest slot was dropped");
       }
     if (!decision.narrow) continue;
-    const std::span<const std::int32_t> places{decision.narrow->tokens.const_data_ptr<std::int32_t>(),
+    const std::span<const std::int32_t> places{decision.narrow->tokens.data<std::int32_t>(),
                                                static_cast<std::size_t>(decision.narrow->tokens.numel())};
     hold(ascends(places, n) && !places.empty(), what + ": tokens that go on do not ascend");
     if (decision.narrow->afresh) break;

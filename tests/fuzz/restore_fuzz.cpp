@@ -14,6 +14,7 @@
 #include <string_view>
 
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/torch.h"
 #include "oracle/random_case.h"
 
 namespace {
@@ -44,14 +45,14 @@ struct Engine {
     const SequenceId id = 1;
     const std::vector<std::int32_t> indptr{0, tokens};
     const auto& kv = std::get<DenseKv>(cache.front());
-    Tensor queries = at::zeros({tokens, kHeads, kDim}), out = at::zeros({tokens, kHeads, kDim}),
-           lse = at::zeros({tokens, kHeads});
+    at::Tensor queries = at::zeros({tokens, kHeads, kDim}), out = at::zeros({tokens, kHeads, kDim}),
+               lse = at::zeros({tokens, kHeads});
     for (std::int32_t h = 0; h < kHeads; ++h)
       for (std::int32_t t = 0; t < tokens; ++t)
         for (std::int32_t d = 0; d < kDim; ++d) {
           const std::int64_t slot = (std::int64_t{h} * kCapacity + lengths[static_cast<std::size_t>(h)] + t) * kDim + d;
-          kv.keys.data_ptr<float>()[slot] = static_cast<float>(random.normal());
-          kv.values.data_ptr<float>()[slot] = static_cast<float>(random.normal());
+          kv.keys.data<float>()[slot] = static_cast<float>(random.normal());
+          kv.values.data<float>()[slot] = static_cast<float>(random.normal());
           queries.data_ptr<float>()[(t * kHeads + h) * kDim + d] = static_cast<float>(random.normal());
         }
     const Observation seen{
@@ -83,17 +84,17 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const io::SafetensorsFile& file = honest(folder + "-honest");
   const std::filesystem::path path = folder + "-forged";
   StateTensors tensors;
-  for (const std::string& name : file.names()) tensors.emplace_back(name, file.tensor(name).clone());
+  for (const std::string& name : file.names()) tensors.emplace_back(name, clone(file.tensor(name)));
   // Seven bytes a change: which tensor, where or how many less or more, four bytes to write.
   for (; size >= 7; data += 7, size -= 7) {
     Tensor& t = tensors[data[0] % tensors.size()].second;
     const std::size_t at = data[1] | static_cast<std::size_t>(data[2] & 0x7f) << 8;
     if (data[2] & 0x80)
       t = (data[3] & 1) != 0 && t.size(0) > 0
-              ? at::cat({t, t.narrow(0, 0, 1 + static_cast<std::int64_t>(at) % t.size(0))}, 0)
-              : t.narrow(0, 0, static_cast<std::int64_t>(at) % (t.size(0) + 1)).clone();
+              ? Tensor(at::cat({t, t.narrow(0, 0, 1 + static_cast<std::int64_t>(at) % t.size(0))}, 0))
+              : clone(t.narrow(0, 0, static_cast<std::int64_t>(at) % (t.size(0) + 1)));
     else if (t.nbytes() >= 4)
-      std::memcpy(static_cast<std::byte*>(t.mutable_data_ptr()) + at % (t.nbytes() / 4) * 4, data + 3, 4);
+      std::memcpy(t.bytes() + at % (static_cast<std::size_t>(t.nbytes()) / 4) * 4, data + 3, 4);
   }
   write_state(path, tensors, file.metadata());
   Engine engine;

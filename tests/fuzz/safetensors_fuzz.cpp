@@ -15,8 +15,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     std::uint64_t sum = 0;
     for (const std::string& name : file.names()) {
       const Tensor tensor = file.tensor(name);
-      const auto* bytes = static_cast<const std::uint8_t*>(tensor.const_data_ptr());
-      for (std::size_t i = 0; i < tensor.nbytes(); ++i) sum += bytes[i];
+      const auto* bytes = reinterpret_cast<const std::uint8_t*>(tensor.bytes());
+      for (std::int64_t i = 0; i < tensor.nbytes(); ++i) sum += bytes[i];
     }
     [[maybe_unused]] static volatile std::uint64_t sink;
     sink = sum;

@@ -1,8 +1,8 @@
 #pragma once
 /// AdaKV: the heads of a layer share one budget; a head whose attention is spread out gets more of it. Source: "Ada-KV:
 /// Optimizing KV Cache Eviction by Adaptive Budget Allocation" (Feng et al.). Differs: rows really shrink (the
-/// published wrapper overwrites masked keys and frees nothing); protected slots count among the safeguard; the total is
-/// exact; the scores are only read.
+/// published wrapper overwrites masked keys and frees nothing); protected slots count toward the safeguard; the total
+/// is exact; the scores are not changed.
 
 #include <cstdint>
 #include <span>
@@ -13,25 +13,25 @@
 namespace kvkeep {
 
 struct AdaptiveHeadsOptions {
-  double safeguard = 0.2;  ///< share of the budget that every head keeps by its own ranking, [0, 1], read in millionths
+  double safeguard = 0.2;  ///< share of the budget each head keeps by its own ranking, [0, 1], rounded to millionths
 };
 
-/// Per (layer, sequence): every head keeps its protected slots and its best others up to floor(safeguard * budget);
-/// what is left of heads * budget goes to the best slots of all heads together, by score, then the lower head, then the
-/// larger slot. NaN ranks last. Scores must be comparable between the heads of a layer (shares of attention are).
+/// Per (layer, sequence): every head keeps its protected slots and its best others up to floor(safeguard * budget); the
+/// rest of heads * budget goes to the best slots of all heads together, by score, then the lower head, then the larger
+/// slot. NaN ranks last. Scores must be comparable across the heads of a layer (shares of attention are).
 class AdaptiveHeads final : public Allocator {
  public:
   explicit AdaptiveHeads(AdaptiveHeadsOptions options) : options_(options) {}
   [[nodiscard]] std::string_view name() const override { return "adaptive_heads"; }
 
-  /// Rows keep the policy's budget as their mean; all rows of a (layer, sequence) are due together, when they hold more
-  /// than heads * budget slots.
+  /// Rows keep the policy's budget on average; all rows of a (layer, sequence) are due together, when they hold more
+  /// than heads * budget slots in total.
   void spread(const Evidence& evidence, std::span<const std::int32_t> least,
               std::vector<RowLimit>& rows) const override;
   [[nodiscard]] bool ragged() const override { return true; }
 
-  /// Cost: O(slots) a group, no sort. Workspace: one byte a slot of the event, and per thread workspace_bytes(slots of
-  /// the largest group). Groups run in parallel; a group reads nothing but itself.
+  /// Cost: O(slots) per group, no sort. Workspace: one byte per slot of the event, and per thread workspace_bytes(slots
+  /// of the largest group). Groups run in parallel; a group reads only itself.
   void allot(const Evidence& evidence, const Limits& limits, WindowAttention& seen, Decision& decision) const override;
 
   [[nodiscard]] static std::int64_t workspace_bytes(std::int64_t group_slots) { return 8 * group_slots; }

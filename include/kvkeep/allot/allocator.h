@@ -1,5 +1,5 @@
 #pragma once
-/// Allocators spend a row's budget: given scores they say which slots stay.
+/// Allocators spend a row's budget: given the scores, they decide which slots stay.
 
 #include <cstdint>
 #include <span>
@@ -18,24 +18,24 @@ class Allocator {
   virtual ~Allocator() = default;
   [[nodiscard]] virtual std::string_view name() const = 0;
 
-  /// Window queries whose usage it reads; 0: none.
+  /// Number of window queries whose usage it reads; 0: none.
   [[nodiscard]] virtual std::int32_t window() const { return 0; }
 
-  /// Other budgets than the same for every row: changes `budget` and `due` of `rows`, which hold the policy's budget.
-  /// `least`, one a group: slots that each of its rows must be able to keep (sinks or a protected prompt, and what the
-  /// scorer never drops). Called before anything is scored.
+  /// Gives rows different budgets: changes `budget` and `due` of `rows`, which start with the policy's budget. `least`,
+  /// one per group: slots that each of its rows must be able to keep (sinks or a protected prompt, and the slots that
+  /// the scorer never drops). Called before scoring.
   virtual void spread(const Evidence&, std::span<const std::int32_t> /*least*/, std::vector<RowLimit>& /*rows*/) const {
   }
 
-  /// True where rows of one sequence may end up unequal.
+  /// True if rows of one sequence may end up with different lengths.
   [[nodiscard]] virtual bool ragged() const { return false; }
 
-  /// What it reads beside scores and window attention.
+  /// What it reads besides scores and window attention.
   [[nodiscard]] virtual Needs needs() const { return {}; }
 
-  /// Fills `decision.keep` and, where it has them, credit and allotment. `decision.scores` is set and may be changed
-  /// for ranking's sake. A row that is not due keeps everything and its credit as it was. Rows run in parallel; no row
-  /// reads another (layer, sequence). `seen.usage` is the allocator's own and may become its mass.
+  /// Fills `decision.keep` and, if it has them, credit and allotment. `decision.scores` is set; it may be changed for
+  /// ranking. A row that is not due keeps every slot and its old credit. Rows run in parallel; no row reads another
+  /// (layer, sequence). The allocator owns `seen.usage` and may turn it into mass.
   virtual void allot(const Evidence& evidence, const Limits& limits, WindowAttention& seen,
                      Decision& decision) const = 0;
 };
@@ -43,7 +43,8 @@ class Allocator {
 /// Every slot of every row.
 [[nodiscard]] KeepSet keep_everything(const RowTable& table);
 
-/// Where each row's kept slots lie: `budget` of a due row, all of another. Slots are not yet written.
+/// Offsets and room for each row's kept slots: min(length, budget) for a due row, all slots for any other. Slots are
+/// not written yet.
 [[nodiscard]] KeepSet empty_keep_set(const RowTable& table, const Limits& limits);
 
 /// Top-k over the row with protected slots: AMS with a single segment.

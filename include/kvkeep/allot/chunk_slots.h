@@ -1,5 +1,5 @@
 #pragma once
-/// What ChunkKV ranks, the same bits on the CPU and on a GPU. No LibTorch in here.
+/// The values that ChunkKV ranks, bit-identical on the CPU and on a GPU. Does not use LibTorch.
 
 #include <cstdint>
 #include <cstring>
@@ -10,7 +10,7 @@
 namespace kvkeep {
 
 struct ChunksOptions {
-  std::int32_t chunk = 20;  ///< slots a chunk; the last may be shorter
+  std::int32_t chunk = 20;  ///< slots per chunk; the last may be shorter
   enum class Heads : std::uint8_t {
     shared,  ///< chunks rank by the sum over the KV heads of the layer, and every head keeps the same slots (published)
     own,     ///< each KV head ranks its own
@@ -38,14 +38,14 @@ KVKEEP_HD inline SlotRange free_slots(std::int32_t c, std::int32_t chunk, std::i
   return {from, least(most(length - guarded.recents, from), end)};
 }
 
-/// Mean of `sums` over slots that are there, added up in their order.
+/// Mean of `sums` over a range that is not empty, summed in slot order.
 KVKEEP_HD inline double chunk_mean(const double* sums, SlotRange slots) {
   double mean = 0;
   for (std::int32_t t = slots.from; t < slots.to; ++t) mean += sums[t];
   return mean / (slots.to - slots.from);
 }
 
-/// Order of scores as an integer: the larger stays; NaN ranks with the lowest, -0 equals +0. Never 0.
+/// A score as an integer of the same order: the larger stays; NaN ranks with the lowest, -0 equals +0. Never 0.
 KVKEEP_HD inline std::uint64_t score_key(double score) {
   std::uint64_t bits;
   score += 0.0;

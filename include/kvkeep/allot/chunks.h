@@ -1,7 +1,7 @@
 #pragma once
 /// ChunkKV: runs of adjacent slots stay or go together. Source: "ChunkKV: Semantic-Preserving KV Cache Compression for
-/// Efficient Long-Context LLM Inference" (Liu et al.). Differs: exactly the budget stays; protected slots first,
-/// outside the chunks' scores; per sequence; heads may choose for themselves.
+/// Efficient Long-Context LLM Inference" (Liu et al.). Differs: keeps exactly the budget; protected slots stay first
+/// and do not count in chunk scores; decides per sequence; heads may choose for themselves.
 
 #include <cstdint>
 
@@ -11,15 +11,15 @@
 namespace kvkeep {
 
 /// Protected slots stay. Chunks, cut from slot 0 on, rank by the mean score of their other slots (ties: the newer
-/// chunk; NaN last). They stay whole, best first, while they fit; of the first that does not, the best slots fill the
-/// budget.
+/// chunk; NaN last). Chunks stay whole, best first, as long as they fit; the best slots of the first chunk that does
+/// not fit fill the budget.
 class Chunks final : public Allocator {
  public:
   explicit Chunks(ChunksOptions options) : options_(options) {}
   [[nodiscard]] std::string_view name() const override { return "chunks"; }
 
-  /// Heads::shared needs rows of one length. Order of sums: ascending slots, heads within, fp64.
-  /// Cost: O(slots) a row, and a sort of its chunks. Workspace per thread: workspace_bytes(longest row, chunk).
+  /// Heads::shared needs rows of one length. Order of sums: ascending slots, heads within each, fp64.
+  /// Cost: O(slots) per row, and a sort of its chunks. Workspace per thread: workspace_bytes(longest row, chunk).
   void allot(const Evidence& evidence, const Limits& limits, WindowAttention& seen, Decision& decision) const override;
 
   [[nodiscard]] static std::int64_t workspace_bytes(std::int64_t length, std::int64_t chunk) {

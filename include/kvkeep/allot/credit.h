@@ -1,5 +1,5 @@
 #pragma once
-/// EMA credit: what a slot drew at earlier events. Source: AMS, section "credit".
+/// EMA credit: the mass that a slot drew at earlier events. Source: AMS, section "credit".
 
 #include <cstdint>
 
@@ -10,14 +10,14 @@ namespace kvkeep {
 
 struct CreditOptions {
   double decay = 0.8;  ///< lambda in [0, 1): weight of the old credit
-  double mix = 0.7;    ///< beta in [0, 1]: weight of this event's mass in what is used
+  double mix = 0.7;    ///< beta in [0, 1]: weight of this event's mass in the mixture
 };
 
 /// `credit` holds the old credit of the oldest `known` slots and is overwritten with decay * old + (1 - decay) * mass
 /// for all `length` slots (slots past `known` enter with 0). `used` gets mix * mass + (1 - mix) * credit / sum(credit),
 /// normalised. With `raw` (the published "no mass" ablation) `mass` is usage that was not normalised, and credit enters
-/// the mixture without division by its sum. A `known` larger than `length` means that the credit is another sequence's:
-/// it counts as none. fp32 storage, arithmetic in double.
+/// the mixture without division by its sum. A `known` larger than `length` means that the credit belongs to another
+/// sequence: it is ignored. fp32 storage, arithmetic in double.
 template <class Team = OneThread>
 KVKEEP_HD void update_credit(const float* mass, std::int32_t length, std::int32_t known, CreditOptions options,
                              double epsilon, bool raw, float* credit, float* used, Team team = {}) {

@@ -1,8 +1,8 @@
 #pragma once
 /// CriticalKV: part of the budget by score, the rest by score times how strongly the slot's value moves the layer's
 /// output. Source: "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective" (Feng et al.),
-/// two-stage selection; CriticalAdaKV with Heads::adaptive. Differs: protected slots count among the first stage; a
-/// head's output weights are read in blocks, nothing of size [T, hidden] exists; the scores are only read.
+/// two-stage selection; CriticalAdaKV with Heads::adaptive. Differs: protected slots count toward the first stage; a
+/// head's output weights are read in blocks, so nothing of size [T, hidden] exists; the scores are not changed.
 
 #include <cstdint>
 #include <span>
@@ -17,15 +17,15 @@ struct CriticalOptions {
     equal,     ///< every head keeps the budget
     adaptive,  ///< heads keep as many slots as AdaptiveHeads gives them (CriticalAdaKV)
   };
-  double first_stage = 0.5;  ///< share of a row's budget that its score alone decides, [0, 1], read in millionths
+  double first_stage = 0.5;  ///< share of a row's budget that the score alone decides, [0, 1], rounded to millionths
   Heads heads = Heads::equal;
-  double safeguard = 0.2;  ///< of Heads::adaptive
+  double safeguard = 0.2;  ///< AdaptiveHeadsOptions::safeguard, Heads::adaptive only
 };
 
-/// Added to scores before they are multiplied, so that a slot nobody looked at still counts by its value.
+/// Added to scores before they are multiplied, so that a slot without attention still counts by its value.
 inline constexpr float kCriticalEpsilon = 1e-4F;
 
-/// Per row: protected slots and the best others by score, max(protected, floor(first_stage * budget)) together; then
+/// Per row: protected slots and the best others by score, max(protected, floor(first_stage * budget)) in total; then
 /// the best of the rest by (score + 1e-4) * v[t], where v[t] = mean over the group's query heads of the L1 norm of
 /// W_o,head * V[t]. Ties: the larger slot; NaN, and a slot whose v[t] is not finite, rank last. Scores must not be
 /// negative and must mean the same in every head (shares of attention do).
@@ -38,10 +38,10 @@ class Critical final : public Allocator {
   [[nodiscard]] bool ragged() const override { return options_.heads == CriticalOptions::Heads::adaptive; }
   [[nodiscard]] Needs needs() const override { return {.values = true, .output_projection = true}; }
 
-  /// Throws InvalidArgument where W_o of a layer is missing or the values are of a dtype that cannot be read.
-  /// Cost: 2 * Hq * T * Dv * hidden flop a layer, for rows that are cut. Workspace: one byte a slot of the event, and
-  /// per thread workspace_bytes(longest row, Dv). Rows run in parallel; equal values weigh equal bits, wherever they
-  /// lie.
+  /// Throws InvalidArgument if W_o of a layer is missing or the values are of a dtype that cannot be read.
+  /// Cost: 2 * Hq * T * Dv * hidden flop per layer, for rows that are cut. Workspace: one byte per slot of the event,
+  /// and per thread workspace_bytes(longest row, Dv). Rows run in parallel; equal values get bit-identical weights,
+  /// wherever they are stored.
   void allot(const Evidence& evidence, const Limits& limits, WindowAttention& seen, Decision& decision) const override;
 
   [[nodiscard]] static std::int64_t workspace_bytes(std::int64_t length, std::int64_t value_dim);

@@ -1,6 +1,6 @@
 #pragma once
-/// One row through AMS, from the usage of its slots to segments with quotas: the body that the CPU runs with one thread
-/// a row and CUDA with a block. No LibTorch in here.
+/// One row through AMS, from the usage of its slots to segments with quotas: the code that the CPU runs with one thread
+/// per row and CUDA with one block per row. Does not use LibTorch.
 
 #include <cmath>
 #include <cstdint>
@@ -16,13 +16,13 @@
 namespace kvkeep {
 
 struct MassSegmentedOptions {
-  std::int32_t window = 32;  ///< queries whose attention makes the mass
+  std::int32_t window = 32;  ///< queries whose attention makes up the mass
   Segmentation segments = Segmentation::mass;
-  std::int32_t fixed = 128;         ///< slots a segment, `Segmentation::fixed` only
-  double segment_mass = 0.02;       ///< mass a segment aims at, (0, 1]; below kLeastSegmentMass it counts as that
+  std::int32_t fixed = 128;         ///< slots per segment, `Segmentation::fixed` only
+  double segment_mass = 0.02;       ///< target mass of a segment, (0, 1]; at least kLeastSegmentMass is used
   std::int32_t min_segment = 32;    ///< slots
   std::int32_t max_segment = 1024;  ///< slots, at least 2 * min_segment
-  std::int32_t min_quota = 8;       ///< slots every segment may keep, as far as the budget allows
+  std::int32_t min_quota = 8;       ///< slots that every segment may keep, as far as the budget allows
   QuotaWeight quotas = QuotaWeight::mass;
   bool credit = true;
   double credit_decay = 0.8;  ///< weight of the old credit, [0, 1)
@@ -30,14 +30,14 @@ struct MassSegmentedOptions {
   std::int32_t pool = 5;      ///< odd; 1 or less: no pooling
   SuffixFill suffix_fill = SuffixFill::max_head;
   double coverage = 1.0;       ///< share of the budget above the protected slots that goes through segments, [0, 1]
-  bool coverage_auto = false;  ///< instead: what the segments' floors take, so that `min_quota` slots of every segment
-                               ///< stay and the rest is top-k
+  bool coverage_auto = false;  ///< instead: exactly what the segments' floors take, so that `min_quota` slots of every
+                               ///< segment stay and the rest is top-k
 };
 
 /// Added to every usage before it is normalised, so that an all-zero row becomes uniform.
 inline constexpr double kMassEpsilon = 1e-12;
 
-/// Segments that a row of `length` slots can fall into, at most.
+/// Upper bound on the number of segments of a row of `length` slots.
 KVKEEP_HD inline std::int32_t most_segments(const MassSegmentedOptions& options, std::int32_t length) {
   if (length <= 0) return 0;
   if (options.segments == Segmentation::none) return 1;
@@ -46,7 +46,7 @@ KVKEEP_HD inline std::int32_t most_segments(const MassSegmentedOptions& options,
   return most < length ? static_cast<std::int32_t>(most) : length;
 }
 
-/// Pools the history of `usage` in place. `scratch`: [history], only where there is pooling.
+/// Pools the history of `usage` in place. `scratch`: [history], used only for pooling.
 template <class Team>
 KVKEEP_HD void pool_history(const MassSegmentedOptions& options, float* usage, std::int32_t history, float* scratch,
                             Team team) {
@@ -58,8 +58,8 @@ KVKEEP_HD void pool_history(const MassSegmentedOptions& options, float* usage, s
   team.sync();
 }
 
-/// Gives the suffix its usage. `newest`: position of the newest query; `top`: the largest pooled usage of the history,
-/// of the row or of all its heads.
+/// Fills in the usage of the suffix. `newest`: position of the newest query; `top`: the largest pooled usage in the
+/// history of the row or of all heads in its group.
 template <class Team>
 KVKEEP_HD void fill_suffix(SuffixFill fill, const std::int32_t* positions, std::int32_t length, std::int32_t newest,
                            std::int32_t history, float top, float* usage, Team team) {
@@ -72,9 +72,9 @@ KVKEEP_HD void fill_suffix(SuffixFill fill, const std::int32_t* positions, std::
   team.sync();
 }
 
-/// Turns usage into mass in place; with `credit` (or null), makes it the new credit out of `old` ([known] oldest slots)
-/// and writes the mixture that segments follow to `used`, which may be `usage`. `fed`: scratch [length], only for raw
-/// mass.
+/// Turns usage into mass in place and writes what segments follow to `used`, which may be `usage`. If `credit` is not
+/// null, it receives the new credit, computed from `old` ([known] oldest slots), and `used` is the mixture; otherwise
+/// `used` is the mass. `fed`: scratch [length], only for raw mass.
 template <class Team>
 KVKEEP_HD void weigh_row(const MassSegmentedOptions& options, const float* old, std::int32_t known, std::int32_t length,
                          float* usage, float* fed, float* credit, float* used, Team team) {
@@ -97,7 +97,7 @@ KVKEEP_HD void weigh_row(const MassSegmentedOptions& options, const float* old, 
                 used, team);
 }
 
-/// Segment i as a share of the budget: what it weighs, how long it is, what of it is protected.
+/// Segment i as a share of the budget: its weight, length and protected slots.
 KVKEEP_HD inline Share share_of(QuotaWeight quotas, const std::uint64_t* prefix, const std::int32_t* ends,
                                 std::int32_t i, std::int32_t length, Protected guarded) {
   const std::int32_t start = i > 0 ? ends[i - 1] : 0, end = ends[i];
@@ -111,8 +111,8 @@ KVKEEP_HD inline Share share_of(QuotaWeight quotas, const std::uint64_t* prefix,
   return {weight, end - start, guarded_slots < end - start ? guarded_slots : end - start, 0, 0};
 }
 
-/// Slots of the budget that go through segments: all but (1 - coverage) of what is above the protected ones, or just
-/// the segments' floors.
+/// Slots of the budget that go through segments: the protected ones and `coverage` of the rest, or just the segments'
+/// floors.
 KVKEEP_HD inline std::int32_t covered(const MassSegmentedOptions& options, const Share* shares, std::int32_t count,
                                       std::int32_t budget, Protected guarded) {
   if (!options.coverage_auto)

@@ -1,5 +1,5 @@
 #pragma once
-/// Usage mass: what share of the recent window's attention every slot draws.
+/// Usage mass: the share of the recent window's attention that each slot draws.
 /// Source: AMS, section "mass"; our spec of it is docs/ams.md.
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace kvkeep {
 
-/// What the suffix (slots that some window query cannot see) draws, since its own attention is cut off by the window.
+/// Usage of the suffix (slots that some window query cannot see), since the window cuts off its own attention.
 enum class SuffixFill : std::uint8_t {
   max_head,     ///< the largest usage of the row's history (default)
   max_global,   ///< the largest usage over all heads of the (layer, sequence), as the published code does
@@ -18,15 +18,15 @@ enum class SuffixFill : std::uint8_t {
   exclude,      ///< nothing: segments and quotas follow the history alone
 };
 
-/// A usage that can be weighed: NaN and what is below zero count as 0, infinity as the largest float.
+/// Usage that can be weighed: NaN and negative values count as 0, infinity as the largest float.
 KVKEEP_HD inline float usable(float u) {
   constexpr float kMost = 3.402823466e38F;
   return u > 0 ? (u < kMost ? u : kMost) : 0.0F;
 }
 
-/// Usage as integers: sums of integers do not depend on their order, so a row is weighed and cut alike by one thread
-/// and by many. The largest usage maps to 2^52 or, in long rows, to what keeps the row's total below 2^63. Rows up to
-/// 2^30 slots.
+/// Usage as integers: sums of integers do not depend on their order, so one thread and many weigh and cut a row alike.
+/// The largest usage maps to 2^52 or, in long rows, to the value that keeps the row's total below 2^63. Rows have at
+/// most 2^30 slots.
 class IntegerMass {
  public:
   KVKEEP_HD IntegerMass(float top, std::int32_t length) : top_(top) {
@@ -38,7 +38,7 @@ class IntegerMass {
     return top_ > 0 ? static_cast<std::uint64_t>(static_cast<double>(usable(u)) / static_cast<double>(top_) * unit_)
                     : 0;
   }
-  /// What a sum of such integers stands for.
+  /// The usage that a sum of such integers represents.
   [[nodiscard]] KVKEEP_HD double value(std::uint64_t sum) const {
     return static_cast<double>(sum) / unit_ * static_cast<double>(top_);
   }

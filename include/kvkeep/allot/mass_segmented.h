@@ -14,8 +14,8 @@ class MassSegmented final : public Allocator {
   [[nodiscard]] std::string_view name() const override { return "mass_segmented"; }
   [[nodiscard]] std::int32_t window() const override { return options_.window; }
 
-  /// Cost: O(length) a row beyond the window attention, no sort. Workspace per thread: about 40 bytes a slot of its
-  /// longest row. Between window attention and compaction an event holds scores, mass and credit: 12 bytes a slot and
+  /// Cost: O(length) per row beyond the window attention, no sort. Workspace per thread: about 40 bytes per slot of its
+  /// longest row. Between window attention and compaction an event holds scores, mass and credit: 12 bytes per slot and
   /// row.
   void allot(const Evidence& evidence, const Limits& limits, WindowAttention& seen, Decision& decision) const override;
 

@@ -1,8 +1,8 @@
 #pragma once
 /// PyramidKV: early layers keep more slots than late ones. Source: "PyramidKV: Dynamic KV Cache Compression based on
 /// Pyramidal Information Funneling" (Cai et al.), the linear profile. Differs: budgets follow from the policy's budget
-/// alone, not from the cache's momentary length, so they stay the same from event to event; they add up exactly; none
-/// falls below what the scorer never drops; they count the window's slots.
+/// alone, not from the cache's current length, so they stay the same from event to event; they add up exactly; none
+/// falls below what the scorer never drops; they include the window's slots.
 
 #include <cstdint>
 #include <span>
@@ -14,18 +14,18 @@ namespace kvkeep {
 
 struct PyramidOptions {
   double beta = 20;  ///< the last layer gets 1 / beta of the mean budget before clamping, the first 2 - 1 / beta of it;
-                     ///< [1, 1000], read in millionths
+                     ///< [1, 1000], rounded to millionths
 };
 
 /// Slots per row of each of `layers` layers, falling: linear from budget * (2 - 1 / beta) to budget / beta, rounded by
-/// largest remainder (ties: the lower layer), each raised to `least`; what that adds is taken from the layers above
-/// `least` in proportion to their excess (largest remainder, ties: the lower layer). The sum is layers * budget. One
-/// layer has the budget itself. Exact: integers throughout. Requires: layers >= 1. Throws InvalidArgument where budget
-/// < least. Cost: O(layers * log(layers)).
+/// largest remainder (ties: the lower layer), each raised to `least`; the slots that this adds are taken from the
+/// layers above `least` in proportion to their excess (largest remainder, ties: the lower layer). The sum is layers *
+/// budget. A single layer gets the budget itself. Exact: integers throughout. Requires: layers >= 1. Throws
+/// InvalidArgument if budget < least. Cost: O(layers * log(layers)).
 [[nodiscard]] std::vector<std::int32_t> pyramid_budgets(std::int32_t layers, std::int32_t budget, double beta,
                                                         std::int32_t least);
 
-/// Budgets by layer, then top-k of each row with protected slots. Layers are those whose rows could be cut, whether
+/// Budgets by layer, then top-k of each row with protected slots. All layers whose rows could be cut count, whether
 /// this cache holds them or not (LayerKind::full and `elsewhere`).
 class Pyramid final : public Allocator {
  public:

@@ -15,19 +15,19 @@ namespace kvkeep {
 /// What a segment's share of the budget is proportional to.
 enum class QuotaWeight : std::uint8_t {
   mass,      ///< its mass
-  equal,     ///< nothing: all alike
+  equal,     ///< nothing: all shares are equal
   length,    ///< its slots
   raw_mass,  ///< its usage before normalisation: the published "no mass" ablation
 };
 
-/// One segment while its quota is worked out.
+/// One segment while its quota is computed.
 struct Share {
   double mass;           ///< weight, not negative
   std::int32_t length;   ///< slots
   std::int32_t protect;  ///< protected slots inside
   std::int32_t quota;    ///< result
   std::int32_t more;     ///< scratch: slots it is about to get
-  double part = 0;       ///< scratch: its part of what is left
+  double part = 0;       ///< scratch: its part of the slots that are left
 };
 
 namespace detail {
@@ -37,8 +37,8 @@ KVKEEP_HD inline std::int32_t floor_of(const Share& s, std::int32_t min_quota) {
   return s.protect > least ? s.protect : least;
 }
 
-/// How many i for which member(i) holds come before segment `of`: those with a larger value, among equals those with a
-/// lower index.
+/// Number of members i that come before segment `of`: those with a larger value; among equal values, those with a lower
+/// index.
 template <class Member, class Value>
 KVKEEP_HD std::int32_t rank_of(std::int32_t of, std::int32_t count, const Member& member, const Value& value) {
   const float mine = value(of);
@@ -48,8 +48,8 @@ KVKEEP_HD std::int32_t rank_of(std::int32_t of, std::int32_t count, const Member
   return before;
 }
 
-/// Floors that do not fit: every segment below its floor gets one slot a round, the heaviest (after rounding to fp32,
-/// lower index first) before the lighter, until `left` is used up.
+/// For floors that do not fit: each round gives one slot to every segment below its floor, heaviest first (mass rounded
+/// to fp32; ties: the lower index), until `left` is used up.
 template <class Team>
 KVKEEP_HD void pour_floors(Share* s, std::int32_t count, std::int32_t left, std::int32_t min_quota, Team team) {
   const auto need = [&](std::int32_t i) { return floor_of(s[i], min_quota) - s[i].protect; };
@@ -74,9 +74,9 @@ KVKEEP_HD void pour_floors(Share* s, std::int32_t count, std::int32_t left, std:
 
 }  // namespace detail
 
-/// Strict quotas: sum is `budget`, protect <= quota <= length, and quota >= max(protect, min(min_quota, length))
-/// whenever those floors fit. Requires: sum of protect <= budget <= sum of length. Cost: O(segments) a round of filling
-/// up, O(segments^2) comparisons for remainders.
+/// Strict quotas: the sum is `budget`, protect <= quota <= length, and quota >= max(protect, min(min_quota, length))
+/// whenever those floors fit. Requires: sum of protect <= budget <= sum of length. Cost: O(segments) per round of
+/// filling up, O(segments^2) comparisons for remainders.
 template <class Team = OneThread>
 KVKEEP_HD void strict_quotas(Share* s, std::int32_t count, std::int32_t budget, std::int32_t min_quota,
                              Team team = {}) {
@@ -126,8 +126,8 @@ KVKEEP_HD void strict_quotas(Share* s, std::int32_t count, std::int32_t budget, 
   }
 }
 
-/// The published quotas. Falls back to `strict_quotas` where the published loop never ends: more segments than budget,
-/// each with a floor of at least one. Requires: budget <= sum of length. One thread's work.
+/// The published quotas. Falls back to `strict_quotas` when the published loop would never end: more segments than
+/// budget, each with a floor of at least one. Requires: budget <= sum of length. Runs on one thread.
 KVKEEP_HD inline void official_quotas(Share* s, std::int32_t count, std::int32_t budget, std::int32_t min_quota) {
   if (count > budget && min_quota >= 1) return strict_quotas(s, count, budget, min_quota);
   const auto floor = [&](std::int32_t i) { return min_quota < s[i].length ? min_quota : s[i].length; };

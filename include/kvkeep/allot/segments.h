@@ -1,8 +1,7 @@
 #pragma once
 /// Segments: stretches of the cache that hold about equal mass. Source: AMS, Algorithm 1.
-/// Differs: cuts fall after the slot that crosses the threshold, short pieces merge before long ones are split, so
-/// every length bound holds
-/// (`Variant::strict`); `official` repeats the published code.
+/// Differs: cuts fall after the slot that crosses the threshold, and short pieces merge before long ones are split, so
+/// every length bound holds (`Variant::strict`); `official` repeats the published code.
 
 #include <cmath>
 #include <cstdint>
@@ -23,7 +22,7 @@ struct SegmentOptions {
   Variant variant = Variant::strict;
   Segmentation kind = Segmentation::mass;
   std::int32_t fixed = 128;         ///< slots, `fixed` only
-  double segment_mass = 0.02;       ///< in (0, 1]; below kLeastSegmentMass it counts as that
+  double segment_mass = 0.02;       ///< in (0, 1]; at least kLeastSegmentMass is used
   std::int32_t min_segment = 32;    ///< slots
   std::int32_t max_segment = 1024;  ///< slots, at least 2 * min_segment
 };
@@ -32,7 +31,7 @@ struct SegmentOptions {
 /// exactly in a double.
 inline constexpr double kLeastSegmentMass = 0x1p-52;
 
-/// Mass as integers, summed: prefix[t] is the integer mass of slots 0..t. Order: any.
+/// Prefix sums of the integer mass: prefix[t] covers slots 0..t. The order of summation does not matter.
 template <class Team = OneThread>
 KVKEEP_HD void prefix_mass(const float* mass, std::int32_t length, std::uint64_t* prefix, Team team = {}) {
   const IntegerMass integers(largest(mass, length, team), length);
@@ -53,7 +52,7 @@ KVKEEP_HD inline double step_of(double segment_mass) {
   return segment_mass < kLeastSegmentMass ? kLeastSegmentMass : segment_mass;
 }
 
-/// Thresholds between segments of about `segment_mass`.
+/// Number of thresholds between segments of about `segment_mass`.
 KVKEEP_HD inline std::int64_t thresholds(double segment_mass) {
   const double step = step_of(segment_mass);
   return static_cast<std::int64_t>(std::ceil((1.0 - step) / step - 1e-9));
@@ -64,7 +63,7 @@ KVKEEP_HD inline double threshold(double segment_mass, std::int64_t k, std::uint
   return static_cast<double>(k) * step_of(segment_mass) * static_cast<double>(total);
 }
 
-/// Where the k-th threshold cuts, k from 1: behind the first slot with which the mass so far reaches it (`official`:
+/// Where the k-th threshold cuts, k from 1: after the first slot at which the mass so far reaches it (`official`:
 /// before that slot).
 KVKEEP_HD inline std::int32_t cut_at(const std::uint64_t* prefix, std::int32_t length, const SegmentOptions& options,
                                      std::int64_t k) {
@@ -81,24 +80,24 @@ KVKEEP_HD inline std::int32_t cut_at(const std::uint64_t* prefix, std::int32_t l
   return low < 1 ? 1 : low;
 }
 
-/// The first threshold behind k that cuts elsewhere than k does, at `cut`; past the last one where none does. A slot
-/// that many thresholds fall into costs no more than any other.
+/// The first threshold after k that does not cut at `cut`, as k does; one past the last if there is none. A slot with
+/// many thresholds costs no more than any other.
 KVKEEP_HD inline std::int64_t next_threshold(const std::uint64_t* prefix, std::int32_t length,
                                              const SegmentOptions& options, std::int64_t k, std::int32_t cut) {
   const std::int64_t past = thresholds(options.segment_mass) + 1;
   const std::uint64_t total = prefix[length - 1];
   const auto reached = static_cast<double>(prefix[options.variant == Variant::strict ? cut - 1 : cut]);
   const double estimate = std::floor(reached / (step_of(options.segment_mass) * static_cast<double>(total)));
-  if (!(estimate < static_cast<double>(past))) return past;  // or there is no mass at all
-  // Rounding leaves the estimate off by a few at most.
+  if (!(estimate < static_cast<double>(past))) return past;  // also when there is no mass
+  // Due to rounding, the estimate can be off by a few.
   std::int64_t next = static_cast<std::int64_t>(estimate) > k ? static_cast<std::int64_t>(estimate) : k + 1;
   while (next > k + 1 && threshold(options.segment_mass, next - 1, total) > reached) --next;
   while (next < past && threshold(options.segment_mass, next, total) <= reached) ++next;
   return next;
 }
 
-/// Cut positions, ascending and inside (0, length); returns their number. `cut_of(k)`: cut_at(k), or what was kept of
-/// it. Cost: one cut_of a cut.
+/// Writes the cut positions, ascending and inside (0, length), to `cuts` and returns their number. `cut_of(k)`:
+/// cut_at(k), possibly cached. Cost: one cut_of per cut.
 template <class CutOf>
 KVKEEP_HD std::int32_t cut_by_mass(const std::uint64_t* prefix, std::int32_t length, const SegmentOptions& options,
                                    const CutOf& cut_of, std::int32_t* cuts) {
@@ -112,8 +111,7 @@ KVKEEP_HD std::int32_t cut_by_mass(const std::uint64_t* prefix, std::int32_t len
   return count;
 }
 
-/// Absorbs intervals shorter than `least` into what follows; with `tail`, a short last one into its predecessor. In
-/// place.
+/// Merges intervals shorter than `least` into the next; with `tail`, a short last one into the previous. In place.
 KVKEEP_HD inline std::int32_t merge_short(std::int32_t* ends, std::int32_t count, std::int32_t least, bool tail) {
   std::int32_t out = 0, start = 0;
   for (std::int32_t i = 0; i < count; ++i) {
@@ -129,7 +127,7 @@ KVKEEP_HD inline std::int32_t merge_short(std::int32_t* ends, std::int32_t count
 }
 
 /// Cuts intervals longer than `most` into near-equal pieces (`equal`) or into pieces of exactly `most` and a remainder.
-/// `from` and `to` differ.
+/// `from` and `to` must not be the same array.
 KVKEEP_HD inline std::int32_t split_long(const std::int32_t* from, std::int32_t count, std::int32_t most, bool equal,
                                          std::int32_t* to) {
   std::int32_t out = 0, start = 0;
@@ -147,9 +145,9 @@ KVKEEP_HD inline std::int32_t split_long(const std::int32_t* from, std::int32_t 
 
 }  // namespace detail
 
-/// Writes one past each segment's last slot to `ends` (ascending, the last is `length`) and returns their number. One
-/// thread's work. `cut_of(k)` says where threshold k cuts (detail::cut_at of the same prefix). Requires: length >= 1;
-/// `ends` and `scratch` hold most_segments() entries, which never exceed `length`. Strict lengths lie in
+/// Writes one past each segment's last slot to `ends` (ascending, the last is `length`) and returns their number. Runs
+/// on one thread. `cut_of(k)` says where threshold k cuts (detail::cut_at of the same prefix). Requires: length >= 1;
+/// `ends` and `scratch` hold most_segments() entries, which never exceed `length`. Strict lengths are in
 /// [min((min_segment, (max_segment + 1) / 2), max_segment], except a single segment of a shorter row.
 template <class CutOf>
 KVKEEP_HD std::int32_t segment_ends(const std::uint64_t* prefix, std::int32_t length, const SegmentOptions& options,
@@ -176,7 +174,7 @@ KVKEEP_HD std::int32_t segment_ends(const std::uint64_t* prefix, std::int32_t le
   return count;
 }
 
-/// The same with no cuts known before. Cost: O(cuts * log(length)): never more cuts than slots, nor than 1 /
+/// The same without cached cuts. Cost: O(cuts * log(length)), with at most as many cuts as slots, and at most 1 /
 /// segment_mass.
 KVKEEP_HD inline std::int32_t segment_ends(const std::uint64_t* prefix, std::int32_t length,
                                            const SegmentOptions& options, std::int32_t* ends, std::int32_t* scratch) {

@@ -1,5 +1,5 @@
 #pragma once
-/// A share of a budget in whole slots. No LibTorch in here.
+/// A share of a budget in whole slots. Does not use LibTorch.
 
 #include <cmath>
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace kvkeep {
 
-/// floor(share * budget), the share read in millionths, so that 0.3 of 10 is 3 on every machine.
+/// floor(share * budget), the share rounded to millionths, so that 0.3 of 10 is 3 on every machine.
 KVKEEP_HD inline std::int32_t share_of(double share, std::int32_t budget) {
   constexpr std::int64_t kParts = 1'000'000;
   return static_cast<std::int32_t>(static_cast<std::int64_t>(llround(share * static_cast<double>(kParts))) * budget /

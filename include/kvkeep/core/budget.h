@@ -1,6 +1,6 @@
 #pragma once
-/// How much a row may keep: so many slots, a share of what was seen, or a sequence's bytes. One rounding for all: down,
-/// and at least one slot.
+/// How much a row may keep: a number of slots, a share of the tokens seen, or bytes per sequence. All are rounded down,
+/// to at least one slot.
 
 #include <cmath>
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace kvkeep {
 
-/// A number of tokens. A type of its own, because logical positions count something else: they may begin anywhere and
-/// have gaps.
+/// A number of tokens. A separate type, because logical positions are something else: they may begin anywhere and have
+/// gaps.
 struct TokenCount {
   std::int64_t tokens = 0;
 };
@@ -17,23 +17,23 @@ struct TokenCount {
 struct Budget {
   enum class Unit : std::uint8_t {
     slots,  ///< `slots` per row
-    ratio,  ///< the share `dropped` of the tokens seen goes: floor(seen * (1 - dropped)) stay
+    ratio,  ///< drops the share `dropped` of the tokens seen: floor(seen * (1 - dropped)) stay
     bytes,  ///< `bytes` of K and V per sequence, over all its rows: floor(bytes / bytes of one slot in every row)
   };
   Unit unit = Unit::slots;
   std::int32_t slots = 0;
   double dropped = 0;  ///< [0, 1)
   std::int64_t bytes = 0;
-  std::int32_t least = 1;           ///< never fewer slots than this (sinks and one more)
-  std::int32_t growth = 0;          ///< slots more at the second `period` of decoded tokens, at the third, and so on
+  std::int32_t least = 1;           ///< keeps at least this many slots (sinks and one more)
+  std::int32_t growth = 0;          ///< extra slots per completed `period` of decoded tokens, from the second on
   std::int32_t period = 0;          ///< decoded tokens; 0: no growth
-  bool decoded_only = false;        ///< the budget counts slots behind the prompt: the prompt stays on top of it
-  std::int32_t beyond_prompt = -1;  ///< 0 or more: the prompt is protected, and where it leaves fewer slots than this
-                                    ///< the budget is prompt + beyond_prompt
+  bool decoded_only = false;        ///< the budget counts only slots after the prompt: the prompt stays in addition
+  std::int32_t beyond_prompt = -1;  ///< 0 or more: the prompt is protected, and if it leaves fewer slots than this, the
+                                    ///< budget is prompt + beyond_prompt
 
   /// Slots a row may keep. `seen_so_far`: tokens of the sequence; `of_prompt`: how many of them are its prompt;
-  /// `slot_bytes`: K and V bytes of one slot in every row of the sequence. Exact: the ratio counts in millionths, so
-  /// that 10 tokens less 90 % are 1, not 0.
+  /// `slot_bytes`: K and V bytes of one slot in every row of the sequence. Exact: the ratio is in millionths, so that
+  /// 10 tokens less 90 % are 1, not 0.
   [[nodiscard]] std::int32_t resolve(TokenCount seen_so_far, TokenCount of_prompt, std::int64_t slot_bytes) const {
     const std::int64_t seen = seen_so_far.tokens, prompt = of_prompt.tokens;
     const std::int64_t decoded = seen > prompt ? seen - prompt : 0;

@@ -10,7 +10,7 @@
 
 namespace kvkeep {
 
-/// Names a sequence (a request) for as long as it lives. Chosen by the engine.
+/// Names a sequence (a request) for its lifetime. Chosen by the engine.
 using SequenceId = std::int64_t;
 
 /// One layer's rows in a dense batch.
@@ -18,9 +18,9 @@ struct DenseKv {
   Tensor keys;    ///< any 1-, 2- or 4-byte dtype [B, Hkv, capacity, D] after RoPE; the last dimension contiguous, other
                   ///< strides free
   Tensor values;  ///< any 1-, 2- or 4-byte dtype [B, Hkv, capacity, Dv]
-  Tensor key_scales = {};  ///< any dtype [B, Hkv, capacity], where keys are quantised row by row: they move with their
-                           ///< rows. Undefined: none
-  Tensor value_scales = {};  ///< the same of values
+  Tensor key_scales = {};    ///< any dtype [B, Hkv, capacity], if keys are quantised row by row: they move with their
+                             ///< rows. Undefined: none
+  Tensor value_scales = {};  ///< the same for values
 };
 
 /// Order of the two middle dimensions of a page.
@@ -29,22 +29,22 @@ enum class PageLayout : std::uint8_t {
   head_slot,  ///< [pages, Hkv, page_size, D]
 };
 
-/// One layer's rows in pages. `CacheView::block_table` says which pages a sequence holds: the same in every layer.
-/// Both sides of one tensor ([2, pages, ...] or [pages, 2, ...]) are given as two views: strides are honoured.
+/// One layer's rows in pages. `CacheView::block_table` says which pages a sequence holds, the same in every layer.
+/// If keys and values share one tensor ([2, pages, ...] or [pages, 2, ...]), give two views of it: strides are
+/// honoured.
 struct PagedKv {
-  Tensor keys;  ///< any 1-, 2- or 4-byte dtype [pages, page_size, Hkv, D] or [pages, Hkv, page_size, D] after RoPE;
-                ///< page_size a power of two up to 1024, the last dimension contiguous, other strides free
+  Tensor keys;    ///< any 1-, 2- or 4-byte dtype [pages, page_size, Hkv, D] or [pages, Hkv, page_size, D] after RoPE;
+                  ///< page_size a power of two up to 1024, the last dimension contiguous, other strides free
   Tensor values;  ///< the same with Dv
   PageLayout layout = PageLayout::slot_head;
   Tensor key_scales = {};    ///< any dtype [pages, page_size, Hkv] or [pages, Hkv, page_size], as in DenseKv
-  Tensor value_scales = {};  ///< the same of values
+  Tensor value_scales = {};  ///< the same for values
 };
 
-/// `monostate` stands for a layer that has no rows of its own (see LayerKind).
+/// `monostate`: a layer that has no rows of its own (see LayerKind).
 using LayerKv = std::variant<std::monostate, DenseKv, PagedKv>;
 
-/// Physical lengths, in slots, on the host. One number a sequence while all its rows are equally long, else one for
-/// each of its rows.
+/// Physical lengths, in slots, on the host. One number per sequence if all its rows are equally long, else one per row.
 struct Lengths {
   std::span<std::int32_t> data;        ///< [n * rows_per_sequence]
   std::int32_t rows_per_sequence = 1;  ///< 1, or layers * Hkv when budgets differ by layer or head
@@ -58,25 +58,25 @@ struct Lengths {
 
 class PageAllocator;
 
-/// What an event does where it would have to write a page that others hold too.
+/// What an event does when it would have to write a page that others hold too.
 enum class SharedPages : std::uint8_t {
-  copy,    ///< takes a free page and copies what stays (copy on write)
+  copy,    ///< takes a free page and copies the slots that stay (copy on write)
   refuse,  ///< StateError, before anything is written
 };
 
 /// The cache of the sequences of one step, all layers. An event writes `lengths` (new physical lengths) and
-/// `block_table`; the rest is read.
+/// `block_table`, and only reads the rest.
 struct CacheView {
   std::vector<LayerKv> layers;                ///< [num_layers]
-  std::span<const SequenceId> sequences;      ///< [n] which sequences
-  Lengths lengths;                            ///< physical lengths, this step's tokens included
+  std::span<const SequenceId> sequences;      ///< [n] the sequences of the step
+  Lengths lengths;                            ///< physical lengths, including this step's tokens
   std::span<const std::int32_t> places = {};  ///< [n] batch index of each sequence in dense tensors; empty: 0..n-1
   std::span<const std::int32_t> starts = {};  ///< [n] first valid slot of each sequence (left padding); empty: 0
-  Tensor block_table = {};  ///< i32 [n, max_pages], paged layers only: row i holds the ceil(length / page_size) pages
-                            ///< of sequence i first; what is behind them is not read. An event writes the pages that
-                            ///< stay, then -1 over those given back
+  Tensor block_table = {};  ///< i32 [n, max_pages], paged layers only: row i begins with the ceil(length / page_size)
+                            ///< pages of sequence i; entries after them are not read. An event writes the pages that
+                            ///< stay, then -1 over those it gives back
   PageAllocator* pages =
-      nullptr;  ///< who counts references; null: every page belongs to one sequence, and freed ones are reported only
+      nullptr;  ///< counts references; null: every page belongs to one sequence, and freed pages are only reported
   SharedPages shared_pages = SharedPages::copy;
 };
 

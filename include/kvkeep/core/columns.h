@@ -1,6 +1,6 @@
 #pragma once
-/// Columns: what travels with every slot of a sequence through the same compaction: its logical position, its EMA
-/// credit, the tally of its scores.
+/// Columns: the numbers that move with every slot through compaction: its logical position, EMA credit and tally of
+/// scores.
 
 #include <cstdint>
 #include <span>
@@ -11,45 +11,44 @@
 
 namespace kvkeep {
 
-/// The columns of one sequence, for all its rows (full layers x KV heads). Rows are as long as the cache's; positions
-/// ascend in each.
+/// The columns of one sequence, for all its rows (full layers x KV heads). Rows are as long as those of the cache;
+/// positions ascend in each.
 class Columns {
  public:
   virtual ~Columns() = default;
 
-  /// Makes room for `slots` more in every row, so that append() of as many cannot fail. Changes nothing that can be
-  /// seen.
+  /// Makes room for `slots` more in every row, so that appending as many cannot fail. Changes nothing visible.
   virtual void reserve(std::int32_t slots) = 0;
   /// Adds new slots at the end of every row. Credit and tally of new slots are 0. Does not throw after reserve().
   virtual void append(std::span<const std::int32_t> positions) = 0;
 
-  /// Makes room for what settle() of `slots` kept slots writes into one row. Changes nothing that can be seen.
+  /// Makes room for what settle() writes into one row for `slots` kept slots. Changes nothing visible.
   virtual void reserve_settled(std::int32_t row, std::int64_t slots, bool credit, bool tally) = 0;
-  /// Keeps the slots of row `r` of the set in one row; `credit` and `tally` (or null) hold the new value of every slot
+  /// Keeps the slots of row `r` of `keep` in one row; `credit` and `tally` (or null) hold the new value of every slot
   /// before compaction. Does not throw after reserve_settled().
   virtual void settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit,
                       const float* tally) = 0;
 
-  /// Call it once all rows are settled. Gives memory back where a row holds more than twice what its slots and `room`
+  /// Call it once all rows are settled. Releases memory of a row that holds more than twice what its slots and `room`
   /// more need.
   virtual void finish_event(std::int32_t room) noexcept = 0;
 
-  /// Drops the newest `slots` of every row. They must have come after the last event.
+  /// Drops the newest `slots` of every row. They must have been appended after the last event.
   virtual void truncate(std::int32_t slots) = 0;
 
   [[nodiscard]] virtual std::int32_t length(std::int32_t row) const = 0;
-  /// Positions of the newest slots, which every row has: at least those that came after the last event.
+  /// Positions of the newest slots, which every row has: at least those appended since the last event.
   [[nodiscard]] virtual std::span<const std::int32_t> newest() const = 0;
   /// Points `out` at the columns of a row.
   virtual void describe(std::int32_t row, Row& out) const = 0;
 
   /// On the host, valid until the next call.
   [[nodiscard]] virtual std::span<const std::int32_t> positions(std::int32_t row) const = 0;
-  /// Credit of the oldest slots of a row; the slots past its end have none. On the host, valid until the next call.
+  /// Credit of the oldest slots of a row; the slots after them have none. On the host, valid until the next call.
   [[nodiscard]] virtual std::span<const float> credit(std::int32_t row) const = 0;
 };
 
-/// In the host's memory.
+/// Columns in host memory.
 class HostColumns final : public Columns {
  public:
   explicit HostColumns(std::int32_t rows) : rows_(static_cast<std::size_t>(rows)) {}
@@ -70,7 +69,7 @@ class HostColumns final : public Columns {
   void describe(std::int32_t row, Row& out) const override;
   [[nodiscard]] std::span<const std::int32_t> positions(std::int32_t row) const override { return at(row).positions; }
   [[nodiscard]] std::span<const float> credit(std::int32_t row) const override { return at(row).credit; }
-  /// Bytes that all rows hold, those kept free included.
+  /// Bytes that all rows hold, including reserved ones.
   [[nodiscard]] std::int64_t bytes() const;
 
  private:

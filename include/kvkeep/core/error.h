@@ -7,19 +7,19 @@
 
 namespace kvkeep {
 
-/// Everything kvkeep throws.
+/// Base of everything kvkeep throws.
 class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-/// The caller gave something that is not allowed: an option, a shape, a dtype, a file.
+/// The caller passed something that is not allowed: an option, a shape, a dtype, a file.
 class InvalidArgument : public Error {
  public:
   using Error::Error;
 };
 
-/// A valid wish that this build has no kernel for.
+/// A valid request that this build has no kernel for.
 class Unsupported : public Error {
  public:
   using Error::Error;
@@ -45,13 +45,13 @@ template <class E = InvalidArgument, class... Parts>
 
 }  // namespace kvkeep
 
-/// KVKEEP_REQUIRE_AS(E, ok, parts...): throws `E` with the joined parts unless `ok`. A macro, because the parts are
-/// evaluated only when it throws: checks stand on the path of every step.
+/// KVKEEP_REQUIRE_AS(E, ok, parts...): throws `E` with the joined parts unless `ok`. A macro, so that the parts are
+/// evaluated only when it throws: checks are on the path of every step.
 #define KVKEEP_REQUIRE_AS(E, ok, ...)   \
   do {                                  \
     if (!(ok)) [[unlikely]]             \
       ::kvkeep::refuse<E>(__VA_ARGS__); \
   } while (false)
 
-/// The same for what the caller gave: throws InvalidArgument.
+/// The same for arguments of the caller: throws InvalidArgument.
 #define KVKEEP_REQUIRE(ok, ...) KVKEEP_REQUIRE_AS(::kvkeep::InvalidArgument, ok, __VA_ARGS__)

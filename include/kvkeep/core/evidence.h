@@ -1,5 +1,5 @@
 #pragma once
-/// What a policy sees when it decides, and what it must be given to be able to.
+/// What a policy sees when it decides, and what the engine must supply for that.
 
 #include <cstdint>
 #include <span>
@@ -11,16 +11,16 @@
 
 namespace kvkeep {
 
-/// When a decision is asked for.
+/// When a decision is made.
 enum class Moment : std::uint8_t {
   prefill_layer,  ///< during prefill, after one layer's attention
   prefill_end,    ///< the prompt is in the cache
   step_end,       ///< every layer of a decode step has run
 };
 
-/// What a policy reads. An engine that cannot give it is told so before anything runs.
+/// What a policy reads. An engine that cannot supply it is told so before anything runs.
 struct Needs {
-  std::int32_t queries = 0;  ///< newest queries per (layer, sequence) to be kept; 0: none
+  std::int32_t queries = 0;  ///< newest queries to keep per (layer, sequence); 0: none
   bool keys = false;
   bool values = false;
   bool calibration = false;        ///< a file that the policy names
@@ -30,15 +30,15 @@ struct Needs {
                                       ///< (layer, sequence); -1: none
 };
 
-/// Everything an event is decided on. Plain data over rows: from a running engine, or from a trace.
+/// All the inputs of an event's decision. Plain data over rows, from a running engine or from a trace.
 struct Evidence {
   const ModelSpec& spec;
   const RowTable& table;
   QueryBasis basis = QueryBasis::pre_rope;
   Moment moment = Moment::step_end;
-  bool explain = false;  ///< also keep what only reports read: the mass before credit was mixed in
+  bool explain = false;  ///< also keep data that only reports read: the mass before credit is mixed in
   std::span<const Tensor> output_projections = {};  ///< [num_layers] f32, f16 or bf16 [hidden, Hq * Dv] W_o,
-                                                    ///< contiguous, where the rows lie; empty where nobody needs it
+                                                    ///< contiguous, on the device of the rows; empty if not needed
 };
 
 }  // namespace kvkeep

@@ -1,19 +1,22 @@
 #pragma once
-/// Whether numbers of a cache's or query's dtype are finite.
+/// Whether numbers in the dtype of a cache or query are finite.
 
+#include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <span>
 
 #include "kvkeep/core/tensor.h"
 
 namespace kvkeep {
 namespace detail {
 
-/// Whether no number, its sign taken off, is above `limit` as an integer: the order of floating-point numbers, with
-/// infinity and NaN at the top. Signed, because vector units compare signed integers.
+/// Whether no number without its sign bit, read as an integer, is above `limit`. Integers order as the floating-point
+/// numbers do, with infinity and NaN at the top. Signed, because vector units compare signed integers.
 template <class Bits>
 [[nodiscard]] bool none_above(const std::byte* data, std::int64_t count, Bits limit) {
   Bits above = 0;
@@ -27,16 +30,23 @@ template <class Bits>
 
 }  // namespace detail
 
-/// Largest magnitude that running statistics of queries take in: differences of two such numbers are still f32.
+/// Largest magnitude that running statistics of queries accept: the difference of two such numbers still fits f32.
 inline constexpr float kLargestQuery = 1e38F;
 
-/// True where no number is NaN or infinite or, in f32 and bf16, beyond `kLargestQuery`. data: f32, f16 or bf16 [count],
+/// True if no number is NaN or infinite or, in f32 and bf16, beyond `kLargestQuery`. data: f32, f16 or bf16 [count],
 /// any alignment. Cost: one read.
-[[nodiscard]] inline bool all_finite(const std::byte* data, ScalarType dtype, std::int64_t count) {
+[[nodiscard]] inline bool all_finite(const std::byte* data, Dtype dtype, std::int64_t count) {
   constexpr auto largest = std::bit_cast<std::int32_t>(kLargestQuery);
-  if (dtype == kFloat32) return detail::none_above<std::int32_t>(data, count, largest);
+  if (dtype == Dtype::f32) return detail::none_above<std::int32_t>(data, count, largest);
   return detail::none_above<std::int16_t>(
-      data, count, dtype == kBFloat16 ? static_cast<std::int16_t>(largest >> 16) : std::int16_t{0x7BFF});
+      data, count, dtype == Dtype::bf16 ? static_cast<std::int16_t>(largest >> 16) : std::int16_t{0x7BFF});
+}
+
+/// True if no number of a CPU tensor (f32, f16, bf16 or f64) is NaN or infinite.
+[[nodiscard]] inline bool all_finite(const Tensor& t) {
+  const Tensor wide = as<double>(t);
+  const std::span<const double> numbers(wide.data<double>(), static_cast<std::size_t>(wide.numel()));
+  return std::ranges::all_of(numbers, [](double x) { return std::isfinite(x); });
 }
 
 }  // namespace kvkeep

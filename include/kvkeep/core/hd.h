@@ -1,11 +1,10 @@
 #pragma once
-/// `KVKEEP_HD` marks a function whose one body serves the CPU and CUDA, so that both decide alike bit for bit. So do a
-/// consumer's translation units: the target kvkeep::core compiles them with -ffp-contract=off, since no multiplication
-/// may be fused with an addition. Who does not link it sets that flag.
+/// `KVKEEP_HD` marks a function with one body for the CPU and CUDA, so that both decide the same, bit for bit. For the
+/// same reason kvkeep::core compiles a consumer's translation units with -ffp-contract=off: no multiplication may be
+/// fused with an addition. If you do not link that target, set the flag yourself.
 
 #if defined(__FAST_MATH__)
-#error \
-    "kvkeep: -ffast-math (or -Ofast) changes what the headers compute, NaN included; compile what includes them without it"
+#error "kvkeep: -ffast-math (or -Ofast) changes what the headers compute, NaN included; compile without it"
 #endif
 
 #if defined(__CUDACC__)

@@ -1,5 +1,5 @@
 #pragma once
-/// What every row may keep at an event: settled before anything is scored.
+/// How much every row may keep at an event. Settled before anything is scored.
 
 #include <cstdint>
 #include <vector>
@@ -15,7 +15,7 @@ struct Limits {
   std::vector<RowLimit> rows;  ///< [rows]
 };
 
-/// The same budget for every row: for scorers and allocators that are used without a policy.
+/// The same budget for every row, for scorers and allocators that are used without a policy.
 [[nodiscard]] inline Limits even_limits(const RowTable& table, std::int32_t budget, std::int32_t sink = 0,
                                         std::int32_t recent = 0, Variant variant = Variant::strict) {
   Limits limits{variant, {}, {}};

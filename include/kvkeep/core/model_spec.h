@@ -1,5 +1,5 @@
 #pragma once
-/// What a policy must know of the model: shapes, RoPE, and which layers hold a cache of their own.
+/// What a policy must know about the model: shapes, RoPE, and which layers have a cache of their own.
 
 #include <cmath>
 #include <cstdint>
@@ -11,10 +11,10 @@
 
 namespace kvkeep {
 
-/// What a layer caches. Only `full` layers are ever cut; the others pass untouched and count in no ratio.
+/// What a layer caches. Only `full` layers are ever cut; the others stay untouched and count in no ratio.
 enum class LayerKind : std::uint8_t {
-  full,       ///< every token attends to all earlier ones; owns its K and V
-  elsewhere,  ///< full too, but its rows are not in this cache: another device holds them, or a trace left them out
+  full,       ///< every token attends to all earlier ones; the layer owns its K and V
+  elsewhere,  ///< also full, but its rows are not in this cache: another device holds them, or a trace omits them
   sliding,    ///< attends to the last `window` tokens only
   shared,     ///< reads the cache of layer `source`
   other,      ///< holds no K/V rows (state-space, linear attention, cross attention)
@@ -28,12 +28,12 @@ struct LayerSpec {
 
 /// Shapes and conventions of one model. Query head h reads KV head h / group().
 struct ModelSpec {
-  std::int32_t query_heads = 0;  ///< Hq; 0: not known, for policies that read no queries
+  std::int32_t query_heads = 0;  ///< Hq; 0: unknown, for policies that read no queries
   std::int32_t kv_heads = 0;     ///< Hkv, divides Hq
   std::int32_t key_dim = 0;      ///< D of keys and queries
   std::int32_t value_dim = 0;    ///< D of values; may differ
-  double softmax_scale = 0.0;    ///< factor on q.k; 0 stands for 1/sqrt(key_dim)
-  RopeSpec rope;                 ///< after scaling; rotates queries that are handed over before RoPE
+  double softmax_scale = 0.0;    ///< factor on q.k; 0 means 1/sqrt(key_dim)
+  RopeSpec rope;                 ///< after scaling; rotates queries that are given before RoPE
   std::vector<LayerSpec> layers;
 
   [[nodiscard]] std::int32_t num_layers() const { return static_cast<std::int32_t>(layers.size()); }
@@ -67,7 +67,7 @@ struct ModelSpec {
     for (std::int32_t l = 0; l < num_layers(); ++l) {
       const LayerSpec& layer = layers[static_cast<std::size_t>(l)];
       KVKEEP_REQUIRE(layer.kind != LayerKind::sliding || layer.window >= 1, "ModelSpec: layer ", l,
-                     " slides over window ", layer.window, "; allowed 1 or more");
+                     " has a sliding window of ", layer.window, "; allowed 1 or more");
       KVKEEP_REQUIRE(layer.kind != LayerKind::shared || (layer.source >= 0 && layer.source < l), "ModelSpec: layer ", l,
                      " shares the cache of layer ", layer.source, "; allowed an earlier layer");
     }

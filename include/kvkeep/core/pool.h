@@ -1,5 +1,5 @@
 #pragma once
-/// Pooling over adjacent slots: neighbours in time, for slots ascend by position.
+/// Pooling over adjacent slots. They are neighbours in time, because slots ascend by position.
 
 #include <cmath>
 #include <cstdint>
@@ -18,8 +18,8 @@ KVKEEP_HD inline float pooled_average(const float* x, std::int32_t n, std::int32
   return sum / static_cast<float>(kernel);
 }
 
-/// 1-D average over adjacent slots, stride 1, zeros outside [0, n), always divided by `kernel`, so that the edges are
-/// damped. `kernel` odd; 1 copies. `out` must not overlap `x`. Order: ascending slots, fp32.
+/// 1-D average over adjacent slots, stride 1, zeros outside [0, n), always divided by `kernel`, so the edges are
+/// damped. `kernel` is odd; 1 copies. `out` must not overlap `x`. Order: ascending slots, fp32.
 KVKEEP_HD inline void pool_average(const float* x, std::int32_t n, std::int32_t kernel, float* out) {
   for (std::int32_t t = 0; t < n; ++t) out[t] = pooled_average(x, n, kernel, t);
 }
@@ -34,8 +34,8 @@ KVKEEP_HD inline float pooled_max(const float* x, std::int32_t n, std::int32_t k
   return best;
 }
 
-/// 1-D maximum over adjacent slots, stride 1, nothing outside [0, n), so that the edges are not damped. NaN is passed
-/// over; of NaN alone it is -inf. `kernel` odd; 1 or less copies. `out` must not overlap `x`.
+/// 1-D maximum over adjacent slots, stride 1, nothing outside [0, n), so the edges are not damped. Skips NaN; -inf if
+/// there is nothing else. `kernel` is odd; 1 or less copies. `out` must not overlap `x`.
 KVKEEP_HD inline void pool_max(const float* x, std::int32_t n, std::int32_t kernel, float* out) {
   for (std::int32_t t = 0; t < n; ++t) out[t] = pooled_max(x, n, kernel, t);
 }

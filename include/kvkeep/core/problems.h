@@ -1,5 +1,5 @@
 #pragma once
-/// What is not allowed in a struct of options, all of it in one message.
+/// Everything that is not allowed in a struct of options, in one message.
 
 #include <string>
 #include <string_view>
@@ -9,7 +9,7 @@
 
 namespace kvkeep {
 
-/// Throws InvalidArgument "operation: one; two; three" unless there are none.
+/// Throws InvalidArgument "operation: one; two; three" unless `problems` is empty.
 inline void require_no_problems(std::string_view operation, const std::vector<std::string>& problems) {
   std::string all;
   for (const std::string& one : problems) all += (all.empty() ? "" : "; ") + one;

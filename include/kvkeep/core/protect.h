@@ -1,5 +1,5 @@
 #pragma once
-/// Slots that stay whatever their score. A set, never a magic score.
+/// Slots that stay whatever they score. A set, never a magic score.
 
 #include <cstdint>
 
@@ -19,8 +19,8 @@ struct Protected {
   }
 };
 
-/// What fits of the asked sinks and recents into `budget` slots of a row of `length`. Strict: recents shrink first.
-/// Official: sinks shrink first.
+/// The part of the requested sinks and recents that fits into `budget` slots of a row of `length`. Strict: recents
+/// shrink first. Official: sinks shrink first.
 KVKEEP_HD inline Protected protect(std::int32_t length, std::int32_t budget, std::int32_t sink, std::int32_t recent,
                                    Variant variant) {
   const auto least = [](std::int32_t a, std::int32_t b) { return a < b ? a : b; };

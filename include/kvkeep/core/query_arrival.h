@@ -1,12 +1,12 @@
 #pragma once
-/// New queries on their way to a ring on a device. Plain structs that a kernel takes as they are; no LibTorch in here.
+/// New queries to be copied into a ring on a device. Plain structs that kernels take unchanged; no LibTorch in here.
 
 #include <cstddef>
 #include <cstdint>
 
 namespace kvkeep {
 
-/// Of one layer of one sequence, at consecutive positions.
+/// Queries of one layer of one sequence, at consecutive positions.
 struct QueryArrival {
   const std::byte* from = nullptr;    ///< first token
   std::byte* ring = nullptr;          ///< [capacity, Hq, D] packed
@@ -17,12 +17,12 @@ struct QueryArrival {
   std::int32_t position = 0;  ///< logical, of the first token
 };
 
-/// How one token's queries lie.
+/// Memory layout of one token's queries.
 struct QueryLayout {
   std::int32_t heads = 0;
   std::int64_t head_bytes = 0;    ///< D elements
-  std::int64_t token_stride = 0;  ///< bytes, where they come from
-  std::int64_t head_stride = 0;   ///< bytes, where they come from
+  std::int64_t token_stride = 0;  ///< bytes, in the source
+  std::int64_t head_stride = 0;   ///< bytes, in the source
 };
 
 }  // namespace kvkeep

@@ -1,5 +1,5 @@
 #pragma once
-/// Rotary position embedding: what the library must know of it, and the rotation itself.
+/// Rotary position embedding: its parameters, and the rotation itself.
 
 #include <cmath>
 #include <cstdint>
@@ -10,18 +10,18 @@
 
 namespace kvkeep {
 
-/// Which two components make a rotary pair f of F.
+/// Which two components form rotary pair f of F.
 enum class RopeStyle : std::uint8_t {
   half,         ///< (x[f], x[f + F]): Llama, Qwen
   interleaved,  ///< (x[2f], x[2f + 1]): GPT-J
 };
 
-/// RoPE of a model, after any scaling (llama3, YaRN). Pair f turns by position * inv_freq[f]; cos and sin are
+/// RoPE of a model, after any scaling (llama3, YaRN). Pair f rotates by position * inv_freq[f]; cos and sin are
 /// multiplied by `attention_scaling`. Components past 2 * inv_freq.size() are not rotated (partial RoPE).
 struct RopeSpec {
   RopeStyle style = RopeStyle::half;
   std::vector<double> inv_freq;    ///< [F] radians per position; empty: no rotation
-  double attention_scaling = 1.0;  ///< 1 except for YaRN and its like
+  double attention_scaling = 1.0;  ///< 1 except for YaRN and similar
 
   [[nodiscard]] std::int64_t rotary_dim() const { return 2 * static_cast<std::int64_t>(inv_freq.size()); }
 };
@@ -35,8 +35,8 @@ KVKEEP_HD inline RopePair rope_pair(RopeStyle style, std::int64_t f, std::int64_
   return style == RopeStyle::half ? RopePair{f, f + pairs} : RopePair{2 * f, 2 * f + 1};
 }
 
-/// Angle of pair f at `position`, reduced to about [-pi, pi] in double: at position 1e6 a float phase is off by 0.03
-/// rad.
+/// Angle of pair f at `position`, reduced to about [-pi, pi]. In double, because at position 1e6 a float phase is off
+/// by 0.03 rad.
 KVKEEP_HD inline double rope_angle(std::int64_t position, double inv_freq) {
   constexpr double kTurn = 6.283185307179586476925286766559;
   const double angle = static_cast<double>(position) * inv_freq;
@@ -54,7 +54,7 @@ KVKEEP_HD inline RopeTurn rope_turn(std::int64_t position, double inv_freq, doub
 }
 
 /// Mean of the turns of one pair at `count` positions from `first` on, times the attention scaling. In closed form,
-/// exp(i w (first + (n - 1) / 2)) sin(n w / 2) / (n sin(w / 2)), or term by term where sin(w / 2) vanishes.
+/// exp(i w (first + (n - 1) / 2)) sin(n w / 2) / (n sin(w / 2)), or term by term if sin(w / 2) vanishes.
 struct RopeMeanTurn {
   double cosine;
   double sine;

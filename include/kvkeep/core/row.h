@@ -14,22 +14,22 @@
 
 namespace kvkeep {
 
-/// Where one side of the row (place, head) of a dense layer lies, from slot `start` on. `side`: [B, Hkv, capacity, D],
-/// or without D for scales. Undefined: width 0.
+/// Address of one side of the row (place, head) of a dense layer, from slot `start` on. `side`: [B, Hkv, capacity, D],
+/// or without D for scales. If it is undefined, width is 0.
 [[nodiscard]] SlotAddress dense_address(const Tensor& side, std::int64_t place, std::int64_t head,
                                         std::int64_t start = 0);
 
-/// The same of a paged layer, whose row holds `pages` in order.
+/// The same for a paged layer whose row holds `pages` in order.
 [[nodiscard]] SlotAddress paged_address(const Tensor& side, PageLayout layout, std::int64_t head,
                                         const std::int32_t* pages);
 
-/// Whether queries are handed over before or after the rotary embedding.
+/// Whether queries are given before or after the rotary embedding.
 enum class QueryBasis : std::uint8_t { pre_rope, post_rope };
 
-/// The newest queries of one (layer, sequence), oldest first, in a ring of `ring` tokens that starts at token `begin`.
+/// The newest queries of one (layer, sequence), oldest first, in a ring of `ring` tokens whose oldest is at `begin`.
 struct QueryView {
   const std::byte* data = nullptr;
-  ScalarType dtype = kFloat32;              ///< f32, f16 or bf16
+  Dtype dtype = Dtype::f32;                 ///< f32, f16 or bf16
   std::int64_t token_stride = 0;            ///< bytes
   std::int64_t head_stride = 0;             ///< bytes
   const std::int32_t* positions = nullptr;  ///< i32 [ring] logical
@@ -47,39 +47,38 @@ struct QueryView {
 
 class QueryStatistics;
 
-/// RowGroup::surprisal of positions where no token stands.
+/// RowGroup::surprisal of positions without a token.
 inline constexpr float kNoToken = -std::numeric_limits<float>::infinity();
 
-/// The Hkv rows of one (layer, sequence): they share queries and lie next to each other in the table.
+/// The Hkv rows of one (layer, sequence). They share queries and are adjacent in the table.
 struct RowGroup {
   std::int32_t layer = 0;
   std::int32_t sequence = 0;
   std::int64_t first_row = 0;
   QueryView queries;
-  std::int32_t next_position = 0;  ///< logical position of the next token: the last one's plus one
+  std::int32_t next_position = 0;  ///< logical position of the next token: that of the last one plus 1
   std::int32_t prompt_end = 0;     ///< logical position below which every token belongs to the prompt
   TokenCount seen = {};            ///< tokens of the sequence so far
   TokenCount prompt = {};          ///< how many of them are its prompt
   std::span<const std::int32_t> newest =
-      {};  ///< rows on a device: positions of the newest slots of every row, which Row::positions does not hold yet
-  std::int32_t prompt_slots = -1;  ///< rows on a device: slots of every row at positions below `prompt_end`, where all
+      {};  ///< rows on a device: positions of the newest slots of every row, which are not in Row::positions yet
+  std::int32_t prompt_slots = -1;  ///< rows on a device: slots of every row at positions below `prompt_end`, when all
                                    ///< of them stay; -1: not known
-  const QueryStatistics* statistics =
-      nullptr;  ///< of every query so far, where a policy asked for them; null in a trace
+  const QueryStatistics* statistics = nullptr;  ///< of every query so far, if the policy asks for them; null in a trace
   std::span<const float> surprisal =
-      {};  ///< nats, by logical position, of all tokens, where a policy asked for them; kNoToken in gaps
-  std::int32_t settled = 0;  ///< logical position below which everything was decided for good (Fold::settled)
+      {};  ///< nats, by logical position, of all tokens, if the policy asks for them; kNoToken in gaps
+  std::int32_t settled = 0;  ///< logical position below which every decision is final (Fold::settled)
 };
 
 /// All rows of one event, in the order layer, sequence, head.
 struct RowTable {
   std::vector<Row> rows;
   std::vector<RowGroup> groups;
-  ScalarType key_dtype = kFloat32;
-  ScalarType value_dtype = kFloat32;
-  Device device = c10::kCPU;
-  std::int32_t page_size = 0;  ///< slots of a page; 0: dense
-  std::int64_t slots = 0;      ///< sum of all lengths: size of a flat f32 array over the rows
+  Dtype key_dtype = Dtype::f32;
+  Dtype value_dtype = Dtype::f32;
+  Device device = {};
+  std::int32_t page_size = 0;  ///< slots per page; 0: dense
+  std::int64_t slots = 0;      ///< sum of all lengths: the size of a flat f32 array over the rows
 
   [[nodiscard]] std::span<const Row> rows_of(const RowGroup& group, std::int32_t kv_heads) const {
     return {rows.data() + group.first_row, static_cast<std::size_t>(kv_heads)};
@@ -87,9 +86,9 @@ struct RowTable {
 };
 
 /// Rows of `layers` for the sequences `due` (indices into the view), without columns and queries.
-/// Throws InvalidArgument when the view does not fit the spec: layer count, kind of cache, dtype, shape, strides,
-/// device, page size, page, place or length out of range. Cost: O(rows), and O(pages) of the due sequences where layers
-/// are paged; no allocation per slot.
+/// Throws InvalidArgument if the view does not fit the spec: layer count, kind of cache, dtype, shape, strides, device,
+/// page size, page, place or length out of range. Cost: O(rows), plus O(pages) of the due sequences if layers are
+/// paged; no allocation per slot.
 [[nodiscard]] RowTable make_rows(const ModelSpec& spec, const CacheView& view, std::span<const std::int32_t> layers,
                                  std::span<const std::int32_t> due);
 

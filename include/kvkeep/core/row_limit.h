@@ -1,5 +1,5 @@
 #pragma once
-/// What one row may keep at an event. No LibTorch in here.
+/// How much one row may keep at an event. No LibTorch in here.
 
 #include <cstdint>
 
@@ -9,14 +9,14 @@
 namespace kvkeep {
 
 struct RowLimit {
-  std::int32_t budget = 0;  ///< slots that may stay; where the rows of a layer share one budget, their mean
+  std::int32_t budget = 0;  ///< slots that may stay; if the rows of a layer share one budget, their mean
   bool due =
-      false;  ///< something of this row may go; a row that is not due keeps every slot, and its score is not looked at
-  Protected guarded;  ///< slots that stay whatever their score, at most `budget` of them
+      false;  ///< some slots of this row may go; a row that is not due keeps every slot, and its scores are ignored
+  Protected guarded;  ///< slots that stay whatever they score, at most `budget` of them
 };
 
-/// Slots that rank before all others inside their segment, whatever they score: what published scorers do by writing a
-/// maximum over them (variant official).
+/// Slots that rank before all others in their segment, whatever they score. Published scorers do this by overwriting
+/// their scores with a maximum (variant official).
 struct Padding {
   std::int32_t oldest = 0;
   std::int32_t newest = 0;

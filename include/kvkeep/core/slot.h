@@ -1,5 +1,5 @@
 #pragma once
-/// A row is (layer, sequence, KV head): the unit of every decision. Plain structs that a kernel takes as they are; no
+/// A row is (layer, sequence, KV head): the unit of every decision. Plain structs that kernels take unchanged; no
 /// LibTorch in here.
 
 #include <cstddef>
@@ -9,12 +9,12 @@
 
 namespace kvkeep {
 
-/// Where the slots of one side (keys, values or their scales) of a row lie: side by side in a dense cache, by page in a
-/// paged one. The one place that knows.
+/// Addresses of the slots of one side (keys, values or their scales) of a row: at one stride in a dense cache, by page
+/// in a paged one. No other code knows this layout.
 struct SlotAddress {
   std::byte* base = nullptr;            ///< slot 0; in pages, slot 0 of page 0
-  std::int64_t stride = 0;              ///< bytes from slot to slot, inside a page where there are pages
-  std::int64_t width = 0;               ///< bytes of one slot's vector; 0: the side is not there
+  std::int64_t stride = 0;              ///< bytes from slot to slot; in pages, within a page
+  std::int64_t width = 0;               ///< bytes of one slot's vector; 0: the side is absent
   const std::int32_t* pages = nullptr;  ///< i32 [ceil(length / page_size)] the row's pages in order; null: dense
   std::int64_t page_stride = 0;         ///< bytes from page to page
   std::int32_t page_shift = 0;          ///< log2 of the page size
@@ -23,7 +23,7 @@ struct SlotAddress {
     if (pages == nullptr) return base + slot * stride;
     return base + pages[slot >> page_shift] * page_stride + (slot & ((std::int64_t{1} << page_shift) - 1)) * stride;
   }
-  /// Slots from `slot` on that lie one stride apart.
+  /// Number of slots from `slot` on that are one stride apart.
   [[nodiscard]] KVKEEP_HD std::int64_t run(std::int64_t slot) const {
     return pages == nullptr ? std::int64_t{1} << 62
                             : (std::int64_t{1} << page_shift) - (slot & ((std::int64_t{1} << page_shift) - 1));
@@ -36,22 +36,21 @@ struct Row {
   std::int32_t sequence = 0;  ///< index into the step's sequences
   std::int32_t head = 0;      ///< KV head
   std::int32_t length = 0;    ///< slots held
-  std::int64_t first =
-      0;  ///< where the row's values begin in flat f32 arrays (Scores, Mass): sum of the lengths before it
+  std::int64_t first = 0;     ///< start of the row in flat f32 arrays (Scores, Mass): the sum of the lengths before it
   SlotAddress keys = {};
   SlotAddress values = {};
-  SlotAddress key_scales = {};  ///< where rows are quantised and the cache brings their scales
+  SlotAddress key_scales = {};  ///< if rows are quantised and the cache has their scales
   SlotAddress value_scales = {};
 
-  /// K and V bytes of one slot, scales included.
+  /// K and V bytes of one slot, including scales.
   [[nodiscard]] std::int64_t slot_bytes() const {
     return keys.width + values.width + key_scales.width + value_scales.width;
   }
   const std::int32_t* positions = nullptr;  ///< i32 [length] logical position per slot, ascending
-  const float* credit = nullptr;            ///< f32 [credit_length] EMA credit of the oldest slots; the rest hold 0
+  const float* credit = nullptr;            ///< f32 [credit_length] EMA credit of the oldest slots; 0 for the rest
   std::int32_t credit_length = 0;
   const float* tally = nullptr;  ///< f32 [tally_length] what an accumulating scorer gave the oldest slots at the last
-                                 ///< event; the rest hold 0
+                                 ///< event; 0 for the rest
   std::int32_t tally_length = 0;
 };
 

@@ -1,10 +1,10 @@
 #pragma once
-/// Threads that work on one row together, so that one body serves the CPU, where a team is one thread, and CUDA, where
-/// it is a block or a warp.
+/// Threads that work on one row together. One body serves both the CPU, where a team is one thread, and CUDA, where it
+/// is a block or a warp.
 ///
-/// Every member calls the same functions in the same order with the same arguments but `mine`. Work over n elements is
-/// split by `for (i = rank(); i < n; i += size())`; what one member wrote others read after sync(). Sums are of
-/// integers: they do not depend on who added what first.
+/// Every member calls the same functions in the same order with the same arguments except `mine`. Work over n elements
+/// is split by `for (i = rank(); i < n; i += size())`. Members see each other's writes after sync(). Sums are over
+/// integers, so they do not depend on the order of addition.
 
 #include <cstdint>
 
@@ -18,7 +18,7 @@ struct OneThread {
   KVKEEP_HD void sync() const {}
   /// Sum over all members, the same for each.
   [[nodiscard]] KVKEEP_HD std::uint64_t sum(std::uint64_t mine) const { return mine; }
-  /// Largest over all members; a NaN counts as nothing.
+  /// Largest over all members; NaN is ignored.
   [[nodiscard]] KVKEEP_HD float largest(float mine) const { return mine; }
   /// Sum over the members of lower rank.
   [[nodiscard]] KVKEEP_HD std::uint64_t sum_before(std::uint64_t mine) const { return mine - mine; }

@@ -1,22 +1,385 @@
 #pragma once
-/// The only names that kvkeep takes from LibTorch.
+/// Arrays of numbers, as kvkeep takes and returns them: strided views that share memory and have no arithmetic.
+/// kvkeep/torch.h converts them from and to LibTorch's tensors.
 
-#include <ATen/core/Tensor.h>
-#include <c10/core/Device.h>
-#include <c10/core/ScalarType.h>
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+#include <memory>
+#include <new>
+#include <ostream>
+#include <span>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "kvkeep/core/device.h"
+#include "kvkeep/core/dtype.h"
+#include "kvkeep/core/error.h"
 
 namespace kvkeep {
 
-using Tensor = at::Tensor;
-using ScalarType = c10::ScalarType;
-using Device = c10::Device;
+/// Sizes or strides, outermost first. Prints as [2, 3].
+class Shape {
+ public:
+  static constexpr std::size_t kMostDims = 8;
 
-inline constexpr ScalarType kFloat32 = c10::ScalarType::Float;
-inline constexpr ScalarType kFloat16 = c10::ScalarType::Half;
-inline constexpr ScalarType kBFloat16 = c10::ScalarType::BFloat16;
-inline constexpr ScalarType kInt32 = c10::ScalarType::Int;
+  Shape() = default;
+  Shape(std::initializer_list<std::int64_t> sizes)
+      : Shape(std::span<const std::int64_t>(sizes.begin(), sizes.size())) {}
+  Shape(const std::vector<std::int64_t>& sizes) : Shape(std::span<const std::int64_t>(sizes)) {}
+  /// Throws InvalidArgument above 8 dimensions.
+  Shape(std::span<const std::int64_t> sizes) : count_(sizes.size()) {
+    KVKEEP_REQUIRE(count_ <= kMostDims, "tensor: ", sizes.size(), " dimensions; allowed up to ", kMostDims);
+    std::ranges::copy(sizes, sizes_.begin());
+  }
 
-/// True for the dtypes that scores can be read from: f32, f16, bf16.
-inline bool is_scorable(ScalarType dtype) { return dtype == kFloat32 || dtype == kFloat16 || dtype == kBFloat16; }
+  [[nodiscard]] std::size_t size() const { return count_; }
+  [[nodiscard]] std::int64_t* begin() { return sizes_.data(); }
+  [[nodiscard]] std::int64_t* end() { return sizes_.data() + count_; }
+  [[nodiscard]] const std::int64_t* begin() const { return sizes_.data(); }
+  [[nodiscard]] const std::int64_t* end() const { return sizes_.data() + count_; }
+  [[nodiscard]] const std::int64_t* data() const { return sizes_.data(); }
+  [[nodiscard]] std::int64_t& operator[](std::size_t i) { return sizes_[i]; }
+  [[nodiscard]] std::int64_t operator[](std::size_t i) const { return sizes_[i]; }
+  [[nodiscard]] std::int64_t product() const {
+    std::int64_t all = 1;
+    for (const std::int64_t size : *this) all *= size;
+    return all;
+  }
+  /// Removes one dimension.
+  void erase(std::size_t i) {
+    std::copy(begin() + i + 1, end(), begin() + i);
+    --count_;
+  }
+  friend bool operator==(const Shape& a, const Shape& b) { return std::ranges::equal(a, b); }
+  friend std::ostream& operator<<(std::ostream& out, const Shape& shape) {
+    out << '[';
+    for (std::size_t i = 0; i < shape.size(); ++i) out << (i > 0 ? ", " : "") << shape[i];
+    return out << ']';
+  }
+
+ private:
+  std::array<std::int64_t, kMostDims> sizes_{};
+  std::size_t count_ = 0;
+};
+
+/// Shares ownership of whatever keeps memory alive. A copy increments a count and allocates nothing.
+class Owner {
+ public:
+  struct Counting {
+    void (*retain)(void*);
+    void (*release)(void*);
+  };
+
+  Owner() = default;
+  /// Takes over one reference to `held`.
+  Owner(void* held, const Counting& counting) : held_(held), counting_(&counting) {}
+  Owner(const Owner& other) : held_(other.held_), counting_(other.counting_) {
+    if (held_ != nullptr) counting_->retain(held_);
+  }
+  Owner(Owner&& other) noexcept : held_(std::exchange(other.held_, nullptr)), counting_(other.counting_) {}
+  Owner& operator=(Owner other) noexcept {
+    std::swap(held_, other.held_);
+    std::swap(counting_, other.counting_);
+    return *this;
+  }
+  ~Owner() {
+    if (held_ != nullptr) counting_->release(held_);
+  }
+
+  /// Owns any object.
+  template <class T>
+  [[nodiscard]] static Owner of(T object) {
+    struct Box {
+      T object;
+      std::atomic<std::int64_t> count{1};
+    };
+    static constexpr Counting kCounting{
+        [](void* box) { static_cast<Box*>(box)->count.fetch_add(1, std::memory_order_relaxed); },
+        [](void* box) {
+          if (static_cast<Box*>(box)->count.fetch_sub(1, std::memory_order_acq_rel) == 1) delete static_cast<Box*>(box);
+        }};
+    return {new Box{std::move(object)}, kCounting};
+  }
+
+ private:
+  void* held_ = nullptr;
+  const Counting* counting_ = nullptr;
+};
+
+/// Specialised by a backend for its own tensor type: `static Tensor view(const T&)` and `static T made_of(const
+/// Tensor&)`, both sharing memory.
+template <class T>
+struct TensorBackend;
+
+template <class T>
+concept BackendTensor = requires { sizeof(TensorBackend<T>); };
+
+/// An array of one dtype on one device. Copies are views of the same memory.
+class Tensor {
+ public:
+  Tensor() = default;
+  /// A view of `data`, which `owner` keeps alive (without one, the caller does). Strides are in elements.
+  Tensor(void* data, Dtype dtype, const Shape& sizes, const Shape& strides, Device device = {}, Owner owner = {})
+      : data_(static_cast<std::byte*>(data)),
+        sizes_(sizes),
+        strides_(strides),
+        dtype_(dtype),
+        device_(device),
+        defined_(true),
+        owner_(std::move(owner)) {}
+  /// A contiguous view.
+  Tensor(void* data, Dtype dtype, const Shape& sizes, Device device = {}, Owner owner = {})
+      : Tensor(data, dtype, sizes, contiguous_strides(sizes), device, std::move(owner)) {}
+  /// Shares the memory of a backend's tensor.
+  template <BackendTensor T>
+  Tensor(const T& other) : Tensor(TensorBackend<T>::view(other)) {}
+  template <BackendTensor T>
+  operator T() const {
+    return TensorBackend<T>::made_of(*this);
+  }
+
+  /// False for an absent tensor.
+  [[nodiscard]] bool defined() const { return defined_; }
+  [[nodiscard]] const Shape& sizes() const { return sizes_; }
+  [[nodiscard]] const Shape& strides() const { return strides_; }
+  /// Negative dimensions count from the end.
+  [[nodiscard]] std::int64_t size(std::int64_t d) const { return sizes_[at_dim(d)]; }
+  [[nodiscard]] std::int64_t stride(std::int64_t d) const { return strides_[at_dim(d)]; }
+  [[nodiscard]] std::int64_t dim() const { return static_cast<std::int64_t>(sizes_.size()); }
+  [[nodiscard]] std::int64_t numel() const { return defined_ ? sizes_.product() : 0; }
+  [[nodiscard]] Dtype dtype() const { return dtype_; }
+  [[nodiscard]] const Device& device() const { return device_; }
+  [[nodiscard]] std::int64_t element_size() const { return kvkeep::element_size(dtype_); }
+  [[nodiscard]] std::int64_t nbytes() const { return numel() * element_size(); }
+  [[nodiscard]] const Owner& owner() const { return owner_; }
+  [[nodiscard]] bool is_contiguous() const {
+    std::int64_t expected = 1;
+    for (std::size_t d = sizes_.size(); d-- > 0;) {
+      if (sizes_[d] != 1 && strides_[d] != expected) return numel() == 0;
+      expected *= sizes_[d];
+    }
+    return true;
+  }
+
+  /// As in other pointer-like types, constness is that of the view, not of the data.
+  [[nodiscard]] std::byte* bytes() const { return data_; }
+  template <class T>
+  [[nodiscard]] T* data() const {
+    KVKEEP_REQUIRE(DtypeOf<T>::value == dtype_, "tensor: read as ", DtypeOf<T>::value, "; it holds ", dtype_);
+    return reinterpret_cast<T*>(data_);
+  }
+
+  /// Views. `select` drops dimension d; `narrow` keeps `length` of it from `begin` on.
+  [[nodiscard]] Tensor select(std::int64_t d, std::int64_t index) const {
+    Tensor out = narrow(d, index, 1);
+    out.sizes_.erase(at_dim(d)), out.strides_.erase(at_dim(d));
+    return out;
+  }
+  [[nodiscard]] Tensor narrow(std::int64_t d, std::int64_t begin, std::int64_t length) const {
+    const std::size_t at = at_dim(d);
+    KVKEEP_REQUIRE(begin >= 0 && length >= 0 && begin + length <= sizes_[at], "tensor: range ", begin, " to ",
+                   begin + length, " of dimension ", d, "; allowed up to ", sizes_[at]);
+    Tensor out = *this;
+    if (data_ != nullptr) out.data_ += begin * strides_[at] * element_size();
+    out.sizes_[at] = length;
+    return out;
+  }
+  [[nodiscard]] Tensor reshaped(const Shape& sizes) const {
+    KVKEEP_REQUIRE(is_contiguous() && sizes.product() == numel(), "tensor: ", sizes_, " as ", sizes,
+                   "; allowed a contiguous tensor with as many numbers");
+    return {data_, dtype_, sizes, device_, owner_};
+  }
+
+ private:
+  static Shape contiguous_strides(const Shape& sizes) {
+    Shape strides = sizes;
+    std::int64_t stride = 1;
+    for (std::size_t d = sizes.size(); d-- > 0;) {
+      strides[d] = stride;
+      stride *= std::max<std::int64_t>(sizes[d], 1);
+    }
+    return strides;
+  }
+  [[nodiscard]] std::size_t at_dim(std::int64_t d) const {
+    const std::int64_t at = d < 0 ? d + dim() : d;
+    KVKEEP_REQUIRE(at >= 0 && at < dim(), "tensor: dimension ", d, "; it has ", dim());
+    return static_cast<std::size_t>(at);
+  }
+
+  std::byte* data_ = nullptr;
+  Shape sizes_, strides_;
+  Dtype dtype_ = Dtype::f32;
+  Device device_ = {};
+  bool defined_ = false;
+  Owner owner_;
+};
+
+/// Copies between two tensors of one shape and dtype, at least one of which is not on the CPU.
+using DeviceCopy = void (*)(const Tensor& from, const Tensor& to);
+
+namespace detail {
+
+// One in the whole process, whatever a consumer hides.
+[[gnu::visibility("default")]] inline std::atomic<DeviceCopy> device_copy{nullptr};
+
+struct FreeAligned {
+  void operator()(std::byte* p) const { ::operator delete(p, std::align_val_t{64}); }
+};
+
+/// Calls f(a, b) with the addresses of every pair of numbers of two arrays of one shape, outermost dimension first.
+template <class F>
+void each_pair(const Shape& sizes, std::byte* a, const Shape& a_strides, std::int64_t a_bytes, std::byte* b,
+               const Shape& b_strides, std::int64_t b_bytes, std::size_t d, const F& f) {
+  if (d == sizes.size()) return f(a, b);
+  for (std::int64_t i = 0; i < sizes[d]; ++i)
+    each_pair(sizes, a + i * a_strides[d] * a_bytes, a_strides, a_bytes, b + i * b_strides[d] * b_bytes, b_strides,
+              b_bytes, d + 1, f);
+}
+
+}  // namespace detail
+
+/// From now on copy() uses it for tensors that are not on the CPU; null: copy() refuses them. Returns the one used
+/// before.
+inline DeviceCopy use_device_copy(DeviceCopy copy) {
+  return detail::device_copy.exchange(copy, std::memory_order_acq_rel);
+}
+
+/// A contiguous, uninitialised tensor on the CPU, aligned to 64 bytes. Throws InvalidArgument for a negative size, and
+/// for more than 2^63 - 1 bytes.
+[[nodiscard]] inline Tensor empty(const Shape& sizes, Dtype dtype) {
+  std::int64_t numbers = 1, needed = 0;
+  bool fits = true, none = false;
+  for (const std::int64_t size : sizes) {  // strides are made from the sizes that are not 0
+    fits = fits && size >= 0 && !__builtin_mul_overflow(numbers, std::max<std::int64_t>(size, 1), &numbers);
+    none = none || size == 0;
+  }
+  fits = fits && (none || !__builtin_mul_overflow(numbers, element_size(dtype), &needed));
+  KVKEEP_REQUIRE(fits, "tensor: sizes ", sizes, " of ", dtype,
+                 "; allowed sizes of 0 or more, and fewer than 2^63 bytes");
+  const auto bytes = static_cast<std::size_t>(std::max<std::int64_t>(needed, 1));
+  std::unique_ptr<std::byte, detail::FreeAligned> memory(
+      static_cast<std::byte*>(::operator new(bytes, std::align_val_t{64})));
+  std::byte* data = memory.get();
+  return {data, dtype, sizes, Device{}, Owner::of(std::move(memory))};
+}
+
+[[nodiscard]] inline Tensor zeros(const Shape& sizes, Dtype dtype) {
+  Tensor out = empty(sizes, dtype);
+  std::memset(out.bytes(), 0, static_cast<std::size_t>(out.nbytes()));
+  return out;
+}
+
+template <class T>
+[[nodiscard]] Tensor full(const Shape& sizes, T value) {
+  Tensor out = empty(sizes, DtypeOf<T>::value);
+  std::fill_n(out.template data<T>(), out.numel(), value);
+  return out;
+}
+
+/// Copies between tensors of one shape and dtype. They must not overlap. Off the CPU a backend does it (kvkeep/torch.h:
+/// on the current stream). Throws InvalidArgument if shape or dtype differ, or without a backend.
+inline void copy(const Tensor& from, const Tensor& to) {
+  const DeviceCopy device_copy = detail::device_copy.load(std::memory_order_acquire);
+  const bool on_cpu = from.device().is_cpu() && to.device().is_cpu();
+  KVKEEP_REQUIRE(from.sizes() == to.sizes() && from.dtype() == to.dtype() && (on_cpu || device_copy != nullptr),
+                 "copy: ", from.sizes(), " ", from.dtype(), " on ", from.device().str(), " to ", to.sizes(), " ",
+                 to.dtype(), " on ", to.device().str(),
+                 "; allowed one shape and dtype, on the CPU or with a backend (kvkeep/torch.h)");
+  if (from.numel() == 0) return;
+  if (!on_cpu) return device_copy(from, to);
+  if (from.is_contiguous() && to.is_contiguous()) {
+    std::memcpy(to.bytes(), from.bytes(), static_cast<std::size_t>(from.nbytes()));
+    return;
+  }
+  const std::int64_t bytes = from.element_size();
+  detail::each_pair(from.sizes(), to.bytes(), to.strides(), bytes, from.bytes(), from.strides(), bytes, 0,
+                    [&](std::byte* t, const std::byte* f) { std::memcpy(t, f, static_cast<std::size_t>(bytes)); });
+}
+
+/// A contiguous copy, on the CPU.
+[[nodiscard]] inline Tensor clone(const Tensor& t) {
+  Tensor out = empty(t.sizes(), t.dtype());
+  copy(t, out);
+  return out;
+}
+
+/// The tensor itself if it is contiguous, else a copy.
+[[nodiscard]] inline Tensor contiguous(const Tensor& t) { return t.is_contiguous() ? t : clone(t); }
+
+/// Contiguous copies of the entries `places` of dimension d, in that order.
+[[nodiscard]] inline Tensor gather(const Tensor& t, std::int64_t d, std::span<const std::int32_t> places) {
+  Shape sizes = t.sizes();
+  sizes[static_cast<std::size_t>(d)] = static_cast<std::int64_t>(places.size());
+  Tensor out = empty(sizes, t.dtype());
+  for (std::size_t i = 0; i < places.size(); ++i)
+    copy(t.select(d, places[i]), out.select(d, static_cast<std::int64_t>(i)));
+  return out;
+}
+
+/// Calls `body(T{})` with the C++ type of a dtype that can be scored.
+template <class Body>
+decltype(auto) with_dtype(const char* operation, Dtype dtype, Body&& body) {
+  switch (dtype) {
+    case Dtype::f32:
+      return body(float{});
+    case Dtype::f16:
+      return body(Half{});
+    case Dtype::bf16:
+      return body(BFloat16{});
+    default:
+      refuse(operation, ": dtype ", dtype, " cannot be scored; allowed: f32, f16, bf16");
+  }
+}
+
+/// The numbers of a CPU tensor as contiguous T, converted if they are of another type: f32, f16, bf16, f64, i64, i32 or
+/// u8. The tensor itself if there is nothing to do.
+template <class T>
+[[nodiscard]] Tensor as(const Tensor& t) {
+  if (t.dtype() == DtypeOf<T>::value) return contiguous(t);
+  Tensor out = empty(t.sizes(), DtypeOf<T>::value);
+  const auto convert = [&]<class From>(From) {
+    detail::each_pair(t.sizes(), out.bytes(), out.strides(), out.element_size(), t.bytes(), t.strides(),
+                      t.element_size(), 0, [](std::byte* to, const std::byte* from) {
+                        if constexpr (std::is_arithmetic_v<From>)
+                          *reinterpret_cast<T*>(to) = static_cast<T>(*reinterpret_cast<const From*>(from));
+                        else
+                          *reinterpret_cast<T*>(to) =
+                              static_cast<T>(static_cast<float>(*reinterpret_cast<const From*>(from)));
+                      });
+  };
+  if (t.numel() == 0) return out;
+  switch (t.dtype()) {
+    case Dtype::f32:
+      convert(float{});
+      break;
+    case Dtype::f16:
+      convert(Half{});
+      break;
+    case Dtype::bf16:
+      convert(BFloat16{});
+      break;
+    case Dtype::f64:
+      convert(double{});
+      break;
+    case Dtype::i64:
+      convert(std::int64_t{});
+      break;
+    case Dtype::i32:
+      convert(std::int32_t{});
+      break;
+    case Dtype::u8:
+      convert(std::uint8_t{});
+      break;
+    default:
+      refuse("tensor: ", t.dtype(), " as ", DtypeOf<T>::value, "; allowed f32, f16, bf16, f64, i64, i32, u8");
+  }
+  return out;
+}
 
 }  // namespace kvkeep

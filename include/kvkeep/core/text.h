@@ -1,6 +1,5 @@
 #pragma once
-/// The one place where numbers become text: the same characters under every locale, because files are written with
-/// them, too.
+/// The one place where numbers become text: the same characters under every locale, because files contain them too.
 
 #include <charconv>
 #include <concepts>
@@ -18,8 +17,8 @@ template <class T>
 concept Number = std::is_arithmetic_v<T> && !std::same_as<T, bool> && !std::same_as<T, char> &&
                  !std::same_as<T, signed char> && !std::same_as<T, unsigned char>;
 
-/// Appends one part: text as it is, integers in decimal, floating point with six digits as %g, anything else by its
-/// operator<<.
+/// Appends one part: text unchanged, integers in decimal, floating point with six digits as %g does, anything else by
+/// its operator<<.
 template <class T>
 void append(std::string& out, const T& part) {
   if constexpr (std::is_convertible_v<const T&, std::string_view>) {

@@ -1,12 +1,12 @@
 #pragma once
-/// Which reading of a method runs.
+/// Which version of a method runs.
 
 #include <cstdint>
 
 namespace kvkeep {
 
-/// `strict`: our corrected form, every guarantee kept. `official`: the published code, slot for slot, where it
-/// terminates.
+/// `strict`: our corrected form, which keeps every guarantee. `official`: the published code, slot for slot, wherever
+/// it terminates.
 enum class Variant : std::uint8_t { strict, official };
 
 }  // namespace kvkeep

@@ -1,5 +1,5 @@
 #pragma once
-/// What the newest queries made of each row: the outcome of window attention, read by scorers and allocators.
+/// The result of window attention: how the newest queries of each row attend. Read by scorers and allocators.
 
 #include <vector>
 
@@ -12,10 +12,10 @@ namespace kvkeep {
 /// the row. fp32.
 struct WindowAttention {
   std::vector<RowWindow> windows;  ///< [rows]
-  Tensor usage;  ///< f32 [slots] mean over window queries and the heads of the group; on the suffix the mean over the
-                 ///< strictly later queries, 0 where there is none. Absent unless asked for.
+  Tensor usage;   ///< f32 [slots] mean over window queries and the heads of the group; for suffix slots, mean over the
+                  ///< strictly later queries, 0 if there are none. Absent unless requested
   Tensor newest;  ///< f32 [slots] the newest query's probabilities, mean over the heads of the group. Absent unless
-                  ///< asked for.
+                  ///< requested
 };
 
 struct WindowNeeds {

@@ -10,10 +10,10 @@ namespace kvkeep::io {
 
 struct ListedFile;
 
-/// A file under construction: bytes go to a temporary file beside `path`, `commit()` puts it in place, and anything
-/// else removes it. What a link points to is replaced, or made where there is nothing yet. Any number may be under
-/// construction at once. Throws: InvalidArgument when the folder is missing or cannot be written to, when `path` is
-/// there and is not a regular file, or is a link that leads in a circle.
+/// A file under construction: bytes go to a temporary file beside `path`. commit() puts it in place; without it, the
+/// temporary file is removed. If `path` is a link, its target is replaced or created. Any number may be under
+/// construction at once. Throws: InvalidArgument if the folder is missing or cannot be written to, if `path` exists and
+/// is not a regular file, or if it is a circular link.
 class AtomicFile {
  public:
   explicit AtomicFile(const std::filesystem::path& path);
@@ -31,14 +31,14 @@ class AtomicFile {
   std::filesystem::path path_;
   std::string temporary_;
   int descriptor_ = -1;
-  ListedFile* listed_ = nullptr;  // what remove_unfinished_files finds
+  ListedFile* listed_ = nullptr;  // the entry that remove_unfinished_files finds
 };
 
 /// Writes a text file whole or not at all.
 void write_text_atomically(const std::filesystem::path& path, std::string_view content);
 
-/// A file that goes with the process where a signal ends it: remove_unfinished_files() removes it too, as long as this
-/// lives.
+/// A file that must not outlive the process if a signal ends it: remove_unfinished_files() removes it too while this
+/// object lives.
 class RemovedOnSignal {
  public:
   explicit RemovedOnSignal(const std::filesystem::path& path);
@@ -50,8 +50,8 @@ class RemovedOnSignal {
   ListedFile* listed_;
 };
 
-/// Removes the temporary files of every AtomicFile alive, and every RemovedOnSignal. Async-signal-safe: made for a
-/// SIGINT handler that exits next.
+/// Removes the temporary file of every living AtomicFile, and every RemovedOnSignal. Async-signal-safe: for a SIGINT
+/// handler that then exits.
 void remove_unfinished_files() noexcept;
 
 }  // namespace kvkeep::io

@@ -8,8 +8,8 @@
 
 namespace kvkeep {
 
-/// Order of two slots of one row as an integer: larger key stays. Score descending, then the larger (newer) slot; NaN
-/// is lowest, -0 equals +0. Never 0.
+/// Order of two slots of one row as an integer: the larger key stays. Higher score first, then the larger (newer) slot;
+/// NaN is lowest, -0 equals +0. Never 0.
 KVKEEP_HD inline std::uint64_t rank_key(float score, std::int32_t slot) {
   std::uint32_t bits;
   score += 0.0F;

@@ -1,5 +1,5 @@
 #pragma once
-/// Selection: which slots of a row stay, given scores, segments with quotas and protected slots.
+/// Selection: which slots of a row stay, given scores, segments with quotas, and protected slots.
 
 #include <cstdint>
 #include <span>
@@ -19,7 +19,7 @@ void select_in_segments(std::span<const float> scores, std::span<const std::int3
 
 /// The published selection: in each segment the best `quota` slots (protected ones compete, those of `padding` rank
 /// first, newer before older), then protected slots plus the best candidates over the whole row up to `budget`. Trims
-/// without regard to segments, as published.
+/// regardless of segments, as published.
 void select_official(std::span<const float> scores, std::span<const std::int32_t> ends,
                      std::span<const std::int32_t> quotas, Protected guarded, Padding padding,
                      std::vector<std::uint64_t>& keys, std::span<std::int32_t> slots);
@@ -32,7 +32,7 @@ inline void select(std::span<const float> scores, Protected guarded, std::vector
   select_in_segments(scores, {&length, 1}, {&quota, 1}, guarded, keys, slots);
 }
 
-/// Raises `slots` (ascending, `taken` of them set) to slots.size() with the best slots not yet taken; stays ascending.
+/// Fills `slots` (ascending, `taken` of them set) up with the best slots not yet taken; it stays ascending.
 void select_rest(std::span<const float> scores, std::int32_t taken, std::vector<std::uint64_t>& keys,
                  std::span<std::int32_t> slots);
 

@@ -1,7 +1,7 @@
 #pragma once
-/// What the newest queries of a prompt made of the tokens before them, in one layer: what ASL ranks tokens by, and
-/// SnapKV keeps slots by. Source: ASL, its observation window; SnapKV (eq. 3). Differs: nothing of size [Hq, W, T] is
-/// kept; each query at its own position; fp32 throughout.
+/// Scores that the newest queries of a prompt give the tokens before them, in one layer. ASL ranks tokens by them, and
+/// SnapKV keeps slots by them. Source: ASL, its observation window; SnapKV (eq. 3). Differs: stores nothing of size
+/// [Hq, W, T]; each query is at its own position; fp32 throughout.
 
 #include "kvkeep/core/evidence.h"
 
@@ -18,17 +18,17 @@ struct PromptScoreOptions {
 };
 
 struct PromptScores {
-  Tensor heads;   ///< f32 [slots] flat over the rows: of each KV head, sum over its query heads of the pooled sums over
-                  ///< the window; 0 for the window's own slots
-  Tensor tokens;  ///< f32 flat over the groups, each [length - W]: the same, sum over the KV heads
+  Tensor heads;   ///< f32 [slots] flat over the rows: per KV head, sum over its query heads of the pooled sums over the
+                  ///< window; 0 for the window's own slots
+  Tensor tokens;  ///< f32 flat over the groups, each [length - W]: the same, summed over the KV heads
   Tensor sums;    ///< f32 [slots] attention_sum() of the window over all slots, not pooled: mean over the group's heads
 };
 
-/// Softmax of every window query over all slots that it sees, sum over the queries, pooled over the slots before the
-/// window alone, sum over query heads. Requires: rows that end with the window's own slots; a group's rows of one
+/// Softmax of every window query over all slots that it sees, summed over the queries, pooled over only the slots
+/// before the window, summed over query heads. Requires: rows end with the window's own slots; a group's rows have one
 /// length. Throws InvalidArgument for a group with fewer than W queries or no slot before them, rows of unequal length,
-/// an even pool, and what attention_sum() refuses. Cost: attention_sum(), under Pool::maximum for every query head by
-/// itself. Rows run in parallel; a row's result depends on nothing but the row.
+/// an even pool, and what attention_sum() refuses. Cost: attention_sum(), with Pool::maximum once per query head. Rows
+/// run in parallel; a row's result depends only on the row.
 [[nodiscard]] PromptScores prompt_scores(const Evidence& evidence, PromptScoreOptions options = {});
 
 /// Share of the window's attention that each token before it drew: f32 flat over the groups, each [length - window];

@@ -1,7 +1,7 @@
 #pragma once
-/// A prompt that loses tokens behind every layer: PyramidInfer's rule.
+/// A prompt that loses tokens after every layer: PyramidInfer's rule.
 /// Source: PyramidInfer (Yang et al., Pyramid KV Cache Compression for High-throughput LLM Inference), as ASL's
-/// repository runs it. Differs: fp32; equal scores choose the lower index first.
+/// repository runs it. Differs: fp32; among equal scores the lower index is chosen first.
 
 #include <cstdint>
 #include <string>
@@ -16,31 +16,32 @@ struct ShrinkingContextOptions {
     cosine,    ///< from 1 at the first layer down to `keep`
     constant,  ///< `keep` at every layer
   };
-  double recent_ratio = 0.2;  ///< newest share of the prompt: observes, is not scored, and always goes on
-  double keep = 0.9;          ///< share of the others that goes on, at the deepest layer
+  double recent_ratio = 0.2;  ///< newest share of the prompt: observes, is not scored, and always continues
+  double keep = 0.9;          ///< share of the others that continues, at the deepest layer
   Schedule schedule = Schedule::cosine;
-  std::int32_t min_context = 64;  ///< no fewer of the others are left
-  double distance_weight = 1.2;   ///< weight of the newest observer against 1 of the oldest
-  std::int32_t sink = 4;          ///< oldest tokens that always go on
+  std::int32_t min_context = 64;  ///< at least this many of the others are left
+  double distance_weight = 1.2;   ///< weight of the newest observer, relative to 1 for the oldest
+  std::int32_t sink = 4;          ///< oldest tokens that always continue
 
-  /// What is not allowed, one sentence each with the field's name; empty: nothing.
+  /// Every problem with these options, one sentence each that names the field; empty: none.
   [[nodiscard]] std::vector<std::string> problems() const;
 };
 
-/// One prompt whose tokens become fewer from layer to layer.
+/// One prompt that loses tokens from layer to layer.
 class ShrinkingContext {
  public:
-  /// tokens: of the prompt; layers: of the model. Throws InvalidArgument with all of options.problems().
+  /// `layers`: of the model; `tokens`: of the prompt. Throws InvalidArgument with all of options.problems().
   ShrinkingContext(ShrinkingContextOptions options, std::int32_t layers, std::int32_t tokens);
 
-  /// Newest tokens that observe and always go on: floor(recent_ratio * tokens) + 1.
+  /// Newest tokens that observe and always continue: floor(recent_ratio * tokens) + 1.
   [[nodiscard]] std::int32_t observers() const { return observers_; }
-  /// Share of the others that goes on behind this layer.
+  /// Share of the others that continues after this layer.
   [[nodiscard]] double share(std::int32_t layer) const;
-  /// How many of the others go on, where `present` tokens are: all of them where it would leave min_context or fewer.
+  /// How many of the others continue if `present` tokens are present: all of them if the share would leave min_context
+  /// or fewer.
   [[nodiscard]] std::int32_t going_on(std::int32_t layer, std::int32_t present) const;
-  /// Places, among the tokens present, of those that go on behind this layer, ascending.
-  /// evidence: the rows of one layer of this prompt, with at least observers() queries. Throws: as attention_sum().
+  /// Places, among the tokens present, of those that continue after this layer, ascending.
+  /// evidence: the rows of one layer of this prompt, with at least observers() queries. Throws as attention_sum() does.
   /// Cost: attention_sum() of a fifth of the prompt's queries.
   [[nodiscard]] std::vector<std::int32_t> tokens(const Evidence& evidence) const;
 

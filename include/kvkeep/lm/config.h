@@ -1,5 +1,5 @@
 #pragma once
-/// What the reference decoder must know of a model: a Hugging Face folder or a GGUF file.
+/// What the reference decoder needs to know about a model, from a Hugging Face folder or a GGUF file.
 
 #include <cstdint>
 #include <filesystem>
@@ -12,7 +12,7 @@
 
 namespace kvkeep::lm {
 
-/// RoPE as a config names it. Source: transformers `modeling_rope_utils.py` (frequencies), checked against
+/// RoPE as a config describes it. Source: transformers `modeling_rope_utils.py` (frequencies), checked against
 /// transformers 4.51, 4.57, 5.5.
 struct RopeConfig {
   enum class Type : std::uint8_t { standard, linear, llama3, yarn };  ///< `standard` is called "default" in config.json
@@ -26,11 +26,11 @@ struct RopeConfig {
   double beta_fast = 32.0;        ///< yarn
   double beta_slow = 1.0;         ///< yarn
   bool truncate = true;           ///< yarn: correction range rounded to whole pairs
-  std::optional<double> attention_factor = {};  ///< yarn: on cos and sin; from `factor` (and the mscales) where absent
+  std::optional<double> attention_factor = {};  ///< yarn: on cos and sin; from `factor` (and the mscales) if absent
   std::optional<double> mscale = {};            ///< yarn
   std::optional<double> mscale_all_dim = {};    ///< yarn
-  std::vector<double> divisors = {};  ///< [head_dim / 2] of the frequencies, besides: `rope_freqs.weight` of a GGUF
-                                      ///< file, Llama 3's scaling; empty: none
+  std::vector<double> divisors = {};  ///< [head_dim / 2] further divisors of the frequencies: `rope_freqs.weight` of a
+                                      ///< GGUF file, Llama 3's scaling; empty: none
 };
 
 /// Frequencies after scaling, and the factor on cos and sin, for heads of `head_dim`.
@@ -52,8 +52,8 @@ struct LmConfig {
   bool mlp_bias = false;
   bool qk_norm = false;  ///< RMSNorm on each query and key head, before RoPE
   RopeConfig rope;
-  std::vector<std::int32_t> end_tokens;  ///< of generation_config.json; of config.json where that names none; of a GGUF
-                                         ///< file's metadata; may be empty
+  std::vector<std::int32_t> end_tokens;  ///< from generation_config.json, from config.json if that names none, or from
+                                         ///< a GGUF file's metadata; may be empty
   ModelSpec spec;                        ///< heads, head size, layers and their kinds, final RoPE
 
   [[nodiscard]] std::int32_t num_layers() const { return spec.num_layers(); }
@@ -62,11 +62,11 @@ struct LmConfig {
   /// Throws InvalidArgument with the first field that is out of range.
   void check() const;
 
-  /// Reads `path`/config.json and, where it is there, generation_config.json. Understands the layout of transformers 4
-  /// (`rope_theta`, `rope_scaling` with `rope_type` or `type`) and of 5 (`rope_parameters`). Reads the metadata of a
-  /// GGUF file where `path` is no folder: architectures llama, qwen2 and qwen3; `vocab` is the number of rows of its
+  /// Reads `path`/config.json and, if present, generation_config.json. Understands the layout of transformers 4
+  /// (`rope_theta`, `rope_scaling` with `rope_type` or `type`) and of 5 (`rope_parameters`). If `path` is not a folder,
+  /// reads the metadata of a GGUF file: architectures llama, qwen2 and qwen3; `vocab` is the number of rows of its
   /// embedding. Throws: InvalidArgument for a missing or malformed field; Unsupported, by name, for a model type, RoPE
-  /// type, activation or quantisation that the decoder has no code for. Weights are not touched.
+  /// type, activation or quantisation that the decoder does not support. Does not touch the weights.
   static LmConfig read(const std::filesystem::path& path);
 
   /// The same from JSON texts; `where` names the source in messages. `generation` may be empty.
@@ -78,8 +78,8 @@ struct LmConfig {
                         std::int32_t query_heads, std::int32_t kv_heads, std::int32_t head_dim, std::int32_t vocab,
                         RopeConfig rope = {});
 
-  /// config.json as transformers saves it; reading it back gives an equal config. Throws: InvalidArgument where RoPE
-  /// has divisors, which it cannot say.
+  /// config.json as transformers saves it; reading it back gives an equal config. Throws: InvalidArgument if RoPE has
+  /// divisors, which config.json cannot express.
   enum class Layout : std::uint8_t { transformers4, transformers5 };
   [[nodiscard]] std::string json(std::string_view dtype, Layout layout = Layout::transformers4) const;
 };

@@ -11,7 +11,7 @@
 namespace kvkeep::lm {
 
 /// One forward pass over `input_ids`, and the argmax continuation. Result: `logits`, `layer.<l>.keys`,
-/// `layer.<l>.values`, `queries`, `greedy`. `folder` is where the trace lies; its metadata `model` is relative to it.
+/// `layer.<l>.values`, `queries`, `greedy`. `folder` is the trace's folder; its metadata `model` is relative to it.
 /// Throws: InvalidArgument for a trace that does not fit the format, a policy other than `full`, an id outside the
 /// vocabulary, and as Decoder::open does.
 [[nodiscard]] trace::Result replay_decoder(const io::SafetensorsFile& file, const std::filesystem::path& folder,

@@ -1,5 +1,5 @@
 #pragma once
-/// Decoding under a policy: sequences join and leave, a step runs all that live, and the Keeper decides after its last
+/// Decoding under a policy: sequences join and leave, a step runs all live ones, and the Keeper decides after its last
 /// layer.
 
 #include <cstdint>
@@ -10,9 +10,9 @@
 #include <span>
 #include <vector>
 
-#include "kvkeep/core/tensor.h"
 #include "kvkeep/keep/paged_sequences.h"
 #include "kvkeep/lm/decoder.h"
+#include "kvkeep/lm/tensor.h"
 #include "kvkeep/policy/keeper.h"
 
 namespace kvkeep::lm {
@@ -20,25 +20,25 @@ namespace kvkeep::lm {
 /// One sequence to decode.
 ///
 /// Step 0 runs the whole prompt at positions 0..n-1 and predicts token 0. Under a policy that narrows prompts it runs
-/// layer by layer on the tokens that go on; where these are to begin afresh (two passes), a further step runs them
-/// alone, as a prompt of their own, and n is their number from then on. Step s >= 1 feeds token s-1 at position n+s-1,
-/// appends its K and V in every layer, attends to the cache as it is, and predicts token s. The last token is not fed.
-/// The policy is asked after every step, when all layers have run; step 0 is the end of the prompt.
+/// layer by layer on the tokens that continue; if these start over (two passes), a further step runs them alone, as a
+/// prompt of their own, and n is their number from then on. Step s >= 1 feeds token s-1 at position n+s-1, appends its
+/// K and V in every layer, attends to the cache as it is, and predicts token s. The last token is not fed. The policy
+/// is asked after every step, when all layers have run; step 0 is the end of the prompt.
 struct Request {
   std::vector<std::int32_t> prompt;       ///< [n >= 1] token ids
   std::int32_t new_tokens = 1;            ///< tokens to predict, 1 or more
   std::vector<std::int32_t> forced = {};  ///< fed instead of the first predictions (teacher forcing, a question that
                                           ///< comes after the prompt was cut); then greedy
   bool forced_at_once =
-      false;  ///< step 1 feeds all of `forced`, as a question that follows a prompt: the policy is asked behind it
-  bool stop_at_end = false;  ///< end at the first end token that the model names and that would be fed
+      false;  ///< step 1 feeds all of `forced`, like a question that follows a prompt: the policy is asked after it
+  bool stop_at_end = false;  ///< stop at the first end token of the model that would be fed
   bool keep_logits = false;
   bool keep_positions = false;
 };
 
 /// What an event did to one sequence.
 struct SequenceEvent {
-  std::int32_t step = 0;           ///< it came after this step; the prefill is step 0
+  std::int32_t step = 0;           ///< the event came after this step; the prefill is step 0
   std::int32_t length_before = 0;  ///< slots of the first row
   std::int32_t length_after = 0;
   std::int64_t bytes_before =
@@ -48,20 +48,20 @@ struct SequenceEvent {
       {};  ///< [full layers * Hkv] logical positions kept, ascending; empty unless asked for
 };
 
-/// What became of a Request.
+/// The result of a Request.
 struct Completion {
   std::vector<std::int32_t> tokens;  ///< [<= new_tokens] the argmax of every step
   Tensor logits;  ///< f32 [tokens, vocab] in host memory, row s chose tokens[s]; undefined unless asked for
   std::vector<SequenceEvent> events;
   std::int64_t peak_bytes =
       0;  ///< most K and V bytes in full layers at any time, before an event cuts them, coarse entries included
-  std::int64_t kept_bytes = 0;  ///< right behind the last event; at the end where there was none
-  std::int64_t end_bytes = 0;   ///< at the end, with what came behind the last event
+  std::int64_t kept_bytes = 0;  ///< right after the last event; at the end if there was none
+  std::int64_t end_bytes = 0;   ///< at the end, with the slots since the last event
   std::vector<std::vector<std::int32_t>> positions =
       {};  ///< [full layers * Hkv] logical positions held at the end, ascending; empty unless asked for
   std::optional<PromptReport> prompt = {};  ///< what happened to the prompt, under a policy that narrows
-  std::optional<FoldedState> folded = {};   ///< at its end, under a policy that folds
-  double first_token_seconds = 0;           ///< of the steps that ran the prompt, whatever else they held
+  std::optional<FoldedState> folded = {};   ///< at the end, under a policy that folds
+  double first_token_seconds = 0;           ///< spent in the steps that ran the prompt, whatever else they ran
 };
 
 /// Slots that a sequence needs room for.
@@ -79,31 +79,31 @@ struct Pace {
 struct DecisionSight {
   const Keeper& keeper;
   const CacheView& view;
-  std::span<const std::int32_t> steps;  ///< [n] of each sequence of the view
+  std::span<const std::int32_t> steps;  ///< [n] step of each sequence of the view
 };
 
-/// An event that is decided and not yet applied: rows, scores and selection are whole, the cache is as it was.
+/// An event that is decided but not yet applied: rows, scores and selection are complete, the cache is unchanged.
 struct EventSight {
   const Keeper& keeper;
   const CacheView& view;
-  const Plan& plan;  ///< its rows' `sequence` counts in `view.sequences`
+  const Plan& plan;  ///< its rows' `sequence` is an index into `view.sequences`
 };
 
-/// What attention gave in one layer of a step, folded spans included.
+/// The result of attention in one layer of a step, folded spans included.
 struct AttentionSight {
-  std::span<const SequenceId> sequences;  ///< [n_sequences] whose tokens `layer.indptr` counts
+  std::span<const SequenceId> sequences;  ///< [n_sequences] in the order of `layer.indptr`
   const LayerSight& layer;                ///< queries after RoPE
-  const Attended& attended;               ///< what is written here is what the step goes on with
+  const Attended& attended;               ///< the step continues with what is written here
 };
 
 /// Called while a step runs. All optional.
 struct GenerationHooks {
   std::function<void(const LayerSight&)> on_layer = {};
   std::function<void(const AttentionSight&)> on_attention =
-      {};  ///< in every layer, once folded spans are merged; costs a logarithm a query head
+      {};  ///< in every layer, once folded spans are merged; costs one logarithm per query head
   std::function<void(const DecisionSight&)> before_decision = {};
-  std::function<void(const EventSight&)> on_event = {};  ///< where something is cut
-  /// [vocab] what the next token is predicted from, just before on_token; valid during the call.
+  std::function<void(const EventSight&)> on_event = {};  ///< if something is cut
+  /// [vocab] logits that predict the next token, just before on_token; valid during the call.
   std::function<void(SequenceId sequence, std::span<const float> logits)> on_logits = {};
   std::function<void(SequenceId sequence, std::int32_t token)> on_token =
       {};                                                    ///< predicted, in the order of the sequences of a step
@@ -111,60 +111,60 @@ struct GenerationHooks {
 };
 
 struct GeneratorOptions {
-  std::int64_t places = 1;    ///< sequences that live at once
+  std::int64_t places = 1;    ///< sequences alive at once
   std::int64_t capacity = 0;  ///< slots of each place; see slots_needed()
-  ScalarType cache_dtype = kFloat32;
+  Dtype cache_dtype = Dtype::f32;
   std::vector<LayerKv> cache =
       {};  ///< dense, as Decoder::make_cache() makes it for `places` and `capacity`; empty: one of its own
-  std::int32_t page_size = 0;  ///< slots of a page, a power of two up to 1024: the cache is a PagePool with pages for
-                               ///< `capacity` slots a place; 0: dense
+  std::int32_t page_size = 0;  ///< slots per page, a power of two up to 1024: the cache is a PagePool with pages for
+                               ///< `capacity` slots per place; 0: dense
   GenerationHooks hooks = {};
   std::shared_ptr<Accelerator> accelerator =
       nullptr;  ///< of the decoder's device, for this generator alone; null: the decoder is on the CPU
 };
 
-/// A prompt after its last layer: what the sequences that begin with it go on from.
+/// A prompt after its last layer, from which the sequences that begin with it continue.
 struct PromptRun {
   std::vector<SequenceId> sequences;  ///< [generators] that joined
   std::vector<Tensor> keys, values;   ///< [num_layers] each [Hkv, n, dim], in the dtype of the caches
   Tensor logits;                      ///< f32 [1, vocab] in host memory, of the last token
-  std::vector<float> surprisal = {};  ///< [n] where a policy reads it
+  std::vector<float> surprisal = {};  ///< [n] if a policy reads it
   double seconds = 0;
 };
 
-/// Sequences over one cache and one policy. What a sequence gives does not depend on the others, bit for bit.
+/// Sequences over one cache and one policy. The result of a sequence does not depend on the others, bit for bit.
 class Generator {
  public:
   /// `decoder` must outlive the generator. Throws as Keeper, PagePool and Decoder::make_cache do; InvalidArgument for
-  /// an accelerator of another device than the decoder's, or none off the CPU; Unsupported for pages where a policy
-  /// cuts a model that also has sliding layers: their slots lie in the same pages.
+  /// an accelerator of another device than the decoder's, or none off the CPU; Unsupported for pages if the policy cuts
+  /// a model that also has sliding layers: their slots are in the same pages.
   Generator(Decoder& decoder, std::unique_ptr<KVPolicy> policy, GeneratorOptions options);
 
   [[nodiscard]] bool has_place() const { return !free_places_.empty(); }
 
-  /// A sequence joins; its prompt runs in the next step. Throws: StateError when every place is taken; InvalidArgument
+  /// A sequence joins; its prompt runs in the next step. Throws: StateError if every place is taken; InvalidArgument
   /// for an empty prompt, an id outside the vocabulary, or more slots than a place has.
   SequenceId join(Request request);
 
-  /// Runs one prompt for several generators: each of their policies sees its queries, as if it had run it itself. A
-  /// sequence joins each of them and waits for begin() with what this gives; generators may share one cache
-  /// (GeneratorOptions::cache) that only one at a time uses. Throws: as join(), before any of them joined;
+  /// Runs one prompt for several generators: each of their policies sees its queries, as if its generator had run it. A
+  /// sequence joins each of them and waits for begin() with the result; generators may share one cache
+  /// (GeneratorOptions::cache) that only one uses at a time. Throws: as join(), before any sequence joins;
   /// InvalidArgument for generators of different decoders or cache dtypes; Unsupported for a policy that narrows
-  /// prompts (it runs other layers on fewer tokens), pages, and a device. Cost: one prefill, and one copy of its keys
+  /// prompts (it runs later layers on fewer tokens), pages, and a device. Cost: one prefill, and one copy of its keys
   /// and values.
   static PromptRun run_prompt(std::span<Generator* const> generators, const Request& request);
 
-  /// A sequence of run_prompt() goes on from its prompt, which is copied into the cache: the first token is predicted
-  /// and the policy is asked, as in step 0. Throws: StateError for a sequence that does not wait. Cost: one copy of the
-  /// prompt's keys and values, and its event.
+  /// Continues a sequence of run_prompt() from its prompt, which is copied into the cache: the first token is predicted
+  /// and the policy is asked, as in step 0. Throws: StateError for a sequence that is not waiting. Cost: one copy of
+  /// the prompt's keys and values, and its event.
   void begin(SequenceId sequence, const PromptRun& prompt);
 
-  /// Runs one step of every sequence that is not done. False when there is none.
+  /// Runs one step of every sequence that is not done. False if there is none.
   bool step();
 
   [[nodiscard]] bool done(SequenceId sequence) const;
 
-  /// A sequence leaves, done or not, with what it has so far. Its place is free again.
+  /// Removes a sequence, done or not, and returns what it has so far. Its place is free again.
   Completion leave(SequenceId sequence);
 
   [[nodiscard]] const Keeper& keeper() const { return keeper_; }
@@ -182,7 +182,7 @@ class Generator {
     float next_surprisal = 0;                  ///< of the token that is fed next
     [[nodiscard]] std::int32_t feeds() const;  ///< tokens of its next step, once its prompt has run
     std::vector<std::int32_t> prompt =
-        {};  ///< what runs as its prompt: the request's, or what a first pass chose of it
+        {};  ///< its prompt as it runs: the request's, or the tokens that a first pass chose from it
   };
   struct Batch;
   void check(const Request& request) const;
@@ -203,7 +203,7 @@ class Generator {
   [[nodiscard]] std::int64_t prompt_bytes(SequenceId id) const;
   [[nodiscard]] CacheView view_of(Batch& batch);
 
-  /// Who holds which page, where the cache is in pages.
+  /// Who holds which page, if the cache is in pages.
   struct Pages {
     Pages(std::int32_t pages, std::int32_t page_size) : pool(pages, page_size), sequences(pool) {}
     PagePool pool;
@@ -221,9 +221,9 @@ class Generator {
   Pace pace_;
 };
 
-/// Decodes every request, `options.places` at a time; a new one joins as soon as one is done. Completions in the order
-/// of the requests, whose sequences are named 0, 1, 2 and so on. `options.capacity` 0 takes what the largest request
-/// needs.
+/// Decodes every request, `options.places` at a time; a new one joins as soon as one is done. Completions are in the
+/// order of the requests, whose sequences are named 0, 1, 2 and so on. `options.capacity` 0: as much as the largest
+/// request needs.
 struct GenerationRun {
   std::vector<Completion> completions;
   Totals totals;

@@ -17,12 +17,12 @@ namespace kvkeep::lm {
 struct EventRecording {
   std::optional<std::int32_t> step = {};  ///< decode step, 1 or more; without it the first at which the policy is due
   std::int32_t queries = 256;             ///< newest queries kept; at least what the policy needs
-  ScalarType cache_dtype = kFloat32;
+  Dtype cache_dtype = Dtype::f32;
 };
 
 /// Everything the policy sees right before it decides after `step`: a trace of kind `event` with all full layers.
-/// Events before it have happened. Replaying the same policy on it gives the slots of the run's own event. Throws
-/// InvalidArgument when the run ends before that step, or when rows of one layer hold different numbers of slots.
+/// Earlier events have happened. Replaying the same policy on it gives the slots of the run's own event. Throws
+/// InvalidArgument if the run ends before that step, or if rows of one layer hold different numbers of slots.
 [[nodiscard]] trace::Result record_event(Decoder& decoder, std::unique_ptr<KVPolicy> policy, Request request,
                                          const EventRecording& options);
 
@@ -31,7 +31,7 @@ struct EventRecording {
 [[nodiscard]] trace::Result record_prefill(Decoder& decoder, const std::vector<std::int32_t>& prompt,
                                            std::int32_t window);
 
-/// A trace of kind `decoder` (or `generate`): the ids and where the checkpoint lies, `model` as seen from the trace's
+/// A trace of kind `decoder` (or `generate`): the ids and the path of the checkpoint, `model`, relative to the trace's
 /// folder.
 [[nodiscard]] trace::Result record_decoder(const std::filesystem::path& model, const std::vector<std::int32_t>& ids,
                                            std::int32_t new_tokens, std::int32_t query_tail);

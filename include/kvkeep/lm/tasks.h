@@ -1,19 +1,19 @@
 #pragma once
 /// Long-decoding tasks with a known answer, and with the cache positions that the answer needs.
 ///
-/// A sample is a prompt full of facts (`key value`, two entities side by side, lost in filler words) and a trace that
-/// uses them long after the prompt has passed. The rule of every task: the latest `key value` before a question is the
-/// answer. There is no separator after a fact, so no single token type holds all that is needed.
+/// A sample is a prompt full of facts (`key value`, two adjacent entities among filler words) and a trace that uses
+/// them long after the prompt has passed. The rule of every task: the latest `key value` before a question is the
+/// answer. No separator follows a fact, so no single token type holds all that is needed.
 ///
 ///     prompt := BOS section*                        exactly prompt_length tokens
-///     section := SEC filler* (key value filler+)*   sections and the facts of a section stand in random order
+///     section := SEC filler* (key value filler+)*   sections, and the facts of a section, are in random order
 ///     chain, copies: trace := ASK step*             step := GO key value thought(value); the next key is this value
 ///     ask:           trace := (ASK key value thought (GO key value thought)^(hops - 1))*
 ///     needle:        trace := (filler^gap ASK key value thought)*
-///     updates:       trace := (SET key value | ASK key value thought)*             no key is asked twice before all
-///     are asked once thought(v): seven words chosen by v mod 4, or none
+///     updates:       trace := (SET key value | ASK key value thought)*   all keys are asked before one is asked again
+///     thought(v): seven words chosen by v mod 4, or none
 ///
-/// No LibTorch here, and no random distributions of the standard library: a seed gives the same sample on every
+/// Uses neither LibTorch nor the random distributions of the standard library: a seed gives the same sample on every
 /// platform.
 
 #include <cstdint>
@@ -60,8 +60,8 @@ struct TaskSample {
   std::vector<uint8_t> target;  ///< [length] TargetKind of ids[i] as predicted from ids[0 .. i-1]
   std::vector<int32_t>
       needed;  ///< ascending, unique: the positions that hold every fact a look-up of the trace reads (key and value)
-  std::vector<int32_t>
-      needed_until;  ///< [needed.size()] the position of the last look-up that reads needed[i]: from there on it may go
+  std::vector<int32_t> needed_until;  ///< [needed.size()] the position of the last look-up that reads needed[i]: from
+                                      ///< there on it may be dropped
 };
 
 /// What a sample looks like. Fields without a value take the task's own default, which may depend on `length`.

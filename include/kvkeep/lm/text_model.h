@@ -17,25 +17,25 @@ class GgufFile;
 
 namespace kvkeep::lm {
 
-/// What a model folder (`tokenizer.json`; `chat_template.jinja` or `tokenizer_config.json`) or a GGUF file says of
+/// What a model folder (`tokenizer.json`; `chat_template.jinja` or `tokenizer_config.json`) or a GGUF file says about
 /// text.
 struct TextModel {
   Tokenizer tokenizer;
   std::string chat_template = {};  ///< Jinja, as the model has it; empty: none
 
-  /// Throws: InvalidArgument where the model has no tokenizer, or a damaged one; Unsupported, by name, for one without
-  /// code.
+  /// Throws: InvalidArgument if the model has no tokenizer, or a damaged one; Unsupported, by name, for one that is not
+  /// supported.
   static TextModel open(const std::filesystem::path& model);
 
-  /// True where open() finds something to open: a GGUF file, or a folder with `tokenizer.json`.
+  /// True if open() finds something to open: a GGUF file, or a folder with `tokenizer.json`.
   [[nodiscard]] static bool is_there(const std::filesystem::path& model);
 
-  /// The chat template, with the tokenizer's first token. Throws: InvalidArgument where the model has none; Unsupported
+  /// The chat template, with the tokenizer's first token. Throws: InvalidArgument if the model has none; Unsupported
   /// for one that is not known (ChatTemplate).
   [[nodiscard]] ChatTemplate layout() const;
 
-  /// The ids of a conversation, up to where the assistant's next answer begins. Throws: as layout(); InvalidArgument
-  /// where `messages` are none.
+  /// The ids of a conversation, up to where the assistant's next answer begins. Throws: as layout(); InvalidArgument if
+  /// there are no `messages`.
   [[nodiscard]] std::vector<std::int32_t> chat(std::span<const ChatMessage> messages) const;
 };
 

@@ -1,5 +1,5 @@
 #pragma once
-/// Tasks over text with a known answer: RULER's that need no data, and one number in prose.
+/// Tasks over text with a known answer: RULER's tasks that need no data, and one number in prose.
 ///
 ///     name                  haystack  key -> value      needles in the text; asked for
 ///     ruler/niah-single-1   noise     word -> number    1; 1
@@ -11,33 +11,32 @@
 ///     ruler/niah-multivalue essay     word -> number    1 key with 4 values; all 4
 ///     ruler/niah-multiquery essay     word -> number    4 keys; all 4
 ///     ruler/vt              noise     a chain of 5 variables; all 5
-///     ruler/cwe             a numbered list of words; the 10 that stand most often
-///     ruler/fwe             coded words by Zipf's law; the 3 that stand most often behind the dots
+///     ruler/cwe             a numbered list of words; the 10 most frequent
+///     ruler/fwe             coded words by Zipf's law; the 3 most frequent after the dots
 ///     text/needle           essay     word -> 5 digits  `numbers` keys; 1
 ///
 /// Haystacks:
 /// - noise: "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again." on each line.
-/// - needles: a line is another needle, no key twice.
+/// - needles: each line is another needle, no key twice.
 /// - essay: as many words of the caller's text as fit, from its start, one blank between them. A text that is too short
-/// starts again.
+/// starts over.
 ///
 /// Source: RULER (Hsieh et al., What's the Real Context Size of Your Long-Context Language Models?), repository
 /// NVIDIA/RULER at c3f5e3b: templates byte for byte, parameters, and how answers are scored. Differs:
 /// - The random numbers are our own, so no sample is RULER's.
-/// - The words are our own list of 1,060 common English ones (214 adjectives, 538 nouns, 308 verbs), none a part of
-/// another. RULER takes
-///   wonderwords' lists, which are longer. Keys are adjective-noun pairs as there. A cwe list longer than ours goes on
-///   with such pairs.
-/// - No key and no value stands twice in a sample. RULER draws each by itself.
-/// - Essays are what the caller gives. RULER's are Paul Graham's: name your text beside the numbers.
-/// - A word that ends with . ! or ? ends a sentence of an essay. RULER asks NLTK, which knows abbreviations.
-/// - A sample holds the most units that fit: lines, words. RULER searches for that number once a task.
-/// - vt: the solved example in front has RULER's 500 tokens from a length of 2,000 on. In a shorter one it has a
-/// quarter, or five lines.
+/// - The words are our own list of 1,060 common English ones (214 adjectives, 538 nouns, 308 verbs), none part of
+/// another. RULER takes wonderwords' lists, which are longer. Keys are adjective-noun pairs, as in RULER. A cwe list
+/// longer than ours continues with such pairs.
+/// - No key and no value occurs twice in a sample. RULER draws each independently.
+/// - The caller supplies the essay. RULER's are Paul Graham's: name your text next to the numbers.
+/// - A word that ends with . ! or ? ends a sentence of an essay. RULER uses NLTK, which knows abbreviations.
+/// - A sample holds as many units (lines, words) as fit. RULER searches for that number once per task.
+/// - vt: the solved example in front has RULER's 500 tokens from a length of 2,000 on. In a shorter sample it has a
+/// quarter of the length, or five lines.
 /// - cwe: the solved example in front shares no word with the list.
 /// - fwe: at least eight coded words. RULER has length / 50.
 ///
-/// No LibTorch here. The same name, seed, options and token counts give the same bytes on every machine: draws are
+/// Does not use LibTorch. The same name, seed, options and token counts give the same bytes on every machine: draws are
 /// integers, and nothing is read from clocks, files or locales.
 
 #include <cstddef>
@@ -51,41 +50,41 @@
 
 namespace kvkeep::lm {
 
-/// The tokens of a text, 0 or more. What it throws passes through.
+/// Counts the tokens of a text, 0 or more. Its exceptions pass through.
 using TokenCounter = std::function<std::int64_t(std::string_view)>;
 
 /// How an answer is judged.
 enum class TextScoring : std::uint8_t {
-  all,   ///< the share of the references that stand in the answer: RULER's string_match_all
-  part,  ///< 1 where any of them does, else 0: RULER's string_match_part, for references that are spellings of one
-         ///< answer. No task here
+  all,   ///< the share of the references that occur in the answer: RULER's string_match_all
+  part,  ///< 1 if any of them does, else 0: RULER's string_match_part, for references that are spellings of one answer.
+         ///< No task here uses it
 };
 
-/// From 0 to 1. A reference counts where it stands anywhere in the answer, A to Z taken as a to z. Bytes beyond ASCII
-/// count as they are. Source: RULER, whose numbers are 100 times the mean. It turns control characters of an answer
-/// into line ends first, which changes nothing: no reference holds one. Throws InvalidArgument where there are no
+/// From 0 to 1. A reference counts if it occurs anywhere in the answer, ignoring the case of A to Z. Bytes beyond ASCII
+/// must match exactly. Source: RULER, whose numbers are 100 times the mean. RULER first turns control characters of an
+/// answer into line ends, which changes nothing: no reference holds one. Throws InvalidArgument if there are no
 /// references. Cost: O(answer * references).
 [[nodiscard]] double text_score(std::string_view answer, std::span<const std::string> references,
                                 TextScoring scoring = TextScoring::all);
 
 /// One sentence that was put into a haystack.
 struct TextNeedle {
-  std::string text;        ///< as it stands in the context
-  std::size_t offset = 0;  ///< bytes of the context in front of it
-  double depth = 0;        ///< the share of the haystack's sentences (essay) or lines (others) in front of it, 0 to 1
+  std::string text;        ///< as it appears in the context
+  std::size_t offset = 0;  ///< bytes of the context before it
+  double depth = 0;        ///< the share of the haystack's sentences (essay) or lines (others) before it, 0 to 1
   bool asked = false;      ///< the answer needs it
 };
 
-/// One prompt with its answer. A cache may be cut behind `context`, before the question is seen, or behind `question`.
+/// One prompt with its answer. A cache may be cut after `context`, before the question is seen, or after `question`.
 struct TextSample {
-  std::string context;        ///< UTF-8 where the haystack is; ends with a line end
+  std::string context;        ///< UTF-8 if the haystack is; ends with a line end
   std::string question;       ///< starts where kvpress splits RULER's prompts: "What is", "What are all" or "Question:"
   std::string answer_prefix;  ///< the first words of the answer, fed as they are. Starts with a blank; that of vt ends
                               ///< with one, too
-  std::vector<std::string> answers;  ///< references, in the order of the question; cwe: of no order
+  std::vector<std::string> answers;  ///< references, in the order of the question; cwe: in no order
   TextScoring scoring = TextScoring::all;
   std::int32_t answer_tokens = 0;  ///< how many tokens RULER generates
-  std::int64_t prompt_tokens = 0;  ///< what count_tokens said of prompt()
+  std::int64_t prompt_tokens = 0;  ///< count_tokens of prompt()
   std::vector<TextNeedle>
       needles;  ///< in the order of the text; haystacks' own needles are not among them. cwe, fwe: none
 
@@ -98,14 +97,14 @@ struct TextTaskOptions {
   /// Tokens of prompt, answer and reserve together, 64 to 4,194,304: RULER's max_seq_length.
   std::int64_t length = 2048;
 
-  /// The reserve: tokens that the caller adds (a begin token, chat markup) or loses where it tokenises context and
-  /// question apart. 0 to length.
+  /// The reserve: tokens that the caller adds (a begin token, chat markup) or loses by tokenising context and question
+  /// apart. 0 to length.
   std::int64_t reserved_tokens = 0;
 
-  /// The essay. Its bytes go through unchecked; it must outlive the call. Tasks without an essay do not read it.
+  /// The essay. Its bytes are not checked; it must outlive the call. Tasks without an essay do not read it.
   std::string_view haystack = {};
 
-  /// text/needle: percent of the sentences in front of the needle that is asked for, 0 to 100. Default: drawn.
+  /// text/needle: percent of the sentences before the needle that is asked for, 0 to 100. Default: drawn.
   std::optional<std::int32_t> depth = {};
 
   /// text/needle: how many keys have a number in the text, 1 to 40. One is asked for. Default 1.
@@ -124,11 +123,11 @@ struct TextTaskInfo {
 [[nodiscard]] std::span<const TextTaskInfo> text_tasks();
 
 /// A sample of task `name` as long as `length` allows: prompt_tokens + answer_tokens + reserved_tokens <= length, and
-/// with one unit of haystack more (a line, a word) the count was above it, or the text has `length` units. The prompt
-/// is counted as one text. Throws InvalidArgument for an unknown name, an option out of range or of another task, a
-/// missing haystack, a missing counter, a count that is negative or above 2^40, a length below the shortest text (the
-/// message says which fits), and a haystack of more keys than there are pairs (115,132). Cost: 4 to 15 calls of
-/// count_tokens with whole prompts (vt: 4 of them with its example), and O(length) beside each.
+/// with one more unit of haystack (a line, a word) the count would exceed it, or the text has `length` units. The
+/// prompt is counted as one text. Throws InvalidArgument for an unknown name, an option out of range or of another
+/// task, a missing haystack, a missing counter, a count that is negative or above 2^40, a length below the shortest
+/// text (the message says which length fits), and a haystack of more keys than there are pairs (115,132). Cost: 4 to 15
+/// calls of count_tokens with whole prompts (vt: 4 of them with its example), and O(length) besides each.
 [[nodiscard]] TextSample make_text_task(std::string_view name, std::uint64_t seed, const TokenCounter& count_tokens,
                                         const TextTaskOptions& options = {});
 

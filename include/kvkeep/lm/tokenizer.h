@@ -1,5 +1,5 @@
 #pragma once
-/// Text to token ids and back: byte-level BPE, with the ids that Hugging Face's `tokenizers` gives.
+/// Text to token ids and back: byte-level BPE, with the ids of Hugging Face's `tokenizers`.
 
 #include <cstdint>
 #include <filesystem>
@@ -22,63 +22,62 @@ struct TokenizerParts {
   std::vector<std::string> tokens;  ///< [vocabulary] by id ("tokenizer.ggml.tokens")
   std::vector<std::int32_t>
       types;  ///< [vocabulary] 1 normal, 2 unknown, 3 control, 4 user defined, 5 unused, 6 byte; empty: all normal
-  std::vector<std::string> merges;  ///< "left right", the first merges first
+  std::vector<std::string> merges;  ///< "left right", in the order of merging
   std::string pre_tokenizer;        ///< "gpt-2", "smollm", "llama-bpe" or "qwen2" ("tokenizer.ggml.pre")
   std::optional<std::int32_t> bos, eos, eot;
   bool add_bos = false;  ///< encode() puts `bos` in front
 };
 
-/// What becomes of the text of a control token, "<|im_end|>" for one, in what is encoded. User-defined tokens are found
-/// either way.
+/// How the text of a control token, such as "<|im_end|>", is encoded. User-defined tokens are found either way.
 enum class SpecialTokens : std::uint8_t {
-  parsed,  ///< it is that token: for prompts that a chat template wrote
-  plain,   ///< it is text like any other: for what others wrote
+  parsed,  ///< as that token: for prompts that a chat template wrote
+  plain,   ///< as text like any other: for text that others wrote
 };
 
-/// Byte-level BPE with one of four ways to cut words: "gpt-2", "smollm" (SmolLM, SmolLM2), "llama-bpe" (Llama 3),
+/// Byte-level BPE with one of four ways to split words: "gpt-2", "smollm" (SmolLM, SmolLM2), "llama-bpe" (Llama 3),
 /// "qwen2" (Qwen2 to Qwen3).
 ///
 /// Ids are those of the package `tokenizers` 0.22.
-/// Differs: where Unicode grew in between. Classes of characters and NFC are utf8proc's, of Unicode 15.0 in Debian 12.
-/// The package's classes are of 16.0, so letters and numbers of 15.1 and 16.0 may be cut elsewhere; its NFC is of 10.0
-/// and does not sort the 108 combining marks since.
+/// Differs: only where Unicode versions differ. Character classes and NFC are utf8proc's, of Unicode 15.0 in Debian 12.
+/// The package's classes are of 16.0, so letters and numbers of 15.1 and 16.0 may be split elsewhere; its NFC is of
+/// 10.0 and does not sort the 108 combining marks added since.
 ///
-/// Bytes without a token become the unknown token where the file names one. Otherwise they are left out, as the package
-/// does: lacks() says which. SmolLM2 lacks six control characters, and bytes that only characters beyond U+40000 have,
-/// where nothing is assigned.
+/// Bytes without a token become the unknown token if the file names one. Otherwise they are left out, as in the
+/// package: lacks() says which. SmolLM2 lacks six control characters, and bytes that only characters beyond U+40000
+/// have, where nothing is assigned.
 ///
 /// Immutable, cheap to copy, and safe to use from any number of threads.
 class Tokenizer {
  public:
   /// Reads a Hugging Face `tokenizer.json`.
   /// Throws: InvalidArgument for a file that cannot be read, is damaged or contradicts itself; Unsupported, by name,
-  /// for a model, normalizer, pre-tokenizer, post-processor, decoder or option without code. Cost: O(file).
+  /// for a model, normalizer, pre-tokenizer, post-processor, decoder or option that is not supported. Cost: O(file).
   static Tokenizer read(const std::filesystem::path& file);
 
   /// The same from its text, at most 256 MiB; `where` names the source in messages.
   static Tokenizer from_json(std::string_view json, const std::string& where = "tokenizer.json");
 
-  /// From what a GGUF file says. The name of the pre-tokenizer says more: with "llama-bpe" words that are tokens are
-  /// not merged, with "qwen2" text is brought to NFC. Control and user-defined tokens are found as they are written;
-  /// GGUF does not say which strip blanks beside them. Throws: as from_json() does.
+  /// From the parts in a GGUF file. The name of the pre-tokenizer implies more: with "llama-bpe" words that are tokens
+  /// are not merged, with "qwen2" text is normalised to NFC. Control and user-defined tokens are found as written; GGUF
+  /// does not say which strip blanks next to them. Throws: as from_json() does.
   static Tokenizer from_parts(const TokenizerParts& parts, const std::string& where = "tokenizer");
 
-  /// The ids of a text. Bytes that are not UTF-8 become U+FFFD first, one for each longest beginning of a character, as
-  /// Python's bytes.decode("utf-8", errors="replace") does. `add_bos`: where the tokenizer adds a first token, add it
-  /// (the package's `add_special_tokens`). Throws: InvalidArgument for more than 715,827,882 bytes. Cost: O(n log n) in
-  /// the longest word, O(n) otherwise.
+  /// The ids of a text. Bytes that are not UTF-8 first become U+FFFD, one for each longest beginning of a character, as
+  /// Python's bytes.decode("utf-8", errors="replace") does. `add_bos`: if the tokenizer adds a first token, add it (the
+  /// package's `add_special_tokens`). Throws: InvalidArgument for more than 715,827,882 bytes. Cost: O(n log n) in the
+  /// longest word, O(n) otherwise.
   [[nodiscard]] std::vector<std::int32_t> encode(std::string_view utf8, SpecialTokens special = SpecialTokens::parsed,
                                                  bool add_bos = true) const;
 
-  /// The bytes of the tokens after each other, control tokens as they are written; UTF-8 where the tokens make it up.
-  /// Ids without a token give nothing: models have more rows than their tokenizer has tokens. Throws: InvalidArgument
-  /// for a negative id.
+  /// The bytes of the tokens, one after the other, control tokens as written; UTF-8 if the tokens make it up. Ids
+  /// without a token give nothing: models have more rows than their tokenizer has tokens. Throws: InvalidArgument for a
+  /// negative id.
   [[nodiscard]] std::string decode(std::span<const std::int32_t> ids) const;
 
-  /// The bytes of one token, valid as long as this tokenizer or a copy.
+  /// The bytes of one token, valid as long as this tokenizer or a copy of it exists.
   [[nodiscard]] std::string_view piece(std::int32_t id) const;
 
-  /// The token that is written so, as bytes: "<|im_end|>", " the".
+  /// The token with these bytes: "<|im_end|>", " the".
   [[nodiscard]] std::optional<std::int32_t> id_of(std::string_view piece) const;
 
   /// One more than the largest id.
@@ -86,13 +85,12 @@ class Tokenizer {
 
   [[nodiscard]] bool is_special(std::int32_t id) const;  ///< a control token, which SpecialTokens::plain does not find
   [[nodiscard]] std::optional<std::int32_t> bos()
-      const;  ///< what encode() puts in front, or GGUF names; a tokenizer.json seldom names one
+      const;  ///< the token that encode() puts in front, or that GGUF names; a tokenizer.json seldom names one
   [[nodiscard]] std::optional<std::int32_t> eos() const;  ///< only GGUF names it
   [[nodiscard]] bool adds_bos() const;
 
-  /// What ends a text, ascending: eos and eot where they are named, and control tokens of a known name (<|im_end|>,
-  /// <|eot_id|>, <|eom_id|>,
-  /// <|end_of_text|>, <|endoftext|>).
+  /// Tokens that end a text, ascending: eos and eot if they are named, and control tokens of a known name (<|im_end|>,
+  /// <|eot_id|>, <|eom_id|>, <|end_of_text|>, <|endoftext|>).
   [[nodiscard]] const std::vector<std::int32_t>& end_tokens() const;
 
   /// The bytes without a token, ascending.
@@ -104,17 +102,17 @@ class Tokenizer {
   std::shared_ptr<const detail::TokenizerData> data_;
 };
 
-/// Text of tokens as they come, always whole characters: the bytes of one may be spread over tokens.
-/// All that push() and finish() give together is decode() of the ids with U+FFFD for what is not UTF-8.
+/// Decodes tokens as they arrive, always into whole characters: the bytes of one may be spread over tokens.
+/// Together, push() and finish() give decode() of the ids, with U+FFFD for bytes that are not UTF-8.
 class StreamDecoder {
  public:
   explicit StreamDecoder(Tokenizer tokenizer) : tokenizer_(std::move(tokenizer)) {}
 
-  /// What this token completes; the beginning of a character is held back, at most 3 bytes. Throws as
+  /// The text that this token completes; the beginning of a character is held back, at most 3 bytes. Throws as
   /// Tokenizer::decode() does.
   [[nodiscard]] std::string push(std::int32_t id);
 
-  /// U+FFFD where a character was begun and never completed. The decoder is as new then.
+  /// U+FFFD if a character was begun and never completed. Resets the decoder.
   [[nodiscard]] std::string finish();
 
  private:

@@ -7,12 +7,12 @@
 #include <string>
 #include <vector>
 
-#include "kvkeep/core/tensor.h"
 #include "kvkeep/lm/config.h"
+#include "kvkeep/lm/tensor.h"
 
 namespace kvkeep::lm {
 
-/// A matrix [out, in] and its bias [out]; an undefined bias stands for none.
+/// A matrix [out, in] and its bias [out]; an undefined bias means none.
 struct Linear {
   Tensor weight;  ///< f32/f16/bf16 [out, in], contiguous
   Tensor bias;    ///< f32 [out]
@@ -32,20 +32,20 @@ struct Weights {
   Tensor embedding;  ///< f32/f16/bf16 [vocab, hidden]
   std::vector<LayerWeights> layers;
   Tensor final_norm;  ///< f32 [hidden]
-  Tensor output;      ///< f32/f16/bf16 [vocab, hidden]; the embedding itself where tied
+  Tensor output;      ///< f32/f16/bf16 [vocab, hidden]; the embedding itself if tied
 
-  /// Reads `path`/model.safetensors, or the shards that model.safetensors.index.json names; or a GGUF file where `path`
-  /// is no folder. `dtype`, f32, f16 or bf16, is what matrices become (rounded to nearest even). Without it they stay
-  /// as they are stored, and quantised ones become f32: an f16 scale times a few bits is exact or nearly so there,
-  /// where bf16 would round each weight by up to 1/256 of itself once more, and be another model than the file's.
-  /// Throws: InvalidArgument naming the tensor and the file for one that is missing, of another shape, or of a dtype
-  /// other than f32, f16, bf16; for a tensor of a GGUF file that the decoder has no code for; and for whatever
-  /// SafetensorsFile and GgufFile refuse. Everything is checked before anything is returned. Cost: headers and vectors;
-  /// matrices that change their dtype or come from a GGUF file, one pass and memory of their own.
-  static Weights read(const std::filesystem::path& path, const LmConfig& config, std::optional<ScalarType> dtype = {});
+  /// Reads `path`/model.safetensors, or the shards that model.safetensors.index.json names; or a GGUF file if `path` is
+  /// not a folder. Matrices become `dtype`: f32, f16 or bf16 (rounded to nearest even). Without it they stay as they
+  /// are stored, and quantised ones become f32: an f16 scale times a few bits is exact or nearly so there, whereas bf16
+  /// would round each weight once more, by up to 1/256 of itself, and give another model than the file's. Throws:
+  /// InvalidArgument naming the tensor and the file for one that is missing, of another shape, or of a dtype other than
+  /// f32, f16, bf16; for a tensor of a GGUF file that the decoder does not support; and for whatever SafetensorsFile
+  /// and GgufFile refuse. Everything is checked before anything is returned. Cost: headers and vectors; for matrices
+  /// that change their dtype or come from a GGUF file, one pass and memory of their own.
+  static Weights read(const std::filesystem::path& path, const LmConfig& config, std::optional<Dtype> dtype = {});
 
-  /// The same numbers in the same dtypes on `device`; an output that is the embedding stays so.
-  /// Throws: DeviceError where LibTorch cannot put them there.
+  /// The same numbers in the same dtypes on `device`; an output that is the embedding stays the embedding.
+  /// Throws: DeviceError if LibTorch cannot put them there.
   [[nodiscard]] Weights to(Device device) const;
 };
 
@@ -62,7 +62,7 @@ std::vector<TensorSpec> checkpoint_tensors(const LmConfig& config);
 /// tests and benches. Matrices are normal with deviation 1/sqrt(in), norms near 1, so activations keep their size
 /// through any depth. The same `seed` gives the same bytes. `dtype` is f32, f16 or bf16.
 void write_random_checkpoint(const std::filesystem::path& folder, const LmConfig& config, std::uint64_t seed,
-                             ScalarType dtype = kFloat32, std::int32_t shards = 1,
+                             Dtype dtype = Dtype::f32, std::int32_t shards = 1,
                              LmConfig::Layout layout = LmConfig::Layout::transformers4);
 
 }  // namespace kvkeep::lm

@@ -11,12 +11,12 @@ namespace kvkeep {
 
 struct FactorOptions {
   enum class Rank : std::uint8_t {
-    energy,  ///< the fewest components that leave at most energy^2 of the squares out
-    gates,   ///< those that RankGates names; they need not be the largest
+    energy,  ///< the fewest components that leave out at most energy^2 of the squares
+    gates,   ///< those that RankGates selects; they need not be the largest
     max,     ///< min(length, D, max_rank)
   };
   enum class Centred : std::uint8_t {
-    automatic,  ///< where it leaves less out; never with gates, which were trained on rows as they are
+    automatic,  ///< if it leaves less out; never with gates, which were trained on uncentred rows
     always,
     never,
   };
@@ -25,25 +25,25 @@ struct FactorOptions {
   std::int32_t max_rank = 32;
   double energy = 0.1;
   double gate_keep = 0.5;   ///< gates above it keep their component, with weight 1
-  bool soft_gates = false;  ///< instead: every gate is a weight, those below 0.01 drop their component (published)
-  bool raw = true;      ///< rows that are smaller than their factors are stored as they are; false: never (published)
-  bool sketch = false;  ///< keep the signs of every key near: what a query would give a token can then be told without
-                        ///< its factors
-  ScalarType store = kFloat32;  ///< f32, bf16 or f16: of coarse entries, factors and raw rows
+  bool soft_gates = false;  ///< instead: every gate is a weight, gates below 0.01 drop their component (published)
+  bool raw = true;  ///< rows that are smaller than their factors are stored as they are; false: never (published)
+  bool sketch =
+      false;  ///< keep the signs of every key near, to estimate what a query would give a token without its factors
+  Dtype store = Dtype::f32;  ///< f32, bf16 or f16, for coarse entries, factors and raw rows
 
-  /// What is not allowed, one sentence each with the field's name; empty: nothing.
+  /// Options that are not allowed, one sentence each with the field's name; empty if there are none.
   [[nodiscard]] std::vector<std::string> problems() const;
 };
 
-/// Keys or values of one span and KV head, as they are stored. Stands for base + A B, base being the coarse entry where
+/// Keys or values of one span and KV head, as stored. They represent base + A B, where base is the coarse entry if
 /// centred, else 0.
 struct SpanFactors {
-  std::int32_t rank = 0;  ///< r, columns of A; meaningless where raw
+  std::int32_t rank = 0;  ///< r, columns of A; meaningless if raw
   bool raw = false;       ///< [length, D] rows instead of factors
   bool centred = false;
   std::int64_t offset = 0;  ///< of A [length, r], then B [r, D], or of the rows, in the span's blob
 
-  /// Numbers that are stored.
+  /// Count of stored numbers.
   [[nodiscard]] std::int64_t numbers(std::int64_t length, std::int64_t dim) const {
     return raw ? length * dim : rank * (length + dim);
   }

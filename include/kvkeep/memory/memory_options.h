@@ -20,19 +20,19 @@ struct MemoryOptions {
   ZoomOptions zoom;
   std::shared_ptr<const Routing> routing = nullptr;          ///< trained router, and gates; null: none
   double entries = std::numeric_limits<double>::infinity();  ///< Reading::entries
-  double entries_share = 0;                                  ///< instead: that share of the tokens seen; 0: none
-  bool published_budget = false;  ///< Reading::per_head, and a folded span counts as 1 in any case
-  bool sketch = true;             ///< where no router is learned: FactorOptions::sketch
+  double entries_share = 0;                                  ///< instead: this share of the tokens seen; 0: unused
+  bool published_budget = false;  ///< Reading::per_head, and a folded span always counts as 1
+  bool sketch = true;             ///< FactorOptions::sketch, unless a router is learned
   Damage damage = Damage::refuse;
   FarStoreOptions far;
   FactorCacheOptions near;
 
-  /// What is not allowed, one sentence each with the field's name; empty: nothing.
+  /// Options that are not allowed, one sentence each with the field's name; empty if there are none.
   [[nodiscard]] std::vector<std::string> problems() const;
-  /// Why it does not fit the model, one sentence each; empty: it does.
+  /// Why it does not fit the model, one sentence each; empty if it fits.
   [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const;
 
-  /// True where a trained router decides what opens.
+  /// True if a trained router decides which spans open.
   [[nodiscard]] bool learned() const { return zoom.learned(routing != nullptr); }
   [[nodiscard]] const RankGates* gates() const {
     return factors.rank == FactorOptions::Rank::gates && routing != nullptr && routing->gates ? &*routing->gates
@@ -46,17 +46,16 @@ struct MemoryOptions {
     return o;
   }
 
-  /// What a folded token counts as beside its span, in entries of `dim` numbers a side in the dtype of factors: its
-  /// sketch.
+  /// What a folded token counts as on top of its span, for its sketch, in entries of `dim` numbers per side in the
+  /// dtype of factors.
   [[nodiscard]] double entries_per_token(std::int64_t dim) const {
-    return sketch && !learned()
-               ? static_cast<double>(KeySketch::words(dim) * 4 + 2) /
-                     static_cast<double>(2 * dim * static_cast<std::int64_t>(c10::elementSize(factors.store)))
-               : 0;
+    return sketch && !learned() ? static_cast<double>(KeySketch::words(dim) * 4 + 2) /
+                                      static_cast<double>(2 * dim * element_size(factors.store))
+                                : 0;
   }
 
-  /// What a folded span counts as, in entries: for a trained router (`learned`) a norm for each of `group` query heads
-  /// is near beside key and value of `dim` numbers.
+  /// What a folded span counts as, in entries. With a trained router (`learned`), a norm for each of `group` query
+  /// heads is near besides a key and a value of `dim` numbers.
   [[nodiscard]] double entries_per_span(std::int64_t group, std::int64_t dim, bool learned) const {
     return learned && !published_budget ? 1 + static_cast<double>(group) / (2.0 * static_cast<double>(dim)) : 1;
   }

@@ -11,32 +11,32 @@
 
 #include "kvkeep/core/model_spec.h"
 #include "kvkeep/memory/router.h"
-#include "kvkeep/memory/router_training.h"
+#include "kvkeep/memory/router_parameters.h"
 
 namespace kvkeep {
 
 /// A trained router of every layer, and the rank gates that all layers share.
 struct Routing {
   std::vector<Router> layers;      ///< [NL]
-  std::optional<RankGates> gates;  ///< where the file has them
+  std::optional<RankGates> gates;  ///< if the file has them
   std::string model_name;          ///< of the model it was trained on; empty: the file does not say
 
   /// Reads a safetensors file: `W` [NL, Hq, d', D], `tau` [NL, Hq]; with gates `g_phi.mlp.0.weight` [width, max_rank +
-  /// D], `g_phi.mlp.2.weight` [width', width], `g_phi.mlp.4.weight` [max_rank, width'] and a `.bias` to each; all f32,
+  /// D], `g_phi.mlp.2.weight` [width', width], `g_phi.mlp.4.weight` [max_rank, width'] and a `.bias` for each; all f32,
   /// f16 or bf16. Metadata may be absent. Throws InvalidArgument with one sentence that names the file and the tensor,
   /// for a file that is damaged or newer, and for a tensor that is missing, unknown, of another dtype or shape, or not
   /// finite. Cost: the size of the file.
   [[nodiscard]] static Routing read(const std::filesystem::path& file);
 
-  /// Why it does not fit the model, one sentence each: layers, query heads, head size, that of the gates; with the
-  /// model it was trained on, where the file says.
+  /// Why it does not fit the model, one sentence each: layers, query heads, head size, head size of the gates; with the
+  /// model it was trained on, if the file says.
   [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const;
 };
 
-/// Writes what Routing::read() reads, in f32, whole or not at all. `parameters` of all layers: projections [NL, Hq, d',
-/// D], thresholds [NL, Hq]; gates either whole or undefined. `metadata`: `model_name`, and whatever else says where it
-/// comes from. Throws InvalidArgument where reading would, before anything is written, and for a folder that cannot be
-/// written to.
+/// Writes a file for Routing::read(), in f32, completely or not at all. `parameters` of all layers: projections [NL,
+/// Hq, d', D], thresholds [NL, Hq]; gates either whole or undefined. `metadata`: `model_name`, and anything else that
+/// says where it comes from. Throws InvalidArgument if reading would, before anything is written, and for a folder that
+/// cannot be written to.
 void write_routing(const std::filesystem::path& file, const TrainedParameters& parameters,
                    const std::map<std::string, std::string>& metadata = {});
 

@@ -19,8 +19,8 @@ class SpanStore {
   SpanStore() = default;
 
   /// keys, values: f32, f16 or bf16 [Hkv, T, D], keys as attention reads them (after RoPE); surprisal: [T]; spans
-  /// inside T. `gates`: where options.rank is gates. `far`: null is a store of its own. Throws InvalidArgument for
-  /// other shapes and spans that overlap, and as fold(). Cost: as fold().
+  /// inside T. `gates`: required if options.rank is gates. `far`: null for a store of its own. Throws InvalidArgument
+  /// for other shapes and spans that overlap, and as fold(). Cost: as fold().
   SpanStore(const Tensor& keys, const Tensor& values, std::span<const float> surprisal, std::vector<Span> spans,
             const FactorOptions& options, const RankGates* gates = nullptr, std::shared_ptr<FarStore> far = nullptr);
 
@@ -44,8 +44,8 @@ class SpanStore {
   /// The same of gates; undefined unless options.rank is gates.
   [[nodiscard]] const Tensor& gates() const { return gates_; }
 
-  /// Bytes of tensors, tables not counted: near 2 * Hkv * D in the rows' dtype and 4 for the logarithm a span, which
-  /// the heads share; far the blobs.
+  /// Bytes of tensors, without tables. Near: per span 2 * Hkv * D in the rows' dtype, and 4 for the logarithm, which
+  /// the heads share. Far: the blobs.
   [[nodiscard]] std::int64_t near_bytes() const;
   [[nodiscard]] std::int64_t far_bytes() const;
 

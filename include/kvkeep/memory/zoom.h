@@ -1,6 +1,6 @@
 #pragma once
 /// Reading a memory of folded spans: which of them each query opens, and all of them in one softmax with the rows that
-/// stayed. Source, and what differs: router.h, memory_attention.h.
+/// stayed. Source and differences: router.h, memory_attention.h.
 
 #include <cstdint>
 #include <limits>
@@ -12,16 +12,16 @@
 
 namespace kvkeep {
 
-/// What becomes of a span whose factors cannot be read any more.
+/// What happens to a span whose factors can no longer be read.
 enum class Damage : std::uint8_t {
-  refuse,  ///< DamagedData, which names it
+  refuse,  ///< throws DamagedData, which names it
   coarse,  ///< it is read as its coarse entry
 };
 
 /// One row of a layer, as it is read.
 struct MemoryRow {
   const SpanRow* spans = nullptr;
-  std::int64_t dense = 0;  ///< entries that the row holds beside them
+  std::int64_t dense = 0;  ///< entries that the row holds besides them
 };
 
 /// How a layer's memory is read.
@@ -29,22 +29,22 @@ struct Reading {
   ZoomOptions zoom;
   const Router* router = nullptr;                            ///< of the layer; null: none
   double entries = std::numeric_limits<double>::infinity();  ///< of one KV head that may be in reach at once: dense
-                                                             ///< ones, coarse entries and what opened spans take
+                                                             ///< ones, coarse ones and those of opened spans
   double entries_per_span = 1;                               ///< what a folded span counts as
-  double entries_per_token = 0;                              ///< and every token in it
+  double entries_per_token = 0;                              ///< what every token in it adds
   bool per_head = false;                                     ///< ZoomBudget::per_head
   Damage damage = Damage::refuse;
   FactorCache* cache = nullptr;
 };
 
-/// What reading took.
+/// Counts of a reading.
 struct ReadCounts {
   std::int64_t queries = 0;  ///< tokens x KV heads
   std::int64_t zooms = 0;    ///< spans opened, by token and KV head
-  std::int64_t tokens = 0;   ///< in them
-  std::int64_t damaged = 0;  ///< read as their coarse entry, for their factors could not be read
+  std::int64_t tokens = 0;   ///< tokens in them
+  std::int64_t damaged = 0;  ///< spans read as their coarse entry because their factors could not be read
 
-  /// One of these numbers for each query; NaN where there was none.
+  /// One of these counts per query; NaN if there were no queries.
   [[nodiscard]] double a_query(std::int64_t count) const {
     return queries == 0 ? std::numeric_limits<double>::quiet_NaN()
                         : static_cast<double>(count) / static_cast<double>(queries);
@@ -54,11 +54,11 @@ struct ReadCounts {
   friend ReadCounts operator+(ReadCounts a, const ReadCounts& b) { return a += b; }
 };
 
-/// Merges the folded spans of one layer and sequence into softmaxes that are open over its rows: each query opens what
-/// the rule names, as far as the budget goes; the others are read as their coarse entries. rows: [Hkv]; queries: f32,
-/// f16 or bf16 [n, Hq, D] after RoPE, of which every one sees every span. `opened`: if not null, [Hkv] the spans that
-/// the last query opened. Throws InvalidArgument for other shapes and a router of other heads; DamagedData where
-/// reading.damage refuses. `open` is of no use then. Cost, a query and KV head: the coarse keys and values once; the
+/// Merges the folded spans of one layer and sequence into softmaxes that are open over its rows: each query opens the
+/// spans that the rule names, as far as the budget allows; the others are read as their coarse entries. rows: [Hkv];
+/// queries: f32, f16 or bf16 [n, Hq, D] after RoPE; each sees every span. `opened`: if not null, [Hkv] the spans that
+/// the last query opened. Throws InvalidArgument for other shapes and a router of other heads; DamagedData if
+/// reading.damage is refuse. `open` is of no use then. Cost per query and KV head: the coarse keys and values once; the
 /// factors of opened spans. Queries and KV heads in parallel.
 ReadCounts read_memory(OpenAttention& open, std::span<const MemoryRow> rows, const Tensor& queries, double scale,
                        const Reading& reading, std::vector<std::vector<std::int32_t>>* opened = nullptr);

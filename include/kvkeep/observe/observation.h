@@ -1,5 +1,5 @@
 #pragma once
-/// What an engine hands over at each layer of each step.
+/// What an engine passes in at each layer of each step.
 
 #include <cstdint>
 #include <span>
@@ -9,17 +9,17 @@
 
 namespace kvkeep {
 
-/// Logical positions lie below it, and sequences are shorter: what follows them is still a 32-bit number.
+/// Logical positions are below it, and sequences are no longer than it: whatever comes after them still fits 32 bits.
 inline constexpr std::int32_t kMostPositions = (1 << 30) - 1;
 
 /// New tokens of one layer and step: any subset of the sequences, any number of tokens each.
-/// Offsets and counts are host integers, as every length is: an event must not wait for the device.
+/// Offsets and counts are host integers, like every length: an event must not wait for the device.
 struct Observation {
   std::int32_t layer = 0;
   std::span<const SequenceId> sequences;  ///< [n]
   std::span<const std::int32_t> indptr;   ///< host [n + 1]: tokens of sequence i are [indptr[i], indptr[i + 1])
   Tensor queries =
-      {};  ///< f32, f16 or bf16 [n_tokens, Hq, D] after bias and query norm; absent where the policy needs none
+      {};  ///< f32, f16 or bf16 [n_tokens, Hq, D] after bias and query norm; absent if the policy needs none
   QueryBasis basis = QueryBasis::pre_rope;
   std::span<const std::int32_t> positions = {};  ///< host [n_tokens] logical, from 0 to below kMostPositions, ascending
                                                  ///< per sequence; empty: the next ones of each sequence

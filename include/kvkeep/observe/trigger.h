@@ -7,32 +7,32 @@
 
 namespace kvkeep {
 
-/// Where a sequence stands behind a step. Host integers only.
+/// State of a sequence after a step. Host integers only.
 struct Occasion {
   std::int64_t slots = 0;       ///< slots held, summed over its rows
   std::int64_t rows = 1;        ///< full layers x KV heads
-  std::int64_t seen = 0;        ///< tokens so far, this step's included
+  std::int64_t seen = 0;        ///< tokens so far, including this step's
   std::int64_t prompt = 0;      ///< how many of them are its prompt
   std::int64_t step = 0;        ///< tokens since the policy was last asked
   std::int64_t slot_bytes = 0;  ///< K and V bytes of one slot in every row
-  std::int64_t unsettled = 0;   ///< newest tokens that nothing was decided on yet (Fold::settled)
+  std::int64_t unsettled = 0;   ///< newest tokens without a final decision (Fold::settled)
 };
 
-/// A sequence is due when its rows hold, on average, at least budget + interval slots: they then fall to the budget, so
-/// the cache swings between budget and budget + interval. Slots are counted, not calls. Before its prompt has ended a
-/// sequence is never due. Source: slack is TriAttention's trigger, counter that of the published AMS and of kvpress. In
-/// steady state both run the same schedule.
+/// A sequence is due when its rows hold, on average, at least budget + interval slots. They are then cut to the budget,
+/// so the cache swings between budget and budget + interval. The trigger counts slots, not calls. A sequence is never
+/// due before its prompt has ended. Source: slack is TriAttention's trigger, counter that of the published AMS and of
+/// kvpress. In steady state both run the same schedule.
 struct Trigger {
   enum class Kind : std::uint8_t {
     slack,    ///< at budget + interval slots
     counter,  ///< every `interval` decoded tokens, if there are more slots than the budget
-    window,  ///< where `interval` tokens stand before the local window, and at the end of a prompt where any do: all of
-             ///< them leave
+    window,   ///< when `interval` undecided tokens precede the local window, or any at the end of a prompt: all of them
+              ///< leave
   };
   enum class Prefill : std::uint8_t {
-    keep,  ///< the prompt is not cut when it ends; the first decoded token may find it over the budget
-    cut,   ///< the prompt is cut to the budget as soon as it has ended, whatever the interval
-    only,  ///< cut there, and never again
+    keep,  ///< the prompt is not cut when it ends; if it is over the budget, the first decoded token may be due
+    cut,   ///< the prompt is cut to the budget as soon as it ends, whatever the interval
+    only,  ///< cut at the end of the prompt, and never again
   };
   Budget budget;
   std::int32_t interval = 0;
@@ -54,7 +54,8 @@ struct Trigger {
     return o.slots >= kept + std::int64_t{interval} * o.rows;
   }
 
-  /// Decoded tokens until the first event of a sequence that decodes one at a time; -1 where none comes within `most`.
+  /// Decoded tokens until the first event of a sequence that decodes one token at a time; -1 if there is none within
+  /// `most`.
   [[nodiscard]] std::int64_t first_event(std::int64_t prompt, std::int64_t slot_bytes, std::int64_t most) const {
     for (std::int64_t d = 0; d <= most; ++d)
       if (due({.slots = prompt + d,

@@ -1,9 +1,9 @@
 #pragma once
-/// ASL and FastKV: a prompt's tokens are ranked by its newest queries in every layer; from the layer on where the
-/// ranking has settled, or a given one, only the best go on. Source: ASL (adaptive layer selection), its paper and
-/// code; FastKV (Jo et al.) by `selector.fixed_layer`. Differs: see LayerSelector; the cache may follow SnapKV or top-p
-/// as in ASL's code; kept slots stay in order of position. FastKV's own release observes with 8 queries and leaves
-/// prompts that fit the cache alone.
+/// ASL and FastKV: in every layer the newest queries of a prompt rank its tokens. From the layer where the ranking has
+/// settled, or from a given layer, only the best continue. Source: ASL (adaptive layer selection), paper and code;
+/// FastKV (Jo et al.) through `selector.fixed_layer`. Differs: see LayerSelector; the cache may follow SnapKV or top-p
+/// as in ASL's code; kept slots stay in order of position. FastKV's own release observes with 8 queries and does not
+/// touch prompts that fit the cache.
 
 #include <memory>
 
@@ -16,8 +16,8 @@ namespace kvkeep {
 
 struct AslOptions {
   enum class Indices : std::uint8_t {
-    ranks,       ///< the best ranked and the window
-    last_query,  ///< what GemFilter would choose in the selecting layer
+    ranks,       ///< the best-ranked tokens and the window
+    last_query,  ///< the tokens that GemFilter would choose in the selecting layer
   };
   LayerSelectorOptions selector = {.select = 2048,
                                    .window = 32,
@@ -29,13 +29,13 @@ struct AslOptions {
                                    .select_mass = 1};  ///< min_layer -1: a third of the model's layers
   std::int32_t pool = 7;                               ///< tokens pooled over, odd
   PromptScoreOptions::Pool pooling = PromptScoreOptions::Pool::average;
-  std::int32_t cache = 0;  ///< slots each row of a layer keeps for decoding, the window's included (SnapKV); 0: all
-  double cache_mass = 0;   ///< instead: as many as hold this share of the window's attention; 0: all
-  bool two_pass = false;   ///< the tokens that were chosen run again as a prompt of their own
+  std::int32_t cache = 0;  ///< slots that each row of a layer keeps for decoding, including the window (SnapKV); 0: all
+  double cache_mass = 0;   ///< instead of `cache`: as many slots as hold this share of the window's attention; 0: all
+  bool two_pass = false;   ///< the chosen tokens run again as a new prompt
   Indices indices = Indices::ranks;   ///< two_pass only
   Variant variant = Variant::strict;  ///< official: counts of cache_mass are rounded down
 
-  /// What is not allowed, one sentence each with the field's name; empty: nothing.
+  /// Every problem with these options, one sentence each that names the field; empty: none.
   [[nodiscard]] std::vector<std::string> problems() const;
 };
 

@@ -1,5 +1,5 @@
 #pragma once
-/// Eviction: a scorer ranks, an allocator spends the budget, the rest is dropped.
+/// Eviction: a scorer ranks the slots, an allocator spends the budget, and the rest is dropped.
 
 #include <cstdint>
 #include <memory>
@@ -12,33 +12,34 @@
 
 namespace kvkeep {
 
-/// What becomes of slots that do not stay.
+/// What happens to slots that do not stay.
 struct RestOptions {
   enum class Weights : std::uint8_t {
-    mass,  ///< a slot counts in the coarse entry of its span by its attention mass; equal where the allocator has none
+    mass,  ///< attention mass weights a slot in the coarse entry of its span; equal if the allocator computes none
     equal,
   };
-  std::int32_t min_span = 8;   ///< dropped slots of neighbouring segments share a span until it has so many
-  std::int32_t max_span = 64;  ///< longer ones are cut into equal pieces
+  std::int32_t min_span =
+      8;  ///< dropped slots of neighbouring segments are merged until the span has at least this many
+  std::int32_t max_span = 64;  ///< longer spans are cut into equal pieces
   Weights weights = Weights::equal;
   MemoryOptions memory;
 
-  /// What is not allowed, one sentence each with the field's name; empty: nothing.
+  /// Every problem with these options, one sentence each that names the field; empty: none.
   [[nodiscard]] std::vector<std::string> problems() const;
 };
 
-/// What every evicting policy shares.
+/// Options that every evicting policy shares.
 struct Retention {
   Variant variant = Variant::strict;
-  Trigger trigger;              ///< budget and when it is enforced
+  Trigger trigger;              ///< the budget, and when it is enforced
   std::int32_t sink = 4;        ///< oldest slots that always stay
   std::int32_t recent = 32;     ///< newest slots that always stay, as far as the budget allows
-  bool protect_prompt = false;  ///< the prompt's slots stay like sinks
+  bool protect_prompt = false;  ///< the prompt's slots stay, like sinks
   Sharing share = Sharing::per_layer_per_head;
-  std::shared_ptr<const RestOptions> rest = nullptr;  ///< the rest folds into spans; null: it is dropped
+  std::shared_ptr<const RestOptions> rest = nullptr;  ///< how the rest folds into spans; null: it is dropped
 };
 
-/// What a policy of these parts reads.
+/// What a policy made of these parts reads.
 [[nodiscard]] Needs needs_of(const Retention& retention, const Scorer& scorer, const Allocator& allocator);
 
 class Evict final : public KVPolicy {
@@ -52,19 +53,19 @@ class Evict final : public KVPolicy {
   [[nodiscard]] Trigger trigger() const override { return retention_.trigger; }
   [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const override;
   /// Order: limits of every row, window attention, scores, sharing, allotment.
-  /// `share` other than per_layer_per_head ranks by the mean of the sharing rows' scores over layers (`per_head`) or by
-  /// their maximum over layers and heads
-  /// (`all`), slot by slot; sharing rows hold the same tokens. Source of both: TriAttention's modes.
-  /// With retention.rest what does not stay is folded: a span for what each segment drops (ours: neither AMS nor SeKV
-  /// has it), or for runs of max_span dropped slots where there are no segments.
+  /// With a `share` other than per_layer_per_head, slots rank by the mean of the sharing rows' scores over layers
+  /// (`per_head`) or by their maximum over layers and heads (`all`); sharing rows hold the same tokens. Source of both:
+  /// TriAttention's modes. With retention.rest, slots that do not stay are folded: into one span for the slots that
+  /// each segment drops (ours: neither AMS nor SeKV has it), or into runs of at most max_span dropped slots if there
+  /// are no segments.
   [[nodiscard]] Decision decide(const Evidence& evidence) const override;
   [[nodiscard]] const MemoryOptions* memory() const override {
     return retention_.rest == nullptr ? nullptr : &retention_.rest->memory;
   }
   [[nodiscard]] std::string to_json() const override { return json_; }
 
-  /// What every row of an event may keep, before anything is scored: reads shapes, lengths and positions of `evidence`,
-  /// not what is cached.
+  /// How much every row of an event may keep, before anything is scored. Reads the shapes, lengths and positions of
+  /// `evidence`, not the cached data.
   [[nodiscard]] Limits limits(const Evidence& evidence) const;
 
   [[nodiscard]] const Retention& retention() const { return retention_; }

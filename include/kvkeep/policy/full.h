@@ -1,5 +1,5 @@
 #pragma once
-/// Keeps everything: the outer line of every comparison, and bit for bit the engine without kvkeep.
+/// Keeps everything: the baseline of every comparison, bit for bit the engine without kvkeep.
 
 #include "kvkeep/policy/policy.h"
 

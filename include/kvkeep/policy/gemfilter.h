@@ -1,6 +1,6 @@
 #pragma once
-/// GemFilter: the last query of an early layer chooses tokens, which then run again as a short prompt of their own.
-/// Source: GemFilter (Shi et al., Discovering the Gems in Early Layers). Differs: see last_query_scores().
+/// GemFilter: the last query of an early layer chooses tokens, which then run again as a new, short prompt. Source:
+/// GemFilter (Shi et al., Discovering the Gems in Early Layers). Differs: see last_query_scores().
 
 #include <memory>
 
@@ -10,7 +10,7 @@ namespace kvkeep {
 
 struct GemFilterOptions {
   std::int32_t select = 2048;  ///< tokens of the second pass
-  std::int32_t layer = 13;     ///< the layer whose last query chooses; nothing behind it runs in the first pass
+  std::int32_t layer = 13;     ///< the layer whose last query chooses; layers after it do not run in the first pass
   std::int32_t pool = 5;       ///< tokens pooled over, odd
 };
 

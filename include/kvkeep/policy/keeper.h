@@ -1,5 +1,5 @@
 #pragma once
-/// The line: observe -> decide -> apply -> settle -> view. One object between an engine and a policy.
+/// The pipeline: observe -> decide -> apply -> settle -> view. One object between an engine and a policy.
 
 #include <cstdint>
 #include <filesystem>
@@ -34,84 +34,84 @@ struct Cut {
   std::int64_t slots_after = 0;
 };
 
-/// A sequence that was due and was left as it is: the policy reads a query of it that is NaN or infinite, so what it
-/// attends to is lost. Others are cut as if it were not there. End it, or let the query leave the window. On a device
-/// such queries are not looked for; their scores are NaN, which rank last.
+/// A sequence that was due but was not cut: the policy reads a query of it that is NaN or infinite, so what that
+/// attends to is unknown. Other sequences are cut as if it were not there. End it, or let the query leave the window.
+/// On a device there is no such check: the scores are NaN, which rank last.
 struct Unscored {
   SequenceId sequence = 0;
   std::int32_t layer = 0;
   std::int32_t position = 0;  ///< logical, of the query
 };
 
-/// What would happen. Refers to the view and the keeper it was made from: apply it before either changes. On a device
-/// its tensors lie in memory that the keeper's next plan writes again.
+/// What an event would do. Refers to the view and the keeper that it was made from: apply it before either changes. On
+/// a device, the keeper's next plan overwrites the memory of its tensors.
 struct Plan {
   std::vector<Cut> cuts;  ///< one per sequence that is due
   RowTable table;         ///< the rows of those sequences
   Decision decision;
   std::vector<PageMove> pages;     ///< paged caches: one per sequence that is due
   std::vector<Unscored> unscored;  ///< sequences that are due and will not be cut
-  std::int64_t bytes_before = 0;   ///< K and V bytes of live slots in full layers, all sequences of the view
+  std::int64_t bytes_before = 0;   ///< K and V bytes of live slots in full layers, for all sequences of the view
   std::int64_t bytes_after = 0;
   std::uint64_t version = 0;
-  std::shared_ptr<const void> keeper;  ///< whose plan it is
+  std::shared_ptr<const void> keeper;  ///< the keeper that made the plan
 };
 
-/// What happened: proof that compression ran, in numbers.
+/// What an event did: proof in numbers that compression ran.
 struct Report {
   std::vector<Cut> cuts;
-  std::vector<PageMove> pages;  ///< paged caches: what each cut sequence holds now and what it gave back, as its row of
-                                ///< the block table says
+  std::vector<PageMove> pages;  ///< paged caches: the pages that each cut sequence now holds, as its row of the block
+                                ///< table says, and those it gave back
   std::vector<Unscored> unscored;  ///< sequences that were due and were not cut
   std::int64_t slots_dropped = 0;  ///< over all rows
-  std::int64_t slots_folded = 0;   ///< of them into spans
-  std::int64_t far_bytes = 0;      ///< of the factors that were stored for them
+  std::int64_t slots_folded = 0;   ///< of these, folded into spans
+  std::int64_t far_bytes = 0;      ///< of the factors stored for them
   std::int64_t bytes_before = 0;   ///< as in Plan
   std::int64_t bytes_after = 0;
-  std::int64_t bytes_moved = 0;  ///< K and V bytes that were copied inside the cache; on a device at most so many:
-                                 ///< which slots stood where they belong, the host does not know
-  std::int64_t pages_freed = 0;  ///< holders less, over all sequences; a page that nobody holds any more is free
+  std::int64_t bytes_moved = 0;  ///< K and V bytes copied within the cache; an upper bound on a device, because the
+                                 ///< host does not know which slots were already in place
+  std::int64_t pages_freed = 0;  ///< holders removed, over all sequences; a page without holders is free
 };
 
-/// What happened to a prompt on its way through the layers, under a policy that narrows.
+/// What happened to a prompt in the layers, under a policy that narrows.
 struct PromptReport {
-  std::int32_t tokens = 0;                ///< of the prompt, as it came in
+  std::int32_t tokens = 0;                ///< of the whole prompt
   std::int32_t selection_layer = -1;      ///< the layer that selected; -1: none
-  std::vector<double> relative_variance;  ///< [num_layers] NaN where it was not computed
-  std::vector<std::int32_t> entered;   ///< [num_layers] tokens that reached the layer; 0: none of this pass, or not yet
-  std::vector<std::int32_t> going_on;  ///< places in the prompt of the tokens that reached the end, or that make up the
-                                       ///< second pass, ascending
-  bool second_pass = false;            ///< they run again as a prompt of their own
+  std::vector<double> relative_variance;  ///< [num_layers] NaN if not computed
+  std::vector<std::int32_t> entered;  ///< [num_layers] tokens that reached the layer; 0: none in this pass, or not yet
+  std::vector<std::int32_t>
+      going_on;  ///< places in the prompt of the tokens that reached the end, or that form the second pass, ascending
+  bool second_pass = false;  ///< they run again as a new prompt
 };
 
 /// What one layer did to one prompt.
 struct Narrowing {
   SequenceId sequence = 0;
   std::optional<std::vector<std::int32_t>> tokens =
-      {};               ///< places, among the tokens present, of those that go on, ascending; absent: all do
-  bool afresh = false;  ///< they do not go on here: the sequence leaves this step with nothing in the cache, and its
-                        ///< prompt is, from the next step on, these tokens alone at positions from 0
+      {};               ///< places, among the tokens present, of those that continue, ascending; absent: all continue
+  bool afresh = false;  ///< they do not continue here: the sequence leaves this step with an empty cache, and from the
+                        ///< next step its prompt is these tokens alone, at positions from 0
   std::int64_t slots_dropped = 0;  ///< of this layer's rows
   std::int64_t bytes_moved = 0;
 };
 
 /// What one layer did to the prompts of a step.
 struct LayerReport {
-  std::vector<Narrowing> prompts;  ///< of every sequence of the step that something happened to
-  std::vector<PageMove> pages;  ///< paged caches: what a prompt that has ended holds now and what it gave back, as its
-                                ///< row of the block table says
+  std::vector<Narrowing> prompts;  ///< one per sequence of the step that changed
+  std::vector<PageMove> pages;     ///< paged caches: the pages that an ended prompt now holds, as its row of the block
+                                   ///< table says, and those it gave back
 };
 
-/// What a sequence has folded.
+/// The folded part of a sequence.
 struct FoldedState {
   std::int64_t spans = 0;       ///< over all rows
   std::int64_t tokens = 0;      ///< in them
-  std::int64_t near_bytes = 0;  ///< of coarse entries and what goes with them
-  std::int64_t far_bytes = 0;   ///< of factors, wherever they lie
+  std::int64_t near_bytes = 0;  ///< of coarse entries and the data stored with them
+  std::int64_t far_bytes = 0;   ///< of factors, wherever they are stored
   std::int64_t disk_bytes = 0;  ///< of factors in a file
 };
 
-/// Counters since the keeper was made.
+/// Counters since construction of the keeper.
 struct Totals {
   std::int64_t steps = 0;
   std::int64_t events = 0;  ///< steps in which something was cut
@@ -123,8 +123,8 @@ struct Totals {
   ReadCounts reads;  ///< of folded spans
 };
 
-/// Keeps the columns and queries of the living sequences and runs the line. Not thread safe: one keeper, one thread at
-/// a time.
+/// Keeps the columns and queries of the living sequences and runs the pipeline. Not thread safe: one thread at a time
+/// per keeper.
 ///
 ///     keeper.join(id);
 ///     // in every layer of a step
@@ -132,124 +132,123 @@ struct Totals {
 ///     // once, after the last layer
 ///     kvkeep::Report report = keeper.step(cache);
 ///
-/// Positions are logical throughout: the next token of a sequence stands at logical_length(id), whatever was dropped
-/// (or behind the last position that the engine gave, where it gives its own with gaps).
+/// Positions are logical throughout: the next token of a sequence is at logical_length(id), whatever was dropped. If
+/// the engine gives its own positions with gaps, it is after the last of those.
 class Keeper {
  public:
-  /// Throws InvalidArgument when the spec is inconsistent, or when the policy needs what the engine does not give: with
-  /// every reason at once. StateError for an accelerator that serves, or served, another keeper.
+  /// Throws InvalidArgument if the spec is inconsistent, or, with every reason at once, if the policy needs what the
+  /// engine does not supply. Throws StateError for an accelerator that serves, or has served, another keeper.
   Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy, Provided provided = {});
 
   /// A sequence begins. `tokens` of it are already in the cache (a prefix that kvkeep did not see), at positions
-  /// 0..tokens-1. `prompt`: tokens of its prompt, those included; -1: the cached tokens, or where there are none, what
-  /// the first step brings. No event comes before the prompt has ended, in however many chunks it comes.
+  /// 0..tokens-1. `prompt`: tokens of its prompt, including those; -1: the cached tokens, or if there are none, the
+  /// tokens of the first step. No event happens before the prompt has ended, however many chunks it comes in.
   void join(SequenceId sequence, std::int32_t tokens = 0, std::int32_t prompt = -1);
-  /// A sequence ends, at any point: everything known of it is dropped.
+  /// A sequence ends, at any point: the keeper forgets everything about it.
   void leave(SequenceId sequence);
-  /// Writes what is known of a sequence into a file (docs/state.md), whole or not at all; the sequence goes on. Its
-  /// rows of the cache are the engine's to save. Between steps: with queries, once every full layer was observed.
-  /// Throws: StateError for an unknown sequence, in the middle of a step, and while its prompt narrows; Unsupported on
-  /// a device; DamagedData where factors cannot be read; as io::write_safetensors. Nothing has changed then. Cost: what
-  /// it holds, far bytes included, once in memory and once to the file.
+  /// Writes the keeper's state of a sequence to a file (docs/state.md), whole or not at all; the sequence continues.
+  /// The engine must save its rows of the cache. Call it between steps; if queries are kept, once every full layer has
+  /// been observed. Throws: StateError for an unknown sequence, in the middle of a step, and while its prompt narrows;
+  /// Unsupported on a device; DamagedData if factors cannot be read; as io::write_safetensors does. Nothing changes if
+  /// it throws. Cost: the size of the state, including far bytes, once in memory and once in the file.
   void save(SequenceId sequence, const std::filesystem::path& file) const;
-  /// A sequence comes back as it was when it was saved, under any id that is free, in any process; the engine has its
-  /// rows back before the next step. It goes on to the same bits. Throws: StateError for a sequence that is here;
-  /// InvalidArgument that names the file where it is damaged, or was saved under another policy or model, with each
-  /// field that differs; Unsupported on a device; as FarStore::put. The keeper is as it was then. Cost: one read of the
-  /// file, and putting its far bytes into the far store.
+  /// Restores a sequence to its state when it was saved, under any free id, in any process. The engine must restore its
+  /// rows before the next step. The sequence continues to the same bits. Throws: StateError for a known sequence;
+  /// InvalidArgument that names the file if it is damaged, or was saved under another policy or model, with each field
+  /// that differs; Unsupported on a device; as FarStore::put does. The keeper is unchanged if it throws. Cost: one read
+  /// of the file, and putting its far bytes into the far store.
   void restore(SequenceId sequence, const std::filesystem::path& file);
-  /// leave and join.
+  /// leave(), then join().
   void reset(SequenceId sequence);
   [[nodiscard]] bool knows(SequenceId sequence) const { return sequences_.contains(sequence); }
 
-  /// Records the new tokens of one layer. Call it in every full layer, or in one of them where the policy needs no
+  /// Records the new tokens of one layer. Call it in every full layer, or in one of them if the policy needs no
   /// queries; other layers are ignored. Throws: StateError for a sequence that never joined; InvalidArgument for a
-  /// wrong layer, indptr, shape, dtype or device, a sequence that stands twice, missing queries, positions that do not
-  /// ascend or are too large, and, where running statistics are kept, a query that is not finite. Nothing is recorded
-  /// then, of any sequence. Cost: copies the newest queries; allocates at a sequence's first tokens, and where its
-  /// columns grow beyond what they were.
+  /// wrong layer, indptr, shape, dtype or device, a duplicate sequence, missing queries, positions that do not ascend
+  /// or are too large, and, if running statistics are kept, a query that is not finite. If it throws, nothing is
+  /// recorded for any sequence. Cost: copies the newest queries; allocates at a sequence's first tokens, and when its
+  /// columns outgrow their largest size so far.
   void observe(const Observation& observation);
 
   /// Under a policy that narrows: call it in every layer, once attention has run over the keys and values of all tokens
-  /// present, with what observe() was given. Sequences that are not in the first pass of a prompt are left alone, so
-  /// steps may mix them. Decides for each prompt by itself, cuts this layer's rows, and says which tokens go on: the
-  /// layers behind are to be given (observe() too) these tokens alone, at their own positions. Output projection and
-  /// MLP of the others need not run any more. `view`: lengths per row, as they will be when the step has run. Written:
-  /// those of this layer where slots were dropped, those of the layers behind where tokens were; where a paged prompt
-  /// has come to its end, its row of the block table. A prompt comes whole, in one step; where tokens of the sequence
-  /// were cached before (join), it runs as under a policy that does not narrow. Throws: StateError for layers out of
-  /// order or lengths that are not what was observed; InvalidArgument for missing queries, one length a sequence, and
-  /// as the policy does; before anything is written. Cost: the policy's, and moving the slots that stay.
+  /// present, with the arguments of observe(). Sequences that are not in the first pass of a prompt are left alone, so
+  /// steps may mix them. Decides for each prompt separately, cuts this layer's rows, and says which tokens continue.
+  /// Give the later layers (and observe()) only these tokens, at their own positions. Output projection and MLP of the
+  /// others need not run any more. `view`: lengths per row, as they will be after the step. Writes the lengths of this
+  /// layer if slots were dropped, those of later layers if tokens were, and, at the end of a paged prompt, its row of
+  /// the block table. A prompt must come whole, in one step. If tokens of the sequence were cached before (join), it
+  /// runs as under a policy that does not narrow. Throws, before anything is written: StateError for layers out of
+  /// order or lengths that differ from what was observed; InvalidArgument for missing queries or one length per
+  /// sequence; as the policy does. Cost: the policy's, plus moving the slots that stay.
   LayerReport narrow(const Observation& observation, const CacheView& view);
 
-  /// What happened to the newest prompt of a sequence; null where the policy does not narrow, or nothing has come yet.
-  /// Valid until it leaves.
+  /// What happened to the newest prompt of a sequence; null if the policy does not narrow, or before the first tokens.
+  /// Valid until the sequence leaves.
   [[nodiscard]] const PromptReport* prompt_report(SequenceId sequence) const;
 
-  /// Surprisal of the oldest tokens that have none yet, nats: log-sum-exp of the logits before a token less its own
-  /// (PromptSurprisal, token_surprisal); 0 for the first of a text. Under a policy that reads it all tokens that were
-  /// observed, cached ones included, need theirs before step(). Ignored under others. Throws InvalidArgument for more
-  /// than there are tokens.
+  /// Surprisal, in nats, of the oldest tokens that have none yet: log-sum-exp of the logits before a token minus its
+  /// own logit (PromptSurprisal, token_surprisal); 0 for the first token of a text. If the policy reads it, all
+  /// observed tokens, including cached ones, need it before step(). Other policies ignore it. Throws InvalidArgument
+  /// for more values than such tokens.
   void surprise(SequenceId sequence, std::span<const float> nats);
 
   /// Under a policy that folds: call it in every full layer of every step, once attention has run over the rows, with
-  /// what observe() was given but queries after RoPE. Merges what was folded of each sequence into `attended`, in
-  /// place: its own softmax and that of the folded spans become one. Nothing happens where nothing was folded, in other
-  /// layers and under other policies. Throws: InvalidArgument for queries before RoPE, other shapes or dtypes;
-  /// DamagedData where factors cannot be read and the policy refuses to go on (`attended` is of no use then); before
-  /// anything is written but for the last. Cost: read_memory(); spans that the next layer opened last are brought near
-  /// meanwhile, where they lie in a file.
+  /// the arguments of observe() but queries after RoPE. Merges the folded spans of each sequence into `attended`, in
+  /// place, so that both share one softmax. Does nothing if nothing was folded, in other layers, and under other
+  /// policies. Throws: InvalidArgument, before anything is written, for queries before RoPE, other shapes or dtypes;
+  /// DamagedData if factors cannot be read and the policy refuses to continue (`attended` is then unusable). Cost:
+  /// read_memory(). Meanwhile, spans that the next layer opened last are brought near if they are in a file.
   ReadCounts view(const Observation& observation, const Attended& attended);
 
-  /// What was folded of a sequence.
+  /// The folded part of a sequence, in numbers.
   [[nodiscard]] FoldedState folded(SequenceId sequence) const;
   /// The folded spans of one row. Throws Unsupported under a policy that does not fold. Valid until the next step.
   [[nodiscard]] const SpanRow& spans(SequenceId sequence, std::int32_t layer, std::int32_t head) const;
-  /// Where factors lie, and those that are near; null under a policy that does not fold.
+  /// The store of factors, and the cache of those that are near; null under a policy that does not fold.
   [[nodiscard]] const FarStore* far_store() const { return far_.get(); }
   [[nodiscard]] const FactorCache* factor_cache() const { return near_.get(); }
 
-  /// Decides, moves nothing. Throws: StateError when the view's lengths are not what was observed; InvalidArgument for
-  /// a sequence, a place or a page that stands twice in the view; InvalidArgument and Unsupported as make_rows and the
-  /// policy do. Where nobody is due it allocates nothing.
+  /// Decides, and moves nothing. Throws: StateError if the view's lengths differ from what was observed;
+  /// InvalidArgument for a duplicate sequence, place or page in the view; InvalidArgument and Unsupported as make_rows
+  /// and the policy do. If no sequence is due, it allocates nothing.
   [[nodiscard]] Plan plan(const CacheView& view) const;
 
   /// Folds what the plan folds, moves K, V and columns, writes the new lengths and, in pages, the new block table into
-  /// the view, then gives back the pages that are no longer held. Throws: as fold(), before the first byte moves, for
-  /// rows that are not finite and a far store that is full; StateError, before the first byte moves, for a plan of
-  /// another keeper or one that is out of date (on a device also for one that a later plan() replaced), and where there
-  /// are no free pages for copies of shared ones.
+  /// the view, then gives back the pages that are no longer held. Throws, before the first byte moves: as fold() does,
+  /// for rows that are not finite and for a full far store; StateError for a plan of another keeper or one that is out
+  /// of date (on a device also for one that a later plan() replaced), and if there are no free pages for copies of
+  /// shared ones.
   Report apply(const Plan& plan, const CacheView& view);
 
-  /// plan and apply.
+  /// plan(), then apply().
   Report step(const CacheView& view) { return apply(plan(view), view); }
 
-  /// On a device: bytes that an event over this view would work in, were all its sequences due
-  /// (Accelerator::use_workspace). 0 on the CPU. Launches nothing. Throws: as plan().
+  /// On a device: workspace bytes of an event over this view if all its sequences were due
+  /// (Accelerator::use_workspace). 0 on the CPU. Launches nothing. Throws as plan() does.
   [[nodiscard]] std::int64_t workspace_bytes(const CacheView& view) const;
 
-  /// Takes back the newest tokens (speculative decoding): the sequence is `logical_length` tokens long afterwards; the
-  /// engine shortens its cache alike. Exact, or StateError: it cannot go behind the last event, nor further than the
-  /// query ring remembers. The next position is the one after the last token that is left. A prompt that had ended and
-  /// loses tokens is as long as what is left.
+  /// Takes back the newest tokens (speculative decoding): the sequence is `logical_length` tokens long afterwards, and
+  /// the engine must shorten its cache to match. Either exact or a StateError: it cannot go back past the last event,
+  /// or further than the query ring remembers. The next position is the one after the last remaining token. If a prompt
+  /// that had ended loses tokens, it becomes as long as the remaining sequence.
   void truncate(SequenceId sequence, std::int64_t logical_length);
 
   /// Tokens seen; the position of the next one. Never shrinks at an event.
   [[nodiscard]] std::int64_t logical_length(SequenceId sequence) const { return at(sequence).logical; }
-  /// Tokens of its prompt; -1 while that is not known.
+  /// Tokens of its prompt; -1 until known.
   [[nodiscard]] std::int64_t prompt_length(SequenceId sequence) const { return at(sequence).prompt; }
   /// Slots held by one row.
   [[nodiscard]] std::int32_t physical_length(SequenceId sequence, std::int32_t layer, std::int32_t head) const;
-  /// Logical position of every slot of one row, ascending. Valid until the next call. On a device: copied to the host,
-  /// which waits for it.
+  /// Logical position of every slot of one row, ascending. Valid until the next call. On a device: copies to the host,
+  /// and waits.
   [[nodiscard]] std::span<const std::int32_t> positions(SequenceId sequence, std::int32_t layer,
                                                         std::int32_t head) const;
-  /// EMA credit of the oldest slots of one row (empty before the first event). As positions().
+  /// EMA credit of the oldest slots of one row (empty before the first event). Otherwise like positions().
   [[nodiscard]] std::span<const float> credit(SequenceId sequence, std::int32_t layer, std::int32_t head) const;
 
-  /// Where cache and queries must lie.
+  /// Where cache and queries must be.
   [[nodiscard]] Device device() const {
-    return provided_.accelerator == nullptr ? Device(c10::kCPU) : provided_.accelerator->device();
+    return provided_.accelerator == nullptr ? Device{} : provided_.accelerator->device();
   }
   [[nodiscard]] const ModelSpec& spec() const { return spec_; }
   [[nodiscard]] const KVPolicy& policy() const { return *policy_; }
@@ -259,26 +258,26 @@ class Keeper {
   struct Sequence {
     std::unique_ptr<Columns> columns;
     QueryRing ring;
-    std::vector<QueryStatistics> statistics;  ///< [full layers] where the policy asks for them; else none
+    std::vector<QueryStatistics> statistics;  ///< [full layers] if the policy asks for them; else empty
     std::int32_t prefix = 0;                  ///< tokens that were cached before the sequence joined
     std::int64_t logical = 0;                 ///< tokens seen, prefix included
     std::int64_t last_event = 0;              ///< logical length at the last event
     std::int64_t prompt = -1;                 ///< tokens of the prompt; -1 until known
-    std::int32_t prompt_end = 0;              ///< once it has ended: logical position below which its tokens stand
+    std::int32_t prompt_end = 0;              ///< once it has ended: logical position below which its tokens are
     std::int32_t event_position = 0;          ///< next position at the last event, or after the prefix
-    mutable std::uint64_t mark = 0;           ///< of the last call that met the sequence
+    mutable std::uint64_t mark = 0;           ///< of the last call that named the sequence
     std::int64_t asked = 0;                   ///< logical length when the policy was last asked
     std::int32_t next_position = 0;
     std::int32_t prompt_slots = -1;              ///< on a device: slots of the prompt at the first event; -1 before it
     std::unique_ptr<PromptPass> pass = nullptr;  ///< while a prompt narrows
-    std::vector<std::int32_t> present = {};      ///< then: logical positions of the tokens that are left
-    std::int32_t tail = 0;                       ///< then: how many of them are the newest of the prompt without a gap
-    std::int32_t next_layer = 0;                 ///< then: whose narrow() comes next
+    std::vector<std::int32_t> present = {};      ///< then: logical positions of the remaining tokens
+    std::int32_t tail = 0;                       ///< then: how many of them are the newest of the prompt, without a gap
+    std::int32_t next_layer = 0;                 ///< then: the layer whose narrow() comes next
     std::optional<PromptReport> report = {};
-    std::vector<float> surprisal = {};  ///< by logical position, where the policy asks for it
-    std::int64_t surprised = 0;         ///< tokens that have theirs
-    std::int32_t settled = 0;           ///< logical position below which everything is decided for good
-    std::vector<SpanRow> memory = {};   ///< [rows] where the policy folds; else none
+    std::vector<float> surprisal = {};                   ///< by logical position, if the policy asks for it
+    std::int64_t surprised = 0;                          ///< tokens that have their surprisal
+    std::int32_t settled = 0;                            ///< logical position below which every decision is final
+    std::vector<SpanRow> memory = {};                    ///< [rows] if the policy folds; else empty
     std::vector<std::vector<std::int32_t>> opened = {};  ///< [rows] spans that the newest query opened
     std::vector<std::int64_t> viewed = {};  ///< [full layers] logical length when the layer last read its folded spans
   };
@@ -338,20 +337,20 @@ class Keeper {
   std::map<SequenceId, Sequence> sequences_;
   QueryBasis basis_ = QueryBasis::pre_rope;
   bool basis_known_ = false;
-  std::shared_ptr<FarStore> far_;  ///< where the policy folds
+  std::shared_ptr<FarStore> far_;  ///< if the policy folds
   std::unique_ptr<FactorCache> near_;
   std::uint64_t version_ = 0;  ///< changes with every observation and event
   std::shared_ptr<const void> identity_ =
-      std::make_shared<char>();  ///< of this keeper and no other that lives, or whose plan does
+      std::make_shared<char>();  ///< unique among living keepers and keepers with a living plan
   Totals totals_;
   std::vector<std::int32_t> positions_;                    ///< scratch of observe()
-  std::vector<Begun> begun_;                               ///< the same: prompts that begin with this step
-  std::vector<QueryArrival> arrivals_;                     ///< the same, on a device
-  std::shared_ptr<QueryStatistics::Workspace> workspace_;  ///< the same, where the policy asks for statistics
-  mutable std::uint64_t mark_ = 0;                         ///< of the call under way: what has it was met
-  mutable std::vector<const Sequence*> met_;               ///< the sequences of the observation under way, in its order
-  mutable std::vector<std::uint64_t> places_;              ///< [places of the cache] marks
-  mutable std::vector<std::int32_t> holders_;              ///< [pages] rows of the block table that name a page
+  std::vector<Begun> begun_;                               ///< also scratch: prompts that begin with this step
+  std::vector<QueryArrival> arrivals_;                     ///< also scratch, on a device
+  std::shared_ptr<QueryStatistics::Workspace> workspace_;  ///< also scratch, if the policy asks for statistics
+  mutable std::uint64_t mark_ = 0;             ///< of the current call: whatever carries it was already seen
+  mutable std::vector<const Sequence*> met_;   ///< the sequences of the current observation, in its order
+  mutable std::vector<std::uint64_t> places_;  ///< [places of the cache] marks
+  mutable std::vector<std::int32_t> holders_;  ///< [pages] how many rows of the block table name a page
 };
 
 }  // namespace kvkeep

@@ -1,5 +1,5 @@
 #pragma once
-/// What policies share that act while a prompt runs through the layers: another policy decides once it has ended.
+/// Base of policies that act while a prompt runs through the layers. Another policy decides once the prompt has ended.
 
 #include <memory>
 #include <string>
@@ -12,13 +12,13 @@ namespace kvkeep {
 
 class Prefill : public KVPolicy {
  public:
-  /// `decoding` decides behind the prompt: any policy that does not narrow. `name` and `json` describe the whole to
-  /// people and files; the registry makes them.
+  /// `decoding` decides after the prompt: any policy that does not narrow. `name` and `json` describe the whole policy
+  /// to people and files; the registry makes them.
   Prefill(std::string name, std::unique_ptr<KVPolicy> decoding, std::string json);
 
   [[nodiscard]] std::string_view name() const override { return name_; }
   [[nodiscard]] Needs needs() const override { return decoding_->needs(); }
-  /// Layers that are not full cannot lose token rows: what slides over positions would slide over gaps.
+  /// Refuses models with layers that are not full: a window that slides over positions would slide over gaps.
   [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const final;
   [[nodiscard]] Trigger trigger() const override { return decoding_->trigger(); }
   [[nodiscard]] Decision decide(const Evidence& evidence) const override { return decoding_->decide(evidence); }
@@ -29,7 +29,7 @@ class Prefill : public KVPolicy {
   [[nodiscard]] const KVPolicy& decoding() const { return *decoding_; }
 
  protected:
-  /// Why its options do not fit this model.
+  /// Reasons why its options do not fit this model.
   [[nodiscard]] virtual std::vector<std::string> misfits(const ModelSpec& spec) const = 0;
 
  private:

@@ -8,20 +8,20 @@
 
 namespace kvkeep {
 
-/// What a policy does to one prompt while it runs. Holds what is compared between layers, and is gone when the prompt
-/// has ended.
+/// What a policy does to one prompt while it runs. Holds the data compared between layers, and is destroyed when the
+/// prompt ends.
 class PromptPass {
  public:
   virtual ~PromptPass() = default;
 
-  /// Newest queries that decide() reads in this layer, which `present` tokens have reached; 0: it is not asked there,
-  /// every token goes on and every slot stays.
+  /// Newest queries that decide() reads in this layer, which `present` tokens have reached. 0: decide() is not called
+  /// there, every token continues and every slot stays.
   [[nodiscard]] virtual std::int32_t wants(std::int32_t layer, std::int32_t present) const = 0;
 
-  /// Decides for one layer: `keep` are the slots of its rows that stay, `narrow` the tokens that go on; absent: all.
-  /// Layers ascend, none that wants() names is left out. evidence: the rows of one layer and sequence, a slot for each
-  /// token present, in their order; at least the newest wants() queries. Throws: InvalidArgument when the evidence
-  /// lacks that; StateError for a layer that is not wanted.
+  /// Decides for one layer: `keep` are the slots of its rows that stay, `narrow` the tokens that continue; absent: all.
+  /// Called in ascending order for every layer that wants() names. evidence: the rows of one layer and sequence, with a
+  /// slot for each token present, in order, and at least the newest wants() queries. Throws: InvalidArgument if the
+  /// evidence lacks that; StateError for a layer that is not wanted.
   [[nodiscard]] virtual Decision decide(const Evidence& evidence) = 0;
 };
 

@@ -1,7 +1,7 @@
 #pragma once
-/// PyramidInfer: fewer tokens go on from layer to layer; every layer's cache holds what entered it.
-/// Source, and what differs: ShrinkingContext. Its compression of decoded blocks is left out: any policy may decide
-/// behind the prompt.
+/// PyramidInfer: fewer tokens continue from layer to layer; every layer's cache holds the tokens that entered it.
+/// Source and differences: see ShrinkingContext. Its compression of decoded blocks is left out: any policy may decide
+/// after the prompt.
 
 #include <memory>
 

@@ -1,11 +1,12 @@
 #pragma once
-/// Sums that know what they are a part of.
+/// Sums with the whole that they are a part of.
 
 #include <limits>
 
 namespace kvkeep::report {
 
-/// Part of a whole, summed over what was seen, so that two of them add up. An average counts one per value.
+/// Part and whole, each summed over everything seen, so that ratios can be added. For an average, the whole counts 1
+/// per value.
 struct Ratio {
   double part = 0;
   double whole = 0;

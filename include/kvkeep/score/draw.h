@@ -1,5 +1,5 @@
 #pragma once
-/// Random numbers that follow from what is asked for alone, the same on every machine. No LibTorch in here.
+/// Random numbers that depend only on their arguments, the same on every machine. Does not use LibTorch.
 
 #include <cstdint>
 
@@ -15,13 +15,13 @@ KVKEEP_HD inline std::uint64_t mixed_bits(std::uint64_t x) {
   return x ^ (x >> 31);
 }
 
-/// What the draws of one (layer, KV head) begin with.
+/// Seed for the draws of one (layer, KV head).
 KVKEEP_HD inline std::uint64_t draws_of_row(std::int64_t seed, std::int32_t layer, std::int32_t head) {
   return mixed_bits(mixed_bits(static_cast<std::uint64_t>(seed)) ^
                     (static_cast<std::uint64_t>(layer) << 32 | static_cast<std::uint32_t>(head)));
 }
 
-/// In [0, 1), a multiple of 2^-24. `position`: logical, of the slot that draws.
+/// In [0, 1), a multiple of 2^-24. `position`: the slot's logical position.
 KVKEEP_HD inline float draw(std::uint64_t of_row, std::int32_t position) {
   return static_cast<float>(mixed_bits(of_row ^ static_cast<std::uint32_t>(position)) >> 40) * 0x1p-24F;
 }

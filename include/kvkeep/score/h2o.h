@@ -1,7 +1,7 @@
 #pragma once
-/// H2O: heavy hitters stay, slots that drew most attention in sum over all queries so far. Source: "H2O: Heavy-Hitter
-/// Oracle for Efficient Generative Inference of Large Language Models" (Zhang et al.). Differs: the sum is brought up
-/// to date at events, from the newest `window` queries, instead of at every step; mean over the query heads of a KV
+/// H2O: heavy hitters stay: the slots with the most attention, summed over all queries so far. Source: "H2O:
+/// Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models" (Zhang et al.). Differs: the sum is
+/// updated at events, from the newest `window` queries, instead of at every step; mean over the query heads of a KV
 /// head (published: no groups); per sequence (published: summed over the batch); fp32.
 
 #include "kvkeep/score/scorer.h"
@@ -9,7 +9,7 @@
 namespace kvkeep {
 
 struct H2OOptions {
-  std::int32_t window = 512;  ///< newest queries that an event can add
+  std::int32_t window = 512;  ///< how many of the newest queries an event can add
 };
 
 class H2O final : public Scorer {
@@ -20,12 +20,11 @@ class H2O final : public Scorer {
   [[nodiscard]] Needs needs() const override { return {.queries = options_.window, .keys = true}; }
   [[nodiscard]] bool accumulates() const override { return true; }
 
-  /// g[t] = tally[t] (0 for slots that came after the last event) + sum over the queries that came after it, the newest
-  /// `window` at most, of the mean over the group of softmax(scale * q.k) over the slots that the query sees, its own
-  /// included. Between two events a cache only grows, so these are the probabilities of the steps themselves. Rows that
-  /// are not due are brought up to date too. Queries further back than `window` are never counted. Cost: window
-  /// attention with up to `window` queries. Workspace per thread: window_attention_workspace(); nothing of size [Hq, W,
-  /// T].
+  /// g[t] = tally[t] (0 for slots that came after the last event) + sum over the queries that came after it, at most
+  /// the newest `window`, of the mean over the group of softmax(scale * q.k) over the slots that the query sees, its
+  /// own included. Between two events a cache only grows, so these are the probabilities of the steps themselves. Rows
+  /// that are not due are updated too. Queries further back than `window` are never counted. Cost: window attention
+  /// with up to `window` queries. Workspace per thread: window_attention_workspace(); nothing of size [Hq, W, T].
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
 
   [[nodiscard]] const H2OOptions& options() const { return options_; }

@@ -12,14 +12,14 @@ class KeyDiff final : public Scorer {
   [[nodiscard]] std::string_view name() const override { return "keydiff"; }
   [[nodiscard]] Needs needs() const override { return {.queries = 0, .keys = true}; }
 
-  /// g[t] = -cos(k_t, a), a the mean over all slots of k / max(|k|, 1e-12), norms at least 1e-8: 0 for a key of zeros,
-  /// and for every slot where a is 0. Dots in fp32, the mean in f64 over fp32 blocks. A key that is not finite makes
-  /// its whole row NaN, which ranks by age. Throws InvalidArgument for keys that are not f32, f16 or bf16. Cost: two
-  /// passes over the keys of a row, the second backwards, so that it begins with what is still in the caches.
-  /// Workspace: workspace_bytes() a thread.
+  /// g[t] = -cos(k_t, a), where a is the mean over all slots of k / max(|k|, 1e-12) and norms are at least 1e-8: 0 for
+  /// a key of zeros, and for every slot if a is 0. Dot products in fp32, the mean in f64 over fp32 blocks. A key that
+  /// is not finite makes its whole row NaN, which ranks by age. Throws InvalidArgument for keys that are not f32, f16
+  /// or bf16. Cost: two passes over the keys of a row, the second backwards, so that it starts with the keys that are
+  /// still in the CPU's caches. Workspace: workspace_bytes() per thread.
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
 
-  /// The mean, its fp32 copy and the weights of one block of keys.
+  /// Bytes for the mean, its fp32 copy and the weights of one block of keys.
   [[nodiscard]] static std::int64_t workspace_bytes(std::int64_t dim);
 };
 

@@ -1,6 +1,6 @@
 #pragma once
 /// Knorm: keys of small norm stay. Source: "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression"
-/// (Devoto et al.). Differs: nothing; sinks and recent slots are the policy's to protect.
+/// (Devoto et al.). Differs: nothing; the policy protects sinks and recent slots.
 
 #include "kvkeep/score/scorer.h"
 

@@ -1,8 +1,8 @@
 #pragma once
-/// R-KV: what the newest queries attend to, less what repeats other keys. Source: "R-KV: Redundancy-aware KV Cache
-/// Compression for Reasoning Models" (Cai et al.). Differs: each query at its own logical position; every sequence of a
+/// R-KV: attention of the newest queries, minus redundancy with other keys. Source: "R-KV: Redundancy-aware KV Cache
+/// Compression for Reasoning Models" (Cai et al.). Differs: each query at its own logical position; each sequence of a
 /// batch by its own keys; the window is a protected set; fp32; a key that resembles no other takes nothing off slot 0
-/// unless asked to. "Retain direction" last only, which is what the published default does.
+/// unless asked to. "Retain direction" is always last, the published default.
 
 #include "kvkeep/score/scorer.h"
 #include "kvkeep/score/window_attention.h"
@@ -15,11 +15,11 @@ struct RkvOptions {
     history,  ///< among the slots older than the window (AMS's code)
   };
   enum class NoSimilar : std::uint8_t {
-    nothing,  ///< a key that resembles no other spares none
-    first,    ///< it spares slot 0 (published code, a side effect)
+    nothing,  ///< a key that resembles no other spares no slot
+    first,    ///< it spares slot 0 (a side effect of the published code)
   };
   std::int32_t window = 8;                     ///< newest queries
-  std::int32_t pool = 7;                       ///< slots the maximum is taken over, odd; 1: none
+  std::int32_t pool = 7;                       ///< slots to take the maximum over, odd; 1: no pooling
   double lambda = 0.07;                        ///< weight of attention against redundancy
   double similarity = 0.5;                     ///< cosine above which keys resemble each other, in [0, 1]
   GroupReduce group = GroupReduce::max_logit;  ///< max_logit as published, mean_prob as in AMS's code
@@ -36,19 +36,19 @@ class Rkv final : public Scorer {
   [[nodiscard]] std::int32_t keeps_newest() const override { return options_.window; }
   [[nodiscard]] Padding padding() const override { return {4, options_.window}; }
 
-  /// g[t] = lambda * a[t] - (1 - lambda) * r[t] for slots that all of the newest min(window, seen, length - 1, budget)
-  /// queries see, 0 for the rest; g[t] = t where no query was seen. a: history_attention, then the maximum over
-  /// neighbours. r: softmax over the slots of the redundancy's domain of the column means of S, the cosines k_i.k_j /
-  /// ((|k_i| + 1e-8) (|k_j| + 1e-8)) with S_ii = 0 and S_ij = 0 at the largest j != i where S_ij > similarity: of keys
-  /// that resemble each other the newest is spared. Keys that are not finite make their row NaN, which ranks by age.
-  /// Cost: history_attention; three passes over the keys; for the newest resembling keys a descending search, near one
-  /// more pass where most keys have a neighbour among the newest, length^2 / 2 products of D a row where none has.
-  /// Nothing of size T * T exists. Workspace: 4 bytes a slot of the event, and per thread the larger of
+  /// g[t] = lambda * a[t] - (1 - lambda) * r[t] for slots older than the newest min(window, seen, length - 1, budget)
+  /// queries, 0 for the rest; g[t] = t if no query was seen. a: history_attention, then the maximum over
+  /// neighbours. r: softmax, over the slots that `redundancy` covers, of the column means of S, the cosines k_i.k_j /
+  /// ((|k_i| + 1e-8) (|k_j| + 1e-8)) with S_ii = 0 and S_ij = 0 at the largest j != i where S_ij > similarity: among
+  /// keys that resemble each other, the newest is spared. Keys that are not finite make their row NaN, which ranks by
+  /// age. Cost: history_attention; three passes over the keys; a descending search for the newest similar key: about
+  /// one more pass if most keys have one among the newest, length^2 / 2 products of D per row if none has. Nothing of
+  /// size T * T exists. Workspace: 4 bytes per slot of the event, and per thread the larger of
   /// history_attention_workspace() and workspace_bytes().
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
 
-  /// Of one thread, for rows of `length` slots: (33 + dim) * length + (8 + 4 * 7 + 5 * w) * dim, dim a multiple of 4,
-  /// rounded up to whole cache lines by part; w = two vectors of the machine (8 floats with SSE4, 16 with AVX2, 32 with
+  /// Bytes per thread for rows of `length` slots: (33 + dim) * length + (8 + 4 * 7 + 5 * w) * dim, dim a multiple of 4,
+  /// each part rounded up to whole cache lines; w = two machine vectors (8 floats with SSE4, 16 with AVX2, 32 with
   /// AVX-512).
   [[nodiscard]] static std::int64_t workspace_bytes(std::int64_t length, std::int64_t dim);
 

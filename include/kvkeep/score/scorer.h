@@ -12,7 +12,7 @@
 
 namespace kvkeep {
 
-/// A pure function of what was seen.
+/// A pure function of the evidence.
 class Scorer {
  public:
   virtual ~Scorer() = default;
@@ -28,18 +28,18 @@ class Scorer {
   /// Reductions it takes from the window attention that the policy computes anyway, so that the keys are read once.
   [[nodiscard]] virtual WindowNeeds shares() const { return {}; }
 
-  /// Newest slots that the method itself never drops (TOVA: 1; SnapKV, R-KV: their window).
+  /// Number of newest slots that the method itself never drops (TOVA: 1; SnapKV, R-KV: their window).
   [[nodiscard]] virtual std::int32_t keeps_newest() const { return 0; }
 
-  /// Variant official: slots that the published code lifts above all others by its own padding.
+  /// Variant official: slots that the published code ranks above all others by its own padding.
   [[nodiscard]] virtual Padding padding() const { return {0, keeps_newest()}; }
 
-  /// True where the scores add up over events: they come back as Row::tally.
+  /// True if the scores add up over events: they come back as Row::tally.
   [[nodiscard]] virtual bool accumulates() const { return false; }
 
   /// Scores of every slot of every due row; the rest is undefined. `seen` holds at least the reductions of `shares()`;
-  /// those are the scorer's own and may become its result. Slots that are guarded in `limits` need no meaningful score.
-  /// Rows run in parallel; a row reads its own layer and sequence only.
+  /// the scorer owns them and may return them as its result. Slots that are guarded in `limits` need no meaningful
+  /// score. Rows run in parallel; a row reads its own layer and sequence only.
   [[nodiscard]] virtual Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const = 0;
 };
 

@@ -1,8 +1,8 @@
 #pragma once
 /// SnapKV: what a window of the newest queries attends to, smoothed over neighbours. Source: "SnapKV: LLM Knows What
-/// You are Looking for Before Generation" (Li et al.); style `rkv` is the form that R-KV's repository decodes with.
-/// Differs: each query at its own logical position; the window's slots are protected as a set instead of scoring the
-/// maximum; fp32.
+/// You are Looking for Before Generation" (Li et al.); style `rkv` is the form that R-KV's repository uses for
+/// decoding. Differs: each query at its own logical position; the window's slots are protected as a set instead of
+/// scoring the maximum; fp32.
 
 #include "kvkeep/score/scorer.h"
 
@@ -14,7 +14,7 @@ struct SnapKVOptions {
     rkv,     ///< largest logit of the group, softmax over the history alone, mean over the window, max pool
   };
   std::int32_t window = 64;  ///< newest queries
-  std::int32_t pool = 5;     ///< slots pooled over, odd; 1: none
+  std::int32_t pool = 5;     ///< slots to pool over, odd; 1: no pooling
   Style style = Style::snapkv;
 };
 
@@ -26,10 +26,10 @@ class SnapKV final : public Scorer {
   [[nodiscard]] Needs needs() const override { return {.queries = options_.window, .keys = true}; }
   [[nodiscard]] std::int32_t keeps_newest() const override { return options_.window; }
 
-  /// g[t] = pooled mean attention of the newest min(window, seen, length - 1, budget) queries for slots that all of
-  /// them see, 0 for the rest; g[t] = t where no query was seen. Pooling stays inside the history. Style `snapkv` takes
-  /// the policy's window attention where that has the same window. Cost: window attention with `window` queries.
-  /// Workspace: 4 bytes a slot, and per thread window_attention_workspace() or history_attention_workspace().
+  /// g[t] = pooled mean attention of the newest min(window, seen, length - 1, budget) queries for slots older
+  /// than all of them, 0 for the rest; g[t] = t if no query was seen. Pooling stays inside the history. Style `snapkv`
+  /// reuses the policy's window attention if that has the same window. Cost: window attention with `window` queries.
+  /// Workspace: 4 bytes per slot, and per thread window_attention_workspace() or history_attention_workspace().
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
 
   [[nodiscard]] const SnapKVOptions& options() const { return options_; }

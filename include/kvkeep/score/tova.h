@@ -24,8 +24,8 @@ class Tova final : public Scorer {
   [[nodiscard]] WindowNeeds shares() const override { return {.newest = true}; }
   [[nodiscard]] std::int32_t keeps_newest() const override { return 1; }
 
-  /// g[t] = mean over heads of softmax over all slots of scale * q.k, for the newest query; g[t] = t where no query was
-  /// seen. `Heads::all` needs rows of one length and averages by slot, also when the heads hold different tokens, as
+  /// g[t] = mean over heads of softmax over all slots of scale * q.k, for the newest query; g[t] = t if no query was
+  /// seen. `Heads::all` needs rows of one length and averages by slot, even if the heads hold different tokens, as
   /// published. Cost: O(slots) beyond the shared window attention. Workspace: none.
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
 

@@ -1,8 +1,8 @@
 #pragma once
-/// TriAttention: what queries that are still to come will think of a key, from where the queries of each head lie
+/// TriAttention: how strongly future queries will attend to a key, estimated from statistics of each head's queries
 /// before RoPE. Source: TriAttention (WeianMao/triattention). Differs: the factor of a scaled RoPE (YaRN) enters cached
-/// keys once, as the published Hugging Face path has it and the published vLLM path has not; keys that are not finite
-/// are left out of the normalisation; no tie noise; phases in double.
+/// keys once, as in the published Hugging Face path, but not in the published vLLM path; keys that are not finite are
+/// left out of the normalisation; no tie noise; phases in double.
 
 #include <cstdint>
 #include <memory>
@@ -24,10 +24,11 @@ struct TriAttentionOptions {
   enum class Deviation : std::uint8_t {
     population,  ///< mean and deviation (floor 1e-6) over the slots that are not guarded: the published Hugging Face
                  ///< path
-    sample,  ///< n - 1, over every slot, guarded ones too; a deviation below 1e-8 counts as 1: the published vLLM path
+    sample,  ///< n - 1, over every slot, including guarded ones; a deviation below 1e-8 counts as 1: the published vLLM
+             ///< path
   };
   Aggregate aggregate = Aggregate::mean;
-  bool normalize = true;  ///< z-score of each query head before the group is taken together
+  bool normalize = true;  ///< z-score of each query head before the group is combined
   Group group = Group::max;
   std::int64_t offset_max = 65536;  ///< offsets 1, 2, 4, ... up to this
   Deviation deviation = Deviation::population;
@@ -44,20 +45,20 @@ class TriAttention final : public Scorer {
     return calibration_->problems(spec);
   }
 
-  /// With z_f = x_f + i y_f the rotary pairs of a cached key, a RoPE's scaling, P the next position, and for each query
-  /// head its q = q_mean and m = q_abs_mean:
+  /// z_f = x_f + i y_f are the rotary pairs of a cached key, a is RoPE's scaling, P the next position, and q = q_mean
+  /// and m = q_abs_mean belong to each query head:
   ///   trig(delta) = a sum_f Re(q_f conj(z_f) exp(i w_f (P + delta)));  norm = a sum_f (m_f - |q_f|) |z_f|;  raw =
   ///   aggregate over delta of trig + norm.
-  /// g[t] = max or mean over the KV head's query heads of (raw - mean) / deviation. The mean over offsets is linear and
-  /// falls on the queries: one vector per query head, made in double. Keys are read once, in the dtype they are stored
-  /// in, whatever the aggregate; equal keys score equal bits before the normalisation and after. Cost: D * (3 G)
-  /// flop-pairs a key (mean) or D * G * (offsets + 1) (max), and F square roots. Workspace: workspace_bytes() per
+  /// g[t] = max or mean over the KV head's query heads of (raw - mean) / deviation. The mean over offsets is linear, so
+  /// it is applied to the queries: one vector per query head, computed in double. Keys are read once, in their stored
+  /// dtype, whatever the aggregate; equal keys get bit-identical scores before and after normalisation. Cost: D * (3 G)
+  /// flop-pairs per key (mean) or D * G * (offsets + 1) (max), and F square roots. Workspace: workspace_bytes() per
   /// thread, and 16 F bytes for every offset and sequence. Requires: problems(spec) is empty.
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
 
-  /// Bytes a thread works in while it scores a row of `length` slots: G raw scores a slot, the products' columns, two
-  /// vectors of keys as f32 with the moduli of their pairs, and a sum of every query head for these keys. 4 (G length +
-  /// G F (2 offsets + 1) + 2 L (3 F + G)), L: lanes of a vector of the machine; offsets 1 for the mean.
+  /// Bytes per thread for a row of `length` slots: G raw scores per slot, the columns of the products, two vectors of
+  /// keys as f32 with the moduli of their pairs, and one sum per query head for these keys. 4 (G length + G F (2
+  /// offsets + 1) + 2 L (3 F + G)), L: lanes of a machine vector; offsets is 1 for the mean.
   [[nodiscard]] static std::int64_t workspace_bytes(std::int64_t group, std::int64_t length, std::int64_t pairs,
                                                     std::int64_t offsets);
 

@@ -17,31 +17,31 @@ namespace kvkeep {
 [[nodiscard]] std::vector<RowWindow> row_windows(const Evidence& evidence, const Limits& limits, std::int32_t window,
                                                  bool official);
 
-/// Order: a query sees the slots whose position is at most its own. Queries handed over before RoPE are turned at their
-/// own positions. Requires: evidence.spec.check() passed; every row's positions set, each group's queries set where its
-/// windows are not 0. Throws: InvalidArgument for a query that is not finite or of a dtype that cannot be read;
-/// Unsupported for a device without kernels. Cost: 2 * Hq * W * T * D flop and one exponential per (query head, query,
-/// slot) a layer; the queries of a KV head, G * W, count as whole panels. Workspace per thread:
-/// window_attention_workspace() of the longest row. Rows run in parallel; a row's result depends on nothing but the
-/// row: not on the batch, the number of threads, or where equal keys lie. Source: the observation window of SnapKV (eq.
-/// 3) and AMS. Differs: each query at its own logical position, fp32 throughout.
+/// Order: a query sees the slots whose position is at most its own. Queries passed before RoPE are rotated at their own
+/// positions. Requires: evidence.spec.check() passed; every row's positions set, each group's queries set if its
+/// windows are not 0. Throws: InvalidArgument for a query that is not finite or whose dtype cannot be read; Unsupported
+/// for a device without kernels. Cost: 2 * Hq * W * T * D flop and one exponential per (query head, query, slot), per
+/// layer; the G * W queries of a KV head count as whole panels. Workspace per thread: window_attention_workspace() of
+/// the longest row. Rows run in parallel; a row's result depends only on the row, not on the batch, the number of
+/// threads, or where equal keys are stored. Source: the observation window of SnapKV (eq. 3) and AMS. Differs: each
+/// query at its own logical position, fp32 throughout.
 [[nodiscard]] WindowAttention window_attention(const Evidence& evidence, std::vector<RowWindow> windows,
                                                WindowNeeds needs);
 
-/// What the window queries of every row gave each slot in sum: f32 [slots], sum over the queries (each sees what
+/// Attention that each slot got from its row's window queries: f32 [slots], sum over the queries (each sees what
 /// window_attention lets it see, its own slot included) of the mean over the heads of the group. Rows without a window
-/// get zeros; a window's `history` is not looked at. Otherwise as window_attention. `weights`: of each query of a
-/// window, oldest first, as many as the widest window has; empty: 1 each.
+/// get zeros; a window's `history` is ignored. Otherwise as window_attention. `weights`: one per query of the widest
+/// window, oldest first; narrower windows take the newest; empty: 1 each.
 [[nodiscard]] Tensor attention_sum(const Evidence& evidence, std::span<const RowWindow> windows,
                                    std::span<const float> weights = {});
 
-/// Bytes of workspace per thread, at most, of window_attention and attention_sum for rows of `slots` slots and windows
-/// of `queries`: 4 * (G * W * D + p * D * w + 48 * D + (3 * p + 2) * w + (p * w + v) * slots + W), in panels of w
-/// queries: one vector of the machine, of at most 8 floats, where the G * W queries fit (v = w, p = 1), else two (v = w
-/// / 2; p = 1 where they fit, else 2): 8 floats with SSE4, 16 with AVX2, 32 with AVX-512.
+/// Upper bound on the bytes of workspace per thread of window_attention and attention_sum for rows of `slots` slots and
+/// windows of `queries`: 4 * (G * W * D + p * D * w + 48 * D + (3 * p + 2) * w + (p * w + v) * slots + W), in panels of
+/// w queries: one machine vector, of at most 8 floats, if the G * W queries fit (v = w, p = 1), else two (v = w / 2; p
+/// = 1 if they fit, else 2): 8 floats with SSE4, 16 with AVX2, 32 with AVX-512.
 [[nodiscard]] std::int64_t window_attention_workspace(const ModelSpec& spec, std::int32_t slots, std::int32_t queries);
 
-/// How the query heads of a KV head become one.
+/// How the query heads of a KV head are combined.
 enum class GroupReduce : std::uint8_t {
   mean_prob,  ///< a softmax for each query head, then their mean
   max_logit,  ///< the largest logit of the group, then one softmax
@@ -54,18 +54,18 @@ struct HistoryOptions {
 
 /// Slice, then softmax: every window query's softmax over the slots [first, history) of its row alone, reduced over the
 /// group, mean over the window's queries; f32 [slots], 0 outside [first, history) and in rows whose window is empty.
-/// Shares therefore sum to 1 over [first, history). `first`: [rows], or empty for 0 everywhere. Where a window's
-/// history reaches behind what its oldest query sees, it ends there. Requires, throws: as window_attention. Cost: 2 *
-/// Hq * W * T * D flop a layer and one exponential per (query head, query, slot), under max_logit per (query, slot) of
-/// each KV head. Workspace per thread: history_attention_workspace() of the longest history. Rows run in parallel; a
-/// row's result depends on nothing but the row. Source: R-KV (max_logit), RPC (mean_prob). Differs: each query at its
-/// own logical position, fp32 throughout.
+/// Shares therefore sum to 1 over [first, history). `first`: [rows], or empty for 0 everywhere. A window's history that
+/// extends past the slots its oldest query sees ends there. Requires, throws: as window_attention. Cost: 2 * Hq * W * T
+/// * D flop and one exponential per (query head, query, slot), with max_logit per (query, slot) of each KV head, per
+/// layer. Workspace per thread: history_attention_workspace() of the longest history. Rows run in parallel; a row's
+/// result depends only on the row. Source: R-KV (max_logit), RPC (mean_prob). Differs: each query at its own logical
+/// position, fp32 throughout.
 [[nodiscard]] Tensor history_attention(const Evidence& evidence, std::span<const RowWindow> windows,
                                        HistoryOptions options = {}, std::span<const std::int32_t> first = {});
 
 /// Bytes of workspace per thread of history_attention for rows with `slots` slots between first and history and windows
-/// of `queries`: 4 * (G * W * D + p * D * w + 48 * D + (3 * p + 2) * w + (p * w + v) * slots), under max_logit 4 * w *
-/// slots more, with p, w and v as in window_attention_workspace.
+/// of `queries`: 4 * (G * W * D + p * D * w + 48 * D + (3 * p + 2) * w + (p * w + v) * slots), with max_logit 4 * w *
+/// slots more; p, w and v are as in window_attention_workspace.
 [[nodiscard]] std::int64_t history_attention_workspace(const ModelSpec& spec, std::int32_t slots, std::int32_t queries,
                                                        GroupReduce group);
 

@@ -12,18 +12,18 @@
 
 namespace kvkeep::trace {
 
-/// Named tensors and strings, as one safetensors file holds them.
+/// Named tensors and strings, as in one safetensors file.
 struct Result {
   std::vector<std::pair<std::string, Tensor>> tensors;
   std::map<std::string, std::string> metadata;
 };
 
-/// Value of `kind` in a trace. Throws InvalidArgument when the file is no trace or of another format version.
+/// Value of `kind` in a trace. Throws InvalidArgument if the file is not a trace, or has another format version.
 [[nodiscard]] std::string kind_of(const io::SafetensorsFile& file);
 
-/// Runs one event of `policy` on a trace of kind `event`: slots, scores, the allotment where the policy makes one, and
-/// the compacted rows. A sequence that holds at most its budget keeps everything. Throws InvalidArgument, naming tensor
-/// or metadata, for a trace that does not fit the format.
+/// Runs one event of `policy` on a trace of kind `event`. Returns slots, scores, the allotment if the policy makes one,
+/// and the compacted rows. A sequence that holds at most its budget keeps everything. Throws InvalidArgument, naming
+/// the tensor or metadata, for a trace that does not fit the format.
 [[nodiscard]] Result replay_event(const io::SafetensorsFile& file, const KVPolicy& policy);
 
 }  // namespace kvkeep::trace

@@ -6,13 +6,10 @@
 
 namespace kvkeep::trace {
 
-/// Folds the prompt of a trace of kind `span` as `policy`, a Sekv, says, and answers its queries from the memory. The
-/// tensors of the result are those of docs/trace-format.md. Throws InvalidArgument, naming tensor or metadata, for a
-/// trace that does not fit the format or lacks the router or gates that the policy reads, and for any other policy.
+/// Folds the prompt of a trace of kind `span` as `policy`, which must be a Sekv, says, and answers its queries from the
+/// memory. docs/trace-format.md lists the tensors of the result. Throws InvalidArgument, naming the tensor or metadata,
+/// for a trace that does not fit the format or lacks the router or gates that the policy reads, and for any other
+/// policy.
 [[nodiscard]] Result replay_span(const io::SafetensorsFile& file, const KVPolicy& policy);
-
-/// Losses and gradients of one training step on a trace of kind `span_train`, all f64; the tensors of the result are
-/// those of docs/trace-format.md. Throws as replay_span().
-[[nodiscard]] Result replay_span_train(const io::SafetensorsFile& file, const KVPolicy& policy);
 
 }  // namespace kvkeep::trace

@@ -1,0 +1,22 @@
+#pragma once
+/// Where memory is.
+
+#include <cstdint>
+#include <string>
+
+namespace kvkeep {
+
+struct Device {
+  enum class Kind : std::uint8_t { cpu, cuda, other };
+  Kind kind = Kind::cpu;
+  std::int32_t index = 0;  ///< among devices of this kind
+
+  [[nodiscard]] bool is_cpu() const { return kind == Kind::cpu; }
+  [[nodiscard]] bool is_cuda() const { return kind == Kind::cuda; }
+  [[nodiscard]] std::string str() const {
+    return kind == Kind::cpu ? "cpu" : (kind == Kind::cuda ? "cuda:" : "other:") + std::to_string(index);
+  }
+  friend bool operator==(const Device&, const Device&) = default;
+};
+
+}  // namespace kvkeep

@@ -1,0 +1,40 @@
+#pragma once
+/// LibTorch's tensors, devices and threads for kvkeep. With this header, at::Tensor converts to Tensor and back, and
+/// both share their memory. Including it makes kvkeep's loops run on LibTorch's threads. Link kvkeep::torch.
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
+
+#include "kvkeep/core/parallel.h"
+#include "kvkeep/core/tensor.h"
+
+namespace kvkeep {
+
+/// Throws InvalidArgument for a dtype that kvkeep does not know (quantised types, complex128).
+[[nodiscard]] Dtype dtype_of(at::ScalarType dtype);
+[[nodiscard]] at::ScalarType torch_dtype(Dtype dtype);
+[[nodiscard]] Device device_of(at::Device device);
+/// Throws InvalidArgument for a device that is neither a CPU nor a CUDA device.
+[[nodiscard]] at::Device torch_device(const Device& device);
+
+/// Both allocate only the handle of the result. Throws InvalidArgument for a tensor that is not strided, or whose dtype
+/// kvkeep does not know.
+template <>
+struct TensorBackend<at::Tensor> {
+  [[nodiscard]] static Tensor view(const at::Tensor& tensor);
+  [[nodiscard]] static at::Tensor made_of(const Tensor& tensor);
+};
+
+/// The same conversion, spelled out: use it to call at::Tensor's functions on a Tensor.
+[[nodiscard]] inline at::Tensor torch_tensor(const Tensor& tensor) {
+  return TensorBackend<at::Tensor>::made_of(tensor);
+}
+
+namespace detail {
+/// Installs LibTorch's threads and matrix unit, for the whole process.
+bool use_torch();
+inline const bool uses_torch = use_torch();
+}  // namespace detail
+
+}  // namespace kvkeep

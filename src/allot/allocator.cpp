@@ -1,0 +1,59 @@
+#include "kvkeep/allot/allocator.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "kvkeep/core/dispatch.h"
+#include "kvkeep/core/parallel.h"
+#include "kvkeep/keep/select.h"
+
+namespace kvkeep {
+
+KeepSet empty_keep_set(const RowTable& table, const Limits& limits) {
+  KeepSet keep;
+  keep.indptr.reserve(table.rows.size() + 1);
+  keep.indptr.push_back(0);
+  for (std::size_t r = 0; r < table.rows.size(); ++r)
+    keep.indptr.push_back(keep.indptr.back() + (limits.rows[r].due
+                                                    ? std::min(table.rows[r].length, limits.rows[r].budget)
+                                                    : table.rows[r].length));
+  keep.slots = empty({keep.indptr.back()}, Dtype::i32);
+  return keep;
+}
+
+KeepSet keep_everything(const RowTable& table) {
+  KeepSet keep = empty_keep_set(table, {Variant::strict, {}, std::vector<RowLimit>(table.rows.size())});
+  for (std::size_t r = 0; r < table.rows.size(); ++r)
+    std::iota(keep.slots.data<std::int32_t>() + keep.indptr[r], keep.slots.data<std::int32_t>() + keep.indptr[r + 1],
+              0);
+  return keep;
+}
+
+void Flat::allot(const Evidence& evidence, const Limits& limits, WindowAttention&, Decision& decision) const {
+  dispatch("flat", evidence.table.device, [&] {
+    const RowTable& table = evidence.table;
+    decision.keep = empty_keep_set(table, limits);
+    const float* scores = decision.scores.data.data<float>();
+    auto* slots = decision.keep->slots.data<std::int32_t>();
+    parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+      std::vector<std::uint64_t> keys;
+      for (std::int64_t r = begin; r < end; ++r) {
+        const Row& row = table.rows[static_cast<std::size_t>(r)];
+        const RowLimit& limit = limits.rows[static_cast<std::size_t>(r)];
+        const std::span kept{slots + decision.keep->indptr[static_cast<std::size_t>(r)],
+                             static_cast<std::size_t>(decision.keep->count(static_cast<std::size_t>(r)))};
+        if (!limit.due) {
+          std::iota(kept.begin(), kept.end(), 0);
+          continue;
+        }
+        Protected guarded = limit.guarded;
+        if (limits.variant == Variant::official)  // over a whole row, the highest ranks stay
+          guarded = protect(row.length, limit.budget, std::max(guarded.sinks, limits.padding.oldest),
+                            std::max(guarded.recents, limits.padding.newest), limits.variant);
+        select({scores + row.first, static_cast<std::size_t>(row.length)}, guarded, keys, kept);
+      }
+    });
+  });
+}
+
+}  // namespace kvkeep

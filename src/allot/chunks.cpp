@@ -1,0 +1,115 @@
+#include "kvkeep/allot/chunks.h"
+
+#include <algorithm>
+#include <functional>
+#include <numeric>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "kvkeep/core/dispatch.h"
+#include "kvkeep/core/parallel.h"
+
+namespace kvkeep {
+namespace {
+
+using Ranked = std::pair<std::uint64_t, std::int32_t>;  ///< score_key() and number of a chunk or slot; the larger stays
+
+/// Buffers of one thread.
+struct Scratch {
+  std::vector<double> sums;    ///< [length] score of each slot, over the heads
+  std::vector<Ranked> chunks;  ///< mean of each chunk that has unprotected slots
+  std::vector<Ranked> slots;   ///< [chunk] slots of the chunk that does not fit
+
+  void fit(std::int64_t length, std::int64_t chunk) {
+    sums.reserve(static_cast<std::size_t>(length));
+    chunks.reserve(static_cast<std::size_t>((length + chunk - 1) / chunk));
+    slots.reserve(static_cast<std::size_t>(std::min(length, chunk)));
+  }
+};
+
+/// Slots of a row with these sums that stay: `slots.size()` of them, ascending.
+void select_chunks(std::int32_t chunk, Protected guarded, Scratch& s, std::span<std::int32_t> slots) {
+  const auto length = static_cast<std::int32_t>(s.sums.size());
+  s.chunks.clear();
+  for (std::int32_t c = 0; c < chunks_in(length, chunk); ++c) {
+    const auto [from, to] = free_slots(c, chunk, length, guarded);
+    if (from == to) continue;
+    s.chunks.emplace_back(score_key(chunk_mean(s.sums.data(), {from, to})), c);
+  }
+  std::sort(s.chunks.begin(), s.chunks.end(), std::greater<>());  // equal means: the newer chunk first
+  auto out = slots.begin();
+  for (std::int32_t t = 0; t < guarded.sinks; ++t) *out++ = t;
+  for (std::int32_t t = length - guarded.recents; t < length; ++t) *out++ = t;
+  for (const auto& [key, c] : s.chunks) {
+    const auto [from, to] = free_slots(c, chunk, length, guarded);
+    const auto left = static_cast<std::size_t>(slots.end() - out);
+    if (left == 0) break;
+    if (left >= static_cast<std::size_t>(to - from)) {
+      std::iota(out, out + (to - from), from);
+      out += to - from;
+      continue;
+    }
+    s.slots.clear();
+    for (std::int32_t t = from; t < to; ++t) s.slots.emplace_back(score_key(s.sums[static_cast<std::size_t>(t)]), t);
+    std::nth_element(s.slots.begin(), s.slots.begin() + static_cast<std::ptrdiff_t>(left) - 1, s.slots.end(),
+                     std::greater<>());
+    for (std::size_t n = 0; n < left; ++n) *out++ = s.slots[n].second;
+  }
+  std::sort(slots.begin(), slots.end());
+}
+
+}  // namespace
+
+void Chunks::allot(const Evidence& evidence, const Limits& limits, WindowAttention&, Decision& decision) const {
+  dispatch("chunks", evidence.table.device, [&] {
+    const RowTable& table = evidence.table;
+    const bool shared = options_.heads == ChunksOptions::Heads::shared;
+    for (const RowGroup& group : table.groups)
+      for (const Row& row : table.rows_of(group, evidence.spec.kv_heads)) {
+        const std::int32_t length = table.rows[static_cast<std::size_t>(group.first_row)].length;
+        KVKEEP_REQUIRE_AS(Unsupported, !shared || row.length == length,
+                          "chunks: heads \"shared\" ranks over heads of one length; given rows of ", length, " and ",
+                          row.length, " slots in layer ", row.layer, "; use heads \"own\"");
+      }
+    decision.keep = empty_keep_set(table, limits);
+    const KeepSet& keep = *decision.keep;
+    const float* scores = decision.scores.data.data<float>();
+    auto* slots = keep.slots.data<std::int32_t>();
+    parallel_for(0, static_cast<std::int64_t>(table.groups.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+      Scratch scratch;
+      for (std::int64_t g = begin; g < end; ++g) {
+        const RowGroup& group = table.groups[static_cast<std::size_t>(g)];
+        const std::span<const Row> rows = table.rows_of(group, evidence.spec.kv_heads);
+        const RowLimit* limit = limits.rows.data() + group.first_row;
+        const auto kept = [&](std::size_t h) {
+          const auto r = static_cast<std::size_t>(group.first_row) + h;
+          return std::span{slots + keep.indptr[r], static_cast<std::size_t>(keep.count(r))};
+        };
+        Protected guarded;  // of all heads, which mostly guard the same slots
+        for (std::size_t h = 0; h < rows.size(); ++h)
+          guarded = {std::max(guarded.sinks, limit[h].guarded.sinks),
+                     std::max(guarded.recents, limit[h].guarded.recents)};
+        guarded = protect(rows.front().length, limit->budget, guarded.sinks, guarded.recents, limits.variant);
+        for (std::size_t h = 0; h < rows.size(); ++h) {
+          const std::span<std::int32_t> own = kept(h);
+          if (!limit[h].due) {
+            std::iota(own.begin(), own.end(), 0);
+          } else if (shared && h > 0) {
+            std::copy_n(kept(0).begin(), own.size(), own.begin());
+          } else {
+            const float* first = scores + rows[h].first;
+            scratch.fit(rows[h].length, options_.chunk);
+            scratch.sums.assign(first, first + rows[h].length);
+            for (std::size_t other = 1; shared && other < rows.size(); ++other)
+              for (std::size_t t = 0; t < scratch.sums.size(); ++t)
+                scratch.sums[t] += static_cast<double>(scores[rows[other].first + static_cast<std::int64_t>(t)]);
+            select_chunks(options_.chunk, shared ? guarded : limit[h].guarded, scratch, own);
+          }
+        }
+      }
+    });
+  });
+}
+
+}  // namespace kvkeep

@@ -1,0 +1,131 @@
+#include "kvkeep/state/state_file.h"
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <span>
+
+#include "kvkeep/core/error.h"
+#include "kvkeep/memory/far_store.h"
+#include "untrusted_json.h"
+
+namespace kvkeep {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr const char *kVersionKey = "kvkeep_sequence", *kVersion = "3", *kChecksumKey = "checksum";
+constexpr std::size_t kMostNamed = 6;  ///< differences that a message lists
+
+/// 16 digits in every locale.
+std::string hexadecimal(std::uint64_t number) {
+  std::array<char, 16> digits{};
+  const std::size_t count =
+      static_cast<std::size_t>(std::to_chars(digits.begin(), digits.end(), number, 16).ptr - digits.begin());
+  return std::string(digits.size() - count, '0') + std::string(digits.data(), count);
+}
+
+/// Checksum of everything in a file but the checksum itself: the checksum of a list of checksums, one per tensor and
+/// one of the words. The order of tensors does not matter, because a file does not define it when some are empty.
+std::string checksum_of(const StateTensors& tensors, const std::map<std::string, std::string>& about) {
+  std::string words;
+  const auto add = [&words](std::string_view word) { words += text(word.size(), ':', word); };
+  for (const auto& [key, value] : about)
+    if (key != kChecksumKey) add(key), add(value);
+  std::vector<std::uint64_t> sums;
+  const std::map<std::string_view, Tensor> by_name(tensors.begin(), tensors.end());
+  for (const auto& [name, tensor] : by_name) {
+    add(name);
+    add(text(tensor.dtype(), tensor.sizes()));
+    sums.push_back(checksum({tensor.bytes(), static_cast<std::size_t>(tensor.nbytes())}));
+  }
+  sums.push_back(checksum(std::as_bytes(std::span(words))));
+  return hexadecimal(checksum(std::as_bytes(std::span(sums))));
+}
+
+std::string shape_text(Shape shape) {
+  std::string out = "[";
+  for (const std::int64_t size : shape)
+    out += text(out.size() == 1 ? "" : ", ", size < 0 ? std::string("any") : std::to_string(size));
+  return out + "]";
+}
+
+/// By path; empty if the text is not an object.
+Json fields_of(std::string_view object) {
+  const Json parsed = io::parse_json(object).value;
+  return parsed.is_object() && !parsed.empty() ? parsed.flatten() : Json::object();
+}
+
+std::string value_at(const Json& fields, const std::string& path) {
+  return fields.contains(path) ? io::shown(fields.at(path)) : "not given";
+}
+
+}  // namespace
+
+void write_state(const std::filesystem::path& file, const StateTensors& tensors,
+                 std::map<std::string, std::string> about) {
+  StateTensors whole;
+  for (const auto& [name, tensor] : tensors) whole.emplace_back(name, contiguous(tensor));
+  about[kVersionKey] = kVersion;
+  about[kChecksumKey] = checksum_of(whole, about);
+  io::write_safetensors(file, whole, about);
+}
+
+StateFile StateFile::open(const std::filesystem::path& path) {
+  StateFile state(
+      io::SafetensorsFile::read(path));  // a copy: the bytes that are read are those whose checksum is checked
+  const std::string& version = state.about(kVersionKey);
+  KVKEEP_REQUIRE(version == kVersion, "restore: ", state.where(), " has format version ", io::shortened(version),
+                 "; allowed ", kVersion);
+  StateTensors all;
+  for (const std::string& name : state.file_.names()) all.emplace_back(name, state.file_.tensor(name));
+  KVKEEP_REQUIRE(
+      checksum_of(all, state.file_.metadata()) == state.about(kChecksumKey), "restore: ", state.where(),
+      " is damaged: its content has a different checksum than when it was written; allowed a file as save() left it");
+  return state;
+}
+
+Tensor StateFile::tensor(const std::string& name, Dtype dtype, Shape shape) const {
+  KVKEEP_REQUIRE(has(name), "restore: tensor \"", name, "\" is missing in ", where());
+  const Tensor found = file_.tensor(name);
+  const bool fits = found.dtype() == dtype &&
+                    std::ranges::equal(found.sizes(), shape,
+                                       [](std::int64_t is, std::int64_t wanted) { return wanted < 0 || is == wanted; });
+  KVKEEP_REQUIRE(fits, "restore: tensor \"", name, "\" in ", where(), " is ", found.dtype(), " ",
+                 shape_text(found.sizes()), "; allowed ", dtype, " ", shape_text(shape));
+  return found;
+}
+
+const std::string& StateFile::about(const std::string& name) const {
+  const auto found = file_.metadata().find(name);
+  KVKEEP_REQUIRE(found != file_.metadata().end(), "restore: ", where(), " does not say its ", name,
+                 "; allowed a file that Keeper::save() wrote");
+  return found->second;
+}
+
+void StateFile::expect_same(const std::string& name, std::string_view mine,
+                            std::span<const std::string_view> free) const {
+  const Json there = fields_of(about(name)), here = fields_of(mine);
+  std::set<std::string> paths;
+  for (const Json* fields : {&there, &here})
+    for (const auto& [path, value] : fields->items()) paths.insert(path);
+  std::string wrong;
+  std::size_t count = 0;
+  for (const bool in_both : {true, false})  // fields that only one of them has often follow from the rest
+    for (const std::string& path : paths) {
+      if (in_both != (there.contains(path) && here.contains(path)) ||
+          std::ranges::any_of(free, [&](std::string_view end) { return path.ends_with(end); }))
+        continue;
+      if (in_both && there.at(path) == here.at(path)) continue;
+      if (++count <= kMostNamed)
+        wrong += text(wrong.empty() ? "" : ", ", io::shortened(path.substr(1)), " is ", value_at(there, path),
+                      " there and ", value_at(here, path), " here");
+    }
+  if (count > kMostNamed) wrong += text(", and ", count - kMostNamed, " more fields differ");
+  KVKEEP_REQUIRE(count == 0, "restore: ", where(), " was saved with another ", name, ": ", wrong, "; allowed the same");
+}
+
+}  // namespace kvkeep

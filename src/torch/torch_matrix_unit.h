@@ -1,0 +1,11 @@
+#pragma once
+/// LibTorch's products of bf16 matrices on AMX.
+
+#include "matrix_unit.h"
+
+namespace kvkeep {
+
+/// Null if the machine has none, or this LibTorch is too old to have one.
+[[nodiscard]] const cpu::MatrixUnit* torch_matrix_unit();
+
+}  // namespace kvkeep

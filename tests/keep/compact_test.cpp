@@ -1,0 +1,74 @@
+// Compaction: opaque bytes, in place, in order; nothing else is touched.
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/index_select.h>
+#include <ATen/ops/randint.h>
+#include <gtest/gtest.h>
+
+#include "kvkeep/keep/compact.h"
+#include "kvkeep/torch.h"
+#include "oracle/random_case.h"
+
+namespace kvkeep {
+namespace {
+
+std::vector<std::int32_t> random_keep(oracle::Random& random, std::int32_t length) {
+  std::vector<std::int32_t> kept;
+  const double share = random.unit();
+  for (std::int32_t t = 0; t < length; ++t)
+    if (random.chance(share)) kept.push_back(t);
+  return kept;
+}
+
+TEST(Compact, MovesExactlyTheKeptBytesForAnyDtypeHeadSizeAndStride) {  // B21, B24, B25
+  oracle::Random random(7);
+  for (const auto dtype : {at::kFloat, at::kHalf, at::kBFloat16, c10::ScalarType::Char, c10::ScalarType::Byte})
+    for (const std::int64_t dim : {1, 3, 64, 80, 96, 128, 192, 256})
+      for (const std::int64_t length : {0, 1, 2, 17, 64, 127, 128, 129}) {
+        const std::int64_t capacity = length + 3;
+        // A transposed parent ([B, capacity, H, D]) and an odd offset: strided, misaligned rows with canaries around.
+        at::Tensor parent = at::randint(0, 100, {2, capacity, 3, dim + 1}).to(dtype);
+        at::Tensor keys = parent.permute({0, 2, 1, 3}).slice(3, 1);
+        const at::Tensor before = keys.clone(), parent_before = parent.clone();
+        const auto kept = random_keep(random, static_cast<std::int32_t>(length));
+        const auto bytes = static_cast<std::int64_t>(keys.element_size());
+        compact_slots({static_cast<std::byte*>(keys[1][2].data_ptr()), keys.stride(2) * bytes, dim * bytes}, kept);
+        at::Tensor index = at::empty({static_cast<std::int64_t>(kept.size())}, at::TensorOptions(at::kInt));
+        std::copy(kept.begin(), kept.end(), index.data_ptr<std::int32_t>());
+        const auto n = static_cast<std::int64_t>(kept.size());
+        ASSERT_TRUE(keys[1][2].slice(0, 0, n).equal(at::index_select(before[1][2], 0, index)));
+        ASSERT_TRUE(keys[1][2].slice(0, length).equal(before[1][2].slice(0, length)))
+            << "slots past the row are canaries";
+        ASSERT_TRUE(keys[0].equal(before[0])) << "another sequence's rows";
+        ASSERT_TRUE(parent.slice(3, 0, 1).equal(parent_before.slice(3, 0, 1))) << "bytes between the rows";
+      }
+}
+
+TEST(Compact, RefusesSlotsThatDoNotAscendBeforeTheFirstByteMoves) {
+  ModelSpec spec{.query_heads = 1,
+                 .kv_heads = 1,
+                 .key_dim = 4,
+                 .value_dim = 4,
+                 .softmax_scale = 0,
+                 .rope = {},
+                 .layers = std::vector<LayerSpec>(2)};
+  const auto rows = [] { return at::randint(0, 100, {1, 1, 8, 4}).to(at::kFloat); };
+  std::vector<LayerKv> layers{DenseKv{rows(), rows()}, DenseKv{rows(), rows()}};
+  const SequenceId id = 0;
+  std::int32_t length = 8;
+  const std::int32_t all[] = {0, 1}, due[] = {0};
+  const RowTable table =
+      make_rows(spec, {.layers = layers, .sequences = {&id, 1}, .lengths = {{&length, 1}}}, all, due);
+  const at::Tensor before = torch_tensor(std::get<DenseKv>(layers[0]).keys).clone();
+  for (const std::vector<std::int32_t>& bad :
+       {std::vector<std::int32_t>{3, 4, 5, 5}, {3, 4, 6, 5}, {3, 4, 5, 8}, {3, 4, -1, 2}}) {
+    at::Tensor slots = at::empty({4}, at::TensorOptions(at::kInt));
+    std::copy(bad.begin(), bad.end(), slots.data_ptr<std::int32_t>());
+    EXPECT_THROW(compact(table, {slots, {0, 2, 4}}), InvalidArgument);  // the second row is the bad one
+    EXPECT_TRUE(torch_tensor(std::get<DenseKv>(layers[0]).keys).equal(before));
+  }
+}
+
+}  // namespace
+}  // namespace kvkeep

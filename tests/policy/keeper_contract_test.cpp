@@ -1,0 +1,493 @@
+// What the Keeper promises an engine whatever it is given: who stands twice is refused, what throws changes nothing,
+// positions are no token counts, neighbours do not matter, memory comes back.
+
+#include <ATen/ops/full.h>
+#include <ATen/ops/randn.h>
+#include <ATen/ops/zeros.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <functional>
+#include <limits>
+#include <numeric>
+
+#include "kvkeep/core/columns.h"
+#include "kvkeep/kvkeep.h"
+#include "kvkeep/torch.h"
+#include "message_of.h"
+
+namespace kvkeep {
+namespace {
+
+using Ints = std::vector<std::int32_t>;
+using Ids = std::vector<SequenceId>;
+using testing::message_of;
+
+ModelSpec model(std::int32_t layers = 1, std::int32_t heads = 1) {
+  return {.query_heads = heads,
+          .kv_heads = heads,
+          .key_dim = 8,
+          .value_dim = 8,
+          .softmax_scale = 0,
+          .rope = {.inv_freq = {1.0, 0.1}},
+          .layers = std::vector<LayerSpec>(static_cast<std::size_t>(layers))};
+}
+
+/// Sequences in a dense cache, each at the place that its order among the joined gives it.
+class Line {
+ public:
+  explicit Line(const std::string& policy, ModelSpec spec = model(), std::int64_t capacity = 256)
+      : spec_(spec), keeper(std::move(spec), make_policy(policy)) {
+    for (std::int32_t l = 0; l < spec_.num_layers(); ++l)
+      layers.emplace_back(
+          DenseKv{at::randn({4, spec_.kv_heads, capacity, 8}), at::randn({4, spec_.kv_heads, capacity, 8})});
+  }
+
+  void join(SequenceId id, std::int32_t tokens = 0, std::int32_t prompt = -1) {
+    keeper.join(id, tokens, prompt);
+    ids.push_back(id);
+    lengths.push_back(tokens);
+  }
+
+  /// The same number of new tokens for every sequence, in every layer. `spoil` may change the queries of a layer.
+  void observe(std::int32_t tokens, const Ints& positions = {},
+               const std::function<void(std::int32_t, at::Tensor&)>& spoil = {}) {
+    Ints indptr;
+    for (std::size_t i = 0; i <= ids.size(); ++i) indptr.push_back(static_cast<std::int32_t>(i) * tokens);
+    for (std::int32_t l = 0; l < spec_.num_layers(); ++l) {
+      at::Tensor queries = at::randn({indptr.back(), spec_.query_heads, 8});
+      if (spoil) spoil(l, queries);
+      keeper.observe({.layer = l, .sequences = ids, .indptr = indptr, .queries = queries, .positions = positions});
+    }
+    for (std::int32_t& length : lengths) length += tokens;
+  }
+  CacheView view() { return {.layers = layers, .sequences = ids, .lengths = {lengths}}; }
+  Report step() { return keeper.step(view()); }
+  Ints positions(SequenceId id) const {
+    const auto held = keeper.positions(id, 0, 0);
+    return {held.begin(), held.end()};
+  }
+
+ private:
+  ModelSpec spec_;
+
+ public:
+  Keeper keeper;
+  std::vector<LayerKv> layers;
+  Ids ids;
+  Ints lengths;
+};
+
+Ints from(std::int32_t first, std::int32_t count) {
+  Ints positions(static_cast<std::size_t>(count));
+  std::iota(positions.begin(), positions.end(), first);
+  return positions;
+}
+
+// ---- Who stands twice -----------------------------------------------------------------------------------------------
+
+constexpr const char* kStreaming = "streaming,budget=6,interval=2,sink=2,recent=1,prefill=cut";
+
+TEST(KeeperContract, RefusesASequenceThatStandsTwiceInAView) {
+  Line line(kStreaming);
+  line.join(7, 12);
+  line.ids = {7, 7};
+  line.lengths = {12, 12};
+  EXPECT_NE(message_of<InvalidArgument>([&] {
+              static_cast<void>(line.keeper.plan(line.view()));
+            }).find("sequence 7 is named twice"),
+            std::string::npos);
+  EXPECT_THROW(line.step(), InvalidArgument);
+  EXPECT_EQ(line.positions(7), from(0, 12));
+}
+
+TEST(KeeperContract, RefusesTwoSequencesAtOnePlace) {
+  Line line(kStreaming);
+  line.join(1, 12);
+  line.join(2, 12);
+  Ints places{3, 3};
+  CacheView view = line.view();
+  view.places = places;
+  EXPECT_NE(message_of<InvalidArgument>([&] { line.keeper.step(view); }).find("sequences 1 and 2 are both at place 3"),
+            std::string::npos);
+  places = {3, 4};
+  EXPECT_NE(message_of<InvalidArgument>([&] {
+              line.keeper.step(view);
+            }).find("sequence 2 is at place 4 of the batch; allowed 0 to 3"),
+            std::string::npos);
+  places = {3, 0};
+  EXPECT_EQ(line.keeper.step(view).cuts.size(), 2U);
+}
+
+TEST(KeeperContract, RefusesAPageThatIsNamedMoreOftenThanItIsHeld) {
+  Line line(kStreaming);
+  line.join(1, 12);
+  line.join(2, 12);
+  line.layers = {PagedKv{at::randn({8, 4, 1, 8}), at::randn({8, 4, 1, 8})}};
+  at::Tensor table = at::zeros({2, 3}, at::TensorOptions().dtype(at::kInt));
+  const auto name = [&](const Ints& pages) { std::ranges::copy(pages, table.data_ptr<std::int32_t>()); };
+  CacheView view = line.view();
+  view.block_table = table;
+  name({0, 1, 2, 5, 2, 6});
+  EXPECT_NE(message_of<InvalidArgument>([&] {
+              line.keeper.step(view);
+            }).find("names page 2 of sequence 1 2 times, and 1 may hold it"),
+            std::string::npos);
+  name({0, 1, 1, 5, 6, 7});
+  EXPECT_THROW(line.keeper.step(view), InvalidArgument) << "twice in one row";
+  PagePool pool(8, 4);
+  for (int p = 0; p < 8; ++p) static_cast<void>(pool.take());
+  view.pages = &pool;
+  name({0, 1, 2, 5, 2, 6});
+  EXPECT_THROW(line.keeper.step(view), InvalidArgument) << "held once, named twice";
+  EXPECT_EQ(pool.free_pages(), 0);
+  pool.retain(2);
+  pool.give_back(7);
+  pool.give_back(3);
+  EXPECT_EQ(line.keeper.step(view).cuts.size(), 2U) << "a shared page";
+}
+
+TEST(KeeperContract, RefusesToApplyAPlanToAnotherView) {
+  Line line(kStreaming);
+  line.join(1, 12);
+  line.join(2, 12);
+  const Plan plan = line.keeper.plan(line.view());
+  std::swap(line.ids[0], line.ids[1]);
+  EXPECT_NE(message_of<StateError>([&] {
+              line.keeper.apply(plan, line.view());
+            }).find("the plan cuts sequence 1, which is not at place 0"),
+            std::string::npos);
+  line.ids = {1};
+  line.lengths = {12};
+  EXPECT_THROW(line.keeper.apply(plan, line.view()), StateError);
+}
+
+// ---- What throws changes nothing ------------------------------------------------------------------------------------
+
+TEST(KeeperContract, RecordsNothingOfAStepWhoseQueriesItsStatisticsCannotTake) {
+  for (const float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(), 3e38F}) {
+    Line line("expected,budget=16,interval=8,statistics=stream");
+    line.join(1);
+    line.join(2);
+    const auto spoil = [bad](std::int32_t, at::Tensor& queries) { queries[18][0][3] = bad; };
+    const std::string message = message_of<InvalidArgument>([&] { line.observe(12, {}, spoil); });
+    EXPECT_NE(message.find("layer 0, sequence 2: query of head 0 at position 6"), std::string::npos) << message;
+    EXPECT_EQ(line.keeper.logical_length(1), 0);
+    EXPECT_EQ(line.keeper.logical_length(2), 0);
+    line.observe(12);
+    EXPECT_EQ(line.keeper.logical_length(1), 12);
+    line.step();
+  }
+}
+
+/// Counts holders; fails when it is told to.
+class FailingPages final : public PageAllocator {
+ public:
+  FailingPages(std::int32_t pages, std::int32_t size) : pool(pages, size) {}
+  [[nodiscard]] std::int32_t references(std::int32_t page) const override { return pool.references(page); }
+  [[nodiscard]] std::int32_t take() override {
+    if (takes_left-- == 0) throw std::runtime_error("the engine has no page");
+    return pool.take();
+  }
+  void give_back(std::int32_t page) override {
+    if (gives_left-- == 0) throw std::runtime_error("the engine takes no page");
+    pool.give_back(page);
+  }
+  PagePool pool;
+  int takes_left = -1, gives_left = -1;
+};
+
+/// One sequence of 16 tokens in four pages of four.
+struct PagedLine {
+  explicit PagedLine(std::int32_t also_held) : line(kStreaming), pages(8, 4) {
+    line.join(1, 16);
+    line.layers = {PagedKv{at::randn({8, 4, 1, 8}), at::randn({8, 4, 1, 8})}};
+    for (std::int32_t p = 0; p < 4; ++p) table.data_ptr<std::int32_t>()[p] = pages.pool.take();
+    for (std::int32_t p = 0; p < also_held; ++p) pages.pool.retain(table.data_ptr<std::int32_t>()[p]);
+  }
+  CacheView view() {
+    CacheView view = line.view();
+    view.block_table = table;
+    view.pages = &pages;
+    return view;
+  }
+  Line line;
+  FailingPages pages;
+  at::Tensor table = at::full({1, 4}, -1, at::TensorOptions().dtype(at::kInt));
+};
+
+TEST(KeeperContract, HasSettledAnEventBeforeItGivesBackPages) {
+  PagedLine paged(0);
+  paged.pages.gives_left = 0;
+  CacheView view = paged.view();
+  EXPECT_THROW(paged.line.keeper.step(view), std::runtime_error);
+  EXPECT_EQ(paged.line.lengths[0], 6);
+  EXPECT_EQ(paged.line.keeper.physical_length(1, 0, 0), 6);
+  EXPECT_EQ(paged.table.data_ptr<std::int32_t>()[2], -1);
+  EXPECT_EQ(paged.pages.pool.free_pages(), 4 + 1) << "the page after the one that failed came back";
+  paged.line.observe(1);
+  view = paged.view();
+  EXPECT_NO_THROW(paged.line.keeper.step(view)) << "and the next step goes on";
+}
+
+TEST(KeeperContract, LosesNoPageWhereTakingOneFails) {
+  PagedLine paged(2);  // the two pages that stay are shared, and would be copied
+  paged.pages.takes_left = 1;
+  const std::int32_t free = paged.pages.pool.free_pages();
+  CacheView view = paged.view();
+  EXPECT_THROW(paged.line.keeper.step(view), std::runtime_error);
+  EXPECT_EQ(paged.pages.pool.free_pages(), free);
+  EXPECT_EQ(paged.line.lengths[0], 16);
+  paged.pages.takes_left = -1;
+  EXPECT_EQ(paged.line.keeper.step(view).cuts.size(), 1U);
+}
+
+TEST(KeeperContract, RefusesASlidingLayerInThePagesOfTheTable) {
+  ModelSpec spec = model(2);
+  spec.layers[1] = {LayerKind::sliding, 8, -1};
+  Line line(kStreaming, spec);
+  line.join(1, 12);
+  PagePool pool(8, 4);
+  PagedSequences sequences(pool);
+  ASSERT_TRUE(sequences.admit(1, 12).given());
+  line.layers = {PagedKv{at::randn({8, 4, 1, 8}), at::randn({8, 4, 1, 8})},
+                 PagedKv{at::randn({8, 4, 1, 8}), at::randn({8, 4, 1, 8})}};
+  CacheView view = line.view();
+  view.block_table = sequences.table(line.ids);
+  view.pages = &pool;
+  const std::string message = message_of<InvalidArgument>([&] { line.keeper.step(view); });
+  EXPECT_NE(message.find("layer 1 has a sliding window and uses pages of the shared block table"), std::string::npos)
+      << message;
+  EXPECT_EQ(line.lengths[0], 12);
+  view.layers[1] = std::monostate{};
+  const Report report = line.keeper.step(view);
+  sequences.settle(view, report.pages);
+  EXPECT_EQ(line.lengths[0], 6);
+}
+
+TEST(PagedSequences, EndQuietlyWhereSomebodyGaveTheirPagesBack) {
+  PagePool pool(4, 4);
+  {
+    PagedSequences sequences(pool);
+    ASSERT_TRUE(sequences.admit(1, 8).given());
+    pool.give_back(sequences.pages(1)[0]);
+  }
+  EXPECT_EQ(pool.free_pages(), 4);
+}
+
+// ---- Positions are no token counts ----------------------------------------------------------------------------------
+
+TEST(KeeperContract, ProtectsThePromptWhereverItsPositionsStand) {
+  for (const std::int32_t first : {0, 1000}) {
+    Line line("knorm,budget=12,interval=4,sink=0,recent=1,protect_prompt=true");
+    line.join(1);
+    line.observe(8, from(first, 8));
+    line.step();
+    Report report;
+    for (std::int32_t t = 0; report.cuts.empty() && t < 12; ++t) {
+      line.observe(1, {first + 8 + t});
+      report = line.step();
+    }
+    ASSERT_EQ(report.cuts.size(), 1U);
+    Ints kept = line.positions(1);
+    kept.resize(8);
+    EXPECT_EQ(kept, from(first, 8));
+  }
+}
+
+TEST(KeeperContract, ProtectsAPromptThatComesInChunksWithGaps) {
+  Line line("knorm,budget=12,interval=4,sink=0,recent=1,protect_prompt=true");
+  line.join(1, 0, 8);
+  line.observe(5, {10, 12, 14, 16, 18});
+  line.step();
+  line.observe(5, {20, 22, 24, 26, 28});  // the last two are decoded
+  line.step();
+  Report report;
+  for (std::int32_t t = 0; report.cuts.empty() && t < 12; ++t) {
+    line.observe(1, {30 + 3 * t});
+    report = line.step();
+  }
+  ASSERT_EQ(report.cuts.size(), 1U);
+  Ints kept = line.positions(1);
+  kept.resize(8);
+  EXPECT_EQ(kept, (Ints{10, 12, 14, 16, 18, 20, 22, 24}));
+}
+
+TEST(KeeperContract, CountsARatioInTokensWhereverTheirPositionsStand) {
+  std::vector<Ints> kept;
+  for (const std::int32_t first : {0, 1000}) {
+    Line line("streaming,ratio=0.5,interval=4,sink=2,recent=1");
+    line.join(1);
+    line.observe(8, from(first, 8));
+    line.step();
+    for (std::int32_t t = 0; t < 100; ++t) {
+      line.observe(1, {first + 8 + t});
+      line.step();
+    }
+    EXPECT_LE(line.lengths[0], 58) << "positions from " << first;
+    kept.push_back(line.positions(1));
+    for (std::int32_t& p : kept.back()) p -= first;
+  }
+  EXPECT_EQ(kept[0], kept[1]);
+}
+
+TEST(KeeperContract, TakesTokensBackToThePositionAfterTheLastThatIsLeft) {
+  Line line("knorm,budget=64,interval=8");
+  line.join(1);
+  line.observe(4);
+  line.observe(2, {10, 11});
+  line.keeper.truncate(1, 5);
+  line.lengths = {5};
+  line.observe(1, {11});
+  EXPECT_EQ(line.positions(1), (Ints{0, 1, 2, 3, 10, 11}));
+  line.keeper.truncate(1, 4);
+  line.lengths = {4};
+  line.observe(1);
+  EXPECT_EQ(line.positions(1), (Ints{0, 1, 2, 3, 4}));
+}
+
+TEST(KeeperContract, TakesTokensBackToWhatTheLastEventLeft) {
+  Line line("knorm,budget=6,interval=2,sink=2,recent=0,prefill=cut");
+  torch_tensor(std::get<DenseKv>(line.layers[0]).keys)[0][0][11] =
+      100.0F;  // the newest token is dropped, so that no kept slot tells the next position
+  line.join(1);
+  line.observe(12, {0, 1, 2, 3, 4, 5, 20, 21, 22, 23, 24, 40});
+  ASSERT_EQ(line.step().cuts.size(), 1U);
+  line.observe(1, {50});
+  line.keeper.truncate(1, 12);
+  line.lengths = {6};
+  line.observe(1);
+  EXPECT_EQ(line.positions(1).back(), 41);
+  const std::filesystem::path file = std::filesystem::path(::testing::TempDir()) / "kvkeep_truncated.state";
+  line.keeper.save(1, file);
+  line.keeper.restore(2, file);
+  line.keeper.truncate(2, 12);
+  line.ids = {2};
+  line.lengths = {6};
+  line.observe(1);
+  EXPECT_EQ(line.positions(2).back(), 41) << "also after a restore";
+  std::filesystem::remove(file);
+}
+
+TEST(KeeperContract, EndsAPromptThatLosesTokensWhereItsLastOneStands) {
+  Line line("streaming,budget=6,interval=4,sink=2,recent=1");
+  line.join(1);
+  line.observe(20);
+  line.step();
+  line.keeper.truncate(1, 4);
+  line.lengths = {4};
+  EXPECT_EQ(line.keeper.prompt_length(1), 4);
+  for (std::int32_t t = 0; t < 10; ++t) {
+    line.observe(1);
+    line.step();
+    EXPECT_LE(line.lengths[0], 10);
+  }
+}
+
+TEST(KeeperContract, RefusesPositionsThatNoTokenCanFollow) {
+  Line line("streaming,budget=6,interval=4,sink=2,recent=1");
+  line.join(1);
+  EXPECT_THROW(line.observe(1, {std::numeric_limits<std::int32_t>::max()}), InvalidArgument);
+  EXPECT_THROW(line.observe(1, {kMostPositions}), InvalidArgument);
+  line.observe(1, {kMostPositions - 2});
+  EXPECT_THROW(line.observe(2), InvalidArgument) << "the second would stand at kMostPositions";
+  line.observe(1);
+  EXPECT_EQ(line.positions(1).back(), kMostPositions - 1);
+  EXPECT_THROW(line.keeper.join(2, kMostPositions + 1), InvalidArgument);
+  Keeper surprised(model(), make_policy("sekv,recent=64"), {.surprisal = true, .reads_folded = true});
+  surprised.join(1);
+  const SequenceId id = 1;
+  const Ints indptr{0, 1}, far{1 << 28};
+  const at::Tensor query = at::randn({1, 1, 8});
+  EXPECT_THROW(surprised.observe({.layer = 0,
+                                  .sequences = {&id, 1},
+                                  .indptr = indptr,
+                                  .queries = query,
+                                  .basis = QueryBasis::post_rope,
+                                  .positions = far}),
+               InvalidArgument)
+      << "it would keep a number for every position below";
+}
+
+// ---- Neighbours -----------------------------------------------------------------------------------------------------
+
+TEST(KeeperContract, LeavesASequenceAloneWhoseQueriesAreNotFiniteAndCutsTheOthers) {
+  const std::string policy = "snapkv,scorer.window=8,budget=16,interval=4,sink=1,recent=1";
+  Line line(policy, model(2)), alone(policy, model(2));
+  line.join(1);
+  line.join(2);
+  line.observe(16);
+  line.step();
+  std::int64_t told = 0;
+  for (std::int32_t t = 0; t < 20; ++t) {
+    line.observe(1, {}, [t](std::int32_t layer, at::Tensor& queries) {
+      if (t == 2 && layer == 1) queries[1][0][3] = std::numeric_limits<float>::quiet_NaN();
+    });
+    const Report report = line.step();
+    EXPECT_LT(line.lengths[0], 20) << "sequence 1 is cut as if it were alone, step " << t;
+    for (const Unscored& left : report.unscored) {
+      EXPECT_EQ(left.sequence, 2);
+      EXPECT_EQ(left.layer, 1);
+      EXPECT_EQ(left.position, 18);
+      ++told;
+    }
+  }
+  EXPECT_GT(told, 0);
+  EXPECT_LT(line.lengths[1], 20) << "and is cut again once the query has left the window";
+}
+
+TEST(KeeperContract, LetsAnyFullLayerShowTheTokensOfAPolicyWithoutQueries) {
+  Keeper keeper(model(2), make_policy("streaming,budget=6,interval=4,sink=2,recent=1"));
+  keeper.join(1);
+  const SequenceId id = 1;
+  const Ints indptr{0, 1};
+  std::int32_t length = 0;
+  CacheView view{.layers = {DenseKv{at::zeros({1, 1, 16, 8}), at::zeros({1, 1, 16, 8})},
+                            DenseKv{at::zeros({1, 1, 16, 8}), at::zeros({1, 1, 16, 8})}},
+                 .sequences = {&id, 1},
+                 .lengths = {{&length, 1}}};
+  for (std::int32_t t = 0; t < 20; ++t) {
+    keeper.observe({.layer = t * 7 % 3 % 2, .sequences = {&id, 1}, .indptr = indptr});
+    ++length;
+    EXPECT_NO_THROW(keeper.step(view)) << t;
+  }
+  EXPECT_EQ(keeper.logical_length(1), 20);
+  EXPECT_LT(length, 10);
+}
+
+// ---- Memory ---------------------------------------------------------------------------------------------------------
+
+TEST(Columns, GiveBackTheMemoryOfALongPrompt) {
+  constexpr std::int32_t kLong = 1 << 17, kKept = 1024, kInterval = 512;
+  HostColumns columns(4);
+  columns.reserve(kLong);
+  columns.append(from(0, kLong));
+  std::vector<std::int64_t> indptr{0};
+  for (int r = 1; r <= 4; ++r) indptr.push_back(r * kKept);
+  KeepSet keep{.slots = at::zeros({4 * kKept}, at::TensorOptions().dtype(at::kInt)), .indptr = indptr};
+  for (std::int32_t j = 0; j < 4 * kKept; ++j) keep.slots.data<std::int32_t>()[j] = j % kKept * 2;
+  const std::vector<float> credit(kLong, 0.5F);
+  for (std::int32_t r = 0; r < 4; ++r) {
+    columns.reserve_settled(r, kKept, true, false);
+    columns.settle(r, keep, static_cast<std::size_t>(r), credit.data(), nullptr);
+  }
+  columns.finish_event(kInterval);
+  EXPECT_LE(columns.bytes(), 4 * 4 * 2 * 2 * (kKept + kInterval));
+  ASSERT_EQ(columns.length(3), kKept);
+  EXPECT_EQ(columns.positions(3)[7], 14);
+  EXPECT_EQ(columns.credit(3)[7], 0.5F);
+  const std::int64_t held = columns.bytes();
+  columns.reserve(kInterval);
+  columns.append(from(kLong, kInterval));
+  EXPECT_EQ(columns.bytes(), held) << "room until the next event";
+}
+
+TEST(Columns, HoldNoMoreThanARowWhereRowsAreGiven) {
+  HostColumns columns(64);
+  for (std::int32_t r = 0; r < 64; ++r) columns.assign(r, from(r * 1000, 1000), {}, {});
+  EXPECT_EQ(columns.bytes(), 64 * 4000);
+  EXPECT_EQ(columns.positions(5)[3], 5003);
+}
+
+}  // namespace
+}  // namespace kvkeep

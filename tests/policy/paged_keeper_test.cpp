@@ -1,0 +1,185 @@
+// The line on paged caches: whatever the page size, layout and form of the tensors, a sequence keeps what it keeps in a
+// dense cache. What is refused changes nothing.
+
+#include "engines.h"
+
+namespace kvkeep {
+namespace {
+
+using namespace engines;
+
+struct PolicyCase {
+  const char* name;
+  const char* policy;
+  bool ragged;
+};
+void PrintTo(const PolicyCase& one, std::ostream* out) { *out << one.name; }
+
+class PagedKeeper : public ::testing::TestWithParam<PolicyCase> {};
+
+TEST_P(PagedKeeper, KeepsOnAnyPagesExactlyWhatItKeepsInADenseCache) {  // B21, B23, B24, B25
+  const auto [name, policy, ragged] = GetParam();
+  int which = 0;
+  for (const std::int32_t page_size : {1, 16, 32, 64, 128})
+    for (const PageLayout layout : {PageLayout::slot_head, PageLayout::head_slot}) {
+      const Form form = static_cast<Form>(which % 3);
+      const Dtype dtype = which % 2 == 0 ? Dtype::bf16 : Dtype::f32;
+      ++which;
+      SCOPED_TRACE(
+          text(name, ", pages of ", page_size, layout == PageLayout::slot_head ? " [slot, head]" : " [head, slot]"));
+      oracle::Random random(static_cast<std::uint64_t>(7 + which));
+      DenseEngine dense(policy, ragged, dtype);
+      PagedEngine paged(policy, ragged, dtype, page_size, layout, form);
+      std::int64_t events = 0, freed = 0;
+      const auto step = [&](const std::vector<std::pair<SequenceId, std::int32_t>>& work) {
+        const Numbers numbers = numbers_of(random, work);
+        const Report a = dense.step(numbers), b = paged.step(numbers);
+        events += static_cast<std::int64_t>(b.cuts.size());
+        freed += b.pages_freed;
+        EXPECT_EQ(a.slots_dropped, b.slots_dropped);
+        EXPECT_EQ(a.bytes_after, b.bytes_after);
+      };
+      for (Engine* engine : {static_cast<Engine*>(&dense), static_cast<Engine*>(&paged)}) {
+        engine->join(1);
+        engine->join(2);
+      }
+      step({{1, 45}, {2, 170}});
+      for (Engine* engine : {static_cast<Engine*>(&dense), static_cast<Engine*>(&paged)})
+        engine->fork(3, 1, 37);  // a prefix, its last page shared too
+      step({{3, 20}, {1, 1}});
+      for (int n = 0; n < 24; ++n) {
+        step(n % 3 == 0 ? std::vector<std::pair<SequenceId, std::int32_t>>{{2, 3}, {3, 1}}
+                        : std::vector<std::pair<SequenceId, std::int32_t>>{{1, 2}, {2, 1}, {3, 2}});
+        if (n % 6 == 0) expect_alike(dense, paged);
+      }
+      expect_alike(dense, paged);
+      if (HasFatalFailure()) return;
+      EXPECT_GE(events, 5);
+      if (page_size <= 64) EXPECT_GT(freed, 0);
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Policies, PagedKeeper,
+    ::testing::Values(
+        PolicyCase{"amstova", "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16", false},
+        PolicyCase{"keydiff", "keydiff,budget=48,interval=12", false},
+        PolicyCase{"expected", "ams-expected,budget=48,interval=12", false},
+        PolicyCase{"rkv", "rkv,budget=48,interval=12", false},
+        PolicyCase{"snapkv", "snapkv,budget=48,interval=12", false},
+        PolicyCase{"h2o", "h2o,budget=48,interval=12", false},
+        PolicyCase{"adakv", "adakv-tova,budget=48,interval=12,recent=4", true},
+        PolicyCase{"pyramidkv", "pyramidkv-knorm,budget=48,interval=12,recent=4", true}),
+    [](const auto& p) { return std::string(p.param.name); });
+
+/// Everything an event may write, before and after.
+struct Sight {
+  Sight(const PagedEngine& engine, const std::vector<SequenceId>& ids)
+      : table(torch_tensor(engine.sequences.table(ids)).clone()), lengths(engine.lengths) {
+    for (const LayerKv& layer : engine.layers)
+      for (const at::Tensor side : {std::get<PagedKv>(layer).keys, std::get<PagedKv>(layer).values})
+        sides.push_back(side.clone());
+    for (std::int32_t p = 0; p < engine.pool.capacity(); ++p) references.push_back(engine.pool.references(p));
+    for (const SequenceId id : ids)
+      for (std::int32_t r = 0; r < kRows; ++r) {
+        const auto row = engine.keeper.positions(id, r / kHeads, r % kHeads);
+        positions.emplace_back(row.begin(), row.end());
+      }
+  }
+  [[nodiscard]] bool same_as(const Sight& other) const {
+    for (std::size_t i = 0; i < sides.size(); ++i)
+      if (!sides[i].equal(other.sides[i])) return false;
+    return table.equal(other.table) && lengths == other.lengths && references == other.references &&
+           positions == other.positions;
+  }
+  at::Tensor table;
+  std::map<SequenceId, Ints> lengths;
+  std::vector<at::Tensor> sides;
+  Ints references;
+  std::vector<Ints> positions;
+};
+
+TEST(PagedEvents, WithSharedPagesRefusedThrowBeforeAnythingIsWritten) {
+  oracle::Random random(3);
+  PagedEngine engine("knorm,budget=24,interval=8,recent=2", false, Dtype::f32, 16, PageLayout::slot_head, Form::apart);
+  engine.join(1);
+  static_cast<void>(engine.step(numbers_of(random, {{1, 30}})));
+  engine.fork(2, 1, 30);
+  engine.shared_pages = SharedPages::refuse;
+  const std::vector<SequenceId> ids{1, 2};
+  static_cast<void>(engine.step(numbers_of(random, {{1, 1}, {2, 1}})));
+  try {
+    static_cast<void>(engine.step(numbers_of(random, {{1, 1}, {2, 1}})));
+    FAIL() << "a shared page was written";
+  } catch (const StateError& error) {
+    EXPECT_NE(std::string(error.what()).find("SharedPages::copy"), std::string::npos) << error.what();
+  }
+  const Sight before(engine, ids);
+  EXPECT_THROW(static_cast<void>(engine.cut(ids)), StateError);
+  EXPECT_TRUE(before.same_as(Sight(engine, ids))) << "a refused event changes nothing";
+  engine.shared_pages = SharedPages::copy;
+  EXPECT_EQ(engine.cut(ids).cuts.size(), 2U) << "and comes about once it may copy";
+  EXPECT_EQ(engine.lengths.at(2)[0], 24);
+}
+
+TEST(PagedEvents, WithoutFreePagesForCopiesThrowBeforeAnythingIsWritten) {
+  oracle::Random random(4);
+  PagedEngine engine("knorm,budget=24,interval=8,recent=2", false, Dtype::f32, 16, PageLayout::head_slot,
+                     Form::pages_first, 4 * 16);
+  engine.join(1);
+  static_cast<void>(engine.step(numbers_of(random, {{1, 30}})));
+  engine.fork(2, 1, 30);
+  static_cast<void>(engine.step(numbers_of(random, {{2, 1}})));
+  const std::int32_t kept_away = engine.pool.take();
+  ASSERT_EQ(engine.pool.free_pages(), 0);
+  const std::vector<SequenceId> ids{2};
+  EXPECT_THROW(static_cast<void>(engine.step(numbers_of(random, {{2, 1}}))), StateError);
+  const Sight before(engine, ids);
+  EXPECT_THROW(static_cast<void>(engine.cut(ids)), StateError);
+  EXPECT_TRUE(before.same_as(Sight(engine, ids))) << "a refused event changes nothing";
+  engine.pool.give_back(kept_away);
+  EXPECT_EQ(engine.cut(ids).cuts.size(), 1U);
+}
+
+TEST(PagedRows, LieWhereTheirOffsetsSayBeyondTwoToThe31Elements) {  // B22: addresses only, the memory is not there
+  constexpr std::int64_t kPages = 5'000'000, kSize = 16;
+  ModelSpec spec = model();
+  spec.key_dim = spec.value_dim = 128;
+  std::byte nowhere[64];
+  const std::int64_t slot = kHeads * 128, page = kSize * slot;
+  const auto side = [&](std::int64_t) {
+    return at::from_blob(nowhere, {kPages, kSize, kHeads, 128}, {page, slot, 128, 1},
+                         at::TensorOptions().dtype(at::kBFloat16));
+  };
+  const PagedKv kv{side(0), side(0), PageLayout::slot_head};
+  at::Tensor table = at::full({1, 3}, 0, at::TensorOptions().dtype(at::kInt));
+  const std::int32_t pages[] = {4'999'999, 0, 2'000'003};
+  std::copy_n(pages, 3, table.data_ptr<std::int32_t>());
+  const SequenceId id = 1;
+  std::int32_t length = 41;
+  const CacheView view{.layers = {kv, kv}, .sequences = {&id, 1}, .lengths = {{&length, 1}}, .block_table = table};
+  const std::int32_t both[] = {0, 1}, first[] = {0};
+  const RowTable rows = make_rows(spec, view, both, first);
+  ASSERT_EQ(rows.rows.size(), 4U);
+  for (const Row& row : rows.rows)
+    for (const std::int32_t t : {0, 5, 15, 16, 31, 32, 40}) {
+      const std::int64_t elements = pages[t / kSize] * page + t % kSize * slot + row.head * 128;
+      EXPECT_EQ(reinterpret_cast<std::intptr_t>(row.keys.at(t)) - reinterpret_cast<std::intptr_t>(nowhere),
+                2 * elements)
+          << t;
+      EXPECT_EQ(row.keys.run(t), kSize - t % kSize);
+    }
+  EXPECT_GT(pages[0] * page, std::int64_t{1} << 31);
+
+  // A dense cache as large: place 3000 of 4000, slot 8000 of 10000.
+  const at::Tensor dense =
+      at::from_blob(nowhere, {4000, kHeads, 10000, 128}, {kHeads * 10000 * 128, 10000 * 128, 128, 1},
+                    at::TensorOptions().dtype(at::kFloat));
+  const std::int64_t elements = (std::int64_t{3000} * kHeads + 1) * 10000 * 128 + std::int64_t{8000} * 128;
+  EXPECT_EQ(reinterpret_cast<std::intptr_t>(dense_address(dense, 3000, 1).at(8000)) -
+                reinterpret_cast<std::intptr_t>(nowhere),
+            4 * elements);
+}
+
+}  // namespace
+}  // namespace kvkeep

@@ -1,0 +1,98 @@
+// The rules of docs/design.md and CONTRIBUTING.md that a look at the sources can check.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace kvkeep {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::ptrdiff_t kColumns = 120, kLines = 800;
+
+fs::path root() { return fs::path(KVKEEP_TEST_GOLDEN_DIR) / ".." / ".."; }
+
+std::vector<fs::path> sources_in(const fs::path& folder) {
+  const std::set<std::string> kinds{".h", ".cpp", ".cu", ".cuh", ".c"};
+  std::vector<fs::path> found;
+  for (const auto& entry : fs::recursive_directory_iterator(root() / folder))
+    if (kinds.contains(entry.path().extension().string())) found.push_back(fs::relative(entry.path(), root()));
+  EXPECT_FALSE(found.empty()) << folder;
+  return found;
+}
+
+std::string content_of(const fs::path& file) {
+  std::ifstream in(root() / file, std::ios::binary);
+  return {std::istreambuf_iterator<char>(in), {}};
+}
+
+bool knows_libtorch(const fs::path& file) {
+  const std::string text = content_of(file);
+  for (const char* include :
+       {"#include <ATen/", "#include <c10/", "#include <torch/", "\"kvkeep/torch.h\"", "\"kvkeep/lm/"})
+    if (text.find(include) != std::string::npos) return true;
+  return false;
+}
+
+TEST(House, LibTorchIsAtTheEdgeAlone) {
+  for (const fs::path& header : sources_in("include/kvkeep")) {
+    const std::string name = header.generic_string();
+    if (name == "include/kvkeep/torch.h" || name.starts_with("include/kvkeep/lm/")) continue;
+    EXPECT_FALSE(knows_libtorch(header)) << name;
+  }
+  const std::set<std::string> edge{"torch", "lm", "cuda", "cli"};
+  for (const auto& room : fs::directory_iterator(root() / "src"))
+    if (!edge.contains(room.path().filename().string()))
+      for (const fs::path& source : sources_in(fs::relative(room.path(), root())))
+        EXPECT_FALSE(knows_libtorch(source)) << source;
+  EXPECT_TRUE(knows_libtorch("include/kvkeep/torch.h")) << "what this test looks for";
+}
+
+TEST(House, ASourceLiesInTheRoomOfItsHeader) {
+  std::map<std::string, std::string> room_of;
+  for (const auto& header : sources_in("include/kvkeep"))
+    room_of[header.stem().string()] = header.parent_path().filename().string();
+  std::size_t found = 0;
+  for (const fs::path& source : sources_in("src")) {
+    const std::string room = source.parent_path().filename().string();
+    const auto header = room_of.find(source.stem().string());
+    // The command and what lies between kernels and a Keeper use the words of what they show or run.
+    if (header == room_of.end() || room == "cli" || room == "cuda" || source.extension() == ".h") continue;
+    EXPECT_TRUE(room == header->second || fs::exists(root() / "include/kvkeep" / room / source.stem() += ".h"))
+        << source << " belongs into src/" << header->second;
+    ++found;
+  }
+  EXPECT_GT(found, 70U);
+}
+
+TEST(House, LinesAndFilesAreShort) {
+  // Text that others wrote, and a page of HTML.
+  const std::set<std::string> as_it_is{"src/lm/chat.cpp", "src/cli/picture_page.h"};
+  for (const char* folder : {"include", "src", "cuda", "tests", "bench", "examples"})
+    for (const fs::path& source : sources_in(folder)) {
+      const std::string text = content_of(source);
+      EXPECT_LE(std::ranges::count(text, '\n'), kLines) << source;
+      if (as_it_is.contains(source.generic_string())) continue;
+      std::ptrdiff_t line = 1, column = 0;
+      for (const char c : text) {
+        if (c == '\n') {
+          EXPECT_LE(column, kColumns) << source << ':' << line;
+          ++line;
+          column = 0;
+        } else if ((static_cast<unsigned char>(c) & 0xc0U) != 0x80U) {  // the first byte of a character
+          ++column;
+        }
+      }
+    }
+}
+
+}  // namespace
+}  // namespace kvkeep

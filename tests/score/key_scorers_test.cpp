@@ -1,0 +1,136 @@
+// Scorers that read no queries: KeyDiff, Knorm, random.
+
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <map>
+#include <set>
+#include <tuple>
+
+#include "oracle/key_oracle.h"
+#include "scorer_case.h"
+
+namespace kvkeep {
+namespace {
+
+using testing::expect_equal_slots_score_equal_bits;
+using testing::expect_scorer_laws;
+using testing::expect_scores_agree;
+
+/// One row of keys [T, D], to be cut to half.
+std::vector<float> score_row(const Scorer& scorer, const at::Tensor& keys) {
+  const ModelSpec spec{.query_heads = 1,
+                       .kv_heads = 1,
+                       .key_dim = static_cast<std::int32_t>(keys.size(1)),
+                       .value_dim = static_cast<std::int32_t>(keys.size(1)),
+                       .softmax_scale = 0,
+                       .rope = {},
+                       .layers = std::vector<LayerSpec>(1)};
+  const SequenceId id = 0;
+  std::int32_t length = static_cast<std::int32_t>(keys.size(0));
+  const std::int32_t zero = 0;
+  const at::Tensor rows = keys.unsqueeze(0).unsqueeze(0).contiguous();
+  CacheView view;
+  view.layers = {DenseKv{rows, rows}};
+  view.sequences = {&id, 1};
+  view.lengths = {{&length, 1}, 1};
+  RowTable table = make_rows(spec, view, {&zero, 1}, {&zero, 1});
+  std::vector<std::int32_t> positions(static_cast<std::size_t>(length));
+  for (std::int32_t t = 0; t < length; ++t) positions[static_cast<std::size_t>(t)] = t;
+  table.rows[0].positions = positions.data();
+  WindowAttention seen;
+  const Scores scores = scorer.score({spec, table}, even_limits(table, std::max(length / 2, 1)), seen);
+  return {scores.data.data<float>(), scores.data.data<float>() + length};
+}
+
+TEST(KeyDiff,
+     ScoresTheOneKeyThatPointsElsewhereHighest) {  // directions (1,0) three times and (0,1): the mean is (0.75, 0.25)
+  const std::vector<float> g =
+      score_row(KeyDiff(), at::tensor({1.0F, 0.0F, 5.0F, 0.0F, 0.0F, 2.0F, 0.1F, 0.0F}).view({4, 2}));
+  const float length = std::sqrt(0.75F * 0.75F + 0.25F * 0.25F);
+  EXPECT_NEAR(g[0], -0.75F / length, 1e-6F);
+  EXPECT_NEAR(g[1], -0.75F / length, 1e-6F);
+  EXPECT_NEAR(g[2], -0.25F / length, 1e-6F);
+  EXPECT_NEAR(g[3], -0.75F / length, 1e-6F);
+}
+
+TEST(KeyDiff, RanksByAgeWhereTheDirectionsCancelAndScoresZeroKeysZero) {
+  for (const float g :
+       score_row(KeyDiff(), at::tensor({1.0F, 2.0F, -1.0F, -2.0F, 3.0F, 1.0F, -3.0F, -1.0F}).view({4, 2})))
+    EXPECT_EQ(g, 0.0F);
+  for (const float g : score_row(KeyDiff(), at::tensor({0.0F, 0.0F, 0.0F, 0.0F}).view({2, 2}))) EXPECT_EQ(g, 0.0F);
+  EXPECT_EQ(score_row(KeyDiff(), at::tensor({0.0F, 0.0F, 1.0F, 1.0F}).view({2, 2}))[0], 0.0F);
+}
+
+TEST(KeyDiff, AgreesWithPlainLoopsOnRandomEvents) {
+  // In one dimension all directions are 1 and -1, and where they cancel only rounding is left of their mean.
+  const testing::ScorerCaseOptions options{.least_dim = 2};
+  testing::for_every_instruction_set([&] { expect_scores_agree(KeyDiff(), oracle::keydiff, 40, {2e-5, 0}, options); });
+  expect_scores_agree(KeyDiff(), oracle::keydiff, 300, {2e-5, 0}, options);
+}
+
+TEST(KeyDiff, ObeysTheLawsOfScorers) {
+  expect_scorer_laws(KeyDiff(), 25);
+  expect_equal_slots_score_equal_bits(KeyDiff(), 100);
+}
+
+TEST(KeyDiff, NeedsRoomForTheMeanOnlyHoweverLongTheRow) { EXPECT_EQ(KeyDiff::workspace_bytes(128), 128 * 12 + 32 * 4); }
+
+TEST(Knorm, ScoresMinusTheNorm) {
+  const std::vector<float> g = score_row(Knorm(), at::tensor({3.0F, 4.0F, 0.0F, 0.0F, -5.0F, 12.0F}).view({3, 2}));
+  EXPECT_FLOAT_EQ(g[0], -5);
+  EXPECT_EQ(g[1], 0);
+  EXPECT_FLOAT_EQ(g[2], -13);
+}
+
+TEST(Knorm, AgreesWithPlainLoopsOnRandomEvents) {
+  testing::for_every_instruction_set([] { expect_scores_agree(Knorm(), oracle::knorm, 30, {1e-6, 1e-6}); });
+  expect_scores_agree(Knorm(), oracle::knorm, 300, {1e-6, 1e-6});
+}
+
+TEST(Knorm, ObeysTheLawsOfScorers) {
+  expect_scorer_laws(Knorm(), 25);
+  expect_equal_slots_score_equal_bits(Knorm(), 100);
+}
+
+TEST(RandomScorer, ObeysTheLawsOfScorers) { expect_scorer_laws(RandomScorer({3}), 25); }
+
+TEST(RandomScorer, DrawsBySeedLayerHeadAndPositionNotBySlot) {
+  std::int64_t compared = 0;
+  for (std::uint64_t seed = 0; seed < 40; ++seed) {
+    const testing::ScorerCase c(seed);
+    const testing::ScorerArrangement arrangement = c.arranged();
+    const Scores a = testing::scores_of(RandomScorer({7}), arrangement),
+                 other = testing::scores_of(RandomScorer({8}), arrangement);
+    std::map<std::tuple<int, int, int>, float> drawn;
+    std::set<float> values;
+    for (const Row& row : arrangement.table().rows) {
+      if (!arrangement.input(row).heads[static_cast<std::size_t>(row.head)].due) continue;
+      for (std::int32_t t = 0; t < row.length; ++t) {
+        const float g = a.data.data<float>()[row.first + t];
+        ASSERT_GE(g, 0.0F);
+        ASSERT_LT(g, 1.0F);
+        EXPECT_NE(g, other.data.data<float>()[row.first + t]) << c.description();
+        const auto [at, fresh] = drawn.try_emplace({row.layer, row.head, row.positions[t]}, g);
+        EXPECT_EQ(at->second, g) << "sequences draw alike; " << c.description();
+        values.insert(g);
+        ++compared;
+      }
+    }
+    EXPECT_GE(values.size() + 3, drawn.size()) << "draws repeat; " << c.description();
+  }
+  EXPECT_GT(compared, 0);
+}
+
+TEST(RandomScorer, DrawsEvenly) {
+  const std::vector<float> g = score_row(RandomScorer({1}), at::zeros({20000, 1}));
+  double sum = 0, square = 0;
+  for (const float x : g) sum += x, square += x * x;
+  EXPECT_NEAR(sum / 20000, 0.5, 0.01);
+  EXPECT_NEAR(square / 20000, 1.0 / 3, 0.01);
+}
+
+}  // namespace
+}  // namespace kvkeep

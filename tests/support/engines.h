@@ -1,0 +1,286 @@
+#pragma once
+/// Engines around a keeper, dense and paged, on the CPU or on a device: what they hold after any steps can be compared
+/// slot by slot.
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/full.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <map>
+#include <numeric>
+
+#include "kvkeep/kvkeep.h"
+#include "kvkeep/torch.h"
+#include "oracle/random_case.h"
+
+namespace kvkeep::engines {
+
+using Ints = std::vector<std::int32_t>;
+
+inline constexpr std::int32_t kLayers = 2, kHeads = 2, kRows = kLayers * kHeads, kKeyDim = 8, kValueDim = 6;
+
+inline ModelSpec model() {
+  return {.query_heads = 4,
+          .kv_heads = kHeads,
+          .key_dim = kKeyDim,
+          .value_dim = kValueDim,
+          .softmax_scale = 0,
+          .rope = {.inv_freq = {1.0, 0.3, 0.1, 0.01}},
+          .layers = std::vector<LayerSpec>(kLayers)};
+}
+
+/// How K and V lie in memory.
+enum class Form { apart, sides_first, pages_first };
+
+/// The numbers of one step: [tokens, heads, dim] a layer.
+struct Numbers {
+  std::vector<SequenceId> ids;
+  Ints indptr{0};
+  std::vector<at::Tensor> keys, values, queries;
+};
+
+inline at::Tensor random_numbers(oracle::Random& random, std::int64_t tokens, std::int64_t heads, std::int64_t dim) {
+  at::Tensor numbers = at::empty({tokens, heads, dim}, at::TensorOptions().dtype(at::kFloat));
+  for (std::int64_t i = 0; i < numbers.numel(); ++i) numbers.data_ptr<float>()[i] = static_cast<float>(random.normal());
+  return numbers;
+}
+
+inline Numbers numbers_of(oracle::Random& random, const std::vector<std::pair<SequenceId, std::int32_t>>& work) {
+  Numbers step;
+  for (const auto& [id, tokens] : work) {
+    step.ids.push_back(id);
+    step.indptr.push_back(step.indptr.back() + tokens);
+  }
+  for (std::int32_t l = 0; l < kLayers; ++l) {
+    step.keys.push_back(random_numbers(random, step.indptr.back(), kHeads, kKeyDim));
+    step.values.push_back(random_numbers(random, step.indptr.back(), kHeads, kValueDim));
+    step.queries.push_back(random_numbers(random, step.indptr.back(), 4, kKeyDim));
+  }
+  return step;
+}
+
+inline std::vector<Tensor> output_projections(Device device) {
+  oracle::Random random(99);
+  std::vector<Tensor> all;
+  for (std::int32_t l = 0; l < kLayers; ++l)
+    all.push_back(random_numbers(random, 1, 10, 4 * kValueDim).squeeze(0).contiguous().to(torch_device(device)));
+  return all;
+}
+
+/// One engine: its cache, its keeper, and the length of every row.
+class Engine {
+ public:
+  Engine(std::unique_ptr<KVPolicy> policy, bool ragged, std::shared_ptr<Accelerator> accelerator)
+      : keeper(model(), std::move(policy),
+               {.output_projections = output_projections(accelerator == nullptr ? Device{} : accelerator->device()),
+                .accelerator = accelerator}),
+        ragged_(ragged) {}
+  virtual ~Engine() = default;
+
+  void join(SequenceId id) {
+    keeper.join(id);
+    lengths[id] = Ints(kRows, 0);
+  }
+  /// A sequence that begins with the first slots of another.
+  void fork(SequenceId id, SequenceId parent, std::int32_t slots) {
+    share(id, parent, slots);
+    keeper.join(id, slots);
+    lengths[id] = Ints(kRows, slots);
+  }
+
+  Report step(const Numbers& numbers, std::span<const std::int32_t> positions = {}) {
+    feed(numbers, positions);
+    return cut(numbers.ids);
+  }
+
+  /// A step without its end.
+  void feed(const Numbers& numbers, std::span<const std::int32_t> positions = {}) {
+    make_room(numbers);
+    for (std::int32_t l = 0; l < kLayers; ++l) {
+      for (std::size_t i = 0; i < numbers.ids.size(); ++i)
+        for (std::int32_t t = numbers.indptr[i]; t < numbers.indptr[i + 1]; ++t)
+          for (std::int32_t h = 0; h < kHeads; ++h) {
+            const std::int32_t slot =
+                lengths.at(numbers.ids[i])[static_cast<std::size_t>(l * kHeads + h)] + t - numbers.indptr[i];
+            slot_of(numbers.ids[i], l, h, slot, false).copy_(numbers.keys[static_cast<std::size_t>(l)][t][h]);
+            slot_of(numbers.ids[i], l, h, slot, true).copy_(numbers.values[static_cast<std::size_t>(l)][t][h]);
+          }
+      keeper.observe({.layer = l,
+                      .sequences = numbers.ids,
+                      .indptr = numbers.indptr,
+                      .queries = numbers.queries[static_cast<std::size_t>(l)].to(torch_device(keeper.device())),
+                      .positions = positions});
+    }
+    for (std::size_t i = 0; i < numbers.ids.size(); ++i)
+      for (std::int32_t& length : lengths.at(numbers.ids[i])) length += numbers.indptr[i + 1] - numbers.indptr[i];
+  }
+
+  Report cut(const std::vector<SequenceId>& ids) {
+    CacheView view = lengthened_view(ids);
+    const Report report = keeper.step(view);
+    settle(view, report);
+    for (std::size_t i = 0; i < ids.size(); ++i)
+      for (std::int32_t r = 0; r < kRows; ++r) lengths.at(ids[i])[static_cast<std::size_t>(r)] = view.lengths.at(i, r);
+    return report;
+  }
+
+  std::int64_t workspace_bytes(const std::vector<SequenceId>& ids) {
+    return keeper.workspace_bytes(lengthened_view(ids));
+  }
+
+  [[nodiscard]] virtual at::Tensor slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot,
+                                           bool value) const = 0;
+
+  Keeper keeper;
+  std::map<SequenceId, Ints> lengths;
+  std::vector<LayerKv> layers;
+
+ protected:
+  virtual void share(SequenceId id, SequenceId parent, std::int32_t slots) = 0;
+  virtual void make_room(const Numbers& numbers) = 0;
+  virtual CacheView view_of(const std::vector<SequenceId>& ids) = 0;
+  virtual void settle(const CacheView& view, const Report& report) = 0;
+
+ private:
+  CacheView lengthened_view(const std::vector<SequenceId>& ids) {
+    flat_.clear();
+    for (const SequenceId id : ids)
+      flat_.insert(flat_.end(), lengths.at(id).begin(), lengths.at(id).begin() + (ragged_ ? kRows : 1));
+    CacheView view = view_of(ids);
+    view.lengths = {flat_, ragged_ ? kRows : 1};
+    return view;
+  }
+
+  bool ragged_;
+  Ints flat_;
+};
+
+class DenseEngine final : public Engine {
+ public:
+  DenseEngine(const std::string& policy, bool ragged, Dtype dtype, std::shared_ptr<Accelerator> accelerator = nullptr)
+      : DenseEngine(make_policy(policy), ragged, dtype, std::move(accelerator)) {}
+  DenseEngine(std::unique_ptr<KVPolicy> policy, bool ragged, Dtype dtype,
+              std::shared_ptr<Accelerator> accelerator = nullptr)
+      : Engine(std::move(policy), ragged, std::move(accelerator)) {
+    const auto there = at::TensorOptions().dtype(torch_dtype(dtype)).device(torch_device(keeper.device()));
+    for (std::int32_t l = 0; l < kLayers; ++l)
+      layers.emplace_back(
+          DenseKv{at::full({8, kHeads, 400, kKeyDim}, 9, there), at::full({8, kHeads, 400, kValueDim}, 9, there)});
+  }
+  [[nodiscard]] at::Tensor slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot,
+                                   bool value) const override {
+    const auto& kv = std::get<DenseKv>(layers[static_cast<std::size_t>(layer)]);
+    return torch_tensor(value ? kv.values : kv.keys)[id][head][slot];
+  }
+
+ private:
+  void share(SequenceId id, SequenceId parent, std::int32_t slots) override {
+    for (std::int32_t l = 0; l < kLayers; ++l)
+      for (std::int32_t h = 0; h < kHeads; ++h)
+        for (std::int32_t t = 0; t < slots; ++t)
+          for (const bool value : {false, true}) slot_of(id, l, h, t, value).copy_(slot_of(parent, l, h, t, value));
+  }
+  void make_room(const Numbers&) override {}
+  CacheView view_of(const std::vector<SequenceId>& ids) override {
+    places_.assign(ids.begin(), ids.end());
+    return {.layers = layers, .sequences = ids, .lengths = {}, .places = places_};
+  }
+  void settle(const CacheView&, const Report&) override {}
+  Ints places_;
+};
+
+class PagedEngine final : public Engine {
+ public:
+  PagedEngine(const std::string& policy, bool ragged, Dtype dtype, std::int32_t page_size, PageLayout layout, Form form,
+              std::int32_t slots = 1600, std::shared_ptr<Accelerator> accelerator = nullptr)
+      : Engine(make_policy(policy), ragged, std::move(accelerator)),
+        layout_(layout),
+        pool(slots / page_size, page_size),
+        sequences(pool) {
+    const std::int64_t pages = pool.capacity();
+    const auto there = at::TensorOptions().dtype(torch_dtype(dtype)).device(torch_device(keeper.device()));
+    const std::vector<std::int64_t> middle = layout == PageLayout::slot_head
+                                                 ? std::vector<std::int64_t>{page_size, kHeads}
+                                                 : std::vector<std::int64_t>{kHeads, page_size};
+    for (std::int32_t l = 0; l < kLayers; ++l) {
+      at::Tensor keys, values;
+      if (form == Form::apart) {
+        keys = at::full({pages, middle[0], middle[1], kKeyDim}, 9, there);
+        values = at::full({pages, middle[0], middle[1], kValueDim}, 9, there);
+      } else {
+        const bool sides_first = form == Form::sides_first;
+        const at::Tensor both =
+            at::full({sides_first ? 2 : pages, sides_first ? pages : 2, middle[0], middle[1], kKeyDim}, 9, there);
+        keys = both.select(sides_first ? 0 : 1, 0);
+        values = both.select(sides_first ? 0 : 1, 1).narrow(3, 0, kValueDim);
+      }
+      layers.emplace_back(PagedKv{keys, values, layout});
+    }
+    // Pages in no order: some are taken and given back before anything begins.
+    Ints taken;
+    for (std::int64_t p = 0; p < pages; ++p) taken.push_back(pool.take());
+    for (std::size_t p = 0; p < taken.size(); ++p) pool.give_back(taken[p * 7919 % taken.size()]);
+  }
+  [[nodiscard]] at::Tensor slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot,
+                                   bool value) const override {
+    const auto& kv = std::get<PagedKv>(layers[static_cast<std::size_t>(layer)]);
+    const at::Tensor page = torch_tensor(
+        value ? kv.values : kv.keys)[sequences.pages(id)[static_cast<std::size_t>(slot / pool.page_size())]];
+    return layout_ == PageLayout::slot_head ? page[slot % pool.page_size()][head] : page[head][slot % pool.page_size()];
+  }
+
+ private:
+  PageLayout layout_;
+
+ public:
+  PagePool pool;
+  PagedSequences sequences;
+  at::Tensor block_table;
+  SharedPages shared_pages = SharedPages::copy;
+
+ private:
+  void share(SequenceId id, SequenceId parent, std::int32_t slots) override { sequences.fork(id, parent, slots); }
+  void make_room(const Numbers& numbers) override {
+    for (std::size_t i = 0; i < numbers.ids.size(); ++i) {
+      if (!sequences.knows(numbers.ids[i])) static_cast<void>(sequences.admit(numbers.ids[i], 0));
+      const PageGrant grant = sequences.append(numbers.ids[i], numbers.indptr[i + 1] - numbers.indptr[i]);
+      ASSERT_TRUE(grant.given());
+      copy_pages(layers, grant.copies);
+    }
+  }
+  CacheView view_of(const std::vector<SequenceId>& ids) override {
+    block_table = sequences.table(ids);
+    return {.layers = layers,
+            .sequences = ids,
+            .lengths = {},
+            .block_table = block_table,
+            .pages = &pool,
+            .shared_pages = shared_pages};
+  }
+  void settle(const CacheView& view, const Report& report) override { sequences.settle(view, report.pages); }
+};
+
+inline bool same_bits(const at::Tensor& one, const at::Tensor& other) {
+  const at::Tensor a = one.to(c10::kCPU), b = other.to(c10::kCPU);
+  return a.nbytes() == b.nbytes() && std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
+}
+
+inline void expect_alike(const Engine& dense, const Engine& paged) {
+  ASSERT_EQ(dense.lengths, paged.lengths);
+  for (const auto& [id, lengths] : dense.lengths)
+    for (std::int32_t r = 0; r < kRows; ++r) {
+      const auto a = dense.keeper.positions(id, r / kHeads, r % kHeads),
+                 b = paged.keeper.positions(id, r / kHeads, r % kHeads);
+      ASSERT_TRUE(std::equal(a.begin(), a.end(), b.begin(), b.end()))
+          << "positions of row " << r << " of sequence " << id;
+      for (std::int32_t t = 0; t < lengths[static_cast<std::size_t>(r)]; ++t)
+        for (const bool value : {false, true})
+          ASSERT_TRUE(same_bits(dense.slot_of(id, r / kHeads, r % kHeads, t, value),
+                                paged.slot_of(id, r / kHeads, r % kHeads, t, value)))
+              << (value ? "value" : "key") << " of slot " << t << ", row " << r << ", sequence " << id;
+    }
+}
+
+}  // namespace kvkeep::engines

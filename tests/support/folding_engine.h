@@ -1,0 +1,239 @@
+#pragma once
+/// An engine whose policy folds: a dense or paged cache, attention over the rows, view() behind it, and beside it what
+/// exact attention over everything gives.
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <map>
+#include <numeric>
+
+#include "folded_prompt.h"
+#include "kvkeep/kvkeep.h"
+#include "kvkeep/torch.h"
+
+namespace kvkeep::testing {
+
+struct FoldingEngine {
+  static constexpr std::int32_t kLayers = 2, kHeads = 2, kQueryHeads = 4, kDim = 16, kCapacity = 640;
+
+  static ModelSpec model() {
+    ModelSpec spec;
+    spec.query_heads = kQueryHeads, spec.kv_heads = kHeads, spec.key_dim = spec.value_dim = kDim;
+    spec.layers.resize(kLayers);
+    return spec;
+  }
+
+  explicit FoldingEngine(const std::string& policy, std::int32_t places = 1, std::int32_t page_size = 0,
+                         Dtype dtype = Dtype::f32, std::shared_ptr<FarStore> far = nullptr)
+      : keeper(model(), make_policy(policy), {.surprisal = true, .reads_folded = true, .far_store = std::move(far)}),
+        pages(places * kCapacity / std::max(page_size, 1), std::max(page_size, 1)),
+        sequences(pages) {
+    const auto options = at::TensorOptions().dtype(torch_dtype(dtype));
+    for (std::int32_t l = 0; l < kLayers; ++l) {
+      if (page_size == 0)
+        cache.emplace_back(DenseKv{at::zeros({places, kHeads, kCapacity, kDim}, options),
+                                   at::zeros({places, kHeads, kCapacity, kDim}, options)});
+      else
+        cache.emplace_back(PagedKv{at::zeros({places * kCapacity / page_size, kHeads, page_size, kDim}, options),
+                                   at::zeros({places * kCapacity / page_size, kHeads, page_size, kDim}, options),
+                                   PageLayout::head_slot});
+    }
+    paged = page_size > 0;
+    for (std::int32_t p = places; p > 0; --p) free_places.push_back(p - 1);
+  }
+
+  void join(SequenceId id) {
+    keeper.join(id);
+    if (paged) static_cast<void>(sequences.admit(id, 0));
+    living.emplace(id, Living{oracle::Random(static_cast<std::uint64_t>(1000 + id)), free_places.back()});
+    free_places.pop_back();
+  }
+
+  void leave(SequenceId id) {
+    free_places.push_back(living.at(id).place);
+    keeper.leave(id);
+    if (paged) sequences.release(id);
+    living.erase(id);
+  }
+
+  /// One step: so many new tokens of each sequence. What attention gives goes to `outputs`, what it would give over all
+  /// tokens ever to `exact`: f32 [n_tokens, Hq, D] a layer.
+  Report step(const std::vector<std::pair<SequenceId, std::int32_t>>& work) {
+    std::vector<SequenceId> ids;
+    std::vector<std::int32_t> indptr{0}, lengths, places;
+    for (const auto& [id, tokens] : work) {
+      ids.push_back(id), indptr.push_back(indptr.back() + tokens), places.push_back(living.at(id).place);
+      if (paged) static_cast<void>(sequences.append(id, tokens));
+      Living& s = living.at(id);
+      for (std::int32_t t = 0; t < tokens; ++t) draw(s);
+      lengths.insert(lengths.end(), s.lengths.begin(), s.lengths.end());
+    }
+    at::Tensor table;
+    if (paged) table = sequences.table(ids), std::iota(places.begin(), places.end(), 0);
+    std::vector<std::int32_t> after = lengths;
+    for (std::size_t i = 0; i < ids.size(); ++i)
+      for (std::int32_t r = 0; r < kLayers * kHeads; ++r)
+        after[i * kLayers * kHeads + static_cast<std::size_t>(r)] += indptr[i + 1] - indptr[i];
+    const CacheView view{.layers = cache,
+                         .sequences = ids,
+                         .lengths = {after, kLayers * kHeads},
+                         .places = places,
+                         .block_table = table,
+                         .pages = paged ? &pages : nullptr};
+    outputs.clear(), exact.clear();
+    for (std::int32_t l = 0; l < kLayers; ++l) attend(l, work, indptr, view);
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      const Living& s = living.at(ids[i]);
+      if (tells_surprisal)
+        keeper.surprise(ids[i], std::span(s.surprisal).last(static_cast<std::size_t>(indptr[i + 1] - indptr[i])));
+    }
+    const Report report = keeper.step(view);
+    if (paged) sequences.settle(view, report.pages);
+    for (std::size_t i = 0; i < ids.size(); ++i)
+      std::copy_n(after.begin() + static_cast<std::ptrdiff_t>(i) * kLayers * kHeads, kLayers * kHeads,
+                  living.at(ids[i]).lengths.begin());
+    return report;
+  }
+
+  /// Largest error of the last step's outputs.
+  [[nodiscard]] double error() const {
+    double most = 0;
+    for (std::size_t l = 0; l < outputs.size(); ++l) most = std::max(most, apart(outputs[l], exact[l]));
+    return most;
+  }
+
+  /// Every token is a slot or lies in one span, in every row.
+  void expect_nothing_lost(SequenceId id) const {
+    for (std::int32_t l = 0; l < kLayers; ++l)
+      for (std::int32_t h = 0; h < kHeads; ++h) {
+        const SpanRow& row = keeper.spans(id, l, h);
+        const auto kept = keeper.positions(id, l, h);
+        EXPECT_EQ(static_cast<std::int64_t>(kept.size()) + row.tokens(), keeper.logical_length(id));
+        for (std::int64_t i = 0; i < row.size(); ++i) {
+          const FoldedSpan& span = row.span(i);
+          EXPECT_LE(span.first, span.last);
+          EXPECT_LE(span.length, span.last - span.first + 1);
+          EXPECT_FALSE(std::ranges::binary_search(kept, span.first)) << "a folded token is no slot";
+        }
+      }
+  }
+
+  struct Living {
+    oracle::Random random;
+    std::int32_t place;
+    std::vector<std::int32_t> lengths = std::vector<std::int32_t>(kLayers * kHeads, 0);
+    std::vector<float> surprisal = {};
+    std::vector<float> keys = {}, values = {}, queries = {};  ///< [tokens, layers, heads, D]
+  };
+
+  Keeper keeper;
+  std::vector<LayerKv> cache;
+  PagePool pages;
+  PagedSequences sequences;
+  bool paged = false, tells_surprisal = true, views = true;
+  std::int32_t first_position = 0;  ///< where texts begin
+  float poison = 0;                 ///< added to one number of the keys of the tokens that come
+  std::vector<std::int32_t> free_places;
+  std::map<SequenceId, Living> living;
+  std::vector<at::Tensor> outputs, exact;
+
+ private:
+  /// A token that resembles the one before it: what is factorised falls off.
+  void draw(Living& s) {
+    const auto grow = [&](std::vector<float>& numbers, std::int32_t heads, bool smooth) {
+      const std::size_t width = static_cast<std::size_t>(kLayers * heads * kDim), before = numbers.size();
+      for (std::size_t i = 0; i < width; ++i) {
+        const auto fresh = static_cast<float>(s.random.normal());
+        numbers.push_back(smooth && before > 0 ? 0.8F * numbers[before - width + i] + 0.6F * fresh : fresh);
+      }
+    };
+    grow(s.keys, kHeads, true), grow(s.values, kHeads, true), grow(s.queries, kQueryHeads, false);
+    s.keys[s.keys.size() - kDim] += poison;
+    s.surprisal.push_back(static_cast<float>(-std::log(1 - s.random.unit())));
+  }
+
+  void attend(std::int32_t layer, const std::vector<std::pair<SequenceId, std::int32_t>>& work,
+              const std::vector<std::int32_t>& indptr, const CacheView& view) {
+    const auto floats = at::TensorOptions().dtype(at::kFloat);
+    const std::int64_t tokens = indptr.back();
+    at::Tensor queries = at::zeros({tokens, kQueryHeads, kDim}, floats),
+               out = at::zeros({tokens, kQueryHeads, kDim}, floats), lse = at::zeros({tokens, kQueryHeads}, floats),
+               all = at::zeros({tokens, kQueryHeads, kDim}, floats);
+    for (std::size_t i = 0; i < work.size(); ++i) {
+      const Living& s = living.at(work[i].first);
+      const std::int32_t count = work[i].second, seen = static_cast<std::int32_t>(s.surprisal.size());
+      std::vector<std::int32_t> all_slots(1, static_cast<std::int32_t>(i));
+      const RowTable table = make_rows(keeper.spec(), view, std::span(&layer, 1), all_slots);
+      for (std::int32_t h = 0; h < kHeads; ++h) {
+        const Row& row = table.rows[static_cast<std::size_t>(h)];
+        for (std::int32_t t = 0; t < count; ++t) {
+          const std::int64_t token = seen - count + t;
+          put(row.keys, row.length - count + t, table.key_dtype,
+              s.keys.data() + ((token * kLayers + layer) * kHeads + h) * kDim);
+          put(row.values, row.length - count + t, table.key_dtype,
+              s.values.data() + ((token * kLayers + layer) * kHeads + h) * kDim);
+        }
+        const at::Tensor keys = rows_of(row.keys, row.length, table.key_dtype),
+                         values = rows_of(row.values, row.length, table.key_dtype);
+        for (std::int32_t t = 0; t < count; ++t) {
+          const std::int64_t token = seen - count + t;
+          at::Tensor q = at::zeros({1, 2, kDim}, floats);
+          for (std::int32_t g = 0; g < 2; ++g)
+            std::copy_n(s.queries.data() + ((token * kLayers + layer) * kQueryHeads + 2 * h + g) * kDim, kDim,
+                        q.data_ptr<float>() + g * kDim);
+          queries[indptr[i] + t].narrow(0, 2 * h, 2).copy_(q[0]);
+          const std::int64_t slots = row.length - count + t + 1;
+          const OpenAttention open =
+              attend_rows(keys.narrow(1, 0, slots), values.narrow(1, 0, slots), q, keeper.spec().scale());
+          out[indptr[i] + t].narrow(0, 2 * h, 2).copy_(torch_tensor(open.close())[0]);
+          lse[indptr[i] + t].narrow(0, 2 * h, 2).copy_(torch_tensor(open.log_mass())[0]);
+          const OpenAttention exactly = attend_rows(whole(s.keys, layer, h, token + 1),
+                                                    whole(s.values, layer, h, token + 1), q, keeper.spec().scale());
+          all[indptr[i] + t].narrow(0, 2 * h, 2).copy_(torch_tensor(exactly.close())[0]);
+        }
+      }
+    }
+    std::vector<std::int32_t> positions;
+    for (const auto& [id, count] : work)
+      for (std::int32_t t = count; first_position > 0 && t > 0; --t)
+        positions.push_back(first_position + static_cast<std::int32_t>(living.at(id).surprisal.size()) - t);
+    const Observation seen{.layer = layer,
+                           .sequences = view.sequences,
+                           .indptr = indptr,
+                           .queries = queries,
+                           .basis = QueryBasis::post_rope,
+                           .positions = positions};
+    keeper.observe(seen);
+    if (views) keeper.view(seen, {out, lse});
+    outputs.push_back(out), exact.push_back(all);
+  }
+
+  static void put(const SlotAddress& at, std::int64_t slot, Dtype dtype, const float* from) {
+    for (std::int32_t d = 0; d < kDim; ++d)
+      if (dtype == Dtype::f32)
+        reinterpret_cast<float*>(at.at(slot))[d] = from[d];
+      else
+        reinterpret_cast<c10::BFloat16*>(at.at(slot))[d] = from[d];
+  }
+  static at::Tensor rows_of(const SlotAddress& at, std::int64_t slots, Dtype dtype) {
+    at::Tensor rows = at::zeros({1, slots, kDim}, at::TensorOptions().dtype(at::kFloat));
+    for (std::int64_t t = 0; t < slots; ++t)
+      for (std::int32_t d = 0; d < kDim; ++d)
+        rows.data_ptr<float>()[t * kDim + d] =
+            dtype == Dtype::f32 ? reinterpret_cast<const float*>(at.at(t))[d]
+                                : static_cast<float>(reinterpret_cast<const c10::BFloat16*>(at.at(t))[d]);
+    return rows;
+  }
+  static at::Tensor whole(const std::vector<float>& numbers, std::int32_t layer, std::int32_t head,
+                          std::int64_t tokens) {
+    at::Tensor rows = at::zeros({1, tokens, kDim}, at::TensorOptions().dtype(at::kFloat));
+    for (std::int64_t t = 0; t < tokens; ++t)
+      std::copy_n(numbers.data() + ((t * kLayers + layer) * kHeads + head) * kDim, kDim,
+                  rows.data_ptr<float>() + t * kDim);
+    return rows;
+  }
+};
+
+}  // namespace kvkeep::testing

@@ -1,0 +1,89 @@
+// Event traces as an enemy would write them: numbers of layers, positions and lengths that other numbers could become
+// of.
+
+#include "kvkeep/trace/event_trace.h"
+#include "kvkeep/torch.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/full.h>
+#include <gtest/gtest.h>
+
+#include "replayed_trace.h"
+
+namespace kvkeep {
+namespace {
+
+constexpr const char* kPolicy = "tova,budget=8,sink=1,recent=1";
+
+/// i64 [1, count], ascending.
+at::Tensor wide(std::int64_t first, std::int64_t count) {
+  return at::arange(first, first + count, at::TensorOptions(c10::ScalarType::Long)).unsqueeze(0);
+}
+
+/// One layer of 24 slots, the newest 4 of them with queries.
+testing::ReplayedTrace event() {
+  const auto i32 = at::TensorOptions(at::kInt);
+  return {trace::replay_event,
+          {{"keys", at::full({1, 1, 24, 4}, 0.5F)},
+           {"values", at::full({1, 1, 24, 4}, 0.5F)},
+           {"positions", at::arange(24, i32).unsqueeze(0)},
+           {"queries", at::full({1, 2, 4, 4}, 0.5F)},
+           {"query_positions", at::arange(20, 24, i32).unsqueeze(0)}},
+          {{"kvkeep_trace", "1"},
+           {"kind", "event"},
+           {"query_basis", "post_rope"},
+           {"rope_style", "half"},
+           {"inv_freq", "[1.0,0.1]"},
+           {"next_position", "[24]"}}};
+}
+
+TEST(EventTrace, ReplaysTheTraceThatTheOthersAreMadeOf) {
+  EXPECT_EQ(event().replay(kPolicy).metadata.at("slots_kept"), "8");
+}
+
+// An earlier version compared them as signed numbers: 2^64 - 1 was written to as layer -1, 2^63 + 5 was taken for
+// layer 5.
+TEST(EventTrace, RefusesLayersThatAreNoLayers) {
+  for (const char* number : {"18446744073709551615", "9223372036854775808", "9223372036854775813",
+                             "9223372039002259461", "65536", "-1", "0.0", "null"}) {
+    testing::ReplayedTrace listed = event(), named = event(), counted = event();
+    listed.metadata["layers"] = text("[", number, "]");
+    listed.expect_refused(kPolicy, "allowed 0 to 65535");
+    named.metadata["layer"] = number;
+    named.expect_refused(kPolicy, "allowed 0 to 65535");
+    counted.metadata["num_layers"] = number;
+    counted.expect_refused(kPolicy, "allowed 0 to 65535");
+  }
+}
+
+TEST(EventTrace, RefusesMetadataThatNestsDeep) {
+  const std::string deep = std::string(100000, '[') + std::string(100000, ']');
+  for (const char* key :
+       {"layers", "layer", "num_layers", "next_position", "attention_scaling", "softmax_scale", "inv_freq"}) {
+    testing::ReplayedTrace forged = event();
+    forged.metadata[key] = deep;
+    forged.expect_refused(kPolicy, "nests deeper");
+  }
+}
+
+// An earlier version read the low 32 bits: a length of 2^32 + 12 as 12.
+TEST(EventTrace, RefusesNumbersOf64BitsThatDoNotFit32) {
+  constexpr std::int64_t kWraps = std::int64_t{1} << 32;
+  testing::ReplayedTrace good = event(), shifted = event(), queries = event(), lengths = event();
+  good.tensors["positions"] = wide(0, 24);
+  EXPECT_EQ(good.replay(kPolicy).metadata.at("slots_kept"), "8");
+  shifted.tensors["positions"] = wide(kWraps, 24);
+  shifted.expect_refused(kPolicy, "positions holds 4294967296");
+  queries.tensors["query_positions"] = wide(kWraps + 20, 4);
+  queries.expect_refused(kPolicy, "query_positions holds 4294967316");
+  lengths.tensors["lengths"] = at::full({1}, kWraps + 12, at::TensorOptions(c10::ScalarType::Long));
+  lengths.expect_refused(kPolicy, "lengths holds 4294967308");
+  testing::ReplayedTrace padded = event();
+  padded.tensors["positions"] = at::cat({wide(0, 20), wide(kWraps, 4)}, 1);
+  padded.tensors["lengths"] = at::full({1}, 20, at::TensorOptions(at::kInt));
+  EXPECT_EQ(padded.replay(kPolicy).metadata.at("slots_kept"), "8") << "padding may hold anything";
+}
+
+}  // namespace
+}  // namespace kvkeep
