@@ -58,8 +58,8 @@ const std::vector<std::int64_t>& shape_of(const io::GgufFile& file, std::string_
   const auto& shape = file.described(name).shape;
   KVKEEP_REQUIRE(shape.size() == dimensions &&
                      std::all_of(shape.begin(), shape.end(), [](std::int64_t n) { return n >= 1 && n <= INT32_MAX; }),
-                 "read config: tensor '", name, "' in ", file.where(), " has shape ", Shape(shape),
-                 "; allowed ", dimensions, " sizes from 1 to ", INT32_MAX);
+                 "read config: tensor '", name, "' in ", file.where(), " has shape ", Shape(shape), "; allowed ",
+                 dimensions, " sizes from 1 to ", INT32_MAX);
   return shape;
 }
 
