@@ -5,8 +5,8 @@
 #include <functional>
 
 #include "head_marks.h"
-#include "kvkeep/core/dispatch.h"
 #include "kvkeep/core/parallel.h"
+#include "kvkeep/core/require_host.h"
 #include "kvkeep/keep/select.h"
 
 namespace kvkeep {
@@ -120,11 +120,10 @@ void AdaptiveHeads::spread(const Evidence& evidence, std::span<const std::int32_
 }
 
 void AdaptiveHeads::allot(const Evidence& evidence, const Limits& limits, WindowAttention&, Decision& decision) const {
-  dispatch("adaptive_heads", evidence.table.device, [&] {
-    const std::vector<std::uint8_t> marks =
-        cpu::mark_across_heads(evidence, limits, options_.safeguard, decision.scores.data.data<float>());
-    decision.keep = cpu::kept_by_marks(evidence.table, marks.data());
-  });
+  require_host("adaptive_heads", evidence.table.device);
+  const std::vector<std::uint8_t> marks =
+      cpu::mark_across_heads(evidence, limits, options_.safeguard, decision.scores.data.data<float>());
+  decision.keep = cpu::kept_by_marks(evidence.table, marks.data());
 }
 
 }  // namespace kvkeep

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <numeric>
 
-#include "kvkeep/core/dispatch.h"
 #include "kvkeep/core/parallel.h"
+#include "kvkeep/core/require_host.h"
 #include "kvkeep/keep/select.h"
 
 namespace kvkeep {
@@ -30,29 +30,28 @@ KeepSet keep_everything(const RowTable& table) {
 }
 
 void Flat::allot(const Evidence& evidence, const Limits& limits, WindowAttention&, Decision& decision) const {
-  dispatch("flat", evidence.table.device, [&] {
-    const RowTable& table = evidence.table;
-    decision.keep = empty_keep_set(table, limits);
-    const float* scores = decision.scores.data.data<float>();
-    auto* slots = decision.keep->slots.data<std::int32_t>();
-    parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-      std::vector<std::uint64_t> keys;
-      for (std::int64_t r = begin; r < end; ++r) {
-        const Row& row = table.rows[static_cast<std::size_t>(r)];
-        const RowLimit& limit = limits.rows[static_cast<std::size_t>(r)];
-        const std::span kept{slots + decision.keep->indptr[static_cast<std::size_t>(r)],
-                             static_cast<std::size_t>(decision.keep->count(static_cast<std::size_t>(r)))};
-        if (!limit.due) {
-          std::iota(kept.begin(), kept.end(), 0);
-          continue;
-        }
-        Protected guarded = limit.guarded;
-        if (limits.variant == Variant::official)  // over a whole row, the highest ranks stay
-          guarded = protect(row.length, limit.budget, std::max(guarded.sinks, limits.padding.oldest),
-                            std::max(guarded.recents, limits.padding.newest), limits.variant);
-        select({scores + row.first, static_cast<std::size_t>(row.length)}, guarded, keys, kept);
+  require_host("flat", evidence.table.device);
+  const RowTable& table = evidence.table;
+  decision.keep = empty_keep_set(table, limits);
+  const float* scores = decision.scores.data.data<float>();
+  auto* slots = decision.keep->slots.data<std::int32_t>();
+  parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+    std::vector<std::uint64_t> keys;
+    for (std::int64_t r = begin; r < end; ++r) {
+      const Row& row = table.rows[static_cast<std::size_t>(r)];
+      const RowLimit& limit = limits.rows[static_cast<std::size_t>(r)];
+      const std::span kept{slots + decision.keep->indptr[static_cast<std::size_t>(r)],
+                           static_cast<std::size_t>(decision.keep->count(static_cast<std::size_t>(r)))};
+      if (!limit.due) {
+        std::iota(kept.begin(), kept.end(), 0);
+        continue;
       }
-    });
+      Protected guarded = limit.guarded;
+      if (limits.variant == Variant::official)  // over a whole row, the highest ranks stay
+        guarded = protect(row.length, limit.budget, std::max(guarded.sinks, limits.padding.oldest),
+                          std::max(guarded.recents, limits.padding.newest), limits.variant);
+      select({scores + row.first, static_cast<std::size_t>(row.length)}, guarded, keys, kept);
+    }
   });
 }
 

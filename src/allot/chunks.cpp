@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "kvkeep/core/dispatch.h"
 #include "kvkeep/core/parallel.h"
+#include "kvkeep/core/require_host.h"
 
 namespace kvkeep {
 namespace {
@@ -62,53 +62,52 @@ void select_chunks(std::int32_t chunk, Protected guarded, Scratch& s, std::span<
 }  // namespace
 
 void Chunks::allot(const Evidence& evidence, const Limits& limits, WindowAttention&, Decision& decision) const {
-  dispatch("chunks", evidence.table.device, [&] {
-    const RowTable& table = evidence.table;
-    const bool shared = options_.heads == ChunksOptions::Heads::shared;
-    for (const RowGroup& group : table.groups)
-      for (const Row& row : table.rows_of(group, evidence.spec.kv_heads)) {
-        const std::int32_t length = table.rows[static_cast<std::size_t>(group.first_row)].length;
-        KVKEEP_REQUIRE_AS(Unsupported, !shared || row.length == length,
-                          "chunks: heads \"shared\" ranks over heads of one length; given rows of ", length, " and ",
-                          row.length, " slots in layer ", row.layer, "; use heads \"own\"");
-      }
-    decision.keep = empty_keep_set(table, limits);
-    const KeepSet& keep = *decision.keep;
-    const float* scores = decision.scores.data.data<float>();
-    auto* slots = keep.slots.data<std::int32_t>();
-    parallel_for(0, static_cast<std::int64_t>(table.groups.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-      Scratch scratch;
-      for (std::int64_t g = begin; g < end; ++g) {
-        const RowGroup& group = table.groups[static_cast<std::size_t>(g)];
-        const std::span<const Row> rows = table.rows_of(group, evidence.spec.kv_heads);
-        const RowLimit* limit = limits.rows.data() + group.first_row;
-        const auto kept = [&](std::size_t h) {
-          const auto r = static_cast<std::size_t>(group.first_row) + h;
-          return std::span{slots + keep.indptr[r], static_cast<std::size_t>(keep.count(r))};
-        };
-        Protected guarded;  // of all heads, which mostly guard the same slots
-        for (std::size_t h = 0; h < rows.size(); ++h)
-          guarded = {std::max(guarded.sinks, limit[h].guarded.sinks),
-                     std::max(guarded.recents, limit[h].guarded.recents)};
-        guarded = protect(rows.front().length, limit->budget, guarded.sinks, guarded.recents, limits.variant);
-        for (std::size_t h = 0; h < rows.size(); ++h) {
-          const std::span<std::int32_t> own = kept(h);
-          if (!limit[h].due) {
-            std::iota(own.begin(), own.end(), 0);
-          } else if (shared && h > 0) {
-            std::copy_n(kept(0).begin(), own.size(), own.begin());
-          } else {
-            const float* first = scores + rows[h].first;
-            scratch.fit(rows[h].length, options_.chunk);
-            scratch.sums.assign(first, first + rows[h].length);
-            for (std::size_t other = 1; shared && other < rows.size(); ++other)
-              for (std::size_t t = 0; t < scratch.sums.size(); ++t)
-                scratch.sums[t] += static_cast<double>(scores[rows[other].first + static_cast<std::int64_t>(t)]);
-            select_chunks(options_.chunk, shared ? guarded : limit[h].guarded, scratch, own);
-          }
+  require_host("chunks", evidence.table.device);
+  const RowTable& table = evidence.table;
+  const bool shared = options_.heads == ChunksOptions::Heads::shared;
+  for (const RowGroup& group : table.groups)
+    for (const Row& row : table.rows_of(group, evidence.spec.kv_heads)) {
+      const std::int32_t length = table.rows[static_cast<std::size_t>(group.first_row)].length;
+      KVKEEP_REQUIRE_AS(Unsupported, !shared || row.length == length,
+                        "chunks: heads \"shared\" ranks over heads of one length; given rows of ", length, " and ",
+                        row.length, " slots in layer ", row.layer, "; use heads \"own\"");
+    }
+  decision.keep = empty_keep_set(table, limits);
+  const KeepSet& keep = *decision.keep;
+  const float* scores = decision.scores.data.data<float>();
+  auto* slots = keep.slots.data<std::int32_t>();
+  parallel_for(0, static_cast<std::int64_t>(table.groups.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+    Scratch scratch;
+    for (std::int64_t g = begin; g < end; ++g) {
+      const RowGroup& group = table.groups[static_cast<std::size_t>(g)];
+      const std::span<const Row> rows = table.rows_of(group, evidence.spec.kv_heads);
+      const RowLimit* limit = limits.rows.data() + group.first_row;
+      const auto kept = [&](std::size_t h) {
+        const auto r = static_cast<std::size_t>(group.first_row) + h;
+        return std::span{slots + keep.indptr[r], static_cast<std::size_t>(keep.count(r))};
+      };
+      Protected guarded;  // of all heads, which mostly guard the same slots
+      for (std::size_t h = 0; h < rows.size(); ++h)
+        guarded = {std::max(guarded.sinks, limit[h].guarded.sinks),
+                   std::max(guarded.recents, limit[h].guarded.recents)};
+      guarded = protect(rows.front().length, limit->budget, guarded.sinks, guarded.recents, limits.variant);
+      for (std::size_t h = 0; h < rows.size(); ++h) {
+        const std::span<std::int32_t> own = kept(h);
+        if (!limit[h].due) {
+          std::iota(own.begin(), own.end(), 0);
+        } else if (shared && h > 0) {
+          std::copy_n(kept(0).begin(), own.size(), own.begin());
+        } else {
+          const float* first = scores + rows[h].first;
+          scratch.fit(rows[h].length, options_.chunk);
+          scratch.sums.assign(first, first + rows[h].length);
+          for (std::size_t other = 1; shared && other < rows.size(); ++other)
+            for (std::size_t t = 0; t < scratch.sums.size(); ++t)
+              scratch.sums[t] += static_cast<double>(scores[rows[other].first + static_cast<std::int64_t>(t)]);
+          select_chunks(options_.chunk, shared ? guarded : limit[h].guarded, scratch, own);
         }
       }
-    });
+    }
   });
 }
 

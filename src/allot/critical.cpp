@@ -7,8 +7,8 @@
 
 #include "attention_lanes.h"
 #include "head_marks.h"
-#include "kvkeep/core/dispatch.h"
 #include "kvkeep/core/parallel.h"
+#include "kvkeep/core/require_host.h"
 #include "kvkeep/keep/select.h"
 #include "projection_lanes.h"
 
@@ -110,41 +110,40 @@ void Critical::spread(const Evidence& evidence, std::span<const std::int32_t>, s
 }
 
 void Critical::allot(const Evidence& evidence, const Limits& limits, WindowAttention&, Decision& decision) const {
-  dispatch("critical", evidence.table.device, [&] {
-    const RowTable& table = evidence.table;
-    KVKEEP_REQUIRE(is_scorable(table.value_dtype), "critical: values are ", table.value_dtype,
-                   "; allowed f32, f16, bf16");
-    for (const RowGroup& group : table.groups) static_cast<void>(projection_of(evidence, group.layer));
-    const float* scores = decision.scores.data.data<float>();
-    std::vector<std::uint8_t>
-        marks;  // 1: stays; with Heads::adaptive, the slots AdaptiveHeads keeps, until a row has counted them
-    if (ragged())
-      marks = cpu::mark_across_heads(evidence, limits, options_.safeguard, scores);
-    else
-      marks.assign(static_cast<std::size_t>(table.slots), 1);
-    parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-      Scratch scratch;
-      for (std::int64_t r = begin; r < end; ++r) {
-        const Row& row = table.rows[static_cast<std::size_t>(r)];
-        const RowLimit& limit = limits.rows[static_cast<std::size_t>(r)];
-        std::uint8_t* own = marks.data() + row.first;
-        const auto budget =
-            ragged() ? static_cast<std::int32_t>(std::count(own, own + row.length, std::uint8_t{1})) : limit.budget;
-        if (!limit.due || budget >= row.length) continue;
-        const std::span row_scores{scores + row.first, static_cast<std::size_t>(row.length)};
-        value_sizes(evidence, row, projection_of(evidence, row.layer), scratch);
-        const std::int32_t guarded = limit.guarded.count(),
-                           first = std::max(guarded, share_of(options_.first_stage, budget));
-        cpu::mark_guarded(row.length, limit.guarded, own);
-        cpu::mark_best(row_scores, first - guarded, scratch.keys, own);
-        for (std::size_t t = 0; t < row_scores.size(); ++t)
-          scratch.ranks[t] = std::isfinite(scratch.sizes[t]) ? (row_scores[t] + kCriticalEpsilon) * scratch.sizes[t]
-                                                             : std::numeric_limits<float>::quiet_NaN();
-        cpu::mark_best({scratch.ranks.data(), static_cast<std::size_t>(row.length)}, budget - first, scratch.keys, own);
-      }
-    });
-    decision.keep = cpu::kept_by_marks(table, marks.data());
+  require_host("critical", evidence.table.device);
+  const RowTable& table = evidence.table;
+  KVKEEP_REQUIRE(is_scorable(table.value_dtype), "critical: values are ", table.value_dtype,
+                 "; allowed f32, f16, bf16");
+  for (const RowGroup& group : table.groups) static_cast<void>(projection_of(evidence, group.layer));
+  const float* scores = decision.scores.data.data<float>();
+  std::vector<std::uint8_t>
+      marks;  // 1: stays; with Heads::adaptive, the slots AdaptiveHeads keeps, until a row has counted them
+  if (ragged())
+    marks = cpu::mark_across_heads(evidence, limits, options_.safeguard, scores);
+  else
+    marks.assign(static_cast<std::size_t>(table.slots), 1);
+  parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+    Scratch scratch;
+    for (std::int64_t r = begin; r < end; ++r) {
+      const Row& row = table.rows[static_cast<std::size_t>(r)];
+      const RowLimit& limit = limits.rows[static_cast<std::size_t>(r)];
+      std::uint8_t* own = marks.data() + row.first;
+      const auto budget =
+          ragged() ? static_cast<std::int32_t>(std::count(own, own + row.length, std::uint8_t{1})) : limit.budget;
+      if (!limit.due || budget >= row.length) continue;
+      const std::span row_scores{scores + row.first, static_cast<std::size_t>(row.length)};
+      value_sizes(evidence, row, projection_of(evidence, row.layer), scratch);
+      const std::int32_t guarded = limit.guarded.count(),
+                         first = std::max(guarded, share_of(options_.first_stage, budget));
+      cpu::mark_guarded(row.length, limit.guarded, own);
+      cpu::mark_best(row_scores, first - guarded, scratch.keys, own);
+      for (std::size_t t = 0; t < row_scores.size(); ++t)
+        scratch.ranks[t] = std::isfinite(scratch.sizes[t]) ? (row_scores[t] + kCriticalEpsilon) * scratch.sizes[t]
+                                                           : std::numeric_limits<float>::quiet_NaN();
+      cpu::mark_best({scratch.ranks.data(), static_cast<std::size_t>(row.length)}, budget - first, scratch.keys, own);
+    }
   });
+  decision.keep = cpu::kept_by_marks(table, marks.data());
 }
 
 }  // namespace kvkeep

@@ -5,8 +5,8 @@
 #include <numeric>
 #include <utility>
 
-#include "kvkeep/core/dispatch.h"
 #include "kvkeep/core/parallel.h"
+#include "kvkeep/core/require_host.h"
 #include "kvkeep/keep/select.h"
 
 namespace kvkeep {
@@ -54,93 +54,91 @@ std::int32_t divide(const MassSegmentedOptions& options, Variant variant, const 
 
 void MassSegmented::allot(const Evidence& evidence, const Limits& limits, WindowAttention& seen,
                           Decision& decision) const {
-  dispatch("mass_segmented", evidence.table.device, [&] {
-    const RowTable& table = evidence.table;
-    const auto count = static_cast<std::int64_t>(table.rows.size());
-    const std::int32_t heads = evidence.spec.kv_heads;
-    const bool official = limits.variant == Variant::official;
+  require_host("mass_segmented", evidence.table.device);
+  const RowTable& table = evidence.table;
+  const auto count = static_cast<std::int64_t>(table.rows.size());
+  const std::int32_t heads = evidence.spec.kv_heads;
+  const bool official = limits.variant == Variant::official;
 
-    decision.keep = empty_keep_set(table, limits);
-    decision.allotment.emplace();
-    Allotment& allotment = *decision.allotment;
-    allotment.mass.data = std::exchange(seen.usage, Tensor());
-    if (evidence.explain) allotment.mass_used.data = empty({table.slots}, Dtype::f32);
-    allotment.ends.resize(table.rows.size());
-    allotment.quotas.resize(table.rows.size());
-    if (options_.credit) decision.credit = empty({table.slots}, Dtype::f32);
+  decision.keep = empty_keep_set(table, limits);
+  decision.allotment.emplace();
+  Allotment& allotment = *decision.allotment;
+  allotment.mass.data = std::exchange(seen.usage, Tensor());
+  if (evidence.explain) allotment.mass_used.data = empty({table.slots}, Dtype::f32);
+  allotment.ends.resize(table.rows.size());
+  allotment.quotas.resize(table.rows.size());
+  if (options_.credit) decision.credit = empty({table.slots}, Dtype::f32);
 
-    float* mass = allotment.mass.data.data<float>();
-    float* used = evidence.explain ? allotment.mass_used.data.data<float>() : mass;
-    const float* scores = decision.scores.data.data<float>();
-    float* credit = options_.credit ? decision.credit->data<float>() : nullptr;
-    auto* slots = decision.keep->slots.data<std::int32_t>();
+  float* mass = allotment.mass.data.data<float>();
+  float* used = evidence.explain ? allotment.mass_used.data.data<float>() : mass;
+  const float* scores = decision.scores.data.data<float>();
+  float* credit = options_.credit ? decision.credit->data<float>() : nullptr;
+  auto* slots = decision.keep->slots.data<std::int32_t>();
 
-    std::vector<float> tops(table.rows.size());
-    parallel_for(0, count, 1, [&](std::int64_t begin, std::int64_t end) {
-      std::vector<float> scratch;
-      for (std::int64_t r = begin; r < end; ++r) {
-        const Row& row = table.rows[static_cast<std::size_t>(r)];
-        if (!limits.rows[static_cast<std::size_t>(r)].due) continue;
-        scratch.resize(static_cast<std::size_t>(row.length));
-        const std::int32_t history = seen.windows[static_cast<std::size_t>(r)].history;
-        pool_history(options_, mass + row.first, history, scratch.data(), OneThread{});
-        tops[static_cast<std::size_t>(r)] = largest(mass + row.first, history);
-      }
-    });
-    if (options_.suffix_fill == SuffixFill::max_global)
-      for (const RowGroup& group : table.groups) {
-        const auto first = tops.begin() + group.first_row;
-        std::fill_n(first, heads, *std::max_element(first, first + heads));
-      }
+  std::vector<float> tops(table.rows.size());
+  parallel_for(0, count, 1, [&](std::int64_t begin, std::int64_t end) {
+    std::vector<float> scratch;
+    for (std::int64_t r = begin; r < end; ++r) {
+      const Row& row = table.rows[static_cast<std::size_t>(r)];
+      if (!limits.rows[static_cast<std::size_t>(r)].due) continue;
+      scratch.resize(static_cast<std::size_t>(row.length));
+      const std::int32_t history = seen.windows[static_cast<std::size_t>(r)].history;
+      pool_history(options_, mass + row.first, history, scratch.data(), OneThread{});
+      tops[static_cast<std::size_t>(r)] = largest(mass + row.first, history);
+    }
+  });
+  if (options_.suffix_fill == SuffixFill::max_global)
+    for (const RowGroup& group : table.groups) {
+      const auto first = tops.begin() + group.first_row;
+      std::fill_n(first, heads, *std::max_element(first, first + heads));
+    }
 
-    parallel_for(0, count, 1, [&](std::int64_t begin, std::int64_t end) {
-      Scratch scratch;
-      for (std::int64_t n = begin; n < end; ++n) {
-        const auto r = static_cast<std::size_t>(n);
-        const Row& row = table.rows[r];
-        float *row_mass = mass + row.first, *row_used = used + row.first,
-              *row_credit = credit == nullptr ? nullptr : credit + row.first;
-        const RowLimit& limit = limits.rows[r];
-        const std::span kept{slots + decision.keep->indptr[r], static_cast<std::size_t>(decision.keep->count(r))};
-        if (!limit.due) {
-          std::iota(kept.begin(), kept.end(), 0);
-          std::fill_n(row_mass, row.length, 0.0F);
-          std::fill_n(row_used, row.length, 0.0F);
-          if (row_credit != nullptr) {
-            const std::int32_t known = row.credit_length <= row.length ? row.credit_length : 0;
-            std::copy_n(row.credit, known, row_credit);
-            std::fill_n(row_credit + known, row.length - known, 0.0F);
-          }
-          continue;
+  parallel_for(0, count, 1, [&](std::int64_t begin, std::int64_t end) {
+    Scratch scratch;
+    for (std::int64_t n = begin; n < end; ++n) {
+      const auto r = static_cast<std::size_t>(n);
+      const Row& row = table.rows[r];
+      float *row_mass = mass + row.first, *row_used = used + row.first,
+            *row_credit = credit == nullptr ? nullptr : credit + row.first;
+      const RowLimit& limit = limits.rows[r];
+      const std::span kept{slots + decision.keep->indptr[r], static_cast<std::size_t>(decision.keep->count(r))};
+      if (!limit.due) {
+        std::iota(kept.begin(), kept.end(), 0);
+        std::fill_n(row_mass, row.length, 0.0F);
+        std::fill_n(row_used, row.length, 0.0F);
+        if (row_credit != nullptr) {
+          const std::int32_t known = row.credit_length <= row.length ? row.credit_length : 0;
+          std::copy_n(row.credit, known, row_credit);
+          std::fill_n(row_credit + known, row.length - known, 0.0F);
         }
-        scratch.fit(options_, row.length);
-        if (seen.windows[r].queries > 0) {
-          const QueryView& queries = table.groups[static_cast<std::size_t>(n / heads)].queries;
-          const std::int32_t newest = queries.count > 0 ? queries.position(queries.count - 1) : -1;
-          fill_suffix(options_.suffix_fill, row.positions, row.length, newest, seen.windows[r].history, tops[r],
-                      row_mass, OneThread{});
-        }
-        weigh_row(options_, row.credit, row.credit_length, row.length, row_mass, scratch.fed.data(), row_credit,
-                  row_used, OneThread{});
-
-        const Protected guarded = limit.guarded;
-        const std::int32_t share =
-            divide(options_, limits.variant, row_used, row.length, limit.budget, guarded, scratch);
-        allotment.ends[r].assign(scratch.ends.begin(),
-                                 scratch.ends.begin() + static_cast<std::ptrdiff_t>(scratch.shares.size()));
-        for (const Share& s : scratch.shares) allotment.quotas[r].push_back(s.quota);
-
-        const std::span row_scores{scores + row.first, static_cast<std::size_t>(row.length)};
-        if (official) {
-          select_official(row_scores, allotment.ends[r], allotment.quotas[r], guarded, limits.padding, scratch.keys,
-                          kept);
-        } else {
-          select_in_segments(row_scores, allotment.ends[r], allotment.quotas[r], guarded, scratch.keys,
-                             kept.first(static_cast<std::size_t>(share)));
-          select_rest(row_scores, share, scratch.keys, kept);
-        }
+        continue;
       }
-    });
+      scratch.fit(options_, row.length);
+      if (seen.windows[r].queries > 0) {
+        const QueryView& queries = table.groups[static_cast<std::size_t>(n / heads)].queries;
+        const std::int32_t newest = queries.count > 0 ? queries.position(queries.count - 1) : -1;
+        fill_suffix(options_.suffix_fill, row.positions, row.length, newest, seen.windows[r].history, tops[r], row_mass,
+                    OneThread{});
+      }
+      weigh_row(options_, row.credit, row.credit_length, row.length, row_mass, scratch.fed.data(), row_credit, row_used,
+                OneThread{});
+
+      const Protected guarded = limit.guarded;
+      const std::int32_t share = divide(options_, limits.variant, row_used, row.length, limit.budget, guarded, scratch);
+      allotment.ends[r].assign(scratch.ends.begin(),
+                               scratch.ends.begin() + static_cast<std::ptrdiff_t>(scratch.shares.size()));
+      for (const Share& s : scratch.shares) allotment.quotas[r].push_back(s.quota);
+
+      const std::span row_scores{scores + row.first, static_cast<std::size_t>(row.length)};
+      if (official) {
+        select_official(row_scores, allotment.ends[r], allotment.quotas[r], guarded, limits.padding, scratch.keys,
+                        kept);
+      } else {
+        select_in_segments(row_scores, allotment.ends[r], allotment.quotas[r], guarded, scratch.keys,
+                           kept.first(static_cast<std::size_t>(share)));
+        select_rest(row_scores, share, scratch.keys, kept);
+      }
+    }
   });
 }
 

@@ -4,8 +4,8 @@
 #include <cstring>
 #include <vector>
 
-#include "kvkeep/core/dispatch.h"
 #include "kvkeep/core/parallel.h"
+#include "kvkeep/core/require_host.h"
 #include "stream_lanes.h"
 
 namespace kvkeep {
@@ -100,23 +100,22 @@ std::int64_t bytes_to_move(const RowTable& table, const KeepSet& keep, std::span
 }
 
 void compact(const RowTable& table, const KeepSet& keep, std::span<const PageMove> moves) {
-  dispatch("compact", table.device, [&] {
-    check(table, keep);
-    const Destinations destinations(moves);
-    const bool stream = bytes_to_move(table, keep, moves) > kCachedBytes;
-    parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-      for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r)
-        each_side(table.rows[r], [&](const SlotAddress& side) {
-          const SlotAddress to = destinations.of(table.rows[r], side);
-          if (stream)
-            move_runs(side, to, keep.row(r), cpu::stream_forward);
-          else
-            move_runs(side, to, keep.row(r), [](std::byte* at, const std::byte* from, std::int64_t bytes) {
-              std::memmove(at, from, static_cast<std::size_t>(bytes));
-            });
-        });
-      if (stream) cpu::flush_streams();
-    });
+  require_host("compact", table.device);
+  check(table, keep);
+  const Destinations destinations(moves);
+  const bool stream = bytes_to_move(table, keep, moves) > kCachedBytes;
+  parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+    for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r)
+      each_side(table.rows[r], [&](const SlotAddress& side) {
+        const SlotAddress to = destinations.of(table.rows[r], side);
+        if (stream)
+          move_runs(side, to, keep.row(r), cpu::stream_forward);
+        else
+          move_runs(side, to, keep.row(r), [](std::byte* at, const std::byte* from, std::int64_t bytes) {
+            std::memmove(at, from, static_cast<std::size_t>(bytes));
+          });
+      });
+    if (stream) cpu::flush_streams();
   });
 }
 

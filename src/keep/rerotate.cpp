@@ -1,6 +1,6 @@
 #include "kvkeep/keep/rerotate.h"
 
-#include "kvkeep/core/dispatch.h"
+#include "kvkeep/core/dtype.h"
 
 namespace kvkeep {
 

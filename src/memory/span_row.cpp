@@ -9,7 +9,7 @@
 #include "attention_lanes.h"
 #include "factorise.h"
 #include "grow.h"
-#include "kvkeep/core/dispatch.h"
+#include "kvkeep/core/dtype.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/parallel.h"
 #include "kvkeep/core/problems.h"

@@ -6,7 +6,7 @@
 #include <numeric>
 #include <utility>
 
-#include "kvkeep/core/dispatch.h"
+#include "kvkeep/core/dtype.h"
 #include "kvkeep/core/page_allocator.h"
 #include "kvkeep/keep/compact.h"
 #include "kvkeep/policy/keeper.h"

@@ -8,8 +8,8 @@
 
 #include "aligned.h"
 #include "expected_lanes.h"
-#include "kvkeep/core/dispatch.h"
 #include "kvkeep/core/parallel.h"
+#include "kvkeep/core/require_host.h"
 #include "matrix_unit.h"
 #include "query_block.h"
 #include "window_queries.h"
@@ -470,70 +470,69 @@ std::int64_t Expected::workspace_bytes(const ModelSpec& spec, std::int64_t lengt
 }
 
 Scores Expected::score(const Evidence& evidence, const Limits& limits, WindowAttention&) const {
-  return dispatch("expected", evidence.table.device, [&] {
-    const RowTable& table = evidence.table;
-    const ModelSpec& spec = evidence.spec;
-    for (const Dtype dtype : {table.key_dtype, options_.value_norm ? table.value_dtype : table.key_dtype})
-      KVKEEP_REQUIRE(is_scorable(dtype), "expected: keys or values are ", dtype,
-                     "; allowed f32, f16, bf16 (other dtypes can be moved, not scored)");
-    const bool stream = options_.statistics == ExpectedOptions::Statistics::stream;
-    const bool unit = options_.matrix_unit && table.key_dtype == Dtype::bf16 && spec.key_dim % kUnitDepth == 0 &&
-                      cpu::matrix_unit() != nullptr;
-    Scores scores{empty({table.slots}, Dtype::f32)};
-    float* out = scores.data.data<float>();
+  require_host("expected", evidence.table.device);
+  const RowTable& table = evidence.table;
+  const ModelSpec& spec = evidence.spec;
+  for (const Dtype dtype : {table.key_dtype, options_.value_norm ? table.value_dtype : table.key_dtype})
+    KVKEEP_REQUIRE(is_scorable(dtype), "expected: keys or values are ", dtype,
+                   "; allowed f32, f16, bf16 (other dtypes can be moved, not scored)");
+  const bool stream = options_.statistics == ExpectedOptions::Statistics::stream;
+  const bool unit = options_.matrix_unit && table.key_dtype == Dtype::bf16 && spec.key_dim % kUnitDepth == 0 &&
+                    cpu::matrix_unit() != nullptr;
+  Scores scores{empty({table.slots}, Dtype::f32)};
+  float* out = scores.data.data<float>();
 
-    std::vector<Buffered> buffered(table.groups.size());
-    std::vector<TurnBack> backs(table.groups.size());
-    std::vector<MeanTurn> turns;
-    turns.reserve(table.groups.size());
-    std::vector<std::size_t> turn_of(table.groups.size());
-    std::int64_t most = 0;
-    for (std::size_t i = 0; i < table.groups.size(); ++i) {
-      const RowGroup& group = table.groups[i];
-      const QueryView& view = group.queries;
-      Buffered& b = buffered[i];
-      b.first = stream ? 0 : std::max(0, view.count - options_.queries);
-      while (b.first < view.count && view.position(b.first) < options_.sink) ++b.first;
-      b.count = view.count - b.first;
-      if (group.statistics != nullptr && stream) b.count = 0;
-      most = std::max<std::int64_t>(most, b.count);
-      std::size_t twin = i;  // the layers of a sequence mostly see the same positions
-      for (std::size_t e = 0; e < i && twin == i; ++e)
-        if (table.groups[e].sequence == group.sequence && table.groups[e].next_position == group.next_position &&
-            cpu::same_positions(table.groups[e].queries, view))
-          twin = e;
-      turn_of[i] = twin == i ? turns.size() : turn_of[twin];
-      if (twin == i) turns.emplace_back(spec.rope, group.next_position, options_.future);
-      if (b.count > 0 && evidence.basis == QueryBasis::post_rope && !spec.rope.inv_freq.empty()) {
-        if (twin == i)
-          backs[i].fill(spec.rope, b.count,
-                        [&](std::int64_t t) { return view.position(b.first + static_cast<std::int32_t>(t)); });
-        b.back = twin == i ? &backs[i] : buffered[twin].back;
-      }
+  std::vector<Buffered> buffered(table.groups.size());
+  std::vector<TurnBack> backs(table.groups.size());
+  std::vector<MeanTurn> turns;
+  turns.reserve(table.groups.size());
+  std::vector<std::size_t> turn_of(table.groups.size());
+  std::int64_t most = 0;
+  for (std::size_t i = 0; i < table.groups.size(); ++i) {
+    const RowGroup& group = table.groups[i];
+    const QueryView& view = group.queries;
+    Buffered& b = buffered[i];
+    b.first = stream ? 0 : std::max(0, view.count - options_.queries);
+    while (b.first < view.count && view.position(b.first) < options_.sink) ++b.first;
+    b.count = view.count - b.first;
+    if (group.statistics != nullptr && stream) b.count = 0;
+    most = std::max<std::int64_t>(most, b.count);
+    std::size_t twin = i;  // the layers of a sequence mostly see the same positions
+    for (std::size_t e = 0; e < i && twin == i; ++e)
+      if (table.groups[e].sequence == group.sequence && table.groups[e].next_position == group.next_position &&
+          cpu::same_positions(table.groups[e].queries, view))
+        twin = e;
+    turn_of[i] = twin == i ? turns.size() : turn_of[twin];
+    if (twin == i) turns.emplace_back(spec.rope, group.next_position, options_.future);
+    if (b.count > 0 && evidence.basis == QueryBasis::post_rope && !spec.rope.inv_freq.empty()) {
+      if (twin == i)
+        backs[i].fill(spec.rope, b.count,
+                      [&](std::int64_t t) { return view.position(b.first + static_cast<std::int32_t>(t)); });
+      b.back = twin == i ? &backs[i] : buffered[twin].back;
     }
-    std::int64_t longest = 0;
-    for (std::size_t r = 0; r < table.rows.size(); ++r)
-      if (limits.rows[r].due) longest = std::max<std::int64_t>(longest, table.rows[r].length);
-    const Sizes sizes(spec, longest, most, unit);
-    parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-      Workspace work(sizes, spec.value_dim);
-      for (std::int64_t r = begin; r < end; ++r) {
-        const Row& row = table.rows[static_cast<std::size_t>(r)];
-        if (!limits.rows[static_cast<std::size_t>(r)].due) continue;
-        const auto g = static_cast<std::size_t>(r / spec.kv_heads);
-        const RowGroup& group = table.groups[g];
-        const bool counted =
-            stream && group.statistics != nullptr ? group.statistics->count() > 0 : buffered[g].count > 0;
-        if (!counted) {
-          std::iota(out + row.first, out + row.first + row.length, 0.0F);
-          continue;
-        }
-        RowScores(evidence, options_, sizes, turns[turn_of[g]], work).run(row, group, buffered[g], out + row.first);
+  }
+  std::int64_t longest = 0;
+  for (std::size_t r = 0; r < table.rows.size(); ++r)
+    if (limits.rows[r].due) longest = std::max<std::int64_t>(longest, table.rows[r].length);
+  const Sizes sizes(spec, longest, most, unit);
+  parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+    Workspace work(sizes, spec.value_dim);
+    for (std::int64_t r = begin; r < end; ++r) {
+      const Row& row = table.rows[static_cast<std::size_t>(r)];
+      if (!limits.rows[static_cast<std::size_t>(r)].due) continue;
+      const auto g = static_cast<std::size_t>(r / spec.kv_heads);
+      const RowGroup& group = table.groups[g];
+      const bool counted =
+          stream && group.statistics != nullptr ? group.statistics->count() > 0 : buffered[g].count > 0;
+      if (!counted) {
+        std::iota(out + row.first, out + row.first + row.length, 0.0F);
+        continue;
       }
-      if (unit) cpu::matrix_unit()->release();
-    });
-    return scores;
+      RowScores(evidence, options_, sizes, turns[turn_of[g]], work).run(row, group, buffered[g], out + row.first);
+    }
+    if (unit) cpu::matrix_unit()->release();
   });
+  return scores;
 }
 
 }  // namespace kvkeep

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "attention_lanes.h"
-#include "kvkeep/core/dispatch.h"
+#include "kvkeep/core/require_host.h"
 #include "kvkeep/score/window_attention.h"
 
 namespace kvkeep {
@@ -21,18 +21,17 @@ std::int32_t new_queries(const Row& row, const QueryView& queries, std::int32_t 
 }  // namespace
 
 Scores H2O::score(const Evidence& evidence, const Limits&, WindowAttention&) const {
-  return dispatch("h2o", evidence.table.device, [&] {
-    const RowTable& table = evidence.table;
-    const auto heads = static_cast<std::size_t>(evidence.spec.kv_heads);
-    std::vector<RowWindow> windows(table.rows.size());
-    for (std::size_t r = 0; r < windows.size(); ++r)
-      windows[r] = {new_queries(table.rows[r], table.groups[r / heads].queries, options_.window), table.rows[r].length};
-    Scores scores{attention_sum(evidence, windows)};
-    float* g = scores.data.data<float>();
-    for (const Row& row : table.rows)
-      if (row.tally != nullptr) cpu::add_scaled(g + row.first, row.tally, 1.0F, std::min(row.tally_length, row.length));
-    return scores;
-  });
+  require_host("h2o", evidence.table.device);
+  const RowTable& table = evidence.table;
+  const auto heads = static_cast<std::size_t>(evidence.spec.kv_heads);
+  std::vector<RowWindow> windows(table.rows.size());
+  for (std::size_t r = 0; r < windows.size(); ++r)
+    windows[r] = {new_queries(table.rows[r], table.groups[r / heads].queries, options_.window), table.rows[r].length};
+  Scores scores{attention_sum(evidence, windows)};
+  float* g = scores.data.data<float>();
+  for (const Row& row : table.rows)
+    if (row.tally != nullptr) cpu::add_scaled(g + row.first, row.tally, 1.0F, std::min(row.tally_length, row.length));
+  return scores;
 }
 
 }  // namespace kvkeep

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "attention_lanes.h"
-#include "kvkeep/core/dispatch.h"
 #include "kvkeep/core/parallel.h"
+#include "kvkeep/core/require_host.h"
 #include "kvkeep/score/window_attention.h"
 #include "panel_scratch.h"
 #include "window_queries.h"
@@ -144,37 +144,35 @@ std::int64_t history_attention_workspace(const ModelSpec& spec, std::int32_t slo
 
 Tensor history_attention(const Evidence& evidence, std::span<const RowWindow> windows, HistoryOptions options,
                          std::span<const std::int32_t> first) {
-  return dispatch("history_attention", evidence.table.device, [&] {
-    const RowTable& table = evidence.table;
-    KVKEEP_REQUIRE(is_scorable(table.key_dtype), "history_attention: keys are ", table.key_dtype,
-                   "; allowed f32, f16, bf16 (other dtypes can be moved, not scored)");
-    const Tensor result = empty({table.slots}, Dtype::f32);
-    float* out = result.data<float>();
-    const auto heads = static_cast<std::size_t>(evidence.spec.kv_heads);
-    const cpu::WindowTurns turns(evidence, windows);
-    std::vector<Span> spans(table.rows.size());
-    std::int64_t slots = 0, queries = 0;
-    for (std::size_t r = 0; r < spans.size(); ++r) {
-      spans[r] = span_of(table.rows[r], table.groups[r / heads].queries, windows[r], first.empty() ? 0 : first[r]);
-      slots = std::max(slots, spans[r].slots());
-      queries = std::max<std::int64_t>(queries, spans[r].queries);
+  require_host("history_attention", evidence.table.device);
+  const RowTable& table = evidence.table;
+  KVKEEP_REQUIRE(is_scorable(table.key_dtype), "history_attention: keys are ", table.key_dtype,
+                 "; allowed f32, f16, bf16 (other dtypes can be moved, not scored)");
+  const Tensor result = empty({table.slots}, Dtype::f32);
+  float* out = result.data<float>();
+  const auto heads = static_cast<std::size_t>(evidence.spec.kv_heads);
+  const cpu::WindowTurns turns(evidence, windows);
+  std::vector<Span> spans(table.rows.size());
+  std::int64_t slots = 0, queries = 0;
+  for (std::size_t r = 0; r < spans.size(); ++r) {
+    spans[r] = span_of(table.rows[r], table.groups[r / heads].queries, windows[r], first.empty() ? 0 : first[r]);
+    slots = std::max(slots, spans[r].slots());
+    queries = std::max<std::int64_t>(queries, spans[r].queries);
+  }
+  const cpu::PanelSizes sizes(evidence.spec, slots, queries, {.maxima = options.group == GroupReduce::max_logit});
+  parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+    Scratch scratch(sizes);
+    for (std::int64_t n = begin; n < end; ++n) {
+      const auto r = static_cast<std::size_t>(n);
+      const Row& row = table.rows[r];
+      std::fill_n(out + row.first, row.length, 0.0F);
+      if (spans[r].slots() == 0) continue;
+      const std::size_t g = r / heads;
+      cpu::gather_queries(evidence, table.groups[g].queries, row.head, spans[r].queries, turns.of(g), scratch.queries);
+      HistoryReduction(evidence, row, spans[r], options, scratch).run(out + row.first + spans[r].first);
     }
-    const cpu::PanelSizes sizes(evidence.spec, slots, queries, {.maxima = options.group == GroupReduce::max_logit});
-    parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-      Scratch scratch(sizes);
-      for (std::int64_t n = begin; n < end; ++n) {
-        const auto r = static_cast<std::size_t>(n);
-        const Row& row = table.rows[r];
-        std::fill_n(out + row.first, row.length, 0.0F);
-        if (spans[r].slots() == 0) continue;
-        const std::size_t g = r / heads;
-        cpu::gather_queries(evidence, table.groups[g].queries, row.head, spans[r].queries, turns.of(g),
-                            scratch.queries);
-        HistoryReduction(evidence, row, spans[r], options, scratch).run(out + row.first + spans[r].first);
-      }
-    });
-    return result;
   });
+  return result;
 }
 
 }  // namespace kvkeep

@@ -4,8 +4,8 @@
 #include <cmath>
 
 #include "key_lanes.h"
-#include "kvkeep/core/dispatch.h"
 #include "kvkeep/core/parallel.h"
+#include "kvkeep/core/require_host.h"
 
 namespace kvkeep {
 namespace {
@@ -45,34 +45,33 @@ std::int64_t KeyDiff::workspace_bytes(std::int64_t dim) {
 }
 
 Scores KeyDiff::score(const Evidence& evidence, const Limits& limits, WindowAttention&) const {
-  return dispatch("keydiff", evidence.table.device, [&] {
-    const RowTable& table = evidence.table;
-    with_dtype("keydiff", table.key_dtype, [](auto) {});
-    Scores scores{empty({table.slots}, Dtype::f32)};
-    float* out = scores.data.data<float>();
-    parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-      Scratch scratch(evidence.spec.key_dim);
-      for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r) {
-        if (!limits.rows[r].due) continue;
-        const Row& row = table.rows[r];
-        const cpu::Keys keys{row.keys, table.key_dtype, evidence.spec.key_dim};
-        float* g = out + row.first;
-        find_anchor(keys, row.length, g, scratch);
-        double square = 0;
-        for (const float x : scratch.anchor) square += static_cast<double>(x) * static_cast<double>(x);
-        const float anchor_norm = std::max(kLeastForCosine, static_cast<float>(std::sqrt(square)));
-        const std::int64_t last = (row.length - 1) / cpu::kKeyBlock * cpu::kKeyBlock;
-        for (std::int64_t t = last; t >= 0; t -= cpu::kKeyBlock) {
-          const std::int64_t n = std::min(cpu::kKeyBlock, row.length - t);
-          cpu::key_dots(keys, t, t + n, scratch.anchor.data(), scratch.block.data());
-          for (std::int64_t i = 0; i < n; ++i)
-            g[t + i] = 0.0F - scratch.block[static_cast<std::size_t>(i)] /
-                                  ((g[t + i] < kLeastForCosine ? kLeastForCosine : g[t + i]) * anchor_norm);
-        }
+  require_host("keydiff", evidence.table.device);
+  const RowTable& table = evidence.table;
+  with_dtype("keydiff", table.key_dtype, [](auto) {});
+  Scores scores{empty({table.slots}, Dtype::f32)};
+  float* out = scores.data.data<float>();
+  parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+    Scratch scratch(evidence.spec.key_dim);
+    for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r) {
+      if (!limits.rows[r].due) continue;
+      const Row& row = table.rows[r];
+      const cpu::Keys keys{row.keys, table.key_dtype, evidence.spec.key_dim};
+      float* g = out + row.first;
+      find_anchor(keys, row.length, g, scratch);
+      double square = 0;
+      for (const float x : scratch.anchor) square += static_cast<double>(x) * static_cast<double>(x);
+      const float anchor_norm = std::max(kLeastForCosine, static_cast<float>(std::sqrt(square)));
+      const std::int64_t last = (row.length - 1) / cpu::kKeyBlock * cpu::kKeyBlock;
+      for (std::int64_t t = last; t >= 0; t -= cpu::kKeyBlock) {
+        const std::int64_t n = std::min(cpu::kKeyBlock, row.length - t);
+        cpu::key_dots(keys, t, t + n, scratch.anchor.data(), scratch.block.data());
+        for (std::int64_t i = 0; i < n; ++i)
+          g[t + i] = 0.0F - scratch.block[static_cast<std::size_t>(i)] /
+                                ((g[t + i] < kLeastForCosine ? kLeastForCosine : g[t + i]) * anchor_norm);
       }
-    });
-    return scores;
+    }
   });
+  return scores;
 }
 
 }  // namespace kvkeep

@@ -5,9 +5,9 @@
 #include <numeric>
 
 #include "key_lanes.h"
-#include "kvkeep/core/dispatch.h"
 #include "kvkeep/core/parallel.h"
 #include "kvkeep/core/pool.h"
+#include "kvkeep/core/require_host.h"
 #include "similar_lanes.h"
 
 namespace kvkeep {
@@ -110,41 +110,40 @@ std::int64_t Rkv::workspace_bytes(std::int64_t length, std::int64_t dim) {
 }
 
 Scores Rkv::score(const Evidence& evidence, const Limits& limits, WindowAttention&) const {
-  return dispatch("rkv", evidence.table.device, [&] {
-    const RowTable& table = evidence.table;
-    const std::int64_t dim = evidence.spec.key_dim;
-    with_dtype("rkv", table.key_dtype, [](auto) {});
-    const std::vector<RowWindow> windows = row_windows(evidence, limits, options_.window, false);
-    const Tensor attention = history_attention(evidence, windows, {.group = options_.group});
-    Scores scores{empty({table.slots}, Dtype::f32)};
-    const float* attended = attention.data<float>();
-    float* out = scores.data.data<float>();
-    const auto lambda = static_cast<float>(options_.lambda);
-    parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-      std::int64_t longest = 0;
-      for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r)
-        if (windows[r].queries > 0) longest = std::max<std::int64_t>(longest, table.rows[r].length);
-      const Tensor room = empty({workspace_bytes(longest, dim)}, Dtype::u8);
-      const Scratch scratch(reinterpret_cast<std::byte*>(room.bytes()), longest, dim);
-      for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r) {
-        const Row& row = table.rows[r];
-        float* g = out + row.first;
-        if (windows[r].queries == 0) {
-          std::iota(g, g + row.length, 0.0F);
-          continue;
-        }
-        const std::int32_t history = windows[r].history,
-                           domain = options_.redundancy == RkvOptions::Redundancy::all ? row.length : history;
-        column_means({row.keys, table.key_dtype, dim}, domain, options_, scratch, g);
-        softmax(g, domain);
-        float* pooled = scratch.inverse;  // no longer read
-        pool_max(attended + row.first, history, options_.pool, pooled);
-        for (std::int32_t t = 0; t < history; ++t) g[t] = lambda * pooled[t] - (1.0F - lambda) * g[t];
-        std::fill(g + history, g + row.length, 0.0F);
+  require_host("rkv", evidence.table.device);
+  const RowTable& table = evidence.table;
+  const std::int64_t dim = evidence.spec.key_dim;
+  with_dtype("rkv", table.key_dtype, [](auto) {});
+  const std::vector<RowWindow> windows = row_windows(evidence, limits, options_.window, false);
+  const Tensor attention = history_attention(evidence, windows, {.group = options_.group});
+  Scores scores{empty({table.slots}, Dtype::f32)};
+  const float* attended = attention.data<float>();
+  float* out = scores.data.data<float>();
+  const auto lambda = static_cast<float>(options_.lambda);
+  parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+    std::int64_t longest = 0;
+    for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r)
+      if (windows[r].queries > 0) longest = std::max<std::int64_t>(longest, table.rows[r].length);
+    const Tensor room = empty({workspace_bytes(longest, dim)}, Dtype::u8);
+    const Scratch scratch(reinterpret_cast<std::byte*>(room.bytes()), longest, dim);
+    for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r) {
+      const Row& row = table.rows[r];
+      float* g = out + row.first;
+      if (windows[r].queries == 0) {
+        std::iota(g, g + row.length, 0.0F);
+        continue;
       }
-    });
-    return scores;
+      const std::int32_t history = windows[r].history,
+                         domain = options_.redundancy == RkvOptions::Redundancy::all ? row.length : history;
+      column_means({row.keys, table.key_dtype, dim}, domain, options_, scratch, g);
+      softmax(g, domain);
+      float* pooled = scratch.inverse;  // no longer read
+      pool_max(attended + row.first, history, options_.pool, pooled);
+      for (std::int32_t t = 0; t < history; ++t) g[t] = lambda * pooled[t] - (1.0F - lambda) * g[t];
+      std::fill(g + history, g + row.length, 0.0F);
+    }
   });
+  return scores;
 }
 
 }  // namespace kvkeep

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <numeric>
 
-#include "kvkeep/core/dispatch.h"
 #include "kvkeep/core/parallel.h"
 #include "kvkeep/core/pool.h"
+#include "kvkeep/core/require_host.h"
 #include "kvkeep/score/window_attention.h"
 
 namespace kvkeep {
@@ -21,36 +21,35 @@ bool is_known(const WindowAttention& seen, const std::vector<RowWindow>& windows
 }  // namespace
 
 Scores SnapKV::score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const {
-  return dispatch("snapkv", evidence.table.device, [&] {
-    const RowTable& table = evidence.table;
-    const std::vector<RowWindow> windows = row_windows(evidence, limits, options_.window, false);
-    const bool average = options_.style == SnapKVOptions::Style::snapkv;
-    Tensor attention;
-    if (!average)
-      attention = history_attention(evidence, windows, {.group = GroupReduce::max_logit});
-    else
-      attention = is_known(seen, windows) ? seen.usage : window_attention(evidence, windows, {.usage = true}).usage;
-    const float* a = attention.data<float>();
-    Scores scores{empty({table.slots}, Dtype::f32)};
-    float* g = scores.data.data<float>();
-    parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t r = begin; r < end; ++r) {
-        const Row& row = table.rows[static_cast<std::size_t>(r)];
-        const RowWindow window = windows[static_cast<std::size_t>(r)];
-        float* out = g + row.first;
-        if (window.queries == 0) {
-          std::iota(out, out + row.length, 0.0F);
-          continue;
-        }
-        if (average)
-          pool_average(a + row.first, window.history, options_.pool, out);
-        else
-          pool_max(a + row.first, window.history, options_.pool, out);
-        std::fill(out + window.history, out + row.length, 0.0F);
+  require_host("snapkv", evidence.table.device);
+  const RowTable& table = evidence.table;
+  const std::vector<RowWindow> windows = row_windows(evidence, limits, options_.window, false);
+  const bool average = options_.style == SnapKVOptions::Style::snapkv;
+  Tensor attention;
+  if (!average)
+    attention = history_attention(evidence, windows, {.group = GroupReduce::max_logit});
+  else
+    attention = is_known(seen, windows) ? seen.usage : window_attention(evidence, windows, {.usage = true}).usage;
+  const float* a = attention.data<float>();
+  Scores scores{empty({table.slots}, Dtype::f32)};
+  float* g = scores.data.data<float>();
+  parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t r = begin; r < end; ++r) {
+      const Row& row = table.rows[static_cast<std::size_t>(r)];
+      const RowWindow window = windows[static_cast<std::size_t>(r)];
+      float* out = g + row.first;
+      if (window.queries == 0) {
+        std::iota(out, out + row.length, 0.0F);
+        continue;
       }
-    });
-    return scores;
+      if (average)
+        pool_average(a + row.first, window.history, options_.pool, out);
+      else
+        pool_max(a + row.first, window.history, options_.pool, out);
+      std::fill(out + window.history, out + row.length, 0.0F);
+    }
   });
+  return scores;
 }
 
 }  // namespace kvkeep

@@ -5,29 +5,27 @@
 #include <utility>
 
 #include "head_mean.h"
-#include "kvkeep/core/dispatch.h"
+#include "kvkeep/core/require_host.h"
 
 namespace kvkeep {
 
 Scores Tova::score(const Evidence& evidence, const Limits&, WindowAttention& seen) const {
-  return dispatch("tova", evidence.table.device, [&] {
-    Scores scores{std::exchange(seen.newest, Tensor())};
-    float* g = scores.data.data<float>();
-    const std::int32_t heads = evidence.spec.kv_heads;
-    for (const RowGroup& group : evidence.table.groups) {
-      const auto rows = evidence.table.rows_of(group, heads);
-      std::int32_t asked = 0;  // a row that is not due has no window
-      for (std::size_t h = 0; h < rows.size(); ++h) {
-        if (seen.windows[static_cast<std::size_t>(group.first_row) + h].queries > 0)
-          ++asked;
-        else
-          std::iota(g + rows[h].first, g + rows[h].first + rows[h].length, 0.0F);
-      }
-      if (asked > 0 && options_.heads == TovaOptions::Heads::all)
-        cpu::mean_over_heads("tova", evidence, group, asked, g);
+  require_host("tova", evidence.table.device);
+  Scores scores{std::exchange(seen.newest, Tensor())};
+  float* g = scores.data.data<float>();
+  const std::int32_t heads = evidence.spec.kv_heads;
+  for (const RowGroup& group : evidence.table.groups) {
+    const auto rows = evidence.table.rows_of(group, heads);
+    std::int32_t asked = 0;  // a row that is not due has no window
+    for (std::size_t h = 0; h < rows.size(); ++h) {
+      if (seen.windows[static_cast<std::size_t>(group.first_row) + h].queries > 0)
+        ++asked;
+      else
+        std::iota(g + rows[h].first, g + rows[h].first + rows[h].length, 0.0F);
     }
-    return scores;
-  });
+    if (asked > 0 && options_.heads == TovaOptions::Heads::all) cpu::mean_over_heads("tova", evidence, group, asked, g);
+  }
+  return scores;
 }
 
 }  // namespace kvkeep

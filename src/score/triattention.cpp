@@ -6,8 +6,8 @@
 #include <limits>
 
 #include "aligned.h"
-#include "kvkeep/core/dispatch.h"
 #include "kvkeep/core/parallel.h"
+#include "kvkeep/core/require_host.h"
 #include "triattention_lanes.h"
 
 namespace kvkeep {
@@ -112,45 +112,44 @@ std::int64_t TriAttention::workspace_bytes(std::int64_t group, std::int64_t leng
 }
 
 Scores TriAttention::score(const Evidence& evidence, const Limits& limits, WindowAttention&) const {
-  return dispatch("triattention", evidence.table.device, [&] {
-    const RowTable& table = evidence.table;
-    const ModelSpec& spec = evidence.spec;
-    with_dtype("triattention", table.key_dtype, [](auto) {});
-    const Scores scores{empty({table.slots}, Dtype::f32)};
-    float* g = scores.data.data<float>();
-    const std::int64_t group = calibration_->query_heads(spec.full_layers()) / spec.kv_heads;
-    const auto pairs = static_cast<std::int64_t>(spec.rope.inv_freq.size());
-    const std::vector<Turn> later = offset_turns(spec.rope, options_);
-    std::vector<std::vector<Turn>> now;  // exp(i w_f P) by sequence
-    for (const RowGroup& rows : table.groups) {
-      const auto s = static_cast<std::size_t>(rows.sequence);
-      if (now.size() <= s) now.resize(s + 1);
-      if (!now[s].empty()) continue;
-      for (const double w : spec.rope.inv_freq) now[s].push_back(std::polar(1.0, rope_angle(rows.next_position, w)));
-    }
-    parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-      Workspace work;
-      std::vector<float> shift(static_cast<std::size_t>(group), 0.0F), factor(static_cast<std::size_t>(group), 1.0F);
-      for (std::int64_t r = begin; r < end; ++r) {
-        const Row& row = table.rows[static_cast<std::size_t>(r)];
-        const RowLimit& limit = limits.rows[static_cast<std::size_t>(r)];
-        if (!limit.due) continue;
-        work.fit(group, row.length, pairs, static_cast<std::int64_t>(later.size()) / pairs);
-        const cpu::TriColumns columns = columns_of(*calibration_, row, group, spec.rope.attention_scaling,
-                                                   now[static_cast<std::size_t>(row.sequence)], later, work);
-        cpu::tri_scores({row.keys, table.key_dtype, spec.key_dim}, row.length, spec.rope.style, columns, work.scratch,
-                        work.raw);
-        for (std::int64_t h = 0; options_.normalize && h < group; ++h) {
-          const Standard s = standard_of(work.raw + h * row.length, row.length, limit.guarded, options_.deviation);
-          shift[static_cast<std::size_t>(h)] = s.shift;
-          factor[static_cast<std::size_t>(h)] = s.factor;
-        }
-        cpu::tri_combine(work.raw, group, row.length, shift.data(), factor.data(),
-                         options_.group == Options::Group::max, g + row.first);
+  require_host("triattention", evidence.table.device);
+  const RowTable& table = evidence.table;
+  const ModelSpec& spec = evidence.spec;
+  with_dtype("triattention", table.key_dtype, [](auto) {});
+  const Scores scores{empty({table.slots}, Dtype::f32)};
+  float* g = scores.data.data<float>();
+  const std::int64_t group = calibration_->query_heads(spec.full_layers()) / spec.kv_heads;
+  const auto pairs = static_cast<std::int64_t>(spec.rope.inv_freq.size());
+  const std::vector<Turn> later = offset_turns(spec.rope, options_);
+  std::vector<std::vector<Turn>> now;  // exp(i w_f P) by sequence
+  for (const RowGroup& rows : table.groups) {
+    const auto s = static_cast<std::size_t>(rows.sequence);
+    if (now.size() <= s) now.resize(s + 1);
+    if (!now[s].empty()) continue;
+    for (const double w : spec.rope.inv_freq) now[s].push_back(std::polar(1.0, rope_angle(rows.next_position, w)));
+  }
+  parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+    Workspace work;
+    std::vector<float> shift(static_cast<std::size_t>(group), 0.0F), factor(static_cast<std::size_t>(group), 1.0F);
+    for (std::int64_t r = begin; r < end; ++r) {
+      const Row& row = table.rows[static_cast<std::size_t>(r)];
+      const RowLimit& limit = limits.rows[static_cast<std::size_t>(r)];
+      if (!limit.due) continue;
+      work.fit(group, row.length, pairs, static_cast<std::int64_t>(later.size()) / pairs);
+      const cpu::TriColumns columns = columns_of(*calibration_, row, group, spec.rope.attention_scaling,
+                                                 now[static_cast<std::size_t>(row.sequence)], later, work);
+      cpu::tri_scores({row.keys, table.key_dtype, spec.key_dim}, row.length, spec.rope.style, columns, work.scratch,
+                      work.raw);
+      for (std::int64_t h = 0; options_.normalize && h < group; ++h) {
+        const Standard s = standard_of(work.raw + h * row.length, row.length, limit.guarded, options_.deviation);
+        shift[static_cast<std::size_t>(h)] = s.shift;
+        factor[static_cast<std::size_t>(h)] = s.factor;
       }
-    });
-    return scores;
+      cpu::tri_combine(work.raw, group, row.length, shift.data(), factor.data(), options_.group == Options::Group::max,
+                       g + row.first);
+    }
   });
+  return scores;
 }
 
 }  // namespace kvkeep

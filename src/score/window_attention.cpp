@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "attention_lanes.h"
-#include "kvkeep/core/dispatch.h"
 #include "kvkeep/core/parallel.h"
+#include "kvkeep/core/require_host.h"
 #include "panel_scratch.h"
 #include "window_queries.h"
 
@@ -242,29 +242,27 @@ void reduce_rows(const Evidence& evidence, std::span<const RowWindow> windows, c
 }  // namespace
 
 WindowAttention window_attention(const Evidence& evidence, std::vector<RowWindow> windows, WindowNeeds needs) {
-  return dispatch("window_attention", evidence.table.device, [&] {
-    WindowAttention out;
-    out.windows = std::move(windows);
-    const auto f32 = Dtype::f32;
-    if (needs.usage) out.usage = empty({evidence.table.slots}, f32);
-    if (needs.newest) out.newest = empty({evidence.table.slots}, f32);
-    reduce_rows(evidence, out.windows,
-                {.usage = needs.usage ? out.usage.data<float>() : nullptr,
-                 .newest = needs.newest ? out.newest.data<float>() : nullptr});
-    return out;
-  });
+  require_host("window_attention", evidence.table.device);
+  WindowAttention out;
+  out.windows = std::move(windows);
+  const auto f32 = Dtype::f32;
+  if (needs.usage) out.usage = empty({evidence.table.slots}, f32);
+  if (needs.newest) out.newest = empty({evidence.table.slots}, f32);
+  reduce_rows(evidence, out.windows,
+              {.usage = needs.usage ? out.usage.data<float>() : nullptr,
+               .newest = needs.newest ? out.newest.data<float>() : nullptr});
+  return out;
 }
 
 Tensor attention_sum(const Evidence& evidence, std::span<const RowWindow> windows, std::span<const float> weights) {
-  return dispatch("attention_sum", evidence.table.device, [&] {
-    for (const RowWindow& window : windows)
-      KVKEEP_REQUIRE(weights.empty() || weights.size() >= static_cast<std::size_t>(window.queries),
-                     "attention_sum: ", weights.size(), " weights for a window of ", window.queries,
-                     "; allowed one per query");
-    const Tensor out = empty({evidence.table.slots}, Dtype::f32);
-    reduce_rows(evidence, windows, {.sum = out.data<float>(), .weights = weights});
-    return out;
-  });
+  require_host("attention_sum", evidence.table.device);
+  for (const RowWindow& window : windows)
+    KVKEEP_REQUIRE(weights.empty() || weights.size() >= static_cast<std::size_t>(window.queries),
+                   "attention_sum: ", weights.size(), " weights for a window of ", window.queries,
+                   "; allowed one per query");
+  const Tensor out = empty({evidence.table.slots}, Dtype::f32);
+  reduce_rows(evidence, windows, {.sum = out.data<float>(), .weights = weights});
+  return out;
 }
 
 }  // namespace kvkeep

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "kvkeep/core/dispatch.h"
+#include "kvkeep/core/dtype.h"
 
 namespace kvkeep::cpu {
 namespace {

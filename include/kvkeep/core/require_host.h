@@ -1,19 +1,15 @@
 #pragma once
 /// Refuses devices that a host function cannot serve.
 
-#include <utility>
-
+#include "kvkeep/core/device.h"
 #include "kvkeep/core/error.h"
-#include "kvkeep/core/tensor.h"
 
 namespace kvkeep {
 
-/// Calls `cpu()` for the CPU. Throws Unsupported for any other device: those use an Accelerator.
-template <class Cpu>
-decltype(auto) dispatch(const char* operation, Device device, Cpu&& cpu) {
+/// Throws Unsupported unless `device` is the CPU: others are served by a Machine.
+inline void require_host(const char* operation, Device device) {
   KVKEEP_REQUIRE_AS(Unsupported, device.is_cpu(), operation, ": runs on the CPU; given device ", device.str(),
                     "; allowed cpu, or a Keeper with kvkeep::cuda::accelerator() on a GPU");
-  return std::forward<Cpu>(cpu)();
 }
 
 }  // namespace kvkeep
