@@ -157,7 +157,8 @@ void Event(benchmark::State& state, const Shape& shape, Dtype dtype, bool paper)
                  .min_quota = 1,
                  .credit_decay = 0.9,
                  .credit_mix = 0.9};
-    allot.push_back(milliseconds([&] { MassSegmented(options).allot(evidence, limits, seen, decision); }));
+    allot.push_back(
+        milliseconds([&] { MassSegmented(options).allot(evidence, limits, decision.scores, seen, decision); }));
     moving.push_back(milliseconds([&] { compact(plan.table, *decision.keep); }));
     copying.push_back(milliseconds([&] { Subject::copy(bytes, from, to); }));
   }

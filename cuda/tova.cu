@@ -11,18 +11,18 @@ __global__ void __launch_bounds__(tuning::kKeyThreads, 4) tova_kernel(TovaArgume
   const EvidenceArguments& e = a.evidence;
   each_chunk(e, chunks, [&](const Chunk& chunk) {
     float* g = a.scores + e.rows[chunk.row].first;
-    if (a.windows[chunk.row].queries == 0) {  // no query was seen: the oldest leave first
-      for (std::int32_t t = chunk.begin + static_cast<std::int32_t>(threadIdx.x); t < chunk.end;
-           t += tuning::kKeyThreads)
-        g[t] = static_cast<float>(t);
-      return;
-    }
-    if (!a.all_heads || chunk.row % e.kv_heads != 0) return;
+    const float* newest = a.newest + e.rows[chunk.row].first;
+    const bool asked = a.windows[chunk.row].queries > 0;  // else the oldest leave first
+    if (asked && a.all_heads && chunk.row % e.kv_heads != 0) return;
     const float share = 1.0F / static_cast<float>(e.kv_heads);
     for (std::int32_t t = chunk.begin + static_cast<std::int32_t>(threadIdx.x); t < chunk.end;
          t += tuning::kKeyThreads) {
-      float sum = g[t];
-      for (std::int32_t h = 1; h < e.kv_heads; ++h) sum += a.scores[e.rows[chunk.row + h].first + t];
+      if (!asked || !a.all_heads) {
+        g[t] = asked ? newest[t] : static_cast<float>(t);
+        continue;
+      }
+      float sum = newest[t];
+      for (std::int32_t h = 1; h < e.kv_heads; ++h) sum += a.newest[e.rows[chunk.row + h].first + t];
       for (std::int32_t h = 0; h < e.kv_heads; ++h) a.scores[e.rows[chunk.row + h].first + t] = sum * share;
     }
   });

@@ -11,7 +11,8 @@ struct TovaArguments {
   EvidenceArguments evidence;
   const RowWindow* windows = nullptr;  ///< [count]
   bool all_heads = true;               ///< TovaOptions::Heads::all, else group
-  float* scores = nullptr;             ///< f32 [slots]: `newest` of launch_window_attention, which becomes the scores
+  const float* newest = nullptr;       ///< f32 [slots] of launch_window_attention
+  float* scores = nullptr;             ///< f32 [slots], not the memory of `newest`
 };
 
 /// Requires, with all_heads: a (layer, sequence) is due as a whole, and its rows have one length; the CPU throws

@@ -28,7 +28,7 @@ namespace {
 class Engine {
  public:
   Engine(const Shape& shape, const std::string& policy, Size size, at::Device device,
-         std::shared_ptr<Accelerator> accelerator)
+         std::shared_ptr<Machine> accelerator)
       : shape_(shape), size_(size) {
     const auto there = at::TensorOptions().dtype(at::kBFloat16).device(device);
     ModelSpec spec;

@@ -132,17 +132,21 @@ void expect_as_on_cpu(Result& result, const Asked& asked, const Scorer& scorer, 
 
 void tova(Result& result, Shape shape, Size size) {
   const Asked asked(shape, size, 1);
+  const DeviceArray<float> newest(static_cast<std::size_t>(asked.slots));
   WindowAttentionArguments attention{.evidence = asked.evidence,
                                      .windows = asked.windows->data(),
                                      .window = 1,
                                      .queries = asked.queries.data(),
-                                     .newest = asked.scores.data()};
+                                     .newest = newest.data()};
   const DeviceArray<std::byte> workspace(
       static_cast<std::size_t>(window_attention_workspace_bytes(attention.evidence, 1)));
   attention.workspace = workspace.data();
   launch_window_attention(attention, stream());
-  const TovaArguments a{
-      .evidence = asked.evidence, .windows = asked.windows->data(), .all_heads = true, .scores = asked.scores.data()};
+  const TovaArguments a{.evidence = asked.evidence,
+                        .windows = asked.windows->data(),
+                        .all_heads = true,
+                        .newest = newest.data(),
+                        .scores = asked.scores.data()};
   launch_tova(a, stream());
   expect_as_on_cpu(result, asked, Tova(), {.newest = true}, 1e-7, 1e-3);
   measure(result, static_cast<double>(asked.slots) * 8, [&] { launch_tova(a, stream()); });

@@ -7,7 +7,7 @@
 #include <optional>
 
 #include "cuda/fresh_accelerator.h"
-#include "kvkeep/core/accelerator.h"
+#include "kvkeep/policy/machine.h"
 #include "kvkeep/torch.h"
 #include "machine.h"
 
@@ -25,10 +25,10 @@ class TorchStream {
   }
   [[nodiscard]] at::Device device() const { return torch_device(accelerator_->device()); }
   [[nodiscard]] Stream native() const { return native_; }
-  [[nodiscard]] const std::shared_ptr<Accelerator>& accelerator() const { return accelerator_; }
+  [[nodiscard]] const std::shared_ptr<Machine>& accelerator() const { return accelerator_; }
 
  private:
-  std::shared_ptr<Accelerator> accelerator_;
+  std::shared_ptr<Machine> accelerator_;
   std::optional<c10::StreamGuard> guard_;
   Stream native_ = nullptr;
 };

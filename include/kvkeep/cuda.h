@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "kvkeep/core/accelerator.h"
+#include "kvkeep/policy/machine.h"
 
 namespace kvkeep::cuda {
 
@@ -17,6 +17,6 @@ namespace kvkeep::cuda {
 /// copies back. An event no larger than an earlier one allocates nothing either, so it can be captured. Keeper::observe
 /// cannot be captured. Loads libtorch_cuda if the program has not: call this before anything asks LibTorch for CUDA, or
 /// link libtorch_cuda. Throws DeviceError if there is no such GPU, or if this LibTorch has no CUDA.
-[[nodiscard]] std::shared_ptr<Accelerator> accelerator(int index = 0);
+[[nodiscard]] std::shared_ptr<Machine> accelerator(int index = 0);
 
 }  // namespace kvkeep::cuda

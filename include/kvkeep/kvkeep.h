@@ -2,7 +2,6 @@
 /// kvkeep decides which entries of an LLM's key-value cache stay, and moves them. The public API in reading order.
 
 // Vocabulary: errors, tensors, the model, the cache, the columns that travel with the rows.
-#include "kvkeep/core/accelerator.h"
 #include "kvkeep/core/cache_view.h"
 #include "kvkeep/core/columns.h"
 #include "kvkeep/core/decision.h"
@@ -94,6 +93,7 @@
 #include "kvkeep/policy/full.h"
 #include "kvkeep/policy/gemfilter.h"
 #include "kvkeep/policy/keeper.h"
+#include "kvkeep/policy/machine.h"
 #include "kvkeep/policy/policy.h"
 #include "kvkeep/policy/prefill.h"
 #include "kvkeep/policy/prompt_pass.h"

@@ -119,10 +119,11 @@ void AdaptiveHeads::spread(const Evidence& evidence, std::span<const std::int32_
   cpu::due_together(evidence, rows);
 }
 
-void AdaptiveHeads::allot(const Evidence& evidence, const Limits& limits, WindowAttention&, Decision& decision) const {
+void AdaptiveHeads::allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention,
+                          Decision& decision) const {
   require_host("adaptive_heads", evidence.table.device);
   const std::vector<std::uint8_t> marks =
-      cpu::mark_across_heads(evidence, limits, options_.safeguard, decision.scores.data.data<float>());
+      cpu::mark_across_heads(evidence, limits, options_.safeguard, scores.data.data<float>());
   decision.keep = cpu::kept_by_marks(evidence.table, marks.data());
 }
 

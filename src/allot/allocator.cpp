@@ -29,11 +29,12 @@ KeepSet keep_everything(const RowTable& table) {
   return keep;
 }
 
-void Flat::allot(const Evidence& evidence, const Limits& limits, WindowAttention&, Decision& decision) const {
+void Flat::allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention,
+                 Decision& decision) const {
   require_host("flat", evidence.table.device);
   const RowTable& table = evidence.table;
   decision.keep = empty_keep_set(table, limits);
-  const float* scores = decision.scores.data.data<float>();
+  const float* g = scores.data.data<float>();
   auto* slots = decision.keep->slots.data<std::int32_t>();
   parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
     std::vector<std::uint64_t> keys;
@@ -50,7 +51,7 @@ void Flat::allot(const Evidence& evidence, const Limits& limits, WindowAttention
       if (limits.variant == Variant::official)  // over a whole row, the highest ranks stay
         guarded = protect(row.length, limit.budget, std::max(guarded.sinks, limits.padding.oldest),
                           std::max(guarded.recents, limits.padding.newest), limits.variant);
-      select({scores + row.first, static_cast<std::size_t>(row.length)}, guarded, keys, kept);
+      select({g + row.first, static_cast<std::size_t>(row.length)}, guarded, keys, kept);
     }
   });
 }

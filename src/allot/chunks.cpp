@@ -61,7 +61,8 @@ void select_chunks(std::int32_t chunk, Protected guarded, Scratch& s, std::span<
 
 }  // namespace
 
-void Chunks::allot(const Evidence& evidence, const Limits& limits, WindowAttention&, Decision& decision) const {
+void Chunks::allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention,
+                   Decision& decision) const {
   require_host("chunks", evidence.table.device);
   const RowTable& table = evidence.table;
   const bool shared = options_.heads == ChunksOptions::Heads::shared;
@@ -74,12 +75,12 @@ void Chunks::allot(const Evidence& evidence, const Limits& limits, WindowAttenti
     }
   decision.keep = empty_keep_set(table, limits);
   const KeepSet& keep = *decision.keep;
-  const float* scores = decision.scores.data.data<float>();
+  const float* g = scores.data.data<float>();
   auto* slots = keep.slots.data<std::int32_t>();
   parallel_for(0, static_cast<std::int64_t>(table.groups.size()), 1, [&](std::int64_t begin, std::int64_t end) {
     Scratch scratch;
-    for (std::int64_t g = begin; g < end; ++g) {
-      const RowGroup& group = table.groups[static_cast<std::size_t>(g)];
+    for (std::int64_t i = begin; i < end; ++i) {
+      const RowGroup& group = table.groups[static_cast<std::size_t>(i)];
       const std::span<const Row> rows = table.rows_of(group, evidence.spec.kv_heads);
       const RowLimit* limit = limits.rows.data() + group.first_row;
       const auto kept = [&](std::size_t h) {
@@ -98,12 +99,12 @@ void Chunks::allot(const Evidence& evidence, const Limits& limits, WindowAttenti
         } else if (shared && h > 0) {
           std::copy_n(kept(0).begin(), own.size(), own.begin());
         } else {
-          const float* first = scores + rows[h].first;
+          const float* first = g + rows[h].first;
           scratch.fit(rows[h].length, options_.chunk);
           scratch.sums.assign(first, first + rows[h].length);
           for (std::size_t other = 1; shared && other < rows.size(); ++other)
             for (std::size_t t = 0; t < scratch.sums.size(); ++t)
-              scratch.sums[t] += static_cast<double>(scores[rows[other].first + static_cast<std::int64_t>(t)]);
+              scratch.sums[t] += static_cast<double>(g[rows[other].first + static_cast<std::int64_t>(t)]);
           select_chunks(options_.chunk, shared ? guarded : limit[h].guarded, scratch, own);
         }
       }

@@ -109,17 +109,18 @@ void Critical::spread(const Evidence& evidence, std::span<const std::int32_t>, s
   if (ragged()) cpu::due_together(evidence, rows);
 }
 
-void Critical::allot(const Evidence& evidence, const Limits& limits, WindowAttention&, Decision& decision) const {
+void Critical::allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention,
+                     Decision& decision) const {
   require_host("critical", evidence.table.device);
   const RowTable& table = evidence.table;
   KVKEEP_REQUIRE(is_scorable(table.value_dtype), "critical: values are ", table.value_dtype,
                  "; allowed f32, f16, bf16");
   for (const RowGroup& group : table.groups) static_cast<void>(projection_of(evidence, group.layer));
-  const float* scores = decision.scores.data.data<float>();
+  const float* g = scores.data.data<float>();
   std::vector<std::uint8_t>
       marks;  // 1: stays; with Heads::adaptive, the slots AdaptiveHeads keeps, until a row has counted them
   if (ragged())
-    marks = cpu::mark_across_heads(evidence, limits, options_.safeguard, scores);
+    marks = cpu::mark_across_heads(evidence, limits, options_.safeguard, g);
   else
     marks.assign(static_cast<std::size_t>(table.slots), 1);
   parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
@@ -131,7 +132,7 @@ void Critical::allot(const Evidence& evidence, const Limits& limits, WindowAtten
       const auto budget =
           ragged() ? static_cast<std::int32_t>(std::count(own, own + row.length, std::uint8_t{1})) : limit.budget;
       if (!limit.due || budget >= row.length) continue;
-      const std::span row_scores{scores + row.first, static_cast<std::size_t>(row.length)};
+      const std::span row_scores{g + row.first, static_cast<std::size_t>(row.length)};
       value_sizes(evidence, row, projection_of(evidence, row.layer), scratch);
       const std::int32_t guarded = limit.guarded.count(),
                          first = std::max(guarded, share_of(options_.first_stage, budget));

@@ -52,7 +52,7 @@ std::int32_t divide(const MassSegmentedOptions& options, Variant variant, const 
 
 }  // namespace
 
-void MassSegmented::allot(const Evidence& evidence, const Limits& limits, WindowAttention& seen,
+void MassSegmented::allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention seen,
                           Decision& decision) const {
   require_host("mass_segmented", evidence.table.device);
   const RowTable& table = evidence.table;
@@ -63,7 +63,7 @@ void MassSegmented::allot(const Evidence& evidence, const Limits& limits, Window
   decision.keep = empty_keep_set(table, limits);
   decision.allotment.emplace();
   Allotment& allotment = *decision.allotment;
-  allotment.mass.data = std::exchange(seen.usage, Tensor());
+  allotment.mass.data = std::move(seen.usage);
   if (evidence.explain) allotment.mass_used.data = empty({table.slots}, Dtype::f32);
   allotment.ends.resize(table.rows.size());
   allotment.quotas.resize(table.rows.size());
@@ -71,7 +71,7 @@ void MassSegmented::allot(const Evidence& evidence, const Limits& limits, Window
 
   float* mass = allotment.mass.data.data<float>();
   float* used = evidence.explain ? allotment.mass_used.data.data<float>() : mass;
-  const float* scores = decision.scores.data.data<float>();
+  const float* g = scores.data.data<float>();
   float* credit = options_.credit ? decision.credit->data<float>() : nullptr;
   auto* slots = decision.keep->slots.data<std::int32_t>();
 
@@ -129,7 +129,7 @@ void MassSegmented::allot(const Evidence& evidence, const Limits& limits, Window
                                scratch.ends.begin() + static_cast<std::ptrdiff_t>(scratch.shares.size()));
       for (const Share& s : scratch.shares) allotment.quotas[r].push_back(s.quota);
 
-      const std::span row_scores{scores + row.first, static_cast<std::size_t>(row.length)};
+      const std::span row_scores{g + row.first, static_cast<std::size_t>(row.length)};
       if (official) {
         select_official(row_scores, allotment.ends[r], allotment.quotas[r], guarded, limits.padding, scratch.keys,
                         kept);

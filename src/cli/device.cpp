@@ -32,7 +32,7 @@ DeviceOptions::Place DeviceOptions::find() const {
   if (name == "cpu") return {Device{}, nullptr};
   const int gpu = gpu_of(name);
 #ifdef KVKEEP_CLI_CUDA
-  const std::shared_ptr<Accelerator> accelerator = cuda::accelerator(gpu);
+  const std::shared_ptr<Machine> accelerator = cuda::accelerator(gpu);
   return {accelerator->device(), accelerator};
 #else
   refuse<Unsupported>(

@@ -5,8 +5,8 @@
 #include <memory>
 #include <string>
 
-#include "kvkeep/core/accelerator.h"
 #include "kvkeep/core/tensor.h"
+#include "kvkeep/policy/machine.h"
 
 namespace kvkeep::cli {
 
@@ -16,7 +16,7 @@ struct DeviceOptions {
 
   struct Place {
     Device device;
-    std::shared_ptr<Accelerator> accelerator;  // null: the CPU
+    std::shared_ptr<Machine> accelerator;  // null: the CPU
   };
   // Throws: InvalidArgument for an unknown name; Unsupported for CUDA in a build without it; DeviceError for a GPU
   // that does not exist.

@@ -44,7 +44,7 @@ std::vector<std::int32_t> Oracle::keep(const Row& row) const {
   return kept;
 }
 
-Decision Oracle::decide(const Evidence& evidence) const {
+Decision Oracle::decide(Machine&, const Evidence& evidence) const {
   std::vector<std::int32_t> slots;
   KeepSet set;
   set.indptr.push_back(0);

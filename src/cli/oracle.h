@@ -32,7 +32,7 @@ class Oracle final : public KVPolicy {
   [[nodiscard]] std::string_view name() const override { return kOracle; }
   [[nodiscard]] Needs needs() const override { return {}; }
   [[nodiscard]] Trigger trigger() const override { return {.budget = {.slots = budget_}, .interval = interval_}; }
-  [[nodiscard]] Decision decide(const Evidence& evidence) const override;
+  [[nodiscard]] Decision decide(Machine&, const Evidence& evidence) const override;
   [[nodiscard]] std::string to_json() const override;
 
  private:

@@ -33,10 +33,11 @@ void HostColumns::append(std::span<const std::int32_t> positions) {
   for (RowColumns& row : rows_) row.positions.insert(row.positions.end(), positions.begin(), positions.end());
 }
 
-void HostColumns::reserve_settled(std::int32_t row, std::int64_t slots, bool credit, bool tally) {
+ColumnTarget HostColumns::reserve_settled(std::int32_t row, std::int64_t slots, bool credit, bool tally) {
   RowColumns& columns = rows_[static_cast<std::size_t>(row)];
   if (credit) make_room(columns.credit, static_cast<std::size_t>(slots));
   if (tally) make_room(columns.tally, static_cast<std::size_t>(slots));
+  return {};
 }
 
 void HostColumns::settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit,

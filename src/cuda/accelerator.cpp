@@ -8,94 +8,92 @@
 #include <numeric>
 
 #include "compact.h"
+#include "device_columns.h"
 #include "event.h"
+#include "kvkeep/allot/critical.h"
 #include "kvkeep/cuda.h"
 #include "kvkeep/keep/pages.h"
-#include "kvkeep/policy/evict.h"
+#include "kvkeep/policy/policy.h"
 #include "kvkeep/torch.h"
 #include "query_ring.h"
 
 namespace kvkeep::cuda {
 namespace {
 
-class CudaAccelerator final : public Accelerator {
+class CudaAccelerator final : public Machine, private MachineMemory {
  public:
   explicit CudaAccelerator(Device device)
       : device_(device), pool_(device), memory_(pool_), event_table_(pool_), move_table_(pool_) {}
 
-  [[nodiscard]] Device device() const override { return device_; }
+  [[nodiscard]] MachineMemory& memory() const override { return const_cast<CudaAccelerator&>(*this); }
 
-  [[nodiscard]] std::vector<std::string> problems(const KVPolicy& policy, const ModelSpec& spec) const override {
+  [[nodiscard]] std::vector<std::string> problems(const Demand& demand, const ModelSpec& spec) const override {
     std::vector<std::string> found;
-    if (policy.trigger().never) return found;
-    const auto* evict = dynamic_cast<const Evict*>(&policy);
-    if (evict == nullptr)
-      return {text("device: ", policy.name(), " has no kernels; given ", device_.str(), "; allowed only on the CPU")};
-    if (score_of(evict->scorer().name()) == nullptr)
-      found.push_back(text("device: scorer ", evict->scorer().name(), " has no kernel; given ", device_.str(),
+    if (kernels_of(demand.scorer) == nullptr)
+      found.push_back(text("device: scorer ", demand.scorer.name(), " has no kernel; given ", device_.str(),
                            "; allowed only on the CPU"));
-    if (allot_of(evict->allocator().name()) == nullptr)
-      found.push_back(text("device: allocator ", evict->allocator().name(), " has no kernel; given ", device_.str(),
+    if (kernels_of(demand.allocator) == nullptr)
+      found.push_back(text("device: allocator ", demand.allocator.name(), " has no kernel; given ", device_.str(),
                            "; allowed only on the CPU"));
-    if (evict->allocator().name() == "critical" && evict->allocator().ragged())
+    if (typeid(demand.allocator) == typeid(Critical) && demand.allocator.ragged())
       found.push_back(
           text("heads: with adaptive heads of critical, scores decide how many slots stay, unknown to the host; given ",
                device_.str(), "; allowed equal, or the CPU"));
-    if (evict->retention().share != Sharing::per_layer_per_head)
+    if (demand.share != Sharing::per_layer_per_head)
       found.push_back(text("share: rows that share one selection have no kernel; given ", device_.str(),
                            "; allowed per_layer_per_head, or the CPU"));
     for (const bool value : {false, true}) {
       const std::int32_t dim = value ? spec.value_dim : spec.key_dim;
-      if ((value ? policy.needs().values : policy.needs().keys) && dim > kMostDim)
-        found.push_back(text(value ? "value_dim: " : "key_dim: ", policy.name(), " reads ", value ? "values" : "keys",
+      if ((value ? demand.needs.values : demand.needs.keys) && dim > kMostDim)
+        found.push_back(text(value ? "value_dim: " : "key_dim: ", demand.policy, " reads ", value ? "values" : "keys",
                              " of ", dim, " numbers; allowed up to ", kMostDim, " on ", device_.str()));
     }
     return found;
   }
 
-  [[nodiscard]] DeviceMemory allocate(std::int64_t bytes) override { return pool_.allocate(bytes); }
-
-  [[nodiscard]] bool captured() const override { return pool_.captured(); }
-
-  void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t from_stride, std::int64_t bytes,
-                 std::int64_t rows) override {
-    const c10::DeviceGuard guard(torch_device(device_));
-    cuda::copy_rows(to, to_stride, from, from_stride, bytes, rows, pool_.stream());
+  [[nodiscard]] std::unique_ptr<Columns> columns(std::int32_t rows) override {
+    return std::make_unique<DeviceColumns>(rows, *this);
   }
 
-  void push_queries(std::span<const QueryArrival> arrivals, const QueryLayout& layout) override {
-    const c10::DeviceGuard guard(torch_device(device_));
-    for (; !arrivals.empty(); arrivals = arrivals.subspan(std::min<std::size_t>(kQueryArrivals, arrivals.size()))) {
-      PushQueriesArguments arguments;
-      arguments.count = static_cast<std::int32_t>(std::min<std::size_t>(kQueryArrivals, arrivals.size()));
-      std::copy_n(arrivals.begin(), arguments.count, arguments.arrivals);
-      arguments.layout = layout;
-      launch_push_queries(arguments, pool_.stream());
+  [[nodiscard]] std::unique_ptr<Event> begin(const Evidence& evidence, const Limits& limits,
+                                             const Demand& demand) override {
+    const std::vector<std::string> why_not = problems(demand, evidence.spec);
+    KVKEEP_REQUIRE_AS(Unsupported, why_not.empty(), "decide: ", why_not.empty() ? "" : why_not.front());
+    if (!dry_) {
+      ++serial_;  // this invalidates earlier decisions
+      memory_.begin();
     }
+    auto event = std::make_unique<CudaEvent>(evidence, limits, pool_, memory_, staging_, constants_, dry_);
+    upload(*event, demand.needs);
+    return event;
   }
 
   [[nodiscard]] Decision decide(const KVPolicy& policy, const Evidence& evidence) override {
-    const c10::DeviceGuard guard(torch_device(device_));
     if (memory_.given() >= 0) {
       const std::int64_t needed = workspace_bytes(policy, evidence);
       KVKEEP_REQUIRE_AS(StateError, needed <= memory_.given(), "decide: the workspace holds ", memory_.given(),
                         " bytes, but this event needs ", needed, "; allowed at least that, or no workspace");
     }
-    ++serial_;  // this invalidates earlier decisions
-    memory_.begin();
-    return run(policy, evidence, false);
+    return policy.decide(*this, evidence);
   }
 
   [[nodiscard]] std::int64_t workspace_bytes(const KVPolicy& policy, const Evidence& evidence) override {
     memory_.begin_counting();
-    static_cast<void>(run(policy, evidence, true));
+    dry_ = true;
+    try {
+      static_cast<void>(policy.decide(*this, evidence));
+    } catch (...) {
+      dry_ = false;
+      throw;
+    }
+    dry_ = false;
     return memory_.counted();
   }
 
   void move(const RowTable& table, const Decision& decision, std::span<const PageMove> pages,
             std::span<const ColumnTarget> columns) override {
     const c10::DeviceGuard guard(torch_device(device_));
-    KVKEEP_REQUIRE_AS(StateError, decision.serial == serial_,
+    KVKEEP_REQUIRE_AS(StateError, decision.tables.serial == serial_,
                       "apply: the slots of this plan were in memory that a later plan, or use_workspace(), has reused; "
                       "allowed the newest plan on ",
                       device_.str());
@@ -123,19 +121,14 @@ class CudaAccelerator final : public Accelerator {
     const std::int64_t moves_at = move_table_.add(moves), after_at = move_table_.add(after);
     move_table_.place();
     move_table_.upload(staging_, stream);
-    launch_compact({.rows = event_table_.there<Row>(rows_at_),
+    launch_compact({.rows = decision.tables.rows,
                     .columns = move_table_.there<ColumnMove>(moves_at),
                     .count = static_cast<std::int32_t>(table.rows.size()),
                     .slots = keep.slots.data<std::int32_t>(),
-                    .indptr = event_table_.there<std::int64_t>(indptr_at_),
+                    .indptr = decision.tables.indptr,
                     .pages_after = pages.empty() ? nullptr : move_table_.there<std::int32_t>(after_at),
                     .pages_stride = stride},
                    stream);
-  }
-
-  void read(void* to, const void* from, std::int64_t bytes) override {
-    const c10::DeviceGuard guard(torch_device(device_));
-    download(to, from, static_cast<std::size_t>(bytes), pool_.stream());
   }
 
   void use_workspace(Tensor memory) override {
@@ -144,56 +137,40 @@ class CudaAccelerator final : public Accelerator {
   }
 
  private:
-  Decision run(const KVPolicy& policy, const Evidence& evidence, bool dry) {
-    const std::vector<std::string> why_not = problems(policy, evidence.spec);
-    KVKEEP_REQUIRE_AS(Unsupported, why_not.empty(), "decide: ", why_not.empty() ? "" : why_not.front());
-    const auto& evict = dynamic_cast<const Evict&>(policy);
-    const Retention& retention = evict.retention();
-    const Limits limits = evict.limits(evidence);
-    Event event(evidence, limits, memory_, pool_.stream(), dry);
-    event.constants = &constants_;
-    event.staging = &staging_;
-    event.pool = &pool_;
-    KeepSet keep = upload(event, policy.needs(), dry);
+  [[nodiscard]] Device device() const override { return device_; }
+  [[nodiscard]] bool is_host() const override { return false; }
 
-    WindowNeeds shared = evict.scorer().shares();
-    shared.usage = evict.allocator().window() > 0;
-    Seen seen;
-    if (shared.usage || shared.newest) {
-      seen.asked = event.ask(std::max(evict.allocator().window(), 1), retention.variant == Variant::official);
-      seen.usage = shared.usage ? event.flat() : nullptr;
-      seen.newest = shared.newest ? event.flat() : nullptr;
-      event.attend(seen.asked, seen.usage, seen.newest);
-    } else if (evict.scorer().needs().queries == 0) {
-      event.settle_positions();  // others settle them with their own queries
+  [[nodiscard]] DeviceMemory allocate(std::int64_t bytes) override { return pool_.allocate(bytes); }
+
+  [[nodiscard]] bool captured() const override { return pool_.captured(); }
+
+  void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t from_stride, std::int64_t bytes,
+                 std::int64_t rows) override {
+    const c10::DeviceGuard guard(torch_device(device_));
+    cuda::copy_rows(to, to_stride, from, from_stride, bytes, rows, pool_.stream());
+  }
+
+  void push_queries(std::span<const QueryArrival> arrivals, const QueryLayout& layout) override {
+    const c10::DeviceGuard guard(torch_device(device_));
+    for (; !arrivals.empty(); arrivals = arrivals.subspan(std::min<std::size_t>(kQueryArrivals, arrivals.size()))) {
+      PushQueriesArguments arguments;
+      arguments.count = static_cast<std::int32_t>(std::min<std::size_t>(kQueryArrivals, arrivals.size()));
+      std::copy_n(arrivals.begin(), arguments.count, arguments.arrivals);
+      arguments.layout = layout;
+      launch_push_queries(arguments, pool_.stream());
     }
-    float* scores = score_of(evict.scorer().name())(event, evict.scorer(), seen);
-    event.settle_positions();
-    auto* slots = event.take<std::int32_t>(event.kept);
-    float* credit = allot_of(evict.allocator().name())(event, evict.allocator(), seen, scores, slots);
-
-    Decision decision;
-    if (dry) return decision;
-    decision.serial = serial_;
-    decision.reason = Reason::over_budget;
-    decision.scores.data = tensor(scores, evidence.table.slots, Dtype::f32);
-    if (evict.scorer().accumulates()) decision.tally = decision.scores.data;
-    if (credit != nullptr) decision.credit = tensor(credit, evidence.table.slots, Dtype::f32);
-    keep.slots = tensor(slots, event.kept, Dtype::i32);
-    decision.keep = std::move(keep);
-    decision.share = retention.share;
-    return decision;
   }
 
-  [[nodiscard]] Tensor tensor(void* data, std::int64_t count, Dtype dtype) const {
-    return {data, dtype, Shape{count}, device_};
+  void read(void* to, const void* from, std::int64_t bytes) override {
+    const c10::DeviceGuard guard(torch_device(device_));
+    download(to, from, static_cast<std::size_t>(bytes), pool_.stream());
   }
 
-  /// Sends everything of the event that kernels read in one copy; returns where the kept slots of every row will be.
-  KeepSet upload(Event& event, const Needs& needs, bool dry) {
+  /// Sends everything of the event that kernels read in one copy, and says where the kept slots of every row will be.
+  void upload(CudaEvent& event, const Needs& needs) {
     const RowTable& table = event.evidence.table;
     const ModelSpec& spec = event.evidence.spec;
-    KeepSet keep;
+    KeepSet& keep = event.keep;
     keep.indptr.push_back(0);
     std::int32_t longest = 0;
     for (std::size_t r = 0; r < table.rows.size(); ++r) {
@@ -203,7 +180,6 @@ class CudaAccelerator final : public Accelerator {
       keep.firm.push_back(limit.due ? std::min(limit.guarded.sinks, row.length) : row.length);
       longest = std::max(longest, row.length);
     }
-    event.kept = keep.indptr.back();
 
     std::vector<QueryWindow> queries;
     std::vector<std::int32_t> next;
@@ -254,7 +230,7 @@ class CudaAccelerator final : public Accelerator {
                        queries_at = event_table_.add(queries), next_at = event_table_.add(next),
                        runs_at = event_table_.add(runs), newest_at = event_table_.add(newest),
                        indptr_at = event_table_.add(keep.indptr);
-    if (!dry) event_table_.place();
+    if (!dry_) event_table_.place();
     for (std::size_t r = 0; r < table.rows.size(); ++r) {
       Row& row = event_table_.here<Row>(rows_at)[r];
       for (SlotAddress* side : {&row.keys, &row.values, &row.key_scales, &row.value_scales})
@@ -265,11 +241,7 @@ class CudaAccelerator final : public Accelerator {
       event_table_.here<NewestPositions>(newest_at)[g].runs =
           event_table_.there<PositionRun>(runs_at + static_cast<std::int64_t>(first * sizeof(PositionRun)));
     }
-    if (!dry) {
-      event_table_.upload(staging_, event.stream);
-      rows_at_ = rows_at;
-      indptr_at_ = indptr_at;
-    }
+    if (!dry_) event_table_.upload(staging_, pool_.stream());
 
     event.arguments = {.rows = event_table_.there<Row>(rows_at),
                        .limits = event_table_.there<RowLimit>(limits_at),
@@ -282,12 +254,12 @@ class CudaAccelerator final : public Accelerator {
                        .keys = needs.keys ? element_of("keys", table.key_dtype) : Element::f32,
                        .query = element_of("queries", query_dtype),
                        .scale = static_cast<float>(spec.scale())};
-    event.indptr = event_table_.there<std::int64_t>(indptr_at);
+    event.tables = {
+        .rows = event.arguments.rows, .indptr = event_table_.there<std::int64_t>(indptr_at), .serial = serial_};
     event.next_positions = event_table_.there<std::int32_t>(next_at);
     event.newest_positions = event_table_.there<NewestPositions>(newest_at);
     if (!spec.rope.inv_freq.empty())
       event.inv_freq = event.constant<double>(&spec.rope, [&] { return spec.rope.inv_freq; });
-    return keep;
   }
 
   /// Pages of the longest row of its sequence: all rows share their pages.
@@ -305,16 +277,16 @@ class CudaAccelerator final : public Accelerator {
   EventMemory memory_;
   Staging staging_;
   Table event_table_, move_table_;
-  std::int64_t rows_at_ = 0, indptr_at_ = 0;
-  std::uint64_t serial_ = 0;  ///< of the newest decision, the only one that workspace and tables hold
-  std::map<const void*, DeviceMemory> constants_;
+  std::uint64_t serial_ = 0;  ///< of the newest event, the only one that workspace and tables hold
+  bool dry_ = false;          ///< events launch nothing, and only count memory
+  Constants constants_;
 };
 
 }  // namespace
 
-std::shared_ptr<Accelerator> make_accelerator(Device device) { return std::make_shared<CudaAccelerator>(device); }
+std::shared_ptr<Machine> make_accelerator(Device device) { return std::make_shared<CudaAccelerator>(device); }
 
-std::shared_ptr<Accelerator> accelerator(int index) {
+std::shared_ptr<Machine> accelerator(int index) {
   require_device(index);
   // LibTorch's CUDA half takes half a second to load, and only programs that need it from the start link it. It must be
   // loaded before its first use.

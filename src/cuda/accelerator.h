@@ -1,10 +1,10 @@
 #pragma once
 /// The accelerator of kvkeep::cuda. In the tests' execution model its device is the host.
 
-#include "kvkeep/core/accelerator.h"
+#include "kvkeep/policy/machine.h"
 
 namespace kvkeep::cuda {
 
-[[nodiscard]] std::shared_ptr<Accelerator> make_accelerator(Device device);
+[[nodiscard]] std::shared_ptr<Machine> make_accelerator(Device device);
 
 }  // namespace kvkeep::cuda

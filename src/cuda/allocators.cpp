@@ -1,18 +1,22 @@
 /// Allocators on a device: from options to kernels.
 
+#include <typeindex>
+#include <unordered_map>
+
 #include "chunks.h"
 #include "critical.h"
 #include "event.h"
 #include "kvkeep/allot/chunks.h"
 #include "kvkeep/allot/critical.h"
 #include "kvkeep/allot/mass_segmented.h"
+#include "kvkeep/allot/pyramid.h"
 #include "mass_segmented.h"
 #include "select.h"
 
 namespace kvkeep::cuda {
 namespace {
 
-float* allot_flat(Event& event, const Allocator&, const Seen&, const float* scores, std::int32_t* slots) {
+float* allot(CudaEvent& event, const Flat&, const WindowAttention&, const float* scores, std::int32_t* slots) {
   const Padding padding = event.limits.variant == Variant::official ? event.limits.padding : Padding{};
   event.launch(launch_select, {.rows = event.arguments.rows,
                                .limits = event.arguments.limits,
@@ -20,29 +24,29 @@ float* allot_flat(Event& event, const Allocator&, const Seen&, const float* scor
                                .longest = event.arguments.longest,
                                .padding = padding,
                                .scores = scores,
-                               .indptr = event.indptr,
+                               .indptr = event.tables.indptr,
                                .slots = slots});
   return nullptr;
 }
 
-float* allot_mass_segmented(Event& event, const Allocator& allocator, const Seen& seen, const float* scores,
-                            std::int32_t* slots) {
+float* allot(CudaEvent& event, const MassSegmented& allocator, const WindowAttention& seen, const float* scores,
+             std::int32_t* slots) {
   MassSegmentedArguments arguments;
-  arguments.options = static_cast<const MassSegmented&>(allocator).options();
+  arguments.options = allocator.options();
   arguments.variant = event.limits.variant;
   arguments.padding = event.limits.padding;
   arguments.rows = event.arguments.rows;
   arguments.limits = event.arguments.limits;
-  arguments.windows = seen.asked.windows;
+  arguments.windows = event.asked().windows;
   arguments.queries = event.arguments.queries;
   arguments.count = event.arguments.count;
   arguments.heads = event.arguments.kv_heads;
   arguments.longest = event.arguments.longest;
   arguments.slots_in_all = event.evidence.table.slots;
   arguments.scores = scores;
-  arguments.mass = seen.usage;
+  arguments.mass = seen.usage.data<float>();
   arguments.credit = arguments.options.credit ? event.flat() : nullptr;
-  arguments.indptr = event.indptr;
+  arguments.indptr = event.tables.indptr;
   arguments.slots = slots;
   arguments.workspace = event.take<std::byte>(static_cast<std::int64_t>(
       mass_segmented_workspace_bytes(arguments.options, arguments.count, arguments.longest, arguments.slots_in_all)));
@@ -50,9 +54,10 @@ float* allot_mass_segmented(Event& event, const Allocator& allocator, const Seen
   return arguments.credit;
 }
 
-float* allot_chunks(Event& event, const Allocator& allocator, const Seen&, const float* scores, std::int32_t* slots) {
+float* allot(CudaEvent& event, const Chunks& allocator, const WindowAttention&, const float* scores,
+             std::int32_t* slots) {
   ChunksArguments arguments;
-  arguments.options = static_cast<const Chunks&>(allocator).options();
+  arguments.options = allocator.options();
   if (arguments.options.heads == ChunksOptions::Heads::shared) require_even_heads(event, allocator.name(), "own");
   arguments.variant = event.limits.variant;
   arguments.rows = event.arguments.rows;
@@ -62,14 +67,15 @@ float* allot_chunks(Event& event, const Allocator& allocator, const Seen&, const
   arguments.longest = event.arguments.longest;
   arguments.slots_in_all = event.evidence.table.slots;
   arguments.scores = scores;
-  arguments.indptr = event.indptr;
+  arguments.indptr = event.tables.indptr;
   arguments.slots = slots;
   arguments.workspace = event.take<std::byte>(chunks_workspace_bytes(arguments));
   event.launch(launch_chunks, arguments);
   return nullptr;
 }
 
-float* allot_critical(Event& event, const Allocator& allocator, const Seen&, const float* scores, std::int32_t* slots) {
+float* allot(CudaEvent& event, const Critical& allocator, const WindowAttention&, const float* scores,
+             std::int32_t* slots) {
   const std::span<const Tensor> given = event.evidence.output_projections;
   const Tensor& any = given[static_cast<std::size_t>(event.evidence.table.groups.front().layer)];
   for (const RowGroup& group : event.evidence.table.groups) {
@@ -89,27 +95,36 @@ float* allot_critical(Event& event, const Allocator& allocator, const Seen&, con
   });
   arguments.projection = element_of("output projections", any.dtype());
   arguments.hidden = static_cast<std::int32_t>(any.size(0));
-  arguments.first_stage = static_cast<const Critical&>(allocator).options().first_stage;
+  arguments.first_stage = allocator.options().first_stage;
   arguments.slots_in_all = event.evidence.table.slots;
   arguments.scores = scores;
-  arguments.indptr = event.indptr;
+  arguments.indptr = event.tables.indptr;
   arguments.slots = slots;
   arguments.workspace = event.take<std::byte>(critical_workspace_bytes(arguments));
   event.launch(launch_critical, arguments);
   return nullptr;
 }
 
+/// Its rows differ in budget, which the limits say.
+float* allot(CudaEvent& event, const Pyramid&, const WindowAttention& seen, const float* scores, std::int32_t* slots) {
+  return allot(event, Flat(), seen, scores, slots);
+}
+
+template <class A>
+std::pair<const std::type_index, Allot> kernels() {
+  return {typeid(A),
+          [](CudaEvent& event, const Allocator& allocator, const WindowAttention& seen, const float* scores,
+             std::int32_t* slots) { return allot(event, static_cast<const A&>(allocator), seen, scores, slots); }};
+}
+
 }  // namespace
 
-Allot allot_of(std::string_view allocator) {
-  static constexpr std::pair<std::string_view, Allot> kAll[] = {
-      {"chunks", allot_chunks}, {"critical", allot_critical},
-      {"flat", allot_flat},     {"mass_segmented", allot_mass_segmented},
-      {"pyramid", allot_flat},
+Allot kernels_of(const Allocator& allocator) {
+  static const std::unordered_map<std::type_index, Allot> all = {
+      kernels<Chunks>(), kernels<Critical>(), kernels<Flat>(), kernels<MassSegmented>(), kernels<Pyramid>(),
   };
-  for (const auto& [name, allot] : kAll)
-    if (name == allocator) return allot;
-  return nullptr;
+  const auto found = all.find(typeid(allocator));
+  return found == all.end() ? nullptr : found->second;
 }
 
 }  // namespace kvkeep::cuda

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "kvkeep/core/accelerator.h"
+#include "kvkeep/core/machine_memory.h"
 #include "stream.h"
 
 namespace kvkeep::cuda {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "kvkeep/torch.h"
 #include "window_attention.h"
 
 namespace kvkeep::cuda {
@@ -91,7 +92,7 @@ void Table::upload(Staging& staging, Stream stream) {
   sent_ = image_;
 }
 
-void require_even_heads(const Event& event, std::string_view name, const char* otherwise) {
+void require_even_heads(const CudaEvent& event, std::string_view name, const char* otherwise) {
   const RowTable& table = event.evidence.table;
   for (const RowGroup& group : table.groups)
     for (const Row& row : table.rows_of(group, event.evidence.spec.kv_heads))
@@ -100,14 +101,61 @@ void require_even_heads(const Event& event, std::string_view name, const char* o
                         " hold different numbers of slots; allowed rows of one length, or heads \"", otherwise, "\"");
 }
 
-PrepareArguments Event::prepare_arguments() const {
+CudaEvent::CudaEvent(const Evidence& given, const Limits& limits_given, DevicePool& pool, EventMemory& memory,
+                     Staging& staging, Constants& constants, bool dry)
+    : evidence(given),
+      limits(limits_given),
+      guard_(torch_device(pool.device())),
+      pool_(pool),
+      memory_(memory),
+      staging_(staging),
+      constants_(constants),
+      stream_(pool.stream()),
+      dry_(dry) {}
+
+WindowAttention CudaEvent::attend(std::int32_t window, bool official, WindowNeeds needs) {
+  asked_ = ask(window, official);
+  WindowAttention seen;
+  if (needs.usage) seen.usage = tensor(flat(), evidence.table.slots);
+  if (needs.newest) seen.newest = tensor(flat(), evidence.table.slots);
+  attend(asked_, needs.usage ? seen.usage.data<float>() : nullptr, needs.newest ? seen.newest.data<float>() : nullptr);
+  return seen;
+}
+
+Scores CudaEvent::score(const Scorer& scorer, const WindowAttention& seen) {
+  if (scorer.needs().queries == 0) settle_positions();  // others settle them with their own queries
+  Scores scores{tensor(kernels_of(scorer)(*this, scorer, seen), evidence.table.slots)};
+  settle_positions();
+  return scores;
+}
+
+Scores CudaEvent::share(const Scores&, Sharing) {
+  refuse<Unsupported>("share: rows that share one selection have no kernel; given ", pool_.device().str(),
+                      "; allowed per_layer_per_head, or the CPU");
+}
+
+void CudaEvent::allot(const Allocator& allocator, const Scores& scores, WindowAttention seen, Decision& decision) {
+  const std::int64_t kept = keep.indptr.back();
+  keep.slots = tensor(take<std::int32_t>(kept), kept, Dtype::i32);
+  float* const credit =
+      kernels_of(allocator)(*this, allocator, seen, scores.data.data<float>(), keep.slots.data<std::int32_t>());
+  if (credit != nullptr) decision.credit = tensor(credit, evidence.table.slots);
+  decision.keep = std::move(keep);
+  decision.tables = tables;
+}
+
+Tensor CudaEvent::tensor(void* data, std::int64_t count, Dtype dtype) const {
+  return {data, dtype, Shape{count}, pool_.device()};
+}
+
+PrepareArguments CudaEvent::prepare_arguments() const {
   PrepareArguments prepare;
   prepare.evidence = arguments;
   prepare.newest = newest_positions;
   return prepare;
 }
 
-DeviceWindow Event::ask(std::int32_t window, bool official) {
+DeviceWindow CudaEvent::ask(std::int32_t window, bool official) {
   const auto groups = static_cast<std::int64_t>(evidence.table.groups.size());
   const RopeSpec& rope = evidence.spec.rope;
   DeviceWindow asked{window, official, take<RowWindow>(arguments.count),
@@ -126,13 +174,13 @@ DeviceWindow Event::ask(std::int32_t window, bool official) {
   return asked;
 }
 
-void Event::settle_positions() {
+void CudaEvent::settle_positions() {
   if (newest_positions == nullptr) return;
   launch(launch_prepare, prepare_arguments());
   newest_positions = nullptr;
 }
 
-void Event::attend(const DeviceWindow& window, float* usage, float* newest, float* sum) const {
+void CudaEvent::attend(const DeviceWindow& window, float* usage, float* newest, float* sum) const {
   WindowAttentionArguments attention;
   attention.evidence = arguments;
   attention.windows = window.windows;
@@ -145,7 +193,7 @@ void Event::attend(const DeviceWindow& window, float* usage, float* newest, floa
   launch(launch_window_attention, attention);
 }
 
-float* Event::attend_history(const DeviceWindow& window, HistoryOptions options, const std::int32_t* first) const {
+float* CudaEvent::attend_history(const DeviceWindow& window, HistoryOptions options, const std::int32_t* first) const {
   HistoryAttentionArguments attention;
   attention.evidence = arguments;
   attention.windows = window.windows;

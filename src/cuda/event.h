@@ -1,15 +1,15 @@
 #pragma once
 /// One event on a device, between the policy and the kernels: tables, memory, stream.
 
+#include <c10/core/DeviceGuard.h>
+
 #include <cstring>
 #include <map>
 
 #include "device_pool.h"
 #include "evidence.h"
-#include "kvkeep/allot/allocator.h"
-#include "kvkeep/core/accelerator.h"
 #include "kvkeep/core/limits.h"
-#include "kvkeep/score/scorer.h"
+#include "kvkeep/policy/machine.h"
 #include "kvkeep/score/window_attention.h"
 #include "memory.h"
 #include "prepare.h"
@@ -95,76 +95,85 @@ struct DeviceWindow {
   float* queries = nullptr;      ///< f32 [groups, Hq, window, D]
 };
 
-/// The policy's window and its reductions.
-struct Seen {
-  DeviceWindow asked;
-  float* usage = nullptr;
-  float* newest = nullptr;
-};
+/// Numbers that stay the same from event to event, by owner.
+using Constants = std::map<const void*, DeviceMemory>;
 
-/// Context of a scorer or an allocator.
-class Event {
+/// An event on a device. Launches go to the stream that was current when it began.
+class CudaEvent final : public Event {
  public:
   /// `dry`: nothing is launched, and memory is only counted.
-  Event(const Evidence& given, const Limits& limits_given, EventMemory& memory, Stream on, bool dry)
-      : evidence(given), limits(limits_given), stream(on), workspace_(memory), dry_(dry) {}
+  CudaEvent(const Evidence& given, const Limits& limits_given, DevicePool& pool, EventMemory& memory, Staging& staging,
+            Constants& constants, bool dry);
 
+  [[nodiscard]] WindowAttention attend(std::int32_t window, bool official, WindowNeeds needs) override;
+  [[nodiscard]] Scores score(const Scorer& scorer, const WindowAttention& seen) override;
+  [[nodiscard]] Scores share(const Scores& scores, Sharing share) override;
+  void allot(const Allocator& allocator, const Scores& scores, WindowAttention seen, Decision& decision) override;
+
+  /// What kernels read, and where the kept slots go; set by the machine.
   const Evidence& evidence;
   const Limits& limits;
-  Stream stream;
-  EvidenceArguments arguments;                        ///< rows, limits and queries on the device
-  const std::int64_t* indptr = nullptr;               ///< i64 [rows + 1] where each row's kept slots go
+  EvidenceArguments arguments;  ///< rows, limits and queries on the device
+  EventTables tables;
+  KeepSet keep;                                       ///< without its slots
   const std::int32_t* next_positions = nullptr;       ///< i32 [groups]
   const double* inv_freq = nullptr;                   ///< f64 [pairs]
   const NewestPositions* newest_positions = nullptr;  ///< [groups] null once they are in the columns
-  std::int64_t kept = 0;                              ///< slots that stay, of all rows
+
+  /// The window of attend(); its `windows` are null without one.
+  [[nodiscard]] const DeviceWindow& asked() const { return asked_; }
 
   template <class T>
   [[nodiscard]] T* take(std::int64_t count) const {
-    return reinterpret_cast<T*>(workspace_.take(count * static_cast<std::int64_t>(sizeof(T))));
+    return reinterpret_cast<T*>(memory_.take(count * static_cast<std::int64_t>(sizeof(T))));
   }
   /// f32 [slots]
   [[nodiscard]] float* flat() const { return take<float>(evidence.table.slots); }
 
   template <class Arguments>
   void launch(void (*launcher)(const Arguments&, Stream), const Arguments& with) const {
-    if (!dry_) launcher(with, stream);
+    if (!dry_) launcher(with, stream_);
   }
 
   /// The newest `window` queries, rotated, and the window of every row; afterwards the columns hold the positions. One
   /// launch.
   [[nodiscard]] DeviceWindow ask(std::int32_t window, bool official);
-  /// Afterwards the columns hold the positions. One launch, or none.
-  void settle_positions();
-  /// Reductions of the window; null: not wanted. Two launches.
+  /// Reductions of a window; null: not wanted. Two launches.
   void attend(const DeviceWindow& window, float* usage, float* newest, float* sum = nullptr) const;
   /// f32 [slots]. Two launches.
   [[nodiscard]] float* attend_history(const DeviceWindow& window, HistoryOptions options,
                                       const std::int32_t* first = nullptr) const;
 
   /// Numbers that stay the same from event to event, by owner: uploaded the first time.
-  std::map<const void*, DeviceMemory>* constants = nullptr;
-  Staging* staging = nullptr;
-  DevicePool* pool = nullptr;
   template <class T, class Make>
   [[nodiscard]] const T* constant(const void* owner, Make&& make) const {
     if (dry_) return nullptr;
-    const auto found = constants->find(owner);
-    if (found != constants->end()) return static_cast<const T*>(found->second.get());
+    const auto found = constants_.find(owner);
+    if (found != constants_.end()) return static_cast<const T*>(found->second.get());
     const std::vector<T> values = make();
-    DeviceMemory memory = pool->allocate(static_cast<std::int64_t>(values.size() * sizeof(T)));
+    DeviceMemory memory = pool_.allocate(static_cast<std::int64_t>(values.size() * sizeof(T)));
     const auto* there = static_cast<const T*>(memory.get());
-    staging->upload(memory.get(), values.data(), values.size() * sizeof(T), stream);
-    if (is_capturing(stream))
-      pool->retire(std::move(memory));  // filled only by a replay
+    staging_.upload(memory.get(), values.data(), values.size() * sizeof(T), stream_);
+    if (is_capturing(stream_))
+      pool_.retire(std::move(memory));  // filled only by a replay
     else
-      constants->emplace(owner, std::move(memory));
+      constants_.emplace(owner, std::move(memory));
     return there;
   }
 
  private:
   [[nodiscard]] PrepareArguments prepare_arguments() const;
-  EventMemory& workspace_;
+  /// Afterwards the columns hold the positions. One launch, or none.
+  void settle_positions();
+  [[nodiscard]] Tensor tensor(void* data, std::int64_t count, Dtype dtype = Dtype::f32) const;
+
+  c10::DeviceGuard guard_;
+  DevicePool& pool_;
+  EventMemory& memory_;
+  Staging& staging_;
+  Constants& constants_;
+  Stream stream_;
+  DeviceWindow asked_;
   bool dry_;
 };
 
@@ -173,16 +182,16 @@ class Event {
 
 /// Throws Unsupported if the rows of a (layer, sequence) differ in length: `name` reads all of them slot by slot,
 /// unless its heads are `otherwise`.
-void require_even_heads(const Event& event, std::string_view name, const char* otherwise);
+void require_even_heads(const CudaEvent& event, std::string_view name, const char* otherwise);
 
 /// Fills scores [slots] of every due row.
-using Score = float* (*)(Event& event, const Scorer& scorer, Seen& seen);
+using Score = float* (*)(CudaEvent& event, const Scorer& scorer, const WindowAttention& seen);
 /// Writes the kept slots of every row; returns the new credit, or null if there is none.
-using Allot = float* (*)(Event& event, const Allocator& allocator, const Seen& seen, const float* scores,
+using Allot = float* (*)(CudaEvent& event, const Allocator& allocator, const WindowAttention& seen, const float* scores,
                          std::int32_t* slots);
 
-/// Functions with kernels, by name; null: none.
-[[nodiscard]] Score score_of(std::string_view scorer);
-[[nodiscard]] Allot allot_of(std::string_view allocator);
+/// The kernels of a scorer's or allocator's class; null: none.
+[[nodiscard]] Score kernels_of(const Scorer& scorer);
+[[nodiscard]] Allot kernels_of(const Allocator& allocator);
 
 }  // namespace kvkeep::cuda

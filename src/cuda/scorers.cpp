@@ -1,5 +1,8 @@
 /// Scorers on a device: from options to kernels.
 
+#include <typeindex>
+#include <unordered_map>
+
 #include "event.h"
 #include "expected.h"
 #include "h2o.h"
@@ -7,7 +10,10 @@
 #include "knorm.h"
 #include "kvkeep/score/expected.h"
 #include "kvkeep/score/h2o.h"
+#include "kvkeep/score/keydiff.h"
+#include "kvkeep/score/knorm.h"
 #include "kvkeep/score/random.h"
+#include "kvkeep/score/recency.h"
 #include "kvkeep/score/rkv.h"
 #include "kvkeep/score/rpc.h"
 #include "kvkeep/score/snapkv.h"
@@ -24,26 +30,24 @@
 namespace kvkeep::cuda {
 namespace {
 
-float* score_recency(Event& event, const Scorer&, Seen&) {
+float* score(CudaEvent& event, const Recency&, const WindowAttention&) {
   const RecencyArguments arguments{.evidence = event.arguments, .scores = event.flat()};
   event.launch(launch_recency, arguments);
   return arguments.scores;
 }
 
-float* score_random(Event& event, const Scorer& scorer, Seen&) {
-  const RandomArguments arguments{.evidence = event.arguments,
-                                  .seed = static_cast<const RandomScorer&>(scorer).options().seed,
-                                  .scores = event.flat()};
+float* score(CudaEvent& event, const RandomScorer& scorer, const WindowAttention&) {
+  const RandomArguments arguments{.evidence = event.arguments, .seed = scorer.options().seed, .scores = event.flat()};
   event.launch(launch_random, arguments);
   return arguments.scores;
 }
 
-float* score_h2o(Event& event, const Scorer& scorer, Seen&) {
+float* score(CudaEvent& event, const H2O& scorer, const WindowAttention&) {
   // Only queries that came after the last event count, so the window need not be longer than their number.
   std::int32_t fresh = 1;
   for (const RowGroup& group : event.evidence.table.groups)
     fresh = std::max(fresh, static_cast<std::int32_t>(group.newest.size()));
-  const std::int32_t window = std::min(static_cast<const H2O&>(scorer).options().window, fresh);
+  const std::int32_t window = std::min(scorer.options().window, fresh);
   H2OArguments arguments{.evidence = event.arguments,
                          .queries = event.ask(window, false).queries,
                          .window = window,
@@ -53,8 +57,8 @@ float* score_h2o(Event& event, const Scorer& scorer, Seen&) {
   return arguments.scores;
 }
 
-float* score_expected(Event& event, const Scorer& scorer, Seen&) {
-  const ExpectedOptions& options = static_cast<const Expected&>(scorer).options();
+float* score(CudaEvent& event, const Expected& scorer, const WindowAttention&) {
+  const ExpectedOptions& options = scorer.options();
   const Evidence& evidence = event.evidence;
   const RopeSpec& rope = evidence.spec.rope;
   std::int32_t held = 1;
@@ -83,8 +87,8 @@ float* score_expected(Event& event, const Scorer& scorer, Seen&) {
   return arguments.scores;
 }
 
-float* score_rpc(Event& event, const Scorer& scorer, Seen&) {
-  const RpcOptions& options = static_cast<const Rpc&>(scorer).options();
+float* score(CudaEvent& event, const Rpc& scorer, const WindowAttention&) {
+  const RpcOptions& options = scorer.options();
   const bool all_heads = options.heads == RpcOptions::Heads::all;
   if (all_heads) require_even_heads(event, scorer.name(), "group");
   const DeviceWindow window = event.ask(options.window, false);
@@ -102,8 +106,8 @@ float* score_rpc(Event& event, const Scorer& scorer, Seen&) {
   return arguments.scores;
 }
 
-float* score_rkv(Event& event, const Scorer& scorer, Seen&) {
-  const RkvOptions& options = static_cast<const Rkv&>(scorer).options();
+float* score(CudaEvent& event, const Rkv& scorer, const WindowAttention&) {
+  const RkvOptions& options = scorer.options();
   const DeviceWindow window = event.ask(options.window, false);
   RkvArguments arguments{.evidence = event.arguments,
                          .windows = window.windows,
@@ -122,16 +126,19 @@ float* score_rkv(Event& event, const Scorer& scorer, Seen&) {
   return arguments.scores;
 }
 
-float* score_tova(Event& event, const Scorer& scorer, Seen& seen) {
-  const bool all_heads = static_cast<const Tova&>(scorer).options().heads == TovaOptions::Heads::all;
+float* score(CudaEvent& event, const Tova& scorer, const WindowAttention& seen) {
+  const bool all_heads = scorer.options().heads == TovaOptions::Heads::all;
   if (all_heads) require_even_heads(event, scorer.name(), "group");
-  event.launch(
-      launch_tova,
-      {.evidence = event.arguments, .windows = seen.asked.windows, .all_heads = all_heads, .scores = seen.newest});
-  return seen.newest;
+  const TovaArguments arguments{.evidence = event.arguments,
+                                .windows = event.asked().windows,
+                                .all_heads = all_heads,
+                                .newest = seen.newest.data<float>(),
+                                .scores = event.flat()};
+  event.launch(launch_tova, arguments);
+  return arguments.scores;
 }
 
-float* score_keydiff(Event& event, const Scorer&, Seen&) {
+float* score(CudaEvent& event, const KeyDiff&, const WindowAttention&) {
   KeyDiffArguments arguments{.evidence = event.arguments,
                              .scores = event.flat(),
                              .workspace = event.take<std::byte>(keydiff_workspace_bytes(event.arguments))};
@@ -139,21 +146,22 @@ float* score_keydiff(Event& event, const Scorer&, Seen&) {
   return arguments.scores;
 }
 
-float* score_knorm(Event& event, const Scorer&, Seen&) {
+float* score(CudaEvent& event, const Knorm&, const WindowAttention&) {
   KnormArguments arguments{.evidence = event.arguments, .scores = event.flat()};
   event.launch(launch_knorm, arguments);
   return arguments.scores;
 }
 
-float* score_snapkv(Event& event, const Scorer& scorer, Seen& seen) {
-  const SnapKVOptions& options = static_cast<const SnapKV&>(scorer).options();
+float* score(CudaEvent& event, const SnapKV& scorer, const WindowAttention& seen) {
+  const SnapKVOptions& options = scorer.options();
   const bool average = options.style == SnapKVOptions::Style::snapkv;
-  const bool known = average && seen.usage != nullptr && seen.asked.window == options.window && !seen.asked.official;
-  const DeviceWindow window = known ? seen.asked : event.ask(options.window, false);
-  const float* attention = seen.usage;
-  if (!average)
+  const DeviceWindow& asked = event.asked();
+  const bool known = average && seen.usage.defined() && asked.window == options.window && !asked.official;
+  const DeviceWindow window = known ? asked : event.ask(options.window, false);
+  const float* attention = known ? seen.usage.data<float>() : nullptr;
+  if (!average) {
     attention = event.attend_history(window, {.group = GroupReduce::max_logit});
-  else if (!known) {
+  } else if (!known) {
     float* usage = event.flat();
     event.attend(window, usage, nullptr);
     attention = usage;
@@ -168,10 +176,9 @@ float* score_snapkv(Event& event, const Scorer& scorer, Seen& seen) {
   return arguments.scores;
 }
 
-float* score_triattention(Event& event, const Scorer& scorer, Seen&) {
-  const auto& tri = static_cast<const TriAttention&>(scorer);
-  const TriAttentionOptions& options = tri.options();
-  const Calibration& calibration = tri.calibration();
+float* score(CudaEvent& event, const TriAttention& scorer, const WindowAttention&) {
+  const TriAttentionOptions& options = scorer.options();
+  const Calibration& calibration = scorer.calibration();
   const ModelSpec& spec = event.evidence.spec;
   const std::int32_t heads = calibration.query_heads(spec.full_layers());
   // [layers, Hq, F]; a calibration may lack layers without rows, which are not needed here
@@ -216,25 +223,23 @@ float* score_triattention(Event& event, const Scorer& scorer, Seen&) {
   return arguments.scores;
 }
 
+template <class S>
+std::pair<const std::type_index, Score> kernels() {
+  return {typeid(S), [](CudaEvent& event, const Scorer& scorer, const WindowAttention& seen) {
+            return score(event, static_cast<const S&>(scorer), seen);
+          }};
+}
+
 }  // namespace
 
-Score score_of(std::string_view scorer) {
-  static constexpr std::pair<std::string_view, Score> kAll[] = {
-      {"expected", score_expected},
-      {"h2o", score_h2o},
-      {"keydiff", score_keydiff},
-      {"knorm", score_knorm},
-      {"random", score_random},
-      {"recency", score_recency},
-      {"rkv", score_rkv},
-      {"rpc", score_rpc},
-      {"snapkv", score_snapkv},
-      {"tova", score_tova},
-      {"triattention", score_triattention},
+Score kernels_of(const Scorer& scorer) {
+  static const std::unordered_map<std::type_index, Score> all = {
+      kernels<Expected>(),     kernels<H2O>(),     kernels<KeyDiff>(),      kernels<Knorm>(),
+      kernels<RandomScorer>(), kernels<Recency>(), kernels<Rkv>(),          kernels<Rpc>(),
+      kernels<SnapKV>(),       kernels<Tova>(),    kernels<TriAttention>(),
   };
-  for (const auto& [name, score] : kAll)
-    if (name == scorer) return score;
-  return nullptr;
+  const auto found = all.find(typeid(scorer));
+  return found == all.end() ? nullptr : found->second;
 }
 
 }  // namespace kvkeep::cuda

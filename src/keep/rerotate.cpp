@@ -1,6 +1,6 @@
 #include "kvkeep/keep/rerotate.h"
 
-#include "kvkeep/core/dtype.h"
+#include "kvkeep/core/tensor.h"
 
 namespace kvkeep {
 

@@ -9,10 +9,10 @@
 #include "attention_lanes.h"
 #include "factorise.h"
 #include "grow.h"
-#include "kvkeep/core/dtype.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/parallel.h"
 #include "kvkeep/core/problems.h"
+#include "kvkeep/core/tensor.h"
 #include "kvkeep/memory/segmenter.h"
 #include "memory_lanes.h"
 

@@ -9,86 +9,75 @@
 namespace kvkeep {
 
 QueryRing::QueryRing(std::int32_t layers, std::int32_t wanted, std::int32_t query_heads, std::int32_t key_dim,
-                     Accelerator* accelerator)
+                     MachineMemory& memory)
     : wanted_(wanted),
       capacity_(wanted == 0 ? 0 : wanted + kRollback),
       heads_(query_heads),
       dim_(key_dim),
-      accelerator_(accelerator),
-      layers_(static_cast<std::size_t>(layers)),
-      positions_(static_cast<std::size_t>(capacity_)) {}
+      memory_(&memory),
+      layers_(static_cast<std::size_t>(layers)) {}
 
 void QueryRing::allocate(Dtype dtype) {
   dtype_ = dtype;
-  if (accelerator_ != nullptr) {
-    there_ = accelerator_->allocate(data_bytes() + std::int64_t{capacity_} * 4);
-    return;
-  }
-  finite_.resize(layers_.size() * static_cast<std::size_t>(capacity_));
-  data_.resize(layers_.size() * static_cast<std::size_t>(capacity_ * token_bytes()));
+  held_ = memory_->allocate(data_bytes() + std::int64_t{capacity_} * 4);
 }
 
 void QueryRing::push(std::int32_t layer, const std::byte* data, Dtype dtype, std::int64_t token_stride,
-                     std::int64_t head_stride, std::span<const std::int32_t> positions,
-                     std::vector<QueryArrival>* arrivals) {
+                     std::span<const std::int32_t> positions, std::vector<QueryArrival>& arrivals) {
   Layer& state = layers_[static_cast<std::size_t>(layer)];
   const auto tokens = static_cast<std::int64_t>(positions.size());
   if (capacity_ > 0) {
     reserve(dtype);
-    const std::int64_t head_bytes = token_bytes() / heads_;
-    std::byte* ring = const_cast<std::byte*>(memory()) + layer * capacity_ * token_bytes();
+    std::byte* const ring = this->data() + layer * capacity_ * token_bytes();
+    const std::size_t earlier = arrivals.size();  // of other layers and sequences
     for (std::int64_t i = std::max<std::int64_t>(0, tokens - capacity_); i < tokens; ++i) {
-      const std::int64_t place = (state.seen + i) % capacity_;
       const std::int32_t position = positions[static_cast<std::size_t>(i)];
-      const std::byte* from = data + i * token_stride;
-      positions_[static_cast<std::size_t>(place)] = position;
-      if (accelerator_ != nullptr) {
-        QueryArrival* last = arrivals->empty() || arrivals->back().ring != ring ? nullptr : &arrivals->back();
-        if (last != nullptr && last->position + last->tokens == position)
-          ++last->tokens;
-        else
-          arrivals->push_back({.from = from,
-                               .ring = ring,
-                               .positions = static_cast<std::int32_t*>(
-                                   static_cast<void*>(static_cast<std::byte*>(there_.get()) + data_bytes())),
-                               .capacity = capacity_,
-                               .at = static_cast<std::int32_t>(place),
-                               .tokens = 1,
-                               .position = position});
-        continue;
-      }
-      std::byte* to = ring + place * token_bytes();
-      for (std::int32_t h = 0; h < heads_; ++h)
-        std::memcpy(to + h * head_bytes, from + h * head_stride, static_cast<std::size_t>(head_bytes));
-      finite_[static_cast<std::size_t>(layer * capacity_ + place)] =
-          all_finite(to, dtype_, std::int64_t{heads_} * dim_) ? 1 : 0;
+      QueryArrival* last = arrivals.size() == earlier ? nullptr : &arrivals.back();
+      if (last != nullptr && last->position + last->tokens == position)
+        ++last->tokens;
+      else
+        arrivals.push_back({.from = data + i * token_stride,
+                            .ring = ring,
+                            .positions = this->positions(),
+                            .capacity = capacity_,
+                            .at = static_cast<std::int32_t>((state.seen + i) % capacity_),
+                            .tokens = 1,
+                            .position = position});
     }
   }
   state.seen += tokens;
   state.oldest = std::max(state.oldest, state.seen - capacity_);
 }
 
+void QueryRing::push(std::int32_t layer, const std::byte* data, Dtype dtype, std::int64_t token_stride,
+                     std::int64_t head_stride, std::span<const std::int32_t> positions) {
+  std::vector<QueryArrival> arrivals;
+  push(layer, data, dtype, token_stride, positions, arrivals);
+  memory_->push_queries(arrivals, {.heads = heads_,
+                                   .head_bytes = element_size(dtype) * dim_,
+                                   .token_stride = token_stride,
+                                   .head_stride = head_stride});
+}
+
 QueryView QueryRing::view(std::int32_t layer) const {
   const Layer& state = layers_[static_cast<std::size_t>(layer)];
-  if (memory() == nullptr) return {};
+  if (held_ == nullptr) return {};
   const auto count = static_cast<std::int32_t>(std::min<std::int64_t>(wanted_, state.seen - state.oldest));
-  return {.data = memory() + layer * capacity_ * token_bytes(),
+  return {.data = data() + layer * capacity_ * token_bytes(),
           .dtype = dtype_,
           .token_stride = token_bytes(),
           .head_stride = token_bytes() / heads_,
-          .positions = accelerator_ == nullptr
-                           ? positions_.data()
-                           : static_cast<const std::int32_t*>(static_cast<const void*>(memory() + data_bytes())),
+          .positions = positions(),
           .ring = capacity_,
           .begin = static_cast<std::int32_t>((state.seen - count) % capacity_),
           .count = count};
 }
 
 std::optional<std::int32_t> QueryRing::not_finite(std::int32_t layer) const {
-  if (finite_.empty()) return {};
+  if (!memory_->is_host()) return {};
   const QueryView window = view(layer);
   for (std::int32_t i = window.count - 1; i >= 0; --i)
-    if (finite_[static_cast<std::size_t>(layer * capacity_ + window.index(i))] == 0) return window.position(i);
+    if (!all_finite(window.at(i, 0), dtype_, std::int64_t{heads_} * dim_)) return window.position(i);
   return {};
 }
 
@@ -105,17 +94,17 @@ void QueryRing::forget(std::int64_t tokens) {
 
 QueryRing::Held QueryRing::held() const {
   Held held{.dtype = dtype_, .layers = layers_};
-  if (data_.empty()) return held;
+  if (held_ == nullptr) return held;
   std::int64_t count = 0;
   for (const Layer& l : layers_) count = std::max(count, l.seen - l.oldest);
   const std::int64_t seen = layers_.front().seen, bytes = token_bytes();
   for (std::int64_t token = seen - count; token < seen; ++token)
-    held.positions.push_back(positions_[static_cast<std::size_t>(token % capacity_)]);
+    held.positions.push_back(positions()[token % capacity_]);
   held.data.resize(layers_.size() * static_cast<std::size_t>(count * bytes));
   for (std::size_t l = 0; l < layers_.size(); ++l)
     for (std::int64_t token = layers_[l].oldest; token < seen; ++token)
       std::memcpy(held.data.data() + (static_cast<std::int64_t>(l) * count + token - (seen - count)) * bytes,
-                  data_.data() + (static_cast<std::int64_t>(l) * capacity_ + token % capacity_) * bytes,
+                  data() + (static_cast<std::int64_t>(l) * capacity_ + token % capacity_) * bytes,
                   static_cast<std::size_t>(bytes));
   return held;
 }
@@ -138,13 +127,10 @@ void QueryRing::take(const Held& held) {
   allocate(held.dtype);
   for (std::int64_t i = 0; i < count; ++i) {
     const std::int64_t place = (seen - count + i) % capacity_;
-    positions_[static_cast<std::size_t>(place)] = held.positions[static_cast<std::size_t>(i)];
-    for (std::int64_t l = 0; l < static_cast<std::int64_t>(layers_.size()); ++l) {
-      std::memcpy(data_.data() + (l * capacity_ + place) * bytes, held.data.data() + (l * count + i) * bytes,
+    positions()[place] = held.positions[static_cast<std::size_t>(i)];
+    for (std::int64_t l = 0; l < static_cast<std::int64_t>(layers_.size()); ++l)
+      std::memcpy(data() + (l * capacity_ + place) * bytes, held.data.data() + (l * count + i) * bytes,
                   static_cast<std::size_t>(bytes));
-      finite_[static_cast<std::size_t>(l * capacity_ + place)] =
-          all_finite(data_.data() + (l * capacity_ + place) * bytes, dtype_, std::int64_t{heads_} * dim_) ? 1 : 0;
-    }
   }
 }
 

@@ -9,50 +9,6 @@
 namespace kvkeep {
 namespace {
 
-/// Gives rows that share one selection the same scores, in place. Rows are in the order layer, sequence, head; all rows
-/// of a sequence have one length.
-void share_scores(const Evidence& evidence, const Limits& limits, Sharing share, float* g) {
-  const RowTable& table = evidence.table;
-  const auto heads = static_cast<std::size_t>(evidence.spec.kv_heads);
-  const std::size_t sequences = [&] {
-    std::size_t n = 0;
-    while (n < table.groups.size() && table.groups[n].layer == table.groups.front().layer) ++n;
-    return n;
-  }();
-  const std::size_t stride = sequences * heads, layers = table.rows.size() / std::max<std::size_t>(stride, 1);
-  const auto each_sharing_row = [&](std::size_t sequence, std::size_t head, auto&& body) {
-    for (std::size_t l = 0; l < layers; ++l)
-      for (std::size_t h = share == Sharing::all ? 0 : head; h < (share == Sharing::all ? heads : head + 1); ++h)
-        body(l * stride + sequence * heads + h);
-  };
-  for (std::size_t s = 0; s < sequences; ++s)
-    for (std::size_t head = 0; head < (share == Sharing::all ? 1 : heads); ++head) {
-      const std::size_t first = s * heads + head;
-      const Row& row = table.rows[first];
-      if (!limits.rows[first].due) continue;
-      float* shared = g + row.first;
-      each_sharing_row(s, head, [&](std::size_t r) {
-        const Row& other = table.rows[r];
-        KVKEEP_REQUIRE_AS(Unsupported, other.length == row.length, "share: rows that share one selection hold ",
-                          row.length, " and ", other.length, " slots (layer ", other.layer, ", head ", other.head,
-                          "); allowed rows of one length");
-        if (r == first) return;
-        const float* from = g + other.first;
-        if (share == Sharing::all)
-          std::transform(from, from + row.length, shared, shared,
-                         [](float a, float b) { return a > b || b != b ? a : b; });
-        else
-          std::transform(from, from + row.length, shared, shared, [](float a, float b) { return a + b; });
-      });
-      if (share == Sharing::per_head)
-        std::transform(shared, shared + row.length, shared,
-                       [layers](float x) { return x / static_cast<float>(layers); });
-      each_sharing_row(s, head, [&](std::size_t r) {
-        if (r != first) std::copy_n(shared, row.length, g + table.rows[r].first);
-      });
-    }
-}
-
 /// Groups the dropped slots of one row into spans, one per segment: small spans merge with the next, large ones are
 /// cut.
 void fold_row(const KeepSet& keep, std::size_t r, std::int32_t length, std::span<const std::int32_t> ends,
@@ -195,25 +151,28 @@ std::vector<std::string> Evict::problems(const ModelSpec& spec) const {
   return found;
 }
 
-Decision Evict::decide(const Evidence& evidence) const {
+std::vector<std::string> Evict::problems_on(const Machine& machine, const ModelSpec& spec) const {
+  const Needs needs = this->needs();
+  return machine.problems(demand(needs), spec);
+}
+
+Decision Evict::decide(Machine& machine, const Evidence& evidence) const {
   const Limits limits = this->limits(evidence);
-  WindowNeeds shared = scorer_->shares();
-  shared.usage = allocator_->window() > 0;
+  const Needs needs = this->needs();
+  const std::unique_ptr<Event> event = machine.begin(evidence, limits, demand(needs));
+  WindowNeeds reductions = scorer_->shares();
+  reductions.usage = allocator_->window() > 0;
   WindowAttention seen;
-  if (shared.usage || shared.newest)
-    seen = window_attention(
-        evidence,
-        row_windows(evidence, limits, std::max(allocator_->window(), 1), retention_.variant == Variant::official),
-        shared);
+  if (reductions.usage || reductions.newest)
+    seen = event->attend(std::max(allocator_->window(), 1), retention_.variant == Variant::official, reductions);
   Decision decision;
   decision.reason = Reason::over_budget;
-  decision.scores = scorer_->score(evidence, limits, seen);
-  if (scorer_->accumulates())
-    decision.tally = clone(decision.scores.data);  // sharing and allocators may change the scores for ranking
   decision.share = retention_.share;
+  decision.scores = event->score(*scorer_, seen);
+  if (scorer_->accumulates()) decision.tally = decision.scores.data;
   if (retention_.share != Sharing::per_layer_per_head)
-    share_scores(evidence, limits, retention_.share, decision.scores.data.data<float>());
-  allocator_->allot(evidence, limits, seen, decision);
+    decision.scores = event->share(decision.scores, retention_.share);
+  event->allot(*allocator_, decision.scores, std::move(seen), decision);
   if (retention_.rest != nullptr && decision.keep)
     decision.fold = fold_rest(evidence.table, decision, *retention_.rest);
   return decision;

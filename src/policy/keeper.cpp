@@ -6,7 +6,6 @@
 #include <utility>
 #include <variant>
 
-#include "device_columns.h"
 #include "kvkeep/core/page_allocator.h"
 #include "kvkeep/keep/compact.h"
 
@@ -73,20 +72,21 @@ void write_table(std::span<const PageMove> moves, const CacheView& view) noexcep
 std::vector<std::string> problems(const KVPolicy& policy, const ModelSpec& spec, const Provided& provided) {
   std::vector<std::string> found = policy.problems(spec);
   const Needs needs = policy.needs();
-  if (provided.accelerator != nullptr) {
-    for (std::string& one : provided.accelerator->problems(policy, spec)) found.push_back(std::move(one));
+  const Machine& machine = provided.machine();
+  const std::string there = machine.device().str();
+  for (std::string& one : policy.problems_on(machine, spec)) found.push_back(std::move(one));
+  if (!machine.is_host()) {
     if (policy.narrows())
-      found.push_back(text("device: ", policy.name(), " narrows prompts, which a keeper does only on the CPU; given ",
-                           provided.accelerator->device().str()));
+      found.push_back(
+          text("device: ", policy.name(), " narrows prompts, which a keeper does only on the CPU; given ", there));
     if (needs.statistics_from >= 0)
       found.push_back(text("device: ", policy.name(),
-                           " reads statistics of every query, which are kept only on the CPU; given ",
-                           provided.accelerator->device().str()));
+                           " reads statistics of every query, which are kept only on the CPU; given ", there));
   }
   if (policy.memory() != nullptr) {
-    if (provided.accelerator != nullptr)
-      found.push_back(text("device: ", policy.name(), " folds spans, which a keeper does only on the CPU; given ",
-                           provided.accelerator->device().str()));
+    if (!machine.is_host())
+      found.push_back(
+          text("device: ", policy.name(), " folds spans, which a keeper does only on the CPU; given ", there));
     if (!provided.reads_folded)
       found.push_back(
           text("reads_folded: ", policy.name(),
@@ -120,10 +120,9 @@ std::vector<std::string> problems(const KVPolicy& policy, const ModelSpec& spec,
     const std::int64_t width = std::int64_t{spec.query_heads} * spec.value_dim;
     for (const std::int32_t l : spec.full_layers()) {
       const Tensor& w = given[static_cast<std::size_t>(l)];
-      const Device there = provided.accelerator == nullptr ? Device({}) : provided.accelerator->device();
-      if (w.defined() && w.device() != there)
-        found.push_back(text("output_projections: W_o of layer ", l, " is on ", w.device().str(), "; allowed ",
-                             there.str(), ", where the keeper works"));
+      if (w.defined() && w.device() != machine.device())
+        found.push_back(text("output_projections: W_o of layer ", l, " is on ", w.device().str(), "; allowed ", there,
+                             ", where the keeper works"));
       if (!w.defined() || w.dim() != 2 || w.size(1) != width || !w.is_contiguous() || !is_scorable(w.dtype()))
         found.push_back(text("output_projections: W_o of layer ", l,
                              w.defined() ? " has the wrong shape, dtype or strides" : " is missing",
@@ -161,7 +160,7 @@ Keeper::Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy, Provided provid
     far_ = provided_.far_store != nullptr ? provided_.far_store : FarStore::make(memory->far);
     near_ = std::make_unique<FactorCache>(memory->near);
   }
-  if (provided_.accelerator != nullptr) provided_.accelerator->claim();
+  provided_.machine().claim();
 }
 
 void Keeper::join(SequenceId sequence, std::int32_t tokens, std::int32_t prompt) {
@@ -172,14 +171,10 @@ void Keeper::join(SequenceId sequence, std::int32_t tokens, std::int32_t prompt)
   KVKEEP_REQUIRE(prompt == -1 || prompt >= tokens, "join: sequence ", sequence, " has a prompt of ", prompt,
                  " tokens and ", tokens, " of them cached; allowed at least the number cached, or -1 if unknown");
   const auto layers = static_cast<std::int32_t>(full_layers_.size());
-  Accelerator* accelerator = provided_.accelerator.get();
-  std::unique_ptr<Columns> columns;
-  if (accelerator == nullptr)
-    columns = std::make_unique<HostColumns>(layers * spec_.kv_heads);
-  else
-    columns = std::make_unique<DeviceColumns>(layers * spec_.kv_heads, *accelerator);
-  Sequence fresh{
-      std::move(columns), QueryRing(layers, needs_.queries, spec_.query_heads, spec_.key_dim, accelerator), {}};
+  Machine& machine = provided_.machine();
+  Sequence fresh{machine.columns(layers * spec_.kv_heads),
+                 QueryRing(layers, needs_.queries, spec_.query_heads, spec_.key_dim, machine.memory()),
+                 {}};
   if (needs_.statistics_from >= 0)
     fresh.statistics.assign(full_layers_.size(),
                             QueryStatistics(spec_.query_heads, spec_.key_dim, needs_.statistics_from));
@@ -247,7 +242,7 @@ RowTable Keeper::table_of(const CacheView& view, std::span<const std::int32_t> d
     group.prompt = {s.prompt < 0 ? s.logical : s.prompt};
     group.surprisal = s.surprisal;
     group.settled = s.settled;
-    if (provided_.accelerator == nullptr) continue;
+    if (s.columns->on_host()) continue;
     group.newest = s.columns->newest();
     group.prompt_slots = s.prompt_slots >= 0
                              ? s.prompt_slots
@@ -266,11 +261,11 @@ Evidence Keeper::evidence_of(const RowTable& table) const {
 }
 
 std::int64_t Keeper::workspace_bytes(const CacheView& view) const {
-  if (provided_.accelerator == nullptr || policy_->trigger().never) return 0;
+  if (policy_->trigger().never) return 0;
   std::vector<std::int32_t> all(view.sequences.size());
   std::iota(all.begin(), all.end(), 0);
   const RowTable table = table_of(view, all);
-  return provided_.accelerator->workspace_bytes(*policy_, evidence_of(table));
+  return provided_.machine().workspace_bytes(*policy_, evidence_of(table));
 }
 
 /// Rows that move in place must not be anybody else's.
@@ -403,9 +398,7 @@ Plan Keeper::plan(const CacheView& view) const {
 
   plan.table = table_of(view, due);
   check_pages(view, plan.table);
-  const Evidence evidence = evidence_of(plan.table);
-  plan.decision =
-      provided_.accelerator == nullptr ? policy_->decide(evidence) : provided_.accelerator->decide(*policy_, evidence);
+  plan.decision = provided_.machine().decide(*policy_, evidence_of(plan.table));
 
   if (!plan.decision.keep) return plan;
   const KeepSet& keep = *plan.decision.keep;
@@ -429,18 +422,6 @@ Plan Keeper::plan(const CacheView& view) const {
   return plan;
 }
 
-std::vector<ColumnTarget> Keeper::column_targets(const Plan& plan, const CacheView& view) {
-  std::vector<ColumnTarget> targets;
-  targets.reserve(plan.table.rows.size());
-  for (const Row& row : plan.table.rows)
-    targets.push_back(
-        on_device(sequences_.at(view.sequences[static_cast<std::size_t>(row.sequence)]))
-            .target(row_of(row.layer, row.head), plan.decision.credit.has_value(), plan.decision.tally.has_value()));
-  return targets;
-}
-
-DeviceColumns& Keeper::on_device(Sequence& sequence) { return static_cast<DeviceColumns&>(*sequence.columns); }
-
 /// The view names the sequences for which the plan was made.
 void Keeper::check_planned(const Plan& plan, const CacheView& view) const {
   ++mark_;
@@ -454,16 +435,21 @@ void Keeper::check_planned(const Plan& plan, const CacheView& view) const {
   }
 }
 
-/// Reserves memory for all that settle() writes.
-void Keeper::reserve_settled(const Plan& plan, const CacheView& view, std::span<const SpanRow> folded) {
+/// Reserves memory for all that settle() writes; says where the machine writes columns.
+std::vector<ColumnTarget> Keeper::reserve_settled(const Plan& plan, const CacheView& view,
+                                                  std::span<const SpanRow> folded) {
   const KeepSet& keep = *plan.decision.keep;
+  std::vector<ColumnTarget> targets;
+  targets.reserve(plan.table.rows.size());
   for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
     const Row& row = plan.table.rows[r];
     Sequence& s = sequences_.at(view.sequences[static_cast<std::size_t>(row.sequence)]);
     const std::int32_t own = row_of(row.layer, row.head);
-    s.columns->reserve_settled(own, keep.count(r), plan.decision.credit.has_value(), plan.decision.tally.has_value());
+    targets.push_back(s.columns->reserve_settled(own, keep.count(r), plan.decision.credit.has_value(),
+                                                 plan.decision.tally.has_value()));
     if (!folded.empty()) s.memory[static_cast<std::size_t>(own)].reserve(folded[r]);
   }
+  return targets;
 }
 
 Report Keeper::apply(const Plan& plan, const CacheView& view) {
@@ -486,14 +472,11 @@ Report Keeper::apply(const Plan& plan, const CacheView& view) {
   if (plan.decision.keep) {
     require_one_length(plan.table, *plan.decision.keep, view);
     folded = fold_dropped(plan, view);
-    reserve_settled(plan, view, folded);
+    const std::vector<ColumnTarget> targets = reserve_settled(plan, view, folded);
     take_pages(report.pages, view.pages);
     try {
       report.bytes_moved = bytes_to_move(plan.table, *plan.decision.keep, report.pages);
-      if (provided_.accelerator == nullptr)
-        compact(plan.table, *plan.decision.keep, report.pages);
-      else
-        provided_.accelerator->move(plan.table, plan.decision, report.pages, column_targets(plan, view));
+      provided_.machine().move(plan.table, plan.decision, report.pages, targets);
     } catch (...) {
       give_back_taken(plan.pages, report.pages, view.pages);
       throw;

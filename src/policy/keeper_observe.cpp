@@ -154,7 +154,7 @@ void Keeper::make_room(const Observation& o) {
     s.columns->reserve(tokens);
     if (begins_prompt(s, tokens)) begun_.push_back(begin_prompt(s, positions_));
   }
-  if (provided_.accelerator != nullptr) arrivals_.reserve(arrivals);
+  arrivals_.reserve(arrivals);
 }
 
 void Keeper::observe(const Observation& o) {
@@ -199,13 +199,13 @@ void Keeper::observe(const Observation& o) {
       if (q.data != nullptr) q.data += (tokens - s.tail) * q.token_stride;
       seen = seen.last(static_cast<std::size_t>(s.tail));
     }
-    s.ring.push(index, q.data, q.dtype, q.token_stride, q.head_stride, seen, &arrivals_);
+    s.ring.push(index, q.data, q.dtype, q.token_stride, seen, arrivals_);
     layout = {.heads = spec_.query_heads,
               .head_bytes = element_size(q.dtype) * spec_.key_dim,
               .token_stride = q.token_stride,
               .head_stride = q.head_stride};
   }
-  if (!arrivals_.empty()) provided_.accelerator->push_queries(arrivals_, layout);
+  if (!arrivals_.empty()) provided_.machine().memory().push_queries(arrivals_, layout);
 }
 
 }  // namespace kvkeep

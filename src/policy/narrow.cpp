@@ -6,8 +6,8 @@
 #include <numeric>
 #include <utility>
 
-#include "kvkeep/core/dtype.h"
 #include "kvkeep/core/page_allocator.h"
+#include "kvkeep/core/tensor.h"
 #include "kvkeep/keep/compact.h"
 #include "kvkeep/policy/keeper.h"
 

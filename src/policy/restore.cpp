@@ -262,7 +262,7 @@ QueryBasis basis_of(const StateFile& state) {
 }  // namespace
 
 void Keeper::require_saveable(SequenceId sequence, const Sequence& s) const {
-  KVKEEP_REQUIRE_AS(Unsupported, provided_.accelerator == nullptr, "save: the keeper works on ", device().str(),
+  KVKEEP_REQUIRE_AS(Unsupported, provided_.machine().is_host(), "save: the keeper works on ", device().str(),
                     ", whose columns and queries are not read back; allowed only on the CPU");
   KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr, "save: the prompt of sequence ", sequence,
                     " has only reached layer ", s.next_layer, "; allowed after its last layer");
@@ -297,7 +297,7 @@ void Keeper::save(SequenceId sequence, const std::filesystem::path& file) const 
 void Keeper::restore(SequenceId sequence, const std::filesystem::path& file) {
   KVKEEP_REQUIRE_AS(StateError, !knows(sequence), "restore: sequence ", sequence,
                     " is already here; allowed a free id");
-  KVKEEP_REQUIRE_AS(Unsupported, provided_.accelerator == nullptr, "restore: the keeper works on ", device().str(),
+  KVKEEP_REQUIRE_AS(Unsupported, provided_.machine().is_host(), "restore: the keeper works on ", device().str(),
                     "; allowed only on the CPU");
   const StateFile state = StateFile::open(file);
   state.expect_same("policy", policy_->to_json(), kPlaces);

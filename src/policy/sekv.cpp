@@ -85,7 +85,7 @@ ZoomBudget Sekv::zoom_budget(const Segments& segments, std::int64_t group, std::
   return b;
 }
 
-Decision Sekv::decide(const Evidence& evidence) const {
+Decision Sekv::decide(Machine&, const Evidence& evidence) const {
   const RowTable& table = evidence.table;
   const auto heads = static_cast<std::size_t>(evidence.spec.kv_heads);
   const std::int64_t group_size = evidence.spec.group(), dim = evidence.spec.key_dim;

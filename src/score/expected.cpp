@@ -469,7 +469,7 @@ std::int64_t Expected::workspace_bytes(const ModelSpec& spec, std::int64_t lengt
   return spec.key_dim % kUnitDepth == 0 ? std::max(bytes(false), bytes(true)) : bytes(false);
 }
 
-Scores Expected::score(const Evidence& evidence, const Limits& limits, WindowAttention&) const {
+Scores Expected::score(const Evidence& evidence, const Limits& limits, const WindowAttention&) const {
   require_host("expected", evidence.table.device);
   const RowTable& table = evidence.table;
   const ModelSpec& spec = evidence.spec;

@@ -20,7 +20,7 @@ std::int32_t new_queries(const Row& row, const QueryView& queries, std::int32_t 
 
 }  // namespace
 
-Scores H2O::score(const Evidence& evidence, const Limits&, WindowAttention&) const {
+Scores H2O::score(const Evidence& evidence, const Limits&, const WindowAttention&) const {
   require_host("h2o", evidence.table.device);
   const RowTable& table = evidence.table;
   const auto heads = static_cast<std::size_t>(evidence.spec.kv_heads);

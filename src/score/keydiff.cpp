@@ -44,7 +44,7 @@ std::int64_t KeyDiff::workspace_bytes(std::int64_t dim) {
          cpu::kKeyBlock * static_cast<std::int64_t>(sizeof(float));
 }
 
-Scores KeyDiff::score(const Evidence& evidence, const Limits& limits, WindowAttention&) const {
+Scores KeyDiff::score(const Evidence& evidence, const Limits& limits, const WindowAttention&) const {
   require_host("keydiff", evidence.table.device);
   const RowTable& table = evidence.table;
   with_dtype("keydiff", table.key_dtype, [](auto) {});

@@ -8,7 +8,7 @@
 
 namespace kvkeep {
 
-Scores Knorm::score(const Evidence& evidence, const Limits& limits, WindowAttention&) const {
+Scores Knorm::score(const Evidence& evidence, const Limits& limits, const WindowAttention&) const {
   require_host("knorm", evidence.table.device);
   const RowTable& table = evidence.table;
   with_dtype("knorm", table.key_dtype, [](auto) {});

@@ -6,7 +6,7 @@
 
 namespace kvkeep {
 
-Scores RandomScorer::score(const Evidence& evidence, const Limits& limits, WindowAttention&) const {
+Scores RandomScorer::score(const Evidence& evidence, const Limits& limits, const WindowAttention&) const {
   require_host("random", evidence.table.device);
   const RowTable& table = evidence.table;
   Scores scores{empty({table.slots}, Dtype::f32)};

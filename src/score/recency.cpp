@@ -6,7 +6,7 @@
 
 namespace kvkeep {
 
-Scores Recency::score(const Evidence& evidence, const Limits&, WindowAttention&) const {
+Scores Recency::score(const Evidence& evidence, const Limits&, const WindowAttention&) const {
   require_host("recency", evidence.table.device);
   Scores scores{empty({evidence.table.slots}, Dtype::f32)};
   float* out = scores.data.data<float>();

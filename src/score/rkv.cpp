@@ -109,7 +109,7 @@ std::int64_t Rkv::workspace_bytes(std::int64_t length, std::int64_t dim) {
   return Scratch(nullptr, length, dim).bytes();
 }
 
-Scores Rkv::score(const Evidence& evidence, const Limits& limits, WindowAttention&) const {
+Scores Rkv::score(const Evidence& evidence, const Limits& limits, const WindowAttention&) const {
   require_host("rkv", evidence.table.device);
   const RowTable& table = evidence.table;
   const std::int64_t dim = evidence.spec.key_dim;

@@ -11,7 +11,7 @@
 
 namespace kvkeep {
 
-Scores Rpc::score(const Evidence& evidence, const Limits& limits, WindowAttention&) const {
+Scores Rpc::score(const Evidence& evidence, const Limits& limits, const WindowAttention&) const {
   require_host("rpc", evidence.table.device);
   const RowTable& table = evidence.table;
   const bool official = options_.style == RpcOptions::Style::official;

@@ -20,7 +20,7 @@ bool is_known(const WindowAttention& seen, const std::vector<RowWindow>& windows
 
 }  // namespace
 
-Scores SnapKV::score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const {
+Scores SnapKV::score(const Evidence& evidence, const Limits& limits, const WindowAttention& seen) const {
   require_host("snapkv", evidence.table.device);
   const RowTable& table = evidence.table;
   const std::vector<RowWindow> windows = row_windows(evidence, limits, options_.window, false);

@@ -2,16 +2,15 @@
 
 #include <algorithm>
 #include <numeric>
-#include <utility>
 
 #include "head_mean.h"
 #include "kvkeep/core/require_host.h"
 
 namespace kvkeep {
 
-Scores Tova::score(const Evidence& evidence, const Limits&, WindowAttention& seen) const {
+Scores Tova::score(const Evidence& evidence, const Limits&, const WindowAttention& seen) const {
   require_host("tova", evidence.table.device);
-  Scores scores{std::exchange(seen.newest, Tensor())};
+  Scores scores{clone(seen.newest)};
   float* g = scores.data.data<float>();
   const std::int32_t heads = evidence.spec.kv_heads;
   for (const RowGroup& group : evidence.table.groups) {

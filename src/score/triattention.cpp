@@ -111,7 +111,7 @@ std::int64_t TriAttention::workspace_bytes(std::int64_t group, std::int64_t leng
          (group * length + group * pairs * (2 * offsets + 1) + cpu::tri_scratch(group, pairs));
 }
 
-Scores TriAttention::score(const Evidence& evidence, const Limits& limits, WindowAttention&) const {
+Scores TriAttention::score(const Evidence& evidence, const Limits& limits, const WindowAttention&) const {
   require_host("triattention", evidence.table.device);
   const RowTable& table = evidence.table;
   const ModelSpec& spec = evidence.spec;

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "kvkeep/core/dtype.h"
+#include "kvkeep/core/tensor.h"
 
 namespace kvkeep::cpu {
 namespace {

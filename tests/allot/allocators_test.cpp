@@ -119,7 +119,7 @@ struct Event {
   [[nodiscard]] KeepSet kept(const Allocator& allocator) const {
     Decision decision = decision_with(scores);
     WindowAttention seen;
-    allocator.allot(memory.evidence(), limits, seen, decision);
+    allocator.allot(memory.evidence(), limits, decision.scores, seen, decision);
     EXPECT_EQ(std::memcmp(decision.scores.data.data<float>(), scores.data(), scores.size() * sizeof(float)), 0)
         << "the allocator wrote to the scores (B18)";
     return *decision.keep;
@@ -295,7 +295,7 @@ TEST(AdaptiveHeads, GiveTheBudgetToTheHeadThatNeedsIt) {
     allocator.spread(evidence, Ints{1}, limits.rows);
     Decision decision = decision_with(g);
     WindowAttention seen;
-    allocator.allot(evidence, limits, seen, decision);
+    allocator.allot(evidence, limits, decision.scores, seen, decision);
     return std::vector<Ints>{slots_of(*decision.keep, 0), slots_of(*decision.keep, 1)};
   };
   EXPECT_EQ(kept(scores, 0.5), (std::vector<Ints>{{0, 5}, {0, 1, 2, 4}}));
@@ -384,7 +384,8 @@ TEST(Chunks, ByHand) {
     const Limits limits = even_limits(table, budget, 1);
     Decision decision = decision_with(scores);
     WindowAttention seen;
-    Chunks({3, ChunksOptions::Heads::shared}).allot({.spec = spec, .table = table}, limits, seen, decision);
+    Chunks({3, ChunksOptions::Heads::shared})
+        .allot({.spec = spec, .table = table}, limits, decision.scores, seen, decision);
     return slots_of(*decision.keep, 0);
   };
   EXPECT_EQ(kept(1), (Ints{0}));
@@ -450,11 +451,12 @@ TEST(Critical, PrefersTheValueThatMovesTheOutput) {
   projections[0].data<float>()[3] = -2;
   Decision decision = decision_with({.5F, .3F, .1F, .1F});
   WindowAttention seen;
-  Critical({}).allot({.spec = spec, .table = table, .output_projections = projections}, even_limits(table, 2), seen,
-                     decision);
+  Critical({}).allot({.spec = spec, .table = table, .output_projections = projections}, even_limits(table, 2),
+                     decision.scores, seen, decision);
   EXPECT_EQ(slots_of(*decision.keep, 0), (Ints{0, 2})) << ".3 * 1, .1 * 6, .1 * 4";
-  EXPECT_THROW(Critical({}).allot({.spec = spec, .table = table}, even_limits(table, 2), seen, decision),
-               InvalidArgument);
+  EXPECT_THROW(
+      Critical({}).allot({.spec = spec, .table = table}, even_limits(table, 2), decision.scores, seen, decision),
+      InvalidArgument);
 }
 
 TEST(Critical, RanksValuesThatAreNotFiniteLastAndLetsThemReachNoOtherRow) {

@@ -4,7 +4,7 @@
 
 #include <numeric>
 
-#include "kvkeep/core/dtype.h"
+#include "kvkeep/core/tensor.h"
 #include "kvkeep/keep/compact.h"
 #include "kvkeep/keep/rerotate.h"
 #include "kvkeep/torch.h"

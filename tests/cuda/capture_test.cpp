@@ -22,7 +22,7 @@ const char* const kPolicy = "ams-tova,budget=48,interval=12,recent=4,window=8,mi
 /// A keeper on the CPU and one on the device, fed alike. Sequences 1 and 2 are due whenever 12 tokens came.
 class Twins {
  public:
-  explicit Twins(Dtype dtype = Dtype::f32, const std::shared_ptr<Accelerator>& accelerator = fresh_accelerator())
+  explicit Twins(Dtype dtype = Dtype::f32, const std::shared_ptr<Machine>& accelerator = fresh_accelerator())
       : cpu(kPolicy, false, dtype), device(std::in_place, kPolicy, false, dtype, accelerator) {
     for (const SequenceId id : {1, 2}) join(id, 50);
   }
@@ -226,7 +226,7 @@ class WatchedMemory final : public c10::Allocator {
 
 TEST_F(CapturedEvents, FindTheirMemoryThoughTablesColumnsAndWorkspaceGrewSince) {
   const WatchedMemory watched;
-  const std::shared_ptr<Accelerator> accelerator = fresh_accelerator();
+  const std::shared_ptr<Machine> accelerator = fresh_accelerator();
   const auto workspace = [&](std::int64_t bytes) {
     const at::Tensor memory = at::empty({bytes + 256}, at::TensorOptions().dtype(c10::kByte));
     return memory.narrow(0, (256 - reinterpret_cast<std::intptr_t>(memory.data_ptr()) % 256) % 256, bytes);

@@ -84,7 +84,7 @@ void compare(const Case& c, const std::string& what) {
   decision.scores.data =
       at::from_blob(const_cast<float*>(c.scores.data()), {table.slots}, at::TensorOptions().dtype(at::kFloat));
   WindowAttention unused;
-  Chunks(c.options).allot({.spec = spec, .table = table}, {c.variant, {}, c.limits}, unused, decision);
+  Chunks(c.options).allot({.spec = spec, .table = table}, {c.variant, {}, c.limits}, decision.scores, unused, decision);
   const KeepSet& keep = *decision.keep;
   const std::vector<std::int32_t> wanted(keep.slots.data<std::int32_t>(),
                                          keep.slots.data<std::int32_t>() + keep.slots.numel());

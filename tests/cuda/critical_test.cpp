@@ -218,7 +218,7 @@ TEST_F(CriticalKernel, KeepsTheSlotsThatTheCpuKeeps) {
         WindowAttention unused;
         Critical({.first_stage = first_stage})
             .allot({.spec = evidence.spec, .table = evidence.table, .output_projections = projections}, k.c.limits,
-                   unused, decision);
+                   decision.scores, unused, decision);
         const Tensor& slots = decision.keep->slots;
         ASSERT_EQ(on_device(k, first_stage).slots,
                   std::vector<std::int32_t>(slots.data<std::int32_t>(), slots.data<std::int32_t>() + slots.numel()));

@@ -9,7 +9,7 @@
 
 namespace kvkeep::cuda {
 
-inline std::shared_ptr<Accelerator> fresh_accelerator() {
+inline std::shared_ptr<Machine> fresh_accelerator() {
 #if defined(KVKEEP_CUDA_MODEL)
   return make_accelerator(Device{});  // the model's device memory is the host's
 #else

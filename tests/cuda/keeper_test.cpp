@@ -222,7 +222,7 @@ TEST_F(DeviceLine, NamesValuesThatAreTooLongForItsKernels) {
   ModelSpec wide = engines::model();
   wide.value_dim = 320;
   const auto named = [&](const char* policy) {
-    for (const std::string& problem : fresh_accelerator()->problems(*make_policy(policy), wide))
+    for (const std::string& problem : make_policy(policy)->problems_on(*fresh_accelerator(), wide))
       if (problem.find("value_dim: ") == 0 && problem.find(" 320 numbers; allowed up to 256") != std::string::npos)
         return true;
     return false;
@@ -260,7 +260,7 @@ TEST_F(DeviceLine, RefusesADtypeWithoutAKernelAndChangesNothing) {
 TEST_F(DeviceLine, WorksInTheMemoryItIsGivenAndSaysWhenThatIsTooLittle) {
   const char* policy = "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16";
   std::int64_t needed = 0;
-  const auto run = [&](const std::shared_ptr<Accelerator>& accelerator) {
+  const auto run = [&](const std::shared_ptr<Machine>& accelerator) {
     DenseEngine engine(policy, false, Dtype::f32, accelerator);
     oracle::Random random(7);
     engine.join(1);
@@ -271,7 +271,7 @@ TEST_F(DeviceLine, WorksInTheMemoryItIsGivenAndSaysWhenThatIsTooLittle) {
     }
     EXPECT_GT(engine.keeper.totals().events, 2);
   };
-  const std::shared_ptr<Accelerator> first = fresh_accelerator();
+  const std::shared_ptr<Machine> first = fresh_accelerator();
   run(first);
   ASSERT_GT(needed, 0);
   const std::int64_t bytes_needed = needed;
@@ -282,7 +282,7 @@ TEST_F(DeviceLine, WorksInTheMemoryItIsGivenAndSaysWhenThatIsTooLittle) {
     return m.narrow(0, (256 - reinterpret_cast<std::intptr_t>(m.data_ptr()) % 256) % 256, bytes);
   };
   const at::Tensor enough = memory(bytes_needed), little = memory(bytes_needed - 256);
-  const std::shared_ptr<Accelerator> second = fresh_accelerator(), third = fresh_accelerator();
+  const std::shared_ptr<Machine> second = fresh_accelerator(), third = fresh_accelerator();
   second->use_workspace(aligned(enough, bytes_needed));
   run(second);
   third->use_workspace(aligned(little, bytes_needed - 256));

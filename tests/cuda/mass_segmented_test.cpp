@@ -138,7 +138,7 @@ Outcome on_cpu(const Case& c) {
                                   .moment = Moment::step_end,
                                   .explain = c.explain,
                                   .output_projections = {}},
-                                 limits, seen, decision);
+                                 limits, decision.scores, seen, decision);
   const auto floats = [](const at::Tensor& t) {
     return std::vector<float>(t.data_ptr<float>(), t.data_ptr<float>() + t.numel());
   };

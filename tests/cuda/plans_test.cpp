@@ -15,7 +15,7 @@ const char* const kPolicy = "ams-tova,budget=48,interval=12,recent=4,window=8,mi
 /// Two sequences of one engine, both due.
 class TwoDue {
  public:
-  explicit TwoDue(const std::shared_ptr<Accelerator>& accelerator, std::uint64_t seed = 31)
+  explicit TwoDue(const std::shared_ptr<Machine>& accelerator, std::uint64_t seed = 31)
       : engine(kPolicy, false, Dtype::f32, accelerator) {
     oracle::Random random(seed);
     engine.join(1);
@@ -87,7 +87,7 @@ TEST_F(DevicePlans, ThatALaterOneReplacedAreRefusedBeforeAByteMoves) {
 }
 
 TEST_F(DevicePlans, WhoseMemoryWasTakenAwayAreRefused) {
-  const std::shared_ptr<Accelerator> accelerator = fresh_accelerator();
+  const std::shared_ptr<Machine> accelerator = fresh_accelerator();
   TwoDue device(accelerator);
   const Plan plan = device.plan(0);
   const at::Tensor memory =
@@ -126,7 +126,7 @@ TEST_F(DevicePlans, OfAnotherKeeperAreRefusedBeforeAByteMoves) {
 }
 
 TEST_F(DevicePlans, OfTwoKeepersNeverMeetForAnAcceleratorServesOne) {
-  const std::shared_ptr<Accelerator> accelerator = fresh_accelerator();
+  const std::shared_ptr<Machine> accelerator = fresh_accelerator();
   EXPECT_THROW(Keeper(engines::model(), make_policy("adakv-tova,budget=48,interval=12"), {.accelerator = accelerator}),
                InvalidArgument);
   {

@@ -11,20 +11,22 @@ using TovaKernel = OnDevice;
 
 void expect_as_on_cpu(const EvidenceCase& c, bool all_heads) {
   const Evidence evidence = c.evidence();
-  WindowAttention seen = window_attention(evidence, row_windows(evidence, c.limits, 1, false), {.newest = true});
-  std::vector<float> newest(seen.newest.data<float>(), seen.newest.data<float>() + c.table.slots);
-  for (std::size_t r = 0; r < c.table.rows.size(); ++r)
-    if (!c.limits.rows[r].due) std::fill_n(newest.begin() + c.table.rows[r].first, c.table.rows[r].length, kUntouched);
+  const WindowAttention seen = window_attention(evidence, row_windows(evidence, c.limits, 1, false), {.newest = true});
+  const std::vector<float> newest(seen.newest.data<float>(), seen.newest.data<float>() + c.table.slots);
   const std::vector<RowWindow> host = seen.windows;
   const Scores want =
       Tova({all_heads ? TovaOptions::Heads::all : TovaOptions::Heads::group}).score(evidence, c.limits, seen);
   in_every_order([&] {
     const DeviceEvidence there(c);
     const DeviceArray<RowWindow> windows(host);
-    const DeviceArray<float> scores(newest);
-    launch_tova(
-        {.evidence = there.arguments(), .windows = windows.data(), .all_heads = all_heads, .scores = scores.data()},
-        nullptr);
+    const DeviceArray<float> read(newest);
+    const DeviceArray<float> scores(std::vector<float>(newest.size(), kUntouched));
+    launch_tova({.evidence = there.arguments(),
+                 .windows = windows.data(),
+                 .all_heads = all_heads,
+                 .newest = read.data(),
+                 .scores = scores.data()},
+                nullptr);
     ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, scores.download(), want.data.data<float>(), 0, 2e-7));
   });
 }

@@ -19,7 +19,7 @@ class Needed final : public Scorer {
  public:
   explicit Needed(std::vector<std::int32_t> positions) : positions_(std::move(positions)) {}
   [[nodiscard]] std::string_view name() const override { return "needed"; }
-  [[nodiscard]] Scores score(const Evidence& evidence, const Limits&, WindowAttention&) const override {
+  [[nodiscard]] Scores score(const Evidence& evidence, const Limits&, const WindowAttention&) const override {
     Scores scores{at::empty({evidence.table.slots}, at::TensorOptions().dtype(at::kFloat))};
     for (const Row& row : evidence.table.rows)
       for (std::int32_t t = 0; t < row.length; ++t) {

@@ -461,7 +461,7 @@ struct Told final : KVPolicy {
     return {.budget = {}, .interval = 1, .kind = Trigger::Kind::window, .recent = 0};
   }
   [[nodiscard]] const MemoryOptions* memory() const override { return &options; }
-  [[nodiscard]] Decision decide(const Evidence& evidence) const override {
+  [[nodiscard]] Decision decide(Machine&, const Evidence& evidence) const override {
     Decision d;
     d.keep.emplace();
     d.keep->indptr.push_back(0);

@@ -230,7 +230,7 @@ class Probe final : public KVPolicy {
     trigger.prefill = Trigger::Prefill::cut;
     return trigger;
   }
-  [[nodiscard]] Decision decide(const Evidence& evidence) const override {
+  [[nodiscard]] Decision decide(Machine&, const Evidence& evidence) const override {
     seen_.clear();
     for (const RowGroup& group : evidence.table.groups) {
       seen_.emplace_back();

@@ -50,7 +50,8 @@ class Calibrated final : public Scorer {
   explicit Calibrated(Options options) : options_(options) {}
   [[nodiscard]] std::string_view name() const override { return "calibrated"; }
   [[nodiscard]] Needs needs() const override { return {.keys = true}; }
-  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override {
+  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits,
+                             const WindowAttention& seen) const override {
     const TriAttention scorer(calibration_of(evidence.spec), options_);
     if (scorer.problems(evidence.spec).empty()) return scorer.score(evidence, limits, seen);
     return {at::zeros({evidence.table.slots}, at::TensorOptions(at::kFloat))};

@@ -226,7 +226,7 @@ TEST(Allocator, LeavesTheCallersScoresAlone) {  // B18
   Decision decision;
   decision.scores = Tova().score(cache.evidence(), limits, seen);
   const at::Tensor before = torch_tensor(decision.scores.data).clone();
-  MassSegmented({.min_segment = 4, .max_segment = 16}).allot(cache.evidence(), limits, seen, decision);
+  MassSegmented({.min_segment = 4, .max_segment = 16}).allot(cache.evidence(), limits, decision.scores, seen, decision);
   EXPECT_TRUE(torch_tensor(decision.scores.data).equal(before));
 }
 

@@ -72,7 +72,7 @@ inline std::vector<Tensor> output_projections(Device device) {
 /// One engine: its cache, its keeper, and the length of every row.
 class Engine {
  public:
-  Engine(std::unique_ptr<KVPolicy> policy, bool ragged, std::shared_ptr<Accelerator> accelerator)
+  Engine(std::unique_ptr<KVPolicy> policy, bool ragged, std::shared_ptr<Machine> accelerator)
       : keeper(model(), std::move(policy),
                {.output_projections = output_projections(accelerator == nullptr ? Device{} : accelerator->device()),
                 .accelerator = accelerator}),
@@ -159,10 +159,10 @@ class Engine {
 
 class DenseEngine final : public Engine {
  public:
-  DenseEngine(const std::string& policy, bool ragged, Dtype dtype, std::shared_ptr<Accelerator> accelerator = nullptr)
+  DenseEngine(const std::string& policy, bool ragged, Dtype dtype, std::shared_ptr<Machine> accelerator = nullptr)
       : DenseEngine(make_policy(policy), ragged, dtype, std::move(accelerator)) {}
   DenseEngine(std::unique_ptr<KVPolicy> policy, bool ragged, Dtype dtype,
-              std::shared_ptr<Accelerator> accelerator = nullptr)
+              std::shared_ptr<Machine> accelerator = nullptr)
       : Engine(std::move(policy), ragged, std::move(accelerator)) {
     const auto there = at::TensorOptions().dtype(torch_dtype(dtype)).device(torch_device(keeper.device()));
     for (std::int32_t l = 0; l < kLayers; ++l)
@@ -194,7 +194,7 @@ class DenseEngine final : public Engine {
 class PagedEngine final : public Engine {
  public:
   PagedEngine(const std::string& policy, bool ragged, Dtype dtype, std::int32_t page_size, PageLayout layout, Form form,
-              std::int32_t slots = 1600, std::shared_ptr<Accelerator> accelerator = nullptr)
+              std::int32_t slots = 1600, std::shared_ptr<Machine> accelerator = nullptr)
       : Engine(make_policy(policy), ragged, std::move(accelerator)),
         layout_(layout),
         pool(slots / page_size, page_size),

@@ -32,7 +32,8 @@ class AdaptiveHeads final : public Allocator {
 
   /// Cost: O(slots) per group, no sort. Workspace: one byte per slot of the event, and per thread workspace_bytes(slots
   /// of the largest group). Groups run in parallel; a group reads only itself.
-  void allot(const Evidence& evidence, const Limits& limits, WindowAttention& seen, Decision& decision) const override;
+  void allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention seen,
+             Decision& decision) const override;
 
   [[nodiscard]] static std::int64_t workspace_bytes(std::int64_t group_slots) { return 8 * group_slots; }
 

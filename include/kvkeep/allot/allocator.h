@@ -33,10 +33,10 @@ class Allocator {
   /// What it reads besides scores and window attention.
   [[nodiscard]] virtual Needs needs() const { return {}; }
 
-  /// Fills `decision.keep` and, if it has them, credit and allotment. `decision.scores` is set; it may be changed for
-  /// ranking. A row that is not due keeps every slot and its old credit. Rows run in parallel; no row reads another
-  /// (layer, sequence). The allocator owns `seen.usage` and may turn it into mass.
-  virtual void allot(const Evidence& evidence, const Limits& limits, WindowAttention& seen,
+  /// Fills `decision.keep` and, if it has them, credit and allotment. Slots rank by `scores`. `seen` has usage if
+  /// window() is not 0; mass may take its place. A row that is not due keeps every slot and its old credit. Rows run in
+  /// parallel; no row reads another (layer, sequence).
+  virtual void allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention seen,
                      Decision& decision) const = 0;
 };
 
@@ -51,7 +51,8 @@ class Allocator {
 class Flat final : public Allocator {
  public:
   [[nodiscard]] std::string_view name() const override { return "flat"; }
-  void allot(const Evidence& evidence, const Limits& limits, WindowAttention& seen, Decision& decision) const override;
+  void allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention seen,
+             Decision& decision) const override;
 };
 
 }  // namespace kvkeep

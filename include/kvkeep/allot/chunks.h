@@ -20,7 +20,8 @@ class Chunks final : public Allocator {
 
   /// Heads::shared needs rows of one length. Order of sums: ascending slots, heads within each, fp64.
   /// Cost: O(slots) per row, and a sort of its chunks. Workspace per thread: workspace_bytes(longest row, chunk).
-  void allot(const Evidence& evidence, const Limits& limits, WindowAttention& seen, Decision& decision) const override;
+  void allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention seen,
+             Decision& decision) const override;
 
   [[nodiscard]] static std::int64_t workspace_bytes(std::int64_t length, std::int64_t chunk) {
     return 8 * length + 16 * ((length + chunk - 1) / chunk + (length < chunk ? length : chunk));

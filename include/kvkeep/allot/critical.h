@@ -42,7 +42,8 @@ class Critical final : public Allocator {
   /// Cost: 2 * Hq * T * Dv * hidden flop per layer, for rows that are cut. Workspace: one byte per slot of the event,
   /// and per thread workspace_bytes(longest row, Dv). Rows run in parallel; equal values get bit-identical weights,
   /// wherever they are stored.
-  void allot(const Evidence& evidence, const Limits& limits, WindowAttention& seen, Decision& decision) const override;
+  void allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention seen,
+             Decision& decision) const override;
 
   [[nodiscard]] static std::int64_t workspace_bytes(std::int64_t length, std::int64_t value_dim);
 

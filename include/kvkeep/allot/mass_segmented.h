@@ -17,7 +17,8 @@ class MassSegmented final : public Allocator {
   /// Cost: O(length) per row beyond the window attention, no sort. Workspace per thread: about 40 bytes per slot of its
   /// longest row. Between window attention and compaction an event holds scores, mass and credit: 12 bytes per slot and
   /// row.
-  void allot(const Evidence& evidence, const Limits& limits, WindowAttention& seen, Decision& decision) const override;
+  void allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention seen,
+             Decision& decision) const override;
 
   [[nodiscard]] const MassSegmentedOptions& options() const { return options_; }
 

@@ -35,8 +35,9 @@ class Pyramid final : public Allocator {
               std::vector<RowLimit>& rows) const override;
   [[nodiscard]] bool ragged() const override { return true; }
   /// Cost and workspace: as Flat.
-  void allot(const Evidence& evidence, const Limits& limits, WindowAttention& seen, Decision& decision) const override {
-    Flat().allot(evidence, limits, seen, decision);
+  void allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention seen,
+             Decision& decision) const override {
+    Flat().allot(evidence, limits, scores, std::move(seen), decision);
   }
 
  private:

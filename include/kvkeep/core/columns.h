@@ -11,6 +11,13 @@
 
 namespace kvkeep {
 
+/// Where an event writes the columns of one row on a device; null: not there. [length of the row]
+struct ColumnTarget {
+  std::int32_t* positions = nullptr;
+  float* credit = nullptr;
+  float* tally = nullptr;
+};
+
 /// The columns of one sequence, for all its rows (full layers x KV heads). Rows are as long as those of the cache;
 /// positions ascend in each.
 class Columns {
@@ -22,8 +29,9 @@ class Columns {
   /// Adds new slots at the end of every row. Credit and tally of new slots are 0. Does not throw after reserve().
   virtual void append(std::span<const std::int32_t> positions) = 0;
 
-  /// Makes room for what settle() writes into one row for `slots` kept slots. Changes nothing visible.
-  virtual void reserve_settled(std::int32_t row, std::int64_t slots, bool credit, bool tally) = 0;
+  /// Makes room for one row's `slots` kept slots. Returns where Machine::move() writes them; nothing on the host, where
+  /// settle() does. Changes nothing visible.
+  virtual ColumnTarget reserve_settled(std::int32_t row, std::int64_t slots, bool credit, bool tally) = 0;
   /// Keeps the slots of row `r` of `keep` in one row; `credit` and `tally` (or null) hold the new value of every slot
   /// before compaction. Does not throw after reserve_settled().
   virtual void settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit,
@@ -39,6 +47,8 @@ class Columns {
   [[nodiscard]] virtual std::int32_t length(std::int32_t row) const = 0;
   /// Positions of the newest slots, which every row has: at least those appended since the last event.
   [[nodiscard]] virtual std::span<const std::int32_t> newest() const = 0;
+  /// True if positions() and credit() neither copy nor wait.
+  [[nodiscard]] virtual bool on_host() const = 0;
   /// Points `out` at the columns of a row.
   virtual void describe(std::int32_t row, Row& out) const = 0;
 
@@ -55,7 +65,7 @@ class HostColumns final : public Columns {
 
   void reserve(std::int32_t slots) override;
   void append(std::span<const std::int32_t> positions) override;
-  void reserve_settled(std::int32_t row, std::int64_t slots, bool credit, bool tally) override;
+  ColumnTarget reserve_settled(std::int32_t row, std::int64_t slots, bool credit, bool tally) override;
   void settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit, const float* tally) override;
   void finish_event(std::int32_t room) noexcept override;
   /// Replaces one row. `credit` and `tally` are those of its oldest slots.
@@ -66,6 +76,7 @@ class HostColumns final : public Columns {
     return static_cast<std::int32_t>(at(row).positions.size());
   }
   [[nodiscard]] std::span<const std::int32_t> newest() const override { return at(0).positions; }
+  [[nodiscard]] bool on_host() const override { return true; }
   void describe(std::int32_t row, Row& out) const override;
   [[nodiscard]] std::span<const std::int32_t> positions(std::int32_t row) const override { return at(row).positions; }
   [[nodiscard]] std::span<const float> credit(std::int32_t row) const override { return at(row).credit; }

@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "kvkeep/core/slot.h"
 #include "kvkeep/core/tensor.h"
 
 namespace kvkeep {
@@ -79,6 +80,14 @@ enum class Reason : std::uint8_t {
   last_layer,    ///< prefill: no layer selected, so the last one does
 };
 
+/// On a device: the tables of the event that a decision belongs to. The machine's memory holds those of the newest
+/// event only.
+struct EventTables {
+  const Row* rows = nullptr;             ///< [rows]
+  const std::int64_t* indptr = nullptr;  ///< [rows + 1] where each row's kept slots are
+  std::uint64_t serial = 0;              ///< number of the event
+};
+
 /// The outcome of one event. Indexes the rows of the event's RowTable. Optional members are absent unless the policy
 /// uses them.
 struct Decision {
@@ -95,8 +104,7 @@ struct Decision {
   Sharing share =
       Sharing::per_layer_per_head;  ///< which rows share one selection; `scores` are then the same in each of them
   std::optional<Allotment> allotment;
-  std::uint64_t serial =
-      0;  ///< on a device: number of this decision; the accelerator's memory holds the slots of the newest one only
+  EventTables tables = {};  ///< on a device
 };
 
 }  // namespace kvkeep

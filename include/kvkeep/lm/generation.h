@@ -119,7 +119,7 @@ struct GeneratorOptions {
   std::int32_t page_size = 0;  ///< slots per page, a power of two up to 1024: the cache is a PagePool with pages for
                                ///< `capacity` slots per place; 0: dense
   GenerationHooks hooks = {};
-  std::shared_ptr<Accelerator> accelerator =
+  std::shared_ptr<Machine> accelerator =
       nullptr;  ///< of the decoder's device, for this generator alone; null: the decoder is on the CPU
 };
 

@@ -7,7 +7,7 @@
 #include <span>
 #include <vector>
 
-#include "kvkeep/core/accelerator.h"
+#include "kvkeep/core/machine_memory.h"
 #include "kvkeep/core/row.h"
 
 namespace kvkeep {
@@ -34,21 +34,24 @@ class QueryRing {
     std::vector<std::byte> data = {};  ///< dtype [layers, n, Hq, D]; 0 for tokens whose query a layer does not hold
   };
 
-  /// `layers`: full layers of the model. With `wanted` 0 the ring keeps nothing. With an accelerator the queries are on
-  /// its device.
+  /// `layers`: full layers of the model. With `wanted` 0 the ring keeps nothing. The queries are in `memory`, which
+  /// must outlive the ring.
   QueryRing(std::int32_t layers, std::int32_t wanted, std::int32_t query_heads, std::int32_t key_dim,
-            Accelerator* accelerator = nullptr);
+            MachineMemory& memory = host_memory());
 
   /// Adds the queries of new tokens of one layer. data: [tokens, Hq, D] with strides in bytes, the D elements of a head
-  /// contiguous. Requires: takes(dtype). Cost: copies at most wanted + kRollback tokens of Hq * D elements. On a device
-  /// nothing is copied yet: the copies are appended to `arrivals`, which must be given, so that one launch serves all
-  /// sequences of a step.
+  /// contiguous. Requires: takes(dtype). Cost: copies at most wanted + kRollback tokens of Hq * D elements.
   void push(std::int32_t layer, const std::byte* data, Dtype dtype, std::int64_t token_stride, std::int64_t head_stride,
-            std::span<const std::int32_t> positions, std::vector<QueryArrival>* arrivals = nullptr);
+            std::span<const std::int32_t> positions);
+  /// The same without copying: the copies are appended to `arrivals` for MachineMemory::push_queries(), so that one
+  /// call serves all sequences of a step. Until then view() shows queries that are not there.
+  void push(std::int32_t layer, const std::byte* data, Dtype dtype, std::int64_t token_stride,
+            std::span<const std::int32_t> positions, std::vector<QueryArrival>& arrivals);
 
-  /// Ensures that push() of queries of this dtype cannot fail on the host. Changes nothing visible.
+  /// Ensures that push() of queries of this dtype cannot fail, if `arrivals` has room for capacity() more. Changes
+  /// nothing visible.
   void reserve(Dtype dtype) {
-    if (capacity_ > 0 && memory() == nullptr) allocate(dtype);
+    if (capacity_ > 0 && held_ == nullptr) allocate(dtype);
   }
 
   /// If no queries are kept: sets the number of tokens that every layer has seen.
@@ -64,13 +67,14 @@ class QueryRing {
   }
 
   /// True if queries of this dtype can be pushed: any at first, then the same one.
-  [[nodiscard]] bool takes(Dtype dtype) const { return memory() == nullptr || dtype == dtype_; }
+  [[nodiscard]] bool takes(Dtype dtype) const { return held_ == nullptr || dtype == dtype_; }
   [[nodiscard]] Dtype dtype() const { return dtype_; }
 
   /// The last `wanted` queries of one layer (fewer if it has seen fewer).
   [[nodiscard]] QueryView view(std::int32_t layer) const;
 
-  /// On the host: position of the newest query in view() with a number that is not finite. Empty: all are finite.
+  /// On the host: position of the newest query in view() with a number that is not finite. Empty: all are finite. Cost:
+  /// one pass over the queries in view().
   [[nodiscard]] std::optional<std::int32_t> not_finite(std::int32_t layer) const;
 
   /// The most tokens that one call of push() copies.
@@ -91,25 +95,22 @@ class QueryRing {
 
  private:
   void allocate(Dtype dtype);
-  [[nodiscard]] const std::byte* memory() const {
-    return there_.get() != nullptr ? static_cast<const std::byte*>(there_.get())
-           : data_.empty()         ? nullptr
-                                   : data_.data();
+  [[nodiscard]] std::byte* data() const { return static_cast<std::byte*>(held_.get()); }
+  [[nodiscard]] std::int32_t* positions() const {
+    return static_cast<std::int32_t*>(static_cast<void*>(data() + data_bytes()));
   }
   [[nodiscard]] std::int64_t token_bytes() const { return element_size(dtype_) * dim_ * heads_; }
-  /// Bytes before the positions, on a device.
+  /// Bytes before the positions.
   [[nodiscard]] std::int64_t data_bytes() const {
     return (static_cast<std::int64_t>(layers_.size()) * capacity_ * token_bytes() + 63) / 64 * 64;
   }
 
   std::int32_t wanted_, capacity_, heads_, dim_;
-  Accelerator* accelerator_;
+  MachineMemory* memory_;
   Dtype dtype_ = Dtype::f32;
   std::vector<Layer> layers_;
-  std::vector<std::int32_t> positions_;  ///< [capacity], the same in every layer
-  std::vector<std::byte> data_;          ///< [layers, capacity, Hq, D]; allocated at the first push
-  std::vector<std::uint8_t> finite_;     ///< [layers, capacity] 1: all numbers of the query are finite; on the host
-  DeviceMemory there_;                   ///< on a device: the queries, followed by the positions
+  DeviceMemory held_;  ///< [layers, capacity, Hq, D] queries, then i32 [capacity] positions, the same in every layer;
+                       ///< allocated at the first push
 };
 
 }  // namespace kvkeep

@@ -52,13 +52,15 @@ class Evict final : public KVPolicy {
   [[nodiscard]] Needs needs() const override { return needs_of(retention_, *scorer_, *allocator_); }
   [[nodiscard]] Trigger trigger() const override { return retention_.trigger; }
   [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const override;
+  [[nodiscard]] std::vector<std::string> problems_on(const Machine& machine, const ModelSpec& spec) const override;
   /// Order: limits of every row, window attention, scores, sharing, allotment.
   /// With a `share` other than per_layer_per_head, slots rank by the mean of the sharing rows' scores over layers
   /// (`per_head`) or by their maximum over layers and heads (`all`); sharing rows hold the same tokens. Source of both:
   /// TriAttention's modes. With retention.rest, slots that do not stay are folded: into one span for the slots that
   /// each segment drops (ours: neither AMS nor SeKV has it), or into runs of at most max_span dropped slots if there
   /// are no segments.
-  [[nodiscard]] Decision decide(const Evidence& evidence) const override;
+  [[nodiscard]] Decision decide(Machine& machine, const Evidence& evidence) const override;
+  using KVPolicy::decide;
   [[nodiscard]] const MemoryOptions* memory() const override {
     return retention_.rest == nullptr ? nullptr : &retention_.rest->memory;
   }
@@ -73,6 +75,10 @@ class Evict final : public KVPolicy {
   [[nodiscard]] const Allocator& allocator() const { return *allocator_; }
 
  private:
+  [[nodiscard]] Demand demand(const Needs& needs) const {
+    return {name_, needs, *scorer_, *allocator_, retention_.share};
+  }
+
   std::string name_;
   std::unique_ptr<Scorer> scorer_;
   std::unique_ptr<Allocator> allocator_;

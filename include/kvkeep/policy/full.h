@@ -10,7 +10,7 @@ class Full final : public KVPolicy {
   [[nodiscard]] std::string_view name() const override { return "full"; }
   [[nodiscard]] Needs needs() const override { return {}; }
   [[nodiscard]] Trigger trigger() const override { return {.budget = {}, .never = true}; }
-  [[nodiscard]] Decision decide(const Evidence&) const override { return {}; }
+  [[nodiscard]] Decision decide(Machine&, const Evidence&) const override { return {}; }
   [[nodiscard]] std::string to_json() const override { return R"({"policy": "full"})"; }
 };
 

@@ -21,7 +21,6 @@
 
 namespace kvkeep {
 
-class DeviceColumns;
 class StateFile;
 
 /// What an event does, or did, to one sequence. Lengths are those of its longest row.
@@ -224,7 +223,7 @@ class Keeper {
   Report step(const CacheView& view) { return apply(plan(view), view); }
 
   /// On a device: workspace bytes of an event over this view if all its sequences were due
-  /// (Accelerator::use_workspace). 0 on the CPU. Launches nothing. Throws as plan() does.
+  /// (Machine::use_workspace). 0 on the CPU. Launches nothing. Throws as plan() does.
   [[nodiscard]] std::int64_t workspace_bytes(const CacheView& view) const;
 
   /// Takes back the newest tokens (speculative decoding): the sequence is `logical_length` tokens long afterwards, and
@@ -247,9 +246,7 @@ class Keeper {
   [[nodiscard]] std::span<const float> credit(SequenceId sequence, std::int32_t layer, std::int32_t head) const;
 
   /// Where cache and queries must be.
-  [[nodiscard]] Device device() const {
-    return provided_.accelerator == nullptr ? Device{} : provided_.accelerator->device();
-  }
+  [[nodiscard]] Device device() const { return provided_.machine().device(); }
   [[nodiscard]] const ModelSpec& spec() const { return spec_; }
   [[nodiscard]] const KVPolicy& policy() const { return *policy_; }
   [[nodiscard]] const Totals& totals() const { return totals_; }
@@ -294,15 +291,14 @@ class Keeper {
   void make_room(const Observation& observation);
   [[nodiscard]] std::optional<Unscored> unscored(SequenceId id, const Sequence& sequence) const;
   void check_planned(const Plan& plan, const CacheView& view) const;
-  void reserve_settled(const Plan& plan, const CacheView& view, std::span<const SpanRow> folded);
+  [[nodiscard]] std::vector<ColumnTarget> reserve_settled(const Plan& plan, const CacheView& view,
+                                                          std::span<const SpanRow> folded);
   void settle(const Plan& plan, const CacheView& view, std::vector<SpanRow> folded, Report& report) noexcept;
   void check_queries(const char* operation, const Observation& observation) const;
   [[nodiscard]] std::span<const std::int32_t> already_shown(const Sequence& sequence, std::int32_t layer,
                                                             std::int32_t tokens) const;
   [[nodiscard]] RowTable table_of(const CacheView& view, std::span<const std::int32_t> due) const;
   [[nodiscard]] Evidence evidence_of(const RowTable& table) const;
-  [[nodiscard]] std::vector<ColumnTarget> column_targets(const Plan& plan, const CacheView& view);
-  [[nodiscard]] static DeviceColumns& on_device(Sequence& sequence);
   [[nodiscard]] bool leads(const Sequence& sequence, std::int32_t layer, std::int32_t tokens) const;
   [[nodiscard]] bool begins_prompt(const Sequence& sequence, std::int32_t tokens) const;
   struct Begun {

@@ -7,11 +7,11 @@
 #include <string_view>
 #include <vector>
 
-#include "kvkeep/core/accelerator.h"
 #include "kvkeep/core/decision.h"
 #include "kvkeep/core/evidence.h"
 #include "kvkeep/memory/memory_options.h"
 #include "kvkeep/observe/trigger.h"
+#include "kvkeep/policy/machine.h"
 #include "kvkeep/policy/prompt_pass.h"
 
 namespace kvkeep {
@@ -26,8 +26,11 @@ struct Provided {
   bool reads_folded = false;                    ///< Keeper::view() is called after each layer's attention
   std::shared_ptr<FarStore> far_store = nullptr;  ///< stores the factors of folded spans; may serve several keepers.
                                                   ///< Null: the keeper makes its own, as the policy says
-  std::shared_ptr<Accelerator> accelerator =
+  std::shared_ptr<Machine> accelerator =
       nullptr;  ///< of the device of cache and queries; null: the CPU. Each keeper needs its own
+
+  /// The accelerator, or the host.
+  [[nodiscard]] Machine& machine() const { return accelerator == nullptr ? host() : *accelerator; }
 };
 
 class KVPolicy;
@@ -59,10 +62,16 @@ class KVPolicy {
   /// When a sequence is due.
   [[nodiscard]] virtual Trigger trigger() const = 0;
 
+  /// Reasons why its events cannot run on this machine and model, one sentence each; empty: they can. Policies that do
+  /// not say otherwise run on the host.
+  [[nodiscard]] virtual std::vector<std::string> problems_on(const Machine& machine, const ModelSpec& spec) const;
+
   /// Decides for all rows of `evidence` together. Writes nothing. A row that is not over its budget keeps every slot.
   /// Throws: InvalidArgument if the evidence lacks what needs() names; Unsupported for a device or dtype without a
   /// kernel.
-  [[nodiscard]] virtual Decision decide(const Evidence& evidence) const = 0;
+  [[nodiscard]] virtual Decision decide(Machine& machine, const Evidence& evidence) const = 0;
+  /// The same on the host.
+  [[nodiscard]] Decision decide(const Evidence& evidence) const { return decide(host(), evidence); }
 
   /// True if it also acts while a prompt runs through the layers: the engine then calls Keeper::narrow().
   [[nodiscard]] virtual bool narrows() const { return false; }

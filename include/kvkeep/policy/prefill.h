@@ -21,7 +21,9 @@ class Prefill : public KVPolicy {
   /// Refuses models with layers that are not full: a window that slides over positions would slide over gaps.
   [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const final;
   [[nodiscard]] Trigger trigger() const override { return decoding_->trigger(); }
-  [[nodiscard]] Decision decide(const Evidence& evidence) const override { return decoding_->decide(evidence); }
+  [[nodiscard]] Decision decide(Machine& machine, const Evidence& evidence) const override {
+    return decoding_->decide(machine, evidence);
+  }
   [[nodiscard]] const MemoryOptions* memory() const override { return decoding_->memory(); }
   [[nodiscard]] bool narrows() const override { return true; }
   [[nodiscard]] std::string to_json() const override { return json_; }

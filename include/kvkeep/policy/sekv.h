@@ -48,7 +48,7 @@ class Sekv final : public KVPolicy {
   /// deviation of their surprisal, with as few anchors as the budget requires. Later, it is those that have left the
   /// window since, cut as a separate run by the threshold of the first time. The pieces are the same in all layers and
   /// heads. Throws InvalidArgument without surprisal, and if rows of one sequence differ.
-  [[nodiscard]] Decision decide(const Evidence& evidence) const override;
+  [[nodiscard]] Decision decide(Machine&, const Evidence& evidence) const override;
   [[nodiscard]] std::string to_json() const override { return json_; }
 
   [[nodiscard]] const SekvOptions& options() const { return options_; }

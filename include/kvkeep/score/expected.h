@@ -49,7 +49,8 @@ class Expected final : public Scorer {
   /// bit-identical scores. Cost in flop per row and query head: T * D * (D + 1) + N * D * (D + 1) + D^3 / 3, and one
   /// exponential per slot; on the matrix unit up to T * 2 D^2 + N * 4.5 D^2 in bf16. Workspace: workspace_bytes() per
   /// thread, of which 4 * T * G grows with the row.
-  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
+  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits,
+                             const WindowAttention& seen) const override;
 
   /// Bytes per thread for a row of `length` slots and `queries` query rows.
   [[nodiscard]] static std::int64_t workspace_bytes(const ModelSpec& spec, std::int64_t length, std::int64_t queries);

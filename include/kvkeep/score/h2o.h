@@ -25,7 +25,8 @@ class H2O final : public Scorer {
   /// own included. Between two events a cache only grows, so these are the probabilities of the steps themselves. Rows
   /// that are not due are updated too. Queries further back than `window` are never counted. Cost: window attention
   /// with up to `window` queries. Workspace per thread: window_attention_workspace(); nothing of size [Hq, W, T].
-  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
+  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits,
+                             const WindowAttention& seen) const override;
 
   [[nodiscard]] const H2OOptions& options() const { return options_; }
 

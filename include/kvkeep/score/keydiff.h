@@ -17,7 +17,8 @@ class KeyDiff final : public Scorer {
   /// is not finite makes its whole row NaN, which ranks by age. Throws InvalidArgument for keys that are not f32, f16
   /// or bf16. Cost: two passes over the keys of a row, the second backwards, so that it starts with the keys that are
   /// still in the CPU's caches. Workspace: workspace_bytes() per thread.
-  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
+  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits,
+                             const WindowAttention& seen) const override;
 
   /// Bytes for the mean, its fp32 copy and the weights of one block of keys.
   [[nodiscard]] static std::int64_t workspace_bytes(std::int64_t dim);

@@ -13,7 +13,8 @@ class Knorm final : public Scorer {
 
   /// g[t] = -|k_t| (no rotation changes it), fp32. Throws InvalidArgument for keys that are not f32, f16 or bf16.
   /// Cost: one pass over the keys. Workspace: none.
-  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
+  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits,
+                             const WindowAttention& seen) const override;
 };
 
 }  // namespace kvkeep

@@ -19,7 +19,8 @@ class RandomScorer final : public Scorer {
 
   /// g[t] in [0, 1), from (seed, layer, head, logical position of t) alone: a slot keeps its draw across events, all
   /// sequences draw alike, and neither threads nor batch change it. Cost: O(slots). Workspace: none.
-  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
+  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits,
+                             const WindowAttention& seen) const override;
 
   [[nodiscard]] const RandomOptions& options() const { return options_; }
 

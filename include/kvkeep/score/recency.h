@@ -12,7 +12,8 @@ class Recency final : public Scorer {
   [[nodiscard]] std::string_view name() const override { return "recency"; }
 
   /// g[t] = t. Exact up to 2^24 slots. Cost: O(slots).
-  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
+  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits,
+                             const WindowAttention& seen) const override;
 };
 
 }  // namespace kvkeep

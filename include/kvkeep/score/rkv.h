@@ -45,7 +45,8 @@ class Rkv final : public Scorer {
   /// one more pass if most keys have one among the newest, length^2 / 2 products of D per row if none has. Nothing of
   /// size T * T exists. Workspace: 4 bytes per slot of the event, and per thread the larger of
   /// history_attention_workspace() and workspace_bytes().
-  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
+  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits,
+                             const WindowAttention& seen) const override;
 
   /// Bytes per thread for rows of `length` slots: (33 + dim) * length + (8 + 4 * 7 + 5 * w) * dim, dim a multiple of 4,
   /// each part rounded up to whole cache lines; w = two machine vectors (8 floats with SSE4, 16 with AVX2, 32 with

@@ -38,7 +38,8 @@ class Rpc final : public Scorer {
   /// history. `Heads::all` needs rows of one length and averages by slot, even if the heads hold different tokens.
   /// Cost: window attention with `window` queries. Workspace: 4 bytes per slot, and per thread
   /// history_attention_workspace().
-  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
+  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits,
+                             const WindowAttention& seen) const override;
 
   [[nodiscard]] const RpcOptions& options() const { return options_; }
 

@@ -37,10 +37,11 @@ class Scorer {
   /// True if the scores add up over events: they come back as Row::tally.
   [[nodiscard]] virtual bool accumulates() const { return false; }
 
-  /// Scores of every slot of every due row; the rest is undefined. `seen` holds at least the reductions of `shares()`;
-  /// the scorer owns them and may return them as its result. Slots that are guarded in `limits` need no meaningful
-  /// score. Rows run in parallel; a row reads its own layer and sequence only.
-  [[nodiscard]] virtual Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const = 0;
+  /// Scores of every slot of every due row; the rest is undefined. `seen` holds at least the reductions of `shares()`.
+  /// Slots that are guarded in `limits` need no meaningful score. Rows run in parallel; a row reads its own layer and
+  /// sequence only.
+  [[nodiscard]] virtual Scores score(const Evidence& evidence, const Limits& limits,
+                                     const WindowAttention& seen) const = 0;
 };
 
 }  // namespace kvkeep

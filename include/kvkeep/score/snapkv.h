@@ -30,7 +30,8 @@ class SnapKV final : public Scorer {
   /// than all of them, 0 for the rest; g[t] = t if no query was seen. Pooling stays inside the history. Style `snapkv`
   /// reuses the policy's window attention if that has the same window. Cost: window attention with `window` queries.
   /// Workspace: 4 bytes per slot, and per thread window_attention_workspace() or history_attention_workspace().
-  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
+  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits,
+                             const WindowAttention& seen) const override;
 
   [[nodiscard]] const SnapKVOptions& options() const { return options_; }
 

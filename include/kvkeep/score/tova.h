@@ -27,7 +27,8 @@ class Tova final : public Scorer {
   /// g[t] = mean over heads of softmax over all slots of scale * q.k, for the newest query; g[t] = t if no query was
   /// seen. `Heads::all` needs rows of one length and averages by slot, even if the heads hold different tokens, as
   /// published. Cost: O(slots) beyond the shared window attention. Workspace: none.
-  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
+  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits,
+                             const WindowAttention& seen) const override;
 
   [[nodiscard]] const TovaOptions& options() const { return options_; }
 

@@ -54,7 +54,8 @@ class TriAttention final : public Scorer {
   /// dtype, whatever the aggregate; equal keys get bit-identical scores before and after normalisation. Cost: D * (3 G)
   /// flop-pairs per key (mean) or D * G * (offsets + 1) (max), and F square roots. Workspace: workspace_bytes() per
   /// thread, and 16 F bytes for every offset and sequence. Requires: problems(spec) is empty.
-  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
+  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits,
+                             const WindowAttention& seen) const override;
 
   /// Bytes per thread for a row of `length` slots: G raw scores per slot, the columns of the products, two vectors of
   /// keys as f32 with the moduli of their pairs, and one sum per query head for these keys. 4 (G length + G F (2

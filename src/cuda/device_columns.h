@@ -2,33 +2,32 @@
 /// Columns of one sequence in the memory of a device. The host knows the lengths, and the positions that came since the
 /// last event: they reach the device with the next one.
 
-#include "kvkeep/core/accelerator.h"
 #include "kvkeep/core/columns.h"
+#include "kvkeep/core/machine_memory.h"
 
-namespace kvkeep {
+namespace kvkeep::cuda {
 
 class DeviceColumns final : public Columns {
  public:
-  DeviceColumns(std::int32_t rows, Accelerator& accelerator);
+  DeviceColumns(std::int32_t rows, MachineMemory& memory) : memory_(memory), rows_(static_cast<std::size_t>(rows)) {}
 
   /// Allocates if a row outgrows its memory, half as much again. The old memory is freed, or kept if a graph may use
   /// it.
   void reserve(std::int32_t slots) override;
   void append(std::span<const std::int32_t> positions) override;
-  void reserve_settled(std::int32_t, std::int64_t, bool, bool) override {}  // target() does
+  /// Allocates each column when it is first requested.
+  ColumnTarget reserve_settled(std::int32_t row, std::int64_t slots, bool credit, bool tally) override;
   void settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit, const float* tally) override;
   void truncate(std::int32_t slots) override;
   [[nodiscard]] std::int32_t length(std::int32_t row) const override {
     return rows_[static_cast<std::size_t>(row)].length;
   }
   [[nodiscard]] std::span<const std::int32_t> newest() const override { return newest_; }
+  [[nodiscard]] bool on_host() const override { return false; }
   void describe(std::int32_t row, Row& out) const override;
   /// Waits for the device.
   [[nodiscard]] std::span<const std::int32_t> positions(std::int32_t row) const override;
   [[nodiscard]] std::span<const float> credit(std::int32_t row) const override;
-
-  /// Where an event writes the columns of a row. Allocates each column when it is first requested.
-  [[nodiscard]] ColumnTarget target(std::int32_t row, bool credit, bool tally);
 
   /// Settled rows have all their positions on the device.
   void finish_event(std::int32_t /*room*/) noexcept override { newest_.clear(); }
@@ -43,11 +42,11 @@ class DeviceColumns final : public Columns {
     return memory.get() == nullptr ? nullptr : static_cast<T*>(memory.get()) + std::int64_t{row} * capacity_;
   }
   [[nodiscard]] DeviceMemory column(std::int32_t capacity) {
-    return accelerator_.allocate(static_cast<std::int64_t>(rows_.size()) * capacity * 4);
+    return memory_.allocate(static_cast<std::int64_t>(rows_.size()) * capacity * 4);
   }
   void grow(std::int32_t capacity);
 
-  Accelerator& accelerator_;
+  MachineMemory& memory_;
   std::int32_t capacity_ = 0;
   std::vector<RowLengths> rows_;
   std::vector<std::int32_t> newest_;
@@ -57,4 +56,4 @@ class DeviceColumns final : public Columns {
   mutable std::vector<float> read_credit_;
 };
 
-}  // namespace kvkeep
+}  // namespace kvkeep::cuda

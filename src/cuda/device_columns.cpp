@@ -3,10 +3,7 @@
 #include <algorithm>
 #include <array>
 
-namespace kvkeep {
-
-DeviceColumns::DeviceColumns(std::int32_t rows, Accelerator& accelerator)
-    : accelerator_(accelerator), rows_(static_cast<std::size_t>(rows)) {}
+namespace kvkeep::cuda {
 
 void DeviceColumns::grow(std::int32_t capacity) {
   std::int32_t used = 0;
@@ -19,11 +16,10 @@ void DeviceColumns::grow(std::int32_t capacity) {
   for (std::size_t c = 0; c < columns.size(); ++c) {
     if (larger[c].get() == nullptr) continue;
     if (columns[c]->get() != nullptr)
-      accelerator_.copy_rows(larger[c].get(), std::int64_t{capacity} * 4, columns[c]->get(),
-                             std::int64_t{capacity_} * 4, std::int64_t{used} * 4,
-                             static_cast<std::int64_t>(rows_.size()));
+      memory_.copy_rows(larger[c].get(), std::int64_t{capacity} * 4, columns[c]->get(), std::int64_t{capacity_} * 4,
+                        std::int64_t{used} * 4, static_cast<std::int64_t>(rows_.size()));
     std::swap(*columns[c], larger[c]);
-    if (accelerator_.captured() && larger[c]) retired_.push_back(std::move(larger[c]));
+    if (memory_.captured() && larger[c]) retired_.push_back(std::move(larger[c]));
   }
   capacity_ = capacity;
 }
@@ -64,7 +60,7 @@ void DeviceColumns::describe(std::int32_t row, Row& out) const {
   out.tally_length = lengths.tally;
 }
 
-ColumnTarget DeviceColumns::target(std::int32_t row, bool credit, bool tally) {
+ColumnTarget DeviceColumns::reserve_settled(std::int32_t row, std::int64_t /*slots*/, bool credit, bool tally) {
   if (credit && credit_.get() == nullptr) credit_ = column(capacity_);
   if (tally && tally_.get() == nullptr) tally_ = column(capacity_);
   return {at<std::int32_t>(positions_, row), credit ? at<float>(credit_, row) : nullptr,
@@ -74,7 +70,7 @@ ColumnTarget DeviceColumns::target(std::int32_t row, bool credit, bool tally) {
 std::span<const std::int32_t> DeviceColumns::positions(std::int32_t row) const {
   const std::int32_t length = this->length(row), known = length - static_cast<std::int32_t>(newest_.size());
   read_positions_.resize(static_cast<std::size_t>(length));
-  if (known > 0) accelerator_.read(read_positions_.data(), at<std::int32_t>(positions_, row), std::int64_t{known} * 4);
+  if (known > 0) memory_.read(read_positions_.data(), at<std::int32_t>(positions_, row), std::int64_t{known} * 4);
   std::copy(newest_.begin(), newest_.end(), read_positions_.begin() + known);
   return read_positions_;
 }
@@ -82,8 +78,8 @@ std::span<const std::int32_t> DeviceColumns::positions(std::int32_t row) const {
 std::span<const float> DeviceColumns::credit(std::int32_t row) const {
   read_credit_.resize(static_cast<std::size_t>(rows_[static_cast<std::size_t>(row)].credit));
   if (!read_credit_.empty())
-    accelerator_.read(read_credit_.data(), at<float>(credit_, row), static_cast<std::int64_t>(read_credit_.size()) * 4);
+    memory_.read(read_credit_.data(), at<float>(credit_, row), static_cast<std::int64_t>(read_credit_.size()) * 4);
   return read_credit_;
 }
 
-}  // namespace kvkeep
+}  // namespace kvkeep::cuda
