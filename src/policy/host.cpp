@@ -102,9 +102,7 @@ class Host final : public Machine {
     compact(table, *decision.keep, pages);
   }
   [[nodiscard]] std::int64_t workspace_bytes(const KVPolicy&, const Evidence&) override { return 0; }
-  void use_workspace(Tensor) override {
-    refuse<Unsupported>("workspace: the CPU takes none; allowed on a device");
-  }
+  void use_workspace(Tensor) override { refuse<Unsupported>("workspace: the CPU takes none; allowed on a device"); }
 };
 
 }  // namespace

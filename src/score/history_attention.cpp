@@ -52,6 +52,7 @@ class HistoryReduction {
     else
       maximum_over_heads();
     cpu::fold_lanes(width_, scratch_.usage, span_.slots(), out);
+    if (options_.window == WindowReduce::worst) return;
     const std::int64_t heads = options_.group == GroupReduce::mean_prob ? heads_ : 1;
     const auto parts = static_cast<float>(heads * (span_.queries - 1 + options_.newest_counts));
     for (std::int64_t t = 0; t < span_.slots(); ++t) out[t] /= parts;
@@ -81,11 +82,35 @@ class HistoryReduction {
   template <class CountsOf>
   void add_softmax(float* x, const float* top, CountsOf&& counts_of) {
     cpu::panel_exp(width_, x, span_.slots(), top, scratch_.sum);
+    if (options_.window == WindowReduce::worst) return add_worst(x, counts_of);
     for (std::int64_t lane = 0; lane < width_; ++lane) {
       const float counted = counts_of(lane);
       scratch_.weight[lane] = counted > 0 ? counted / scratch_.sum[lane] : 0.0F;
     }
     cpu::panel_weigh(width_, x, span_.slots(), scratch_.weight, scratch_.usage);
+  }
+
+  /// Each query's shares, pooled and summing to 1; the largest of them and the usage so far, in its first lane.
+  template <class CountsOf>
+  void add_worst(const float* x, CountsOf&& counts_of) {
+    const std::int64_t slots = span_.slots(), vector = cpu::panel_vector(width_), reach = options_.pool / 2;
+    const auto begin = [&](std::int64_t t) { return std::max<std::int64_t>(t - reach, 0); };
+    const auto end = [&](std::int64_t t) { return std::min(t + reach + 1, slots); };
+    float* const share = scratch_.weight;
+    std::fill_n(share, width_, 0.0F);
+    for (std::int64_t t = 0; t < slots; ++t) {
+      const auto pools = static_cast<float>(end(t) - begin(t));  // that slot t is in
+      for (std::int64_t lane = 0; lane < width_; ++lane) share[lane] += pools * x[t * width_ + lane];
+    }
+    for (std::int64_t lane = 0; lane < width_; ++lane) share[lane] = counts_of(lane) > 0 ? 1 / share[lane] : 0;
+    for (std::int64_t t = 0; t < slots; ++t) {
+      float* const pooled = scratch_.sum;
+      std::fill_n(pooled, width_, 0.0F);
+      for (std::int64_t n = begin(t); n < end(t); ++n)
+        for (std::int64_t lane = 0; lane < width_; ++lane) pooled[lane] += x[n * width_ + lane];
+      float& worst = scratch_.usage[t * vector];
+      for (std::int64_t lane = 0; lane < width_; ++lane) worst = std::max(worst, pooled[lane] * share[lane]);
+    }
   }
 
   void mean_over_heads() {

@@ -60,8 +60,8 @@ class Machine {
   [[nodiscard]] Device device() const { return memory().device(); }
   [[nodiscard]] bool is_host() const { return memory().is_host(); }
 
-  /// A keeper takes it, for good: it holds the workspace of that keeper's events, and constants of its model and policy.
-  /// Throws StateError if a keeper has taken it before. The host serves any number of keepers.
+  /// A keeper takes it, for good: it holds the workspace of that keeper's events, and constants of its model and
+  /// policy. Throws StateError if a keeper has taken it before. The host serves any number of keepers.
   virtual void claim() {
     KVKEEP_REQUIRE_AS(StateError, !claimed_, "Keeper: the accelerator on ", device().str(),
                       " serves another keeper, or served one before; allowed one accelerator per keeper");

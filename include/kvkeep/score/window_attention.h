@@ -47,14 +47,23 @@ enum class GroupReduce : std::uint8_t {
   max_logit,  ///< the largest logit of the group, then one softmax
 };
 
+/// How the window's queries are combined.
+enum class WindowReduce : std::uint8_t {
+  mean,   ///< over queries and, with GroupReduce::mean_prob, query heads
+  worst,  ///< each query's shares averaged over `pool` neighbours and brought back to a sum of 1; the largest over
+          ///< queries and query heads. Source: DefensiveKV, worst-case risk estimation
+};
+
 struct HistoryOptions {
   GroupReduce group = GroupReduce::mean_prob;
-  std::int32_t newest_counts = 1;  ///< how often the newest query counts in the mean
+  std::int32_t newest_counts = 1;  ///< WindowReduce::mean: how often the newest query counts
+  WindowReduce window = WindowReduce::mean;
+  std::int32_t pool = 1;  ///< WindowReduce::worst: slots averaged over, odd; 1: none
 };
 
 /// Slice, then softmax: every window query's softmax over the slots [first, history) of its row alone, reduced over the
-/// group, mean over the window's queries; f32 [slots], 0 outside [first, history) and in rows whose window is empty.
-/// Shares therefore sum to 1 over [first, history). `first`: [rows], or empty for 0 everywhere. A window's history that
+/// group and over the window's queries; f32 [slots], 0 outside [first, history) and in rows whose window is empty.
+/// Means therefore sum to 1 over [first, history). `first`: [rows], or empty for 0 everywhere. A window's history that
 /// extends past the slots its oldest query sees ends there. Requires, throws: as window_attention. Cost: 2 * Hq * W * T
 /// * D flop and one exponential per (query head, query, slot), with max_logit per (query, slot) of each KV head, per
 /// layer. Workspace per thread: history_attention_workspace() of the longest history. Rows run in parallel; a row's

@@ -1,0 +1,38 @@
+#pragma once
+/// The kernel of row_body.h, for translation units that name a body.
+
+#include "element.cuh"
+#include "kvkeep/score/row_scorer.h"
+#include "launch.cuh"
+#include "row_body.h"
+#include "team.cuh"
+#include "tuning.cuh"
+
+namespace kvkeep::cuda {
+
+template <class Body, class Key, class Value>
+__global__ void __launch_bounds__(tuning::kRowThreads) row_body_kernel(RowBodyArguments<Body> a) {
+  __shared__ unsigned long long scratch[kBlockScratch];
+  const EvidenceArguments& e = a.evidence;
+  for (std::int64_t r = blockIdx.x; r < e.count; r += gridDim.x) {
+    if (!e.due(r)) continue;
+    const Row& row = e.rows[r];
+    const RowLimit limit = e.limits == nullptr ? RowLimit{} : e.limits[r];
+    a.body.score(ScoredRow<Key, Value>{row, limit, e.dim, a.value_dim}, a.scores + row.first, BlockTeam(scratch));
+    __syncthreads();
+  }
+}
+
+template <class Body>
+void launch_row_body(const RowBodyArguments<Body>& arguments, Stream stream) {
+  KVKEEP_REQUIRE(arguments.evidence.keys != Element::fp8_e4m3 && arguments.values != Element::fp8_e4m3,
+                 "row_body: keys or values are fp8; allowed f32, f16, bf16");
+  with_wide_element(arguments.evidence.keys, [&](auto key) {
+    with_wide_element(arguments.values, [&](auto value) {
+      launch("row_body", row_body_kernel<Body, decltype(key), decltype(value)>,
+             {.blocks = blocks_for(arguments.evidence.count), .threads = tuning::kRowThreads}, stream, arguments);
+    });
+  });
+}
+
+}  // namespace kvkeep::cuda

@@ -1,0 +1,85 @@
+#pragma once
+/// Scorers that score every row alone, from its keys, values and positions: one body for the CPU and a GPU.
+
+#include <string>
+#include <utility>
+
+#include "kvkeep/core/parallel.h"
+#include "kvkeep/core/require_host.h"
+#include "kvkeep/core/team.h"
+#include "kvkeep/score/scorer.h"
+
+namespace kvkeep {
+
+/// Sum of squares of `count` stored numbers, in fp32. The order is the same on both machines, and lets a CPU use vectors.
+template <class T>
+[[nodiscard]] KVKEEP_HD float sum_of_squares(const T* numbers, std::int32_t count) {
+  constexpr std::int32_t kLanes = 8;
+  float lanes[kLanes] = {};
+  std::int32_t d = 0;
+  for (; d + kLanes <= count; d += kLanes)
+    for (std::int32_t lane = 0; lane < kLanes; ++lane) {
+      const float x = static_cast<float>(numbers[d + lane]);
+      lanes[lane] += x * x;
+    }
+  for (std::int32_t lane = 0; d < count; ++d, ++lane) {
+    const float x = static_cast<float>(numbers[d]);
+    lanes[lane] += x * x;
+  }
+  return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
+}
+
+/// A row as a body reads it. Key, Value: how its numbers are stored.
+template <class Key, class Value>
+struct ScoredRow {
+  const Row& row;
+  RowLimit limit;
+  std::int32_t key_dim, value_dim;
+
+  [[nodiscard]] KVKEEP_HD const Key* key(std::int32_t t) const { return reinterpret_cast<const Key*>(row.keys.at(t)); }
+  [[nodiscard]] KVKEEP_HD const Value* value(std::int32_t t) const {
+    return reinterpret_cast<const Value*>(row.values.at(t));
+  }
+};
+
+/// `Body` is a trivially copyable struct of options with
+///
+///     template <class Row, class Team>
+///     KVKEEP_HD void score(const Row& row, float* g, Team team) const;
+///
+/// which writes g[t] for every slot of a ScoredRow, split over the team (core/team.h). The CPU runs it with one thread
+/// per row, CUDA with one block per row once cuda/row_bodies.cu names the body. Needs of queries are not served.
+template <class Body>
+class RowScorer : public Scorer {
+ public:
+  using Options = Body;
+  explicit RowScorer(Body body = {}) : body_(body) {}
+  [[nodiscard]] const Body& options() const { return body_; }
+
+  /// Throws InvalidArgument for keys or values that needs() names and that are not f32, f16 or bf16. Workspace: none.
+  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, const WindowAttention&) const override {
+    const std::string operation(name());
+    require_host(operation.c_str(), evidence.table.device);
+    const RowTable& table = evidence.table;
+    const Needs needs = this->needs();
+    Scores scores{empty({table.slots}, Dtype::f32)};
+    float* const out = scores.data.template data<float>();
+    with_dtype(operation.c_str(), needs.keys ? table.key_dtype : Dtype::f32, [&](auto key) {
+      with_dtype(operation.c_str(), needs.values ? table.value_dtype : Dtype::f32, [&](auto value) {
+        parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+          for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r)
+            if (limits.rows[r].due)
+              body_.score(ScoredRow<decltype(key), decltype(value)>{table.rows[r], limits.rows[r],
+                                                                    evidence.spec.key_dim, evidence.spec.value_dim},
+                          out + table.rows[r].first, OneThread{});
+        });
+      });
+    });
+    return scores;
+  }
+
+ private:
+  Body body_;
+};
+
+}  // namespace kvkeep
