@@ -3,11 +3,20 @@
 #include <algorithm>
 #include <numeric>
 
+#include "kvkeep/core/error.h"
 #include "kvkeep/core/parallel.h"
 #include "kvkeep/core/require_host.h"
 #include "kvkeep/keep/select.h"
 
 namespace kvkeep {
+
+void require_own_form(std::string_view allocator, const AllocatorContext& policy, bool alike) {
+  KVKEEP_REQUIRE(policy.variant == Variant::strict, "policy: variant is official with allocator ", allocator,
+                 "; allowed strict (docs/allocators.md describes how that differs from the published form)");
+  KVKEEP_REQUIRE(alike || policy.share == Sharing::per_layer_per_head,
+                 "policy: share is not per_layer_per_head with allocator ", allocator,
+                 "; allowed per_layer_per_head (its rows keep different slots)");
+}
 
 KeepSet empty_keep_set(const RowTable& table, const Limits& limits) {
   KeepSet keep;

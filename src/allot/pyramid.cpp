@@ -34,6 +34,19 @@ std::vector<std::int64_t> largest_remainder(Wide whole, const std::vector<Wide>&
 
 }  // namespace
 
+void Pyramid::check(AllocatorContext& policy) const {
+  require_own_form(traits.name, policy, false);
+  const std::int64_t keeps = std::int64_t{policy.sink} + policy.newest;
+  KVKEEP_REQUIRE(keeps <= INT32_MAX, "policy: sink + the scorer's window is ", keeps,
+                 " with allocator pyramidkv; allowed at most ", INT32_MAX);
+  const auto least = static_cast<std::int32_t>(keeps);
+  Budget& b = policy.budget;
+  KVKEEP_REQUIRE(b.unit != Budget::Unit::slots || b.slots >= least, "policy: budget is ", b.slots,
+                 " with allocator pyramidkv; allowed at least ", least,
+                 ", which every layer keeps: sink + the scorer's window");
+  b.least = std::max(b.least, least);
+}
+
 std::vector<std::int32_t> pyramid_budgets(std::int32_t layers, std::int32_t budget, double beta, std::int32_t least) {
   KVKEEP_REQUIRE(budget >= least, "pyramid: the budget is ", budget, " slots per row; allowed at least the ", least,
                  " that every layer keeps (sinks and the scorer's window)");

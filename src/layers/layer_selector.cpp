@@ -8,9 +8,30 @@
 #include <numeric>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/fields.h"
 #include "kvkeep/core/problems.h"
 
 namespace kvkeep {
+
+void LayerSelectorOptions::describe(Fields& f) {
+  constexpr double kAnyThreshold = 1e9;
+  f.integer("min_layer", min_layer, 0, INT32_MAX, "first layer that may select", {"l_min"}, "layers / 3");
+  f.integer("observed_layers", observed_layers, 1, 4096,
+            "consecutive layers whose ranks are compared, at most min_layer + 1", {"l_obs"});
+  const bool by_mass = f.gives("layers", "missed_mass");  // then the option that it replaces is not written too
+  const bool by_ranks =
+      f.real("threshold", threshold, {-kAnyThreshold, kAnyThreshold},
+             "selects once the variance of the ranks is below this share of its value at min_layer; 0 or less: never",
+             {"tau"}, by_mass ? "-" : nullptr);
+  const bool missed = f.real("missed_mass", missed_mass, Range::between(0, 1),
+                             "instead of `threshold`: selects once, in each observed layer, less than this share of "
+                             "attention went to tokens that would not continue",
+                             {}, "-");
+  if (by_ranks && missed) f.bad("missed_mass", missed_mass, "only without `threshold`");
+  f.real("select_mass", select_mass, Range::above(0, 1),
+         "fewer than `budget` tokens continue if they, with the window, drew this share of the selecting layer's "
+         "attention");
+}
 
 std::vector<std::string> LayerSelectorOptions::problems() const {
   std::vector<std::string> found;

@@ -6,10 +6,24 @@
 #include <numeric>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/fields.h"
 #include "kvkeep/layers/last_query.h"
 #include "kvkeep/score/window_attention.h"
 
 namespace kvkeep {
+
+void ShrinkingContextOptions::describe(Fields& f) {
+  f.integer("sink", sink, 0, INT32_MAX, "oldest tokens that always continue");
+  f.enter("layers");
+  f.real("recent_ratio", recent_ratio, Range::below(0, 1),
+         "newest share of the prompt: it observes, and always continues");
+  f.real("keep", keep, Range::above(0, 1), "share of the others that continues after the deepest layer");
+  f.choice("schedule", schedule, {{"cosine", Schedule::cosine}, {"constant", Schedule::constant}},
+           "from all at the first layer down to `keep`, or `keep` at every layer");
+  f.integer("min_context", min_context, 1, INT32_MAX, "no layer leaves fewer of the others");
+  f.real("distance_weight", distance_weight, Range::above(0, 1000), "weight of the newest observer; the oldest has 1");
+  f.leave();
+}
 
 std::vector<std::string> ShrinkingContextOptions::problems() const {
   std::vector<std::string> found;

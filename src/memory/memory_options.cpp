@@ -1,8 +1,31 @@
 #include "kvkeep/memory/memory_options.h"
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/fields.h"
 
 namespace kvkeep {
+
+void MemoryOptions::describe(Fields& f) {
+  factors.describe(f);
+  zoom.describe(f);
+  f.flag("sketch", sketch,
+         "without a learned router: signs of every folded key stay near, and shares of attention are estimated from "
+         "them (off in traces)");
+  const auto bytes = [&f](const char* name, std::int64_t& cap, const char* what) {
+    std::int64_t given = 0;
+    if (f.integer(name, given, 0, INT64_MAX, what, {}, "-")) cap = given;
+  };
+  if (const std::filesystem::path file = f.optional_file("router", "trained router and gates (kvkeep_train_router)");
+      !file.empty())
+    routing = std::make_shared<Routing>(Routing::read(file));
+  bytes("near_bytes", near.bytes, "factors of opened spans that stay near; left out: all");
+  bytes("host_bytes", far.host_bytes, "factors in host memory, an exact cap; left out: no limit");
+  far.file =
+      f.optional_file("file", "a new file for factors that do not fit into host memory; it is removed with the run");
+  bytes("file_bytes", far.file_bytes, "factors in the file; left out: no limit");
+  f.choice("damage", damage, {{"refuse", Damage::refuse}, {"coarse", Damage::coarse}},
+           "if a span's factors can no longer be read: an error that names it, or its coarse entry is read instead");
+}
 
 std::vector<std::string> MemoryOptions::problems() const {
   std::vector<std::string> found;

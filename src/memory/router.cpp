@@ -6,6 +6,7 @@
 
 #include "attention_lanes.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/fields.h"
 #include "kvkeep/core/finite.h"
 #include "kvkeep/core/parallel.h"
 #include "memory_lanes.h"
@@ -20,6 +21,19 @@ constexpr double kLeastNorm = 1e-8;
 Tensor marks(const Tensor& like) { return zeros(like.sizes(), kMark); }
 
 }  // namespace
+
+void ZoomOptions::describe(Fields& f) {
+  f.choice("zoom", rule,
+           {{"auto", Rule::automatic}, {"learned", Rule::learned}, {"mass", Rule::mass}, {"coverage", Rule::coverage}},
+           "which spans a query opens: by a trained router, by estimated share of attention, or the fewest that hold "
+           "`coverage` of what spans draw; auto: learned if there is a router, else mass");
+  f.real("mass", mass, {0, 1}, "with zoom=mass: share of attention above which a span opens");
+  f.real("coverage", coverage, {0, 1}, "with zoom=coverage: opened spans hold this share of what all spans draw");
+  f.real("coverage_floor", coverage_floor, {0, 1},
+         "with zoom=coverage: spans below this share of attention stay folded");
+  f.choice("zoom_heads", heads, {{"own", Heads::own}, {"group", Heads::group}},
+           "a query head reads in full the spans it asked for, or those that any head of its group asked for");
+}
 
 std::vector<std::string> ZoomOptions::problems() const {
   std::vector<std::string> found;

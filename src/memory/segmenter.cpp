@@ -7,6 +7,7 @@
 
 #include "attention_lanes.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/fields.h"
 #include "kvkeep/core/parallel.h"
 #include "kvkeep/core/problems.h"
 #include "memory_lanes.h"
@@ -160,6 +161,15 @@ float token_surprisal(const Tensor& logits, std::int32_t id) {
                  logits.size(0) - 1);
   const Tensor row = contiguous(logits);
   return surprisal_of(static_cast<const std::byte*>(row.bytes()), row.dtype(), row.size(0), id);
+}
+
+void SegmenterOptions::describe(Fields& f) {
+  constexpr double kAnyAlpha = 1e9;
+  f.real("alpha", alpha, {-kAnyAlpha, kAnyAlpha},
+         "a token is an anchor if its surprisal is above mean + alpha * deviation");
+  f.integer("min_span", min_span, 1, INT32_MAX, "shorter runs between anchors stay as they are");
+  f.integer("max_span", max_span, 1, INT32_MAX, "longer runs are cut into equal pieces", {},
+            max_span == 0 ? "none" : nullptr);
 }
 
 std::vector<std::string> SegmenterOptions::problems() const {

@@ -10,6 +10,7 @@
 #include "factorise.h"
 #include "grow.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/fields.h"
 #include "kvkeep/core/parallel.h"
 #include "kvkeep/core/problems.h"
 #include "kvkeep/core/tensor.h"
@@ -43,6 +44,18 @@ std::vector<float> widened(const std::byte* from, Dtype dtype, std::int64_t coun
 }
 
 }  // namespace
+
+void FactorOptions::describe(Fields& f) {
+  f.integer("max_rank", max_rank, 1, 4096, "most components that are kept of a span's keys, and of its values");
+  f.choice("rank", rank, {{"energy", Rank::energy}, {"gates", Rank::gates}, {"max", Rank::max}},
+           "how many components: by what is left out, by learned gates, or up to max_rank");
+  f.real("energy", energy, {0, 1}, "with rank=energy: what is left out is at most energy^2 of the sum of squares");
+  f.real("gate_keep", gate_keep, {0, 1}, "with rank=gates: gates above it keep their component");
+  f.choice("centred", centred, {{"auto", Centred::automatic}, {"always", Centred::always}, {"never", Centred::never}},
+           "factors of rows minus their coarse entry: if that leaves less out (never with gates), always, or never");
+  f.choice("store", store, {{"f32", Dtype::f32}, {"bf16", Dtype::bf16}, {"f16", Dtype::f16}},
+           "dtype of coarse entries and factors");
+}
 
 std::vector<std::string> FactorOptions::problems() const {
   std::vector<std::string> found;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "kvkeep/core/fields.h"
 #include "kvkeep/core/parallel.h"
 #include "kvkeep/core/problems.h"
 #include "kvkeep/keep/select.h"
@@ -29,6 +30,20 @@ KeepSet keep_best(const RowTable& table, const Tensor& scores, std::int32_t slot
     }
   });
   return keep;
+}
+
+/// Rows that keep as many slots as hold a mass differ in length.
+void describe_cache(Fields& f, AslOptions& o) {
+  const bool slots =
+      f.integer("cache", o.cache, 1, INT32_MAX,
+                "slots of the prompt that each row keeps, including the window, chosen as in SnapKV; left out: all",
+                {"cache_k"}, "-");
+  const bool mass =
+      f.real("cache_mass", o.cache_mass, Range::above(0, 1),
+             "instead of `cache`: each row keeps as many slots as hold this share of the window's attention",
+             {"cache_p"}, "-");
+  if (slots && mass) f.bad("cache_mass", o.cache_mass, "only without `cache`");
+  f.uneven_heads = mass;
 }
 
 class AslPass final : public PromptPass {
@@ -101,6 +116,43 @@ class AslPass final : public PromptPass {
 };
 
 }  // namespace
+
+void AslOptions::describe(Fields& f, std::string_view policy) {
+  using Pool = PromptScoreOptions::Pool;
+  const bool fixed = selector.fixed_layer >= 0;
+  f.exactly_one({{"budget", f.integer("budget", selector.select, 1, INT32_MAX,
+                                      two_pass ? "tokens of the second pass, including the window"
+                                      : fixed  ? "tokens that continue after `layer`, including the window"
+                                               : "tokens that continue after the selecting layer, including the window",
+                                      {"select_k"}, "required")}});
+  if (!two_pass)
+    f.choice(
+        "variant", variant, {{"strict", Variant::strict}, {"official", Variant::official}},
+        "slot counts of cache_mass are multiples of 8: rounded up, so that the mass is held, or down, as published");
+  f.enter("scorer");
+  f.integer("window", selector.window, 1, kMostQueries,
+            "newest tokens of a prompt: they observe, are not ranked, and always continue", {"window_size"});
+  f.pool(pool, "tokens pooled over, odd; 1: none");
+  f.choice("pooling", pooling, {{"avg", Pool::average}, {"max", Pool::maximum}}, "average or maximum");
+  f.leave();
+  f.enter("layers");
+  if (fixed)
+    f.exactly_one({{"layer", f.integer("layer", selector.fixed_layer, 0, INT32_MAX, "the layer that selects",
+                                       {"tsp_layer"}, "required")}});
+  else
+    selector.describe(f);
+  if (two_pass)
+    f.choice("indices", indices, {{"ranks", Indices::ranks}, {"last_query", Indices::last_query}},
+             "the best ranked tokens and the window, or those that GemFilter would choose in that layer");
+  else
+    describe_cache(f, *this);
+  f.leave();
+  if (f.listing()) return;
+  KVKEEP_REQUIRE(selector.select > selector.window, "policy: budget of ", policy, " is ", selector.select,
+                 "; allowed more than scorer.window = ", selector.window, ", which is part of it");
+  KVKEEP_REQUIRE(cache == 0 || cache > selector.window, "policy: layers.cache of ", policy, " is ", cache,
+                 "; allowed more than scorer.window = ", selector.window, ", which is part of it");
+}
 
 std::vector<std::string> AslOptions::problems() const {
   LayerSelectorOptions resolved = selector;

@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "kvkeep/core/fields.h"
 #include "kvkeep/layers/last_query.h"
 #include "tokens_of.h"
 
@@ -35,6 +36,19 @@ class GemFilterPass final : public PromptPass {
 };
 
 }  // namespace
+
+void GemFilterOptions::describe(Fields& f) {
+  f.exactly_one(
+      {{"budget", f.integer("budget", select, 1, INT32_MAX, "tokens of the second pass", {"select_k"}, "required")}});
+  f.enter("scorer");
+  f.pool(pool, "tokens pooled over, odd; 1: none");
+  f.leave();
+  f.enter("layers");
+  f.exactly_one({{"layer", f.integer("layer", layer, 0, INT32_MAX,
+                                     "the layer whose last query chooses the tokens; the first pass ends there",
+                                     {"select_layer_idx"}, "required")}});
+  f.leave();
+}
 
 GemFilter::GemFilter(GemFilterOptions options, std::unique_ptr<KVPolicy> decoding, std::string json)
     : Prefill("gemfilter", std::move(decoding), std::move(json)), options_(options) {

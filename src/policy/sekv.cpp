@@ -5,10 +5,24 @@
 #include <utility>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/fields.h"
 #include "kvkeep/core/problems.h"
 
 namespace kvkeep {
 namespace {
+
+/// The published code: no sinks, window or longest span, uncentred rows, gates that weigh, and never raw rows.
+SekvOptions published() {
+  SekvOptions o;
+  o.variant = Variant::official;
+  o.segmenter.sink = o.segmenter.recent = o.segmenter.max_span = 0;
+  o.memory.factors.rank = FactorOptions::Rank::gates;
+  o.memory.factors.centred = FactorOptions::Centred::never;
+  o.memory.factors.soft_gates = true;
+  o.memory.factors.raw = false;
+  o.training.published = true;
+  return o;
+}
 
 /// What happens to the slots of a row, the same in all rows of a sequence.
 struct Pieces {
@@ -35,6 +49,35 @@ Pieces pieces_of(const Segments& segments, std::int32_t first, const Row& row, s
 }
 
 }  // namespace
+
+void SekvOptions::describe(Fields& f) {
+  std::int32_t entries = 0;
+  f.integer("budget", entries, 1, INT32_MAX,
+            "entries of one KV head that may be in reach at once: dense tokens, coarse entries, zoomed factors by "
+            "size; left out: no limit",
+            {}, "-");
+  double share = 0;
+  f.real("budget_share", share, Range::above(0, 1), "instead of `budget`: that share of the tokens seen", {}, "-");
+  f.choice("variant", variant, {{"strict", Variant::strict}, {"official", Variant::official}},
+           "our corrected form, or the published rules and defaults");
+  if (variant == Variant::official) *this = published();
+  budget = entries;
+  budget_share = share;
+  f.integer("interval", interval, 1, INT32_MAX, "tokens that leave the local window together while decoding");
+  f.integer("sink", segmenter.sink, 0, INT32_MAX, "oldest tokens that are always anchors");
+  f.integer("recent", segmenter.recent, 0, INT32_MAX, "newest tokens that stay as they are (local window)");
+  f.enter("memory");
+  segmenter.describe(f);
+  memory.describe(f);
+  f.real("zoom_share", zoom_share, {0, 1}, "share of the budget that is kept free for zooming when anchors are chosen");
+  f.leave();
+  f.enter("training");
+  training.describe(f);
+  f.leave();
+  KVKEEP_REQUIRE(f.listing() || variant != Variant::official || memory.zoom.heads != ZoomOptions::Heads::group,
+                 "policy: memory.zoom_heads of sekv is group with variant official; allowed own, because the "
+                 "published budget is per head");
+}
 
 Sekv::Sekv(SekvOptions options, std::string json) : options_(std::move(options)), json_(std::move(json)) {
   std::vector<std::string> found;

@@ -14,6 +14,11 @@ namespace kvkeep {
 
 struct AdaptiveHeadsOptions {
   double safeguard = 0.2;  ///< share of the budget each head keeps by its own ranking, [0, 1], rounded to millionths
+
+  void describe(Fields& f) {
+    f.real("safeguard", safeguard, {0, 1},
+           "share of the budget that every head keeps by its own ranking, protected slots included");
+  }
 };
 
 /// Per (layer, sequence): every head keeps its protected slots and its best others up to floor(safeguard * budget); the
@@ -21,8 +26,18 @@ struct AdaptiveHeadsOptions {
 /// slot. NaN ranks last. Scores must be comparable across the heads of a layer (shares of attention are).
 class AdaptiveHeads final : public Allocator {
  public:
+  using Options = AdaptiveHeadsOptions;
+  static constexpr AllocatorTraits traits{
+      .name = "adakv",
+      .what = "the heads of a layer share one budget, spent on the best of all their slots",
+      .source = "Ada-KV (Feng et al.)",
+      .scorer = "snapkv",
+      .probability = true};
+  static void context(Fields& f) { f.uneven_heads = true; }
+
   explicit AdaptiveHeads(AdaptiveHeadsOptions options) : options_(options) {}
   [[nodiscard]] std::string_view name() const override { return "adaptive_heads"; }
+  void check(AllocatorContext& policy) const override { require_own_form(traits.name, policy, false); }
 
   /// Rows keep the policy's budget on average; all rows of a (layer, sequence) are due together, when they hold more
   /// than heads * budget slots in total.

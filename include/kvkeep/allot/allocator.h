@@ -1,22 +1,58 @@
 #pragma once
-/// Allocators spend a row's budget: given the scores, they decide which slots stay.
+/// Allocators spend a row's budget: given the scores, they decide which slots stay. How to add one: CONTRIBUTING.md,
+/// "Adding an allocator".
 
 #include <cstdint>
 #include <span>
 #include <string_view>
 #include <vector>
 
+#include "kvkeep/core/budget.h"
 #include "kvkeep/core/decision.h"
 #include "kvkeep/core/evidence.h"
+#include "kvkeep/core/fields.h"
 #include "kvkeep/core/limits.h"
+#include "kvkeep/core/variant.h"
 #include "kvkeep/core/window.h"
 
 namespace kvkeep {
 
+/// How policies name an allocator, and what lists say of it. The texts must live as long as the program.
+struct AllocatorTraits {
+  std::string_view name;    ///< before a scorer's name, as "ams" in "ams-tova": lower-case letters, digits and hyphens
+  std::string_view what;    ///< one line
+  std::string_view source;  ///< paper
+  std::string_view scorer = {};  ///< the one that the bare name stands for; empty: the bare name is no policy
+  bool probability = false;      ///< takes only scores that are shares of attention (ScorerTraits::probability)
+};
+
+/// The rest of a policy, as its allocator sees it.
+struct AllocatorContext {
+  Variant variant = Variant::strict;
+  Sharing share = Sharing::per_layer_per_head;
+  std::int32_t sink = 0;    ///< oldest slots that always stay
+  std::int32_t newest = 0;  ///< newest slots that the scorer never drops
+  bool reads_keys = true;   ///< the scorer does
+  Budget budget;
+};
+
+/// What allocators in our own form ask: variant strict and, unless rows with equal scores keep equal slots (`alike`),
+/// rows that share no selection. Throws InvalidArgument.
+void require_own_form(std::string_view allocator, const AllocatorContext& policy, bool alike);
+
+/// A class that policies name has `static constexpr AllocatorTraits traits`. Its options, if it has any, are the struct
+/// `Options` with `describe(Fields&)`, which its constructor takes. It may have
+///   static void context(Fields&);                              what scorers must know of it before theirs are read
+///   static Options defaults(Fields&, const AllocatorContext&);  options outside its sub-object, and what else its
+///                                                              defaults depend on
 class Allocator {
  public:
   virtual ~Allocator() = default;
   [[nodiscard]] virtual std::string_view name() const = 0;
+
+  /// Throws InvalidArgument if it does not go with the rest of its policy. May change the variant, and raise
+  /// `budget.least`.
+  virtual void check(AllocatorContext& /*policy*/) const {}
 
   /// Number of window queries whose usage it reads; 0: none.
   [[nodiscard]] virtual std::int32_t window() const { return 0; }
@@ -51,6 +87,10 @@ class Allocator {
 class Flat final : public Allocator {
  public:
   [[nodiscard]] std::string_view name() const override { return "flat"; }
+  /// By age alone there is only one interpretation: sinks, then the newest.
+  void check(AllocatorContext& policy) const override {
+    if (!policy.reads_keys) policy.variant = Variant::strict;
+  }
   void allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention seen,
              Decision& decision) const override;
 };

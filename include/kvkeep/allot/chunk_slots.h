@@ -9,6 +9,8 @@
 
 namespace kvkeep {
 
+class Fields;
+
 struct ChunksOptions {
   std::int32_t chunk = 20;  ///< slots per chunk; the last may be shorter
   enum class Heads : std::uint8_t {
@@ -16,6 +18,8 @@ struct ChunksOptions {
     own,     ///< each KV head ranks its own
   };
   Heads heads = Heads::shared;
+
+  void describe(Fields& f);  ///< in chunks.h
 };
 
 /// Slots [from, to).

@@ -10,13 +10,26 @@
 
 namespace kvkeep {
 
+inline void ChunksOptions::describe(Fields& f) {
+  f.integer("chunk", chunk, 1, INT32_MAX, "slots per chunk");
+  f.choice("heads", heads, {{"shared", Heads::shared}, {"own", Heads::own}},
+           "chunks rank by the sum over the KV heads of a layer, or per KV head");
+}
+
 /// Protected slots stay. Chunks, cut from slot 0 on, rank by the mean score of their other slots (ties: the newer
 /// chunk; NaN last). Chunks stay whole, best first, as long as they fit; the best slots of the first chunk that does
 /// not fit fill the budget.
 class Chunks final : public Allocator {
  public:
+  using Options = ChunksOptions;
+  static constexpr AllocatorTraits traits{.name = "chunkkv",
+                                          .what = "runs of adjacent slots stay or go together",
+                                          .source = "ChunkKV (Liu et al.)",
+                                          .scorer = "snapkv"};
+
   explicit Chunks(ChunksOptions options) : options_(options) {}
   [[nodiscard]] std::string_view name() const override { return "chunks"; }
+  void check(AllocatorContext& policy) const override { require_own_form(traits.name, policy, true); }
 
   /// Heads::shared needs rows of one length. Order of sums: ascending slots, heads within each, fp64.
   /// Cost: O(slots) per row, and a sort of its chunks. Workspace per thread: workspace_bytes(longest row, chunk).

@@ -20,6 +20,15 @@ struct CriticalOptions {
   double first_stage = 0.5;  ///< share of a row's budget that the score alone decides, [0, 1], rounded to millionths
   Heads heads = Heads::equal;
   double safeguard = 0.2;  ///< AdaptiveHeadsOptions::safeguard, Heads::adaptive only
+
+  void describe(Fields& f) {
+    f.real("first_stage", first_stage, {0, 1},
+           "share of the budget that the score alone decides, protected slots included");
+    f.choice("heads", heads, {{"equal", Heads::equal}, {"adaptive", Heads::adaptive}},
+             "every head keeps the budget, or as much of the layer's as `adakv` would give it");
+    f.real("safeguard", safeguard, {0, 1},
+           "with heads=adaptive: share of the budget that every head keeps by its own ranking");
+  }
 };
 
 /// Added to scores before they are multiplied, so that a slot without attention still counts by its value.
@@ -31,8 +40,21 @@ inline constexpr float kCriticalEpsilon = 1e-4F;
 /// negative and must mean the same in every head (shares of attention do).
 class Critical final : public Allocator {
  public:
+  using Options = CriticalOptions;
+  static constexpr AllocatorTraits traits{
+      .name = "criticalkv",
+      .what = "half of the budget by score, the rest by score times the size of the value after the output projection",
+      .source = "CriticalKV (Feng et al.)",
+      .scorer = "snapkv",
+      .probability = true};
+  static void context(Fields& f) {
+    f.values_weighed = true;
+    f.uneven_heads = f.uneven_heads || f.says("allocator", "heads", "adaptive");
+  }
+
   explicit Critical(CriticalOptions options) : options_(options) {}
   [[nodiscard]] std::string_view name() const override { return "critical"; }
+  void check(AllocatorContext& policy) const override { require_own_form(traits.name, policy, false); }
   void spread(const Evidence& evidence, std::span<const std::int32_t> least,
               std::vector<RowLimit>& rows) const override;
   [[nodiscard]] bool ragged() const override { return options_.heads == CriticalOptions::Heads::adaptive; }

@@ -15,6 +15,8 @@
 
 namespace kvkeep {
 
+class Fields;
+
 struct MassSegmentedOptions {
   std::int32_t window = 32;  ///< queries whose attention makes up the mass
   Segmentation segments = Segmentation::mass;
@@ -32,6 +34,8 @@ struct MassSegmentedOptions {
   double coverage = 1.0;       ///< share of the budget above the protected slots that goes through segments, [0, 1]
   bool coverage_auto = false;  ///< instead: exactly what the segments' floors take, so that `min_quota` slots of every
                                ///< segment stay and the rest is top-k
+
+  void describe(Fields& f);
 };
 
 /// Added to every usage before it is normalised, so that an all-zero row becomes uniform.

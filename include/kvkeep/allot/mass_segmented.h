@@ -10,8 +10,18 @@ namespace kvkeep {
 
 class MassSegmented final : public Allocator {
  public:
+  using Options = MassSegmentedOptions;
+  static constexpr AllocatorTraits traits{
+      .name = "ams",
+      .what = "budget spread over segments of equal attention mass, and within each",
+      .source = "Adaptive Mass-Segmented KV compression (AMS)"};
+  /// Ours, those of the released scripts, or those of the paper, as option `preset` says. Variant official starts from
+  /// the scripts.
+  [[nodiscard]] static Options defaults(Fields& f, const AllocatorContext& policy);
+
   explicit MassSegmented(MassSegmentedOptions options) : options_(options) {}
   [[nodiscard]] std::string_view name() const override { return "mass_segmented"; }
+  void check(AllocatorContext& policy) const override;
   [[nodiscard]] std::int32_t window() const override { return options_.window; }
 
   /// Cost: O(length) per row beyond the window attention, no sort. Workspace per thread: about 40 bytes per slot of its

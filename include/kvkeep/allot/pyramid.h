@@ -15,6 +15,12 @@ namespace kvkeep {
 struct PyramidOptions {
   double beta = 20;  ///< the last layer gets 1 / beta of the mean budget before clamping, the first 2 - 1 / beta of it;
                      ///< [1, 1000], rounded to millionths
+
+  void describe(Fields& f) {
+    f.real("beta", beta, {1, 1000},
+           "the last layer keeps 1 / beta of the budget, the first 2 - 1 / beta of it, before small budgets are raised "
+           "to sinks + window");
+  }
 };
 
 /// Slots per row of each of `layers` layers, falling: linear from budget * (2 - 1 / beta) to budget / beta, rounded by
@@ -29,8 +35,16 @@ struct PyramidOptions {
 /// this cache holds them or not (LayerKind::full and `elsewhere`).
 class Pyramid final : public Allocator {
  public:
+  using Options = PyramidOptions;
+  static constexpr AllocatorTraits traits{.name = "pyramidkv",
+                                          .what = "early layers keep more than late ones, each the best of its rows",
+                                          .source = "PyramidKV (Cai et al.)",
+                                          .scorer = "snapkv"};
+
   explicit Pyramid(PyramidOptions options) : options_(options) {}
   [[nodiscard]] std::string_view name() const override { return "pyramid"; }
+  /// Every layer keeps sinks and what the scorer never drops: no budget is below that.
+  void check(AllocatorContext& policy) const override;
   void spread(const Evidence& evidence, std::span<const std::int32_t> least,
               std::vector<RowLimit>& rows) const override;
   [[nodiscard]] bool ragged() const override { return true; }

@@ -11,6 +11,8 @@
 
 namespace kvkeep {
 
+class Fields;
+
 struct LayerSelectorOptions {
   std::int32_t select = 2048;        ///< tokens that continue, including the window; more than `window`
   std::int32_t window = 32;          ///< newest tokens of the prompt: they observe, are not ranked, and always continue
@@ -30,6 +32,8 @@ struct LayerSelectorOptions {
 
   /// Every problem with these options, one sentence each that names the field; empty: none.
   [[nodiscard]] std::vector<std::string> problems() const;
+  /// Options of sub-object `layers` for a layer where ranks settle.
+  void describe(Fields& f);
 };
 
 /// Ranks of `scores`: 1 for the highest, a permutation of 1 to scores.size(). Among equal scores the lower index is

@@ -11,6 +11,8 @@
 
 namespace kvkeep {
 
+class Fields;
+
 struct ShrinkingContextOptions {
   enum class Schedule : std::uint8_t {
     cosine,    ///< from 1 at the first layer down to `keep`
@@ -25,6 +27,7 @@ struct ShrinkingContextOptions {
 
   /// Every problem with these options, one sentence each that names the field; empty: none.
   [[nodiscard]] std::vector<std::string> problems() const;
+  void describe(Fields& f);
 };
 
 /// One prompt that loses tokens from layer to layer.

@@ -9,6 +9,8 @@
 
 namespace kvkeep {
 
+class Fields;
+
 struct FactorOptions {
   enum class Rank : std::uint8_t {
     energy,  ///< the fewest components that leave out at most energy^2 of the squares
@@ -33,6 +35,7 @@ struct FactorOptions {
 
   /// Options that are not allowed, one sentence each with the field's name; empty if there are none.
   [[nodiscard]] std::vector<std::string> problems() const;
+  void describe(Fields& f);
 };
 
 /// Keys or values of one span and KV head, as stored. They represent base + A B, where base is the coarse entry if

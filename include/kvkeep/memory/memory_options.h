@@ -15,6 +15,8 @@
 
 namespace kvkeep {
 
+class Fields;
+
 struct MemoryOptions {
   FactorOptions factors;
   ZoomOptions zoom;
@@ -29,6 +31,7 @@ struct MemoryOptions {
 
   /// Options that are not allowed, one sentence each with the field's name; empty if there are none.
   [[nodiscard]] std::vector<std::string> problems() const;
+  void describe(Fields& f);
   /// Why it does not fit the model, one sentence each; empty if it fits.
   [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const;
 

@@ -11,6 +11,8 @@
 
 namespace kvkeep {
 
+class Fields;
+
 struct ZoomOptions {
   enum class Rule : std::uint8_t {
     automatic,  ///< learned if there is a router, else mass
@@ -35,6 +37,7 @@ struct ZoomOptions {
 
   /// Options that are not allowed, one sentence each with the field's name; empty if there are none.
   [[nodiscard]] std::vector<std::string> problems() const;
+  void describe(Fields& f);
 };
 
 /// Entries of one KV head that may be in reach at once.

@@ -9,6 +9,8 @@
 
 namespace kvkeep {
 
+class Fields;
+
 struct TrainingOptions {
   double zoom_weight = 1;
   double recon_weight = 0.5;
@@ -21,6 +23,7 @@ struct TrainingOptions {
 
   /// Options that are not allowed, one sentence each with the field's name; empty if there are none.
   [[nodiscard]] std::vector<std::string> problems() const;
+  void describe(Fields& f);
 };
 
 /// What is trained: f32, f16, bf16 or f64 as input, f64 as gradients.

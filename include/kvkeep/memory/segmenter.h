@@ -50,6 +50,8 @@ struct Span {
   bool operator==(const Span&) const = default;
 };
 
+class Fields;
+
 struct SegmenterOptions {
   double alpha = 1;             ///< a token is an anchor if its surprisal is above mean + alpha * deviation
   std::int32_t sink = 4;        ///< oldest tokens that are always anchors
@@ -63,6 +65,7 @@ struct SegmenterOptions {
 
   /// Options that are not allowed, one sentence each with the field's name; empty if there are none.
   [[nodiscard]] std::vector<std::string> problems() const;
+  void describe(Fields& f);  ///< without `sink` and `recent`
 };
 
 /// A prompt in pieces. Anchors, short spans, spans and window together hold every token once. The same pieces serve all

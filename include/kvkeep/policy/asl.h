@@ -37,6 +37,9 @@ struct AslOptions {
 
   /// Every problem with these options, one sentence each that names the field; empty: none.
   [[nodiscard]] std::vector<std::string> problems() const;
+  /// The options of asl; of asl-2pass with `two_pass`; of fastkv with a `selector.fixed_layer` of 0 or more. `policy`
+  /// is the name in messages.
+  void describe(Fields& f, std::string_view policy);
 };
 
 class Asl final : public Prefill {

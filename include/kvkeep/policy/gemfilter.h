@@ -12,6 +12,8 @@ struct GemFilterOptions {
   std::int32_t select = 2048;  ///< tokens of the second pass
   std::int32_t layer = 13;     ///< the layer whose last query chooses; layers after it do not run in the first pass
   std::int32_t pool = 5;       ///< tokens pooled over, odd
+
+  void describe(Fields& f);
 };
 
 class GemFilter final : public Prefill {

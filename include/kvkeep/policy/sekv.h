@@ -25,6 +25,8 @@ struct SekvOptions {
   SegmenterOptions segmenter;
   MemoryOptions memory;
   TrainingOptions training;  ///< weights of the losses, for traces that train router and gates
+
+  void describe(Fields& f);
 };
 
 class Sekv final : public KVPolicy {

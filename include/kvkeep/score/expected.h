@@ -24,13 +24,37 @@ struct ExpectedOptions {
   Statistics statistics = Statistics::window;
   bool matrix_unit = true;  ///< multiply bf16 keys on the machine's matrix unit if it has one; false: never. For tests
                             ///< and comparisons.
+
+  void describe(Fields& f) {
+    f.integer("n_future", future, 1, 1 << 20, "future positions whose rotations are averaged");
+    f.integer("sink", sink, 0, INT32_MAX,
+              "queries at positions below it are left out of the statistics, and that many oldest slots out of the "
+              "softmax");
+    f.flag("covariance", covariance, "use the covariance of the queries as well as their mean");
+    if (f.values_weighed) value_norm = false;  // the allocator does it, after W_o
+    f.flag("value_norm", value_norm, "weigh by the length of the value");
+    if (f.values_weighed && value_norm) f.bad("value_norm", true, "false: the allocator weighs values itself");
+    f.real("epsilon", epsilon, {0, 1},
+           "added to the expected attention before it is weighed by the value (value_norm)");
+    f.integer("queries", queries, 1, kMostQueries,
+              "newest queries whose mean and covariance are taken (statistics window)");
+    f.choice("statistics", statistics, {{"window", Statistics::window}, {"stream", Statistics::stream}},
+             "mean and covariance of the newest `queries`, or of every query since the sequence began");
+  }
 };
 
 class Expected final : public Scorer {
  public:
+  using Options = ExpectedOptions;
+  static constexpr ScorerTraits traits{
+      .name = "expected",
+      .what = "attention that future queries will pay, by the mean and covariance of past ones",
+      .source = "Devoto et al., Expected Attention",
+      .probability = true};
+
   explicit Expected(ExpectedOptions options = {}) : options_(options) {}
 
-  [[nodiscard]] std::string_view name() const override { return "expected"; }
+  [[nodiscard]] std::string_view name() const override { return traits.name; }
   [[nodiscard]] Needs needs() const override;
   [[nodiscard]] Padding padding() const override { return {.oldest = options_.sink, .newest = 0}; }
 

@@ -10,13 +10,25 @@ namespace kvkeep {
 
 struct H2OOptions {
   std::int32_t window = 512;  ///< how many of the newest queries an event can add
+
+  void describe(Fields& f) {
+    f.integer("window", window, 1, kMostQueries,
+              "newest queries that an event can add to the sum; older ones are not counted");
+  }
 };
 
 class H2O final : public Scorer {
  public:
+  using Options = H2OOptions;
+  static constexpr ScorerTraits traits{
+      .name = "h2o",
+      .what = "sum of the attention of every query so far",
+      .source = "Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
+      .probability = true};
+
   explicit H2O(H2OOptions options = {}) : options_(options) {}
 
-  [[nodiscard]] std::string_view name() const override { return "h2o"; }
+  [[nodiscard]] std::string_view name() const override { return traits.name; }
   [[nodiscard]] Needs needs() const override { return {.queries = options_.window, .keys = true}; }
   [[nodiscard]] bool accumulates() const override { return true; }
 

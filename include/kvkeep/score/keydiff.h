@@ -9,7 +9,11 @@ namespace kvkeep {
 
 class KeyDiff final : public Scorer {
  public:
-  [[nodiscard]] std::string_view name() const override { return "keydiff"; }
+  static constexpr ScorerTraits traits{.name = "keydiff",
+                                       .what = "keys that point away from the mean direction",
+                                       .source = "Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction"};
+
+  [[nodiscard]] std::string_view name() const override { return traits.name; }
   [[nodiscard]] Needs needs() const override { return {.queries = 0, .keys = true}; }
 
   /// g[t] = -cos(k_t, a), where a is the mean over all slots of k / max(|k|, 1e-12) and norms are at least 1e-8: 0 for

@@ -8,7 +8,12 @@ namespace kvkeep {
 
 class Knorm final : public Scorer {
  public:
-  [[nodiscard]] std::string_view name() const override { return "knorm"; }
+  static constexpr ScorerTraits traits{
+      .name = "knorm",
+      .what = "keys of small norm",
+      .source = "Devoto et al., A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression"};
+
+  [[nodiscard]] std::string_view name() const override { return traits.name; }
   [[nodiscard]] Needs needs() const override { return {.queries = 0, .keys = true}; }
 
   /// g[t] = -|k_t| (no rotation changes it), fp32. Throws InvalidArgument for keys that are not f32, f16 or bf16.

@@ -9,6 +9,12 @@ namespace kvkeep {
 
 class Recency final : public Scorer {
  public:
+  static constexpr ScorerTraits traits{
+      .name = "streaming",
+      .what = "the oldest `sink` slots and the newest",
+      .source = "Xiao et al., Efficient Streaming Language Models with Attention Sinks",
+      .composes = false};
+
   [[nodiscard]] std::string_view name() const override { return "recency"; }
 
   /// g[t] = t. Exact up to 2^24 slots. Cost: O(slots).

@@ -25,13 +25,33 @@ struct RkvOptions {
   GroupReduce group = GroupReduce::max_logit;  ///< max_logit as published, mean_prob as in AMS's code
   Redundancy redundancy = Redundancy::all;
   NoSimilar no_similar = NoSimilar::nothing;
+
+  void describe(Fields& f) {
+    f.integer("window", window, 1, kMostQueries, "newest queries whose attention counts; their slots stay",
+              {"window_size"});
+    f.pool(pool, "slots over which the largest attention is taken, odd; 1: none", {"kernel_size"});
+    f.real("lambda", lambda, {0, 1}, "weight of attention against redundancy", {"mix_lambda"});
+    f.real("similarity", similarity, {0, 1}, "cosine above which two keys resemble each other");
+    f.choice("group", group, {{"max_logit", GroupReduce::max_logit}, {"mean_prob", GroupReduce::mean_prob}},
+             "query heads of a KV head: the largest logit, then one softmax; or the mean of their softmaxes");
+    f.choice("redundancy", redundancy, {{"all", Redundancy::all}, {"history", Redundancy::history}},
+             "among all slots, or among those older than the window");
+    f.choice("no_similar", no_similar, {{"nothing", NoSimilar::nothing}, {"first", NoSimilar::first}},
+             "a key that resembles no other spares none, or slot 0 (a side effect of the published code)");
+  }
 };
 
 class Rkv final : public Scorer {
  public:
+  using Options = RkvOptions;
+  static constexpr ScorerTraits traits{
+      .name = "rkv",
+      .what = "slots that the newest queries attend to, less those that repeat other keys",
+      .source = "Cai et al., R-KV: Redundancy-aware KV Cache Compression for Reasoning Models"};
+
   explicit Rkv(RkvOptions options = {}) : options_(options) {}
 
-  [[nodiscard]] std::string_view name() const override { return "rkv"; }
+  [[nodiscard]] std::string_view name() const override { return traits.name; }
   [[nodiscard]] Needs needs() const override { return {.queries = options_.window, .keys = true}; }
   [[nodiscard]] std::int32_t keeps_newest() const override { return options_.window; }
   [[nodiscard]] Padding padding() const override { return {4, options_.window}; }

@@ -22,13 +22,33 @@ struct RpcOptions {
   std::int32_t pool = 7;     ///< slots to average over, odd; 1: no pooling
   Style style = Style::fixed;
   Heads heads = Heads::group;
+
+  void describe(Fields& f) {
+    f.integer("window", window, 1, kMostQueries, "newest queries whose attention counts; their slots always stay");
+    f.pool(pool, "slots pooled over, odd; 1: none");
+    f.choice("style", style, {{"fixed", Style::fixed}, {"official", Style::official}},
+             "every window query over the whole history; or as published: the newest query counted twice, the "
+             "protected prompt outside the softmax, a budget that grows");
+    if (style == Style::official) heads = Heads::all;
+    f.choice("heads", heads, {{"group", Heads::group}, {"all", Heads::all}},
+             "query heads that are averaged: of the layer, or of the KV head");
+    if (f.uneven_heads && heads == Heads::all)
+      f.bad("heads", "all", "group: heads that differ in length cannot be averaged slot by slot");
+  }
 };
 
 class Rpc final : public Scorer {
  public:
+  using Options = RpcOptions;
+  static constexpr ScorerTraits traits{
+      .name = "rpc",
+      .what = "sum of the attention of the newest `window` queries to the slots before them",
+      .source = "Song et al., Reasoning Path Compression",
+      .probability = true};
+
   explicit Rpc(RpcOptions options = {}) : options_(options) {}
 
-  [[nodiscard]] std::string_view name() const override { return "rpc"; }
+  [[nodiscard]] std::string_view name() const override { return traits.name; }
   [[nodiscard]] Needs needs() const override { return {.queries = options_.window, .keys = true}; }
   [[nodiscard]] std::int32_t keeps_newest() const override { return options_.window; }
 

@@ -1,5 +1,6 @@
 #pragma once
-/// Scorers rank the slots of a row. A scorer is a header, its device functions, a test case and a line in the registry.
+/// Scorers rank the slots of a row. A scorer is a header, its device functions, a test, and a line in a table
+/// (CONTRIBUTING.md, "Adding a scorer").
 
 #include <string>
 #include <string_view>
@@ -7,12 +8,25 @@
 
 #include "kvkeep/core/decision.h"
 #include "kvkeep/core/evidence.h"
+#include "kvkeep/core/fields.h"
 #include "kvkeep/core/limits.h"
 #include "kvkeep/core/window.h"
 
 namespace kvkeep {
 
-/// A pure function of the evidence.
+/// How policies name a scorer, and what lists say of it. The texts must live as long as the program.
+struct ScorerTraits {
+  std::string_view name;     ///< as a policy, and after "ams-" and the like: lower-case letters, digits and hyphens
+  std::string_view what;     ///< one line
+  std::string_view source;   ///< paper; "none" if there is none
+  bool probability = false;  ///< scores are shares of attention: not negative, and comparable between heads, as AdaKV
+                             ///< and CriticalKV need
+  bool composes = true;      ///< goes with allocators
+};
+
+/// A pure function of the evidence. A class that policies name has `static constexpr ScorerTraits traits`. Its options,
+/// if it has any, are the struct `Options` with `describe(Fields&)`, which its constructor takes; a class that is made
+/// in another way has `static std::unique_ptr<Class> make(Fields&)`.
 class Scorer {
  public:
   virtual ~Scorer() = default;

@@ -16,13 +16,28 @@ struct SnapKVOptions {
   std::int32_t window = 64;  ///< newest queries
   std::int32_t pool = 5;     ///< slots to pool over, odd; 1: no pooling
   Style style = Style::snapkv;
+
+  void describe(Fields& f) {
+    f.integer("window", window, 1, kMostQueries, "newest queries whose attention counts; their slots always stay");
+    f.pool(pool, "slots pooled over, odd; 1: none");
+    f.choice("style", style, {{"snapkv", Style::snapkv}, {"rkv", Style::rkv}},
+             "softmax over all slots, mean over the group, average pool; or largest logit of the group, softmax over "
+             "the history only, max pool");
+  }
 };
 
 class SnapKV final : public Scorer {
  public:
+  using Options = SnapKVOptions;
+  static constexpr ScorerTraits traits{
+      .name = "snapkv",
+      .what = "attention of the newest `window` queries, pooled over neighbours",
+      .source = "Li et al., SnapKV: LLM Knows What You are Looking for Before Generation",
+      .probability = true};
+
   explicit SnapKV(SnapKVOptions options = {}) : options_(options) {}
 
-  [[nodiscard]] std::string_view name() const override { return "snapkv"; }
+  [[nodiscard]] std::string_view name() const override { return traits.name; }
   [[nodiscard]] Needs needs() const override { return {.queries = options_.window, .keys = true}; }
   [[nodiscard]] std::int32_t keeps_newest() const override { return options_.window; }
 

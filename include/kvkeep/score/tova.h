@@ -13,13 +13,27 @@ struct TovaOptions {
     group,  ///< mean over the query heads of the KV head
   };
   Heads heads = Heads::all;
+
+  void describe(Fields& f) {
+    if (f.uneven_heads) heads = Heads::group;
+    f.choice("heads", heads, {{"all", Heads::all}, {"group", Heads::group}},
+             "query heads that are averaged: of the layer, or of the KV head");
+    if (f.uneven_heads && heads == Heads::all)
+      f.bad("heads", "all", "group: heads that differ in length cannot be averaged slot by slot");
+  }
 };
 
 class Tova final : public Scorer {
  public:
+  using Options = TovaOptions;
+  static constexpr ScorerTraits traits{.name = "tova",
+                                       .what = "attention of the newest query",
+                                       .source = "Oren et al., Transformers are Multi-State RNNs (TOVA)",
+                                       .probability = true};
+
   explicit Tova(TovaOptions options = {}) : options_(options) {}
 
-  [[nodiscard]] std::string_view name() const override { return "tova"; }
+  [[nodiscard]] std::string_view name() const override { return traits.name; }
   [[nodiscard]] Needs needs() const override { return {.queries = 1, .keys = true}; }
   [[nodiscard]] WindowNeeds shares() const override { return {.newest = true}; }
   [[nodiscard]] std::int32_t keeps_newest() const override { return 1; }

@@ -32,14 +32,39 @@ struct TriAttentionOptions {
   Group group = Group::max;
   std::int64_t offset_max = 65536;  ///< offsets 1, 2, 4, ... up to this
   Deviation deviation = Deviation::population;
+
+  void describe(Fields& f) {
+    f.choice("aggregate", aggregate, {{"mean", Aggregate::mean}, {"max", Aggregate::max}}, "over the future offsets");
+    f.flag("normalize", normalize, "z-score of each query head before the group is combined");
+    f.choice("group", group, {{"max", Group::max}, {"mean", Group::mean}}, "over the query heads of the KV head");
+    f.integer("offset_max", offset_max, 1, 1 << 30, "future offsets are 1, 2, 4, ... up to this");
+    f.choice("std", deviation, {{"population", Deviation::population}, {"sample", Deviation::sample}},
+             "deviation of the z-score: over the slots that are not protected (floor 1e-6), or with n - 1 over all "
+             "slots");
+  }
 };
 
 class TriAttention final : public Scorer {
  public:
+  using Options = TriAttentionOptions;
+  static constexpr ScorerTraits traits{
+      .name = "triattention",
+      .what = "slots that future queries will attend to, by where each head's queries are before RoPE",
+      .source = "TriAttention (WeianMao/triattention)"};
+
   TriAttention(Calibration calibration, TriAttentionOptions options = {})
       : calibration_(std::make_shared<const Calibration>(std::move(calibration))), options_(options) {}
 
-  [[nodiscard]] std::string_view name() const override { return "triattention"; }
+  /// Options with the calibration file that they name.
+  [[nodiscard]] static std::unique_ptr<TriAttention> make(Fields& f) {
+    const std::filesystem::path file =
+        f.file("calibration", "query statistics of the model, as kvkeep calibrate or the published tool writes them");
+    Options options;
+    options.describe(f);
+    return std::make_unique<TriAttention>(f.listing() ? Calibration() : load_calibration(file), options);
+  }
+
+  [[nodiscard]] std::string_view name() const override { return traits.name; }
   [[nodiscard]] Needs needs() const override { return {.keys = true, .calibration = true}; }
   [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const override {
     return calibration_->problems(spec);

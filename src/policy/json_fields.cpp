@@ -1,8 +1,9 @@
-#include "fields.h"
+#include "json_fields.h"
 
 #include <algorithm>
 #include <cmath>
 
+#include "kvkeep/core/error.h"
 #include "untrusted_json.h"
 
 namespace kvkeep {
@@ -17,12 +18,16 @@ std::string bound(std::int64_t most) { return most >= INT32_MAX ? "" : std::to_s
 
 }  // namespace
 
-void Fields::bad(const char* name, const nlohmann::json& given, const std::string& allowed) const {
+void JsonFields::bad_json(const char* name, const nlohmann::json& given, const std::string& allowed) const {
   refuse("policy: ", full_name(name), " is out of range or of the wrong type; given ", io::shown(given), "; allowed ",
          allowed);
 }
 
-const nlohmann::json* Fields::find(const char* name, Aliases aliases) {
+void JsonFields::bad(const char* name, const Value& given, const std::string& allowed) const {
+  bad_json(name, std::visit([](const auto& value) { return nlohmann::json(value); }, given), allowed);
+}
+
+const nlohmann::json* JsonFields::find(const char* name, Aliases aliases) {
   offered_.push_back(full_name(name));
   taken_.push_back(full_name(name));
   const nlohmann::json* object = from_;
@@ -41,15 +46,15 @@ const nlohmann::json* Fields::find(const char* name, Aliases aliases) {
   return found;
 }
 
-void Fields::put(const char* name, const nlohmann::ordered_json& value) {
+void JsonFields::put(const char* name, const nlohmann::ordered_json& value) {
   if (scope_.empty())
     resolved_[name] = value;
   else
     resolved_[scope_][name] = value;
 }
 
-bool Fields::integer(const char* name, std::int64_t& value, std::int64_t least, std::int64_t most, const char* what,
-                     Aliases aliases, const char* fallback) {
+bool JsonFields::integer(const char* name, std::int64_t& value, std::int64_t least, std::int64_t most, const char* what,
+                         Aliases aliases, const char* fallback) {
   const std::string allowed = bound(most).empty() ? "an integer, " + std::to_string(least) + " or more"
                                                   : "an integer from " + std::to_string(least) + " to " + bound(most);
   if (listing()) {
@@ -62,34 +67,26 @@ bool Fields::integer(const char* name, std::int64_t& value, std::int64_t least, 
     return false;
   }
   if (!given->is_number_integer() || (given->is_number_unsigned() && given->get<std::uint64_t>() > INT64_MAX))
-    bad(name, *given, allowed);
+    bad_json(name, *given, allowed);
   const auto number = given->get<std::int64_t>();
-  if (number < least || number > most) bad(name, *given, allowed);
+  if (number < least || number > most) bad_json(name, *given, allowed);
   value = number;
   put(name, value);
   return true;
 }
 
-bool Fields::integer(const char* name, std::int32_t& value, std::int64_t least, std::int64_t most, const char* what,
-                     Aliases aliases, const char* fallback) {
-  std::int64_t wide = value;
-  const bool given = integer(name, wide, least, std::min<std::int64_t>(most, INT32_MAX), what, aliases, fallback);
-  value = static_cast<std::int32_t>(wide);
-  return given;
+bool JsonFields::real(const char* name, double& value, Range range, const char* what, Aliases aliases,
+                      const char* fallback) {
+  return number(name, value, range, what, aliases, fallback, nullptr) == Given::number;
 }
 
-bool Fields::real(const char* name, double& value, double low, bool low_open, double high, bool high_open,
-                  const char* what, Aliases aliases, const char* fallback) {
-  return number(name, value, {low, low_open, high, high_open}, what, aliases, fallback, nullptr) == Given::number;
+void JsonFields::real_or(const char* name, double& value, Range range, const char* word, bool& chosen,
+                         const char* what) {
+  chosen = number(name, value, range, what, {}, nullptr, word) == Given::word;
 }
 
-void Fields::real_or(const char* name, double& value, double low, bool low_open, double high, bool high_open,
-                     const char* word, bool& chosen, const char* what) {
-  chosen = number(name, value, {low, low_open, high, high_open}, what, {}, nullptr, word) == Given::word;
-}
-
-Fields::Given Fields::number(const char* name, double& value, Range range, const char* what, Aliases aliases,
-                             const char* fallback, const char* word) {
+JsonFields::Given JsonFields::number(const char* name, double& value, Range range, const char* what, Aliases aliases,
+                                     const char* fallback, const char* word) {
   std::string allowed = text("a number in ", range.low_open ? "(" : "[", shown(range.low), ", ", shown(range.high),
                              range.high_open ? ")" : "]");
   if (word != nullptr) allowed += text(" or ", word);
@@ -106,17 +103,17 @@ Fields::Given Fields::number(const char* name, double& value, Range range, const
     put(name, word);
     return Given::word;
   }
-  if (!given->is_number()) bad(name, *given, allowed);
+  if (!given->is_number()) bad_json(name, *given, allowed);
   const auto wanted = given->get<double>();
   const bool inside = (range.low_open ? wanted > range.low : wanted >= range.low) &&
                       (range.high_open ? wanted < range.high : wanted <= range.high);
-  if (!inside || !std::isfinite(wanted)) bad(name, *given, allowed);
+  if (!inside || !std::isfinite(wanted)) bad_json(name, *given, allowed);
   value = wanted;
   put(name, value);
   return Given::number;
 }
 
-void Fields::exactly_one(std::initializer_list<std::pair<const char*, bool>> given) const {
+void JsonFields::exactly_one(std::initializer_list<std::pair<const char*, bool>> given) const {
   if (listing()) return;
   std::string names, found;
   int count = 0;
@@ -129,7 +126,7 @@ void Fields::exactly_one(std::initializer_list<std::pair<const char*, bool>> giv
   KVKEEP_REQUIRE(count == 1, "policy: ", found, " are given together; allowed exactly one of ", names);
 }
 
-std::filesystem::path Fields::file(const char* name, const char* what) {
+std::filesystem::path JsonFields::file(const char* name, const char* what) {
   if (listing()) {
     listed_.push_back({full_name(name), "required", "a file, relative to the policy file", what});
     return {};
@@ -140,7 +137,7 @@ std::filesystem::path Fields::file(const char* name, const char* what) {
   return path;
 }
 
-std::filesystem::path Fields::optional_file(const char* name, const char* what) {
+std::filesystem::path JsonFields::optional_file(const char* name, const char* what) {
   if (listing()) {
     listed_.push_back({full_name(name), "-", "a file, relative to the policy file", what});
     return {};
@@ -148,48 +145,48 @@ std::filesystem::path Fields::optional_file(const char* name, const char* what) 
   return named_file(name);
 }
 
-std::filesystem::path Fields::named_file(const char* name) {
+std::filesystem::path JsonFields::named_file(const char* name) {
   const nlohmann::json* given = find(name, {});
   if (given == nullptr) return {};
-  if (!given->is_string() || given->get<std::string>().empty()) bad(name, *given, "the name of a file");
+  if (!given->is_string() || given->get<std::string>().empty()) bad_json(name, *given, "the name of a file");
   const std::filesystem::path path = given->get<std::string>();
   put(name, path.is_absolute() ? path.string() : (folder_ / path).string());
   return path.is_absolute() ? path : folder_ / path;
 }
 
-bool Fields::gives(const char* scope, const char* name) const {
+bool JsonFields::gives(const char* scope, const char* name) const {
   return !listing() && from_->contains(scope) && (*from_)[scope].is_object() && (*from_)[scope].contains(name);
 }
 
-bool Fields::says(const char* scope, const char* name, const char* word) const {
+bool JsonFields::says(const char* scope, const char* name, const char* word) const {
   if (listing() || !from_->contains(scope)) return false;
   const nlohmann::json& object = (*from_)[scope];
   return object.is_object() && object.contains(name) && object[name] == word;
 }
 
-void Fields::flag(const char* name, bool& value, const char* what) {
+void JsonFields::flag(const char* name, bool& value, const char* what) {
   if (listing()) return listed_.push_back({full_name(name), value ? "true" : "false", "true, false", what});
   const nlohmann::json* given = find(name, {});
   if (given == nullptr) return put(name, value);
-  if (!given->is_boolean()) bad(name, *given, "true, false");
+  if (!given->is_boolean()) bad_json(name, *given, "true, false");
   value = given->get<bool>();
   put(name, value);
 }
 
-std::string Fields::word(const char* name, const std::string& fallback, const std::string& allowed, const char* what,
-                         Aliases aliases) {
+std::string JsonFields::word(const char* name, const std::string& fallback, const std::string& allowed,
+                             const char* what, Aliases aliases) {
   if (listing()) {
     listed_.push_back({full_name(name), fallback, allowed, what});
     return fallback;
   }
   const nlohmann::json* given = find(name, aliases);
-  if (given != nullptr && !given->is_string()) bad(name, *given, "one of " + allowed);
+  if (given != nullptr && !given->is_string()) bad_json(name, *given, "one of " + allowed);
   std::string value = given == nullptr ? fallback : given->get<std::string>();
   put(name, value);
   return value;
 }
 
-void Fields::enter(const char* scope) {
+void JsonFields::enter(const char* scope) {
   scope_ = scope;
   if (listing()) return;
   resolved_[scope] = nlohmann::ordered_json::object();
@@ -199,9 +196,7 @@ void Fields::enter(const char* scope) {
                    "; allowed an object");
 }
 
-void Fields::leave() { scope_.clear(); }
-
-void Fields::finish(const std::string& policy) const {
+void JsonFields::finish(const std::string& policy) const {
   const auto unknown = [&](const std::string& name) {
     std::string all;
     for (const std::string& o : offered_) all += (all.empty() ? "" : ", ") + o;

@@ -1,0 +1,81 @@
+// Policies from "name,key=value,...".
+
+#include <cctype>
+
+#include "known_policies.h"
+#include "kvkeep/core/error.h"
+#include "untrusted_json.h"
+
+namespace kvkeep {
+namespace {
+
+using nlohmann::json;
+
+/// A JSON value from the text of "key=value": a number or a boolean if it reads as one, else a string.
+json value_of(const std::string& text) {
+  json parsed = io::parse_json(text).value;
+  return parsed.is_number() || parsed.is_boolean() ? parsed : json(text);
+}
+
+/// The canonical name of an option that was written without its sub-object.
+std::string full_key(const PolicyInfo& policy, const std::string& key) {
+  if (key.find('.') != std::string::npos) return key;
+  std::vector<std::string> matches;
+  for (const OptionInfo& o : policy.options) {
+    if (o.name == key) return key;
+    if (o.name.ends_with("." + key)) matches.push_back(o.name);
+  }
+  // Every evicting policy has the options of folded spans: a name that the policy itself uses means its own.
+  if (matches.size() > 1)
+    std::erase_if(matches,
+                  [&](const std::string& match) { return !policy.scorer.empty() && match.starts_with("memory."); });
+  KVKEEP_REQUIRE(matches.size() < 2, "policy: option \"", io::shortened(key), "\" of ", policy.name, " could be ",
+                 matches.empty() ? "" : matches.front() + " or " + matches.back(), "; write one of them");
+  return matches.empty() ? key : matches.front();
+}
+
+json object_of(std::string_view text) {
+  if (const std::string_view first = prefill_part(text); first.size() < text.size()) {
+    json object = object_of(first);
+    KVKEEP_REQUIRE(!object.contains("decode"),
+                   "policy: decode is given twice, as an option and after a +; allowed once");
+    object["decode"] = object_of(text.substr(first.size() + 1));
+    return object;
+  }
+  const std::size_t comma = text.find(',');
+  const std::string name(text.substr(0, comma));
+  json object = {{"policy", name}};
+  const PolicyInfo info = info_of(known_policies().named(name));
+  while (text.find(',') != std::string_view::npos) {
+    text.remove_prefix(text.find(',') + 1);
+    const std::string item(text.substr(0, text.find(',')));
+    const std::size_t equals = item.find('=');
+    KVKEEP_REQUIRE(equals != std::string::npos && equals > 0, "policy: \"", io::shortened(item),
+                   "\" is not key=value; given \"", io::shortened(text), "\"; allowed name,key=value,...");
+    const std::string key = full_key(info, item.substr(0, equals));
+    const std::size_t dot = key.find('.');
+    json& scope = dot == std::string::npos ? object : object[key.substr(0, dot)];
+    KVKEEP_REQUIRE(scope.is_null() || scope.is_object(), "policy: ", io::shortened(key.substr(0, dot)),
+                   " is given as a value, and ", io::shortened(key), " as an option in it; allowed one of them");
+    json& slot = scope[dot == std::string::npos ? key : key.substr(dot + 1)];
+    KVKEEP_REQUIRE(slot.is_null(), "policy: ", io::shortened(key), " is given twice; allowed once");
+    slot = value_of(item.substr(equals + 1));
+  }
+  return object;
+}
+
+}  // namespace
+
+std::string_view prefill_part(std::string_view text) {
+  const std::string_view name = text.substr(0, text.find_first_of(",+"));
+  const KnownPolicy* known = known_policies().find(name);
+  if (known == nullptr || !known->entry.narrows) return text;  // the others may name files with a + in their names
+  for (std::size_t at = text.find('+'); at != std::string_view::npos; at = text.find('+', at + 1))
+    if (at + 1 < text.size() && std::isalpha(static_cast<unsigned char>(text[at + 1])) != 0)
+      return text.substr(0, at);  // 1e+5 is a number
+  return text;
+}
+
+std::unique_ptr<KVPolicy> make_policy(std::string_view text) { return policy_of(object_of(text)); }
+
+}  // namespace kvkeep

@@ -1,0 +1,124 @@
+#include "kvkeep/policy/registration.h"
+
+#include <algorithm>
+#include <iterator>
+
+#include "known_policies.h"
+#include "kvkeep/core/error.h"
+#include "untrusted_json.h"
+
+namespace kvkeep {
+namespace {
+
+bool fit(const ScorerEntry& scorer, const AllocatorEntry& allocator) {
+  return scorer.traits.composes && (scorer.traits.probability || !allocator.traits.probability);
+}
+
+KnownPolicy composed(const ScorerEntry& scorer, const AllocatorEntry& allocator) {
+  return evicting(text(allocator.traits.name, "-", scorer.traits.name), scorer, allocator);
+}
+
+void require_name(std::string_view operation, std::string_view name) {
+  const bool plain =
+      std::ranges::all_of(name, [](char c) { return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '-'; });
+  KVKEEP_REQUIRE(!name.empty() && plain, operation, ": this is no name for a policy; given \"", io::shortened(name),
+                 "\"; allowed lower-case letters, digits and hyphens, at least one");
+}
+
+}  // namespace
+
+bool KnownPolicies::taken(std::string_view name) const {
+  return std::ranges::any_of(policies_, [&](const KnownPolicy& p) { return p.entry.name == name; }) ||
+         std::ranges::any_of(allocators_, [&](const AllocatorEntry& a) { return a.traits.name == name; });
+}
+
+void KnownPolicies::add(std::string_view operation, std::string_view name, std::vector<KnownPolicy> more) {
+  const auto require_free = [&](std::string_view made) {
+    KVKEEP_REQUIRE(!taken(made), operation, ": there is a policy or an allocator ", made, " already; given \"", name,
+                   "\"; allowed a name that is not taken");
+  };
+  require_free(name);
+  for (const KnownPolicy& policy : more) require_free(policy.entry.name);
+  std::ranges::move(more, std::back_inserter(policies_));
+}
+
+void KnownPolicies::add(PolicyEntry entry) {
+  const std::string name = entry.name;
+  require_name("register_policy", name);
+  KVKEEP_REQUIRE(entry.describe != nullptr, "register_policy: describe of ", name, " is empty; allowed a function");
+  const std::lock_guard lock(mutex_);
+  std::vector<KnownPolicy> one;
+  one.push_back({std::move(entry)});
+  add("register_policy", name, std::move(one));
+}
+
+void KnownPolicies::add(ScorerEntry entry) {
+  const std::string_view name = entry.traits.name;
+  require_name("register_scorer", name);
+  KVKEEP_REQUIRE(entry.make != nullptr, "register_scorer: make of ", name, " is empty; allowed a function");
+  const std::lock_guard lock(mutex_);
+  AllocatorEntry flat = allocator_entry<Flat>({});
+  std::vector<KnownPolicy> more{evicting(std::string(name), entry, flat)};
+  for (const AllocatorEntry& allocator : allocators_)
+    if (fit(entry, allocator)) more.push_back(composed(entry, allocator));
+  add("register_scorer", name, std::move(more));
+  scorers_.push_back(std::move(entry));
+}
+
+void KnownPolicies::add(AllocatorEntry entry) {
+  const std::string_view name = entry.traits.name, alone = entry.traits.scorer;
+  require_name("register_allocator", name);
+  KVKEEP_REQUIRE(entry.make != nullptr, "register_allocator: make of ", name, " is empty; allowed a function");
+  const std::lock_guard lock(mutex_);
+  std::vector<KnownPolicy> more;
+  bool found = alone.empty();
+  for (const ScorerEntry& scorer : scorers_) {
+    if (!fit(scorer, entry)) continue;
+    if (scorer.traits.name == alone) {
+      more.push_back(evicting(std::string(name), scorer, entry));
+      found = true;
+    }
+    more.push_back(composed(scorer, entry));
+  }
+  KVKEEP_REQUIRE(found, "register_allocator: ", name,
+                 " alone stands for a scorer that does not exist or does not fit; "
+                 "given \"",
+                 alone, "\"; allowed one that ", name, " goes with, or none");
+  add("register_allocator", name, std::move(more));
+  allocators_.push_back(std::move(entry));
+}
+
+std::vector<const KnownPolicy*> KnownPolicies::all() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<const KnownPolicy*> out;
+  std::ranges::transform(policies_, std::back_inserter(out), [](const KnownPolicy& p) { return &p; });
+  return out;
+}
+
+const KnownPolicy* KnownPolicies::find(std::string_view name) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = std::ranges::find(policies_, name, [](const KnownPolicy& p) { return p.entry.name; });
+  return found == policies_.end() ? nullptr : &*found;
+}
+
+std::string KnownPolicies::names() const {
+  std::string joined;
+  for (const KnownPolicy* p : all()) joined += (joined.empty() ? "" : ", ") + p->entry.name;
+  return joined;
+}
+
+const KnownPolicy& KnownPolicies::named(std::string_view name) const {
+  if (const KnownPolicy* known = find(name)) return *known;
+  refuse("policy: there is no policy \"", io::shortened(name), "\"; allowed ", names());
+}
+
+KnownPolicies& known_policies() {
+  static KnownPolicies all;
+  return all;
+}
+
+void register_scorer(ScorerEntry entry) { known_policies().add(std::move(entry)); }
+void register_allocator(AllocatorEntry entry) { known_policies().add(std::move(entry)); }
+void register_policy(PolicyEntry entry) { known_policies().add(std::move(entry)); }
+
+}  // namespace kvkeep

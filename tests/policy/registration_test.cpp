@@ -1,0 +1,250 @@
+// Scorers, allocators and policies that a program adds: by name, in lists, in a Keeper, saved and restored; and names
+// that are refused.
+
+#include "kvkeep/policy/registration.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <thread>
+
+#include "engines.h"
+#include "message_of.h"
+#include "vnorm.h"
+
+namespace kvkeep {
+namespace {
+
+using testing::message_of;
+
+struct ReversedOptions {
+  bool reversed = true;
+
+  void describe(Fields& f) { f.flag("reversed", reversed, "the lowest scores stay"); }
+};
+
+/// Top-k of scores with the other sign.
+class Reversed final : public Allocator {
+ public:
+  using Options = ReversedOptions;
+  static constexpr AllocatorTraits traits{
+      .name = "outside-reversed", .what = "the worst slots stay", .source = "none", .scorer = "vnorm"};
+  static void context(Fields& f) { f.uneven_heads = true; }
+
+  explicit Reversed(ReversedOptions options) : options_(options) {}
+  [[nodiscard]] std::string_view name() const override { return traits.name; }
+  void check(AllocatorContext& policy) const override { require_own_form(traits.name, policy, true); }
+  void allot(const Evidence& evidence, const Limits& limits, WindowAttention& seen, Decision& decision) const override {
+    if (options_.reversed) {
+      float* g = decision.scores.data.data<float>();
+      std::for_each(g, g + decision.scores.data.numel(), [](float& x) { x = -x; });
+    }
+    Flat().allot(evidence, limits, seen, decision);
+  }
+
+ private:
+  ReversedOptions options_;
+};
+
+/// Another policy under its own name.
+class Renamed final : public KVPolicy {
+ public:
+  Renamed(std::unique_ptr<KVPolicy> other, std::string json) : other_(std::move(other)), json_(std::move(json)) {}
+  [[nodiscard]] std::string_view name() const override { return "outside-renamed"; }
+  [[nodiscard]] Needs needs() const override { return other_->needs(); }
+  [[nodiscard]] Trigger trigger() const override { return other_->trigger(); }
+  [[nodiscard]] Decision decide(const Evidence& evidence) const override { return other_->decide(evidence); }
+  [[nodiscard]] std::string to_json() const override { return json_; }
+
+ private:
+  std::unique_ptr<KVPolicy> other_;
+  std::string json_;
+};
+
+PolicyEntry renamed() {
+  return {.name = "outside-renamed",
+          .what = "the newest slots",
+          .source = "none",
+          .needs = "",
+          .describe = [](Fields& f) -> MakePolicy {
+            std::int32_t budget = 64;
+            f.integer("budget", budget, 5, 4096, "slots");
+            return [budget](std::string json, std::unique_ptr<KVPolicy>) {
+              return std::make_unique<Renamed>(make_policy(text("streaming,interval=8,budget=", budget)),
+                                               std::move(json));
+            };
+          }};
+}
+
+/// ASL under another name: a policy that narrows.
+PolicyEntry narrowing() {
+  return {.name = "outside-narrowing",
+          .what = "as asl",
+          .source = "none",
+          .needs = "prompts layer by layer",
+          .narrows = true,
+          .describe = [](Fields& f) -> MakePolicy {
+            AslOptions o;
+            o.describe(f, "outside-narrowing");
+            return [o](std::string json, std::unique_ptr<KVPolicy> decoding) {
+              return std::make_unique<Asl>("outside-narrowing", o, std::move(decoding), std::move(json));
+            };
+          }};
+}
+
+class Registration : public ::testing::Test {
+ protected:
+  /// Once a process, whichever suites run.
+  static void SetUpTestSuite() {
+    static const bool added = [] {
+      register_scorer(
+          scorer_entry<Vnorm>({.name = "outside-recent", .what = "large values, and the newest", .source = "none"},
+                              [](const Fields&, Retention& r) { r.recent = 17; }));
+      register_allocator<Reversed>();
+      register_policy(renamed());
+      register_policy(narrowing());
+      return true;
+    }();
+    ASSERT_TRUE(added);
+  }
+
+  static nlohmann::json resolved(const std::string& text) {
+    return nlohmann::json::parse(make_policy(text)->to_json());
+  }
+
+  static PolicyInfo listed(const std::string& name) {
+    const std::vector<PolicyInfo> all = policies();
+    const auto found = std::ranges::find(all, name, &PolicyInfo::name);
+    EXPECT_NE(found, all.end()) << name;
+    return found == all.end() ? PolicyInfo{} : *found;
+  }
+};
+
+TEST_F(Registration, MakesWhatWasAddedByTextAndByJson) {
+  EXPECT_EQ(resolved("vnorm,budget=64,squared=true")["scorer"]["squared"], true);
+  EXPECT_EQ(resolved("ams-vnorm,budget=64,window=8")["allocator"]["window"], 8);
+  EXPECT_EQ(resolved("outside-recent,budget=64")["recent"], 17);
+  EXPECT_EQ(resolved("outside-reversed-tova,budget=64")["scorer"]["heads"], "group") << "Reversed::context";
+  EXPECT_EQ(resolved("outside-reversed,budget=64")["allocator"]["reversed"], true);
+  EXPECT_EQ(resolved("outside-renamed")["budget"], 64);
+  EXPECT_EQ(resolved("outside-narrowing,budget=64+vnorm,budget=9")["decode"]["policy"], "vnorm");
+  EXPECT_EQ(resolved("outside-narrowing,budget=64,cache_mass=0.5+tova,budget=9")["decode"]["scorer"]["heads"], "group");
+  for (const char* policy : {"vnorm,budget=64,squared=true", "ams-vnorm,budget=64", "chunkkv-outside-recent,budget=64",
+                             "outside-reversed-rkv,budget=64", "outside-renamed,budget=9",
+                             "outside-narrowing,budget=64+ams-vnorm,budget=9"}) {
+    const std::string json = make_policy(policy)->to_json();
+    EXPECT_EQ(make_policy_from_json(json)->to_json(), json) << policy;
+  }
+  EXPECT_TRUE(make_policy("vnorm,budget=64")->needs().values);
+}
+
+TEST_F(Registration, ListsWhatWasAdded) {
+  EXPECT_EQ(listed("vnorm").what, "values of large norm");
+  EXPECT_EQ(listed("ams-vnorm").scorer, "vnorm");
+  EXPECT_EQ(listed("ams-vnorm").allocator, "ams");
+  EXPECT_EQ(listed("outside-reversed").scorer, "vnorm");
+  EXPECT_EQ(listed("outside-reversed-h2o").source, "none, over " + listed("h2o").source);
+  EXPECT_EQ(listed("outside-renamed").options.size(), 1U);
+  EXPECT_TRUE(listed("outside-narrowing").narrows);
+  const auto options = listed("vnorm").options;
+  EXPECT_TRUE(std::ranges::any_of(options, [](const OptionInfo& o) {
+    return o.name == "scorer.squared" && o.fallback == "false" && o.allowed == "true, false";
+  }));
+  const std::vector<PolicyInfo> all = policies();
+  for (const char* none : {"adakv-vnorm", "outside-reversed-streaming", "outside-reversed-random-attention"})
+    EXPECT_FALSE(std::ranges::any_of(all, [&](const PolicyInfo& p) { return p.name == none; })) << none;
+}
+
+TEST_F(Registration, ChecksWhatWasAddedLikeItsOwn) {
+  const auto refusal = [](const std::string& policy) {
+    return message_of<InvalidArgument>([&] { static_cast<void>(make_policy(policy)); });
+  };
+  EXPECT_NE(refusal("vnorm,budget=64,scorer.norm=2").find("vnorm has no option \"scorer.norm\""), std::string::npos);
+  EXPECT_NE(refusal("outside-renamed,budget=4").find("given 4; allowed an integer from 5 to 4096"), std::string::npos);
+  EXPECT_NE(refusal("outside-reversed,budget=64,variant=official").find("outside-reversed; allowed strict"),
+            std::string::npos);
+}
+
+TEST_F(Registration, SavesAndRestoresUnderWhatWasAdded) {
+  for (const std::string policy : {"vnorm,budget=24,interval=8,recent=8", "ams-vnorm,budget=24,interval=8,recent=8",
+                                   "outside-reversed,budget=24,interval=8,recent=8", "outside-renamed,budget=24"}) {
+    SCOPED_TRACE(policy);
+    const std::filesystem::path file =
+        std::filesystem::temp_directory_path() / text("kvkeep-registration-", ::getpid());
+    engines::DenseEngine here(policy, true, Dtype::f32), there(policy, true, Dtype::f32);
+    oracle::Random random(5);
+    here.join(0);
+    here.step(engines::numbers_of(random, {{0, 60}}));
+    for (int i = 0; i < 5; ++i) here.step(engines::numbers_of(random, {{0, 1}}));
+    here.keeper.save(0, file);
+    there.keeper.restore(0, file);
+    std::filesystem::remove(file);
+    there.lengths[0] = here.lengths.at(0);
+    for (std::int32_t r = 0; r < engines::kRows; ++r)
+      for (std::int32_t t = 0; t < here.lengths.at(0)[static_cast<std::size_t>(r)]; ++t)
+        for (const bool value : {false, true})
+          there.slot_of(0, r / engines::kHeads, r % engines::kHeads, t, value)
+              .copy_(here.slot_of(0, r / engines::kHeads, r % engines::kHeads, t, value));
+    std::int64_t dropped = 0;
+    for (int i = 0; i < 20; ++i) {
+      const engines::Numbers numbers = engines::numbers_of(random, {{0, 1}});
+      static_cast<void>(here.step(numbers));
+      dropped += there.step(numbers).slots_dropped;
+      for (std::int32_t r = 0; r < engines::kRows; ++r)
+        EXPECT_TRUE(std::ranges::equal(here.keeper.positions(0, r / engines::kHeads, r % engines::kHeads),
+                                       there.keeper.positions(0, r / engines::kHeads, r % engines::kHeads)));
+    }
+    EXPECT_GT(dropped, 0);
+  }
+}
+
+TEST_F(Registration, RefusesNamesThatAreNoneOrTaken) {
+  const std::size_t before = policies().size();
+  const auto scorer = [](std::string_view name) {
+    return message_of<InvalidArgument>(
+        [&] { register_scorer(scorer_entry<Vnorm>({.name = name, .what = "w", .source = "s"})); });
+  };
+  for (const char* name : {"", "Vnorm", "my norm", "norm,2", "a+b", "norm_2"})
+    EXPECT_EQ(scorer(name), text("register_scorer: this is no name for a policy; given \"", name,
+                                 "\"; allowed lower-case letters, digits and hyphens, at least one"));
+  for (const char* name : {"vnorm", "tova", "ams", "ams-tova", "full", "sekv", "asl", "adakv", "random-attention"})
+    EXPECT_EQ(scorer(name), text("register_scorer: there is a policy or an allocator ", name, " already; given \"",
+                                 name, "\"; allowed a name that is not taken"));
+  const auto allocator = [](AllocatorTraits traits) {
+    return message_of<InvalidArgument>([&] { register_allocator(allocator_entry<Reversed>(traits)); });
+  };
+  EXPECT_NE(allocator({.name = "tova", .what = "w", .source = "s"}).find("tova already"), std::string::npos);
+  EXPECT_NE(allocator({.name = "ams", .what = "w", .source = "s"}).find("ams already"), std::string::npos);
+  for (const char* alone : {"nobody", "streaming"})
+    EXPECT_NE(allocator({.name = "outside-x", .what = "w", .source = "s", .scorer = alone}).find(alone),
+              std::string::npos);
+  EXPECT_NE(message_of<InvalidArgument>([] { register_policy(renamed()); }).find("outside-renamed already"),
+            std::string::npos);
+  EXPECT_NE(message_of<InvalidArgument>([] { register_policy({}); }).find("no name"), std::string::npos);
+  EXPECT_NE(message_of<InvalidArgument>([] {
+              register_policy({.name = "outside-x", .what = {}, .source = {}, .needs = {}, .describe = {}});
+            }).find("describe of outside-x is empty"),
+            std::string::npos);
+  EXPECT_EQ(policies().size(), before) << "a refused name adds nothing";
+}
+
+TEST_F(Registration, AddsWhileOtherThreadsMakePolicies) {
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i)
+    threads.emplace_back([i] {
+      for (int n = 0; n < 10; ++n) {
+        EXPECT_EQ(make_policy("ams-tova,budget=64")->name(), "ams-tova");
+        if (i > 0) continue;
+        PolicyEntry entry = renamed();
+        entry.name = text("outside-", n);
+        register_policy(std::move(entry));
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_NE(make_policy("outside-9"), nullptr);
+}
+
+}  // namespace
+}  // namespace kvkeep
