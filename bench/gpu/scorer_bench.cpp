@@ -7,9 +7,8 @@
 #include "knorm.h"
 #include "kvkeep/score/draw.h"
 #include "prepare.h"
-#include "random.h"
-#include "recency.h"
 #include "rkv.h"
+#include "row_body.h"
 #include "rows.h"
 #include "rpc.h"
 #include "snapkv.h"
@@ -238,19 +237,20 @@ void triattention(Result& result, Shape shape, Size size) {
 
 void recency(Result& result, Shape shape, Size size) {
   const Asked asked(shape, size, 1);
-  const RecencyArguments a{.evidence = asked.evidence, .scores = asked.scores.data()};
-  launch_recency(a, stream());
+  const RowBodyArguments<RecencyOptions> a{.evidence = asked.evidence, .scores = asked.scores.data()};
+  launch_row_body(a, stream());
   const std::vector<float> got = asked.scores.download();
   for (std::size_t i = 0; i < got.size(); ++i)
     if (got[i] != static_cast<float>(i % static_cast<std::size_t>(size.length)))
       return result.fail("a slot's score is not its number");
-  measure(result, static_cast<double>(asked.slots) * 4, [&] { launch_recency(a, stream()); });
+  measure(result, static_cast<double>(asked.slots) * 4, [&] { launch_row_body(a, stream()); });
 }
 
 void random(Result& result, Shape shape, Size size) {
   const Asked asked(shape, size, 1);
-  const RandomArguments a{.evidence = asked.evidence, .seed = 7, .scores = asked.scores.data()};
-  launch_random(a, stream());
+  const RowBodyArguments<RandomOptions> a{
+      .evidence = asked.evidence, .body = {.seed = 7}, .scores = asked.scores.data()};
+  launch_row_body(a, stream());
   for (const std::int32_t r : sample_of(asked.count)) {
     const Row& row = asked.host_rows[static_cast<std::size_t>(r)];
     const std::vector<float> got =
@@ -259,7 +259,7 @@ void random(Result& result, Shape shape, Size size) {
       if (got[static_cast<std::size_t>(t)] != draw(draws_of_row(7, row.layer, row.head), t))
         return result.fail("a draw is not the CPU's");
   }
-  measure(result, static_cast<double>(asked.slots) * 8, [&] { launch_random(a, stream()); });
+  measure(result, static_cast<double>(asked.slots) * 8, [&] { launch_row_body(a, stream()); });
 }
 
 void rpc(Result& result, Shape shape, Size size) {

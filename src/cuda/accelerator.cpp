@@ -20,7 +20,7 @@
 namespace kvkeep::cuda {
 namespace {
 
-class CudaAccelerator final : public Machine, private MachineMemory {
+class CudaAccelerator final : public Machine, public MachineMemory {
  public:
   explicit CudaAccelerator(Device device)
       : device_(device), pool_(device), memory_(pool_), event_table_(pool_), move_table_(pool_) {}

@@ -1,5 +1,6 @@
 /// Scorers on a device: from options to kernels.
 
+#include <concepts>
 #include <typeindex>
 #include <unordered_map>
 
@@ -8,6 +9,7 @@
 #include "h2o.h"
 #include "keydiff.h"
 #include "knorm.h"
+#include "kvkeep/score/cur.h"
 #include "kvkeep/score/expected.h"
 #include "kvkeep/score/h2o.h"
 #include "kvkeep/score/keydiff.h"
@@ -19,9 +21,8 @@
 #include "kvkeep/score/snapkv.h"
 #include "kvkeep/score/tova.h"
 #include "kvkeep/score/triattention.h"
-#include "random.h"
-#include "recency.h"
 #include "rkv.h"
+#include "row_body.h"
 #include "rpc.h"
 #include "snapkv.h"
 #include "tova.h"
@@ -30,15 +31,17 @@
 namespace kvkeep::cuda {
 namespace {
 
-float* score(CudaEvent& event, const Recency&, const WindowAttention&) {
-  const RecencyArguments arguments{.evidence = event.arguments, .scores = event.flat()};
-  event.launch(launch_recency, arguments);
-  return arguments.scores;
-}
-
-float* score(CudaEvent& event, const RandomScorer& scorer, const WindowAttention&) {
-  const RandomArguments arguments{.evidence = event.arguments, .seed = scorer.options().seed, .scores = event.flat()};
-  event.launch(launch_random, arguments);
+/// Scorers of one row run the body of the CPU.
+template <class S>
+  requires std::derived_from<S, RowScorer<S, typename S::Options>>
+float* score(CudaEvent& event, const S& scorer, const WindowAttention&) {
+  RowBodyArguments<typename S::Options> arguments;
+  arguments.evidence = event.arguments;
+  if (scorer.needs().values) arguments.values = element_of("values", event.evidence.table.value_dtype);
+  arguments.value_dim = event.evidence.spec.value_dim;
+  arguments.body = scorer.options();
+  arguments.scores = event.flat();
+  event.launch(launch_row_body<typename S::Options>, arguments);
   return arguments.scores;
 }
 

@@ -13,6 +13,8 @@
 #include "kvkeep/policy/gemfilter.h"
 #include "kvkeep/policy/pyramidinfer.h"
 #include "kvkeep/policy/sekv.h"
+#include "kvkeep/score/cur.h"
+#include "kvkeep/score/defensive.h"
 #include "kvkeep/score/expected.h"
 #include "kvkeep/score/h2o.h"
 #include "kvkeep/score/keydiff.h"
@@ -120,6 +122,8 @@ KnownPolicies::KnownPolicies() {
   add(scorer_entry<Rpc>(Rpc::traits, rpc_defaults));
   add(scorer_entry<H2O>());
   add(scorer_entry<Expected>());
+  add(scorer_entry<Cur>());
+  add(scorer_entry<Defensive>());
 
   add(allocator_entry<MassSegmented>());
   add(allocator_entry<Pyramid>());

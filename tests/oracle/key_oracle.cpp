@@ -28,6 +28,29 @@ ScorerOutput knorm(const ScorerInput& in) {
   return out;
 }
 
+ScorerOutput cur(const ScorerInput& in, int window) {
+  ScorerOutput out;
+  for (const ScorerHead& head : in.heads) {
+    std::vector<double> keys, values, &g = out.emplace_back();
+    for (int t = 0; t < head.T; ++t) {
+      keys.push_back(0), values.push_back(0);
+      for (int d = 0; d < in.D; ++d) keys.back() += std::pow(static_cast<double>(head.key(t, in.D)[d]), 2);
+      for (int d = 0; d < in.Dv; ++d) values.back() += std::pow(static_cast<double>(head.value(t, in.Dv)[d]), 2);
+    }
+    for (int t = 0; t < head.T; ++t) {
+      const int first = window == 0 ? 0 : t / window * window, end = window == 0 ? head.T : first + window;
+      double all_keys = 0, all_values = 0;
+      for (int n = first; n < end && n < head.T; ++n) {
+        all_keys += keys[static_cast<size_t>(n)];
+        all_values += values[static_cast<size_t>(n)];
+      }
+      const double both = keys[static_cast<size_t>(t)] * values[static_cast<size_t>(t)];
+      g.push_back(both == 0 ? 0 : both / all_keys / all_values);
+    }
+  }
+  return out;
+}
+
 ScorerOutput keydiff(const ScorerInput& in) {
   ScorerOutput out;
   for (const ScorerHead& head : in.heads) {

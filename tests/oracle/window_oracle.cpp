@@ -85,6 +85,35 @@ ScorerOutput snapkv(const ScorerInput& in, const SnapKVQuestion& question) {
   return out;
 }
 
+ScorerOutput defensive(const ScorerInput& in, int window, int pool) {
+  ScorerOutput out;
+  for (int h = 0; h < in.Hkv; ++h) {
+    const ScorerHead& head = in.heads[static_cast<size_t>(h)];
+    const int W = clamped_window(in, head, window);
+    if (W < 1) {
+      out.push_back(by_age(head.T));
+      continue;
+    }
+    const Sequence s = alone(in, h);
+    const int history = history_of(s, 0, W);
+    std::vector<double>& worst = out.emplace_back(static_cast<size_t>(head.T), 0.0);
+    for (int q = 0; q < s.Hq; ++q)
+      for (int i = s.queries_seen() - W; i < s.queries_seen(); ++i) {
+        std::vector<double> share;
+        for (int t = 0; t < history; ++t) share.push_back(dot(s, q, i, t));
+        softmax(share);
+        share = average_pooled(share, pool);
+        double sum = 0;
+        for (const double x : share) sum += x;
+        for (size_t t = 0; t < share.size(); ++t) worst[t] = std::max(worst[t], share[t] / sum);
+      }
+    double mean = 0;
+    for (int t = 0; t < history; ++t) mean += worst[static_cast<size_t>(t)] / history;
+    for (int t = 0; t < history; ++t) worst[static_cast<size_t>(t)] = std::max(worst[static_cast<size_t>(t)], mean);
+  }
+  return out;
+}
+
 ScorerOutput rpc(const ScorerInput& in, const RpcQuestion& question) {
   ScorerOutput out;
   for (int h = 0; h < in.Hkv; ++h) {

@@ -44,6 +44,9 @@ struct RpcQuestion {
 };
 ScorerOutput rpc(const ScorerInput& input, const RpcQuestion& question);
 
+/// DefensiveKV: the largest share over queries and heads, each pooled and summing to 1, at least the mean of the row.
+ScorerOutput defensive(const ScorerInput& input, int window, int pool);
+
 /// The tally, and the attention of all queries since, `window` at most.
 ScorerOutput h2o(const ScorerInput& input, int window);
 

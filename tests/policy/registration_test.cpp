@@ -36,12 +36,12 @@ class Reversed final : public Allocator {
   explicit Reversed(ReversedOptions options) : options_(options) {}
   [[nodiscard]] std::string_view name() const override { return traits.name; }
   void check(AllocatorContext& policy) const override { require_own_form(traits.name, policy, true); }
-  void allot(const Evidence& evidence, const Limits& limits, WindowAttention& seen, Decision& decision) const override {
-    if (options_.reversed) {
-      float* g = decision.scores.data.data<float>();
-      std::for_each(g, g + decision.scores.data.numel(), [](float& x) { x = -x; });
-    }
-    Flat().allot(evidence, limits, seen, decision);
+  void allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention seen,
+             Decision& decision) const override {
+    const Scores reversed{clone(scores.data)};
+    float* const g = reversed.data.data<float>();
+    std::for_each(g, g + reversed.data.numel(), [](float& x) { x = -x; });
+    Flat().allot(evidence, limits, options_.reversed ? reversed : scores, std::move(seen), decision);
   }
 
  private:
@@ -55,7 +55,9 @@ class Renamed final : public KVPolicy {
   [[nodiscard]] std::string_view name() const override { return "outside-renamed"; }
   [[nodiscard]] Needs needs() const override { return other_->needs(); }
   [[nodiscard]] Trigger trigger() const override { return other_->trigger(); }
-  [[nodiscard]] Decision decide(const Evidence& evidence) const override { return other_->decide(evidence); }
+  [[nodiscard]] Decision decide(Machine& machine, const Evidence& evidence) const override {
+    return other_->decide(machine, evidence);
+  }
   [[nodiscard]] std::string to_json() const override { return json_; }
 
  private:

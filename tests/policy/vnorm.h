@@ -1,7 +1,9 @@
 #pragma once
 /// Vnorm: values of large norm stay.
 
-#include "kvkeep/score/scorer.h"
+#include <cmath>
+
+#include "kvkeep/score/row_scorer.h"
 
 namespace kvkeep {
 
@@ -11,24 +13,24 @@ struct VnormOptions {
   void describe(Fields& f) {
     f.flag("squared", squared, "rank by the square of the norm, which counts where rows share scores");
   }
+
+  /// g[t] = |v_t|, fp32.
+  template <class Row, class Team>
+  KVKEEP_HD void score(const Row& row, float* g, Team team) const {
+    for (std::int32_t t = team.rank(); t < row.length(); t += team.size()) {
+      const float sum = sum_of_squares(row.value(t), row.value_dim());
+      g[t] = squared ? sum : std::sqrt(sum);
+    }
+  }
 };
 
-class Vnorm final : public Scorer {
+class Vnorm final : public RowScorer<Vnorm, VnormOptions> {
  public:
-  using Options = VnormOptions;
   static constexpr ScorerTraits traits{.name = "vnorm", .what = "values of large norm", .source = "none"};
+  using RowScorer::RowScorer;
 
-  explicit Vnorm(VnormOptions options = {}) : options_(options) {}
-
-  [[nodiscard]] std::string_view name() const override { return traits.name; }
+  /// Cost: one pass over the values.
   [[nodiscard]] Needs needs() const override { return {.queries = 0, .values = true}; }
-
-  /// g[t] = |v_t|, fp32. Throws InvalidArgument for values that are not f32, f16 or bf16. Cost: one pass over the
-  /// values.
-  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, WindowAttention& seen) const override;
-
- private:
-  VnormOptions options_;
 };
 
 }  // namespace kvkeep

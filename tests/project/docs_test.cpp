@@ -78,12 +78,9 @@ TEST(Docs, TheReadmeShowsTheLinesThatTheEmbeddingExampleCompiles) {
 TEST(Docs, TheExampleOfAScorerIsTheOneThatTheTestsCompile) {
   const std::string page = read(root() / "CONTRIBUTING.md");
   const fs::path folder = root() / "tests" / "policy";
-  const std::string source =
-      std::regex_replace(read(folder / "vnorm.cpp"), std::regex("\"vnorm.h\""), "\"kvkeep/score/vnorm.h\"");
   const std::string test = read(folder / "vnorm_test.cpp");
   const std::size_t begin = test.find("TEST(Vnorm, Keeps");
-  for (const std::string& code :
-       {read(folder / "vnorm.h"), source, test.substr(begin, test.find("\n}\n", begin) + 3 - begin)})
+  for (const std::string& code : {read(folder / "vnorm.h"), test.substr(begin, test.find("\n}\n", begin) + 3 - begin)})
     EXPECT_NE(page.find("```cpp\n" + code + "```"), std::string::npos) << "CONTRIBUTING.md should hold:\n" << code;
 }
 

@@ -95,6 +95,36 @@ TEST(Knorm, ObeysTheLawsOfScorers) {
   expect_equal_slots_score_equal_bits(Knorm(), 100);
 }
 
+TEST(Cur, SharesOutEachWindowByKeysAndValues) {
+  // Two windows of two slots; |k|^2 1 3, 4; |v|^2 1 1, 9.
+  ModelSpec spec;
+  spec.query_heads = spec.kv_heads = 1;
+  spec.key_dim = 2, spec.value_dim = 1;
+  spec.layers.resize(1);
+  float keys[] = {1, 0, 1, std::sqrt(2.0F), 0, 2}, values[] = {1, -1, 3};
+  std::int32_t positions[] = {0, 1, 2};
+  RowTable table;
+  table.rows.resize(1);
+  table.rows[0].length = 3;
+  table.rows[0].positions = positions;
+  table.rows[0].keys = {.base = reinterpret_cast<std::byte*>(keys), .stride = 8, .width = 8};
+  table.rows[0].values = {.base = reinterpret_cast<std::byte*>(values), .stride = 4, .width = 4};
+  table.groups.resize(1);
+  table.slots = 3;
+  const Scores g = Cur({.window = 2}).score({.spec = spec, .table = table}, even_limits(table, 2), {});
+  EXPECT_FLOAT_EQ(g.data.data<float>()[0], 1.0F / 4 / 2);
+  EXPECT_FLOAT_EQ(g.data.data<float>()[1], 3.0F / 4 / 2);
+  EXPECT_FLOAT_EQ(g.data.data<float>()[2], 1);
+}
+
+TEST(Cur, AgreesWithPlainLoopsOnRandomEvents) {
+  for (const int window : {0, 1, 3, 16})
+    expect_scores_agree(Cur({window}), [window](const oracle::ScorerInput& in) { return oracle::cur(in, window); }, 60,
+                        {1e-6, 1e-5});
+}
+
+TEST(Cur, ObeysTheLawsOfScorers) { expect_scorer_laws(Cur(), 25); }
+
 TEST(RandomScorer, ObeysTheLawsOfScorers) { expect_scorer_laws(RandomScorer({3}), 25); }
 
 TEST(RandomScorer, DrawsBySeedLayerHeadAndPositionNotBySlot) {

@@ -3,7 +3,8 @@
 
 #include <cstdint>
 
-#include "kvkeep/score/scorer.h"
+#include "kvkeep/score/draw.h"
+#include "kvkeep/score/row_scorer.h"
 
 namespace kvkeep {
 
@@ -13,26 +14,20 @@ struct RandomOptions {
   void describe(Fields& f) {
     f.integer("seed", seed, 0, INT64_MAX, "a slot's draw follows from the seed, its layer, head and logical position");
   }
-};
-
-class RandomScorer final : public Scorer {
- public:
-  using Options = RandomOptions;
-  static constexpr ScorerTraits traits{.name = "random", .what = "random slots: the baseline", .source = "none"};
-
-  explicit RandomScorer(RandomOptions options = {}) : options_(options) {}
-
-  [[nodiscard]] std::string_view name() const override { return traits.name; }
 
   /// g[t] in [0, 1), from (seed, layer, head, logical position of t) alone: a slot keeps its draw across events, all
-  /// sequences draw alike, and neither threads nor batch change it. Cost: O(slots). Workspace: none.
-  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits,
-                             const WindowAttention& seen) const override;
+  /// sequences draw alike, and neither threads nor batch change it.
+  template <class Row, class Team>
+  KVKEEP_HD void score(const Row& row, float* g, Team team) const {
+    const std::uint64_t of_row = draws_of_row(seed, row.layer(), row.head());
+    for (std::int32_t t = team.rank(); t < row.length(); t += team.size()) g[t] = draw(of_row, row.position(t));
+  }
+};
 
-  [[nodiscard]] const RandomOptions& options() const { return options_; }
-
- private:
-  RandomOptions options_;
+class RandomScorer final : public RowScorer<RandomScorer, RandomOptions> {
+ public:
+  static constexpr ScorerTraits traits{.name = "random", .what = "random slots: the baseline", .source = "none"};
+  using RowScorer::RowScorer;
 };
 
 }  // namespace kvkeep

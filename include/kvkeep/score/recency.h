@@ -3,23 +3,28 @@
 /// Source: "Efficient Streaming Language Models with Attention Sinks" (Xiao et al.). Differs: kept keys keep their
 /// rotation; keep/rerotate.h rotates them to the paper's positions inside the cache.
 
-#include "kvkeep/score/scorer.h"
+#include "kvkeep/score/row_scorer.h"
 
 namespace kvkeep {
 
-class Recency final : public Scorer {
+struct RecencyOptions {
+  void describe(Fields&) {}
+
+  /// g[t] = t. Exact up to 2^24 slots.
+  template <class Row, class Team>
+  KVKEEP_HD void score(const Row& row, float* g, Team team) const {
+    for (std::int32_t t = team.rank(); t < row.length(); t += team.size()) g[t] = static_cast<float>(t);
+  }
+};
+
+class Recency final : public RowScorer<Recency, RecencyOptions> {
  public:
   static constexpr ScorerTraits traits{
       .name = "streaming",
       .what = "the oldest `sink` slots and the newest",
       .source = "Xiao et al., Efficient Streaming Language Models with Attention Sinks",
       .composes = false};
-
-  [[nodiscard]] std::string_view name() const override { return "recency"; }
-
-  /// g[t] = t. Exact up to 2^24 slots. Cost: O(slots).
-  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits,
-                             const WindowAttention& seen) const override;
+  using RowScorer::RowScorer;
 };
 
 }  // namespace kvkeep

@@ -2,7 +2,7 @@
 /// Scorers that score every row alone, from its keys, values and positions: one body for the CPU and a GPU.
 
 #include <string>
-#include <utility>
+#include <string_view>
 
 #include "kvkeep/core/parallel.h"
 #include "kvkeep/core/require_host.h"
@@ -11,7 +11,8 @@
 
 namespace kvkeep {
 
-/// Sum of squares of `count` stored numbers, in fp32. The order is the same on both machines, and lets a CPU use vectors.
+/// Sum of squares of `count` stored numbers, in fp32. The order is the same on both machines and lets a CPU use
+/// vectors.
 template <class T>
 [[nodiscard]] KVKEEP_HD float sum_of_squares(const T* numbers, std::int32_t count) {
   constexpr std::int32_t kLanes = 8;
@@ -31,29 +32,41 @@ template <class T>
 
 /// A row as a body reads it. Key, Value: how its numbers are stored.
 template <class Key, class Value>
-struct ScoredRow {
-  const Row& row;
-  RowLimit limit;
-  std::int32_t key_dim, value_dim;
+class ScoredRow {
+ public:
+  KVKEEP_HD ScoredRow(const Row& row, std::int32_t key_dim, std::int32_t value_dim)
+      : row_(row), key_dim_(key_dim), value_dim_(value_dim) {}
 
-  [[nodiscard]] KVKEEP_HD const Key* key(std::int32_t t) const { return reinterpret_cast<const Key*>(row.keys.at(t)); }
+  [[nodiscard]] KVKEEP_HD std::int32_t length() const { return row_.length; }
+  [[nodiscard]] KVKEEP_HD std::int32_t layer() const { return row_.layer; }
+  [[nodiscard]] KVKEEP_HD std::int32_t head() const { return row_.head; }
+  [[nodiscard]] KVKEEP_HD std::int32_t position(std::int32_t t) const { return row_.positions[t]; }
+  [[nodiscard]] KVKEEP_HD const Key* key(std::int32_t t) const { return reinterpret_cast<const Key*>(row_.keys.at(t)); }
   [[nodiscard]] KVKEEP_HD const Value* value(std::int32_t t) const {
-    return reinterpret_cast<const Value*>(row.values.at(t));
+    return reinterpret_cast<const Value*>(row_.values.at(t));
   }
+  [[nodiscard]] KVKEEP_HD std::int32_t key_dim() const { return key_dim_; }
+  [[nodiscard]] KVKEEP_HD std::int32_t value_dim() const { return value_dim_; }
+
+ private:
+  const Row& row_;
+  std::int32_t key_dim_, value_dim_;
 };
 
-/// `Body` is a trivially copyable struct of options with
+/// `Self` derives from this, has `traits` and needs() without queries. `Body` is its options, trivially copyable, with
 ///
 ///     template <class Row, class Team>
 ///     KVKEEP_HD void score(const Row& row, float* g, Team team) const;
 ///
 /// which writes g[t] for every slot of a ScoredRow, split over the team (core/team.h). The CPU runs it with one thread
-/// per row, CUDA with one block per row once cuda/row_bodies.cu names the body. Needs of queries are not served.
-template <class Body>
+/// per row, CUDA with one block per row if cuda/row_bodies.cu names the body.
+template <class Self, class Body>
 class RowScorer : public Scorer {
  public:
   using Options = Body;
   explicit RowScorer(Body body = {}) : body_(body) {}
+
+  [[nodiscard]] std::string_view name() const override { return Self::traits.name; }
   [[nodiscard]] const Body& options() const { return body_; }
 
   /// Throws InvalidArgument for keys or values that needs() names and that are not f32, f16 or bf16. Workspace: none.
@@ -69,8 +82,8 @@ class RowScorer : public Scorer {
         parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
           for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r)
             if (limits.rows[r].due)
-              body_.score(ScoredRow<decltype(key), decltype(value)>{table.rows[r], limits.rows[r],
-                                                                    evidence.spec.key_dim, evidence.spec.value_dim},
+              body_.score(ScoredRow<decltype(key), decltype(value)>(table.rows[r], evidence.spec.key_dim,
+                                                                    evidence.spec.value_dim),
                           out + table.rows[r].first, OneThread{});
         });
       });
