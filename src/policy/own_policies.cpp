@@ -57,7 +57,6 @@ PolicyEntry full() {
   return {.name = "full",
           .what = "keeps everything",
           .source = "the engine without kvkeep",
-          .needs = "",
           .describe = [](Fields&) -> MakePolicy {
             return [](std::string, std::unique_ptr<KVPolicy>) { return std::make_unique<Full>(); };
           }};

@@ -66,18 +66,14 @@ class Renamed final : public KVPolicy {
 };
 
 PolicyEntry renamed() {
-  return {.name = "outside-renamed",
-          .what = "the newest slots",
-          .source = "none",
-          .needs = "",
-          .describe = [](Fields& f) -> MakePolicy {
-            std::int32_t budget = 64;
-            f.integer("budget", budget, 5, 4096, "slots");
-            return [budget](std::string json, std::unique_ptr<KVPolicy>) {
-              return std::make_unique<Renamed>(make_policy(text("streaming,interval=8,budget=", budget)),
-                                               std::move(json));
-            };
-          }};
+  return {
+      .name = "outside-renamed", .what = "the newest slots", .source = "none", .describe = [](Fields& f) -> MakePolicy {
+        std::int32_t budget = 64;
+        f.integer("budget", budget, 5, 4096, "slots");
+        return [budget](std::string json, std::unique_ptr<KVPolicy>) {
+          return std::make_unique<Renamed>(make_policy(text("streaming,interval=8,budget=", budget)), std::move(json));
+        };
+      }};
 }
 
 /// ASL under another name: a policy that narrows.
@@ -226,7 +222,7 @@ TEST_F(Registration, RefusesNamesThatAreNoneOrTaken) {
             std::string::npos);
   EXPECT_NE(message_of<InvalidArgument>([] { register_policy({}); }).find("no name"), std::string::npos);
   EXPECT_NE(message_of<InvalidArgument>([] {
-              register_policy({.name = "outside-x", .what = {}, .source = {}, .needs = {}, .describe = {}});
+              register_policy({.name = "outside-x", .what = {}, .source = {}});
             }).find("describe of outside-x is empty"),
             std::string::npos);
   EXPECT_EQ(policies().size(), before) << "a refused name adds nothing";

@@ -345,6 +345,39 @@ TEST(Registry, BareNamesOfAllocatorsStandForSnapKVScores) {
   }
 }
 
+TEST(Registry, RandomAttentionIsRandomWithDefaultsOfItsOwn) {
+  const auto json = resolved("random-attention,budget=512");
+  EXPECT_EQ(json["protect_prompt"], true);
+  EXPECT_EQ(json["recent"], 64);
+  EXPECT_EQ(json["interval"], 64);
+  EXPECT_EQ(json["sink"], 0);
+  EXPECT_EQ(json["scorer"], resolved("random,budget=512")["scorer"]);
+  EXPECT_EQ(resolved("random-attention,budget=512,recent=8")["recent"], 8);
+  expect_refused(R"({"policy": "ams-random-attention", "budget": 512})", {"no policy", "ams-random-attention"});
+
+  ModelSpec spec;
+  spec.query_heads = spec.kv_heads = 2;
+  spec.key_dim = spec.value_dim = 4;
+  spec.layers.resize(1);
+  constexpr std::int32_t kPrompt = 20, kTokens = 100;
+  const DenseKv rows{zeros({1, 2, kTokens, 4}, Dtype::f32), zeros({1, 2, kTokens, 4}, Dtype::f32)};
+  Keeper keeper(spec, make_policy("random-attention,budget=40,recent=8,interval=60"));
+  const SequenceId id = 1;
+  keeper.join(id, kPrompt, kPrompt);
+  const std::int32_t indptr[] = {0, kTokens - kPrompt};
+  keeper.observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr});
+  std::int32_t length = kTokens;
+  keeper.step({.layers = {rows}, .sequences = {&id, 1}, .lengths = {{&length, 1}}});
+  for (std::int32_t head = 0; head < 2; ++head) {
+    const auto kept = keeper.positions(id, 0, head);
+    ASSERT_EQ(kept.size(), 40U);
+    EXPECT_EQ(kept[kPrompt - 1], kPrompt - 1) << "the prompt stays";
+    EXPECT_EQ(kept[40 - 8], kTokens - 8) << "and the newest";
+    EXPECT_LT(kept[40 - 9], kTokens - 9) << "and some of those between";
+  }
+  EXPECT_FALSE(std::ranges::equal(keeper.positions(id, 0, 0), keeper.positions(id, 0, 1))) << "each head its own";
+}
+
 TEST(Registry, ListsEveryOptionOfEveryPolicy) {
   for (const PolicyInfo& p : policies()) {
     EXPECT_FALSE(p.what.empty());

@@ -24,8 +24,8 @@ struct ScorerEntry {
 
 struct AllocatorEntry {
   AllocatorTraits traits;
-  std::function<void(Fields&)> context;  ///< as Allocator::context; may be empty
   std::function<std::unique_ptr<Allocator>(Fields&, const AllocatorContext&)> make;  ///< reads its options
+  std::function<void(Fields&)> context = {};  ///< what scorers must know of it before their options are read
 };
 
 /// Makes a policy from the options that were read. `json`: the policy in full, for KVPolicy::to_json. `decoding`: the
@@ -34,53 +34,60 @@ using MakePolicy = std::function<std::unique_ptr<KVPolicy>(std::string json, std
 
 /// A policy that is not a scorer with an allocator.
 struct PolicyEntry {
-  std::string name;      ///< lower-case letters, digits and hyphens
-  std::string what;      ///< one line
-  std::string source;    ///< paper
-  std::string needs;     ///< what the engine must supply besides keys and values; empty: nothing
-  bool narrows = false;  ///< acts on prompts while they run, so another policy may follow after a +. If it leaves the
-                         ///< rows of a layer unequal, its description sets Fields::uneven_heads
-  std::function<MakePolicy(Fields&)> describe;  ///< reads the options
+  std::string name;        ///< lower-case letters, digits and hyphens
+  std::string what;        ///< one line
+  std::string source;      ///< paper
+  std::string needs = {};  ///< what the engine must supply besides keys and values; empty: nothing
+  bool narrows = false;    ///< acts on prompts while they run, so another policy may follow after a +. If it leaves the
+                           ///< rows of a layer unequal, its description sets Fields::uneven_heads
+  std::function<MakePolicy(Fields&)> describe = {};  ///< reads the options
 };
+
+namespace detail {
+
+template <class S>
+std::unique_ptr<Scorer> read_scorer(Fields& f) {
+  if constexpr (requires { &S::make; }) {
+    return S::make(f);
+  } else if constexpr (requires { typename S::Options; }) {
+    typename S::Options options;
+    options.describe(f);
+    return std::make_unique<S>(options);
+  } else {
+    return std::make_unique<S>();
+  }
+}
+
+template <class A>
+std::unique_ptr<Allocator> read_allocator(Fields& f, [[maybe_unused]] const AllocatorContext& policy) {
+  if constexpr (requires { typename A::Options; }) {
+    typename A::Options options;
+    if constexpr (requires { &A::defaults; }) options = A::defaults(f, policy);
+    f.enter("allocator");
+    options.describe(f);
+    f.leave();
+    return std::make_unique<A>(options);
+  } else {
+    f.enter("allocator");  // so that options in it are refused by name
+    f.leave();
+    return std::make_unique<A>();
+  }
+}
+
+}  // namespace detail
 
 /// The entry of a class with the members that class Scorer describes.
 template <class S>
 [[nodiscard]] ScorerEntry scorer_entry(ScorerTraits traits = S::traits,
                                        std::function<void(const Fields&, Retention&)> defaults = {}) {
-  return {traits,
-          [](Fields& f) -> std::unique_ptr<Scorer> {
-            if constexpr (requires { S::make(f); }) {
-              return S::make(f);
-            } else if constexpr (requires { typename S::Options; }) {
-              typename S::Options options;
-              options.describe(f);
-              return std::make_unique<S>(options);
-            } else {
-              return std::make_unique<S>();
-            }
-          },
-          std::move(defaults)};
+  return {traits, detail::read_scorer<S>, std::move(defaults)};
 }
 
 /// The same for class Allocator.
 template <class A>
 [[nodiscard]] AllocatorEntry allocator_entry(AllocatorTraits traits = A::traits) {
-  AllocatorEntry entry{traits, {}, [](Fields& f, const AllocatorContext& policy) -> std::unique_ptr<Allocator> {
-                         static_cast<void>(policy);
-                         if constexpr (requires { typename A::Options; }) {
-                           typename A::Options options;
-                           if constexpr (requires { A::defaults(f, policy); }) options = A::defaults(f, policy);
-                           f.enter("allocator");
-                           options.describe(f);
-                           f.leave();
-                           return std::make_unique<A>(options);
-                         } else {
-                           f.enter("allocator");
-                           f.leave();
-                           return std::make_unique<A>();
-                         }
-                       }};
-  if constexpr (requires(Fields& f) { A::context(f); }) entry.context = [](Fields& f) { A::context(f); };
+  AllocatorEntry entry{.traits = traits, .make = detail::read_allocator<A>};
+  if constexpr (requires { &A::context; }) entry.context = A::context;
   return entry;
 }
 
