@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) mass_segmented_kernel(MassSeg
               a.credit != nullptr ? a.credit + row.first : nullptr, used, team);
 
     std::uint64_t* prefix = work.prefix + row.first;
-    prefix_mass(used, length, prefix, team);
+    prefix_mass(used, length, prefix, team, left_out(a.options, limit.guarded));
     const SegmentOptions options{a.variant,
                                  a.options.segments,
                                  a.options.fixed,

@@ -33,7 +33,7 @@ struct Scratch {
 /// Writes the segments of one row and their quotas to scratch.ends and scratch.shares. Returns the sum of the quotas.
 std::int32_t divide(const MassSegmentedOptions& options, Variant variant, const float* used, std::int32_t length,
                     std::int32_t budget, Protected guarded, Scratch& scratch) {
-  prefix_mass(used, length, scratch.prefix.data());
+  prefix_mass(used, length, scratch.prefix.data(), OneThread{}, left_out(options, guarded));
   const SegmentOptions segments{
       variant, options.segments, options.fixed, options.segment_mass, options.min_segment, options.max_segment};
   const std::int32_t count =

@@ -67,6 +67,8 @@ void MassSegmentedOptions::describe(Fields& f) {
             {"causal_mean", SuffixFill::causal_mean},
             {"exclude", SuffixFill::exclude}},
            "mass of the slots that part of the window cannot see (variant official: max_global)");
+  f.flag("protected_mass", protected_mass,
+         "protected slots count where segments are cut and quotas poured; they stay in any case");
   describe_segments(f, *this);
   f.choice("quotas", quotas,
            {{"mass", QuotaWeight::mass},
@@ -106,6 +108,9 @@ void MassSegmented::check(AllocatorContext& policy) const {
   if (policy.variant == Variant::official) {
     KVKEEP_REQUIRE(o.max_segment >= o.min_segment, "policy: allocator.max_segment is ", o.max_segment,
                    "; allowed at least min_segment = ", o.min_segment);
+    KVKEEP_REQUIRE(o.protected_mass,
+                   "policy: allocator.protected_mass is false with variant official; allowed true (the published code "
+                   "has no such option)");
     KVKEEP_REQUIRE(!o.coverage_auto && o.coverage == 1.0, "policy: allocator.coverage is ",
                    o.coverage_auto ? std::string("auto") : text(o.coverage),
                    " with variant official; allowed 1 (the published code has no such option)");

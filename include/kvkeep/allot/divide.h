@@ -31,6 +31,8 @@ struct MassSegmentedOptions {
   double credit_mix = 0.7;    ///< weight of this event's mass, [0, 1]
   std::int32_t pool = 5;      ///< odd; 1 or less: no pooling
   SuffixFill suffix_fill = SuffixFill::max_head;
+  bool protected_mass = true;  ///< mass of protected slots counts where segments are cut and quotas poured; they stay
+                               ///< whatever the quotas are, so without it only slots that compete say where
   double coverage = 1.0;       ///< share of the budget above the protected slots that goes through segments, [0, 1]
   bool coverage_auto = false;  ///< instead: exactly what the segments' floors take, so that `min_quota` slots of every
                                ///< segment stay and the rest is top-k
@@ -99,6 +101,11 @@ KVKEEP_HD void weigh_row(const MassSegmentedOptions& options, const float* old, 
   team.sync();
   update_credit(raw ? fed : usage, length, known, {options.credit_decay, options.credit_mix}, kMassEpsilon, raw, credit,
                 used, team);
+}
+
+/// Slots whose mass does not count where segments are cut and quotas poured.
+KVKEEP_HD inline Protected left_out(const MassSegmentedOptions& options, Protected guarded) {
+  return options.protected_mass ? Protected{} : guarded;
 }
 
 /// Segment i as a share of the budget: its weight, length and protected slots.

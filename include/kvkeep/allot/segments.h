@@ -8,6 +8,7 @@
 
 #include "kvkeep/allot/mass.h"
 #include "kvkeep/core/hd.h"
+#include "kvkeep/core/protect.h"
 #include "kvkeep/core/variant.h"
 
 namespace kvkeep {
@@ -31,14 +32,17 @@ struct SegmentOptions {
 /// exactly in a double.
 inline constexpr double kLeastSegmentMass = 0x1p-52;
 
-/// Prefix sums of the integer mass: prefix[t] covers slots 0..t. The order of summation does not matter.
+/// Prefix sums of the integer mass: prefix[t] covers slots 0..t, less those in `left_out`. The order of summation does
+/// not matter.
 template <class Team = OneThread>
-KVKEEP_HD void prefix_mass(const float* mass, std::int32_t length, std::uint64_t* prefix, Team team = {}) {
-  const IntegerMass integers(largest(mass, length, team), length);
+KVKEEP_HD void prefix_mass(const float* mass, std::int32_t length, std::uint64_t* prefix, Team team = {},
+                           Protected left_out = {}) {
+  const std::int32_t begin = left_out.sinks, end = length - left_out.recents;
+  const IntegerMass integers(largest(mass + begin, end - begin, team), length);
   std::uint64_t before = 0;
   for (std::int32_t first = 0; first < length; first += team.size()) {
     const std::int32_t t = first + team.rank();
-    const std::uint64_t mine = t < length ? integers(mass[t]) : 0;
+    const std::uint64_t mine = t >= begin && t < end ? integers(mass[t]) : 0;
     const std::uint64_t through = before + team.sum_before(mine) + mine;
     if (t < length) prefix[t] = through;
     before += team.sum(mine);
