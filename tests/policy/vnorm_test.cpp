@@ -23,7 +23,7 @@ TEST(Vnorm, KeepsTheLargestValuesBesideTheProtectedOnes) {
   const float norms[] = {5, 1, 4, 2, 3, 9, 6, 7};
   for (int t = 0; t < 8; ++t) rows.values.data<float>()[4 * t] = norms[t];
 
-  Keeper keeper(spec, make_policy("vnorm,budget=4,interval=4,sink=1,recent=1"));
+  Keeper keeper(spec, make_policy("vnorm,budget=4,prefill=cut,sink=1,recent=1"));
   const SequenceId id = 1;
   std::int32_t length = 8;
   keeper.join(id, length);
