@@ -58,11 +58,13 @@ Case random_case(oracle::Random& random, std::initializer_list<int> lengths) {
       random.one_of({SuffixFill::max_head, SuffixFill::max_global, SuffixFill::causal_mean, SuffixFill::exclude});
   o.coverage = random.one_of({1.0, 1.0, 0.5, 0.0});
   o.coverage_auto = random.chance(0.1);
+  o.protected_mass = random.chance(0.5);
   c.heads = random.one_of({1, 2, 4});
   c.explain = random.chance(0.5);
   if (c.variant == Variant::official) {
     o.coverage = 1.0;
     o.coverage_auto = false;
+    o.protected_mass = true;
     c.padding = {random.between(0, 5), random.between(0, 9)};
   }
   for (int g = random.between(1, 2); g > 0; --g) {

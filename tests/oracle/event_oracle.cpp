@@ -186,6 +186,15 @@ Row plain_row(const Options& options, const std::vector<double>& scores) {
   return row;
 }
 
+/// Mass that segments and quotas follow.
+std::vector<double> competing(const Options& options, std::vector<double> used, const MustKeep& must) {
+  if (options.protected_mass) return used;
+  const int T = static_cast<int>(used.size());
+  for (int t = 0; t < T; ++t)
+    if (t < must.sinks || t >= T - must.recents) used[static_cast<size_t>(t)] = 0;
+  return normalised(used);
+}
+
 Row ams_row(const Options& options, const std::vector<double>& scores, const Masses& masses) {
   const int T = static_cast<int>(scores.size());
   const MustKeep must = must_keep(options, T);
@@ -195,8 +204,9 @@ Row ams_row(const Options& options, const std::vector<double>& scores, const Mas
   row.mass = masses.mass;
   row.mass_used = masses.used;
   row.credit = masses.credit;
-  row.segment_ends = segment_ends(options, masses.used, &margin);
-  row.quotas = quotas(options, masses.used, row.segment_ends, segment_budget(options, must), must, &margin);
+  const std::vector<double> mass = competing(options, masses.used, must);
+  row.segment_ends = segment_ends(options, mass, &margin);
+  row.quotas = quotas(options, mass, row.segment_ends, segment_budget(options, must), must, &margin);
   row.slots = select(options, with_own_query_first(options, scores), row.segment_ends, row.quotas, must, &margin);
   if (!row.credit.empty()) {
     for (int slot : row.slots) row.credit_kept.push_back(row.credit[slot]);

@@ -34,6 +34,7 @@ struct Options {
   double coverage = 1;  ///< strict only
   bool coverage_auto =
       false;  ///< strict only: floors of all segments, and the best of the row beside them; `coverage` is not read then
+  bool protected_mass = true;  ///< strict only; false: only slots that may be dropped have mass for segments and quotas
   bool credit = true;
   bool tova_heads_all = true;  ///< TOVA averages over all query heads, or over the heads of the group
 };

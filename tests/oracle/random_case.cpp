@@ -67,6 +67,7 @@ void choose_allocator(Random& random, Options& o, int T) {
   o.quotas = random.one_of({"mass", "mass", "mass", "equal", "length", "raw_mass"});
   if (!official) o.coverage = random.one_of({1.0, 1.0, 1.0, 0.75, 0.5, 0.3, 0.0, -1.0, -1.0});
   o.coverage_auto = o.coverage < 0;
+  if (!official) o.protected_mass = random.chance(0.6);
 }
 
 Options random_options(Random& random, int T) {
@@ -186,7 +187,8 @@ std::string described(uint64_t seed, const Options& o, const Sequence& s, Keys k
   if (o.policy != "ams-tova") return out.str();
   out << ", window " << o.window << ", pool " << o.pool << ", segments " << o.segments << " of " << o.segment_mass
       << " in [" << o.min_segment << ", " << o.max_segment << "], quotas " << o.quotas << ", min_quota " << o.min_quota
-      << ", fill " << o.suffix_fill << ", coverage " << (o.coverage_auto ? "auto" : std::to_string(o.coverage));
+      << ", fill " << o.suffix_fill << ", coverage " << (o.coverage_auto ? "auto" : std::to_string(o.coverage))
+      << (o.protected_mass ? "" : ", without protected mass");
   if (o.credit)
     out << ", credit " << o.credit_decay << '/' << o.credit_mix << " of "
         << (s.credit.empty() ? 0 : s.credit[0].size());

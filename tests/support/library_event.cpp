@@ -27,6 +27,7 @@ std::string policy_json(const oracle::Options& o) {
                            {"suffix_fill", o.suffix_fill},
                            {"segments", o.segments},
                            {"quotas", o.quotas},
+                           {"protected_mass", o.protected_mass},
                            {"coverage", o.coverage}};
   if (o.coverage_auto) policy["allocator"]["coverage"] = "auto";
   return policy.dump();
