@@ -52,6 +52,7 @@
 #include "kvkeep/score/snapkv.h"
 #include "kvkeep/score/tova.h"
 #include "kvkeep/score/triattention.h"
+#include "kvkeep/score/vase.h"
 #include "kvkeep/score/window_attention.h"
 
 // prefill: finds the layer in which the ranks settle

@@ -62,9 +62,10 @@ void describe_common(Fields& f, Retention& r) {
            {{"per_layer_per_head", Sharing::per_layer_per_head},
             {"per_layer_perhead", Sharing::per_layer_per_head},
             {"per_head", Sharing::per_head},
-            {"union", Sharing::all}},
+            {"union", Sharing::all},
+            {"union_mean", Sharing::all_mean}},
            "which rows share one selection: none, the layers of a KV head (mean of scores), or all layers and heads "
-           "(maximum)",
+           "(maximum or mean)",
            {"eviction_mode"});
 }
 

@@ -21,14 +21,14 @@ void share_scores(const Evidence& evidence, const Limits& limits, Sharing share,
     while (n < table.groups.size() && table.groups[n].layer == table.groups.front().layer) ++n;
     return n;
   }();
+  const bool all = share == Sharing::all || share == Sharing::all_mean;
   const std::size_t stride = sequences * heads, layers = table.rows.size() / std::max<std::size_t>(stride, 1);
   const auto each_sharing_row = [&](std::size_t sequence, std::size_t head, auto&& body) {
     for (std::size_t l = 0; l < layers; ++l)
-      for (std::size_t h = share == Sharing::all ? 0 : head; h < (share == Sharing::all ? heads : head + 1); ++h)
-        body(l * stride + sequence * heads + h);
+      for (std::size_t h = all ? 0 : head; h < (all ? heads : head + 1); ++h) body(l * stride + sequence * heads + h);
   };
   for (std::size_t s = 0; s < sequences; ++s)
-    for (std::size_t head = 0; head < (share == Sharing::all ? 1 : heads); ++head) {
+    for (std::size_t head = 0; head < (all ? 1 : heads); ++head) {
       const std::size_t first = s * heads + head;
       const Row& row = table.rows[first];
       if (!limits.rows[first].due) continue;
@@ -46,9 +46,9 @@ void share_scores(const Evidence& evidence, const Limits& limits, Sharing share,
         else
           std::transform(from, from + row.length, shared, shared, [](float a, float b) { return a + b; });
       });
-      if (share == Sharing::per_head)
-        std::transform(shared, shared + row.length, shared,
-                       [layers](float x) { return x / static_cast<float>(layers); });
+      const auto rows = static_cast<float>(all ? layers * heads : layers);
+      if (share != Sharing::all)
+        std::transform(shared, shared + row.length, shared, [rows](float x) { return x / rows; });
       each_sharing_row(s, head, [&](std::size_t r) {
         if (r != first) std::copy_n(shared, row.length, g + table.rows[r].first);
       });

@@ -26,6 +26,7 @@
 #include "kvkeep/score/snapkv.h"
 #include "kvkeep/score/tova.h"
 #include "kvkeep/score/triattention.h"
+#include "kvkeep/score/vase.h"
 
 namespace kvkeep {
 namespace {
@@ -123,6 +124,7 @@ KnownPolicies::KnownPolicies() {
   add(scorer_entry<Expected>());
   add(scorer_entry<Cur>());
   add(scorer_entry<Defensive>());
+  add(scorer_entry<Vase>());
 
   add(allocator_entry<MassSegmented>());
   add(allocator_entry<Pyramid>());

@@ -68,7 +68,8 @@ struct Allotment {
 enum class Sharing : std::uint8_t {
   per_layer_per_head,  ///< none
   per_head,            ///< a KV head's rows in all layers
-  all,                 ///< all rows of a sequence ("union")
+  all,                 ///< all rows of a sequence, ranked by their largest score ("union")
+  all_mean,            ///< all rows of a sequence, ranked by their mean score ("union_mean")
 };
 
 /// The reason for a decision.

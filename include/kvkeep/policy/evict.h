@@ -55,10 +55,10 @@ class Evict final : public KVPolicy {
   [[nodiscard]] std::vector<std::string> problems_on(const Machine& machine, const ModelSpec& spec) const override;
   /// Order: limits of every row, window attention, scores, sharing, allotment.
   /// With a `share` other than per_layer_per_head, slots rank by the mean of the sharing rows' scores over layers
-  /// (`per_head`) or by their maximum over layers and heads (`all`); sharing rows hold the same tokens. Source of both:
-  /// TriAttention's modes. With retention.rest, slots that do not stay are folded: into one span for the slots that
-  /// each segment drops (ours: neither AMS nor SeKV has it), or into runs of at most max_span dropped slots if there
-  /// are no segments.
+  /// (`per_head`), or by their maximum or mean over layers and heads (`all`, `all_mean`); sharing rows hold the same
+  /// tokens. Source of both: TriAttention's modes. With retention.rest, slots that do not stay are folded: into one
+  /// span for the slots that each segment drops (ours: neither AMS nor SeKV has it), or into runs of at most max_span
+  /// dropped slots if there are no segments.
   [[nodiscard]] Decision decide(Machine& machine, const Evidence& evidence) const override;
   using KVPolicy::decide;
   [[nodiscard]] const MemoryOptions* memory() const override {

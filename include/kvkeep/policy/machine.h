@@ -33,8 +33,8 @@ class Event {
   /// Throws as Scorer::score() does.
   [[nodiscard]] virtual Scores score(const Scorer& scorer, const WindowAttention& seen) = 0;
 
-  /// Scores that are the same in rows that share one selection: the mean over layers (`per_head`), or the largest over
-  /// layers and heads (`all`). Throws Unsupported for sharing rows that differ in length.
+  /// Scores that are the same in rows that share one selection: the mean over layers (`per_head`), or the largest or
+  /// the mean over layers and heads (`all`, `all_mean`). Throws Unsupported for sharing rows that differ in length.
   [[nodiscard]] virtual Scores share(const Scores& scores, Sharing share) = 0;
 
   /// Spends the budget: fills `keep` of the decision and, if the allocator has them, credit and allotment. Throws as
