@@ -186,15 +186,6 @@ Row plain_row(const Options& options, const std::vector<double>& scores) {
   return row;
 }
 
-/// Mass that segments and quotas follow.
-std::vector<double> competing(const Options& options, std::vector<double> used, const MustKeep& must) {
-  if (options.protected_mass) return used;
-  const int T = static_cast<int>(used.size());
-  for (int t = 0; t < T; ++t)
-    if (t < must.sinks || t >= T - must.recents) used[static_cast<size_t>(t)] = 0;
-  return normalised(used);
-}
-
 Row ams_row(const Options& options, const std::vector<double>& scores, const Masses& masses) {
   const int T = static_cast<int>(scores.size());
   const MustKeep must = must_keep(options, T);
@@ -216,6 +207,14 @@ Row ams_row(const Options& options, const std::vector<double>& scores, const Mas
 }
 
 }  // namespace
+
+std::vector<double> competing(const Options& options, std::vector<double> used, const MustKeep& must) {
+  if (options.protected_mass) return used;
+  const int T = static_cast<int>(used.size());
+  for (int t = 0; t < T; ++t)
+    if (t < must.sinks || t >= T - must.recents) used[static_cast<size_t>(t)] = 0;
+  return normalised(used);
+}
 
 void Margin::note(double gap) { smallest = std::min(smallest, gap); }
 

@@ -101,6 +101,9 @@ std::vector<std::vector<double>> usage(const Options& options, const Sequence& s
 /// max(x, 0) + 1e-12, divided by its sum.
 std::vector<double> normalised(const std::vector<double>& values);
 
+/// Mass that segments and quotas follow: all of it, or only that of slots that may be dropped.
+std::vector<double> competing(const Options& options, std::vector<double> used, const MustKeep& must);
+
 struct Masses {
   std::vector<double> mass;    ///< normalised usage
   std::vector<double> used;    ///< mixed with credit: what segments and quotas follow

@@ -290,7 +290,7 @@ Ints slots_with_rounding(const RandomCase& random, int head, Doubles scores, con
   const MustKeep must = must_keep(o, s.T);
   if (o.policy == "tova") return select(o, scores, {s.T}, {o.budget}, must);
   const Masses mixed = masses(o, with_rounding(usage, seed, size), s.credit.empty() ? Doubles() : s.credit[head]);
-  const Doubles mass = with_rounding(mixed.used, seed, size);
+  const Doubles mass = competing(o, with_rounding(mixed.used, seed, size), must);
   const Ints ends = segment_ends(o, mass);
   return select(o, scores, ends, quotas(o, mass, ends, segment_budget(o, must), must), must);
 }

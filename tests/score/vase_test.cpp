@@ -43,7 +43,8 @@ struct Rows {
     table.slots = 40;
   }
   [[nodiscard]] std::vector<float> score(const Vase& vase) const {
-    const Scores g = vase.score({.spec = spec, .table = table, .basis = QueryBasis::post_rope}, even_limits(table, 16, 1, 2), {});
+    const Evidence evidence{.spec = spec, .table = table, .basis = QueryBasis::post_rope};
+    const Scores g = vase.score(evidence, even_limits(table, 16, 1, 2), {});
     return {g.data.data<float>(), g.data.data<float>() + 40};
   }
 

@@ -2,8 +2,8 @@
 /// VaSE: some slots stay for their values, the others are drawn at random. Source: "Value-aware Stochastic KV Cache
 /// Eviction" (arXiv 2606.03928): a quarter of the budget goes to the slots whose values span the widest range, sinks
 /// among them; the rest is sampled without replacement, in proportion to the window's attention, smoothed over
-/// neighbours. Differs: sinks and recents are protected sets; the sample follows from the seed, the layer, the head, the
-/// slot's position and the sequence's next position, so a run can be repeated; fp32.
+/// neighbours. Differs: sinks and recents are protected sets; the sample follows from the seed, the layer, the head,
+/// the slot's position and the sequence's next position, so a run can be repeated; fp32.
 
 #include <algorithm>
 #include <cmath>
@@ -19,9 +19,9 @@
 namespace kvkeep {
 
 struct VaseOptions {
-  std::int32_t window = 32;     ///< newest queries
-  std::int32_t pool = 5;        ///< slots averaged over, odd; 1: no pooling
-  double values_share = 0.25;   ///< share of the budget that goes to the widest values, sinks included, [0, 1]
+  std::int32_t window = 32;    ///< newest queries
+  std::int32_t pool = 5;       ///< slots averaged over, odd; 1: no pooling
+  double values_share = 0.25;  ///< share of the budget that goes to the widest values, sinks included, [0, 1]
   std::int64_t seed = 0;
 
   void describe(Fields& f) {
@@ -85,8 +85,8 @@ class Vase final : public Scorer {
   };
 
   void sample(const Row& row, const float* usage, std::int32_t next_position, float* g) const {
-    const std::uint64_t draws = mixed_bits(draws_of_row(options_.seed, row.layer, row.head) ^
-                                           static_cast<std::uint64_t>(next_position) << 32U);
+    const std::uint64_t draws =
+        mixed_bits(draws_of_row(options_.seed, row.layer, row.head) ^ static_cast<std::uint64_t>(next_position) << 32U);
     pool_average(usage, row.length, options_.pool, g);
     for (std::int32_t t = 0; t < row.length; ++t) {
       const double u = static_cast<double>(draw(draws, row.positions[t])) + 0x1p-25;
