@@ -13,6 +13,7 @@
 #include "kvkeep/score/window_attention.h"
 #include "memory.h"
 #include "prepare.h"
+#include "row_scorers.h"
 
 namespace kvkeep::cuda {
 
@@ -133,6 +134,12 @@ class CudaEvent final : public Event {
   template <class Arguments>
   void launch(void (*launcher)(const Arguments&, Stream), const Arguments& with) const {
     if (!dry_) launcher(with, stream_);
+  }
+
+  /// A body that a program registered.
+  void launch(void (*launcher)(const RowScorerCall&), RowScorerCall with) const {
+    with.stream = stream_;
+    if (!dry_) launcher(with);
   }
 
   /// The newest `window` queries, rotated, and the window of every row; afterwards the columns hold the positions. One

@@ -1,6 +1,6 @@
 /// Scorers on a device: from options to kernels.
 
-#include <concepts>
+#include <mutex>
 #include <typeindex>
 #include <unordered_map>
 
@@ -22,7 +22,7 @@
 #include "kvkeep/score/tova.h"
 #include "kvkeep/score/triattention.h"
 #include "rkv.h"
-#include "row_body.h"
+#include "row_scorers.h"
 #include "rpc.h"
 #include "snapkv.h"
 #include "tova.h"
@@ -31,18 +31,40 @@
 namespace kvkeep::cuda {
 namespace {
 
+/// What programs have registered.
+class RowScorers {
+ public:
+  using Launch = void (*)(const RowScorerCall&);
+  void add(std::type_index scorer, Launch launch) {
+    const std::lock_guard lock(mutex_);
+    all_[scorer] = launch;
+  }
+  [[nodiscard]] Launch find(std::type_index scorer) {
+    const std::lock_guard lock(mutex_);
+    const auto found = all_.find(scorer);
+    return found == all_.end() ? nullptr : found->second;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<std::type_index, Launch> all_;
+};
+
+RowScorers& row_scorers() {
+  static RowScorers all;
+  return all;
+}
+
 /// Scorers of one row run the body of the CPU.
-template <class S>
-  requires std::derived_from<S, RowScorer<S, typename S::Options>>
-float* score(CudaEvent& event, const S& scorer, const WindowAttention&) {
-  RowBodyArguments<typename S::Options> arguments;
-  arguments.evidence = event.arguments;
-  if (scorer.needs().values) arguments.values = element_of("values", event.evidence.table.value_dtype);
-  arguments.value_dim = event.evidence.spec.value_dim;
-  arguments.body = scorer.options();
-  arguments.scores = event.flat();
-  event.launch(launch_row_body<typename S::Options>, arguments);
-  return arguments.scores;
+float* score_row_by_row(CudaEvent& event, const Scorer& scorer, const WindowAttention&) {
+  float* const scores = event.flat();
+  event.launch(row_scorers().find(typeid(scorer)),
+               {.scorer = scorer,
+                .evidence = event.arguments,
+                .values = scorer.needs().values ? element_of("values", event.evidence.table.value_dtype) : Element::f32,
+                .value_dim = event.evidence.spec.value_dim,
+                .scores = scores});
+  return scores;
 }
 
 float* score(CudaEvent& event, const H2O& scorer, const WindowAttention&) {
@@ -235,14 +257,19 @@ std::pair<const std::type_index, Score> kernels() {
 
 }  // namespace
 
+void register_row_scorer(std::type_index scorer, void (*launch)(const RowScorerCall&)) {
+  row_scorers().add(scorer, launch);
+}
+
 Score kernels_of(const Scorer& scorer) {
   static const std::unordered_map<std::type_index, Score> all = {
-      kernels<Expected>(),     kernels<H2O>(),     kernels<KeyDiff>(),      kernels<Knorm>(),
-      kernels<RandomScorer>(), kernels<Recency>(), kernels<Rkv>(),          kernels<Rpc>(),
-      kernels<SnapKV>(),       kernels<Tova>(),    kernels<TriAttention>(),
+      kernels<Expected>(), kernels<H2O>(),    kernels<KeyDiff>(), kernels<Knorm>(),        kernels<Rkv>(),
+      kernels<Rpc>(),      kernels<SnapKV>(), kernels<Tova>(),    kernels<TriAttention>(),
   };
-  const auto found = all.find(typeid(scorer));
-  return found == all.end() ? nullptr : found->second;
+  static const bool own = (register_scorer<Cur>(), register_scorer<RandomScorer>(), register_scorer<Recency>(), true);
+  static_cast<void>(own);
+  if (const auto found = all.find(typeid(scorer)); found != all.end()) return found->second;
+  return row_scorers().find(typeid(scorer)) == nullptr ? nullptr : score_row_by_row;
 }
 
 }  // namespace kvkeep::cuda

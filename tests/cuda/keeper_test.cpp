@@ -117,6 +117,9 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"official",
              "ams-tova,variant=official,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16"},
         Case{"amskeydiff", "ams-keydiff,budget=48,interval=12,window=8"},
+        Case{"amscur",
+             "ams-cur,budget=48,interval=12,recent=4,allocator.window=8,min_segment=2,max_segment=16,protected_mass="
+             "false"},
         Case{"tova", "tova,budget=48,interval=12,recent=4"}, Case{"keydiff", "keydiff,budget=48,interval=12"},
         Case{"knorm", "knorm,budget=48,interval=12,prefill=cut"},
         Case{"snapkv", "snapkv,budget=48,interval=12,window=8"},

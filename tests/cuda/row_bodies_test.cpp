@@ -1,10 +1,14 @@
 // Scorers of one row on a GPU against the CPU: one body, so the same bits.
 
+#include <algorithm>
+
+#include "engines.h"
 #include "evidence_case.h"
+#include "fresh_accelerator.h"
 #include "kvkeep/score/cur.h"
 #include "kvkeep/score/random.h"
 #include "kvkeep/score/recency.h"
-#include "row_body.h"
+#include "row_scorers.h"
 
 namespace kvkeep::cuda {
 namespace {
@@ -52,6 +56,36 @@ TEST_F(RowBodies, LeaveRowsAloneThatAreNotDue) {
   c.limits.rows[1].due = c.limits.rows[2].due = false;
   expect_as_on_cpu(c, Recency());
   expect_as_on_cpu(c, RandomScorer({3}));
+}
+
+/// A scorer that the library does not have, with the body of one that it has.
+class Outside final : public RowScorer<Outside, RandomOptions> {
+ public:
+  static constexpr ScorerTraits traits{.name = "outside-drawn", .what = "random slots", .source = "none"};
+  using RowScorer::RowScorer;
+};
+
+TEST_F(RowBodies, FromOutsideRunOnceTheyAreRegistered) {
+  kvkeep::register_scorer<Outside>();
+  const auto policy = make_policy("outside-drawn,budget=48,interval=12");
+  const std::shared_ptr<Machine> machine = fresh_accelerator();
+  const ModelSpec spec = engines::model();
+  ASSERT_EQ(policy->problems_on(*machine, spec).size(), 1U);
+  EXPECT_NE(policy->problems_on(*machine, spec).front().find("scorer outside-drawn has no kernel"), std::string::npos);
+  register_scorer<Outside>();
+  EXPECT_TRUE(policy->problems_on(*machine, spec).empty());
+  const EvidenceCase c(7, {.kv_heads = 2, .dim = 1, .lengths = {90, 20}, .ragged = true});
+  expect_as_on_cpu(c, Outside({5}));
+  engines::DenseEngine cpu("random,budget=48,interval=12", false, Dtype::f32),
+      device("outside-drawn,budget=48,interval=12", false, Dtype::f32, machine);
+  for (engines::DenseEngine* engine : {&cpu, &device}) {
+    oracle::Random random(3);
+    engine->join(1);
+    static_cast<void>(engine->step(engines::numbers_of(random, {{1, 60}})));
+    for (int n = 0; n < 30; ++n) static_cast<void>(engine->step(engines::numbers_of(random, {{1, 1}})));
+    EXPECT_GE(engine->keeper.totals().events, 1);
+  }
+  EXPECT_TRUE(std::ranges::equal(cpu.keeper.positions(1, 0, 0), device.keeper.positions(1, 0, 0)));
 }
 
 }  // namespace
