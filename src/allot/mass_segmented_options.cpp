@@ -9,13 +9,15 @@
 namespace kvkeep {
 namespace {
 
-/// Default share of the budget that goes through segments. Measured (docs/ams.md), not published.
-constexpr double kCoverage = 0.5;
-
-enum class Preset : std::uint8_t { kvkeep, registry, paper };
+enum class Preset : std::uint8_t { kvkeep, question, registry, paper };
 
 MassSegmentedOptions options_of(Preset preset) {
   MassSegmentedOptions o;
+  if (preset == Preset::kvkeep || preset == Preset::question) {  // measured, not published: docs/ams.md
+    o.protected_mass = false;
+    o.min_quota = 1;
+    o.coverage = preset == Preset::question ? 1.0 : 0.25;
+  }
   if (preset != Preset::paper) return o;
   o.window = 128;
   o.segment_mass = 0.1;
@@ -83,16 +85,22 @@ void MassSegmentedOptions::describe(Fields& f) {
 
 MassSegmentedOptions MassSegmented::defaults(Fields& f, const AllocatorContext& policy) {
   const bool official = policy.variant == Variant::official;
-  Preset preset = official ? Preset::registry : Preset::kvkeep;
-  f.choice("preset", preset, {{"kvkeep", Preset::kvkeep}, {"registry", Preset::registry}, {"paper", Preset::paper}},
-           "defaults of `allocator`: ours (registry, with coverage 0.5), of the released scripts, or of the paper's "
-           "Table 15 (window 128, segment_mass 0.1, segments 16 to 256, min_quota 1, decay and mix 0.9)");
+  // Naming a fill selects AMS as published in every other respect.
+  Preset preset = official || f.gives("allocator", "suffix_fill") ? Preset::registry : Preset::kvkeep;
+  f.choice(
+      "preset", preset,
+      {{"kvkeep", Preset::kvkeep},
+       {"question", Preset::question},
+       {"registry", Preset::registry},
+       {"paper", Preset::paper}},
+      "defaults of `allocator`: ours (registry with protected_mass false, min_quota 1, coverage 0.25), ours where "
+      "the newest queries ask what will be answered (coverage 1), of the released scripts, or of the paper's Table "
+      "15 (window 128, segment_mass 0.1, segments 16 to 256, min_quota 1, decay and mix 0.9)");
   MassSegmentedOptions o = options_of(preset);
   if (official) {
+    KVKEEP_REQUIRE(preset == Preset::registry || preset == Preset::paper,
+                   "policy: preset is not a published one with variant official; allowed registry, paper");
     o.suffix_fill = SuffixFill::max_global;  // as published
-  } else if (preset == Preset::kvkeep) {
-    // Naming a fill selects AMS as published, in which everything goes through segments.
-    o.coverage = f.gives("allocator", "suffix_fill") ? 1.0 : kCoverage;
   }
   return o;
 }

@@ -32,7 +32,9 @@ TEST(Registry, FillsDefaultsAndDescribesItself) {
   EXPECT_EQ(json["allocator"]["window"], 32);
   EXPECT_EQ(json["preset"], "kvkeep");
   EXPECT_EQ(json["allocator"]["suffix_fill"], "max_head");
-  EXPECT_EQ(json["allocator"]["coverage"], 0.5);
+  EXPECT_EQ(json["allocator"]["coverage"], 0.25);
+  EXPECT_EQ(json["allocator"]["protected_mass"], false);
+  EXPECT_EQ(json["allocator"]["min_quota"], 1);
   EXPECT_EQ(make_policy_from_json(policy->to_json())->to_json(), policy->to_json());
 }
 
@@ -47,23 +49,33 @@ TEST(Registry, KnowsBothPresetsOfThePaper) {
   EXPECT_EQ(paper["credit_mix"], 0.9);
   EXPECT_EQ(resolved("ams-tova,budget=512,preset=paper,window=64")["allocator"]["window"], 64)
       << "what is given beats the preset";
-  EXPECT_EQ(resolved("ams-tova,budget=512")["allocator"]["min_quota"], 8);
+  EXPECT_EQ(resolved("ams-tova,budget=512,preset=registry")["allocator"]["min_quota"], 8);
 }
 
 TEST(Registry, AmsDefaultsAreOursUnlessAPresetOrAFillIsNamed) {
   const auto ours = resolved("ams-keydiff,budget=512")["allocator"];
   EXPECT_EQ(ours["suffix_fill"], "max_head");
-  EXPECT_EQ(ours["coverage"], 0.5);
+  EXPECT_EQ(ours["coverage"], 0.25);
+  const auto question = resolved("ams-keydiff,budget=512,preset=question")["allocator"];
+  EXPECT_EQ(question["coverage"], 1.0);
+  EXPECT_EQ(question["protected_mass"], false);
+  EXPECT_EQ(question["min_quota"], 1);
   for (const char* published : {"ams-keydiff,budget=512,preset=registry", "ams-keydiff,budget=512,preset=paper",
                                 "ams-keydiff,budget=512,suffix_fill=max_head"}) {
     EXPECT_EQ(resolved(published)["allocator"]["suffix_fill"], "max_head") << published;
     EXPECT_EQ(resolved(published)["allocator"]["coverage"], 1.0) << published;
+    EXPECT_EQ(resolved(published)["allocator"]["protected_mass"], true) << published;
   }
   EXPECT_EQ(resolved("ams-keydiff,budget=512,suffix_fill=exclude")["allocator"]["coverage"], 1.0)
       << "a named fill describes AMS as published, coverage included";
   EXPECT_EQ(resolved("ams-keydiff,budget=512,coverage=0.25")["allocator"]["suffix_fill"], "max_head");
   EXPECT_EQ(resolved("ams-keydiff,budget=512,variant=official")["allocator"]["coverage"], 1.0);
   EXPECT_EQ(resolved("ams-keydiff,budget=512,variant=official")["preset"], "registry");
+  expect_refused(R"({"policy": "ams-keydiff", "budget": 64, "variant": "official", "preset": "question"})",
+                 {"preset", "variant official", "registry, paper"});
+  expect_refused(
+      R"({"policy": "ams-keydiff", "budget": 64, "variant": "official", "allocator": {"protected_mass": false}})",
+      {"protected_mass", "variant official"});
 }
 
 TEST(Registry, OfficialFillsTheSuffixAsPublished) {
