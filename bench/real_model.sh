@@ -94,7 +94,7 @@ table() {
     scorers+=(rpc,scorer.window=16 knorm "triattention,calibration=$calibration")
     for allocator in pyramidkv adakv chunkkv criticalkv; do policies+=(--policy "$allocator-snapkv,scorer.window=16" --policy "$allocator-tova"); done
   fi
-  for scorer in "${scorers[@]}"; do policies+=(--policy "$scorer" --policy "ams-$scorer" --policy "ams-$scorer,variant=official"); done
+  for scorer in "${scorers[@]}"; do policies+=(--policy "$scorer" --policy "ams-$scorer" --policy "ams-$scorer,preset=question" --policy "ams-$scorer,variant=official"); done
   for length in ${lengths//,/ }; do needles "$1" "$length" "$(budgets "$length")" --question "$1" "${policies[@]}"; done
 }
 
