@@ -53,7 +53,7 @@ def readable(names):
     out = []
     for name in plain:
         name = re.sub(r"\(anonymous namespace\)::|kvkeep::cuda::|kvkeep::|void ", "", name)
-        out.append(re.sub(r"\((?!.*>).*$", "", name))
+        out.append(re.sub(r"\(RowBodyArguments.*$|\((?!.*>).*$", "", name))
     return out
 
 
