@@ -49,7 +49,7 @@ kvkeep="$kvkeep_root/build/release/bin/kvkeep"
 mkdir -p -- "$out"
 
 "$kvkeep" eval --model "$model" --task ruler/niah-single-1,text/needle --haystack "$kvkeep_root/docs/design.md" --length 1024 --samples "$samples" --batch 5 --budgets 512,256 \
-  --policy full --policy streaming --policy snapkv --policy tova --policy ams-tova --policy tova,rest=fold > "$out/table.md"
+  --policy full --policy streaming --policy snapkv --policy "ams-snapkv,preset=question" --policy tova --policy "ams-tova,preset=question" --policy tova,rest=fold > "$out/table.md"
 cat -- "$out/table.md"
 
 for policy in full streaming,budget=128,interval=32 tova,budget=128,interval=32; do
