@@ -25,12 +25,15 @@ template <class Body>
 void launch_row_body(const RowBodyArguments<Body>& arguments, Stream stream) {
   KVKEEP_REQUIRE(arguments.evidence.keys != Element::fp8_e4m3 && arguments.values != Element::fp8_e4m3,
                  "row_body: keys or values are fp8; allowed f32, f16, bf16");
-  with_wide_element(arguments.evidence.keys, [&](auto key) {
-    with_wide_element(arguments.values, [&](auto value) {
-      launch("row_body", row_body_kernel<Body, decltype(key), decltype(value)>,
-             {.blocks = blocks_for(arguments.evidence.count), .threads = tuning::kRowThreads}, stream, arguments);
-    });
-  });
+  const auto run = [&](auto key, auto value) {
+    launch("row_body", row_body_kernel<Body, decltype(key), decltype(value)>,
+           {.blocks = blocks_for(arguments.evidence.count), .threads = tuning::kRowThreads}, stream, arguments);
+  };
+  if constexpr (requires { Body::kReadsPositionsAlone; })
+    run(float{}, float{});
+  else
+    with_wide_element(arguments.evidence.keys,
+                      [&](auto key) { with_wide_element(arguments.values, [&](auto value) { run(key, value); }); });
 }
 
 }  // namespace kvkeep::cuda

@@ -10,6 +10,7 @@ namespace kvkeep {
 
 struct RandomOptions {
   std::int64_t seed = 0;
+  static constexpr bool kReadsPositionsAlone = true;
 
   void describe(Fields& f) {
     f.integer("seed", seed, 0, INT64_MAX, "a slot's draw follows from the seed, its layer, head and logical position");

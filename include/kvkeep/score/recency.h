@@ -8,6 +8,8 @@
 namespace kvkeep {
 
 struct RecencyOptions {
+  static constexpr bool kReadsPositionsAlone = true;
+
   void describe(Fields&) {}
 
   /// g[t] = t. Exact up to 2^24 slots.

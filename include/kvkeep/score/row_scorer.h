@@ -59,7 +59,8 @@ class ScoredRow {
 ///     KVKEEP_HD void score(const Row& row, float* g, Team team) const;
 ///
 /// which writes g[t] for every slot of a ScoredRow, split over the team (core/team.h). The CPU runs it with one thread
-/// per row, CUDA with one block per row if cuda/row_bodies.cu names the body.
+/// per row, CUDA with one block per row if cuda/row_bodies.cu names the body. A body that reads neither keys nor values
+/// says `static constexpr bool kReadsPositionsAlone = true`, so that it is compiled once, not for every dtype.
 template <class Self, class Body>
 class RowScorer : public Scorer {
  public:
