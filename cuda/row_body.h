@@ -11,7 +11,7 @@ struct RowBodyArguments {
   EvidenceArguments evidence;
   Element values = Element::f32;  ///< f32, f16 or bf16, as the keys; f32 if the body does not read them
   std::int32_t value_dim = 0;
-  Body body;
+  Body body = {};
   float* scores = nullptr;  ///< f32 [slots]
 };
 

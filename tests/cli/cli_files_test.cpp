@@ -40,30 +40,30 @@ TEST_F(Command, EndsAtCtrlCWith130AndLeavesNoFile) {
   EXPECT_TRUE(fs::is_empty(folder_));
 }
 
-TEST_F(Command, TakesTheFileOfFactorsAlongAtCtrlC) {
-  const std::string file = place("factors");
-  const pid_t child =
-      start({"generate", "--model", model(), "--ids", "1,2,3", "--policy",
-             "tova,budget=64,interval=32,rest=fold,host_bytes=0,file=" + file, "--max-new-tokens", "10000000"});
-  for (int i = 0; i < 600 && !fs::exists(file); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(50));
-  ASSERT_TRUE(fs::exists(file));
-  std::this_thread::sleep_for(std::chrono::milliseconds(300));
-  ASSERT_EQ(::kill(child, SIGINT), 0);
-  EXPECT_EQ(finish(child).code, 130);
+/// Sends `signal` to a run that has its file of factors.
+class CommandWithFactors : public Command {
+ protected:
+  int code_after(int signal) {
+    const std::string file = place("factors");
+    const pid_t child =
+        start({"generate", "--model", model(), "--ids", "1,2,3", "--policy",
+               "tova,budget=64,interval=32,rest=fold,host_bytes=0,file=" + file, "--max-new-tokens", "10000000"});
+    for (int i = 0; i < 600 && !fs::exists(file); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    EXPECT_TRUE(fs::exists(file));
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    EXPECT_EQ(::kill(child, signal), 0);
+    return finish(child).code;
+  }
+};
+
+TEST_F(CommandWithFactors, TakesTheFileAlongAtCtrlC) {
+  EXPECT_EQ(code_after(SIGINT), 130);
   EXPECT_TRUE(fs::is_empty(folder_));
 }
 
 // In an earlier version the file stayed when the terminal was closed.
-TEST_F(Command, TakesTheFileOfFactorsAlongWhenTheTerminalIsClosed) {
-  const std::string file = place("factors");
-  const pid_t child =
-      start({"generate", "--model", model(), "--ids", "1,2,3", "--policy",
-             "tova,budget=64,interval=32,rest=fold,host_bytes=0,file=" + file, "--max-new-tokens", "10000000"});
-  for (int i = 0; i < 600 && !fs::exists(file); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(50));
-  ASSERT_TRUE(fs::exists(file));
-  std::this_thread::sleep_for(std::chrono::milliseconds(300));
-  ASSERT_EQ(::kill(child, SIGHUP), 0);
-  EXPECT_EQ(finish(child).code, 128 + SIGHUP);
+TEST_F(CommandWithFactors, TakesTheFileAlongWhenTheTerminalIsClosed) {
+  EXPECT_EQ(code_after(SIGHUP), 128 + SIGHUP);
   EXPECT_TRUE(fs::is_empty(folder_));
 }
 

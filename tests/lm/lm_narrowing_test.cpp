@@ -19,6 +19,7 @@
 #include <numeric>
 #include <tuple>
 
+#include "decoder_model.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/lm/decoder.h"
 #include "narrowed_decoder.h"
@@ -30,19 +31,6 @@ namespace {
 namespace fs = std::filesystem;
 
 // ---- Models
-
-struct Model {
-  const char* name;
-  LmConfig config;
-  Dtype dtype = Dtype::f32;
-  RopeStyle style = RopeStyle::half;
-};
-void PrintTo(const Model& model, std::ostream* out) { *out << model.name; }
-
-Model with(Model model, const std::function<void(LmConfig&)>& change) {
-  change(model.config);
-  return model;
-}
 
 std::vector<Model> models() {
   const LmConfig llama = LmConfig::shape(Architecture::llama, 9, 40, 56, 6, 2, 12, 90),

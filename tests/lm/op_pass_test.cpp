@@ -13,6 +13,7 @@
 #include <functional>
 #include <numeric>
 
+#include "decoder_model.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/lm/generation.h"
 #include "kvkeep/lm/tasks.h"
@@ -24,19 +25,6 @@ namespace {
 
 namespace fs = std::filesystem;
 using Ints = std::vector<std::int32_t>;
-
-struct Model {
-  const char* name;
-  LmConfig config;
-  Dtype dtype = Dtype::f32;
-  RopeStyle style = RopeStyle::half;
-};
-void PrintTo(const Model& model, std::ostream* out) { *out << model.name; }
-
-Model with(Model model, const std::function<void(LmConfig&)>& change) {
-  change(model.config);
-  return model;
-}
 
 LmConfig llama(std::int32_t group) { return LmConfig::shape(Architecture::llama, 3, 40, 56, 2 * group, 2, 12, 90); }
 
