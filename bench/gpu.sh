@@ -32,6 +32,7 @@ declare -A small=(
   [expected_moments]='ExpectedKernel.FactorisesTheCovarianceOfMoreQueriesThanComponents'
   [factorise]='Factorise.ChoosesRowsAsTheyAre*'
   [fetch]='Fetch.TakesMorePieces*'
+  [given]='PushGiven.PutsEveryScoreAtItsPlace'
   [h2o]='H2OKernel.BringsRowsUpToDate*'
   [keydiff]='KeyDiffKernel.LeavesRowsAlone*'
   [knorm]='KnormKernel.LeavesRowsAlone*'

@@ -20,7 +20,7 @@
 #include <utility>
 #include <vector>
 
-#include "../src/memory/factorise.h"
+#include "kvkeep/memory/factorise.h"
 #include "kvkeep/memory/zoom.h"
 #include "kvkeep/torch.h"
 #include "timing.h"
@@ -172,7 +172,7 @@ void Read(benchmark::State& state, std::int64_t tokens, Dtype store) {
   for (auto _ : state) {
     memory.push_back(milliseconds([&] {
       OpenAttention open = attend_rows(m.dense_keys, m.dense_values, m.queries, scale);
-      counts = read_memory(open, rows, m.queries, scale, {.cache = &cache});
+      counts = read_memory(open, rows, m.queries, scale, {.zoom = {}, .cache = &cache});
       benchmark::DoNotOptimize(open.close().bytes());
     }));
     state.SetIterationTime(memory.back() / 1e3);

@@ -4,7 +4,7 @@
 set(config_dir "${CMAKE_INSTALL_LIBDIR}/cmake/kvkeep")
 
 install(DIRECTORY include/kvkeep "${CMAKE_CURRENT_BINARY_DIR}/generated/kvkeep" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}" FILES_MATCHING PATTERN "*.h")
-install(TARGETS kvkeep_core kvkeep EXPORT kvkeepTargets)
+install(TARGETS kvkeep_core kvkeep_header_only kvkeep EXPORT kvkeepTargets)
 install(EXPORT kvkeepTargets NAMESPACE kvkeep:: DESTINATION "${config_dir}")
 if(KVKEEP_TORCH)
   install(TARGETS kvkeep_torch kvkeep_lm EXPORT kvkeepTorchTargets)

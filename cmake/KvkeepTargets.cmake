@@ -43,7 +43,8 @@ function(kvkeep_own_code target)
     # vptr checks need the run-time type information that LibTorch's libraries hide.
     set(flags -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined)
     # GCC 12 sees uninitialized members inside std::regex and std::optional once the sanitizers' checks stand between (a known false alarm).
-    target_compile_options(${target} PRIVATE ${flags} -fno-omit-frame-pointer $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
+    target_compile_options(${target} PRIVATE ${flags} -fno-omit-frame-pointer $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>
+      $<$<CXX_COMPILER_ID:Clang>:-fsanitize-ignorelist=${PROJECT_SOURCE_DIR}/cmake/sanitizer_ignorelist.txt>)
     target_link_options(${target} PRIVATE ${flags})
     # Instruction sets between the plain one and AVX2 differ little, and each is dear to compile. Files that set this list themselves keep theirs.
     target_compile_definitions(${target} PRIVATE KVKEEP_SANITIZED "HWY_DISABLED_TARGETS=(HWY_SSSE3|HWY_SSE4)")
@@ -74,8 +75,11 @@ function(kvkeep_add_library name)
   if(sources)
     add_library(${name} ${sources})
     kvkeep_own_code(${name})
+    list(LENGTH sources count)
     if(arg_TORCH)
-      kvkeep_precompile(${name} TORCH)
+      if(count GREATER 9)
+        kvkeep_precompile(${name} TORCH <kvkeep/kvkeep.h> <kvkeep/torch.h>)
+      endif()
       target_link_libraries(${name} PRIVATE kvkeep_torch::openmp)  # loops of at::parallel_for
     else()
       kvkeep_precompile(${name})

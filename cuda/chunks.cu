@@ -93,15 +93,9 @@ __global__ void __launch_bounds__(tuning::kMostThreads) chunks_kernel(Task task)
       for (std::int64_t r = first; r < first + together; ++r) keep_the_oldest(r);
       continue;
     }
-    Protected guarded = a.limits[first].guarded;
-    if (a.options.heads == ChunksOptions::Heads::shared) {  // of all heads, which mostly guard the same slots
-      for (std::int64_t r = first + 1; r < first + together; ++r) {
-        const Protected other = a.limits[r].guarded;
-        guarded = {other.sinks > guarded.sinks ? other.sinks : guarded.sinks,
-                   other.recents > guarded.recents ? other.recents : guarded.recents};
-      }
-      guarded = protect(length, a.limits[first].budget, guarded.sinks, guarded.recents, a.variant);
-    }
+    const Protected guarded = a.options.heads == ChunksOptions::Heads::shared
+                                  ? protected_by_any(a.limits + first, a.heads, length, a.variant)
+                                  : a.limits[first].guarded;
 
     double* sums = task.sums + a.rows[first].first;
     std::uint64_t* keys = task.keys + first * task.chunks;
@@ -115,21 +109,19 @@ __global__ void __launch_bounds__(tuning::kMostThreads) chunks_kernel(Task task)
     const std::int32_t chunks = chunks_in(length, chunk);
     for (std::int32_t c = team.rank(); c < chunks; c += team.size()) {
       const SlotRange slots = free_slots(c, chunk, length, guarded);
-      keys[c] = slots.from == slots.to ? 0 : score_key(chunk_mean(sums, slots));
+      keys[c] = free_count(slots, guarded) == 0 ? 0 : score_key(chunk_mean(sums, slots, guarded));
     }
     team.sync();
 
     const Cut whole = cut_of(
         team, histogram, 0, chunks, kept - guarded.count(), [&](std::int32_t c) { return keys[c]; },
-        [&](std::int32_t c) {
-          const SlotRange slots = free_slots(c, chunk, length, guarded);
-          return slots.to - slots.from;
-        });
+        [&](std::int32_t c) { return free_count(free_slots(c, chunk, length, guarded), guarded); });
     Cut part{true, ~std::uint64_t{0}, 0, 0};  // of the chunk that does not fit
     if (whole.there && whole.left > 0) {
       const SlotRange slots = free_slots(whole.number, chunk, length, guarded);
       part = cut_of(
-          team, histogram, slots.from, slots.to, whole.left, [&](std::int32_t t) { return score_key(sums[t]); },
+          team, histogram, slots.from, slots.to, whole.left,
+          [&](std::int32_t t) { return guarded.pins_slot(t) ? 0 : score_key(sums[t]); },
           [](std::int32_t) { return 1; });
     }
     const auto keeps = [&](std::int32_t t) {

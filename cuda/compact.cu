@@ -52,7 +52,7 @@ __device__ SlotAddress column(const void* base) {
   return {reinterpret_cast<std::byte*>(const_cast<void*>(base)), 4, 4};
 }
 
-constexpr unsigned kSides = 7;  ///< keys, values, their scales, positions, credit, tally
+constexpr unsigned kSides = 8;  ///< keys, values, their scales, positions, credit, tally, given scores
 
 __global__ void __launch_bounds__(tuning::kCompactThreads) compact_kernel(CompactArguments a) {
   for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {
@@ -72,10 +72,12 @@ __global__ void __launch_bounds__(tuning::kCompactThreads) compact_kernel(Compac
       const ColumnMove& move = a.columns[r];
       const void* from = blockIdx.y == 4   ? static_cast<const void*>(move.positions)
                          : blockIdx.y == 5 ? move.new_credit
-                                           : move.new_tally;
+                         : blockIdx.y == 6 ? move.new_tally
+                                           : move.given;
       const void* to = blockIdx.y == 4   ? static_cast<const void*>(move.positions)
                        : blockIdx.y == 5 ? move.credit
-                                         : move.tally;
+                       : blockIdx.y == 6 ? move.tally
+                                         : move.given;
       if (from == nullptr || to == nullptr) continue;
       move_side<std::uint32_t>(column(from), column(to), kept, count);
     }

@@ -16,6 +16,7 @@ struct ColumnMove {
   const float* new_credit = nullptr;  ///< f32 [length] of every slot, before compaction
   float* tally = nullptr;             ///< f32 [kept], from `new_tally`
   const float* new_tally = nullptr;
+  float* given = nullptr;  ///< f32 [length], in place
 };
 
 /// Everything on the device but the struct itself.

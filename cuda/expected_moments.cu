@@ -1,4 +1,5 @@
 #include "expected_task.cuh"
+#include "kvkeep/core/partition_point.h"
 #include "launch.cuh"
 #include "panel.cuh"
 #include "parts.cuh"
@@ -18,21 +19,15 @@ struct Counted {
   std::int32_t first = 0, count = 0;
 };
 
-__device__ std::int32_t oldest_of(const Task& task, const QueryWindow& view) {
+__device__ std::int32_t oldest_of(const Task& task, const QueryView& view) {
   return view.count > task.a.queries ? view.count - task.a.queries : 0;
 }
 
 __device__ Counted counted_of(const Task& task, std::int64_t group) {
-  const QueryWindow& view = task.a.evidence.queries[group];
-  std::int32_t low = oldest_of(task, view), high = view.count;
-  while (low < high) {
-    const std::int32_t middle = low + (high - low) / 2;
-    if (view.position(middle) < task.a.sink)
-      low = middle + 1;
-    else
-      high = middle;
-  }
-  return {low, view.count - low};
+  const QueryView& view = task.a.evidence.queries[group];
+  const std::int32_t first = partition_point(oldest_of(task, view), view.count,
+                                             [&](std::int32_t i) { return view.position(i) < task.a.sink; });
+  return {first, view.count - first};
 }
 
 /// The turns that take queries back before RoPE, one block per token, and the mean turn of the coming positions.
@@ -51,7 +46,7 @@ __global__ void __launch_bounds__(tuning::kTurnThreads) turns_kernel(Task task) 
       continue;
     }
     if (task.given(group)) continue;
-    const QueryWindow& view = e.queries[group];
+    const QueryView& view = e.queries[group];
     const std::int32_t token = oldest_of(task, view) + i;
     if (token >= view.count) continue;
     const auto shrink = static_cast<float>(1.0 / (task.a.attention_scaling * task.a.attention_scaling));
@@ -214,7 +209,7 @@ class Moments {
 
   /// A unit of the i-th query that counts, before RoPE; for a single component the second number has no meaning.
   [[nodiscard]] __device__ float2 query(std::int32_t i, std::int32_t unit) const {
-    const QueryWindow& view = e_.queries[group_];
+    const QueryView& view = e_.queries[group_];
     const auto* q = reinterpret_cast<const Q*>(view.at(first_ + i, head_));
     const auto [p, s] = components(unit);
     const float2 x{to_float(q[p]), to_float(q[s])};

@@ -18,10 +18,7 @@ using tuning::kFactorThreads;
 constexpr std::int32_t kMostWidth = 128;
 constexpr std::int32_t kTile = 4;  ///< a thread forms kTile x kTile numbers of a Gram matrix
 constexpr std::int32_t kMostSweeps = 16;
-constexpr float kNegligible = 3e-8F;      ///< share of the trace below which a number off the diagonal is left there
-constexpr double kRoundingNoise = 1e-10;  ///< share of the squares of the rows below which the rest of them is noise
-constexpr double kCentringGain =
-    1e-6;  ///< share of the squares that uncentred rows must leave out less, to be preferred
+constexpr float kNegligible = 3e-8F;  ///< share of the trace below which a number off the diagonal is left there
 
 KVKEEP_HD inline std::int32_t padded(std::int32_t m) { return (m + kTile - 1) / kTile * kTile; }
 
@@ -131,20 +128,9 @@ class Factorising {
     return sum;
   }
 
-  /// As kvkeep::FactorOptions defines it.
-  [[nodiscard]] __device__ std::int32_t rank_of(const float* squares) const {
-    const std::int32_t most = a_.options.max_rank < m_ ? a_.options.max_rank : m_;
-    if (a_.options.rank != FactoriseOptions::Rank::energy) return most;
-    const double allowed = a_.options.energy * a_.options.energy * sum_from(squares, 0, m_);
-    std::int32_t rank = m_;
-    for (double left = 0; rank > 0 && left + static_cast<double>(squares[rank - 1]) <= allowed; --rank)
-      left += static_cast<double>(squares[rank - 1]);
-    return rank < most ? rank : most;
-  }
-
   /// Chooses form and rank; axes and squares are then set.
   __device__ std::int32_t choose() {
-    using Centred = FactoriseOptions::Centred;
+    using Centred = FactorOptions::Centred;
     const bool both = a_.options.centred == Centred::automatic;
     if (both) {
       centred_ = false;
@@ -155,14 +141,14 @@ class Factorising {
     decompose();
     const double all = sum_from(squares_, 0, m_),
                  noise = kRoundingNoise * all_squares_ * static_cast<double>(unit_) * static_cast<double>(unit_);
-    const std::int32_t rank = all <= noise ? 0 : rank_of(squares_);
+    const std::int32_t rank = all <= noise ? 0 : rank_of(squares_, m_, a_.options);
     if (!both || rank == 0 || rank == m_ ||
         !(sum_from(plain_, rank, m_) < sum_from(squares_, rank, m_) - kCentringGain * all))
       return rank;
     __syncthreads();  // every thread has decided before the squares change
     centred_ = false;
     decompose();
-    return rank_of(squares_);
+    return rank_of(squares_, m_, a_.options);
   }
 
   __device__ void decompose() {
@@ -384,17 +370,19 @@ std::int32_t threads_of(std::int32_t width) {
 
 }  // namespace
 
-std::int64_t factor_numbers(std::int64_t length, std::int64_t dim, const FactoriseOptions& options) {
+std::int64_t factor_numbers(std::int64_t length, std::int64_t dim, const FactorOptions& options) {
   const std::int64_t factors = std::min<std::int64_t>({options.max_rank, length, dim}) * (length + dim);
   return options.raw ? std::min(factors, length * dim) : factors;
 }
 
 void launch_factorise(const FactoriseArguments& a, Stream stream) {
   check_dim("factorise", a.dim);
-  const FactoriseOptions& o = a.options;
+  const FactorOptions& o = a.options;
   KVKEEP_REQUIRE(a.count >= 0 && a.longest >= 0, "factorise: ", a.count, " matrices of ", a.longest,
                  " rows; allowed 0 or more");
   KVKEEP_REQUIRE(o.max_rank >= 1, "factorise: max_rank; given ", o.max_rank, "; allowed 1 or more");
+  KVKEEP_REQUIRE_AS(Unsupported, o.rank != FactorOptions::Rank::gates,
+                    "factorise: rank gates; allowed energy or max on a GPU");
   KVKEEP_REQUIRE(o.energy >= 0 && o.energy <= 1, "factorise: energy; given ", o.energy, "; allowed 0 to 1");
   KVKEEP_REQUIRE(a.element != Element::fp8_e4m3 && a.store != Element::fp8_e4m3,
                  "factorise: 8-bit numbers; allowed f32, f16 or bf16");

@@ -6,6 +6,7 @@
 
 #include "evidence.h"
 #include "kvkeep/core/slot.h"
+#include "kvkeep/memory/factors.h"
 #include "stream.h"
 
 namespace kvkeep::cuda {
@@ -27,17 +28,6 @@ struct FactorsFound {
   bool finite = true;  ///< false: it holds NaN or infinity, and nothing else was written
 };
 
-/// kvkeep::FactorOptions, without gates and sketches.
-struct FactoriseOptions {
-  enum class Rank : std::uint8_t { energy, max };
-  enum class Centred : std::uint8_t { automatic, always, never };
-  Rank rank = Rank::energy;
-  Centred centred = Centred::automatic;
-  std::int32_t max_rank = 32;
-  double energy = 0.1;
-  bool raw = true;
-};
-
 struct FactoriseArguments {
   const RowMatrix* matrices = nullptr;  ///< [count]
   std::int32_t count = 0;
@@ -45,15 +35,15 @@ struct FactoriseArguments {
   std::int32_t dim = 0;            ///< D, 1 to 256
   Element element = Element::f32;  ///< of the rows: f32, f16 or bf16
   Element store = Element::f32;    ///< of what is written: the same
-  FactoriseOptions options = {};
-  FactorsFound* found = nullptr;  ///< [count]
-  std::byte* coarse = nullptr;    ///< store [count, D] weighted means
-  std::byte* factors = nullptr;   ///< store: A [L, r], then B [r, D], or the rows if raw, at RowMatrix::offset;
-                                  ///< room for factor_numbers()
+  FactorOptions options = {};      ///< without gates and sketches; `store` above says how they are written
+  FactorsFound* found = nullptr;   ///< [count]
+  std::byte* coarse = nullptr;     ///< store [count, D] weighted means
+  std::byte* factors = nullptr;    ///< store: A [L, r], then B [r, D], or the rows if raw, at RowMatrix::offset;
+                                   ///< room for factor_numbers()
 };
 
 /// Most numbers that a matrix takes.
-[[nodiscard]] std::int64_t factor_numbers(std::int64_t length, std::int64_t dim, const FactoriseOptions& options);
+[[nodiscard]] std::int64_t factor_numbers(std::int64_t length, std::int64_t dim, const FactorOptions& options);
 
 /// One launch, one block per matrix: of a warp if no side is longer than 16, of 256 threads above 64. Lengths in one
 /// launch should be similar. Decomposes the Gram matrix of the shorter side, m = min(L, D) up to 128, by cyclic Jacobi

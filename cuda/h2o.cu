@@ -2,6 +2,7 @@
 
 #include "key_lanes.cuh"
 #include "kvkeep/core/row_window.h"
+#include "kvkeep/score/h2o.h"
 #include "launch.cuh"
 #include "window_attention.h"
 #include "workspace.h"
@@ -25,27 +26,11 @@ std::int64_t divide(const H2OArguments& a, Task& task) {
   return parts.bytes();
 }
 
-/// Queries whose own slot came after the last event.
-__device__ std::int32_t new_queries(const Row& row, const QueryWindow& queries, std::int32_t window) {
-  if (row.tally_length >= row.length) return 0;
-  const std::int32_t since = row.tally_length == 0 ? 0 : row.positions[row.tally_length];
-  const std::int32_t oldest = queries.count < window ? 0 : queries.count - window;
-  std::int32_t low = oldest, high = queries.count;
-  while (low < high) {
-    const std::int32_t middle = low + (high - low) / 2;
-    if (queries.position(middle) < since)
-      low = middle + 1;
-    else
-      high = middle;
-  }
-  return queries.count - low;
-}
-
 __global__ void __launch_bounds__(tuning::kTurnThreads) windows_kernel(Task task) {
   const EvidenceArguments& e = task.a.evidence;
   for (std::int64_t r = std::int64_t{blockIdx.x} * tuning::kTurnThreads + threadIdx.x; r < e.count;
        r += std::int64_t{gridDim.x} * tuning::kTurnThreads)
-    task.windows[r] = {new_queries(e.rows[r], e.queries[r / e.kv_heads], task.a.window), e.rows[r].length};
+    task.windows[r] = {H2O::new_queries(e.rows[r], e.queries[r / e.kv_heads], task.a.window), e.rows[r].length};
 }
 
 __global__ void __launch_bounds__(tuning::kKeyThreads) tally_kernel(Task task, std::int32_t chunks) {

@@ -1,12 +1,11 @@
 #include "keydiff.h"
 
 #include "key_lanes.cuh"
+#include "kvkeep/score/keydiff.h"
 #include "launch.cuh"
 
 namespace kvkeep::cuda {
 namespace {
-
-constexpr float kLeastForDirection = 1e-12F, kLeastForCosine = 1e-8F;
 
 struct Task {
   EvidenceArguments e;
@@ -25,7 +24,7 @@ __global__ void __launch_bounds__(tuning::kKeyThreads) direction_kernel(Task tas
     const Row& row = task.e.rows[chunk.row];
     const double sum = weighted_sum<T>(row, chunk.begin, chunk.end, dim, [&](std::int32_t t, float norm) {
       task.scores[row.first + t] = norm;
-      return 1.0F / (norm < kLeastForDirection ? kLeastForDirection : norm);
+      return KeyDiff::direction_weight(norm);
     });
     if (thread < dim) task.partial[(chunk.row * task.chunks + chunk.begin / tuning::kKeyChunk) * dim + thread] = sum;
   });
@@ -49,8 +48,7 @@ __global__ void __launch_bounds__(tuning::kKeyThreads) anchor_kernel(Task task) 
     if (thread == 0) {
       double square = 0;
       for (std::int32_t d = 0; d < dim; ++d) square += static_cast<double>(anchor[d]) * static_cast<double>(anchor[d]);
-      const auto norm = static_cast<float>(sqrt(square));
-      task.anchors[r * (dim + 1) + dim] = kLeastForCosine < norm ? norm : kLeastForCosine;
+      task.anchors[r * (dim + 1) + dim] = KeyDiff::anchor_norm(square);
     }
     __syncthreads();
   }
@@ -82,7 +80,7 @@ __global__ void __launch_bounds__(tuning::kKeyThreads) cosine_kernel(Task task) 
       dot = sum_of_lanes(dot);
       if (t < chunk.end && lane == 0) {
         float& g = task.scores[row.first + t];
-        g = 0.0F - dot / ((g < kLeastForCosine ? kLeastForCosine : g) * anchor_norm);
+        g = KeyDiff::score_of(dot, g, anchor_norm);
       }
     }
   });

@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) mass_segmented_kernel(MassSeg
       top = largest(usage, seen.history, team);
     }
     if (seen.queries > 0) {
-      const QueryWindow& queries = a.queries[r / a.heads];
+      const QueryView& queries = a.queries[r / a.heads];
       fill_suffix(a.options.suffix_fill, row.positions, length, queries.position(queries.count - 1), seen.history, top,
                   usage, team);
     }

@@ -16,11 +16,11 @@ namespace kvkeep::cuda {
 struct MassSegmentedArguments {
   MassSegmentedOptions options;
   Variant variant = Variant::strict;
-  Padding padding;                       ///< official only
-  const Row* rows = nullptr;             ///< [count]; `credit` is the old credit
-  const RowLimit* limits = nullptr;      ///< [count]
-  const RowWindow* windows = nullptr;    ///< [count] what the usage was made from
-  const QueryWindow* queries = nullptr;  ///< [count / heads]
+  Padding padding;                     ///< official only
+  const Row* rows = nullptr;           ///< [count]; `credit` is the old credit
+  const RowLimit* limits = nullptr;    ///< [count]
+  const RowWindow* windows = nullptr;  ///< [count] what the usage was made from
+  const QueryView* queries = nullptr;  ///< [count / heads]
   std::int32_t count = 0;
   std::int32_t heads = 1;         ///< rows of a (layer, sequence), which are next to each other
   std::int32_t longest = 0;       ///< slots of the longest row

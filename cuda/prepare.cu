@@ -1,6 +1,7 @@
 #include "prepare.h"
 
 #include "element.cuh"
+#include "kvkeep/core/pinned_slots.h"
 #include "launch.cuh"
 #include "tuning.cuh"
 
@@ -19,28 +20,15 @@ __device__ void append_positions(const Row& row, const NewestPositions& newest) 
   }
 }
 
-__device__ RowWindow window_of(const PrepareArguments& a, std::int64_t r) {
+/// Finds the pinned slots of a row, whose positions are all there.
+__device__ void settle_limit(const PrepareArguments& a, std::int64_t r) {
   const Row& row = a.evidence.rows[r];
-  const RowLimit& limit = a.evidence.limits[r];
-  const QueryWindow& view = a.evidence.queries[r / a.evidence.kv_heads];
-  std::int32_t fits = a.window;
-  for (const std::int32_t most : {a.official ? view.count - 1 : view.count, row.length - 1, limit.budget})
-    fits = fits < most ? fits : most;
-  if (!limit.due || view.count == 0 || row.length == 0 || (fits <= 0 && !a.official)) return {0, row.length};
-  RowWindow window{fits < 1 ? 1 : fits, 0};
-  window.history = row.length > window.queries ? row.length - window.queries : 0;
-  if (a.official) return window;
-  const std::int32_t oldest = view.position(view.count - fits);
-  std::int32_t low = 0, high = row.length;
-  while (low < high) {
-    const std::int32_t middle = low + (high - low) / 2;
-    if (row.positions[middle] < oldest)
-      low = middle + 1;
-    else
-      high = middle;
-  }
-  window.history = low;
-  return window;
+  const PinnedSpans& pins = a.pins[r / a.evidence.kv_heads];
+  RowLimit limit = a.given[r];
+  if (limit.due)
+    protect_pinned(row, pins.spans, pins.count, limit.budget < row.length ? limit.budget : row.length, limit.guarded,
+                   pins.ranges + r % a.evidence.kv_heads * pins.count);
+  a.settled[r] = limit;
 }
 
 /// One token of a group: all its heads are at the same position.
@@ -48,7 +36,7 @@ template <class From>
 __device__ void turn_token(const PrepareArguments& a, std::int64_t group, std::int32_t i, RopeTurn* turns) {
   const EvidenceArguments& e = a.evidence;
   const std::int32_t heads = e.query_heads();
-  const QueryWindow& view = e.queries[group];
+  const QueryView& view = e.queries[group];
   const std::int32_t token = view.count - a.window + i;
   __syncthreads();
   if (token >= 0)
@@ -89,7 +77,9 @@ __global__ void __launch_bounds__(kTurnThreads)
       append_positions(e.rows[n], a.newest[n / e.kv_heads]);
       __syncthreads();
     }
-    if (a.windows != nullptr && threadIdx.x == 0) a.windows[n] = window_of(a, n);
+    if (a.pins != nullptr && threadIdx.x == 0) settle_limit(a, n);
+    if (a.windows != nullptr && threadIdx.x == 0)
+      a.windows[n] = window_of(e.rows[n], e.queries[n / e.kv_heads], e.limits[n], a.window, a.official);
   }
 }
 

@@ -1,8 +1,9 @@
 #pragma once
-/// What an event needs before anything is scored, in one launch: positions that came since the last event, the window
-/// of every row, and its queries as the attention kernels read them. No LibTorch in here.
+/// What an event needs before anything is scored, in one launch: positions that came since the last event, pinned
+/// slots and the window of every row, and its queries as the attention kernels read them. No LibTorch in here.
 
 #include "evidence.h"
+#include "kvkeep/core/pins.h"
 #include "kvkeep/core/rope.h"
 #include "kvkeep/core/row_window.h"
 #include "stream.h"
@@ -23,8 +24,18 @@ struct NewestPositions {
   std::int32_t slots = 0;             ///< sum of their counts
 };
 
+/// What is pinned in one (layer, sequence).
+struct PinnedSpans {
+  const PositionSpan* spans = nullptr;  ///< ascending, disjoint
+  std::int32_t count = 0;
+  SlotRange* ranges = nullptr;  ///< [kv_heads, count] written
+};
+
 struct PrepareArguments {
   EvidenceArguments evidence;
+  const PinnedSpans* pins = nullptr;  ///< [groups]; null: nothing is pinned
+  const RowLimit* given = nullptr;    ///< [count] with `pins`: limits that know nothing of them
+  RowLimit* settled = nullptr;        ///< [count] with `pins`: those that do, Evidence::limits
   const NewestPositions* newest =
       nullptr;  ///< [groups] written to the end of Row::positions, which is the keeper's own; null: already there
 

@@ -18,7 +18,6 @@ using tuning::kSimilarRows;
 using tuning::kSimilarThreads;
 using tuning::kStandardThreads;
 
-constexpr float kFloor = 1e-8F;        ///< added to every norm
 constexpr float kOne = 4294967296.0F;  ///< a cosine of 1 as an integer
 constexpr float kLeast = -std::numeric_limits<float>::infinity();
 
@@ -52,7 +51,7 @@ std::int64_t divide(const RkvArguments& a, Task& task) {
   task.factors = parts.take<float>(a.slots);
   task.spared = parts.take<unsigned long long>(a.slots);
   task.partial = parts.take<double>(std::int64_t{a.evidence.count} * task.chunks * a.evidence.dim);
-  task.rest = parts.take<std::byte>(window_attention_workspace_bytes(a.evidence, a.window));
+  task.rest = parts.take<std::byte>(window_attention_workspace_bytes(a.evidence, a.options.window));
   return parts.bytes();
 }
 
@@ -66,7 +65,7 @@ __global__ void __launch_bounds__(tuning::kKeyThreads) unit_sum_kernel(Task task
     if (chunk.begin >= end) return;
     const Row& row = task.e.rows[chunk.row];
     const double sum = weighted_sum<T>(row, chunk.begin, end, dim, [&](std::int32_t t, float norm) {
-      const float inverse = 1.0F / (norm + kFloor), own = norm * inverse;
+      const float inverse = 1.0F / (norm + Rkv::kFloor), own = norm * inverse;
       task.factors[row.first + t] = inverse * key_scale<T>(row, t);
       task.spared[row.first + t] = 0;
       task.scores[row.first + t] = own * own;
@@ -398,9 +397,9 @@ __global__ void __launch_bounds__(kStandardThreads) rkv_kernel(Task task) {
     const auto share = static_cast<float>(1 / sum_of_block<kStandardThreads>(sum, sums));
     const float* attention = task.attention + row.first;
     for (std::int32_t t = thread; t < row.length; t += kStandardThreads)
-      g[t] = t < window.history ? task.lambda * pooled_max(attention, window.history, task.pool, t) -
-                                      (1.0F - task.lambda) * (g[t] * share)
-                                : 0.0F;
+      g[t] = t < window.history
+                 ? Rkv::mix(task.lambda, pooled_max(attention, window.history, task.pool, t), g[t] * share)
+                 : 0.0F;
   }
 }
 
@@ -413,23 +412,24 @@ std::int64_t rkv_workspace_bytes(const RkvArguments& arguments) {
 
 void launch_rkv(const RkvArguments& a, Stream stream) {
   check_dim("rkv", a.evidence.dim);
-  check_pool("rkv", a.pool);
-  KVKEEP_REQUIRE(a.similarity >= 0 && a.similarity <= 1, "rkv: similarity; given ", a.similarity, "; allowed 0 to 1");
+  check_pool("rkv", a.options.pool);
+  const RkvOptions& o = a.options;
+  KVKEEP_REQUIRE(o.similarity >= 0 && o.similarity <= 1, "rkv: similarity; given ", o.similarity, "; allowed 0 to 1");
   Task task{};
   divide(a, task);
   task.e = a.evidence;
   task.windows = a.windows;
   task.scores = a.scores;
-  task.threshold = static_cast<float>(a.similarity);
-  task.lambda = static_cast<float>(a.lambda);
-  task.pool = a.pool;
-  task.history_alone = a.history_alone;
-  task.spares_first = a.spares_first;
+  task.threshold = static_cast<float>(o.similarity);
+  task.lambda = static_cast<float>(o.lambda);
+  task.pool = o.pool;
+  task.history_alone = o.redundancy == RkvOptions::Redundancy::history;
+  task.spares_first = o.no_similar == RkvOptions::NoSimilar::first;
   launch_history_attention({.evidence = a.evidence,
                             .windows = a.windows,
-                            .window = a.window,
+                            .window = o.window,
                             .queries = a.queries,
-                            .max_logit = a.max_logit,
+                            .max_logit = o.group == GroupReduce::max_logit,
                             .out = task.attention,
                             .workspace = task.rest},
                            stream);

@@ -3,24 +3,19 @@
 
 #include "evidence.h"
 #include "kvkeep/core/row_window.h"
+#include "kvkeep/score/rkv.h"
 #include "stream.h"
 
 namespace kvkeep::cuda {
 
 struct RkvArguments {
   EvidenceArguments evidence;
-  const RowWindow* windows = nullptr;  ///< [count], of launch_prepare with `window`, strict
-  const float* queries = nullptr;      ///< f32 [groups, Hq, window, D] from launch_prepare
-  std::int32_t window = 8;             ///< RkvOptions from here on
-  std::int32_t pool = 7;
-  double lambda = 0.07;
-  double similarity = 0.5;
-  bool max_logit = true;       ///< GroupReduce::max_logit, else mean_prob
-  bool history_alone = false;  ///< Redundancy::history, else all
-  bool spares_first = false;   ///< NoSimilar::first, else nothing
-  std::int64_t slots = 0;      ///< sum of all lengths
-  float* scores = nullptr;     ///< f32 [slots] at Row::first; holds the means in between
-  void* workspace = nullptr;   ///< rkv_workspace_bytes(), aligned to 16
+  const RowWindow* windows = nullptr;  ///< [count], of launch_prepare with `options.window`, strict
+  const float* queries = nullptr;      ///< f32 [groups, Hq, options.window, D] from launch_prepare
+  RkvOptions options = {};
+  std::int64_t slots = 0;     ///< sum of all lengths
+  float* scores = nullptr;    ///< f32 [slots] at Row::first; holds the means in between
+  void* workspace = nullptr;  ///< rkv_workspace_bytes(), aligned to 16
 };
 
 /// window_attention_workspace_bytes(), 16 bytes per slot, and 8 D for every (row, chunk of 1024 slots of the longest

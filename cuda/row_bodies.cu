@@ -1,4 +1,5 @@
 #include "kvkeep/score/cur.h"
+#include "kvkeep/score/given.h"
 #include "kvkeep/score/random.h"
 #include "kvkeep/score/recency.h"
 #include "row_body.cuh"
@@ -6,6 +7,8 @@
 namespace kvkeep::cuda {
 
 template void launch_row_body(const RowBodyArguments<CurOptions>&, Stream);
+template void launch_row_body(const RowBodyArguments<GivenOptions>&, Stream);
+template void launch_row_body(const RowBodyArguments<RandomAttentionOptions>&, Stream);
 template void launch_row_body(const RowBodyArguments<RandomOptions>&, Stream);
 template void launch_row_body(const RowBodyArguments<RecencyOptions>&, Stream);
 

@@ -29,7 +29,7 @@ void launch_row_body(const RowBodyArguments<Body>& arguments, Stream stream) {
     launch("row_body", row_body_kernel<Body, decltype(key), decltype(value)>,
            {.blocks = blocks_for(arguments.evidence.count), .threads = tuning::kRowThreads}, stream, arguments);
   };
-  if constexpr (requires { Body::kReadsPositionsAlone; })
+  if constexpr (requires { Body::kReadsColumnsAlone; })
     run(float{}, float{});
   else
     with_wide_element(arguments.evidence.keys,

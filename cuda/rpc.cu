@@ -17,6 +17,8 @@ struct Task {
   void* rest;            ///< window_attention_workspace_bytes()
 };
 
+KVKEEP_HD inline bool is_official(const RpcArguments& a) { return a.options.style == RpcOptions::Style::official; }
+
 /// Divides the workspace. Returns its size.
 std::int64_t divide(const RpcArguments& a, Task& task) {
   WorkspaceParts parts(a.workspace);
@@ -24,7 +26,7 @@ std::int64_t divide(const RpcArguments& a, Task& task) {
   task.attention = parts.take<float>(a.slots);
   task.selectors = parts.take<RowWindow>(a.evidence.count);
   task.first = parts.take<std::int32_t>(a.evidence.count);
-  task.rest = parts.take<std::byte>(window_attention_workspace_bytes(a.evidence, a.window));
+  task.rest = parts.take<std::byte>(window_attention_workspace_bytes(a.evidence, a.options.window));
   return parts.bytes();
 }
 
@@ -42,10 +44,11 @@ __global__ void __launch_bounds__(tuning::kTurnThreads) selectors_kernel(Task ta
 /// Score of slot t of a row that has queries.
 __device__ float pooled(const Task& task, std::int64_t r, std::int32_t t) {
   const RowWindow window = task.a.windows[r];
-  const std::int32_t begin = task.a.official ? task.first[r] : 0;
+  const std::int32_t begin = is_official(task.a) ? task.first[r] : 0;
   if (t < begin || t >= window.history) return 0;
   const float* attention = task.attention + task.a.evidence.rows[r].first + begin;
-  return pooled_average(attention, window.history - begin, task.a.pool, t - begin) * static_cast<float>(window.queries);
+  return pooled_average(attention, window.history - begin, task.a.options.pool, t - begin) *
+         static_cast<float>(window.queries);
 }
 
 /// One block per chunk of a row; with all heads, of the first row, for all rows of its group.
@@ -58,7 +61,7 @@ __global__ void __launch_bounds__(tuning::kKeyThreads) rpc_kernel(Task task, std
       for (std::int32_t t = first; t < chunk.end; t += tuning::kKeyThreads) g[t] = static_cast<float>(t);
       return;
     }
-    if (!task.a.all_heads) {
+    if (task.a.options.heads != RpcOptions::Heads::all) {
       for (std::int32_t t = first; t < chunk.end; t += tuning::kKeyThreads) g[t] = pooled(task, chunk.row, t);
       return;
     }
@@ -81,19 +84,19 @@ std::int64_t rpc_workspace_bytes(const RpcArguments& arguments) {
 
 void launch_rpc(const RpcArguments& a, Stream stream) {
   check_dim("rpc", a.evidence.dim);
-  check_pool("rpc", a.pool);
+  check_pool("rpc", a.options.pool);
   Task task{};
   divide(a, task);
-  if (a.official)
+  if (is_official(a))
     launch("rpc_selectors", selectors_kernel,
            {.blocks = blocks_of_threads(a.evidence.count, tuning::kTurnThreads), .threads = tuning::kTurnThreads},
            stream, task);
   launch_history_attention({.evidence = a.evidence,
-                            .windows = a.official ? task.selectors : a.windows,
-                            .window = a.window,
+                            .windows = is_official(a) ? task.selectors : a.windows,
+                            .window = a.options.window,
                             .queries = a.queries,
-                            .newest_counts = a.official ? 2 : 1,
-                            .first = a.official ? task.first : nullptr,
+                            .newest_counts = is_official(a) ? 2 : 1,
+                            .first = is_official(a) ? task.first : nullptr,
                             .out = task.attention,
                             .workspace = task.rest},
                            stream);

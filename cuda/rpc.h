@@ -3,18 +3,16 @@
 
 #include "evidence.h"
 #include "kvkeep/core/row_window.h"
+#include "kvkeep/score/rpc.h"
 #include "stream.h"
 
 namespace kvkeep::cuda {
 
 struct RpcArguments {
   EvidenceArguments evidence;          ///< with limits
-  const RowWindow* windows = nullptr;  ///< [count], of launch_prepare with `window`, strict
-  const float* queries = nullptr;      ///< f32 [groups, Hq, window, D] from launch_prepare
-  std::int32_t window = 32;            ///< RpcOptions from here on
-  std::int32_t pool = 7;
-  bool official = false;      ///< Style::official, else fixed
-  bool all_heads = false;     ///< Heads::all, else group
+  const RowWindow* windows = nullptr;  ///< [count], of launch_prepare with `options.window`, strict
+  const float* queries = nullptr;      ///< f32 [groups, Hq, options.window, D] from launch_prepare
+  RpcOptions options = {};
   std::int64_t slots = 0;     ///< sum of all lengths
   float* scores = nullptr;    ///< f32 [slots] at Row::first
   void* workspace = nullptr;  ///< rpc_workspace_bytes(), aligned to 16
@@ -23,10 +21,10 @@ struct RpcArguments {
 /// window_attention_workspace_bytes(), 4 bytes per slot, and 12 per row.
 [[nodiscard]] std::int64_t rpc_workspace_bytes(const RpcArguments& arguments);
 
-/// Requires, with all_heads: a (layer, sequence) is due as a whole, and its rows have one length; the CPU throws
-/// Unsupported if they do not, and the host knows both. Cost: launch_history_attention with `window` queries, and
-/// one pass over its result. Launches: 3, under `official` 4. Throws InvalidArgument for a head size outside 1 to 256,
-/// and for a pool that is not odd, or less than 1.
+/// Requires, with Heads::all: a (layer, sequence) is due as a whole, and its rows have one length; the CPU throws
+/// Unsupported if they do not, and the host knows both. Cost: launch_history_attention with `options.window` queries,
+/// and one pass over its result. Launches: 3, with Style::official 4. Throws InvalidArgument for a head size outside 1
+/// to 256, and for a pool that is not odd, or less than 1.
 void launch_rpc(const RpcArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

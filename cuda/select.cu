@@ -14,11 +14,7 @@ __global__ void __launch_bounds__(tuning::kMostThreads) select_kernel(SelectArgu
   for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {
     const Row& row = a.rows[r];
     RowLimit limit = a.limits[r];
-    if (a.padding.oldest > 0 || a.padding.newest > 0) {
-      const Protected given = limit.guarded;
-      limit.guarded = protect(row.length, limit.budget, given.sinks > a.padding.oldest ? given.sinks : a.padding.oldest,
-                              given.recents > a.padding.newest ? given.recents : a.padding.newest, Variant::official);
-    }
+    if (a.padding.oldest > 0 || a.padding.newest > 0) limit.guarded = with_padding(limit, a.padding, row.length);
     const float* scores = a.scores + row.first;
     std::int32_t* slots = a.slots + a.indptr[r];
     const auto kept = static_cast<std::int32_t>(a.indptr[r + 1] - a.indptr[r]), wanted = kept - limit.guarded.count();

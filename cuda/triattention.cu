@@ -34,11 +34,11 @@ __global__ void __launch_bounds__(kTriThreads) turns_kernel(Task task) {
   for (auto f = static_cast<std::int32_t>(threadIdx.x); f < task.pairs; f += kTriThreads) {
     double2 sum{0, 0};
     std::int64_t offset = 1;
-    for (std::int32_t o = 0; offset <= task.a.offset_max; offset *= 2, ++o) {
+    for (std::int32_t o = 0; offset <= task.a.options.offset_max; offset *= 2, ++o) {
       const double angle = rope_angle(offset, task.a.inv_freq[f]);
       const double2 turn{cos(angle), sin(angle)};
       sum = {sum.x + turn.x, sum.y + turn.y};
-      if (task.a.maximum)
+      if (task.a.options.aggregate == TriAttentionOptions::Aggregate::max)
         task.turns[o * task.pairs + f] = turn;
       else
         task.turns[f] = {sum.x / static_cast<double>(o + 1), sum.y / static_cast<double>(o + 1)};
@@ -210,15 +210,15 @@ __global__ void __launch_bounds__(kTriThreads) raw_kernel(Task task) {
 /// Finds what makes a query head's raw scores comparable: one block per query head of a row.
 __global__ void __launch_bounds__(kStandardThreads) standard_kernel(Task task) {
   __shared__ double shared[kStandardThreads / 32];
-  constexpr double kFloor = 1e-6, kNone = 1e-8;
   const EvidenceArguments& e = task.a.evidence;
   for (std::int64_t n = blockIdx.x; n < std::int64_t{e.count} * e.group; n += gridDim.x) {
     const std::int64_t r = n / e.group;
     const std::int32_t length = e.rows[r].length;
     if (!e.due(r) || length == 0) continue;
-    const Protected guarded = task.a.sample || e.limits == nullptr ? Protected{} : e.limits[r].guarded;
+    const bool sample = task.a.options.deviation == TriAttentionOptions::Deviation::sample;
+    const Protected guarded = sample || e.limits == nullptr ? Protected{} : e.limits[r].guarded;
     const float* raw = task.raw_of(r) + (n - r * e.group) * length + guarded.sinks;
-    const std::int32_t slots = length - guarded.count();
+    const std::int32_t slots = length - guarded.sinks - guarded.recents;
     double sum = 0, count = 0, squares = 0;
     for (auto t = static_cast<std::int32_t>(threadIdx.x); t < slots; t += kStandardThreads)
       if (is_number(raw[t])) sum += static_cast<double>(raw[t]), count += 1;
@@ -229,15 +229,8 @@ __global__ void __launch_bounds__(kStandardThreads) standard_kernel(Task task) {
       if (is_number(raw[t])) squares += (static_cast<double>(raw[t]) - mean) * (static_cast<double>(raw[t]) - mean);
     squares = sum_of_block<kStandardThreads>(squares, shared);
     if (threadIdx.x != 0) continue;
-    double spread = 1;
-    if (count > 0 && !task.a.sample) {
-      spread = sqrt(squares / count);
-      spread = spread < kFloor ? kFloor : spread;
-    } else if (count > 1) {
-      spread = sqrt(squares / (count - 1));
-      if (spread < kNone) spread = 1;
-    }
-    task.standard[n] = {static_cast<float>(mean), static_cast<float>(1.0 / spread)};
+    const TriAttention::Standard s = TriAttention::standard_of(count, mean, squares, sample);
+    task.standard[n] = {s.shift, s.factor};
   }
 }
 
@@ -251,14 +244,15 @@ __global__ void __launch_bounds__(kTriThreads) combine_kernel(Task task, std::in
     const float* raw = task.raw_of(r) + t;
     float best = kLeast, sum = 0;
     for (std::int32_t g = 0; g < e.group; ++g) {
-      const float2 s = task.a.normalize ? task.standard[r * e.group + g] : float2{0, 1};
+      const float2 s = task.a.options.normalize ? task.standard[r * e.group + g] : float2{0, 1};
       const float z = (raw[std::int64_t{g} * length] - s.x) * s.y;
       best = z > best ? z : best;
       sum += z;
     }
-    task.a.scores[e.rows[r].first + t] = task.a.group_mean ? sum * (1.0F / static_cast<float>(e.group))
-                                         : sum != sum      ? sum
-                                                           : best;
+    task.a.scores[e.rows[r].first + t] = task.a.options.group == TriAttentionOptions::Group::mean
+                                             ? sum * (1.0F / static_cast<float>(e.group))
+                                         : sum != sum ? sum
+                                                      : best;
   }
 }
 
@@ -270,8 +264,8 @@ std::int32_t tile_of(std::int32_t dim) {
 
 std::int32_t offsets_of(const TriAttentionArguments& a) {
   std::int32_t count = 0;
-  for (std::int64_t offset = 1; offset <= a.offset_max && count < 62; offset *= 2) ++count;
-  return a.maximum ? count : 1;
+  for (std::int64_t offset = 1; offset <= a.options.offset_max && count < 62; offset *= 2) ++count;
+  return a.options.aggregate == TriAttentionOptions::Aggregate::max ? count : 1;
 }
 
 /// Assigns the parts of the workspace. Returns its size.
@@ -300,7 +294,8 @@ std::int64_t triattention_workspace_bytes(const TriAttentionArguments& arguments
 void launch_triattention(const TriAttentionArguments& a, Stream stream) {
   check_dim("triattention", a.evidence.dim);
   KVKEEP_REQUIRE(a.evidence.dim % 2 == 0, "triattention: head size; given ", a.evidence.dim, "; allowed even numbers");
-  KVKEEP_REQUIRE(a.offset_max >= 1, "triattention: offset_max; given ", a.offset_max, "; allowed 1 and more");
+  KVKEEP_REQUIRE(a.options.offset_max >= 1, "triattention: offset_max; given ", a.options.offset_max,
+                 "; allowed 1 and more");
   if (a.evidence.count == 0 || a.evidence.longest == 0) return;
   Task task{};
   divide(a, task);
@@ -317,7 +312,7 @@ void launch_triattention(const TriAttentionArguments& a, Stream stream) {
             .threads = tile,
             .shared_bytes = static_cast<std::size_t>(tile) * static_cast<std::size_t>(staged<T>(a.evidence.dim))},
            stream, task);
-    if (a.normalize)
+    if (a.options.normalize)
       launch("triattention_standard", standard_kernel, {.blocks = blocks_for(heads), .threads = kStandardThreads},
              stream, task);
     launch("triattention_combine", combine_kernel, {.blocks = blocks, .threads = kTriThreads}, stream, task, tile);

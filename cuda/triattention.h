@@ -3,6 +3,7 @@
 
 #include "evidence.h"
 #include "kvkeep/core/rope.h"
+#include "kvkeep/score/triattention.h"
 #include "stream.h"
 
 namespace kvkeep::cuda {
@@ -17,11 +18,7 @@ struct TriAttentionArguments {
   const double* inv_freq = nullptr;   ///< f64 [F], F = D / 2
   RopeStyle style = RopeStyle::half;
   double attention_scaling = 1.0;
-  std::int64_t offset_max = 65536;  ///< TriAttentionOptions from here on
-  bool maximum = false;             ///< Aggregate::max, else mean
-  bool normalize = true;
-  bool group_mean = false;    ///< Group::mean, else max
-  bool sample = false;        ///< Deviation::sample, else population
+  TriAttentionOptions options = {};
   std::int64_t slots = 0;     ///< sum of all lengths
   float* scores = nullptr;    ///< f32 [slots] at Row::first
   void* workspace = nullptr;  ///< triattention_workspace_bytes(), aligned to 16

@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "element.cuh"
+#include "kvkeep/core/partition_point.h"
 #include "launch.cuh"
 #include "parts.cuh"
 #include "softmax.cuh"
@@ -46,7 +47,7 @@ struct Task {
 /// queries.
 struct Plan {
   const Row* row;
-  const QueryWindow* view;
+  const QueryView* view;
   const float* queries;  ///< of the row's first query head, at its window's oldest query
   const float* lse;
   std::int32_t window = 0;  ///< W of this row
@@ -77,16 +78,9 @@ __device__ Plan plan_of(const Task& task, std::int64_t r) {
   plan.to = plan.row->length;
   if (task.kind != Kind::history) return plan;
   const std::int32_t seen_by_all = plan.position(0);
-  std::int32_t low = 0, high = plan.history;  // the history ends where the oldest query sees no further
-  while (low < high) {
-    const std::int32_t middle = low + (high - low) / 2;
-    if (plan.row->positions[middle] <= seen_by_all)
-      low = middle + 1;
-    else
-      high = middle;
-  }
-  plan.to = low;
-  plan.from = task.first == nullptr ? 0 : task.first[r] < low ? task.first[r] : low;
+  // The history ends where the oldest query sees no further.
+  plan.to = partition_point(0, plan.history, [&](std::int32_t t) { return plan.row->positions[t] <= seen_by_all; });
+  plan.from = task.first == nullptr ? 0 : task.first[r] < plan.to ? task.first[r] : plan.to;
   return plan;
 }
 

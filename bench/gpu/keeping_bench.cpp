@@ -1,9 +1,10 @@
 // Kernels that choose slots and move them: compaction, selection, AMS, chunks, CriticalKV; and those that put queries
-// into their rings.
+// into their rings and given scores into their columns.
 
 #include "chunks.h"
 #include "compact.h"
 #include "critical.h"
+#include "given.h"
 #include "mass_segmented.h"
 #include "query_ring.h"
 #include "rows.h"
@@ -183,6 +184,32 @@ void push_queries(Result& result, Shape shape, Size size) {
   measure(result, 2.0 * static_cast<double>(a.count * token), [&] { launch_push_queries(a, stream()); });
 }
 
+/// One new score of every KV head of every sequence goes to its column: what every step pays once per layer if scores
+/// are given.
+void push_given(Result& result, Shape shape, Size size) {
+  const std::int32_t rows = std::min(size.batch * shape.kv_heads, kGivenArrivals);
+  std::vector<std::uint16_t> drawn(static_cast<std::size_t>(rows));
+  for (std::size_t r = 0; r < drawn.size(); ++r) drawn[r] = static_cast<std::uint16_t>(0x3F80 + r);  // bf16, from 1 on
+  const DeviceArray<std::uint16_t> from(drawn);
+  const DeviceArray<float> columns(static_cast<std::size_t>(rows) * static_cast<std::size_t>(size.length));
+  PushGivenArguments a;
+  a.count = rows;
+  a.element = Element::bf16;
+  a.token_stride = std::int64_t{shape.kv_heads} * 2;
+  for (std::int32_t r = 0; r < rows; ++r)
+    a.arrivals[r] = {.from = reinterpret_cast<const std::byte*>(from.data() + r),
+                     .to = columns.data() + (std::int64_t{r} + 1) * size.length - 1,
+                     .tokens = 1};
+  launch_push_given(a, stream());
+  for (std::int32_t r = 0; r < rows; ++r) {
+    const auto bits = static_cast<std::uint32_t>(drawn[static_cast<std::size_t>(r)]) << 16;
+    if (columns.download((static_cast<std::size_t>(r) + 1) * static_cast<std::size_t>(size.length) - 1, 1)[0] !=
+        std::bit_cast<float>(bits))
+      return result.fail("a score is not in its place");
+  }
+  measure(result, 6.0 * rows, [&] { launch_push_given(a, stream()); });
+}
+
 }  // namespace
 
 void add_keeping() {
@@ -192,6 +219,7 @@ void add_keeping() {
   add("Chunks", chunks, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
   add("Critical", critical, {{1, 1536, 1024}, {1, 32768, 2048}}, {{1, 96, 64}});
   add("PushQueries", push_queries, {{1, 1536, 1024}, {32, 1536, 1024}});
+  add("PushGiven", push_given, {{1, 1536, 1024}, {32, 1536, 1024}});
 }
 
 }  // namespace kvkeep::cuda

@@ -168,7 +168,7 @@ void factorise_spans(Result& result, Shape shape, Size size) {
                        .dim = shape.dim,
                        .element = Element::bf16,
                        .store = Element::bf16,
-                       .options = {.centred = FactoriseOptions::Centred::always, .max_rank = 16}};
+                       .options = {.centred = FactorOptions::Centred::always, .max_rank = 16}};
   std::vector<RowMatrix> all;
   for (std::int64_t n = 0; n < std::int64_t{rows} * spans; ++n)
     all.push_back({.rows = {keys.data() + n * budget * width, width, width},

@@ -72,11 +72,11 @@ struct RandomEvent {
     windows = std::make_unique<DeviceArray<RowWindow>>(
         std::vector<RowWindow>(static_cast<std::size_t>(count), RowWindow{32, size.length - 32}));
     newest = std::make_unique<DeviceArray<std::int32_t>>(std::vector<std::int32_t>{size.length - 1});
-    QueryWindow last;
+    QueryView last;
     last.positions = newest->data();
     last.ring = last.count = 1;
-    queries = std::make_unique<DeviceArray<QueryWindow>>(
-        std::vector<QueryWindow>(static_cast<std::size_t>(count / shape.kv_heads), last));
+    queries = std::make_unique<DeviceArray<QueryView>>(
+        std::vector<QueryView>(static_cast<std::size_t>(count / shape.kv_heads), last));
     bounds = std::make_unique<DeviceArray<std::int64_t>>(indptr);
     slots = std::make_unique<DeviceArray<std::int32_t>>(kept);
     drawn.resize(static_cast<std::size_t>(count * length));
@@ -112,7 +112,7 @@ struct RandomEvent {
   std::unique_ptr<DeviceArray<RowLimit>> limits;
   std::unique_ptr<DeviceArray<RowWindow>> windows;
   std::unique_ptr<DeviceArray<std::int32_t>> newest;
-  std::unique_ptr<DeviceArray<QueryWindow>> queries;
+  std::unique_ptr<DeviceArray<QueryView>> queries;
   std::unique_ptr<DeviceArray<std::int64_t>> bounds;
   std::unique_ptr<DeviceArray<std::int32_t>> slots;
   std::unique_ptr<DeviceArray<float>> scores, usage;
@@ -169,11 +169,10 @@ struct Asked {
         std::vector<RowLimit>(static_cast<std::size_t>(count), RowLimit{budget, true, kGuarded}));
     windows = std::make_unique<DeviceArray<RowWindow>>(
         std::vector<RowWindow>(static_cast<std::size_t>(count), RowWindow{window, length - window}));
-    QueryWindow last;
+    QueryView last;
     last.positions = positions->data() + length - window;
     last.ring = last.count = window;
-    views =
-        std::make_unique<DeviceArray<QueryWindow>>(std::vector<QueryWindow>(static_cast<std::size_t>(groups()), last));
+    views = std::make_unique<DeviceArray<QueryView>>(std::vector<QueryView>(static_cast<std::size_t>(groups()), last));
     evidence = {.rows = rows->data(),
                 .limits = limits->data(),
                 .queries = views->data(),
@@ -215,7 +214,7 @@ struct Asked {
   std::unique_ptr<DeviceArray<Row>> rows;
   std::unique_ptr<DeviceArray<RowLimit>> limits;
   std::unique_ptr<DeviceArray<RowWindow>> windows;
-  std::unique_ptr<DeviceArray<QueryWindow>> views;
+  std::unique_ptr<DeviceArray<QueryView>> views;
   EvidenceArguments evidence;
 };
 

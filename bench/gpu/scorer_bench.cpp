@@ -5,7 +5,9 @@
 #include "h2o.h"
 #include "keydiff.h"
 #include "knorm.h"
+#include "kvkeep/score/cur.h"
 #include "kvkeep/score/draw.h"
+#include "kvkeep/score/given.h"
 #include "prepare.h"
 #include "rkv.h"
 #include "row_body.h"
@@ -31,10 +33,15 @@ struct Rings {
     positions = std::make_unique<DeviceArray<std::int32_t>>(places);
     for (std::int32_t f = 0; f < shape.dim / 2; ++f) frequencies.push_back(std::pow(1e4, -2.0 * f / shape.dim));
     inv_freq = std::make_unique<DeviceArray<double>>(frequencies);
-    std::vector<QueryWindow> all;
+    std::vector<QueryView> all;
     for (std::int32_t g = 0; g < groups; ++g)
-      all.push_back({data.data() + g * window * token, token, head, positions->data(), window, 0, window});
-    windows = std::make_unique<DeviceArray<QueryWindow>>(all);
+      all.push_back({.data = data.data() + g * window * token,
+                     .token_stride = token,
+                     .head_stride = head,
+                     .positions = positions->data(),
+                     .ring = window,
+                     .count = window});
+    windows = std::make_unique<DeviceArray<QueryView>>(all);
   }
   std::int64_t head, token;
   DeviceArray<std::byte> data;
@@ -42,7 +49,7 @@ struct Rings {
   std::vector<double> frequencies;
   std::unique_ptr<DeviceArray<std::int32_t>> positions;
   std::unique_ptr<DeviceArray<double>> inv_freq;
-  std::unique_ptr<DeviceArray<QueryWindow>> windows;
+  std::unique_ptr<DeviceArray<QueryView>> windows;
 };
 
 void prepare(Result& result, Shape shape, Size size) {
@@ -262,13 +269,45 @@ void random(Result& result, Shape shape, Size size) {
   measure(result, static_cast<double>(asked.slots) * 8, [&] { launch_row_body(a, stream()); });
 }
 
+/// The keys stand for the values as well.
+void cur(Result& result, Shape shape, Size size) {
+  Asked asked(shape, size, 1);
+  for (Row& row : asked.host_rows) row.values = row.keys;
+  asked.rows = std::make_unique<DeviceArray<Row>>(asked.host_rows);
+  asked.evidence.rows = asked.rows->data();
+  const RowBodyArguments<CurOptions> a{
+      .evidence = asked.evidence, .values = Element::bf16, .value_dim = shape.dim, .scores = asked.scores.data()};
+  launch_row_body(a, stream());
+  for (const std::int32_t g : asked.sampled_groups()) {
+    OnCpu cpu(asked, g);
+    cpu.table.value_dtype = Dtype::bf16;
+    for (Row& row : cpu.table.rows) row.values = row.keys;
+    const Scores want = Cur().score(cpu.evidence, cpu.limits, {});
+    expect_close(result, "the score by cur", asked.of_group(asked.scores, g), cpu.flat(want.data), 0, 0);
+  }
+  measure(result, 2.0 * static_cast<double>(asked.key_bytes), [&] { launch_row_body(a, stream()); });
+}
+
+void given(Result& result, Shape shape, Size size) {
+  Asked asked(shape, size, 1);
+  std::vector<float> drawn(static_cast<std::size_t>(asked.slots));
+  for (std::size_t i = 0; i < drawn.size(); ++i) drawn[i] = static_cast<float>(i % 4093) - 2000;
+  const DeviceArray<float> column(drawn);
+  for (Row& row : asked.host_rows) row.given = column.data() + row.first, row.given_length = row.length;
+  asked.rows = std::make_unique<DeviceArray<Row>>(asked.host_rows);
+  asked.evidence.rows = asked.rows->data();
+  const RowBodyArguments<GivenOptions> a{.evidence = asked.evidence, .scores = asked.scores.data()};
+  launch_row_body(a, stream());
+  if (asked.scores.download() != drawn) return result.fail("a score is not the one that was given");
+  measure(result, static_cast<double>(asked.slots) * 8, [&] { launch_row_body(a, stream()); });
+}
+
 void rpc(Result& result, Shape shape, Size size) {
   const Asked asked(shape, size, 32);
   RpcArguments a{.evidence = asked.evidence,
                  .windows = asked.windows->data(),
                  .queries = asked.queries.data(),
-                 .window = 32,
-                 .pool = 1,
+                 .options = {.window = 32, .pool = 1, .heads = RpcOptions::Heads::group},
                  .slots = asked.slots,
                  .scores = asked.scores.data()};
   const DeviceArray<std::byte> workspace(static_cast<std::size_t>(rpc_workspace_bytes(a)));
@@ -276,7 +315,7 @@ void rpc(Result& result, Shape shape, Size size) {
   launch_rpc(a, stream());
   if (std::abs(asked.sum_of_row(asked.count - 1) - 32) > 1e-2)
     return result.fail("without pooling, scores do not add up to 1 per query");
-  a.pool = 7;
+  a.options.pool = 7;
   measure(result, 2.0 * static_cast<double>(asked.key_bytes), [&] { launch_rpc(a, stream()); });
 }
 
@@ -299,17 +338,14 @@ void time_rkv(Result& result, const Asked& asked) {
   RkvArguments a{.evidence = asked.evidence,
                  .windows = asked.windows->data(),
                  .queries = asked.queries.data(),
-                 .window = 8,
-                 .lambda = 0,
-                 .history_alone = true,
+                 .options = {.lambda = 0, .redundancy = RkvOptions::Redundancy::history},
                  .slots = asked.slots,
                  .scores = asked.scores.data()};
   const DeviceArray<std::byte> workspace(static_cast<std::size_t>(rkv_workspace_bytes(a)));
   a.workspace = workspace.data();
   launch_rkv(a, stream());
   if (std::abs(asked.sum_of_row(asked.count - 1) + 1) > 1e-3) return result.fail("redundancies do not add up to 1");
-  a.lambda = 0.07;
-  a.history_alone = false;
+  a.options = {};
   measure(result, 5.0 * static_cast<double>(asked.key_bytes), [&] { launch_rkv(a, stream()); });
 }
 
@@ -372,6 +408,8 @@ void add_scorers() {
   add("TriAttention", triattention, {{1, 1536, 1024}, {32, 1536, 1024}});
   add("Recency", recency, {{1, 1536, 1024}, {32, 1536, 1024}});
   add("Random", random, {{1, 1536, 1024}, {32, 1536, 1024}});
+  add("Cur", cur, {{1, 1536, 1024}, {32, 1536, 1024}});
+  add("Given", given, {{1, 1536, 1024}, {32, 1536, 1024}});
   add("Rpc", rpc, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
   add("H2O", h2o, {{1, 1536, 1024}, {32, 1536, 1024}});
   add("Rkv", rkv, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});

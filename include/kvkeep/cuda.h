@@ -3,6 +3,7 @@
 
 #include <memory>
 
+#include "kvkeep/core/compiled_only.h"
 #include "kvkeep/policy/machine.h"
 
 namespace kvkeep::cuda {

@@ -20,6 +20,7 @@
 
 // observe
 #include "kvkeep/observe/attended.h"
+#include "kvkeep/observe/given_scores.h"
 #include "kvkeep/observe/observation.h"
 #include "kvkeep/observe/query_ring.h"
 #include "kvkeep/observe/query_statistics.h"
@@ -36,10 +37,12 @@
 #include "kvkeep/allot/pyramid.h"
 #include "kvkeep/allot/quotas.h"
 #include "kvkeep/allot/segments.h"
+#include "kvkeep/allot/threshold.h"
 #include "kvkeep/keep/select.h"
 #include "kvkeep/score/cur.h"
 #include "kvkeep/score/defensive.h"
 #include "kvkeep/score/expected.h"
+#include "kvkeep/score/given.h"
 #include "kvkeep/score/h2o.h"
 #include "kvkeep/score/keydiff.h"
 #include "kvkeep/score/knorm.h"
@@ -84,11 +87,8 @@
 #include "kvkeep/keep/pages.h"
 #include "kvkeep/keep/rerotate.h"
 
-// state: save and restore
-#include "kvkeep/state/state_file.h"
-
 // report: the results in numbers
-#include "kvkeep/report/diagnostics.h"
+#include "kvkeep/report/fidelity.h"
 #include "kvkeep/report/intervals.h"
 #include "kvkeep/report/ratio.h"
 
@@ -103,6 +103,12 @@
 #include "kvkeep/policy/prefill.h"
 #include "kvkeep/policy/prompt_pass.h"
 #include "kvkeep/policy/pyramidinfer.h"
+#include "kvkeep/policy/sekv.h"
+
+// What kvkeep::header_only lacks: saved state, diagnostics as JSON, policies by name.
+#ifndef KVKEEP_HEADER_ONLY
 #include "kvkeep/policy/registration.h"
 #include "kvkeep/policy/registry.h"
-#include "kvkeep/policy/sekv.h"
+#include "kvkeep/report/diagnostics.h"
+#include "kvkeep/state/state_file.h"
+#endif

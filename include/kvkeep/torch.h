@@ -6,6 +6,7 @@
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
 
+#include "kvkeep/core/compiled_only.h"
 #include "kvkeep/core/parallel.h"
 #include "kvkeep/core/tensor.h"
 

@@ -161,6 +161,7 @@ OwnBytes own_bytes(const ModelSpec& spec, const KVPolicy& policy, const Forecast
   const bool credit = segments && options["allocator"].value("credit", false);
   if (credit) own.credit = kNumber * forecast.peak_slots;
   if (evict != nullptr && evict->scorer().accumulates()) own.tally = kNumber * forecast.peak_slots;
+  if (policy.needs().given_scores) own.given = kNumber * forecast.peak_slots;
   own.event = (1 + (segments ? 1 : 0) + (credit ? 1 : 0)) * kNumber * forecast.peak_slots;
   return own;
 }

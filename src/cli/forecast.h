@@ -45,11 +45,11 @@ Forecast forecast(const ModelSpec& spec, const KVPolicy& policy, const SequenceP
 
 // What kvkeep itself holds for one sequence, in bytes.
 struct OwnBytes {
-  std::int64_t positions = 0, credit = 0, tally = 0;  // columns, at the peak
-  std::int64_t queries = 0;                           // the ring
-  std::int64_t statistics = 0;                        // running mean and covariance of every query
-  std::int64_t event = 0;                             // scores, and for AMS mass and credit, during an event
-  [[nodiscard]] std::int64_t sum() const { return positions + credit + tally + queries + statistics + event; }
+  std::int64_t positions = 0, credit = 0, tally = 0, given = 0;  // columns, at the peak
+  std::int64_t queries = 0;                                      // the ring
+  std::int64_t statistics = 0;                                   // running mean and covariance of every query
+  std::int64_t event = 0;                                        // scores, and for AMS mass and credit, during an event
+  [[nodiscard]] std::int64_t sum() const { return positions + credit + tally + given + queries + statistics + event; }
 };
 OwnBytes own_bytes(const ModelSpec& spec, const KVPolicy& policy, const Forecast& forecast, std::int32_t query_bytes);
 

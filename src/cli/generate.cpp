@@ -3,6 +3,7 @@
 #include <CLI/Option.hpp>
 #include <CLI/Validators.hpp>
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <filesystem>
 #include <map>
@@ -44,7 +45,7 @@ struct Options {
   DeviceOptions device;
   OutputOptions output;
   PromptOptions prompt;
-  std::string policy = "full", retention, html;
+  std::string policy = "full", retention, html, pin;
   std::int32_t new_tokens = 0, page_size = 0;
   bool forced = false, stop_at_end = false;
 };
@@ -214,6 +215,26 @@ std::string csv(const Outcome& outcome) {
   return table.csv();
 }
 
+// "0-31,40": positions as the tables show them, both ends included.
+std::vector<PositionSpan> pinned_spans(const std::string& shown) {
+  std::vector<PositionSpan> spans;
+  const char *at = shown.data(), *const end = at + shown.size();
+  while (at < end) {
+    PositionSpan span;
+    std::from_chars_result read = std::from_chars(at, end, span.begin);
+    span.end = span.begin;
+    if (read.ec == std::errc() && read.ptr < end && *read.ptr == '-')
+      read = std::from_chars(read.ptr + 1, end, span.end);
+    const bool more = read.ptr < end;
+    KVKEEP_REQUIRE(read.ec == std::errc() && (!more || (*read.ptr == ',' && read.ptr + 1 < end)) && span.begin >= 0 &&
+                       span.begin <= span.end && span.end < kMostPositions,
+                   "generate: --pin is \"", shown, "\"; allowed positions such as 0-31,40");
+    spans.push_back({span.begin, span.end + 1});
+    at = read.ptr + (more ? 1 : 0);
+  }
+  return spans;
+}
+
 lm::Request request_of(const Options& o, const PromptOptions::Prompt& prompt) {
   constexpr std::int32_t kNewTokens = 128;
   lm::Request request{.prompt = prompt.ids, .new_tokens = o.new_tokens > 0 ? o.new_tokens : kNewTokens};
@@ -224,6 +245,7 @@ lm::Request request_of(const Options& o, const PromptOptions::Prompt& prompt) {
   }
   request.stop_at_end = o.stop_at_end;
   request.keep_positions = true;
+  request.pinned = pinned_spans(o.pin);
   return request;
 }
 
@@ -325,6 +347,7 @@ Run add_generate(CLI::App& app) {
   o->device.add(*sub);
   o->prompt.add(*sub);
   sub->add_option("--policy", o->policy, kPolicyHelp)->option_text("POLICY [full]");
+  sub->add_option("--pin", o->pin, "positions that stay through every event, such as 0-31,40")->option_text("SPANS");
   sub->add_option("--max-new-tokens", o->new_tokens, "tokens to predict")
       ->check(CLI::Range(1, 1 << 24))
       ->option_text("N [128; all of the trace with --forced]");

@@ -73,13 +73,12 @@ std::unique_ptr<Oracle> make_oracle(std::string_view text) {
     const std::string_view item = text.substr(0, text.find(','));
     const std::size_t equals = std::min(item.find('='), item.size());
     const auto found = options.find(std::string(item.substr(0, equals)));
-    KVKEEP_REQUIRE(found != options.end() && equals < item.size(), "policy: oracle has no option \"",
-                   io::shortened(item), "\"; allowed budget=, interval=, sink=");
+    KVKEEP_REQUIRE(found != options.end() && equals < item.size(), "policy: oracle has no option \"", shortened(item),
+                   "\"; allowed budget=, interval=, sink=");
     const std::string_view value = item.substr(equals + 1);
     const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), found->second);
     KVKEEP_REQUIRE(error == std::errc() && end == value.data() + value.size() && found->second >= 0,
-                   "policy: ", found->first, " of oracle is \"", io::shortened(value),
-                   "\"; allowed an integer, 0 or more");
+                   "policy: ", found->first, " of oracle is \"", shortened(value), "\"; allowed an integer, 0 or more");
   }
   KVKEEP_REQUIRE(options["budget"] >= options["sink"] + 1, "policy: budget of oracle is ", options["budget"],
                  "; allowed at least sink + 1 = ", options["sink"] + 1);

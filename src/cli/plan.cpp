@@ -31,8 +31,8 @@ full          the cache with nothing dropped, at --length tokens
 peak          just before the event that finds the most slots; the event comes after its step's attention, so this
               much room is needed
 kept          right after the last event
-kvkeep's own  position, credit and tally of every slot, the newest queries, and the flat arrays of one event. A
-              scorer's workspace per thread is extra: docs/scorers.md has its formula.
+kvkeep's own  position, credit, tally and given score of every slot, the newest queries, and the flat arrays of one
+              event. A scorer's workspace per thread is extra: docs/scorers.md has its formula.
 fits          sequences under this policy, each at its peak, that fit in the memory of the batch with a full cache
 
 Bytes are those of K and V with pages rounded up to --page-size slots. The heads of a layer share its pages, so the
@@ -153,6 +153,7 @@ Table total_table(const Options& o, const Outcome& out) {
   add("kvkeep's own: positions", out.own.positions);
   if (out.own.credit > 0) add("kvkeep's own: credit", out.own.credit);
   if (out.own.tally > 0) add("kvkeep's own: tally", out.own.tally);
+  if (out.own.given > 0) add("kvkeep's own: given scores", out.own.given);
   if (out.own.queries > 0) add("kvkeep's own: queries", out.own.queries);
   if (out.own.statistics > 0) add("kvkeep's own: query statistics", out.own.statistics);
   if (out.own.event > 0) add("kvkeep's own: one event", out.own.event);
@@ -171,7 +172,9 @@ std::string markdown(const Options& o, const Outcome& out) {
   else
     head += text(s.events, s.events == 1 ? " event" : " events", ", the first at token ", s.first_event,
                  ", the last at token ", s.last_event, ".\n");
-  if (out.policy->trigger().ragged)
+  if (out.policy->trigger().thins)
+    head += "Rows keep what passes, and may end up unequal: slots are the most that they may hold.\n";
+  else if (out.policy->trigger().ragged)
     head +=
         "Rows may end up unequal. If the data decide what each head of a layer holds, slots are those of an average "
         "row.\n";
@@ -206,13 +209,9 @@ std::string json(const Options& o, const Outcome& out) {
                              {"full", slots_json(s.layers[l].full)},
                              {"peak", slots_json(s.layers[l].peak)},
                              {"kept", slots_json(s.layers[l].kept)}});
-  all["own"] = {{"positions", out.own.positions},
-                {"credit", out.own.credit},
-                {"tally", out.own.tally},
-                {"queries", out.own.queries},
-                {"statistics", out.own.statistics},
-                {"event", out.own.event},
-                {"sum", out.own.sum()}};
+  all["own"] = {{"positions", out.own.positions}, {"credit", out.own.credit},   {"tally", out.own.tally},
+                {"given", out.own.given},         {"queries", out.own.queries}, {"statistics", out.own.statistics},
+                {"event", out.own.event},         {"sum", out.own.sum()}};
   const auto totals = [&](std::int64_t n) -> Json {
     return {{"full_bytes", s.full_bytes * n},
             {"peak_bytes", s.peak_bytes * n},

@@ -52,7 +52,7 @@ std::string known_kind(const io::SafetensorsFile& file) {
   const std::string kind = trace::kind_of(file);
   constexpr std::string_view kKinds[] = {"event", "prefill", "decoder", "generate", "span", "span_train"};
   KVKEEP_REQUIRE(std::ranges::find(kKinds, kind) != std::end(kKinds), file.where(), ": a trace of kind \"",
-                 io::shortened(kind), "\" is not known; ", kReplayed);
+                 shortened(kind), "\" is not known; ", kReplayed);
   return kind;
 }
 

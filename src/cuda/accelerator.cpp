@@ -10,6 +10,7 @@
 #include "compact.h"
 #include "device_columns.h"
 #include "event.h"
+#include "given.h"
 #include "kvkeep/allot/critical.h"
 #include "kvkeep/cuda.h"
 #include "kvkeep/keep/pages.h"
@@ -107,6 +108,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
       moves[r].new_credit = decision.credit ? decision.credit->data<float>() + first : nullptr;
       moves[r].tally = columns[r].tally;
       moves[r].new_tally = decision.tally ? decision.tally->data<float>() + first : nullptr;
+      moves[r].given = columns[r].given;
     }
     std::int64_t stride = 0;
     std::int32_t sequences = 0;
@@ -161,6 +163,18 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     }
   }
 
+  void push_given(std::span<const GivenArrival> arrivals, const GivenLayout& layout) override {
+    const c10::DeviceGuard guard(torch_device(device_));
+    for (; !arrivals.empty(); arrivals = arrivals.subspan(std::min<std::size_t>(kGivenArrivals, arrivals.size()))) {
+      PushGivenArguments arguments;
+      arguments.count = static_cast<std::int32_t>(std::min<std::size_t>(kGivenArrivals, arrivals.size()));
+      std::copy_n(arrivals.begin(), arguments.count, arguments.arrivals);
+      arguments.element = element_of("scores", layout.dtype);
+      arguments.token_stride = layout.token_stride;
+      launch_push_given(arguments, pool_.stream());
+    }
+  }
+
   void read(void* to, const void* from, std::int64_t bytes) override {
     const c10::DeviceGuard guard(torch_device(device_));
     download(to, from, static_cast<std::size_t>(bytes), pool_.stream());
@@ -181,7 +195,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
       longest = std::max(longest, row.length);
     }
 
-    std::vector<QueryWindow> queries;
+    std::vector<QueryView> queries;
     std::vector<std::int32_t> next;
     std::vector<NewestPositions> newest;
     std::vector<PositionRun> runs;
@@ -189,13 +203,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     Dtype query_dtype = Dtype::f32;
     for (const RowGroup& group : table.groups) {
       const QueryView& q = group.queries;
-      queries.push_back({.data = q.data,
-                         .token_stride = q.token_stride,
-                         .head_stride = q.head_stride,
-                         .positions = q.positions,
-                         .ring = q.ring,
-                         .begin = q.begin,
-                         .count = q.count});
+      queries.push_back(q);
       if (q.data != nullptr) query_dtype = q.dtype;
       next.push_back(group.next_position);
       auto [at, fresh] = runs_of.try_emplace(group.sequence, runs.size(), 0);
@@ -221,6 +229,13 @@ class CudaAccelerator final : public Machine, public MachineMemory {
                           " are f8 e4m3 without f32 scales; allowed with one f32 scale per slot");
       }
 
+    std::vector<PositionSpan> spans;
+    std::vector<PinnedSpans> pins;
+    for (const RowGroup& group : table.groups) {
+      pins.push_back({.count = static_cast<std::int32_t>(group.pinned.size())});
+      spans.insert(spans.end(), group.pinned.begin(), group.pinned.end());
+    }
+
     event_table_.clear();
     std::map<const std::int32_t*, std::int64_t> pages;  // by their address on the host
     for (const Row& row : table.rows)
@@ -229,8 +244,17 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     const std::int64_t rows_at = event_table_.add(table.rows), limits_at = event_table_.add(event.limits.rows),
                        queries_at = event_table_.add(queries), next_at = event_table_.add(next),
                        runs_at = event_table_.add(runs), newest_at = event_table_.add(newest),
-                       indptr_at = event_table_.add(keep.indptr);
+                       indptr_at = event_table_.add(keep.indptr), spans_at = event_table_.add(spans),
+                       pins_at = spans.empty() ? 0 : event_table_.add(pins);
     if (!dry_) event_table_.place();
+    auto* const ranges = spans.empty() ? nullptr : event.take<SlotRange>(std::ssize(spans) * spec.kv_heads);
+    std::int64_t first_span = 0;
+    for (std::size_t g = 0; g < pins.size() && !spans.empty(); first_span += pins[g++].count) {
+      PinnedSpans& there = event_table_.here<PinnedSpans>(pins_at)[g];
+      there.spans =
+          event_table_.there<PositionSpan>(spans_at + first_span * static_cast<std::int64_t>(sizeof(PositionSpan)));
+      there.ranges = ranges == nullptr ? nullptr : ranges + first_span * spec.kv_heads;
+    }
     for (std::size_t r = 0; r < table.rows.size(); ++r) {
       Row& row = event_table_.here<Row>(rows_at)[r];
       for (SlotAddress* side : {&row.keys, &row.values, &row.key_scales, &row.value_scales})
@@ -245,7 +269,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
 
     event.arguments = {.rows = event_table_.there<Row>(rows_at),
                        .limits = event_table_.there<RowLimit>(limits_at),
-                       .queries = event_table_.there<QueryWindow>(queries_at),
+                       .queries = event_table_.there<QueryView>(queries_at),
                        .count = static_cast<std::int32_t>(table.rows.size()),
                        .longest = longest,
                        .kv_heads = spec.kv_heads,
@@ -256,6 +280,11 @@ class CudaAccelerator final : public Machine, public MachineMemory {
                        .scale = static_cast<float>(spec.scale())};
     event.tables = {
         .rows = event.arguments.rows, .indptr = event_table_.there<std::int64_t>(indptr_at), .serial = serial_};
+    if (!spans.empty()) {
+      event.pins = event_table_.there<PinnedSpans>(pins_at);
+      event.given_limits = event.arguments.limits;
+      event.arguments.limits = event.settled_limits = event.take<RowLimit>(std::ssize(table.rows));
+    }
     event.next_positions = event_table_.there<std::int32_t>(next_at);
     event.newest_positions = event_table_.there<NewestPositions>(newest_at);
     if (!spec.rope.inv_freq.empty())

@@ -8,8 +8,8 @@ namespace kvkeep::cuda {
 void DeviceColumns::grow(std::int32_t capacity) {
   std::int32_t used = 0;
   for (const RowLengths& row : rows_) used = std::max(used, std::min(row.length, capacity_));
-  const std::array<DeviceMemory*, 3> columns = {&positions_, &credit_, &tally_};
-  std::array<DeviceMemory, 3> larger;  // all allocated before anything is replaced
+  const std::array<DeviceMemory*, 4> columns = {&positions_, &credit_, &tally_, &given_};
+  std::array<DeviceMemory, 4> larger;  // all allocated before anything is replaced
   for (std::size_t c = 0; c < columns.size(); ++c)
     if (columns[c]->get() != nullptr || columns[c] == &positions_) larger[c] = column(capacity);
   retired_.reserve(retired_.size() + columns.size());
@@ -38,17 +38,32 @@ void DeviceColumns::append(std::span<const std::int32_t> positions) {
   for (RowLengths& row : rows_) row.length += static_cast<std::int32_t>(positions.size());
 }
 
+void DeviceColumns::reserve_given(std::int32_t /*row*/, std::int32_t slots) {
+  if (slots > 0 && given_.get() == nullptr) given_ = column(capacity_);
+}
+
+float* DeviceColumns::give(std::int32_t row, std::int32_t slots) {
+  RowLengths& lengths = rows_[static_cast<std::size_t>(row)];
+  float* const to = at<float>(given_, row) + lengths.given;
+  lengths.given += slots;
+  return to;
+}
+
 void DeviceColumns::settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit,
                            const float* tally) {
   RowLengths& lengths = rows_[static_cast<std::size_t>(row)];
   lengths.length = static_cast<std::int32_t>(keep.count(r));
   if (credit != nullptr) lengths.credit = lengths.length;
   if (tally != nullptr) lengths.tally = lengths.length;
+  if (lengths.given > 0) lengths.given = lengths.length;  // an event finds a score in every slot
 }
 
 void DeviceColumns::truncate(std::int32_t slots) {
   newest_.resize(newest_.size() - static_cast<std::size_t>(slots));
-  for (RowLengths& row : rows_) row.length -= slots;
+  for (RowLengths& row : rows_) {
+    row.length -= slots;
+    row.given = std::min(row.given, row.length);
+  }
 }
 
 void DeviceColumns::describe(std::int32_t row, Row& out) const {
@@ -58,13 +73,15 @@ void DeviceColumns::describe(std::int32_t row, Row& out) const {
   out.credit_length = lengths.credit;
   out.tally = at<float>(tally_, row);
   out.tally_length = lengths.tally;
+  out.given = at<float>(given_, row);
+  out.given_length = lengths.given;
 }
 
 ColumnTarget DeviceColumns::reserve_settled(std::int32_t row, std::int64_t /*slots*/, bool credit, bool tally) {
   if (credit && credit_.get() == nullptr) credit_ = column(capacity_);
   if (tally && tally_.get() == nullptr) tally_ = column(capacity_);
   return {at<std::int32_t>(positions_, row), credit ? at<float>(credit_, row) : nullptr,
-          tally ? at<float>(tally_, row) : nullptr};
+          tally ? at<float>(tally_, row) : nullptr, at<float>(given_, row)};
 }
 
 std::span<const std::int32_t> DeviceColumns::positions(std::int32_t row) const {

@@ -15,6 +15,12 @@ class DeviceColumns final : public Columns {
   /// it.
   void reserve(std::int32_t slots) override;
   void append(std::span<const std::int32_t> positions) override;
+  /// Allocates the column when it is first requested, for all rows.
+  void reserve_given(std::int32_t row, std::int32_t slots) override;
+  float* give(std::int32_t row, std::int32_t slots) override;
+  [[nodiscard]] std::int32_t given(std::int32_t row) const override {
+    return rows_[static_cast<std::size_t>(row)].given;
+  }
   /// Allocates each column when it is first requested.
   ColumnTarget reserve_settled(std::int32_t row, std::int64_t slots, bool credit, bool tally) override;
   void settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit, const float* tally) override;
@@ -34,7 +40,7 @@ class DeviceColumns final : public Columns {
 
  private:
   struct RowLengths {
-    std::int32_t length = 0, credit = 0, tally = 0;
+    std::int32_t length = 0, credit = 0, tally = 0, given = 0;
   };
   /// [rows, capacity] numbers of four bytes.
   template <class T>
@@ -50,7 +56,7 @@ class DeviceColumns final : public Columns {
   std::int32_t capacity_ = 0;
   std::vector<RowLengths> rows_;
   std::vector<std::int32_t> newest_;
-  DeviceMemory positions_, credit_, tally_;
+  DeviceMemory positions_, credit_, tally_, given_;
   std::vector<DeviceMemory> retired_;  ///< replaced after something was captured
   mutable std::vector<std::int32_t> read_positions_;
   mutable std::vector<float> read_credit_;

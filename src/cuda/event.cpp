@@ -123,7 +123,8 @@ WindowAttention CudaEvent::attend(std::int32_t window, bool official, WindowNeed
 }
 
 Scores CudaEvent::score(const Scorer& scorer, const WindowAttention& seen) {
-  if (scorer.needs().queries == 0) settle_positions();  // others settle them with their own queries
+  // Others settle them with their own queries, unless limits, which any kernel may read, come with them.
+  if (scorer.needs().queries == 0 || pins != nullptr) settle_positions();
   Scores scores{tensor(kernels_of(scorer)(*this, scorer, seen), evidence.table.slots)};
   settle_positions();
   return scores;
@@ -152,6 +153,11 @@ PrepareArguments CudaEvent::prepare_arguments() const {
   PrepareArguments prepare;
   prepare.evidence = arguments;
   prepare.newest = newest_positions;
+  if (newest_positions != nullptr) {
+    prepare.pins = pins;
+    prepare.given = given_limits;
+    prepare.settled = settled_limits;
+  }
   return prepare;
 }
 

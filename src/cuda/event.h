@@ -120,6 +120,9 @@ class CudaEvent final : public Event {
   const std::int32_t* next_positions = nullptr;       ///< i32 [groups]
   const double* inv_freq = nullptr;                   ///< f64 [pairs]
   const NewestPositions* newest_positions = nullptr;  ///< [groups] null once they are in the columns
+  const PinnedSpans* pins = nullptr;                  ///< [groups] null: nothing is pinned
+  const RowLimit* given_limits = nullptr;             ///< [rows] if something is, and
+  RowLimit* settled_limits = nullptr;                 ///< [rows] what arguments.limits are, once positions are settled
 
   /// The window of attend(); its `windows` are null without one.
   [[nodiscard]] const DeviceWindow& asked() const { return asked_; }

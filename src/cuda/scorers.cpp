@@ -11,6 +11,7 @@
 #include "knorm.h"
 #include "kvkeep/score/cur.h"
 #include "kvkeep/score/expected.h"
+#include "kvkeep/score/given.h"
 #include "kvkeep/score/h2o.h"
 #include "kvkeep/score/keydiff.h"
 #include "kvkeep/score/knorm.h"
@@ -57,6 +58,7 @@ RowScorers& row_scorers() {
 
 /// Scorers of one row run the body of the CPU.
 float* score_row_by_row(CudaEvent& event, const Scorer& scorer, const WindowAttention&) {
+  if (scorer.needs().given_scores) require_given(scorer.name(), event.evidence, event.limits);
   float* const scores = event.flat();
   event.launch(row_scorers().find(typeid(scorer)),
                {.scorer = scorer,
@@ -114,16 +116,12 @@ float* score(CudaEvent& event, const Expected& scorer, const WindowAttention&) {
 
 float* score(CudaEvent& event, const Rpc& scorer, const WindowAttention&) {
   const RpcOptions& options = scorer.options();
-  const bool all_heads = options.heads == RpcOptions::Heads::all;
-  if (all_heads) require_even_heads(event, scorer.name(), "group");
+  if (options.heads == RpcOptions::Heads::all) require_even_heads(event, scorer.name(), "group");
   const DeviceWindow window = event.ask(options.window, false);
   RpcArguments arguments{.evidence = event.arguments,
                          .windows = window.windows,
                          .queries = window.queries,
-                         .window = options.window,
-                         .pool = options.pool,
-                         .official = options.style == RpcOptions::Style::official,
-                         .all_heads = all_heads,
+                         .options = options,
                          .slots = event.evidence.table.slots,
                          .scores = event.flat()};
   arguments.workspace = event.take<std::byte>(rpc_workspace_bytes(arguments));
@@ -137,13 +135,7 @@ float* score(CudaEvent& event, const Rkv& scorer, const WindowAttention&) {
   RkvArguments arguments{.evidence = event.arguments,
                          .windows = window.windows,
                          .queries = window.queries,
-                         .window = options.window,
-                         .pool = options.pool,
-                         .lambda = options.lambda,
-                         .similarity = options.similarity,
-                         .max_logit = options.group == GroupReduce::max_logit,
-                         .history_alone = options.redundancy == RkvOptions::Redundancy::history,
-                         .spares_first = options.no_similar == RkvOptions::NoSimilar::first,
+                         .options = options,
                          .slots = event.evidence.table.slots,
                          .scores = event.flat()};
   arguments.workspace = event.take<std::byte>(rkv_workspace_bytes(arguments));
@@ -202,7 +194,6 @@ float* score(CudaEvent& event, const SnapKV& scorer, const WindowAttention& seen
 }
 
 float* score(CudaEvent& event, const TriAttention& scorer, const WindowAttention&) {
-  const TriAttentionOptions& options = scorer.options();
   const Calibration& calibration = scorer.calibration();
   const ModelSpec& spec = event.evidence.spec;
   const std::int32_t heads = calibration.query_heads(spec.full_layers());
@@ -220,11 +211,7 @@ float* score(CudaEvent& event, const TriAttention& scorer, const WindowAttention
                                   .inv_freq = event.inv_freq,
                                   .style = spec.rope.style,
                                   .attention_scaling = spec.rope.attention_scaling,
-                                  .offset_max = options.offset_max,
-                                  .maximum = options.aggregate == TriAttentionOptions::Aggregate::max,
-                                  .normalize = options.normalize,
-                                  .group_mean = options.group == TriAttentionOptions::Group::mean,
-                                  .sample = options.deviation == TriAttentionOptions::Deviation::sample,
+                                  .options = scorer.options(),
                                   .slots = event.evidence.table.slots,
                                   .scores = event.flat()};
   arguments.evidence.group = heads / spec.kv_heads;
@@ -266,7 +253,8 @@ Score kernels_of(const Scorer& scorer) {
       kernels<Expected>(), kernels<H2O>(),    kernels<KeyDiff>(), kernels<Knorm>(),        kernels<Rkv>(),
       kernels<Rpc>(),      kernels<SnapKV>(), kernels<Tova>(),    kernels<TriAttention>(),
   };
-  static const bool own = (register_scorer<Cur>(), register_scorer<RandomScorer>(), register_scorer<Recency>(), true);
+  static const bool own = (register_scorer<Cur>(), register_scorer<Given>(), register_scorer<RandomAttention>(),
+                           register_scorer<RandomScorer>(), register_scorer<Recency>(), true);
   static_cast<void>(own);
   if (const auto found = all.find(typeid(scorer)); found != all.end()) return found->second;
   return row_scorers().find(typeid(scorer)) == nullptr ? nullptr : score_row_by_row;

@@ -1,4 +1,4 @@
-#include "kvkeep/io/calibration.h"
+#include "kvkeep/io/calibration-inl.h"
 
 #include <algorithm>
 #include <charconv>
@@ -20,11 +20,9 @@ using nlohmann::json;
 
 constexpr std::int64_t kMost = 1 << 16;  ///< layers, heads and components of a head
 
-constexpr const char* name_of(RopeStyle style) { return style == RopeStyle::half ? "half" : "interleaved"; }
-
 RopeStyle style_called(const std::string& name, const std::string& where) {
   KVKEEP_REQUIRE(name == "half" || name == "interleaved", "read calibration: rope_style in ", where, " is \"",
-                 io::shortened(name), "\"; allowed half, interleaved");
+                 shortened(name), "\"; allowed half, interleaved");
   return name == "half" ? RopeStyle::half : RopeStyle::interleaved;
 }
 
@@ -53,7 +51,7 @@ Calibration from_safetensors(const io::SafetensorsFile& file) {
                  "read calibration: metadata \"kvkeep_calibration\" is missing in ", where,
                  ", so this is not a calibration file");
   KVKEEP_REQUIRE(metadata.at("kvkeep_calibration") == "1", "read calibration: ", where, " has format version ",
-                 io::shortened(metadata.at("kvkeep_calibration")), "; allowed 1");
+                 shortened(metadata.at("kvkeep_calibration")), "; allowed 1");
   Calibration c;
   const json dim = parsed("head_dim");
   KVKEEP_REQUIRE(dim.is_number_unsigned() && dim.get<std::uint64_t>() <= kMost, "read calibration: head_dim in ", where,
@@ -144,7 +142,7 @@ std::pair<std::int32_t, std::int32_t> place_of(const std::string& key, const std
     }
   }
   KVKEEP_REQUIRE(good && layer >= 0 && head >= 0 && layer < kMost && head < kMost, "read calibration: stats of ", where,
-                 " has the key \"", io::shortened(key), "\"; allowed layer<number>_head<number>");
+                 " has the key \"", shortened(key), "\"; allowed layer<number>_head<number>");
   return {layer, head};
 }
 
@@ -189,7 +187,7 @@ Calibration from_archive(const TorchArchive& archive, const std::string& where) 
                    " has a key that is not a string; allowed layer<number>_head<number>");
     const std::string& key = stats.items[i]->text;
     Calibration::Head& head = c.heads[place_of(key, where)];
-    KVKEEP_REQUIRE(head.q_mean.empty(), "read calibration: stats of ", where, " has ", io::shortened(key),
+    KVKEEP_REQUIRE(head.q_mean.empty(), "read calibration: stats of ", where, " has ", shortened(key),
                    " twice; allowed once");
     const auto column = [&](const char* name) {
       const Value* tensor = TorchArchive::find(*stats.items[i + 1], name);
@@ -226,78 +224,6 @@ Calibration from_archive(const TorchArchive& archive, const std::string& where) 
 }
 
 }  // namespace
-
-std::int32_t Calibration::query_heads(const std::vector<std::int32_t>& layers) const {
-  std::int32_t most = 0;
-  for (const std::int32_t l : layers) {
-    const auto behind = heads.lower_bound({l + 1, 0});
-    if (behind != heads.begin() && std::prev(behind)->first.first == l)
-      most = std::max(most, std::prev(behind)->first.second + 1);
-  }
-  return most;
-}
-
-std::vector<std::string> Calibration::problems(const ModelSpec& spec) const {
-  constexpr double kTolerance = 1e-4;
-  std::vector<std::string> found;
-  const auto say = [&](const auto&... parts) { found.push_back(text("calibration: ", parts...)); };
-  if (head_dim < 2 || head_dim % 2 != 0) {
-    say("head_dim is ", head_dim, "; allowed an even number from 2");
-    return found;
-  }
-  if (head_dim != spec.key_dim)
-    say("head_dim is ", head_dim, "; allowed the model's ", spec.key_dim);
-  else if (pairs() != static_cast<std::int64_t>(spec.rope.inv_freq.size()))
-    say("F = head_dim / 2 is ", pairs(), "; allowed the model's number of rotary pairs, ", spec.rope.inv_freq.size());
-  if (rope_style != spec.rope.style)
-    say("rope_style is ", name_of(rope_style), "; allowed the model's ", name_of(spec.rope.style));
-  const std::vector<std::int32_t> layers = spec.full_layers();
-  const std::int32_t given = query_heads(layers), wanted = spec.query_heads > 0 ? spec.query_heads : given;
-  if (given == 0) {
-    say("it holds none of the model's layers (", layers.empty() ? -1 : layers.front(), " to ",
-        layers.empty() ? -1 : layers.back(), ")");
-    return found;
-  }
-  if (given % spec.kv_heads != 0)
-    say("it has ", given, " query heads; allowed a multiple of the model's ", spec.kv_heads, " KV heads");
-  else if (given != wanted)
-    say("it has ", given, " query heads; allowed the model's ", wanted);
-  std::string missing, infinite;
-  std::int64_t lacking = 0, bad = 0;
-  for (const std::int32_t l : layers)
-    for (std::int32_t h = 0; h < wanted; ++h) {
-      const auto head = heads.find({l, h});
-      if (head == heads.end()) {
-        if (lacking++ == 0) missing = text("layer ", l, ", head ", h);
-        continue;
-      }
-      const Head& s = head->second;
-      const bool finite =
-          std::all_of(s.q_mean.begin(), s.q_mean.end(),
-                      [](const auto& z) { return std::isfinite(z.real()) && std::isfinite(z.imag()); }) &&
-          std::all_of(s.q_abs_mean.begin(), s.q_abs_mean.end(), [](float x) { return std::isfinite(x); });
-      if (!finite && bad++ == 0) infinite = text("layer ", l, ", head ", h);
-      if (static_cast<std::int64_t>(s.q_mean.size()) != pairs() ||
-          static_cast<std::int64_t>(s.q_abs_mean.size()) != pairs())
-        say("layer ", l, ", head ", h, " has ", s.q_mean.size(), " means and ", s.q_abs_mean.size(),
-            " moduli; allowed F = ", pairs());
-    }
-  if (lacking > 0)
-    say(missing, " is missing", lacking > 1 ? text(" (and ", lacking - 1, " more)") : "",
-        "; allowed every query head of every layer that is cut");
-  if (bad > 0)
-    say(infinite, bad > 1 ? text(" (and ", bad - 1, " more)") : "",
-        " holds a number that is not finite; allowed finite numbers");
-  if (!inv_freq.empty() && inv_freq.size() == spec.rope.inv_freq.size()) {
-    for (std::size_t f = 0; f < inv_freq.size(); ++f) {
-      const double own = spec.rope.inv_freq[f];
-      if (std::abs(inv_freq[f] - own) <= kTolerance * std::abs(own)) continue;
-      say("inv_freq[", f, "] is ", inv_freq[f], "; allowed the model's ", own, " within ", kTolerance, " of it");
-      break;
-    }
-  }
-  return found;
-}
 
 Calibration read_calibration(std::string_view bytes, const std::string& name) {
   constexpr std::size_t kLengthBytes = 8;
@@ -341,7 +267,7 @@ void save_calibration(const std::filesystem::path& file, const Calibration& c, C
     }
     std::map<std::string, std::string> metadata{{"kvkeep_calibration", "1"},
                                                 {"head_dim", std::to_string(c.head_dim)},
-                                                {"rope_style", name_of(c.rope_style)},
+                                                {"rope_style", calibration_detail::name_of(c.rope_style)},
                                                 {"attention_scaling", json(c.attention_scaling).dump()},
                                                 {"model_name", c.model_name}};
     if (!c.inv_freq.empty()) metadata["inv_freq"] = json(c.inv_freq).dump();
@@ -356,7 +282,7 @@ void save_calibration(const std::filesystem::path& file, const Calibration& c, C
   out.string("head_dim");
   out.integer(c.head_dim);
   out.string("rope_style");
-  out.string(name_of(c.rope_style));
+  out.string(calibration_detail::name_of(c.rope_style));
   out.string("sampled_heads");
   out.begin_list();
   for (const auto& [place, head] : c.heads) {

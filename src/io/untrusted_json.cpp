@@ -94,13 +94,4 @@ std::optional<std::int64_t> whole_number(const Json& value, std::int64_t least, 
 
 std::string in_utf8(const std::string& bytes) { return Json::parse(written(Json(bytes))).get<std::string>(); }
 
-std::string shortened(std::string_view text) {
-  constexpr std::size_t kLongest = 80;
-  if (text.size() <= kLongest) return std::string(text);
-  std::size_t end = kLongest;
-  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0U) == 0x80U)
-    --end;  // not in the middle of a character
-  return std::string(text.substr(0, end)) + "...";
-}
-
 }  // namespace kvkeep::io

@@ -9,6 +9,8 @@
 
 #include "kvkeep/core/error.h"
 
+#include "kvkeep/core/text.h"
+
 namespace kvkeep::io {
 
 /// Nothing that is read here nests deeper, so code that walks a value may recurse: comparing, writing, flattening.
@@ -44,8 +46,6 @@ template <class Json>
 [[nodiscard]] std::string in_utf8(const std::string& bytes);
 [[nodiscard]] inline bool is_utf8(const std::string& bytes) { return in_utf8(bytes) == bytes; }
 
-/// For messages: the first 80 bytes.
-[[nodiscard]] std::string shortened(std::string_view text);
 [[nodiscard]] inline std::string shown(const nlohmann::json& value) { return shortened(written(value)); }
 
 }  // namespace kvkeep::io

@@ -31,7 +31,7 @@ RopeConfig::Type rope_type_called(const std::string& name, const std::string& wh
   if (name == "linear") return RopeConfig::Type::linear;
   if (name == "llama3") return RopeConfig::Type::llama3;
   if (name == "yarn") return RopeConfig::Type::yarn;
-  refuse<Unsupported>("read config: ", where, " has rope_type '", io::shortened(name),
+  refuse<Unsupported>("read config: ", where, " has rope_type '", shortened(name),
                       "'; the decoder has code for default, linear, llama3, yarn");
 }
 
@@ -81,7 +81,7 @@ RopeConfig read_rope(const ConfigFields& config) {
                              text(new_place != nullptr ? "rope_parameters" : "rope_scaling", " of ", config.where()));
   for (const auto& [key, value] : place->items())
     KVKEEP_REQUIRE_AS(Unsupported, !value.is_object(), "read config: ", scaling.where(),
-                      " holds parameters by layer type ('", io::shortened(key),
+                      " holds parameters by layer type ('", shortened(key),
                       "'); the decoder has one RoPE for all layers");
   refuse_partial_rotation(scaling);
   rope.theta = rope_theta(config, &scaling);
@@ -158,7 +158,7 @@ void refuse_what_has_no_code(const ConfigFields& config) {
                     " has a quantization_config; the decoder reads f32, f16 and bf16 weights");
   const std::string activation = config.word("hidden_act").value_or("silu");
   KVKEEP_REQUIRE_AS(Unsupported, activation == "silu" || activation == "swish", "read config: ", config.where(),
-                    " has hidden_act '", io::shortened(activation), "'; the decoder has code for silu");
+                    " has hidden_act '", shortened(activation), "'; the decoder has code for silu");
 }
 
 std::optional<std::vector<std::int32_t>> read_end_tokens(const ConfigFields& fields) {

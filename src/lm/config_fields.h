@@ -22,7 +22,7 @@ inline Architecture architecture_called(std::string_view name, const std::string
   if (name == "llama") return Architecture::llama;
   if (name == "qwen2") return Architecture::qwen2;
   if (name == "qwen3") return Architecture::qwen3;
-  refuse<Unsupported>("read config: ", where, " has ", field, " '", io::shortened(name),
+  refuse<Unsupported>("read config: ", where, " has ", field, " '", shortened(name),
                       "'; the decoder has code for llama, qwen2, qwen3");
 }
 

@@ -31,8 +31,8 @@ std::int32_t number(const io::SafetensorsFile& file, const std::string& key, std
   const auto [end, error] = std::from_chars(written.data(), written.data() + written.size(), value);
   KVKEEP_REQUIRE(
       error == std::errc() && end == written.data() + written.size() && value >= least && value <= kMostTokens,
-      file.where(), ": metadata \"", key, "\" is \"", io::shortened(written), "\"; allowed an integer from ", least,
-      " to ", kMostTokens);
+      file.where(), ": metadata \"", key, "\" is \"", shortened(written), "\"; allowed an integer from ", least, " to ",
+      kMostTokens);
   return value;
 }
 
@@ -59,7 +59,7 @@ Decoder open_model(const io::SafetensorsFile& file, const std::filesystem::path&
                  ": metadata \"model\" is missing; allowed a checkpoint's folder, relative to the trace");
   KVKEEP_REQUIRE_AS(Unsupported, dtype == file.metadata().end() || dtype->second == "f32", file.where(),
                     ": metadata \"compute_dtype\" is \"",
-                    dtype == file.metadata().end() ? "" : io::shortened(dtype->second), "\"; allowed f32");
+                    dtype == file.metadata().end() ? "" : shortened(dtype->second), "\"; allowed f32");
   return Decoder::open(folder / model->second);
 }
 

@@ -60,15 +60,15 @@ class FolderCheckpoint final : public Checkpoint {
                    "read weights: ", where_, " has no weight_map object");
     for (const auto& [tensor, file] : parsed["weight_map"].items()) {
       KVKEEP_REQUIRE(file.is_string(), "read weights: weight_map of ", where_, " has no file name for '",
-                     io::shortened(tensor), "'");
+                     shortened(tensor), "'");
       const fs::path name = file.get<std::string>();
       // A shard is beside its index; anything else would let a downloaded file name any file on this machine.
       KVKEEP_REQUIRE(name == name.filename() && !name.empty() && name != "..", "read weights: weight_map of ", where_,
-                     " maps '", io::shortened(tensor), "' to '", io::shortened(name.string()),
+                     " maps '", shortened(tensor), "' to '", shortened(name.string()),
                      "'; allowed a file in the same folder");
       const std::string shard = (folder / name).string();
       if (!files_.contains(shard)) files_.emplace(shard, io::SafetensorsFile::open(shard));
-      KVKEEP_REQUIRE(files_.at(shard).has(tensor), "read weights: tensor '", io::shortened(tensor), "' is missing in ",
+      KVKEEP_REQUIRE(files_.at(shard).has(tensor), "read weights: tensor '", shortened(tensor), "' is missing in ",
                      shard, ", where ", where_, " says it is");
       file_of_[tensor] = shard;
     }

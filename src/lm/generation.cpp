@@ -110,6 +110,12 @@ SequenceId Generator::join(Request request) {
                     " sequences at once");
   const SequenceId id = next_++;
   keeper_.join(id, 0, static_cast<std::int32_t>(request.prompt.size()));
+  try {
+    for (const PositionSpan& span : request.pinned) keeper_.pin(id, span.begin, span.end);
+  } catch (...) {
+    keeper_.leave(id);
+    throw;
+  }
   if (pages_) static_cast<void>(pages_->sequences.admit(id, 0));
   Sequence sequence{.request = std::move(request), .place = free_places_.back()};
   sequence.prompt = sequence.request.prompt;

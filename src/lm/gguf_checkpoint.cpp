@@ -57,7 +57,7 @@ class GgufCheckpoint final : public Checkpoint {
     std::set<std::string> known{"rope_freqs.weight"};
     for (const TensorSpec& tensor : checkpoint_tensors(config)) known.insert(gguf_name(tensor.name));
     for (const std::string_view name : file_.names())
-      KVKEEP_REQUIRE(known.contains(std::string(name)), "read weights: tensor '", io::shortened(name), "' in ",
+      KVKEEP_REQUIRE(known.contains(std::string(name)), "read weights: tensor '", shortened(name), "' in ",
                      file_.where(), " is not one that its metadata ask for; the decoder has no code for it");
   }
 

@@ -86,7 +86,7 @@ RopeConfig read_rope(const io::GgufFile& file, const GgufFields& fields, std::in
   const std::string type(fields.has("rope.scaling.type") ? file.string(fields.key("rope.scaling.type")) : "linear");
   if (type == "none" || (factor == 0.0 && type == "linear")) return rope;
   KVKEEP_REQUIRE_AS(Unsupported, type == "linear" || type == "yarn", "read config: ", file.where(), " has ",
-                    fields.key("rope.scaling.type"), " '", io::shortened(type),
+                    fields.key("rope.scaling.type"), " '", shortened(type),
                     "'; the decoder has code for none, linear, yarn");
   rope.factor = factor == 0.0 ? 1.0 : factor;
   rope.type = type == "linear" ? RopeConfig::Type::linear : RopeConfig::Type::yarn;

@@ -76,6 +76,9 @@ class EventRecorder {
     std::vector<std::int32_t> positions;
     for (std::int32_t i = 0; i < view.count; ++i) positions.push_back(view.position(i));
     add("query_positions", i32_tensor(positions, {1, view.count}));
+    std::vector<std::int32_t> pinned;
+    for (const PositionSpan& span : sight.keeper.pinned(id)) pinned.insert(pinned.end(), {0, span.begin, span.end});
+    if (!pinned.empty()) add("pinned", i32_tensor(pinned, {std::ssize(pinned) / 3, 3}));
     result_.metadata = about_model(spec_);
     result_.metadata["kind"] = "event";
     result_.metadata["query_basis"] = "pre_rope";

@@ -50,7 +50,7 @@ std::string folder_template(const fs::path& folder) {
 Tokenizer read_tokenizer(const io::GgufFile& file) {
   const std::string_view model = file.string("tokenizer.ggml.model");
   KVKEEP_REQUIRE_AS(Unsupported, model == "gpt2", "read GGUF: the tokenizer of ", file.where(), " is '",
-                    io::shortened(std::string(model)), "'; allowed gpt2 (byte-level BPE)");
+                    shortened(std::string(model)), "'; allowed gpt2 (byte-level BPE)");
   TokenizerParts parts;
   const auto copy = [](const std::vector<std::string_view>& views) {
     return std::vector<std::string>(views.begin(), views.end());

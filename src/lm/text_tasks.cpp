@@ -110,7 +110,7 @@ TextSample make_text_task(std::string_view name, std::uint64_t seed, const Token
   if (task == kTasks.end()) {
     std::string names;
     for (const TextTaskInfo& one : kTasks) names += text(names.empty() ? "" : ", ", one.name);
-    refuse("make_text_task: no task has this name; given \"", io::shortened(name), "\"; allowed ", names);
+    refuse("make_text_task: no task has this name; given \"", shortened(name), "\"; allowed ", names);
   }
   check(*task, count_tokens, options);
   const Essay essay(task->needs_haystack ? options.haystack : std::string_view{}, options.length);

@@ -158,7 +158,7 @@ PreTokenizer pre_tokenizer_of(const Part& pre) {
   }
   std::string types;
   for (const Part& part : parts) types += text(types.empty() ? "" : ", ", io::shown(part.word("type")));
-  refuse<Unsupported>("read tokenizer: ", pre.name(), " is ", io::shortened(types),
+  refuse<Unsupported>("read tokenizer: ", pre.name(), " is ", shortened(types),
                       " with options that together are none of: ", kPreTokenizerNames);
 }
 

@@ -72,7 +72,7 @@ Routing Routing::read(const std::filesystem::path& path) {
   const auto& metadata = file.metadata();
   if (const auto version = metadata.find(kVersionKey); version != metadata.end())
     KVKEEP_REQUIRE(version->second == "1", "read router: ", file.where(), " has format version ",
-                   io::shortened(version->second), "; allowed 1");
+                   shortened(version->second), "; allowed 1");
   std::vector<std::string> known{"W", "tau"};
   const auto tensor = [&](const std::string& name) { return file.has(name) ? file.tensor(name) : Tensor(); };
   TrainedParameters p{tensor("W"), tensor("tau"), {}, {}};
@@ -81,8 +81,8 @@ Routing Routing::read(const std::filesystem::path& path) {
     p.gate_weights[i] = tensor(gate_name(i, false)), p.gate_biases[i] = tensor(gate_name(i, true));
   }
   for (const std::string& name : file.names())
-    KVKEEP_REQUIRE(std::ranges::find(known, name) != known.end(), "read router: tensor \"", io::shortened(name),
-                   "\" in ", file.where(), " is not known; allowed W, tau and g_phi.mlp.{0,2,4}.{weight,bias}");
+    KVKEEP_REQUIRE(std::ranges::find(known, name) != known.end(), "read router: tensor \"", shortened(name), "\" in ",
+                   file.where(), " is not known; allowed W, tau and g_phi.mlp.{0,2,4}.{weight,bias}");
   Parameters("read router", file.where()).check(p);
 
   Routing routing;
@@ -91,28 +91,6 @@ Routing Routing::read(const std::filesystem::path& path) {
   if (Parameters::has_gates(p)) routing.gates.emplace(p.gate_weights, p.gate_biases);
   if (metadata.contains(kModelKey)) routing.model_name = metadata.at(kModelKey);
   return routing;
-}
-
-std::vector<std::string> Routing::problems(const ModelSpec& spec) const {
-  std::vector<std::string> found;
-  const std::string trained = model_name.empty() ? "" : text(" (it was trained on ", io::shortened(model_name), ")");
-  const auto differ = [&](const char* what, std::int64_t given, std::int64_t wanted) {
-    if (given != wanted)
-      found.push_back(text("router: it has ", given, " ", what, "; allowed the model's ", wanted, trained));
-  };
-  differ("layers", static_cast<std::int64_t>(layers.size()), spec.num_layers());
-  if (!layers.empty()) {
-    if (spec.query_heads > 0)
-      differ("query heads", layers.front().query_heads(), spec.query_heads);
-    else if (layers.front().query_heads() % spec.kv_heads != 0)
-      found.push_back(text("router: it has ", layers.front().query_heads(),
-                           " query heads; allowed a multiple of the model's ", spec.kv_heads, " KV heads", trained));
-    differ("numbers per key", layers.front().key_dim(), spec.key_dim);
-  }
-  if (gates && gates->key_dim() != spec.key_dim)
-    found.push_back(text("router: its gates read keys of ", gates->key_dim(), " numbers; allowed the model's ",
-                         spec.key_dim, trained));
-  return found;
 }
 
 void write_routing(const std::filesystem::path& file, const TrainedParameters& p,

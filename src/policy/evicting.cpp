@@ -153,6 +153,7 @@ std::string in_words(const Needs& needs) {
       needs.queries == 1 ? "the newest query" : "the newest " + std::to_string(needs.queries) + " queries");
   add(needs.calibration, "calibration");
   add(needs.output_projection, "W_o");
+  add(needs.given_scores, "scores that the engine gives");
   return words.empty() ? "nothing" : words;
 }
 

@@ -200,7 +200,7 @@ void JsonFields::finish(const std::string& policy) const {
   const auto unknown = [&](const std::string& name) {
     std::string all;
     for (const std::string& o : offered_) all += (all.empty() ? "" : ", ") + o;
-    refuse("policy: ", policy, " has no option \"", io::shortened(name), "\"; allowed ", all);
+    refuse("policy: ", policy, " has no option \"", shortened(name), "\"; allowed ", all);
   };
   for (const auto& [key, value] : from_->items()) {
     if (std::find(taken_.begin(), taken_.end(), key) == taken_.end()) unknown(key);

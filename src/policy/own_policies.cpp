@@ -8,6 +8,7 @@
 #include "kvkeep/allot/critical.h"
 #include "kvkeep/allot/mass_segmented.h"
 #include "kvkeep/allot/pyramid.h"
+#include "kvkeep/allot/threshold.h"
 #include "kvkeep/policy/asl.h"
 #include "kvkeep/policy/full.h"
 #include "kvkeep/policy/gemfilter.h"
@@ -16,6 +17,7 @@
 #include "kvkeep/score/cur.h"
 #include "kvkeep/score/defensive.h"
 #include "kvkeep/score/expected.h"
+#include "kvkeep/score/given.h"
 #include "kvkeep/score/h2o.h"
 #include "kvkeep/score/keydiff.h"
 #include "kvkeep/score/knorm.h"
@@ -42,11 +44,6 @@ void rpc_defaults(const Fields& f, Retention& r) {
   r.trigger.budget.growth = 256;
   r.trigger.budget.decoded_only = true;
 }
-
-constexpr ScorerTraits kRandomAttention{.name = "random-attention",
-                                        .what = "the prompt, the newest 64 slots, and random ones between them",
-                                        .source = "Random Attention (arXiv 2609.03430)",
-                                        .composes = false};
 
 void random_attention_defaults(const Fields&, Retention& r) {
   r.sink = 0;
@@ -116,7 +113,7 @@ KnownPolicies::KnownPolicies() {
   add(scorer_entry<Knorm>());
   add(scorer_entry<Rkv>());
   add(scorer_entry<RandomScorer>());
-  add(scorer_entry<RandomScorer>(kRandomAttention, random_attention_defaults));
+  add(scorer_entry<RandomAttention>(RandomAttention::traits, random_attention_defaults));
   add(scorer_entry<TriAttention>());
   add(scorer_entry<SnapKV>());
   add(scorer_entry<Rpc>(Rpc::traits, rpc_defaults));
@@ -125,12 +122,14 @@ KnownPolicies::KnownPolicies() {
   add(scorer_entry<Cur>());
   add(scorer_entry<Defensive>());
   add(scorer_entry<Vase>());
+  add(scorer_entry<Given>());
 
   add(allocator_entry<MassSegmented>());
   add(allocator_entry<Pyramid>());
   add(allocator_entry<AdaptiveHeads>());
   add(allocator_entry<Chunks>());
   add(allocator_entry<Critical>());
+  add(allocator_entry<Threshold>());
 
   AslOptions two_pass, fixed;
   two_pass.two_pass = true;

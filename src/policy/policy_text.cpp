@@ -29,7 +29,7 @@ std::string full_key(const PolicyInfo& policy, const std::string& key) {
   if (matches.size() > 1)
     std::erase_if(matches,
                   [&](const std::string& match) { return !policy.scorer.empty() && match.starts_with("memory."); });
-  KVKEEP_REQUIRE(matches.size() < 2, "policy: option \"", io::shortened(key), "\" of ", policy.name, " could be ",
+  KVKEEP_REQUIRE(matches.size() < 2, "policy: option \"", shortened(key), "\" of ", policy.name, " could be ",
                  matches.empty() ? "" : matches.front() + " or " + matches.back(), "; write one of them");
   return matches.empty() ? key : matches.front();
 }
@@ -50,15 +50,15 @@ json object_of(std::string_view text) {
     text.remove_prefix(text.find(',') + 1);
     const std::string item(text.substr(0, text.find(',')));
     const std::size_t equals = item.find('=');
-    KVKEEP_REQUIRE(equals != std::string::npos && equals > 0, "policy: \"", io::shortened(item),
-                   "\" is not key=value; given \"", io::shortened(text), "\"; allowed name,key=value,...");
+    KVKEEP_REQUIRE(equals != std::string::npos && equals > 0, "policy: \"", shortened(item),
+                   "\" is not key=value; given \"", shortened(text), "\"; allowed name,key=value,...");
     const std::string key = full_key(info, item.substr(0, equals));
     const std::size_t dot = key.find('.');
     json& scope = dot == std::string::npos ? object : object[key.substr(0, dot)];
-    KVKEEP_REQUIRE(scope.is_null() || scope.is_object(), "policy: ", io::shortened(key.substr(0, dot)),
-                   " is given as a value, and ", io::shortened(key), " as an option in it; allowed one of them");
+    KVKEEP_REQUIRE(scope.is_null() || scope.is_object(), "policy: ", shortened(key.substr(0, dot)),
+                   " is given as a value, and ", shortened(key), " as an option in it; allowed one of them");
     json& slot = scope[dot == std::string::npos ? key : key.substr(dot + 1)];
-    KVKEEP_REQUIRE(slot.is_null(), "policy: ", io::shortened(key), " is given twice; allowed once");
+    KVKEEP_REQUIRE(slot.is_null(), "policy: ", shortened(key), " is given twice; allowed once");
     slot = value_of(item.substr(equals + 1));
   }
   return object;

@@ -11,7 +11,9 @@ namespace kvkeep {
 namespace {
 
 bool fit(const ScorerEntry& scorer, const AllocatorEntry& allocator) {
-  return scorer.traits.composes && (scorer.traits.probability || !allocator.traits.probability);
+  const ScorerTraits& s = scorer.traits;
+  const AllocatorTraits& a = allocator.traits;
+  return s.composes && (s.probability || (!a.probability && (s.comparable || !a.comparable)));
 }
 
 KnownPolicy composed(const ScorerEntry& scorer, const AllocatorEntry& allocator) {
@@ -21,7 +23,7 @@ KnownPolicy composed(const ScorerEntry& scorer, const AllocatorEntry& allocator)
 void require_name(std::string_view operation, std::string_view name) {
   const bool plain =
       std::ranges::all_of(name, [](char c) { return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '-'; });
-  KVKEEP_REQUIRE(!name.empty() && plain, operation, ": this is no name for a policy; given \"", io::shortened(name),
+  KVKEEP_REQUIRE(!name.empty() && plain, operation, ": this is no name for a policy; given \"", shortened(name),
                  "\"; allowed lower-case letters, digits and hyphens, at least one");
 }
 
@@ -109,7 +111,7 @@ std::string KnownPolicies::names() const {
 
 const KnownPolicy& KnownPolicies::named(std::string_view name) const {
   if (const KnownPolicy* known = find(name)) return *known;
-  refuse("policy: there is no policy \"", io::shortened(name), "\"; allowed ", names());
+  refuse("policy: there is no policy \"", shortened(name), "\"; allowed ", names());
 }
 
 KnownPolicies& known_policies() {

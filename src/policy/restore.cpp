@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <ranges>
@@ -95,19 +96,21 @@ class RaggedView {
   Tensor data_, ends_;
 };
 
-void save_columns(StateTensors& to, const Columns& columns, std::int32_t rows) {
+void save_columns(StateTensors& to, const Columns& columns, std::int32_t rows, bool with_given) {
   Ragged<std::int32_t> positions;
-  Ragged<float> credit, tally;
+  Ragged<float> credit, tally, given;
   for (std::int32_t r = 0; r < rows; ++r) {
     Row row;
     columns.describe(r, row);
     positions.add(columns.positions(r));
     credit.add({row.credit, static_cast<std::size_t>(row.credit_length)});
     tally.add({row.tally, static_cast<std::size_t>(row.tally_length)});
+    given.add({row.given, static_cast<std::size_t>(row.given_length)});
   }
   positions.give(to, "positions", Dtype::i32);
   credit.give(to, "credit", Dtype::f32);
   tally.give(to, "tally", Dtype::f32);
+  if (with_given) given.give(to, "given", Dtype::f32);
 }
 
 void save_ring(StateTensors& to, const QueryRing& ring, const ModelSpec& spec) {
@@ -249,6 +252,12 @@ void save_memory(StateTensors& to, std::span<const SpanRow> memory) {
   to.emplace_back("factors", factors);
 }
 
+void save_pins(StateTensors& to, std::span<const PositionSpan> spans) {
+  std::vector<std::int32_t> ends;
+  for (const PositionSpan& span : spans) ends.insert(ends.end(), {span.begin, span.end});
+  to.emplace_back("pinned", tensor_of(std::span<const std::int32_t>(ends), Dtype::i32, {std::ssize(spans), 2}));
+}
+
 const char* name_of(QueryBasis basis) { return basis == QueryBasis::pre_rope ? "before RoPE" : "after RoPE"; }
 
 QueryBasis basis_of(const StateFile& state) {
@@ -282,13 +291,15 @@ void Keeper::save(SequenceId sequence, const std::filesystem::path& file) const 
                                                                      s.asked, s.next_position, s.surprised, s.settled,
                                                                      s.prompt_end, s.event_position},
                                            Dtype::i64));
-  save_columns(tensors, *s.columns, static_cast<std::int32_t>(full_layers_.size()) * spec_.kv_heads);
+  save_columns(tensors, *s.columns, static_cast<std::int32_t>(full_layers_.size()) * spec_.kv_heads,
+               needs_.given_scores);
   save_ring(tensors, s.ring, spec_);
   save_statistics(tensors, s.statistics);
   if (s.report) save_report(tensors, *s.report);
   tensors.emplace_back("surprisal", list_of(s.surprisal, Dtype::f32));
   tensors.emplace_back("viewed", list_of(s.viewed, Dtype::i64));
   save_memory(tensors, s.memory);
+  if (!s.pins.empty()) save_pins(tensors, s.pins.spans());
   std::map<std::string, std::string> about{{"policy", policy_->to_json()}, {"model", model_json(spec_)}};
   if (needs_.queries > 0 && basis_known_) about["basis"] = name_of(basis_);
   write_state(file, tensors, std::move(about));
@@ -314,6 +325,7 @@ void Keeper::restore(SequenceId sequence, const std::filesystem::path& file) {
     restore_queries(s, state);
     s.report = restored_report(state, spec_);
     restore_memory(sequence, s, state);
+    restore_pins(s, state);
   } catch (const InvalidArgument& e) {
     sequences_.erase(sequence);
     const std::string what = e.what();
@@ -343,6 +355,8 @@ void Keeper::restore_columns(Sequence& s, const StateFile& state) const {
   const RaggedView<std::int32_t> positions(state, "positions", Dtype::i32, static_cast<std::int64_t>(rows));
   const RaggedView<float> credit(state, "credit", Dtype::f32, static_cast<std::int64_t>(rows)),
       tally(state, "tally", Dtype::f32, static_cast<std::int64_t>(rows));
+  std::optional<RaggedView<float>> given;
+  if (needs_.given_scores) given.emplace(state, "given", Dtype::f32, static_cast<std::int64_t>(rows));
 
   const std::int64_t firm = logical - std::max(last_event, prefix);  // slots since the last event, in every row
   const auto told = [&](std::size_t r) { return std::max(credit.row(r).size(), tally.row(r).size()); };
@@ -367,7 +381,17 @@ void Keeper::restore_columns(Sequence& s, const StateFile& state) const {
         "restore: row ", r, " in ", state.where(), " has ", own.size(), " slots, credit of ", credited,
         " and a tally of ", tallied,
         "; allowed those of none or of all of its slots at the last event, and the same slots since in every row");
-    columns.assign(static_cast<std::int32_t>(r), own, credit.row(r), tally.row(r));
+    const auto scores = given ? given->row(r) : std::span<const float>();
+    const std::size_t of_layer =
+        r / static_cast<std::size_t>(spec_.kv_heads) * static_cast<std::size_t>(spec_.kv_heads);
+    KVKEEP_REQUIRE(
+        !given || (scores.size() <= own.size() &&
+                   own.size() - scores.size() == positions.row(of_layer).size() - given->row(of_layer).size() &&
+                   std::ranges::none_of(scores, [](float x) { return std::isnan(x); })),
+        "restore: row ", r, " in ", state.where(), " has ", own.size(), " slots and ", scores.size(),
+        " given scores; allowed numbers for its oldest slots, and as many slots without in every row of a "
+        "layer");
+    columns.assign(static_cast<std::int32_t>(r), own, credit.row(r), tally.row(r), scores);
   }
   s.logical = logical, s.prompt = prompt, s.last_event = last_event, s.asked = asked, s.surprised = surprised;
   s.prefix = static_cast<std::int32_t>(prefix), s.next_position = static_cast<std::int32_t>(next_position),
@@ -410,6 +434,29 @@ void Keeper::restore_queries(Sequence& s, const StateFile& state) const {
                  "restore: ", s.surprised, " of ", s.logical, " tokens in ", state.where(),
                  " have their surprisal, up to position ", surprisal.numel() - 1,
                  "; allowed all but the newest, below position ", s.next_position);
+}
+
+/// Every row holds the same number of pinned slots.
+void Keeper::restore_pins(Sequence& s, const StateFile& state) const {
+  if (!state.has("pinned")) return;
+  const Tensor stored = state.tensor("pinned", Dtype::i32, {-1, 2});
+  const auto ends = numbers_of<std::int32_t>(stored);
+  for (std::size_t i = 0; i < ends.size(); i += 2) {
+    const PositionSpan span{ends[i], ends[i + 1]};
+    const auto held = [&](std::size_t r) {
+      const auto own = s.columns->positions(static_cast<std::int32_t>(r));
+      return std::ranges::lower_bound(own, span.end) - std::ranges::lower_bound(own, span.begin);
+    };
+    bool alike = true;
+    for (std::size_t r = 1; r < full_layers_.size() * static_cast<std::size_t>(spec_.kv_heads); ++r)
+      alike = alike && held(r) == held(0);
+    KVKEEP_REQUIRE(
+        span.begin > (i == 0 ? -1 : ends[i - 1]) && span.begin < span.end && span.end <= kMostPositions && alike,
+        "restore: tensor \"pinned\" in ", state.where(), " has the span ", span.begin, " to ", span.end,
+        "; allowed spans that ascend, do not touch, and have as many slots in every row");
+    s.pins.add(span);
+  }
+  policy_->check_pins(s.pins.spans());
 }
 
 void Keeper::restore_memory(SequenceId id, Sequence& s, const StateFile& state) const {

@@ -17,7 +17,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr const char *kVersionKey = "kvkeep_sequence", *kVersion = "3", *kChecksumKey = "checksum";
+constexpr const char *kVersionKey = "kvkeep_sequence", *kVersion = "4", *kWithoutPins = "3", *kChecksumKey = "checksum";
 constexpr std::size_t kMostNamed = 6;  ///< differences that a message lists
 
 /// 16 digits in every locale.
@@ -69,7 +69,8 @@ void write_state(const std::filesystem::path& file, const StateTensors& tensors,
                  std::map<std::string, std::string> about) {
   StateTensors whole;
   for (const auto& [name, tensor] : tensors) whole.emplace_back(name, contiguous(tensor));
-  about[kVersionKey] = kVersion;
+  const bool pinned = std::ranges::find(tensors, "pinned", &StateTensors::value_type::first) != tensors.end();
+  about[kVersionKey] = pinned ? kVersion : kWithoutPins;  // what pins nothing is read by earlier versions too
   about[kChecksumKey] = checksum_of(whole, about);
   io::write_safetensors(file, whole, about);
 }
@@ -78,8 +79,8 @@ StateFile StateFile::open(const std::filesystem::path& path) {
   StateFile state(
       io::SafetensorsFile::read(path));  // a copy: the bytes that are read are those whose checksum is checked
   const std::string& version = state.about(kVersionKey);
-  KVKEEP_REQUIRE(version == kVersion, "restore: ", state.where(), " has format version ", io::shortened(version),
-                 "; allowed ", kVersion);
+  KVKEEP_REQUIRE(version == kVersion || version == kWithoutPins, "restore: ", state.where(), " has format version ",
+                 shortened(version), "; allowed ", kWithoutPins, ", ", kVersion);
   StateTensors all;
   for (const std::string& name : state.file_.names()) all.emplace_back(name, state.file_.tensor(name));
   KVKEEP_REQUIRE(
@@ -121,7 +122,7 @@ void StateFile::expect_same(const std::string& name, std::string_view mine,
         continue;
       if (in_both && there.at(path) == here.at(path)) continue;
       if (++count <= kMostNamed)
-        wrong += text(wrong.empty() ? "" : ", ", io::shortened(path.substr(1)), " is ", value_at(there, path),
+        wrong += text(wrong.empty() ? "" : ", ", shortened(path.substr(1)), " is ", value_at(there, path),
                       " there and ", value_at(here, path), " here");
     }
   if (count > kMostNamed) wrong += text(", and ", count - kMostNamed, " more fields differ");

@@ -1,7 +1,7 @@
 #pragma once
 /// LibTorch's products of bf16 matrices on AMX.
 
-#include "matrix_unit.h"
+#include "kvkeep/simd/matrix_unit.h"
 
 namespace kvkeep {
 

@@ -9,6 +9,7 @@
 
 #include "kvkeep/allot/allocator.h"
 #include "kvkeep/keep/compact.h"
+#include "kvkeep/policy/require_pinned.h"
 #include "kvkeep/version.h"
 
 #include "check_tensor.h"
@@ -28,12 +29,13 @@ struct Event {
   std::int64_t batch = 0, slots = 0, queries = 0;
   std::vector<std::int32_t> next_positions;
   std::vector<std::int32_t> lengths;
-  std::vector<LayerKv> rows;               ///< copies, so that they can be compacted
-  std::vector<Tensor> positions;           ///< i32 [B, Hkv, T]
-  std::vector<Tensor> query_data;          ///< [B, Hq, W, D]
-  std::vector<Tensor> query_positions;     ///< i32 [B, W]
-  std::vector<Tensor> credit, tally;       ///< f32 [B, Hkv, T'], or undefined
-  std::vector<Tensor> output_projections;  ///< [num_layers], or empty
+  std::vector<LayerKv> rows;                 ///< copies, so that they can be compacted
+  std::vector<Tensor> positions;             ///< i32 [B, Hkv, T]
+  std::vector<Tensor> query_data;            ///< [B, Hq, W, D]
+  std::vector<Tensor> query_positions;       ///< i32 [B, W]
+  std::vector<Tensor> credit, tally, given;  ///< f32 [B, Hkv, T'], or undefined
+  std::vector<Tensor> output_projections;    ///< [num_layers], or empty
+  std::vector<Pins> pins;                    ///< [B]
 };
 
 json parsed(const io::SafetensorsFile& file, const std::string& key) {
@@ -49,7 +51,7 @@ std::string choice(const io::SafetensorsFile& file, const std::string& key, cons
   KVKEEP_REQUIRE(found != file.metadata().end(), file.where(), ": metadata \"", key, "\" is missing; allowed ", first,
                  " or ", second);
   KVKEEP_REQUIRE(found->second == first || found->second == second, file.where(), ": metadata \"", key, "\" is \"",
-                 io::shortened(found->second), "\"; allowed ", first, " or ", second);
+                 shortened(found->second), "\"; allowed ", first, " or ", second);
   return found->second;
 }
 
@@ -147,6 +149,7 @@ void read_layer(const io::SafetensorsFile& file, const std::string& prefix, Even
   };
   e.credit.push_back(column("credit"));
   e.tally.push_back(column("tally"));
+  e.given.push_back(column("given"));
   const auto layer = static_cast<std::size_t>(e.layers[e.positions.size()]);
   const Tensor projection = find(file, prefix, "o_proj", false);
   if (projection.defined()) {
@@ -197,8 +200,26 @@ void read_layer_numbers(const io::SafetensorsFile& file, Event& e) {
   e.rows.resize(static_cast<std::size_t>(count));
 }
 
+void read_pins(const io::SafetensorsFile& file, Event& e) {
+  e.pins.resize(static_cast<std::size_t>(e.batch));
+  if (!file.has("pinned")) return;
+  const Tensor pinned = integers(file, "pinned", file.tensor("pinned"));
+  want(file, "pinned", pinned, pinned.dim() == 2 && pinned.size(1) == 3, "[spans, 3]");
+  for (std::int64_t i = 0; i < pinned.size(0); ++i) {
+    const std::int64_t* span = pinned.data<std::int64_t>() + 3 * i;
+    KVKEEP_REQUIRE(span[0] >= 0 && span[0] < e.batch && span[1] >= 0 && span[1] < span[2] && span[2] <= INT32_MAX,
+                   file.where(), ": pinned holds [", span[0], ", ", span[1], ", ", span[2],
+                   "]; allowed a sequence from 0 to ", e.batch - 1, ", and a begin below the end, from 0 to ",
+                   INT32_MAX);
+    Pins& pins = e.pins[static_cast<std::size_t>(span[0])];
+    KVKEEP_REQUIRE(pins.empty() || span[1] > pins.spans().back().end, file.where(), ": pinned holds position ", span[1],
+                   " of sequence ", span[0], " behind ", pins.spans().back().end, "; allowed spans that ascend");
+    pins.add({static_cast<std::int32_t>(span[1]), static_cast<std::int32_t>(span[2])});
+  }
+}
+
 Event read(const io::SafetensorsFile& file) {
-  KVKEEP_REQUIRE(kind_of(file) == "event", file.where(), ": the trace is of kind \"", io::shortened(kind_of(file)),
+  KVKEEP_REQUIRE(kind_of(file) == "event", file.where(), ": the trace is of kind \"", shortened(kind_of(file)),
                  "\"; allowed here: event");
   Event e;
   if (file.metadata().contains("query_basis") || file.has("queries"))
@@ -234,6 +255,7 @@ Event read(const io::SafetensorsFile& file) {
                      keys.size(2));
   }
   for (const std::string& prefix : e.prefixes) read_layer(file, prefix, e);
+  read_pins(file, e);
   if (e.lengths.empty()) e.lengths.assign(static_cast<std::size_t>(e.batch), static_cast<std::int32_t>(e.slots));
   KVKEEP_REQUIRE(e.spec.rope.rotary_dim() <= e.spec.key_dim, file.where(), ": metadata \"inv_freq\" holds ",
                  e.spec.rope.inv_freq.size(), " numbers; allowed at most ", e.spec.key_dim / 2);
@@ -268,11 +290,13 @@ RowTable rows_of(Event& e, std::vector<std::int32_t>& due) {
     row.positions = e.positions[l].data<std::int32_t>() + plane * e.slots;
     column(e.credit[l], plane, row.length, row.credit, row.credit_length);
     column(e.tally[l], plane, row.length, row.tally, row.tally_length);
+    column(e.given[l], plane, row.length, row.given, row.given_length);
   }
   for (std::size_t g = 0; g < table.groups.size(); ++g) {
     RowGroup& group = table.groups[g];
     group.next_position = e.next_positions[static_cast<std::size_t>(group.sequence)];
     group.seen = {group.next_position};  // a trace does not record gaps
+    group.pinned = e.pins[static_cast<std::size_t>(group.sequence)].spans();
     const std::size_t l = g / static_cast<std::size_t>(e.batch);
     const Tensor& q = e.query_data[l];
     if (!q.defined()) continue;
@@ -376,8 +400,8 @@ std::string kind_of(const io::SafetensorsFile& file) {
   const auto version = file.metadata().find("kvkeep_trace");
   KVKEEP_REQUIRE(version != file.metadata().end(), file.where(),
                  ": metadata \"kvkeep_trace\" is missing, so this is not a trace");
-  KVKEEP_REQUIRE(version->second == "1", file.where(), ": the trace has format version ",
-                 io::shortened(version->second), "; allowed 1");
+  KVKEEP_REQUIRE(version->second == "1", file.where(), ": the trace has format version ", shortened(version->second),
+                 "; allowed 1");
   const auto kind = file.metadata().find("kind");
   KVKEEP_REQUIRE(kind != file.metadata().end(), file.where(), ": metadata \"kind\" is missing; a trace names its kind");
   return kind->second;
@@ -385,12 +409,16 @@ std::string kind_of(const io::SafetensorsFile& file) {
 
 Result replay_event(const io::SafetensorsFile& file, const KVPolicy& policy) {
   Event e = read(file);
-  check(policy, e.spec, {.queries = e.spec.query_heads > 0, .output_projections = e.output_projections});
+  check(policy, e.spec,
+        {.queries = e.spec.query_heads > 0,
+         .output_projections = e.output_projections,
+         .given_scores = std::ranges::all_of(e.given, [](const Tensor& t) { return t.defined(); })});
   std::vector<std::int32_t> due(static_cast<std::size_t>(e.batch));
   std::iota(due.begin(), due.end(), 0);
   const RowTable table = rows_of(e, due);
   const Decision decision = policy.decide({e.spec, table, e.basis, Moment::step_end, true, e.output_projections});
   const KeepSet keep = decision.keep ? *decision.keep : keep_everything(table);
+  require_pinned(policy.name(), table, keep);
   compact(table, keep);
 
   Result result;

@@ -31,12 +31,12 @@ std::int32_t layers_of(const io::SafetensorsFile& file) {
   const char* end = found->second.data() + found->second.size();
   const auto [stop, error] = std::from_chars(found->second.data(), end, layers);
   KVKEEP_REQUIRE(error == std::errc() && stop == end && layers >= 1 && layers <= 4096, file.where(),
-                 ": metadata \"num_layers\" is \"", io::shortened(found->second), "\"; allowed 1 to 4096");
+                 ": metadata \"num_layers\" is \"", shortened(found->second), "\"; allowed 1 to 4096");
   return layers;
 }
 
 Prompt read(const io::SafetensorsFile& file) {
-  KVKEEP_REQUIRE(kind_of(file) == "prefill", file.where(), ": the trace is of kind \"", io::shortened(kind_of(file)),
+  KVKEEP_REQUIRE(kind_of(file) == "prefill", file.where(), ": the trace is of kind \"", shortened(kind_of(file)),
                  "\"; allowed here: prefill");
   Prompt prompt;
   prompt.spec.layers.resize(static_cast<std::size_t>(layers_of(file)));

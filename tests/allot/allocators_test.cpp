@@ -93,6 +93,7 @@ struct Event {
     Random random(seed + 99);
     scores = random_scores(random, memory.table().slots);
     settle(allocator, random.one_of({0, 0, 1, 4}), random.one_of({0, 0, 1, 8}));
+    if (random.chance(0.4)) pin(random);
   }
   Event(const ScorerCase& from, const ScorerCase::Layout& layout) : made(from), memory(made.arranged(layout)) {}
 
@@ -116,6 +117,35 @@ struct Event {
       limits.rows[r].guarded = protect(table().rows[r].length, limits.rows[r].budget, sink, recent, Variant::strict);
   }
 
+  /// Pins a few ranges between sinks and recents, the same ones in heads that guard the same slots.
+  void pin(Random& random) {
+    constexpr std::int32_t kMost = 3;
+    const std::shared_ptr<SlotRange[]> pins(new SlotRange[limits.rows.size() * kMost]);
+    limits.pins = pins;
+    for (const RowGroup& group : table().groups) {
+      Ints starts;
+      for (std::int32_t i = random.between(0, kMost); i > 0; --i) starts.push_back(random.between(0, 120));
+      std::sort(starts.begin(), starts.end());
+      const std::int32_t each = random.between(1, 12);
+      for (std::int32_t h = 0; h < made.spec().kv_heads; ++h) {
+        const auto r = static_cast<std::size_t>(group.first_row + h);
+        Protected& guarded = limits.rows[r].guarded;
+        SlotRange* own = pins.get() + r * kMost;
+        guarded.pins = own;
+        std::int32_t from = guarded.sinks;
+        for (const std::int32_t start : starts) {
+          const std::int32_t room = std::min(limits.rows[r].budget, table().rows[r].length) - guarded.count();
+          from = std::max(from, start);
+          const std::int32_t to = std::min({from + each, from + room, table().rows[r].length - guarded.recents});
+          if (from >= to) continue;
+          own[guarded.ranges++] = {from, to};
+          guarded.pinned += to - from;
+          from = to;
+        }
+      }
+    }
+  }
+
   [[nodiscard]] KeepSet kept(const Allocator& allocator) const {
     Decision decision = decision_with(scores);
     WindowAttention seen;
@@ -130,6 +160,7 @@ struct Event {
     for (const Row& row : table().rows_of(group, made.spec().kv_heads)) {
       const Protected guarded = limits.rows[static_cast<std::size_t>(group.first_row) + out.size()].guarded;
       AllotHead& head = out.emplace_back(AllotHead{row.length, guarded.sinks, guarded.recents, {}, {}});
+      for (int t = 0; t < row.length && guarded.ranges > 0; ++t) head.pinned.push_back(guarded.pins_slot(t));
       head.scores.assign(scores.begin() + row.first, scores.begin() + row.first + row.length);
       const oracle::ScorerInput& in = memory.input(row);
       for (int t = 0; weights && t < row.length; ++t)

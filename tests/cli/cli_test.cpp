@@ -47,7 +47,8 @@ TEST_F(Command, SaysItsVersion) { EXPECT_EQ(run({"--version"}).out, std::string(
 TEST_F(Command, ListsEveryPolicyWithDefaultsRangesAndSource) {
   const Outcome all = run({"policies"});
   EXPECT_EQ(all.code, 0);
-  for (const char* name : {"full", "streaming", "tova", "ams-", "Which one?", "expected,rest=fold"})
+  for (const char* name :
+       {"full", "streaming", "tova", "ams-", "given", "threshold-", "Which one?", "expected,rest=fold"})
     EXPECT_NE(all.out.find(name), std::string::npos) << name;
   const Outcome one = run({"policies", "ams-tova", "-o", "json"});
   const json options = json::parse(one.out);
@@ -198,6 +199,8 @@ TEST_F(Command, RefusesPoliciesThatDoNotExistOrDoNotAddUp) {
   expect_refused(generate(write("p.json", R"({"policy": "tova", "budget": 64, "colour": 1})")), "colour");
   expect_refused(generate(write("q.json", R"({"policy": )")), "q.json");
   expect_refused(generate("oracle,budget=64"), "oracle");
+  expect_refused(generate("given,budget=128"), "given_scores: given reads a score of every token and KV head");
+  expect_refused(generate("threshold-tova,budget=128"), "threshold is missing");
   expect_refused({"eval", "--model", model(), "--policy", "tova,budget=64,windw=3"}, "windw");
   expect_refused({"eval", "--model", model(), "--task", "ask,chess"}, "chess");
 }
@@ -234,6 +237,38 @@ TEST_F(Command, RefusesEveryGoldenCaseThatMustFail) {
 }
 
 // ---- Results --------------------------------------------------------------------------------------------------------
+
+TEST_F(Command, GeneratesWithPinnedPositions) {
+  const Words generate{"generate",
+                       "--model",
+                       model(),
+                       "--task",
+                       "ask",
+                       "--seed",
+                       "3",
+                       "--length",
+                       "96",
+                       "--policy",
+                       "tova,budget=32,interval=16,recent=8",
+                       "--forced",
+                       "-o",
+                       "json",
+                       "--pin"};
+  const auto with = [&](const std::string& spans) {
+    Words words = generate;
+    words.push_back(spans);
+    return words;
+  };
+  const json said = json::parse(run(with("20-24,31")).out);
+  ASSERT_FALSE(said["events"].empty());
+  for (const auto& event : said["events"])
+    for (const auto& layer : event["kept"])
+      for (const auto& head : layer)
+        for (const int position : {20, 24, 31}) EXPECT_NE(std::find(head.begin(), head.end(), position), head.end());
+  for (const char* wrong : {"20-", "5-3", "1,,2", "1,", "x", "3-4x"})
+    expect_refused(with(wrong), "allowed positions such as 0-31,40");
+  expect_refused(with("10-80"), "allowed up to 27");
+}
 
 TEST_F(Command, GeneratesTheSameInPagesAsInADenseCache) {
   const auto in_pages = [&](const std::string& size) {

@@ -169,6 +169,7 @@ TEST_F(Compact, CarriesTheColumnsWithTheirSlots) {
     in_every_order([&] {
       const DeviceArray<std::byte> bytes(c.bytes);
       const DeviceArray<std::int32_t> slots(c.slots), column(positions);
+      const DeviceArray<float> given(c.credit);
       const DeviceArray<std::int64_t> indptr(c.indptr);
       const DeviceArray<float> fresh(c.credit), credit(c.credit.size());
       const DeviceArray<Row> rows(c.rows_at(bytes.data(), nullptr));
@@ -178,7 +179,8 @@ TEST_F(Compact, CarriesTheColumnsWithTheirSlots) {
                          .credit = credit.data() + row.first,
                          .new_credit = fresh.data() + row.first,
                          .tally = nullptr,
-                         .new_tally = nullptr});
+                         .new_tally = nullptr,
+                         .given = given.data() + row.first});
       const DeviceArray<ColumnMove> columns(moves);
       launch_compact({.rows = rows.data(),
                       .columns = columns.data(),
@@ -189,7 +191,7 @@ TEST_F(Compact, CarriesTheColumnsWithTheirSlots) {
                       .pages_stride = 0},
                      nullptr);
       const std::vector<std::int32_t> moved = column.download();
-      const std::vector<float> carried = credit.download();
+      const std::vector<float> carried = credit.download(), given_then = given.download();
       for (std::size_t r = 0; r < c.rows.size(); ++r) {
         const auto first = static_cast<std::size_t>(c.rows[r].first),
                    length = static_cast<std::size_t>(c.rows[r].length);
@@ -198,6 +200,7 @@ TEST_F(Compact, CarriesTheColumnsWithTheirSlots) {
           const auto slot = static_cast<std::size_t>(c.slots[static_cast<std::size_t>(c.indptr[r]) + j]);
           ASSERT_EQ(moved[first + j], c.positions[r][slot]);
           ASSERT_EQ(carried[first + j], c.credit[first + slot]);
+          ASSERT_EQ(given_then[first + j], c.credit[first + slot]);
         }
         for (std::size_t t = count; t < length; ++t)
           ASSERT_EQ(moved[first + t], c.positions[r][t]) << "behind the kept slots nothing changes";

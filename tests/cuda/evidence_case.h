@@ -77,6 +77,7 @@ class EvidenceCase {
     std::int64_t first = 0;
     const std::size_t rows = shape.lengths.size() * static_cast<std::size_t>(shape.kv_heads);
     keys.resize(rows), scales.resize(rows), plain.resize(rows), positions.resize(rows), tallies.resize(rows);
+    given_scores.resize(rows);
     rings.resize(shape.lengths.size());
     for (std::size_t g = 0; g < shape.lengths.size(); ++g) {
       RowGroup group;
@@ -117,6 +118,8 @@ class EvidenceCase {
       row.positions = positions[r].data();
       row.tally = tallies[r].empty() ? nullptr : tallies[r].data();
       row.tally_length = static_cast<std::int32_t>(tallies[r].size());
+      row.given = given_scores[r].empty() ? nullptr : given_scores[r].data();
+      row.given_length = static_cast<std::int32_t>(given_scores[r].size());
     }
     for (std::size_t g = 0; g < table.groups.size(); ++g) {
       table.groups[g].queries.data = rings[g].data.data();
@@ -157,7 +160,8 @@ class EvidenceCase {
   std::vector<std::vector<std::byte>> keys;       ///< [rows] as stored
   std::vector<std::vector<float>> scales, plain;  ///< [rows] fp8 scales; the keys as f32
   std::vector<std::vector<std::int32_t>> positions;
-  std::vector<std::vector<float>> tallies;  ///< [rows] of the oldest slots; empty: none
+  std::vector<std::vector<float>> tallies;       ///< [rows] of the oldest slots; empty: none
+  std::vector<std::vector<float>> given_scores;  ///< [rows] given scores of the oldest slots; empty: none
   std::vector<Ring> rings;
 
  private:
@@ -223,6 +227,7 @@ class DeviceEvidence {
         pages_(page_table_),
         positions_(flat(from.positions)),
         tallies_(flat(from.tallies)),
+        given_(flat(from.given_scores)),
         limits_(from.limits.rows),
         rows_(from.table.rows.size()),
         rings_(flat_rings(from)),
@@ -231,12 +236,14 @@ class DeviceEvidence {
         inv_freq_(from.spec.rope.inv_freq) {
     std::vector<Row> rows = from.table.rows;
     const std::int64_t width = from.shape.dim * element_bytes(from.shape.keys), stride = width + layout.gap;
-    std::int64_t slot = 0, table = 0, position = 0, tally = 0;
+    std::int64_t slot = 0, table = 0, position = 0, tally = 0, given = 0;
     for (Row& row : rows) {
       row.positions = positions_.data() + position;
       position += row.length;
       row.tally = row.tally_length == 0 ? nullptr : tallies_.data() + tally;
       tally += row.tally_length;
+      row.given = row.given_length == 0 ? nullptr : given_.data() + given;
+      given += row.given_length;
       const auto side = [&](std::byte* base, std::int64_t each, std::int64_t wide) {
         SlotAddress a{base, each, wide};
         if (layout.page > 0)
@@ -254,12 +261,13 @@ class DeviceEvidence {
       if (layout.page > 0) table += (row.length + layout.page - 1) / layout.page;
     }
     rows_.upload(rows);
-    std::vector<QueryWindow> windows;
+    std::vector<QueryView> windows;
     std::int64_t ring = 0, token = 0;
     for (std::size_t g = 0; g < from.table.groups.size(); ++g) {
       const QueryView& v = from.table.groups[g].queries;
-      windows.push_back({rings_.data() + ring, v.token_stride, v.head_stride, ring_positions_.data() + token, v.ring,
-                         v.begin, v.count});
+      windows.push_back(v);
+      windows.back().data = rings_.data() + ring;
+      windows.back().positions = ring_positions_.data() + token;
       ring += static_cast<std::int64_t>(from.rings[g].data.size());
       token += v.ring;
     }
@@ -342,12 +350,12 @@ class DeviceEvidence {
   DeviceArray<std::byte> bytes_;
   DeviceArray<float> scales_;
   DeviceArray<std::int32_t> pages_, positions_;
-  DeviceArray<float> tallies_;
+  DeviceArray<float> tallies_, given_;
   DeviceArray<RowLimit> limits_;
   DeviceArray<Row> rows_;
   DeviceArray<std::byte> rings_;
   DeviceArray<std::int32_t> ring_positions_;
-  DeviceArray<QueryWindow> queries_;
+  DeviceArray<QueryView> queries_;
   DeviceArray<double> inv_freq_;
 };
 

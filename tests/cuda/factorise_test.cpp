@@ -20,16 +20,6 @@ using Rank = FactorOptions::Rank;
 using Centred = FactorOptions::Centred;
 using Rows = std::vector<float>;  ///< [L, D]
 
-FactoriseOptions options_of(const FactorOptions& o) {
-  return {.rank = o.rank == Rank::max ? FactoriseOptions::Rank::max : FactoriseOptions::Rank::energy,
-          .centred = o.centred == Centred::always  ? FactoriseOptions::Centred::always
-                     : o.centred == Centred::never ? FactoriseOptions::Centred::never
-                                                   : FactoriseOptions::Centred::automatic,
-          .max_rank = o.max_rank,
-          .energy = o.energy,
-          .raw = o.raw};
-}
-
 /// `components` directions of falling size, some noise, and a mean.
 Rows random_rows(oracle::Random& random, std::int64_t length, std::int64_t dim, int components, double noise,
                  double mean) {
@@ -84,7 +74,7 @@ class Both {
     std::vector<std::unique_ptr<DeviceArray<std::byte>>> caches;
     std::vector<std::unique_ptr<DeviceArray<std::int32_t>>> slots;
     std::vector<std::unique_ptr<DeviceArray<float>>> weights;
-    const FactoriseOptions options = options_of(options_);
+    const FactorOptions& options = options_;
     const std::int64_t number = element_bytes(element_);
     std::int64_t all = 0;
     for (std::size_t n = 0; n < lengths_.size(); ++n) {

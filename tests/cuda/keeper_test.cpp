@@ -52,7 +52,7 @@ void expect_alike_credit(const Engine& a, const Engine& b) {
 }
 
 /// Prompts in chunks, forks, decoding by ones and more, tokens taken back, sequences that end: the same to both.
-void run_both(Engine& cpu, Engine& device, std::uint64_t seed) {
+void run_both(Engine& cpu, Engine& device, std::uint64_t seed, bool pinned = false) {
   oracle::Random random(seed);
   std::int64_t events = 0;
   const auto step = [&](const std::vector<std::pair<SequenceId, std::int32_t>>& work) {
@@ -64,6 +64,10 @@ void run_both(Engine& cpu, Engine& device, std::uint64_t seed) {
   for (Engine* engine : {&cpu, &device}) {
     engine->join(1);
     engine->join(2);
+    if (!pinned) continue;
+    engine->keeper.pin(1, 3, 9);
+    engine->keeper.pin(2, 30, 41);
+    engine->keeper.pin(2, 88, 93);  // the last two of the prompt, and three to come
   }
   step({{1, 45}, {2, 90}});
   for (Engine* engine : {&cpu, &device}) engine->fork(3, 1, 37);
@@ -71,6 +75,11 @@ void run_both(Engine& cpu, Engine& device, std::uint64_t seed) {
   for (int n = 0; n < 24; ++n) {
     step(n % 3 == 0 ? std::vector<std::pair<SequenceId, std::int32_t>>{{2, 3}, {3, 1}}
                     : std::vector<std::pair<SequenceId, std::int32_t>>{{1, 2}, {2, 1}, {3, 2}});
+    if (pinned && n == 10)
+      for (Engine* engine : {&cpu, &device}) {
+        engine->keeper.unpin(2, 33, 38);
+        engine->keeper.pin(3, engine->keeper.logical_length(3) - 2, engine->keeper.logical_length(3) + 4);
+      }
     if (n % 8 == 0) ASSERT_NO_FATAL_FAILURE(expect_alike(cpu, device));
   }
   ASSERT_NO_FATAL_FAILURE(expect_alike(cpu, device));
@@ -104,6 +113,23 @@ TEST_P(DeviceKeeper, KeepsInPagesWhatTheCpuKeepsInADenseCache) {  // B21, B23, B
   }
 }
 
+TEST_P(DeviceKeeper, KeepsPinnedSpansAsTheCpuDoes) {
+  const auto [name, policy, ragged] = GetParam();
+  if (std::string(policy).find("official") != std::string::npos) GTEST_SKIP() << "pins nothing";
+  DenseEngine cpu(policy, ragged, Dtype::f32), device(policy, ragged, Dtype::f32, fresh_accelerator());
+  ASSERT_NO_FATAL_FAILURE(run_both(cpu, device, 14, true));
+  for (const Engine* engine : {&cpu, &device})
+    for (const SequenceId id : {1, 2, 3})
+      for (const PositionSpan& span : engine->keeper.pinned(id))
+        for (std::int32_t r = 0; r < kRows; ++r) {
+          const auto held = engine->keeper.positions(id, r / kHeads, r % kHeads);
+          for (std::int32_t p = span.begin; p < std::min<std::int64_t>(span.end, engine->keeper.logical_length(id));
+               ++p)
+            ASSERT_TRUE(std::ranges::binary_search(held, p))
+                << "position " << p << ", row " << r << ", sequence " << id;
+        }
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Policies, DeviceKeeper,
     ::testing::Values(
@@ -128,6 +154,8 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"prompt", "tova,budget=64,interval=12,protect_prompt=true"},
         Case{"streaming", "streaming,budget=48,interval=12"},
         Case{"random", "ams-random,budget=48,interval=12,window=8,scorer.seed=3"},
+        Case{"given", "given,budget=48,interval=12"},
+        Case{"amsgiven", "ams-given,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16"},
         Case{"h2o", "h2o,budget=48,interval=12"}, Case{"rkv", "rkv,budget=48,interval=12"},
         Case{"rpc", "rpc,budget=60,interval=12,window=8"},
         Case{"expected", "expected,budget=48,interval=12,queries=16"},
@@ -212,6 +240,12 @@ TEST_F(DeviceLine, NamesWhatHasNoKernel) {
   } catch (const InvalidArgument& error) {
     EXPECT_NE(std::string(error.what()).find("allocator adaptive_heads has no kernel"), std::string::npos)
         << error.what();
+  }
+  try {
+    DenseEngine engine("threshold-given,threshold=0,budget=48,interval=12", true, Dtype::f32, fresh_accelerator());
+    FAIL() << "a threshold ran on a device";
+  } catch (const InvalidArgument& error) {
+    EXPECT_NE(std::string(error.what()).find("allocator threshold has no kernel"), std::string::npos) << error.what();
   }
   try {
     DenseEngine engine("tova,budget=48,interval=12,share=union", false, Dtype::f32, fresh_accelerator());

@@ -185,12 +185,12 @@ void compare(const Case& c, const std::string& what) {
     const DeviceArray<RowLimit> limits(c.limits);
     const DeviceArray<RowWindow> windows(c.windows);
     const DeviceArray<std::int32_t> newest(c.newest);
-    std::vector<QueryWindow> last(c.newest.size());
+    std::vector<QueryView> last(c.newest.size());
     for (std::size_t g = 0; g < last.size(); ++g) {
       last[g].positions = newest.data() + g;
       last[g].ring = last[g].count = 1;
     }
-    const DeviceArray<QueryWindow> queries(last);
+    const DeviceArray<QueryView> queries(last);
     const DeviceArray<float> scores(c.scores), mass(c.usage), used(c.explain ? c.usage.size() : 0),
         credit(c.options.credit ? c.usage.size() : 0);
     const DeviceArray<std::int64_t> indptr(wanted.indptr);

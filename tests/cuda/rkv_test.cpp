@@ -17,13 +17,7 @@ std::vector<float> on_device(const EvidenceCase& c, const RkvOptions& options, D
   RkvArguments arguments{.evidence = there.arguments(),
                          .windows = queries.windows().data(),
                          .queries = queries.floats().data(),
-                         .window = options.window,
-                         .pool = options.pool,
-                         .lambda = options.lambda,
-                         .similarity = options.similarity,
-                         .max_logit = options.group == GroupReduce::max_logit,
-                         .history_alone = options.redundancy == RkvOptions::Redundancy::history,
-                         .spares_first = options.no_similar == RkvOptions::NoSimilar::first,
+                         .options = options,
                          .slots = c.table.slots,
                          .scores = scores.data()};
   const DeviceArray<std::byte> workspace(static_cast<std::size_t>(rkv_workspace_bytes(arguments)));
@@ -203,8 +197,8 @@ TEST_F(RkvKernel, LooksAtNoKeyOfTheWindowWhereRedundancyIsOfTheHistory) {
 
 TEST_F(RkvKernel, RefusesWhatItCannotScore) {
   EXPECT_THROW(launch_rkv({.evidence = {.dim = 257}}, nullptr), InvalidArgument);
-  EXPECT_THROW(launch_rkv({.evidence = {.dim = 8}, .pool = 4}, nullptr), InvalidArgument);
-  EXPECT_THROW(launch_rkv({.evidence = {.dim = 8}, .similarity = 1.5}, nullptr), InvalidArgument);
+  EXPECT_THROW(launch_rkv({.evidence = {.dim = 8}, .options = {.pool = 4}}, nullptr), InvalidArgument);
+  EXPECT_THROW(launch_rkv({.evidence = {.dim = 8}, .options = {.similarity = 1.5}}, nullptr), InvalidArgument);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include "evidence_case.h"
 #include "fresh_accelerator.h"
 #include "kvkeep/score/cur.h"
+#include "kvkeep/score/given.h"
 #include "kvkeep/score/random.h"
 #include "kvkeep/score/recency.h"
 #include "row_scorers.h"
@@ -48,7 +49,21 @@ TEST_F(RowBodies, DrawWhatTheCpuDraws) {  // B29
       EvidenceCase c(++seed, {.kv_heads = 3, .dim = 1, .lengths = {length, 7, 0}, .ragged = true});
       for (Row& row : c.table.rows) row.layer = 5 + row.head;
       expect_as_on_cpu(c, RandomScorer({of_scorer}));
+      expect_as_on_cpu(c, RandomAttention({of_scorer}));
     }
+}
+
+TEST_F(RowBodies, ReadTheScoresThatTheEngineGave) {
+  std::uint64_t seed = 40;
+  for (const std::int32_t length : kLengths) {
+    EvidenceCase c(++seed, {.kv_heads = 3, .dim = 1, .lengths = {length, 7, 0}, .ragged = true});
+    oracle::Random random(seed);
+    for (std::size_t r = 0; r < c.table.rows.size(); ++r)
+      for (std::int32_t t = 0; t < c.table.rows[r].length; ++t)
+        c.given_scores[r].push_back(random.chance(0.1) ? std::nanf("") : static_cast<float>(random.normal()));
+    c.settle();
+    expect_as_on_cpu(c, Given());
+  }
 }
 
 TEST_F(RowBodies, LeaveRowsAloneThatAreNotDue) {

@@ -17,10 +17,7 @@ std::vector<float> on_device(const EvidenceCase& c, const RpcOptions& options, D
   RpcArguments arguments{.evidence = there.arguments(),
                          .windows = queries.windows().data(),
                          .queries = queries.floats().data(),
-                         .window = options.window,
-                         .pool = options.pool,
-                         .official = options.style == RpcOptions::Style::official,
-                         .all_heads = options.heads == RpcOptions::Heads::all,
+                         .options = options,
                          .slots = c.table.slots,
                          .scores = scores.data()};
   const DeviceArray<std::byte> workspace(static_cast<std::size_t>(rpc_workspace_bytes(arguments)));
@@ -96,7 +93,7 @@ TEST_F(RpcKernel, LeavesRowsAloneThatAreNotDueAndRefusesEvenPools) {
   expect_as_on_cpu(c, {.window = 4, .pool = 3, .style = Style::official});
   c.limits.rows[0].due = c.limits.rows[2].due = false;
   expect_as_on_cpu(c, {.window = 4, .pool = 3, .heads = Heads::all});
-  EXPECT_THROW(launch_rpc({.evidence = {.dim = 8}, .pool = 4}, nullptr), InvalidArgument);
+  EXPECT_THROW(launch_rpc({.evidence = {.dim = 8}, .options = {.pool = 4}}, nullptr), InvalidArgument);
   EXPECT_THROW(launch_rpc({.evidence = {.dim = 257}}, nullptr), InvalidArgument);
 }
 

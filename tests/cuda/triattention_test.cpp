@@ -44,11 +44,7 @@ std::vector<float> on_device(const EvidenceCase& c, const Calibration& calibrati
                                   .inv_freq = there.inv_freq(),
                                   .style = c.shape.style,
                                   .attention_scaling = c.spec.rope.attention_scaling,
-                                  .offset_max = options.offset_max,
-                                  .maximum = options.aggregate == TriAttentionOptions::Aggregate::max,
-                                  .normalize = options.normalize,
-                                  .group_mean = options.group == TriAttentionOptions::Group::mean,
-                                  .sample = options.deviation == TriAttentionOptions::Deviation::sample,
+                                  .options = options,
                                   .slots = c.table.slots,
                                   .scores = scores.data()};
   const DeviceArray<std::byte> workspace(static_cast<std::size_t>(triattention_workspace_bytes(arguments)));
@@ -151,7 +147,7 @@ TEST_F(TriAttentionKernel, GivesEqualKeysEqualBits) {
 TEST_F(TriAttentionKernel, RefusesWhatItCannotScore) {
   EXPECT_THROW(launch_triattention({.evidence = {.dim = 258}}, nullptr), InvalidArgument);
   EXPECT_THROW(launch_triattention({.evidence = {.dim = 9}}, nullptr), InvalidArgument);
-  EXPECT_THROW(launch_triattention({.evidence = {.dim = 8}, .offset_max = 0}, nullptr), InvalidArgument);
+  EXPECT_THROW(launch_triattention({.evidence = {.dim = 8}, .options = {.offset_max = 0}}, nullptr), InvalidArgument);
 }
 
 }  // namespace

@@ -233,7 +233,7 @@ TEST_F(WindowAttentionKernel, GivesEqualKeysEqualBitsAndRowsTheSameBitsInAnyBatc
       for (auto* list : {&both.keys}) list->push_back(list->front());
       both.plain.push_back(both.plain.front()), both.scales.push_back(both.scales.front()),
           both.positions.push_back(both.positions.front()), both.rings.push_back(both.rings.front()),
-          both.tallies.emplace_back();
+          both.tallies.emplace_back(), both.given_scores.emplace_back();
       both.limits.rows.push_back(both.limits.rows.front());
       Row second = both.table.rows.front();
       second.first = second.length;

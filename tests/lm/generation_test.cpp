@@ -491,6 +491,31 @@ TEST_P(Recorded, AReplayOfTheRecordedEventKeepsWhatTheRunKept) {
   fs::remove(file);
 }
 
+TEST(Recording, HoldsWhatIsPinned) {
+  Decoder decoder = Decoder::open(llama());
+  const char* policy = "tova,budget=24,interval=8,sink=2,recent=4";
+  Request one = request(50, 40, 13);
+  const Completion plain = alone(decoder, policy, one);
+  one.pinned = {{7, 15}, {52, 54}};
+  const Completion run = alone(decoder, policy, one);
+  ASSERT_GE(run.events.size(), 3U);
+  for (const SequenceEvent& event : run.events)
+    for (const std::vector<std::int32_t>& row : event.positions)
+      for (const std::int32_t p : {7, 10, 14}) EXPECT_TRUE(std::ranges::binary_search(row, p)) << p;
+  EXPECT_NE(run.events.back().positions, plain.events.back().positions);
+  const trace::Result recorded = record_event(decoder, make_policy(policy), one, {.step = run.events[1].step});
+  const fs::path file = fs::temp_directory_path() / ("kvkeep-pinned-" + std::to_string(::getpid()) + ".safetensors");
+  io::write_safetensors(file, recorded.tensors, recorded.metadata);
+  const trace::Result replayed = trace::replay_event(io::SafetensorsFile::open(file), *make_policy(policy));
+  fs::remove(file);
+  for (const auto& [name, tensor] : replayed.tensors)
+    if (name == "layer.0.positions")
+      EXPECT_TRUE(std::ranges::equal(run.events[1].positions[0],
+                                     std::span(tensor.data<std::int32_t>(), run.events[1].positions[0].size())));
+  one.pinned = {{0, 40}};
+  EXPECT_THROW(static_cast<void>(alone(decoder, policy, one)), InvalidArgument);
+}
+
 TEST(Recording, PrefillHoldsKeysAndQueriesAfterRoPE) {
   Decoder decoder = Decoder::open(llama());
   const std::vector<std::int32_t> prompt = random_ids(30, 14);

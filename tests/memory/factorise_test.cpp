@@ -1,7 +1,7 @@
 // Factors of matrices against LAPACK's, for matrices that are hard on an eigensolver, and what must hold whatever
 // shares their batch.
 
-#include "factorise.h"
+#include "kvkeep/memory/factorise.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>

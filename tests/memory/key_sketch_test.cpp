@@ -11,9 +11,9 @@
 
 #include "folded_prompt.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/memory/row_zoom.h"
 #include "kvkeep/memory/zoom.h"
 #include "kvkeep/torch.h"
-#include "row_zoom.h"
 #include "scorer_case.h"
 
 namespace kvkeep {

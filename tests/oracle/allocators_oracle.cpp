@@ -193,6 +193,16 @@ CriticalRow critical(const AllotHead& head, int budget, double first_stage) {
   return row;
 }
 
+Slots threshold(const AllotHead& head, int budget, double least) {
+  std::vector<bool> kept = guarded_slots(head);
+  int left = budget - static_cast<int>(std::count(kept.begin(), kept.end(), true));
+  for (const int slot : best_first(head.scores, kept)) {
+    if (left-- <= 0 || !(head.scores[slot] >= least)) break;
+    kept[slot] = true;
+  }
+  return slots_of(kept);
+}
+
 double value_weight(const std::vector<float>& projection, int hidden, int Hq, int Hkv, int Dv, int kv_head,
                     const float* value) {
   const int group = Hq / Hkv;

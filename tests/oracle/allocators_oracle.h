@@ -2,6 +2,7 @@
 /// Second implementations of the allocators beside AMS, for tests only: sorts over doubles, one (layer, sequence) at a
 /// time, nothing shared with the library.
 
+#include <cstddef>
 #include <vector>
 
 namespace oracle {
@@ -14,7 +15,11 @@ struct AllotHead {
   std::vector<double> scores;   ///< [T]
   std::vector<double> weights;  ///< [T] how strongly the value moves the output; `critical` only
 
-  bool guarded(int slot) const { return slot < sinks || slot >= T - recents; }
+  std::vector<bool> pinned = {};  ///< [T], or empty: none
+
+  bool guarded(int slot) const {
+    return slot < sinks || slot >= T - recents || (!pinned.empty() && pinned[static_cast<size_t>(slot)]);
+  }
 };
 
 using Slots = std::vector<int>;  ///< ascending
@@ -34,6 +39,9 @@ struct CriticalRow {
   double margin = 1e300;
 };
 CriticalRow critical(const AllotHead& head, int budget, double first_stage);
+
+/// Guarded slots and those that score at least `least`; of more than `budget` slots, guarded ones and the best others.
+Slots threshold(const AllotHead& head, int budget, double least);
 
 /// The whole of W_o * V: mean over the group of the L1 norm of what a slot's value becomes. projection: [hidden][Hq *
 /// Dv], value: [Dv].

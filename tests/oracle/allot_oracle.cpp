@@ -457,7 +457,7 @@ bool ranks_before(const std::vector<double>& scores, int a, int b) {
   return x != y ? x > y : a > b;
 }
 
-MustKeep must_keep(const Options& options, int T) {
+MustKeep must_keep(const Options& options, int T, const std::vector<bool>& pinned) {
   const bool tova = options.policy == "tova" || options.policy == "ams-tova";
   MustKeep must;
   if (is_official(options)) {  // sinks shrink first
@@ -469,6 +469,8 @@ MustKeep must_keep(const Options& options, int T) {
   const int recent = tova ? std::max(options.recent, 1) : options.recent;
   must.sinks = std::min({options.sink, options.budget, T});
   must.recents = std::min({recent, options.budget - must.sinks, T - must.sinks});
+  must.pinned = pinned;
+  while (must.count() > options.budget) --must.recents;
   return must;
 }
 

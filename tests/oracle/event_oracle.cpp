@@ -157,12 +157,25 @@ Row row_that_keeps_all(const Sequence& s, int kv_head) {
   return row;
 }
 
-/// Sinks and then the newest, whatever `recent` says.
-Row streaming_row(const Options& options, const Sequence& s) {
+/// The slots of a head at pinned positions.
+std::vector<bool> pinned_slots(const Sequence& s, int kv_head) {
+  std::vector<bool> pinned;
+  for (int t = 0; t < s.T && !s.pinned.empty(); ++t)
+    pinned.push_back(std::find(s.pinned.begin(), s.pinned.end(), position(s, kv_head, t)) != s.pinned.end());
+  return pinned;
+}
+
+/// Sinks, what is pinned, and then the newest, whatever `recent` says.
+Row streaming_row(const Options& options, const Sequence& s, int kv_head) {
   Row row;
-  const int sinks = std::min(options.sink, options.budget);
-  for (int t = 0; t < sinks; ++t) row.slots.push_back(t);
-  for (int t = s.T - (options.budget - sinks); t < s.T; ++t) row.slots.push_back(t);
+  Options without = options;
+  without.recent = 0;
+  without.variant = "strict";
+  const MustKeep must = must_keep(without, s.T, pinned_slots(s, kv_head));
+  int left = options.budget - must.count();
+  for (int t = s.T - 1; t >= 0; --t)
+    if (must.holds(t, s.T) || left-- > 0) row.slots.push_back(t);
+  std::reverse(row.slots.begin(), row.slots.end());
   return row;
 }
 
@@ -173,22 +186,23 @@ std::vector<double> with_own_query_first(const Options& options, std::vector<dou
   return scores;
 }
 
-Row plain_row(const Options& options, const std::vector<double>& scores) {
+Row plain_row(const Options& options, const std::vector<double>& scores, const std::vector<bool>& pinned) {
   const int T = static_cast<int>(scores.size());
   Row row;
   row.scores = scores;
   Margin margin;
   Options whole = options;
   whole.variant = "strict";  // within one segment both variants choose the same slots
-  row.slots =
-      select(whole, with_own_query_first(options, scores), {T}, {options.budget}, must_keep(options, T), &margin);
+  row.slots = select(whole, with_own_query_first(options, scores), {T}, {options.budget}, must_keep(options, T, pinned),
+                     &margin);
   row.margin = margin.smallest;
   return row;
 }
 
-Row ams_row(const Options& options, const std::vector<double>& scores, const Masses& masses) {
+Row ams_row(const Options& options, const std::vector<double>& scores, const Masses& masses,
+            const std::vector<bool>& pinned) {
   const int T = static_cast<int>(scores.size());
-  const MustKeep must = must_keep(options, T);
+  const MustKeep must = must_keep(options, T, pinned);
   Margin margin;
   Row row;
   row.scores = scores;
@@ -212,7 +226,7 @@ std::vector<double> competing(const Options& options, std::vector<double> used, 
   if (options.protected_mass) return used;
   const int T = static_cast<int>(used.size());
   for (int t = 0; t < T; ++t)
-    if (t < must.sinks || t >= T - must.recents) used[static_cast<size_t>(t)] = 0;
+    if (must.holds(t, T)) used[static_cast<size_t>(t)] = 0;
   return normalised(used);
 }
 
@@ -300,12 +314,13 @@ std::vector<Row> event_with_scores(const Options& options, const Sequence& s, co
     if (keeps_all) {
       rows.push_back(row_that_keeps_all(s, h));
     } else if (options.policy == "streaming") {
-      rows.push_back(streaming_row(options, s));
+      rows.push_back(streaming_row(options, s, h));
     } else if (ams) {
       rows.push_back(ams_row(options, scores[h],
-                             masses(options, used[h], s.credit.empty() ? std::vector<double>() : s.credit[h])));
+                             masses(options, used[h], s.credit.empty() ? std::vector<double>() : s.credit[h]),
+                             pinned_slots(s, h)));
     } else {
-      rows.push_back(plain_row(options, scores[h]));
+      rows.push_back(plain_row(options, scores[h], pinned_slots(s, h)));
     }
     rows.back().margin /= size;
   }

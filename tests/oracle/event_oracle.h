@@ -50,6 +50,7 @@ struct Sequence {
   std::vector<int> positions;               ///< [Hkv][T] logical, ascending
   std::vector<int> query_positions;         ///< [N]
   std::vector<std::vector<double>> credit;  ///< per KV head, for the first slots; empty: none yet
+  std::vector<int> pinned = {};             ///< positions that stay, in no order; strict only
 
   int queries_seen() const { return static_cast<int>(query_positions.size()); }
 };
@@ -70,12 +71,20 @@ struct Row {
   double margin = std::numeric_limits<double>::infinity();  ///< see near_tie
 };
 
-/// Slots [0, sinks) and [T - recents, T) stay whatever they score.
+/// Slots [0, sinks), [T - recents, T) and pinned ones stay whatever they score.
 struct MustKeep {
   int sinks = 0;
   int recents = 0;
-  int count() const { return sinks + recents; }
-  bool holds(int slot, int T) const { return slot < sinks || slot >= T - recents; }
+  std::vector<bool> pinned;  ///< [T], or empty: none
+  int count() const {
+    int held = sinks + recents;
+    const int T = static_cast<int>(pinned.size());
+    for (int t = sinks; t < T - recents; ++t) held += pinned[static_cast<size_t>(t)];
+    return held;
+  }
+  bool holds(int slot, int T) const {
+    return slot < sinks || slot >= T - recents || (!pinned.empty() && pinned[static_cast<size_t>(slot)]);
+  }
 };
 
 /// The whole event, one row per KV head.
@@ -113,7 +122,8 @@ struct Masses {
 /// EMA credit of one head.
 Masses masses(const Options& options, const std::vector<double>& usage, const std::vector<double>& given_credit);
 
-MustKeep must_keep(const Options& options, int T);
+/// `pinned`: [T], or empty. Recents shrink to what sinks and pinned slots leave of the budget.
+MustKeep must_keep(const Options& options, int T, const std::vector<bool>& pinned = {});
 
 /// One past the last slot of each segment, ascending; the last is T.
 std::vector<int> segment_ends(const Options& options, const std::vector<double>& mass_used, Margin* margin = nullptr);

@@ -13,11 +13,12 @@ struct ScorerHead {
   std::vector<float> values;   ///< [T][Dv]
   std::vector<int> positions;  ///< [T] logical, ascending
   std::vector<float>
-      tally;         ///< what an accumulating scorer gave the oldest slots at the last event; the other slots hold 0
-  int budget = 1;    ///< slots that may stay
-  bool due = false;  ///< T > budget; scores of other heads are not looked at
-  int sinks = 0;     ///< oldest slots that stay whatever they score
-  int recents = 0;   ///< newest slots that stay whatever they score
+      tally;  ///< what an accumulating scorer gave the oldest slots at the last event; the other slots hold 0
+  std::vector<float> given;  ///< [T] what the engine gave
+  int budget = 1;            ///< slots that may stay
+  bool due = false;          ///< T > budget; scores of other heads are not looked at
+  int sinks = 0;             ///< oldest slots that stay whatever they score
+  int recents = 0;           ///< newest slots that stay whatever they score
 
   bool guarded(int slot) const { return slot < sinks || slot >= T - recents; }
   const float* key(int slot, int D) const { return keys.data() + static_cast<long>(slot) * D; }

@@ -100,12 +100,16 @@ ScorerOutput defensive(const ScorerInput& in, int window, int pool) {
     for (int q = 0; q < s.Hq; ++q)
       for (int i = s.queries_seen() - W; i < s.queries_seen(); ++i) {
         std::vector<double> share;
-        for (int t = 0; t < history; ++t) share.push_back(dot(s, q, i, t));
+        for (int t = 0; t < s.T && s.positions[static_cast<size_t>(t)] <= s.query_positions[static_cast<size_t>(i)];
+             ++t)
+          share.push_back(dot(s, q, i, t));
         softmax(share);
+        share.resize(static_cast<size_t>(history));
+        double before = 0, after = 0;
+        for (const double x : share) before += x;
         share = average_pooled(share, pool);
-        double sum = 0;
-        for (const double x : share) sum += x;
-        for (size_t t = 0; t < share.size(); ++t) worst[t] = std::max(worst[t], share[t] / sum);
+        for (const double x : share) after += x;
+        for (size_t t = 0; t < share.size() && after > 0; ++t) worst[t] = std::max(worst[t], share[t] * before / after);
       }
     double mean = 0;
     for (int t = 0; t < history; ++t) mean += worst[static_cast<size_t>(t)] / history;

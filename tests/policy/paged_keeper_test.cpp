@@ -68,6 +68,8 @@ INSTANTIATE_TEST_SUITE_P(
         PolicyCase{"rkv", "rkv,budget=48,interval=12", false},
         PolicyCase{"snapkv", "snapkv,budget=48,interval=12", false},
         PolicyCase{"h2o", "h2o,budget=48,interval=12", false},
+        PolicyCase{"given", "given,budget=48,interval=12", false},
+        PolicyCase{"threshold", "threshold-given,budget=48,interval=12,recent=4,threshold=-0.5", true},
         PolicyCase{"adakv", "adakv-tova,budget=48,interval=12,recent=4", true},
         PolicyCase{"pyramidkv", "pyramidkv-knorm,budget=48,interval=12,recent=4", true}),
     [](const auto& p) { return std::string(p.param.name); });

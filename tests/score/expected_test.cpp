@@ -163,6 +163,7 @@ oracle::ScorerInput in_plain_numbers(const Small& s) {
                       .values = floats(s.values),
                       .positions = {},
                       .tally = {},
+                      .given = {},
                       .budget = 1,
                       .due = true,
                       .sinks = 0,

@@ -127,6 +127,38 @@ TEST(Cur, ObeysTheLawsOfScorers) { expect_scorer_laws(Cur(), 25); }
 
 TEST(RandomScorer, ObeysTheLawsOfScorers) { expect_scorer_laws(RandomScorer({3}), 25); }
 
+TEST(RandomAttention, ObeysTheLawsOfScorers) { expect_scorer_laws(RandomAttention({3}), 25); }
+
+TEST(RandomAttention, DrawsAnewAtEveryEventWhereRandomKeepsItsDraws) {
+  ModelSpec spec;
+  spec.query_heads = spec.kv_heads = 1;
+  spec.layers.resize(1);
+  constexpr std::int32_t kSlots = 2001;
+  std::vector<std::int32_t> positions(kSlots);
+  for (std::int32_t t = 0; t < kSlots; ++t) positions[static_cast<std::size_t>(t)] = 3 * t;
+  const auto draws = [&](const Scorer& scorer, std::int32_t slots) {
+    RowTable table;
+    table.rows.resize(1);
+    table.rows[0].positions = positions.data();
+    table.slots = table.rows[0].length = slots;
+    table.groups.resize(1);
+    const Scores g = scorer.score({.spec = spec, .table = table}, even_limits(table, 10), {});
+    return std::vector<float>(g.data.data<float>(), g.data.data<float>() + kSlots - 1);
+  };
+  EXPECT_EQ(draws(RandomScorer(), kSlots - 1), draws(RandomScorer(), kSlots));
+  EXPECT_EQ(draws(RandomAttention(), kSlots), draws(RandomAttention(), kSlots)) << "runs can be repeated";
+  const std::vector<float> first = draws(RandomAttention(), kSlots - 1), second = draws(RandomAttention(), kSlots);
+  double sum = 0, product = 0;
+  for (std::size_t t = 0; t < first.size(); ++t) {
+    ASSERT_GE(second[t], 0.0F);
+    ASSERT_LT(second[t], 1.0F);
+    sum += second[t];
+    product += (first[t] - 0.5) * (second[t] - 0.5);
+  }
+  EXPECT_NEAR(sum / 2000, 0.5, 0.03);
+  EXPECT_NEAR(product / 2000 * 12, 0, 0.1) << "one event's draws say nothing of the next one's";
+}
+
 TEST(RandomScorer, DrawsBySeedLayerHeadAndPositionNotBySlot) {
   std::int64_t compared = 0;
   for (std::uint64_t seed = 0; seed < 40; ++seed) {

@@ -80,6 +80,11 @@ TEST(Vase, SamplesTheRestInProportionToAttention) {
   EXPECT_NEAR(static_cast<double>(even) / kSeeds, wanted, 0.03);
 }
 
+TEST(Vase, NeverDropsTheSlotsOfItsQueries) {
+  EXPECT_EQ(Vase().keeps_newest(), 64);
+  EXPECT_EQ(Vase({.window = 8}).keeps_newest(), 8);
+}
+
 TEST(Vase, DrawsAnewAtEveryEventAndTheSameForTheSameSeed) {
   Rows rows;
   const std::vector<float> first = rows.score(Vase());

@@ -75,6 +75,7 @@ class Engine {
   Engine(std::unique_ptr<KVPolicy> policy, bool ragged, std::shared_ptr<Machine> accelerator)
       : keeper(model(), std::move(policy),
                {.output_projections = output_projections(accelerator == nullptr ? Device{} : accelerator->device()),
+                .given_scores = true,
                 .accelerator = accelerator}),
         ragged_(ragged) {}
   virtual ~Engine() = default;
@@ -88,6 +89,15 @@ class Engine {
     share(id, parent, slots);
     keeper.join(id, slots);
     lengths[id] = Ints(kRows, slots);
+    if (!keeper.policy().needs().given_scores) return;
+    const Ints indptr{0, slots};
+    for (std::int32_t l = 0; l < kLayers; ++l) {
+      at::Tensor first = at::empty({slots, kHeads}, at::TensorOptions().dtype(at::kFloat));
+      for (std::int32_t h = 0; h < kHeads; ++h)
+        for (std::int32_t t = 0; t < slots; ++t) first[t][h] = slot_of(id, l, h, t, false)[0];
+      keeper.give(
+          {.layer = l, .sequences = {&id, 1}, .indptr = indptr, .scores = first.to(torch_device(keeper.device()))});
+    }
   }
 
   Report step(const Numbers& numbers, std::span<const std::int32_t> positions = {}) {
@@ -112,6 +122,12 @@ class Engine {
                       .indptr = numbers.indptr,
                       .queries = numbers.queries[static_cast<std::size_t>(l)].to(torch_device(keeper.device())),
                       .positions = positions});
+      if (keeper.policy().needs().given_scores)  // any number will do: the first of each key
+        keeper.give(
+            {.layer = l,
+             .sequences = numbers.ids,
+             .indptr = numbers.indptr,
+             .scores = numbers.keys[static_cast<std::size_t>(l)].select(2, 0).to(torch_device(keeper.device()))});
     }
     for (std::size_t i = 0; i < numbers.ids.size(); ++i)
       for (std::int32_t& length : lengths.at(numbers.ids[i])) length += numbers.indptr[i + 1] - numbers.indptr[i];

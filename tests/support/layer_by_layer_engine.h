@@ -59,7 +59,7 @@ class Engine {
  public:
   explicit Engine(const std::string& policy, std::int32_t page_size = 0) : Engine(make_policy(policy), page_size) {}
   explicit Engine(std::unique_ptr<KVPolicy> policy, std::int32_t page_size = 0)
-      : keeper(model(), std::move(policy), {.layer_by_layer = true}),
+      : keeper(model(), std::move(policy), {.layer_by_layer = true, .given_scores = true}),
         page_size_(page_size),
         pool(page_size == 0 ? 0 : 8 * kCapacity / page_size, std::max(page_size, 1)),
         pages(pool) {
@@ -142,7 +142,12 @@ class Engine {
     return {.layer = l, .sequences = active, .indptr = indptr, .queries = queries, .basis = basis};
   }
 
-  void observe(std::int32_t l) { keeper.observe(run(l)); }
+  void observe(std::int32_t l) {
+    keeper.observe(run(l));
+    if (keeper.policy().needs().given_scores)  // the first number of each query, for as many heads as there are rows
+      keeper.give(
+          {.layer = l, .sequences = active, .indptr = indptr, .scores = queries.select(2, 0).narrow(1, 0, kHeads)});
+  }
 
   LayerReport narrow(std::int32_t l) {
     const LayerReport report =

@@ -77,7 +77,12 @@ OracleCache::OracleCache(std::vector<oracle::Sequence> sequences, Dtype dtype, s
     row.credit = credit_.back().data();
     row.credit_length = static_cast<std::int32_t>(given.size());
   }
+  for (const oracle::Sequence& s : sequences_) {
+    Pins& pins = pins_.emplace_back();
+    for (const int position : s.pinned) pins.add({position, position + 1});
+  }
   for (RowGroup& group : table_.groups) {
+    group.pinned = pins_[static_cast<std::size_t>(group.sequence)].spans();
     const auto& s = sequences_[static_cast<std::size_t>(group.sequence)];
     const at::Tensor& q = queries_[static_cast<std::size_t>(group.sequence)];
     if (s.queries_seen() == 0) continue;

@@ -284,6 +284,8 @@ ScorerCase::ScorerCase(std::uint64_t seed, const ScorerCaseOptions& options) : s
         fill_slots(random, kind, head, in.D, in.Dv, key_dtype_, value_dtype_);
         for (int t = random.chance(0.3) ? head.T : random.between(0, head.T); t > 0; --t)
           head.tally.push_back(static_cast<float>(random.unit()));
+        Random giver(seed * 0x2545f491U + static_cast<std::uint64_t>(l) * 31 + static_cast<std::uint64_t>(h));
+        for (int t = 0; t < head.T; ++t) head.given.push_back(static_cast<float>(3 * giver.normal() - 4));
         head.budget = ragged ? random.between(1, T) : budget;
         head.due = head.T > head.budget;
         head.sinks = std::min(sink, std::min(head.budget, head.T));
@@ -404,6 +406,8 @@ ScorerArrangement::ScorerArrangement(const ScorerCase& from, const ScorerCase::L
     row.positions = head.positions.data();
     row.tally = head.tally.empty() ? nullptr : head.tally.data();
     row.tally_length = static_cast<std::int32_t>(head.tally.size());
+    row.given = head.given.data();
+    row.given_length = static_cast<std::int32_t>(head.given.size());
     limits_.rows.push_back({head.budget, head.due, {head.sinks, head.recents}});
   }
   rings_.resize(table_.groups.size());

@@ -85,5 +85,34 @@ TEST(EventTrace, RefusesNumbersOf64BitsThatDoNotFit32) {
   EXPECT_EQ(padded.replay(kPolicy).metadata.at("slots_kept"), "8") << "padding may hold anything";
 }
 
+TEST(EventTrace, KeepsWhatIsPinned) {
+  testing::ReplayedTrace pinned = event();
+  pinned.tensors["pinned"] = at::arange(3, 9, 3, at::TensorOptions(at::kInt)).unsqueeze(0);
+  pinned.expect_refused(kPolicy, "[spans, 3]");
+  const auto spans = [](std::initializer_list<std::int64_t> numbers) {
+    at::Tensor t =
+        at::full({static_cast<std::int64_t>(numbers.size()) / 3, 3}, 0, at::TensorOptions(c10::ScalarType::Long));
+    std::copy(numbers.begin(), numbers.end(), t.data_ptr<std::int64_t>());
+    return t;
+  };
+  pinned.tensors["pinned"] = spans({0, 3, 5, 0, 9, 10});
+  for (const auto& [name, tensor] : pinned.replay(kPolicy).tensors) {
+    if (name != "positions") continue;
+    // Scores are equal, so the newest fill the budget.
+    const std::vector<std::int32_t> kept(tensor.data<std::int32_t>(), tensor.data<std::int32_t>() + 8);
+    EXPECT_EQ(kept, (std::vector<std::int32_t>{0, 3, 4, 9, 20, 21, 22, 23}));
+  }
+  for (const auto& [numbers, words] :
+       std::vector<std::pair<at::Tensor, std::string>>{{spans({1, 3, 5}), "allowed a sequence from 0 to 0"},
+                                                       {spans({0, 5, 5}), "a begin below the end"},
+                                                       {spans({0, -1, 5}), "from 0 to 2147483647"},
+                                                       {spans({0, 1, std::int64_t{1} << 32}), "from 0 to 2147483647"},
+                                                       {spans({0, 3, 5, 0, 5, 6}), "spans that ascend"},
+                                                       {spans({0, 2, 20}), "holds 18 pinned slots"}}) {
+    pinned.tensors["pinned"] = numbers;
+    pinned.expect_refused(kPolicy, words);
+  }
+}
+
 }  // namespace
 }  // namespace kvkeep

@@ -23,7 +23,8 @@ struct AdaptiveHeadsOptions {
 
 /// Per (layer, sequence): every head keeps its protected slots and its best others up to floor(safeguard * budget); the
 /// rest of heads * budget goes to the best slots of all heads together, by score, then the lower head, then the larger
-/// slot. NaN ranks last. Scores must be comparable across the heads of a layer (shares of attention are).
+/// slot. NaN ranks last. Scores must be comparable across the heads of a layer (shares of attention
+/// are, and given scores if the engine makes them so).
 class AdaptiveHeads final : public Allocator {
  public:
   using Options = AdaptiveHeadsOptions;
@@ -32,7 +33,7 @@ class AdaptiveHeads final : public Allocator {
       .what = "the heads of a layer share one budget, spent on the best of all their slots",
       .source = "Ada-KV (Feng et al.)",
       .scorer = "snapkv",
-      .probability = true};
+      .comparable = true};
   static void context(Fields& f) { f.uneven_heads = true; }
 
   explicit AdaptiveHeads(AdaptiveHeadsOptions options) : options_(options) {}
@@ -57,3 +58,7 @@ class AdaptiveHeads final : public Allocator {
 };
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/allot/adaptive_heads-inl.h"
+#endif

@@ -24,6 +24,7 @@ struct AllocatorTraits {
   std::string_view source;  ///< paper
   std::string_view scorer = {};  ///< the one that the bare name stands for; empty: the bare name is no policy
   bool probability = false;      ///< takes only scores that are shares of attention (ScorerTraits::probability)
+  bool comparable = false;  ///< takes these, and others that are comparable between heads (ScorerTraits::comparable)
 };
 
 /// The rest of a policy, as its allocator sees it.
@@ -66,6 +67,10 @@ class Allocator {
   /// True if rows of one sequence may end up with different lengths.
   [[nodiscard]] virtual bool ragged() const { return false; }
 
+  /// True if it also drops slots of rows that are within their budget: the policy then has its events as Trigger::thins
+  /// says, and spread() makes such rows due.
+  [[nodiscard]] virtual bool thins() const { return false; }
+
   /// What it reads besides scores and window attention.
   [[nodiscard]] virtual Needs needs() const { return {}; }
 
@@ -96,3 +101,7 @@ class Flat final : public Allocator {
 };
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/allot/allocator-inl.h"
+#endif

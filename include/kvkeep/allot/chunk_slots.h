@@ -22,18 +22,12 @@ struct ChunksOptions {
   void describe(Fields& f);  ///< in chunks.h
 };
 
-/// Slots [from, to).
-struct SlotRange {
-  std::int32_t from;
-  std::int32_t to;
-};
-
 /// Chunks of a row of `length` slots.
 KVKEEP_HD inline std::int32_t chunks_in(std::int32_t length, std::int32_t chunk) {
   return static_cast<std::int32_t>((std::int64_t{length} + chunk - 1) / chunk);
 }
 
-/// Slots of chunk `c` that are not protected.
+/// Slots of chunk `c` between sinks and recents.
 KVKEEP_HD inline SlotRange free_slots(std::int32_t c, std::int32_t chunk, std::int32_t length, Protected guarded) {
   const auto least = [](std::int64_t a, std::int64_t b) { return static_cast<std::int32_t>(a < b ? a : b); };
   const auto most = [](std::int32_t a, std::int32_t b) { return a > b ? a : b; };
@@ -42,11 +36,17 @@ KVKEEP_HD inline SlotRange free_slots(std::int32_t c, std::int32_t chunk, std::i
   return {from, least(most(length - guarded.recents, from), end)};
 }
 
-/// Mean of `sums` over a range that is not empty, summed in slot order.
-KVKEEP_HD inline double chunk_mean(const double* sums, SlotRange slots) {
+/// How many of them are not protected.
+KVKEEP_HD inline std::int32_t free_count(SlotRange slots, const Protected& guarded) {
+  return slots.to - slots.from - guarded.pinned_in(slots);
+}
+
+/// Mean of `sums` over the slots of a range that are not pinned, summed in slot order; at least one is not.
+KVKEEP_HD inline double chunk_mean(const double* sums, SlotRange slots, const Protected& guarded) {
   double mean = 0;
-  for (std::int32_t t = slots.from; t < slots.to; ++t) mean += sums[t];
-  return mean / (slots.to - slots.from);
+  for (std::int32_t t = slots.from; t < slots.to; ++t)
+    if (!guarded.pins_slot(t)) mean += sums[t];
+  return mean / free_count(slots, guarded);
 }
 
 /// A score as an integer of the same order: the larger stays; NaN ranks with the lowest, -0 equals +0. Never 0.

@@ -47,3 +47,7 @@ class Chunks final : public Allocator {
 };
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/allot/chunks-inl.h"
+#endif

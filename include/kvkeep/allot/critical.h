@@ -76,3 +76,7 @@ class Critical final : public Allocator {
 };
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/allot/critical-inl.h"
+#endif

@@ -104,18 +104,19 @@ KVKEEP_HD void weigh_row(const MassSegmentedOptions& options, const float* old, 
 }
 
 /// Slots whose mass does not count where segments are cut and quotas poured.
-KVKEEP_HD inline Protected left_out(const MassSegmentedOptions& options, Protected guarded) {
+KVKEEP_HD inline Protected left_out(const MassSegmentedOptions& options, const Protected& guarded) {
   return options.protected_mass ? Protected{} : guarded;
 }
 
 /// Segment i as a share of the budget: its weight, length and protected slots.
 KVKEEP_HD inline Share share_of(QuotaWeight quotas, const std::uint64_t* prefix, const std::int32_t* ends,
-                                std::int32_t i, std::int32_t length, Protected guarded) {
+                                std::int32_t i, std::int32_t length, const Protected& guarded) {
   const std::int32_t start = i > 0 ? ends[i - 1] : 0, end = ends[i];
   const std::uint64_t before = start > 0 ? prefix[start - 1] : 0, total = prefix[length - 1];
   const double mass = total > 0 ? static_cast<double>(prefix[end - 1] - before) / static_cast<double>(total) : 0.0;
   const auto inside = [start, end](std::int32_t t) { return t < start ? start : t > end ? end : t; };
-  const std::int32_t guarded_slots = inside(guarded.sinks) - start + end - inside(length - guarded.recents);
+  const std::int32_t guarded_slots =
+      inside(guarded.sinks) - start + end - inside(length - guarded.recents) + guarded.pinned_in({start, end});
   const double weight = quotas == QuotaWeight::equal    ? 1.0
                         : quotas == QuotaWeight::length ? static_cast<double>(end - start)
                                                         : mass;
@@ -125,7 +126,7 @@ KVKEEP_HD inline Share share_of(QuotaWeight quotas, const std::uint64_t* prefix,
 /// Slots of the budget that go through segments: the protected ones and `coverage` of the rest, or just the segments'
 /// floors.
 KVKEEP_HD inline std::int32_t covered(const MassSegmentedOptions& options, const Share* shares, std::int32_t count,
-                                      std::int32_t budget, Protected guarded) {
+                                      std::int32_t budget, const Protected& guarded) {
   if (!options.coverage_auto)
     return guarded.count() + static_cast<std::int32_t>(std::floor(options.coverage * (budget - guarded.count()) + 0.5));
   std::int64_t floors = 0;

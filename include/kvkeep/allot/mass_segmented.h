@@ -37,3 +37,8 @@ class MassSegmented final : public Allocator {
 };
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/allot/mass_segmented-inl.h"
+#include "kvkeep/allot/mass_segmented_options-inl.h"
+#endif

@@ -59,3 +59,7 @@ class Pyramid final : public Allocator {
 };
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/allot/pyramid-inl.h"
+#endif

@@ -8,6 +8,7 @@
 
 #include "kvkeep/allot/mass.h"
 #include "kvkeep/core/hd.h"
+#include "kvkeep/core/partition_point.h"
 #include "kvkeep/core/protect.h"
 #include "kvkeep/core/variant.h"
 
@@ -36,13 +37,20 @@ inline constexpr double kLeastSegmentMass = 0x1p-52;
 /// not matter.
 template <class Team = OneThread>
 KVKEEP_HD void prefix_mass(const float* mass, std::int32_t length, std::uint64_t* prefix, Team team = {},
-                           Protected left_out = {}) {
+                           const Protected& left_out = {}) {
   const std::int32_t begin = left_out.sinks, end = length - left_out.recents;
-  const IntegerMass integers(largest(mass + begin, end - begin, team), length);
+  std::int32_t from = begin;
+  float top = 0;
+  for (std::int32_t i = 0; i < left_out.ranges; from = left_out.pins[i].to, ++i) {
+    const float before = largest(mass + from, left_out.pins[i].from - from, team);
+    top = before > top ? before : top;
+  }
+  const float last = largest(mass + from, end - from, team);
+  const IntegerMass integers(last > top ? last : top, length);
   std::uint64_t before = 0;
   for (std::int32_t first = 0; first < length; first += team.size()) {
     const std::int32_t t = first + team.rank();
-    const std::uint64_t mine = t >= begin && t < end ? integers(mass[t]) : 0;
+    const std::uint64_t mine = t >= begin && t < end && !left_out.pins_slot(t) ? integers(mass[t]) : 0;
     const std::uint64_t through = before + team.sum_before(mine) + mine;
     if (t < length) prefix[t] = through;
     before += team.sum(mine);
@@ -72,16 +80,10 @@ KVKEEP_HD inline double threshold(double segment_mass, std::int64_t k, std::uint
 KVKEEP_HD inline std::int32_t cut_at(const std::uint64_t* prefix, std::int32_t length, const SegmentOptions& options,
                                      std::int64_t k) {
   const double wanted = threshold(options.segment_mass, k, prefix[length - 1]);
-  std::int32_t low = 0, high = length - 1;
-  while (low < high) {
-    const std::int32_t middle = low + (high - low) / 2;
-    if (static_cast<double>(prefix[middle]) < wanted)
-      low = middle + 1;
-    else
-      high = middle;
-  }
-  if (options.variant == Variant::strict) return low + 1;
-  return low < 1 ? 1 : low;
+  const std::int32_t reached =
+      partition_point(0, length - 1, [&](std::int32_t t) { return static_cast<double>(prefix[t]) < wanted; });
+  if (options.variant == Variant::strict) return reached + 1;
+  return reached < 1 ? 1 : reached;
 }
 
 /// The first threshold after k that does not cut at `cut`, as k does; one past the last if there is none. A slot with

@@ -1,6 +1,6 @@
 #pragma once
-/// Columns: the numbers that move with every slot through compaction: its logical position, EMA credit and tally of
-/// scores.
+/// Columns: the numbers that move with every slot through compaction: its logical position, EMA credit, tally of
+/// scores, and the score that the engine gave it.
 
 #include <cstdint>
 #include <span>
@@ -16,6 +16,7 @@ struct ColumnTarget {
   std::int32_t* positions = nullptr;
   float* credit = nullptr;
   float* tally = nullptr;
+  float* given = nullptr;  ///< in place, as the positions
 };
 
 /// The columns of one sequence, for all its rows (full layers x KV heads). Rows are as long as those of the cache;
@@ -26,8 +27,17 @@ class Columns {
 
   /// Makes room for `slots` more in every row, so that appending as many cannot fail. Changes nothing visible.
   virtual void reserve(std::int32_t slots) = 0;
-  /// Adds new slots at the end of every row. Credit and tally of new slots are 0. Does not throw after reserve().
+  /// Adds new slots at the end of every row. Credit and tally of new slots are 0; they have no given score. Does not
+  /// throw after reserve().
   virtual void append(std::span<const std::int32_t> positions) = 0;
+
+  /// Makes room for given scores of `slots` more slots of a row. Changes nothing visible.
+  virtual void reserve_given(std::int32_t row, std::int32_t slots) = 0;
+  /// From now on the oldest `slots` slots of a row that had no given score have one. Returns where to write them. Does
+  /// not throw after reserve_given(). Requires: the row has as many such slots.
+  virtual float* give(std::int32_t row, std::int32_t slots) = 0;
+  /// Oldest slots of a row that have a given score.
+  [[nodiscard]] virtual std::int32_t given(std::int32_t row) const = 0;
 
   /// Makes room for one row's `slots` kept slots. Returns where Machine::move() writes them; nothing on the host, where
   /// settle() does. Changes nothing visible.
@@ -65,12 +75,17 @@ class HostColumns final : public Columns {
 
   void reserve(std::int32_t slots) override;
   void append(std::span<const std::int32_t> positions) override;
+  void reserve_given(std::int32_t row, std::int32_t slots) override;
+  float* give(std::int32_t row, std::int32_t slots) override;
+  [[nodiscard]] std::int32_t given(std::int32_t row) const override {
+    return static_cast<std::int32_t>(at(row).given.size());
+  }
   ColumnTarget reserve_settled(std::int32_t row, std::int64_t slots, bool credit, bool tally) override;
   void settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit, const float* tally) override;
   void finish_event(std::int32_t room) noexcept override;
-  /// Replaces one row. `credit` and `tally` are those of its oldest slots.
+  /// Replaces one row. `credit`, `tally` and `given` are those of its oldest slots.
   void assign(std::int32_t row, std::span<const std::int32_t> positions, std::span<const float> credit,
-              std::span<const float> tally);
+              std::span<const float> tally, std::span<const float> given = {});
   void truncate(std::int32_t slots) override;
   [[nodiscard]] std::int32_t length(std::int32_t row) const override {
     return static_cast<std::int32_t>(at(row).positions.size());
@@ -88,9 +103,14 @@ class HostColumns final : public Columns {
     std::vector<std::int32_t> positions;
     std::vector<float> credit;
     std::vector<float> tally;
+    std::vector<float> given;
   };
   [[nodiscard]] const RowColumns& at(std::int32_t row) const { return rows_[static_cast<std::size_t>(row)]; }
   std::vector<RowColumns> rows_;
 };
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/core/columns-inl.h"
+#endif

@@ -2,6 +2,7 @@
 /// How much every row may keep at an event. Settled before anything is scored.
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "kvkeep/core/row.h"
@@ -11,8 +12,9 @@ namespace kvkeep {
 
 struct Limits {
   Variant variant = Variant::strict;
-  Padding padding;             ///< official only
-  std::vector<RowLimit> rows;  ///< [rows]
+  Padding padding;                                    ///< official only
+  std::vector<RowLimit> rows;                         ///< [rows]
+  std::shared_ptr<const SlotRange[]> pins = nullptr;  ///< of all rows; null: nothing is pinned
 };
 
 /// The same budget for every row, for scorers and allocators that are used without a policy.

@@ -2,11 +2,15 @@
 /// Memory of a machine: where columns, query rings and caches live, and how the host reaches them.
 
 #include <cstdint>
+#include <cstring>
 #include <memory>
+#include <new>
 #include <span>
 
 #include "kvkeep/core/device.h"
+#include "kvkeep/core/given_arrival.h"
 #include "kvkeep/core/query_arrival.h"
+#include "kvkeep/core/tensor.h"
 
 namespace kvkeep {
 
@@ -44,11 +48,71 @@ class MachineMemory {
   /// Copies new queries into their rings.
   virtual void push_queries(std::span<const QueryArrival> arrivals, const QueryLayout& layout) = 0;
 
+  /// Writes new given scores to their columns, as f32.
+  virtual void push_given(std::span<const GivenArrival> arrivals, const GivenLayout& layout) = 0;
+
   /// Copies to the host, and waits.
   virtual void read(void* to, const void* from, std::int64_t bytes) = 0;
 };
 
 /// The memory of the host. Thread safe.
 [[nodiscard]] MachineMemory& host_memory();
+
+namespace machine_memory_detail {
+
+class HostMemory final : public MachineMemory {
+ public:
+  [[nodiscard]] Device device() const override { return {}; }
+  [[nodiscard]] bool is_host() const override { return true; }
+  [[nodiscard]] bool captured() const override { return false; }
+
+  [[nodiscard]] DeviceMemory allocate(std::int64_t bytes) override {
+    constexpr std::align_val_t kAlignment{64};
+    void* const memory = ::operator new(static_cast<std::size_t>(bytes), kAlignment);
+    return {memory, {memory, [](void* held) { ::operator delete(held, kAlignment); }}};
+  }
+
+  void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t from_stride, std::int64_t bytes,
+                 std::int64_t rows) override {
+    for (std::int64_t r = 0; r < rows; ++r)
+      std::memcpy(static_cast<std::byte*>(to) + r * to_stride, static_cast<const std::byte*>(from) + r * from_stride,
+                  static_cast<std::size_t>(bytes));
+  }
+
+  void push_queries(std::span<const QueryArrival> arrivals, const QueryLayout& layout) override {
+    for (const QueryArrival& arrival : arrivals)
+      for (std::int32_t i = 0; i < arrival.tokens; ++i) {
+        const std::int32_t place = (arrival.at + i) % arrival.capacity;
+        arrival.positions[place] = arrival.position + i;
+        const std::byte* from = arrival.from + i * layout.token_stride;
+        std::byte* to = arrival.ring + place * layout.heads * layout.head_bytes;
+        for (std::int32_t h = 0; h < layout.heads; ++h)
+          std::memcpy(to + h * layout.head_bytes, from + h * layout.head_stride,
+                      static_cast<std::size_t>(layout.head_bytes));
+      }
+  }
+
+  void push_given(std::span<const GivenArrival> arrivals, const GivenLayout& layout) override {
+    with_dtype("give", layout.dtype, [&](auto type) {
+      for (const GivenArrival& arrival : arrivals)
+        for (std::int32_t t = 0; t < arrival.tokens; ++t) {
+          decltype(type) x;
+          std::memcpy(&x, arrival.from + t * layout.token_stride, sizeof x);
+          arrival.to[t] = static_cast<float>(x);
+        }
+    });
+  }
+
+  void read(void* to, const void* from, std::int64_t bytes) override {
+    std::memcpy(to, from, static_cast<std::size_t>(bytes));
+  }
+};
+
+}  // namespace machine_memory_detail
+
+inline MachineMemory& host_memory() {
+  static machine_memory_detail::HostMemory memory;
+  return memory;
+}
 
 }  // namespace kvkeep

@@ -10,6 +10,8 @@
 #include "kvkeep/core/budget.h"
 #include "kvkeep/core/cache_view.h"
 #include "kvkeep/core/model_spec.h"
+#include "kvkeep/core/pins.h"
+#include "kvkeep/core/query_view.h"
 #include "kvkeep/core/slot.h"
 
 namespace kvkeep {
@@ -25,25 +27,6 @@ namespace kvkeep {
 
 /// Whether queries are given before or after the rotary embedding.
 enum class QueryBasis : std::uint8_t { pre_rope, post_rope };
-
-/// The newest queries of one (layer, sequence), oldest first, in a ring of `ring` tokens whose oldest is at `begin`.
-struct QueryView {
-  const std::byte* data = nullptr;
-  Dtype dtype = Dtype::f32;                 ///< f32, f16 or bf16
-  std::int64_t token_stride = 0;            ///< bytes
-  std::int64_t head_stride = 0;             ///< bytes
-  const std::int32_t* positions = nullptr;  ///< i32 [ring] logical
-  std::int32_t ring = 0;                    ///< tokens the ring can hold
-  std::int32_t begin = 0;                   ///< ring index of the oldest token
-  std::int32_t count = 0;                   ///< tokens held
-
-  /// Ring index of the i-th oldest token.
-  [[nodiscard]] std::int32_t index(std::int32_t i) const { return ring == 0 ? 0 : (begin + i) % ring; }
-  [[nodiscard]] const std::byte* at(std::int32_t i, std::int32_t head) const {
-    return data + index(i) * token_stride + head * head_stride;
-  }
-  [[nodiscard]] std::int32_t position(std::int32_t i) const { return positions[index(i)]; }
-};
 
 class QueryStatistics;
 
@@ -67,7 +50,8 @@ struct RowGroup {
   const QueryStatistics* statistics = nullptr;  ///< of every query so far, if the policy asks for them; null in a trace
   std::span<const float> surprisal =
       {};  ///< nats, by logical position, of all tokens, if the policy asks for them; kNoToken in gaps
-  std::int32_t settled = 0;  ///< logical position below which every decision is final (Fold::settled)
+  std::int32_t settled = 0;                   ///< logical position below which every decision is final (Fold::settled)
+  std::span<const PositionSpan> pinned = {};  ///< ascending, disjoint: slots at these positions stay in every row
 };
 
 /// All rows of one event, in the order layer, sequence, head.
@@ -93,3 +77,7 @@ struct RowTable {
                                  std::span<const std::int32_t> due);
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/core/row-inl.h"
+#endif

@@ -52,6 +52,8 @@ struct Row {
   const float* tally = nullptr;  ///< f32 [tally_length] what an accumulating scorer gave the oldest slots at the last
                                  ///< event; 0 for the rest
   std::int32_t tally_length = 0;
+  const float* given = nullptr;  ///< f32 [given_length] scores that the engine gave the oldest slots; none for the rest
+  std::int32_t given_length = 0;
 };
 
 }  // namespace kvkeep

@@ -49,4 +49,14 @@ template <class... Parts>
   return out;
 }
 
+/// For messages: the first 80 bytes.
+[[nodiscard]] inline std::string shortened(std::string_view text) {
+  constexpr std::size_t kLongest = 80;
+  if (text.size() <= kLongest) return std::string(text);
+  std::size_t end = kLongest;
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0U) == 0x80U)
+    --end;  // not in the middle of a character
+  return std::string(text.substr(0, end)) + "...";
+}
+
 }  // namespace kvkeep

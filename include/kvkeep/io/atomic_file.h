@@ -55,3 +55,7 @@ class RemovedOnSignal {
 void remove_unfinished_files() noexcept;
 
 }  // namespace kvkeep::io
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/io/atomic_file-inl.h"
+#endif

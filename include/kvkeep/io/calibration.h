@@ -41,6 +41,8 @@ struct Calibration {
   [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const;
 };
 
+#ifndef KVKEEP_HEADER_ONLY
+
 /// The two file layouts. They hold the same numbers, and are distinguished by content, never by file name.
 enum class CalibrationLayout : std::uint8_t {
   safetensors,  ///< `q_mean` f32 [L, Hq, F, 2], `q_abs_mean` f32 [L, Hq, F]; the rest is metadata
@@ -61,4 +63,10 @@ enum class CalibrationLayout : std::uint8_t {
 /// Throws: InvalidArgument for a folder that cannot be written to, and if a layer lacks a query head that another has.
 void save_calibration(const std::filesystem::path& file, const Calibration& calibration, CalibrationLayout layout);
 
+#endif
+
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/io/calibration-inl.h"
+#endif

@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "kvkeep/core/compiled_only.h"
 #include "kvkeep/core/tensor.h"
 
 namespace kvkeep::io {

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "kvkeep/core/compiled_only.h"
 #include "kvkeep/core/tensor.h"
 
 namespace kvkeep::io {

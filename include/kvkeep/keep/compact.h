@@ -26,3 +26,7 @@ void compact_slots(const SlotAddress& side, std::span<const std::int32_t> kept);
 void compact(const RowTable& table, const KeepSet& keep, std::span<const PageMove> moves = {});
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/keep/compact-inl.h"
+#endif

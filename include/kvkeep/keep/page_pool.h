@@ -44,3 +44,7 @@ class PagePool final : public PageAllocator {
 };
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/keep/page_pool-inl.h"
+#endif

@@ -110,3 +110,7 @@ class PagedSequences {
 void copy_pages(std::span<const LayerKv> layers, std::span<const PageCopy> copies);
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/keep/paged_sequences-inl.h"
+#endif

@@ -44,3 +44,7 @@ void give_back_pages(std::span<const PageMove> moves, PageAllocator* pages);
 void take_pages(std::span<PageMove> moves, PageAllocator* pages);
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/keep/pages-inl.h"
+#endif

@@ -37,3 +37,7 @@ void select_rest(std::span<const float> scores, std::int32_t taken, std::vector<
                  std::span<std::int32_t> slots);
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/keep/select-inl.h"
+#endif

@@ -22,3 +22,7 @@ namespace kvkeep {
 [[nodiscard]] std::vector<std::int32_t> best_tokens(std::span<const float> scores, std::int64_t count);
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/layers/last_query-inl.h"
+#endif

@@ -92,3 +92,7 @@ class LayerSelector {
 };
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/layers/layer_selector-inl.h"
+#endif

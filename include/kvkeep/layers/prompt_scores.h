@@ -36,3 +36,7 @@ struct PromptScores {
 [[nodiscard]] Tensor token_mass(const Evidence& evidence, const Tensor& sums, std::int32_t window);
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/layers/prompt_scores-inl.h"
+#endif

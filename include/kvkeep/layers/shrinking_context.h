@@ -54,3 +54,7 @@ class ShrinkingContext {
 };
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/layers/shrinking_context-inl.h"
+#endif

@@ -26,3 +26,7 @@ struct TopMassOptions {
 [[nodiscard]] KeepSet keep_top_mass(const RowTable& table, const Tensor& sums, TopMassOptions options = {});
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/layers/top_mass-inl.h"
+#endif

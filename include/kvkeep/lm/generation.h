@@ -34,6 +34,7 @@ struct Request {
   bool stop_at_end = false;  ///< stop at the first end token of the model that would be fed
   bool keep_logits = false;
   bool keep_positions = false;
+  std::vector<PositionSpan> pinned = {};  ///< positions that stay through every event (Keeper::pin)
 };
 
 /// What an event did to one sequence.

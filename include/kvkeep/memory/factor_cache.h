@@ -101,3 +101,7 @@ class FactorCache {
 };
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/memory/factor_cache-inl.h"
+#endif

@@ -5,7 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "kvkeep/core/tensor.h"
+#include "kvkeep/core/dtype.h"
+#include "kvkeep/core/hd.h"
 
 namespace kvkeep {
 
@@ -37,6 +38,25 @@ struct FactorOptions {
   [[nodiscard]] std::vector<std::string> problems() const;
   void describe(Fields& f);
 };
+
+/// Share of the squares of a span's rows below which a remainder is noise.
+inline constexpr double kRoundingNoise = 1e-10;
+/// Rows as they are, not centred, are factorised if they leave out less by more than this share of the squares.
+inline constexpr double kCentringGain = 1e-6;
+
+/// Components of descending `squares` [count] that Rank::energy and Rank::max select.
+template <class Real>
+[[nodiscard]] KVKEEP_HD std::int32_t rank_of(const Real* squares, std::int32_t count, const FactorOptions& o) {
+  const std::int32_t most = o.max_rank < count ? o.max_rank : count;
+  if (o.rank != FactorOptions::Rank::energy) return most;
+  double all = 0;  // in the order of `left`
+  for (std::int32_t i = count; i-- > 0;) all += static_cast<double>(squares[i]);
+  const double allowed = o.energy * o.energy * all;
+  std::int32_t rank = count;
+  for (double left = 0; rank > 0 && left + static_cast<double>(squares[rank - 1]) <= allowed; --rank)
+    left += static_cast<double>(squares[rank - 1]);
+  return rank < most ? rank : most;
+}
 
 /// Keys or values of one span and KV head, as stored. They represent base + A B, where base is the coarse entry if
 /// centred, else 0.

@@ -157,3 +157,7 @@ class FarBlob {
 };
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/memory/far_store-inl.h"
+#endif

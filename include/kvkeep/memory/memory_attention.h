@@ -51,3 +51,7 @@ void merge_spans(OpenAttention& open, const SpanStore& spans, const Tensor& quer
                  const Tensor& zoomed);
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/memory/router.h"  // and, after it, the bodies of this file
+#endif

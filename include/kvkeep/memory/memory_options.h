@@ -65,3 +65,7 @@ struct MemoryOptions {
 };
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/memory/memory_options-inl.h"
+#endif

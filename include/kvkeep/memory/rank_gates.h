@@ -31,3 +31,7 @@ class RankGates {
 };
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/memory/rank_gates-inl.h"
+#endif

@@ -97,3 +97,7 @@ class Router {
                                    const ZoomBudget& budget, ZoomOptions::Heads heads);
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/memory/zoom.h"  // and, after it, the bodies of this file
+#endif

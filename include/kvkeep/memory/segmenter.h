@@ -101,3 +101,7 @@ struct Segments {
 [[nodiscard]] std::vector<double> span_weights(std::span<const float> surprisal);
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/memory/segmenter-inl.h"
+#endif

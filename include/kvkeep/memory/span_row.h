@@ -155,3 +155,7 @@ struct FoldTrace {
                                         FarStore& far, const RankGates* gates = nullptr, FoldTrace* trace = nullptr);
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/memory/span_store.h"  // and, after it, the bodies of this file
+#endif

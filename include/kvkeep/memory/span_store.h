@@ -56,3 +56,7 @@ class SpanStore {
 };
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/memory/factorise.h"  // and, after it, the bodies of this file
+#endif

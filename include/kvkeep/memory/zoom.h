@@ -64,3 +64,7 @@ ReadCounts read_memory(OpenAttention& open, std::span<const MemoryRow> rows, con
                        const Reading& reading, std::vector<std::vector<std::int32_t>>* opened = nullptr);
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/memory/row_zoom.h"  // and, after it, the bodies of this file
+#endif

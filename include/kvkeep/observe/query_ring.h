@@ -114,3 +114,7 @@ class QueryRing {
 };
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/observe/query_ring-inl.h"
+#endif

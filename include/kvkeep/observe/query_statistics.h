@@ -90,3 +90,7 @@ class QueryStatistics {
 };
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/score/query_block.h"  // and, after it, the bodies of this file
+#endif

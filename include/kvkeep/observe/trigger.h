@@ -39,7 +39,9 @@ struct Trigger {
   Kind kind = Kind::slack;
   Prefill prefill = Prefill::keep;
   bool never = false;
-  bool ragged = false;      ///< rows of one sequence may end up unequal
+  bool ragged = false;  ///< rows of one sequence may end up unequal
+  bool thins = false;   ///< rows within their budget lose slots as well: an event also comes every `interval`
+                        ///< decoded tokens, and with Prefill::cut and only at the end of a prompt, whatever rows hold
   std::int32_t recent = 0;  ///< with Kind::window: tokens of the local window
 
   [[nodiscard]] bool due(const Occasion& o) const {
@@ -48,10 +50,12 @@ struct Trigger {
     if (kind == Kind::window)
       return o.unsettled >= std::int64_t{recent} + (decoded == 0 || decoded < o.step ? 1 : interval);
     const std::int64_t kept = budget.resolve({o.seen}, {o.prompt}, o.slot_bytes) * o.rows;
-    if (decoded == 0 || decoded < o.step) return prefill != Prefill::keep && o.slots > kept;
+    const bool some_go = thins || o.slots > kept;
+    if (decoded == 0 || decoded < o.step) return prefill != Prefill::keep && some_go;
     if (prefill == Prefill::only) return false;
-    if (kind == Kind::counter) return o.slots > kept && decoded / interval > (decoded - o.step) / interval;
-    return o.slots >= kept + std::int64_t{interval} * o.rows;
+    const bool round = decoded / interval > (decoded - o.step) / interval;
+    if (kind == Kind::counter) return some_go && round;
+    return (thins && round) || o.slots >= kept + std::int64_t{interval} * o.rows;
   }
 
   /// Decoded tokens until the first event of a sequence that decodes one token at a time; -1 if there is none within

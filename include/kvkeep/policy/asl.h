@@ -45,7 +45,7 @@ struct AslOptions {
 class Asl final : public Prefill {
  public:
   /// Throws InvalidArgument with all of options.problems().
-  Asl(std::string name, AslOptions options, std::unique_ptr<KVPolicy> decoding, std::string json);
+  Asl(std::string name, AslOptions options, std::unique_ptr<KVPolicy> decoding, std::string json = {});
   [[nodiscard]] std::unique_ptr<PromptPass> begin_prompt(const ModelSpec& spec, std::int32_t tokens) const override;
   [[nodiscard]] const AslOptions& options() const { return options_; }
 
@@ -57,3 +57,7 @@ class Asl final : public Prefill {
 };
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/policy/asl-inl.h"
+#endif

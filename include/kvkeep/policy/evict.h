@@ -44,9 +44,9 @@ struct Retention {
 
 class Evict final : public KVPolicy {
  public:
-  /// `name` and `json` describe the policy to people and files; the registry makes them.
+  /// `name` and `json` describe the policy to people and files; the registry makes them. Keeper::save() needs `json`.
   Evict(std::string name, std::unique_ptr<Scorer> scorer, std::unique_ptr<Allocator> allocator, Retention retention,
-        std::string json);
+        std::string json = {});
 
   [[nodiscard]] std::string_view name() const override { return name_; }
   [[nodiscard]] Needs needs() const override { return needs_of(retention_, *scorer_, *allocator_); }
@@ -64,10 +64,13 @@ class Evict final : public KVPolicy {
   [[nodiscard]] const MemoryOptions* memory() const override {
     return retention_.rest == nullptr ? nullptr : &retention_.rest->memory;
   }
+  /// Pinned slots count within the budget, like sinks. Recents shrink to the room that both leave, but not below what
+  /// the scorer never drops.
+  void check_pins(std::span<const PositionSpan> pins) const override;
   [[nodiscard]] std::string to_json() const override { return json_; }
 
   /// How much every row of an event may keep, before anything is scored. Reads the shapes, lengths and positions of
-  /// `evidence`, not the cached data.
+  /// `evidence`, not the cached data. Throws InvalidArgument if pinned slots do not fit into a budget.
   [[nodiscard]] Limits limits(const Evidence& evidence) const;
 
   [[nodiscard]] const Retention& retention() const { return retention_; }
@@ -78,6 +81,7 @@ class Evict final : public KVPolicy {
   [[nodiscard]] Demand demand(const Needs& needs) const {
     return {name_, needs, *scorer_, *allocator_, retention_.share};
   }
+  void require_room(const RowGroup& group, std::int32_t sinks, std::int32_t pinned, std::int32_t budget) const;
 
   std::string name_;
   std::unique_ptr<Scorer> scorer_;
@@ -87,3 +91,7 @@ class Evict final : public KVPolicy {
 };
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/policy/evict-inl.h"
+#endif

@@ -11,6 +11,7 @@ class Full final : public KVPolicy {
   [[nodiscard]] Needs needs() const override { return {}; }
   [[nodiscard]] Trigger trigger() const override { return {.budget = {}, .never = true}; }
   [[nodiscard]] Decision decide(Machine&, const Evidence&) const override { return {}; }
+  void check_pins(std::span<const PositionSpan>) const override {}
   [[nodiscard]] std::string to_json() const override { return R"({"policy": "full"})"; }
 };
 

@@ -18,7 +18,7 @@ struct GemFilterOptions {
 
 class GemFilter final : public Prefill {
  public:
-  GemFilter(GemFilterOptions options, std::unique_ptr<KVPolicy> decoding, std::string json);
+  GemFilter(GemFilterOptions options, std::unique_ptr<KVPolicy> decoding, std::string json = {});
   [[nodiscard]] std::unique_ptr<PromptPass> begin_prompt(const ModelSpec& spec, std::int32_t tokens) const override;
 
  protected:
@@ -29,3 +29,7 @@ class GemFilter final : public Prefill {
 };
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/policy/gemfilter-inl.h"
+#endif

@@ -12,8 +12,10 @@
 #include "kvkeep/core/cache_view.h"
 #include "kvkeep/core/columns.h"
 #include "kvkeep/core/model_spec.h"
+#include "kvkeep/core/pins.h"
 #include "kvkeep/keep/pages.h"
 #include "kvkeep/observe/attended.h"
+#include "kvkeep/observe/given_scores.h"
 #include "kvkeep/observe/observation.h"
 #include "kvkeep/observe/query_ring.h"
 #include "kvkeep/observe/query_statistics.h"
@@ -145,6 +147,7 @@ class Keeper {
   void join(SequenceId sequence, std::int32_t tokens = 0, std::int32_t prompt = -1);
   /// A sequence ends, at any point: the keeper forgets everything about it.
   void leave(SequenceId sequence);
+#ifndef KVKEEP_HEADER_ONLY
   /// Writes the keeper's state of a sequence to a file (docs/state.md), whole or not at all; the sequence continues.
   /// The engine must save its rows of the cache. Call it between steps; if queries are kept, once every full layer has
   /// been observed. Throws: StateError for an unknown sequence, in the middle of a step, and while its prompt narrows;
@@ -157,8 +160,23 @@ class Keeper {
   /// that differs; Unsupported on a device; as FarStore::put does. The keeper is unchanged if it throws. Cost: one read
   /// of the file, and putting its far bytes into the far store.
   void restore(SequenceId sequence, const std::filesystem::path& file);
+#endif
   /// leave(), then join().
   void reset(SequenceId sequence);
+  /// Pins logical positions [begin, end): whatever their slots score, they stay in every row, and do not fold, until
+  /// they are unpinned or truncated away. Tokens may still be to come. Pinned slots count within the budget. Throws,
+  /// and changes nothing: StateError for an unknown sequence and for positions that an event has dropped from some row;
+  /// InvalidArgument for a span that is empty or not within [0, kMostPositions), and if sinks, pinned positions and the
+  /// slots that the policy's scorer never drops exceed the budget; Unsupported on a device, and under policies that
+  /// narrow prompts, of variant official, or without protected slots. Budgets that depend on length (ratio, bytes,
+  /// protect_prompt) are checked by plan(), which throws InvalidArgument before anything is written. Cost: O(spans),
+  /// plus a look-up in every row; a span more in every row of an event.
+  void pin(SequenceId sequence, std::int64_t begin, std::int64_t end);
+  /// Positions [begin, end) compete again from the next event on. Those that are not pinned may be among them. Throws
+  /// as pin() does for an unknown sequence and for a wrong span.
+  void unpin(SequenceId sequence, std::int64_t begin, std::int64_t end);
+  /// Ascending, neither overlapping nor touching. Valid until the next call.
+  [[nodiscard]] std::span<const PositionSpan> pinned(SequenceId sequence) const { return at(sequence).pins.spans(); }
   [[nodiscard]] bool knows(SequenceId sequence) const { return sequences_.contains(sequence); }
 
   /// Records the new tokens of one layer. Call it in every full layer, or in one of them if the policy needs no
@@ -190,6 +208,16 @@ class Keeper {
   /// observed tokens, including cached ones, need it before step(). Other policies ignore it. Throws InvalidArgument
   /// for more values than such tokens.
   void surprise(SequenceId sequence, std::span<const float> nats);
+
+  /// Scores of the engine's own, such as those that a gate learned (policies over `given`). Call it in every full
+  /// layer, at any time between observe() of the tokens and step(): for each sequence, scores of its oldest slots in
+  /// that layer that have none yet, cached tokens included. Before step(), every slot needs its score. A score belongs
+  /// to its slot: it moves with it, goes with truncate(), and is saved with the sequence. Other policies ignore it, and
+  /// so do layers that are not full. Throws: StateError for a sequence that never joined; InvalidArgument for a wrong
+  /// layer, indptr, shape, dtype or device, a duplicate sequence, missing scores, more tokens than have none, and NaN
+  /// (on a device NaN is not looked for: it ranks last). If it throws, nothing is recorded for any sequence. Cost:
+  /// reads and writes the scores once.
+  void give(const GivenScores& scores);
 
   /// Under a policy that folds: call it in every full layer of every step, once attention has run over the rows, with
   /// the arguments of observe() but queries after RoPE. Merges the folded spans of each sequence into `attended`, in
@@ -228,8 +256,9 @@ class Keeper {
 
   /// Takes back the newest tokens (speculative decoding): the sequence is `logical_length` tokens long afterwards, and
   /// the engine must shorten its cache to match. Either exact or a StateError: it cannot go back past the last event,
-  /// or further than the query ring remembers. The next position is the one after the last remaining token. If a prompt
-  /// that had ended loses tokens, it becomes as long as the remaining sequence.
+  /// or further than the query ring remembers. The next position is the one after the last remaining token; positions
+  /// from there on are no longer pinned. If a prompt that had ended loses tokens, it becomes as long as the remaining
+  /// sequence.
   void truncate(SequenceId sequence, std::int64_t logical_length);
 
   /// Tokens seen; the position of the next one. Never shrinks at an event.
@@ -277,16 +306,22 @@ class Keeper {
     std::vector<SpanRow> memory = {};                    ///< [rows] if the policy folds; else empty
     std::vector<std::vector<std::int32_t>> opened = {};  ///< [rows] spans that the newest query opened
     std::vector<std::int64_t> viewed = {};  ///< [full layers] logical length when the layer last read its folded spans
+    Pins pins = {};
   };
   [[nodiscard]] const Sequence& at(SequenceId sequence) const;
   [[nodiscard]] std::int32_t row_of(std::int32_t layer, std::int32_t head) const;
   [[nodiscard]] const Sequence& once(const char* operation, SequenceId sequence) const;
-  void check_sequences(const char* operation, const Observation& observation) const;
+  void check_sequences(const char* operation, std::span<const SequenceId> sequences,
+                       std::span<const std::int32_t> indptr) const;
   void check_statistics(const Observation& observation, std::size_t i, const Sequence& sequence,
                         std::span<const std::int32_t> positions) const;
   void check_places(const CacheView& view) const;
   void check_pages(const CacheView& view, const RowTable& table) const;
   void check(const Observation& observation) const;
+  [[nodiscard]] std::int32_t not_given(const Sequence& sequence, std::int32_t layer) const;
+  void require_given(const char* operation, SequenceId id, const Sequence& sequence, std::int32_t layer) const;
+  void check_numbers(const GivenScores& scores) const;
+  void check(const GivenScores& scores) const;
   void find_positions(const Observation& observation, std::size_t i, const Sequence& sequence);
   void make_room(const Observation& observation);
   [[nodiscard]] std::optional<Unscored> unscored(SequenceId id, const Sequence& sequence) const;
@@ -313,10 +348,16 @@ class Keeper {
   void settle_folded(const Plan& plan, const CacheView& view, std::vector<SpanRow> folded, Report& report) noexcept;
   void check_attended(const Observation& observation, const Attended& attended) const;
   void bring_next(std::span<const SequenceId> sequences, std::int32_t index) const;
+#ifndef KVKEEP_HEADER_ONLY
   void require_saveable(SequenceId sequence, const Sequence& s) const;
   void restore_columns(Sequence& s, const StateFile& state) const;
   void restore_queries(Sequence& s, const StateFile& state) const;
   void restore_memory(SequenceId id, Sequence& s, const StateFile& state) const;
+  void restore_pins(Sequence& s, const StateFile& state) const;
+#endif
+  [[nodiscard]] PositionSpan span_of(const char* operation, SequenceId sequence, std::int64_t begin,
+                                     std::int64_t end) const;
+  void require_held(SequenceId sequence, const Sequence& s, PositionSpan span) const;
   struct LayerPlan;
   [[nodiscard]] LayerPlan plan_layer(Sequence& sequence, const Observation& observation, std::size_t i,
                                      const CacheView& view) const;
@@ -342,6 +383,7 @@ class Keeper {
   std::vector<std::int32_t> positions_;                    ///< scratch of observe()
   std::vector<Begun> begun_;                               ///< also scratch: prompts that begin with this step
   std::vector<QueryArrival> arrivals_;                     ///< also scratch, on a device
+  std::vector<GivenArrival> given_;                        ///< also scratch, of give()
   std::shared_ptr<QueryStatistics::Workspace> workspace_;  ///< also scratch, if the policy asks for statistics
   mutable std::uint64_t mark_ = 0;             ///< of the current call: whatever carries it was already seen
   mutable std::vector<const Sequence*> met_;   ///< the sequences of the current observation, in its order
@@ -350,3 +392,12 @@ class Keeper {
 };
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/policy/fold-inl.h"
+#include "kvkeep/policy/give-inl.h"
+#include "kvkeep/policy/keeper-inl.h"
+#include "kvkeep/policy/keeper_observe-inl.h"
+#include "kvkeep/policy/narrow-inl.h"
+#include "kvkeep/policy/pin-inl.h"
+#endif

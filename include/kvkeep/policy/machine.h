@@ -107,3 +107,7 @@ class Machine {
 [[nodiscard]] Machine& host();
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/policy/policy.h"  // and, after it, the bodies of this file
+#endif

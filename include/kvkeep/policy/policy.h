@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -23,6 +24,7 @@ struct Provided {
   std::vector<Tensor> output_projections = {};  ///< [num_layers] W_o, f32, f16 or bf16 [hidden, Hq * Dv]; undefined for
                                                 ///< layers that are not full; empty: not supplied
   bool surprisal = false;                       ///< Keeper::surprise() is called before step()
+  bool given_scores = false;                    ///< Keeper::give() is called in every full layer, before step()
   bool reads_folded = false;                    ///< Keeper::view() is called after each layer's attention
   std::shared_ptr<FarStore> far_store = nullptr;  ///< stores the factors of folded spans; may serve several keepers.
                                                   ///< Null: the keeper makes its own, as the policy says
@@ -66,12 +68,20 @@ class KVPolicy {
   /// not say otherwise run on the host.
   [[nodiscard]] virtual std::vector<std::string> problems_on(const Machine& machine, const ModelSpec& spec) const;
 
-  /// Decides for all rows of `evidence` together. Writes nothing. A row that is not over its budget keeps every slot.
+  /// Decides for all rows of `evidence` together. Writes nothing. A row that is not over its budget keeps every slot,
+  /// unless trigger().thins.
   /// Throws: InvalidArgument if the evidence lacks what needs() names; Unsupported for a device or dtype without a
   /// kernel.
   [[nodiscard]] virtual Decision decide(Machine& machine, const Evidence& evidence) const = 0;
   /// The same on the host.
   [[nodiscard]] Decision decide(const Evidence& evidence) const { return decide(host(), evidence); }
+
+  /// Throws if slots at these positions (ascending, disjoint, some perhaps still to come) cannot stay through its
+  /// events: InvalidArgument if they do not fit into its budget, as far as that is known before an event, Unsupported
+  /// under policies that do not say otherwise. Decisions find the spans in RowGroup::pinned.
+  virtual void check_pins(std::span<const PositionSpan>) const {
+    refuse<Unsupported>("pin: ", name(), " has no protected slots; allowed full, sekv and evicting policies");
+  }
 
   /// True if it also acts while a prompt runs through the layers: the engine then calls Keeper::narrow().
   [[nodiscard]] virtual bool narrows() const { return false; }
@@ -91,3 +101,7 @@ class KVPolicy {
 };
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/policy/host-inl.h"
+#endif

@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "kvkeep/policy/policy.h"
@@ -14,7 +15,7 @@ class Prefill : public KVPolicy {
  public:
   /// `decoding` decides after the prompt: any policy that does not narrow. `name` and `json` describe the whole policy
   /// to people and files; the registry makes them.
-  Prefill(std::string name, std::unique_ptr<KVPolicy> decoding, std::string json);
+  Prefill(std::string name, std::unique_ptr<KVPolicy> decoding, std::string json = {});
 
   [[nodiscard]] std::string_view name() const override { return name_; }
   [[nodiscard]] Needs needs() const override { return decoding_->needs(); }
@@ -26,6 +27,10 @@ class Prefill : public KVPolicy {
   }
   [[nodiscard]] const MemoryOptions* memory() const override { return decoding_->memory(); }
   [[nodiscard]] bool narrows() const override { return true; }
+  void check_pins(std::span<const PositionSpan>) const override {
+    refuse<Unsupported>("pin: ", name_, " narrows prompts, and ranks alone say which tokens continue; allowed under ",
+                        "policies that do not narrow");
+  }
   [[nodiscard]] std::string to_json() const override { return json_; }
 
   [[nodiscard]] const KVPolicy& decoding() const { return *decoding_; }
@@ -39,5 +44,26 @@ class Prefill : public KVPolicy {
   std::unique_ptr<KVPolicy> decoding_;
   std::string json_;
 };
+
+inline Prefill::Prefill(std::string name, std::unique_ptr<KVPolicy> decoding, std::string json)
+    : name_(std::move(name)), decoding_(std::move(decoding)), json_(std::move(json)) {
+  KVKEEP_REQUIRE(decoding_ != nullptr, name_,
+                 ": decode: policy must not be null; allowed one that decides after the prompt, such as full");
+  KVKEEP_REQUIRE(!decoding_->narrows(), name_, ": decode: ", decoding_->name(),
+                 " acts on prompts itself; allowed a policy that decides after them");
+}
+
+inline std::vector<std::string> Prefill::problems(const ModelSpec& spec) const {
+  std::vector<std::string> found = misfits(spec);
+  if (static_cast<std::int32_t>(spec.full_layers().size()) != spec.num_layers())
+    found.push_back(text("layers: ", name_, " drops token rows, but ",
+                         spec.num_layers() - static_cast<std::int32_t>(spec.full_layers().size()), " of ",
+                         spec.num_layers(), " layers are not full attention; allowed models with full layers only"));
+  if (decoding_->needs().surprisal)
+    found.push_back(text("decode: ", decoding_->name(), " reads the surprisal of every token, but tokens that ", name_,
+                         " drops never reach the last layer; allowed a policy that does not read it"));
+  for (std::string& one : decoding_->problems(spec)) found.push_back(std::move(one));
+  return found;
+}
 
 }  // namespace kvkeep

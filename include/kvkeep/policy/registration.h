@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "kvkeep/allot/allocator.h"
+#include "kvkeep/core/compiled_only.h"
 #include "kvkeep/core/fields.h"
 #include "kvkeep/policy/evict.h"
 #include "kvkeep/policy/policy.h"

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "kvkeep/core/compiled_only.h"
 #include "kvkeep/policy/policy.h"
 
 namespace kvkeep {

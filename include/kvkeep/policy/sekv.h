@@ -33,7 +33,7 @@ class Sekv final : public KVPolicy {
  public:
   /// `json` describes the policy to people and files; the registry makes it. Throws InvalidArgument for options that
   /// are not allowed.
-  Sekv(SekvOptions options, std::string json);
+  Sekv(SekvOptions options, std::string json = {});
 
   [[nodiscard]] std::string_view name() const override { return "sekv"; }
   [[nodiscard]] Needs needs() const override { return {.keys = true, .values = true, .surprisal = true}; }
@@ -51,6 +51,8 @@ class Sekv final : public KVPolicy {
   /// window since, cut as a separate run by the threshold of the first time. The pieces are the same in all layers and
   /// heads. Throws InvalidArgument without surprisal, and if rows of one sequence differ.
   [[nodiscard]] Decision decide(Machine&, const Evidence& evidence) const override;
+  /// Pinned tokens stay beside the anchors and count as entries in reach.
+  void check_pins(std::span<const PositionSpan> pins) const override;
   [[nodiscard]] std::string to_json() const override { return json_; }
 
   [[nodiscard]] const SekvOptions& options() const { return options_; }
@@ -69,3 +71,7 @@ class Sekv final : public KVPolicy {
 };
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/policy/sekv-inl.h"
+#endif

@@ -107,3 +107,7 @@ class DecodeFidelity {
 };
 
 }  // namespace kvkeep::report
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/report/fidelity-inl.h"
+#endif

@@ -53,3 +53,7 @@ struct Bootstrap {
 [[nodiscard]] Interval bootstrap_difference(RatioStrata a, RatioStrata b, const Bootstrap& options = {});
 
 }  // namespace kvkeep::report
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/report/intervals-inl.h"
+#endif

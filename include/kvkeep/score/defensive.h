@@ -1,8 +1,11 @@
 #pragma once
 /// DefensiveKV: the attention that a slot got in the worst case, not on average. Source: "Taming the Fragility of KV
-/// Cache Eviction in LLM Inference" (Feng et al., arXiv 2510.13334): worst-case risk estimation, then a floor at the
-/// row's mean. With `criticalkv-defensive,allocator.heads=adaptive` it is the published DefensiveKV. Differs: each
-/// query at its own logical position; the window's slots are protected as a set; fp32.
+/// Cache Eviction in LLM Inference" (Feng et al., arXiv 2510.13334) and its code: worst-case risk estimation, then a
+/// floor at the row's mean. Differs: each query at its own logical position; the window's slots are protected as a set;
+/// fp32. What comes after the floor is up to the allocator, and the published DefensiveKV is nearest to
+/// `criticalkv-defensive,allocator.heads=adaptive`. That differs from it: the score alone decides half of the budget
+/// (`first_stage`), not the slots that hold 90 % of the window's mean attention; after that scores are weighed by the
+/// norm of W_o V, not by its share among the layer's heads. Its layer-wise form has no allocator here.
 
 #include <algorithm>
 #include <numeric>
@@ -40,7 +43,7 @@ class Defensive final : public Scorer {
 
   /// g[t] = max(worst[t], mean of worst) for slots older than the newest min(window, seen, length - 1, budget) queries,
   /// 0 for the rest; g[t] = t if no query was seen. worst: history_attention with WindowReduce::worst. Cost and
-  /// workspace: history_attention.
+  /// workspace: history_attention over whole rows.
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, const WindowAttention&) const override {
     const RowTable& table = evidence.table;
     const std::vector<RowWindow> windows = row_windows(evidence, limits, options_.window, false);

@@ -86,3 +86,7 @@ class Expected final : public Scorer {
 };
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/score/expected-inl.h"
+#endif

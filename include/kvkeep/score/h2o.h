@@ -4,7 +4,13 @@
 /// updated at events, from the newest `window` queries, instead of at every step; mean over the query heads of a KV
 /// head (published: no groups); per sequence (published: summed over the batch); fp32.
 
+#include <algorithm>
+
+#include "kvkeep/core/partition_point.h"
+#include "kvkeep/core/require_host.h"
 #include "kvkeep/score/scorer.h"
+#include "kvkeep/score/window_attention.h"
+#include "kvkeep/simd/attention_lanes.h"
 
 namespace kvkeep {
 
@@ -40,10 +46,34 @@ class H2O final : public Scorer {
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits,
                              const WindowAttention& seen) const override;
 
+  /// Queries whose own slot came after the last event, `window` at most. Their positions ascend.
+  [[nodiscard]] KVKEEP_HD static std::int32_t new_queries(const Row& row, const QueryView& queries,
+                                                          std::int32_t window) {
+    if (row.tally_length >= row.length) return 0;
+    const std::int32_t since = row.tally_length == 0 ? 0 : row.positions[row.tally_length];
+    const std::int32_t oldest = queries.count < window ? 0 : queries.count - window;
+    return queries.count -
+           partition_point(oldest, queries.count, [&](std::int32_t i) { return queries.position(i) < since; });
+  }
+
   [[nodiscard]] const H2OOptions& options() const { return options_; }
 
  private:
   H2OOptions options_;
 };
+
+inline Scores H2O::score(const Evidence& evidence, const Limits&, const WindowAttention&) const {
+  require_host("h2o", evidence.table.device);
+  const RowTable& table = evidence.table;
+  const auto heads = static_cast<std::size_t>(evidence.spec.kv_heads);
+  std::vector<RowWindow> windows(table.rows.size());
+  for (std::size_t r = 0; r < windows.size(); ++r)
+    windows[r] = {new_queries(table.rows[r], table.groups[r / heads].queries, options_.window), table.rows[r].length};
+  Scores scores{attention_sum(evidence, windows)};
+  float* g = scores.data.data<float>();
+  for (const Row& row : table.rows)
+    if (row.tally != nullptr) cpu::add_scaled(g + row.first, row.tally, 1.0F, std::min(row.tally_length, row.length));
+  return scores;
+}
 
 }  // namespace kvkeep

@@ -3,7 +3,14 @@
 /// for Long-Context LLM Inference in Resource-Constrained Environments" (Park et al.). Differs: the whole row at each
 /// event instead of block by block; protects nothing by itself.
 
+#include <algorithm>
+#include <cmath>
+
+#include "kvkeep/core/hd.h"
+#include "kvkeep/core/parallel.h"
+#include "kvkeep/core/require_host.h"
 #include "kvkeep/score/scorer.h"
+#include "kvkeep/simd/key_lanes.h"
 
 namespace kvkeep {
 
@@ -24,8 +31,86 @@ class KeyDiff final : public Scorer {
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits,
                              const WindowAttention& seen) const override;
 
+  /// Norms are at least so large: where a key becomes a direction, and in a cosine.
+  static constexpr float kLeastForDirection = 1e-12F, kLeastForCosine = 1e-8F;
+  /// 1 / |k|, which makes a key a direction.
+  [[nodiscard]] KVKEEP_HD static float direction_weight(float norm) {
+    return 1.0F / (norm < kLeastForDirection ? kLeastForDirection : norm);
+  }
+  /// |a|, from the sum of its squares.
+  [[nodiscard]] KVKEEP_HD static float anchor_norm(double squares) {
+    const auto norm = static_cast<float>(std::sqrt(squares));
+    return kLeastForCosine < norm ? norm : kLeastForCosine;
+  }
+  /// g of a key, from k.a, |k| and anchor_norm().
+  [[nodiscard]] KVKEEP_HD static float score_of(float dot, float norm, float anchor_norm) {
+    return 0.0F - dot / ((norm < kLeastForCosine ? kLeastForCosine : norm) * anchor_norm);
+  }
+
   /// Bytes for the mean, its fp32 copy and the weights of one block of keys.
   [[nodiscard]] static std::int64_t workspace_bytes(std::int64_t dim);
 };
+
+namespace keydiff_detail {
+
+/// Buffers of one thread.
+struct Scratch {
+  explicit Scratch(std::int64_t dim)
+      : sum(static_cast<std::size_t>(dim)),
+        anchor(static_cast<std::size_t>(dim)),
+        block(static_cast<std::size_t>(cpu::kKeyBlock)) {}
+  std::vector<double> sum;
+  std::vector<float> anchor;
+  std::vector<float> block;  ///< weights, then dots
+};
+
+/// Writes norms of all keys to `norms`, and the mean of their directions to scratch.anchor.
+inline void find_anchor(const cpu::Keys& keys, std::int64_t length, float* norms, Scratch& scratch) {
+  std::fill(scratch.sum.begin(), scratch.sum.end(), 0.0);
+  for (std::int64_t t = 0; t < length; t += cpu::kKeyBlock) {
+    const std::int64_t end = std::min(t + cpu::kKeyBlock, length);
+    cpu::key_norms(keys, t, end, norms + t);
+    std::transform(norms + t, norms + end, scratch.block.begin(), KeyDiff::direction_weight);
+    cpu::add_weighted_keys(keys, t, end, scratch.block.data(), scratch.sum.data());
+  }
+  std::transform(scratch.sum.begin(), scratch.sum.end(), scratch.anchor.begin(),
+                 [&](double x) { return static_cast<float>(x / static_cast<double>(length)); });
+}
+
+}  // namespace keydiff_detail
+
+inline std::int64_t KeyDiff::workspace_bytes(std::int64_t dim) {
+  return dim * static_cast<std::int64_t>(sizeof(double) + sizeof(float)) +
+         cpu::kKeyBlock * static_cast<std::int64_t>(sizeof(float));
+}
+
+inline Scores KeyDiff::score(const Evidence& evidence, const Limits& limits, const WindowAttention&) const {
+  require_host("keydiff", evidence.table.device);
+  const RowTable& table = evidence.table;
+  with_dtype("keydiff", table.key_dtype, [](auto) {});
+  Scores scores{empty({table.slots}, Dtype::f32)};
+  float* out = scores.data.data<float>();
+  parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+    keydiff_detail::Scratch scratch(evidence.spec.key_dim);
+    for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r) {
+      if (!limits.rows[r].due) continue;
+      const Row& row = table.rows[r];
+      const cpu::Keys keys{row.keys, table.key_dtype, evidence.spec.key_dim};
+      float* g = out + row.first;
+      keydiff_detail::find_anchor(keys, row.length, g, scratch);
+      double square = 0;
+      for (const float x : scratch.anchor) square += static_cast<double>(x) * static_cast<double>(x);
+      const float norm = anchor_norm(square);
+      const std::int64_t last = (row.length - 1) / cpu::kKeyBlock * cpu::kKeyBlock;
+      for (std::int64_t t = last; t >= 0; t -= cpu::kKeyBlock) {
+        const std::int64_t n = std::min(cpu::kKeyBlock, row.length - t);
+        cpu::key_dots(keys, t, t + n, scratch.anchor.data(), scratch.block.data());
+        for (std::int64_t i = 0; i < n; ++i)
+          g[t + i] = score_of(scratch.block[static_cast<std::size_t>(i)], g[t + i], norm);
+      }
+    }
+  });
+  return scores;
+}
 
 }  // namespace kvkeep

@@ -2,7 +2,12 @@
 /// Knorm: keys of small norm stay. Source: "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression"
 /// (Devoto et al.). Differs: nothing; the policy protects sinks and recent slots.
 
+#include <algorithm>
+
+#include "kvkeep/core/parallel.h"
+#include "kvkeep/core/require_host.h"
 #include "kvkeep/score/scorer.h"
+#include "kvkeep/simd/key_lanes.h"
 
 namespace kvkeep {
 
@@ -21,5 +26,23 @@ class Knorm final : public Scorer {
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits,
                              const WindowAttention& seen) const override;
 };
+
+inline Scores Knorm::score(const Evidence& evidence, const Limits& limits, const WindowAttention&) const {
+  require_host("knorm", evidence.table.device);
+  const RowTable& table = evidence.table;
+  with_dtype("knorm", table.key_dtype, [](auto) {});
+  Scores scores{empty({table.slots}, Dtype::f32)};
+  float* out = scores.data.data<float>();
+  parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+    for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r) {
+      if (!limits.rows[r].due) continue;
+      const Row& row = table.rows[r];
+      float* g = out + row.first;
+      cpu::key_norms({row.keys, table.key_dtype, evidence.spec.key_dim}, 0, row.length, g);
+      std::transform(g, g + row.length, g, [](float norm) { return -norm; });
+    }
+  });
+  return scores;
+}
 
 }  // namespace kvkeep

@@ -1,5 +1,5 @@
 #pragma once
-/// Random: the baseline that any scorer must beat.
+/// Random: the baseline that any scorer must beat, and Random Attention, which draws anew at every event.
 
 #include <cstdint>
 
@@ -10,7 +10,7 @@ namespace kvkeep {
 
 struct RandomOptions {
   std::int64_t seed = 0;
-  static constexpr bool kReadsPositionsAlone = true;
+  static constexpr bool kReadsColumnsAlone = true;
 
   void describe(Fields& f) {
     f.integer("seed", seed, 0, INT64_MAX, "a slot's draw follows from the seed, its layer, head and logical position");
@@ -28,6 +28,40 @@ struct RandomOptions {
 class RandomScorer final : public RowScorer<RandomScorer, RandomOptions> {
  public:
   static constexpr ScorerTraits traits{.name = "random", .what = "random slots: the baseline", .source = "none"};
+  using RowScorer::RowScorer;
+};
+
+struct RandomAttentionOptions {
+  std::int64_t seed = 0;
+  static constexpr bool kReadsColumnsAlone = true;
+
+  void describe(Fields& f) {
+    f.integer("seed", seed, 0, INT64_MAX,
+              "a slot's draw follows from the seed, its layer, head and logical position, and the newest position");
+  }
+
+  /// g[t] in [0, 1), from (seed, layer, head, logical positions of t and of the newest slot) alone.
+  template <class Row, class Team>
+  KVKEEP_HD void score(const Row& row, float* g, Team team) const {
+    if (row.length() == 0) return;
+    const auto newest = static_cast<std::uint64_t>(row.position(row.length() - 1)) + 1;
+    const std::uint64_t of_event = mixed_bits(draws_of_row(seed, row.layer(), row.head()) ^ newest << 32U);
+    for (std::int32_t t = team.rank(); t < row.length(); t += team.size()) g[t] = draw(of_event, row.position(t));
+  }
+};
+
+/// The prompt and the newest slots stay, and a sample of those between them that every event draws anew and every KV
+/// head for itself. Source: "Random Attention: Rethinking KV Cache Eviction for Efficient Reasoning" (arXiv 2609.03430)
+/// and its code: with the policy's defaults the rule of `random_pp` (uniform draws, the prompt above all, the newest 64
+/// outside the draw, an event every 64 tokens). Because draws are new, a token that is not said again is gone after a
+/// few events. Differs: a prompt that does not fit raises the budget (theirs loses its end, so that at least one more
+/// slot stays); events are counted from the budget, not at lengths that 64 divides; runs can be repeated.
+class RandomAttention final : public RowScorer<RandomAttention, RandomAttentionOptions> {
+ public:
+  static constexpr ScorerTraits traits{.name = "random-attention",
+                                       .what = "the prompt, the newest 64 slots, and random ones between them",
+                                       .source = "Random Attention (arXiv 2609.03430)",
+                                       .composes = false};
   using RowScorer::RowScorer;
 };
 

@@ -8,7 +8,7 @@
 namespace kvkeep {
 
 struct RecencyOptions {
-  static constexpr bool kReadsPositionsAlone = true;
+  static constexpr bool kReadsColumnsAlone = true;
 
   void describe(Fields&) {}
 

@@ -68,6 +68,12 @@ class Rkv final : public Scorer {
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits,
                              const WindowAttention& seen) const override;
 
+  static constexpr float kFloor = 1e-8F;  ///< added to every norm
+  /// g of a slot of the history, from its pooled attention and its redundancy.
+  [[nodiscard]] KVKEEP_HD static float mix(float lambda, float attention, float redundancy) {
+    return lambda * attention - (1.0F - lambda) * redundancy;
+  }
+
   /// Bytes per thread for rows of `length` slots: (33 + dim) * length + (8 + 4 * 7 + 5 * w) * dim, dim a multiple of 4,
   /// each part rounded up to whole cache lines; w = two machine vectors (8 floats with SSE4, 16 with AVX2, 32 with
   /// AVX-512).
@@ -80,3 +86,7 @@ class Rkv final : public Scorer {
 };
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/score/rkv-inl.h"
+#endif

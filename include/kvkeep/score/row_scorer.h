@@ -41,6 +41,7 @@ class ScoredRow {
   [[nodiscard]] KVKEEP_HD std::int32_t layer() const { return row_.layer; }
   [[nodiscard]] KVKEEP_HD std::int32_t head() const { return row_.head; }
   [[nodiscard]] KVKEEP_HD std::int32_t position(std::int32_t t) const { return row_.positions[t]; }
+  [[nodiscard]] KVKEEP_HD float given(std::int32_t t) const { return row_.given[t]; }
   [[nodiscard]] KVKEEP_HD const Key* key(std::int32_t t) const { return reinterpret_cast<const Key*>(row_.keys.at(t)); }
   [[nodiscard]] KVKEEP_HD const Value* value(std::int32_t t) const {
     return reinterpret_cast<const Value*>(row_.values.at(t));
@@ -53,6 +54,16 @@ class ScoredRow {
   std::int32_t key_dim_, value_dim_;
 };
 
+/// Throws InvalidArgument if a slot of a due row has no given score.
+inline void require_given(std::string_view operation, const Evidence& evidence, const Limits& limits) {
+  for (std::size_t r = 0; r < evidence.table.rows.size(); ++r) {
+    const Row& row = evidence.table.rows[r];
+    KVKEEP_REQUIRE(!limits.rows[r].due || row.given_length == row.length, operation, ": ", row.given_length, " of the ",
+                   row.length, " slots of layer ", row.layer, ", head ", row.head,
+                   " have a given score; allowed all (Keeper::give, or the tensor \"given\" of a trace)");
+  }
+}
+
 /// `Self` derives from this, has `traits` and needs() without queries. `Body` is its options, trivially copyable, with
 ///
 ///     template <class Row, class Team>
@@ -60,7 +71,7 @@ class ScoredRow {
 ///
 /// which writes g[t] for every slot of a ScoredRow, split over the team (core/team.h). The CPU runs it with one thread
 /// per row, CUDA with one block per row if cuda/row_bodies.cu names the body. A body that reads neither keys nor values
-/// says `static constexpr bool kReadsPositionsAlone = true`, so that it is compiled once, not for every dtype.
+/// says `static constexpr bool kReadsColumnsAlone = true`, so that it is compiled once, not for every dtype.
 template <class Self, class Body>
 class RowScorer : public Scorer {
  public:
@@ -70,12 +81,14 @@ class RowScorer : public Scorer {
   [[nodiscard]] std::string_view name() const override { return Self::traits.name; }
   [[nodiscard]] const Body& options() const { return body_; }
 
-  /// Throws InvalidArgument for keys or values that needs() names and that are not f32, f16 or bf16. Workspace: none.
+  /// Throws InvalidArgument for keys or values that needs() names and that are not f32, f16 or bf16, and for given
+  /// scores that it names and that are missing. Workspace: none.
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, const WindowAttention&) const override {
     const std::string operation(name());
     require_host(operation.c_str(), evidence.table.device);
     const RowTable& table = evidence.table;
     const Needs needs = this->needs();
+    if (needs.given_scores) require_given(operation, evidence, limits);
     Scores scores{empty({table.slots}, Dtype::f32)};
     float* const out = scores.data.template data<float>();
     with_dtype(operation.c_str(), needs.keys ? table.key_dtype : Dtype::f32, [&](auto key) {

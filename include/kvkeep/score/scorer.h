@@ -21,6 +21,7 @@ struct ScorerTraits {
   std::string_view source;   ///< paper; "none" if there is none
   bool probability = false;  ///< scores are shares of attention: not negative, and comparable between heads, as AdaKV
                              ///< and CriticalKV need
+  bool comparable = false;   ///< comparable between heads in any case, negative ones too, which is enough for AdaKV
   bool composes = true;      ///< goes with allocators
 };
 

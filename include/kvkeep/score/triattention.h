@@ -55,6 +55,7 @@ class TriAttention final : public Scorer {
   TriAttention(Calibration calibration, TriAttentionOptions options = {})
       : calibration_(std::make_shared<const Calibration>(std::move(calibration))), options_(options) {}
 
+#ifndef KVKEEP_HEADER_ONLY
   /// Options with the calibration file that they name.
   [[nodiscard]] static std::unique_ptr<TriAttention> make(Fields& f) {
     const std::filesystem::path file =
@@ -63,6 +64,7 @@ class TriAttention final : public Scorer {
     options.describe(f);
     return std::make_unique<TriAttention>(f.listing() ? Calibration() : load_calibration(file), options);
   }
+#endif
 
   [[nodiscard]] std::string_view name() const override { return traits.name; }
   [[nodiscard]] Needs needs() const override { return {.keys = true, .calibration = true}; }
@@ -82,6 +84,23 @@ class TriAttention final : public Scorer {
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits,
                              const WindowAttention& seen) const override;
 
+  /// Makes a query head's raw scores comparable: `shift` is subtracted, then `factor` multiplied.
+  struct Standard {
+    float shift = 0, factor = 1;
+  };
+  /// From the `count` raw scores that are finite: their mean, and the sum of squares around it.
+  [[nodiscard]] KVKEEP_HD static Standard standard_of(double count, double mean, double squares, bool sample) {
+    double spread = 1;
+    if (count > 0 && !sample) {
+      spread = std::sqrt(squares / count);
+      spread = spread < 1e-6 ? 1e-6 : spread;
+    } else if (count > 1) {
+      spread = std::sqrt(squares / (count - 1));
+      if (spread < 1e-8) spread = 1;
+    }
+    return {static_cast<float>(mean), static_cast<float>(1.0 / spread)};
+  }
+
   /// Bytes per thread for a row of `length` slots: G raw scores per slot, the columns of the products, two vectors of
   /// keys as f32 with the moduli of their pairs, and one sum per query head for these keys. 4 (G length + G F (2
   /// offsets + 1) + 2 L (3 F + G)), L: lanes of a machine vector; offsets is 1 for the mean.
@@ -97,3 +116,7 @@ class TriAttention final : public Scorer {
 };
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/score/triattention-inl.h"
+#endif

@@ -50,8 +50,9 @@ enum class GroupReduce : std::uint8_t {
 /// How the window's queries are combined.
 enum class WindowReduce : std::uint8_t {
   mean,   ///< over queries and, with GroupReduce::mean_prob, query heads
-  worst,  ///< each query's shares averaged over `pool` neighbours and brought back to a sum of 1; the largest over
-          ///< queries and query heads. Source: DefensiveKV, worst-case risk estimation
+  worst,  ///< each query's shares of all that it sees, in the history averaged over `pool` neighbours and brought back
+          ///< to the sum they had there; the largest over queries and query heads. Source: the code of DefensiveKV,
+          ///< worst-case risk estimation
 };
 
 struct HistoryOptions {
@@ -63,8 +64,9 @@ struct HistoryOptions {
 
 /// Slice, then softmax: every window query's softmax over the slots [first, history) of its row alone, reduced over the
 /// group and over the window's queries; f32 [slots], 0 outside [first, history) and in rows whose window is empty.
-/// Means therefore sum to 1 over [first, history). `first`: [rows], or empty for 0 everywhere. A window's history that
-/// extends past the slots its oldest query sees ends there. Requires, throws: as window_attention. Cost: 2 * Hq * W * T
+/// Means therefore sum to 1 over [first, history). WindowReduce::worst takes the softmax over [first, length) instead.
+/// `first`: [rows], or empty for 0 everywhere. A window's history that extends past the slots its oldest query sees
+/// ends there. Requires, throws: as window_attention. Cost: 2 * Hq * W * T
 /// * D flop and one exponential per (query head, query, slot), with max_logit per (query, slot) of each KV head, per
 /// layer. Workspace per thread: history_attention_workspace() of the longest history. Rows run in parallel; a row's
 /// result depends only on the row. Source: R-KV (max_logit), RPC (mean_prob). Differs: each query at its own logical
@@ -72,10 +74,15 @@ struct HistoryOptions {
 [[nodiscard]] Tensor history_attention(const Evidence& evidence, std::span<const RowWindow> windows,
                                        HistoryOptions options = {}, std::span<const std::int32_t> first = {});
 
-/// Bytes of workspace per thread of history_attention for rows with `slots` slots between first and history and windows
-/// of `queries`: 4 * (G * W * D + p * D * w + 48 * D + (3 * p + 2) * w + (p * w + v) * slots), with max_logit 4 * w *
-/// slots more; p, w and v are as in window_attention_workspace.
+/// Bytes of workspace per thread of history_attention for rows with `slots` slots between first and history
+/// (WindowReduce::worst: and length) and windows of `queries`: 4 * (G * W * D + p * D * w + 48 * D + (3 * p + 2) * w +
+/// (p * w + v) * slots), with max_logit 4 * w * slots more; p, w and v are as in window_attention_workspace.
 [[nodiscard]] std::int64_t history_attention_workspace(const ModelSpec& spec, std::int32_t slots, std::int32_t queries,
                                                        GroupReduce group);
 
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/score/history_attention-inl.h"
+#include "kvkeep/score/window_attention-inl.h"
+#endif

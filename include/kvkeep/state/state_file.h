@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "kvkeep/core/compiled_only.h"
 #include "kvkeep/core/tensor.h"
 #include "kvkeep/io/safetensors.h"
 

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "kvkeep/core/compiled_only.h"
 #include "kvkeep/io/safetensors.h"
 #include "kvkeep/policy/policy.h"
 

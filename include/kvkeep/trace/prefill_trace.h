@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "kvkeep/core/compiled_only.h"
 #include "kvkeep/layers/prompt_scores.h"
 #include "kvkeep/trace/event_trace.h"
 

@@ -2,6 +2,7 @@
 /// Span traces: keys, values, surprisal and decode queries of one layer, replayed without the model. The file format is
 /// docs/trace-format.md.
 
+#include "kvkeep/core/compiled_only.h"
 #include "kvkeep/trace/event_trace.h"
 
 namespace kvkeep::trace {

@@ -1,0 +1,100 @@
+#pragma once
+/// Threshold: slots stay if their score is high enough, however many these are. Source: the decision of KVzap
+/// (threshold on a learned log score, the newest 128 tokens always stay) and of DMS (arXiv 2506.05345: one decision per
+/// token, carried out once it is `window` tokens old), as in kvpress's DMSPress. Differs: a budget bounds each row, and
+/// if more slots pass, the best of them stay; sinks stay; rows really shrink (the published wrapper overwrites masked
+/// keys and frees nothing); decisions are carried out at events, up to `interval` tokens after a token has left
+/// `recent`, so that rows are longer by as much; the scores of other scorers than `given` change from event to event,
+/// so a slot that once passed may go later.
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+#include <span>
+#include <vector>
+
+#include "kvkeep/allot/allocator.h"
+#include "kvkeep/core/error.h"
+#include "kvkeep/core/parallel.h"
+#include "kvkeep/core/require_host.h"
+#include "kvkeep/keep/select.h"
+
+namespace kvkeep {
+
+struct ThresholdOptions {
+  double threshold = 0;  ///< slots that score less go
+
+  void describe(Fields& f) {
+    const bool given = f.real("threshold", threshold, {-1e30, 1e30}, "slots that score less go", {}, "required");
+    KVKEEP_REQUIRE(given || f.listing(),
+                   "policy: threshold is missing; allowed a number that scores are compared with");
+  }
+};
+
+/// Per row: protected slots stay, and of the others those with a score of at least the threshold, compared as f32; NaN
+/// does not pass. If more pass than the budget has room for, the best stay: higher score, then the larger slot. Every
+/// row is due at every event (Trigger::thins).
+class Threshold final : public Allocator {
+ public:
+  using Options = ThresholdOptions;
+  static constexpr AllocatorTraits traits{.name = "threshold",
+                                          .what = "slots above a threshold stay, at most the budget",
+                                          .source = "KVzap and DMS (arXiv 2506.05345), as in kvpress"};
+
+  explicit Threshold(ThresholdOptions options) : options_(options) {}
+  [[nodiscard]] std::string_view name() const override { return "threshold"; }
+  void check(AllocatorContext& policy) const override { require_own_form(traits.name, policy, true); }
+  [[nodiscard]] bool ragged() const override { return true; }
+  [[nodiscard]] bool thins() const override { return true; }
+
+  void spread(const Evidence& evidence, std::span<const std::int32_t>, std::vector<RowLimit>& rows) const override {
+    for (std::size_t r = 0; r < rows.size(); ++r) rows[r].due = evidence.table.rows[r].length > 0;
+  }
+
+  /// Cost: O(slots). Workspace: 8 bytes per thread and slot of its longest row, if more slots pass than may stay.
+  void allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention,
+             Decision& decision) const override {
+    require_host("threshold", evidence.table.device);
+    const RowTable& table = evidence.table;
+    const float* g = scores.data.data<float>();
+    const auto rows = static_cast<std::int64_t>(table.rows.size());
+    KeepSet keep;
+    keep.indptr.assign(table.rows.size() + 1, 0);
+    const auto each_row = [&](auto&& body) {
+      parallel_for(0, rows, 1, [&](std::int64_t begin, std::int64_t end) {
+        for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r)
+          body(table.rows[r], limits.rows[r], r);
+      });
+    };
+    each_row([&](const Row& row, const RowLimit& limit, std::size_t r) {
+      keep.indptr[r + 1] = limit.due ? stay(row, limit, g + row.first) : row.length;
+    });
+    std::partial_sum(keep.indptr.begin(), keep.indptr.end(), keep.indptr.begin());
+    keep.slots = empty({keep.indptr.back()}, Dtype::i32);
+    each_row([&](const Row& row, const RowLimit& limit, std::size_t r) {
+      const std::span slots{keep.slots.data<std::int32_t>() + keep.indptr[r], static_cast<std::size_t>(keep.count(r))};
+      if (!limit.due) return std::iota(slots.begin(), slots.end(), 0);
+      std::vector<std::uint64_t> keys;
+      select({g + row.first, static_cast<std::size_t>(row.length)}, limit.guarded, keys, slots);
+    });
+    decision.keep = std::move(keep);
+  }
+
+  [[nodiscard]] const ThresholdOptions& options() const { return options_; }
+
+ private:
+  /// How many slots of a row stay: those that pass rank before all others.
+  [[nodiscard]] std::int64_t stay(const Row& row, const RowLimit& limit, const float* scores) const {
+    const auto least = static_cast<float>(options_.threshold);
+    const std::int32_t end = row.length - limit.guarded.recents;
+    const auto pass = limit.guarded.sinks < end
+                          ? std::count_if(
+                                scores + limit.guarded.sinks, scores + end, [least](float x) { return x >= least; })
+                          : 0;
+    return std::min<std::int64_t>(limit.guarded.count() + pass, std::min(limit.budget, row.length));
+  }
+
+  ThresholdOptions options_;
+};
+
+}  // namespace kvkeep

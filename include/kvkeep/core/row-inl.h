@@ -1,0 +1,202 @@
+#pragma once
+// Bodies of row.h: compiled by src/core, or where they are included under KVKEEP_HEADER_ONLY.
+
+#include <bit>
+
+#include "kvkeep/core/header_only.h"
+#include "kvkeep/core/page_allocator.h"
+#include "kvkeep/core/row.h"
+
+namespace kvkeep {
+namespace row_detail {
+
+/// One layer's tensors, dense or paged, with their dimensions by meaning.
+struct Layer {
+  const Tensor &keys, &values, &key_scales, &value_scales;
+  int place, head, slot;  ///< dimension of the batch or of the pages, of KV heads, of slots
+  bool paged;
+};
+
+inline Layer layer_of(const LayerKv& layer) {
+  if (const auto* dense = std::get_if<DenseKv>(&layer))
+    return {dense->keys, dense->values, dense->key_scales, dense->value_scales, 0, 1, 2, false};
+  const auto& pages = std::get<PagedKv>(layer);
+  const bool slot_first = pages.layout == PageLayout::slot_head;
+  return {pages.keys, pages.values,       pages.key_scales,   pages.value_scales,
+          0,          slot_first ? 2 : 1, slot_first ? 1 : 2, true};
+}
+
+/// The shape that a layer's tensors must have, in words.
+inline std::string shape_of(const Layer& layer, std::int32_t heads, std::int32_t dim) {
+  if (!layer.paged) return text("[B, ", heads, ", capacity, ", dim, "]");
+  return layer.slot == 1 ? text("[pages, page_size, ", heads, ", ", dim, "]")
+                         : text("[pages, ", heads, ", page_size, ", dim, "]");
+}
+
+inline void check_side(const char* side, const Tensor& t, const Layer& layer, std::int32_t l, const ModelSpec& spec,
+                       std::int32_t dim) {
+  KVKEEP_REQUIRE(t.defined() && t.dim() == 4, "cache: ", side, " of layer ", l, " have ", t.defined() ? t.dim() : 0,
+                 " dimensions; allowed 4 ", shape_of(layer, spec.kv_heads, dim));
+  KVKEEP_REQUIRE(t.size(layer.head) == spec.kv_heads && t.size(3) == dim, "cache: ", side, " of layer ", l,
+                 " have shape [", t.size(0), ", ", t.size(1), ", ", t.size(2), ", ", t.size(3), "]; allowed ",
+                 shape_of(layer, spec.kv_heads, dim), " as the model spec says");
+  KVKEEP_REQUIRE(t.stride(3) == 1 || dim == 1, "cache: ", side, " of layer ", l, " have stride ", t.stride(3),
+                 " in the last dimension; allowed 1");
+}
+
+inline void check_scales(const char* side, const Tensor& scales, const Tensor& rows, std::int32_t l) {
+  if (!scales.defined()) return;
+  KVKEEP_REQUIRE(scales.dim() == 3 && scales.size(0) == rows.size(0) && scales.size(1) == rows.size(1) &&
+                     scales.size(2) == rows.size(2),
+                 "cache: ", side, " of layer ", l, " do not match their rows; allowed the shape [", rows.size(0), ", ",
+                 rows.size(1), ", ", rows.size(2), "]");
+  KVKEEP_REQUIRE(scales.device() == rows.device(), "cache: ", side, " of layer ", l, " are on ", scales.device().str(),
+                 ", their rows on ", rows.device().str(), "; allowed one device");
+}
+
+/// One side of the row (place, head) of either kind of layer.
+inline SlotAddress address(const LayerKv& layer, const Tensor& side, std::int64_t place, std::int32_t head,
+                           std::int64_t start, const std::int32_t* pages) {
+  if (const auto* paged = std::get_if<PagedKv>(&layer)) return paged_address(side, paged->layout, head, pages);
+  return dense_address(side, place, head, start);
+}
+
+inline void check_table(const CacheView& view) {
+  const Tensor& table = view.block_table;
+  KVKEEP_REQUIRE(table.defined() && table.dim() == 2 && table.dtype() == Dtype::i32 &&
+                     table.size(0) == static_cast<std::int64_t>(view.sequences.size()) &&
+                     (table.size(1) <= 1 || table.stride(1) == 1),
+                 "cache: a paged layer needs a block table; allowed i32 [", view.sequences.size(),
+                 ", max_pages] with its last dimension contiguous");
+  KVKEEP_REQUIRE(table.device().is_cpu(), "cache: the block table is on ", table.device().str(),
+                 "; allowed the CPU: page numbers are host integers, like lengths");
+  for (const std::int32_t start : view.starts)
+    KVKEEP_REQUIRE(start == 0, "cache: a sequence starts at slot ", start, "; allowed 0 in pages");
+}
+
+/// The address of a side's very first slot; `slot` is the dimension of the slots. Null if the side holds none.
+inline SlotAddress first_slot(const Tensor& side, int slot) {
+  const auto bytes = side.element_size();
+  return {.base = static_cast<std::byte*>(side.bytes()),
+          .stride = side.stride(slot) * bytes,
+          .width = (side.dim() == 4 ? side.size(3) : 1) * bytes};
+}
+
+}  // namespace row_detail
+
+KVKEEP_INLINE SlotAddress dense_address(const Tensor& side, std::int64_t place, std::int64_t head, std::int64_t start) {
+  if (!side.defined()) return {};
+  SlotAddress address = row_detail::first_slot(side, 2);
+  if (address.base != nullptr)
+    address.base += (place * side.stride(0) + head * side.stride(1) + start * side.stride(2)) * side.element_size();
+  return address;
+}
+
+KVKEEP_INLINE SlotAddress paged_address(const Tensor& side, PageLayout layout, std::int64_t head,
+                                        const std::int32_t* pages) {
+  if (!side.defined()) return {};
+  const int slot = layout == PageLayout::slot_head ? 1 : 2;
+  const auto bytes = side.element_size();
+  SlotAddress address = row_detail::first_slot(side, slot);
+  if (address.base != nullptr) address.base += head * side.stride(3 - slot) * bytes;
+  address.pages = pages;
+  address.page_stride = side.stride(0) * bytes;
+  address.page_shift = std::countr_zero(static_cast<std::uint64_t>(side.size(slot)));
+  return address;
+}
+
+KVKEEP_INLINE RowTable make_rows(const ModelSpec& spec, const CacheView& view, std::span<const std::int32_t> layers,
+                                 std::span<const std::int32_t> due) {
+  const auto n = view.sequences.size();
+  KVKEEP_REQUIRE(view.layers.size() == spec.layers.size(), "cache: the view has ", view.layers.size(),
+                 " layers; allowed ", spec.layers.size(), " as the model spec says");
+  KVKEEP_REQUIRE(
+      view.lengths.rows_per_sequence == 1 || view.lengths.rows_per_sequence == spec.num_layers() * spec.kv_heads,
+      "cache: lengths have ", view.lengths.rows_per_sequence,
+      " per sequence; allowed 1, or layers * KV heads = ", spec.num_layers() * spec.kv_heads);
+  KVKEEP_REQUIRE(view.lengths.data.size() == n * static_cast<std::size_t>(view.lengths.rows_per_sequence),
+                 "cache: ", view.lengths.data.size(), " lengths for ", n, " sequences; allowed ",
+                 n * static_cast<std::size_t>(view.lengths.rows_per_sequence));
+  KVKEEP_REQUIRE(view.places.empty() || view.places.size() == n, "cache: ", view.places.size(), " places for ", n,
+                 " sequences; allowed none or one each");
+  KVKEEP_REQUIRE(view.starts.empty() || view.starts.size() == n, "cache: ", view.starts.size(), " starts for ", n,
+                 " sequences; allowed none or one each");
+
+  for (std::size_t l = 0; l < spec.layers.size(); ++l)
+    KVKEEP_REQUIRE(spec.layers[l].kind != LayerKind::sliding || !std::holds_alternative<PagedKv>(view.layers[l]),
+                   "cache: layer ", l,
+                   " has a sliding window and uses pages of the shared block table, which events cut and free; allowed "
+                   "pages in a table of your own, which kvkeep does not see (std::monostate)");
+
+  RowTable table;
+  for (const std::int32_t l : layers) {
+    KVKEEP_REQUIRE(!std::holds_alternative<std::monostate>(view.layers[static_cast<std::size_t>(l)]), "cache: layer ",
+                   l, " has no rows, but the model spec calls it a full layer");
+    const LayerKv& kv = view.layers[static_cast<std::size_t>(l)];
+    const row_detail::Layer layer = row_detail::layer_of(kv);
+    const auto& [keys, values, key_scales, value_scales, place_dim, head_dim, slot_dim, paged] = layer;
+    row_detail::check_side("keys", keys, layer, l, spec, spec.key_dim);
+    row_detail::check_side("values", values, layer, l, spec, spec.value_dim);
+    KVKEEP_REQUIRE(keys.size(0) == values.size(0) && keys.size(slot_dim) == values.size(slot_dim),
+                   "cache: keys and values of layer ", l, " differ in ",
+                   paged ? "pages or page size" : "batch or capacity", "; given [", keys.size(0), ", ",
+                   keys.size(slot_dim), "] and [", values.size(0), ", ", values.size(slot_dim), "]");
+    KVKEEP_REQUIRE(keys.device() == values.device(), "cache: keys of layer ", l, " are on ", keys.device().str(),
+                   ", values on ", values.device().str(), "; allowed one device");
+    row_detail::check_scales("key scales", key_scales, keys, l);
+    row_detail::check_scales("value scales", value_scales, values, l);
+    const std::int64_t page_size = paged ? keys.size(slot_dim) : 0;
+    if (l == layers.front()) {
+      table.key_dtype = keys.dtype();
+      table.value_dtype = values.dtype();
+      table.device = keys.device();
+      table.page_size = static_cast<std::int32_t>(page_size);
+      if (paged) row_detail::check_table(view);
+    }
+    KVKEEP_REQUIRE(!paged || is_page_size(page_size), "cache: pages of layer ", l, " hold ", page_size,
+                   " slots; allowed a power of two up to ", kLargestPage);
+    KVKEEP_REQUIRE(page_size == table.page_size, "cache: pages of layer ", l, " hold ", page_size,
+                   " slots (0: it is dense); allowed ", table.page_size, " as in the first layer");
+    KVKEEP_REQUIRE(keys.dtype() == table.key_dtype && values.dtype() == table.value_dtype, "cache: layer ", l,
+                   " holds ", keys.dtype(), " keys and ", values.dtype(), " values; allowed ", table.key_dtype, " and ",
+                   table.value_dtype, " as in the first layer");
+    KVKEEP_REQUIRE(keys.device() == table.device, "cache: layer ", l, " is on ", keys.device().str(), "; allowed ",
+                   table.device.str(), " like the first layer");
+    for (const std::int32_t i : due) {
+      const auto s = static_cast<std::size_t>(i);
+      const std::int64_t place = view.places.empty() ? i : view.places[s];
+      const std::int64_t start = view.starts.empty() ? 0 : view.starts[s];
+      KVKEEP_REQUIRE(paged || (place >= 0 && place < keys.size(0)), "cache: sequence ", view.sequences[s],
+                     " is at place ", place, " of the batch; allowed 0 to ", keys.size(0) - 1);
+      const std::int32_t* pages =
+          paged ? view.block_table.data<std::int32_t>() + i * view.block_table.stride(0) : nullptr;
+      const std::int64_t capacity = paged ? view.block_table.size(1) * page_size : keys.size(slot_dim);
+      std::int64_t longest = 0;
+      table.groups.push_back({l, i, static_cast<std::int64_t>(table.rows.size()), {}});
+      for (std::int32_t h = 0; h < spec.kv_heads; ++h) {
+        const std::int32_t length = view.lengths.at(s, l * spec.kv_heads + h);
+        KVKEEP_REQUIRE(start >= 0 && length >= 0 && start + length <= capacity, "cache: sequence ", view.sequences[s],
+                       " holds slots ", start, " to ", start + std::int64_t{length}, " of layer ", l,
+                       "; allowed up to the capacity ", capacity);
+        longest = std::max<std::int64_t>(longest, length);
+        table.rows.push_back({.layer = l,
+                              .sequence = i,
+                              .head = h,
+                              .length = length,
+                              .first = table.slots,
+                              .keys = row_detail::address(kv, keys, place, h, start, pages),
+                              .values = row_detail::address(kv, values, place, h, start, pages),
+                              .key_scales = row_detail::address(kv, key_scales, place, h, start, pages),
+                              .value_scales = row_detail::address(kv, value_scales, place, h, start, pages)});
+        table.slots += length;
+      }
+      if (!paged) continue;
+      for (std::int64_t p = 0; p * page_size < longest; ++p)
+        KVKEEP_REQUIRE(pages[p] >= 0 && pages[p] < keys.size(0), "cache: page ", p, " of sequence ", view.sequences[s],
+                       " is ", pages[p], "; layer ", l, " allows 0 to ", keys.size(0) - 1);
+    }
+  }
+  return table;
+}
+
+}  // namespace kvkeep

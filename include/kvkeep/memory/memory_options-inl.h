@@ -1,0 +1,70 @@
+#pragma once
+// Bodies of memory_options.h: compiled by src/memory, or where they are included under KVKEEP_HEADER_ONLY.
+
+#include "kvkeep/core/error.h"
+#include "kvkeep/core/fields.h"
+#include "kvkeep/core/header_only.h"
+#include "kvkeep/memory/memory_options.h"
+
+namespace kvkeep {
+
+KVKEEP_INLINE void MemoryOptions::describe(Fields& f) {
+  factors.describe(f);
+  zoom.describe(f);
+  f.flag("sketch", sketch,
+         "without a learned router: signs of every folded key stay near, and shares of attention are estimated from "
+         "them (off in traces)");
+  const auto bytes = [&f](const char* name, std::int64_t& cap, const char* what) {
+    std::int64_t given = 0;
+    if (f.integer(name, given, 0, INT64_MAX, what, {}, "-")) cap = given;
+  };
+#ifndef KVKEEP_HEADER_ONLY
+  if (const std::filesystem::path file = f.optional_file("router", "trained router and gates (kvkeep_train_router)");
+      !file.empty())
+    routing = std::make_shared<Routing>(Routing::read(file));
+#endif
+  bytes("near_bytes", near.bytes, "factors of opened spans that stay near; left out: all");
+  bytes("host_bytes", far.host_bytes, "factors in host memory, an exact cap; left out: no limit");
+  far.file =
+      f.optional_file("file", "a new file for factors that do not fit into host memory; it is removed with the run");
+  bytes("file_bytes", far.file_bytes, "factors in the file; left out: no limit");
+  f.choice("damage", damage, {{"refuse", Damage::refuse}, {"coarse", Damage::coarse}},
+           "if a span's factors can no longer be read: an error that names it, or its coarse entry is read instead");
+}
+
+KVKEEP_INLINE std::vector<std::string> MemoryOptions::problems() const {
+  std::vector<std::string> found;
+  const auto add = [&found](std::vector<std::string> more) {
+    found.insert(found.end(), std::make_move_iterator(more.begin()), std::make_move_iterator(more.end()));
+  };
+  add(factors.problems());
+  add(zoom.problems());
+  add(far.problems());
+  add(near.problems());
+  if (!(entries > 0)) found.push_back(text("entries: ", entries, "; allowed above 0"));
+  if (!(entries_share >= 0 && entries_share <= 1))
+    found.push_back(text("budget_share: ", entries_share, "; allowed from 0 (none) to 1"));
+  return found;
+}
+
+KVKEEP_INLINE std::vector<std::string> MemoryOptions::problems(const ModelSpec& spec) const {
+  std::vector<std::string> found;
+  if (spec.key_dim != spec.value_dim)
+    found.push_back(text("value_dim: ", spec.value_dim, ", but keys have ", spec.key_dim,
+                         " numbers; folded spans need keys and values of one size"));
+  if (spec.query_heads == 0)
+    found.push_back("query_heads: queries read folded spans, but the model spec does not say how many heads they have");
+  if (zoom.rule == ZoomOptions::Rule::learned && routing == nullptr)
+    found.push_back(
+        "router: missing, but zoom is learned; allowed a file of a trained router, or zoom mass or coverage");
+  if (factors.rank == FactorOptions::Rank::gates && (routing == nullptr || !routing->gates))
+    found.push_back("router: it has no gates, but rank is gates; allowed a file with gates, or rank energy or max");
+  if (gates() != nullptr && gates()->max_rank() != factors.max_rank)
+    found.push_back(text("max_rank: ", factors.max_rank, ", but the router's gates are for ", gates()->max_rank(),
+                         " components; allowed that number"));
+  if (routing != nullptr)
+    for (std::string& one : routing->problems(spec)) found.push_back(std::move(one));
+  return found;
+}
+
+}  // namespace kvkeep

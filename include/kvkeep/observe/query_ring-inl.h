@@ -1,0 +1,140 @@
+#pragma once
+// Bodies of query_ring.h: compiled by src/observe, or where they are included under KVKEEP_HEADER_ONLY.
+
+#include <algorithm>
+#include <cstring>
+
+#include "kvkeep/core/error.h"
+#include "kvkeep/core/finite.h"
+#include "kvkeep/core/header_only.h"
+#include "kvkeep/observe/query_ring.h"
+
+namespace kvkeep {
+
+KVKEEP_INLINE QueryRing::QueryRing(std::int32_t layers, std::int32_t wanted, std::int32_t query_heads,
+                                   std::int32_t key_dim, MachineMemory& memory)
+    : wanted_(wanted),
+      capacity_(wanted == 0 ? 0 : wanted + kRollback),
+      heads_(query_heads),
+      dim_(key_dim),
+      memory_(&memory),
+      layers_(static_cast<std::size_t>(layers)) {}
+
+KVKEEP_INLINE void QueryRing::allocate(Dtype dtype) {
+  dtype_ = dtype;
+  held_ = memory_->allocate(data_bytes() + std::int64_t{capacity_} * 4);
+}
+
+KVKEEP_INLINE void QueryRing::push(std::int32_t layer, const std::byte* data, Dtype dtype, std::int64_t token_stride,
+                                   std::span<const std::int32_t> positions, std::vector<QueryArrival>& arrivals) {
+  Layer& state = layers_[static_cast<std::size_t>(layer)];
+  const auto tokens = static_cast<std::int64_t>(positions.size());
+  if (capacity_ > 0) {
+    reserve(dtype);
+    std::byte* const ring = this->data() + layer * capacity_ * token_bytes();
+    const std::size_t earlier = arrivals.size();  // of other layers and sequences
+    for (std::int64_t i = std::max<std::int64_t>(0, tokens - capacity_); i < tokens; ++i) {
+      const std::int32_t position = positions[static_cast<std::size_t>(i)];
+      QueryArrival* last = arrivals.size() == earlier ? nullptr : &arrivals.back();
+      if (last != nullptr && last->position + last->tokens == position)
+        ++last->tokens;
+      else
+        arrivals.push_back({.from = data + i * token_stride,
+                            .ring = ring,
+                            .positions = this->positions(),
+                            .capacity = capacity_,
+                            .at = static_cast<std::int32_t>((state.seen + i) % capacity_),
+                            .tokens = 1,
+                            .position = position});
+    }
+  }
+  state.seen += tokens;
+  state.oldest = std::max(state.oldest, state.seen - capacity_);
+}
+
+KVKEEP_INLINE void QueryRing::push(std::int32_t layer, const std::byte* data, Dtype dtype, std::int64_t token_stride,
+                                   std::int64_t head_stride, std::span<const std::int32_t> positions) {
+  std::vector<QueryArrival> arrivals;
+  push(layer, data, dtype, token_stride, positions, arrivals);
+  memory_->push_queries(arrivals, {.heads = heads_,
+                                   .head_bytes = element_size(dtype) * dim_,
+                                   .token_stride = token_stride,
+                                   .head_stride = head_stride});
+}
+
+KVKEEP_INLINE QueryView QueryRing::view(std::int32_t layer) const {
+  const Layer& state = layers_[static_cast<std::size_t>(layer)];
+  if (held_ == nullptr) return {};
+  const auto count = static_cast<std::int32_t>(std::min<std::int64_t>(wanted_, state.seen - state.oldest));
+  return {.data = data() + layer * capacity_ * token_bytes(),
+          .dtype = dtype_,
+          .token_stride = token_bytes(),
+          .head_stride = token_bytes() / heads_,
+          .positions = positions(),
+          .ring = capacity_,
+          .begin = static_cast<std::int32_t>((state.seen - count) % capacity_),
+          .count = count};
+}
+
+KVKEEP_INLINE std::optional<std::int32_t> QueryRing::not_finite(std::int32_t layer) const {
+  if (!memory_->is_host()) return {};
+  const QueryView window = view(layer);
+  for (std::int32_t i = window.count - 1; i >= 0; --i)
+    if (!all_finite(window.at(i, 0), dtype_, std::int64_t{heads_} * dim_)) return window.position(i);
+  return {};
+}
+
+KVKEEP_INLINE bool QueryRing::can_forget(std::int64_t tokens) const {
+  return std::all_of(layers_.begin(), layers_.end(), [&](const Layer& l) {
+    const std::int64_t seen = l.seen - tokens;
+    return seen >= l.first && std::min<std::int64_t>(wanted_, seen - l.first) <= seen - l.oldest;
+  });
+}
+
+KVKEEP_INLINE void QueryRing::forget(std::int64_t tokens) {
+  for (Layer& l : layers_) l.seen -= tokens;
+}
+
+KVKEEP_INLINE QueryRing::Held QueryRing::held() const {
+  Held held{.dtype = dtype_, .layers = layers_};
+  if (held_ == nullptr) return held;
+  std::int64_t count = 0;
+  for (const Layer& l : layers_) count = std::max(count, l.seen - l.oldest);
+  const std::int64_t seen = layers_.front().seen, bytes = token_bytes();
+  for (std::int64_t token = seen - count; token < seen; ++token)
+    held.positions.push_back(positions()[token % capacity_]);
+  held.data.resize(layers_.size() * static_cast<std::size_t>(count * bytes));
+  for (std::size_t l = 0; l < layers_.size(); ++l)
+    for (std::int64_t token = layers_[l].oldest; token < seen; ++token)
+      std::memcpy(held.data.data() + (static_cast<std::int64_t>(l) * count + token - (seen - count)) * bytes,
+                  data() + (static_cast<std::int64_t>(l) * capacity_ + token % capacity_) * bytes,
+                  static_cast<std::size_t>(bytes));
+  return held;
+}
+
+KVKEEP_INLINE void QueryRing::take(const Held& held) {
+  const auto count = static_cast<std::int64_t>(held.positions.size()), bytes = element_size(held.dtype) * dim_ * heads_;
+  KVKEEP_REQUIRE(
+      held.layers.size() == layers_.size() && count <= capacity_ &&
+          static_cast<std::int64_t>(held.data.size()) == static_cast<std::int64_t>(layers_.size()) * count * bytes,
+      "query ring: ", held.layers.size(), " layers with ", held.data.size(), " bytes of ", count, " queries; allowed ",
+      layers_.size(), " layers, each with at most ", capacity_, " queries of ", bytes, " bytes");
+  const std::int64_t seen = held.layers.front().seen;
+  for (const Layer& l : held.layers)
+    KVKEEP_REQUIRE(capacity_ == 0 || (l.seen == seen && 0 <= l.first && l.first <= l.oldest && l.oldest <= seen &&
+                                      seen - l.oldest <= count && count <= seen),
+                   "query ring: a layer has seen ", l.seen, " tokens, all from ", l.first, " on, and holds those from ",
+                   l.oldest, " on; allowed ", seen, " tokens, and at most the ", count, " newest of them");
+  layers_ = held.layers;
+  if (count == 0) return;
+  allocate(held.dtype);
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::int64_t place = (seen - count + i) % capacity_;
+    positions()[place] = held.positions[static_cast<std::size_t>(i)];
+    for (std::int64_t l = 0; l < static_cast<std::int64_t>(layers_.size()); ++l)
+      std::memcpy(data() + (l * capacity_ + place) * bytes, held.data.data() + (l * count + i) * bytes,
+                  static_cast<std::size_t>(bytes));
+  }
+}
+
+}  // namespace kvkeep

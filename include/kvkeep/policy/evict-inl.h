@@ -1,0 +1,241 @@
+#pragma once
+// Bodies of evict.h: compiled by src/policy, or where they are included under KVKEEP_HEADER_ONLY.
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "kvkeep/core/header_only.h"
+#include "kvkeep/core/pinned_slots.h"
+#include "kvkeep/policy/evict.h"
+#include "kvkeep/score/window_attention.h"
+
+namespace kvkeep {
+namespace evict_detail {
+
+/// Groups the dropped slots of one row into spans, one per segment: small spans merge with the next, large ones are
+/// cut.
+inline void fold_row(const KeepSet& keep, std::size_t r, std::int32_t length, std::span<const std::int32_t> ends,
+                     const RestOptions& rest, Fold& fold) {
+  const std::span<const std::int32_t> kept = keep.row(r);
+  const std::size_t first = fold.slots.size();
+  std::vector<std::int64_t> pieces;  // ends among the dropped slots of the row
+  std::size_t next = 0, segment = 0;
+  const auto dropped = [&] { return static_cast<std::int64_t>(fold.slots.size() - first); };
+  const auto close = [&] {
+    if (dropped() - (pieces.empty() ? 0 : pieces.back()) >= rest.min_span) pieces.push_back(dropped());
+  };
+  for (std::int32_t slot = 0; slot < length; ++slot) {
+    while (segment < ends.size() && slot >= ends[segment]) ++segment, close();
+    if (next < kept.size() && kept[next] == slot)
+      ++next;
+    else
+      fold.slots.push_back(slot);
+  }
+  if (dropped() == 0) return;
+  if (pieces.empty() || dropped() - pieces.back() >= rest.min_span)
+    pieces.push_back(dropped());
+  else
+    pieces.back() = dropped();  // the last few join the previous span
+  std::int64_t begin = 0;
+  for (const std::int64_t end : pieces) {
+    const std::int64_t count = (end - begin + rest.max_span - 1) / rest.max_span;
+    for (std::int64_t i = 1; i <= count; ++i)
+      fold.spans.push_back(static_cast<std::int64_t>(first) + begin + i * (end - begin) / count);
+    begin = end;
+  }
+}
+
+inline Fold fold_rest(const RowTable& table, const Decision& decision, const RestOptions& rest) {
+  Fold fold;
+  const KeepSet& keep = *decision.keep;
+  const bool weighed = rest.weights == RestOptions::Weights::mass && decision.allotment.has_value() &&
+                       decision.allotment->mass.data.defined();
+  for (std::size_t r = 0; r < table.rows.size(); ++r) {
+    const Row& row = table.rows[r];
+    const auto first = static_cast<std::ptrdiff_t>(fold.slots.size());
+    fold_row(keep, r, row.length,
+             decision.allotment.has_value() ? std::span<const std::int32_t>(decision.allotment->ends[r])
+                                            : std::span<const std::int32_t>(),
+             rest, fold);
+    fold.indptr.push_back(static_cast<std::int64_t>(fold.spans.size()) - 1);
+    if (!weighed) continue;
+    const float* mass = decision.allotment->mass.data.data<float>() + row.first;
+    std::transform(fold.slots.begin() + first, fold.slots.end(), std::back_inserter(fold.weights),
+                   [mass](std::int32_t slot) { return mass[slot]; });
+  }
+  return fold;
+}
+
+/// Pinned slots of a row from `first` on. Positions of rows on a device are not read: none is missing there.
+inline std::int32_t pinned_from(std::int32_t first, const Row& row, const RowGroup& group) {
+  const auto spans = static_cast<std::int32_t>(group.pinned.size());
+  if (group.prompt_slots < 0) return pinned_slots(row, group.pinned.data(), spans, first);
+  return static_cast<std::int32_t>(positions_from(first, group.pinned) -
+                                   positions_from(std::max(first, group.next_position), group.pinned));
+}
+
+}  // namespace evict_detail
+
+KVKEEP_INLINE std::vector<std::string> RestOptions::problems() const {
+  std::vector<std::string> found = memory.problems();
+  if (min_span < 1) found.push_back(text("min_span: ", min_span, "; allowed 1 or more"));
+  if (max_span < 1) found.push_back(text("max_span: ", max_span, "; allowed 1 or more"));
+  return found;
+}
+
+KVKEEP_INLINE Evict::Evict(std::string name, std::unique_ptr<Scorer> scorer, std::unique_ptr<Allocator> allocator,
+                           Retention retention, std::string json)
+    : name_(std::move(name)),
+      scorer_(std::move(scorer)),
+      allocator_(std::move(allocator)),
+      retention_(retention),
+      json_(std::move(json)) {
+  const std::int64_t least = std::int64_t{retention_.sink} + std::max(scorer_->keeps_newest(), 1);
+  KVKEEP_REQUIRE(least <= INT32_MAX, "policy: sink of ", name_, " and the other slots it always keeps add up to ",
+                 least, " slots; allowed at most ", INT32_MAX);
+  if (retention_.variant == Variant::strict) retention_.recent = std::max(retention_.recent, scorer_->keeps_newest());
+  Budget& budget = retention_.trigger.budget;
+  budget.least = std::max(budget.least, retention_.sink + 1);
+  if (retention_.protect_prompt) budget.beyond_prompt = std::max(retention_.recent, 1);
+  budget.period = retention_.trigger.interval;
+  retention_.trigger.ragged = allocator_->ragged();
+  retention_.trigger.thins = allocator_->thins();
+}
+
+KVKEEP_INLINE Needs needs_of(const Retention& retention, const Scorer& scorer, const Allocator& allocator) {
+  Needs needs = scorer.needs();
+  // The published window leaves out one query that has been seen.
+  if (allocator.window() > 0) {
+    needs.queries = std::max(needs.queries, allocator.window() + (retention.variant == Variant::official ? 1 : 0));
+    needs.keys = true;
+  }
+  const Needs own = allocator.needs();
+  needs.queries = std::max(needs.queries, own.queries);
+  needs.keys = needs.keys || own.keys;
+  needs.values = needs.values || own.values;
+  needs.output_projection = needs.output_projection || own.output_projection;
+  needs.given_scores = needs.given_scores || own.given_scores;
+  return needs;
+}
+
+KVKEEP_INLINE void Evict::check_pins(std::span<const PositionSpan> pins) const {
+  KVKEEP_REQUIRE_AS(Unsupported, retention_.variant == Variant::strict, "pin: ", name_,
+                    " has variant official, and its published form pins nothing; allowed strict");
+  const Budget& budget = retention_.trigger.budget;
+  if (budget.unit != Budget::Unit::slots || retention_.protect_prompt) return;  // the event knows
+  const std::int32_t newest = std::max(scorer_->keeps_newest(), 1);
+  const std::int64_t given = positions_from(retention_.sink, pins),
+                     allowed = std::max<std::int64_t>(0, std::int64_t{budget.slots} - retention_.sink - newest);
+  KVKEEP_REQUIRE(given <= allowed, "pin: ", given, " positions behind the ", retention_.sink, " sinks of ", name_,
+                 ", whose budget is ", budget.slots, " slots, of which the newest ", newest,
+                 " always stay; allowed up to ", allowed);
+}
+
+/// Pinned slots leave room for what the scorer never drops, and for one slot at least.
+KVKEEP_INLINE void Evict::require_room(const RowGroup& group, std::int32_t sinks, std::int32_t pinned,
+                                       std::int32_t budget) const {
+  const std::int32_t newest = std::max(scorer_->keeps_newest(), 1);
+  const std::int64_t allowed = std::max<std::int64_t>(0, std::int64_t{budget} - sinks - newest);
+  KVKEEP_REQUIRE(pinned <= allowed, "pin: the sequence at index ", group.sequence, " of the step holds ", pinned,
+                 " pinned slots in layer ", group.layer, " behind ", sinks, " sinks, under ", name_,
+                 ", whose budget is now ", budget, " slots, of which the newest ", newest,
+                 " always stay; allowed up to ", allowed, ": unpin some, or end the sequence");
+}
+
+KVKEEP_INLINE Limits Evict::limits(const Evidence& evidence) const {
+  const RowTable& table = evidence.table;
+  const auto heads = static_cast<std::size_t>(evidence.spec.kv_heads);
+  Limits limits{retention_.variant, retention_.variant == Variant::official ? scorer_->padding() : Padding{},
+                std::vector<RowLimit>(table.rows.size())};
+  std::size_t spans = 0;
+  std::vector<std::int32_t> least;
+  least.reserve(table.groups.size());
+  const auto rows_of_a_sequence = static_cast<std::int64_t>(heads * evidence.spec.full_layers().size());
+  for (const RowGroup& group : table.groups) {
+    const Row& first = table.rows[static_cast<std::size_t>(group.first_row)];
+    const std::int64_t slot_bytes = first.slot_bytes() * rows_of_a_sequence;
+    const std::int32_t budget = retention_.trigger.budget.resolve(group.seen, group.prompt, slot_bytes);
+    for (std::size_t h = 0; h < heads; ++h) {
+      const std::size_t r = static_cast<std::size_t>(group.first_row) + h;
+      limits.rows[r] = {budget, table.rows[r].length > budget, {}};
+    }
+    least.push_back((retention_.protect_prompt
+                         ? std::max(retention_.sink, static_cast<std::int32_t>(group.prompt.tokens))
+                         : retention_.sink) +
+                    scorer_->keeps_newest());
+    if (group.pinned.empty()) continue;
+    check_pins({});
+    const std::int32_t sinks = least.back() - scorer_->keeps_newest(),
+                       pinned = evict_detail::pinned_from(sinks, first, group);
+    require_room(group, sinks, pinned, budget);
+    least.back() = sinks + std::max(scorer_->keeps_newest(), 1) + pinned;
+    if (group.prompt_slots < 0) spans += heads * group.pinned.size();
+  }
+  allocator_->spread(evidence, least, limits.rows);
+  SlotRange* ranges = nullptr;
+  if (spans > 0) {
+    const std::shared_ptr<SlotRange[]> all(new SlotRange[spans]);
+    ranges = all.get();
+    limits.pins = all;
+  }
+  for (std::size_t r = 0; r < table.rows.size(); ++r) {
+    const Row& row = table.rows[r];
+    std::int32_t sink = retention_.sink;
+    if (retention_.protect_prompt) {
+      const RowGroup& group = table.groups[r / heads];
+      const std::int32_t held =
+          group.prompt_slots >= 0
+              ? group.prompt_slots
+              : static_cast<std::int32_t>(
+                    std::lower_bound(row.positions, row.positions + row.length, group.prompt_end) - row.positions);
+      sink = std::max(sink, held);
+    }
+    RowLimit& limit = limits.rows[r];
+    limit.guarded = protect(row.length, limit.budget, sink, retention_.recent, retention_.variant);
+    const RowGroup& group = table.groups[r / heads];
+    if (group.pinned.empty() || !limit.due) continue;
+    require_room(group, limit.guarded.sinks, evict_detail::pinned_from(limit.guarded.sinks, row, group), limit.budget);
+    if (group.prompt_slots >= 0) continue;  // its machine finds the slots
+    const auto count = static_cast<std::int32_t>(group.pinned.size());
+    protect_pinned(row, group.pinned.data(), count, std::min(limit.budget, row.length), limit.guarded, ranges);
+    ranges += count;
+  }
+  return limits;
+}
+
+KVKEEP_INLINE std::vector<std::string> Evict::problems(const ModelSpec& spec) const {
+  std::vector<std::string> found = scorer_->problems(spec);
+  if (retention_.rest != nullptr)
+    for (std::string& one : retention_.rest->memory.problems(spec)) found.push_back(std::move(one));
+  return found;
+}
+
+KVKEEP_INLINE std::vector<std::string> Evict::problems_on(const Machine& machine, const ModelSpec& spec) const {
+  const Needs needs = this->needs();
+  return machine.problems(demand(needs), spec);
+}
+
+KVKEEP_INLINE Decision Evict::decide(Machine& machine, const Evidence& evidence) const {
+  const Limits limits = this->limits(evidence);
+  const Needs needs = this->needs();
+  const std::unique_ptr<Event> event = machine.begin(evidence, limits, demand(needs));
+  WindowNeeds reductions = scorer_->shares();
+  reductions.usage = allocator_->window() > 0;
+  WindowAttention seen;
+  if (reductions.usage || reductions.newest)
+    seen = event->attend(std::max(allocator_->window(), 1), retention_.variant == Variant::official, reductions);
+  Decision decision;
+  decision.reason = Reason::over_budget;
+  decision.share = retention_.share;
+  decision.scores = event->score(*scorer_, seen);
+  if (scorer_->accumulates()) decision.tally = decision.scores.data;
+  if (retention_.share != Sharing::per_layer_per_head)
+    decision.scores = event->share(decision.scores, retention_.share);
+  event->allot(*allocator_, decision.scores, std::move(seen), decision);
+  if (retention_.rest != nullptr && decision.keep)
+    decision.fold = evict_detail::fold_rest(evidence.table, decision, *retention_.rest);
+  return decision;
+}
+
+}  // namespace kvkeep

@@ -1,0 +1,73 @@
+#pragma once
+// Bodies of gemfilter.h: compiled by src/policy, or where they are included under KVKEEP_HEADER_ONLY.
+
+#include <utility>
+
+#include "kvkeep/core/fields.h"
+#include "kvkeep/core/header_only.h"
+#include "kvkeep/layers/last_query.h"
+#include "kvkeep/policy/gemfilter.h"
+#include "kvkeep/policy/tokens_of.h"
+
+namespace kvkeep {
+namespace gemfilter_detail {
+
+class GemFilterPass final : public PromptPass {
+ public:
+  GemFilterPass(const GemFilterOptions& options, std::int32_t tokens) : options_(options), tokens_(tokens) {}
+
+  [[nodiscard]] std::int32_t wants(std::int32_t layer, std::int32_t) const override {
+    return layer == options_.layer && tokens_ > options_.select ? 1 : 0;
+  }
+
+  [[nodiscard]] Decision decide(const Evidence& evidence) override {
+    const std::int32_t layer = evidence.table.rows.front().layer;
+    KVKEEP_REQUIRE_AS(StateError, wants(layer, tokens_) > 0, "prompt pass: layer ", layer,
+                      " is not due; allowed layer ", options_.layer);
+    const Tensor scores = last_query_scores(evidence, options_.pool);
+    Decision decision;
+    decision.reason = Reason::select_layer;
+    decision.narrow =
+        tokens_of(best_tokens({scores.data<float>(), static_cast<std::size_t>(scores.numel())}, options_.select));
+    decision.narrow->afresh = true;
+    return decision;
+  }
+
+ private:
+  GemFilterOptions options_;
+  std::int32_t tokens_;
+};
+
+}  // namespace gemfilter_detail
+
+KVKEEP_INLINE void GemFilterOptions::describe(Fields& f) {
+  f.exactly_one(
+      {{"budget", f.integer("budget", select, 1, INT32_MAX, "tokens of the second pass", {"select_k"}, "required")}});
+  f.enter("scorer");
+  f.pool(pool, "tokens pooled over, odd; 1: none");
+  f.leave();
+  f.enter("layers");
+  f.exactly_one({{"layer", f.integer("layer", layer, 0, INT32_MAX,
+                                     "the layer whose last query chooses the tokens; the first pass ends there",
+                                     {"select_layer_idx"}, "required")}});
+  f.leave();
+}
+
+KVKEEP_INLINE GemFilter::GemFilter(GemFilterOptions options, std::unique_ptr<KVPolicy> decoding, std::string json)
+    : Prefill("gemfilter", std::move(decoding), std::move(json)), options_(options) {
+  KVKEEP_REQUIRE(options_.select >= 1, "gemfilter: select; given ", options_.select, "; allowed 1 or more");
+  KVKEEP_REQUIRE(options_.layer >= 0, "gemfilter: layer; given ", options_.layer, "; allowed 0 or more");
+  KVKEEP_REQUIRE(options_.pool >= 1 && options_.pool % 2 == 1, "gemfilter: pool; given ", options_.pool,
+                 "; allowed odd numbers from 1 on");
+}
+
+KVKEEP_INLINE std::vector<std::string> GemFilter::misfits(const ModelSpec& spec) const {
+  if (options_.layer < spec.num_layers()) return {};
+  return {text("layer: ", options_.layer, "; allowed 0 to ", spec.num_layers() - 1, ", a layer of the model")};
+}
+
+KVKEEP_INLINE std::unique_ptr<PromptPass> GemFilter::begin_prompt(const ModelSpec&, std::int32_t tokens) const {
+  return std::make_unique<gemfilter_detail::GemFilterPass>(options_, tokens);
+}
+
+}  // namespace kvkeep

@@ -1,0 +1,615 @@
+#pragma once
+// Bodies of keeper.h: compiled by src/policy, or where they are included under KVKEEP_HEADER_ONLY.
+
+#include <algorithm>
+#include <numeric>
+#include <type_traits>
+#include <utility>
+#include <variant>
+
+#include "kvkeep/core/header_only.h"
+#include "kvkeep/core/page_allocator.h"
+#include "kvkeep/keep/compact.h"
+#include "kvkeep/policy/keeper.h"
+#include "kvkeep/policy/require_pinned.h"
+
+namespace kvkeep {
+namespace keeper_detail {
+
+/// K and V bytes of one slot of one head, scales included.
+inline std::int64_t slot_bytes(const ModelSpec& spec, const LayerKv& layer) {
+  const auto of = [&spec](const auto& kv) -> std::int64_t {
+    if constexpr (std::is_same_v<std::decay_t<decltype(kv)>, std::monostate>) {
+      return 0;
+    } else {
+      const auto scale = [](const Tensor& t) { return t.defined() ? t.element_size() : 0; };
+      return spec.key_dim * static_cast<std::int64_t>(kv.keys.element_size()) +
+             spec.value_dim * static_cast<std::int64_t>(kv.values.element_size()) + scale(kv.key_scales) +
+             scale(kv.value_scales);
+    }
+  };
+  return std::visit(of, layer);
+}
+
+/// K and V bytes of the live slots of all full layers.
+inline std::int64_t live_bytes(const ModelSpec& spec, std::span<const std::int32_t> full_layers,
+                               const CacheView& view) {
+  std::int64_t bytes = 0;
+  for (const std::int32_t l : full_layers) {
+    std::int64_t slots = 0;
+    for (std::size_t i = 0; i < view.sequences.size(); ++i)
+      for (std::int32_t h = 0; h < spec.kv_heads; ++h) slots += view.lengths.at(i, l * spec.kv_heads + h);
+    bytes += slot_bytes(spec, view.layers[static_cast<std::size_t>(l)]) * slots;
+  }
+  return bytes;
+}
+
+/// Rows of one sequence may only end up unequal if the view can express it.
+inline void require_one_length(const RowTable& table, const KeepSet& keep, const CacheView& view) {
+  if (view.lengths.per_row()) return;
+  std::vector<std::int64_t> lengths(view.sequences.size(), -1);
+  for (std::size_t r = 0; r < table.rows.size(); ++r) {
+    std::int64_t& length = lengths[static_cast<std::size_t>(table.rows[r].sequence)];
+    KVKEEP_REQUIRE(length < 0 || length == keep.count(r), "apply: rows of sequence ",
+                   view.sequences[static_cast<std::size_t>(table.rows[r].sequence)], " keep ", length, " and ",
+                   keep.count(r), " slots, but the view has one length per sequence; allowed one length per row");
+    length = keep.count(r);
+  }
+}
+
+/// After an event that failed.
+inline void give_back_taken(std::span<const PageMove> planned, std::span<const PageMove> taken, PageAllocator* pages) {
+  for (std::size_t i = 0; i < planned.size(); ++i)
+    for (std::size_t p = 0; p < planned[i].after.size(); ++p)
+      if (planned[i].after[p] == PageMove::kTake) pages->give_back(taken[i].after[p]);
+}
+
+inline void write_table(std::span<const PageMove> moves, const CacheView& view) noexcept {
+  for (const PageMove& move : moves) {
+    std::int32_t* row = view.block_table.data<std::int32_t>() + move.sequence * view.block_table.stride(0);
+    std::copy(move.after.begin(), move.after.end(), row);
+    std::fill(row + move.after.size(), row + move.before.size(), -1);
+  }
+}
+
+}  // namespace keeper_detail
+
+KVKEEP_INLINE std::vector<std::string> problems(const KVPolicy& policy, const ModelSpec& spec,
+                                                const Provided& provided) {
+  std::vector<std::string> found = policy.problems(spec);
+  const Needs needs = policy.needs();
+  const Machine& machine = provided.machine();
+  const std::string there = machine.device().str();
+  for (std::string& one : policy.problems_on(machine, spec)) found.push_back(std::move(one));
+  if (!machine.is_host()) {
+    if (policy.narrows())
+      found.push_back(
+          text("device: ", policy.name(), " narrows prompts, which a keeper does only on the CPU; given ", there));
+    if (needs.statistics_from >= 0)
+      found.push_back(text("device: ", policy.name(),
+                           " reads statistics of every query, which are kept only on the CPU; given ", there));
+  }
+  if (policy.memory() != nullptr) {
+    if (!machine.is_host())
+      found.push_back(
+          text("device: ", policy.name(), " folds spans, which a keeper does only on the CPU; given ", there));
+    if (!provided.reads_folded)
+      found.push_back(
+          text("reads_folded: ", policy.name(),
+               " folds spans, but the engine does not say that it calls view() after each layer's attention"));
+  }
+  if (needs.surprisal && !provided.surprisal)
+    found.push_back(text("surprisal: ", policy.name(), " reads that of every token, but the engine supplies none"));
+  if (needs.given_scores && !provided.given_scores)
+    found.push_back(text("given_scores: ", policy.name(),
+                         " reads a score of every token and KV head, but the engine does not say that it supplies them "
+                         "with give()"));
+  if (needs.queries > 0 && !provided.queries)
+    found.push_back(text("queries: ", policy.name(), " reads the newest ", needs.queries,
+                         " of every full layer, but the engine supplies none"));
+  if (policy.narrows() && !provided.layer_by_layer)
+    found.push_back(
+        text("layer_by_layer: ", policy.name(),
+             " narrows prompts while they run, but the engine does not say that it runs them layer by layer "
+             "and calls narrow() after each"));
+  if (policy.narrows() && (!provided.queries || spec.query_heads == 0))
+    found.push_back(
+        text("queries: ", policy.name(), " reads those of prompts, but ",
+             provided.queries ? "the model spec does not say how many heads they have" : "the engine supplies none"));
+  if (needs.queries > 0 && spec.query_heads == 0)
+    found.push_back(text("query_heads: ", policy.name(),
+                         " reads queries, but the model spec does not say how many heads they have"));
+  if (!needs.output_projection) return found;
+  const auto& given = provided.output_projections;
+  if (given.empty()) {
+    found.push_back(text("output_projections: ", policy.name(), " weighs values by W_o, but the engine supplies none"));
+  } else if (given.size() != spec.layers.size()) {
+    found.push_back(text("output_projections: given ", given.size(), "; allowed one for each of the ",
+                         spec.layers.size(), " layers"));
+  } else {
+    const std::int64_t width = std::int64_t{spec.query_heads} * spec.value_dim;
+    for (const std::int32_t l : spec.full_layers()) {
+      const Tensor& w = given[static_cast<std::size_t>(l)];
+      if (w.defined() && w.device() != machine.device())
+        found.push_back(text("output_projections: W_o of layer ", l, " is on ", w.device().str(), "; allowed ", there,
+                             ", where the keeper works"));
+      if (!w.defined() || w.dim() != 2 || w.size(1) != width || !w.is_contiguous() || !is_scorable(w.dtype()))
+        found.push_back(text("output_projections: W_o of layer ", l,
+                             w.defined() ? " has the wrong shape, dtype or strides" : " is missing",
+                             "; allowed a contiguous f32, f16 or bf16 [hidden, ", width, "]"));
+    }
+  }
+  return found;
+}
+
+KVKEEP_INLINE void check(const KVPolicy& policy, const ModelSpec& spec, const Provided& provided) {
+  const std::vector<std::string> found = problems(policy, spec, provided);
+  if (found.empty()) return;
+  std::string all = text("policy ", policy.name(), " cannot run here:");
+  if (found.size() == 1) refuse(all, " ", found.front());
+  for (const std::string& one : found) all += "\n  " + one;
+  refuse(all);
+}
+
+KVKEEP_INLINE Keeper::Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy, Provided provided)
+    : spec_(std::move(spec)), policy_(std::move(policy)), provided_(std::move(provided)) {
+  spec_.check();
+  KVKEEP_REQUIRE(policy_ != nullptr, "Keeper: policy must not be null; allowed one from make_policy()");
+  kvkeep::check(*policy_, spec_, provided_);
+  needs_ = policy_->needs();
+  full_layers_ = spec_.full_layers();
+  KVKEEP_REQUIRE(
+      !full_layers_.empty(),
+      "Keeper: the model has no full-attention layer, so there is nothing to keep or drop; allowed one or more");
+  layer_index_.assign(spec_.layers.size(), -1);
+  for (std::size_t i = 0; i < full_layers_.size(); ++i)
+    layer_index_[static_cast<std::size_t>(full_layers_[i])] = static_cast<std::int32_t>(i);
+  if (needs_.statistics_from >= 0)
+    workspace_ = QueryStatistics::workspace(spec_.query_heads, spec_.key_dim, spec_.rope);
+  if (const MemoryOptions* memory = policy_->memory()) {
+    far_ = provided_.far_store != nullptr ? provided_.far_store : FarStore::make(memory->far);
+    near_ = std::make_unique<FactorCache>(memory->near);
+  }
+  provided_.machine().claim();
+}
+
+KVKEEP_INLINE void Keeper::join(SequenceId sequence, std::int32_t tokens, std::int32_t prompt) {
+  KVKEEP_REQUIRE_AS(StateError, !knows(sequence), "join: sequence ", sequence,
+                    " is already here; allowed after leave(), or use reset()");
+  KVKEEP_REQUIRE(tokens >= 0 && tokens <= kMostPositions, "join: sequence ", sequence, " begins with ", tokens,
+                 " cached tokens; allowed 0 to ", kMostPositions);
+  KVKEEP_REQUIRE(prompt == -1 || prompt >= tokens, "join: sequence ", sequence, " has a prompt of ", prompt,
+                 " tokens and ", tokens, " of them cached; allowed at least the number cached, or -1 if unknown");
+  const auto layers = static_cast<std::int32_t>(full_layers_.size());
+  Machine& machine = provided_.machine();
+  Sequence fresh{machine.columns(layers * spec_.kv_heads),
+                 QueryRing(layers, needs_.queries, spec_.query_heads, spec_.key_dim, machine.memory()),
+                 {}};
+  if (needs_.statistics_from >= 0)
+    fresh.statistics.assign(full_layers_.size(),
+                            QueryStatistics(spec_.query_heads, spec_.key_dim, needs_.statistics_from));
+  std::vector<std::int32_t> positions(static_cast<std::size_t>(tokens));
+  std::iota(positions.begin(), positions.end(), 0);
+  fresh.columns->append(positions);
+  fresh.prefix = fresh.next_position = fresh.event_position = fresh.prompt_end = tokens;
+  fresh.logical = fresh.asked = tokens;
+  fresh.prompt = prompt == -1 && tokens > 0 ? tokens : prompt;
+  if (const MemoryOptions* memory = policy_->memory()) {
+    const auto rows = static_cast<std::size_t>(layers * spec_.kv_heads);
+    fresh.memory.assign(rows, SpanRow(spec_.key_dim, memory->factors.store));
+    fresh.opened.resize(rows);
+    fresh.viewed.resize(full_layers_.size());
+  }
+  sequences_.emplace(sequence, std::move(fresh));
+}
+
+KVKEEP_INLINE void Keeper::leave(SequenceId sequence) {
+  for (const SpanRow& row : at(sequence).memory) near_->forget(row.blobs());
+  sequences_.erase(sequence);
+  ++version_;
+}
+
+KVKEEP_INLINE void Keeper::reset(SequenceId sequence) {
+  leave(sequence);
+  join(sequence);
+}
+
+/// The sequence with that id, which no other entry of the call may name: mark_ belongs to the call.
+KVKEEP_INLINE const Keeper::Sequence& Keeper::once(const char* operation, SequenceId sequence) const {
+  const Sequence& s = at(sequence);
+  KVKEEP_REQUIRE(s.mark != mark_, operation, ": sequence ", sequence, " is named twice in one step; allowed once");
+  s.mark = mark_;
+  return s;
+}
+
+/// indptr has a range for every sequence, and no sequence is named twice.
+KVKEEP_INLINE void Keeper::check_sequences(const char* operation, std::span<const SequenceId> sequences,
+                                           std::span<const std::int32_t> indptr) const {
+  KVKEEP_REQUIRE(indptr.size() == sequences.size() + 1 && indptr.front() == 0, operation, ": indptr has ",
+                 indptr.size(), " entries for ", sequences.size(),
+                 " sequences; allowed one entry more than sequences, the first one 0");
+  ++mark_;
+  met_.clear();
+  for (std::size_t i = 0; i < sequences.size(); ++i) {
+    KVKEEP_REQUIRE(indptr[i] <= indptr[i + 1], operation, ": indptr falls from ", indptr[i], " to ", indptr[i + 1],
+                   " at sequence ", sequences[i], "; allowed ascending");
+    met_.push_back(&once(operation, sequences[i]));
+  }
+}
+
+KVKEEP_INLINE RowTable Keeper::table_of(const CacheView& view, std::span<const std::int32_t> due) const {
+  RowTable table = make_rows(spec_, view, full_layers_, due);
+  for (Row& row : table.rows)
+    at(view.sequences[static_cast<std::size_t>(row.sequence)]).columns->describe(row_of(row.layer, row.head), row);
+  for (RowGroup& group : table.groups) {
+    const Sequence& s = at(view.sequences[static_cast<std::size_t>(group.sequence)]);
+    const std::int32_t index = layer_index_[static_cast<std::size_t>(group.layer)];
+    group.queries = s.ring.view(index);
+    if (!s.statistics.empty()) group.statistics = &s.statistics[static_cast<std::size_t>(index)];
+    const bool in_prompt = s.prompt < 0 || s.logical < s.prompt;
+    group.next_position = s.next_position;
+    group.prompt_end = in_prompt ? s.next_position : s.prompt_end;
+    group.seen = {s.logical};
+    group.prompt = {s.prompt < 0 ? s.logical : s.prompt};
+    group.surprisal = s.surprisal;
+    group.settled = s.settled;
+    group.pinned = s.pins.spans();
+    if (s.columns->on_host()) continue;
+    group.newest = s.columns->newest();
+    group.prompt_slots = s.prompt_slots >= 0
+                             ? s.prompt_slots
+                             : static_cast<std::int32_t>(std::ranges::lower_bound(group.newest, group.prompt_end) -
+                                                         group.newest.begin());
+  }
+  return table;
+}
+
+KVKEEP_INLINE Evidence Keeper::evidence_of(const RowTable& table) const {
+  return {.spec = spec_,
+          .table = table,
+          .basis = basis_,
+          .moment = Moment::step_end,
+          .output_projections = provided_.output_projections};
+}
+
+KVKEEP_INLINE std::int64_t Keeper::workspace_bytes(const CacheView& view) const {
+  if (policy_->trigger().never) return 0;
+  std::vector<std::int32_t> all(view.sequences.size());
+  std::iota(all.begin(), all.end(), 0);
+  const RowTable table = table_of(view, all);
+  return provided_.machine().workspace_bytes(*policy_, evidence_of(table));
+}
+
+/// Rows that move in place must not be anybody else's.
+KVKEEP_INLINE void Keeper::check_places(const CacheView& view) const {
+  const auto* dense = std::get_if<DenseKv>(&view.layers[static_cast<std::size_t>(full_layers_.front())]);
+  if (dense == nullptr || view.places.empty()) return;
+  const std::int64_t batch = dense->keys.size(0);
+  places_.resize(static_cast<std::size_t>(batch));
+  for (std::size_t i = 0; i < view.places.size(); ++i) {
+    const std::int32_t place = view.places[i];
+    KVKEEP_REQUIRE(place >= 0 && place < batch, "cache: sequence ", view.sequences[i], " is at place ", place,
+                   " of the batch; allowed 0 to ", batch - 1);
+    std::uint64_t& mark = places_[static_cast<std::size_t>(place)];
+    KVKEEP_REQUIRE(
+        mark != mark_, "cache: sequences ",
+        view.sequences[static_cast<std::size_t>(std::ranges::find(view.places, place) - view.places.begin())], " and ",
+        view.sequences[i], " are both at place ", place, "; allowed one place per sequence");
+    mark = mark_;
+  }
+}
+
+/// Among the sequences that are due, the block table names no page more often than it has holders.
+KVKEEP_INLINE void Keeper::check_pages(const CacheView& view, const RowTable& table) const {
+  if (table.page_size == 0) return;
+  const std::int64_t pages =
+      std::get<PagedKv>(view.layers[static_cast<std::size_t>(full_layers_.front())]).keys.size(0);
+  const auto pages_of = [&](std::size_t i) {
+    std::int64_t longest = 0;
+    for (const std::int32_t l : full_layers_)
+      for (std::int32_t h = 0; h < spec_.kv_heads; ++h)
+        longest = std::max<std::int64_t>(longest, view.lengths.at(i, l * spec_.kv_heads + h));
+    const std::int64_t held = std::min((longest + table.page_size - 1) / table.page_size, view.block_table.size(1));
+    return std::span(view.block_table.data<std::int32_t>() + static_cast<std::int64_t>(i) * view.block_table.stride(0),
+                     static_cast<std::size_t>(held));
+  };
+  holders_.assign(static_cast<std::size_t>(pages), 0);
+  for (std::size_t i = 0; i < view.sequences.size(); ++i)
+    for (const std::int32_t page : pages_of(i))
+      if (page >= 0 && page < pages) ++holders_[static_cast<std::size_t>(page)];
+  for (const RowGroup& group : table.groups) {
+    if (group.layer != table.groups.front().layer) break;  // the same in every layer
+    for (const std::int32_t page : pages_of(static_cast<std::size_t>(group.sequence))) {
+      const std::int32_t named = page >= 0 && page < pages ? holders_[static_cast<std::size_t>(page)] : 0;
+      if (named <= 1) continue;
+      const std::int32_t held = view.pages == nullptr ? 1 : view.pages->references(page);
+      KVKEEP_REQUIRE(named <= held, "cache: the block table names page ", page, " of sequence ",
+                     view.sequences[static_cast<std::size_t>(group.sequence)], " ", named, " times, and ", held,
+                     view.pages == nullptr ? " may hold it (without a PageAllocator)" : " hold it",
+                     "; allowed at most once per holder");
+    }
+  }
+}
+
+/// The newest query that the policy reads and that is not finite.
+KVKEEP_INLINE std::optional<Unscored> Keeper::unscored(SequenceId id, const Sequence& s) const {
+  if (needs_.queries == 0) return {};
+  for (const std::int32_t l : full_layers_)
+    if (const std::optional<std::int32_t> position = s.ring.not_finite(layer_index_[static_cast<std::size_t>(l)]))
+      return Unscored{.sequence = id, .layer = l, .position = *position};
+  return {};
+}
+
+KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
+  Plan plan;
+  plan.version = version_;
+  plan.keeper = identity_;
+  const Trigger trigger = policy_->trigger();
+  const std::int64_t rows = static_cast<std::int64_t>(full_layers_.size()) * spec_.kv_heads;
+  std::vector<std::int32_t> due;
+  ++mark_;
+  for (const SequenceId id : view.sequences) static_cast<void>(once("step", id));
+  const Device there = make_rows(spec_, view, full_layers_, {})
+                           .device;  // a view that does not match is refused on every step, not only at events
+  KVKEEP_REQUIRE(there == device(), "cache: it is on ", there.str(), ", but the keeper works on ", device().str(),
+                 "; allowed one device, named by Provided::accelerator if it is not the CPU");
+  check_places(view);
+  std::int64_t bytes_per_slot = 0;
+  for (const std::int32_t l : full_layers_)
+    bytes_per_slot += spec_.kv_heads * keeper_detail::slot_bytes(spec_, view.layers[static_cast<std::size_t>(l)]);
+  for (std::size_t i = 0; i < view.sequences.size(); ++i) {
+    const Sequence& s = at(view.sequences[i]);
+    KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr, "step: the prompt of sequence ", view.sequences[i],
+                      " has only reached layer ", s.next_layer, "; allowed after narrow() of the last layer");
+    Occasion occasion{.rows = rows,
+                      .seen = s.logical,
+                      .prompt = s.prompt < 0 ? s.logical : s.prompt,
+                      .step = s.logical - s.asked,
+                      .slot_bytes = bytes_per_slot};
+    for (const std::int32_t l : full_layers_) {
+      for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
+        const std::int32_t held = view.lengths.at(i, l * spec_.kv_heads + h), known = s.columns->length(row_of(l, h));
+        KVKEEP_REQUIRE_AS(StateError, held == known, "step: sequence ", view.sequences[i], " holds ", held,
+                          " slots in layer ", l, ", head ", h, "; kvkeep has seen ", known,
+                          " (observe every new token, and write an event's new lengths back)");
+        occasion.slots += held;
+      }
+    }
+    if (trigger.kind == Trigger::Kind::window) {
+      const auto newest = s.columns->newest();
+      occasion.unsettled = newest.end() - std::ranges::lower_bound(newest, s.settled);
+    }
+    KVKEEP_REQUIRE_AS(StateError, !needs_.surprisal || s.surprised == s.logical, "step: ", s.surprised, " of the ",
+                      s.logical, " tokens of sequence ", view.sequences[i], " have their surprisal, but ",
+                      policy_->name(), " reads all; supply the rest with surprise()");
+    for (const std::int32_t l : full_layers_) require_given("step", view.sequences[i], s, l);
+    for (const std::int32_t l : full_layers_) {
+      const auto index = static_cast<std::size_t>(layer_index_[static_cast<std::size_t>(l)]);
+      if (s.memory.empty() ||
+          std::ranges::all_of(std::span(s.memory).subspan(index * static_cast<std::size_t>(spec_.kv_heads),
+                                                          static_cast<std::size_t>(spec_.kv_heads)),
+                              [](const SpanRow& row) { return row.size() == 0; }))
+        continue;
+      KVKEEP_REQUIRE_AS(StateError, s.viewed[index] == s.logical, "step: layer ", l, " of sequence ", view.sequences[i],
+                        " has read its folded spans for ", s.viewed[index], " of ", s.logical,
+                        " tokens; call view() after each layer's attention");
+    }
+    if (!trigger.due(occasion)) continue;
+    for (const std::int32_t l : full_layers_) {
+      const std::int64_t seen = s.prefix + s.ring.seen(layer_index_[static_cast<std::size_t>(l)]);
+      KVKEEP_REQUIRE_AS(StateError, needs_.queries == 0 || seen == s.logical, "step: layer ", l, " has shown ", seen,
+                        " tokens of sequence ", view.sequences[i], ", other layers ", s.logical,
+                        "; observe every full layer in each step");
+    }
+    if (const std::optional<Unscored> left = unscored(view.sequences[i], s))
+      plan.unscored.push_back(*left);
+    else
+      due.push_back(static_cast<std::int32_t>(i));
+  }
+  plan.bytes_before = plan.bytes_after = keeper_detail::live_bytes(spec_, full_layers_, view);
+  if (due.empty()) return plan;
+
+  plan.table = table_of(view, due);
+  check_pages(view, plan.table);
+  plan.decision = provided_.machine().decide(*policy_, evidence_of(plan.table));
+
+  if (!plan.decision.keep) return plan;
+  const KeepSet& keep = *plan.decision.keep;
+  require_pinned(policy_->name(), plan.table, keep);
+  for (const std::int32_t i : due) {
+    const SequenceId id = view.sequences[static_cast<std::size_t>(i)];
+    plan.cuts.push_back({.sequence = id, .logical_length = at(id).logical});
+  }
+  for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
+    const Row& row = plan.table.rows[r];
+    plan.bytes_after -= (row.length - keep.count(r)) * row.slot_bytes();
+    Cut& cut = plan.cuts[r / static_cast<std::size_t>(spec_.kv_heads) %
+                         due.size()];  // rows are in the order layer, sequence, head
+    cut.length_before = std::max(cut.length_before, row.length);
+    cut.length_after = std::max(cut.length_after, static_cast<std::int32_t>(keep.count(r)));
+    cut.slots_before += row.length;
+    cut.slots_after += keep.count(r);
+  }
+  if (plan.decision.fold) check_fold(plan);
+  if (plan.table.page_size > 0)
+    plan.pages = plan_pages(plan.table, keep, view.sequences, view.pages, view.shared_pages);
+  return plan;
+}
+
+/// The view names the sequences for which the plan was made.
+KVKEEP_INLINE void Keeper::check_planned(const Plan& plan, const CacheView& view) const {
+  ++mark_;
+  for (const SequenceId id : view.sequences) static_cast<void>(once("apply", id));
+  for (std::size_t i = 0; i < plan.cuts.size(); ++i) {
+    const auto place =
+        static_cast<std::size_t>(plan.table.groups[i].sequence);  // groups of the first layer come first, one per cut
+    KVKEEP_REQUIRE_AS(StateError, place < view.sequences.size() && view.sequences[place] == plan.cuts[i].sequence,
+                      "apply: the plan cuts sequence ", plan.cuts[i].sequence, ", which is not at place ", place,
+                      " of the view; allowed the view of the plan");
+  }
+}
+
+/// Reserves memory for all that settle() writes; says where the machine writes columns.
+KVKEEP_INLINE std::vector<ColumnTarget> Keeper::reserve_settled(const Plan& plan, const CacheView& view,
+                                                                std::span<const SpanRow> folded) {
+  const KeepSet& keep = *plan.decision.keep;
+  std::vector<ColumnTarget> targets;
+  targets.reserve(plan.table.rows.size());
+  for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
+    const Row& row = plan.table.rows[r];
+    Sequence& s = sequences_.at(view.sequences[static_cast<std::size_t>(row.sequence)]);
+    const std::int32_t own = row_of(row.layer, row.head);
+    targets.push_back(s.columns->reserve_settled(own, keep.count(r), plan.decision.credit.has_value(),
+                                                 plan.decision.tally.has_value()));
+    if (!folded.empty()) s.memory[static_cast<std::size_t>(own)].reserve(folded[r]);
+  }
+  return targets;
+}
+
+KVKEEP_INLINE Report Keeper::apply(const Plan& plan, const CacheView& view) {
+  KVKEEP_REQUIRE_AS(StateError, plan.keeper == identity_,
+                    "apply: the plan is not from this keeper; allowed plans that its own plan() returned");
+  KVKEEP_REQUIRE_AS(StateError, plan.version == version_,
+                    "apply: the plan is out of date: tokens were observed or rows were cut since; make a new one");
+  check_planned(plan, view);
+  Report report{.cuts = plan.cuts,
+                .pages = plan.pages,
+                .unscored = plan.unscored,
+                .slots_dropped = 0,
+                .slots_folded = 0,
+                .far_bytes = 0,
+                .bytes_before = plan.bytes_before,
+                .bytes_after = plan.bytes_after,
+                .bytes_moved = 0,
+                .pages_freed = 0};
+  std::vector<SpanRow> folded;
+  if (plan.decision.keep) {
+    keeper_detail::require_one_length(plan.table, *plan.decision.keep, view);
+    folded = fold_dropped(plan, view);
+    const std::vector<ColumnTarget> targets = reserve_settled(plan, view, folded);
+    take_pages(report.pages, view.pages);
+    try {
+      report.bytes_moved = bytes_to_move(plan.table, *plan.decision.keep, report.pages);
+      provided_.machine().move(plan.table, plan.decision, report.pages, targets);
+    } catch (...) {
+      keeper_detail::give_back_taken(plan.pages, report.pages, view.pages);
+      throw;
+    }
+  }
+  settle(plan, view, std::move(folded), report);  // nothing fails after the first byte has moved
+  if (plan.decision.keep) give_back_pages(report.pages, view.pages);
+  return report;
+}
+
+KVKEEP_INLINE void Keeper::settle(const Plan& plan, const CacheView& view, std::vector<SpanRow> folded,
+                                  Report& report) noexcept {
+  ++totals_.steps;
+  for (const SequenceId id : view.sequences) {
+    Sequence& s = sequences_.at(id);
+    if (s.prompt < 0 && s.logical > 0) {
+      s.prompt = s.logical;
+      s.prompt_end = s.next_position;
+    }
+    if (std::ranges::find(report.unscored, id, &Unscored::sequence) == report.unscored.end()) s.asked = s.logical;
+    if (needs_.queries == 0) s.ring.catch_up(s.logical - s.prefix);  // any full layer may show the next tokens
+  }
+  if (!plan.decision.keep) return;
+  const KeepSet& keep = *plan.decision.keep;
+  keeper_detail::write_table(report.pages, view);
+  for (const PageMove& move : report.pages) report.pages_freed += static_cast<std::int64_t>(move.freed.size());
+  const float* credit = plan.decision.credit ? plan.decision.credit->data<float>() : nullptr;
+  const float* tally = plan.decision.tally ? plan.decision.tally->data<float>() : nullptr;
+  for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
+    const Row& row = plan.table.rows[r];
+    const auto i = static_cast<std::size_t>(row.sequence);
+    Sequence& s = sequences_.at(view.sequences[i]);
+    s.columns->settle(row_of(row.layer, row.head), keep, r, credit == nullptr ? nullptr : credit + row.first,
+                      tally == nullptr ? nullptr : tally + row.first);
+    view.lengths.at(i, row.layer * spec_.kv_heads + row.head) = static_cast<std::int32_t>(keep.count(r));
+    report.slots_dropped += row.length - keep.count(r);
+  }
+  settle_folded(plan, view, std::move(folded), report);
+  const std::int32_t room = policy_->trigger().interval;
+  for (const RowGroup& group : plan.table.groups) {
+    Sequence& s = sequences_.at(view.sequences[static_cast<std::size_t>(group.sequence)]);
+    s.last_event = s.logical;
+    s.event_position = s.next_position;
+    s.prompt_slots = group.prompt_slots;
+    if (group.layer == plan.table.groups.front().layer) s.columns->finish_event(room);
+  }
+  ++version_;
+  ++totals_.events;
+  totals_.sequences_cut += static_cast<std::int64_t>(report.cuts.size());
+  totals_.slots_dropped += report.slots_dropped;
+  totals_.slots_folded += report.slots_folded;
+  totals_.bytes_moved += report.bytes_moved;
+  totals_.pages_freed += report.pages_freed;
+}
+
+KVKEEP_INLINE void Keeper::truncate(SequenceId sequence, std::int64_t logical_length) {
+  Sequence& s = const_cast<Sequence&>(at(sequence));
+  KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr, "truncate: the prompt of sequence ", sequence,
+                    " is still running through the layers; allowed after its last layer");
+  const std::int64_t taken = s.logical - logical_length;
+  KVKEEP_REQUIRE(taken >= 0, "truncate: sequence ", sequence, " is ", s.logical, " tokens long; given ", logical_length,
+                 "; allowed at most that");
+  KVKEEP_REQUIRE_AS(StateError, logical_length >= std::max<std::int64_t>(s.last_event, s.prefix), "truncate: sequence ",
+                    sequence, " was cut at length ", s.last_event, " and what was dropped then is gone; given ",
+                    logical_length, "; allowed ", std::max<std::int64_t>(s.last_event, s.prefix), " or more");
+  KVKEEP_REQUIRE_AS(StateError, needs_.queries == 0 || s.ring.can_forget(taken), "truncate: ", taken,
+                    " tokens of sequence ", sequence, " are more than the query ring can take back; allowed at most ",
+                    QueryRing::kRollback);
+  for (const QueryStatistics& statistics : s.statistics)
+    KVKEEP_REQUIRE_AS(StateError, statistics.can_forget(taken), "truncate: ", taken, " tokens of sequence ", sequence,
+                      " are more than the query statistics can take back; allowed at most ",
+                      QueryStatistics::kRollback);
+  if (taken == 0) return;
+  const auto newest = s.columns->newest();
+  const bool some_left = logical_length > std::max<std::int64_t>(s.last_event, s.prefix);  // of tokens that came since
+  s.next_position = some_left ? newest[newest.size() - static_cast<std::size_t>(taken) - 1] + 1 : s.event_position;
+  if (s.logical >= s.prompt && logical_length < s.prompt) {
+    s.prompt = logical_length;
+    s.prompt_end = s.next_position;
+  }
+  s.pins.truncate(s.next_position);
+  s.columns->truncate(static_cast<std::int32_t>(taken));
+  s.ring.forget(taken);
+  for (QueryStatistics& statistics : s.statistics) statistics.forget(taken);
+  s.logical = logical_length;
+  s.asked = std::min(s.asked, s.logical);
+  s.surprised = std::min(s.surprised, s.logical);
+  if (static_cast<std::int64_t>(s.surprisal.size()) > s.next_position)
+    s.surprisal.resize(static_cast<std::size_t>(s.next_position));
+  for (std::int64_t& viewed : s.viewed) viewed = std::min(viewed, s.logical);
+  ++version_;
+}
+
+KVKEEP_INLINE std::int32_t Keeper::physical_length(SequenceId sequence, std::int32_t layer, std::int32_t head) const {
+  return at(sequence).columns->length(row_of(layer, head));
+}
+
+KVKEEP_INLINE std::span<const std::int32_t> Keeper::positions(SequenceId sequence, std::int32_t layer,
+                                                              std::int32_t head) const {
+  return at(sequence).columns->positions(row_of(layer, head));
+}
+
+KVKEEP_INLINE std::span<const float> Keeper::credit(SequenceId sequence, std::int32_t layer, std::int32_t head) const {
+  return at(sequence).columns->credit(row_of(layer, head));
+}
+
+KVKEEP_INLINE const Keeper::Sequence& Keeper::at(SequenceId sequence) const {
+  const auto found = sequences_.find(sequence);
+  KVKEEP_REQUIRE_AS(StateError, found != sequences_.end(), "kvkeep: sequence ", sequence,
+                    " is not known; allowed after join() and before leave()");
+  return found->second;
+}
+
+KVKEEP_INLINE std::int32_t Keeper::row_of(std::int32_t layer, std::int32_t head) const {
+  KVKEEP_REQUIRE(layer >= 0 && layer < spec_.num_layers() && layer_index_[static_cast<std::size_t>(layer)] >= 0,
+                 "kvkeep: layer ", layer, " is not a full-attention layer of the model");
+  KVKEEP_REQUIRE(head >= 0 && head < spec_.kv_heads, "kvkeep: KV head ", head, " is out of range; allowed 0 to ",
+                 spec_.kv_heads - 1);
+  return layer_index_[static_cast<std::size_t>(layer)] * spec_.kv_heads + head;
+}
+
+}  // namespace kvkeep

@@ -1,0 +1,284 @@
+#pragma once
+// Bodies of keeper.h: compiled by src/policy, or where they are included under KVKEEP_HEADER_ONLY.
+// Keeper's part of a prompt, layer by layer while it runs.
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <utility>
+
+#include "kvkeep/core/header_only.h"
+#include "kvkeep/core/page_allocator.h"
+#include "kvkeep/core/tensor.h"
+#include "kvkeep/keep/compact.h"
+#include "kvkeep/policy/keeper.h"
+
+namespace kvkeep {
+namespace narrow_detail {
+
+/// The number of newest tokens of a prompt of `tokens` that all continued.
+inline std::int32_t tail_of(std::span<const std::int32_t> places, std::int32_t tokens) {
+  std::int32_t tail = 0;
+  while (tail < static_cast<std::int32_t>(places.size()) &&
+         places[places.size() - 1 - static_cast<std::size_t>(tail)] == tokens - 1 - tail)
+    ++tail;
+  return tail;
+}
+
+/// The entries of a list that are left.
+inline std::vector<std::int32_t> those_at(std::span<const std::int32_t> places, std::span<const std::int32_t> list) {
+  std::vector<std::int32_t> left;
+  left.reserve(places.size());
+  for (const std::int32_t place : places) left.push_back(list[static_cast<std::size_t>(place)]);
+  return left;
+}
+
+/// Checks that the block table's row for the sequence at `place` names pages of `pages` for `slots` slots.
+inline void check_prompt_pages(const CacheView& view, std::size_t place, std::int64_t slots, std::int64_t page_size,
+                               std::int64_t pages) {
+  const Tensor& table = view.block_table;
+  const std::int64_t held = (slots + page_size - 1) / page_size;
+  KVKEEP_REQUIRE(table.size(1) >= held, "narrow: the block table names ", table.size(1),
+                 " pages per sequence; sequence ", view.sequences[place], " came in with ", slots,
+                 " tokens; allowed at least ", held);
+  const std::int32_t* row = table.data<std::int32_t>() + static_cast<std::int64_t>(place) * table.stride(0);
+  for (std::int64_t p = 0; p < held; ++p)
+    KVKEEP_REQUIRE(row[p] >= 0 && row[p] < pages, "narrow: page ", p, " of sequence ", view.sequences[place], " is ",
+                   row[p], "; allowed 0 to ", pages - 1, ", because the prompt's pages are given back at its end");
+}
+
+/// Rows that move in place must not be anybody else's: prompts that share rows cannot drop different ones.
+inline void require_own_cache(const CacheView& view, std::size_t place, const RowTable& table) {
+  for (std::size_t other = 0; other < view.places.size(); ++other)
+    KVKEEP_REQUIRE(other == place || view.places[other] != view.places[place], "narrow: places: sequences ",
+                   view.sequences[place], " and ", view.sequences[other], " are both at place ", view.places[place],
+                   " of the cache; allowed one place per sequence");
+  if (view.pages == nullptr || table.page_size == 0) return;
+  const Row& row = table.rows.front();
+  for (std::int32_t p = 0; p * table.page_size < row.length; ++p)
+    KVKEEP_REQUIRE(view.pages->references(row.keys.pages[p]) <= 1, "narrow: block_table: page ", row.keys.pages[p],
+                   " of sequence ", view.sequences[place], " is held by ", view.pages->references(row.keys.pages[p]),
+                   " sequences; allowed only unshared pages while a prompt narrows");
+}
+
+/// The sequence at `place` held `before` slots and now holds `after`: the pages past them leave its row of the block
+/// table, to be given back.
+inline PageMove drop_pages(const CacheView& view, std::size_t place, std::int64_t before, std::int64_t after,
+                           std::int64_t page_size) {
+  std::int32_t* row =
+      view.block_table.data<std::int32_t>() + static_cast<std::int64_t>(place) * view.block_table.stride(0);
+  const std::int64_t held = (before + page_size - 1) / page_size, needed = (after + page_size - 1) / page_size;
+  PageMove move;
+  move.sequence = static_cast<std::int32_t>(place);
+  move.before.assign(row, row + held);
+  move.after.assign(row, row + needed);
+  move.freed.assign(row + needed, row + held);
+  std::fill(row + needed, row + held, -1);
+  return move;
+}
+
+inline void check_finite(SequenceId sequence, const RowGroup& group, const ModelSpec& spec) {
+  const QueryView& queries = group.queries;
+  with_dtype("narrow", queries.dtype, [&](auto type) {
+    for (std::int32_t i = 0; i < queries.count; ++i)
+      for (std::int32_t h = 0; h < spec.query_heads; ++h) {
+        const auto* q = reinterpret_cast<const decltype(type)*>(queries.at(i, h));
+        KVKEEP_REQUIRE(std::all_of(q, q + spec.key_dim, [](auto x) { return std::isfinite(static_cast<float>(x)); }),
+                       "narrow: query of head ", h, " at position ", queries.position(i), " of sequence ", sequence,
+                       ", layer ", group.layer, ",", " holds a number that is not finite; allowed finite numbers");
+      }
+  });
+}
+
+}  // namespace narrow_detail
+
+/// One prompt at one layer: the input of its decision, then the decision; nothing of it is applied yet.
+struct Keeper::LayerPlan {
+  Sequence* sequence = nullptr;
+  SequenceId id = 0;
+  std::int32_t layer = 0;
+  std::size_t place = 0;  ///< in the view
+  RowTable table = {};
+  std::int32_t queries = 0;  ///< newest ones that decide; 0: the layer does not decide
+  Decision decision = {};
+};
+
+KVKEEP_INLINE bool Keeper::begins_prompt(const Sequence& s, std::int32_t tokens) const {
+  return policy_->narrows() && tokens > 0 && s.logical == 0 && s.prefix == 0 && !s.report;
+}
+
+KVKEEP_INLINE Keeper::Begun Keeper::begin_prompt(Sequence& s, std::span<const std::int32_t> positions) const {
+  const auto tokens = static_cast<std::int32_t>(positions.size()), layers = spec_.num_layers();
+  PromptReport report{.tokens = tokens,
+                      .selection_layer = -1,
+                      .relative_variance = std::vector<double>(static_cast<std::size_t>(layers),
+                                                               std::numeric_limits<double>::quiet_NaN()),
+                      .entered = std::vector<std::int32_t>(static_cast<std::size_t>(layers)),
+                      .going_on = std::vector<std::int32_t>(positions.size())};
+  std::iota(report.going_on.begin(), report.going_on.end(), 0);
+  return {.sequence = &s,
+          .pass = policy_->begin_prompt(spec_, tokens),
+          .present = {positions.begin(), positions.end()},
+          .report = std::move(report)};
+}
+
+KVKEEP_INLINE Keeper::LayerPlan Keeper::plan_layer(Sequence& s, const Observation& o, std::size_t i,
+                                                   const CacheView& view) const {
+  const SequenceId id = o.sequences[i];
+  const auto place = static_cast<std::size_t>(std::ranges::find(view.sequences, id) - view.sequences.begin());
+  KVKEEP_REQUIRE(place < view.sequences.size(), "narrow: sequence ", id,
+                 " is not in the view; allowed a view of the step's sequences");
+  KVKEEP_REQUIRE_AS(StateError, s.next_layer == o.layer, "narrow: layer ", o.layer, " of the prompt of sequence ", id,
+                    "; layer ", s.next_layer, " comes next; allowed only that");
+  const auto present = static_cast<std::int32_t>(s.present.size());
+  KVKEEP_REQUIRE(o.indptr[i + 1] - o.indptr[i] == present, "narrow: layer ", o.layer, " passes ",
+                 o.indptr[i + 1] - o.indptr[i], " tokens of sequence ", id, "; ", present,
+                 " continued to it; allowed exactly these");
+  KVKEEP_REQUIRE(view.lengths.per_row() || spec_.num_layers() * spec_.kv_heads == 1,
+                 "narrow: the view has one length per sequence, but layers of a prompt end up with different ones; "
+                 "allowed one length per row");
+
+  LayerPlan plan{.sequence = &s, .id = id, .layer = o.layer, .place = place};
+  for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
+    const std::int32_t held = view.lengths.at(place, o.layer * spec_.kv_heads + h);
+    KVKEEP_REQUIRE_AS(StateError, held == present, "narrow: sequence ", id, " holds ", held, " slots in layer ",
+                      o.layer, ", head ", h, "; ", present, " tokens continued to it");
+  }
+  require_given("narrow", id, s, o.layer);
+  const std::int32_t due = static_cast<std::int32_t>(place);
+  plan.table = make_rows(spec_, view, {&o.layer, 1}, {&due, 1});
+  if (plan.table.page_size > 0)
+    narrow_detail::check_prompt_pages(view, place, s.report->tokens, plan.table.page_size,
+                                      std::get<PagedKv>(view.layers[static_cast<std::size_t>(o.layer)]).keys.size(0));
+  const std::int32_t wanted = plan.queries = s.pass->wants(o.layer, present);
+  if (wanted == 0) return plan;
+  narrow_detail::require_own_cache(view, place, plan.table);
+  for (Row& row : plan.table.rows) s.columns->describe(row_of(row.layer, row.head), row);
+  RowGroup& group = plan.table.groups.front();
+  const auto bytes = static_cast<std::int64_t>(o.queries.element_size());
+  group.queries = {.data = static_cast<const std::byte*>(o.queries.bytes()) +
+                           (o.indptr[i + 1] - wanted) * o.queries.stride(0) * bytes,
+                   .dtype = o.queries.dtype(),
+                   .token_stride = o.queries.stride(0) * bytes,
+                   .head_stride = o.queries.stride(1) * bytes,
+                   .positions = s.present.data() + present - wanted,
+                   .ring = wanted,
+                   .begin = 0,
+                   .count = wanted};
+  group.next_position = s.next_position;
+  group.prompt_end = s.next_position;
+  group.seen = group.prompt = {s.report->tokens};
+  narrow_detail::check_finite(id, group, spec_);
+  return plan;
+}
+
+KVKEEP_INLINE LayerReport Keeper::narrow(const Observation& o, const CacheView& view) {
+  LayerReport report;
+  std::vector<LayerPlan> plans;
+  bool checked = false;
+  for (std::size_t i = 0; i < o.sequences.size(); ++i) {
+    Sequence& s = const_cast<Sequence&>(at(o.sequences[i]));
+    if (s.pass == nullptr) continue;
+    if (!std::exchange(checked, true)) {
+      check_sequences("narrow", o.sequences, o.indptr);
+      check_queries("narrow", o);
+    }
+    plans.push_back(plan_layer(s, o, i, view));
+  }
+  // Passes remember what they have seen: none decides before everything that could be refused has been checked, in
+  // every prompt.
+  for (LayerPlan& plan : plans)
+    if (plan.queries > 0)
+      plan.decision = plan.sequence->pass->decide({.spec = spec_,
+                                                   .table = plan.table,
+                                                   .basis = o.basis,
+                                                   .moment = Moment::prefill_layer,
+                                                   .output_projections = provided_.output_projections});
+  for (LayerPlan& plan : plans) {
+    Sequence& s = *plan.sequence;
+    Narrowing narrowing{.sequence = plan.id};
+    s.report->entered[static_cast<std::size_t>(plan.layer)] = static_cast<std::int32_t>(s.present.size());
+    if (plan.decision.relative_variance)
+      s.report->relative_variance[static_cast<std::size_t>(plan.layer)] = *plan.decision.relative_variance;
+    if (plan.decision.reason == Reason::select_layer) s.report->selection_layer = plan.layer;
+    s.next_layer = plan.layer + 1;
+    ++version_;
+    if (plan.decision.keep) cut_layer(plan, view, narrowing);
+    if (plan.decision.narrow) let_go_on(plan, view, narrowing);
+    if (plan.decision.keep || plan.decision.narrow) report.prompts.push_back(narrowing);
+    totals_.slots_dropped += narrowing.slots_dropped;
+    totals_.bytes_moved += narrowing.bytes_moved;
+    if (narrowing.afresh) {
+      begin_afresh(plan, view, report);
+    } else if (plan.layer + 1 == spec_.num_layers()) {
+      s.pass.reset();
+      std::int64_t longest = 0, shortest = s.report->tokens;
+      for (std::int32_t r = 0; r < spec_.num_layers() * spec_.kv_heads; ++r) {
+        longest = std::max<std::int64_t>(longest, s.columns->length(r));
+        shortest = std::min<std::int64_t>(shortest, s.columns->length(r));
+      }
+      const std::int32_t page_size = plan.table.page_size;
+      // Reported even if no page became free: whoever shares pages must know how short the shortest row is.
+      if (page_size > 0 && shortest < s.report->tokens)
+        report.pages.push_back(narrow_detail::drop_pages(view, plan.place, s.report->tokens, longest, page_size));
+    }
+  }
+  for (const PageMove& move : report.pages) totals_.pages_freed += static_cast<std::int64_t>(move.freed.size());
+  give_back_pages(report.pages, view.pages);
+  return report;
+}
+
+KVKEEP_INLINE void Keeper::cut_layer(const LayerPlan& plan, const CacheView& view, Narrowing& report) {
+  const KeepSet& keep = *plan.decision.keep;
+  report.bytes_moved = bytes_to_move(plan.table, keep);
+  compact(plan.table, keep);
+  for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
+    const Row& row = plan.table.rows[r];
+    plan.sequence->columns->settle(row_of(row.layer, row.head), keep, r, nullptr, nullptr);
+    view.lengths.at(plan.place, row.layer * spec_.kv_heads + row.head) = static_cast<std::int32_t>(keep.count(r));
+    report.slots_dropped += row.length - keep.count(r);
+  }
+  plan.sequence->last_event = plan.sequence->logical;
+  plan.sequence->event_position = plan.sequence->next_position;
+}
+
+KVKEEP_INLINE void Keeper::let_go_on(const LayerPlan& plan, const CacheView& view, Narrowing& report) {
+  Sequence& s = *plan.sequence;
+  const TokenSet& narrow = *plan.decision.narrow;
+  const std::span<const std::int32_t> places{narrow.tokens.data<std::int32_t>(),
+                                             static_cast<std::size_t>(narrow.tokens.numel())};
+  report.tokens = std::vector<std::int32_t>(places.begin(), places.end());
+  report.afresh = narrow.afresh;
+  s.report->going_on = narrow_detail::those_at(places, s.report->going_on);
+  s.present = narrow_detail::those_at(places, s.present);
+  s.tail = narrow_detail::tail_of(s.report->going_on, s.report->tokens);
+  s.last_event = s.logical;
+  s.event_position = s.next_position;
+  const KeepSet left{.slots = narrow.tokens, .indptr = narrow.indptr};
+  for (std::int32_t l = plan.layer + 1; l < spec_.num_layers(); ++l)
+    for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
+      s.columns->settle(row_of(l, h), left, 0, nullptr, nullptr);
+      view.lengths.at(plan.place, l * spec_.kv_heads + h) = static_cast<std::int32_t>(places.size());
+    }
+}
+
+/// The first pass is over: only what it chose remains.
+KVKEEP_INLINE void Keeper::begin_afresh(const LayerPlan& plan, const CacheView& view, LayerReport& report) {
+  PromptReport of_first_pass = std::move(*plan.sequence->report);
+  of_first_pass.second_pass = true;
+  const std::int32_t page_size = plan.table.page_size;
+  leave(plan.id);
+  join(plan.id, 0, static_cast<std::int32_t>(of_first_pass.going_on.size()));
+  for (std::int32_t r = 0; r < spec_.num_layers() * spec_.kv_heads; ++r) view.lengths.at(plan.place, r) = 0;
+  if (page_size > 0)
+    report.pages.push_back(narrow_detail::drop_pages(view, plan.place, of_first_pass.tokens, 0, page_size));
+  sequences_.at(plan.id).report = std::move(of_first_pass);
+}
+
+KVKEEP_INLINE const PromptReport* Keeper::prompt_report(SequenceId sequence) const {
+  const Sequence& s = at(sequence);
+  return s.report ? &*s.report : nullptr;
+}
+
+}  // namespace kvkeep

@@ -1,0 +1,220 @@
+#pragma once
+// Bodies of sekv.h: compiled by src/policy, or where they are included under KVKEEP_HEADER_ONLY.
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "kvkeep/core/error.h"
+#include "kvkeep/core/fields.h"
+#include "kvkeep/core/header_only.h"
+#include "kvkeep/core/problems.h"
+#include "kvkeep/policy/sekv.h"
+
+namespace kvkeep {
+namespace sekv_detail {
+
+/// The published code: no sinks, window or longest span, uncentred rows, gates that weigh, and never raw rows.
+inline SekvOptions published() {
+  SekvOptions o;
+  o.variant = Variant::official;
+  o.segmenter.sink = o.segmenter.recent = o.segmenter.max_span = 0;
+  o.memory.factors.rank = FactorOptions::Rank::gates;
+  o.memory.factors.centred = FactorOptions::Centred::never;
+  o.memory.factors.soft_gates = true;
+  o.memory.factors.raw = false;
+  o.training.published = true;
+  return o;
+}
+
+/// What happens to the slots of a row, the same in all rows of a sequence.
+struct Pieces {
+  std::vector<std::int32_t> kept;      ///< slots
+  std::vector<std::int32_t> folded;    ///< slots of one span after the other
+  std::vector<std::int64_t> spans{0};  ///< where each begins in `folded`
+  std::vector<float> weights;          ///< [folded]
+  std::int32_t settled = 0;            ///< logical position
+};
+
+/// The slots from `first` on, cut according to `segments`; pinned ones do not fold.
+inline Pieces pieces_of(const Segments& segments, std::int32_t first, const Row& row,
+                        std::span<const PositionSpan> pinned, std::span<const float> surprisal) {
+  Pieces out;
+  for (std::int32_t slot = 0; slot < first; ++slot) out.kept.push_back(slot);
+  for (const std::int32_t t : segments.dense()) out.kept.push_back(first + t);
+  for (const Span& s : segments.spans) {
+    for (std::int32_t t = s.begin; t < s.end; ++t) {
+      if (holds(pinned, row.positions[first + t]))
+        out.kept.push_back(first + t);
+      else
+        out.folded.push_back(first + t), out.weights.push_back(surprisal[static_cast<std::size_t>(t)]);
+    }
+    if (std::ssize(out.folded) > out.spans.back()) out.spans.push_back(std::ssize(out.folded));
+  }
+  if (!pinned.empty()) std::ranges::sort(out.kept);
+  const std::int32_t window = first + segments.window;
+  out.settled = window < row.length ? row.positions[window] : row.positions[row.length - 1] + 1;
+  return out;
+}
+
+}  // namespace sekv_detail
+
+KVKEEP_INLINE void SekvOptions::describe(Fields& f) {
+  std::int32_t entries = 0;
+  f.integer("budget", entries, 1, INT32_MAX,
+            "entries of one KV head that may be in reach at once: dense tokens, coarse entries, zoomed factors by "
+            "size; left out: no limit",
+            {}, "-");
+  double share = 0;
+  f.real("budget_share", share, Range::above(0, 1), "instead of `budget`: that share of the tokens seen", {}, "-");
+  f.choice("variant", variant, {{"strict", Variant::strict}, {"official", Variant::official}},
+           "our corrected form, or the published rules and defaults");
+  if (variant == Variant::official) *this = sekv_detail::published();
+  budget = entries;
+  budget_share = share;
+  f.integer("interval", interval, 1, INT32_MAX, "tokens that leave the local window together while decoding");
+  f.integer("sink", segmenter.sink, 0, INT32_MAX, "oldest tokens that are always anchors");
+  f.integer("recent", segmenter.recent, 0, INT32_MAX, "newest tokens that stay as they are (local window)");
+  f.enter("memory");
+  segmenter.describe(f);
+  memory.describe(f);
+  f.real("zoom_share", zoom_share, {0, 1}, "share of the budget that is kept free for zooming when anchors are chosen");
+  f.leave();
+  f.enter("training");
+  training.describe(f);
+  f.leave();
+  KVKEEP_REQUIRE(f.listing() || variant != Variant::official || memory.zoom.heads != ZoomOptions::Heads::group,
+                 "policy: memory.zoom_heads of sekv is group with variant official; allowed own, because the "
+                 "published budget is per head");
+}
+
+KVKEEP_INLINE Sekv::Sekv(SekvOptions options, std::string json) : options_(std::move(options)), json_(std::move(json)) {
+  std::vector<std::string> found;
+  const auto add = [&found](const std::vector<std::string>& more) {
+    found.insert(found.end(), more.begin(), more.end());
+  };
+  if (options_.budget > 0) options_.memory.entries = options_.budget;
+  options_.memory.entries_share = options_.budget_share;
+  options_.memory.published_budget = options_.variant == Variant::official;
+  add(options_.segmenter.problems());
+  add(options_.memory.problems());
+  add(options_.training.problems());
+  if (options_.budget < 0) add({text("budget: ", options_.budget, "; allowed 1 or more, or 0 for none")});
+  if (options_.budget > 0 && options_.budget_share > 0) add({"budget: given with budget_share; allowed one of them"});
+  if (!(options_.zoom_share >= 0 && options_.zoom_share <= 1))
+    add({text("zoom_share: ", options_.zoom_share, "; allowed 0 to 1")});
+  if (options_.interval < 1) add({text("interval: ", options_.interval, "; allowed 1 or more")});
+  require_no_problems("sekv", found);
+}
+
+KVKEEP_INLINE std::vector<std::string> Sekv::problems(const ModelSpec& spec) const {
+  std::vector<std::string> found = options_.memory.problems(spec);
+  const SegmenterOptions& s = options_.segmenter;
+  if (options_.interval < s.min_span)
+    found.push_back(text("interval: ", options_.interval, ", but runs below min_span ", s.min_span,
+                         " stay as they are, so no generated token would fold; allowed min_span or more"));
+  if (s.max_span > 0 && s.max_span < s.min_span)
+    found.push_back(text("max_span: ", s.max_span, ", but pieces below min_span ", s.min_span,
+                         " stay as they are, so nothing would fold; allowed min_span or more"));
+  return found;
+}
+
+KVKEEP_INLINE void Sekv::check_pins(std::span<const PositionSpan> pins) const {
+  KVKEEP_REQUIRE_AS(Unsupported, options_.variant == Variant::strict,
+                    "pin: sekv has variant official, and its published form pins nothing; allowed strict");
+  const std::int64_t given = positions_from(options_.segmenter.sink, pins),
+                     allowed = std::max(0, options_.budget - options_.segmenter.sink);
+  KVKEEP_REQUIRE(options_.budget == 0 || given <= allowed, "pin: ", given, " positions behind the ",
+                 options_.segmenter.sink, " sinks of sekv, whose budget is ", options_.budget,
+                 " entries; allowed up to ", allowed);
+}
+
+KVKEEP_INLINE SegmenterOptions Sekv::segmenter(std::int64_t tokens, std::int64_t group, std::int64_t dim,
+                                               bool learned) const {
+  SegmenterOptions o = options_.segmenter;
+  o.entries_per_span = options_.memory.entries_per_span(group, dim, learned);
+  const double budget =
+      options_.budget_share > 0 ? options_.budget_share * static_cast<double>(tokens) : options_.budget;
+  if (budget > 0 && options_.variant == Variant::strict) o.most_entries = (1 - options_.zoom_share) * budget;
+  return o;
+}
+
+KVKEEP_INLINE ZoomBudget Sekv::zoom_budget(const Segments& segments, std::int64_t group, std::int64_t dim,
+                                           bool learned) const {
+  ZoomBudget b;
+  if (options_.budget > 0) b.entries = options_.budget;
+  if (options_.budget_share > 0) b.entries = options_.budget_share * segments.tokens;
+  b.resident = segments.entries(options_.memory.entries_per_span(group, dim, learned));
+  b.per_head = options_.variant == Variant::official;
+  return b;
+}
+
+KVKEEP_INLINE Decision Sekv::decide(Machine&, const Evidence& evidence) const {
+  const RowTable& table = evidence.table;
+  const auto heads = static_cast<std::size_t>(evidence.spec.kv_heads);
+  const std::int64_t group_size = evidence.spec.group(), dim = evidence.spec.key_dim;
+  const SegmenterOptions& own = options_.segmenter;
+  std::map<std::int32_t, sekv_detail::Pieces> by_sequence;
+  const auto decide_sequence = [&](const RowGroup& group, const Row& row) -> sekv_detail::Pieces {
+    const auto surprisal_at = [&](std::int32_t position) {
+      KVKEEP_REQUIRE(static_cast<std::size_t>(position) < group.surprisal.size(), "sekv: position ", position,
+                     " has no surprisal; ", group.surprisal.size(), " tokens have one; allowed all");
+      return group.surprisal[static_cast<std::size_t>(position)];
+    };
+    const auto first = static_cast<std::int32_t>(
+        std::lower_bound(row.positions, row.positions + row.length, group.settled) - row.positions);
+    std::vector<float> nats;
+    for (std::int32_t slot = first; slot < row.length; ++slot) nats.push_back(surprisal_at(row.positions[slot]));
+    const auto segmenter = [&](std::int64_t tokens) {
+      SegmenterOptions o = this->segmenter(tokens, group_size, dim, options_.memory.learned());
+      o.entries_per_token = options_.memory.entries_per_token(dim);
+      return o;
+    };
+    if (group.settled == 0)
+      return sekv_detail::pieces_of(segment(nats, segmenter(row.length)), 0, row, group.pinned, nats);
+    // The first event was at the end of the prompt, or, for a prompt no longer than the window, when `interval` tokens
+    // had left the window.
+    const std::int32_t then = std::max(static_cast<std::int32_t>(group.prompt.tokens),
+                                       group.prompt.tokens > own.recent ? 0 : own.recent + options_.interval);
+    std::vector<float> all;
+    for (std::size_t p = 0; p < group.surprisal.size() && std::ssize(all) < then; ++p)
+      if (group.surprisal[p] != kNoToken) all.push_back(group.surprisal[p]);
+    const double threshold = segment(all, segmenter(then)).kept_above;
+    SegmenterOptions behind = own;
+    behind.sink = std::max(0, own.sink - first);  // earlier sinks are before `first`
+    return sekv_detail::pieces_of(segment_above(nats, threshold, behind), first, row, group.pinned, nats);
+  };
+
+  Decision decision;
+  decision.reason = Reason::left_window;
+  KeepSet keep;
+  keep.indptr.push_back(0);
+  Fold fold;
+  std::vector<std::int32_t> kept;
+  for (const RowGroup& group : table.groups) {
+    const std::span<const Row> rows = table.rows_of(group, evidence.spec.kv_heads);
+    const auto [found, fresh] = by_sequence.try_emplace(group.sequence);
+    if (fresh) found->second = decide_sequence(group, rows.front());
+    const sekv_detail::Pieces& pieces = found->second;
+    const std::int32_t length = static_cast<std::int32_t>(pieces.kept.size() + pieces.folded.size());
+    fold.settled.push_back(pieces.settled);
+    for (std::size_t h = 0; h < heads; ++h) {
+      KVKEEP_REQUIRE(rows[h].length == length, "sekv: rows of one sequence hold ", rows[h].length, " and ", length,
+                     " slots; allowed the same in all layers and heads");
+      kept.insert(kept.end(), pieces.kept.begin(), pieces.kept.end());
+      keep.indptr.push_back(static_cast<std::int64_t>(kept.size()));
+      const auto before = static_cast<std::int64_t>(fold.slots.size());
+      fold.slots.insert(fold.slots.end(), pieces.folded.begin(), pieces.folded.end());
+      fold.weights.insert(fold.weights.end(), pieces.weights.begin(), pieces.weights.end());
+      for (std::size_t s = 1; s < pieces.spans.size(); ++s) fold.spans.push_back(before + pieces.spans[s]);
+      fold.indptr.push_back(static_cast<std::int64_t>(fold.spans.size()) - 1);
+    }
+  }
+  keep.slots = empty({static_cast<std::int64_t>(kept.size())}, Dtype::i32);
+  std::ranges::copy(kept, keep.slots.data<std::int32_t>());
+  decision.keep = std::move(keep);
+  decision.fold = std::move(fold);
+  return decision;
+}
+
+}  // namespace kvkeep

@@ -1,0 +1,148 @@
+#pragma once
+// Bodies of triattention.h: compiled by src/score, or where they are included under KVKEEP_HEADER_ONLY.
+
+#include <algorithm>
+#include <cmath>
+#include <complex>
+#include <limits>
+
+#include "kvkeep/core/header_only.h"
+#include "kvkeep/core/parallel.h"
+#include "kvkeep/core/require_host.h"
+#include "kvkeep/score/triattention.h"
+#include "kvkeep/simd/aligned.h"
+#include "kvkeep/simd/triattention_lanes.h"
+
+namespace kvkeep {
+namespace triattention_detail {
+
+using Options = TriAttentionOptions;
+using Turn = std::complex<double>;
+
+/// exp(i w_f offset), [offsets, F]; with the mean, one row: their mean.
+inline std::vector<Turn> offset_turns(const RopeSpec& rope, const Options& options) {
+  const std::size_t pairs = rope.inv_freq.size();
+  std::vector<Turn> turns;
+  std::int64_t count = 0;
+  for (std::int64_t offset = 1; offset <= options.offset_max; offset *= 2, ++count)
+    for (const double w : rope.inv_freq) turns.push_back(std::polar(1.0, rope_angle(offset, w)));
+  if (options.aggregate == Options::Aggregate::max) return turns;
+  for (std::size_t f = 0; f < pairs; ++f) {
+    Turn sum = 0;
+    for (std::size_t i = f; i < turns.size(); i += pairs) sum += turns[i];
+    turns[f] = sum / static_cast<double>(count);
+  }
+  turns.resize(pairs);
+  return turns;
+}
+
+/// One thread's memory, divided into its parts.
+struct Workspace {
+  cpu::AlignedFloats memory;
+  std::int64_t held = 0;
+  float *raw = nullptr, *trig = nullptr, *norm = nullptr, *scratch = nullptr;
+
+  void fit(std::int64_t group, std::int64_t length, std::int64_t pairs, std::int64_t offsets) {
+    const std::int64_t floats =
+        TriAttention::workspace_bytes(group, length, pairs, offsets) / static_cast<std::int64_t>(sizeof(float));
+    if (held < floats) {
+      memory.reset();
+      memory = cpu::aligned_floats(floats);
+      held = floats;
+    }
+    scratch = memory.get();
+    trig = scratch + cpu::tri_scratch(group, pairs);
+    norm = trig + group * offsets * 2 * pairs;
+    raw = norm + group * pairs;
+  }
+};
+
+/// Columns of the row's query heads.
+inline cpu::TriColumns columns_of(const Calibration& calibration, const Row& row, std::int64_t group, double scaling,
+                                  const std::vector<Turn>& now, const std::vector<Turn>& later, Workspace& work) {
+  const std::size_t pairs = now.size();
+  const auto offsets = static_cast<std::int64_t>(later.size() / pairs),
+             side = offsets == 1 ? group : offsets;  // columns that are side by side
+  for (std::int64_t g = 0; g < group; ++g) {
+    const Calibration::Head& head = calibration.heads.at({row.layer, static_cast<std::int32_t>(row.head * group + g)});
+    float* first = work.trig + (offsets == 1 ? g : g * static_cast<std::int64_t>(pairs) * 2 * offsets);
+    for (std::size_t f = 0; f < pairs; ++f) {
+      const Turn q(static_cast<double>(head.q_mean[f].real()), static_cast<double>(head.q_mean[f].imag()));
+      work.norm[static_cast<std::int64_t>(f) * group + g] =
+          static_cast<float>(scaling * (static_cast<double>(head.q_abs_mean[f]) - std::abs(q)));
+      for (std::int64_t o = 0; o < offsets; ++o) {
+        const Turn w = scaling * q * now[f] * later[static_cast<std::size_t>(o) * pairs + f];
+        float* trig = first + static_cast<std::int64_t>(f) * 2 * side + o;
+        trig[0] = static_cast<float>(w.real());
+        trig[side] = static_cast<float>(w.imag());
+      }
+    }
+  }
+  return {group, offsets, work.trig, work.norm};
+}
+
+inline TriAttention::Standard standard_of(const float* raw, std::int64_t length, const Protected& guarded,
+                                          Options::Deviation deviation) {
+  const bool sample = deviation == Options::Deviation::sample;
+  const float* from = raw + (sample ? 0 : guarded.sinks);
+  const std::int64_t n = sample ? length : length - guarded.sinks - guarded.recents;
+  if (n <= 0) return {};
+  const cpu::Moments moments = cpu::finite_sum(from, n);
+  if (moments.count == 0) return {};
+  const double mean = moments.sum / static_cast<double>(moments.count);
+  return TriAttention::standard_of(static_cast<double>(moments.count), mean, cpu::finite_squares(from, n, mean),
+                                   sample);
+}
+
+}  // namespace triattention_detail
+
+KVKEEP_INLINE std::int64_t TriAttention::workspace_bytes(std::int64_t group, std::int64_t length, std::int64_t pairs,
+                                                         std::int64_t offsets) {
+  return static_cast<std::int64_t>(sizeof(float)) *
+         (group * length + group * pairs * (2 * offsets + 1) + cpu::tri_scratch(group, pairs));
+}
+
+KVKEEP_INLINE Scores TriAttention::score(const Evidence& evidence, const Limits& limits, const WindowAttention&) const {
+  require_host("triattention", evidence.table.device);
+  const RowTable& table = evidence.table;
+  const ModelSpec& spec = evidence.spec;
+  with_dtype("triattention", table.key_dtype, [](auto) {});
+  const Scores scores{empty({table.slots}, Dtype::f32)};
+  float* g = scores.data.data<float>();
+  const std::int64_t group = calibration_->query_heads(spec.full_layers()) / spec.kv_heads;
+  const auto pairs = static_cast<std::int64_t>(spec.rope.inv_freq.size());
+  const std::vector<triattention_detail::Turn> later = triattention_detail::offset_turns(spec.rope, options_);
+  std::vector<std::vector<triattention_detail::Turn>> now;  // exp(i w_f P) by sequence
+  for (const RowGroup& rows : table.groups) {
+    const auto s = static_cast<std::size_t>(rows.sequence);
+    if (now.size() <= s) now.resize(s + 1);
+    if (!now[s].empty()) continue;
+    for (const double w : spec.rope.inv_freq) now[s].push_back(std::polar(1.0, rope_angle(rows.next_position, w)));
+  }
+  parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+    triattention_detail::Workspace work;
+    std::vector<float> shift(static_cast<std::size_t>(group), 0.0F), factor(static_cast<std::size_t>(group), 1.0F);
+    for (std::int64_t r = begin; r < end; ++r) {
+      const Row& row = table.rows[static_cast<std::size_t>(r)];
+      const RowLimit& limit = limits.rows[static_cast<std::size_t>(r)];
+      if (!limit.due) continue;
+      work.fit(group, row.length, pairs, static_cast<std::int64_t>(later.size()) / pairs);
+      const cpu::TriColumns columns =
+          triattention_detail::columns_of(*calibration_, row, group, spec.rope.attention_scaling,
+                                          now[static_cast<std::size_t>(row.sequence)], later, work);
+      cpu::tri_scores({row.keys, table.key_dtype, spec.key_dim}, row.length, spec.rope.style, columns, work.scratch,
+                      work.raw);
+      for (std::int64_t h = 0; options_.normalize && h < group; ++h) {
+        const Standard s =
+            triattention_detail::standard_of(work.raw + h * row.length, row.length, limit.guarded, options_.deviation);
+        shift[static_cast<std::size_t>(h)] = s.shift;
+        factor[static_cast<std::size_t>(h)] = s.factor;
+      }
+      cpu::tri_combine(work.raw, group, row.length, shift.data(), factor.data(), options_.group == Options::Group::max,
+                       g + row.first);
+    }
+  });
+  return scores;
+}
+
+}  // namespace kvkeep

@@ -1,0 +1,7 @@
+// Bodies of this room's headers, compiled once for the library.
+
+#include "kvkeep/policy/asl-inl.h"
+#include "kvkeep/policy/evict-inl.h"
+#include "kvkeep/policy/gemfilter-inl.h"
+#include "kvkeep/policy/host-inl.h"
+#include "kvkeep/policy/sekv-inl.h"

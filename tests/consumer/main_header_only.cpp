@@ -1,0 +1,23 @@
+#include <kvkeep/kvkeep.h>
+
+#include <memory>
+
+int main() {  // 0 when a prompt of twelve cached tokens fell to six
+  kvkeep::ModelSpec model;
+  model.query_heads = model.kv_heads = 1;
+  model.key_dim = model.value_dim = 8;
+  model.layers.resize(1);
+  const kvkeep::Retention retention{
+      .trigger = {.budget = {.slots = 6}, .interval = 6, .prefill = kvkeep::Trigger::Prefill::cut}, .sink = 2};
+  kvkeep::Keeper keeper(model, std::make_unique<kvkeep::Evict>("streaming", std::make_unique<kvkeep::Recency>(),
+                                                               std::make_unique<kvkeep::Flat>(), retention));
+  const kvkeep::SequenceId id = 1;
+  std::int32_t length = 12;
+  keeper.join(id, length);
+  const kvkeep::DenseKv rows{kvkeep::zeros({1, 1, 12, 8}, kvkeep::Dtype::f32),
+                             kvkeep::zeros({1, 1, 12, 8}, kvkeep::Dtype::f32)};
+  return keeper.step({.layers = {rows}, .sequences = {&id, 1}, .lengths = {{&length, 1}}}).slots_dropped == 6 &&
+                 length == 6
+             ? 0
+             : 1;
+}

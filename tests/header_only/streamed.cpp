@@ -1,0 +1,25 @@
+// A second file that includes everything: its bodies and those of the other file are the same to the linker.
+
+#include <kvkeep/kvkeep.h>
+
+#include "slots.h"
+
+std::vector<std::int32_t> streamed(std::int32_t n) {
+  kvkeep::ModelSpec model;
+  model.query_heads = model.kv_heads = 1;
+  model.key_dim = model.value_dim = 8;
+  model.layers.resize(1);
+  kvkeep::Retention retention{
+      .trigger = {.budget = {.slots = 4}, .prefill = kvkeep::Trigger::Prefill::cut}, .sink = 1, .recent = 2};
+  kvkeep::Keeper keeper(model, std::make_unique<kvkeep::Evict>("streaming", std::make_unique<kvkeep::Recency>(),
+                                                               std::make_unique<kvkeep::Flat>(), std::move(retention)));
+  std::vector<float> keys(static_cast<std::size_t>(n) * 8), values = keys;
+  const kvkeep::SequenceId id = 1;
+  std::int32_t length = n;
+  keeper.join(id, length);
+  const kvkeep::DenseKv rows{{keys.data(), kvkeep::Dtype::f32, {1, 1, n, 8}},
+                             {values.data(), kvkeep::Dtype::f32, {1, 1, n, 8}}};
+  keeper.step({.layers = {rows}, .sequences = {&id, 1}, .lengths = {{&length, 1}}});
+  const auto kept = keeper.positions(id, 0, 0);
+  return {kept.begin(), kept.end()};
+}
