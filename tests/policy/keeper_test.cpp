@@ -7,7 +7,9 @@
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <numeric>
+#include <random>
 
 #include "kvkeep/kvkeep.h"
 #include "kvkeep/torch.h"
@@ -64,7 +66,15 @@ class Engine {
           fill(dense.keys.select(0, w.place).select(1, slot), w.id, l, position, 1);
           fill(dense.values.select(0, w.place).select(1, slot), w.id, l, position, 2);
         }
-      keeper.observe({.layer = l, .sequences = ids_, .indptr = indptr, .queries = queries});
+      const bool read = !sparing || std::ranges::any_of(work, [&](const Work& w) {
+        return l > 0 ? reads_ : keeper.tokens_to_event(w.id) - keeper.queries_read() < w.tokens;
+      });
+      reads_ = read;
+      read_ += static_cast<int>(read && l == 0);
+      if (read)
+        keeper.observe({.layer = l, .sequences = ids_, .indptr = indptr, .queries = queries});
+      else
+        keeper.observe({.layer = l, .sequences = ids_, .indptr = indptr, .unread = true});
     }
     for (const Work& w : work) {
       seen_[w.id] += w.tokens;
@@ -87,6 +97,14 @@ class Engine {
     keeper.leave(w.id);
     length_[static_cast<std::size_t>(w.place)] = 0;
   }
+  void truncate(const Work& w, std::int64_t tokens) {
+    const std::int64_t gone = keeper.logical_length(w.id) - tokens;
+    keeper.truncate(w.id, tokens);
+    seen_[w.id] -= gone;
+    length_[static_cast<std::size_t>(w.place)] -= static_cast<std::int32_t>(gone);
+  }
+  /// Steps whose queries were given.
+  [[nodiscard]] int read() const { return read_; }
 
   /// True when every slot of every row holds the key and value of the position that the keeper says.
   [[nodiscard]] bool holds_what_it_says(const Work& w) {
@@ -132,8 +150,11 @@ class Engine {
 
  public:
   Keeper keeper;
+  bool sparing = false;  ///< gives only queries that an event may read
 
  private:
+  bool reads_ = true;
+  int read_ = 0;
   std::vector<LayerKv> cache_;
   std::vector<std::int32_t> length_;
   std::map<SequenceId, std::int64_t> seen_;
@@ -359,6 +380,104 @@ TEST(Keeper, ChunkedPrefillKeepsTheSameSet) {  // B19: exact, TOVA and AMS see t
     EXPECT_EQ(engine.kept(9), want) << "chunks of " << chunk;
     EXPECT_EQ(engine.keeper.physical_length(9, 0, 0), 24);
   }
+}
+
+TEST(Keeper, NeedsNoQueriesButThoseBeforeAnEvent) {
+  for (const char* policy :
+       {kAms, "tova,budget=24,interval=8", "snapkv,scorer.window=4,budget=24,interval=16,prefill=cut",
+        "h2o,budget=24,interval=8", "rkv,budget=24,interval=8", "expected,budget=24,interval=12,scorer.queries=6",
+        "tova,budget=24,interval=8,prefill=only", "knorm,budget=24,interval=8"}) {
+    Engine all(policy, 1, 128), few(policy, 1, 128);
+    few.sparing = true;
+    for (Engine* e : {&all, &few}) {
+      e->join(1);
+      e->step({{1, 0, 30}});
+      for (int i = 0; i < 50; ++i) {
+        if (i % 9 == 4 && e->keeper.tokens_to_event(1) > 3) {  // speculation that fails
+          const std::int64_t tokens = e->keeper.logical_length(1);
+          e->step({{1, 0, 3}});
+          e->truncate({1, 0, 0}, tokens + 1);
+        }
+        e->step({{1, 0, 1}});
+      }
+    }
+    EXPECT_EQ(few.kept(1), all.kept(1)) << policy;
+    EXPECT_EQ(few.keeper.totals().events, all.keeper.totals().events) << policy;
+    EXPECT_LE(few.read(), all.read()) << policy;
+  }
+  Engine tova("tova,budget=24,interval=16", 1, 128);
+  tova.sparing = true;
+  tova.join(1);
+  tova.step({{1, 0, 8}});
+  for (int i = 0; i < 80; ++i) tova.step({{1, 0, 1}});
+  EXPECT_EQ(tova.keeper.totals().events, 4);
+  EXPECT_EQ(tova.read(), 1 + 4) << "the prompt, and the newest token of each event";
+}
+
+TEST(Keeper, TakesNoUnreadQueriesOfWhichItKeepsStatistics) {
+  Engine engine("expected,statistics=stream,budget=24,interval=8", 1, 64);
+  EXPECT_EQ(engine.keeper.queries_read(), Trigger::kNoEvent);
+  engine.join(1);
+  const std::vector<SequenceId> ids{1};
+  const std::vector<std::int32_t> indptr{0, 1};
+  EXPECT_THROW(engine.keeper.observe({.layer = 0, .sequences = ids, .indptr = indptr, .unread = true}),
+               InvalidArgument);
+  EXPECT_EQ(engine.keeper.logical_length(1), 0);
+}
+
+TEST(Keeper, APromptMayEndLaterThanItWasKnownTo) {
+  Engine engine("tova,budget=8,interval=4,prefill=cut", 1, 64), whole("tova,budget=8,interval=4,prefill=cut", 1, 64);
+  engine.join(1, kMostPositions);
+  EXPECT_THROW(engine.keeper.end_prompt(1), StateError) << "no tokens yet";
+  engine.step({{1, 0, 20}});
+  EXPECT_EQ(engine.keeper.physical_length(1, 0, 0), 20);
+  engine.step({{1, 0, 5}}, false);
+  engine.keeper.end_prompt(1);
+  EXPECT_THROW(engine.keeper.end_prompt(1), StateError);
+  EXPECT_EQ(engine.keeper.prompt_length(1), 25);
+  engine.keeper.step(engine.view());
+  EXPECT_EQ(engine.keeper.physical_length(1, 0, 0), 8);
+  whole.join(1);
+  whole.step({{1, 0, 25}});
+  EXPECT_EQ(engine.kept(1), whole.kept(1));
+}
+
+TEST(Trigger, SaysHowManyTokensAnEventIsAway) {
+  std::mt19937 random(4);
+  const auto up_to = [&](std::int64_t least, std::int64_t most) {
+    return least + static_cast<std::int64_t>(random() % static_cast<unsigned>(most - least + 1));
+  };
+  int exact = 0;
+  for (int i = 0; i < 20000; ++i) {
+    Trigger t;
+    t.budget.slots = static_cast<std::int32_t>(up_to(1, 40));
+    if (up_to(0, 3) == 0) t.budget = {.unit = Budget::Unit::ratio, .dropped = 0.5};
+    const bool fixed = t.budget.unit == Budget::Unit::slots;
+    t.interval = static_cast<std::int32_t>(up_to(1, 20));
+    t.kind = up_to(0, 1) == 0 ? Trigger::Kind::slack : Trigger::Kind::counter;
+    t.prefill = static_cast<Trigger::Prefill>(up_to(0, 2));
+    t.thins = up_to(0, 4) == 0;
+    t.never = up_to(0, 20) == 0;
+    Occasion o{.rows = up_to(1, 4), .prompt = up_to(1, 50), .slot_bytes = 8};
+    o.seen = o.prompt + up_to(0, 60);
+    o.slots = std::min(o.seen, up_to(1, 60)) * o.rows;
+    const std::int64_t said = t.tokens_until(o);
+    std::int64_t first = Trigger::kNoEvent;
+    for (std::int64_t n = 1; n <= 200 && first == Trigger::kNoEvent; ++n) {
+      Occasion later = o;
+      later.seen += n, later.slots += n * o.rows, later.step = 1;
+      if (t.due(later)) first = n;
+    }
+    if (fixed && (said <= 200 || first != Trigger::kNoEvent)) {
+      ASSERT_EQ(said, first) << i;
+      ++exact;
+    } else {
+      ASSERT_LE(said, first) << i;
+    }
+    o.step = 1;
+    if (!t.never) ASSERT_EQ(t.tokens_until(o), 0);
+  }
+  EXPECT_GT(exact, 5000);
 }
 
 TEST(Keeper, PlanSaysWhatApplyDoes) {

@@ -26,6 +26,7 @@ struct Needs {
   bool calibration = false;        ///< a file that the policy names
   bool output_projection = false;  ///< W_o of every full layer
   bool surprisal = false;
+  bool rope = false;                  ///< ModelSpec::rope, to turn queries and keys back
   bool given_scores = false;          ///< a score of every token and KV head (Keeper::give)
   std::int32_t statistics_from = -1;  ///< running mean and covariance of every query from this logical position on, per
                                       ///< (layer, sequence); -1: none

@@ -21,6 +21,8 @@ struct Observation {
   Tensor queries =
       {};  ///< f32, f16 or bf16 [n_tokens, Hq, D] after bias and query norm; absent if the policy needs none
   QueryBasis basis = QueryBasis::pre_rope;
+  bool unread =
+      false;  ///< no event will read the queries of these tokens (Keeper::tokens_to_event), and none are given
   std::span<const std::int32_t> positions = {};  ///< host [n_tokens] logical, from 0 to below kMostPositions, ascending
                                                  ///< per sequence; empty: the next ones of each sequence
 };

@@ -87,12 +87,17 @@ KVKEEP_INLINE std::optional<std::int32_t> QueryRing::not_finite(std::int32_t lay
 KVKEEP_INLINE bool QueryRing::can_forget(std::int64_t tokens) const {
   return std::all_of(layers_.begin(), layers_.end(), [&](const Layer& l) {
     const std::int64_t seen = l.seen - tokens;
-    return seen >= l.first && std::min<std::int64_t>(wanted_, seen - l.first) <= seen - l.oldest;
+    if (seen < l.first) return l.unread;
+    return std::min<std::int64_t>(wanted_, seen - l.first) <= seen - l.oldest;
   });
 }
 
 KVKEEP_INLINE void QueryRing::forget(std::int64_t tokens) {
-  for (Layer& l : layers_) l.seen -= tokens;
+  for (Layer& l : layers_) {
+    l.seen -= tokens;
+    l.first = std::min(l.first, l.seen);
+    l.oldest = std::min(l.oldest, l.seen);
+  }
 }
 
 KVKEEP_INLINE QueryRing::Held QueryRing::held() const {

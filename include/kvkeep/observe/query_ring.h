@@ -24,6 +24,7 @@ class QueryRing {
     std::int64_t seen = 0;
     std::int64_t first = 0;   ///< the layer has seen every token from this one on
     std::int64_t oldest = 0;  ///< oldest token whose query is still held
+    bool unread = false;      ///< nobody reads the queries before `first`, which were not given
   };
 
   /// Contents of a ring, oldest first: for storing elsewhere and restoring into a ring of the same sizes.
@@ -64,6 +65,12 @@ class QueryRing {
   void skip(std::int32_t layer, std::int64_t tokens) {
     Layer& state = layers_[static_cast<std::size_t>(layer)];
     state.first = state.oldest = state.seen += tokens;
+  }
+
+  /// Skips tokens whose queries nobody will read. They can be taken back like others.
+  void skip_unread(std::int32_t layer, std::int64_t tokens) {
+    skip(layer, tokens);
+    layers_[static_cast<std::size_t>(layer)].unread = true;
   }
 
   /// True if queries of this dtype can be pushed: any at first, then the same one.

@@ -1,7 +1,9 @@
 #pragma once
 /// When a sequence is due for an event.
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #include "kvkeep/core/budget.h"
 
@@ -56,6 +58,28 @@ struct Trigger {
     const bool round = decoded / interval > (decoded - o.step) / interval;
     if (kind == Kind::counter) return some_go && round;
     return (thins && round) || o.slots >= kept + std::int64_t{interval} * o.rows;
+  }
+
+  static constexpr std::int64_t kNoEvent = std::numeric_limits<std::int64_t>::max();
+
+  /// Tokens that must still come before the sequence is due, if it decodes one per step; kNoEvent: it never is. Exact
+  /// for budgets in slots and for ratios of the prompt; a lower bound for budgets that grow with the sequence. 0 if
+  /// there are tokens about which the policy was not asked yet (`step`).
+  [[nodiscard]] std::int64_t tokens_until(const Occasion& o) const {
+    if (never) return kNoEvent;
+    const std::int64_t decoded = o.seen - o.prompt;
+    if (decoded < 0) return -decoded;
+    if (o.step > 0) return 0;
+    if (kind == Kind::window) return std::max<std::int64_t>(1, std::int64_t{recent} + interval - o.unsettled);
+    if (prefill == Prefill::only) return kNoEvent;
+    const std::int64_t kept = budget.resolve({o.seen}, {o.prompt}, o.slot_bytes) * o.rows;
+    const std::int64_t round = interval - decoded % interval;
+    if (kind == Kind::counter) {
+      const std::int64_t over = thins || o.slots > kept ? 1 : (kept - o.slots) / o.rows + 1;
+      return round + std::max<std::int64_t>(0, (over - round + interval - 1) / interval) * interval;
+    }
+    const std::int64_t full = (kept + std::int64_t{interval} * o.rows - o.slots + o.rows - 1) / o.rows;
+    return std::max<std::int64_t>(1, thins ? std::min(round, full) : full);
   }
 
   /// Decoded tokens until the first event of a sequence that decodes one token at a time; -1 if there is none within

@@ -51,6 +51,7 @@ class Evict final : public KVPolicy {
   [[nodiscard]] std::string_view name() const override { return name_; }
   [[nodiscard]] Needs needs() const override { return needs_of(retention_, *scorer_, *allocator_); }
   [[nodiscard]] Trigger trigger() const override { return retention_.trigger; }
+  [[nodiscard]] Sharing sharing() const override { return retention_.share; }
   [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const override;
   [[nodiscard]] std::vector<std::string> problems_on(const Machine& machine, const ModelSpec& spec) const override;
   /// Order: limits of every row, window attention, scores, sharing, allotment.

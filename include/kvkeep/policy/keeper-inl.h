@@ -209,6 +209,17 @@ KVKEEP_INLINE void Keeper::leave(SequenceId sequence) {
   ++version_;
 }
 
+KVKEEP_INLINE void Keeper::end_prompt(SequenceId sequence) {
+  auto& s = const_cast<Sequence&>(at(sequence));
+  KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr, "end_prompt: the prompt of sequence ", sequence,
+                    " is still running through the layers; allowed after its last layer");
+  KVKEEP_REQUIRE_AS(StateError, s.logical > 0 && (s.prompt < 0 || s.logical < s.prompt), "end_prompt: sequence ",
+                    sequence, " has ", s.logical, " tokens, ", s.prompt < 0 ? s.logical : s.prompt,
+                    " of them its prompt; allowed once, before the prompt has ended");
+  s.prompt = s.logical;
+  s.prompt_end = s.next_position;
+}
+
 KVKEEP_INLINE void Keeper::reset(SequenceId sequence) {
   leave(sequence);
   join(sequence);
@@ -357,6 +368,7 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
   std::int64_t bytes_per_slot = 0;
   for (const std::int32_t l : full_layers_)
     bytes_per_slot += spec_.kv_heads * keeper_detail::slot_bytes(spec_, view.layers[static_cast<std::size_t>(l)]);
+  slot_bytes_ = bytes_per_slot;
   for (std::size_t i = 0; i < view.sequences.size(); ++i) {
     const Sequence& s = at(view.sequences[i]);
     KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr, "step: the prompt of sequence ", view.sequences[i],
@@ -582,6 +594,20 @@ KVKEEP_INLINE void Keeper::truncate(SequenceId sequence, std::int64_t logical_le
     s.surprisal.resize(static_cast<std::size_t>(s.next_position));
   for (std::int64_t& viewed : s.viewed) viewed = std::min(viewed, s.logical);
   ++version_;
+}
+
+KVKEEP_INLINE std::int64_t Keeper::tokens_to_event(SequenceId sequence) const {
+  const Sequence& s = at(sequence);
+  if (s.prompt < 0) return 0;
+  Occasion occasion{.rows = static_cast<std::int64_t>(full_layers_.size()) * spec_.kv_heads,
+                    .seen = s.logical,
+                    .prompt = s.prompt,
+                    .step = s.logical - s.asked,
+                    .slot_bytes = slot_bytes_};
+  for (std::int32_t r = 0; r < static_cast<std::int32_t>(occasion.rows); ++r) occasion.slots += s.columns->length(r);
+  const auto newest = s.columns->newest();
+  occasion.unsettled = newest.end() - std::ranges::lower_bound(newest, s.settled);
+  return policy_->trigger().tokens_until(occasion);
 }
 
 KVKEEP_INLINE std::int32_t Keeper::physical_length(SequenceId sequence, std::int32_t layer, std::int32_t head) const {

@@ -161,6 +161,10 @@ class Keeper {
   /// of the file, and putting its far bytes into the far store.
   void restore(SequenceId sequence, const std::filesystem::path& file);
 #endif
+  /// The prompt of a sequence ends with the tokens observed so far, for engines that cannot tell join() how long it
+  /// will be: they join with a `prompt` of kMostPositions. Throws StateError for an unknown sequence, one without
+  /// tokens, one whose prompt has ended, and while the prompt narrows.
+  void end_prompt(SequenceId sequence);
   /// leave(), then join().
   void reset(SequenceId sequence);
   /// Pins logical positions [begin, end): whatever their slots score, they stay in every row, and do not fold, until
@@ -180,11 +184,12 @@ class Keeper {
   [[nodiscard]] bool knows(SequenceId sequence) const { return sequences_.contains(sequence); }
 
   /// Records the new tokens of one layer. Call it in every full layer, or in one of them if the policy needs no
-  /// queries; other layers are ignored. Throws: StateError for a sequence that never joined; InvalidArgument for a
-  /// wrong layer, indptr, shape, dtype or device, a duplicate sequence, missing queries, positions that do not ascend
-  /// or are too large, and, if running statistics are kept, a query that is not finite. If it throws, nothing is
-  /// recorded for any sequence. Cost: copies the newest queries; allocates at a sequence's first tokens, and when its
-  /// columns outgrow their largest size so far.
+  /// queries; other layers are ignored. Tokens that are `unread` leave the window without queries up to them. Throws:
+  /// StateError for a sequence that never joined; InvalidArgument for a wrong layer, indptr, shape, dtype or device, a
+  /// duplicate sequence, missing queries, unread ones of which a policy keeps statistics or by which it narrows,
+  /// positions that do not ascend or are too large, and, if running statistics are kept, a query that is not finite. If
+  /// it throws, nothing is recorded for any sequence. Cost: copies the newest queries; allocates at a sequence's first
+  /// tokens, and when its columns outgrow their largest size so far.
   void observe(const Observation& observation);
 
   /// Under a policy that narrows: call it in every layer, once attention has run over the keys and values of all tokens
@@ -260,6 +265,17 @@ class Keeper {
   /// from there on are no longer pinned. If a prompt that had ended loses tokens, it becomes as long as the remaining
   /// sequence.
   void truncate(SequenceId sequence, std::int64_t logical_length);
+
+  /// Tokens that must still come before an event may cut the sequence, if it decodes one per step; 0: the next step may
+  /// do so; Trigger::kNoEvent: none will. Exact for budgets in slots, a lower bound for others. An engine to which
+  /// queries cost something gives those of the newest queries_read() tokens before an event, and observes the others as
+  /// `unread`: in a step of n tokens, it gives queries if n > tokens_to_event() - queries_read().
+  [[nodiscard]] std::int64_t tokens_to_event(SequenceId sequence) const;
+  /// Newest queries of every full layer that an event reads; 0: none; Trigger::kNoEvent: all of them, since the policy
+  /// keeps statistics.
+  [[nodiscard]] std::int64_t queries_read() const {
+    return needs_.statistics_from >= 0 ? Trigger::kNoEvent : needs_.queries;
+  }
 
   /// Tokens seen; the position of the next one. Never shrinks at an event.
   [[nodiscard]] std::int64_t logical_length(SequenceId sequence) const { return at(sequence).logical; }
@@ -376,7 +392,8 @@ class Keeper {
   bool basis_known_ = false;
   std::shared_ptr<FarStore> far_;  ///< if the policy folds
   std::unique_ptr<FactorCache> near_;
-  std::uint64_t version_ = 0;  ///< changes with every observation and event
+  mutable std::int64_t slot_bytes_ = 0;  ///< of one slot in every row, as the newest view has them; 0 before the first
+  std::uint64_t version_ = 0;            ///< changes with every observation and event
   std::shared_ptr<const void> identity_ =
       std::make_shared<char>();  ///< unique among living keepers and keepers with a living plan
   Totals totals_;

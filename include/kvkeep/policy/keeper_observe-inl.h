@@ -73,6 +73,13 @@ KVKEEP_INLINE void Keeper::check(const Observation& o) const {
                    " tokens of sequence ", o.sequences[i], " from position ", s.next_position,
                    " on; allowed positions up to ", most - 1);
   }
+  if (o.unread) {
+    KVKEEP_REQUIRE(!o.queries.defined(), "observe: queries of layer ", o.layer,
+                   " are given and unread; allowed one of the two");
+    KVKEEP_REQUIRE(needs_.statistics_from < 0 && !policy_->narrows(), "observe: queries of layer ", o.layer,
+                   " are unread, but ", policy_->name(), " reads all of them; allowed what queries_read() says");
+    return;
+  }
   if (needs_.queries == 0) return;
   check_queries("observe", o);
   for (std::size_t i = 0; i < met_.size(); ++i)
@@ -153,7 +160,7 @@ KVKEEP_INLINE void Keeper::make_room(const Observation& o) {
     const std::int32_t tokens = o.indptr[i + 1] - o.indptr[i];
     find_positions(o, i, s);
     check_statistics(o, i, s, positions_);
-    if (needs_.queries > 0) s.ring.reserve(o.queries.dtype());
+    if (needs_.queries > 0 && !o.unread) s.ring.reserve(o.queries.dtype());
     arrivals += static_cast<std::size_t>(std::min(tokens, s.ring.capacity()));
     if (!leads(s, o.layer, tokens)) continue;
     s.columns->reserve(tokens);
@@ -192,6 +199,10 @@ KVKEEP_INLINE void Keeper::observe(const Observation& o) {
       if (tokens > 0) s.next_position = positions_.back() + 1;
       if (before < s.prompt && s.prompt <= s.logical)
         s.prompt_end = positions_[static_cast<std::size_t>(s.prompt - before - 1)] + 1;
+    }
+    if (o.unread) {
+      s.ring.skip_unread(index, tokens);
+      continue;
     }
     keeper_observe_detail::Queries q =
         needs_.queries > 0 ? keeper_observe_detail::Queries(o, i) : keeper_observe_detail::Queries({}, 0);

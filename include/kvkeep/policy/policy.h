@@ -83,6 +83,9 @@ class KVPolicy {
     refuse<Unsupported>("pin: ", name(), " has no protected slots; allowed full, sekv and evicting policies");
   }
 
+  /// Which rows of a sequence hold the same tokens, whatever the event.
+  [[nodiscard]] virtual Sharing sharing() const { return Sharing::per_layer_per_head; }
+
   /// True if it also acts while a prompt runs through the layers: the engine then calls Keeper::narrow().
   [[nodiscard]] virtual bool narrows() const { return false; }
 

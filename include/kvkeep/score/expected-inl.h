@@ -463,8 +463,8 @@ class RowScores {
 
 KVKEEP_INLINE Needs Expected::needs() const {
   if (options_.statistics == ExpectedOptions::Statistics::stream)
-    return {.queries = 1, .keys = true, .values = options_.value_norm, .statistics_from = options_.sink};
-  return {.queries = options_.queries, .keys = true, .values = options_.value_norm};
+    return {.queries = 1, .keys = true, .values = options_.value_norm, .rope = true, .statistics_from = options_.sink};
+  return {.queries = options_.queries, .keys = true, .values = options_.value_norm, .rope = true};
 }
 
 KVKEEP_INLINE std::int64_t Expected::workspace_bytes(const ModelSpec& spec, std::int64_t length, std::int64_t queries) {

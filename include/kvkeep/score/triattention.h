@@ -67,7 +67,7 @@ class TriAttention final : public Scorer {
 #endif
 
   [[nodiscard]] std::string_view name() const override { return traits.name; }
-  [[nodiscard]] Needs needs() const override { return {.keys = true, .calibration = true}; }
+  [[nodiscard]] Needs needs() const override { return {.keys = true, .calibration = true, .rope = true}; }
   [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const override {
     return calibration_->problems(spec);
   }
