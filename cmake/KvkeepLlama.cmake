@@ -1,0 +1,30 @@
+# Target `llama`: an installed llama.cpp, or, with KVKEEP_LLAMA, one that is built from a source package for the CPU.
+
+set(KVKEEP_LLAMA_VERSION 0.3.36)  # of llama-cpp-python, which carries llama.cpp's source
+
+if(NOT KVKEEP_LLAMA)
+  find_package(llama CONFIG QUIET)
+  return()
+endif()
+
+set(package "${PROJECT_SOURCE_DIR}/.cache/llama-cpp-python-${KVKEEP_LLAMA_VERSION}")
+set(source "${package}/llama_cpp_python-${KVKEEP_LLAMA_VERSION}/vendor/llama.cpp")
+if(NOT EXISTS "${source}/CMakeLists.txt")
+  find_package(Python3 REQUIRED COMPONENTS Interpreter)
+  message(STATUS "kvkeep: loading llama.cpp (llama-cpp-python ${KVKEEP_LLAMA_VERSION}, 80 MB) into ${package}")
+  execute_process(
+    COMMAND "${Python3_EXECUTABLE}" -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python
+            "llama-cpp-python==${KVKEEP_LLAMA_VERSION}" -d "${package}"
+    RESULT_VARIABLE failed)
+  if(failed)
+    message(FATAL_ERROR "kvkeep: KVKEEP_LLAMA is on, and the source package of llama.cpp cannot be loaded (the reason stands above). "
+                        "Allowed: a connection, or an installed llama.cpp and -DKVKEEP_LLAMA=OFF.")
+  endif()
+  file(ARCHIVE_EXTRACT INPUT "${package}/llama_cpp_python-${KVKEEP_LLAMA_VERSION}.tar.gz" DESTINATION "${package}"
+       PATTERNS "llama_cpp_python-${KVKEEP_LLAMA_VERSION}/vendor/llama.cpp")
+  file(REMOVE "${package}/llama_cpp_python-${KVKEEP_LLAMA_VERSION}.tar.gz")
+endif()
+
+set(LLAMA_USE_PREBUILT_UI OFF CACHE BOOL "")
+set(LLAMA_OPENSSL OFF CACHE BOOL "")
+add_subdirectory("${source}" "${PROJECT_BINARY_DIR}/llama.cpp" EXCLUDE_FROM_ALL SYSTEM)

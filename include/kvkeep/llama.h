@@ -1,0 +1,353 @@
+#pragma once
+/// kvkeep inside llama.cpp, unmodified: any policy over the KV cache of a `llama_context`. Needs llama.cpp's public
+/// headers and kvkeep::kvkeep or kvkeep::header_only, and links to whatever llama.cpp the program links to.
+///
+///     auto params = llama_context_default_params();
+///     kvkeep::llama::Evictor evictor(model, params, kvkeep::make_policy("ams-tova,budget=1024"));
+///     llama_context* ctx = llama_init_from_model(model, params);
+///     evictor.attach(ctx);
+///     // then, wherever the program calls llama_decode(ctx, batch):
+///     evictor.decode(batch);
+///
+/// How it works: llama.cpp calls back for each node of its graph. From these nodes the evictor learns which cell holds
+/// which token, and reads queries after RoPE. An event rewrites rows of the cache in place, and frees the cells of
+/// dropped tokens with llama_memory_seq_rm(). docs/llama.md has limits and costs.
+
+#include <ggml-backend.h>
+#include <ggml.h>
+#include <llama.h>
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "kvkeep/core/page_allocator.h"
+#include "kvkeep/llama/model.h"
+#include "kvkeep/policy/keeper.h"
+
+namespace kvkeep::llama {
+
+/// Time that the evictor took, and how often it acted.
+struct Spent {
+  double observing = 0;      ///< seconds inside callbacks and between decodes, without events
+  double events = 0;         ///< seconds
+  std::int64_t decodes = 0;  ///< batches
+  std::int64_t read = 0;     ///< micro-batches whose queries were read
+  std::int64_t cut = 0;      ///< events
+};
+
+/// Which positions tokens have after an event.
+enum class Positions : std::uint8_t {
+  text,   ///< their own ones: distances are those of the text, and positions grow with it
+  cache,  ///< 0, 1, 2, ... within the cache, as in StreamingLLM: keys are rotated to them, gaps close, and no position
+          ///< grows beyond the cache, however long the text
+};
+
+/// Keeps the cache of one llama_context within a policy's budget. Not thread safe; must outlive the context, and stay
+/// where it is in memory.
+///
+/// What a policy's `share` allows:
+/// - `union`, `union_mean`: every layer and head keeps the same tokens. The others are dropped with
+///   llama_memory_seq_rm(), whatever the backend and the type of the cache.
+/// - `none`, `per_head`: each layer and head keeps tokens of its own, equally many. Rows are rewritten, so the cache
+///   must be f32, f16 or bf16, in host memory, with flash attention.
+///
+/// A sequence that llama.cpp has not seen begins at position 0. Its next token is at next_position(). Whoever removes
+/// the newest positions of a sequence (speculative decoding), or all of them, is followed; other changes by
+/// llama_memory_seq_rm(), _add(), _div() and _keep() break the sequence, and context shift must be off.
+class Evictor {
+ public:
+  /// Puts the callback into `params`; one that is there already is called as well. Turns flash attention on if the
+  /// policy needs it and `params` leaves it open. Throws InvalidArgument, with every reason, if the policy cannot run
+  /// on the model, and Unsupported for what spec_of() refuses, for a policy whose rows end up unequal, and for
+  /// `params` that rule out rewriting (flash attention off, a quantised cache) under a `share` that needs it, and, with
+  /// Positions::cache, for policies that turn queries or keys back.
+  Evictor(const llama_model* model, llama_context_params& params, std::unique_ptr<KVPolicy> policy,
+          Positions positions = Positions::text)
+      : keeper_(spec_of(model, params), std::move(policy)),
+        needs_(keeper_.policy().needs()),
+        full_layers_(keeper_.spec().full_layers()),
+        positions_(positions) {
+    const Trigger trigger = keeper_.policy().trigger();
+    const std::string name(keeper_.policy().name());
+    KVKEEP_REQUIRE_AS(Unsupported, !trigger.ragged, "llama: under ", name,
+                      " rows of a sequence end up unequal; allowed policies that keep equally many slots in each");
+    KVKEEP_REQUIRE_AS(Unsupported, positions == Positions::text || !needs_.rope, "llama: ", name,
+                      " turns queries or keys back by their positions in the text; allowed Positions::text");
+    const Sharing share = keeper_.policy().sharing();
+    one_set_ = trigger.never || share == Sharing::all || share == Sharing::all_mean;
+    if (!one_set_) {
+      for (const ggml_type type : {params.type_k, params.type_v})
+        KVKEEP_REQUIRE_AS(Unsupported, dtype_of(type), "llama: the cache is ", ggml_type_name(type), ", and ", name,
+                          " rewrites rows of each layer and head; allowed f32, f16, bf16, or share=union");
+      KVKEEP_REQUIRE_AS(Unsupported, params.flash_attn_type != LLAMA_FLASH_ATTN_TYPE_DISABLED,
+                        "llama: flash attention is off, so values are stored transposed, and ", name,
+                        " rewrites rows of each layer and head; allowed with flash attention, or share=union");
+      params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;
+    }
+    next_ = std::exchange(params.cb_eval, &Evictor::on_node);
+    next_data_ = std::exchange(params.cb_eval_user_data, this);
+    cache_.resize(keeper_.spec().layers.size());
+  }
+  Evictor(const Evictor&) = delete;
+  Evictor& operator=(const Evictor&) = delete;
+
+  /// Begins with an empty cache, of a context that was made with the constructor's `params`. Throws StateError if the
+  /// cache is not empty.
+  void attach(llama_context* context) {
+    detach();
+    const auto sequences = static_cast<llama_seq_id>(llama_n_seq_max(context));
+    for (llama_seq_id s = 0; s < sequences; ++s)
+      KVKEEP_REQUIRE_AS(StateError, llama_memory_seq_pos_max(llama_get_memory(context), s) < 0, "llama: sequence ", s,
+                        " has tokens already; allowed an empty cache");
+    KVKEEP_REQUIRE_AS(Unsupported, positions_ == Positions::text || llama_memory_can_shift(llama_get_memory(context)),
+                      "llama: positions of this model's cache cannot be changed; allowed Positions::text");
+    context_ = context;
+    streams_ = llama_n_ctx_seq(context) == llama_n_ctx(context) ? 1 : sequences;
+  }
+
+  /// From now on llama.cpp is alone with its cache. Sequences that an event has cut go on with what they have.
+  void detach() {
+    for (const auto& [id, held] : held_) keeper_.leave(id);
+    held_.clear();
+    owners_.count.clear();
+    context_ = nullptr;
+    error_ = nullptr;
+  }
+
+  /// Tells how long the prompt of a sequence is, before its first tokens. Without it, a prompt ends with the first
+  /// batch that asks for the logits of its last token (llama_batch::logits; null asks for those of the last token).
+  void prompt(llama_seq_id sequence, std::int32_t tokens) {
+    KVKEEP_REQUIRE(tokens > 0, "llama: the prompt of sequence ", sequence, " has ", tokens,
+                   " tokens; allowed 1 or more");
+    KVKEEP_REQUIRE_AS(StateError, !held_.contains(sequence), "llama: sequence ", sequence,
+                      " has tokens already; allowed before its first ones");
+    announced_[sequence] = tokens;
+  }
+
+  /// llama_memory_seq_cp() of the first `tokens` tokens. `to` begins with them, and shares their cells where the
+  /// context has one buffer for all sequences (kv_unified), until an event drops them. Queries are not copied: the
+  /// window of `to` begins with its own tokens. Throws, before anything is copied: StateError if `from` was cut, or if
+  /// `to` is not empty; Unsupported if cells would be shared that a policy rewrites; InvalidArgument for more tokens
+  /// than `from` has, or fewer where the context has a buffer per sequence.
+  void copy(llama_seq_id from, llama_seq_id to, std::int32_t tokens) {
+    sync();
+    const Held& source = at(from);
+    KVKEEP_REQUIRE_AS(StateError, !held_.contains(to) && from != to, "llama: sequence ", to,
+                      " has tokens already; allowed an empty one");
+    KVKEEP_REQUIRE(tokens > 0 && tokens <= keeper_.logical_length(from), "llama: ", tokens, " tokens of sequence ",
+                   from, ", which has ", keeper_.logical_length(from), "; allowed 1 to all of them");
+    KVKEEP_REQUIRE_AS(StateError, static_cast<std::int64_t>(source.cells.size()) == keeper_.logical_length(from),
+                      "llama: sequence ", from,
+                      " was cut, so its copy could not be told from a whole prefix; allowed "
+                      "before its first event");
+    KVKEEP_REQUIRE(streams_ == 1 || tokens == keeper_.logical_length(from), "llama: ", tokens, " of ",
+                   keeper_.logical_length(from), " tokens of sequence ", from,
+                   ", which has a buffer of its own; allowed all of them, or kv_unified");
+    KVKEEP_REQUIRE_AS(Unsupported, streams_ > 1 || (one_set_ && positions_ == Positions::text), "llama: sequences ",
+                      from, " and ", to,
+                      " would share cells that events rewrite; allowed with kv_unified = false, or "
+                      "share=union and Positions::text");
+    llama_memory_seq_cp(llama_get_memory(context_), from, to, 0, streams_ == 1 ? tokens : -1);
+    keeper_.join(to, tokens, kMostPositions);
+    Held copied;
+    for (std::int32_t t = 0; t < tokens; ++t) {
+      const std::int32_t cell = streams_ == 1 ? source.cells[static_cast<std::size_t>(t)]
+                                              : source.cells[static_cast<std::size_t>(t)] % per_stream_ +
+                                                    static_cast<std::int32_t>(to) * per_stream_;
+      set_label(cell, t);
+      owners_.add(cell);
+      copied.cells.push_back(cell);
+    }
+    held_.emplace(to, std::move(copied));
+  }
+
+  /// llama_decode(), between begin() and end(). Returns what it returns: no event happens unless that is 0. Throws as
+  /// both do. report() says what events did.
+  std::int32_t decode(const llama_batch& batch) {
+    begin(batch);
+    const std::int32_t status = llama_decode(context_, batch);
+    end(status);
+    return status;
+  }
+
+  /// Before llama_decode() of this batch. Throws, and nothing has changed: StateError without a context, for a sequence
+  /// that begins after position 0 or goes back past its last event; Unsupported for a token of several sequences.
+  void begin(const llama_batch& batch);
+  /// After it: cuts the sequences of the batch that are due. `status`: what llama_decode() returned. If that is not 0,
+  /// takes back what is not in the cache. Throws Unsupported if the graph showed something that spec_of() could not
+  /// know, or the cache is in memory that rows cannot be rewritten in; StateError if attention was not seen. The
+  /// sequences are then no longer watched.
+  void end(std::int32_t status);
+
+  /// What the newest end() did.
+  [[nodiscard]] const Report& report() const { return report_; }
+  /// Sequences are llama.cpp's ids: keeper().positions(id, layer, head), pin(id, begin, end) and so on.
+  [[nodiscard]] Keeper& keeper() { return keeper_; }
+  [[nodiscard]] const Keeper& keeper() const { return keeper_; }
+  [[nodiscard]] const Spent& spent() const { return spent_; }
+  /// Where the next token of a sequence goes: keeper().logical_length(id) with Positions::text.
+  [[nodiscard]] llama_pos next_position(llama_seq_id sequence) const {
+    return static_cast<llama_pos>(keeper_.logical_length(sequence) - at(sequence).lag);
+  }
+  /// Cells of a sequence, in the order of its slots. Streams follow one another.
+  [[nodiscard]] std::span<const std::int32_t> cells(llama_seq_id sequence) const { return at(sequence).cells; }
+  /// Position under which llama.cpp knows a cell. After an event that rewrote rows, it says nothing about the text.
+  [[nodiscard]] llama_pos label(std::int32_t cell) const { return labels_[static_cast<std::size_t>(cell)]; }
+
+ private:
+  struct Held {
+    std::vector<std::int32_t> cells = {};
+    bool prompted = false;  ///< its prompt has ended
+    std::int64_t lag = 0;   ///< by which positions are behind the text
+  };
+
+  /// Sequences that hold a cell. Events take none: rows are rewritten within the cells of their sequence.
+  struct Owners final : PageAllocator {
+    std::vector<std::int32_t> count;
+    void add(std::int32_t cell) {
+      if (static_cast<std::size_t>(cell) >= count.size()) count.resize(static_cast<std::size_t>(cell) + 1);
+      ++count[static_cast<std::size_t>(cell)];
+    }
+    [[nodiscard]] std::int32_t references(std::int32_t cell) const override {
+      return count[static_cast<std::size_t>(cell)];
+    }
+    [[nodiscard]] std::int32_t take() override { return -1; }
+    void give_back(std::int32_t cell) override { --count[static_cast<std::size_t>(cell)]; }
+  };
+
+  /// A sequence of the batch.
+  struct Member {
+    llama_seq_id sequence = 0;
+    std::int32_t tokens = 0;  ///< in the batch
+    std::int32_t done = 0;    ///< of them, in micro-batches that have begun
+    std::int32_t now = 0;     ///< of them, in the current micro-batch
+    std::int32_t from = 0;    ///< queries of its tokens from this one on are read
+    bool last_output = false;
+  };
+
+  /// One layer's tensors, and what events read instead of them where they are not in host memory or not numbers.
+  struct LayerCache {
+    ggml_tensor* keys = nullptr;
+    ggml_tensor* values = nullptr;
+    std::vector<std::byte> key_mirror = {}, value_mirror = {};
+  };
+
+  using Clock = std::chrono::steady_clock;
+  struct Timer {
+    double& seconds;
+    Clock::time_point begun = Clock::now();
+    explicit Timer(double& to) : seconds(to) {}
+    ~Timer() { seconds += std::chrono::duration<double>(Clock::now() - begun).count(); }
+  };
+
+  static std::optional<Dtype> dtype_of(ggml_type type) {
+    if (type == GGML_TYPE_F32) return Dtype::f32;
+    if (type == GGML_TYPE_F16) return Dtype::f16;
+    if (type == GGML_TYPE_BF16) return Dtype::bf16;
+    return {};
+  }
+  static bool on_host(const ggml_tensor* t) {
+    const ggml_tensor* root = t->view_src != nullptr ? t->view_src : t;
+    return root->buffer != nullptr && ggml_backend_buffer_is_host(root->buffer);
+  }
+  /// Layer of a tensor that is, or shows, cache_k_l<layer> or cache_v_l<layer>; -1: something else.
+  static std::int32_t layer_of(const ggml_tensor* t, std::string_view prefix) {
+    while (t->view_src != nullptr) t = t->view_src;
+    const std::string_view name(t->name);
+    std::int32_t layer = -1;
+    if (name.starts_with(prefix)) std::from_chars(name.data() + prefix.size(), name.data() + name.size(), layer);
+    return layer;
+  }
+
+  void set_label(std::int32_t cell, llama_pos position) {
+    if (static_cast<std::size_t>(cell) >= labels_.size()) labels_.resize(static_cast<std::size_t>(cell) + 1, -1);
+    labels_[static_cast<std::size_t>(cell)] = position;
+  }
+  [[nodiscard]] const Held& at(llama_seq_id sequence) const {
+    const auto found = held_.find(sequence);
+    KVKEEP_REQUIRE_AS(StateError, found != held_.end(), "llama: sequence ", sequence,
+                      " has no tokens; allowed one that was decoded");
+    return found->second;
+  }
+
+  static bool on_node(ggml_tensor* node, bool ask, void* self) noexcept;
+  bool wants(ggml_tensor* node);
+  void meet(const ggml_tensor* stored);
+  void check_attention(const ggml_tensor* node) const;
+  void check_rope(const ggml_tensor* node) const;
+  void observe(const ggml_tensor* node);
+  void observe_unread();
+  void complete();
+  void sync();
+  void forget(llama_seq_id sequence);
+  void shorten(llama_seq_id sequence, std::int64_t tokens);
+  void make_view(std::span<const SequenceId> due);
+  [[nodiscard]] LayerKv shown(std::int32_t layer, bool refresh);
+  [[nodiscard]] Tensor mirrored(const ggml_tensor* from, std::vector<std::byte>& mirror, std::int32_t heads,
+                                std::int32_t dim, bool read, bool refresh) const;
+  void cut(const Plan& plan);
+  void settle(llama_seq_id sequence, const PageMove& move, const Plan& plan);
+  void lower(Held& held, const PageMove& move, std::vector<std::int32_t>& freed);
+  void place(Held& held, const PageMove& move, const Plan& plan, std::vector<std::int32_t>& freed);
+  void renumber(llama_seq_id sequence);
+  void move_cell(std::int32_t from, std::int32_t to);
+  void remove(llama_seq_id sequence, std::span<const std::int32_t> before, std::span<const std::int32_t> freed);
+
+  Keeper keeper_;
+  Needs needs_;
+  std::vector<std::int32_t> full_layers_;
+  Positions positions_;
+  bool one_set_ = false;     ///< all rows of a sequence hold the same tokens
+  bool value_rows_ = true;   ///< not transposed
+  bool rewritable_ = false;  ///< rows lie in host memory, as numbers
+  llama_context* context_ = nullptr;
+  ggml_backend_sched_eval_callback next_ = nullptr;  ///< the program's own callback
+  void* next_data_ = nullptr;
+  bool next_asked_ = false;
+  std::int32_t streams_ = 1, per_stream_ = 0;
+  std::vector<LayerCache> cache_;  ///< [layers]
+  std::vector<llama_pos> labels_;  ///< [cells]
+  Owners owners_;
+  std::map<llama_seq_id, Held> held_;
+  std::map<llama_seq_id, std::int32_t> announced_;  ///< lengths of prompts
+  // The batch, and the micro-batch that runs.
+  bool running_ = false;
+  std::vector<Member> members_;
+  std::vector<std::int32_t> member_of_;  ///< [tokens of the batch] index in members_
+  std::int32_t next_token_ = 0;          ///< of the batch, with one stream
+  bool reading_ = false;                 ///< queries of the micro-batch are read
+  std::int32_t layers_met_ = 0;          ///< whose queries were
+  std::int32_t asked_layer_ = -1;        ///< whose attention runs
+  std::vector<SequenceId> ids_;
+  std::vector<std::int32_t> indptr_, places_;  ///< places_: [tokens] row of the queries, grouped by sequence
+  std::vector<std::int32_t> owner_;            ///< [tokens] index in members_
+  std::vector<std::int64_t> stored_;           ///< [tokens] cells
+  std::vector<std::byte> gathered_, fetched_;  ///< scratch
+  std::exception_ptr error_;
+  // The view.
+  CacheView view_;
+  std::vector<SequenceId> due_;
+  std::vector<std::int32_t> lengths_, table_;
+  Report report_;
+  Spent spent_;
+};
+
+}  // namespace kvkeep::llama
+
+#include "kvkeep/llama/bodies.h"
