@@ -87,6 +87,7 @@ class Engine {
     if (o.threads > 0) params.n_threads = params.n_threads_batch = o.threads;
     params.type_k = params.type_v = cache_type(o.cache_type);
     shifts_ = policy == "shift";
+    if (shifts_) params.n_batch = params.n_ubatch = std::min(params.n_batch, std::max(1U, params.n_ctx / 4));
     evictor_ = std::make_unique<kvkeep::llama::Evictor>(
         model, params, kvkeep::make_policy(shifts_ ? "full" : policy),
         o.positions == "cache" ? kvkeep::llama::Positions::cache : kvkeep::llama::Positions::text);
@@ -330,7 +331,7 @@ void answer(const Options& o) {
                       policy == "full" || shift ? policy : policy + ",prefill=cut,interval=1000000,budget=" + budget,
                       shift ? std::stoi(budget) + static_cast<int>(question.size()) + most + 8 : all);
         engine.feed(prompt);
-        engine.feed(question);
+        if (!question.empty()) engine.feed(question);
         std::string got = engine.answer(most, false);
         std::ranges::transform(got, got.begin(), [](unsigned char c) { return std::tolower(c); });
         double score = 0;
@@ -405,7 +406,7 @@ int main(int argc, char** argv) {
   std::signal(SIGINT, [](int) { interrupted = 1; });
   llama_log_set(
       [](ggml_log_level level, const char* text, void*) {
-        if (level >= GGML_LOG_LEVEL_ERROR) std::fputs(text, stderr);
+        if (level == GGML_LOG_LEVEL_ERROR) std::fputs(text, stderr);
       },
       nullptr);
   try {

@@ -566,6 +566,27 @@ TEST_F(LlamaEvictor, AFullCacheChangesNothing) {
   EXPECT_EQ(run.evictor->keeper().logical_length(0), 110);
 }
 
+#ifndef KVKEEP_TEST_FAKE_LLAMA
+TEST_F(LlamaEvictor, GivesCellsBack) {
+  const auto state = [](const Engine& run) { return llama_state_seq_get_size(run.context.get(), 0); };
+  const Engine plain("");
+  ASSERT_EQ(plain.decode({{0, some_tokens(10)}}), 0);
+  const std::size_t ten = state(plain);
+  ASSERT_EQ(plain.decode({{0, some_tokens(10)}}), 0);
+  const std::size_t cell = (state(plain) - ten) / 10;
+  for (const char* policy :
+       {"tova,budget=32,interval=8,recent=8,prefill=cut", "keydiff,budget=32,interval=8,share=union"})
+    for (const Positions positions : {Positions::text, Positions::cache}) {
+      const Engine run(policy, {.positions = positions});
+      ASSERT_EQ(run.decode({{0, some_tokens(60)}}), 0);
+      for (int i = 0; i < 40; ++i) {
+        ASSERT_EQ(run.decode({{0, {5 + i}}}), 0);
+        ASSERT_EQ(state(run), ten + (run.evictor->cells(0).size() - 10) * cell) << policy << ' ' << i;
+      }
+    }
+}
+#endif
+
 int calls_left = -1;  // until llama.cpp is told to stop; below 0: never
 
 TEST_F(LlamaEvictor, TakesBackWhatABrokenOffDecodeLeft) {
