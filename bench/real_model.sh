@@ -10,6 +10,7 @@ Measures policies on SmolLM2-135M-Instruct and writes the tables that docs/resul
 
   STAGE     before   needles in prose, the prompt cut with its question in sight
             after    the same, the context cut before its question comes
+            share    one selection for the rows of a head or of all layers, before and after
             fold     what is not kept, folded instead of dropped
             prompts  policies that narrow prompts, layer by layer
             decode   2048 tokens one by one: of the prose (perplexity), and as the full cache writes them (fidelity)
@@ -34,7 +35,7 @@ stage="" lengths=1024,2048,4096 samples=17 threads=1 set=all batch=9 model="" ha
 while [[ $# -gt 0 ]]; do
   case "$1" in
     --help | -h) usage; exit 0 ;;
-    before | after | fold | prompts | decode) stage="$1" ;;
+    before | after | share | fold | prompts | decode) stage="$1" ;;
     --lengths | --samples | --set | --threads | --model | --haystack | --out | --kvkeep)
       [[ $# -ge 2 ]] || stop "bench/real_model.sh: $1: a value is missing; see --help"
       printf -v "${1#--}" '%s' "$2"
@@ -45,7 +46,7 @@ while [[ $# -gt 0 ]]; do
   shift
 done
 [[ "$set" == all || "$set" == main ]] || stop "bench/real_model.sh: --set: given '$set'; allowed all, main"
-[[ -n "$stage" ]] || stop "bench/real_model.sh: no stage; allowed before, after, fold, prompts, decode"
+[[ -n "$stage" ]] || stop "bench/real_model.sh: no stage; allowed before, after, share, fold, prompts, decode"
 [[ -x "$kvkeep" ]] || stop "bench/real_model.sh: $kvkeep does not exist; build it, or name another with --kvkeep"
 mkdir -p -- "$out"
 
@@ -100,6 +101,15 @@ table() {
 
 case "$stage" in
   before | after) table "$stage" ;;
+  share)
+    policies=()
+    for scorer in tova snapkv,scorer.window=16 rkv expected keydiff; do
+      for share in per_layer_per_head per_head union union_mean; do policies+=(--policy "$scorer,share=$share"); done
+    done
+    for length in ${lengths//,/ }; do
+      for question in before after; do needles "share-$question" "$length" "$(budgets "$length")" --question "$question" --policy full "${policies[@]}"; done
+    done
+    ;;
   fold)
     for length in ${lengths//,/ }; do
       for question in before after; do
