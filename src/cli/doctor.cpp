@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "commands.h"
+#include "device.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/policy/registry.h"
 #include "kvkeep/version.h"
@@ -91,10 +92,18 @@ Finding abi_finding() {
 
 Finding cuda_finding() {
   const bool card = fs::exists("/dev/nvidiactl") || fs::exists("/proc/driver/nvidia/version");
-  return {"CUDA",
-          text("no: this build has no CUDA kernels",
-               card ? " (there is an NVIDIA driver here)" : ", and there is no NVIDIA driver here"),
-          true};
+  const std::string driver = card ? "there is an NVIDIA driver here" : "there is no NVIDIA driver here";
+#ifdef KVKEEP_CLI_CUDA
+  if (!card) return {"CUDA", "kernels are compiled in; " + driver};
+  try {
+    static_cast<void>(DeviceOptions{"cuda:0"}.find());
+    return {"CUDA", "kernels are compiled in; they find cuda:0"};
+  } catch (const std::exception& error) {  // the driver may be too old, or LibTorch may be without CUDA
+    return {"CUDA", text("kernels are compiled in; ", driver, "; cuda:0 cannot be used: ", error.what()), false};
+  }
+#else
+  return {"CUDA", "not compiled in; " + driver};
+#endif
 }
 
 /// How threads wait for each other, according to the variables that LibTorch's OpenMP runtime reads.

@@ -298,6 +298,12 @@ TEST_F(Command, GeneratesOnTheDeviceThatIsNamedAndSaysWhichItHasNot) {
   EXPECT_NE(absent.err.find("99"), std::string::npos) << absent.err;
   EXPECT_EQ(std::count(absent.err.begin(), absent.err.end(), '\n'), 1) << absent.err;
   EXPECT_EQ(absent.out, "");
+
+  const json findings = json::parse(run({"doctor", "--quick", "-o", "json"}).out);
+  const auto cuda = std::ranges::find(findings, "CUDA", [](const json& one) { return one.at("what"); });
+  EXPECT_EQ(cuda->at("value").get<std::string>().starts_with("not compiled in"),
+            absent.err.find("built without CUDA") != std::string::npos)
+      << *cuda << absent.err;
 }
 
 TEST_F(Command, GeneratesTokensAndSaysWhatEveryLayerAndHeadKept) {
