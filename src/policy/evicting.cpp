@@ -135,6 +135,7 @@ EvictParts read_parts(Fields& f, const ScorerEntry& scorer, const AllocatorEntry
                           .sink = r.sink,
                           .newest = parts.scorer->keeps_newest(),
                           .reads_keys = parts.scorer->needs().keys,
+                          .ams_coverage = scorer.traits.ams_coverage,
                           .budget = r.trigger.budget};
   parts.allocator = allocator.make(f, policy);
   if (!f.listing()) parts.allocator->check(policy);

@@ -14,12 +14,12 @@ namespace mass_segmented_options_detail {
 
 enum class Preset : std::uint8_t { kvkeep, question, registry, paper };
 
-inline MassSegmentedOptions options_of(Preset preset) {
+inline MassSegmentedOptions options_of(Preset preset, double coverage) {
   MassSegmentedOptions o;
   if (preset == Preset::kvkeep || preset == Preset::question) {  // measured, not published: docs/ams.md
     o.protected_mass = false;
     o.min_quota = 1;
-    o.coverage = preset == Preset::question ? 1.0 : 0.25;
+    o.coverage = preset == Preset::question ? 1.0 : coverage;
   }
   if (preset != Preset::paper) return o;
   o.window = 128;
@@ -98,10 +98,10 @@ KVKEEP_INLINE MassSegmentedOptions MassSegmented::defaults(Fields& f, const Allo
        {"question", mass_segmented_options_detail::Preset::question},
        {"registry", mass_segmented_options_detail::Preset::registry},
        {"paper", mass_segmented_options_detail::Preset::paper}},
-      "defaults of `allocator`: ours (registry with protected_mass false, min_quota 1, coverage 0.25), ours where "
+      "defaults of `allocator`: ours (registry with protected_mass false, min_quota 1, coverage by scorer), ours where "
       "the newest queries ask what will be answered (coverage 1), of the released scripts, or of the paper's Table "
       "15 (window 128, segment_mass 0.1, segments 16 to 256, min_quota 1, decay and mix 0.9)");
-  MassSegmentedOptions o = mass_segmented_options_detail::options_of(preset);
+  MassSegmentedOptions o = mass_segmented_options_detail::options_of(preset, policy.ams_coverage);
   if (official) {
     KVKEEP_REQUIRE(preset == mass_segmented_options_detail::Preset::registry ||
                        preset == mass_segmented_options_detail::Preset::paper,

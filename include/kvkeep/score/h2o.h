@@ -30,7 +30,8 @@ class H2O final : public Scorer {
       .name = "h2o",
       .what = "sum of the attention of every query so far",
       .source = "Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
-      .probability = true};
+      .probability = true,
+      .ams_coverage = 1};
 
   explicit H2O(H2OOptions options = {}) : options_(options) {}
 

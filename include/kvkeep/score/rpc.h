@@ -52,7 +52,8 @@ class Rpc final : public Scorer {
       .name = "rpc",
       .what = "sum of the attention of the newest `window` queries to the slots before them",
       .source = "Song et al., Reasoning Path Compression",
-      .probability = true};
+      .probability = true,
+      .ams_coverage = 1};
 
   explicit Rpc(RpcOptions options = {}) : options_(options) {}
 

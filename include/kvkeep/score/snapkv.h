@@ -40,7 +40,8 @@ class SnapKV final : public Scorer {
       .name = "snapkv",
       .what = "attention of the newest `window` queries, pooled over neighbours",
       .source = "Li et al., SnapKV: LLM Knows What You are Looking for Before Generation",
-      .probability = true};
+      .probability = true,
+      .ams_coverage = 1};
 
   explicit SnapKV(SnapKVOptions options = {}) : options_(options) {}
 
