@@ -22,7 +22,7 @@
 #include "kvkeep/lm/record.h"
 #include "kvkeep/policy/registry.h"
 
-namespace kvkeep::lm {
+namespace kvkeep::lm::generation_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -554,4 +554,4 @@ TEST(Recording, AStepOutsideTheRunIsRefusedWithItsNumber) {
 }
 
 }  // namespace
-}  // namespace kvkeep::lm
+}  // namespace kvkeep::lm::generation_test

@@ -22,7 +22,7 @@
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/safetensors.h"
 
-namespace kvkeep::lm {
+namespace kvkeep::lm::lm_decoder_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -684,4 +684,4 @@ TEST(Argmax, TakesTheLowestOfEqualsAndRefusesNaN) {
 }
 
 }  // namespace
-}  // namespace kvkeep::lm
+}  // namespace kvkeep::lm::lm_decoder_test

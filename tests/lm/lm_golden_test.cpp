@@ -10,7 +10,7 @@
 #include "kvkeep/io/safetensors.h"
 #include "kvkeep/lm/decoder.h"
 
-namespace kvkeep::lm {
+namespace kvkeep::lm::lm_golden_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -113,4 +113,4 @@ TEST_P(GoldenDecoder, ComputesWhatTheModelComputesOrRefusesWithItsName) {
 }
 
 }  // namespace
-}  // namespace kvkeep::lm
+}  // namespace kvkeep::lm::lm_golden_test
