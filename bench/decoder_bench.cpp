@@ -19,7 +19,7 @@
 
 #include "kvkeep/lm/decoder.h"
 
-namespace kvkeep::lm {
+namespace kvkeep::lm::decoder_bench {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -224,4 +224,4 @@ BENCHMARK(narrowed_prefill)
     ->Unit(benchmark::kMillisecond);
 
 }  // namespace
-}  // namespace kvkeep::lm
+}  // namespace kvkeep::lm::decoder_bench

@@ -27,7 +27,7 @@
 #include "kvkeep/torch.h"
 #include "timing.h"
 
-namespace kvkeep {
+namespace kvkeep::event_bench {
 namespace {
 
 constexpr std::int32_t kBefore = 1536, kAfter = 1024, kInterval = 512, kSeen = 160;
@@ -245,4 +245,4 @@ const int kRegistered = [] {
 }();
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::event_bench

@@ -23,7 +23,7 @@
 #include "kvkeep/memory/factor_cache.h"
 #include "timing.h"
 
-namespace kvkeep {
+namespace kvkeep::far_store_bench {
 namespace {
 
 constexpr std::size_t kAll = std::size_t{128} << 20;
@@ -155,4 +155,4 @@ BENCHMARK_CAPTURE(Near, unlimited, FactorCacheOptions::kUnlimited)
 BENCHMARK_CAPTURE(Near, limited, std::int64_t{1} << 40)->Name("FarStore/Near/limited")->Apply(thread_counts);
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::far_store_bench

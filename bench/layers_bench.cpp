@@ -22,7 +22,7 @@
 #include "kvkeep/torch.h"
 #include "timing.h"
 
-namespace kvkeep {
+namespace kvkeep::layers_bench {
 namespace {
 
 struct Shape {
@@ -166,4 +166,4 @@ const int kRegistered = [] {
 }();
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::layers_bench

@@ -25,7 +25,7 @@
 #include "kvkeep/torch.h"
 #include "timing.h"
 
-namespace kvkeep {
+namespace kvkeep::memory_bench {
 namespace {
 
 constexpr std::int64_t kDim = 128;
@@ -209,4 +209,4 @@ const int kRegistered = [] {
 }();
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::memory_bench

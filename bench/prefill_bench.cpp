@@ -20,7 +20,7 @@
 #include "kvkeep/policy/registry.h"
 #include "timing.h"
 
-namespace kvkeep::lm {
+namespace kvkeep::lm::prefill_bench {
 namespace {
 
 constexpr std::int32_t kLayers = 24, kTokens = 4096;
@@ -108,4 +108,4 @@ const int kRegistered = [] {
 }();
 
 }  // namespace
-}  // namespace kvkeep::lm
+}  // namespace kvkeep::lm::prefill_bench

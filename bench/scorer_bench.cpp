@@ -23,7 +23,7 @@
 #include "kvkeep/torch.h"
 #include "timing.h"
 
-namespace kvkeep {
+namespace kvkeep::scorer_bench {
 namespace {
 
 struct Shape {
@@ -201,4 +201,4 @@ const int kRegistered = [] {
 }();
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::scorer_bench

@@ -17,7 +17,7 @@
 #include "kvkeep/torch.h"
 #include "timing.h"
 
-namespace kvkeep {
+namespace kvkeep::step_bench {
 namespace {
 
 constexpr std::int32_t kLayers = 30, kQueryHeads = 9, kKvHeads = 3, kDim = 64, kPrompt = 64;
@@ -104,4 +104,4 @@ BENCHMARK_CAPTURE(idle_step, ams_tova, "ams-tova,budget=256,interval=512")
     ->Unit(benchmark::kMicrosecond);
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::step_bench

@@ -39,7 +39,7 @@ if(KVKEEP_CUDA_FOUND)
   # Static: whatever version of the runtime LibTorch brings along, the kernels have theirs.
   target_link_libraries(kvkeep_kernels PUBLIC CUDA::cudart_static)
 
-  kvkeep_add_library(kvkeep_cuda TORCH STEMS src/cuda LINK kvkeep_torch)
+  kvkeep_add_library(kvkeep_cuda TORCH UNITS 1 STEMS src/cuda LINK kvkeep_torch)
   target_link_libraries(kvkeep_cuda PRIVATE kvkeep_kernels ${CMAKE_DL_LIBS})
 endif()
 

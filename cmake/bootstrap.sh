@@ -4,7 +4,7 @@
 # A second run only looks, in well under a second.
 #
 #   kvkeep_bootstrap [picture] [clang]       what is needed beyond the build: drawing the picture, the Clang of sanitizers and fuzz targets
-#   kvkeep_build PRESET FOLDER [TARGET...]   configures when it must, then builds
+#   kvkeep_build PRESET FOLDER [TARGET...]   configures when it must, then builds; kvkeep_configure_options: further ones for CMake, which configures then
 #
 # Sets kvkeep_root (the repository) and, for `picture`, kvkeep_python (a Python that has matplotlib).
 
@@ -200,10 +200,10 @@ kvkeep_build() {
   for target in "$@"; do targets+=(--target "$target"); done
 
   # Ninja configures again by itself when CMake files change, but does not see another LibTorch or a moved tree.
-  local asked="$preset|${Torch_DIR:-}|${CMAKE_PREFIX_PATH:-}|$kvkeep_root" fresh=()
-  if [[ ! -f "$folder/build.ninja" || ! -f "$folder/.kvkeep-configured" || "$(< "$folder/.kvkeep-configured")" != "$asked" ]]; then
+  local asked="$preset|${Torch_DIR:-}|${CMAKE_PREFIX_PATH:-}|$kvkeep_root" fresh=() options=("${kvkeep_configure_options[@]}")
+  if [[ ${#options[@]} -gt 0 || ! -f "$folder/build.ninja" || ! -f "$folder/.kvkeep-configured" || "$(< "$folder/.kvkeep-configured")" != "$asked" ]]; then
     if [[ -f "$folder/CMakeCache.txt" ]] && ! grep -qxF "CMAKE_HOME_DIRECTORY:INTERNAL=$kvkeep_root" "$folder/CMakeCache.txt"; then fresh=(--fresh); fi
-    (cd -- "$kvkeep_root" && cmake --preset "$preset" -B "$folder" "${fresh[@]}") >&2
+    (cd -- "$kvkeep_root" && cmake --preset "$preset" -B "$folder" "${fresh[@]}" "${options[@]}") >&2
     printf '%s\n' "$asked" > "$folder/.kvkeep-configured"
   fi
   cmake --build "$folder" --parallel "$(kvkeep_jobs)" "${targets[@]}" >&2

@@ -41,6 +41,8 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/../cmake/bootstrap.sh"
 
 # Tests run beside each other: threads that spin while they wait would take the cores from those they wait for.
 export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}"
+# Two threads in each are enough to run what runs in parallel, however many cores there are.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
 
 needs=()
 if [[ $preset == sanitize ]]; then needs=(clang); fi

@@ -18,7 +18,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* kExamples = R"(
+constexpr const char* kCalibrateExamples = R"(
 Examples:
   kvkeep calibrate --model examples/model --task ask --out model.calibration.safetensors
   kvkeep calibrate --model DIR --ids-file text.ids --tokens 32768 --out model.pt --layout pt
@@ -30,7 +30,7 @@ Given ids run once, from position 0, up to --tokens of them. A task supplies sam
 position 0, as many whole ones as fit.
 )";
 
-struct Options {
+struct CalibrateOptions {
   ModelOptions model;
   OutputOptions output;
   PromptOptions prompt;
@@ -38,7 +38,7 @@ struct Options {
   std::int32_t tokens = 32768, skip = 4;
 };
 
-std::vector<std::vector<std::int32_t>> sequences_of(const Options& o) {
+std::vector<std::vector<std::int32_t>> sequences_of(const CalibrateOptions& o) {
   if (o.prompt.task.empty()) {
     std::vector<std::int32_t> ids = o.prompt.read(o.model.folder).ids;
     ids.resize(std::min(ids.size(), static_cast<std::size_t>(o.tokens)));
@@ -70,7 +70,7 @@ double concentration_of(const Calibration::Head& head) {
   return modulus > 0 ? mean / modulus : 0;
 }
 
-void run(const Options& o) {
+void run(const CalibrateOptions& o) {
   require_folder_of(o.out, "--out");
   const std::vector<std::vector<std::int32_t>> sequences = sequences_of(o);
   std::int64_t tokens = 0, counted = 0;
@@ -119,7 +119,7 @@ void run(const Options& o) {
 
 Run add_calibrate(CLI::App& app) {
   CLI::App* sub = app.add_subcommand("calibrate", "write the query statistics of a model, for triattention");
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<CalibrateOptions>();
   o->model.add(*sub);
   o->prompt.add(*sub);
   sub->add_option("--tokens", o->tokens, "run at most this many")
@@ -133,7 +133,7 @@ Run add_calibrate(CLI::App& app) {
       ->option_text("safetensors|pt [safetensors]");
   sub->add_option("--out", o->out, "the calibration file to write")->required()->option_text("FILE");
   o->output.add(*sub);
-  sub->footer(kExamples);
+  sub->footer(kCalibrateExamples);
   return [o] { run(*o); };
 }
 

@@ -26,14 +26,14 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* kExamples = R"(
+constexpr const char* kDoctorExamples = R"(
 Examples:
   kvkeep doctor             versions, CPU, threads, memory, CUDA, and a verdict; exit status 0 when kvkeep works here
   kvkeep doctor -o json     the same for a bug report
   kvkeep doctor --quick     without measuring the memory bandwidth
 )";
 
-struct Options {
+struct DoctorOptions {
   bool quick = false;
   OutputOptions output;
 };
@@ -113,7 +113,7 @@ std::string waiting() {
   return "the OpenMP runtime's default";
 }
 
-std::vector<Finding> look(const Options& o) {
+std::vector<Finding> look(const DoctorOptions& o) {
   std::vector<Finding> all{{"kvkeep", kVersion},
                            torch_finding(),
                            abi_finding(),
@@ -128,7 +128,7 @@ std::vector<Finding> look(const Options& o) {
   return all;
 }
 
-void run(const Options& o) {
+void run(const DoctorOptions& o) {
   const std::vector<Finding> findings = look(o);
   const bool fine = std::all_of(findings.begin(), findings.end(), [](const Finding& f) { return f.fine; });
   const std::string verdict =
@@ -145,10 +145,10 @@ void run(const Options& o) {
 Run add_doctor(CLI::App& app) {
   CLI::App* sub =
       app.add_subcommand("doctor", "check that this build fits this machine: versions, ABI, CPU, CUDA, one verdict");
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<DoctorOptions>();
   sub->add_flag("--quick", o->quick, "do not measure the memory bandwidth");
   o->output.add(*sub);
-  sub->footer(kExamples);
+  sub->footer(kDoctorExamples);
   return [o] { run(*o); };
 }
 

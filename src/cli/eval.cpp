@@ -24,7 +24,7 @@
 namespace kvkeep::cli {
 namespace {
 
-constexpr const char* kExamples = R"(
+constexpr const char* kEvalExamples = R"(
 Examples:
   kvkeep eval --model examples/model
   kvkeep eval --model examples/model --task ask,chain --length 1024 --budgets 256,128 --policy full --policy tova
@@ -75,7 +75,7 @@ attention would have read (recall, output error) and how much a free run repeats
 each; JSON has them all.
 )";
 
-struct Options {
+struct EvalOptions {
   ModelOptions model;
   OutputOptions output;
   ContestOptions contests;
@@ -104,15 +104,16 @@ Strata strata(const Measured& measured, const std::string& task = "") {
   return all;
 }
 
-std::string accuracy(const Options& o, const Measured& measured, const LookUps& count, const std::string& task = "") {
+std::string accuracy(const EvalOptions& o, const Measured& measured, const LookUps& count,
+                     const std::string& task = "") {
   return with_interval(share(count.right, count.asked),
                        o.wilson ? report::wilson(count.right, count.asked) : report::bootstrap(strata(measured, task)));
 }
 
-Difference difference(const Contest& contest, const Measured& own, const std::vector<Measured>& measured,
-                      const std::string& task = "") {
+Difference difference_of(const Contest& contest, const Measured& own, const std::vector<Measured>& measured,
+                         const std::string& task = "") {
   if (!contest.against) return {};
-  return cli::difference(strata(own, task), strata(measured[*contest.against], task));
+  return difference(strata(own, task), strata(measured[*contest.against], task));
 }
 
 std::vector<std::string> default_policies() {
@@ -132,7 +133,7 @@ std::vector<std::string> tasks_of(const std::vector<std::string>& lists) {
 
 using Samples = std::map<std::string, std::vector<lm::TaskSample>>;
 
-Samples draw_samples(const Options& o) {
+Samples draw_samples(const EvalOptions& o) {
   Samples samples;
   lm::TaskOptions shape = o.shape;
   if (o.retrieval > 0) shape.prompt_length = o.shape.length * 7 / 8;
@@ -147,7 +148,7 @@ Samples draw_samples(const Options& o) {
 // What --diagnostics compares every run with, by task: the first samples with a full cache.
 using FullRuns = std::map<std::string, std::vector<FullRun>>;
 
-FullRuns run_full(lm::Decoder& decoder, const Options& o, const Samples& samples) {
+FullRuns run_full(lm::Decoder& decoder, const EvalOptions& o, const Samples& samples) {
   FullRuns runs;
   for (const auto& [task, drawn] : samples)
     for (std::size_t i = 0; o.diagnostics && i < drawn.size() && i < static_cast<std::size_t>(o.diagnostics_samples);
@@ -157,7 +158,7 @@ FullRuns run_full(lm::Decoder& decoder, const Options& o, const Samples& samples
 }
 
 // Runs a contest's policy over samples. Each is fed its own trace if `forced`, else it decodes freely.
-lm::GenerationRun run_policy(lm::Decoder& decoder, const Options& o, const Contest& contest,
+lm::GenerationRun run_policy(lm::Decoder& decoder, const EvalOptions& o, const Contest& contest,
                              std::span<const lm::TaskSample> samples, bool forced, lm::GenerationHooks hooks) {
   std::unique_ptr<KVPolicy> policy = contest.policy.make();
   if (auto* oracle = dynamic_cast<Oracle*>(policy.get())) {
@@ -176,7 +177,7 @@ lm::GenerationRun run_policy(lm::Decoder& decoder, const Options& o, const Conte
 }
 
 // Measures what attention loses when spans fold. Skips policies that narrow prompts: the full run has other queries.
-void compare_outputs(lm::Decoder& decoder, const Options& o, const Contest& contest,
+void compare_outputs(lm::Decoder& decoder, const EvalOptions& o, const Contest& contest,
                      std::span<const lm::TaskSample> samples, std::span<const FullRun> full, report::Diagnostics& to) {
   if (samples.empty() || contest.narrows) return;
   OutputWatch watch(decoder.spec(), full, to);
@@ -185,7 +186,7 @@ void compare_outputs(lm::Decoder& decoder, const Options& o, const Contest& cont
                                 .on_event = [&](const lm::EventSight& sight) { watch.see(sight); }}));
 }
 
-void measure_task(lm::Decoder& decoder, const Options& o, const Contest& contest, const std::string& task,
+void measure_task(lm::Decoder& decoder, const EvalOptions& o, const Contest& contest, const std::string& task,
                   const std::vector<lm::TaskSample>& samples, const FullRuns& full, Progress& progress, Measured& sum) {
   lm::GenerationHooks hooks{.on_step = [&](std::int64_t predicted) { progress.advance(predicted); }};
   std::optional<Watch> watch;
@@ -220,7 +221,7 @@ void measure_task(lm::Decoder& decoder, const Options& o, const Contest& contest
 }
 
 // One row per policy and budget, one column per task.
-Table wide_table(const Options& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
+Table wide_table(const EvalOptions& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
   std::vector<Column> columns = contest_columns(o.contests);
   for (const std::string& task : o.tasks) columns.push_back({task, task + " % (95 %)"});
   if (o.tasks.size() > 1) columns.push_back({"all", "all % (95 %)"});
@@ -254,7 +255,7 @@ Table wide_table(const Options& o, const std::vector<Contest>& all, const std::v
 }
 
 // The same rows: percentage points above the policy of --against.
-Table difference_table(const Options& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
+Table difference_table(const EvalOptions& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
   std::vector<Column> columns = contest_columns(o.contests, {{"against", "against", false}});
   for (const std::string& task : o.tasks) columns.push_back({task, task + " (95 %)"});
   if (o.tasks.size() > 1) columns.push_back({"all", "all (95 %)"});
@@ -263,8 +264,9 @@ Table difference_table(const Options& o, const std::vector<Contest>& all, const 
     if (all[i].against == i) continue;
     const Contest* reference = all[i].against ? &all[*all[i].against] : nullptr;
     std::vector<Cell> row = contest_cells(o.contests, all[i], {reference == nullptr ? "-" : reference->shown()});
-    for (const std::string& task : o.tasks) row.emplace_back(difference(all[i], measured[i], measured, task).shown());
-    if (o.tasks.size() > 1) row.emplace_back(difference(all[i], measured[i], measured).shown());
+    for (const std::string& task : o.tasks)
+      row.emplace_back(difference_of(all[i], measured[i], measured, task).shown());
+    if (o.tasks.size() > 1) row.emplace_back(difference_of(all[i], measured[i], measured).shown());
     table.add(std::move(row));
   }
   return table;
@@ -311,7 +313,7 @@ const std::vector<DiagnosticsColumn>& diagnostics_columns() {
 }
 
 // The same rows, all tasks together.
-Table diagnostics_table(const Options& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
+Table diagnostics_table(const EvalOptions& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
   std::vector<Column> columns = contest_columns(o.contests);
   for (const DiagnosticsColumn& column : diagnostics_columns()) columns.push_back({column.key, column.title});
   Table table(std::move(columns));
@@ -327,7 +329,7 @@ Table diagnostics_table(const Options& o, const std::vector<Contest>& all, const
 }
 
 // One row per policy, budget and task: for programs.
-Table long_table(const Options& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
+Table long_table(const EvalOptions& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
   std::vector<Column> columns = contest_columns(o.contests);
   for (const char* key : {"task",          "length",         "samples",         "look_ups",   "right",
                           "accuracy",      "accuracy_low",   "accuracy_high",   "sample_low", "sample_high",
@@ -359,7 +361,7 @@ Table long_table(const Options& o, const std::vector<Contest>& all, const std::v
       append(row, m.cost.narrowing_cells(1));
       append(row, m.cost.folding_cells(3));
       if (!o.contests.against.empty()) {
-        const Difference d = difference(all[i], m, measured, task);
+        const Difference d = difference_of(all[i], m, measured, task);
         const Contest* reference = all[i].against ? &all[*all[i].against] : nullptr;
         const Cell none(nullptr, "-");
         for (const Cell& cell : {reference == nullptr ? none : Cell(reference->policy.label()),
@@ -378,7 +380,7 @@ Table long_table(const Options& o, const std::vector<Contest>& all, const std::v
   return table;
 }
 
-std::string markdown(const Options& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
+std::string markdown(const EvalOptions& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
   std::string out = wide_table(o, all, measured).markdown();
   out += o.wilson ? "\n95 %: Wilson's interval, each look-up taken as independent.\n"
                   : text("\n95 %: bootstrap over whole samples (", o.samples, " per task).\n");
@@ -390,7 +392,7 @@ std::string markdown(const Options& o, const std::vector<Contest>& all, const st
 }
 
 // Runs tasks over text, if --task names them.
-bool run_text(const Options& o) {
+bool run_text(const EvalOptions& o) {
   if (std::ranges::none_of(o.tasks, is_text_task)) {
     KVKEEP_REQUIRE(o.text.haystack.empty() && !o.text.question_after && !o.text.score_tokens && !o.text.raw &&
                        o.text.samples_out.empty(),
@@ -416,7 +418,7 @@ bool run_text(const Options& o) {
   return true;
 }
 
-void run(const Options& o) {
+void run(const EvalOptions& o) {
   if (run_text(o)) return;
   const std::vector<Contest> all = contests(o.contests, default_policies(), {o.shape.length / 4, o.shape.length / 8});
   const Samples samples = draw_samples(o);
@@ -445,7 +447,7 @@ void run(const Options& o) {
 Run add_eval(CLI::App& app) {
   CLI::App* sub =
       app.add_subcommand("eval", "measure policies on tasks whose answers are known: accuracy, cache bytes, speed");
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<EvalOptions>();
   o->model.add(*sub);
   using Lists = std::vector<std::string>;
   sub->add_option_function<Lists>(
@@ -474,7 +476,7 @@ Run add_eval(CLI::App& app) {
       ->option_text("N [4]");
   sub->add_option("--batch", o->batch, "sequences decoded at once")->check(CLI::Range(1, 4096))->option_text("N [8]");
   o->output.add(*sub);
-  sub->footer(kExamples);
+  sub->footer(kEvalExamples);
   return [o] { run(*o); };
 }
 

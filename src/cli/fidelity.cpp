@@ -14,7 +14,7 @@
 namespace kvkeep::cli {
 namespace {
 
-constexpr const char* kExamples = R"(
+constexpr const char* kFidelityExamples = R"(
 Examples:
   kvkeep fidelity --model SmolLM2.gguf --chat --prompt "Write a story." --policy tova --budgets 256,128
   kvkeep fidelity --model SmolLM2.gguf --prompt "One day" --prompt "Tides are" --budgets 256 --policy tova \
@@ -38,7 +38,7 @@ becomes the prompt plus `recent` slots. A budget on top of the prompt: tova,prot
 The caches of all policies are held at once, for --batch prompts.
 )";
 
-struct Options {
+struct FidelityOptions {
   ModelOptions model;
   OutputOptions output;
   ContestOptions contests;
@@ -49,7 +49,7 @@ struct Options {
 };
 
 // What the full cache writes after each prompt.
-std::vector<FedText> generate(lm::Decoder& decoder, const Options& o,
+std::vector<FedText> generate(lm::Decoder& decoder, const FidelityOptions& o,
                               const std::vector<std::vector<std::int32_t>>& prompts, Progress& progress) {
   std::vector<lm::Request> requests;
   for (const std::vector<std::int32_t>& prompt : prompts)
@@ -64,7 +64,7 @@ std::vector<FedText> generate(lm::Decoder& decoder, const Options& o,
   return texts;
 }
 
-void run(const Options& o) {
+void run(const FidelityOptions& o) {
   KVKEEP_REQUIRE(!o.prompts.empty(), "fidelity: there is no prompt; allowed --prompt and --prompt-file, once or more");
   ContestOptions options = o.contests;
   const std::vector<Contest> all = fed_contests(options, o.new_tokens);
@@ -90,7 +90,7 @@ void run(const Options& o) {
 Run add_fidelity(CLI::App& app) {
   CLI::App* sub = app.add_subcommand(
       "fidelity", "measure policies on what the full cache generates: how far each is from it, token by token");
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<FidelityOptions>();
   o->model.add(*sub);
   sub->add_option_function<std::string>(
          "--prompt", [o](const std::string& said) { o->prompts.push_back(said); }, "repeatable: text")
@@ -109,7 +109,7 @@ Run add_fidelity(CLI::App& app) {
   o->contests.add(*sub, "full, streaming, tova, ams-tova, snapkv", "new tokens/4,new tokens/8");
   sub->add_option("--batch", o->batch, "prompts decoded at once")->check(CLI::Range(1, 4096))->option_text("N [4]");
   o->output.add(*sub);
-  sub->footer(kExamples);
+  sub->footer(kFidelityExamples);
   return [o] { run(*o); };
 }
 

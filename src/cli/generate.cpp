@@ -26,7 +26,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr const char* kExamples = R"(
+constexpr const char* kGenerateExamples = R"(
 Examples:
   kvkeep generate --model SmolLM2.gguf --chat --prompt "Why is the sky blue?" --policy tova,budget=256 --stop
   kvkeep generate --model SmolLM2.gguf --prompt-file article.txt --policy snapkv,budget=256 --html kept.html
@@ -40,7 +40,7 @@ Examples:
   kvkeep generate --model examples/model --task ask --forced --policy tova,budget=64,interval=32 --retention tova.json
 )";
 
-struct Options {
+struct GenerateOptions {
   ModelOptions model;
   DeviceOptions device;
   OutputOptions output;
@@ -235,7 +235,7 @@ std::vector<PositionSpan> pinned_spans(const std::string& shown) {
   return spans;
 }
 
-lm::Request request_of(const Options& o, const PromptOptions::Prompt& prompt) {
+lm::Request request_of(const GenerateOptions& o, const PromptOptions::Prompt& prompt) {
   constexpr std::int32_t kNewTokens = 128;
   lm::Request request{.prompt = prompt.ids, .new_tokens = o.new_tokens > 0 ? o.new_tokens : kNewTokens};
   if (o.forced) {
@@ -249,7 +249,7 @@ lm::Request request_of(const Options& o, const PromptOptions::Prompt& prompt) {
   return request;
 }
 
-Outcome decode(const Options& o, const PolicyText& policy_text, const PromptOptions::Prompt& prompt) {
+Outcome decode(const GenerateOptions& o, const PolicyText& policy_text, const PromptOptions::Prompt& prompt) {
   std::unique_ptr<KVPolicy> policy = policy_text.make();
   lm::Request request = request_of(o, prompt);
   const DeviceOptions::Place place = o.device.find();
@@ -295,7 +295,7 @@ Outcome decode(const Options& o, const PolicyText& policy_text, const PromptOpti
 
 // The text of each token of the prompt and of those fed after it (the last predicted one was not fed). A character that
 // is spread over several tokens belongs to the last of them. Ids if the model has no tokenizer.
-std::vector<std::string> pieces(const Options& o, const PromptOptions::Prompt& prompt, const Outcome& outcome) {
+std::vector<std::string> pieces(const GenerateOptions& o, const PromptOptions::Prompt& prompt, const Outcome& outcome) {
   std::vector<std::int32_t> ids = prompt.ids;
   for (std::size_t s = 0; s + 1 < outcome.done.tokens.size(); ++s)
     ids.push_back(o.forced && prompt.sample ? prompt.sample->ids[prompt.ids.size() + s] : outcome.done.tokens[s]);
@@ -308,7 +308,7 @@ std::vector<std::string> pieces(const Options& o, const PromptOptions::Prompt& p
   return shown;
 }
 
-void run(const Options& o) {
+void run(const GenerateOptions& o) {
   if (!o.retention.empty()) require_folder_of(o.retention, "--retention");
   if (!o.html.empty()) require_folder_of(o.html, "--html");
   KVKEEP_REQUIRE(o.html.empty() || !is_same_file(o.html, o.retention),
@@ -342,7 +342,7 @@ void run(const Options& o) {
 
 Run add_generate(CLI::App& app) {
   CLI::App* sub = app.add_subcommand("generate", "decode under a policy: the tokens, and what every event kept");
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<GenerateOptions>();
   o->model.add(*sub);
   o->device.add(*sub);
   o->prompt.add(*sub);
@@ -362,7 +362,7 @@ Run add_generate(CLI::App& app) {
   sub->add_option("--retention", o->retention, "write what stayed over time, for examples/plot_retention.py")
       ->option_text("FILE.json");
   o->output.add(*sub);
-  sub->footer(kExamples);
+  sub->footer(kGenerateExamples);
   return [o] { run(*o); };
 }
 

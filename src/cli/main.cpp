@@ -36,7 +36,7 @@ constexpr const char* kSubcommands =
     "generate, tokens, eval, perplexity, fidelity, replay, record, calibrate, plan, policies, doctor";
 constexpr int kRefused = 2, kFailed = 1, kSignalled = 128;
 
-constexpr const char* kExamples = R"(
+constexpr const char* kMainExamples = R"(
 Examples:
   kvkeep policies                                           the policies to choose from
   kvkeep generate --model SmolLM2.gguf --chat --prompt "Why is the sky blue?" --policy tova,budget=256
@@ -106,7 +106,7 @@ int run(int argc, char** argv) {
   CLI::App app("Decides which entries of a language model's key-value cache stay, and moves them.", "kvkeep");
   app.set_version_flag("--version", std::string("kvkeep ") + kVersion, "print the version");
   app.require_subcommand(1);
-  app.footer(kExamples);
+  app.footer(kMainExamples);
   app.get_formatter()->column_width(42);
   const std::vector<Run> runs{add_generate(app), add_tokens(app),   add_eval(app),   add_perplexity(app),
                               add_fidelity(app), add_replay(app),   add_record(app), add_calibrate(app),

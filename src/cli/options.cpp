@@ -21,7 +21,6 @@ namespace kvkeep::cli {
 namespace {
 
 namespace fs = std::filesystem;
-using nlohmann::json;
 
 std::vector<std::string> split(const std::string& text, char by) {
   std::vector<std::string> parts;
@@ -201,11 +200,11 @@ PolicyText PolicyText::with(const std::vector<std::pair<std::string, std::string
     for (const auto& [key, value] : options) changed.text_ += kvkeep::text(",", key, "=", value);
     return changed;
   }
-  json object = io::parse_json(json_, io::RepeatedNames::refused).value;
+  nlohmann::json object = io::parse_json(json_, io::RepeatedNames::refused).value;
   KVKEEP_REQUIRE(object.is_object(), "policy: ", text_, " does not hold a JSON object");
   for (const auto& [key, value] : options) {
     for (const std::string& name : names_of(key)) object.erase(name);
-    object[key] = json::accept(value) ? json::parse(value) : json(value);
+    object[key] = nlohmann::json::accept(value) ? nlohmann::json::parse(value) : nlohmann::json(value);
   }
   changed.json_ = io::written(object);
   return changed;
@@ -213,7 +212,7 @@ PolicyText PolicyText::with(const std::vector<std::pair<std::string, std::string
 
 std::string PolicyText::name() const {
   if (json_.empty()) return first_name(text_);
-  const json object = io::parse_json(json_, io::RepeatedNames::refused).value;
+  const nlohmann::json object = io::parse_json(json_, io::RepeatedNames::refused).value;
   return object.is_object() && object.contains("policy") && object["policy"].is_string()
              ? object["policy"].get<std::string>()
              : std::string();
@@ -224,7 +223,7 @@ bool PolicyText::states(const std::string& option) const {
     const std::vector<std::string> items = split(std::string(prefill_part(text_)), ',');
     return std::any_of(items.begin(), items.end(), [&](const std::string& item) { return gives(item, option); });
   }
-  const json object = io::parse_json(json_, io::RepeatedNames::refused).value;
+  const nlohmann::json object = io::parse_json(json_, io::RepeatedNames::refused).value;
   const std::vector<std::string>& names = names_of(option);
   return object.is_object() &&
          std::any_of(names.begin(), names.end(), [&](const std::string& name) { return object.contains(name); });
@@ -241,7 +240,7 @@ bool PolicyText::takes(const std::string& option) const {
 std::string PolicyText::label() const { return label_; }
 
 Cell budget_cell(const KVPolicy& policy) {
-  const json options = json::parse(policy.to_json());
+  const nlohmann::json options = nlohmann::json::parse(policy.to_json());
   if (policy.trigger().never && !(policy.narrows() && options.contains("budget"))) return {nullptr, "-"};
   for (const char* other : {"ratio", "bytes", "budget_share"})
     if (options.contains(other)) return text(other, "=", options[other].dump());
@@ -250,7 +249,7 @@ Cell budget_cell(const KVPolicy& policy) {
 }
 
 std::string warning_about(const KVPolicy& policy) {
-  const json options = json::parse(policy.to_json());
+  const nlohmann::json options = nlohmann::json::parse(policy.to_json());
   const std::int64_t sink = options.value("sink", 0), recent = options.value("recent", 0),
                      budget = options.value("budget", 0);
   if (budget == 0 || sink + recent <= budget / 2) return {};

@@ -13,7 +13,7 @@
 namespace kvkeep::cli {
 namespace {
 
-constexpr const char* kExamples = R"(
+constexpr const char* kPerplexityExamples = R"(
 Examples:
   kvkeep perplexity --model SmolLM2.gguf --text prose.txt
   kvkeep perplexity --model SmolLM2.gguf --text prose.txt --texts 16 --budgets 512,256 --policy tova --policy random
@@ -36,7 +36,7 @@ becomes the prompt plus `recent` slots. A budget on top of the prompt: tova,prot
 The caches of all policies are held at once, for --batch texts.
 )";
 
-struct Options {
+struct PerplexityOptions {
   ModelOptions model;
   OutputOptions output;
   ContestOptions contests;
@@ -44,7 +44,7 @@ struct Options {
   std::int32_t length = 2048, prompt = 0, texts = 4, batch = 4;
 };
 
-std::vector<FedText> cut(const Options& o, std::int32_t prompt) {
+std::vector<FedText> cut(const PerplexityOptions& o, std::int32_t prompt) {
   const std::string file = io::read_file(o.text, "--text");
   const lm::Tokenizer tokenizer = lm::TextModel::open(o.model.folder).tokenizer;
   const std::vector<std::int32_t> ids = tokenizer.encode(file, lm::SpecialTokens::plain, false);
@@ -64,7 +64,7 @@ std::vector<FedText> cut(const Options& o, std::int32_t prompt) {
   return texts;
 }
 
-void run(const Options& o) {
+void run(const PerplexityOptions& o) {
   const std::int32_t prompt = o.prompt > 0 ? o.prompt : std::max(o.length / 4, 1);
   KVKEEP_REQUIRE(prompt < o.length, "--prompt: ", prompt, " tokens of a text of ", o.length, "; allowed 1 to ",
                  o.length - 1);
@@ -88,7 +88,7 @@ void run(const Options& o) {
 Run add_perplexity(CLI::App& app) {
   CLI::App* sub = app.add_subcommand(
       "perplexity", "measure policies on a text: how well each token is predicted, and how far from the full cache");
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<PerplexityOptions>();
   o->model.add(*sub);
   sub->add_option("--text", o->text, "the text to predict")->required()->option_text("FILE");
   sub->add_option("--length", o->length, "tokens of a text, its prompt included")
@@ -103,7 +103,7 @@ Run add_perplexity(CLI::App& app) {
   o->contests.add(*sub, "full, streaming, tova, ams-tova, snapkv");
   sub->add_option("--batch", o->batch, "texts decoded at once")->check(CLI::Range(1, 4096))->option_text("N [4]");
   o->output.add(*sub);
-  sub->footer(kExamples);
+  sub->footer(kPerplexityExamples);
   return [o] { run(*o); };
 }
 

@@ -19,7 +19,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr const char* kExamples = R"(
+constexpr const char* kPlanExamples = R"(
 Examples:
   kvkeep plan --shape qwen7b --policy ams-tova,budget=1024 --batch 16 --length 32768
   kvkeep plan --shape 32:32:8:128 --policy tova,ratio=0.75,interval=256 --length 16384 --prompt 4000 --page-size 1
@@ -40,7 +40,7 @@ longest row counts.
 Sliding layers hold their window and are never cut. --shape takes layers:query heads:KV heads:head size.
 )";
 
-struct Options {
+struct PlanOptions {
   std::string model, shape, policy, dtype = "bf16";
   std::int32_t batch = 1, length = 32768, prompt = 0, page_size = 16;
   OutputOptions output;
@@ -70,7 +70,7 @@ Shape parse_shape(const std::string& given) {
   return {"", numbers[0], numbers[1], numbers[2], numbers[3]};
 }
 
-ModelSpec spec_of(const Options& o) {
+ModelSpec spec_of(const PlanOptions& o) {
   if (!o.model.empty()) return lm::LmConfig::read(o.model).spec;
   const Shape shape = parse_shape(o.shape);
   KVKEEP_REQUIRE(shape.query_heads % shape.kv_heads == 0, "--shape: ", shape.query_heads,
@@ -81,7 +81,7 @@ ModelSpec spec_of(const Options& o) {
       .spec;
 }
 
-struct Outcome {
+struct Planned {
   ModelSpec spec;
   std::unique_ptr<KVPolicy> policy;
   Forecast sequence;
@@ -113,14 +113,14 @@ bool alike(const LayerSlots& a, const LayerSlots& b) {
   return a.least == b.least && a.most == b.most && a.bytes == b.bytes;
 }
 
-bool alike(const Outcome& out, std::size_t a, std::size_t b) {
+bool alike(const Planned& out, std::size_t a, std::size_t b) {
   const LayerForecast &x = out.sequence.layers[a], &y = out.sequence.layers[b];
   return out.spec.layers[a].kind == out.spec.layers[b].kind && alike(x.full, y.full) && alike(x.peak, y.peak) &&
          alike(x.kept, y.kept);
 }
 
 // One row for consecutive layers that are alike; bytes are per layer.
-Table layer_table(const Outcome& out) {
+Table layer_table(const Planned& out) {
   Table table({{"layers", "layers", false},
                {"kind", "kind", false},
                {"full_slots", "full slots"},
@@ -141,7 +141,7 @@ Table layer_table(const Outcome& out) {
   return table;
 }
 
-Table total_table(const Options& o, const Outcome& out) {
+Table total_table(const PlanOptions& o, const Planned& out) {
   Table table(
       {{"what", "K and V of all layers", false}, {"sequence", "per sequence"}, {"batch", text("batch of ", o.batch)}});
   const auto add = [&](const char* what, std::int64_t bytes) {
@@ -161,7 +161,7 @@ Table total_table(const Options& o, const Outcome& out) {
   return table;
 }
 
-std::string markdown(const Options& o, const Outcome& out) {
+std::string markdown(const PlanOptions& o, const Planned& out) {
   const Forecast& s = out.sequence;
   std::string head =
       text("A token takes ", bytes_cell(s.slot_bytes).shown, " of K and V in full layers (", o.dtype, "). ");
@@ -188,7 +188,7 @@ Json slots_json(const LayerSlots& slots) {
   return {{"slots_least", slots.least}, {"slots_most", slots.most}, {"bytes", slots.bytes}};
 }
 
-std::string json(const Options& o, const Outcome& out) {
+std::string json(const PlanOptions& o, const Planned& out) {
   const Forecast& s = out.sequence;
   Json all{{"model", o.model.empty() ? o.shape : o.model},
            {"policy", Json::parse(out.policy->to_json())},
@@ -225,7 +225,7 @@ std::string json(const Options& o, const Outcome& out) {
 }
 
 // Layers, then one sequence, the batch, and what fits into the batch's full caches.
-std::string csv(const Options& o, const Outcome& out) {
+std::string csv(const PlanOptions& o, const Planned& out) {
   Table table({{"what", ""},
                {"layer", ""},
                {"kind", ""},
@@ -256,10 +256,10 @@ std::string csv(const Options& o, const Outcome& out) {
   return table.csv();
 }
 
-void run(const Options& o) {
+void run(const PlanOptions& o) {
   KVKEEP_REQUIRE(o.prompt <= o.length, "--prompt: ", o.prompt, " tokens of a sequence of ", o.length,
                  "; allowed at most --length");
-  Outcome out{.spec = spec_of(o), .policy = PolicyText(o.policy).make(), .sequence = {}, .own = {}};
+  Planned out{.spec = spec_of(o), .policy = PolicyText(o.policy).make(), .sequence = {}, .own = {}};
   KVKEEP_REQUIRE_AS(Unsupported, !out.policy->narrows(), "plan: ", out.policy->name(),
                     " narrows prompts, so what its layers hold depends on the text; allowed policies that decide "
                     "after prompts (kvkeep eval measures the others)");
@@ -287,7 +287,7 @@ void run(const Options& o) {
 
 Run add_plan(CLI::App& app) {
   CLI::App* sub = app.add_subcommand("plan", "memory under a policy, by layer and batch, from shapes alone");
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<PlanOptions>();
   CLI::Option_group* model = sub->add_option_group("model (one of)");
   model->add_option("--model", o->model, "folder with a config.json (weights are not needed), or a GGUF file")
       ->option_text("PATH");
@@ -309,7 +309,7 @@ Run add_plan(CLI::App& app) {
       ->check(CLI::Range(1, 1 << 20))
       ->option_text("N [16]");
   o->output.add(*sub);
-  sub->footer(kExamples);
+  sub->footer(kPlanExamples);
   return [o] { run(*o); };
 }
 

@@ -12,7 +12,7 @@
 namespace kvkeep::cli {
 namespace {
 
-constexpr const char* kExamples = R"(
+constexpr const char* kPoliciesExamples = R"(
 Examples:
   kvkeep policies                   scorers, allocators, and which go together
   kvkeep policies ams-tova          its options with defaults and ranges
@@ -39,7 +39,7 @@ Both depend on the text and on the model. To measure yours:
       --policy full --policy ams-tova,preset=question --policy expected --policy expected,rest=fold
 )";
 
-struct Options {
+struct PoliciesOptions {
   std::string name;
   bool all = false;
   OutputOptions output;
@@ -127,7 +127,7 @@ std::string page(const PolicyInfo& policy) {
   return out + "\n" + table.markdown();
 }
 
-void run(const Options& o) {
+void run(const PoliciesOptions& o) {
   const std::vector<PolicyInfo> known = policies();
   std::vector<PolicyInfo> shown;
   std::string names;
@@ -148,11 +148,11 @@ void run(const Options& o) {
 
 Run add_policies(CLI::App& app) {
   CLI::App* sub = app.add_subcommand("policies", "every policy with its options, defaults, ranges and source");
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<PoliciesOptions>();
   sub->add_option("name", o->name, "one policy")->option_text("NAME");
   sub->add_flag("--all", o->all, "the options of every policy");
   o->output.add(*sub);
-  sub->footer(kExamples);
+  sub->footer(kPoliciesExamples);
   return [o] { run(*o); };
 }
 

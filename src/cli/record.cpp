@@ -19,7 +19,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* kExamples = R"(
+constexpr const char* kRecordExamples = R"(
 Examples:
   kvkeep record --model examples/model --ids-file prompt.txt --policy tova,budget=96,interval=32 \
       --out event.safetensors
@@ -35,7 +35,7 @@ Kinds: event      what a policy sees right before it decides after decode step S
        decoder, generate    the ids and the path of the checkpoint, for replay to run again
 )";
 
-struct Options {
+struct RecordOptions {
   ModelOptions model;
   OutputOptions output;
   PromptOptions prompt;
@@ -45,7 +45,7 @@ struct Options {
 };
 
 // The path of the checkpoint relative to the folder of the trace, which names it in UTF-8.
-fs::path model_from(const Options& o) {
+fs::path model_from(const RecordOptions& o) {
   std::error_code error;
   const fs::path out = fs::absolute(o.out, error);
   const fs::path folder = error ? fs::path() : fs::absolute(o.model.folder, error);
@@ -57,7 +57,7 @@ fs::path model_from(const Options& o) {
   return model;
 }
 
-trace::Result event_of(const Options& o, lm::Decoder& decoder, const PromptOptions::Prompt& prompt,
+trace::Result event_of(const RecordOptions& o, lm::Decoder& decoder, const PromptOptions::Prompt& prompt,
                        std::unique_ptr<KVPolicy> policy) {
   lm::Request request{.prompt = prompt.ids};
   if (o.forced) {
@@ -83,7 +83,7 @@ trace::Result event_of(const Options& o, lm::Decoder& decoder, const PromptOptio
   return lm::record_event(decoder, std::move(policy), std::move(request), recording);
 }
 
-trace::Result record(const Options& o) {
+trace::Result record(const RecordOptions& o) {
   std::unique_ptr<KVPolicy> policy = PolicyText(o.policy).make_untold();
   const PromptOptions::Prompt prompt = o.prompt.read(o.model.folder);
   lm::Decoder decoder = o.model.open();
@@ -99,7 +99,7 @@ trace::Result record(const Options& o) {
   return lm::record_generate(model_from(o), prompt.ids, new_tokens);
 }
 
-void run(const Options& o) {
+void run(const RecordOptions& o) {
   require_folder_of(o.out, "--out");
   const trace::Result trace = record(o);
   io::write_safetensors(o.out, trace.tensors, trace.metadata);
@@ -123,7 +123,7 @@ void run(const Options& o) {
 
 Run add_record(CLI::App& app) {
   CLI::App* sub = app.add_subcommand("record", "write a trace from a run, to replay any policy on");
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<RecordOptions>();
   o->model.add(*sub);
   o->prompt.add(*sub);
   sub->add_option("--kind", o->kind, "kind of trace")
@@ -148,7 +148,7 @@ Run add_record(CLI::App& app) {
       ->option_text("N");
   sub->add_option("--out", o->out, "the trace file to write (safetensors)")->required()->option_text("FILE");
   o->output.add(*sub);
-  sub->footer(kExamples);
+  sub->footer(kRecordExamples);
   return [o] { run(*o); };
 }
 

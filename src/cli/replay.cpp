@@ -26,7 +26,7 @@
 namespace kvkeep::cli {
 namespace {
 
-constexpr const char* kExamples = R"(
+constexpr const char* kReplayExamples = R"(
 Examples:
   kvkeep replay event.safetensors --policy ams-tova,budget=1024 --out kept.safetensors
   kvkeep replay event.safetensors --policy policy.json --out kept.safetensors -o json
@@ -40,7 +40,7 @@ Kinds of traces: event, prefill, decoder, generate, span, span_train. Refused in
 message, and no result is written.
 )";
 
-struct Options {
+struct ReplayOptions {
   std::string trace, policy, out, ranks;
   int threads = 0;
   OutputOptions output;
@@ -89,7 +89,7 @@ std::string ranks_json(const io::SafetensorsFile& file, const KVPolicy& policy, 
   return io::written(json) + "\n";
 }
 
-void run(const Options& o) {
+void run(const ReplayOptions& o) {
   require_folder_of(o.out, "--out");
   if (!o.ranks.empty()) {
     require_folder_of(o.ranks, "--ranks");
@@ -132,7 +132,7 @@ void run(const Options& o) {
 
 Run add_replay(CLI::App& app) {
   CLI::App* sub = app.add_subcommand("replay", "run a policy on a recorded trace");
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<ReplayOptions>();
   sub->add_option("trace", o->trace, "a trace file (docs/trace-format.md)")->required()->option_text("TRACE");
   sub->add_option("--policy", o->policy, kPolicyHelp)->required()->option_text("POLICY");
   sub->add_option("--out", o->out, "result file to write (safetensors)")->required()->option_text("FILE");
@@ -142,7 +142,7 @@ Run add_replay(CLI::App& app) {
       ->check(CLI::Range(0, 4096))
       ->option_text("N [0]");
   o->output.add(*sub);
-  sub->footer(kExamples);
+  sub->footer(kReplayExamples);
   return [o] { run(*o); };
 }
 

@@ -3,8 +3,11 @@
 #include "kvkeep/core/error.h"
 
 namespace kvkeep::cli {
+namespace {
 
 using Json = nlohmann::ordered_json;
+
+}  // namespace
 
 void LookUps::add(const LookUps& other) {
   asked += other.asked;

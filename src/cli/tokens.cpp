@@ -7,7 +7,7 @@
 namespace kvkeep::cli {
 namespace {
 
-constexpr const char* kExamples = R"(
+constexpr const char* kTokensExamples = R"(
 Examples:
   kvkeep tokens --model SmolLM2.gguf --prompt "The special magic number is 48213."
   kvkeep tokens --model SmolLM2.gguf --chat --prompt "Why is the sky blue?"
@@ -17,7 +17,7 @@ Examples:
 A piece is the text of one token; bytes that are not a whole character by themselves are shown as <0xE2>.
 )";
 
-struct Options {
+struct TokensOptions {
   std::string model;
   PromptOptions prompt;
   OutputOptions output;
@@ -48,7 +48,7 @@ std::string visible(std::string_view piece) {
   return shown;
 }
 
-void run(const Options& o) {
+void run(const TokensOptions& o) {
   PromptOptions::Prompt prompt = o.prompt.read(o.model);
   if (!prompt.text) prompt.text = lm::TextModel::open(o.model);
   const lm::Tokenizer& tokenizer = prompt.text->tokenizer;
@@ -68,13 +68,13 @@ void run(const Options& o) {
 
 Run add_tokens(CLI::App& app) {
   CLI::App* sub = app.add_subcommand("tokens", "text as a model's tokenizer sees it: ids and pieces");
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<TokensOptions>();
   sub->add_option("--model", o->model, "a GGUF file, or a folder with tokenizer.json")
       ->required()
       ->option_text("FILE|DIR");
   o->prompt.add(*sub);
   o->output.add(*sub);
-  sub->footer(kExamples);
+  sub->footer(kTokensExamples);
   return [o] { run(*o); };
 }
 

@@ -16,7 +16,7 @@ namespace kvkeep {
 namespace {
 
 using io::TorchArchive;
-using nlohmann::json;
+using Json = nlohmann::json;
 
 constexpr std::int64_t kMost = 1 << 16;  ///< layers, heads and components of a head
 
@@ -53,7 +53,7 @@ Calibration from_safetensors(const io::SafetensorsFile& file) {
   KVKEEP_REQUIRE(metadata.at("kvkeep_calibration") == "1", "read calibration: ", where, " has format version ",
                  shortened(metadata.at("kvkeep_calibration")), "; allowed 1");
   Calibration c;
-  const json dim = parsed("head_dim");
+  const Json dim = parsed("head_dim");
   KVKEEP_REQUIRE(dim.is_number_unsigned() && dim.get<std::uint64_t>() <= kMost, "read calibration: head_dim in ", where,
                  " is not a number; allowed an even number from 2 to ", kMost);
   check_head_dim(dim.get<std::int64_t>(), where);
@@ -63,15 +63,15 @@ Calibration from_safetensors(const io::SafetensorsFile& file) {
   c.rope_style = style_called(metadata.at("rope_style"), where);
   if (metadata.contains("model_name")) c.model_name = metadata.at("model_name");
   if (metadata.contains("attention_scaling")) {
-    const json scaling = parsed("attention_scaling");
+    const Json scaling = parsed("attention_scaling");
     check_scaling(scaling.is_number() ? scaling.get<double>() : 0.0, where);
     c.attention_scaling = scaling.get<double>();
   }
   if (metadata.contains("inv_freq")) {
-    const json frequencies = parsed("inv_freq");
+    const Json frequencies = parsed("inv_freq");
     KVKEEP_REQUIRE(
         frequencies.is_array() &&
-            std::all_of(frequencies.begin(), frequencies.end(), [](const json& f) { return f.is_number(); }) &&
+            std::all_of(frequencies.begin(), frequencies.end(), [](const Json& f) { return f.is_number(); }) &&
             static_cast<std::int64_t>(frequencies.size()) == c.pairs(),
         "read calibration: inv_freq in ", where, " is not an array of head_dim / 2 = ", c.pairs(), " numbers");
     c.inv_freq = frequencies.get<std::vector<double>>();
@@ -91,11 +91,11 @@ Calibration from_safetensors(const io::SafetensorsFile& file) {
   const std::int64_t layers = mean.size(0), heads = mean.size(1), pairs = c.pairs();
   std::vector<std::int32_t> numbers;
   if (metadata.contains("layers")) {
-    const json given = parsed("layers");
+    const Json given = parsed("layers");
     KVKEEP_REQUIRE(given.is_array() && static_cast<std::int64_t>(given.size()) == layers,
                    "read calibration: metadata \"layers\" in ", where, " is not an array of ", layers,
                    " layer numbers");
-    for (const json& l : given) {
+    for (const Json& l : given) {
       KVKEEP_REQUIRE(l.is_number_unsigned() && l.get<std::uint64_t>() < kMost,
                      "read calibration: metadata \"layers\" in ", where, " names layer ", io::shown(l),
                      "; allowed 0 to ", kMost - 1);
@@ -268,10 +268,10 @@ void save_calibration(const std::filesystem::path& file, const Calibration& c, C
     std::map<std::string, std::string> metadata{{"kvkeep_calibration", "1"},
                                                 {"head_dim", std::to_string(c.head_dim)},
                                                 {"rope_style", calibration_detail::name_of(c.rope_style)},
-                                                {"attention_scaling", json(c.attention_scaling).dump()},
+                                                {"attention_scaling", Json(c.attention_scaling).dump()},
                                                 {"model_name", c.model_name}};
-    if (!c.inv_freq.empty()) metadata["inv_freq"] = json(c.inv_freq).dump();
-    if (numbers.back() + 1 != static_cast<std::int32_t>(numbers.size())) metadata["layers"] = json(numbers).dump();
+    if (!c.inv_freq.empty()) metadata["inv_freq"] = Json(c.inv_freq).dump();
+    if (numbers.back() + 1 != static_cast<std::int32_t>(numbers.size())) metadata["layers"] = Json(numbers).dump();
     io::write_safetensors(file, {{"q_mean", mean}, {"q_abs_mean", modulus}}, metadata);
     return;
   }

@@ -16,7 +16,7 @@
 namespace kvkeep::io {
 namespace {
 
-constexpr std::string_view kOperation = "read GGUF";
+constexpr std::string_view kReadGguf = "read GGUF";
 constexpr std::uint32_t kMostDimensions = 4;
 constexpr std::uint64_t kMostElements = std::uint64_t{1} << 62;
 constexpr std::uint32_t kMostAlignment = 1U << 31;
@@ -82,11 +82,11 @@ std::string_view string_at(const std::byte* item) {
 }
 
 // The beginning of every message about one tensor or one key.
-std::string tensor_in(std::string_view name, const std::string& where) {
-  return text(kOperation, ": tensor '", shortened(name), "' in ", where, " ");
+std::string tensor_in_gguf(std::string_view name, const std::string& where) {
+  return text(kReadGguf, ": tensor '", shortened(name), "' in ", where, " ");
 }
 std::string key_in(std::string_view key, const std::string& where) {
-  return text(kOperation, ": key '", shortened(key), "' in ", where, " ");
+  return text(kReadGguf, ": key '", shortened(key), "' in ", where, " ");
 }
 
 std::uint64_t aligned(std::uint64_t offset, std::uint64_t alignment) {
@@ -105,7 +105,7 @@ struct GgufFile::Reader {
   [[nodiscard]] std::size_t left() const { return size - at; }
 
   const std::byte* take(std::uint64_t bytes, std::string_view subject) {
-    KVKEEP_REQUIRE(bytes <= left(), kOperation, ": ", subject, " of ", file.where_, " has ", bytes, " bytes from byte ",
+    KVKEEP_REQUIRE(bytes <= left(), kReadGguf, ": ", subject, " of ", file.where_, " has ", bytes, " bytes from byte ",
                    at, " on, but only ", left(), " follow; is the file truncated?");
     const std::byte* begin = data + at;
     at += static_cast<std::size_t>(bytes);
@@ -122,19 +122,19 @@ struct GgufFile::Reader {
   // The number of things, `subject` in the plural, that take at least `least` bytes each.
   std::uint64_t count(std::size_t least, std::string_view subject) {
     const auto count = number<std::uint64_t>(subject);
-    KVKEEP_REQUIRE(count <= left() / least, kOperation, ": ", file.where_, " says that it has ", count, " ", subject,
+    KVKEEP_REQUIRE(count <= left() / least, kReadGguf, ": ", file.where_, " says that it has ", count, " ", subject,
                    ", but only ", left(), " bytes follow; is the file truncated?");
     return count;
   }
 
   void version() {
-    KVKEEP_REQUIRE(size >= 4 && std::memcmp(data, "GGUF", 4) == 0, kOperation, ": ", file.where_,
+    KVKEEP_REQUIRE(size >= 4 && std::memcmp(data, "GGUF", 4) == 0, kReadGguf, ": ", file.where_,
                    " does not begin with 'GGUF'; allowed a GGUF file");
     at = 4;
     file.version_ = number<std::uint32_t>("the version");
-    KVKEEP_REQUIRE((file.version_ & 0xffffU) != 0 || file.version_ == 0, kOperation, ": ", file.where_,
+    KVKEEP_REQUIRE((file.version_ & 0xffffU) != 0 || file.version_ == 0, kReadGguf, ": ", file.where_,
                    " is big-endian; allowed little-endian files");
-    KVKEEP_REQUIRE(file.version_ == 2 || file.version_ == 3, kOperation, ": ", file.where_, " has version ",
+    KVKEEP_REQUIRE(file.version_ == 2 || file.version_ == 3, kReadGguf, ": ", file.where_, " has version ",
                    file.version_, "; allowed 2 and 3");
   }
 
@@ -168,7 +168,7 @@ struct GgufFile::Reader {
   void tensor() {
     const std::string_view name = string("a tensor's name");
     const std::string subject = text("the description of '", shortened(name), "'"),
-                      complaint = tensor_in(name, file.where_);
+                      complaint = tensor_in_gguf(name, file.where_);
     const auto dimensions = number<std::uint32_t>(subject);
     KVKEEP_REQUIRE(dimensions <= kMostDimensions, complaint, "has ", dimensions, " dimensions; allowed at most ",
                    kMostDimensions);
@@ -220,15 +220,15 @@ struct GgufFile::Reader {
     });
     std::uint64_t end = 0;  // of the previous one
     for (auto& [name, entry] : by_place) {
-      KVKEEP_REQUIRE(entry->begin % alignment == 0, tensor_in(name, file.where_), "begins at byte ", entry->begin,
+      KVKEEP_REQUIRE(entry->begin % alignment == 0, tensor_in_gguf(name, file.where_), "begins at byte ", entry->begin,
                      " of the data; allowed multiples of ", alignment);
-      KVKEEP_REQUIRE(entry->begin == aligned(end, alignment), tensor_in(name, file.where_), "begins at byte ",
+      KVKEEP_REQUIRE(entry->begin == aligned(end, alignment), tensor_in_gguf(name, file.where_), "begins at byte ",
                      entry->begin, " of the data, but the one before it ends at ", end,
                      "; allowed no overlap, and no hole beyond the padding to ", alignment);
       const auto blocks = static_cast<std::uint64_t>(entry->blocks),
                  block_bytes = static_cast<std::uint64_t>(entry->type->bytes);
       const std::uint64_t room = entry->begin < data_bytes ? data_bytes - entry->begin : 0;
-      KVKEEP_REQUIRE(blocks <= room / block_bytes, tensor_in(name, file.where_), "has ", blocks, " blocks of ",
+      KVKEEP_REQUIRE(blocks <= room / block_bytes, tensor_in_gguf(name, file.where_), "has ", blocks, " blocks of ",
                      block_bytes, " bytes from byte ", entry->begin, " of the data on, but only ", room,
                      " follow; is the file truncated?");
       end = entry->begin + blocks * block_bytes;
@@ -238,11 +238,11 @@ struct GgufFile::Reader {
 };
 
 GgufFile GgufFile::open(const std::filesystem::path& path) {
-  return parse(FileBytes::mapped(path, kOperation), path.string());
+  return parse(FileBytes::mapped(path, kReadGguf), path.string());
 }
 
 GgufFile GgufFile::from_bytes(std::string_view bytes, std::string name) {
-  auto copy = FileBytes::copied(bytes, name, kOperation);
+  auto copy = FileBytes::copied(bytes, name, kReadGguf);
   return parse(std::move(copy), std::move(name));
 }
 
@@ -270,7 +270,7 @@ std::vector<std::string_view> GgufFile::keys() const {
 const GgufFile::Value& GgufFile::value(std::string_view key, bool array, std::uint32_t types,
                                        std::string_view allowed) const {
   const auto found = values_.find(key);
-  KVKEEP_REQUIRE(found != values_.end(), kOperation, ": ", where_, " has no key '", shortened(key), "'; it should be ",
+  KVKEEP_REQUIRE(found != values_.end(), kReadGguf, ": ", where_, " has no key '", shortened(key), "'; it should be ",
                  allowed);
   const Value& value = found->second;
   // The type of an empty array means nothing: writers name any.
@@ -342,7 +342,7 @@ std::vector<double> GgufFile::numbers(std::string_view key) const {
 
 const GgufFile::Entry& GgufFile::entry(std::string_view name) const {
   const auto found = tensors_.find(name);
-  KVKEEP_REQUIRE(found != tensors_.end(), kOperation, ": ", where_, " has no tensor '", shortened(name), "'");
+  KVKEEP_REQUIRE(found != tensors_.end(), kReadGguf, ": ", where_, " has no tensor '", shortened(name), "'");
   return found->second;
 }
 
@@ -377,8 +377,9 @@ Tensor empty_tensor(const std::vector<std::int64_t>& shape, Dtype dtype, const s
 Tensor GgufFile::tensor(std::string_view name, Dtype dtype) const {
   const Entry& found = entry(name);
   const GgmlType& type = *found.type;
-  KVKEEP_REQUIRE(is_scorable(dtype), tensor_in(name, where_), "is requested as ", dtype, "; allowed f32, f16, bf16");
-  const Tensor out = empty_tensor(found.described.shape, dtype, tensor_in(name, where_));
+  KVKEEP_REQUIRE(is_scorable(dtype), tensor_in_gguf(name, where_), "is requested as ", dtype,
+                 "; allowed f32, f16, bf16");
+  const Tensor out = empty_tensor(found.described.shape, dtype, tensor_in_gguf(name, where_));
   const std::byte* blocks = bytes_->data() + found.begin;
   constexpr std::int64_t kGrain = 1 << 16;  // numbers that justify a thread
   parallel_for(0, found.blocks, kGrain / type.values, [&](std::int64_t begin, std::int64_t end) {

@@ -17,7 +17,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr std::string_view kOperation = "read safetensors";
+constexpr std::string_view kReadSafetensors = "read safetensors";
 
 struct DtypeName {
   std::string_view name;
@@ -105,15 +105,15 @@ std::uint64_t bytes_of_shape(const std::vector<std::uint64_t>& shape, std::uint6
 }  // namespace
 
 SafetensorsFile SafetensorsFile::open(const std::filesystem::path& path) {
-  return parse(FileBytes::mapped(path, kOperation), path.string());
+  return parse(FileBytes::mapped(path, kReadSafetensors), path.string());
 }
 
 SafetensorsFile SafetensorsFile::read(const std::filesystem::path& path) {
-  return parse(FileBytes::copied(path, kOperation), path.string());
+  return parse(FileBytes::copied(path, kReadSafetensors), path.string());
 }
 
 SafetensorsFile SafetensorsFile::from_bytes(std::string_view bytes, std::string name) {
-  auto copy = FileBytes::copied(bytes, name, kOperation);
+  auto copy = FileBytes::copied(bytes, name, kReadSafetensors);
   return parse(std::move(copy), std::move(name));
 }
 

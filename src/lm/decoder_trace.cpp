@@ -1,13 +1,12 @@
 #include "kvkeep/lm/decoder_trace.h"
 
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <charconv>
 #include <numeric>
 #include <string>
 #include <vector>
 
+#include "i32_tensor.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/lm/decoder.h"
 #include "kvkeep/lm/generation.h"
@@ -61,12 +60,6 @@ Decoder open_model(const io::SafetensorsFile& file, const std::filesystem::path&
                     ": metadata \"compute_dtype\" is \"",
                     dtype == file.metadata().end() ? "" : shortened(dtype->second), "\"; allowed f32");
   return Decoder::open(folder / model->second);
-}
-
-Tensor i32_tensor(const std::vector<std::int32_t>& values, at::IntArrayRef shape) {
-  Tensor t = at::empty(shape, at::TensorOptions(at::kInt));
-  std::copy(values.begin(), values.end(), t.mutable_data_ptr<std::int32_t>());
-  return t;
 }
 
 std::map<std::string, std::string> about(const KVPolicy& policy) {

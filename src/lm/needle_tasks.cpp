@@ -14,13 +14,13 @@ namespace {
 
 enum class Haystack : std::uint8_t { noise, essay, needles };
 
-struct Shape {
+struct NeedleShape {
   Haystack haystack = Haystack::essay;
   bool uuid_keys = false, uuid_values = false;
   int keys = 1, values = 1, queries = 1;
 };
 
-Shape shape_of(std::string_view name) {
+NeedleShape needle_shape(std::string_view name) {
   if (name == "ruler/niah-single-1") return {.haystack = Haystack::noise};
   if (name == "ruler/niah-single-3") return {.uuid_values = true};
   if (name == "ruler/niah-multikey-1") return {.keys = 4};
@@ -46,7 +46,7 @@ std::string uuid4(Dice& dice) {
 /// Keys, values and sentences of one sample; none of them twice.
 class Needles {
  public:
-  Needles(Dice& dice, const Shape& shape) : dice_(dice), pairs_(dice), shape_(shape) {}
+  Needles(Dice& dice, const NeedleShape& shape) : dice_(dice), pairs_(dice), shape_(shape) {}
 
   std::string key() {
     return shape_.uuid_keys ? fresh(seen_, [&] { return uuid4(dice_); }) : pairs_.next();
@@ -65,7 +65,7 @@ class Needles {
  private:
   Dice& dice_;
   Pairs pairs_;
-  Shape shape_;
+  NeedleShape shape_;
   std::set<std::string> seen_;
 };
 
@@ -77,7 +77,7 @@ std::string listed(const std::vector<std::string>& items) {
 }
 
 /// Draws the needles that are asked for and those that are not. Returns them in random order.
-std::vector<Insertion> ask(Dice& dice, const Shape& shape, Needles& needles, std::vector<std::string>& queries,
+std::vector<Insertion> ask(Dice& dice, const NeedleShape& shape, Needles& needles, std::vector<std::string>& queries,
                            std::vector<std::string>& answers) {
   std::vector<Insertion> result;
   for (int k = 0; k < shape.keys; ++k) {
@@ -112,7 +112,7 @@ void place(Dice& dice, bool essay, std::size_t units, std::vector<Insertion>& ne
 }  // namespace
 
 TextSample niah(const Recipe& recipe, std::int64_t units) {
-  const Shape shape = shape_of(recipe.task.name);
+  const NeedleShape shape = needle_shape(recipe.task.name);
   const bool is_essay = shape.haystack == Haystack::essay;
   Dice dice = recipe.dice();
   Needles needles(dice, shape);

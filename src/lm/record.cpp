@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "i32_tensor.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/rope.h"
 #include "kvkeep/observe/query_ring.h"
@@ -16,21 +17,15 @@
 namespace kvkeep::lm {
 namespace {
 
-using nlohmann::json;
+using Json = nlohmann::json;
 using trace::Result;
-
-Tensor i32_tensor(std::span<const std::int32_t> values, at::IntArrayRef shape) {
-  Tensor t = at::empty(shape, at::TensorOptions(at::kInt));
-  std::copy(values.begin(), values.end(), t.mutable_data_ptr<std::int32_t>());
-  return t;
-}
 
 std::map<std::string, std::string> about_model(const ModelSpec& spec) {
   return {{"kvkeep_trace", "1"},
           {"rope_style", spec.rope.style == RopeStyle::half ? "half" : "interleaved"},
-          {"inv_freq", json(spec.rope.inv_freq).dump()},
-          {"attention_scaling", json(spec.rope.attention_scaling).dump()},
-          {"softmax_scale", json(spec.scale()).dump()},
+          {"inv_freq", Json(spec.rope.inv_freq).dump()},
+          {"attention_scaling", Json(spec.rope.attention_scaling).dump()},
+          {"softmax_scale", Json(spec.scale()).dump()},
           {"num_layers", std::to_string(spec.num_layers())}};
 }
 
@@ -82,8 +77,8 @@ class EventRecorder {
     result_.metadata = about_model(spec_);
     result_.metadata["kind"] = "event";
     result_.metadata["query_basis"] = "pre_rope";
-    result_.metadata["layers"] = json(full_layers_).dump();
-    result_.metadata["next_position"] = json{sight.keeper.logical_length(id)}.dump();
+    result_.metadata["layers"] = Json(full_layers_).dump();
+    result_.metadata["next_position"] = Json{sight.keeper.logical_length(id)}.dump();
     result_.metadata["step"] = std::to_string(sight.steps[0]);
     result_.metadata["recorded_under"] = sight.keeper.policy().to_json();
   }

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int32_t kSettledTokens = 32;  // a key that was mentioned this recently is not assigned again
 
-constexpr std::string_view kChain = "chain";
+constexpr std::string_view kChainTask = "chain";
 constexpr std::string_view kCopies = "copies";
 constexpr std::string_view kAskTask = "ask";
 constexpr std::string_view kNeedle = "needle";
@@ -27,9 +27,9 @@ uint64_t mixed(uint64_t x) {
 
 /// SplitMix64 with unbiased integers and a Fisher-Yates shuffle: the standard library's versions differ between
 /// platforms.
-class Dice {
+class TaskDice {
  public:
-  Dice(std::string_view name, uint64_t seed) {
+  TaskDice(std::string_view name, uint64_t seed) {
     uint64_t hash = 0xCBF29CE484222325ULL;  // FNV-1a, so that tasks with the same seed share nothing
     for (char letter : name) hash = (hash ^ static_cast<uint8_t>(letter)) * 0x100000001B3ULL;
     state_ = mixed(hash) ^ mixed(seed + 0x9E3779B97F4A7C15ULL);
@@ -70,7 +70,7 @@ class Dice {
 };
 
 /// The options with every default filled in.
-struct Shape {
+struct TaskShape {
   int32_t length, prompt_length, facts, sections, copies, hops, phase, gap, rewrites, update_every, late;
   bool thinking;
 };
@@ -99,7 +99,7 @@ int32_t default_facts(std::string_view task, int32_t trace_tokens, int32_t longe
   return std::clamp(task == kCopies ? lap / 2 : lap, 2, std::min(64, longest));
 }
 
-Shape resolve(std::string_view task, const TaskOptions& options) {
+TaskShape resolve(std::string_view task, const TaskOptions& options) {
   refuse_foreign(task, "hops", options.hops.has_value(), task == kAskTask);
   refuse_foreign(task, "phase", options.phase.has_value(), task == kAskTask);
   refuse_foreign(task, "gap", options.gap.has_value(), task == kNeedle);
@@ -107,7 +107,7 @@ Shape resolve(std::string_view task, const TaskOptions& options) {
   refuse_foreign(task, "update_every", options.update_every.has_value(), task == kUpdates);
   refuse_foreign(task, "late", options.late.has_value(), task == kUpdates);
 
-  Shape shape{};
+  TaskShape shape{};
   shape.thinking = options.thinking;
   shape.length = in_range(task, "length", options.length, 16, 65536);
   shape.prompt_length =
@@ -145,7 +145,7 @@ Shape resolve(std::string_view task, const TaskOptions& options) {
 /// Appends tokens until the sample is full, and notes which positions the look-ups need.
 class Writer {
  public:
-  explicit Writer(const Shape& shape) : shape_(shape) { statement_.fill(-1), mention_.fill(-1); }
+  explicit Writer(const TaskShape& shape) : shape_(shape) { statement_.fill(-1), mention_.fill(-1); }
 
   bool full() const { return size() == shape_.length; }
 
@@ -186,7 +186,7 @@ class Writer {
  private:
   int32_t size() const { return static_cast<int32_t>(sample_.ids.size()); }
 
-  const Shape& shape_;
+  const TaskShape& shape_;
   TaskSample sample_;
   std::map<int32_t, int32_t> last_use_;  // position of a needed token -> position of the last look-up that reads it
   std::array<int32_t, kEntityCount> statement_;  // where the prompt or a SET last stated a key
@@ -194,7 +194,7 @@ class Writer {
 };
 
 /// `total` cut at random into `parts` lengths.
-std::vector<int32_t> random_cut(Dice& dice, int32_t total, size_t parts) {
+std::vector<int32_t> random_cut(TaskDice& dice, int32_t total, size_t parts) {
   std::vector<int32_t> ends(parts);
   for (size_t i = 0; i + 1 < parts; ++i) ends[i] = dice.below(total + 1);
   ends.back() = total;
@@ -203,7 +203,7 @@ std::vector<int32_t> random_cut(Dice& dice, int32_t total, size_t parts) {
   return ends;
 }
 
-void write_prompt(Writer& writer, Dice& dice, const Shape& shape, const Sections& sections) {
+void write_prompt(Writer& writer, TaskDice& dice, const TaskShape& shape, const Sections& sections) {
   size_t statements = 0;
   for (const auto& section : sections) statements += section.size();
   const int32_t shortest = 1 + static_cast<int32_t>(sections.size() + 3 * statements);
@@ -230,7 +230,7 @@ void write_prompt(Writer& writer, Dice& dice, const Shape& shape, const Sections
 }
 
 /// Facts in blocks, block i of the list in one section; the order of sections and of the facts inside is random.
-Sections in_blocks(Dice& dice, const Shape& shape, const std::vector<Fact>& facts) {
+Sections in_blocks(TaskDice& dice, const TaskShape& shape, const std::vector<Fact>& facts) {
   Sections sections(shape.sections);
   for (int32_t i = 0; i < shape.facts; ++i) {
     auto& section = sections[static_cast<int64_t>(i) * shape.sections / shape.facts];
@@ -248,13 +248,13 @@ std::vector<Fact> cycle(const std::vector<int32_t>& keys) {
   return facts;
 }
 
-std::vector<Fact> random_values(Dice& dice, const std::vector<int32_t>& keys) {
+std::vector<Fact> random_values(TaskDice& dice, const std::vector<int32_t>& keys) {
   std::vector<Fact> facts;
   for (int32_t key : keys) facts.push_back({key, dice.entity_but(key)});
   return facts;
 }
 
-TaskSample make_chain(Dice& dice, const Shape& shape) {
+TaskSample make_chain(TaskDice& dice, const TaskShape& shape) {
   Writer writer(shape);
   const std::vector<Fact> facts = cycle(dice.distinct_entities(shape.facts));
   write_prompt(writer, dice, shape, in_blocks(dice, shape, facts));
@@ -268,7 +268,7 @@ TaskSample make_chain(Dice& dice, const Shape& shape) {
   return writer.take();
 }
 
-TaskSample make_ask(Dice& dice, const Shape& shape) {
+TaskSample make_ask(TaskDice& dice, const TaskShape& shape) {
   Writer writer(shape);
   const std::vector<int32_t> keys = dice.distinct_entities(shape.facts);
   std::vector<Fact> facts = shape.hops == 1 ? random_values(dice, keys) : cycle(keys);
@@ -295,7 +295,7 @@ TaskSample make_ask(Dice& dice, const Shape& shape) {
   return writer.take();
 }
 
-TaskSample make_needle(Dice& dice, const Shape& shape) {
+TaskSample make_needle(TaskDice& dice, const TaskShape& shape) {
   Writer writer(shape);
   std::vector<Fact> facts = random_values(dice, dice.distinct_entities(shape.facts));
   write_prompt(writer, dice, shape, in_blocks(dice, shape, facts));
@@ -310,7 +310,7 @@ TaskSample make_needle(Dice& dice, const Shape& shape) {
 
 /// Without the late keys. Keys to rewrite come in the first third, their second values in the last; keys with one value
 /// in any.
-Sections in_order_of_assignment(Dice& dice, const Shape& shape, const std::vector<Fact>& facts,
+Sections in_order_of_assignment(TaskDice& dice, const TaskShape& shape, const std::vector<Fact>& facts,
                                 std::vector<Fact>& latest) {
   std::vector<std::vector<Fact>> thirds(3);
   for (int32_t i = 0; i < shape.facts - shape.late; ++i) {
@@ -333,7 +333,7 @@ Sections in_order_of_assignment(Dice& dice, const Shape& shape, const std::vecto
 }
 
 /// One of the first `known` facts.
-Fact& fact_to_rewrite(Writer& writer, Dice& dice, std::vector<Fact>& facts, size_t known) {
+Fact& fact_to_rewrite(Writer& writer, TaskDice& dice, std::vector<Fact>& facts, size_t known) {
   std::vector<size_t> settled;
   for (size_t i = 0; i < known; ++i)
     if (writer.settled(facts[i].key)) settled.push_back(i);
@@ -341,7 +341,7 @@ Fact& fact_to_rewrite(Writer& writer, Dice& dice, std::vector<Fact>& facts, size
   return facts[settled[dice.below(static_cast<int32_t>(settled.size()))]];
 }
 
-TaskSample make_updates(Dice& dice, const Shape& shape) {
+TaskSample make_updates(TaskDice& dice, const TaskShape& shape) {
   Writer writer(shape);
   std::vector<Fact> facts = random_values(dice, dice.distinct_entities(shape.facts));
   const std::vector<Fact> first = facts;
@@ -376,11 +376,11 @@ TaskSample make_updates(Dice& dice, const Shape& shape) {
 
 struct Task {
   TaskInfo info;
-  TaskSample (*make)(Dice&, const Shape&);
+  TaskSample (*make)(TaskDice&, const TaskShape&);
 };
 
 constexpr std::array<Task, 5> kTasks{{
-    {{kChain, "every fact leads to the next: a look-up per step, generated without help after the first key"},
+    {{kChainTask, "every fact leads to the next: a look-up per step, generated without help after the first key"},
      make_chain},
     {{kAskTask, "questions about one section of the prompt at a time, then about another"}, make_ask},
     {{kNeedle, "a few facts in a haystack, asked once each after stretches of filler"}, make_needle},
@@ -408,8 +408,8 @@ const std::vector<TaskInfo>& tasks() {
 TaskSample make_task(std::string_view name, uint64_t seed, const TaskOptions& options) {
   for (const Task& task : kTasks) {
     if (task.info.name != name) continue;
-    const Shape shape = resolve(name, options);
-    Dice dice(name, seed);
+    const TaskShape shape = resolve(name, options);
+    TaskDice dice(name, seed);
     return task.make(dice, shape);
   }
   refuse("make_task: unknown task; given \"", name, "\"; allowed ", names_of_tasks());

@@ -14,7 +14,7 @@ namespace {
 constexpr std::int64_t kShortest = 64, kLongest = std::int64_t{1} << 22;  // tokens of a length
 constexpr std::int64_t kMostCounted = std::int64_t{1} << 40;  // most tokens that a tokenizer may count in one prompt
 
-constexpr std::array<TextTaskInfo, 12> kTasks{{
+constexpr std::array<TextTaskInfo, 12> kTextTasks{{
     {"ruler/niah-single-1", "one number in noise", false, 128},
     {"ruler/niah-single-2", "one number in an essay", true, 128},
     {"ruler/niah-single-3", "one uuid in an essay", true, 128},
@@ -91,7 +91,7 @@ char lower(char letter) { return letter >= 'A' && letter <= 'Z' ? static_cast<ch
 
 }  // namespace
 
-std::span<const TextTaskInfo> text_tasks() { return kTasks; }
+std::span<const TextTaskInfo> text_tasks() { return kTextTasks; }
 
 double text_score(std::string_view answer, std::span<const std::string> references, TextScoring scoring) {
   KVKEEP_REQUIRE(!references.empty(), "text_score: nothing to look for; given no references; allowed one or more");
@@ -106,10 +106,10 @@ double text_score(std::string_view answer, std::span<const std::string> referenc
 TextSample make_text_task(std::string_view name, std::uint64_t seed, const TokenCounter& count_tokens,
                           const TextTaskOptions& options) {
   const auto task =
-      std::find_if(kTasks.begin(), kTasks.end(), [&](const TextTaskInfo& one) { return one.name == name; });
-  if (task == kTasks.end()) {
+      std::find_if(kTextTasks.begin(), kTextTasks.end(), [&](const TextTaskInfo& one) { return one.name == name; });
+  if (task == kTextTasks.end()) {
     std::string names;
-    for (const TextTaskInfo& one : kTasks) names += text(names.empty() ? "" : ", ", one.name);
+    for (const TextTaskInfo& one : kTextTasks) names += text(names.empty() ? "" : ", ", one.name);
     refuse("make_text_task: no task has this name; given \"", shortened(name), "\"; allowed ", names);
   }
   check(*task, count_tokens, options);

@@ -12,7 +12,7 @@
 namespace kvkeep {
 namespace {
 
-constexpr const char* kVersionKey = "kvkeep_router";
+constexpr const char* kRouterKey = "kvkeep_router";
 constexpr const char* kModelKey = "model_name";
 
 /// Names in the file, as in the published code.
@@ -70,7 +70,7 @@ class Parameters {
 Routing Routing::read(const std::filesystem::path& path) {
   const io::SafetensorsFile file = io::SafetensorsFile::read(path);
   const auto& metadata = file.metadata();
-  if (const auto version = metadata.find(kVersionKey); version != metadata.end())
+  if (const auto version = metadata.find(kRouterKey); version != metadata.end())
     KVKEEP_REQUIRE(version->second == "1", "read router: ", file.where(), " has format version ",
                    shortened(version->second), "; allowed 1");
   std::vector<std::string> known{"W", "tau"};
@@ -105,7 +105,7 @@ void write_routing(const std::filesystem::path& file, const TrainedParameters& p
     tensors.insert(tensors.end(),
                    {{gate_name(i, false), out.gate_weights[i]}, {gate_name(i, true), out.gate_biases[i]}});
   std::map<std::string, std::string> all = metadata;
-  all.insert_or_assign(kVersionKey, std::string(1, '1'));
+  all.insert_or_assign(kRouterKey, std::string(1, '1'));
   io::write_safetensors(file, tensors, all);
 }
 

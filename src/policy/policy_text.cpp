@@ -9,12 +9,12 @@
 namespace kvkeep {
 namespace {
 
-using nlohmann::json;
+using Json = nlohmann::json;
 
 /// A JSON value from the text of "key=value": a number or a boolean if it reads as one, else a string.
-json value_of(const std::string& text) {
-  json parsed = io::parse_json(text).value;
-  return parsed.is_number() || parsed.is_boolean() ? parsed : json(text);
+Json value_of(const std::string& text) {
+  Json parsed = io::parse_json(text).value;
+  return parsed.is_number() || parsed.is_boolean() ? parsed : Json(text);
 }
 
 /// The canonical name of an option that was written without its sub-object.
@@ -34,9 +34,9 @@ std::string full_key(const PolicyInfo& policy, const std::string& key) {
   return matches.empty() ? key : matches.front();
 }
 
-json object_of(std::string_view text) {
+Json object_of(std::string_view text) {
   if (const std::string_view first = prefill_part(text); first.size() < text.size()) {
-    json object = object_of(first);
+    Json object = object_of(first);
     KVKEEP_REQUIRE(!object.contains("decode"),
                    "policy: decode is given twice, as an option and after a +; allowed once");
     object["decode"] = object_of(text.substr(first.size() + 1));
@@ -44,7 +44,7 @@ json object_of(std::string_view text) {
   }
   const std::size_t comma = text.find(',');
   const std::string name(text.substr(0, comma));
-  json object = {{"policy", name}};
+  Json object = {{"policy", name}};
   const PolicyInfo info = info_of(known_policies().named(name));
   while (text.find(',') != std::string_view::npos) {
     text.remove_prefix(text.find(',') + 1);
@@ -54,10 +54,10 @@ json object_of(std::string_view text) {
                    "\" is not key=value; given \"", shortened(text), "\"; allowed name,key=value,...");
     const std::string key = full_key(info, item.substr(0, equals));
     const std::size_t dot = key.find('.');
-    json& scope = dot == std::string::npos ? object : object[key.substr(0, dot)];
+    Json& scope = dot == std::string::npos ? object : object[key.substr(0, dot)];
     KVKEEP_REQUIRE(scope.is_null() || scope.is_object(), "policy: ", shortened(key.substr(0, dot)),
                    " is given as a value, and ", shortened(key), " as an option in it; allowed one of them");
-    json& slot = scope[dot == std::string::npos ? key : key.substr(dot + 1)];
+    Json& slot = scope[dot == std::string::npos ? key : key.substr(dot + 1)];
     KVKEEP_REQUIRE(slot.is_null(), "policy: ", shortened(key), " is given twice; allowed once");
     slot = value_of(item.substr(equals + 1));
   }

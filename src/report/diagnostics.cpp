@@ -10,18 +10,18 @@
 namespace kvkeep::report {
 namespace {
 
-using Json = nlohmann::ordered_json;
+using OrderedJson = nlohmann::ordered_json;
 
 bool ascends(std::span<const std::int32_t> positions) {
   return std::adjacent_find(positions.begin(), positions.end(), std::greater_equal<>()) == positions.end();
 }
 
-Json number(double value) { return std::isfinite(value) ? Json(value) : Json(nullptr); }
-Json number(const Ratio& ratio) { return number(ratio.value()); }
+OrderedJson number(double value) { return std::isfinite(value) ? OrderedJson(value) : OrderedJson(nullptr); }
+OrderedJson number(const Ratio& ratio) { return number(ratio.value()); }
 
 template <std::size_t N>
-Json numbers(const std::array<Ratio, N>& ratios) {
-  Json all = Json::array();
+OrderedJson numbers(const std::array<Ratio, N>& ratios) {
+  OrderedJson all = OrderedJson::array();
   for (const Ratio& ratio : ratios) all.push_back(number(ratio));
   return all;
 }
@@ -31,7 +31,7 @@ void add_each(std::array<Ratio, N>& to, const std::array<Ratio, N>& from) {
   for (std::size_t i = 0; i < N; ++i) to[i].add(from[i]);
 }
 
-Json loss_json(const HeadLoss& loss) {
+OrderedJson loss_json(const HeadLoss& loss) {
   return {
       {"recall", number(loss.held)}, {"past_recall", number(loss.past)}, {"output_error", number(loss.output_error())}};
 }
@@ -170,28 +170,28 @@ void DiagnosticsResult::add(const DiagnosticsResult& other) {
 }
 
 std::string to_json(const DiagnosticsResult& r) {
-  Json json{{"events", r.events},
-            {"row_events", r.row_events},
-            {"iou", number(r.iou)},
-            {"survival", number(r.survival)},
-            {"iou_by_depth", numbers(r.iou_by_depth)},
-            {"survival_by_depth", numbers(r.survival_by_depth)},
-            {"wipe_out", Json::array()},
-            {"longest_dropped", number(r.longest_dropped)},
-            {"most_dropped", r.most_dropped},
-            {"coverage", numbers(r.coverage)},
-            {"coverage_cumulative", numbers(r.coverage_cumulative)},
-            {"middle", number(r.middle)},
-            {"middle_cumulative", number(r.middle_cumulative)},
-            {"newest_share", number(r.newest_share)},
-            {"segments", number(r.segments)},
-            {"segment_slots", number(r.segment_slots)},
-            {"quota_share", number(r.quota_share)},
-            {"suffix_mass", number(r.suffix_mass)},
-            {"repetition", Json::array()},
-            {"collapsed", number(r.collapsed)},
-            {"attention", loss_json(r.attention)},
-            {"attention_by_head", Json::array()}};
+  OrderedJson json{{"events", r.events},
+                   {"row_events", r.row_events},
+                   {"iou", number(r.iou)},
+                   {"survival", number(r.survival)},
+                   {"iou_by_depth", numbers(r.iou_by_depth)},
+                   {"survival_by_depth", numbers(r.survival_by_depth)},
+                   {"wipe_out", OrderedJson::array()},
+                   {"longest_dropped", number(r.longest_dropped)},
+                   {"most_dropped", r.most_dropped},
+                   {"coverage", numbers(r.coverage)},
+                   {"coverage_cumulative", numbers(r.coverage_cumulative)},
+                   {"middle", number(r.middle)},
+                   {"middle_cumulative", number(r.middle_cumulative)},
+                   {"newest_share", number(r.newest_share)},
+                   {"segments", number(r.segments)},
+                   {"segment_slots", number(r.segment_slots)},
+                   {"quota_share", number(r.quota_share)},
+                   {"suffix_mass", number(r.suffix_mass)},
+                   {"repetition", OrderedJson::array()},
+                   {"collapsed", number(r.collapsed)},
+                   {"attention", loss_json(r.attention)},
+                   {"attention_by_head", OrderedJson::array()}};
   for (const WipeOut& w : r.wipe_out)
     json["wipe_out"].push_back({{"region", w.region},
                                 {"wiped", number(w.wiped)},
@@ -199,7 +199,7 @@ std::string to_json(const DiagnosticsResult& r) {
                                 {"cumulative", number(w.cumulative)}});
   for (const Repetition& one : r.repetition) json["repetition"].push_back({{"n", one.n}, {"rate", number(one.rate)}});
   for (const auto& [where, loss] : r.attention_by_head) {
-    Json one{{"layer", where.first}, {"query_head", where.second}};
+    OrderedJson one{{"layer", where.first}, {"query_head", where.second}};
     one.update(loss_json(loss));
     json["attention_by_head"].push_back(std::move(one));
   }

@@ -17,7 +17,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr const char *kVersionKey = "kvkeep_sequence", *kVersion = "4", *kWithoutPins = "3", *kChecksumKey = "checksum";
+constexpr const char *kSequenceKey = "kvkeep_sequence", *kFormat = "4", *kWithoutPins = "3", *kChecksumKey = "checksum";
 constexpr std::size_t kMostNamed = 6;  ///< differences that a message lists
 
 /// 16 digits in every locale.
@@ -70,7 +70,7 @@ void write_state(const std::filesystem::path& file, const StateTensors& tensors,
   StateTensors whole;
   for (const auto& [name, tensor] : tensors) whole.emplace_back(name, contiguous(tensor));
   const bool pinned = std::ranges::find(tensors, "pinned", &StateTensors::value_type::first) != tensors.end();
-  about[kVersionKey] = pinned ? kVersion : kWithoutPins;  // what pins nothing is read by earlier versions too
+  about[kSequenceKey] = pinned ? kFormat : kWithoutPins;  // what pins nothing is read by earlier versions too
   about[kChecksumKey] = checksum_of(whole, about);
   io::write_safetensors(file, whole, about);
 }
@@ -78,9 +78,9 @@ void write_state(const std::filesystem::path& file, const StateTensors& tensors,
 StateFile StateFile::open(const std::filesystem::path& path) {
   StateFile state(
       io::SafetensorsFile::read(path));  // a copy: the bytes that are read are those whose checksum is checked
-  const std::string& version = state.about(kVersionKey);
-  KVKEEP_REQUIRE(version == kVersion || version == kWithoutPins, "restore: ", state.where(), " has format version ",
-                 shortened(version), "; allowed ", kWithoutPins, ", ", kVersion);
+  const std::string& version = state.about(kSequenceKey);
+  KVKEEP_REQUIRE(version == kFormat || version == kWithoutPins, "restore: ", state.where(), " has format version ",
+                 shortened(version), "; allowed ", kWithoutPins, ", ", kFormat);
   StateTensors all;
   for (const std::string& name : state.file_.names()) all.emplace_back(name, state.file_.tensor(name));
   KVKEEP_REQUIRE(

@@ -18,7 +18,7 @@
 namespace kvkeep::trace {
 namespace {
 
-using nlohmann::json;
+using Json = nlohmann::json;
 
 /// One trace, with its shapes known and checked.
 struct Event {
@@ -38,7 +38,7 @@ struct Event {
   std::vector<Pins> pins;                    ///< [B]
 };
 
-json parsed(const io::SafetensorsFile& file, const std::string& key) {
+Json parsed(const io::SafetensorsFile& file, const std::string& key) {
   const auto found = file.metadata().find(key);
   KVKEEP_REQUIRE(found != file.metadata().end(), file.where(), ": metadata \"", key,
                  "\" is missing; an event trace needs it");
@@ -171,17 +171,17 @@ void read_layer(const io::SafetensorsFile& file, const std::string& prefix, Even
 /// Reads which layers the trace holds, and how many the model has.
 void read_layer_numbers(const io::SafetensorsFile& file, Event& e) {
   constexpr std::int64_t kMost = 1 << 16;
-  const auto layer_number = [&](const char* key, const json& value) {
+  const auto layer_number = [&](const char* key, const Json& value) {
     const std::optional<std::int64_t> number = io::whole_number(value, 0, kMost - 1);
     KVKEEP_REQUIRE(number.has_value(), file.where(), ": metadata \"", key, "\" names layer ", io::shown(value),
                    "; allowed 0 to ", kMost - 1);
     return static_cast<std::int32_t>(*number);
   };
   if (file.metadata().contains("layers")) {
-    const json layers = parsed(file, "layers");
+    const Json layers = parsed(file, "layers");
     KVKEEP_REQUIRE(layers.is_array() && !layers.empty(), file.where(), ": metadata \"layers\" is ", io::shown(layers),
                    "; allowed an array of layer numbers");
-    for (const json& l : layers) {
+    for (const Json& l : layers) {
       e.layers.push_back(layer_number("layers", l));
       e.prefixes.push_back(text("layer.", e.layers.back(), "."));
       KVKEEP_REQUIRE(std::find(e.layers.begin(), e.layers.end() - 1, e.layers.back()) == e.layers.end() - 1,
@@ -218,7 +218,7 @@ void read_pins(const io::SafetensorsFile& file, Event& e) {
   }
 }
 
-Event read(const io::SafetensorsFile& file) {
+Event read_event(const io::SafetensorsFile& file) {
   KVKEEP_REQUIRE(kind_of(file) == "event", file.where(), ": the trace is of kind \"", shortened(kind_of(file)),
                  "\"; allowed here: event");
   Event e;
@@ -227,9 +227,9 @@ Event read(const io::SafetensorsFile& file) {
                                                                                  : QueryBasis::post_rope;
   e.spec.rope.style =
       choice(file, "rope_style", "half", "interleaved") == "half" ? RopeStyle::half : RopeStyle::interleaved;
-  const json frequencies = parsed(file, "inv_freq");
+  const Json frequencies = parsed(file, "inv_freq");
   KVKEEP_REQUIRE(frequencies.is_array() &&
-                     std::all_of(frequencies.begin(), frequencies.end(), [](const json& f) { return f.is_number(); }),
+                     std::all_of(frequencies.begin(), frequencies.end(), [](const Json& f) { return f.is_number(); }),
                  file.where(), ": metadata \"inv_freq\" is not an array of numbers");
   e.spec.rope.inv_freq = frequencies.get<std::vector<double>>();
   e.spec.rope.attention_scaling = number(file, "attention_scaling", 1.0);
@@ -259,10 +259,10 @@ Event read(const io::SafetensorsFile& file) {
   if (e.lengths.empty()) e.lengths.assign(static_cast<std::size_t>(e.batch), static_cast<std::int32_t>(e.slots));
   KVKEEP_REQUIRE(e.spec.rope.rotary_dim() <= e.spec.key_dim, file.where(), ": metadata \"inv_freq\" holds ",
                  e.spec.rope.inv_freq.size(), " numbers; allowed at most ", e.spec.key_dim / 2);
-  const json next = parsed(file, "next_position");
+  const Json next = parsed(file, "next_position");
   KVKEEP_REQUIRE(next.is_array() && static_cast<std::int64_t>(next.size()) == e.batch, file.where(),
                  ": metadata \"next_position\" is ", io::shown(next), "; allowed an array of ", e.batch, " positions");
-  for (const json& n : next) {
+  for (const Json& n : next) {
     const std::optional<std::int64_t> position = io::whole_number(n, 0, INT32_MAX);
     KVKEEP_REQUIRE(position.has_value(), file.where(), ": metadata \"next_position\" holds ", io::shown(n),
                    "; allowed 0 to ", INT32_MAX);
@@ -390,7 +390,7 @@ void add_layer(Event& e, const RowTable& table, const Decision& decision, const 
 
 double number(const io::SafetensorsFile& file, const std::string& key, double fallback) {
   if (!file.metadata().contains(key)) return fallback;
-  const json value = parsed(file, key);
+  const Json value = parsed(file, key);
   KVKEEP_REQUIRE(value.is_number() && std::isfinite(value.get<double>()) && value.get<double>() > 0, file.where(),
                  ": metadata \"", key, "\" is ", io::shown(value), "; allowed a positive number");
   return value.get<double>();
@@ -408,7 +408,7 @@ std::string kind_of(const io::SafetensorsFile& file) {
 }
 
 Result replay_event(const io::SafetensorsFile& file, const KVPolicy& policy) {
-  Event e = read(file);
+  Event e = read_event(file);
   check(policy, e.spec,
         {.queries = e.spec.query_heads > 0,
          .output_projections = e.output_projections,

@@ -35,7 +35,7 @@ std::int32_t layers_of(const io::SafetensorsFile& file) {
   return layers;
 }
 
-Prompt read(const io::SafetensorsFile& file) {
+Prompt read_prompt(const io::SafetensorsFile& file) {
   KVKEEP_REQUIRE(kind_of(file) == "prefill", file.where(), ": the trace is of kind \"", shortened(kind_of(file)),
                  "\"; allowed here: prefill");
   Prompt prompt;
@@ -79,8 +79,8 @@ Prompt read(const io::SafetensorsFile& file) {
 }
 
 /// One layer and the tokens that reach it. Owns the data that its table points to.
-struct Layer {
-  Layer(const Prompt& prompt, std::int32_t layer, const std::vector<std::int32_t>& present, std::int32_t wanted)
+struct PromptLayer {
+  PromptLayer(const Prompt& prompt, std::int32_t layer, const std::vector<std::int32_t>& present, std::int32_t wanted)
       : positions(present) {
     const auto n = static_cast<std::int64_t>(present.size());
     keys = prompt.layer_keys[static_cast<std::size_t>(layer)];
@@ -114,8 +114,8 @@ struct Layer {
     group.seen = group.prompt = {prompt.tokens};
     table.groups.push_back(group);
   }
-  Layer(const Layer&) = delete;
-  Layer& operator=(const Layer&) = delete;
+  PromptLayer(const PromptLayer&) = delete;
+  PromptLayer& operator=(const PromptLayer&) = delete;
 
   std::vector<std::int32_t> positions;
   Tensor keys, queries;
@@ -146,7 +146,7 @@ Tensor slots_of(const std::vector<std::int32_t>& present, std::int32_t heads, co
 }  // namespace
 
 Result replay_prefill(const io::SafetensorsFile& file, const KVPolicy& policy) {
-  const Prompt prompt = read(file);
+  const Prompt prompt = read_prompt(file);
   const std::int32_t layers = prompt.spec.num_layers();
   check(policy, prompt.spec, {.queries = true, .layer_by_layer = true});
   KVKEEP_REQUIRE(!policy.needs().values && !policy.needs().output_projection, file.where(), ": policy ", policy.name(),
@@ -169,7 +169,7 @@ Result replay_prefill(const io::SafetensorsFile& file, const KVPolicy& policy) {
                    "; allowed at most those recorded");
     Decision decision;
     if (pass == nullptr || wanted > 0) {
-      const Layer layer(prompt, l, present, pass == nullptr ? there : wanted);
+      const PromptLayer layer(prompt, l, present, pass == nullptr ? there : wanted);
       const Evidence evidence{.spec = prompt.spec,
                               .table = layer.table,
                               .basis = QueryBasis::post_rope,
@@ -204,7 +204,7 @@ Result replay_prefill(const io::SafetensorsFile& file, const KVPolicy& policy) {
 
 std::vector<std::vector<std::int32_t>> prompt_ranks(const io::SafetensorsFile& file,
                                                     const PromptScoreOptions& options) {
-  const Prompt prompt = read(file);
+  const Prompt prompt = read_prompt(file);
   KVKEEP_REQUIRE(options.window < prompt.tokens && options.window <= prompt.queries, file.where(), ": a prompt of ",
                  prompt.tokens, " tokens with the newest ", prompt.queries,
                  " queries; allowed more tokens than, and at least as many queries as, the window of ", options.window);
@@ -212,7 +212,7 @@ std::vector<std::vector<std::int32_t>> prompt_ranks(const io::SafetensorsFile& f
   std::iota(all.begin(), all.end(), 0);
   std::vector<std::vector<std::int32_t>> ranks;
   for (std::int32_t l = 0; l < prompt.spec.num_layers(); ++l) {
-    const Layer layer(prompt, l, all, options.window);
+    const PromptLayer layer(prompt, l, all, options.window);
     const Tensor scores = prompt_scores({.spec = prompt.spec,
                                          .table = layer.table,
                                          .basis = QueryBasis::post_rope,

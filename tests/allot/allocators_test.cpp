@@ -20,7 +20,7 @@
 #include "oracle/random_case.h"
 #include "scorer_case.h"
 
-namespace kvkeep {
+namespace kvkeep::allocators_test {
 namespace {
 
 using oracle::AllotHead;
@@ -598,4 +598,4 @@ TEST(Allocators, WorkspaceGrowsWithTheSlotsAndNotWithTheirSquare) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::allocators_test

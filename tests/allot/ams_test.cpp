@@ -9,7 +9,7 @@
 
 #include "kvkeep/kvkeep.h"
 
-namespace kvkeep {
+namespace kvkeep::ams_test {
 namespace {
 
 constexpr double kPrinted = 2e-5;  ///< the example is given to this precision
@@ -312,4 +312,4 @@ TEST(RankKey, OrdersScoresThenNewerSlotsWithNaNLowest) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::ams_test

@@ -12,7 +12,7 @@
 #include "oracle/random_case.h"
 #include "scorer_case.h"
 
-namespace kvkeep {
+namespace kvkeep::threshold_test {
 namespace {
 
 using oracle::Random;
@@ -145,4 +145,4 @@ TEST(Threshold, IsRefusedWithASentenceWhereItDoesNotFit) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::threshold_test

@@ -12,7 +12,7 @@
 #include "kvkeep/policy/registry.h"
 #include "kvkeep/report/fidelity.h"
 
-namespace kvkeep {
+namespace kvkeep::cli_fidelity_test {
 namespace {
 
 using nlohmann::json;
@@ -286,6 +286,6 @@ TEST_F(CommandFidelity, RefusesTextsAndPromptsThatAreNone) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::cli_fidelity_test
 
 #endif  // KVKEEP_CLI_PATH

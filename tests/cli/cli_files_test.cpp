@@ -11,7 +11,7 @@
 
 #include "command.h"
 
-namespace kvkeep {
+namespace kvkeep::cli_files_test {
 namespace {
 
 using nlohmann::json;
@@ -135,6 +135,6 @@ TEST_F(Command, TakesFileNamesThatAreNotUtf8) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::cli_files_test
 
 #endif  // KVKEEP_CLI_PATH

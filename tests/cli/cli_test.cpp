@@ -12,7 +12,7 @@
 #include "kvkeep/io/safetensors.h"
 #include "kvkeep/version.h"
 
-namespace kvkeep {
+namespace kvkeep::cli_test {
 namespace {
 
 using nlohmann::json;
@@ -754,6 +754,6 @@ TEST_F(Command, WarnsOnStderrOnlyAndNotWhenQuiet) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::cli_test
 
 #endif  // KVKEEP_CLI_PATH

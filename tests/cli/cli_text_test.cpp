@@ -6,7 +6,7 @@
 
 #include "command_text.h"
 
-namespace kvkeep {
+namespace kvkeep::cli_text_test {
 namespace {
 
 using nlohmann::json;
@@ -273,6 +273,6 @@ TEST_F(CommandText, RefusesTasksThatCannotBeAsked) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::cli_text_test
 
 #endif  // KVKEEP_CLI_PATH

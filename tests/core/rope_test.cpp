@@ -10,7 +10,7 @@
 #include "kvkeep/torch.h"
 #include "oracle/random_case.h"
 
-namespace kvkeep {
+namespace kvkeep::rope_test {
 namespace {
 
 struct Spec {
@@ -105,4 +105,4 @@ TEST(Rope, KeepsItsPhaseAtAMillionTokens) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::rope_test

@@ -21,7 +21,7 @@
 #include "kvkeep/torch.h"
 #include "message_of.h"
 
-namespace kvkeep {
+namespace kvkeep::tensor_test {
 namespace {
 
 using testing::message_of;
@@ -152,4 +152,4 @@ TEST(Threads, RunEveryPartOnce) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::tensor_test

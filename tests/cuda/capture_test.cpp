@@ -10,7 +10,7 @@
 #include "fresh_accelerator.h"
 #include "memory.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::capture_test {
 namespace {
 
 using namespace engines;
@@ -314,4 +314,4 @@ TEST_F(CapturedEvents, RunOnStreamsThatTheAllocatorIsToldOf) {
 #endif
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::capture_test

@@ -13,7 +13,7 @@
 #include "kvkeep/torch.h"
 #include "oracle/random_case.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::chunks_test {
 namespace {
 
 using ChunksKernel = OnDevice;
@@ -141,4 +141,4 @@ TEST_F(ChunksKernel, RefusesChunksOfNothing) {
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::chunks_test

@@ -14,7 +14,7 @@
 #include "kvkeep/torch.h"
 #include "oracle/random_case.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::compact_test {
 namespace {
 
 using Compact = OnDevice;
@@ -243,4 +243,4 @@ TEST_F(Compact, TakesNoRowsAtAllAndMoreRowsThanABlockIndexHolds) {  // B29
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::compact_test

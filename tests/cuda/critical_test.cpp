@@ -10,7 +10,7 @@
 #include "kvkeep/torch.h"
 #include "value_case.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::critical_test {
 namespace {
 
 using CriticalKernel = OnDevice;
@@ -274,4 +274,4 @@ TEST_F(CriticalKernel, RefusesWhatItCannotWeigh) {
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::critical_test

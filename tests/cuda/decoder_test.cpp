@@ -18,7 +18,7 @@
 #include "kvkeep/lm/tasks.h"
 #include "kvkeep/policy/registry.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::decoder_test {
 namespace {
 
 using namespace lm;
@@ -141,4 +141,4 @@ TEST_F(DeviceDecoder, GeneratesUnderAPolicyWhatTheCpuGenerates) {
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::decoder_test

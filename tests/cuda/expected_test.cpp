@@ -6,7 +6,7 @@
 #include "kvkeep/score/expected.h"
 #include "value_case.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::expected_test {
 namespace {
 
 using ExpectedKernel = OnDevice;
@@ -328,4 +328,4 @@ TEST_F(ExpectedKernel, RefusesWhatItCannotScore) {
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::expected_test

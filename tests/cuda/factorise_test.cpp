@@ -12,7 +12,7 @@
 #include "kvkeep/memory/span_row.h"
 #include "kvkeep/torch.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::factorise_test {
 namespace {
 
 using Factorise = OnDevice;
@@ -325,4 +325,4 @@ TEST_F(Factorise, RefusesWhatItDoesNotKnow) {
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::factorise_test

@@ -6,7 +6,7 @@
 #include "kvkeep/core/error.h"
 #include "oracle/random_case.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::fetch_test {
 namespace {
 
 using Fetch = OnDevice;
@@ -69,4 +69,4 @@ TEST_F(Fetch, HasNothingToDoWithoutPiecesAndRefusesSizesBelowZero) {
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::fetch_test

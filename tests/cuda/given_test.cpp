@@ -7,7 +7,7 @@
 
 #include "evidence_case.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::given_test {
 namespace {
 
 using PushGiven = OnDevice;
@@ -64,4 +64,4 @@ TEST_F(PushGiven, TakesNothingAndRefusesFp8) {
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::given_test

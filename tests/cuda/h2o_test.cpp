@@ -4,7 +4,7 @@
 
 #include "asked_queries.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::h2o_test {
 namespace {
 
 using H2OKernel = OnDevice;
@@ -106,4 +106,4 @@ TEST_F(H2OKernel, BringsRowsUpToDateThatAreNotDue) {
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::h2o_test

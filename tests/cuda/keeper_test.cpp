@@ -6,7 +6,7 @@
 #include "device.h"
 #include "fresh_accelerator.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::keeper_test {
 namespace {
 
 using namespace engines;
@@ -376,4 +376,4 @@ TEST_F(DeviceLine, RefusesTensorsThatLieElsewhere) {
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::keeper_test

@@ -4,7 +4,7 @@
 
 #include "evidence_case.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::keydiff_test {
 namespace {
 
 using KeyDiffKernel = OnDevice;
@@ -77,4 +77,4 @@ TEST_F(KeyDiffKernel, GivesEqualKeysEqualBitsAndARowTheSameBitsInAnyLayout) {
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::keydiff_test

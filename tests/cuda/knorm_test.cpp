@@ -4,7 +4,7 @@
 
 #include "evidence_case.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::knorm_test {
 namespace {
 
 using KnormKernel = OnDevice;
@@ -63,4 +63,4 @@ TEST_F(KnormKernel, GivesEqualKeysEqualBits) {
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::knorm_test

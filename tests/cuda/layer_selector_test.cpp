@@ -10,7 +10,7 @@
 #include "ranked_prompts.h"
 #include "ranks.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::layer_selector_test {
 namespace {
 
 using LayerSelectorKernel = OnDevice;
@@ -309,4 +309,4 @@ TEST_F(LayerSelectorKernel, RefusesOptionsByTheFieldsNameAndLayersThatAreNotWant
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::layer_selector_test

@@ -13,7 +13,7 @@
 #include "kvkeep/torch.h"
 #include "oracle/random_case.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::mass_segmented_test {
 namespace {
 
 using MassSegmentedKernel = OnDevice;
@@ -256,4 +256,4 @@ TEST_F(MassSegmentedKernel, TakesTheLargestUsageOfAllHeadsFromThoseThatAreDue) {
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::mass_segmented_test

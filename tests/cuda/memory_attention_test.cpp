@@ -6,7 +6,7 @@
 #include "kvkeep/torch.h"
 #include "memory_case.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::memory_attention_test {
 namespace {
 
 using MemoryRoute = OnDevice;
@@ -335,4 +335,4 @@ TEST_F(MemoryRoute, RefusesSizesAndDtypesThatItDoesNotKnow) {
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::memory_attention_test

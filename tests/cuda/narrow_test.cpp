@@ -9,7 +9,7 @@
 #include "ranked_prompts.h"
 #include "ranks.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::narrow_test {
 namespace {
 
 using Narrow = OnDevice;
@@ -264,4 +264,4 @@ TEST_F(GatherRows, RefuseStridesBelowARowAndListsThatAreNotThere) {
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::narrow_test

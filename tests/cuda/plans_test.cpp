@@ -5,7 +5,7 @@
 #include "engines.h"
 #include "fresh_accelerator.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::plans_test {
 namespace {
 
 using namespace engines;
@@ -145,4 +145,4 @@ TEST_F(DevicePlans, OfTwoKeepersNeverMeetForAnAcceleratorServesOne) {
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::plans_test

@@ -5,7 +5,7 @@
 
 #include "evidence_case.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::prepare_test {
 namespace {
 
 using Prepare = OnDevice;
@@ -117,4 +117,4 @@ TEST_F(Prepare, RefusesWhatItCannotTurn) {
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::prepare_test

@@ -7,7 +7,7 @@
 #include "kvkeep/layers/prompt_scores.h"
 #include "window_attention.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::prompt_scores_test {
 namespace {
 
 using PromptScoresKernel = OnDevice;
@@ -220,4 +220,4 @@ TEST_F(PromptScoresKernel, RefuseWhatTheyCannotScore) {
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::prompt_scores_test

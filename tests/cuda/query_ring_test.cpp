@@ -6,7 +6,7 @@
 #include "device.h"
 #include "oracle/random_case.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::query_ring_test {
 namespace {
 
 using PushQueries = OnDevice;
@@ -67,4 +67,4 @@ TEST_F(PushQueries, PutEveryTokenAtItsPlace) {
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::query_ring_test

@@ -10,7 +10,7 @@
 #include "kvkeep/layers/layer_selector.h"
 #include "ranked_prompts.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::ranks_test {
 namespace {
 
 using Ranks = OnDevice;
@@ -114,4 +114,4 @@ TEST_F(Ranks, RefuseANegativeNumberOfTokens) {
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::ranks_test

@@ -5,7 +5,7 @@
 #include "asked_queries.h"
 #include "window_attention.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::rkv_test {
 namespace {
 
 using RkvKernel = OnDevice;
@@ -202,4 +202,4 @@ TEST_F(RkvKernel, RefusesWhatItCannotScore) {
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::rkv_test

@@ -11,7 +11,7 @@
 #include "kvkeep/score/recency.h"
 #include "row_scorers.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::row_bodies_test {
 namespace {
 
 using RowBodies = OnDevice;
@@ -104,4 +104,4 @@ TEST_F(RowBodies, FromOutsideRunOnceTheyAreRegistered) {
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::row_bodies_test

@@ -5,7 +5,7 @@
 #include "asked_queries.h"
 #include "window_attention.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::rpc_test {
 namespace {
 
 using RpcKernel = OnDevice;
@@ -98,4 +98,4 @@ TEST_F(RpcKernel, LeavesRowsAloneThatAreNotDueAndRefusesEvenPools) {
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::rpc_test

@@ -10,7 +10,7 @@
 #include "kvkeep/keep/select.h"
 #include "oracle/random_case.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::select_test {
 namespace {
 
 using Select = OnDevice;
@@ -115,4 +115,4 @@ TEST_F(Select, TakesARowThatNeedsTheLargestBlock) {
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::select_test

@@ -6,7 +6,7 @@
 #include "prepare.h"
 #include "window_attention.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::snapkv_test {
 namespace {
 
 using SnapKVKernel = OnDevice;
@@ -85,4 +85,4 @@ TEST_F(SnapKVKernel, LeavesRowsAloneThatAreNotDueAndRefusesEvenPools) {
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::snapkv_test

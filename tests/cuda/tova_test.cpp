@@ -4,7 +4,7 @@
 
 #include "evidence_case.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::tova_test {
 namespace {
 
 using TovaKernel = OnDevice;
@@ -57,4 +57,4 @@ TEST_F(TovaKernel, LeavesRowsAloneThatAreNotDue) {
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::tova_test

@@ -4,7 +4,7 @@
 
 #include "evidence_case.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::triattention_test {
 namespace {
 
 using TriAttentionKernel = OnDevice;
@@ -151,4 +151,4 @@ TEST_F(TriAttentionKernel, RefusesWhatItCannotScore) {
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::triattention_test

@@ -6,7 +6,7 @@
 #include "kvkeep/score/window_attention.h"
 #include "kvkeep/torch.h"
 
-namespace kvkeep::cuda {
+namespace kvkeep::cuda::window_attention_test {
 namespace {
 
 using WindowAttentionKernel = OnDevice;
@@ -327,4 +327,4 @@ TEST_F(WindowAttentionKernel, RefusesWhatItCannotReduce) {
 }
 
 }  // namespace
-}  // namespace kvkeep::cuda
+}  // namespace kvkeep::cuda::window_attention_test

@@ -16,7 +16,7 @@
 #include "kvkeep/io/safetensors.h"
 #include "oracle/random_case.h"
 
-namespace kvkeep {
+namespace kvkeep::calibration_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -371,4 +371,4 @@ TEST_F(CalibrationFile, KeysOfStatsAreLayersAndHeads) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::calibration_test

@@ -19,7 +19,7 @@
 #include "kvkeep/io/safetensors.h"
 #include "message_of.h"
 
-namespace kvkeep::io {
+namespace kvkeep::io::gguf_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -405,4 +405,4 @@ TEST(Gguf, OpensARealModel) {
 }
 
 }  // namespace
-}  // namespace kvkeep::io
+}  // namespace kvkeep::io::gguf_test

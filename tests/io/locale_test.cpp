@@ -14,7 +14,7 @@
 #include "kvkeep/torch.h"
 #include "kvkeep/trace/event_trace.h"
 
-namespace kvkeep {
+namespace kvkeep::locale_test {
 namespace {
 
 /// 12.345,5 where C++ says 12345.5.
@@ -128,4 +128,4 @@ TEST_P(Locales, KeepReplayedTracesWhole) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::locale_test

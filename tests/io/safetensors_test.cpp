@@ -24,7 +24,7 @@
 #include "kvkeep/io/atomic_file.h"
 #include "kvkeep/state/state_file.h"
 
-namespace kvkeep::io {
+namespace kvkeep::io::safetensors_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -354,4 +354,4 @@ TEST_F(Safetensors, AStateIsReadFromACopy) {
 }
 
 }  // namespace
-}  // namespace kvkeep::io
+}  // namespace kvkeep::io::safetensors_test

@@ -14,7 +14,7 @@
 #include "message_of.h"
 #include "oracle/random_case.h"
 
-namespace kvkeep::io {
+namespace kvkeep::io::untrusted_json_test {
 namespace {
 
 using Json = nlohmann::json;
@@ -130,4 +130,4 @@ TEST(UntrustedJson, EveryReaderRefusesWhatNestsDeep) {
 }
 
 }  // namespace
-}  // namespace kvkeep::io
+}  // namespace kvkeep::io::untrusted_json_test

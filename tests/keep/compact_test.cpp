@@ -10,7 +10,7 @@
 #include "kvkeep/torch.h"
 #include "oracle/random_case.h"
 
-namespace kvkeep {
+namespace kvkeep::compact_test {
 namespace {
 
 std::vector<std::int32_t> random_keep(oracle::Random& random, std::int32_t length) {
@@ -71,4 +71,4 @@ TEST(Compact, RefusesSlotsThatDoNotAscendBeforeTheFirstByteMoves) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::compact_test

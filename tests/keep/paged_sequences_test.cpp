@@ -19,7 +19,7 @@
 #include "kvkeep/policy/registry.h"
 #include "oracle/random_case.h"
 
-namespace kvkeep {
+namespace kvkeep::paged_sequences_test {
 namespace {
 
 using Ints = std::vector<std::int32_t>;
@@ -537,4 +537,4 @@ INSTANTIATE_TEST_SUITE_P(Sizes, PageModel,
                          });
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::paged_sequences_test

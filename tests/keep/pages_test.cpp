@@ -15,7 +15,7 @@
 #include "kvkeep/torch.h"
 #include "oracle/random_case.h"
 
-namespace kvkeep {
+namespace kvkeep::pages_test {
 namespace {
 
 /// A plain allocator that also knows what nobody may do.
@@ -264,4 +264,4 @@ INSTANTIATE_TEST_SUITE_P(Sizes, Pages,
                          });
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::pages_test

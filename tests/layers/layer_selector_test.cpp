@@ -13,7 +13,7 @@
 #include "kvkeep/core/pool.h"
 #include "oracle/random_case.h"
 
-namespace kvkeep {
+namespace kvkeep::layer_selector_test {
 namespace {
 
 using Ints = std::vector<std::int32_t>;
@@ -203,4 +203,4 @@ TEST(LayerSelector, RefusesLayersOutOfOrderAndOtherNumbersOfScores) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::layer_selector_test

@@ -9,7 +9,7 @@
 #include "kvkeep/torch.h"
 #include "prompts.h"
 
-namespace kvkeep {
+namespace kvkeep::prompt_scores_test {
 namespace {
 
 using namespace testing;
@@ -102,4 +102,4 @@ TEST(PromptScores, RefuseWhatTheyCannotScore) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::prompt_scores_test

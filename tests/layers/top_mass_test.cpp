@@ -13,7 +13,7 @@
 
 #include "prompts.h"
 
-namespace kvkeep {
+namespace kvkeep::top_mass_test {
 namespace {
 
 using namespace testing;
@@ -104,4 +104,4 @@ TEST(TopMass, RefusesWhatItCannotKeepBy) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::top_mass_test

@@ -13,7 +13,7 @@
 #include "kvkeep/core/error.h"
 #include "message_of.h"
 
-namespace kvkeep::lm {
+namespace kvkeep::lm::chat_test {
 namespace {
 
 using kvkeep::testing::message_of;
@@ -133,4 +133,4 @@ TEST(ChatTemplate, TakesContentsThatAreNotUtf8AsTheyAre) {
 }
 
 }  // namespace
-}  // namespace kvkeep::lm
+}  // namespace kvkeep::lm::chat_test

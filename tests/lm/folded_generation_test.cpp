@@ -9,7 +9,7 @@
 #include "kvkeep/lm/generation.h"
 #include "kvkeep/lm/tasks.h"
 
-namespace kvkeep::lm {
+namespace kvkeep::lm::folded_generation_test {
 namespace {
 
 using kvkeep::testing::apart;
@@ -127,4 +127,4 @@ TEST(FoldedGeneration, RefusesSurprisalBehindPromptsThatLeaveTokensBehindAndFold
 }
 
 }  // namespace
-}  // namespace kvkeep::lm
+}  // namespace kvkeep::lm::folded_generation_test

@@ -22,7 +22,7 @@
 #include "kvkeep/lm/record.h"
 #include "kvkeep/policy/registry.h"
 
-namespace kvkeep::lm {
+namespace kvkeep::lm::generation_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -171,12 +171,12 @@ TEST(Generation, UnderFullIsBitForBitTheDecoderWithoutKvkeepB36) {
   const std::vector<std::int32_t> whole{0, 37}, row{0}, none{0}, single{0, 1};
   at::Tensor last = decoder.forward({one.prompt, whole, positions, row, none}, cache);
   std::vector<at::Tensor> logits{last};
-  tokens = argmax(last);
+  tokens = lm::argmax(last);
   while (tokens.size() < 40) {
     const std::vector<std::int32_t> id{tokens.back()}, at{37 + static_cast<std::int32_t>(tokens.size()) - 1};
     last = decoder.forward({id, single, at, row, at}, cache);
     logits.push_back(last);
-    tokens.push_back(argmax(last)[0]);
+    tokens.push_back(lm::argmax(last)[0]);
   }
   EXPECT_EQ(done.tokens, tokens);
   EXPECT_TRUE(at::equal(done.logits, at::cat(logits)));
@@ -278,7 +278,7 @@ TEST_P(InCompany, TheCompactedCacheSaysWhatTheMaskedFullCacheSaysTokenByToken) {
   ASSERT_GE(cut.events.size(), 5U);
   const std::vector<at::Tensor> masked = masked_run(decoder, one, cut);
   for (std::size_t s = 0; s < masked.size(); ++s) {
-    EXPECT_EQ(argmax(masked[s])[0], cut.tokens[s]) << "step " << s;
+    EXPECT_EQ(lm::argmax(masked[s])[0], cut.tokens[s]) << "step " << s;
     EXPECT_LE(largest_difference(masked[s], cut.logits.narrow(0, static_cast<std::int64_t>(s), 1)), 1e-4)
         << "step " << s;
   }
@@ -554,4 +554,4 @@ TEST(Recording, AStepOutsideTheRunIsRefusedWithItsNumber) {
 }
 
 }  // namespace
-}  // namespace kvkeep::lm
+}  // namespace kvkeep::lm::generation_test

@@ -22,7 +22,7 @@
 #include "kvkeep/lm/decoder.h"
 #include "message_of.h"
 
-namespace kvkeep::lm {
+namespace kvkeep::lm::gguf_model_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -317,4 +317,4 @@ TEST(RealModel, IsReadWhole) {
 }
 
 }  // namespace
-}  // namespace kvkeep::lm
+}  // namespace kvkeep::lm::gguf_model_test

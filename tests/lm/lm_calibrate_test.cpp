@@ -10,7 +10,7 @@
 
 #include "kvkeep/io/safetensors.h"
 
-namespace kvkeep::lm {
+namespace kvkeep::lm::lm_calibrate_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -172,4 +172,4 @@ TEST(Calibrate, RefusesWhatItCannotCount) {
 }
 
 }  // namespace
-}  // namespace kvkeep::lm
+}  // namespace kvkeep::lm::lm_calibrate_test

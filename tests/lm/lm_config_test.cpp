@@ -8,7 +8,7 @@
 #include "kvkeep/core/error.h"
 #include "message_of.h"
 
-namespace kvkeep::lm {
+namespace kvkeep::lm::lm_config_test {
 namespace {
 
 using Json = nlohmann::json;
@@ -261,4 +261,4 @@ TEST(LmConfig, RefusesNumbersThatWrap) {
 }
 
 }  // namespace
-}  // namespace kvkeep::lm
+}  // namespace kvkeep::lm::lm_config_test

@@ -22,7 +22,7 @@
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/safetensors.h"
 
-namespace kvkeep::lm {
+namespace kvkeep::lm::lm_decoder_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -446,8 +446,8 @@ TEST_F(CutCache, GivesWhatTheFullCacheGivesUnderAMaskTokenByToken) {  // B1, B28
   StepOptions masked;
   masked.visible = visible;
   const Ints prompt = random_ids(kPrompt, 80, 1);
-  Ints next = argmax(feed(*decoder_, cut, prompt, 0, 0, 0));
-  ASSERT_EQ(argmax(feed(*decoder_, full, prompt, 0, 0, 0)), next);
+  Ints next = lm::argmax(feed(*decoder_, cut, prompt, 0, 0, 0));
+  ASSERT_EQ(lm::argmax(feed(*decoder_, full, prompt, 0, 0, 0)), next);
   Ints positions = counted(0, kPrompt);  // of the slots kept, the same in every row here
   std::int32_t seen = kPrompt;
   std::mt19937 bits(7);
@@ -468,8 +468,8 @@ TEST_F(CutCache, GivesWhatTheFullCacheGivesUnderAMaskTokenByToken) {  // B1, B28
       const at::Tensor a = feed(*decoder_, cut, next, 0, static_cast<std::int32_t>(positions.size()), seen);
       const at::Tensor b = feed(*decoder_, full, next, 0, seen, seen, masked);
       EXPECT_LE(worst_difference(a, b), 2e-5F) << "event " << event;
-      ASSERT_EQ(argmax(a), argmax(b)) << "event " << event;
-      next = argmax(a);
+      ASSERT_EQ(lm::argmax(a), lm::argmax(b)) << "event " << event;
+      next = lm::argmax(a);
       positions.push_back(seen);
     }
   }
@@ -677,11 +677,11 @@ TEST(Argmax, TakesTheLowestOfEqualsAndRefusesNaN) {
   at::Tensor logits = at::zeros({2, 4}, at::TensorOptions(at::kFloat));
   logits[0][2] = 1;
   logits[0][3] = 1;
-  EXPECT_EQ(argmax(logits), (Ints{2, 0}));
-  EXPECT_EQ(argmax(at::full({1, 3}, -INFINITY, at::TensorOptions(at::kFloat))), (Ints{0}));
+  EXPECT_EQ(lm::argmax(logits), (Ints{2, 0}));
+  EXPECT_EQ(lm::argmax(at::full({1, 3}, -INFINITY, at::TensorOptions(at::kFloat))), (Ints{0}));
   logits[1][3] = NAN;
-  EXPECT_THROW((void)argmax(logits), InvalidArgument);
+  EXPECT_THROW((void)lm::argmax(logits), InvalidArgument);
 }
 
 }  // namespace
-}  // namespace kvkeep::lm
+}  // namespace kvkeep::lm::lm_decoder_test

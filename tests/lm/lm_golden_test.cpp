@@ -10,7 +10,7 @@
 #include "kvkeep/io/safetensors.h"
 #include "kvkeep/lm/decoder.h"
 
-namespace kvkeep::lm {
+namespace kvkeep::lm::lm_golden_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -103,7 +103,7 @@ TEST_P(GoldenDecoder, ComputesWhatTheModelComputesOrRefusesWithItsName) {
   std::vector<std::int32_t> greedy;
   at::Tensor last = logits.narrow(0, n - 1, 1);
   while (static_cast<std::int32_t>(greedy.size()) < new_tokens) {
-    const std::vector<std::int32_t> token = argmax(last);
+    const std::vector<std::int32_t> token = lm::argmax(last);
     greedy.push_back(token[0]);
     if (decoder.config().ends(token[0])) break;
     const std::vector<std::int32_t> one{0, 1}, at{n + static_cast<std::int32_t>(greedy.size()) - 1};
@@ -113,4 +113,4 @@ TEST_P(GoldenDecoder, ComputesWhatTheModelComputesOrRefusesWithItsName) {
 }
 
 }  // namespace
-}  // namespace kvkeep::lm
+}  // namespace kvkeep::lm::lm_golden_test

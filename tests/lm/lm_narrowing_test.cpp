@@ -25,7 +25,7 @@
 #include "narrowed_decoder.h"
 #include "oracle/random_case.h"
 
-namespace kvkeep::lm {
+namespace kvkeep::lm::lm_narrowing_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -727,4 +727,4 @@ TEST_P(NarrowingCalls, RefuseGapsThatTheWindowOfADeeperLayerReaches) {
 }
 
 }  // namespace
-}  // namespace kvkeep::lm
+}  // namespace kvkeep::lm::lm_narrowing_test

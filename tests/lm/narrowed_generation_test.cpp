@@ -15,7 +15,7 @@
 #include "kvkeep/lm/generation.h"
 #include "kvkeep/policy/registry.h"
 
-namespace kvkeep::lm {
+namespace kvkeep::lm::narrowed_generation_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -242,4 +242,4 @@ TEST(NarrowedDeepGeneration, SelectsWhereTheVarianceFallsBelowTheThreshold) {  /
 }
 
 }  // namespace
-}  // namespace kvkeep::lm
+}  // namespace kvkeep::lm::narrowed_generation_test

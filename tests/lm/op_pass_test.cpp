@@ -20,7 +20,7 @@
 #include "kvkeep/policy/registry.h"
 #include "oracle/random_case.h"
 
-namespace kvkeep::lm {
+namespace kvkeep::lm::op_pass_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -379,4 +379,4 @@ TEST(OpPassGeneration, SaysWhatTheShippedModelSaysWithAndWithoutEviction) {
 }
 
 }  // namespace
-}  // namespace kvkeep::lm
+}  // namespace kvkeep::lm::op_pass_test

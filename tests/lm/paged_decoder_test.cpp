@@ -15,7 +15,7 @@
 #include "kvkeep/policy/registry.h"
 #include "oracle/random_case.h"
 
-namespace kvkeep::lm {
+namespace kvkeep::lm::paged_decoder_test {
 namespace {
 
 using Ints = std::vector<std::int32_t>;
@@ -189,4 +189,4 @@ TEST(PagedGenerator, RefusesPagesWhereAPolicyWouldMoveTheSlotsOfSlidingLayers) {
 }
 
 }  // namespace
-}  // namespace kvkeep::lm
+}  // namespace kvkeep::lm::paged_decoder_test

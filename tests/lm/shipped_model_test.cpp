@@ -11,7 +11,7 @@
 #include "kvkeep/lm/generation.h"
 #include "kvkeep/lm/tasks.h"
 
-namespace kvkeep::lm {
+namespace kvkeep::lm::shipped_model_test {
 namespace {
 
 /// Knows what the task will ask for: needed positions first, then the newest.
@@ -74,4 +74,4 @@ TEST(ShippedModel, AnswersAllThatAPolicyKeepsAndLosesWhatItDrops) {
 }
 
 }  // namespace
-}  // namespace kvkeep::lm
+}  // namespace kvkeep::lm::shipped_model_test

@@ -9,7 +9,7 @@
 
 #include "kvkeep/core/error.h"
 
-namespace kvkeep::lm {
+namespace kvkeep::lm::tasks_test {
 namespace {
 
 bool is_entity(int32_t id) { return id >= kFirstEntity; }
@@ -240,4 +240,4 @@ TEST(Tasks, NameTokensForPeople) {
 }
 
 }  // namespace
-}  // namespace kvkeep::lm
+}  // namespace kvkeep::lm::tasks_test

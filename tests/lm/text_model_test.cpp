@@ -20,7 +20,7 @@
 #include "kvkeep/io/gguf.h"
 #include "message_of.h"
 
-namespace kvkeep::lm {
+namespace kvkeep::lm::text_model_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -174,4 +174,4 @@ TEST(RealModel, HasTheTokensAndTheTemplateThatOthersMakeOfIt) {
 }
 
 }  // namespace
-}  // namespace kvkeep::lm
+}  // namespace kvkeep::lm::text_model_test

@@ -12,7 +12,7 @@
 #include "text_task_cases.h"
 #include "text_task_samples.h"
 
-namespace kvkeep::lm {
+namespace kvkeep::lm::text_task_lengths_test {
 namespace {
 
 using kvkeep::testing::message_of;
@@ -229,4 +229,4 @@ TEST(TextTasks, RefuseAHaystackOfMoreKeysThanThereAre) {
 }
 
 }  // namespace
-}  // namespace kvkeep::lm
+}  // namespace kvkeep::lm::text_task_lengths_test

@@ -14,7 +14,7 @@
 #include "text_task_cases.h"
 #include "text_task_samples.h"
 
-namespace kvkeep::lm {
+namespace kvkeep::lm::text_tasks_test {
 namespace {
 
 /// The haystack of a sample, needles and the separators behind or before them taken out: what stands between the
@@ -367,4 +367,4 @@ TEST(TextTasks, CodeWordsByZipfsLaw) {
 }
 
 }  // namespace
-}  // namespace kvkeep::lm
+}  // namespace kvkeep::lm::text_tasks_test

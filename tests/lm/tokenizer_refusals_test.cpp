@@ -11,7 +11,7 @@
 #include "message_of.h"
 #include "tokenizer_case.h"
 
-namespace kvkeep::lm {
+namespace kvkeep::lm::tokenizer_refusals_test {
 namespace {
 
 using Json = nlohmann::json;
@@ -158,4 +158,4 @@ TEST(TokenizerOfParts, RefusesPartsThatContradictThemselves) {
 }
 
 }  // namespace
-}  // namespace kvkeep::lm
+}  // namespace kvkeep::lm::tokenizer_refusals_test

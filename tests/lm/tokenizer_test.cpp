@@ -14,7 +14,7 @@
 #include "message_of.h"
 #include "tokenizer_case.h"
 
-namespace kvkeep::lm {
+namespace kvkeep::lm::tokenizer_test {
 namespace {
 
 using kvkeep::testing::message_of;
@@ -256,4 +256,4 @@ TEST(Tokenizer, GivesNothingForIdsWithoutATokenAndRefusesNegativeOnes) {
 }
 
 }  // namespace
-}  // namespace kvkeep::lm
+}  // namespace kvkeep::lm::tokenizer_test

@@ -16,7 +16,7 @@
 
 #include "far_blobs.h"
 
-namespace kvkeep {
+namespace kvkeep::factor_cache_test {
 namespace {
 
 using namespace testing;
@@ -582,4 +582,4 @@ TEST(FactorCache, RefusesWhatIsNotAllowed) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::factor_cache_test

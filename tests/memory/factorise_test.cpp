@@ -22,7 +22,7 @@
 #include "folded_prompt.h"
 #include "scorer_case.h"
 
-namespace kvkeep {
+namespace kvkeep::factorise_test {
 namespace {
 
 using cpu::Factorisation;
@@ -315,4 +315,4 @@ TEST(Factorise, SaysWhichRowsAreNotFiniteAndEndsWhateverTheyHold) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::factorise_test

@@ -16,7 +16,7 @@
 
 #include "far_blobs.h"
 
-namespace kvkeep {
+namespace kvkeep::far_store_test {
 namespace {
 
 using namespace testing;
@@ -544,4 +544,4 @@ TEST(Checksum, SpreadsOverAllItsBits) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::far_store_test

@@ -16,7 +16,7 @@
 #include "kvkeep/torch.h"
 #include "scorer_case.h"
 
-namespace kvkeep {
+namespace kvkeep::key_sketch_test {
 namespace {
 
 using namespace testing;
@@ -200,4 +200,4 @@ TEST(KeySketch, TravelsWithSpansThatAreAppended) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::key_sketch_test

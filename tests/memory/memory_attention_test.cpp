@@ -11,7 +11,7 @@
 #include "folded_prompt.h"
 #include "kvkeep/core/error.h"
 
-namespace kvkeep {
+namespace kvkeep::memory_attention_test {
 namespace {
 
 using namespace testing;
@@ -151,4 +151,4 @@ TEST(MemoryAttention, RefusesQueriesAndMarksThatDoNotFit) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::memory_attention_test

@@ -14,7 +14,7 @@
 #include "folded_prompt.h"
 #include "kvkeep/core/error.h"
 
-namespace kvkeep {
+namespace kvkeep::router_test {
 namespace {
 
 using namespace testing;
@@ -211,4 +211,4 @@ TEST(Router, RefusesShapesThatDoNotFitAndNumbersThatAreNotFinite) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::router_test

@@ -9,7 +9,7 @@
 #include "folded_prompt.h"
 #include "kvkeep/core/error.h"
 
-namespace kvkeep::lm {
+namespace kvkeep::lm::router_training_test {
 namespace {
 
 using namespace kvkeep::testing;
@@ -205,4 +205,4 @@ TEST(RouterTraining, RefusesWhatDoesNotFit) {
 }
 
 }  // namespace
-}  // namespace kvkeep::lm
+}  // namespace kvkeep::lm::router_training_test

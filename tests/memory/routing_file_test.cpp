@@ -15,7 +15,7 @@
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/safetensors.h"
 
-namespace kvkeep {
+namespace kvkeep::routing_file_test {
 namespace {
 
 using namespace testing;
@@ -189,4 +189,4 @@ TEST_F(RoutingFile, IsWrittenWholeOrNotAtAll) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::routing_file_test

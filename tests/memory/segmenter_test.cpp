@@ -14,7 +14,7 @@
 #include "kvkeep/core/error.h"
 #include "oracle/random_case.h"
 
-namespace kvkeep {
+namespace kvkeep::segmenter_test {
 namespace {
 
 using Ints = std::vector<std::int32_t>;
@@ -206,4 +206,4 @@ TEST(PromptSurprisal, RefusesMoreRowsThanTokensAndIdsThatAreNotThere) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::segmenter_test

@@ -11,7 +11,7 @@
 #include "folded_prompt.h"
 #include "kvkeep/core/error.h"
 
-namespace kvkeep {
+namespace kvkeep::span_store_test {
 namespace {
 
 using namespace testing;
@@ -265,4 +265,4 @@ TEST(SpanStore, RefusesNumbersThatItsDtypeDoesNotHold) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::span_store_test

@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-namespace kvkeep::oracle {
+namespace oracle {
 
 DiagnosticsNumbers diagnose(const std::vector<KeptEvent>& events, int layers, int window) {
   DiagnosticsNumbers n;
@@ -115,4 +115,4 @@ Loss attention_loss(const std::vector<std::vector<double>>& keys, const std::vec
   return loss;
 }
 
-}  // namespace kvkeep::oracle
+}  // namespace oracle

@@ -5,7 +5,7 @@
 #include <set>
 #include <vector>
 
-namespace kvkeep::oracle {
+namespace oracle {
 
 struct KeptRow {
   int layer = 0, head = 0, P = 0;
@@ -37,4 +37,4 @@ struct Loss {
 Loss attention_loss(const std::vector<std::vector<double>>& keys, const std::vector<std::vector<double>>& values,
                     const std::vector<double>& query, const std::set<int>& kept, int P, double scale);
 
-}  // namespace kvkeep::oracle
+}  // namespace oracle

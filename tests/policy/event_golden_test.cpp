@@ -6,7 +6,7 @@
 #include "kvkeep/trace/prefill_trace.h"
 #include "kvkeep/trace/span_trace.h"
 
-namespace kvkeep {
+namespace kvkeep::event_golden_test {
 namespace {
 
 /// Cases whose policy this build knows; the others belong to scorers that are not here yet, and are counted in sight.
@@ -91,4 +91,4 @@ TEST(Golden, LossesOfRouterAndGatesHaveTheGradientsOfTheReference) {
 TEST(Golden, TriAttentionMatchesTheCodeOfItsAuthors) { replay_family("triattention", 11); }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::event_golden_test

@@ -11,7 +11,7 @@
 #include "oracle/invariants.h"
 #include "oracle/random_case.h"
 
-namespace kvkeep {
+namespace kvkeep::event_test {
 namespace {
 
 using oracle::random_case;
@@ -343,4 +343,4 @@ TEST(Event, IgnoresIncreasingTransformsOfScoresAndScalesOfUsage) {  // invariant
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::event_test

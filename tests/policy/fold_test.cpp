@@ -12,7 +12,7 @@
 #include "folding_engine.h"
 #include "message_of.h"
 
-namespace kvkeep {
+namespace kvkeep::fold_test {
 namespace {
 
 using namespace testing;
@@ -517,4 +517,4 @@ TEST(Fold, RefusesSpansThatOverlapOrStayOrLieOutside) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::fold_test

@@ -16,7 +16,7 @@
 #include "oracle/allocators_oracle.h"
 #include "oracle/random_case.h"
 
-namespace kvkeep {
+namespace kvkeep::give_test {
 namespace {
 
 using oracle::Random;
@@ -443,4 +443,4 @@ TEST(Give, ASavedSequenceGoesOnWithItsScores) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::give_test

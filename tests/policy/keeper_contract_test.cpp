@@ -16,7 +16,7 @@
 #include "kvkeep/torch.h"
 #include "message_of.h"
 
-namespace kvkeep {
+namespace kvkeep::keeper_contract_test {
 namespace {
 
 using Ints = std::vector<std::int32_t>;
@@ -490,4 +490,4 @@ TEST(Columns, HoldNoMoreThanARowWhereRowsAreGiven) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::keeper_contract_test

@@ -14,7 +14,7 @@
 #include "kvkeep/kvkeep.h"
 #include "kvkeep/torch.h"
 
-namespace kvkeep {
+namespace kvkeep::keeper_test {
 namespace {
 
 /// A toy engine: random K, V and queries that depend on (sequence, layer, position) only, so that any schedule feeds
@@ -743,4 +743,4 @@ TEST(Keeper, AMissedLayerIsNamed) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::keeper_test

@@ -12,7 +12,7 @@
 
 #include "layer_by_layer_engine.h"
 
-namespace kvkeep {
+namespace kvkeep::narrow_test {
 namespace {
 
 using namespace layer_by_layer;
@@ -708,4 +708,4 @@ TEST(Narrow, GivesTheSameBitsWithAnyNumberOfThreads) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::narrow_test

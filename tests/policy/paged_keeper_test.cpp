@@ -3,7 +3,7 @@
 
 #include "engines.h"
 
-namespace kvkeep {
+namespace kvkeep::paged_keeper_test {
 namespace {
 
 using namespace engines;
@@ -184,4 +184,4 @@ TEST(PagedRows, LieWhereTheirOffsetsSayBeyondTwoToThe31Elements) {  // B22: addr
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::paged_keeper_test

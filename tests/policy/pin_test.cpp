@@ -13,7 +13,7 @@
 #include "kvkeep/state/state_file.h"
 #include "message_of.h"
 
-namespace kvkeep {
+namespace kvkeep::pin_test {
 namespace {
 
 using namespace engines;
@@ -477,4 +477,4 @@ TEST(KeeperPins, MakeOlderPlansOutdated) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::pin_test

@@ -10,7 +10,7 @@
 #include "kvkeep/torch.h"
 #include "layered_prompt.h"
 
-namespace kvkeep {
+namespace kvkeep::prefill_policies_test {
 namespace {
 
 using namespace testing;
@@ -686,4 +686,4 @@ TEST(AttentionSum, WeighsEachQueryAsPlainLoopsDo) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::prefill_policies_test

@@ -14,7 +14,7 @@
 #include "message_of.h"
 #include "vnorm.h"
 
-namespace kvkeep {
+namespace kvkeep::registration_test {
 namespace {
 
 using testing::message_of;
@@ -245,4 +245,4 @@ TEST_F(Registration, AddsWhileOtherThreadsMakePolicies) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::registration_test

@@ -7,7 +7,7 @@
 
 #include "kvkeep/kvkeep.h"
 
-namespace kvkeep {
+namespace kvkeep::registry_test {
 namespace {
 
 nlohmann::json resolved(const std::string& text) { return nlohmann::json::parse(make_policy(text)->to_json()); }
@@ -443,4 +443,4 @@ TEST(Registry, SaysWhatAPolicyNeeds) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::registry_test

@@ -13,7 +13,7 @@
 #include "layer_by_layer_engine.h"
 #include "message_of.h"
 
-namespace kvkeep {
+namespace kvkeep::restore_test {
 namespace {
 
 using testing::FoldingEngine;
@@ -512,4 +512,4 @@ TEST(Restore, TrustsNoNumberOfAFileThatIsWhole) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::restore_test

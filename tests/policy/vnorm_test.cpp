@@ -9,7 +9,7 @@
 #include "kvkeep/kvkeep.h"
 #include "scorer_case.h"
 
-namespace kvkeep {
+namespace kvkeep::vnorm_test {
 namespace {
 
 [[maybe_unused]] const bool added = (register_scorer<Vnorm>(), true);
@@ -53,4 +53,4 @@ TEST(Vnorm, AgreesWithPlainLoopsOnRandomEvents) {
 TEST(Vnorm, ObeysTheLawsOfScorers) { testing::expect_scorer_laws(Vnorm(), 15); }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::vnorm_test

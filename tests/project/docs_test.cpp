@@ -13,7 +13,7 @@
 
 #include "kvkeep/policy/registry.h"
 
-namespace kvkeep {
+namespace kvkeep::docs_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -97,4 +97,4 @@ TEST(Docs, LinksBetweenPagesLeadToPages) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::docs_test

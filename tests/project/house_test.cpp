@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-namespace kvkeep {
+namespace kvkeep::house_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -124,4 +124,4 @@ TEST(House, LinesAndFilesAreShort) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::house_test

@@ -14,7 +14,7 @@
 #include "kvkeep/core/error.h"
 #include "oracle/diagnostics_oracle.h"
 
-namespace kvkeep::report {
+namespace kvkeep::report::diagnostics_test {
 namespace {
 
 using Positions = std::vector<std::int32_t>;
@@ -393,4 +393,4 @@ TEST(Diagnostics, NothingIsLostWhereEverythingIsHeld) {
 }
 
 }  // namespace
-}  // namespace kvkeep::report
+}  // namespace kvkeep::report::diagnostics_test

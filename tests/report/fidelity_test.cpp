@@ -10,7 +10,7 @@
 
 #include "message_of.h"
 
-namespace kvkeep::report {
+namespace kvkeep::report::fidelity_test {
 namespace {
 
 using kvkeep::testing::message_of;
@@ -284,4 +284,4 @@ TEST(DecodeFidelity, SaysWhatIsWrong) {
 }
 
 }  // namespace
-}  // namespace kvkeep::report
+}  // namespace kvkeep::report::fidelity_test

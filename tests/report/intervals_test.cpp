@@ -9,7 +9,7 @@
 
 #include "kvkeep/core/error.h"
 
-namespace kvkeep::report {
+namespace kvkeep::report::intervals_test {
 namespace {
 
 using Stratum = std::vector<Answers>;
@@ -146,4 +146,4 @@ TEST(Intervals, AreTheSameForTheSameSeedAndNoneForOneSample) {
 }
 
 }  // namespace
-}  // namespace kvkeep::report
+}  // namespace kvkeep::report::intervals_test

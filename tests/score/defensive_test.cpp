@@ -7,7 +7,7 @@
 #include "oracle/window_oracle.h"
 #include "scorer_case.h"
 
-namespace kvkeep::testing {
+namespace kvkeep::testing::defensive_test {
 namespace {
 
 ScorerOracle plain(const DefensiveOptions& o) {
@@ -63,4 +63,4 @@ TEST(Defensive, GoesWithCriticalKVAndAdaptiveHeads) {
 }
 
 }  // namespace
-}  // namespace kvkeep::testing
+}  // namespace kvkeep::testing::defensive_test

@@ -20,7 +20,7 @@
 #include "oracle/expected_oracle.h"
 #include "scorer_case.h"
 
-namespace kvkeep {
+namespace kvkeep::expected_test {
 namespace {
 
 using testing::expect_equal_slots_score_equal_bits;
@@ -441,4 +441,4 @@ TEST(Expected, AKeeperFeedsTheStatisticsOfEveryQuery) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::expected_test

@@ -9,7 +9,7 @@
 #include "message_of.h"
 #include "scorer_case.h"
 
-namespace kvkeep::testing {
+namespace kvkeep::testing::given_test {
 namespace {
 
 oracle::ScorerOutput as_given(const oracle::ScorerInput& in) {
@@ -77,4 +77,4 @@ TEST(Given, SaysWhatItNeeds) {
 }
 
 }  // namespace
-}  // namespace kvkeep::testing
+}  // namespace kvkeep::testing::given_test

@@ -14,7 +14,7 @@
 #include "oracle/window_oracle.h"
 #include "scorer_case.h"
 
-namespace kvkeep::testing {
+namespace kvkeep::testing::h2o_test {
 namespace {
 
 ScorerOracle plain(int window) {
@@ -193,4 +193,4 @@ TEST(H2O, TakesWorkspaceThatGrowsWithTheSlotsNotTheirSquare) {
 }
 
 }  // namespace
-}  // namespace kvkeep::testing
+}  // namespace kvkeep::testing::h2o_test

@@ -14,7 +14,7 @@
 #include "oracle/random_case.h"
 #include "oracle/window_oracle.h"
 
-namespace kvkeep {
+namespace kvkeep::history_attention_test {
 namespace {
 
 using testing::OracleCache;
@@ -217,4 +217,4 @@ TEST(Pool, AveragesWithDampedEdgesAndTakesMaximaWithoutDamping) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::history_attention_test

@@ -12,7 +12,7 @@
 #include "oracle/key_oracle.h"
 #include "scorer_case.h"
 
-namespace kvkeep {
+namespace kvkeep::key_scorers_test {
 namespace {
 
 using testing::expect_equal_slots_score_equal_bits;
@@ -195,4 +195,4 @@ TEST(RandomScorer, DrawsEvenly) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::key_scorers_test

@@ -9,7 +9,7 @@
 #include "oracle/rkv_oracle.h"
 #include "scorer_case.h"
 
-namespace kvkeep {
+namespace kvkeep::rkv_test {
 namespace {
 
 using testing::expect_scorer_laws;
@@ -91,4 +91,4 @@ TEST(Rkv, NeedsRoomThatGrowsWithTheRowNotItsSquare) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::rkv_test

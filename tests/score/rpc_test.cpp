@@ -8,7 +8,7 @@
 #include "oracle/window_oracle.h"
 #include "scorer_case.h"
 
-namespace kvkeep::testing {
+namespace kvkeep::testing::rpc_test {
 namespace {
 
 using Style = RpcOptions::Style;
@@ -141,4 +141,4 @@ TEST(Budget, GrowsAtEveryFurtherIntervalAndCountsWhatItIsToldTo) {
 }
 
 }  // namespace
-}  // namespace kvkeep::testing
+}  // namespace kvkeep::testing::rpc_test

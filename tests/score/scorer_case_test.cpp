@@ -10,7 +10,7 @@
 #include <cmath>
 #include <numeric>
 
-namespace kvkeep::testing {
+namespace kvkeep::testing::scorer_case_test {
 namespace {
 
 /// TOVA with heads "group", in plain loops.
@@ -88,4 +88,4 @@ TEST(ScorerCase, SeesAScoreThatIsWrongOrThatDiffersBetweenEqualSlots) {
 }
 
 }  // namespace
-}  // namespace kvkeep::testing
+}  // namespace kvkeep::testing::scorer_case_test

@@ -7,7 +7,7 @@
 #include "oracle/window_oracle.h"
 #include "scorer_case.h"
 
-namespace kvkeep::testing {
+namespace kvkeep::testing::snapkv_test {
 namespace {
 
 constexpr SnapKVOptions::Style kStyles[] = {SnapKVOptions::Style::snapkv, SnapKVOptions::Style::rkv};
@@ -82,4 +82,4 @@ TEST(SnapKV, ProtectsItsWindow) {
 }
 
 }  // namespace
-}  // namespace kvkeep::testing
+}  // namespace kvkeep::testing::snapkv_test

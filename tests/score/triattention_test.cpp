@@ -15,7 +15,7 @@
 #include "oracle/triattention_oracle.h"
 #include "scorer_case.h"
 
-namespace kvkeep {
+namespace kvkeep::triattention_test {
 namespace {
 
 using Options = TriAttentionOptions;
@@ -298,4 +298,4 @@ TEST(TriAttention, SaysWhichFieldOrHeadDoesNotFitTheModel) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::triattention_test

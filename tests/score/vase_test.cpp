@@ -10,7 +10,7 @@
 #include "oracle/window_oracle.h"
 #include "scorer_case.h"
 
-namespace kvkeep::testing {
+namespace kvkeep::testing::vase_test {
 namespace {
 
 TEST(Vase, ObeysTheLawsOfScorers) { expect_scorer_laws(Vase({.window = 8, .seed = 3}), 25); }
@@ -95,4 +95,4 @@ TEST(Vase, DrawsAnewAtEveryEventAndTheSameForTheSameSeed) {
 }
 
 }  // namespace
-}  // namespace kvkeep::testing
+}  // namespace kvkeep::testing::vase_test

@@ -14,7 +14,7 @@
 #include "library_event.h"
 #include "oracle/random_case.h"
 
-namespace kvkeep {
+namespace kvkeep::window_attention_test {
 namespace {
 
 Limits every_row_due(const RowTable& table, std::int32_t budget) {
@@ -231,4 +231,4 @@ TEST(Allocator, LeavesTheCallersScoresAlone) {  // B18
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::window_attention_test

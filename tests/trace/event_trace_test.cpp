@@ -11,7 +11,7 @@
 
 #include "replayed_trace.h"
 
-namespace kvkeep {
+namespace kvkeep::event_trace_test {
 namespace {
 
 constexpr const char* kPolicy = "tova,budget=8,sink=1,recent=1";
@@ -115,4 +115,4 @@ TEST(EventTrace, KeepsWhatIsPinned) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::event_trace_test

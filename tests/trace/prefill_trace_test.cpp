@@ -13,7 +13,7 @@
 #include "layered_prompt.h"
 #include "replayed_trace.h"
 
-namespace kvkeep {
+namespace kvkeep::prefill_trace_test {
 namespace {
 
 using namespace testing;
@@ -253,4 +253,4 @@ TEST(PrefillTrace, RefusesPoliciesThatTheTraceCannotFeed) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::prefill_trace_test

@@ -11,7 +11,7 @@
 #include "kvkeep/kvkeep.h"
 #include "replayed_trace.h"
 
-namespace kvkeep {
+namespace kvkeep::span_trace_test {
 namespace {
 
 using namespace testing;
@@ -119,4 +119,4 @@ TEST(Sekv, HasThePublishedDefaultsUnderOfficial) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::span_trace_test
