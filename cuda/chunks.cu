@@ -39,9 +39,9 @@ __device__ Cut cut_of(const BlockTeam& team, std::int32_t* histogram, std::int32
     const bool of_key = step < 8;
     const int shift = of_key ? 56 - 8 * step : 88 - 8 * step;
     if (!of_key && (to - 1) >> shift == 0) continue;  // the digit of every number is 0
-    for (std::int32_t i = team.rank(); i < kDigits; i += team.size()) histogram[i] = 0;
+    for (std::int32_t i = team.thread(); i < kDigits; i += team.size()) histogram[i] = 0;
     team.sync();
-    for (std::int32_t i = from + team.rank(); i < to; i += team.size()) {
+    for (std::int32_t i = from + team.thread(); i < to; i += team.size()) {
       const std::uint64_t key = key_of(i);
       if (key == 0 || (key & key_mask) != cut.key || (static_cast<std::uint32_t>(i) & number_mask) != number) continue;
       atomicAdd(&histogram[of_key ? key >> shift & 255U : static_cast<std::uint32_t>(i) >> shift & 255U], weight_of(i));
@@ -49,13 +49,13 @@ __device__ Cut cut_of(const BlockTeam& team, std::int32_t* histogram, std::int32
     team.sync();
     // Every warp reads the counters for itself: lane l those of digits 255 - 8 l downwards.
     std::int32_t own = 0;
-    for (int i = 0; i < 8; ++i) own += histogram[255 - 8 * warp.rank() - i];
+    for (int i = 0; i < 8; ++i) own += histogram[255 - 8 * warp.thread() - i];
     const auto above = static_cast<std::int32_t>(warp.sum_before(static_cast<std::uint64_t>(own)));
     const bool here = above <= cut.left && cut.left < above + own;
     std::int32_t digit = 0, left = 0;
     if (here) {
       left = cut.left - above;
-      digit = 255 - 8 * warp.rank();
+      digit = 255 - 8 * warp.thread();
       while (left >= histogram[digit]) left -= histogram[digit--];
     }
     const unsigned votes = __ballot_sync(kWholeWarp, here ? 1 : 0);
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(tuning::kMostThreads) chunks_kernel(Task task)
     const std::int64_t first = n * together;
     const std::int32_t length = a.rows[first].length, kept = kept_of(first);
     const auto keep_the_oldest = [&](std::int64_t r) {
-      for (std::int32_t t = team.rank(); t < kept_of(r); t += team.size()) a.slots[a.indptr[r] + t] = t;
+      for (std::int32_t t = team.thread(); t < kept_of(r); t += team.size()) a.slots[a.indptr[r] + t] = t;
     };
     if (!a.limits[first].due) {
       for (std::int64_t r = first; r < first + together; ++r) keep_the_oldest(r);
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(tuning::kMostThreads) chunks_kernel(Task task)
 
     double* sums = task.sums + a.rows[first].first;
     std::uint64_t* keys = task.keys + first * task.chunks;
-    for (std::int32_t t = team.rank(); t < length; t += team.size()) {
+    for (std::int32_t t = team.thread(); t < length; t += team.size()) {
       auto sum = static_cast<double>(a.scores[a.rows[first].first + t]);
       for (std::int64_t r = first + 1; r < first + together; ++r)
         sum += static_cast<double>(a.scores[a.rows[r].first + t]);
@@ -107,9 +107,9 @@ __global__ void __launch_bounds__(tuning::kMostThreads) chunks_kernel(Task task)
     }
     team.sync();
     const std::int32_t chunks = chunks_in(length, chunk);
-    for (std::int32_t c = team.rank(); c < chunks; c += team.size()) {
+    for (std::int32_t c = team.thread(); c < chunks; c += team.size()) {
       const SlotRange slots = free_slots(c, chunk, length, guarded);
-      keys[c] = free_count(slots, guarded) == 0 ? 0 : score_key(chunk_mean(sums, slots, guarded));
+      keys[c] = free_count(slots, guarded) == 0 ? 0 : order_of(chunk_mean(sums, slots, guarded));
     }
     team.sync();
 
@@ -121,13 +121,12 @@ __global__ void __launch_bounds__(tuning::kMostThreads) chunks_kernel(Task task)
       const SlotRange slots = free_slots(whole.number, chunk, length, guarded);
       part = cut_of(
           team, histogram, slots.from, slots.to, whole.left,
-          [&](std::int32_t t) { return guarded.pins_slot(t) ? 0 : score_key(sums[t]); },
-          [](std::int32_t) { return 1; });
+          [&](std::int32_t t) { return guarded.pins_slot(t) ? 0 : order_of(sums[t]); }, [](std::int32_t) { return 1; });
     }
     const auto keeps = [&](std::int32_t t) {
       if (guarded.holds(t, length)) return true;
       const std::int32_t c = t / chunk;
-      if (whole.there && c == whole.number) return part.fits(score_key(sums[t]), t);
+      if (whole.there && c == whole.number) return part.fits(order_of(sums[t]), t);
       return whole.fits(keys[c], c);
     };
     std::int32_t* to = a.slots + a.indptr[first];
@@ -138,7 +137,8 @@ __global__ void __launch_bounds__(tuning::kMostThreads) chunks_kernel(Task task)
         keep_the_oldest(r);
         continue;
       }
-      for (std::int32_t i = team.rank(); i < kept_of(r) && i < kept; i += team.size()) a.slots[a.indptr[r] + i] = to[i];
+      for (std::int32_t i = team.thread(); i < kept_of(r) && i < kept; i += team.size())
+        a.slots[a.indptr[r] + i] = to[i];
     }
     team.sync();
   }

@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(tuning::kMostThreads) critical_kernel(Task tas
     const Protected guarded = a.evidence.limits[r].guarded;
     std::int32_t* slots = a.slots + a.indptr[r];
     if (!is_cut(a, r)) {
-      for (std::int32_t t = team.rank(); t < row.length; t += team.size()) slots[t] = t;
+      for (std::int32_t t = team.thread(); t < row.length; t += team.size()) slots[t] = t;
       continue;
     }
     const auto budget = static_cast<std::int32_t>(a.indptr[r + 1] - a.indptr[r]);

@@ -62,7 +62,7 @@ class Factorising {
         turns_(shared<float>(at.turns)),
         order_(shared<std::int32_t>(at.order)),
         scratch_(scratch),
-        rank_(static_cast<std::int32_t>(threadIdx.x)),
+        thread_(static_cast<std::int32_t>(threadIdx.x)),
         size_(static_cast<std::int32_t>(blockDim.x)),
         length_(matrix.length),
         dim_(a.dim),
@@ -74,12 +74,12 @@ class Factorising {
 
   __device__ void run(FactorsFound& found, std::byte* coarse) {
     if (!weigh(coarse)) {
-      if (rank_ == 0) found = {0, false, false, false};
+      if (thread_ == 0) found = {0, false, false, false};
       return;
     }
     const std::int32_t rank = choose();
-    const bool raw = a_.options.raw && std::int64_t{rank} * (length_ + dim_) >= std::int64_t{length_} * dim_;
-    if (rank_ == 0) found = {rank, raw, centred_, true};
+    const bool raw = a_.options.stores_rows(rank, length_, dim_);
+    if (thread_ == 0) found = {rank, raw, centred_, true};
     if (raw)
       write_rows();
     else
@@ -103,7 +103,7 @@ class Factorising {
   /// Finds the mean and the size of the rows. False if they are not finite.
   __device__ bool weigh(std::byte* coarse) {
     double mine = 0;
-    for (std::int32_t d = rank_; d < dim_; d += size_) {
+    for (std::int32_t d = thread_; d < dim_; d += size_) {
       double mean = 0;
       for (std::int32_t t = 0; t < length_; ++t) {
         const auto x = static_cast<double>(plain_number(t, d));
@@ -122,12 +122,6 @@ class Factorising {
     return true;
   }
 
-  [[nodiscard]] __device__ static double sum_from(const float* squares, std::int32_t first, std::int32_t end) {
-    double sum = 0;
-    for (std::int32_t i = end; i-- > first;) sum += static_cast<double>(squares[i]);
-    return sum;
-  }
-
   /// Chooses form and rank; axes and squares are then set.
   __device__ std::int32_t choose() {
     using Centred = FactorOptions::Centred;
@@ -135,16 +129,13 @@ class Factorising {
     if (both) {
       centred_ = false;
       decompose();
-      for (std::int32_t i = rank_; i < m_; i += size_) plain_[i] = squares_[i];
+      for (std::int32_t i = thread_; i < m_; i += size_) plain_[i] = squares_[i];
     }
     centred_ = a_.options.centred != Centred::never;
     decompose();
-    const double all = sum_from(squares_, 0, m_),
-                 noise = kRoundingNoise * all_squares_ * static_cast<double>(unit_) * static_cast<double>(unit_);
-    const std::int32_t rank = all <= noise ? 0 : rank_of(squares_, m_, a_.options);
-    if (!both || rank == 0 || rank == m_ ||
-        !(sum_from(plain_, rank, m_) < sum_from(squares_, rank, m_) - kCentringGain * all))
-      return rank;
+    const double noise = kRoundingNoise * all_squares_ * static_cast<double>(unit_) * static_cast<double>(unit_);
+    const std::int32_t rank = squares_from(squares_, 0, m_) <= noise ? 0 : rank_of(squares_, m_, a_.options);
+    if (!both || !plain_is_better(plain_, squares_, rank, m_)) return rank;
     __syncthreads();  // every thread has decided before the squares change
     centred_ = false;
     decompose();
@@ -164,12 +155,12 @@ class Factorising {
     for (std::int32_t begin = 0; begin < deep_; begin += kFactorDepth) {
       const std::int32_t depth = deep_ - begin < kFactorDepth ? deep_ - begin : kFactorDepth;
       __syncthreads();
-      for (std::int32_t n = rank_; n < wide_ * kFactorDepth; n += size_) {  // neighbours read neighbours
+      for (std::int32_t n = thread_; n < wide_ * kFactorDepth; n += size_) {  // neighbours read neighbours
         const std::int32_t i = by_rows_ ? n % wide_ : n / kFactorDepth, k = by_rows_ ? n / wide_ : n % kFactorDepth;
         stage[k * stride_ + i] = i < m_ && k < depth ? by_rows_ ? number(begin + k, i) : number(i, begin + k) : 0.0F;
       }
       __syncthreads();
-      for (std::int32_t tile = rank_; tile < tiles * tiles; tile += size_) {
+      for (std::int32_t tile = thread_; tile < tiles * tiles; tile += size_) {
         const std::int32_t i0 = tile / tiles * kTile, j0 = tile % tiles * kTile;
         if (j0 > i0) continue;
         float sums[kTile][kTile] = {};
@@ -192,7 +183,7 @@ class Factorising {
       }
     }
     __syncthreads();
-    for (std::int32_t n = rank_; n < wide_ * wide_; n += size_) {
+    for (std::int32_t n = thread_; n < wide_ * wide_; n += size_) {
       const std::int32_t i = n / wide_, j = n - i * wide_;
       if (j > i) gram_[i * stride_ + j] = gram_[j * stride_ + i];
       axes_[i * stride_ + j] = i == j ? 1.0F : 0.0F;
@@ -223,14 +214,14 @@ class Factorising {
       bool turned = false;
       for (std::int32_t round = 0; round < players - 1; ++round) {
         __syncthreads();
-        for (std::int32_t k = rank_; k < pairs; k += size_)
+        for (std::int32_t k = thread_; k < pairs; k += size_)
           turned = find_turn(Pair(k, round, players), k, negligible) || turned;
         __syncthreads();
-        for (std::int32_t n = rank_; n < pairs * pairs; n += size_) {
+        for (std::int32_t n = thread_; n < pairs * pairs; n += size_) {
           const std::int32_t k = n / pairs, l = n - k * pairs;
           if (l <= k) turn_block(Pair(k, round, players), Pair(l, round, players), k, l);
         }
-        for (std::int32_t n = rank_; n < pairs * m_; n += size_) {
+        for (std::int32_t n = thread_; n < pairs * m_; n += size_) {
           const std::int32_t k = n / m_, i = n - k * m_;
           if (turns_[2 * k + 1] == 0) continue;
           const Pair pair(k, round, players);
@@ -288,7 +279,7 @@ class Factorising {
   /// squares_ and order_: the diagonal, largest first, the lower index first if equal.
   __device__ void sort() {
     __syncthreads();
-    for (std::int32_t i = rank_; i < m_; i += size_) {
+    for (std::int32_t i = thread_; i < m_; i += size_) {
       const float own = gram_[i * stride_ + i];
       std::int32_t place = 0;
       for (std::int32_t j = 0; j < m_; ++j) {
@@ -302,7 +293,7 @@ class Factorising {
   }
 
   __device__ void write_rows() {
-    for (std::int64_t n = rank_; n < std::int64_t{length_} * dim_; n += size_) {
+    for (std::int64_t n = thread_; n < std::int64_t{length_} * dim_; n += size_) {
       const auto t = static_cast<std::int32_t>(n / dim_);
       put_number(plain_number(t, static_cast<std::int32_t>(n - std::int64_t{t} * dim_)), a_.store, a_.factors,
                  matrix_.offset + n);
@@ -319,9 +310,9 @@ class Factorising {
   /// A = U sqrt(s), B = sqrt(s) V^T: one warp per component. The scale of a component is taken from the projection, so
   /// that small ones are as exact as large ones.
   __device__ void write_factors(std::int32_t rank) {
-    const std::int32_t lane = rank_ % 32;
+    const std::int32_t lane = thread_ % 32;
     const std::int64_t right = matrix_.offset + std::int64_t{length_} * rank;
-    for (std::int32_t j = rank_ / 32; j < rank; j += size_ / 32) {
+    for (std::int32_t j = thread_ / 32; j < rank; j += size_ / 32) {
       const float* axis = axes_ + order_[j] * stride_;
       double square = 0;
       for (std::int32_t i = lane; i < deep_; i += 32) {
@@ -347,7 +338,7 @@ class Factorising {
   float *gram_, *axes_, *mean_, *squares_, *plain_, *turns_;
   std::int32_t* order_;
   double* scratch_;
-  std::int32_t rank_, size_;  ///< of the thread in its block
+  std::int32_t thread_, size_;  ///< of the thread in its block
   std::int32_t length_, dim_;
   bool by_rows_;  ///< axes are directions of rows [D], else of columns [L]
   std::int32_t m_, deep_, wide_, stride_;

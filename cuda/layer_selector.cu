@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kVarianceThreads) variance_kernel(Task task) {
     const std::int32_t begin = p * kVarianceTokens, left = prompt.ranked - begin,
                        end = begin + (left < kVarianceTokens ? left : kVarianceTokens);
     Part mine{0, 0, 0};
-    for (std::int32_t t = begin + team.rank(); t < end; t += kVarianceThreads) {
+    for (std::int32_t t = begin + team.thread(); t < end; t += kVarianceThreads) {
       std::int32_t least = prompt.ranked;
       std::uint64_t sum = 0, squares = 0;
       for (std::int32_t l = 0; l < task.layers; ++l) {
@@ -70,17 +70,14 @@ __global__ void __launch_bounds__(kVarianceThreads) variance_kernel(Task task) {
       ++mine.counted;
     }
     const Part all{team.sum(mine.low), team.sum(mine.high), team.sum(mine.counted)};
-    if (team.rank() == 0) task.parts[std::int64_t{blockIdx.y} * task.most + p] = all;
+    if (team.thread() == 0) task.parts[std::int64_t{blockIdx.y} * task.most + p] = all;
   }
 }
 
 /// As LayerSelector::see() does.
 __device__ void decide(const Task& task, double variance, LayerSelection& state) {
   if (state.first < 0) state.first = variance;
-  state.relative = task.layer == task.min_layer ? 1.0
-                   : state.first > 0            ? variance / state.first
-                   : variance == 0              ? 0.0
-                                                : static_cast<double>(INFINITY);
+  state.relative = LayerSelector::share_of_first(variance, state.first, task.layer == task.min_layer);
   if (state.relative < task.threshold) state.layer = task.layer;
 }
 
@@ -93,21 +90,22 @@ __global__ void __launch_bounds__(32) decide_kernel(Task task) {
   if (!wanted) return;
   LayerSelection& state = task.states[prompt.state];
   if (task.fixed_layer >= 0) {
-    if (warp.rank() == 0) state.layer = task.layer;
+    if (warp.thread() == 0) state.layer = task.layer;
     return;
   }
   Part mine{0, 0, 0};
-  for (std::int32_t p = warp.rank(); p < parts_of(prompt.ranked); p += warp.size()) {
+  for (std::int32_t p = warp.thread(); p < parts_of(prompt.ranked); p += warp.size()) {
     const Part part = task.parts[std::int64_t{blockIdx.x} * task.most + p];
     mine.low += part.low;
     mine.high += part.high;
     mine.counted += part.counted;
   }
   const Part all{warp.sum(mine.low), warp.sum(mine.high), warp.sum(mine.counted)};
-  if (warp.rank() != 0) return;
-  const auto layers = static_cast<double>(task.layers);
-  const double spread = static_cast<double>(all.high) * 4294967296.0 + static_cast<double>(all.low);
-  decide(task, spread / (layers * layers) / static_cast<double>(all.counted), state);
+  if (warp.thread() != 0) return;
+  decide(task,
+         LayerSelector::mean_variance(static_cast<double>(all.high), static_cast<double>(all.low), task.layers,
+                                      static_cast<double>(all.counted)),
+         state);
 }
 
 std::int32_t longest_of(std::span<const RankedPrompt> prompts) {
@@ -132,13 +130,13 @@ void check(const LayerSelectorArguments& a) {
   for (const RankedPrompt& prompt : a.prompts)
     KVKEEP_REQUIRE(prompt.ranked >= 0, "layer selector: a prompt of ", prompt.ranked,
                    " ranked tokens; allowed 0 or more");
-  KVKEEP_REQUIRE(std::int64_t{ranked_layers(o)} * longest_of(a.prompts) < std::int64_t{1} << 32,
-                 "layer selector: ranks of ", ranked_layers(o), " layers of ", longest_of(a.prompts),
+  KVKEEP_REQUIRE(std::int64_t{o.ranked_layers()} * longest_of(a.prompts) < std::int64_t{1} << 32,
+                 "layer selector: ranks of ", o.ranked_layers(), " layers of ", longest_of(a.prompts),
                  " tokens; allowed fewer than 2^32 of a prompt");
-  KVKEEP_REQUIRE_AS(StateError, a.layer >= 0 && wants_ranks(o, a.layer), "layer selector: the ranks of layer ", a.layer,
+  KVKEEP_REQUIRE_AS(StateError, a.layer >= 0 && o.wants_ranks(a.layer), "layer selector: the ranks of layer ", a.layer,
                     "; allowed ",
                     o.fixed_layer >= 0 ? text("layer ", o.fixed_layer, " alone")
-                                       : text("layers from ", o.min_layer - ranked_layers(o) + 1, " on"));
+                                       : text("layers from ", o.min_layer - o.ranked_layers() + 1, " on"));
 }
 
 }  // namespace
@@ -161,7 +159,7 @@ void launch_layer_selector(const LayerSelectorArguments& a, Stream stream) {
                     .parts = static_cast<Part*>(a.workspace),
                     .threshold = o.threshold,
                     .most = parts_of(longest_of({batch.of, static_cast<std::size_t>(batch.count)})),
-                    .layers = ranked_layers(o),
+                    .layers = o.ranked_layers(),
                     .layer = a.layer,
                     .min_layer = o.min_layer,
                     .fixed_layer = o.fixed_layer,

@@ -20,18 +20,9 @@ struct LayerSelection {
   std::int32_t layer = -1;                                     ///< that selected; -1: none so far
 };
 
-/// Layers whose ranks are held at a time.
-[[nodiscard]] constexpr std::int32_t ranked_layers(const LayerSelectorOptions& options) {
-  if (options.fixed_layer >= 0) return 1;
-  return options.observed_layers <= options.min_layer ? options.observed_layers : options.min_layer + 1;
-}
-/// True if a layer's scores must be ranked, as long as the prompt has not selected.
-[[nodiscard]] constexpr bool wants_ranks(const LayerSelectorOptions& options, std::int32_t layer) {
-  return options.fixed_layer >= 0 ? layer == options.fixed_layer : layer > options.min_layer - ranked_layers(options);
-}
-/// Which of ranked_layers() places a layer's ranks go to, over the oldest ones.
+/// Which of LayerSelectorOptions::ranked_layers() places a layer's ranks go to, over the oldest ones.
 [[nodiscard]] constexpr std::int32_t rank_place(const LayerSelectorOptions& options, std::int32_t layer) {
-  return layer % ranked_layers(options);
+  return layer % options.ranked_layers();
 }
 
 struct LayerSelectorArguments {

@@ -49,13 +49,13 @@ __global__ void __launch_bounds__(kMostThreads) pool_kernel(MassSegmentedArgumen
   const Workspace work(a.options, a.count, a.longest, a.slots_in_all, a.workspace);
   for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {
     if (!a.limits[r].due) {
-      if (team.rank() == 0) work.tops[r] = 0;
+      if (team.thread() == 0) work.tops[r] = 0;
       continue;
     }
     float* usage = a.mass + a.rows[r].first;
     pool_history(a.options, usage, a.windows[r].history, work.fed + a.rows[r].first, team);
     const float top = largest(usage, a.windows[r].history, team);
-    if (team.rank() == 0) work.tops[r] = top;
+    if (team.thread() == 0) work.tops[r] = top;
   }
 }
 
@@ -95,7 +95,7 @@ class Selection {
                      least = 1;
                    else if (wanted > 0)
                      least = least_kept(team, histogram, from, to, wanted, key_of);
-                   for (std::int32_t t = from + team.rank(); t < to; t += team.size())
+                   for (std::int32_t t = from + team.thread(); t < to; t += team.size())
                      marks_[t] = guarded_.holds(t, length_) || key_of(t) >= least ? kIn : kOut;
                  });
   }
@@ -105,7 +105,7 @@ class Selection {
     if (wanted <= 0) return;
     const auto key_of = [&](std::int32_t t) { return marks_[t] == kIn ? 0 : rank_key(scores_[t], t); };
     const std::uint64_t least = least_kept(team_, histograms_, 0, length_, wanted, key_of);
-    for (std::int32_t t = team_.rank(); t < length_; t += team_.size())
+    for (std::int32_t t = team_.thread(); t < length_; t += team_.size())
       if (key_of(t) >= least) marks_[t] = kIn;
     team_.sync();
   }
@@ -123,14 +123,14 @@ class Selection {
                      least = 1;
                    else if (shares[i].quota > 0)
                      least = least_kept(team, histogram, from, to, shares[i].quota, rank);
-                   for (std::int32_t t = from + team.rank(); t < to; t += team.size())
+                   for (std::int32_t t = from + team.thread(); t < to; t += team.size())
                      marks_[t] = guarded_.holds(t, length_) ? kIn : rank(t) >= least ? kCandidate : kOut;
                  });
     const std::int32_t wanted = budget - guarded_.count();
     const auto key_of = [&](std::int32_t t) { return marks_[t] == kCandidate ? rank(t) : 0; };
     const std::uint64_t least =
         wanted > 0 ? least_kept(team_, histograms_, 0, length_, wanted, key_of) : ~std::uint64_t{0};
-    for (std::int32_t t = team_.rank(); t < length_; t += team_.size())
+    for (std::int32_t t = team_.thread(); t < length_; t += team_.size())
       if (marks_[t] == kCandidate && rank(t) >= least) marks_[t] = kIn;
     team_.sync();
   }
@@ -148,17 +148,6 @@ class Selection {
   Protected guarded_;
 };
 
-/// A row that keeps everything: no mass, its credit as it was.
-__device__ void pass_over(const BlockTeam& team, const MassSegmentedArguments& a, const Row& row, std::int32_t* slots) {
-  const std::int32_t known = row.credit != nullptr && row.credit_length <= row.length ? row.credit_length : 0;
-  for (std::int32_t t = team.rank(); t < row.length; t += team.size()) {
-    slots[t] = t;
-    a.mass[row.first + t] = 0;
-    if (a.used != nullptr) a.used[row.first + t] = 0;
-    if (a.credit != nullptr) a.credit[row.first + t] = t < known ? row.credit[t] : 0.0F;
-  }
-}
-
 __global__ void __launch_bounds__(kMostThreads, 1) mass_segmented_kernel(MassSegmentedArguments a) {
   __shared__ unsigned long long scratch[kBlockScratch];
   __shared__ std::int32_t histograms[kMostThreads / 32 * kDigits];
@@ -171,12 +160,14 @@ __global__ void __launch_bounds__(kMostThreads, 1) mass_segmented_kernel(MassSeg
     const RowWindow seen = a.windows[r];
     const std::int32_t length = row.length;
     std::int32_t* slots = a.slots + a.indptr[r];
-    if (!limit.due) {
-      pass_over(team, a, row, slots);
-      continue;
-    }
     float* usage = a.mass + row.first;
     float* used = a.used != nullptr ? a.used + row.first : usage;
+    float* credit = a.credit != nullptr ? a.credit + row.first : nullptr;
+    if (!limit.due) {
+      for (std::int32_t t = team.thread(); t < length; t += team.size()) slots[t] = t;
+      pass_row(row.credit, row.credit_length, length, usage, credit, used, team);
+      continue;
+    }
     float top = 0;
     if (a.options.suffix_fill == SuffixFill::max_global) {
       const std::int64_t first = r / a.heads * a.heads;
@@ -190,25 +181,19 @@ __global__ void __launch_bounds__(kMostThreads, 1) mass_segmented_kernel(MassSeg
       fill_suffix(a.options.suffix_fill, row.positions, length, queries.position(queries.count - 1), seen.history, top,
                   usage, team);
     }
-    weigh_row(a.options, row.credit, row.credit_length, length, usage, work.fed + row.first,
-              a.credit != nullptr ? a.credit + row.first : nullptr, used, team);
+    weigh_row(a.options, row.credit, row.credit_length, length, usage, work.fed + row.first, credit, used, team);
 
     std::uint64_t* prefix = work.prefix + row.first;
     prefix_mass(used, length, prefix, team, left_out(a.options, limit.guarded));
-    const SegmentOptions options{a.variant,
-                                 a.options.segments,
-                                 a.options.fixed,
-                                 a.options.segment_mass,
-                                 a.options.min_segment,
-                                 a.options.max_segment};
+    const SegmentOptions options = segments_of(a.options, a.variant);
     const std::int64_t thresholds = options.kind == Segmentation::mass ? detail::thresholds(options.segment_mass) : 0;
     if (thresholds <= kCachedCuts)
-      for (std::int64_t k = 1 + team.rank(); k <= thresholds; k += team.size())
+      for (std::int64_t k = 1 + team.thread(); k <= thresholds; k += team.size())
         cached[k - 1] = detail::cut_at(prefix, length, options, k);
     team.sync();
     std::int32_t *ends = work.ends + r * work.most, *cuts = work.cuts + r * work.most, count = 0;
     Share* shares = work.shares + r * work.most;
-    if (team.rank() == 0)
+    if (team.thread() == 0)
       count = segment_ends(
           prefix, length, options,
           [&](std::int64_t k) {
@@ -216,13 +201,13 @@ __global__ void __launch_bounds__(kMostThreads, 1) mass_segmented_kernel(MassSeg
           },
           ends, cuts);
     count = team.from_first(count);
-    for (std::int32_t i = team.rank(); i < count; i += team.size())
-      shares[i] = share_of(a.options.quotas, prefix, ends, i, length, limit.guarded);
+    for (std::int32_t i = team.thread(); i < count; i += team.size())
+      shares[i] = segment_share(a.options.quotas, prefix, ends, i, length, limit.guarded);
     team.sync();
 
     const Selection selection(team, histograms, a.scores + row.first, work.marks + row.first, length, limit.guarded);
     if (a.variant == Variant::official) {
-      if (team.rank() == 0) official_quotas(shares, count, limit.budget, a.options.min_quota);
+      if (team.thread() == 0) official_quotas(shares, count, limit.budget, a.options.min_quota);
       team.sync();
       selection.official(ends, shares, count, limit.budget, a.padding);
     } else {

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "key_lanes.cuh"
+#include "kvkeep/memory/opening.h"
 #include "launch.cuh"
 #include "parts.cuh"
 #include "radix_sort.cuh"
@@ -248,20 +249,18 @@ __device__ T sum_of_warp(T x) {
 __device__ void want_by_mass(const Task& task, std::int32_t spans, float dense, float* shares, std::uint8_t* marks) {
   const WarpTeam warp;
   float top = Running::kNothing;
-  for (std::int32_t s = warp.rank(); s < spans; s += 32) top = shares[s] > top ? shares[s] : top;
+  for (std::int32_t s = warp.thread(); s < spans; s += 32) top = shares[s] > top ? shares[s] : top;
   top = warp.largest(top);
   const bool nothing = top == Running::kNothing;
   float sum = 0;
-  for (std::int32_t s = warp.rank(); s < spans; s += 32) {
+  for (std::int32_t s = warp.thread(); s < spans; s += 32) {
     const float e = nothing ? 0.0F : expf(shares[s] - top);
     shares[s] = e;
     sum += e;
   }
   const double all_spans = sum_of_warp(static_cast<double>(sum));
-  const double most = top > dense ? top : dense;
-  const float factor =
-      nothing ? 0.0F : static_cast<float>(exp(top - most) / (exp(dense - most) + all_spans * exp(top - most)));
-  for (std::int32_t s = warp.rank(); s < spans; s += 32) {
+  const float factor = nothing ? 0.0F : share_factor(top, all_spans, dense);
+  for (std::int32_t s = warp.thread(); s < spans; s += 32) {
     const float share = shares[s] * factor;
     shares[s] = share;
     marks[s] = static_cast<double>(share) > task.a.mass ? 1 : 0;
@@ -289,39 +288,23 @@ struct Sharing {
   }
 };
 
-/// The cost of opening a span: numbers that are divided by unit().
-struct Cost {
-  const MemorySpan* table;
-  std::int32_t dim;
-  bool per_head;
-  [[nodiscard]] __device__ std::int64_t numbers_of(const FactorPlace& f, std::int64_t length) const {
-    return f.raw ? length * dim : f.rank * (length + dim);
-  }
-  [[nodiscard]] __device__ std::int64_t numbers(std::int32_t s) const {
-    const MemorySpan& span = table[s];
-    return per_head ? span.length - 1
-                    : numbers_of(span.factors[0], span.length) + numbers_of(span.factors[1], span.length);
-  }
-  [[nodiscard]] __device__ double unit() const { return per_head ? 1.0 : 2.0 * dim; }
-  [[nodiscard]] __device__ double operator()(std::int32_t s) const { return static_cast<double>(numbers(s)) / unit(); }
-};
-
 /// Walks n entries in their order and flags the spans that fit, adding up as the CPU does. By one warp.
-__device__ void open_in_order(const FoldedRow& row, const Cost& cost, const std::uint64_t* entries, std::int32_t n,
-                              std::uint8_t* flags) {
+__device__ void open_in_order(const FoldedRow& row, const OpeningCost& costs, const std::uint64_t* entries,
+                              std::int32_t n, std::uint8_t* flags) {
   const WarpTeam warp;
   double used = row.resident;
   for (std::int32_t first = 0; first < n; first += 32) {
-    const bool there = first + warp.rank() < n;
-    const auto s = static_cast<std::int32_t>(there ? static_cast<std::uint32_t>(entries[first + warp.rank()]) : 0);
-    const double own = there ? cost(s) : 0;
+    const bool there = first + warp.thread() < n;
+    const auto s = static_cast<std::int32_t>(there ? static_cast<std::uint32_t>(entries[first + warp.thread()]) : 0);
+    const MemorySpan& span = row.table[s];
+    const double own = there ? costs.entries(span.factors[0], span.factors[1], span.length) : 0;
     unsigned left = __ballot_sync(kWholeWarp, there ? 1 : 0);
     while (left != 0) {  // a span that does not fit now never will
       left &= __ballot_sync(kWholeWarp, used + own > row.entries ? 0 : 1);
       if (left == 0) break;
       const int next = __ffs(static_cast<int>(left)) - 1;
       used += __shfl_sync(kWholeWarp, own, next);
-      if (warp.rank() == next) flags[s] = 1;
+      if (warp.thread() == next) flags[s] = 1;
       left &= ~(1U << next);
     }
   }
@@ -330,26 +313,27 @@ __device__ void open_in_order(const FoldedRow& row, const Cost& cost, const std:
 /// Opens what the heads want, as far as the budget goes. list: [spans] scratch.
 __device__ void open_within(const Task& task, const BlockTeam& team, std::uint32_t* counters, const FoldedRow& row,
                             const Sharing& heads, std::uint64_t* entries, std::uint8_t* flags, std::int32_t* list) {
-  const Cost cost{row.table, task.a.dim, task.a.per_head};
+  const OpeningCost costs{task.a.dim, task.a.per_head};
   std::uint64_t mine = 0;
-  for (std::int32_t s = team.rank(); s < row.spans; s += team.size()) {
+  for (std::int32_t s = team.thread(); s < row.spans; s += team.size()) {
     const bool asked = heads.anyone(s);
     flags[s] = asked ? 1 : 0;
-    if (asked) mine += static_cast<std::uint64_t>(cost.numbers(s));
+    const MemorySpan& span = row.table[s];
+    if (asked) mine += static_cast<std::uint64_t>(costs.numbers(span.factors[0], span.factors[1], span.length));
   }
-  const double all = row.resident + static_cast<double>(team.sum(mine)) / cost.unit();
+  const double all = row.resident + static_cast<double>(team.sum(mine)) / costs.unit();
   if (!(all + fabs(all) * 1e-9 <= row.entries)) {  // nearly always they all fit, in any order
     const std::int32_t asked = write_kept(team, row.spans, [&](std::int32_t s) { return flags[s] != 0; }, list);
     team.sync();
-    for (std::int32_t s = team.rank(); s < row.spans; s += team.size()) flags[s] = 0;
+    for (std::int32_t s = team.thread(); s < row.spans; s += team.size()) flags[s] = 0;
     std::uint64_t *a = entries, *b = entries + task.a.most_spans;
     sort_by_score(
         team, counters, asked, a, b, [&](std::int32_t i) { return entry_of(heads.key(list[i]), list[i]); },
         [b](std::int32_t i, std::uint64_t entry) { b[i] = entry; });
-    if (team.rank() < 32) open_in_order(row, cost, b, asked, flags);
+    if (team.thread() < 32) open_in_order(row, costs, b, asked, flags);
   }
   team.sync();
-  for (std::int32_t s = team.rank(); s < row.spans; s += team.size())
+  for (std::int32_t s = team.thread(); s < row.spans; s += team.size())
     for (std::int32_t h = 0; h < heads.heads; ++h) {
       std::uint8_t& mark = heads.marks[h * heads.stride + s];
       mark = flags[s] == 0 ? 0 : task.a.share ? 1 : mark;
@@ -366,13 +350,13 @@ __global__ void __launch_bounds__(kMemoryThreads) open_kernel(Task task) {
   const FoldedRow& row = *asked.row;
   const std::int64_t place = task.row_at(asked.token, row.head);
   if (!asked.there) {
-    if (team.rank() == 0 && asked.token < row.first_query + row.queries) task.a.opened_count[place] = 0;
+    if (team.thread() == 0 && asked.token < row.first_query + row.queries) task.a.opened_count[place] = 0;
     return;
   }
   const std::int64_t stride = task.a.most_spans, first = task.head_at(asked.token, asked.first_head);
   float* relevance = task.relevance + first * stride;
   std::uint8_t* marks = task.a.marks + first * stride;
-  for (std::int32_t h = team.rank() / 32; h < asked.heads; h += team.size() / 32)
+  for (std::int32_t h = team.thread() / 32; h < asked.heads; h += team.size() / 32)
     want_by_mass(task, row.spans, task.a.lse[first + h], relevance + h * stride, marks + h * stride);
   team.sync();
   std::int32_t* list = task.a.opened + place * stride;
@@ -382,7 +366,7 @@ __global__ void __launch_bounds__(kMemoryThreads) open_kernel(Task task) {
                 task.entries + 2 * place * stride, task.flags + place * stride, list);
   const Sharing all{relevance, marks, asked.heads, stride};
   const std::int32_t opened = write_kept(team, row.spans, [&](std::int32_t s) { return all.anyone(s); }, list);
-  if (team.rank() == 0) task.a.opened_count[place] = opened;
+  if (team.thread() == 0) task.a.opened_count[place] = opened;
 }
 
 /// One block lists the pieces of one row.
@@ -393,7 +377,7 @@ __global__ void __launch_bounds__(kMemoryThreads) pieces_kernel(Task task, FarPi
   FarPiece* list = pieces + std::int64_t{blockIdx.x} * task.a.most_spans;
   std::int64_t used = 0, listed = 0;
   for (std::int32_t first = 0; first < row.spans; first += team.size()) {
-    const std::int32_t s = first + team.rank();
+    const std::int32_t s = first + team.thread();
     bool wanted = false;
     if (s < row.spans) {
       const std::byte* now = row.near[s];
@@ -415,7 +399,7 @@ __global__ void __launch_bounds__(kMemoryThreads) pieces_kernel(Task task, FarPi
     if (wanted) row.near[s] = fits ? row.arena + at : row.far[s];
     if (fits) list[place] = {row.far[s], row.arena + at, bytes};
   }
-  if (team.rank() == 0) counts[blockIdx.x] = static_cast<std::int32_t>(listed);
+  if (team.thread() == 0) counts[blockIdx.x] = static_cast<std::int32_t>(listed);
 }
 
 struct MergeShared {
@@ -547,7 +531,7 @@ class OpenedSpan {
   /// queries, inner, drawn: [heads][staged_query()]; offset: [heads].
   __device__ void merge(Merging& softmax, const float* queries, float* inner, float* drawn, float* offset,
                         std::int32_t heads) const {
-    const FactorPlace &keys = span_.factors[0], &values = span_.factors[1];
+    const SpanFactors &keys = span_.factors[0], &values = span_.factors[1];
     const T *left = blob_ + values.offset, *right = left + std::int64_t{span_.length} * values.rank;
     const std::int32_t rank = values.raw ? 0 : values.rank;
     softmax.begin_span();
@@ -580,7 +564,7 @@ class OpenedSpan {
 
  private:
   /// inner = B q, offset = c . q.
-  __device__ void project(const FactorPlace& keys, const float* queries, float* inner, float* offset,
+  __device__ void project(const SpanFactors& keys, const float* queries, float* inner, float* offset,
                           std::int32_t heads) const {
     if (threadIdx.x < static_cast<unsigned>(heads)) offset[threadIdx.x] = 0;
     if (keys.raw) return;
@@ -593,7 +577,7 @@ class OpenedSpan {
   }
 
   /// Logits of tokens [first, first + count): nothing for heads that have not opened the span.
-  __device__ void logits(const Merging& softmax, const FactorPlace& keys, std::int32_t first, std::int32_t count,
+  __device__ void logits(const Merging& softmax, const SpanFactors& keys, std::int32_t first, std::int32_t count,
                          const float* queries, const float* inner, const float* offset, std::int32_t heads) const {
     const auto entry_of_head = [&](std::int32_t t, std::int32_t h, float dot) {
       softmax.entry(h, t) = (open_ >> h & 1U) != 0 ? scale_ * (dot + offset[h]) : Running::kNothing;

@@ -9,24 +9,17 @@
 
 #include "evidence.h"
 #include "fetch.h"
+#include "kvkeep/memory/factors.h"
 #include "stream.h"
 
 namespace kvkeep::cuda {
-
-/// Where keys or values of a span are in its blob: kvkeep::SpanFactors.
-struct FactorPlace {
-  std::int32_t rank = 0;
-  bool raw = false;
-  bool centred = false;
-  std::int64_t offset = 0;  ///< numbers
-};
 
 /// One folded span of a row: kvkeep::FoldedSpan.
 struct MemorySpan {
   std::int32_t length = 0;       ///< tokens, 1 or more
   std::int64_t first_token = 0;  ///< tokens in the spans before it
   std::int64_t bytes = 0;        ///< of its blob; 0: it has none
-  FactorPlace factors[2] = {};   ///< of keys, of values
+  SpanFactors factors[2] = {};   ///< of keys, of values
 };
 
 /// The spans of one (sequence, KV head) in a layer, kvkeep::SpanRow, and the queries that read them. Pointers are to

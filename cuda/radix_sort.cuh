@@ -1,6 +1,7 @@
 #pragma once
 /// A stable sort of numbers by their score, the highest first, by one block.
 
+#include "kvkeep/core/rank_key.h"
 #include "team.cuh"
 
 namespace kvkeep::cuda {
@@ -8,16 +9,9 @@ namespace kvkeep::cuda {
 inline constexpr std::int32_t kDigitBits = 8, kDigitCount = 1 << kDigitBits;
 inline constexpr std::int32_t kAhead = 4;  ///< numbers that a thread requests before it places the first of them
 
-/// A score as an integer, the highest first: NaN after all others, -0 equals +0.
-__device__ inline std::uint32_t place_of(float score) {
-  if (score != score) return ~std::uint32_t{0};
-  const std::uint32_t bits = __float_as_uint(score + 0.0F);
-  return (bits & 0x80000000U) != 0 ? bits : ~bits & 0x7FFFFFFFU;
-}
-
 /// An entry of the sort: the sort key in the high half, the token's number in the low half.
 __device__ inline std::uint64_t entry_of(float score, std::int32_t t) {
-  return std::uint64_t{place_of(score)} << 32 | static_cast<std::uint32_t>(t);
+  return std::uint64_t{place_key(score)} << 32 | static_cast<std::uint32_t>(t);
 }
 
 /// Lanes of the warp with the same digit as this lane, of those that are there. The whole warp calls.
@@ -33,7 +27,7 @@ __device__ inline unsigned peers_of(std::uint32_t digit, bool there) {
 
 /// Turns `counters`, [warps][kDigitCount] how often each warp has each digit, into the place of the first of them.
 __device__ inline void place_digits(const BlockTeam& team, std::uint32_t* counters) {
-  const std::int32_t digit = team.rank(), warps = team.size() / 32;
+  const std::int32_t digit = team.thread(), warps = team.size() / 32;
   std::uint32_t all = 0;
   if (digit < kDigitCount)
     for (std::int32_t w = 0; w < warps; ++w) all += counters[w * kDigitCount + digit];
@@ -72,7 +66,7 @@ __device__ void each_entry(std::int32_t begin, std::int32_t end, const Read& rea
 template <class Read, class Write>
 __device__ void sort_by_digit(const BlockTeam& team, std::uint32_t* counters, std::int32_t n, int shift,
                               const Read& read, const Write& write) {
-  const std::int32_t lane = team.rank() % 32, warp = team.rank() / 32;
+  const std::int32_t lane = team.thread() % 32, warp = team.thread() / 32;
   const std::int32_t run = (n + team.size() - 1) / team.size() * 32, begin = warp * run,
                      end = begin + run < n ? begin + run : n;
   std::uint32_t* own = counters + warp * kDigitCount;

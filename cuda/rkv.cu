@@ -152,7 +152,7 @@ __device__ inline std::int32_t settle(Open& open, std::int32_t count, unsigned l
   bool stays[kEach];
 #pragma unroll
   for (int k = 0; k < kEach; ++k) {
-    const std::int32_t at = team.rank() * kEach + k;
+    const std::int32_t at = team.thread() * kEach + k;
     const unsigned long long found = at < count ? open.partner[at] : 0;
     const float cosine = __uint_as_float(static_cast<unsigned>(found));
     add_to_columns(spared, static_cast<std::int32_t>(found >> 32) - 1,

@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(tuning::kMostThreads) select_kernel(SelectArgu
     std::int32_t* slots = a.slots + a.indptr[r];
     const auto kept = static_cast<std::int32_t>(a.indptr[r + 1] - a.indptr[r]), wanted = kept - limit.guarded.count();
     if (!limit.due || kept == row.length) {
-      for (std::int32_t t = team.rank(); t < row.length; t += team.size()) slots[t] = t;
+      for (std::int32_t t = team.thread(); t < row.length; t += team.size()) slots[t] = t;
       continue;
     }
     const auto key_of = [&](std::int32_t t) { return limit.guarded.holds(t, row.length) ? 0 : rank_key(scores[t], t); };

@@ -2,8 +2,8 @@
 /// Selection without a sort: the key of the last kept slot is found digit by digit, then everything at or above it
 /// stays.
 
+#include "kvkeep/core/rank_key.h"
 #include "kvkeep/core/row_limit.h"
-#include "kvkeep/keep/rank_key.h"
 #include "team.cuh"
 
 namespace kvkeep::cuda {
@@ -19,22 +19,22 @@ __device__ std::uint64_t least_kept(const Team& team, std::int32_t* histogram, s
   const WarpTeam warp;
   std::uint64_t found = 0, mask = 0;
   for (int shift = 56; shift >= 0; shift -= 8) {
-    for (std::int32_t i = team.rank(); i < kDigits; i += team.size()) histogram[i] = 0;
+    for (std::int32_t i = team.thread(); i < kDigits; i += team.size()) histogram[i] = 0;
     team.sync();
-    for (std::int32_t t = from + team.rank(); t < to; t += team.size()) {
+    for (std::int32_t t = from + team.thread(); t < to; t += team.size()) {
       const std::uint64_t key = key_of(t);
       if (key != 0 && (key & mask) == found) atomicAdd(&histogram[key >> shift & 255U], 1);
     }
     team.sync();
     // Every warp reads the counters for itself: lane l those of digits 255 - 8 l downwards.
     std::int32_t own = 0;
-    for (int i = 0; i < 8; ++i) own += histogram[255 - 8 * warp.rank() - i];
+    for (int i = 0; i < 8; ++i) own += histogram[255 - 8 * warp.thread() - i];
     const auto above = static_cast<std::int32_t>(warp.sum_before(static_cast<std::uint64_t>(own)));
     const bool here = above < wanted && wanted <= above + own;
     std::int32_t digit = 0, left = 0, count = 0;
     if (here) {
       left = wanted - above;
-      digit = 255 - 8 * warp.rank();
+      digit = 255 - 8 * warp.thread();
       while (left > histogram[digit]) left -= histogram[digit--];
       count = histogram[digit];
     }
@@ -56,7 +56,7 @@ template <class Team, class Keeps>
 __device__ std::int32_t write_kept(const Team& team, std::int32_t length, const Keeps& keeps, std::int32_t* slots) {
   std::int64_t written = 0;
   for (std::int32_t first = 0; first < length; first += team.size()) {
-    const std::int32_t t = first + team.rank();
+    const std::int32_t t = first + team.thread();
     const std::uint64_t kept = t < length && keeps(t) ? 1 : 0;
     const auto before = static_cast<std::int64_t>(team.sum_before(kept));
     if (kept != 0) slots[written + before] = t;

@@ -22,7 +22,7 @@ struct SelectArguments {
   std::int32_t* slots = nullptr;  ///< i32 [indptr[count]] out, ascending in each row
 };
 
-/// One launch, one block per row. Order, ties and NaN as in kvkeep/keep/rank_key.h: the same slots as the CPU. No
+/// One launch, one block per row. Order, ties and NaN as in kvkeep/core/rank_key.h: the same slots as the CPU. No
 /// workspace. Cost: 5 to 9 passes over the scores.
 void launch_select(const SelectArguments& arguments, Stream stream);
 

@@ -10,7 +10,7 @@ inline constexpr unsigned kWholeWarp = 0xFFFFFFFFU;
 
 /// The 32 lanes of a warp.
 struct WarpTeam {
-  [[nodiscard]] __device__ std::int32_t rank() const { return static_cast<std::int32_t>(threadIdx.x % 32); }
+  [[nodiscard]] __device__ std::int32_t thread() const { return static_cast<std::int32_t>(threadIdx.x % 32); }
   [[nodiscard]] __device__ constexpr std::int32_t size() const { return 32; }
   __device__ void sync() const { __syncwarp(kWholeWarp); }
   [[nodiscard]] __device__ std::uint64_t sum(std::uint64_t mine) const {
@@ -29,7 +29,7 @@ struct WarpTeam {
     auto x = static_cast<unsigned long long>(mine);
     for (unsigned step = 1; step < 32; step *= 2) {
       const unsigned long long below = __shfl_up_sync(kWholeWarp, x, step);
-      if (rank() >= static_cast<std::int32_t>(step)) x += below;
+      if (thread() >= static_cast<std::int32_t>(step)) x += below;
     }
     return x - mine;
   }
@@ -42,7 +42,7 @@ inline constexpr std::int32_t kBlockScratch = 33;
 class BlockTeam {
  public:
   __device__ explicit BlockTeam(unsigned long long* scratch) : scratch_(scratch) {}
-  [[nodiscard]] __device__ std::int32_t rank() const { return static_cast<std::int32_t>(threadIdx.x); }
+  [[nodiscard]] __device__ std::int32_t thread() const { return static_cast<std::int32_t>(threadIdx.x); }
   [[nodiscard]] __device__ std::int32_t size() const { return static_cast<std::int32_t>(blockDim.x); }
   __device__ void sync() const { __syncthreads(); }
 
@@ -75,7 +75,7 @@ class BlockTeam {
   /// The first thread's number, for every thread.
   template <class T>
   [[nodiscard]] __device__ T from_first(T mine) const {
-    if (rank() == 0) scratch_[32] = static_cast<unsigned long long>(mine);
+    if (thread() == 0) scratch_[32] = static_cast<unsigned long long>(mine);
     __syncthreads();
     const T first = static_cast<T>(scratch_[32]);
     __syncthreads();

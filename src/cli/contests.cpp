@@ -204,4 +204,27 @@ Difference difference(const RatioStrata& ours, const RatioStrata& theirs) {
   return {report::mean(ours) - report::mean(theirs), report::bootstrap_difference(ours, theirs)};
 }
 
+std::string differences(const ContestOptions& options, const std::vector<Contest>& contests,
+                        const std::vector<std::string>& tasks,
+                        const std::function<Strata(std::size_t contest, const std::string& task)>& strata) {
+  if (options.against.empty()) return "";
+  std::vector<Column> columns = contest_columns(options, {{"against", "against", false}});
+  for (const std::string& task : tasks) columns.push_back({task, task + " (95 %)"});
+  if (tasks.size() > 1) columns.push_back({"all", "all (95 %)"});
+  Table table(std::move(columns));
+  for (std::size_t c = 0; c < contests.size(); ++c) {
+    const std::optional<std::size_t> against = contests[c].against;
+    if (against == c) continue;
+    std::vector<Cell> row = contest_cells(options, contests[c], {against ? contests[*against].shown() : "-"});
+    const auto add = [&](const std::string& task) {
+      row.emplace_back((against ? difference(strata(c, task), strata(*against, task)) : Difference{}).shown());
+    };
+    for (const std::string& task : tasks) add(task);
+    if (tasks.size() > 1) add("");
+    table.add(std::move(row));
+  }
+  return text("\nPercentage points above ", PolicyText(options.against).label(), ", paired bootstrap over samples:\n\n",
+              table.markdown());
+}
+
 }  // namespace kvkeep::cli

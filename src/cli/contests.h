@@ -4,6 +4,7 @@
 #include <CLI/App.hpp>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -78,5 +79,11 @@ struct Difference {
 // Of the shares, or of the means; both answered the same samples.
 Difference difference(const Strata& ours, const Strata& theirs);
 Difference difference(const RatioStrata& ours, const RatioStrata& theirs);
+
+// What Markdown says of --against: percentage points above it, a column per task and, of several, one for all of them.
+// Empty without --against. strata(contest, task): the answers; task "": of all.
+std::string differences(const ContestOptions& options, const std::vector<Contest>& contests,
+                        const std::vector<std::string>& tasks,
+                        const std::function<Strata(std::size_t contest, const std::string& task)>& strata);
 
 }  // namespace kvkeep::cli

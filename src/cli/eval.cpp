@@ -104,14 +104,13 @@ Strata strata(const Measured& measured, const std::string& task = "") {
   return all;
 }
 
-std::string accuracy(const EvalOptions& o, const Measured& measured, const LookUps& count,
-                     const std::string& task = "") {
+std::string accuracy(const EvalOptions& o, const Measured& measured, const LookUps& count, const std::string& task = "") {
   return with_interval(share(count.right, count.asked),
                        o.wilson ? report::wilson(count.right, count.asked) : report::bootstrap(strata(measured, task)));
 }
 
 Difference difference_of(const Contest& contest, const Measured& own, const std::vector<Measured>& measured,
-                         const std::string& task = "") {
+                      const std::string& task) {
   if (!contest.against) return {};
   return difference(strata(own, task), strata(measured[*contest.against], task));
 }
@@ -254,24 +253,6 @@ Table wide_table(const EvalOptions& o, const std::vector<Contest>& all, const st
   return table;
 }
 
-// The same rows: percentage points above the policy of --against.
-Table difference_table(const EvalOptions& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
-  std::vector<Column> columns = contest_columns(o.contests, {{"against", "against", false}});
-  for (const std::string& task : o.tasks) columns.push_back({task, task + " (95 %)"});
-  if (o.tasks.size() > 1) columns.push_back({"all", "all (95 %)"});
-  Table table(std::move(columns));
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    if (all[i].against == i) continue;
-    const Contest* reference = all[i].against ? &all[*all[i].against] : nullptr;
-    std::vector<Cell> row = contest_cells(o.contests, all[i], {reference == nullptr ? "-" : reference->shown()});
-    for (const std::string& task : o.tasks)
-      row.emplace_back(difference_of(all[i], measured[i], measured, task).shown());
-    if (o.tasks.size() > 1) row.emplace_back(difference_of(all[i], measured[i], measured).shown());
-    table.add(std::move(row));
-  }
-  return table;
-}
-
 constexpr std::int32_t kShownRegion = 32, kShownRepetition = 4;
 
 const report::WipeOut& shown_region(const report::DiagnosticsResult& r) {
@@ -384,9 +365,8 @@ std::string markdown(const EvalOptions& o, const std::vector<Contest>& all, cons
   std::string out = wide_table(o, all, measured).markdown();
   out += o.wilson ? "\n95 %: Wilson's interval, each look-up taken as independent.\n"
                   : text("\n95 %: bootstrap over whole samples (", o.samples, " per task).\n");
-  if (!o.contests.against.empty())
-    out += text("\nPercentage points above ", PolicyText(o.contests.against).label(),
-                ", paired bootstrap over samples:\n\n", difference_table(o, all, measured).markdown());
+  out += differences(o.contests, all, o.tasks,
+                     [&](std::size_t c, const std::string& task) { return strata(measured[c], task); });
   if (o.diagnostics) out += "\nDiagnostics, all tasks:\n\n" + diagnostics_table(o, all, measured).markdown();
   return out;
 }

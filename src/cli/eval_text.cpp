@@ -256,26 +256,7 @@ Table wide_table(const TextEvaluation& e, const std::vector<Contest>& contests, 
   return table;
 }
 
-Table difference_table(const TextEvaluation& e, const std::vector<Contest>& contests,
-                       const std::vector<Answered>& answered) {
-  std::vector<Column> columns = contest_columns(e.contests, {{"against", "against", false}});
-  for (const std::string& task : e.tasks) columns.push_back({task, task + " (95 %)"});
-  if (e.tasks.size() > 1) columns.push_back({"all", "all (95 %)"});
-  Table table(std::move(columns));
-  for (std::size_t c = 0; c < contests.size(); ++c) {
-    if (!contests[c].against || contests[c].against == c) continue;
-    std::vector<Cell> row = contest_cells(e.contests, contests[c], {contests[*contests[c].against].shown()});
-    const auto cell = [&](const std::string& task) {
-      return difference(answered[c].strata(task), answered[*contests[c].against].strata(task)).shown();
-    };
-    for (const std::string& task : e.tasks) row.emplace_back(cell(task));
-    if (e.tasks.size() > 1) row.emplace_back(cell(""));
-    table.add(std::move(row));
-  }
-  return table;
-}
-
-// One row a policy, budget and task: for programs.
+// One row per policy, budget and task: for programs.
 Table long_table(const TextEvaluation& e, const std::vector<Contest>& contests, const std::vector<Answered>& answered) {
   std::vector<Column> columns = contest_columns(e.contests);
   for (const char* key :
@@ -416,9 +397,8 @@ void evaluate_text(const TextEvaluation& e) {
   out += text("\n", e.samples, " samples per task, prompts of ", e.length, " tokens cut ",
               e.text.question_after ? "before their question comes" : "with their question in sight",
               "; 95 %: bootstrap over samples.\n");
-  if (!e.contests.against.empty())
-    out += text("\nPercentage points above ", PolicyText(e.contests.against).label(),
-                ", paired bootstrap over samples:\n\n", difference_table(e, all, answered).markdown());
+  out += differences(e.contests, all, e.tasks,
+                     [&](std::size_t c, const std::string& task) { return answered[c].strata(task); });
   print(out + hopeless(e, all, answered));
 }
 

@@ -337,11 +337,7 @@ PromptOptions::Prompt PromptOptions::read(const std::string& model) const {
 bool is_same_file(const std::string& one, const std::string& other) {
   std::error_code error;  // names that cannot be looked up are compared as written
   const auto place = [&error](const std::string& name) {
-    fs::path found = fs::absolute(name, error);
-    constexpr int kMostLinks = 40;
-    for (int i = 0; i < kMostLinks && fs::is_symlink(found, error); ++i)
-      found = found.parent_path() / fs::read_symlink(found, error);  // the target need not exist yet
-    found = fs::weakly_canonical(found, error);
+    const fs::path found = fs::weakly_canonical(fs::absolute(io::through_links(name), error), error);
     return error ? fs::path(name).lexically_normal() : found;
   };
   return fs::equivalent(one, other, error) || place(one) == place(other);

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <utility>
 
+#include "dice.h"
 #include "kvkeep/core/error.h"
 
 namespace kvkeep::lm {
@@ -19,34 +20,16 @@ constexpr std::string_view kAskTask = "ask";
 constexpr std::string_view kNeedle = "needle";
 constexpr std::string_view kUpdates = "updates";
 
-uint64_t mixed(uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EBULL;
-  return x ^ (x >> 31);
-}
-
-/// SplitMix64 with unbiased integers and a Fisher-Yates shuffle: the standard library's versions differ between
-/// platforms.
-class TaskDice {
+/// Dice that also draw tokens.
+class TokenDice {
  public:
-  TaskDice(std::string_view name, uint64_t seed) {
-    uint64_t hash = 0xCBF29CE484222325ULL;  // FNV-1a, so that tasks with the same seed share nothing
-    for (char letter : name) hash = (hash ^ static_cast<uint8_t>(letter)) * 0x100000001B3ULL;
-    state_ = mixed(hash) ^ mixed(seed + 0x9E3779B97F4A7C15ULL);
-  }
+  TokenDice(std::string_view name, uint64_t seed) : dice_(name, seed) {}
 
   /// Uniform in [0, n).
-  int32_t below(int32_t n) {
-    const uint64_t range = static_cast<uint64_t>(n);
-    const uint64_t reject_below = (0 - range) % range;  // without it, 2^64 mod n values would favour small numbers
-    uint64_t draw = next();
-    while (draw < reject_below) draw = next();
-    return static_cast<int32_t>(draw % range);
-  }
-
+  int32_t below(int32_t n) { return static_cast<int32_t>(dice_.below(n)); }
   template <class T>
   void shuffle(std::vector<T>& items) {
-    for (size_t i = items.size(); i > 1; --i) std::swap(items[i - 1], items[below(static_cast<int32_t>(i))]);
+    dice_.shuffle(items);
   }
 
   int32_t filler() { return kFirstFiller + below(kFillerCount); }
@@ -64,9 +47,7 @@ class TaskDice {
   }
 
  private:
-  uint64_t next() { return mixed(state_ += 0x9E3779B97F4A7C15ULL); }
-
-  uint64_t state_;
+  Dice dice_;
 };
 
 /// The options with every default filled in.
@@ -194,7 +175,7 @@ class Writer {
 };
 
 /// `total` cut at random into `parts` lengths.
-std::vector<int32_t> random_cut(TaskDice& dice, int32_t total, size_t parts) {
+std::vector<int32_t> random_cut(TokenDice& dice, int32_t total, size_t parts) {
   std::vector<int32_t> ends(parts);
   for (size_t i = 0; i + 1 < parts; ++i) ends[i] = dice.below(total + 1);
   ends.back() = total;
@@ -203,7 +184,7 @@ std::vector<int32_t> random_cut(TaskDice& dice, int32_t total, size_t parts) {
   return ends;
 }
 
-void write_prompt(Writer& writer, TaskDice& dice, const TaskShape& shape, const Sections& sections) {
+void write_prompt(Writer& writer, TokenDice& dice, const TaskShape& shape, const Sections& sections) {
   size_t statements = 0;
   for (const auto& section : sections) statements += section.size();
   const int32_t shortest = 1 + static_cast<int32_t>(sections.size() + 3 * statements);
@@ -230,7 +211,7 @@ void write_prompt(Writer& writer, TaskDice& dice, const TaskShape& shape, const 
 }
 
 /// Facts in blocks, block i of the list in one section; the order of sections and of the facts inside is random.
-Sections in_blocks(TaskDice& dice, const TaskShape& shape, const std::vector<Fact>& facts) {
+Sections in_blocks(TokenDice& dice, const TaskShape& shape, const std::vector<Fact>& facts) {
   Sections sections(shape.sections);
   for (int32_t i = 0; i < shape.facts; ++i) {
     auto& section = sections[static_cast<int64_t>(i) * shape.sections / shape.facts];
@@ -248,13 +229,13 @@ std::vector<Fact> cycle(const std::vector<int32_t>& keys) {
   return facts;
 }
 
-std::vector<Fact> random_values(TaskDice& dice, const std::vector<int32_t>& keys) {
+std::vector<Fact> random_values(TokenDice& dice, const std::vector<int32_t>& keys) {
   std::vector<Fact> facts;
   for (int32_t key : keys) facts.push_back({key, dice.entity_but(key)});
   return facts;
 }
 
-TaskSample make_chain(TaskDice& dice, const TaskShape& shape) {
+TaskSample make_chain(TokenDice& dice, const TaskShape& shape) {
   Writer writer(shape);
   const std::vector<Fact> facts = cycle(dice.distinct_entities(shape.facts));
   write_prompt(writer, dice, shape, in_blocks(dice, shape, facts));
@@ -268,7 +249,7 @@ TaskSample make_chain(TaskDice& dice, const TaskShape& shape) {
   return writer.take();
 }
 
-TaskSample make_ask(TaskDice& dice, const TaskShape& shape) {
+TaskSample make_ask(TokenDice& dice, const TaskShape& shape) {
   Writer writer(shape);
   const std::vector<int32_t> keys = dice.distinct_entities(shape.facts);
   std::vector<Fact> facts = shape.hops == 1 ? random_values(dice, keys) : cycle(keys);
@@ -295,7 +276,7 @@ TaskSample make_ask(TaskDice& dice, const TaskShape& shape) {
   return writer.take();
 }
 
-TaskSample make_needle(TaskDice& dice, const TaskShape& shape) {
+TaskSample make_needle(TokenDice& dice, const TaskShape& shape) {
   Writer writer(shape);
   std::vector<Fact> facts = random_values(dice, dice.distinct_entities(shape.facts));
   write_prompt(writer, dice, shape, in_blocks(dice, shape, facts));
@@ -310,7 +291,7 @@ TaskSample make_needle(TaskDice& dice, const TaskShape& shape) {
 
 /// Without the late keys. Keys to rewrite come in the first third, their second values in the last; keys with one value
 /// in any.
-Sections in_order_of_assignment(TaskDice& dice, const TaskShape& shape, const std::vector<Fact>& facts,
+Sections in_order_of_assignment(TokenDice& dice, const TaskShape& shape, const std::vector<Fact>& facts,
                                 std::vector<Fact>& latest) {
   std::vector<std::vector<Fact>> thirds(3);
   for (int32_t i = 0; i < shape.facts - shape.late; ++i) {
@@ -333,7 +314,7 @@ Sections in_order_of_assignment(TaskDice& dice, const TaskShape& shape, const st
 }
 
 /// One of the first `known` facts.
-Fact& fact_to_rewrite(Writer& writer, TaskDice& dice, std::vector<Fact>& facts, size_t known) {
+Fact& fact_to_rewrite(Writer& writer, TokenDice& dice, std::vector<Fact>& facts, size_t known) {
   std::vector<size_t> settled;
   for (size_t i = 0; i < known; ++i)
     if (writer.settled(facts[i].key)) settled.push_back(i);
@@ -341,7 +322,7 @@ Fact& fact_to_rewrite(Writer& writer, TaskDice& dice, std::vector<Fact>& facts, 
   return facts[settled[dice.below(static_cast<int32_t>(settled.size()))]];
 }
 
-TaskSample make_updates(TaskDice& dice, const TaskShape& shape) {
+TaskSample make_updates(TokenDice& dice, const TaskShape& shape) {
   Writer writer(shape);
   std::vector<Fact> facts = random_values(dice, dice.distinct_entities(shape.facts));
   const std::vector<Fact> first = facts;
@@ -376,7 +357,7 @@ TaskSample make_updates(TaskDice& dice, const TaskShape& shape) {
 
 struct Task {
   TaskInfo info;
-  TaskSample (*make)(TaskDice&, const TaskShape&);
+  TaskSample (*make)(TokenDice&, const TaskShape&);
 };
 
 constexpr std::array<Task, 5> kTasks{{
@@ -409,7 +390,7 @@ TaskSample make_task(std::string_view name, uint64_t seed, const TaskOptions& op
   for (const Task& task : kTasks) {
     if (task.info.name != name) continue;
     const TaskShape shape = resolve(name, options);
-    TaskDice dice(name, seed);
+    TokenDice dice(name, seed);
     return task.make(dice, shape);
   }
   refuse("make_task: unknown task; given \"", name, "\"; allowed ", names_of_tasks());

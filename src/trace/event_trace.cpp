@@ -213,7 +213,7 @@ void read_pins(const io::SafetensorsFile& file, Event& e) {
                    INT32_MAX);
     Pins& pins = e.pins[static_cast<std::size_t>(span[0])];
     KVKEEP_REQUIRE(pins.empty() || span[1] > pins.spans().back().end, file.where(), ": pinned holds position ", span[1],
-                   " of sequence ", span[0], " behind ", pins.spans().back().end, "; allowed spans that ascend");
+                   " of sequence ", span[0], " after ", pins.spans().back().end, "; allowed spans that ascend");
     pins.add({static_cast<std::int32_t>(span[1]), static_cast<std::int32_t>(span[2])});
   }
 }

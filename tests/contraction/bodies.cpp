@@ -28,7 +28,7 @@ contraction::Divided divide(const contraction::Row& row) {
   const Protected guarded = protect(length, row.budget, 4, 8, variant);
   std::vector<Share> shares;
   for (std::int32_t i = 0; i < count; ++i)
-    shares.push_back(share_of(QuotaWeight::mass, prefix.data(), out.ends.data(), i, length, guarded));
+    shares.push_back(segment_share(QuotaWeight::mass, prefix.data(), out.ends.data(), i, length, guarded));
   if (row.official)
     official_quotas(shares.data(), count, row.budget, row.min_quota);
   else

@@ -6,7 +6,7 @@
 
 #include "kvkeep/allot/critical.h"
 #include "kvkeep/allot/share.h"
-#include "kvkeep/keep/rank_key.h"
+#include "kvkeep/core/rank_key.h"
 #include "kvkeep/torch.h"
 #include "value_case.h"
 

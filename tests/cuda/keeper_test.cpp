@@ -5,6 +5,8 @@
 
 #include "device.h"
 #include "fresh_accelerator.h"
+#include "policy/strided.h"
+#include "policy/tapering.h"
 
 namespace kvkeep::cuda::keeper_test {
 namespace {
@@ -128,6 +130,26 @@ TEST_P(DeviceKeeper, KeepsPinnedSpansAsTheCpuDoes) {
             ASSERT_TRUE(std::ranges::binary_search(held, p))
                 << "position " << p << ", row " << r << ", sequence " << id;
         }
+}
+
+TEST(DeviceKeeperOfAPolicyFromOutside, KeepsWhatTheCpuKeeps) {
+  if (!has_machine()) GTEST_SKIP() << "no GPU here";
+  register_policy(tapering());
+  const std::string policy = "tapering,budget=48,late=32,length=80,interval=12";
+  DenseEngine cpu(policy, false, Dtype::f32), device(policy, false, Dtype::f32, fresh_accelerator());
+  ASSERT_NO_FATAL_FAILURE(run_both(cpu, device, 15));
+}
+
+TEST(DeviceKeeperOfAPolicyFromOutside, NamesAnAllocatorThatHasNoKernel) {
+  if (!has_machine()) GTEST_SKIP() << "no GPU here";
+  register_allocator<Strided>();
+  try {
+    const DenseEngine device("strided-tova,budget=48,interval=12", false, Dtype::f32, fresh_accelerator());
+    FAIL() << "made";
+  } catch (const InvalidArgument& refused) {
+    EXPECT_NE(std::string(refused.what()).find("device: allocator strided has no kernel"), std::string::npos)
+        << refused.what();
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(

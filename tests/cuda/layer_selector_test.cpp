@@ -30,7 +30,7 @@ class Selecting {
   Selecting(const LayerSelectorOptions& options, const Ints& ranked, std::int64_t gap = 0)
       : options_(options),
         c_(ranked, gap),
-        ring_(static_cast<std::size_t>(ranked_layers(options) * c_.elements)),
+        ring_(static_cast<std::size_t>(options.ranked_layers() * c_.elements)),
         states_(std::vector<LayerSelection>(ranked.size())),
         ranking_(static_cast<std::size_t>(ranks_workspace_bytes(c_.prompts))),
         comparing_(static_cast<std::size_t>(layer_selector_workspace_bytes(c_.prompts))) {}
@@ -103,7 +103,7 @@ void expect_as_on_cpu(const LayerSelectorOptions& options, const std::vector<std
     }
     Selecting got(options, ranked, 1);
     for (std::int32_t l = 0; l < static_cast<std::int32_t>(layers.size()); ++l) {
-      if (!wants_ranks(options, l)) {
+      if (!options.wants_ranks(l)) {
         for (const LayerSelector& w : want) ASSERT_FALSE(w.wants(l)) << what;
         continue;
       }

@@ -179,10 +179,7 @@ class DeviceMemory {
       MemorySpan& to = table.emplace_back(MemorySpan{.length = span.length,
                                                      .first_token = spans.tokens_before(i),
                                                      .bytes = spans.blob(i) == nullptr ? 0 : spans.blob(i)->size()});
-      for (std::size_t side = 0; side < 2; ++side) {
-        const SpanFactors& f = span.factors[side];
-        to.factors[side] = {f.rank, f.raw, f.centred, f.offset};
-      }
+      std::copy_n(std::begin(span.factors), 2, to.factors);
       std::vector<std::byte> blob(static_cast<std::size_t>(to.bytes));
       if (to.bytes > 0) spans.blob(i)->read(blob.data());
       far.push_back(to.bytes > 0 ? held(blob) : nullptr);

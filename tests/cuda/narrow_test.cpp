@@ -100,7 +100,7 @@ TEST_F(Narrow, FollowsTheScoresOfEveryLayerToTheRowsThatGoOn) {
     for (std::int32_t t = 0; t < lengths[p]; ++t) hidden.push_back(1000 * static_cast<std::int32_t>(p) + t);
     want.emplace_back(options, lengths[p]);
   }
-  const DeviceArray<std::int32_t> ring(static_cast<std::size_t>(ranked_layers(options) * c.elements)),
+  const DeviceArray<std::int32_t> ring(static_cast<std::size_t>(options.ranked_layers() * c.elements)),
       tokens(3 * kSelect), rows(hidden), packed(Ints(3 * kSelect, -1));
   const DeviceArray<LayerSelection> states(std::vector<LayerSelection>(3));
   const DeviceArray<std::byte> ranking(static_cast<std::size_t>(ranks_workspace_bytes(c.prompts))),

@@ -282,7 +282,7 @@ TEST(KeeperPins, RefusesWhatDoesNotFitBeforeAnythingIsWritten) {
   static_cast<void>(run.feed(30));
   run.keeper().pin(1, 2, 30);  // 26 behind the sinks
   EXPECT_EQ(message_of([&] { run.keeper().pin(1, 40, 43); }),
-            "pin: 29 positions behind the 4 sinks of snapkv, whose budget is 40 slots, of which the newest 8 always "
+            "pin: 29 positions after the 4 sinks of snapkv, whose budget is 40 slots, of which the newest 8 always "
             "stay; allowed up to 28");
   EXPECT_EQ(run.keeper().pinned(1).size(), 1U);
   run.keeper().pin(1, 40, 42);

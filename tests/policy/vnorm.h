@@ -17,7 +17,7 @@ struct VnormOptions {
   /// g[t] = |v_t|, fp32.
   template <class Row, class Team>
   KVKEEP_HD void score(const Row& row, float* g, Team team) const {
-    for (std::int32_t t = team.rank(); t < row.length(); t += team.size()) {
+    for (std::int32_t t = team.thread(); t < row.length(); t += team.size()) {
       const float sum = sum_of_squares(row.value(t), row.value_dim());
       g[t] = squared ? sum : std::sqrt(sum);
     }

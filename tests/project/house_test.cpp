@@ -56,6 +56,55 @@ TEST(House, LibTorchIsAtTheEdgeAlone) {
   EXPECT_TRUE(knows_libtorch("include/kvkeep/torch.h")) << "what this test looks for";
 }
 
+// Policies run on a Machine. Only what stands between them and a cache may ask which.
+TEST(House, PoliciesKnowNoAccelerator) {
+  const std::set<std::string> between{"machine.h",    "policy.h",         "host-inl.h",
+                                      "keeper-inl.h", "query_ring-inl.h", "restore.cpp"};
+  std::size_t looked_at = 0;
+  for (const char* room : {"policy", "score", "allot", "layers", "keep", "memory", "observe"})
+    for (const char* above : {"include/kvkeep", "src"})
+      for (const fs::path& file : sources_in(fs::path(above) / room)) {
+        if (between.contains(file.filename().string())) continue;
+        const std::string text = content_of(file);
+        for (const char* word : {"accelerator ==", "accelerator !=", "is_host(", "dynamic_cast", "typeid", "\"cuda/"})
+          EXPECT_EQ(text.find(word), std::string::npos) << file << " says " << word;
+        ++looked_at;
+      }
+  EXPECT_GT(looked_at, 100U);
+  for (const fs::path& file : sources_in("src/cuda"))
+    for (const char* policy : {"dynamic_cast", "policy/evict.h", "policy/sekv.h", "policy/asl.h"})
+      EXPECT_EQ(content_of(file).find(policy), std::string::npos) << file << " knows a policy";
+}
+
+// Each room, and the rooms that its headers may include besides core/ and simd/ (docs/design.md).
+TEST(House, RoomsIncludeEachOtherInOneDirection) {
+  const std::map<std::string, std::set<std::string>> may{
+      {"core", {}},
+      {"simd", {}},
+      {"io", {}},
+      {"report", {}},
+      {"keep", {}},
+      {"observe", {}},
+      {"score", {"observe", "io"}},
+      {"allot", {"keep"}},
+      {"layers", {"keep", "score"}},
+      {"memory", {"keep", "io"}},
+      {"state", {"io"}},
+      {"policy", {"allot", "keep", "layers", "memory", "observe", "score"}},
+  };
+  for (const auto& [room, others] : may)
+    for (const fs::path& header : sources_in(fs::path("include/kvkeep") / room)) {
+      const std::string text = content_of(header), start = "#include \"kvkeep/";
+      for (std::size_t at = text.find(start); at != std::string::npos; at = text.find(start, at + 1)) {
+        const std::size_t from = at + start.size(), end = text.find_first_of("/\"", from);
+        if (text[end] == '"') continue;  // a header that is in no room
+        const std::string other = text.substr(from, end - from);
+        EXPECT_TRUE(other == room || other == "core" || (other == "simd" && room != "core") || others.contains(other))
+            << header << " includes " << other << '/';
+      }
+    }
+}
+
 TEST(House, ASourceLiesInTheRoomOfItsHeader) {
   std::map<std::string, std::string> room_of;
   for (const auto& header : sources_in("include/kvkeep"))

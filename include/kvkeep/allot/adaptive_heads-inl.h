@@ -7,6 +7,7 @@
 
 #include "kvkeep/allot/adaptive_heads.h"
 #include "kvkeep/allot/head_marks.h"
+#include "kvkeep/core/each_row.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/parallel.h"
 #include "kvkeep/core/require_host.h"
@@ -20,11 +21,10 @@ namespace adaptive_heads_detail {
 inline void mark_best_of_all(std::span<const Row> rows, std::int64_t count, const float* scores,
                              std::vector<std::uint64_t>& keys, std::uint8_t* marks) {
   if (count <= 0) return;
-  const auto order_of = [&](std::int64_t at) { return rank_key(scores[at], 0) >> 32; };
   const std::int64_t slots = rows.back().first + rows.back().length - rows.front().first;
   keys.clear();
   for (std::int64_t at = 0; at < slots; ++at)
-    if (marks[at] == 0) keys.push_back(order_of(at));
+    if (marks[at] == 0) keys.push_back(order_of(scores[at]));
   const auto last = keys.begin() + static_cast<std::ptrdiff_t>(count) - 1;
   std::nth_element(keys.begin(), last, keys.end(), std::greater<>());
   const std::uint64_t least = *last;
@@ -33,7 +33,7 @@ inline void mark_best_of_all(std::span<const Row> rows, std::int64_t count, cons
     const std::int64_t first = row.first - rows.front().first;
     for (std::int64_t at = first + row.length - 1; at >= first; --at) {
       if (marks[at] != 0) continue;
-      const std::uint64_t order = order_of(at);
+      const std::uint64_t order = order_of(scores[at]);
       if (order > least || (order == least && ties-- > 0)) marks[at] = 1;
     }
   }
@@ -111,14 +111,10 @@ KVKEEP_INLINE KeepSet kept_by_marks(const RowTable& table, const std::uint8_t* m
     keep.indptr.push_back(keep.indptr.back() +
                           std::count(marks + row.first, marks + row.first + row.length, std::uint8_t{1}));
   keep.slots = empty({keep.indptr.back()}, Dtype::i32);
-  auto* slots = keep.slots.data<std::int32_t>();
-  parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t r = begin; r < end; ++r) {
-      const Row& row = table.rows[static_cast<std::size_t>(r)];
-      std::int32_t* out = slots + keep.indptr[static_cast<std::size_t>(r)];
-      for (std::int32_t t = 0; t < row.length; ++t)
-        if (marks[row.first + t] != 0) *out++ = t;
-    }
+  each_row(table, [&](std::size_t r, const Row& row) {
+    auto out = keep.room(r).begin();
+    for (std::int32_t t = 0; t < row.length; ++t)
+      if (marks[row.first + t] != 0) *out++ = t;
   });
   return keep;
 }

@@ -5,9 +5,9 @@
 #include <numeric>
 
 #include "kvkeep/allot/allocator.h"
+#include "kvkeep/core/each_row.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/core/parallel.h"
 #include "kvkeep/core/require_host.h"
 #include "kvkeep/keep/select.h"
 
@@ -35,9 +35,7 @@ KVKEEP_INLINE KeepSet empty_keep_set(const RowTable& table, const Limits& limits
 
 KVKEEP_INLINE KeepSet keep_everything(const RowTable& table) {
   KeepSet keep = empty_keep_set(table, {Variant::strict, {}, std::vector<RowLimit>(table.rows.size())});
-  for (std::size_t r = 0; r < table.rows.size(); ++r)
-    std::iota(keep.slots.data<std::int32_t>() + keep.indptr[r], keep.slots.data<std::int32_t>() + keep.indptr[r + 1],
-              0);
+  for (std::size_t r = 0; r < table.rows.size(); ++r) std::iota(keep.room(r).begin(), keep.room(r).end(), 0);
   return keep;
 }
 
@@ -47,22 +45,14 @@ KVKEEP_INLINE void Flat::allot(const Evidence& evidence, const Limits& limits, c
   const RowTable& table = evidence.table;
   decision.keep = empty_keep_set(table, limits);
   const float* g = scores.data.data<float>();
-  auto* slots = decision.keep->slots.data<std::int32_t>();
-  parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-    std::vector<std::uint64_t> keys;
-    for (std::int64_t r = begin; r < end; ++r) {
-      const Row& row = table.rows[static_cast<std::size_t>(r)];
-      const RowLimit& limit = limits.rows[static_cast<std::size_t>(r)];
-      const std::span kept{slots + decision.keep->indptr[static_cast<std::size_t>(r)],
-                           static_cast<std::size_t>(decision.keep->count(static_cast<std::size_t>(r)))};
-      if (!limit.due) {
-        std::iota(kept.begin(), kept.end(), 0);
-        continue;
-      }
-      const Protected guarded =
-          limits.variant == Variant::official ? with_padding(limit, limits.padding, row.length) : limit.guarded;
-      select({g + row.first, static_cast<std::size_t>(row.length)}, guarded, keys, kept);
-    }
+  const auto make = [] { return std::vector<std::uint64_t>(); };
+  each_row(table, make, [&](std::size_t r, const Row& row, std::vector<std::uint64_t>& keys) {
+    const RowLimit& limit = limits.rows[r];
+    const std::span<std::int32_t> kept = decision.keep->room(r);
+    if (!limit.due) return std::iota(kept.begin(), kept.end(), 0);
+    const Protected guarded =
+        limits.variant == Variant::official ? with_padding(limit, limits.padding, row.length) : limit.guarded;
+    select({g + row.first, static_cast<std::size_t>(row.length)}, guarded, keys, kept);
   });
 }
 

@@ -2,10 +2,10 @@
 /// The values that ChunkKV ranks, bit-identical on the CPU and on a GPU. Does not use LibTorch.
 
 #include <cstdint>
-#include <cstring>
 
 #include "kvkeep/core/hd.h"
 #include "kvkeep/core/protect.h"
+#include "kvkeep/core/rank_key.h"
 
 namespace kvkeep {
 
@@ -47,15 +47,6 @@ KVKEEP_HD inline double chunk_mean(const double* sums, SlotRange slots, const Pr
   for (std::int32_t t = slots.from; t < slots.to; ++t)
     if (!guarded.pins_slot(t)) mean += sums[t];
   return mean / free_count(slots, guarded);
-}
-
-/// A score as an integer of the same order: the larger stays; NaN ranks with the lowest, -0 equals +0. Never 0.
-KVKEEP_HD inline std::uint64_t score_key(double score) {
-  std::uint64_t bits;
-  score += 0.0;
-  memcpy(&bits, &score, sizeof bits);
-  if (score != score) bits = std::uint64_t{0xFFF0} << 48;
-  return (bits >> 63) != 0 ? ~bits : bits | std::uint64_t{1} << 63;
 }
 
 }  // namespace kvkeep

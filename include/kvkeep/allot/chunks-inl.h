@@ -16,7 +16,7 @@
 namespace kvkeep {
 namespace chunks_detail {
 
-using Ranked = std::pair<std::uint64_t, std::int32_t>;  ///< score_key() and number of a chunk or slot; the larger stays
+using Ranked = std::pair<std::uint64_t, std::int32_t>;  ///< order_of() and number of a chunk or slot; the larger stays
 
 /// Buffers of one thread.
 struct Scratch {
@@ -37,7 +37,7 @@ inline void select_chunks(std::int32_t chunk, Protected guarded, Scratch& s, std
   s.chunks.clear();
   for (std::int32_t c = 0; c < chunks_in(length, chunk); ++c) {
     const SlotRange free = free_slots(c, chunk, length, guarded);
-    if (free_count(free, guarded) > 0) s.chunks.emplace_back(score_key(chunk_mean(s.sums.data(), free, guarded)), c);
+    if (free_count(free, guarded) > 0) s.chunks.emplace_back(order_of(chunk_mean(s.sums.data(), free, guarded)), c);
   }
   std::sort(s.chunks.begin(), s.chunks.end(), std::greater<>());  // equal means: the newer chunk first
   auto out = slots.begin();
@@ -56,7 +56,7 @@ inline void select_chunks(std::int32_t chunk, Protected guarded, Scratch& s, std
     }
     s.slots.clear();
     for (std::int32_t t = free.from; t < free.to; ++t)
-      if (!guarded.pins_slot(t)) s.slots.emplace_back(score_key(s.sums[static_cast<std::size_t>(t)]), t);
+      if (!guarded.pins_slot(t)) s.slots.emplace_back(order_of(s.sums[static_cast<std::size_t>(t)]), t);
     std::nth_element(s.slots.begin(), s.slots.begin() + static_cast<std::ptrdiff_t>(left) - 1, s.slots.end(),
                      std::greater<>());
     for (std::size_t n = 0; n < left; ++n) *out++ = s.slots[n].second;
@@ -81,17 +81,13 @@ KVKEEP_INLINE void Chunks::allot(const Evidence& evidence, const Limits& limits,
   decision.keep = empty_keep_set(table, limits);
   const KeepSet& keep = *decision.keep;
   const float* g = scores.data.data<float>();
-  auto* slots = keep.slots.data<std::int32_t>();
   parallel_for(0, static_cast<std::int64_t>(table.groups.size()), 1, [&](std::int64_t begin, std::int64_t end) {
     chunks_detail::Scratch scratch;
     for (std::int64_t i = begin; i < end; ++i) {
       const RowGroup& group = table.groups[static_cast<std::size_t>(i)];
       const std::span<const Row> rows = table.rows_of(group, evidence.spec.kv_heads);
       const RowLimit* limit = limits.rows.data() + group.first_row;
-      const auto kept = [&](std::size_t h) {
-        const auto r = static_cast<std::size_t>(group.first_row) + h;
-        return std::span{slots + keep.indptr[r], static_cast<std::size_t>(keep.count(r))};
-      };
+      const auto kept = [&](std::size_t h) { return keep.room(static_cast<std::size_t>(group.first_row) + h); };
       const Protected guarded = protected_by_any(limit, evidence.spec.kv_heads, rows.front().length, limits.variant);
       for (std::size_t h = 0; h < rows.size(); ++h) {
         const std::span<std::int32_t> own = kept(h);

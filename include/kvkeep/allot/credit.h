@@ -22,13 +22,13 @@ template <class Team = OneThread>
 KVKEEP_HD void update_credit(const float* mass, std::int32_t length, std::int32_t known, CreditOptions options,
                              double epsilon, bool raw, float* credit, float* used, Team team = {}) {
   if (known > length) known = 0;
-  for (std::int32_t t = team.rank(); t < length; t += team.size()) {
+  for (std::int32_t t = team.thread(); t < length; t += team.size()) {
     const double old = t < known ? static_cast<double>(credit[t]) : 0.0;
     credit[t] = static_cast<float>(options.decay * old + (1.0 - options.decay) * static_cast<double>(mass[t]));
   }
   team.sync();
   const double sum = total(credit, length, team) + length * epsilon;
-  for (std::int32_t t = team.rank(); t < length; t += team.size()) {
+  for (std::int32_t t = team.thread(); t < length; t += team.size()) {
     const double share =
         raw ? static_cast<double>(credit[t]) : (static_cast<double>(usable(credit[t])) + epsilon) / sum;
     used[t] = static_cast<float>(options.mix * static_cast<double>(mass[t]) + (1.0 - options.mix) * share);

@@ -8,8 +8,8 @@
 
 #include "kvkeep/allot/critical.h"
 #include "kvkeep/allot/head_marks.h"
+#include "kvkeep/core/each_row.h"
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/core/parallel.h"
 #include "kvkeep/core/require_host.h"
 #include "kvkeep/keep/select.h"
 #include "kvkeep/simd/attention_lanes.h"
@@ -127,26 +127,23 @@ KVKEEP_INLINE void Critical::allot(const Evidence& evidence, const Limits& limit
     marks = cpu::mark_across_heads(evidence, limits, options_.safeguard, g);
   else
     marks.assign(static_cast<std::size_t>(table.slots), 1);
-  parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-    critical_detail::Scratch scratch;
-    for (std::int64_t r = begin; r < end; ++r) {
-      const Row& row = table.rows[static_cast<std::size_t>(r)];
-      const RowLimit& limit = limits.rows[static_cast<std::size_t>(r)];
-      std::uint8_t* own = marks.data() + row.first;
-      const auto budget =
-          ragged() ? static_cast<std::int32_t>(std::count(own, own + row.length, std::uint8_t{1})) : limit.budget;
-      if (!limit.due || budget >= row.length) continue;
-      const std::span row_scores{g + row.first, static_cast<std::size_t>(row.length)};
-      critical_detail::value_sizes(evidence, row, critical_detail::projection_of(evidence, row.layer), scratch);
-      const std::int32_t guarded = limit.guarded.count(),
-                         first = std::max(guarded, share_of(options_.first_stage, budget));
-      cpu::mark_guarded(row.length, limit.guarded, own);
-      cpu::mark_best(row_scores, first - guarded, scratch.keys, own);
-      for (std::size_t t = 0; t < row_scores.size(); ++t)
-        scratch.ranks[t] = std::isfinite(scratch.sizes[t]) ? (row_scores[t] + kCriticalEpsilon) * scratch.sizes[t]
-                                                           : std::numeric_limits<float>::quiet_NaN();
-      cpu::mark_best({scratch.ranks.data(), static_cast<std::size_t>(row.length)}, budget - first, scratch.keys, own);
-    }
+  const auto make = [] { return critical_detail::Scratch(); };
+  each_due_row(table, limits, make, [&](std::size_t r, const Row& row, critical_detail::Scratch& scratch) {
+    const RowLimit& limit = limits.rows[r];
+    std::uint8_t* own = marks.data() + row.first;
+    const auto budget =
+        ragged() ? static_cast<std::int32_t>(std::count(own, own + row.length, std::uint8_t{1})) : limit.budget;
+    if (budget >= row.length) return;
+    const std::span row_scores{g + row.first, static_cast<std::size_t>(row.length)};
+    critical_detail::value_sizes(evidence, row, critical_detail::projection_of(evidence, row.layer), scratch);
+    const std::int32_t guarded = limit.guarded.count(),
+                       first = std::max(guarded, share_of(options_.first_stage, budget));
+    cpu::mark_guarded(row.length, limit.guarded, own);
+    cpu::mark_best(row_scores, first - guarded, scratch.keys, own);
+    for (std::size_t t = 0; t < row_scores.size(); ++t)
+      scratch.ranks[t] = std::isfinite(scratch.sizes[t]) ? (row_scores[t] + kCriticalEpsilon) * scratch.sizes[t]
+                                                         : std::numeric_limits<float>::quiet_NaN();
+    cpu::mark_best({scratch.ranks.data(), static_cast<std::size_t>(row.length)}, budget - first, scratch.keys, own);
   });
   decision.keep = cpu::kept_by_marks(table, marks.data());
 }

@@ -57,9 +57,9 @@ template <class Team>
 KVKEEP_HD void pool_history(const MassSegmentedOptions& options, float* usage, std::int32_t history, float* scratch,
                             Team team) {
   if (options.pool <= 1) return;
-  for (std::int32_t t = team.rank(); t < history; t += team.size()) scratch[t] = usage[t];
+  for (std::int32_t t = team.thread(); t < history; t += team.size()) scratch[t] = usage[t];
   team.sync();
-  for (std::int32_t t = team.rank(); t < history; t += team.size())
+  for (std::int32_t t = team.thread(); t < history; t += team.size())
     usage[t] = pooled_average(scratch, history, options.pool, t);
   team.sync();
 }
@@ -69,7 +69,7 @@ KVKEEP_HD void pool_history(const MassSegmentedOptions& options, float* usage, s
 template <class Team>
 KVKEEP_HD void fill_suffix(SuffixFill fill, const std::int32_t* positions, std::int32_t length, std::int32_t newest,
                            std::int32_t history, float top, float* usage, Team team) {
-  for (std::int32_t t = history + team.rank(); t < length; t += team.size()) {
+  for (std::int32_t t = history + team.thread(); t < length; t += team.size()) {
     if (fill == SuffixFill::exclude)
       usage[t] = 0;
     else if (fill != SuffixFill::causal_mean || positions[t] >= newest)
@@ -86,21 +86,38 @@ KVKEEP_HD void weigh_row(const MassSegmentedOptions& options, const float* old, 
                          float* usage, float* fed, float* credit, float* used, Team team) {
   const bool raw = options.quotas == QuotaWeight::raw_mass && credit != nullptr;
   if (raw)
-    for (std::int32_t t = team.rank(); t < length; t += team.size())
+    for (std::int32_t t = team.thread(); t < length; t += team.size())
       fed[t] = (usage[t] > 0 ? usage[t] : 0.0F) + static_cast<float>(kMassEpsilon);
   team.sync();
   normalise_mass(usage, length, kMassEpsilon, team);
   if (credit == nullptr) {
     if (used != usage)
-      for (std::int32_t t = team.rank(); t < length; t += team.size()) used[t] = usage[t];
+      for (std::int32_t t = team.thread(); t < length; t += team.size()) used[t] = usage[t];
     team.sync();
     return;
   }
   if (old == nullptr || known > length) known = 0;
-  for (std::int32_t t = team.rank(); t < known; t += team.size()) credit[t] = old[t];
+  for (std::int32_t t = team.thread(); t < known; t += team.size()) credit[t] = old[t];
   team.sync();
   update_credit(raw ? fed : usage, length, known, {options.credit_decay, options.credit_mix}, kMassEpsilon, raw, credit,
                 used, team);
+}
+
+/// A row that is not due: no mass, and its credit as it was, 0 for slots that came since. `used` may be `usage`;
+/// `credit` may be null.
+template <class Team>
+KVKEEP_HD void pass_row(const float* old, std::int32_t known, std::int32_t length, float* usage, float* credit,
+                        float* used, Team team) {
+  if (old == nullptr || known > length) known = 0;
+  for (std::int32_t t = team.thread(); t < length; t += team.size()) {
+    usage[t] = used[t] = 0;
+    if (credit != nullptr) credit[t] = t < known ? old[t] : 0.0F;
+  }
+}
+
+/// How the options cut a row.
+KVKEEP_HD inline SegmentOptions segments_of(const MassSegmentedOptions& options, Variant variant) {
+  return {variant, options.segments, options.fixed, options.segment_mass, options.min_segment, options.max_segment};
 }
 
 /// Slots whose mass does not count where segments are cut and quotas poured.
@@ -109,8 +126,8 @@ KVKEEP_HD inline Protected left_out(const MassSegmentedOptions& options, const P
 }
 
 /// Segment i as a share of the budget: its weight, length and protected slots.
-KVKEEP_HD inline Share share_of(QuotaWeight quotas, const std::uint64_t* prefix, const std::int32_t* ends,
-                                std::int32_t i, std::int32_t length, const Protected& guarded) {
+KVKEEP_HD inline Share segment_share(QuotaWeight quotas, const std::uint64_t* prefix, const std::int32_t* ends,
+                                     std::int32_t i, std::int32_t length, const Protected& guarded) {
   const std::int32_t start = i > 0 ? ends[i - 1] : 0, end = ends[i];
   const std::uint64_t before = start > 0 ? prefix[start - 1] : 0, total = prefix[length - 1];
   const double mass = total > 0 ? static_cast<double>(prefix[end - 1] - before) / static_cast<double>(total) : 0.0;

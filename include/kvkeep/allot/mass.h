@@ -52,7 +52,7 @@ class IntegerMass {
 template <class Team = OneThread>
 KVKEEP_HD float largest(const float* x, std::int32_t n, Team team = {}) {
   float best = 0;
-  for (std::int32_t t = team.rank(); t < n; t += team.size()) best = usable(x[t]) > best ? usable(x[t]) : best;
+  for (std::int32_t t = team.thread(); t < n; t += team.size()) best = usable(x[t]) > best ? usable(x[t]) : best;
   return team.largest(best);
 }
 
@@ -61,7 +61,7 @@ template <class Team = OneThread>
 KVKEEP_HD double total(const float* x, std::int32_t n, Team team = {}) {
   const IntegerMass integers(largest(x, n, team), n);
   std::uint64_t sum = 0;
-  for (std::int32_t t = team.rank(); t < n; t += team.size()) sum += integers(x[t]);
+  for (std::int32_t t = team.thread(); t < n; t += team.size()) sum += integers(x[t]);
   return integers.value(team.sum(sum));
 }
 
@@ -69,7 +69,7 @@ KVKEEP_HD double total(const float* x, std::int32_t n, Team team = {}) {
 template <class Team = OneThread>
 KVKEEP_HD void normalise_mass(float* u, std::int32_t length, double epsilon, Team team = {}) {
   const double sum = total(u, length, team) + length * epsilon;
-  for (std::int32_t t = team.rank(); t < length; t += team.size())
+  for (std::int32_t t = team.thread(); t < length; t += team.size())
     u[t] = static_cast<float>((static_cast<double>(usable(u[t])) + epsilon) / sum);
   team.sync();
 }

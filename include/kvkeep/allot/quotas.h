@@ -63,7 +63,7 @@ KVKEEP_HD void pour_floors(Share* s, std::int32_t count, std::int32_t left, std:
     }
     given = next;
   }
-  for (std::int32_t i = team.rank(); i < count; i += team.size()) {
+  for (std::int32_t i = team.thread(); i < count; i += team.size()) {
     const auto wants = [&](std::int32_t n) { return need(n) > rounds; };
     const bool last =
         wants(i) && rank_of(i, count, wants, [&](std::int32_t n) { return static_cast<float>(s[n].mass); }) < left;
@@ -87,7 +87,7 @@ KVKEEP_HD void strict_quotas(Share* s, std::int32_t count, std::int32_t budget, 
     wanting += detail::floor_of(s[i], min_quota) - s[i].protect;
   }
   if (wanting > left) return detail::pour_floors(s, count, left, min_quota, team);
-  for (std::int32_t i = team.rank(); i < count; i += team.size()) s[i].quota = detail::floor_of(s[i], min_quota);
+  for (std::int32_t i = team.thread(); i < count; i += team.size()) s[i].quota = detail::floor_of(s[i], min_quota);
   team.sync();
   left -= static_cast<std::int32_t>(wanting);
   const auto open = [&](std::int32_t i) { return s[i].quota < s[i].length; };
@@ -100,7 +100,7 @@ KVKEEP_HD void strict_quotas(Share* s, std::int32_t count, std::int32_t budget, 
         ++opened;
       }
     team.sync();
-    for (std::int32_t i = team.rank(); i < count; i += team.size()) {
+    for (std::int32_t i = team.thread(); i < count; i += team.size()) {
       s[i].part = active > 0 ? left * (s[i].mass / active) : static_cast<double>(left) / opened;
       s[i].more = open(i) && s[i].quota + s[i].part >= s[i].length ? s[i].length - s[i].quota : 0;
     }
@@ -113,14 +113,14 @@ KVKEEP_HD void strict_quotas(Share* s, std::int32_t count, std::int32_t budget, 
     team.sync();
     if (filled == 0) {  // no segment fills up: whole parts first, then the largest fractional parts
       const auto fraction = [&](std::int32_t i) { return static_cast<float>(s[i].part - std::floor(s[i].part)); };
-      for (std::int32_t i = team.rank(); i < count; i += team.size())
+      for (std::int32_t i = team.thread(); i < count; i += team.size())
         if (open(i))
           s[i].more = static_cast<std::int32_t>(std::floor(s[i].part)) +
                       (detail::rank_of(i, count, open, fraction) < units ? 1 : 0);
       team.sync();
       filled = left;
     }
-    for (std::int32_t i = team.rank(); i < count; i += team.size()) s[i].quota += s[i].more;
+    for (std::int32_t i = team.thread(); i < count; i += team.size()) s[i].quota += s[i].more;
     team.sync();
     left -= filled;
   }

@@ -49,7 +49,7 @@ KVKEEP_HD void prefix_mass(const float* mass, std::int32_t length, std::uint64_t
   const IntegerMass integers(last > top ? last : top, length);
   std::uint64_t before = 0;
   for (std::int32_t first = 0; first < length; first += team.size()) {
-    const std::int32_t t = first + team.rank();
+    const std::int32_t t = first + team.thread();
     const std::uint64_t mine = t >= begin && t < end && !left_out.pins_slot(t) ? integers(mass[t]) : 0;
     const std::uint64_t through = before + team.sum_before(mine) + mine;
     if (t < length) prefix[t] = through;

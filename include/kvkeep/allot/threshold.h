@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "kvkeep/allot/allocator.h"
+#include "kvkeep/core/each_row.h"
 #include "kvkeep/core/error.h"
-#include "kvkeep/core/parallel.h"
 #include "kvkeep/core/require_host.h"
 #include "kvkeep/keep/select.h"
 
@@ -57,25 +57,18 @@ class Threshold final : public Allocator {
     require_host("threshold", evidence.table.device);
     const RowTable& table = evidence.table;
     const float* g = scores.data.data<float>();
-    const auto rows = static_cast<std::int64_t>(table.rows.size());
     KeepSet keep;
     keep.indptr.assign(table.rows.size() + 1, 0);
-    const auto each_row = [&](auto&& body) {
-      parallel_for(0, rows, 1, [&](std::int64_t begin, std::int64_t end) {
-        for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r)
-          body(table.rows[r], limits.rows[r], r);
-      });
-    };
-    each_row([&](const Row& row, const RowLimit& limit, std::size_t r) {
-      keep.indptr[r + 1] = limit.due ? stay(row, limit, g + row.first) : row.length;
+    each_row(table, [&](std::size_t r, const Row& row) {
+      keep.indptr[r + 1] = limits.rows[r].due ? stay(row, limits.rows[r], g + row.first) : row.length;
     });
     std::partial_sum(keep.indptr.begin(), keep.indptr.end(), keep.indptr.begin());
     keep.slots = empty({keep.indptr.back()}, Dtype::i32);
-    each_row([&](const Row& row, const RowLimit& limit, std::size_t r) {
-      const std::span slots{keep.slots.data<std::int32_t>() + keep.indptr[r], static_cast<std::size_t>(keep.count(r))};
-      if (!limit.due) return std::iota(slots.begin(), slots.end(), 0);
-      std::vector<std::uint64_t> keys;
-      select({g + row.first, static_cast<std::size_t>(row.length)}, limit.guarded, keys, slots);
+    const auto make = [] { return std::vector<std::uint64_t>(); };
+    each_row(table, make, [&](std::size_t r, const Row& row, std::vector<std::uint64_t>& keys) {
+      const std::span<std::int32_t> slots = keep.room(r);
+      if (!limits.rows[r].due) return std::iota(slots.begin(), slots.end(), 0);
+      select({g + row.first, static_cast<std::size_t>(row.length)}, limits.rows[r].guarded, keys, slots);
     });
     decision.keep = std::move(keep);
   }

@@ -32,7 +32,9 @@ struct KeepSet {
 
   [[nodiscard]] std::int64_t count(std::size_t row) const { return indptr[row + 1] - indptr[row]; }
   /// Slots of one row; CPU only.
-  [[nodiscard]] std::span<const std::int32_t> row(std::size_t r) const {
+  [[nodiscard]] std::span<const std::int32_t> row(std::size_t r) const { return room(r); }
+  /// Where they are written.
+  [[nodiscard]] std::span<std::int32_t> room(std::size_t r) const {
     return {slots.data<std::int32_t>() + indptr[r], static_cast<std::size_t>(count(r))};
   }
 };

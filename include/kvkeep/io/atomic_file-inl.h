@@ -65,18 +65,6 @@ inline void unlist(ListedFile* file) {
 
 inline std::string reason() { return std::system_category().message(errno); }
 
-// Replaces or creates the target of a link, not the link.
-inline fs::path through_links(const fs::path& path) {
-  constexpr int kMostLinks = 40;  // as many as Linux follows
-  std::error_code ignored;
-  fs::path target = path;
-  for (int links = 0; links < kMostLinks; ++links) {
-    if (!fs::is_symlink(fs::symlink_status(target, ignored))) return target;
-    target = target.parent_path() / fs::read_symlink(target, ignored);  // an absolute target replaces the whole path
-  }
-  refuse("write file: '", path.string(), "' is a link without an end; allowed a file or a new name");
-}
-
 inline void sync_folder(const fs::path& folder) {
   const int descriptor = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (descriptor < 0) return;  // the file itself is safe; a folder that cannot be opened cannot be synced
@@ -88,8 +76,18 @@ inline fs::path folder_of(const fs::path& path) { return path.has_parent_path() 
 
 }  // namespace atomic_file_detail
 
-KVKEEP_INLINE AtomicFile::AtomicFile(const atomic_file_detail::fs::path& path)
-    : path_(atomic_file_detail::through_links(path)) {
+KVKEEP_INLINE std::filesystem::path through_links(const std::filesystem::path& path) {
+  constexpr int kMostLinks = 40;  // as many as Linux follows
+  std::error_code ignored;
+  std::filesystem::path target = path;
+  for (int links = 0; links < kMostLinks; ++links) {
+    if (!std::filesystem::is_symlink(std::filesystem::symlink_status(target, ignored))) return target;
+    target = target.parent_path() / std::filesystem::read_symlink(target, ignored);  // an absolute one replaces it all
+  }
+  refuse("write file: '", path.string(), "' is a link without an end; allowed a file or a new name");
+}
+
+KVKEEP_INLINE AtomicFile::AtomicFile(const atomic_file_detail::fs::path& path) : path_(through_links(path)) {
   static std::atomic<unsigned> count{0};
   KVKEEP_REQUIRE(path_.has_filename(), "write file: '", path.string(),
                  "' does not name a file; allowed a path that ends in a file name");

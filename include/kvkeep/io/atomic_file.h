@@ -10,6 +10,10 @@ namespace kvkeep::io {
 
 struct ListedFile;
 
+/// The file that writing to `path` replaces or creates: the target of a link, which need not exist yet. Throws
+/// InvalidArgument for a circular link.
+[[nodiscard]] std::filesystem::path through_links(const std::filesystem::path& path);
+
 /// A file under construction: bytes go to a temporary file beside `path`. commit() puts it in place; without it, the
 /// temporary file is removed. If `path` is a link, its target is replaced or created. Any number may be under
 /// construction at once. Throws: InvalidArgument if the folder is missing or cannot be written to, if `path` exists and

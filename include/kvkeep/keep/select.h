@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "kvkeep/core/limits.h"
-#include "kvkeep/keep/rank_key.h"
+#include "kvkeep/core/rank_key.h"
 
 namespace kvkeep {
 

@@ -1,9 +1,9 @@
 #pragma once
 // Bodies of last_query.h: compiled by src/layers, or where they are included under KVKEEP_HEADER_ONLY.
 
+#include "kvkeep/core/each_row.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/core/parallel.h"
 #include "kvkeep/core/pool.h"
 #include "kvkeep/layers/last_query.h"
 #include "kvkeep/layers/layer_selector.h"
@@ -35,20 +35,17 @@ KVKEEP_INLINE Tensor last_query_scores(const Evidence& evidence, std::int32_t po
   const cpu::WindowTurns turns(evidence, windows);
   // The sum over a group's heads of q . k is (sum of q) . k: one product per key.
   std::vector<float> products(static_cast<std::size_t>(table.slots));
-  parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-    std::vector<float> queries(static_cast<std::size_t>(spec.group() * spec.key_dim));
-    for (std::int64_t r = begin; r < end; ++r) {
-      const Row& row = table.rows[static_cast<std::size_t>(r)];
-      const auto g = static_cast<std::size_t>(r / spec.kv_heads);
-      cpu::gather_queries(evidence, table.groups[g].queries, row.head, 1, turns.of(g), queries.data());
-      for (std::int32_t h = 1; h < spec.group(); ++h)
-        for (std::int32_t d = 0; d < spec.key_dim; ++d)
-          queries[static_cast<std::size_t>(d)] += queries[static_cast<std::size_t>(h * spec.key_dim + d)];
-      const auto unscaled = static_cast<float>(1.0 / spec.scale());  // gather_queries scales for softmaxes
-      for (std::int32_t d = 0; d < spec.key_dim; ++d) queries[static_cast<std::size_t>(d)] *= unscaled;
-      cpu::key_dots({row.keys, table.key_dtype, spec.key_dim}, 0, row.length, queries.data(),
-                    products.data() + row.first);
-    }
+  const auto make = [&] { return std::vector<float>(static_cast<std::size_t>(spec.group() * spec.key_dim)); };
+  each_row(table, make, [&](std::size_t r, const Row& row, std::vector<float>& queries) {
+    const std::size_t g = r / static_cast<std::size_t>(spec.kv_heads);
+    cpu::gather_queries(evidence, table.groups[g].queries, row.head, 1, turns.of(g), queries.data());
+    for (std::int32_t h = 1; h < spec.group(); ++h)
+      for (std::int32_t d = 0; d < spec.key_dim; ++d)
+        queries[static_cast<std::size_t>(d)] += queries[static_cast<std::size_t>(h * spec.key_dim + d)];
+    const auto unscaled = static_cast<float>(1.0 / spec.scale());  // gather_queries scales for softmaxes
+    for (std::int32_t d = 0; d < spec.key_dim; ++d) queries[static_cast<std::size_t>(d)] *= unscaled;
+    cpu::key_dots({row.keys, table.key_dtype, spec.key_dim}, 0, row.length, queries.data(),
+                  products.data() + row.first);
   });
 
   std::int64_t tokens = 0;

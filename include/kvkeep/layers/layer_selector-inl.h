@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -12,6 +11,7 @@
 #include "kvkeep/core/fields.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/problems.h"
+#include "kvkeep/core/rank_key.h"
 #include "kvkeep/layers/layer_selector.h"
 
 namespace kvkeep {
@@ -58,15 +58,8 @@ namespace layer_selector_detail {
 inline constexpr std::int64_t kMostRanks =
     (std::int64_t{1} << 32) - 1;  ///< over the layers that are compared: up to this the sums stay exact
 
-/// Ascends as ranks do: the higher the score, the lower the key; NaN last, -0 and 0 equal.
-inline std::uint32_t rank_key(float score) {
-  if (std::isnan(score)) return std::numeric_limits<std::uint32_t>::max();
-  const auto bits = std::bit_cast<std::uint32_t>(score + 0.0F);
-  return (bits >> 31) != 0 ? bits : ~(bits | 0x80000000U);
-}
-
 struct Ranked {
-  std::uint32_t key;
+  std::uint32_t key;  ///< place_key()
   std::int32_t token;
 };
 
@@ -80,7 +73,7 @@ KVKEEP_INLINE std::vector<std::int32_t> ranks_of(std::span<const float> scores) 
   std::vector<layer_selector_detail::Ranked> order(scores.size()), other(scores.size());
   std::array<std::array<std::uint32_t, layer_selector_detail::kBins>, layer_selector_detail::kDigits> starts{};
   for (std::size_t t = 0; t < scores.size(); ++t) {
-    order[t] = {layer_selector_detail::rank_key(scores[t]), static_cast<std::int32_t>(t)};
+    order[t] = {place_key(scores[t]), static_cast<std::int32_t>(t)};
     for (int d = 0; d < layer_selector_detail::kDigits; ++d)
       ++starts[static_cast<std::size_t>(d)]
               [order[t].key >> (d * layer_selector_detail::kDigitBits) & (layer_selector_detail::kBins - 1)];
@@ -107,19 +100,15 @@ KVKEEP_INLINE LayerSelector::LayerSelector(LayerSelectorOptions options, std::in
       relative_(std::numeric_limits<double>::quiet_NaN()),
       missed_(relative_) {
   require_no_problems("layer selector", options_.problems());
-  KVKEEP_REQUIRE(tokens >= 0 && tokens <= layer_selector_detail::kMostRanks / std::max(observed(), 1),
-                 "layer selector: a prompt of ", tokens, " tokens; allowed 0 to ",
-                 layer_selector_detail::kMostRanks / std::max(observed(), 1), " when ", observed(),
-                 " layers are compared");
-}
-
-KVKEEP_INLINE std::int32_t LayerSelector::observed() const {
-  return std::min(options_.observed_layers, options_.min_layer + 1);
+  const std::int64_t most =
+      std::min<std::int64_t>(layer_selector_detail::kMostRanks / options_.ranked_layers(), INT32_MAX);
+  KVKEEP_REQUIRE(tokens >= 0 && tokens <= most, "layer selector: a prompt of ", tokens, " tokens; allowed 0 to ", most,
+                 " when ", options_.ranked_layers(), " layers are compared");
 }
 
 KVKEEP_INLINE bool LayerSelector::wants(std::int32_t layer) const {
   if (layer_ >= 0 || tokens_ <= options_.select) return false;
-  return options_.fixed_layer >= 0 ? layer == options_.fixed_layer : layer > options_.min_layer - observed();
+  return options_.wants_ranks(layer);
 }
 
 /// Mean over tokens of the population variance of their ranks over the observed layers; a token counts if any of these
@@ -152,9 +141,8 @@ KVKEEP_INLINE double LayerSelector::variance() const {
       counted += least[i] <= best;
     }
   }
-  const auto wide = static_cast<double>(layers);
-  return (static_cast<double>(high) * 4294967296.0 + static_cast<double>(low)) / (wide * wide) /
-         static_cast<double>(counted);  // as a GPU divides
+  return mean_variance(static_cast<double>(high), static_cast<double>(low), static_cast<std::int32_t>(layers),
+                       static_cast<double>(counted));
 }
 
 /// Over the observed layers, the largest share of attention that went to tokens which the newest layer does not have
@@ -197,7 +185,7 @@ KVKEEP_INLINE bool LayerSelector::see(std::int32_t layer, std::span<const float>
                  ", one for each token before the window");
   KVKEEP_REQUIRE(!options_.reads_mass() || mass.size() == scores.size(), "layer selector: ", mass.size(),
                  " masses for ", scores.size(), " scores; allowed one each (missed_mass and select_mass read them)");
-  if (static_cast<std::int32_t>(ranks_.size()) == (options_.fixed_layer >= 0 ? 1 : observed())) {
+  if (static_cast<std::int32_t>(ranks_.size()) == options_.ranked_layers()) {
     ranks_.erase(ranks_.begin());
     if (!masses_.empty()) masses_.erase(masses_.begin());
   }
@@ -209,10 +197,7 @@ KVKEEP_INLINE bool LayerSelector::see(std::int32_t layer, std::span<const float>
   if (options_.fixed_layer < 0 && layer >= options_.min_layer) {
     const double now = variance();
     if (first_variance_ < 0) first_variance_ = now;
-    relative_ = layer == options_.min_layer ? 1.0
-                : first_variance_ > 0       ? now / first_variance_
-                : now == 0                  ? 0.0
-                                            : std::numeric_limits<double>::infinity();
+    relative_ = share_of_first(now, first_variance_, layer == options_.min_layer);
     selects = relative_ < options_.threshold;
     if (options_.missed_mass > 0) selects = (missed_ = most_missed()) < options_.missed_mass;
   }

@@ -4,10 +4,13 @@
 /// FastKV's rule. missed_mass and select_mass are ours. Differs: ranks are kept for the observed layers only; variances
 /// are in double; among equal scores the lower index ranks first; never divides by a first variance of 0.
 
+#include <cmath>
 #include <cstdint>
 #include <span>
 #include <string>
 #include <vector>
+
+#include "kvkeep/core/hd.h"
 
 namespace kvkeep {
 
@@ -27,6 +30,15 @@ struct LayerSelectorOptions {
   double select_mass = 1;  ///< below 1: only as many of the best `select` tokens as, with the window, drew this share
                            ///< of the selecting layer's attention (ours)
 
+  /// Layers whose ranks are held at a time.
+  [[nodiscard]] constexpr std::int32_t ranked_layers() const {
+    if (fixed_layer >= 0) return 1;
+    return observed_layers <= min_layer ? observed_layers : min_layer + 1;
+  }
+  /// True if a layer's scores must be ranked, as long as the prompt has not selected.
+  [[nodiscard]] constexpr bool wants_ranks(std::int32_t layer) const {
+    return fixed_layer >= 0 ? layer == fixed_layer : layer > min_layer - ranked_layers();
+  }
   /// True if see() needs masses besides scores.
   [[nodiscard]] bool reads_mass() const { return missed_mass > 0 || select_mass < 1; }
 
@@ -69,11 +81,23 @@ class LayerSelector {
   /// (fewer with select_mass). All tokens before any layer was seen.
   [[nodiscard]] std::vector<std::int32_t> tokens() const;
 
+  /// Mean over `counted` tokens of the variance of their ranks in `layers` layers: `high` * 2^32 + `low` is the sum of
+  /// layers^2 times each variance.
+  [[nodiscard]] KVKEEP_HD static double mean_variance(double high, double low, std::int32_t layers, double counted) {
+    const auto wide = static_cast<double>(layers);
+    return (high * 4294967296.0 + low) / (wide * wide) / counted;
+  }
+  /// A layer's variance as a share of `first`, that at min_layer; `is_first`: it is that.
+  [[nodiscard]] KVKEEP_HD static double share_of_first(double variance, double first, bool is_first) {
+    if (is_first) return 1;
+    if (first > 0) return variance / first;
+    return variance == 0 ? 0 : static_cast<double>(INFINITY);
+  }
+
   /// Bytes of the ranks and masses held.
   [[nodiscard]] std::int64_t bytes() const;
 
  private:
-  [[nodiscard]] std::int32_t observed() const;
   [[nodiscard]] double variance() const;
   [[nodiscard]] double most_missed() const;
   [[nodiscard]] std::int64_t enough(std::span<const float> mass) const;

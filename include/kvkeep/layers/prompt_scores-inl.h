@@ -1,8 +1,8 @@
 #pragma once
 // Bodies of prompt_scores.h: compiled by src/layers, or where they are included under KVKEEP_HEADER_ONLY.
 
+#include "kvkeep/core/each_row.h"
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/core/parallel.h"
 #include "kvkeep/core/pool.h"
 #include "kvkeep/layers/prompt_scores.h"
 #include "kvkeep/score/window_attention.h"
@@ -102,21 +102,18 @@ KVKEEP_INLINE PromptScores prompt_scores(const Evidence& evidence, PromptScoreOp
   PromptScores scores{zeros({table.slots}, Dtype::f32),
                       zeros({prompt_scores_detail::slots_before_windows(table, options.window)}, Dtype::f32),
                       average ? sum : prompt_scores_detail::over_groups(table, parts, of_window)};
-  parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-    std::vector<float> pooled;
-    for (std::int64_t r = begin; r < end; ++r) {
-      const Row& row = table.rows[static_cast<std::size_t>(r)];
-      const std::int32_t before = row.length - options.window;
-      pooled.resize(static_cast<std::size_t>(before));
-      float* head = scores.heads.data<float>() + row.first;
-      for (std::int32_t part = 0; part < parts; ++part) {
-        const float* u = of_window + row.first * parts + std::int64_t{part} * row.length;
-        if (average)
-          pool_average(u, before, options.pool, pooled.data());
-        else
-          pool_max(u, before, options.pool, pooled.data());
-        for (std::int32_t t = 0; t < before; ++t) head[t] += weight * pooled[static_cast<std::size_t>(t)];
-      }
+  const auto make = [] { return std::vector<float>(); };
+  each_row(table, make, [&](std::size_t, const Row& row, std::vector<float>& pooled) {
+    const std::int32_t before = row.length - options.window;
+    pooled.resize(static_cast<std::size_t>(before));
+    float* head = scores.heads.data<float>() + row.first;
+    for (std::int32_t part = 0; part < parts; ++part) {
+      const float* u = of_window + row.first * parts + std::int64_t{part} * row.length;
+      if (average)
+        pool_average(u, before, options.pool, pooled.data());
+      else
+        pool_max(u, before, options.pool, pooled.data());
+      for (std::int32_t t = 0; t < before; ++t) head[t] += weight * pooled[static_cast<std::size_t>(t)];
     }
   });
   float* tokens = scores.tokens.data<float>();

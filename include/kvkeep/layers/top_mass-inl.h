@@ -6,9 +6,9 @@
 #include <functional>
 #include <numeric>
 
+#include "kvkeep/core/each_row.h"
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/core/parallel.h"
-#include "kvkeep/keep/rank_key.h"
+#include "kvkeep/core/rank_key.h"
 #include "kvkeep/layers/top_mass.h"
 #include "kvkeep/score/window_attention.h"
 
@@ -56,9 +56,8 @@ KVKEEP_INLINE KeepSet keep_top_mass(const RowTable& table, const Tensor& sums, T
                  "top mass: sums; allowed f32 [", table.slots, "], one per slot");
   const float* of_window = sums.data<float>();
   std::vector<std::vector<std::int32_t>> kept(table.rows.size());
-  parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-    for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r)
-      kept[r] = top_mass_detail::slots_of(of_window + table.rows[r].first, table.rows[r].length, options);
+  each_row(table, [&](std::size_t r, const Row& row) {
+    kept[r] = top_mass_detail::slots_of(of_window + row.first, row.length, options);
   });
   KeepSet keep;
   keep.indptr.push_back(0);

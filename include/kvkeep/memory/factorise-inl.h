@@ -25,10 +25,6 @@ enum Form : std::int64_t { kFirst, kPlain };  ///< the rows as options ask for t
 inline std::int64_t padded(std::int64_t n) { return (n + matrix_lanes() - 1) / matrix_lanes() * matrix_lanes(); }
 inline std::int64_t triangle_size(std::int64_t n) { return n * (n + 1) / 2; }
 
-inline double sum_from(std::span<const double> squares, std::int64_t first) {
-  return std::accumulate(squares.begin() + first, squares.end(), 0.0);
-}
-
 /// The power of two that scales a trace to order 1, so that later steps need not consider magnitudes.
 inline double scale_of(double trace) {
   if (!(trace > 0) || !std::isfinite(trace)) return 1;
@@ -172,7 +168,7 @@ KVKEEP_INLINE void Factorisation::run_group(std::int64_t first, std::int64_t cou
     c.kept = kept_components(first + lane, c.rank);
     SpanFactors& f = factors_[static_cast<std::size_t>(first + lane)];
     f.rank = static_cast<std::int32_t>(c.kept.size());
-    f.raw = options_.raw && f.rank * (length_ + dim_) >= length_ * dim_;
+    f.raw = options_.stores_rows(f.rank, length_, dim_);
     f.centred = may_centre() && c.form == factorise_detail::kFirst;
     if (!f.raw) most = std::max<std::int64_t>(most, f.rank);
   }
@@ -265,14 +261,14 @@ KVKEEP_INLINE void Factorisation::take_values(std::int64_t lane, Scratch& s) con
 KVKEEP_INLINE Factorisation::Choice Factorisation::choose(std::int64_t n, std::int64_t lane, const Scratch& s) const {
   Choice c;
   const std::vector<double> first = s.forms[factorise_detail::kFirst].squares_of(lane, s.m);
-  const bool noise = factorise_detail::sum_from(first, 0) <= kRoundingNoise * squares_[static_cast<std::size_t>(n)];
-  c.rank = noise ? 0 : rank_of(first.data(), static_cast<std::int32_t>(first.size()), options_);
-  if (s.forms.size() < 2 || c.rank == 0 || c.rank == s.m) return c;
+  const auto count = static_cast<std::int32_t>(s.m);
+  const bool noise = squares_from(first.data(), 0, count) <= kRoundingNoise * squares_[static_cast<std::size_t>(n)];
+  const std::int32_t rank = noise ? 0 : rank_of(first.data(), count, options_);
+  c.rank = rank;
+  if (s.forms.size() < 2) return c;
   const std::vector<double> plain = s.forms[factorise_detail::kPlain].squares_of(lane, s.m);
-  if (!(factorise_detail::sum_from(plain, c.rank) <
-        factorise_detail::sum_from(first, c.rank) - kCentringGain * factorise_detail::sum_from(first, 0)))
-    return c;
-  return {factorise_detail::kPlain, rank_of(plain.data(), static_cast<std::int32_t>(plain.size()), options_), {}};
+  if (!plain_is_better(plain.data(), first.data(), rank, count)) return c;
+  return {factorise_detail::kPlain, rank_of(plain.data(), count, options_), {}};
 }
 
 KVKEEP_INLINE void Factorisation::ask_gates(const RankGates& gates, std::int64_t first, std::int64_t count,

@@ -34,6 +34,10 @@ struct FactorOptions {
       false;  ///< keep the signs of every key near, to estimate what a query would give a token without its factors
   Dtype store = Dtype::f32;  ///< f32, bf16 or f16, for coarse entries, factors and raw rows
 
+  /// True if the rows of a matrix are stored instead of its factors.
+  [[nodiscard]] KVKEEP_HD bool stores_rows(std::int64_t components, std::int64_t length, std::int64_t dim) const {
+    return raw && components * (length + dim) >= length * dim;
+  }
   /// Options that are not allowed, one sentence each with the field's name; empty if there are none.
   [[nodiscard]] std::vector<std::string> problems() const;
   void describe(Fields& f);
@@ -44,14 +48,29 @@ inline constexpr double kRoundingNoise = 1e-10;
 /// Rows as they are, not centred, are factorised if they leave out less by more than this share of the squares.
 inline constexpr double kCentringGain = 1e-6;
 
+/// Sum of squares[first, count), the smallest first.
+template <class Real>
+[[nodiscard]] KVKEEP_HD double squares_from(const Real* squares, std::int32_t first, std::int32_t count) {
+  double sum = 0;
+  for (std::int32_t i = count; i-- > first;) sum += static_cast<double>(squares[i]);
+  return sum;
+}
+
+/// True if `rank` components of rows as they are leave out less than those of centred rows. [count] squares of each.
+template <class Real>
+[[nodiscard]] KVKEEP_HD bool plain_is_better(const Real* plain, const Real* centred, std::int32_t rank,
+                                             std::int32_t count) {
+  return rank > 0 && rank < count &&
+         squares_from(plain, rank, count) <
+             squares_from(centred, rank, count) - kCentringGain * squares_from(centred, 0, count);
+}
+
 /// Components of descending `squares` [count] that Rank::energy and Rank::max select.
 template <class Real>
 [[nodiscard]] KVKEEP_HD std::int32_t rank_of(const Real* squares, std::int32_t count, const FactorOptions& o) {
   const std::int32_t most = o.max_rank < count ? o.max_rank : count;
   if (o.rank != FactorOptions::Rank::energy) return most;
-  double all = 0;  // in the order of `left`
-  for (std::int32_t i = count; i-- > 0;) all += static_cast<double>(squares[i]);
-  const double allowed = o.energy * o.energy * all;
+  const double allowed = o.energy * o.energy * squares_from(squares, 0, count);  // added in the order of `left`
   std::int32_t rank = count;
   for (double left = 0; rank > 0 && left + static_cast<double>(squares[rank - 1]) <= allowed; --rank)
     left += static_cast<double>(squares[rank - 1]);
@@ -67,7 +86,7 @@ struct SpanFactors {
   std::int64_t offset = 0;  ///< of A [length, r], then B [r, D], or of the rows, in the span's blob
 
   /// Count of stored numbers.
-  [[nodiscard]] std::int64_t numbers(std::int64_t length, std::int64_t dim) const {
+  [[nodiscard]] KVKEEP_HD std::int64_t numbers(std::int64_t length, std::int64_t dim) const {
     return raw ? length * dim : rank * (length + dim);
   }
 };

@@ -7,7 +7,8 @@
 #include <numeric>
 
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/keep/rank_key.h"
+#include "kvkeep/core/rank_key.h"
+#include "kvkeep/memory/opening.h"
 #include "kvkeep/memory/row_zoom.h"
 #include "kvkeep/simd/attention_lanes.h"
 #include "kvkeep/simd/memory_lanes.h"
@@ -26,7 +27,7 @@ inline const float* coarse_rows(const SpanRow& spans, KvSide side, std::int64_t 
 /// Spans by descending key, NaN last, then ascending index.
 inline std::vector<std::int64_t> by_key(std::span<const float> keys, std::vector<std::int64_t> order) {
   std::ranges::stable_sort(order, std::ranges::greater(),
-                           [keys](std::int64_t s) { return rank_key(keys[static_cast<std::size_t>(s)], 0); });
+                           [keys](std::int64_t s) { return order_of(keys[static_cast<std::size_t>(s)]); });
   return order;
 }
 
@@ -61,8 +62,10 @@ inline void walk(const SpanRow& row, const float* relevance, const std::uint8_t*
     if (any) asked.push_back(s);
   }
   double used = budget.resident;
+  const OpeningCost costs{row.dim(), budget.per_head};
   for (const std::int64_t s : by_key(keys, std::move(asked))) {
-    const double cost = budget.per_head ? row.span(s).length - 1 : row.zoom_entries(s);
+    const FoldedSpan& span = row.span(s);
+    const double cost = costs.entries(span.factors[0], span.factors[1], span.length);
     if (used + cost > budget.entries) continue;
     used += cost;
     for (std::int64_t h = 0; h < heads; ++h) zoomed[h * spans + s] = share ? std::uint8_t{1} : wanted[h * spans + s];
@@ -159,9 +162,7 @@ KVKEEP_INLINE void sketch_mass(const SpanRow& spans, const float* queries, std::
   sketch_sums(sketched, scratch.inner.data(), factors, base, heads, scratch.tokens.data(), top, mass);
   for (std::int64_t h = 0; h < heads; ++h) {
     float* own = mass + h * n;
-    const double most = std::max<double>(top[h], dense[h]), sum = std::accumulate(own, own + n, 0.0),
-                 all = std::exp(dense[h] - most) + sum * std::exp(top[h] - most);
-    const auto factor = static_cast<float>(std::exp(top[h] - most) / all);
+    const float factor = share_factor(top[h], std::accumulate(own, own + n, 0.0), dense[h]);
     for (std::int64_t s = 0; s < n; ++s) own[s] *= factor;
   }
 }
@@ -173,10 +174,7 @@ KVKEEP_INLINE void coarse_mass(const float* logits, std::int64_t spans, float de
     std::fill_n(mass, spans, 0.0F);
     return;
   }
-  const double sum = exponentials(mass, spans, top);
-  // Shares of exp(dense) + sum * exp(top), relative to the larger of the two.
-  const double most = std::max<double>(top, dense), all = std::exp(dense - most) + sum * std::exp(top - most);
-  const auto factor = static_cast<float>(std::exp(top - most) / all);
+  const float factor = share_factor(top, exponentials(mass, spans, top), dense);
   for (std::int64_t s = 0; s < spans; ++s) mass[s] *= factor;
 }
 

@@ -15,6 +15,7 @@
 #include "kvkeep/core/problems.h"
 #include "kvkeep/core/tensor.h"
 #include "kvkeep/memory/factorise.h"
+#include "kvkeep/memory/opening.h"
 #include "kvkeep/memory/segmenter.h"
 #include "kvkeep/memory/span_row.h"
 #include "kvkeep/simd/attention_lanes.h"
@@ -110,8 +111,7 @@ KVKEEP_INLINE SpanRow::SpanRow(std::int64_t dim, Dtype store, SpanParts parts)
 
 KVKEEP_INLINE double SpanRow::zoom_entries(std::int64_t i) const {
   const FoldedSpan& s = span(i);
-  return static_cast<double>(s.factors[0].numbers(s.length, dim_) + s.factors[1].numbers(s.length, dim_)) /
-         (2.0 * static_cast<double>(dim_));
+  return OpeningCost{dim_}.entries(s.factors[0], s.factors[1], s.length);
 }
 
 KVKEEP_INLINE Tensor SpanRow::rows(std::int64_t i, KvSide side) const {
@@ -354,8 +354,8 @@ class RowFolding {
       total += factors.numbers(batch.length, dim_);
       std::vector<float> mean(matrices.mean(n), matrices.mean(n) + dim_);
       require_storable(mean, f, s, slots);
-      cpu::narrow(mean.data(), dim_, options_.store,
-                  row.coarse_[static_cast<std::size_t>(side)].data() + s * dim_ * bytes_of_number());
+      cpu::round_to(mean.data(), dim_, options_.store,
+                    row.coarse_[static_cast<std::size_t>(side)].data() + s * dim_ * bytes_of_number());
       if (trace_ == nullptr) continue;
       const auto at = static_cast<std::ptrdiff_t>((2 * (first_[r] + s) + side) * options_.max_rank);
       std::ranges::copy(matrices.singular_values(n), trace_->singular_values.begin() + at);
@@ -367,7 +367,7 @@ class RowFolding {
       matrices.write(2 * i + side, numbers.data() + span.factors[static_cast<std::size_t>(side)].offset);
     require_storable(numbers, f, s, slots);
     std::vector<std::byte> bytes(static_cast<std::size_t>(total * bytes_of_number()));
-    cpu::narrow(numbers.data(), total, options_.store, bytes.data());
+    cpu::round_to(numbers.data(), total, options_.store, bytes.data());
     row.blobs_[static_cast<std::size_t>(s)] = far_.put(bytes, label_of(f, s, slots));
   }
 

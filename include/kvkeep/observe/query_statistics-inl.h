@@ -8,8 +8,8 @@
 #include "kvkeep/core/finite.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/parallel.h"
+#include "kvkeep/observe/query_block.h"
 #include "kvkeep/observe/query_statistics.h"
-#include "kvkeep/score/query_block.h"
 #include "kvkeep/simd/expected_lanes.h"
 
 namespace kvkeep {

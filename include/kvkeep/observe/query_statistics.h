@@ -92,5 +92,5 @@ class QueryStatistics {
 }  // namespace kvkeep
 
 #ifdef KVKEEP_HEADER_ONLY
-#include "kvkeep/score/query_block.h"  // and, after it, the bodies of this file
+#include "kvkeep/observe/query_block.h"  // and, after it, the bodies of this file
 #endif

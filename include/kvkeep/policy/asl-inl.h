@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "kvkeep/core/each_row.h"
 #include "kvkeep/core/fields.h"
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/core/parallel.h"
 #include "kvkeep/core/problems.h"
 #include "kvkeep/keep/select.h"
 #include "kvkeep/layers/last_query.h"
@@ -24,13 +24,10 @@ inline KeepSet keep_best(const RowTable& table, const Tensor& scores, std::int32
   KeepSet keep;
   for (std::size_t r = 0; r <= table.rows.size(); ++r) keep.indptr.push_back(static_cast<std::int64_t>(r) * slots);
   keep.slots = empty({keep.indptr.back()}, Dtype::i32);
-  parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-    std::vector<std::uint64_t> keys;
-    for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r) {
-      const Row& row = table.rows[r];
-      select({scores.data<float>() + row.first, static_cast<std::size_t>(row.length)}, {.sinks = 0, .recents = window},
-             keys, {keep.slots.data<std::int32_t>() + keep.indptr[r], static_cast<std::size_t>(slots)});
-    }
+  const auto make = [] { return std::vector<std::uint64_t>(); };
+  each_row(table, make, [&](std::size_t r, const Row& row, std::vector<std::uint64_t>& keys) {
+    select({scores.data<float>() + row.first, static_cast<std::size_t>(row.length)}, {.sinks = 0, .recents = window},
+           keys, keep.room(r));
   });
   return keep;
 }

@@ -127,7 +127,7 @@ KVKEEP_INLINE void Evict::check_pins(std::span<const PositionSpan> pins) const {
   const std::int32_t newest = std::max(scorer_->keeps_newest(), 1);
   const std::int64_t given = positions_from(retention_.sink, pins),
                      allowed = std::max<std::int64_t>(0, std::int64_t{budget.slots} - retention_.sink - newest);
-  KVKEEP_REQUIRE(given <= allowed, "pin: ", given, " positions behind the ", retention_.sink, " sinks of ", name_,
+  KVKEEP_REQUIRE(given <= allowed, "pin: ", given, " positions after the ", retention_.sink, " sinks of ", name_,
                  ", whose budget is ", budget.slots, " slots, of which the newest ", newest,
                  " always stay; allowed up to ", allowed);
 }
@@ -138,7 +138,7 @@ KVKEEP_INLINE void Evict::require_room(const RowGroup& group, std::int32_t sinks
   const std::int32_t newest = std::max(scorer_->keeps_newest(), 1);
   const std::int64_t allowed = std::max<std::int64_t>(0, std::int64_t{budget} - sinks - newest);
   KVKEEP_REQUIRE(pinned <= allowed, "pin: the sequence at index ", group.sequence, " of the step holds ", pinned,
-                 " pinned slots in layer ", group.layer, " behind ", sinks, " sinks, under ", name_,
+                 " pinned slots in layer ", group.layer, " after ", sinks, " sinks, under ", name_,
                  ", whose budget is now ", budget, " slots, of which the newest ", newest,
                  " always stay; allowed up to ", allowed, ": unpin some, or end the sequence");
 }

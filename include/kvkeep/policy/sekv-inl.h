@@ -124,7 +124,7 @@ KVKEEP_INLINE void Sekv::check_pins(std::span<const PositionSpan> pins) const {
                     "pin: sekv has variant official, and its published form pins nothing; allowed strict");
   const std::int64_t given = positions_from(options_.segmenter.sink, pins),
                      allowed = std::max(0, options_.budget - options_.segmenter.sink);
-  KVKEEP_REQUIRE(options_.budget == 0 || given <= allowed, "pin: ", given, " positions behind the ",
+  KVKEEP_REQUIRE(options_.budget == 0 || given <= allowed, "pin: ", given, " positions after the ",
                  options_.segmenter.sink, " sinks of sekv, whose budget is ", options_.budget,
                  " entries; allowed up to ", allowed);
 }

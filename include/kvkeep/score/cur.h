@@ -20,7 +20,7 @@ struct CurOptions {
   template <class Row, class Team>
   KVKEEP_HD void score(const Row& row, float* g, Team team) const {
     const std::int32_t length = row.length(), size = window == 0 ? length : window;
-    for (std::int64_t begin = std::int64_t{team.rank()} * size; begin < length;
+    for (std::int64_t begin = std::int64_t{team.thread()} * size; begin < length;
          begin += std::int64_t{team.size()} * size) {
       const auto first = static_cast<std::int32_t>(begin), end = length - first < size ? length : first + size;
       float keys = 0, values = 0;

@@ -18,7 +18,7 @@ struct GivenOptions {
   /// g[t] is the score given for slot t, as f32.
   template <class Row, class Team>
   KVKEEP_HD void score(const Row& row, float* g, Team team) const {
-    for (std::int32_t t = team.rank(); t < row.length(); t += team.size()) g[t] = row.given(t);
+    for (std::int32_t t = team.thread(); t < row.length(); t += team.size()) g[t] = row.given(t);
   }
 };
 

@@ -6,8 +6,8 @@
 #include <span>
 #include <vector>
 
+#include "kvkeep/core/each_row.h"
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/core/parallel.h"
 #include "kvkeep/core/require_host.h"
 #include "kvkeep/score/panel_scratch.h"
 #include "kvkeep/score/window_attention.h"
@@ -214,18 +214,14 @@ KVKEEP_INLINE Tensor history_attention(const Evidence& evidence, std::span<const
     queries = std::max<std::int64_t>(queries, spans[r].queries);
   }
   const cpu::PanelSizes sizes(evidence.spec, slots, queries, {.maxima = options.group == GroupReduce::max_logit});
-  parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-    history_attention_detail::Scratch scratch(sizes);
-    for (std::int64_t n = begin; n < end; ++n) {
-      const auto r = static_cast<std::size_t>(n);
-      const Row& row = table.rows[r];
-      std::fill_n(out + row.first, row.length, 0.0F);
-      if (spans[r].slots() == 0) continue;
-      const std::size_t g = r / heads;
-      cpu::gather_queries(evidence, table.groups[g].queries, row.head, spans[r].queries, turns.of(g), scratch.queries);
-      history_attention_detail::HistoryReduction(evidence, row, table.groups[g].queries, spans[r], options, scratch)
-          .run(out + row.first + spans[r].first);
-    }
+  const auto make = [&] { return history_attention_detail::Scratch(sizes); };
+  each_row(table, make, [&](std::size_t r, const Row& row, history_attention_detail::Scratch& scratch) {
+    std::fill_n(out + row.first, row.length, 0.0F);
+    if (spans[r].slots() == 0) return;
+    const std::size_t g = r / heads;
+    cpu::gather_queries(evidence, table.groups[g].queries, row.head, spans[r].queries, turns.of(g), scratch.queries);
+    history_attention_detail::HistoryReduction(evidence, row, table.groups[g].queries, spans[r], options, scratch)
+        .run(out + row.first + spans[r].first);
   });
   return result;
 }

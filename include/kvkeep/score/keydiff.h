@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kvkeep/core/each_row.h"
 #include "kvkeep/core/hd.h"
-#include "kvkeep/core/parallel.h"
 #include "kvkeep/core/require_host.h"
 #include "kvkeep/score/scorer.h"
 #include "kvkeep/simd/key_lanes.h"
@@ -90,24 +90,20 @@ inline Scores KeyDiff::score(const Evidence& evidence, const Limits& limits, con
   with_dtype("keydiff", table.key_dtype, [](auto) {});
   Scores scores{empty({table.slots}, Dtype::f32)};
   float* out = scores.data.data<float>();
-  parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-    keydiff_detail::Scratch scratch(evidence.spec.key_dim);
-    for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r) {
-      if (!limits.rows[r].due) continue;
-      const Row& row = table.rows[r];
-      const cpu::Keys keys{row.keys, table.key_dtype, evidence.spec.key_dim};
-      float* g = out + row.first;
-      keydiff_detail::find_anchor(keys, row.length, g, scratch);
-      double square = 0;
-      for (const float x : scratch.anchor) square += static_cast<double>(x) * static_cast<double>(x);
-      const float norm = anchor_norm(square);
-      const std::int64_t last = (row.length - 1) / cpu::kKeyBlock * cpu::kKeyBlock;
-      for (std::int64_t t = last; t >= 0; t -= cpu::kKeyBlock) {
-        const std::int64_t n = std::min(cpu::kKeyBlock, row.length - t);
-        cpu::key_dots(keys, t, t + n, scratch.anchor.data(), scratch.block.data());
-        for (std::int64_t i = 0; i < n; ++i)
-          g[t + i] = score_of(scratch.block[static_cast<std::size_t>(i)], g[t + i], norm);
-      }
+  const auto make = [&] { return keydiff_detail::Scratch(evidence.spec.key_dim); };
+  each_due_row(table, limits, make, [&](std::size_t, const Row& row, keydiff_detail::Scratch& scratch) {
+    const cpu::Keys keys{row.keys, table.key_dtype, evidence.spec.key_dim};
+    float* g = out + row.first;
+    keydiff_detail::find_anchor(keys, row.length, g, scratch);
+    double square = 0;
+    for (const float x : scratch.anchor) square += static_cast<double>(x) * static_cast<double>(x);
+    const float norm = anchor_norm(square);
+    const std::int64_t last = (row.length - 1) / cpu::kKeyBlock * cpu::kKeyBlock;
+    for (std::int64_t t = last; t >= 0; t -= cpu::kKeyBlock) {
+      const std::int64_t n = std::min(cpu::kKeyBlock, row.length - t);
+      cpu::key_dots(keys, t, t + n, scratch.anchor.data(), scratch.block.data());
+      for (std::int64_t i = 0; i < n; ++i)
+        g[t + i] = score_of(scratch.block[static_cast<std::size_t>(i)], g[t + i], norm);
     }
   });
   return scores;

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "kvkeep/core/parallel.h"
+#include "kvkeep/core/each_row.h"
 #include "kvkeep/core/require_host.h"
 #include "kvkeep/score/scorer.h"
 #include "kvkeep/simd/key_lanes.h"
@@ -33,14 +33,10 @@ inline Scores Knorm::score(const Evidence& evidence, const Limits& limits, const
   with_dtype("knorm", table.key_dtype, [](auto) {});
   Scores scores{empty({table.slots}, Dtype::f32)};
   float* out = scores.data.data<float>();
-  parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-    for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r) {
-      if (!limits.rows[r].due) continue;
-      const Row& row = table.rows[r];
-      float* g = out + row.first;
-      cpu::key_norms({row.keys, table.key_dtype, evidence.spec.key_dim}, 0, row.length, g);
-      std::transform(g, g + row.length, g, [](float norm) { return -norm; });
-    }
+  each_due_row(table, limits, [&](std::size_t, const Row& row) {
+    float* g = out + row.first;
+    cpu::key_norms({row.keys, table.key_dtype, evidence.spec.key_dim}, 0, row.length, g);
+    std::transform(g, g + row.length, g, [](float norm) { return -norm; });
   });
   return scores;
 }

@@ -21,7 +21,7 @@ struct RandomOptions {
   template <class Row, class Team>
   KVKEEP_HD void score(const Row& row, float* g, Team team) const {
     const std::uint64_t of_row = draws_of_row(seed, row.layer(), row.head());
-    for (std::int32_t t = team.rank(); t < row.length(); t += team.size()) g[t] = draw(of_row, row.position(t));
+    for (std::int32_t t = team.thread(); t < row.length(); t += team.size()) g[t] = draw(of_row, row.position(t));
   }
 };
 
@@ -46,7 +46,7 @@ struct RandomAttentionOptions {
     if (row.length() == 0) return;
     const auto newest = static_cast<std::uint64_t>(row.position(row.length() - 1)) + 1;
     const std::uint64_t of_event = mixed_bits(draws_of_row(seed, row.layer(), row.head()) ^ newest << 32U);
-    for (std::int32_t t = team.rank(); t < row.length(); t += team.size()) g[t] = draw(of_event, row.position(t));
+    for (std::int32_t t = team.thread(); t < row.length(); t += team.size()) g[t] = draw(of_event, row.position(t));
   }
 };
 

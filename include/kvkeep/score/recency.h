@@ -15,7 +15,7 @@ struct RecencyOptions {
   /// g[t] = t. Exact up to 2^24 slots.
   template <class Row, class Team>
   KVKEEP_HD void score(const Row& row, float* g, Team team) const {
-    for (std::int32_t t = team.rank(); t < row.length(); t += team.size()) g[t] = static_cast<float>(t);
+    for (std::int32_t t = team.thread(); t < row.length(); t += team.size()) g[t] = static_cast<float>(t);
   }
 };
 

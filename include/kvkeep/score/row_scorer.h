@@ -4,7 +4,7 @@
 #include <string>
 #include <string_view>
 
-#include "kvkeep/core/parallel.h"
+#include "kvkeep/core/each_row.h"
 #include "kvkeep/core/require_host.h"
 #include "kvkeep/core/team.h"
 #include "kvkeep/score/scorer.h"
@@ -93,12 +93,9 @@ class RowScorer : public Scorer {
     float* const out = scores.data.template data<float>();
     with_dtype(operation.c_str(), needs.keys ? table.key_dtype : Dtype::f32, [&](auto key) {
       with_dtype(operation.c_str(), needs.values ? table.value_dtype : Dtype::f32, [&](auto value) {
-        parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-          for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r)
-            if (limits.rows[r].due)
-              body_.score(ScoredRow<decltype(key), decltype(value)>(table.rows[r], evidence.spec.key_dim,
-                                                                    evidence.spec.value_dim),
-                          out + table.rows[r].first, OneThread{});
+        each_due_row(table, limits, [&](std::size_t, const Row& row) {
+          body_.score(ScoredRow<decltype(key), decltype(value)>(row, evidence.spec.key_dim, evidence.spec.value_dim),
+                      out + row.first, OneThread{});
         });
       });
     });

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "kvkeep/core/parallel.h"
+#include "kvkeep/core/each_row.h"
 #include "kvkeep/core/pool.h"
 #include "kvkeep/core/require_host.h"
 #include "kvkeep/score/head_mean.h"
@@ -92,20 +92,13 @@ inline Scores Rpc::score(const Evidence& evidence, const Limits& limits, const W
   const float* a = attention.data<float>();
   Scores scores{zeros({table.slots}, Dtype::f32)};
   float* g = scores.data.data<float>();
-  parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t n = begin; n < end; ++n) {
-      const auto r = static_cast<std::size_t>(n);
-      const Row& row = table.rows[r];
-      float* out = g + row.first;
-      if (windows[r].queries == 0) {
-        std::iota(out, out + row.length, 0.0F);
-        continue;
-      }
-      pool_average(a + row.first + first[r], windows[r].history - first[r], options_.pool, out + first[r]);
-      const auto queries = static_cast<float>(windows[r].queries);
-      std::transform(out + first[r], out + windows[r].history, out + first[r],
-                     [queries](float x) { return x * queries; });
-    }
+  each_row(table, [&](std::size_t r, const Row& row) {
+    float* out = g + row.first;
+    if (windows[r].queries == 0) return std::iota(out, out + row.length, 0.0F);
+    pool_average(a + row.first + first[r], windows[r].history - first[r], options_.pool, out + first[r]);
+    const auto queries = static_cast<float>(windows[r].queries);
+    std::transform(out + first[r], out + windows[r].history, out + first[r],
+                   [queries](float x) { return x * queries; });
   });
   if (options_.heads == RpcOptions::Heads::group) return scores;
   for (const RowGroup& group : table.groups) {

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "kvkeep/core/parallel.h"
+#include "kvkeep/core/each_row.h"
 #include "kvkeep/core/pool.h"
 #include "kvkeep/core/require_host.h"
 #include "kvkeep/score/scorer.h"
@@ -87,21 +87,14 @@ inline Scores SnapKV::score(const Evidence& evidence, const Limits& limits, cons
   const float* a = attention.data<float>();
   Scores scores{empty({table.slots}, Dtype::f32)};
   float* g = scores.data.data<float>();
-  parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t r = begin; r < end; ++r) {
-      const Row& row = table.rows[static_cast<std::size_t>(r)];
-      const RowWindow window = windows[static_cast<std::size_t>(r)];
-      float* out = g + row.first;
-      if (window.queries == 0) {
-        std::iota(out, out + row.length, 0.0F);
-        continue;
-      }
-      if (average)
-        pool_average(a + row.first, window.history, options_.pool, out);
-      else
-        pool_max(a + row.first, window.history, options_.pool, out);
-      std::fill(out + window.history, out + row.length, 0.0F);
-    }
+  each_row(table, [&](std::size_t r, const Row& row) {
+    float* out = g + row.first;
+    if (windows[r].queries == 0) return std::iota(out, out + row.length, 0.0F);
+    if (average)
+      pool_average(a + row.first, windows[r].history, options_.pool, out);
+    else
+      pool_max(a + row.first, windows[r].history, options_.pool, out);
+    std::fill(out + windows[r].history, out + row.length, 0.0F);
   });
   return scores;
 }

@@ -6,8 +6,8 @@
 #include <complex>
 #include <limits>
 
+#include "kvkeep/core/each_row.h"
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/core/parallel.h"
 #include "kvkeep/core/require_host.h"
 #include "kvkeep/score/triattention.h"
 #include "kvkeep/simd/aligned.h"
@@ -41,8 +41,11 @@ struct Workspace {
   cpu::AlignedFloats memory;
   std::int64_t held = 0;
   float *raw = nullptr, *trig = nullptr, *norm = nullptr, *scratch = nullptr;
+  std::vector<float> shift, factor;  ///< [group] of TriAttention::Standard
 
   void fit(std::int64_t group, std::int64_t length, std::int64_t pairs, std::int64_t offsets) {
+    shift.resize(static_cast<std::size_t>(group), 0.0F);
+    factor.resize(static_cast<std::size_t>(group), 1.0F);
     const std::int64_t floats =
         TriAttention::workspace_bytes(group, length, pairs, offsets) / static_cast<std::int64_t>(sizeof(float));
     if (held < floats) {
@@ -119,28 +122,22 @@ KVKEEP_INLINE Scores TriAttention::score(const Evidence& evidence, const Limits&
     if (!now[s].empty()) continue;
     for (const double w : spec.rope.inv_freq) now[s].push_back(std::polar(1.0, rope_angle(rows.next_position, w)));
   }
-  parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-    triattention_detail::Workspace work;
-    std::vector<float> shift(static_cast<std::size_t>(group), 0.0F), factor(static_cast<std::size_t>(group), 1.0F);
-    for (std::int64_t r = begin; r < end; ++r) {
-      const Row& row = table.rows[static_cast<std::size_t>(r)];
-      const RowLimit& limit = limits.rows[static_cast<std::size_t>(r)];
-      if (!limit.due) continue;
-      work.fit(group, row.length, pairs, static_cast<std::int64_t>(later.size()) / pairs);
-      const cpu::TriColumns columns =
-          triattention_detail::columns_of(*calibration_, row, group, spec.rope.attention_scaling,
-                                          now[static_cast<std::size_t>(row.sequence)], later, work);
-      cpu::tri_scores({row.keys, table.key_dtype, spec.key_dim}, row.length, spec.rope.style, columns, work.scratch,
-                      work.raw);
-      for (std::int64_t h = 0; options_.normalize && h < group; ++h) {
-        const Standard s =
-            triattention_detail::standard_of(work.raw + h * row.length, row.length, limit.guarded, options_.deviation);
-        shift[static_cast<std::size_t>(h)] = s.shift;
-        factor[static_cast<std::size_t>(h)] = s.factor;
-      }
-      cpu::tri_combine(work.raw, group, row.length, shift.data(), factor.data(), options_.group == Options::Group::max,
-                       g + row.first);
+  const auto make = [] { return triattention_detail::Workspace(); };
+  each_due_row(table, limits, make, [&](std::size_t r, const Row& row, triattention_detail::Workspace& work) {
+    work.fit(group, row.length, pairs, static_cast<std::int64_t>(later.size()) / pairs);
+    const cpu::TriColumns columns =
+        triattention_detail::columns_of(*calibration_, row, group, spec.rope.attention_scaling,
+                                        now[static_cast<std::size_t>(row.sequence)], later, work);
+    cpu::tri_scores({row.keys, table.key_dtype, spec.key_dim}, row.length, spec.rope.style, columns, work.scratch,
+                    work.raw);
+    for (std::int64_t h = 0; options_.normalize && h < group; ++h) {
+      const Standard s = triattention_detail::standard_of(work.raw + h * row.length, row.length, limits.rows[r].guarded,
+                                                          options_.deviation);
+      work.shift[static_cast<std::size_t>(h)] = s.shift;
+      work.factor[static_cast<std::size_t>(h)] = s.factor;
     }
+    cpu::tri_combine(work.raw, group, row.length, work.shift.data(), work.factor.data(),
+                     options_.group == Options::Group::max, g + row.first);
   });
   return scores;
 }

@@ -9,9 +9,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <vector>
 
-#include "kvkeep/core/parallel.h"
+#include "kvkeep/core/each_row.h"
 #include "kvkeep/core/pool.h"
 #include "kvkeep/core/require_host.h"
 #include "kvkeep/score/draw.h"
@@ -64,20 +65,13 @@ class Vase final : public Scorer {
     const Tensor attention = history_attention(evidence, windows);
     Scores scores{empty({table.slots}, Dtype::f32)};
     with_dtype("vase", table.value_dtype, [&](auto type) {
-      parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-        std::vector<Ranked> ranked;
-        for (auto r = static_cast<std::size_t>(begin); r < static_cast<std::size_t>(end); ++r) {
-          const Row& row = table.rows[r];
-          if (!limits.rows[r].due) continue;
-          float* const g = scores.data.data<float>() + row.first;
-          if (windows[r].queries == 0) {
-            for (std::int32_t t = 0; t < row.length; ++t) g[t] = static_cast<float>(t);
-            continue;
-          }
-          const RowGroup& group = table.groups[r / static_cast<std::size_t>(evidence.spec.kv_heads)];
-          sample(row, attention.data<float>() + row.first, group.next_position, g);
-          widest<decltype(type)>(row, limits.rows[r], evidence.spec.value_dim, ranked, g);
-        }
+      const auto make = [] { return std::vector<Ranked>(); };
+      each_due_row(table, limits, make, [&](std::size_t r, const Row& row, std::vector<Ranked>& ranked) {
+        float* const g = scores.data.data<float>() + row.first;
+        if (windows[r].queries == 0) return std::iota(g, g + row.length, 0.0F);
+        const RowGroup& group = table.groups[r / static_cast<std::size_t>(evidence.spec.kv_heads)];
+        sample(row, attention.data<float>() + row.first, group.next_position, g);
+        widest<decltype(type)>(row, limits.rows[r], evidence.spec.value_dim, ranked, g);
       });
     });
     return scores;

@@ -6,8 +6,8 @@
 #include <limits>
 #include <utility>
 
+#include "kvkeep/core/each_row.h"
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/core/parallel.h"
 #include "kvkeep/core/require_host.h"
 #include "kvkeep/score/panel_scratch.h"
 #include "kvkeep/score/window_attention.h"
@@ -213,21 +213,15 @@ inline void reduce_rows(const Evidence& evidence, std::span<const RowWindow> win
     queries = std::max(queries, windows[r].queries);
   }
   const cpu::PanelSizes sizes(evidence.spec, slots, queries, {.usage = to.usage != nullptr || to.sum != nullptr});
-  parallel_for(0, static_cast<std::int64_t>(table.rows.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-    Scratch scratch(sizes, queries);
-    for (std::int64_t r = begin; r < end; ++r) {
-      const Row& row = table.rows[static_cast<std::size_t>(r)];
-      const auto g = static_cast<std::size_t>(r / evidence.spec.kv_heads);
-      const auto part = [&](float* flat) { return flat == nullptr ? nullptr : flat + row.first; };
-      const Targets own{part(to.usage), part(to.newest), part(to.sum), to.weights};
-      if (windows[static_cast<std::size_t>(r)].queries > 0) {
-        RowReduction(evidence, row, table.groups[g], windows[static_cast<std::size_t>(r)], scratch)
-            .run(evidence, turns.of(g), own);
-        continue;
-      }
-      for (float* out : {own.usage, own.newest, own.sum})
-        if (out != nullptr) std::fill_n(out, row.length, 0.0F);
-    }
+  const auto make = [&] { return Scratch(sizes, queries); };
+  each_row(table, make, [&](std::size_t r, const Row& row, Scratch& scratch) {
+    const std::size_t g = r / static_cast<std::size_t>(evidence.spec.kv_heads);
+    const auto part = [&](float* flat) { return flat == nullptr ? nullptr : flat + row.first; };
+    const Targets own{part(to.usage), part(to.newest), part(to.sum), to.weights};
+    if (windows[r].queries > 0)
+      return RowReduction(evidence, row, table.groups[g], windows[r], scratch).run(evidence, turns.of(g), own);
+    for (float* out : {own.usage, own.newest, own.sum})
+      if (out != nullptr) std::fill_n(out, row.length, 0.0F);
   });
 }
 

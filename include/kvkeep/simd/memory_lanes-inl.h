@@ -336,7 +336,7 @@ KVKEEP_INLINE float largest(const float* x, std::int64_t n) { return KVKEEP_DISP
 KVKEEP_INLINE float exponentials(float* x, std::int64_t n, float top) {
   return KVKEEP_DISPATCH(Exponentials)(x, n, top);
 }
-KVKEEP_INLINE void narrow(const float* from, std::int64_t n, Dtype dtype, std::byte* to) {
+KVKEEP_INLINE void round_to(const float* from, std::int64_t n, Dtype dtype, std::byte* to) {
   if (dtype == Dtype::f32) std::memcpy(to, from, static_cast<std::size_t>(n) * sizeof(float));
   if (dtype == Dtype::f16)
     std::transform(from, from + n, reinterpret_cast<Half*>(to), [](float x) { return static_cast<Half>(x); });

@@ -51,7 +51,7 @@ float largest(const float* x, std::int64_t n);
 float exponentials(float* x, std::int64_t n, float top);
 
 /// to = from in f32, f16 or bf16, rounded to the nearest.
-void narrow(const float* from, std::int64_t n, Dtype dtype, std::byte* to);
+void round_to(const float* from, std::int64_t n, Dtype dtype, std::byte* to);
 
 /// True if one of n floats is NaN.
 bool any_nan(const float* x, std::int64_t n);
