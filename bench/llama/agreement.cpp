@@ -28,6 +28,7 @@ using Rows = std::vector<std::vector<std::int32_t>>;  // [layers * KV heads] pos
 struct Options {
   std::string model, text;
   int prompt = 768, tokens = 256, threads = 1;
+  bool first = false;
   std::vector<std::string> policies;
 };
 
@@ -208,7 +209,7 @@ void compare(const Options& o) {
     }
     Apart apart;
     if (in_a.size() != in_b.size()) throw std::runtime_error(policy + ": the engines had other events");
-    for (std::size_t e = 0; e < in_a.size(); ++e)
+    for (std::size_t e = 0; e < (o.first ? std::min<std::size_t>(1, in_a.size()) : in_a.size()); ++e)
       for (std::size_t r = 0; r < in_a[e].size(); ++r)
         if (in_a[e][r].positions == in_b[e][r].positions) apart.add(in_a[e][r], in_b[e][r]);
     std::printf("| %s | %zu | %zu | %zu of %zu | %zu of %zu | %zu of %zu | %zu | %.2e | %.2e | %.2e |\n",
@@ -240,6 +241,8 @@ int main(int argc, char** argv) {
   app.add_option("--tokens", o.tokens, "tokens fed one by one after it")->capture_default_str();
   app.add_option("-t,--threads", o.threads, "of llama.cpp; kvkeep's decoder reads OMP_NUM_THREADS")
       ->capture_default_str();
+  app.add_flag("--first", o.first,
+               "compare the decisions of the first event alone: later ones also inherit what other rows kept");
   app.add_option("--policy", o.policies, "one per row")->required();
   CLI11_PARSE(app, argc, argv);
   llama_log_set([](ggml_log_level, const char*, void*) {}, nullptr);

@@ -34,7 +34,8 @@ using Sampler = std::unique_ptr<llama_sampler, Freed<llama_sampler_free>>;
 
 struct Options {
   std::string model, policy = "full", prompt, prompt_file, cache_type = "f16";
-  int context = 0, tokens = 256, threads = 0, prompt_tokens = 8000, batch = 512, rounds = 1, every = 1000, late = 1500;
+  int context = 0, tokens = 256, threads = 0, prompt_tokens = 8000, batch = 512, rounds = 1, every = 1000, late = 1500,
+      sight = 0;
   float temperature = 0;
   std::uint32_t seed = 1;
   bool stats = false, endless = false, hold_prompt = false;

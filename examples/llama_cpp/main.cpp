@@ -107,6 +107,8 @@ int main(int argc, char** argv) {
   forever->add_option("-f,--text", o.text, "file with the text that it begins with")->check(CLI::ExistingFile);
   forever->add_option("--every", o.every, "tokens per row")->check(CLI::Range(1, 1 << 24))->capture_default_str();
   forever->add_option("--late", o.late, "tokens before the end, where a second fact is told")->capture_default_str();
+  forever->add_option("--sight", o.sight,
+                      "tokens that the full model sees when it judges the end; default: as many as it was trained for");
   forever->add_option("--temperature", o.temperature, "0: the likeliest token")->capture_default_str();
   forever->add_option("--seed", o.seed, "of sampling")->capture_default_str();
   forever->add_flag("--hold", o.hold_prompt, "pins the fact that is told first; a shift keeps it as well");

@@ -166,14 +166,13 @@ void endless(llama_model* model, const Options& o, const std::string& policy) {
     decode(engine.sample());
   }
   interrupted = 0;  // what has been written is judged all the same
-  const std::size_t judged = std::min<std::size_t>(1000, text.size() - 1);
+  const std::size_t in_sight =
+      std::min(text.size(), static_cast<std::size_t>(o.sight > 0 ? o.sight : llama_model_n_ctx_train(model)));
+  const std::size_t judged = std::min<std::size_t>(1000, in_sight - 1);
   const std::int64_t seen = engine.evictor() == nullptr ? static_cast<std::int64_t>(text.size())
                                                         : engine.evictor()->keeper().logical_length(0);
   const bool late = told_late && knows(engine, kLate), first = knows(engine, kFirst);
-  std::vector<llama_token> sight(
-      text.end() -
-          static_cast<std::ptrdiff_t>(std::min(text.size(), static_cast<std::size_t>(llama_model_n_ctx_train(model)))),
-      text.end());
+  const std::vector<llama_token> sight(text.end() - static_cast<std::ptrdiff_t>(in_sight), text.end());
   Engine judge(model, o, "alone", static_cast<int>(sight.size()));
   const double perplexity = std::exp(judge.mean_surprisal(sight, judged));
   const auto half = static_cast<std::ptrdiff_t>(cpu.size() / 2);
@@ -208,8 +207,8 @@ void bench(const Options& o) {
   }
   std::vector<Contestant> all;
   for (const std::string& policy : o.policies) {
-    Contestant& one = all.emplace_back(std::make_unique<Engine>(
-        model.get(), o, policy, o.context > 0 ? o.context : o.prompt_tokens + o.tokens + 64));
+    Contestant& one = all.emplace_back(
+        std::make_unique<Engine>(model.get(), o, policy, o.context > 0 ? o.context : o.prompt_tokens + o.tokens + 64));
     const Stopwatch prefill;
     one.engine->feed(prompt);
     one.prefill = o.prompt_tokens / prefill.wall();
@@ -222,7 +221,8 @@ void bench(const Options& o) {
                    all[i].rates.back().decode, all[i].rates.back().cpu_ms);
     }
   std::printf(
-      "%d prompt tokens, %d decoded, medians of %d rounds in turns\n\n| policy | prefill tok/s | decode tok/s | CPU ms a "
+      "%d prompt tokens, %d decoded, medians of %d rounds in turns\n\n| policy | prefill tok/s | decode tok/s | CPU ms "
+      "a "
       "token | highest cell | events | reading | observing | events' time |\n"
       "|---|---:|---:|---:|---:|---:|---:|---:|---:|\n",
       o.prompt_tokens, o.tokens, o.rounds);

@@ -44,10 +44,8 @@ Model load(const std::string& path) {
 std::string model_name;
 
 #ifdef KVKEEP_TEST_FAKE_LLAMA
-constexpr const char* kModels[] = {"fake"};
 Model open(const std::string&) { return load("fake:llama"); }
 #else
-constexpr const char* kModels[] = {"tiny", "smollm2"};
 Model open(const std::string& name) {
   llama_log_set([](ggml_log_level, const char*, void*) {}, nullptr);
   if (name == "smollm2") {
@@ -215,7 +213,8 @@ const std::vector<std::string> kPolicies = {"full",     "streaming", "random",  
 
 /// Every policy of the registry, but for those that the adapter refuses by name.
 TEST_P(LlamaEvictor, ChangesNothingUnderABudgetThatHoldsTheText) {
-  const std::vector<llama_token> prompt = some_tokens(50), want = Engine("").generate(prompt, 30);
+  const int tokens = exact() ? 30 : 12;
+  const std::vector<llama_token> prompt = some_tokens(50), want = Engine("").generate(prompt, tokens);
   int ran = 0;
   std::set<std::string> refused;
   for (const PolicyInfo& policy : policies())
@@ -228,7 +227,7 @@ TEST_P(LlamaEvictor, ChangesNothingUnderABudgetThatHoldsTheText) {
       }
       try {
         const Engine run(text);
-        ASSERT_EQ(run.generate(prompt, 30), want) << text;
+        ASSERT_EQ(run.generate(prompt, tokens), want) << text;
         EXPECT_EQ(run.evictor->spent().cut, 0);
         expect_sound(run, 0);
         ++ran;
@@ -358,7 +357,7 @@ struct Life {
 /// Logits behind each token that is fed. What becomes of the others in the batch must not show.
 using Seen = std::vector<std::vector<float>>;
 
-/// Runs the sequences of `who` together, each as sequence number `as`[i].
+/// Runs the sequences of `who` together, each under its index; a single one alone, as sequence 0.
 void live(const Engine& run, const std::vector<Life>& lives, const std::vector<std::size_t>& who,
           const std::vector<llama_token>& prefix, std::map<std::size_t, Seen>& seen) {
   const std::int32_t size = llama_vocab_n_tokens(llama_model_get_vocab(the_model()));
@@ -420,6 +419,7 @@ TEST_P(LlamaEvictor, SequencesGiveWhatTheyGiveAlone) {
   for (const std::string policy :
        {"tova,budget=40,interval=16,recent=8,prefill=cut", "streaming,budget=40,interval=16,recent=8,prefill=cut"})
     for (const bool unified : {true, false}) {
+      if (!exact() && unified != policy.starts_with("tova")) continue;  // takes its time
       const std::string shared = policy + (unified ? ",share=union" : "");
       const Engine together(shared, {.cells = 4096, .sequences = 8, .unified = unified, .type = GGML_TYPE_F32});
       std::map<std::size_t, Seen> all;
@@ -718,7 +718,7 @@ struct StateSize {
 
 /// Sequences begin, grow, roll back, are copied and end at random; after each operation both sides agree.
 TEST_P(LlamaEvictor, AgreesWithLlamaCppThroughRandomOperations) {
-  const int operations = exact() ? 10000 : 600;
+  const int operations = exact() ? 10000 : 300;
   std::int64_t events = 0;
   for (const auto& [unified, positions] :
        {std::pair(true, Positions::text), {false, Positions::text}, {false, Positions::cache}}) {
@@ -777,6 +777,36 @@ TEST_P(LlamaEvictor, AgreesWithLlamaCppThroughRandomOperations) {
   }
   EXPECT_GE(events, operations / 10);
   RecordProperty("events", static_cast<int>(events));
+}
+
+/// Fifty thousand tokens in a context of 2048 cells; fewer where a token takes its time.
+TEST_P(LlamaEvictor, AnEndlessTextLosesNoTokenAtTheEdge) {
+  const bool tiny = model_name == "tiny";
+  const std::int64_t tokens = tiny ? 50000 : exact() ? 3000 : 300, budget = tiny ? 1024 : 64, interval = budget / 4;
+  const Setting setting{.cells = tiny ? 2048U : 256U, .positions = Positions::cache};
+  const Engine run("tova,recent=32,budget=" + std::to_string(budget) + ",interval=" + std::to_string(interval),
+                   setting);
+  const StateSize state(setting);
+  const std::vector<llama_token> text = some_tokens(static_cast<std::size_t>(tokens));
+  std::int64_t events = 0;
+  for (std::int64_t i = 0; i < tokens; ++i) {
+    ASSERT_EQ(run.decode({{0, {text[static_cast<std::size_t>(i)]}}}), 0);
+    ASSERT_EQ(run.evictor->keeper().logical_length(0), i + 1);
+    ASSERT_LT(static_cast<std::int64_t>(run.evictor->cells(0).size()), budget + interval);
+    if (run.evictor->spent().cut == events) continue;
+    ++events;
+    expect_sound(run, 0);
+    state.check(run, 0);
+    ASSERT_LE(run.evictor->next_position(0), budget + interval);
+    ASSERT_LE(std::ranges::max(run.evictor->cells(0)), budget + interval);
+    for (const std::int32_t l : run.evictor->keeper().spec().full_layers())
+      for (std::int32_t h = 0; h < run.evictor->keeper().spec().kv_heads; ++h) {
+        const std::vector<std::int32_t> held = run.positions(0, l, h);
+        for (std::int32_t back = 0; back < 32; ++back)
+          ASSERT_EQ(held[held.size() - 1 - static_cast<std::size_t>(back)], i - back) << l << ' ' << h;
+      }
+  }
+  EXPECT_EQ(events, (tokens - budget) / interval);
 }
 
 TEST_P(LlamaEvictor, AFullCacheChangesNothing) {
@@ -911,7 +941,13 @@ TEST_P(LlamaEvictor, ACacheElsewhereKeepsOneSet) {
 
 #endif
 
-INSTANTIATE_TEST_SUITE_P(, LlamaEvictor, testing::ValuesIn(kModels), [](const auto& model) { return model.param; });
+#ifdef KVKEEP_TEST_FAKE_LLAMA
+INSTANTIATE_TEST_SUITE_P(, LlamaEvictor, testing::Values("fake"), [](const auto& model) { return model.param; });
+#else
+INSTANTIATE_TEST_SUITE_P(Tiny, LlamaEvictor, testing::Values("tiny"), [](const auto& model) { return model.param; });
+INSTANTIATE_TEST_SUITE_P(SmolLM2, LlamaEvictor, testing::Values("smollm2"),
+                         [](const auto& model) { return model.param; });
+#endif
 
 }  // namespace
 }  // namespace kvkeep::llama
