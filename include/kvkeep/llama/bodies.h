@@ -25,17 +25,29 @@ inline void Evictor::shorten(llama_seq_id sequence, std::int64_t tokens) {
   }
 }
 
-/// Follows what the program has taken out of llama.cpp's memory.
-inline void Evictor::sync() {
+/// llama.cpp ends the program at one that it does not have.
+inline void Evictor::require_sequence(llama_seq_id sequence) const {
+  const auto sequences = static_cast<llama_seq_id>(llama_n_seq_max(context_));
+  KVKEEP_REQUIRE(sequence >= 0 && sequence < sequences, "llama: the context has no sequence ", sequence,
+                 "; allowed 0 to ", sequences - 1, " (n_seq_max)");
+}
+
+/// Follows what the program, or a decode that failed, has taken out of llama.cpp's memory.
+inline void Evictor::sync(bool failed) {
   KVKEEP_REQUIRE_AS(StateError, context_ != nullptr, "llama: no context is attached; call attach() first");
   const llama_memory_t memory = llama_get_memory(context_);
   for (auto it = held_.begin(); it != held_.end();) {
     const llama_seq_id sequence = (it++)->first;
-    const llama_pos newest = llama_memory_seq_pos_max(memory, sequence);
-    if (newest < 0)
+    const llama_pos held = llama_memory_seq_pos_max(memory, sequence) + 1, known = next_position(sequence);
+    KVKEEP_REQUIRE_AS(StateError, held <= known, "llama: sequence ", sequence, " goes on at position ", held,
+                      " in the cache, and the evictor knows ", known,
+                      " of its tokens; allowed every batch between begin() and end()");
+    if (held == 0) {
       forget(sequence);
-    else if (newest + 1 < next_position(sequence))
-      shorten(sequence, newest + 1 + at(sequence).lag);
+      if (!failed) announced_.erase(sequence);
+    } else if (held < known) {
+      shorten(sequence, held + at(sequence).lag);
+    }
   }
 }
 
@@ -52,13 +64,18 @@ inline void Evictor::begin(const llama_batch& batch) {
     const llama_seq_id sequence = batch.seq_id == nullptr ? 0 : batch.seq_id[t][0];
     auto member = std::ranges::find(members_, sequence, &Member::sequence);
     if (member == members_.end()) {
-      const std::int64_t known = held_.contains(sequence) ? next_position(sequence) : 0;
-      const std::int64_t begins = batch.pos == nullptr ? known : batch.pos[t];
+      require_sequence(sequence);
+      const llama_pos known = held_.contains(sequence) ? next_position(sequence) : 0;
+      const llama_pos begins =
+          batch.pos != nullptr ? batch.pos[t] : llama_memory_seq_pos_max(llama_get_memory(context_), sequence) + 1;
       KVKEEP_REQUIRE_AS(StateError, begins == known, "llama: sequence ", sequence, " begins at position ", begins,
                         ", and the evictor knows ", known, " of its tokens; allowed position ", known,
                         " (a copied sequence: use Evictor::copy)");
-      member = members_.insert(members_.end(), {.sequence = sequence});
+      member = members_.insert(members_.end(), {.sequence = sequence, .begins = begins});
     }
+    KVKEEP_REQUIRE(batch.pos == nullptr || batch.pos[t] == member->begins + member->tokens, "llama: token ", t,
+                   " of the batch is at position ", batch.pos[t], " of sequence ", sequence, "; allowed position ",
+                   member->begins + member->tokens, ", after the one before it");
     ++member->tokens;
     member->last_output = batch.logits == nullptr ? t + 1 == batch.n_tokens : batch.logits[t] != 0;
     member_of_[static_cast<std::size_t>(t)] = static_cast<std::int32_t>(member - members_.begin());
@@ -96,7 +113,7 @@ inline void Evictor::end(std::int32_t status) {
     if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
     complete();
     if (status != 0) {
-      sync();
+      sync(true);
       return;
     }
     due_.clear();
@@ -230,13 +247,13 @@ inline void Evictor::meet(const ggml_tensor* stored) {
   owner_.resize(tokens);
   for (Member& member : members_) member.now = 0;
   for (std::size_t t = 0; t < tokens; ++t) {
-    std::size_t m = 0;
-    if (streams_ == 1)
-      m = static_cast<std::size_t>(member_of_[static_cast<std::size_t>(next_token_++)]);
-    else
+    std::size_t m = members_.size();
+    if (streams_ > 1)
       m = static_cast<std::size_t>(
           std::ranges::find(members_, static_cast<llama_seq_id>(stored_[t] / per_stream_), &Member::sequence) -
           members_.begin());
+    else if (static_cast<std::size_t>(next_token_) < member_of_.size())
+      m = static_cast<std::size_t>(member_of_[static_cast<std::size_t>(next_token_++)]);
     KVKEEP_REQUIRE_AS(StateError, m < members_.size(), "llama: cell ", stored_[t],
                       " belongs to no sequence of the batch; is the batch of begin() the one that is decoded?");
     owner_[t] = static_cast<std::int32_t>(m);

@@ -144,14 +144,14 @@ struct llama_model {
   [[nodiscard]] bool is(const char* variant) const { return variants.contains(variant); }
 
   explicit llama_model(std::set<std::string> chosen) : variants(std::move(chosen)) {
-    if (is("long-heads")) embd = 64;
+    if (is("long-heads")) dim = rotary = 64;
     if (is("partial")) rotary = dim / 2;
     metadata = {{"general.architecture", "fake"},
                 {"fake.attention.head_count", "4"},
                 {"fake.attention.head_count_kv", is("ragged-heads") ? "[2, 1, 2]" : "2"},
                 {"fake.rope.freq_base", "10000.000000"}};
     if (is("partial")) metadata["fake.rope.dimension_count"] = "16";
-    if (is("long-heads")) metadata["fake.attention.key_length"] = metadata["fake.attention.value_length"] = "32";
+    if (is("long-heads")) metadata["fake.attention.key_length"] = metadata["fake.attention.value_length"] = "64";
     if (is("mla")) metadata["fake.attention.kv_lora_rank"] = "16";
     if (is("scale") && !is("quiet")) metadata["fake.attention.scale"] = "0.200000";
     if (is("softcap") && !is("quiet")) metadata["fake.attn_logit_softcapping"] = "50.000000";

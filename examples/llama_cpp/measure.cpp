@@ -1,0 +1,325 @@
+#include "measure.h"
+
+#include <cctype>
+#include <chrono>
+#include <cstdio>
+#include <ctime>
+#include <deque>
+#include <limits>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <span>
+#include <utility>
+
+namespace {
+
+/// Seconds on the clock, and of the process on all its cores: the second is what other programs do not take.
+struct Stopwatch {
+  std::chrono::steady_clock::time_point begun = std::chrono::steady_clock::now();
+  std::clock_t cpu_begun = std::clock();
+  [[nodiscard]] double wall() const {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
+  }
+  [[nodiscard]] double cpu() const { return static_cast<double>(std::clock() - cpu_begun) / CLOCKS_PER_SEC; }
+};
+
+double median(std::vector<double> values) {
+  if (values.empty()) return 0;
+  std::ranges::sort(values);
+  return (values[(values.size() - 1) / 2] + values[values.size() / 2]) / 2;
+}
+
+kvkeep::llama::Spent spent_by(Engine& engine) {
+  return engine.evictor() == nullptr ? kvkeep::llama::Spent{} : engine.evictor()->spent();
+}
+
+/// Memory of the process in MB, where the system says it.
+long resident_mb() {
+  std::ifstream in("/proc/self/status");
+  for (std::string line; std::getline(in, line);)
+    if (line.starts_with("VmRSS:")) return std::atol(line.c_str() + 6) / 1024;
+  return 0;
+}
+
+// ---- bench ----
+
+struct Rate {
+  double decode = 0, cpu_ms = 0;                  ///< tokens/s; per token
+  double reading = 0, observing = 0, events = 0;  ///< percent of the time of decoding
+};
+
+/// One row of the table: an engine behind its prompt, which decodes once per round.
+struct Contestant {
+  std::unique_ptr<Engine> engine;
+  double prefill = 0;  ///< tokens/s
+  std::vector<Rate> rates = {};
+};
+
+/// Decodes, and takes it back where no event has come in between: all rounds are behind as long a prompt.
+Rate rate(Engine& engine, int tokens) {
+  const kvkeep::llama::Spent before = spent_by(engine);
+  const int begun = engine.next_position();
+  const Stopwatch decode;
+  std::deque<double> plain;  // the newest steps that read no queries
+  double longer = 0;         // by which steps that read are longer than those before them
+  for (int i = 0; i < tokens && interrupted == 0; ++i) {
+    llama_token id = engine.sample();
+    const kvkeep::llama::Spent last = spent_by(engine);
+    const Stopwatch step;
+    engine.decode(&id, 1);
+    const kvkeep::llama::Spent now = spent_by(engine);
+    const double seconds = step.cpu() - (now.events - last.events);
+    if (now.read > last.read && !plain.empty()) {
+      longer += seconds - median({plain.begin(), plain.end()});
+    } else {
+      plain.push_back(seconds);
+      if (plain.size() > 32) plain.pop_front();
+    }
+  }
+  const double wall = decode.wall(), cpu = decode.cpu();
+  const kvkeep::llama::Spent after = spent_by(engine);
+  if (after.cut == before.cut) engine.take_back(begun);
+  return {.decode = tokens / wall,
+          .cpu_ms = 1000 * cpu / tokens,
+          .reading = 100 * longer / cpu,
+          .observing = 100 * (after.observing - before.observing) / wall,
+          .events = 100 * (after.events - before.events) / wall};
+}
+
+// ---- endless ----
+
+/// A fact that is told once, and asked for at the end.
+struct Told {
+  std::string fact, question, answer;
+};
+const Told kFirst{"The secret number of the old lighthouse is 48213. Nobody may forget it.\n\n",
+                  "\n\nThe secret number of the old lighthouse is", "48213"};
+const Told kLate{"\n\nThe secret number of the harbour master is 90571. Nobody may forget it.\n\n",
+                 "\n\nThe secret number of the harbour master is", "90571"};
+
+/// Newest tokens that every row holds, without a gap: fewer than a policy protects would be a loss at the edge.
+int newest_held(Engine& engine) {
+  if (engine.evictor() == nullptr) return engine.cells_held();
+  const kvkeep::Keeper& keeper = engine.evictor()->keeper();
+  std::int64_t least = engine.cells_held();
+  for (const std::int32_t l : keeper.spec().full_layers())
+    for (std::int32_t h = 0; h < keeper.spec().kv_heads; ++h) {
+      const std::span<const std::int32_t> held = keeper.positions(0, l, h);
+      std::int64_t run = 0;
+      while (run < std::ssize(held) &&
+             held[held.size() - 1 - static_cast<std::size_t>(run)] == keeper.logical_length(0) - 1 - run)
+        ++run;
+      least = std::min(least, run);
+    }
+  return static_cast<int>(least);
+}
+
+/// Percent of runs of four tokens that stand once only: low where a text turns in circles.
+double fresh(std::span<const llama_token> ids) {
+  std::set<std::vector<llama_token>> seen;
+  for (std::size_t i = 0; i + 4 <= ids.size(); ++i) seen.insert({ids.begin() + i, ids.begin() + i + 4});
+  return 100 * static_cast<double>(seen.size()) / static_cast<double>(ids.size() - 3);
+}
+
+bool knows(Engine& engine, const Told& told) {
+  engine.feed(engine.tokenize(told.question, false));
+  return engine.answer(8, false).find(told.answer) != std::string::npos;
+}
+
+void endless(llama_model* model, const Options& o, const std::string& policy) {
+  Engine engine(model, o, policy, cells_of(o, model));
+  std::vector<llama_token> text =
+      engine.tokenize(kFirst.fact + (o.text.empty() ? "Once upon a time" : read_file(o.text)), true);
+  const auto facts = static_cast<int>(engine.tokenize(kFirst.fact, true).size());
+  engine.feed(text);
+  if (o.hold_prompt) engine.hold(facts);
+  const Stopwatch all;
+  Stopwatch part;
+  std::int64_t decoded = 0, last = 0, least_newest = std::numeric_limits<std::int64_t>::max();
+  int most_held = 0;
+  std::vector<double> cpu;  ///< of each part
+  std::int64_t cut = 0;
+  const auto decode = [&](llama_token id) {
+    engine.decode(&id, 1);
+    text.push_back(id);
+    ++decoded;
+    most_held = std::max(most_held, engine.cells_held());
+    if (std::exchange(cut, spent_by(engine).cut) != cut)
+      least_newest = std::min<std::int64_t>(least_newest, newest_held(engine));
+    if (decoded % o.every != 0) return;
+    const double wall = part.wall(), busy = part.cpu();
+    cpu.push_back(1000 * busy / static_cast<double>(decoded - last));
+    std::printf("| %s | %lld | %.2f | %.2f | %ld | %d | %d | %d |\n", policy.c_str(), static_cast<long long>(decoded),
+                static_cast<double>(decoded - last) / wall, cpu.back(), resident_mb(), engine.cells_held(),
+                engine.highest_cell(), engine.next_position());
+    std::fflush(stdout);
+    last = decoded;
+    part = {};
+  };
+  bool told_late = false;
+  while (decoded < o.tokens && interrupted == 0) {
+    if (decoded == o.tokens - o.late) {
+      told_late = true;
+      for (const llama_token id : engine.tokenize(kLate.fact, false)) decode(id);
+    }
+    decode(engine.sample());
+  }
+  interrupted = 0;  // what has been written is judged all the same
+  const std::size_t in_sight =
+      std::min(text.size(), static_cast<std::size_t>(o.sight > 0 ? o.sight : llama_model_n_ctx_train(model)));
+  const std::size_t judged = std::min<std::size_t>(1000, in_sight - 1);
+  const std::int64_t seen = engine.evictor() == nullptr ? static_cast<std::int64_t>(text.size())
+                                                        : engine.evictor()->keeper().logical_length(0);
+  const bool late = told_late && knows(engine, kLate), first = knows(engine, kFirst);
+  const std::vector<llama_token> sight(text.end() - static_cast<std::ptrdiff_t>(in_sight), text.end());
+  Engine judge(model, o, "alone", static_cast<int>(sight.size()));
+  const double perplexity = std::exp(judge.mean_surprisal(sight, judged));
+  const auto half = static_cast<std::ptrdiff_t>(cpu.size() / 2);
+  const std::string edge = engine.evictor() == nullptr ? ""
+                                                       : "an event never left fewer than the " +
+                                                             std::to_string(least_newest) + " newest tokens; ";
+  std::printf(
+      "\n%s: %lld tokens in %.0f s; %lld of them were seen; at most %d cells held; %sCPU time of a token, later half "
+      "over earlier half: %+.1f %%\n"
+      "%s: the last %zu tokens: perplexity under the full model with %zu tokens in sight %.2f, fresh runs of four %.1f "
+      "%%; asked at the end: told %d tokens before %s, told first %s\n\n",
+      policy.c_str(), static_cast<long long>(text.size()), all.wall(), static_cast<long long>(seen), most_held,
+      edge.c_str(), 100 * (median({cpu.begin() + half, cpu.end()}) / median({cpu.begin(), cpu.begin() + half}) - 1),
+      policy.c_str(), judged, sight.size(), perplexity, fresh(std::span(text).last(judged)), o.late,
+      late        ? "yes"
+      : told_late ? "no"
+                  : "not told",
+      first ? "yes" : "no");
+  std::fflush(stdout);
+}
+
+}  // namespace
+
+void bench(const Options& o) {
+  const Model model = load(o);
+  const int vocabulary = llama_vocab_n_tokens(llama_model_get_vocab(model.get()));
+  std::vector<llama_token> prompt(static_cast<std::size_t>(o.prompt_tokens));
+  std::uint32_t state = o.seed;
+  for (llama_token& id : prompt) {
+    state = state * 1664525u + 1013904223u;
+    id = static_cast<llama_token>(state >> 8) % vocabulary;
+  }
+  std::vector<Contestant> all;
+  for (const std::string& policy : o.policies) {
+    Contestant& one = all.emplace_back(
+        std::make_unique<Engine>(model.get(), o, policy, o.context > 0 ? o.context : o.prompt_tokens + o.tokens + 64));
+    const Stopwatch prefill;
+    one.engine->feed(prompt);
+    one.prefill = o.prompt_tokens / prefill.wall();
+  }
+  for (int round = 0; round < o.rounds; ++round)
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      all[i].rates.push_back(rate(*all[i].engine, o.tokens));
+      if (interrupted != 0) return;
+      std::fprintf(stderr, "round %d, %s: %.2f tok/s, %.2f ms of CPU\n", round + 1, o.policies[i].c_str(),
+                   all[i].rates.back().decode, all[i].rates.back().cpu_ms);
+    }
+  std::printf(
+      "%d prompt tokens, %d decoded, medians of %d rounds in turns\n\n| policy | prefill tok/s | decode tok/s | CPU ms "
+      "a "
+      "token | highest cell | events | reading | observing | events' time |\n"
+      "|---|---:|---:|---:|---:|---:|---:|---:|---:|\n",
+      o.prompt_tokens, o.tokens, o.rounds);
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const auto mid = [&](double Rate::* number) {
+      std::vector<double> values;
+      for (const Rate& one : all[i].rates) values.push_back(one.*number);
+      return median(std::move(values));
+    };
+    std::printf("| %s | %.1f | %.2f | %.2f | %d | %lld | %.2f %% | %.2f %% | %.2f %% |\n", o.policies[i].c_str(),
+                all[i].prefill, mid(&Rate::decode), mid(&Rate::cpu_ms), all[i].engine->highest_cell(),
+                static_cast<long long>(spent_by(*all[i].engine).cut), mid(&Rate::reading), mid(&Rate::observing),
+                mid(&Rate::events));
+  }
+}
+
+void endless(const Options& o) {
+  const Model model = load(o);
+  std::printf(
+      "| policy | decoded | tok/s | CPU ms a token | resident MB | cells held | highest cell | next position |\n"
+      "|---|---:|---:|---:|---:|---:|---:|---:|\n");
+  for (const std::string& policy : o.policies)
+    if (interrupted == 0) endless(model.get(), o, policy);
+}
+
+void perplexity(const Options& o) {
+  const Model model = load(o);
+  const std::string text = read_file(o.text);
+  std::printf("| policy | tokens | perplexity | tok/s | cells | position |\n|---|---:|---:|---:|---:|---:|\n");
+  for (const std::string& policy : o.policies) {
+    Engine engine(model.get(), o, policy, cells_of(o, model.get()));
+    const std::vector<llama_token> ids = engine.tokenize(text, true);
+    const auto tokens = std::min(ids.size(), static_cast<std::size_t>(o.tokens));
+    const std::size_t part = std::max<std::size_t>(1, tokens / 10);
+    double sum = 0;
+    Stopwatch part_time;
+    for (std::size_t i = 0; i < tokens && interrupted == 0; ++i) {
+      llama_token id = ids[i];
+      if (i > 0) sum += engine.surprisal(id);
+      engine.decode(&id, 1);
+      if ((i + 1) % part != 0) continue;
+      std::printf("| %s | %zu | %.3f | %.1f | %d | %d |\n", policy.c_str(), i + 1,
+                  std::exp(sum / static_cast<double>(i + 1 == part ? part - 1 : part)),
+                  static_cast<double>(part) / part_time.wall(), engine.cells_held(), engine.next_position());
+      std::fflush(stdout);
+      sum = 0;
+      part_time = {};
+    }
+    if (interrupted != 0) return;
+  }
+}
+
+void answer(const Options& o) {
+  const Model model = load(o);
+  std::ifstream in(o.samples);
+  if (!in) fail("cannot read '" + o.samples + "'");
+  std::vector<nlohmann::json> samples;
+  for (std::string line; std::getline(in, line);) samples.push_back(nlohmann::json::parse(line));
+  std::vector<int> parts;
+  std::istringstream list(o.budgets);
+  for (std::string one; std::getline(list, one, ',');) {
+    if (!one.starts_with("1/") || std::atoi(one.c_str() + 2) < 1)
+      fail("--budgets: given '" + one + "'; allowed parts of the prompt such as 1/4,1/8");
+    parts.push_back(std::atoi(one.c_str() + 2));
+  }
+  std::printf("| policy | budget | task | samples | answered |\n|---|---:|---|---:|---:|\n");
+  for (const std::string& policy : o.policies)
+    for (const int part : policy == "full" ? std::vector<int>{1} : parts) {
+      std::map<std::string, std::pair<double, int>> by_task;
+      for (const nlohmann::json& sample : samples) {
+        if (interrupted != 0) return;
+        const auto prompt = sample.at("prompt").get<std::vector<llama_token>>();
+        const auto question = sample.at("question").get<std::vector<llama_token>>();
+        const int most = sample.at("max_new_tokens").get<int>();
+        const auto all = static_cast<int>(prompt.size() + question.size()) + most + 8;
+        const std::string budget = std::to_string(prompt.size() / static_cast<std::size_t>(part));
+        const bool shift = policy == "shift";
+        Engine engine(model.get(), o,
+                      policy == "full" || shift ? policy : policy + ",prefill=cut,interval=1000000,budget=" + budget,
+                      shift ? std::stoi(budget) + static_cast<int>(question.size()) + most + 8 : all);
+        engine.feed(prompt);
+        if (!question.empty()) engine.feed(question);
+        std::string got = engine.answer(most, false);
+        std::ranges::transform(got, got.begin(), [](unsigned char c) { return std::tolower(c); });
+        double score = 0;
+        const auto references = sample.at("references").get<std::vector<std::string>>();
+        for (std::string wanted : references) {
+          std::ranges::transform(wanted, wanted.begin(), [](unsigned char c) { return std::tolower(c); });
+          score += got.find(wanted) != std::string::npos ? 1 : 0;
+        }
+        auto& [sum, count] = by_task[sample.at("task").get<std::string>()];
+        sum += score / static_cast<double>(std::max<std::size_t>(1, references.size()));
+        ++count;
+      }
+      for (const auto& [task, scores] : by_task)
+        std::printf("| %s | 1/%d | %s | %d | %.1f %% |\n", policy.c_str(), part, task.c_str(), scores.second,
+                    100 * scores.first / scores.second);
+      std::fflush(stdout);
+    }
+}

@@ -1,0 +1,68 @@
+#pragma once
+// A model of two layers with random weights in F32, as a file that llama.cpp loads: tests over the real thing need no
+// download, run in milliseconds, and its products differ with the size of a batch by roundings alone.
+
+#include <ggml.h>
+#include <gguf.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <memory>
+#include <random>
+#include <string>
+
+namespace kvkeep::llama {
+
+inline void write_tiny_model(const std::string& path) {
+  constexpr std::uint32_t kLayers = 2, kHeads = 4, kKvHeads = 2, kDim = 64, kEmbd = kHeads * kDim, kForward = 64,
+                          kVocabulary = 256;
+  const std::unique_ptr<gguf_context, decltype(&gguf_free)> file(gguf_init_empty(), gguf_free);
+  const std::unique_ptr<ggml_context, decltype(&ggml_free)> memory(
+      ggml_init({.mem_size = 32u << 20, .mem_buffer = nullptr, .no_alloc = false}), ggml_free);
+  gguf_set_val_str(file.get(), "general.architecture", "llama");
+  gguf_set_val_str(file.get(), "tokenizer.ggml.model", "none");
+  for (const auto& [key, value] :
+       std::initializer_list<std::pair<const char*, std::uint32_t>>{{"llama.vocab_size", kVocabulary},
+                                                                    {"llama.context_length", 4096},
+                                                                    {"llama.embedding_length", kEmbd},
+                                                                    {"llama.block_count", kLayers},
+                                                                    {"llama.feed_forward_length", kForward},
+                                                                    {"llama.attention.head_count", kHeads},
+                                                                    {"llama.attention.head_count_kv", kKvHeads},
+                                                                    {"llama.rope.dimension_count", kDim}})
+    gguf_set_val_u32(file.get(), key, value);
+  gguf_set_val_f32(file.get(), "llama.attention.layer_norm_rms_epsilon", 1e-5F);
+  gguf_set_val_f32(file.get(), "llama.rope.freq_base", 10000.0F);
+  std::mt19937 random(1);
+  const auto add = [&](const std::string& name, std::int64_t in, std::int64_t out, double spread) {
+    ggml_tensor* t = out == 0 ? ggml_new_tensor_1d(memory.get(), GGML_TYPE_F32, in)
+                              : ggml_new_tensor_2d(memory.get(), GGML_TYPE_F32, in, out);
+    ggml_set_name(t, (name + ".weight").c_str());
+    // Sums of uniform numbers, so that every standard library writes the same file.
+    for (std::int64_t i = 0; i < ggml_nelements(t); ++i) {
+      const double a = random() * 0x1p-32, b = random() * 0x1p-32, c = random() * 0x1p-32;
+      static_cast<float*>(t->data)[i] = out == 0 ? 1.0F : static_cast<float>(spread * 2 * (a + b + c - 1.5));
+    }
+    gguf_add_tensor(file.get(), t);
+  };
+  const double one = 1 / std::sqrt(double{kEmbd});
+  add("token_embd", kEmbd, kVocabulary, 1);
+  add("output_norm", kEmbd, 0, 0);
+  add("output", kEmbd, kVocabulary, one);
+  for (std::uint32_t l = 0; l < kLayers; ++l) {
+    const std::string block = "blk." + std::to_string(l) + ".";
+    add(block + "attn_norm", kEmbd, 0, 0);
+    add(block + "attn_q", kEmbd, kHeads * kDim, 1.5 * one);
+    add(block + "attn_k", kEmbd, kKvHeads * kDim, 1.5 * one);
+    add(block + "attn_v", kEmbd, kKvHeads * kDim, one);
+    add(block + "attn_output", kHeads * kDim, kEmbd, one);
+    add(block + "ffn_norm", kEmbd, 0, 0);
+    add(block + "ffn_gate", kEmbd, kForward, one);
+    add(block + "ffn_up", kEmbd, kForward, one);
+    add(block + "ffn_down", kForward, kEmbd, one);
+  }
+  gguf_write_to_file(file.get(), path.c_str(), false);
+}
+
+}  // namespace kvkeep::llama
