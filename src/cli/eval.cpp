@@ -104,13 +104,14 @@ Strata strata(const Measured& measured, const std::string& task = "") {
   return all;
 }
 
-std::string accuracy(const EvalOptions& o, const Measured& measured, const LookUps& count, const std::string& task = "") {
+std::string accuracy(const EvalOptions& o, const Measured& measured, const LookUps& count,
+                     const std::string& task = "") {
   return with_interval(share(count.right, count.asked),
                        o.wilson ? report::wilson(count.right, count.asked) : report::bootstrap(strata(measured, task)));
 }
 
 Difference difference_of(const Contest& contest, const Measured& own, const std::vector<Measured>& measured,
-                      const std::string& task) {
+                         const std::string& task) {
   if (!contest.against) return {};
   return difference(strata(own, task), strata(measured[*contest.against], task));
 }

@@ -68,9 +68,12 @@ TEST(Registry, AmsDefaultsAreOursUnlessAPresetOrAFillIsNamed) {
   }
   EXPECT_EQ(resolved("ams-keydiff,budget=512,suffix_fill=exclude")["allocator"]["coverage"], 1.0)
       << "a named fill describes AMS as published, coverage included";
-  for (const auto& [policy, coverage] : {std::pair{"ams-snapkv,budget=512", 1.0}, {"ams-rpc,budget=512", 1.0},
-                                         {"ams-h2o,budget=512", 1.0}, {"ams-rkv,budget=512", 0.5},
-                                         {"ams-expected,budget=512", 0.25}, {"ams-rkv,budget=512,coverage=0", 0.0},
+  for (const auto& [policy, coverage] : {std::pair{"ams-snapkv,budget=512", 1.0},
+                                         {"ams-rpc,budget=512", 1.0},
+                                         {"ams-h2o,budget=512", 1.0},
+                                         {"ams-rkv,budget=512", 0.5},
+                                         {"ams-expected,budget=512", 0.25},
+                                         {"ams-rkv,budget=512,coverage=0", 0.0},
                                          {"ams-rkv,budget=512,variant=official", 1.0}})
     EXPECT_EQ(resolved(policy)["allocator"]["coverage"], coverage) << policy << ": each scorer has its default";
   EXPECT_EQ(resolved("ams-keydiff,budget=512,coverage=0.25")["allocator"]["suffix_fill"], "max_head");

@@ -15,10 +15,10 @@
 namespace kvkeep {
 
 struct TaperingOptions {
-  std::int32_t budget = 1024;    ///< slots per row at first
-  std::int32_t late = 512;       ///< from `length` tokens on
-  std::int32_t length = 8192;    ///< tokens
-  std::int32_t interval = 128;   ///< slots above the budget at which a sequence is due
+  std::int32_t budget = 1024;   ///< slots per row at first
+  std::int32_t late = 512;      ///< from `length` tokens on
+  std::int32_t length = 8192;   ///< tokens
+  std::int32_t interval = 128;  ///< slots above the budget at which a sequence is due
   static constexpr std::int32_t kSinks = 4;
 
   void describe(Fields& f) {

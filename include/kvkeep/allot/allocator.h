@@ -31,9 +31,9 @@ struct AllocatorTraits {
 struct AllocatorContext {
   Variant variant = Variant::strict;
   Sharing share = Sharing::per_layer_per_head;
-  std::int32_t sink = 0;    ///< oldest slots that always stay
-  std::int32_t newest = 0;  ///< newest slots that the scorer never drops
-  bool reads_keys = true;   ///< the scorer does
+  std::int32_t sink = 0;       ///< oldest slots that always stay
+  std::int32_t newest = 0;     ///< newest slots that the scorer never drops
+  bool reads_keys = true;      ///< the scorer does
   double ams_coverage = 0.25;  ///< ScorerTraits::ams_coverage
   Budget budget;
 };

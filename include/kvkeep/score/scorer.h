@@ -16,13 +16,13 @@ namespace kvkeep {
 
 /// How policies name a scorer, and what lists say of it. The texts must live as long as the program.
 struct ScorerTraits {
-  std::string_view name;     ///< as a policy, and after "ams-" and the like: lower-case letters, digits and hyphens
-  std::string_view what;     ///< one line
-  std::string_view source;   ///< paper; "none" if there is none
-  bool probability = false;  ///< scores are shares of attention: not negative, and comparable between heads, as AdaKV
-                             ///< and CriticalKV need
-  bool comparable = false;   ///< comparable between heads in any case, negative ones too, which is enough for AdaKV
-  bool composes = true;      ///< goes with allocators
+  std::string_view name;       ///< as a policy, and after "ams-" and the like: lower-case letters, digits and hyphens
+  std::string_view what;       ///< one line
+  std::string_view source;     ///< paper; "none" if there is none
+  bool probability = false;    ///< scores are shares of attention: not negative, and comparable between heads, as AdaKV
+                               ///< and CriticalKV need
+  bool comparable = false;     ///< comparable between heads in any case, negative ones too, which is enough for AdaKV
+  bool composes = true;        ///< goes with allocators
   double ams_coverage = 0.25;  ///< default of AMS's `coverage` over this scorer: as much as pays with the question in
                                ///< sight and costs little where it comes later, measured (docs/ams.md)
 };
