@@ -11,7 +11,7 @@
 namespace oracle {
 namespace {
 
-bool is_official(const Options& options) { return options.variant == "official"; }
+bool allots_officially(const Options& options) { return options.variant == "official"; }
 
 // Segments
 
@@ -111,7 +111,7 @@ std::vector<int> strict_ends(const Options& options, const std::vector<int>& cro
 }
 
 std::vector<int> ends_from(const Options& options, const std::vector<int>& crossings, int T) {
-  return is_official(options) ? official_ends(options, crossings, T) : strict_ends(options, crossings, T);
+  return allots_officially(options) ? official_ends(options, crossings, T) : strict_ends(options, crossings, T);
 }
 
 /// A threshold close to a prefix sum matters only where moving its cut past that sum changes the segments.
@@ -131,7 +131,7 @@ void note_threshold(const Options& options, const std::vector<double>& sums, con
 
 std::vector<int> mass_ends(const Options& options, const std::vector<double>& mass, Margin* margin) {
   const int T = static_cast<int>(mass.size());
-  const std::vector<double> sums = prefix_sums(is_official(options) ? normalised(mass) : mass);
+  const std::vector<double> sums = prefix_sums(allots_officially(options) ? normalised(mass) : mass);
   std::vector<int> crossings;
   for (int k = 1; k <= threshold_count(options.segment_mass); ++k)
     crossings.push_back(crossing(sums, k * options.segment_mass));
@@ -460,7 +460,7 @@ bool ranks_before(const std::vector<double>& scores, int a, int b) {
 MustKeep must_keep(const Options& options, int T, const std::vector<bool>& pinned) {
   const bool tova = options.policy == "tova" || options.policy == "ams-tova";
   MustKeep must;
-  if (is_official(options)) {  // sinks shrink first
+  if (allots_officially(options)) {  // sinks shrink first
     must.recents = std::min({options.recent, options.budget, T});
     must.sinks = std::min({options.sink, options.budget - must.recents, T - must.recents});
     return must;
@@ -499,20 +499,20 @@ std::vector<int> quotas(const Options& options, const std::vector<double>& mass_
   // The published loop never ends when the floors, at least one per segment, outnumber the budget. Without floors it
   // does end.
   const bool would_hang = static_cast<int>(ends.size()) > budget && options.min_quota > 0;
-  if (is_official(options) && !would_hang)
+  if (allots_officially(options) && !would_hang)
     return official_quotas(options, weight.value, ends_to_lengths(ends), budget, margin);
   return strict_quotas(options, weight, ends, budget, must, margin);
 }
 
 std::vector<int> select(const Options& options, const std::vector<double>& scores, const std::vector<int>& ends,
                         const std::vector<int>& quotas, const MustKeep& must, Margin* margin) {
-  if (options.coverage_auto && !is_official(options) && ends.size() > 1) {
+  if (options.coverage_auto && !allots_officially(options) && ends.size() > 1) {
     std::vector<int> kept = exchanged(options, scores, ends, quotas, must, margin);
     std::sort(kept.begin(), kept.end());
     return kept;
   }
-  std::vector<int> chosen = is_official(options) ? official_select(options, scores, ends, quotas, must, margin)
-                                                 : strict_select(scores, ends, quotas, must, margin);
+  std::vector<int> chosen = allots_officially(options) ? official_select(options, scores, ends, quotas, must, margin)
+                                                       : strict_select(scores, ends, quotas, must, margin);
   add_best_of_the_rest(scores, options.budget - static_cast<int>(chosen.size()), chosen, margin);
   std::sort(chosen.begin(), chosen.end());
   return chosen;

@@ -14,7 +14,7 @@ double dot(const float* a, const float* b, int D) {
   return sum;
 }
 
-std::vector<double> softmax(const std::vector<double>& x) {
+std::vector<double> softmax_of(const std::vector<double>& x) {
   const double top = *std::max_element(x.begin(), x.end());
   std::vector<double> e;
   for (const double v : x) e.push_back(std::exp(v - top));
@@ -38,11 +38,11 @@ std::vector<double> attention(const ScorerInput& in, int h, int window, int n, b
       }
       for (std::size_t t = 0; t < logits.size(); ++t) largest[t] = std::max(largest[t], logits[t]);
       if (max_logit) continue;
-      const std::vector<double> p = softmax(logits);
+      const std::vector<double> p = softmax_of(logits);
       for (std::size_t t = 0; t < p.size(); ++t) mean[t] += p[t] / in.group() / window;
     }
     if (!max_logit) continue;
-    const std::vector<double> p = softmax(largest);
+    const std::vector<double> p = softmax_of(largest);
     for (std::size_t t = 0; t < p.size(); ++t) mean[t] += p[t] / window;
   }
   return mean;
@@ -88,7 +88,7 @@ ScorerOutput rkv(const ScorerInput& in, const RkvQuestion& question) {
     if (history == 0) continue;
     const std::vector<double> a = attention(in, h, window, history, question.max_logit);
     const std::vector<double> r =
-        softmax(redundancy(head, in.D, question.all ? head.T : history, question.similarity, question.first));
+        softmax_of(redundancy(head, in.D, question.all ? head.T : history, question.similarity, question.first));
     for (int t = 0; t < history; ++t) {
       double pooled = 0;
       for (int i = std::max(0, t - question.pool / 2); i <= std::min(history - 1, t + question.pool / 2); ++i)
