@@ -7,7 +7,7 @@
 #define KVKEEP_EXPONENTIAL_INL_H
 #endif
 
-#include <hwy/highway.h>
+#include "kvkeep/simd/highway.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace kvkeep::cpu::HWY_NAMESPACE {

@@ -7,6 +7,9 @@
 #ifndef HWY_DISABLED_TARGETS  // some loops need vectors whose size the compiler knows
 #define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
 #endif
+#ifndef HWY_WANT_AVX3_DL  // Highway 1.0.3 does not compile without it where -march=native means such a machine
+#define HWY_WANT_AVX3_DL
+#endif
 #ifndef HWY_IS_DEBUG_BUILD  // only its checks call Highway's library
 #define HWY_IS_DEBUG_BUILD 0
 #endif
