@@ -185,11 +185,11 @@ kvkeep_bootstrap() {
   fi
 }
 
-# Compiling a file that includes LibTorch takes up to 1.5 GB; more jobs than memory end in the out-of-memory killer.
+# Compiling a unit that includes LibTorch takes up to 2 GB; more jobs than memory end in the out-of-memory killer.
 kvkeep_jobs() {
   local cores memory
   cores="$(nproc)"
-  memory="$(awk '/MemAvailable/ { print int($2 / 1500000) }' /proc/meminfo)"
+  memory="$(awk '/MemAvailable/ { print int($2 / 2000000) }' /proc/meminfo)"
   [[ $memory -ge 1 ]] || memory=1
   echo $((cores < memory ? cores : memory))
 }
