@@ -111,7 +111,7 @@ float* allot(CudaEvent& event, const Pyramid&, const WindowAttention& seen, cons
 }
 
 template <class A>
-std::pair<const std::type_index, Allot> kernels() {
+std::pair<const std::type_index, Allot> allocator_kernels() {
   return {typeid(A),
           [](CudaEvent& event, const Allocator& allocator, const WindowAttention& seen, const float* scores,
              std::int32_t* slots) { return allot(event, static_cast<const A&>(allocator), seen, scores, slots); }};
@@ -121,7 +121,8 @@ std::pair<const std::type_index, Allot> kernels() {
 
 Allot kernels_of(const Allocator& allocator) {
   static const std::unordered_map<std::type_index, Allot> all = {
-      kernels<Chunks>(), kernels<Critical>(), kernels<Flat>(), kernels<MassSegmented>(), kernels<Pyramid>(),
+      allocator_kernels<Chunks>(),        allocator_kernels<Critical>(), allocator_kernels<Flat>(),
+      allocator_kernels<MassSegmented>(), allocator_kernels<Pyramid>(),
   };
   const auto found = all.find(typeid(allocator));
   return found == all.end() ? nullptr : found->second;

@@ -236,7 +236,7 @@ float* score(CudaEvent& event, const TriAttention& scorer, const WindowAttention
 }
 
 template <class S>
-std::pair<const std::type_index, Score> kernels() {
+std::pair<const std::type_index, Score> scorer_kernels() {
   return {typeid(S), [](CudaEvent& event, const Scorer& scorer, const WindowAttention& seen) {
             return score(event, static_cast<const S&>(scorer), seen);
           }};
@@ -250,8 +250,9 @@ void register_row_scorer(std::type_index scorer, void (*launch)(const RowScorerC
 
 Score kernels_of(const Scorer& scorer) {
   static const std::unordered_map<std::type_index, Score> all = {
-      kernels<Expected>(), kernels<H2O>(),    kernels<KeyDiff>(), kernels<Knorm>(),        kernels<Rkv>(),
-      kernels<Rpc>(),      kernels<SnapKV>(), kernels<Tova>(),    kernels<TriAttention>(),
+      scorer_kernels<Expected>(), scorer_kernels<H2O>(),  scorer_kernels<KeyDiff>(),
+      scorer_kernels<Knorm>(),    scorer_kernels<Rkv>(),  scorer_kernels<Rpc>(),
+      scorer_kernels<SnapKV>(),   scorer_kernels<Tova>(), scorer_kernels<TriAttention>(),
   };
   static const bool own = (register_scorer<Cur>(), register_scorer<Given>(), register_scorer<RandomAttention>(),
                            register_scorer<RandomScorer>(), register_scorer<Recency>(), true);
