@@ -51,14 +51,6 @@ function(kvkeep_own_code target)
   endif()
 endfunction()
 
-# For sources whose loops are unrolled into thousands of accesses: without the check of accesses against sizes that the compiler can work out, which takes Clang 14 100 s for
-# such a file. The address sanitizer checks the same accesses when they are made.
-function(kvkeep_sanitize_unrolled)
-  if(KVKEEP_SANITIZE)
-    set_source_files_properties(${ARGN} PROPERTIES COMPILE_OPTIONS -fno-sanitize=object-size)
-  endif()
-endfunction()
-
 # For what spends its time in the library, as the command and the tests do: under the sanitizers compiled quickly, without the checks of each reference, which are dear to compile and stand in the library.
 function(kvkeep_sanitize_lightly target)
   if(KVKEEP_SANITIZE)
