@@ -8,7 +8,7 @@
 #include "kvkeep/kvkeep.h"
 #include "vnorm.h"
 
-namespace kvkeep {
+namespace kvkeep::strided_test {
 namespace {
 
 [[maybe_unused]] const bool added = (register_allocator<Strided>(), true);
@@ -51,4 +51,4 @@ TEST(Strided, IsRefusedAsPublished) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::strided_test

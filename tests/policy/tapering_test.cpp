@@ -8,7 +8,7 @@
 #include "engines.h"
 #include "kvkeep/kvkeep.h"
 
-namespace kvkeep {
+namespace kvkeep::tapering_test {
 namespace {
 
 [[maybe_unused]] const bool added = (register_policy(tapering()), true);
@@ -34,4 +34,4 @@ TEST(Tapering, IsReadFromItsOwnJson) {
 }
 
 }  // namespace
-}  // namespace kvkeep
+}  // namespace kvkeep::tapering_test
