@@ -5,8 +5,9 @@
 #include <cstring>
 
 // Sizeless vectors (SVE, RISC-V) cannot be in the small arrays below; those machines run the fixed-width targets.
-#undef HWY_DISABLED_TARGETS
+#ifndef HWY_DISABLED_TARGETS
 #define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
+#endif
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels.cpp"
 #include "hwy/foreach_target.h"

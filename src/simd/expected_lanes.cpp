@@ -2,8 +2,9 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "expected_lanes.cpp"
 // The sums of a tile are arrays of vectors, which need a size known at compile time.
-#undef HWY_DISABLED_TARGETS
+#ifndef HWY_DISABLED_TARGETS
 #define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
+#endif
 #include <hwy/foreach_target.h>  // must come before highway.h
 
 #include "kvkeep/simd/expected_lanes-inl.h"

@@ -80,7 +80,7 @@ struct Machine {
   std::vector<Warp> warps;
   Barrier block;
   int living = 0, threads = 0;
-  Fiber* running = nullptr;
+  Fiber* fiber = nullptr;
   const std::function<void()>* body = nullptr;
   std::exception_ptr failure;
   std::uint64_t progress = 0;  ///< barriers passed and fibers ended
@@ -95,61 +95,70 @@ struct Machine {
   void* host_fake = nullptr;
 #endif
 };
-thread_local Machine machine;
+/// The one that the running kernel is on: read at every step, so without the check that a Machine is there.
+constinit thread_local Machine* running = nullptr;
+
+Machine& machine() {
+  thread_local Machine of_thread;
+  running = &of_thread;
+  return of_thread;
+}
 
 void to_host(bool ends) {
-  Fiber& f = *machine.running;
+  Fiber& f = *running->fiber;
 #ifdef KVKEEP_SANITIZED
   void* fake = nullptr;
-  __sanitizer_start_switch_fiber(ends ? nullptr : &fake, machine.host_stack, machine.host_size);
+  __sanitizer_start_switch_fiber(ends ? nullptr : &fake, running->host_stack, running->host_size);
 #else
   static_cast<void>(ends);
 #endif
 #if defined(__x86_64__)
-  kvkeep_model_switch(&f.top, machine.host);
+  kvkeep_model_switch(&f.top, running->host);
 #else
-  swapcontext(&f.context, &machine.host);
+  swapcontext(&f.context, &running->host);
 #endif
 #ifdef KVKEEP_SANITIZED
-  __sanitizer_finish_switch_fiber(fake, &machine.host_stack, &machine.host_size);
+  __sanitizer_finish_switch_fiber(fake, &running->host_stack, &running->host_size);
 #endif
 }
 
 void enter() {
 #ifdef KVKEEP_SANITIZED
-  __sanitizer_finish_switch_fiber(nullptr, &machine.host_stack, &machine.host_size);
+  __sanitizer_finish_switch_fiber(nullptr, &running->host_stack, &running->host_size);
 #endif
   try {
-    (*machine.body)();
+    (*running->body)();
   } catch (...) {
-    if (!machine.failure) machine.failure = std::current_exception();
+    if (!running->failure) running->failure = std::current_exception();
   }
-  machine.running->done = true;
-  --machine.living;
-  ++machine.progress;
+  running->fiber->done = true;
+  --running->living;
+  ++running->progress;
   to_host(true);
 }
 
 void resume(Fiber& f) {
-  machine.running = &f;
+  running->fiber = &f;
 #ifdef KVKEEP_SANITIZED
-  __sanitizer_start_switch_fiber(&machine.host_fake, f.stack.get(), kStack);
+  __sanitizer_start_switch_fiber(&running->host_fake, f.stack.get(), kStack);
 #endif
 #if defined(__x86_64__)
-  kvkeep_model_switch(&machine.host, f.top);
+  kvkeep_model_switch(&running->host, f.top);
 #else
-  swapcontext(&machine.host, &f.context);
+  swapcontext(&running->host, &f.context);
 #endif
 #ifdef KVKEEP_SANITIZED
-  __sanitizer_finish_switch_fiber(machine.host_fake, nullptr, nullptr);
+  __sanitizer_finish_switch_fiber(running->host_fake, nullptr, nullptr);
 #endif
-  machine.running = nullptr;
+  running->fiber = nullptr;
 }
 
 void prepare(Fiber& f) {
   if (!f.stack) f.stack = std::make_unique_for_overwrite<std::byte[]>(kStack);
 #ifdef KVKEEP_SANITIZED
-  __asan_unpoison_memory_region(f.stack.get(), kStack);
+  // Frames that returned left nothing; what an ended fiber has not returned from is enter() and to_host().
+  const std::size_t left = f.done ? kStack / 32 : kStack;
+  __asan_unpoison_memory_region(f.stack.get() + kStack - left, left);
 #endif
   f.done = false;
   f.exchanges = 0;
@@ -169,47 +178,47 @@ void prepare(Fiber& f) {
 #endif
 }
 
-[[nodiscard]] Warp& warp() { return machine.warps[static_cast<std::size_t>(machine.running->number / 32)]; }
+[[nodiscard]] Warp& warp() { return running->warps[static_cast<std::size_t>(running->fiber->number / 32)]; }
 
 /// A warp runs as far as it can before the next one does: what a missing barrier of the block would let it overtake, it
 /// overtakes.
 void run_block(const char* name) {
-  const std::size_t n = machine.fibers.size();
-  while (machine.living > 0) {
-    const std::uint64_t before = machine.progress;
+  const std::size_t n = running->fibers.size();
+  while (running->living > 0) {
+    const std::uint64_t before = running->progress;
     for (std::size_t first = 0; first < n; first += 32) {
       std::uint64_t of_warp = 0;
       do {
-        of_warp = machine.progress;
+        of_warp = running->progress;
         for (std::size_t i = first; i < first + 32; ++i) {
-          Fiber& f = machine.fibers[machine.order == Order::ascending ? i : n - 1 - i];
+          Fiber& f = running->fibers[running->order == Order::ascending ? i : n - 1 - i];
           if (!f.done) resume(f);
         }
-        if (machine.failure) std::rethrow_exception(machine.failure);
-      } while (machine.progress != of_warp);
+        if (running->failure) std::rethrow_exception(running->failure);
+      } while (running->progress != of_warp);
     }
-    if (machine.progress == before)
+    if (running->progress == before)
       throw std::logic_error(std::string(name) + ": threads wait at a barrier that others never reach");
   }
 }
 
 }  // namespace
 
-const Place& here() { return machine.running->place; }
-int lane() { return machine.running->number % 32; }
-void set_order(Order order) { machine.order = order; }
-const Counters& counters() { return machine.counters; }
+const Place& here() { return running->fiber->place; }
+int lane() { return running->fiber->number % 32; }
+void set_order(Order order) { machine().order = order; }
+const Counters& counters() { return machine().counters; }
 
 void wait_block() {
-  Barrier& b = machine.block;
+  Barrier& b = running->block;
   const std::uint64_t mine = b.generation;
   ++b.arrived;
-  ++machine.counters.barriers;
+  ++running->counters.barriers;
   while (b.generation == mine) {
-    if (b.arrived == static_cast<unsigned>(machine.threads)) {
+    if (b.arrived == static_cast<unsigned>(running->threads)) {
       b.arrived = 0;
       ++b.generation;
-      ++machine.progress;
+      ++running->progress;
       break;
     }
     to_host(false);
@@ -224,7 +233,7 @@ void wait_warp(unsigned mask) {
   while ((w.waiting & mine) != 0) {
     if ((w.waiting & mask) == mask) {
       w.waiting &= ~mask;
-      ++machine.progress;
+      ++running->progress;
       break;
     }
     to_host(false);
@@ -233,9 +242,9 @@ void wait_warp(unsigned mask) {
 
 const std::byte* exchange(unsigned mask, const void* mine, std::size_t bytes) {
   if (bytes > kExchange) throw std::logic_error("exchange: too many bytes a lane");
-  ++machine.counters.exchanges;
+  ++running->counters.exchanges;
   Warp& w = warp();
-  std::byte* buffer = w.buffer.data() + (machine.running->exchanges++ % 2) * 32 * kExchange;
+  std::byte* buffer = w.buffer.data() + (running->fiber->exchanges++ % 2) * 32 * kExchange;
   std::memcpy(buffer + static_cast<std::size_t>(lane()) * bytes, mine, bytes);
   wait_warp(mask);
   return buffer;
@@ -249,6 +258,7 @@ void run(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, c
     throw std::logic_error(std::string(name) + ": more than 65535 blocks in y or z");
   if (shared_bytes > (std::size_t{227} << 10))
     throw std::logic_error(std::string(name) + ": more shared memory than a block can have");
+  Machine& machine = model::machine();
   ++machine.counters.launches;
   machine.body = &body;
   machine.failure = nullptr;
