@@ -7,29 +7,40 @@
 namespace kvkeep::cuda {
 namespace {
 
-template <class Word>
-__device__ void copy_token(const QueryLayout& layout, const std::byte* from, std::byte* to) {
-  const auto words = static_cast<std::int32_t>(layout.head_bytes / static_cast<std::int64_t>(sizeof(Word)));
-  for (auto n = static_cast<std::int32_t>(threadIdx.x); n < layout.heads * words; n += tuning::kTurnThreads) {
-    const std::int32_t head = n / words, word = n - head * words;
-    reinterpret_cast<Word*>(to)[n] = reinterpret_cast<const Word*>(from + head * layout.head_stride)[word];
-  }
+/// All threads of the block copy the query of one token.
+__device__ void copy_query(const QueryLayout& layout, std::int32_t token, std::byte* to) {
+  const std::byte* from = layout.from + token * layout.token_stride;
+  const std::uint64_t bits = reinterpret_cast<std::uintptr_t>(from) | reinterpret_cast<std::uintptr_t>(to) |
+                             static_cast<std::uint64_t>(layout.head_stride) |
+                             static_cast<std::uint64_t>(layout.head_bytes);
+  with_word(bits, [&](auto typed) {
+    using Word = decltype(typed);
+    const auto words = static_cast<std::int32_t>(layout.head_bytes / static_cast<std::int64_t>(sizeof(Word)));
+    for (auto n = static_cast<std::int32_t>(threadIdx.x); n < layout.heads * words; n += tuning::kTurnThreads) {
+      const std::int32_t head = n / words, word = n - head * words;
+      reinterpret_cast<Word*>(to)[n] = reinterpret_cast<const Word*>(from + head * layout.head_stride)[word];
+    }
+  });
 }
 
 /// Blocks with the same y walk the tokens of one arrival.
 __global__ void __launch_bounds__(tuning::kTurnThreads) push_queries_kernel(PushQueriesArguments a) {
   const QueryArrival& arrival = a.arrivals[blockIdx.y];
-  const QueryLayout& layout = a.layout;
-  const std::int64_t token_bytes = layout.heads * layout.head_bytes;
+  const std::int64_t token_bytes = a.layout.heads * a.layout.head_bytes;
   for (auto i = static_cast<std::int32_t>(blockIdx.x); i < arrival.tokens; i += static_cast<std::int32_t>(gridDim.x)) {
     const std::int32_t place = (arrival.at + i) % arrival.capacity;
-    const std::byte* from = arrival.from + i * layout.token_stride;
-    std::byte* to = arrival.ring + place * token_bytes;
     if (threadIdx.x == 0) arrival.positions[place] = arrival.position + i;
-    const std::uint64_t bits = reinterpret_cast<std::uintptr_t>(from) | reinterpret_cast<std::uintptr_t>(to) |
-                               static_cast<std::uint64_t>(layout.head_stride) |
-                               static_cast<std::uint64_t>(layout.head_bytes);
-    with_word(bits, [&](auto word) { copy_token<decltype(word)>(layout, from, to); });
+    copy_query(a.layout, arrival.first + i, arrival.ring + place * token_bytes);
+  }
+}
+
+/// One token per block.
+__global__ void __launch_bounds__(tuning::kTurnThreads) push_step_kernel(PushStepArguments a) {
+  for (auto t = static_cast<std::int32_t>(blockIdx.x); t < a.tokens; t += static_cast<std::int32_t>(gridDim.x)) {
+    const QueryPlace place = a.places[t];
+    if (place.query == nullptr) continue;
+    if (threadIdx.x == 0) *place.position = place.logical;
+    copy_query(a.layout, t, place.query + a.offset);
   }
 }
 
@@ -41,6 +52,11 @@ void launch_push_queries(const PushQueriesArguments& arguments, Stream stream) {
     tokens = tokens < arguments.arrivals[i].tokens ? arguments.arrivals[i].tokens : tokens;
   launch("push_queries", push_queries_kernel,
          {.blocks = blocks_for(tokens, static_cast<unsigned>(arguments.count)), .threads = tuning::kTurnThreads},
+         stream, arguments);
+}
+
+void launch_push_step(const PushStepArguments& arguments, Stream stream) {
+  launch("push_step", push_step_kernel, {.blocks = blocks_for(arguments.tokens), .threads = tuning::kTurnThreads},
          stream, arguments);
 }
 

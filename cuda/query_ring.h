@@ -19,4 +19,15 @@ struct PushQueriesArguments {
 /// One launch, one block per token. Cost: the bytes of the queries, read and written once in words of up to 16 bytes.
 void launch_push_queries(const PushQueriesArguments& arguments, Stream stream);
 
+struct PushStepArguments {
+  const QueryPlace* places = nullptr;  ///< [tokens] on the device
+  std::int32_t tokens = 0;
+  QueryLayout layout;
+  std::int64_t offset = 0;  ///< bytes from the first layer to this one
+};
+
+/// The same by a table: its arguments stay the same from step to step, so a graph may repeat it. One launch, one block
+/// per token. Cost: as above.
+void launch_push_step(const PushStepArguments& arguments, Stream stream);
+
 }  // namespace kvkeep::cuda

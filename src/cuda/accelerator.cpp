@@ -146,6 +146,13 @@ class CudaAccelerator final : public Machine, public MachineMemory {
 
   [[nodiscard]] bool captured() const override { return pool_.captured(); }
 
+  [[nodiscard]] bool capturing() const override { return is_capturing(pool_.current()); }
+
+  void write(void* to, const void* from, std::int64_t bytes) override {
+    const c10::DeviceGuard guard(torch_device(device_));
+    staging_.upload(to, from, static_cast<std::size_t>(bytes), pool_.stream());
+  }
+
   void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t from_stride, std::int64_t bytes,
                  std::int64_t rows) override {
     const c10::DeviceGuard guard(torch_device(device_));
@@ -161,6 +168,12 @@ class CudaAccelerator final : public Machine, public MachineMemory {
       arguments.layout = layout;
       launch_push_queries(arguments, pool_.stream());
     }
+  }
+
+  void push_queries(const QueryPlace* places, std::int32_t tokens, const QueryLayout& layout,
+                    std::int64_t offset) override {
+    const c10::DeviceGuard guard(torch_device(device_));
+    launch_push_step({.places = places, .tokens = tokens, .layout = layout, .offset = offset}, pool_.stream());
   }
 
   void push_given(std::span<const GivenArrival> arrivals, const GivenLayout& layout) override {

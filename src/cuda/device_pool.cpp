@@ -38,6 +38,10 @@ Stream DevicePool::stream() {
   return stream;
 }
 
+Stream DevicePool::current() const {
+  return static_cast<Stream>(current_stream(torch_device(device_)).native_handle());
+}
+
 DeviceMemory DevicePool::allocate(std::int64_t bytes) const {
   constexpr std::int64_t kLeast = 64;
   const at::Device device = torch_device(device_);

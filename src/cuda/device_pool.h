@@ -22,6 +22,9 @@ class DevicePool {
   /// memory of this pool.
   [[nodiscard]] Stream stream();
 
+  /// The same without remembering it.
+  [[nodiscard]] Stream current() const;
+
   /// True once work was launched on a stream while it was captured: a graph then knows addresses, and may run again at
   /// any time.
   [[nodiscard]] bool captured() const { return captured_; }

@@ -137,6 +137,82 @@ TEST_F(CapturedEvents, TakeConstantsAlongWhereTheFirstIsCaptured) {
   expect_alike(twins.cpu, *twins.device);
 }
 
+/// A decode step of up to `rows` tokens in a graph: queries lie where the engine always has them, padded.
+class DecodeGraph {
+ public:
+  DecodeGraph(DenseEngine& engine, const c10::Stream& stream, std::int64_t rows)
+      : queries_(at::full({kLayers, rows, 4, kKeyDim}, 1e30,
+                          at::TensorOptions().dtype(at::kFloat).device(torch_device(engine.keeper.device())))),
+        graph_(stream, [&] {
+          for (std::int32_t l = 0; l < kLayers; ++l) engine.keeper.record(l, queries_[l]);
+        }) {}
+  /// What the engine's attention would do before the graph reads it.
+  void place(std::int32_t layer, const at::Tensor& queries) {
+    queries_[layer].narrow(0, 0, queries.size(0)).copy_(queries);
+  }
+  void replay() const { graph_.replay(); }
+  [[nodiscard]] const CapturedGraph& graph() const { return graph_; }
+
+ private:
+  at::Tensor queries_;
+  CapturedGraph graph_;
+};
+
+using CapturedSteps = CapturedEvents;
+
+TEST_F(CapturedSteps, FileTheQueriesOfTheStepThatBeganBeforeTheReplay) {
+  Twins twins;
+  DenseEngine& device = *twins.device;
+  const auto eager = [&](std::int32_t layer, const at::Tensor& queries) { device.keeper.record(layer, queries); };
+  device.record = eager;
+  twins.feed({{1, 12}, {2, 12}});
+  twins.expect_cut({1, 2});
+  std::deque<DecodeGraph> graphs;  // captured between steps, one per size, as engines do
+  for (const std::int64_t rows : {1, 2, 8}) {
+    const DecodeGraph& made = graphs.emplace_back(device, stream(), rows);
+    EXPECT_EQ(made.graph().nodes(cudaGraphNodeTypeKernel), kLayers);
+    EXPECT_EQ(made.graph().nodes(cudaGraphNodeTypeMemcpy), 0);
+  }
+  int events = 0;
+  for (int step = 0; step < 100; ++step) {
+    if (step == 40) {
+      device.record = eager;  // a prompt does not go through a graph
+      twins.join(3, 30);
+    }
+    const Ids ids = step < 40 ? Ids{1, 2} : step < 70 ? Ids{2, 3, 1} : Ids{3};
+    DecodeGraph& graph = graphs[ids.size() == 1 ? 0U : ids.size() == 2 && step % 2 == 0 ? 1U : 2U];
+    device.record = [&](std::int32_t layer, const at::Tensor& queries) { graph.place(layer, queries); };
+    std::vector<std::pair<SequenceId, std::int32_t>> work;
+    for (const SequenceId id : ids) work.emplace_back(id, 1);
+    twins.feed(work);
+    graph.replay();
+    const bool due = !twins.cpu.cut(ids).cuts.empty();
+    EXPECT_EQ(!device.cut(ids).cuts.empty(), due);
+    events += due ? 1 : 0;
+    ASSERT_NO_FATAL_FAILURE(expect_alike(twins.cpu, device)) << "step " << step;
+  }
+  EXPECT_GE(events, 8);
+}
+
+TEST_F(CapturedSteps, AreRefusedWhereAGraphWouldReadAnotherTable) {
+  Twins twins;
+  DenseEngine& device = *twins.device;
+  device.record = [&](std::int32_t layer, const at::Tensor& queries) { device.keeper.record(layer, queries); };
+  const auto begin = [&](std::int32_t tokens) {
+    const SequenceId id = 1;
+    const Ints indptr{0, tokens};
+    device.keeper.begin_step({.sequences = {&id, 1}, .indptr = indptr});
+  };
+  twins.feed({{1, 1}});
+  EXPECT_THROW(CapturedGraph(stream(), [&] { begin(1); }), StateError);
+  const DecodeGraph graph(device, stream(), 1);
+  const std::int64_t before = device.keeper.logical_length(1);
+  EXPECT_THROW(begin(1000), StateError) << "its table moves";
+  EXPECT_EQ(device.keeper.logical_length(1), before);
+  begin(20);
+  EXPECT_THROW(static_cast<void>(DecodeGraph(device, stream(), 1000)), StateError);
+}
+
 using Uploads = CapturedEvents;
 
 TEST_F(Uploads, LeaveABufferAloneUntilItsCopyIsDone) {

@@ -37,7 +37,7 @@ TEST_F(PushQueries, PutEveryTokenAtItsPlace) {
           std::int64_t ring = 0;
           for (std::int32_t p = 0; p < kPieces; ++p) {
             const auto n = static_cast<std::size_t>(p);
-            arguments.arrivals[p] = {.from = source.data() + token * token_stride,
+            arguments.arrivals[p] = {.first = token,
                                      .ring = rings.data() + ring * kHeads * head,
                                      .positions = positions.data() + ring,
                                      .capacity = capacities[n],
@@ -55,6 +55,7 @@ TEST_F(PushQueries, PutEveryTokenAtItsPlace) {
             ring += capacities[n];
           }
           arguments.count = kPieces;
+          arguments.layout.from = source.data();
           arguments.layout.heads = kHeads;
           arguments.layout.head_bytes = head;
           arguments.layout.token_stride = token_stride;

@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <functional>
 #include <map>
 #include <numeric>
 
@@ -108,6 +109,7 @@ class Engine {
   /// A step without its end.
   void feed(const Numbers& numbers, std::span<const std::int32_t> positions = {}) {
     make_room(numbers);
+    if (record) keeper.begin_step({.sequences = numbers.ids, .indptr = numbers.indptr, .positions = positions});
     for (std::int32_t l = 0; l < kLayers; ++l) {
       for (std::size_t i = 0; i < numbers.ids.size(); ++i)
         for (std::int32_t t = numbers.indptr[i]; t < numbers.indptr[i + 1]; ++t)
@@ -117,11 +119,15 @@ class Engine {
             slot_of(numbers.ids[i], l, h, slot, false).copy_(numbers.keys[static_cast<std::size_t>(l)][t][h]);
             slot_of(numbers.ids[i], l, h, slot, true).copy_(numbers.values[static_cast<std::size_t>(l)][t][h]);
           }
-      keeper.observe({.layer = l,
-                      .sequences = numbers.ids,
-                      .indptr = numbers.indptr,
-                      .queries = numbers.queries[static_cast<std::size_t>(l)].to(torch_device(keeper.device())),
-                      .positions = positions});
+      const at::Tensor queries = numbers.queries[static_cast<std::size_t>(l)].to(torch_device(keeper.device()));
+      if (record)
+        record(l, queries);
+      else
+        keeper.observe({.layer = l,
+                        .sequences = numbers.ids,
+                        .indptr = numbers.indptr,
+                        .queries = queries,
+                        .positions = positions});
       if (keeper.policy().needs().given_scores)  // any number will do: the first of each key
         keeper.give(
             {.layer = l,
@@ -150,6 +156,8 @@ class Engine {
                                            bool value) const = 0;
 
   Keeper keeper;
+  /// Instead of observe(), in every layer of a step that begin_step() has counted.
+  std::function<void(std::int32_t layer, const at::Tensor& queries)> record;
   std::map<SequenceId, Ints> lengths;
   std::vector<LayerKv> layers;
 

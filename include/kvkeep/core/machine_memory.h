@@ -41,12 +41,23 @@ class MachineMemory {
   /// memory must stay alive as long as its owner.
   [[nodiscard]] virtual bool captured() const = 0;
 
+  /// True while the current stream is being captured: what is launched runs when the graph does.
+  [[nodiscard]] virtual bool capturing() const = 0;
+
+  /// Copies from the host; `from` may change as soon as it returns.
+  virtual void write(void* to, const void* from, std::int64_t bytes) = 0;
+
   /// Copies `rows` runs of `bytes` from one strided array to another. They must not overlap.
   virtual void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t from_stride,
                          std::int64_t bytes, std::int64_t rows) = 0;
 
   /// Copies new queries into their rings.
   virtual void push_queries(std::span<const QueryArrival> arrivals, const QueryLayout& layout) = 0;
+
+  /// The same for one layer, `offset` bytes after the first, by a table in this memory with a line per token. What it
+  /// does depends on the table alone, so a graph may repeat it.
+  virtual void push_queries(const QueryPlace* places, std::int32_t tokens, const QueryLayout& layout,
+                            std::int64_t offset) = 0;
 
   /// Writes new given scores to their columns, as f32.
   virtual void push_given(std::span<const GivenArrival> arrivals, const GivenLayout& layout) = 0;
@@ -65,11 +76,16 @@ class HostMemory final : public MachineMemory {
   [[nodiscard]] Device device() const override { return {}; }
   [[nodiscard]] bool is_host() const override { return true; }
   [[nodiscard]] bool captured() const override { return false; }
+  [[nodiscard]] bool capturing() const override { return false; }
 
   [[nodiscard]] DeviceMemory allocate(std::int64_t bytes) override {
     constexpr std::align_val_t kAlignment{64};
     void* const memory = ::operator new(static_cast<std::size_t>(bytes), kAlignment);
     return {memory, {memory, [](void* held) { ::operator delete(held, kAlignment); }}};
+  }
+
+  void write(void* to, const void* from, std::int64_t bytes) override {
+    std::memcpy(to, from, static_cast<std::size_t>(bytes));
   }
 
   void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t from_stride, std::int64_t bytes,
@@ -84,12 +100,17 @@ class HostMemory final : public MachineMemory {
       for (std::int32_t i = 0; i < arrival.tokens; ++i) {
         const std::int32_t place = (arrival.at + i) % arrival.capacity;
         arrival.positions[place] = arrival.position + i;
-        const std::byte* from = arrival.from + i * layout.token_stride;
-        std::byte* to = arrival.ring + place * layout.heads * layout.head_bytes;
-        for (std::int32_t h = 0; h < layout.heads; ++h)
-          std::memcpy(to + h * layout.head_bytes, from + h * layout.head_stride,
-                      static_cast<std::size_t>(layout.head_bytes));
+        copy_query(layout, arrival.first + i, arrival.ring + place * layout.heads * layout.head_bytes);
       }
+  }
+
+  void push_queries(const QueryPlace* places, std::int32_t tokens, const QueryLayout& layout,
+                    std::int64_t offset) override {
+    for (std::int32_t t = 0; t < tokens; ++t) {
+      if (places[t].query == nullptr) continue;
+      *places[t].position = places[t].logical;
+      copy_query(layout, t, places[t].query + offset);
+    }
   }
 
   void push_given(std::span<const GivenArrival> arrivals, const GivenLayout& layout) override {
@@ -105,6 +126,14 @@ class HostMemory final : public MachineMemory {
 
   void read(void* to, const void* from, std::int64_t bytes) override {
     std::memcpy(to, from, static_cast<std::size_t>(bytes));
+  }
+
+ private:
+  static void copy_query(const QueryLayout& layout, std::int32_t token, std::byte* to) {
+    const std::byte* const from = layout.from + token * layout.token_stride;
+    for (std::int32_t h = 0; h < layout.heads; ++h)
+      std::memcpy(to + h * layout.head_bytes, from + h * layout.head_stride,
+                  static_cast<std::size_t>(layout.head_bytes));
   }
 };
 

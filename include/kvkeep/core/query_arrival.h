@@ -1,5 +1,5 @@
 #pragma once
-/// New queries to be copied into a ring on a device. Plain structs that kernels take unchanged; no LibTorch in here.
+/// New queries to be copied into rings. Plain structs that kernels take unchanged; no LibTorch in here.
 
 #include <cstddef>
 #include <cstdint>
@@ -8,7 +8,7 @@ namespace kvkeep {
 
 /// Queries of one layer of one sequence, at consecutive positions.
 struct QueryArrival {
-  const std::byte* from = nullptr;    ///< first token
+  std::int32_t first = 0;             ///< its first token among those of the step
   std::byte* ring = nullptr;          ///< [capacity, Hq, D] packed
   std::int32_t* positions = nullptr;  ///< i32 [capacity]
   std::int32_t capacity = 0;
@@ -17,8 +17,16 @@ struct QueryArrival {
   std::int32_t position = 0;  ///< logical, of the first token
 };
 
-/// Memory layout of one token's queries.
+/// Where the query of one token goes, in the first layer.
+struct QueryPlace {
+  std::byte* query = nullptr;        ///< [Hq, D] packed; null: it is not kept
+  std::int32_t* position = nullptr;  ///< the same in every layer
+  std::int32_t logical = 0;          ///< what is written there
+};
+
+/// Where the queries of a step are, in one layer.
 struct QueryLayout {
+  const std::byte* from = nullptr;  ///< [tokens, Hq, D]
   std::int32_t heads = 0;
   std::int64_t head_bytes = 0;    ///< D elements
   std::int64_t token_stride = 0;  ///< bytes, in the source

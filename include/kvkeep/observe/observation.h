@@ -27,4 +27,13 @@ struct Observation {
                                                  ///< per sequence; empty: the next ones of each sequence
 };
 
+/// New tokens of a step, in all layers at once (Keeper::begin_step).
+struct StepTokens {
+  std::span<const SequenceId> sequences;         ///< [n]
+  std::span<const std::int32_t> indptr;          ///< host [n + 1]
+  Dtype query_dtype = Dtype::f32;                ///< f32, f16 or bf16
+  QueryBasis basis = QueryBasis::pre_rope;       ///< of the queries
+  std::span<const std::int32_t> positions = {};  ///< as in Observation
+};
+
 }  // namespace kvkeep

@@ -14,7 +14,7 @@ namespace kvkeep {
 KVKEEP_INLINE QueryRing::QueryRing(std::int32_t layers, std::int32_t wanted, std::int32_t query_heads,
                                    std::int32_t key_dim, MachineMemory& memory)
     : wanted_(wanted),
-      capacity_(wanted == 0 ? 0 : wanted + kRollback),
+      capacity_(capacity_of(wanted)),
       heads_(query_heads),
       dim_(key_dim),
       memory_(&memory),
@@ -25,41 +25,39 @@ KVKEEP_INLINE void QueryRing::allocate(Dtype dtype) {
   held_ = memory_->allocate(data_bytes() + std::int64_t{capacity_} * 4);
 }
 
-KVKEEP_INLINE void QueryRing::push(std::int32_t layer, const std::byte* data, Dtype dtype, std::int64_t token_stride,
-                                   std::span<const std::int32_t> positions, std::vector<QueryArrival>& arrivals) {
-  Layer& state = layers_[static_cast<std::size_t>(layer)];
-  const auto tokens = static_cast<std::int64_t>(positions.size());
-  if (capacity_ > 0) {
-    reserve(dtype);
-    std::byte* const ring = this->data() + layer * capacity_ * token_bytes();
-    const std::size_t earlier = arrivals.size();  // of other layers and sequences
-    for (std::int64_t i = std::max<std::int64_t>(0, tokens - capacity_); i < tokens; ++i) {
-      const std::int32_t position = positions[static_cast<std::size_t>(i)];
-      QueryArrival* last = arrivals.size() == earlier ? nullptr : &arrivals.back();
-      if (last != nullptr && last->position + last->tokens == position)
-        ++last->tokens;
-      else
-        arrivals.push_back({.from = data + i * token_stride,
-                            .ring = ring,
-                            .positions = this->positions(),
-                            .capacity = capacity_,
-                            .at = static_cast<std::int32_t>((state.seen + i) % capacity_),
-                            .tokens = 1,
-                            .position = position});
-    }
+KVKEEP_INLINE void QueryRing::place(std::int32_t layer, std::int32_t first, std::span<const std::int32_t> positions,
+                                    std::vector<QueryArrival>& arrivals) const {
+  if (capacity_ == 0) return;
+  const std::int64_t seen = this->seen(layer);
+  const auto tokens = static_cast<std::int32_t>(positions.size());
+  const std::size_t earlier = arrivals.size();  // of other layers and sequences
+  for (std::int32_t i = std::max(0, tokens - capacity_); i < tokens; ++i) {
+    const std::int32_t position = positions[static_cast<std::size_t>(i)];
+    QueryArrival* last = arrivals.size() == earlier ? nullptr : &arrivals.back();
+    if (last != nullptr && last->position + last->tokens == position)
+      ++last->tokens;
+    else
+      arrivals.push_back({.first = first + i,
+                          .ring = data() + layer * capacity_ * token_bytes(),
+                          .positions = this->positions(),
+                          .capacity = capacity_,
+                          .at = static_cast<std::int32_t>((seen + i) % capacity_),
+                          .tokens = 1,
+                          .position = position});
   }
-  state.seen += tokens;
-  state.oldest = std::max(state.oldest, state.seen - capacity_);
 }
 
 KVKEEP_INLINE void QueryRing::push(std::int32_t layer, const std::byte* data, Dtype dtype, std::int64_t token_stride,
                                    std::int64_t head_stride, std::span<const std::int32_t> positions) {
+  reserve(dtype);
   std::vector<QueryArrival> arrivals;
-  push(layer, data, dtype, token_stride, positions, arrivals);
-  memory_->push_queries(arrivals, {.heads = heads_,
+  place(layer, 0, positions, arrivals);
+  memory_->push_queries(arrivals, {.from = data,
+                                   .heads = heads_,
                                    .head_bytes = element_size(dtype) * dim_,
                                    .token_stride = token_stride,
                                    .head_stride = head_stride});
+  advance(layer, static_cast<std::int64_t>(positions.size()));
 }
 
 KVKEEP_INLINE QueryView QueryRing::view(std::int32_t layer) const {

@@ -2,6 +2,7 @@
 /// The newest queries of one sequence, per layer: all that scorers need from the past. Queries, not hidden states, so
 /// that no projection runs twice.
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -44,13 +45,20 @@ class QueryRing {
   /// contiguous. Requires: takes(dtype). Cost: copies at most wanted + kRollback tokens of Hq * D elements.
   void push(std::int32_t layer, const std::byte* data, Dtype dtype, std::int64_t token_stride, std::int64_t head_stride,
             std::span<const std::int32_t> positions);
-  /// The same without copying: the copies are appended to `arrivals` for MachineMemory::push_queries(), so that one
-  /// call serves all sequences of a step. Until then view() shows queries that are not there.
-  void push(std::int32_t layer, const std::byte* data, Dtype dtype, std::int64_t token_stride,
-            std::span<const std::int32_t> positions, std::vector<QueryArrival>& arrivals);
+  /// push() in two parts. Where the queries of new tokens of one layer go, the `first` of a step and those after it:
+  /// appended to `arrivals` for MachineMemory::push_queries(), so that one call serves all sequences. Requires:
+  /// reserve().
+  void place(std::int32_t layer, std::int32_t first, std::span<const std::int32_t> positions,
+             std::vector<QueryArrival>& arrivals) const;
+  /// From then on view() shows them.
+  void advance(std::int32_t layer, std::int64_t tokens) {
+    Layer& state = layers_[static_cast<std::size_t>(layer)];
+    state.seen += tokens;
+    state.oldest = std::max(state.oldest, state.seen - capacity_);
+  }
 
-  /// Ensures that push() of queries of this dtype cannot fail, if `arrivals` has room for capacity() more. Changes
-  /// nothing visible.
+  /// Ensures that push() of queries of this dtype cannot fail, and place() only where `arrivals` has no room for
+  /// capacity() more. Changes nothing visible.
   void reserve(Dtype dtype) {
     if (capacity_ > 0 && held_ == nullptr) allocate(dtype);
   }
@@ -86,6 +94,9 @@ class QueryRing {
 
   /// The most tokens that one call of push() copies.
   [[nodiscard]] std::int32_t capacity() const { return capacity_; }
+
+  /// The same for any ring of `wanted` queries.
+  [[nodiscard]] static std::int32_t capacity_of(std::int32_t wanted) { return wanted == 0 ? 0 : wanted + kRollback; }
 
   /// Tokens a layer has seen.
   [[nodiscard]] std::int64_t seen(std::int32_t layer) const { return layers_[static_cast<std::size_t>(layer)].seen; }

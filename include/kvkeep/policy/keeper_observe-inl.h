@@ -21,6 +21,7 @@ struct Queries {
   Dtype dtype = Dtype::f32;
   std::int64_t token_stride = 0, head_stride = 0;  ///< bytes
 
+  Queries() = default;
   Queries(const Observation& o, std::size_t i) {
     if (!o.queries.defined()) return;
     const auto bytes = static_cast<std::int64_t>(o.queries.element_size());
@@ -150,6 +151,15 @@ KVKEEP_INLINE void Keeper::check_statistics(const Observation& o, std::size_t i,
                             q.token_stride, q.head_stride, positions);
 }
 
+/// Counts new tokens whose positions are in positions_.
+KVKEEP_INLINE void Keeper::count(Sequence& s, std::int32_t tokens) {
+  s.columns->append(positions_);
+  const std::int64_t before = std::exchange(s.logical, s.logical + tokens);
+  if (tokens > 0) s.next_position = positions_.back() + 1;
+  if (before < s.prompt && s.prompt <= s.logical)
+    s.prompt_end = positions_[static_cast<std::size_t>(s.prompt - before - 1)] + 1;
+}
+
 /// Everything in recording a step that can fail, before any of it is recorded.
 KVKEEP_INLINE void Keeper::make_room(const Observation& o) {
   begun_.clear();
@@ -193,19 +203,13 @@ KVKEEP_INLINE void Keeper::observe(const Observation& o) {
     auto& s = const_cast<Sequence&>(*met_[i]);
     const std::int32_t tokens = o.indptr[i + 1] - o.indptr[i];
     find_positions(o, i, s);
-    if (leads(s, o.layer, tokens)) {
-      s.columns->append(positions_);
-      const std::int64_t before = std::exchange(s.logical, s.logical + tokens);
-      if (tokens > 0) s.next_position = positions_.back() + 1;
-      if (before < s.prompt && s.prompt <= s.logical)
-        s.prompt_end = positions_[static_cast<std::size_t>(s.prompt - before - 1)] + 1;
-    }
+    if (leads(s, o.layer, tokens)) count(s, tokens);
     if (o.unread) {
       s.ring.skip_unread(index, tokens);
       continue;
     }
-    keeper_observe_detail::Queries q =
-        needs_.queries > 0 ? keeper_observe_detail::Queries(o, i) : keeper_observe_detail::Queries({}, 0);
+    const keeper_observe_detail::Queries q =
+        needs_.queries > 0 ? keeper_observe_detail::Queries(o, i) : keeper_observe_detail::Queries();
     if (!s.statistics.empty())
       s.statistics[static_cast<std::size_t>(index)].add(q.data, q.dtype, q.token_stride, q.head_stride, positions_,
                                                         o.basis, spec_.rope, *workspace_);
@@ -213,16 +217,125 @@ KVKEEP_INLINE void Keeper::observe(const Observation& o) {
     if (s.pass != nullptr &&
         s.tail < s.report->tokens) {  // of the tokens that continued, only the newest are contiguous
       s.ring.skip(index, s.report->tokens - s.tail);
-      if (q.data != nullptr) q.data += (tokens - s.tail) * q.token_stride;
       seen = seen.last(static_cast<std::size_t>(s.tail));
     }
-    s.ring.push(index, q.data, q.dtype, q.token_stride, seen, arrivals_);
-    layout = {.heads = spec_.query_heads,
+    const auto kept = static_cast<std::int32_t>(seen.size());
+    s.ring.place(index, o.indptr[i + 1] - kept, seen, arrivals_);
+    s.ring.advance(index, kept);
+    layout = {.from = static_cast<const std::byte*>(o.queries.bytes()),
+              .heads = spec_.query_heads,
               .head_bytes = element_size(q.dtype) * spec_.key_dim,
               .token_stride = q.token_stride,
               .head_stride = q.head_stride};
   }
   if (!arrivals_.empty()) provided_.machine().memory().push_queries(arrivals_, layout);
+}
+
+/// `first`: the same tokens as the first full layer would observe them.
+KVKEEP_INLINE void Keeper::check(const StepTokens& t, const Observation& first) const {
+  KVKEEP_REQUIRE_AS(Unsupported, needs_.statistics_from < 0 && !policy_->narrows(), "begin_step: ", policy_->name(),
+                    policy_->narrows() ? " narrows prompts between layers" : " keeps statistics of every query",
+                    "; allowed observe() in every layer");
+  KVKEEP_REQUIRE(is_scorable(t.query_dtype), "begin_step: queries are ", t.query_dtype, "; allowed f32, f16, bf16");
+  check(first);
+  for (std::size_t i = 0; i < met_.size(); ++i) {
+    const Sequence& s = *met_[i];
+    for (std::int32_t l = 0; needs_.queries > 0 && l < static_cast<std::int32_t>(full_layers_.size()); ++l)
+      KVKEEP_REQUIRE_AS(StateError, s.prefix + s.ring.seen(l) == s.logical, "begin_step: layer ",
+                        full_layers_[static_cast<std::size_t>(l)], " has seen ", s.prefix + s.ring.seen(l), " of the ",
+                        s.logical, " tokens of sequence ", t.sequences[i], "; allowed all, in every full layer");
+    KVKEEP_REQUIRE(s.ring.takes(t.query_dtype), "begin_step: queries of sequence ", t.sequences[i], " are ",
+                   t.query_dtype, "; earlier ones were ", s.ring.dtype(), "; allowed one dtype");
+  }
+  KVKEEP_REQUIRE(!basis_known_ || needs_.queries == 0 || t.basis == basis_, "begin_step: queries are taken ",
+                 t.basis == QueryBasis::pre_rope ? "before" : "after", " RoPE, unlike earlier ones; allowed one basis");
+}
+
+KVKEEP_INLINE void Keeper::begin_step(const StepTokens& t) {
+  MachineMemory& memory = provided_.machine().memory();
+  KVKEEP_REQUIRE_AS(StateError, !memory.capturing(),
+                    "begin_step: the stream is being captured, so every replay would file queries as this step's; "
+                    "allowed before the capture, and before each replay");
+  const Observation first{.layer = full_layers_.front(),
+                          .sequences = t.sequences,
+                          .indptr = t.indptr,
+                          .unread = true,
+                          .positions = t.positions};
+  check(t, first);
+  const std::int32_t tokens = t.indptr.back();
+  const bool reads = needs_.queries > 0;
+  KVKEEP_REQUIRE_AS(StateError, !reads || tokens <= step_room_ || !step_captured_, "begin_step: ", tokens,
+                    " tokens, but the table that a captured graph reads has room for ", step_room_,
+                    "; allowed up to that: run a step of the largest size before the first capture");
+  make_room(first);
+  if (reads) {
+    for (const Sequence* const s : met_) const_cast<Sequence*>(s)->ring.reserve(t.query_dtype);
+    // Lines after those of a step say that nothing is kept, for graphs of larger steps.
+    step_places_.assign(static_cast<std::size_t>(std::max(tokens, step_tokens_)), {});
+    const std::int64_t token_bytes = element_size(t.query_dtype) * spec_.query_heads * spec_.key_dim;
+    for (std::size_t i = 0; i < met_.size(); ++i) {
+      find_positions(first, i, *met_[i]);
+      arrivals_.clear();
+      met_[i]->ring.place(0, t.indptr[i], positions_, arrivals_);
+      for (const QueryArrival& a : arrivals_)
+        for (std::int32_t n = 0; n < a.tokens; ++n) {
+          const std::int32_t at = (a.at + n) % a.capacity;
+          step_places_[static_cast<std::size_t>(a.first + n)] = {a.ring + at * token_bytes, a.positions + at,
+                                                                 a.position + n};
+        }
+    }
+    const auto lines = static_cast<std::int32_t>(step_places_.size());
+    if (lines > step_room_) {
+      constexpr std::int32_t kLeast = 64;
+      const std::int32_t room = std::max(lines + lines / 2, kLeast);
+      step_table_ = memory.allocate(room * static_cast<std::int64_t>(sizeof(QueryPlace)));
+      step_room_ = room;
+      step_places_.resize(static_cast<std::size_t>(room));
+    }
+    memory.write(step_table_.get(), step_places_.data(),
+                 static_cast<std::int64_t>(step_places_.size() * sizeof(QueryPlace)));
+    step_tokens_ = tokens;
+    step_dtype_ = t.query_dtype;
+    basis_ = t.basis;
+    basis_known_ = true;
+  }
+  ++version_;
+  for (std::size_t i = 0; i < met_.size(); ++i) {
+    auto& s = const_cast<Sequence&>(*met_[i]);
+    find_positions(first, i, s);
+    const auto own = static_cast<std::int32_t>(positions_.size());
+    count(s, own);
+    for (std::int32_t l = 0; l < static_cast<std::int32_t>(full_layers_.size()); ++l) s.ring.advance(l, own);
+  }
+}
+
+KVKEEP_INLINE void Keeper::record(std::int32_t layer, const Tensor& queries) {
+  KVKEEP_REQUIRE(layer >= 0 && layer < spec_.num_layers(), "record: layer ", layer, " is out of range; allowed 0 to ",
+                 spec_.num_layers() - 1);
+  const std::int32_t index = layer_index_[static_cast<std::size_t>(layer)];
+  if (index < 0 || needs_.queries == 0) return;
+  KVKEEP_REQUIRE_AS(StateError, step_table_ != nullptr, "record: no step has begun; allowed after begin_step()");
+  const std::int32_t indptr[] = {
+      0, queries.defined() && queries.dim() == 3 ? static_cast<std::int32_t>(queries.size(0)) : 0};
+  const Observation own{.layer = layer, .sequences = {}, .indptr = indptr, .queries = queries};
+  check_queries("record", own);
+  KVKEEP_REQUIRE(queries.dtype() == step_dtype_, "record: queries of layer ", layer, " are ", queries.dtype(),
+                 ", but the step began with ", step_dtype_, "; allowed what begin_step() was given");
+  MachineMemory& memory = provided_.machine().memory();
+  const bool capturing = memory.capturing();
+  KVKEEP_REQUIRE_AS(StateError, indptr[1] <= step_room_ && (capturing || indptr[1] >= step_tokens_),
+                    "record: ", indptr[1], " queries of layer ", layer, "; allowed ", capturing ? 0 : step_tokens_,
+                    " to ", step_room_, ": as many as the step that began has tokens, or more, which are padding");
+  step_captured_ = step_captured_ || capturing;
+  const keeper_observe_detail::Queries q(own, 0);
+  const std::int64_t token_bytes = element_size(q.dtype) * spec_.query_heads * spec_.key_dim;
+  memory.push_queries(static_cast<const QueryPlace*>(step_table_.get()), indptr[1],
+                      {.from = q.data,
+                       .heads = spec_.query_heads,
+                       .head_bytes = element_size(q.dtype) * spec_.key_dim,
+                       .token_stride = q.token_stride,
+                       .head_stride = q.head_stride},
+                      index * QueryRing::capacity_of(needs_.queries) * token_bytes);
 }
 
 }  // namespace kvkeep
