@@ -49,6 +49,7 @@ declare -A small=(
   [row_bodies]='RowBodies.LeaveRowsAlone*'
   [rpc]='RpcKernel.LeavesRowsAlone*'
   [select]='Select.TakesARow*'
+  [share]='ShareKernel.GivesRowsThatShareTheScoresOfTheCpu'
   [snapkv]='SnapKVKernel.LeavesRowsAlone*'
   [tova]='TovaKernel.LeavesRowsAlone*'
   [triattention]='TriAttentionKernel.LeavesRowsAlone*'

@@ -9,6 +9,7 @@
 #include "query_ring.h"
 #include "rows.h"
 #include "select.h"
+#include "share.h"
 
 namespace kvkeep::cuda {
 namespace {
@@ -162,10 +163,14 @@ void push_queries(Result& result, Shape shape, Size size) {
   const DeviceArray<std::byte> from(drawn), rings(static_cast<std::size_t>(size.batch * kRing * token));
   const DeviceArray<std::int32_t> positions(static_cast<std::size_t>(size.batch * kRing));
   PushQueriesArguments a;
-  a.layout = {.heads = shape.query_heads(), .head_bytes = head, .token_stride = token, .head_stride = head};
+  a.layout = {.from = from.data(),
+              .heads = shape.query_heads(),
+              .head_bytes = head,
+              .token_stride = token,
+              .head_stride = head};
   a.count = std::min(size.batch, kQueryArrivals);
   for (std::int32_t s = 0; s < a.count; ++s)
-    a.arrivals[s] = {.from = from.data() + s * token,
+    a.arrivals[s] = {.first = s,
                      .ring = rings.data() + s * kRing * token,
                      .positions = positions.data() + s * kRing,
                      .capacity = kRing,
@@ -182,6 +187,53 @@ void push_queries(Result& result, Shape shape, Size size) {
       return result.fail("a position is not in its place");
   }
   measure(result, 2.0 * static_cast<double>(a.count * token), [&] { launch_push_queries(a, stream()); });
+}
+
+/// The same by a table, as a decode graph repeats it.
+void push_step(Result& result, Shape shape, Size size) {
+  const std::int64_t head = shape.dim * 2, token = head * shape.query_heads();
+  std::vector<std::byte> drawn(static_cast<std::size_t>(size.batch * token));
+  for (std::size_t i = 0; i < drawn.size(); ++i) drawn[i] = static_cast<std::byte>(i % 251);
+  const DeviceArray<std::byte> from(drawn), to(drawn.size());
+  const DeviceArray<std::int32_t> positions(static_cast<std::size_t>(size.batch));
+  std::vector<QueryPlace> places;
+  for (std::int32_t s = 0; s < size.batch; ++s)
+    places.push_back({to.data() + s * token, positions.data() + s, size.length});
+  const DeviceArray<QueryPlace> table(places);
+  const PushStepArguments a{.places = table.data(),
+                            .tokens = size.batch,
+                            .layout = {.from = from.data(),
+                                       .heads = shape.query_heads(),
+                                       .head_bytes = head,
+                                       .token_stride = token,
+                                       .head_stride = head}};
+  launch_push_step(a, stream());
+  if (to.download() != drawn) return result.fail("a query is not in its place");
+  for (const std::int32_t position : positions.download())
+    if (position != size.length) return result.fail("a position is not in its place");
+  measure(result, 2.0 * static_cast<double>(size.batch * token), [&] { launch_push_step(a, stream()); });
+}
+
+/// Scores of all layers and heads of a sequence become their largest.
+void share(Result& result, Shape shape, Size size) {
+  const RandomEvent event(shape, size);
+  const DeviceArray<float> shared(static_cast<std::size_t>(event.count * event.length));
+  const ShareArguments a{
+      .rows = event.rows->data(),
+      .limits = event.limits->data(),
+      .sharing = {.share = Sharing::all, .layers = shape.layers, .sequences = size.batch, .heads = shape.kv_heads},
+      .longest = size.length,
+      .scores = event.scores->data(),
+      .shared = shared.data()};
+  launch_share(a, stream());
+  for (std::int64_t t = 0; t < event.length; t += event.length / 7 + 1) {
+    float most = event.drawn[static_cast<std::size_t>(t)];
+    for (std::int64_t m = 1; m < a.sharing.members(); ++m)
+      most = std::max(most, event.drawn[static_cast<std::size_t>(a.sharing.row(0, m) * event.length + t)]);
+    if (shared.download(static_cast<std::size_t>(t), 1)[0] != most)
+      return result.fail("a shared score is not the largest");
+  }
+  measure(result, 2.0 * 4 * static_cast<double>(event.count * event.length), [&] { launch_share(a, stream()); });
 }
 
 /// One new score of every KV head of every sequence goes to its column: what every step pays once per layer if scores
@@ -219,6 +271,8 @@ void add_keeping() {
   add("Chunks", chunks, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
   add("Critical", critical, {{1, 1536, 1024}, {1, 32768, 2048}}, {{1, 96, 64}});
   add("PushQueries", push_queries, {{1, 1536, 1024}, {32, 1536, 1024}});
+  add("PushStep", push_step, {{1, 1536, 1024}, {32, 1536, 1024}});
+  add("Share", share, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
   add("PushGiven", push_given, {{1, 1536, 1024}, {32, 1536, 1024}});
 }
 

@@ -40,9 +40,6 @@ class CudaAccelerator final : public Machine, public MachineMemory {
       found.push_back(
           text("heads: with adaptive heads of critical, scores decide how many slots stay, unknown to the host; given ",
                device_.str(), "; allowed equal, or the CPU"));
-    if (demand.share != Sharing::per_layer_per_head)
-      found.push_back(text("share: rows that share one selection have no kernel; given ", device_.str(),
-                           "; allowed per_layer_per_head, or the CPU"));
     for (const bool value : {false, true}) {
       const std::int32_t dim = value ? spec.value_dim : spec.key_dim;
       if ((value ? demand.needs.values : demand.needs.keys) && dim > kMostDim)

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "kvkeep/torch.h"
+#include "share.h"
 #include "window_attention.h"
 
 namespace kvkeep::cuda {
@@ -130,9 +131,16 @@ Scores CudaEvent::score(const Scorer& scorer, const WindowAttention& seen) {
   return scores;
 }
 
-Scores CudaEvent::share(const Scores&, Sharing) {
-  refuse<Unsupported>("share: rows that share one selection have no kernel; given ", pool_.device().str(),
-                      "; allowed per_layer_per_head, or the CPU");
+Scores CudaEvent::share(const Scores& scores, Sharing share) {
+  const SharedRows sharing = shared_rows(evidence, limits, share);
+  Scores shared{tensor(flat(), evidence.table.slots)};
+  launch(launch_share, ShareArguments{.rows = arguments.rows,
+                                      .limits = arguments.limits,
+                                      .sharing = sharing,
+                                      .longest = arguments.longest,
+                                      .scores = scores.data.data<float>(),
+                                      .shared = shared.data.data<float>()});
+  return shared;
 }
 
 void CudaEvent::allot(const Allocator& allocator, const Scores& scores, WindowAttention seen, Decision& decision) {

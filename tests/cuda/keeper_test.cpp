@@ -188,6 +188,10 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"rpcofficial",
              "rpc,style=official,budget=48,sink=4,recent=8,protect_prompt=false,budget_counts=all,growth=0,trigger="
              "slack,interval=12,window=8,heads=all"},
+        Case{"perhead", "tova,budget=48,interval=12,share=per_head"},
+        Case{"union", "snapkv,budget=48,interval=12,window=8,share=union"},
+        Case{"unionmean", "h2o,budget=48,interval=12,share=union_mean"},
+        Case{"unionchunks", "chunkkv-tova,budget=48,interval=12,chunk=7,share=union"},
         Case{"pyramidkv", "pyramidkv-knorm,budget=48,interval=12,recent=4", true}),
     [](const auto& p) { return std::string(p.param.name); });
 
@@ -268,12 +272,6 @@ TEST_F(DeviceLine, NamesWhatHasNoKernel) {
     FAIL() << "a threshold ran on a device";
   } catch (const InvalidArgument& error) {
     EXPECT_NE(std::string(error.what()).find("allocator threshold has no kernel"), std::string::npos) << error.what();
-  }
-  try {
-    DenseEngine engine("tova,budget=48,interval=12,share=union", false, Dtype::f32, fresh_accelerator());
-    FAIL() << "rows shared a selection on a device";
-  } catch (const InvalidArgument& error) {
-    EXPECT_NE(std::string(error.what()).find("share: "), std::string::npos) << error.what();
   }
 }
 

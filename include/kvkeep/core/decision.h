@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "kvkeep/core/shared_rows.h"
 #include "kvkeep/core/slot.h"
 #include "kvkeep/core/tensor.h"
 
@@ -64,14 +65,6 @@ struct Allotment {
   Mass mass_used;  ///< only with Evidence::explain: after mixing with credit; segments and quotas follow it
   std::vector<std::vector<std::int32_t>> ends;    ///< [rows][segments] one past each segment's last slot
   std::vector<std::vector<std::int32_t>> quotas;  ///< [rows][segments]
-};
-
-/// Which rows share one selection.
-enum class Sharing : std::uint8_t {
-  per_layer_per_head,  ///< none
-  per_head,            ///< a KV head's rows in all layers
-  all,                 ///< all rows of a sequence, ranked by their largest score ("union")
-  all_mean,            ///< all rows of a sequence, ranked by their mean score ("union_mean")
 };
 
 /// The reason for a decision.

@@ -14,48 +14,21 @@
 namespace kvkeep {
 namespace host_detail {
 
-/// Gives rows that share one selection the same scores, in place. Rows are in the order layer, sequence, head; all rows
-/// of a sequence have one length.
-inline void share_scores(const Evidence& evidence, const Limits& limits, Sharing share, float* g) {
-  const RowTable& table = evidence.table;
-  const auto heads = static_cast<std::size_t>(evidence.spec.kv_heads);
-  const std::size_t sequences = [&] {
-    std::size_t n = 0;
-    while (n < table.groups.size() && table.groups[n].layer == table.groups.front().layer) ++n;
-    return n;
-  }();
-  const bool all = share == Sharing::all || share == Sharing::all_mean;
-  const std::size_t stride = sequences * heads, layers = table.rows.size() / std::max<std::size_t>(stride, 1);
-  const auto each_sharing_row = [&](std::size_t sequence, std::size_t head, auto&& body) {
-    for (std::size_t l = 0; l < layers; ++l)
-      for (std::size_t h = all ? 0 : head; h < (all ? heads : head + 1); ++h) body(l * stride + sequence * heads + h);
-  };
-  for (std::size_t s = 0; s < sequences; ++s)
-    for (std::size_t head = 0; head < (all ? 1 : heads); ++head) {
-      const std::size_t first = s * heads + head;
-      const Row& row = table.rows[first];
-      if (!limits.rows[first].due) continue;
-      float* shared = g + row.first;
-      each_sharing_row(s, head, [&](std::size_t r) {
-        const Row& other = table.rows[r];
-        KVKEEP_REQUIRE_AS(Unsupported, other.length == row.length, "share: rows that share one selection hold ",
-                          row.length, " and ", other.length, " slots (layer ", other.layer, ", head ", other.head,
-                          "); allowed rows of one length");
-        if (r == first) return;
-        const float* from = g + other.first;
-        if (share == Sharing::all)
-          std::transform(from, from + row.length, shared, shared,
-                         [](float a, float b) { return a > b || b != b ? a : b; });
-        else
-          std::transform(from, from + row.length, shared, shared, [](float a, float b) { return a + b; });
-      });
-      const auto rows = static_cast<float>(all ? layers * heads : layers);
-      if (share != Sharing::all)
-        std::transform(shared, shared + row.length, shared, [rows](float x) { return x / rows; });
-      each_sharing_row(s, head, [&](std::size_t r) {
-        if (r != first) std::copy_n(shared, row.length, g + table.rows[r].first);
-      });
-    }
+/// Gives rows that share one selection the same scores, in place.
+inline void share_scores(const RowTable& table, const Limits& limits, const SharedRows& sharing, float* g) {
+  for (std::int64_t set = 0; set < sharing.sets(); ++set) {
+    const Row& first = table.rows[static_cast<std::size_t>(sharing.row(set, 0))];
+    if (!limits.rows[static_cast<std::size_t>(sharing.row(set, 0))].due) continue;
+    const auto scores_of = [&](std::int64_t member) {
+      return g + table.rows[static_cast<std::size_t>(sharing.row(set, member))].first;
+    };
+    float* const shared = scores_of(0);
+    for (std::int64_t m = 1; m < sharing.members(); ++m)
+      std::transform(scores_of(m), scores_of(m) + first.length, shared, shared,
+                     [sharing](float a, float b) { return sharing.join(a, b); });
+    std::transform(shared, shared + first.length, shared, [sharing](float x) { return sharing.settle(x); });
+    for (std::int64_t m = 1; m < sharing.members(); ++m) std::copy_n(shared, first.length, scores_of(m));
+  }
 }
 
 class HostEvent final : public Event {
@@ -72,7 +45,7 @@ class HostEvent final : public Event {
 
   [[nodiscard]] Scores share(const Scores& scores, Sharing share) override {
     Scores shared{clone(scores.data)};
-    share_scores(evidence_, limits_, share, shared.data.data<float>());
+    share_scores(evidence_.table, limits_, shared_rows(evidence_, limits_, share), shared.data.data<float>());
     return shared;
   }
 
@@ -109,6 +82,24 @@ class Host final : public Machine {
 };
 
 }  // namespace host_detail
+
+KVKEEP_INLINE SharedRows shared_rows(const Evidence& evidence, const Limits& limits, Sharing share) {
+  const RowTable& table = evidence.table;
+  SharedRows sharing{.share = share, .heads = evidence.spec.kv_heads};
+  for (const RowGroup& group : table.groups) sharing.sequences += group.layer == table.groups.front().layer ? 1 : 0;
+  const std::int64_t of_layer = sharing.sequences * sharing.heads;
+  sharing.layers = of_layer == 0 ? 0 : std::ssize(table.rows) / of_layer;
+  for (std::int64_t set = 0; set < sharing.sets(); ++set) {
+    const auto first = static_cast<std::size_t>(sharing.row(set, 0));
+    for (std::int64_t m = 1; limits.rows[first].due && m < sharing.members(); ++m) {
+      const Row& other = table.rows[static_cast<std::size_t>(sharing.row(set, m))];
+      KVKEEP_REQUIRE_AS(Unsupported, other.length == table.rows[first].length,
+                        "share: rows that share one selection hold ", table.rows[first].length, " and ", other.length,
+                        " slots (layer ", other.layer, ", head ", other.head, "); allowed rows of one length");
+    }
+  }
+  return sharing;
+}
 
 KVKEEP_INLINE Machine& host() {
   static host_detail::Host host;

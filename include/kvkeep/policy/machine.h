@@ -42,6 +42,9 @@ class Event {
   virtual void allot(const Allocator& allocator, const Scores& scores, WindowAttention seen, Decision& decision) = 0;
 };
 
+/// The sets of rows of an event that share a selection. Throws Unsupported if rows of one that is due differ in length.
+[[nodiscard]] SharedRows shared_rows(const Evidence& evidence, const Limits& limits, Sharing share);
+
 /// What a policy's events ask of a machine.
 struct Demand {
   std::string_view policy;
