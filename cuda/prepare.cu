@@ -43,6 +43,10 @@ __device__ void turn_token(const PrepareArguments& a, std::int64_t group, std::i
     for (auto f = static_cast<std::int32_t>(threadIdx.x); f < a.pairs; f += kTurnThreads)
       turns[f] = rope_turn(view.position(token), a.inv_freq[f], a.attention_scaling);
   __syncthreads();
+  if (a.normalisers != nullptr)
+    for (auto h = static_cast<std::int32_t>(threadIdx.x); h < heads; h += kTurnThreads)
+      a.normalisers[(group * heads + h) * a.window + i] =
+          token >= 0 ? view.normalisers[view.index(token) * heads + h] : 0.0F;
   for (auto at = static_cast<std::int32_t>(threadIdx.x); at < heads * e.dim; at += kTurnThreads) {
     const std::int32_t head = at / e.dim, d = at - head * e.dim;
     float x = 0;
@@ -55,7 +59,6 @@ __device__ void turn_token(const PrepareArguments& a, std::int64_t group, std::i
         const float p = to_float(q[first]), s = to_float(q[second]);
         x = d == first ? p * turns[f].cosine - s * turns[f].sine : s * turns[f].cosine + p * turns[f].sine;
       }
-      x *= e.scale;
     }
     a.queries[((group * heads + head) * a.window + i) * e.dim + d] = x;
   }

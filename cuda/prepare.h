@@ -43,8 +43,10 @@ struct PrepareArguments {
   bool official = false;         ///< of the windows
   RowWindow* windows = nullptr;  ///< [count] as kvkeep::row_windows(); null: not asked for. Needs limits
 
-  float* queries = nullptr;  ///< f32 [groups, Hq, W, D], turned at their own positions, times the softmax scale, newest
-                             ///< last; zeros if a group holds fewer; null: not asked for
+  float* queries = nullptr;  ///< f32 [groups, Hq, W, D], turned at their own positions, newest last; zeros if a group
+                             ///< holds fewer; null: not asked for
+  float* normalisers = nullptr;  ///< f32 [groups, Hq, W] their log-sum-exps, with `queries`; null: not wanted. Every
+                                 ///< query that a window may have must have its own
   const double* inv_freq = nullptr;  ///< f64 [pairs] on the device
   std::int32_t pairs = 0;            ///< 0: queries come after RoPE, or nothing turns
   RopeStyle style = RopeStyle::half;

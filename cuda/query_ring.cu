@@ -23,6 +23,13 @@ __device__ void copy_query(const QueryLayout& layout, std::int32_t token, std::b
   });
 }
 
+/// And their log-sum-exps, which came with them.
+__device__ void copy_normalisers(const QueryLayout& layout, std::int32_t token, float* to) {
+  const float* from = layout.normalisers + token * layout.normaliser_token_stride;
+  for (auto h = static_cast<std::int32_t>(threadIdx.x); h < layout.heads; h += tuning::kTurnThreads)
+    to[h] = from[h * layout.normaliser_head_stride];
+}
+
 /// Blocks with the same y walk the tokens of one arrival.
 __global__ void __launch_bounds__(tuning::kTurnThreads) push_queries_kernel(PushQueriesArguments a) {
   const QueryArrival& arrival = a.arrivals[blockIdx.y];
@@ -31,6 +38,8 @@ __global__ void __launch_bounds__(tuning::kTurnThreads) push_queries_kernel(Push
     const std::int32_t place = (arrival.at + i) % arrival.capacity;
     if (threadIdx.x == 0) arrival.positions[place] = arrival.position + i;
     copy_query(a.layout, arrival.first + i, arrival.ring + place * token_bytes);
+    if (a.layout.normalisers != nullptr)
+      copy_normalisers(a.layout, arrival.first + i, arrival.normalisers + place * a.layout.heads);
   }
 }
 
@@ -40,7 +49,8 @@ __global__ void __launch_bounds__(tuning::kTurnThreads) push_step_kernel(PushSte
     const QueryPlace place = a.places[t];
     if (place.query == nullptr) continue;
     if (threadIdx.x == 0) *place.position = place.logical;
-    copy_query(a.layout, t, place.query + a.offset);
+    copy_query(a.layout, t, place.query + a.offset.queries);
+    if (a.layout.normalisers != nullptr) copy_normalisers(a.layout, t, place.normalisers + a.offset.normalisers);
   }
 }
 

@@ -23,7 +23,7 @@ struct PushStepArguments {
   const QueryPlace* places = nullptr;  ///< [tokens] on the device
   std::int32_t tokens = 0;
   QueryLayout layout;
-  std::int64_t offset = 0;  ///< bytes from the first layer to this one
+  LayerOffset offset;
 };
 
 /// The same by a table: its arguments stay the same from step to step, so a graph may repeat it. One launch, one block

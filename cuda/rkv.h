@@ -23,9 +23,9 @@ struct RkvArguments {
 [[nodiscard]] std::int64_t rkv_workspace_bytes(const RkvArguments& arguments);
 
 /// f32 keys are multiplied in f32, one chain of multiply-adds over the head dimension as on the CPU; others on matrix
-/// units, where every product of two 16-bit numbers is exact and their sum is f32: a cosine is as exact as on the CPU,
-/// but if it is nearer to `similarity` than about 1e-7, the two may decide differently. Cosines are added as integers
-/// of 2^-32, so the order of additions does not matter: a row's bits depend only on the row.
+/// units, where every product of two 16-bit numbers is exact and their sum is f32, which may be cut off instead of
+/// rounded: if a cosine is nearer to `similarity` than about 1e-6, CPU and GPU may decide differently. Cosines are
+/// added as integers of 2^-32, so the order of additions does not matter: a row's bits depend only on the row.
 ///
 /// Cost: launch_history_attention; two passes over the keys; the search for the newest resembling keys. A block
 /// searches for 512 keys at a time, from the newest key down, and compares those that have no partner yet with 128 keys

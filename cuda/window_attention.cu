@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(kAttentionTile, 4) plain_kernel(Task task) {
           for (int q = 0; q < kQ; ++q) x[q] = !kMaximum || head == 0 ? sum[q] : fmaxf(x[q], sum[q]);
         }
         if (!live) continue;
-        const float scale = key_scale<T>(row, slot);
+        const float scale = key_scale<T>(row, slot) * task.e.scale;
         const std::int32_t at = slot_position(task, plan, slot);
         float column = 0, of_newest = 0;
 #pragma unroll
@@ -343,7 +343,7 @@ __global__ void __launch_bounds__(kAttentionTile, 4) plain_kernel(Task task) {
 }
 
 // On matrix units: a warp has 32 queries and 32 slots of a tile of 64 and 128; each query is the sum of two numbers of
-// the keys' dtype.
+// the keys' dtype, the lower one 0 if it came in that dtype.
 
 constexpr std::int32_t kScratchStride = 20;
 
@@ -379,9 +379,10 @@ struct MatrixShared {
 };
 
 /// Splits one row of queries into high and low parts, one warp per row, times a power of two that brings its largest
-/// component to [1, 2), so that neither part leaves f16.
+/// component to [1, 2), so that neither part leaves f16. `factor` undoes it. Returns whether the lane wrote a low part
+/// that is not 0.
 template <class S>
-__device__ void split_query(const float* query, std::int32_t dim, S* high, S* low, float* factor) {
+__device__ bool split_query(const float* query, std::int32_t dim, S* high, S* low, float* factor) {
   const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
   float largest = 0;
   for (std::int32_t d = lane; d < dim; d += 32) largest = fmaxf(largest, query == nullptr ? 0.0F : fabsf(query[d]));
@@ -390,12 +391,16 @@ __device__ void split_query(const float* query, std::int32_t dim, S* high, S* lo
   std::int32_t exponent = static_cast<std::int32_t>(__float_as_uint(largest) >> 23U) - 127;
   if (exponent == -127 || exponent == 128) exponent = 0;  // zeros and subnormals; numbers that are not finite
   const float by = ldexpf(1.0F, -exponent);
+  bool split = false;
   for (std::int32_t d = lane; d < dim; d += 32) {
     const float x = query == nullptr ? 0.0F : query[d] * by;
     from_float(x, high[d]);
-    from_float(x - to_float(high[d]), low[d]);
+    const float rest = x - to_float(high[d]);
+    from_float(rest, low[d]);
+    split = split || rest != 0;
   }
   if (lane == 0) *factor = ldexpf(1.0F, exponent);
+  return split;
 }
 
 template <class T, bool kApply>
@@ -440,13 +445,15 @@ __global__ void __launch_bounds__(kMatrixThreads, 2) matrix_kernel(Task task) {
     for (std::int32_t n0 = 0; n0 < plan.total; n0 += kMatrixQueries) {
       __syncthreads();
       if (thread < kMatrixQueries) set_query(task, plan, r, n0 + thread, thread, kApply, arrays);
+      bool split = false;
       for (std::int32_t q = warp; q < kMatrixQueries; q += kMatrixThreads / 32) {
         const std::int32_t n = n0 + q;
         const float* query =
             n < plan.total ? plan.queries + (n / plan.window) * head_stride(task) + std::int64_t{plan.query_of(n)} * dim
                            : nullptr;
-        split_query(query, dim, high + q * parts.stride, low + q * parts.stride, factor + q);
+        split = split_query(query, dim, high + q * parts.stride, low + q * parts.stride, factor + q) || split;
       }
+      const int halves = __syncthreads_or(split ? 1 : 0) != 0 ? 2 : 1;
       Running seen[2];
       for (std::int32_t tile = begin; tile < end; tile += kAttentionTile) {
         const std::int32_t tile_end = tile + kAttentionTile < end ? tile + kAttentionTile : end;
@@ -467,11 +474,12 @@ __global__ void __launch_bounds__(kMatrixThreads, 2) matrix_kernel(Task task) {
           __syncthreads();
           if (d0 == 0 && thread < kAttentionTile) {
             slot_at[thread] = slot_position(task, plan, tile + thread);
-            slot_scale[thread] = tile + thread < tile_end ? key_scale<T>(row, tile + thread) : 1.0F;
+            slot_scale[thread] = (tile + thread < tile_end ? key_scale<T>(row, tile + thread) : 1.0F) * task.e.scale;
           }
           if constexpr (std::is_same_v<T, S>) {
-            stage_keys<T>(row.keys, aligned, tile, tile_end, d0, n, reinterpret_cast<std::byte*>(keys),
-                          parts.kStride * static_cast<std::int32_t>(sizeof(S)));
+            stage_keys_ahead<T, kAttentionSlice>(row.keys, aligned, tile, tile_end, d0, n,
+                                                 reinterpret_cast<std::byte*>(keys),
+                                                 parts.kStride * static_cast<std::int32_t>(sizeof(S)));
           } else {
             const std::int32_t words = n / kPerWord<T>;
             for (std::int32_t i = thread; i < (tile_end - tile) * words; i += kMatrixThreads) {
@@ -501,8 +509,7 @@ __global__ void __launch_bounds__(kMatrixThreads, 2) matrix_kernel(Task task) {
             for (int i = 0; i < 2; ++i) {
               if (!wanted(i, 0)) continue;
               Left left;
-#pragma unroll
-              for (int part = 0; part < 2; ++part) {
+              for (int part = 0; part < halves; ++part) {
                 wmma::load_matrix_sync(left, (part == 0 ? high : low) + query_block(i) * parts.stride + d0 + d,
                                        static_cast<unsigned>(parts.stride));
 #pragma unroll

@@ -9,9 +9,10 @@
 ///
 /// Products: f32 keys, windows of fewer than 16 queries in a group, head sizes that are not a multiple of 16 and
 /// max_logit run in f32, one chain of multiply-adds over the head dimension as on the CPU. Else on matrix units, in the
-/// keys' own dtype (fp8: f16), each query as the sum of two such numbers times a power of two: for f16 and fp8 keys as
-/// exact as f32; for bf16 keys a query keeps 16 bits, a logit is off by about 4e-6 |q| |k| scale / sqrt(D), and a share
-/// by as much of itself.
+/// keys' own dtype (fp8: f16), each query as the sum of two such numbers times a power of two, or as one if all queries
+/// of a block come in that dtype (after RoPE): for f16 and fp8 keys as exact as f32, but that matrix units may cut sums
+/// off, about 1e-6 of the partial sums; for bf16 keys a query that needs two keeps 16 bits, a logit is off by about
+/// 4e-6 |q| |k| scale / sqrt(D), and a share by as much of itself.
 
 #include "evidence.h"
 #include "kvkeep/core/row_window.h"

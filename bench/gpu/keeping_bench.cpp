@@ -206,7 +206,8 @@ void push_step(Result& result, Shape shape, Size size) {
                                        .heads = shape.query_heads(),
                                        .head_bytes = head,
                                        .token_stride = token,
-                                       .head_stride = head}};
+                                       .head_stride = head},
+                            .offset = {}};
   launch_push_step(a, stream());
   if (to.download() != drawn) return result.fail("a query is not in its place");
   for (const std::int32_t position : positions.download())

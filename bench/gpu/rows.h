@@ -118,7 +118,7 @@ struct RandomEvent {
   std::unique_ptr<DeviceArray<float>> scores, usage;
 };
 
-/// What scorers read: bf16 keys near one of eight directions, or near none, and queries that were turned.
+/// What scorers read: bf16 keys near one of eight directions, or near none, and bf16 queries from after RoPE.
 /// Positions have no gaps.
 struct Asked {
   Asked(const Shape& of, Size size, std::int32_t newest, bool crowded = true)
@@ -148,7 +148,7 @@ struct Asked {
     }
     keys.fill(drawn);
     std::vector<float> asked((std::size_t{1} << 18) + 3);
-    for (float& x : asked) x = normal(random) / std::sqrt(static_cast<float>(shape.dim));
+    for (float& x : asked) x = std::bit_cast<float>(std::bit_cast<std::uint32_t>(normal(random)) >> 16 << 16);
     queries.fill(asked);
     all_positions.resize(static_cast<std::size_t>(length));
     std::iota(all_positions.begin(), all_positions.end(), 0);
@@ -181,7 +181,8 @@ struct Asked {
                 .kv_heads = shape.kv_heads,
                 .group = shape.group,
                 .dim = shape.dim,
-                .keys = Element::bf16};
+                .keys = Element::bf16,
+                .scale = 1.0F / std::sqrt(static_cast<float>(shape.dim))};
   }
 
   [[nodiscard]] std::int32_t groups() const { return count / shape.kv_heads; }
@@ -229,7 +230,6 @@ struct OnCpu {
     keys = asked.keys.download(static_cast<std::size_t>(group) * each, each);
     queries = asked.queries.download(static_cast<std::size_t>(group) * asks, asks);
     spec.query_heads = shape.query_heads(), spec.kv_heads = shape.kv_heads, spec.key_dim = spec.value_dim = shape.dim;
-    spec.softmax_scale = 1;  // the queries include it
     spec.layers.resize(static_cast<std::size_t>(shape.layers));
     table.key_dtype = Dtype::bf16;
     table.slots = std::int64_t{shape.kv_heads} * asked.length;

@@ -141,6 +141,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
 
   [[nodiscard]] DeviceMemory allocate(std::int64_t bytes) override { return pool_.allocate(bytes); }
 
+  [[nodiscard]] bool reads_normalisers() const override { return true; }
   [[nodiscard]] bool captured() const override { return pool_.captured(); }
 
   [[nodiscard]] bool capturing() const override { return is_capturing(pool_.current()); }
@@ -168,7 +169,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
   }
 
   void push_queries(const QueryPlace* places, std::int32_t tokens, const QueryLayout& layout,
-                    std::int64_t offset) override {
+                    LayerOffset offset) override {
     const c10::DeviceGuard guard(torch_device(device_));
     launch_push_step({.places = places, .tokens = tokens, .layout = layout, .offset = offset}, pool_.stream());
   }

@@ -174,11 +174,16 @@ DeviceWindow CudaEvent::ask(std::int32_t window, bool official) {
   const RopeSpec& rope = evidence.spec.rope;
   DeviceWindow asked{window, official, take<RowWindow>(arguments.count),
                      take<float>(groups * evidence.spec.query_heads * window * evidence.spec.key_dim)};
+  const bool normalised = std::ranges::all_of(evidence.table.groups, [window](const RowGroup& group) {
+    return group.queries.normalised >= std::min(window, group.queries.count);
+  });
+  if (normalised) asked.normalisers = take<float>(groups * evidence.spec.query_heads * window);
   PrepareArguments prepare = prepare_arguments();
   prepare.window = window;
   prepare.official = official;
   prepare.windows = asked.windows;
   prepare.queries = asked.queries;
+  prepare.normalisers = asked.normalisers;
   prepare.inv_freq = inv_freq;
   prepare.pairs = evidence.basis == QueryBasis::post_rope ? 0 : static_cast<std::int32_t>(rope.inv_freq.size());
   prepare.style = rope.style;
@@ -200,6 +205,7 @@ void CudaEvent::attend(const DeviceWindow& window, float* usage, float* newest, 
   attention.windows = window.windows;
   attention.window = window.window;
   attention.queries = window.queries;
+  attention.log_sum_exp = window.normalisers;
   attention.usage = usage;
   attention.newest = newest;
   attention.sum = sum;

@@ -94,6 +94,7 @@ struct DeviceWindow {
   bool official = false;
   RowWindow* windows = nullptr;  ///< [rows]
   float* queries = nullptr;      ///< f32 [groups, Hq, window, D]
+  float* normalisers = nullptr;  ///< f32 [groups, Hq, window] if the engine gave all of them; else null
 };
 
 /// Numbers that stay the same from event to event, by owner.
@@ -148,7 +149,7 @@ class CudaEvent final : public Event {
   /// The newest `window` queries, rotated, and the window of every row; afterwards the columns hold the positions. One
   /// launch.
   [[nodiscard]] DeviceWindow ask(std::int32_t window, bool official);
-  /// Reductions of a window; null: not wanted. Two launches.
+  /// Reductions of a window; null: not wanted. Two launches, or one with its log-sum-exps.
   void attend(const DeviceWindow& window, float* usage, float* newest, float* sum = nullptr) const;
   /// f32 [slots]. Two launches.
   [[nodiscard]] float* attend_history(const DeviceWindow& window, HistoryOptions options,

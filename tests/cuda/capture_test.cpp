@@ -141,35 +141,45 @@ TEST_F(CapturedEvents, TakeConstantsAlongWhereTheFirstIsCaptured) {
 class DecodeGraph {
  public:
   DecodeGraph(DenseEngine& engine, const c10::Stream& stream, std::int64_t rows)
-      : queries_(at::full({kLayers, rows, 4, kKeyDim}, 1e30,
-                          at::TensorOptions().dtype(at::kFloat).device(torch_device(engine.keeper.device())))),
+      : queries_(filled({kLayers, rows, 4, kKeyDim}, engine)),
+        normalisers_(filled({kLayers, rows, 4}, engine)),
         graph_(stream, [&] {
-          for (std::int32_t l = 0; l < kLayers; ++l) engine.keeper.record(l, queries_[l]);
+          for (std::int32_t l = 0; l < kLayers; ++l)
+            engine.keeper.record(l, queries_[l], engine.gives_log_sum_exp ? normalisers_[l] : at::Tensor());
         }) {}
   /// What the engine's attention would do before the graph reads it.
-  void place(std::int32_t layer, const at::Tensor& queries) {
+  void place(std::int32_t layer, const at::Tensor& queries, const at::Tensor& normalisers) {
     queries_[layer].narrow(0, 0, queries.size(0)).copy_(queries);
+    if (normalisers.defined()) normalisers_[layer].narrow(0, 0, queries.size(0)).copy_(normalisers);
   }
   void replay() const { graph_.replay(); }
   [[nodiscard]] const CapturedGraph& graph() const { return graph_; }
 
  private:
-  at::Tensor queries_;
+  static at::Tensor filled(at::IntArrayRef sizes, const Engine& engine) {
+    return at::full(sizes, 1e30, at::TensorOptions().dtype(at::kFloat).device(torch_device(engine.keeper.device())));
+  }
+
+  at::Tensor queries_, normalisers_;
   CapturedGraph graph_;
 };
 
 using CapturedSteps = CapturedEvents;
 
-TEST_F(CapturedSteps, FileTheQueriesOfTheStepThatBeganBeforeTheReplay) {
+/// A hundred steps: a prompt is eager, decode steps replay graphs of three sizes.
+void expect_alike_through_graphs(const c10::Stream& stream, bool normalised) {
   Twins twins;
   DenseEngine& device = *twins.device;
-  const auto eager = [&](std::int32_t layer, const at::Tensor& queries) { device.keeper.record(layer, queries); };
+  const auto eager = [&](std::int32_t layer, const at::Tensor& queries, const at::Tensor& normalisers) {
+    device.keeper.record(layer, queries, normalisers);
+  };
   device.record = eager;
+  device.gives_log_sum_exp = normalised;
   twins.feed({{1, 12}, {2, 12}});
   twins.expect_cut({1, 2});
   std::deque<DecodeGraph> graphs;  // captured between steps, one per size, as engines do
   for (const std::int64_t rows : {1, 2, 8}) {
-    const DecodeGraph& made = graphs.emplace_back(device, stream(), rows);
+    const DecodeGraph& made = graphs.emplace_back(device, stream, rows);
     EXPECT_EQ(made.graph().nodes(cudaGraphNodeTypeKernel), kLayers);
     EXPECT_EQ(made.graph().nodes(cudaGraphNodeTypeMemcpy), 0);
   }
@@ -181,7 +191,9 @@ TEST_F(CapturedSteps, FileTheQueriesOfTheStepThatBeganBeforeTheReplay) {
     }
     const Ids ids = step < 40 ? Ids{1, 2} : step < 70 ? Ids{2, 3, 1} : Ids{3};
     DecodeGraph& graph = graphs[ids.size() == 1 ? 0U : ids.size() == 2 && step % 2 == 0 ? 1U : 2U];
-    device.record = [&](std::int32_t layer, const at::Tensor& queries) { graph.place(layer, queries); };
+    device.record = [&](std::int32_t layer, const at::Tensor& queries, const at::Tensor& normalisers) {
+      graph.place(layer, queries, normalisers);
+    };
     std::vector<std::pair<SequenceId, std::int32_t>> work;
     for (const SequenceId id : ids) work.emplace_back(id, 1);
     twins.feed(work);
@@ -194,10 +206,35 @@ TEST_F(CapturedSteps, FileTheQueriesOfTheStepThatBeganBeforeTheReplay) {
   EXPECT_GE(events, 8);
 }
 
+TEST_F(CapturedSteps, FileTheQueriesOfTheStepThatBeganBeforeTheReplay) { expect_alike_through_graphs(stream(), false); }
+
+TEST_F(CapturedSteps, FileTheirLogSumExpsToo) { expect_alike_through_graphs(stream(), true); }
+
+TEST_F(CapturedEvents, ReadTheKeysOnceWhereTheEngineGaveItsLogSumExps) {
+  const auto kernels = [&](Twins& twins) {
+    const CapturedGraph graph = twins.capture(stream(), {1});
+    graph.replay();
+    expect_alike(twins.cpu, *twins.device);
+    return graph.nodes(cudaGraphNodeTypeKernel);
+  };
+  Twins twice, once, late;
+  once.device->gives_log_sum_exp = true;
+  for (Twins* const twins : {&twice, &once, &late}) twins->warm_up(2);
+  EXPECT_EQ(kernels(twice), 6);
+  EXPECT_EQ(kernels(once), 5);
+  // Fewer tokens than the window has came with them: the others must be found.
+  late.feed({{1, 7}});
+  late.device->gives_log_sum_exp = true;
+  late.feed({{1, 7}});
+  EXPECT_EQ(kernels(late), 6);
+}
+
 TEST_F(CapturedSteps, AreRefusedWhereAGraphWouldReadAnotherTable) {
   Twins twins;
   DenseEngine& device = *twins.device;
-  device.record = [&](std::int32_t layer, const at::Tensor& queries) { device.keeper.record(layer, queries); };
+  device.record = [&](std::int32_t layer, const at::Tensor& queries, const at::Tensor&) {
+    device.keeper.record(layer, queries);
+  };
   const auto begin = [&](std::int32_t tokens) {
     const SequenceId id = 1;
     const Ints indptr{0, tokens};

@@ -25,7 +25,7 @@ class CapturedGraph {
     try {
       work();
     } catch (...) {
-      cudaStreamEndCapture(stream_, &graph_);
+      if (cudaStreamEndCapture(stream_, &graph_) == cudaSuccess) cudaGraphDestroy(graph_);
       throw;
     }
     expect(cudaStreamEndCapture(stream_, &graph_));

@@ -3,6 +3,8 @@
 
 #include "engines.h"
 
+#include <ATen/ops/zeros.h>
+
 #include "device.h"
 #include "fresh_accelerator.h"
 #include "policy/strided.h"
@@ -257,6 +259,39 @@ TEST_F(DeviceLine, TakesGapsInPositions) {
   run(device);
   expect_alike(cpu, device);
   EXPECT_GT(device.keeper.totals().events, 3);
+}
+
+TEST_F(DeviceLine, ReadsOneScalePerHeadOrLayer) {
+  const char* const policy = "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16";
+  for (const std::vector<float>& scales : {std::vector<float>{0.5F, 3.0F}, {2.0F, 2.0F}}) {
+    DenseEngine cpu(policy, false, Dtype::f32), device(policy, false, Dtype::f32, fresh_accelerator());
+    for (LayerKv& layer : device.layers) {
+      const auto there = at::TensorOptions().dtype(at::kFloat).device(torch_device(device.keeper.device()));
+      const at::Tensor of_heads = at::empty({1, kHeads, 1}, at::TensorOptions().dtype(at::kFloat));
+      std::copy(scales.begin(), scales.end(), of_heads.data_ptr<float>());
+      std::get<DenseKv>(layer).keys = at::zeros({8, kHeads, 400, kKeyDim}, there).to(at::kFloat8_e4m3fn);
+      std::get<DenseKv>(layer).key_scales = of_heads.to(there.device()).expand({8, kHeads, 400});
+    }
+    oracle::Random random(31);
+    for (Engine* engine : {static_cast<Engine*>(&cpu), static_cast<Engine*>(&device)}) engine->join(1);
+    std::int64_t events = 0;
+    for (int n = 0; n < 40; ++n) {
+      const Numbers numbers = numbers_of(random, {{1, n == 0 ? 60 : 1}});
+      events += static_cast<std::int64_t>(device.step(numbers).cuts.size());
+      Numbers read = numbers;
+      for (at::Tensor& keys : read.keys) {
+        keys = keys.to(at::kFloat8_e4m3fn).to(at::kFloat);
+        for (std::int32_t h = 0; h < kHeads; ++h) keys.select(1, h).mul_(scales[static_cast<std::size_t>(h)]);
+      }
+      cpu.step(read);
+      for (std::int32_t r = 0; r < kRows; ++r) {
+        const auto a = cpu.keeper.positions(1, r / kHeads, r % kHeads),
+                   b = device.keeper.positions(1, r / kHeads, r % kHeads);
+        ASSERT_TRUE(std::equal(a.begin(), a.end(), b.begin(), b.end())) << "step " << n << ", row " << r;
+      }
+    }
+    EXPECT_GE(events, 3);
+  }
 }
 
 TEST_F(DeviceLine, NamesWhatHasNoKernel) {

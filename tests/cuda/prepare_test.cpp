@@ -32,7 +32,6 @@ std::vector<float> on_cpu(const EvidenceCase& c, std::int32_t window) {
           rope_at(c.spec.rope, group.queries.position(i), cosines.data(), sines.data());
           rope_rotate(c.spec.rope.style, static_cast<std::int64_t>(pairs), cosines.data(), sines.data(), q.data());
         }
-        for (float& x : q) x *= static_cast<float>(c.spec.scale());
         out.insert(out.end(), q.begin(), q.end());
       }
   return out;

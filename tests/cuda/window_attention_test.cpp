@@ -206,7 +206,9 @@ TEST_F(WindowAttentionKernel, ReadsTheKeysOnceWhereItIsGivenTheSums) {
       EvidenceCase c(800, {.group = 4, .dim = 32, .lengths = {90}, .seen = 8, .keys = keys});
       c.limits.rows[0].budget = 5;  // a window shorter than what is held
       const DeviceEvidence there(c);
-      const std::vector<float> sums = log_sums(c, AskedQueries(c, there, window).floats().download(), window);
+      std::vector<float> queries = AskedQueries(c, there, window).floats().download();
+      for (float& q : queries) q *= static_cast<float>(c.spec.scale());
+      const std::vector<float> sums = log_sums(c, queries, window);
       const Evidence evidence = c.evidence();
       const WindowAttention want =
           window_attention(evidence, row_windows(evidence, c.limits, window, false), {.usage = true, .newest = true});

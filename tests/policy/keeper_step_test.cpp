@@ -16,7 +16,7 @@ const char* const kTova = "ams-tova,budget=24,interval=8,recent=4,window=6,min_s
 
 /// Files queries at once, with rows of padding behind them.
 void record_padded(Engine& engine, std::int64_t padding) {
-  engine.record = [&engine, padding](std::int32_t layer, const at::Tensor& queries) {
+  engine.record = [&engine, padding](std::int32_t layer, const at::Tensor& queries, const at::Tensor&) {
     const at::Tensor rows = at::full({padding, 4, kKeyDim}, 1e30, at::TensorOptions().dtype(at::kFloat));
     engine.keeper.record(layer, at::cat({queries, rows}));
   };
@@ -124,6 +124,18 @@ TEST(KeeperStep, RefusesWhatItCannotFile) {
   EXPECT_NE(
       testing::message_of<InvalidArgument>([&] { keeper.begin_step(turned); }).find("after RoPE, unlike earlier ones"),
       std::string::npos);
+  EXPECT_NE(testing::message_of<InvalidArgument>([&] {
+              keeper.record(0, queries(2), Tensor(at::full({2, 4}, 1.0F)));
+            }).find("log-sum-exps of layer 0 are given, unlike what begin_step() was told"),
+            std::string::npos);
+  EXPECT_NE(testing::message_of<InvalidArgument>([&] {
+              keeper.observe({.layer = 0,
+                              .sequences = tokens.sequences,
+                              .indptr = two,
+                              .queries = queries(2),
+                              .log_sum_exp = Tensor(at::full({2, 3}, 1.0F))});
+            }).find("log-sum-exps of layer 0 are f32 in 2 dimensions [2, 3] on cpu; allowed f32 [2, 4]"),
+            std::string::npos);
   EXPECT_EQ(keeper.logical_length(id), 2) << "nothing was counted";
 
   keeper.observe({.layer = 0, .sequences = tokens.sequences, .indptr = two, .queries = queries(2)});
@@ -136,7 +148,7 @@ TEST(KeeperStep, RefusesWhatItCannotFile) {
   EXPECT_NE(
       testing::message_of<Unsupported>([&] { stream.begin_step(tokens); }).find("keeps statistics of every query"),
       std::string::npos);
-  Keeper narrowing(model(), make_policy("fastkv,select=8,window=4,layer=0"), {.layer_by_layer = true});
+  Keeper narrowing(model(), make_policy("fastkv,budget=8,scorer.window=4,layer=0"), {.layer_by_layer = true});
   narrowing.join(id);
   EXPECT_NE(
       testing::message_of<Unsupported>([&] { narrowing.begin_step(tokens); }).find("narrows prompts between layers"),

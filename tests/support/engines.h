@@ -7,6 +7,7 @@
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -109,7 +110,15 @@ class Engine {
   /// A step without its end.
   void feed(const Numbers& numbers, std::span<const std::int32_t> positions = {}) {
     make_room(numbers);
-    if (record) keeper.begin_step({.sequences = numbers.ids, .indptr = numbers.indptr, .positions = positions});
+    Ints places(positions.begin(), positions.end());
+    for (std::size_t i = 0; i < numbers.ids.size() && positions.empty(); ++i)
+      for (std::int32_t t = numbers.indptr[i]; t < numbers.indptr[i + 1]; ++t)
+        places.push_back(static_cast<std::int32_t>(keeper.logical_length(numbers.ids[i])) + t - numbers.indptr[i]);
+    if (record)
+      keeper.begin_step({.sequences = numbers.ids,
+                         .indptr = numbers.indptr,
+                         .log_sum_exp = gives_log_sum_exp,
+                         .positions = positions});
     for (std::int32_t l = 0; l < kLayers; ++l) {
       for (std::size_t i = 0; i < numbers.ids.size(); ++i)
         for (std::int32_t t = numbers.indptr[i]; t < numbers.indptr[i + 1]; ++t)
@@ -120,13 +129,15 @@ class Engine {
             slot_of(numbers.ids[i], l, h, slot, true).copy_(numbers.values[static_cast<std::size_t>(l)][t][h]);
           }
       const at::Tensor queries = numbers.queries[static_cast<std::size_t>(l)].to(torch_device(keeper.device()));
+      const at::Tensor normalisers = gives_log_sum_exp ? log_sum_exps(numbers, l, places) : at::Tensor();
       if (record)
-        record(l, queries);
+        record(l, queries, normalisers);
       else
         keeper.observe({.layer = l,
                         .sequences = numbers.ids,
                         .indptr = numbers.indptr,
                         .queries = queries,
+                        .log_sum_exp = normalisers,
                         .positions = positions});
       if (keeper.policy().needs().given_scores)  // any number will do: the first of each key
         keeper.give(
@@ -157,7 +168,8 @@ class Engine {
 
   Keeper keeper;
   /// Instead of observe(), in every layer of a step that begin_step() has counted.
-  std::function<void(std::int32_t layer, const at::Tensor& queries)> record;
+  std::function<void(std::int32_t layer, const at::Tensor& queries, const at::Tensor& log_sum_exp)> record;
+  bool gives_log_sum_exp = false;
   std::map<SequenceId, Ints> lengths;
   std::vector<LayerKv> layers;
 
@@ -168,6 +180,34 @@ class Engine {
   virtual void settle(const CacheView& view, const Report& report) = 0;
 
  private:
+  /// Of every query over all slots that it sees, as attention would have it. `places`: of the tokens.
+  [[nodiscard]] at::Tensor log_sum_exps(const Numbers& numbers, std::int32_t l, const Ints& places) const {
+    const RopeSpec rope = model().rope;
+    const auto pairs = static_cast<std::int64_t>(rope.inv_freq.size());
+    std::vector<float> cosines(rope.inv_freq.size()), sines(rope.inv_freq.size());
+    at::Tensor all = at::empty({numbers.indptr.back(), 4}, at::TensorOptions().dtype(at::kFloat));
+    for (std::size_t i = 0; i < numbers.ids.size(); ++i)
+      for (std::int32_t t = numbers.indptr[i]; t < numbers.indptr[i + 1]; ++t) {
+        rope_at(rope, places[static_cast<std::size_t>(t)], cosines.data(), sines.data());
+        for (std::int32_t hq = 0; hq < 4; ++hq) {
+          at::Tensor query = numbers.queries[static_cast<std::size_t>(l)][t][hq].clone();
+          rope_rotate(rope.style, pairs, cosines.data(), sines.data(), query.data_ptr<float>());
+          const std::int32_t head = hq / 2,
+                             before = lengths.at(numbers.ids[i])[static_cast<std::size_t>(l * kHeads + head)];
+          double sum = 0;
+          for (std::int32_t slot = 0; slot <= before + t - numbers.indptr[i]; ++slot) {
+            const at::Tensor key = slot_of(numbers.ids[i], l, head, slot, false).to(c10::kCPU, at::kFloat);
+            double x = 0;
+            for (std::int32_t d = 0; d < kKeyDim; ++d)
+              x += static_cast<double>(query.data_ptr<float>()[d]) * static_cast<double>(key.data_ptr<float>()[d]);
+            sum += std::exp(x * model().scale());
+          }
+          all.data_ptr<float>()[t * 4 + hq] = static_cast<float>(std::log(sum));
+        }
+      }
+    return all.to(torch_device(keeper.device()));
+  }
+
   CacheView lengthened_view(const std::vector<SequenceId>& ids) {
     flat_.clear();
     for (const SequenceId id : ids)

@@ -18,8 +18,9 @@ struct DenseKv {
   Tensor keys;    ///< any 1-, 2- or 4-byte dtype [B, Hkv, capacity, D] after RoPE; the last dimension contiguous, other
                   ///< strides free
   Tensor values;  ///< any 1-, 2- or 4-byte dtype [B, Hkv, capacity, Dv]
-  Tensor key_scales = {};    ///< any dtype [B, Hkv, capacity], if keys are quantised row by row: they move with their
-                             ///< rows. Undefined: none
+  Tensor key_scales = {};    ///< any dtype [B, Hkv, capacity], if keys are quantised slot by slot: they move with their
+                             ///< slots. One scale per head or layer: the same view with strides of 0 (an expanded
+                             ///< tensor), of which nothing moves. Undefined: none
   Tensor value_scales = {};  ///< the same for values
 };
 

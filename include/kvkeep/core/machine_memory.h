@@ -33,6 +33,9 @@ class MachineMemory {
   /// True if the host reads and writes this memory directly.
   [[nodiscard]] virtual bool is_host() const = 0;
 
+  /// True if events are shorter with the log-sum-exps that an engine gives.
+  [[nodiscard]] virtual bool reads_normalisers() const = 0;
+
   /// Memory that later calls may use on any stream. Once freed, it is reused only after all of those streams are done
   /// with it.
   [[nodiscard]] virtual DeviceMemory allocate(std::int64_t bytes) = 0;
@@ -51,13 +54,13 @@ class MachineMemory {
   virtual void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t from_stride,
                          std::int64_t bytes, std::int64_t rows) = 0;
 
-  /// Copies new queries into their rings.
+  /// Copies new queries into their rings, and their log-sum-exps if it reads them.
   virtual void push_queries(std::span<const QueryArrival> arrivals, const QueryLayout& layout) = 0;
 
-  /// The same for one layer, `offset` bytes after the first, by a table in this memory with a line per token. What it
-  /// does depends on the table alone, so a graph may repeat it.
+  /// The same for one layer, by a table in this memory with a line per token. What it does depends on the table alone,
+  /// so a graph may repeat it.
   virtual void push_queries(const QueryPlace* places, std::int32_t tokens, const QueryLayout& layout,
-                            std::int64_t offset) = 0;
+                            LayerOffset offset) = 0;
 
   /// Writes new given scores to their columns, as f32.
   virtual void push_given(std::span<const GivenArrival> arrivals, const GivenLayout& layout) = 0;
@@ -75,6 +78,7 @@ class HostMemory final : public MachineMemory {
  public:
   [[nodiscard]] Device device() const override { return {}; }
   [[nodiscard]] bool is_host() const override { return true; }
+  [[nodiscard]] bool reads_normalisers() const override { return false; }
   [[nodiscard]] bool captured() const override { return false; }
   [[nodiscard]] bool capturing() const override { return false; }
 
@@ -105,11 +109,11 @@ class HostMemory final : public MachineMemory {
   }
 
   void push_queries(const QueryPlace* places, std::int32_t tokens, const QueryLayout& layout,
-                    std::int64_t offset) override {
+                    LayerOffset offset) override {
     for (std::int32_t t = 0; t < tokens; ++t) {
       if (places[t].query == nullptr) continue;
       *places[t].position = places[t].logical;
-      copy_query(layout, t, places[t].query + offset);
+      copy_query(layout, t, places[t].query + offset.queries);
     }
   }
 

@@ -23,6 +23,10 @@ struct Observation {
   QueryBasis basis = QueryBasis::pre_rope;
   bool unread =
       false;  ///< no event will read the queries of these tokens (Keeper::tokens_to_event), and none are given
+  Tensor log_sum_exp = {};  ///< f32 [n_tokens, Hq] of each query's scaled logits over all cached keys that it sees, its
+                            ///< own included: natural, as attention kernels return it (FlashAttention: softmax_lse),
+                            ///< without learned sinks. Optional: on a device an event whose window has them reads the
+                            ///< keys once instead of twice; the CPU reads them once anyway
   std::span<const std::int32_t> positions = {};  ///< host [n_tokens] logical, from 0 to below kMostPositions, ascending
                                                  ///< per sequence; empty: the next ones of each sequence
 };
@@ -33,6 +37,7 @@ struct StepTokens {
   std::span<const std::int32_t> indptr;          ///< host [n + 1]
   Dtype query_dtype = Dtype::f32;                ///< f32, f16 or bf16
   QueryBasis basis = QueryBasis::pre_rope;       ///< of the queries
+  bool log_sum_exp = false;                      ///< record() brings them
   std::span<const std::int32_t> positions = {};  ///< as in Observation
 };
 

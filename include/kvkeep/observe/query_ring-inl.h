@@ -22,7 +22,8 @@ KVKEEP_INLINE QueryRing::QueryRing(std::int32_t layers, std::int32_t wanted, std
 
 KVKEEP_INLINE void QueryRing::allocate(Dtype dtype) {
   dtype_ = dtype;
-  held_ = memory_->allocate(data_bytes() + std::int64_t{capacity_} * 4);
+  const std::int64_t normalisers = memory_->reads_normalisers() ? std::ssize(layers_) * capacity_ * heads_ : 0;
+  held_ = memory_->allocate(data_bytes() + (capacity_ + normalisers) * 4);
 }
 
 KVKEEP_INLINE void QueryRing::place(std::int32_t layer, std::int32_t first, std::span<const std::int32_t> positions,
@@ -37,13 +38,15 @@ KVKEEP_INLINE void QueryRing::place(std::int32_t layer, std::int32_t first, std:
     if (last != nullptr && last->position + last->tokens == position)
       ++last->tokens;
     else
-      arrivals.push_back({.first = first + i,
-                          .ring = data() + layer * capacity_ * token_bytes(),
-                          .positions = this->positions(),
-                          .capacity = capacity_,
-                          .at = static_cast<std::int32_t>((seen + i) % capacity_),
-                          .tokens = 1,
-                          .position = position});
+      arrivals.push_back(
+          {.first = first + i,
+           .ring = data() + layer * capacity_ * token_bytes(),
+           .positions = this->positions(),
+           .capacity = capacity_,
+           .at = static_cast<std::int32_t>((seen + i) % capacity_),
+           .tokens = 1,
+           .position = position,
+           .normalisers = normalisers() == nullptr ? nullptr : normalisers() + layer * capacity_ * heads_});
   }
 }
 
@@ -71,7 +74,11 @@ KVKEEP_INLINE QueryView QueryRing::view(std::int32_t layer) const {
           .positions = positions(),
           .ring = capacity_,
           .begin = static_cast<std::int32_t>((state.seen - count) % capacity_),
-          .count = count};
+          .count = count,
+          .normalisers = normalisers() == nullptr ? nullptr : normalisers() + layer * capacity_ * heads_,
+          .normalised = normalisers() == nullptr ? 0
+                                                 : static_cast<std::int32_t>(std::min<std::int64_t>(
+                                                       count, state.seen - state.normalised_from))};
 }
 
 KVKEEP_INLINE std::optional<std::int32_t> QueryRing::not_finite(std::int32_t layer) const {
@@ -95,6 +102,7 @@ KVKEEP_INLINE void QueryRing::forget(std::int64_t tokens) {
     l.seen -= tokens;
     l.first = std::min(l.first, l.seen);
     l.oldest = std::min(l.oldest, l.seen);
+    l.normalised_from = std::min(l.normalised_from, l.seen);
   }
 }
 

@@ -23,9 +23,10 @@ class QueryRing {
   /// Progress of one layer.
   struct Layer {
     std::int64_t seen = 0;
-    std::int64_t first = 0;   ///< the layer has seen every token from this one on
-    std::int64_t oldest = 0;  ///< oldest token whose query is still held
-    bool unread = false;      ///< nobody reads the queries before `first`, which were not given
+    std::int64_t first = 0;            ///< the layer has seen every token from this one on
+    std::int64_t oldest = 0;           ///< oldest token whose query is still held
+    bool unread = false;               ///< nobody reads the queries before `first`, which were not given
+    std::int64_t normalised_from = 0;  ///< every token from this one on has its log-sum-exp
   };
 
   /// Contents of a ring, oldest first: for storing elsewhere and restoring into a ring of the same sizes.
@@ -50,11 +51,16 @@ class QueryRing {
   /// reserve().
   void place(std::int32_t layer, std::int32_t first, std::span<const std::int32_t> positions,
              std::vector<QueryArrival>& arrivals) const;
-  /// From then on view() shows them.
-  void advance(std::int32_t layer, std::int64_t tokens) {
+  /// From then on view() shows them. `normalised`: with their log-sum-exps.
+  void advance(std::int32_t layer, std::int64_t tokens, bool normalised = false) {
     Layer& state = layers_[static_cast<std::size_t>(layer)];
     state.seen += tokens;
     state.oldest = std::max(state.oldest, state.seen - capacity_);
+    if (!normalised) state.normalised_from = state.seen;
+  }
+  /// Slots are dropped: queries that are held no longer see what their log-sum-exps are over.
+  void forget_normalisers() {
+    for (Layer& layer : layers_) layer.normalised_from = layer.seen;
   }
 
   /// Ensures that push() of queries of this dtype cannot fail, and place() only where `arrivals` has no room for
@@ -65,14 +71,14 @@ class QueryRing {
 
   /// If no queries are kept: sets the number of tokens that every layer has seen.
   void catch_up(std::int64_t seen) {
-    for (Layer& layer : layers_) layer = {.seen = seen, .first = seen, .oldest = seen};
+    for (Layer& layer : layers_) layer = {.seen = seen, .first = seen, .oldest = seen, .normalised_from = seen};
   }
 
   /// Skips tokens that one layer will not see, because they did not continue to it. Forgets what it saw before them:
   /// the window holds queries without a gap.
   void skip(std::int32_t layer, std::int64_t tokens) {
     Layer& state = layers_[static_cast<std::size_t>(layer)];
-    state.first = state.oldest = state.seen += tokens;
+    state.first = state.oldest = state.normalised_from = state.seen += tokens;
   }
 
   /// Skips tokens whose queries nobody will read. They can be taken back like others.
@@ -98,6 +104,13 @@ class QueryRing {
   /// The same for any ring of `wanted` queries.
   [[nodiscard]] static std::int32_t capacity_of(std::int32_t wanted) { return wanted == 0 ? 0 : wanted + kRollback; }
 
+  /// From the first layer of any ring of these sizes to its n-th.
+  [[nodiscard]] static LayerOffset offset_of(std::int32_t n, std::int32_t wanted, std::int64_t token_bytes,
+                                             std::int32_t heads) {
+    const std::int64_t tokens = std::int64_t{n} * capacity_of(wanted);
+    return {tokens * token_bytes, tokens * heads};
+  }
+
   /// Tokens a layer has seen.
   [[nodiscard]] std::int64_t seen(std::int32_t layer) const { return layers_[static_cast<std::size_t>(layer)].seen; }
 
@@ -118,6 +131,10 @@ class QueryRing {
     return static_cast<std::int32_t*>(static_cast<void*>(data() + data_bytes()));
   }
   [[nodiscard]] std::int64_t token_bytes() const { return element_size(dtype_) * dim_ * heads_; }
+  /// [layers, capacity, Hq] if the machine reads them; else null.
+  [[nodiscard]] float* normalisers() const {
+    return memory_->reads_normalisers() ? static_cast<float*>(static_cast<void*>(positions() + capacity_)) : nullptr;
+  }
   /// Bytes before the positions.
   [[nodiscard]] std::int64_t data_bytes() const {
     return (static_cast<std::int64_t>(layers_.size()) * capacity_ * token_bytes() + 63) / 64 * 64;
@@ -127,8 +144,9 @@ class QueryRing {
   MachineMemory* memory_;
   Dtype dtype_ = Dtype::f32;
   std::vector<Layer> layers_;
-  DeviceMemory held_;  ///< [layers, capacity, Hq, D] queries, then i32 [capacity] positions, the same in every layer;
-                       ///< allocated at the first push
+  DeviceMemory
+      held_;  ///< [layers, capacity, Hq, D] queries, then i32 [capacity] positions, the same in every layer;
+              ///< and f32 [layers, capacity, Hq] log-sum-exps if the machine reads them; allocated at the first push
 };
 
 }  // namespace kvkeep

@@ -545,6 +545,7 @@ KVKEEP_INLINE void Keeper::settle(const Plan& plan, const CacheView& view, std::
   for (const RowGroup& group : plan.table.groups) {
     Sequence& s = sequences_.at(view.sequences[static_cast<std::size_t>(group.sequence)]);
     s.last_event = s.logical;
+    s.ring.forget_normalisers();
     s.event_position = s.next_position;
     s.prompt_slots = group.prompt_slots;
     if (group.layer == plan.table.groups.front().layer) s.columns->finish_event(room);

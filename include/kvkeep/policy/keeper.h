@@ -200,13 +200,13 @@ class Keeper {
   /// address: run a step of the largest size before the first capture. Unsupported under policies that keep statistics
   /// of every query or narrow prompts. Cost: 24 bytes per token to the device, in one copy.
   void begin_step(const StepTokens& tokens);
-  /// Queries [tokens, Hq, D] of one layer of the step that began. Call it in every full layer; does nothing in others,
-  /// and if the policy reads no queries. May be captured: it changes nothing on the host, and a replay files the
-  /// queries of the step that began before it. Rows after those of the step are padding. Throws InvalidArgument for a
-  /// wrong layer, shape, dtype or device; StateError before the first begin_step(), for fewer rows than the step has
-  /// tokens (not while capturing, when a graph is made for other steps), and for more than its table. Cost: one launch,
-  /// which reads and writes the queries once.
-  void record(std::int32_t layer, const Tensor& queries);
+  /// Queries [tokens, Hq, D] of one layer of the step that began, and their log-sum-exps [tokens, Hq] if it was said
+  /// that they come. Call it in every full layer; does nothing in others, and if the policy reads no queries. May be
+  /// captured: it changes nothing on the host, and a replay files the queries of the step that began before it. Rows
+  /// after those of the step are padding. Throws InvalidArgument for a wrong layer, shape, dtype or device; StateError
+  /// before the first begin_step(), for fewer rows than the step has tokens (not while capturing, when a graph is made
+  /// for other steps), and for more than its table. Cost: one launch, which reads and writes the queries once.
+  void record(std::int32_t layer, const Tensor& queries, const Tensor& log_sum_exp = {});
 
   /// Under a policy that narrows: call it in every layer, once attention has run over the keys and values of all tokens
   /// present, with the arguments of observe(). Sequences that are not in the first pass of a prompt are left alone, so
@@ -364,6 +364,7 @@ class Keeper {
                                                           std::span<const SpanRow> folded);
   void settle(const Plan& plan, const CacheView& view, std::vector<SpanRow> folded, Report& report) noexcept;
   void check_queries(const char* operation, const Observation& observation) const;
+  void check_normalisers(const char* operation, const Observation& observation) const;
   [[nodiscard]] std::span<const std::int32_t> already_shown(const Sequence& sequence, std::int32_t layer,
                                                             std::int32_t tokens) const;
   [[nodiscard]] RowTable table_of(const CacheView& view, std::span<const std::int32_t> due) const;
@@ -422,6 +423,7 @@ class Keeper {
   DeviceMemory step_table_;              ///< QueryPlace [step_room_] of the step that began
   std::int32_t step_room_ = 0, step_tokens_ = 0;
   Dtype step_dtype_ = Dtype::f32;
+  bool step_normalised_ = false;                           ///< its queries come with their log-sum-exps
   bool step_captured_ = false;                             ///< a graph knows the table's address
   std::vector<GivenArrival> given_;                        ///< also scratch, of give()
   std::shared_ptr<QueryStatistics::Workspace> workspace_;  ///< also scratch, if the policy asks for statistics

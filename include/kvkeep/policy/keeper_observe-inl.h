@@ -32,6 +32,20 @@ struct Queries {
   }
 };
 
+inline QueryLayout layout_of(const Observation& o, const ModelSpec& spec) {
+  const auto bytes = static_cast<std::int64_t>(o.queries.element_size());
+  QueryLayout layout{.from = static_cast<const std::byte*>(o.queries.bytes()),
+                     .heads = spec.query_heads,
+                     .head_bytes = bytes * spec.key_dim,
+                     .token_stride = o.queries.stride(0) * bytes,
+                     .head_stride = o.queries.stride(1) * bytes};
+  if (!o.log_sum_exp.defined()) return layout;
+  layout.normalisers = o.log_sum_exp.data<float>();
+  layout.normaliser_token_stride = o.log_sum_exp.stride(0);
+  layout.normaliser_head_stride = o.log_sum_exp.stride(1);
+  return layout;
+}
+
 }  // namespace keeper_observe_detail
 
 KVKEEP_INLINE void Keeper::check(const Observation& o) const {
@@ -83,6 +97,7 @@ KVKEEP_INLINE void Keeper::check(const Observation& o) const {
   }
   if (needs_.queries == 0) return;
   check_queries("observe", o);
+  check_normalisers("observe", o);
   for (std::size_t i = 0; i < met_.size(); ++i)
     KVKEEP_REQUIRE(met_[i]->ring.takes(o.queries.dtype()), "observe: queries of layer ", o.layer, ", sequence ",
                    o.sequences[i], ", are ", o.queries.dtype(), "; earlier ones were ", met_[i]->ring.dtype(),
@@ -106,6 +121,16 @@ KVKEEP_INLINE void Keeper::check_queries(const char* operation, const Observatio
                  q.stride(2), " in the last dimension; allowed 1");
   KVKEEP_REQUIRE(q.device() == device(), operation, ": queries of layer ", o.layer, " are on ", q.device().str(),
                  ", but the keeper works on ", device().str(), "; allowed only that device");
+}
+
+KVKEEP_INLINE void Keeper::check_normalisers(const char* operation, const Observation& o) const {
+  const Tensor& x = o.log_sum_exp;
+  if (!x.defined()) return;
+  KVKEEP_REQUIRE(x.dtype() == Dtype::f32 && x.dim() == 2 && x.size(0) == o.indptr.back() &&
+                     x.size(1) == spec_.query_heads && x.device() == device(),
+                 operation, ": log-sum-exps of layer ", o.layer, " are ", x.dtype(), " in ", x.dim(), " dimensions",
+                 x.dim() == 2 ? text(" [", x.size(0), ", ", x.size(1), "]") : "", " on ", x.device().str(),
+                 "; allowed f32 [", o.indptr.back(), ", ", spec_.query_heads, "] on ", device().str());
 }
 
 /// True if these tokens are the first that any layer shows in this step.
@@ -198,7 +223,6 @@ KVKEEP_INLINE void Keeper::observe(const Observation& o) {
     begun.sequence->next_layer = 0;
     begun.sequence->report = std::move(begun.report);
   }
-  QueryLayout layout{};
   for (std::size_t i = 0; i < o.sequences.size(); ++i) {
     auto& s = const_cast<Sequence&>(*met_[i]);
     const std::int32_t tokens = o.indptr[i + 1] - o.indptr[i];
@@ -221,14 +245,10 @@ KVKEEP_INLINE void Keeper::observe(const Observation& o) {
     }
     const auto kept = static_cast<std::int32_t>(seen.size());
     s.ring.place(index, o.indptr[i + 1] - kept, seen, arrivals_);
-    s.ring.advance(index, kept);
-    layout = {.from = static_cast<const std::byte*>(o.queries.bytes()),
-              .heads = spec_.query_heads,
-              .head_bytes = element_size(q.dtype) * spec_.key_dim,
-              .token_stride = q.token_stride,
-              .head_stride = q.head_stride};
+    s.ring.advance(index, kept, o.log_sum_exp.defined());
   }
-  if (!arrivals_.empty()) provided_.machine().memory().push_queries(arrivals_, layout);
+  if (!arrivals_.empty())
+    provided_.machine().memory().push_queries(arrivals_, keeper_observe_detail::layout_of(o, spec_));
 }
 
 /// `first`: the same tokens as the first full layer would observe them.
@@ -280,8 +300,9 @@ KVKEEP_INLINE void Keeper::begin_step(const StepTokens& t) {
       for (const QueryArrival& a : arrivals_)
         for (std::int32_t n = 0; n < a.tokens; ++n) {
           const std::int32_t at = (a.at + n) % a.capacity;
-          step_places_[static_cast<std::size_t>(a.first + n)] = {a.ring + at * token_bytes, a.positions + at,
-                                                                 a.position + n};
+          step_places_[static_cast<std::size_t>(a.first + n)] = {
+              a.ring + at * token_bytes, a.positions + at, a.position + n,
+              a.normalisers == nullptr ? nullptr : a.normalisers + at * spec_.query_heads};
         }
     }
     const auto lines = static_cast<std::int32_t>(step_places_.size());
@@ -296,6 +317,7 @@ KVKEEP_INLINE void Keeper::begin_step(const StepTokens& t) {
                  static_cast<std::int64_t>(step_places_.size() * sizeof(QueryPlace)));
     step_tokens_ = tokens;
     step_dtype_ = t.query_dtype;
+    step_normalised_ = t.log_sum_exp;
     basis_ = t.basis;
     basis_known_ = true;
   }
@@ -305,11 +327,12 @@ KVKEEP_INLINE void Keeper::begin_step(const StepTokens& t) {
     find_positions(first, i, s);
     const auto own = static_cast<std::int32_t>(positions_.size());
     count(s, own);
-    for (std::int32_t l = 0; l < static_cast<std::int32_t>(full_layers_.size()); ++l) s.ring.advance(l, own);
+    for (std::int32_t l = 0; l < static_cast<std::int32_t>(full_layers_.size()); ++l)
+      s.ring.advance(l, own, t.log_sum_exp);
   }
 }
 
-KVKEEP_INLINE void Keeper::record(std::int32_t layer, const Tensor& queries) {
+KVKEEP_INLINE void Keeper::record(std::int32_t layer, const Tensor& queries, const Tensor& log_sum_exp) {
   KVKEEP_REQUIRE(layer >= 0 && layer < spec_.num_layers(), "record: layer ", layer, " is out of range; allowed 0 to ",
                  spec_.num_layers() - 1);
   const std::int32_t index = layer_index_[static_cast<std::size_t>(layer)];
@@ -317,8 +340,10 @@ KVKEEP_INLINE void Keeper::record(std::int32_t layer, const Tensor& queries) {
   KVKEEP_REQUIRE_AS(StateError, step_table_ != nullptr, "record: no step has begun; allowed after begin_step()");
   const std::int32_t indptr[] = {
       0, queries.defined() && queries.dim() == 3 ? static_cast<std::int32_t>(queries.size(0)) : 0};
-  const Observation own{.layer = layer, .sequences = {}, .indptr = indptr, .queries = queries};
+  const Observation own{
+      .layer = layer, .sequences = {}, .indptr = indptr, .queries = queries, .log_sum_exp = log_sum_exp};
   check_queries("record", own);
+  check_normalisers("record", own);
   KVKEEP_REQUIRE(queries.dtype() == step_dtype_, "record: queries of layer ", layer, " are ", queries.dtype(),
                  ", but the step began with ", step_dtype_, "; allowed what begin_step() was given");
   MachineMemory& memory = provided_.machine().memory();
@@ -326,16 +351,13 @@ KVKEEP_INLINE void Keeper::record(std::int32_t layer, const Tensor& queries) {
   KVKEEP_REQUIRE_AS(StateError, indptr[1] <= step_room_ && (capturing || indptr[1] >= step_tokens_),
                     "record: ", indptr[1], " queries of layer ", layer, "; allowed ", capturing ? 0 : step_tokens_,
                     " to ", step_room_, ": as many as the step that began has tokens, or more, which are padding");
+  KVKEEP_REQUIRE(log_sum_exp.defined() == step_normalised_, "record: log-sum-exps of layer ", layer,
+                 step_normalised_ ? " are missing" : " are given", ", unlike what begin_step() was told; allowed ",
+                 step_normalised_ ? "with them" : "without them");
   step_captured_ = step_captured_ || capturing;
-  const keeper_observe_detail::Queries q(own, 0);
-  const std::int64_t token_bytes = element_size(q.dtype) * spec_.query_heads * spec_.key_dim;
-  memory.push_queries(static_cast<const QueryPlace*>(step_table_.get()), indptr[1],
-                      {.from = q.data,
-                       .heads = spec_.query_heads,
-                       .head_bytes = element_size(q.dtype) * spec_.key_dim,
-                       .token_stride = q.token_stride,
-                       .head_stride = q.head_stride},
-                      index * QueryRing::capacity_of(needs_.queries) * token_bytes);
+  const QueryLayout layout = keeper_observe_detail::layout_of(own, spec_);
+  memory.push_queries(static_cast<const QueryPlace*>(step_table_.get()), indptr[1], layout,
+                      QueryRing::offset_of(index, needs_.queries, layout.heads * layout.head_bytes, layout.heads));
 }
 
 }  // namespace kvkeep
