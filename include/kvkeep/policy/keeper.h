@@ -198,7 +198,7 @@ class Keeper {
   /// on. Throws as observe() does, and records nothing then; StateError also if layers have observed different tokens,
   /// while the stream is being captured, and for more tokens than the table has room for once a graph knows its
   /// address: run a step of the largest size before the first capture. Unsupported under policies that keep statistics
-  /// of every query or narrow prompts. Cost: 24 bytes per token to the device, in one copy.
+  /// of every query or narrow prompts. Cost: 32 bytes per token to the device, in one copy.
   void begin_step(const StepTokens& tokens);
   /// Queries [tokens, Hq, D] of one layer of the step that began, and their log-sum-exps [tokens, Hq] if it was said
   /// that they come. Call it in every full layer; does nothing in others, and if the policy reads no queries. May be
