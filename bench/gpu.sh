@@ -6,6 +6,7 @@
 #   bash bench/gpu.sh sanitize OUT   memcheck, racecheck, synccheck, initcheck over one small case of every kernel
 #   bash bench/gpu.sh bench OUT      ceilings of this machine, whole events, kernels
 #   bash bench/gpu.sh profile OUT    what ncu says of the kernels that decide
+#   bash bench/gpu.sh model OUT      a pretrained model: slots and answers beside the CPU's, tokens/s at batch 1, 8, 32
 #   bash bench/gpu.sh all OUT        all of them
 #   bash bench/gpu.sh filters TESTS  fails if a kernel has no sanitizer test, or its filter matches none in TESTS
 #
@@ -20,6 +21,8 @@
 #   KVKEEP_GPU_SECONDS    limit of a stage, 450 unless given
 #   KVKEEP_GPU_BUILD      the build folder, build/gpu unless given
 #   KVKEEP_GPU_CMAKE      options for CMake
+#   KVKEEP_GPU_MODEL      SmolLM2-135M-Instruct or another GGUF file, for the stage model
+#   KVKEEP_GPU_TEXT       prose for it, .cache/prose/handbook.txt unless given
 #   KVKEEP_GPU_REHEARSAL  1: the execution model replaces the GPU, at small sizes; also used if there is no nvidia-smi
 set -euo pipefail
 
@@ -68,7 +71,7 @@ readonly profiled=(
   'cosine_kernel KeyDiff/llama8b/batch:32'
 )
 
-usage() { sed -n '2,24s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+usage() { sed -n '2,27s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 
 # ---- What every stage does ---------------------------------------------------------------------------------------------------------------------
 
@@ -118,7 +121,7 @@ finish() {
 # ---- Stages ------------------------------------------------------------------------------------------------------------------------------------
 
 stage_build() {
-  local options=(-DCMAKE_BUILD_TYPE=Release -DKVKEEP_BUILD_CLI=OFF -DKVKEEP_BUILD_EXAMPLES=OFF)
+  local options=(-DCMAKE_BUILD_TYPE=Release -DKVKEEP_BUILD_EXAMPLES=OFF)
   if [[ $rehearsal == 1 ]]; then options+=(-DKVKEEP_CUDA=OFF)
   else
     command -v nvcc > /dev/null || { echo "gpu.sh: there is no nvcc on PATH nor in CUDA_HOME" >&2; exit 2; }
@@ -129,7 +132,7 @@ stage_build() {
   # shellcheck disable=SC2206  # words are intended
   options+=(${KVKEEP_GPU_CMAKE:-})
   step configure 60 cmake -S . -B "$build" -G Ninja "${options[@]}"
-  if [[ ${#failed[@]} -eq 0 ]]; then step compile "$(left)" cmake --build "$build" --parallel "${KVKEEP_GPU_JOBS:-$(nproc)}" --target "$(basename "$tests")" "$(basename "$bench")"; fi
+  if [[ ${#failed[@]} -eq 0 ]]; then step compile "$(left)" cmake --build "$build" --parallel "${KVKEEP_GPU_JOBS:-$(nproc)}" --target "$(basename "$tests")" "$(basename "$bench")" kvkeep_cli; fi
 }
 
 report_build() {
@@ -215,6 +218,18 @@ report_profile() {
   if grep -qs '^"ID"\|==PROF==\|==ERROR==' "$folder"/*.log; then python3 bench/gpu_report.py profile "$folder"; else cat "$folder"/*.log | grep '=' | cut -c 1-150; fi
 }
 
+stage_model() {
+  local words=(--kvkeep "$build/bin/kvkeep" --out "$folder/outputs")
+  if [[ $rehearsal == 1 ]]; then words+=(--model examples/model --device cpu)
+  else
+    [[ -f "${KVKEEP_GPU_MODEL:-}" ]] || { echo "gpu.sh: there is no model; name a GGUF file with KVKEEP_GPU_MODEL" >&2; exit 2; }
+    words+=(--model "$KVKEEP_GPU_MODEL" --text "${KVKEEP_GPU_TEXT:-.cache/prose/handbook.txt}")
+  fi
+  step tables "$(left)" python3 bench/gpu_model.py "${words[@]}"
+}
+
+report_model() { head -c 9000 "$folder/tables.log"; }
+
 # names_one PATTERN NAME...
 names_one() {
   local pattern="$1" name
@@ -249,7 +264,7 @@ check_filters() {
 
 stage="${1:-}"
 case "$stage" in
-  build | test | sanitize | bench | profile | all) ;;
+  build | test | sanitize | bench | profile | model | all) ;;
   filters)
     [[ $# -eq 2 ]] || { usage >&2; exit 2; }
     program="$(realpath -- "$2")"
@@ -289,6 +304,7 @@ if [[ -d .deps/usr ]]; then export LD_LIBRARY_PATH="$PWD/.deps/usr/lib/x86_64-li
 case "$stage" in
   test | sanitize) needed="$tests" ;;
   bench | profile) needed="$bench" ;;
+  model) needed="$build/bin/kvkeep" ;;
   *) needed="" ;;
 esac
 [[ -z $needed || -x $needed ]] || { echo "gpu.sh: $needed does not exist; run the stage build first" >&2; exit 2; }

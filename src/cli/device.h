@@ -21,6 +21,8 @@ struct DeviceOptions {
   // Throws: InvalidArgument for an unknown name; Unsupported for CUDA in a build without it; DeviceError for a GPU
   // that does not exist.
   [[nodiscard]] Place find() const;
+  // A new one for each generator; null: the CPU.
+  [[nodiscard]] std::shared_ptr<Machine> accelerator() const { return find().accelerator; }
 };
 
 }  // namespace kvkeep::cli

@@ -173,7 +173,8 @@ lm::GenerationRun run_policy(lm::Decoder& decoder, const EvalOptions& o, const C
   return lm::generate(decoder, std::move(policy), std::move(requests),
                       {.places = std::min<std::int64_t>(o.batch, static_cast<std::int64_t>(samples.size())),
                        .cache_dtype = o.model.dtype(),
-                       .hooks = std::move(hooks)});
+                       .hooks = std::move(hooks),
+                       .accelerator = o.model.device.accelerator()});
 }
 
 // Measures what attention loses when spans fold. Skips policies that narrow prompts: the full run has other queries.
@@ -401,6 +402,9 @@ bool run_text(const EvalOptions& o) {
 
 void run(const EvalOptions& o) {
   if (run_text(o)) return;
+  KVKEEP_REQUIRE_AS(Unsupported, !o.diagnostics || o.model.device.name == "cpu",
+                    "eval: --diagnostics reads queries and outputs of attention in host memory; given --device ",
+                    o.model.device.name, "; allowed cpu");
   const std::vector<Contest> all = contests(o.contests, default_policies(), {o.shape.length / 4, o.shape.length / 8});
   const Samples samples = draw_samples(o);
   lm::Decoder decoder = o.model.open();
@@ -430,6 +434,7 @@ Run add_eval(CLI::App& app) {
       app.add_subcommand("eval", "measure policies on tasks whose answers are known: accuracy, cache bytes, speed");
   auto o = std::make_shared<EvalOptions>();
   o->model.add(*sub);
+  o->model.device.add(*sub);
   using Lists = std::vector<std::string>;
   sub->add_option_function<Lists>(
          "--task", [o](const Lists& lists) { o->tasks = tasks_of(lists); },

@@ -171,12 +171,14 @@ void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluatio
   std::vector<lm::Generator*> sharing;
   std::vector<std::size_t> place(contests.size());  // among those that share
   for (std::size_t c = 0; c < contests.size(); ++c) {
-    generators.push_back(std::make_unique<lm::Generator>(decoder, contests[c].policy.make_untold(),
-                                                         lm::GeneratorOptions{.places = places,
-                                                                              .capacity = capacity,
-                                                                              .cache_dtype = e.model.dtype(),
-                                                                              .cache = {dense.begin(), dense.end()},
-                                                                              .hooks = hooks}));
+    generators.push_back(
+        std::make_unique<lm::Generator>(decoder, contests[c].policy.make_untold(),
+                                        lm::GeneratorOptions{.places = places,
+                                                             .capacity = capacity,
+                                                             .cache_dtype = e.model.dtype(),
+                                                             .cache = {dense.begin(), dense.end()},
+                                                             .hooks = hooks,
+                                                             .accelerator = e.model.device.accelerator()}));
     place[c] = sharing.size();
     if (!contests[c].narrows) sharing.push_back(generators.back().get());
   }

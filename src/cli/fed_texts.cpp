@@ -31,7 +31,8 @@ class FullRows {
 // Some texts under all policies.
 class Group {
  public:
-  Group(lm::Decoder& decoder, Dtype cache_dtype, const std::vector<Contest>& contests, std::span<const FedText> texts)
+  Group(lm::Decoder& decoder, const ModelOptions& model, const std::vector<Contest>& contests,
+        std::span<const FedText> texts)
       : contests_(contests), texts_(texts), rows_(texts.size()), foretold_(contests.size()), order_(contests.size()) {
     std::iota(order_.begin(), order_.end(), std::size_t{0});
     const auto full = std::ranges::find_if(contests, &Contest::keeps_all) - contests.begin();
@@ -39,7 +40,9 @@ class Group {
     for (std::vector<std::vector<Foretold>>& own : foretold_) own.resize(texts.size());
     for (std::size_t c = 0; c < contests.size(); ++c) {
       std::unique_ptr<KVPolicy> policy = contests[c].policy.make_untold();
-      lm::GeneratorOptions options{.places = static_cast<std::int64_t>(texts.size()), .cache_dtype = cache_dtype};
+      lm::GeneratorOptions options{.places = static_cast<std::int64_t>(texts.size()),
+                                   .cache_dtype = model.dtype(),
+                                   .accelerator = model.device.accelerator()};
       for (const FedText& text : texts)
         options.capacity =
             std::max(options.capacity, lm::slots_needed(decoder.spec(), policy->trigger(), request_of(text)));
@@ -124,13 +127,13 @@ std::vector<Contest> fed_contests(ContestOptions& options, std::int32_t tokens) 
   return all;
 }
 
-std::vector<Followed> follow(lm::Decoder& decoder, Dtype cache_dtype, const std::vector<Contest>& contests,
+std::vector<Followed> follow(lm::Decoder& decoder, const ModelOptions& model, const std::vector<Contest>& contests,
                              std::span<const FedText> texts, std::int32_t batch, Progress& progress) {
   std::vector<Followed> all(contests.size());
   for (std::size_t first = 0; first < texts.size(); first += static_cast<std::size_t>(batch)) {
     const std::size_t some = std::min(static_cast<std::size_t>(batch), texts.size() - first);
     progress.label(text("texts ", first + 1, "-", first + some, " of ", texts.size()));
-    Group group(decoder, cache_dtype, contests, texts.subspan(first, some));
+    Group group(decoder, model, contests, texts.subspan(first, some));
     group.run(progress);
     group.add_to(all);
   }

@@ -37,7 +37,7 @@ std::vector<Contest> fed_contests(ContestOptions& options, std::int32_t tokens);
 // Runs every text under every policy, `batch` texts at once and all policies in step with the full cache, which is one
 // of `contests`. A prompt runs once for all policies that do not narrow it. Memory: a cache of each policy for each
 // text of a batch, and a few rows of logits per text.
-std::vector<Followed> follow(lm::Decoder& decoder, Dtype cache_dtype, const std::vector<Contest>& contests,
+std::vector<Followed> follow(lm::Decoder& decoder, const ModelOptions& model, const std::vector<Contest>& contests,
                              std::span<const FedText> texts, std::int32_t batch, Progress& progress);
 
 }  // namespace kvkeep::cli

@@ -55,7 +55,8 @@ std::vector<FedText> generate(lm::Decoder& decoder, const FidelityOptions& o,
   for (const std::vector<std::int32_t>& prompt : prompts)
     requests.push_back({.prompt = prompt, .new_tokens = o.new_tokens, .stop_at_end = o.stop_at_end});
   lm::GeneratorOptions options{.places = std::min<std::int64_t>(o.batch, static_cast<std::int64_t>(prompts.size())),
-                               .cache_dtype = o.model.dtype()};
+                               .cache_dtype = o.model.dtype(),
+                               .accelerator = o.model.device.accelerator()};
   options.hooks.on_step = [&](std::int64_t predicted) { progress.advance(predicted); };
   progress.label("the full cache generates");
   lm::GenerationRun run = lm::generate(decoder, make_policy("full"), std::move(requests), std::move(options));
@@ -75,7 +76,7 @@ void run(const FidelityOptions& o) {
   warn(all, o.output.quiet);
   Progress progress(static_cast<std::int64_t>((all.size() + 1) * prompts.size()) * o.new_tokens, o.output.quiet);
   const std::vector<FedText> texts = generate(decoder, o, prompts, progress);
-  const std::vector<Followed> followed = follow(decoder, o.model.dtype(), all, texts, o.batch, progress);
+  const std::vector<Followed> followed = follow(decoder, o.model, all, texts, o.batch, progress);
   progress.clear();
   const FedResults results(options, all, followed);
   results.show(o.output, "prompts", [&] {
@@ -92,6 +93,7 @@ Run add_fidelity(CLI::App& app) {
       "fidelity", "measure policies on what the full cache generates: how far each is from it, token by token");
   auto o = std::make_shared<FidelityOptions>();
   o->model.add(*sub);
+  o->model.device.add(*sub);
   sub->add_option_function<std::string>(
          "--prompt", [o](const std::string& said) { o->prompts.push_back(said); }, "repeatable: text")
       ->trigger_on_parse()

@@ -10,7 +10,6 @@
 #include <sstream>
 
 #include "commands.h"
-#include "device.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
 #include "kvkeep/lm/generation.h"
@@ -37,16 +36,16 @@ Examples:
   kvkeep generate --model examples/model --task ask --forced --policy tova,budget=32,interval=32,recent=16,rest=fold
   kvkeep generate --model examples/model --ids 1,8,20,150,160 --policy full --max-new-tokens 16 -o json
   kvkeep generate --model examples/model --task ask --policy ams-tova,budget=96,interval=32 --device cuda:0
+  kvkeep generate --model SmolLM2.gguf --prompt-file article.txt --policy tova,budget=256 --device cuda:0 --copies 32
   kvkeep generate --model examples/model --task ask --forced --policy tova,budget=64,interval=32 --retention tova.json
 )";
 
 struct GenerateOptions {
   ModelOptions model;
-  DeviceOptions device;
   OutputOptions output;
   PromptOptions prompt;
   std::string policy = "full", retention, html, pin;
-  std::int32_t new_tokens = 0, page_size = 0;
+  std::int32_t new_tokens = 0, page_size = 0, copies = 1;
   bool forced = false, stop_at_end = false;
 };
 
@@ -252,14 +251,14 @@ lm::Request request_of(const GenerateOptions& o, const PromptOptions::Prompt& pr
 Outcome decode(const GenerateOptions& o, const PolicyText& policy_text, const PromptOptions::Prompt& prompt) {
   std::unique_ptr<KVPolicy> policy = policy_text.make();
   lm::Request request = request_of(o, prompt);
-  const DeviceOptions::Place place = o.device.find();
   lm::Decoder decoder = o.model.open();
-  if (place.accelerator != nullptr) decoder.to(place.device);
   if (const std::string warning = warning_about(*policy); !o.output.quiet && !warning.empty()) note(warning);
   const bool streams = prompt.text.has_value() && o.output.format == Format::md;
-  Progress progress(streams ? 0 : request.new_tokens, o.output.quiet);
-  lm::GeneratorOptions options{
-      .cache_dtype = o.model.dtype(), .page_size = o.page_size, .accelerator = place.accelerator};
+  Progress progress(streams ? 0 : std::int64_t{o.copies} * request.new_tokens, o.output.quiet);
+  lm::GeneratorOptions options{.places = o.copies,
+                               .cache_dtype = o.model.dtype(),
+                               .page_size = o.page_size,
+                               .accelerator = o.model.device.accelerator()};
   options.hooks.on_step = [&](std::int64_t predicted) { progress.advance(predicted); };
   std::optional<lm::StreamDecoder> stream;
   std::string written;
@@ -269,18 +268,19 @@ Outcome decode(const GenerateOptions& o, const PolicyText& policy_text, const Pr
   };
   if (prompt.text) {
     stream.emplace(prompt.text->tokenizer);
-    options.hooks.on_token = [&](SequenceId, std::int32_t token) {
-      if (!o.stop_at_end || !decoder.config().ends(token)) show(stream->push(token));
+    options.hooks.on_token = [&](SequenceId sequence, std::int32_t token) {
+      if (sequence == 0 && (!o.stop_at_end || !decoder.config().ends(token))) show(stream->push(token));
     };
   }
   if (auto* oracle = dynamic_cast<Oracle*>(policy.get())) {
     KVKEEP_REQUIRE(prompt.sample.has_value(), "policy: oracle must know what is needed; allowed with --task");
-    oracle->tell(0, *prompt.sample);
+    for (std::int32_t i = 0; i < o.copies; ++i) oracle->tell(i, *prompt.sample);
     options.hooks.before_decision = [oracle](const lm::DecisionSight& sight) { oracle->face(sight.view.sequences); };
   }
   Outcome outcome{policy->to_json(), {}, decoder.spec(), {}, {}, {}, {}};
   const Trigger trigger = policy->trigger();
-  lm::GenerationRun run = lm::generate(decoder, std::move(policy), {std::move(request)}, std::move(options));
+  lm::GenerationRun run = lm::generate(decoder, std::move(policy),
+                                       std::vector(static_cast<std::size_t>(o.copies), request), std::move(options));
   progress.clear();
   if (stream) show(stream->finish());
   outcome.text = std::move(written);
@@ -344,7 +344,7 @@ Run add_generate(CLI::App& app) {
   CLI::App* sub = app.add_subcommand("generate", "decode under a policy: the tokens, and what every event kept");
   auto o = std::make_shared<GenerateOptions>();
   o->model.add(*sub);
-  o->device.add(*sub);
+  o->model.device.add(*sub);
   o->prompt.add(*sub);
   sub->add_option("--policy", o->policy, kPolicyHelp)->option_text("POLICY [full]");
   sub->add_option("--pin", o->pin, "positions that stay through every event, such as 0-31,40")->option_text("SPANS");
@@ -355,6 +355,9 @@ Run add_generate(CLI::App& app) {
   sub->add_option("--page-size", o->page_size,
                   "keep the cache in pages of N slots, a power of two up to 1024; does not change the tokens")
       ->option_text("N [0: dense]");
+  sub->add_option("--copies", o->copies, "decode N copies of the prompt at once, to measure; shows the first")
+      ->check(CLI::Range(1, 4096))
+      ->option_text("N [1]");
   sub->add_option("--html", o->html,
                   "write a page: the text, each token shaded by how many heads still hold it, at every event")
       ->option_text("FILE.html");

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "device.h"
 #include "kvkeep/core/tensor.h"
 #include "kvkeep/lm/decoder.h"
 #include "kvkeep/lm/tasks.h"
@@ -39,13 +40,14 @@ void set_threads(int threads);
 // f32, f16 or bf16.
 Dtype dtype_called(const std::string& name);
 
-// --model, --threads, --weights, --cache-dtype
+// --model, --threads, --weights, --cache-dtype; --device, where a command adds it
 struct ModelOptions {
   std::string folder;
   int threads = 0;
   std::string weights, cache_dtype = "f32";
+  DeviceOptions device;
   void add(CLI::App& app);
-  [[nodiscard]] lm::Decoder open() const;  // sets the number of threads
+  [[nodiscard]] lm::Decoder open() const;  // on its device; sets the number of threads
   [[nodiscard]] Dtype dtype() const;
 };
 

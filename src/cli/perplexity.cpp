@@ -74,7 +74,7 @@ void run(const PerplexityOptions& o) {
   lm::Decoder decoder = o.model.open();
   warn(all, o.output.quiet);
   Progress progress(static_cast<std::int64_t>(all.size()) * o.texts * (o.length - prompt - 1), o.output.quiet);
-  const std::vector<Followed> followed = follow(decoder, o.model.dtype(), all, texts, o.batch, progress);
+  const std::vector<Followed> followed = follow(decoder, o.model, all, texts, o.batch, progress);
   progress.clear();
   const FedResults results(options, all, followed);
   results.show(o.output, "texts", [&] {
@@ -90,6 +90,7 @@ Run add_perplexity(CLI::App& app) {
       "perplexity", "measure policies on a text: how well each token is predicted, and how far from the full cache");
   auto o = std::make_shared<PerplexityOptions>();
   o->model.add(*sub);
+  o->model.device.add(*sub);
   sub->add_option("--text", o->text, "the text to predict")->required()->option_text("FILE");
   sub->add_option("--length", o->length, "tokens of a text, its prompt included")
       ->check(CLI::Range(2, 1 << 24))

@@ -197,8 +197,7 @@ PromptRun Generator::run_prompt(std::span<Generator* const> generators, const Re
                    "run prompt: generators differ in decoder or cache dtype; allowed those that share both");
     KVKEEP_REQUIRE_AS(Unsupported, !g->keeper_.policy().narrows(), "run prompt: policy ", g->keeper_.policy().name(),
                       " narrows prompts, so it runs its own; allowed policies that do not");
-    KVKEEP_REQUIRE_AS(Unsupported, !g->pages_ && g->options_.accelerator == nullptr,
-                      "run prompt: a cache is in pages or on a GPU; allowed dense caches on the CPU");
+    KVKEEP_REQUIRE_AS(Unsupported, !g->pages_, "run prompt: a cache is in pages; allowed dense caches");
     KVKEEP_REQUIRE_AS(StateError, g->has_place(), "generate: every place of the cache is taken; allowed ",
                       g->options_.places, " sequences at once");
     g->check(request);
@@ -233,9 +232,9 @@ PromptRun Generator::run_prompt(std::span<Generator* const> generators, const Re
   std::optional<PromptSurprisal> surprise;
   if (surprisal) {
     surprise.emplace(request.prompt);
-    options.on_logits = [&](const LogitsSight& sight) { surprise->see(sight.logits); };
+    options.on_logits = [&](const LogitsSight& sight) { surprise->see(sight.logits.cpu()); };
   }
-  run.logits = decoder.forward(step, cache, {}, options);
+  run.logits = decoder.forward(step, cache, {}, options).cpu();
   if (surprise) run.surprisal.assign(surprise->values().begin(), surprise->values().end());
   for (const LayerCache& layer : dense) {
     run.keys.push_back(layer.keys.select(0, 0));
@@ -336,7 +335,8 @@ Tensor Generator::run(Batch& batch) {
         if (i < batch.decoding)
           pass(batch, i, sight, first, std::min<std::int64_t>(last, batch.indptr[i + 1] - 1));
         else if (prompts)
-          batch.surprisal[i - batch.decoding].see(sight.logits.narrow(0, first - sight.first_token, last - first));
+          batch.surprisal[i - batch.decoding].see(
+              sight.logits.narrow(0, first - sight.first_token, last - first).cpu());
       }
     };
   const Tensor logits = decoder_.forward(step, cache_, batch.block_table, options);

@@ -282,6 +282,30 @@ TEST_F(Command, GeneratesTheSameInPagesAsInADenseCache) {
   expect_refused({"generate", "--model", model(), "--ids", "1", "--page-size", "12"}, "power of two");
 }
 
+TEST_F(Command, ShowsTheFirstOfSeveralCopies) {
+  Words words{"generate",
+              "--model",
+              model(),
+              "--task",
+              "ask",
+              "--seed",
+              "3",
+              "--length",
+              "96",
+              "--policy",
+              "tova,budget=24,interval=8",
+              "--max-new-tokens",
+              "20",
+              "-o",
+              "json",
+              "--quiet"};
+  const std::string alone = run(words).out;
+  words.insert(words.end(), {"--copies", "3"});
+  EXPECT_EQ(run(words).out, alone);
+  words.back() = "0";
+  expect_refused(words, "--copies");
+}
+
 TEST_F(Command, GeneratesOnTheDeviceThatIsNamedAndSaysWhichItHasNot) {
   const auto words = [&](const char* device) {
     return Words{"generate", "--model", model(), "--ids",   "1,2,3",    "--max-new-tokens",
@@ -293,6 +317,9 @@ TEST_F(Command, GeneratesOnTheDeviceThatIsNamedAndSaysWhichItHasNot) {
   for (const char* device : {"tpu", "cuda:", "cuda:-1", "cuda:x", "CUDA", ""})
     expect_refused(words(device),
                    text("--device: there is no such device; given '", device, "'; allowed cpu, cuda, cuda:INDEX"));
+  for (const char* command : {"eval", "generate"})
+    expect_refused({command, "--model", model(), "--task", "ask", "--device", "tpu"}, "there is no such device");
+  expect_refused({"eval", "--model", model(), "--diagnostics", "--device", "cuda:0"}, "--diagnostics reads queries");
   const Outcome absent = run(words("cuda:99"));  // a machine without that GPU, or a build without CUDA
   EXPECT_NE(absent.code, 0);
   EXPECT_NE(absent.err.find("99"), std::string::npos) << absent.err;

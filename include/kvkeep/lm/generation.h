@@ -127,7 +127,7 @@ struct GeneratorOptions {
 /// A prompt after its last layer, from which the sequences that begin with it continue.
 struct PromptRun {
   std::vector<SequenceId> sequences;  ///< [generators] that joined
-  std::vector<Tensor> keys, values;   ///< [num_layers] each [Hkv, n, dim], in the dtype of the caches
+  std::vector<Tensor> keys, values;   ///< [num_layers] each [Hkv, n, dim], in the dtype and on the device of the caches
   Tensor logits;                      ///< f32 [1, vocab] in host memory, of the last token
   std::vector<float> surprisal = {};  ///< [n] if a policy reads it
   double seconds = 0;
@@ -151,8 +151,7 @@ class Generator {
   /// sequence joins each of them and waits for begin() with the result; generators may share one cache
   /// (GeneratorOptions::cache) that only one uses at a time. Throws: as join(), before any sequence joins;
   /// InvalidArgument for generators of different decoders or cache dtypes; Unsupported for a policy that narrows
-  /// prompts (it runs later layers on fewer tokens), pages, and a device. Cost: one prefill, and one copy of its keys
-  /// and values.
+  /// prompts (it runs later layers on fewer tokens), and pages. Cost: one prefill, and one copy of its keys and values.
   static PromptRun run_prompt(std::span<Generator* const> generators, const Request& request);
 
   /// Continues a sequence of run_prompt() from its prompt, which is copied into the cache: the first token is predicted
