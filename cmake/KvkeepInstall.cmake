@@ -22,6 +22,12 @@ if(TARGET kvkeep_cli)
   install(TARGETS kvkeep_cli)
 endif()
 
+# For programs that do not use CMake: kvkeep.pc, found from where it lies.
+file(RELATIVE_PATH KVKEEP_PC_PREFIX "/prefix/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/prefix")
+set(KVKEEP_PC_REQUIRES_PRIVATE libhwy)
+configure_file(cmake/kvkeep.pc.in kvkeep.pc @ONLY)
+install(FILES "${CMAKE_CURRENT_BINARY_DIR}/kvkeep.pc" DESTINATION "${CMAKE_INSTALL_LIBDIR}/pkgconfig")
+
 set(KVKEEP_CONFIG_STATIC_DEPENDENCIES "")  # of kvkeepTargets
 set(KVKEEP_CONFIG_STATIC_TORCH_DEPENDENCIES "")
 if(NOT BUILD_SHARED_LIBS)

@@ -30,6 +30,7 @@ kvkeep_missing_packages() {
     command -v "$program" > /dev/null || echo "${programs[$program]}"
   done
   if [[ " $* " == *" clang "* ]] && ! command -v clang++ > /dev/null; then printf '%s\n' clang libclang-rt-dev; fi
+  if [[ " $* " == *" clang "* ]] && ! command -v pkg-config > /dev/null; then echo pkg-config; fi  # for the test of kvkeep.pc
   installed=" $(dpkg-query -W -f='${Package}/${db:Status-Status} ' "${libraries[@]}" 2> /dev/null || true)"
   for library in "${libraries[@]}"; do
     [[ "$installed" == *" $library/installed "* ]] || echo "$library"

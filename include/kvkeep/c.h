@@ -1,0 +1,338 @@
+/// kvkeep for C, and for whatever calls C: the Keeper (kvkeep/policy/keeper.h) over pointers, shapes and strides.
+///
+///     kvkeep_keeper* keeper = NULL;
+///     if (kvkeep_keeper_make(&model, "tova,budget=1024", NULL, &keeper) != KVKEEP_OK) puts(kvkeep_last_error());
+///     kvkeep_join(keeper, id, 0, -1);
+///     kvkeep_observe(keeper, &observation);  // in every layer of a step
+///     kvkeep_step(keeper, &cache, &report);  // once, after the last layer
+///
+/// Link libkvkeep (CMake: kvkeep::kvkeep; pkg-config: kvkeep); LibTorch is not needed. What a call means, and what it
+/// refuses, stands beside the method of the same name in keeper.h.
+///
+/// Errors: every function that may fail returns a status, and kvkeep_last_error() then has the sentence. Nothing has
+/// changed after a failure, unless keeper.h says otherwise. No exception leaves these functions.
+///
+/// Memory: kvkeep reads arrays during a call and keeps none of them; an engine frees nothing of ours but keepers.
+/// Pointers in results are to the keeper's memory, and valid until the next call with that keeper.
+///
+/// Compatibility: functions, values and fields at the end of structs are added, never changed or removed. A struct that
+/// begins with `size` is sizeof of it where the caller was compiled: fields that it lacks count as 0, which is always
+/// what an absent field means. KVKEEP_C_VERSION counts additions.
+///
+/// Threads: one at a time per keeper, as in C++; any number of keepers.
+#ifndef KVKEEP_C_H
+#define KVKEEP_C_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define KVKEEP_C_VERSION 1
+
+#if defined(__GNUC__)
+#define KVKEEP_C_API __attribute__((visibility("default")))
+#else
+#define KVKEEP_C_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef int32_t kvkeep_status;
+enum {
+  KVKEEP_OK = 0,
+  KVKEEP_INVALID_ARGUMENT = 1,  ///< an option, a shape, a dtype, a file that is not allowed
+  KVKEEP_STATE_ERROR = 2,       ///< a call that does not fit what happened before
+  KVKEEP_UNSUPPORTED = 3,       ///< a valid request without a kernel in this build
+  KVKEEP_DEVICE_ERROR = 4,      ///< the device failed
+  KVKEEP_DAMAGED_DATA = 5,      ///< stored bytes are lost
+  KVKEEP_OUT_OF_MEMORY = 6,
+  KVKEEP_INTERNAL = 7  ///< anything else
+};
+
+/// What the newest call of this thread that failed has to say; "" before the first. Valid until the next that fails.
+KVKEEP_C_API const char* kvkeep_last_error(void);
+/// KVKEEP_C_VERSION of the library that is loaded.
+KVKEEP_C_API int32_t kvkeep_c_version(void);
+/// "0.1.0"
+KVKEEP_C_API const char* kvkeep_version(void);
+
+/// DLPack's DLTensor, field by field, so that a DLTensor* may be cast to it (dlpack.h 0.2 to 1.3). kvkeep owns nothing
+/// of it and writes none of its fields.
+typedef struct kvkeep_tensor {
+  void* data;
+  struct {
+    int32_t type;   ///< KVKEEP_CPU, KVKEEP_CUDA or KVKEEP_CUDA_HOST (host memory)
+    int32_t index;  ///< among devices of this type
+  } device;
+  int32_t ndim;  ///< up to 8
+  struct {
+    uint8_t code;    ///< KVKEEP_INT, ...
+    uint8_t bits;    ///< of one number
+    uint16_t lanes;  ///< 1
+  } dtype;
+  int64_t* shape;        ///< [ndim]
+  int64_t* strides;      ///< [ndim] in numbers; NULL: contiguous
+  uint64_t byte_offset;  ///< from data to the first number
+} kvkeep_tensor;
+
+enum { KVKEEP_CPU = 1, KVKEEP_CUDA = 2, KVKEEP_CUDA_HOST = 3 };
+enum {
+  KVKEEP_INT = 0,
+  KVKEEP_UINT = 1,
+  KVKEEP_FLOAT = 2,
+  KVKEEP_BFLOAT = 4,
+  KVKEEP_BOOL = 6,
+  KVKEEP_FLOAT8_E4M3 = 10,  ///< DLPack's e4m3fn
+  KVKEEP_FLOAT8_E5M2 = 12
+};
+
+/* ---- The model -------------------------------------------------------------------------------------------------- */
+
+enum { /* kvkeep::LayerKind */
+       KVKEEP_LAYER_FULL = 0,
+       KVKEEP_LAYER_ELSEWHERE = 1,
+       KVKEEP_LAYER_SLIDING = 2,
+       KVKEEP_LAYER_SHARED = 3,
+       KVKEEP_LAYER_OTHER = 4
+};
+
+typedef struct kvkeep_layer {
+  int32_t kind;
+  int32_t window;  ///< tokens, sliding layers only
+  int32_t source;  ///< layer whose cache is read, shared layers only
+} kvkeep_layer;
+
+enum { KVKEEP_ROPE_HALF = 0, KVKEEP_ROPE_INTERLEAVED = 1 };
+
+typedef struct kvkeep_model {
+  size_t size;                    ///< sizeof(kvkeep_model)
+  int32_t num_layers;             ///< 1 or more
+  int32_t query_heads;            ///< Hq; 0: unknown, for policies that read no queries
+  int32_t kv_heads;               ///< Hkv, divides Hq
+  int32_t key_dim;                ///< D of keys and queries
+  int32_t value_dim;              ///< D of values
+  int32_t rope_style;             ///< which components form a pair
+  int32_t rope_pairs;             ///< F, numbers of inv_freq; 0: no rotation
+  const double* inv_freq;         ///< [F] radians per position, after scaling
+  double rope_attention_scaling;  ///< of cos and sin; 0: 1
+  double softmax_scale;           ///< factor on q.k; 0: 1/sqrt(key_dim)
+  const kvkeep_layer* layers;     ///< [num_layers]; NULL: all full
+} kvkeep_model;
+
+/* ---- The keeper ------------------------------------------------------------------------------------------------- */
+
+typedef struct kvkeep_keeper kvkeep_keeper;
+typedef struct kvkeep_accelerator kvkeep_accelerator;  ///< a GPU: kvkeep/c_cuda.h
+
+/// What the engine supplies besides keys and values (kvkeep::Provided).
+typedef struct kvkeep_provided {
+  size_t size;                                     ///< sizeof(kvkeep_provided)
+  int32_t no_queries;                              ///< 1: kvkeep_observe() passes none
+  int32_t layer_by_layer;                          ///< 1: kvkeep_narrow() is called after each layer of a prompt
+  int32_t surprisal;                               ///< 1: kvkeep_surprise() is called before kvkeep_step()
+  int32_t given_scores;                            ///< 1: kvkeep_give() is called in every full layer
+  int32_t reads_folded;                            ///< 1: kvkeep_view() is called after each layer's attention
+  const kvkeep_tensor* const* output_projections;  ///< [num_layers] W_o f32, f16 or bf16 [hidden, Hq * Dv], kept alive
+                                                   ///< as long as the keeper; NULL entries: not full; NULL: none
+  kvkeep_accelerator* accelerator;                 ///< of the device of cache and queries; NULL: the CPU
+} kvkeep_provided;
+
+/// Makes a keeper. policy: "name,key=value,...", or a JSON object. provided: NULL for queries alone. Fails as the
+/// constructor of kvkeep::Keeper and make_policy() throw.
+KVKEEP_C_API kvkeep_status kvkeep_keeper_make(const kvkeep_model* model, const char* policy,
+                                              const kvkeep_provided* provided, kvkeep_keeper** keeper);
+/// NULL is allowed.
+KVKEEP_C_API void kvkeep_keeper_free(kvkeep_keeper* keeper);
+/// The resolved options of its policy as JSON. Valid as long as the keeper.
+KVKEEP_C_API const char* kvkeep_policy_json(const kvkeep_keeper* keeper);
+
+/// tokens: already cached; prompt: tokens of the prompt, -1 if the first step tells.
+KVKEEP_C_API kvkeep_status kvkeep_join(kvkeep_keeper* keeper, int64_t sequence, int32_t tokens, int32_t prompt);
+KVKEEP_C_API kvkeep_status kvkeep_leave(kvkeep_keeper* keeper, int64_t sequence);
+KVKEEP_C_API kvkeep_status kvkeep_reset(kvkeep_keeper* keeper, int64_t sequence);
+KVKEEP_C_API kvkeep_status kvkeep_end_prompt(kvkeep_keeper* keeper, int64_t sequence);
+KVKEEP_C_API kvkeep_status kvkeep_pin(kvkeep_keeper* keeper, int64_t sequence, int64_t begin, int64_t end);
+KVKEEP_C_API kvkeep_status kvkeep_unpin(kvkeep_keeper* keeper, int64_t sequence, int64_t begin, int64_t end);
+KVKEEP_C_API kvkeep_status kvkeep_truncate(kvkeep_keeper* keeper, int64_t sequence, int64_t logical_length);
+KVKEEP_C_API kvkeep_status kvkeep_save(const kvkeep_keeper* keeper, int64_t sequence, const char* file);
+KVKEEP_C_API kvkeep_status kvkeep_restore(kvkeep_keeper* keeper, int64_t sequence, const char* file);
+
+/* ---- In every layer --------------------------------------------------------------------------------------------- */
+
+enum { KVKEEP_PRE_ROPE = 0, KVKEEP_POST_ROPE = 1 };
+
+/// New tokens of one layer (kvkeep::Observation).
+typedef struct kvkeep_observation {
+  size_t size;  ///< sizeof(kvkeep_observation)
+  int32_t layer;
+  int32_t basis;                     ///< of the queries: KVKEEP_PRE_ROPE or KVKEEP_POST_ROPE
+  int64_t num_sequences;             ///< n
+  const int64_t* sequences;          ///< [n]
+  const int32_t* indptr;             ///< [n + 1] tokens of sequence i are [indptr[i], indptr[i + 1])
+  const kvkeep_tensor* queries;      ///< f32, f16 or bf16 [tokens, Hq, D]; NULL: none
+  const kvkeep_tensor* log_sum_exp;  ///< f32 [tokens, Hq]; NULL: none
+  const int32_t* positions;          ///< [tokens] logical; NULL: the next ones of each sequence
+  int32_t unread;                    ///< 1: no event will read the queries of these tokens, and none are given
+} kvkeep_observation;
+
+KVKEEP_C_API kvkeep_status kvkeep_observe(kvkeep_keeper* keeper, const kvkeep_observation* observation);
+
+/// New tokens of a step, in all layers at once (kvkeep::StepTokens); kvkeep_record() then brings each layer's queries,
+/// in a CUDA graph if need be.
+typedef struct kvkeep_step_tokens {
+  size_t size;  ///< sizeof(kvkeep_step_tokens)
+  int64_t num_sequences;
+  const int64_t* sequences;
+  const int32_t* indptr;
+  const int32_t* positions;  ///< as above
+  int32_t basis;
+  int32_t query_code, query_bits;  ///< dtype of the queries: KVKEEP_FLOAT and 32 or 16, KVKEEP_BFLOAT and 16
+  int32_t log_sum_exp;             ///< 1: kvkeep_record() brings them
+} kvkeep_step_tokens;
+
+KVKEEP_C_API kvkeep_status kvkeep_begin_step(kvkeep_keeper* keeper, const kvkeep_step_tokens* tokens);
+/// log_sum_exp: NULL if the step was begun without.
+KVKEEP_C_API kvkeep_status kvkeep_record(kvkeep_keeper* keeper, int32_t layer, const kvkeep_tensor* queries,
+                                         const kvkeep_tensor* log_sum_exp);
+
+/// Scores of the engine's own: f32, f16 or bf16 [tokens, Hkv].
+KVKEEP_C_API kvkeep_status kvkeep_give(kvkeep_keeper* keeper, int32_t layer, int64_t num_sequences,
+                                       const int64_t* sequences, const int32_t* indptr, const kvkeep_tensor* scores);
+/// nats: [count]
+KVKEEP_C_API kvkeep_status kvkeep_surprise(kvkeep_keeper* keeper, int64_t sequence, const float* nats, int64_t count);
+/// Merges folded spans into what attention gave over the rows: out f32 [tokens, Hq, Dv] and log_sum_exp f32 [tokens,
+/// Hq], in place. The observation has queries after RoPE.
+KVKEEP_C_API kvkeep_status kvkeep_view(kvkeep_keeper* keeper, const kvkeep_observation* observation,
+                                       const kvkeep_tensor* out, const kvkeep_tensor* log_sum_exp);
+
+/* ---- Once a step ------------------------------------------------------------------------------------------------ */
+
+enum {
+  KVKEEP_NO_ROWS = 0,          ///< a layer without rows of its own
+  KVKEEP_DENSE = 1,            ///< [B, Hkv, capacity, D]
+  KVKEEP_PAGES_SLOT_HEAD = 2,  ///< [pages, page_size, Hkv, D]
+  KVKEEP_PAGES_HEAD_SLOT = 3   ///< [pages, Hkv, page_size, D]
+};
+
+/// One layer's keys and values: kvkeep::DenseKv, or kvkeep::PagedKv.
+typedef struct kvkeep_layer_cache {
+  int32_t form;
+  const kvkeep_tensor* keys;
+  const kvkeep_tensor* values;
+  const kvkeep_tensor* key_scales;    ///< NULL: none
+  const kvkeep_tensor* value_scales;  ///< NULL: none
+} kvkeep_layer_cache;
+
+/// Who holds which page (kvkeep::PageAllocator). Called from kvkeep_step() and kvkeep_apply() alone, on their thread.
+typedef struct kvkeep_page_allocator {
+  void* context;                                       ///< passed to each
+  int32_t (*references)(void* context, int32_t page);  ///< holders of a page
+  int32_t (*take)(void* context);                      ///< a free page, now held once; -1: there is none
+  void (*give_back)(void* context, int32_t page);      ///< removes one holder
+} kvkeep_page_allocator;
+
+enum { KVKEEP_SHARED_COPY = 0, KVKEEP_SHARED_REFUSE = 1 };
+
+/// The cache of the sequences of one step (kvkeep::CacheView). An event writes `lengths` and `block_table`.
+typedef struct kvkeep_cache {
+  size_t size;                         ///< sizeof(kvkeep_cache)
+  const kvkeep_layer_cache* layers;    ///< [num_layers]
+  int64_t num_sequences;               ///< n
+  const int64_t* sequences;            ///< [n]
+  int32_t* lengths;                    ///< [n * rows_per_sequence] slots in use, this step's tokens included
+  int32_t rows_per_sequence;           ///< 1, or num_layers * Hkv
+  int32_t shared_pages;                ///< pages that others hold too: KVKEEP_SHARED_COPY or KVKEEP_SHARED_REFUSE
+  const int32_t* places;               ///< [n] batch index of each sequence; NULL: 0, 1, ...
+  const int32_t* starts;               ///< [n] first valid slot of each sequence; NULL: 0
+  const kvkeep_tensor* block_table;    ///< i32 [n, max_pages] on the host; NULL: dense
+  const kvkeep_page_allocator* pages;  ///< NULL: every page belongs to one sequence
+} kvkeep_cache;
+
+/// kvkeep::Cut
+typedef struct kvkeep_cut {
+  int64_t sequence;
+  int64_t logical_length;
+  int32_t length_before, length_after;
+  int64_t slots_before, slots_after;
+} kvkeep_cut;
+
+/// The pages that a cut sequence now holds, in order, and those it gave back (kvkeep::PageMove).
+typedef struct kvkeep_page_move {
+  int32_t index;  ///< of the sequence in the step
+  int32_t num_held, num_freed;
+  const int32_t* held;
+  const int32_t* freed;
+} kvkeep_page_move;
+
+/// A sequence that was due and was not cut: a query that the policy reads is not finite (kvkeep::Unscored).
+typedef struct kvkeep_unscored {
+  int64_t sequence;
+  int32_t layer, position;
+} kvkeep_unscored;
+
+/// What an event did, or would do (kvkeep::Report).
+typedef struct kvkeep_report {
+  size_t size;  ///< sizeof(kvkeep_report); fields beyond it are not written
+  int64_t num_cuts, num_pages, num_unscored;
+  const kvkeep_cut* cuts;
+  const kvkeep_page_move* pages;
+  const kvkeep_unscored* unscored;
+  int64_t slots_dropped, slots_folded, far_bytes;
+  int64_t bytes_before, bytes_after, bytes_moved, pages_freed;
+} kvkeep_report;
+
+/// Decides and moves. report: NULL if nobody asks.
+KVKEEP_C_API kvkeep_status kvkeep_step(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report);
+/// Decides, and moves nothing. The keeper remembers the plan until the next one.
+KVKEEP_C_API kvkeep_status kvkeep_plan(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report);
+/// Does what the newest plan says, once: KVKEEP_STATE_ERROR without one, and if it is out of date.
+KVKEEP_C_API kvkeep_status kvkeep_apply(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report);
+
+/// What one layer did to one prompt (kvkeep::Narrowing).
+typedef struct kvkeep_narrowing {
+  int64_t sequence;
+  int32_t all_continue;  ///< 1: `tokens` says nothing
+  int32_t afresh;        ///< 1: the sequence starts over in the next step, with these tokens as its prompt
+  int64_t num_tokens;
+  const int32_t* tokens;  ///< places, among the tokens present, of those that continue
+} kvkeep_narrowing;
+
+typedef struct kvkeep_layer_report {
+  size_t size;  ///< sizeof(kvkeep_layer_report)
+  int64_t num_prompts, num_pages;
+  const kvkeep_narrowing* prompts;
+  const kvkeep_page_move* pages;
+} kvkeep_layer_report;
+
+/// Under a policy that narrows prompts, in every layer, after its attention.
+KVKEEP_C_API kvkeep_status kvkeep_narrow(kvkeep_keeper* keeper, const kvkeep_observation* observation,
+                                         const kvkeep_cache* cache, kvkeep_layer_report* report);
+
+/* ---- Questions -------------------------------------------------------------------------------------------------- */
+
+#define KVKEEP_NO_EVENT INT64_MAX
+
+KVKEEP_C_API kvkeep_status kvkeep_logical_length(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens);
+KVKEEP_C_API kvkeep_status kvkeep_physical_length(const kvkeep_keeper* keeper, int64_t sequence, int32_t layer,
+                                                  int32_t head, int32_t* slots);
+/// Logical positions of the slots of one row, ascending.
+KVKEEP_C_API kvkeep_status kvkeep_positions(const kvkeep_keeper* keeper, int64_t sequence, int32_t layer, int32_t head,
+                                            const int32_t** positions, int64_t* count);
+/// Tokens before an event may cut the sequence; KVKEEP_NO_EVENT: none will.
+KVKEEP_C_API kvkeep_status kvkeep_tokens_to_event(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens);
+/// Newest queries that an event reads; 0: none; KVKEEP_NO_EVENT: all.
+KVKEEP_C_API int64_t kvkeep_queries_read(const kvkeep_keeper* keeper);
+
+/// Counters since the keeper was made (kvkeep::Totals).
+typedef struct kvkeep_totals {
+  size_t size;  ///< sizeof(kvkeep_totals); fields beyond it are not written
+  int64_t steps, events, sequences_cut, slots_dropped, bytes_moved, pages_freed, slots_folded;
+} kvkeep_totals;
+KVKEEP_C_API void kvkeep_totals_of(const kvkeep_keeper* keeper, kvkeep_totals* totals);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,548 @@
+// The C interface over the Keeper.
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "accelerator.h"
+#include "kvkeep/c.h"
+#include "kvkeep/core/page_allocator.h"
+#include "kvkeep/memory/far_store.h"
+#include "kvkeep/policy/keeper.h"
+#include "kvkeep/policy/registry.h"
+#include "kvkeep/version.h"
+
+/// A keeper with what its newest result points to.
+struct kvkeep_keeper {
+  kvkeep_keeper(kvkeep::ModelSpec spec, std::unique_ptr<kvkeep::KVPolicy> policy, kvkeep::Provided provided)
+      : keeper(std::move(spec), std::move(policy), std::move(provided)), json(keeper.policy().to_json()) {}
+
+  kvkeep::Keeper keeper;
+  std::string json;
+  std::optional<kvkeep::Plan> plan;
+  std::vector<kvkeep::PageMove> moves;
+  std::vector<kvkeep::Narrowing> narrowed;
+  std::vector<kvkeep_cut> cuts;
+  std::vector<kvkeep_page_move> pages;
+  std::vector<kvkeep_unscored> unscored;
+  std::vector<kvkeep_narrowing> prompts;
+};
+
+namespace kvkeep {
+namespace {
+
+thread_local std::string last_error;
+thread_local const char* last_words = "";
+
+kvkeep_status failed(kvkeep_status status, const char* what) noexcept {
+  try {
+    last_error = what;
+    last_words = last_error.c_str();
+  } catch (...) {
+    last_words = "out of memory, also for the message of another error";
+  }
+  return status;
+}
+
+/// Runs `body`; what it throws becomes a status.
+template <class Body>
+kvkeep_status guarded(Body&& body) noexcept {
+  try {
+    body();
+    return KVKEEP_OK;
+  } catch (const InvalidArgument& error) {
+    return failed(KVKEEP_INVALID_ARGUMENT, error.what());
+  } catch (const StateError& error) {
+    return failed(KVKEEP_STATE_ERROR, error.what());
+  } catch (const Unsupported& error) {
+    return failed(KVKEEP_UNSUPPORTED, error.what());
+  } catch (const DeviceError& error) {
+    return failed(KVKEEP_DEVICE_ERROR, error.what());
+  } catch (const DamagedData& error) {
+    return failed(KVKEEP_DAMAGED_DATA, error.what());
+  } catch (const std::bad_alloc&) {
+    last_words = "out of memory";
+    return KVKEEP_OUT_OF_MEMORY;
+  } catch (const std::exception& error) {
+    return failed(KVKEEP_INTERNAL, error.what());
+  } catch (...) {
+    last_words = "an exception of an unknown type, perhaps from a page allocator";
+    return KVKEEP_INTERNAL;
+  }
+}
+
+template <class T>
+T& required(T* pointer, const char* what) {
+  KVKEEP_REQUIRE(pointer != nullptr, what, " is NULL; allowed an address");
+  return *pointer;
+}
+
+/// A struct of a caller that was compiled with this, an older or a newer header. Newer fields must be 0.
+template <class T>
+T given(const T* from, const char* what) {
+  const std::size_t size = required(from, what).size;
+  constexpr std::size_t kLeast = sizeof(std::size_t) + sizeof(std::int64_t);
+  KVKEEP_REQUIRE(size >= kLeast, what, ": size is ", size, "; allowed sizeof of the struct");
+  T known{};
+  std::memcpy(&known, from, std::min(size, sizeof(T)));
+  const auto* bytes = reinterpret_cast<const unsigned char*>(from);
+  for (std::size_t i = sizeof(T); i < size; ++i)
+    KVKEEP_REQUIRE_AS(Unsupported, bytes[i] == 0, what, ": a field that version ", KVKEEP_C_VERSION,
+                      " of the interface does not know is not 0; allowed with a newer libkvkeep");
+  return known;
+}
+
+/// Writes what the caller's struct has room for.
+template <class T>
+void give_back(T known, T* to) {
+  known.size = to->size;
+  std::memcpy(to, &known, std::min(to->size, sizeof(T)));
+}
+
+void check_result(const std::size_t* size, const char* what) {
+  if (size != nullptr)
+    KVKEEP_REQUIRE(*size >= sizeof(std::size_t), what, ": size is ", *size, "; allowed sizeof of the struct");
+}
+
+template <class T>
+std::span<T> array(T* data, std::int64_t count, const char* what) {
+  KVKEEP_REQUIRE(count >= 0, what, " has ", count, " entries; allowed 0 or more");
+  KVKEEP_REQUIRE(data != nullptr || count == 0, what, " is NULL; allowed an address of ", count, " entries");
+  return {data, static_cast<std::size_t>(count)};
+}
+
+/// An array that may be absent.
+template <class T>
+std::span<T> array_if(T* data, std::int64_t count) {
+  return data == nullptr ? std::span<T>() : std::span<T>(data, static_cast<std::size_t>(count));
+}
+
+Dtype dtype_of(int code, int bits, int lanes, const char* what) {
+  struct Known {
+    int code, bits;
+    Dtype dtype;
+  };
+  static constexpr Known kKnown[] = {{KVKEEP_FLOAT, 32, Dtype::f32},         {KVKEEP_FLOAT, 16, Dtype::f16},
+                                     {KVKEEP_BFLOAT, 16, Dtype::bf16},       {KVKEEP_FLOAT, 64, Dtype::f64},
+                                     {KVKEEP_INT, 64, Dtype::i64},           {KVKEEP_INT, 32, Dtype::i32},
+                                     {KVKEEP_INT, 16, Dtype::i16},           {KVKEEP_INT, 8, Dtype::i8},
+                                     {KVKEEP_UINT, 64, Dtype::u64},          {KVKEEP_UINT, 32, Dtype::u32},
+                                     {KVKEEP_UINT, 16, Dtype::u16},          {KVKEEP_UINT, 8, Dtype::u8},
+                                     {KVKEEP_BOOL, 8, Dtype::boolean},       {KVKEEP_FLOAT8_E4M3, 8, Dtype::f8_e4m3},
+                                     {KVKEEP_FLOAT8_E5M2, 8, Dtype::f8_e5m2}};
+  for (const Known& known : kKnown)
+    if (known.code == code && known.bits == bits && lanes == 1) return known.dtype;
+  refuse(what, ": its dtype has code ", code, ", ", bits, " bits and ", lanes,
+         " lanes; allowed floats of 16, 32 and 64 bits, bfloats, integers, bool, float8 e4m3fn and e5m2, of one lane");
+}
+
+Device device_of(int type, std::int32_t index, const char* what) {
+  if (type == KVKEEP_CPU || type == KVKEEP_CUDA_HOST) return {};
+  KVKEEP_REQUIRE(type == KVKEEP_CUDA, what, ": its device has type ", type, "; allowed CPU (", KVKEEP_CPU, "), CUDA (",
+                 KVKEEP_CUDA, ") and CUDA's host memory (", KVKEEP_CUDA_HOST, ")");
+  return {.kind = Device::Kind::cuda, .index = index};
+}
+
+Tensor view_of(const kvkeep_tensor& t, const char* what) {
+  KVKEEP_REQUIRE(t.ndim >= 0 && t.ndim <= static_cast<std::int32_t>(Shape::kMostDims), what, ": ndim is ", t.ndim,
+                 "; allowed 0 to ", Shape::kMostDims);
+  const Shape sizes(array<const std::int64_t>(t.shape, t.ndim, what));
+  for (const std::int64_t size : sizes)
+    KVKEEP_REQUIRE(size >= 0, what, ": shape is ", sizes, "; allowed sizes of 0 or more");
+  const Dtype dtype = dtype_of(t.dtype.code, t.dtype.bits, t.dtype.lanes, what);
+  const Device device = device_of(t.device.type, t.device.index, what);
+  KVKEEP_REQUIRE(t.data != nullptr || sizes.product() == 0, what, ": data is NULL; allowed an address");
+  auto* const data = t.data == nullptr ? nullptr : static_cast<std::byte*>(t.data) + t.byte_offset;
+  if (t.strides == nullptr) return {data, dtype, sizes, device};
+  return {data, dtype, sizes, Shape(array<const std::int64_t>(t.strides, t.ndim, what)), device};
+}
+
+Tensor view_if(const kvkeep_tensor* t, const char* what) { return t == nullptr ? Tensor() : view_of(*t, what); }
+
+/// An enumeration's value out of 0 to `most`.
+template <class E>
+E one_of(std::int32_t value, E most, const char* what) {
+  KVKEEP_REQUIRE(value >= 0 && value <= static_cast<std::int32_t>(most), what, " is ", value, "; allowed 0 to ",
+                 static_cast<std::int32_t>(most));
+  return static_cast<E>(value);
+}
+
+ModelSpec spec_of(const kvkeep_model* model) {
+  const kvkeep_model m = given(model, "model");
+  KVKEEP_REQUIRE(m.num_layers >= 1, "model: num_layers is ", m.num_layers, "; allowed 1 or more");
+  ModelSpec spec;
+  spec.query_heads = m.query_heads;
+  spec.kv_heads = m.kv_heads;
+  spec.key_dim = m.key_dim;
+  spec.value_dim = m.value_dim;
+  spec.softmax_scale = m.softmax_scale;
+  spec.rope.style = one_of(m.rope_style, RopeStyle::interleaved, "model: rope_style");
+  const auto turns = array(m.inv_freq, m.rope_pairs, "model: inv_freq");
+  spec.rope.inv_freq.assign(turns.begin(), turns.end());
+  if (m.rope_attention_scaling != 0) spec.rope.attention_scaling = m.rope_attention_scaling;
+  spec.layers.resize(static_cast<std::size_t>(m.num_layers));
+  for (std::size_t l = 0; m.layers != nullptr && l < spec.layers.size(); ++l)
+    spec.layers[l] = {.kind = one_of(m.layers[l].kind, LayerKind::other, "model: kind of a layer"),
+                      .window = m.layers[l].window,
+                      .source = m.layers[l].source};
+  return spec;
+}
+
+Provided provided_of(const kvkeep_provided* provided, std::int32_t layers) {
+  if (provided == nullptr) return {};
+  const kvkeep_provided p = given(provided, "provided");
+  Provided all{.queries = p.no_queries == 0,
+               .layer_by_layer = p.layer_by_layer != 0,
+               .surprisal = p.surprisal != 0,
+               .given_scores = p.given_scores != 0,
+               .reads_folded = p.reads_folded != 0};
+  for (std::int32_t l = 0; p.output_projections != nullptr && l < layers; ++l)
+    all.output_projections.push_back(view_if(p.output_projections[l], "provided: output_projections"));
+  if (p.accelerator != nullptr) all.accelerator = p.accelerator->machine;
+  return all;
+}
+
+std::unique_ptr<KVPolicy> policy_of(const char* policy) {
+  const std::string_view said = &required(policy, "policy");
+  return said.find_first_not_of(" \t\r\n") != std::string_view::npos && said[said.find_first_not_of(" \t\r\n")] == '{'
+             ? make_policy_from_json(said)
+             : make_policy(said);
+}
+
+/// The number of tokens that `indptr` names.
+std::int64_t tokens_of(std::span<const std::int32_t> indptr) { return indptr.empty() ? 0 : indptr.back(); }
+
+Observation observation_of(const kvkeep_observation* observation) {
+  const kvkeep_observation o = given(observation, "observation");
+  Observation made{.layer = o.layer,
+                   .sequences = array(o.sequences, o.num_sequences, "observation: sequences"),
+                   .indptr = array(o.indptr, o.num_sequences + 1, "observation: indptr"),
+                   .queries = view_if(o.queries, "observation: queries"),
+                   .basis = one_of(o.basis, QueryBasis::post_rope, "observation: basis"),
+                   .unread = o.unread != 0,
+                   .log_sum_exp = view_if(o.log_sum_exp, "observation: log_sum_exp")};
+  made.positions = array_if(o.positions, tokens_of(made.indptr));
+  return made;
+}
+
+/// An engine's functions as a PageAllocator.
+class Pages final : public PageAllocator {
+ public:
+  explicit Pages(const kvkeep_page_allocator* own) {
+    if (own == nullptr) return;
+    own_ = *own;
+    KVKEEP_REQUIRE(own_.references != nullptr && own_.take != nullptr && own_.give_back != nullptr,
+                   "cache: pages lacks a function; allowed references, take and give_back together");
+  }
+  [[nodiscard]] std::int32_t references(std::int32_t page) const override {
+    return own_.references(own_.context, page);
+  }
+  [[nodiscard]] std::int32_t take() override { return own_.take(own_.context); }
+  void give_back(std::int32_t page) override { own_.give_back(own_.context, page); }
+  [[nodiscard]] PageAllocator* here() { return own_.take == nullptr ? nullptr : this; }
+
+ private:
+  kvkeep_page_allocator own_{};
+};
+
+LayerKv layer_of(const kvkeep_layer_cache& layer) {
+  if (layer.form == KVKEEP_NO_ROWS) return {};
+  KVKEEP_REQUIRE(layer.form >= KVKEEP_DENSE && layer.form <= KVKEEP_PAGES_HEAD_SLOT, "cache: form of a layer is ",
+                 layer.form, "; allowed 0 to ", static_cast<int>(KVKEEP_PAGES_HEAD_SLOT));
+  Tensor keys = view_of(required(layer.keys, "cache: keys"), "cache: keys"),
+         values = view_of(required(layer.values, "cache: values"), "cache: values"),
+         key_scales = view_if(layer.key_scales, "cache: key_scales"),
+         value_scales = view_if(layer.value_scales, "cache: value_scales");
+  if (layer.form == KVKEEP_DENSE) return DenseKv{std::move(keys), std::move(values), key_scales, value_scales};
+  return PagedKv{std::move(keys), std::move(values),
+                 layer.form == KVKEEP_PAGES_SLOT_HEAD ? PageLayout::slot_head : PageLayout::head_slot, key_scales,
+                 value_scales};
+}
+
+CacheView view_of(const kvkeep_cache* cache, Pages& pages, const ModelSpec& spec) {
+  const kvkeep_cache c = given(cache, "cache");
+  KVKEEP_REQUIRE(c.rows_per_sequence == 1 || c.rows_per_sequence == spec.num_layers() * spec.kv_heads,
+                 "cache: rows_per_sequence is ", c.rows_per_sequence,
+                 "; allowed 1, or layers times KV heads: ", spec.num_layers() * spec.kv_heads);
+  CacheView view;
+  for (const kvkeep_layer_cache& layer : array(c.layers, spec.num_layers(), "cache: layers"))
+    view.layers.push_back(layer_of(layer));
+  view.sequences = array(c.sequences, c.num_sequences, "cache: sequences");
+  view.lengths = {array(c.lengths, c.num_sequences * c.rows_per_sequence, "cache: lengths"), c.rows_per_sequence};
+  view.places = array_if(c.places, c.num_sequences);
+  view.starts = array_if(c.starts, c.num_sequences);
+  view.block_table = view_if(c.block_table, "cache: block_table");
+  view.pages = pages.here();
+  view.shared_pages = one_of(c.shared_pages, SharedPages::refuse, "cache: shared_pages");
+  return view;
+}
+
+/// The view of a call. The pages' functions live as long as it.
+struct View {
+  View(const kvkeep_cache* cache, const ModelSpec& spec)
+      : pages(given(cache, "cache").pages), view(view_of(cache, pages, spec)) {}
+  Pages pages;
+  CacheView view;
+};
+
+/// Room for the results of an event, so that nothing fails once it has happened.
+void make_room(kvkeep_keeper& k, std::size_t cuts, std::size_t unscored, std::size_t prompts) {
+  k.cuts.reserve(cuts);
+  k.pages.reserve(std::max(cuts, prompts));
+  k.unscored.reserve(unscored);
+  k.prompts.reserve(prompts);
+}
+
+void list_pages(kvkeep_keeper& k, std::vector<PageMove> moves) noexcept {
+  k.moves = std::move(moves);
+  k.pages.clear();
+  for (const PageMove& move : k.moves)
+    k.pages.push_back({.index = move.sequence,
+                       .num_held = static_cast<std::int32_t>(move.after.size()),
+                       .num_freed = static_cast<std::int32_t>(move.freed.size()),
+                       .held = move.after.data(),
+                       .freed = move.freed.data()});
+}
+
+/// Report and Plan have these in common. Needs make_room().
+template <class Result>
+kvkeep_report report_of(kvkeep_keeper& k, const Result& result, std::vector<PageMove> pages) noexcept {
+  k.cuts.clear(), k.unscored.clear();
+  for (const Cut& cut : result.cuts)
+    k.cuts.push_back(
+        {cut.sequence, cut.logical_length, cut.length_before, cut.length_after, cut.slots_before, cut.slots_after});
+  for (const Unscored& one : result.unscored) k.unscored.push_back({one.sequence, one.layer, one.position});
+  list_pages(k, std::move(pages));
+  kvkeep_report report{};
+  report.num_cuts = std::ssize(k.cuts);
+  report.num_pages = std::ssize(k.pages);
+  report.num_unscored = std::ssize(k.unscored);
+  report.cuts = k.cuts.data();
+  report.pages = k.pages.data();
+  report.unscored = k.unscored.data();
+  report.bytes_before = result.bytes_before;
+  report.bytes_after = result.bytes_after;
+  for (const Cut& cut : result.cuts) report.slots_dropped += cut.slots_before - cut.slots_after;
+  return report;
+}
+
+kvkeep_report report_of_event(kvkeep_keeper& k, Report event) noexcept {
+  kvkeep_report report = report_of(k, event, std::move(event.pages));
+  report.slots_dropped = event.slots_dropped;
+  report.slots_folded = event.slots_folded;
+  report.far_bytes = event.far_bytes;
+  report.bytes_moved = event.bytes_moved;
+  report.pages_freed = event.pages_freed;
+  return report;
+}
+
+}  // namespace
+
+// Functions with C linkage are the same ones in any namespace.
+extern "C" {
+
+const char* kvkeep_last_error(void) { return last_words; }
+int32_t kvkeep_c_version(void) { return KVKEEP_C_VERSION; }
+const char* kvkeep_version(void) { return kVersion; }
+
+kvkeep_status kvkeep_keeper_make(const kvkeep_model* model, const char* policy, const kvkeep_provided* provided,
+                                 kvkeep_keeper** keeper) {
+  return guarded([&] {
+    required(keeper, "keeper") = nullptr;
+    ModelSpec spec = spec_of(model);
+    Provided supplied = provided_of(provided, spec.num_layers());
+    *keeper = new kvkeep_keeper(std::move(spec), policy_of(policy), std::move(supplied));
+  });
+}
+
+void kvkeep_keeper_free(kvkeep_keeper* keeper) { delete keeper; }
+
+const char* kvkeep_policy_json(const kvkeep_keeper* keeper) { return keeper == nullptr ? "" : keeper->json.c_str(); }
+
+kvkeep_status kvkeep_join(kvkeep_keeper* keeper, int64_t sequence, int32_t tokens, int32_t prompt) {
+  return guarded([&] { required(keeper, "keeper").keeper.join(sequence, tokens, prompt); });
+}
+kvkeep_status kvkeep_leave(kvkeep_keeper* keeper, int64_t sequence) {
+  return guarded([&] { required(keeper, "keeper").keeper.leave(sequence); });
+}
+kvkeep_status kvkeep_reset(kvkeep_keeper* keeper, int64_t sequence) {
+  return guarded([&] { required(keeper, "keeper").keeper.reset(sequence); });
+}
+kvkeep_status kvkeep_end_prompt(kvkeep_keeper* keeper, int64_t sequence) {
+  return guarded([&] { required(keeper, "keeper").keeper.end_prompt(sequence); });
+}
+kvkeep_status kvkeep_pin(kvkeep_keeper* keeper, int64_t sequence, int64_t begin, int64_t end) {
+  return guarded([&] { required(keeper, "keeper").keeper.pin(sequence, begin, end); });
+}
+kvkeep_status kvkeep_unpin(kvkeep_keeper* keeper, int64_t sequence, int64_t begin, int64_t end) {
+  return guarded([&] { required(keeper, "keeper").keeper.unpin(sequence, begin, end); });
+}
+kvkeep_status kvkeep_truncate(kvkeep_keeper* keeper, int64_t sequence, int64_t logical_length) {
+  return guarded([&] { required(keeper, "keeper").keeper.truncate(sequence, logical_length); });
+}
+kvkeep_status kvkeep_save(const kvkeep_keeper* keeper, int64_t sequence, const char* file) {
+  return guarded([&] { required(keeper, "keeper").keeper.save(sequence, &required(file, "file")); });
+}
+kvkeep_status kvkeep_restore(kvkeep_keeper* keeper, int64_t sequence, const char* file) {
+  return guarded([&] { required(keeper, "keeper").keeper.restore(sequence, &required(file, "file")); });
+}
+
+kvkeep_status kvkeep_observe(kvkeep_keeper* keeper, const kvkeep_observation* observation) {
+  return guarded([&] { required(keeper, "keeper").keeper.observe(observation_of(observation)); });
+}
+
+kvkeep_status kvkeep_begin_step(kvkeep_keeper* keeper, const kvkeep_step_tokens* tokens) {
+  return guarded([&] {
+    const kvkeep_step_tokens t = given(tokens, "tokens");
+    StepTokens step{.sequences = array(t.sequences, t.num_sequences, "tokens: sequences"),
+                    .indptr = array(t.indptr, t.num_sequences + 1, "tokens: indptr"),
+                    .query_dtype = dtype_of(t.query_code, t.query_bits, 1, "tokens"),
+                    .basis = one_of(t.basis, QueryBasis::post_rope, "tokens: basis"),
+                    .log_sum_exp = t.log_sum_exp != 0};
+    step.positions = array_if(t.positions, tokens_of(step.indptr));
+    required(keeper, "keeper").keeper.begin_step(step);
+  });
+}
+
+kvkeep_status kvkeep_record(kvkeep_keeper* keeper, int32_t layer, const kvkeep_tensor* queries,
+                            const kvkeep_tensor* log_sum_exp) {
+  return guarded([&] {
+    required(keeper, "keeper").keeper.record(layer, view_if(queries, "queries"), view_if(log_sum_exp, "log_sum_exp"));
+  });
+}
+
+kvkeep_status kvkeep_give(kvkeep_keeper* keeper, int32_t layer, int64_t num_sequences, const int64_t* sequences,
+                          const int32_t* indptr, const kvkeep_tensor* scores) {
+  return guarded([&] {
+    required(keeper, "keeper")
+        .keeper.give({.layer = layer,
+                      .sequences = array(sequences, num_sequences, "sequences"),
+                      .indptr = array(indptr, num_sequences + 1, "indptr"),
+                      .scores = view_if(scores, "scores")});
+  });
+}
+
+kvkeep_status kvkeep_surprise(kvkeep_keeper* keeper, int64_t sequence, const float* nats, int64_t count) {
+  return guarded([&] { required(keeper, "keeper").keeper.surprise(sequence, array(nats, count, "nats")); });
+}
+
+kvkeep_status kvkeep_view(kvkeep_keeper* keeper, const kvkeep_observation* observation, const kvkeep_tensor* out,
+                          const kvkeep_tensor* log_sum_exp) {
+  return guarded([&] {
+    static_cast<void>(
+        required(keeper, "keeper")
+            .keeper.view(observation_of(observation), {view_of(required(out, "out"), "out"),
+                                                       view_of(required(log_sum_exp, "log_sum_exp"), "log_sum_exp")}));
+  });
+}
+
+kvkeep_status kvkeep_step(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report) {
+  return guarded([&] {
+    kvkeep_keeper& k = required(keeper, "keeper");
+    check_result(report == nullptr ? nullptr : &report->size, "report");
+    const View view(cache, k.keeper.spec());
+    const Plan plan = k.keeper.plan(view.view);
+    make_room(k, plan.cuts.size(), plan.unscored.size(), 0);
+    Report event = k.keeper.apply(plan, view.view);
+    if (report != nullptr) give_back(report_of_event(k, std::move(event)), report);
+  });
+}
+
+kvkeep_status kvkeep_plan(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report) {
+  return guarded([&] {
+    kvkeep_keeper& k = required(keeper, "keeper");
+    check_result(report == nullptr ? nullptr : &report->size, "report");
+    const View view(cache, k.keeper.spec());
+    k.plan.reset();
+    Plan plan = k.keeper.plan(view.view);
+    make_room(k, plan.cuts.size(), plan.unscored.size(), 0);
+    std::vector<PageMove> pages = plan.pages;
+    k.plan = std::move(plan);
+    if (report != nullptr) give_back(report_of(k, *k.plan, std::move(pages)), report);
+  });
+}
+
+kvkeep_status kvkeep_apply(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report) {
+  return guarded([&] {
+    kvkeep_keeper& k = required(keeper, "keeper");
+    check_result(report == nullptr ? nullptr : &report->size, "report");
+    KVKEEP_REQUIRE_AS(StateError, k.plan.has_value(), "apply: there is no plan; allowed after plan(), once");
+    const View view(cache, k.keeper.spec());
+    make_room(k, k.plan->cuts.size(), k.plan->unscored.size(), 0);
+    Report event = k.keeper.apply(*k.plan, view.view);
+    k.plan.reset();
+    if (report != nullptr) give_back(report_of_event(k, std::move(event)), report);
+  });
+}
+
+kvkeep_status kvkeep_narrow(kvkeep_keeper* keeper, const kvkeep_observation* observation, const kvkeep_cache* cache,
+                            kvkeep_layer_report* report) {
+  return guarded([&] {
+    kvkeep_keeper& k = required(keeper, "keeper");
+    check_result(report == nullptr ? nullptr : &report->size, "report");
+    const View view(cache, k.keeper.spec());
+    const Observation seen = observation_of(observation);
+    make_room(k, 0, 0, seen.sequences.size());
+    LayerReport layer = k.keeper.narrow(seen, view.view);
+    if (report == nullptr) return;
+    k.narrowed = std::move(layer.prompts);
+    k.prompts.clear();
+    for (const Narrowing& one : k.narrowed)
+      k.prompts.push_back({.sequence = one.sequence,
+                           .all_continue = one.tokens.has_value() ? 0 : 1,
+                           .afresh = one.afresh ? 1 : 0,
+                           .num_tokens = one.tokens.has_value() ? std::ssize(*one.tokens) : 0,
+                           .tokens = one.tokens.has_value() ? one.tokens->data() : nullptr});
+    list_pages(k, std::move(layer.pages));
+    kvkeep_layer_report found{};
+    found.num_prompts = std::ssize(k.prompts);
+    found.num_pages = std::ssize(k.pages);
+    found.prompts = k.prompts.data();
+    found.pages = k.pages.data();
+    give_back(found, report);
+  });
+}
+
+kvkeep_status kvkeep_logical_length(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens) {
+  return guarded([&] { required(tokens, "tokens") = required(keeper, "keeper").keeper.logical_length(sequence); });
+}
+kvkeep_status kvkeep_physical_length(const kvkeep_keeper* keeper, int64_t sequence, int32_t layer, int32_t head,
+                                     int32_t* slots) {
+  return guarded(
+      [&] { required(slots, "slots") = required(keeper, "keeper").keeper.physical_length(sequence, layer, head); });
+}
+kvkeep_status kvkeep_positions(const kvkeep_keeper* keeper, int64_t sequence, int32_t layer, int32_t head,
+                               const int32_t** positions, int64_t* count) {
+  return guarded([&] {
+    const std::span<const std::int32_t> held = required(keeper, "keeper").keeper.positions(sequence, layer, head);
+    required(positions, "positions") = held.data();
+    required(count, "count") = std::ssize(held);
+  });
+}
+kvkeep_status kvkeep_tokens_to_event(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens) {
+  return guarded([&] { required(tokens, "tokens") = required(keeper, "keeper").keeper.tokens_to_event(sequence); });
+}
+int64_t kvkeep_queries_read(const kvkeep_keeper* keeper) {
+  return keeper == nullptr ? 0 : keeper->keeper.queries_read();
+}
+
+void kvkeep_totals_of(const kvkeep_keeper* keeper, kvkeep_totals* totals) {
+  if (keeper == nullptr || totals == nullptr) return;
+  const Totals& t = keeper->keeper.totals();
+  give_back({.size = 0,
+             .steps = t.steps,
+             .events = t.events,
+             .sequences_cut = t.sequences_cut,
+             .slots_dropped = t.slots_dropped,
+             .bytes_moved = t.bytes_moved,
+             .pages_freed = t.pages_freed,
+             .slots_folded = t.slots_folded},
+            totals);
+}
+
+}  // extern "C"
+
+}  // namespace kvkeep

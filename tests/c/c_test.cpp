@@ -1,0 +1,548 @@
+// The C interface beside the Keeper: the same slots, pages and errors.
+
+#include "kvkeep/c.h"
+
+#include <ATen/dlpack.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstddef>
+#include <deque>
+#include <filesystem>
+
+#include "engines.h"
+
+namespace kvkeep::c_test {
+namespace {
+
+using namespace engines;
+
+// Structs of version 1: fields may be added at their ends, nothing else.
+static_assert(sizeof(kvkeep_tensor) == sizeof(DLTensor) && offsetof(kvkeep_tensor, shape) == offsetof(DLTensor, shape));
+static_assert(offsetof(kvkeep_tensor, ndim) == offsetof(DLTensor, ndim));
+static_assert(offsetof(kvkeep_tensor, dtype) == offsetof(DLTensor, dtype));
+static_assert(offsetof(kvkeep_tensor, byte_offset) == offsetof(DLTensor, byte_offset));
+static_assert(offsetof(kvkeep_tensor, device) == offsetof(DLTensor, device) && KVKEEP_CPU == int{kDLCPU});
+static_assert(KVKEEP_CUDA == int{kDLCUDA} && KVKEEP_CUDA_HOST == int{kDLCUDAHost} && KVKEEP_INT == int{kDLInt});
+static_assert(KVKEEP_UINT == int{kDLUInt} && KVKEEP_FLOAT == int{kDLFloat} && KVKEEP_BFLOAT == int{kDLBfloat});
+static_assert(KVKEEP_BOOL == int{kDLBool} && KVKEEP_FLOAT8_E4M3 == int{kDLFloat8_e4m3fn});
+static_assert(KVKEEP_FLOAT8_E5M2 == int{kDLFloat8_e5m2});
+static_assert(sizeof(kvkeep_layer) == 12 && offsetof(kvkeep_model, layers) == 64 && sizeof(kvkeep_model) == 72);
+static_assert(offsetof(kvkeep_provided, accelerator) == 40 && sizeof(kvkeep_provided) == 48);
+static_assert(offsetof(kvkeep_observation, unread) == 64 && sizeof(kvkeep_observation) == 72);
+static_assert(offsetof(kvkeep_step_tokens, log_sum_exp) == 52 && sizeof(kvkeep_step_tokens) == 56);
+static_assert(sizeof(kvkeep_layer_cache) == 40 && sizeof(kvkeep_page_allocator) == 32);
+static_assert(offsetof(kvkeep_cache, pages) == 72 && sizeof(kvkeep_cache) == 80);
+static_assert(sizeof(kvkeep_cut) == 40 && sizeof(kvkeep_page_move) == 32 && sizeof(kvkeep_unscored) == 16);
+static_assert(offsetof(kvkeep_report, pages_freed) == 104 && sizeof(kvkeep_report) == 112);
+static_assert(sizeof(kvkeep_narrowing) == 32 && sizeof(kvkeep_layer_report) == 40 && sizeof(kvkeep_totals) == 64);
+
+/// Tensors as C sees them, as long as this lives.
+class Arrays {
+ public:
+  const kvkeep_tensor* of(const at::Tensor& t) {
+    if (!t.defined()) return nullptr;
+    kept_.push_back(t);
+    kvkeep_tensor& made = made_.emplace_back();
+    made.data = t.mutable_data_ptr();
+    made.device = {KVKEEP_CPU, 0};
+    made.ndim = static_cast<std::int32_t>(t.dim());
+    made.dtype = {static_cast<std::uint8_t>(t.scalar_type() == at::kInt        ? KVKEEP_INT
+                                            : t.scalar_type() == at::kBFloat16 ? KVKEEP_BFLOAT
+                                                                               : KVKEEP_FLOAT),
+                  static_cast<std::uint8_t>(8 * t.element_size()), 1};
+    made.shape = const_cast<std::int64_t*>(kept_.back().sizes().data());
+    made.strides = const_cast<std::int64_t*>(kept_.back().strides().data());
+    return &made;
+  }
+
+ private:
+  std::deque<at::Tensor> kept_;
+  std::deque<kvkeep_tensor> made_;
+};
+
+class CModel {
+ public:
+  CModel() {
+    of_c.size = sizeof of_c;
+    of_c.num_layers = kLayers;
+    of_c.query_heads = spec_.query_heads;
+    of_c.kv_heads = kHeads;
+    of_c.key_dim = kKeyDim;
+    of_c.value_dim = kValueDim;
+    of_c.rope_pairs = static_cast<std::int32_t>(spec_.rope.inv_freq.size());
+    of_c.inv_freq = spec_.rope.inv_freq.data();
+  }
+  kvkeep_model of_c{};
+
+ private:
+  ModelSpec spec_ = engines::model();
+};
+
+struct Free {
+  void operator()(kvkeep_keeper* keeper) const { kvkeep_keeper_free(keeper); }
+};
+using Kept = std::unique_ptr<kvkeep_keeper, Free>;
+
+Kept make(const char* policy, const kvkeep_provided* provided = nullptr) {
+  kvkeep_keeper* keeper = nullptr;
+  const CModel model;
+  EXPECT_EQ(kvkeep_keeper_make(&model.of_c, policy, provided, &keeper), KVKEEP_OK) << kvkeep_last_error();
+  return Kept(keeper);
+}
+
+/// An engine that knows kvkeep by its C interface alone.
+class CEngine {
+ public:
+  explicit CEngine(const char* policy, std::int32_t page_size = 0)
+      : keeper(make(policy)), pool(page_size > 0 ? 1600 / page_size : 0, std::max(page_size, 1)) {
+    const auto f32 = at::TensorOptions(at::kFloat);
+    for (std::int32_t l = 0; l < kLayers; ++l) {
+      const auto sizes = [&](std::int64_t dim) {
+        return page_size > 0 ? std::vector<std::int64_t>{pool.capacity(), kHeads, page_size, dim}
+                             : std::vector<std::int64_t>{8, kHeads, 400, dim};
+      };
+      keys.push_back(at::full(sizes(kKeyDim), 9, f32));
+      values.push_back(at::full(sizes(kValueDim), 9, f32));
+    }
+    paged = page_size > 0;
+    allocator = {&pool, [](void* of, std::int32_t page) { return static_cast<PagePool*>(of)->references(page); },
+                 [](void* of) { return static_cast<PagePool*>(of)->take(); },
+                 [](void* of, std::int32_t page) { static_cast<PagePool*>(of)->give_back(page); }};
+  }
+
+  void join(std::int64_t id) {
+    ASSERT_EQ(kvkeep_join(keeper.get(), id, 0, -1), KVKEEP_OK) << kvkeep_last_error();
+    lengths[id] = 0;
+  }
+
+  [[nodiscard]] at::Tensor slot_of(std::int64_t id, std::int32_t layer, std::int32_t head, std::int32_t slot,
+                                   bool value) const {
+    const at::Tensor& rows = (value ? values : keys)[static_cast<std::size_t>(layer)];
+    if (!paged) return rows[id][head][slot];
+    return rows[pages.at(id)[static_cast<std::size_t>(slot / pool.page_size())]][head][slot % pool.page_size()];
+  }
+
+  void feed(const Numbers& numbers) {
+    for (std::size_t i = 0; i < numbers.ids.size(); ++i) {
+      const std::int64_t id = numbers.ids[i];
+      const std::int32_t tokens = numbers.indptr[i + 1] - numbers.indptr[i];
+      while (paged && std::ssize(pages[id]) * pool.page_size() < lengths.at(id) + tokens)
+        pages[id].push_back(pool.take());
+      for (std::int32_t t = 0; t < tokens; ++t)
+        for (std::int32_t r = 0; r < kRows; ++r)
+          for (const bool value : {false, true})
+            slot_of(id, r / kHeads, r % kHeads, lengths.at(id) + t, value)
+                .copy_((value ? numbers.values
+                              : numbers.keys)[static_cast<std::size_t>(r / kHeads)][numbers.indptr[i] + t][r % kHeads]);
+      lengths.at(id) += tokens;
+    }
+    for (std::int32_t l = 0; l < kLayers; ++l) {
+      Arrays arrays;
+      kvkeep_observation seen{};
+      seen.size = sizeof seen;
+      seen.layer = l;
+      seen.num_sequences = std::ssize(numbers.ids);
+      seen.sequences = numbers.ids.data();
+      seen.indptr = numbers.indptr.data();
+      seen.queries = arrays.of(numbers.queries[static_cast<std::size_t>(l)]);
+      ASSERT_EQ(kvkeep_observe(keeper.get(), &seen), KVKEEP_OK) << kvkeep_last_error();
+    }
+  }
+
+  using Call = kvkeep_status (*)(kvkeep_keeper*, const kvkeep_cache*, kvkeep_report*);
+  kvkeep_status call(Call step, const std::vector<std::int64_t>& ids, kvkeep_report& report) {
+    Arrays arrays;
+    std::vector<kvkeep_layer_cache> layers;
+    for (std::size_t l = 0; l < kLayers; ++l)
+      layers.push_back(
+          {paged ? KVKEEP_PAGES_HEAD_SLOT : KVKEEP_DENSE, arrays.of(keys[l]), arrays.of(values[l]), nullptr, nullptr});
+    Ints flat, places;
+    at::Tensor table = at::full({std::ssize(ids), 400}, -1, at::TensorOptions(at::kInt));
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      flat.push_back(lengths.at(ids[i]));
+      places.push_back(static_cast<std::int32_t>(ids[i]));
+      std::copy(pages[ids[i]].begin(), pages[ids[i]].end(), table.mutable_data_ptr<std::int32_t>() + 400 * i);
+    }
+    kvkeep_cache cache{};
+    cache.size = sizeof cache;
+    cache.layers = layers.data();
+    cache.num_sequences = std::ssize(ids);
+    cache.sequences = ids.data();
+    cache.lengths = flat.data();
+    cache.rows_per_sequence = 1;
+    cache.places = paged ? nullptr : places.data();
+    cache.block_table = paged ? arrays.of(table) : nullptr;
+    cache.pages = paged ? &allocator : nullptr;
+    report.size = sizeof report;
+    const kvkeep_status status = step(keeper.get(), &cache, &report);
+    if (status != KVKEEP_OK) return status;
+    for (std::size_t i = 0; i < ids.size(); ++i) lengths.at(ids[i]) = flat[i];
+    if (step == kvkeep_plan) return status;
+    for (std::int64_t p = 0; p < report.num_pages; ++p) {
+      const kvkeep_page_move& move = report.pages[p];
+      pages.at(ids[static_cast<std::size_t>(move.index)]).assign(move.held, move.held + move.num_held);
+    }
+    return status;
+  }
+
+  [[nodiscard]] Ints positions(std::int64_t id, std::int32_t row) const {
+    const std::int32_t* held = nullptr;
+    std::int64_t count = 0;
+    EXPECT_EQ(kvkeep_positions(keeper.get(), id, row / kHeads, row % kHeads, &held, &count), KVKEEP_OK);
+    return {held, held + count};
+  }
+
+  Kept keeper;
+  PagePool pool;
+  bool paged = false;
+  std::vector<at::Tensor> keys, values;
+  std::map<std::int64_t, std::int32_t> lengths;
+  std::map<std::int64_t, Ints> pages;
+  kvkeep_page_allocator allocator{};
+};
+
+void expect_same(const Engine& cpp, const CEngine& c) {
+  for (const auto& [id, length] : c.lengths)
+    for (std::int32_t r = 0; r < kRows; ++r) {
+      const auto held = cpp.keeper.positions(id, r / kHeads, r % kHeads);
+      ASSERT_EQ(c.positions(id, r), Ints(held.begin(), held.end()));
+      for (std::int32_t t = 0; t < length; ++t)
+        for (const bool value : {false, true})
+          ASSERT_TRUE(same_bits(cpp.slot_of(id, r / kHeads, r % kHeads, t, value),
+                                c.slot_of(id, r / kHeads, r % kHeads, t, value)))
+              << "slot " << t << ", row " << r << ", sequence " << id;
+    }
+}
+
+constexpr const char* kPolicy = "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16";
+
+TEST(CInterface, KeepsWhatTheKeeperKeepsDenseAndInPages) {
+  for (const std::int32_t page_size : {0, 16})
+    for (const char* policy : {kPolicy, R"({"policy": "keydiff", "budget": 48, "interval": 12})"}) {
+      SCOPED_TRACE(text(policy, ", pages of ", page_size));
+      DenseEngine cpp(policy[0] == '{' ? make_policy_from_json(policy) : make_policy(policy), false, Dtype::f32);
+      CEngine c(policy, page_size);
+      oracle::Random random(5);
+      for (const SequenceId id : {1, 2}) {
+        cpp.join(id);
+        c.join(id);
+      }
+      std::int64_t cuts = 0, freed = 0;
+      for (int n = 0; n < 30; ++n) {
+        const Numbers numbers =
+            n == 0 ? numbers_of(random, {{1, 45}, {2, 90}}) : numbers_of(random, {{2, 1 + n % 3}, {1, 2}});
+        const Report expected = cpp.step(numbers);
+        c.feed(numbers);
+        kvkeep_report report{};
+        ASSERT_EQ(c.call(kvkeep_step, numbers.ids, report), KVKEEP_OK) << kvkeep_last_error();
+        ASSERT_EQ(report.num_cuts, std::ssize(expected.cuts));
+        for (std::int64_t i = 0; i < report.num_cuts; ++i) {
+          const Cut& cut = expected.cuts[static_cast<std::size_t>(i)];
+          EXPECT_EQ(report.cuts[i].sequence, cut.sequence);
+          EXPECT_EQ(report.cuts[i].logical_length, cut.logical_length);
+          EXPECT_EQ(report.cuts[i].length_before, cut.length_before);
+          EXPECT_EQ(report.cuts[i].length_after, cut.length_after);
+          EXPECT_EQ(report.cuts[i].slots_after, cut.slots_after);
+        }
+        EXPECT_EQ(report.slots_dropped, expected.slots_dropped);
+        EXPECT_EQ(report.bytes_after, expected.bytes_after);
+        cuts += report.num_cuts;
+        freed += report.pages_freed;
+        if (HasFatalFailure()) return;
+      }
+      ASSERT_NO_FATAL_FAILURE(expect_same(cpp, c));
+      EXPECT_GE(cuts, 4);
+      if (page_size > 0) {
+        EXPECT_GE(freed, 4);
+        EXPECT_EQ(c.pool.capacity() - c.pool.free_pages(), std::ssize(c.pages[1]) + std::ssize(c.pages[2]));
+      }
+      kvkeep_totals totals{};
+      totals.size = sizeof totals;
+      kvkeep_totals_of(c.keeper.get(), &totals);
+      EXPECT_EQ(totals.sequences_cut, cuts);
+      EXPECT_EQ(totals.steps, 30);
+      EXPECT_NE(std::string(kvkeep_policy_json(c.keeper.get())).find("\"budget\":48"), std::string::npos)
+          << kvkeep_policy_json(c.keeper.get());
+    }
+}
+
+TEST(CInterface, DoesWhatAPlanSaysOnce) {
+  CEngine c(kPolicy);
+  oracle::Random random(6);
+  c.join(1);
+  kvkeep_report report{};
+  EXPECT_EQ(c.call(kvkeep_apply, {1}, report), KVKEEP_STATE_ERROR);
+  EXPECT_STREQ(kvkeep_last_error(), "apply: there is no plan; allowed after plan(), once");
+  c.feed(numbers_of(random, {{1, 70}}));
+  ASSERT_EQ(c.call(kvkeep_step, {1}, report), KVKEEP_OK);
+  c.feed(numbers_of(random, {{1, 20}}));
+  ASSERT_EQ(c.call(kvkeep_plan, {1}, report), KVKEEP_OK) << kvkeep_last_error();
+  ASSERT_EQ(report.num_cuts, 1);
+  EXPECT_EQ(report.cuts[0].length_after, 48);
+  EXPECT_EQ(report.slots_dropped, kRows * (report.cuts[0].length_before - 48));
+  EXPECT_GT(c.lengths.at(1), 48) << "a plan moves nothing";
+  ASSERT_EQ(c.call(kvkeep_apply, {1}, report), KVKEEP_OK) << kvkeep_last_error();
+  EXPECT_EQ(c.lengths.at(1), 48);
+  EXPECT_EQ(c.call(kvkeep_apply, {1}, report), KVKEEP_STATE_ERROR);
+  c.feed(numbers_of(random, {{1, 20}}));
+  ASSERT_EQ(c.call(kvkeep_plan, {1}, report), KVKEEP_OK);
+  c.feed(numbers_of(random, {{1, 1}}));
+  EXPECT_EQ(c.call(kvkeep_apply, {1}, report), KVKEEP_STATE_ERROR);
+  EXPECT_NE(std::string(kvkeep_last_error()).find("out of date"), std::string::npos);
+}
+
+TEST(CInterface, RecordsAStepThatBeganAndTakesTokensBack) {
+  DenseEngine cpp(kPolicy, false, Dtype::f32);
+  CEngine c(kPolicy);
+  oracle::Random random(7);
+  cpp.join(1);
+  c.join(1);
+  const auto feed = [&](std::int32_t tokens) {
+    const Numbers numbers = numbers_of(random, {{1, tokens}});
+    cpp.feed(numbers);
+    kvkeep_step_tokens step{};
+    step.size = sizeof step;
+    step.num_sequences = 1;
+    step.sequences = numbers.ids.data();
+    step.indptr = numbers.indptr.data();
+    step.query_code = KVKEEP_FLOAT;
+    step.query_bits = 32;
+    const Kept none;
+    std::int64_t before = 0, after = 0;
+    ASSERT_EQ(kvkeep_logical_length(c.keeper.get(), 1, &before), KVKEEP_OK);
+    ASSERT_EQ(kvkeep_begin_step(c.keeper.get(), &step), KVKEEP_OK) << kvkeep_last_error();
+    for (std::int32_t l = 0; l < kLayers; ++l) {
+      Arrays arrays;
+      ASSERT_EQ(kvkeep_record(c.keeper.get(), l, arrays.of(numbers.queries[static_cast<std::size_t>(l)]), nullptr),
+                KVKEEP_OK)
+          << kvkeep_last_error();
+      for (std::int32_t t = 0; t < tokens; ++t)
+        for (std::int32_t h = 0; h < kHeads; ++h)
+          for (const bool value : {false, true})
+            c.slot_of(1, l, h, c.lengths.at(1) + t, value)
+                .copy_((value ? numbers.values : numbers.keys)[static_cast<std::size_t>(l)][t][h]);
+    }
+    c.lengths.at(1) += tokens;
+    ASSERT_EQ(kvkeep_logical_length(c.keeper.get(), 1, &after), KVKEEP_OK);
+    EXPECT_EQ(after, before + tokens);
+  };
+  const auto step = [&] {
+    kvkeep_report report{};
+    static_cast<void>(cpp.cut({1}));
+    ASSERT_EQ(c.call(kvkeep_step, {1}, report), KVKEEP_OK) << kvkeep_last_error();
+  };
+  feed(40);
+  step();
+  for (int n = 0; n < 12; ++n) {
+    feed(5);
+    const std::int64_t back = cpp.keeper.logical_length(1) - 2;
+    cpp.keeper.truncate(1, back);
+    ASSERT_EQ(kvkeep_truncate(c.keeper.get(), 1, back), KVKEEP_OK) << kvkeep_last_error();
+    for (std::int32_t& length : cpp.lengths.at(1)) length -= 2;
+    c.lengths.at(1) -= 2;
+    step();
+    std::int64_t tokens = 0;
+    ASSERT_EQ(kvkeep_tokens_to_event(c.keeper.get(), 1, &tokens), KVKEEP_OK);
+    EXPECT_EQ(tokens, cpp.keeper.tokens_to_event(1));
+  }
+  ASSERT_NO_FATAL_FAILURE(expect_same(cpp, c));
+  EXPECT_EQ(kvkeep_queries_read(c.keeper.get()), cpp.keeper.queries_read());
+  EXPECT_GE(cpp.keeper.totals().events, 2);
+}
+
+TEST(CInterface, SavesAndRestoresASequence) {
+  CEngine c(kPolicy);
+  oracle::Random random(8);
+  c.join(1);
+  c.feed(numbers_of(random, {{1, 70}}));
+  kvkeep_report report{};
+  ASSERT_EQ(c.call(kvkeep_step, {1}, report), KVKEEP_OK);
+  const auto file = std::filesystem::temp_directory_path() / text("kvkeep_c_", ::getpid());
+  ASSERT_EQ(kvkeep_save(c.keeper.get(), 1, file.c_str()), KVKEEP_OK) << kvkeep_last_error();
+  const Kept other = make(kPolicy);
+  ASSERT_EQ(kvkeep_restore(other.get(), 4, file.c_str()), KVKEEP_OK) << kvkeep_last_error();
+  const std::int32_t* held = nullptr;
+  std::int64_t count = 0;
+  ASSERT_EQ(kvkeep_positions(other.get(), 4, 1, 0, &held, &count), KVKEEP_OK);
+  EXPECT_EQ(Ints(held, held + count), c.positions(1, kHeads));
+  std::filesystem::remove(file);
+  EXPECT_EQ(kvkeep_restore(other.get(), 5, file.c_str()), KVKEEP_INVALID_ARGUMENT);
+}
+
+TEST(CInterface, NarrowsAPromptLayerByLayer) {
+  const char* policy = "fastkv,layer=0,budget=24,window=8";
+  kvkeep_provided provided{};
+  provided.size = sizeof provided;
+  provided.layer_by_layer = 1;
+  const Kept c = make(policy, &provided);
+  Keeper cpp(engines::model(), make_policy(policy), {.layer_by_layer = true});
+  oracle::Random random(9);
+  const Numbers numbers = numbers_of(random, {{1, 60}});
+  cpp.join(1);
+  ASSERT_EQ(kvkeep_join(c.get(), 1, 0, -1), KVKEEP_OK);
+  std::vector<LayerKv> layers;
+  for (std::size_t l = 0; l < kLayers; ++l)
+    layers.emplace_back(DenseKv{numbers.keys[l].transpose(0, 1).unsqueeze(0).contiguous(),
+                                numbers.values[l].transpose(0, 1).unsqueeze(0).contiguous()});
+  Ints lengths(kRows, 60), lengths_of_c = lengths;
+  const CacheView view{.layers = layers, .sequences = numbers.ids, .lengths = {lengths, kRows}};
+  const Observation seen{.layer = 0, .sequences = numbers.ids, .indptr = numbers.indptr, .queries = numbers.queries[0]};
+  cpp.observe(seen);
+  const LayerReport expected = cpp.narrow(seen, view);
+
+  Arrays arrays;
+  std::vector<kvkeep_layer_cache> layers_of_c;
+  for (const LayerKv& layer : layers) {
+    const auto& kv = std::get<DenseKv>(layer);
+    layers_of_c.push_back(
+        {KVKEEP_DENSE, arrays.of(torch_tensor(kv.keys)), arrays.of(torch_tensor(kv.values)), nullptr, nullptr});
+  }
+  kvkeep_observation seen_by_c{};
+  seen_by_c.size = sizeof seen_by_c;
+  seen_by_c.num_sequences = 1;
+  seen_by_c.sequences = numbers.ids.data();
+  seen_by_c.indptr = numbers.indptr.data();
+  seen_by_c.queries = arrays.of(numbers.queries[0]);
+  kvkeep_cache cache{};
+  cache.size = sizeof cache;
+  cache.layers = layers_of_c.data();
+  cache.num_sequences = 1;
+  cache.sequences = numbers.ids.data();
+  cache.lengths = lengths_of_c.data();
+  cache.rows_per_sequence = kRows;
+  kvkeep_layer_report report{};
+  report.size = sizeof report;
+  ASSERT_EQ(kvkeep_observe(c.get(), &seen_by_c), KVKEEP_OK) << kvkeep_last_error();
+  ASSERT_EQ(kvkeep_narrow(c.get(), &seen_by_c, &cache, &report), KVKEEP_OK) << kvkeep_last_error();
+  ASSERT_EQ(report.num_prompts, std::ssize(expected.prompts));
+  ASSERT_EQ(report.num_prompts, 1);
+  EXPECT_EQ(report.prompts[0].all_continue, 0);
+  EXPECT_EQ(Ints(report.prompts[0].tokens, report.prompts[0].tokens + report.prompts[0].num_tokens),
+            expected.prompts.front().tokens);
+  EXPECT_EQ(lengths_of_c, lengths);
+}
+
+/// Fails with this status and a sentence that has these words.
+void expect_failed(kvkeep_status found, kvkeep_status status, const std::string& words) {
+  EXPECT_EQ(found, status);
+  EXPECT_NE(std::string(kvkeep_last_error()).find(words), std::string::npos) << kvkeep_last_error();
+}
+
+TEST(CInterface, SaysWhatIsWrong) {
+  const CModel model;
+  kvkeep_keeper* keeper = nullptr;
+  expect_failed(kvkeep_keeper_make(nullptr, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
+                "model is NULL");
+  expect_failed(kvkeep_keeper_make(&model.of_c, nullptr, nullptr, &keeper), KVKEEP_INVALID_ARGUMENT, "policy is NULL");
+  expect_failed(kvkeep_keeper_make(&model.of_c, "tova,budget=8", nullptr, nullptr), KVKEEP_INVALID_ARGUMENT,
+                "keeper is NULL");
+  expect_failed(kvkeep_keeper_make(&model.of_c, "nosuch", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT, "nosuch");
+  expect_failed(kvkeep_keeper_make(&model.of_c, " {\"policy\": 3}", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
+                "policy");
+  kvkeep_model wrong = model.of_c;
+  wrong.size = 0;
+  expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT, "size is 0");
+  wrong = model.of_c;
+  wrong.num_layers = 0;
+  expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
+                "num_layers is 0");
+  wrong = model.of_c;
+  wrong.rope_style = 2;
+  expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
+                "rope_style is 2");
+  wrong = model.of_c;
+  wrong.kv_heads = 3;
+  expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
+                "multiple of kv_heads");
+  kvkeep_provided provided{};
+  provided.size = sizeof provided;
+  provided.no_queries = 1;
+  expect_failed(kvkeep_keeper_make(&model.of_c, "tova,budget=8", &provided, &keeper), KVKEEP_INVALID_ARGUMENT,
+                "queries");
+  EXPECT_EQ(keeper, nullptr);
+  expect_failed(kvkeep_join(nullptr, 1, 0, -1), KVKEEP_INVALID_ARGUMENT, "keeper is NULL");
+  kvkeep_keeper_free(nullptr);
+  kvkeep_totals_of(nullptr, nullptr);
+
+  CEngine c(kPolicy);
+  oracle::Random random(3);
+  c.join(1);
+  expect_failed(kvkeep_join(c.keeper.get(), 1, 0, -1), KVKEEP_STATE_ERROR, "sequence 1");
+  expect_failed(kvkeep_pin(c.keeper.get(), 1, 5, 5), KVKEEP_INVALID_ARGUMENT, "pin");
+  const Numbers numbers = numbers_of(random, {{1, 70}});
+  Arrays arrays;
+  kvkeep_tensor queries = *arrays.of(numbers.queries[0]);
+  kvkeep_observation seen{};
+  seen.size = sizeof seen;
+  seen.num_sequences = 1;
+  seen.sequences = numbers.ids.data();
+  seen.indptr = numbers.indptr.data();
+  seen.queries = &queries;
+  const auto observed = [&](kvkeep_status status, const std::string& words) {
+    expect_failed(kvkeep_observe(c.keeper.get(), &seen), status, words);
+    queries = *arrays.of(numbers.queries[0]);
+  };
+  queries.ndim = 9;
+  observed(KVKEEP_INVALID_ARGUMENT, "observation: queries: ndim is 9");
+  queries.dtype.bits = 12;
+  observed(KVKEEP_INVALID_ARGUMENT, "12 bits");
+  queries.dtype.lanes = 4;
+  observed(KVKEEP_INVALID_ARGUMENT, "4 lanes");
+  queries.device.type = 10;
+  observed(KVKEEP_INVALID_ARGUMENT, "device has type 10");
+  queries.data = nullptr;
+  observed(KVKEEP_INVALID_ARGUMENT, "data is NULL");
+  queries.shape = nullptr;
+  observed(KVKEEP_INVALID_ARGUMENT, "queries is NULL");
+  seen.basis = 2;
+  observed(KVKEEP_INVALID_ARGUMENT, "basis is 2");
+  seen.basis = 0;
+  seen.sequences = nullptr;
+  observed(KVKEEP_INVALID_ARGUMENT, "sequences is NULL");
+  seen.sequences = numbers.ids.data();
+  seen.num_sequences = -1;
+  observed(KVKEEP_INVALID_ARGUMENT, "has -1 entries");
+  seen.num_sequences = 1;
+  seen.layer = 5;
+  observed(KVKEEP_INVALID_ARGUMENT, "layer 5");
+  std::int64_t length = -1;
+  ASSERT_EQ(kvkeep_logical_length(c.keeper.get(), 1, &length), KVKEEP_OK);
+  EXPECT_EQ(length, 0) << "what was refused was not recorded";
+  kvkeep_report report{};
+  c.keys[0] = at::Tensor();
+  expect_failed(c.call(kvkeep_step, {1}, report), KVKEEP_INVALID_ARGUMENT, "cache: keys is NULL");
+  expect_failed(kvkeep_step(c.keeper.get(), nullptr, nullptr), KVKEEP_INVALID_ARGUMENT, "cache is NULL");
+}
+
+TEST(CInterface, ReadsStructsOfOtherVersions) {
+  const CModel model;
+  // An older header, whose model ended before softmax_scale and layers.
+  kvkeep_model older = model.of_c;
+  older.size = offsetof(kvkeep_model, softmax_scale);
+  older.softmax_scale = -7;
+  older.layers = reinterpret_cast<const kvkeep_layer*>(std::uintptr_t{1});
+  kvkeep_keeper* keeper = nullptr;
+  ASSERT_EQ(kvkeep_keeper_make(&older, "tova,budget=8", nullptr, &keeper), KVKEEP_OK) << kvkeep_last_error();
+  kvkeep_totals totals{};
+  totals.size = offsetof(kvkeep_totals, events);
+  totals.events = -5;
+  kvkeep_totals_of(keeper, &totals);
+  EXPECT_EQ(totals.events, -5) << "no room for it was stated";
+  kvkeep_keeper_free(keeper);
+
+  // A newer one, with a field at its end.
+  struct {
+    kvkeep_model known;
+    std::int64_t more;
+  } newer{model.of_c, 0};
+  newer.known.size = sizeof newer;
+  ASSERT_EQ(kvkeep_keeper_make(&newer.known, "tova,budget=8", nullptr, &keeper), KVKEEP_OK) << kvkeep_last_error();
+  kvkeep_keeper_free(keeper);
+  newer.more = 1;
+  expect_failed(kvkeep_keeper_make(&newer.known, "tova,budget=8", nullptr, &keeper), KVKEEP_UNSUPPORTED,
+                "does not know");
+}
+
+}  // namespace
+}  // namespace kvkeep::c_test
