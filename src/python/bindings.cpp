@@ -1,0 +1,403 @@
+// The Keeper for Python. Arrays are anything that speaks DLPack (PyTorch, NumPy, JAX): nothing is copied.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/filesystem.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+#include <nanobind/trampoline.h>
+
+#include "kvkeep/kvkeep.h"
+#include "kvkeep/version.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kvkeep::python {
+namespace {
+
+using Array = std::optional<nb::ndarray<>>;
+using Ids = std::vector<SequenceId>;
+using Ints = std::vector<std::int32_t>;
+
+Dtype dtype_of(nb::dlpack::dtype t, const char* what) {
+  struct Known {
+    std::uint8_t code, bits;
+    Dtype dtype;
+  };
+  constexpr auto code = [](nb::dlpack::dtype_code c) { return static_cast<std::uint8_t>(c); };
+  using enum nb::dlpack::dtype_code;
+  static constexpr std::uint8_t kE4m3 = 10, kE5m2 = 12;
+  const Known known[] = {{code(Float), 32, Dtype::f32}, {code(Float), 16, Dtype::f16}, {code(Bfloat), 16, Dtype::bf16},
+                         {code(Float), 64, Dtype::f64}, {code(Int), 64, Dtype::i64},   {code(Int), 32, Dtype::i32},
+                         {code(Int), 8, Dtype::i8},     {code(UInt), 8, Dtype::u8},    {kE4m3, 8, Dtype::f8_e4m3},
+                         {kE5m2, 8, Dtype::f8_e5m2}};
+  for (const Known& one : known)
+    if (one.code == t.code && one.bits == t.bits && t.lanes == 1) return one.dtype;
+  refuse(what, ": its dtype has DLPack's code ", int{t.code}, " and ", int{t.bits},
+         " bits; allowed floats, bfloat16, int8, int32, int64, uint8, float8 e4m3fn and e5m2");
+}
+
+Tensor view_of(const Array& array, const char* what) {
+  if (!array) return {};
+  const nb::ndarray<>& a = *array;
+  std::vector<std::int64_t> sizes, strides;
+  for (std::size_t d = 0; d < a.ndim(); ++d) {
+    sizes.push_back(static_cast<std::int64_t>(a.shape(d)));
+    strides.push_back(a.stride(d));
+  }
+  Device device;
+  if (a.device_type() == nb::device::cuda::value)
+    device = {.kind = Device::Kind::cuda, .index = a.device_id()};
+  else if (a.device_type() != nb::device::cpu::value)
+    device = {.kind = Device::Kind::other, .index = a.device_id()};
+  return {a.data(), dtype_of(a.dtype(), what), Shape(sizes), Shape(strides), device};
+}
+
+template <class E>
+E one_of(const std::string& said, std::initializer_list<const char*> names, const char* what) {
+  std::string all;
+  int index = 0;
+  for (const char* name : names) {
+    if (said == name) return static_cast<E>(index);
+    ++index;
+    all += (all.empty() ? "" : ", ") + std::string(name);
+  }
+  refuse(what, ": given '", said, "'; allowed ", all);
+}
+
+QueryBasis basis_of(const std::string& said) { return one_of<QueryBasis>(said, {"pre_rope", "post_rope"}, "basis"); }
+
+/// i32 in host memory that an event writes.
+using Lengths32 = nb::ndarray<std::int32_t, nb::c_contig, nb::device::cpu>;
+
+/// The cache of a step, as long as the arguments of the call live.
+class View {
+ public:
+  View(const ModelSpec& spec, const std::vector<std::optional<std::vector<Array>>>& layers, Ids sequences,
+       const Lengths32& lengths, const std::optional<Ints>& places, const std::optional<Ints>& starts,
+       const Array& block_table, const std::string& page_layout, PageAllocator* pages, const std::string& shared_pages)
+      : sequences_(std::move(sequences)), places_(places.value_or(Ints())), starts_(starts.value_or(Ints())) {
+    const auto layout = one_of<PageLayout>(page_layout, {"slot_head", "head_slot"}, "page_layout");
+    view.block_table = view_of(block_table, "block_table");
+    for (const auto& layer : layers) {
+      if (!layer) {
+        view.layers.emplace_back();
+        continue;
+      }
+      KVKEEP_REQUIRE(layer->size() == 2 || layer->size() == 4, "layers: a layer has ", layer->size(),
+                     " arrays; allowed (keys, values) or (keys, values, key_scales, value_scales)");
+      Tensor all[4];
+      for (std::size_t i = 0; i < layer->size(); ++i) all[i] = view_of((*layer)[i], "layers");
+      if (view.block_table.defined())
+        view.layers.emplace_back(PagedKv{all[0], all[1], layout, all[2], all[3]});
+      else
+        view.layers.emplace_back(DenseKv{all[0], all[1], all[2], all[3]});
+    }
+    const auto n = static_cast<std::int64_t>(sequences_.size());
+    const std::int64_t rows = std::int64_t{spec.num_layers()} * spec.kv_heads,
+                       given = static_cast<std::int64_t>(lengths.size());
+    KVKEEP_REQUIRE(given == n || given == n * rows, "lengths: ", given, " numbers for ", n,
+                   " sequences; allowed one each, or one for each of ", rows, " rows");
+    view.lengths = {{lengths.data(), static_cast<std::size_t>(given)},
+                    given == n ? 1 : static_cast<std::int32_t>(rows)};
+    view.sequences = sequences_;
+    view.places = places_;
+    view.starts = starts_;
+    view.pages = pages;
+    view.shared_pages = one_of<SharedPages>(shared_pages, {"copy", "refuse"}, "shared_pages");
+  }
+  CacheView view;
+
+ private:
+  Ids sequences_;
+  Ints places_, starts_;
+};
+
+/// What kvkeep::Observation refers to.
+struct Seen {
+  Seen(std::int32_t layer, Ids sequences_in, Ints indptr_in, const Array& queries, const std::string& basis,
+       bool unread, const Array& log_sum_exp, const std::optional<Ints>& positions_in)
+      : sequences(std::move(sequences_in)), indptr(std::move(indptr_in)), positions(positions_in.value_or(Ints())) {
+    observation = {.layer = layer,
+                   .sequences = sequences,
+                   .indptr = indptr,
+                   .queries = view_of(queries, "queries"),
+                   .basis = basis_of(basis),
+                   .unread = unread,
+                   .log_sum_exp = view_of(log_sum_exp, "log_sum_exp"),
+                   .positions = positions};
+  }
+  Ids sequences;
+  Ints indptr, positions;
+  Observation observation;
+};
+
+nb::ndarray<nb::numpy, std::int32_t> numbers(std::span<const std::int32_t> from) {
+  auto* const copied = new Ints(from.begin(), from.end());
+  const nb::capsule owner(copied, [](void* held) noexcept { delete static_cast<Ints*>(held); });
+  return {copied->data(), {copied->size()}, owner};
+}
+
+class PyPageAllocator : public PageAllocator {
+ public:
+  NB_TRAMPOLINE(PageAllocator, 3);
+  std::int32_t references(std::int32_t page) const override { NB_OVERRIDE_PURE(references, page); }
+  std::int32_t take() override { NB_OVERRIDE_PURE(take); }
+  void give_back(std::int32_t page) override { NB_OVERRIDE_PURE(give_back, page); }
+};
+
+ModelSpec make_spec(std::int32_t query_heads, std::int32_t kv_heads, std::int32_t key_dim, std::int32_t num_layers,
+                    std::optional<std::int32_t> value_dim, const std::optional<std::vector<double>>& inv_freq,
+                    const std::string& rope_style, double attention_scaling, double softmax_scale,
+                    const std::vector<std::pair<std::int32_t, std::int32_t>>& sliding) {
+  ModelSpec spec;
+  spec.query_heads = query_heads;
+  spec.kv_heads = kv_heads;
+  spec.key_dim = key_dim;
+  spec.value_dim = value_dim.value_or(key_dim);
+  spec.softmax_scale = softmax_scale;
+  spec.rope.style = one_of<RopeStyle>(rope_style, {"half", "interleaved"}, "rope_style");
+  spec.rope.inv_freq = inv_freq.value_or(std::vector<double>());
+  spec.rope.attention_scaling = attention_scaling;
+  KVKEEP_REQUIRE(num_layers >= 1, "num_layers is ", num_layers, "; allowed 1 or more");
+  spec.layers.resize(static_cast<std::size_t>(num_layers));
+  for (const auto& [layer, window] : sliding) {
+    KVKEEP_REQUIRE(layer >= 0 && layer < num_layers, "sliding: layer ", layer, "; allowed 0 to ", num_layers - 1);
+    spec.layers[static_cast<std::size_t>(layer)] = {LayerKind::sliding, window, -1};
+  }
+  spec.check();
+  return spec;
+}
+
+template <class Body>
+auto without_gil(Body&& body) {
+  const nb::gil_scoped_release released;
+  return body();
+}
+
+void bind_results(nb::module_& m) {
+  nb::class_<Cut>(m, "Cut", "What an event did to one sequence. Lengths are those of its longest row.")
+      .def_ro("sequence", &Cut::sequence)
+      .def_ro("logical_length", &Cut::logical_length, "tokens seen")
+      .def_ro("length_before", &Cut::length_before)
+      .def_ro("length_after", &Cut::length_after)
+      .def_ro("slots_before", &Cut::slots_before, "over all its rows")
+      .def_ro("slots_after", &Cut::slots_after);
+  nb::class_<PageMove>(m, "PageMove", "The pages that a cut sequence now holds, and those it gave back.")
+      .def_ro("index", &PageMove::sequence, "of the sequence in the step")
+      .def_ro("held", &PageMove::after)
+      .def_ro("freed", &PageMove::freed);
+  nb::class_<Unscored>(m, "Unscored", "A sequence that was due and was not cut: a query of it is not finite.")
+      .def_ro("sequence", &Unscored::sequence)
+      .def_ro("layer", &Unscored::layer)
+      .def_ro("position", &Unscored::position);
+  nb::class_<Report>(m, "Report", "What a step did.")
+      .def_ro("cuts", &Report::cuts)
+      .def_ro("pages", &Report::pages)
+      .def_ro("unscored", &Report::unscored)
+      .def_ro("slots_dropped", &Report::slots_dropped)
+      .def_ro("slots_folded", &Report::slots_folded)
+      .def_ro("far_bytes", &Report::far_bytes)
+      .def_ro("bytes_before", &Report::bytes_before)
+      .def_ro("bytes_after", &Report::bytes_after)
+      .def_ro("bytes_moved", &Report::bytes_moved)
+      .def_ro("pages_freed", &Report::pages_freed);
+  nb::class_<Narrowing>(m, "Narrowing", "What one layer did to one prompt.")
+      .def_ro("sequence", &Narrowing::sequence)
+      .def_ro("tokens", &Narrowing::tokens, "places of those that continue; None: all do")
+      .def_ro("afresh", &Narrowing::afresh, "the sequence starts over, with these tokens as its prompt")
+      .def_ro("slots_dropped", &Narrowing::slots_dropped);
+  nb::class_<LayerReport>(m, "LayerReport", "What one layer did to the prompts of a step.")
+      .def_ro("prompts", &LayerReport::prompts)
+      .def_ro("pages", &LayerReport::pages);
+  nb::class_<Totals>(m, "Totals", "Counters since the keeper was made.")
+      .def_ro("steps", &Totals::steps)
+      .def_ro("events", &Totals::events)
+      .def_ro("sequences_cut", &Totals::sequences_cut)
+      .def_ro("slots_dropped", &Totals::slots_dropped)
+      .def_ro("bytes_moved", &Totals::bytes_moved)
+      .def_ro("pages_freed", &Totals::pages_freed)
+      .def_ro("slots_folded", &Totals::slots_folded);
+}
+
+void bind_pages(nb::module_& m) {
+  nb::class_<PageAllocator, PyPageAllocator>(
+      m, "PageAllocator", "Who holds which page. Derive from it over your own block manager, or use PagePool.")
+      .def(nb::init<>())
+      .def("references", &PageAllocator::references, "page"_a, "Number of holders of a page.")
+      .def("take", &PageAllocator::take, "A free page, now held once; -1 if there is none.")
+      .def("give_back", &PageAllocator::give_back, "page"_a, "Removes one holder.");
+  nb::class_<PagePool, PageAllocator>(m, "PagePool", "A fixed number of pages, and the holders of each.")
+      .def(nb::init<std::int32_t, std::int32_t>(), "pages"_a, "page_size"_a)
+      .def("retain", &PagePool::retain, "page"_a, "Adds one holder.")
+      .def_prop_ro("free_pages", &PagePool::free_pages)
+      .def_prop_ro("page_size", &PagePool::page_size);
+}
+
+void bind_keeper(nb::module_& m) {
+  using Layers = std::vector<std::optional<std::vector<Array>>>;
+  nb::class_<Keeper>(
+      m, "Keeper",
+      "Keeps positions and queries of living sequences, decides which slots of the cache stay, and moves "
+      "them. One thread at a time.")
+      .def(
+          "__init__",
+          [](Keeper* self, const ModelSpec& spec, const std::string& policy, bool queries, bool layer_by_layer,
+             bool surprisal, bool given_scores, bool reads_folded, const std::vector<Array>& output_projections) {
+            Provided provided{.queries = queries,
+                              .layer_by_layer = layer_by_layer,
+                              .surprisal = surprisal,
+                              .given_scores = given_scores,
+                              .reads_folded = reads_folded};
+            for (const Array& one : output_projections)
+              provided.output_projections.push_back(one ? clone(view_of(one, "output_projections")) : Tensor());
+            new (self) Keeper(spec, policy.starts_with('{') ? make_policy_from_json(policy) : make_policy(policy),
+                              std::move(provided));
+          },
+          "spec"_a, "policy"_a, nb::kw_only(), "queries"_a = true, "layer_by_layer"_a = false, "surprisal"_a = false,
+          "given_scores"_a = false, "reads_folded"_a = false, "output_projections"_a = std::vector<Array>(),
+          "policy: 'name,key=value,...' or a JSON object. The flags say what the engine supplies.")
+      .def("join", &Keeper::join, "sequence"_a, "tokens"_a = 0, "prompt"_a = -1,
+           "A sequence begins. tokens: already cached; prompt: tokens of its prompt, -1: the first step tells.")
+      .def("leave", &Keeper::leave, "sequence"_a, "A sequence ends: the keeper forgets it.")
+      .def("reset", &Keeper::reset, "sequence"_a)
+      .def("knows", &Keeper::knows, "sequence"_a)
+      .def("end_prompt", &Keeper::end_prompt, "sequence"_a)
+      .def("pin", &Keeper::pin, "sequence"_a, "begin"_a, "end"_a, "Logical positions [begin, end) stay.")
+      .def("unpin", &Keeper::unpin, "sequence"_a, "begin"_a, "end"_a)
+      .def("truncate", &Keeper::truncate, "sequence"_a, "logical_length"_a, "Takes back the newest tokens.")
+      .def("save", &Keeper::save, "sequence"_a, "file"_a)
+      .def("restore", &Keeper::restore, "sequence"_a, "file"_a)
+      .def(
+          "observe",
+          [](Keeper& self, std::int32_t layer, Ids sequences, Ints indptr, const Array& queries,
+             const std::string& basis, bool unread, const Array& log_sum_exp, const std::optional<Ints>& positions) {
+            const Seen seen(layer, std::move(sequences), std::move(indptr), queries, basis, unread, log_sum_exp,
+                            positions);
+            without_gil([&] { self.observe(seen.observation); });
+          },
+          "layer"_a, "sequences"_a, "indptr"_a, "queries"_a = nb::none(), nb::kw_only(), "basis"_a = "pre_rope",
+          "unread"_a = false, "log_sum_exp"_a = nb::none(), "positions"_a = nb::none(),
+          "Records the new tokens of one layer: queries f32, f16 or bf16 [tokens, Hq, D], those of sequence i at "
+          "[indptr[i], indptr[i + 1]).")
+      .def(
+          "give",
+          [](Keeper& self, std::int32_t layer, const Ids& sequences, const Ints& indptr, const Array& scores) {
+            self.give({.layer = layer, .sequences = sequences, .indptr = indptr, .scores = view_of(scores, "scores")});
+          },
+          "layer"_a, "sequences"_a, "indptr"_a, "scores"_a, "Scores of the engine's own: [tokens, Hkv].")
+      .def(
+          "surprise",
+          [](Keeper& self, SequenceId sequence, const std::vector<float>& nats) { self.surprise(sequence, nats); },
+          "sequence"_a, "nats"_a)
+      .def(
+          "view",
+          [](Keeper& self, std::int32_t layer, Ids sequences, Ints indptr, const Array& queries, const Array& out,
+             const Array& log_sum_exp) {
+            const Seen seen(layer, std::move(sequences), std::move(indptr), queries, "post_rope", false, std::nullopt,
+                            std::nullopt);
+            const Attended attended{view_of(out, "out"), view_of(log_sum_exp, "log_sum_exp")};
+            without_gil([&] { static_cast<void>(self.view(seen.observation, attended)); });
+          },
+          "layer"_a, "sequences"_a, "indptr"_a, "queries"_a, "out"_a, "log_sum_exp"_a,
+          "Merges folded spans into what attention gave over the rows, in place: f32 [tokens, Hq, Dv] and [tokens, "
+          "Hq].")
+      .def(
+          "step",
+          [](Keeper& self, const Layers& layers, Ids sequences, const Lengths32& lengths,
+             const std::optional<Ints>& places, const std::optional<Ints>& starts, const Array& block_table,
+             const std::string& page_layout, PageAllocator* pages, const std::string& shared_pages) {
+            const View view(self.spec(), layers, std::move(sequences), lengths, places, starts, block_table,
+                            page_layout, pages, shared_pages);
+            return without_gil([&] { return self.step(view.view); });
+          },
+          "layers"_a, "sequences"_a, nb::arg("lengths").noconvert(), nb::kw_only(), "places"_a = nb::none(),
+          "starts"_a = nb::none(), "block_table"_a = nb::none(), "page_layout"_a = "slot_head", "pages"_a = nb::none(),
+          "shared_pages"_a = "copy",
+          "Cuts what is due. layers: (keys, values) of each, [B, Hkv, capacity, D] or in pages, None: no rows of its "
+          "own; lengths: int32 [n] or [n, layers * Hkv], this step's tokens included: an event writes the new ones.")
+      .def(
+          "narrow",
+          [](Keeper& self, std::int32_t layer, Ids sequences, Ints indptr, const Array& queries, const Layers& layers,
+             const Lengths32& lengths, const std::string& basis, const std::optional<Ints>& places,
+             const Array& block_table, const std::string& page_layout, PageAllocator* pages) {
+            const View view(self.spec(), layers, sequences, lengths, places, std::nullopt, block_table, page_layout,
+                            pages, "copy");
+            const Seen seen(layer, std::move(sequences), std::move(indptr), queries, basis, false, std::nullopt,
+                            std::nullopt);
+            return without_gil([&] { return self.narrow(seen.observation, view.view); });
+          },
+          "layer"_a, "sequences"_a, "indptr"_a, "queries"_a, "layers"_a, nb::arg("lengths").noconvert(), nb::kw_only(),
+          "basis"_a = "pre_rope", "places"_a = nb::none(), "block_table"_a = nb::none(), "page_layout"_a = "slot_head",
+          "pages"_a = nb::none(),
+          "Under a policy that narrows prompts: after the attention of each layer, which tokens continue.")
+      .def("logical_length", &Keeper::logical_length, "sequence"_a, "Tokens seen; the position of the next one.")
+      .def("physical_length", &Keeper::physical_length, "sequence"_a, "layer"_a, "head"_a, "Slots of one row.")
+      .def("tokens_to_event", &Keeper::tokens_to_event, "sequence"_a)
+      .def_prop_ro("queries_read", &Keeper::queries_read)
+      .def(
+          "positions",
+          [](const Keeper& self, SequenceId sequence, std::int32_t layer, std::int32_t head) {
+            return numbers(self.positions(sequence, layer, head));
+          },
+          "sequence"_a, "layer"_a, "head"_a, "Logical positions of the slots of one row: int32, a copy.")
+      .def_prop_ro("policy_json", [](const Keeper& self) { return self.policy().to_json(); })
+      .def_prop_ro("totals", [](const Keeper& self) { return self.totals(); })
+      .def_prop_ro("spec", [](const Keeper& self) { return self.spec(); });
+}
+
+}  // namespace
+}  // namespace kvkeep::python
+
+NB_MODULE(_kvkeep, m) {
+  using namespace kvkeep;
+  m.attr("__version__") = kVersion;
+  nb::exception<InvalidArgument>(m, "InvalidArgument", PyExc_ValueError);
+  nb::exception<StateError>(m, "StateError", PyExc_RuntimeError);
+  nb::exception<Unsupported>(m, "Unsupported", PyExc_NotImplementedError);
+  nb::exception<DeviceError>(m, "DeviceError", PyExc_RuntimeError);
+  nb::exception<DamagedData>(m, "DamagedData", PyExc_RuntimeError);
+  nb::class_<ModelSpec>(m, "ModelSpec", "Shapes and conventions of one model.")
+      .def(nb::new_(&python::make_spec), "query_heads"_a, "kv_heads"_a, "key_dim"_a, "num_layers"_a, nb::kw_only(),
+           "value_dim"_a = nb::none(), "inv_freq"_a = nb::none(), "rope_style"_a = "half", "attention_scaling"_a = 1.0,
+           "softmax_scale"_a = 0.0, "sliding"_a = std::vector<std::pair<std::int32_t, std::int32_t>>(),
+           "inv_freq: radians per position of each RoPE pair, after scaling. sliding: (layer, window) of the layers "
+           "that attend to the newest tokens only.")
+      .def_ro("query_heads", &ModelSpec::query_heads)
+      .def_ro("kv_heads", &ModelSpec::kv_heads)
+      .def_ro("key_dim", &ModelSpec::key_dim)
+      .def_ro("value_dim", &ModelSpec::value_dim)
+      .def_prop_ro("num_layers", &ModelSpec::num_layers)
+      .def_prop_ro("full_layers", &ModelSpec::full_layers);
+  python::bind_results(m);
+  python::bind_pages(m);
+  python::bind_keeper(m);
+  m.def(
+      "policies",
+      [] {
+        nb::list all;
+        for (const PolicyInfo& info : policies()) {
+          nb::dict one;
+          one["name"] = info.name;
+          one["what"] = info.what;
+          one["source"] = info.source;
+          one["needs"] = info.needs;
+          one["narrows"] = info.narrows;
+          nb::dict options;
+          for (const OptionInfo& option : info.options) {
+            nb::dict about;
+            about["default"] = option.fallback;
+            about["allowed"] = option.allowed;
+            about["what"] = option.what;
+            options[option.name.c_str()] = about;
+          }
+          one["options"] = options;
+          all.append(one);
+        }
+        return all;
+      },
+      "Every policy that this build knows, with its options.");
+}

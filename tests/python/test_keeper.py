@@ -1,0 +1,182 @@
+"""The Keeper from Python: arrays of NumPy and PyTorch without copies, errors by their kinds, pages of Python's own."""
+
+import json
+
+import kvkeep
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+LAYERS, QUERY_HEADS, HEADS, DIM, CAPACITY = 2, 4, 2, 8, 96
+
+
+def spec(**more):
+    return kvkeep.ModelSpec(QUERY_HEADS, HEADS, DIM, LAYERS, inv_freq=[1.0, 0.1, 0.01, 0.001], **more)
+
+
+class Engine:
+    """One sequence; the first number of each key and value is its token."""
+
+    def __init__(self, policy, array, page_size=0, **provided):
+        self.keeper = kvkeep.Keeper(spec(), policy, **provided)
+        self.array, self.page_size = array, page_size
+        shape = (CAPACITY // page_size, page_size, HEADS, DIM) if page_size else (1, HEADS, CAPACITY, DIM)
+        self.kv = [(np.zeros(shape, "f4"), np.zeros(shape, "f4")) for _ in range(LAYERS)]
+        self.dice = np.random.default_rng(3)
+        self.length, self.token, self.pool = 0, 0, None
+        self.pages = list(range(CAPACITY // page_size)) if page_size else []
+        self.keeper.join(7)
+
+    def slot(self, layer, side, head, slot):
+        if self.page_size:
+            return self.kv[layer][side][self.pages[slot // self.page_size], slot % self.page_size, head]
+        return self.kv[layer][side][0, head, slot]
+
+    def step(self, tokens, **view):
+        for layer in range(LAYERS):
+            for t in range(tokens):
+                for side in (0, 1):
+                    for head in range(HEADS):
+                        row = self.slot(layer, side, head, self.length + t)
+                        row[:] = self.dice.standard_normal(DIM)
+                        row[0] = (self.token + t) / 64
+            queries = self.dice.standard_normal((tokens, QUERY_HEADS, DIM)).astype("f4")
+            self.keeper.observe(layer, [7], [0, tokens], self.array(queries))
+        self.token += tokens
+        lengths = np.array([self.length + tokens], "i4")
+        if self.page_size:
+            view["block_table"] = self.array(np.array([self.pages], "i4"))
+        report = self.keeper.step([(self.array(k), self.array(v)) for k, v in self.kv], [7], lengths, **view)
+        self.length = int(lengths[0])
+        for move in report.pages:
+            self.pages = list(move.held) + list(move.freed) + [p for p in self.pages if p not in move.held and p not in move.freed]
+        for layer in range(LAYERS):
+            for head in range(HEADS):
+                positions = self.keeper.positions(7, layer, head)
+                assert positions.dtype == np.int32 and len(positions) == self.length
+                for side in (0, 1):
+                    held = [self.slot(layer, side, head, i)[0] for i in range(self.length)]
+                    assert np.array_equal(held, positions.astype("f4") / 64)
+        return report
+
+
+@pytest.mark.parametrize("array", [np.asarray, torch.from_numpy])
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_rows_hold_what_the_keeper_says(array, page_size):
+    engine = Engine("ams-tova,budget=40,interval=16", array, page_size)
+    engine.step(60)
+    cuts = 0
+    for _ in range(100):
+        report = engine.step(1)
+        cuts += len(report.cuts)
+        assert engine.length <= 56
+    assert cuts >= 5 and engine.keeper.totals.events == cuts
+    assert report.slots_dropped == sum(c.slots_before - c.slots_after for c in report.cuts)
+    assert engine.keeper.logical_length(7) == 160
+
+
+def test_all_arrays_give_the_same():
+    kept = []
+    for array in (np.asarray, torch.from_numpy):
+        engine = Engine('{"policy": "keydiff", "budget": 24, "interval": 8}', array)
+        engine.step(50)
+        for _ in range(20):
+            engine.step(2)
+        kept.append([engine.keeper.positions(7, l, h).tolist() for l in range(LAYERS) for h in range(HEADS)])
+    assert kept[0] == kept[1]
+    assert json.loads(engine.keeper.policy_json)["policy"] == "keydiff"
+
+
+def test_bfloat16_is_read_as_it_is():
+    keeper = kvkeep.Keeper(spec(), "tova,budget=16,interval=4,prefill=cut")
+    keeper.join(1)
+    layers = [(torch.randn(1, HEADS, 40, DIM).bfloat16(), torch.randn(1, HEADS, 40, DIM).bfloat16()) for _ in range(LAYERS)]
+    for layer in range(LAYERS):
+        keeper.observe(layer, [1], [0, 30], torch.randn(30, QUERY_HEADS, DIM).bfloat16(), basis="post_rope")
+    before = [k.clone() for k, _ in layers]
+    lengths = np.array([30], "i4")
+    keeper.step(layers, [1], lengths)
+    assert lengths[0] == 16
+    for layer in range(LAYERS):
+        for head in range(HEADS):
+            kept = torch.from_numpy(keeper.positions(1, layer, head)).long()
+            assert torch.equal(layers[layer][0][0, head, :16], before[layer][0, head, kept])
+
+
+def test_errors_have_their_kinds_and_say_what_is_allowed(tmp_path):
+    with pytest.raises(kvkeep.InvalidArgument, match="allowed exactly one of budget"):
+        kvkeep.Keeper(spec(), "tova")
+    with pytest.raises(ValueError, match="rope_style"):
+        kvkeep.ModelSpec(4, 2, 8, 2, rope_style="round")
+    keeper = kvkeep.Keeper(spec(), "tova,budget=16")
+    with pytest.raises(kvkeep.StateError, match="sequence 5 is not known"):
+        keeper.leave(5)
+    keeper.join(5)
+    with pytest.raises(kvkeep.InvalidArgument, match="basis: given 'after'"):
+        keeper.observe(0, [5], [0, 1], np.zeros((1, 4, 8), "f4"), basis="after")
+    with pytest.raises(kvkeep.InvalidArgument, match="16 bits|DLPack"):
+        keeper.observe(0, [5], [0, 1], np.zeros((1, 4, 8), "u2"))
+    with pytest.raises(kvkeep.InvalidArgument):
+        keeper.observe(0, [5], [0, 1], np.zeros((1, 3, 8), "f4"))
+    with pytest.raises(kvkeep.InvalidArgument, match="lengths: 3 numbers"):
+        keeper.step([None] * LAYERS, [5], np.zeros(3, "i4"))
+    with pytest.raises(TypeError):
+        keeper.step([None] * LAYERS, [5], np.zeros(1, "i8"))
+    with pytest.raises(kvkeep.InvalidArgument):
+        keeper.restore(6, tmp_path / "nothing")
+    assert keeper.logical_length(5) == 0
+
+
+def test_a_sequence_is_saved_and_restored(tmp_path):
+    engine = Engine("tova,budget=24,interval=8", np.asarray)
+    engine.step(50)
+    engine.step(5)
+    engine.keeper.save(7, tmp_path / "state")
+    other = kvkeep.Keeper(spec(), "tova,budget=24,interval=8")
+    other.restore(3, tmp_path / "state")
+    assert np.array_equal(other.positions(3, 1, 1), engine.keeper.positions(7, 1, 1))
+    assert other.tokens_to_event(3) == engine.keeper.tokens_to_event(7)
+
+
+class Pages(kvkeep.PageAllocator):
+    def __init__(self):
+        super().__init__()
+        self.given_back = []
+
+    def references(self, page):
+        return 1
+
+    def take(self):
+        return -1
+
+    def give_back(self, page):
+        self.given_back.append(page)
+
+
+def test_pages_go_back_to_an_allocator_in_python():
+    engine = Engine("tova,budget=24,interval=8,prefill=cut", np.asarray, 8)
+    pages = Pages()
+    report = engine.step(60, pages=pages)
+    assert engine.length == 24
+    assert pages.given_back == list(report.pages[0].freed) and len(pages.given_back) == 5
+    assert report.pages_freed == 5
+
+
+def test_narrowing_says_which_tokens_continue():
+    keeper = kvkeep.Keeper(spec(), "fastkv,layer=0,budget=24,window=8", layer_by_layer=True)
+    keeper.join(1)
+    layers = [(np.random.default_rng(l).standard_normal((1, HEADS, 60, DIM)).astype("f4"),) * 2 for l in range(LAYERS)]
+    queries = np.random.default_rng(9).standard_normal((60, QUERY_HEADS, DIM)).astype("f4")
+    lengths = np.full((1, LAYERS * HEADS), 60, "i4")
+    keeper.observe(0, [1], [0, 60], queries)
+    report = keeper.narrow(0, [1], [0, 60], queries, layers, lengths)
+    tokens = report.prompts[0].tokens
+    assert len(tokens) == 24 and tokens == sorted(tokens) and tokens[-8:] == list(range(52, 60))
+    assert (lengths[0, HEADS:] == 24).all()
+
+
+def test_policies_are_listed_with_their_options():
+    known = {policy["name"]: policy for policy in kvkeep.policies()}
+    assert "ams-tova" in known and known["tova"]["options"]["budget"]["what"]
+    assert kvkeep.__version__.count(".") == 2
