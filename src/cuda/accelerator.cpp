@@ -147,8 +147,11 @@ class CudaAccelerator final : public Machine, public MachineMemory {
   [[nodiscard]] bool capturing() const override { return is_capturing(pool_.current()); }
 
   void write(void* to, const void* from, std::int64_t bytes) override {
+    constexpr std::int64_t kPiece = std::int64_t{4} << 20;  // no more page-locked memory than that stays
     const c10::DeviceGuard guard(torch_device(device_));
-    staging_.upload(to, from, static_cast<std::size_t>(bytes), pool_.stream());
+    for (std::int64_t at = 0; at < bytes; at += kPiece)
+      staging_.upload(static_cast<std::byte*>(to) + at, static_cast<const std::byte*>(from) + at,
+                      static_cast<std::size_t>(std::min(kPiece, bytes - at)), pool_.stream());
   }
 
   void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t from_stride, std::int64_t bytes,

@@ -85,7 +85,7 @@ ColumnTarget DeviceColumns::reserve_settled(std::int32_t row, std::int64_t /*slo
 }
 
 std::span<const std::int32_t> DeviceColumns::positions(std::int32_t row) const {
-  const std::int32_t length = this->length(row), known = length - static_cast<std::int32_t>(newest_.size());
+  const std::int32_t length = this->length(row), known = this->known(rows_[static_cast<std::size_t>(row)]);
   read_positions_.resize(static_cast<std::size_t>(length));
   if (known > 0) memory_.read(read_positions_.data(), at<std::int32_t>(positions_, row), std::int64_t{known} * 4);
   std::copy(newest_.begin(), newest_.end(), read_positions_.begin() + known);
@@ -97,6 +97,54 @@ std::span<const float> DeviceColumns::credit(std::int32_t row) const {
   if (!read_credit_.empty())
     memory_.read(read_credit_.data(), at<float>(credit_, row), static_cast<std::int64_t>(read_credit_.size()) * 4);
   return read_credit_;
+}
+
+std::vector<RowColumns> DeviceColumns::held() const {
+  std::vector<RowColumns> all(rows_.size());
+  const auto read = [&]<class T>(const DeviceMemory& column, std::vector<T> RowColumns::* to, auto&& slots_of) {
+    std::int64_t end = 0;
+    for (std::size_t r = 0; r < rows_.size(); ++r)
+      if (slots_of(rows_[r]) > 0) end = static_cast<std::int64_t>(r) * capacity_ + slots_of(rows_[r]);
+    if (end == 0) return;
+    std::vector<T> image(static_cast<std::size_t>(end));
+    memory_.read(image.data(), column.get(), end * 4);
+    for (std::size_t r = 0; r < rows_.size(); ++r)
+      if (const std::int32_t slots = slots_of(rows_[r]); slots > 0) {
+        const T* const from = image.data() + static_cast<std::int64_t>(r) * capacity_;
+        (all[r].*to).assign(from, from + slots);
+      }
+  };
+  read(positions_, &RowColumns::positions, [this](const RowLengths& row) { return known(row); });
+  read(credit_, &RowColumns::credit, [](const RowLengths& row) { return row.credit; });
+  read(tally_, &RowColumns::tally, [](const RowLengths& row) { return row.tally; });
+  read(given_, &RowColumns::given, [](const RowLengths& row) { return row.given; });
+  for (RowColumns& row : all) row.positions.insert(row.positions.end(), newest_.begin(), newest_.end());
+  return all;
+}
+
+void DeviceColumns::take(std::vector<RowColumns> rows, std::int32_t newest) {
+  std::size_t longest = 0;
+  for (const RowColumns& row : rows) longest = std::max(longest, row.positions.size());
+  if (longest == 0) return;
+  grow(std::max(static_cast<std::int32_t>(longest), 64));
+  const auto write = [&]<class T>(DeviceMemory& column, std::vector<T> RowColumns::* from) {
+    if (std::ranges::all_of(rows, [&](const RowColumns& row) { return (row.*from).empty(); })) return;
+    if (column.get() == nullptr) column = this->column(capacity_);
+    std::vector<T> image(rows.size() * static_cast<std::size_t>(capacity_));
+    for (std::size_t r = 0; r < rows.size(); ++r)
+      std::ranges::copy(rows[r].*from, image.begin() + static_cast<std::int64_t>(r) * capacity_);
+    memory_.write(column.get(), image.data(), static_cast<std::int64_t>(image.size()) * 4);
+  };
+  write(positions_, &RowColumns::positions);
+  write(credit_, &RowColumns::credit);
+  write(tally_, &RowColumns::tally);
+  write(given_, &RowColumns::given);
+  for (std::size_t r = 0; r < rows.size(); ++r)
+    rows_[r] = {.length = static_cast<std::int32_t>(rows[r].positions.size()),
+                .credit = static_cast<std::int32_t>(rows[r].credit.size()),
+                .tally = static_cast<std::int32_t>(rows[r].tally.size()),
+                .given = static_cast<std::int32_t>(rows[r].given.size())};
+  newest_.assign(rows.front().positions.end() - newest, rows.front().positions.end());
 }
 
 }  // namespace kvkeep::cuda

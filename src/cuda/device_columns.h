@@ -34,6 +34,9 @@ class DeviceColumns final : public Columns {
   /// Waits for the device.
   [[nodiscard]] std::span<const std::int32_t> positions(std::int32_t row) const override;
   [[nodiscard]] std::span<const float> credit(std::int32_t row) const override;
+  /// Waits for the device.
+  [[nodiscard]] std::vector<RowColumns> held() const override;
+  void take(std::vector<RowColumns> rows, std::int32_t newest) override;
 
   /// Settled rows have all their positions on the device.
   void finish_event(std::int32_t /*room*/) noexcept override { newest_.clear(); }
@@ -51,6 +54,10 @@ class DeviceColumns final : public Columns {
     return memory_.allocate(static_cast<std::int64_t>(rows_.size()) * capacity * 4);
   }
   void grow(std::int32_t capacity);
+  /// Positions of a row that are on the device: the newest may not be.
+  [[nodiscard]] std::int32_t known(const RowLengths& row) const {
+    return row.length - static_cast<std::int32_t>(newest_.size());
+  }
 
   MachineMemory& memory_;
   std::int32_t capacity_ = 0;

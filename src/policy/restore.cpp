@@ -96,16 +96,14 @@ class RaggedView {
   Tensor data_, ends_;
 };
 
-void save_columns(StateTensors& to, const Columns& columns, std::int32_t rows, bool with_given) {
+void save_columns(StateTensors& to, const Columns& columns, bool with_given) {
   Ragged<std::int32_t> positions;
   Ragged<float> credit, tally, given;
-  for (std::int32_t r = 0; r < rows; ++r) {
-    Row row;
-    columns.describe(r, row);
-    positions.add(columns.positions(r));
-    credit.add({row.credit, static_cast<std::size_t>(row.credit_length)});
-    tally.add({row.tally, static_cast<std::size_t>(row.tally_length)});
-    given.add({row.given, static_cast<std::size_t>(row.given_length)});
+  for (const RowColumns& row : columns.held()) {
+    positions.add(row.positions);
+    credit.add(row.credit);
+    tally.add(row.tally);
+    given.add(row.given);
   }
   positions.give(to, "positions", Dtype::i32);
   credit.give(to, "credit", Dtype::f32);
@@ -270,9 +268,14 @@ QueryBasis basis_of(const StateFile& state) {
 
 }  // namespace
 
+/// What a captured stream copies is there only after a replay.
+void Keeper::require_no_capture(const char* operation) const {
+  KVKEEP_REQUIRE_AS(StateError, !provided_.machine().memory().capturing(), operation,
+                    ": the stream is being captured; allowed before and after");
+}
+
 void Keeper::require_saveable(SequenceId sequence, const Sequence& s) const {
-  KVKEEP_REQUIRE_AS(Unsupported, provided_.machine().is_host(), "save: the keeper works on ", device().str(),
-                    ", whose columns and queries are not read back; allowed only on the CPU");
+  require_no_capture("save");
   KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr, "save: the prompt of sequence ", sequence,
                     " has only reached layer ", s.next_layer, "; allowed after its last layer");
   for (const std::int32_t l : full_layers_) {
@@ -291,8 +294,7 @@ void Keeper::save(SequenceId sequence, const std::filesystem::path& file) const 
                                                                      s.asked, s.next_position, s.surprised, s.settled,
                                                                      s.prompt_end, s.event_position},
                                            Dtype::i64));
-  save_columns(tensors, *s.columns, static_cast<std::int32_t>(full_layers_.size()) * spec_.kv_heads,
-               needs_.given_scores);
+  save_columns(tensors, *s.columns, needs_.given_scores);
   save_ring(tensors, s.ring, spec_);
   save_statistics(tensors, s.statistics);
   if (s.report) save_report(tensors, *s.report);
@@ -308,8 +310,7 @@ void Keeper::save(SequenceId sequence, const std::filesystem::path& file) const 
 void Keeper::restore(SequenceId sequence, const std::filesystem::path& file) {
   KVKEEP_REQUIRE_AS(StateError, !knows(sequence), "restore: sequence ", sequence,
                     " is already here; allowed a free id");
-  KVKEEP_REQUIRE_AS(Unsupported, provided_.machine().is_host(), "restore: the keeper works on ", device().str(),
-                    "; allowed only on the CPU");
+  require_no_capture("restore");
   const StateFile state = StateFile::open(file);
   state.expect_same("policy", policy_->to_json(), kPlaces);
   state.expect_same("model", model_json(spec_));
@@ -358,15 +359,16 @@ void Keeper::restore_columns(Sequence& s, const StateFile& state) const {
   std::optional<RaggedView<float>> given;
   if (needs_.given_scores) given.emplace(state, "given", Dtype::f32, static_cast<std::int64_t>(rows));
 
-  const std::int64_t firm = logical - std::max(last_event, prefix);  // slots since the last event, in every row
+  const std::int64_t firm = logical - last_event;  // slots since the last event, in every row
   const auto told = [&](std::size_t r) { return std::max(credit.row(r).size(), tally.row(r).size()); };
   std::size_t since = 0;  // slots without credit and tally, if others have them
   for (std::size_t r = 0; r < rows && since == 0; ++r)
     if (told(r) > 0) since = positions.row(r).size() - std::min(told(r), positions.row(r).size());
   bool any_told = false;
   for (std::size_t r = 0; r < rows; ++r) any_told = any_told || told(r) > 0;
-  const auto newest = positions.row(0).last(std::min(since, positions.row(0).size()));
-  auto& columns = static_cast<HostColumns&>(*s.columns);
+  const auto newest =
+      positions.row(0).last(std::min(std::max(since, static_cast<std::size_t>(firm)), positions.row(0).size()));
+  std::vector<RowColumns> columns;
   for (std::size_t r = 0; r < rows; ++r) {
     const auto own = positions.row(r);
     const std::size_t credited = credit.row(r).size(), tallied = tally.row(r).size();
@@ -377,7 +379,7 @@ void Keeper::restore_columns(Sequence& s, const StateFile& state) const {
                    " ascending ones, from 0 to ", next_position - 1);
     KVKEEP_REQUIRE(
         (!any_told || told(r) + since == own.size()) && (credited == 0 || credited == told(r)) &&
-            (tallied == 0 || tallied == told(r)) && std::ranges::equal(own.last(since), newest),
+            (tallied == 0 || tallied == told(r)) && std::ranges::equal(own.last(newest.size()), newest),
         "restore: row ", r, " in ", state.where(), " has ", own.size(), " slots, credit of ", credited,
         " and a tally of ", tallied,
         "; allowed those of none or of all of its slots at the last event, and the same slots since in every row");
@@ -391,8 +393,15 @@ void Keeper::restore_columns(Sequence& s, const StateFile& state) const {
         "restore: row ", r, " in ", state.where(), " has ", own.size(), " slots and ", scores.size(),
         " given scores; allowed numbers for its oldest slots, and as many slots without in every row of a "
         "layer");
-    columns.assign(static_cast<std::int32_t>(r), own, credit.row(r), tally.row(r), scores);
+    columns.push_back({{own.begin(), own.end()},
+                       {credit.row(r).begin(), credit.row(r).end()},
+                       {tally.row(r).begin(), tally.row(r).end()},
+                       {scores.begin(), scores.end()}});
   }
+  s.columns->take(std::move(columns), static_cast<std::int32_t>(firm));
+  if (last_event > 0)
+    s.prompt_slots = static_cast<std::int32_t>(
+        std::ranges::lower_bound(positions.row(0), static_cast<std::int32_t>(prompt_end)) - positions.row(0).begin());
   s.logical = logical, s.prompt = prompt, s.last_event = last_event, s.asked = asked, s.surprised = surprised;
   s.prefix = static_cast<std::int32_t>(prefix), s.next_position = static_cast<std::int32_t>(next_position),
   s.settled = static_cast<std::int32_t>(settled);
@@ -439,17 +448,18 @@ void Keeper::restore_queries(Sequence& s, const StateFile& state) const {
 /// Every row holds the same number of pinned slots.
 void Keeper::restore_pins(Sequence& s, const StateFile& state) const {
   if (!state.has("pinned")) return;
+  const auto rows = full_layers_.size() * static_cast<std::size_t>(spec_.kv_heads);
+  const RaggedView<std::int32_t> positions(state, "positions", Dtype::i32, static_cast<std::int64_t>(rows));
   const Tensor stored = state.tensor("pinned", Dtype::i32, {-1, 2});
   const auto ends = numbers_of<std::int32_t>(stored);
   for (std::size_t i = 0; i < ends.size(); i += 2) {
     const PositionSpan span{ends[i], ends[i + 1]};
     const auto held = [&](std::size_t r) {
-      const auto own = s.columns->positions(static_cast<std::int32_t>(r));
+      const auto own = positions.row(r);
       return std::ranges::lower_bound(own, span.end) - std::ranges::lower_bound(own, span.begin);
     };
     bool alike = true;
-    for (std::size_t r = 1; r < full_layers_.size() * static_cast<std::size_t>(spec_.kv_heads); ++r)
-      alike = alike && held(r) == held(0);
+    for (std::size_t r = 1; r < rows; ++r) alike = alike && held(r) == held(0);
     KVKEEP_REQUIRE(
         span.begin > (i == 0 ? -1 : ends[i - 1]) && span.begin < span.end && span.end <= kMostPositions && alike,
         "restore: tensor \"pinned\" in ", state.where(), " has the span ", span.begin, " to ", span.end,

@@ -484,7 +484,9 @@ TEST(Columns, GiveBackTheMemoryOfALongPrompt) {
 
 TEST(Columns, HoldNoMoreThanARowWhereRowsAreGiven) {
   HostColumns columns(64);
-  for (std::int32_t r = 0; r < 64; ++r) columns.assign(r, from(r * 1000, 1000), {}, {});
+  std::vector<RowColumns> rows(64);
+  for (std::int32_t r = 0; r < 64; ++r) rows[static_cast<std::size_t>(r)].positions = from(r * 1000, 1000);
+  columns.take(std::move(rows), 0);
   EXPECT_EQ(columns.bytes(), 64 * 4000);
   EXPECT_EQ(columns.positions(5)[3], 5003);
 }

@@ -4,14 +4,12 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>
-#include <unistd.h>
-
-#include <fstream>
 
 #include "engines.h"
 #include "folding_engine.h"
 #include "layer_by_layer_engine.h"
 #include "message_of.h"
+#include "restored.h"
 
 namespace kvkeep::restore_test {
 namespace {
@@ -24,20 +22,7 @@ const std::string kAms =
     "ams-tova,budget=32,interval=8,recent=8,window=4,rest=fold,memory.max_span=16,memory.min_span=4";
 const std::string kRkv = "rkv,budget=32,interval=8,recent=8,sink=2";
 
-/// A path of this test alone; what lies there goes with it.
-struct File {
-  explicit File(const std::string& name)
-      : path(std::filesystem::temp_directory_path() / text("kvkeep-restore-", name, "-", ::getpid())) {
-    std::filesystem::remove(path);
-  }
-  ~File() { std::filesystem::remove(path); }
-  [[nodiscard]] std::string bytes() const {
-    std::ifstream in(path, std::ios::binary);
-    return {std::istreambuf_iterator<char>(in), {}};
-  }
-  void write(const std::string& bytes) const { std::ofstream(path, std::ios::binary) << bytes; }
-  std::filesystem::path path;
-};
+using File = testing::StateFileOfATest;
 
 template <class T>
 void expect_same(std::span<const T> a, std::span<const T> b, const char* what) {
@@ -164,22 +149,13 @@ TEST(Restore, GoesOnToTheSameBitsWithEverythingThatWasFolded) {
 }
 
 /// The same for policies that drop: two engines, random numbers that both get.
-void expect_goes_on(engines::Engine& here, engines::Engine& there, const std::function<void()>& make_room,
-                    const std::string& name) {
+void expect_goes_on(engines::Engine& here, engines::Engine& there, const std::string& name) {
   const File file(name);
   oracle::Random random(31);
   here.join(1), here.join(3);
   here.step(engines::numbers_of(random, {{1, 70}, {3, 20}}));
   for (int i = 0; i < 20; ++i) here.step(engines::numbers_of(random, {{1, 1}, {3, 1 + i % 2}}));
-  here.keeper.save(3, file.path);
-  there.keeper.restore(3, file.path);
-  there.lengths[3] = here.lengths.at(3);
-  make_room();
-  for (std::int32_t r = 0; r < engines::kRows; ++r)
-    for (std::int32_t t = 0; t < here.lengths.at(3)[static_cast<std::size_t>(r)]; ++t)
-      for (const bool value : {false, true})
-        there.slot_of(3, r / engines::kHeads, r % engines::kHeads, t, value)
-            .copy_(here.slot_of(3, r / engines::kHeads, r % engines::kHeads, t, value));
+  ASSERT_NO_FATAL_FAILURE(testing::bring_over(here, there, 3, file.path));
   std::int64_t dropped = 0;
   for (int i = 0; i < 24; ++i) {
     const engines::Numbers numbers = engines::numbers_of(random, {{3, 1 + i % 3}});
@@ -229,13 +205,10 @@ TEST(Restore, GoesOnToTheSameBitsUnderPoliciesThatDrop) {
         "random" + tail + "recent=8"}) {
     SCOPED_TRACE(policy);
     engines::DenseEngine dense(policy, true, Dtype::f32), there(policy, true, Dtype::f32);
-    expect_goes_on(dense, there, [] {}, "dense");
+    expect_goes_on(dense, there, "dense");
     engines::PagedEngine paged(policy, true, Dtype::bf16, 4, PageLayout::slot_head, engines::Form::apart),
         elsewhere(policy, true, Dtype::bf16, 4, PageLayout::slot_head, engines::Form::apart);
-    expect_goes_on(
-        paged, elsewhere,
-        [&] { ASSERT_TRUE(elsewhere.sequences.admit(3, *std::ranges::max_element(elsewhere.lengths.at(3))).given()); },
-        "paged");
+    expect_goes_on(paged, elsewhere, "paged");
   }
 }
 

@@ -82,15 +82,6 @@ KVKEEP_INLINE void HostColumns::finish_event(std::int32_t room) noexcept {
   }
 }
 
-KVKEEP_INLINE void HostColumns::assign(std::int32_t row, std::span<const std::int32_t> positions,
-                                       std::span<const float> credit, std::span<const float> tally,
-                                       std::span<const float> given) {
-  rows_[static_cast<std::size_t>(row)] = {{positions.begin(), positions.end()},
-                                          {credit.begin(), credit.end()},
-                                          {tally.begin(), tally.end()},
-                                          {given.begin(), given.end()}};
-}
-
 KVKEEP_INLINE std::int64_t HostColumns::bytes() const {
   std::int64_t numbers = 0;
   for (const RowColumns& row : rows_)

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "kvkeep/core/decision.h"
@@ -17,6 +18,14 @@ struct ColumnTarget {
   float* credit = nullptr;
   float* tally = nullptr;
   float* given = nullptr;  ///< in place, as the positions
+};
+
+/// The columns of one row, on the host. Credit, tally and given scores are those of its oldest slots.
+struct RowColumns {
+  std::vector<std::int32_t> positions;
+  std::vector<float> credit;
+  std::vector<float> tally;
+  std::vector<float> given;
 };
 
 /// The columns of one sequence, for all its rows (full layers x KV heads). Rows are as long as those of the cache;
@@ -66,6 +75,12 @@ class Columns {
   [[nodiscard]] virtual std::span<const std::int32_t> positions(std::int32_t row) const = 0;
   /// Credit of the oldest slots of a row; the slots after them have none. On the host, valid until the next call.
   [[nodiscard]] virtual std::span<const float> credit(std::int32_t row) const = 0;
+
+  /// All rows: for storing elsewhere and restoring into columns of as many rows. Cost: one copy of each column.
+  [[nodiscard]] virtual std::vector<RowColumns> held() const = 0;
+  /// The rows of columns that hold none yet. The last `newest` positions came since the last event, the same in every
+  /// row. Cost: as held().
+  virtual void take(std::vector<RowColumns> rows, std::int32_t newest) = 0;
 };
 
 /// Columns in host memory.
@@ -83,9 +98,6 @@ class HostColumns final : public Columns {
   ColumnTarget reserve_settled(std::int32_t row, std::int64_t slots, bool credit, bool tally) override;
   void settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit, const float* tally) override;
   void finish_event(std::int32_t room) noexcept override;
-  /// Replaces one row. `credit`, `tally` and `given` are those of its oldest slots.
-  void assign(std::int32_t row, std::span<const std::int32_t> positions, std::span<const float> credit,
-              std::span<const float> tally, std::span<const float> given = {});
   void truncate(std::int32_t slots) override;
   [[nodiscard]] std::int32_t length(std::int32_t row) const override {
     return static_cast<std::int32_t>(at(row).positions.size());
@@ -95,16 +107,12 @@ class HostColumns final : public Columns {
   void describe(std::int32_t row, Row& out) const override;
   [[nodiscard]] std::span<const std::int32_t> positions(std::int32_t row) const override { return at(row).positions; }
   [[nodiscard]] std::span<const float> credit(std::int32_t row) const override { return at(row).credit; }
+  [[nodiscard]] std::vector<RowColumns> held() const override { return rows_; }
+  void take(std::vector<RowColumns> rows, std::int32_t /*newest*/) override { rows_ = std::move(rows); }
   /// Bytes that all rows hold, including reserved ones.
   [[nodiscard]] std::int64_t bytes() const;
 
  private:
-  struct RowColumns {
-    std::vector<std::int32_t> positions;
-    std::vector<float> credit;
-    std::vector<float> tally;
-    std::vector<float> given;
-  };
   [[nodiscard]] const RowColumns& at(std::int32_t row) const { return rows_[static_cast<std::size_t>(row)]; }
   std::vector<RowColumns> rows_;
 };

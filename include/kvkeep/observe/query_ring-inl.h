@@ -109,16 +109,20 @@ KVKEEP_INLINE void QueryRing::forget(std::int64_t tokens) {
 KVKEEP_INLINE QueryRing::Held QueryRing::held() const {
   Held held{.dtype = dtype_, .layers = layers_};
   if (held_ == nullptr) return held;
+  std::vector<std::byte> image(static_cast<std::size_t>(held_bytes()));
+  memory_->read(image.data(), held_.get(), held_bytes());
+  std::vector<std::int32_t> places(static_cast<std::size_t>(capacity_));
+  std::memcpy(places.data(), image.data() + data_bytes(), places.size() * 4);
   std::int64_t count = 0;
   for (const Layer& l : layers_) count = std::max(count, l.seen - l.oldest);
   const std::int64_t seen = layers_.front().seen, bytes = token_bytes();
   for (std::int64_t token = seen - count; token < seen; ++token)
-    held.positions.push_back(positions()[token % capacity_]);
+    held.positions.push_back(places[static_cast<std::size_t>(token % capacity_)]);
   held.data.resize(layers_.size() * static_cast<std::size_t>(count * bytes));
   for (std::size_t l = 0; l < layers_.size(); ++l)
     for (std::int64_t token = layers_[l].oldest; token < seen; ++token)
       std::memcpy(held.data.data() + (static_cast<std::int64_t>(l) * count + token - (seen - count)) * bytes,
-                  data() + (static_cast<std::int64_t>(l) * capacity_ + token % capacity_) * bytes,
+                  image.data() + (static_cast<std::int64_t>(l) * capacity_ + token % capacity_) * bytes,
                   static_cast<std::size_t>(bytes));
   return held;
 }
@@ -137,15 +141,18 @@ KVKEEP_INLINE void QueryRing::take(const Held& held) {
                    "query ring: a layer has seen ", l.seen, " tokens, all from ", l.first, " on, and holds those from ",
                    l.oldest, " on; allowed ", seen, " tokens, and at most the ", count, " newest of them");
   layers_ = held.layers;
+  for (Layer& l : layers_) l.normalised_from = l.seen;
   if (count == 0) return;
   allocate(held.dtype);
+  std::vector<std::byte> image(static_cast<std::size_t>(held_bytes()));
   for (std::int64_t i = 0; i < count; ++i) {
     const std::int64_t place = (seen - count + i) % capacity_;
-    positions()[place] = held.positions[static_cast<std::size_t>(i)];
+    std::memcpy(image.data() + data_bytes() + place * 4, &held.positions[static_cast<std::size_t>(i)], 4);
     for (std::int64_t l = 0; l < static_cast<std::int64_t>(layers_.size()); ++l)
-      std::memcpy(data() + (l * capacity_ + place) * bytes, held.data.data() + (l * count + i) * bytes,
+      std::memcpy(image.data() + (l * capacity_ + place) * bytes, held.data.data() + (l * count + i) * bytes,
                   static_cast<std::size_t>(bytes));
   }
+  memory_->write(held_.get(), image.data(), held_bytes());
 }
 
 }  // namespace kvkeep

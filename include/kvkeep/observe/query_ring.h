@@ -29,7 +29,8 @@ class QueryRing {
     std::int64_t normalised_from = 0;  ///< every token from this one on has its log-sum-exp
   };
 
-  /// Contents of a ring, oldest first: for storing elsewhere and restoring into a ring of the same sizes.
+  /// Contents of a ring, oldest first: for storing elsewhere and restoring into a ring of the same sizes. Log-sum-exps
+  /// are not among them: events do without.
   struct Held {
     Dtype dtype = Dtype::f32;
     std::vector<Layer> layers = {};
@@ -118,10 +119,9 @@ class QueryRing {
   [[nodiscard]] bool can_forget(std::int64_t tokens) const;
   void forget(std::int64_t tokens);
 
-  /// Requires: host memory, and, if queries are kept, every layer has seen the same tokens. Cost: one copy.
+  /// Requires: if queries are kept, every layer has seen the same tokens. On a device: waits. Cost: one copy.
   [[nodiscard]] Held held() const;
-  /// Throws InvalidArgument, leaving the ring unchanged, for contents that no ring of these sizes can hold. Requires:
-  /// host memory.
+  /// Throws InvalidArgument, leaving the ring unchanged, for contents that no ring of these sizes can hold.
   void take(const Held& held);
 
  private:
@@ -135,6 +135,8 @@ class QueryRing {
   [[nodiscard]] float* normalisers() const {
     return memory_->reads_normalisers() ? static_cast<float*>(static_cast<void*>(positions() + capacity_)) : nullptr;
   }
+  /// Bytes that hold queries and positions.
+  [[nodiscard]] std::int64_t held_bytes() const { return data_bytes() + capacity_ * std::int64_t{4}; }
   /// Bytes before the positions.
   [[nodiscard]] std::int64_t data_bytes() const {
     return (static_cast<std::int64_t>(layers_.size()) * capacity_ * token_bytes() + 63) / 64 * 64;

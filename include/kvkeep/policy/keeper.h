@@ -150,15 +150,17 @@ class Keeper {
 #ifndef KVKEEP_HEADER_ONLY
   /// Writes the keeper's state of a sequence to a file (docs/state.md), whole or not at all; the sequence continues.
   /// The engine must save its rows of the cache. Call it between steps; if queries are kept, once every full layer has
-  /// been observed. Throws: StateError for an unknown sequence, in the middle of a step, and while its prompt narrows;
-  /// Unsupported on a device; DamagedData if factors cannot be read; as io::write_safetensors does. Nothing changes if
-  /// it throws. Cost: the size of the state, including far bytes, once in memory and once in the file.
+  /// been observed. Throws: StateError for an unknown sequence, in the middle of a step, while its prompt narrows, and
+  /// while the stream is being captured; DamagedData if factors cannot be read; as io::write_safetensors does. Nothing
+  /// changes if it throws. Cost: the size of the state, including far bytes, once in memory and once in the file. On a
+  /// device: waits, and copies each column and the queries to the host, once each.
   void save(SequenceId sequence, const std::filesystem::path& file) const;
   /// Restores a sequence to its state when it was saved, under any free id, in any process. The engine must restore its
   /// rows before the next step. The sequence continues to the same bits. Throws: StateError for a known sequence;
   /// InvalidArgument that names the file if it is damaged, or was saved under another policy or model, with each field
-  /// that differs; Unsupported on a device; as FarStore::put does. The keeper is unchanged if it throws. Cost: one read
-  /// of the file, and putting its far bytes into the far store.
+  /// that differs; as FarStore::put does. The keeper is unchanged if it throws. Cost: one read of the file, and putting
+  /// its far bytes into the far store, or its columns and queries on the device. A state that was saved on the CPU may
+  /// go on on a device and the other way round; from there on it has that machine's bits.
   void restore(SequenceId sequence, const std::filesystem::path& file);
 #endif
   /// The prompt of a sequence ends with the tokens observed so far, for engines that cannot tell join() how long it
@@ -171,7 +173,7 @@ class Keeper {
   /// they are unpinned or truncated away. Tokens may still be to come. Pinned slots count within the budget. Throws,
   /// and changes nothing: StateError for an unknown sequence and for positions that an event has dropped from some row;
   /// InvalidArgument for a span that is empty or not within [0, kMostPositions), and if sinks, pinned positions and the
-  /// slots that the policy's scorer never drops exceed the budget; Unsupported on a device, and under policies that
+  /// slots that the policy's scorer never drops exceed the budget; Unsupported under policies that
   /// narrow prompts, of variant official, or without protected slots. Budgets that depend on length (ratio, bytes,
   /// protect_prompt) are checked by plan(), which throws InvalidArgument before anything is written. Cost: O(spans),
   /// plus a look-up in every row; a span more in every row of an event.
@@ -384,6 +386,7 @@ class Keeper {
   void check_attended(const Observation& observation, const Attended& attended) const;
   void bring_next(std::span<const SequenceId> sequences, std::int32_t index) const;
 #ifndef KVKEEP_HEADER_ONLY
+  void require_no_capture(const char* operation) const;
   void require_saveable(SequenceId sequence, const Sequence& s) const;
   void restore_columns(Sequence& s, const StateFile& state) const;
   void restore_queries(Sequence& s, const StateFile& state) const;
