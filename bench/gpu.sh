@@ -47,6 +47,7 @@ declare -A small=(
   [prepare]='Prepare.WritesTheNewestPositions*'
   [prompt_scores]='PromptScoresKernel.ReadPages'
   [query_ring]='PushQueries.PutEveryTokenAtItsPlace'
+  [query_statistics]='QueryStatisticsKernel.TakesTheNewestTokensBack'
   [ranks]='Ranks.AreTheCpusInTheLargestBlock'
   [rkv]='RkvKernel.LeavesRowsAlone*'
   [row_bodies]='RowBodies.LeaveRowsAlone*'

@@ -14,9 +14,11 @@
 #include "kvkeep/allot/critical.h"
 #include "kvkeep/cuda.h"
 #include "kvkeep/keep/pages.h"
+#include "kvkeep/observe/query_statistics.h"
 #include "kvkeep/policy/policy.h"
 #include "kvkeep/torch.h"
 #include "query_ring.h"
+#include "query_statistics.h"
 
 namespace kvkeep::cuda {
 namespace {
@@ -177,6 +179,20 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     launch_push_step({.places = places, .tokens = tokens, .layout = layout, .offset = offset}, pool_.stream());
   }
 
+  [[nodiscard]] bool forms_moments() const override { return true; }
+
+  void push_moments(std::span<const MomentsArrival> arrivals, const MomentsLayout& layout) override {
+    const c10::DeviceGuard guard(torch_device(device_));
+    for (; !arrivals.empty(); arrivals = arrivals.subspan(std::min<std::size_t>(kMomentsArrivals, arrivals.size()))) {
+      PushMomentsArguments arguments;
+      arguments.count = static_cast<std::int32_t>(std::min<std::size_t>(kMomentsArrivals, arrivals.size()));
+      std::copy_n(arrivals.begin(), arguments.count, arguments.arrivals);
+      arguments.element = element_of("queries", layout.dtype);
+      arguments.layout = layout;
+      launch_push_moments(arguments, pool_.stream());
+    }
+  }
+
   void push_given(std::span<const GivenArrival> arrivals, const GivenLayout& layout) override {
     const c10::DeviceGuard guard(torch_device(device_));
     for (; !arrivals.empty(); arrivals = arrivals.subspan(std::min<std::size_t>(kGivenArrivals, arrivals.size()))) {
@@ -250,6 +266,10 @@ class CudaAccelerator final : public Machine, public MachineMemory {
       spans.insert(spans.end(), group.pinned.begin(), group.pinned.end());
     }
 
+    std::vector<MomentsView> moments;
+    for (const RowGroup& group : table.groups)
+      if (group.statistics != nullptr) moments.push_back(group.statistics->view());
+
     event_table_.clear();
     std::map<const std::int32_t*, std::int64_t> pages;  // by their address on the host
     for (const Row& row : table.rows)
@@ -259,7 +279,9 @@ class CudaAccelerator final : public Machine, public MachineMemory {
                        queries_at = event_table_.add(queries), next_at = event_table_.add(next),
                        runs_at = event_table_.add(runs), newest_at = event_table_.add(newest),
                        indptr_at = event_table_.add(keep.indptr), spans_at = event_table_.add(spans),
-                       pins_at = spans.empty() ? 0 : event_table_.add(pins);
+                       pins_at = spans.empty() ? 0 : event_table_.add(pins),
+                       moments_at = moments.empty() ? 0 : event_table_.add(moments),
+                       summed_at = moments.empty() ? 0 : event_table_.add(std::vector<GivenMoments>(moments.size()));
     if (!dry_) event_table_.place();
     auto* const ranges = spans.empty() ? nullptr : event.take<SlotRange>(std::ssize(spans) * spec.kv_heads);
     std::int64_t first_span = 0;
@@ -269,6 +291,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
           event_table_.there<PositionSpan>(spans_at + first_span * static_cast<std::int64_t>(sizeof(PositionSpan)));
       there.ranges = ranges == nullptr ? nullptr : ranges + first_span * spec.kv_heads;
     }
+    if (!moments.empty()) event.moments = sums_of(event, moments, moments_at, summed_at);
     for (std::size_t r = 0; r < table.rows.size(); ++r) {
       Row& row = event_table_.here<Row>(rows_at)[r];
       for (SlotAddress* side : {&row.keys, &row.values, &row.key_scales, &row.value_scales})
@@ -303,6 +326,27 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     event.newest_positions = event_table_.there<NewestPositions>(newest_at);
     if (!spec.rope.inv_freq.empty())
       event.inv_freq = event.constant<double>(&spec.rope, [&] { return spec.rope.inv_freq; });
+  }
+
+  /// Where the moments of every group will be once they are summed up.
+  DeviceMoments sums_of(CudaEvent& event, const std::vector<MomentsView>& views, std::int64_t views_at,
+                        std::int64_t summed_at) {
+    const ModelSpec& spec = event.evidence.spec;
+    const std::int64_t of_group = std::int64_t{spec.query_heads} * spec.key_dim,
+                       of_triangles = of_group * (spec.key_dim + 1) / 2;
+    DeviceMoments sums{.sum = {.groups = static_cast<std::int32_t>(views.size()),
+                               .query_heads = spec.query_heads,
+                               .dim = spec.key_dim,
+                               .mean = event.take<double>(std::ssize(views) * of_group),
+                               .second = event.take<double>(std::ssize(views) * of_triangles)}};
+    sums.sum.views = event_table_.there<MomentsView>(views_at);
+    sums.summed = event_table_.there<GivenMoments>(summed_at);
+    for (std::size_t g = 0; g < views.size() && !dry_; ++g)
+      event_table_.here<GivenMoments>(summed_at)[g] = {
+          .count = views[g].count + views[g].pending,
+          .mean = sums.sum.mean + static_cast<std::int64_t>(g) * of_group,
+          .second = sums.sum.second + static_cast<std::int64_t>(g) * of_triangles};
+    return sums;
   }
 
   /// Pages of the longest row of its sequence: all rows share their pages.

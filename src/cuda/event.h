@@ -8,11 +8,13 @@
 
 #include "device_pool.h"
 #include "evidence.h"
+#include "expected.h"
 #include "kvkeep/core/limits.h"
 #include "kvkeep/policy/machine.h"
 #include "kvkeep/score/window_attention.h"
 #include "memory.h"
 #include "prepare.h"
+#include "query_statistics.h"
 #include "row_scorers.h"
 
 namespace kvkeep::cuda {
@@ -97,6 +99,12 @@ struct DeviceWindow {
   float* normalisers = nullptr;  ///< f32 [groups, Hq, window] if the engine gave all of them; else null
 };
 
+/// Moments of every query, where the policy keeps them.
+struct DeviceMoments {
+  SumMomentsArguments sum;               ///< how they are summed up; no groups: there are none
+  const GivenMoments* summed = nullptr;  ///< [groups] what that leaves
+};
+
 /// Numbers that stay the same from event to event, by owner.
 using Constants = std::map<const void*, DeviceMemory>;
 
@@ -121,9 +129,10 @@ class CudaEvent final : public Event {
   const std::int32_t* next_positions = nullptr;       ///< i32 [groups]
   const double* inv_freq = nullptr;                   ///< f64 [pairs]
   const NewestPositions* newest_positions = nullptr;  ///< [groups] null once they are in the columns
-  const PinnedSpans* pins = nullptr;                  ///< [groups] null: nothing is pinned
-  const RowLimit* given_limits = nullptr;             ///< [rows] if something is, and
-  RowLimit* settled_limits = nullptr;                 ///< [rows] what arguments.limits are, once positions are settled
+  DeviceMoments moments;
+  const PinnedSpans* pins = nullptr;       ///< [groups] null: nothing is pinned
+  const RowLimit* given_limits = nullptr;  ///< [rows] if something is, and
+  RowLimit* settled_limits = nullptr;      ///< [rows] what arguments.limits are, once positions are settled
 
   /// The window of attend(); its `windows` are null without one.
   [[nodiscard]] const DeviceWindow& asked() const { return asked_; }

@@ -169,7 +169,7 @@ void restore_statistics(std::vector<QueryStatistics>& statistics, const StateFil
       m.second = list_from(numbers_of<double>(seconds), h * triangle, (h + 1) * triangle);
       held.heads.push_back(std::move(m));
     }
-    statistics[l].take(std::move(held));
+    statistics[l].take(held);
   }
 }
 

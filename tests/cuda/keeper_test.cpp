@@ -183,6 +183,8 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"h2o", "h2o,budget=48,interval=12"}, Case{"rkv", "rkv,budget=48,interval=12"},
         Case{"rpc", "rpc,budget=60,interval=12,window=8"},
         Case{"expected", "expected,budget=48,interval=12,queries=16"},
+        Case{"expectedstream", "expected,budget=48,interval=12,statistics=stream"},
+        Case{"amsexpectedstream", "ams-expected,budget=48,interval=12,allocator.window=8,scorer.statistics=stream"},
         Case{"amsexpected", "ams-expected,budget=48,interval=12,allocator.window=8,scorer.covariance=false"},
         Case{"chunkkv", "chunkkv-snapkv,budget=48,interval=12,window=8,chunk=5"},
         Case{"chunkkvown", "chunkkv-tova,budget=48,interval=12,chunk=7,allocator.heads=own"},
@@ -224,41 +226,45 @@ TEST_F(DeviceLine, RanksByACalibration) {
 }
 
 TEST_F(DeviceLine, TakesTokensBack) {
-  const char* policy = "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16";
-  DenseEngine cpu(policy, false, Dtype::f32), device(policy, false, Dtype::f32, fresh_accelerator());
-  oracle::Random random(5);
-  for (Engine* engine : {static_cast<Engine*>(&cpu), static_cast<Engine*>(&device)}) engine->join(1);
-  for (int n = 0; n < 30; ++n) {
-    const Numbers numbers = numbers_of(random, {{1, n == 0 ? 50 : 5}});
-    for (Engine* engine : {static_cast<Engine*>(&cpu), static_cast<Engine*>(&device)}) {
-      const bool cut = !engine->step(numbers).cuts.empty();
-      if (cut || n % 2 == 0) continue;
-      engine->keeper.truncate(1, engine->keeper.logical_length(1) - 3);
-      for (std::int32_t& length : engine->lengths.at(1)) length -= 3;
+  for (const char* policy : {"ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16",
+                             "expected,budget=48,interval=12,statistics=stream"}) {
+    DenseEngine cpu(policy, false, Dtype::f32), device(policy, false, Dtype::f32, fresh_accelerator());
+    oracle::Random random(5);
+    for (Engine* engine : {static_cast<Engine*>(&cpu), static_cast<Engine*>(&device)}) engine->join(1);
+    for (int n = 0; n < 30; ++n) {
+      const Numbers numbers = numbers_of(random, {{1, n == 0 ? 50 : 5}});
+      for (Engine* engine : {static_cast<Engine*>(&cpu), static_cast<Engine*>(&device)}) {
+        const bool cut = !engine->step(numbers).cuts.empty();
+        if (cut || n % 2 == 0) continue;
+        engine->keeper.truncate(1, engine->keeper.logical_length(1) - 3);
+        for (std::int32_t& length : engine->lengths.at(1)) length -= 3;
+      }
+      ASSERT_NO_FATAL_FAILURE(expect_alike(cpu, device));
     }
-    ASSERT_NO_FATAL_FAILURE(expect_alike(cpu, device));
+    EXPECT_GT(device.keeper.totals().events, 3);
   }
-  EXPECT_GT(device.keeper.totals().events, 3);
 }
 
 TEST_F(DeviceLine, TakesGapsInPositions) {
-  const char* policy = "tova,budget=24,interval=6,recent=4";
-  const auto run = [&](Engine& engine) {
-    oracle::Random random(6);
-    engine.join(1);
-    std::int32_t position = 0;
-    for (int n = 0; n < 20; ++n) {
-      const std::int32_t tokens = n == 0 ? 20 : 2;
-      Ints positions;
-      for (std::int32_t i = 0; i < tokens; ++i) positions.push_back(position += 1 + (n + i) % 3);
-      static_cast<void>(engine.step(numbers_of(random, {{1, tokens}}), positions));
-    }
-  };
-  DenseEngine cpu(policy, false, Dtype::f32), device(policy, false, Dtype::f32, fresh_accelerator());
-  run(cpu);
-  run(device);
-  expect_alike(cpu, device);
-  EXPECT_GT(device.keeper.totals().events, 3);
+  for (const char* policy :
+       {"tova,budget=24,interval=6,recent=4", "expected,budget=24,interval=6,recent=4,statistics=stream"}) {
+    const auto run = [&](Engine& engine) {
+      oracle::Random random(6);
+      engine.join(1);
+      std::int32_t position = 0;
+      for (int n = 0; n < 20; ++n) {
+        const std::int32_t tokens = n == 0 ? 20 : 2;
+        Ints positions;
+        for (std::int32_t i = 0; i < tokens; ++i) positions.push_back(position += 1 + (n + i) % 3);
+        static_cast<void>(engine.step(numbers_of(random, {{1, tokens}}), positions));
+      }
+    };
+    DenseEngine cpu(policy, false, Dtype::f32), device(policy, false, Dtype::f32, fresh_accelerator());
+    run(cpu);
+    run(device);
+    expect_alike(cpu, device);
+    EXPECT_GT(device.keeper.totals().events, 3);
+  }
 }
 
 TEST_F(DeviceLine, ReadsOneScalePerHeadOrLayer) {
@@ -388,7 +394,7 @@ TEST_F(DeviceLine, WorksInTheMemoryItIsGivenAndSaysWhenThatIsTooLittle) {
 }
 
 #if defined(KVKEEP_CUDA_MODEL)
-TEST_F(DeviceLine, TakesAtMostSixLaunchesForAnEventOfAllLayersAndSequences) {
+TEST_F(DeviceLine, TakesAFewLaunchesForAnEventOfAllLayersAndSequences) {
   const auto launches_of = [](const char* policy) {
     DenseEngine engine(policy, false, Dtype::f32, fresh_accelerator());
     oracle::Random random(9);
@@ -400,7 +406,8 @@ TEST_F(DeviceLine, TakesAtMostSixLaunchesForAnEventOfAllLayersAndSequences) {
       const std::int64_t before = model::counters().launches;
       if (engine.step(numbers).cuts.size() == 2)
         return model::counters().launches - before -
-               (engine.keeper.policy().needs().queries > 0 ? kLayers : 0);  // less one a layer for the new queries
+               (engine.keeper.policy().needs().queries > 0 ? kLayers : 0) -  // less one a layer for the new queries
+               (engine.keeper.policy().needs().statistics_from >= 0 ? kLayers : 0);
     }
   };
   EXPECT_EQ(launches_of("ams-tova,budget=48,interval=12,window=8"), 6);
@@ -409,6 +416,8 @@ TEST_F(DeviceLine, TakesAtMostSixLaunchesForAnEventOfAllLayersAndSequences) {
   EXPECT_EQ(launches_of("knorm,budget=48,interval=12"), 4);
   EXPECT_EQ(launches_of("ams-knorm,budget=48,interval=12"), 6);
   EXPECT_EQ(launches_of("streaming,budget=48,interval=12"), 4);
+  EXPECT_EQ(launches_of("expected,budget=48,interval=12"), 8);
+  EXPECT_EQ(launches_of("expected,budget=48,interval=12,statistics=stream"), 9);
 }
 #endif
 

@@ -85,9 +85,6 @@ KVKEEP_INLINE std::vector<std::string> problems(const KVPolicy& policy, const Mo
     if (policy.narrows())
       found.push_back(
           text("device: ", policy.name(), " narrows prompts, which a keeper does only on the CPU; given ", there));
-    if (needs.statistics_from >= 0)
-      found.push_back(text("device: ", policy.name(),
-                           " reads statistics of every query, which are kept only on the CPU; given ", there));
   }
   if (policy.memory() != nullptr) {
     if (!machine.is_host())
@@ -165,7 +162,7 @@ KVKEEP_INLINE Keeper::Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy, P
   for (std::size_t i = 0; i < full_layers_.size(); ++i)
     layer_index_[static_cast<std::size_t>(full_layers_[i])] = static_cast<std::int32_t>(i);
   if (needs_.statistics_from >= 0)
-    workspace_ = QueryStatistics::workspace(spec_.query_heads, spec_.key_dim, spec_.rope);
+    workspace_ = QueryStatistics::workspace(spec_.query_heads, spec_.key_dim, spec_.rope, provided_.machine().memory());
   if (const MemoryOptions* memory = policy_->memory()) {
     far_ = provided_.far_store != nullptr ? provided_.far_store : FarStore::make(memory->far);
     near_ = std::make_unique<FactorCache>(memory->near);
@@ -185,9 +182,8 @@ KVKEEP_INLINE void Keeper::join(SequenceId sequence, std::int32_t tokens, std::i
   Sequence fresh{machine.columns(layers * spec_.kv_heads),
                  QueryRing(layers, needs_.queries, spec_.query_heads, spec_.key_dim, machine.memory()),
                  {}};
-  if (needs_.statistics_from >= 0)
-    fresh.statistics.assign(full_layers_.size(),
-                            QueryStatistics(spec_.query_heads, spec_.key_dim, needs_.statistics_from));
+  for (std::int32_t l = 0; needs_.statistics_from >= 0 && l < layers; ++l)
+    fresh.statistics.emplace_back(spec_.query_heads, spec_.key_dim, needs_.statistics_from, machine.memory());
   std::vector<std::int32_t> positions(static_cast<std::size_t>(tokens));
   std::iota(positions.begin(), positions.end(), 0);
   fresh.columns->append(positions);

@@ -189,9 +189,10 @@ class Keeper {
   /// queries; other layers are ignored. Tokens that are `unread` leave the window without queries up to them. Throws:
   /// StateError for a sequence that never joined; InvalidArgument for a wrong layer, indptr, shape, dtype or device, a
   /// duplicate sequence, missing queries, unread ones of which a policy keeps statistics or by which it narrows,
-  /// positions that do not ascend or are too large, and, if running statistics are kept, a query that is not finite. If
-  /// it throws, nothing is recorded for any sequence. Cost: copies the newest queries; allocates at a sequence's first
-  /// tokens, and when its columns outgrow their largest size so far.
+  /// positions that do not ascend or are too large, and, if running statistics are kept, a query that is not finite
+  /// (on a device it is not looked for: from then on its head makes every score of its KV head NaN). If it throws,
+  /// nothing is recorded for any sequence. Cost: copies the newest queries; allocates at a sequence's first tokens, and
+  /// when its columns outgrow their largest size so far.
   void observe(const Observation& observation);
 
   /// observe() in two parts, for engines that decode in a CUDA graph: what changes from step to step, once, and what a
@@ -422,6 +423,7 @@ class Keeper {
   std::vector<std::int32_t> positions_;  ///< scratch of observe()
   std::vector<Begun> begun_;             ///< also scratch: prompts that begin with this step
   std::vector<QueryArrival> arrivals_;   ///< also scratch, on a device
+  std::vector<MomentsArrival> moments_;  ///< also scratch, where the machine forms moments
   std::vector<QueryPlace> step_places_;  ///< also scratch, of begin_step()
   DeviceMemory step_table_;              ///< QueryPlace [step_room_] of the step that began
   std::int32_t step_room_ = 0, step_tokens_ = 0;

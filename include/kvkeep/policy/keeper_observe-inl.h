@@ -189,12 +189,15 @@ KVKEEP_INLINE void Keeper::count(Sequence& s, std::int32_t tokens) {
 KVKEEP_INLINE void Keeper::make_room(const Observation& o) {
   begun_.clear();
   arrivals_.clear();
-  std::size_t arrivals = 0;
+  moments_.clear();
+  std::size_t arrivals = 0, runs = 0;
   for (std::size_t i = 0; i < o.sequences.size(); ++i) {
     auto& s = const_cast<Sequence&>(*met_[i]);
     const std::int32_t tokens = o.indptr[i + 1] - o.indptr[i];
     find_positions(o, i, s);
     check_statistics(o, i, s, positions_);
+    for (std::size_t t = 0; !s.statistics.empty() && t < positions_.size(); ++t)
+      runs += t == 0 || positions_[t] != positions_[t - 1] + 1 ? 1 : 0;
     if (needs_.queries > 0 && !o.unread) s.ring.reserve(o.queries.dtype());
     arrivals += static_cast<std::size_t>(std::min(tokens, s.ring.capacity()));
     if (!leads(s, o.layer, tokens)) continue;
@@ -202,6 +205,7 @@ KVKEEP_INLINE void Keeper::make_room(const Observation& o) {
     if (begins_prompt(s, tokens)) begun_.push_back(begin_prompt(s, positions_));
   }
   arrivals_.reserve(arrivals);
+  moments_.reserve(runs);
 }
 
 KVKEEP_INLINE void Keeper::observe(const Observation& o) {
@@ -211,6 +215,12 @@ KVKEEP_INLINE void Keeper::observe(const Observation& o) {
   if (index < 0) return;  // sliding, shared and other layers are not ours
   check(o);
   make_room(o);
+  MachineMemory& memory = provided_.machine().memory();
+  const bool forms_moments = workspace_ != nullptr && memory.forms_moments();
+  MomentsLayout moments;
+  if (forms_moments)
+    moments = QueryStatistics::layout(memory, keeper_observe_detail::layout_of(o, spec_), o.queries.dtype(),
+                                      spec_.key_dim, o.basis, spec_.rope, *workspace_);
   if (o.queries.defined()) {
     basis_ = o.basis;
     basis_known_ = true;
@@ -234,7 +244,9 @@ KVKEEP_INLINE void Keeper::observe(const Observation& o) {
     }
     const keeper_observe_detail::Queries q =
         needs_.queries > 0 ? keeper_observe_detail::Queries(o, i) : keeper_observe_detail::Queries();
-    if (!s.statistics.empty())
+    if (forms_moments)
+      s.statistics[static_cast<std::size_t>(index)].place(o.indptr[i], positions_, moments_);
+    else if (!s.statistics.empty())
       s.statistics[static_cast<std::size_t>(index)].add(q.data, q.dtype, q.token_stride, q.head_stride, positions_,
                                                         o.basis, spec_.rope, *workspace_);
     std::span<const std::int32_t> seen = positions_;
@@ -247,8 +259,8 @@ KVKEEP_INLINE void Keeper::observe(const Observation& o) {
     s.ring.place(index, o.indptr[i + 1] - kept, seen, arrivals_);
     s.ring.advance(index, kept, o.log_sum_exp.defined());
   }
-  if (!arrivals_.empty())
-    provided_.machine().memory().push_queries(arrivals_, keeper_observe_detail::layout_of(o, spec_));
+  if (!arrivals_.empty()) memory.push_queries(arrivals_, keeper_observe_detail::layout_of(o, spec_));
+  if (!moments_.empty()) memory.push_moments(moments_, moments);
 }
 
 /// `first`: the same tokens as the first full layer would observe them.
