@@ -28,9 +28,10 @@ set -euo pipefail
 
 # One small case of every kernel, by the stem in cuda/. Matrix units are in those of window_attention, expected, critical and rkv.
 declare -A small=(
+  [adaptive_heads]='AdaptiveHeadsKernel.TakesHeads*'
   [chunks]='ChunksKernel.TakesRowsThatNeedTheLargestBlock'
-  [compact]='Compact.CarriesTheColumnsWithTheirSlots'
-  [critical]='CriticalKernel.RanksASlotLastWhoseValueIsNoNumber'
+  [compact]='Compact.CarriesTheColumnsWithTheirSlots:Compact.MovesAsMany*'
+  [critical]='CriticalKernel.RanksASlotLastWhoseValueIsNoNumber:CriticalKernel.KeepsAsManySlotsOfEachHead*'
   [expected]='ExpectedKernel.LeavesRowsAlone*'
   [expected_moments]='ExpectedKernel.FactorisesTheCovarianceOfMoreQueriesThanComponents'
   [factorise]='Factorise.ChoosesRowsAsTheyAre*'
@@ -41,7 +42,7 @@ declare -A small=(
   [knorm]='KnormKernel.LeavesRowsAlone*'
   [layer_selector]='LayerSelectorKernel.DecidesAsTheCpu*'
   [mass_segmented]='MassSegmentedKernel.TakesRows*'
-  [memory]='DeviceLine.TakesTokensBack:DeviceLine.TakesGaps*'
+  [memory]='DeviceLine.TakesTokensBack:DeviceLine.TakesGaps*:PendingEvents.ComeOfPlans*'
   [memory_attention]='MemoryMerge.IsAllThereIs*:MemoryRoute.WalksMoreSpans*:MemoryFetch.BringsOpenedSpans*'
   [narrow]='Narrow.GivesTheTokensOfALong*:GatherRows.TakeMorePrompts*'
   [prepare]='Prepare.WritesTheNewestPositions*'
@@ -55,6 +56,7 @@ declare -A small=(
   [select]='Select.TakesARow*'
   [share]='ShareKernel.GivesRowsThatShareTheScoresOfTheCpu'
   [snapkv]='SnapKVKernel.LeavesRowsAlone*'
+  [threshold]='ThresholdKernel.TakesARow*'
   [tova]='TovaKernel.LeavesRowsAlone*'
   [triattention]='TriAttentionKernel.LeavesRowsAlone*'
   [window_attention]='WindowAttentionKernel.GivesTheNewestAlone:WindowAttentionKernel.LeavesRowsAlone*'

@@ -56,7 +56,7 @@ constexpr unsigned kSides = 8;  ///< keys, values, their scales, positions, cred
 
 __global__ void __launch_bounds__(tuning::kCompactThreads) compact_kernel(CompactArguments a) {
   for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {
-    const std::int64_t begin = a.indptr[r], count = a.indptr[r + 1] - begin;
+    const std::int64_t begin = a.indptr[r], count = a.counts != nullptr ? a.counts[r] : a.indptr[r + 1] - begin;
     const std::int32_t* kept = a.slots + begin;
     const Row& row = a.rows[r];
     if (blockIdx.y < 4) {

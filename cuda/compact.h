@@ -26,6 +26,8 @@ struct CompactArguments {
   std::int32_t count = 0;
   const std::int32_t* slots = nullptr;   ///< i32 [indptr[count]] slots that stay, ascending in each row
   const std::int64_t* indptr = nullptr;  ///< i64 [count + 1]
+  const std::int32_t* counts =
+      nullptr;  ///< i32 [count] slots that stay, if indptr has room for more; null: as many as indptr says
   const std::int32_t* pages_after =
       nullptr;  ///< i32 [sequences, pages_stride] new block table; null: rows keep their pages, or are dense
   std::int64_t pages_stride = 0;

@@ -23,8 +23,13 @@ struct Task {
   std::int32_t chunks;  ///< blocks of the longest row
 };
 
+/// Slots of a row that stay.
+__device__ inline std::int32_t kept_of(const CriticalArguments& a, std::int64_t r) {
+  return a.counts != nullptr ? a.counts[r] : static_cast<std::int32_t>(a.indptr[r + 1] - a.indptr[r]);
+}
+
 __device__ inline bool is_cut(const CriticalArguments& a, std::int64_t r) {
-  return a.evidence.limits[r].due && a.indptr[r + 1] - a.indptr[r] < a.evidence.rows[r].length;
+  return a.evidence.limits[r].due && kept_of(a, r) < a.evidence.rows[r].length;
 }
 
 /// Calls body(row, its number, first slot) for every chunk of a row that is cut.
@@ -233,10 +238,10 @@ __global__ void __launch_bounds__(tuning::kMostThreads) critical_kernel(Task tas
     const Protected guarded = a.evidence.limits[r].guarded;
     std::int32_t* slots = a.slots + a.indptr[r];
     if (!is_cut(a, r)) {
-      for (std::int32_t t = team.thread(); t < row.length; t += team.size()) slots[t] = t;
+      write_all(team, row.length, slots);
       continue;
     }
-    const auto budget = static_cast<std::int32_t>(a.indptr[r + 1] - a.indptr[r]);
+    const std::int32_t budget = kept_of(a, r);
     const std::int32_t share = share_of(a.first_stage, budget),
                        first = share > guarded.count() ? share : guarded.count();
     const float *scores = a.scores + row.first, *sizes = task.sizes + row.first;

@@ -1,5 +1,5 @@
 #pragma once
-/// CriticalKV with equal heads on a GPU. Same contract as `kvkeep::Critical`, with fp8 values too.
+/// CriticalKV on a GPU. Same contract as `kvkeep::Critical`, with fp8 values too.
 ///
 /// If the output weights are f16 or bf16 and the values have the same dtype or fp8, products are exact and summed in
 /// f32 on matrix units; else they run in f32, one chain of multiply-adds over the head dimension. v[t] differs from the
@@ -26,6 +26,8 @@ struct CriticalArguments {
   const float* scores = nullptr;  ///< f32 flat, not negative
   const std::int64_t* indptr =
       nullptr;  ///< i64 [count + 1] where each row's kept slots go: min(budget, length) for a due row, all for others
+  const std::int32_t* counts = nullptr;  ///< i32 [count] how many they are, if indptr has room for more (adaptive
+                                         ///< heads: those of launch_adaptive_heads()); null: as many as indptr says
   std::int32_t* slots = nullptr;  ///< i32 [indptr[count]] out, ascending in each row
   void* workspace = nullptr;  ///< critical_workspace_bytes(), aligned to 4; afterwards holds f32 v[t] of the rows that
                               ///< were cut, flat

@@ -22,7 +22,7 @@ constexpr int kOldestChip = 8;  ///< compute capability: bf16 products
 /// elsewhere: neither goes into a graph.
 class BesideCapture {
  public:
-  BesideCapture() { expect("upload: beside a capture", cudaThreadExchangeStreamCaptureMode(&mode_)); }
+  BesideCapture() { expect("beside a capture", cudaThreadExchangeStreamCaptureMode(&mode_)); }
   ~BesideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
   BesideCapture(const BesideCapture&) = delete;
   BesideCapture& operator=(const BesideCapture&) = delete;
@@ -33,65 +33,96 @@ class BesideCapture {
 
 }  // namespace
 
+namespace page_locked {
+
+struct FreeHost {
+  void operator()(void* memory) const { cudaFreeHost(memory); }
+};
+using HostMemory = std::unique_ptr<void, FreeHost>;
+
+inline HostMemory take(std::size_t bytes) {
+  void* memory = nullptr;
+  expect("page-locked memory", cudaMallocHost(&memory, bytes));
+  return HostMemory(memory);
+}
+
+/// Page-locked memory that one copy at a time uses.
+struct Buffer {
+  HostMemory memory;
+  std::size_t bytes = 0;
+  cudaEvent_t done = nullptr;  ///< after the last copy
+
+  Buffer() = default;
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() {
+    if (done == nullptr) return;
+    cudaEventSynchronize(done);
+    cudaEventDestroy(done);
+  }
+
+  /// Waits for the last copy.
+  void wait() {
+    if (done != nullptr) expect("a page-locked buffer is in use", cudaEventSynchronize(done));
+  }
+
+  /// Room for the next copy, once the last is done.
+  void fit(std::size_t wanted) {
+    wait();
+    if (done == nullptr) expect("an event", cudaEventCreateWithFlags(&done, cudaEventDisableTiming));
+    if (bytes >= wanted) return;
+    const std::size_t larger = wanted + wanted / 2;
+    bytes = 0;
+    memory = take(larger);
+    bytes = larger;
+  }
+};
+
+}  // namespace page_locked
+
 struct Staging::Buffers {
-  struct FreeHost {
-    void operator()(void* memory) const { cudaFreeHost(memory); }
-  };
-  using HostMemory = std::unique_ptr<void, FreeHost>;
-  struct Buffer {
-    HostMemory memory;
-    std::size_t bytes = 0;
-    cudaEvent_t gone = nullptr;  ///< after the last copy out of it
-  };
-  std::array<Buffer, kBuffers> in_turn;
+  std::array<page_locked::Buffer, kBuffers> in_turn;
   std::size_t next = 0;
-  std::vector<HostMemory> captured;  ///< read again by every replay
-
-  static HostMemory page_locked(std::size_t bytes) {
-    void* memory = nullptr;
-    expect("upload: page-locked memory", cudaMallocHost(&memory, bytes));
-    return HostMemory(memory);
-  }
-
-  /// The buffer that was used longest ago, once its copy is done.
-  Buffer& take(std::size_t bytes) {
-    Buffer& buffer = in_turn[next++ % kBuffers];
-    if (buffer.gone == nullptr)
-      expect("upload: an event", cudaEventCreateWithFlags(&buffer.gone, cudaEventDisableTiming));
-    expect("upload: a page-locked buffer is in use", cudaEventSynchronize(buffer.gone));
-    if (buffer.bytes < bytes) {
-      const std::size_t larger = bytes + bytes / 2;
-      buffer.bytes = 0;
-      buffer.memory = page_locked(larger);
-      buffer.bytes = larger;
-    }
-    return buffer;
-  }
+  std::vector<page_locked::HostMemory> captured;  ///< read again by every replay
 };
 
 Staging::Staging() : buffers_(std::make_unique<Buffers>()) {}
 
-Staging::~Staging() {
-  for (Buffers::Buffer& buffer : buffers_->in_turn) {
-    if (buffer.gone == nullptr) continue;
-    cudaEventSynchronize(buffer.gone);
-    cudaEventDestroy(buffer.gone);
-  }
-}
+Staging::~Staging() = default;
 
 void Staging::upload(void* to, const void* from, std::size_t bytes, Stream stream) {
   if (bytes == 0) return;
   const BesideCapture beside;
   if (is_capturing(stream)) {
-    void* const kept = buffers_->captured.emplace_back(Buffers::page_locked(bytes)).get();
+    void* const kept = buffers_->captured.emplace_back(page_locked::take(bytes)).get();
     std::memcpy(kept, from, bytes);
     expect("upload", cudaMemcpyAsync(to, kept, bytes, cudaMemcpyHostToDevice, stream));
     return;
   }
-  Buffers::Buffer& buffer = buffers_->take(bytes);
+  page_locked::Buffer& buffer = buffers_->in_turn[buffers_->next++ % kBuffers];  // that was used longest ago
+  buffer.fit(bytes);
   std::memcpy(buffer.memory.get(), from, bytes);
   expect("upload", cudaMemcpyAsync(to, buffer.memory.get(), bytes, cudaMemcpyHostToDevice, stream));
-  expect("upload", cudaEventRecord(buffer.gone, stream));
+  expect("upload", cudaEventRecord(buffer.done, stream));
+}
+
+struct Readback::Buffer : page_locked::Buffer {};
+
+Readback::Readback() : buffer_(std::make_unique<Buffer>()) {}
+
+Readback::~Readback() = default;
+
+void Readback::begin(const void* from, std::size_t bytes, Stream stream) {
+  const BesideCapture beside;
+  buffer_->fit(bytes);
+  expect("readback", cudaMemcpyAsync(buffer_->memory.get(), from, bytes, cudaMemcpyDeviceToHost, stream));
+  expect("readback", cudaEventRecord(buffer_->done, stream));
+}
+
+void Readback::finish(void* to, std::size_t bytes) {
+  const BesideCapture beside;
+  buffer_->wait();
+  std::memcpy(to, buffer_->memory.get(), bytes);
 }
 
 bool is_capturing(Stream stream) {

@@ -28,6 +28,25 @@ class Staging {
   std::unique_ptr<Buffers> buffers_;
 };
 
+/// Page-locked host memory in which copies from the device end, one at a time.
+class Readback {
+ public:
+  Readback();
+  ~Readback();
+  Readback(const Readback&) = delete;
+  Readback& operator=(const Readback&) = delete;
+
+  /// Begins to copy what the stream has written by then. Does not wait, unless an earlier copy is still on its way;
+  /// takes memory for the first copy of a size. Not for a stream that is being captured: only the replay would copy.
+  void begin(const void* from, std::size_t bytes, Stream stream);
+  /// Waits for that copy, not for what came after it on the stream.
+  void finish(void* to, std::size_t bytes);
+
+ private:
+  struct Buffer;
+  std::unique_ptr<Buffer> buffer_;
+};
+
 /// True if work that is launched on the stream goes into a graph.
 [[nodiscard]] bool is_capturing(Stream stream);
 

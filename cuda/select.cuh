@@ -10,21 +10,20 @@ namespace kvkeep::cuda {
 
 inline constexpr std::int32_t kDigits = 256;
 
-/// The least key among the `wanted` largest of key_of(t), t in [from, to). A key of 0 is not a candidate; other keys
+/// The least of the `wanted` largest keys; each(add) calls add(key) for the candidates of this thread, all of which
 /// differ. Low bits of the result may be 0 if no other key is in between. `histogram`: kDigits counters of shared
 /// memory for this team. Requires: 1 <= wanted <= candidates. Cost: at most 8 passes, mostly 4.
-template <class Team, class KeyOf>
-__device__ std::uint64_t least_kept(const Team& team, std::int32_t* histogram, std::int32_t from, std::int32_t to,
-                                    std::int32_t wanted, const KeyOf& key_of) {
+template <class Team, class Each>
+__device__ std::uint64_t least_of_largest(const Team& team, std::int32_t* histogram, std::int32_t wanted,
+                                          const Each& each) {
   const WarpTeam warp;
   std::uint64_t found = 0, mask = 0;
   for (int shift = 56; shift >= 0; shift -= 8) {
     for (std::int32_t i = team.thread(); i < kDigits; i += team.size()) histogram[i] = 0;
     team.sync();
-    for (std::int32_t t = from + team.thread(); t < to; t += team.size()) {
-      const std::uint64_t key = key_of(t);
-      if (key != 0 && (key & mask) == found) atomicAdd(&histogram[key >> shift & 255U], 1);
-    }
+    each([&](std::uint64_t key) {
+      if ((key & mask) == found) atomicAdd(&histogram[key >> shift & 255U], 1);
+    });
     team.sync();
     // Every warp reads the counters for itself: lane l those of digits 255 - 8 l downwards.
     std::int32_t own = 0;
@@ -51,6 +50,18 @@ __device__ std::uint64_t least_kept(const Team& team, std::int32_t* histogram, s
   return found;
 }
 
+/// The same over key_of(t), t in [from, to). A key of 0 is not a candidate.
+template <class Team, class KeyOf>
+__device__ std::uint64_t least_kept(const Team& team, std::int32_t* histogram, std::int32_t from, std::int32_t to,
+                                    std::int32_t wanted, const KeyOf& key_of) {
+  return least_of_largest(team, histogram, wanted, [&](const auto& add) {
+    for (std::int32_t t = from + team.thread(); t < to; t += team.size()) {
+      const std::uint64_t key = key_of(t);
+      if (key != 0) add(key);
+    }
+  });
+}
+
 /// Writes the slots t of [0, length) for which keeps(t) holds to `slots`, ascending. Returns how many.
 template <class Team, class Keeps>
 __device__ std::int32_t write_kept(const Team& team, std::int32_t length, const Keeps& keeps, std::int32_t* slots) {
@@ -63,6 +74,23 @@ __device__ std::int32_t write_kept(const Team& team, std::int32_t length, const 
     written += static_cast<std::int64_t>(team.sum(kept));
   }
   return static_cast<std::int32_t>(written);
+}
+
+/// Writes all slots of a row.
+template <class Team>
+__device__ void write_all(const Team& team, std::int32_t length, std::int32_t* slots) {
+  for (std::int32_t t = team.thread(); t < length; t += team.size()) slots[t] = t;
+}
+
+/// Writes the guarded slots of a row and its best others, `kept` in all, ascending.
+template <class Team>
+__device__ void write_best(const Team& team, std::int32_t* histogram, std::int32_t length, const Protected& guarded,
+                           const float* scores, std::int32_t kept, std::int32_t* slots) {
+  if (kept == length) return write_all(team, length, slots);
+  const std::int32_t wanted = kept - guarded.count();
+  const auto key_of = [&](std::int32_t t) { return guarded.holds(t, length) ? 0 : rank_key(scores[t], t); };
+  const std::uint64_t least = wanted > 0 ? least_kept(team, histogram, 0, length, wanted, key_of) : ~std::uint64_t{0};
+  write_kept(team, length, [&](std::int32_t t) { return guarded.holds(t, length) || key_of(t) >= least; }, slots);
 }
 
 }  // namespace kvkeep::cuda

@@ -1,16 +1,22 @@
-// Kernels that choose slots and move them: compaction, selection, AMS, chunks, CriticalKV; and those that put queries
-// into their rings and statistics, and given scores into their columns.
+// Kernels that choose slots and move them: compaction, selection, thresholds, AdaKV, AMS, chunks, CriticalKV; and those
+// that put queries into their rings and statistics, and given scores into their columns.
+
+#include "adaptive_heads.h"
+
+#include <tuple>
 
 #include "chunks.h"
 #include "compact.h"
 #include "critical.h"
 #include "given.h"
+#include "kvkeep/allot/share.h"
 #include "mass_segmented.h"
 #include "query_ring.h"
 #include "query_statistics.h"
 #include "rows.h"
 #include "select.h"
 #include "share.h"
+#include "threshold.h"
 
 namespace kvkeep::cuda {
 namespace {
@@ -68,6 +74,110 @@ void select(Result& result, Shape shape, Size size) {
   }
   measure(result, static_cast<double>(event.count) * (size.length + size.budget) * 4,
           [&] { launch_select(arguments, stream()); });
+}
+
+/// Room for every slot of every row, where the scores say how many stay.
+struct Rooms {
+  explicit Rooms(const RandomEvent& event)
+      : length(event.length),
+        counts(static_cast<std::size_t>(event.count)),
+        slots(static_cast<std::size_t>(event.count * event.length)) {
+    std::vector<std::int64_t> bounds(static_cast<std::size_t>(event.count) + 1);
+    for (std::size_t r = 0; r < bounds.size(); ++r) bounds[r] = static_cast<std::int64_t>(r) * length;
+    indptr = std::make_unique<DeviceArray<std::int64_t>>(bounds);
+  }
+  [[nodiscard]] std::vector<std::int32_t> kept_of(std::int32_t r) const {
+    const std::int32_t kept = counts.download(static_cast<std::size_t>(r), 1)[0];
+    return slots.download(static_cast<std::size_t>(r * length), static_cast<std::size_t>(kept));
+  }
+
+  std::int64_t length;
+  DeviceArray<std::int32_t> counts, slots;
+  std::unique_ptr<DeviceArray<std::int64_t>> indptr;
+};
+
+void threshold(Result& result, Shape shape, Size size) {
+  const RandomEvent event(shape, size);
+  const Rooms rooms(event);
+  const ThresholdArguments a{.rows = event.rows->data(),
+                             .limits = event.limits->data(),
+                             .count = static_cast<std::int32_t>(event.count),
+                             .longest = size.length,
+                             .threshold = 1,  // a sixth of the slots pass
+                             .scores = event.scores->data(),
+                             .indptr = rooms.indptr->data(),
+                             .slots = rooms.slots.data(),
+                             .counts = rooms.counts.data()};
+  launch_threshold(a, stream());
+  for (const std::int32_t r : sample_of(a.count)) {
+    std::vector<std::int32_t> want;
+    for (std::int32_t t = 0; t < size.length; ++t)
+      if (kGuarded.holds(t, size.length) || event.drawn[static_cast<std::size_t>(r * event.length + t)] >= 1)
+        want.push_back(t);
+    if (std::ssize(want) <= size.budget && rooms.kept_of(r) != want) return result.fail("not the slots that pass stay");
+  }
+  measure(result, static_cast<double>(event.count) * (size.length + size.length / 6.0) * 4,
+          [&] { launch_threshold(a, stream()); });
+}
+
+/// What the heads of one layer keep, by sorts.
+std::vector<std::vector<std::int32_t>> shared_by_heads(const RandomEvent& event, std::int32_t first, std::int32_t heads,
+                                                       double safeguard) {
+  struct Slot {
+    float score;
+    std::int32_t head, slot;
+  };
+  const auto length = static_cast<std::int32_t>(event.length), budget = static_cast<std::int32_t>(event.budget);
+  const auto better = [](const Slot& a, const Slot& b) {
+    return std::tuple(-a.score, a.head, -a.slot) < std::tuple(-b.score, b.head, -b.slot);
+  };
+  std::vector<std::vector<std::int32_t>> kept(static_cast<std::size_t>(heads));
+  std::vector<Slot> rest;
+  for (std::int32_t h = 0; h < heads; ++h) {
+    std::vector<Slot> own;
+    for (std::int32_t t = 0; t < length; ++t)
+      if (kGuarded.holds(t, length))
+        kept[static_cast<std::size_t>(h)].push_back(t);
+      else
+        own.push_back({event.drawn[static_cast<std::size_t>((first + h) * event.length + t)], h, t});
+    std::ranges::sort(own, better);
+    const auto mine = static_cast<std::size_t>(std::max(0, share_of(safeguard, budget) - kGuarded.count()));
+    for (std::size_t n = 0; n < own.size(); ++n)
+      if (n < mine)
+        kept[static_cast<std::size_t>(h)].push_back(own[n].slot);
+      else
+        rest.push_back(own[n]);
+  }
+  std::size_t left = static_cast<std::size_t>(heads) * static_cast<std::size_t>(budget);
+  for (const auto& slots : kept) left -= slots.size();
+  std::ranges::sort(rest, better);
+  for (std::size_t n = 0; n < left; ++n) kept[static_cast<std::size_t>(rest[n].head)].push_back(rest[n].slot);
+  for (auto& slots : kept) std::ranges::sort(slots);
+  return kept;
+}
+
+void adaptive_heads(Result& result, Shape shape, Size size) {
+  const RandomEvent event(shape, size);
+  const Rooms rooms(event);
+  AdaptiveHeadsArguments a{.rows = event.rows->data(),
+                           .limits = event.limits->data(),
+                           .count = static_cast<std::int32_t>(event.count),
+                           .heads = shape.kv_heads,
+                           .longest = size.length,
+                           .scores = event.scores->data(),
+                           .counts = rooms.counts.data(),
+                           .indptr = rooms.indptr->data(),
+                           .slots = rooms.slots.data()};
+  const DeviceArray<std::byte> workspace(static_cast<std::size_t>(adaptive_heads_workspace_bytes(a)));
+  a.workspace = workspace.data();
+  launch_adaptive_heads(a, stream());
+  for (const std::int32_t r : sample_of(a.count)) {
+    const std::int32_t first = r / a.heads * a.heads;
+    if (rooms.kept_of(r) != shared_by_heads(event, first, a.heads, a.safeguard)[static_cast<std::size_t>(r - first)])
+      return result.fail("the kept slots are not those of sorts");
+  }
+  measure(result, static_cast<double>(event.count) * (size.length + size.budget) * 4,
+          [&] { launch_adaptive_heads(a, stream()); });
 }
 
 void mass_segmented(Result& result, Shape shape, Size size) {
@@ -362,6 +472,8 @@ void push_given(Result& result, Shape shape, Size size) {
 void add_keeping() {
   add("Compact", compact, {{1, 1536, 1024}, {1, 1024, 512}, {8, 1536, 1024}, {32, 1536, 1024}});
   add("Select", select, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
+  add("Threshold", threshold, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
+  add("AdaptiveHeads", adaptive_heads, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
   add("MassSegmented", mass_segmented, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
   add("Chunks", chunks, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
   add("Critical", critical, {{1, 1536, 1024}, {1, 32768, 2048}}, {{1, 96, 64}});

@@ -11,7 +11,6 @@
 #include "device_columns.h"
 #include "event.h"
 #include "given.h"
-#include "kvkeep/allot/critical.h"
 #include "kvkeep/cuda.h"
 #include "kvkeep/keep/pages.h"
 #include "kvkeep/observe/query_statistics.h"
@@ -38,10 +37,6 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     if (kernels_of(demand.allocator) == nullptr)
       found.push_back(text("device: allocator ", demand.allocator.name(), " has no kernel; given ", device_.str(),
                            "; allowed only on the CPU"));
-    if (typeid(demand.allocator) == typeid(Critical) && demand.allocator.ragged())
-      found.push_back(
-          text("heads: with adaptive heads of critical, scores decide how many slots stay, unknown to the host; given ",
-               device_.str(), "; allowed equal, or the CPU"));
     for (const bool value : {false, true}) {
       const std::int32_t dim = value ? spec.value_dim : spec.key_dim;
       if ((value ? demand.needs.values : demand.needs.keys) && dim > kMostDim)
@@ -59,12 +54,18 @@ class CudaAccelerator final : public Machine, public MachineMemory {
                                              const Demand& demand) override {
     const std::vector<std::string> why_not = problems(demand, evidence.spec);
     KVKEEP_REQUIRE_AS(Unsupported, why_not.empty(), "decide: ", why_not.empty() ? "" : why_not.front());
+    const std::vector<std::int32_t> most = kernels_of(demand.allocator)->most(demand.allocator, evidence, limits);
+    KVKEEP_REQUIRE_AS(StateError, dry_ || most.empty() || !capturing(), "decide: under ", demand.policy,
+                      " the scores decide how many slots stay, which a replay could not tell the host; allowed events "
+                      "that are not captured");
     if (!dry_) {
       ++serial_;  // this invalidates earlier decisions
       memory_.begin();
     }
     auto event = std::make_unique<CudaEvent>(evidence, limits, pool_, memory_, staging_, constants_, dry_);
-    upload(*event, demand.needs);
+    event->allocator = &demand.allocator;
+    if (!most.empty()) event->counts = event->take<std::int32_t>(std::ssize(most));
+    upload(*event, demand.needs, most.empty() ? most_kept(evidence.table, limits) : most);
     return event;
   }
 
@@ -122,14 +123,23 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     const std::int64_t moves_at = move_table_.add(moves), after_at = move_table_.add(after);
     move_table_.place();
     move_table_.upload(staging_, stream);
+    // Before the rows move: the host need not wait for that.
+    if (decision.tables.counts != nullptr)
+      counts_.begin(decision.tables.counts, table.rows.size() * sizeof(std::int32_t), stream);
     launch_compact({.rows = decision.tables.rows,
                     .columns = move_table_.there<ColumnMove>(moves_at),
                     .count = static_cast<std::int32_t>(table.rows.size()),
                     .slots = keep.slots.data<std::int32_t>(),
                     .indptr = decision.tables.indptr,
+                    .counts = decision.tables.counts,
                     .pages_after = pages.empty() ? nullptr : move_table_.there<std::int32_t>(after_at),
                     .pages_stride = stride},
                    stream);
+  }
+
+  void read_counts(std::span<std::int32_t> counts) override {
+    const c10::DeviceGuard guard(torch_device(device_));
+    counts_.finish(counts.data(), counts.size_bytes());
   }
 
   void use_workspace(Tensor memory) override {
@@ -210,8 +220,9 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     download(to, from, static_cast<std::size_t>(bytes), pool_.stream());
   }
 
-  /// Sends everything of the event that kernels read in one copy, and says where the kept slots of every row will be.
-  void upload(CudaEvent& event, const Needs& needs) {
+  /// Sends everything of the event that kernels read in one copy, and says where the kept slots of every row will be:
+  /// `most`, of each.
+  void upload(CudaEvent& event, const Needs& needs, std::span<const std::int32_t> most) {
     const RowTable& table = event.evidence.table;
     const ModelSpec& spec = event.evidence.spec;
     KeepSet& keep = event.keep;
@@ -220,7 +231,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     for (std::size_t r = 0; r < table.rows.size(); ++r) {
       const Row& row = table.rows[r];
       const RowLimit& limit = event.limits.rows[r];
-      keep.indptr.push_back(keep.indptr.back() + (limit.due ? std::min(row.length, limit.budget) : row.length));
+      keep.indptr.push_back(keep.indptr.back() + most[r]);
       keep.firm.push_back(limit.due ? std::min(limit.guarded.sinks, row.length) : row.length);
       longest = std::max(longest, row.length);
     }
@@ -315,8 +326,10 @@ class CudaAccelerator final : public Machine, public MachineMemory {
                        .keys = needs.keys ? element_of("keys", table.key_dtype) : Element::f32,
                        .query = element_of("queries", query_dtype),
                        .scale = static_cast<float>(spec.scale())};
-    event.tables = {
-        .rows = event.arguments.rows, .indptr = event_table_.there<std::int64_t>(indptr_at), .serial = serial_};
+    event.tables = {.rows = event.arguments.rows,
+                    .indptr = event_table_.there<std::int64_t>(indptr_at),
+                    .serial = serial_,
+                    .counts = event.counts};
     if (!spans.empty()) {
       event.pins = event_table_.there<PinnedSpans>(pins_at);
       event.given_limits = event.arguments.limits;
@@ -363,6 +376,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
   DevicePool pool_;
   EventMemory memory_;
   Staging staging_;
+  Readback counts_;
   Table event_table_, move_table_;
   std::uint64_t serial_ = 0;  ///< of the newest event, the only one that workspace and tables hold
   bool dry_ = false;          ///< events launch nothing, and only count memory

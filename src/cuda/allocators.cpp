@@ -3,15 +3,20 @@
 #include <typeindex>
 #include <unordered_map>
 
+#include "adaptive_heads.h"
 #include "chunks.h"
 #include "critical.h"
 #include "event.h"
+#include "kvkeep/allot/adaptive_heads.h"
 #include "kvkeep/allot/chunks.h"
 #include "kvkeep/allot/critical.h"
+#include "kvkeep/allot/head_marks.h"
 #include "kvkeep/allot/mass_segmented.h"
 #include "kvkeep/allot/pyramid.h"
+#include "kvkeep/allot/threshold.h"
 #include "mass_segmented.h"
 #include "select.h"
+#include "threshold.h"
 
 namespace kvkeep::cuda {
 namespace {
@@ -74,6 +79,42 @@ float* allot(CudaEvent& event, const Chunks& allocator, const WindowAttention&, 
   return nullptr;
 }
 
+/// `slots` null: counts alone.
+void share_heads(CudaEvent& event, double safeguard, const float* scores, std::int32_t* slots) {
+  AdaptiveHeadsArguments arguments{.rows = event.arguments.rows,
+                                   .limits = event.arguments.limits,
+                                   .count = event.arguments.count,
+                                   .heads = event.arguments.kv_heads,
+                                   .longest = event.arguments.longest,
+                                   .safeguard = safeguard,
+                                   .scores = scores,
+                                   .counts = event.counts,
+                                   .indptr = event.tables.indptr,
+                                   .slots = slots};
+  arguments.workspace = event.take<std::byte>(adaptive_heads_workspace_bytes(arguments));
+  event.launch(launch_adaptive_heads, arguments);
+}
+
+float* allot(CudaEvent& event, const AdaptiveHeads& allocator, const WindowAttention&, const float* scores,
+             std::int32_t* slots) {
+  share_heads(event, allocator.options().safeguard, scores, slots);
+  return nullptr;
+}
+
+float* allot(CudaEvent& event, const Threshold& allocator, const WindowAttention&, const float* scores,
+             std::int32_t* slots) {
+  event.launch(launch_threshold, {.rows = event.arguments.rows,
+                                  .limits = event.arguments.limits,
+                                  .count = event.arguments.count,
+                                  .longest = event.arguments.longest,
+                                  .threshold = static_cast<float>(allocator.options().threshold),
+                                  .scores = scores,
+                                  .indptr = event.tables.indptr,
+                                  .slots = slots,
+                                  .counts = event.counts});
+  return nullptr;
+}
+
 float* allot(CudaEvent& event, const Critical& allocator, const WindowAttention&, const float* scores,
              std::int32_t* slots) {
   const std::span<const Tensor> given = event.evidence.output_projections;
@@ -84,6 +125,7 @@ float* allot(CudaEvent& event, const Critical& allocator, const WindowAttention&
         w.dtype() == any.dtype() && w.size(0) == any.size(0),
         "critical: output projections differ in dtype or hidden size between layers; allowed one of each on a device");
   }
+  if (allocator.ragged()) share_heads(event, allocator.options().safeguard, scores, nullptr);
   CriticalArguments arguments;
   arguments.evidence = event.arguments;
   arguments.values = element_of("values", event.evidence.table.value_dtype);
@@ -99,6 +141,7 @@ float* allot(CudaEvent& event, const Critical& allocator, const WindowAttention&
   arguments.slots_in_all = event.evidence.table.slots;
   arguments.scores = scores;
   arguments.indptr = event.tables.indptr;
+  arguments.counts = event.counts;
   arguments.slots = slots;
   arguments.workspace = event.take<std::byte>(critical_workspace_bytes(arguments));
   event.launch(launch_critical, arguments);
@@ -110,22 +153,41 @@ float* allot(CudaEvent& event, const Pyramid&, const WindowAttention& seen, cons
   return allot(event, Flat(), seen, scores, slots);
 }
 
+std::vector<std::int32_t> most(const Allocator&, const Evidence&, const Limits&) { return {}; }
+
+std::vector<std::int32_t> most(const AdaptiveHeads& allocator, const Evidence& evidence, const Limits& limits) {
+  return cpu::most_across_heads(evidence, limits, allocator.options().safeguard);
+}
+
+std::vector<std::int32_t> most(const Critical& allocator, const Evidence& evidence, const Limits& limits) {
+  if (!allocator.ragged()) return {};
+  return cpu::most_across_heads(evidence, limits, allocator.options().safeguard);
+}
+
+std::vector<std::int32_t> most(const Threshold&, const Evidence& evidence, const Limits& limits) {
+  return most_kept(evidence.table, limits);
+}
+
 template <class A>
-std::pair<const std::type_index, Allot> allocator_kernels() {
+std::pair<const std::type_index, AllocatorKernels> allocator_kernels() {
   return {typeid(A),
-          [](CudaEvent& event, const Allocator& allocator, const WindowAttention& seen, const float* scores,
-             std::int32_t* slots) { return allot(event, static_cast<const A&>(allocator), seen, scores, slots); }};
+          {[](CudaEvent& event, const Allocator& allocator, const WindowAttention& seen, const float* scores,
+              std::int32_t* slots) { return allot(event, static_cast<const A&>(allocator), seen, scores, slots); },
+           [](const Allocator& allocator, const Evidence& evidence, const Limits& limits) {
+             return most(static_cast<const A&>(allocator), evidence, limits);
+           }}};
 }
 
 }  // namespace
 
-Allot kernels_of(const Allocator& allocator) {
-  static const std::unordered_map<std::type_index, Allot> all = {
-      allocator_kernels<Chunks>(),        allocator_kernels<Critical>(), allocator_kernels<Flat>(),
-      allocator_kernels<MassSegmented>(), allocator_kernels<Pyramid>(),
+const AllocatorKernels* kernels_of(const Allocator& allocator) {
+  static const std::unordered_map<std::type_index, AllocatorKernels> all = {
+      allocator_kernels<AdaptiveHeads>(), allocator_kernels<Chunks>(),        allocator_kernels<Critical>(),
+      allocator_kernels<Flat>(),          allocator_kernels<MassSegmented>(), allocator_kernels<Pyramid>(),
+      allocator_kernels<Threshold>(),
   };
   const auto found = all.find(typeid(allocator));
-  return found == all.end() ? nullptr : found->second;
+  return found == all.end() ? nullptr : &found->second;
 }
 
 }  // namespace kvkeep::cuda

@@ -93,6 +93,15 @@ void Table::upload(Staging& staging, Stream stream) {
   sent_ = image_;
 }
 
+std::vector<std::int32_t> most_kept(const RowTable& table, const Limits& limits) {
+  std::vector<std::int32_t> most;
+  for (std::size_t r = 0; r < table.rows.size(); ++r) {
+    const std::int32_t length = table.rows[r].length;
+    most.push_back(limits.rows[r].due ? std::min(length, limits.rows[r].budget) : length);
+  }
+  return most;
+}
+
 void require_even_heads(const CudaEvent& event, std::string_view name, const char* otherwise) {
   const RowTable& table = event.evidence.table;
   for (const RowGroup& group : table.groups)
@@ -143,11 +152,13 @@ Scores CudaEvent::share(const Scores& scores, Sharing share) {
   return shared;
 }
 
-void CudaEvent::allot(const Allocator& allocator, const Scores& scores, WindowAttention seen, Decision& decision) {
+void CudaEvent::allot(const Allocator& allotting, const Scores& scores, WindowAttention seen, Decision& decision) {
+  KVKEEP_REQUIRE(&allotting == allocator, "allot: ", allotting.name(),
+                 " is not what the event was begun with; allowed Demand::allocator, ", allocator->name());
   const std::int64_t kept = keep.indptr.back();
   keep.slots = tensor(take<std::int32_t>(kept), kept, Dtype::i32);
   float* const credit =
-      kernels_of(allocator)(*this, allocator, seen, scores.data.data<float>(), keep.slots.data<std::int32_t>());
+      kernels_of(allotting)->allot(*this, allotting, seen, scores.data.data<float>(), keep.slots.data<std::int32_t>());
   if (credit != nullptr) decision.credit = tensor(credit, evidence.table.slots);
   decision.keep = std::move(keep);
   decision.tables = tables;

@@ -118,7 +118,7 @@ class CudaEvent final : public Event {
   [[nodiscard]] WindowAttention attend(std::int32_t window, bool official, WindowNeeds needs) override;
   [[nodiscard]] Scores score(const Scorer& scorer, const WindowAttention& seen) override;
   [[nodiscard]] Scores share(const Scores& scores, Sharing share) override;
-  void allot(const Allocator& allocator, const Scores& scores, WindowAttention seen, Decision& decision) override;
+  void allot(const Allocator& allotting, const Scores& scores, WindowAttention seen, Decision& decision) override;
 
   /// What kernels read, and where the kept slots go; set by the machine.
   const Evidence& evidence;
@@ -126,6 +126,8 @@ class CudaEvent final : public Event {
   EvidenceArguments arguments;  ///< rows, limits and queries on the device
   EventTables tables;
   KeepSet keep;                                       ///< without its slots
+  const Allocator* allocator = nullptr;               ///< for which it has room
+  std::int32_t* counts = nullptr;                     ///< i32 [rows] EventTables::counts
   const std::int32_t* next_positions = nullptr;       ///< i32 [groups]
   const double* inv_freq = nullptr;                   ///< f64 [pairs]
   const NewestPositions* newest_positions = nullptr;  ///< [groups] null once they are in the columns
@@ -204,14 +206,26 @@ class CudaEvent final : public Event {
 /// unless its heads are `otherwise`.
 void require_even_heads(const CudaEvent& event, std::string_view name, const char* otherwise);
 
+/// Slots that each row may keep at most, if the scores decide how many; empty: the limits do.
+using Most = std::vector<std::int32_t> (*)(const Allocator& allocator, const Evidence& evidence, const Limits& limits);
+
 /// Fills scores [slots] of every due row.
 using Score = float* (*)(CudaEvent& event, const Scorer& scorer, const WindowAttention& seen);
-/// Writes the kept slots of every row; returns the new credit, or null if there is none.
+/// Writes the kept slots of every row, and how many they are if the scores decide that (EventTables::counts); returns
+/// the new credit, or null if there is none.
 using Allot = float* (*)(CudaEvent& event, const Allocator& allocator, const WindowAttention& seen, const float* scores,
                          std::int32_t* slots);
 
+/// min(length, budget) of a due row, the length of any other.
+[[nodiscard]] std::vector<std::int32_t> most_kept(const RowTable& table, const Limits& limits);
+
+struct AllocatorKernels {
+  Allot allot;
+  Most most;
+};
+
 /// The kernels of a scorer's or allocator's class; null: none.
 [[nodiscard]] Score kernels_of(const Scorer& scorer);
-[[nodiscard]] Allot kernels_of(const Allocator& allocator);
+[[nodiscard]] const AllocatorKernels* kernels_of(const Allocator& allocator);
 
 }  // namespace kvkeep::cuda

@@ -1,5 +1,6 @@
 // Bodies of this room's headers, compiled once for the library.
 
+#include "kvkeep/policy/finish-inl.h"
 #include "kvkeep/policy/fold-inl.h"
 #include "kvkeep/policy/give-inl.h"
 #include "kvkeep/policy/keeper-inl.h"

@@ -14,6 +14,7 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 
+#include "kvkeep/allot/head_marks.h"
 #include "kvkeep/kvkeep.h"
 #include "kvkeep/torch.h"
 #include "oracle/allocators_oracle.h"
@@ -265,6 +266,8 @@ TEST(AdaptiveHeads, KeepWhatTheSecondImplementationKeeps) {
     SCOPED_TRACE(e.made.description() + text(", safeguard ", safeguard));
     const KeepSet keep = e.kept(allocator);
     expect_a_set(e, keep);
+    const Ints most = cpu::most_across_heads(e.memory.evidence(), e.limits, safeguard);
+    for (std::size_t r = 0; r < most.size(); ++r) ASSERT_LE(keep.count(r), most[r]) << "row " << r;
     for (const RowGroup& group : e.table().groups) {
       const std::vector<AllotHead> heads = e.heads(group);
       const auto want = oracle::adaptive(heads, e.budget_of(group), safeguard);
@@ -283,6 +286,20 @@ TEST(AdaptiveHeads, KeepWhatTheSecondImplementationKeeps) {
       ASSERT_EQ(total, std::min(allowed, held));
     }
   }
+}
+
+TEST(AdaptiveHeads, KeepAtMostWhatOtherHeadsLeaveWhateverTheyScore) {
+  RowTable table = rows_of_lengths({30, 12}, 2);
+  Limits limits = even_limits(table, 10, 3, 1);
+  const ModelSpec spec = small_spec(2);
+  AdaptiveHeads({0.2}).spread({.spec = spec, .table = table}, {}, limits.rows);
+  // Each keeps 4 protected slots, or 5 by its own half: the other one has what is left of 20, and no more than it
+  // holds.
+  EXPECT_EQ(cpu::most_across_heads({.spec = spec, .table = table}, limits, 0.2), (Ints{16, 12}));
+  EXPECT_EQ(cpu::most_across_heads({.spec = spec, .table = table}, limits, 0.5), (Ints{15, 12}));
+  EXPECT_EQ(cpu::most_across_heads({.spec = spec, .table = table}, limits, 1.0), (Ints{10, 10}));
+  for (RowLimit& limit : limits.rows) limit.due = false;
+  EXPECT_EQ(cpu::most_across_heads({.spec = spec, .table = table}, limits, 0.2), (Ints{30, 12}));
 }
 
 TEST(AdaptiveHeads, KeepNoWorseSlotBeyondTheSafeguardThanTheyDrop) {

@@ -35,7 +35,7 @@ KeepSet kept(const Evidence& evidence, const Limits& limits, const std::vector<f
 
 /// What stays of one row.
 Ints kept(const std::vector<float>& scores, double threshold, std::int32_t budget, std::int32_t sink,
-          std::int32_t recent) {
+          std::int32_t recent, const std::vector<SlotRange>& pins = {}) {
   ModelSpec spec;
   spec.query_heads = spec.kv_heads = 1;
   RowTable table;
@@ -44,6 +44,10 @@ Ints kept(const std::vector<float>& scores, double threshold, std::int32_t budge
   table.groups.resize(1);
   const Evidence evidence{.spec = spec, .table = table};
   Limits limits = even_limits(table, budget, sink, recent);
+  Protected& guarded = limits.rows[0].guarded;
+  guarded.pins = pins.data();
+  guarded.ranges = static_cast<std::int32_t>(pins.size());
+  for (const SlotRange& range : pins) guarded.pinned += range.to - range.from;
   Threshold({threshold}).spread(evidence, {}, limits.rows);
   return slots_of(kept(evidence, limits, scores, threshold), 0);
 }
@@ -56,6 +60,13 @@ TEST(Threshold, KeepsWhatPassesByHand) {
   EXPECT_EQ(kept(scores, -4, 3, 1, 2), (Ints{0, 6, 7}));
   EXPECT_EQ(kept(scores, -100, 8, 0, 0), (Ints{0, 1, 2, 3, 4, 5, 6, 7}));
   EXPECT_EQ(kept(scores, 0, 8, 0, 0), (Ints{}));
+}
+
+TEST(Threshold, KeepsNoMoreForPinnedSlotsThatWouldPass) {
+  const std::vector<float> scores{-9, -3, -5, -4, -8, -1, -9, -9};
+  EXPECT_EQ(kept(scores, -4, 8, 1, 1, {{2, 4}}), (Ints{0, 1, 2, 3, 5, 7})) << "3 is pinned and passes: it counts once";
+  EXPECT_EQ(kept(scores, -4, 8, 0, 0, {{1, 2}, {3, 4}, {5, 6}}), (Ints{1, 3, 5}));
+  EXPECT_EQ(kept(scores, -4, 3, 0, 0, {{4, 5}, {6, 7}}), (Ints{4, 5, 6})) << "of those that pass, the best";
 }
 
 TEST(Threshold, TakesTiesNoNumbersAndInfinities) {

@@ -209,6 +209,39 @@ TEST_F(Compact, CarriesTheColumnsWithTheirSlots) {
   }
 }
 
+TEST_F(Compact, MovesAsManySlotsOfARowAsTheDeviceHasCounted) {
+  oracle::Random random(7);
+  for (const std::int32_t page : {0, 16}) {
+    Case c = make_case(random, 24, 0, page, 3, 2, 129, true);
+    const std::vector<std::byte> wanted = on_cpu(c, page);
+    // The same slots in rooms that hold more of them.
+    std::vector<std::int64_t> rooms{0};
+    std::vector<std::int32_t> spread, counted;
+    for (std::size_t r = 0; r < c.rows.size(); ++r) {
+      spread.insert(spread.end(), c.slots.begin() + c.indptr[r], c.slots.begin() + c.indptr[r + 1]);
+      counted.push_back(static_cast<std::int32_t>(c.indptr[r + 1] - c.indptr[r]));
+      spread.insert(spread.end(), static_cast<std::size_t>(random.between(0, 9)), 1 << 20);
+      rooms.push_back(static_cast<std::int64_t>(spread.size()));
+    }
+    in_every_order([&] {
+      const DeviceArray<std::byte> bytes(c.bytes);
+      const DeviceArray<std::int32_t> table(c.block_table), after(c.pages_after), slots(spread), counts(counted);
+      const DeviceArray<std::int64_t> indptr(rooms);
+      const DeviceArray<Row> rows(c.rows_at(bytes.data(), table.data()));
+      launch_compact({.rows = rows.data(),
+                      .columns = nullptr,
+                      .count = static_cast<std::int32_t>(c.rows.size()),
+                      .slots = slots.data(),
+                      .indptr = indptr.data(),
+                      .counts = counts.data(),
+                      .pages_after = page == 0 ? nullptr : after.data(),
+                      .pages_stride = c.table_width},
+                     nullptr);
+      ASSERT_EQ(bytes.download(), wanted) << "page " << page;
+    });
+  }
+}
+
 TEST_F(Compact, TakesNoRowsAtAllAndMoreRowsThanABlockIndexHolds) {  // B29
   launch_compact({}, nullptr);
 #if defined(KVKEEP_CUDA_MODEL)

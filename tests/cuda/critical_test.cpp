@@ -4,7 +4,9 @@
 
 #include <ATen/ops/from_blob.h>
 
+#include "adaptive_heads.h"
 #include "kvkeep/allot/critical.h"
+#include "kvkeep/allot/head_marks.h"
 #include "kvkeep/allot/share.h"
 #include "kvkeep/core/rank_key.h"
 #include "kvkeep/torch.h"
@@ -79,7 +81,9 @@ std::vector<std::int64_t> indptr_of(const EvidenceCase& c) {
   return indptr;
 }
 
-Got on_device(const CriticalCase& k, double first_stage, bool matrix_unit = true, DeviceLayout layout = {}) {
+/// `safeguard`: of adaptive heads; -1: equal ones.
+Got on_device(const CriticalCase& k, double first_stage, bool matrix_unit = true, DeviceLayout layout = {},
+              double safeguard = -1) {
   const DeviceEvidence there(k.c, layout);
   const DeviceValues sides(k.c, there, k.values, layout);
   std::vector<std::unique_ptr<DeviceArray<std::byte>>> layers;
@@ -90,11 +94,30 @@ Got on_device(const CriticalCase& k, double first_stage, bool matrix_unit = true
   }
   const DeviceArray<const void*> projections(pointers);
   const DeviceArray<float> scores(k.scores);
-  const std::vector<std::int64_t> bounds = indptr_of(k.c);
+  std::vector<std::int64_t> bounds = indptr_of(k.c);
+  if (safeguard >= 0) {
+    bounds.assign(1, 0);
+    for (const std::int32_t most : cpu::most_across_heads(k.c.evidence(), k.c.limits, safeguard))
+      bounds.push_back(bounds.back() + most);
+  }
   const DeviceArray<std::int64_t> indptr(bounds);
-  const DeviceArray<std::int32_t> slots(static_cast<std::size_t>(bounds.back()));
+  const DeviceArray<std::int32_t> slots(static_cast<std::size_t>(bounds.back())), counts(bounds.size() - 1);
   CriticalArguments a;
   a.evidence = there.arguments();
+  if (safeguard >= 0) {
+    AdaptiveHeadsArguments heads{.rows = a.evidence.rows,
+                                 .limits = a.evidence.limits,
+                                 .count = a.evidence.count,
+                                 .heads = a.evidence.kv_heads,
+                                 .longest = a.evidence.longest,
+                                 .safeguard = safeguard,
+                                 .scores = scores.data(),
+                                 .counts = counts.data()};
+    const DeviceArray<std::byte> room(static_cast<std::size_t>(adaptive_heads_workspace_bytes(heads)));
+    heads.workspace = room.data();
+    launch_adaptive_heads(heads, nullptr);
+    a.counts = counts.data();
+  }
   a.evidence.rows = sides.rows();
   a.values = k.values.element;
   a.value_dim = k.c.shape.value_dim;
@@ -111,7 +134,13 @@ Got on_device(const CriticalCase& k, double first_stage, bool matrix_unit = true
       std::vector<float>(static_cast<std::size_t>(critical_workspace_bytes(a)) / sizeof(float), kUntouched));
   a.workspace = workspace.data();
   launch_critical(a, nullptr);
-  return {workspace.download(), slots.download()};
+  std::vector<std::int32_t> kept = slots.download();
+  if (safeguard >= 0) {
+    const std::vector<std::int32_t> in_rooms = std::exchange(kept, {}), counted = counts.download();
+    for (std::size_t r = 0; r < counted.size(); ++r)
+      kept.insert(kept.end(), in_rooms.begin() + bounds[r], in_rooms.begin() + bounds[r] + counted[r]);
+  }
+  return {workspace.download(), kept};
 }
 
 /// Which slots stay, by a sort, given the sizes.
@@ -199,14 +228,19 @@ TEST_F(CriticalKernel, SelectsInTwoStagesForEveryLengthGroupAndShare) {  // B15,
     }
 }
 
-TEST_F(CriticalKernel, KeepsTheSlotsThatTheCpuKeeps) {
-  std::uint64_t seed = 300;
+/// `safeguard`: as in on_device().
+void expect_slots_of_the_cpu(std::uint64_t seed, double safeguard) {
   for (const Element value : {Element::f32, Element::f16, Element::bf16})
     for (const Element weight : {Element::f32, Element::f16, Element::bf16})
       for (const double first_stage : {0.1, 0.5}) {
-        const CriticalCase k(
-            ++seed, {.group = 3, .kv_heads = 2, .dim = 4, .value_dim = 24, .lengths = {90, 33}, .ragged = true}, value,
-            weight, 48);
+        CriticalCase k(++seed,
+                       {.group = 3, .kv_heads = 2, .dim = 4, .value_dim = 24, .lengths = {90, 33}, .ragged = true},
+                       value, weight, 48);
+        const Critical critical(
+            {.first_stage = first_stage,
+             .heads = safeguard < 0 ? CriticalOptions::Heads::equal : CriticalOptions::Heads::adaptive,
+             .safeguard = safeguard});
+        critical.spread(k.c.evidence(), {}, k.c.limits.rows);
         Decision decision;
         decision.scores.data = at::from_blob(const_cast<float*>(k.scores.data()), {k.c.table.slots},
                                              at::TensorOptions().dtype(at::kFloat));
@@ -216,13 +250,21 @@ TEST_F(CriticalKernel, KeepsTheSlotsThatTheCpuKeeps) {
                                               at::TensorOptions().dtype(torch_dtype(dtype_of(weight)))));
         Evidence evidence = k.c.evidence();
         WindowAttention unused;
-        Critical({.first_stage = first_stage})
-            .allot({.spec = evidence.spec, .table = evidence.table, .output_projections = projections}, k.c.limits,
-                   decision.scores, unused, decision);
+        critical.allot({.spec = evidence.spec, .table = evidence.table, .output_projections = projections}, k.c.limits,
+                       decision.scores, unused, decision);
         const Tensor& slots = decision.keep->slots;
-        ASSERT_EQ(on_device(k, first_stage).slots,
-                  std::vector<std::int32_t>(slots.data<std::int32_t>(), slots.data<std::int32_t>() + slots.numel()));
+        in_every_order([&] {
+          ASSERT_EQ(on_device(k, first_stage, true, {}, safeguard).slots,
+                    std::vector<std::int32_t>(slots.data<std::int32_t>(), slots.data<std::int32_t>() + slots.numel()));
+        });
       }
+}
+
+TEST_F(CriticalKernel, KeepsTheSlotsThatTheCpuKeeps) { expect_slots_of_the_cpu(300, -1); }
+
+TEST_F(CriticalKernel, KeepsAsManySlotsOfEachHeadAsTheCpuWhereTheyShareABudget) {
+  expect_slots_of_the_cpu(350, 0.2);
+  expect_slots_of_the_cpu(370, 0);
 }
 
 TEST_F(CriticalKernel, ReadsPagesAndVectorsThatAreNotAligned) {  // B21, B24

@@ -196,7 +196,16 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"union", "snapkv,budget=48,interval=12,window=8,share=union"},
         Case{"unionmean", "h2o,budget=48,interval=12,share=union_mean"},
         Case{"unionchunks", "chunkkv-tova,budget=48,interval=12,chunk=7,share=union"},
-        Case{"pyramidkv", "pyramidkv-knorm,budget=48,interval=12,recent=4", true}),
+        Case{"pyramidkv", "pyramidkv-knorm,budget=48,interval=12,recent=4", true},
+        Case{"adakv", "adakv-tova,budget=48,interval=12,recent=4", true},
+        Case{"adakvsnapkv", "adakv-snapkv,budget=48,interval=12,window=8,allocator.safeguard=0.5", true},
+        Case{"adakvtally", "adakv-h2o,budget=48,interval=12", true},
+        Case{"adakvgiven", "adakv-given,budget=40,interval=6,recent=4,allocator.safeguard=0", true},
+        Case{"criticaladakv", "criticalkv-tova,budget=48,interval=12,allocator.heads=adaptive", true},
+        Case{"threshold", "threshold-given,threshold=0.3,budget=48,interval=12,recent=6", true},
+        Case{"thresholdshared", "threshold-given,threshold=0.3,budget=48,interval=12,recent=6,share=union", true},
+        Case{"thresholdtally", "threshold-h2o,threshold=0.004,budget=48,interval=12", true},
+        Case{"thresholdprompt", "threshold-knorm,threshold=-2.5,budget=120,interval=12,protect_prompt=true", true}),
     [](const auto& p) { return std::string(p.param.name); });
 
 using DeviceLine = OnDevice;
@@ -302,17 +311,10 @@ TEST_F(DeviceLine, ReadsOneScalePerHeadOrLayer) {
 
 TEST_F(DeviceLine, NamesWhatHasNoKernel) {
   try {
-    DenseEngine engine("adakv-tova,budget=48,interval=12", true, Dtype::f32, fresh_accelerator());
-    FAIL() << "AdaKV ran on a device";
+    DenseEngine engine("adakv-defensive,budget=48,interval=12", true, Dtype::f32, fresh_accelerator());
+    FAIL() << "DefensiveKV ran on a device";
   } catch (const InvalidArgument& error) {
-    EXPECT_NE(std::string(error.what()).find("allocator adaptive_heads has no kernel"), std::string::npos)
-        << error.what();
-  }
-  try {
-    DenseEngine engine("threshold-given,threshold=0,budget=48,interval=12", true, Dtype::f32, fresh_accelerator());
-    FAIL() << "a threshold ran on a device";
-  } catch (const InvalidArgument& error) {
-    EXPECT_NE(std::string(error.what()).find("allocator threshold has no kernel"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("scorer defensive has no kernel"), std::string::npos) << error.what();
   }
 }
 
@@ -355,11 +357,10 @@ TEST_F(DeviceLine, RefusesADtypeWithoutAKernelAndChangesNothing) {
   EXPECT_EQ(moves.step(numbers_of(random, {{1, 1}})).cuts.size(), 1U);
 }
 
-TEST_F(DeviceLine, WorksInTheMemoryItIsGivenAndSaysWhenThatIsTooLittle) {
-  const char* policy = "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16";
+void expect_memory_is_enough(const char* policy) {
   std::int64_t needed = 0;
   const auto run = [&](const std::shared_ptr<Machine>& accelerator) {
-    DenseEngine engine(policy, false, Dtype::f32, accelerator);
+    DenseEngine engine(policy, true, Dtype::f32, accelerator);
     oracle::Random random(7);
     engine.join(1);
     for (int n = 0; n < 40; ++n) {
@@ -393,10 +394,17 @@ TEST_F(DeviceLine, WorksInTheMemoryItIsGivenAndSaysWhenThatIsTooLittle) {
   EXPECT_THROW(third->use_workspace(little.narrow(0, 0, 1).to(at::kFloat)), InvalidArgument);
 }
 
+TEST_F(DeviceLine, WorksInTheMemoryItIsGivenAndSaysWhenThatIsTooLittle) {
+  for (const char* policy : {"ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16",
+                             "adakv-tova,budget=48,interval=12", "threshold-knorm,threshold=-3,budget=48,interval=12",
+                             "criticalkv-tova,budget=48,interval=12,allocator.heads=adaptive"})
+    ASSERT_NO_FATAL_FAILURE(expect_memory_is_enough(policy)) << policy;
+}
+
 #if defined(KVKEEP_CUDA_MODEL)
 TEST_F(DeviceLine, TakesAFewLaunchesForAnEventOfAllLayersAndSequences) {
   const auto launches_of = [](const char* policy) {
-    DenseEngine engine(policy, false, Dtype::f32, fresh_accelerator());
+    DenseEngine engine(policy, true, Dtype::f32, fresh_accelerator());
     oracle::Random random(9);
     engine.join(1);
     engine.join(2);
@@ -418,6 +426,9 @@ TEST_F(DeviceLine, TakesAFewLaunchesForAnEventOfAllLayersAndSequences) {
   EXPECT_EQ(launches_of("streaming,budget=48,interval=12"), 4);
   EXPECT_EQ(launches_of("expected,budget=48,interval=12"), 8);
   EXPECT_EQ(launches_of("expected,budget=48,interval=12,statistics=stream"), 9);
+  EXPECT_EQ(launches_of("adakv-tova,budget=48,interval=12"), 8) << "two more than with the plain selection";
+  EXPECT_EQ(launches_of("threshold-knorm,threshold=-3,budget=48,interval=12"), 4);
+  EXPECT_EQ(launches_of("criticalkv-tova,budget=48,interval=12,allocator.heads=adaptive"), 9);
 }
 #endif
 

@@ -255,6 +255,24 @@ TEST_P(Pages, HoldAfterwardsExactlyWhatStaysAndNobodyElsesPageChanges) {  // B21
   EXPECT_GT(linked, 0) << "no case kept a whole page in another place";
 }
 
+TEST(PageMoves, EndWithThePageOfTheLastSlotThatStays) {
+  const PageMove planned{.sequence = 0, .before = {7, 3, 9, 4}, .after = {7, 11, 12}, .freed = {3, 9, 4}, .taken = 2};
+  const auto shortened = [&](std::int64_t longest) {
+    PageMove move = planned;
+    shorten(move, longest, 16);
+    return move;
+  };
+  for (const std::int64_t longest : {33, 48}) EXPECT_EQ(shortened(longest).after, planned.after) << longest;
+  const PageMove two = shortened(32), one = shortened(1), none = shortened(0);
+  EXPECT_EQ(two.after, (std::vector<std::int32_t>{7, 11}));
+  EXPECT_EQ(two.freed, (std::vector<std::int32_t>{3, 9, 4, 12}));
+  EXPECT_EQ(two.taken, 1) << "12 was taken, and goes again";
+  EXPECT_EQ(one.after, (std::vector<std::int32_t>{7}));
+  EXPECT_EQ(one.taken, 0);
+  EXPECT_TRUE(none.after.empty());
+  EXPECT_EQ(none.freed, (std::vector<std::int32_t>{3, 9, 4, 12, 11, 7}));
+}
+
 INSTANTIATE_TEST_SUITE_P(Sizes, Pages,
                          ::testing::Combine(::testing::Values(1, 2, 16, 32, 64),
                                             ::testing::Values(PageLayout::slot_head, PageLayout::head_slot)),

@@ -152,7 +152,11 @@ class Engine {
 
   Report cut(const std::vector<SequenceId>& ids) {
     CacheView view = lengthened_view(ids);
-    const Report report = keeper.step(view);
+    Report report = keeper.step(view);
+    if (report.pending) {
+      if (while_pending) while_pending(view, report);
+      report = keeper.finish(view);
+    }
     settle(view, report);
     for (std::size_t i = 0; i < ids.size(); ++i)
       for (std::int32_t r = 0; r < kRows; ++r) lengths.at(ids[i])[static_cast<std::size_t>(r)] = view.lengths.at(i, r);
@@ -170,6 +174,8 @@ class Engine {
   /// Instead of observe(), in every layer of a step that begin_step() has counted.
   std::function<void(std::int32_t layer, const at::Tensor& queries, const at::Tensor& log_sum_exp)> record;
   bool gives_log_sum_exp = false;
+  /// Between step() and finish().
+  std::function<void(const CacheView& view, const Report& report)> while_pending;
   std::map<SequenceId, Ints> lengths;
   std::vector<LayerKv> layers;
 

@@ -17,26 +17,26 @@ namespace kvkeep {
 namespace cpu {
 namespace adaptive_heads_detail {
 
-/// Marks the `count` best unmarked slots over all rows: by score, then the lower row, then the larger slot.
+/// Calls body(key, mark) for every unmarked slot of all rows.
+template <class Body>
+void each_unmarked(std::span<const Row> rows, const float* scores, std::uint8_t* marks, const Body& body) {
+  const std::int64_t end = rows.back().first + rows.back().length;
+  for (const Row& row : rows)
+    for (std::int32_t t = 0; t < row.length; ++t)
+      if (marks[row.first + t] == 0)
+        body(head_key(scores[row.first + t], t, end - row.first - row.length), marks[row.first + t]);
+}
+
+/// Marks the `count` best unmarked slots over all rows.
 inline void mark_best_of_all(std::span<const Row> rows, std::int64_t count, const float* scores,
                              std::vector<std::uint64_t>& keys, std::uint8_t* marks) {
   if (count <= 0) return;
-  const std::int64_t slots = rows.back().first + rows.back().length - rows.front().first;
   keys.clear();
-  for (std::int64_t at = 0; at < slots; ++at)
-    if (marks[at] == 0) keys.push_back(order_of(scores[at]));
+  each_unmarked(rows, scores, marks, [&](std::uint64_t key, std::uint8_t) { keys.push_back(key); });
   const auto last = keys.begin() + static_cast<std::ptrdiff_t>(count) - 1;
   std::nth_element(keys.begin(), last, keys.end(), std::greater<>());
   const std::uint64_t least = *last;
-  auto ties = std::count(keys.begin(), last + 1, least);
-  for (const Row& row : rows) {
-    const std::int64_t first = row.first - rows.front().first;
-    for (std::int64_t at = first + row.length - 1; at >= first; --at) {
-      if (marks[at] != 0) continue;
-      const std::uint64_t order = order_of(scores[at]);
-      if (order > least || (order == least && ties-- > 0)) marks[at] = 1;
-    }
-  }
+  each_unmarked(rows, scores, marks, [least](std::uint64_t key, std::uint8_t& mark) { mark = key >= least ? 1 : 0; });
 }
 
 }  // namespace adaptive_heads_detail
@@ -52,6 +52,25 @@ KVKEEP_INLINE void due_together(const Evidence& evidence, std::vector<RowLimit>&
     }
     for (std::size_t r = first; r < first + heads; ++r) rows[r].due = held > allowed;
   }
+}
+
+KVKEEP_INLINE std::vector<std::int32_t> most_across_heads(const Evidence& evidence, const Limits& limits,
+                                                          double safeguard) {
+  const RowTable& table = evidence.table;
+  std::vector<std::int32_t> most;
+  for (const RowGroup& group : table.groups) {
+    const std::span<const Row> rows = table.rows_of(group, evidence.spec.kv_heads);
+    const RowLimit* limit = limits.rows.data() + group.first_row;
+    std::int64_t left = 0;
+    for (std::size_t h = 0; h < rows.size(); ++h)
+      left += limit[h].budget - own_slots(safeguard, limit[h], rows[h].length);
+    for (std::size_t h = 0; h < rows.size(); ++h) {
+      const std::int32_t length = rows[h].length;
+      const std::int64_t own = own_slots(safeguard, limit[h], length);
+      most.push_back(limit->due ? static_cast<std::int32_t>(std::min<std::int64_t>(own + left, length)) : length);
+    }
+  }
+  return most;
 }
 
 KVKEEP_INLINE void mark_best(std::span<const float> scores, std::int32_t count, std::vector<std::uint64_t>& keys,
@@ -93,12 +112,12 @@ KVKEEP_INLINE std::vector<std::uint8_t> mark_across_heads(const Evidence& eviden
         const Row& row = rows[h];
         std::uint8_t* own = marks.data() + row.first;
         mark_guarded(row.length, limit[h].guarded, own);
-        mark_best({scores + row.first, static_cast<std::size_t>(row.length)},
-                  share_of(safeguard, limit[h].budget) - limit[h].guarded.count(), keys, own);
-        left += limit[h].budget - std::count(own, own + row.length, std::uint8_t{1});
+        const std::int32_t kept = own_slots(safeguard, limit[h], row.length);
+        mark_best({scores + row.first, static_cast<std::size_t>(row.length)}, kept - limit[h].guarded.count(), keys,
+                  own);
+        left += limit[h].budget - kept;
       }
-      adaptive_heads_detail::mark_best_of_all(rows, left, scores + rows.front().first, keys,
-                                              marks.data() + rows.front().first);
+      adaptive_heads_detail::mark_best_of_all(rows, left, scores, keys, marks.data());
     }
   });
   return marks;

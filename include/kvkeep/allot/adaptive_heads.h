@@ -53,6 +53,8 @@ class AdaptiveHeads final : public Allocator {
 
   [[nodiscard]] static std::int64_t workspace_bytes(std::int64_t group_slots) { return 8 * group_slots; }
 
+  [[nodiscard]] const AdaptiveHeadsOptions& options() const { return options_; }
+
  private:
   AdaptiveHeadsOptions options_;
 };

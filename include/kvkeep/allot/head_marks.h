@@ -5,7 +5,7 @@
 #include <span>
 #include <vector>
 
-#include "kvkeep/allot/share.h"
+#include "kvkeep/allot/across_heads.h"
 #include "kvkeep/core/decision.h"
 #include "kvkeep/core/evidence.h"
 #include "kvkeep/core/limits.h"
@@ -14,6 +14,10 @@ namespace kvkeep::cpu {
 
 /// Rows of one (layer, sequence) are due together: if together they hold more than their budgets.
 void due_together(const Evidence& evidence, std::vector<RowLimit>& rows);
+
+/// Slots that each row may keep at most, before anything is scored: the layer's budget less what its other heads keep
+/// by themselves (own_slots).
+std::vector<std::int32_t> most_across_heads(const Evidence& evidence, const Limits& limits, double safeguard);
 
 /// Marks (1) the `count` best unmarked slots, by score, then the larger slot; NaN is lowest. `keys`: scratch, reused.
 void mark_best(std::span<const float> scores, std::int32_t count, std::vector<std::uint64_t>& keys,

@@ -7,13 +7,13 @@
 /// `recent`, so that rows are longer by as much; the scores of other scorers than `given` change from event to event,
 /// so a slot that once passed may go later.
 
-#include <algorithm>
 #include <cstdint>
 #include <numeric>
 #include <span>
 #include <vector>
 
 #include "kvkeep/allot/allocator.h"
+#include "kvkeep/allot/passing_slots.h"
 #include "kvkeep/core/each_row.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/require_host.h"
@@ -57,10 +57,12 @@ class Threshold final : public Allocator {
     require_host("threshold", evidence.table.device);
     const RowTable& table = evidence.table;
     const float* g = scores.data.data<float>();
+    const auto least = static_cast<float>(options_.threshold);
     KeepSet keep;
     keep.indptr.assign(table.rows.size() + 1, 0);
     each_row(table, [&](std::size_t r, const Row& row) {
-      keep.indptr[r + 1] = limits.rows[r].due ? stay(row, limits.rows[r], g + row.first) : row.length;
+      keep.indptr[r + 1] =
+          limits.rows[r].due ? passing_slots(g + row.first, row.length, limits.rows[r], least) : row.length;
     });
     std::partial_sum(keep.indptr.begin(), keep.indptr.end(), keep.indptr.begin());
     keep.slots = empty({keep.indptr.back()}, Dtype::i32);
@@ -76,17 +78,6 @@ class Threshold final : public Allocator {
   [[nodiscard]] const ThresholdOptions& options() const { return options_; }
 
  private:
-  /// How many slots of a row stay: those that pass rank before all others.
-  [[nodiscard]] std::int64_t stay(const Row& row, const RowLimit& limit, const float* scores) const {
-    const auto least = static_cast<float>(options_.threshold);
-    const std::int32_t end = row.length - limit.guarded.recents;
-    const auto pass = limit.guarded.sinks < end
-                          ? std::count_if(
-                                scores + limit.guarded.sinks, scores + end, [least](float x) { return x >= least; })
-                          : 0;
-    return std::min<std::int64_t>(limit.guarded.count() + pass, std::min(limit.budget, row.length));
-  }
-
   ThresholdOptions options_;
 };
 

@@ -27,7 +27,8 @@ struct Mass {
 /// Which slots stay, per row: ascending, unique, inside [0, length).
 struct KeepSet {
   Tensor slots;                      ///< i32 [nnz]
-  std::vector<std::int64_t> indptr;  ///< host [rows + 1]
+  std::vector<std::int64_t> indptr;  ///< host [rows + 1]; where only a device knows how many slots stay
+                                     ///< (EventTables::counts), room for as many as may
   std::vector<std::int32_t> firm =
       {};  ///< [rows] number of oldest slots that certainly stay where they are, if `slots` is on a device; else empty
 
@@ -82,6 +83,8 @@ struct EventTables {
   const Row* rows = nullptr;             ///< [rows]
   const std::int64_t* indptr = nullptr;  ///< [rows + 1] where each row's kept slots are
   std::uint64_t serial = 0;              ///< number of the event
+  const std::int32_t* counts =
+      nullptr;  ///< [rows] slots that stay, if that follows from the scores; null: as many as KeepSet::indptr says
 };
 
 /// The outcome of one event. Indexes the rows of the event's RowTable. Optional members are absent unless the policy

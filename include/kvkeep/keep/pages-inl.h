@@ -114,6 +114,16 @@ KVKEEP_INLINE std::vector<PageMove> plan_pages(const RowTable& table, const Keep
   return moves;
 }
 
+KVKEEP_INLINE void shorten(PageMove& move, std::int64_t longest, std::int32_t page_size) {
+  const auto pages = static_cast<std::size_t>((longest + page_size - 1) / page_size);
+  if (pages >= move.after.size()) return;
+  move.freed.reserve(move.freed.size() + move.after.size() - pages);
+  for (; move.after.size() > pages; move.after.pop_back()) {
+    if (std::ranges::find(move.before, move.after.back()) == move.before.end()) --move.taken;
+    move.freed.push_back(move.after.back());
+  }
+}
+
 KVKEEP_INLINE void give_back_pages(std::span<const PageMove> moves, PageAllocator* pages) {
   if (pages == nullptr) return;
   std::exception_ptr thrown;

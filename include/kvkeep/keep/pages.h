@@ -18,7 +18,8 @@ struct PageMove {
   std::vector<std::int32_t> before;  ///< the pages it held, in order
   std::vector<std::int32_t>
       after;  ///< the pages of the slots that stay, in order; kTake until take_pages() has found a page
-  std::vector<std::int32_t> freed;  ///< pages of `before` that are not in `after`: each loses one holder
+  std::vector<std::int32_t> freed;  ///< pages that the sequence held before, or took for the event, and that are not in
+                                    ///< `after`: each loses one holder
   std::int32_t taken = 0;           ///< pages of `after` that are new: copies of pages that others hold too
 
   static constexpr std::int32_t kTake = -2;
@@ -34,6 +35,10 @@ struct PageMove {
 [[nodiscard]] std::vector<PageMove> plan_pages(const RowTable& table, const KeepSet& keep,
                                                std::span<const SequenceId> sequences, const PageAllocator* pages,
                                                SharedPages shared);
+
+/// The same move for a sequence whose longest row keeps fewer slots than the plan had room for: pages behind its last
+/// slot are given back.
+void shorten(PageMove& move, std::int64_t longest, std::int32_t page_size);
 
 /// Gives back every page that is no longer held. Rethrows the first exception of give_back(), after giving back all
 /// others. Does nothing if `pages` is null.

@@ -77,6 +77,9 @@ class Host final : public Machine {
             std::span<const ColumnTarget>) override {
     compact(table, *decision.keep, pages);
   }
+  void read_counts(std::span<std::int32_t>) override {
+    refuse<StateError>("counts: a decision on the host has them; allowed on a device");
+  }
   [[nodiscard]] std::int64_t workspace_bytes(const KVPolicy&, const Evidence&) override { return 0; }
   void use_workspace(Tensor) override { refuse<Unsupported>("workspace: the CPU takes none; allowed on a device"); }
 };

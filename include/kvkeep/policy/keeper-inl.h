@@ -200,7 +200,7 @@ KVKEEP_INLINE void Keeper::join(SequenceId sequence, std::int32_t tokens, std::i
 }
 
 KVKEEP_INLINE void Keeper::leave(SequenceId sequence) {
-  for (const SpanRow& row : at(sequence).memory) near_->forget(row.blobs());
+  for (const SpanRow& row : ready("leave", sequence).memory) near_->forget(row.blobs());
   sequences_.erase(sequence);
   ++version_;
 }
@@ -223,7 +223,7 @@ KVKEEP_INLINE void Keeper::reset(SequenceId sequence) {
 
 /// The sequence with that id, which no other entry of the call may name: mark_ belongs to the call.
 KVKEEP_INLINE const Keeper::Sequence& Keeper::once(const char* operation, SequenceId sequence) const {
-  const Sequence& s = at(sequence);
+  const Sequence& s = ready(operation, sequence);
   KVKEEP_REQUIRE(s.mark != mark_, operation, ": sequence ", sequence, " is named twice in one step; allowed once");
   s.mark = mark_;
   return s;
@@ -356,6 +356,8 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
   std::vector<std::int32_t> due;
   ++mark_;
   for (const SequenceId id : view.sequences) static_cast<void>(once("step", id));
+  KVKEEP_REQUIRE_AS(StateError, !pending_,
+                    "step: the last event, of other sequences, is pending; allowed after finish()");
   const Device there = make_rows(spec_, view, full_layers_, {})
                            .device;  // a view that does not match is refused on every step, not only at events
   KVKEEP_REQUIRE(there == device(), "cache: it is on ", there.str(), ", but the keeper works on ", device().str(),
@@ -428,31 +430,37 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
     const SequenceId id = view.sequences[static_cast<std::size_t>(i)];
     plan.cuts.push_back({.sequence = id, .logical_length = at(id).logical});
   }
-  for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
-    const Row& row = plan.table.rows[r];
-    plan.bytes_after -= (row.length - keep.count(r)) * row.slot_bytes();
-    Cut& cut = plan.cuts[r / static_cast<std::size_t>(spec_.kv_heads) %
-                         due.size()];  // rows are in the order layer, sequence, head
-    cut.length_before = std::max(cut.length_before, row.length);
-    cut.length_after = std::max(cut.length_after, static_cast<std::int32_t>(keep.count(r)));
-    cut.slots_before += row.length;
-    cut.slots_after += keep.count(r);
-  }
+  measure(plan);
   if (plan.decision.fold) check_fold(plan);
   if (plan.table.page_size > 0)
     plan.pages = plan_pages(plan.table, keep, view.sequences, view.pages, view.shared_pages);
   return plan;
 }
 
+/// Counts what stays of every row of a plan.
+KVKEEP_INLINE void Keeper::measure(Plan& plan) const {
+  const KeepSet& keep = *plan.decision.keep;
+  plan.bytes_after = plan.bytes_before;
+  for (Cut& cut : plan.cuts) cut = {.sequence = cut.sequence, .logical_length = cut.logical_length};
+  for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
+    const Row& row = plan.table.rows[r];
+    plan.bytes_after -= (row.length - keep.count(r)) * row.slot_bytes();
+    Cut& cut = plan.cuts[r / static_cast<std::size_t>(spec_.kv_heads) %
+                         plan.cuts.size()];  // rows are in the order layer, sequence, head
+    cut.length_before = std::max(cut.length_before, row.length);
+    cut.length_after = std::max(cut.length_after, static_cast<std::int32_t>(keep.count(r)));
+    cut.slots_before += row.length;
+    cut.slots_after += keep.count(r);
+  }
+}
+
 /// The view names the sequences for which the plan was made.
-KVKEEP_INLINE void Keeper::check_planned(const Plan& plan, const CacheView& view) const {
-  ++mark_;
-  for (const SequenceId id : view.sequences) static_cast<void>(once("apply", id));
+KVKEEP_INLINE void Keeper::check_planned(const char* operation, const Plan& plan, const CacheView& view) const {
   for (std::size_t i = 0; i < plan.cuts.size(); ++i) {
     const auto place =
         static_cast<std::size_t>(plan.table.groups[i].sequence);  // groups of the first layer come first, one per cut
     KVKEEP_REQUIRE_AS(StateError, place < view.sequences.size() && view.sequences[place] == plan.cuts[i].sequence,
-                      "apply: the plan cuts sequence ", plan.cuts[i].sequence, ", which is not at place ", place,
+                      operation, ": the plan cuts sequence ", plan.cuts[i].sequence, ", which is not at place ", place,
                       " of the view; allowed the view of the plan");
   }
 }
@@ -479,7 +487,9 @@ KVKEEP_INLINE Report Keeper::apply(const Plan& plan, const CacheView& view) {
                     "apply: the plan is not from this keeper; allowed plans that its own plan() returned");
   KVKEEP_REQUIRE_AS(StateError, plan.version == version_,
                     "apply: the plan is out of date: tokens were observed or rows were cut since; make a new one");
-  check_planned(plan, view);
+  ++mark_;
+  for (const SequenceId id : view.sequences) static_cast<void>(once("apply", id));
+  check_planned("apply", plan, view);
   Report report{.cuts = plan.cuts,
                 .pages = plan.pages,
                 .unscored = plan.unscored,
@@ -491,8 +501,16 @@ KVKEEP_INLINE Report Keeper::apply(const Plan& plan, const CacheView& view) {
                 .bytes_moved = 0,
                 .pages_freed = 0};
   std::vector<SpanRow> folded;
+  std::optional<Pending> pending;
+  if (plan.decision.tables.counts != nullptr) pending.emplace(Pending{.plan = plan, .pages = {}});
   if (plan.decision.keep) {
-    keeper_detail::require_one_length(plan.table, *plan.decision.keep, view);
+    if (pending)
+      KVKEEP_REQUIRE(view.lengths.rows_per_sequence == spec_.num_layers() * spec_.kv_heads, "apply: under ",
+                     policy_->name(),
+                     " the scores decide how many slots of a row stay, but the view has one length per sequence; "
+                     "allowed one length per row");
+    else
+      keeper_detail::require_one_length(plan.table, *plan.decision.keep, view);
     folded = fold_dropped(plan, view);
     const std::vector<ColumnTarget> targets = reserve_settled(plan, view, folded);
     take_pages(report.pages, view.pages);
@@ -504,13 +522,22 @@ KVKEEP_INLINE Report Keeper::apply(const Plan& plan, const CacheView& view) {
       throw;
     }
   }
-  settle(plan, view, std::move(folded), report);  // nothing fails after the first byte has moved
+  settle_step(view, report);  // nothing fails after the first byte has moved
+  if (pending) {
+    for (const Cut& cut : report.cuts) sequences_.at(cut.sequence).pending = true;
+    pending->pages = std::exchange(report.pages, {});
+    pending_ = std::move(pending);
+    ++version_;
+    report.pending = true;
+    return report;
+  }
+  settle(plan, view, std::move(folded), report);
   if (plan.decision.keep) give_back_pages(report.pages, view.pages);
   return report;
 }
 
-KVKEEP_INLINE void Keeper::settle(const Plan& plan, const CacheView& view, std::vector<SpanRow> folded,
-                                  Report& report) noexcept {
+/// What every step settles, with an event or without.
+KVKEEP_INLINE void Keeper::settle_step(const CacheView& view, const Report& report) noexcept {
   ++totals_.steps;
   for (const SequenceId id : view.sequences) {
     Sequence& s = sequences_.at(id);
@@ -521,6 +548,10 @@ KVKEEP_INLINE void Keeper::settle(const Plan& plan, const CacheView& view, std::
     if (std::ranges::find(report.unscored, id, &Unscored::sequence) == report.unscored.end()) s.asked = s.logical;
     if (needs_.queries == 0) s.ring.catch_up(s.logical - s.prefix);  // any full layer may show the next tokens
   }
+}
+
+KVKEEP_INLINE void Keeper::settle(const Plan& plan, const CacheView& view, std::vector<SpanRow> folded,
+                                  Report& report) noexcept {
   if (!plan.decision.keep) return;
   const KeepSet& keep = *plan.decision.keep;
   keeper_detail::write_table(report.pages, view);
@@ -556,7 +587,7 @@ KVKEEP_INLINE void Keeper::settle(const Plan& plan, const CacheView& view, std::
 }
 
 KVKEEP_INLINE void Keeper::truncate(SequenceId sequence, std::int64_t logical_length) {
-  Sequence& s = const_cast<Sequence&>(at(sequence));
+  Sequence& s = const_cast<Sequence&>(ready("truncate", sequence));
   KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr, "truncate: the prompt of sequence ", sequence,
                     " is still running through the layers; allowed after its last layer");
   const std::int64_t taken = s.logical - logical_length;
@@ -594,7 +625,7 @@ KVKEEP_INLINE void Keeper::truncate(SequenceId sequence, std::int64_t logical_le
 }
 
 KVKEEP_INLINE std::int64_t Keeper::tokens_to_event(SequenceId sequence) const {
-  const Sequence& s = at(sequence);
+  const Sequence& s = ready("tokens_to_event", sequence);
   if (s.prompt < 0) return 0;
   Occasion occasion{.rows = static_cast<std::int64_t>(full_layers_.size()) * spec_.kv_heads,
                     .seen = s.logical,
@@ -608,16 +639,16 @@ KVKEEP_INLINE std::int64_t Keeper::tokens_to_event(SequenceId sequence) const {
 }
 
 KVKEEP_INLINE std::int32_t Keeper::physical_length(SequenceId sequence, std::int32_t layer, std::int32_t head) const {
-  return at(sequence).columns->length(row_of(layer, head));
+  return ready("physical_length", sequence).columns->length(row_of(layer, head));
 }
 
 KVKEEP_INLINE std::span<const std::int32_t> Keeper::positions(SequenceId sequence, std::int32_t layer,
                                                               std::int32_t head) const {
-  return at(sequence).columns->positions(row_of(layer, head));
+  return ready("positions", sequence).columns->positions(row_of(layer, head));
 }
 
 KVKEEP_INLINE std::span<const float> Keeper::credit(SequenceId sequence, std::int32_t layer, std::int32_t head) const {
-  return at(sequence).columns->credit(row_of(layer, head));
+  return ready("credit", sequence).columns->credit(row_of(layer, head));
 }
 
 KVKEEP_INLINE const Keeper::Sequence& Keeper::at(SequenceId sequence) const {

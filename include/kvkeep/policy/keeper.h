@@ -44,8 +44,9 @@ struct Unscored {
   std::int32_t position = 0;  ///< logical, of the query
 };
 
-/// What an event would do. Refers to the view and the keeper that it was made from: apply it before either changes. On
-/// a device, the keeper's next plan overwrites the memory of its tensors.
+/// What an event would do. Where a device's scores decide how many slots stay, its lengths, slots, bytes and pages
+/// after the event are upper bounds. Refers to the view and the keeper that it was made from: apply it before either
+/// changes. On a device, the keeper's next plan overwrites the memory of its tensors.
 struct Plan {
   std::vector<Cut> cuts;  ///< one per sequence that is due
   RowTable table;         ///< the rows of those sequences
@@ -72,6 +73,8 @@ struct Report {
   std::int64_t bytes_moved = 0;  ///< K and V bytes copied within the cache; an upper bound on a device, because the
                                  ///< host does not know which slots were already in place
   std::int64_t pages_freed = 0;  ///< holders removed, over all sequences; a page without holders is free
+  bool pending = false;  ///< the device has yet to say how many slots stay: what comes after the event is an upper
+                         ///< bound, `pages` is empty, and the view is as it was until Keeper::finish()
 };
 
 /// What happened to a prompt in the layers, under a policy that narrows.
@@ -145,7 +148,7 @@ class Keeper {
   /// 0..tokens-1. `prompt`: tokens of its prompt, including those; -1: the cached tokens, or if there are none, the
   /// tokens of the first step. No event happens before the prompt has ended, however many chunks it comes in.
   void join(SequenceId sequence, std::int32_t tokens = 0, std::int32_t prompt = -1);
-  /// A sequence ends, at any point: the keeper forgets everything about it.
+  /// A sequence ends, at any point but in a pending event: the keeper forgets everything about it.
   void leave(SequenceId sequence);
 #ifndef KVKEEP_HEADER_ONLY
   /// Writes the keeper's state of a sequence to a file (docs/state.md), whole or not at all; the sequence continues.
@@ -271,7 +274,17 @@ class Keeper {
   /// shared ones.
   Report apply(const Plan& plan, const CacheView& view);
 
-  /// plan(), then apply().
+  /// On a device, some policies' scores decide how many slots stay (`adakv-*`, `threshold-*`, `criticalkv-*` with
+  /// adaptive heads). Their apply() then launches the event and returns: Report::pending is set, the view still has its
+  /// old lengths and block table, and the cut sequences take no other call than unpin(), end_prompt(), surprise() and
+  /// those that read logical lengths, prompts and pins; no further event begins. This completes the event, over the
+  /// view that apply() had: writes the new lengths and block table, gives back pages, and returns what apply() would
+  /// have returned. Waits until the device has chosen the slots, which by then it normally has. Throws, before anything
+  /// is written: StateError if no event is pending, and for a view that is not as apply() had it; DeviceError. Cost:
+  /// one copy of 4 bytes per row, which apply() began.
+  Report finish(const CacheView& view);
+
+  /// plan(), then apply(); for those policies finish() follows.
   Report step(const CacheView& view) { return apply(plan(view), view); }
 
   /// On a device: workspace bytes of an event over this view if all its sequences were due
@@ -342,8 +355,15 @@ class Keeper {
     std::vector<std::vector<std::int32_t>> opened = {};  ///< [rows] spans that the newest query opened
     std::vector<std::int64_t> viewed = {};  ///< [full layers] logical length when the layer last read its folded spans
     Pins pins = {};
+    bool pending = false;  ///< an event cuts it that finish() has yet to complete
+  };
+  /// An event between apply() and finish().
+  struct Pending {
+    Plan plan;
+    std::vector<PageMove> pages;
   };
   [[nodiscard]] const Sequence& at(SequenceId sequence) const;
+  [[nodiscard]] const Sequence& ready(const char* operation, SequenceId sequence) const;
   [[nodiscard]] std::int32_t row_of(std::int32_t layer, std::int32_t head) const;
   [[nodiscard]] const Sequence& once(const char* operation, SequenceId sequence) const;
   void check_sequences(const char* operation, std::span<const SequenceId> sequences,
@@ -362,9 +382,12 @@ class Keeper {
   void find_positions(const Observation& observation, std::size_t i, const Sequence& sequence);
   void make_room(const Observation& observation);
   [[nodiscard]] std::optional<Unscored> unscored(SequenceId id, const Sequence& sequence) const;
-  void check_planned(const Plan& plan, const CacheView& view) const;
+  void check_planned(const char* operation, const Plan& plan, const CacheView& view) const;
+  void check_pending(const Plan& plan, const CacheView& view) const;
+  void measure(Plan& plan) const;
   [[nodiscard]] std::vector<ColumnTarget> reserve_settled(const Plan& plan, const CacheView& view,
                                                           std::span<const SpanRow> folded);
+  void settle_step(const CacheView& view, const Report& report) noexcept;
   void settle(const Plan& plan, const CacheView& view, std::vector<SpanRow> folded, Report& report) noexcept;
   void check_queries(const char* operation, const Observation& observation) const;
   void check_normalisers(const char* operation, const Observation& observation) const;
@@ -420,6 +443,7 @@ class Keeper {
   std::shared_ptr<const void> identity_ =
       std::make_shared<char>();  ///< unique among living keepers and keepers with a living plan
   Totals totals_;
+  std::optional<Pending> pending_;
   std::vector<std::int32_t> positions_;  ///< scratch of observe()
   std::vector<Begun> begun_;             ///< also scratch: prompts that begin with this step
   std::vector<QueryArrival> arrivals_;   ///< also scratch, on a device
@@ -441,6 +465,7 @@ class Keeper {
 }  // namespace kvkeep
 
 #ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/policy/finish-inl.h"
 #include "kvkeep/policy/fold-inl.h"
 #include "kvkeep/policy/give-inl.h"
 #include "kvkeep/policy/keeper-inl.h"

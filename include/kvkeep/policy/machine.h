@@ -78,8 +78,9 @@ class Machine {
   [[nodiscard]] virtual std::unique_ptr<Columns> columns(std::int32_t rows) = 0;
 
   /// Begins an event of a policy. Rows, columns and queries of the evidence are in its memory, page
-  /// numbers on the host; evidence and limits must outlive the event. Throws Unsupported, before anything is launched,
-  /// for what problems() names, and for memory or a dtype that it cannot read.
+  /// numbers on the host; evidence, limits and the demand's allocator must outlive the event. Throws, before anything
+  /// is launched: Unsupported for what problems() names, and for memory or a dtype that it cannot read; StateError
+  /// while capturing, for an allocator whose scores decide how many slots stay.
   [[nodiscard]] virtual std::unique_ptr<Event> begin(const Evidence& evidence, const Limits& limits,
                                                      const Demand& demand) = 0;
 
@@ -92,6 +93,10 @@ class Machine {
   /// newest, and after use_workspace(); all before the first byte moves.
   virtual void move(const RowTable& table, const Decision& decision, std::span<const PageMove> pages,
                     std::span<const ColumnTarget> columns) = 0;
+
+  /// Slots that each row of the decision moved last keeps, where the scores said how many (EventTables::counts). Waits
+  /// until the device has chosen them, not until the rows have moved. Throws StateError on the host, which knows.
+  virtual void read_counts(std::span<std::int32_t> counts) = 0;
 
   /// Bytes that decide() needs for this evidence besides cache, columns, rings and tables; 0 on the host. Launches
   /// nothing.

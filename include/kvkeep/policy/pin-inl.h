@@ -34,6 +34,7 @@ KVKEEP_INLINE void Keeper::require_held(SequenceId sequence, const Sequence& s, 
 
 KVKEEP_INLINE void Keeper::pin(SequenceId sequence, std::int64_t begin, std::int64_t end) {
   const PositionSpan span = span_of("pin", sequence, begin, end);
+  static_cast<void>(ready("pin", sequence));
   Sequence& s = sequences_.at(sequence);
   Pins wanted = s.pins;
   wanted.add(span);

@@ -1,0 +1,32 @@
+#include "threshold.h"
+
+#include "kvkeep/allot/passing_slots.h"
+#include "launch.cuh"
+#include "select.cuh"
+#include "tuning.cuh"
+
+namespace kvkeep::cuda {
+namespace {
+
+__global__ void __launch_bounds__(tuning::kMostThreads) threshold_kernel(ThresholdArguments a) {
+  __shared__ unsigned long long scratch[kBlockScratch];
+  __shared__ std::int32_t histogram[kDigits];
+  const BlockTeam team(scratch);
+  for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {
+    const Row& row = a.rows[r];
+    const RowLimit& limit = a.limits[r];
+    const float* scores = a.scores + row.first;
+    const std::int32_t kept = limit.due ? passing_slots(scores, row.length, limit, a.threshold, team) : row.length;
+    if (team.thread() == 0) a.counts[r] = kept;
+    write_best(team, histogram, row.length, limit.guarded, scores, kept, a.slots + a.indptr[r]);
+  }
+}
+
+}  // namespace
+
+void launch_threshold(const ThresholdArguments& arguments, Stream stream) {
+  launch("threshold", threshold_kernel,
+         {.blocks = blocks_for(arguments.count), .threads = tuning::threads_for(arguments.longest)}, stream, arguments);
+}
+
+}  // namespace kvkeep::cuda
