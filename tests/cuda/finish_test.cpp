@@ -100,10 +100,11 @@ TEST_F(PendingEvents, LeaveLengthsAndPagesAsTheyWereUntilTheyAreFinished) {
 }
 
 TEST_F(PendingEvents, GiveBackCopiesOfSharedPagesThatTheyDoNotNeed) {
-  DenseEngine cpu = dense(nullptr);
-  PagedEngine device(kPolicy, true, Dtype::f32, 1, PageLayout::slot_head, Form::apart, 1600, fresh_accelerator());
+  const char* const policy = "adakv-tova,budget=24,interval=12,recent=4";
+  DenseEngine cpu = dense(nullptr, policy);
+  PagedEngine device(policy, true, Dtype::f32, 1, PageLayout::slot_head, Form::apart, 1600, fresh_accelerator());
   oracle::Random random(52);
-  const Numbers first = numbers_of(random, {{1, 57}}), second = numbers_of(random, {{2, 4}});
+  const Numbers first = numbers_of(random, {{1, 57}}), second = numbers_of(random, {{2, 14}});
   for (Engine* engine : {static_cast<Engine*>(&cpu), static_cast<Engine*>(&device)}) {
     engine->join(1);
     static_cast<void>(engine->step(first));
