@@ -18,8 +18,8 @@ struct ThresholdArguments {
   const float* scores = nullptr;         ///< f32, flat over the rows
   const std::int64_t* indptr = nullptr;  ///< i64 [count + 1] where each row's kept slots go: room for min(budget,
                                          ///< length) of a due row, for all of any other
-  std::int32_t* slots = nullptr;   ///< i32 [indptr[count]] out, ascending from each row's beginning
-  std::int32_t* counts = nullptr;  ///< i32 [count] out: how many they are
+  std::int32_t* slots = nullptr;         ///< i32 [indptr[count]] out, ascending from each row's beginning
+  std::int32_t* counts = nullptr;        ///< i32 [count] out: how many they are
 };
 
 /// One launch, one block per row: the same slots as the CPU. No workspace. Cost: a pass over the scores, and as
