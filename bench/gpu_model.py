@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 
-POLICIES = ["streaming", "random", "knorm", "keydiff", "tova", "snapkv", "h2o", "rkv", "expected", "cur", "ams-tova", "ams-keydiff", "chunkkv-snapkv", "criticalkv-tova"]
+POLICIES = ["streaming", "random", "knorm", "keydiff", "tova", "snapkv", "h2o", "rkv", "expected", "cur", "ams-tova", "ams-keydiff", "chunkkv-snapkv", "criticalkv-tova", "adakv-tova"]
 SPEED = [1, 8, 32]  # sequences at once
 
 

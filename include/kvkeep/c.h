@@ -282,7 +282,8 @@ typedef struct kvkeep_report {
   int64_t bytes_before, bytes_after, bytes_moved, pages_freed;
 } kvkeep_report;
 
-/// Decides and moves. report: NULL if nobody asks.
+/// Decides and moves. report: NULL if nobody asks. On a GPU, where the scores decide how many slots stay, it waits for
+/// their numbers, and so does kvkeep_apply().
 KVKEEP_C_API kvkeep_status kvkeep_step(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report);
 /// Decides, and moves nothing. The keeper remembers the plan until the next one.
 KVKEEP_C_API kvkeep_status kvkeep_plan(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report);

@@ -288,6 +288,12 @@ struct View {
   CacheView view;
 };
 
+/// An event, complete: where a device's scores decide how many slots stay, once the host has their numbers.
+Report applied(kvkeep_keeper& k, const Plan& plan, const View& view) {
+  Report event = k.keeper.apply(plan, view.view);
+  return event.pending ? k.keeper.finish(view.view) : event;
+}
+
 /// Room for the results of an event, so that nothing fails once it has happened.
 void make_room(kvkeep_keeper& k, std::size_t cuts, std::size_t unscored, std::size_t prompts) {
   k.cuts.reserve(cuts);
@@ -446,7 +452,7 @@ kvkeep_status kvkeep_step(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvke
     const View view(cache, k.keeper.spec());
     const Plan plan = k.keeper.plan(view.view);
     make_room(k, plan.cuts.size(), plan.unscored.size(), 0);
-    Report event = k.keeper.apply(plan, view.view);
+    Report event = applied(k, plan, view);
     if (report != nullptr) give_back(report_of_event(k, std::move(event)), report);
   });
 }
@@ -472,7 +478,7 @@ kvkeep_status kvkeep_apply(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvk
     KVKEEP_REQUIRE_AS(StateError, k.plan.has_value(), "apply: there is no plan; allowed after plan(), once");
     const View view(cache, k.keeper.spec());
     make_room(k, k.plan->cuts.size(), k.plan->unscored.size(), 0);
-    Report event = k.keeper.apply(*k.plan, view.view);
+    Report event = applied(k, *k.plan, view);
     k.plan.reset();
     if (report != nullptr) give_back(report_of_event(k, std::move(event)), report);
   });
