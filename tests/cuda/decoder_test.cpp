@@ -118,9 +118,8 @@ TEST_F(DeviceDecoder, GeneratesUnderAPolicyWhatTheCpuGenerates) {
                         .keep_logits = true,
                         .keep_positions = true});
   }
-  for (const char* policy :
-       {"full", "ams-tova,budget=64,interval=16", "snapkv,budget=64,interval=16", "tova,budget=64,interval=16",
-        "adakv-tova,budget=64,interval=16"})
+  for (const char* policy : {"full", "ams-tova,budget=64,interval=16", "snapkv,budget=64,interval=16",
+                             "tova,budget=64,interval=16", "adakv-tova,budget=64,interval=16"})
     for (const std::int32_t page_size : {0, 16}) {
       SCOPED_TRACE(text(policy, ", pages of ", page_size));
       const GenerationRun expected =
