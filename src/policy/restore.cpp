@@ -287,7 +287,7 @@ void Keeper::require_saveable(SequenceId sequence, const Sequence& s) const {
 }
 
 void Keeper::save(SequenceId sequence, const std::filesystem::path& file) const {
-  const Sequence& s = at(sequence);
+  const Sequence& s = ready("save", sequence);
   require_saveable(sequence, s);
   StateTensors tensors;
   tensors.emplace_back("counters", list_of(std::vector<std::int64_t>{s.logical, s.prefix, s.prompt, s.last_event,

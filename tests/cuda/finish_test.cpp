@@ -160,6 +160,7 @@ TEST_F(PendingEvents, RefuseWhatNeedsTheirLengthsByName) {
     refused("positions", [&] { return keeper.positions(1, 0, 0).size(); });
     refused("credit", [&] { return keeper.credit(1, 0, 0).size(); });
     refused("pin", [&] { return keeper.pin(1, 2, 3), 0; });
+    refused("save", [&] { return keeper.save(1, "never_written.safetensors"), 0; });
     refused("leave", [&] { return keeper.leave(1), 0; });
     refused("leave", [&] { return keeper.reset(1), 0; });
     EXPECT_EQ(keeper.logical_length(1), 64);
