@@ -155,8 +155,8 @@ class Keeper {
   /// The engine must save its rows of the cache. Call it between steps; if queries are kept, once every full layer has
   /// been observed. Throws: StateError for an unknown sequence, in the middle of a step, while its event is pending or
   /// its prompt narrows, and while the stream is being captured; DamagedData if factors cannot be read; as
-  /// io::write_safetensors does. Nothing changes if it throws. Cost: the size of the state, including far bytes, once in
-  /// memory and once in the file. On a device: waits, and copies each column and the queries to the host, once each.
+  /// io::write_safetensors does. Nothing changes if it throws. Cost: the size of the state, including far bytes, once
+  /// in memory and once in the file. On a device: waits, and copies each column and the queries to the host, once each.
   void save(SequenceId sequence, const std::filesystem::path& file) const;
   /// Restores a sequence to its state when it was saved, under any free id, in any process. The engine must restore its
   /// rows before the next step. The sequence continues to the same bits. Throws: StateError for a known sequence;
