@@ -11,7 +11,8 @@ namespace {
 using tuning::kMostThreads;
 using tuning::kWarpSegment;
 
-constexpr std::int32_t kCachedCuts = 1024;  ///< cuts that are worked out side by side; if there are more, one by one
+constexpr std::int32_t kNearSegments = 128;  ///< most segments of a row that are in shared memory
+constexpr std::int32_t kCachedCuts = 1024;   ///< cuts that are worked out side by side; if there are more, one by one
 
 /// The parts of the workspace. Only this defines their sizes and places.
 struct Workspace {
@@ -151,7 +152,8 @@ class Selection {
 __global__ void __launch_bounds__(kMostThreads, 1) mass_segmented_kernel(MassSegmentedArguments a) {
   __shared__ unsigned long long scratch[kBlockScratch];
   __shared__ std::int32_t histograms[kMostThreads / 32 * kDigits];
-  __shared__ std::int32_t cached[kCachedCuts];
+  __shared__ std::int32_t cached[kCachedCuts], near_ends[kNearSegments], near_cuts[kNearSegments];
+  alignas(Share) __shared__ std::byte near_shares[kNearSegments * sizeof(Share)];
   const BlockTeam team(scratch);
   const Workspace work(a.options, a.count, a.longest, a.slots_in_all, a.workspace);
   for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {
@@ -191,8 +193,10 @@ __global__ void __launch_bounds__(kMostThreads, 1) mass_segmented_kernel(MassSeg
       for (std::int64_t k = 1 + team.thread(); k <= thresholds; k += team.size())
         cached[k - 1] = detail::cut_at(prefix, length, options, k);
     team.sync();
-    std::int32_t *ends = work.ends + r * work.most, *cuts = work.cuts + r * work.most, count = 0;
-    Share* shares = work.shares + r * work.most;
+    const bool near = work.most <= kNearSegments;
+    std::int32_t *ends = near ? near_ends : work.ends + r * work.most,
+                 *cuts = near ? near_cuts : work.cuts + r * work.most, count = 0;
+    Share* shares = near ? reinterpret_cast<Share*>(near_shares) : work.shares + r * work.most;
     if (team.thread() == 0)
       count = segment_ends(
           prefix, length, options,
