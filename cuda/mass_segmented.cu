@@ -40,6 +40,32 @@ struct Workspace {
   }
 };
 
+/// The block's team for prefix_mass(), which asks for sum() of the numbers whose sum_before() it has just asked for:
+/// that is known then. Numbers go through two sets of words by turns, so that each round has one barrier.
+class PrefixTeam : public BlockTeam {
+ public:
+  static constexpr std::int32_t kWords = 64;
+  __device__ PrefixTeam(const BlockTeam& team, unsigned long long* words) : BlockTeam(team), words_(words) {}
+
+  [[nodiscard]] __device__ std::uint64_t sum_before(std::uint64_t mine) {
+    const std::int32_t lane = thread() % 32, warp = thread() / 32, warps = size() / 32;
+    const std::uint64_t before = WarpTeam{}.sum_before(mine);
+    unsigned long long* words = words_ + turn_ * 32;
+    turn_ = 1 - turn_;
+    if (lane == 31) words[warp] = before + mine;
+    __syncthreads();
+    const unsigned long long of_lane = lane < warps ? words[lane] : 0, before_warp = WarpTeam{}.sum_before(of_lane);
+    all_ = __shfl_sync(kWholeWarp, before_warp + of_lane, warps - 1);
+    return before + __shfl_sync(kWholeWarp, before_warp, warp);
+  }
+  [[nodiscard]] __device__ std::uint64_t sum(std::uint64_t) const { return all_; }
+
+ private:
+  unsigned long long* words_;
+  unsigned long long all_ = 0;
+  std::int32_t turn_ = 0;
+};
+
 /// Marks of a slot while a row's slots are selected.
 enum Mark : std::uint8_t { kOut = 0, kCandidate = 1, kIn = 2 };
 
@@ -150,7 +176,7 @@ class Selection {
 };
 
 __global__ void __launch_bounds__(kMostThreads, 1) mass_segmented_kernel(MassSegmentedArguments a) {
-  __shared__ unsigned long long scratch[kBlockScratch];
+  __shared__ unsigned long long scratch[kBlockScratch], words[PrefixTeam::kWords];
   __shared__ std::int32_t histograms[kMostThreads / 32 * kDigits];
   __shared__ std::int32_t cached[kCachedCuts], near_ends[kNearSegments], near_cuts[kNearSegments];
   alignas(Share) __shared__ std::byte near_shares[kNearSegments * sizeof(Share)];
@@ -186,7 +212,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) mass_segmented_kernel(MassSeg
     weigh_row(a.options, row.credit, row.credit_length, length, usage, work.fed + row.first, credit, used, team);
 
     std::uint64_t* prefix = work.prefix + row.first;
-    prefix_mass(used, length, prefix, team, left_out(a.options, limit.guarded));
+    prefix_mass(used, length, prefix, PrefixTeam(team, words), left_out(a.options, limit.guarded));
     const SegmentOptions options = segments_of(a.options, a.variant);
     const std::int64_t thresholds = options.kind == Segmentation::mass ? detail::thresholds(options.segment_mass) : 0;
     if (thresholds <= kCachedCuts)
