@@ -25,7 +25,8 @@ PROCESSORS = 132
 CLOCK = 1.75e9
 ISSUE = PROCESSORS * 4 * CLOCK  # instructions of a warp a second
 EXP2 = PROCESSORS / 2 * CLOCK  # MUFU instructions of a warp a second: 16 lanes a clock and multiprocessor
-LATENCY = 0.7  # us from an access to its answer
+LATENCY, NEAR_LATENCY = 0.7, 0.25  # us from an access to its answer, out of memory and out of L2
+BARRIER = 0.05  # us from one barrier of a block to the next, besides
 GRAPH, EAGER = 1.0, 2.5  # us from the end of a kernel to the start of the next
 SECTOR = 32  # bytes that a scattered write occupies
 LAYER = {"qwen7b": 233e6, "llama8b": 218e6}  # weights of one layer
@@ -50,6 +51,8 @@ class Kernel:
     near: float = 0  # bytes from L2 to shared memory
     blocks: float = 0  # 0: enough to fill the machine
     waits: int = 4  # accesses in a row, each of which waits for the one before
+    near_waits: int = 0  # the same out of L2
+    barriers: int = 0  # of a block
 
     def busy(self):
         """us with all multiprocessors at work."""
@@ -58,7 +61,7 @@ class Kernel:
     def predicted(self):
         """us from its start to its end."""
         rounds = self.blocks / PROCESSORS
-        return self.busy() * (math.ceil(rounds) / rounds if 0 < rounds else 1) + self.waits * LATENCY
+        return self.busy() * (math.ceil(rounds) / rounds if 0 < rounds else 1) + self.waits * LATENCY + self.near_waits * NEAR_LATENCY + self.barriers * BARRIER
 
 
 def pieces(n, of):
@@ -88,9 +91,11 @@ def kernels(shape, batch, length, budget, window=32, given=False):
         return Kernel(name, keys + queries * 2 + written, products, tiles * (steps * STEP[loop] + TILE[loop]), tiles * steps * 16, blocks * steps * STEP_BYTES, blocks, 6)
 
     threads = 256 if length <= 4096 else 512
-    # The block of a row passes over it about 30 times, of what is in the caches, and meets at about 110 barriers and four more for every round of its threads.
-    passes = 30 * pieces(length, threads) * 12 * threads / 32 * rows
-    ams = Kernel("AMS: mass, credit, segments, quotas, selection", slots * (4 + 4 + 4 + 4 + 8 + 8 + 4) + rows * budget * 4, 0, passes, 0, 30 * slots * 8, rows, 40)
+    # A block passes over its row about 22 times, of 12 instructions each, out of the caches after the first time; thresholds are found by 11 to 15 steps of bisection, segments by one thread.
+    passes = 22
+    instructions = passes * pieces(length, threads) * 12 * threads / 32 * rows
+    barriers = 58 if length <= 4096 else 116  # of a row of 1536 and of 32768, as the execution model counts them
+    ams = Kernel("AMS: mass, credit, segments, quotas, selection", slots * (4 + 4 + 4 + 4 + 8 + 8 + 4) + rows * budget * 4, 0, instructions, 0, passes * slots * 8, rows, 5, passes + 25, barriers)
     return [
         Kernel("prepare: queries turned, windows, newest positions", queries * (2 + 4) + rows * (length - budget) * 4),
         Kernel("window attention: queries split", queries * (4 + 2)),
@@ -218,8 +223,8 @@ def table():
         [
             f"Counted, not measured: `bench/analytic.py` writes this from the kernels' shapes and machine code, for bf16 caches, queries in bf16 after RoPE and a window of 32. Assumed, an H100: {BANDWIDTH / 1e12:.1f} TB/s",
             f"of copying, {NEAR / 1e12:.1f} TB/s out of L2, {MATRIX / 1e12:.0f} TFLOP/s of bf16 by `mma.sync`, {PROCESSORS} multiprocessors at {CLOCK / 1e9:.2f} GHz that issue four instructions a clock and compute 16 powers of two, {LATENCY} us",
-            f"for an access that waits for another one, {GRAPH:.0f} us between two kernels of a graph and {EAGER} us otherwise. Busy: the longest of bytes, operations, instructions and powers at these rates. Predicted:",
-            "busy, stretched to whole rounds of blocks, and the accesses that wait for each other.",
+            f"for an access that waits for another one ({NEAR_LATENCY} out of L2), {BARRIER} us for a barrier, {GRAPH:.0f} us between two kernels of a graph and {EAGER} us",
+            "otherwise. Busy: the longest of bytes, operations, instructions and powers at these rates. Predicted: busy, stretched to whole rounds of blocks, and the accesses that wait for each other.",
             "",
             event_table(1536, 1024),
             "",
