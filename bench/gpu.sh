@@ -26,7 +26,7 @@
 #   KVKEEP_GPU_REHEARSAL  1: the execution model replaces the GPU, at small sizes; also used if there is no nvidia-smi
 set -euo pipefail
 
-# One small case of every kernel, by the stem in cuda/. Matrix units are in those of window_attention, expected, critical and rkv.
+# One small case of every kernel, by the stem in cuda/. Matrix units are in those of window_attention_matrix, expected, critical and rkv.
 declare -A small=(
   [adaptive_heads]='AdaptiveHeadsKernel.TakesHeads*'
   [chunks]='ChunksKernel.TakesRowsThatNeedTheLargestBlock'
@@ -60,6 +60,7 @@ declare -A small=(
   [tova]='TovaKernel.LeavesRowsAlone*'
   [triattention]='TriAttentionKernel.LeavesRowsAlone*'
   [window_attention]='WindowAttentionKernel.GivesTheNewestAlone:WindowAttentionKernel.LeavesRowsAlone*'
+  [window_attention_matrix]='WindowAttentionKernel.LeavesRowsAlone*:WindowAttentionKernel.ReadsTheKeysOnce*'
 )
 readonly sanitizers=(memcheck racecheck synccheck initcheck)
 readonly repeated='Compact.*:Select.*:RkvKernel.*:MassSegmentedKernel.*' # a race may need many runs to show

@@ -5,16 +5,21 @@ Needs nvcc, no GPU. Writes a Markdown table; docs/cuda.md holds the last one.
 
     bench/kernel_resources.py                   print the table
     bench/kernel_resources.py --write FILE      put the table between the marks in FILE
+    bench/kernel_resources.py --instructions    print what a warp issues in the loops of the attention on matrix units;
+                                                needs cuobjdump and nvdisasm too
 """
 
 import argparse
+import collections
 import concurrent.futures
+import heapq
 import os
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FLAGS = ["-std=c++20", "--fmad=false", "--Werror=all-warnings", "-O3", f"-I{ROOT / 'include'}", f"-I{ROOT / 'cuda'}"]
@@ -57,13 +62,109 @@ def readable(names):
     return out
 
 
+# Loops of a kernel, by what one time round must issue at least so often: (source, kernel, what it is, instructions).
+LOOPS = [
+    ("window_attention_matrix.cu", "matrix_kernel<__nv_bfloat16, 4, false>", "16 queries by 32 slots, D = 128, statistics", {"HMMA": 32, "MUFU.EX2": 16}),
+    ("window_attention_matrix.cu", "matrix_kernel<__nv_bfloat16, 4, true>", "16 queries by 32 slots, D = 128, columns", {"HMMA": 32, "MUFU.EX2": 16}),
+    ("window_attention_matrix.cu", "matrix_kernel<__nv_bfloat16, 4, true>", "the same with low numbers", {"HMMA": 64, "MUFU.EX2": 16}),
+]
+SHOWN = ("HMMA", "MUFU.EX2", "FFMA", "FADD", "LDSM", "LDS", "STS", "LDG", "LD", "SHFL", "BAR")
+
+
+def find_disassembler(nvcc):
+    """cuobjdump, with nvdisasm beside it: of a toolkit, or of Triton's wheel."""
+    wheels = sorted(ROOT.glob(".venv/lib/python3*/site-packages/triton/backends/nvidia/bin"))
+    for folder in [pathlib.Path(nvcc).resolve().parent, pathlib.Path("/usr/local/cuda/bin"), *wheels]:
+        if (folder / "cuobjdump").exists() and (folder / "nvdisasm").exists():
+            return folder / "cuobjdump"
+    sys.exit("kernel_resources: there is no cuobjdump with nvdisasm beside nvcc or in Triton's wheel")
+
+
+def machine_code(cuobjdump, cubin):
+    """{kernel: [(address, instruction)]}"""
+    text = subprocess.run([cuobjdump, "-sass", cubin], capture_output=True, text=True, check=True,
+                          env={**os.environ, "PATH": f"{cuobjdump.parent}:{os.environ['PATH']}"}).stdout
+    code, current = {}, None
+    for line in text.splitlines():
+        if function := re.search(r"Function : (\S+)", line):
+            current = code.setdefault(function[1], [])
+        elif (found := re.match(r"\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", line)) and current is not None:
+            current.append((int(found[1], 16), re.sub(r"^@!?U?P\w+ ", "@ ", found[2])))
+    return dict(zip(readable(code), code.values()))
+
+
+def operation(instruction):
+    return instruction.removeprefix("@ ").split()[0]
+
+
+def shortest_round(code, wanted):
+    """The fewest instructions of one time round a loop with at least the wanted ones: {operation: times}, or None."""
+    place = {address: i for i, (address, _) in enumerate(code)}
+    jumps = {i: place[int(to[1], 16)] for i, (_, text) in enumerate(code)
+             if (to := re.search(r"\bBRA(?!\.DIV)\S* .*?(0x[0-9a-f]+)", text)) and int(to[1], 16) in place}
+    last = {}
+    for i, to in jumps.items():
+        if to <= i:
+            last[to] = max(last.get(to, 0), i)
+    best = None
+    for head, end in last.items():
+        if any(sum(kind in text for _, text in code[head:end + 1]) < times for kind, times in wanted.items()):
+            continue
+        queue, seen, count = [(0, 0, head, (0,) * len(wanted), ())], set(), 0
+        while queue:
+            length, _, i, counts, way = heapq.heappop(queue)
+            if (i, counts) in seen or (best is not None and length >= best[0]):
+                continue
+            seen.add((i, counts))
+            text = code[i][1]
+            counts = tuple(min(times, c + (kind in text)) for c, (kind, times) in zip(counts, wanted.items()))
+            after = [i + 1] if i not in jumps else [jumps[i]] + ([i + 1] if text.startswith("@") else [])
+            if re.search(r"\b(EXIT|RET)\b", text) and not text.startswith("@"):
+                after = []
+            for to in after:
+                # Whole stretches without a branch, as a chain of pairs.
+                if to == head and counts == tuple(wanted.values()):
+                    best = (length + 1, (i, way))
+                elif head <= to <= end:
+                    count += 1
+                    heapq.heappush(queue, (length + 1, count, to, counts, (i, way)))
+    if best is None:
+        return None
+    found, way = collections.Counter(), best[1]
+    while way:
+        found[operation(code[way[0]][1])] += 1
+        way = way[1]
+    return found
+
+
+def print_instructions(nvcc, chips):
+    cuobjdump = find_disassembler(nvcc)
+    for chip in chips:
+        compiled = {}
+        for source, kernel, what, wanted in LOOPS:
+            if source not in compiled:
+                with tempfile.TemporaryDirectory() as folder:
+                    cubin = pathlib.Path(folder) / "kernels.cubin"
+                    subprocess.run([nvcc, *FLAGS, f"-arch={chip}", "-cubin", "-o", cubin, ROOT / "cuda" / source], check=True)
+                    compiled[source] = machine_code(cuobjdump, cubin)
+            code = next(c for name, c in compiled[source].items() if name.endswith(kernel))
+            found = shortest_round(code, wanted)
+            if found is None:
+                sys.exit(f"kernel_resources: no loop of {kernel} has {wanted} on {chip}")
+            shown = {kind: sum(n for o, n in found.items() if o.split(".")[0] == kind or o.startswith(kind + ".") or o == kind) for kind in SHOWN}
+            print(f"{chip} {kernel}, {what}: {sum(found.values())} instructions,", ", ".join(f"{n} {kind}" for kind, n in shown.items() if n))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="Needs nvcc and c++filt, no GPU.")
     parser.add_argument("--chips", nargs="+", default=["sm_80", "sm_90"], help="default: sm_80 sm_90")
     parser.add_argument("--write", metavar="FILE", type=pathlib.Path, help="replace the table between the marks in FILE")
+    parser.add_argument("--instructions", action="store_true", help="print the instructions of the loops that multiply instead")
     options = parser.parse_args()
 
     nvcc = find_nvcc()
+    if options.instructions:
+        return print_instructions(nvcc, options.chips)
     sources = sorted((ROOT / "cuda").glob("*.cu"))
     rows = {}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:

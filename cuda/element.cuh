@@ -107,53 +107,6 @@ __device__ void stage_keys(const SlotAddress& keys, bool aligned, std::int32_t b
   }
 }
 
-/// Calls store(i, load(i)) for all i below `count`, the block's threads in turn. Each thread has several loads in
-/// flight before its first store.
-template <class Load, class Store>
-__device__ inline void with_words_ahead(std::int32_t count, const Load& load, const Store& store) {
-  constexpr int kAhead = 4;
-  using Word = decltype(load(0));
-  const auto threads = static_cast<std::int32_t>(blockDim.x);
-  for (auto first = static_cast<std::int32_t>(threadIdx.x); first < count; first += kAhead * threads) {
-    Word words[kAhead];
-#pragma unroll
-    for (int k = 0; k < kAhead; ++k)
-      if (first + k * threads < count) words[k] = load(first + k * threads);
-#pragma unroll
-    for (int k = 0; k < kAhead; ++k)
-      if (first + k * threads < count) store(first + k * threads, words[k]);
-  }
-}
-
-/// stage_keys_ahead() of whole words of slots that are aligned. kWords: words of a slot; 0: `words`.
-template <class T, std::int32_t kWords>
-__device__ inline void stage_words(const SlotAddress& keys, std::int32_t begin, std::int32_t end, std::int32_t d0,
-                                   std::int32_t words, std::byte* to, std::int32_t stride) {
-  const std::int32_t of_slot = kWords > 0 ? kWords : words;
-  const auto load = [&](std::int32_t i) {
-    const std::int32_t slot = i / of_slot;
-    return reinterpret_cast<const Elements<T>*>(reinterpret_cast<const T*>(keys.at(begin + slot)) +
-                                                d0)[i - slot * of_slot];
-  };
-  with_words_ahead((end - begin) * of_slot, load, [&](std::int32_t i, const Elements<T>& word) {
-    const std::int32_t slot = i / of_slot;
-    reinterpret_cast<Elements<T>*>(to + slot * stride)[i - slot * of_slot] = word;
-  });
-}
-
-/// stage_keys() with several loads of each thread in flight, for kernels that have the registers. `keys` is a copy: its
-/// fields stay in registers. kUsual: the n that comes most, for which a slot's words are a constant.
-template <class T, std::int32_t kUsual>
-__device__ void stage_keys_ahead(const SlotAddress keys, bool aligned, std::int32_t begin, std::int32_t end,
-                                 std::int32_t d0, std::int32_t n, std::byte* to, std::int32_t stride) {
-  if (!aligned || n % kPerWord<T> != 0)
-    stage_keys<T>(keys, aligned, begin, end, d0, n, to, stride);
-  else if (n == kUsual)
-    stage_words<T, kUsual / kPerWord<T>>(keys, begin, end, d0, 0, to, stride);
-  else
-    stage_words<T, 0>(keys, begin, end, d0, n / kPerWord<T>, to, stride);
-}
-
 /// One element as another: exact, except f32 as 16 bits.
 template <class S, class T>
 __device__ inline S element_as(T x) {

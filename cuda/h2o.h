@@ -20,8 +20,8 @@ struct H2OArguments {
 [[nodiscard]] std::int64_t h2o_workspace_bytes(const H2OArguments& arguments);
 
 /// A row's window is the queries that came after the last event, as the slots after its tally show.
-/// Cost: launch_window_attention over those queries, for its `sum`, and one pass over the tallies. Launches: 4. Throws
-/// InvalidArgument for a head size outside 1 to 256.
+/// Cost: launch_window_attention over those queries, for its `sum`, and one pass over the tallies. Launches: 4, on
+/// matrix units 5. Throws InvalidArgument for a head size outside 1 to 256.
 void launch_h2o(const H2OArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

@@ -11,7 +11,8 @@ namespace {
 using tuning::kMostThreads;
 using tuning::kWarpSegment;
 
-constexpr std::int32_t kCachedCuts = 1024;  ///< cuts that are worked out side by side; if there are more, one by one
+constexpr std::int32_t kNearSegments = 128;  ///< most segments of a row that are in shared memory
+constexpr std::int32_t kCachedCuts = 1024;   ///< cuts that are worked out side by side; if there are more, one by one
 
 /// The parts of the workspace. Only this defines their sizes and places.
 struct Workspace {
@@ -37,6 +38,32 @@ struct Workspace {
     marks = parts.take<std::uint8_t>(slots);
     bytes = static_cast<std::size_t>(parts.bytes());
   }
+};
+
+/// The block's team for prefix_mass(), which asks for sum() of the numbers whose sum_before() it has just asked for:
+/// that is known then. Numbers go through two sets of words by turns, so that each round has one barrier.
+class PrefixTeam : public BlockTeam {
+ public:
+  static constexpr std::int32_t kWords = 64;
+  __device__ PrefixTeam(const BlockTeam& team, unsigned long long* words) : BlockTeam(team), words_(words) {}
+
+  [[nodiscard]] __device__ std::uint64_t sum_before(std::uint64_t mine) {
+    const std::int32_t lane = thread() % 32, warp = thread() / 32, warps = size() / 32;
+    const std::uint64_t before = WarpTeam{}.sum_before(mine);
+    unsigned long long* words = words_ + turn_ * 32;
+    turn_ = 1 - turn_;
+    if (lane == 31) words[warp] = before + mine;
+    __syncthreads();
+    const unsigned long long of_lane = lane < warps ? words[lane] : 0, before_warp = WarpTeam{}.sum_before(of_lane);
+    all_ = __shfl_sync(kWholeWarp, before_warp + of_lane, warps - 1);
+    return before + __shfl_sync(kWholeWarp, before_warp, warp);
+  }
+  [[nodiscard]] __device__ std::uint64_t sum(std::uint64_t) const { return all_; }
+
+ private:
+  unsigned long long* words_;
+  unsigned long long all_ = 0;
+  std::int32_t turn_ = 0;
 };
 
 /// Marks of a slot while a row's slots are selected.
@@ -149,9 +176,10 @@ class Selection {
 };
 
 __global__ void __launch_bounds__(kMostThreads, 1) mass_segmented_kernel(MassSegmentedArguments a) {
-  __shared__ unsigned long long scratch[kBlockScratch];
+  __shared__ unsigned long long scratch[kBlockScratch], words[PrefixTeam::kWords];
   __shared__ std::int32_t histograms[kMostThreads / 32 * kDigits];
-  __shared__ std::int32_t cached[kCachedCuts];
+  __shared__ std::int32_t cached[kCachedCuts], near_ends[kNearSegments], near_cuts[kNearSegments];
+  alignas(Share) __shared__ std::byte near_shares[kNearSegments * sizeof(Share)];
   const BlockTeam team(scratch);
   const Workspace work(a.options, a.count, a.longest, a.slots_in_all, a.workspace);
   for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {
@@ -184,15 +212,17 @@ __global__ void __launch_bounds__(kMostThreads, 1) mass_segmented_kernel(MassSeg
     weigh_row(a.options, row.credit, row.credit_length, length, usage, work.fed + row.first, credit, used, team);
 
     std::uint64_t* prefix = work.prefix + row.first;
-    prefix_mass(used, length, prefix, team, left_out(a.options, limit.guarded));
+    prefix_mass(used, length, prefix, PrefixTeam(team, words), left_out(a.options, limit.guarded));
     const SegmentOptions options = segments_of(a.options, a.variant);
     const std::int64_t thresholds = options.kind == Segmentation::mass ? detail::thresholds(options.segment_mass) : 0;
     if (thresholds <= kCachedCuts)
       for (std::int64_t k = 1 + team.thread(); k <= thresholds; k += team.size())
         cached[k - 1] = detail::cut_at(prefix, length, options, k);
     team.sync();
-    std::int32_t *ends = work.ends + r * work.most, *cuts = work.cuts + r * work.most, count = 0;
-    Share* shares = work.shares + r * work.most;
+    const bool near = work.most <= kNearSegments;
+    std::int32_t *ends = near ? near_ends : work.ends + r * work.most,
+                 *cuts = near ? near_cuts : work.cuts + r * work.most, count = 0;
+    Share* shares = near ? reinterpret_cast<Share*>(near_shares) : work.shares + r * work.most;
     if (team.thread() == 0)
       count = segment_ends(
           prefix, length, options,

@@ -29,11 +29,11 @@ struct PromptScoresArguments {
 [[nodiscard]] std::int64_t prompt_scores_workspace_bytes(const PromptScoresArguments& arguments);
 
 /// Agrees with the CPU as launch_window_attention does: sums to about 2e-5 of themselves, 1e-4 with bf16 keys. From
-/// equal sums, the scores are the CPU's bits. They depend only on the group's rows. Launches: 4. Cost:
-/// launch_window_attention for its `sum`, and one pass over the sums. The average of a sum is the sum of averages: one
-/// sum per KV head is enough. A maximum is not: under `maximum` every query head is a row of its own over the same
-/// keys. Throws InvalidArgument for a window below 1, no row longer than it, an even pool, rows that are not whole
-/// groups, and a head size outside 1 to 256.
+/// equal sums, the scores are the CPU's bits. They depend only on the group's rows. Launches: 4, on matrix units 5.
+/// Cost: launch_window_attention for its `sum`, and one pass over the sums. The average of a sum is the sum of
+/// averages: one sum per KV head is enough. A maximum is not: under `maximum` every query head is a row of its own over
+/// the same keys. Throws InvalidArgument for a window below 1, no row longer than it, an even pool, rows that are not
+/// whole groups, and a head size outside 1 to 256.
 void launch_prompt_scores(const PromptScoresArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

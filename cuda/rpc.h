@@ -23,8 +23,8 @@ struct RpcArguments {
 
 /// Requires, with Heads::all: a (layer, sequence) is due as a whole, and its rows have one length; the CPU throws
 /// Unsupported if they do not, and the host knows both. Cost: launch_history_attention with `options.window` queries,
-/// and one pass over its result. Launches: 3, with Style::official 4. Throws InvalidArgument for a head size outside 1
-/// to 256, and for a pool that is not odd, or less than 1.
+/// and one pass over its result. Launches: 3, with Style::official 4, one more on matrix units. Throws InvalidArgument
+/// for a head size outside 1 to 256, and for a pool that is not odd, or less than 1.
 void launch_rpc(const RpcArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

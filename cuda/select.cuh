@@ -62,18 +62,27 @@ __device__ std::uint64_t least_kept(const Team& team, std::int32_t* histogram, s
   });
 }
 
-/// Writes the slots t of [0, length) for which keeps(t) holds to `slots`, ascending. Returns how many.
+/// Writes the slots t of [0, length) for which keeps(t) holds to `slots`, ascending. Returns how many. keeps(t) is
+/// asked twice. A warp has slots next to each other: it counts those that stay, hears how many stay before them, and
+/// writes.
 template <class Team, class Keeps>
 __device__ std::int32_t write_kept(const Team& team, std::int32_t length, const Keeps& keeps, std::int32_t* slots) {
-  std::int64_t written = 0;
-  for (std::int32_t first = 0; first < length; first += team.size()) {
-    const std::int32_t t = first + team.thread();
-    const std::uint64_t kept = t < length && keeps(t) ? 1 : 0;
-    const auto before = static_cast<std::int64_t>(team.sum_before(kept));
-    if (kept != 0) slots[written + before] = t;
-    written += static_cast<std::int64_t>(team.sum(kept));
+  const std::int32_t lane = team.thread() % 32, each = (length + team.size() - 1) / team.size() * 32,
+                     begin = team.thread() / 32 * each, end = length - begin < each ? length : begin + each;
+  const auto kept_of = [&](std::int32_t first) {
+    return __ballot_sync(kWholeWarp, first + lane < end && keeps(first + lane) ? 1 : 0);
+  };
+  std::int32_t count = 0;
+  for (std::int32_t first = begin; first < end; first += 32) count += __popc(kept_of(first));
+  const std::uint64_t of_warp = lane == 0 ? static_cast<std::uint64_t>(count) : 0;
+  const std::uint64_t all = team.sum(of_warp);
+  std::int32_t written = __shfl_sync(kWholeWarp, static_cast<std::int32_t>(team.sum_before(of_warp)), 0);
+  for (std::int32_t first = begin; first < end; first += 32) {
+    const unsigned kept = kept_of(first);
+    if ((kept >> lane & 1U) != 0) slots[written + __popc(kept & ((1U << lane) - 1))] = first + lane;
+    written += __popc(kept);
   }
-  return static_cast<std::int32_t>(written);
+  return static_cast<std::int32_t>(all);
 }
 
 /// Writes all slots of a row.

@@ -17,13 +17,14 @@ inline constexpr std::int32_t kWarpSegment = 4096;  ///< longest segment that is
 inline constexpr std::int32_t kTurnThreads = 128;
 
 inline constexpr std::int32_t kAttentionChunk =
-    1024;  ///< slots that one block looks at: many chunks fill the machine even if there are few rows
+    512;  ///< slots that one block looks at: many chunks fill the machine even if there are few rows
 inline constexpr std::int32_t kAttentionParts = 32;  ///< most pieces of a row that have statistics of their own:
                                                      ///< whoever needs them combines them again
 inline constexpr std::int32_t kAttentionTile = 128;  ///< slots that are multiplied at a time
 inline constexpr std::int32_t kAttentionSlice = 64;  ///< components of them that are in shared memory at a time
-inline constexpr std::int32_t kMatrixThreads = 256;  ///< two warps along the queries, four along the slots
-inline constexpr std::int32_t kMatrixQueries = 64;   ///< queries that matrix units multiply at a time
+inline constexpr std::int32_t kMatrixThreads = 256;  ///< each warp has slots of its own, and all queries
+inline constexpr std::int32_t kMatrixChunks = 8;     ///< most chunks that a block of them looks at: where there are
+inline constexpr std::int32_t kMatrixBlocks = 8;     ///< rows enough for so many blocks per multiprocessor
 
 inline constexpr std::int32_t kKeyThreads = 256;  ///< of a block that reads keys alone, eight of them per slot
 inline constexpr std::int32_t kKeyChunk = 1024;   ///< slots that one such block reads

@@ -3,16 +3,17 @@
 /// Same contract as the CPU functions of the same names, except for keys that make a logit NaN or infinite: such a slot
 /// gets nothing from that query, as if it were not there.
 ///
-/// A row is cut into chunks of 1024 slots, one block each, so that few long rows fill the machine; statistics of whole
-/// chunks are combined in ascending order. A row's bits depend only on the row, not on the batch, the pages, or the
-/// machine's size. Slots with equal keys that the same queries see get equal bits.
+/// A row is cut into chunks of 512 slots, so that few long rows fill the machine; a block has one, or several where
+/// rows are many. Statistics of whole chunks are combined in a fixed order. A row's bits depend only on the row, not on
+/// the batch, the pages, or the machine's size. Slots with equal keys that the same queries see get equal bits.
 ///
 /// Products: f32 keys, windows of fewer than 16 queries in a group, head sizes that are not a multiple of 16 and
 /// max_logit run in f32, one chain of multiply-adds over the head dimension as on the CPU. Else on matrix units, in the
-/// keys' own dtype (fp8: f16), each query as the sum of two such numbers times a power of two, or as one if all queries
-/// of a block come in that dtype (after RoPE): for f16 and fp8 keys as exact as f32, but that matrix units may cut sums
-/// off, about 1e-6 of the partial sums; for bf16 keys a query that needs two keeps 16 bits, a logit is off by about
-/// 4e-6 |q| |k| scale / sqrt(D), and a share by as much of itself.
+/// keys' own dtype (fp8: f16), each query as the sum of two such numbers times a power of two, or as one if 16 queries
+/// next to each other come in that dtype (after RoPE): for f16 and fp8 keys as exact as f32, but that matrix units may
+/// cut sums off, about 1e-6 of the partial sums, and that a share is a power of two of one rounded exponent, which is
+/// off by 1e-7 of the logit; for bf16 keys a query that needs two keeps 16 bits, a logit is off by about
+/// 4e-6 |q| |k| scale / sqrt(D), and a share by as much of itself. Shares below 1e-38 are 0.
 
 #include "evidence.h"
 #include "kvkeep/core/row_window.h"
@@ -33,11 +34,15 @@ struct WindowAttentionArguments {
   void* workspace = nullptr;
 };
 
-/// 8 bytes for every (row, query head of its group, query) and part of the longest row: chunks of 1024 slots, no more
-/// than 32 of them.
+/// 8 bytes for every (row, query head of its group, query) and part of the longest row: chunks of 512 slots, no more
+/// than 32 of them. On matrix units besides, for every 16 queries of a row, 64 bytes for each component of the head
+/// size, rounded up to 64, 128 or 256, and 272; and about 100 for every row.
 [[nodiscard]] std::int64_t window_attention_workspace_bytes(const EvidenceArguments& evidence, std::int32_t window);
 
-/// Rows without a window get zeros. Cost: two passes over the keys, one if log_sum_exp is given.
+/// Rows without a window get zeros. Cost: two passes over the keys, one if log_sum_exp is given. A pass reads every key
+/// once on matrix units, where more queries than shared memory holds are brought again for every 256 slots (128 of
+/// heads above 128 components) to sum up, and the keys for every part of them to take statistics; in f32 once for every
+/// eight queries. Launches: one a pass, and one for the queries on matrix units.
 /// Throws InvalidArgument for a head size outside 1 to 256, and for usage together with sum.
 void launch_window_attention(const WindowAttentionArguments& arguments, Stream stream);
 
@@ -53,8 +58,8 @@ struct HistoryAttentionArguments {
   void* workspace = nullptr;            ///< window_attention_workspace_bytes()
 };
 
-/// kvkeep::history_attention(). Cost: two passes over the keys; under max_logit the keys of more than 64 components are
-/// staged once for every query head.
+/// kvkeep::history_attention(). Cost and launches: as launch_window_attention; under max_logit the keys of more than 64
+/// components are staged once for every query head.
 void launch_history_attention(const HistoryAttentionArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

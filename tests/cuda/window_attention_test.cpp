@@ -129,6 +129,80 @@ TEST_F(WindowAttentionKernel, TakesMoreQueriesThanATileHolds) {
                        window);
 }
 
+TEST_F(WindowAttentionKernel, TakesAnyNumberOfQueriesOfEveryElement) {
+  std::uint64_t seed = 360;
+  for (const Element keys : {Element::f16, Element::bf16, Element::fp8_e4m3})
+    for (const Element query : {Element::f32, Element::f16, Element::bf16})
+      for (const bool pre_rope : {false, true}) {
+        ++seed;
+        const std::int32_t dim = seed % 3 == 0 ? 128 : seed % 3 == 1 ? 208 : 48;
+        expect_as_on_cpu(EvidenceCase(seed, {.group = 7,
+                                             .dim = dim,
+                                             .lengths = {75},
+                                             .seen = 5,
+                                             .keys = keys,
+                                             .query = query,
+                                             .pre_rope = pre_rope}),
+                         seed % 2 == 0 ? 5 : 3);
+      }
+}
+
+TEST_F(WindowAttentionKernel, TakesMoreQueriesThanSharedMemoryHolds) {
+  std::uint64_t seed = 380;
+  for (const Element query : {Element::bf16, Element::f32})
+    expect_as_on_cpu(
+        EvidenceCase(++seed,
+                     {.group = 8, .dim = 256, .lengths = {201}, .seen = 63, .keys = Element::bf16, .query = query}),
+        63);
+}
+
+#if defined(KVKEEP_CUDA_MODEL)
+/// A chip other than the model's own while it lives.
+class OtherChip {
+ public:
+  explicit OtherChip(model::Chip chip) : before_(model::chip()) { model::chip() = chip; }
+  ~OtherChip() { model::chip() = before_; }
+  OtherChip(const OtherChip&) = delete;
+  OtherChip& operator=(const OtherChip&) = delete;
+
+ private:
+  model::Chip before_;
+};
+
+TEST_F(WindowAttentionKernel, GivesARowTheSameBitsOnAnyChip) {
+  for (const bool turned : {false, true}) {
+    const EvidenceCase c(390, {.group = 3,
+                               .kv_heads = 3,
+                               .dim = 64,
+                               .lengths = {1100, 1100},
+                               .seen = 16,
+                               .keys = Element::f16,
+                               .query = Element::f16,
+                               .pre_rope = turned});
+    const Got got = on_device(c, 16, false, Wanted::usage);
+    for (const model::Chip chip : {model::Chip{.shared_bytes = 227 << 10, .multiprocessors = 1},
+                                   model::Chip{.shared_bytes = 16 << 10, .multiprocessors = 132}}) {
+      const OtherChip other(chip);
+      const Got there = on_device(c, 16, false, Wanted::usage);
+      EXPECT_EQ(there.column, got.column) << chip.shared_bytes << " bytes, turned: " << turned;
+      EXPECT_EQ(there.newest, got.newest) << chip.shared_bytes << " bytes, turned: " << turned;
+    }
+  }
+}
+#endif
+
+TEST_F(WindowAttentionKernel, FindsTheLargestLogitsAnywhereInARow) {
+  std::uint64_t seed = 395;
+  for (const Element keys : {Element::f16, Element::bf16})
+    for (const float factor : {80.0F, -80.0F}) {
+      EvidenceCase c(++seed, {.group = 4, .dim = 32, .lengths = {600}, .seen = 8, .keys = keys, .query = keys});
+      for (std::int64_t t = 300; t < 600; t += 17)
+        for (std::int64_t d = 0; d < 32; ++d)
+          c.set_key(0, t, d, factor * c.plain[0][static_cast<std::size_t>(t * 32 + d)]);
+      expect_as_on_cpu(c, 8);
+    }
+}
+
 TEST_F(WindowAttentionKernel, ReadsPagesAndVectorsThatAreNotAligned) {  // B21, B24
   std::uint64_t seed = 400;
   for (const Element keys : kElements)

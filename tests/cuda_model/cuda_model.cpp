@@ -209,6 +209,11 @@ int lane() { return running->fiber->number % 32; }
 void set_order(Order order) { machine().order = order; }
 const Counters& counters() { return machine().counters; }
 
+Chip& chip() {
+  static Chip only;
+  return only;
+}
+
 void wait_block() {
   Barrier& b = running->block;
   const std::uint64_t mine = b.generation;
@@ -256,7 +261,7 @@ void run(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, c
                            " threads a block; allowed 32, 64 ... 1024");
   if (blocks.y > 65535 || blocks.z > 65535)
     throw std::logic_error(std::string(name) + ": more than 65535 blocks in y or z");
-  if (shared_bytes > (std::size_t{227} << 10))
+  if (shared_bytes > static_cast<std::size_t>(chip().shared_bytes))
     throw std::logic_error(std::string(name) + ": more shared memory than a block can have");
   Machine& machine = model::machine();
   ++machine.counters.launches;

@@ -20,6 +20,8 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <limits>
+#include <stdexcept>
 #include <type_traits>
 #include <vector>
 
@@ -75,6 +77,13 @@ struct Recorded {
   cudaStream_t stream = nullptr;
 };
 [[nodiscard]] std::vector<Recorded>& recorded();
+
+/// What the runtime says that the chip has, and a launch is held to.
+struct Chip {
+  int shared_bytes = 227 << 10;  ///< that a block can ask for
+  int multiprocessors = 2;
+};
+[[nodiscard]] Chip& chip();
 
 void wait_block();
 void wait_warp(unsigned mask);
@@ -167,6 +176,10 @@ template <class T>
 T __ldg(const T* at) {
   return *at;
 }
+template <class T>
+T __ldcg(const T* at) {
+  return *at;
+}
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __frcp_rn(float x) { return 1.0F / x; }
@@ -205,6 +218,45 @@ T atomicOr(T* at, std::type_identity_t<T> x) {
 }
 
 namespace kvkeep::cuda {
+
+inline float exp2_of(float x) {
+  const float y = std::exp2(x);
+  return std::fabs(y) < std::numeric_limits<float>::min() ? 0.0F : y;
+}
+
+/// Copies land when their thread waits for them: whoever reads too early reads what was there before.
+inline std::vector<std::array<void*, 2>>& copies_under_way() {
+  static std::array<std::vector<std::array<void*, 2>>, 1024> of_thread;
+  return of_thread[threadIdx.x];
+}
+inline void copy_ahead(void* shared, const void* global) {
+  if ((reinterpret_cast<std::uintptr_t>(shared) | reinterpret_cast<std::uintptr_t>(global)) % 16 != 0)
+    throw std::logic_error("copy_ahead: an address that is no multiple of 16");
+  copies_under_way().push_back({shared, const_cast<void*>(global)});
+}
+inline void wait_for_copies() {
+  for (const auto& [to, from] : copies_under_way()) std::memcpy(to, from, 16);
+  copies_under_way().clear();
+}
+
+/// mma.m16n8k16, with the fragments as PTX lays them out.
+template <class S>
+void multiply_add(float (&sum)[4], const unsigned (&left)[4], const unsigned (&right)[2]) {
+  struct Both {
+    S left[8], right[4];
+  } mine;
+  std::memcpy(mine.left, left, sizeof mine.left);
+  std::memcpy(mine.right, right, sizeof mine.right);
+  const auto* all = reinterpret_cast<const Both*>(model::exchange(0xFFFFFFFFU, &mine, sizeof mine));
+  for (int i = 0; i < 4; ++i) {
+    const int row = model::lane() / 4 + i / 2 * 8, column = model::lane() % 4 * 2 + i % 2;
+    for (int k = 0; k < 16; ++k) {
+      const int pair = k % 8 / 2, upper = k / 8;
+      sum[i] += static_cast<float>(all[row % 8 * 4 + pair].left[upper * 4 + row / 8 * 2 + k % 2]) *
+                static_cast<float>(all[column * 4 + pair].right[upper * 2 + k % 2]);
+    }
+  }
+}
 
 /// `nvcuda::wmma` for 16 x 16 x 16 tiles: an element's place in a fragment is the model's own, as CUDA leaves it open
 /// too.

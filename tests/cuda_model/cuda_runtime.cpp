@@ -168,6 +168,22 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* chip, int) {
   chip->major = 9;
   return cudaSuccess;
 }
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  switch (attribute) {
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = chip().shared_bytes;
+      return cudaSuccess;
+    case cudaDevAttrMultiProcessorCount:
+      *value = chip().multiprocessors;
+      return cudaSuccess;
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
 cudaError_t cudaDeviceSynchronize() {
   const cudaError_t status = beside_captures();
   if (status != cudaSuccess) return status;
