@@ -66,12 +66,11 @@ __global__ void __launch_bounds__(kKeyThreads) product_kernel(LastQueryArguments
 
 __global__ void __launch_bounds__(kKeyThreads) average_kernel(LastQueryArguments a, std::int32_t chunks) {
   const auto* products = static_cast<const float*>(a.workspace);
-  each_chunk_of_tokens(a.evidence, chunks,
-                       [&](std::int64_t, const Row* rows, std::int32_t begin, std::int32_t end) {
-                         const std::int64_t first = rows[0].first / a.evidence.kv_heads;
-                         for (std::int32_t t = begin + static_cast<std::int32_t>(threadIdx.x); t < end; t += kKeyThreads)
-                           a.scores[first + t] = pooled_average(products + first, rows[0].length, a.pool, t);
-                       });
+  each_chunk_of_tokens(a.evidence, chunks, [&](std::int64_t, const Row* rows, std::int32_t begin, std::int32_t end) {
+    const std::int64_t first = rows[0].first / a.evidence.kv_heads;
+    for (std::int32_t t = begin + static_cast<std::int32_t>(threadIdx.x); t < end; t += kKeyThreads)
+      a.scores[first + t] = pooled_average(products + first, rows[0].length, a.pool, t);
+  });
 }
 
 }  // namespace

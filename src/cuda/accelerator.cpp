@@ -26,12 +26,7 @@ namespace {
 class CudaAccelerator final : public Machine, public MachineMemory {
  public:
   explicit CudaAccelerator(Device device)
-      : device_(device),
-        pool_(device),
-        memory_(pool_),
-        layer_memory_(pool_),
-        event_table_(pool_),
-        move_table_(pool_) {}
+      : device_(device), pool_(device), memory_(pool_), layer_memory_(pool_), event_table_(pool_), move_table_(pool_) {}
 
   [[nodiscard]] MachineMemory& memory() const override { return const_cast<CudaAccelerator&>(*this); }
 
@@ -73,9 +68,8 @@ class CudaAccelerator final : public Machine, public MachineMemory {
                            ", the layer that selects is asked twice, and would wait twice; given ", device_.str(),
                            "; allowed ranks, or the CPU"));
     if (demand.weighs)
-      found.push_back(text("device: ", demand.policy,
-                           " weighs the queries that observe, which has no kernel; given ", device_.str(),
-                           "; allowed only on the CPU"));
+      found.push_back(text("device: ", demand.policy, " weighs the queries that observe, which has no kernel; given ",
+                           device_.str(), "; allowed only on the CPU"));
     return found;
   }
 

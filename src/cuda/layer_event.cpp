@@ -62,8 +62,8 @@ std::unique_ptr<PromptRanks> make_ranks(const LayerSelectorOptions& options, std
 
 PromptScores CudaEvent::prompt_scores(const PromptScoreOptions& options) {
   asked_ = ask(options.window, false);
-  const std::int64_t before = evidence.table.slots / evidence.spec.kv_heads -
-                              std::ssize(evidence.table.groups) * options.window;
+  const std::int64_t before =
+      evidence.table.slots / evidence.spec.kv_heads - std::ssize(evidence.table.groups) * options.window;
   PromptScores scores{tensor(flat(), evidence.table.slots), tensor(take<float>(before), before), {}};
   PromptScoresArguments a{.evidence = arguments,
                           .queries = asked_.queries,

@@ -47,15 +47,17 @@ TEST_F(LastQueryKernel, AgreesWithTheCpuForEveryGroupHeadSizeElementAndPool) {
   std::uint64_t seed = 0;
   for (const std::int32_t group : {1, 2, 4, 7})
     for (const std::int32_t dim : {1, 7, 64, 96, 256})
-      for (const Element keys : kElements)
-        expect_as_on_cpu(EvidenceCase(++seed, {.group = group,
-                                               .kv_heads = static_cast<std::int32_t>(1 + seed % 3),
-                                               .dim = dim,
-                                               .lengths = {37, 1, 33},
-                                               .keys = keys,
-                                               .query = keys,
-                                               .pre_rope = seed % 2 == 0 && dim > 1}),
+      for (const Element keys : kElements) {
+        ++seed;
+        expect_as_on_cpu(EvidenceCase(seed, {.group = group,
+                                             .kv_heads = static_cast<std::int32_t>(1 + seed % 3),
+                                             .dim = dim,
+                                             .lengths = {37, 1, 33},
+                                             .keys = keys,
+                                             .query = keys,
+                                             .pre_rope = seed % 2 == 0 && dim > 1}),
                          static_cast<std::int32_t>(1 + seed % 4 * 2));
+      }
 }
 
 TEST_F(LastQueryKernel, AgreesWithTheCpuForEveryLengthAndInPages) {

@@ -1,5 +1,5 @@
-// Prompts that are narrowed while their cache, queries and columns are on a device: tokens, slots, reports and pages are
-// those of a keeper on the CPU, and what decodes afterwards is the same.
+// Prompts that are narrowed while their cache, queries and columns are on a device: tokens, slots, reports and pages
+// are those of a keeper on the CPU, and what decodes afterwards is the same.
 
 #include "layer_by_layer_engine.h"
 
@@ -145,7 +145,8 @@ TEST_F(DevicePrompts, ContinueWithTheTokensOfTheCpuAndLeaveItsSlots) {
       ASSERT_NO_FATAL_FAILURE(twins.expect_alike({1, 2, 3, 4, 5}));
       for (int n = 0; n < 3; ++n) twins.step({{1, 1}, {2, 1}, {4, 1}, {5, 1}, {3, 2}});
       ASSERT_NO_FATAL_FAILURE(twins.expect_alike({1, 2, 3, 4, 5}));
-      EXPECT_GT(twins.device.keeper.totals().slots_dropped + twins.device.keeper.prompt_report(1)->selection_layer, 0);
+      EXPECT_TRUE(twins.device.keeper.totals().slots_dropped > 0 ||
+                  twins.device.keeper.prompt_report(1)->going_on.size() < 70U);
     }
 }
 
@@ -181,8 +182,8 @@ TEST_F(DevicePrompts, ProtectInEveryLayerThePromptThatReachedIt) {
 }
 
 TEST_F(DevicePrompts, BeginAfreshWithTheTokensThatTheCpuChooses) {
-  for (const char* policy : {"gemfilter,budget=20,layer=2", "gemfilter,budget=20,layer=5", "gemfilter,budget=20,layer=0",
-                             "asl-2pass,budget=20,window=6,min_layer=1,threshold=0.6",
+  for (const char* policy : {"gemfilter,budget=20,layer=2", "gemfilter,budget=20,layer=5",
+                             "gemfilter,budget=20,layer=0", "asl-2pass,budget=20,window=6,min_layer=1,threshold=0.6",
                              "asl-2pass,budget=20,window=6,min_layer=1,threshold=0"})
     for (const std::int32_t page_size : {0, 16}) {
       SCOPED_TRACE(text(policy, ", pages of ", page_size));
@@ -272,7 +273,7 @@ TEST_F(DevicePrompts, AreRefusedByNameUnderWhatHasNoKernel) {
   };
   names("asl,budget=24,window=6,cache_mass=0.8", "cache_mass of asl has no kernel");
   names("asl,budget=24,window=6,missed_mass=0.5", "missed_mass and select_mass of asl have no kernel");
-  names("fastkv,budget=24,window=6,layer=2,select_mass=0.8", "missed_mass and select_mass of fastkv have no kernel");
+  names("asl-2pass,budget=24,window=6,select_mass=0.8", "missed_mass and select_mass of asl-2pass have no kernel");
   names("asl-2pass,budget=24,window=6,indices=last_query", "is asked twice");
   names("pyramidinfer", "pyramidinfer weighs the queries that observe");
   names("fastkv,budget=24,window=6,layer=2+adakv-tova,budget=16,interval=4", "allocator adaptive_heads has no kernel");

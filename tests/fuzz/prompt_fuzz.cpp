@@ -117,8 +117,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
                     .begin = 0,
                     .count = wanted};
     table.groups.push_back(rows);
-    const Decision decision =
-        policy->decide(*pass, {.spec = spec, .table = table, .basis = QueryBasis::post_rope, .moment = Moment::prefill_layer});
+    const Decision decision = policy->decide(
+        *pass, {.spec = spec, .table = table, .basis = QueryBasis::post_rope, .moment = Moment::prefill_layer});
     if (decision.keep)
       for (std::size_t h = 0; h < static_cast<std::size_t>(heads); ++h) {
         hold(ascends(decision.keep->row(h), n), what + ": slots that stay do not ascend");

@@ -49,8 +49,8 @@ Alone alone(const std::string& text, SequenceId id, std::int32_t tokens, QueryBa
     Decision decision;
     if (wanted > 0) {
       const testing::PromptLayer layer(prompt, l, here, wanted);
-      decision =
-          policy->decide(*pass, {.spec = prompt.spec, .table = layer.table, .basis = basis, .moment = Moment::prefill_layer});
+      decision = policy->decide(
+          *pass, {.spec = prompt.spec, .table = layer.table, .basis = basis, .moment = Moment::prefill_layer});
     }
     for (std::size_t h = 0; h < kHeads; ++h) {
       result.rows.push_back(here);

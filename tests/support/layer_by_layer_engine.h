@@ -255,8 +255,7 @@ class Engine {
                                                             std::int32_t at, Side side) const {
     const LayerKv& kv = layers[static_cast<std::size_t>(layer)];
     const auto of = [side](const auto& sides) { return side == Side::value ? &sides.values : &sides.keys; };
-    if (page_size_ == 0)
-      return {of(std::get<DenseKv>(kv)), ((id * kHeads + head) * kCapacity + at) * dim_of(side)};
+    if (page_size_ == 0) return {of(std::get<DenseKv>(kv)), ((id * kHeads + head) * kCapacity + at) * dim_of(side)};
     const std::int64_t page = pages.pages(id)[static_cast<std::size_t>(at / page_size_)];
     return {of(std::get<PagedKv>(kv)), ((page * page_size_ + at % page_size_) * kHeads + head) * dim_of(side)};
   }

@@ -47,7 +47,8 @@ inline void describe_cache(Fields& f, AslOptions& o) {
 
 class AslPass final : public PromptPass {
  public:
-  AslPass(const AslOptions& options, std::unique_ptr<PromptRanks> ranks) : ranks_(std::move(ranks)), options_(options) {}
+  AslPass(const AslOptions& options, std::unique_ptr<PromptRanks> ranks)
+      : ranks_(std::move(ranks)), options_(options) {}
 
   [[nodiscard]] std::int32_t wants(std::int32_t layer, std::int32_t present) const override {
     return ranks_->wants(layer) || cuts(present) ? options_.selector.window : 0;
@@ -127,8 +128,8 @@ KVKEEP_INLINE Asl::Asl(std::string name, AslOptions options, std::unique_ptr<KVP
   require_no_problems("asl", options_.problems());
   if (options_.cache > 0) cut_ = std::make_unique<Flat>();
   if (options_.cache_mass > 0)
-    cut_ = std::make_unique<asl_detail::HeldMass>(TopMassOptions{
-        .mass = options_.cache_mass, .window = options_.selector.window, .variant = options_.variant});
+    cut_ = std::make_unique<asl_detail::HeldMass>(
+        TopMassOptions{.mass = options_.cache_mass, .window = options_.selector.window, .variant = options_.variant});
 }
 
 KVKEEP_INLINE std::vector<std::string> Asl::misfits(const ModelSpec& spec) const {

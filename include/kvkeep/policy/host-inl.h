@@ -105,8 +105,7 @@ class HostEvent final : public LayerEvent {
     for (std::size_t g = 0; g < of.size(); ++g) {
       const std::int32_t tokens =
           evidence_.table.rows[static_cast<std::size_t>(evidence_.table.groups[g].first_row)].length;
-      if (of[g])
-        chosen_[g] = best_tokens({scores.data<float>() + first, static_cast<std::size_t>(tokens)}, best);
+      if (of[g]) chosen_[g] = best_tokens({scores.data<float>() + first, static_cast<std::size_t>(tokens)}, best);
       first += tokens;
     }
   }

@@ -212,8 +212,7 @@ KVKEEP_INLINE LayerReport Keeper::narrow(const Observation& o, const CacheView& 
   decide_layer(plans, o, view);
   for (LayerPlan& plan : plans) {
     Sequence& s = *plan.sequence;
-    Narrowing narrowing{
-        .sequence = plan.id, .slots_dropped = plan.slots_dropped, .bytes_moved = plan.bytes_moved};
+    Narrowing narrowing{.sequence = plan.id, .slots_dropped = plan.slots_dropped, .bytes_moved = plan.bytes_moved};
     s.report->entered[static_cast<std::size_t>(plan.layer)] = static_cast<std::int32_t>(s.present.size());
     if (plan.decision.relative_variance)
       s.report->relative_variance[static_cast<std::size_t>(plan.layer)] = *plan.decision.relative_variance;

@@ -98,10 +98,10 @@ class KVPolicy {
   }
 
   /// Decides for prompts in one layer: passes[g], from begin_prompt() on this machine, is that of group g. Called in
-  /// ascending order for every layer that its wants() names. evidence: the rows of one layer, with a slot for each token
-  /// present, in order, and at least the newest wants() queries, whose positions are on the host. A prompt's result does
-  /// not depend on the others. Throws: InvalidArgument if the evidence lacks that; StateError for a layer that a pass
-  /// does not want; Unsupported if narrows() is false.
+  /// ascending order for every layer that its wants() names. evidence: the rows of one layer, with a slot for each
+  /// token present, in order, and at least the newest wants() queries, whose positions are on the host. A prompt's
+  /// result does not depend on the others. Throws: InvalidArgument if the evidence lacks that; StateError for a layer
+  /// that a pass does not want; Unsupported if narrows() is false.
   [[nodiscard]] virtual LayerDecision decide_layer(Machine& machine, const Evidence& evidence,
                                                    std::span<PromptPass* const> passes) const;
   /// The same for one prompt on the host, with the slots that stay in the same decision.
