@@ -227,7 +227,7 @@ KVKEEP_INLINE LayerReport Keeper::narrow(const Observation& o, const CacheView& 
       begin_afresh(plan, view, report);
     } else if (plan.layer + 1 == spec_.num_layers()) {
       s.pass.reset();
-      if (s.last_event == s.logical)
+      if (s.last_event == s.logical)  // layers hold different numbers of the prompt's slots
         for (std::int32_t l = 0; l < spec_.num_layers(); ++l)
           s.prompt_slots[static_cast<std::size_t>(l)] = s.columns->length(row_of(l, 0));
       std::int64_t longest = 0, shortest = s.report->tokens;
@@ -308,7 +308,7 @@ KVKEEP_INLINE void Keeper::let_go_on(const LayerPlan& plan, const CacheView& vie
   s.tail = narrow_detail::tail_of(s.report->going_on, s.report->tokens);
   s.last_event = s.logical;
   s.event_position = s.next_position;
-  if (plan.layer + 1 == spec_.num_layers()) return;
+  if (narrow.afresh || plan.layer + 1 == spec_.num_layers()) return;
   s.columns->narrow(row_of(plan.layer + 1, 0), places, s.present);
   for (std::int32_t r = (plan.layer + 1) * spec_.kv_heads; r < spec_.num_layers() * spec_.kv_heads; ++r)
     view.lengths.at(plan.place, r) = static_cast<std::int32_t>(places.size());
