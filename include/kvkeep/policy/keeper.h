@@ -330,12 +330,11 @@ class Keeper {
     mutable std::uint64_t mark = 0;           ///< of the last call that named the sequence
     std::int64_t asked = 0;                   ///< logical length when the policy was last asked
     std::int32_t next_position = 0;
-    std::vector<std::int32_t> prompt_slots = {};  ///< [full layers] on a device: slots of the prompt at the first
-                                                  ///< event, or where it was narrowed; -1 before
-    std::unique_ptr<PromptPass> pass = nullptr;  ///< while a prompt narrows
-    std::vector<std::int32_t> present = {};      ///< then: logical positions of the remaining tokens
-    std::int32_t tail = 0;                       ///< then: how many of them are the newest of the prompt, without a gap
-    std::int32_t next_layer = 0;                 ///< then: the layer whose narrow() comes next
+    std::vector<std::int32_t> prompt_slots = {};  ///< [full layers] on a device: of the prompt, once cut; -1 before
+    std::unique_ptr<PromptPass> pass = nullptr;   ///< while a prompt narrows
+    std::vector<std::int32_t> present = {};       ///< then: logical positions of the remaining tokens
+    std::int32_t tail = 0;        ///< then: how many of them are the newest of the prompt, without a gap
+    std::int32_t next_layer = 0;  ///< then: the layer whose narrow() comes next
     std::optional<PromptReport> report = {};
     std::vector<float> surprisal = {};                   ///< by logical position, if the policy asks for it
     std::int64_t surprised = 0;                          ///< tokens that have their surprisal
