@@ -147,12 +147,11 @@ void CudaEvent::rank(const PromptScores& scores, std::span<PromptRanks* const> r
                                   .ranks = base,
                                   .states = there,
                                   .workspace = take<std::byte>(layer_selector_workspace_bytes(rings))});
+  // Of every prompt: the host, which cannot know yet whose lists it needs, copies all of them at once.
   launch(launch_narrow, NarrowArguments{.prompts = newest,
                                         .select = options.select,
                                         .window = options.window,
                                         .ranks = base,
-                                        .states = list ? nullptr : there,
-                                        .layer = layer,
                                         .tokens = reinterpret_cast<std::int32_t*>(lists_ + state_bytes)});
 }
 

@@ -151,7 +151,7 @@ TEST_F(DevicePrompts, ContinueWithTheTokensOfTheCpuAndLeaveItsSlots) {
 }
 
 TEST_F(DevicePrompts, AreFollowedByEventsThatKeepWhatTheCpuKeeps) {
-  for (const char* prefill : {kNarrowings[0], kNarrowings[1], kNarrowings[3]})
+  for (const char* prefill : {kNarrowings[1], kNarrowings[3]})
     for (const char* decode :
          {"ams-tova,budget=16,interval=4,sink=1,recent=2,window=8,min_segment=2,max_segment=8,min_quota=1",
           "h2o,budget=16,interval=4,sink=1,recent=2", "streaming,budget=16,interval=4,sink=1,recent=2",
@@ -179,6 +179,28 @@ TEST_F(DevicePrompts, ProtectInEveryLayerThePromptThatReachedIt) {
     EXPECT_GE(cuts, 4U);
     ASSERT_NO_FATAL_FAILURE(twins.expect_alike({1, 2}));
   }
+}
+
+TEST_F(DevicePrompts, KeepScoresThatTheEngineGaveBeforeTheyReachedTheLayer) {
+  Twins twins(text(kNarrowings[3], "+given,budget=16,interval=4,sink=1,recent=2"));
+  twins.join({1, 2});
+  for (Engine* engine : {&twins.cpu, &twins.device}) {
+    engine->begin({{1, 70}, {2, 45}});
+    for (std::int32_t l = 0; l < kLayers; ++l) {
+      engine->keeper.observe(engine->run(l));
+      for (std::int32_t later = 0; l == 0 && later < kLayers; ++later)
+        engine->keeper.give({.layer = later,
+                             .sequences = engine->active,
+                             .indptr = engine->indptr,
+                             .scores = engine->queries.select(2, later).narrow(1, 0, kHeads)});
+      engine->narrow(l);
+    }
+    static_cast<void>(engine->end());
+  }
+  std::size_t cuts = 0;
+  for (int n = 0; n < 8; ++n) cuts += twins.step({{1, 1}, {2, 1}});
+  ASSERT_NO_FATAL_FAILURE(twins.expect_alike({1, 2}));
+  EXPECT_GE(cuts, 2U);
 }
 
 TEST_F(DevicePrompts, BeginAfreshWithTheTokensThatTheCpuChooses) {
