@@ -40,6 +40,7 @@ declare -A small=(
   [h2o]='H2OKernel.BringsRowsUpToDate*'
   [keydiff]='KeyDiffKernel.LeavesRowsAlone*'
   [knorm]='KnormKernel.LeavesRowsAlone*'
+  [last_query]='LastQueryKernel.GivesNaN*'
   [layer_selector]='LayerSelectorKernel.DecidesAsTheCpu*'
   [mass_segmented]='MassSegmentedKernel.TakesRows*'
   [memory]='DeviceLine.TakesTokensBack:DeviceLine.TakesGaps*:PendingEvents.ComeOfPlans*'

@@ -23,7 +23,6 @@ struct Part {
 struct Task {
   Batch<RankedPrompt> prompts;
   const std::int32_t* ranks;
-  std::int64_t stride;
   LayerSelection* states;
   Part* parts;  ///< [prompts][most]
   double threshold;
@@ -58,7 +57,7 @@ __global__ void __launch_bounds__(kVarianceThreads) variance_kernel(Task task) {
       std::int32_t least = prompt.ranked;
       std::uint64_t sum = 0, squares = 0;
       for (std::int32_t l = 0; l < task.layers; ++l) {
-        const std::int32_t rank = ranks[l * task.stride + t];
+        const std::int32_t rank = ranks[l * prompt.stride + t];
         least = rank < least ? rank : least;
         sum += static_cast<std::uint64_t>(rank);
         squares += static_cast<std::uint64_t>(rank) * static_cast<std::uint64_t>(rank);
@@ -154,7 +153,6 @@ void launch_layer_selector(const LayerSelectorArguments& a, Stream stream) {
   each_batch(a.prompts, [&](const Batch<RankedPrompt>& batch) {
     const Task task{.prompts = batch,
                     .ranks = a.ranks,
-                    .stride = a.stride,
                     .states = a.states,
                     .parts = static_cast<Part*>(a.workspace),
                     .threshold = o.threshold,

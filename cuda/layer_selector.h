@@ -29,9 +29,8 @@ struct LayerSelectorArguments {
   LayerSelectorOptions options = {};
   std::int32_t layer = 0;
   std::span<const RankedPrompt> prompts = {};  ///< on the host
-  const std::int32_t* ranks = nullptr;  ///< i32 [ranked_layers()][stride], a layer's at rank_place(), each prompt's at
-                                        ///< RankedPrompt::ranks of them
-  std::int64_t stride = 0;              ///< ranks from layer to layer
+  const std::int32_t* ranks = nullptr;  ///< i32, each prompt's at RankedPrompt::ranks: [ranked_layers()][stride], a
+                                        ///< layer's at rank_place()
   LayerSelection* states = nullptr;     ///< each prompt's at RankedPrompt::state
   void* workspace = nullptr;            ///< layer_selector_workspace_bytes(), aligned to 8
 };

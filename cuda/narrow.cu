@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kCompactThreads) gather_rows_kernel(Rows a) {
 }  // namespace
 
 void launch_narrow(const NarrowArguments& a, Stream stream) {
-  KVKEEP_REQUIRE(a.window >= 1, "narrow: window; given ", a.window, "; allowed 1 or more");
+  KVKEEP_REQUIRE(a.window >= 0, "narrow: window; given ", a.window, "; allowed 0 or more");
   KVKEEP_REQUIRE(a.select > a.window, "narrow: select; given ", a.select, "; allowed more than the window of ",
                  a.window);
   for (const RankedPrompt& prompt : a.prompts)

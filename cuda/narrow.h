@@ -14,7 +14,7 @@ namespace kvkeep::cuda {
 struct NarrowArguments {
   std::span<const RankedPrompt> prompts = {};  ///< on the host
   std::int32_t select = 2048;                  ///< tokens that continue, the window's included
-  std::int32_t window = 32;                    ///< newest tokens, which always continue
+  std::int32_t window = 32;                    ///< newest tokens, which are not ranked and always continue
   const std::int32_t* ranks = nullptr;         ///< i32 of the newest layer, each prompt's at RankedPrompt::ranks
   const LayerSelection* states = nullptr;  ///< only prompts that `layer` has selected are written; null: every prompt
   std::int32_t layer = -1;
@@ -23,8 +23,8 @@ struct NarrowArguments {
 };
 
 /// Decides on the device: the host need not know which prompts are written. One launch for up to 64 prompts, one block
-/// each. Cost: one pass over the ranks. Throws InvalidArgument for a window below 1, a select that does not exceed it,
-/// and a prompt with fewer than 0 ranked tokens.
+/// each. Cost: one pass over the ranks. Throws InvalidArgument for a negative window, a select that does not exceed
+/// it, and a prompt with fewer than 0 ranked tokens.
 void launch_narrow(const NarrowArguments& arguments, Stream stream);
 
 /// Rows of one prompt to be copied.

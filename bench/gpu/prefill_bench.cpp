@@ -1,5 +1,6 @@
 // The layer of a prefill that selects: scores of a prompt, ranks, variance over layers, the tokens that continue.
 
+#include "last_query.h"
 #include "layer_selector.h"
 #include "narrow.h"
 #include "prompt_scores.h"
@@ -22,6 +23,7 @@ std::vector<RankedPrompt> side_by_side(std::int32_t batch, std::int32_t ranked, 
   for (std::int32_t p = 0; p < batch; ++p)
     prompts.push_back({.scores = std::int64_t{p} * ranked,
                        .ranks = std::int64_t{p} * ranked,
+                       .stride = std::int64_t{batch} * ranked,
                        .kept = std::int64_t{p} * kept,
                        .ranked = ranked,
                        .state = p});
@@ -61,6 +63,44 @@ void prompt_scores(Result& result, Shape shape, Size size) {
     return result.fail("scores do not add up to 1 per query, most of it before the window");
   a.pool = 7;
   measure(result, 2.0 * static_cast<double>(asked.key_bytes), [&] { launch_prompt_scores(a, stream()); });
+}
+
+/// One layer's products of the last query, GemFilter's.
+void last_query(Result& result, Shape shape, Size size) {
+  const auto [batch, length, budget, page] = size;
+  shape.layers = 1;
+  const Asked asked(shape, size, 1);
+  const DeviceArray<float> tokens(static_cast<std::size_t>(batch) * static_cast<std::size_t>(length));
+  LastQueryArguments a{.evidence = asked.evidence,
+                       .queries = asked.queries.data(),
+                       .pool = 1,
+                       .slots = asked.slots,
+                       .scores = tokens.data()};
+  const DeviceArray<std::byte> workspace(static_cast<std::size_t>(last_query_workspace_bytes(a)));
+  a.workspace = workspace.data();
+  launch_last_query(a, stream());
+  const std::vector<float> got = tokens.download(), queries = asked.queries.download();
+  const auto dim = static_cast<std::size_t>(shape.dim);
+  for (const std::int32_t token : sample_of(batch * length)) {
+    double want = 0, size_of_terms = 0;
+    for (std::int32_t h = 0; h < shape.kv_heads; ++h) {
+      const std::int64_t row = std::int64_t{token / length} * shape.kv_heads + h;
+      const std::vector<std::uint16_t> key =
+          asked.keys.download(static_cast<std::size_t>(row * length + token % length) * dim, dim);
+      for (std::size_t q = 0; q < static_cast<std::size_t>(shape.group); ++q)
+        for (std::size_t d = 0; d < dim; ++d) {
+          const double term =
+              static_cast<double>(queries[(static_cast<std::size_t>(row * shape.group) + q) * dim + d]) *
+              static_cast<double>(std::bit_cast<float>(std::uint32_t{key[d]} << 16));
+          want += term;
+          size_of_terms += std::abs(term);
+        }
+    }
+    if (std::abs(static_cast<double>(got[static_cast<std::size_t>(token)]) - want) > 1e-5 * size_of_terms)
+      return result.fail("a score is not that of a loop");
+  }
+  a.pool = 5;
+  measure(result, static_cast<double>(asked.key_bytes), [&] { launch_last_query(a, stream()); });
 }
 
 /// `bytes`: every score read once, every rank written once.
@@ -111,7 +151,6 @@ void layer_variance(Result& result, Shape, Size size) {
       .layer = kLayers,
       .prompts = prompts,
       .ranks = ranks.data(),
-      .stride = stride,
       .states = states.data(),
       .workspace = workspace.data()};
   launch_layer_selector(a, stream());
@@ -186,6 +225,7 @@ void gather_rows(Result& result, Shape shape, Size size) {
 
 void add_prefill() {
   add("PromptScores", prompt_scores, {{1, 32768, 2048}, {1, 65536, 2048}});
+  add("LastQuery", last_query, {{1, 32768, 2048}, {1, 131072, 2048}});
   add("Ranks", ranks, {{1, 8192, 2048}, {1, 32768, 2048}, {1, 131072, 2048}, {16, 8192, 2048}});
   add("LayerVariance", layer_variance, {{1, 32768, 2048}, {1, 131072, 2048}});
   add("Narrow", narrow, {{1, 32768, 2048}, {1, 131072, 2048}});

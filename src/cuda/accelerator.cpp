@@ -25,7 +25,7 @@ namespace {
 class CudaAccelerator final : public Machine, public MachineMemory {
  public:
   explicit CudaAccelerator(Device device)
-      : device_(device), pool_(device), memory_(pool_), event_table_(pool_), move_table_(pool_) {}
+      : device_(device), pool_(device), memory_(pool_), layer_memory_(pool_), event_table_(pool_), move_table_(pool_) {}
 
   [[nodiscard]] MachineMemory& memory() const override { return const_cast<CudaAccelerator&>(*this); }
 
@@ -44,6 +44,46 @@ class CudaAccelerator final : public Machine, public MachineMemory {
                              " of ", dim, " numbers; allowed up to ", kMostDim, " on ", device_.str()));
     }
     return found;
+  }
+
+  [[nodiscard]] std::vector<std::string> problems(const LayerDemand& demand, const ModelSpec& spec) const override {
+    std::vector<std::string> found;
+    if (spec.key_dim > kMostDim)
+      found.push_back(text("key_dim: ", demand.policy, " reads keys of ", spec.key_dim, " numbers; allowed up to ",
+                           kMostDim, " on ", device_.str()));
+    if (demand.cut != nullptr && kernels_of(*demand.cut) == nullptr)
+      found.push_back(text("device: ", demand.cut->name(), " of ", demand.policy,
+                           " has no kernel: scores decide how many slots stay, unknown to the host; given ",
+                           device_.str(), "; allowed only on the CPU"));
+    if (demand.masses)
+      found.push_back(text("device: missed_mass and select_mass of ", demand.policy, " have no kernel; given ",
+                           device_.str(), "; allowed only on the CPU"));
+    if (demand.asks_again)
+      found.push_back(text("indices: with last_query of ", demand.policy,
+                           ", the layer that selects is asked twice, and would wait twice; given ", device_.str(),
+                           "; allowed ranks, or the CPU"));
+    if (demand.weighs)
+      found.push_back(text("device: ", demand.policy, " weighs the queries that observe, which has no kernel; given ",
+                           device_.str(), "; allowed only on the CPU"));
+    return found;
+  }
+
+  [[nodiscard]] std::unique_ptr<PromptRanks> ranks(const LayerSelectorOptions& options, std::int32_t tokens) override {
+    return make_ranks(options, tokens, pool_);
+  }
+
+  [[nodiscard]] std::unique_ptr<LayerEvent> begin_layer(const Evidence& evidence, const Limits& limits,
+                                                        const LayerDemand& demand) override {
+    const std::vector<std::string> why_not = problems(demand, evidence.spec);
+    KVKEEP_REQUIRE_AS(Unsupported, why_not.empty(), "narrow: ", why_not.empty() ? "" : why_not.front());
+    KVKEEP_REQUIRE_AS(StateError, !capturing(),
+                      "narrow: the stream is being captured, and the layers of a prompt wait for the device; allowed "
+                      "outside a capture");
+    ++serial_;
+    layer_memory_.begin();
+    auto event = std::make_unique<CudaEvent>(evidence, limits, pool_, layer_memory_, staging_, constants_, false);
+    upload(*event, {.keys = true}, most_kept(evidence.table, limits), true);
+    return event;
   }
 
   [[nodiscard]] std::unique_ptr<Columns> columns(std::int32_t rows) override {
@@ -221,8 +261,8 @@ class CudaAccelerator final : public Machine, public MachineMemory {
   }
 
   /// Sends everything of the event that kernels read in one copy, and says where the kept slots of every row will be:
-  /// `most`, of each.
-  void upload(CudaEvent& event, const Needs& needs, std::span<const std::int32_t> most) {
+  /// `most`, of each. `layer`: the positions of queries are on the host.
+  void upload(CudaEvent& event, const Needs& needs, std::span<const std::int32_t> most, bool layer = false) {
     const RowTable& table = event.evidence.table;
     const ModelSpec& spec = event.evidence.spec;
     KeepSet& keep = event.keep;
@@ -293,7 +333,13 @@ class CudaAccelerator final : public Machine, public MachineMemory {
                        pins_at = spans.empty() ? 0 : event_table_.add(pins),
                        moments_at = moments.empty() ? 0 : event_table_.add(moments),
                        summed_at = moments.empty() ? 0 : event_table_.add(std::vector<GivenMoments>(moments.size()));
+    std::vector<std::int64_t> positions_at;
+    if (layer)
+      for (const QueryView& q : queries)
+        positions_at.push_back(event_table_.add(q.positions, static_cast<std::size_t>(q.ring)));
     if (!dry_) event_table_.place();
+    for (std::size_t g = 0; g < positions_at.size(); ++g)
+      event_table_.here<QueryView>(queries_at)[g].positions = event_table_.there<std::int32_t>(positions_at[g]);
     auto* const ranges = spans.empty() ? nullptr : event.take<SlotRange>(std::ssize(spans) * spec.kv_heads);
     std::int64_t first_span = 0;
     for (std::size_t g = 0; g < pins.size() && !spans.empty(); first_span += pins[g++].count) {
@@ -374,7 +420,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
 
   Device device_;
   DevicePool pool_;
-  EventMemory memory_;
+  EventMemory memory_, layer_memory_;  ///< of events; of the layers of prompts, which use_workspace() does not serve
   Staging staging_;
   Readback counts_;
   Table event_table_, move_table_;

@@ -58,6 +58,39 @@ void DeviceColumns::settle(std::int32_t row, const KeepSet& keep, std::size_t r,
   if (lengths.given > 0) lengths.given = lengths.length;  // an event finds a score in every slot
 }
 
+void DeviceColumns::write_positions(std::int32_t first, std::span<const std::int32_t> positions) {
+  const auto bytes = static_cast<std::int64_t>(positions.size_bytes()), stride = std::int64_t{capacity_} * 4;
+  const auto rows = static_cast<std::int32_t>(rows_.size()) - first;
+  if (bytes == 0 || rows <= 0) return;
+  memory_.write(at<std::int32_t>(positions_, first), positions.data(), bytes);
+  for (std::int32_t done = 1; done < rows; done *= 2)
+    memory_.copy_rows(at<std::int32_t>(positions_, first + done), stride, at<std::int32_t>(positions_, first), stride,
+                      bytes, std::min(done, rows - done));
+}
+
+void DeviceColumns::bring_newest() {
+  write_positions(0, newest_);
+  newest_.clear();
+}
+
+void DeviceColumns::narrow(std::int32_t first, std::span<const std::int32_t> places,
+                           std::span<const std::int32_t> positions) {
+  bring_newest();
+  write_positions(first, positions);
+  for (auto r = static_cast<std::size_t>(first); r < rows_.size(); ++r) {
+    RowLengths& row = rows_[r];
+    row.length = static_cast<std::int32_t>(positions.size());
+    if (row.given == 0) continue;
+    std::vector<float> before(static_cast<std::size_t>(row.given)), left;
+    float* const there = at<float>(given_, static_cast<std::int32_t>(r));
+    memory_.read(before.data(), there, std::int64_t{row.given} * 4);
+    for (const std::int32_t place : places)
+      if (place < row.given) left.push_back(before[static_cast<std::size_t>(place)]);
+    row.given = static_cast<std::int32_t>(left.size());
+    if (row.given > 0) memory_.write(there, left.data(), std::int64_t{row.given} * 4);
+  }
+}
+
 void DeviceColumns::truncate(std::int32_t slots) {
   newest_.resize(newest_.size() - static_cast<std::size_t>(slots));
   for (RowLengths& row : rows_) {

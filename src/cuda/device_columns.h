@@ -24,6 +24,10 @@ class DeviceColumns final : public Columns {
   /// Allocates each column when it is first requested.
   ColumnTarget reserve_settled(std::int32_t row, std::int64_t slots, bool credit, bool tally) override;
   void settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit, const float* tally) override;
+  /// Scores that a row was given before its layer was reached pass through the host, which waits for them.
+  void narrow(std::int32_t first, std::span<const std::int32_t> places,
+              std::span<const std::int32_t> positions) override;
+  void bring_newest() override;
   void truncate(std::int32_t slots) override;
   [[nodiscard]] std::int32_t length(std::int32_t row) const override {
     return rows_[static_cast<std::size_t>(row)].length;
@@ -58,6 +62,8 @@ class DeviceColumns final : public Columns {
   [[nodiscard]] std::int32_t known(const RowLengths& row) const {
     return row.length - static_cast<std::int32_t>(newest_.size());
   }
+  /// The same positions in every row from `first` on. One copy from the host, and log2(rows) on the device.
+  void write_positions(std::int32_t first, std::span<const std::int32_t> positions);
 
   MachineMemory& memory_;
   std::int32_t capacity_ = 0;

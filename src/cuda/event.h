@@ -109,7 +109,7 @@ struct DeviceMoments {
 using Constants = std::map<const void*, DeviceMemory>;
 
 /// An event on a device. Launches go to the stream that was current when it began.
-class CudaEvent final : public Event {
+class CudaEvent final : public LayerEvent {
  public:
   /// `dry`: nothing is launched, and memory is only counted.
   CudaEvent(const Evidence& given, const Limits& limits_given, DevicePool& pool, EventMemory& memory, Staging& staging,
@@ -119,6 +119,12 @@ class CudaEvent final : public Event {
   [[nodiscard]] Scores score(const Scorer& scorer, const WindowAttention& seen) override;
   [[nodiscard]] Scores share(const Scores& scores, Sharing share) override;
   void allot(const Allocator& allotting, const Scores& scores, WindowAttention seen, Decision& decision) override;
+
+  [[nodiscard]] PromptScores prompt_scores(const PromptScoreOptions& options) override;
+  [[nodiscard]] Tensor last_query_scores(std::int32_t pool) override;
+  void rank(const PromptScores& scores, std::span<PromptRanks* const> ranks, bool list) override;
+  void choose(const Tensor& scores, std::int32_t best, const std::vector<bool>& of) override;
+  [[nodiscard]] std::vector<std::optional<std::vector<std::int32_t>>> chosen() override;
 
   /// What kernels read, and where the kept slots go; set by the machine.
   const Evidence& evidence;
@@ -184,6 +190,18 @@ class CudaEvent final : public Event {
   }
 
  private:
+  /// Tokens of a prompt that may continue, as chosen() finds them.
+  struct Listed {
+    std::size_t group;
+    PromptRanks* ranks;   ///< null: none, the list is there
+    std::int64_t tokens;  ///< where its list begins, in bytes
+    std::int32_t count;
+    bool always;  ///< the list is there even if the layer does not select
+  };
+
+  [[nodiscard]] std::int32_t length_of(std::size_t group) const {
+    return evidence.table.rows[static_cast<std::size_t>(evidence.table.groups[group].first_row)].length;
+  }
   [[nodiscard]] PrepareArguments prepare_arguments() const;
   /// Afterwards the columns hold the positions. One launch, or none.
   void settle_positions();
@@ -197,7 +215,14 @@ class CudaEvent final : public Event {
   Stream stream_;
   DeviceWindow asked_;
   bool dry_;
+  std::vector<Listed> listed_;   ///< in a layer of prompts: what chosen() waits for
+  std::byte* lists_ = nullptr;   ///< the state of every listed prompt if they are ranked, then the lists
+  std::int64_t list_bytes_ = 0;  ///< of all that
 };
+
+/// Ranks of one prompt on a device. Allocates at the first layer that is ranked.
+[[nodiscard]] std::unique_ptr<PromptRanks> make_ranks(const LayerSelectorOptions& options, std::int32_t tokens,
+                                                      const DevicePool& pool);
 
 /// Throws Unsupported for a dtype that no kernel reads.
 [[nodiscard]] Element element_of(const char* what, Dtype dtype);

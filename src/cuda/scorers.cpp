@@ -70,10 +70,13 @@ float* score_row_by_row(CudaEvent& event, const Scorer& scorer, const WindowAtte
 }
 
 float* score(CudaEvent& event, const H2O& scorer, const WindowAttention&) {
-  // Only queries that came after the last event count, so the window need not be longer than their number.
+  // Only queries that came after the last event count, so the window need not be longer than their number. Before the
+  // first event that is all: those of a narrowed prompt are not among the newest positions.
   std::int32_t fresh = 1;
   for (const RowGroup& group : event.evidence.table.groups)
-    fresh = std::max(fresh, static_cast<std::int32_t>(group.newest.size()));
+    fresh = std::max(fresh, event.evidence.table.rows[static_cast<std::size_t>(group.first_row)].tally_length == 0
+                                ? group.queries.count
+                                : static_cast<std::int32_t>(group.newest.size()));
   const std::int32_t window = std::min(scorer.options().window, fresh);
   H2OArguments arguments{.evidence = event.arguments,
                          .queries = event.ask(window, false).queries,

@@ -399,9 +399,11 @@ void Keeper::restore_columns(Sequence& s, const StateFile& state) const {
                        {scores.begin(), scores.end()}});
   }
   s.columns->take(std::move(columns), static_cast<std::int32_t>(firm));
-  if (last_event > 0)
-    s.prompt_slots = static_cast<std::int32_t>(
-        std::ranges::lower_bound(positions.row(0), static_cast<std::int32_t>(prompt_end)) - positions.row(0).begin());
+  for (std::size_t l = 0; last_event > 0 && l < s.prompt_slots.size(); ++l) {
+    const auto own = positions.row(l * static_cast<std::size_t>(spec_.kv_heads));
+    s.prompt_slots[l] =
+        static_cast<std::int32_t>(std::ranges::lower_bound(own, static_cast<std::int32_t>(prompt_end)) - own.begin());
+  }
   s.logical = logical, s.prompt = prompt, s.last_event = last_event, s.asked = asked, s.surprised = surprised;
   s.prefix = static_cast<std::int32_t>(prefix), s.next_position = static_cast<std::int32_t>(next_position),
   s.settled = static_cast<std::int32_t>(settled);

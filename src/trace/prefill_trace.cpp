@@ -159,7 +159,7 @@ Result replay_prefill(const io::SafetensorsFile& file, const KVPolicy& policy) {
   std::int64_t dropped = 0;
   std::vector<std::int32_t> present(static_cast<std::size_t>(prompt.tokens));
   std::iota(present.begin(), present.end(), 0);
-  const std::unique_ptr<PromptPass> pass = policy.begin_prompt(prompt.spec, prompt.tokens);
+  const std::unique_ptr<PromptPass> pass = policy.begin_prompt(host(), prompt.spec, prompt.tokens);
   for (std::int32_t l = 0; l < layers && !afresh; ++l) {
     const std::int32_t there = recorded(prompt, present);
     const std::int32_t wanted = pass == nullptr ? std::min(policy.needs().queries, prompt.tokens)
@@ -174,7 +174,7 @@ Result replay_prefill(const io::SafetensorsFile& file, const KVPolicy& policy) {
                               .table = layer.table,
                               .basis = QueryBasis::post_rope,
                               .moment = pass == nullptr ? Moment::prefill_end : Moment::prefill_layer};
-      decision = pass == nullptr ? policy.decide(evidence) : pass->decide(evidence);
+      decision = pass == nullptr ? policy.decide(evidence) : policy.decide(*pass, evidence);
     }
     if (decision.relative_variance) variance.data<double>()[l] = *decision.relative_variance;
     if (decision.reason == Reason::select_layer) selection_layer = l;

@@ -48,7 +48,6 @@ class Selecting {
                            .layer = layer,
                            .prompts = c_.prompts,
                            .ranks = ring_.data(),
-                           .stride = c_.elements,
                            .states = states_.data(),
                            .workspace = comparing_.data()},
                           nullptr);
@@ -252,7 +251,6 @@ TEST_F(LayerSelectorKernel, AddsUpExactlyOverManyBlocks) {
                            .layer = kLayers - 1,
                            .prompts = c.prompts,
                            .ranks = ranks.data(),
-                           .stride = c.elements,
                            .states = states.data(),
                            .workspace = workspace.data()},
                           nullptr);
@@ -273,7 +271,6 @@ TEST_F(LayerSelectorKernel, KeepsPlacesWherePromptsAreLeftOut) {
                          .layer = 0,
                          .prompts = left,
                          .ranks = ranks.data(),
-                         .stride = c.elements,
                          .states = states.data(),
                          .workspace = workspace.data()},
                         nullptr);

@@ -133,7 +133,6 @@ TEST_F(Narrow, FollowsTheScoresOfEveryLayerToTheRowsThatGoOn) {
                            .layer = l,
                            .prompts = c.prompts,
                            .ranks = ring.data(),
-                           .stride = c.elements,
                            .states = states.data(),
                            .workspace = comparing.data()},
                           nullptr);
@@ -177,7 +176,7 @@ TEST_F(Narrow, FollowsTheScoresOfEveryLayerToTheRowsThatGoOn) {
 
 TEST_F(Narrow, RefusesWhatLeavesNoTokenBesideTheWindow) {
   const RankedPrompt prompt{.ranked = -2};
-  EXPECT_THROW(launch_narrow({.select = 4, .window = 0}, nullptr), InvalidArgument);
+  EXPECT_THROW(launch_narrow({.select = 4, .window = -1}, nullptr), InvalidArgument);
   EXPECT_THROW(launch_narrow({.select = 4, .window = 4}, nullptr), InvalidArgument);
   EXPECT_THROW(launch_narrow({.prompts = {&prompt, 1}, .select = 4, .window = 1}, nullptr), InvalidArgument);
 }

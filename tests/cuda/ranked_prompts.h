@@ -23,6 +23,7 @@ struct RankedPrompts {
                          .state = static_cast<std::int32_t>(prompts.size())});
       elements += n + gap;
     }
+    for (RankedPrompt& prompt : prompts) prompt.stride = elements;
   }
   std::vector<RankedPrompt> prompts;
   std::int64_t elements = 0;

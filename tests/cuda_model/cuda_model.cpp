@@ -208,6 +208,7 @@ const Place& here() { return running->fiber->place; }
 int lane() { return running->fiber->number % 32; }
 void set_order(Order order) { machine().order = order; }
 const Counters& counters() { return machine().counters; }
+void waited() { ++machine().counters.waits; }
 
 Chip& chip() {
   static Chip only;

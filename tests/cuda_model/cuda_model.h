@@ -94,8 +94,11 @@ const std::byte* exchange(unsigned mask, const void* mine, std::size_t bytes);
 /// Blocks, barriers and exchanges since the program began: proof that kernels ran.
 struct Counters {
   std::int64_t launches = 0, blocks = 0, barriers = 0, exchanges = 0;
+  std::int64_t waits = 0;  ///< of the host for a stream
 };
 [[nodiscard]] const Counters& counters();
+/// Counts a wait.
+void waited();
 
 template <class T>
 T from_lane(unsigned mask, T value, int source) {

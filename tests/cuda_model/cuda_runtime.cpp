@@ -216,6 +216,7 @@ cudaError_t cudaMemcpy2DAsync(void* to, std::size_t to_stride, const void* from,
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  waited();
   const cudaError_t status = beside_captures();
   if (status == cudaSuccess) finish(stream_of(stream));
   return status;

@@ -85,7 +85,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
                        .layers = std::vector<LayerSpec>(static_cast<std::size_t>(layers))};
   const std::unique_ptr<KVPolicy> policy = make_policy(policy_of(bytes, layers));
   const std::string what = policy->to_json();
-  const std::unique_ptr<PromptPass> pass = policy->begin_prompt(spec, tokens);
+  const std::unique_ptr<PromptPass> pass = policy->begin_prompt(host(), spec, tokens);
   std::vector<std::int32_t> present(static_cast<std::size_t>(tokens));
   std::iota(present.begin(), present.end(), 0);
   for (std::int32_t l = 0; l < layers; ++l) {
@@ -117,8 +117,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
                     .begin = 0,
                     .count = wanted};
     table.groups.push_back(rows);
-    const Decision decision =
-        pass->decide({.spec = spec, .table = table, .basis = QueryBasis::post_rope, .moment = Moment::prefill_layer});
+    const Decision decision = policy->decide(
+        *pass, {.spec = spec, .table = table, .basis = QueryBasis::post_rope, .moment = Moment::prefill_layer});
     if (decision.keep)
       for (std::size_t h = 0; h < static_cast<std::size_t>(heads); ++h) {
         hold(ascends(decision.keep->row(h), n), what + ": slots that stay do not ascend");

@@ -40,7 +40,7 @@ Alone alone(const std::string& text, SequenceId id, std::int32_t tokens, QueryBa
                    .entered = Ints(kLayers),
                    .going_on = prompt.all()};
   const auto policy = make_policy(text);
-  const auto pass = policy->begin_prompt(prompt.spec, tokens);
+  const auto pass = policy->begin_prompt(host(), prompt.spec, tokens);
   for (std::int32_t l = 0; l < kLayers && !result.afresh; ++l) {
     const Ints here = result.report.going_on;
     const auto n = static_cast<std::int32_t>(here.size());
@@ -49,8 +49,8 @@ Alone alone(const std::string& text, SequenceId id, std::int32_t tokens, QueryBa
     Decision decision;
     if (wanted > 0) {
       const testing::PromptLayer layer(prompt, l, here, wanted);
-      decision =
-          pass->decide({.spec = prompt.spec, .table = layer.table, .basis = basis, .moment = Moment::prefill_layer});
+      decision = policy->decide(
+          *pass, {.spec = prompt.spec, .table = layer.table, .basis = basis, .moment = Moment::prefill_layer});
     }
     for (std::size_t h = 0; h < kHeads; ++h) {
       result.rows.push_back(here);

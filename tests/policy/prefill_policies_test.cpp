@@ -43,13 +43,13 @@ Ints at(const Ints& present, std::span<const std::int32_t> places) {
 Outcome run(const KVPolicy& policy, const LayeredPrompt& prompt) {
   Outcome out;
   out.tokens = prompt.all();
-  const std::unique_ptr<PromptPass> pass = policy.begin_prompt(prompt.spec, prompt.shape.tokens);
+  const std::unique_ptr<PromptPass> pass = policy.begin_prompt(host(), prompt.spec, prompt.shape.tokens);
   for (std::int32_t l = 0; l < prompt.shape.layers && !out.afresh; ++l) {
     const Ints present = out.tokens;
     const auto n = static_cast<std::int32_t>(present.size()), wanted = pass->wants(l, n);
     EXPECT_LE(wanted, n);
     Decision decision;
-    if (wanted > 0) decision = pass->decide(PromptLayer(prompt, l, present, wanted).evidence());
+    if (wanted > 0) decision = policy.decide(*pass, PromptLayer(prompt, l, present, wanted).evidence());
     out.present.push_back(present);
     out.kept.emplace_back(static_cast<std::size_t>(prompt.shape.kv_heads), present);
     if (decision.keep)
@@ -167,7 +167,8 @@ TEST(Asl, LeavesAPromptThatFitsAlone) {  // A-6, 1.12
           "fastkv,budget=24,window=6,layer=4", "gemfilter,budget=24,layer=2",
           "asl,budget=24,window=6,min_layer=3,missed_mass=0.9,select_mass=0.1"}) {
       expect_whole(run(policy, prompt), prompt);
-      const auto pass = make_policy(policy)->begin_prompt(prompt.spec, tokens);
+      const auto made = make_policy(policy);
+      const auto pass = made->begin_prompt(host(), prompt.spec, tokens);
       for (std::int32_t l = 0; l < 9; ++l) EXPECT_EQ(pass->wants(l, tokens), 0) << policy;
     }
   }
@@ -619,9 +620,9 @@ TEST(PrefillPolicies, RefuseLayersThatAreNotWanted) {
   const auto refused = [&](const char* policy, std::int32_t layer) {
     const PromptLayer of(prompt, layer, prompt.all(), 13);
     const auto made = make_policy(policy);
-    const auto pass = made->begin_prompt(prompt.spec, 60);
+    const auto pass = made->begin_prompt(host(), prompt.spec, 60);
     ASSERT_EQ(pass->wants(layer, 60), 0) << policy;
-    EXPECT_THROW(static_cast<void>(pass->decide(of.evidence())), StateError) << policy;
+    EXPECT_THROW(static_cast<void>(made->decide(*pass, of.evidence())), StateError) << policy;
   };
   refused("asl,budget=24,window=6,min_layer=5,observed_layers=3", 1);
   refused("fastkv,budget=24,window=6,layer=3", 2);

@@ -3,6 +3,7 @@
 /// run.
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 
@@ -57,19 +58,24 @@ inline std::int32_t dim_of(Side side) { return side == Side::value ? kValueDim :
 /// An engine that runs one layer after the other.
 class Engine {
  public:
-  explicit Engine(const std::string& policy, std::int32_t page_size = 0) : Engine(make_policy(policy), page_size) {}
-  explicit Engine(std::unique_ptr<KVPolicy> policy, std::int32_t page_size = 0)
-      : keeper(model(), std::move(policy), {.layer_by_layer = true, .given_scores = true}),
+  explicit Engine(const std::string& policy, std::int32_t page_size = 0, std::shared_ptr<Machine> accelerator = nullptr,
+                  Dtype dtype = Dtype::f32)
+      : Engine(make_policy(policy), page_size, std::move(accelerator), dtype) {}
+  explicit Engine(std::unique_ptr<KVPolicy> policy, std::int32_t page_size = 0,
+                  std::shared_ptr<Machine> accelerator = nullptr, Dtype dtype = Dtype::f32)
+      : keeper(model(), std::move(policy),
+               {.layer_by_layer = true, .given_scores = true, .accelerator = std::move(accelerator)}),
         page_size_(page_size),
         pool(page_size == 0 ? 0 : 8 * kCapacity / page_size, std::max(page_size, 1)),
         pages(pool) {
+    const auto there = at::TensorOptions().dtype(torch_dtype(dtype)).device(torch_device(keeper.device()));
     for (std::int32_t l = 0; l < kLayers; ++l) {
       if (page_size == 0)
-        layers.emplace_back(DenseKv{at::full({8, kHeads, kCapacity, kKeyDim}, -7.0F),
-                                    at::full({8, kHeads, kCapacity, kValueDim}, -9.0F)});
+        layers.emplace_back(DenseKv{at::full({8, kHeads, kCapacity, kKeyDim}, -7, there),
+                                    at::full({8, kHeads, kCapacity, kValueDim}, -9, there)});
       else
-        layers.emplace_back(PagedKv{at::full({pool.capacity(), page_size, kHeads, kKeyDim}, -7.0F),
-                                    at::full({pool.capacity(), page_size, kHeads, kValueDim}, -9.0F)});
+        layers.emplace_back(PagedKv{at::full({pool.capacity(), page_size, kHeads, kKeyDim}, -7, there),
+                                    at::full({pool.capacity(), page_size, kHeads, kValueDim}, -9, there)});
     }
   }
 
@@ -133,12 +139,15 @@ class Engine {
         for (std::int32_t h = 0; h < kQueryHeads; ++h, q += kKeyDim)
           fill(q, kKeyDim, id, l, token, position, h, Side::query);
         for (std::int32_t h = 0; h < kHeads; ++h)
-          for (const Side side : {Side::key, Side::value})
-            fill(slot(id, l, h, lengths[id][static_cast<std::size_t>(l * kHeads + h)] + i, side), dim_of(side), id, l,
-                 token, position, h, side);
+          for (const Side side : {Side::key, Side::value}) {
+            float numbers[kKeyDim];
+            fill(numbers, dim_of(side), id, l, token, position, h, side);
+            put(numbers, id, l, h, lengths[id][static_cast<std::size_t>(l * kHeads + h)] + i, side);
+          }
         ++i;
       }
     }
+    queries = queries.to(torch_device(keeper.device()));
     return {.layer = l, .sequences = active, .indptr = indptr, .queries = queries, .basis = basis};
   }
 
@@ -211,28 +220,46 @@ class Engine {
         for (const Side side : {Side::key, Side::value}) {
           fill(want, dim_of(side), id, r / kHeads, tokens[id][static_cast<std::size_t>(positions[s])], positions[s],
                r % kHeads, side);
-          const float* have = slot(id, r / kHeads, r % kHeads, static_cast<std::int32_t>(s), side);
+          float have[kKeyDim];
+          get(have, id, r / kHeads, r % kHeads, static_cast<std::int32_t>(s), side);
           ASSERT_TRUE(std::equal(want, want + dim_of(side), have))
               << "slot " << s << " of row " << r << ", sequence " << id << ", position " << positions[s];
         }
     }
   }
 
-  float* slot(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t at, Side side) {
-    const LayerKv& kv = layers[static_cast<std::size_t>(layer)];
-    const std::int32_t dim = dim_of(side);
-    if (page_size_ == 0) {
-      const at::Tensor& t = side == Side::value ? std::get<DenseKv>(kv).values : std::get<DenseKv>(kv).keys;
-      return t.data_ptr<float>() + ((id * kHeads + head) * kCapacity + at) * dim;
-    }
-    const at::Tensor& t = side == Side::value ? std::get<PagedKv>(kv).values : std::get<PagedKv>(kv).keys;
-    const std::int64_t page = pages.pages(id)[static_cast<std::size_t>(at / page_size_)];
-    return t.data_ptr<float>() + ((page * page_size_ + at % page_size_) * kHeads + head) * dim;
+  /// Writes one slot, wherever the cache is.
+  void put(float* numbers, SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t at, Side side) const {
+    const auto [t, first] = slot(id, layer, head, at, side);
+    if (t->device().is_cpu() && t->dtype() == Dtype::f32)
+      std::copy_n(numbers, dim_of(side), t->data<float>() + first);
+    else
+      torch_tensor(*t).flatten().narrow(0, first, dim_of(side)).copy_(on_host(numbers, side));
+  }
+  void get(float* numbers, SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t at, Side side) const {
+    const auto [t, first] = slot(id, layer, head, at, side);
+    if (t->device().is_cpu() && t->dtype() == Dtype::f32)
+      std::copy_n(t->data<float>() + first, dim_of(side), numbers);
+    else
+      on_host(numbers, side).copy_(torch_tensor(*t).flatten().narrow(0, first, dim_of(side)));
   }
 
   Keeper keeper;
 
  private:
+  static at::Tensor on_host(float* numbers, Side side) {
+    return at::from_blob(numbers, {dim_of(side)}, at::TensorOptions().dtype(at::kFloat));
+  }
+  /// The side of a layer, and the number where a slot begins.
+  [[nodiscard]] std::pair<const Tensor*, std::int64_t> slot(SequenceId id, std::int32_t layer, std::int32_t head,
+                                                            std::int32_t at, Side side) const {
+    const LayerKv& kv = layers[static_cast<std::size_t>(layer)];
+    const auto of = [side](const auto& sides) { return side == Side::value ? &sides.values : &sides.keys; };
+    if (page_size_ == 0) return {of(std::get<DenseKv>(kv)), ((id * kHeads + head) * kCapacity + at) * dim_of(side)};
+    const std::int64_t page = pages.pages(id)[static_cast<std::size_t>(at / page_size_)];
+    return {of(std::get<PagedKv>(kv)), ((page * page_size_ + at % page_size_) * kHeads + head) * dim_of(side)};
+  }
+
   std::int32_t page_size_;
 
  public:

@@ -75,7 +75,7 @@ TEST(PrefillTrace, ReplaysWhatThePassDecides) {
         const LayeredPrompt prompt({.dtype = dtype}, ++seed);
         const trace::Result result = Trace(prompt, recorded).replay(name);
         const auto policy = make_policy(name);
-        const auto pass = policy->begin_prompt(prompt.spec, 60);
+        const auto pass = policy->begin_prompt(host(), prompt.spec, 60);
         Ints present = prompt.all();
         std::int32_t selected = -1;
         bool afresh = false;
@@ -83,7 +83,7 @@ TEST(PrefillTrace, ReplaysWhatThePassDecides) {
         for (std::int32_t l = 0; l < 9; ++l) {
           const std::int32_t wanted = afresh ? 0 : pass->wants(l, static_cast<std::int32_t>(present.size()));
           Decision decision;
-          if (wanted > 0) decision = pass->decide(PromptLayer(prompt, l, present, wanted).evidence());
+          if (wanted > 0) decision = policy->decide(*pass, PromptLayer(prompt, l, present, wanted).evidence());
           if (decision.relative_variance)
             EXPECT_EQ(ratio[l], *decision.relative_variance);
           else

@@ -73,6 +73,20 @@ KVKEEP_INLINE void HostColumns::settle(std::int32_t row, const KeepSet& keep, st
   columns.given.resize(given);
 }
 
+KVKEEP_INLINE void HostColumns::narrow(std::int32_t first, std::span<const std::int32_t> places,
+                                       std::span<const std::int32_t> positions) {
+  for (auto r = static_cast<std::size_t>(first); r < rows_.size(); ++r) {
+    RowColumns& columns = rows_[r];
+    std::ranges::copy(positions, columns.positions.begin());
+    columns.positions.resize(positions.size());
+    std::size_t given = 0;
+    for (const std::int32_t place : places)
+      if (const auto from = static_cast<std::size_t>(place); from < columns.given.size())
+        columns.given[given++] = columns.given[from];
+    columns.given.resize(given);
+  }
+}
+
 KVKEEP_INLINE void HostColumns::finish_event(std::int32_t room) noexcept {
   for (RowColumns& row : rows_) {
     columns_detail::give_back(row.positions, row.positions.size() + static_cast<std::size_t>(room));

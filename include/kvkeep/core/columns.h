@@ -56,6 +56,14 @@ class Columns {
   virtual void settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit,
                       const float* tally) = 0;
 
+  /// The slots at `places`, ascending, of every row from `first` on stay; `positions` are theirs. Requires: these rows
+  /// hold the same slots, and no event has cut them.
+  virtual void narrow(std::int32_t first, std::span<const std::int32_t> places,
+                      std::span<const std::int32_t> positions) = 0;
+  /// Before Machine::move() of some rows only: on a device, positions in newest() are written to every row, and
+  /// newest() is empty. Requires: every row holds the same slots, or newest() is empty.
+  virtual void bring_newest() = 0;
+
   /// Call it once all rows are settled. Releases memory of a row that holds more than twice what its slots and `room`
   /// more need.
   virtual void finish_event(std::int32_t room) noexcept = 0;
@@ -97,6 +105,9 @@ class HostColumns final : public Columns {
   }
   ColumnTarget reserve_settled(std::int32_t row, std::int64_t slots, bool credit, bool tally) override;
   void settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit, const float* tally) override;
+  void narrow(std::int32_t first, std::span<const std::int32_t> places,
+              std::span<const std::int32_t> positions) override;
+  void bring_newest() override {}
   void finish_event(std::int32_t room) noexcept override;
   void truncate(std::int32_t slots) override;
   [[nodiscard]] std::int32_t length(std::int32_t row) const override {

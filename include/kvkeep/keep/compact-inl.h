@@ -63,6 +63,16 @@ void each_side(const Row& row, const Body& body) {
     if (side.width > 0) body(side);
 }
 
+inline std::int64_t bytes_of(const Row& row, const KeepSet& keep, std::size_t r, const Destinations& destinations) {
+  if (!keep.firm.empty()) return (keep.count(r) - keep.firm[r]) * row.slot_bytes();
+  const SlotAddress from = row.keys, to = destinations.of(row, from);
+  const auto kept = keep.row(r);
+  std::int64_t slots = 0;
+  for (std::size_t j = 0; j < kept.size(); ++j)
+    slots += from.at(kept[j]) != to.at(static_cast<std::int64_t>(j)) ? 1 : 0;
+  return slots * row.slot_bytes();
+}
+
 inline void check(const RowTable& table, const KeepSet& keep) {
   KVKEEP_REQUIRE(keep.indptr.size() == table.rows.size() + 1, "compact: the keep set covers ",
                  static_cast<std::int64_t>(keep.indptr.size()) - 1, " rows; given ", table.rows.size(), " rows");
@@ -87,19 +97,13 @@ KVKEEP_INLINE void compact_slots(const SlotAddress& side, std::span<const std::i
 KVKEEP_INLINE std::int64_t bytes_to_move(const RowTable& table, const KeepSet& keep, std::span<const PageMove> moves) {
   const compact_detail::Destinations destinations(moves);
   std::int64_t bytes = 0;
-  for (std::size_t r = 0; r < table.rows.size(); ++r) {
-    const SlotAddress from = table.rows[r].keys, to = destinations.of(table.rows[r], from);
-    if (!keep.firm.empty()) {
-      bytes += (keep.count(r) - keep.firm[r]) * table.rows[r].slot_bytes();
-      continue;
-    }
-    const auto kept = keep.row(r);
-    std::int64_t slots = 0;
-    for (std::size_t j = 0; j < kept.size(); ++j)
-      slots += from.at(kept[j]) != to.at(static_cast<std::int64_t>(j)) ? 1 : 0;
-    bytes += slots * table.rows[r].slot_bytes();
-  }
+  for (std::size_t r = 0; r < table.rows.size(); ++r)
+    bytes += compact_detail::bytes_of(table.rows[r], keep, r, destinations);
   return bytes;
+}
+
+KVKEEP_INLINE std::int64_t bytes_to_move(const RowTable& table, const KeepSet& keep, std::size_t row) {
+  return compact_detail::bytes_of(table.rows[row], keep, row, compact_detail::Destinations({}));
 }
 
 KVKEEP_INLINE void compact(const RowTable& table, const KeepSet& keep, std::span<const PageMove> moves) {

@@ -19,6 +19,8 @@ void compact_slots(const SlotAddress& side, std::span<const std::int32_t> kept);
 /// device.
 [[nodiscard]] std::int64_t bytes_to_move(const RowTable& table, const KeepSet& keep,
                                          std::span<const PageMove> moves = {});
+/// The same of one row that keeps its pages.
+[[nodiscard]] std::int64_t bytes_to_move(const RowTable& table, const KeepSet& keep, std::size_t row);
 
 /// Compacts K, V and their scales of every row in one parallel pass. Rows in pages move to the pages that `moves` names
 /// for their sequence; a sequence without a move keeps its pages in their order. Throws InvalidArgument, before the

@@ -50,14 +50,20 @@ inline void check(const TopMassOptions& options) {
 
 }  // namespace top_mass_detail
 
-KVKEEP_INLINE KeepSet keep_top_mass(const RowTable& table, const Tensor& sums, TopMassOptions options) {
+KVKEEP_INLINE KeepSet keep_top_mass(const RowTable& table, const Tensor& sums, TopMassOptions options,
+                                    const Limits* limits) {
   top_mass_detail::check(options);
   KVKEEP_REQUIRE(sums.defined() && sums.dtype() == Dtype::f32 && sums.numel() == table.slots,
                  "top mass: sums; allowed f32 [", table.slots, "], one per slot");
   const float* of_window = sums.data<float>();
   std::vector<std::vector<std::int32_t>> kept(table.rows.size());
   each_row(table, [&](std::size_t r, const Row& row) {
-    kept[r] = top_mass_detail::slots_of(of_window + row.first, row.length, options);
+    if (limits == nullptr || limits->rows[r].due) {
+      kept[r] = top_mass_detail::slots_of(of_window + row.first, row.length, options);
+    } else {
+      kept[r].resize(static_cast<std::size_t>(row.length));
+      std::iota(kept[r].begin(), kept[r].end(), 0);
+    }
   });
   KeepSet keep;
   keep.indptr.push_back(0);

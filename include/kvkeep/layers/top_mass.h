@@ -6,6 +6,7 @@
 
 #include "kvkeep/core/decision.h"
 #include "kvkeep/core/evidence.h"
+#include "kvkeep/core/limits.h"
 #include "kvkeep/core/variant.h"
 
 namespace kvkeep {
@@ -22,8 +23,10 @@ struct TopMassOptions {
 /// attention_sum(), and a sort of each row. Rows run in parallel.
 [[nodiscard]] KeepSet keep_top_mass(const Evidence& evidence, TopMassOptions options = {});
 
-/// The same if attention_sum() of the window is already known: `sums`, f32 [slots].
-[[nodiscard]] KeepSet keep_top_mass(const RowTable& table, const Tensor& sums, TopMassOptions options = {});
+/// The same if attention_sum() of the window is already known: `sums`, f32 [slots]. `limits`: rows that are not due
+/// keep every slot; null: all are.
+[[nodiscard]] KeepSet keep_top_mass(const RowTable& table, const Tensor& sums, TopMassOptions options = {},
+                                    const Limits* limits = nullptr);
 
 }  // namespace kvkeep
 

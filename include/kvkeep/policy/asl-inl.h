@@ -4,12 +4,10 @@
 #include <algorithm>
 #include <utility>
 
-#include "kvkeep/core/each_row.h"
+#include "kvkeep/allot/allocator.h"
 #include "kvkeep/core/fields.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/problems.h"
-#include "kvkeep/keep/select.h"
-#include "kvkeep/layers/last_query.h"
 #include "kvkeep/layers/top_mass.h"
 #include "kvkeep/policy/asl.h"
 #include "kvkeep/policy/tokens_of.h"
@@ -19,18 +17,19 @@ namespace asl_detail {
 
 inline constexpr std::int32_t kLastQueryPool = 5;  ///< GemFilter's
 
-/// SnapKV: the best `slots - window` of every row, and the window.
-inline KeepSet keep_best(const RowTable& table, const Tensor& scores, std::int32_t slots, std::int32_t window) {
-  KeepSet keep;
-  for (std::size_t r = 0; r <= table.rows.size(); ++r) keep.indptr.push_back(static_cast<std::int64_t>(r) * slots);
-  keep.slots = empty({keep.indptr.back()}, Dtype::i32);
-  const auto make = [] { return std::vector<std::uint64_t>(); };
-  each_row(table, make, [&](std::size_t r, const Row& row, std::vector<std::uint64_t>& keys) {
-    select({scores.data<float>() + row.first, static_cast<std::size_t>(row.length)}, {.sinks = 0, .recents = window},
-           keys, keep.room(r));
-  });
-  return keep;
-}
+/// Slots that hold a share of the window's attention, which they are ranked by.
+class HeldMass final : public Allocator {
+ public:
+  explicit HeldMass(TopMassOptions options) : options_(options) {}
+  [[nodiscard]] std::string_view name() const override { return "cache_mass"; }
+  void allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention,
+             Decision& decision) const override {
+    decision.keep = keep_top_mass(evidence.table, scores.data, options_, &limits);
+  }
+
+ private:
+  TopMassOptions options_;
+};
 
 /// Rows that keep as many slots as hold a mass differ in length.
 inline void describe_cache(Fields& f, AslOptions& o) {
@@ -48,71 +47,23 @@ inline void describe_cache(Fields& f, AslOptions& o) {
 
 class AslPass final : public PromptPass {
  public:
-  AslPass(const AslOptions& options, const LayerSelectorOptions& selector, std::int32_t layers, std::int32_t tokens)
-      : options_(options), window_(selector.window), last_layer_(layers - 1), selector_(selector, tokens) {}
+  AslPass(const AslOptions& options, std::unique_ptr<PromptRanks> ranks)
+      : ranks_(std::move(ranks)), options_(options) {}
 
   [[nodiscard]] std::int32_t wants(std::int32_t layer, std::int32_t present) const override {
-    return selector_.wants(layer) || cuts(present) ? window_ : 0;
+    return ranks_->wants(layer) || cuts(present) ? options_.selector.window : 0;
   }
-
-  [[nodiscard]] Decision decide(const Evidence& evidence) override {
-    const std::int32_t layer = evidence.table.rows.front().layer, present = evidence.table.rows.front().length;
-    KVKEEP_REQUIRE_AS(StateError, wants(layer, present) > 0, "prompt pass: layer ", layer, " with ", present,
-                      " tokens is not due; allowed layers that wants() names");
-    const bool ranked = selector_.wants(layer);
-    const PromptScores scores =
-        prompt_scores(evidence, {.window = window_, .pool = options_.pool, .kind = options_.pooling});
-    Decision decision;
-    if (ranked) rank(evidence, layer, scores, decision);
-    if (!cuts(present)) return decision;
-    decision.keep = options_.cache > 0
-                        ? keep_best(evidence.table, scores.heads, options_.cache, window_)
-                        : keep_top_mass(evidence.table, scores.sums,
-                                        {.mass = options_.cache_mass, .window = window_, .variant = options_.variant});
-    decision.scores.data = scores.heads;
-    if (decision.reason == Reason::nothing_due) decision.reason = Reason::over_budget;
-    return decision;
-  }
-
- private:
   /// True if a layer that `present` tokens have reached keeps fewer of them.
   [[nodiscard]] bool cuts(std::int32_t present) const {
-    if (present <= window_) return false;
+    if (present <= options_.selector.window) return false;
     return options_.cache > 0 ? present > options_.cache
                               : options_.cache_mass > 0 && present > options_.selector.select;
   }
+  [[nodiscard]] PromptRanks* ranked(std::int32_t layer) { return ranks_->wants(layer) ? ranks_.get() : nullptr; }
 
-  void rank(const Evidence& evidence, std::int32_t layer, const PromptScores& scores, Decision& decision) {
-    const Tensor mass = options_.selector.reads_mass() ? token_mass(evidence, scores.sums, window_) : Tensor();
-    const auto floats = [](const Tensor& t) {
-      return std::span<const float>(t.data<float>(), static_cast<std::size_t>(t.numel()));
-    };
-    const bool selects =
-        selector_.see(layer, floats(scores.tokens), mass.defined() ? floats(mass) : std::span<const float>());
-    if (options_.selector.fixed_layer < 0 && layer >= min_layer(evidence.spec))
-      decision.relative_variance = selector_.relative_variance();
-    if (selects)
-      decision.reason = Reason::select_layer;
-    else if (options_.two_pass && layer == last_layer_)
-      decision.reason = Reason::last_layer;
-    else
-      return;
-    if (options_.indices == AslOptions::Indices::last_query) {
-      const Tensor last = last_query_scores(evidence, kLastQueryPool);
-      decision.narrow = tokens_of(best_tokens(floats(last), options_.selector.select));
-    } else {
-      decision.narrow = tokens_of(selector_.tokens());
-    }
-    decision.narrow->afresh = options_.two_pass;
-  }
-
-  [[nodiscard]] std::int32_t min_layer(const ModelSpec& spec) const {
-    return options_.selector.min_layer < 0 ? spec.num_layers() / 3 : options_.selector.min_layer;
-  }
-
+ private:
+  std::unique_ptr<PromptRanks> ranks_;
   AslOptions options_;
-  std::int32_t window_, last_layer_;
-  LayerSelector selector_;
 };
 
 }  // namespace asl_detail
@@ -175,6 +126,10 @@ KVKEEP_INLINE std::vector<std::string> AslOptions::problems() const {
 KVKEEP_INLINE Asl::Asl(std::string name, AslOptions options, std::unique_ptr<KVPolicy> decoding, std::string json)
     : Prefill(std::move(name), std::move(decoding), std::move(json)), options_(options) {
   require_no_problems("asl", options_.problems());
+  if (options_.cache > 0) cut_ = std::make_unique<Flat>();
+  if (options_.cache_mass > 0)
+    cut_ = std::make_unique<asl_detail::HeldMass>(
+        TopMassOptions{.mass = options_.cache_mass, .window = options_.selector.window, .variant = options_.variant});
 }
 
 KVKEEP_INLINE std::vector<std::string> Asl::misfits(const ModelSpec& spec) const {
@@ -188,10 +143,75 @@ KVKEEP_INLINE std::vector<std::string> Asl::misfits(const ModelSpec& spec) const
   return found;
 }
 
-KVKEEP_INLINE std::unique_ptr<PromptPass> Asl::begin_prompt(const ModelSpec& spec, std::int32_t tokens) const {
+KVKEEP_INLINE LayerSelectorOptions Asl::selector(const ModelSpec& spec) const {
   LayerSelectorOptions selector = options_.selector;
   if (selector.min_layer < 0) selector.min_layer = spec.num_layers() / 3;
-  return std::make_unique<asl_detail::AslPass>(options_, selector, spec.num_layers(), tokens);
+  return selector;
+}
+
+KVKEEP_INLINE std::unique_ptr<PromptPass> Asl::begin_prompt(Machine& machine, const ModelSpec& spec,
+                                                            std::int32_t tokens) const {
+  return std::make_unique<asl_detail::AslPass>(options_, machine.ranks(selector(spec), tokens));
+}
+
+KVKEEP_INLINE LayerDemand Asl::layer_demand() const {
+  return {.policy = name(),
+          .cut = cut_.get(),
+          .masses = options_.selector.reads_mass(),
+          .asks_again = options_.indices == AslOptions::Indices::last_query};
+}
+
+KVKEEP_INLINE LayerDecision Asl::decide_layer(Machine& machine, const Evidence& evidence,
+                                              std::span<PromptPass* const> passes) const {
+  const RowTable& table = evidence.table;
+  const LayerSelectorOptions selector = this->selector(evidence.spec);
+  const std::int32_t layer = table.groups.front().layer;
+  LayerDecision decision;
+  decision.prompts.resize(passes.size());
+  std::vector<PromptRanks*> ranked(passes.size());
+  Limits limits;
+  limits.rows.resize(table.rows.size());
+  for (std::size_t g = 0; g < passes.size(); ++g) {
+    auto& pass = static_cast<asl_detail::AslPass&>(*passes[g]);
+    const auto first = static_cast<std::size_t>(table.groups[g].first_row);
+    const std::int32_t present = table.rows[first].length;
+    KVKEEP_REQUIRE_AS(StateError, pass.wants(layer, present) > 0, "prompt pass: layer ", layer, " with ", present,
+                      " tokens is not due; allowed layers that wants() names");
+    ranked[g] = pass.ranked(layer);
+    decision.prompts[g].cut = pass.cuts(present);
+    std::fill_n(limits.rows.begin() + static_cast<std::ptrdiff_t>(first), evidence.spec.kv_heads,
+                RowLimit{options_.cache, decision.prompts[g].cut, {.sinks = 0, .recents = selector.window}});
+  }
+
+  const std::unique_ptr<LayerEvent> event = machine.begin_layer(evidence, limits, layer_demand());
+  const PromptScores scores =
+      event->prompt_scores({.window = selector.window, .pool = options_.pool, .kind = options_.pooling});
+  event->rank(scores, ranked, options_.two_pass && layer == evidence.spec.num_layers() - 1);
+  if (std::ranges::any_of(decision.prompts, &LayerDecision::Prompt::cut)) {
+    event->allot(*cut_, {options_.cache > 0 ? scores.heads : scores.sums}, {}, decision.rows);
+    decision.rows.scores.data = scores.heads;
+  }
+  auto chosen = event->chosen();
+  if (options_.indices == AslOptions::Indices::last_query) {
+    std::vector<bool> again;
+    for (const auto& tokens : chosen) again.push_back(tokens.has_value());
+    if (std::ranges::count(again, true) > 0) {
+      event->choose(event->last_query_scores(asl_detail::kLastQueryPool), selector.select, again);
+      chosen = event->chosen();
+    }
+  }
+  for (std::size_t g = 0; g < passes.size(); ++g) {
+    LayerDecision::Prompt& prompt = decision.prompts[g];
+    if (prompt.cut) prompt.reason = Reason::over_budget;
+    if (ranked[g] == nullptr) continue;
+    if (selector.fixed_layer < 0 && layer >= selector.min_layer)
+      prompt.relative_variance = ranked[g]->relative_variance();
+    if (!chosen[g]) continue;
+    prompt.reason = ranked[g]->layer() == layer ? Reason::select_layer : Reason::last_layer;
+    prompt.narrow = tokens_of(*chosen[g]);
+    prompt.narrow->afresh = options_.two_pass;
+  }
+  return decision;
 }
 
 }  // namespace kvkeep

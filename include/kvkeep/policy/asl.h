@@ -46,14 +46,21 @@ class Asl final : public Prefill {
  public:
   /// Throws InvalidArgument with all of options.problems().
   Asl(std::string name, AslOptions options, std::unique_ptr<KVPolicy> decoding, std::string json = {});
-  [[nodiscard]] std::unique_ptr<PromptPass> begin_prompt(const ModelSpec& spec, std::int32_t tokens) const override;
+  [[nodiscard]] std::unique_ptr<PromptPass> begin_prompt(Machine& machine, const ModelSpec& spec,
+                                                         std::int32_t tokens) const override;
+  [[nodiscard]] LayerDecision decide_layer(Machine& machine, const Evidence& evidence,
+                                           std::span<PromptPass* const> passes) const override;
   [[nodiscard]] const AslOptions& options() const { return options_; }
 
  protected:
   [[nodiscard]] std::vector<std::string> misfits(const ModelSpec& spec) const override;
+  [[nodiscard]] LayerDemand layer_demand() const override;
 
  private:
+  [[nodiscard]] LayerSelectorOptions selector(const ModelSpec& spec) const;
+
   AslOptions options_;
+  std::unique_ptr<Allocator> cut_;  ///< of the slots that a layer keeps for decoding; null: all stay
 };
 
 }  // namespace kvkeep

@@ -5,7 +5,6 @@
 
 #include "kvkeep/core/fields.h"
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/layers/last_query.h"
 #include "kvkeep/policy/gemfilter.h"
 #include "kvkeep/policy/tokens_of.h"
 
@@ -18,19 +17,6 @@ class GemFilterPass final : public PromptPass {
 
   [[nodiscard]] std::int32_t wants(std::int32_t layer, std::int32_t) const override {
     return layer == options_.layer && tokens_ > options_.select ? 1 : 0;
-  }
-
-  [[nodiscard]] Decision decide(const Evidence& evidence) override {
-    const std::int32_t layer = evidence.table.rows.front().layer;
-    KVKEEP_REQUIRE_AS(StateError, wants(layer, tokens_) > 0, "prompt pass: layer ", layer,
-                      " is not due; allowed layer ", options_.layer);
-    const Tensor scores = last_query_scores(evidence, options_.pool);
-    Decision decision;
-    decision.reason = Reason::select_layer;
-    decision.narrow =
-        tokens_of(best_tokens({scores.data<float>(), static_cast<std::size_t>(scores.numel())}, options_.select));
-    decision.narrow->afresh = true;
-    return decision;
   }
 
  private:
@@ -66,8 +52,28 @@ KVKEEP_INLINE std::vector<std::string> GemFilter::misfits(const ModelSpec& spec)
   return {text("layer: ", options_.layer, "; allowed 0 to ", spec.num_layers() - 1, ", a layer of the model")};
 }
 
-KVKEEP_INLINE std::unique_ptr<PromptPass> GemFilter::begin_prompt(const ModelSpec&, std::int32_t tokens) const {
+KVKEEP_INLINE std::unique_ptr<PromptPass> GemFilter::begin_prompt(Machine&, const ModelSpec&,
+                                                                  std::int32_t tokens) const {
   return std::make_unique<gemfilter_detail::GemFilterPass>(options_, tokens);
+}
+
+KVKEEP_INLINE LayerDecision GemFilter::decide_layer(Machine& machine, const Evidence& evidence,
+                                                    std::span<PromptPass* const> passes) const {
+  const RowTable& table = evidence.table;
+  for (std::size_t g = 0; g < passes.size(); ++g) {
+    const Row& row = table.rows[static_cast<std::size_t>(table.groups[g].first_row)];
+    KVKEEP_REQUIRE_AS(StateError, passes[g]->wants(row.layer, row.length) > 0, "prompt pass: layer ", row.layer,
+                      " is not due; allowed layer ", options_.layer);
+  }
+  const Limits limits{Variant::strict, {}, std::vector<RowLimit>(table.rows.size())};
+  const std::unique_ptr<LayerEvent> event = machine.begin_layer(evidence, limits, layer_demand());
+  event->choose(event->last_query_scores(options_.pool), options_.select, std::vector<bool>(passes.size(), true));
+  LayerDecision decision;
+  for (const auto& tokens : event->chosen()) {
+    decision.prompts.push_back({.reason = Reason::select_layer, .narrow = tokens_of(*tokens)});
+    decision.prompts.back().narrow->afresh = true;
+  }
+  return decision;
 }
 
 }  // namespace kvkeep

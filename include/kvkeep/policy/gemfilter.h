@@ -19,10 +19,14 @@ struct GemFilterOptions {
 class GemFilter final : public Prefill {
  public:
   GemFilter(GemFilterOptions options, std::unique_ptr<KVPolicy> decoding, std::string json = {});
-  [[nodiscard]] std::unique_ptr<PromptPass> begin_prompt(const ModelSpec& spec, std::int32_t tokens) const override;
+  [[nodiscard]] std::unique_ptr<PromptPass> begin_prompt(Machine& machine, const ModelSpec& spec,
+                                                         std::int32_t tokens) const override;
+  [[nodiscard]] LayerDecision decide_layer(Machine& machine, const Evidence& evidence,
+                                           std::span<PromptPass* const> passes) const override;
 
  protected:
   [[nodiscard]] std::vector<std::string> misfits(const ModelSpec& spec) const override;
+  [[nodiscard]] LayerDemand layer_demand() const override { return {.policy = name()}; }
 
  private:
   GemFilterOptions options_;

@@ -3,10 +3,12 @@
 // The CPU as a machine: the line's stages are the library's own functions.
 
 #include <algorithm>
+#include <utility>
 
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/require_host.h"
 #include "kvkeep/keep/compact.h"
+#include "kvkeep/layers/last_query.h"
 #include "kvkeep/policy/machine.h"
 #include "kvkeep/policy/policy.h"
 #include "kvkeep/score/window_attention.h"
@@ -31,7 +33,20 @@ inline void share_scores(const RowTable& table, const Limits& limits, const Shar
   }
 }
 
-class HostEvent final : public Event {
+class HostRanks final : public PromptRanks {
+ public:
+  HostRanks(const LayerSelectorOptions& options, std::int32_t tokens)
+      : reads_mass(options.reads_mass()), window(options.window), selector(options, tokens) {}
+  [[nodiscard]] bool wants(std::int32_t layer) const override { return selector.wants(layer); }
+  [[nodiscard]] std::int32_t layer() const override { return selector.layer(); }
+  [[nodiscard]] double relative_variance() const override { return selector.relative_variance(); }
+
+  bool reads_mass;
+  std::int32_t window;
+  LayerSelector selector;
+};
+
+class HostEvent final : public LayerEvent {
  public:
   HostEvent(const Evidence& evidence, const Limits& limits) : evidence_(evidence), limits_(limits) {}
 
@@ -53,9 +68,60 @@ class HostEvent final : public Event {
     allocator.allot(evidence_, limits_, scores, std::move(seen), decision);
   }
 
+  [[nodiscard]] PromptScores prompt_scores(const PromptScoreOptions& options) override {
+    return kvkeep::prompt_scores(evidence_, options);
+  }
+
+  [[nodiscard]] Tensor last_query_scores(std::int32_t pool) override {
+    return kvkeep::last_query_scores(evidence_, pool);
+  }
+
+  void rank(const PromptScores& scores, std::span<PromptRanks* const> ranks, bool list) override {
+    chosen_.assign(ranks.size(), {});
+    Tensor mass;
+    std::int64_t first = 0;
+    for (std::size_t g = 0; g < ranks.size(); ++g) {
+      const RowGroup& group = evidence_.table.groups[g];
+      const Row& row = evidence_.table.rows[static_cast<std::size_t>(group.first_row)];
+      // All prompts of a layer have the window of one policy; one that is not ranked has as many scores.
+      const std::int64_t tokens = row.length - window_of(ranks);
+      if (ranks[g] != nullptr) {
+        auto& own = static_cast<HostRanks&>(*ranks[g]);
+        if (own.reads_mass && !mass.defined()) mass = token_mass(evidence_, scores.sums, own.window);
+        const auto of_prompt = [&](const Tensor& t) {
+          return t.defined() ? std::span(t.data<float>() + first, static_cast<std::size_t>(tokens))
+                             : std::span<float>();
+        };
+        if (own.selector.see(group.layer, of_prompt(scores.tokens), of_prompt(mass)) || list)
+          chosen_[g] = own.selector.tokens();
+      }
+      first += tokens;
+    }
+  }
+
+  void choose(const Tensor& scores, std::int32_t best, const std::vector<bool>& of) override {
+    chosen_.assign(of.size(), {});
+    std::int64_t first = 0;
+    for (std::size_t g = 0; g < of.size(); ++g) {
+      const std::int32_t tokens =
+          evidence_.table.rows[static_cast<std::size_t>(evidence_.table.groups[g].first_row)].length;
+      if (of[g]) chosen_[g] = best_tokens({scores.data<float>() + first, static_cast<std::size_t>(tokens)}, best);
+      first += tokens;
+    }
+  }
+
+  [[nodiscard]] std::vector<std::optional<std::vector<std::int32_t>>> chosen() override { return std::move(chosen_); }
+
  private:
+  [[nodiscard]] static std::int32_t window_of(std::span<PromptRanks* const> ranks) {
+    for (const PromptRanks* own : ranks)
+      if (own != nullptr) return static_cast<const HostRanks*>(own)->window;
+    return 0;
+  }
+
   const Evidence& evidence_;
   const Limits& limits_;
+  std::vector<std::optional<std::vector<std::int32_t>>> chosen_;
 };
 
 class Host final : public Machine {
@@ -63,11 +129,20 @@ class Host final : public Machine {
   void claim() override {}
   [[nodiscard]] MachineMemory& memory() const override { return host_memory(); }
   [[nodiscard]] std::vector<std::string> problems(const Demand&, const ModelSpec&) const override { return {}; }
+  [[nodiscard]] std::vector<std::string> problems(const LayerDemand&, const ModelSpec&) const override { return {}; }
   [[nodiscard]] std::unique_ptr<Columns> columns(std::int32_t rows) override {
     return std::make_unique<HostColumns>(rows);
   }
   [[nodiscard]] std::unique_ptr<Event> begin(const Evidence& evidence, const Limits& limits, const Demand&) override {
     require_host("decide", evidence.table.device);
+    return std::make_unique<HostEvent>(evidence, limits);
+  }
+  [[nodiscard]] std::unique_ptr<PromptRanks> ranks(const LayerSelectorOptions& options, std::int32_t tokens) override {
+    return std::make_unique<HostRanks>(options, tokens);
+  }
+  [[nodiscard]] std::unique_ptr<LayerEvent> begin_layer(const Evidence& evidence, const Limits& limits,
+                                                        const LayerDemand&) override {
+    require_host("narrow", evidence.table.device);
     return std::make_unique<HostEvent>(evidence, limits);
   }
   [[nodiscard]] Decision decide(const KVPolicy& policy, const Evidence& evidence) override {
@@ -107,6 +182,22 @@ KVKEEP_INLINE SharedRows shared_rows(const Evidence& evidence, const Limits& lim
 KVKEEP_INLINE Machine& host() {
   static host_detail::Host host;
   return host;
+}
+
+KVKEEP_INLINE LayerDecision KVPolicy::decide_layer(Machine&, const Evidence&, std::span<PromptPass* const>) const {
+  refuse<Unsupported>("narrow: ", name(), " does not act on prompts; allowed policies that narrow");
+}
+
+KVKEEP_INLINE Decision KVPolicy::decide(PromptPass& pass, const Evidence& evidence) const {
+  PromptPass* const passes[] = {&pass};
+  LayerDecision layer = decide_layer(host(), evidence, passes);
+  LayerDecision::Prompt& prompt = layer.prompts.front();
+  Decision decision = std::move(layer.rows);
+  if (!prompt.cut) decision = {};
+  decision.reason = prompt.reason;
+  decision.narrow = std::move(prompt.narrow);
+  decision.relative_variance = prompt.relative_variance;
+  return decision;
 }
 
 KVKEEP_INLINE std::vector<std::string> KVPolicy::problems_on(const Machine& machine, const ModelSpec&) const {

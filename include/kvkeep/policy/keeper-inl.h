@@ -81,11 +81,6 @@ KVKEEP_INLINE std::vector<std::string> problems(const KVPolicy& policy, const Mo
   const Machine& machine = provided.machine();
   const std::string there = machine.device().str();
   for (std::string& one : policy.problems_on(machine, spec)) found.push_back(std::move(one));
-  if (!machine.is_host()) {
-    if (policy.narrows())
-      found.push_back(
-          text("device: ", policy.name(), " narrows prompts, which a keeper does only on the CPU; given ", there));
-  }
   if (policy.memory() != nullptr) {
     if (!machine.is_host())
       found.push_back(
@@ -190,6 +185,7 @@ KVKEEP_INLINE void Keeper::join(SequenceId sequence, std::int32_t tokens, std::i
   fresh.prefix = fresh.next_position = fresh.event_position = fresh.prompt_end = tokens;
   fresh.logical = fresh.asked = tokens;
   fresh.prompt = prompt == -1 && tokens > 0 ? tokens : prompt;
+  fresh.prompt_slots.assign(full_layers_.size(), -1);
   if (const MemoryOptions* memory = policy_->memory()) {
     const auto rows = static_cast<std::size_t>(layers * spec_.kv_heads);
     fresh.memory.assign(rows, SpanRow(spec_.key_dim, memory->factors.store));
@@ -263,8 +259,9 @@ KVKEEP_INLINE RowTable Keeper::table_of(const CacheView& view, std::span<const s
     group.pinned = s.pins.spans();
     if (s.columns->on_host()) continue;
     group.newest = s.columns->newest();
-    group.prompt_slots = s.prompt_slots >= 0
-                             ? s.prompt_slots
+    const std::int32_t prompt_slots = s.prompt_slots[static_cast<std::size_t>(index)];
+    group.prompt_slots = prompt_slots >= 0
+                             ? prompt_slots
                              : static_cast<std::int32_t>(std::ranges::lower_bound(group.newest, group.prompt_end) -
                                                          group.newest.begin());
   }
@@ -574,7 +571,7 @@ KVKEEP_INLINE void Keeper::settle(const Plan& plan, const CacheView& view, std::
     s.last_event = s.logical;
     s.ring.forget_normalisers();
     s.event_position = s.next_position;
-    s.prompt_slots = group.prompt_slots;
+    s.prompt_slots[static_cast<std::size_t>(layer_index_[static_cast<std::size_t>(group.layer)])] = group.prompt_slots;
     if (group.layer == plan.table.groups.front().layer) s.columns->finish_event(room);
   }
   ++version_;

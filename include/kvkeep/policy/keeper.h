@@ -223,7 +223,8 @@ class Keeper {
   /// the block table. A prompt must come whole, in one step. If tokens of the sequence were cached before (join), it
   /// runs as under a policy that does not narrow. Throws, before anything is written: StateError for layers out of
   /// order or lengths that differ from what was observed; InvalidArgument for missing queries or one length per
-  /// sequence; as the policy does. Cost: the policy's, plus moving the slots that stay.
+  /// sequence; as the policy does. On a device it waits in a layer that may select, once for all prompts, and throws
+  /// StateError while the stream is being captured. Cost: the policy's, plus moving the slots that stay.
   LayerReport narrow(const Observation& observation, const CacheView& view);
 
   /// What happened to the newest prompt of a sequence; null if the policy does not narrow, or before the first tokens.
@@ -342,11 +343,11 @@ class Keeper {
     mutable std::uint64_t mark = 0;           ///< of the last call that named the sequence
     std::int64_t asked = 0;                   ///< logical length when the policy was last asked
     std::int32_t next_position = 0;
-    std::int32_t prompt_slots = -1;              ///< on a device: slots of the prompt at the first event; -1 before it
-    std::unique_ptr<PromptPass> pass = nullptr;  ///< while a prompt narrows
-    std::vector<std::int32_t> present = {};      ///< then: logical positions of the remaining tokens
-    std::int32_t tail = 0;                       ///< then: how many of them are the newest of the prompt, without a gap
-    std::int32_t next_layer = 0;                 ///< then: the layer whose narrow() comes next
+    std::vector<std::int32_t> prompt_slots = {};  ///< [full layers] on a device: of the prompt, once cut; -1 before
+    std::unique_ptr<PromptPass> pass = nullptr;   ///< while a prompt narrows
+    std::vector<std::int32_t> present = {};       ///< then: logical positions of the remaining tokens
+    std::int32_t tail = 0;        ///< then: how many of them are the newest of the prompt, without a gap
+    std::int32_t next_layer = 0;  ///< then: the layer whose narrow() comes next
     std::optional<PromptReport> report = {};
     std::vector<float> surprisal = {};                   ///< by logical position, if the policy asks for it
     std::int64_t surprised = 0;                          ///< tokens that have their surprisal
@@ -423,7 +424,7 @@ class Keeper {
   struct LayerPlan;
   [[nodiscard]] LayerPlan plan_layer(Sequence& sequence, const Observation& observation, std::size_t i,
                                      const CacheView& view) const;
-  void cut_layer(const LayerPlan& plan, const CacheView& view, Narrowing& report);
+  void decide_layer(std::span<LayerPlan> plans, const Observation& observation, const CacheView& view);
   void let_go_on(const LayerPlan& plan, const CacheView& view, Narrowing& report);
   void begin_afresh(const LayerPlan& plan, const CacheView& view, LayerReport& report);
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -14,6 +15,8 @@
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/machine_memory.h"
 #include "kvkeep/keep/pages.h"
+#include "kvkeep/layers/layer_selector.h"
+#include "kvkeep/layers/prompt_scores.h"
 #include "kvkeep/score/scorer.h"
 
 namespace kvkeep {
@@ -42,6 +45,40 @@ class Event {
   virtual void allot(const Allocator& allocator, const Scores& scores, WindowAttention seen, Decision& decision) = 0;
 };
 
+/// The ranks of one prompt's tokens from layer to layer, in a machine's memory: a LayerSelector.
+class PromptRanks {
+ public:
+  virtual ~PromptRanks() = default;
+
+  /// As LayerSelector::wants(), layer() and relative_variance(). After LayerEvent::rank() the latter two say what they
+  /// said before, until LayerEvent::chosen() has returned.
+  [[nodiscard]] virtual bool wants(std::int32_t layer) const = 0;
+  [[nodiscard]] virtual std::int32_t layer() const = 0;
+  [[nodiscard]] virtual double relative_variance() const = 0;
+};
+
+/// Prompts in one layer on a machine, from Machine::begin_layer(): each group of the evidence is one, with a slot for
+/// every token present. Order: scores; rank or choose; chosen; allot, if slots are dropped. Only chosen() may wait.
+class LayerEvent : public Event {
+ public:
+  /// kvkeep::prompt_scores() of every prompt. `sums` are absent on a device. Throws as that does.
+  [[nodiscard]] virtual PromptScores prompt_scores(const PromptScoreOptions& options) = 0;
+
+  /// kvkeep::last_query_scores() of every prompt. Throws as that does.
+  [[nodiscard]] virtual Tensor last_query_scores(std::int32_t pool) = 0;
+
+  /// Takes in the ranks of prompt g under `scores` where ranks[g] is not null, as LayerSelector::see() does. `list`:
+  /// chosen() gives the tokens that would continue even if the layer does not select.
+  virtual void rank(const PromptScores& scores, std::span<PromptRanks* const> ranks, bool list) = 0;
+
+  /// The `best` tokens of every prompt g with of[g]. `scores`: one per token, as last_query_scores() gives them.
+  virtual void choose(const Tensor& scores, std::int32_t best, const std::vector<bool>& of) = 0;
+
+  /// What rank() or choose() found: places of each prompt's tokens that continue, ascending; absent: all continue. On a
+  /// device it waits, once, if a layer that was ranked may select, or tokens were chosen.
+  [[nodiscard]] virtual std::vector<std::optional<std::vector<std::int32_t>>> chosen() = 0;
+};
+
 /// The sets of rows of an event that share a selection. Throws Unsupported if rows of one that is due differ in length.
 [[nodiscard]] SharedRows shared_rows(const Evidence& evidence, const Limits& limits, Sharing share);
 
@@ -52,6 +89,15 @@ struct Demand {
   const Scorer& scorer;
   const Allocator& allocator;
   Sharing share;
+};
+
+/// What a policy asks of a machine in the layers of a prompt.
+struct LayerDemand {
+  std::string_view policy;
+  const Allocator* cut = nullptr;  ///< chooses the slots that stay; null: all do
+  bool masses = false;             ///< LayerSelectorOptions::reads_mass()
+  bool asks_again = false;         ///< the layer that selects is asked once more, by its last query
+  bool weighs = false;             ///< queries of a share of the prompt observe, each with a weight
 };
 
 class Machine {
@@ -74,6 +120,9 @@ class Machine {
   /// Why it cannot run such events on this model, one sentence each; empty: it can.
   [[nodiscard]] virtual std::vector<std::string> problems(const Demand& demand, const ModelSpec& spec) const = 0;
 
+  /// The same for the layers of prompts.
+  [[nodiscard]] virtual std::vector<std::string> problems(const LayerDemand& demand, const ModelSpec& spec) const = 0;
+
   /// Columns of one sequence with `rows` rows, in its memory, which must outlive them.
   [[nodiscard]] virtual std::unique_ptr<Columns> columns(std::int32_t rows) = 0;
 
@@ -83,6 +132,15 @@ class Machine {
   /// while capturing, for an allocator whose scores decide how many slots stay.
   [[nodiscard]] virtual std::unique_ptr<Event> begin(const Evidence& evidence, const Limits& limits,
                                                      const Demand& demand) = 0;
+
+  /// Ranks of a prompt of `tokens` tokens. Throws as the constructor of LayerSelector does.
+  [[nodiscard]] virtual std::unique_ptr<PromptRanks> ranks(const LayerSelectorOptions& options,
+                                                           std::int32_t tokens) = 0;
+
+  /// Begins a layer of prompts. As begin(), but positions of queries are on the host. `limits`: of the rows that
+  /// Event::allot() cuts. Throws also StateError while the stream is being captured, since a layer may wait.
+  [[nodiscard]] virtual std::unique_ptr<LayerEvent> begin_layer(const Evidence& evidence, const Limits& limits,
+                                                                const LayerDemand& demand) = 0;
 
   /// policy.decide() on this machine. Throws as that does, and StateError for an event that needs more workspace than
   /// use_workspace() gave, before anything is launched.

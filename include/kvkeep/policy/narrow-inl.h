@@ -78,6 +78,23 @@ inline PageMove drop_pages(const CacheView& view, std::size_t place, std::int64_
   return move;
 }
 
+/// Appends the rows of one prompt to those of others in the same layer.
+inline void append(RowTable& all, const RowTable& one) {
+  if (all.rows.empty()) {
+    all = one;
+    return;
+  }
+  for (RowGroup group : one.groups) {
+    group.first_row += std::ssize(all.rows);
+    all.groups.push_back(group);
+  }
+  for (Row row : one.rows) {
+    row.first += all.slots;
+    all.rows.push_back(row);
+  }
+  all.slots += one.slots;
+}
+
 inline void check_finite(SequenceId sequence, const RowGroup& group, const ModelSpec& spec) {
   const QueryView& queries = group.queries;
   with_dtype("narrow", queries.dtype, [&](auto type) {
@@ -101,7 +118,8 @@ struct Keeper::LayerPlan {
   std::size_t place = 0;  ///< in the view
   RowTable table = {};
   std::int32_t queries = 0;  ///< newest ones that decide; 0: the layer does not decide
-  Decision decision = {};
+  LayerDecision::Prompt decision = {};
+  std::int64_t slots_dropped = 0, bytes_moved = 0;
 };
 
 KVKEEP_INLINE bool Keeper::begins_prompt(const Sequence& s, std::int32_t tokens) const {
@@ -118,7 +136,7 @@ KVKEEP_INLINE Keeper::Begun Keeper::begin_prompt(Sequence& s, std::span<const st
                       .going_on = std::vector<std::int32_t>(positions.size())};
   std::iota(report.going_on.begin(), report.going_on.end(), 0);
   return {.sequence = &s,
-          .pass = policy_->begin_prompt(spec_, tokens),
+          .pass = policy_->begin_prompt(provided_.machine(), spec_, tokens),
           .present = {positions.begin(), positions.end()},
           .report = std::move(report)};
 }
@@ -169,7 +187,10 @@ KVKEEP_INLINE Keeper::LayerPlan Keeper::plan_layer(Sequence& s, const Observatio
   group.next_position = s.next_position;
   group.prompt_end = s.next_position;
   group.seen = group.prompt = {s.report->tokens};
-  narrow_detail::check_finite(id, group, spec_);
+  if (s.columns->on_host())
+    narrow_detail::check_finite(id, group, spec_);  // on a device scores are NaN then, which rank last
+  else
+    group.newest = s.columns->newest();
   return plan;
 }
 
@@ -188,31 +209,27 @@ KVKEEP_INLINE LayerReport Keeper::narrow(const Observation& o, const CacheView& 
   }
   // Passes remember what they have seen: none decides before everything that could be refused has been checked, in
   // every prompt.
-  for (LayerPlan& plan : plans)
-    if (plan.queries > 0)
-      plan.decision = plan.sequence->pass->decide({.spec = spec_,
-                                                   .table = plan.table,
-                                                   .basis = o.basis,
-                                                   .moment = Moment::prefill_layer,
-                                                   .output_projections = provided_.output_projections});
+  decide_layer(plans, o, view);
   for (LayerPlan& plan : plans) {
     Sequence& s = *plan.sequence;
-    Narrowing narrowing{.sequence = plan.id};
+    Narrowing narrowing{.sequence = plan.id, .slots_dropped = plan.slots_dropped, .bytes_moved = plan.bytes_moved};
     s.report->entered[static_cast<std::size_t>(plan.layer)] = static_cast<std::int32_t>(s.present.size());
     if (plan.decision.relative_variance)
       s.report->relative_variance[static_cast<std::size_t>(plan.layer)] = *plan.decision.relative_variance;
     if (plan.decision.reason == Reason::select_layer) s.report->selection_layer = plan.layer;
     s.next_layer = plan.layer + 1;
     ++version_;
-    if (plan.decision.keep) cut_layer(plan, view, narrowing);
     if (plan.decision.narrow) let_go_on(plan, view, narrowing);
-    if (plan.decision.keep || plan.decision.narrow) report.prompts.push_back(narrowing);
+    if (plan.decision.cut || plan.decision.narrow) report.prompts.push_back(narrowing);
     totals_.slots_dropped += narrowing.slots_dropped;
     totals_.bytes_moved += narrowing.bytes_moved;
     if (narrowing.afresh) {
       begin_afresh(plan, view, report);
     } else if (plan.layer + 1 == spec_.num_layers()) {
       s.pass.reset();
+      if (s.last_event == s.logical)  // layers hold different numbers of the prompt's slots
+        for (std::int32_t l = 0; l < spec_.num_layers(); ++l)
+          s.prompt_slots[static_cast<std::size_t>(l)] = s.columns->length(row_of(l, 0));
       std::int64_t longest = 0, shortest = s.report->tokens;
       for (std::int32_t r = 0; r < spec_.num_layers() * spec_.kv_heads; ++r) {
         longest = std::max<std::int64_t>(longest, s.columns->length(r));
@@ -229,18 +246,54 @@ KVKEEP_INLINE LayerReport Keeper::narrow(const Observation& o, const CacheView& 
   return report;
 }
 
-KVKEEP_INLINE void Keeper::cut_layer(const LayerPlan& plan, const CacheView& view, Narrowing& report) {
-  const KeepSet& keep = *plan.decision.keep;
-  report.bytes_moved = bytes_to_move(plan.table, keep);
-  compact(plan.table, keep);
-  for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
-    const Row& row = plan.table.rows[r];
-    plan.sequence->columns->settle(row_of(row.layer, row.head), keep, r, nullptr, nullptr);
-    view.lengths.at(plan.place, row.layer * spec_.kv_heads + row.head) = static_cast<std::int32_t>(keep.count(r));
-    report.slots_dropped += row.length - keep.count(r);
+/// Decides for every prompt that this layer decides, together, and drops the slots that do not stay.
+KVKEEP_INLINE void Keeper::decide_layer(std::span<LayerPlan> plans, const Observation& o, const CacheView& view) {
+  RowTable table;
+  std::vector<PromptPass*> passes;
+  std::vector<LayerPlan*> deciding;
+  for (LayerPlan& plan : plans) {
+    if (plan.queries == 0) continue;
+    narrow_detail::append(table, plan.table);
+    passes.push_back(plan.sequence->pass.get());
+    deciding.push_back(&plan);
   }
-  plan.sequence->last_event = plan.sequence->logical;
-  plan.sequence->event_position = plan.sequence->next_position;
+  if (passes.empty()) return;
+  Machine& machine = provided_.machine();
+  const LayerDecision layer = policy_->decide_layer(machine,
+                                                    {.spec = spec_,
+                                                     .table = table,
+                                                     .basis = o.basis,
+                                                     .moment = Moment::prefill_layer,
+                                                     .output_projections = provided_.output_projections},
+                                                    passes);
+  for (std::size_t i = 0; i < deciding.size(); ++i) deciding[i]->decision = layer.prompts[i];
+  if (!layer.rows.keep) return;
+  const KeepSet& keep = *layer.rows.keep;
+  std::vector<ColumnTarget> targets;
+  for (std::size_t r = 0; r < table.rows.size(); ++r) {
+    LayerPlan& plan = *deciding[r / static_cast<std::size_t>(spec_.kv_heads)];
+    const Row& row = table.rows[r];
+    if (!plan.decision.cut) {
+      targets.emplace_back();
+      continue;
+    }
+    if (row.head == 0) plan.sequence->columns->bring_newest();
+    targets.push_back(
+        plan.sequence->columns->reserve_settled(row_of(row.layer, row.head), keep.count(r), false, false));
+    plan.bytes_moved += bytes_to_move(table, keep, r);
+    plan.slots_dropped += row.length - keep.count(r);
+  }
+  machine.move(table, layer.rows, {}, targets);
+  for (std::size_t r = 0; r < table.rows.size(); ++r) {
+    const LayerPlan& plan = *deciding[r / static_cast<std::size_t>(spec_.kv_heads)];
+    if (!plan.decision.cut) continue;
+    const Row& row = table.rows[r];
+    Sequence& s = *plan.sequence;
+    s.columns->settle(row_of(row.layer, row.head), keep, r, nullptr, nullptr);
+    view.lengths.at(plan.place, row.layer * spec_.kv_heads + row.head) = static_cast<std::int32_t>(keep.count(r));
+    s.last_event = s.logical;
+    s.event_position = s.next_position;
+  }
 }
 
 KVKEEP_INLINE void Keeper::let_go_on(const LayerPlan& plan, const CacheView& view, Narrowing& report) {
@@ -255,12 +308,10 @@ KVKEEP_INLINE void Keeper::let_go_on(const LayerPlan& plan, const CacheView& vie
   s.tail = narrow_detail::tail_of(s.report->going_on, s.report->tokens);
   s.last_event = s.logical;
   s.event_position = s.next_position;
-  const KeepSet left{.slots = narrow.tokens, .indptr = narrow.indptr};
-  for (std::int32_t l = plan.layer + 1; l < spec_.num_layers(); ++l)
-    for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
-      s.columns->settle(row_of(l, h), left, 0, nullptr, nullptr);
-      view.lengths.at(plan.place, l * spec_.kv_heads + h) = static_cast<std::int32_t>(places.size());
-    }
+  if (narrow.afresh || plan.layer + 1 == spec_.num_layers()) return;
+  s.columns->narrow(row_of(plan.layer + 1, 0), places, s.present);
+  for (std::int32_t r = (plan.layer + 1) * spec_.kv_heads; r < spec_.num_layers() * spec_.kv_heads; ++r)
+    view.lengths.at(plan.place, r) = static_cast<std::int32_t>(places.size());
 }
 
 /// The first pass is over: only what it chose remains.

@@ -89,12 +89,23 @@ class KVPolicy {
   /// True if it also acts while a prompt runs through the layers: the engine then calls Keeper::narrow().
   [[nodiscard]] virtual bool narrows() const { return false; }
 
-  /// What it does to one prompt of `tokens` tokens while that runs; null if narrows() is false. `spec` must outlive the
-  /// result.
-  [[nodiscard]] virtual std::unique_ptr<PromptPass> begin_prompt(const ModelSpec& spec, std::int32_t tokens) const {
-    static_cast<void>(spec), static_cast<void>(tokens);
+  /// What it remembers of one prompt of `tokens` tokens while that runs on this machine; null if narrows() is false.
+  /// `spec` and `machine` must outlive the result.
+  [[nodiscard]] virtual std::unique_ptr<PromptPass> begin_prompt(Machine& machine, const ModelSpec& spec,
+                                                                 std::int32_t tokens) const {
+    static_cast<void>(machine), static_cast<void>(spec), static_cast<void>(tokens);
     return nullptr;
   }
+
+  /// Decides for prompts in one layer: passes[g], from begin_prompt() on this machine, is that of group g. Called in
+  /// ascending order for every layer that its wants() names. evidence: the rows of one layer, with a slot for each
+  /// token present, in order, and at least the newest wants() queries, whose positions are on the host. A prompt's
+  /// result does not depend on the others. Throws: InvalidArgument if the evidence lacks that; StateError for a layer
+  /// that a pass does not want; Unsupported if narrows() is false.
+  [[nodiscard]] virtual LayerDecision decide_layer(Machine& machine, const Evidence& evidence,
+                                                   std::span<PromptPass* const> passes) const;
+  /// The same for one prompt on the host, with the slots that stay in the same decision.
+  [[nodiscard]] Decision decide(PromptPass& pass, const Evidence& evidence) const;
 
   /// How the spans that it folds are kept and read; null if it drops all slots that do not stay.
   [[nodiscard]] virtual const MemoryOptions* memory() const { return nullptr; }

@@ -21,6 +21,8 @@ class Prefill : public KVPolicy {
   [[nodiscard]] Needs needs() const override { return decoding_->needs(); }
   /// Refuses models with layers that are not full: a window that slides over positions would slide over gaps.
   [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const final;
+  /// Those of its layers, and of the policy that decides after the prompt.
+  [[nodiscard]] std::vector<std::string> problems_on(const Machine& machine, const ModelSpec& spec) const final;
   [[nodiscard]] Trigger trigger() const override { return decoding_->trigger(); }
   [[nodiscard]] Decision decide(Machine& machine, const Evidence& evidence) const override {
     return decoding_->decide(machine, evidence);
@@ -38,6 +40,8 @@ class Prefill : public KVPolicy {
  protected:
   /// Reasons why its options do not fit this model.
   [[nodiscard]] virtual std::vector<std::string> misfits(const ModelSpec& spec) const = 0;
+  /// What its layers ask of a machine.
+  [[nodiscard]] virtual LayerDemand layer_demand() const = 0;
 
  private:
   std::string name_;
@@ -51,6 +55,12 @@ inline Prefill::Prefill(std::string name, std::unique_ptr<KVPolicy> decoding, st
                  ": decode: policy must not be null; allowed one that decides after the prompt, such as full");
   KVKEEP_REQUIRE(!decoding_->narrows(), name_, ": decode: ", decoding_->name(),
                  " acts on prompts itself; allowed a policy that decides after them");
+}
+
+inline std::vector<std::string> Prefill::problems_on(const Machine& machine, const ModelSpec& spec) const {
+  std::vector<std::string> found = machine.problems(layer_demand(), spec);
+  for (std::string& one : decoding_->problems_on(machine, spec)) found.push_back(std::move(one));
+  return found;
 }
 
 inline std::vector<std::string> Prefill::problems(const ModelSpec& spec) const {

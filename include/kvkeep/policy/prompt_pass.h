@@ -2,27 +2,34 @@
 /// One prompt on its way through the layers.
 
 #include <cstdint>
+#include <optional>
+#include <vector>
 
 #include "kvkeep/core/decision.h"
-#include "kvkeep/core/evidence.h"
 
 namespace kvkeep {
 
-/// What a policy does to one prompt while it runs. Holds the data compared between layers, and is destroyed when the
-/// prompt ends.
+/// What a policy remembers of one prompt while it runs: the data compared between layers. Destroyed when the prompt
+/// ends.
 class PromptPass {
  public:
   virtual ~PromptPass() = default;
 
-  /// Newest queries that decide() reads in this layer, which `present` tokens have reached. 0: decide() is not called
-  /// there, every token continues and every slot stays.
+  /// Newest queries that decide this layer, which `present` tokens have reached. 0: the layer does not decide, every
+  /// token continues and every slot stays.
   [[nodiscard]] virtual std::int32_t wants(std::int32_t layer, std::int32_t present) const = 0;
+};
 
-  /// Decides for one layer: `keep` are the slots of its rows that stay, `narrow` the tokens that continue; absent: all.
-  /// Called in ascending order for every layer that wants() names. evidence: the rows of one layer and sequence, with a
-  /// slot for each token present, in order, and at least the newest wants() queries. Throws: InvalidArgument if the
-  /// evidence lacks that; StateError for a layer that is not wanted.
-  [[nodiscard]] virtual Decision decide(const Evidence& evidence) = 0;
+/// What a policy decided for the prompts of one layer.
+struct LayerDecision {
+  struct Prompt {
+    Reason reason = Reason::nothing_due;
+    std::optional<TokenSet> narrow = {};           ///< tokens that continue, on the host; absent: all
+    std::optional<double> relative_variance = {};  ///< as in Decision
+    bool cut = false;                              ///< `rows` says which slots of its rows stay; else all do
+  };
+  std::vector<Prompt> prompts;  ///< one per group of the evidence
+  Decision rows;                ///< slots that stay, of all rows together, and the scores that ranked them
 };
 
 }  // namespace kvkeep

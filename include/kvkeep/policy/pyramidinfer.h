@@ -15,10 +15,14 @@ namespace kvkeep {
 class PyramidInfer final : public Prefill {
  public:
   PyramidInfer(ShrinkingContextOptions options, std::unique_ptr<KVPolicy> decoding, std::string json = {});
-  [[nodiscard]] std::unique_ptr<PromptPass> begin_prompt(const ModelSpec& spec, std::int32_t tokens) const override;
+  [[nodiscard]] std::unique_ptr<PromptPass> begin_prompt(Machine& machine, const ModelSpec& spec,
+                                                         std::int32_t tokens) const override;
+  [[nodiscard]] LayerDecision decide_layer(Machine& machine, const Evidence& evidence,
+                                           std::span<PromptPass* const> passes) const override;
 
  protected:
   [[nodiscard]] std::vector<std::string> misfits(const ModelSpec& spec) const override;
+  [[nodiscard]] LayerDemand layer_demand() const override { return {.policy = name(), .weighs = true}; }
 
  private:
   ShrinkingContextOptions options_;
@@ -35,19 +39,22 @@ class PyramidInferPass final : public PromptPass {
     return context_.going_on(layer, present) < present - context_.observers() ? context_.observers() : 0;
   }
 
-  [[nodiscard]] Decision decide(const Evidence& evidence) override {
-    const Row& row = evidence.table.rows.front();
-    KVKEEP_REQUIRE_AS(StateError, wants(row.layer, row.length) > 0, "prompt pass: layer ", row.layer, " with ",
-                      row.length, " tokens is not due; allowed layers that wants() names");
-    Decision decision;
-    decision.reason = Reason::over_budget;
-    decision.narrow = tokens_of(context_.tokens(evidence));
-    return decision;
-  }
+  [[nodiscard]] const ShrinkingContext& context() const { return context_; }
 
  private:
   ShrinkingContext context_;
 };
+
+/// One group of a table, alone.
+inline RowTable alone(const RowTable& table, std::size_t group, std::int32_t kv_heads) {
+  RowTable one = table;
+  one.groups = {table.groups[group]};
+  const auto rows = table.rows_of(table.groups[group], kv_heads);
+  one.rows.assign(rows.begin(), rows.end());
+  one.groups.front().first_row = one.slots = 0;
+  for (Row& row : one.rows) row.first = std::exchange(one.slots, one.slots + row.length);
+  return one;
+}
 
 }  // namespace pyramidinfer_detail
 
@@ -58,8 +65,29 @@ inline PyramidInfer::PyramidInfer(ShrinkingContextOptions options, std::unique_p
 
 inline std::vector<std::string> PyramidInfer::misfits(const ModelSpec&) const { return {}; }
 
-inline std::unique_ptr<PromptPass> PyramidInfer::begin_prompt(const ModelSpec& spec, std::int32_t tokens) const {
+inline std::unique_ptr<PromptPass> PyramidInfer::begin_prompt(Machine&, const ModelSpec& spec,
+                                                              std::int32_t tokens) const {
   return std::make_unique<pyramidinfer_detail::PyramidInferPass>(options_, spec.num_layers(), tokens);
+}
+
+/// Prompts differ in how many of their queries observe, so each is looked at by itself.
+inline LayerDecision PyramidInfer::decide_layer(Machine&, const Evidence& evidence,
+                                                std::span<PromptPass* const> passes) const {
+  LayerDecision decision;
+  for (std::size_t g = 0; g < passes.size(); ++g) {
+    const RowTable table = pyramidinfer_detail::alone(evidence.table, g, evidence.spec.kv_heads);
+    const Row& row = table.rows.front();
+    KVKEEP_REQUIRE_AS(StateError, passes[g]->wants(row.layer, row.length) > 0, "prompt pass: layer ", row.layer,
+                      " with ", row.length, " tokens is not due; allowed layers that wants() names");
+    const auto& pass = static_cast<const pyramidinfer_detail::PyramidInferPass&>(*passes[g]);
+    const Evidence own{.spec = evidence.spec,
+                       .table = table,
+                       .basis = evidence.basis,
+                       .moment = evidence.moment,
+                       .output_projections = evidence.output_projections};
+    decision.prompts.push_back({.reason = Reason::over_budget, .narrow = tokens_of(pass.context().tokens(own))});
+  }
+  return decision;
 }
 
 }  // namespace kvkeep
