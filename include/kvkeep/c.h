@@ -123,7 +123,7 @@ typedef struct kvkeep_model {
 /* ---- The keeper ------------------------------------------------------------------------------------------------- */
 
 typedef struct kvkeep_keeper kvkeep_keeper;
-typedef struct kvkeep_accelerator kvkeep_accelerator;  ///< a GPU: kvkeep/c_cuda.h
+typedef struct kvkeep_accelerator kvkeep_accelerator;  ///< a GPU; nothing in this interface makes one yet
 
 /// What the engine supplies besides keys and values (kvkeep::Provided).
 typedef struct kvkeep_provided {
