@@ -342,7 +342,7 @@ __device__ void open_within(const Task& task, const BlockTeam& team, std::uint32
 }
 
 /// One block decides what one row and query opens.
-__global__ void __launch_bounds__(kMemoryThreads) open_kernel(Task task) {
+__global__ void __launch_bounds__(kMemoryThreads, 3) open_kernel(Task task) {
   __shared__ unsigned long long scratch[kBlockScratch];
   __shared__ std::uint32_t counters[sort_counters(kMemoryThreads)];
   const BlockTeam team(scratch);

@@ -82,6 +82,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     ++serial_;
     layer_memory_.begin();
     auto event = std::make_unique<CudaEvent>(evidence, limits, pool_, layer_memory_, staging_, constants_, false);
+    event->allocator = demand.cut;
     upload(*event, {.keys = true}, most_kept(evidence.table, limits), true);
     return event;
   }

@@ -298,7 +298,7 @@ TEST_F(DevicePrompts, AreRefusedByNameUnderWhatHasNoKernel) {
   names("asl-2pass,budget=24,window=6,select_mass=0.8", "missed_mass and select_mass of asl-2pass have no kernel");
   names("asl-2pass,budget=24,window=6,indices=last_query", "is asked twice");
   names("pyramidinfer", "pyramidinfer weighs the queries that observe");
-  names("fastkv,budget=24,window=6,layer=2+adakv-tova,budget=16,interval=4", "allocator adaptive_heads has no kernel");
+  names("fastkv,budget=24,window=6,layer=2+sekv,recent=12,interval=8", "sekv has no kernels");
 }
 
 TEST_F(DevicePrompts, AreLeftAsTheyAreIfTheirKeysCannotBeRead) {
