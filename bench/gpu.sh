@@ -36,6 +36,7 @@ declare -A small=(
   [expected_moments]='ExpectedKernel.FactorisesTheCovarianceOfMoreQueriesThanComponents'
   [factorise]='Factorise.ChoosesRowsAsTheyAre*'
   [fetch]='Fetch.TakesMorePieces*'
+  [fold]='FoldKernel.PutsNewSpans*:FoldKernel.StoresTheSame*'
   [given]='PushGiven.PutsEveryScoreAtItsPlace'
   [h2o]='H2OKernel.BringsRowsUpToDate*'
   [keydiff]='KeyDiffKernel.LeavesRowsAlone*'

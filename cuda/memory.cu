@@ -125,6 +125,45 @@ void Readback::finish(void* to, std::size_t bytes) {
   std::memcpy(to, buffer_->memory.get(), bytes);
 }
 
+std::byte* take_page_locked(std::int64_t bytes) {
+  const BesideCapture beside;
+  void* memory = nullptr;
+  expect("page-locked memory", cudaMallocHost(&memory, static_cast<std::size_t>(bytes)));
+  return static_cast<std::byte*>(memory);
+}
+
+void free_page_locked(std::byte* memory) noexcept {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  cudaFreeHost(memory);
+  cudaThreadExchangeStreamCaptureMode(&mode);
+}
+
+StreamMark::StreamMark(Stream stream) {
+  const BesideCapture beside;
+  cudaEvent_t event = nullptr;
+  expect("mark: an event", cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  event_ = event;
+  const cudaError_t status = cudaEventRecord(event, stream);
+  if (status != cudaSuccess) cudaEventDestroy(event);
+  expect("mark", status);
+}
+
+StreamMark::~StreamMark() { cudaEventDestroy(static_cast<cudaEvent_t>(event_)); }
+
+bool StreamMark::reached() const {
+  const BesideCapture beside;
+  const cudaError_t status = cudaEventQuery(static_cast<cudaEvent_t>(event_));
+  if (status == cudaErrorNotReady) return false;
+  expect("mark: has it been reached", status);
+  return true;
+}
+
+void StreamMark::wait() const {
+  const BesideCapture beside;
+  expect("mark: wait", cudaEventSynchronize(static_cast<cudaEvent_t>(event_)));
+}
+
 bool is_capturing(Stream stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   expect("is_capturing", cudaStreamIsCapturing(stream, &status));

@@ -47,6 +47,26 @@ class Readback {
   std::unique_ptr<Buffer> buffer_;
 };
 
+/// Page-locked host memory, which kernels can read and write at the same address.
+[[nodiscard]] std::byte* take_page_locked(std::int64_t bytes);
+void free_page_locked(std::byte* memory) noexcept;
+
+/// A point in the work of a stream: after everything that was launched on it before.
+class StreamMark {
+ public:
+  explicit StreamMark(Stream stream);
+  ~StreamMark();
+  StreamMark(const StreamMark&) = delete;
+  StreamMark& operator=(const StreamMark&) = delete;
+
+  /// True if the device has got there. Does not wait.
+  [[nodiscard]] bool reached() const;
+  void wait() const;
+
+ private:
+  void* event_ = nullptr;
+};
+
 /// True if work that is launched on the stream goes into a graph.
 [[nodiscard]] bool is_capturing(Stream stream);
 

@@ -380,8 +380,11 @@ __global__ void __launch_bounds__(kMemoryThreads) pieces_kernel(Task task, FarPi
     const std::int32_t s = first + team.thread();
     bool wanted = false;
     if (s < row.spans) {
-      const std::byte* now = row.near[s];
-      if (now == row.far[s] || (now >= row.arena && now < row.arena + row.arena_bytes)) row.near[s] = now = nullptr;
+      const std::byte* now = task.a.keeps_near ? row.near[s] : nullptr;
+      if (!task.a.keeps_near)
+        row.near[s] = row.far[s];
+      else if (now == row.far[s] || (now >= row.arena && now < row.arena + row.arena_bytes))
+        row.near[s] = now = nullptr;
       if (now == nullptr && row.table[s].bytes > 0)
         for (std::int32_t q = 0; q < row.queries && !wanted; ++q) {
           const Sharing heads{
@@ -449,7 +452,7 @@ class Merging {
       const bool nothing = most == Running::kNothing;
       const float before = tops_[h], top = fmaxf(before, most), shrink = nothing ? 1.0F : expf(before - top);
       for (std::int32_t t = lane; t < count; t += 32) {
-        const float e = nothing ? 0.0F : expf(entry(h, t) - top);
+        const float x = entry(h, t), e = !nothing ? expf(x - top) : x == x ? 0.0F : x;  // NaN stays visible
         entry(h, t) = e;
         sum += e;
       }
@@ -662,10 +665,12 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(Task task) {
   const float before = task.a.lse[head];
   float most = Running::kNothing;
   for (std::int32_t p = 0; p < task.parts; ++p) most = fmaxf(most, parts[p * width]);
-  if (most == Running::kNothing) return;  // every entry was nothing
   const float top = fmaxf(before, most), own = expf(before - top);
-  float sum = own;
-  for (std::int32_t p = 0; p < task.parts; ++p) sum += parts[p * width + 1] * expf(parts[p * width] - top);
+  float drawn = 0;
+  for (std::int32_t p = 0; p < task.parts; ++p)
+    drawn += parts[p * width + 1] * (most == Running::kNothing ? 1.0F : expf(parts[p * width] - top));
+  if (drawn == 0 && most == Running::kNothing) return;  // every entry was nothing
+  const float sum = own + drawn;
   float* out = task.a.out + head * dim;
   for (auto d = static_cast<std::int32_t>(threadIdx.x); d < dim; d += kCombineThreads) {
     float x = own > 0 ? own * out[d] : 0.0F;

@@ -38,7 +38,7 @@ struct FoldedRow {
   const std::uint32_t* signs = nullptr;      ///< kvkeep::KeySketch of the tokens of all spans; null: none
   const std::uint16_t* sizes = nullptr;      ///< bf16 [tokens]
   const std::byte* const* far = nullptr;     ///< [spans] blobs in page-locked host memory
-  const std::byte** near = nullptr;          ///< [spans] where launch_memory_merge reads blobs
+  const std::byte** near = nullptr;          ///< [spans] where launch_memory_merge reads blobs that are opened
   std::byte* arena = nullptr;                ///< what launch_memory_pieces hands out, a multiple of 16
   std::int64_t arena_bytes = 0;
 };
@@ -59,6 +59,8 @@ struct MemoryAttentionArguments {
   const std::byte* queries = nullptr;  ///< [tokens, Hq, D] after RoPE
   std::int64_t token_stride = 0;       ///< bytes
   std::int64_t head_stride = 0;        ///< bytes
+
+  bool keeps_near = true;  ///< FoldedRow::near says what lies near already; false: it is only written
 
   double mass = 0.02;     ///< kvkeep::ZoomOptions
   bool share = false;     ///< Heads::group
@@ -92,7 +94,8 @@ void launch_memory_route(const MemoryAttentionArguments& arguments, Stream strea
 
 /// Lists what to fetch of the opened spans (launch_fetch), and writes to `near` where it will be: `pieces`
 /// [count][most_spans], `counts` [count], for each row. A row's arena is handed out from its beginning: what was there,
-/// and what was read from afar, is no longer near. Spans whose `near` points elsewhere stay there and are not fetched.
+/// and what was read from afar, is no longer near. Spans whose `near` points elsewhere stay there and are not fetched,
+/// unless keeps_near is false.
 /// What does not fit into the arena is read in place, over the bus: the same answer, later. 1 launch. Not needed if the
 /// caller fills `near`. Throws as launch_memory_route.
 void launch_memory_pieces(const MemoryAttentionArguments& arguments, FarPiece* pieces, std::int32_t* counts,

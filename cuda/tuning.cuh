@@ -66,6 +66,8 @@ inline constexpr std::int32_t kMemoryParts = 32;  ///< but over no more than the
 inline constexpr std::int32_t kFactorThreads = 256;  ///< of a block that decomposes a matrix, at most
 inline constexpr std::int32_t kFactorDepth = 32;     ///< numbers of its vectors that are in shared memory at a time
 
+inline constexpr std::int32_t kFoldThreads = 256;  ///< of a block that lists dropped slots, or stores one span
+
 inline constexpr std::int32_t kFetchThreads = 256;
 inline constexpr std::int32_t kFetchWords = 4;    ///< words of 16 bytes that a thread holds between reading and writing
 inline constexpr std::int32_t kFetchBlocks = 32;  ///< that share the pieces of one list

@@ -44,8 +44,6 @@ Stream stream() { return nullptr; }
 void synchronize(Stream) {}
 std::byte* take_memory(std::size_t bytes) { return new std::byte[std::max<std::size_t>(bytes, 1)](); }
 void give_memory(std::byte* memory) { delete[] memory; }
-std::byte* take_page_locked(std::size_t bytes) { return take_memory(bytes); }
-void give_page_locked(std::byte* memory) { give_memory(memory); }
 void copy_there(void* to, const void* from, std::size_t bytes) {
   if (bytes > 0) std::memcpy(to, from, bytes);
 }
@@ -126,12 +124,6 @@ std::byte* take_memory(std::size_t bytes) {
   return static_cast<std::byte*>(memory);
 }
 void give_memory(std::byte* memory) { cudaFree(memory); }
-std::byte* take_page_locked(std::size_t bytes) {
-  void* memory = nullptr;
-  expect(cudaHostAlloc(&memory, bytes, cudaHostAllocDefault));
-  return static_cast<std::byte*>(memory);
-}
-void give_page_locked(std::byte* memory) { cudaFreeHost(memory); }
 
 void copy_there(void* to, const void* from, std::size_t bytes) {
   expect(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream()));

@@ -35,8 +35,6 @@ void synchronize(Stream on);
 
 [[nodiscard]] std::byte* take_memory(std::size_t bytes);
 void give_memory(std::byte* memory);
-[[nodiscard]] std::byte* take_page_locked(std::size_t bytes);
-void give_page_locked(std::byte* memory);
 void copy_there(void* to, const void* from, std::size_t bytes);
 void copy_back(void* to, const void* from, std::size_t bytes);
 void copy_inside(void* to, const void* from, std::size_t bytes);

@@ -1,7 +1,10 @@
-// A memory of folded spans: routing, merging, fetching, factorising.
+// A memory of folded spans: routing, merging, fetching, factorising, storing.
 
 #include "factorise.h"
 #include "fetch.h"
+#include "fold.h"
+#include "kvkeep/memory/pieces.h"
+#include "memory.h"
 #include "memory_attention.h"
 #include "rows.h"
 
@@ -137,8 +140,7 @@ void memory_merge(Result& result, Shape shape, Size size) {
 /// Pieces of `budget` bytes out of page-locked host memory, `batch` lists of them; `length` bytes in all.
 void fetch(Result& result, Shape, Size size) {
   const auto [batch, length, budget, page] = size;
-  const std::unique_ptr<std::byte, void (*)(std::byte*)> held(take_page_locked(static_cast<std::size_t>(length)),
-                                                              give_page_locked);
+  const std::unique_ptr<std::byte, void (*)(std::byte*)> held(take_page_locked(length), free_page_locked);
   std::byte* far = held.get();
   for (std::int32_t i = 0; i < length; ++i) far[i] = static_cast<std::byte>(i % 251);
   const DeviceArray<std::byte> near(static_cast<std::size_t>(length));
@@ -189,12 +191,111 @@ void factorise_spans(Result& result, Shape shape, Size size) {
   result.set("matrices", static_cast<double>(all.size()));
 }
 
+/// What an event folds beside factorise(): rows of `length` tokens of which `budget` stay, in spans of up to 64, all
+/// layers and heads, sketches and factors of up to 8 components. `bytes`: the keys of the folded slots once, and the
+/// factors once.
+void fold_spans(Result& result, Shape shape, Size size) {
+  const RandomEvent event(shape, size);
+  fill_with_noise(event.cache.data(), event.cache.size() / 2);
+  const auto rows = static_cast<std::int32_t>(event.count), dropped = size.length - size.budget,
+             spans = static_cast<std::int32_t>(piece_count(dropped, 64)), all = rows * spans,
+             longest = static_cast<std::int32_t>(piece_count(dropped, spans));
+  const FactorOptions options{.centred = FactorOptions::Centred::always, .max_rank = 8, .sketch = true};
+  const std::int64_t width = shape.dim * 2, blob = folded_blob_bytes(longest, shape.dim, options, Element::bf16),
+                     numbers = blob / 4, tokens = KeySketch::padded(dropped), words = KeySketch::words(shape.dim);
+  const std::unique_ptr<std::byte, void (*)(std::byte*)> blobs(take_page_locked(all * blob), free_page_locked);
+  const auto count = static_cast<std::size_t>(all), matrices_count = 2 * count;
+  const DeviceArray<MemorySpan> table(count);
+  const DeviceArray<std::byte> near(2 * count * static_cast<std::size_t>(width)),
+      coarse(matrices_count * static_cast<std::size_t>(width)),
+      factors(matrices_count * static_cast<std::size_t>(numbers * 2));
+  const DeviceArray<float> log_length(count);
+  const DeviceArray<const std::byte*> far(count);
+  const DeviceArray<std::uint32_t> signs(static_cast<std::size_t>(rows * tokens * words));
+  const DeviceArray<std::uint16_t> sizes(static_cast<std::size_t>(rows * tokens));
+  const DeviceArray<std::int32_t> slots(static_cast<std::size_t>(std::int64_t{rows} * dropped));
+  const DeviceArray<RowMatrix> matrices(matrices_count);
+  const DeviceArray<FactorsFound> found(matrices_count);
+  std::vector<FoldingRow> folding;
+  std::vector<FoldingSpan> pieces;
+  for (std::int32_t r = 0; r < rows; ++r)
+    for (std::int32_t s = 0; s < spans; ++s) {
+      const auto begin = static_cast<std::int32_t>(piece_begin(dropped, s, spans));
+      pieces.emplace_back(r, begin, static_cast<std::int32_t>(piece_begin(dropped, s + 1, spans)) - begin);
+    }
+  for (std::int32_t r = 0; r < rows; ++r)
+    folding.push_back({.row = r,
+                       .first_span = r * spans,
+                       .first_slot = std::int64_t{r} * dropped,
+                       .table = table.data() + r * spans,
+                       .coarse_keys = near.data() + std::int64_t{r} * spans * width,
+                       .coarse_values = near.data() + (std::int64_t{all} + r * spans) * width,
+                       .log_length = log_length.data() + r * spans,
+                       .far = far.data() + r * spans,
+                       .signs = signs.data() + r * tokens * words,
+                       .sizes = sizes.data() + r * tokens,
+                       .blobs = blobs.get() + std::int64_t{r} * spans * blob,
+                       .blob_bytes = blob});
+  const DeviceArray<FoldingRow> there(folding);
+  const DeviceArray<FoldingSpan> cut(pieces);
+  const FoldArguments a{.folding = there.data(),
+                        .count = rows,
+                        .pieces = cut.data(),
+                        .rows = event.rows->data(),
+                        .kept = event.slots->data(),
+                        .indptr = event.bounds->data(),
+                        .longest = size.length,
+                        .slots = slots.data(),
+                        .dim = shape.dim,
+                        .keys = Element::bf16,
+                        .store = Element::bf16,
+                        .spans = all,
+                        .numbers = numbers,
+                        .matrices = matrices.data(),
+                        .found = found.data(),
+                        .coarse = coarse.data(),
+                        .factors = factors.data()};
+  launch_fold_slots(a, stream());
+  launch_fold_matrices(a, stream());
+  launch_factorise({.matrices = matrices.data(),
+                    .count = 2 * all,
+                    .longest = longest,
+                    .dim = shape.dim,
+                    .element = Element::bf16,
+                    .store = Element::bf16,
+                    .options = options,
+                    .found = found.data(),
+                    .coarse = coarse.data(),
+                    .factors = factors.data()},
+                   stream());
+  launch_fold_spans(a, stream());
+  for (const std::int32_t r : sample_of(rows)) {
+    const auto own = slots.download(static_cast<std::size_t>(r) * static_cast<std::size_t>(dropped),
+                                    static_cast<std::size_t>(dropped));
+    const std::vector<std::int32_t> kept = event.kept_of(r);
+    for (const std::int32_t slot : own)
+      if (std::ranges::binary_search(kept, slot)) return result.fail("a slot that folds stays");
+  }
+  double bytes = static_cast<double>(rows) * dropped * static_cast<double>(width);
+  for (const MemorySpan& span : table.download()) {
+    if (span.bytes <= 0 || span.bytes > blob) return result.fail("a span has no factors, or more than its room");
+    bytes += static_cast<double>(span.bytes);
+  }
+  measure(result, bytes, [&] {
+    launch_fold_slots(a, stream());
+    launch_fold_matrices(a, stream());
+    launch_fold_spans(a, stream());
+  });
+  result.set("spans", all);
+}
+
 }  // namespace
 
 void add_memory() {
   add("MemoryRoute", memory_route, {{1, 32768, 0}, {1, 131072, 0}, {32, 32768, 0}}, {{2, 256, 0}});
   add("MemoryMerge", memory_merge, {{1, 32768, 0}, {1, 131072, 0}, {32, 32768, 0}}, {{2, 256, 0}});
   add("Fetch", fetch, {{8, 1 << 20, 8192}, {8, 1 << 26, 8192}, {256, 1 << 26, 8192}}, {{2, 1 << 14, 1024}});
+  add("FoldSpans", fold_spans, {{1, 2048, 1024}, {8, 1088, 1024}}, {{1, 160, 64}});
   add("FactoriseSpans", factorise_spans, {{1, 2048, 32}, {1, 2048, 64}, {1, 2048, 128}}, {{1, 64, 32}});
 }
 

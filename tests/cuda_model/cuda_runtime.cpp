@@ -30,7 +30,7 @@ struct CUstream_st {
 };
 struct CUevent_st {
   cudaStream_t stream = nullptr;
-  bool in_capture = false;
+  bool in_capture = false, reached = true;
   std::chrono::steady_clock::time_point at;
 };
 
@@ -255,8 +255,16 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   event->stream = stream;
   event->in_capture = stream_of(stream).captured != nullptr;
-  add(stream, cudaGraphNodeTypeEventRecord, [=] { event->at = std::chrono::steady_clock::now(); });
+  event->reached = false;
+  add(stream, cudaGraphNodeTypeEventRecord, [=] {
+    event->at = std::chrono::steady_clock::now();
+    event->reached = true;
+  });
   return cudaSuccess;
+}
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  const cudaError_t status = event->in_capture ? cudaErrorCapturedEvent : beside_captures();
+  return status != cudaSuccess ? status : event->reached ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   const cudaError_t status = event->in_capture ? cudaErrorCapturedEvent : beside_captures();

@@ -267,6 +267,23 @@ TEST(FarStore, UsesRoomsOfTheFileAgainAndEndsItWithItsLastBlob) {
   EXPECT_EQ(length(), 0);
 }
 
+TEST(FarStore, HandsOutRoomsOfHostMemoryAlone) {
+  const SpillFolder folder;
+  const auto store = FarStore::make({.host_bytes = 8192, .file = folder.file(), .slab_bytes = 4096});
+  auto room = store->room(100), other = store->room(1);
+  EXPECT_EQ(room->size(), 128);
+  EXPECT_EQ(store->host_bytes(), 192);
+  EXPECT_EQ(reinterpret_cast<std::uintptr_t>(room->bytes()) % 64, 0);
+  std::fill_n(room->bytes(), room->size(), std::byte{3});
+  EXPECT_THROW(static_cast<void>(store->room(8192, {.sequence = 5})), StateError) << "never into the file";
+  EXPECT_EQ(store->host_bytes(), 192);
+  EXPECT_EQ(store->file_bytes(), 0);
+  room.reset();
+  EXPECT_EQ(store->host_bytes(), 64);
+  other.reset();
+  EXPECT_EQ(store->slab_bytes(), 0);
+}
+
 TEST(FarStore, LivesAsLongAsItsBlobsAndTakesItsFileAlong) {
   const SpillFolder folder;
   auto store = FarStore::make({.host_bytes = 4096, .file = folder.file()});

@@ -424,7 +424,7 @@ KVKEEP_INLINE FarBlobPtr FarStore::put(std::span<const std::byte> bytes, const F
     blob->place_ = &far_store_detail::kNothing;
     return blob;
   }
-  blob->piece_ = reserve(blob->size_, label);
+  blob->piece_ = reserve(blob->size_, label, true);
   blob->place_ = blob->piece_.at;
   if (blob->on_disk())
     rooms_->file->write(bytes, blob->piece_.offset, label);
@@ -433,20 +433,31 @@ KVKEEP_INLINE FarBlobPtr FarStore::put(std::span<const std::byte> bytes, const F
   return blob;
 }
 
-KVKEEP_INLINE FarStore::Piece FarStore::reserve(std::int64_t size, const FarLabel& label) {
+KVKEEP_INLINE std::unique_ptr<FarRoom> FarStore::room(std::int64_t bytes, const FarLabel& label) {
+  std::unique_ptr<FarRoom> room(new FarRoom(shared_from_this(), {}));  // it gives back what it holds
+  room->piece_ = reserve(bytes, label, false);
+  return room;
+}
+
+KVKEEP_INLINE FarRoom::~FarRoom() {
+  if (piece_.bytes > 0) store_->give_back(piece_);
+}
+
+KVKEEP_INLINE FarStore::Piece FarStore::reserve(std::int64_t size, const FarLabel& label, bool in_file) {
   const std::int64_t bytes = far_store_detail::round_up(size, far_store_detail::kAlignment);
   const std::scoped_lock lock(rooms_->mutex);
   if (const auto found = rooms_->arena.take(bytes)) return {found->second, found->first, bytes};
-  if (rooms_->file)
+  if (in_file && rooms_->file)
     if (const auto offset = rooms_->file->take(bytes)) return {nullptr, *offset, bytes};
   const auto room = [](std::int64_t cap, std::int64_t used, std::int64_t largest) {
     return text(cap - used, " of ", cap, " bytes free, at most ", largest, " in one piece");
   };
   refuse<StateError>("far store: no room for ", label, "; given ", size, " bytes; host memory has ",
                      room(options_.host_bytes, rooms_->arena.handed.bytes, rooms_->arena.largest()), "; ",
-                     rooms_->file ? text("file '", options_.file.string(), "' has ",
-                                         room(options_.file_bytes, rooms_->file->handed.bytes, rooms_->file->largest()))
-                                  : "there is no file");
+                     in_file && rooms_->file
+                         ? text("file '", options_.file.string(), "' has ",
+                                room(options_.file_bytes, rooms_->file->handed.bytes, rooms_->file->largest()))
+                         : "there is no file");
 }
 
 KVKEEP_INLINE void FarStore::give_back(const Piece& piece) noexcept {

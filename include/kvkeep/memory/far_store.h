@@ -12,6 +12,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kvkeep/core/error.h"
@@ -63,6 +64,7 @@ struct FarStoreOptions {
 };
 
 class FarBlob;
+class FarRoom;
 /// The last holder returns the bytes to the store, which lives as long as its blobs.
 using FarBlobPtr = std::shared_ptr<const FarBlob>;
 
@@ -86,7 +88,12 @@ class FarStore : public std::enable_shared_from_this<FarStore> {
   /// that holds a lock.
   [[nodiscard]] FarBlobPtr put(std::span<const std::byte> bytes, const FarLabel& label = {});
 
-  /// Bytes of blobs in host memory, now and at their peak, each blob rounded up to 64.
+  /// Host memory of `bytes`, 1 or more, that its holder writes, such as a device. Its content is undefined at first,
+  /// and there is no checksum. Throws StateError if host memory has no room in one piece, DeviceError as put(). Cost:
+  /// finding room.
+  [[nodiscard]] std::unique_ptr<FarRoom> room(std::int64_t bytes, const FarLabel& label = {});
+
+  /// Bytes of blobs and rooms in host memory, now and at their peak, each rounded up to 64.
   [[nodiscard]] std::int64_t host_bytes() const;
   [[nodiscard]] std::int64_t host_peak_bytes() const;
   /// Bytes taken from the system for them, in slabs. Never above options().host_bytes. An empty slab goes back at once.
@@ -103,6 +110,7 @@ class FarStore : public std::enable_shared_from_this<FarStore> {
 
  private:
   friend class FarBlob;
+  friend class FarRoom;
   struct Rooms;
   /// Where a blob is stored.
   struct Piece {
@@ -112,7 +120,7 @@ class FarStore : public std::enable_shared_from_this<FarStore> {
   };
 
   explicit FarStore(FarStoreOptions options);
-  [[nodiscard]] Piece reserve(std::int64_t bytes, const FarLabel& label);
+  [[nodiscard]] Piece reserve(std::int64_t bytes, const FarLabel& label, bool in_file);
   void give_back(const Piece& piece) noexcept;
   void write(const FarBlob& blob, std::span<const std::byte> bytes);
   void read(const FarBlob& blob, std::byte* to) const;
@@ -154,6 +162,24 @@ class FarBlob {
   std::int64_t size_;
   std::uint64_t checksum_, id_;
   FarLabel label_;
+};
+
+/// Host memory of a store, from FarStore::room(); the store lives as long as it.
+class FarRoom {
+ public:
+  ~FarRoom();
+  FarRoom(const FarRoom&) = delete;
+  FarRoom& operator=(const FarRoom&) = delete;
+
+  /// Aligned to 64 bytes.
+  [[nodiscard]] std::byte* bytes() const { return piece_.at; }
+  [[nodiscard]] std::int64_t size() const { return piece_.bytes; }
+
+ private:
+  friend class FarStore;
+  FarRoom(std::shared_ptr<FarStore> store, FarStore::Piece piece) : store_(std::move(store)), piece_(piece) {}
+  std::shared_ptr<FarStore> store_;
+  FarStore::Piece piece_;
 };
 
 }  // namespace kvkeep
