@@ -71,6 +71,7 @@
 #include "kvkeep/memory/far_store.h"
 #include "kvkeep/memory/memory_attention.h"
 #include "kvkeep/memory/memory_options.h"
+#include "kvkeep/memory/pieces.h"
 #include "kvkeep/memory/rank_gates.h"
 #include "kvkeep/memory/router.h"
 #include "kvkeep/memory/router_parameters.h"
@@ -95,6 +96,7 @@
 // The policies, and the pipeline itself.
 #include "kvkeep/policy/asl.h"
 #include "kvkeep/policy/evict.h"
+#include "kvkeep/policy/folded_memory.h"
 #include "kvkeep/policy/full.h"
 #include "kvkeep/policy/gemfilter.h"
 #include "kvkeep/policy/keeper.h"

@@ -9,6 +9,7 @@
 
 #include "compact.h"
 #include "device_columns.h"
+#include "device_folds.h"
 #include "event.h"
 #include "given.h"
 #include "kvkeep/cuda.h"
@@ -43,6 +44,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
         found.push_back(text(value ? "value_dim: " : "key_dim: ", demand.policy, " reads ", value ? "values" : "keys",
                              " of ", dim, " numbers; allowed up to ", kMostDim, " on ", device_.str()));
     }
+    for (std::string& one : fold_problems(demand, spec, device_)) found.push_back(std::move(one));
     return found;
   }
 
@@ -85,6 +87,17 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     event->allocator = demand.cut;
     upload(*event, {.keys = true}, most_kept(evidence.table, limits), true);
     return event;
+  }
+
+  [[nodiscard]] std::vector<std::string> problems(const MemoryOptions& memory, const ModelSpec& spec,
+                                                  bool own_store) const override {
+    return memory_problems(memory, spec, own_store, device_);
+  }
+
+  [[nodiscard]] std::unique_ptr<FoldedMemory> folded_memory(const ModelSpec& spec, const MemoryOptions& memory,
+                                                            std::shared_ptr<FarStore>) override {
+    return std::make_unique<DeviceFolds>(spec, memory, pool_, *this, staging_,
+                                         [this](const Decision& decision) { require_newest(decision); });
   }
 
   [[nodiscard]] std::unique_ptr<Columns> columns(std::int32_t rows) override {
@@ -135,10 +148,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
   void move(const RowTable& table, const Decision& decision, std::span<const PageMove> pages,
             std::span<const ColumnTarget> columns) override {
     const c10::DeviceGuard guard(torch_device(device_));
-    KVKEEP_REQUIRE_AS(StateError, decision.tables.serial == serial_,
-                      "apply: the slots of this plan were in memory that a later plan, or use_workspace(), has reused; "
-                      "allowed the newest plan on ",
-                      device_.str());
+    require_newest(decision);
     const Stream stream = pool_.stream();
     const KeepSet& keep = *decision.keep;
     std::vector<ColumnMove> moves(columns.size());
@@ -259,6 +269,13 @@ class CudaAccelerator final : public Machine, public MachineMemory {
   void read(void* to, const void* from, std::int64_t bytes) override {
     const c10::DeviceGuard guard(torch_device(device_));
     download(to, from, static_cast<std::size_t>(bytes), pool_.stream());
+  }
+
+  void require_newest(const Decision& decision) const {
+    KVKEEP_REQUIRE_AS(StateError, decision.tables.serial == serial_,
+                      "apply: the slots of this plan were in memory that a later plan, or use_workspace(), has reused; "
+                      "allowed the newest plan on ",
+                      device_.str());
   }
 
   /// Sends everything of the event that kernels read in one copy, and says where the kept slots of every row will be:

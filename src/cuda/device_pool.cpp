@@ -42,6 +42,12 @@ Stream DevicePool::current() const {
   return static_cast<Stream>(current_stream(torch_device(device_)).native_handle());
 }
 
+std::vector<Stream> DevicePool::used() const {
+  std::vector<Stream> all;
+  for (const c10::Stream& stream : *streams_) all.push_back(static_cast<Stream>(stream.native_handle()));
+  return all;
+}
+
 DeviceMemory DevicePool::allocate(std::int64_t bytes) const {
   constexpr std::int64_t kLeast = 64;
   const at::Device device = torch_device(device_);

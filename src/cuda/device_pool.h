@@ -25,6 +25,9 @@ class DevicePool {
   /// The same without remembering it.
   [[nodiscard]] Stream current() const;
 
+  /// Those that it remembers.
+  [[nodiscard]] std::vector<Stream> used() const;
+
   /// True once work was launched on a stream while it was captured: a graph then knows addresses, and may run again at
   /// any time.
   [[nodiscard]] bool captured() const { return captured_; }

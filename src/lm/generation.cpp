@@ -514,12 +514,7 @@ std::int64_t Generator::live_bytes(std::span<const std::int32_t> lengths) const 
 }
 
 std::int64_t Generator::near_bytes(SequenceId id) const {
-  std::int64_t bytes = live_bytes(sequences_.at(id).lengths);
-  if (keeper_.policy().memory() == nullptr) return bytes;
-  for (const std::int32_t layer : keeper_.spec().full_layers())
-    for (std::int32_t head = 0; head < keeper_.spec().kv_heads; ++head)
-      bytes += keeper_.spans(id, layer, head).near_bytes();
-  return bytes;
+  return live_bytes(sequences_.at(id).lengths) + keeper_.folded(id).near_bytes;
 }
 
 GenerationRun generate(Decoder& decoder, std::unique_ptr<KVPolicy> policy, std::vector<Request> requests,

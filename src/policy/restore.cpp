@@ -278,6 +278,9 @@ void Keeper::require_saveable(SequenceId sequence, const Sequence& s) const {
   require_no_capture("save");
   KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr, "save: the prompt of sequence ", sequence,
                     " has only reached layer ", s.next_layer, "; allowed after its last layer");
+  KVKEEP_REQUIRE_AS(Unsupported, s.folded == nullptr || !s.folded->host_rows().empty(),
+                    "save: folded spans of sequence ", sequence, " are on ", device().str(),
+                    " and are not read back; allowed only on the CPU");
   for (const std::int32_t l : full_layers_) {
     const std::int64_t seen = s.prefix + s.ring.seen(layer_index_[static_cast<std::size_t>(l)]);
     KVKEEP_REQUIRE_AS(StateError, needs_.queries == 0 || seen == s.logical, "save: layer ", l, " has shown ", seen,
@@ -300,7 +303,7 @@ void Keeper::save(SequenceId sequence, const std::filesystem::path& file) const 
   if (s.report) save_report(tensors, *s.report);
   tensors.emplace_back("surprisal", list_of(s.surprisal, Dtype::f32));
   tensors.emplace_back("viewed", list_of(s.viewed, Dtype::i64));
-  save_memory(tensors, s.memory);
+  if (s.folded != nullptr) save_memory(tensors, s.folded->host_rows());
   if (!s.pins.empty()) save_pins(tensors, s.pins.spans());
   std::map<std::string, std::string> about{{"policy", policy_->to_json()}, {"model", model_json(spec_)}};
   if (needs_.queries > 0 && basis_known_) about["basis"] = name_of(basis_);
@@ -471,15 +474,18 @@ void Keeper::restore_pins(Sequence& s, const StateFile& state) const {
   policy_->check_pins(s.pins.spans());
 }
 
-void Keeper::restore_memory(SequenceId id, Sequence& s, const StateFile& state) const {
+void Keeper::restore_memory(SequenceId id, Sequence& s, const StateFile& state) {
   const Tensor viewed = state.tensor("viewed", Dtype::i64, {std::ssize(s.viewed)});
   s.viewed = list_from(numbers_of<std::int64_t>(viewed), 0, viewed.numel());
   KVKEEP_REQUIRE(std::ranges::all_of(s.viewed, [&](std::int64_t x) { return x >= 0 && x <= s.logical; }),
                  "restore: tensor \"viewed\" in ", state.where(), " is not within the ", s.logical,
                  " tokens of the sequence; allowed 0 to that");
-  if (s.memory.empty()) return;
+  if (s.folded == nullptr) return;
+  const std::span<SpanRow> folded = s.folded->host_rows();
+  KVKEEP_REQUIRE_AS(Unsupported, !folded.empty(), "restore: ", policy_->name(), " keeps folded spans on ",
+                    device().str(), ", where they are not restored; allowed only on the CPU");
   const MemoryOptions& memory = *policy_->memory();
-  const std::int64_t dim = spec_.key_dim, rows = std::ssize(s.memory);
+  const std::int64_t dim = spec_.key_dim, rows = std::ssize(folded);
   const Dtype store = memory.factors.store;
   const auto entry = dim * element_size(store);
   const RaggedView<std::int32_t> spans(state, "spans", Dtype::i32, rows),
@@ -491,7 +497,7 @@ void Keeper::restore_memory(SequenceId id, Sequence& s, const StateFile& state) 
   const Tensor factors = state.tensor("factors", Dtype::u8, {-1});
   auto far = numbers_of<std::byte>(factors);
   std::int64_t before = 0;
-  for (std::size_t r = 0; r < s.memory.size(); ++r) {
+  for (std::size_t r = 0; r < folded.size(); ++r) {
     const auto numbers = spans.row(r);
     const std::int64_t count = std::ssize(numbers) / kSpanNumbers;
     const auto where = [&] { return text("restore: row ", r, " in ", state.where()); };
@@ -523,7 +529,8 @@ void Keeper::restore_memory(SequenceId id, Sequence& s, const StateFile& state) 
                            .span = static_cast<std::int32_t>(i),
                            .begin = span.first,
                            .end = span.last + 1};
-      parts.blobs.push_back(bytes == 0 ? nullptr : far_->put(far.first(static_cast<std::size_t>(bytes)), label));
+      parts.blobs.push_back(bytes == 0 ? nullptr
+                                       : memory_->far_store().put(far.first(static_cast<std::size_t>(bytes)), label));
       far = far.subspan(static_cast<std::size_t>(bytes));
       parts.spans.push_back(span);
     }
@@ -540,7 +547,7 @@ void Keeper::restore_memory(SequenceId id, Sequence& s, const StateFile& state) 
         std::ssize(row.sketch().sizes) == sketched && std::ssize(row.norms()) == normed && row.tokens() <= s.logical,
         where(), " has folded ", row.tokens(), " tokens, with a sketch of ", row.sketch().sizes.size(), " and ",
         row.norms().size(), " norms; allowed at most ", s.logical, ", ", sketched, " and ", normed);
-    s.memory[r] = std::move(row);
+    folded[r] = std::move(row);
   }
   KVKEEP_REQUIRE(far.empty() && before == coarse[0].size(0) && before == coarse[1].size(0), "restore: ", state.where(),
                  " holds ", far.size(), " bytes of factors and ", coarse[0].size(0) - before,

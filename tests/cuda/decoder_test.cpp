@@ -123,7 +123,7 @@ TEST_F(DeviceDecoder, GeneratesUnderAPolicyWhatTheCpuGenerates) {
         "adakv-tova,budget=64,interval=16",
         "fastkv,budget=128,window=16,layer=1,cache=96+ams-tova,budget=64,interval=16",
         "asl,budget=128,window=16,min_layer=1,observed_layers=2,threshold=2+tova,budget=64,interval=16",
-        "gemfilter,budget=128,layer=1+tova,budget=64,interval=16"})
+        "gemfilter,budget=128,layer=1+tova,budget=64,interval=16", "tova,budget=32,interval=16,recent=16,rest=fold"})
     for (const std::int32_t page_size : {0, 16}) {
       SCOPED_TRACE(text(policy, ", pages of ", page_size));
       const GenerationRun expected =

@@ -1,11 +1,12 @@
 #pragma once
 /// An engine whose policy folds: a dense or paged cache, attention over the rows, view() behind it, and beside it what
-/// exact attention over everything gives.
+/// exact attention over everything gives. On a device, its own attention runs on the host all the same.
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <functional>
 #include <map>
 #include <numeric>
 
@@ -26,11 +27,16 @@ struct FoldingEngine {
   }
 
   explicit FoldingEngine(const std::string& policy, std::int32_t places = 1, std::int32_t page_size = 0,
-                         Dtype dtype = Dtype::f32, std::shared_ptr<FarStore> far = nullptr)
-      : keeper(model(), make_policy(policy), {.surprisal = true, .reads_folded = true, .far_store = std::move(far)}),
+                         Dtype dtype = Dtype::f32, std::shared_ptr<FarStore> far = nullptr,
+                         std::shared_ptr<Machine> accelerator = nullptr)
+      : keeper(model(), make_policy(policy),
+               {.surprisal = true,
+                .reads_folded = true,
+                .far_store = std::move(far),
+                .accelerator = std::move(accelerator)}),
         pages(places * kCapacity / std::max(page_size, 1), std::max(page_size, 1)),
         sequences(pages) {
-    const auto options = at::TensorOptions().dtype(torch_dtype(dtype));
+    const auto options = at::TensorOptions().dtype(torch_dtype(dtype)).device(torch_device(keeper.device()));
     for (std::int32_t l = 0; l < kLayers; ++l) {
       if (page_size == 0)
         cache.emplace_back(DenseKv{at::zeros({places, kHeads, kCapacity, kDim}, options),
@@ -89,7 +95,9 @@ struct FoldingEngine {
       if (tells_surprisal)
         keeper.surprise(ids[i], std::span(s.surprisal).last(static_cast<std::size_t>(indptr[i + 1] - indptr[i])));
     }
+    hold(true);
     const Report report = keeper.step(view);
+    hold(false);
     if (paged) sequences.settle(view, report.pages);
     for (std::size_t i = 0; i < ids.size(); ++i)
       std::copy_n(after.begin() + static_cast<std::ptrdiff_t>(i) * kLayers * kHeads, kLayers * kHeads,
@@ -133,8 +141,9 @@ struct FoldingEngine {
   PagePool pages;
   PagedSequences sequences;
   bool paged = false, tells_surprisal = true, views = true;
-  std::int32_t first_position = 0;  ///< where texts begin
-  float poison = 0;                 ///< added to one number of the keys of the tokens that come
+  std::int32_t first_position = 0;               ///< where texts begin
+  std::function<void(bool)> hold = [](bool) {};  ///< called before and after the keeper's part of a step
+  float poison = 0;                              ///< added to one number of the keys of the tokens that come
   std::vector<std::int32_t> free_places;
   std::map<SequenceId, Living> living;
   std::vector<at::Tensor> outputs, exact;
@@ -158,6 +167,9 @@ struct FoldingEngine {
               const std::vector<std::int32_t>& indptr, const CacheView& view) {
     const auto floats = at::TensorOptions().dtype(at::kFloat);
     const std::int64_t tokens = indptr.back();
+    const std::vector<LayerKv> held = on_host();
+    CacheView here = view;
+    here.layers = held;
     at::Tensor queries = at::zeros({tokens, kQueryHeads, kDim}, floats),
                out = at::zeros({tokens, kQueryHeads, kDim}, floats), lse = at::zeros({tokens, kQueryHeads}, floats),
                all = at::zeros({tokens, kQueryHeads, kDim}, floats);
@@ -165,7 +177,7 @@ struct FoldingEngine {
       const Living& s = living.at(work[i].first);
       const std::int32_t count = work[i].second, seen = static_cast<std::int32_t>(s.surprisal.size());
       std::vector<std::int32_t> all_slots(1, static_cast<std::int32_t>(i));
-      const RowTable table = make_rows(keeper.spec(), view, std::span(&layer, 1), all_slots);
+      const RowTable table = make_rows(keeper.spec(), here, std::span(&layer, 1), all_slots);
       for (std::int32_t h = 0; h < kHeads; ++h) {
         const Row& row = table.rows[static_cast<std::size_t>(h)];
         for (std::int32_t t = 0; t < count; ++t) {
@@ -195,19 +207,47 @@ struct FoldingEngine {
         }
       }
     }
+    bring_back(held);
     std::vector<std::int32_t> positions;
     for (const auto& [id, count] : work)
       for (std::int32_t t = count; first_position > 0 && t > 0; --t)
         positions.push_back(first_position + static_cast<std::int32_t>(living.at(id).surprisal.size()) - t);
+    const c10::Device there = torch_device(keeper.device());
     const Observation seen{.layer = layer,
                            .sequences = view.sequences,
                            .indptr = indptr,
-                           .queries = queries,
+                           .queries = queries.to(there),
                            .basis = QueryBasis::post_rope,
                            .positions = positions};
+    out = out.to(there), lse = lse.to(there);
+    hold(true);
     keeper.observe(seen);
     if (views) keeper.view(seen, {out, lse});
-    outputs.push_back(out), exact.push_back(all);
+    hold(false);
+    outputs.push_back(out.to(c10::kCPU)), exact.push_back(all);
+  }
+
+  /// The cache, if it is on the host; else a copy of it.
+  [[nodiscard]] std::vector<LayerKv> on_host() const {
+    if (keeper.device().is_cpu()) return cache;
+    std::vector<LayerKv> copies = cache;
+    for (LayerKv& layer : copies) each_side(layer, [](Tensor& side) { side = torch_tensor(side).to(c10::kCPU); });
+    return copies;
+  }
+  /// What was written there.
+  void bring_back(std::vector<LayerKv> held) {
+    if (keeper.device().is_cpu()) return;
+    for (std::size_t l = 0; l < cache.size(); ++l) {
+      std::vector<Tensor> sides;
+      each_side(held[l], [&](Tensor& side) { sides.push_back(side); });
+      std::size_t next = 0;
+      each_side(cache[l], [&](Tensor& side) { torch_tensor(side).copy_(torch_tensor(sides[next++])); });
+    }
+  }
+  template <class Body>
+  static void each_side(LayerKv& layer, const Body& body) {
+    if (auto* dense = std::get_if<DenseKv>(&layer)) body(dense->keys), body(dense->values);
+    if (auto* paged = std::get_if<PagedKv>(&layer)) body(paged->keys), body(paged->values);
   }
 
   static void put(const SlotAddress& at, std::int64_t slot, Dtype dtype, const float* from) {

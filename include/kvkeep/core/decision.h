@@ -51,6 +51,8 @@ struct TokenSet {
 
 /// Dropped slots that fold into spans instead of vanishing.
 struct Fold {
+  bool listed = true;  ///< false, on a device: `slots` and `weights` are empty, and the spans of a row are those of all
+                       ///< slots that it drops, in their order
   std::vector<std::int32_t> slots = {};    ///< [nnz] span after span, ascending within each; all of them dropped
   std::vector<std::int64_t> spans = {0};   ///< [spans + 1] start of each span in `slots`
   std::vector<std::int64_t> indptr = {0};  ///< [rows + 1] spans of each row

@@ -42,6 +42,11 @@ struct MemoryOptions {
                                                                                               : nullptr;
   }
 
+  /// Reading::entries after `seen` tokens.
+  [[nodiscard]] double entries_after(std::int64_t seen) const {
+    return entries_share > 0 ? entries_share * static_cast<double>(seen) : entries;
+  }
+
   /// factors, with the sketch that routing asks for.
   [[nodiscard]] FactorOptions fold_options() const {
     FactorOptions o = factors;

@@ -2,7 +2,6 @@
 // Bodies of evict.h: compiled by src/policy, or where they are included under KVKEEP_HEADER_ONLY.
 
 #include <algorithm>
-#include <iterator>
 #include <utility>
 
 #include "kvkeep/core/header_only.h"
@@ -12,60 +11,6 @@
 
 namespace kvkeep {
 namespace evict_detail {
-
-/// Groups the dropped slots of one row into spans, one per segment: small spans merge with the next, large ones are
-/// cut.
-inline void fold_row(const KeepSet& keep, std::size_t r, std::int32_t length, std::span<const std::int32_t> ends,
-                     const RestOptions& rest, Fold& fold) {
-  const std::span<const std::int32_t> kept = keep.row(r);
-  const std::size_t first = fold.slots.size();
-  std::vector<std::int64_t> pieces;  // ends among the dropped slots of the row
-  std::size_t next = 0, segment = 0;
-  const auto dropped = [&] { return static_cast<std::int64_t>(fold.slots.size() - first); };
-  const auto close = [&] {
-    if (dropped() - (pieces.empty() ? 0 : pieces.back()) >= rest.min_span) pieces.push_back(dropped());
-  };
-  for (std::int32_t slot = 0; slot < length; ++slot) {
-    while (segment < ends.size() && slot >= ends[segment]) ++segment, close();
-    if (next < kept.size() && kept[next] == slot)
-      ++next;
-    else
-      fold.slots.push_back(slot);
-  }
-  if (dropped() == 0) return;
-  if (pieces.empty() || dropped() - pieces.back() >= rest.min_span)
-    pieces.push_back(dropped());
-  else
-    pieces.back() = dropped();  // the last few join the previous span
-  std::int64_t begin = 0;
-  for (const std::int64_t end : pieces) {
-    const std::int64_t count = (end - begin + rest.max_span - 1) / rest.max_span;
-    for (std::int64_t i = 1; i <= count; ++i)
-      fold.spans.push_back(static_cast<std::int64_t>(first) + begin + i * (end - begin) / count);
-    begin = end;
-  }
-}
-
-inline Fold fold_rest(const RowTable& table, const Decision& decision, const RestOptions& rest) {
-  Fold fold;
-  const KeepSet& keep = *decision.keep;
-  const bool weighed = rest.weights == RestOptions::Weights::mass && decision.allotment.has_value() &&
-                       decision.allotment->mass.data.defined();
-  for (std::size_t r = 0; r < table.rows.size(); ++r) {
-    const Row& row = table.rows[r];
-    const auto first = static_cast<std::ptrdiff_t>(fold.slots.size());
-    fold_row(keep, r, row.length,
-             decision.allotment.has_value() ? std::span<const std::int32_t>(decision.allotment->ends[r])
-                                            : std::span<const std::int32_t>(),
-             rest, fold);
-    fold.indptr.push_back(static_cast<std::int64_t>(fold.spans.size()) - 1);
-    if (!weighed) continue;
-    const float* mass = decision.allotment->mass.data.data<float>() + row.first;
-    std::transform(fold.slots.begin() + first, fold.slots.end(), std::back_inserter(fold.weights),
-                   [mass](std::int32_t slot) { return mass[slot]; });
-  }
-  return fold;
-}
 
 /// Pinned slots of a row from `first` on. Positions of rows on a device are not read: none is missing there.
 inline std::int32_t pinned_from(std::int32_t first, const Row& row, const RowGroup& group) {
@@ -233,8 +178,7 @@ KVKEEP_INLINE Decision Evict::decide(Machine& machine, const Evidence& evidence)
   if (retention_.share != Sharing::per_layer_per_head)
     decision.scores = event->share(decision.scores, retention_.share);
   event->allot(*allocator_, decision.scores, std::move(seen), decision);
-  if (retention_.rest != nullptr && decision.keep)
-    decision.fold = evict_detail::fold_rest(evidence.table, decision, *retention_.rest);
+  if (retention_.rest != nullptr && decision.keep) event->fold(retention_.rest->cut(), decision);
   return decision;
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kvkeep/allot/allocator.h"
+#include "kvkeep/policy/machine.h"
 #include "kvkeep/policy/policy.h"
 #include "kvkeep/score/scorer.h"
 
@@ -23,6 +24,8 @@ struct RestOptions {
   std::int32_t max_span = 64;  ///< longer spans are cut into equal pieces
   Weights weights = Weights::equal;
   MemoryOptions memory;
+
+  [[nodiscard]] SpanCut cut() const { return {min_span, max_span, weights == Weights::mass}; }
 
   /// Every problem with these options, one sentence each that names the field; empty: none.
   [[nodiscard]] std::vector<std::string> problems() const;
@@ -80,7 +83,9 @@ class Evict final : public KVPolicy {
 
  private:
   [[nodiscard]] Demand demand(const Needs& needs) const {
-    return {name_, needs, *scorer_, *allocator_, retention_.share};
+    Demand demand{name_, needs, *scorer_, *allocator_, retention_.share};
+    if (retention_.rest != nullptr) demand.rest = retention_.rest->cut();
+    return demand;
   }
   void require_room(const RowGroup& group, std::int32_t sinks, std::int32_t pinned, std::int32_t budget) const;
 

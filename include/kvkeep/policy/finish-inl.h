@@ -69,7 +69,7 @@ KVKEEP_INLINE Report Keeper::finish(const CacheView& view) {
                 .bytes_moved = bytes_to_move(plan.table, keep, pages)};
   report.pages = std::move(pages);  // nothing fails from here on but give_back()
   for (const Cut& cut : report.cuts) sequences_.at(cut.sequence).pending = false;
-  settle(plan, view, {}, report);
+  settle(plan, view, nullptr, report);
   pending_.reset();
   give_back_pages(report.pages, view.pages);
   return report;

@@ -3,12 +3,14 @@
 // The CPU as a machine: the line's stages are the library's own functions.
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/require_host.h"
 #include "kvkeep/keep/compact.h"
 #include "kvkeep/layers/last_query.h"
+#include "kvkeep/memory/pieces.h"
 #include "kvkeep/policy/machine.h"
 #include "kvkeep/policy/policy.h"
 #include "kvkeep/score/window_attention.h"
@@ -31,6 +33,59 @@ inline void share_scores(const RowTable& table, const Limits& limits, const Shar
     std::transform(shared, shared + first.length, shared, [sharing](float x) { return sharing.settle(x); });
     for (std::int64_t m = 1; m < sharing.members(); ++m) std::copy_n(shared, first.length, scores_of(m));
   }
+}
+
+/// Groups the dropped slots of one row into spans, one per segment: small spans merge with the next, large ones are
+/// cut.
+inline void fold_row(const KeepSet& keep, std::size_t r, std::int32_t length, std::span<const std::int32_t> ends,
+                     const SpanCut& cut, Fold& fold) {
+  const std::span<const std::int32_t> kept = keep.row(r);
+  const std::size_t first = fold.slots.size();
+  std::vector<std::int64_t> pieces;  // ends among the dropped slots of the row
+  std::size_t next = 0, segment = 0;
+  const auto dropped = [&] { return static_cast<std::int64_t>(fold.slots.size() - first); };
+  const auto close = [&] {
+    if (dropped() - (pieces.empty() ? 0 : pieces.back()) >= cut.min_span) pieces.push_back(dropped());
+  };
+  for (std::int32_t slot = 0; slot < length; ++slot) {
+    while (segment < ends.size() && slot >= ends[segment]) ++segment, close();
+    if (next < kept.size() && kept[next] == slot)
+      ++next;
+    else
+      fold.slots.push_back(slot);
+  }
+  if (dropped() == 0) return;
+  if (pieces.empty() || dropped() - pieces.back() >= cut.min_span)
+    pieces.push_back(dropped());
+  else
+    pieces.back() = dropped();  // the last few join the previous span
+  std::int64_t begin = 0;
+  for (const std::int64_t end : pieces) {
+    const std::int64_t count = piece_count(end - begin, cut.max_span);
+    for (std::int64_t i = 1; i <= count; ++i)
+      fold.spans.push_back(static_cast<std::int64_t>(first) + begin + piece_begin(end - begin, i, count));
+    begin = end;
+  }
+}
+
+inline Fold fold_rest(const RowTable& table, const Decision& decision, const SpanCut& cut) {
+  Fold fold;
+  const KeepSet& keep = *decision.keep;
+  const bool weighed = cut.by_mass && decision.allotment.has_value() && decision.allotment->mass.data.defined();
+  for (std::size_t r = 0; r < table.rows.size(); ++r) {
+    const Row& row = table.rows[r];
+    const auto first = static_cast<std::ptrdiff_t>(fold.slots.size());
+    fold_row(keep, r, row.length,
+             decision.allotment.has_value() ? std::span<const std::int32_t>(decision.allotment->ends[r])
+                                            : std::span<const std::int32_t>(),
+             cut, fold);
+    fold.indptr.push_back(static_cast<std::int64_t>(fold.spans.size()) - 1);
+    if (!weighed) continue;
+    const float* mass = decision.allotment->mass.data.data<float>() + row.first;
+    std::transform(fold.slots.begin() + first, fold.slots.end(), std::back_inserter(fold.weights),
+                   [mass](std::int32_t slot) { return mass[slot]; });
+  }
+  return fold;
 }
 
 class HostRanks final : public PromptRanks {
@@ -112,6 +167,10 @@ class HostEvent final : public LayerEvent {
 
   [[nodiscard]] std::vector<std::optional<std::vector<std::int32_t>>> chosen() override { return std::move(chosen_); }
 
+  void fold(const SpanCut& cut, Decision& decision) override {
+    decision.fold = fold_rest(evidence_.table, decision, cut);
+  }
+
  private:
   [[nodiscard]] static std::int32_t window_of(std::span<PromptRanks* const> ranks) {
     for (const PromptRanks* own : ranks)
@@ -130,6 +189,13 @@ class Host final : public Machine {
   [[nodiscard]] MachineMemory& memory() const override { return host_memory(); }
   [[nodiscard]] std::vector<std::string> problems(const Demand&, const ModelSpec&) const override { return {}; }
   [[nodiscard]] std::vector<std::string> problems(const LayerDemand&, const ModelSpec&) const override { return {}; }
+  [[nodiscard]] std::vector<std::string> problems(const MemoryOptions&, const ModelSpec&, bool) const override {
+    return {};
+  }
+  [[nodiscard]] std::unique_ptr<FoldedMemory> folded_memory(const ModelSpec& spec, const MemoryOptions& memory,
+                                                            std::shared_ptr<FarStore> far) override {
+    return host_folded_memory(spec, memory, std::move(far));
+  }
   [[nodiscard]] std::unique_ptr<Columns> columns(std::int32_t rows) override {
     return std::make_unique<HostColumns>(rows);
   }

@@ -82,9 +82,8 @@ KVKEEP_INLINE std::vector<std::string> problems(const KVPolicy& policy, const Mo
   const std::string there = machine.device().str();
   for (std::string& one : policy.problems_on(machine, spec)) found.push_back(std::move(one));
   if (policy.memory() != nullptr) {
-    if (!machine.is_host())
-      found.push_back(
-          text("device: ", policy.name(), " folds spans, which a keeper does only on the CPU; given ", there));
+    for (std::string& one : machine.problems(*policy.memory(), spec, provided.far_store != nullptr))
+      found.push_back(std::move(one));
     if (!provided.reads_folded)
       found.push_back(
           text("reads_folded: ", policy.name(),
@@ -158,10 +157,8 @@ KVKEEP_INLINE Keeper::Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy, P
     layer_index_[static_cast<std::size_t>(full_layers_[i])] = static_cast<std::int32_t>(i);
   if (needs_.statistics_from >= 0)
     workspace_ = QueryStatistics::workspace(spec_.query_heads, spec_.key_dim, spec_.rope, provided_.machine().memory());
-  if (const MemoryOptions* memory = policy_->memory()) {
-    far_ = provided_.far_store != nullptr ? provided_.far_store : FarStore::make(memory->far);
-    near_ = std::make_unique<FactorCache>(memory->near);
-  }
+  if (const MemoryOptions* memory = policy_->memory())
+    memory_ = provided_.machine().folded_memory(spec_, *memory, provided_.far_store);
   provided_.machine().claim();
 }
 
@@ -186,17 +183,15 @@ KVKEEP_INLINE void Keeper::join(SequenceId sequence, std::int32_t tokens, std::i
   fresh.logical = fresh.asked = tokens;
   fresh.prompt = prompt == -1 && tokens > 0 ? tokens : prompt;
   fresh.prompt_slots.assign(full_layers_.size(), -1);
-  if (const MemoryOptions* memory = policy_->memory()) {
-    const auto rows = static_cast<std::size_t>(layers * spec_.kv_heads);
-    fresh.memory.assign(rows, SpanRow(spec_.key_dim, memory->factors.store));
-    fresh.opened.resize(rows);
+  if (memory_ != nullptr) {
+    fresh.folded = memory_->rows(layers * spec_.kv_heads);
     fresh.viewed.resize(full_layers_.size());
   }
   sequences_.emplace(sequence, std::move(fresh));
 }
 
 KVKEEP_INLINE void Keeper::leave(SequenceId sequence) {
-  for (const SpanRow& row : ready("leave", sequence).memory) near_->forget(row.blobs());
+  static_cast<void>(ready("leave", sequence));
   sequences_.erase(sequence);
   ++version_;
 }
@@ -392,11 +387,10 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
     for (const std::int32_t l : full_layers_) require_given("step", view.sequences[i], s, l);
     for (const std::int32_t l : full_layers_) {
       const auto index = static_cast<std::size_t>(layer_index_[static_cast<std::size_t>(l)]);
-      if (s.memory.empty() ||
-          std::ranges::all_of(std::span(s.memory).subspan(index * static_cast<std::size_t>(spec_.kv_heads),
-                                                          static_cast<std::size_t>(spec_.kv_heads)),
-                              [](const SpanRow& row) { return row.size() == 0; }))
-        continue;
+      bool folded = false;
+      for (std::int32_t h = 0; h < spec_.kv_heads && s.folded != nullptr; ++h)
+        folded = folded || s.folded->spans(row_of(l, h)) > 0;
+      if (!folded) continue;
       KVKEEP_REQUIRE_AS(StateError, s.viewed[index] == s.logical, "step: layer ", l, " of sequence ", view.sequences[i],
                         " has read its folded spans for ", s.viewed[index], " of ", s.logical,
                         " tokens; call view() after each layer's attention");
@@ -463,18 +457,15 @@ KVKEEP_INLINE void Keeper::check_planned(const char* operation, const Plan& plan
 }
 
 /// Reserves memory for all that settle() writes; says where the machine writes columns.
-KVKEEP_INLINE std::vector<ColumnTarget> Keeper::reserve_settled(const Plan& plan, const CacheView& view,
-                                                                std::span<const SpanRow> folded) {
+KVKEEP_INLINE std::vector<ColumnTarget> Keeper::reserve_settled(const Plan& plan, const CacheView& view) {
   const KeepSet& keep = *plan.decision.keep;
   std::vector<ColumnTarget> targets;
   targets.reserve(plan.table.rows.size());
   for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
     const Row& row = plan.table.rows[r];
     Sequence& s = sequences_.at(view.sequences[static_cast<std::size_t>(row.sequence)]);
-    const std::int32_t own = row_of(row.layer, row.head);
-    targets.push_back(s.columns->reserve_settled(own, keep.count(r), plan.decision.credit.has_value(),
-                                                 plan.decision.tally.has_value()));
-    if (!folded.empty()) s.memory[static_cast<std::size_t>(own)].reserve(folded[r]);
+    targets.push_back(s.columns->reserve_settled(row_of(row.layer, row.head), keep.count(r),
+                                                 plan.decision.credit.has_value(), plan.decision.tally.has_value()));
   }
   return targets;
 }
@@ -497,7 +488,7 @@ KVKEEP_INLINE Report Keeper::apply(const Plan& plan, const CacheView& view) {
                 .bytes_after = plan.bytes_after,
                 .bytes_moved = 0,
                 .pages_freed = 0};
-  std::vector<SpanRow> folded;
+  std::unique_ptr<Folding> folding;
   std::optional<Pending> pending;
   if (plan.decision.tables.counts != nullptr) pending.emplace(Pending{.plan = plan, .pages = {}});
   if (plan.decision.keep) {
@@ -508,8 +499,8 @@ KVKEEP_INLINE Report Keeper::apply(const Plan& plan, const CacheView& view) {
                      "allowed one length per row");
     else
       keeper_detail::require_one_length(plan.table, *plan.decision.keep, view);
-    folded = fold_dropped(plan, view);
-    const std::vector<ColumnTarget> targets = reserve_settled(plan, view, folded);
+    folding = fold_dropped(plan, view);
+    const std::vector<ColumnTarget> targets = reserve_settled(plan, view);
     take_pages(report.pages, view.pages);
     try {
       report.bytes_moved = bytes_to_move(plan.table, *plan.decision.keep, report.pages);
@@ -528,7 +519,7 @@ KVKEEP_INLINE Report Keeper::apply(const Plan& plan, const CacheView& view) {
     report.pending = true;
     return report;
   }
-  settle(plan, view, std::move(folded), report);
+  settle(plan, view, folding.get(), report);
   if (plan.decision.keep) give_back_pages(report.pages, view.pages);
   return report;
 }
@@ -547,8 +538,7 @@ KVKEEP_INLINE void Keeper::settle_step(const CacheView& view, const Report& repo
   }
 }
 
-KVKEEP_INLINE void Keeper::settle(const Plan& plan, const CacheView& view, std::vector<SpanRow> folded,
-                                  Report& report) noexcept {
+KVKEEP_INLINE void Keeper::settle(const Plan& plan, const CacheView& view, Folding* folding, Report& report) noexcept {
   if (!plan.decision.keep) return;
   const KeepSet& keep = *plan.decision.keep;
   keeper_detail::write_table(report.pages, view);
@@ -564,7 +554,7 @@ KVKEEP_INLINE void Keeper::settle(const Plan& plan, const CacheView& view, std::
     view.lengths.at(i, row.layer * spec_.kv_heads + row.head) = static_cast<std::int32_t>(keep.count(r));
     report.slots_dropped += row.length - keep.count(r);
   }
-  settle_folded(plan, view, std::move(folded), report);
+  settle_folded(plan, view, folding, report);
   const std::int32_t room = policy_->trigger().interval;
   for (const RowGroup& group : plan.table.groups) {
     Sequence& s = sequences_.at(view.sequences[static_cast<std::size_t>(group.sequence)]);

@@ -19,6 +19,7 @@
 #include "kvkeep/observe/observation.h"
 #include "kvkeep/observe/query_ring.h"
 #include "kvkeep/observe/query_statistics.h"
+#include "kvkeep/policy/folded_memory.h"
 #include "kvkeep/policy/policy.h"
 
 namespace kvkeep {
@@ -67,7 +68,7 @@ struct Report {
   std::vector<Unscored> unscored;  ///< sequences that were due and were not cut
   std::int64_t slots_dropped = 0;  ///< over all rows
   std::int64_t slots_folded = 0;   ///< of these, folded into spans
-  std::int64_t far_bytes = 0;      ///< of the factors stored for them
+  std::int64_t far_bytes = 0;      ///< of the factors stored for them; an upper bound on a device (FoldedState)
   std::int64_t bytes_before = 0;   ///< as in Plan
   std::int64_t bytes_after = 0;
   std::int64_t bytes_moved = 0;  ///< K and V bytes copied within the cache; an upper bound on a device, because the
@@ -106,15 +107,6 @@ struct LayerReport {
                                    ///< table says, and those it gave back
 };
 
-/// The folded part of a sequence.
-struct FoldedState {
-  std::int64_t spans = 0;       ///< over all rows
-  std::int64_t tokens = 0;      ///< in them
-  std::int64_t near_bytes = 0;  ///< of coarse entries and the data stored with them
-  std::int64_t far_bytes = 0;   ///< of factors, wherever they are stored
-  std::int64_t disk_bytes = 0;  ///< of factors in a file
-};
-
 /// Counters since construction of the keeper.
 struct Totals {
   std::int64_t steps = 0;
@@ -124,7 +116,7 @@ struct Totals {
   std::int64_t bytes_moved = 0;
   std::int64_t pages_freed = 0;
   std::int64_t slots_folded = 0;
-  ReadCounts reads;  ///< of folded spans
+  ReadCounts reads;  ///< of folded spans; 0 on a device
 };
 
 /// Keeps the columns and queries of the living sequences and runs the pipeline. Not thread safe: one thread at a time
@@ -154,16 +146,17 @@ class Keeper {
   /// Writes the keeper's state of a sequence to a file (docs/state.md), whole or not at all; the sequence continues.
   /// The engine must save its rows of the cache. Call it between steps; if queries are kept, once every full layer has
   /// been observed. Throws: StateError for an unknown sequence, in the middle of a step, while its event is pending or
-  /// its prompt narrows, and while the stream is being captured; DamagedData if factors cannot be read; as
-  /// io::write_safetensors does. Nothing changes if it throws. Cost: the size of the state, including far bytes, once
-  /// in memory and once in the file. On a device: waits, and copies each column and the queries to the host, once each.
+  /// its prompt narrows, and while the stream is being captured; DamagedData if factors cannot be read; Unsupported on
+  /// a device under a policy that folds; as io::write_safetensors does. Nothing changes if it throws. Cost: the size of
+  /// the state, including far bytes, once in memory and once in the file. On a device: waits, and copies each column
+  /// and the queries to the host, once each.
   void save(SequenceId sequence, const std::filesystem::path& file) const;
   /// Restores a sequence to its state when it was saved, under any free id, in any process. The engine must restore its
   /// rows before the next step. The sequence continues to the same bits. Throws: StateError for a known sequence;
   /// InvalidArgument that names the file if it is damaged, or was saved under another policy or model, with each field
-  /// that differs; as FarStore::put does. The keeper is unchanged if it throws. Cost: one read of the file, and putting
-  /// its far bytes into the far store, or its columns and queries on the device. A state that was saved on the CPU may
-  /// go on on a device and the other way round; from there on it has that machine's bits.
+  /// that differs; Unsupported as save(); as FarStore::put does. The keeper is unchanged if it throws. Cost: one read
+  /// of the file, and putting its far bytes into the far store, or its columns and queries on the device. A state that
+  /// was saved on the CPU may go on on a device and the other way round; from there on it has that machine's bits.
   void restore(SequenceId sequence, const std::filesystem::path& file);
 #endif
   /// The prompt of a sequence ends with the tokens observed so far, for engines that cannot tell join() how long it
@@ -251,17 +244,24 @@ class Keeper {
   /// the arguments of observe() but queries after RoPE. Merges the folded spans of each sequence into `attended`, in
   /// place, so that both share one softmax. Does nothing if nothing was folded, in other layers, and under other
   /// policies. Throws: InvalidArgument, before anything is written, for queries before RoPE, other shapes or dtypes;
-  /// DamagedData if factors cannot be read and the policy refuses to continue (`attended` is then unusable). Cost:
-  /// read_memory(). Meanwhile, spans that the next layer opened last are brought near if they are in a file.
+  /// DamagedData if factors cannot be read and the policy refuses to continue (`attended` is then unusable); StateError
+  /// on a device while a stream is captured. Cost: read_memory(). Meanwhile, spans that the next layer opened last are
+  /// brought near if they are in a file. On a device it only launches, and returns counts of 0: what is opened is known
+  /// there alone. The first layer of a step sends the tables of all layers, 112 bytes for every layer, sequence and KV
+  /// head; later calls for the same tokens send nothing.
   ReadCounts view(const Observation& observation, const Attended& attended);
 
   /// The folded part of a sequence, in numbers.
   [[nodiscard]] FoldedState folded(SequenceId sequence) const;
-  /// The folded spans of one row. Throws Unsupported under a policy that does not fold. Valid until the next step.
+  /// The folded spans of one row. Throws Unsupported under a policy that does not fold, and on a device. Valid until
+  /// the next step.
   [[nodiscard]] const SpanRow& spans(SequenceId sequence, std::int32_t layer, std::int32_t head) const;
-  /// The store of factors, and the cache of those that are near; null under a policy that does not fold.
-  [[nodiscard]] const FarStore* far_store() const { return far_.get(); }
-  [[nodiscard]] const FactorCache* factor_cache() const { return near_.get(); }
+  /// The store of factors, and the cache of those that are near; null under a policy that does not fold, the cache also
+  /// on a device.
+  [[nodiscard]] const FarStore* far_store() const { return memory_ == nullptr ? nullptr : &memory_->far_store(); }
+  [[nodiscard]] const FactorCache* factor_cache() const {
+    return memory_ == nullptr ? nullptr : memory_->factor_cache();
+  }
 
   /// Decides, and moves nothing. Throws: StateError if the view's lengths differ from what was observed;
   /// InvalidArgument for a duplicate sequence, place or page in the view; InvalidArgument and Unsupported as make_rows
@@ -270,9 +270,10 @@ class Keeper {
 
   /// Folds what the plan folds, moves K, V and columns, writes the new lengths and, in pages, the new block table into
   /// the view, then gives back the pages that are no longer held. Throws, before the first byte moves: as fold() does,
-  /// for rows that are not finite and for a full far store; StateError for a plan of another keeper or one that is out
-  /// of date (on a device also for one that a later plan() replaced), and if there are no free pages for copies of
-  /// shared ones.
+  /// for rows that are not finite (not on a device: attention over such a span is NaN there) and for a full far store;
+  /// StateError for a plan of another keeper or one that is out of date (on a device also for one that a later plan()
+  /// replaced, and for one that folds while a stream is captured), and if there are no free pages for copies of shared
+  /// ones.
   Report apply(const Plan& plan, const CacheView& view);
 
   /// On a device, some policies' scores decide how many slots stay (`adakv-*`, `threshold-*`, `criticalkv-*` with
@@ -349,11 +350,10 @@ class Keeper {
     std::int32_t tail = 0;        ///< then: how many of them are the newest of the prompt, without a gap
     std::int32_t next_layer = 0;  ///< then: the layer whose narrow() comes next
     std::optional<PromptReport> report = {};
-    std::vector<float> surprisal = {};                   ///< by logical position, if the policy asks for it
-    std::int64_t surprised = 0;                          ///< tokens that have their surprisal
-    std::int32_t settled = 0;                            ///< logical position below which every decision is final
-    std::vector<SpanRow> memory = {};                    ///< [rows] if the policy folds; else empty
-    std::vector<std::vector<std::int32_t>> opened = {};  ///< [rows] spans that the newest query opened
+    std::vector<float> surprisal = {};             ///< by logical position, if the policy asks for it
+    std::int64_t surprised = 0;                    ///< tokens that have their surprisal
+    std::int32_t settled = 0;                      ///< logical position below which every decision is final
+    std::unique_ptr<FoldedRows> folded = nullptr;  ///< if the policy folds
     std::vector<std::int64_t> viewed = {};  ///< [full layers] logical length when the layer last read its folded spans
     Pins pins = {};
     bool pending = false;  ///< an event cuts it that finish() has yet to complete
@@ -386,10 +386,9 @@ class Keeper {
   void check_planned(const char* operation, const Plan& plan, const CacheView& view) const;
   void check_pending(const Plan& plan, const CacheView& view) const;
   void measure(Plan& plan) const;
-  [[nodiscard]] std::vector<ColumnTarget> reserve_settled(const Plan& plan, const CacheView& view,
-                                                          std::span<const SpanRow> folded);
+  [[nodiscard]] std::vector<ColumnTarget> reserve_settled(const Plan& plan, const CacheView& view);
   void settle_step(const CacheView& view, const Report& report) noexcept;
-  void settle(const Plan& plan, const CacheView& view, std::vector<SpanRow> folded, Report& report) noexcept;
+  void settle(const Plan& plan, const CacheView& view, Folding* folding, Report& report) noexcept;
   void check_queries(const char* operation, const Observation& observation) const;
   void check_normalisers(const char* operation, const Observation& observation) const;
   [[nodiscard]] std::span<const std::int32_t> already_shown(const Sequence& sequence, std::int32_t layer,
@@ -406,16 +405,15 @@ class Keeper {
   };
   [[nodiscard]] Begun begin_prompt(Sequence& sequence, std::span<const std::int32_t> positions) const;
   void check_fold(const Plan& plan) const;
-  [[nodiscard]] std::vector<SpanRow> fold_dropped(const Plan& plan, const CacheView& view) const;
-  void settle_folded(const Plan& plan, const CacheView& view, std::vector<SpanRow> folded, Report& report) noexcept;
+  [[nodiscard]] std::unique_ptr<Folding> fold_dropped(const Plan& plan, const CacheView& view);
+  void settle_folded(const Plan& plan, const CacheView& view, Folding* folding, Report& report) noexcept;
   void check_attended(const Observation& observation, const Attended& attended) const;
-  void bring_next(std::span<const SequenceId> sequences, std::int32_t index) const;
 #ifndef KVKEEP_HEADER_ONLY
   void require_no_capture(const char* operation) const;
   void require_saveable(SequenceId sequence, const Sequence& s) const;
   void restore_columns(Sequence& s, const StateFile& state) const;
   void restore_queries(Sequence& s, const StateFile& state) const;
-  void restore_memory(SequenceId id, Sequence& s, const StateFile& state) const;
+  void restore_memory(SequenceId id, Sequence& s, const StateFile& state);
   void restore_pins(Sequence& s, const StateFile& state) const;
 #endif
   [[nodiscard]] PositionSpan span_of(const char* operation, SequenceId sequence, std::int64_t begin,
@@ -434,11 +432,10 @@ class Keeper {
   Needs needs_;
   std::vector<std::int32_t> full_layers_;
   std::vector<std::int32_t> layer_index_;  ///< [num_layers] index among full layers, -1 for the others
+  std::unique_ptr<FoldedMemory> memory_;   ///< if the policy folds
   std::map<SequenceId, Sequence> sequences_;
   QueryBasis basis_ = QueryBasis::pre_rope;
   bool basis_known_ = false;
-  std::shared_ptr<FarStore> far_;  ///< if the policy folds
-  std::unique_ptr<FactorCache> near_;
   mutable std::int64_t slot_bytes_ = 0;  ///< of one slot in every row, as the newest view has them; 0 before the first
   std::uint64_t version_ = 0;            ///< changes with every observation and event
   std::shared_ptr<const void> identity_ =
@@ -456,6 +453,7 @@ class Keeper {
   bool step_normalised_ = false;                           ///< its queries come with their log-sum-exps
   bool step_captured_ = false;                             ///< a graph knows the table's address
   std::vector<GivenArrival> given_;                        ///< also scratch, of give()
+  std::vector<FoldedReader> readers_;                      ///< also scratch, of view()
   std::shared_ptr<QueryStatistics::Workspace> workspace_;  ///< also scratch, if the policy asks for statistics
   mutable std::uint64_t mark_ = 0;             ///< of the current call: whatever carries it was already seen
   mutable std::vector<const Sequence*> met_;   ///< the sequences of the current observation, in its order

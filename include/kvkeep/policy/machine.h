@@ -17,15 +17,24 @@
 #include "kvkeep/keep/pages.h"
 #include "kvkeep/layers/layer_selector.h"
 #include "kvkeep/layers/prompt_scores.h"
+#include "kvkeep/policy/folded_memory.h"
 #include "kvkeep/score/scorer.h"
 
 namespace kvkeep {
 
 class KVPolicy;
 
+/// How the slots that a row drops are cut into spans: one for each segment of the row, or one for all of them. Short
+/// ones join the next, long ones are cut into equal pieces.
+struct SpanCut {
+  std::int32_t min_span = 8;   ///< slots
+  std::int32_t max_span = 64;  ///< slots
+  bool by_mass = false;        ///< attention mass weights a slot, if the allocator computes it
+};
+
 /// One event on a machine, from Machine::begin(). Results are in the machine's memory: valid until the next begin(), on
 /// the host as long as anything refers to them. Order: attend, if the scorer or the allocator reads the window; score;
-/// share, if rows share a selection; allot.
+/// share, if rows share a selection; allot; fold, if what does not stay folds.
 class Event {
  public:
   virtual ~Event() = default;
@@ -43,6 +52,9 @@ class Event {
   /// Spends the budget: fills `keep` of the decision and, if the allocator has them, credit and allotment. Throws as
   /// Allocator::allot() does.
   virtual void allot(const Allocator& allocator, const Scores& scores, WindowAttention seen, Decision& decision) = 0;
+
+  /// Fills `fold` of the decision: every slot that does not stay is in one span.
+  virtual void fold(const SpanCut& cut, Decision& decision) = 0;
 };
 
 /// The ranks of one prompt's tokens from layer to layer, in a machine's memory: a LayerSelector.
@@ -89,6 +101,7 @@ struct Demand {
   const Scorer& scorer;
   const Allocator& allocator;
   Sharing share;
+  std::optional<SpanCut> rest = {};  ///< if what does not stay folds
 };
 
 /// What a policy asks of a machine in the layers of a prompt.
@@ -122,6 +135,16 @@ class Machine {
 
   /// The same for the layers of prompts.
   [[nodiscard]] virtual std::vector<std::string> problems(const LayerDemand& demand, const ModelSpec& spec) const = 0;
+
+  /// Why it cannot keep folded spans like that, one sentence each; empty: it can. `own_store`: the engine gives the
+  /// store of factors.
+  [[nodiscard]] virtual std::vector<std::string> problems(const MemoryOptions& memory, const ModelSpec& spec,
+                                                          bool own_store) const = 0;
+
+  /// The folded spans of a keeper, which the machine must outlive; `memory` too. far: the engine's store of factors;
+  /// null: none.
+  [[nodiscard]] virtual std::unique_ptr<FoldedMemory> folded_memory(const ModelSpec& spec, const MemoryOptions& memory,
+                                                                    std::shared_ptr<FarStore> far) = 0;
 
   /// Columns of one sequence with `rows` rows, in its memory, which must outlive them.
   [[nodiscard]] virtual std::unique_ptr<Columns> columns(std::int32_t rows) = 0;

@@ -1,0 +1,206 @@
+#pragma once
+// Bodies of folded_memory.h: compiled by src/policy, or where they are included under KVKEEP_HEADER_ONLY.
+// Folded spans on the CPU.
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "kvkeep/core/header_only.h"
+#include "kvkeep/memory/memory_attention.h"
+#include "kvkeep/memory/span_row.h"
+#include "kvkeep/policy/folded_memory.h"
+
+namespace kvkeep {
+namespace folded_memory_detail {
+
+class HostRows final : public FoldedRows {
+ public:
+  HostRows(std::vector<SpanRow> rows, FactorCache& near) : rows_(std::move(rows)), opened_(rows_.size()), near_(near) {}
+  ~HostRows() override {
+    for (const SpanRow& row : rows_) near_.forget(row.blobs());
+  }
+  HostRows(const HostRows&) = delete;
+  HostRows& operator=(const HostRows&) = delete;
+
+  [[nodiscard]] std::int64_t spans(std::int32_t row) const override { return at(row).size(); }
+  [[nodiscard]] std::span<SpanRow> host_rows() override { return rows_; }
+  [[nodiscard]] const SpanRow& at(std::int32_t row) const { return rows_[static_cast<std::size_t>(row)]; }
+  [[nodiscard]] SpanRow& at(std::int32_t row) { return rows_[static_cast<std::size_t>(row)]; }
+  /// Spans that the newest query opened.
+  [[nodiscard]] std::vector<std::int32_t>& opened(std::int32_t row) { return opened_[static_cast<std::size_t>(row)]; }
+
+  [[nodiscard]] FoldedState state() const override {
+    FoldedState state;
+    for (const SpanRow& row : rows_) {
+      state.spans += row.size();
+      state.tokens += row.tokens();
+      state.near_bytes += row.near_bytes();
+      state.far_bytes += row.far_bytes();
+      for (const FarBlobPtr& blob : row.blobs())
+        if (blob != nullptr && blob->on_disk()) state.disk_bytes += blob->size();
+    }
+    return state;
+  }
+
+ private:
+  std::vector<SpanRow> rows_;
+  std::vector<std::vector<std::int32_t>> opened_;
+  FactorCache& near_;
+};
+
+/// Only this file's FoldedMemory makes them, and every one that it is given is its own.
+inline HostRows& host_rows(FoldedRows* rows) { return static_cast<HostRows&>(*rows); }
+
+class HostFolding final : public Folding {
+ public:
+  HostFolding(std::vector<SpanRow> folded, std::span<const FoldTarget> targets)
+      : folded_(std::move(folded)), targets_(targets.begin(), targets.end()) {
+    for (std::size_t r = 0; r < folded_.size(); ++r) {
+      host_rows(targets_[r].sequence).at(targets_[r].row).reserve(folded_[r]);
+      tokens_ += folded_[r].tokens();
+      far_bytes_ += folded_[r].far_bytes();
+    }
+  }
+  [[nodiscard]] std::int64_t tokens() const override { return tokens_; }
+  [[nodiscard]] std::int64_t far_bytes() const override { return far_bytes_; }
+  void keep() noexcept override {
+    for (std::size_t r = 0; r < folded_.size(); ++r)
+      host_rows(targets_[r].sequence).at(targets_[r].row).append(std::move(folded_[r]));
+  }
+
+ private:
+  std::vector<SpanRow> folded_;
+  std::vector<FoldTarget> targets_;
+  std::int64_t tokens_ = 0, far_bytes_ = 0;
+};
+
+class HostFoldedMemory final : public FoldedMemory {
+ public:
+  HostFoldedMemory(const ModelSpec& spec, const MemoryOptions& memory, std::shared_ptr<FarStore> far)
+      : spec_(spec),
+        memory_(memory),
+        far_(far != nullptr ? std::move(far) : FarStore::make(memory.far)),
+        near_(memory.near) {}
+
+  [[nodiscard]] std::unique_ptr<FoldedRows> rows(std::int32_t count) override {
+    return std::make_unique<HostRows>(
+        std::vector<SpanRow>(static_cast<std::size_t>(count), SpanRow(spec_.key_dim, memory_.factors.store)), near_);
+  }
+
+  [[nodiscard]] std::unique_ptr<Folding> fold(const RowTable& table, const Decision& decision,
+                                              std::span<const FoldTarget> targets) override {
+    const Fold& fold = *decision.fold;
+    std::vector<std::vector<std::int64_t>> spans(table.rows.size());  // where each begins among the slots of its row
+    std::vector<RowFold> rows;
+    for (std::size_t r = 0; r < table.rows.size(); ++r) {
+      const Row& row = table.rows[r];
+      const std::int64_t first = fold.spans[static_cast<std::size_t>(fold.indptr[r])],
+                         last = fold.spans[static_cast<std::size_t>(fold.indptr[r + 1])];
+      for (std::int64_t s = fold.indptr[r]; s <= fold.indptr[r + 1]; ++s)
+        spans[r].push_back(fold.spans[static_cast<std::size_t>(s)] - first);
+      const auto own = [&](const auto& all) {
+        return std::span(all).subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(last - first));
+      };
+      rows.push_back({.keys = row.keys,
+                      .values = row.values,
+                      .key_dtype = table.key_dtype,
+                      .value_dtype = table.value_dtype,
+                      .slots = own(fold.slots),
+                      .indptr = spans[r],
+                      .weights = fold.weights.empty() ? std::span<const float>() : own(fold.weights),
+                      .positions = {row.positions, static_cast<std::size_t>(row.length)},
+                      .label = {.sequence = targets[r].id, .layer = row.layer, .head = row.head},
+                      .spans_before = static_cast<std::int32_t>(targets[r].sequence->spans(targets[r].row))});
+    }
+    std::vector<SpanRow> folded = kvkeep::fold(rows, spec_.key_dim, memory_.fold_options(), *far_, memory_.gates());
+    if (memory_.learned())
+      for (std::size_t r = 0; r < folded.size(); ++r) {
+        const Row& row = table.rows[r];
+        folded[r].set_norms(memory_.routing->layers[static_cast<std::size_t>(row.layer)].norms(
+            folded[r], std::int64_t{row.head} * spec_.group(), spec_.group()));
+      }
+    return std::make_unique<HostFolding>(std::move(folded), targets);
+  }
+
+  ReadCounts view(const FoldedReading& r) override {
+    ReadCounts counts;
+    for (const FoldedReader& reader : r.readers) counts += view(r, reader);
+    bring_next(r);
+    return counts;
+  }
+
+  [[nodiscard]] FarStore& far_store() override { return *far_; }
+  [[nodiscard]] const FactorCache* factor_cache() const override { return &near_; }
+
+ private:
+  ReadCounts view(const FoldedReading& r, const FoldedReader& reader) {
+    const std::int32_t first_row = r.index * spec_.kv_heads;
+    HostRows& own = host_rows(reader.rows);
+    std::vector<MemoryRow> rows;
+    std::int64_t spans = 0;
+    for (std::int32_t row = first_row; row < first_row + spec_.kv_heads; ++row) {
+      rows.push_back({.spans = &own.at(row), .dense = reader.columns->length(row)});
+      spans += own.spans(row);
+    }
+    if (spans == 0 || reader.tokens == 0) return {};
+    const Reading reading{
+        .zoom = memory_.zoom,
+        .router = memory_.learned() ? &memory_.routing->layers[static_cast<std::size_t>(r.layer)] : nullptr,
+        .entries = memory_.entries_after(reader.seen),
+        .entries_per_span = memory_.entries_per_span(spec_.group(), spec_.key_dim, memory_.learned()),
+        .entries_per_token = memory_.entries_per_token(spec_.key_dim),
+        .per_head = memory_.published_budget,
+        .damage = memory_.damage,
+        .cache = &near_};
+    const Tensor lse = r.attended.log_sum_exp.narrow(0, reader.first, reader.tokens),
+                 out = r.attended.out.narrow(0, reader.first, reader.tokens);
+    OpenAttention open{lse, empty(lse.sizes(), Dtype::f32), out};
+    const std::int64_t dim = out.size(2);
+    float *sums = open.sum.data<float>(), *outputs = out.data<float>();
+    for (std::int64_t n = 0; n < lse.numel(); ++n) {
+      const bool seen = lse.data<float>()[n] != -std::numeric_limits<float>::infinity();
+      sums[n] = seen ? 1.0F : 0.0F;
+      if (!seen) std::fill_n(outputs + n * dim, dim, 0.0F);
+    }
+    std::vector<std::vector<std::int32_t>> opened;
+    const ReadCounts counts =
+        read_memory(open, rows, r.queries.narrow(0, reader.first, reader.tokens), spec_.scale(), reading, &opened);
+    for (std::int64_t n = 0; n < lse.numel(); ++n)
+      for (float* x = outputs + n * dim; x < outputs + (n + 1) * dim; ++x) *x /= sums[n];
+    copy(open.log_mass(), lse);
+    for (std::size_t h = 0; h < opened.size(); ++h)
+      own.opened(first_row + static_cast<std::int32_t>(h)) = std::move(opened[h]);
+    return counts;
+  }
+
+  /// Prefetches the spans that the next layer opened last, because it is likely to open them again. The first layer
+  /// follows the last.
+  void bring_next(const FoldedReading& r) {
+    if (far_->file_bytes() == 0) return;
+    std::vector<FarBlobPtr> wanted;
+    for (const FoldedReader& reader : r.readers) {
+      HostRows& own = host_rows(reader.rows);
+      const std::int32_t next = (r.index + 1) * spec_.kv_heads % static_cast<std::int32_t>(own.host_rows().size());
+      for (std::int32_t row = next; row < next + spec_.kv_heads; ++row)
+        for (const std::int32_t span : own.opened(row))
+          if (const FarBlobPtr& blob = own.at(row).blob(span); blob != nullptr) wanted.push_back(blob);
+    }
+    if (!wanted.empty()) near_.prefetch(wanted);
+  }
+
+  const ModelSpec spec_;
+  const MemoryOptions& memory_;
+  std::shared_ptr<FarStore> far_;
+  FactorCache near_;
+};
+
+}  // namespace folded_memory_detail
+
+KVKEEP_INLINE std::unique_ptr<FoldedMemory> host_folded_memory(const ModelSpec& spec, const MemoryOptions& memory,
+                                                               std::shared_ptr<FarStore> far) {
+  return std::make_unique<folded_memory_detail::HostFoldedMemory>(spec, memory, std::move(far));
+}
+
+}  // namespace kvkeep

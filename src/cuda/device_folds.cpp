@@ -1,0 +1,542 @@
+#include "device_folds.h"
+
+#include <algorithm>
+#include <map>
+#include <typeinfo>
+
+#include "factorise.h"
+#include "fetch.h"
+#include "fold.h"
+#include "kvkeep/allot/adaptive_heads.h"
+#include "kvkeep/allot/critical.h"
+#include "kvkeep/allot/mass_segmented.h"
+#include "kvkeep/allot/threshold.h"
+#include "kvkeep/torch.h"
+
+namespace kvkeep::cuda {
+namespace {
+
+constexpr std::int64_t kFoldBytes = std::int64_t{64} << 20,  ///< of matrices that are factorised together
+    kViewBytes = std::int64_t{256} << 20,                    ///< that tokens may need that read a memory together
+    kArenaBytes = std::int64_t{64} << 20,                    ///< of a layer's opened factors, at most
+    kSlabBytes = std::int64_t{32} << 20;                     ///< of page-locked memory that is taken at a time
+constexpr std::int32_t kMostDim = 256, kMostWidth = 128;     ///< that kernels factorise
+
+/// Page-locked slabs of a store. Taking one is a long call into the driver, so those that came back are used again.
+class PageLockedSlabs {
+ public:
+  ~PageLockedSlabs() { free_all(); }
+  PageLockedSlabs() = default;
+  PageLockedSlabs(const PageLockedSlabs&) = delete;
+  PageLockedSlabs& operator=(const PageLockedSlabs&) = delete;
+
+  /// Those that are kept never add to a store's cap: before another is taken from the system, they go back.
+  std::byte* take(std::int64_t bytes) {
+    const auto found = std::ranges::find(kept_, bytes, &Slab::bytes);
+    if (found != kept_.end()) {
+      std::byte* const at = found->at;
+      kept_.erase(found);
+      return at;
+    }
+    free_all();
+    return take_page_locked(bytes);
+  }
+  void give_back(std::byte* at, std::int64_t bytes) { kept_.push_back({at, bytes}); }
+
+ private:
+  struct Slab {
+    std::byte* at;
+    std::int64_t bytes;
+  };
+  void free_all() {
+    for (const Slab& slab : kept_) free_page_locked(slab.at);
+    kept_.clear();
+  }
+  std::vector<Slab> kept_;
+};
+
+std::shared_ptr<FarStore> page_locked_store(FarStoreOptions options) {
+  const auto slabs = std::make_shared<PageLockedSlabs>();
+  options.slab_bytes = std::max(options.slab_bytes, kSlabBytes);
+  options.allocate = [slabs](std::int64_t bytes) { return slabs->take(bytes); };
+  options.release = [slabs](std::byte* at, std::int64_t bytes) { slabs->give_back(at, bytes); };
+  return FarStore::make(std::move(options));
+}
+
+DeviceRows& device_rows(FoldedRows* rows) { return static_cast<DeviceRows&>(*rows); }
+
+/// Spans on the device beyond the ends of their rows.
+class DeviceFolding final : public Folding {
+ public:
+  struct Part {
+    DeviceRows* sequence;
+    std::int32_t row;
+    DeviceRows::Count count;
+  };
+
+  explicit DeviceFolding(LeavingRooms& leaving) : leaving_(leaving) {}
+  ~DeviceFolding() override {
+    if (!rooms.empty()) leaving_.add(std::move(rooms));
+  }
+  DeviceFolding(const DeviceFolding&) = delete;
+  DeviceFolding& operator=(const DeviceFolding&) = delete;
+
+  [[nodiscard]] std::int64_t tokens() const override {
+    std::int64_t sum = 0;
+    for (const Part& part : parts) sum += part.count.tokens;
+    return sum;
+  }
+  [[nodiscard]] std::int64_t far_bytes() const override { return far; }
+  void keep() noexcept override {
+    for (const Part& part : parts) part.sequence->add(part.row, part.count);
+    for (std::size_t i = 0; i < rooms.size(); ++i) owners[i]->keep(std::move(rooms[i]));
+    rooms.clear();
+  }
+
+  std::vector<Part> parts;
+  std::vector<DeviceRows*> owners;              ///< [rooms]
+  std::vector<std::unique_ptr<FarRoom>> rooms;  ///< one for each sequence that folds
+  std::int64_t far = 0;
+
+ private:
+  LeavingRooms& leaving_;
+};
+
+}  // namespace
+
+std::vector<std::string> memory_problems(const MemoryOptions& memory, const ModelSpec& spec, bool own_store,
+                                         Device device) {
+  std::vector<std::string> found;
+  const auto add = [&](const auto&... what) { found.push_back(text(what..., " on ", device.str())); };
+  if (memory.learned()) add("memory: a learned router has no kernel; allowed zoom=mass");
+  if (!memory.learned() && memory.zoom.rule == ZoomOptions::Rule::coverage)
+    add("memory: zoom=coverage has no kernel; allowed zoom=mass");
+  if (memory.factors.rank == FactorOptions::Rank::gates)
+    add("memory: rank=gates has no kernel; allowed rank energy or max");
+  if (!memory.far.file.empty())
+    add("memory: factors do not go into a file; given '", memory.far.file.string(), "'; allowed only host memory");
+  if (own_store) add("far_store: kernels cannot read the engine's; allowed none: the keeper makes its own");
+  if (spec.key_dim > kMostDim) add("key_dim: folded spans of ", spec.key_dim, " numbers; allowed up to ", kMostDim);
+  return found;
+}
+
+std::vector<std::string> fold_problems(const Demand& demand, const ModelSpec& spec, Device device) {
+  std::vector<std::string> found;
+  if (!demand.rest) return found;
+  const std::type_info& type = typeid(demand.allocator);
+  if (type == typeid(MassSegmented))
+    found.push_back(text("rest: fold over ", demand.policy, " cuts spans at the ends of segments, which the host does ",
+                         "not know; given ", device.str(),
+                         "; allowed drop, an allocator without segments, or the CPU"));
+  if (type == typeid(AdaptiveHeads) || type == typeid(Threshold) ||
+      (type == typeid(Critical) && demand.allocator.ragged()))
+    found.push_back(text("rest: under ", demand.policy, " the scores decide how many slots fold, unknown to the host; ",
+                         "given fold on ", device.str(), "; allowed drop, or the CPU"));
+  if (spec.key_dim > kMostWidth && demand.rest->max_span > kMostWidth)
+    found.push_back(text("memory.max_span: spans of ", demand.rest->max_span, " slots with keys of ", spec.key_dim,
+                         " numbers; allowed up to ", kMostWidth, " of one of them on ", device.str()));
+  return found;
+}
+
+LeavingRooms::~LeavingRooms() {
+  for (Leaving& one : leaving_) {
+    try {
+      if (!one.marked) mark(one);
+      for (const auto& each : one.marks) each->wait();
+    } catch (const DeviceError&) {  // the device is gone, and with it whatever used the memory
+    }
+  }
+}
+
+void LeavingRooms::mark(Leaving& leaving) const {
+  std::vector<std::unique_ptr<StreamMark>> marks;
+  for (const Stream stream : pool_.used()) {
+    if (is_capturing(stream)) return;
+    marks.push_back(std::make_unique<StreamMark>(stream));
+  }
+  leaving.marks = std::move(marks);
+  leaving.marked = true;
+}
+
+void LeavingRooms::add(std::vector<std::unique_ptr<FarRoom>> rooms) noexcept {
+  if (rooms.empty()) return;
+  leaving_.push_back({std::move(rooms)});
+  try {
+    mark(leaving_.back());
+  } catch (const DeviceError&) {  // sweep() tries again
+  }
+}
+
+void LeavingRooms::sweep() {
+  for (; !leaving_.empty(); leaving_.pop_front()) {
+    Leaving& first = leaving_.front();
+    if (!first.marked) mark(first);
+    if (!first.marked || !std::ranges::all_of(first.marks, [](const auto& each) { return each->reached(); })) return;
+  }
+}
+
+FoldedState DeviceRows::state() const {
+  FoldedState state;
+  for (const Count& count : counts_) {
+    state.spans += count.spans;
+    state.tokens += count.tokens;
+  }
+  state.near_bytes = state.spans * (2 * entry_ + static_cast<std::int64_t>(sizeof(float))) +
+                     (words_ == 0 ? 0 : state.tokens * (words_ * 4 + 2));
+  state.far_bytes = far_bytes_;
+  return state;
+}
+
+std::int32_t DeviceRows::most_spans() const {
+  std::int32_t most = 0;
+  for (const Count& count : counts_) most = std::max(most, count.spans);
+  return most;
+}
+
+void DeviceRows::grow(std::int64_t& capacity, std::int64_t wanted, std::span<Array> arrays) {
+  if (wanted <= capacity) return;
+  constexpr std::int64_t kLeast = 16;
+  const std::int64_t larger = std::max({wanted, capacity + capacity / 2, kLeast}), rows = std::ssize(counts_);
+  std::vector<DeviceMemory> fresh;
+  for (const Array& array : arrays) fresh.push_back(memory_.allocate(rows * larger * array.bytes));
+  for (std::size_t i = 0; i < arrays.size(); ++i) {
+    Array& array = arrays[i];
+    if (array.memory != nullptr)
+      memory_.copy_rows(fresh[i].get(), larger * array.bytes, array.memory.get(), capacity * array.bytes,
+                        capacity * array.bytes, rows);
+    array.memory = std::move(fresh[i]);
+  }
+  capacity = larger;
+}
+
+void DeviceRows::reserve(std::int32_t spans, std::int64_t tokens) {
+  grow(span_room_, spans, of_spans_);
+  if (words_ > 0) grow(block_room_, KeySketch::padded(tokens) / KeySketch::kBlock, of_blocks_);
+}
+
+void DeviceRows::describe_end(std::int32_t row, FoldingRow& out) const {
+  const Count& own = count(row);
+  const auto end = [&](std::size_t array) { return at(of_spans_[array], span_room_, row, own.spans); };
+  out.table = reinterpret_cast<MemorySpan*>(end(kTable));
+  out.coarse_keys = end(kCoarseKeys);
+  out.coarse_values = end(kCoarseValues);
+  out.log_length = reinterpret_cast<float*>(end(kLogLength));
+  out.far = reinterpret_cast<const std::byte**>(end(kFar));
+  out.first_token = own.tokens;
+  if (words_ == 0) return;
+  out.signs = reinterpret_cast<std::uint32_t*>(at(of_blocks_[kSigns], block_room_, row, 0));
+  out.sizes = reinterpret_cast<std::uint16_t*>(at(of_blocks_[kSizes], block_room_, row, 0));
+}
+
+void DeviceRows::describe(std::int32_t row, FoldedRow& out) const {
+  out.spans = count(row).spans;
+  if (out.spans == 0) return;
+  const auto begin = [&](std::size_t array) { return at(of_spans_[array], span_room_, row, 0); };
+  out.table = reinterpret_cast<const MemorySpan*>(begin(kTable));
+  out.coarse_keys = begin(kCoarseKeys);
+  out.coarse_values = begin(kCoarseValues);
+  out.log_length = reinterpret_cast<const float*>(begin(kLogLength));
+  out.far = reinterpret_cast<const std::byte* const*>(begin(kFar));
+  if (words_ == 0) return;
+  out.signs = reinterpret_cast<const std::uint32_t*>(at(of_blocks_[kSigns], block_room_, row, 0));
+  out.sizes = reinterpret_cast<const std::uint16_t*>(at(of_blocks_[kSizes], block_room_, row, 0));
+}
+
+void DeviceRows::add(std::int32_t row, const Count& more) noexcept {
+  Count& own = counts_[static_cast<std::size_t>(row)];
+  own.spans += more.spans;
+  own.tokens += more.tokens;
+  ++version_;
+}
+
+void DeviceRows::keep(std::unique_ptr<FarRoom> room) noexcept {
+  far_bytes_ += room->size();
+  rooms_.push_back(std::move(room));
+}
+
+DeviceFolds::DeviceFolds(const ModelSpec& spec, const MemoryOptions& memory, DevicePool& pool, MachineMemory& machine,
+                         Staging& staging, std::function<void(const Decision&)> require_newest)
+    : spec_(spec),
+      memory_(memory),
+      options_(memory.fold_options()),
+      pool_(pool),
+      machine_(machine),
+      staging_(staging),
+      require_newest_(std::move(require_newest)),
+      far_(page_locked_store(memory.far)),
+      leaving_(pool),
+      work_(pool),
+      fold_table_(pool),
+      view_table_(pool) {}
+
+std::unique_ptr<FoldedRows> DeviceFolds::rows(std::int32_t count) {
+  return std::make_unique<DeviceRows>(count, spec_.key_dim, options_.store, options_.sketch, machine_, leaving_,
+                                      ++serial_);
+}
+
+void DeviceFolds::require_no_capture(const char* operation) const {
+  KVKEEP_REQUIRE_AS(StateError, !is_capturing(pool_.current()), operation,
+                    ": the stream is being captured, and folded spans differ from step to step; allowed outside of a "
+                    "capture");
+}
+
+std::unique_ptr<Folding> DeviceFolds::fold(const RowTable& table, const Decision& decision,
+                                           std::span<const FoldTarget> targets) {
+  const c10::DeviceGuard guard(torch_device(pool_.device()));
+  require_newest_(decision);
+  require_no_capture("fold");
+  const Fold& fold = *decision.fold;
+  KVKEEP_REQUIRE_AS(Unsupported, !fold.listed && decision.tables.rows != nullptr,
+                    "fold: the policy lists slots on the host, but the cache is on ", pool_.device().str(),
+                    "; allowed all that a row drops (Event::fold)");
+  for (const Dtype dtype : {table.key_dtype, table.value_dtype})
+    KVKEEP_REQUIRE(is_scorable(dtype), "fold: rows are ", dtype, "; allowed f32, f16 or bf16");
+  const Element store = element_of("factors", options_.store);
+
+  auto folding = std::make_unique<DeviceFolding>(leaving_);
+  std::vector<FoldingRow> rows;
+  std::vector<FoldingSpan> pieces;
+  std::map<DeviceRows*, std::int64_t> bytes;  // of blobs, by sequence
+  std::map<DeviceRows*, DeviceRows::Count> most;
+  FoldArguments all;
+  std::int64_t longest = 0, slots = 0;
+  for (std::size_t r = 0; r < table.rows.size(); ++r) {
+    const auto first = static_cast<std::size_t>(fold.indptr[r]), last = static_cast<std::size_t>(fold.indptr[r + 1]);
+    const auto spans = static_cast<std::int32_t>(last - first);
+    const auto dropped = static_cast<std::int32_t>(fold.spans[last] - fold.spans[first]);
+    if (dropped == 0) continue;
+    DeviceRows& sequence = device_rows(targets[r].sequence);
+    std::int64_t length = 0;  // of the longest span
+    for (std::size_t s = first; s < last; ++s) length = std::max(length, fold.spans[s + 1] - fold.spans[s]);
+    rows.push_back({.row = static_cast<std::int32_t>(r),
+                    .first_span = all.spans,
+                    .first_slot = slots,
+                    .blob_bytes = folded_blob_bytes(length, spec_.key_dim, options_, store)});
+    for (std::size_t s = first; s < last; ++s)
+      pieces.emplace_back(static_cast<std::int32_t>(rows.size()) - 1,
+                          static_cast<std::int32_t>(fold.spans[s] - fold.spans[first]),
+                          static_cast<std::int32_t>(fold.spans[s + 1] - fold.spans[s]));
+    folding->parts.push_back({&sequence, targets[r].row, {spans, dropped}});
+    all.spans += spans;
+    slots += dropped;
+    all.longest = std::max(all.longest, table.rows[r].length);
+    longest = std::max(longest, length);
+    bytes[&sequence] += spans * rows.back().blob_bytes;
+    const DeviceRows::Count& had = sequence.count(targets[r].row);
+    DeviceRows::Count& needed = most[&sequence];
+    needed.spans = std::max(needed.spans, had.spans + spans);
+    needed.tokens = std::max(needed.tokens, had.tokens + dropped);
+  }
+  if (rows.empty()) return folding;
+
+  leaving_.sweep();
+  std::map<DeviceRows*, std::byte*> blobs;
+  for (const auto& [sequence, wanted] : bytes) {
+    sequence->reserve_room();
+    folding->owners.push_back(sequence);
+    folding->rooms.push_back(far_->room(wanted));
+    folding->far += folding->rooms.back()->size();
+    blobs[sequence] = folding->rooms.back()->bytes();
+  }
+  for (const auto& [sequence, count] : most) sequence->reserve(count.spans, count.tokens);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const DeviceFolding::Part& part = folding->parts[i];
+    part.sequence->describe_end(part.row, rows[i]);
+    rows[i].blobs = blobs[part.sequence];
+    blobs[part.sequence] += part.count.spans * rows[i].blob_bytes;
+  }
+
+  const Stream stream = pool_.stream();
+  fold_table_.clear();
+  const std::int64_t rows_at = fold_table_.add(rows), pieces_at = fold_table_.add(pieces);
+  fold_table_.place();
+  fold_table_.upload(staging_, stream);
+  work_.begin();
+  all.folding = fold_table_.there<FoldingRow>(rows_at);
+  all.count = static_cast<std::int32_t>(rows.size());
+  all.pieces = fold_table_.there<FoldingSpan>(pieces_at);
+  all.rows = decision.tables.rows;
+  all.kept = decision.keep->slots.data<std::int32_t>();
+  all.indptr = decision.tables.indptr;
+  all.slots = reinterpret_cast<std::int32_t*>(work_.take(slots * 4));
+  all.dim = spec_.key_dim;
+  all.keys = element_of("keys", table.key_dtype);
+  all.store = store;
+  launch_folds(all, all.spans, longest, element_of("values", table.value_dtype), stream);
+  return folding;
+}
+
+/// Some spans after the others, in memory that does not grow with their number.
+void DeviceFolds::launch_folds(const FoldArguments& all, std::int32_t spans, std::int64_t longest, Element values,
+                               Stream stream) {
+  const std::int64_t width = element_size(options_.store), dim = spec_.key_dim,
+                     numbers = folded_blob_bytes(longest, dim, options_, all.store) / (2 * width),
+                     of_span = 2 * ((numbers + dim) * width +
+                                    static_cast<std::int64_t>(sizeof(RowMatrix) + sizeof(FactorsFound)));
+  const auto together = static_cast<std::int32_t>(std::clamp<std::int64_t>(kFoldBytes / of_span, 1, spans));
+  const auto take = [this](std::int64_t bytes) { return work_.take(bytes); };
+  FoldArguments a = all;
+  a.numbers = numbers;
+  a.matrices = reinterpret_cast<RowMatrix*>(take(2 * together * static_cast<std::int64_t>(sizeof(RowMatrix))));
+  auto* const found =
+      reinterpret_cast<FactorsFound*>(take(2 * together * static_cast<std::int64_t>(sizeof(FactorsFound))));
+  std::byte *const coarse = take(2 * together * dim * width), *const factors = take(2 * together * numbers * width);
+  a.found = found, a.coarse = coarse, a.factors = factors;
+  launch_fold_slots(a, stream);
+  for (a.first = 0; a.first < spans; a.first += together) {
+    a.spans = std::min(together, spans - a.first);
+    launch_fold_matrices(a, stream);
+    FactoriseArguments matrices{.matrices = a.matrices,
+                                .count = 2 * a.spans,
+                                .longest = static_cast<std::int32_t>(longest),
+                                .dim = a.dim,
+                                .element = a.keys,
+                                .store = a.store,
+                                .options = options_,
+                                .found = found,
+                                .coarse = coarse,
+                                .factors = factors};
+    if (values != a.keys) {  // one dtype per launch
+      matrices.count = a.spans;
+      launch_factorise(matrices, stream);
+      matrices.matrices += a.spans;
+      matrices.found += a.spans;
+      matrices.coarse += a.spans * dim * width;
+      matrices.element = values;
+    }
+    launch_factorise(matrices, stream);
+    launch_fold_spans(a, stream);
+  }
+}
+
+void DeviceFolds::place_near(std::int64_t bytes) {
+  if (bytes <= near_room_) return;
+  near_room_ = bytes + bytes / 2;
+  pool_.retire(std::exchange(near_, pool_.allocate(near_room_)));
+}
+
+/// Sends what the readers read in all layers, unless it is there: called before the first layer that is read.
+void DeviceFolds::prepare(const FoldedReading& reading) {
+  std::vector<Step::Reader> readers;
+  Step step;
+  std::int32_t last = 0;
+  for (const FoldedReader& reader : reading.readers) {
+    const DeviceRows& rows = device_rows(reader.rows);
+    readers.emplace_back(rows.version(), reader.seen, reader.first, reader.tokens);
+    step.most_spans = std::max(step.most_spans, reader.tokens > 0 ? rows.most_spans() : 0);
+    last = std::max(last, reader.first + reader.tokens);
+  }
+  if (readers == step_.readers) return;
+  const std::int64_t heads = spec_.query_heads, kv_heads = spec_.kv_heads,
+                     of_token = heads * (9 * std::int64_t{step.most_spans} + 4 * (spec_.key_dim + 2)) +
+                                kv_heads * 21 * std::int64_t{step.most_spans};
+  const auto tokens = static_cast<std::int32_t>(std::clamp<std::int64_t>(kViewBytes / of_token, 1, std::max(last, 1)));
+  const auto layers = static_cast<std::int32_t>(spec_.full_layers().size());
+  std::vector<FoldedRow> table;
+  std::int64_t most_far = 0;
+  std::int32_t most_rows = 0;
+  for (std::int32_t first = 0; first < last && step.most_spans > 0; first += tokens) {
+    Step::Slice slice{.first = first, .tokens = std::min(tokens, last - first), .at = std::ssize(table)};
+    std::int64_t far = 0;
+    for (std::int32_t layer = 0; layer < layers; ++layer)
+      for (const FoldedReader& reader : reading.readers) {
+        const std::int32_t begin = std::max(reader.first, first),
+                           end = std::min(reader.first + reader.tokens, first + slice.tokens);
+        const DeviceRows& rows = device_rows(reader.rows);
+        if (begin >= end || rows.most_spans() == 0) continue;
+        if (layer == 0) {
+          slice.rows += spec_.kv_heads;
+          slice.most_queries = std::max(slice.most_queries, end - begin);
+          far += rows.state().far_bytes;
+        }
+        for (std::int32_t head = 0; head < spec_.kv_heads; ++head) {
+          const std::int32_t row = layer * spec_.kv_heads + head;
+          FoldedRow own{.head = head, .first_query = begin - first, .queries = end - begin};
+          rows.describe(row, own);
+          const DeviceRows::Count& count = rows.count(row);
+          own.entries = memory_.entries_after(reader.seen);
+          own.resident =
+              static_cast<double>(reader.columns->length(row)) +
+              memory_.entries_per_span(spec_.group(), spec_.key_dim, false) * static_cast<double>(count.spans) +
+              memory_.entries_per_token(spec_.key_dim) * static_cast<double>(count.tokens);
+          table.push_back(own);
+        }
+      }
+    if (slice.rows == 0) continue;
+    most_far = std::max(most_far, far);
+    most_rows = std::max(most_rows, slice.rows);
+    step.slices.push_back(slice);
+  }
+  step.readers = std::move(readers);
+  step_ = {};  // if something throws from here on
+  if (!step.slices.empty()) {
+    // Every layer reads with the same arenas and addresses of blobs, one after the other.
+    const std::int64_t addresses = std::int64_t{most_rows} * step.most_spans * static_cast<std::int64_t>(sizeof(void*)),
+                       arena = std::min({memory_.near.bytes, kArenaBytes, most_far}) / most_rows / 16 * 16;
+    place_near(most_rows * arena + addresses);
+    auto* const near = static_cast<std::byte*>(near_.get());
+    auto** const blobs = reinterpret_cast<const std::byte**>(near + most_rows * arena);
+    for (const Step::Slice& slice : step.slices)
+      for (std::int32_t i = 0; i < layers * slice.rows; ++i) {
+        FoldedRow& row = table[static_cast<std::size_t>(slice.at + i)];
+        row.arena = near + i % slice.rows * arena;
+        row.arena_bytes = arena;
+        row.near = blobs + std::int64_t{i % slice.rows} * step.most_spans;
+      }
+    view_table_.clear();
+    const std::int64_t at = view_table_.add(table);
+    view_table_.place();
+    view_table_.upload(staging_, pool_.stream());
+    for (Step::Slice& slice : step.slices) slice.at = at + slice.at * static_cast<std::int64_t>(sizeof(FoldedRow));
+  }
+  step_ = std::move(step);
+}
+
+ReadCounts DeviceFolds::view(const FoldedReading& reading) {
+  const c10::DeviceGuard guard(torch_device(pool_.device()));
+  require_no_capture("view");
+  prepare(reading);
+  const Stream stream = pool_.stream();
+  const Tensor& queries = reading.queries;
+  const auto width = static_cast<std::int64_t>(queries.element_size());
+  for (const Step::Slice& slice : step_.slices) {
+    const std::int64_t spans = step_.most_spans, heads = spec_.query_heads, of_heads = slice.tokens * heads,
+                       of_rows = std::int64_t{slice.tokens} * spec_.kv_heads;
+    MemoryAttentionArguments a;
+    a.rows = view_table_.there<FoldedRow>(slice.at) + std::int64_t{reading.index} * slice.rows;
+    a.count = slice.rows;
+    a.most_spans = step_.most_spans;
+    a.most_queries = slice.most_queries;
+    a.tokens = slice.tokens;
+    a.kv_heads = spec_.kv_heads;
+    a.group = spec_.group();
+    a.dim = spec_.key_dim;
+    a.store = element_of("factors", options_.store);
+    a.query = element_of("queries", queries.dtype());
+    a.scale = static_cast<float>(spec_.scale());
+    a.queries = static_cast<const std::byte*>(queries.bytes()) + slice.first * queries.stride(0) * width;
+    a.token_stride = queries.stride(0) * width;
+    a.head_stride = queries.stride(1) * width;
+    a.keeps_near = false;
+    a.mass = memory_.zoom.mass;
+    a.share = memory_.zoom.heads == ZoomOptions::Heads::group;
+    a.per_head = memory_.published_budget;
+    a.out = reading.attended.out.data<float>() + slice.first * heads * spec_.value_dim;
+    a.lse = reading.attended.log_sum_exp.data<float>() + slice.first * heads;
+    work_.begin();
+    a.marks = reinterpret_cast<std::uint8_t*>(work_.take(of_heads * spans));
+    a.opened = reinterpret_cast<std::int32_t*>(work_.take(of_rows * spans * 4));
+    a.opened_count = reinterpret_cast<std::int32_t*>(work_.take(of_rows * 4));
+    auto* const pieces =
+        reinterpret_cast<FarPiece*>(work_.take(slice.rows * spans * static_cast<std::int64_t>(sizeof(FarPiece))));
+    auto* const counts = reinterpret_cast<std::int32_t*>(work_.take(std::int64_t{slice.rows} * 4));
+    a.workspace = work_.take(memory_attention_workspace_bytes(a));
+    launch_memory_route(a, stream);
+    launch_memory_pieces(a, pieces, counts, stream);
+    launch_fetch({.pieces = pieces, .counts = counts, .lists = slice.rows, .stride = a.most_spans}, stream);
+    launch_memory_merge(a, stream);
+  }
+  return {};
+}
+
+}  // namespace kvkeep::cuda

@@ -1,0 +1,168 @@
+#pragma once
+/// The folded spans of a keeper on a device. The host knows how many spans every row has and how long they are; the
+/// rest is there. Factors are in page-locked memory, which kernels write and read over the bus.
+
+#include <array>
+#include <deque>
+#include <functional>
+#include <tuple>
+#include <utility>
+
+#include "event.h"
+#include "fold.h"
+#include "kvkeep/policy/folded_memory.h"
+#include "memory_attention.h"
+
+namespace kvkeep::cuda {
+
+/// Why folded spans cannot be kept like that on a device, one sentence each.
+[[nodiscard]] std::vector<std::string> memory_problems(const MemoryOptions& memory, const ModelSpec& spec,
+                                                       bool own_store, Device device);
+
+/// Why an event cannot fold like that on a device, one sentence each.
+[[nodiscard]] std::vector<std::string> fold_problems(const Demand& demand, const ModelSpec& spec, Device device);
+
+/// Rooms of a store that kernels may still use: each goes back once all streams of the pool have passed the point at
+/// which nobody on the host needed it any more.
+class LeavingRooms {
+ public:
+  explicit LeavingRooms(DevicePool& pool) : pool_(pool) {}
+  ~LeavingRooms();
+  LeavingRooms(const LeavingRooms&) = delete;
+  LeavingRooms& operator=(const LeavingRooms&) = delete;
+
+  void add(std::vector<std::unique_ptr<FarRoom>> rooms) noexcept;
+  /// Gives back those that the device has passed. Does not wait.
+  void sweep();
+
+ private:
+  struct Leaving {
+    std::vector<std::unique_ptr<FarRoom>> rooms;
+    std::vector<std::unique_ptr<StreamMark>> marks = {};
+    bool marked = false;  ///< false: not yet, since a stream was being captured
+  };
+  void mark(Leaving& leaving) const;
+  DevicePool& pool_;
+  std::deque<Leaving> leaving_;  ///< in their order
+};
+
+/// Spans of one sequence on a device: arrays [rows, capacity], grown by half.
+class DeviceRows final : public FoldedRows {
+ public:
+  struct Count {
+    std::int32_t spans = 0;
+    std::int64_t tokens = 0;
+  };
+
+  DeviceRows(std::int32_t rows, std::int64_t dim, Dtype store, bool sketch, MachineMemory& memory,
+             LeavingRooms& leaving, std::uint64_t serial)
+      : counts_(static_cast<std::size_t>(rows)),
+        entry_(dim * element_size(store)),
+        words_(sketch ? KeySketch::words(dim) : 0),
+        serial_(serial),
+        memory_(memory),
+        leaving_(leaving) {}
+  ~DeviceRows() override { leaving_.add(std::move(rooms_)); }
+  DeviceRows(const DeviceRows&) = delete;
+  DeviceRows& operator=(const DeviceRows&) = delete;
+
+  [[nodiscard]] std::int64_t spans(std::int32_t row) const override { return count(row).spans; }
+  [[nodiscard]] FoldedState state() const override;
+  [[nodiscard]] std::span<SpanRow> host_rows() override { return {}; }
+
+  [[nodiscard]] const Count& count(std::int32_t row) const { return counts_[static_cast<std::size_t>(row)]; }
+  [[nodiscard]] std::int32_t most_spans() const;
+  /// Differs between all sequences of a keeper, and from event to event.
+  [[nodiscard]] std::pair<std::uint64_t, std::uint64_t> version() const { return {serial_, version_}; }
+
+  /// Room for rows of so many spans and tokens. Changes nothing visible.
+  void reserve(std::int32_t spans, std::int64_t tokens);
+  /// Where the next spans of a row go; after reserve().
+  void describe_end(std::int32_t row, FoldingRow& out) const;
+  /// The spans of a row, as attention reads them.
+  void describe(std::int32_t row, FoldedRow& out) const;
+  /// Makes room for keep(), which then does not fail.
+  void reserve_room() { rooms_.reserve(rooms_.size() + 1); }
+  void add(std::int32_t row, const Count& more) noexcept;
+  void keep(std::unique_ptr<FarRoom> room) noexcept;
+
+ private:
+  /// One array: `bytes` for each span, or for each block of tokens.
+  struct Array {
+    DeviceMemory memory = {};
+    std::int64_t bytes = 0;
+  };
+  void grow(std::int64_t& capacity, std::int64_t wanted, std::span<Array> arrays);
+  [[nodiscard]] std::byte* at(const Array& array, std::int64_t capacity, std::int32_t row, std::int64_t i) const {
+    return static_cast<std::byte*>(array.memory.get()) + (row * capacity + i) * array.bytes;
+  }
+
+  std::vector<Count> counts_;
+  std::int64_t entry_, words_;  ///< bytes of a coarse entry; words of a sketched key, 0: none
+  std::uint64_t serial_, version_ = 0;
+  MachineMemory& memory_;
+  LeavingRooms& leaving_;
+  std::int64_t span_room_ = 0, block_room_ = 0;  ///< of every row: spans; blocks of tokens
+  enum : std::uint8_t { kTable, kCoarseKeys, kCoarseValues, kLogLength, kFar, kOfSpans };
+  std::array<Array, kOfSpans> of_spans_ = {{{.bytes = sizeof(MemorySpan)},
+                                            {.bytes = entry_},
+                                            {.bytes = entry_},
+                                            {.bytes = sizeof(float)},
+                                            {.bytes = sizeof(const std::byte*)}}};
+  enum : std::uint8_t { kSigns, kSizes, kOfBlocks };
+  std::array<Array, kOfBlocks> of_blocks_ = {
+      {{.bytes = KeySketch::kBlock * words_ * 4}, {.bytes = KeySketch::kBlock * 2}}};
+  std::vector<std::unique_ptr<FarRoom>> rooms_;
+  std::int64_t far_bytes_ = 0;
+};
+
+class DeviceFolds final : public FoldedMemory {
+ public:
+  /// require_newest: throws for a decision whose tables are gone.
+  DeviceFolds(const ModelSpec& spec, const MemoryOptions& memory, DevicePool& pool, MachineMemory& machine,
+              Staging& staging, std::function<void(const Decision&)> require_newest);
+
+  [[nodiscard]] std::unique_ptr<FoldedRows> rows(std::int32_t count) override;
+  [[nodiscard]] std::unique_ptr<Folding> fold(const RowTable& table, const Decision& decision,
+                                              std::span<const FoldTarget> targets) override;
+  ReadCounts view(const FoldedReading& reading) override;
+  [[nodiscard]] FarStore& far_store() override { return *far_; }
+  [[nodiscard]] const FactorCache* factor_cache() const override { return nullptr; }
+
+ private:
+  /// What readers read in every layer of a step: how their tokens are cut, and the table of rows, on the device.
+  struct Step {
+    using Reader = std::tuple<std::pair<std::uint64_t, std::uint64_t>, std::int64_t, std::int32_t, std::int32_t>;
+    std::vector<Reader> readers;  ///< of which it is
+    struct Slice {
+      std::int32_t first = 0, tokens = 0;  ///< of the step
+      std::int32_t rows = 0;               ///< of every layer
+      std::int32_t most_queries = 0;       ///< of a row
+      std::int64_t at = 0;                 ///< of FoldedRow [layers, rows] in the table
+    };
+    std::vector<Slice> slices;
+    std::int32_t most_spans = 0;
+  };
+  void require_no_capture(const char* operation) const;
+  void launch_folds(const FoldArguments& all, std::int32_t spans, std::int64_t longest, Element values, Stream stream);
+  void prepare(const FoldedReading& reading);
+  void place_near(std::int64_t bytes);
+
+  const ModelSpec spec_;
+  const MemoryOptions& memory_;
+  const FactorOptions options_;
+  DevicePool& pool_;
+  MachineMemory& machine_;
+  Staging& staging_;
+  std::function<void(const Decision&)> require_newest_;
+  std::shared_ptr<FarStore> far_;
+  LeavingRooms leaving_;
+  EventMemory work_;  ///< of one event, or of one layer that is read
+  Table fold_table_, view_table_;
+  std::uint64_t serial_ = 0;
+  Step step_;
+  DeviceMemory near_;  ///< arenas of a layer's rows, then the addresses of their blobs
+  std::int64_t near_room_ = 0;
+};
+
+}  // namespace kvkeep::cuda

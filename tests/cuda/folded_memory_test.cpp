@@ -1,0 +1,301 @@
+// Policies that fold on a device: a keeper there keeps and folds the slots that a keeper on the CPU does, and attention
+// reads of them what it reads there.
+
+#include <ATen/ops/zeros_like.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "captured_graph.h"
+#include "device.h"
+#include "folding_engine.h"
+#include "fresh_accelerator.h"
+#include "message_of.h"
+
+#if defined(KVKEEP_CUDA_MODEL)
+#include "device_folds.h"
+#endif
+
+namespace kvkeep::cuda::folded_memory_test {
+namespace {
+
+using testing::FoldingEngine;
+using testing::message_of;
+using DeviceFolds = OnDevice;
+
+const std::string kTova = "tova,budget=32,interval=8,recent=8,rest=fold,memory.max_span=16";
+const std::string kExact = ",memory.max_rank=64,memory.rank=max,memory.mass=0";
+
+struct Engines {
+  explicit Engines(const std::string& policy, std::int32_t places = 1, std::int32_t page_size = 0,
+                   Dtype dtype = Dtype::f32)
+      : cpu(policy, places, page_size, dtype), device(policy, places, page_size, dtype, nullptr, fresh_accelerator()) {}
+
+  void join(SequenceId id) { cpu.join(id), device.join(id); }
+  void leave(SequenceId id) { cpu.leave(id), device.leave(id); }
+
+  /// The same step to both; what attention gives may be so far apart.
+  void step(const std::vector<std::pair<SequenceId, std::int32_t>>& work, double tolerance) {
+    const Report a = cpu.step(work), b = device.step(work);
+    ASSERT_EQ(a.slots_folded, b.slots_folded);
+    ASSERT_EQ(a.slots_dropped, b.slots_dropped);
+    ASSERT_LE(a.far_bytes, b.far_bytes);
+    folds += b.slots_folded > 0 ? 1 : 0;
+    for (std::size_t l = 0; l < cpu.outputs.size(); ++l)
+      ASSERT_LE(testing::apart(cpu.outputs[l], device.outputs[l]), tolerance) << "layer " << l;
+    for (const auto& [id, tokens] : work) {
+      for (std::int32_t l = 0; l < FoldingEngine::kLayers; ++l)
+        for (std::int32_t h = 0; h < FoldingEngine::kHeads; ++h) {
+          const auto x = cpu.keeper.positions(id, l, h), y = device.keeper.positions(id, l, h);
+          ASSERT_TRUE(std::ranges::equal(x, y)) << "sequence " << id << ", layer " << l << ", head " << h;
+        }
+      const FoldedState x = cpu.keeper.folded(id), y = device.keeper.folded(id);
+      ASSERT_EQ(x.spans, y.spans);
+      ASSERT_EQ(x.tokens, y.tokens);
+      ASSERT_EQ(x.near_bytes, y.near_bytes);
+      ASSERT_LE(x.far_bytes, y.far_bytes);
+    }
+  }
+
+  FoldingEngine cpu, device;
+  std::int64_t folds = 0;
+};
+
+TEST_F(DeviceFolds, GiveExactAttentionWhereEverySpanIsOpenedAtFullRank) {
+  for (const std::int32_t page_size : {0, 4})
+    for (const char* centred : {"", ",memory.centred=always"}) {
+      SCOPED_TRACE(text("pages of ", page_size, centred));
+      FoldingEngine engine(kTova + kExact + centred, 1, page_size, Dtype::f32, nullptr, fresh_accelerator());
+      engine.join(1);
+      engine.step({{1, 90}});
+      std::int64_t folds = 0;
+      for (int i = 0; i < 40; ++i) {
+        folds += engine.step({{1, 1}}).slots_folded > 0 ? 1 : 0;
+        ASSERT_LT(engine.error(), 1e-4) << "step " << i;
+      }
+      EXPECT_GE(folds, 4);
+      engine.step({{1, 5}});  // several tokens in one step: every one sees all spans, and those before it
+      EXPECT_LT(engine.error(), 1e-4);
+    }
+}
+
+TEST_F(DeviceFolds, AreReadAsOnTheCpu) {
+  const std::string reach = ",memory.reach=48", rank = ",memory.rank=max,memory.max_rank=3";
+  for (const std::string& options :
+       {std::string(), rank, std::string(",memory.sketch=false"), std::string(",memory.mass=1"), rank + reach,
+        ",memory.zoom_heads=group" + rank + reach, ",memory.near_bytes=0" + rank, ",memory.near_bytes=600" + rank}) {
+    SCOPED_TRACE(options);
+    Engines both(kTova + options);
+    both.join(1);
+    ASSERT_NO_FATAL_FAILURE(both.step({{1, 80}}, 1e-5));
+    for (int i = 0; i < 26; ++i) ASSERT_NO_FATAL_FAILURE(both.step({{1, i % 5 == 0 ? 3 : 1}}, 2e-3)) << "step " << i;
+    EXPECT_GE(both.folds, 3);
+  }
+}
+
+TEST_F(DeviceFolds, AreThoseOfEachSequenceWhateverElseIsInTheBatch) {
+  for (const std::int32_t page_size : {0, 4}) {
+    SCOPED_TRACE(text("pages of ", page_size));
+    Engines both(kTova + ",memory.rank=max,memory.max_rank=3", 3, page_size);
+    for (const SequenceId id : {1, 2, 3}) both.join(id);
+    ASSERT_NO_FATAL_FAILURE(both.step({{1, 40}, {2, 80}, {3, 7}}, 1e-5));
+    for (int i = 0; i < 14; ++i) ASSERT_NO_FATAL_FAILURE(both.step({{3, 1}, {2, 1}, {1, 2}}, 2e-3)) << "step " << i;
+    both.leave(2);
+    both.join(4);  // in its place, and with a prompt that comes beside decoding
+    ASSERT_NO_FATAL_FAILURE(both.step({{1, 1}, {4, 60}, {3, 4}}, 2e-3));
+    for (int i = 0; i < 10; ++i) ASSERT_NO_FATAL_FAILURE(both.step({{4, 2}, {1, 1}}, 2e-3)) << "step " << i;
+    ASSERT_NO_FATAL_FAILURE(both.step({{3, 30}, {4, 1}}, 2e-3));
+    EXPECT_GE(both.folds, 6);
+  }
+}
+
+TEST_F(DeviceFolds, AreReadInHalfWidth) {
+  for (const char* store : {"f32", "bf16"}) {
+    Engines both(kTova + ",memory.rank=max,memory.max_rank=3,memory.store=" + store, 1, 0, Dtype::bf16);
+    both.join(1);
+    ASSERT_NO_FATAL_FAILURE(both.step({{1, 80}}, 1e-5));
+    for (int i = 0; i < 18; ++i) ASSERT_NO_FATAL_FAILURE(both.step({{1, 1}}, 3e-2)) << "step " << i;
+    EXPECT_GE(both.folds, 3);
+  }
+}
+
+TEST_F(DeviceFolds, FollowEveryAllocatorWithoutSegments) {
+  for (const char* policy :
+       {"snapkv,budget=32,interval=8,window=8,rest=fold", "chunkkv-tova,budget=32,interval=8,chunk=5,rest=fold",
+        "pyramidkv-knorm,budget=32,interval=8,recent=4,rest=fold", "tova,budget=32,interval=8,share=union,rest=fold"}) {
+    SCOPED_TRACE(policy);
+    Engines both(std::string(policy) + ",memory.rank=max,memory.max_rank=3");
+    both.join(1);
+    ASSERT_NO_FATAL_FAILURE(both.step({{1, 70}}, 1e-5));
+    for (int i = 0; i < 18; ++i) ASSERT_NO_FATAL_FAILURE(both.step({{1, 1}}, 2e-3)) << "step " << i;
+    EXPECT_GE(both.folds, 2);
+  }
+}
+
+TEST_F(DeviceFolds, StayWhenTokensAreTakenBack) {
+  Engines both(kTova + kExact);
+  both.join(1);
+  ASSERT_NO_FATAL_FAILURE(both.step({{1, 80}}, 1e-5));
+  std::int64_t taken = 0;
+  for (int i = 0; i < 24; ++i) {
+    const std::int64_t folded = both.folds;
+    ASSERT_NO_FATAL_FAILURE(both.step({{1, 3}}, 2e-3)) << "step " << i;
+    if (both.folds > folded || i % 2 != 0) continue;
+    for (FoldingEngine* engine : {&both.cpu, &both.device}) {
+      engine->keeper.truncate(1, engine->keeper.logical_length(1) - 2);
+      auto& s = engine->living.at(1);
+      for (std::int32_t& length : s.lengths) length -= 2;
+      const auto tokens = static_cast<std::size_t>(engine->keeper.logical_length(1)) * FoldingEngine::kLayers;
+      s.surprisal.resize(tokens / FoldingEngine::kLayers);
+      s.keys.resize(tokens * FoldingEngine::kHeads * FoldingEngine::kDim), s.values.resize(s.keys.size());
+      s.queries.resize(tokens * FoldingEngine::kQueryHeads * FoldingEngine::kDim);
+    }
+    ++taken;
+  }
+  EXPECT_GE(taken, 3);
+  EXPECT_GE(both.folds, 4);
+  EXPECT_LT(both.device.error(), 1e-4);
+}
+
+/// Nothing that was launched may need what the host has changed since.
+TEST_F(DeviceFolds, AreTheSameWhenTheDeviceIsFarBehind) {
+#if defined(KVKEEP_CUDA_MODEL)
+  Engines both(kTova + ",memory.rank=max,memory.max_rank=3", 3);
+  both.device.hold = model::hold_streams;
+  for (const SequenceId id : {1, 2, 3}) both.join(id);
+  ASSERT_NO_FATAL_FAILURE(both.step({{1, 40}, {2, 80}, {3, 7}}, 1e-5));
+  for (int i = 0; i < 14; ++i) ASSERT_NO_FATAL_FAILURE(both.step({{3, 1}, {2, 1}, {1, 2}}, 2e-3)) << "step " << i;
+  EXPECT_GE(both.folds, 3);
+#else
+  GTEST_SKIP() << "a GPU cannot be held";
+#endif
+}
+
+#if defined(KVKEEP_CUDA_MODEL)
+TEST_F(DeviceFolds, LeaveRoomThatTheDeviceMayStillUse) {
+  DevicePool pool({});
+  const Stream stream = pool.stream();
+  const auto store = FarStore::make();
+  LeavingRooms leaving(pool);
+  const auto leave = [&](std::int64_t bytes) {
+    std::vector<std::unique_ptr<FarRoom>> rooms;
+    rooms.push_back(store->room(bytes));
+    leaving.add(std::move(rooms));
+  };
+  model::hold_streams(true);
+  leave(640);
+  leaving.sweep();
+  EXPECT_EQ(store->host_bytes(), 640) << "the stream has not got there";
+  expect(cudaStreamSynchronize(stream));
+  leave(128);
+  leaving.sweep();
+  EXPECT_EQ(store->host_bytes(), 128);
+  model::hold_streams(false);
+  leaving.sweep();
+  EXPECT_EQ(store->host_bytes(), 0);
+}
+#endif
+
+TEST_F(DeviceFolds, AreNeitherMadeNorReadInACapture) {
+  const c10::Device there = torch_device(fresh_accelerator()->device());
+  const c10::Stream side = side_stream(there);
+  const c10::StreamGuard guard(side);
+  FoldingEngine engine(kTova, 1, 0, Dtype::f32, nullptr, fresh_accelerator());
+  engine.join(1);
+  engine.step({{1, 90}});
+  engine.step({{1, 1}});
+  const std::vector<SequenceId> ids{1};
+  const std::vector<std::int32_t> indptr{0, 1};
+  const at::Tensor q = at::zeros({1, 4, 16}, at::TensorOptions(there)), out = at::zeros_like(q),
+                   lse = at::zeros({1, 4}, at::TensorOptions(there));
+  std::string said;
+  const CapturedGraph graph(side, [&] {
+    said = message_of<StateError>([&] {
+      engine.keeper.view({.layer = 0, .sequences = ids, .indptr = indptr, .queries = q, .basis = QueryBasis::post_rope},
+                         {out, lse});
+    });
+  });
+  EXPECT_NE(said.find("view: the stream is being captured"), std::string::npos) << said;
+}
+
+TEST_F(DeviceFolds, CountRoomOfFactorsAndGiveItBack) {
+  FoldingEngine engine(kTova, 2, 0, Dtype::f32, nullptr, fresh_accelerator());
+  engine.join(1), engine.join(2);
+  engine.step({{1, 90}, {2, 50}});
+  for (int i = 0; i < 12; ++i) engine.step({{1, 1}, {2, 1}});
+  const FarStore& far = *engine.keeper.far_store();
+  EXPECT_GT(engine.keeper.folded(1).far_bytes, 0);
+  EXPECT_EQ(far.host_bytes(), engine.keeper.folded(1).far_bytes + engine.keeper.folded(2).far_bytes);
+  EXPECT_EQ(engine.keeper.folded(1).disk_bytes, 0);
+  EXPECT_EQ(engine.keeper.factor_cache(), nullptr);
+  EXPECT_EQ(engine.keeper.totals().reads.queries, 0) << "known to the device alone";
+  engine.leave(1);
+  for (int i = 0; i < 10; ++i) engine.step({{2, 1}});  // the next event finds that the device has passed the end
+  EXPECT_EQ(far.host_bytes(), engine.keeper.folded(2).far_bytes);
+}
+
+TEST_F(DeviceFolds, RefuseAFullStoreBeforeAnythingMoves) {
+  FoldingEngine engine(kTova + ",memory.host_bytes=40000", 1, 0, Dtype::f32, nullptr, fresh_accelerator());
+  engine.join(1);
+  engine.step({{1, 90}});
+  const FoldedState before = engine.keeper.folded(1);
+  std::string said;
+  for (int i = 0; i < 60 && said.empty(); ++i) try {
+      engine.step({{1, 1}});
+    } catch (const StateError& full) {
+      said = full.what();
+    }
+  EXPECT_NE(said.find("far store: no room"), std::string::npos) << said;
+  EXPECT_GE(engine.keeper.folded(1).spans, before.spans);
+  EXPECT_EQ(engine.keeper.folded(1).far_bytes, engine.keeper.far_store()->host_bytes());
+  EXPECT_EQ(engine.keeper.folded(1).tokens / (FoldingEngine::kLayers * FoldingEngine::kHeads) +
+                engine.keeper.physical_length(1, 0, 0),
+            engine.keeper.logical_length(1))
+      << "no slot has left";
+}
+
+/// What the CPU refuses, a device cannot see: it stays visible in what attention gives.
+TEST_F(DeviceFolds, GiveWhatIsNoNumberToAttention) {
+  FoldingEngine engine("streaming,budget=32,interval=8,recent=8,rest=fold", 1, 0, Dtype::f32, nullptr,
+                       fresh_accelerator());
+  engine.join(1);
+  engine.step({{1, 10}});
+  engine.poison = std::nanf("");
+  engine.step({{1, 3}});
+  engine.poison = 0;
+  std::vector<float>& keys = engine.living.at(1).keys;
+  keys[keys.size() - FoldingEngine::kDim] = 0;  // only the cache still has it
+  for (int i = 0; i < 40; ++i) engine.step({{1, 1}});
+  const auto held = engine.keeper.positions(1, 1, 1);
+  ASSERT_FALSE(std::ranges::binary_search(held, 10) || std::ranges::binary_search(held, 12)) << "it has folded";
+  EXPECT_TRUE(std::isnan(engine.outputs[1][0][3][0].item<float>()));
+  EXPECT_FALSE(std::isnan(engine.outputs[1][0][1][0].item<float>())) << "of another head";
+}
+
+TEST_F(DeviceFolds, RefuseByNameWhatHasNoKernel) {
+  const auto said = [](const std::string& policy, std::shared_ptr<FarStore> far = nullptr) {
+    return message_of<InvalidArgument>(
+        [&] { FoldingEngine(policy, 1, 0, Dtype::f32, std::move(far), fresh_accelerator()); });
+  };
+  EXPECT_NE(
+      said("ams-tova,budget=32,interval=8,window=4,recent=8,rest=fold").find("rest: fold over ams-tova cuts spans"),
+      std::string::npos);
+  EXPECT_NE(said("adakv-tova,budget=32,interval=8,rest=fold").find("the scores decide how many slots fold"),
+            std::string::npos);
+  EXPECT_NE(said("sekv,recent=12,interval=8").find("sekv has no kernels"), std::string::npos);
+  EXPECT_NE(said(kTova + ",memory.zoom=coverage").find("zoom=coverage has no kernel"), std::string::npos);
+  EXPECT_NE(said(kTova + ",memory.file=/tmp/kvkeep_device_folds").find("do not go into a file"), std::string::npos);
+  EXPECT_NE(said(kTova, FarStore::make()).find("far_store: kernels cannot read"), std::string::npos);
+}
+
+TEST_F(DeviceFolds, StayOnTheDevice) {
+  FoldingEngine engine(kTova, 1, 0, Dtype::f32, nullptr, fresh_accelerator());
+  engine.join(1);
+  engine.step({{1, 90}});
+  EXPECT_NE(message_of<Unsupported>([&] { static_cast<void>(engine.keeper.spans(1, 0, 0)); }).find("are not read back"),
+            std::string::npos);
+  EXPECT_THROW(engine.keeper.save(1, "/tmp/kvkeep_device_folds.state"), Unsupported);
+}
+
+}  // namespace
+}  // namespace kvkeep::cuda::folded_memory_test
