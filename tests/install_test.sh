@@ -56,9 +56,8 @@ fi
 if command -v pkg-config > /dev/null; then
   pc="$(find "$prefix" -name kvkeep.pc -printf '%h')"
   flags="$(PKG_CONFIG_PATH="$pc" pkg-config --cflags --libs kvkeep)" || fail "pkg-config does not find kvkeep"
-  libraries="$(PKG_CONFIG_PATH="$pc" pkg-config --variable=libdir kvkeep)"
   # pkg-config escapes the space of the prefix for a shell.
-  eval "${CC:-cc} -std=c99 '$source_dir/tests/c/engine.c' -o '$scratch/engine' $flags '-Wl,-rpath,$libraries'" || fail "an engine in C does not build with pkg-config"
+  eval "${CC:-cc} -std=c99 '$source_dir/tests/c/engine.c' -o '$scratch/engine' $flags '-Wl,-rpath,${pc%/*}'" || fail "an engine in C does not build with pkg-config"
   env -u LD_LIBRARY_PATH "$scratch/engine" || fail "an engine in C does not run"
 else
   echo "install test: there is no pkg-config here, so kvkeep.pc was not tried"

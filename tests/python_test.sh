@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the Python package as a wheel, installs it into a fresh environment and runs tests/python there, with the torch
 # of .venv (or of python3) and the newest transformers; then an engine in C over the library inside the package.
-# Ends with 77 (skipped) where pip cannot load what it builds and tests with.
+# Ends with 77 (skipped) where no Python has torch, and where pip cannot load what it builds and tests with.
 #
 #   tests/python_test.sh [TORCH_FOLDER]   the site-packages that have torch, .venv's unless given
 set -euo pipefail
@@ -18,7 +18,11 @@ fail() {
 
 python=python3
 if [[ -x "$source_dir/.venv/bin/python" ]]; then python="$source_dir/.venv/bin/python"; fi
-torch="${1:-$("$python" -c 'import importlib.util, pathlib; print(pathlib.Path(importlib.util.find_spec("torch").origin).parents[1])')}"
+torch="${1:-$("$python" -c 'import importlib.util, pathlib; found = importlib.util.find_spec("torch"); print(pathlib.Path(found.origin).parents[1] if found else "")')}"
+if [[ -z "$torch" ]]; then
+  echo "python test: skipped, since $python has no torch"
+  exit 77
+fi
 "$python" -m venv "$scratch/venv"
 own="$scratch/venv/bin/python"
 echo "$torch" > "$("$own" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/torch_here.pth"
