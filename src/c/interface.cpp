@@ -102,9 +102,11 @@ void give_back(T known, T* to) {
   std::memcpy(to, &known, std::min(to->size, sizeof(T)));
 }
 
-void check_result(const std::size_t* size, const char* what) {
-  if (size != nullptr)
-    KVKEEP_REQUIRE(*size >= sizeof(std::size_t), what, ": size is ", *size, "; allowed sizeof of the struct");
+template <class T>
+void check_report(const T* report) {
+  if (report != nullptr)
+    KVKEEP_REQUIRE(report->size >= sizeof(std::size_t), "report: size is ", report->size,
+                   "; allowed sizeof of the struct");
 }
 
 template <class T>
@@ -262,8 +264,7 @@ LayerKv layer_of(const kvkeep_layer_cache& layer) {
                  value_scales};
 }
 
-CacheView view_of(const kvkeep_cache* cache, Pages& pages, const ModelSpec& spec) {
-  const kvkeep_cache c = given(cache, "cache");
+CacheView view_of(const kvkeep_cache& c, Pages& pages, const ModelSpec& spec) {
   KVKEEP_REQUIRE(c.rows_per_sequence == 1 || c.rows_per_sequence == spec.num_layers() * spec.kv_heads,
                  "cache: rows_per_sequence is ", c.rows_per_sequence,
                  "; allowed 1, or layers times KV heads: ", spec.num_layers() * spec.kv_heads);
@@ -282,17 +283,11 @@ CacheView view_of(const kvkeep_cache* cache, Pages& pages, const ModelSpec& spec
 
 /// The view of a call. The pages' functions live as long as it.
 struct View {
-  View(const kvkeep_cache* cache, const ModelSpec& spec)
-      : pages(given(cache, "cache").pages), view(view_of(cache, pages, spec)) {}
+  View(const kvkeep_cache* cache, const ModelSpec& spec) : View(given(cache, "cache"), spec) {}
+  View(const kvkeep_cache& cache, const ModelSpec& spec) : pages(cache.pages), view(view_of(cache, pages, spec)) {}
   Pages pages;
   CacheView view;
 };
-
-/// An event, complete: where a device's scores decide how many slots stay, once the host has their numbers.
-Report applied(kvkeep_keeper& k, const Plan& plan, const View& view) {
-  Report event = k.keeper.apply(plan, view.view);
-  return event.pending ? k.keeper.finish(view.view) : event;
-}
 
 /// Room for the results of an event, so that nothing fails once it has happened.
 void make_room(kvkeep_keeper& k, std::size_t cuts, std::size_t unscored, std::size_t prompts) {
@@ -343,6 +338,14 @@ kvkeep_report report_of_event(kvkeep_keeper& k, Report event) noexcept {
   report.bytes_moved = event.bytes_moved;
   report.pages_freed = event.pages_freed;
   return report;
+}
+
+/// Does what a plan says, completely: where a device's scores decide how many slots stay, it waits for their numbers.
+void carry_out(kvkeep_keeper& k, const Plan& plan, const CacheView& view, kvkeep_report* report) {
+  make_room(k, plan.cuts.size(), plan.unscored.size(), 0);
+  Report event = k.keeper.apply(plan, view);
+  if (event.pending) event = k.keeper.finish(view);
+  if (report != nullptr) give_back(report_of_event(k, std::move(event)), report);
 }
 
 }  // namespace
@@ -448,19 +451,16 @@ kvkeep_status kvkeep_view(kvkeep_keeper* keeper, const kvkeep_observation* obser
 kvkeep_status kvkeep_step(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report) {
   return guarded([&] {
     kvkeep_keeper& k = required(keeper, "keeper");
-    check_result(report == nullptr ? nullptr : &report->size, "report");
+    check_report(report);
     const View view(cache, k.keeper.spec());
-    const Plan plan = k.keeper.plan(view.view);
-    make_room(k, plan.cuts.size(), plan.unscored.size(), 0);
-    Report event = applied(k, plan, view);
-    if (report != nullptr) give_back(report_of_event(k, std::move(event)), report);
+    carry_out(k, k.keeper.plan(view.view), view.view, report);
   });
 }
 
 kvkeep_status kvkeep_plan(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report) {
   return guarded([&] {
     kvkeep_keeper& k = required(keeper, "keeper");
-    check_result(report == nullptr ? nullptr : &report->size, "report");
+    check_report(report);
     const View view(cache, k.keeper.spec());
     k.plan.reset();
     Plan plan = k.keeper.plan(view.view);
@@ -474,13 +474,11 @@ kvkeep_status kvkeep_plan(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvke
 kvkeep_status kvkeep_apply(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report) {
   return guarded([&] {
     kvkeep_keeper& k = required(keeper, "keeper");
-    check_result(report == nullptr ? nullptr : &report->size, "report");
+    check_report(report);
     KVKEEP_REQUIRE_AS(StateError, k.plan.has_value(), "apply: there is no plan; allowed after plan(), once");
     const View view(cache, k.keeper.spec());
-    make_room(k, k.plan->cuts.size(), k.plan->unscored.size(), 0);
-    Report event = applied(k, *k.plan, view);
+    carry_out(k, *k.plan, view.view, report);
     k.plan.reset();
-    if (report != nullptr) give_back(report_of_event(k, std::move(event)), report);
   });
 }
 
@@ -488,7 +486,7 @@ kvkeep_status kvkeep_narrow(kvkeep_keeper* keeper, const kvkeep_observation* obs
                             kvkeep_layer_report* report) {
   return guarded([&] {
     kvkeep_keeper& k = required(keeper, "keeper");
-    check_result(report == nullptr ? nullptr : &report->size, "report");
+    check_report(report);
     const View view(cache, k.keeper.spec());
     const Observation seen = observation_of(observation);
     make_room(k, 0, 0, seen.sequences.size());

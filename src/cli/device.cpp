@@ -28,12 +28,11 @@ void DeviceOptions::add(CLI::App& app) {
       ->option_text("cpu|cuda:N [cpu]");
 }
 
-DeviceOptions::Place DeviceOptions::find() const {
-  if (name == "cpu") return {Device{}, nullptr};
+std::shared_ptr<Machine> DeviceOptions::accelerator() const {
+  if (name == "cpu") return nullptr;
   const int gpu = gpu_of(name);
 #ifdef KVKEEP_CLI_CUDA
-  const std::shared_ptr<Machine> accelerator = cuda::accelerator(gpu);
-  return {accelerator->device(), accelerator};
+  return cuda::accelerator(gpu);
 #else
   refuse<Unsupported>(
       "--device: this kvkeep was built without CUDA (nvcc was not found, or KVKEEP_CUDA=OFF); given cuda:", gpu,

@@ -5,7 +5,6 @@
 #include <memory>
 #include <string>
 
-#include "kvkeep/core/tensor.h"
 #include "kvkeep/policy/machine.h"
 
 namespace kvkeep::cli {
@@ -14,15 +13,9 @@ struct DeviceOptions {
   std::string name = "cpu";
   void add(CLI::App& app);
 
-  struct Place {
-    Device device;
-    std::shared_ptr<Machine> accelerator;  // null: the CPU
-  };
-  // Throws: InvalidArgument for an unknown name; Unsupported for CUDA in a build without it; DeviceError for a GPU
-  // that does not exist.
-  [[nodiscard]] Place find() const;
-  // A new one for each generator; null: the CPU.
-  [[nodiscard]] std::shared_ptr<Machine> accelerator() const { return find().accelerator; }
+  // A new one each time, since every generator needs its own; null: the CPU. Throws: InvalidArgument for an unknown
+  // name; Unsupported for CUDA in a build without it; DeviceError for a GPU that does not exist.
+  [[nodiscard]] std::shared_ptr<Machine> accelerator() const;
 };
 
 }  // namespace kvkeep::cli

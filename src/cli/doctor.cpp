@@ -96,7 +96,7 @@ Finding cuda_finding() {
 #ifdef KVKEEP_CLI_CUDA
   if (!card) return {"CUDA", "kernels are compiled in; " + driver};
   try {
-    static_cast<void>(DeviceOptions{"cuda:0"}.find());
+    static_cast<void>(DeviceOptions{"cuda:0"}.accelerator());
     return {"CUDA", "kernels are compiled in; they find cuda:0"};
   } catch (const std::exception& error) {  // the driver may be too old, or LibTorch may be without CUDA
     return {"CUDA", text("kernels are compiled in; ", driver, "; cuda:0 cannot be used: ", error.what()), false};

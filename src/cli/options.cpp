@@ -144,14 +144,15 @@ Dtype dtype_called(const std::string& name) {
 }
 
 lm::Decoder ModelOptions::open() const {
-  const DeviceOptions::Place place = device.find();  // a wrong one is refused before the weights are read
+  const std::shared_ptr<Machine> accelerator =
+      device.accelerator();  // a wrong one is refused before the weights are read
   set_threads(threads);
   lm::Decoder decoder =
       lm::Decoder::open(folder, weights.empty() ? std::nullopt : std::optional(dtype_called(weights)));
   // A step of a model that fits in a core's cache is over before a second thread wakes up.
   constexpr std::int64_t kSmall = std::int64_t{8} << 20;
   if (threads == 0 && decoder.bytes_per_step() < kSmall) set_threads(1);
-  if (place.accelerator != nullptr) decoder.to(place.device);
+  if (accelerator != nullptr) decoder.to(accelerator->device());
   return decoder;
 }
 

@@ -224,14 +224,9 @@ class CudaAccelerator final : public Machine, public MachineMemory {
   }
 
   void push_queries(std::span<const QueryArrival> arrivals, const QueryLayout& layout) override {
-    const c10::DeviceGuard guard(torch_device(device_));
-    for (; !arrivals.empty(); arrivals = arrivals.subspan(std::min<std::size_t>(kQueryArrivals, arrivals.size()))) {
-      PushQueriesArguments arguments;
-      arguments.count = static_cast<std::int32_t>(std::min<std::size_t>(kQueryArrivals, arrivals.size()));
-      std::copy_n(arrivals.begin(), arguments.count, arguments.arrivals);
-      arguments.layout = layout;
-      launch_push_queries(arguments, pool_.stream());
-    }
+    PushQueriesArguments arguments;
+    arguments.layout = layout;
+    push(launch_push_queries, arguments, arrivals);
   }
 
   void push_queries(const QueryPlace* places, std::int32_t tokens, const QueryLayout& layout,
@@ -243,26 +238,29 @@ class CudaAccelerator final : public Machine, public MachineMemory {
   [[nodiscard]] bool forms_moments() const override { return true; }
 
   void push_moments(std::span<const MomentsArrival> arrivals, const MomentsLayout& layout) override {
-    const c10::DeviceGuard guard(torch_device(device_));
-    for (; !arrivals.empty(); arrivals = arrivals.subspan(std::min<std::size_t>(kMomentsArrivals, arrivals.size()))) {
-      PushMomentsArguments arguments;
-      arguments.count = static_cast<std::int32_t>(std::min<std::size_t>(kMomentsArrivals, arrivals.size()));
-      std::copy_n(arrivals.begin(), arguments.count, arguments.arrivals);
-      arguments.element = element_of("queries", layout.dtype);
-      arguments.layout = layout;
-      launch_push_moments(arguments, pool_.stream());
-    }
+    PushMomentsArguments arguments;
+    arguments.element = element_of("queries", layout.dtype);
+    arguments.layout = layout;
+    push(launch_push_moments, arguments, arrivals);
   }
 
   void push_given(std::span<const GivenArrival> arrivals, const GivenLayout& layout) override {
+    PushGivenArguments arguments;
+    arguments.element = element_of("scores", layout.dtype);
+    arguments.token_stride = layout.token_stride;
+    push(launch_push_given, arguments, arrivals);
+  }
+
+  /// Launches as often as the arrivals do not fit the arguments of one launch.
+  template <class Arguments, class Arrival>
+  void push(void (*launcher)(const Arguments&, Stream), Arguments& arguments, std::span<const Arrival> arrivals) {
     const c10::DeviceGuard guard(torch_device(device_));
-    for (; !arrivals.empty(); arrivals = arrivals.subspan(std::min<std::size_t>(kGivenArrivals, arrivals.size()))) {
-      PushGivenArguments arguments;
-      arguments.count = static_cast<std::int32_t>(std::min<std::size_t>(kGivenArrivals, arrivals.size()));
-      std::copy_n(arrivals.begin(), arguments.count, arguments.arrivals);
-      arguments.element = element_of("scores", layout.dtype);
-      arguments.token_stride = layout.token_stride;
-      launch_push_given(arguments, pool_.stream());
+    while (!arrivals.empty()) {
+      const std::size_t count = std::min(std::size(arguments.arrivals), arrivals.size());
+      arguments.count = static_cast<std::int32_t>(count);
+      std::copy_n(arrivals.begin(), count, arguments.arrivals);
+      launcher(arguments, pool_.stream());
+      arrivals = arrivals.subspan(count);
     }
   }
 

@@ -238,6 +238,25 @@ TEST_F(Command, RefusesEveryGoldenCaseThatMustFail) {
 
 // ---- Results --------------------------------------------------------------------------------------------------------
 
+// Decodes 20 tokens of a sample under a policy that cuts it several times.
+Words generate_asked(const std::string& model, const Words& more) {
+  Words words{"generate",
+              "--model",
+              model,
+              "--task",
+              "ask",
+              "--seed",
+              "3",
+              "--length",
+              "96",
+              "--policy",
+              "tova,budget=24,interval=8",
+              "--max-new-tokens",
+              "20"};
+  words.insert(words.end(), more.begin(), more.end());
+  return words;
+}
+
 TEST_F(Command, GeneratesWithPinnedPositions) {
   const Words generate{"generate",
                        "--model",
@@ -272,8 +291,7 @@ TEST_F(Command, GeneratesWithPinnedPositions) {
 
 TEST_F(Command, GeneratesTheSameInPagesAsInADenseCache) {
   const auto in_pages = [&](const std::string& size) {
-    return run({"generate", "--model", model(), "--task", "ask", "--seed", "3", "--length", "96", "--policy",
-                "tova,budget=24,interval=8", "--max-new-tokens", "20", "-o", "json", "--quiet", "--page-size", size});
+    return run(generate_asked(model(), {"-o", "json", "--quiet", "--page-size", size}));
   };
   const Outcome dense = in_pages("0");
   ASSERT_EQ(dense.code, 0) << dense.err;
@@ -283,22 +301,7 @@ TEST_F(Command, GeneratesTheSameInPagesAsInADenseCache) {
 }
 
 TEST_F(Command, ShowsTheFirstOfSeveralCopies) {
-  Words words{"generate",
-              "--model",
-              model(),
-              "--task",
-              "ask",
-              "--seed",
-              "3",
-              "--length",
-              "96",
-              "--policy",
-              "tova,budget=24,interval=8",
-              "--max-new-tokens",
-              "20",
-              "-o",
-              "json",
-              "--quiet"};
+  Words words = generate_asked(model(), {"-o", "json", "--quiet"});
   const std::string alone = run(words).out;
   words.insert(words.end(), {"--copies", "3"});
   EXPECT_EQ(run(words).out, alone);
@@ -334,24 +337,7 @@ TEST_F(Command, GeneratesOnTheDeviceThatIsNamedAndSaysWhichItHasNot) {
 }
 
 TEST_F(Command, GeneratesTokensAndSaysWhatEveryLayerAndHeadKept) {
-  const Words words{"generate",
-                    "--model",
-                    model(),
-                    "--task",
-                    "ask",
-                    "--seed",
-                    "3",
-                    "--length",
-                    "96",
-                    "--policy",
-                    "tova,budget=24,interval=8",
-                    "--max-new-tokens",
-                    "20"};
-  const auto as = [&](const std::string& format) {
-    Words all = words;
-    all.insert(all.end(), {"-o", format, "--quiet"});
-    return run(all);
-  };
+  const auto as = [&](const std::string& format) { return run(generate_asked(model(), {"-o", format, "--quiet"})); };
   const Outcome outcome = as("json");
   ASSERT_EQ(outcome.code, 0) << outcome.err;
   EXPECT_EQ(outcome.err, "");

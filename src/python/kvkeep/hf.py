@@ -16,6 +16,7 @@ nothing had been dropped.
 
 import weakref
 from dataclasses import dataclass, field
+from inspect import signature, unwrap
 
 import numpy as np
 import torch
@@ -35,12 +36,21 @@ def _refuse(error, what):
     raise error(f"kvkeep.hf: {what}")
 
 
+def _plain_cache(model):
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+def _rows_of(cache):
+    """Of a cache under a policy; None: it is not."""
+    return next((layer.rows for layer in cache.layers if isinstance(layer, _KeptLayer)), None)
+
+
 def _spec(model):
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "attn_logit_softcapping", None):
         _refuse(Unsupported, "the model caps its attention logits (attn_logit_softcapping); allowed models that do not")
     sliding = []
-    for index, layer in enumerate(DynamicCache(config=config).layers):
+    for index, layer in enumerate(_plain_cache(model).layers):
         if type(layer) is DynamicSlidingWindowLayer:
             sliding.append((index, int(layer.sliding_window)))
         elif type(layer) is not DynamicLayer:
@@ -305,20 +315,20 @@ class attach:
 
     def cache(self):
         """An empty cache under the policy, for model(..., cache=...) or generate(cache=...)."""
-        return self._keep(DynamicCache(config=self.model.config.get_text_config(decoder=True)))
+        return self._keep(_plain_cache(self.model))
 
     def _keep(self, cache):
         if type(cache) is not DynamicCache or cache.offloading:
             _refuse(Unsupported, f"the cache is a {type(cache).__name__}; allowed DynamicCache, which generate() makes")
-        if any(isinstance(layer, _KeptLayer) for layer in cache.layers):
-            if next(layer for layer in cache.layers if isinstance(layer, _KeptLayer)).rows.owner is not self:
+        rows = _rows_of(cache)
+        if rows is not None:
+            if rows.owner is not self:
                 _refuse(InvalidArgument, "the cache is under another attach(); allowed one that this attach() made")
             return cache
         if cache.get_seq_length() > 0:
             _refuse(Unsupported, f"the cache holds {cache.get_seq_length()} tokens that kvkeep has not seen; allowed an empty one")
         rows = _Rows(self)
-        plain = DynamicCache(config=self.model.config.get_text_config(decoder=True)).layers
-        cache.layers = [_KeptLayer(rows, i) if i in rows.full else layer for i, layer in enumerate(plain)]
+        cache.layers = [_KeptLayer(rows, i) if i in rows.full else layer for i, layer in enumerate(_plain_cache(self.model).layers)]
         cache.layer_class_to_replicate = None
         weakref.finalize(cache, rows.forget)
         return cache
@@ -328,12 +338,10 @@ class attach:
         if name is None:
             if not kwargs.get("use_cache", getattr(module.config, "use_cache", False)):
                 return None
-            import inspect
-
-            name = next(n for n in _CACHE_NAMES if n in inspect.signature(inspect.unwrap(type(module).forward)).parameters)
-            kwargs[name] = DynamicCache(config=self.model.config.get_text_config(decoder=True))
+            name = next(n for n in _CACHE_NAMES if n in signature(unwrap(type(module).forward)).parameters)
+            kwargs[name] = _plain_cache(self.model)
         cache = kwargs[name] = self._keep(kwargs[name])
-        rows = next(layer for layer in cache.layers if isinstance(layer, _KeptLayer)).rows
+        rows = _rows_of(cache)
         mask = kwargs.get("attention_mask")
         rows.mask = mask.get("full_attention") if isinstance(mask, dict) else mask
         return args, kwargs
