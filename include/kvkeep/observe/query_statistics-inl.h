@@ -225,15 +225,16 @@ KVKEEP_INLINE QueryStatistics::Held QueryStatistics::held() const {
             .skipped = skipped_,
             .newest = std::vector<float>(static_cast<std::size_t>(pending_ * token_numbers()))};
   const MomentsView view = this->view();
-  std::vector<double> numbers(static_cast<std::size_t>(count_ > 0 ? heads_ * triangle() + token_numbers() : 0));
-  if (count_ > 0) memory_->read(numbers.data(), view.second, std::ssize(numbers) * 8);  // means follow
-  const double *second = numbers.data(), *mean = second + heads_ * triangle();
-  for (QueryMoments& m : held.heads) {
-    if (count_ == 0) break;
-    m.count = count_;
-    m.second.assign(second, second + triangle());
-    m.mean.assign(mean, mean + dim_);
-    second += triangle(), mean += dim_;
+  if (count_ > 0) {
+    std::vector<double> numbers(static_cast<std::size_t>(heads_ * triangle() + token_numbers()));
+    memory_->read(numbers.data(), view.second, std::ssize(numbers) * 8);  // means follow
+    const double *second = numbers.data(), *mean = second + heads_ * triangle();
+    for (QueryMoments& m : held.heads) {
+      m.count = count_;
+      m.second.assign(second, second + triangle());
+      m.mean.assign(mean, mean + dim_);
+      second += triangle(), mean += dim_;
+    }
   }
   const std::int64_t whole = std::min<std::int64_t>(pending_, kMomentRing - begin_), rest = pending_ - whole;
   if (whole > 0) memory_->read(held.newest.data(), newest(0), whole * token_numbers() * 4);
