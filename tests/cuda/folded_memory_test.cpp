@@ -14,6 +14,7 @@
 
 #if defined(KVKEEP_CUDA_MODEL)
 #include "device_folds.h"
+#include "held_memory.h"
 #endif
 
 namespace kvkeep::cuda::folded_memory_test {
@@ -161,7 +162,7 @@ TEST_F(DeviceFolds, StayWhenTokensAreTakenBack) {
 TEST_F(DeviceFolds, AreTheSameWhenTheDeviceIsFarBehind) {
 #if defined(KVKEEP_CUDA_MODEL)
   Engines both(kTova + ",memory.rank=max,memory.max_rank=3", 3);
-  both.device.hold = model::hold_streams;
+  both.device.hold = HeldMemory::hold_streams;
   for (const SequenceId id : {1, 2, 3}) both.join(id);
   ASSERT_NO_FATAL_FAILURE(both.step({{1, 40}, {2, 80}, {3, 7}}, 1e-5));
   for (int i = 0; i < 14; ++i) ASSERT_NO_FATAL_FAILURE(both.step({{3, 1}, {2, 1}, {1, 2}}, 2e-3)) << "step " << i;
