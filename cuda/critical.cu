@@ -55,7 +55,7 @@ __device__ SlotAddress weights_of(const CriticalArguments& a, const Row& row, st
 }
 
 __device__ inline float value_scale(const CriticalArguments& a, const Row& row, std::int64_t slot) {
-  return a.values == Element::fp8_e4m3 ? *reinterpret_cast<const float*>(row.value_scales.at(slot)) : 1.0F;
+  return is_8bit(a.values) ? *reinterpret_cast<const float*>(row.value_scales.at(slot)) : 1.0F;
 }
 
 /// Stages values as S, whatever they are stored as.
@@ -65,21 +65,23 @@ __device__ void stage_values(const Task& task, const Row& row, std::int32_t begi
   const bool aligned = is_aligned(row.values);
   const auto plain = [](std::int32_t) { return 1.0F; };
   const std::int32_t dim = task.a.value_dim;
-  switch (task.a.values) {
+  const Element element = task.a.values;
+  switch (element) {
     case Element::f16:
       if constexpr (!std::is_same_v<S, __nv_bfloat16>)
-        stage_as<__half, S>(row.values, aligned, begin, row.length, rows, dim, task.padded, to, stride, plain);
+        stage_as<__half, S>(row.values, aligned, begin, row.length, rows, dim, task.padded, element, to, stride, plain);
       return;
     case Element::bf16:
       if constexpr (!std::is_same_v<S, __half>)
-        stage_as<__nv_bfloat16, S>(row.values, aligned, begin, row.length, rows, dim, task.padded, to, stride, plain);
+        stage_as<__nv_bfloat16, S>(row.values, aligned, begin, row.length, rows, dim, task.padded, element, to, stride,
+                                   plain);
       return;
-    case Element::fp8_e4m3:
-      stage_as<Fp8, S>(row.values, aligned, begin, row.length, rows, dim, task.padded, to, stride, plain);
-      return;
-    default:
+    case Element::f32:
       if constexpr (std::is_same_v<S, float>)
-        stage_as<float, S>(row.values, aligned, begin, row.length, rows, dim, task.padded, to, stride, plain);
+        stage_as<float, S>(row.values, aligned, begin, row.length, rows, dim, task.padded, element, to, stride, plain);
+      return;
+    default:  // 8 bits: all exact as f16 and as bf16
+      stage_as<Bits8, S>(row.values, aligned, begin, row.length, rows, dim, task.padded, element, to, stride, plain);
   }
 }
 
@@ -181,8 +183,8 @@ __global__ void __launch_bounds__(kCriticalThreads, 4) unit_kernel(Task task) {
       const bool aligned = is_aligned(weights);
       for (std::int32_t from = 0; from < a.hidden; from += kCriticalHidden) {
         __syncthreads();
-        stage_as<S, S>(weights, aligned, from, a.hidden, kCriticalHidden, a.value_dim, task.padded, staged,
-                       parts.stride, [](std::int32_t) { return 1.0F; });
+        stage_as<S, S>(weights, aligned, from, a.hidden, kCriticalHidden, a.value_dim, task.padded, a.projection,
+                       staged, parts.stride, [](std::int32_t) { return 1.0F; });
         __syncthreads();
         if (!live) continue;
         Product product[2][2];
@@ -293,13 +295,12 @@ std::int64_t critical_workspace_bytes(const CriticalArguments& arguments) {
 
 void launch_critical(const CriticalArguments& a, Stream stream) {
   check_dim("critical: values", a.value_dim);
-  KVKEEP_REQUIRE(a.projection != Element::fp8_e4m3, "critical: W_o can be read as f32, f16 or bf16; given fp8");
+  check_wide("critical", "output projections", a.projection);
   KVKEEP_REQUIRE(a.first_stage >= 0 && a.first_stage <= 1, "critical: first_stage; given ", a.first_stage,
                  "; allowed 0 to 1");
   if (a.evidence.count == 0 || a.evidence.longest == 0) return;
   Task task{a, static_cast<float*>(a.workspace), (a.value_dim + 15) / 16 * 16, 0};
-  const bool unit =
-      a.matrix_unit && a.projection != Element::f32 && (a.values == a.projection || a.values == Element::fp8_e4m3);
+  const bool unit = a.matrix_unit && a.projection != Element::f32 && (a.values == a.projection || is_8bit(a.values));
   if (unit && a.projection == Element::f16)
     launch_unit<__half>(task, stream);
   else if (unit)

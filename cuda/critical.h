@@ -1,7 +1,7 @@
 #pragma once
-/// CriticalKV on a GPU. Same contract as `kvkeep::Critical`, with fp8 values too.
+/// CriticalKV on a GPU. Same contract as `kvkeep::Critical`, with values of 8 bits too.
 ///
-/// If the output weights are f16 or bf16 and the values have the same dtype or fp8, products are exact and summed in
+/// If the output weights are f16 or bf16 and the values have the same dtype or 8 bits, products are exact and summed in
 /// f32 on matrix units; else they run in f32, one chain of multiply-adds over the head dimension. v[t] differs from the
 /// CPU's as an f32 sum over hidden * G terms in another order does, by about 1e-6 of itself: two slots that the second
 /// stage ranks closer than that may change places. Equal values of a row get equal bits wherever they are.
@@ -38,7 +38,7 @@ struct CriticalArguments {
 
 /// Two launches: value sizes, one block per 128 slots (in f32 64) of a row; selection, one block per row. A value is
 /// read once, the weights of a row's heads once per block. Cost: flop as on the CPU. Throws InvalidArgument for
-/// head sizes outside 1 to 256, fp8 weights, and a first stage outside [0, 1].
+/// head sizes outside 1 to 256, 8-bit weights, and a first stage outside [0, 1].
 void launch_critical(const CriticalArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

@@ -1,6 +1,7 @@
 #pragma once
 /// Elements as they are stored, and as f32.
 
+#include <cstring>
 #include <type_traits>
 
 #include "evidence.h"
@@ -9,24 +10,105 @@
 
 namespace kvkeep::cuda {
 
-/// One e4m3 number.
-struct Fp8 {
+/// One number of 8 bits. Kernels are compiled once for all of them: which format it is an Element says at run time.
+struct Bits8 {
   std::uint8_t bits;
 };
 
 __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(__half x) { return __half2float(x); }
 __device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ inline __half to_half(Fp8 x) {
-  return __half(__nv_cvt_fp8_to_halfraw(x.bits, __NV_E4M3));
-}  // every e4m3 is an f16
-__device__ inline float to_float(Fp8 x) { return __half2float(to_half(x)); }
 
 __device__ inline void from_float(float x, float& to) { to = x; }
 __device__ inline void from_float(float x, __half& to) { to = __float2half_rn(x); }
 __device__ inline void from_float(float x, __nv_bfloat16& to) { to = __float2bfloat16_rn(x); }
 
-/// Calls body(T{}) with the C++ type of an element.
+/// Calls body with the format of 8-bit numbers as a constant. The branch is one for all that body does.
+template <class Body>
+__device__ inline void with_format(Element element, const Body& body) {
+  if (element == Element::f8_e4m3)
+    body(std::integral_constant<Element, Element::f8_e4m3>{});
+  else if (element == Element::f8_e5m2)
+    body(std::integral_constant<Element, Element::f8_e5m2>{});
+  else
+    body(std::integral_constant<Element, Element::i8>{});
+}
+
+/// Two f16, as bits.
+__device__ inline __half2_raw as_halves(std::uint32_t bits) {
+  __half2_raw halves;
+  memcpy(&halves, &bits, sizeof bits);
+  return halves;
+}
+__device__ inline std::uint32_t as_bits(__half2_raw halves) {
+  std::uint32_t bits = 0;
+  memcpy(&bits, &halves, sizeof bits);
+  return bits;
+}
+
+/// Four 8-bit numbers, the first in the lowest bits, as f16. All three formats are exact there, NaN and infinities
+/// included.
+template <Element kFormat>
+__device__ inline uint2 halves_of(std::uint32_t four) {
+  if constexpr (kFormat == Element::f8_e4m3) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    const auto pair = [](std::uint32_t two) {
+      return as_bits(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(two), __NV_E4M3));
+    };
+    return {pair(four), pair(four >> 16U)};
+#else
+    const std::uint32_t nan = ((four & 0x7F7F7F7FU) + 0x01010101U) & 0x80808080U;  // the highest bit of such a byte
+    const auto pair = [](std::uint32_t two, std::uint32_t nan_of_two) {
+      const std::uint32_t bits = (two & 0x80008000U) | (two & 0x7F007F00U) >> 1U;  // times 2^-8, as exponents go
+      return as_bits(__hmul2(__half2(as_halves(bits)), __half2(as_halves(0x5C005C00U)))) | nan_of_two * 252U;  // 0x7E00
+    };
+    return {pair(__byte_perm(four, 0, 0x1404), __byte_perm(nan, 0, 0x4140)),
+            pair(__byte_perm(four, 0, 0x3424), __byte_perm(nan, 0, 0x4342))};
+#endif
+  } else if constexpr (kFormat == Element::f8_e5m2) {
+    return {__byte_perm(four, 0, 0x1404), __byte_perm(four, 0, 0x3424)};  // the upper half of an f16
+  } else {
+    const std::uint32_t from_0 = four ^ 0x80808080U;  // x + 128, which 1024 takes in without rounding
+    const auto pair = [](std::uint32_t beside) {
+      return as_bits(__hsub2(__half2(as_halves(beside)), __half2(as_halves(0x64806480U))));
+    };
+    return {pair(__byte_perm(from_0, 0x64, 0x4140)), pair(__byte_perm(from_0, 0x64, 0x4342))};
+  }
+}
+
+/// kCount numbers as f16, a multiple of four. element: their format.
+template <int kCount>
+__device__ inline void to_halves(const Bits8* from, Element element, __half* to) {
+  with_format(element, [&](auto format) {
+#pragma unroll
+    for (int k = 0; k < kCount; k += 4) {
+      std::uint32_t four;
+      memcpy(&four, from + k, sizeof four);
+      const uint2 halves = halves_of<decltype(format)::value>(four);
+      memcpy(static_cast<void*>(to + k), &halves, sizeof halves);
+    }
+  });
+}
+
+/// kCount numbers as f32: exact. element: the format of 8-bit ones.
+template <int kCount, class T>
+__device__ inline void to_floats(const T* from, Element element, float* to) {
+  if constexpr (std::is_same_v<T, Bits8>) {
+    constexpr int kWhole = (kCount + 3) / 4 * 4;
+    Bits8 bytes[kWhole] = {};
+    __half halves[kWhole];
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) bytes[k] = from[k];
+    to_halves<kWhole>(bytes, element, halves);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) to[k] = __half2float(halves[k]);
+  } else {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) to[k] = to_float(from[k]);
+  }
+}
+
+/// Calls body(T{}) with the C++ type of an element, Bits8 for all of 8 bits.
 template <class Body>
 decltype(auto) with_element(Element element, Body&& body) {
   switch (element) {
@@ -34,10 +116,10 @@ decltype(auto) with_element(Element element, Body&& body) {
       return body(__half{});
     case Element::bf16:
       return body(__nv_bfloat16{});
-    case Element::fp8_e4m3:
-      return body(Fp8{});
-    default:
+    case Element::f32:
       return body(float{});
+    default:
+      return body(Bits8{});
   }
 }
 
@@ -56,7 +138,7 @@ decltype(auto) with_wide_element(Element element, Body&& body) {
 
 /// The dtype that keys are multiplied in.
 template <class T>
-using MatrixElement = std::conditional_t<std::is_same_v<T, Fp8>, __half, T>;
+using MatrixElement = std::conditional_t<std::is_same_v<T, Bits8>, __half, T>;
 
 /// Elements of a word of 16 bytes.
 template <class T>
@@ -75,17 +157,18 @@ __device__ inline bool is_aligned(const SlotAddress& side) {
 }
 
 /// Elements [from, from + kPerWord) of a vector of `dim` as f32, zeros after its end. `aligned`: the vector begins at
-/// a multiple of 16 bytes; from is one of kPerWord.
+/// a multiple of 16 bytes; from is one of kPerWord. element: the format of 8-bit ones.
 template <class T>
-__device__ inline void load_floats(const T* vector, std::int32_t from, std::int32_t dim, bool aligned, float* to) {
+__device__ inline void load_floats(const T* vector, std::int32_t from, std::int32_t dim, bool aligned, Element element,
+                                   float* to) {
+  Elements<T> word;
   if (aligned && from + kPerWord<T> <= dim) {
-    const Elements<T> word = *reinterpret_cast<const Elements<T>*>(vector + from);
+    word = *reinterpret_cast<const Elements<T>*>(vector + from);
+  } else {
 #pragma unroll
-    for (int i = 0; i < kPerWord<T>; ++i) to[i] = to_float(word.x[i]);
-    return;
+    for (int i = 0; i < kPerWord<T>; ++i) word.x[i] = from + i < dim ? vector[from + i] : T{};
   }
-#pragma unroll
-  for (int i = 0; i < kPerWord<T>; ++i) to[i] = from + i < dim ? to_float(vector[from + i]) : 0.0F;
+  to_floats<kPerWord<T>>(word.x, element, to);
 }
 
 /// Copies components [d0, d0 + n) of slots [begin, end) to rows of `stride` bytes; zeros after them up to a whole word
@@ -107,15 +190,19 @@ __device__ void stage_keys(const SlotAddress& keys, bool aligned, std::int32_t b
   }
 }
 
-/// One element as another: exact, except f32 as 16 bits.
-template <class S, class T>
-__device__ inline S element_as(T x) {
+/// kCount numbers as S: exact, except f32 as 16 bits. element: the format of 8-bit ones.
+template <int kCount, class S, class T>
+__device__ inline void to_elements(const T* from, Element element, S* to) {
   if constexpr (std::is_same_v<S, T>) {
-    return x;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) to[k] = from[k];
+  } else if constexpr (std::is_same_v<T, Bits8> && std::is_same_v<S, __half>) {
+    to_halves<kCount>(from, element, to);
   } else {
-    S to;
-    from_float(to_float(x), to);
-    return to;
+    float x[kCount];
+    to_floats<kCount>(from, element, x);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) from_float(x[k], to[k]);
   }
 }
 
@@ -125,10 +212,12 @@ struct alignas(sizeof(T) * kCount) Piece {
 };
 
 /// Writes slots [begin, end) of one side as S to `rows` rows of `stride` elements, with zeros from component `dim` up
-/// to `padded` and in the rows after the last slot. `padded`: a multiple of 8. f32 is multiplied with scale_of(slot).
+/// to `padded` and in the rows after the last slot. `padded`: a multiple of 8. element: the format of 8-bit numbers.
+/// f32 is multiplied with scale_of(slot).
 template <class T, class S, class ScaleOf>
 __device__ void stage_as(const SlotAddress& side, bool aligned, std::int32_t begin, std::int32_t end, std::int32_t rows,
-                         std::int32_t dim, std::int32_t padded, S* to, std::int32_t stride, const ScaleOf& scale_of) {
+                         std::int32_t dim, std::int32_t padded, Element element, S* to, std::int32_t stride,
+                         const ScaleOf& scale_of) {
   constexpr std::int32_t kCount = kPerWord<S>;
   const std::int32_t words = padded / kCount;
   for (auto i = static_cast<std::int32_t>(threadIdx.x); i < rows * words; i += static_cast<std::int32_t>(blockDim.x)) {
@@ -147,19 +236,19 @@ __device__ void stage_as(const SlotAddress& side, bool aligned, std::int32_t beg
       }
     }
     Elements<S> word;
+    to_elements<kCount>(from.x, element, word.x);
+    if constexpr (std::is_same_v<S, float>) {
 #pragma unroll
-    for (int k = 0; k < kCount; ++k) {
-      word.x[k] = element_as<S>(from.x[k]);
-      if constexpr (std::is_same_v<S, float>) word.x[k] = word.x[k] * scale;
+      for (int k = 0; k < kCount; ++k) word.x[k] = word.x[k] * scale;
     }
     *reinterpret_cast<Elements<S>*>(to + row * stride + d) = word;
   }
 }
 
-/// What the keys of a slot are multiplied with: its scale if keys are fp8, else 1.
+/// What the keys of a slot are multiplied with: its scale if keys have 8 bits, else 1.
 template <class T>
 __device__ inline float key_scale(const Row& row, std::int64_t slot) {
-  if constexpr (std::is_same_v<T, Fp8>)
+  if constexpr (std::is_same_v<T, Bits8>)
     return *reinterpret_cast<const float*>(row.key_scales.at(slot));
   else
     return 1.0F;
@@ -167,6 +256,11 @@ __device__ inline float key_scale(const Row& row, std::int64_t slot) {
 
 /// False for NaN and the infinities.
 __device__ inline bool is_number(float x) { return x - x == 0.0F; }
+
+/// Throws InvalidArgument for numbers of 8 bits.
+inline void check_wide(const char* operation, const char* what, Element element) {
+  KVKEEP_REQUIRE(!is_8bit(element), operation, ": ", what, " are ", name_of(element), "; allowed f32, f16, bf16");
+}
 
 /// Throws InvalidArgument for a head size that the kernels do not support.
 inline void check_dim(const char* operation, std::int32_t dim) {

@@ -10,8 +10,16 @@
 
 namespace kvkeep::cuda {
 
-/// How a component of a key or query is stored. fp8 keys are e4m3 with one f32 scale per slot, in Row::key_scales.
-enum class Element : std::uint8_t { f32, f16, bf16, fp8_e4m3 };
+/// How a component of a key, value or query is stored. Keys and values of 8 bits have one f32 scale per slot, in
+/// Row::key_scales and value_scales: a component is the stored number times the scale. i8 is symmetric, -128 to 127.
+enum class Element : std::uint8_t { f32, f16, bf16, f8_e4m3, f8_e5m2, i8 };
+
+[[nodiscard]] KVKEEP_HD constexpr bool is_8bit(Element element) { return element >= Element::f8_e4m3; }
+
+[[nodiscard]] constexpr const char* name_of(Element element) {
+  constexpr const char* kNames[] = {"f32", "f16", "bf16", "f8_e4m3", "f8_e5m2", "i8"};
+  return kNames[static_cast<int>(element)];
+}
 
 /// Rows of all layers and sequences of an event. Pointers are to the device; the host knows the rest without asking it.
 struct EvidenceArguments {

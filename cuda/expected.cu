@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kExpectedThreads, 4) plain_kernel(Task task) {
     const bool aligned = is_aligned(row.keys);
     for (std::int32_t tile = begin; tile < end; tile += kPanelSlots) {
       __syncthreads();
-      stage_as<T, float>(row.keys, aligned, tile, end, kPanelSlots, e.dim, task.padded, keys, parts.stride,
+      stage_as<T, float>(row.keys, aligned, tile, end, kPanelSlots, e.dim, task.padded, e.keys, keys, parts.stride,
                          [&](std::int32_t t) { return key_scale<T>(row, t); });
       for (std::int32_t h0 = 0; h0 < e.group; h0 += kPanelRows) {
         const std::int32_t heads = e.group - h0 < kPanelRows ? e.group - h0 : kPanelRows;
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kExpectedThreads, 3) unit_kernel(Task task) {
     const bool aligned = is_aligned(row.keys);
     for (std::int32_t tile = begin; tile < end; tile += kUnitSlots) {
       __syncthreads();
-      stage_as<T, S>(row.keys, aligned, tile, end, kUnitSlots, e.dim, task.padded, keys, parts.stride,
+      stage_as<T, S>(row.keys, aligned, tile, end, kUnitSlots, e.dim, task.padded, e.keys, keys, parts.stride,
                      [](std::int32_t) { return 1.0F; });
       scales[thread] = tile + thread < end ? key_scale<T>(row, tile + thread) : 1.0F;
       __syncthreads();
@@ -319,7 +319,7 @@ __global__ void __launch_bounds__(kKeyThreads, 4) finish_kernel(Task task) {
         for (std::int32_t h = lane; h < e.group; h += kLanes)
           share += __expf(logits[std::int64_t{h} * length + t] - standard[h].x) * standard[h].y;
         if (task.a.value_norm)
-          each_word<V>(row.values, t, task.a.value_dim, aligned, [&](std::int32_t, const float* x) {
+          each_word<V>(row.values, t, task.a.value_dim, aligned, task.a.values, [&](std::int32_t, const float* x) {
 #pragma unroll
             for (int i = 0; i < kPerWord<V>; ++i) square = fmaf(x[i], x[i], square);
           });
@@ -333,11 +333,14 @@ __global__ void __launch_bounds__(kKeyThreads, 4) finish_kernel(Task task) {
         if (!(square > 1e-30F && square < 1e38F)) {  // squares that leave f32
           double wide = 0;
           const V* value = reinterpret_cast<const V*>(row.values.at(t));
-          for (std::int32_t d = 0; d < task.a.value_dim; ++d)
-            wide += static_cast<double>(to_float(value[d])) * static_cast<double>(to_float(value[d]));
+          for (std::int32_t d = 0; d < task.a.value_dim; ++d) {
+            float x = 0;
+            to_floats<1>(value + d, task.a.values, &x);
+            wide += static_cast<double>(x) * static_cast<double>(x);
+          }
           norm = static_cast<float>(sqrt(wide));
         }
-        if constexpr (std::is_same_v<V, Fp8>) norm *= fabsf(*reinterpret_cast<const float*>(row.value_scales.at(t)));
+        if constexpr (std::is_same_v<V, Bits8>) norm *= fabsf(*reinterpret_cast<const float*>(row.value_scales.at(t)));
         score = (share + epsilon) * norm;
       }
       g[t] = score;
@@ -405,7 +408,7 @@ void launch_expected(const ExpectedArguments& a, Stream stream) {
                  "; allowed 0 to half of ", e.dim);
   KVKEEP_REQUIRE(a.future >= 1 && a.sink >= 0 && a.queries >= 1, "expected: future ", a.future, ", sink ", a.sink,
                  ", queries ", a.queries, "; allowed from 1, 0 and 1 on");
-  KVKEEP_REQUIRE(e.query != Element::fp8_e4m3, "expected: queries can be read as f32, f16 or bf16; given fp8");
+  check_wide("expected", "queries", e.query);
   if (e.count == 0 || e.longest == 0) return;
   Task task{};
   divide(a, task);

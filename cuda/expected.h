@@ -1,13 +1,13 @@
 #pragma once
-/// Expected Attention on a GPU. Same contract as `kvkeep::Expected`, with fp8 keys and values too, except for queries
-/// that are not finite: the device cannot tell the host, so their heads make every score of the row NaN.
+/// Expected Attention on a GPU. Same contract as `kvkeep::Expected`, with keys and values of 8 bits too, except for
+/// queries that are not finite: the device cannot tell the host, so their heads make every score of the row NaN.
 ///
 /// k^T C k = |U k|^2 throughout, C = U^T U: U is the Cholesky factor (sums in double, kept as f32), or the centred
 /// queries themselves if a window holds no more than D of them. It is never negative, and as exact if C is singular.
 /// f32 keys, and all keys if `matrix_unit` is false, run in f32, one chain of multiply-adds over the head
-/// dimension. Other keys run on matrix units in their own dtype (fp8: f16), U as the sum of two such numbers, the mean
-/// as the sum of three: for f16 and fp8 keys as exact as f32; for bf16 keys x differs by up to 2^-15 scale^2 tr(C)
-/// |k|^2. Equal keys of a row score equal bits wherever they are; a row's bits depend only on the row. An
+/// dimension. Other keys run on matrix units in their own dtype (8 bits: f16), U as the sum of two such numbers, the
+/// mean as the sum of three: for f16 and 8-bit keys as exact as f32; for bf16 keys x differs by up to 2^-15 scale^2
+/// tr(C) |k|^2. Equal keys of a row score equal bits wherever they are; a row's bits depend only on the row. An
 /// infinite key may score NaN on matrix units.
 
 #include "evidence.h"
@@ -58,8 +58,8 @@ struct ExpectedArguments {
 /// Five launches: turns; one block per query head for its moments and factor; logits; softmax, mean and value norm; the
 /// sinks' score (not if sink is 0). Cost: flop as on the CPU, twice that on matrix units; keys and values are read
 /// once, a head's factor once for every 128 slots (in f32 64), its queries three to five times, the more the larger D
-/// is. Throws InvalidArgument for head sizes outside 1 to 256, pairs beyond half of D, fp8 queries, and future, sink or
-/// queries that are not counts.
+/// is. Throws InvalidArgument for head sizes outside 1 to 256, pairs beyond half of D, 8-bit queries, and future, sink
+/// or queries that are not counts.
 void launch_expected(const ExpectedArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

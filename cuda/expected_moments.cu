@@ -485,14 +485,12 @@ void launch_moments(const Task& task, Stream stream) {
            {.blocks = blocks_for(std::int64_t{e.count} / e.kv_heads * (task.backs() + 1)),
             .threads = tuning::kTurnThreads},
            stream, task);
-  with_element(e.query, [&](auto type) {
-    using Q = decltype(type);
-    if constexpr (!std::is_same_v<Q, Fp8>)
-      launch("expected_moments", moments_kernel<Q>,
-             {.blocks = blocks_for(std::int64_t{e.count} * e.group),
-              .threads = kMomentThreads,
-              .shared_bytes = MomentShared(e.dim).bytes},
-             stream, task);
+  with_wide_element(e.query, [&](auto type) {
+    launch("expected_moments", moments_kernel<decltype(type)>,
+           {.blocks = blocks_for(std::int64_t{e.count} * e.group),
+            .threads = kMomentThreads,
+            .shared_bytes = MomentShared(e.dim).bytes},
+           stream, task);
   });
 }
 

@@ -375,8 +375,8 @@ void launch_factorise(const FactoriseArguments& a, Stream stream) {
   KVKEEP_REQUIRE_AS(Unsupported, o.rank != FactorOptions::Rank::gates,
                     "factorise: rank gates; allowed energy or max on a GPU");
   KVKEEP_REQUIRE(o.energy >= 0 && o.energy <= 1, "factorise: energy; given ", o.energy, "; allowed 0 to 1");
-  KVKEEP_REQUIRE(a.element != Element::fp8_e4m3 && a.store != Element::fp8_e4m3,
-                 "factorise: 8-bit numbers; allowed f32, f16 or bf16");
+  check_wide("factorise", "matrices", a.element);
+  check_wide("factorise", "factors", a.store);
   const std::int32_t width = std::min(a.longest, a.dim);
   KVKEEP_REQUIRE_AS(Unsupported, width <= kMostWidth, "factorise: rows of ", a.dim, " numbers in spans of ", a.longest,
                     "; allowed ", kMostWidth, " of one of them on a GPU");

@@ -156,8 +156,8 @@ void check(const FoldArguments& a) {
   KVKEEP_REQUIRE(a.count >= 0 && a.longest >= 0 && a.first >= 0 && a.spans >= 0 && a.numbers >= 0, "fold: ", a.count,
                  " rows of ", a.longest, " slots, ", a.spans, " spans from ", a.first, " on with ", a.numbers,
                  " numbers; allowed 0 or more");
-  KVKEEP_REQUIRE(a.keys != Element::fp8_e4m3 && a.store != Element::fp8_e4m3,
-                 "fold: 8-bit numbers; allowed f32, f16 or bf16");
+  check_wide("fold", "keys", a.keys);
+  check_wide("fold", "factors", a.store);
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(tuning::kTurnThreads) push_given_kernel(PushGi
 }  // namespace
 
 void launch_push_given(const PushGivenArguments& arguments, Stream stream) {
-  KVKEEP_REQUIRE(arguments.element != Element::fp8_e4m3, "give: scores are fp8; allowed f32, f16, bf16");
+  check_wide("give", "scores", arguments.element);
   std::int32_t tokens = 0;
   for (std::int32_t i = 0; i < arguments.count; ++i)
     tokens = tokens < arguments.arrivals[i].tokens ? arguments.arrivals[i].tokens : tokens;

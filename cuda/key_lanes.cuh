@@ -18,15 +18,16 @@ __device__ inline float sum_of_lanes(float x) {
   return x;
 }
 
-/// Calls body(d, floats) for the lane's words of a key, kPerWord components from d on, those past the end 0.
+/// Calls body(d, floats) for the lane's words of a key, kPerWord components from d on, those past the end 0. element:
+/// the format of 8-bit ones.
 template <class T, class Body>
 __device__ inline void each_word(const SlotAddress& keys, std::int64_t slot, std::int32_t dim, bool aligned,
-                                 Body&& body) {
+                                 Element element, Body&& body) {
   const T* key = reinterpret_cast<const T*>(keys.at(slot));
   for (std::int32_t d = static_cast<std::int32_t>(threadIdx.x % kLanes) * kPerWord<T>; d < dim;
        d += kLanes * kPerWord<T>) {
     float x[kPerWord<T>];
-    load_floats(key, d, dim, aligned, x);
+    load_floats(key, d, dim, aligned, element, x);
     body(d, x);
   }
 }
@@ -62,7 +63,7 @@ inline std::size_t weighted_sum_bytes(std::int32_t dim) {
 /// f64 beyond. `weigh(t, norm)` gives the weight of a slot and is called once for each.
 template <class T, class Weigh>
 __device__ inline double weighted_sum(const Row& row, std::int32_t begin, std::int32_t end, std::int32_t dim,
-                                      Weigh&& weigh) {
+                                      Element element, Weigh&& weigh) {
   auto* keys = reinterpret_cast<float*>(dynamic_shared());
   const std::int32_t stride = staged_key(dim);
   float* weights = keys + kKeysAtOnce * stride;
@@ -74,7 +75,7 @@ __device__ inline double weighted_sum(const Row& row, std::int32_t begin, std::i
     float square = 0;
     if (t < end) {
       const float scale = key_scale<T>(row, t);
-      each_word<T>(row.keys, t, dim, aligned, [&](std::int32_t d, const float* x) {
+      each_word<T>(row.keys, t, dim, aligned, element, [&](std::int32_t d, const float* x) {
 #pragma unroll
         for (int i = 0; i < kPerWord<T>; ++i) {
           const float k = x[i] * scale;

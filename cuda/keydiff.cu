@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(tuning::kKeyThreads) direction_kernel(Task tas
   const std::int32_t dim = task.e.dim;
   each_chunk(task.e, task.chunks, [&](const Chunk& chunk) {
     const Row& row = task.e.rows[chunk.row];
-    const double sum = weighted_sum<T>(row, chunk.begin, chunk.end, dim, [&](std::int32_t t, float norm) {
+    const double sum = weighted_sum<T>(row, chunk.begin, chunk.end, dim, task.e.keys, [&](std::int32_t t, float norm) {
       task.scores[row.first + t] = norm;
       return KeyDiff::direction_weight(norm);
     });
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(tuning::kKeyThreads) cosine_kernel(Task task) 
       float dot = 0;
       if (t < chunk.end) {
         const float scale = key_scale<T>(row, t);
-        each_word<T>(row.keys, t, dim, aligned, [&](std::int32_t d, const float* x) {
+        each_word<T>(row.keys, t, dim, aligned, task.e.keys, [&](std::int32_t d, const float* x) {
 #pragma unroll
           for (int i = 0; i < kPerWord<T>; ++i) dot = fmaf(x[i] * scale, anchor[d + i], dot);
         });

@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(tuning::kKeyThreads) knorm_kernel(KnormArgumen
       const std::int32_t t = tile + own;
       float square = 0;
       if (t < chunk.end)
-        each_word<T>(row.keys, t, a.evidence.dim, aligned, [&](std::int32_t, const float* x) {
+        each_word<T>(row.keys, t, a.evidence.dim, aligned, a.evidence.keys, [&](std::int32_t, const float* x) {
 #pragma unroll
           for (int i = 0; i < kPerWord<T>; ++i) square = fmaf(x[i], x[i], square);
         });

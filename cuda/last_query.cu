@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kKeyThreads) product_kernel(LastQueryArguments
         const std::int32_t t = tile + own;
         float product = 0;
         if (t < end)
-          each_word<T>(row.keys, t, e.dim, aligned, [&](std::int32_t d, const float* x) {
+          each_word<T>(row.keys, t, e.dim, aligned, e.keys, [&](std::int32_t d, const float* x) {
 #pragma unroll
             for (int i = 0; i < kPerWord<T>; ++i) product = fmaf(x[i], query[d + i], product);
           });

@@ -120,7 +120,7 @@ __device__ void row_products(const T* rows, std::int32_t count, std::int32_t dim
     const std::int32_t row = first + own;
     float sums[kMemoryHeads] = {};
     if (row < count)
-      each_word<T>(keys, row, dim, aligned, [&](std::int32_t d, const float* x) {
+      each_word<T>(keys, row, dim, aligned, Element{}, [&](std::int32_t d, const float* x) {
 #pragma unroll
         for (int h = 0; h < kMemoryHeads; ++h) {
           if (h >= heads) break;
@@ -688,8 +688,8 @@ void check(const MemoryAttentionArguments& a) {
                  a.tokens, " tokens; allowed 0 or more");
   KVKEEP_REQUIRE(a.kv_heads >= 1 && a.group >= 1, "memory attention: ", a.kv_heads, " KV heads of ", a.group,
                  " query heads; allowed 1 or more");
-  KVKEEP_REQUIRE(a.store != Element::fp8_e4m3 && a.query != Element::fp8_e4m3,
-                 "memory attention: 8-bit numbers; allowed f32, f16 or bf16");
+  check_wide("memory attention", "factors", a.store);
+  check_wide("memory attention", "queries", a.query);
   constexpr std::int64_t kMost = 0x7FFFFFFF;
   const std::int64_t asked = std::int64_t{a.count} * a.most_queries,
                      of_asked = std::max<std::int64_t>(

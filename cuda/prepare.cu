@@ -93,15 +93,12 @@ void launch_prepare(const PrepareArguments& arguments, Stream stream) {
   check_dim("prepare", e.dim);
   KVKEEP_REQUIRE(arguments.pairs >= 0 && 2 * arguments.pairs <= e.dim, "prepare: rotary pairs; given ", arguments.pairs,
                  "; allowed 0 to half of ", e.dim);
+  check_wide("prepare", "queries", e.query);
   const std::int64_t rows = arguments.newest != nullptr || arguments.windows != nullptr ? e.count : 0;
   const std::int64_t tokens = arguments.queries != nullptr ? std::int64_t{e.count} / e.kv_heads * arguments.window : 0;
-  with_element(e.query, [&](auto from) {
-    using From = decltype(from);
-    if constexpr (std::is_same_v<From, Fp8>)
-      refuse("prepare: queries can be read as f32, f16 or bf16; given fp8");
-    else
-      launch("prepare", prepare_kernel<From>, {.blocks = blocks_for(rows + tokens), .threads = kTurnThreads}, stream,
-             arguments, rows, tokens);
+  with_wide_element(e.query, [&](auto from) {
+    launch("prepare", prepare_kernel<decltype(from)>, {.blocks = blocks_for(rows + tokens), .threads = kTurnThreads},
+           stream, arguments, rows, tokens);
   });
 }
 

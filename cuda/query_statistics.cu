@@ -271,7 +271,7 @@ void launch_push_moments(const PushMomentsArguments& a, Stream stream) {
   check_dim("push_moments", a.layout.dim);
   KVKEEP_REQUIRE(a.layout.pairs >= 0 && 2 * a.layout.pairs <= a.layout.dim, "push_moments: rotary pairs; given ",
                  a.layout.pairs, "; allowed 0 to half of ", a.layout.dim);
-  KVKEEP_REQUIRE(a.element != Element::fp8_e4m3, "push_moments: queries are fp8; allowed f32, f16, bf16");
+  check_wide("push_moments", "queries", a.element);
   with_wide_element(a.element, [&](auto element) {
     launch("push_moments", push_moments_kernel<decltype(element)>,
            {.blocks = {static_cast<unsigned>(a.layout.queries.heads), static_cast<unsigned>(a.count)},

@@ -23,7 +23,7 @@ struct PushMomentsArguments {
 /// One launch, one block per sequence and query head. Cost: Hq * D * (D + 1) flop in f32 per token, and per block of
 /// kMomentBlock tokens 3 Hq D (D + 1) / 2 in f64; moments are read and written once in a launch in which such a block
 /// is full, else only the queries are copied. Throws InvalidArgument for head sizes outside 1 to 256, rotary pairs
-/// beyond half of them, and fp8 queries.
+/// beyond half of them, and 8-bit queries.
 void launch_push_moments(const PushMomentsArguments& arguments, Stream stream);
 
 struct SumMomentsArguments {

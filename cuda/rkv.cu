@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(tuning::kKeyThreads) unit_sum_kernel(Task task
     const std::int32_t n = task.domain(chunk.row), end = chunk.end < n ? chunk.end : n;
     if (chunk.begin >= end) return;
     const Row& row = task.e.rows[chunk.row];
-    const double sum = weighted_sum<T>(row, chunk.begin, end, dim, [&](std::int32_t t, float norm) {
+    const double sum = weighted_sum<T>(row, chunk.begin, end, dim, task.e.keys, [&](std::int32_t t, float norm) {
       const float inverse = 1.0F / (norm + Rkv::kFloor), own = norm * inverse;
       task.factors[row.first + t] = inverse * key_scale<T>(row, t);
       task.spared[row.first + t] = 0;
@@ -75,25 +75,22 @@ __global__ void __launch_bounds__(tuning::kKeyThreads) unit_sum_kernel(Task task
   });
 }
 
-/// The dtype that keys are multiplied in.
-template <class T>
-using Multiplied = std::conditional_t<std::is_same_v<T, Fp8>, __half, T>;
 template <class T>
 inline constexpr bool kOnMatrixUnits = !std::is_same_v<T, float>;
 
 /// Components of a key in shared memory at a time, and the stride from key to key there, such that threads read rows
 /// without conflicts.
 template <class T>
-inline constexpr std::int32_t kSlice = tuning::kSimilarSlice / static_cast<std::int32_t>(sizeof(Multiplied<T>));
+inline constexpr std::int32_t kSlice = tuning::kSimilarSlice / static_cast<std::int32_t>(sizeof(MatrixElement<T>));
 template <class T>
-inline constexpr std::int32_t kStride = kSlice<T> + 16 / static_cast<std::int32_t>(sizeof(Multiplied<T>));
+inline constexpr std::int32_t kStride = kSlice<T> + 16 / static_cast<std::int32_t>(sizeof(MatrixElement<T>));
 
 /// Copies components [d0, d0 + n) of `count` keys, with zeros after them up to a multiple of 16. slot_of(i): the slot
 /// of the i-th.
 template <class T, class SlotOf>
-__device__ inline void stage(const SlotAddress& keys, bool aligned, std::int32_t count, std::int32_t d0, std::int32_t n,
-                             Multiplied<T>* to, SlotOf&& slot_of) {
-  using S = Multiplied<T>;
+__device__ inline void stage(const SlotAddress& keys, Element element, bool aligned, std::int32_t count,
+                             std::int32_t d0, std::int32_t n, MatrixElement<T>* to, SlotOf&& slot_of) {
+  using S = MatrixElement<T>;
   const std::int32_t words = (n + 15) / 16 * 16 / kPerWord<T>;
   for (auto i = static_cast<std::int32_t>(threadIdx.x); i < count * words; i += kSimilarThreads) {
     const std::int32_t which = i / words, d = (i - which * words) * kPerWord<T>;
@@ -105,13 +102,13 @@ __device__ inline void stage(const SlotAddress& keys, bool aligned, std::int32_t
 #pragma unroll
       for (int k = 0; k < kPerWord<T>; ++k) word.x[k] = d + k < n ? key[d + k] : T{};
     }
-    auto* at = reinterpret_cast<Elements<S>*>(to + which * kStride<T> + d);
-    if constexpr (std::is_same_v<T, S>) {
-      *at = word;
-    } else {
+    S x[kPerWord<T>];
+    to_elements<kPerWord<T>>(word.x, element, x);
+    Elements<S> words_of[sizeof x / 16];
+    memcpy(static_cast<void*>(words_of), x, sizeof x);
 #pragma unroll
-      for (int k = 0; k < kPerWord<T>; ++k) at[k / kPerWord<S>].x[k % kPerWord<S>] = to_half(word.x[k]);
-    }
+    for (int k = 0; k < static_cast<int>(sizeof x / 16); ++k)
+      reinterpret_cast<Elements<S>*>(to + which * kStride<T> + d)[k] = words_of[k];
   }
 }
 
@@ -191,8 +188,8 @@ struct Tile {
 /// and left there.
 template <class T>
 __device__ inline void hold(const Task& task, const Row& row, bool aligned, const Tile& tile, Open& open,
-                            const float* column_factors, Multiplied<T>* row_keys, Multiplied<T>* column_keys) {
-  using S = Multiplied<T>;
+                            const float* column_factors, MatrixElement<T>* row_keys, MatrixElement<T>* column_keys) {
+  using S = MatrixElement<T>;
   const auto thread = static_cast<std::int32_t>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const std::int32_t dim = task.e.dim;
   const auto each_slice = [&](auto&& multiply) {
@@ -200,8 +197,9 @@ __device__ inline void hold(const Task& task, const Row& row, bool aligned, cons
       const std::int32_t n = dim - d0 < kSlice<T> ? dim - d0 : kSlice<T>;
       __syncthreads();
       if (tile.first == 0 || dim > kSlice<T>)
-        stage<T>(row.keys, aligned, tile.columns, d0, n, column_keys, [&](std::int32_t i) { return tile.low + i; });
-      stage<T>(row.keys, aligned, tile.rows, d0, n, row_keys,
+        stage<T>(row.keys, task.e.keys, aligned, tile.columns, d0, n, column_keys,
+                 [&](std::int32_t i) { return tile.low + i; });
+      stage<T>(row.keys, task.e.keys, aligned, tile.rows, d0, n, row_keys,
                [&](std::int32_t i) { return open.slot[tile.first + i]; });
       __syncthreads();
       multiply(n);
@@ -309,7 +307,7 @@ __global__ void __launch_bounds__(kSimilarThreads, 2) search_kernel(Task task, s
   __shared__ Open open;
   __shared__ float direction[256 + 16], column_factors[kSimilarColumns];
   __shared__ unsigned long long words[kBlockScratch];
-  auto* row_keys = reinterpret_cast<Multiplied<T>*>(dynamic_shared());
+  auto* row_keys = reinterpret_cast<MatrixElement<T>*>(dynamic_shared());
   auto* column_keys = row_keys + kSimilarRows * kStride<T>;
   const BlockTeam team(words);
   const auto thread = static_cast<std::int32_t>(threadIdx.x), own = thread / kLanes, lane = thread % kLanes;
@@ -340,7 +338,7 @@ __global__ void __launch_bounds__(kSimilarThreads, 2) search_kernel(Task task, s
     for (std::int32_t i = own; i < (count + kKeysAtOnce - 1) / kKeysAtOnce * kKeysAtOnce; i += kKeysAtOnce) {
       float dot = 0;
       if (i < count)
-        each_word<T>(row.keys, begin + i, dim, aligned, [&](std::int32_t d, const float* x) {
+        each_word<T>(row.keys, begin + i, dim, aligned, task.e.keys, [&](std::int32_t d, const float* x) {
 #pragma unroll
           for (int k = 0; k < kPerWord<T>; ++k) dot = fmaf(x[k], direction[d + k], dot);
         });
@@ -441,7 +439,7 @@ void launch_rkv(const RkvArguments& a, Stream stream) {
                          .shared_bytes = weighted_sum_bytes(a.evidence.dim)};
     launch("rkv_unit_sums", unit_sum_kernel<T>, of_chunks, stream, task);
     const std::size_t tiles =
-        sizeof(Multiplied<T>) * static_cast<std::size_t>(kStride<T>) * (kSimilarRows + kSimilarColumns);
+        sizeof(MatrixElement<T>) * static_cast<std::size_t>(kStride<T>) * (kSimilarRows + kSimilarColumns);
     launch("rkv_search", search_kernel<T>,
            {.blocks = blocks_for(std::int64_t{a.evidence.count} * owners),
             .threads = kSimilarThreads,

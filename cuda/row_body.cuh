@@ -23,8 +23,8 @@ __global__ void __launch_bounds__(tuning::kRowThreads) row_body_kernel(RowBodyAr
 
 template <class Body>
 void launch_row_body(const RowBodyArguments<Body>& arguments, Stream stream) {
-  KVKEEP_REQUIRE(arguments.evidence.keys != Element::fp8_e4m3 && arguments.values != Element::fp8_e4m3,
-                 "row_body: keys or values are fp8; allowed f32, f16, bf16");
+  check_wide("row_body", "keys", arguments.evidence.keys);
+  check_wide("row_body", "values", arguments.values);
   const auto run = [&](auto key, auto value) {
     launch("row_body", row_body_kernel<Body, decltype(key), decltype(value)>,
            {.blocks = blocks_for(arguments.evidence.count), .threads = tuning::kRowThreads}, stream, arguments);

@@ -15,8 +15,8 @@ struct RowBodyArguments {
   float* scores = nullptr;  ///< f32 [slots]
 };
 
-/// One launch, one block per row. Cost: that of the body. Workspace: none. Throws InvalidArgument for keys in fp8.
-/// cuda/row_bodies.cu names every body that it exists for.
+/// One launch, one block per row. Cost: that of the body. Workspace: none. Throws InvalidArgument for keys or values of
+/// 8 bits. cuda/row_bodies.cu names every body that it exists for.
 template <class Body>
 void launch_row_body(const RowBodyArguments<Body>& arguments, Stream stream);
 

@@ -145,18 +145,19 @@ __device__ void multiply(const T* key, float scale, const Task& task, const floa
   }
 }
 
-/// Bytes from one key to the next in shared memory.
+/// Bytes from one key to the next in shared memory, where those of 8 bits are f16.
 template <class T>
 KVKEEP_HD std::int32_t staged(std::int32_t dim) {
-  return (dim * static_cast<std::int32_t>(sizeof(T)) + 15) / 16 * 16 + 16;
+  return (dim * static_cast<std::int32_t>(sizeof(MatrixElement<T>)) + 15) / 16 * 16 + 16;
 }
 
 constexpr int kAtOnce = 4;  ///< columns that share one read of the key
 
 /// Raw scores of every query head: one thread per slot, whose key is in shared memory; all threads read the same
-/// columns.
+/// columns. Five blocks at a time: of its own accord ptxas gives 8-bit keys 64 registers on sm_80, which are too few.
 template <class T>
-__global__ void __launch_bounds__(kTriThreads) raw_kernel(Task task) {
+__global__ void __launch_bounds__(kTriThreads, std::is_same_v<T, Bits8> ? 5 : 0) raw_kernel(Task task) {
+  using S = MatrixElement<T>;
   const EvidenceArguments& e = task.a.evidence;
   std::byte* keys = dynamic_shared();
   const std::int32_t stride = staged<T>(e.dim), tile = static_cast<std::int32_t>(blockDim.x),
@@ -167,12 +168,17 @@ __global__ void __launch_bounds__(kTriThreads) raw_kernel(Task task) {
     if (!e.due(r) || begin >= length) continue;
     const Row& row = e.rows[r];
     __syncthreads();
-    stage_keys<T>(row.keys, is_aligned(row.keys), begin, begin + tile < length ? begin + tile : length, 0, e.dim, keys,
-                  stride);
+    const std::int32_t end = begin + tile < length ? begin + tile : length;
+    if constexpr (std::is_same_v<T, S>)
+      stage_keys<T>(row.keys, is_aligned(row.keys), begin, end, 0, e.dim, keys, stride);
+    else
+      stage_as<T, S>(row.keys, is_aligned(row.keys), begin, end, end - begin, e.dim, (e.dim + 7) / 8 * 8, e.keys,
+                     reinterpret_cast<S*>(keys), stride / static_cast<std::int32_t>(sizeof(S)),
+                     [](std::int32_t) { return 1.0F; });
     __syncthreads();
     const std::int32_t t = begin + thread;
     if (t >= length) continue;
-    const T* key = reinterpret_cast<const T*>(keys + thread * stride);
+    const S* key = reinterpret_cast<const S*>(keys + thread * stride);
     const float scale = key_scale<T>(row, t);
     const std::int64_t next = std::int64_t{2} * task.padded;
     for (std::int32_t g = 0; g < e.group; g += kAtOnce) {
@@ -181,9 +187,9 @@ __global__ void __launch_bounds__(kTriThreads) raw_kernel(Task task) {
                   *norm = task.norm + (r * e.group + g) * task.padded;
       float sums[kAtOnce];
       if (task.offsets == 1) {
-        multiply<T, kAtOnce, true, true>(key, scale, task, trig, next, norm, heads, sums);
+        multiply<S, kAtOnce, true, true>(key, scale, task, trig, next, norm, heads, sums);
       } else {
-        multiply<T, kAtOnce, false, true>(key, scale, task, nullptr, 0, norm, heads, sums);
+        multiply<S, kAtOnce, false, true>(key, scale, task, nullptr, 0, norm, heads, sums);
 #pragma unroll
         for (int h = 0; h < kAtOnce; ++h) {
           if (h >= heads) break;
@@ -191,7 +197,7 @@ __global__ void __launch_bounds__(kTriThreads) raw_kernel(Task task) {
           for (std::int32_t o = 0; o < task.offsets; o += kAtOnce) {
             const std::int32_t count = task.offsets - o < kAtOnce ? task.offsets - o : kAtOnce;
             float found[kAtOnce];
-            multiply<T, kAtOnce, true, false>(key, scale, task, trig + (std::int64_t{h} * task.offsets + o) * next,
+            multiply<S, kAtOnce, true, false>(key, scale, task, trig + (std::int64_t{h} * task.offsets + o) * next,
                                               next, nullptr, count, found);
 #pragma unroll
             for (int c = 0; c < kAtOnce; ++c)

@@ -187,15 +187,15 @@ __global__ void __launch_bounds__(kAttentionTile, 4) plain_kernel(Task task) {
               const Elements<T> word = mine[d / kPerWord<T>];
 #pragma unroll
               for (int k = 0; k < kPerWord<T>; k += 4) {
-                const float a = to_float(word.x[k]), b = to_float(word.x[k + 1]), c = to_float(word.x[k + 2]),
-                            e = to_float(word.x[k + 3]);
+                float a[4];
+                to_floats<4>(word.x + k, task.e.keys, a);
 #pragma unroll
                 for (int q = 0; q < kQ; ++q) {
                   const float4 f = *reinterpret_cast<const float4*>(queries + q * parts.padded + d0 + d + k);
-                  sum[q] = fmaf(a, f.x, sum[q]);
-                  sum[q] = fmaf(b, f.y, sum[q]);
-                  sum[q] = fmaf(c, f.z, sum[q]);
-                  sum[q] = fmaf(e, f.w, sum[q]);
+                  sum[q] = fmaf(a[0], f.x, sum[q]);
+                  sum[q] = fmaf(a[1], f.y, sum[q]);
+                  sum[q] = fmaf(a[2], f.z, sum[q]);
+                  sum[q] = fmaf(a[3], f.w, sum[q]);
                 }
               }
             }

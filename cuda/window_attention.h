@@ -9,11 +9,11 @@
 ///
 /// Products: f32 keys, windows of fewer than 16 queries in a group, head sizes that are not a multiple of 16 and
 /// max_logit run in f32, one chain of multiply-adds over the head dimension as on the CPU. Else on matrix units, in the
-/// keys' own dtype (fp8: f16), each query as the sum of two such numbers times a power of two, or as one if 16 queries
-/// next to each other come in that dtype (after RoPE): for f16 and fp8 keys as exact as f32, but that matrix units may
-/// cut sums off, about 1e-6 of the partial sums, and that a share is a power of two of one rounded exponent, which is
-/// off by 1e-7 of the logit; for bf16 keys a query that needs two keeps 16 bits, a logit is off by about
-/// 4e-6 |q| |k| scale / sqrt(D), and a share by as much of itself. Shares below 1e-38 are 0.
+/// keys' own dtype (8 bits: f16), each query as the sum of two such numbers times a power of two, or as one if 16
+/// queries next to each other come in that dtype (after RoPE): for f16 and 8-bit keys as exact as f32, but that matrix
+/// units may cut sums off, about 1e-6 of the partial sums, and that a share is a power of two of one rounded exponent,
+/// which is off by 1e-7 of the logit; for bf16 keys a query that needs two keeps 16 bits, a logit is off by about 4e-6
+/// |q| |k| scale / sqrt(D), and a share by as much of itself. Shares below 1e-38 are 0.
 
 #include "evidence.h"
 #include "kvkeep/core/row_window.h"

@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kStep* kSpans * 4) queries_kernel(MatrixTask m
 struct Place {
   std::int32_t newest;  ///< position from which on queries count it in newest
   std::int32_t column;  ///< the same in the column
-  float scale;          ///< of an fp8 key
+  float scale;          ///< of a key of 8 bits
 };
 
 /// What a block does with a row, in shared memory, where it takes no registers.
@@ -214,8 +214,8 @@ struct MatrixShared {
   }
 };
 
-/// Eight components of a key as they are multiplied. `own`: room of the thread for a key that is not aligned, which
-/// would take many registers.
+/// Eight components of a key as they are stored. `own`: room of the thread for a key that is not aligned, which would
+/// take many registers.
 template <class T, bool kAligned>
 __device__ inline uint4 key_word(const T* key, void* own) {
   Piece<T, 8> from;
@@ -226,19 +226,8 @@ __device__ inline uint4 key_word(const T* key, void* own) {
     for (int k = 0; k < 8; ++k) static_cast<T*>(own)[k] = key[k];
     from = *static_cast<const Piece<T, 8>*>(own);
   }
-  uint4 word;
-  if constexpr (std::is_same_v<T, Fp8>) {
-    __half2_raw pairs[4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      __nv_fp8x2_storage_t pair;
-      memcpy(&pair, from.x + 2 * k, sizeof pair);
-      pairs[k] = __nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3);  // every e4m3 is an f16
-    }
-    memcpy(&word, pairs, sizeof word);
-  } else {
-    memcpy(&word, &from, sizeof word);
-  }
+  uint4 word{};
+  memcpy(&word, &from, sizeof from);
   return word;
 }
 
@@ -273,6 +262,7 @@ class Slots {
       read_keys<true>(row.keys, tile, end);
     else
       read_keys<false>(row.keys, tile, end);
+    if constexpr (std::is_same_v<T, Bits8>) widen();  // once all of them are under way
     clear_ = tile >= plan.from && tile + Shared::kSlots <= end;
     if (clear_ && task_.kind != Kind::history)
       clear_ = row.positions[tile + Shared::kSlots - 1] <= plan.position(0) &&
@@ -396,6 +386,20 @@ class Slots {
     }
   }
 
+  /// Keys of 8 bits, as they are multiplied.
+  __device__ void widen() {
+    with_format(task_.e.keys, [&](auto format) {
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+        for (int s = 0; s < kSpans; ++s) {
+          uint4& key = keys_[b][s];
+          const uint2 low = halves_of<decltype(format)::value>(key.x), high = halves_of<decltype(format)::value>(key.y);
+          key = {low.x, low.y, high.x, high.y};
+        }
+    });
+  }
+
   __device__ void multiply(std::int32_t step, Products& x) const {
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b)
@@ -404,7 +408,7 @@ class Slots {
     add_products(steps_[step].words + lane(), x);
     if ((steps_[step].flags.x & kSplit) != 0)
       add_products(reinterpret_cast<const uint4*>(steps_ + work_.at_a_time) + step * Step<kSpans>::kWords + lane(), x);
-    if constexpr (std::is_same_v<T, Fp8>) {
+    if constexpr (std::is_same_v<T, Bits8>) {
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b)
 #pragma unroll

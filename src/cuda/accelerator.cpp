@@ -317,14 +317,8 @@ class CudaAccelerator final : public Machine, public MachineMemory {
                         .count = static_cast<std::int32_t>(at->second.second),
                         .slots = static_cast<std::int32_t>(group.newest.size())});
     }
-    for (const Row& row : table.rows)
-      for (const bool value : {false, true}) {
-        const bool reads = value ? needs.values : needs.keys,
-                   f8 = (value ? table.value_dtype : table.key_dtype) == Dtype::f8_e4m3;
-        KVKEEP_REQUIRE_AS(Unsupported, !reads || !f8 || (value ? row.value_scales : row.key_scales).width == 4,
-                          "decide: ", value ? "values" : "keys", " of layer ", row.layer,
-                          " are f8 e4m3 without f32 scales; allowed with one f32 scale per slot");
-      }
+    const Element keys = needs.keys ? element_of_keys(table) : Element::f32;
+    event.value_element = needs.values ? element_of_values(table) : Element::f32;
 
     std::vector<PositionSpan> spans;
     std::vector<PinnedSpans> pins;
@@ -385,7 +379,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
                        .kv_heads = spec.kv_heads,
                        .group = spec.query_heads == 0 ? 1 : spec.group(),
                        .dim = spec.key_dim,
-                       .keys = needs.keys ? element_of("keys", table.key_dtype) : Element::f32,
+                       .keys = keys,
                        .query = element_of("queries", query_dtype),
                        .scale = static_cast<float>(spec.scale())};
     event.tables = {.rows = event.arguments.rows,

@@ -128,7 +128,7 @@ float* allot(CudaEvent& event, const Critical& allocator, const WindowAttention&
   if (allocator.ragged()) share_heads(event, allocator.options().safeguard, scores, nullptr);
   CriticalArguments arguments;
   arguments.evidence = event.arguments;
-  arguments.values = element_of("values", event.evidence.table.value_dtype);
+  arguments.values = event.value_element;
   arguments.value_dim = event.evidence.spec.value_dim;
   arguments.projections = event.constant<const void*>(given.data(), [&] {
     std::vector<const void*> all;

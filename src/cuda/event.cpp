@@ -17,12 +17,44 @@ Element element_of(const char* what, Dtype dtype) {
       return Element::f16;
     case Dtype::bf16:
       return Element::bf16;
-    case Dtype::f8_e4m3:
-      return Element::fp8_e4m3;
     default:
-      refuse<Unsupported>("decide: ", what, " are ", dtype,
-                          "; allowed f32, f16, bf16 and, for keys with f32 scales, f8 e4m3");
+      refuse<Unsupported>("decide: ", what, " are ", dtype, "; allowed f32, f16, bf16");
   }
+}
+
+namespace {
+
+/// One side of the cache. scales: of that side of a row.
+Element element_of_side(const char* what, Dtype dtype, const RowTable& table, SlotAddress Row::* scales) {
+  Element element{};
+  switch (dtype) {
+    case Dtype::f8_e4m3:
+      element = Element::f8_e4m3;
+      break;
+    case Dtype::f8_e5m2:
+      element = Element::f8_e5m2;
+      break;
+    case Dtype::i8:
+      element = Element::i8;
+      break;
+    default:
+      KVKEEP_REQUIRE_AS(Unsupported, is_scorable(dtype), "decide: ", what, " are ", dtype,
+                        "; allowed f32, f16, bf16 and, with f32 scales, f8_e4m3, f8_e5m2, i8");
+      return element_of(what, dtype);
+  }
+  for (const Row& row : table.rows)
+    KVKEEP_REQUIRE_AS(Unsupported, (row.*scales).width == 4, "decide: ", what, " of layer ", row.layer, " are ", dtype,
+                      " without f32 scales; allowed with one f32 scale per slot");
+  return element;
+}
+
+}  // namespace
+
+Element element_of_keys(const RowTable& table) {
+  return element_of_side("keys", table.key_dtype, table, &Row::key_scales);
+}
+Element element_of_values(const RowTable& table) {
+  return element_of_side("values", table.value_dtype, table, &Row::value_scales);
 }
 
 void EventMemory::begin_counting() {

@@ -130,7 +130,8 @@ class CudaEvent final : public LayerEvent {
   /// What kernels read, and where the kept slots go; set by the machine.
   const Evidence& evidence;
   const Limits& limits;
-  EvidenceArguments arguments;  ///< rows, limits and queries on the device
+  EvidenceArguments arguments;           ///< rows, limits and queries on the device
+  Element value_element = Element::f32;  ///< of values, if anything reads them
   EventTables tables;
   KeepSet keep;                                       ///< without its slots
   const Allocator* allocator = nullptr;               ///< for which it has room
@@ -225,8 +226,13 @@ class CudaEvent final : public LayerEvent {
 [[nodiscard]] std::unique_ptr<PromptRanks> make_ranks(const LayerSelectorOptions& options, std::int32_t tokens,
                                                       const DevicePool& pool);
 
-/// Throws Unsupported for a dtype that no kernel reads.
+/// f32, f16 or bf16. Throws Unsupported for other dtypes.
 [[nodiscard]] Element element_of(const char* what, Dtype dtype);
+
+/// What the keys or values of an event are; those of 8 bits need f32 scales. Throws Unsupported for what no kernel
+/// reads.
+[[nodiscard]] Element element_of_keys(const RowTable& table);
+[[nodiscard]] Element element_of_values(const RowTable& table);
 
 /// Throws Unsupported if the rows of a (layer, sequence) differ in length: `name` reads all of them slot by slot,
 /// unless its heads are `otherwise`.

@@ -63,7 +63,7 @@ float* score_row_by_row(CudaEvent& event, const Scorer& scorer, const WindowAtte
   event.launch(row_scorers().find(typeid(scorer)),
                {.scorer = scorer,
                 .evidence = event.arguments,
-                .values = scorer.needs().values ? element_of("values", event.evidence.table.value_dtype) : Element::f32,
+                .values = scorer.needs().values ? event.value_element : Element::f32,
                 .value_dim = event.evidence.spec.value_dim,
                 .scores = scores});
   return scores;
@@ -95,7 +95,7 @@ float* score(CudaEvent& event, const Expected& scorer, const WindowAttention&) {
   for (const RowGroup& group : evidence.table.groups) held = std::max(held, group.queries.count);
   ExpectedArguments arguments;
   arguments.evidence = event.arguments;
-  arguments.values = options.value_norm ? element_of("values", evidence.table.value_dtype) : Element::f32;
+  arguments.values = event.value_element;
   arguments.value_dim = evidence.spec.value_dim;
   arguments.next_positions = event.next_positions;
   arguments.inv_freq = event.inv_freq;

@@ -4,6 +4,7 @@
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Float8_e4m3fn.h>
+#include <c10/util/Float8_e5m2.h>
 #include <c10/util/Half.h>
 
 #include <algorithm>
@@ -35,15 +36,22 @@ struct EvidenceShape {
 };
 
 /// Bytes of one stored number.
-inline std::int64_t element_bytes(Element e) { return e == Element::f32 ? 4 : e == Element::fp8_e4m3 ? 1 : 2; }
-inline const char* name_of(Element e) {
-  return e == Element::f32 ? "f32" : e == Element::f16 ? "f16" : e == Element::bf16 ? "bf16" : "fp8";
+inline std::int64_t element_bytes(Element e) { return e == Element::f32 ? 4 : is_8bit(e) ? 1 : 2; }
+/// All that keys and values can be.
+inline constexpr Element kStored[] = {Element::f32,     Element::f16,     Element::bf16,
+                                      Element::f8_e4m3, Element::f8_e5m2, Element::i8};
+inline bool holds_nan(Element e) { return e != Element::i8; }
+/// Those of NaN and infinity that can be stored.
+inline std::vector<float> bad_numbers(Element e) {
+  if (!holds_nan(e)) return {};
+  if (e == Element::f8_e4m3) return {std::nanf("")};
+  return {std::nanf(""), HUGE_VALF};
 }
 inline Dtype dtype_of(Element e) {
   return e == Element::f16 ? Dtype::f16 : e == Element::bf16 ? Dtype::bf16 : Dtype::f32;
 }
 
-/// Writes x as `e` and gives what was written.
+/// Writes x as `e` and gives what was written. A number that is too large for 8 bits becomes the largest.
 inline float store(float x, Element e, std::byte* to) {
   const auto put = [&](auto y) {
     std::memcpy(to, &y, sizeof y);
@@ -54,8 +62,12 @@ inline float store(float x, Element e, std::byte* to) {
       return put(c10::Half(x));
     case Element::bf16:
       return put(c10::BFloat16(x));
-    case Element::fp8_e4m3:
+    case Element::f8_e4m3:
       return put(c10::Float8_e4m3fn(std::clamp(x, -448.0F, 448.0F)));
+    case Element::f8_e5m2:
+      return put(c10::Float8_e5m2(std::isinf(x) ? x : std::clamp(x, -57344.0F, 57344.0F)));
+    case Element::i8:
+      return put(static_cast<std::int8_t>(std::nearbyint(std::clamp(x, -128.0F, 127.0F))));
     default:
       return put(x);
   }
@@ -113,8 +125,7 @@ class EvidenceCase {
     for (std::size_t r = 0; r < table.rows.size(); ++r) {
       Row& row = table.rows[r];
       const std::int64_t width = shape.dim * element_size(table.key_dtype);
-      row.keys = {shape.keys == Element::fp8_e4m3 ? reinterpret_cast<std::byte*>(plain[r].data()) : keys[r].data(),
-                  width, width};
+      row.keys = {is_8bit(shape.keys) ? reinterpret_cast<std::byte*>(plain[r].data()) : keys[r].data(), width, width};
       row.positions = positions[r].data();
       row.tally = tallies[r].empty() ? nullptr : tallies[r].data();
       row.tally_length = static_cast<std::int32_t>(tallies[r].size());
@@ -158,7 +169,7 @@ class EvidenceCase {
   RowTable table;
   Limits limits;
   std::vector<std::vector<std::byte>> keys;       ///< [rows] as stored
-  std::vector<std::vector<float>> scales, plain;  ///< [rows] fp8 scales; the keys as f32
+  std::vector<std::vector<float>> scales, plain;  ///< [rows] scales of 8-bit keys; the keys as f32
   std::vector<std::vector<std::int32_t>> positions;
   std::vector<std::vector<float>> tallies;       ///< [rows] of the oldest slots; empty: none
   std::vector<std::vector<float>> given_scores;  ///< [rows] given scores of the oldest slots; empty: none
@@ -169,7 +180,7 @@ class EvidenceCase {
     keys[r].resize(static_cast<std::size_t>(length * shape.dim * element_bytes(shape.keys)));
     plain[r].resize(static_cast<std::size_t>(length) * static_cast<std::size_t>(shape.dim));
     for (std::int32_t t = 0; t < length; ++t) {
-      if (shape.keys == Element::fp8_e4m3) scales[r].push_back(static_cast<float>(std::exp(random_.normal())) * 0.02F);
+      if (is_8bit(shape.keys)) scales[r].push_back(static_cast<float>(std::exp(random_.normal())) * 0.02F);
       for (std::int32_t d = 0; d < shape.dim; ++d)
         set_key(r, t, d, static_cast<float>(shape.loudness * random_.normal()));
     }
@@ -255,8 +266,7 @@ class DeviceEvidence {
       };
       row.keys = side(bytes_.data(), stride, width);
       row.values = {};
-      if (from.shape.keys == Element::fp8_e4m3)
-        row.key_scales = side(reinterpret_cast<std::byte*>(scales_.data()), 4, 4);
+      if (is_8bit(from.shape.keys)) row.key_scales = side(reinterpret_cast<std::byte*>(scales_.data()), 4, 4);
       slot += row.length;
       if (layout.page > 0) table += (row.length + layout.page - 1) / layout.page;
     }
@@ -308,7 +318,7 @@ class DeviceEvidence {
       places = (pages + 1) * layout.page;
     }
     std::vector<std::byte> bytes(static_cast<std::size_t>(places * stride), std::byte{0xFF});
-    packed_scales_.assign(from.shape.keys == Element::fp8_e4m3 ? static_cast<std::size_t>(places) : 0, std::nanf(""));
+    packed_scales_.assign(is_8bit(from.shape.keys) ? static_cast<std::size_t>(places) : 0, std::nanf(""));
     std::int64_t slot = 0, table = 0;
     for (std::size_t r = 0; r < from.table.rows.size(); ++r) {
       const std::int32_t length = from.table.rows[r].length;

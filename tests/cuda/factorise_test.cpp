@@ -318,8 +318,8 @@ TEST_F(Factorise, RefusesWhatItDoesNotKnow) {
   refuses([](auto& a) { a.options.max_rank = 0; });
   refuses([](auto& a) { a.options.energy = 1.5; });
   refuses([](auto& a) { a.options.energy = std::nan(""); });
-  refuses([](auto& a) { a.element = Element::fp8_e4m3; });
-  refuses([](auto& a) { a.store = Element::fp8_e4m3; });
+  refuses([](auto& a) { a.element = Element::f8_e4m3; });
+  refuses([](auto& a) { a.store = Element::f8_e4m3; });
   EXPECT_THROW(launch_factorise({.longest = 129, .dim = 129}, nullptr), Unsupported);
   EXPECT_NO_THROW(launch_factorise({.longest = 128, .dim = 256}, nullptr)) << "no matrix";
 }

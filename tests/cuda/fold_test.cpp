@@ -389,8 +389,8 @@ TEST_F(FoldKernel, RefusesWhatItDoesNotKnow) {
   refuses([](auto& a) { a.dim = 257; });
   refuses([](auto& a) { a.count = -1; });
   refuses([](auto& a) { a.spans = -1; });
-  refuses([](auto& a) { a.keys = Element::fp8_e4m3; });
-  refuses([](auto& a) { a.store = Element::fp8_e4m3; });
+  refuses([](auto& a) { a.keys = Element::f8_e4m3; });
+  refuses([](auto& a) { a.store = Element::f8_e4m3; });
   EXPECT_NO_THROW(launch_fold_spans({.dim = 256}, nullptr)) << "no span";
 }
 

@@ -56,10 +56,10 @@ TEST_F(PushGiven, PutsEveryScoreAtItsPlace) {
       }
 }
 
-TEST_F(PushGiven, TakesNothingAndRefusesFp8) {
+TEST_F(PushGiven, TakesNothingAndRefusesNumbersOfEightBits) {
   launch_push_given({}, nullptr);
   PushGivenArguments arguments;
-  arguments.element = Element::fp8_e4m3;
+  arguments.element = Element::f8_e4m3;
   EXPECT_THROW(launch_push_given(arguments, nullptr), InvalidArgument);
 }
 

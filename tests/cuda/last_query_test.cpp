@@ -41,20 +41,18 @@ void expect_as_on_cpu(const EvidenceCase& c, std::int32_t pool, DeviceLayout lay
   });
 }
 
-constexpr Element kElements[] = {Element::f32, Element::f16, Element::bf16};
-
 TEST_F(LastQueryKernel, AgreesWithTheCpuForEveryGroupHeadSizeElementAndPool) {
   std::uint64_t seed = 0;
   for (const std::int32_t group : {1, 2, 4, 7})
     for (const std::int32_t dim : {1, 7, 64, 96, 256})
-      for (const Element keys : kElements) {
+      for (const Element keys : kStored) {
         ++seed;
         expect_as_on_cpu(EvidenceCase(seed, {.group = group,
                                              .kv_heads = static_cast<std::int32_t>(1 + seed % 3),
                                              .dim = dim,
                                              .lengths = {37, 1, 33},
                                              .keys = keys,
-                                             .query = keys,
+                                             .query = is_8bit(keys) ? Element::f32 : keys,
                                              .pre_rope = seed % 2 == 0 && dim > 1}),
                          static_cast<std::int32_t>(1 + seed % 4 * 2));
       }
@@ -75,6 +73,41 @@ TEST_F(LastQueryKernel, GivesNaNToTheNeighboursOfAKeyWithNaN) {
   c.set_key(1, 7, 19, std::nanf(""));
   const std::vector<float> got = on_device(c, 3);
   for (std::size_t t = 0; t < got.size(); ++t) EXPECT_EQ(std::isnan(got[t]), t >= 6 && t <= 8) << t;
+}
+
+/// What every byte means: a product with 1 shows it.
+TEST_F(LastQueryKernel, ReadsEveryByteOfEveryFormat) {
+  const auto meant = [](Element format, std::uint8_t byte) {
+    return format == Element::f8_e4m3   ? static_cast<float>(c10::Float8_e4m3fn(byte, c10::Float8_e4m3fn::from_bits()))
+           : format == Element::f8_e5m2 ? static_cast<float>(c10::Float8_e5m2(byte, c10::Float8_e5m2::from_bits()))
+                                        : static_cast<float>(static_cast<std::int8_t>(byte));
+  };
+  for (const Element format : {Element::f8_e4m3, Element::f8_e5m2, Element::i8})
+    for (const std::int32_t component : {0, 6, 15})
+      for (const std::int64_t gap : {0, 4}) {
+        EvidenceCase c(300, {.dim = 16, .lengths = {256}, .keys = format});
+        std::ranges::fill(c.keys[0], std::byte{0});
+        std::ranges::fill(c.scales[0], 1.0F);
+        std::vector<float> query(16);
+        query[static_cast<std::size_t>(component)] = 1;
+        for (int byte = 0; byte < 256; ++byte)
+          c.keys[0][static_cast<std::size_t>(16 * byte + component)] = static_cast<std::byte>(byte);
+        const DeviceEvidence there(c, {.gap = gap});
+        const DeviceArray<float> asked(query), scores(std::size_t{256}), workspace(std::size_t{256});
+        launch_last_query({.evidence = there.arguments(),
+                           .queries = asked.data(),
+                           .pool = 1,
+                           .slots = 256,
+                           .scores = scores.data(),
+                           .workspace = workspace.data()},
+                          nullptr);
+        const std::vector<float> got = scores.download();
+        for (int byte = 0; byte < 256; ++byte) {
+          const float is = got[static_cast<std::size_t>(byte)], want = meant(format, static_cast<std::uint8_t>(byte));
+          ASSERT_TRUE(is == want || (std::isnan(is) && std::isnan(want)))
+              << name_of(format) << " byte " << byte << ": " << is << ", not " << want;
+        }
+      }
 }
 
 TEST_F(LastQueryKernel, RefusesWhatItCannotRead) {

@@ -328,8 +328,8 @@ TEST_F(MemoryRoute, RefusesSizesAndDtypesThatItDoesNotKnow) {
   refuses([](auto& a) { a.kv_heads = 0; });
   refuses([](auto& a) { a.count = -1; });
   refuses([](auto& a) { a.most_spans = -1; });
-  refuses([](auto& a) { a.store = Element::fp8_e4m3; });
-  refuses([](auto& a) { a.query = Element::fp8_e4m3; });
+  refuses([](auto& a) { a.store = Element::f8_e4m3; });
+  refuses([](auto& a) { a.query = Element::f8_e4m3; });
   refuses([](auto& a) { a.count = 1 << 20, a.most_queries = 1 << 20; });
   EXPECT_NO_THROW(launch_memory_route({.dim = 8}, nullptr)) << "nothing to do";
 }

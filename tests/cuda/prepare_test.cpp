@@ -112,7 +112,7 @@ TEST_F(Prepare, WritesTheNewestPositionsBehindThoseThatStayed) {
 TEST_F(Prepare, RefusesWhatItCannotTurn) {
   EXPECT_THROW(launch_prepare({.evidence = {.dim = 257}}, nullptr), InvalidArgument);
   EXPECT_THROW(launch_prepare({.evidence = {.dim = 8}, .pairs = 5}, nullptr), InvalidArgument);
-  EXPECT_THROW(launch_prepare({.evidence = {.dim = 8, .query = Element::fp8_e4m3}}, nullptr), InvalidArgument);
+  EXPECT_THROW(launch_prepare({.evidence = {.dim = 8, .query = Element::f8_e4m3}}, nullptr), InvalidArgument);
 }
 
 }  // namespace

@@ -271,7 +271,7 @@ TEST_F(QueryStatisticsKernel, RefusesWhatItCannotRead) {
   push.layout.pairs = 5;
   EXPECT_THROW(launch_push_moments(push, nullptr), InvalidArgument);
   push.layout.pairs = 4;
-  push.element = Element::fp8_e4m3;
+  push.element = Element::f8_e4m3;
   EXPECT_THROW(launch_push_moments(push, nullptr), InvalidArgument);
   EXPECT_THROW(launch_sum_moments({.dim = 0}, nullptr), InvalidArgument);
 }

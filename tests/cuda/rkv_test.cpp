@@ -55,7 +55,6 @@ void crowd(EvidenceCase& c, std::uint64_t seed, std::int32_t directions, double 
   }
 }
 
-constexpr Element kElements[] = {Element::f32, Element::f16, Element::bf16, Element::fp8_e4m3};
 using Redundancy = RkvOptions::Redundancy;
 using NoSimilar = RkvOptions::NoSimilar;
 
@@ -72,7 +71,7 @@ TEST_F(RkvKernel, AgreesWithTheCpuUnderEveryOption) {
                                   .dim = 16,
                                   .lengths = {150, 9, 1, 0},
                                   .seen = seen,
-                                  .keys = kElements[seed % 4],
+                                  .keys = kStored[seed % std::size(kStored)],
                                   .pre_rope = true,
                                   .ragged = true});
             if (seed % 2 == 0) crowd(c, seed, 3, 0.4);
@@ -110,7 +109,7 @@ TEST_F(RkvKernel, AgreesWithTheCpuOnRowsOfManyBlocks) {
 TEST_F(RkvKernel, AgreesWhereNoKeyAndWhereEveryKeyHasAPartner) {
   std::uint64_t seed = 300;
   for (const double similarity : {0.0, 0.05, 0.999})
-    for (const Element keys : kElements)
+    for (const Element keys : kStored)
       for (const auto no_similar : {NoSimilar::nothing, NoSimilar::first})
         expect_as_on_cpu(
             EvidenceCase(++seed, {.kv_heads = 2, .dim = 48, .lengths = {200}, .seen = 4, .keys = keys, .ragged = true}),
@@ -119,7 +118,7 @@ TEST_F(RkvKernel, AgreesWhereNoKeyAndWhereEveryKeyHasAPartner) {
 
 TEST_F(RkvKernel, AgreesWhereKeysAreOfVeryDifferentLengths) {
   std::uint64_t seed = 350;
-  for (const Element keys : kElements)
+  for (const Element keys : kStored)
     for (const bool by_chance : {false, true}) {
       EvidenceCase c(++seed, {.dim = 16, .lengths = {300}, .seen = 4, .keys = keys});
       oracle::Random random(seed);
@@ -136,7 +135,7 @@ TEST_F(RkvKernel, AgreesWhereKeysAreOfVeryDifferentLengths) {
 TEST_F(RkvKernel, AgreesWithTheCpuForEveryHeadSizeElementAndLayout) {  // B21, B24, B25
   std::uint64_t seed = 400;
   for (const std::int32_t dim : {1, 7, 64, 96, 128, 136, 256})
-    for (const Element keys : kElements) {
+    for (const Element keys : kStored) {
       EvidenceCase c(++seed, {.group = 2, .dim = dim, .lengths = {150}, .seen = 4, .keys = keys});
       if (seed % 2 == 0) crowd(c, seed, 4, 0.7);
       expect_as_on_cpu(c, {.window = 4}, {.gap = seed % 3 == 0 ? 4 : 16, .page = seed % 2 == 0 ? 16 : 0});
@@ -144,7 +143,7 @@ TEST_F(RkvKernel, AgreesWithTheCpuForEveryHeadSizeElementAndLayout) {  // B21, B
 }
 
 TEST_F(RkvKernel, SparesTheNewestOfEqualKeysAndGivesTheOthersEqualBits) {
-  for (const Element keys : {Element::f32, Element::bf16, Element::fp8_e4m3}) {
+  for (const Element keys : {Element::f32, Element::bf16, Element::f8_e4m3, Element::f8_e5m2, Element::i8}) {
     EvidenceCase c(500, {.group = 2, .dim = 40, .lengths = {560}, .seen = 4, .keys = keys});
     for (const std::int64_t t : {1, 6, 130, 440, 530}) c.copy_key(0, 3, t);
     const RkvOptions options{.window = 4, .pool = 1, .similarity = 0.9};
@@ -158,7 +157,7 @@ TEST_F(RkvKernel, SparesTheNewestOfEqualKeysAndGivesTheOthersEqualBits) {
 }
 
 TEST_F(RkvKernel, KnowsKeysOfZerosAndOppositeKeys) {
-  for (const Element keys : kElements) {
+  for (const Element keys : kStored) {
     EvidenceCase c(550, {.dim = 24, .lengths = {200, 140}, .seen = 3, .keys = keys});
     for (std::int64_t t = 0; t < 200; ++t)
       for (std::int64_t d = 0; d < 24; ++d)
@@ -171,13 +170,13 @@ TEST_F(RkvKernel, KnowsKeysOfZerosAndOppositeKeys) {
 }
 
 TEST_F(RkvKernel, LeavesRowsAloneThatAreNotDueAndGivesNaNToTheRowOfANaN) {
-  for (const Element keys : {Element::f32, Element::f16})
+  for (const Element keys : {Element::f32, Element::f16, Element::f8_e4m3, Element::f8_e5m2})
     for (const auto redundancy : {Redundancy::all, Redundancy::history}) {
       EvidenceCase c(600, {.group = 2, .kv_heads = 3, .dim = 20, .lengths = {141}, .seen = 4, .keys = keys});
       c.limits.rows[1].due = false;
       for (RowLimit& limit : c.limits.rows) limit.budget = 30;
       expect_as_on_cpu(c, {.window = 4, .redundancy = redundancy});
-      for (const float bad : {std::nanf(""), HUGE_VALF}) {
+      for (const float bad : bad_numbers(keys)) {
         c.set_key(2, 7, 19, bad);
         const std::vector<float> got = on_device(c, {.window = 4, .redundancy = redundancy});
         for (std::size_t t = 0; t < 130; ++t) ASSERT_TRUE(std::isnan(got[2 * 141 + t])) << t;

@@ -64,7 +64,7 @@ TEST_F(SnapKVKernel, AgreesWithTheCpuInBothStyles) {
   std::uint64_t seed = 0;
   for (const auto style : {SnapKVOptions::Style::snapkv, SnapKVOptions::Style::rkv})
     for (const std::int32_t pool : {1, 5})
-      for (const Element keys : {Element::f32, Element::f16, Element::bf16, Element::fp8_e4m3})
+      for (const Element keys : kStored)
         for (const std::int32_t seen : {0, 8})
           expect_as_on_cpu(EvidenceCase(++seed, {.group = 3,
                                                  .kv_heads = 2,

@@ -65,14 +65,13 @@ void expect_as_on_cpu(const EvidenceCase& c, const TriAttentionOptions& options,
   });
 }
 
-constexpr Element kElements[] = {Element::f32, Element::f16, Element::bf16, Element::fp8_e4m3};
 using Aggregate = TriAttentionOptions::Aggregate;
 
 TEST_F(TriAttentionKernel, AgreesWithTheCpuForEveryHeadSizeGroupAndElement) {  // B15, B25
   std::uint64_t seed = 0;
   for (const auto aggregate : {Aggregate::mean, Aggregate::max}) {
     for (const std::int32_t dim : {2, 6, 64, 80, 96, 128, 192, 256})
-      for (const Element keys : kElements) {
+      for (const Element keys : kStored) {
         ++seed;
         expect_as_on_cpu(EvidenceCase(seed, {.group = 2,
                                              .dim = dim,
@@ -87,7 +86,7 @@ TEST_F(TriAttentionKernel, AgreesWithTheCpuForEveryHeadSizeGroupAndElement) {  /
                                            .kv_heads = 2,
                                            .dim = 16,
                                            .lengths = {45, 17},
-                                           .keys = kElements[seed % 4],
+                                           .keys = kStored[seed % std::size(kStored)],
                                            .pre_rope = true,
                                            .ragged = true}),
                        {.aggregate = aggregate});
@@ -117,7 +116,7 @@ TEST_F(TriAttentionKernel, AgreesWithTheCpuForEveryLength) {  // B29
 
 TEST_F(TriAttentionKernel, ReadsPagesAndVectorsThatAreNotAligned) {  // B21, B24
   std::uint64_t seed = 300;
-  for (const Element keys : kElements)
+  for (const Element keys : kStored)
     for (const std::int32_t page : {0, 1, 16})
       for (const std::int64_t gap : {0, 4, 16})
         expect_as_on_cpu(EvidenceCase(++seed, {.group = 2, .dim = 48, .lengths = {50, 33}, .keys = keys}), {},
@@ -125,16 +124,17 @@ TEST_F(TriAttentionKernel, ReadsPagesAndVectorsThatAreNotAligned) {  // B21, B24
 }
 
 TEST_F(TriAttentionKernel, LeavesRowsAloneThatAreNotDueAndKeysThatAreNoNumbersOutOfTheNormalisation) {
-  for (const auto aggregate : {Aggregate::mean, Aggregate::max}) {
-    EvidenceCase c(400, {.group = 2, .kv_heads = 3, .dim = 24, .lengths = {41}, .keys = Element::f16});
-    c.limits.rows[1].due = false;
-    c.set_key(2, 7, 19, std::nanf(""));
-    expect_as_on_cpu(c, {.aggregate = aggregate});
-  }
+  for (const auto aggregate : {Aggregate::mean, Aggregate::max})
+    for (const Element keys : {Element::f16, Element::f8_e4m3, Element::f8_e5m2}) {
+      EvidenceCase c(400, {.group = 2, .kv_heads = 3, .dim = 24, .lengths = {41}, .keys = keys});
+      c.limits.rows[1].due = false;
+      c.set_key(2, 7, 19, std::nanf(""));
+      expect_as_on_cpu(c, {.aggregate = aggregate});
+    }
 }
 
 TEST_F(TriAttentionKernel, GivesEqualKeysEqualBits) {
-  for (const Element keys : kElements) {
+  for (const Element keys : kStored) {
     EvidenceCase c(500, {.group = 2, .dim = 72, .lengths = {300}, .keys = keys});
     for (const std::int64_t t : {1, 6, 130, 299}) c.copy_key(0, 3, t);
     const Calibration calibration = calibration_of(c, 7);

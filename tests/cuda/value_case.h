@@ -10,7 +10,7 @@ class ValueCase {
  public:
   ValueCase(std::uint64_t seed, EvidenceCase& at, Element stored)
       : element(stored), at_(at), random_(seed), bytes_(at.table.rows.size()) {
-    const bool fp8 = element == Element::fp8_e4m3;
+    const bool scaled = is_8bit(element);
     at.table.value_dtype = dtype_of(element);
     const std::int64_t dim = at.shape.value_dim;
     for (std::size_t r = 0; r < at.table.rows.size(); ++r) {
@@ -19,11 +19,11 @@ class ValueCase {
       plain.emplace_back(static_cast<std::size_t>(row.length * dim));
       scales.emplace_back();
       for (std::int64_t t = 0; t < row.length; ++t) {
-        if (fp8) scales[r].push_back(static_cast<float>(std::exp(random_.normal())) * 0.02F);
+        if (scaled) scales[r].push_back(static_cast<float>(std::exp(random_.normal())) * 0.02F);
         for (std::int64_t d = 0; d < dim; ++d) set(r, t, d, static_cast<float>(random_.normal()));
       }
       const std::int64_t width = dim * element_size(at.table.value_dtype);
-      row.values = {fp8 ? reinterpret_cast<std::byte*>(plain[r].data()) : bytes_[r].data(), width, width};
+      row.values = {scaled ? reinterpret_cast<std::byte*>(plain[r].data()) : bytes_[r].data(), width, width};
     }
   }
   ValueCase(const ValueCase&) = delete;
@@ -70,8 +70,7 @@ class DeviceValues {
         return a;
       };
       row.values = side(bytes_.data(), stride, width);
-      if (values.element == Element::fp8_e4m3)
-        row.value_scales = side(reinterpret_cast<std::byte*>(scales_.data()), 4, 4);
+      if (is_8bit(values.element)) row.value_scales = side(reinterpret_cast<std::byte*>(scales_.data()), 4, 4);
       slot += row.length;
       if (layout.page > 0) table += (row.length + layout.page - 1) / layout.page;
     }
@@ -90,7 +89,7 @@ class DeviceValues {
       places = std::int64_t{pages + 1} * layout.page;
     }
     std::vector<std::byte> bytes(static_cast<std::size_t>(places * stride), std::byte{0xFF});
-    packed_scales_.assign(values.element == Element::fp8_e4m3 ? static_cast<std::size_t>(places) : 0, std::nanf(""));
+    packed_scales_.assign(is_8bit(values.element) ? static_cast<std::size_t>(places) : 0, std::nanf(""));
     for (std::size_t r = 0; r < c.table.rows.size(); ++r) {
       const std::int32_t length = c.table.rows[r].length;
       for (std::int32_t t = 0; t < length; ++t) {

@@ -64,12 +64,10 @@ void expect_as_on_cpu(const EvidenceCase& c, std::int32_t window, bool official 
                                             sum.const_data_ptr<float>(), kAbsolute, relative_of(c)));
 }
 
-constexpr Element kElements[] = {Element::f32, Element::f16, Element::bf16, Element::fp8_e4m3};
-
 TEST_F(WindowAttentionKernel, AgreesWithTheCpuForEveryGroupAndElement) {  // B15
   std::uint64_t seed = 0;
   for (const std::int32_t group : {1, 2, 3, 4, 7, 8})
-    for (const Element keys : kElements) {
+    for (const Element keys : kStored) {
       ++seed;
       expect_as_on_cpu(EvidenceCase(seed, {.group = group,
                                            .kv_heads = 2,
@@ -77,7 +75,7 @@ TEST_F(WindowAttentionKernel, AgreesWithTheCpuForEveryGroupAndElement) {  // B15
                                            .lengths = {45, 17},
                                            .seen = 7,
                                            .keys = keys,
-                                           .query = kElements[seed % 3],
+                                           .query = kStored[seed % 3],
                                            .pre_rope = seed % 2 == 0,
                                            .ragged = true}),
                        5);
@@ -87,7 +85,7 @@ TEST_F(WindowAttentionKernel, AgreesWithTheCpuForEveryGroupAndElement) {  // B15
 TEST_F(WindowAttentionKernel, AgreesWithTheCpuForEveryHeadSize) {  // B25
   std::uint64_t seed = 100;
   for (const std::int32_t dim : {1, 7, 33, 64, 80, 96, 128, 192, 256})
-    for (const Element keys : kElements) {
+    for (const Element keys : kStored) {
       expect_as_on_cpu(
           EvidenceCase(++seed, {.group = 2, .dim = dim, .lengths = {37}, .seen = 9, .keys = keys, .pre_rope = true}),
           9);
@@ -131,7 +129,7 @@ TEST_F(WindowAttentionKernel, TakesMoreQueriesThanATileHolds) {
 
 TEST_F(WindowAttentionKernel, TakesAnyNumberOfQueriesOfEveryElement) {
   std::uint64_t seed = 360;
-  for (const Element keys : {Element::f16, Element::bf16, Element::fp8_e4m3})
+  for (const Element keys : {Element::f16, Element::bf16, Element::f8_e4m3, Element::f8_e5m2, Element::i8})
     for (const Element query : {Element::f32, Element::f16, Element::bf16})
       for (const bool pre_rope : {false, true}) {
         ++seed;
@@ -205,7 +203,7 @@ TEST_F(WindowAttentionKernel, FindsTheLargestLogitsAnywhereInARow) {
 
 TEST_F(WindowAttentionKernel, ReadsPagesAndVectorsThatAreNotAligned) {  // B21, B24
   std::uint64_t seed = 400;
-  for (const Element keys : kElements)
+  for (const Element keys : kStored)
     for (const std::int32_t page : {0, 1, 16})
       for (const std::int64_t gap : {0, 4})
         for (const std::int32_t window : {1, 8})
@@ -245,7 +243,7 @@ TEST_F(WindowAttentionKernel, GivesTheNewestAlone) {
 
 TEST_F(WindowAttentionKernel, StaysExactWhereLogitsAreLarge) {
   std::uint64_t seed = 700;
-  for (const Element keys : kElements)
+  for (const Element keys : kStored)
     for (const double loudness : {1e-3, 6.0})
       expect_as_on_cpu(
           EvidenceCase(++seed,
@@ -293,7 +291,7 @@ TEST_F(WindowAttentionKernel, ReadsTheKeysOnceWhereItIsGivenTheSums) {
 }
 
 TEST_F(WindowAttentionKernel, GivesEqualKeysEqualBitsAndRowsTheSameBitsInAnyBatch) {
-  for (const Element keys : kElements)
+  for (const Element keys : kStored)
     for (const std::int32_t window : {2, 8}) {
       EvidenceCase c(900, {.group = 4, .dim = 48, .lengths = {1200}, .seen = 8, .keys = keys});
       for (const std::int64_t t : {1, 5, 130, 700, 1100}) c.copy_key(0, 3, t);
@@ -324,7 +322,7 @@ TEST_F(WindowAttentionKernel, GivesEqualKeysEqualBitsAndRowsTheSameBitsInAnyBatc
 }
 
 TEST_F(WindowAttentionKernel, GivesASlotWhoseLogitsAreNoNumbersNothing) {
-  for (const Element keys : {Element::f32, Element::bf16})
+  for (const Element keys : {Element::f32, Element::bf16, Element::f8_e4m3, Element::f8_e5m2})
     for (const std::int32_t window : {2, 8}) {
       EvidenceCase c(950, {.group = 2, .dim = 32, .lengths = {60}, .seen = 8, .keys = keys});
       EvidenceCase without = c;  // the same row without slot 7
@@ -333,11 +331,12 @@ TEST_F(WindowAttentionKernel, GivesASlotWhoseLogitsAreNoNumbersNothing) {
                             without.keys[0].begin() + 8 * 32 * element_bytes(keys));
       without.plain[0].erase(without.plain[0].begin() + 7 * 32, without.plain[0].begin() + 8 * 32);
       without.positions[0].erase(without.positions[0].begin() + 7);
+      if (is_8bit(keys)) without.scales[0].erase(without.scales[0].begin() + 7);
       --without.table.rows[0].length;
       --without.table.slots;
       without.settle();
       c.limits.rows[0].budget = without.limits.rows[0].budget = 30;
-      for (const float bad : {std::nanf(""), HUGE_VALF}) {
+      for (const float bad : bad_numbers(keys)) {
         c.set_key(0, 7, 5, bad);
         std::vector<float> got = on_device(c, window, false, Wanted::usage).column;
         const Evidence evidence = without.evidence();
@@ -353,7 +352,7 @@ TEST_F(WindowAttentionKernel, GivesASlotWhoseLogitsAreNoNumbersNothing) {
 TEST_F(WindowAttentionKernel, ReducesTheHistoryAlone) {
   std::uint64_t seed = 1000;
   for (const std::int32_t group : {1, 3, 8})
-    for (const Element keys : kElements)
+    for (const Element keys : kStored)
       for (const bool max_logit : {false, true})
         for (const std::int32_t dim : {80, 9}) {
           const EvidenceCase c(++seed, {.group = group,

@@ -175,6 +175,15 @@ inline int __clz(int x) { return std::countl_zero(static_cast<unsigned>(x)); }
 inline int __clzll(long long x) { return std::countl_zero(static_cast<unsigned long long>(x)); }
 inline int __ffs(int x) { return x == 0 ? 0 : std::countr_zero(static_cast<unsigned>(x)) + 1; }
 
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  unsigned out = 0;
+  for (unsigned byte = 0; byte < 4; ++byte) {
+    const unsigned from = selector >> 4 * byte & 7U;
+    out |= ((from < 4 ? low >> 8 * from : high >> 8 * (from - 4)) & 0xFFU) << 8 * byte;
+  }
+  return out;
+}
+
 template <class T>
 T __ldg(const T* at) {
   return *at;

@@ -7,6 +7,8 @@
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <filesystem>
 #include <map>
 #include <set>
 
@@ -177,7 +179,8 @@ class Engine {
 
   Report end() {
     if (page_size_ > 0) block_table = pages.table(ids);
-    const Report report = keeper.step(view());
+    Report report = keeper.step(view());
+    if (report.pending) report = keeper.finish(view());
     if (page_size_ > 0) pages.settle(view(), report.pages);
     for (std::size_t i = 0; i < ids.size(); ++i)
       std::copy_n(flat.begin() + static_cast<std::ptrdiff_t>(i) * kRows, kRows, lengths[ids[i]].begin());
@@ -226,6 +229,20 @@ class Engine {
               << "slot " << s << " of row " << r << ", sequence " << id << ", position " << positions[s];
         }
     }
+  }
+
+  /// Restores a sequence that `from` has saved, with its rows of the cache.
+  void restore(SequenceId id, const std::filesystem::path& file, const Engine& from) {
+    keeper.restore(id, file);
+    lengths[id] = from.lengths.at(id), tokens[id] = from.tokens.at(id), fed[id] = from.fed.at(id);
+    if (page_size_ > 0) ASSERT_TRUE(pages.admit(id, *std::ranges::max_element(lengths[id])).given());
+    for (std::int32_t r = 0; r < kRows; ++r)
+      for (std::int32_t slot = 0; slot < lengths[id][static_cast<std::size_t>(r)]; ++slot)
+        for (const Side side : {Side::key, Side::value}) {
+          float numbers[kKeyDim];
+          from.get(numbers, id, r / kHeads, r % kHeads, slot, side);
+          put(numbers, id, r / kHeads, r % kHeads, slot, side);
+        }
   }
 
   /// Writes one slot, wherever the cache is.
