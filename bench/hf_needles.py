@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Needle tasks by two paths: the command's own decoder, and transformers under kvkeep.hf.attach.
 
-    python3 bench/hf_needles.py --model SmolLM2.gguf --haystack prose.txt --length 512 --samples 8
+    python3 bench/hf_needles.py --model SmolLM2.gguf --haystack prose.txt --length 512 --samples 7
 
-`kvkeep eval --samples-out` makes the prompts, answers them under each policy and writes both. transformers gets the same
-weights (the GGUF file, dequantised), the same token ids and the same policy: the prompt runs and is cut, the question
-follows if it comes after the cut, and the answer is decoded greedily. Both compute in float32 and score as RULER does:
-the share of the references that stand in the answer. This Python needs the package kvkeep, torch, transformers 5 and gguf.
+`kvkeep eval --samples-out` makes the prompts, answers them under each policy and writes both. transformers gets the
+same weights (the GGUF file, dequantised), the same token ids and the same policy: the prompt runs and is cut, the
+question follows if it comes after the cut, and the answer is decoded greedily. Both compute in float32 and score as
+RULER does: the references that stand in the answer. This Python needs the package kvkeep, torch, transformers 5,
+accelerate and gguf. Finished answers of transformers stay in --out, and the next run does not ask for them again.
 
 Columns:
   kvkeep eval, attach   samples whose answer holds every reference
@@ -15,6 +16,7 @@ Columns:
 
 import argparse
 import importlib.metadata
+import inspect
 import json
 import os
 import pathlib
@@ -65,13 +67,15 @@ class Transformers:
         import kvkeep.hf
 
         torch = self.torch
+        names = inspect.signature(self.model.forward).parameters
+        name = "cache" if "cache" in names else "past_key_values"  # newer releases of transformers 5 call it so
         with kvkeep.hf.attach(self.model, policy) as kept, torch.inference_mode():
-            cache, place, answer = kept.cache(), 0, []
+            cache, place, answer = {name: kept.cache()}, 0, []
             part = sample["prompt"]
             while True:
                 positions = torch.arange(place, place + len(part))[None]
                 ids = torch.tensor([part])
-                out = self.model(ids, past_key_values=cache, position_ids=positions, use_cache=True, logits_to_keep=1)
+                out = self.model(ids, **cache, position_ids=positions, use_cache=True, logits_to_keep=1)
                 place += len(part)
                 if part is sample["prompt"] and sample["question"]:
                     part = sample["question"]
