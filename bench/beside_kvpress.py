@@ -3,6 +3,7 @@
 
     python3 bench/beside_kvpress.py --model SmolLM2.gguf --task ruler/niah-single-1 --length 1024 --budgets 512,256
     python3 bench/beside_kvpress.py --model SmolLM2.gguf --task text/needle --haystack prose.txt --samples 50
+    python3 bench/beside_kvpress.py --model SmolLM2.gguf --haystack prose.txt --length 512 --decode 256 --budgets 256
 
 `kvkeep eval --samples-out` makes the prompts and our answers. kvpress gets the same token ids: the context is
 compressed while it is prefilled, the question follows, and the answer is decoded greedily. Both programs compute in
@@ -18,9 +19,21 @@ Columns:
   slots                what kvpress kept per layer and KV head, mean; ours keeps the budget
   ms                   median time to compress one prompt, all layers. kvpress: inside `compress`, which computes the
                        queries it needs again. kvkeep: the decision and its moves, without the recording of queries.
+
+With --decode, both cut while they decode, in one process: kvpress's DecodingPress, and kvkeep.hf.attach over the same
+weights in transformers. --length tokens of the haystack run as a prompt, the next ones are fed one by one, and every
+--interval steps the rows are cut to the budget. All take the same step in turns before any takes the next. Columns:
+  step ms              median of the steps without an event, after the first event; with what they record for events:
+                       kvpress hidden states, kvkeep queries
+  event step ms        median of the steps with an event, after the first
+  event ms             median of the time within those steps. kvpress: `compress` in all layers. kvkeep: what
+                       attach() does after the last layer, decision and moves
+  first event ms       the same of the first event, which cuts the whole prompt
 """
 
 import argparse
+import contextlib
+import copy
 import hashlib
 import importlib.metadata
 import json
@@ -57,6 +70,10 @@ METHODS = {
 }
 
 
+# Methods for --decode: what both have, and what DecodingPress can run.
+DECODING = ("StreamingLLM", "Knorm", "KeyDiff", "TOVA")
+
+
 def stop(sentence):
     sys.exit(f"beside_kvpress.py: {sentence}")
 
@@ -64,18 +81,24 @@ def stop(sentence):
 # ---- The environment
 
 
-def has_packages():
+def has_packages(and_kvkeep):
     try:
+        if and_kvkeep:
+            importlib.metadata.version("kvkeep")
         return all(importlib.metadata.version(name) == version for name, version in PACKAGES.items())
     except importlib.metadata.PackageNotFoundError:
         return False
 
 
-def enter(venv):
+def enter(venv, and_kvkeep):
     """Goes on in the virtual environment; makes it where it is missing. Returns where this Python has the packages."""
-    if has_packages():
+    if has_packages(and_kvkeep):
         return
     python = venv / "bin" / "python"
+    if pathlib.Path(sys.prefix).resolve() == venv.resolve() and has_packages(False):
+        if subprocess.run([python, "-m", "pip", "install", "--quiet", str(ROOT / "src" / "python")]).returncode != 0:
+            stop("pip could not build the package kvkeep; the reason stands above")
+        return
     if pathlib.Path(sys.prefix).resolve() == venv.resolve():
         stop(f"{venv} lacks {wanted()}; remove the folder and run again")
     if not (venv / "ready").exists():
@@ -278,6 +301,97 @@ def ask_kvpress(args, samples, budgets, file):
     return {t: known[key(samples[t[0]], *t[1:])] for t in todo}
 
 
+# ---- Both while they decode
+
+
+class Decoding:
+    """The model under one program's policy, a token a step. Its weights are those of the model that it copies."""
+
+    inside = 0.0  # seconds that events took since it was last set to 0, whoever's they are
+
+    def __init__(self, other, name, policy, under):
+        shared = [*other.model.parameters(), *other.model.buffers()]
+        self.name, self.policy = name, policy
+        self.model = copy.deepcopy(other.model, {id(tensor): tensor for tensor in shared})
+        self.under = under(self.model)
+        self.cache, self.place = other.transformers.DynamicCache(), 0
+        self.steps, self.slots = [], []  # (seconds, seconds of its event); slots after it
+
+    @staticmethod
+    def timed(call):
+        def timing(*given, **named):
+            start = time.perf_counter()
+            result = call(*given, **named)
+            Decoding.inside += time.perf_counter() - start
+            return result
+
+        return timing
+
+    def step(self, torch, tokens):
+        places = torch.arange(self.place, self.place + len(tokens))[None]
+        Decoding.inside, start = 0.0, time.perf_counter()
+        self.model(torch.tensor([tokens]), past_key_values=self.cache, position_ids=places, logits_to_keep=1)
+        self.steps.append((time.perf_counter() - start, Decoding.inside))
+        self.place += len(tokens)
+        layer = self.cache.layers[0]
+        rows = getattr(layer, "rows", None)  # attach() keeps rows in buffers of its own
+        self.slots.append(layer.keys.shape[2] if rows is None else int(rows.heads(0).max()))
+
+    def events(self):
+        return [i for i in range(1, len(self.slots)) if self.slots[i] <= self.slots[i - 1]]
+
+    def row(self):
+        events = self.events()
+        first, later = (events[0], events[1:]) if events else (0, [])
+        plain = statistics.median(s for i, (s, _) in enumerate(self.steps) if i > first and i not in events)
+        cells = [plain, *(statistics.median(self.steps[i][k] for i in later) if later else None for k in (0, 1))]
+        cells.append(self.steps[first][1] if events else None)
+        shown = " | ".join("-" if cell is None else f"{1000 * cell:.1f}" for cell in cells)
+        return f"| {self.name} | {shown} | {self.policy} |"
+
+
+def decode(args, budget):
+    import kvkeep.hf
+
+    other = Kvpress(args.model, args.threads)
+    torch, kvpress = other.torch, other.kvpress
+    text = pathlib.Path(args.haystack).read_text()[: 16 * (args.length + args.decode)]
+    ids = other.tokenizer(text)["input_ids"][: args.length + args.decode]
+    if len(ids) < args.length + args.decode:
+        stop(f"--haystack has {len(ids)} tokens; allowed --length + --decode = {args.length + args.decode} or more")
+    kvpress.DecodingPress.compress = Decoding.timed(kvpress.DecodingPress.compress)
+    kvkeep.hf._Rows.step = Decoding.timed(kvkeep.hf._Rows.step)
+    contestants = [Decoding(other, "full", "-", lambda model: contextlib.nullcontext())]
+    for method in args.methods:
+        make, interval = METHODS[method][1], args.interval
+        policy = f"{METHODS[method][0]},budget={budget},interval={interval},trigger=counter"
+        press = kvpress.DecodingPress(make(kvpress, 0), compression_interval=interval, target_size=budget)
+        contestants.append(Decoding(other, f"{method}, kvpress", f"DecodingPress({method}Press)", press))
+        contestants.append(
+            Decoding(other, f"{method}, kvkeep", f"`{policy}`", lambda model: kvkeep.hf.attach(model, policy))
+        )
+    with contextlib.ExitStack() as entered, torch.inference_mode():
+        for one in contestants:
+            entered.enter_context(one.under)
+        for begin, end in [(0, args.length), *((t, t + 1) for t in range(args.length, len(ids)))]:
+            for one in contestants:
+                one.step(torch, ids[begin:end])
+            print(f"\rdecoded: {end - args.length} of {args.decode}  ", end="", file=sys.stderr)
+    print(file=sys.stderr)
+    for one in contestants[2:]:
+        if one.slots != contestants[1].slots:
+            stop(f"{one.name} held other numbers of slots than {contestants[1].name}: the times cannot be compared")
+    print("| method | step ms | event step ms | event ms | first event ms | policy |")
+    print("|---|---:|---:|---:|---:|---|")
+    for one in contestants:
+        print(one.row())
+    print(
+        f"\nkvpress {PACKAGES['kvpress']}, transformers {PACKAGES['transformers']}, torch {torch.__version__}; float32, "
+        f"{args.threads} thread{'s' if args.threads > 1 else ''}; a prompt of {args.length} tokens, {args.decode} steps; "
+        f"{budget} slots, {len(contestants[1].events())} events, one every {args.interval} steps."
+    )
+
+
 # ---- The table
 
 
@@ -354,7 +468,8 @@ def arguments():
         default="after",
         help="it comes after the cut, or before; default: after",
     )
-    add("--methods", default=",".join(METHODS), metavar="NAME,...", help="default: all, %(default)s")
+    every = f"default: all, {','.join(METHODS)}; with --decode {','.join(DECODING)}"
+    add("--methods", metavar="NAME,...", help=every)
     add("--threads", type=int, default=2, metavar="N", help="default: %(default)s")
     add("--answers", metavar="FILE", help="samples.jsonl of an earlier --out: kvkeep does not run")
     add("--venv", type=pathlib.Path, default=venv, metavar="DIR", help="virtual environment; default: in .cache")
@@ -365,11 +480,16 @@ def arguments():
         metavar="DIR",
         help="for samples.jsonl and kvpress.jsonl; default: in out",
     )
+    add("--decode", type=int, default=0, metavar="N", help="compare while N tokens are decoded; needs --haystack")
+    add("--interval", type=int, default=32, metavar="N", help="steps between events of --decode; default: %(default)s")
     args = parser.parse_args()
-    args.methods = args.methods.split(",")
+    allowed = DECODING if args.decode else tuple(METHODS)
+    args.methods = args.methods.split(",") if args.methods else list(allowed)
     for method in args.methods:
-        if method not in METHODS:
-            parser.error(f"--methods: '{method}' is not known; allowed {', '.join(METHODS)}")
+        if method not in allowed:
+            parser.error(f"--methods: '{method}' is not known here; allowed {', '.join(allowed)}")
+    if args.decode and not args.haystack:
+        parser.error("--decode needs --haystack")
     if not all(b.isdecimal() and int(b) > 0 for b in args.budgets.split(",")):
         parser.error(f"--budgets: '{args.budgets}'; allowed whole numbers of slots, separated by commas")
     for file in (args.model, args.haystack, args.answers):
@@ -380,7 +500,11 @@ def arguments():
 
 def main():
     args = arguments()
-    enter(args.venv)
+    enter(args.venv, args.decode > 0)
+    if args.decode:
+        for budget in args.budgets.split(","):
+            decode(args, int(budget))
+        return
     args.out.mkdir(parents=True, exist_ok=True)
     file = pathlib.Path(args.answers) if args.answers else args.out / "samples.jsonl"
     if not args.answers:

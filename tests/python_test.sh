@@ -4,6 +4,9 @@
 # Ends with 77 (skipped) where no Python has torch, and where pip cannot load what it builds and tests with.
 #
 #   tests/python_test.sh [TORCH_FOLDER]   the site-packages that have torch, .venv's unless given
+#
+#   KVKEEP_TEST_PYTHONS   further Pythons of the same version, separated by blanks, each with a torch of its own, numpy,
+#                         transformers 5 and pytest: the same wheel passes its tests over each
 set -euo pipefail
 
 source_dir="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -35,12 +38,51 @@ fi
 launcher=()
 if command -v ccache > /dev/null; then launcher=(-C cmake.define.CMAKE_CXX_COMPILER_LAUNCHER=ccache); fi
 PATH="$scratch/venv/bin:$PATH" "$own" -m pip wheel --quiet --no-deps --no-build-isolation "${launcher[@]}" -w "$scratch/dist" "$source_dir/src/python" || fail "the wheel does not build"
-env CC=/nonexistent CXX=/nonexistent "$own" -m pip install --quiet --no-deps "$scratch"/dist/*.whl || fail "the wheel does not install without a compiler"
+"$own" -m pip install --quiet --no-deps "$scratch"/dist/*.whl || fail "the wheel does not install"
 ls -l "$scratch"/dist
 
 cd -- "$scratch"
-"$own" -c 'import kvkeep; assert "/venv/" in kvkeep.__file__, kvkeep.__file__; print("kvkeep", kvkeep.__version__)'
-env -u LD_LIBRARY_PATH OMP_NUM_THREADS=1 "$own" -m pytest -q -p no:cacheprovider "$source_dir/tests/python" || fail "its tests fail"
+
+# Nothing of the wheel links anything but itself and what every system with a C++ runtime has.
+installed="$("$own" -c 'import kvkeep, pathlib; print(pathlib.Path(kvkeep.__file__).parent)')"
+[[ "$installed" == "$scratch"/venv/* ]] || fail "another kvkeep is imported: $installed"
+system=' libc.so.6 libm.so.6 libgcc_s.so.1 libstdc++.so.6 libpthread.so.0 libdl.so.2 librt.so.1 ld-linux-x86-64.so.2 ld-linux-aarch64.so.1 '
+while IFS= read -r -d '' binary; do
+  dynamic="$(readelf -d "$binary")"
+  for needed in $(sed -n 's/.*(NEEDED).*\[\(.*\)\]/\1/p' <<< "$dynamic"); do
+    [[ "$system" == *" $needed "* || -f "$installed/lib/$needed" ]] || fail "${binary#"$installed/"} links $needed, which the wheel does not hold"
+  done
+  runpath="$(sed -n 's/.*(\(RUNPATH\|RPATH\)).*\[\(.*\)\]/\2/p' <<< "$dynamic")"
+  for folder in ${runpath//:/ }; do
+    # shellcheck disable=SC2016
+    [[ "$folder" == '$ORIGIN'* ]] || fail "${binary#"$installed/"} looks for libraries in $folder"
+  done
+  missing="$(env -u LD_LIBRARY_PATH ldd "$binary" | grep 'not found' || true)"
+  [[ -z "$missing" ]] || fail "${binary#"$installed/"} does not find $missing"
+done < <(find "$installed" \( -name '*.so*' -o -path '*/bin/*' \) -type f -print0)
+
+# Where there is no compiler, nor anything else, pip installs it and what it depends on, and it runs.
+"$own" -m venv "$scratch/plain"
+plain() { env -u LD_LIBRARY_PATH PATH="$scratch/plain/bin" CC=/nonexistent CXX=/nonexistent "$@"; }
+plain python -m pip install --quiet "$scratch"/dist/*.whl || fail "the wheel does not install without a compiler"
+plain python -c 'import kvkeep; assert kvkeep.policies(); assert "torch" not in __import__("sys").modules' || fail "it does not run without torch"
+plain kvkeep --version || fail "its command does not run without torch"
+
+# over PYTHON: the tests, with the torch and the transformers that it imports.
+tried=()
+over() {
+  env -u LD_LIBRARY_PATH OMP_NUM_THREADS=1 "$1" -m pytest -q -p no:cacheprovider "$source_dir/tests/python" || fail "its tests fail over $1"
+  tried+=("$("$1" -c 'import torch, transformers; print("torch", torch.__version__, "with transformers", transformers.__version__)')")
+}
+
+over "$own"
+for further in ${KVKEEP_TEST_PYTHONS:-}; do
+  venv="$scratch/venv-${#tried[@]}"
+  "$further" -m venv "$venv"
+  "$further" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' > "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/torch_here.pth"
+  "$venv/bin/python" -m pip install --quiet --no-deps "$scratch"/dist/*.whl || fail "the wheel does not install over $further"
+  over "$venv/bin/python"
+done
 
 mkdir engine
 cat > engine/CMakeLists.txt << CMAKE
@@ -53,4 +95,4 @@ CMAKE
 cmake -S engine -B engine/build "-DCMAKE_PREFIX_PATH=$("$own" -c 'import kvkeep; print(kvkeep.cmake_dir())')" > log 2>&1 || { cat log; fail "the library inside the package is not found"; }
 cmake --build engine/build > log 2>&1 || { cat log; fail "an engine in C does not build over it"; }
 env -u LD_LIBRARY_PATH engine/build/engine || fail "an engine in C does not run over it"
-echo "python test: the wheel installs, and its tests pass with torch $("$own" -c 'import torch; print(torch.__version__)') and transformers $("$own" -c 'import transformers; print(transformers.__version__)')"
+printf 'python test: the wheel passes its tests over %s\n' "${tried[@]}"

@@ -1,21 +1,14 @@
 // kvkeep doctor: does this build fit this machine?
 
-#include <ATen/Parallel.h>
-#include <ATen/Version.h>
 #include <hwy/targets.h>
 
 #include <CLI/Option.hpp>
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
 #include <cstring>
-#include <filesystem>
-#include <regex>
-#include <thread>
 #include <vector>
 
-#include "commands.h"
-#include "device.h"
+#include "build.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/policy/registry.h"
 #include "kvkeep/version.h"
@@ -23,8 +16,6 @@
 
 namespace kvkeep::cli {
 namespace {
-
-namespace fs = std::filesystem;
 
 constexpr const char* kDoctorExamples = R"(
 Examples:
@@ -37,16 +28,6 @@ struct DoctorOptions {
   bool quick = false;
   OutputOptions output;
 };
-
-struct Finding {
-  std::string what, value;
-  bool fine = true;
-};
-
-std::string first_match(const std::string& text, const char* pattern, const char* otherwise) {
-  std::smatch found;
-  return std::regex_search(text, found, std::regex(pattern)) ? found[1].str() : std::string(otherwise);
-}
 
 // The best instruction set that is compiled in and that this machine has. Lower bits are better targets.
 std::string simd_target() {
@@ -68,62 +49,12 @@ double memcpy_bandwidth() {
   return best;
 }
 
-Finding torch_finding() {
-  const std::string loaded = first_match(at::show_config(), "TORCH_VERSION=([0-9.]+)", "unknown");
-  const std::string compiled = kTorchVersion;
-  const bool same = loaded == "unknown" || compiled.starts_with(loaded) || loaded.starts_with(compiled);
-  return {"LibTorch",
-          text("compiled against ", compiled, ", loaded ", loaded,
-               same ? "" : "; they differ: rebuild kvkeep for the one that is loaded"),
-          same};
-}
-
-Finding abi_finding() {
-#ifdef _GLIBCXX_USE_CXX11_ABI
-  const std::string compiled = std::to_string(_GLIBCXX_USE_CXX11_ABI);
-  const std::string loaded = first_match(at::show_config(), "_GLIBCXX_USE_CXX11_ABI=([01])", compiled.c_str());
-  return {"C++ ABI",
-          text("_GLIBCXX_USE_CXX11_ABI=", compiled, compiled == loaded ? ", as LibTorch" : ", LibTorch has " + loaded),
-          compiled == loaded};
-#else
-  return {"C++ ABI", "not libstdc++"};
-#endif
-}
-
-Finding cuda_finding() {
-  const bool card = fs::exists("/dev/nvidiactl") || fs::exists("/proc/driver/nvidia/version");
-  const std::string driver = card ? "there is an NVIDIA driver here" : "there is no NVIDIA driver here";
-#ifdef KVKEEP_CLI_CUDA
-  if (!card) return {"CUDA", "kernels are compiled in; " + driver};
-  try {
-    static_cast<void>(DeviceOptions{"cuda:0"}.accelerator());
-    return {"CUDA", "kernels are compiled in; they find cuda:0"};
-  } catch (const std::exception& error) {  // the driver may be too old, or LibTorch may be without CUDA
-    return {"CUDA", text("kernels are compiled in; ", driver, "; cuda:0 cannot be used: ", error.what()), false};
-  }
-#else
-  return {"CUDA", "not compiled in; " + driver};
-#endif
-}
-
-/// How threads wait for each other, according to the variables that LibTorch's OpenMP runtime reads.
-std::string waiting() {
-  for (const char* name : {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"})
-    if (const char* value = std::getenv(name)) return text(name, "=", value);
-  return "the OpenMP runtime's default";
-}
-
 std::vector<Finding> look(const DoctorOptions& o) {
-  std::vector<Finding> all{{"kvkeep", kVersion},
-                           torch_finding(),
-                           abi_finding(),
-                           {"CPU", text("kvkeep uses ", simd_target(), ", LibTorch ", at::get_cpu_capability())},
-                           {"threads", text(at::get_num_threads(), " of ", std::thread::hardware_concurrency(),
-                                            " hardware threads; waiting: ", waiting())}};
+  std::vector<Finding> all{{"kvkeep", kVersion}, {"CPU", text("kvkeep uses ", simd_target())}};
+  for (Finding& finding : findings_of_build()) all.push_back(std::move(finding));
   if (!o.quick)
     all.push_back({"memory", text("memcpy ", real_cell(memcpy_bandwidth() / 1e9, 1).shown,
                                   " GB/s read and written, one thread")});
-  all.push_back(cuda_finding());
   all.push_back({"policies", text(policies().size(), " known; kvkeep policies lists them")});
   return all;
 }

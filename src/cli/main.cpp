@@ -1,27 +1,21 @@
 // kvkeep: the command.
 
-#include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <unistd.h>
 
 #include <CLI/App.hpp>
 #include <CLI/Config.hpp>
 #include <CLI/Formatter.hpp>
-#include <algorithm>
-#include <array>
 #include <csignal>
 #include <cstdio>
-#include <cstdlib>
 #include <exception>
-#include <filesystem>
 #include <new>
 #include <sstream>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
-#include "commands.h"
+#include "build.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
 #include "kvkeep/version.h"
@@ -32,23 +26,9 @@
 namespace kvkeep::cli {
 namespace {
 
-constexpr const char* kSubcommands =
-    "generate, tokens, eval, perplexity, fidelity, replay, record, calibrate, plan, policies, doctor";
 constexpr int kRefused = 2, kFailed = 1, kSignalled = 128;
 
-constexpr const char* kMainExamples = R"(
-Examples:
-  kvkeep policies                                           the policies to choose from
-  kvkeep generate --model SmolLM2.gguf --chat --prompt "Why is the sky blue?" --policy tova,budget=256
-  kvkeep eval --model examples/model --task ask --budgets 128,64
-  kvkeep perplexity --model SmolLM2.gguf --text prose.txt --budgets 256 --policy tova --policy snapkv
-  kvkeep generate --model examples/model --task chain --seed 7 --policy ams-tova,budget=96,interval=32 \
-      --max-new-tokens 200
-  kvkeep record --model examples/model --ids-file prompt.txt --policy tova,budget=96,interval=32 \
-      --out event.safetensors
-  kvkeep plan --shape qwen7b --policy ams-tova,budget=1024 --batch 16 --length 32768
-  kvkeep replay event.safetensors --policy ams-tova,budget=96,interval=32 --out kept.safetensors
-
+constexpr const char* kConventions = R"(
 Results go to stdout (-o md|csv|json), everything else to stderr.
 Exit status: 0 done; 2 the input was refused; 1 any other failure; 130 Ctrl-C.
 )";
@@ -74,18 +54,12 @@ void occupy_closed_streams() {
           ::open("/dev/null", stream == STDIN_FILENO ? O_WRONLY : O_RDONLY));  // gets the lowest free number
 }
 
-/// LibTorch's OpenMP threads spin for milliseconds while they wait. On a core that other processes want too, this holds
-/// up the very threads they wait for. The runtime reads the length of the spin once, before main(). So commands that
-/// run a model, and doctor, which reports how threads wait, restart with a short spin unless the user has set one.
-void spin_briefly(const CLI::App& command, char** argv) {
-  constexpr std::array<std::string_view, 7> kComputing = {"generate", "eval",      "perplexity", "fidelity",
-                                                          "record",   "calibrate", "doctor"};
-  if (std::ranges::find(kComputing, command.get_name()) == kComputing.end()) return;
-  if (std::getenv("OMP_WAIT_POLICY") != nullptr || std::getenv("GOMP_SPINCOUNT") != nullptr) return;
-  std::error_code none;
-  const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe", none);
-  if (!none && ::setenv("GOMP_SPINCOUNT", "1000", 1) == 0)
-    ::execv(self.c_str(), argv);  // if this fails, the command continues as it is
+// The sub-commands of this build, as a list in a sentence.
+std::string subcommands_of(const CLI::App& app) {
+  std::string names;
+  for (const CLI::App* command : app.get_subcommands([](const CLI::App* c) { return !c->get_group().empty(); }))
+    names += (names.empty() ? "" : ", ") + command->get_name();
+  return names;
 }
 
 int refuse_usage(const CLI::App& app, const CLI::ParseError& error) {
@@ -96,7 +70,7 @@ int refuse_usage(const CLI::App& app, const CLI::ParseError& error) {
     full = parent->get_name() + " " + full;
   const std::vector<std::string> rest = app.remaining();
   if (where == &app && !rest.empty() && !rest.front().starts_with("-"))
-    note(text("there is no sub-command '", rest.front(), "'; allowed ", kSubcommands));
+    note(text("there is no sub-command '", rest.front(), "'; allowed ", subcommands_of(app)));
   else
     note(text(error.what(), "; see ", full, " --help"));
   return kRefused;
@@ -106,11 +80,9 @@ int run(int argc, char** argv) {
   CLI::App app("Decides which entries of a language model's key-value cache stay, and moves them.", "kvkeep");
   app.set_version_flag("--version", std::string("kvkeep ") + kVersion, "print the version");
   app.require_subcommand(1);
-  app.footer(kMainExamples);
+  app.footer(text(main_examples(), kConventions));
   app.get_formatter()->column_width(42);
-  const std::vector<Run> runs{add_generate(app), add_tokens(app),   add_eval(app),   add_perplexity(app),
-                              add_fidelity(app), add_replay(app),   add_record(app), add_calibrate(app),
-                              add_plan(app),     add_policies(app), add_doctor(app)};
+  const std::vector<Run> runs = add_commands(app);
   require_decimal_integers(app);
   try {
     app.parse(argc, argv);
@@ -125,7 +97,7 @@ int run(int argc, char** argv) {
   const std::vector<CLI::App*> commands = app.get_subcommands([](const CLI::App*) { return true; });
   for (std::size_t i = 0; i < runs.size(); ++i)
     if (commands[i]->parsed()) {
-      spin_briefly(*commands[i], argv);
+      prepare(*commands[i], argv);
       for (const int signal : {SIGINT, SIGTERM, SIGHUP}) stop_at(signal);  // only now: a restart would lose them
       runs[i]();
     }
@@ -150,12 +122,8 @@ int main(int argc, char** argv) {
   } catch (const std::bad_alloc&) {
     note("there is not enough memory for this");
     return kFailed;
-  } catch (const c10::Error& error) {
-    const std::string why = error.what_without_backtrace();
-    note(kvkeep::text("LibTorch: ", why.substr(0, why.find('\n'))));
-    return kFailed;
   } catch (const std::exception& error) {
-    note(error.what());
+    note(reason(error));
     return kFailed;
   }
 }

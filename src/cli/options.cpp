@@ -1,7 +1,5 @@
 #include "options.h"
 
-#include <ATen/Parallel.h>
-
 #include <CLI/Option.hpp>
 #include <CLI/Validators.hpp>
 #include <algorithm>
@@ -119,45 +117,6 @@ void OutputOptions::add(CLI::App& app) {
   app.add_flag("--quiet", quiet, "no progress, no warnings");
 }
 
-void ModelOptions::add(CLI::App& app) {
-  app.add_option("--model", folder,
-                 "a Llama, Qwen2 or Qwen3 model: a GGUF file, or a folder with config.json and *.safetensors")
-      ->required()
-      ->option_text("FILE|DIR");
-  app.add_option("--threads", threads, "CPU threads; 0: one for a model below 8 MiB, else LibTorch's default")
-      ->check(CLI::Range(0, 4096))
-      ->option_text("N [0]");
-  app.add_option("--weights", weights, "data type that weights are widened or rounded to when they are read")
-      ->check(CLI::IsMember({"f32", "f16", "bf16"}))
-      ->option_text("f32|f16|bf16 [as stored; f32 if quantised]");
-  app.add_option("--cache-dtype", cache_dtype, "data type of the KV cache")
-      ->check(CLI::IsMember({"f32", "f16", "bf16"}))
-      ->option_text("f32|f16|bf16 [f32]");
-}
-
-void set_threads(int threads) {
-  if (threads > 0) at::set_num_threads(threads);
-}
-
-Dtype dtype_called(const std::string& name) {
-  return name == "f16" ? Dtype::f16 : name == "bf16" ? Dtype::bf16 : Dtype::f32;
-}
-
-lm::Decoder ModelOptions::open() const {
-  const std::shared_ptr<Machine> accelerator =
-      device.accelerator();  // a wrong one is refused before the weights are read
-  set_threads(threads);
-  lm::Decoder decoder =
-      lm::Decoder::open(folder, weights.empty() ? std::nullopt : std::optional(dtype_called(weights)));
-  // A step of a model that fits in a core's cache is over before a second thread wakes up.
-  constexpr std::int64_t kSmall = std::int64_t{8} << 20;
-  if (threads == 0 && decoder.bytes_per_step() < kSmall) set_threads(1);
-  if (accelerator != nullptr) decoder.to(accelerator->device());
-  return decoder;
-}
-
-Dtype ModelOptions::dtype() const { return dtype_called(cache_dtype); }
-
 PolicyText::PolicyText(std::string text) : text_(std::move(text)) {
   KVKEEP_REQUIRE(!text_.empty(), "policy: the option is empty; allowed a JSON file, or name,key=value,...");
   std::error_code none;  // a text too long for a file name is not a file
@@ -258,83 +217,6 @@ std::string warning_about(const KVPolicy& policy) {
   if (budget == 0 || sink + recent <= budget / 2) return {};
   return text("warning: sink + recent = ", sink + recent, " of ", policy.name(),
               " protect more than half of the budget of ", budget, "; little is left to choose from");
-}
-
-std::vector<std::int32_t> parse_ids(const std::string& text, const std::string& where) {
-  std::vector<std::int32_t> ids;
-  const char *at = text.data(), *end = text.data() + text.size();
-  while (true) {
-    at = std::find_if(at, end, [](char c) { return std::string_view(", \t\r\n").find(c) == std::string_view::npos; });
-    if (at == end) break;
-    std::int32_t id = 0;
-    const auto [next, error] = std::from_chars(at, end, id);
-    const bool whole = next == end || std::string_view(", \t\r\n").find(*next) != std::string_view::npos;
-    const char* stop =
-        std::find_if(at, end, [](char c) { return std::string_view(", \t\r\n").find(c) != std::string_view::npos; });
-    KVKEEP_REQUIRE(error == std::errc() && whole && id >= 0, where, ": '",
-                   std::string(at, std::min<std::ptrdiff_t>(stop - at, 40)), "' at place ", ids.size(),
-                   " is not a token id; allowed integers from 0, separated by white space or commas");
-    ids.push_back(id);
-    at = next;
-  }
-  KVKEEP_REQUIRE(!ids.empty(), where, ": there are no token ids; allowed one or more");
-  return ids;
-}
-
-std::vector<std::int32_t> read_ids(const std::string& file) {
-  return parse_ids(io::read_file(file, "--ids-file"), file);
-}
-
-void TextReading::add(CLI::App& app) {
-  CLI::Option* chatting =
-      app.add_flag("--chat", chat, "the text is a user's message: put it into the model's chat template");
-  app.add_flag("--raw", raw, "the text contains the model's own markup: <|im_start|> is a control token, not text")
-      ->excludes(chatting);
-  app.add_option("--system", system, "with --chat: the system message [the template's own]")
-      ->option_text("TEXT")
-      ->needs(chatting);
-}
-
-std::vector<std::int32_t> TextReading::ids(const lm::TextModel& model, const std::string& said) const {
-  std::vector<std::int32_t> tokens;
-  if (chat) {
-    std::vector<lm::ChatMessage> messages{{"user", said}};
-    if (!system.empty()) messages.insert(messages.begin(), {"system", system});
-    tokens = model.chat(messages);
-  } else {
-    tokens = model.tokenizer.encode(said, raw ? lm::SpecialTokens::parsed : lm::SpecialTokens::plain);
-  }
-  KVKEEP_REQUIRE(!tokens.empty(), "prompt: the text is empty; allowed one token or more");
-  return tokens;
-}
-
-void PromptOptions::add(CLI::App& app) {
-  CLI::Option_group* source = app.add_option_group("prompt (one of)");
-  source->add_option("--prompt", prompt, "text")->option_text("TEXT");
-  source->add_option("--prompt-file", prompt_file, "text in a file, taken verbatim")->option_text("FILE");
-  source->add_option("--ids", ids, "token ids")->option_text("1,2,3");
-  source->add_option("--ids-file", ids_file, "token ids in a file, separated by white space or commas")
-      ->option_text("FILE");
-  source->add_option("--task", task, "one of kvkeep's tasks: chain, ask, needle, updates, copies")->option_text("NAME");
-  source->require_option(1);
-  reading.add(app);
-  app.add_option("--seed", seed, "seed of the task's sample")->option_text("N [0]");
-  app.add_option("--length", shape.length, "tokens of the task's prompt and trace")->option_text("N [512]");
-}
-
-PromptOptions::Prompt PromptOptions::read(const std::string& model) const {
-  KVKEEP_REQUIRE(is_text() || !(reading.chat || reading.raw), reading.chat ? "--chat" : "--raw",
-                 " says how text is read; allowed with --prompt and --prompt-file");
-  if (!task.empty()) {
-    lm::TaskSample sample = lm::make_task(task, seed, shape);
-    std::vector<std::int32_t> tokens(sample.ids.begin(), sample.ids.begin() + sample.prompt_length);
-    return {.ids = std::move(tokens), .sample = std::move(sample)};
-  }
-  if (!is_text()) return {.ids = ids_file.empty() ? parse_ids(ids, "--ids") : read_ids(ids_file)};
-  const std::string said = prompt_file.empty() ? prompt : io::read_file(prompt_file, "--prompt-file");
-  Prompt read{.ids = {}, .text = lm::TextModel::open(model)};
-  read.ids = reading.ids(*read.text, said);
-  return read;
 }
 
 bool is_same_file(const std::string& one, const std::string& other) {

@@ -4,16 +4,10 @@
 #include <CLI/App.hpp>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "device.h"
-#include "kvkeep/core/tensor.h"
-#include "kvkeep/lm/decoder.h"
-#include "kvkeep/lm/tasks.h"
-#include "kvkeep/lm/text_model.h"
 #include "kvkeep/policy/policy.h"
 #include "table.h"
 
@@ -32,23 +26,6 @@ struct OutputOptions {
   Format format = Format::md;
   bool quiet = false;
   void add(CLI::App& app);
-};
-
-// Threads of the CPU kernels; 0 leaves LibTorch's choice.
-void set_threads(int threads);
-
-// f32, f16 or bf16.
-Dtype dtype_called(const std::string& name);
-
-// --model, --threads, --weights, --cache-dtype; --device, where a command adds it
-struct ModelOptions {
-  std::string folder;
-  int threads = 0;
-  std::string weights, cache_dtype = "f32";
-  DeviceOptions device;
-  void add(CLI::App& app);
-  [[nodiscard]] lm::Decoder open() const;  // on its device; sets the number of threads
-  [[nodiscard]] Dtype dtype() const;
 };
 
 // A policy as it was written: a file, or name,key=value,...
@@ -88,37 +65,6 @@ Cell budget_cell(const KVPolicy& policy);
 // Warns of settings that are allowed but probably not intended: protected slots that fill more than half of the budget.
 // Empty if there is nothing to warn of.
 std::string warning_about(const KVPolicy& policy);
-
-// Token ids separated by white space or commas. Throws InvalidArgument for anything else; `where` names the source.
-std::vector<std::int32_t> parse_ids(const std::string& text, const std::string& where);
-std::vector<std::int32_t> read_ids(const std::string& file);
-
-// --chat, --raw, --system: how the text of a prompt is read.
-struct TextReading {
-  bool chat = false, raw = false;
-  std::string system;
-  void add(CLI::App& app);
-  // The token ids of `said`. Throws if there are none.
-  [[nodiscard]] std::vector<std::int32_t> ids(const lm::TextModel& model, const std::string& said) const;
-};
-
-// --prompt, --prompt-file, --ids, --ids-file, --task with --seed and --length: exactly one of the sources.
-struct PromptOptions {
-  std::string prompt, prompt_file, ids, ids_file, task;
-  TextReading reading;
-  std::uint64_t seed = 0;
-  lm::TaskOptions shape;
-  void add(CLI::App& app);
-
-  struct Prompt {
-    std::vector<std::int32_t> ids;
-    std::optional<lm::TaskSample> sample = {};  // with --task
-    std::optional<lm::TextModel> text = {};     // with --prompt and --prompt-file
-  };
-  [[nodiscard]] bool is_text() const { return !prompt.empty() || !prompt_file.empty(); }
-  // `model` has the tokenizer for text.
-  [[nodiscard]] Prompt read(const std::string& model) const;
-};
 
 // Whether two names refer to the same file, which need not exist yet.
 bool is_same_file(const std::string& one, const std::string& other);

@@ -1,7 +1,5 @@
 #include "oracle.h"
 
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <charconv>
 #include <nlohmann/json.hpp>

@@ -8,12 +8,10 @@
 #include <iterator>
 #include <nlohmann/json.hpp>
 
-#include "commands.h"
+#include "build.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
 #include "kvkeep/io/safetensors.h"
-#include "kvkeep/lm/decoder_trace.h"
-#include "kvkeep/lm/router_training.h"
 #include "kvkeep/policy/asl.h"
 #include "kvkeep/trace/event_trace.h"
 #include "kvkeep/trace/prefill_trace.h"
@@ -48,11 +46,10 @@ struct ReplayOptions {
 
 // Checked before the policy is read: the kind says what a trace is about.
 std::string known_kind(const io::SafetensorsFile& file) {
-  constexpr const char* kReplayed = "this build replays event, prefill, decoder, generate, span and span_train";
   const std::string kind = trace::kind_of(file);
   constexpr std::string_view kKinds[] = {"event", "prefill", "decoder", "generate", "span", "span_train"};
   KVKEEP_REQUIRE(std::ranges::find(kKinds, kind) != std::end(kKinds), file.where(), ": a trace of kind \"",
-                 shortened(kind), "\" is not known; ", kReplayed);
+                 shortened(kind), "\" is not known; allowed event, prefill, decoder, generate, span and span_train");
   return kind;
 }
 
@@ -61,9 +58,7 @@ trace::Result replay(const std::string& kind, const io::SafetensorsFile& file, c
   if (kind == "event") return trace::replay_event(file, *policy);
   if (kind == "prefill") return trace::replay_prefill(file, *policy);
   if (kind == "span") return trace::replay_span(file, *policy);
-  if (kind == "span_train") return trace::replay_span_train(file, *policy);
-  if (kind == "decoder") return lm::replay_decoder(file, folder, *policy);
-  return lm::replay_generate(file, folder, std::move(policy));
+  return replay_with_model(kind, file, folder, std::move(policy));
 }
 
 // What examples/plot_ranks.py draws. Observed as the policy does if it ranks prompts.

@@ -52,10 +52,11 @@ std::string name_of(RopeConfig::Type type) {
 // `rope_scaling`. Reading one place only would silently fall back to 10000 on a file of the other release.
 double rope_theta(const ConfigFields& config, const ConfigFields* scaling) {
   const std::optional<double> outer = config.number("rope_theta");
-  const std::optional<double> inner = scaling != nullptr ? scaling->number("rope_theta") : std::nullopt;
+  if (scaling == nullptr) return outer.value_or(10000.0);
+  const std::optional<double> inner = scaling->number("rope_theta");
   KVKEEP_REQUIRE(!outer || !inner || *outer == *inner, "read config: ", config.where(), " has rope_theta ",
-                 outer.value_or(0), " at the top and ", inner.value_or(0), " in ",
-                 scaling != nullptr ? scaling->where() : "", "; allowed one value");
+                 outer.value_or(0), " at the top and ", inner.value_or(0), " in ", scaling->where(),
+                 "; allowed one value");
   return inner ? *inner : outer.value_or(10000.0);
 }
 

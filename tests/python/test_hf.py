@@ -62,7 +62,7 @@ def test_rows_stay_within_the_budget_and_end_at_the_newest_token(policy):
     model, ids = model_of(), tokens_of(80)
     with hf.attach(model, f"{policy},budget=32,interval=8,prefill=cut") as kept:
         cache = kept.cache()
-        generate(model, ids, new=60, cache=cache)
+        generate(model, ids, new=60, **with_cache(model, cache))
         rows = cache.layers[0].rows
         assert cache.get_seq_length() == 139 and kept.keeper.logical_length(rows.ids[0]) == 139
         mean = sum(len(kept.keeper.positions(rows.ids[0], l, h)) for l in range(3) for h in range(2)) / 6
@@ -153,5 +153,5 @@ def test_what_cannot_be_served_is_refused_by_name():
     used = transformers.DynamicCache(config=model.config)
     model(ids, **with_cache(model, used))
     with hf.attach(model, "tova,budget=16"), pytest.raises(kvkeep.Unsupported, match="holds 20 tokens"):
-        generate(model, torch.cat([ids, tokens_of(1)], 1), cache=used)
+        generate(model, torch.cat([ids, tokens_of(1)], 1), **with_cache(model, used))
     assert torch.equal(generate(model, ids), generate(model, ids))

@@ -93,8 +93,9 @@ class _KeptLayer(DynamicLayer):
     def get_seq_length(self):
         return self.columns
 
-    def get_mask_sizes(self, query_length):
-        return self.columns + query_length, 0
+    def get_mask_sizes(self, new):
+        """new: columns of the step; older releases of transformers 5 (5.2) pass their positions."""
+        return self.columns + (new if isinstance(new, int) else len(new)), 0
 
     def crop(self, tokens_to_remove):
         if tokens_to_remove > 0:
@@ -241,8 +242,9 @@ class _Rows:
         held -= tokens
 
 
-def _attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
-    """Records the queries, attends, and after the last layer lets the policy decide."""
+def _attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
+    """Records the queries, attends, and after the last layer lets the policy decide. Arguments are in the order of
+    sdpa_attention_forward: what wraps attention functions, as kvpress does, counts on it."""
     global _current
     layer, _current = _current, None
     if layer is None:  # one with a sliding window
@@ -314,7 +316,7 @@ class attach:
         self.events += [Event(c.sequence, c.logical_length, c.length_before, c.length_after) for c in report.cuts]
 
     def cache(self):
-        """An empty cache under the policy, for model(..., cache=...) or generate(cache=...)."""
+        """An empty cache under the policy, for model(..., cache=...) or generate(cache=...); older releases say past_key_values=."""
         return self._keep(_plain_cache(self.model))
 
     def _keep(self, cache):

@@ -14,7 +14,7 @@
 #include "kvkeep/lm/generation.h"
 #include "kvkeep/report/diagnostics.h"
 #include "kvkeep/report/intervals.h"
-#include "options.h"
+#include "model_options.h"
 #include "oracle.h"
 #include "progress.h"
 #include "retention.h"

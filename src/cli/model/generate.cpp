@@ -13,7 +13,7 @@
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
 #include "kvkeep/lm/generation.h"
-#include "options.h"
+#include "model_options.h"
 #include "oracle.h"
 #include "picture.h"
 #include "progress.h"

@@ -8,6 +8,7 @@
 #include "contests.h"
 #include "kvkeep/lm/decoder.h"
 #include "kvkeep/report/fidelity.h"
+#include "model_options.h"
 #include "progress.h"
 
 namespace kvkeep::cli {

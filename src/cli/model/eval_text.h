@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "contests.h"
-#include "options.h"
+#include "model_options.h"
 
 namespace kvkeep::cli {
 

@@ -9,7 +9,7 @@
 #include "commands.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/lm/calibrate.h"
-#include "options.h"
+#include "model_options.h"
 #include "progress.h"
 #include "untrusted_json.h"
 

@@ -2,7 +2,7 @@
 
 #include "commands.h"
 #include "kvkeep/core/error.h"
-#include "options.h"
+#include "model_options.h"
 
 namespace kvkeep::cli {
 namespace {

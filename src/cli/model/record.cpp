@@ -8,7 +8,7 @@
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/safetensors.h"
 #include "kvkeep/lm/record.h"
-#include "options.h"
+#include "model_options.h"
 #include "oracle.h"
 #include "progress.h"
 #include "retention.h"
